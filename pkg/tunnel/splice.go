@@ -1,0 +1,151 @@
+package tunnel
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// ErrReset is the read error of a conn that the other end aborted, or whose session
+// was lost: what was in flight may be missing. It is ECONNRESET, so that callers
+// who know TCP need not know the tunnel.
+const ErrReset = syscall.ECONNRESET
+
+// copySize is how much one read takes on the way from a conn that has no faster way:
+// two TLS records.
+const copySize = 32 << 10
+
+// Splice copies between a and b, both ways at once, as if they were one TCP
+// connection, and closes both. It returns when both directions have ended:
+//
+//   - the end of a's bytes closes b's write side (half-close), and the other way round;
+//   - a reset of one resets the other;
+//   - when b takes no more bytes, a is told so (CloseRead) and b's remaining bytes
+//     still reach a.
+//
+// When ctx ends first, both are reset. err is why a direction ended before its time.
+func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
+	stop := context.AfterFunc(ctx, func() {
+		Reset(a)
+		Reset(b)
+	})
+	defer stop()
+
+	var errAB, errBA error
+	var wg sync.WaitGroup
+	wg.Go(func() { aToB, errAB = half(b, a) })
+	bToA, errBA = half(a, b)
+	wg.Wait()
+
+	// Neither close can lose bytes: both directions have ended.
+	a.Close() //nolint:errcheck // nothing is left to be done with it
+	b.Close() //nolint:errcheck // likewise
+	return aToB, bToA, errors.Join(errAB, errBA)
+}
+
+// half copies src to dst until one of them ends, and passes that end on.
+func half(dst, src net.Conn) (n int64, err error) {
+	n, rerr, werr := transfer(dst, src)
+	switch {
+	case rerr != nil:
+		Reset(dst)
+		Reset(src)
+		return n, rerr
+	case werr != nil:
+		closeRead(src)
+		return n, werr
+	default:
+		closeWrite(dst)
+		return n, nil
+	}
+}
+
+// transfer copies src to dst, by the tunnel conn's own loop where one of them has
+// it, and tells a failed read from a failed write.
+func transfer(dst, src net.Conn) (n int64, rerr, werr error) {
+	if to, ok := src.(interface {
+		Resetter
+		io.WriterTo
+	}); ok {
+		n, err := to.WriteTo(dst)
+		if errors.Is(err, ErrReset) && !isWriteError(err) {
+			return n, err, nil
+		}
+		return n, nil, err
+	}
+	from := &reader{r: src}
+	if to, ok := dst.(interface {
+		Resetter
+		io.ReaderFrom
+	}); ok {
+		n, err := to.ReadFrom(from)
+		if from.err != nil {
+			return n, from.err, nil
+		}
+		return n, nil, err
+	}
+	n, werr = io.CopyBuffer(struct{ io.Writer }{dst}, from, make([]byte, copySize))
+	if from.err != nil {
+		return n, from.err, nil
+	}
+	return n, nil, werr
+}
+
+// reader remembers the error of a read, so that it is not taken for one of a write.
+type reader struct {
+	r   io.Reader
+	err error
+}
+
+func (r *reader) Read(p []byte) (int, error) {
+	n, err := r.r.Read(p)
+	if err != nil && err != io.EOF { //nolint:errorlint // io.Reader's contract is io.EOF itself
+		r.err = err
+	}
+	return n, err
+}
+
+// isWriteError reports whether err came from writing to an operating system socket.
+func isWriteError(err error) bool {
+	op, ok := errors.AsType[*net.OpError](err)
+	return ok && op.Op == "write"
+}
+
+// Resetter is a conn that can be aborted so that its peer sees a reset.
+type Resetter interface {
+	// Reset aborts both directions. What was written may not arrive.
+	Reset() error
+}
+
+// Reset aborts c: the peer sees a reset where c can do that, else a close.
+func Reset(c net.Conn) {
+	switch c := c.(type) {
+	case Resetter:
+		c.Reset() //nolint:errcheck // it is being thrown away
+	case interface{ SetLinger(int) error }: // *net.TCPConn
+		c.SetLinger(0) //nolint:errcheck // likewise
+		c.(net.Conn).Close()
+	default:
+		// A *tls.Conn would first wait to send its alert to a peer that may be stuck.
+		c.SetDeadline(time.Unix(1, 0)) //nolint:errcheck // likewise
+		c.Close()
+	}
+}
+
+func closeWrite(c net.Conn) {
+	if cw, ok := c.(interface{ CloseWrite() error }); ok {
+		cw.CloseWrite() //nolint:errcheck // the peer has gone; the other direction will notice
+		return
+	}
+	c.Close()
+}
+
+func closeRead(c net.Conn) {
+	if cr, ok := c.(interface{ CloseRead() error }); ok {
+		cr.CloseRead() //nolint:errcheck // the peer has gone; the other direction will notice
+	}
+}
