@@ -1,0 +1,81 @@
+package auth
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+)
+
+// Sources is a list of networks whose addresses may connect. The empty list permits
+// nobody. A []netip.Prefix converts to it.
+type Sources []netip.Prefix
+
+// ParseSources parses addresses and CIDR networks, such as "10.0.0.0/8" and "::1".
+func ParseSources(entries []string) (Sources, error) {
+	s := make(Sources, 0, len(entries))
+	for _, e := range entries {
+		p, err := parsePrefix(e)
+		if err != nil {
+			return nil, fmt.Errorf("source %q: %w", e, err)
+		}
+		s = append(s, p)
+	}
+	return s, nil
+}
+
+// Permits reports whether a is in one of the networks. An IPv4 address is the same
+// in its IPv6 form (::ffff:10.0.0.1), and a zone does not matter.
+func (s Sources) Permits(a netip.Addr) bool {
+	for _, p := range s {
+		if contains(p, a) {
+			return true
+		}
+	}
+	return false
+}
+
+// String returns the list as a log line shows it.
+func (s Sources) String() string {
+	words := make([]string, len(s))
+	for i, p := range s {
+		words[i] = p.String()
+	}
+	return strings.Join(words, ",")
+}
+
+func contains(p netip.Prefix, a netip.Addr) bool {
+	return unmapPrefix(p).Contains(a.Unmap().WithZone(""))
+}
+
+// unmapPrefix returns the IPv4 network that ::ffff:a.b.c.d/n stands for.
+func unmapPrefix(p netip.Prefix) netip.Prefix {
+	if p.Addr().Is4In6() && p.Bits() >= 96 {
+		return netip.PrefixFrom(p.Addr().Unmap(), p.Bits()-96)
+	}
+	return p
+}
+
+// parsePrefix parses an address or a CIDR network.
+func parsePrefix(s string) (netip.Prefix, error) {
+	if !strings.Contains(s, "/") {
+		a, err := netip.ParseAddr(s)
+		if err != nil {
+			return netip.Prefix{}, fmt.Errorf("not an IP address or a CIDR network such as 10.0.0.0/8")
+		}
+		if a.Zone() != "" {
+			return netip.Prefix{}, fmt.Errorf("an address with a zone cannot be listed; leave out %%%s", a.Zone())
+		}
+		a = a.Unmap()
+		return netip.PrefixFrom(a, a.BitLen()), nil
+	}
+	p, err := netip.ParsePrefix(s)
+	if err != nil {
+		return netip.Prefix{}, fmt.Errorf("not an IP address or a CIDR network such as 10.0.0.0/8")
+	}
+	p = unmapPrefix(p)
+	if p != p.Masked() {
+		// One of the two is a slip, and the wrong guess opens a whole network.
+		return netip.Prefix{}, fmt.Errorf("the address has bits outside its network; write %s for the network or %s for the address", p.Masked(), p.Addr())
+	}
+	return p, nil
+}
