@@ -1,0 +1,83 @@
+# shellcheck shell=bash
+# Settings and helpers that the scripts share. Source it; the environment overrides every setting.
+# shellcheck disable=SC2034 # the settings are used by the scripts that source this file
+
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)   # test/cluster
+CLUSTER_HOME=${CLUSTER_HOME:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/tunnel-e2e}
+RUN=$CLUSTER_HOME/run             # state of the cluster that is up; gone after down.sh
+LOGS=$CLUSTER_HOME/logs           # logs of the last cluster that was taken down
+NODES=${NODES:-edge1 edge2}       # names that hold one number N, 1 to 99, each
+MODE=${MODE:-nat}                 # nat: a node sits behind its own masquerading router; direct: it is on the bridge
+NET=${NET:-10.77.0}               # first three bytes of the bridge's /24
+CPIP=${CPIP:-$NET.1}              # the control plane's address on the bridge
+APIPORT=${APIPORT:-6443}
+DNSBIND=${DNSBIND:-127.0.77.53}   # CoreDNS listens here and on CPIP, port 53
+DNSIP=${DNSIP:-$DNSBIND}          # the only name server of kube-apiserver and metrics-server
+KUBELET_EXTRA=${KUBELET_EXTRA:-}  # more flags for every kubelet
+SNAPSHOTTER=${SNAPSHOTTER:-}      # containerd's; empty: overlayfs, or native where overlayfs cannot be stacked
+
+# Everything in the kernel that has a name carries this prefix, so that down.sh finds it without any state file.
+PREFIX=te2e
+BRIDGE=${PREFIX}0
+ROUTEPROTO=177                    # routing protocol number of our routes, for the same reason
+
+export CLUSTER_HOME NODES MODE NET CPIP APIPORT DNSBIND DNSIP KUBELET_EXTRA SNAPSHOTTER
+export PATH=$CLUSTER_HOME/bin:$CLUSTER_HOME/nodebin:$CLUSTER_HOME/debroot/usr/bin:$CLUSTER_HOME/debroot/usr/sbin:/usr/local/sbin:/usr/sbin:/sbin:$PATH
+export KUBECONFIG=$RUN/admin.kubeconfig KUBECACHEDIR=$RUN/kubecache
+
+die() { echo "$(basename "$0"): $*" >&2; exit 1; }
+
+# settings: what up.sh was given, for the scripts that work on the cluster that is up.
+settings() {
+  # shellcheck disable=SC1091
+  [ ! -f "$RUN/settings" ] || . "$RUN/settings"
+}
+
+index() { echo "${1//[!0-9]/}"; }                        # edge7 -> 7
+lan() { echo "192.168.$((6 + $(index "$1")))"; }         # MODE=nat: the subnet behind the node's router
+address() { if [ "$MODE" = nat ]; then echo "$(lan "$1").2"; else echo "$NET.$((10 + $(index "$1")))"; fi; }
+cgroup2() { [ -f /sys/fs/cgroup/cgroup.controllers ]; }  # pure cgroup v2, not the hybrid of v1 and v2
+
+# lock: one up.sh, down.sh or apiserver.sh at a time. Whatever they start must close descriptor 9.
+lock() {
+  mkdir -p "$CLUSTER_HOME"
+  exec 9>"$CLUSTER_HOME/lock"
+  flock -w "${1:-180}" 9 || die "another up.sh or down.sh is still at work in $CLUSTER_HOME"
+}
+
+# start NAME CMD...: detached, output to $RUN/log/NAME.log, process id in $RUN/pid/NAME. The variable TUNNEL_E2E marks
+# every process of this cluster: a recorded id may be stale, an environment is not.
+start() {
+  local n=$1; shift
+  TUNNEL_E2E=$RUN setsid nice -n 5 "$@" </dev/null >>"$RUN/log/$n.log" 2>&1 9>&- &
+  echo $! >"$RUN/pid/$n"
+}
+
+marked() { # process ids of everything that carries our mark; a zombie has no environment and is left out
+  grep -lzsxF "TUNNEL_E2E=$RUN" /proc/[0-9]*/environ | sed 's|/proc/\([0-9]*\)/environ|\1|' || true
+}
+
+alive() { # NAME: whether the process that start recorded lives and is ours
+  local p; p=$(cat "$RUN/pid/$1" 2>/dev/null) || return 1
+  grep -qzsxF "TUNNEL_E2E=$RUN" "/proc/$p/environ"
+}
+
+stop() { # NAME: kill -9 (all state is thrown away afterwards) and wait until it is gone
+  local i
+  alive "$1" || { rm -f "$RUN/pid/$1"; return 0; }
+  kill -KILL "$(cat "$RUN/pid/$1")" 2>/dev/null || true
+  for ((i = 0; i < 100; i++)); do alive "$1" || { rm -f "$RUN/pid/$1"; return 0; }; sleep 0.05; done
+  die "$1 does not end"
+}
+
+waitfor() { # SECONDS WHAT CMD...: polls; gives up early when the process named $WATCH has ended
+  local t=$1 what=$2 end=$((SECONDS + $1)); shift 2
+  until "$@" >/dev/null 2>&1; do
+    [ $SECONDS -lt $end ] || { echo "timeout after ${t}s waiting for $what" >&2; return 1; }
+    [ -z "${WATCH:-}" ] || alive "$WATCH" || { echo "$WATCH ended:" >&2; tail -n 20 "$RUN/log/$WATCH.log" >&2; return 1; }
+    sleep 0.2
+  done
+}
+
+LAP=$(date +%s%N)
+lap() { printf '%6d ms  %s\n' $((($(date +%s%N) - LAP) / 1000000)) "$*"; }

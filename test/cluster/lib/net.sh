@@ -1,0 +1,59 @@
+#!/bin/bash
+# net.sh: the bridge in the root network namespace, and for each node a namespace (MODE=nat: two, its own and its router's).
+# teardown removes all of it. Nothing leaves the machine: every range used here has a route to a node or an `unreachable`
+# route, and the bridge forwards nothing.
+set -euo pipefail
+. "$(dirname "$0")/common.sh"
+in_ns() { local ns=$1; shift; nsenter --net=/run/netns/"$ns" "$@"; }
+forwarding() { in_ns "$1" sh -c 'echo 1 >/proc/sys/net/ipv4/ip_forward'; }
+nowhere() { ip route add unreachable "$1" proto $ROUTEPROTO; }
+
+ip link add "$BRIDGE" type bridge
+ip addr add "$CPIP/24" dev "$BRIDGE"
+ip link set "$BRIDGE" up
+echo 0 >"/proc/sys/net/ipv4/conf/$BRIDGE/forwarding"
+nowhere 10.96.0.0/16
+
+for n in $NODES; do
+  i=$(index "$n") ns=$PREFIX-$n port=${PREFIX}v$i
+  ip netns add "$ns"
+  in_ns "$ns" ip link set lo up
+  if [ "$MODE" = nat ]; then
+    r=$PREFIX-r$i s=$(lan "$n")
+    ip netns add "$r"
+    in_ns "$r" ip link set lo up
+    ip link add "$port" type veth peer name eth0 netns "$r"
+    ip link set "$port" master "$BRIDGE" up
+    in_ns "$r" ip addr add "$NET.$((100 + i))/24" dev eth0
+    in_ns "$r" ip link set eth0 up
+    in_ns "$r" ip link add lan type veth peer name eth0 netns "$ns"
+    in_ns "$r" ip addr add "$s.1/24" dev lan
+    in_ns "$r" ip link set lan up
+    forwarding "$r"
+    # Outwards everything, masqueraded; inwards only answers.
+    in_ns "$r" iptables -t nat -A POSTROUTING -o eth0 -j MASQUERADE
+    in_ns "$r" iptables -P FORWARD DROP
+    in_ns "$r" iptables -A FORWARD -i lan -j ACCEPT
+    in_ns "$r" iptables -A FORWARD -m conntrack --ctstate ESTABLISHED,RELATED -j ACCEPT
+    in_ns "$ns" ip addr add "$s.2/24" dev eth0
+    in_ns "$ns" ip link set eth0 up
+    in_ns "$ns" ip route add default via "$s.1"
+    nowhere "10.88.$i.0/24"
+    nowhere "$s.0/24"
+  else
+    ip link add "$port" type veth peer name eth0 netns "$ns"
+    ip link set "$port" master "$BRIDGE" up
+    in_ns "$ns" ip addr add "$(address "$n")/24" dev eth0
+    in_ns "$ns" ip link set eth0 up
+    in_ns "$ns" ip route add default via "$CPIP"
+    ip route add "10.88.$i.0/24" via "$(address "$n")" dev "$BRIDGE" proto $ROUTEPROTO
+  fi
+  forwarding "$ns"
+done
+
+[ "$MODE" = direct ] || exit 0
+for n in $NODES; do # pods of one node reach pods of another without the root namespace
+  for m in $NODES; do
+    [ "$n" = "$m" ] || in_ns "$PREFIX-$n" ip route add "10.88.$(index "$m").0/24" via "$(address "$m")"
+  done
+done

@@ -1,0 +1,3 @@
+module tunnel/test/cluster/pki
+
+go 1.24.0

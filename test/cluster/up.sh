@@ -1,0 +1,115 @@
+#!/bin/bash
+# up.sh: starts etcd, CoreDNS, kube-apiserver, controller manager, scheduler, and every node in $NODES; waits until they are
+# Ready. Whatever an earlier cluster left behind is removed first. If it fails or is interrupted, it cleans up after itself.
+# Settings: lib/common.sh and the README.
+set -euo pipefail
+. "$(dirname "$0")/lib/common.sh"
+. "$HERE/lib/teardown.sh"
+
+preflight() {
+  local c f d n i seen=" "
+  [ "$(id -u)" = 0 ] || die "must run as root (namespaces, cgroups, mounts)"
+  for f in bin/kubeall bin/coredns bin/pki debroot/usr/bin/containerd nodebin/iptables images/pause.tar; do
+    [ -e "$CLUSTER_HOME/$f" ] || die "$CLUSTER_HOME/$f is missing: run build.sh first"
+  done
+  for c in ip nsenter unshare setpriv flock; do command -v $c >/dev/null || die "needs $c: run build.sh first"; done
+  for d in "$HERE" "$CLUSTER_HOME"; do
+    case $d in
+    *[[:space:]]*) die "no white space in paths, please: $d" ;;
+    /run/* | /var/run/* | /sys/* | /proc/*) die "the nodes have their own /run, /sys and /proc; keep $d elsewhere" ;;
+    esac
+  done
+  case $MODE in direct | nat) ;; *) die "MODE is direct or nat, not $MODE" ;; esac
+  for n in $NODES; do
+    i=$(index "$n")
+    case $n in *[!a-z0-9-]*) die "bad node name $n" ;; esac
+    [[ $i =~ ^[1-9][0-9]?$ ]] || die "node name $n must hold one number, 1 to 99"
+    case $seen in *" $i "*) die "two nodes with number $i" ;; esac
+    seen="$seen$i "
+  done
+  cgroups
+}
+
+cgroups() {
+  local c
+  if cgroup2; then
+    for c in cpu cpuset memory pids; do
+      grep -qw $c /sys/fs/cgroup/cgroup.controllers ||
+        die "cgroup v2 without its controller $c (there are: $(cat /sys/fs/cgroup/cgroup.controllers)): kubelet needs cpu, cpuset, memory and pids; in a container, run it with --privileged and a writable /sys/fs/cgroup"
+    done
+    [ -w /sys/fs/cgroup/cgroup.subtree_control ] && mkdir -p /sys/fs/cgroup/$PREFIX-try && rmdir /sys/fs/cgroup/$PREFIX-try ||
+      die "/sys/fs/cgroup is read-only: in a container, run it with --privileged"
+    return
+  fi
+  for c in cpu cpuacct cpuset memory pids devices freezer; do
+    [ -d /sys/fs/cgroup/$c ] ||
+      die "neither cgroup v2 on /sys/fs/cgroup nor a cgroup v1 hierarchy /sys/fs/cgroup/$c: kubelet and runc need one of the two"
+  done
+}
+
+failed() {
+  trap - EXIT INT TERM
+  echo "up.sh failed; the logs are in $LOGS" >&2
+  teardown || true
+  exit 1
+}
+
+preflight
+lock
+teardown
+! ip -4 route show table main | grep -q "^$NET\.0/24 " || die "$NET.0/24 is in use on this machine: set NET to another /24's first three bytes"
+trap failed EXIT
+trap 'exit 130' INT TERM
+if [ -z "$SNAPSHOTTER" ]; then # overlayfs does not stack on overlayfs
+  SNAPSHOTTER=overlayfs
+  [ "$(stat -f -c %T "$CLUSTER_HOME")" != overlayfs ] || SNAPSHOTTER=native
+fi
+mkdir -p "$RUN"/{pid,log,dns,cp,node}
+declare -p NODES MODE NET CPIP APIPORT DNSBIND DNSIP KUBELET_EXTRA SNAPSHOTTER >"$RUN/settings"
+
+named=()
+for n in $NODES; do named+=(-node "$n=$(address "$n")"); done
+pki cluster -dir "$RUN/pki" -kubeconfigs "$RUN" -address "$CPIP" -port "$APIPORT" "${named[@]}"
+"$HERE/lib/net.sh"
+lap "certificates, network"
+
+start etcd kubeall etcd --name e2e --data-dir "$RUN/etcd" --unsafe-no-fsync --log-level warn \
+  --listen-client-urls http://127.0.0.1:23790 --advertise-client-urls http://127.0.0.1:23790 \
+  --listen-peer-urls http://127.0.0.1:23800 --initial-advertise-peer-urls http://127.0.0.1:23800 \
+  --initial-cluster e2e=http://127.0.0.1:23800
+
+# The names of the nodes as kube-apiserver sees them: this is the file that moves a node to the tunnel.
+for n in $NODES; do echo "$(address "$n") $n"; done >"$RUN/dns/hosts"
+cat >"$RUN/dns/Corefile" <<C
+.:53 {
+  bind $DNSBIND $CPIP
+  hosts $RUN/dns/hosts {
+    ttl 1
+    reload 500ms
+    no_reverse
+  }
+  log
+  errors
+}
+C
+start coredns coredns -conf "$RUN/dns/Corefile"
+
+printf 'nameserver %s\noptions timeout:1 attempts:2\n' "$DNSIP" >"$RUN/cp/resolv.conf"
+echo '127.0.0.1 localhost' >"$RUN/cp/hosts"
+LOCKED=1 "$HERE/apiserver.sh" kubelet-ca
+lap "kube-apiserver ready"
+
+kubeconfig=(--kubeconfig="$RUN/kcm.kubeconfig" --authentication-kubeconfig="$RUN/kcm.kubeconfig" --authorization-kubeconfig="$RUN/kcm.kubeconfig")
+start kcm kubeall kube-controller-manager "${kubeconfig[@]}" --bind-address=127.0.0.1 --leader-elect=false \
+  --use-service-account-credentials --root-ca-file="$RUN/pki/ca.crt" --service-account-private-key-file="$RUN/pki/sa.key" \
+  --cluster-signing-cert-file="$RUN/pki/ca.crt" --cluster-signing-key-file="$RUN/pki/ca.key" \
+  --node-monitor-grace-period=20s --kube-api-qps=200 --kube-api-burst=400 -v=1
+start sched kubeall kube-scheduler "${kubeconfig[@]//kcm/sched}" --bind-address=127.0.0.1 --leader-elect=false -v=1
+
+for n in $NODES; do start "node-$n" "$HERE/lib/node-run.sh" "$n"; done
+ready() { [ "$(kubectl get node "$1" -o jsonpath='{.status.conditions[?(@.type=="Ready")].status}')" = True ]; }
+for n in $NODES; do WATCH=node-$n waitfor 120 "node $n to be Ready" ready "$n"; done
+WATCH=kcm waitfor 60 "the default service account" kubectl get serviceaccount default
+lap "nodes ready: $NODES"
+trap - EXIT INT TERM
+echo "export KUBECONFIG=$KUBECONFIG PATH=$CLUSTER_HOME/bin:\$PATH"
