@@ -305,8 +305,8 @@ func (p *Policy) dialOne(ctx context.Context, to netip.AddrPort, left int) (net.
 // the whole dial.
 func refusalOf(ctx context.Context, addr string, err error) *tunnel.Refusal {
 	code := tunnel.Internal
-	var dns *net.DNSError
-	var timeout interface{ Timeout() bool }
+	timeout, isNet := errors.AsType[net.Error](err)
+	_, isDNS := errors.AsType[*net.DNSError](err)
 	is := func(errnos ...syscall.Errno) bool {
 		for _, e := range errnos {
 			if errors.Is(err, e) {
@@ -320,14 +320,15 @@ func refusalOf(ctx context.Context, addr string, err error) *tunnel.Refusal {
 		return tunnel.Refusef(tunnel.Gone, "dialling %s: the caller has gone", addr)
 	case is(syscall.ECONNREFUSED, syscall.ECONNRESET):
 		code = tunnel.Refused
-	case is(syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM, syscall.EADDRNOTAVAIL):
-		code = tunnel.Overloaded // of descriptors, memory or local ports
-	case errors.As(err, &timeout) && timeout.Timeout(), errors.Is(err, context.DeadlineExceeded):
+	case is(syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM):
+		code = tunnel.Overloaded // the edge itself is short of descriptors or memory
+	case isNet && timeout.Timeout(), errors.Is(err, context.DeadlineExceeded):
 		code = tunnel.Timeout
-	case errors.As(err, &dns),
-		is(syscall.ENETUNREACH, syscall.EHOSTUNREACH, syscall.ENETDOWN, syscall.EHOSTDOWN,
-			syscall.EAFNOSUPPORT, syscall.EINVAL, syscall.EACCES, syscall.EPERM):
-		code = tunnel.Unreachable // the last two are a firewall of the edge itself
+	case isDNS,
+		is(syscall.ENETUNREACH, syscall.EHOSTUNREACH, syscall.ENETDOWN, syscall.EHOSTDOWN, syscall.EINVAL),
+		is(syscall.EAFNOSUPPORT, syscall.EADDRNOTAVAIL), // ::1 where IPv6 is off
+		is(syscall.EACCES, syscall.EPERM):               // a firewall of the edge itself
+		code = tunnel.Unreachable
 	}
 	return tunnel.Refusef(code, "dialling %s: %v", addr, err)
 }

@@ -11,8 +11,9 @@ import (
 )
 
 // Secret is a token. Every printed form of it is ***, so that it can stand in a
-// configuration or a credential that somebody logs one day. Fields of this type must
-// be exported: fmt cannot call the methods of an unexported field.
+// configuration or a credential that somebody logs one day. Two places know
+// no methods and show it all the same: an unexported field printed by fmt, and a key
+// of a map encoded as JSON. Keep secrets out of both.
 type Secret string
 
 // redacted is what a secret looks like. It says nothing, not even how long it is.

@@ -1,0 +1,323 @@
+package auth
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"tunnel/pkg/tunnel"
+)
+
+// fakeNet is a machine with the addresses 10.1.1.1 and fd00::1 that knows a few
+// names and never really dials.
+type fakeNet struct {
+	names  map[string][]string
+	answer map[string]error // by address; absent: the dial succeeds
+	dialed []string
+	looked []string
+}
+
+func (n *fakeNet) policy(t *testing.T, entries ...string) *Policy {
+	t.Helper()
+	p, err := ParsePolicy(entries)
+	if err != nil {
+		t.Fatal(err)
+	}
+	p.ownAddrs = func() ([]net.Addr, error) {
+		_, v4, _ := net.ParseCIDR("10.1.1.0/24")
+		_, v6, _ := net.ParseCIDR("fd00::/64")
+		return []net.Addr{
+			&net.IPNet{IP: net.ParseIP("10.1.1.1"), Mask: v4.Mask},
+			&net.IPNet{IP: net.ParseIP("fd00::1"), Mask: v6.Mask},
+		}, nil
+	}
+	p.lookup = func(_ context.Context, host string) ([]netip.Addr, error) {
+		n.looked = append(n.looked, host)
+		var ips []netip.Addr
+		for _, s := range n.names[host] {
+			ips = append(ips, netip.MustParseAddr(s))
+		}
+		if ips == nil {
+			return nil, &net.DNSError{Err: "no such host", Name: host, IsNotFound: true}
+		}
+		return ips, nil
+	}
+	p.dial = func(ctx context.Context, to netip.AddrPort) (net.Conn, error) {
+		n.dialed = append(n.dialed, to.String())
+		err := n.answer[to.Addr().String()]
+		if errors.Is(err, context.DeadlineExceeded) {
+			<-ctx.Done()
+			return nil, &net.OpError{Op: "dial", Net: "tcp", Err: ctx.Err()}
+		}
+		if err != nil {
+			return nil, &net.OpError{Op: "dial", Net: "tcp", Err: err}
+		}
+		c, other := net.Pipe()
+		other.Close()
+		return c, nil
+	}
+	return p
+}
+
+func TestPolicyPermits(t *testing.T) {
+	for _, tc := range []struct {
+		entries string
+		yes, no string
+	}{
+		{
+			entries: "",
+			yes:     "127.0.0.1:1 127.9.9.9:22 [::1]:10250 10.1.1.1:10250 [fd00::1]:22 [::ffff:127.0.0.1]:22 [::ffff:10.1.1.1]:22",
+			no:      "10.1.1.2:22 8.8.8.8:53 [fd00::2]:22 169.254.169.254:80 0.0.0.0:22 [::]:22 [::ffff:0.0.0.0]:22 [::ffff:8.8.8.8]:53",
+		},
+		{ // entries about others add
+			entries: "10.0.0.0/8:443",
+			yes:     "127.0.0.1:22 10.1.1.1:22 10.200.0.1:443 [::1]:22",
+			no:      "10.200.0.1:80 11.0.0.1:443",
+		},
+		{ // the machine's own network is "others" too
+			entries: "10.1.1.0/24:443",
+			yes:     "127.0.0.1:22 10.1.1.1:22 10.1.1.9:443",
+			no:      "10.1.1.9:22",
+		},
+		{ // an entry about the machine replaces the default
+			entries: "127.0.0.1:10250",
+			yes:     "127.0.0.1:10250 [::ffff:127.0.0.1]:10250",
+			no:      "127.0.0.1:22 127.0.0.2:10250 [::1]:10250 10.1.1.1:10250 8.8.8.8:10250",
+		},
+		{
+			entries: "127.0.0.1:10250 10.0.0.0/8:443 [fd00::/8]:*",
+			yes:     "127.0.0.1:10250 10.1.1.1:443 10.9.9.9:443 [fd00::1]:1 [fdff::1]:65535",
+			no:      "127.0.0.1:443 10.1.1.1:10250 [::1]:443 [fe80::1]:443",
+		},
+		{
+			entries: "self:10250",
+			yes:     "127.0.0.1:10250 10.1.1.1:10250 [fd00::1]:10250 [::1]:10250",
+			no:      "127.0.0.1:22 10.1.1.1:22 10.1.1.2:10250",
+		},
+		{entries: "[::1]:*", yes: "[::1]:1", no: "127.0.0.1:1 10.1.1.1:1"},
+		{entries: "127.0.0.0/8:80", yes: "127.5.5.5:80", no: "127.0.0.1:22 [::1]:80"},
+		{entries: "0.0.0.0/0:*", yes: "8.8.8.8:53 127.0.0.1:22", no: "0.0.0.0:22 [2001:db8::1]:53"},
+		{entries: "[::/0]:*", yes: "[2001:db8::1]:53", no: "[::]:22 8.8.8.8:53"},
+		{entries: "[::ffff:10.0.0.0/104]:80", yes: "10.5.5.5:80 127.0.0.1:1", no: "10.5.5.5:81"},
+	} {
+		p := new(fakeNet).policy(t, strings.Fields(tc.entries)...)
+		for _, to := range strings.Fields(tc.yes) {
+			if !p.Permits(netip.MustParseAddrPort(to)) {
+				t.Errorf("allow = [%s] (%s): %s is denied", tc.entries, p, to)
+			}
+		}
+		for _, to := range strings.Fields(tc.no) {
+			if p.Permits(netip.MustParseAddrPort(to)) {
+				t.Errorf("allow = [%s] (%s): %s is permitted", tc.entries, p, to)
+			}
+		}
+	}
+}
+
+func TestParsePolicyErrors(t *testing.T) {
+	for entry, want := range map[string]string{
+		"":                     "no port",
+		"127.0.0.1":            "127.0.0.1:*",
+		"127.0.0.1:":           "1 to 65535",
+		"127.0.0.1:0":          "1 to 65535",
+		"127.0.0.1:65536":      "1 to 65535",
+		"127.0.0.1:-1":         "1 to 65535",
+		"127.0.0.1:http":       "1 to 65535",
+		"kubelet.local:10250":  "not an IP address",
+		":22":                  "not an IP address",
+		"fd00::/8:443":         "brackets",
+		"::1:443":              "brackets",
+		"[fd00::/8]":           "1 to 65535",
+		"10.0.0.0/33:443":      "not an IP address",
+		"10.0.0.1/8:443":       "10.0.0.0/8 for the network",
+		"*:443":                "0.0.0.0/0:443",
+		"[fe80::1%eth0]:443":   "zone",
+		"127.0.0.1:22,[::1]:1": "brackets",
+	} {
+		if _, err := ParsePolicy([]string{entry}); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("%q: error %v does not say %q", entry, err, want)
+		}
+	}
+}
+
+func TestPolicyDial(t *testing.T) {
+	names := map[string][]string{
+		"both":   {"::1", "127.0.0.1"},
+		"mixed":  {"8.8.8.8", "127.0.0.1"},
+		"away":   {"8.8.8.8"},
+		"mapped": {"::ffff:127.0.0.1"},
+		"two":    {"10.1.1.1", "127.0.0.1"},
+	}
+	slow := context.DeadlineExceeded
+	for _, tc := range []struct {
+		name   string
+		addr   string
+		answer map[string]error
+		dialed string
+		code   tunnel.Code // 0: connected
+		text   string
+	}{
+		{name: "address", addr: "127.0.0.1:22", dialed: "127.0.0.1:22"},
+		{name: "bracketed", addr: "[::1]:22", dialed: "[::1]:22"},
+		{name: "name", addr: "both:22", dialed: "[::1]:22"},
+		{name: "next address after a refusal", addr: "both:22", answer: map[string]error{"::1": syscall.ECONNREFUSED}, dialed: "[::1]:22 127.0.0.1:22"},
+		{name: "next address after a timeout", addr: "two:22", answer: map[string]error{"10.1.1.1": slow}, dialed: "10.1.1.1:22 127.0.0.1:22"},
+		{name: "denied addresses of a name are left out", addr: "mixed:22", dialed: "127.0.0.1:22"},
+		{name: "what was checked is what is dialled", addr: "mapped:22", dialed: "127.0.0.1:22"},
+		{name: "denied", addr: "8.8.8.8:53", code: tunnel.Denied, text: `add "8.8.8.8:53" to allow under [mode.edge]`},
+		{name: "denied name", addr: "away:53", code: tunnel.Denied, text: `may not dial away:53 (8.8.8.8:53); to permit it, add "8.8.8.8:53"`},
+		{name: "denied IPv6", addr: "[2001:db8::1]:53", code: tunnel.Denied, text: `add "[2001:db8::1]:53"`},
+		{name: "unspecified", addr: "0.0.0.0:22", code: tunnel.Denied, text: "127.0.0.1"},
+		{name: "refused", addr: "both:22", answer: map[string]error{"::1": syscall.EADDRNOTAVAIL, "127.0.0.1": syscall.ECONNREFUSED}, dialed: "[::1]:22 127.0.0.1:22", code: tunnel.Refused, text: "both:22"},
+		{name: "unreachable", addr: "10.1.1.1:22", answer: map[string]error{"10.1.1.1": syscall.EHOSTUNREACH}, dialed: "10.1.1.1:22", code: tunnel.Unreachable, text: "no route to host"},
+		{name: "timeout", addr: "10.1.1.1:22", answer: map[string]error{"10.1.1.1": slow}, dialed: "10.1.1.1:22", code: tunnel.Timeout, text: "10.1.1.1:22"},
+		{name: "kernel's timeout", addr: "10.1.1.1:22", answer: map[string]error{"10.1.1.1": syscall.ETIMEDOUT}, dialed: "10.1.1.1:22", code: tunnel.Timeout},
+		{name: "no descriptors", addr: "127.0.0.1:22", answer: map[string]error{"127.0.0.1": syscall.EMFILE}, dialed: "127.0.0.1:22", code: tunnel.Overloaded},
+		{name: "something else", addr: "127.0.0.1:22", answer: map[string]error{"127.0.0.1": errors.New("odd")}, dialed: "127.0.0.1:22", code: tunnel.Internal},
+		{name: "unknown name", addr: "nowhere:22", code: tunnel.Unreachable, text: "no such host"},
+		{name: "no port", addr: "127.0.0.1", code: tunnel.Unreachable, text: "not host:port"},
+		{name: "named port", addr: "127.0.0.1:ssh", code: tunnel.Unreachable, text: "1 to 65535"},
+		{name: "no host", addr: ":22", code: tunnel.Unreachable, text: "not host:port"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := &fakeNet{names: names, answer: tc.answer}
+				start := time.Now()
+				c, err := n.policy(t).Dial(t.Context(), "tcp", tc.addr)
+				if c != nil {
+					c.Close()
+				}
+				if got := strings.Join(n.dialed, " "); got != tc.dialed {
+					t.Errorf("dialled %q, want %q", got, tc.dialed)
+				}
+				if took := time.Since(start); took > dialTimeout {
+					t.Errorf("took %v", took)
+				}
+				if tc.code == 0 {
+					if err != nil {
+						t.Errorf("not connected: %v", err)
+					}
+					return
+				}
+				r, ok := errors.AsType[*tunnel.Refusal](err)
+				if !ok || r.Code != tc.code || !strings.Contains(r.Text, tc.text) {
+					t.Errorf("refused with %v, want %v and %q", err, tc.code, tc.text)
+				}
+			})
+		})
+	}
+}
+
+// A name that resolves differently the second time (DNS rebinding) is asked once.
+func TestPolicyResolvesOnce(t *testing.T) {
+	n := &fakeNet{names: map[string][]string{"both": {"127.0.0.1"}}}
+	c, err := n.policy(t).Dial(t.Context(), "tcp", "both:22")
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Close()
+	if !slices.Equal(n.looked, []string{"both"}) || !slices.Equal(n.dialed, []string{"127.0.0.1:22"}) {
+		t.Errorf("looked up %v, dialled %v", n.looked, n.dialed)
+	}
+}
+
+func TestPolicyDialIsBoundedByItsCaller(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		n := &fakeNet{answer: map[string]error{"127.0.0.1": context.DeadlineExceeded}}
+		p := n.policy(t)
+
+		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
+		defer cancel()
+		start := time.Now()
+		if _, err := p.Dial(ctx, "tcp", "127.0.0.1:1"); tunnel.CodeOf(err) != tunnel.Timeout || time.Since(start) != 3*time.Second {
+			t.Errorf("with a deadline of 3 s: %v after %v", err, time.Since(start))
+		}
+
+		ctx, cancel = context.WithCancel(t.Context())
+		time.AfterFunc(time.Second, cancel)
+		start = time.Now()
+		if _, err := p.Dial(ctx, "tcp", "127.0.0.1:1"); tunnel.CodeOf(err) != tunnel.Gone || time.Since(start) != time.Second {
+			t.Errorf("cancelled after 1 s: %v after %v", err, time.Since(start))
+		}
+
+		start = time.Now()
+		if _, err := p.Dial(t.Context(), "tcp", "127.0.0.1:1"); tunnel.CodeOf(err) != tunnel.Timeout || time.Since(start) != dialTimeout {
+			t.Errorf("with no deadline: %v after %v", err, time.Since(start))
+		}
+	})
+}
+
+func TestPolicyDialsForReal(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	p, err := ParsePolicy(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, port, _ := net.SplitHostPort(ln.Addr().String())
+	for _, addr := range []string{ln.Addr().String(), "localhost:" + port} {
+		c, err := p.DialRequest(t.Context(), tunnel.Request{Network: "tcp", Addr: addr})
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Close()
+	}
+	ln.Close()
+	if _, err := p.Dial(t.Context(), "tcp", ln.Addr().String()); tunnel.CodeOf(err) != tunnel.Refused {
+		t.Errorf("nobody listens: %v", err)
+	}
+	if _, err := p.Dial(t.Context(), "udp", ln.Addr().String()); tunnel.CodeOf(err) != tunnel.Denied {
+		t.Errorf("udp: %v", err)
+	}
+}
+
+func TestSources(t *testing.T) {
+	s, err := ParseSources([]string{"10.0.0.0/8", "192.168.1.7", "fd00::/8", "::ffff:172.16.0.0/108"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	s = append(s, netip.MustParsePrefix("::ffff:1.2.3.0/120"))
+	for addr, want := range map[string]bool{
+		"10.2.3.4": true, "::ffff:10.2.3.4": true, "192.168.1.7": true, "192.168.1.8": false,
+		"fd12::1": true, "fd12::1%eth0": true, "fe80::1": false, "172.16.5.5": true, "172.32.0.1": false,
+		"::ffff:11.0.0.1": false, "1.2.3.4": true, "127.0.0.1": false, "::1": false,
+	} {
+		if got := s.Permits(netip.MustParseAddr(addr)); got != want {
+			t.Errorf("%s permitted by %s: %v", addr, s, got)
+		}
+	}
+	if (Sources{}).Permits(netip.MustParseAddr("127.0.0.1")) || s.Permits(netip.Addr{}) {
+		t.Error("the empty list permits somebody, or the empty address is permitted")
+	}
+	for _, bad := range []string{"", "localhost", "10.0.0.0/8/8", "10.0.0.1/8", "10.0.0.1:80", "fe80::1%eth0", " 10.0.0.1"} {
+		if _, err := ParseSources([]string{bad}); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("%q", bad)) {
+			t.Errorf("%q: error %v", bad, err)
+		}
+	}
+}
+
+func FuzzPolicy(f *testing.F) {
+	for _, e := range []string{"127.0.0.1:10250", "10.0.0.0/8:443", "[fd00::/8]:*", "[::1]:*", "self:22", "[::ffff:1.2.3.4]:1"} {
+		f.Add(e)
+	}
+	f.Fuzz(func(t *testing.T, entry string) {
+		r, err := parseRule(entry)
+		if err != nil {
+			return
+		}
+		again, err := parseRule(r.String())
+		if err != nil || again != r {
+			t.Fatalf("%q is printed as %q, which is %+v, %v", entry, r, again, err)
+		}
+	})
+}

@@ -1,0 +1,53 @@
+package auth
+
+import (
+	"encoding/json"
+	"encoding/xml"
+	"fmt"
+	"strings"
+	"testing"
+)
+
+func TestSecretIsNeverPrinted(t *testing.T) {
+	const canary = "c4n4ry"
+	hexed := fmt.Sprintf("%x", canary)
+	s := Secret(canary)
+	c := Credential{Node: "edge1", Token: s}
+	log, j := newLog()
+	log.Info("x", "secret", s, "credential", c, "pointer", &c, "slice", []Secret{s})
+	out := []string{j.String()}
+	for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%q", "%x", "%X", "%d", "%08b", "%T", "%!"} {
+		out = append(out, fmt.Sprintf(verb, s), fmt.Sprintf(verb, &s), fmt.Sprintf(verb, c),
+			fmt.Sprintf(verb, []Secret{s}), fmt.Sprintf(verb, map[Secret]Secret{s: s}))
+	}
+	for _, v := range []any{s, c, map[string]any{"a": s}, []Secret{s}} {
+		b, err := json.Marshal(v)
+		if err != nil {
+			t.Fatal(err)
+		}
+		out = append(out, string(b))
+	}
+	b, err := xml.Marshal(c)
+	if err != nil {
+		t.Fatal(err)
+	}
+	out = append(out, string(b), fmt.Errorf("joining: %v", s).Error())
+	for _, o := range out {
+		if strings.Contains(o, canary) || strings.Contains(strings.ToLower(o), hexed) {
+			t.Errorf("a printed form shows the secret: %s", o)
+		}
+	}
+	if s.Reveal() != canary {
+		t.Errorf("Reveal() = %q", s.Reveal())
+	}
+}
+
+func TestNewToken(t *testing.T) {
+	a, b := NewToken(), NewToken()
+	if a == b || len(a) < 43 { // 256 bits in base64
+		t.Errorf("tokens are not 256 random bits: %d and %d bytes, equal %v", len(a), len(b), a == b)
+	}
+	if err := checkToken(a.Reveal()); err != nil {
+		t.Errorf("a new token is not fit for a token file: %v", err)
+	}
+}

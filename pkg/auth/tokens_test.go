@@ -1,0 +1,410 @@
+package auth
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+)
+
+func writeFile(t *testing.T, path, content string) {
+	t.Helper()
+	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func tokenFile(t *testing.T, content string) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "tokens")
+	writeFile(t, path, content)
+	return path
+}
+
+func newTokens(t *testing.T, content string, shared bool) (*Tokens, *journal) {
+	t.Helper()
+	log, j := newLog()
+	tokens, err := NewTokens(tokenFile(t, content), shared, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tokens, j
+}
+
+func TestAuthenticate(t *testing.T) {
+	hashed := Secret("second").Hashed()
+	file := "# a comment\n\nedge1:first\nedge2:" + hashed + "\r\nedge3:old\n edge3 : new \nwith.colon:a:b\n"
+	for _, tc := range []struct {
+		name   string
+		shared bool
+		node   string
+		token  Secret
+		ok     bool
+	}{
+		{"plain", false, "edge1", "first", true},
+		{"hashed", false, "edge2", "second", true},
+		{"rotation, old", false, "edge3", "old", true},
+		{"rotation, new", false, "edge3", "new", true},
+		{"a token may have colons", false, "with.colon", "a:b", true},
+		{"wrong", false, "edge1", "firs", false},
+		{"another node's", false, "edge1", "second", false},
+		{"the hash is not the token", false, "edge2", Secret(hashed), false},
+		{"empty for a known node", false, "edge1", "", false},
+		{"empty for an unknown node", false, "edge9", "", false},
+		{"unknown node", false, "edge9", "first", false},
+		{"empty node", false, "", "first", false},
+		{"node is not RFC 1123", false, "edge1\nedge2", "first", false},
+		{"upper case is another name", false, "EDGE1", "first", false},
+		{"shared: any node", true, "edge9", "everyone", true},
+		{"shared: own line still good", true, "edge1", "first", true},
+		{"shared: not for a node with a line", true, "edge1", "everyone", false},
+		{"shared: wrong", true, "edge9", "first", false},
+		{"shared: empty", true, "edge9", "", false},
+		{"shared: a node named default has no line", true, "default", "everyone", true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			content := file
+			if tc.shared {
+				content += "default:everyone\n"
+			}
+			tokens, j := newTokens(t, content, tc.shared)
+			ctx, cancel := context.WithCancel(t.Context())
+			g, err := tokens.Authenticate(ctx, Credential{tc.node, tc.token})
+			if tc.ok && (err != nil || string(g.Node) != tc.node || g.Revoked == nil) {
+				t.Fatalf("refused: %+v, %v; log: %s", g, err, j)
+			}
+			if !tc.ok {
+				if err != ErrUnauthenticated { //nolint:errorlint // it must be the sentinel and nothing around it
+					t.Fatalf("want the uniform refusal, got %v", err)
+				}
+				if !strings.Contains(j.String(), "join refused") {
+					t.Errorf("the log does not say why: %s", j)
+				}
+			}
+			cancel()
+			eventually(t, "the grant is forgotten when its context is done", func() bool {
+				tokens.mu.Lock()
+				defer tokens.mu.Unlock()
+				return len(tokens.grants) == 0
+			})
+		})
+	}
+}
+
+func TestRefusalsAreLoggedOnceASecond(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		tokens, j := newTokens(t, "edge1:x\n", false)
+		for range 1000 {
+			tokens.Authenticate(t.Context(), Credential{"edge1", "guess"}) //nolint:errcheck // it is the log that counts
+		}
+		time.Sleep(time.Second)
+		tokens.Authenticate(t.Context(), Credential{"edge1", "guess"}) //nolint:errcheck // likewise
+		if n := strings.Count(j.String(), "join refused"); n != 2 {
+			t.Errorf("%d lines, want 2", n)
+		}
+		if !strings.Contains(j.String(), "skipped=999") {
+			t.Errorf("the skipped ones are not counted: %s", j)
+		}
+	})
+}
+
+func TestBadTokenFiles(t *testing.T) {
+	const canary = "c4n4ry"
+	for _, tc := range []struct{ name, content, want string }{
+		{"empty", "", "no token in it"},
+		{"comments alone", "# edge1:c4n4ry\n", "no token in it"},
+		{"no colon", "edge1:x\nc4n4ry\n", "tokens:2: no colon"},
+		{"empty token", "edge1:\n", "tokens:1: the token is empty"},
+		{"node and token mixed up", "C4n4ry c4n4ry:edge1\n", "tokens:1: what stands before the colon"},
+		{"default not allowed", "edge1:x\n\ndefault:c4n4ry\n", "tokens:3: a default: line"},
+		{"default says what to set", "default:c4n4ry\n", "allowshared = true"},
+		{"short hash", "edge1:sha256:abc\n", "64 hexadecimal digits"},
+		{"long hash", "edge1:sha256:" + strings.Repeat("a", 66) + "\n", "64 hexadecimal digits"},
+		{"no hash", "edge1:sha256:\n", "64 hexadecimal digits"},
+		{"comment behind a token", "edge1:c4n4ry # mine\n", "comment needs a line of its own"},
+		{"too long", "edge1:" + strings.Repeat("c4n4ry", 1000) + "\n", "1792 are allowed"},
+		{"not UTF-8", "edge1:c4n4ry\xff\n", "not UTF-8"},
+		{"two faults", "a\nedge1:x\nb\n", "tokens:3: no colon"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			log, j := newLog()
+			_, err := NewTokens(tokenFile(t, tc.content), false, log)
+			if err == nil {
+				t.Fatal("accepted")
+			}
+			if !strings.Contains(err.Error(), tc.want) {
+				t.Errorf("error %q does not say %q", err, tc.want)
+			}
+			if all := strings.ToLower(err.Error() + j.String()); strings.Contains(all, canary) {
+				t.Errorf("a token is shown: %s", all)
+			}
+		})
+	}
+	log, _ := newLog()
+	for name, path := range map[string]string{"missing": filepath.Join(t.TempDir(), "none"), "a directory": t.TempDir()} {
+		if _, err := NewTokens(path, false, log); err == nil || !strings.Contains(err.Error(), path) {
+			t.Errorf("%s: error %v does not name the file", name, err)
+		}
+	}
+}
+
+func TestTokenFileThatOthersCanReadIsAWarning(t *testing.T) {
+	path := tokenFile(t, "edge1:x\n")
+	for mode, warn := range map[os.FileMode]bool{0o600: false, 0o400: false, 0o640: true, 0o604: true} {
+		if err := os.Chmod(path, mode); err != nil {
+			t.Fatal(err)
+		}
+		log, j := newLog()
+		if _, err := NewTokens(path, false, log); err != nil {
+			t.Fatal(err)
+		}
+		if got := strings.Contains(j.String(), "chmod 600"); got != warn {
+			t.Errorf("mode %o: warned %v, want %v", mode, got, warn)
+		}
+	}
+}
+
+func TestSameTokenForTwoNodesIsAWarning(t *testing.T) {
+	_, j := newTokens(t, "edge1:x\nedge2:"+Secret("x").Hashed()+"\n", false)
+	if !strings.Contains(j.String(), "same token") {
+		t.Errorf("no warning: %s", j)
+	}
+}
+
+func TestReadTokenFile(t *testing.T) {
+	log, _ := newLog()
+	for content, want := range map[string]string{"abc": "abc", "abc\n": "abc", "abc\r\n": "abc"} {
+		if got, err := ReadTokenFile(tokenFile(t, content), log); err != nil || got.Reveal() != want {
+			t.Errorf("%q: %q, %v", content, got.Reveal(), err)
+		}
+	}
+	for _, content := range []string{"", "\n", "c4n4ry\n\n", "c4n4ry c4n4ry", strings.Repeat("c4n4ry", 1000)} {
+		_, err := ReadTokenFile(tokenFile(t, content), log)
+		if err == nil || strings.Contains(err.Error(), "c4n4ry") {
+			t.Errorf("%q: error %v", content, err)
+		}
+	}
+	if _, err := ReadTokenFile(filepath.Join(t.TempDir(), "none"), log); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("missing file: %v", err)
+	}
+}
+
+// following runs tokens until the end of the test, with notifications or without.
+func following(t *testing.T, tokens *Tokens, notify bool) {
+	t.Helper()
+	if !notify {
+		tokens.notify = func(string) (*fsnotify.Watcher, error) { return nil, errors.New("switched off") }
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- tokens.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("Run: %v", err)
+		}
+	})
+}
+
+func grantFor(t *testing.T, tokens *Tokens, node string, token Secret) Grant {
+	t.Helper()
+	g, err := tokens.Authenticate(t.Context(), Credential{node, token})
+	if err != nil {
+		t.Fatalf("%s: %v", node, err)
+	}
+	return g
+}
+
+// wantRevoked waits for a revocation for the second that is promised.
+func wantRevoked(t *testing.T, g Grant) {
+	t.Helper()
+	select {
+	case <-g.Revoked:
+	case <-time.After(time.Second):
+		t.Errorf("%s is not revoked within a second", g.Node)
+	}
+}
+
+func wantLive(t *testing.T, g Grant) {
+	t.Helper()
+	select {
+	case <-g.Revoked:
+		t.Errorf("%s is revoked", g.Node)
+	default:
+	}
+}
+
+func TestRevocation(t *testing.T) {
+	// Each way replaces the file's content, as an administrator or a kubelet would.
+	ways := map[string]func(t *testing.T, path, content string){
+		"written in place": writeFile,
+		"renamed over": func(t *testing.T, path, content string) {
+			writeFile(t, path+".new", content)
+			if err := os.Rename(path+".new", path); err != nil {
+				t.Fatal(err)
+			}
+		},
+		"removed and written": func(t *testing.T, path, content string) {
+			if err := os.Remove(path); err != nil {
+				t.Fatal(err)
+			}
+			writeFile(t, path, content)
+		},
+	}
+	for name, change := range ways {
+		for _, notify := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%s, notify=%v", name, notify), func(t *testing.T) {
+				t.Parallel()
+				tokens, _ := newTokens(t, "edge1:one\nedge2:two\n", false)
+				gone, stays := grantFor(t, tokens, "edge1", "one"), grantFor(t, tokens, "edge2", "two")
+				following(t, tokens, notify)
+				change(t, tokens.path, "edge2:two\nedge3:three\n")
+				wantRevoked(t, gone)
+				wantLive(t, stays)
+				if _, err := tokens.Authenticate(t.Context(), Credential{"edge1", "one"}); err == nil {
+					t.Error("a revoked token can come back")
+				}
+				grantFor(t, tokens, "edge3", "three")
+			})
+		}
+	}
+}
+
+func TestRevocationBySecretSwap(t *testing.T) {
+	// A kubelet's layout: tokens -> ..data/tokens, ..data -> ..1; the swap renames ..data.
+	dir := t.TempDir()
+	version := func(name, content string) {
+		if err := os.Mkdir(filepath.Join(dir, name), 0o700); err != nil {
+			t.Fatal(err)
+		}
+		writeFile(t, filepath.Join(dir, name, "tokens"), content)
+		if err := os.Symlink(name, filepath.Join(dir, "..tmp")); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Rename(filepath.Join(dir, "..tmp"), filepath.Join(dir, "..data")); err != nil {
+			t.Fatal(err)
+		}
+	}
+	version("..1", "edge1:one\nedge2:two\n")
+	path := filepath.Join(dir, "tokens")
+	if err := os.Symlink(filepath.Join("..data", "tokens"), path); err != nil {
+		t.Fatal(err)
+	}
+	log, _ := newLog()
+	tokens, err := NewTokens(path, false, log)
+	if err != nil {
+		t.Fatal(err)
+	}
+	gone, stays := grantFor(t, tokens, "edge1", "one"), grantFor(t, tokens, "edge2", "two")
+	following(t, tokens, true)
+	version("..2", "edge2:two\n")
+	wantRevoked(t, gone)
+	wantLive(t, stays)
+}
+
+func TestBadReloadKeepsTheLastGoodStateAndTriesAgain(t *testing.T) {
+	tokens, j := newTokens(t, "edge1:one\nedge2:two\n", false)
+	g := grantFor(t, tokens, "edge1", "one")
+	following(t, tokens, true)
+	bad := func(n int) func() bool {
+		return func() bool { return strings.Count(j.String(), "token file is bad") == n }
+	}
+	writeFile(t, tokens.path, "edge1\n")
+	eventually(t, "the bad file is logged", bad(1))
+	wantLive(t, g)
+	grantFor(t, tokens, "edge2", "two")
+
+	writeFile(t, tokens.path, "edge1\n") // touched, the same fault: no second line
+	if err := os.Remove(tokens.path); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "the missing file is logged", bad(2))
+	wantLive(t, g)
+
+	writeFile(t, tokens.path, "edge2:two\n")
+	wantRevoked(t, g)
+}
+
+func TestUnreadableFileIsTriedAgain(t *testing.T) {
+	tokens, j := newTokens(t, "edge1:one\n", false)
+	g := grantFor(t, tokens, "edge1", "one")
+	good := tokens.path + ".good"
+	writeFile(t, good, "edge2:two\n")
+	// The path is a directory for a while: it can be seen but not read, like a file
+	// for which there is no descriptor.
+	if err := os.Remove(tokens.path); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Mkdir(tokens.path, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	following(t, tokens, false)
+	eventually(t, "the fault is logged", func() bool { return strings.Contains(j.String(), "token file is bad") })
+	if err := os.Remove(tokens.path); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Rename(good, tokens.path); err != nil {
+		t.Fatal(err)
+	}
+	wantRevoked(t, g)
+}
+
+func TestGrantsAreForgotten(t *testing.T) {
+	tokens, _ := newTokens(t, "edge1:one\n", false)
+	for range 100 {
+		ctx, cancel := context.WithCancel(t.Context())
+		if _, err := tokens.Authenticate(ctx, Credential{"edge1", "one"}); err != nil {
+			t.Fatal(err)
+		}
+		cancel()
+	}
+	eventually(t, "no grant is left", func() bool {
+		tokens.mu.Lock()
+		defer tokens.mu.Unlock()
+		return len(tokens.grants) == 0
+	})
+}
+
+func TestUnknownNodeCostsAsMuchAsAKnownOne(t *testing.T) {
+	// What the table compares is what can be asserted; times on a busy machine cannot.
+	tb, err := parseTokens("tokens", "edge1:a\nedge1:b\nedge1:c\nedge2:d\ndefault:e\n", true)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if tb.most != 3 {
+		t.Errorf("compares %d sums for every node, want 3", tb.most)
+	}
+	// A node without a token must not be had with the sum that fills the gap.
+	if _, ok := (&table{most: 3}).accepts("edge9", sum{}); ok {
+		t.Error("an unknown node is accepted with the zero sum")
+	}
+}
+
+func FuzzTokenFile(f *testing.F) {
+	f.Add("edge1:token\n# c\n\nedge2:sha256:"+strings.Repeat("0a", 32)+"\r\ndefault:x", true)
+	f.Add("edge1:sha256:zz\n:\n", false)
+	f.Fuzz(func(t *testing.T, content string, shared bool) {
+		tb, err := parseTokens("tokens", content, shared)
+		if err != nil {
+			return
+		}
+		if !shared && len(tb.shared) > 0 {
+			t.Fatal("a shared token without allowshared")
+		}
+		empty := Secret("")
+		for node := range tb.own {
+			tokens := &Tokens{table: tb, log: slog.New(slog.DiscardHandler), grants: make(map[*grant]struct{})}
+			if _, err := tokens.Authenticate(t.Context(), Credential{string(node), empty}); err == nil {
+				t.Fatalf("%q: an empty token is accepted", content)
+			}
+		}
+	})
+}
