@@ -1,0 +1,383 @@
+package conf
+
+import (
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"tunnel/pkg/auth"
+)
+
+// testEnv is that of a machine which has been told nothing.
+func testEnv() Env { return Env{HostName: "Edge1"} }
+
+// inDir makes a directory with the files that the tests' configurations name, and
+// goes there, so that problems have short paths.
+func inDir(t testing.TB) {
+	t.Helper()
+	t.Chdir(t.TempDir())
+	for _, name := range []string{"ca", "crt", "key", "tokens", "token"} {
+		write(t, name, "not looked into")
+	}
+}
+
+func write(t testing.TB, path, content string) {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(path), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// The least that a cloud and an edge need. The cases append to it.
+const (
+	server = `[mode.cloud.stream.server]
+grpcport = 9000
+cert = "crt"
+key = "key"
+tokenfile = "tokens"
+`
+	client = `[mode.edge.stream.client]
+servername = "127.0.0.1:9000"
+dns = "tunnel.cloud.io"
+cert = "ca"
+tokenfile = "token"
+`
+)
+
+func TestLoadCloud(t *testing.T) {
+	inDir(t)
+	if err := os.Mkdir("sub", 0o700); err != nil {
+		t.Fatal(err)
+	}
+	write(t, "sub/cloud.toml", `
+[mode.cloud.stream.server]
+grpcport = 9000
+cert = "../crt"
+key = "../key"
+tokenfile = "../tokens"
+allowshared = true
+logport = 7000
+channelzaddr = "localhost:7001"
+[mode.cloud.stream.dns]
+debug = true
+configmap = "ignored"
+upstream = ["10.96.0.10:53"]
+[mode.cloud.https]
+cert = "../crt"
+key = "../key"
+tls = "terminate"
+clientca = "../ca"
+clientnames = ["me"]
+listen = "::1"
+allowfrom = ["10.0.0.0/8", "::1", "192.168.1.1"]
+addr = { "10250" = "127.0.0.1:10250", "9100" = "node-exporter:9100" }
+kubelet.cert = "../crt"
+kubelet.key = "../key"
+kubelet.insecure = true
+[mode.cloud.tcp]
+"127.0.0.1:6443" = "127.0.0.1:6443"
+":2222" = "edge-1.example/[::1]:22"
+[mode.cloud.tcpallow]
+":2222" = ["10.0.0.0/8"]
+`)
+	c, err := LoadCloud("sub/cloud.toml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := c.Validate(); err != nil {
+		t.Errorf("Validate after loading: %v", err)
+	}
+	c.src = nil
+	want := &Cloud{
+		Server: Server{
+			GRPCPort: 9000, Cert: "crt", Key: "key", TokenFile: "tokens", AllowShared: true,
+			LogPort: 7000, ChannelzAddr: "localhost:7001",
+		},
+		DNS: DNS{Debug: true, ConfigMap: "ignored", Upstream: []string{"10.96.0.10:53"}},
+		HTTPS: HTTPS{
+			Ports:  map[string]string{"10250": "127.0.0.1:10250", "9100": "node-exporter:9100"},
+			Listen: "::1", TLS: TLSTerminate,
+			AllowFrom: auth.Sources{netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("::1/128"), netip.MustParsePrefix("192.168.1.1/32")},
+			Cert:      "crt", Key: "key", ClientCA: "ca", ClientNames: []string{"me"},
+			Kubelet: Kubelet{Cert: "crt", Key: "key", Insecure: true},
+		},
+		TCP: []TCPListener{
+			{Listen: "127.0.0.1:6443", Target: "127.0.0.1:6443"},
+			{Listen: ":2222", Node: "edge-1.example", Target: "[::1]:22", Allow: auth.Sources{netip.MustParsePrefix("10.0.0.0/8")}},
+		},
+	}
+	if !reflect.DeepEqual(c, want) {
+		t.Errorf("got  %+v\nwant %+v", c, want)
+	}
+}
+
+func TestLoadEdge(t *testing.T) {
+	inDir(t)
+	write(t, "edge.toml", `
+[mode.edge]
+node = "edge1"
+allow = ["self:10250", "10.0.0.0/8:443", "[fd00::/8]:*"]
+[mode.edge.stream.client]
+servername = "tunnel.example.com:9000"
+dns = "tunnel.cloud.io"
+cert = "ca"
+token = "canary"
+sessions = "one"
+logport = 7010
+channelzaddr = "127.0.0.1:7011"
+[mode.edge.https]
+cert = "crt"
+key = "key"
+`)
+	e, err := LoadEdge("edge.toml", testEnv())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := e.Validate(); err != nil {
+		t.Errorf("Validate after loading: %v", err)
+	}
+	if s := fmt.Sprintf("%v %+v %#v", e, *e, *e); strings.Contains(s, "canary") {
+		t.Errorf("the token is printed: %s", s)
+	}
+	e.src = nil
+	want := &Edge{
+		Warnings: []string{"edge.toml:14: mode.edge.https.cert: a key that every kubelet obeys lies on this edge: keep it on the cloud, in [mode.cloud.https.kubelet], if you can"},
+		Node:     "edge1", NodeFrom: "node in [mode.edge]",
+		Allow: []string{"self:10250", "10.0.0.0/8:443", "[fd00::/8]:*"},
+		Addr:  "tunnel.example.com:9000", ServerName: "tunnel.cloud.io", CA: "ca", Token: "canary",
+		LogPort: 7010, ChannelzAddr: "127.0.0.1:7011",
+		HTTPS: EdgeHTTPS{Cert: "crt", Key: "key"},
+	}
+	if !reflect.DeepEqual(e, want) {
+		t.Errorf("got  %+v\nwant %+v", e, want)
+	}
+}
+
+// TestNode: who says which node an edge is.
+func TestNode(t *testing.T) {
+	inDir(t)
+	for _, c := range []struct {
+		name, own        string
+		env              Env
+		node, from, fail string
+	}{
+		{name: "the file wins", own: "a", env: Env{NodeName: "b", HostName: "c"}, node: "a", from: "node in [mode.edge]"},
+		{name: "then the environment", env: Env{NodeName: "b", HostName: "c"}, node: "b", from: "NODE_NAME"},
+		{name: "then the host name, in lower case", env: Env{HostName: "Factory-7.LAN"}, node: "factory-7.lan", from: "the host name"},
+		{name: "none", fail: `edge.toml: mode.edge.node: missing, and neither NODE_NAME nor the host name is set: write node = "edge1", the node's name in Kubernetes`},
+		{name: "bad host name", env: Env{HostName: "my_pc"}, fail: `edge.toml: mode.edge.node: node name "my_pc" is not an RFC 1123 subdomain: use lower-case letters, digits, '-' and '.' (it comes from the host name): write node = "edge1", the node's name in Kubernetes`},
+		{name: "bad environment", env: Env{NodeName: "Edge1", HostName: "c"}, fail: `edge.toml: mode.edge.node: node name "Edge1" is not an RFC 1123 subdomain: use lower-case letters, digits, '-' and '.' (it comes from NODE_NAME): write node = "edge1", the node's name in Kubernetes`},
+		{name: "bad file", own: "Edge1", env: Env{NodeName: "b"}, fail: `edge.toml:2: mode.edge.node: node name "Edge1" is not an RFC 1123 subdomain: use lower-case letters, digits, '-' and '.'`},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			text := client
+			if c.own != "" {
+				text = fmt.Sprintf("[mode.edge]\nnode = %q\n", c.own) + client
+			}
+			write(t, "edge.toml", text)
+			e, err := LoadEdge("edge.toml", c.env)
+			if c.fail != "" {
+				// Without the key, the line is that of the first table of [mode.edge].
+				got := strings.Replace(fmt.Sprint(err), "edge.toml:1:", "edge.toml:", 1)
+				if got != c.fail {
+					t.Errorf("got  %s\nwant %s", got, c.fail)
+				}
+				return
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+			if string(e.Node) != c.node || e.NodeFrom != c.from {
+				t.Errorf("node %q from %q, want %q from %q", e.Node, e.NodeFrom, c.node, c.from)
+			}
+		})
+	}
+}
+
+// TestMode: a file is given to the wrong command, or configures nothing.
+func TestMode(t *testing.T) {
+	inDir(t)
+	write(t, "cloud.toml", server)
+	write(t, "edge.toml", client)
+	write(t, "both.toml", server+client)
+	write(t, "empty.toml", "# nothing\n")
+	write(t, "typo.toml", "[mode.clowd.stream.server]\ngrpcport = 1\n")
+
+	fails := func(err error, want string) {
+		t.Helper()
+		if fmt.Sprint(err) != want {
+			t.Errorf("got  %v\nwant %s", err, want)
+		}
+	}
+	_, err := LoadCloud("edge.toml")
+	fails(err, "edge.toml: this file configures an edge: run tunnel edge -c edge.toml, or give the cloud's file")
+	_, err = LoadEdge("cloud.toml", testEnv())
+	fails(err, "cloud.toml: this file configures a cloud: run tunnel cloud -c cloud.toml, or give the edge's file")
+	_, err = LoadCloud("empty.toml")
+	fails(err, "empty.toml: this file configures nothing: it has no [mode.cloud]")
+	_, err = Check("empty.toml", testEnv())
+	fails(err, "empty.toml: this file configures nothing: it has neither [mode.cloud] nor [mode.edge]")
+	_, err = LoadCloud("typo.toml")
+	fails(err, "typo.toml:1: mode.clowd: unknown table: did you mean cloud?")
+	_, err = LoadCloud("absent.toml")
+	fails(err, "absent.toml: the file does not exist: give the path of a configuration file with -c")
+	_, err = LoadCloud(".")
+	fails(err, ".: the file cannot be read: is a directory")
+
+	for file, want := range map[string][2]bool{"cloud.toml": {true, false}, "edge.toml": {false, true}, "both.toml": {true, true}} {
+		k, err := Check(file, testEnv())
+		if err != nil {
+			t.Errorf("%s: %v", file, err)
+		}
+		if got := [2]bool{k.Cloud != nil, k.Edge != nil}; got != want {
+			t.Errorf("Check(%s) found cloud and edge %v, want %v", file, got, want)
+		}
+	}
+}
+
+// TestByHand: a value that was not loaded is checked in the same way, and its zero
+// values are the defaults.
+func TestByHand(t *testing.T) {
+	inDir(t)
+	c := &Cloud{Server: Server{GRPCPort: 9000, Cert: "crt", Key: "key", TokenFile: "tokens"}}
+	if err := c.Validate(); err != nil {
+		t.Error(err)
+	}
+	c.Server.Key = ""
+	c.HTTPS.TLS = 7
+	want := "mode.cloud.stream.server.key: missing: write the certificate's private key, such as key = \"cloud.key\"\n" +
+		"mode.cloud.https.tls: there is no tls mode 7"
+	if err := c.Validate(); err == nil || err.Error() != want {
+		t.Errorf("got  %v\nwant %s", err, want)
+	}
+	e := &Edge{Node: "edge1", Addr: "127.0.0.1:9000", ServerName: "x", CA: "ca", Token: "t"}
+	if err := e.Validate(); err != nil {
+		t.Error(err)
+	}
+	e.Node = "Edge1"
+	if err := e.Validate(); err == nil {
+		t.Error("a bad node name passes")
+	}
+}
+
+// TestSuperEdge loads the files of SuperEdge's repository: its documentation's, and
+// its deployments' of version 0.2 to 0.8.0 (one form) and from 0.8.2 on.
+func TestSuperEdge(t *testing.T) {
+	gone := func(key, path string) string {
+		return fmt.Sprintf("%s: file %s does not exist: create it, or correct the path", key, path)
+	}
+	const (
+		etc   = "/etc/superedge/tunnel/"
+		allow = `mode.cloud.tcp."0.0.0.0:6443": it is not on loopback, and nobody is allowed to connect: add "0.0.0.0:6443" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`
+		dns   = ": needs the dns module, which this version does not have: remove it, or set debug = true"
+	)
+	for file, want := range map[string][]string{
+		"cloud-docs.toml": {
+			"8: " + gone("mode.cloud.stream.server.cert", "../conf/certs/cloud.pem"),
+			"9: " + gone("mode.cloud.stream.server.key", "../conf/certs/cloud-key.pem"),
+			"10: " + gone("mode.cloud.stream.server.tokenfile", "../conf/token"),
+			"17: " + allow,
+			"19: " + gone("mode.cloud.https.cert", "../conf/certs/kubelet.crt"),
+			"20: " + gone("mode.cloud.https.key", "../conf/certs/kubelet.key"),
+		},
+		"cloud-v0.7.toml": {
+			"8: " + gone("mode.cloud.stream.server.key", etc+"certs/tunnel-cloud-server.key"),
+			"9: " + gone("mode.cloud.stream.server.cert", etc+"certs/tunnel-cloud-server.crt"),
+			"10: " + gone("mode.cloud.stream.server.tokenfile", etc+"token/token"),
+			"12: mode.cloud.stream.dns.configmap" + dns,
+			"13: mode.cloud.stream.dns.hosts" + dns,
+			"14: mode.cloud.stream.dns.service" + dns,
+			"16: " + allow,
+			"18: " + gone("mode.cloud.https.cert", etc+"certs/apiserver-kubelet-server.crt"),
+			"19: " + gone("mode.cloud.https.key", etc+"certs/apiserver-kubelet-server.key"),
+			`26: mode.cloud.egress.egressport: SuperEdge's egress port is a line of grpc here: write grpc = ["tls://0.0.0.0:PORT"]`,
+		},
+		"cloud-v0.9.toml": {
+			`6: mode.cloud.stream.server.cert: missing: write the server's certificate, such as cert = "cloud.crt"`,
+			`6: mode.cloud.stream.server.key: missing: write the certificate's private key, such as key = "cloud.key"`,
+			`6: mode.cloud.stream.server.tokenfile: missing: without tokens nobody can join: write tokenfile = "tokens", a file with a line node:token for each edge`,
+			`11: mode.cloud.stream.register: SuperEdge's [mode.cloud.stream.register] is [mode.cloud.stream.dns] here: write configmap, hosts and service there`,
+			`14: mode.cloud.egress.port: SuperEdge's egress port is a line of grpc here: write grpc = ["tls://0.0.0.0:PORT"]`,
+			`15: mode.cloud.http_proxy: there is no such proxy here: remove it; [mode.cloud.egress] httpconnect is what speaks HTTP CONNECT`,
+			`17: mode.cloud.ssh: there is no such proxy here: remove it, and write a line per node in [mode.cloud.tcp], "127.0.0.1:2222" = "NODE/127.0.0.1:22"`,
+		},
+		"edge-v0.7.toml": {
+			"6: " + gone("mode.edge.stream.client.cert", "superedge/certs/cluster-ca.crt"),
+			"12: " + gone("mode.edge.https.cert", "superedge/certs/apiserver-kubelet-client.crt"),
+			"13: " + gone("mode.edge.https.key", "superedge/certs/apiserver-kubelet-client.key"),
+		},
+		"edge-v0.9.toml": {
+			`4: mode.edge.stream.client.cert: missing: write the CA that signed the cloud's certificate, such as cert = "ca.crt"`,
+			"9: mode.edge.http_proxy: there is no such proxy here, and an edge dials nothing through the cloud: remove it",
+		},
+	} {
+		t.Run(file, func(t *testing.T) {
+			t.Chdir("testdata")
+			path := filepath.Join("superedge", file)
+			for i := range want {
+				want[i] = path + ":" + want[i]
+			}
+			_, err := Check(path, testEnv())
+			if got := fmt.Sprint(err); got != strings.Join(want, "\n") {
+				t.Errorf("got\n%s\nwant\n%s", got, strings.Join(want, "\n"))
+			}
+		})
+	}
+}
+
+// TestSuperEdgeRuns: with its files in place and a line for who may connect, a
+// migrated file loads, and its warnings say what to tidy up.
+func TestSuperEdgeRuns(t *testing.T) {
+	docs, err := os.ReadFile("testdata/superedge/cloud-docs.toml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	edge, err := os.ReadFile("testdata/superedge/edge-v0.7.toml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Chdir(t.TempDir())
+	for _, f := range []string{"cloud.pem", "cloud-key.pem", "kubelet.crt", "kubelet.key"} {
+		write(t, "conf/certs/"+f, "x")
+	}
+	for _, f := range []string{"cluster-ca.crt", "apiserver-kubelet-client.crt", "apiserver-kubelet-client.key"} {
+		write(t, "a/b/certs/"+f, "x")
+	}
+	write(t, "conf/token", "x")
+	write(t, "a/b/cloud.toml", string(docs)+"[mode.cloud.tcpallow]\n\"0.0.0.0:6443\" = [\"10.0.0.0/8\"]\n")
+	write(t, "a/b/edge.toml", string(edge))
+
+	c, err := LoadCloud("a/b/cloud.toml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.Server.ChannelzAddr != "127.0.0.1:6000" {
+		t.Errorf("channelz is served on %s", c.Server.ChannelzAddr)
+	}
+	same(t, c.Warnings, []string{
+		`a/b/cloud.toml:7: mode.cloud.stream.server.channelzaddr: channelz shows every connection to whoever asks, so it is served on loopback only: write "127.0.0.1:6000"`,
+		`a/b/cloud.toml:18: mode.cloud.https.clientca: missing, so cert is not used: connections whose SNI is a node's name are passed through, all others are closed (kubectl exec without --kubelet-certificate-authority among them)`,
+	})
+	e, err := LoadEdge("a/b/edge.toml", testEnv())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if e.Node != "edge1" || e.Token.Reveal() != "6ff2a1ea0f1611eb9896362096106d9d" {
+		t.Errorf("node %q, or the token, is not the file's", e.Node)
+	}
+}
+
+func same(t *testing.T, got, want []string) {
+	t.Helper()
+	if !slices.Equal(got, want) {
+		t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
+	}
+}

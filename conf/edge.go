@@ -1,0 +1,170 @@
+package conf
+
+import (
+	"strings"
+
+	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
+)
+
+// Edge is the configuration of an edge, [mode.edge].
+type Edge struct {
+	Warnings []string // what is accepted but should not stay so
+
+	Node     tunnel.NodeName // which node this is
+	NodeFrom string          // where the name came from, for a log line
+	Allow    []string        // what may be dialled, for auth.ParsePolicy
+
+	// [mode.edge.stream.client]
+	Addr         string      // of the cloud, host:port (servername in the file)
+	ServerName   string      // to verify in the cloud's certificate (dns in the file)
+	CA           string      // file that signs it (cert in the file)
+	Token        auth.Secret // either this
+	TokenFile    string      // or a file that holds the token alone
+	AllReplicas  bool        // a session with every replica, not with one
+	LogPort      int         // /healthz /readyz /metrics on all interfaces; 0 is off
+	ChannelzAddr string      // on loopback; "" is off
+
+	HTTPS             EdgeHTTPS    // [mode.edge.https]
+	EgressIdentifiers string       // [mode.edge.egress] identifiers
+	Konnectivity      Konnectivity // [mode.edge.konnectivity]
+	AdminSocket       string       // [mode.edge.admin] socket; "" is off
+
+	src *source
+}
+
+// EdgeHTTPS is the client certificate for kubelets where the edge holds it, as
+// SuperEdge has it. Better is [Kubelet], on the cloud.
+type EdgeHTTPS struct {
+	Cert, Key string // files
+}
+
+// Konnectivity is how to join stock proxy-servers as an agent.
+type Konnectivity struct {
+	Servers       []string
+	CA, Cert, Key string // files
+	TokenFile     string
+}
+
+const (
+	edgeTablePrefix = "mode.edge."
+	clientTable     = "mode.edge.stream.client."
+)
+
+func newEdge(t *edgeTable, env Env, r *report) *Edge {
+	c, k := t.Stream.Client, t.Konnectivity
+	path := r.src.path
+	e := &Edge{
+		Allow:        t.Allow,
+		Addr:         c.ServerName,
+		ServerName:   c.DNS,
+		CA:           path(c.Cert),
+		Token:        auth.Secret(c.Token),
+		TokenFile:    path(c.TokenFile),
+		LogPort:      c.LogPort,
+		ChannelzAddr: r.channelz(clientTable+"channelzaddr", c.ChannelzAddr),
+
+		HTTPS:             EdgeHTTPS{Cert: path(t.HTTPS.Cert), Key: path(t.HTTPS.Key)},
+		EgressIdentifiers: t.Egress.Identifiers,
+		Konnectivity:      Konnectivity{Servers: k.Servers, CA: path(k.CA), Cert: path(k.Cert), Key: path(k.Key), TokenFile: path(k.TokenFile)},
+		AdminSocket:       path(t.Admin.Socket),
+		src:               r.src,
+	}
+	e.Node, e.NodeFrom = r.node(t.Node, env)
+	switch c.Sessions {
+	case "", "one":
+	case "all":
+		e.AllReplicas = true
+	default:
+		r.add(clientTable+"sessions", "%q is neither \"one\" nor \"all\": write one of them", c.Sessions)
+	}
+	return e
+}
+
+// node decides which node this is, and says where it looked.
+func (r *report) node(own string, env Env) (tunnel.NodeName, string) {
+	const k = edgeTablePrefix + "node"
+	name, from := strings.ToLower(env.HostName), "the host name"
+	switch {
+	case own != "":
+		name, from = own, "node in [mode.edge]"
+	case env.NodeName != "":
+		name, from = env.NodeName, "NODE_NAME"
+	}
+	if r.muted[k] {
+		return "", from
+	}
+	if name == "" {
+		r.add(k, "missing, and neither NODE_NAME nor the host name is set: write node = \"edge1\", the node's name in Kubernetes")
+		r.mute(k)
+		return "", from
+	}
+	n, err := tunnel.ParseNodeName(name)
+	switch {
+	case err != nil && own != "":
+		r.add(k, "%v", err)
+		r.mute(k)
+	case err != nil:
+		r.add(k, "%v (it comes from %s): write node = \"edge1\", the node's name in Kubernetes", err, from)
+		r.mute(k)
+	}
+	return n, from
+}
+
+// Validate reports everything that is wrong, as [Problems]. It changes nothing, but
+// it opens the files that are named.
+func (e *Edge) Validate() error {
+	r := newReport(e.src)
+	e.check(r)
+	return r.err()
+}
+
+func (e *Edge) check(r *report) {
+	const t = clientTable
+	if _, err := tunnel.ParseNodeName(string(e.Node)); err != nil {
+		r.add(edgeTablePrefix+"node", "%v", err)
+	}
+	for _, entry := range e.Allow {
+		if _, err := auth.ParsePolicy([]string{entry}); err != nil {
+			r.add(edgeTablePrefix+"allow", "%v", err)
+		}
+	}
+	e.checkClient(r)
+	if e.LogPort != 0 {
+		r.port(t+"logport", e.LogPort)
+	}
+	r.loopback(t+"channelzaddr", e.ChannelzAddr)
+
+	r.pair(edgeTablePrefix+"https.", e.HTTPS.Cert, e.HTTPS.Key)
+	if e.HTTPS.Cert != "" {
+		r.warn(edgeTablePrefix+"https.cert", "a key that every kubelet obeys lies on this edge: keep it on the cloud, in [mode.cloud.https.kubelet], if you can")
+	}
+	r.refuse(e.later())
+	r.ports([]listener{{t + "logport", "", e.LogPort}, listenerOf(t+"channelzaddr", e.ChannelzAddr)})
+}
+
+// checkClient checks what is needed to join a cloud.
+func (e *Edge) checkClient(r *report) {
+	const t = clientTable
+	switch {
+	case e.Addr == "":
+		r.add(t+"servername", "missing: write the address of the cloud to dial, such as servername = \"tunnel.example.com:9000\"")
+	default:
+		r.target(t+"servername", e.Addr)
+	}
+	switch {
+	case e.ServerName == "":
+		r.add(t+"dns", "missing: write the name that the cloud's certificate is made out to, such as dns = \"tunnel.cloud.io\"")
+	case !isHost(e.ServerName):
+		r.add(t+"dns", "%q is neither a name nor an address: write the one that the cloud's certificate is made out to, without a port", e.ServerName)
+	}
+	r.required(t+"cert", e.CA, `write the CA that signed the cloud's certificate, such as cert = "ca.crt"`)
+	r.file(t+"cert", e.CA)
+	switch {
+	case e.Token != "" && e.TokenFile != "":
+		r.add(t+"tokenfile", "there is a token as well: remove one of them")
+	case e.Token == "" && e.TokenFile == "":
+		r.add(t+"tokenfile", "missing: write tokenfile, a file that holds this node's token alone, or token")
+	}
+	r.file(t+"tokenfile", e.TokenFile)
+}

@@ -1,0 +1,76 @@
+package conf
+
+// A file may hold every key of the design, but not every module is here yet. A
+// configured module that does not exist would be a promise that nobody keeps, so it
+// is an error. The issue that adds a module deletes its row, and nothing else.
+
+// later is a table of the file whose module is missing.
+type later struct {
+	table string
+	keys  []string // those of the table that are set, by name
+	needs string
+	fix   string
+}
+
+func (c *Cloud) later() []later {
+	var dns []string
+	if !c.DNS.Debug { // debug means: no Kubernetes at all, the rest of the table is ignored
+		dns = set(
+			key("configmap", c.DNS.ConfigMap), key("hosts", c.DNS.Hosts), key("service", c.DNS.Service),
+			key("listen", c.DNS.Listen), key("upstream", c.DNS.Upstream...), key("nodeselector", c.DNS.NodeSelector))
+	}
+	egress := set(key("grpc", c.Egress.GRPC...), key("httpconnect", c.Egress.HTTPConnect...))
+	if c.Egress.AgentPort != 0 {
+		egress = append(egress, "agentport")
+	}
+	return []later{
+		{"mode.cloud.stream.dns", dns, "the dns module", "remove it, or set debug = true"},
+		{"mode.cloud.stream.peers", set(key("service", c.Peers.Service), key("addresses", c.Peers.Addresses...)), "the relay between replicas", "remove it, and run one replica"},
+		{"mode.cloud.egress", egress, "the egress module", "remove it"},
+		{"mode.cloud.admin", set(key("socket", c.AdminSocket)), "the admin module", "remove it"},
+	}
+}
+
+func (e *Edge) later() []later {
+	var sessions []string
+	if e.AllReplicas {
+		sessions = []string{"sessions"}
+	}
+	k := e.Konnectivity
+	return []later{
+		{"mode.edge.stream.client", sessions, "the relay between replicas", `remove it, or set sessions = "one"`},
+		{"mode.edge.egress", set(key("identifiers", e.EgressIdentifiers)), "the egress module", "remove it"},
+		{"mode.edge.konnectivity", set(key("servers", k.Servers...), key("ca", k.CA), key("cert", k.Cert), key("key", k.Key), key("tokenfile", k.TokenFile)), "the konnectivity agent", "remove it"},
+		{"mode.edge.admin", set(key("socket", e.AdminSocket)), "the admin module", "remove it"},
+	}
+}
+
+// refuse reports every key of a missing module.
+func (r *report) refuse(rows []later) {
+	for _, row := range rows {
+		for _, k := range row.keys {
+			r.add(row.table+"."+k, "needs %s, which this version does not have: %s", row.needs, row.fix)
+		}
+	}
+}
+
+// key returns name when one of its values is not empty, else "".
+func key(name string, values ...string) string {
+	for _, v := range values {
+		if v != "" {
+			return name
+		}
+	}
+	return ""
+}
+
+// set leaves out the keys that are not set.
+func set(keys ...string) []string {
+	var names []string
+	for _, k := range keys {
+		if k != "" {
+			names = append(names, k)
+		}
+	}
+	return names
+}

@@ -1,0 +1,106 @@
+package conf
+
+// The tables of the file, key by key. What they mean is said where they become a
+// [Cloud] or an [Edge], and in cloud.toml and edge.toml.
+
+type tables struct {
+	Mode struct {
+		Cloud *cloudTable `toml:"cloud"`
+		Edge  *edgeTable  `toml:"edge"`
+	} `toml:"mode"`
+}
+
+type cloudTable struct {
+	Stream struct {
+		Server struct {
+			GRPCPort     int    `toml:"grpcport"`
+			Cert         string `toml:"cert"`
+			Key          string `toml:"key"`
+			TokenFile    string `toml:"tokenfile"`
+			AllowShared  bool   `toml:"allowshared"`
+			LogPort      int    `toml:"logport"`
+			ChannelzAddr string `toml:"channelzaddr"`
+		} `toml:"server"`
+		DNS struct {
+			Debug        bool     `toml:"debug"`
+			ConfigMap    string   `toml:"configmap"`
+			Hosts        string   `toml:"hosts"`
+			Service      string   `toml:"service"`
+			Listen       string   `toml:"listen"`
+			Upstream     []string `toml:"upstream"`
+			NodeSelector string   `toml:"nodeselector"`
+		} `toml:"dns"`
+		Peers struct {
+			Service    string   `toml:"service"`
+			Addresses  []string `toml:"addresses"`
+			CA         string   `toml:"ca"`
+			Cert       string   `toml:"cert"`
+			Key        string   `toml:"key"`
+			ServerName string   `toml:"servername"`
+		} `toml:"peers"`
+	} `toml:"stream"`
+	HTTPS struct {
+		Cert        string            `toml:"cert"`
+		Key         string            `toml:"key"`
+		TLS         string            `toml:"tls"`
+		ClientCA    string            `toml:"clientca"`
+		ClientNames []string          `toml:"clientnames"`
+		Listen      string            `toml:"listen"`
+		AllowFrom   []string          `toml:"allowfrom"`
+		Addr        map[string]string `toml:"addr"`
+		Kubelet     struct {
+			Cert     string `toml:"cert"`
+			Key      string `toml:"key"`
+			CA       string `toml:"ca"`
+			Insecure bool   `toml:"insecure"`
+		} `toml:"kubelet"`
+	} `toml:"https"`
+	TCP      map[string]string   `toml:"tcp"`
+	TCPAllow map[string][]string `toml:"tcpallow"`
+	Egress   struct {
+		GRPC        []string `toml:"grpc"`
+		HTTPConnect []string `toml:"httpconnect"`
+		Cert        string   `toml:"cert"`
+		Key         string   `toml:"key"`
+		ClientCA    string   `toml:"clientca"`
+		Strategies  []string `toml:"strategies"`
+		AgentPort   int      `toml:"agentport"`
+	} `toml:"egress"`
+	Admin struct {
+		Socket string `toml:"socket"`
+	} `toml:"admin"`
+}
+
+type edgeTable struct {
+	Node   string   `toml:"node"`
+	Allow  []string `toml:"allow"`
+	Stream struct {
+		Client struct {
+			Token        string `toml:"token"`
+			TokenFile    string `toml:"tokenfile"`
+			Cert         string `toml:"cert"`
+			DNS          string `toml:"dns"`
+			ServerName   string `toml:"servername"`
+			Sessions     string `toml:"sessions"`
+			LogPort      int    `toml:"logport"`
+			ChannelzAddr string `toml:"channelzaddr"`
+		} `toml:"client"`
+	} `toml:"stream"`
+	HTTPS struct {
+		Cert string `toml:"cert"`
+		Key  string `toml:"key"`
+	} `toml:"https"`
+	Egress struct {
+		Identifiers string `toml:"identifiers"`
+	} `toml:"egress"`
+	Konnectivity struct {
+		Servers   []string `toml:"servers"`
+		CA        string   `toml:"ca"`
+		Cert      string   `toml:"cert"`
+		Key       string   `toml:"key"`
+		TokenFile string   `toml:"tokenfile"`
+	} `toml:"konnectivity"`
+	Admin struct {
+		Socket string `toml:"socket"`
+	} `toml:"admin"`
+}
