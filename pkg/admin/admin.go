@@ -1,0 +1,201 @@
+// Package admin is what operators look at: health, metrics, and gRPC's own view of
+// its connections.
+//
+//	reg := admin.NewRegistry(version, counters, directory.Sessions)
+//	health := admin.New(":7000", []admin.Check{
+//		{Name: "stream", Ready: server.Ready},
+//		{Name: "tcp", Ready: door.Ready},
+//	}, reg, log)
+//	err := health.Run(ctx)
+//
+// [Server] answers on every interface, to anybody, so it shows nothing secret and
+// nothing that names a node:
+//
+//	/healthz   200 while the process is alive
+//	/readyz    200 when every check passes, else 503 and which ones do not;
+//	           ?verbose lists them all
+//	/metrics   Prometheus
+//
+// [Channelz] shows every connection, so it answers on loopback alone.
+//
+// While the other modules drain, /readyz says 503 by their checks and /metrics is of
+// interest still: give Run a context that ends after theirs have returned.
+//
+// The package counts nothing itself. It has no pprof, changes nothing, and the local
+// API of the command line tools is not here.
+package admin
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"golang.org/x/net/netutil"
+
+	"tunnel/pkg/tunnel"
+)
+
+// Strangers may connect, so everything they can hold is bounded. A kubelet's probe
+// and a scrape need little of it.
+const (
+	maxConns       = 256
+	maxHeader      = 64 << 10 // bytes
+	maxScrapes     = 4        // at a time; more are answered 503
+	headerTimeout  = 5 * time.Second
+	readTimeout    = 10 * time.Second // headers and a body, which nobody needs to send
+	scrapeTimeout  = 10 * time.Second // Prometheus' own default
+	writeTimeout   = 30 * time.Second
+	idleTimeout    = time.Minute // a scraper comes back within it, by default
+	shutdownWithin = time.Second
+)
+
+// Check is one line of /readyz.
+type Check struct {
+	Name string
+	// Ready returns nil, or why not. It answers at once, for any goroutine, and its
+	// error holds no secret: everybody can read it.
+	Ready func() error
+}
+
+// Server serves health and metrics. It is the module "admin".
+type Server struct {
+	// Set once.
+	listen  string
+	checks  []Check
+	metrics http.Handler
+	log     *slog.Logger
+
+	addr atomic.Pointer[net.Addr] // nil while not listening
+}
+
+var _ tunnel.Module = (*Server)(nil)
+
+// New returns a server for the address listen, such as ":7000".
+func New(listen string, checks []Check, reg prometheus.Gatherer, log *slog.Logger) *Server {
+	return &Server{
+		listen: listen,
+		checks: checks,
+		metrics: promhttp.HandlerFor(reg, promhttp.HandlerOpts{
+			ErrorLog:            slog.NewLogLogger(log.Handler(), slog.LevelWarn),
+			ErrorHandling:       promhttp.ContinueOnError, // one bad number hides no other
+			MaxRequestsInFlight: maxScrapes,
+			Timeout:             scrapeTimeout,
+		}),
+		log: log,
+	}
+}
+
+// Name implements tunnel.Module.
+func (s *Server) Name() string { return "admin" }
+
+// Routes implements tunnel.Module. No peer may ask for any of this.
+func (s *Server) Routes() map[string]tunnel.Handler { return nil }
+
+// Addr returns the address the server listens on, nil while it does not.
+func (s *Server) Addr() net.Addr {
+	if a := s.addr.Load(); a != nil {
+		return *a
+	}
+	return nil
+}
+
+// Run listens and serves until ctx is done.
+func (s *Server) Run(ctx context.Context) error {
+	ln, err := listen(ctx, s.listen)
+	if err != nil {
+		return fmt.Errorf("listening on %s for health and metrics (logport): %w", s.listen, err)
+	}
+	addr := ln.Addr()
+	s.addr.Store(&addr)
+	defer s.addr.Store(nil)
+
+	srv := &http.Server{
+		Handler:                      s.handler(),
+		DisableGeneralOptionsHandler: true,
+		ReadHeaderTimeout:            headerTimeout,
+		ReadTimeout:                  readTimeout,
+		WriteTimeout:                 writeTimeout,
+		IdleTimeout:                  idleTimeout,
+		MaxHeaderBytes:               maxHeader,
+		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
+	}
+	served := make(chan error, 1) // one send, whether or not it is waited for
+	go func() { served <- srv.Serve(netutil.LimitListener(ln, maxConns)) }()
+	select {
+	case err := <-served:
+		return fmt.Errorf("serving health and metrics on %s: %w", addr, err)
+	case <-ctx.Done():
+	}
+	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWithin)
+	defer cancel()
+	if err := srv.Shutdown(last); err != nil {
+		srv.Close() //nolint:errcheck // somebody reads slowly; nothing is lost
+	}
+	if err := <-served; !errors.Is(err, http.ErrServerClosed) {
+		return fmt.Errorf("serving health and metrics on %s: %w", addr, err)
+	}
+	return nil
+}
+
+// listen opens addr, or says what to do.
+func listen(ctx context.Context, addr string) (net.Listener, error) {
+	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
+	switch {
+	case errors.Is(err, syscall.EADDRINUSE):
+		return nil, fmt.Errorf("%w; stop what listens there (ss -ltnp shows it), or choose another port", err)
+	case errors.Is(err, syscall.EACCES):
+		return nil, fmt.Errorf("%w; ports below 1024 need CAP_NET_BIND_SERVICE, choose a higher one", err)
+	}
+	return ln, err
+}
+
+func (s *Server) handler() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
+		answer(w, http.StatusOK, "ok")
+	})
+	mux.HandleFunc("GET /readyz", s.ready)
+	mux.Handle("GET /metrics", s.metrics)
+	return mux
+}
+
+// ready answers as kube-apiserver does: "ok", or the list of checks when one fails
+// or ?verbose asks for it.
+func (s *Server) ready(w http.ResponseWriter, r *http.Request) {
+	var list strings.Builder
+	failed := false
+	for _, c := range s.checks {
+		if err := c.Ready(); err != nil {
+			failed = true
+			fmt.Fprintf(&list, "[-]%s %v\n", c.Name, err)
+			continue
+		}
+		fmt.Fprintf(&list, "[+]%s ok\n", c.Name)
+	}
+	switch {
+	case failed:
+		answer(w, http.StatusServiceUnavailable, list.String()+"readyz check failed\n")
+	case r.URL.Query().Has("verbose"):
+		answer(w, http.StatusOK, list.String()+"readyz check passed\n")
+	default:
+		answer(w, http.StatusOK, "ok")
+	}
+}
+
+func answer(w http.ResponseWriter, status int, body string) {
+	h := w.Header()
+	h.Set("Content-Type", "text/plain; charset=utf-8")
+	h.Set("X-Content-Type-Options", "nosniff")
+	h.Set("Cache-Control", "no-store")
+	w.WriteHeader(status)
+	w.Write([]byte(body)) //nolint:errcheck // the caller has gone
+}

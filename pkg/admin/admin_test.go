@@ -1,0 +1,273 @@
+package admin
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"google.golang.org/grpc"
+	channelz "google.golang.org/grpc/channelz/grpc_channelz_v1"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+
+	"tunnel/pkg/tunnel"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+const patience = 10 * time.Second
+
+type module interface {
+	tunnel.Module
+	Addr() net.Addr
+}
+
+// start runs m until the end of the test and returns its address.
+func start(t *testing.T, m module) string {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- m.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		select {
+		case err := <-done:
+			if err != nil {
+				t.Errorf("Run: %v", err)
+			}
+		case <-time.After(patience):
+			t.Error("Run does not return")
+		}
+	})
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	late := time.After(patience)
+	for m.Addr() == nil {
+		select {
+		case <-tick.C:
+		case err := <-done:
+			done <- err
+			t.Fatalf("Run: %v", err)
+		case <-late:
+			t.Fatal("does not listen")
+		}
+	}
+	return m.Addr().String()
+}
+
+func discard() *slog.Logger { return slog.New(slog.DiscardHandler) }
+
+// get returns the status and the body of a request on a conn of its own.
+func get(t *testing.T, method, url string) (int, string) {
+	t.Helper()
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: patience}
+	req, err := http.NewRequestWithContext(t.Context(), method, url, nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return resp.StatusCode, string(b)
+}
+
+func TestHealth(t *testing.T) {
+	var fault atomic.Pointer[error]
+	s := New("127.0.0.1:0", []Check{
+		{"stream", func() error { return nil }},
+		{"session", func() error {
+			if err := fault.Load(); err != nil {
+				return *err
+			}
+			return nil
+		}},
+	}, NewRegistry("v1", new(tunnel.Counters), nil), discard())
+	base := "http://" + start(t, s)
+	want := func(method, path string, status int, body string) {
+		t.Helper()
+		if gotStatus, got := get(t, method, base+path); gotStatus != status || !strings.HasPrefix(got, body) {
+			t.Errorf("%s %s: %d %q, want %d %q", method, path, gotStatus, got, status, body)
+		}
+	}
+	want("GET", "/healthz", 200, "ok")
+	want("HEAD", "/healthz", 200, "")
+	want("GET", "/readyz", 200, "ok")
+	want("GET", "/readyz?verbose", 200, "[+]stream ok\n[+]session ok\nreadyz check passed\n")
+
+	err := errors.New("no session with the cloud")
+	fault.Store(&err)
+	want("GET", "/healthz", 200, "ok")
+	want("GET", "/readyz", 503, "[+]stream ok\n[-]session no session with the cloud\nreadyz check failed\n")
+	want("GET", "/readyz?verbose=1", 503, "[+]stream ok\n[-]session ")
+
+	for _, path := range []string{"/", "/debug/pprof/", "/healthz/x", "/metrics/", "/readyz/stream"} {
+		want("GET", path, 404, "")
+	}
+	want("POST", "/healthz", 405, "")
+	want("OPTIONS", "/metrics", 405, "")
+}
+
+func TestMetrics(t *testing.T) {
+	var c tunnel.Counters
+	c.Sessions.Store(3)
+	c.Replaced.Store(1)
+	c.JoinsRefused.Store(7)
+	c.Conns.Store(20)
+	c.Resets.Store(2)
+	c.BytesSent.Store(1 << 30)
+	c.BytesReceived.Store(5)
+	c.UnknownMessages.Store(4)
+	c.Refuse(tunnel.Denied)
+	c.Refuse(tunnel.Denied)
+	c.Refuse(tunnel.Timeout)
+	var dir tunnel.Directory
+	for _, node := range []tunnel.NodeName{"edge1", "edge2"} {
+		s := &tunnel.Session{Node: node}
+		s.Conns.Store(4)
+		dir.Attach(s)
+	}
+	base := "http://" + start(t, New("127.0.0.1:0", nil, NewRegistry("v1.2.3", &c, dir.Sessions), discard()))
+	status, body := get(t, "GET", base+"/metrics")
+	if status != 200 {
+		t.Fatalf("%d %s", status, body)
+	}
+	for _, line := range []string{
+		"tunnel_sessions 2",
+		"tunnel_conns 8",
+		"tunnel_sessions_established_total 3",
+		"tunnel_sessions_replaced_total 1",
+		"tunnel_joins_refused_total 7",
+		"tunnel_conns_opened_total 20",
+		"tunnel_conns_reset_total 2",
+		"tunnel_sent_bytes_total 1.073741824e+09",
+		"tunnel_received_bytes_total 5",
+		"tunnel_unknown_messages_total 4",
+		"tunnel_panics_total 0",
+		`tunnel_conns_refused_total{code="denied"} 2`,
+		`tunnel_conns_refused_total{code="timeout"} 1`,
+		`tunnel_conns_refused_total{code="no-such-node"} 0`,
+	} {
+		if !strings.Contains(body, "\n"+line+"\n") {
+			t.Errorf("no line %q", line)
+		}
+	}
+	for _, part := range []string{`version="v1.2.3"`, "tunnel_build_info{", "go_goroutines ", "process_open_fds "} {
+		if !strings.Contains(body, part) {
+			t.Errorf("no %q", part)
+		}
+	}
+	if strings.Contains(body, "edge1") {
+		t.Error("a node is named")
+	}
+}
+
+func TestEveryMetricKeepsTheConventions(t *testing.T) {
+	reg := NewRegistry("v1", new(tunnel.Counters), new(tunnel.Directory).Sessions)
+	families, err := reg.Gather()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range families {
+		name := f.GetName()
+		if strings.HasPrefix(name, "go_") || strings.HasPrefix(name, "process_") {
+			continue
+		}
+		counter := f.GetType().String() == "COUNTER"
+		if !strings.HasPrefix(name, "tunnel_") || strings.HasSuffix(name, "_total") != counter || f.GetHelp() == "" {
+			t.Errorf("%s (%s): want the prefix tunnel_, _total on counters alone, and a help text", name, f.GetType())
+		}
+	}
+}
+
+func TestPortTaken(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	addr := ln.Addr().String()
+	for _, m := range []tunnel.Module{
+		New(addr, nil, NewRegistry("v1", new(tunnel.Counters), nil), discard()),
+		NewChannelz(addr, discard()),
+	} {
+		err := m.Run(t.Context())
+		if err == nil || !strings.Contains(err.Error(), addr) || !strings.Contains(err.Error(), "choose another port") {
+			t.Errorf("%s: %v", m.Name(), err)
+		}
+	}
+}
+
+func TestHugeHeaderIsRefused(t *testing.T) {
+	addr := start(t, New("127.0.0.1:0", nil, NewRegistry("v1", new(tunnel.Counters), nil), discard()))
+	c, err := net.Dial("tcp", addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(patience))
+	io.WriteString(c, "GET /healthz HTTP/1.1\r\nHost: x\r\n")
+	go func() { // ends when the server closes, or with c
+		line := "X: " + strings.Repeat("x", 1000) + "\r\n"
+		for range 1000 {
+			if _, err := io.WriteString(c, line); err != nil {
+				return
+			}
+		}
+	}()
+	b := make([]byte, 12)
+	// The answer may be overtaken by the reset that follows it.
+	if _, err := io.ReadFull(c, b); err == nil && string(b) != "HTTP/1.1 431" {
+		t.Errorf("answered %q", b)
+	}
+}
+
+func TestChannelzIsOnLoopbackOnly(t *testing.T) {
+	for _, addr := range []string{"0.0.0.0:7001", ":7001", "[::]:7001", "192.0.2.1:7001"} {
+		err := NewChannelz(addr, discard()).Run(t.Context())
+		if err == nil || !strings.Contains(err.Error(), "write 127.0.0.1:7001") {
+			t.Errorf("%s: %v", addr, err)
+		}
+	}
+	if err := NewChannelz("nonsense", discard()).Run(t.Context()); err == nil {
+		t.Error("nonsense is accepted")
+	}
+}
+
+func TestChannelz(t *testing.T) {
+	addr := start(t, NewChannelz("127.0.0.1:0", discard()))
+	ask := func(opts ...grpc.DialOption) (*channelz.GetServersResponse, error) {
+		conn, err := grpc.NewClient("passthrough:///"+addr, append(opts, grpc.WithTransportCredentials(insecure.NewCredentials()))...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		return channelz.NewChannelzClient(conn).GetServers(ctx, &channelz.GetServersRequest{})
+	}
+	r, err := ask()
+	if err != nil || len(r.GetServer()) == 0 {
+		t.Errorf("channelz does not see its own server: %v, %v", r, err)
+	}
+	if _, err := ask(grpc.WithAuthority("localhost:7001")); err != nil {
+		t.Errorf("localhost: %v", err)
+	}
+	if _, err := ask(grpc.WithAuthority("evil.example")); status.Code(err) != codes.PermissionDenied {
+		t.Errorf("a name that is not this machine's own: %v", err)
+	}
+}

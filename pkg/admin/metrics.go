@@ -1,0 +1,117 @@
+package admin
+
+import (
+	"runtime"
+	"runtime/debug"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+
+	"tunnel/pkg/tunnel"
+)
+
+// NewRegistry returns a registry with what every process of the tunnel shows: the Go
+// runtime, the process, tunnel_build_info, and the core's counters. sessions returns
+// the live ones; nil when there are none to show.
+func NewRegistry(version string, c *tunnel.Counters, sessions func() []*tunnel.Session) *prometheus.Registry {
+	reg := prometheus.NewRegistry()
+	reg.MustRegister(
+		collectors.NewGoCollector(),
+		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}),
+		buildInfo(version),
+		NewCollector(c, sessions),
+	)
+	return reg
+}
+
+// buildInfo returns the gauge that is always 1 and says by its labels what runs.
+func buildInfo(version string) prometheus.Collector {
+	revision := "unknown"
+	if info, ok := debug.ReadBuildInfo(); ok {
+		for _, s := range info.Settings {
+			if s.Key == "vcs.revision" {
+				revision = s.Value
+			}
+		}
+	}
+	g := prometheus.NewGauge(prometheus.GaugeOpts{
+		Name:        "tunnel_build_info",
+		Help:        "Always 1; the labels say which build this is.",
+		ConstLabels: prometheus.Labels{"version": version, "revision": revision, "goversion": runtime.Version()},
+	})
+	g.Set(1)
+	return g
+}
+
+// collector reads the core's counters when it is asked, so that the core itself knows
+// no Prometheus. No label names a node: there may be 10,000.
+type collector struct {
+	sessions func() []*tunnel.Session
+	counts   []count
+	c        *tunnel.Counters
+
+	live, conns, refused *prometheus.Desc
+}
+
+// count is a counter without labels.
+type count struct {
+	desc *prometheus.Desc
+	load func() uint64
+}
+
+// NewCollector shows c, and how many sessions and conns there are now.
+func NewCollector(c *tunnel.Counters, sessions func() []*tunnel.Session) prometheus.Collector {
+	return &collector{
+		sessions: sessions,
+		c:        c,
+		counts: []count{
+			{desc("tunnel_sessions_established_total", "Sessions established."), c.Sessions.Load},
+			{desc("tunnel_sessions_replaced_total", "Sessions that a newer one of the same node ended."), c.Replaced.Load},
+			{desc("tunnel_joins_refused_total", "Joins refused before they became sessions."), c.JoinsRefused.Load},
+			{desc("tunnel_conns_opened_total", "Conns opened."), c.Conns.Load},
+			{desc("tunnel_conns_reset_total", "Conns that ended by a reset."), c.Resets.Load},
+			{desc("tunnel_sent_bytes_total", "Payload bytes of conns handed to the other side."), c.BytesSent.Load},
+			{desc("tunnel_received_bytes_total", "Payload bytes of conns that came from the other side."), c.BytesReceived.Load},
+			{desc("tunnel_unknown_messages_total", "Control messages that nobody handles, from a newer peer or a hostile one."), c.UnknownMessages.Load},
+			{desc("tunnel_panics_total", "Panics that ended one session. Each is a bug."), c.Panics.Load},
+		},
+		live:    desc("tunnel_sessions", "Sessions now."),
+		conns:   desc("tunnel_conns", "Conns now, those being dialled included."),
+		refused: desc("tunnel_conns_refused_total", "Conns that were not opened, by the code of the refusal.", "code"),
+	}
+}
+
+func desc(name, help string, labels ...string) *prometheus.Desc {
+	return prometheus.NewDesc(name, help, labels, nil)
+}
+
+// Describe implements prometheus.Collector.
+func (c *collector) Describe(ch chan<- *prometheus.Desc) {
+	for _, n := range c.counts {
+		ch <- n.desc
+	}
+	ch <- c.refused
+	ch <- c.live
+	ch <- c.conns
+}
+
+// Collect implements prometheus.Collector.
+func (c *collector) Collect(ch chan<- prometheus.Metric) {
+	for _, n := range c.counts {
+		ch <- prometheus.MustNewConstMetric(n.desc, prometheus.CounterValue, float64(n.load()))
+	}
+	// All codes, those that never happened too: an alert on a rate needs the zero.
+	for _, code := range tunnel.Codes() {
+		ch <- prometheus.MustNewConstMetric(c.refused, prometheus.CounterValue, float64(c.c.Refusals(code)), code.String())
+	}
+	if c.sessions == nil {
+		return
+	}
+	live := c.sessions()
+	var conns int64
+	for _, s := range live {
+		conns += s.Conns.Load()
+	}
+	ch <- prometheus.MustNewConstMetric(c.live, prometheus.GaugeValue, float64(len(live)))
+	ch <- prometheus.MustNewConstMetric(c.conns, prometheus.GaugeValue, float64(conns))
+}
