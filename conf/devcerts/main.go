@@ -73,14 +73,14 @@ func run(args []string, stdout, stderr io.Writer) int {
 		return exitRuntime
 	}
 	for _, f := range files {
-		fmt.Fprintf(stdout, "%-28s %s\n", filepath.Join(dir, f.name), f.what)
+		fmt.Fprintf(stdout, "%-24s %s\n", filepath.Join(dir, f.name), f.what)
 	}
 	if filepath.Clean(dir) == defaultDir {
 		fmt.Fprint(stdout, "\nnow run, each in a terminal of its own:\n"+
 			"  go run ./cmd/tunnel cloud -c conf/cloud.toml\n"+
 			"  go run ./cmd/tunnel edge -c conf/edge.toml\n")
 	} else {
-		fmt.Fprintf(stdout, "\nnow name these files in your configuration (conf/cloud.toml and conf/edge.toml show where), and check it:\n"+
+		fmt.Fprint(stdout, "\nnow name these files in your configuration (conf/cloud.toml and conf/edge.toml show where), and check it:\n"+
 			"  go run ./cmd/tunnel config check -c FILE\n")
 	}
 	return 0

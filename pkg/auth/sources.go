@@ -1,6 +1,7 @@
 package auth
 
 import (
+	"errors"
 	"fmt"
 	"net/netip"
 	"strings"
@@ -55,12 +56,16 @@ func unmapPrefix(p netip.Prefix) netip.Prefix {
 	return p
 }
 
+func errNotNetwork() error {
+	return errors.New("not an IP address or a CIDR network such as 10.0.0.0/8")
+}
+
 // parsePrefix parses an address or a CIDR network.
 func parsePrefix(s string) (netip.Prefix, error) {
 	if !strings.Contains(s, "/") {
 		a, err := netip.ParseAddr(s)
 		if err != nil {
-			return netip.Prefix{}, fmt.Errorf("not an IP address or a CIDR network such as 10.0.0.0/8")
+			return netip.Prefix{}, errNotNetwork()
 		}
 		if a.Zone() != "" {
 			return netip.Prefix{}, fmt.Errorf("an address with a zone cannot be listed; leave out %%%s", a.Zone())
@@ -70,7 +75,7 @@ func parsePrefix(s string) (netip.Prefix, error) {
 	}
 	p, err := netip.ParsePrefix(s)
 	if err != nil {
-		return netip.Prefix{}, fmt.Errorf("not an IP address or a CIDR network such as 10.0.0.0/8")
+		return netip.Prefix{}, errNotNetwork()
 	}
 	p = unmapPrefix(p)
 	if p != p.Masked() {
