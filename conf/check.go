@@ -2,6 +2,7 @@ package conf
 
 import (
 	"errors"
+	"fmt"
 	"io/fs"
 	"net"
 	"net/netip"
@@ -59,17 +60,26 @@ func (r *report) file(key, path string) {
 			f.Close() //nolint:errcheck // it was not written to
 		}
 	}
+	if text := unusable(path, info, err); text != "" {
+		r.add(key, "%s", text)
+	}
+}
+
+// unusable says why a file is none that a certificate could be read from, or "".
+func unusable(path string, info fs.FileInfo, err error) string {
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		r.add(key, "file %s does not exist: create it, or correct the path", path)
+		return fmt.Sprintf("file %s does not exist: create it, or correct the path", path)
 	case errors.Is(err, fs.ErrPermission):
-		r.add(key, "file %s may not be read by this user: change its mode or its owner", path)
+		return fmt.Sprintf("file %s may not be read by this user: change its mode or its owner", path)
 	case err != nil:
-		r.add(key, "file %s cannot be opened: %s", path, reason(err))
+		return fmt.Sprintf("file %s cannot be opened: %s", path, reason(err))
 	case info.IsDir():
-		r.add(key, "%s is a directory: name a file in it", path)
+		return path + " is a directory: name a file in it"
 	case !info.Mode().IsRegular():
-		r.add(key, "%s is not a regular file: name one", path)
+		return path + " is not a regular file: name one"
+	default:
+		return ""
 	}
 }
 

@@ -240,6 +240,7 @@ func (r *report) tcpListeners(lines map[string]string, allow map[string][]string
 			name, err := tunnel.ParseNodeName(node)
 			if err != nil {
 				r.add(tcpKey(listen), "%v: write \"node/host:port\", or \"host:port\" for any node", err)
+				r.mute(tcpKey(listen))
 			}
 			l.Node = name
 		}

@@ -12,7 +12,8 @@
 // The keys are those of SuperEdge's tunnel, and ours beside them; cloud.toml and
 // edge.toml in this directory hold every one of them, with its default. A key that
 // nobody knows, a value of the wrong type, a file that cannot be opened and two
-// listeners on one port are errors, and all of them are reported together. A
+// listeners on one port are errors, and all of them are reported together; [Check]
+// does no more than that, for whatever a file configures. A
 // [Cloud] or [Edge] can also be made by hand: its zero values mean the documented
 // defaults, and Validate checks it as it checks a loaded one.
 //

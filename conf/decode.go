@@ -372,11 +372,12 @@ func found(raw any) string {
 func hint(v reflect.Value, raw any) string {
 	_, isString := raw.(string)
 	_, isArray := raw.([]any)
+	_, isTable := raw.(map[string]any)
 	_, isTables := raw.([]map[string]any)
 	switch k := v.Kind(); {
 	case (k == reflect.Int || k == reflect.Bool) && isString:
 		return ": write it without quotes"
-	case k == reflect.String && !isArray && !isTables:
+	case k == reflect.String && !isArray && !isTable && !isTables:
 		return ": write it in double quotes"
 	case k == reflect.Slice && isString:
 		return ": write it in brackets, [\"…\"]"

@@ -1,0 +1,353 @@
+package conf
+
+import (
+	"fmt"
+	"io/fs"
+	"os"
+	"strings"
+	"syscall"
+	"testing"
+)
+
+// bad is a file, and every problem that a user would read, without the file's name.
+type bad struct {
+	name string
+	text string
+	want []string
+}
+
+func (b bad) run(t *testing.T, load func(path string) error) {
+	t.Run(b.name, func(t *testing.T) {
+		write(t, "f.toml", b.text)
+		err := load("f.toml")
+		if err == nil {
+			t.Fatal("it loads")
+		}
+		got := strings.ReplaceAll(err.Error(), "f.toml:", "")
+		if want := strings.Join(b.want, "\n"); got != want {
+			t.Errorf("%s\ngot\n%s\nwant\n%s", b.text, got, want)
+		}
+	})
+}
+
+// TestSyntax: what the parser or the types refuse, with the line.
+func TestSyntax(t *testing.T) {
+	inDir(t)
+	for _, b := range []bad{
+		{"no value", "[mode.cloud.stream.server]\ngrpcport =\nlogport = 1\n", []string{
+			`2: mode.cloud.stream.server.grpcport: not valid TOML: expected value but found '\n' instead`}},
+		{"no quotes", "[mode.cloud.stream.server]\ncert = a.crt\n", []string{
+			`2: mode.cloud.stream.server.cert: not valid TOML: expected value but found "a" instead`}},
+		{"a key twice", server + "grpcport = 1\n", []string{
+			`6: mode.cloud.stream.server.grpcport: not valid TOML: key 'mode.cloud.stream.server.grpcport' has already been defined`}},
+		{"no text", "\xff\xfea\x00", []string{`1: not valid TOML: files cannot contain NULL bytes; probably using UTF-16; TOML files must be UTF-8`}},
+		{"all types at once", `[mode.cloud.stream.server]
+grpcport = "9000"
+cert = 1
+key = ["key"]
+tokenfile = { a = 1 }
+allowshared = "true"
+logport = 1.5
+[mode.cloud.https]
+clientnames = "me"
+allowfrom = [1, 2]
+tls = 2026-11-20
+addr = []
+[[mode.cloud.tcp]]
+"127.0.0.1:1" = "127.0.0.1:1"
+`, []string{
+			`2: mode.cloud.stream.server.grpcport: expected a whole number, found a string: write it without quotes`,
+			`3: mode.cloud.stream.server.cert: expected a string, found a whole number: write it in double quotes`,
+			`4: mode.cloud.stream.server.key: expected a string, found an array of strings`,
+			`5: mode.cloud.stream.server.tokenfile: expected a string, found a table`,
+			`6: mode.cloud.stream.server.allowshared: expected true or false, found a string: write it without quotes`,
+			`7: mode.cloud.stream.server.logport: expected a whole number, found a number with a fraction`,
+			`9: mode.cloud.https.clientnames: expected an array of strings, found a string: write it in brackets, ["…"]`,
+			`10: mode.cloud.https.allowfrom: expected an array of strings, found an array that holds something else: write every element in double quotes`,
+			`11: mode.cloud.https.tls: expected a string, found a date: write it in double quotes`,
+			`12: mode.cloud.https.addr: expected a table, found an array of strings`,
+			`13: mode.cloud.tcp: expected a table, found an array of tables: write [name], not [[name]]`,
+		}},
+		{"types in free tables", server + `[mode.cloud.tcp]
+"127.0.0.1:1" = 1
+[mode.cloud.tcpallow]
+"127.0.0.1:1" = "10.0.0.0/8"
+`, []string{
+			`7: mode.cloud.tcp."127.0.0.1:1": expected a string, found a whole number: write it in double quotes`,
+			`9: mode.cloud.tcpallow."127.0.0.1:1": expected an array of strings, found a string: write it in brackets, ["…"]`,
+		}},
+	} {
+		b.run(t, func(path string) error { _, err := LoadCloud(path); return err })
+	}
+}
+
+// TestUnknown: a key that is not there names the one that was meant.
+func TestUnknown(t *testing.T) {
+	inDir(t)
+	for _, b := range []bad{
+		{"a slip", strings.Replace(server, "grpcport", "grpcprot", 1), []string{
+			`2: mode.cloud.stream.server.grpcprot: unknown key: did you mean grpcport?`}},
+		{"case", strings.Replace(server, "tokenfile", "TokenFile", 1), []string{
+			`5: mode.cloud.stream.server.TokenFile: unknown key: did you mean tokenfile?`}},
+		{"a wrong table", server + "[mode.cloud.stream]\nlogport = 1\n[mode.cloud]\nclientnames = []\n", []string{
+			`7: mode.cloud.stream.logport: unknown key here: logport belongs in [mode.cloud.stream.server]`,
+			`9: mode.cloud.clientnames: unknown key here: clientnames belongs in [mode.cloud.https]`}},
+		{"nothing like it", server + "[mode.cloud.https.kubelet]\npassword = 1\n", []string{
+			`7: mode.cloud.https.kubelet.password: unknown key: [mode.cloud.https.kubelet] has ca, cert, insecure, key`}},
+		{"a table", server + "[mode.cloud.streams.x.y]\nz = 1\n", []string{
+			`6: mode.cloud.streams: unknown table: did you mean stream?`}},
+		{"a table without its parent", server + "[https.addr]\n\"10250\" = \"x\"\n[cloud]\n[other]\n", []string{
+			`6: https: unknown table here: write [mode.cloud.https]`,
+			`8: cloud: unknown table here: write [mode.cloud]`,
+			`9: other: unknown table: a file has mode`}},
+		{"dotted, quoted, inline", server + `[mode]
+cloud."https".kubelet.'insecur' = true
+[mode.edge]
+stream = { client = { tokn = "canary" } }
+"no de" = """
+x"""
+`, []string{
+			`7: mode.cloud.https.kubelet.insecur: unknown key: did you mean insecure?`,
+			`9: mode.edge.stream.client.tokn: unknown key: did you mean token?`,
+			`11: mode.edge."no de": unknown key: did you mean node?`}},
+		{"both names", server + "grpc_port = 9000\n", []string{
+			`6: mode.cloud.stream.server.grpc_port: this is SuperEdge's newer name of grpcport, which is there as well: remove one of them`}},
+	} {
+		b.run(t, func(path string) error { _, err := LoadCloud(path); return err })
+	}
+}
+
+func TestBadCloud(t *testing.T) {
+	inDir(t)
+	if err := os.Mkdir("dir", 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if err := syscall.Mkfifo("fifo", 0o600); err != nil {
+		t.Fatal(err)
+	}
+	const later = ", which this version does not have: remove it"
+	for _, b := range []bad{
+		{"empty server", "[mode.cloud]\n", []string{
+			`1: mode.cloud.stream.server.grpcport: missing: write the port that edges dial, such as grpcport = 9000`,
+			`1: mode.cloud.stream.server.cert: missing: write the server's certificate, such as cert = "cloud.crt"`,
+			`1: mode.cloud.stream.server.key: missing: write the certificate's private key, such as key = "cloud.key"`,
+			`1: mode.cloud.stream.server.tokenfile: missing: without tokens nobody can join: write tokenfile = "tokens", a file with a line node:token for each edge`}},
+		{"server", `[mode.cloud.stream.server]
+grpcport = 65536
+cert = "dir"
+key = "fifo"
+tokenfile = "crt/tokens"
+logport = -1
+channelzaddr = "10.0.0.1:7001"
+`, []string{
+			`2: mode.cloud.stream.server.grpcport: 65536 is not a port: write a number from 1 to 65535`,
+			`3: mode.cloud.stream.server.cert: dir is a directory: name a file in it`,
+			`4: mode.cloud.stream.server.key: fifo is not a regular file: name one`,
+			`5: mode.cloud.stream.server.tokenfile: file crt/tokens cannot be opened: not a directory`,
+			`6: mode.cloud.stream.server.logport: -1 is not a port: write a number from 1 to 65535`,
+			`7: mode.cloud.stream.server.channelzaddr: "10.0.0.1:7001" is not an address on loopback: write one such as "127.0.0.1:7001", or remove it`}},
+
+		{"https addresses", server + `[mode.cloud.https]
+listen = "0.0.0.0:10250"
+tls = "Auto"
+clientnames = []
+allowfrom = []
+[mode.cloud.https.addr]
+"https" = "127.0.0.1:10250"
+"010250" = "127.0.0.1:10250"
+"10251" = "10250"
+"10252" = "127.0.0.1:"
+"10253" = "10.0.0.256:1"
+"10254" = "a host:1"
+`, []string{
+			`7: mode.cloud.https.listen: "0.0.0.0:10250" is not an IP address: write one without a port, such as "127.0.0.1"; the ports are in [mode.cloud.https.addr]`,
+			`8: mode.cloud.https.tls: "Auto" is none of "auto", "passthrough", "terminate": write one of them`,
+			`9: mode.cloud.https.clientnames: the list is empty or holds an empty name: name who may call, or remove it for the default, ["kube-apiserver-kubelet-client"]`,
+			`10: mode.cloud.https.allowfrom: the list is empty, and nobody could connect: write networks such as "10.0.0.0/8", or remove it`,
+			`12: mode.cloud.https.addr.https: the key is not a port from 1 to 65535: write "10250" = "127.0.0.1:10250"`,
+			`13: mode.cloud.https.addr.010250: the key is not a port from 1 to 65535: write "10250" = "127.0.0.1:10250"`,
+			`14: mode.cloud.https.addr.10251: "10250" is not host:port: write an address such as "127.0.0.1:10250"`,
+			`15: mode.cloud.https.addr.10252: "127.0.0.1:" is not host:port: write an address such as "127.0.0.1:10250"`,
+			`16: mode.cloud.https.addr.10253: "10.0.0.256:1" is not host:port: write an address such as "127.0.0.1:10250"`,
+			`17: mode.cloud.https.addr.10254: "a host:1" is not host:port: write an address such as "127.0.0.1:10250"`}},
+		{"networks", server + "[mode.cloud.https]\nallowfrom = [\"10.0.0.1/8\", \"factory\", \"10.0.0.0/33\"]\n", []string{
+			`7: mode.cloud.https.allowfrom: source "10.0.0.1/8": the address has bits outside its network; write 10.0.0.0/8 for the network or 10.0.0.1 for the address`,
+			`7: mode.cloud.https.allowfrom: source "factory": not an IP address or a CIDR network such as 10.0.0.0/8`,
+			`7: mode.cloud.https.allowfrom: source "10.0.0.0/33": not an IP address or a CIDR network such as 10.0.0.0/8`}},
+		{"terminate alone", server + "[mode.cloud.https]\ntls = \"terminate\"\naddr.10250 = \"127.0.0.1:10250\"\n", []string{
+			`6: mode.cloud.https.clientca: tls = "terminate" needs it, or anybody could call the kubelets: write the CA that signs the callers' certificates`,
+			`6: mode.cloud.https.cert: tls = "terminate" needs a certificate to terminate connections with: write cert and key`}},
+		{"auto without a certificate", server + "[mode.cloud.https]\nclientca = \"ca\"\n", []string{
+			`6: mode.cloud.https.cert: clientca needs a certificate to terminate connections with: write cert and key`}},
+		{"halves of pairs", server + "[mode.cloud.https]\ncert = \"crt\"\nkubelet.key = \"key\"\n", []string{
+			`6: mode.cloud.https.key: missing: cert is useless without its private key, write key or remove cert`,
+			`8: mode.cloud.https.kubelet.cert: missing: key is useless without its certificate, write cert or remove key`}},
+		{"kubelet not verified", server + "[mode.cloud.https.kubelet]\ncert = \"crt\"\nkey = \"key\"\n", []string{
+			`6: mode.cloud.https.kubelet.ca: missing: write the CA that signs the kubelets' certificates, or insecure = true if they sign their own`}},
+		{"kubelet verified and not", server + "[mode.cloud.https.kubelet]\ncert = \"crt\"\nkey = \"key\"\nca = \"ca\"\ninsecure = true\n", []string{
+			`10: mode.cloud.https.kubelet.insecure: the kubelet's certificate is either verified with ca or not at all: remove one of them`}},
+		{"kubelet without a certificate", server + "[mode.cloud.https.kubelet]\nca = \"nowhere\"\n", []string{
+			`6: mode.cloud.https.kubelet.cert: missing: write the client certificate that kubelets accept, and its key`,
+			`7: mode.cloud.https.kubelet.ca: file nowhere does not exist: create it, or correct the path`}},
+
+		{"tcp addresses", server + `[mode.cloud.tcp]
+"6443" = "127.0.0.1:6443"
+"127.0.0.1:0" = "127.0.0.1:6443"
+"127.0.0.1:1" = "Edge1/127.0.0.1:22"
+"127.0.0.1:2" = "edge1/22"
+"127.0.0.1:3" = "/127.0.0.1:22"
+"127.0.0.1:4" = "tcp://127.0.0.1:22"
+`, []string{
+			`7: mode.cloud.tcp.6443: the key is not an address to listen on: write "host:port" with a port from 1 to 65535, such as "127.0.0.1:6443"`,
+			`8: mode.cloud.tcp."127.0.0.1:0": the key is not an address to listen on: write "host:port" with a port from 1 to 65535, such as "127.0.0.1:6443"`,
+			`9: mode.cloud.tcp."127.0.0.1:1": node name "Edge1" is not an RFC 1123 subdomain: use lower-case letters, digits, '-' and '.': write "node/host:port", or "host:port" for any node`,
+			`10: mode.cloud.tcp."127.0.0.1:2": "22" is not host:port: write an address such as "127.0.0.1:10250"`,
+			`11: mode.cloud.tcp."127.0.0.1:3": node name is empty: write "node/host:port", or "host:port" for any node`,
+			`12: mode.cloud.tcp."127.0.0.1:4": node name "tcp:" is not an RFC 1123 subdomain: use lower-case letters, digits, '-' and '.': write "node/host:port", or "host:port" for any node`}},
+		{"tcp open to all", server + `[mode.cloud.tcp]
+"0.0.0.0:1" = "127.0.0.1:1"
+":2" = "127.0.0.1:1"
+"[::]:3" = "127.0.0.1:1"
+"cloud.example:4" = "127.0.0.1:1"
+"127.0.0.1:5" = "127.0.0.1:1"
+"[::1]:6" = "127.0.0.1:1"
+"localhost:7" = "127.0.0.1:1"
+"0.0.0.0:8" = "127.0.0.1:1"
+[mode.cloud.tcpallow]
+"0.0.0.0:8" = []
+`, []string{
+			`7: mode.cloud.tcp."0.0.0.0:1": it is not on loopback, and nobody is allowed to connect: add "0.0.0.0:1" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
+			`8: mode.cloud.tcp.":2": it is not on loopback, and nobody is allowed to connect: add ":2" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
+			`9: mode.cloud.tcp."[::]:3": it is not on loopback, and nobody is allowed to connect: add "[::]:3" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
+			`10: mode.cloud.tcp."cloud.example:4": it is not on loopback, and nobody is allowed to connect: add "cloud.example:4" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
+			`16: mode.cloud.tcpallow."0.0.0.0:8": the list is empty, and nobody could connect: write networks such as "10.0.0.0/8", or remove it`}},
+		{"tcpallow for nothing", server + "[mode.cloud.tcp]\n\"127.0.0.1:6443\" = \"127.0.0.1:1\"\n[mode.cloud.tcpallow]\n\"127.0.0.1:6444\" = [\"::1\"]\n\"[::]:80\" = [\"::1\"]\n", []string{
+			`9: mode.cloud.tcpallow."127.0.0.1:6444": [mode.cloud.tcp] has no such listener: did you mean "127.0.0.1:6443"?`,
+			`10: mode.cloud.tcpallow."[::]:80": [mode.cloud.tcp] has no such listener: add it there, or remove this line`}},
+
+		{"ports taken", server + `logport = 9000
+channelzaddr = "127.0.0.1:10250"
+[mode.cloud.https.addr]
+"10250" = "127.0.0.1:10250"
+"9000" = "127.0.0.1:9000"
+[mode.cloud.tcp]
+"127.0.0.1:10250" = "127.0.0.1:1"
+"127.0.0.1:1000" = "127.0.0.1:1"
+"[::1]:1000" = "127.0.0.1:1"
+"127.0.0.2:1000" = "127.0.0.1:1"
+"localhost:1000" = "127.0.0.1:1"
+`, []string{
+			`6: mode.cloud.stream.server.logport: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
+			`9: mode.cloud.https.addr.10250: port 10250 is taken by mode.cloud.stream.server.channelzaddr: choose another`,
+			`10: mode.cloud.https.addr.9000: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
+			`12: mode.cloud.tcp."127.0.0.1:10250": port 10250 is taken by mode.cloud.stream.server.channelzaddr: choose another`,
+			`16: mode.cloud.tcp."localhost:1000": port 1000 is taken by mode.cloud.tcp."127.0.0.1:1000": choose another`}},
+
+		{"modules of later", server + `[mode.cloud.stream.dns]
+configmap = "tunnel-nodes"
+service = ""
+upstream = ["10.96.0.10:53"]
+[mode.cloud.stream.peers]
+addresses = ["10.0.0.2:9000"]
+ca = "ca"
+[mode.cloud.egress]
+grpc = ["unix:///run/x.sock"]
+agentport = 8091
+strategies = ["default"]
+[mode.cloud.admin]
+socket = "admin.sock"
+`, []string{
+			`7: mode.cloud.stream.dns.configmap: needs the dns module` + later + `, or set debug = true`,
+			`9: mode.cloud.stream.dns.upstream: needs the dns module` + later + `, or set debug = true`,
+			`11: mode.cloud.stream.peers.addresses: needs the relay between replicas` + later + `, and run one replica`,
+			`14: mode.cloud.egress.grpc: needs the egress module` + later,
+			`15: mode.cloud.egress.agentport: needs the egress module` + later,
+			`18: mode.cloud.admin.socket: needs the admin module` + later}},
+	} {
+		b.run(t, func(path string) error { _, err := LoadCloud(path); return err })
+	}
+}
+
+func TestBadEdge(t *testing.T) {
+	inDir(t)
+	const later = ", which this version does not have: remove it"
+	for _, b := range []bad{
+		{"nothing said", "[mode.edge]\n", []string{
+			`1: mode.edge.stream.client.servername: missing: write the address of the cloud to dial, such as servername = "tunnel.example.com:9000"`,
+			`1: mode.edge.stream.client.dns: missing: write the name that the cloud's certificate is made out to, such as dns = "tunnel.cloud.io"`,
+			`1: mode.edge.stream.client.cert: missing: write the CA that signed the cloud's certificate, such as cert = "ca.crt"`,
+			`1: mode.edge.stream.client.tokenfile: missing: write tokenfile, a file that holds this node's token alone, or token`}},
+		{"client", `[mode.edge.stream.client]
+servername = "tunnel.example.com"
+dns = "tunnel.cloud.io:9000"
+cert = "nowhere.crt"
+token = "canary"
+tokenfile = "token"
+sessions = "two"
+logport = 7011
+channelzaddr = "0.0.0.0:7011"
+`, []string{
+			`2: mode.edge.stream.client.servername: "tunnel.example.com" is not host:port: write an address such as "127.0.0.1:10250"`,
+			`3: mode.edge.stream.client.dns: "tunnel.cloud.io:9000" is neither a name nor an address: write the one that the cloud's certificate is made out to, without a port`,
+			`4: mode.edge.stream.client.cert: file nowhere.crt does not exist: create it, or correct the path`,
+			`6: mode.edge.stream.client.tokenfile: there is a token as well: remove one of them`,
+			`7: mode.edge.stream.client.sessions: "two" is neither "one" nor "all": write one of them`,
+			`9: mode.edge.stream.client.channelzaddr: port 7011 is taken by mode.edge.stream.client.logport: choose another`}},
+		{"allow", client + "[mode.edge]\nallow = [\"10.0.0.0/8\", \"kubelet:10250\", \"self:10250\", \"10.0.0.0/8:99999\"]\n", []string{
+			`7: mode.edge.allow: allow entry "10.0.0.0/8": no port; write 10.0.0.0/8:PORT, or 10.0.0.0/8:* for any`,
+			`7: mode.edge.allow: allow entry "kubelet:10250": not an IP address or a CIDR network such as 10.0.0.0/8`,
+			`7: mode.edge.allow: allow entry "10.0.0.0/8:99999": port "99999" is not a number from 1 to 65535 (or * for any)`}},
+		{"half a pair", client + "[mode.edge.https]\nkey = \"key\"\n", []string{
+			`6: mode.edge.https.cert: missing: key is useless without its certificate, write cert or remove key`}},
+		{"modules of later", client + `sessions = "all"
+[mode.edge.egress]
+identifiers = "host=edge1"
+[mode.edge.konnectivity]
+servers = ["tls://10.0.0.1:8091"]
+ca = "ca"
+[mode.edge.admin]
+socket = "edge.sock"
+`, []string{
+			`6: mode.edge.stream.client.sessions: needs the relay between replicas` + later + `, or set sessions = "one"`,
+			`8: mode.edge.egress.identifiers: needs the egress module` + later,
+			`10: mode.edge.konnectivity.servers: needs the konnectivity agent` + later,
+			`11: mode.edge.konnectivity.ca: needs the konnectivity agent` + later,
+			`13: mode.edge.admin.socket: needs the admin module` + later}},
+	} {
+		b.run(t, func(path string) error { _, err := LoadEdge(path, testEnv()); return err })
+	}
+}
+
+// TestTokenStaysSecret: whatever is wrong around a token, no message shows it.
+func TestTokenStaysSecret(t *testing.T) {
+	inDir(t)
+	for _, line := range []string{
+		`token = canary`,
+		`token = "canary`,
+		`token = 'canary`,
+		`token = "canary\q"`,
+		`token = canary"`,
+		`token = "x" canary`,
+		`token = ["canary"]`,
+		`token = { canary = 1, x = "canary" }`,
+		"token = \"canary\nx\"",
+		`token = 12canary`,
+		`token canary`,
+		`tokn = "canary"`,
+		`token = "canary"` + "\ntokenfile = \"token\"",
+	} {
+		write(t, "f.toml", "[mode.edge.stream.client]\n"+line+"\n")
+		_, err := LoadEdge("f.toml", testEnv())
+		if s := fmt.Sprintf("%v %+v %#v", err, err, err); err == nil || strings.Contains(s, "canary") {
+			t.Errorf("%s\n%s", line, s)
+		}
+	}
+}
+
+// TestUnreadable: root reads everything, so the error is made up.
+func TestUnreadable(t *testing.T) {
+	got := unusable("key", nil, &fs.PathError{Op: "open", Path: "key", Err: syscall.EACCES})
+	if want := "file key may not be read by this user: change its mode or its owner"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
