@@ -1,0 +1,603 @@
+package https
+
+import (
+	"bufio"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"strings"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
+)
+
+func TestNewComplains(t *testing.T) {
+	ca := newCA(t, "ca")
+	cert := ca.issue("front", "front.example")
+	for name, test := range map[string]struct {
+		change func(*Config)
+		want   string
+	}{
+		"no clientca":     {func(c *Config) { c.Mode, c.ClientCA = Terminate, nil }, "needs clientca in [mode.cloud.https]"},
+		"no certificate":  {func(c *Config) { c.Mode, c.Certificate = Terminate, nil }, "needs cert and key in [mode.cloud.https]"},
+		"useless CA":      {func(c *Config) { c.Certificate = nil }, "of no use without cert and key"},
+		"no kubelet CA":   {func(c *Config) { c.Kubelet.CA = nil }, "insecure = true"},
+		"listen":          {func(c *Config) { c.Listen = "localhost" }, `"localhost"`},
+		"port":            {func(c *Config) { c.Ports["https"] = "127.0.0.1:1" }, `"https"`},
+		"target":          {func(c *Config) { c.Ports["1"] = "127.0.0.1" }, `"127.0.0.1"`},
+		"mode":            {func(c *Config) { c.Mode = 7 }, "tls mode 7"},
+		"nothing at all":  {func(c *Config) {}, ""},
+		"passthrough":     {func(c *Config) { *c = Config{Mode: Passthrough} }, ""},
+		"SuperEdge's own": {func(c *Config) { *c = Config{Certificate: cert, Ports: c.Ports} }, ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			cfg := Config{Certificate: cert, ClientCA: ca.pool, Ports: map[string]string{"10250": "127.0.0.1:10250"}, Kubelet: Kubelet{Certificate: cert, CA: ca.pool}}
+			test.change(&cfg)
+			_, err := New(cfg, &fakeTunnel{}, &fakeTunnel{}, slog.New(slog.DiscardHandler))
+			if (err == nil) != (test.want == "") || err != nil && !strings.Contains(err.Error(), test.want) {
+				t.Errorf("error %v, want one that says %q", err, test.want)
+			}
+		})
+	}
+}
+
+func TestPortTaken(t *testing.T) {
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	must(t, err)
+	defer taken.Close()
+	free, err := net.Listen("tcp", "127.0.0.1:0")
+	must(t, err)
+	free.Close()
+	_, freePort, _ := net.SplitHostPort(free.Addr().String())
+	_, takenPort, _ := net.SplitHostPort(taken.Addr().String())
+	r := newRig(t, nil, func(_ *rig, c *Config) {
+		c.Ports = map[string]string{freePort: "127.0.0.1:1", takenPort: "127.0.0.1:2"}
+	})
+	err = r.door.Run(context.Background())
+	if err == nil || !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), "port "+takenPort+" of [mode.cloud.https.addr]") || !strings.Contains(err.Error(), "choose another port") {
+		t.Errorf("error %v", err)
+	}
+	if r.door.Ready() == nil || r.door.Addrs() != nil {
+		t.Error("the door says that it is open")
+	}
+	again, err := net.Listen("tcp", free.Addr().String())
+	if err != nil {
+		t.Fatalf("the other port was left open: %v", err)
+	}
+	again.Close()
+}
+
+// alertIn tells which TLS alert ended a handshake.
+func alertIn(err error) tls.AlertError {
+	var op *net.OpError
+	if errors.As(err, &op) {
+		// crypto/tls's own type for a received alert prints like AlertError.
+		for a := range 256 {
+			if op.Err.Error() == tls.AlertError(a).Error() {
+				return tls.AlertError(a)
+			}
+		}
+	}
+	return 0
+}
+
+func TestDecisions(t *testing.T) {
+	noClientCA := func(_ *rig, c *Config) { c.ClientCA = nil }
+	passthrough := func(_ *rig, c *Config) { c.Mode = Passthrough }
+	terminate := func(_ *rig, c *Config) { c.Mode = Terminate }
+	for name, test := range map[string]struct {
+		configure  func(*rig, *Config)
+		serverName string
+		alert      tls.AlertError // 0: the handshake succeeds
+		by         string         // whose certificate was seen
+		log        string
+	}{
+		"auto, held":                   {nil, "edge1", 0, "system:node:edge1", ""},
+		"auto, held, upper case":       {nil, "EDGE1", 0, "system:node:edge1", ""},
+		"auto, not held":               {nil, "edge9", 0, "front", ""},
+		"auto, another name":           {nil, "front.example", 0, "front", ""},
+		"auto, no SNI":                 {nil, "127.0.0.1", 0, "front", ""},
+		"auto, no clientca, held":      {noClientCA, "edge1", 0, "system:node:edge1", ""},
+		"auto, no clientca, not held":  {noClientCA, "edge9", alertUnrecognizedName, "", "not a connected node"},
+		"auto, no clientca, no SNI":    {noClientCA, "127.0.0.1", alertMissingExtension, "", "set clientca"},
+		"passthrough, held":            {passthrough, "edge1", 0, "system:node:edge1", ""},
+		"passthrough, not held":        {passthrough, "edge9", alertUnrecognizedName, "", "not a connected node"},
+		"passthrough, no SNI":          {passthrough, "127.0.0.1", alertMissingExtension, "", "terminates nothing"},
+		"passthrough, not a node name": {passthrough, "a_b", alertUnrecognizedName, "", "not a connected node"},
+		"terminate, held":              {terminate, "edge1", 0, "front", ""},
+		"terminate, no SNI":            {terminate, "127.0.0.1", 0, "front", ""},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, nil, test.configure).start()
+			cfg := r.caller(test.serverName)
+			cfg.InsecureSkipVerify = true
+			c := tls.Client(r.tcp(), cfg)
+			err := c.Handshake()
+			if test.alert != 0 {
+				if alertIn(err) != test.alert {
+					t.Errorf("the handshake ended with %v, want %v", err, test.alert)
+				}
+				eventually(t, "the log says why", func() bool { return strings.Contains(r.logs.String(), test.log) })
+				return
+			}
+			must(t, err)
+			if cn := c.ConnectionState().PeerCertificates[0].Subject.CommonName; cn != test.by {
+				t.Errorf("met %q, want %q", cn, test.by)
+			}
+		})
+	}
+}
+
+// What the dialler refuses is an alert to who is passed through, and an HTTP answer
+// to who is terminated.
+func TestRefusals(t *testing.T) {
+	for _, test := range []struct {
+		err    error
+		status int
+		alert  tls.AlertError
+	}{
+		{tunnel.Refusef(tunnel.Denied, "not in allow"), 502, alertAccessDenied},
+		{tunnel.Refusef(tunnel.Refused, "connection refused"), 502, alertInternalError},
+		{tunnel.Refusef(tunnel.Unreachable, "no route"), 502, alertInternalError},
+		{tunnel.Refusef(tunnel.Timeout, "slow"), 504, alertInternalError},
+		{tunnel.Refusef(tunnel.NoSuchNode, "just left"), 502, alertUnrecognizedName},
+		{tunnel.Refusef(tunnel.Overloaded, "too many"), 503, alertInternalError},
+		{tunnel.Refusef(tunnel.Draining, "going"), 503, alertInternalError},
+		{tunnel.Refusef(tunnel.Gone, "gone"), 502, alertInternalError},
+		{errors.New("something else"), 502, alertInternalError},
+	} {
+		t.Run(tunnel.CodeOf(test.err).String(), func(t *testing.T) {
+			fail := func(r *rig, _ *Config) { r.tunnel.fail = test.err }
+			check := func(r *rig, c *http.Client) {
+				t.Helper()
+				res, body := get(t, c, "https://edge1/")
+				wantStatus(t, res, body, test.status, "edge1", test.err.Error())
+				if h := res.Header.Get(RefusalHeader); h != tunnel.CodeOf(test.err).String() {
+					t.Errorf("%s: %q", RefusalHeader, h)
+				}
+			}
+			r := newRig(t, nil, fail).start()
+			check(r, r.client(r.caller("127.0.0.1"), false))
+			check(r, r.client(r.caller("127.0.0.1"), true))
+
+			// A caller that named the node by SNI is told in HTTP, if it takes our certificate.
+			before := len(r.tunnel.requests())
+			check(r, r.client(r.caller("edge1"), false))
+			if n := len(r.tunnel.requests()) - before; n != 1 {
+				t.Errorf("the node was dialled %d times", n)
+			}
+
+			r = newRig(t, nil, func(r *rig, c *Config) { c.Mode = Passthrough; fail(r, c) }).start()
+			if err := tls.Client(r.tcp(), r.caller("edge1")).Handshake(); alertIn(err) != test.alert {
+				t.Errorf("the handshake ended with %v, want %v", err, test.alert)
+			}
+		})
+	}
+}
+
+func TestCallers(t *testing.T) {
+	r := newRig(t, nil, func(_ *rig, c *Config) { c.ClientNames = []string{"alice", "bob"} }).start()
+	stranger := newCA(t, "stranger")
+	as := func(cert *tls.Certificate) *http.Client {
+		cfg := r.caller("127.0.0.1")
+		cfg.Certificates = nil
+		if cert != nil {
+			cfg.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return cert, nil }
+		}
+		return r.client(cfg, false)
+	}
+	for _, name := range []string{"alice", "bob"} {
+		res, body := get(t, as(r.clientCA.issue(name)), "https://edge1/")
+		wantStatus(t, res, body, 200, "pong")
+	}
+	for _, q := range r.tunnel.requests() {
+		if q.Caller != "alice" && q.Caller != "bob" {
+			t.Errorf("Caller %q", q.Caller)
+		}
+	}
+	if n := len(r.tunnel.requests()); n != 2 {
+		t.Errorf("two callers shared %d conns", n)
+	}
+	for _, name := range []string{"", "Alice", "alice ", "kube-apiserver-kubelet-client", "system:node:edge1"} {
+		res, body := get(t, as(r.clientCA.issue(name)), "https://edge1/")
+		wantStatus(t, res, body, 403, "clientnames")
+	}
+	for name, cert := range map[string]*tls.Certificate{
+		"none":       nil,
+		"another CA": stranger.issue("alice"),
+		"server's":   r.clientCA.issueFor("alice", []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}),
+	} {
+		if res, err := as(cert).Get("https://edge1/"); err == nil {
+			res.Body.Close()
+			t.Errorf("%s: status %d", name, res.StatusCode)
+		}
+	}
+	eventually(t, "the log says why", func() bool {
+		return strings.Contains(r.logs.String(), "didn't provide a certificate") && strings.Contains(r.logs.String(), "not in clientnames")
+	})
+	if n := len(r.tunnel.requests()); n != 2 {
+		t.Errorf("%d conns were dialled", n)
+	}
+}
+
+func TestHosts(t *testing.T) {
+	r := newRig(t, nil, func(_ *rig, c *Config) { c.Mode = Terminate }).start()
+	r.tunnel.nodes["edge2"] = true
+	none, sni1 := r.client(r.caller("127.0.0.1"), false), r.client(r.caller("edge1"), true)
+	for _, test := range []struct {
+		c      *http.Client
+		host   string
+		status int
+		word   string
+	}{
+		{none, "edge1", 200, "pong"},
+		{none, "edge1:10250", 200, "pong"},
+		{none, "EDGE1.:10250", 200, "pong"},
+		{none, "edge9", 502, "node edge9 is not connected"},
+		{none, "127.0.0.1:10250", 502, "node 127.0.0.1 is not connected"},
+		{none, "[::1]:10250", 400, "must name a node"},
+		{none, "a_b", 400, "must name a node"},
+		{none, strings.Repeat("a.", 150) + "a", 400, "must name a node"},
+		{sni1, "edge1", 200, "pong"},
+		{sni1, "edge2", 421, "edge1"},
+	} {
+		t.Run(fmt.Sprintf("%.20s", test.host), func(t *testing.T) {
+			req, err := http.NewRequest("GET", "https://edge1/", nil)
+			must(t, err)
+			req.Host = test.host
+			res, err := test.c.Do(req)
+			must(t, err)
+			b, err := io.ReadAll(res.Body)
+			must(t, err)
+			res.Body.Close()
+			wantStatus(t, res, string(b), test.status, test.word)
+		})
+	}
+}
+
+// Raw requests that no client library sends.
+func TestRawRequests(t *testing.T) {
+	r := newRig(t, nil, nil).start()
+	for name, test := range map[string]struct {
+		request string
+		status  int
+	}{
+		"no host":        {"GET / HTTP/1.1\r\n\r\n", 400},
+		"empty host":     {"GET / HTTP/1.1\r\nHost:\r\n\r\n", 400},
+		"two hosts":      {"GET / HTTP/1.1\r\nHost: edge1\r\nHost: edge2\r\n\r\n", 400},
+		"absolute form":  {"GET https://edge9/ HTTP/1.1\r\nHost: edge1\r\n\r\n", 502},
+		"CONNECT":        {"CONNECT edge1:22 HTTP/1.1\r\nHost: edge1:22\r\n\r\n", 405},
+		"two lengths":    {"POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", 400},
+		"TE twice":       {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501},
+		"TE obfuscated":  {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 501},
+		"TE with space":  {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n", 400},
+		"bad chunk":      {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400},
+		"header too big": {"GET / HTTP/1.1\r\nHost: edge1\r\nX: " + strings.Repeat("x", maxHeader+8<<10) + "\r\n\r\n", 431},
+		"upgrade, body":  {strings.Replace(upgradeRequest("websocket", "x"), "Content-Length: 0", "Content-Length: 1", 1), 400},
+		"expectation":    {"GET / HTTP/1.1\r\nHost: edge1\r\nExpect: miracles\r\n\r\n", 417},
+		"HTTP/1.0":       {"GET / HTTP/1.0\r\nHost: edge1\r\n\r\n", 200},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c := r.raw(r.caller("127.0.0.1"))
+			_, err := io.WriteString(c, test.request)
+			must(t, err)
+			res := readResponse(t, bufio.NewReader(c), strings.Fields(test.request)[0])
+			b, _ := io.ReadAll(res.Body) //nolint:errcheck // net/http does not always end it well
+			wantStatus(t, res, string(b), test.status)
+		})
+	}
+}
+
+func TestAnswerHeaderTooBig(t *testing.T) {
+	h := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header().Set("X", strings.Repeat("x", 2*maxHeader))
+	})
+	r := newRig(t, h, nil).start()
+	res, body := get(t, r.client(r.caller("127.0.0.1"), false), "https://edge1/")
+	wantStatus(t, res, body, 502, "exceeded")
+}
+
+func TestKubeletCertificate(t *testing.T) {
+	for name, test := range map[string]struct {
+		node      tunnel.NodeName
+		configure func(*rig, *Config)
+		status    int
+		word      string
+	}{
+		"verified":   {"edge1", nil, 200, "pong"},
+		"other name": {"edge2", nil, 502, "not edge2"},
+		"other CA":   {"edge1", func(r *rig, c *Config) { c.Kubelet.CA = r.frontCA.pool }, 502, "[mode.cloud.https.kubelet]"},
+		"insecure":   {"edge2", func(_ *rig, c *Config) { c.Kubelet.CA, c.Kubelet.Insecure = nil, true }, 200, "pong"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, nil, test.configure).start()
+			r.tunnel.nodes["edge2"] = true
+			res, body := get(t, r.client(r.caller("127.0.0.1"), false), "https://"+string(test.node)+"/")
+			wantStatus(t, res, body, test.status, test.word)
+		})
+	}
+}
+
+func TestAllowFrom(t *testing.T) {
+	r := newRig(t, nil, func(_ *rig, c *Config) {
+		c.AllowFrom = auth.Sources{netip.MustParsePrefix("10.0.0.0/8")}
+	}).start()
+	r.wantReset()
+	eventually(t, "the log says why", func() bool { return strings.Contains(r.logs.String(), "allowfrom") })
+}
+
+func TestPlainHTTP(t *testing.T) {
+	r := newRig(t, nil, nil).start()
+	c := r.tcp()
+	_, err := io.WriteString(c, "GET / HTTP/1.1\r\nHost: edge1\r\n\r\n")
+	must(t, err)
+	res := readResponse(t, bufio.NewReader(c), "GET")
+	b, err := io.ReadAll(res.Body)
+	must(t, err)
+	wantStatus(t, res, string(b), 400, "HTTP request to an HTTPS server")
+}
+
+// Strangers that say nothing do not keep callers from other addresses out, and their
+// places are free again when they have gone.
+func TestStrangers(t *testing.T) {
+	r := newRig(t, nil, nil).start()
+	var silent []net.Conn
+	for range maxStrangersPerSource {
+		silent = append(silent, r.tcp())
+	}
+	count := func() int {
+		r.door.strangers.mu.Lock()
+		defer r.door.strangers.mu.Unlock()
+		return r.door.strangers.all
+	}
+	eventually(t, "all are counted", func() bool { return count() == maxStrangersPerSource })
+	r.wantReset()
+	from2 := &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}}
+	other, err := from2.Dial("tcp", r.addr)
+	must(t, err)
+	defer other.Close()
+	must(t, tls.Client(other, r.caller("127.0.0.1")).Handshake())
+	for _, c := range silent {
+		c.Close()
+	}
+	eventually(t, "all are forgotten", func() bool { return count() == 0 })
+	must(t, tls.Client(r.tcp(), r.caller("127.0.0.1")).Handshake())
+}
+
+func TestStrangersCount(t *testing.T) {
+	var s strangers
+	var releases []func()
+	for i := range maxStrangers {
+		release, ok := s.admit(netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}))
+		if !ok {
+			t.Fatalf("number %d is one too many", i)
+		}
+		releases = append(releases, release)
+	}
+	if _, ok := s.admit(netip.MustParseAddr("10.1.0.1")); ok {
+		t.Error("there is no bound on all")
+	}
+	for _, release := range releases {
+		release()
+		release()
+	}
+	if s.all != 0 || len(s.source) != 0 {
+		t.Errorf("%d and %d sources are left", s.all, len(s.source))
+	}
+	if a, b := groupOf(netip.MustParseAddr("2001:db8::1")), groupOf(netip.MustParseAddr("2001:db8::ffff:1")); a != b {
+		t.Errorf("%v and %v are two sources", a, b)
+	}
+}
+
+func TestWarnings(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var logs syncBuffer
+		f := &FrontDoor{log: slog.New(slog.NewTextHandler(&logs, nil))}
+		for range 100 {
+			f.warn(denySNI, "no name")
+		}
+		f.warn(denySource, "no source")
+		if n := strings.Count(logs.String(), "\n"); n != 2 {
+			t.Errorf("%d lines:\n%s", n, &logs)
+		}
+		time.Sleep(warnEvery) // of the test's own clock
+		f.warn(denySNI, "no name")
+		if !strings.Contains(logs.String(), "and 99 more") {
+			t.Errorf("log:\n%s", &logs)
+		}
+	})
+}
+
+// Running out of descriptors is waited out; a broken listener is an error.
+func TestAcceptErrors(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := &FrontDoor{log: slog.New(slog.DiscardHandler)}
+		here, there := net.Pipe()
+		defer there.Close()
+		l := &scriptedListener{script: []any{syscall.EMFILE, syscall.ENFILE, syscall.ECONNABORTED, here, errors.New("broken")}}
+		served := 0
+		start := time.Now()
+		err := f.accept(context.Background(), l, func(c net.Conn) {
+			served++
+			c.Close()
+		})
+		if err == nil || !strings.Contains(err.Error(), "broken") || served != 1 {
+			t.Errorf("served %d, error %v", served, err)
+		}
+		if d := time.Since(start); d != 7*minBackoff {
+			t.Errorf("waited %v", d)
+		}
+	})
+}
+
+type scriptedListener struct {
+	net.Listener
+	script []any
+}
+
+func (l *scriptedListener) Addr() net.Addr { return &net.TCPAddr{} }
+
+func (l *scriptedListener) Accept() (net.Conn, error) {
+	next := l.script[0]
+	l.script = l.script[1:]
+	if c, ok := next.(net.Conn); ok {
+		return c, nil
+	}
+	return nil, &net.OpError{Op: "accept", Err: next.(error)}
+}
+
+// A panic ends its own connection, is counted, and is logged.
+func TestPanics(t *testing.T) {
+	r := newRig(t, nil, nil).start()
+	r.tunnel.set(func(f *fakeTunnel) {
+		f.hook = func(context.Context, tunnel.Request) error { panic("on purpose") }
+	})
+	if err := tls.Client(r.tcp(), r.caller("edge1")).Handshake(); err == nil {
+		t.Error("the connection survived")
+	}
+	if n := r.door.Panics(); n != 1 {
+		t.Errorf("%d panics are counted", n)
+	}
+	r.tunnel.set(func(f *fakeTunnel) { f.hook = nil })
+	must(t, tls.Client(r.tcp(), direct(r)).Handshake())
+
+	// In a request.
+	door := r.door
+	p := &proxy{f: door, names: door.cfg.clientNames()}
+	func() {
+		defer func() {
+			if v := recover(); v != http.ErrAbortHandler {
+				t.Errorf("net/http sees %v", v)
+			}
+		}()
+		req, err := http.NewRequest("GET", "/", nil)
+		must(t, err)
+		p.ServeHTTP(nil, req) // no conn in the context
+	}()
+	if n := door.Panics(); n != 2 || !strings.Contains(r.logs.String(), "on purpose") {
+		t.Errorf("%d panics are counted", n)
+	}
+}
+
+// A drain lets what is in flight end, whichever way it came in.
+func TestDrain(t *testing.T) {
+	release := make(chan struct{})
+	started := make(chan struct{}, 1)
+	h := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		io.WriteString(w, "first ")
+		http.NewResponseController(w).Flush()
+		started <- struct{}{}
+		<-release
+		io.WriteString(w, "last")
+	})
+	for _, w := range ways {
+		t.Run(w.name, func(t *testing.T) {
+			release = make(chan struct{})
+			r := newRig(t, h, w.configure)
+			r.door.grace = patience
+			r.start()
+			c := r.client(w.caller(r), w.h2)
+			res, err := c.Get("https://edge1/")
+			must(t, err)
+			defer res.Body.Close()
+			within(t, "the request", patience, started)
+			r.stop()
+			eventually(t, "the door is closed", func() bool {
+				n, err := net.Dial("tcp", r.addr)
+				if err == nil {
+					n.Close()
+				}
+				return err != nil
+			})
+			close(release)
+			b, err := io.ReadAll(res.Body)
+			if err != nil || string(b) != "first last" {
+				t.Errorf("got %q, %v", b, err)
+			}
+			eventually(t, "the end of Run", func() bool {
+				c.CloseIdleConnections() // those passed through are the caller's to close
+				select {
+				case err := <-r.done:
+					close(r.done)
+					if err != nil {
+						t.Errorf("Run: %v", err)
+					}
+					return true
+				default:
+					return false
+				}
+			})
+		})
+	}
+}
+
+// What does not end within the grace period is reset.
+func TestDrainGivesUp(t *testing.T) {
+	started := make(chan struct{}, 8)
+	h := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Upgrade") != "" {
+			hijacked(t, fmt.Sprintf(switching, "SPDY/3.1"), func(c net.Conn, br *bufio.Reader) {
+				started <- struct{}{}
+				io.Copy(io.Discard, br)
+			}).ServeHTTP(w, r)
+			return
+		}
+		io.WriteString(w, "first")
+		http.NewResponseController(w).Flush()
+		started <- struct{}{}
+		<-r.Context().Done()
+	})
+	r := newRig(t, h, nil)
+	r.door.grace = 50 * time.Millisecond
+	r.start()
+	res, err := r.client(r.caller("127.0.0.1"), false).Get("https://edge1/")
+	must(t, err)
+	defer res.Body.Close()
+	passed, err := r.client(direct(r), true).Get("https://edge1/")
+	must(t, err)
+	defer passed.Body.Close()
+	up := r.raw(r.caller("127.0.0.1"))
+	_, err = io.WriteString(up, upgradeRequest("SPDY/3.1", ""))
+	must(t, err)
+	br := bufio.NewReader(up)
+	readResponse(t, br, "POST")
+	silent := r.tcp() // has not said anything
+	for range 3 {
+		within(t, "the request", patience, started)
+	}
+	r.stop()
+	within(t, "the end of Run", 5*time.Second, r.done)
+	close(r.done)
+	for name, body := range map[string]io.Reader{"terminated": res.Body, "passed through": passed.Body, "upgraded": br, "silent": silent} {
+		if _, err := io.Copy(io.Discard, body); err == nil {
+			t.Errorf("%s: the end was a clean one", name)
+		}
+	}
+}
+
+// A dial that does not end is a timeout, not a hang.
+func TestSlowDial(t *testing.T) {
+	if testing.Short() {
+		return // it takes dialTimeout
+	}
+	r := newRig(t, nil, nil).start()
+	r.tunnel.set(func(f *fakeTunnel) {
+		f.hook = func(ctx context.Context, _ tunnel.Request) error {
+			<-ctx.Done()
+			return ctx.Err()
+		}
+	})
+	res, body := get(t, r.client(r.caller("127.0.0.1"), false), "https://edge1/")
+	wantStatus(t, res, body, 504, "timeout")
+}

@@ -1,0 +1,151 @@
+package https
+
+import (
+	"cmp"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+
+	"tunnel/pkg/tunnel"
+)
+
+// Edge is the edge's module "https": it dials what the front door asks for.
+type Edge struct {
+	// Set once.
+	dial tunnel.DialFunc
+	tls  *tls.Config // nil without a client certificate
+	own  func() ([]net.Addr, error)
+}
+
+var _ tunnel.Module = (*Edge)(nil)
+
+// NewEdge returns the edge's module. dial opens TCP conns and decides what may be
+// dialled.
+//
+// cert is a kubelet client certificate, or nil. With one, the cloud may ask for the
+// network "tls": SuperEdge's way, where the edge speaks TLS to the kubelet and the
+// cloud needs no key. It puts a key that opens kubelets on a machine that stands on a
+// factory floor: prefer [mode.cloud.https.kubelet] on the cloud.
+//
+// ca verifies the target's certificate for the node's name. Without it, only targets
+// on this machine's own addresses are spoken to, whatever their certificate: a
+// kubelet's default one is self-signed. That is sound because such bytes never leave
+// the machine: what a stranger on the network could do without a CA, answer in the
+// target's place, only a process on the node itself can do, by listening on the
+// target's port while the kubelet does not. The private key does not leave us in
+// either case.
+func NewEdge(dial tunnel.DialFunc, cert *tls.Certificate, ca *x509.CertPool) *Edge {
+	e := &Edge{dial: dial, own: net.InterfaceAddrs}
+	if cert != nil {
+		e.tls = &tls.Config{
+			MinVersion:         tls.VersionTLS12,
+			Certificates:       []tls.Certificate{*cert},
+			RootCAs:            ca,
+			InsecureSkipVerify: ca == nil, // see above; mayTrust decides
+			NextProtos:         []string{"http/1.1"},
+		}
+	}
+	return e
+}
+
+// Name implements tunnel.Module.
+func (e *Edge) Name() string { return Name }
+
+// Routes implements tunnel.Module.
+func (e *Edge) Routes() map[string]tunnel.Handler {
+	return map[string]tunnel.Handler{
+		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
+			return from.Serve(m, e.Dial)
+		},
+	}
+}
+
+// Run implements tunnel.Module. The conns belong to their sessions.
+func (e *Edge) Run(ctx context.Context) error {
+	<-ctx.Done()
+	return nil
+}
+
+// Dial is a tunnel.DialFunc for the networks "tcp" and "tls".
+func (e *Edge) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	switch r.Network {
+	case "", "tcp":
+		return e.dial(ctx, r)
+	case "tls":
+		return e.dialTLS(ctx, r)
+	default:
+		return nil, tunnel.Refusef(tunnel.Denied, "https targets are dialled by tcp or tls, not by %q", r.Network)
+	}
+}
+
+func (e *Edge) dialTLS(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	if e.tls == nil {
+		return nil, tunnel.Refusef(tunnel.Denied, "this edge has no client certificate for %s: set cert and key in [mode.edge.https], or [mode.cloud.https.kubelet] on the cloud", r.Addr)
+	}
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	r.Network = "tcp"
+	raw, err := e.dial(ctx, r)
+	if err != nil {
+		return nil, err
+	}
+	if err := e.mayTrust(raw.RemoteAddr()); err != nil {
+		tunnel.Reset(raw)
+		return nil, err
+	}
+	cfg := e.tls.Clone()
+	host, _, _ := net.SplitHostPort(r.Addr) //nolint:errcheck // it was dialled
+	cfg.ServerName = cmp.Or(string(r.Node), host)
+	tc := tls.Client(raw, cfg)
+	if err := tc.HandshakeContext(ctx); err != nil {
+		tunnel.Reset(raw)
+		return nil, handshakeRefusal(ctx, r, err)
+	}
+	return &tlsConn{Conn: tc, raw: raw}, nil
+}
+
+// mayTrust returns nil if a target at a may show any certificate, or if its
+// certificate will be verified.
+func (e *Edge) mayTrust(a net.Addr) error {
+	if e.tls.RootCAs != nil {
+		return nil
+	}
+	at, err := netip.ParseAddrPort(a.String())
+	if err != nil {
+		return tunnel.Refusef(tunnel.Denied, "cannot tell where %s is, and there is no CA to verify it with", a)
+	}
+	ip := at.Addr().Unmap().WithZone("")
+	if ip.IsLoopback() {
+		return nil
+	}
+	own, err := e.own()
+	if err != nil {
+		return tunnel.Refusef(tunnel.Internal, "listing this machine's addresses: %v", err)
+	}
+	for _, o := range own {
+		if p, err := netip.ParsePrefix(o.String()); err == nil && p.Addr().Unmap().WithZone("") == ip {
+			return nil
+		}
+	}
+	return tunnel.Refusef(tunnel.Denied, "%s is not an address of this machine, and there is no CA to verify its certificate with", ip)
+}
+
+// handshakeRefusal says why there is no TLS with a target.
+func handshakeRefusal(ctx context.Context, r tunnel.Request, err error) error {
+	err = fmt.Errorf("TLS handshake with %s: %w", r.Addr, err)
+	if _, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
+		return tunnel.Refusef(tunnel.Denied, "%v", err)
+	}
+	switch {
+	case errors.Is(ctx.Err(), context.DeadlineExceeded):
+		return tunnel.Refusef(tunnel.Timeout, "%v", err)
+	case ctx.Err() != nil:
+		return tunnel.Refusef(tunnel.Gone, "%v", err)
+	default:
+		return tunnel.Refusef(tunnel.Internal, "%v", err)
+	}
+}

@@ -1,0 +1,350 @@
+package https
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/http/httputil"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"tunnel/pkg/tunnel"
+)
+
+const (
+	// kubeletIdle ends a pooled conn to a kubelet. It is shorter than the 90 s
+	// after which a kubelet closes one (kubernetes/pkg/kubelet/server), so that a
+	// request never meets a conn that is just being closed.
+	kubeletIdle = 30 * time.Second
+	// maxIdlePerNode and maxIdle bound the pool. The transport forgets a node when
+	// its last conn ends, and a conn ends with its session: nodes that come and go
+	// leave nothing behind.
+	maxIdlePerNode = 4
+	maxIdle        = 1024
+	// continueTimeout is how long a target may take to say 100-continue before the
+	// body is sent anyway (RFC 9110 section 10.1.1), as http.DefaultTransport has it.
+	continueTimeout = time.Second
+	// copySize is one copy's buffer: two TLS records.
+	copySize = 32 << 10
+)
+
+// proxy is the HTTP handler behind terminated connections.
+//
+// Towards the kubelet it speaks HTTP/1.1, one request at a time per conn. A conn
+// through the tunnel has its own flow control, so a `logs -f` that nobody reads holds
+// its own window; in one HTTP/2 connection it would hold up to 4 MiB of ours.
+type proxy struct {
+	// Set once.
+	f          *FrontDoor
+	names      []string
+	transports map[string]*http.Transport // by the caller's name: a pooled conn was opened for that caller
+	dial       func(context.Context, hop) (net.Conn, error)
+
+	buffers  sync.Pool      // of []byte, copySize long
+	handlers sync.WaitGroup // requests being served, hijacked ones too
+	targets  sync.WaitGroup // conns to targets
+}
+
+// hop is where a request goes, and for whom.
+type hop struct {
+	node   tunnel.NodeName
+	port   int // index of FrontDoor.ports
+	caller string
+}
+
+// host writes h into a URL, so that the transport pools conns by node and target.
+func (h hop) host() string { return string(h.node) + ":" + strconv.Itoa(h.port) }
+
+func (h hop) scheme(f *FrontDoor) string {
+	if f.clientTLS == nil {
+		return "http" // the edge speaks TLS
+	}
+	return "https"
+}
+
+// newProxy returns the handler. Its conns to targets end with live.
+func newProxy(live context.Context, f *FrontDoor) *proxy {
+	p := &proxy{f: f, names: f.cfg.clientNames(), transports: make(map[string]*http.Transport)}
+	p.dial = func(ctx context.Context, h hop) (net.Conn, error) {
+		p.targets.Add(1)
+		c, err := f.dialTarget(ctx, live, h)
+		if err != nil {
+			p.targets.Done()
+			return nil, err
+		}
+		tc := &trackedConn{Conn: c}
+		stop := context.AfterFunc(live, func() { tc.Reset() }) //nolint:errcheck // it returns none
+		tc.ended = func() {
+			stop()
+			p.targets.Done()
+		}
+		return tc, nil
+	}
+	for _, name := range p.names {
+		p.transports[name] = newTransport(func(ctx context.Context, _, addr string) (net.Conn, error) {
+			node, index, _ := strings.Cut(addr, ":")
+			i, err := strconv.Atoi(index)
+			if err != nil {
+				return nil, fmt.Errorf("pool key %q: %w", addr, err) // hop.host made it
+			}
+			return p.dial(ctx, hop{tunnel.NodeName(node), i, name})
+		})
+	}
+	return p
+}
+
+// newTransport returns a transport for HTTP/1.1 over what dial returns.
+func newTransport(dial func(ctx context.Context, network, addr string) (net.Conn, error)) *http.Transport {
+	protocols := new(http.Protocols)
+	protocols.SetHTTP1(true)
+	return &http.Transport{
+		DialContext:            dial,
+		DialTLSContext:         dial,
+		Protocols:              protocols,
+		DisableCompression:     true,
+		MaxIdleConns:           maxIdle,
+		MaxIdleConnsPerHost:    maxIdlePerNode,
+		IdleConnTimeout:        kubeletIdle,
+		ExpectContinueTimeout:  continueTimeout,
+		MaxResponseHeaderBytes: maxHeader,
+		WriteBufferSize:        copySize,
+		ReadBufferSize:         copySize,
+	}
+}
+
+// kubeletConfig is how we meet kubelets; nil when the edge does that for us.
+func kubeletConfig(k Kubelet) *tls.Config {
+	if k.Certificate == nil {
+		return nil
+	}
+	return &tls.Config{
+		MinVersion:         tls.VersionTLS12,
+		Certificates:       []tls.Certificate{*k.Certificate},
+		RootCAs:            k.CA,
+		InsecureSkipVerify: k.CA == nil, // validate made sure that the operator wants that
+		NextProtos:         []string{"http/1.1"},
+	}
+}
+
+// dialTarget opens a conn for HTTP to a kubelet: TLS through the tunnel, or, without
+// a client certificate of our own, through an edge that speaks TLS.
+func (f *FrontDoor) dialTarget(ctx, live context.Context, h hop) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	defer context.AfterFunc(live, cancel)()
+
+	r := tunnel.Request{Node: h.node, Category: Name, Network: "tcp", Addr: f.ports[h.port].target, Caller: h.caller}
+	if f.clientTLS == nil {
+		r.Network = "tls"
+	}
+	conn, err := f.dialer.Dial(ctx, r)
+	if err != nil {
+		return nil, dialError(ctx, err)
+	}
+	if f.clientTLS == nil {
+		return conn, nil
+	}
+	cfg := f.clientTLS.Clone()
+	cfg.ServerName = string(h.node)
+	tc := tls.Client(conn, cfg)
+	if err := tc.HandshakeContext(ctx); err != nil {
+		tunnel.Reset(conn)
+		if _, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
+			return nil, fmt.Errorf("certificate of %s on node %s: %w (see ca in [mode.cloud.https.kubelet])", r.Addr, h.node, err)
+		}
+		return nil, dialError(ctx, fmt.Errorf("TLS handshake with %s on node %s: %w", r.Addr, h.node, err))
+	}
+	return &tlsConn{Conn: tc, raw: conn}, nil
+}
+
+// wait returns when no request is being served and no conn to a target is left.
+// Connections of callers have ended.
+func (p *proxy) wait() {
+	p.handlers.Wait()
+	for _, t := range p.transports {
+		t.CloseIdleConnections()
+	}
+	p.targets.Wait()
+}
+
+// ServeHTTP sends one request to the node that it names.
+func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
+	p.handlers.Add(1)
+	defer p.handlers.Done()
+	defer func() {
+		if v := recover(); v != nil {
+			if v != http.ErrAbortHandler { //nolint:errorlint // net/http compares it so, too
+				p.f.panicked(v)
+			}
+			panic(http.ErrAbortHandler) // net/http ends this request, or this connection
+		}
+	}()
+	if r.ProtoMajor == 1 {
+		// An answer may come before the request's body has ended.
+		http.NewResponseController(w).EnableFullDuplex() //nolint:errcheck // net/http's own writer can
+	}
+	c := r.Context().Value(connKey{}).(*clientConn)
+	body := newRequestBody(w, r, c)
+	defer body.finish()
+	if len(r.TransferEncoding) > 0 && c.framed != nil {
+		w.Header().Set("Connection", "close") // framedConn cannot see where the next one would start
+		if c.framed.frame.both {
+			respond(w, http.StatusBadRequest, "", "the request has both Content-Length and Transfer-Encoding")
+			return
+		}
+	}
+
+	h, ok := p.route(w, r, c, body)
+	if !ok {
+		return
+	}
+	start := time.Now()
+	log := p.f.log.With("module", Name, "node", string(h.node), "frontend", c.LocalAddr().String(), "target", c.target)
+	p.forward(w, r, h, body, log)
+	log.Debug("https request served", "dur", time.Since(start))
+}
+
+// route says where a request goes. If it goes nowhere, it has been answered.
+func (p *proxy) route(w http.ResponseWriter, r *http.Request, c *clientConn, body *requestBody) (h hop, ok bool) {
+	refuse := func(status int, code tunnel.Code, format string, args ...any) (hop, bool) {
+		body.closing()
+		name := ""
+		if code != 0 {
+			name = code.String()
+		}
+		respond(w, status, name, fmt.Sprintf(format, args...))
+		return hop{}, false
+	}
+	// TLS has verified the certificate; whom it names is up to us.
+	h.caller = r.TLS.PeerCertificates[0].Subject.CommonName
+	if !slices.Contains(p.names, h.caller) {
+		p.f.warn(denyClientName, "https request denied", "frontend", c.LocalAddr().String(),
+			"err", fmt.Sprintf("%s: %q is not in clientnames of [mode.cloud.https]", r.RemoteAddr, h.caller))
+		w.Header().Set("Connection", "close")
+		return refuse(http.StatusForbidden, tunnel.Denied, "the client certificate's common name %q may not call this port: add it to clientnames in [mode.cloud.https]", h.caller)
+	}
+	node, err := nodeOf(r.Host)
+	if err != nil {
+		return refuse(http.StatusBadRequest, 0, "the host of the request must name a node: %v", err)
+	}
+	h.node = node
+	if sni, err := tunnel.ParseNodeName(c.sni); err == nil && sni != node && p.f.nodes.Holds(sni) {
+		return refuse(http.StatusMisdirectedRequest, 0, "this connection was opened for node %s and the request is for %s: open another", sni, node)
+	}
+	if r.Method == http.MethodConnect {
+		return refuse(http.StatusMethodNotAllowed, 0, "CONNECT is not served here")
+	}
+	if c.refused != nil && string(node) == c.sni {
+		// It was tried when the connection came in; the caller's next one tries again.
+		w.Header().Set("Connection", "close")
+		code := tunnel.CodeOf(c.refused)
+		return refuse(statusOf(code), code, "node %s: %v", node, c.refused)
+	}
+	h.port = c.port
+	return h, true
+}
+
+// nodeOf returns the node that a Host header names, with or without a port.
+func nodeOf(host string) (tunnel.NodeName, error) {
+	if h, _, err := net.SplitHostPort(host); err == nil {
+		host = h
+	}
+	return tunnel.ParseNodeName(strings.ToLower(strings.TrimSuffix(host, ".")))
+}
+
+// forward proxies r to h.
+func (p *proxy) forward(w http.ResponseWriter, r *http.Request, h hop, body *requestBody, log *slog.Logger) {
+	upgrade := upgradeOf(r)
+	if upgrade != "" && r.ContentLength != 0 {
+		body.closing()
+		respond(w, http.StatusBadRequest, "", "an upgrade request with a body is not supported")
+		return
+	}
+	transport := roundTripper(p.transports[h.caller].RoundTrip)
+	if upgrade != "" {
+		transport = p.upgrader(h, upgrade)
+	}
+	rp := httputil.ReverseProxy{
+		Rewrite: func(pr *httputil.ProxyRequest) {
+			out := pr.Out
+			out.URL.Scheme = h.scheme(p.f)
+			out.URL.Host = h.host()
+			out.URL.RawQuery = pr.In.URL.RawQuery // as it came, not as url.Values would have it
+			if upgrade == "" {                    // of some other kind: it is ignored (RFC 9110 section 7.8)
+				out.Header.Del("Connection")
+				out.Header.Del("Upgrade")
+			}
+			body.passTrailers(out)
+		},
+		Transport: roundTripper(func(out *http.Request) (*http.Response, error) {
+			res, err := transport(out)
+			if err == nil && res.StatusCode == http.StatusSwitchingProtocols {
+				res.Body.Close() //nolint:errcheck // it is being thrown away
+				return nil, errors.New("the target switched protocols without being asked to")
+			}
+			return res, err
+		}),
+		ModifyResponse: func(res *http.Response) error {
+			body.closing()
+			if _, ok := res.Header["Content-Type"]; !ok {
+				w.Header()["Content-Type"] = nil // else net/http guesses one
+			}
+			return nil
+		},
+		ErrorHandler: func(w http.ResponseWriter, out *http.Request, err error) {
+			if s, ok := errors.AsType[*switched](err); ok {
+				s.splice(w, out, log)
+				return
+			}
+			p.failed(w, r, h, body, err)
+			log.Debug("https request failed", "err", err)
+		},
+		FlushInterval: -1, // a log line must not wait for the next
+		BufferPool:    p,
+		ErrorLog:      slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+	}
+	in := r.WithContext(r.Context()) // a shallow copy
+	if r.Body != nil && r.Body != http.NoBody {
+		in.Body = body
+	}
+	rp.ServeHTTP(w, in)
+}
+
+// failed answers a request that did not get an answer from its target.
+func (p *proxy) failed(w http.ResponseWriter, r *http.Request, h hop, body *requestBody, err error) {
+	if r.Context().Err() != nil {
+		panic(http.ErrAbortHandler) // the caller has gone
+	}
+	body.closing()
+	if rerr := body.failure(); rerr != nil {
+		respond(w, http.StatusBadRequest, "", fmt.Sprintf("reading the request's body: %v", rerr))
+		return
+	}
+	code := tunnel.CodeOf(err)
+	if code == tunnel.Overloaded || code == tunnel.Draining {
+		w.Header().Set("Retry-After", "1")
+	}
+	respond(w, statusOf(code), code.String(), fmt.Sprintf("node %s: %v", h.node, err))
+}
+
+// Get and Put make p the httputil.BufferPool of its requests.
+func (p *proxy) Get() []byte {
+	if b, ok := p.buffers.Get().(*[]byte); ok {
+		return *b
+	}
+	return make([]byte, copySize)
+}
+
+// Put takes a buffer back.
+func (p *proxy) Put(b []byte) { p.buffers.Put(&b) }
+
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }

@@ -1,0 +1,427 @@
+package https
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"errors"
+	"io"
+	"log/slog"
+	"math/big"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"tunnel/pkg/tunnel"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// patience bounds every wait of a test.
+const patience = 15 * time.Second
+
+// testCA issues certificates.
+type testCA struct {
+	t    testing.TB
+	cert *x509.Certificate
+	key  *ecdsa.PrivateKey
+	pool *x509.CertPool
+}
+
+func newCA(t testing.TB, name string) *testCA {
+	t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	must(t, err)
+	tmpl := &x509.Certificate{
+		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: name},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, tmpl, tmpl, &key.PublicKey, key)
+	must(t, err)
+	cert, err := x509.ParseCertificate(der)
+	must(t, err)
+	pool := x509.NewCertPool()
+	pool.AddCert(cert)
+	return &testCA{t, cert, key, pool}
+}
+
+// issue makes a certificate for both usages; names may hold IP addresses.
+func (ca *testCA) issue(cn string, names ...string) *tls.Certificate {
+	return ca.issueFor(cn, []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth}, names...)
+}
+
+func (ca *testCA) issueFor(cn string, usage []x509.ExtKeyUsage, names ...string) *tls.Certificate {
+	ca.t.Helper()
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	must(ca.t, err)
+	tmpl := &x509.Certificate{
+		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: cn},
+		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: usage,
+	}
+	for _, n := range names {
+		if ip := net.ParseIP(n); ip != nil {
+			tmpl.IPAddresses = append(tmpl.IPAddresses, ip)
+		} else {
+			tmpl.DNSNames = append(tmpl.DNSNames, n)
+		}
+	}
+	der, err := x509.CreateCertificate(rand.Reader, tmpl, ca.cert, &key.PublicKey, ca.key)
+	must(ca.t, err)
+	return &tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}
+}
+
+// rig is a front door with a fake tunnel behind it, which dials a kubelet directly.
+type rig struct {
+	t         testing.TB
+	clientCA  *testCA // signs callers and our client certificate
+	frontCA   *testCA // signs the front door
+	kubeletCA *testCA // signs the kubelet
+	kubelet   *httptest.Server
+	tunnel    *fakeTunnel
+	door      *FrontDoor
+	addr      string // of the door's first port
+	logs      *syncBuffer
+	stop      context.CancelFunc
+	done      chan error
+}
+
+// newRig starts a kubelet that serves h, and a door as configure leaves it.
+func newRig(t testing.TB, h http.Handler, configure func(*rig, *Config)) *rig {
+	t.Helper()
+	r := &rig{t: t, clientCA: newCA(t, "clients"), frontCA: newCA(t, "front"), kubeletCA: newCA(t, "kubelets"), logs: &syncBuffer{}}
+	if h == nil {
+		h = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "pong") })
+	}
+	r.kubelet = httptest.NewUnstartedServer(h)
+	r.kubelet.EnableHTTP2 = true
+	r.kubelet.Config.ErrorLog = slog.NewLogLogger(slog.NewTextHandler(io.Discard, nil), 0)
+	r.kubelet.TLS = &tls.Config{
+		Certificates: []tls.Certificate{*r.kubeletCA.issue("system:node:edge1", "edge1")},
+		ClientAuth:   tls.RequireAndVerifyClientCert, ClientCAs: r.clientCA.pool,
+		NextProtos: []string{"h2", "http/1.1"},
+	}
+	r.kubelet.StartTLS()
+	t.Cleanup(r.kubelet.Close)
+	r.tunnel = &fakeTunnel{target: r.kubelet.Listener.Addr().String(), nodes: map[tunnel.NodeName]bool{"edge1": true}}
+
+	cfg := Config{
+		Listen:      "127.0.0.1",
+		Ports:       map[string]string{"0": "127.0.0.1:10250"},
+		Certificate: r.frontCA.issue("front", "front.example", "127.0.0.1", "edge1", "edge9"),
+		ClientCA:    r.clientCA.pool,
+		Kubelet:     Kubelet{Certificate: r.clientCA.issue("tunnel-cloud"), CA: r.kubeletCA.pool},
+	}
+	if configure != nil {
+		configure(r, &cfg)
+	}
+	door, err := New(cfg, r.tunnel, r.tunnel, slog.New(slog.NewTextHandler(r.logs, &slog.HandlerOptions{Level: slog.LevelDebug})))
+	must(t, err)
+	door.grace = 2 * time.Second
+	r.door = door
+	return r
+}
+
+// start runs the door until the test ends.
+func (r *rig) start() *rig {
+	r.t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	r.stop, r.done = cancel, make(chan error, 1)
+	go func() { r.done <- r.door.Run(ctx) }()
+	eventually(r.t, "the door opens", func() bool { return r.door.Ready() == nil })
+	r.addr = r.door.Addrs()[0].String()
+	r.t.Cleanup(func() {
+		cancel()
+		select {
+		case err, ok := <-r.done:
+			if ok && err != nil {
+				r.t.Errorf("Run: %v", err)
+			}
+		case <-time.After(patience):
+			r.t.Error("Run does not end")
+		}
+		if n := r.tunnel.openConns(); n != 0 {
+			r.t.Errorf("%d conns through the tunnel are left open", n)
+		}
+		if n := r.door.strangers.all; n != 0 {
+			r.t.Errorf("%d strangers are still counted", n)
+		}
+		if r.t.Failed() {
+			r.t.Logf("log of the door:\n%s", r.logs)
+		}
+	})
+	return r
+}
+
+// caller is a TLS configuration of kube-apiserver.
+func (r *rig) caller(serverName string) *tls.Config {
+	return &tls.Config{
+		RootCAs: r.frontCA.pool, ServerName: serverName,
+		Certificates: []tls.Certificate{*r.clientCA.issue(DefaultClientName)},
+	}
+}
+
+// client is an HTTP client whose every host is the door.
+func (r *rig) client(cfg *tls.Config, h2 bool) *http.Client {
+	p := new(http.Protocols)
+	p.SetHTTP1(!h2)
+	p.SetHTTP2(h2)
+	t := &http.Transport{
+		TLSClientConfig: cfg, Protocols: p, DisableCompression: true, ExpectContinueTimeout: patience,
+		DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return (&net.Dialer{}).DialContext(ctx, "tcp", r.addr)
+		},
+	}
+	r.t.Cleanup(t.CloseIdleConnections)
+	return &http.Client{Transport: t, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+}
+
+// raw opens a TLS connection to the door.
+func (r *rig) raw(cfg *tls.Config) *tls.Conn {
+	r.t.Helper()
+	c := r.tcp()
+	tc := tls.Client(c, cfg)
+	must(r.t, tc.Handshake())
+	return tc
+}
+
+func (r *rig) tcp() *net.TCPConn {
+	r.t.Helper()
+	c, err := net.DialTimeout("tcp", r.addr, patience)
+	must(r.t, err)
+	must(r.t, c.SetDeadline(time.Now().Add(patience)))
+	r.t.Cleanup(func() { c.Close() })
+	return c.(*net.TCPConn)
+}
+
+// wantReset connects and fails unless the door resets the connection.
+func (r *rig) wantReset() {
+	r.t.Helper()
+	c, err := net.DialTimeout("tcp", r.addr, patience)
+	if err == nil {
+		defer c.Close()
+		must(r.t, c.SetDeadline(time.Now().Add(patience)))
+		_, err = c.Read(make([]byte, 1))
+	}
+	if !errors.Is(err, syscall.ECONNRESET) {
+		r.t.Errorf("the connection ended with %v, want a reset", err)
+	}
+}
+
+// fakeTunnel is a Dialer whose conns lead to target.
+type fakeTunnel struct {
+	target string
+
+	mu    sync.Mutex // guards the following
+	nodes map[tunnel.NodeName]bool
+	asked []tunnel.Request
+	conns map[*fakeConn]bool
+	fail  error
+	edge  *Edge // dials when it is set
+	hook  func(context.Context, tunnel.Request) error
+}
+
+func (f *fakeTunnel) Holds(n tunnel.NodeName) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.nodes[n]
+}
+
+func (f *fakeTunnel) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	f.mu.Lock()
+	f.asked = append(f.asked, r)
+	fail, edge, hook := f.fail, f.edge, f.hook
+	held := f.nodes[r.Node]
+	f.mu.Unlock()
+	if hook != nil {
+		if err := hook(ctx, r); err != nil {
+			return nil, err
+		}
+	}
+	switch {
+	case !held:
+		return nil, tunnel.Refusef(tunnel.NoSuchNode, "node %s is not connected", r.Node)
+	case fail != nil:
+		return nil, fail
+	}
+	r.Addr = f.target
+	var c net.Conn
+	var err error
+	if edge != nil {
+		c, err = edge.Dial(ctx, r)
+	} else {
+		c, err = dialTCP(ctx, r)
+	}
+	if err != nil {
+		return nil, err
+	}
+	fc := &fakeConn{Conn: c, f: f}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.conns == nil {
+		f.conns = make(map[*fakeConn]bool)
+	}
+	f.conns[fc] = true
+	return fc, nil
+}
+
+func dialTCP(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	return (&net.Dialer{}).DialContext(ctx, "tcp", r.Addr)
+}
+
+func (f *fakeTunnel) set(change func(*fakeTunnel)) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	change(f)
+}
+
+func (f *fakeTunnel) openConns() int {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return len(f.conns)
+}
+
+func (f *fakeTunnel) requests() []tunnel.Request {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return append([]tunnel.Request(nil), f.asked...)
+}
+
+// resetAll is the end of a session.
+func (f *fakeTunnel) resetAll() {
+	f.mu.Lock()
+	var all []*fakeConn
+	for c := range f.conns {
+		all = append(all, c)
+	}
+	f.mu.Unlock()
+	for _, c := range all {
+		tunnel.Reset(c.Conn)
+	}
+}
+
+// fakeConn is what a conn through the tunnel is: it has CloseWrite, CloseRead, Reset.
+type fakeConn struct {
+	net.Conn
+	f *fakeTunnel
+}
+
+func (c *fakeConn) gone() {
+	c.f.mu.Lock()
+	defer c.f.mu.Unlock()
+	delete(c.f.conns, c)
+}
+
+func (c *fakeConn) Close() error {
+	c.gone()
+	return c.Conn.Close()
+}
+
+func (c *fakeConn) Reset() error {
+	c.gone()
+	tunnel.Reset(c.Conn)
+	return nil
+}
+
+func (c *fakeConn) CloseWrite() error { return closeWrite(c.Conn) }
+
+func (c *fakeConn) CloseRead() error {
+	if cr, ok := c.Conn.(interface{ CloseRead() error }); ok {
+		return cr.CloseRead()
+	}
+	return nil
+}
+
+// syncBuffer collects a log.
+type syncBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (s *syncBuffer) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.Write(p)
+}
+
+func (s *syncBuffer) String() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.String()
+}
+
+func must(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// eventually waits until ok, and fails with what was waited for.
+func eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	deadline := time.Now().Add(patience)
+	tick := time.NewTicker(time.Millisecond)
+	defer tick.Stop()
+	for !ok() {
+		if time.Now().After(deadline) {
+			t.Fatalf("in vain: %s", what)
+		}
+		<-tick.C
+	}
+}
+
+// within fails unless c is closed or sent to in time.
+func within[T any](t testing.TB, what string, d time.Duration, c <-chan T) {
+	t.Helper()
+	select {
+	case <-c:
+	case <-time.After(d):
+		t.Fatalf("not within %v: %s", d, what)
+	}
+}
+
+// get asks for a path of a node and returns the answer with its body read.
+func get(t testing.TB, c *http.Client, url string) (*http.Response, string) {
+	t.Helper()
+	res, err := c.Get(url)
+	must(t, err)
+	defer res.Body.Close()
+	b, err := io.ReadAll(res.Body)
+	must(t, err)
+	return res, string(b)
+}
+
+func wantStatus(t testing.TB, res *http.Response, body string, status int, words ...string) {
+	t.Helper()
+	if res.StatusCode != status {
+		t.Errorf("status %d, want %d; body %q", res.StatusCode, status, body)
+	}
+	for _, w := range words {
+		if !strings.Contains(body, w) {
+			t.Errorf("body %q does not say %q", body, w)
+		}
+	}
+}
+
+// readResponse reads one answer from a raw connection.
+func readResponse(t testing.TB, br *bufio.Reader, method string) *http.Response {
+	t.Helper()
+	res, err := http.ReadResponse(br, &http.Request{Method: method})
+	must(t, err)
+	return res
+}

@@ -1,0 +1,236 @@
+package https
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"runtime/debug"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"tunnel/pkg/tunnel"
+)
+
+// Run opens the ports and serves them until ctx is done. Then it accepts nothing
+// more, gives what is in flight the grace period to end, and resets the rest.
+func (f *FrontDoor) Run(ctx context.Context) error {
+	listeners, addrs, err := f.listen(ctx)
+	if err != nil {
+		return err
+	}
+	f.setAddrs(addrs)
+	defer f.setAddrs(nil)
+	f.log.Info("https front door is open", "module", Name, "frontend", fmt.Sprint(addrs), "type", f.cfg.Mode.String())
+	if f.cfg.Mode == Auto && f.serverTLS == nil {
+		f.log.Info("https connections without a node's name in their SNI will be closed: set clientca, cert and key in [mode.cloud.https] to serve them", "module", Name)
+	}
+
+	live, kill := tunnel.Grace(ctx, f.grace) // how long a connection may live
+	defer kill()
+	var web *web
+	if f.serverTLS != nil {
+		web = f.startWeb(live)
+	}
+	// accepting ends with ctx, or when a listener fails.
+	accepting, gctx := errgroup.WithContext(ctx)
+	var conns sync.WaitGroup
+	for i, l := range listeners {
+		accepting.Go(func() error {
+			stop := context.AfterFunc(gctx, func() { l.Close() }) //nolint:errcheck // its accept loop sees it closed
+			defer stop()
+			return f.accept(gctx, l, func(c net.Conn) {
+				conns.Go(func() { f.serve(gctx, live, web, c, i) })
+			})
+		})
+	}
+	if len(listeners) == 0 {
+		<-ctx.Done()
+	}
+	if err = accepting.Wait(); err != nil {
+		kill() // no drain: nobody asked for it, and the process is about to end
+	}
+	if web != nil {
+		web.stop(live)
+	}
+	conns.Wait()
+	kill()
+	if web != nil {
+		web.wait()
+	}
+	return err
+}
+
+// listen opens every port, or none.
+func (f *FrontDoor) listen(ctx context.Context) (listeners []net.Listener, addrs []net.Addr, err error) {
+	// A caller that vanished without a word is found after about a minute. A quiet
+	// `kubectl logs -f` that is still there answers the probes.
+	lc := net.ListenConfig{KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 30 * time.Second, Interval: 10 * time.Second, Count: 4}}
+	var errs []error
+	for _, p := range f.ports {
+		l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(f.cfg.listen(), p.here))
+		if err != nil {
+			errs = append(errs, f.listenError(p, err))
+			continue
+		}
+		listeners = append(listeners, l)
+		addrs = append(addrs, l.Addr())
+	}
+	if len(errs) > 0 {
+		for _, l := range listeners {
+			l.Close() //nolint:errcheck // nobody has connected yet
+		}
+		return nil, nil, errors.Join(errs...)
+	}
+	return listeners, addrs, nil
+}
+
+// listenError says what to do about a port that cannot be opened.
+func (f *FrontDoor) listenError(p port, err error) error {
+	at := fmt.Sprintf("port %s of [mode.cloud.https.addr] on %s", p.here, f.cfg.listen())
+	switch {
+	case errors.Is(err, syscall.EADDRINUSE):
+		return fmt.Errorf("%s is taken: stop what listens there (ss -ltnp 'sport = :%s' names it) or choose another port: %w", at, p.here, err)
+	case errors.Is(err, syscall.EACCES):
+		return fmt.Errorf("%s may not be opened: choose a port above 1023 or grant CAP_NET_BIND_SERVICE: %w", at, err)
+	case errors.Is(err, syscall.EADDRNOTAVAIL):
+		return fmt.Errorf("%s cannot be opened: this machine does not have the address that listen in [mode.cloud.https] names: %w", at, err)
+	default:
+		return fmt.Errorf("%s cannot be opened: %w", at, err)
+	}
+}
+
+const (
+	minBackoff = 5 * time.Millisecond // as net/http does
+	maxBackoff = time.Second
+)
+
+// accept gives connections to serve until ctx is done. Running out of descriptors is
+// waited out: the listener is fine, and connections end.
+func (f *FrontDoor) accept(ctx context.Context, l net.Listener, serve func(net.Conn)) error {
+	backoff := minBackoff
+	for {
+		c, err := l.Accept()
+		switch {
+		case err == nil:
+			backoff = minBackoff
+			serve(c)
+			continue
+		case ctx.Err() != nil:
+			return nil
+		case !passing(err):
+			return fmt.Errorf("accepting on %s: %w", l.Addr(), err)
+		}
+		f.warn(denyAccept, "cannot accept connections; trying again", "frontend", l.Addr().String(), "err", err)
+		t := time.NewTimer(backoff)
+		select {
+		case <-t.C:
+		case <-ctx.Done():
+		}
+		t.Stop()
+		backoff = min(2*backoff, maxBackoff)
+	}
+}
+
+// passing reports whether an accept error says nothing about the listener.
+func passing(err error) bool {
+	for _, e := range []error{
+		syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM, // out of something
+		syscall.ECONNABORTED, syscall.ECONNRESET, syscall.EINTR, // that caller went away
+	} {
+		if errors.Is(err, e) {
+			return true
+		}
+	}
+	return false
+}
+
+// serve owns one accepted connection. ctx ends when the front door stops accepting:
+// until then a caller may say what it wants; live bounds what comes of that.
+func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, index int) {
+	p := f.ports[index]
+	defer func() {
+		if v := recover(); v != nil {
+			f.panicked(v)
+			tunnel.Reset(raw)
+		}
+	}()
+	remote := raw.RemoteAddr().String()
+	log := f.log.With("module", Name, "frontend", raw.LocalAddr().String(), "target", p.target)
+
+	source := sourceOf(raw.RemoteAddr())
+	if f.cfg.AllowFrom != nil && !f.cfg.AllowFrom.Permits(source) {
+		f.warn(denySource, "https connection denied", "frontend", raw.LocalAddr().String(),
+			"err", remote+" is not in allowfrom of [mode.cloud.https]")
+		tunnel.Reset(raw)
+		return
+	}
+	release, ok := f.strangers.admit(source)
+	if !ok {
+		f.warn(denyStrangers, "https connection denied", "frontend", raw.LocalAddr().String(),
+			"err", remote+": too many connections have not finished their TLS handshake")
+		tunnel.Reset(raw)
+		return
+	}
+	defer release() // it may be called again: early, when the caller has said who it is
+
+	c := &clientConn{Conn: raw, port: index, target: p.target}
+	h, err := c.peek(ctx, helloTimeout)
+	if err != nil {
+		log.Debug("https connection closed: no ClientHello", "err", fmt.Errorf("%s: %w", remote, err))
+		if isPlainHTTP(err) {
+			c.Write([]byte("HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n")) //nolint:errcheck // said out of kindness
+			c.part()
+			return
+		}
+		tunnel.Reset(raw)
+		return
+	}
+	c.sni = h.serverName
+
+	switch d := f.decide(h); d.what {
+	case Passthrough:
+		release()
+		err = f.pass(live, c, d.node, p.target, log)
+		if err == nil {
+			return
+		}
+		log.Debug("https connection not passed through", "node", string(d.node), "err", fmt.Errorf("%s: %w", remote, err))
+		if f.serverTLS == nil || f.cfg.Mode == Passthrough {
+			c.alert(alertOf(err))
+			return
+		}
+		// The caller may read the reason as an HTTP answer.
+		c.refused = err
+		again, ok := f.strangers.admit(source)
+		if !ok {
+			tunnel.Reset(raw)
+			return
+		}
+		defer again()
+		f.terminate(ctx, live, web, c, again, log)
+	case Terminate:
+		f.terminate(ctx, live, web, c, release, log)
+	default:
+		f.warn(denySNI, "https connection denied", "frontend", raw.LocalAddr().String(), "err", remote+": "+d.reason)
+		c.alert(d.alert)
+	}
+}
+
+// panicked records a panic that has ended one connection or request.
+func (f *FrontDoor) panicked(v any) {
+	f.panics.Add(1)
+	f.log.Error("panic in the https front door; the connection was closed", "module", Name, "err", fmt.Sprintf("%v\n%s", v, debug.Stack()))
+}
+
+// sourceOf returns the IP address of a caller.
+func sourceOf(a net.Addr) netip.Addr {
+	if t, ok := a.(*net.TCPAddr); ok {
+		return t.AddrPort().Addr().Unmap().WithZone("")
+	}
+	return netip.Addr{}
+}
