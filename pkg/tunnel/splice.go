@@ -34,11 +34,15 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 		Reset(b)
 	})
 	defer stop()
+	// Half of a conn may have ended cleanly, and nobody be reading it, when a reset comes.
+	onReset(a, func() { Reset(b) })
+	onReset(b, func() { Reset(a) })
 
 	var errAB, errBA error
 	var wg sync.WaitGroup
-	wg.Go(func() { aToB, errAB = half(b, a) })
-	bToA, errBA = half(a, b)
+	ab, ba := newDirection(), newDirection()
+	wg.Go(func() { aToB, errAB = half(b, a, ab, ba) })
+	bToA, errBA = half(a, b, ba, ab)
 	wg.Wait()
 
 	// Neither close can lose bytes: both directions have ended.
@@ -47,9 +51,23 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	return aToB, bToA, errors.Join(errAB, errBA)
 }
 
-// half copies src to dst until one of them ends, and passes that end on.
-func half(dst, src net.Conn) (n int64, err error) {
+// direction is how one half of a splice has ended, for the other half to see.
+type direction struct {
+	done chan struct{} // closed when the half copies no more
+	werr error         // why it could not write; read after done
+}
+
+func newDirection() *direction { return &direction{done: make(chan struct{})} }
+
+// half copies src to dst until one of them ends, and passes that end on. own is this
+// direction and back the other.
+func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 	n, rerr, werr := transfer(dst, src)
+	own.werr = werr
+	close(own.done)
+	if rerr == nil && werr == nil && endedByReset(src, back) {
+		rerr = ErrReset
+	}
 	switch {
 	case rerr != nil:
 		Reset(dst)
@@ -62,6 +80,51 @@ func half(dst, src net.Conn) (n int64, err error) {
 		closeWrite(dst)
 		return n, nil
 	}
+}
+
+// endedByReset tells the end of src's bytes from a reset. Linux reports a reset once:
+// when a write of the other half gets it, a read sees a clean end, and a cut-off
+// upload would look complete. That write fails with ECONNRESET; with EPIPE when the
+// peer had closed properly before (tcp_reset in net/ipv4/tcp_input.c).
+func endedByReset(src net.Conn, back *direction) bool {
+	if !isClosed(back.done) {
+		if !dead(src) {
+			return false // half-closed by its peer, no more
+		}
+		// If a write got the reset, that half is about to end.
+		select {
+		case <-back.done:
+		case <-time.After(time.Second):
+			return false
+		}
+	}
+	return errors.Is(back.werr, ErrReset)
+}
+
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+// dead reports whether the socket c takes no more bytes. One that its peer has
+// half-closed still takes an empty write. It goes past the lock of c, because the
+// other half may be waiting in a write.
+func dead(c net.Conn) bool {
+	sc, ok := c.(syscall.Conn)
+	if !ok {
+		return false
+	}
+	raw, err := sc.SyscallConn()
+	if err != nil {
+		return false
+	}
+	var werr error
+	err = raw.Control(func(fd uintptr) { _, werr = syscall.Write(int(fd), nil) })
+	return err == nil && (errors.Is(werr, syscall.EPIPE) || errors.Is(werr, syscall.ECONNRESET))
 }
 
 // transfer copies src to dst, by the tunnel conn's own loop where one of them has
@@ -133,6 +196,13 @@ func Reset(c net.Conn) {
 		// A *tls.Conn would first wait to send its alert to a peer that may be stuck.
 		c.SetDeadline(time.Unix(1, 0)) //nolint:errcheck // likewise
 		c.Close()
+	}
+}
+
+// onReset has f called when c, a tunnel conn, is aborted.
+func onReset(c net.Conn, f func()) {
+	if r, ok := c.(interface{ OnReset(f func()) }); ok {
+		r.OnReset(f)
 	}
 }
 

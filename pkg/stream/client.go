@@ -1,0 +1,297 @@
+package stream
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/status"
+
+	"tunnel/pkg/auth"
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// ClientConfig is what a [Client] needs.
+type ClientConfig struct {
+	Address  string                      // of the cloud, host:port
+	TLS      *tls.Config                 // the CA, and the name to verify (ServerName)
+	Node     tunnel.NodeName             // this node
+	Token    func() (auth.Secret, error) // asked at every join, so that a file may change
+	Counters *tunnel.Counters            // nil: nobody looks
+	Log      *slog.Logger
+	Grace    time.Duration // how long conns may go on when the client stops; 0: tunnel.GracePeriod
+	Software string        // what the cloud is told runs here
+
+	// Dial connects to Address; nil: a net.Dialer.
+	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
+}
+
+// Client keeps one session with the cloud, and makes a new one whenever it is lost.
+// It is the module "stream" of the edge.
+type Client struct {
+	// Set once.
+	cfg    ClientConfig
+	router *tunnel.Router
+	blocks *blocks
+	log    *slog.Logger
+
+	state atomic.Pointer[clientState]
+}
+
+// clientState is what Ready tells. It is replaced whole.
+type clientState struct {
+	session *edgeSession // nil: not connected
+	err     error        // why not
+}
+
+// NewClient makes a client that gives messages to the routes of mods, and to its own.
+func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
+	if cfg.Grace == 0 {
+		cfg.Grace = tunnel.GracePeriod
+	}
+	if cfg.Counters == nil {
+		cfg.Counters = new(tunnel.Counters)
+	}
+	if cfg.Dial == nil {
+		cfg.Dial = (&net.Dialer{}).DialContext
+	}
+	c := &Client{cfg: cfg, blocks: new(blocks), log: cfg.Log.With("module", category, "node", cfg.Node)}
+	c.state.Store(&clientState{err: errors.New("has not connected yet")})
+	router, err := tunnel.NewRouter(append([]tunnel.Module{c}, mods...)...)
+	if err != nil {
+		return nil, err
+	}
+	c.router = router
+	return c, nil
+}
+
+// Name implements tunnel.Module.
+func (c *Client) Name() string { return category }
+
+// Routes implements tunnel.Module: what the cloud may send besides opens, which go
+// to the module that dials.
+func (c *Client) Routes() map[string]tunnel.Handler {
+	return map[string]tunnel.Handler{
+		typeHeartbeat: edgeHandler((*edgeSession).heartbeat),
+		typeCancel:    edgeHandler((*edgeSession).cancelTopic),
+		typeDrain:     edgeHandler((*edgeSession).cloudLeaves),
+	}
+}
+
+func edgeHandler(f func(*edgeSession, *tunnel.Message) error) tunnel.Handler {
+	return func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
+		return f(from.Link.(*edgeSession), m)
+	}
+}
+
+// Router returns the routes of this end, for the start-up line.
+func (c *Client) Router() *tunnel.Router { return c.router }
+
+// Ready returns nil while there is a session.
+func (c *Client) Ready() error {
+	s := c.state.Load()
+	if s.session == nil {
+		return fmt.Errorf("no session with %s: %w", c.cfg.Address, s.err)
+	}
+	return nil
+}
+
+// Session returns the live session, or nil.
+func (c *Client) Session() *tunnel.Session {
+	if s := c.state.Load().session; s != nil {
+		return s.pub
+	}
+	return nil
+}
+
+// Run implements tunnel.Module: it keeps a session until ctx is done. A lost session
+// or a refusal never ends it.
+func (c *Client) Run(ctx context.Context) error {
+	var wait backoff
+	for {
+		started := time.Now()
+		err := c.session(ctx)
+		if ctx.Err() != nil {
+			return nil
+		}
+		if time.Since(started) > backoffMax {
+			wait.reset()
+		}
+		d := wait.next(err)
+		c.log.Warn("no session; trying again", "err", err, "dur", d.Round(time.Millisecond))
+		select {
+		case <-time.After(d):
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+// session connects, joins, and returns why the session has ended.
+func (c *Client) session(ctx context.Context) (err error) {
+	defer func() {
+		err = explain(err)
+		c.state.Store(&clientState{err: err})
+	}()
+	// The session outlives ctx by the grace period.
+	sctx, cancel := tunnel.Grace(ctx, c.cfg.Grace+time.Second)
+	defer cancel()
+
+	cc, err := c.connect(ctx)
+	if err != nil {
+		return err
+	}
+	defer cc.Close()
+	s, err := c.join(ctx, sctx, cc)
+	if err != nil {
+		return err
+	}
+	c.state.Store(&clientState{session: s})
+	s.log.Info("session started", "remote", s.pub.Remote)
+	err = s.serveUntil(ctx, sctx)
+	c.state.Store(&clientState{err: err})
+	cancel()
+	cc.Close() // frees whatever waits for the network
+	s.wg.Wait()
+	s.log.Info("session ended", "err", err, "dur", time.Since(s.pub.Since).Round(time.Millisecond))
+	return err
+}
+
+// connect makes the one TCP connection of a session and the ClientConn around it.
+// The ClientConn never connects again: a second connection could reach another
+// replica, while the session lives on the first.
+func (c *Client) connect(ctx context.Context) (*grpc.ClientConn, error) {
+	dctx, cancel := context.WithTimeout(ctx, joinTimeout)
+	defer cancel()
+	raw, err := c.cfg.Dial(dctx, "tcp", c.cfg.Address)
+	if err != nil {
+		return nil, fmt.Errorf("dialing the cloud: %w", err)
+	}
+	var once sync.Once
+	dial := func(context.Context, string) (conn net.Conn, err error) {
+		err = errors.New("the session's connection is gone")
+		once.Do(func() { conn, err = raw, nil })
+		return conn, err
+	}
+	opts := append(dialOptions(),
+		grpc.WithContextDialer(dial),
+		grpc.WithTransportCredentials(credentials.NewTLS(c.cfg.TLS)),
+		grpc.WithUserAgent(c.cfg.Software),
+	)
+	cc, err := grpc.NewClient("passthrough:///"+c.cfg.Address, opts...)
+	if err != nil {
+		raw.Close()
+		return nil, err
+	}
+	return cc, nil
+}
+
+// join opens the control stream and exchanges hellos, before ctx is done and within
+// the join timeout. The stream lives until sctx is done.
+func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn) (*edgeSession, error) {
+	token, err := c.cfg.Token()
+	if err != nil {
+		return nil, err
+	}
+	sctx, abandon := context.WithCancelCause(sctx)
+	late := time.AfterFunc(joinTimeout, func() { abandon(errJoinTimeout) })
+	stopped := context.AfterFunc(ctx, func() { abandon(context.Canceled) })
+	fail := func(err error) (*edgeSession, error) {
+		late.Stop()
+		stopped()
+		if cause := context.Cause(sctx); cause != nil {
+			err = cause
+		}
+		abandon(err)
+		return nil, fmt.Errorf("joining as node %s: %w", c.cfg.Node, err)
+	}
+	client := pb.NewStreamClient(cc)
+	credential := accessToken(auth.EncodeToken(string(c.cfg.Node), token))
+	stream, err := client.TunnelStreaming(sctx, grpc.PerRPCCredentials(credential))
+	if err != nil {
+		return fail(err)
+	}
+	s := &edgeSession{client: client, abandon: abandon}
+	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Since: time.Now(), Link: s}
+	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
+	s.stream = stream
+	s.init()
+	if err := s.write(message(typeHello, "", &pb.Hello{Version: Version, Software: c.cfg.Software})); err != nil && !errors.Is(err, io.EOF) {
+		return fail(err) // io.EOF says that Recv knows the reason
+	}
+	hello, err := receiveHello(stream)
+	if err != nil {
+		return fail(err)
+	}
+	if hello.GetVersion() != Version {
+		return fail(status.Errorf(codes.FailedPrecondition,
+			"the cloud speaks version %d of the protocol and this edge version %d: install the release of the cloud (%s) here",
+			hello.GetVersion(), Version, text(hello.GetSoftware())))
+	}
+	if !late.Stop() {
+		return fail(errJoinTimeout)
+	}
+	if !stopped() {
+		return fail(context.Canceled)
+	}
+	s.pub.ID = text(hello.GetSession())
+	s.maxConns = int64(hello.GetMaxConns())
+	if s.maxConns == 0 || s.maxConns > 16*DefaultMaxConns {
+		s.maxConns = 16 * DefaultMaxConns
+	}
+	s.log = c.log.With("session", s.pub.ID)
+	c.cfg.Counters.Sessions.Add(1)
+	return s, nil
+}
+
+// accessToken sends an OAuth2 access token with a call (RFC 6750 section 2.1). grpc's
+// own credentials/oauth does the same and brings Google's client libraries along.
+type accessToken auth.Secret
+
+// GetRequestMetadata implements credentials.PerRPCCredentials.
+func (t accessToken) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{"authorization": "Bearer " + auth.Secret(t).Reveal()}, nil
+}
+
+// RequireTransportSecurity implements credentials.PerRPCCredentials.
+func (accessToken) RequireTransportSecurity() bool { return true }
+
+var errJoinTimeout = fmt.Errorf("the cloud did not answer within %s: is that address the tunnel's gRPC port?", joinTimeout)
+
+// explain adds to an error what a person can do about it.
+func explain(err error) error {
+	var hint string
+	switch msg := fmt.Sprint(err); {
+	case err == nil:
+		return nil
+	case status.Code(err) == codes.Unauthenticated:
+		hint = "check that this node's line in the cloud's token file matches the token here"
+	case status.Code(err) == codes.Aborted:
+		hint = "is another edge running with this node's name and token?"
+	case strings.Contains(msg, "certificate signed by unknown authority"):
+		hint = "cert in [mode.edge.stream.client] must be the CA that signed the cloud's certificate"
+	case strings.Contains(msg, "x509: certificate is"):
+		hint = "dns in [mode.edge.stream.client] must be a name in the cloud's certificate"
+	case strings.Contains(msg, "certificate has expired or is not yet valid"):
+		hint = "check this machine's clock, then the cloud's certificate"
+	case strings.Contains(msg, "connection refused"):
+		hint = "is the cloud running, and is servername in [mode.edge.stream.client] its address?"
+	case strings.Contains(msg, "no such host"):
+		hint = "check servername in [mode.edge.stream.client]"
+	default:
+		return err
+	}
+	return fmt.Errorf("%w (%s)", err, hint)
+}

@@ -1,0 +1,187 @@
+package stream
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"time"
+
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/protobuf/proto"
+
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// edgeSession is the edge's end of a session.
+type edgeSession struct {
+	session
+	client  pb.StreamClient
+	abandon context.CancelCauseFunc // ends the control stream
+
+	// Guarded by session.mu.
+	beatSent time.Time // of the heartbeat that waits for its echo; zero: none does
+}
+
+var _ tunnel.Link = (*edgeSession)(nil)
+
+// serveUntil serves the session until it ends. When ctx is done it drains: the cloud
+// is told, and conns may go on until sctx is done.
+func (s *edgeSession) serveUntil(ctx, sctx context.Context) error {
+	stop := context.AfterFunc(ctx, func() {
+		s.mu.Lock()
+		s.leaving = true
+		s.mu.Unlock()
+		s.drain(sctx)
+		s.Close(errStopping)
+	})
+	s.wg.Go(func() { s.beat() })
+	err := s.run(sctx)
+	stop()
+	s.abandon(err)
+	return err
+}
+
+var errStopping = errors.New("this edge is stopping")
+
+// beat sends heartbeats until the session ends.
+func (s *edgeSession) beat() {
+	ticker := time.NewTicker(heartbeatInterval)
+	defer ticker.Stop()
+	for {
+		s.mu.Lock()
+		late := !s.beatSent.IsZero()
+		s.beatSent = time.Now()
+		s.mu.Unlock()
+		if late {
+			s.Close(fmt.Errorf("the cloud has not answered a heartbeat for %s", heartbeatInterval))
+			return
+		}
+		s.post(message(typeHeartbeat, "", &pb.Heartbeat{Sent: time.Now().UnixNano(), RoundTrip: s.pub.RTT.Load()}))
+		select {
+		case <-ticker.C:
+		case <-s.done:
+			return
+		}
+	}
+}
+
+// heartbeat takes the echo of one.
+func (s *edgeSession) heartbeat(*tunnel.Message) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.beatSent.IsZero() {
+		s.pub.RTT.Store(int64(time.Since(s.beatSent)))
+		s.beatSent = time.Time{}
+	}
+	return nil
+}
+
+// cloudLeaves notes that the cloud is about to stop. The session ends when the cloud
+// ends it; until then it serves what is still asked for.
+func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
+	var d pb.Drain
+	if err := proto.Unmarshal(m.Data, &d); err != nil {
+		return fmt.Errorf("drain: %w", err)
+	}
+	s.log.Info("cloud is about to stop", "dur", time.Duration(d.GetGraceSeconds())*time.Second)
+	return nil
+}
+
+// Dial implements tunnel.Link. An edge cannot ask the cloud to dial.
+func (s *edgeSession) Dial(context.Context, tunnel.Request) (net.Conn, error) {
+	return nil, tunnel.Refusef(tunnel.Denied, "an edge may not dial through the cloud")
+}
+
+// serving is an open request that the edge works on, from its message to the end of
+// its conn.
+type serving struct{ cancel context.CancelFunc }
+
+func (s *serving) abort() { s.cancel() }
+
+// cancelTopic gives up what a topic stands for: the cloud's caller has gone.
+func (s *edgeSession) cancelTopic(m *tunnel.Message) error {
+	if t := s.lookup(m.Topic); t != nil {
+		t.abort()
+	}
+	return nil
+}
+
+// Serve implements tunnel.Link: it works on the open request m in a goroutine of the
+// session.
+func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
+	var open pb.Open
+	if err := proto.Unmarshal(m.Data, &open); err != nil {
+		return fmt.Errorf("open: %w", err)
+	}
+	r := tunnel.Request{
+		Node: s.pub.Node, Category: m.Category, Network: open.GetNetwork(),
+		Addr: m.Addr, Caller: text(open.GetCaller()),
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	if refusal := s.add(m.Topic, &serving{cancel}); refusal != nil {
+		cancel()
+		s.refuse(m.Topic, refusal)
+		return nil
+	}
+	go func() { // remove tells the session that it has ended
+		defer s.remove(m.Topic)
+		defer cancel()
+		if err := s.guard(func() error { return s.serve(ctx, m.Topic, r, dial) }); err != nil {
+			s.Close(err)
+		}
+	}()
+	return nil
+}
+
+// serve dials the target and carries its conn. An error, which only a panic makes,
+// ends the session.
+func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, dial tunnel.DialFunc) error {
+	log := s.log.With("topic", name, "target", r.Addr)
+	started := time.Now()
+	dctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	target, err := dial(dctx, r)
+	cancel()
+	if err != nil {
+		log.Debug("target refused", "err", err)
+		s.refuse(name, err)
+		return nil
+	}
+	sctx, end := context.WithCancel(ctx)
+	defer end()
+	stream, err := s.client.Connect(metadata.AppendToOutgoingContext(sctx, topicKey, name))
+	if err != nil {
+		log.Debug("cannot open the conn", "err", err)
+		tunnel.Reset(target)
+		return nil
+	}
+	gone := make(chan struct{})
+	c := newConn(connConfig{
+		stream: stream, isEdge: true, blocks: s.blocks, counters: s.counters,
+		local: addr(s.pub.Node), remote: addr(r.Caller),
+		ended: func(err error) {
+			if err != nil {
+				end()
+			}
+		},
+		gone: func() { close(gone) },
+	})
+	stop := c.watch(ctx)
+	defer stop()
+	s.counters.Conns.Add(1)
+	received, sent, err := tunnel.Splice(ctx, c, target)
+	<-gone
+	log.Debug("conn ended", "bytes", received+sent, "err", err, "dur", time.Since(started).Round(time.Microsecond))
+	return nil
+}
+
+// refuse tells the cloud that a request led to no conn.
+func (s *edgeSession) refuse(name string, err error) {
+	code, words := tunnel.CodeOf(err), err.Error()
+	if r, ok := errors.AsType[*tunnel.Refusal](err); ok {
+		words = r.Text
+	}
+	s.counters.Refuse(code)
+	s.post(message(typeRefused, name, &pb.Refused{Code: pb.Code(code), Text: text(words)}))
+}

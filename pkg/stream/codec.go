@@ -1,0 +1,277 @@
+package stream
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync"
+
+	"google.golang.org/grpc/encoding"
+	_ "google.golang.org/grpc/encoding/proto" // registers the codec for everything but chunks
+	"google.golang.org/grpc/mem"
+)
+
+// The codec writes and reads tunnel.v1.Chunk by hand, so that forwarded bytes are
+// copied once, from the socket into a pooled block, and never again on the sending
+// side; the receiving side hands out gRPC's own buffers. The wire is plain protobuf.
+
+// Protobuf keys of Chunk's fields: number<<3 | wire type.
+const (
+	keyData = 1<<3 | 2
+	keyFin  = 2<<3 | 0
+	keyStop = 3<<3 | 0
+)
+
+const (
+	// chunkHeader is what stands before the payload in a block: the key of data and
+	// its length as a varint of three bytes. A varint may be longer than it needs to
+	// be, so the length can be filled in after the payload has been read into place.
+	chunkHeader = 1 + 3
+	// chunkTrailer is room for fin and stop behind the payload.
+	chunkTrailer = 4
+	// grpcHeader is gRPC's message prefix (compressed flag and length).
+	grpcHeader = 5
+	// maxPayload makes a full chunk exactly two HTTP/2 DATA frames of the 16,384
+	// bytes that grpc-go sends at most.
+	maxPayload = 2*16384 - grpcHeader - chunkHeader
+	// maxIncoming is the longest payload that is accepted. It leaves peers room to
+	// choose another size than ours.
+	maxIncoming = 64 << 10
+	// maxMessage bounds every gRPC message, control messages included.
+	maxMessage = maxIncoming + 1024
+)
+
+// blocks is a pool of buffers, each with room for one chunk. It is shared by all the
+// conns of a process.
+type blocks struct{ pool sync.Pool }
+
+func (b *blocks) get() *[]byte {
+	if p, ok := b.pool.Get().(*[]byte); ok {
+		return p
+	}
+	p := make([]byte, chunkHeader+maxPayload+chunkTrailer)
+	return &p
+}
+
+func (b *blocks) put(p *[]byte) {
+	*p = (*p)[:cap(*p)]
+	b.pool.Put(p)
+}
+
+// payload is the part of a block that holds forwarded bytes.
+func payload(p *[]byte) []byte { return (*p)[chunkHeader : chunkHeader+maxPayload] }
+
+// outgoing is a chunk to be sent: a block whose payload is in place.
+type outgoing struct {
+	block     *[]byte
+	n         int // bytes of payload
+	fin, stop bool
+	pool      mem.BufferPool // where the block goes when gRPC has written it
+	taken     bool           // Marshal has given the block to gRPC
+}
+
+// encode finishes the block around its payload and returns it as one buffer.
+func (o *outgoing) encode() mem.BufferSlice {
+	b := (*o.block)[:chunkHeader+o.n]
+	b[0] = keyData
+	b[1] = byte(o.n) | 0x80
+	b[2] = byte(o.n>>7) | 0x80
+	b[3] = byte(o.n >> 14)
+	if o.fin {
+		b = append(b, keyFin, 1)
+	}
+	if o.stop {
+		b = append(b, keyStop, 1)
+	}
+	*o.block = b
+	o.taken = true
+	return mem.BufferSlice{mem.NewBuffer(o.block, o.pool)}
+}
+
+// incoming is a chunk that was received. Whoever takes data frees it.
+type incoming struct {
+	data      mem.BufferSlice
+	fin, stop bool
+}
+
+// codec is a gRPC codec for both planes: chunks by hand, everything else as the
+// registered protobuf codec does it.
+type codec struct{ proto encoding.CodecV2 }
+
+func newCodec() codec { return codec{encoding.GetCodecV2("proto")} }
+
+// Name returns the content-subtype, which is that of plain protobuf.
+func (codec) Name() string { return "proto" }
+
+// Marshal encodes an *outgoing without copying its payload, or a protobuf message.
+func (c codec) Marshal(v any) (mem.BufferSlice, error) {
+	if o, ok := v.(*outgoing); ok {
+		return o.encode(), nil
+	}
+	return c.proto.Marshal(v)
+}
+
+// Unmarshal decodes into an *incoming, which then holds references to data's
+// buffers, or into a protobuf message.
+func (c codec) Unmarshal(data mem.BufferSlice, v any) error {
+	if in, ok := v.(*incoming); ok {
+		return in.decode(data)
+	}
+	return c.proto.Unmarshal(data, v)
+}
+
+var errTruncated = errors.New("chunk is cut short")
+
+// decode parses a Chunk as the protobuf encoding has it
+// (protobuf.dev/programming-guides/encoding): fields in any order, unknown ones
+// skipped, the last of several wins.
+func (in *incoming) decode(data mem.BufferSlice) (err error) {
+	*in = incoming{}
+	defer func() {
+		if err != nil {
+			in.free()
+		}
+	}()
+	c := cursor{bufs: data, left: data.Len()}
+	for c.left > 0 {
+		key, err := c.uvarint()
+		if err != nil {
+			return err
+		}
+		switch key {
+		case keyData:
+			n, err := c.length()
+			if err != nil {
+				return err
+			}
+			if n > maxIncoming {
+				return fmt.Errorf("chunk holds %d bytes; %d are allowed", n, maxIncoming)
+			}
+			in.free()
+			in.data = c.take(n)
+		case keyFin, keyStop:
+			v, err := c.uvarint()
+			if err != nil {
+				return err
+			}
+			if key == keyFin {
+				in.fin = v != 0
+			} else {
+				in.stop = v != 0
+			}
+		default:
+			if err := c.skip(key); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (in *incoming) free() {
+	in.data.Free()
+	in.data = nil
+}
+
+// cursor walks over the bytes of several buffers.
+type cursor struct {
+	bufs mem.BufferSlice
+	off  int // into bufs[0]
+	left int // bytes in all
+}
+
+func (c *cursor) byte() (byte, error) {
+	if c.left == 0 {
+		return 0, errTruncated
+	}
+	for c.off == c.bufs[0].Len() {
+		c.bufs, c.off = c.bufs[1:], 0
+	}
+	b := c.bufs[0].ReadOnlyData()[c.off]
+	c.off++
+	c.left--
+	return b, nil
+}
+
+func (c *cursor) uvarint() (uint64, error) {
+	var buf [binary.MaxVarintLen64]byte
+	for i := range buf {
+		b, err := c.byte()
+		if err != nil {
+			return 0, err
+		}
+		buf[i] = b
+		if b < 0x80 {
+			v, n := binary.Uvarint(buf[:i+1])
+			if n <= 0 {
+				break
+			}
+			return v, nil
+		}
+	}
+	return 0, errors.New("chunk has a varint of more than 64 bits")
+}
+
+// length reads the length of a field and checks that so many bytes are there.
+func (c *cursor) length() (int, error) {
+	n, err := c.uvarint()
+	if err != nil {
+		return 0, err
+	}
+	if n > uint64(c.left) {
+		return 0, errTruncated
+	}
+	return int(n), nil
+}
+
+// take returns references to the next n bytes; n has been checked.
+func (c *cursor) take(n int) mem.BufferSlice {
+	var out mem.BufferSlice
+	c.walk(n, func(b mem.Buffer, from, to int) { out = append(out, b.Slice(from, to)) })
+	return out
+}
+
+// walk passes over n bytes, calling f for the part of each buffer.
+func (c *cursor) walk(n int, f func(b mem.Buffer, from, to int)) {
+	c.left -= n
+	for n > 0 {
+		part := min(n, c.bufs[0].Len()-c.off)
+		if part > 0 {
+			f(c.bufs[0], c.off, c.off+part)
+		}
+		c.off += part
+		n -= part
+		if n > 0 {
+			c.bufs, c.off = c.bufs[1:], 0
+		}
+	}
+}
+
+// skip passes over the value of an unknown field.
+func (c *cursor) skip(key uint64) error {
+	if key>>3 == 0 {
+		return errors.New("chunk has a field number 0")
+	}
+	n := 0
+	switch key & 7 {
+	case 0:
+		_, err := c.uvarint()
+		return err
+	case 1:
+		n = 8
+	case 2:
+		var err error
+		if n, err = c.length(); err != nil {
+			return err
+		}
+	case 5:
+		n = 4
+	default:
+		return fmt.Errorf("chunk has a field of wire type %d", key&7)
+	}
+	if n > c.left {
+		return errTruncated
+	}
+	c.walk(n, func(mem.Buffer, int, int) {})
+	return nil
+}

@@ -1,0 +1,227 @@
+package stream
+
+import (
+	"io"
+	"net"
+	"syscall"
+
+	"google.golang.org/grpc/mem"
+
+	"tunnel/pkg/tunnel"
+)
+
+// Read reads what has arrived, or waits for it.
+func (c *conn) Read(p []byte) (n int, err error) {
+	c.readMu.Lock()
+	defer c.readMu.Unlock()
+	expired := c.readDeadline.wait()
+	if isClosed(c.readDone) {
+		return 0, c.opError("read", net.ErrClosed)
+	}
+	if isClosed(expired) {
+		return 0, c.opError("read", errTimeout)
+	}
+	if len(p) == 0 {
+		return 0, nil
+	}
+	if len(c.current) == 0 {
+		c.startReceiver()
+		select {
+		case chunk, ok := <-c.in:
+			if !ok {
+				return 0, c.endOfInput()
+			}
+			c.current = chunk
+		case <-c.readDone:
+			return 0, c.opError("read", net.ErrClosed)
+		case <-expired:
+			return 0, c.opError("read", errTimeout)
+		}
+	}
+	return c.take(p), nil
+}
+
+// take moves bytes of the current chunk to p; caller holds readMu.
+func (c *conn) take(p []byte) (n int) {
+	for len(c.current) > 0 && n < len(p) {
+		m, rest := mem.ReadUnsafe(p[n:], c.current[0])
+		n += m
+		if rest != nil {
+			c.current[0] = rest
+			break
+		}
+		c.current = c.current[1:]
+	}
+	return n
+}
+
+// endOfInput is the error of a Read when nothing more will come: io.EOF after fin.
+func (c *conn) endOfInput() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.finGot {
+		return io.EOF
+	}
+	return c.opError("read", tunnel.ErrReset)
+}
+
+// startReceiver starts the receiver goroutine unless somebody receives already.
+func (c *conn) startReceiver() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.startReceiverLocked()
+}
+
+func (c *conn) startReceiverLocked() {
+	if c.receiving {
+		return
+	}
+	c.receiving = true
+	if isClosed(c.over) {
+		close(c.in)
+		return
+	}
+	c.goLocked(func() { c.receiveLoop(true) })
+}
+
+// receiveLoop passes chunks to Read until fin, and throws away what comes when
+// nobody reads any more. It ends with the stream. open says that in is not closed;
+// the loop closes it.
+func (c *conn) receiveLoop(open bool) {
+	for {
+		var m incoming
+		if err := c.stream.RecvMsg(&m); err != nil {
+			c.streamError(err)
+			break
+		}
+		c.counters.BytesReceived.Add(uint64(m.data.Len()))
+		if len(m.data) > 0 {
+			select {
+			case c.in <- m.data:
+			case <-c.readDone:
+				m.free()
+			case <-c.over:
+				m.free()
+			}
+		}
+		if c.note(m.fin, m.stop) && open {
+			close(c.in)
+			open = false
+		}
+	}
+	if open {
+		close(c.in)
+	}
+}
+
+// note takes the ends of directions that a chunk announced and reports whether fin
+// was among them. It comes after the chunk's data has been handed on.
+func (c *conn) note(fin, stop bool) bool {
+	if !fin && !stop {
+		return false
+	}
+	c.mu.Lock()
+	c.finGot = c.finGot || fin
+	if stop && !c.stopGot {
+		c.stopGot = true
+		if !isClosed(c.writeDone) {
+			c.writeErr = syscall.EPIPE
+			close(c.writeDone)
+		}
+	}
+	finished := c.bothEndedLocked()
+	c.mu.Unlock()
+	if finished {
+		c.finish()
+	}
+	return fin
+}
+
+// WriteTo writes what arrives to w until fin. It receives by itself when no Read has
+// come before. Errors are w's own, or ErrReset.
+func (c *conn) WriteTo(w io.Writer) (n int64, err error) {
+	c.mu.Lock()
+	inline := !c.receiving && !isClosed(c.over) && !isClosed(c.readDone)
+	if inline {
+		c.receiving = true
+	}
+	c.mu.Unlock()
+	if !inline {
+		return c.writeQueued(w)
+	}
+	defer c.receiveRest()
+	var vec net.Buffers
+	for {
+		var m incoming
+		if err := c.stream.RecvMsg(&m); err != nil {
+			c.streamError(err)
+			return n, c.opError("read", tunnel.ErrReset)
+		}
+		size := int64(m.data.Len())
+		c.counters.BytesReceived.Add(uint64(size))
+		if size > 0 {
+			written, err := writeChunk(w, m.data, &vec)
+			m.free()
+			n += written
+			if err != nil {
+				c.note(m.fin, m.stop)
+				return n, err
+			}
+		}
+		if c.note(m.fin, m.stop) {
+			return n, nil
+		}
+		if isClosed(c.readDone) {
+			return n, c.opError("read", net.ErrClosed)
+		}
+	}
+}
+
+// writeChunk writes the buffers of a chunk, in one system call where w is a socket.
+// vec is memory to be used again.
+func writeChunk(w io.Writer, data mem.BufferSlice, vec *net.Buffers) (int64, error) {
+	if len(data) == 1 {
+		n, err := w.Write(data[0].ReadOnlyData())
+		return int64(n), err
+	}
+	v := (*vec)[:0]
+	for _, b := range data {
+		v = append(v, b.ReadOnlyData())
+	}
+	*vec = v
+	return v.WriteTo(w)
+}
+
+// receiveRest lets a goroutine receive what WriteTo did not: a stop that comes after
+// fin, what arrives after a failed write, the end of the stream.
+func (c *conn) receiveRest() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.finGot || isClosed(c.over) {
+		close(c.in)
+		c.goLocked(func() { c.receiveLoop(false) })
+		return
+	}
+	c.goLocked(func() { c.receiveLoop(true) })
+}
+
+// writeQueued is WriteTo for a conn that has been read before.
+func (c *conn) writeQueued(w io.Writer) (n int64, err error) {
+	buf := make([]byte, maxPayload)
+	for {
+		m, rerr := c.Read(buf)
+		if m > 0 {
+			written, werr := w.Write(buf[:m])
+			n += int64(written)
+			if werr != nil {
+				return n, werr
+			}
+		}
+		if rerr == io.EOF { //nolint:errorlint // Read returns io.EOF itself
+			return n, nil
+		}
+		if rerr != nil {
+			return n, rerr
+		}
+	}
+}

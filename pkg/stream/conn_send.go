@@ -1,0 +1,253 @@
+package stream
+
+import (
+	"io"
+
+	"sync/atomic"
+	"syscall"
+
+	"google.golang.org/grpc/mem"
+
+	"tunnel/pkg/tunnel"
+)
+
+// Write queues p and returns when all of it is queued: it waits while more than one
+// chunk is.
+func (c *conn) Write(p []byte) (n int, err error) {
+	c.writeMu.Lock()
+	defer c.writeMu.Unlock()
+	for {
+		// The deadline comes first: one in the past fails even where there is room.
+		expired := c.writeDeadline.wait()
+		if isClosed(expired) {
+			return n, c.opError("write", errTimeout)
+		}
+		m, err := c.queue(p[n:])
+		n += m
+		if err != nil {
+			return n, c.opError("write", err)
+		}
+		if n == len(p) {
+			return n, nil
+		}
+		select {
+		case <-c.space:
+		case <-expired:
+		case <-c.writeDone:
+		}
+	}
+}
+
+// queue appends to the tail what fits.
+func (c *conn) queue(p []byte) (n int, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if isClosed(c.writeDone) {
+		return 0, c.writeErr
+	}
+	if len(p) == 0 {
+		return 0, nil
+	}
+	if c.tail == nil {
+		c.tail = c.blocks.get()
+	}
+	n = copy(payload(c.tail)[c.tailLen:], p)
+	c.tailLen += n
+	c.startSenderLocked()
+	return n, nil
+}
+
+// startSenderLocked wakes the sender, or starts it.
+func (c *conn) startSenderLocked() {
+	if !c.sending {
+		c.sending = true
+		c.goLocked(c.sendLoop)
+	}
+	select {
+	case c.wake <- struct{}{}:
+	default:
+	}
+}
+
+// sendLoop sends what Write, CloseWrite and CloseRead leave for it.
+func (c *conn) sendLoop() {
+	for {
+		select {
+		case <-c.wake:
+		case <-c.over:
+			return
+		}
+		for {
+			if !c.flow.wait(c.over) {
+				return
+			}
+			c.sendMu.Lock()
+			sent, err := c.sendPending()
+			c.sendMu.Unlock()
+			if err != nil {
+				// The receiver is told why the stream has ended.
+				return
+			}
+			if !sent {
+				break
+			}
+		}
+	}
+}
+
+// sendPending sends the tail and the ends of directions that are due. Caller holds
+// sendMu. sent is false when there was nothing.
+func (c *conn) sendPending() (sent bool, err error) {
+	c.mu.Lock()
+	o := &outgoing{
+		block: c.tail, n: c.tailLen,
+		fin:  c.finWanted && !c.finSent,
+		stop: c.stopWanted && !c.stopSent,
+	}
+	if o.n == 0 && !o.fin && !o.stop {
+		c.mu.Unlock()
+		return false, nil
+	}
+	c.tail, c.tailLen = nil, 0
+	c.mu.Unlock()
+	select {
+	case c.space <- struct{}{}:
+	default:
+	}
+	if o.block == nil {
+		o.block = c.blocks.get()
+	}
+	return true, c.send(o)
+}
+
+// send sends one chunk; caller holds sendMu. It waits while the other side's window
+// is full. The error says only that the stream has ended.
+func (c *conn) send(o *outgoing) error {
+	o.pool = &c.flow
+	c.flow.add()
+	if err := c.stream.SendMsg(o); err != nil {
+		if !o.taken {
+			c.flow.Put(o.block)
+		}
+		return tunnel.ErrReset
+	}
+	c.counters.BytesSent.Add(uint64(o.n))
+	if !o.fin && !o.stop {
+		return nil
+	}
+	c.mu.Lock()
+	c.finSent = c.finSent || o.fin
+	c.stopSent = c.stopSent || o.stop
+	finished := c.bothEndedLocked()
+	c.mu.Unlock()
+	if finished {
+		c.finish()
+	}
+	return nil
+}
+
+// finish is called when both directions have ended. The cloud ends the stream;
+// the edge waits for that end, which tells it that the cloud has everything.
+func (c *conn) finish() {
+	if !c.isEdge {
+		c.end(nil)
+	}
+}
+
+// ReadFrom sends what src gives until its end: read into a block, sent from there.
+// Errors are src's own, or say that this conn takes no more.
+func (c *conn) ReadFrom(src io.Reader) (n int64, err error) {
+	for {
+		if !c.flow.wait(c.writeDone) {
+			return n, c.opError("write", c.writeError())
+		}
+		block := c.blocks.get()
+		m, rerr := src.Read(payload(block))
+		if m == 0 {
+			c.blocks.put(block)
+		} else {
+			if err := c.sendBlock(block, m); err != nil {
+				return n, c.opError("write", err)
+			}
+			n += int64(m)
+		}
+		if rerr == io.EOF { //nolint:errorlint // io.Reader's contract is io.EOF itself
+			return n, nil
+		}
+		if rerr != nil {
+			return n, rerr
+		}
+	}
+}
+
+// sendBlock sends a block behind everything that Write has queued.
+func (c *conn) sendBlock(block *[]byte, n int) error {
+	c.sendMu.Lock()
+	defer c.sendMu.Unlock()
+	if isClosed(c.writeDone) {
+		c.blocks.put(block)
+		return c.writeError()
+	}
+	if _, err := c.sendPending(); err != nil {
+		c.blocks.put(block)
+		return err
+	}
+	return c.send(&outgoing{block: block, n: n})
+}
+
+func (c *conn) writeError() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.writeErr == nil {
+		return syscall.EPIPE
+	}
+	return c.writeErr
+}
+
+// maxInFlight is how many chunks of a conn may be on their way from SendMsg to the
+// socket. While that many are, nothing is read from the source, so that what comes
+// in small pieces leaves in large ones when the link is the bottleneck. When it is
+// not, nothing waits. Bulk transfers stay below it: gRPC takes 64 KiB per stream.
+const maxInFlight = 4
+
+// flow counts the blocks of a conn that gRPC has not written yet. It is the
+// mem.BufferPool to which gRPC returns them.
+type flow struct {
+	blocks   *blocks
+	inFlight atomic.Int32
+	room     chan struct{} // one token: a block came back
+}
+
+var _ mem.BufferPool = (*flow)(nil)
+
+func (f *flow) init(b *blocks) {
+	f.blocks = b
+	f.room = make(chan struct{}, 1)
+}
+
+func (f *flow) add() { f.inFlight.Add(1) }
+
+// Get implements mem.BufferPool. gRPC never calls it on the pool of a buffer.
+func (f *flow) Get(int) *[]byte { return f.blocks.get() }
+
+// Put implements mem.BufferPool: gRPC has written the block.
+func (f *flow) Put(block *[]byte) {
+	f.blocks.put(block)
+	f.inFlight.Add(-1)
+	select {
+	case f.room <- struct{}{}:
+	default:
+	}
+}
+
+// wait returns true when another chunk may be sent, and false when done is closed.
+func (f *flow) wait(done <-chan struct{}) bool {
+	for f.inFlight.Load() >= maxInFlight {
+		select {
+		case <-f.room:
+		case <-done:
+			return false
+		}
+	}
+	return !isClosed(done)
+}

@@ -1,0 +1,73 @@
+package stream
+
+import (
+	"sync"
+	"time"
+)
+
+// deadline is a point in time that a blocked Read or Write can wait for and that
+// can be moved meanwhile.
+type deadline struct {
+	mu      sync.Mutex
+	timer   *time.Timer
+	expired chan struct{} // closed when the deadline has passed; replaced when it is moved
+	passed  bool          // expired is closed
+}
+
+func newDeadline() deadline { return deadline{expired: make(chan struct{})} }
+
+// set moves the deadline to t; the zero time means none.
+func (d *deadline) set(t time.Time) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.timer != nil {
+		d.timer.Stop()
+		d.timer = nil
+	}
+	if d.passed {
+		d.expired, d.passed = make(chan struct{}), false
+	}
+	if t.IsZero() {
+		return
+	}
+	left := time.Until(t)
+	if left <= 0 {
+		d.passLocked()
+		return
+	}
+	// A timer that could not be stopped in time finds another channel or another
+	// timer in place, and does nothing.
+	var timer *time.Timer
+	timer = time.AfterFunc(left, func() {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		if d.timer == timer {
+			d.passLocked()
+		}
+	})
+	d.timer = timer
+}
+
+func (d *deadline) passLocked() {
+	if !d.passed {
+		close(d.expired)
+		d.passed = true
+	}
+}
+
+// wait returns a channel that is closed when the deadline has passed.
+func (d *deadline) wait() <-chan struct{} {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.expired
+}
+
+// isClosed reports whether c is closed.
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}

@@ -1,0 +1,305 @@
+package stream
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+
+	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// patience is how long a test waits for what must happen.
+const patience = 10 * time.Second
+
+// rig is a cloud and edges in one process, over TLS on loopback.
+type rig struct {
+	t        *testing.T
+	dir      *tunnel.Directory
+	server   *Server
+	auth     *fakeAuth
+	counters *tunnel.Counters
+	ca       *auth.CA
+	stop     context.CancelFunc // of the server
+	stopped  chan error
+}
+
+// fakeAuth accepts the token "token-NODE" of every node.
+type fakeAuth struct {
+	mu      sync.Mutex
+	revoked map[tunnel.NodeName]chan struct{}
+}
+
+func (a *fakeAuth) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, error) {
+	node, err := tunnel.ParseNodeName(c.Node)
+	if err != nil || c.Token.Reveal() != "token-"+c.Node {
+		return auth.Grant{}, auth.ErrUnauthenticated
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.revoked == nil {
+		a.revoked = make(map[tunnel.NodeName]chan struct{})
+	}
+	if a.revoked[node] == nil {
+		a.revoked[node] = make(chan struct{})
+	}
+	return auth.Grant{Node: node, Revoked: a.revoked[node]}, nil
+}
+
+func (a *fakeAuth) revoke(n tunnel.NodeName) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	close(a.revoked[n])
+	delete(a.revoked, n)
+}
+
+func testLog(t *testing.T) *slog.Logger {
+	if os.Getenv("TUNNEL_TEST_LOG") == "" {
+		return slog.New(slog.DiscardHandler)
+	}
+	return slog.New(slog.NewTextHandler(testWriter{t}, &slog.HandlerOptions{Level: slog.LevelDebug}))
+}
+
+type testWriter struct{ t *testing.T }
+
+func (w testWriter) Write(p []byte) (int, error) {
+	fmt.Fprintf(os.Stderr, "%s: %s", w.t.Name(), p)
+	return len(p), nil
+}
+
+func newRig(t *testing.T, change ...func(*ServerConfig)) *rig {
+	t.Helper()
+	ca, err := auth.NewCA("test", time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, key, err := ca.Issue(auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true, TTL: time.Hour})
+	if err != nil {
+		t.Fatal(err)
+	}
+	pair, err := tls.X509KeyPair(cert, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	r := &rig{t: t, dir: &tunnel.Directory{}, auth: &fakeAuth{}, counters: &tunnel.Counters{}, ca: ca, stopped: make(chan error, 1)}
+	cfg := ServerConfig{
+		Listen: "127.0.0.1:0", TLS: &tls.Config{Certificates: []tls.Certificate{pair}},
+		Auth: r.auth, Counters: r.counters, Log: testLog(t), Grace: patience, Software: "test",
+	}
+	for _, f := range change {
+		f(&cfg)
+	}
+	r.server, err = NewServer(cfg, r.dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	r.stop = cancel
+	go func() { r.stopped <- r.server.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		select {
+		case err := <-r.stopped:
+			if err != nil {
+				t.Errorf("server: %v", err)
+			}
+		case <-time.After(2 * patience):
+			t.Error("server does not stop")
+		}
+		if n := r.counters.Panics.Load(); n != 0 {
+			t.Errorf("%d panics", n)
+		}
+	})
+	r.eventually("the server listens", func() bool { return r.server.Addr() != nil })
+	return r
+}
+
+// eventually waits for something that happens soon in another goroutine.
+func (r *rig) eventually(what string, ok func() bool) {
+	r.t.Helper()
+	eventually(r.t, what, ok)
+}
+
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(patience); !ok(); {
+		if time.Now().After(end) {
+			t.Fatalf("not within %s: %s", patience, what)
+		}
+		time.Sleep(time.Millisecond)
+	}
+}
+
+// edgeModule is an edge's module that dials what the test says.
+type edgeModule struct {
+	name string
+	dial tunnel.DialFunc
+}
+
+func (e *edgeModule) Name() string { return e.name }
+func (e *edgeModule) Routes() map[string]tunnel.Handler {
+	return map[string]tunnel.Handler{tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
+		return from.Serve(m, e.dial)
+	}}
+}
+func (e *edgeModule) Run(ctx context.Context) error { <-ctx.Done(); return nil }
+
+// direct dials as the operating system does.
+func direct(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", r.Addr)
+	if err != nil {
+		return nil, tunnel.Refusef(tunnel.Refused, "%v", err)
+	}
+	return c, nil
+}
+
+// edge is one client of a rig.
+type edge struct {
+	client  *Client
+	stop    context.CancelFunc
+	stopped chan error
+}
+
+func (r *rig) clientConfig(node string) ClientConfig {
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(r.ca.CertPEM())
+	return ClientConfig{
+		Address: r.server.Addr().String(), TLS: &tls.Config{RootCAs: pool, ServerName: "cloud"},
+		Node:  tunnel.NodeName(node),
+		Token: func() (auth.Secret, error) { return auth.Secret("token-" + node), nil },
+		Log:   testLog(r.t), Grace: patience, Software: "test",
+	}
+}
+
+// start runs a client until the test ends.
+func (r *rig) start(cfg ClientConfig, dial tunnel.DialFunc) *edge {
+	r.t.Helper()
+	c, err := NewClient(cfg, &edgeModule{"tcp", dial})
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	e := &edge{client: c, stop: cancel, stopped: make(chan error, 1)}
+	go func() { e.stopped <- c.Run(ctx) }()
+	r.t.Cleanup(func() { e.halt(r.t) })
+	return e
+}
+
+func (e *edge) halt(t *testing.T) {
+	e.stop()
+	select {
+	case err := <-e.stopped:
+		if err != nil {
+			t.Errorf("client: %v", err)
+		}
+		e.stopped <- nil
+	case <-time.After(2 * patience):
+		t.Error("client does not stop")
+	}
+}
+
+// join starts an edge and waits until both sides see its session.
+func (r *rig) join(node string, dial tunnel.DialFunc) *edge {
+	r.t.Helper()
+	e := r.start(r.clientConfig(node), dial)
+	r.eventually("node joins", func() bool { return e.client.Ready() == nil && r.dir.Holds(tunnel.NodeName(node)) })
+	return e
+}
+
+func (r *rig) dial(node, addr string) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	return r.dir.Dial(ctx, tunnel.Request{Node: tunnel.NodeName(node), Category: "tcp", Network: "tcp", Addr: addr, Caller: "test"})
+}
+
+func (r *rig) mustDial(node, addr string) net.Conn {
+	r.t.Helper()
+	c, err := r.dial(node, addr)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.t.Cleanup(func() { c.Close() })
+	return c
+}
+
+// target is a TCP listener behind the edge.
+type target struct{ net.Listener }
+
+func newTarget(t *testing.T) target {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { ln.Close() })
+	return target{ln}
+}
+
+func (l target) addr() string { return l.Addr().String() }
+
+func (l target) accept(t *testing.T) *net.TCPConn {
+	t.Helper()
+	l.Listener.(*net.TCPListener).SetDeadline(time.Now().Add(patience))
+	c, err := l.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	return c.(*net.TCPConn)
+}
+
+// pair is a conn on the cloud and the target's end of it.
+func (r *rig) pair(node string) (net.Conn, *net.TCPConn) {
+	r.t.Helper()
+	l := newTarget(r.t)
+	c := r.mustDial(node, l.addr())
+	return c, l.accept(r.t)
+}
+
+// wantErr checks that err is what a user of TCP would expect.
+func wantErr(t *testing.T, what string, err, want error) {
+	t.Helper()
+	if !errors.Is(err, want) {
+		t.Errorf("%s: got error %v, want %v", what, err, want)
+	}
+}
+
+// idle waits until nothing is left of any conn.
+func (r *rig) idle(edges ...*edge) {
+	r.t.Helper()
+	r.eventually("no conn is left", func() bool {
+		for _, s := range r.dir.Sessions() {
+			if s.Conns.Load() != 0 {
+				return false
+			}
+		}
+		for _, e := range edges {
+			if s := e.client.Session(); s != nil && s.Conns.Load() != 0 {
+				return false
+			}
+		}
+		return true
+	})
+}
+
+func readAll(t *testing.T, r io.Reader) []byte {
+	t.Helper()
+	b, err := io.ReadAll(r)
+	if err != nil {
+		t.Fatalf("reading to the end: %v (after %d bytes)", err, len(b))
+	}
+	return b
+}

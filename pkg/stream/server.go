@@ -1,0 +1,322 @@
+package stream
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/uuid"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"tunnel/pkg/auth"
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// ServerConfig is what a [Server] needs.
+type ServerConfig struct {
+	Listen   string             // address to listen on, such as ":9000"
+	TLS      *tls.Config        // the server's certificate
+	Auth     auth.Authenticator // who may join as which node
+	Counters *tunnel.Counters   // nil: nobody looks
+	Log      *slog.Logger
+	MaxConns int           // per session; 0: DefaultMaxConns
+	Grace    time.Duration // how long conns may go on when the server stops; 0: tunnel.GracePeriod
+	Software string        // what the edges are told runs here
+}
+
+// Server is the cloud's end of every session. It is the module "stream" of the cloud.
+type Server struct {
+	pb.UnimplementedStreamServer
+
+	// Set once.
+	cfg    ServerConfig
+	dir    *tunnel.Directory
+	router *tunnel.Router
+	blocks *blocks
+	log    *slog.Logger
+
+	addr     atomic.Pointer[net.Addr] // set while listening
+	stopping atomic.Bool              // no more joins
+	sessions sync.WaitGroup           // added to by handlers, which gRPC waits for
+}
+
+// NewServer makes a server that puts its sessions into dir and gives messages to the
+// routes of mods, and to its own.
+func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (*Server, error) {
+	if cfg.MaxConns == 0 {
+		cfg.MaxConns = DefaultMaxConns
+	}
+	if cfg.Grace == 0 {
+		cfg.Grace = tunnel.GracePeriod
+	}
+	if cfg.Counters == nil {
+		cfg.Counters = new(tunnel.Counters)
+	}
+	s := &Server{cfg: cfg, dir: dir, blocks: new(blocks), log: cfg.Log.With("module", category)}
+	router, err := tunnel.NewRouter(append([]tunnel.Module{s}, mods...)...)
+	if err != nil {
+		return nil, err
+	}
+	s.router = router
+	return s, nil
+}
+
+// Name implements tunnel.Module.
+func (s *Server) Name() string { return category }
+
+// Routes implements tunnel.Module: what edges may send. There is no open among it.
+func (s *Server) Routes() map[string]tunnel.Handler {
+	return map[string]tunnel.Handler{
+		typeHeartbeat: cloudHandler((*cloudSession).heartbeat),
+		typeRefused:   cloudHandler((*cloudSession).refused),
+		typeDrain:     cloudHandler((*cloudSession).edgeLeaves),
+	}
+}
+
+func cloudHandler(f func(*cloudSession, *tunnel.Message) error) tunnel.Handler {
+	return func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
+		return f(from.Link.(*cloudSession), m)
+	}
+}
+
+// Router returns the routes of this end, for the start-up line.
+func (s *Server) Router() *tunnel.Router { return s.router }
+
+// Addr returns the address the server listens on, nil before it does.
+func (s *Server) Addr() net.Addr {
+	if a := s.addr.Load(); a != nil {
+		return *a
+	}
+	return nil
+}
+
+// Ready returns nil while edges can join.
+func (s *Server) Ready() error {
+	switch {
+	case s.stopping.Load():
+		return errors.New("stopping")
+	case s.addr.Load() == nil:
+		return errors.New("not listening yet")
+	}
+	return nil
+}
+
+// Run implements tunnel.Module: it listens until ctx is done. Then no edge may join
+// any more, the connected ones are told, and conns have the grace period to end.
+func (s *Server) Run(ctx context.Context) error {
+	ln, err := net.Listen("tcp", s.cfg.Listen)
+	if err != nil {
+		return fmt.Errorf("listening for edges: %w (is another process on that port? see grpcport in [mode.cloud.stream.server])", err)
+	}
+	addr := ln.Addr()
+	s.addr.Store(&addr)
+	defer s.addr.Store(nil)
+
+	opts := append(serverOptions(s.cfg.MaxConns), grpc.Creds(serverCreds{credentials.NewTLS(s.cfg.TLS)}))
+	server := grpc.NewServer(opts...)
+	pb.RegisterStreamServer(server, s)
+
+	stopped := make(chan struct{})
+	go func() {
+		defer close(stopped)
+		<-ctx.Done()
+		s.stopping.Store(true)
+		s.drain()
+		stop(server)
+	}()
+	err = server.Serve(newJoinListener(ln))
+	if ctx.Err() == nil {
+		server.Stop()
+		return fmt.Errorf("serving edges on %s: %w", addr, err)
+	}
+	<-stopped
+	s.sessions.Wait()
+	return nil
+}
+
+// stop ends the gRPC server. Every session has been told to end; an edge that does
+// not hang up within a second is cut off.
+func stop(server *grpc.Server) {
+	timer := time.AfterFunc(time.Second, server.Stop)
+	defer timer.Stop()
+	server.GracefulStop() // waits for the handlers
+}
+
+// drain tells every edge and waits for their conns, for the grace period at most.
+func (s *Server) drain() {
+	ctx, cancel := context.WithTimeout(context.Background(), s.cfg.Grace)
+	defer cancel()
+	var wg sync.WaitGroup
+	for _, pub := range s.dir.Sessions() {
+		if cs, ok := pub.Link.(*cloudSession); ok {
+			wg.Go(func() { cs.drain(ctx) })
+		}
+	}
+	wg.Wait()
+	for _, pub := range s.dir.Sessions() {
+		pub.Close(status.Error(codes.Unavailable, "the cloud is stopping"))
+	}
+}
+
+// TunnelStreaming implements the control plane: one call is one session.
+func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
+	ctx := stream.Context()
+	t, err := transportOf(ctx)
+	if err != nil {
+		return status.Error(codes.Internal, err.Error())
+	}
+	cs, err := s.join(stream, t)
+	if err != nil {
+		s.cfg.Counters.JoinsRefused.Add(1)
+		s.log.Warn("join refused", "remote", t.conn.RemoteAddr().String(), "err", err)
+		t.conn.closeSoon()
+		return err
+	}
+	// From here on every way out goes through the session's end.
+	s.sessions.Add(1)
+	stop := context.AfterFunc(ctx, func() { cs.Close(errLost) })
+	defer stop()
+	err = cs.run(ctx)
+	s.dir.Detach(cs.pub)
+	cs.log.Info("session ended", "err", err, "dur", time.Since(cs.pub.Since).Round(time.Millisecond))
+	t.conn.closeSoon()
+	go func() {
+		// The loops are freed when this handler has returned.
+		cs.wg.Wait()
+		s.sessions.Done()
+	}()
+	if errors.Is(err, io.EOF) {
+		return nil // the edge has closed the stream: a clean end
+	}
+	return err
+}
+
+var errLost = errors.New("connection lost")
+
+// join turns a control stream into a session, or refuses it with a status.
+func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cloudSession, error) {
+	ctx := stream.Context()
+	if s.stopping.Load() {
+		return nil, status.Error(codes.Unavailable, "this replica is stopping")
+	}
+	grant, err := s.authenticate(ctx)
+	if err != nil {
+		return nil, err
+	}
+	hello, err := receiveHello(stream)
+	if err != nil {
+		return nil, status.Errorf(codes.InvalidArgument, "joining: %v", err)
+	}
+	if hello.GetVersion() != Version {
+		return nil, status.Errorf(codes.FailedPrecondition,
+			"this edge speaks version %d of the protocol and the cloud version %d: install the release of the cloud (%s) on node %s",
+			hello.GetVersion(), Version, s.cfg.Software, grant.Node)
+	}
+	id := uuid.NewString()
+	cs := &cloudSession{transport: t}
+	cs.pub = &tunnel.Session{ID: id, Node: grant.Node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Link: cs}
+	cs.log = s.log.With("node", grant.Node, "session", id)
+	cs.router, cs.counters, cs.blocks = s.router, s.cfg.Counters, s.blocks
+	cs.stream, cs.maxConns = stream, int64(s.cfg.MaxConns)
+	cs.init()
+	if !t.session.CompareAndSwap(nil, cs) {
+		return nil, status.Error(codes.AlreadyExists, "this connection has a session already")
+	}
+	t.conn.joined()
+
+	// Our hello is the first message in the outbox, so no open can overtake it.
+	cs.post(message(typeHello, "", &pb.Hello{
+		Version: Version, Software: s.cfg.Software, Session: id, MaxConns: uint32(s.cfg.MaxConns),
+	}))
+	s.cfg.Counters.Sessions.Add(1)
+	cs.log.Info("session started", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))
+	if old := s.dir.Attach(cs.pub); old != nil {
+		s.cfg.Counters.Replaced.Add(1)
+		cs.log.Warn("this session replaces an older one of the same node", "replaced", old.ID, "remote", old.Remote)
+		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this node"))
+	}
+	cs.wg.Go(func() {
+		select {
+		case <-grant.Revoked:
+			cs.Close(status.Error(codes.Unauthenticated, "the credential of this node was revoked"))
+		case <-cs.done:
+		}
+	})
+	return cs, nil
+}
+
+// authenticate reads the credential from the metadata. A stranger is told one thing
+// whatever was wrong.
+func (s *Server) authenticate(ctx context.Context) (auth.Grant, error) {
+	refused := status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
+	credential, err := auth.DecodeToken(bearer(ctx))
+	if err != nil {
+		s.log.Warn("join without a usable token", "err", err)
+		return auth.Grant{}, refused
+	}
+	grant, err := s.cfg.Auth.Authenticate(ctx, credential)
+	switch {
+	case errors.Is(err, auth.ErrUnauthenticated):
+		return auth.Grant{}, refused
+	case err != nil:
+		s.log.Error("cannot check tokens now", "err", err)
+		return auth.Grant{}, status.Error(codes.Unavailable, "the cloud cannot check tokens now")
+	}
+	return grant, nil
+}
+
+// bearer returns the OAuth2 access token of a call (RFC 6750 section 2.1), or "".
+func bearer(ctx context.Context) string {
+	const scheme = "Bearer "
+	values := metadata.ValueFromIncomingContext(ctx, "authorization")
+	if len(values) != 1 || len(values[0]) < len(scheme) || values[0][:len(scheme)] != scheme {
+		return ""
+	}
+	return values[0][len(scheme):]
+}
+
+// receiveHello reads the first message of a session.
+func receiveHello(stream controlStream) (*pb.Hello, error) {
+	m, err := stream.Recv()
+	if err != nil {
+		return nil, err
+	}
+	if m.GetCategory() != category || m.GetType() != typeHello {
+		return nil, fmt.Errorf("the first message is %s/%s, not %s/%s", text(m.GetCategory()), text(m.GetType()), category, typeHello)
+	}
+	var hello pb.Hello
+	if err := proto.Unmarshal(m.GetData(), &hello); err != nil {
+		return nil, fmt.Errorf("hello: %w", err)
+	}
+	return &hello, nil
+}
+
+// Connect implements the data plane: one call is one conn, opened by an edge in
+// answer to an open request. The handler returns when the conn is over.
+func (s *Server) Connect(stream pb.Stream_ConnectServer) error {
+	ctx := stream.Context()
+	t, err := transportOf(ctx)
+	if err != nil {
+		return status.Error(codes.Internal, err.Error())
+	}
+	cs := t.session.Load()
+	if cs == nil {
+		// Something between edge and cloud has split the session's connection.
+		s.cfg.Counters.Refuse(tunnel.WrongSession)
+		return status.Error(codes.FailedPrecondition, "wrong-session: this connection has no session; only a TCP (layer 4) balancer may stand in between")
+	}
+	return cs.connect(stream)
+}

@@ -1,0 +1,209 @@
+package stream
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"sync/atomic"
+	"time"
+
+	"github.com/google/uuid"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// cloudSession is the cloud's end of a session.
+type cloudSession struct {
+	session
+	transport *transport
+}
+
+var _ tunnel.Link = (*cloudSession)(nil)
+
+// pending is an open request that waits for the edge's answer. Whoever settles it
+// first decides: the edge's refusal, its Connect, the session's end, or Dial itself
+// when its context is done.
+type pending struct {
+	settled atomic.Bool
+	result  chan opened // the settler sends; capacity 1, so it never waits
+}
+
+type opened struct {
+	conn    *conn
+	refusal *tunnel.Refusal
+}
+
+func (p *pending) settle(o opened) bool {
+	if p.settled.Swap(true) {
+		return false
+	}
+	p.result <- o
+	return true
+}
+
+func (p *pending) abort() {
+	p.settle(opened{refusal: tunnel.Refusef(tunnel.Gone, "the session of the node has ended")})
+}
+
+// Dial implements tunnel.Link: it asks the edge to dial and waits for the conn.
+func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	c, refusal := s.dial(ctx, r)
+	if refusal != nil {
+		s.counters.Refuse(refusal.Code)
+		return nil, refusal
+	}
+	s.counters.Conns.Add(1)
+	return c, nil
+}
+
+func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunnel.Refusal) {
+	name := uuid.NewString()
+	p := &pending{result: make(chan opened, 1)}
+	if refusal := s.add(name, p); refusal != nil {
+		return nil, refusal
+	}
+	open := &tunnel.Message{
+		Category: r.Category, Type: tunnel.TypeOpen, Topic: name, Addr: r.Addr,
+		Data: encode(&pb.Open{Network: r.Network, Caller: text(r.Caller)}),
+	}
+	if err := s.Send(ctx, open); err != nil && p.settle(opened{refusal: s.gaveUp(ctx, r)}) {
+		s.remove(name)
+		return nil, (<-p.result).refusal
+	}
+	var o opened
+	select {
+	case o = <-p.result:
+	case <-ctx.Done():
+		p.settle(opened{refusal: s.gaveUp(ctx, r)})
+		o = <-p.result
+		if o.conn != nil { // it came just now
+			return o.conn, nil
+		}
+		s.post(message(typeCancel, name, nil))
+	}
+	if o.refusal != nil {
+		s.remove(name)
+	}
+	return o.conn, o.refusal
+}
+
+// gaveUp says why Dial did not wait for the edge's answer.
+func (s *cloudSession) gaveUp(ctx context.Context, r tunnel.Request) *tunnel.Refusal {
+	switch {
+	case errors.Is(ctx.Err(), context.DeadlineExceeded):
+		return tunnel.Refusef(tunnel.Timeout, "node %s did not answer in time whether %s can be reached", s.pub.Node, r.Addr)
+	case ctx.Err() != nil:
+		return tunnel.Refusef(tunnel.Gone, "the caller has gone")
+	}
+	return tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", s.pub.Node)
+}
+
+// Serve implements tunnel.Link. Nobody may ask the cloud to dial.
+func (s *cloudSession) Serve(*tunnel.Message, tunnel.DialFunc) error {
+	return errors.New("the cloud does not dial for an edge")
+}
+
+// connect is the body of a Connect call.
+func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
+	ctx := stream.Context()
+	topics := metadata.ValueFromIncomingContext(ctx, topicKey)
+	if len(topics) != 1 {
+		return status.Error(codes.InvalidArgument, "a Connect needs one topic in its metadata")
+	}
+	name := topics[0]
+	p, ok := s.lookup(name).(*pending)
+	if !ok {
+		return errGone
+	}
+	c := newConn(connConfig{
+		stream: stream, blocks: s.blocks, counters: s.counters,
+		local: "cloud", remote: addr(s.pub.Node),
+		ended: func(err error) {
+			if err != nil {
+				// The status waits behind data that a stalled edge does not read; this does not.
+				s.post(message(typeCancel, name, nil))
+			}
+		},
+		gone: func() { s.remove(name) },
+	})
+	if !s.promote(name, p, c) {
+		return errGone
+	}
+	stop := c.watch(ctx)
+	defer stop()
+	<-c.over
+	if c.err != nil {
+		return status.Error(codes.Aborted, "reset")
+	}
+	return nil
+}
+
+// promote makes an open request a conn. It fails when the request was settled
+// meanwhile. The topic changes hands first: the conn may be over as soon as Dial has it.
+func (s *cloudSession) promote(name string, p *pending, c *conn) bool {
+	s.mu.Lock()
+	if s.err != nil || s.topics[name] != topic(p) || p.settled.Swap(true) {
+		s.mu.Unlock()
+		return false
+	}
+	s.topics[name] = c
+	s.mu.Unlock()
+	p.result <- opened{conn: c}
+	return true
+}
+
+// errGone answers a Connect that nobody waits for any more, which is normal when a
+// caller has gone while the edge dialled.
+var errGone = status.Error(codes.NotFound, "gone: nobody waits for this conn")
+
+// abort implements topic.
+func (c *conn) abort() { c.end(tunnel.ErrReset) }
+
+// heartbeat sends an edge's heartbeat back.
+func (s *cloudSession) heartbeat(m *tunnel.Message) error {
+	var h pb.Heartbeat
+	if err := proto.Unmarshal(m.Data, &h); err != nil {
+		return fmt.Errorf("heartbeat: %w", err)
+	}
+	s.pub.RTT.Store(max(0, h.GetRoundTrip()))
+	s.post(message(typeHeartbeat, "", &h))
+	return nil
+}
+
+// refused passes an edge's refusal to the Dial that waits for it.
+func (s *cloudSession) refused(m *tunnel.Message) error {
+	var r pb.Refused
+	if err := proto.Unmarshal(m.Data, &r); err != nil {
+		return fmt.Errorf("refused: %w", err)
+	}
+	p, ok := s.lookup(m.Topic).(*pending)
+	if !ok {
+		return nil // Dial did not wait for it
+	}
+	code := tunnel.Internal
+	if c := r.GetCode(); c > 0 && c <= pb.Code_CODE_INTERNAL {
+		code = tunnel.Code(c)
+	}
+	p.settle(opened{refusal: &tunnel.Refusal{Code: code, Text: text(r.GetText())}})
+	return nil
+}
+
+// edgeLeaves notes that the edge is about to stop: its conns go on, new ones are
+// refused.
+func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
+	var d pb.Drain
+	if err := proto.Unmarshal(m.Data, &d); err != nil {
+		return fmt.Errorf("drain: %w", err)
+	}
+	s.mu.Lock()
+	s.leaving = true
+	s.mu.Unlock()
+	s.log.Info("edge is about to stop", "dur", time.Duration(d.GetGraceSeconds())*time.Second)
+	return nil
+}

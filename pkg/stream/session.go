@@ -1,0 +1,271 @@
+package stream
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"runtime/debug"
+	"strings"
+	"sync"
+
+	"google.golang.org/protobuf/proto"
+
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// session is what both ends of a session share: the control stream's two loops and
+// the bookkeeping of its end. Each end embeds it in its own link.
+type session struct {
+	// Set once.
+	pub      *tunnel.Session
+	log      *slog.Logger
+	router   *tunnel.Router
+	counters *tunnel.Counters
+	blocks   *blocks
+	stream   controlStream
+	maxConns int64
+
+	outbox chan *tunnel.Message // to sendLoop
+	done   chan struct{}        // closed when the session has ended; then err is set
+	wg     sync.WaitGroup       // conns and goroutines; added to only while not ended
+
+	mu       sync.Mutex // guards the following
+	err      error
+	leaving  bool             // the edge is about to stop: nothing new is opened
+	topics   map[string]topic // what lives inside the session; nil when it has ended
+	lastGone chan struct{}    // closed when the last topic goes; nil unless drain waits
+}
+
+// topic is what a topic stands for: an open request that waits for its answer, or a
+// conn.
+type topic interface {
+	// abort ends it, because its session has ended or the peer has cancelled it.
+	abort()
+}
+
+// controlStream is the part that client and server streams have in common.
+type controlStream interface {
+	Send(*pb.StreamMsg) error
+	Recv() (*pb.StreamMsg, error)
+}
+
+var errEnded = errors.New("the session has ended")
+
+func (s *session) init() {
+	s.outbox = make(chan *tunnel.Message, outboxSize)
+	s.done = make(chan struct{})
+	s.topics = make(map[string]topic)
+}
+
+// Done implements tunnel.Link.
+func (s *session) Done() <-chan struct{} { return s.done }
+
+// Close implements tunnel.Link: it ends the session and aborts its conns.
+func (s *session) Close(reason error) {
+	if reason == nil {
+		reason = errEnded
+	}
+	s.mu.Lock()
+	if s.err != nil {
+		s.mu.Unlock()
+		return
+	}
+	s.err = reason
+	close(s.done)
+	topics := s.topics
+	s.topics = nil
+	s.mu.Unlock()
+	for _, t := range topics {
+		t.abort()
+	}
+}
+
+// reason returns why the session has ended, nil while it lives.
+func (s *session) reason() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.err
+}
+
+// add registers a topic. It fails when the session has ended or is about to, or when
+// it has as many conns as it may.
+func (s *session) add(name string, t topic) *tunnel.Refusal {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	switch {
+	case s.err != nil:
+		return tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", s.pub.Node)
+	case s.leaving:
+		return tunnel.Refusef(tunnel.Draining, "node %s is about to disconnect", s.pub.Node)
+	case int64(len(s.topics)) >= s.maxConns:
+		return tunnel.Refusef(tunnel.Overloaded, "node %s has %d conns, which is the limit", s.pub.Node, s.maxConns)
+	case s.topics[name] != nil:
+		return tunnel.Refusef(tunnel.Internal, "topic %s is in use", name)
+	}
+	s.topics[name] = t
+	s.pub.Conns.Add(1)
+	s.wg.Add(1)
+	return nil
+}
+
+// lookup returns what a topic stands for, or nil.
+func (s *session) lookup(name string) topic {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.topics[name]
+}
+
+// remove undoes add.
+func (s *session) remove(name string) {
+	s.mu.Lock()
+	delete(s.topics, name)
+	if s.pub.Conns.Add(-1) == 0 && s.lastGone != nil {
+		close(s.lastGone)
+		s.lastGone = nil
+	}
+	s.mu.Unlock()
+	s.wg.Done()
+}
+
+// Send implements tunnel.Link.
+func (s *session) Send(ctx context.Context, m *tunnel.Message) error {
+	select {
+	case s.outbox <- m:
+		return nil
+	case <-s.done:
+		return s.reason()
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// post queues m without waiting, for the receive loop and for aborts. When there is
+// no room the peer has not read for hundreds of messages: that ends the session.
+func (s *session) post(m *tunnel.Message) {
+	select {
+	case s.outbox <- m:
+	case <-s.done:
+	default:
+		s.Close(errors.New("the other side does not read its control stream"))
+	}
+}
+
+// message makes a message of category stream.
+func message(typ, topic string, data proto.Message) *tunnel.Message {
+	m := &tunnel.Message{Category: category, Type: typ, Topic: topic}
+	if data != nil {
+		m.Data = encode(data)
+	}
+	return m
+}
+
+func encode(m proto.Message) []byte {
+	b, err := proto.Marshal(m)
+	if err != nil {
+		panic(err) // only a string that is not UTF-8 can do that: see text
+	}
+	return b
+}
+
+// sendLoop writes the outbox to the control stream until the session ends.
+func (s *session) sendLoop() error {
+	for {
+		select {
+		case m := <-s.outbox:
+			if err := s.write(m); err != nil {
+				return err
+			}
+		case <-s.done:
+			return nil
+		}
+	}
+}
+
+func (s *session) write(m *tunnel.Message) error {
+	return s.stream.Send(&pb.StreamMsg{
+		Node: string(s.pub.Node), Category: m.Category, Type: m.Type,
+		Topic: m.Topic, Data: m.Data, Addr: m.Addr,
+	})
+}
+
+// receiveLoop gives every message to its handler until the stream ends.
+func (s *session) receiveLoop(ctx context.Context) error {
+	for {
+		in, err := s.stream.Recv()
+		if err != nil {
+			return err
+		}
+		m := &tunnel.Message{
+			Category: in.GetCategory(), Type: in.GetType(), Topic: in.GetTopic(),
+			Data: in.GetData(), Addr: in.GetAddr(),
+		}
+		known, err := s.router.Handle(ctx, s.pub, m)
+		if err != nil {
+			return err
+		}
+		if !known {
+			s.counters.UnknownMessages.Add(1)
+			s.log.Debug("unknown message", "module", m.Category, "type", m.Type)
+		}
+	}
+}
+
+// guard calls f. A panic ends this session and no other; it is counted, and tests
+// fail when one was.
+func (s *session) guard(f func() error) (err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			s.counters.Panics.Add(1)
+			s.log.Error("panic; the session ends", "err", p, "stack", string(debug.Stack()))
+			err = fmt.Errorf("internal error: %v", p)
+		}
+	}()
+	return f()
+}
+
+// run starts the loops and waits until the session has ended. It does not wait for
+// the loops: on the cloud they are freed only when the handler returns (wg waits).
+func (s *session) run(ctx context.Context) error {
+	for _, loop := range []func() error{
+		s.sendLoop,
+		func() error { return s.receiveLoop(ctx) },
+	} {
+		s.wg.Go(func() {
+			if err := s.guard(loop); err != nil {
+				s.Close(err)
+			}
+		})
+	}
+	<-s.done
+	return s.reason()
+}
+
+// drain tells the peer that this side is about to stop, and returns when the last
+// conn has ended, the session has, or ctx is done.
+func (s *session) drain(ctx context.Context) {
+	s.post(message(typeDrain, "", &pb.Drain{GraceSeconds: uint32(tunnel.GracePeriod.Seconds())}))
+	s.mu.Lock()
+	if s.pub.Conns.Load() == 0 {
+		s.mu.Unlock()
+		return
+	}
+	gone := make(chan struct{})
+	s.lastGone = gone
+	s.mu.Unlock()
+	select {
+	case <-gone:
+	case <-s.done:
+	case <-ctx.Done():
+	}
+}
+
+// text makes a string fit for protobuf and for logs: valid UTF-8, of bounded length.
+func text(s string) string {
+	const longest = 512 // bytes; a sentence
+	if len(s) > longest {
+		s = s[:longest]
+	}
+	return strings.ToValidUTF8(s, "?")
+}

@@ -1,0 +1,142 @@
+// Package stream is the tunnel over gRPC: a [Server] on the cloud that edges dial,
+// and a [Client] on the edge that keeps one session with it.
+//
+//	dir := &tunnel.Directory{}
+//	srv, err := stream.NewServer(stream.ServerConfig{Listen: ":9000", TLS: cert, Auth: tokens}, dir, mods...)
+//	err = tunnel.Run(ctx, srv, mods...)             // until ctx is done
+//	conn, err := dir.Dial(ctx, tunnel.Request{…})   // from any front door
+//
+//	cl, err := stream.NewClient(stream.ClientConfig{Address: "cloud:9000", …}, mods...)
+//	err = tunnel.Run(ctx, cl, mods...)
+//
+// There are two planes (docs/protocol.md). A session is one TunnelStreaming stream
+// and carries messages; each forwarded connection is one Connect stream, opened by
+// the edge on the same HTTP/2 connection, so that HTTP/2 gives it its own flow
+// control. Nothing of our own multiplexes bytes.
+//
+// Where things are: transport.go accepts connections and knows which session came on
+// which; session.go is what both ends of a session share; server.go and client.go are
+// the two ends; conn.go, conn_send.go and conn_recv.go are a forwarded connection;
+// codec.go is the wire of its chunks.
+//
+// A session owns its conns and its goroutines: when it ends, they end, and its
+// module's Run returns only after all of them have.
+//
+// The package does not decide who may join (pkg/auth), what may be dialled (the
+// edge's modules) or who may ask (front doors). It does not relay between replicas.
+package stream
+
+import (
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/keepalive"
+
+	"tunnel/pkg/tunnel"
+)
+
+// Version is the version of the protocol. A session is only between equals.
+const Version = 1
+
+// category is this package's name as a module and the category of its messages.
+const category = "stream"
+
+// Types of message in that category; each has a protobuf of the same name.
+const (
+	typeHello     = "hello"
+	typeHeartbeat = "heartbeat"
+	typeRefused   = "refused"
+	typeCancel    = "cancel" // no protobuf: the topic says it all
+	typeDrain     = "drain"
+)
+
+// topicKey is the metadata key of a Connect's topic.
+const topicKey = "topic"
+
+const (
+	// joinTimeout is how long a stranger may take from TCP accept to session.
+	joinTimeout = 10 * time.Second
+	// dialTimeout is how long an edge tries a target.
+	dialTimeout = 10 * time.Second
+	// heartbeatInterval is how often an edge measures the round trip.
+	heartbeatInterval = 10 * time.Second
+	// A peer that does not answer a ping is noticed within the sum of the two.
+	keepaliveTime    = 10 * time.Second
+	keepaliveTimeout = 5 * time.Second
+	// keepaliveMinTime is what a server tolerates; grpc's default of 5 minutes would
+	// answer our own clients with too_many_pings.
+	keepaliveMinTime = 5 * time.Second
+)
+
+const (
+	// DefaultMaxConns is how many conns one session may have at once.
+	DefaultMaxConns = 1024
+	// streamWindow is what a conn may have in flight, and so about what a stalled
+	// reader costs.
+	streamWindow = 1 << 20
+	// connWindow bounds what is in flight for a whole session. grpc-go gives it back
+	// on receipt, so a stalled reader takes none of it.
+	connWindow = 16 << 20
+	// ioBuffer is what grpc-go gathers before a write, and reads at once.
+	ioBuffer = 32 << 10
+	// maxHeaderList bounds the metadata of one stream, in bytes.
+	maxHeaderList = 16 << 10
+	// outboxSize is how many control messages may wait for the peer. A peer that lets
+	// it fill up does not read, and its session ends.
+	outboxSize = 256
+	// maxJoining is how many accepted connections may be without a session at once;
+	// further ones wait in the kernel's backlog.
+	maxJoining = 1024
+)
+
+// serverOptions are the settings of the gRPC server. Its defaults are too open for a
+// public port: unlimited streams, headers of 16 MiB, handshakes of two minutes.
+func serverOptions(maxConns int) []grpc.ServerOption {
+	return []grpc.ServerOption{
+		grpc.ForceServerCodecV2(newCodec()),
+		// Conns are bounded by the session, with a refusal; were this limit ever
+		// reached, the edge would wait without a word. Twice, since a cancelled conn
+		// may overlap with its successor.
+		grpc.MaxConcurrentStreams(uint32(2*maxConns + 8)),
+		grpc.MaxHeaderListSize(maxHeaderList),
+		grpc.MaxRecvMsgSize(maxMessage),
+		grpc.ConnectionTimeout(joinTimeout),
+		grpc.StaticStreamWindowSize(streamWindow),
+		grpc.StaticConnWindowSize(connWindow),
+		grpc.ReadBufferSize(ioBuffer),
+		grpc.WriteBufferSize(ioBuffer),
+		grpc.SharedWriteBuffer(true),
+		grpc.WaitForHandlers(true),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinTime, PermitWithoutStream: true}),
+	}
+}
+
+// dialOptions are the same settings for the edge.
+func dialOptions() []grpc.DialOption {
+	return []grpc.DialOption{
+		grpc.WithDefaultCallOptions(
+			grpc.ForceCodecV2(newCodec()),
+			grpc.MaxCallRecvMsgSize(maxMessage),
+			// grpc-go keeps what was sent for a transparent retry until the server has
+			// answered, also without retries. Nothing is ever sent twice here.
+			grpc.MaxRetryRPCBufferSize(0),
+		),
+		grpc.WithStaticStreamWindowSize(streamWindow),
+		grpc.WithStaticConnWindowSize(connWindow),
+		grpc.WithReadBufferSize(ioBuffer),
+		grpc.WithWriteBufferSize(ioBuffer),
+		grpc.WithSharedWriteBuffer(true),
+		grpc.WithMaxHeaderListSize(maxHeaderList),
+		grpc.WithDisableRetry(),
+		grpc.WithDisableServiceConfig(), // nor may DNS configure us
+		grpc.WithIdleTimeout(0),
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{
+			Time: keepaliveTime, Timeout: keepaliveTimeout, PermitWithoutStream: true,
+		}),
+	}
+}
+
+// Both ends are modules.
+var _ tunnel.Module = (*Server)(nil)
+var _ tunnel.Module = (*Client)(nil)

@@ -1,0 +1,92 @@
+// Command gen writes stream.pb.go and stream_grpc.pb.go from stream.proto. It
+// needs no protoc: protocompile parses, and the two plugins run from the module
+// proxy. It is a module of its own, so that the tunnel does not depend on it. Run
+// it by `make gen`.
+package main
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"log"
+	"os"
+	"os/exec"
+	"path/filepath"
+
+	"github.com/bufbuild/protocompile"
+	"github.com/bufbuild/protocompile/protoutil"
+	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/types/descriptorpb"
+	"google.golang.org/protobuf/types/pluginpb"
+)
+
+const source = "stream.proto"
+
+// Each plugin is pinned; the versions are those of the main module's runtime.
+var plugins = []string{
+	"google.golang.org/protobuf/cmd/protoc-gen-go@v1.36.12",
+	"google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.6.2",
+}
+
+func main() {
+	log.SetFlags(0)
+	if len(os.Args) != 2 {
+		log.Fatal("usage: gen DIR, where DIR holds " + source)
+	}
+	if err := generate(os.Args[1]); err != nil {
+		log.Fatalf("gen: %v", err)
+	}
+}
+
+func generate(dir string) error {
+	compiler := protocompile.Compiler{
+		Resolver:       &protocompile.SourceResolver{ImportPaths: []string{dir}},
+		SourceInfoMode: protocompile.SourceInfoStandard, // comments reach the Go code
+	}
+	files, err := compiler.Compile(context.Background(), source)
+	if err != nil {
+		return err
+	}
+	request := &pluginpb.CodeGeneratorRequest{
+		FileToGenerate: []string{source},
+		Parameter:      proto.String("paths=source_relative"),
+	}
+	var descriptors []*descriptorpb.FileDescriptorProto
+	for _, f := range files {
+		descriptors = append(descriptors, protoutil.ProtoFromFileDescriptor(f))
+	}
+	request.ProtoFile = descriptors
+	input, err := proto.Marshal(request)
+	if err != nil {
+		return err
+	}
+	for _, plugin := range plugins {
+		if err := run(plugin, input, dir); err != nil {
+			return fmt.Errorf("%s: %w", plugin, err)
+		}
+	}
+	return nil
+}
+
+// run gives the request to a plugin and writes the files that it answers with.
+func run(plugin string, input []byte, dir string) error {
+	cmd := exec.Command("go", "run", plugin)
+	cmd.Stdin, cmd.Stderr = bytes.NewReader(input), os.Stderr
+	output, err := cmd.Output()
+	if err != nil {
+		return err
+	}
+	var response pluginpb.CodeGeneratorResponse
+	if err := proto.Unmarshal(output, &response); err != nil {
+		return err
+	}
+	if response.Error != nil {
+		return fmt.Errorf("%s", *response.Error)
+	}
+	for _, f := range response.File {
+		if err := os.WriteFile(filepath.Join(dir, f.GetName()), []byte(f.GetContent()), 0o644); err != nil {
+			return err
+		}
+	}
+	return nil
+}
