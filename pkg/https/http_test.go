@@ -17,8 +17,11 @@ import (
 	"net/textproto"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
+
+	"tunnel/pkg/tunnel"
 )
 
 // ways are the ways through the door. Each must be HTTP as the standard library
@@ -448,7 +451,76 @@ func TestSessionLostMidAnswer(t *testing.T) {
 	})
 }
 
-// Requests share conns to the kubelet, and the pool forgets a node with its conns.
+// Nodes that come, fail and go leave nothing in the pool.
+func TestPoolForgets(t *testing.T) {
+	r := newRig(t, nil, func(_ *rig, c *Config) { c.Kubelet.CA, c.Kubelet.Insecure = nil, true }).start()
+	c := r.client(r.caller("127.0.0.1"), true)
+	for i := range 50 {
+		node := tunnel.NodeName(fmt.Sprintf("node%d", i))
+		r.tunnel.set(func(f *fakeTunnel) { f.nodes[node] = true })
+		res, body := get(t, c, "https://"+string(node)+"/")
+		wantStatus(t, res, body, 200, "pong")
+		res, body = get(t, c, "https://unknown-"+string(node)+"/")
+		wantStatus(t, res, body, 502, "not connected")
+		r.tunnel.set(func(f *fakeTunnel) { f.fail = tunnel.Refusef(tunnel.Refused, "nobody there") })
+		r.tunnel.resetAll()
+		eventually(t, "the node refuses", func() bool {
+			res, _ := get(t, c, "https://"+string(node)+"/")
+			return res.StatusCode == 502
+		})
+		r.tunnel.set(func(f *fakeTunnel) { f.fail = nil })
+	}
+	eventually(t, "all nodes are forgotten", func() bool { return r.door.Hops() == 0 })
+}
+
+// A target that does not read its upload stops nobody else's.
+func TestStalledUpload(t *testing.T) {
+	stalled, resume := make(chan struct{}, 8), make(chan struct{})
+	h := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if r.URL.Path == "/stall" {
+			stalled <- struct{}{}
+			<-resume // net/http does not notice that a caller has gone before it has read its body
+			return
+		}
+		io.Copy(io.Discard, r.Body)
+		io.WriteString(w, "done")
+	})
+	eachWay(t, h, func(t *testing.T, _ *rig, c *http.Client) {
+		if strings.Contains(t.Name(), "passthrough/h2") {
+			return // the kubelet's own HTTP/2 server decides
+		}
+		ctx, cancel := context.WithCancel(context.Background())
+		var wg sync.WaitGroup
+		for range 4 {
+			wg.Go(func() {
+				req, err := http.NewRequestWithContext(ctx, "POST", "https://edge1/stall", readerFunc(func(p []byte) (int, error) { return len(p), ctx.Err() }))
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				if res, err := c.Do(req); err == nil {
+					res.Body.Close()
+				}
+			})
+		}
+		for range 4 {
+			within(t, "the stalled upload", patience, stalled)
+		}
+		res, err := c.Post("https://edge1/", "", io.LimitReader(readerFunc(func(p []byte) (int, error) { return len(p), nil }), 8<<20))
+		must(t, err)
+		b, err := io.ReadAll(res.Body)
+		must(t, err)
+		res.Body.Close()
+		wantStatus(t, res, string(b), 200, "done")
+		cancel()
+		for range 4 {
+			resume <- struct{}{}
+		}
+		wg.Wait()
+	})
+}
+
+// Requests share conns to the kubelet.
 func TestPool(t *testing.T) {
 	r := newRig(t, nil, nil).start()
 	c := r.client(r.caller("127.0.0.1"), false)

@@ -176,6 +176,7 @@ type FrontDoor struct {
 
 	mu    sync.Mutex // guards the following
 	addrs []net.Addr // of the open listeners, in the order of ports; nil unless all are open
+	web   *web       // nil unless it runs
 }
 
 var _ tunnel.Module = (*FrontDoor)(nil)
@@ -236,4 +237,22 @@ func (f *FrontDoor) setAddrs(addrs []net.Addr) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.addrs = addrs
+}
+
+func (f *FrontDoor) setWeb(w *web) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.web = w
+}
+
+// Hops returns how many targets of nodes the front door has a request or an open
+// conn to, on behalf of callers that it terminates.
+func (f *FrontDoor) Hops() int {
+	f.mu.Lock()
+	w := f.web
+	f.mu.Unlock()
+	if w == nil {
+		return 0
+	}
+	return w.proxy.pool.size()
 }

@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"net/http/httputil"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -18,22 +17,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-const (
-	// kubeletIdle ends a pooled conn to a kubelet. It is shorter than the 90 s
-	// after which a kubelet closes one (kubernetes/pkg/kubelet/server), so that a
-	// request never meets a conn that is just being closed.
-	kubeletIdle = 30 * time.Second
-	// maxIdlePerNode and maxIdle bound the pool. The transport forgets a node when
-	// its last conn ends, and a conn ends with its session: nodes that come and go
-	// leave nothing behind.
-	maxIdlePerNode = 4
-	maxIdle        = 1024
-	// continueTimeout is how long a target may take to say 100-continue before the
-	// body is sent anyway (RFC 9110 section 10.1.1), as http.DefaultTransport has it.
-	continueTimeout = time.Second
-	// copySize is one copy's buffer: two TLS records.
-	copySize = 32 << 10
-)
+// copySize is one copy's buffer: two TLS records.
+const copySize = 32 << 10
 
 // proxy is the HTTP handler behind terminated connections.
 //
@@ -42,37 +27,27 @@ const (
 // its own window; in one HTTP/2 connection it would hold up to 4 MiB of ours.
 type proxy struct {
 	// Set once.
-	f          *FrontDoor
-	names      []string
-	transports map[string]*http.Transport // by the caller's name: a pooled conn was opened for that caller
-	dial       func(context.Context, hop) (net.Conn, error)
+	f     *FrontDoor
+	names []string
+	dial  dialHop
+	pool  pool
 
 	buffers  sync.Pool      // of []byte, copySize long
 	handlers sync.WaitGroup // requests being served, hijacked ones too
 	targets  sync.WaitGroup // conns to targets
 }
 
-// hop is where a request goes, and for whom.
+// hop is where a request goes, and for whom: a pooled conn was opened for its caller.
 type hop struct {
 	node   tunnel.NodeName
 	port   int // index of FrontDoor.ports
 	caller string
 }
 
-// host writes h into a URL, so that the transport pools conns by node and target.
-func (h hop) host() string { return string(h.node) + ":" + strconv.Itoa(h.port) }
-
-func (h hop) scheme(f *FrontDoor) string {
-	if f.clientTLS == nil {
-		return "http" // the edge speaks TLS
-	}
-	return "https"
-}
-
 // newProxy returns the handler. Its conns to targets end with live.
 func newProxy(live context.Context, f *FrontDoor) *proxy {
-	p := &proxy{f: f, names: f.cfg.clientNames(), transports: make(map[string]*http.Transport)}
-	p.dial = func(ctx context.Context, h hop) (net.Conn, error) {
+	p := &proxy{f: f, names: f.cfg.clientNames()}
+	p.dial = func(ctx context.Context, h hop, ended func()) (net.Conn, error) {
 		p.targets.Add(1)
 		c, err := f.dialTarget(ctx, live, h)
 		if err != nil {
@@ -80,43 +55,20 @@ func newProxy(live context.Context, f *FrontDoor) *proxy {
 			return nil, err
 		}
 		tc := &trackedConn{Conn: c}
-		stop := context.AfterFunc(live, func() { tc.Reset() }) //nolint:errcheck // it returns none
+		watching := make(chan struct{}) // closed when stop is set
+		var stop func() bool
 		tc.ended = func() {
+			<-watching
 			stop()
+			ended()
 			p.targets.Done()
 		}
+		stop = context.AfterFunc(live, func() { tc.Reset() }) //nolint:errcheck // it returns none
+		close(watching)
 		return tc, nil
 	}
-	for _, name := range p.names {
-		p.transports[name] = newTransport(func(ctx context.Context, _, addr string) (net.Conn, error) {
-			node, index, _ := strings.Cut(addr, ":")
-			i, err := strconv.Atoi(index)
-			if err != nil {
-				return nil, fmt.Errorf("pool key %q: %w", addr, err) // hop.host made it
-			}
-			return p.dial(ctx, hop{tunnel.NodeName(node), i, name})
-		})
-	}
+	p.pool.dial = p.dial
 	return p
-}
-
-// newTransport returns a transport for HTTP/1.1 over what dial returns.
-func newTransport(dial func(ctx context.Context, network, addr string) (net.Conn, error)) *http.Transport {
-	protocols := new(http.Protocols)
-	protocols.SetHTTP1(true)
-	return &http.Transport{
-		DialContext:            dial,
-		DialTLSContext:         dial,
-		Protocols:              protocols,
-		DisableCompression:     true,
-		MaxIdleConns:           maxIdle,
-		MaxIdleConnsPerHost:    maxIdlePerNode,
-		IdleConnTimeout:        kubeletIdle,
-		ExpectContinueTimeout:  continueTimeout,
-		MaxResponseHeaderBytes: maxHeader,
-		WriteBufferSize:        copySize,
-		ReadBufferSize:         copySize,
-	}
 }
 
 // kubeletConfig is how we meet kubelets; nil when the edge does that for us.
@@ -165,12 +117,9 @@ func (f *FrontDoor) dialTarget(ctx, live context.Context, h hop) (net.Conn, erro
 }
 
 // wait returns when no request is being served and no conn to a target is left.
-// Connections of callers have ended.
+// Connections of callers have ended, and live, which resets those to targets, is done.
 func (p *proxy) wait() {
 	p.handlers.Wait()
-	for _, t := range p.transports {
-		t.CloseIdleConnections()
-	}
 	p.targets.Wait()
 }
 
@@ -238,6 +187,9 @@ func (p *proxy) route(w http.ResponseWriter, r *http.Request, c *clientConn, bod
 	if sni, err := tunnel.ParseNodeName(c.sni); err == nil && sni != node && p.f.nodes.Holds(sni) {
 		return refuse(http.StatusMisdirectedRequest, 0, "this connection was opened for node %s and the request is for %s: open another", sni, node)
 	}
+	if !p.f.nodes.Holds(node) {
+		return refuse(http.StatusBadGateway, tunnel.NoSuchNode, "node %s is not connected", node)
+	}
 	if r.Method == http.MethodConnect {
 		return refuse(http.StatusMethodNotAllowed, 0, "CONNECT is not served here")
 	}
@@ -267,15 +219,23 @@ func (p *proxy) forward(w http.ResponseWriter, r *http.Request, h hop, body *req
 		respond(w, http.StatusBadRequest, "", "an upgrade request with a body is not supported")
 		return
 	}
-	transport := roundTripper(p.transports[h.caller].RoundTrip)
-	if upgrade != "" {
+	var transport roundTripper
+	if upgrade == "" {
+		t, release := p.pool.acquire(h)
+		defer release()
+		transport = t.RoundTrip
+	} else {
 		transport = p.upgrader(h, upgrade)
+	}
+	scheme := "https"
+	if p.f.clientTLS == nil {
+		scheme = "http" // the edge speaks TLS
 	}
 	rp := httputil.ReverseProxy{
 		Rewrite: func(pr *httputil.ProxyRequest) {
 			out := pr.Out
-			out.URL.Scheme = h.scheme(p.f)
-			out.URL.Host = h.host()
+			out.URL.Scheme = scheme
+			out.URL.Host = string(h.node)         // what dials does not ask
 			out.URL.RawQuery = pr.In.URL.RawQuery // as it came, not as url.Values would have it
 			if upgrade == "" {                    // of some other kind: it is ignored (RFC 9110 section 7.8)
 				out.Header.Del("Connection")

@@ -35,6 +35,8 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	var web *web
 	if f.serverTLS != nil {
 		web = f.startWeb(live)
+		f.setWeb(web)
+		defer f.setWeb(nil)
 	}
 	// accepting ends with ctx, or when a listener fails.
 	accepting, gctx := errgroup.WithContext(ctx)

@@ -46,12 +46,13 @@ func (s *switched) Error() string { return "switched protocols" }
 func (p *proxy) upgrader(h hop, protocol string) roundTripper {
 	return func(out *http.Request) (*http.Response, error) {
 		var conn net.Conn // written before RoundTrip returns
-		t := newTransport(func(ctx context.Context, _, _ string) (net.Conn, error) {
+		t := new(http.Transport)
+		configureTransport(t, func(ctx context.Context, _, _ string) (net.Conn, error) {
 			// The request's own context ends the dialling, too: this conn is for nobody else.
 			ctx, cancel := context.WithCancel(ctx)
 			defer cancel()
 			defer context.AfterFunc(out.Context(), cancel)()
-			c, err := p.dial(ctx, h)
+			c, err := p.dial(ctx, h, func() {})
 			if err != nil {
 				return nil, err
 			}
