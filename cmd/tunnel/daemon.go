@@ -1,0 +1,104 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"log/slog"
+	"os"
+
+	"tunnel/pkg/admin"
+	"tunnel/pkg/tunnel"
+)
+
+// daemon is a cloud or an edge, wired together and not yet running.
+type daemon struct {
+	mode      string
+	log       *slog.Logger
+	routes    []string
+	modules   []tunnel.Module
+	checks    []admin.Check
+	listeners []string
+	health    *admin.Server // nil without a logport
+}
+
+// add appends a module. ready may be nil: then it says nothing in /readyz.
+func (d *daemon) add(m tunnel.Module, ready func() error, listeners ...string) {
+	d.modules = append(d.modules, m)
+	if ready != nil {
+		d.checks = append(d.checks, admin.Check{Name: m.Name(), Ready: ready})
+	}
+	for _, l := range listeners {
+		d.listeners = append(d.listeners, m.Name()+" "+l)
+	}
+}
+
+// run runs the modules until ctx is done and they have drained, and health a little
+// longer, so that an operator sees the draining.
+func (d *daemon) run(ctx context.Context) error {
+	d.log.Info("starting", "mode", d.mode, "version", software(), "listeners", d.listeners, "routes", d.routes)
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	healthCtx, stopHealth := context.WithCancel(context.WithoutCancel(ctx))
+	defer stopHealth()
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		if d.health == nil {
+			return
+		}
+		if err := d.health.Run(healthCtx); err != nil {
+			cancel(fmt.Errorf("%s: %w", d.health.Name(), err))
+		}
+	}()
+	err := tunnel.Run(ctx, d.modules...)
+	stopHealth()
+	<-ended
+	if err == nil && context.Cause(ctx) != context.Canceled { //nolint:errorlint // the cause is the sentinel itself
+		err = context.Cause(ctx)
+	}
+	if err != nil {
+		return &exitError{exitRuntime, err}
+	}
+	d.log.Info("stopped", "mode", d.mode)
+	return nil
+}
+
+// task is a module that only runs.
+type task struct {
+	name string
+	run  func(ctx context.Context) error
+}
+
+func (t task) Name() string                      { return t.name }
+func (t task) Routes() map[string]tunnel.Handler { return nil }
+func (t task) Run(ctx context.Context) error     { return t.run(ctx) }
+
+func warn(log *slog.Logger, warnings []string) {
+	for _, w := range warnings {
+		log.Warn(w)
+	}
+}
+
+// loadPair reads a certificate and its key. table is where they are configured.
+func loadPair(table, cert, key string) (*tls.Certificate, error) {
+	pair, err := tls.LoadX509KeyPair(cert, key)
+	if err != nil {
+		return nil, fmt.Errorf("%s: cert %s with key %s: %w", table, cert, key, err)
+	}
+	return &pair, nil
+}
+
+// loadPool reads the certificates of authorities. key is where they are configured.
+func loadPool(key, file string) (*x509.CertPool, error) {
+	pem, err := os.ReadFile(file) //nolint:gosec // the operator names the file
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", key, err)
+	}
+	pool := x509.NewCertPool()
+	if !pool.AppendCertsFromPEM(pem) {
+		return nil, fmt.Errorf("%s: %s holds no certificate: it must be PEM, with BEGIN CERTIFICATE", key, file)
+	}
+	return pool, nil
+}

@@ -1,0 +1,108 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"log/slog"
+
+	"github.com/spf13/cobra"
+
+	"tunnel/conf"
+	"tunnel/pkg/admin"
+	"tunnel/pkg/auth"
+	"tunnel/pkg/https"
+	"tunnel/pkg/stream"
+	"tunnel/pkg/tcp"
+	"tunnel/pkg/tunnel"
+)
+
+func newEdgeCommand(logs *logFlags) *cobra.Command {
+	var file string
+	cmd := &cobra.Command{
+		Use:   "edge -c FILE",
+		Short: "Run the end on a node",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			return runEdge(cmd.Context(), file, logs.logger(cmd.ErrOrStderr()))
+		},
+	}
+	fileFlag(cmd, &file)
+	return cmd
+}
+
+// runEdge runs an edge until ctx is done.
+func runEdge(ctx context.Context, file string, log *slog.Logger) error {
+	e, err := conf.LoadEdge(file, environment())
+	if err != nil {
+		return configError(err)
+	}
+	warn(log, e.Warnings)
+	d, err := newEdge(e, log)
+	if err != nil {
+		return configError(err)
+	}
+	return d.run(ctx)
+}
+
+// newEdge wires an edge together.
+func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
+	counters := new(tunnel.Counters)
+	policy, err := auth.ParsePolicy(e.Allow)
+	if err != nil {
+		return nil, fmt.Errorf("mode.edge allow: %w", err)
+	}
+	ca, err := loadPool("mode.edge.stream.client cert", e.CA)
+	if err != nil {
+		return nil, err
+	}
+	var kubelet *tls.Certificate
+	if e.HTTPS.Cert != "" {
+		if kubelet, err = loadPair("mode.edge.https", e.HTTPS.Cert, e.HTTPS.Key); err != nil {
+			return nil, err
+		}
+	}
+	token := func() (auth.Secret, error) { return e.Token, nil }
+	if e.TokenFile != "" {
+		token = func() (auth.Secret, error) { return auth.ReadTokenFile(e.TokenFile, log) }
+		if _, err := token(); err != nil {
+			return nil, err
+		}
+	}
+	dialers := []tunnel.Module{
+		https.NewEdge(policy.DialRequest, kubelet, nil),
+		tcp.NewEdge(policy.DialRequest),
+	}
+	client, err := stream.NewClient(stream.ClientConfig{
+		Address:  e.Addr,
+		TLS:      &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: ca, ServerName: e.ServerName},
+		Node:     e.Node,
+		Token:    token,
+		Counters: counters,
+		Log:      log,
+		Software: software(),
+	}, dialers...)
+	if err != nil {
+		return nil, err
+	}
+
+	d := &daemon{mode: "edge", log: log.With("node", e.Node), routes: client.Router().Routes()}
+	d.add(client, client.Ready)
+	for _, m := range dialers {
+		d.add(m, nil)
+	}
+	if e.ChannelzAddr != "" {
+		d.add(admin.NewChannelz(e.ChannelzAddr, log), nil, e.ChannelzAddr)
+	}
+	if e.LogPort != 0 {
+		sessions := func() []*tunnel.Session {
+			if s := client.Session(); s != nil {
+				return []*tunnel.Session{s}
+			}
+			return nil
+		}
+		registry := admin.NewRegistry(software(), counters, sessions)
+		d.health = admin.New(fmt.Sprintf(":%d", e.LogPort), d.checks, registry, log)
+	}
+	return d, nil
+}

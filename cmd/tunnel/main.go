@@ -1,0 +1,237 @@
+// Command tunnel reaches edge nodes that sit behind NAT. It runs as `tunnel cloud`,
+// which edges dial and front doors listen on, or as `tunnel edge`, which dials the
+// cloud and, when asked, local targets. `tunnel demo` runs both on this machine.
+//
+// This package holds flags, signals and wiring. The one ordered list of modules is
+// in cloud.go for the cloud and in edge.go for the edge, and nowhere else.
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"tunnel/conf"
+)
+
+// Exit codes.
+const (
+	exitOK      = 0
+	exitRuntime = 1
+	exitUsage   = 2
+	exitConfig  = 3
+)
+
+// exitError is an error that chooses the exit code.
+type exitError struct {
+	code int
+	err  error
+}
+
+func (e *exitError) Error() string { return e.err.Error() }
+func (e *exitError) Unwrap() error { return e.err }
+
+func configError(err error) error { return &exitError{exitConfig, err} }
+
+func main() {
+	ctx, stop := stopOnSignal(context.Background(), os.Stderr)
+	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	stop()
+	os.Exit(code)
+}
+
+// stopOnSignal returns a context that ends with the first SIGINT or SIGTERM, which
+// means: drain. The second one stops the process.
+func stopOnSignal(ctx context.Context, stderr io.Writer) (context.Context, func()) {
+	ctx, cancel := context.WithCancel(ctx)
+	signals := make(chan os.Signal, 2)
+	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	go func() {
+		<-signals
+		cancel()
+		<-signals
+		fmt.Fprintln(stderr, "tunnel: stopped by a second signal")
+		os.Exit(exitRuntime)
+	}()
+	return ctx, cancel
+}
+
+// run executes the command line and returns the exit code.
+func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
+	root := newRoot()
+	root.SetArgs(args)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	err := root.ExecuteContext(ctx)
+	if err == nil {
+		return exitOK
+	}
+	chosen, ok := errors.AsType[*exitError](err)
+	if !ok {
+		// What cobra itself reports is about the command line.
+		chosen = &exitError{exitUsage, err}
+	}
+	for line := range strings.SplitSeq(chosen.Error(), "\n") {
+		fmt.Fprintln(stderr, "tunnel: "+line)
+	}
+	if chosen.code == exitUsage {
+		fmt.Fprintln(stderr, "Run tunnel --help to see the commands.")
+	}
+	return chosen.code
+}
+
+func newRoot() *cobra.Command {
+	var old superedgeFlags
+	root := &cobra.Command{
+		Use:   "tunnel",
+		Short: "Reach Kubernetes edge nodes that sit behind NAT",
+		Long: `tunnel connects edge nodes that can only dial out with a cloud that has to reach them:
+kubectl logs, exec, attach, port-forward and top, and TCP services.
+
+  tunnel demo                    see it work on this machine, without Kubernetes
+  tunnel cloud -c cloud.toml     run the end that edges dial
+  tunnel edge -c edge.toml       run the end on a node
+  tunnel config check -c FILE    say what is wrong with a configuration
+
+Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configuration.`,
+		Args:          cobra.NoArgs,
+		SilenceErrors: true,
+		SilenceUsage:  true,
+		RunE:          old.run,
+	}
+	old.register(root)
+	root.CompletionOptions.DisableDefaultCmd = true
+	logs := new(logFlags)
+	logs.register(root)
+	root.AddCommand(newCloudCommand(logs), newEdgeCommand(logs), newConfigCommand(), newDemoCommand(), newVersionCommand())
+	old.logs = logs
+	return root
+}
+
+// superedgeFlags is the command line of SuperEdge's tunnel: tunnel --m=cloud --c=FILE.
+type superedgeFlags struct {
+	mode, file string
+	logs       *logFlags
+}
+
+func (o *superedgeFlags) register(root *cobra.Command) {
+	f := root.Flags()
+	for _, name := range []string{"m", "mode"} {
+		f.StringVar(&o.mode, name, "", "cloud or edge (SuperEdge's way to say it)")
+	}
+	for _, name := range []string{"c", "conf"} {
+		f.StringVar(&o.file, name, "", "configuration file (SuperEdge's way to say it)")
+	}
+	// Flags of its logging library, which its manifests set.
+	f.String("log-dir", "", "ignored")
+	f.Bool("alsologtostderr", false, "ignored")
+	f.Bool("logtostderr", false, "ignored")
+	f.Int("v", 0, "ignored")
+	f.VisitAll(func(flag *pflag.Flag) { flag.Hidden = true })
+}
+
+func (o *superedgeFlags) run(cmd *cobra.Command, _ []string) error {
+	switch {
+	case o.mode == "" && o.file == "":
+		return cmd.Help()
+	case o.file == "":
+		return &exitError{exitUsage, errors.New("--m needs --c=FILE beside it")}
+	case o.mode == "cloud":
+		return runCloud(cmd.Context(), o.file, o.logs.logger(cmd.ErrOrStderr()))
+	case o.mode == "edge":
+		return runEdge(cmd.Context(), o.file, o.logs.logger(cmd.ErrOrStderr()))
+	}
+	return &exitError{exitUsage, fmt.Errorf("--m is cloud or edge, not %q", o.mode)}
+}
+
+// logFlags say how to log.
+type logFlags struct{ level, format string }
+
+func (l *logFlags) register(root *cobra.Command) {
+	f := root.PersistentFlags()
+	f.StringVar(&l.level, "log-level", "info", "debug, info, warn or error")
+	f.StringVar(&l.format, "log-format", "text", "text or json")
+	root.PersistentPreRunE = func(*cobra.Command, []string) error { return l.check() }
+}
+
+func (l *logFlags) check() error {
+	if l.format != "text" && l.format != "json" {
+		return &exitError{exitUsage, fmt.Errorf("--log-format is text or json, not %q", l.format)}
+	}
+	if err := new(slog.Level).UnmarshalText([]byte(l.level)); err != nil {
+		return &exitError{exitUsage, fmt.Errorf("--log-level is debug, info, warn or error, not %q", l.level)}
+	}
+	return nil
+}
+
+func (l *logFlags) logger(w io.Writer) *slog.Logger {
+	opts := new(slog.HandlerOptions)
+	var level slog.Level
+	if err := level.UnmarshalText([]byte(l.level)); err == nil { // check has been there
+		opts.Level = level
+	}
+	if l.format == "json" {
+		return slog.New(slog.NewJSONHandler(w, opts))
+	}
+	return slog.New(slog.NewTextHandler(w, opts))
+}
+
+// environment is what the process was told besides its configuration file.
+func environment() conf.Env {
+	host, err := os.Hostname()
+	if err != nil {
+		host = "" // conf asks for a name then
+	}
+	return conf.Env{
+		NodeName: os.Getenv("NODE_NAME"), HostName: host,
+		PodIP: os.Getenv("POD_IP"), PodName: os.Getenv("POD_NAME"), PodNamespace: os.Getenv("POD_NAMESPACE"),
+	}
+}
+
+// fileFlag adds -c, --config to a command.
+func fileFlag(cmd *cobra.Command, file *string) {
+	cmd.Flags().StringVarP(file, "config", "c", "", "configuration file (TOML)")
+	if err := cmd.MarkFlagRequired("config"); err != nil {
+		panic(err) // the flag was added a line above
+	}
+}
+
+func newConfigCommand() *cobra.Command {
+	var file string
+	config := &cobra.Command{Use: "config", Short: "Work with configuration files"}
+	check := &cobra.Command{
+		Use:   "check -c FILE",
+		Short: "Say everything that is wrong with a configuration file",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			checked, err := conf.Check(file, environment())
+			if err != nil {
+				return configError(err)
+			}
+			for _, w := range checked.Warnings {
+				fmt.Fprintln(cmd.ErrOrStderr(), "warning: "+w)
+			}
+			var modes []string
+			if checked.Cloud != nil {
+				modes = append(modes, "cloud")
+			}
+			if checked.Edge != nil {
+				modes = append(modes, "edge, node "+string(checked.Edge.Node))
+			}
+			fmt.Fprintf(cmd.OutOrStdout(), "%s: ok (%s)\n", file, strings.Join(modes, "; "))
+			return nil
+		},
+	}
+	fileFlag(check, &file)
+	config.AddCommand(check)
+	return config
+}
