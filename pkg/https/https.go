@@ -27,7 +27,10 @@
 // It does not: follow redirects, cache, rewrite paths or bodies, compress, add
 // forwarding headers (those that a client sends are stripped), upgrade to anything
 // but SPDY/3.1 and websocket, authenticate a caller that is passed through (the
-// kubelet does; [Config.AllowFrom] narrows who may try), or parse HTTP by itself.
+// kubelet does; [Config.AllowFrom] narrows who may try), or parse HTTP by itself
+// (framing.go only looks for heads that say twice how long their body is). To a caller
+// of HTTP/2 that asks for 100-continue it says so before the target has: net/http does
+// not tell a handler that it was asked.
 package https
 
 import (
