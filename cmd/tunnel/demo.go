@@ -27,6 +27,16 @@ type demoFlags struct {
 	target string
 }
 
+func (f demoFlags) check() error {
+	if f.target == "" {
+		return nil
+	}
+	if _, _, err := net.SplitHostPort(f.target); err != nil {
+		return fmt.Errorf("--target is host:port, not %q", f.target)
+	}
+	return nil
+}
+
 func newDemoCommand() *cobra.Command {
 	var flags demoFlags
 	cmd := &cobra.Command{
@@ -37,8 +47,10 @@ processes on loopback, and reaches an HTTPS and a TCP service behind the edge th
 It stays up, with live counters, until Ctrl-C.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			err := runDemo(cmd.Context(), flags, cmd.OutOrStdout())
-			if err != nil {
+			if err := flags.check(); err != nil {
+				return &exitError{exitUsage, err}
+			}
+			if err := runDemo(cmd.Context(), flags, cmd.OutOrStdout()); err != nil {
 				return &exitError{exitRuntime, err}
 			}
 			return nil
@@ -70,11 +82,6 @@ type demo struct {
 
 func runDemo(ctx context.Context, flags demoFlags, out io.Writer) (err error) {
 	d := &demo{flags: flags, out: out}
-	if flags.target != "" {
-		if _, _, err := net.SplitHostPort(flags.target); err != nil {
-			return &exitError{exitUsage, fmt.Errorf("--target is host:port, not %q", flags.target)}
-		}
-	}
 	if d.dir, err = os.MkdirTemp("", "tunnel-demo-"); err != nil {
 		return err
 	}
@@ -96,7 +103,7 @@ func runDemo(ctx context.Context, flags demoFlags, out io.Writer) (err error) {
 	defer func() {
 		stop()
 		for ; processes > 0; processes-- {
-			<-ended
+			<-ended //nolint:errcheck // it was asked to end
 		}
 	}()
 	for _, mode := range []string{"cloud", "edge"} {

@@ -119,15 +119,15 @@ func (d *demo) checkTCP(ctx context.Context) error {
 	}
 	defer c.Close() //nolint:errcheck // it has been read to its end
 	if deadline, ok := ctx.Deadline(); ok {
-		if err := c.SetDeadline(deadline); err != nil {
+		if err = c.SetDeadline(deadline); err != nil {
 			return err
 		}
 	}
 	const line = "is anybody there?\n"
-	if _, err := io.WriteString(c, line); err != nil {
+	if _, err = io.WriteString(c, line); err != nil {
 		return err
 	}
-	if err := c.(*net.TCPConn).CloseWrite(); err != nil {
+	if err = c.(*net.TCPConn).CloseWrite(); err != nil {
 		return err
 	}
 	got, err := io.ReadAll(bufio.NewReader(c))
@@ -211,7 +211,7 @@ func (d *demo) checkUnknownNode(ctx context.Context) error {
 	body, err := get(ctx, client, fmt.Sprintf("https://nobody:%d/", d.HTTPS))
 	answer, ok := errors.AsType[*statusError](err)
 	if !ok || answer.code != http.StatusBadGateway {
-		return fmt.Errorf("got %q and %v for a node that is not connected, want 502", body, err)
+		return fmt.Errorf("a node that is not connected gave %q, want 502: %w", body, err)
 	}
 	return nil
 }

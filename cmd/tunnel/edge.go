@@ -65,7 +65,7 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	token := func() (auth.Secret, error) { return e.Token, nil }
 	if e.TokenFile != "" {
 		token = func() (auth.Secret, error) { return auth.ReadTokenFile(e.TokenFile, log) }
-		if _, err := token(); err != nil {
+		if _, err = token(); err != nil {
 			return nil, err
 		}
 	}

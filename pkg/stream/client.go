@@ -228,8 +228,9 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn) (*edgeSess
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
 	s.stream = stream
 	s.init()
-	if err := s.write(message(typeHello, "", &pb.Hello{Version: Version, Software: c.cfg.Software})); err != nil && !errors.Is(err, io.EOF) {
-		return fail(err) // io.EOF says that Recv knows the reason
+	err = s.write(message(typeHello, "", &pb.Hello{Version: Version, Software: c.cfg.Software}))
+	if err != nil && !errors.Is(err, io.EOF) { // io.EOF says that Recv knows the reason
+		return fail(err)
 	}
 	hello, err := receiveHello(stream)
 	if err != nil {

@@ -15,11 +15,11 @@ import (
 // copied once, from the socket into a pooled block, and never again on the sending
 // side; the receiving side hands out gRPC's own buffers. The wire is plain protobuf.
 
-// Protobuf keys of Chunk's fields: number<<3 | wire type.
+// Protobuf keys of Chunk's fields: number<<3 | wire type (2: bytes, 0: varint).
 const (
 	keyData = 1<<3 | 2
-	keyFin  = 2<<3 | 0
-	keyStop = 3<<3 | 0
+	keyFin  = 2 << 3
+	keyStop = 3 << 3
 )
 
 const (

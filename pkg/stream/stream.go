@@ -105,7 +105,6 @@ func serverOptions(maxConns int) []grpc.ServerOption {
 		grpc.StaticConnWindowSize(connWindow),
 		grpc.ReadBufferSize(ioBuffer),
 		grpc.WriteBufferSize(ioBuffer),
-		grpc.SharedWriteBuffer(true),
 		grpc.WaitForHandlers(true),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinTime, PermitWithoutStream: true}),
@@ -126,7 +125,6 @@ func dialOptions() []grpc.DialOption {
 		grpc.WithStaticConnWindowSize(connWindow),
 		grpc.WithReadBufferSize(ioBuffer),
 		grpc.WithWriteBufferSize(ioBuffer),
-		grpc.WithSharedWriteBuffer(true),
 		grpc.WithMaxHeaderListSize(maxHeaderList),
 		grpc.WithDisableRetry(),
 		grpc.WithDisableServiceConfig(), // nor may DNS configure us

@@ -23,6 +23,7 @@ const (
 	Internal     Code = 10 // anything else
 )
 
+//nolint:gochecknoglobals // a constant table
 var codeNames = [...]string{
 	Denied:       "denied",
 	Refused:      "refused",

@@ -130,11 +130,12 @@ func dead(c net.Conn) bool {
 // transfer copies src to dst, by the tunnel conn's own loop where one of them has
 // it, and tells a failed read from a failed write.
 func transfer(dst, src net.Conn) (n int64, rerr, werr error) {
+	var err error
 	if to, ok := src.(interface {
 		Resetter
 		io.WriterTo
 	}); ok {
-		n, err := to.WriteTo(dst)
+		n, err = to.WriteTo(dst)
 		if errors.Is(err, ErrReset) && !isWriteError(err) {
 			return n, err, nil
 		}
@@ -145,7 +146,7 @@ func transfer(dst, src net.Conn) (n int64, rerr, werr error) {
 		Resetter
 		io.ReaderFrom
 	}); ok {
-		n, err := to.ReadFrom(from)
+		n, err = to.ReadFrom(from)
 		if from.err != nil {
 			return n, from.err, nil
 		}

@@ -1,0 +1,73 @@
+# Bare `make` prints what there is to make. Everything is installed by the targets
+# that need it, from the Go module proxy and Debian; nothing has to be there but Go,
+# make and, for -race, gcc.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+VERSION ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo devel)
+LDFLAGS := -s -w -X main.version=$(VERSION)
+PKGS    := ./...
+
+GOLANGCI    := go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+GOVULNCHECK := go run golang.org/x/vuln/cmd/govulncheck@v1.6.0
+FUZZTIME    ?= 10s
+
+.PHONY: help
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: build
+build: ## build bin/tunnel
+	@CGO_ENABLED=0 go build -trimpath -ldflags '$(LDFLAGS)' -o bin/tunnel ./cmd/tunnel
+
+.PHONY: demo
+demo: build ## see it work on this machine (ARGS=--once: run the checks and exit)
+	@bin/tunnel demo $(ARGS)
+
+.PHONY: dev-certs
+dev-certs: ## make the certificates and tokens that conf/cloud.toml and conf/edge.toml name
+	@go run ./conf/devcerts
+
+.PHONY: test
+test: race fuzz ## the tests: with the race detector, leak checks, and 10 s of fuzzing per target
+
+.PHONY: race
+race: ## the tests with the race detector; a skip that test/skips.txt does not list fails
+	@go run ./test/report -allow test/skips.txt -- go test -race -count=1 -timeout 10m -json $(PKGS)
+
+.PHONY: fuzz
+fuzz: ## fuzz every target for FUZZTIME (10s)
+	@go run ./test/fuzzall -time $(FUZZTIME) $(PKGS)
+
+.PHONY: lint
+lint: ## golangci-lint, gofmt, vet, and that generated code and go.mod are in order
+	@$(GOLANGCI) run $(PKGS)
+	@$(GOLANGCI) fmt --diff
+	@go mod verify >/dev/null
+	@go mod tidy -diff
+
+.PHONY: vuln
+vuln: ## known vulnerabilities in what we depend on (asks the Go vulnerability database)
+	@$(GOVULNCHECK) $(PKGS)
+
+.PHONY: cover
+cover: ## test coverage, by package
+	@go test -count=1 -cover $(PKGS)
+
+.PHONY: gen
+gen: ## generate the protobuf code again, without protoc
+	@go -C pkg/stream/tunnelv1/gen run . ..
+
+.PHONY: tidy
+tidy: ## format, and put go.mod in order
+	@$(GOLANGCI) fmt
+	@go mod tidy
+
+.PHONY: clean
+clean: ## remove what make has made here
+	@rm -rf bin conf/dev
+
+-include test/test.mk
+include test/e2e/e2e.mk

@@ -1,0 +1,269 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+)
+
+// runMain makes the test binary behave as tunnel itself, so that tests run real
+// processes without building anything.
+const runMain = "TUNNEL_TEST_RUN_MAIN"
+
+func TestMain(m *testing.M) {
+	if os.Getenv(runMain) != "" {
+		main()
+	}
+	os.Exit(m.Run())
+}
+
+// process is tunnel, running.
+type process struct {
+	t    *testing.T
+	cmd  *exec.Cmd
+	out  bytes.Buffer
+	done chan error
+}
+
+func start(t *testing.T, args ...string) *process {
+	t.Helper()
+	p := &process{t: t, cmd: exec.Command(os.Args[0], args...), done: make(chan error, 1)}
+	p.cmd.Env = append(os.Environ(), runMain+"=1")
+	p.cmd.Stdout, p.cmd.Stderr = &p.out, &p.out
+	p.cmd.WaitDelay = 5 * time.Second
+	if err := p.cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	go func() { p.done <- p.cmd.Wait() }()
+	t.Cleanup(func() {
+		p.cmd.Process.Kill()
+		p.wait()
+	})
+	return p
+}
+
+// wait returns the exit code and what was printed.
+func (p *process) wait() (code int, output string) {
+	p.t.Helper()
+	select {
+	case err := <-p.done:
+		p.done <- err
+		if exit, ok := errors.AsType[*exec.ExitError](err); ok {
+			return exit.ExitCode(), p.out.String()
+		}
+		return 0, p.out.String()
+	case <-time.After(30 * time.Second):
+		p.cmd.Process.Kill()
+		p.t.Fatal("tunnel does not end")
+		return 0, ""
+	}
+}
+
+func tunnelMain(t *testing.T, args ...string) (code int, output string) {
+	t.Helper()
+	return start(t, args...).wait()
+}
+
+// The exit codes and messages of everything a person may get wrong on the command line.
+func TestCommandLine(t *testing.T) {
+	dir := t.TempDir()
+	bad := filepath.Join(dir, "bad.toml")
+	if err := os.WriteFile(bad, []byte("[mode.cloud.stream.server]\ngrpcprot = 9000\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		args []string
+		code int
+		want string
+	}{
+		{nil, exitOK, "tunnel demo"},
+		{[]string{"version"}, exitOK, "protocol 1"},
+		{[]string{"clowd"}, exitUsage, `unknown command "clowd"`},
+		{[]string{"cloud"}, exitUsage, `"config" not set`},
+		{[]string{"cloud", "--frobnicate"}, exitUsage, "unknown flag"},
+		{[]string{"cloud", "-c", "x", "--log-level", "loud"}, exitUsage, "--log-level is"},
+		{[]string{"cloud", "-c", filepath.Join(dir, "none.toml")}, exitConfig, "does not exist"},
+		{[]string{"cloud", "-c", bad}, exitConfig, `bad.toml:2: mode.cloud.stream.server.grpcprot: unknown key: did you mean grpcport?`},
+		{[]string{"config", "check", "-c", bad}, exitConfig, "did you mean grpcport"},
+		{[]string{"edge", "-c", bad}, exitConfig, "this file configures a cloud"},
+		{[]string{"--m=cloud", "--c=" + bad}, exitConfig, "did you mean grpcport"},
+		{[]string{"--mode=cloud", "--conf=" + bad, "--alsologtostderr", "--v=2", "--log-dir=/x"}, exitConfig, "did you mean grpcport"},
+		{[]string{"--m=clowd", "--c=" + bad}, exitUsage, "--m is cloud or edge"},
+		{[]string{"--m=cloud"}, exitUsage, "--m needs --c"},
+		{[]string{"demo", "--target", "nonsense"}, exitUsage, "--target is host:port"},
+	} {
+		code, output := tunnelMain(t, tt.args...)
+		if code != tt.code || !strings.Contains(output, tt.want) {
+			t.Errorf("tunnel %s: exit code %d and\n%s\nwant %d and %q", strings.Join(tt.args, " "), code, output, tt.code, tt.want)
+		}
+	}
+}
+
+// The demo proves what it says, and leaves neither a file nor a process behind.
+func TestDemoOnce(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	p := start(t, "demo", "--once")
+	code, output := p.wait()
+	if code != exitOK || strings.Contains(output, "FAIL") {
+		t.Fatalf("exit code %d:\n%s", code, output)
+	}
+	for _, name := range []string{"tcp", "https-passthrough", "https-terminate", "wrong-token-refused"} {
+		if !strings.Contains(output, "ok "+name+"\n") {
+			t.Errorf("no line says ok %s:\n%s", name, output)
+		}
+	}
+	wantNothingLeft(t)
+}
+
+// Ctrl-C ends a demo that stays up, and what it started.
+func TestDemoInterrupted(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	own := echo(t)
+	p := start(t, "demo", "--target", own)
+	await(t, "the demo is up", func() bool {
+		logs, err := filepath.Glob(filepath.Join(os.TempDir(), "tunnel-demo-*", "edge.log"))
+		if err != nil || len(logs) == 0 {
+			return false
+		}
+		text, err := os.ReadFile(logs[0])
+		return err == nil && strings.Contains(string(text), "session started")
+	})
+	p.cmd.Process.Signal(syscall.SIGINT)
+	if code, output := p.wait(); code != exitOK {
+		t.Errorf("exit code %d:\n%s", code, output)
+	}
+	wantNothingLeft(t)
+}
+
+func wantNothingLeft(t *testing.T) {
+	t.Helper()
+	left, err := os.ReadDir(os.TempDir())
+	if err != nil || len(left) != 0 {
+		t.Errorf("left behind: %v, %v", left, err)
+	}
+	// A child's command line names a file of the demo.
+	procs, err := filepath.Glob("/proc/[0-9]*/cmdline")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, f := range procs {
+		if cmdline, err := os.ReadFile(f); err == nil && bytes.Contains(cmdline, []byte(os.TempDir())) {
+			t.Errorf("still running: %q", cmdline)
+		}
+	}
+}
+
+// echo is a TCP service that sends back what it gets.
+func echo(t *testing.T) string {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { ln.Close() })
+	go func() {
+		for {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				io.Copy(c, c)
+				c.Close()
+			}()
+		}
+	}()
+	return ln.Addr().String()
+}
+
+func await(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(20 * time.Second); !ok(); time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatalf("not within 20 s: %s", what)
+		}
+	}
+}
+
+func ready(port int) bool {
+	resp, err := http.Get(fmt.Sprintf("http://127.0.0.1:%d/readyz", port))
+	if err != nil {
+		return false
+	}
+	resp.Body.Close()
+	return resp.StatusCode == http.StatusOK
+}
+
+// The example configurations run as they are, next to what `make dev-certs` makes.
+func TestExampleFiles(t *testing.T) {
+	for _, port := range []int{9000, 7000, 7010, 10250, 2222} {
+		ln, err := net.Listen("tcp", fmt.Sprintf(":%d", port))
+		if err != nil {
+			t.Fatalf("the examples need port %d of this machine: %v", port, err)
+		}
+		ln.Close()
+	}
+	dir := t.TempDir()
+	for _, name := range []string{"cloud.toml", "edge.toml"} {
+		text, err := os.ReadFile(filepath.Join("../../conf", name))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(dir, name), text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if out, err := exec.Command("go", "run", "tunnel/conf/devcerts", filepath.Join(dir, "dev")).CombinedOutput(); err != nil {
+		t.Fatalf("devcerts: %v\n%s", err, out)
+	}
+	cloud := start(t, "cloud", "-c", filepath.Join(dir, "cloud.toml"))
+	edge := start(t, "edge", "-c", filepath.Join(dir, "edge.toml"))
+	await(t, "both are ready", func() bool { return ready(7000) && ready(7010) })
+
+	t.Run("a second cloud on the same ports", func(t *testing.T) {
+		code, output := tunnelMain(t, "cloud", "-c", filepath.Join(dir, "cloud.toml"))
+		if code != exitRuntime || !strings.Contains(output, "address already in use") {
+			t.Errorf("exit code %d:\n%s", code, output)
+		}
+	})
+	for name, p := range map[string]*process{"edge": edge, "cloud": cloud} {
+		p.cmd.Process.Signal(syscall.SIGTERM)
+		if code, output := p.wait(); code != exitOK {
+			t.Errorf("%s: exit code %d after SIGTERM:\n%s", name, code, output)
+		}
+	}
+}
+
+// A second signal does not wait for the first one's draining.
+func TestSecondSignal(t *testing.T) {
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, os.Args[0], "demo")
+	cmd.Env = append(os.Environ(), runMain+"=1", "TMPDIR="+t.TempDir())
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	buf := make([]byte, 1)
+	io.ReadFull(out, buf) // it prints only when both ends are ready
+	cmd.Process.Signal(syscall.SIGTERM)
+	cmd.Process.Signal(syscall.SIGTERM)
+	go io.Copy(io.Discard, out)
+	if err := cmd.Wait(); ctx.Err() != nil {
+		t.Errorf("two signals do not end the demo: %v", err)
+	}
+}

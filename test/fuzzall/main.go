@@ -1,0 +1,68 @@
+// Command fuzzall fuzzes every target of the given packages, one after the other,
+// since `go test -fuzz` takes one target at a time:
+//
+//	go run ./test/fuzzall -time 10s ./...
+package main
+
+import (
+	"bytes"
+	"flag"
+	"fmt"
+	"os"
+	"os/exec"
+	"strings"
+	"time"
+)
+
+func main() {
+	each := flag.Duration("time", 10*time.Second, "how long to fuzz each target")
+	flag.Parse()
+	if err := run(*each, flag.Args()); err != nil {
+		fmt.Fprintln(os.Stderr, "fuzzall:", err)
+		os.Exit(1)
+	}
+}
+
+func run(each time.Duration, patterns []string) error {
+	packages, err := output("go", append([]string{"list"}, patterns...)...)
+	if err != nil {
+		return err
+	}
+	found := 0
+	for _, pkg := range packages {
+		targets, err := output("go", "test", "-list", "^Fuzz", pkg)
+		if err != nil {
+			return fmt.Errorf("%s: %w", pkg, err)
+		}
+		for _, target := range targets {
+			if !strings.HasPrefix(target, "Fuzz") {
+				continue // go test's own closing line
+			}
+			found++
+			fmt.Printf("fuzz  %s/%s for %s\n", pkg, target, each)
+			// No new inputs are minimised for longer than the fuzzing itself takes.
+			cmd := exec.Command("go", "test", "-run", "^$", "-fuzz", "^"+target+"$", //nolint:gosec // names from go list
+				"-fuzztime", each.String(), "-fuzzminimizetime", "5s", pkg)
+			if out, err := cmd.CombinedOutput(); err != nil {
+				return fmt.Errorf("%s/%s: %w\n%s", pkg, target, err, out)
+			}
+		}
+	}
+	if found == 0 {
+		return fmt.Errorf("no fuzz target in %s", strings.Join(patterns, " "))
+	}
+	fmt.Printf("fuzz  %d targets, nothing found\n", found)
+	return nil
+}
+
+// output returns the lines that a command prints.
+func output(name string, args ...string) ([]string, error) {
+	cmd := exec.Command(name, args...) //nolint:gosec // the go command
+	var stderr bytes.Buffer
+	cmd.Stderr = &stderr
+	out, err := cmd.Output()
+	if err != nil {
+		return nil, fmt.Errorf("%s %s: %w\n%s", name, strings.Join(args, " "), err, stderr.String())
+	}
+	return strings.Fields(strings.ReplaceAll(string(out), "\t", "\n")), nil
+}
