@@ -57,7 +57,7 @@ func (r *report) file(key, path string) {
 	if err == nil && info.Mode().IsRegular() { // opening a pipe would wait for its writer
 		var f *os.File
 		if f, err = os.Open(path); err == nil { //nolint:gosec // the operator names the file
-			f.Close() //nolint:errcheck // it was not written to
+			f.Close()
 		}
 	}
 	if text := unusable(path, info, err); text != "" {

@@ -83,7 +83,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 		d.add(door, door.Ready, addrs...)
 	}
 	if len(c.HTTPS.Ports) > 0 {
-		door, err := newHTTPSDoor(c.HTTPS, directory, log)
+		door, err := newHTTPSDoor(c.HTTPS, directory, counters, log)
 		if err != nil {
 			return nil, err
 		}
@@ -103,10 +103,10 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	return d, nil
 }
 
-func newHTTPSDoor(c conf.HTTPS, directory *tunnel.Directory, log *slog.Logger) (*https.FrontDoor, error) {
+func newHTTPSDoor(c conf.HTTPS, directory *tunnel.Directory, counters *tunnel.Counters, log *slog.Logger) (*https.FrontDoor, error) {
 	cfg := https.Config{
 		Mode: https.Mode(c.TLS), Listen: c.Listen, Ports: c.Ports,
-		ClientNames: c.ClientNames, AllowFrom: c.AllowFrom,
+		ClientNames: c.ClientNames, AllowFrom: c.AllowFrom, Counters: counters,
 		Kubelet: https.Kubelet{Insecure: c.Kubelet.Insecure},
 	}
 	var err error

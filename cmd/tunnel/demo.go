@@ -223,7 +223,7 @@ func freePort() (int, error) {
 	if err != nil {
 		return 0, err
 	}
-	defer ln.Close() //nolint:errcheck // it has served its purpose
+	defer ln.Close()
 	return ln.Addr().(*net.TCPAddr).Port, nil
 }
 
@@ -237,7 +237,7 @@ func (d *demo) start(run context.Context, mode string, ended chan<- error) error
 	if err != nil {
 		return err
 	}
-	defer log.Close() //nolint:errcheck // the process has its own handle
+	defer log.Close()
 	cmd := exec.CommandContext(run, self, mode, "-c", d.path(mode+".toml"))
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = childAttr()

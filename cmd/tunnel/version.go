@@ -12,7 +12,7 @@ import (
 )
 
 // version is set by the Makefile: -ldflags "-X main.version=…".
-var version string //nolint:gochecknoglobals // the linker can set nothing else
+var version string
 
 // software is how this build names itself to its peer, in metrics and to people.
 func software() string {

@@ -25,7 +25,7 @@ const tokenBytes = 32
 // NewToken makes a token of 256 random bits, in letters, digits, '-' and '_'.
 func NewToken() Secret {
 	b := make([]byte, tokenBytes)
-	rand.Read(b) //nolint:errcheck // crypto/rand.Read never returns an error
+	rand.Read(b)
 	return Secret(base64.RawURLEncoding.EncodeToString(b))
 }
 

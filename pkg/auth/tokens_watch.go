@@ -63,7 +63,7 @@ func (t *Tokens) Run(ctx context.Context) error {
 			if filepath.Base(e.Name) == filepath.Base(t.path) || t.changed() {
 				touched()
 			}
-		case <-errs: // notifications were lost: look
+		case <-errs: //nolint:errcheck // notifications were lost, whatever the reason: look
 			touched()
 		case <-tick.C:
 			if settled == nil && t.changed() {
@@ -84,7 +84,7 @@ func watchDir(dir string) (*fsnotify.Watcher, error) {
 		return nil, err
 	}
 	if err := w.Add(dir); err != nil {
-		w.Close() //nolint:errcheck // the first error is the one to report
+		w.Close()
 		return nil, err
 	}
 	return w, nil

@@ -141,7 +141,7 @@ func (b *requestBody) finish() {
 		b.conn.lingers.Store(true)
 		http.NewResponseController(b.w).SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // then the connection has gone
 	} else {
-		b.in.Close() //nolint:errcheck // HTTP/2 ends a Read in flight with it
+		b.in.Close()
 	}
 	b.reading.Lock()
 	defer b.reading.Unlock()

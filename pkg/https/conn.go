@@ -77,7 +77,7 @@ func (c *clientConn) part() {
 	if c.CloseWrite() == nil {
 		io.Copy(io.Discard, c.Conn) //nolint:errcheck // nobody is interested
 	}
-	c.Conn.Close() //nolint:errcheck // nothing is left to be done with it
+	c.Conn.Close()
 }
 
 // TLS alerts that say why a connection is not served (RFC 8446 section 6).

@@ -98,7 +98,7 @@ func (e *Edge) dialTLS(ctx context.Context, r tunnel.Request) (net.Conn, error) 
 		return nil, err
 	}
 	cfg := e.tls.Clone()
-	host, _, _ := net.SplitHostPort(r.Addr) //nolint:errcheck // it was dialled
+	host, _, _ := net.SplitHostPort(r.Addr)
 	cfg.ServerName = cmp.Or(string(r.Node), host)
 	tc := tls.Client(raw, cfg)
 	if err := tc.HandshakeContext(ctx); err != nil {

@@ -45,7 +45,6 @@ import (
 	"slices"
 	"strconv"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"tunnel/pkg/auth"
@@ -99,6 +98,8 @@ type Config struct {
 	Kubelet     Kubelet
 
 	AllowFrom auth.Sources // who may connect; nil: anyone
+
+	Counters *tunnel.Counters // counts panics; nil: nobody looks
 }
 
 // Kubelet says how we speak to the kubelet behind a terminated connection.
@@ -175,7 +176,6 @@ type FrontDoor struct {
 
 	strangers strangers
 	denials   denials
-	panics    atomic.Int64
 
 	mu    sync.Mutex // guards the following
 	addrs []net.Addr // of the open listeners, in the order of ports; nil unless all are open
@@ -188,6 +188,9 @@ var _ tunnel.Module = (*FrontDoor)(nil)
 func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger) (*FrontDoor, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, err
+	}
+	if cfg.Counters == nil {
+		cfg.Counters = new(tunnel.Counters)
 	}
 	f := &FrontDoor{
 		cfg:    cfg,
@@ -232,9 +235,6 @@ func (f *FrontDoor) Addrs() []net.Addr {
 	defer f.mu.Unlock()
 	return slices.Clone(f.addrs)
 }
-
-// Panics returns how many connections and requests a panic has ended.
-func (f *FrontDoor) Panics() int64 { return f.panics.Load() }
 
 func (f *FrontDoor) setAddrs(addrs []net.Addr) {
 	f.mu.Lock()

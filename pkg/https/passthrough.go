@@ -65,7 +65,7 @@ func (f *FrontDoor) pass(live context.Context, c *clientConn, node tunnel.NodeNa
 
 // dialError makes a timeout of our own a refusal like that of the other side.
 func dialError(ctx context.Context, err error) error {
-	if ctx.Err() == context.DeadlineExceeded { //nolint:errorlint // Err returns it itself
+	if ctx.Err() == context.DeadlineExceeded {
 		return tunnel.Refusef(tunnel.Timeout, "no answer within %v: %v", dialTimeout, err)
 	}
 	return err

@@ -16,7 +16,7 @@ func helloBytes(t testing.TB, serverName string) []byte {
 	t.Helper()
 	var sent bytes.Buffer
 	cfg := &tls.Config{ServerName: serverName, InsecureSkipVerify: true}
-	tls.Client(&recorder{w: &sent}, cfg).Handshake() //nolint:errcheck // nobody answers
+	tls.Client(&recorder{w: &sent}, cfg).Handshake()
 	return sent.Bytes()
 }
 
@@ -82,7 +82,7 @@ func (r iotestOneByte) Read(p []byte) (int, error) { return r.r.Read(p[:min(1, l
 func TestPeekReplays(t *testing.T) {
 	here, there := net.Pipe()
 	sent := append(helloBytes(t, "edge1"), "and more"...)
-	go there.Write(sent) //nolint:errcheck // what is missing is missed below
+	go there.Write(sent)
 	c := &clientConn{Conn: here}
 	h, err := c.peek(context.Background(), patience)
 	must(t, err)
@@ -136,6 +136,6 @@ func BenchmarkPeekClientHello(b *testing.B) {
 	in := helloBytes(b, "edge1")
 	b.ReportAllocs()
 	for b.Loop() {
-		peekHello(bytes.NewReader(in)) //nolint:errcheck // it is known to be good
+		peekHello(bytes.NewReader(in))
 	}
 }

@@ -246,7 +246,7 @@ func (p *proxy) forward(w http.ResponseWriter, r *http.Request, h hop, body *req
 		Transport: roundTripper(func(out *http.Request) (*http.Response, error) {
 			res, err := transport(out)
 			if err == nil && res.StatusCode == http.StatusSwitchingProtocols {
-				res.Body.Close() //nolint:errcheck // it is being thrown away
+				res.Body.Close()
 				return nil, errors.New("the target switched protocols without being asked to")
 			}
 			return res, err

@@ -109,7 +109,7 @@ func newRig(t testing.TB, h http.Handler, configure func(*rig, *Config)) *rig {
 	}
 	r.kubelet = httptest.NewUnstartedServer(h)
 	r.kubelet.EnableHTTP2 = true
-	r.kubelet.Config.ErrorLog = slog.NewLogLogger(slog.NewTextHandler(io.Discard, nil), 0)
+	r.kubelet.Config.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, 0)
 	r.kubelet.TLS = &tls.Config{
 		Certificates: []tls.Certificate{*r.kubeletCA.issue("system:node:edge1", "edge1")},
 		ClientAuth:   tls.RequireAndVerifyClientCert, ClientCAs: r.clientCA.pool,

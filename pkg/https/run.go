@@ -43,7 +43,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	var conns sync.WaitGroup
 	for i, l := range listeners {
 		accepting.Go(func() error {
-			stop := context.AfterFunc(gctx, func() { l.Close() }) //nolint:errcheck // its accept loop sees it closed
+			stop := context.AfterFunc(gctx, func() { l.Close() })
 			defer stop()
 			return f.accept(gctx, l, func(c net.Conn) {
 				conns.Go(func() { f.serve(gctx, live, web, c, i) })
@@ -84,7 +84,7 @@ func (f *FrontDoor) listen(ctx context.Context) (listeners []net.Listener, addrs
 	}
 	if len(errs) > 0 {
 		for _, l := range listeners {
-			l.Close() //nolint:errcheck // nobody has connected yet
+			l.Close()
 		}
 		return nil, nil, errors.Join(errs...)
 	}
@@ -225,7 +225,7 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 
 // panicked records a panic that has ended one connection or request.
 func (f *FrontDoor) panicked(v any) {
-	f.panics.Add(1)
+	f.cfg.Counters.Panics.Add(1)
 	f.log.Error("panic in the https front door; the connection was closed", "module", Name, "err", fmt.Sprintf("%v\n%s", v, debug.Stack()))
 }
 

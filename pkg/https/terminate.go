@@ -187,7 +187,7 @@ func respond(w http.ResponseWriter, status int, code, text string) {
 		h.Set(RefusalHeader, code)
 	}
 	w.WriteHeader(status)
-	fmt.Fprintf(w, "tunnel: %s\n", text) //nolint:errcheck // the caller has gone
+	fmt.Fprintf(w, "tunnel: %s\n", text)
 }
 
 // RefusalHeader tells an answer of the tunnel from one of the kubelet. Its value is a

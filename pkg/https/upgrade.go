@@ -83,7 +83,7 @@ func (s *switched) splice(w http.ResponseWriter, out *http.Request, log *slog.Lo
 	}
 	fc := nc.(*framedConn)
 	client := &tlsConn{Conn: fc.Conn, raw: fc.NetConn(), again: append(buffered(rw.Reader), fc.held...)}
-	if err := s.writeHead(client); err != nil {
+	if err = s.writeHead(client); err != nil {
 		tunnel.Reset(client)
 		tunnel.Reset(s.conn)
 		log.Debug("https connection not upgraded", "err", err)
@@ -103,7 +103,7 @@ func (s *switched) writeHead(w io.Writer) error {
 	}
 	h.Set("Connection", "Upgrade")
 	bw := bufio.NewWriter(w)
-	fmt.Fprintf(bw, "HTTP/1.1 101 %s\r\n", http.StatusText(http.StatusSwitchingProtocols)) //nolint:errcheck // Flush returns it
+	fmt.Fprintf(bw, "HTTP/1.1 101 %s\r\n", http.StatusText(http.StatusSwitchingProtocols))
 	h.Write(bw)                                                                            //nolint:errcheck // likewise
 	io.WriteString(bw, "\r\n")                                                             //nolint:errcheck // likewise
 	return bw.Flush()

@@ -205,7 +205,7 @@ func (f *FrontDoor) openOne(ctx context.Context, l Listener) (net.Listener, erro
 
 func closeAll(open []net.Listener) {
 	for _, ln := range open {
-		ln.Close() //nolint:errcheck // there is nothing to lose
+		ln.Close()
 	}
 }
 

@@ -46,8 +46,8 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	wg.Wait()
 
 	// Neither close can lose bytes: both directions have ended.
-	a.Close() //nolint:errcheck // nothing is left to be done with it
-	b.Close() //nolint:errcheck // likewise
+	a.Close()
+	b.Close()
 	return aToB, bToA, errors.Join(errAB, errBA)
 }
 
@@ -167,7 +167,7 @@ type reader struct {
 
 func (r *reader) Read(p []byte) (int, error) {
 	n, err := r.r.Read(p)
-	if err != nil && err != io.EOF { //nolint:errorlint // io.Reader's contract is io.EOF itself
+	if err != nil && err != io.EOF {
 		r.err = err
 	}
 	return n, err
@@ -176,7 +176,7 @@ func (r *reader) Read(p []byte) (int, error) {
 // isWriteError reports whether err came from writing to an operating system socket.
 func isWriteError(err error) bool {
 	op, ok := errors.AsType[*net.OpError](err)
-	return ok && op.Op == "write"
+	return ok && (op.Op == "write" || op.Op == "writev")
 }
 
 // Resetter is a conn that can be aborted so that its peer sees a reset.
@@ -193,9 +193,10 @@ func Reset(c net.Conn) {
 	case interface{ SetLinger(int) error }: // *net.TCPConn
 		c.SetLinger(0) //nolint:errcheck // likewise
 		c.(net.Conn).Close()
+	case interface{ NetConn() net.Conn }: // *tls.Conn
+		// Its Close would tell the peer of a clean end, and wait for a peer that is stuck.
+		Reset(c.NetConn())
 	default:
-		// A *tls.Conn would first wait to send its alert to a peer that may be stuck.
-		c.SetDeadline(time.Unix(1, 0)) //nolint:errcheck // likewise
 		c.Close()
 	}
 }
