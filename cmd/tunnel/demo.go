@@ -113,10 +113,13 @@ func runDemo(ctx context.Context, flags demoFlags, out io.Writer) (err error) {
 		processes++
 	}
 	if err := d.ready(ctx, ended, &processes); err != nil {
-		return err
+		return d.unlessInterrupted(ctx, err)
 	}
 	d.explain()
 	failed := d.checkAll(ctx)
+	if ctx.Err() != nil {
+		return d.unlessInterrupted(ctx, ctx.Err())
+	}
 	if flags.once {
 		if failed > 0 {
 			return fmt.Errorf("%d checks failed\n%s", failed, d.logs())
@@ -130,6 +133,18 @@ func runDemo(ctx context.Context, flags demoFlags, out io.Writer) (err error) {
 	case <-d.count(ctx):
 		return nil
 	}
+}
+
+// unlessInterrupted returns err, or what Ctrl-C means: the end of a demo that was
+// looked at, but no success of one that was to check something.
+func (d *demo) unlessInterrupted(ctx context.Context, err error) error {
+	switch {
+	case ctx.Err() == nil:
+		return err
+	case d.flags.once:
+		return errors.New("interrupted before every check was run")
+	}
+	return nil
 }
 
 // configure makes the authority, the token and the two configuration files.

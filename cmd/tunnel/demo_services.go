@@ -61,7 +61,7 @@ func (d *demo) serve() (*demoServices, error) {
 			}
 			go func() {
 				defer c.Close()
-				io.Copy(c, c)   //nolint:errcheck // likewise
+				io.Copy(c, c) //nolint:errcheck // likewise
 			}()
 		}
 	})

@@ -104,8 +104,8 @@ func (s *switched) writeHead(w io.Writer) error {
 	h.Set("Connection", "Upgrade")
 	bw := bufio.NewWriter(w)
 	fmt.Fprintf(bw, "HTTP/1.1 101 %s\r\n", http.StatusText(http.StatusSwitchingProtocols))
-	h.Write(bw)                                                                            //nolint:errcheck // likewise
-	io.WriteString(bw, "\r\n")                                                             //nolint:errcheck // likewise
+	h.Write(bw)                //nolint:errcheck // likewise
+	io.WriteString(bw, "\r\n") //nolint:errcheck // likewise
 	return bw.Flush()
 }
 
