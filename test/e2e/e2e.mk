@@ -1,0 +1,17 @@
+# The end-to-end tests. Included by the Makefile of the repository; paths are relative to its directory.
+# The cluster has its own README: test/cluster/README.md.
+
+.PHONY: e2e e2e-build e2e-up e2e-down
+
+e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 6 minutes, the first time 25)
+	@status=0; go test -tags e2e -count=1 -v -timeout 30m ./test/e2e || status=$$?; \
+	test/cluster/down.sh && exit $$status
+
+e2e-build: ## build that Kubernetes into the cache, once (minutes; nothing to do the next time)
+	@nice test/cluster/build.sh
+
+e2e-up: e2e-build ## start it without the tests, and say how to use it
+	@test/cluster/up.sh
+
+e2e-down: ## remove it, also what a killed run left behind; logs are kept
+	@test/cluster/down.sh

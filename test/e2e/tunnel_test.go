@@ -1,0 +1,281 @@
+//go:build e2e
+
+package e2e
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+)
+
+const (
+	cloudIP   = "10.77.0.250" // the cloud's own address on the bridge
+	cloudLog  = "7000"        // its health port
+	edgeLog   = "7010"
+	kubelet   = "10250"
+	joinName  = "tunnel.e2e" // the name in the cloud's certificate
+	backAgain = 12 * time.Second
+)
+
+// A tunnel is one cloud on the control plane's machine and one edge in each node: our binary, as users start it.
+type tunnel struct {
+	c      *cluster
+	binary string
+	dir    string
+	cloud  *daemon
+	edges  map[string]*daemon // by node
+}
+
+// binary returns the program under test.
+func binary(ctx context.Context, t *testing.T) string {
+	t.Helper()
+	if b := os.Getenv("TUNNEL_BIN"); b != "" {
+		b, err := filepath.Abs(b)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return b
+	}
+	out := filepath.Join(t.TempDir(), "tunnel")
+	build := command(ctx, "go", "build", "-o", out, "./cmd/tunnel")
+	build.Dir = "../.."
+	if _, err := run(build, nil); err != nil {
+		t.Fatalf("building the tunnel: %v", err)
+	}
+	return out
+}
+
+// newTunnel writes certificates, tokens and configuration; nothing runs yet.
+func newTunnel(ctx context.Context, t *testing.T, c *cluster, binary string) *tunnel {
+	t.Helper()
+	tn := &tunnel{c: c, binary: binary, dir: c.path("tunnel"), edges: make(map[string]*daemon)}
+	if err := os.MkdirAll(tn.dir, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := run(command(ctx, "ip", "addr", "add", cloudIP+"/24", "dev", "te2e0"), nil); err != nil {
+		t.Fatal(err) // it goes with the bridge
+	}
+	leaf := func(args ...string) {
+		if _, err := run(c.command(ctx, "pki", append([]string{"leaf", "-dir", c.path("pki")}, args...)...), nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	leaf("-name", "tunnel-join", "-cn", joinName, "-dns", joinName, "-server")
+	leaf("-name", "tunnel-https", "-cn", "tunnel-https", "-dns", "edge1", "-dns", "edge2", "-server")
+	leaf("-name", "tunnel-kubelet", "-cn", "tunnel-cloud", "-client") // what it may do: testdata/rbac.yaml
+
+	// Both forms that a token may have in the file.
+	tokens := make(map[string]string)
+	for _, n := range c.nodes {
+		tokens[n] = rand.Text()
+	}
+	sum := sha256.Sum256([]byte(tokens["edge2"]))
+	tn.write(t, "tokens", "edge1:"+tokens["edge1"]+"\nedge2:sha256:"+hex.EncodeToString(sum[:])+"\n")
+	tn.write(t, "cloud.toml", strings.NewReplacer("PKI", c.path("pki"), "IP", cloudIP, "LOGPORT", cloudLog).Replace(`
+[mode.cloud.stream.server]
+grpcport = 9000
+cert = "PKI/tunnel-join.crt"
+key = "PKI/tunnel-join.key"
+tokenfile = "tokens"
+logport = LOGPORT
+
+[mode.cloud.stream.dns]
+debug = true
+
+[mode.cloud.https]
+cert = "PKI/tunnel-https.crt"
+key = "PKI/tunnel-https.key"
+clientca = "PKI/ca.crt"
+listen = "IP"
+[mode.cloud.https.addr]
+"10250" = "127.0.0.1:10250"
+[mode.cloud.https.kubelet]
+cert = "PKI/tunnel-kubelet.crt"
+key = "PKI/tunnel-kubelet.key"
+ca = "PKI/ca.crt"
+`))
+	for _, n := range c.nodes {
+		tn.write(t, n+".toml", strings.NewReplacer("NODE", n, "TOKEN", tokens[n], "PKI", c.path("pki"), "IP", cloudIP,
+			"NAME", joinName, "LOGPORT", edgeLog).Replace(`
+[mode.edge]
+node = "NODE"
+[mode.edge.stream.client]
+token = "TOKEN"
+cert = "PKI/ca.crt"
+dns = "NAME"
+servername = "IP:9000"
+logport = LOGPORT
+`))
+	}
+	return tn
+}
+
+func (tn *tunnel) write(t *testing.T, file, content string) {
+	t.Helper()
+	if err := os.WriteFile(filepath.Join(tn.dir, file), []byte(content), 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func (tn *tunnel) config(name string) string { return filepath.Join(tn.dir, name+".toml") }
+
+// up starts everything, moves the nodes' names to the cloud, and waits until both ends say that they are ready.
+func (tn *tunnel) up(ctx context.Context, t *testing.T) {
+	t.Helper()
+	tn.startCloud(ctx, t)
+	for _, n := range tn.c.nodes {
+		tn.startEdge(ctx, t, n)
+	}
+	moved := make(map[string]string)
+	for _, n := range tn.c.nodes {
+		moved[n] = cloudIP
+	}
+	if err := tn.c.name(moved); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range tn.c.nodes {
+		eventually(ctx, t, backAgain, "edge "+n+" to be ready", func(ctx context.Context) error { return tn.edgeReady(ctx, n) })
+		eventually(ctx, t, 5*time.Second, "the name of "+n+" to move to the cloud", func(ctx context.Context) error {
+			if a, err := tn.c.resolve(ctx, n); err != nil || a != cloudIP {
+				return fmt.Errorf("it is %s, %v", a, err)
+			}
+			return nil
+		})
+	}
+	eventually(ctx, t, 5*time.Second, "the cloud to be ready", tn.cloudReady)
+}
+
+// down kills everything. None of it may have ended before.
+func (tn *tunnel) down(t *testing.T) {
+	t.Helper()
+	for _, d := range tn.daemons() {
+		d.kill(t)
+	}
+}
+
+func (tn *tunnel) daemons() []*daemon {
+	all := []*daemon{}
+	for _, n := range tn.c.nodes {
+		if d := tn.edges[n]; d != nil {
+			all = append(all, d)
+		}
+	}
+	if tn.cloud != nil {
+		all = append(all, tn.cloud)
+	}
+	return all
+}
+
+func (tn *tunnel) startCloud(ctx context.Context, t *testing.T) {
+	t.Helper()
+	tn.cloud = startDaemon(t, tn.c, "cloud", tn.c.command(ctx, tn.binary, "cloud", "-c", tn.config("cloud")))
+}
+
+func (tn *tunnel) startEdge(ctx context.Context, t *testing.T, node string) {
+	t.Helper()
+	inside := filepath.Join(tn.c.scripts, "innode.sh")
+	cmd := tn.c.command(ctx, inside, node, tn.binary, "edge", "-c", tn.config(node))
+	cmd.Env = append(cmd.Env, "CLUSTER_HOME="+tn.c.home)
+	tn.edges[node] = startDaemon(t, tn.c, node, cmd)
+}
+
+func (tn *tunnel) cloudReady(ctx context.Context) error {
+	return is200(get(ctx, &http.Transport{DisableKeepAlives: true}, "http://"+cloudIP+":"+cloudLog+"/readyz?verbose"))
+}
+
+func (tn *tunnel) edgeReady(ctx context.Context, node string) error {
+	return is200(tn.c.getInside(ctx, node, "http://127.0.0.1:"+edgeLog+"/readyz?verbose"))
+}
+
+func is200(status int, body string, err error) error {
+	if err == nil && status != http.StatusOK {
+		err = fmt.Errorf("status %d: %s", status, strings.TrimSpace(body))
+	}
+	return err
+}
+
+// carried returns how many bytes the cloud says that it has carried, from /metrics.
+func (tn *tunnel) carried(ctx context.Context, t *testing.T) float64 {
+	t.Helper()
+	status, body, err := get(ctx, &http.Transport{DisableKeepAlives: true}, "http://"+cloudIP+":"+cloudLog+"/metrics")
+	if err := is200(status, body, err); err != nil {
+		t.Fatalf("the cloud's /metrics: %v", err)
+	}
+	sum, found := 0.0, false
+	for line := range strings.Lines(body) {
+		name, value, _ := strings.Cut(strings.TrimSpace(line), " ")
+		name, _, _ = strings.Cut(name, "{")
+		if !strings.HasPrefix(name, "tunnel_") || !strings.Contains(name, "bytes") || !strings.HasSuffix(name, "_total") {
+			continue
+		}
+		v, err := strconv.ParseFloat(value, 64)
+		if err != nil {
+			t.Fatalf("the cloud's /metrics: %q: %v", line, err)
+		}
+		sum, found = sum+v, true
+	}
+	if !found {
+		t.Fatalf("the cloud's /metrics counts no bytes:\n%s", body)
+	}
+	return sum
+}
+
+// A daemon is one of our processes. It must not end unless it is told to.
+type daemon struct {
+	*process
+	log    *os.File
+	killed bool // by us; owned by the test's goroutine
+}
+
+func startDaemon(t *testing.T, c *cluster, name string, cmd *exec.Cmd) *daemon {
+	t.Helper()
+	log, err := os.OpenFile(c.path("log/"+name+".log"), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	if err != nil {
+		t.Fatal(err)
+	}
+	fmt.Fprintf(log, "--- started %s\n", time.Now().UTC().Format("15:04:05.000"))
+	cmd.Stdout, cmd.Stderr = log, log
+	p, err := start(cmd)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &daemon{process: p, log: log}
+}
+
+// kill is kill -9. An edge dies with the process that put it into its node.
+func (d *daemon) kill(t *testing.T) {
+	t.Helper()
+	if d.killed {
+		return
+	}
+	d.killed = true
+	if d.ended() {
+		t.Errorf("%s ended by itself: %v", d.name, d.err)
+	}
+	d.process.kill()
+	d.log.Close()
+}
+
+// inside returns the process id of an edge itself: the child of the process that put it into its node.
+func (d *daemon) inside() (int, error) {
+	pid := d.cmd.Process.Pid
+	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/task/%d/children", pid, pid))
+	if err != nil {
+		return 0, err
+	}
+	children := strings.Fields(string(b))
+	if len(children) != 1 {
+		return 0, fmt.Errorf("%s has children %q, want one", d.name, b)
+	}
+	return strconv.Atoi(children[0])
+}
