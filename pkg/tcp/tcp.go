@@ -291,6 +291,7 @@ func (p *port) permits(peer net.Addr) bool {
 func (p *port) serve(ctx context.Context, c net.Conn) {
 	start := time.Now()
 	log := p.log.With("caller", c.RemoteAddr())
+	tunnel.ResetOnDeath(c)
 	target, err := p.dial(ctx, c.RemoteAddr().String())
 	if err != nil {
 		tunnel.Reset(c)

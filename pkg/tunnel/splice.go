@@ -27,13 +27,16 @@ const copySize = 32 << 10
 //   - when b takes no more bytes, a is told so (CloseRead) and b's remaining bytes
 //     still reach a.
 //
-// When ctx ends first, both are reset. err is why a direction ended before its time.
+// When ctx ends first, both are reset, and so they are when this process dies: see
+// ResetOnDeath. err is why a direction ended before its time.
 func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	stop := context.AfterFunc(ctx, func() {
 		Reset(a)
 		Reset(b)
 	})
 	defer stop()
+	ResetOnDeath(a)
+	ResetOnDeath(b)
 	// Half of a conn may have ended cleanly, and nobody be reading it, when a reset comes.
 	onReset(a, func() { Reset(b) })
 	onReset(b, func() { Reset(a) })
@@ -46,9 +49,30 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	wg.Wait()
 
 	// Neither close can lose bytes: both directions have ended.
-	a.Close()
-	b.Close()
+	closeCleanly(a)
+	closeCleanly(b)
 	return aToB, bToA, errors.Join(errAB, errBA)
+}
+
+// ResetOnDeath makes the kernel reset c when it closes it because this process has
+// been killed. By itself it would end c as if nothing were missing, and half an
+// answer would look like a whole one. Splice does this; a conn that waits to be
+// spliced is in the same danger.
+func ResetOnDeath(c net.Conn) {
+	if l, ok := c.(lingerer); ok {
+		l.SetLinger(0) //nolint:errcheck // then c has ended, and nothing can be cut off
+	}
+}
+
+// lingerer is a *net.TCPConn, alone or as part of something else.
+type lingerer interface{ SetLinger(sec int) error }
+
+// closeCleanly undoes ResetOnDeath, which would make the close a reset, and closes c.
+func closeCleanly(c net.Conn) {
+	if l, ok := c.(lingerer); ok {
+		l.SetLinger(-1) //nolint:errcheck // c has ended, and Close says so
+	}
+	c.Close() //nolint:errcheck // nothing is left to be done with it
 }
 
 // direction is how one half of a splice has ended, for the other half to see.
@@ -190,7 +214,7 @@ func Reset(c net.Conn) {
 	switch c := c.(type) {
 	case Resetter:
 		c.Reset() //nolint:errcheck // it is being thrown away
-	case interface{ SetLinger(int) error }: // *net.TCPConn
+	case lingerer:
 		c.SetLinger(0) //nolint:errcheck // likewise
 		c.(net.Conn).Close()
 	case interface{ NetConn() net.Conn }: // *tls.Conn
