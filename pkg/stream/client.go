@@ -121,12 +121,11 @@ func (c *Client) Session() *tunnel.Session {
 func (c *Client) Run(ctx context.Context) error {
 	var wait backoff
 	for {
-		started := time.Now()
-		err := c.session(ctx)
+		lived, err := c.session(ctx)
 		if ctx.Err() != nil {
 			return nil
 		}
-		if time.Since(started) > backoffMax {
+		if lived > backoffMax {
 			wait.reset()
 		}
 		d := wait.next(err)
@@ -139,8 +138,9 @@ func (c *Client) Run(ctx context.Context) error {
 	}
 }
 
-// session connects, joins, and returns why the session has ended.
-func (c *Client) session(ctx context.Context) (err error) {
+// session connects, joins, and returns why the session has ended and how long it
+// lived, which is 0 when there was none.
+func (c *Client) session(ctx context.Context) (lived time.Duration, err error) {
 	defer func() {
 		err = explain(err)
 		c.state.Store(&clientState{err: err})
@@ -149,35 +149,41 @@ func (c *Client) session(ctx context.Context) (err error) {
 	sctx, cancel := tunnel.Grace(ctx, c.cfg.Grace+time.Second)
 	defer cancel()
 
-	cc, err := c.connect(ctx)
+	token, err := c.cfg.Token()
 	if err != nil {
-		return err
+		return 0, err
 	}
-	defer cc.Close()
-	s, err := c.join(ctx, sctx, cc)
+	cc, hangUp, err := c.connect(ctx)
 	if err != nil {
-		return err
+		return 0, err
+	}
+	defer hangUp()
+	s, err := c.join(ctx, sctx, cc, token)
+	if err != nil {
+		return 0, err
 	}
 	c.state.Store(&clientState{session: s})
 	s.log.Info("session started", "remote", s.pub.Remote)
 	err = s.serveUntil(ctx, sctx)
 	c.state.Store(&clientState{err: err})
 	cancel()
-	cc.Close() // frees whatever waits for the network
+	hangUp() // frees whatever waits for the network
 	s.wg.Wait()
-	s.log.Info("session ended", "err", err, "dur", time.Since(s.pub.Since).Round(time.Millisecond))
-	return err
+	lived = time.Since(s.pub.Since)
+	s.log.Info("session ended", "err", err, "dur", lived.Round(time.Millisecond))
+	return lived, err
 }
 
 // connect makes the one TCP connection of a session and the ClientConn around it.
 // The ClientConn never connects again: a second connection could reach another
-// replica, while the session lives on the first.
-func (c *Client) connect(ctx context.Context) (*grpc.ClientConn, error) {
+// replica, while the session lives on the first. hangUp closes both; gRPC by itself
+// closes only a connection that it has asked for, which it does at the first call.
+func (c *Client) connect(ctx context.Context) (cc *grpc.ClientConn, hangUp func(), err error) {
 	dctx, cancel := context.WithTimeout(ctx, joinTimeout)
 	defer cancel()
 	raw, err := c.cfg.Dial(dctx, "tcp", c.cfg.Address)
 	if err != nil {
-		return nil, fmt.Errorf("dialing the cloud: %w", err)
+		return nil, nil, fmt.Errorf("dialing the cloud: %w", err)
 	}
 	var once sync.Once
 	dial := func(context.Context, string) (conn net.Conn, err error) {
@@ -190,21 +196,20 @@ func (c *Client) connect(ctx context.Context) (*grpc.ClientConn, error) {
 		grpc.WithTransportCredentials(credentials.NewTLS(c.cfg.TLS)),
 		grpc.WithUserAgent(c.cfg.Software),
 	)
-	cc, err := grpc.NewClient("passthrough:///"+c.cfg.Address, opts...)
+	cc, err = grpc.NewClient("passthrough:///"+c.cfg.Address, opts...)
 	if err != nil {
 		raw.Close()
-		return nil, err
+		return nil, nil, err
 	}
-	return cc, nil
+	return cc, func() {
+		cc.Close()
+		raw.Close()
+	}, nil
 }
 
 // join opens the control stream and exchanges hellos, before ctx is done and within
 // the join timeout. The stream lives until sctx is done.
-func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn) (*edgeSession, error) {
-	token, err := c.cfg.Token()
-	if err != nil {
-		return nil, err
-	}
+func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, token auth.Secret) (*edgeSession, error) {
 	sctx, abandon := context.WithCancelCause(sctx)
 	late := time.AfterFunc(joinTimeout, func() { abandon(errJoinTimeout) })
 	stopped := context.AfterFunc(ctx, func() { abandon(context.Canceled) })
@@ -224,9 +229,9 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn) (*edgeSess
 		return fail(err)
 	}
 	s := &edgeSession{client: client, abandon: abandon}
-	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Since: time.Now(), Link: s}
+	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s}
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
-	s.stream = stream
+	s.stream, s.unknown = stream, s.nobody
 	s.init()
 	err = s.write(message(typeHello, "", &pb.Hello{Version: Version, Software: c.cfg.Software}))
 	if err != nil && !errors.Is(err, io.EOF) { // io.EOF says that Recv knows the reason
@@ -247,8 +252,10 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn) (*edgeSess
 	if !stopped() {
 		return fail(context.Canceled)
 	}
-	s.pub.ID = text(hello.GetSession())
-	s.maxConns = int64(hello.GetMaxConns())
+	s.pub.ID, s.pub.Since = text(hello.GetSession()), time.Now()
+	// The cloud keeps to its limit. Twice that here, since a conn that has ended at the
+	// cloud may still be ending here when its successor is asked for.
+	s.maxConns = 2 * int64(hello.GetMaxConns())
 	if s.maxConns == 0 || s.maxConns > 16*DefaultMaxConns {
 		s.maxConns = 16 * DefaultMaxConns
 	}

@@ -135,6 +135,14 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 	return nil
 }
 
+// nobody answers an open request for a module that this edge does not have, so that
+// its caller need not wait in vain.
+func (s *edgeSession) nobody(m *tunnel.Message) {
+	if m.Type == tunnel.TypeOpen {
+		s.refuse(m.Topic, tunnel.Refusef(tunnel.Internal, "node %s runs no module %q", s.pub.Node, m.Category))
+	}
+}
+
 // serve dials the target and carries its conn. An error, which only a panic makes,
 // ends the session.
 func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, dial tunnel.DialFunc) error {
@@ -142,9 +150,18 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	started := time.Now()
 	dctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	target, err := dial(dctx, r)
+	late := errors.Is(dctx.Err(), context.DeadlineExceeded)
 	cancel()
 	if err != nil {
 		log.Debug("target refused", "err", err)
+		if _, decided := errors.AsType[*tunnel.Refusal](err); !decided {
+			switch {
+			case ctx.Err() != nil:
+				err = tunnel.Refusef(tunnel.Gone, "the caller has gone")
+			case late:
+				err = tunnel.Refusef(tunnel.Timeout, "%s did not answer within %s", r.Addr, dialTimeout)
+			}
+		}
 		s.refuse(name, err)
 		return nil
 	}

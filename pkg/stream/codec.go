@@ -9,6 +9,9 @@ import (
 	"google.golang.org/grpc/encoding"
 	_ "google.golang.org/grpc/encoding/proto" // registers the codec for everything but chunks
 	"google.golang.org/grpc/mem"
+	"google.golang.org/protobuf/proto"
+
+	pb "tunnel/pkg/stream/tunnelv1"
 )
 
 // The codec writes and reads tunnel.v1.Chunk by hand, so that forwarded bytes are
@@ -123,8 +126,8 @@ func (c codec) Unmarshal(data mem.BufferSlice, v any) error {
 var errTruncated = errors.New("chunk is cut short")
 
 // decode parses a Chunk as the protobuf encoding has it
-// (protobuf.dev/programming-guides/encoding): fields in any order, unknown ones
-// skipped, the last of several wins.
+// (protobuf.dev/programming-guides/encoding): fields in any order, the last of
+// several wins.
 func (in *incoming) decode(data mem.BufferSlice) (err error) {
 	*in = incoming{}
 	defer func() {
@@ -144,8 +147,8 @@ func (in *incoming) decode(data mem.BufferSlice) (err error) {
 			if err != nil {
 				return err
 			}
-			if n > maxIncoming {
-				return fmt.Errorf("chunk holds %d bytes; %d are allowed", n, maxIncoming)
+			if err := checkLength(n); err != nil {
+				return err
 			}
 			in.free()
 			in.data = c.take(n)
@@ -160,10 +163,33 @@ func (in *incoming) decode(data mem.BufferSlice) (err error) {
 				in.stop = v != 0
 			}
 		default:
-			if err := c.skip(key); err != nil {
-				return err
-			}
+			return in.decodeStrange(data)
 		}
+	}
+	return nil
+}
+
+// decodeStrange decodes a chunk with fields that are not ours, as a newer peer may
+// send it. It copies, and leaves the many ways to skip a field to the library.
+func (in *incoming) decodeStrange(data mem.BufferSlice) error {
+	in.free()
+	var chunk pb.Chunk
+	if err := proto.Unmarshal(data.Materialize(), &chunk); err != nil {
+		return fmt.Errorf("chunk: %w", err)
+	}
+	if err := checkLength(len(chunk.GetData())); err != nil {
+		return err
+	}
+	in.fin, in.stop = chunk.GetFin(), chunk.GetStop()
+	if b := chunk.GetData(); len(b) > 0 {
+		in.data = mem.BufferSlice{mem.SliceBuffer(b)}
+	}
+	return nil
+}
+
+func checkLength(n int) error {
+	if n > maxIncoming {
+		return fmt.Errorf("chunk holds %d bytes; %d are allowed", n, maxIncoming)
 	}
 	return nil
 }
@@ -227,51 +253,16 @@ func (c *cursor) length() (int, error) {
 // take returns references to the next n bytes; n has been checked.
 func (c *cursor) take(n int) mem.BufferSlice {
 	var out mem.BufferSlice
-	c.walk(n, func(b mem.Buffer, from, to int) { out = append(out, b.Slice(from, to)) })
-	return out
-}
-
-// walk passes over n bytes, calling f for the part of each buffer.
-func (c *cursor) walk(n int, f func(b mem.Buffer, from, to int)) {
 	c.left -= n
 	for n > 0 {
-		part := min(n, c.bufs[0].Len()-c.off)
-		if part > 0 {
-			f(c.bufs[0], c.off, c.off+part)
+		if c.off == c.bufs[0].Len() {
+			c.bufs, c.off = c.bufs[1:], 0
+			continue
 		}
+		part := min(n, c.bufs[0].Len()-c.off)
+		out = append(out, c.bufs[0].Slice(c.off, c.off+part))
 		c.off += part
 		n -= part
-		if n > 0 {
-			c.bufs, c.off = c.bufs[1:], 0
-		}
 	}
-}
-
-// skip passes over the value of an unknown field.
-func (c *cursor) skip(key uint64) error {
-	if key>>3 == 0 {
-		return errors.New("chunk has a field number 0")
-	}
-	n := 0
-	switch key & 7 {
-	case 0:
-		_, err := c.uvarint()
-		return err
-	case 1:
-		n = 8
-	case 2:
-		var err error
-		if n, err = c.length(); err != nil {
-			return err
-		}
-	case 5:
-		n = 4
-	default:
-		return fmt.Errorf("chunk has a field of wire type %d", key&7)
-	}
-	if n > c.left {
-		return errTruncated
-	}
-	c.walk(n, func(mem.Buffer, int, int) {})
-	return nil
+	return out
 }

@@ -94,15 +94,8 @@ func (c *conn) receiveLoop(open bool) {
 			c.streamError(err)
 			break
 		}
-		c.counters.BytesReceived.Add(uint64(m.data.Len()))
-		if len(m.data) > 0 {
-			select {
-			case c.in <- m.data:
-			case <-c.readDone:
-				m.free()
-			case <-c.over:
-				m.free()
-			}
+		if !c.pass(&m, open) {
+			break
 		}
 		if c.note(m.fin, m.stop) && open {
 			close(c.in)
@@ -112,6 +105,29 @@ func (c *conn) receiveLoop(open bool) {
 	if open {
 		close(c.in)
 	}
+}
+
+// pass hands the bytes of a chunk to Read. It returns false when the conn is over:
+// bytes were lost, so a fin that comes behind them must not look like a clean end.
+func (c *conn) pass(m *incoming, open bool) bool {
+	if len(m.data) == 0 {
+		return true
+	}
+	if !open {
+		m.free()
+		c.end(tunnel.ErrReset) // bytes after fin: the peer has lost its way
+		return false
+	}
+	c.counters.BytesReceived.Add(uint64(m.data.Len()))
+	select {
+	case c.in <- m.data:
+	case <-c.readDone:
+		m.free()
+	case <-c.over:
+		m.free()
+		return false
+	}
+	return true
 }
 
 // note takes the ends of directions that a chunk announced and reports whether fin
@@ -155,6 +171,9 @@ func (c *conn) WriteTo(w io.Writer) (n int64, err error) {
 		var m incoming
 		if err := c.stream.RecvMsg(&m); err != nil {
 			c.streamError(err)
+			if isClosed(c.readDone) {
+				return n, c.opError("read", net.ErrClosed)
+			}
 			return n, c.opError("read", tunnel.ErrReset)
 		}
 		size := int64(m.data.Len())

@@ -2,13 +2,10 @@ package stream
 
 import (
 	"io"
-
 	"sync/atomic"
 	"syscall"
 
 	"google.golang.org/grpc/mem"
-
-	"tunnel/pkg/tunnel"
 )
 
 // Write queues p and returns when all of it is queued: it waits while more than one
@@ -121,7 +118,8 @@ func (c *conn) sendPending() (sent bool, err error) {
 }
 
 // send sends one chunk; caller holds sendMu. It waits while the other side's window
-// is full. The error says only that the stream has ended.
+// is full. An error says that the stream has ended; whether that was a reset, the
+// receiver learns from the status.
 func (c *conn) send(o *outgoing) error {
 	o.pool = &c.flow
 	c.flow.add()
@@ -129,7 +127,7 @@ func (c *conn) send(o *outgoing) error {
 		if !o.taken {
 			c.flow.Put(o.block)
 		}
-		return tunnel.ErrReset
+		return c.writeError()
 	}
 	c.counters.BytesSent.Add(uint64(o.n))
 	if !o.fin && !o.stop {
@@ -184,17 +182,20 @@ func (c *conn) ReadFrom(src io.Reader) (n int64, err error) {
 func (c *conn) sendBlock(block *[]byte, n int) error {
 	c.sendMu.Lock()
 	defer c.sendMu.Unlock()
-	if isClosed(c.writeDone) {
-		c.blocks.put(block)
-		return c.writeError()
-	}
 	if _, err := c.sendPending(); err != nil {
 		c.blocks.put(block)
 		return err
 	}
+	// Only now: what was pending may have been fin, and nothing goes behind that.
+	if isClosed(c.writeDone) {
+		c.blocks.put(block)
+		return c.writeError()
+	}
 	return c.send(&outgoing{block: block, n: n})
 }
 
+// writeError says why this side can write no more. EPIPE is also the answer while the
+// reason is not known yet; the end that follows brings it.
 func (c *conn) writeError() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -241,6 +242,8 @@ func (f *flow) Put(block *[]byte) {
 }
 
 // wait returns true when another chunk may be sent, and false when done is closed.
+// ReadFrom and the sender may both wait. One token is enough for two: when it lets
+// one of them pass, maxInFlight-1 blocks are still to come back.
 func (f *flow) wait(done <-chan struct{}) bool {
 	for f.inFlight.Load() >= maxInFlight {
 		select {

@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"bytes"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -10,6 +11,8 @@ import (
 	"log/slog"
 	"net"
 	"os"
+	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -28,10 +31,14 @@ const patience = 10 * time.Second
 // rig is a cloud and edges in one process, over TLS on loopback.
 type rig struct {
 	t        *testing.T
+	net      *memNet // nil: loopback
 	dir      *tunnel.Directory
 	server   *Server
 	auth     *fakeAuth
-	counters *tunnel.Counters
+	counters *tunnel.Counters // of the server
+	edges    *tunnel.Counters // of all edges
+	panics   uint64           // that the test wants
+	log      *journal
 	ca       *auth.CA
 	stop     context.CancelFunc // of the server
 	stopped  chan error
@@ -66,27 +73,52 @@ func (a *fakeAuth) revoke(n tunnel.NodeName) {
 	delete(a.revoked, n)
 }
 
-func testLog(t *testing.T) *slog.Logger {
-	if os.Getenv("TUNNEL_TEST_LOG") == "" {
-		return slog.New(slog.DiscardHandler)
-	}
-	return slog.New(slog.NewTextHandler(testWriter{t}, &slog.HandlerOptions{Level: slog.LevelDebug}))
+// journal is the log of a rig, for a test to read; TUNNEL_TEST_LOG=1 shows it.
+type journal struct {
+	name string
+	mu   sync.Mutex // guards text
+	text bytes.Buffer
 }
 
-type testWriter struct{ t *testing.T }
+func (j *journal) logger() *slog.Logger {
+	return slog.New(slog.NewTextHandler(j, &slog.HandlerOptions{Level: slog.LevelDebug}))
+}
 
-func (w testWriter) Write(p []byte) (int, error) {
-	fmt.Fprintf(os.Stderr, "%s: %s", w.t.Name(), p)
-	return len(p), nil
+func (j *journal) Write(p []byte) (int, error) {
+	if os.Getenv("TUNNEL_TEST_LOG") != "" {
+		fmt.Fprintf(os.Stderr, "%s: %s", j.name, p)
+	}
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.text.Write(p)
+}
+
+// lines returns the lines that hold every one of words.
+func (j *journal) lines(words ...string) (found []string) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	for line := range strings.Lines(j.text.String()) {
+		missing := func(w string) bool { return !strings.Contains(line, w) }
+		if !slices.ContainsFunc(words, missing) {
+			found = append(found, line)
+		}
+	}
+	return found
 }
 
 func newRig(t *testing.T, change ...func(*ServerConfig)) *rig {
 	t.Helper()
-	ca, err := auth.NewCA("test", time.Hour)
+	return newRigOn(t, nil, change...)
+}
+
+// newRigOn makes a rig on a network in memory, for tests that run on a fake clock.
+func newRigOn(t *testing.T, network *memNet, change ...func(*ServerConfig)) *rig {
+	t.Helper()
+	ca, err := auth.NewCA("test", 24*time.Hour)
 	if err != nil {
 		t.Fatal(err)
 	}
-	cert, key, err := ca.Issue(auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true, TTL: time.Hour})
+	cert, key, err := ca.Issue(auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true, TTL: 24 * time.Hour})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -94,10 +126,13 @@ func newRig(t *testing.T, change ...func(*ServerConfig)) *rig {
 	if err != nil {
 		t.Fatal(err)
 	}
-	r := &rig{t: t, dir: &tunnel.Directory{}, auth: &fakeAuth{}, counters: &tunnel.Counters{}, ca: ca, stopped: make(chan error, 1)}
+	r := &rig{
+		t: t, net: network, dir: &tunnel.Directory{}, auth: &fakeAuth{}, ca: ca, stopped: make(chan error, 1),
+		counters: &tunnel.Counters{}, edges: &tunnel.Counters{}, log: &journal{name: t.Name()},
+	}
 	cfg := ServerConfig{
 		Listen: "127.0.0.1:0", TLS: &tls.Config{Certificates: []tls.Certificate{pair}},
-		Auth: r.auth, Counters: r.counters, Log: testLog(t), Grace: patience, Software: "test",
+		Auth: r.auth, Counters: r.counters, Log: r.log.logger().With("end", "cloud"), Grace: patience, Software: "test",
 	}
 	for _, f := range change {
 		f(&cfg)
@@ -106,11 +141,11 @@ func newRig(t *testing.T, change ...func(*ServerConfig)) *rig {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	r.stop = cancel
-	go func() { r.stopped <- r.server.Run(ctx) }()
+	if network != nil {
+		r.server.listen = network.listen
+	}
 	t.Cleanup(func() {
-		cancel()
+		r.stop()
 		select {
 		case err := <-r.stopped:
 			if err != nil {
@@ -119,12 +154,22 @@ func newRig(t *testing.T, change ...func(*ServerConfig)) *rig {
 		case <-time.After(2 * patience):
 			t.Error("server does not stop")
 		}
-		if n := r.counters.Panics.Load(); n != 0 {
-			t.Errorf("%d panics", n)
+		if n := r.counters.Panics.Load() + r.edges.Panics.Load(); n != r.panics {
+			t.Errorf("%d panics, want %d", n, r.panics)
 		}
 	})
-	r.eventually("the server listens", func() bool { return r.server.Addr() != nil })
+	r.serve()
 	return r
+}
+
+// serve runs the server until r.stop; then r.stopped tells how it ended.
+func (r *rig) serve() {
+	r.t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	r.stop = cancel
+	r.server.stopping.Store(false)
+	go func() { r.stopped <- r.server.Run(ctx) }()
+	r.eventually("the server listens", func() bool { return r.server.Addr() != nil })
 }
 
 // eventually waits for something that happens soon in another goroutine.
@@ -135,9 +180,14 @@ func (r *rig) eventually(what string, ok func() bool) {
 
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
-	for end := time.Now().Add(patience); !ok(); {
+	within(t, patience, what, ok)
+}
+
+func within(t *testing.T, d time.Duration, what string, ok func() bool) {
+	t.Helper()
+	for end := time.Now().Add(d); !ok(); {
 		if time.Now().After(end) {
-			t.Fatalf("not within %s: %s", patience, what)
+			t.Fatalf("not within %s: %s", d, what)
 		}
 		time.Sleep(time.Millisecond)
 	}
@@ -176,12 +226,16 @@ type edge struct {
 func (r *rig) clientConfig(node string) ClientConfig {
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(r.ca.CertPEM())
-	return ClientConfig{
+	cfg := ClientConfig{
 		Address: r.server.Addr().String(), TLS: &tls.Config{RootCAs: pool, ServerName: "cloud"},
-		Node:  tunnel.NodeName(node),
-		Token: func() (auth.Secret, error) { return auth.Secret("token-" + node), nil },
-		Log:   testLog(r.t), Grace: patience, Software: "test",
+		Node:     tunnel.NodeName(node),
+		Token:    func() (auth.Secret, error) { return auth.Secret("token-" + node), nil },
+		Counters: r.edges, Log: r.log.logger().With("end", "edge"), Grace: patience, Software: "test",
 	}
+	if r.net != nil {
+		cfg.Dial = r.net.dial
+	}
+	return cfg
 }
 
 // start runs a client until the test ends.

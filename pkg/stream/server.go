@@ -47,6 +47,7 @@ type Server struct {
 	router *tunnel.Router
 	blocks *blocks
 	log    *slog.Logger
+	listen func(network, address string) (net.Listener, error) // net.Listen, except in tests
 
 	addr     atomic.Pointer[net.Addr] // set while listening
 	stopping atomic.Bool              // no more joins
@@ -65,7 +66,7 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
 	}
-	s := &Server{cfg: cfg, dir: dir, blocks: new(blocks), log: cfg.Log.With("module", category)}
+	s := &Server{cfg: cfg, dir: dir, blocks: new(blocks), log: cfg.Log.With("module", category), listen: net.Listen}
 	router, err := tunnel.NewRouter(append([]tunnel.Module{s}, mods...)...)
 	if err != nil {
 		return nil, err
@@ -117,7 +118,7 @@ func (s *Server) Ready() error {
 // Run implements tunnel.Module: it listens until ctx is done. Then no edge may join
 // any more, the connected ones are told, and conns have the grace period to end.
 func (s *Server) Run(ctx context.Context) error {
-	ln, err := net.Listen("tcp", s.cfg.Listen)
+	ln, err := s.listen("tcp", s.cfg.Listen)
 	if err != nil {
 		return fmt.Errorf("listening for edges: %w (is another process on that port? see grpcport in [mode.cloud.stream.server])", err)
 	}

@@ -7,6 +7,7 @@ import (
 	"net"
 	"sync/atomic"
 	"time"
+	"unicode/utf8"
 
 	"github.com/google/uuid"
 	"google.golang.org/grpc/codes"
@@ -63,6 +64,11 @@ func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 }
 
 func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunnel.Refusal) {
+	// A caller may have chosen the address, and a message that cannot be sent, or that
+	// the edge does not accept, would cost the whole session.
+	if len(r.Addr) > maxAddr || !utf8.ValidString(r.Addr) {
+		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not an address", text(r.Addr))
+	}
 	name := uuid.NewString()
 	p := &pending{result: make(chan opened, 1)}
 	if refusal := s.add(name, p); refusal != nil {
@@ -168,7 +174,8 @@ func (c *conn) abort() { c.end(tunnel.ErrReset) }
 // heartbeat sends an edge's heartbeat back.
 func (s *cloudSession) heartbeat(m *tunnel.Message) error {
 	var h pb.Heartbeat
-	if err := proto.Unmarshal(m.Data, &h); err != nil {
+	// What is not known is not sent back: the outbox must stay small.
+	if err := (proto.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(m.Data, &h); err != nil {
 		return fmt.Errorf("heartbeat: %w", err)
 	}
 	s.pub.RTT.Store(max(0, h.GetRoundTrip()))

@@ -26,6 +26,7 @@ type session struct {
 	blocks   *blocks
 	stream   controlStream
 	maxConns int64
+	unknown  func(*tunnel.Message) // also told of messages without a handler; nil: nobody
 
 	outbox chan *tunnel.Message // to sendLoop
 	done   chan struct{}        // closed when the session has ended; then err is set
@@ -207,7 +208,10 @@ func (s *session) receiveLoop(ctx context.Context) error {
 		}
 		if !known {
 			s.counters.UnknownMessages.Add(1)
-			s.log.Debug("unknown message", "module", m.Category, "type", m.Type)
+			s.log.Debug("unknown message", "module", text(m.Category), "type", text(m.Type))
+			if s.unknown != nil {
+				s.unknown(m)
+			}
 		}
 	}
 }

@@ -84,6 +84,8 @@ const (
 	// outboxSize is how many control messages may wait for the peer. A peer that lets
 	// it fill up does not read, and its session ends.
 	outboxSize = 256
+	// maxAddr is the longest target, in bytes: a DNS name and a port need 259.
+	maxAddr = 512
 	// maxJoining is how many accepted connections may be without a session at once;
 	// further ones wait in the kernel's backlog.
 	maxJoining = 1024

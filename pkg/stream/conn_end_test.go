@@ -1,0 +1,543 @@
+package stream
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/status"
+	"pgregory.net/rapid"
+
+	"tunnel/pkg/tunnel"
+)
+
+// fakeCall is one Connect call in memory, with gRPC's rules where they matter to the
+// end of a conn: a few chunks fit into a window; a status comes behind the data; a
+// cancel throws data away; SendMsg is freed by nothing but the end of the call.
+type fakeCall struct {
+	up, down  chan []byte
+	cancelled chan struct{} // by the edge
+	cancel    func()
+	returned  chan struct{} // the cloud's handler; then status is set
+	status    error
+}
+
+func newFakeCall() *fakeCall {
+	f := &fakeCall{
+		up: make(chan []byte, 2), down: make(chan []byte, 2),
+		cancelled: make(chan struct{}), returned: make(chan struct{}),
+	}
+	f.cancel = sync.OnceFunc(func() { close(f.cancelled) })
+	return f
+}
+
+var errCallEnded = errors.New("the call has ended")
+
+// sendInto does what gRPC does with a chunk: it takes the block and gives it back.
+func (f *fakeCall) sendInto(window chan []byte, m any, ended error) error {
+	buffers, err := newCodec().Marshal(m)
+	if err != nil {
+		return err
+	}
+	wire := buffers.Materialize()
+	buffers.Free()
+	if isClosed(f.returned) || isClosed(f.cancelled) {
+		return ended
+	}
+	select {
+	case window <- wire:
+		return nil
+	case <-f.returned:
+	case <-f.cancelled:
+	}
+	return ended
+}
+
+type fakeCloud struct{ *fakeCall }
+
+func (f fakeCloud) SendMsg(m any) error { return f.sendInto(f.down, m, errCallEnded) }
+
+func (f fakeCloud) RecvMsg(m any) error {
+	select {
+	case wire := <-f.up:
+		return newCodec().Unmarshal(mem.BufferSlice{mem.SliceBuffer(wire)}, m)
+	case <-f.returned:
+	case <-f.cancelled:
+	}
+	return errCallEnded
+}
+
+type fakeEdge struct{ *fakeCall }
+
+func (f fakeEdge) SendMsg(m any) error { return f.sendInto(f.up, m, io.EOF) }
+
+func (f fakeEdge) RecvMsg(m any) error {
+	if isClosed(f.cancelled) {
+		return errCallEnded
+	}
+	var wire []byte
+	select {
+	case wire = <-f.down:
+	case <-f.cancelled:
+		return errCallEnded
+	case <-f.returned:
+		select {
+		case wire = <-f.down: // the status comes behind it
+		default:
+			if f.status == nil {
+				return io.EOF
+			}
+			return f.status
+		}
+	}
+	return newCodec().Unmarshal(mem.BufferSlice{mem.SliceBuffer(wire)}, m)
+}
+
+// fakeConns is a conn, both ends of it, over a fakeCall.
+type fakeConns struct {
+	call        *fakeCall
+	cloud, edge *conn
+	gone        atomic.Int32 // ends whose goroutines have all ended; wants 2
+}
+
+// newFakeConns does what the two sessions do around their conns.
+func newFakeConns() *fakeConns {
+	p := &fakeConns{call: newFakeCall()}
+	blocks, counters := new(blocks), new(tunnel.Counters)
+	gone := func() { p.gone.Add(1) }
+	p.edge = newConn(connConfig{stream: fakeEdge{p.call}, isEdge: true, blocks: blocks, counters: counters, gone: gone,
+		ended: func(err error) {
+			if err != nil {
+				p.call.cancel()
+			}
+		}})
+	p.cloud = newConn(connConfig{stream: fakeCloud{p.call}, blocks: blocks, counters: counters, gone: gone,
+		ended: func(err error) {
+			if err != nil {
+				go p.edge.end(tunnel.ErrReset) // the cancel on the control stream
+			}
+		}})
+	go func() { // the Connect handler
+		select {
+		case <-p.call.cancelled:
+			p.cloud.end(tunnel.ErrReset)
+		case <-p.cloud.over:
+		}
+		if p.cloud.err != nil {
+			p.call.status = status.Error(codes.Aborted, "reset")
+		}
+		close(p.call.returned)
+	}()
+	return p
+}
+
+// script is what one end of a conn does.
+type script struct {
+	writes   []int         // sizes
+	pause    time.Duration // before each write
+	fast     bool          // by ReadFrom and WriteTo, as Splice does
+	then     string        // after the last write: closeWrite, close, reset
+	reads    int           // bytes to read before stop; -1: until the end
+	readLag  time.Duration // before the first read
+	stopWith string        // after that many bytes: closeRead, close, reset
+}
+
+func drawScript(t *rapid.T, name string) script {
+	ends := rapid.SampledFrom([]string{"closeWrite", "closeWrite", "close", "reset"})
+	return script{
+		writes:   rapid.SliceOfN(rapid.SampledFrom([]int{1, 100, maxPayload, maxPayload + 1, 5 * maxPayload}), 0, 5).Draw(t, name+" writes"),
+		pause:    rapid.SampledFrom([]time.Duration{0, time.Microsecond, time.Millisecond}).Draw(t, name+" pause"),
+		fast:     rapid.Bool().Draw(t, name+" fast"),
+		then:     ends.Draw(t, name+" then"),
+		reads:    rapid.SampledFrom([]int{-1, -1, -1, 0, 1, 3 * maxPayload}).Draw(t, name+" reads"),
+		readLag:  rapid.SampledFrom([]time.Duration{0, time.Microsecond, time.Millisecond, 5 * time.Millisecond}).Draw(t, name+" lag"),
+		stopWith: rapid.SampledFrom([]string{"closeRead", "close", "reset"}).Draw(t, name+" stop"),
+	}
+}
+
+// resets says whether the script may end its conn by a reset.
+func (s script) resets() bool {
+	return s.then == "reset" || s.reads >= 0 && s.stopWith == "reset"
+}
+
+// cutsOwnReads says whether the script may close while it reads.
+func (s script) closes() bool {
+	return s.then == "close" || s.reads >= 0 && s.stopWith == "close"
+}
+
+func finish(c *conn, how string) {
+	switch how {
+	case "closeWrite":
+		c.CloseWrite()
+	case "closeRead":
+		c.CloseRead()
+	case "close":
+		c.Close()
+	case "reset":
+		c.Reset()
+	}
+}
+
+// scripted is what has come of a script.
+type scripted struct {
+	written  int // bytes that the conn has taken
+	writeErr error
+	read     bytes.Buffer
+	readErr  error // nil: clean end, or it stopped by itself
+	atEnd    bool  // it read a clean end
+}
+
+func (s script) run(c *conn, data []byte) (r *scripted, done chan struct{}) {
+	r, done = &scripted{}, make(chan struct{})
+	var both sync.WaitGroup
+	both.Go(func() {
+		src := &scriptReader{s, data}
+		if s.fast {
+			n, err := c.ReadFrom(src)
+			r.written, r.writeErr = int(n), err
+		} else {
+			for r.writeErr == nil && len(src.s.writes) > 0 {
+				time.Sleep(s.pause)
+				var n int
+				n, r.writeErr = c.Write(src.next(src.s.writes[0]))
+				r.written += n
+			}
+		}
+		finish(c, s.then)
+	})
+	both.Go(func() {
+		time.Sleep(s.readLag)
+		into := &limitedWriter{&r.read, s.reads}
+		if s.fast {
+			_, r.readErr = c.WriteTo(into)
+		} else {
+			_, r.readErr = io.Copy(into, struct{ io.Reader }{c})
+		}
+		switch {
+		case errors.Is(r.readErr, errEnough):
+			r.readErr = nil
+			finish(c, s.stopWith)
+		case r.readErr == nil:
+			r.atEnd = true
+		}
+	})
+	go func() {
+		both.Wait()
+		close(done)
+	}()
+	return r, done
+}
+
+// scriptReader gives the writes of a script, one each Read where it fits.
+type scriptReader struct {
+	s    script
+	data []byte
+}
+
+func (r *scriptReader) next(n int) []byte {
+	out := r.data[:n]
+	r.data = r.data[n:]
+	if r.s.writes[0] -= n; r.s.writes[0] == 0 {
+		r.s.writes = r.s.writes[1:]
+	}
+	return out
+}
+
+func (r *scriptReader) Read(p []byte) (int, error) {
+	if len(r.s.writes) == 0 {
+		return 0, io.EOF
+	}
+	time.Sleep(r.s.pause)
+	return copy(p, r.next(min(len(p), r.s.writes[0]))), nil
+}
+
+var errEnough = errors.New("has read enough")
+
+type limitedWriter struct {
+	w     io.Writer
+	limit int // -1: none
+}
+
+func (l *limitedWriter) Write(p []byte) (int, error) {
+	if l.limit < 0 {
+		return l.w.Write(p)
+	}
+	n, _ := l.w.Write(p[:min(len(p), l.limit)])
+	if l.limit -= n; l.limit == 0 {
+		return n, errEnough
+	}
+	return n, nil
+}
+
+// However two ends write, read, stop, close and reset at once: what arrives is what
+// was sent, a clean end means that all of it has arrived, nobody sees a reset unless
+// somebody made one, and nothing is left of the conn when both ends have closed.
+func TestEveryEndOfAConn(t *testing.T) {
+	data := blob(40 * maxPayload)
+	rapid.Check(t, func(rt *rapid.T) {
+		cloud, edge := drawScript(rt, "cloud"), drawScript(rt, "edge")
+		for _, w := range runScripts(cloud, edge, data) {
+			rt.Error(w)
+		}
+	})
+}
+
+func runScripts(cloud, edge script, data []byte) (wrong []string) {
+	bad := func(format string, args ...any) { wrong = append(wrong, fmt.Sprintf(format, args...)) }
+	cloud.writes, edge.writes = append([]int(nil), cloud.writes...), append([]int(nil), edge.writes...)
+	p := newFakeConns()
+	c, cDone := cloud.run(p.cloud, data)
+	e, eDone := edge.run(p.edge, data)
+
+	// Whoever has read and written closes, as Splice does.
+	late := time.After(patience)
+	for _, done := range []chan struct{}{cDone, eDone} {
+		select {
+		case <-done:
+		case <-late:
+		}
+	}
+	p.cloud.Close()
+	p.edge.Close()
+	for p.gone.Load() != 2 && len(late) == 0 {
+		time.Sleep(10 * time.Microsecond)
+	}
+	if n := p.gone.Load(); n != 2 || !isClosed(cDone) || !isClosed(eDone) {
+		bad("something is left: %d of 2 ends are gone, cloud's script done: %t, edge's: %t", n, isClosed(cDone), isClosed(eDone))
+		p.cloud.Reset()
+		p.edge.Reset()
+		return wrong
+	}
+	reset := cloud.resets() || edge.resets()
+	for _, d := range []struct {
+		name       string
+		from, to   *scripted
+		self, peer script
+	}{{"cloud to edge", c, e, cloud, edge}, {"edge to cloud", e, c, edge, cloud}} {
+		got := d.to.read.Bytes()
+		if len(got) > d.from.written || !bytes.Equal(got, data[:len(got)]) {
+			bad("%s: %d bytes arrived that are not what was sent (%d)", d.name, len(got), d.from.written)
+		}
+		if d.to.atEnd && len(got) != d.from.written {
+			bad("%s: a clean end after %d of %d bytes", d.name, len(got), d.from.written)
+		}
+		if reset {
+			continue
+		}
+		if errors.Is(d.to.readErr, syscall.ECONNRESET) || errors.Is(d.from.writeErr, syscall.ECONNRESET) {
+			bad("%s: a reset that nobody made: read %v, write %v", d.name, d.to.readErr, d.from.writeErr)
+		}
+		if d.peer.reads < 0 && !d.peer.closes() && !d.to.atEnd {
+			bad("%s: no clean end for who reads to the end: %v", d.name, d.to.readErr)
+		}
+		if d.from.writeErr != nil && d.peer.reads < 0 && !d.peer.closes() && !d.self.closes() {
+			bad("%s: write fails with %v although the other side reads all", d.name, d.from.writeErr)
+		}
+	}
+	return wrong
+}
+
+// A peer that sends on after fin harms its own conn and nothing else. (It brought the
+// process down: the reader's queue is closed by then.)
+func TestBytesAfterFin(t *testing.T) {
+	for name, read := range map[string]func(c *conn) error{
+		"Read":    func(c *conn) error { _, err := io.ReadAll(struct{ io.Reader }{c}); return err },
+		"WriteTo": func(c *conn) error { _, err := c.WriteTo(io.Discard); return err },
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := newFakeConns()
+			p.call.up <- []byte{keyData, 1, 'x', keyFin, 1}
+			if err := read(p.cloud); err != nil {
+				t.Fatalf("reading to fin: %v", err)
+			}
+			p.call.up <- []byte{keyData, 1, 'y'}
+			eventually(t, "the conn is reset", func() bool { return isClosed(p.cloud.over) && p.cloud.err != nil })
+			p.edge.end(tunnel.ErrReset)
+			eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+		})
+	}
+}
+
+// Bytes that a reset has swallowed do not become a clean end because fin came right
+// behind them.
+func TestResetBeforeFin(t *testing.T) {
+	for range 200 {
+		p := newFakeConns()
+		p.call.up <- []byte{keyData, 1, '1'} // fills the reader's queue
+		p.cloud.startReceiver()
+		eventually(t, "the first chunk waits for a Read", func() bool { return len(p.cloud.in) == 1 })
+		p.call.up <- []byte{keyData, 1, '2'}
+		p.call.up <- []byte{keyFin, 1}
+		eventually(t, "the second is in the receiver's hands", func() bool { return len(p.call.up) == 1 })
+		p.cloud.Reset()
+		got, err := io.ReadAll(struct{ io.Reader }{p.cloud})
+		if err == nil && string(got) != "12" {
+			t.Fatalf("a clean end after %q of \"12\"", got)
+		}
+		eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+	}
+}
+
+// CloseWrite from another goroutine ends a running ReadFrom, and nothing goes behind
+// fin.
+func TestCloseWriteDuringReadFrom(t *testing.T) {
+	for range 200 {
+		p := newFakeConns()
+		sent := make(chan int64)
+		go func() {
+			n, err := p.cloud.ReadFrom(endless{})
+			if !errors.Is(err, syscall.EPIPE) {
+				t.Errorf("ReadFrom ends with %v, want a broken pipe", err)
+			}
+			sent <- n
+		}()
+		got := make(chan int64)
+		go func() {
+			n, err := io.Copy(io.Discard, struct{ io.Reader }{p.edge})
+			if err != nil {
+				t.Errorf("the other end reads %v, want a clean end", err)
+			}
+			got <- n
+		}()
+		eventually(t, "bytes flow", func() bool { return p.edge.counters.BytesReceived.Load() > 0 })
+		p.cloud.CloseWrite()
+		if n, m := <-sent, <-got; n != m {
+			t.Fatalf("%d bytes sent, %d received", n, m)
+		}
+		p.cloud.Close()
+		p.edge.Close()
+		eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+	}
+}
+
+type endless struct{}
+
+func (endless) Read(p []byte) (int, error) { return len(p), nil }
+
+// A stop that arrives while ReadFrom waits for the window frees it with a broken pipe,
+// and so does the end of the call. Neither is a reset.
+func TestWriterIsToldThatNobodyReads(t *testing.T) {
+	for range 100 {
+		p := newFakeConns()
+		result := make(chan error, 1)
+		go func() {
+			_, err := p.cloud.ReadFrom(endless{})
+			result <- err
+		}()
+		eventually(t, "the window is full", func() bool { return len(p.call.down) == cap(p.call.down) })
+		go p.cloud.WriteTo(io.Discard)
+		p.edge.Close() // stop and fin
+		if err := <-result; !errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) {
+			t.Fatalf("ReadFrom ends with %v, want a broken pipe", err)
+		}
+		p.cloud.Close()
+		eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+		if p.cloud.err != nil || p.edge.err != nil {
+			t.Fatalf("cloud %v, edge %v; want two clean ends", p.cloud.err, p.edge.err)
+		}
+	}
+}
+
+// A caller that closes while the target still talks does not lose what it wrote
+// before, nor is that a reset for the target.
+func TestSpliceOfACallerThatCloses(t *testing.T) {
+	for range 100 {
+		p := newFakeConns()
+		target := newHalves(t)
+		spliced := make(chan struct{})
+		go func() {
+			tunnel.Splice(context.Background(), p.edge, target)
+			close(spliced)
+		}()
+		go io.Copy(target.says, endless{})
+		want := blob(3 * maxPayload)
+		if _, err := p.cloud.Write(want); err != nil {
+			t.Fatal(err)
+		}
+		p.cloud.Close()
+		if got, err := io.ReadAll(target.hears); err != nil || !bytes.Equal(got, want) {
+			t.Fatalf("%d of %d bytes written before the close arrive, %v", len(got), len(want), err)
+		}
+		<-spliced
+		eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+	}
+}
+
+// halves is a target whose directions end by themselves and which must not be reset.
+type halves struct {
+	net.Conn // nil
+	t        *testing.T
+	in       *io.PipeReader
+	out      *io.PipeWriter
+	says     *io.PipeWriter // what the target sends
+	hears    *io.PipeReader // what it receives
+}
+
+func newHalves(t *testing.T) *halves {
+	h := &halves{t: t}
+	h.in, h.says = io.Pipe()
+	h.hears, h.out = io.Pipe()
+	return h
+}
+
+func (h *halves) Read(p []byte) (int, error)  { return h.in.Read(p) }
+func (h *halves) Write(p []byte) (int, error) { return h.out.Write(p) }
+func (h *halves) CloseWrite() error           { return h.out.Close() }
+
+func (h *halves) Close() error {
+	h.in.Close()
+	return h.out.Close()
+}
+
+func (h *halves) Reset() error {
+	h.t.Error("the target sees a reset")
+	return h.Close()
+}
+
+func TestDeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDeadline()
+		first := d.wait()
+		d.set(time.Now().Add(time.Minute))
+		time.Sleep(time.Minute - 1)
+		synctest.Wait()
+		if isClosed(first) {
+			t.Error("passed before its time")
+		}
+		d.set(time.Now().Add(time.Minute)) // moved at the last moment
+		time.Sleep(time.Minute - 1)
+		synctest.Wait()
+		if isClosed(first) {
+			t.Error("the old time counts after it was moved")
+		}
+		time.Sleep(1)
+		synctest.Wait()
+		if !isClosed(first) {
+			t.Error("has not passed at its time")
+		}
+		d.set(time.Now().Add(-1))
+		if !isClosed(d.wait()) {
+			t.Error("one in the past has not passed")
+		}
+		d.set(time.Time{})
+		if isClosed(d.wait()) {
+			t.Error("has passed although there is none")
+		}
+		time.Sleep(time.Hour)
+		synctest.Wait()
+		if isClosed(d.wait()) {
+			t.Error("a cancelled timer has fired")
+		}
+	})
+}

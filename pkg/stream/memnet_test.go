@@ -1,0 +1,93 @@
+package stream
+
+import (
+	"context"
+	"io"
+	"net"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+)
+
+// memNet is a network in memory with one listener. It works on the fake clock of
+// testing/synctest, and its cables can be cut so that nobody is told.
+type memNet struct {
+	accept chan net.Conn
+	dead   atomic.Bool  // bytes are taken and go nowhere, both ways
+	delay  atomic.Int64 // nanoseconds that every write takes
+
+	mu     sync.Mutex    // guards closed
+	closed chan struct{} // nil while nobody listens
+}
+
+func newMemNet() *memNet { return &memNet{accept: make(chan net.Conn)} }
+
+type memListener struct {
+	*memNet
+	closed chan struct{}
+	once   *sync.Once
+}
+
+func (n *memNet) listen(string, string) (net.Listener, error) {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.closed = make(chan struct{})
+	return memListener{n, n.closed, new(sync.Once)}, nil
+}
+
+func (l memListener) Accept() (net.Conn, error) {
+	select {
+	case c := <-l.accept:
+		return c, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+func (l memListener) Addr() net.Addr { return addr("cloud:9000") }
+
+func (l memListener) Close() error {
+	l.once.Do(func() { close(l.closed) })
+	return nil
+}
+
+func (n *memNet) dial(ctx context.Context, _, _ string) (net.Conn, error) {
+	n.mu.Lock()
+	closed := n.closed
+	n.mu.Unlock()
+	ours, near := net.Pipe()
+	theirs, far := net.Pipe()
+	select {
+	case n.accept <- theirs:
+		go n.relay(near, far)
+		go n.relay(far, near)
+		return ours, nil
+	case <-closed:
+		return nil, &net.OpError{Op: "dial", Net: "mem", Err: syscall.ECONNREFUSED}
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+}
+
+// relay carries bytes in one direction until either end closes. Of a dead cable
+// neither end hears that.
+func (n *memNet) relay(dst, src net.Conn) {
+	defer func() {
+		src.Close()
+		if !n.dead.Load() {
+			dst.Close()
+		}
+	}()
+	io.Copy(writerFunc(func(p []byte) (int, error) {
+		if n.dead.Load() {
+			return len(p), nil
+		}
+		time.Sleep(time.Duration(n.delay.Load()))
+		return dst.Write(p)
+	}), src)
+}
+
+type writerFunc func(p []byte) (int, error)
+
+func (f writerFunc) Write(p []byte) (int, error) { return f(p) }

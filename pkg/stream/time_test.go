@@ -1,0 +1,348 @@
+package stream
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"io"
+	"net"
+	"strings"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
+)
+
+// onFakeClock runs a test with a cloud and edges in memory, where hours cost nothing.
+func onFakeClock(t *testing.T, test func(t *testing.T, r *rig), change ...func(*ServerConfig)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) { test(t, newRigOn(t, newMemNet(), change...)) })
+}
+
+// A path that swallows everything without a word is noticed by both ends within the
+// 15 s of keepalive, and their conns end as resets. When it works again the node is
+// back.
+func TestHalfOpenPathIsNoticed(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		near, far := net.Pipe()
+		e := r.join("edge1", func(context.Context, tunnel.Request) (net.Conn, error) { return far, nil })
+		c := r.mustDial("edge1", "target:1")
+		time.Sleep(time.Hour)
+		if !r.dir.Holds("edge1") || e.client.Ready() != nil || r.counters.Sessions.Load() != 1 {
+			t.Fatal("an idle session does not last an hour")
+		}
+
+		r.net.dead.Store(true)
+		const noticed = keepaliveTime + keepaliveTimeout + time.Second
+		reset := make(chan error, 2)
+		go func() {
+			_, err := c.Read(make([]byte, 1))
+			reset <- err
+		}()
+		go func() {
+			_, err := near.Read(make([]byte, 1))
+			reset <- err
+		}()
+		within(t, noticed, "both ends let go", func() bool { return !r.dir.Holds("edge1") && e.client.Ready() != nil })
+		for range 2 {
+			if err := <-reset; !errors.Is(err, syscall.ECONNRESET) && !errors.Is(err, io.EOF) {
+				t.Errorf("a conn of the lost session: %v", err)
+			}
+		}
+		if err := c.Close(); err != nil {
+			t.Error(err)
+		}
+
+		r.net.dead.Store(false)
+		within(t, 2*backoffMax, "the edge is back", func() bool { return r.dir.Holds("edge1") && e.client.Ready() == nil })
+		if w := r.log.lines("end=edge", "no session; trying again"); len(w) == 0 {
+			t.Error("the edge does not log why it has no session")
+		}
+	})
+}
+
+// Who connects and does not become a session is hung up on, however far it comes.
+func TestStrangersAreHungUpOn(t *testing.T) {
+	handshake := func(t *testing.T, r *rig) net.Conn {
+		raw, err := r.net.dial(t.Context(), "", "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		c := tls.Client(raw, &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}})
+		if err := c.HandshakeContext(t.Context()); err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+	for name, approach := range map[string]func(t *testing.T, r *rig) net.Conn{
+		"TCP and silence": func(t *testing.T, r *rig) net.Conn {
+			c, err := r.net.dial(t.Context(), "", "")
+			if err != nil {
+				t.Fatal(err)
+			}
+			return c
+		},
+		"TLS and silence": handshake,
+		"TLS and HTTP/2, no stream": func(t *testing.T, r *rig) net.Conn {
+			c := handshake(t, r)
+			io.WriteString(c, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
+			return c
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			onFakeClock(t, func(t *testing.T, r *rig) {
+				start := time.Now()
+				c := approach(t, r)
+				defer c.Close()
+				io.Copy(io.Discard, c) // ends when the cloud hangs up
+				if d := time.Since(start); d < joinTimeout || d > joinTimeout+time.Second {
+					t.Errorf("hung up on after %s, want %s", d, joinTimeout)
+				}
+			})
+		})
+	}
+	t.Run("control stream and no hello", func(t *testing.T) {
+		onFakeClock(t, func(t *testing.T, r *rig) {
+			start := time.Now()
+			c := r.stranger().control(bearerOf("edge1"))
+			if err := c.end(); status.Code(err) != codes.Unavailable && status.Code(err) != codes.InvalidArgument {
+				t.Errorf("the stream ends with %v", err)
+			}
+			if d := time.Since(start); d > joinTimeout+time.Second {
+				t.Errorf("hung up on after %s, want %s", d, joinTimeout)
+			}
+			eventually(t, "it is counted", func() bool { return r.counters.JoinsRefused.Load() == 1 })
+			if r.dir.Len() != 0 {
+				t.Error("a stranger without hello has a session")
+			}
+		})
+	})
+	t.Run("refused and lingering", func(t *testing.T) {
+		onFakeClock(t, func(t *testing.T, r *rig) {
+			s := r.stranger()
+			if err := s.control("").end(); status.Code(err) != codes.Unauthenticated {
+				t.Errorf("got %v, want a refusal", err)
+			}
+			time.Sleep(2 * time.Second)
+			synctest.Wait()
+			if err := s.control(bearerOf("edge1")).end(); err == nil {
+				t.Error("the connection outlives its refusal")
+			}
+		})
+	})
+}
+
+// As many strangers as may be without a session leave room for an edge once their
+// time is over.
+func TestStrangersDoNotKeepEdgesOut(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		for range maxJoining {
+			c, err := r.net.dial(t.Context(), "", "")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+		}
+		e := r.start(r.clientConfig("edge1"), direct)
+		within(t, 2*joinTimeout, "the edge joins", func() bool { return e.client.Ready() == nil })
+	})
+}
+
+// A server that takes the connection and never answers does not hold the edge for
+// ever, and the edge says what to look at.
+func TestCloudThatDoesNotAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := newRigOn(t, newMemNet())
+		r.net.dead.Store(true)
+		e := r.start(r.clientConfig("edge1"), direct)
+		within(t, joinTimeout+time.Second, "the edge gives up", func() bool {
+			return strings.Contains(e.client.Ready().Error(), "is that address the tunnel's gRPC port?")
+		})
+		attempts := func() int { return len(r.log.lines("end=edge", "no session; trying again")) }
+		before := attempts()
+		time.Sleep(10 * time.Minute)
+		synctest.Wait()
+		// An attempt takes 10 s and the wait after it 5 s on average.
+		if n := attempts() - before; n < 25 || n > 55 {
+			t.Errorf("%d attempts in 10 minutes; want about 40", n)
+		}
+		r.net.dead.Store(false)
+		within(t, time.Minute, "the edge joins when the cloud answers", func() bool { return e.client.Ready() == nil })
+	})
+}
+
+// An edge that was refused goes on trying, slowly, and joins once its token is good.
+func TestRefusedEdgeTriesSlowly(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		cfg := r.clientConfig("edge1")
+		token := make(chan auth.Secret, 1)
+		token <- "wrong"
+		cfg.Token = func() (auth.Secret, error) {
+			now := <-token
+			token <- now
+			return now, nil
+		}
+		e := r.start(cfg, direct)
+		time.Sleep(time.Hour)
+		if n := r.counters.JoinsRefused.Load(); n < 12 || n > 30 {
+			t.Errorf("%d attempts in an hour; want one every 5 minutes or a little more", n)
+		}
+		<-token
+		token <- "token-edge1"
+		within(t, backoffRefusedMax+time.Minute, "the edge joins with the right token", func() bool { return e.client.Ready() == nil })
+	})
+}
+
+// A cloud that is down is tried again soon, and a session that lasted makes the next
+// attempt soon again.
+func TestCloudDownAndUp(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		e := r.join("edge1", direct)
+		for range 3 {
+			r.stop()
+			if err := <-r.stopped; err != nil {
+				t.Fatalf("the cloud stops with %v", err)
+			}
+			within(t, time.Second, "the edge notices", func() bool { return e.client.Ready() != nil })
+			time.Sleep(5 * time.Minute)
+			if err := e.client.Ready(); err == nil || !strings.Contains(err.Error(), "is the cloud running") {
+				t.Errorf("while the cloud is down, Ready says %v", err)
+			}
+			r.serve()
+			within(t, backoffMax+time.Second, "the edge is back", func() bool { return e.client.Ready() == nil })
+			time.Sleep(time.Minute)
+		}
+		r.dir.Lookup("edge1").Close(errors.New("cut by the test"))
+		within(t, backoffMin+100*time.Millisecond, "after a minute of peace the edge is back at once", func() bool {
+			return r.counters.Sessions.Load() == 5
+		})
+	})
+}
+
+// The edge's heartbeats tell both ends how long a round trip takes.
+func TestHeartbeat(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		r.net.delay.Store(int64(40 * time.Millisecond))
+		e := r.join("edge1", direct)
+		time.Sleep(3 * heartbeatInterval)
+		for end, s := range map[string]*tunnel.Session{"cloud": r.dir.Lookup("edge1"), "edge": e.client.Session()} {
+			if rtt := time.Duration(s.RTT.Load()); rtt < 80*time.Millisecond || rtt > 160*time.Millisecond {
+				t.Errorf("the %s thinks that the round trip takes %s, want 80 ms", end, rtt)
+			}
+		}
+	})
+}
+
+// A cloud that answers pings but no heartbeat is stuck: the edge looks for another.
+func TestCloudThatAnswersNoHeartbeat(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		e := r.join("edge1", direct)
+		s := r.dir.Lookup("edge1").Link.(*cloudSession)
+		time.Sleep(heartbeatInterval + time.Second)
+		s.mu.Lock() // stops the cloud from handling anything that needs the session
+		first := e.client.Session()
+		s.mu.Unlock()
+		es := first.Link.(*edgeSession)
+		es.mu.Lock()
+		es.beatSent = time.Now() // as if this one had been lost
+		es.mu.Unlock()
+		within(t, heartbeatInterval+time.Second, "the session ends", func() bool { return isClosed(es.done) })
+		if err := es.reason(); err == nil || !strings.Contains(err.Error(), "heartbeat") {
+			t.Errorf("the session ended with %v", err)
+		}
+		within(t, backoffMax, "a new one takes its place", func() bool {
+			s := e.client.Session()
+			return s != nil && s != first
+		})
+	})
+}
+
+// A target that does not answer is a timeout for the caller, whatever error the
+// module makes of it.
+func TestTargetThatDoesNotAnswer(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		r.join("edge1", func(ctx context.Context, _ tunnel.Request) (net.Conn, error) {
+			<-ctx.Done()
+			return nil, ctx.Err()
+		})
+		start := time.Now()
+		_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "silent:1"})
+		if err == nil || tunnel.CodeOf(err) != tunnel.Timeout || !strings.Contains(err.Error(), "silent:1") {
+			t.Errorf("got %v, want a timeout that names the target", err)
+		}
+		if d := time.Since(start); d < dialTimeout || d > dialTimeout+time.Second {
+			t.Errorf("after %s, want %s", d, dialTimeout)
+		}
+		if r.counters.Refusals(tunnel.Timeout) != 1 || r.edges.Refusals(tunnel.Timeout) != 1 {
+			t.Error("the timeout is not counted at both ends")
+		}
+	})
+}
+
+// An edge that does not answer at all costs the caller its own deadline and no more.
+func TestEdgeThatDoesNotAnswer(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		c := r.stranger().join("edge1")
+		start := time.Now()
+		open, result := r.asked(c, "edge1")
+		d := <-result
+		if d.err == nil || tunnel.CodeOf(d.err) != tunnel.Timeout {
+			t.Errorf("got %v, want a timeout", d.err)
+		}
+		if since := time.Since(start); since != patience {
+			t.Errorf("after %s, want the caller's own deadline of %s", since, patience)
+		}
+		if m := c.want("the edge is told that nobody waits", typeCancel); m.GetTopic() != open.GetTopic() {
+			t.Error("another topic is cancelled")
+		}
+		r.idle()
+	})
+}
+
+// A stopping edge lets its conns finish within the grace period and not longer.
+func TestEdgeStopsWithinItsGrace(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		near, far := net.Pipe()
+		defer near.Close()
+		e := r.join("edge1", func(context.Context, tunnel.Request) (net.Conn, error) { return far, nil })
+		c := r.mustDial("edge1", "target:1")
+		start := time.Now()
+		e.stop()
+		if err := <-e.stopped; err != nil {
+			t.Errorf("the edge stops with %v", err)
+		}
+		e.stopped <- nil
+		if d := time.Since(start); d < patience || d > patience+2*time.Second {
+			t.Errorf("the edge stops after %s although a conn lives; want its grace of %s", d, patience)
+		}
+		_, err := c.Read(make([]byte, 1))
+		wantErr(t, "the conn that was cut off", err, syscall.ECONNRESET)
+	})
+}
+
+// A stopping cloud does too.
+func TestCloudStopsWithinItsGrace(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		near, far := net.Pipe()
+		defer near.Close()
+		r.join("edge1", func(context.Context, tunnel.Request) (net.Conn, error) { return far, nil })
+		c := r.mustDial("edge1", "target:1")
+		start := time.Now()
+		r.stop()
+		if err := <-r.stopped; err != nil {
+			t.Errorf("the cloud stops with %v", err)
+		}
+		r.stopped <- nil
+		if d := time.Since(start); d < patience || d > patience+3*time.Second {
+			t.Errorf("the cloud stops after %s although a conn lives; want its grace of %s", d, patience)
+		}
+		_, err := c.Read(make([]byte, 1))
+		wantErr(t, "the conn that was cut off", err, syscall.ECONNRESET)
+	})
+}
