@@ -1,0 +1,266 @@
+package faults
+
+import (
+	"errors"
+	"flag"
+	"fmt"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"tunnel/test/rig"
+)
+
+// The promises, with what they are counted from.
+const (
+	// backWithin is from a restart to the first success of every kind of traffic.
+	backWithin = 12 * time.Second
+	// quietWithin is from the end of traffic to the baseline of goroutines and
+	// descriptors.
+	quietWithin = 10 * time.Second
+	// noticeWithin is from a peer that is silent to the clients' errors.
+	noticeWithin = 15 * time.Second
+	// atOnce is for what happens without waiting for anything, on a machine that is
+	// busy with other things.
+	atOnce = 3 * time.Second
+	// poll is how often a condition is looked at.
+	poll = 50 * time.Millisecond
+)
+
+// program is the program under test.
+var program string
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	if !parallelGiven() {
+		// The tests wait most of the time; as many as there are processors would be few.
+		if err := flag.Set("test.parallel", "16"); err != nil {
+			panic(err)
+		}
+	}
+	os.Exit(run(m))
+}
+
+func parallelGiven() (given bool) {
+	flag.Visit(func(f *flag.Flag) { given = given || f.Name == "test.parallel" })
+	return given
+}
+
+func run(m *testing.M) int {
+	dir, err := os.MkdirTemp("", "tunnel-faults-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	if program, err = rig.Build(dir); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return m.Run()
+}
+
+// soak reports whether the long variant was asked for.
+func soak() bool { return os.Getenv("TUNNEL_SOAK") == "1" }
+
+// pair is a pair with its targets.
+type pair struct {
+	*rig.Pair
+	t       *testing.T
+	targets *targets
+
+	cloud, edge *rig.Process // nil: not started
+}
+
+// newPair makes a pair and starts nothing but the targets. At the end of the test it
+// checks that no process has ended by itself, panicked or told the token.
+func newPair(t *testing.T) *pair {
+	t.Helper()
+	ca, err := rig.NewCA()
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &pair{t: t, targets: newTargets(t, ca)}
+	p.Pair, err = rig.NewPair(rig.Config{
+		Binary: program, Dir: t.TempDir(), CA: ca, Debug: true,
+		TCP: p.targets.doors(), HTTPS: p.targets.https,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.end)
+	return p
+}
+
+func (p *pair) end() {
+	if where := p.Leaks(p.cloud, p.edge); len(where) > 0 {
+		p.t.Errorf("the token shows in: %s", strings.Join(where, ", "))
+	}
+	for name, side := range map[string]struct {
+		process *rig.Process
+		log     *rig.Log
+	}{"cloud": {p.cloud, &p.CloudLog}, "edge": {p.edge, &p.EdgeLog}} {
+		if side.process != nil {
+			if !side.process.Alive() {
+				p.t.Errorf("the %s has ended by itself, with exit code %d", name, side.process.ExitCode())
+			}
+			side.process.Kill()
+		}
+		if strings.Contains(side.log.String(), "panic") {
+			p.t.Errorf("the %s has panicked", name)
+		}
+		if p.t.Failed() {
+			p.t.Logf("log of the %s, its end:\n%s", name, tail(side.log.String()))
+		}
+	}
+}
+
+// tail returns the last lines of a log, without those about single conns.
+func tail(log string) string {
+	var lines []string
+	for line := range strings.SplitSeq(log, "\n") {
+		if !strings.Contains(line, "level=DEBUG") {
+			lines = append(lines, line)
+		}
+	}
+	return strings.Join(lines[max(0, len(lines)-40):], "\n")
+}
+
+func (p *pair) startCloud() {
+	p.t.Helper()
+	var err error
+	if p.cloud, err = p.StartCloud(); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+func (p *pair) startEdge() {
+	p.t.Helper()
+	var err error
+	if p.edge, err = p.StartEdge(); err != nil {
+		p.t.Fatal(err)
+	}
+}
+
+// start starts both and waits until they are ready.
+func (p *pair) start() {
+	p.t.Helper()
+	p.startCloud()
+	p.startEdge()
+	p.waitReady(backWithin)
+}
+
+// waitReady waits until the edge has a session and the cloud its listeners.
+func (p *pair) waitReady(limit time.Duration) {
+	p.t.Helper()
+	eventually(p.t, limit, "cloud and edge are ready", func() error {
+		return errors.Join(rig.Ready(p.CloudHealth()), rig.Ready(p.EdgeHealth()))
+	})
+}
+
+// metric returns one metric of a process, by the address of its health port.
+func metric(health, name string) (float64, error) {
+	values, err := rig.Metrics(health)
+	if err != nil {
+		return 0, err
+	}
+	v, ok := values[name]
+	if !ok {
+		return 0, fmt.Errorf("there is no metric %s", name)
+	}
+	return v, nil
+}
+
+// sessions checks how many sessions the cloud has.
+func (p *pair) sessions(want float64) error {
+	n, err := metric(p.CloudHealth(), "tunnel_sessions")
+	if err == nil && n != want {
+		err = fmt.Errorf("the cloud has %v sessions, want %v", n, want)
+	}
+	return err
+}
+
+// eventually polls until check returns nil, and returns how long that took. When
+// limit has passed the test ends with check's last error.
+func eventually(t *testing.T, limit time.Duration, what string, check func() error) time.Duration {
+	t.Helper()
+	started := time.Now()
+	for {
+		err := check()
+		took := time.Since(started)
+		if err == nil {
+			return took
+		}
+		if took > limit {
+			t.Fatalf("not within %s: %s: %v", limit, what, err)
+		}
+		time.Sleep(poll)
+	}
+}
+
+// weight is what a process holds that it must give back.
+type weight struct{ goroutines, descriptors, openFDs float64 }
+
+func (w weight) exceeds(base weight) bool {
+	return w.goroutines > base.goroutines || w.descriptors > base.descriptors || w.openFDs > base.openFDs
+}
+
+// weigh asks a process, and the kernel, what it holds.
+func weigh(process *rig.Process, health string) (weight, error) {
+	values, err := rig.Metrics(health)
+	if err != nil {
+		return weight{}, err
+	}
+	fds, err := process.Descriptors()
+	w := weight{goroutines: values["go_goroutines"], openFDs: values["process_open_fds"], descriptors: float64(fds)}
+	if err == nil && (w.goroutines == 0 || w.openFDs == 0) {
+		err = errors.New("the Go and process collectors are not registered")
+	}
+	return w, err
+}
+
+// baseline is what both hold when nothing goes on.
+type baseline struct{ cloud, edge weight }
+
+// baseline returns what both hold when nothing goes on: it runs the traffic once, so
+// that what is made once is made, and waits until nothing changes for a second.
+func (p *pair) baseline() (b baseline) {
+	p.t.Helper()
+	p.startTraffic().stop()
+	const samples = 5
+	var same int
+	eventually(p.t, 30*time.Second, "a steady baseline", func() error {
+		time.Sleep(200 * time.Millisecond)
+		cloud, err1 := weigh(p.cloud, p.CloudHealth())
+		edge, err2 := weigh(p.edge, p.EdgeHealth())
+		if err := errors.Join(err1, err2); err != nil {
+			return err
+		}
+		now := baseline{cloud, edge}
+		if now != b {
+			b, same = now, 0
+		}
+		if same++; same < samples {
+			return fmt.Errorf("it changes: %+v", now)
+		}
+		return nil
+	})
+	return b
+}
+
+// back waits until neither holds more than b, and returns how long that took.
+func (p *pair) back(b baseline) time.Duration {
+	p.t.Helper()
+	return eventually(p.t, quietWithin, "goroutines and descriptors are back at their baseline", func() error {
+		cloud, err1 := weigh(p.cloud, p.CloudHealth())
+		edge, err2 := weigh(p.edge, p.EdgeHealth())
+		if err := errors.Join(err1, err2); err != nil {
+			return err
+		}
+		if cloud.exceeds(b.cloud) || edge.exceeds(b.edge) {
+			return fmt.Errorf("cloud %+v, edge %+v; baseline %+v", cloud, edge, b)
+		}
+		return nil
+	})
+}

@@ -1,0 +1,250 @@
+package faults
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"crypto/tls"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"tunnel/pkg/auth"
+	"tunnel/test/rig"
+)
+
+// targets are what the edge dials. They run in the test's own process, so they live
+// on when a cloud or an edge dies.
+type targets struct {
+	echo  string // sends back what it gets
+	bulk  string // see transfer
+	hold  string // greets with one byte, then says nothing and reads to the end
+	hang  string // never takes a connection
+	https string // the node's HTTPS server
+}
+
+// page is what the HTTPS target answers.
+func page() []byte { return noise[:4<<10] }
+
+func newTargets(t *testing.T, ca *auth.CA) *targets {
+	t.Helper()
+	s := &targets{
+		echo: serve(t, func(_ context.Context, c net.Conn) { io.Copy(c, c) }),
+		bulk: serve(t, func(_ context.Context, c net.Conn) { serveTransfer(c) }),
+		hold: serve(t, func(ctx context.Context, c net.Conn) {
+			c.Write([]byte{'!'})
+			io.Copy(io.Discard, c)
+			<-ctx.Done() // a client that has half-closed is held as well
+		}),
+		hang: fullBacklog(t),
+	}
+	cert, key, err := ca.Issue(auth.Leaf{CommonName: rig.Node, DNSNames: []string{rig.Node}, Server: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	pair, err := tls.X509KeyPair(cert, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ln := listen(t)
+	server := &http.Server{
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			w.Write(page())
+		}),
+		TLSConfig:         &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}},
+		ReadHeaderTimeout: 10 * time.Second,
+	}
+	// The front door keeps an idle conn to a kubelet for half a minute, which is
+	// meant; without it the baseline can be seen at once.
+	server.SetKeepAlivesEnabled(false)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		server.ServeTLS(ln, "", "")
+	}()
+	t.Cleanup(func() {
+		server.Close()
+		<-done
+	})
+	s.https = ln.Addr().String()
+	return s
+}
+
+// doors returns the TCP front doors: name → target.
+func (s *targets) doors() map[string]string {
+	return map[string]string{"echo": s.echo, "bulk": s.bulk, "hold": s.hold, "hang": s.hang}
+}
+
+func listen(t *testing.T) net.Listener {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ln
+}
+
+// serve gives every connection to f until the test ends, and returns the address. f's
+// context ends with the test.
+func serve(t *testing.T, f func(ctx context.Context, c net.Conn)) string {
+	t.Helper()
+	ln := listen(t)
+	ctx, cancel := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			wg.Go(func() {
+				defer c.Close()
+				stop := context.AfterFunc(ctx, func() { c.Close() })
+				defer stop()
+				f(ctx, c)
+			})
+		}
+	})
+	t.Cleanup(func() {
+		cancel()
+		ln.Close()
+		wg.Wait()
+	})
+	return ln.Addr().String()
+}
+
+// noise is what streams are made of. Its length is prime, so that no lost or doubled
+// block of a round size goes unnoticed.
+var noise = func() []byte {
+	b := make([]byte, 65521)
+	r := rand.NewChaCha8([32]byte{'t', 'u', 'n', 'n', 'e', 'l'})
+	r.Read(b)
+	return b
+}()
+
+// transfer is a stream both ways at once. The client sends this and then Up bytes of
+// noise; the target sends Down bytes of noise and the SHA-256 of the Up bytes. 0 is
+// without end.
+type transfer struct{ Up, Down, BytesPerSecond int64 }
+
+// progress is told how many bytes of noise have arrived and were right.
+type progress func(n int64)
+
+// run is the client's side. It returns nil when everything has arrived both ways.
+func (x transfer) run(c net.Conn, arrived progress) error {
+	if err := binary.Write(c, binary.BigEndian, x); err != nil {
+		return err
+	}
+	sent := make(chan error, 1) // one send, whether or not it is waited for
+	want := sha256.New()
+	go func() { sent <- sendNoise(io.MultiWriter(c, want), x.Up, x.BytesPerSecond) }()
+	if err := checkNoise(c, x.Down, arrived); err != nil {
+		return orReset(err, sent)
+	}
+	if err := <-sent; err != nil {
+		return err
+	}
+	got := make([]byte, sha256.Size)
+	if _, err := io.ReadFull(c, got); err != nil {
+		return fmt.Errorf("reading the hash: %w", err)
+	}
+	if !bytes.Equal(got, want.Sum(nil)) {
+		return errCorrupt
+	}
+	return nil
+}
+
+// orReset tells the end of input from a reset that the sender has got. Linux reports a
+// reset once: the read beside the write that got it sees a clean end.
+func orReset(err error, sent <-chan error) error {
+	if !errors.Is(err, io.EOF) {
+		return err
+	}
+	select {
+	case werr := <-sent:
+		if errors.Is(werr, syscall.ECONNRESET) {
+			return werr
+		}
+	case <-time.After(time.Second): // many times the pause between two writes
+	}
+	return err
+}
+
+// serveTransfer is the target's side.
+func serveTransfer(c net.Conn) {
+	var x transfer
+	if err := binary.Read(c, binary.BigEndian, &x); err != nil {
+		return
+	}
+	received := make(chan error, 1) // one send
+	hash := sha256.New()
+	go func() {
+		_, err := io.Copy(hash, limited(c, x.Up))
+		received <- err
+	}()
+	err := sendNoise(c, x.Down, x.BytesPerSecond)
+	if err := errors.Join(err, <-received); err == nil {
+		c.Write(hash.Sum(nil))
+	}
+}
+
+func limited(r io.Reader, n int64) io.Reader {
+	if n == 0 {
+		return r
+	}
+	return io.LimitReader(r, n)
+}
+
+// sendNoise sends n bytes at a pace.
+func sendNoise(w io.Writer, n, bytesPerSecond int64) error {
+	const piece = 16 << 10
+	started := time.Now()
+	for at := int64(0); n == 0 || at < n; {
+		from := int(at % int64(len(noise)))
+		p := noise[from:min(len(noise), from+piece)]
+		if n > 0 {
+			p = p[:min(int64(len(p)), n-at)]
+		}
+		if _, err := w.Write(p); err != nil {
+			return err
+		}
+		at += int64(len(p))
+		due := started.Add(time.Duration(float64(at) / float64(bytesPerSecond) * float64(time.Second)))
+		time.Sleep(time.Until(due))
+	}
+	return nil
+}
+
+var errCorrupt = errors.New("bytes are missing or wrong")
+
+// checkNoise reads n bytes and compares each.
+func checkNoise(r io.Reader, n int64, arrived progress) error {
+	buf := make([]byte, 32<<10)
+	r = limited(r, n)
+	for at := int64(0); n == 0 || at < n; {
+		m, err := r.Read(buf)
+		for got := buf[:m]; len(got) > 0; {
+			want := noise[at%int64(len(noise)):]
+			k := min(len(got), len(want))
+			if !bytes.Equal(got[:k], want[:k]) {
+				return errCorrupt
+			}
+			got, at = got[k:], at+int64(k)
+		}
+		if m > 0 && arrived != nil {
+			arrived(at)
+		}
+		if err != nil && (n == 0 || at < n) {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,218 @@
+package faults
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"tunnel/test/rig"
+)
+
+// TestStrangeCloud restarts the cloud with a certificate of another authority, and
+// then with the right one.
+func TestStrangeCloud(t *testing.T) {
+	t.Parallel()
+	p := newPair(t)
+	p.start()
+	p.cloud.Kill()
+	stranger, err := rig.NewCA()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := p.Certify(stranger); err != nil {
+		t.Fatal(err)
+	}
+	p.startCloud()
+	eventually(t, backWithin, "the edge says why it does not join", func() error {
+		log := p.EdgeLog.String()
+		for _, want := range []string{"certificate signed by unknown authority", "cert in [mode.edge.stream.client]"} {
+			if !strings.Contains(log, want) {
+				return fmt.Errorf("its log lacks %q", want)
+			}
+		}
+		return nil
+	})
+	if err := p.sessions(0); err != nil {
+		t.Error(err)
+	}
+	p.cloud.Kill()
+	if err := p.Certify(p.CA()); err != nil {
+		t.Fatal(err)
+	}
+	p.startCloud()
+	p.waitReady(backWithin)
+}
+
+// TestRevokedToken takes the node's line out of the token file and puts it back.
+func TestRevokedToken(t *testing.T) {
+	t.Parallel()
+	p := newPair(t)
+	p.start()
+	up := make(chan struct{})
+	held := make(chan error, 1)
+	go func() { held <- tryHold(t.Context(), p.Door("hold"), false, func() { close(up) }) }()
+	select {
+	case <-up:
+	case err := <-held:
+		t.Fatal(err)
+	}
+
+	revoked := time.Now()
+	if err := p.Allow(false); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case err := <-held:
+		took := time.Since(revoked)
+		if took > time.Second+atOnce/2 { // the promise, and a busy machine
+			t.Errorf("a conn of the revoked node lived %s, want one second", took)
+		}
+		if !errors.Is(err, syscall.ECONNRESET) {
+			t.Errorf("a conn of the revoked node ended with %v, want a reset", err)
+		}
+		t.Logf("gone %s after the file had changed", took.Round(time.Millisecond))
+	case <-time.After(atOnce):
+		t.Fatal("a conn of the revoked node goes on")
+	}
+	eventually(t, atOnce, "the session is gone", func() error { return p.sessions(0) })
+
+	// The first new attempt comes 5 to 10 s later and is refused, the next one 10 to
+	// 20 s after that.
+	refused := eventually(t, backWithin, "the edge tries again", func() error {
+		n, err := metric(p.CloudHealth(), "tunnel_joins_refused_total")
+		if err == nil && n == 0 {
+			err = errors.New("no join was refused")
+		}
+		return err
+	})
+	if refused < 3*time.Second {
+		t.Errorf("the refused edge tried again %s later; it should leave the cloud alone", refused)
+	}
+	if !strings.Contains(p.EdgeLog.String(), "check that this node's line in the cloud's token file") {
+		t.Error("the edge does not say what to do about a refused token")
+	}
+	if err := p.Allow(true); err != nil {
+		t.Fatal(err)
+	}
+	p.waitReady(20*time.Second + atOnce)
+	if n, err := metric(p.CloudHealth(), "tunnel_joins_refused_total"); err != nil || n > 2 {
+		t.Errorf("%v joins were refused (%v); want one, or two", n, err)
+	}
+	if err := tryEcho(t.Context(), p.Door("echo")); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestShortConns checks that conns leave nothing behind, however they end.
+func TestShortConns(t *testing.T) {
+	t.Parallel()
+	p := newPair(t)
+	p.start()
+	base := p.baseline()
+
+	const conns, workers = 2000, 20
+	ways := []func() error{
+		func() error { return tryEcho(t.Context(), p.Door("echo")) },
+		func() error { return abandon(t, p.Door("hold")) },
+		func() error { return abandon(t, p.Door("bulk")) },
+		func() error { return p.tryHTTPS(false)(t.Context(), nil) },
+	}
+	ended := make(chan error, workers)
+	for w := range workers {
+		go func() {
+			var errs []error
+			for i := range conns / workers {
+				errs = append(errs, ways[(w+i)%len(ways)]())
+			}
+			ended <- errors.Join(errs...)
+		}()
+	}
+	for range workers {
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	}
+	quiet := p.back(base)
+	t.Logf("%d conns; quiet after %s", conns, quiet.Round(time.Millisecond))
+}
+
+// abandon resets a conn as soon as it works.
+func abandon(t *testing.T, door string) error {
+	c, closeIt, err := dial(t.Context(), door)
+	if err != nil {
+		return err
+	}
+	defer closeIt()
+	if err := c.SetDeadline(time.Now().Add(hangs)); err != nil {
+		return err
+	}
+	// The bulk target wants this header and then sends; the other one greets, and
+	// takes whatever comes.
+	if _, err := c.Write(make([]byte, 16)); err != nil {
+		return err
+	}
+	if _, err := c.Write([]byte{0, 0, 0, 0, 0x10, 0, 0, 0}); err != nil { // a pace
+		return err
+	}
+	_, err = io.ReadFull(c, make([]byte, 1))
+	return err
+}
+
+// TestHangingTarget dials a target that never answers, and meanwhile others.
+func TestHangingTarget(t *testing.T) {
+	t.Parallel()
+	p := newPair(t)
+	p.start()
+	base := p.baseline()
+
+	const hanging = 20
+	ended := make(chan error, hanging)
+	started := time.Now()
+	for range hanging {
+		go func() {
+			c, closeIt, err := dial(t.Context(), p.Door("hang"))
+			if err != nil {
+				ended <- err
+				return
+			}
+			defer closeIt()
+			err = c.SetDeadline(time.Now().Add(hangs))
+			if err == nil {
+				_, err = io.ReadFull(c, make([]byte, 1))
+			}
+			ended <- orHang(err)
+		}()
+	}
+	eventually(t, atOnce, "the edge dials the target that hangs", func() error {
+		n, err := metric(p.EdgeHealth(), "tunnel_conns")
+		if err == nil && n < hanging {
+			err = fmt.Errorf("%v conns", n)
+		}
+		return err
+	})
+	for range 20 {
+		at := time.Now()
+		if err := tryEcho(t.Context(), p.Door("echo")); err != nil {
+			t.Error(err)
+		}
+		if took := time.Since(at); took > time.Second {
+			t.Errorf("a conn to another target took %s beside %d dials that hang", took, hanging)
+		}
+	}
+	if took := time.Since(started); took > 8*time.Second {
+		t.Fatalf("the machine is too slow for this test: the dials may have ended before the other conns, %s", took)
+	}
+	for range hanging {
+		if err := <-ended; !errors.Is(err, syscall.ECONNRESET) {
+			t.Errorf("a conn to a target that hangs ended with %v, want a reset", err)
+		}
+	}
+	if took := time.Since(started); took < 5*time.Second || took > noticeWithin {
+		t.Errorf("the conns to the target that hangs ended after %s", took)
+	}
+	p.back(base)
+}

@@ -1,0 +1,273 @@
+package rig
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"text/template"
+	"time"
+
+	"tunnel/pkg/auth"
+)
+
+const (
+	// Node is the name of the node of every pair.
+	Node = "edge1"
+	// cloudName is the name in the cloud's certificate.
+	cloudName = "tunnel.cloud.io"
+	// certTTL is how long certificates are good for; no test takes so long.
+	certTTL = 24 * time.Hour
+)
+
+// Config says what a pair is made of.
+type Config struct {
+	Binary string            // the program, see Build
+	Dir    string            // an empty folder, which the caller removes
+	TCP    map[string]string // name of a front door → target
+	HTTPS  string            // target of the HTTPS front door; "" is none
+	CA     *auth.CA          // who signs; nil: a new one. The target of HTTPS needs it too
+	Debug  bool              // log everything
+}
+
+// Pair is a cloud and an edge, their files and their ports.
+type Pair struct {
+	// Set once.
+	cfg   Config
+	ca    *auth.CA
+	token auth.Secret
+	ports ports
+
+	CloudLog, EdgeLog Log
+}
+
+type ports struct {
+	GRPC, CloudLog, EdgeLog, HTTPS int
+	TCP                            map[string]int
+}
+
+// NewPair writes the files of a pair and chooses its ports. It starts nothing.
+func NewPair(cfg Config) (*Pair, error) {
+	p := &Pair{cfg: cfg, ca: cfg.CA, token: auth.NewToken()}
+	if p.ca == nil {
+		ca, err := NewCA()
+		if err != nil {
+			return nil, err
+		}
+		p.ca = ca
+	}
+	if err := p.choosePorts(); err != nil {
+		return nil, err
+	}
+	return p, errors.Join(p.Certify(p.ca), p.configure())
+}
+
+// NewCA makes an authority for a pair.
+func NewCA() (*auth.CA, error) { return auth.NewCA("tunnel test", certTTL) }
+
+func (p *Pair) choosePorts() error {
+	p.ports.TCP = make(map[string]int)
+	for _, port := range []*int{&p.ports.GRPC, &p.ports.CloudLog, &p.ports.EdgeLog, &p.ports.HTTPS} {
+		var err error
+		if *port, err = freePort(); err != nil {
+			return err
+		}
+	}
+	for name := range p.cfg.TCP {
+		port, err := freePort()
+		if err != nil {
+			return err
+		}
+		p.ports.TCP[name] = port
+	}
+	return nil
+}
+
+// Ports stay below those that the kernel gives to outgoing connections, from 32768:
+// while a cloud is down, a connection of somebody else must not take its port.
+const (
+	firstPort = 10000
+	lastPort  = 32000
+)
+
+var taken sync.Map // ports that this process has given away
+
+// freePort returns a port that nobody listens on now.
+func freePort() (int, error) {
+	for range 1000 {
+		port := firstPort + rand.IntN(lastPort-firstPort) //nolint:gosec // no secret
+		if _, used := taken.LoadOrStore(port, true); used {
+			continue
+		}
+		ln, err := net.Listen("tcp", ":"+strconv.Itoa(port))
+		if err != nil {
+			continue
+		}
+		return port, ln.Close()
+	}
+	return 0, fmt.Errorf("no free port between %d and %d", firstPort, lastPort)
+}
+
+// Certify gives the cloud a certificate that ca has signed, in place of the one it
+// has. The edge goes on trusting the pair's own authority.
+func (p *Pair) Certify(ca *auth.CA) error {
+	cert, key, err := ca.Issue(auth.Leaf{CommonName: cloudName, DNSNames: []string{cloudName}, Server: true})
+	if err != nil {
+		return err
+	}
+	return write(p.cfg.Dir, map[string]string{"cloud.crt": string(cert), "cloud.key": string(key)})
+}
+
+// CA returns the pair's own authority.
+func (p *Pair) CA() *auth.CA { return p.ca }
+
+// configure writes the files other than the cloud's certificate.
+func (p *Pair) configure() error {
+	files := map[string]string{"ca.crt": string(p.ca.CertPEM()), "token": p.token.Reveal() + "\n"}
+	for name, leaf := range map[string]auth.Leaf{
+		"https":  {CommonName: "tunnel", DNSNames: []string{Node}, IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true},
+		"client": {CommonName: "kube-apiserver-kubelet-client", Client: true},
+	} {
+		cert, key, err := p.ca.Issue(leaf)
+		if err != nil {
+			return err
+		}
+		files[name+".crt"], files[name+".key"] = string(cert), string(key)
+	}
+	data := struct {
+		ports
+		Targets     map[int]string // port → target
+		HTTPSTarget string
+	}{p.ports, make(map[int]string), p.cfg.HTTPS}
+	for name, target := range p.cfg.TCP {
+		data.Targets[p.ports.TCP[name]] = target
+	}
+	for name, text := range map[string]string{"cloud.toml": cloudTOML, "edge.toml": edgeTOML} {
+		var b bytes.Buffer
+		if err := template.Must(template.New(name).Parse(text)).Execute(&b, data); err != nil {
+			return err
+		}
+		files[name] = b.String()
+	}
+	return errors.Join(write(p.cfg.Dir, files), p.Allow(true))
+}
+
+// Allow writes the cloud's token file, with the node's token in it or without. As an
+// operator's tool does, it replaces the file whole.
+func (p *Pair) Allow(node bool) error {
+	// Somebody else's line stands in it always: a file without any is an error.
+	lines := "somebody-else:" + auth.NewToken().Hashed() + "\n"
+	if node {
+		lines += Node + ":" + p.token.Hashed() + "\n"
+	}
+	if err := write(p.cfg.Dir, map[string]string{"tokens.new": lines}); err != nil {
+		return err
+	}
+	return os.Rename(p.Path("tokens.new"), p.Path("tokens"))
+}
+
+const cloudTOML = `[mode.cloud.stream.server]
+grpcport = {{.GRPC}}
+cert = "cloud.crt"
+key = "cloud.key"
+tokenfile = "tokens"
+logport = {{.CloudLog}}
+[mode.cloud.stream.dns]
+debug = true
+[mode.cloud.tcp]
+{{range $port, $target := .Targets}}"127.0.0.1:{{$port}}" = "edge1/{{$target}}"
+{{end}}
+{{if .HTTPSTarget}}
+[mode.cloud.https]
+listen = "127.0.0.1"
+cert = "https.crt"
+key = "https.key"
+clientca = "ca.crt"
+[mode.cloud.https.addr]
+"{{.HTTPS}}" = "{{.HTTPSTarget}}"
+[mode.cloud.https.kubelet]
+cert = "client.crt"
+key = "client.key"
+ca = "ca.crt"
+{{end}}`
+
+const edgeTOML = `[mode.edge]
+node = "edge1"
+[mode.edge.stream.client]
+servername = "127.0.0.1:{{.GRPC}}"
+dns = "tunnel.cloud.io"
+cert = "ca.crt"
+tokenfile = "token"
+logport = {{.EdgeLog}}
+`
+
+// Path returns the path of one of the pair's files.
+func (p *Pair) Path(name string) string { return filepath.Join(p.cfg.Dir, name) }
+
+// Door returns the address of a TCP front door.
+func (p *Pair) Door(name string) string { return address(p.ports.TCP[name]) }
+
+// HTTPSDoor returns the address of the HTTPS front door.
+func (p *Pair) HTTPSDoor() string { return address(p.ports.HTTPS) }
+
+// CloudHealth returns the address of the cloud's logport.
+func (p *Pair) CloudHealth() string { return address(p.ports.CloudLog) }
+
+// EdgeHealth returns the address of the edge's logport.
+func (p *Pair) EdgeHealth() string { return address(p.ports.EdgeLog) }
+
+func address(port int) string { return "127.0.0.1:" + strconv.Itoa(port) }
+
+// StartCloud starts the cloud.
+func (p *Pair) StartCloud() (*Process, error) { return p.start(&p.CloudLog, "cloud") }
+
+// StartEdge starts the edge.
+func (p *Pair) StartEdge() (*Process, error) { return p.start(&p.EdgeLog, "edge") }
+
+func (p *Pair) start(log *Log, mode string) (*Process, error) {
+	args := []string{mode, "-c", p.Path(mode + ".toml")}
+	if p.cfg.Debug {
+		args = append(args, "--log-level", "debug")
+	}
+	return Start(log, p.cfg.Binary, args...)
+}
+
+// Leaks returns where the pair's token shows: in a log, a command line, or what the
+// health port tells everybody. The processes may be nil.
+func (p *Pair) Leaks(cloud, edge *Process) (where []string) {
+	texts := map[string]string{"log of the cloud": p.CloudLog.String(), "log of the edge": p.EdgeLog.String()}
+	for name, side := range map[string]struct {
+		process *Process
+		health  string
+	}{"cloud": {cloud, p.CloudHealth()}, "edge": {edge, p.EdgeHealth()}} {
+		if side.process == nil {
+			continue
+		}
+		for _, path := range []string{"/metrics", "/readyz?verbose"} {
+			text, err := fetch(side.health, path)
+			if err != nil {
+				text = "" // it is down
+			}
+			texts[path+" of the "+name] = text
+		}
+		line, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", side.process.PID()))
+		if err == nil {
+			texts["command line of the "+name] = string(line)
+		}
+	}
+	secrets := []string{p.token.Reveal(), auth.EncodeToken(Node, p.token), strings.TrimPrefix(p.token.Hashed(), "sha256:")}
+	for place, text := range texts {
+		for _, secret := range secrets {
+			if strings.Contains(text, secret) {
+				where = append(where, place)
+			}
+		}
+	}
+	return where
+}

@@ -1,0 +1,104 @@
+package rig
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"os/exec"
+	"runtime"
+	"sync"
+	"syscall"
+)
+
+// Log is the output of a process, and of those that take its place.
+type Log struct {
+	mu   sync.Mutex // guards the following
+	text bytes.Buffer
+}
+
+// Write implements io.Writer.
+func (l *Log) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+// String returns everything up to now.
+func (l *Log) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+// Process is a child process.
+type Process struct {
+	// Set once.
+	pid  int
+	log  *Log
+	done chan struct{} // closed when the process has ended; then state is set
+
+	process *os.Process
+	state   *os.ProcessState
+}
+
+// Start starts a program. What it prints goes to log.
+func Start(log *Log, path string, args ...string) (*Process, error) {
+	cmd := exec.Command(path, args...)
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{
+		Pdeathsig: syscall.SIGKILL,
+		Setpgid:   true, // Ctrl-C is for us
+	}
+	p := &Process{log: log, done: make(chan struct{})}
+	started := make(chan error, 1) // one send, which is waited for
+	go func() {
+		// Pdeathsig is about the thread that has started the child. Without an unlock
+		// this one ends with the goroutine, after the child.
+		runtime.LockOSThread()
+		err := cmd.Start()
+		if err != nil {
+			started <- err
+			return
+		}
+		p.process, p.pid = cmd.Process, cmd.Process.Pid
+		started <- nil
+		cmd.Wait() //nolint:errcheck // it is in ProcessState
+		p.state = cmd.ProcessState
+		close(p.done)
+	}()
+	if err := <-started; err != nil {
+		return nil, fmt.Errorf("starting %s: %w", path, err)
+	}
+	return p, nil
+}
+
+// PID returns the process id.
+func (p *Process) PID() int { return p.pid }
+
+// Log returns what the process has printed, and what those before it had.
+func (p *Process) Log() *Log { return p.log }
+
+// Done is closed when the process has ended and all of its output is in the log.
+func (p *Process) Done() <-chan struct{} { return p.done }
+
+// Alive reports whether the process has not ended.
+func (p *Process) Alive() bool {
+	select {
+	case <-p.done:
+		return false
+	default:
+		return true
+	}
+}
+
+// Signal sends a signal. A process that has ended takes none: that is an error.
+func (p *Process) Signal(s syscall.Signal) error { return p.process.Signal(s) }
+
+// Kill ends the process as a crash does and waits until it has ended.
+func (p *Process) Kill() {
+	p.process.Kill() //nolint:errcheck // it may have ended
+	<-p.done
+}
+
+// ExitCode returns the exit code, -1 when a signal ended it. Call it after Done.
+func (p *Process) ExitCode() int { return p.state.ExitCode() }

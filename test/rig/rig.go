@@ -1,0 +1,44 @@
+// Package rig starts a cloud and an edge as processes of their own, on loopback, for
+// tests and benchmarks that need to kill, stop, restart and weigh them.
+//
+//	binary, err := rig.Build(dir)
+//	pair, err := rig.NewPair(rig.Config{Binary: binary, Dir: dir, TCP: map[string]string{"echo": target}})
+//	cloud, err := pair.StartCloud()
+//	edge, err := pair.StartEdge()
+//	conn, err := net.Dial("tcp", pair.Door("echo"))
+//	cloud.Signal(syscall.SIGKILL)
+//	<-cloud.Done()
+//
+// A process started here ends at the latest when the process that started it does,
+// however that ends. Whoever starts one waits for it: see [Process.Kill].
+//
+// The package knows nothing of testing, so that a program can use it as well as a
+// test. It works on Linux alone, like /proc and Pdeathsig.
+package rig
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+)
+
+// Build builds the program into dir, stripped as a release is, and returns its path.
+func Build(dir string) (string, error) {
+	path := filepath.Join(dir, "tunnel")
+	out, err := exec.Command("go", "build", "-trimpath", "-ldflags=-s -w", "-o", path, "tunnel/cmd/tunnel").CombinedOutput()
+	if err != nil {
+		return "", fmt.Errorf("building the program: %w\n%s", err, out)
+	}
+	return path, nil
+}
+
+// write writes the files of a folder.
+func write(dir string, files map[string]string) error {
+	var errs []error
+	for name, text := range files {
+		errs = append(errs, os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600))
+	}
+	return errors.Join(errs...)
+}

@@ -1,0 +1,114 @@
+package rig
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"os"
+	"strconv"
+	"strings"
+	"time"
+)
+
+// fetchTimeout bounds one question to a health port.
+const fetchTimeout = 5 * time.Second
+
+// fetch asks a health port. Whatever it answers is the text; the error says that it
+// did not, or not with 200.
+func fetch(health, path string) (string, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), fetchTimeout)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+health+path, nil)
+	if err != nil {
+		return "", err
+	}
+	req.Close = true // a pooled connection would count as a descriptor over there
+	transport := &http.Transport{DisableKeepAlives: true}
+	resp, err := transport.RoundTrip(req)
+	if err != nil {
+		return "", err
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if err == nil && resp.StatusCode != http.StatusOK {
+		err = fmt.Errorf("%s: HTTP %d", path, resp.StatusCode)
+	}
+	return string(body), err
+}
+
+// Ready returns nil when the process behind a health port says that it is ready: for
+// an edge, that it has a session.
+func Ready(health string) error {
+	text, err := fetch(health, "/readyz?verbose")
+	if err != nil {
+		return fmt.Errorf("%w: %s", err, strings.TrimSpace(text))
+	}
+	return nil
+}
+
+// Metrics returns the metrics that a health port shows, by name and labels.
+func Metrics(health string) (map[string]float64, error) {
+	text, err := fetch(health, "/metrics")
+	if err != nil {
+		return nil, err
+	}
+	values := make(map[string]float64)
+	for line := range strings.SplitSeq(text, "\n") {
+		name, value, ok := strings.Cut(line, " ")
+		if !ok || strings.HasPrefix(line, "#") {
+			continue
+		}
+		if v, err := strconv.ParseFloat(value, 64); err == nil {
+			values[name] = v
+		}
+	}
+	return values, nil
+}
+
+// Descriptors returns how many files and sockets the process has open.
+func (p *Process) Descriptors() (int, error) {
+	entries, err := os.ReadDir(fmt.Sprintf("/proc/%d/fd", p.pid))
+	return len(entries), err
+}
+
+// Memory is what a process holds in memory, in bytes (proc_pid_status(5)).
+type Memory struct {
+	Now  int64 // VmRSS
+	Peak int64 // VmHWM
+}
+
+// Memory returns what the process holds in memory.
+func (p *Process) Memory() (m Memory, err error) {
+	f, err := os.Open(fmt.Sprintf("/proc/%d/status", p.pid))
+	if err != nil {
+		return m, err
+	}
+	defer f.Close() //nolint:errcheck // it was only read
+	for s := bufio.NewScanner(f); s.Scan(); {
+		fields := strings.Fields(s.Text())
+		if len(fields) != 3 {
+			continue
+		}
+		kib, err := strconv.ParseInt(fields[1], 10, 64)
+		if err != nil {
+			continue
+		}
+		switch fields[0] {
+		case "VmRSS:":
+			m.Now = kib << 10
+		case "VmHWM:":
+			m.Peak = kib << 10
+		}
+	}
+	if m.Now == 0 {
+		return m, fmt.Errorf("/proc/%d/status has no VmRSS: the process has ended", p.pid)
+	}
+	return m, nil
+}
+
+// ResetPeak makes Memory's Peak start again from now (proc_pid_clear_refs(5)).
+func (p *Process) ResetPeak() error {
+	return os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", p.pid), []byte("5"), 0)
+}

@@ -1,0 +1,13 @@
+# Tests and measurements with processes of their own. Included by the Makefile of the
+# repository; paths are relative to its directory. Linux only, no root.
+
+.PHONY: faults soak bench
+
+faults: ## kill, stop and starve cloud and edge, each a process (a minute)
+	go test -count=1 -timeout 5m -v ./test/faults
+
+soak: ## the same with ten pairs, also away for 40 s: 40 kills (three minutes)
+	TUNNEL_SOAK=1 go test -count=1 -timeout 10m -v ./test/faults
+
+bench: ## what a conn costs, beside TCP and TLS relays and beside 50 stalled readers (four minutes)
+	go run ./test/bench
