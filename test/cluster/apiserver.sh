@@ -12,7 +12,7 @@ esac
 shift
 settings
 [ -d "$RUN/pki" ] || die "no cluster is up: run up.sh first"
-[ -n "${LOCKED:-}" ] || lock # up.sh holds it
+[ -n "${LOCKED:-}" ] || lock 180 # up.sh holds it
 
 stop apiserver
 pki=$RUN/pki
@@ -24,7 +24,7 @@ mount --bind "$RUN/cp/resolv.conf" /etc/resolv.conf
 mount --bind "$RUN/cp/hosts" /etc/hosts
 exec kubeall kube-apiserver "$@"
 S
-RUN=$RUN start apiserver env RUN="$RUN" unshare --mount --propagation private bash "$RUN/cp/apiserver" \
+start apiserver env RUN="$RUN" unshare --mount --propagation private bash "$RUN/cp/apiserver" \
   --etcd-servers=http://127.0.0.1:23790 --bind-address=0.0.0.0 --secure-port="$APIPORT" --advertise-address="$CPIP" \
   --service-cluster-ip-range=10.96.0.0/16 --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction \
   --client-ca-file="$pki/ca.crt" --tls-cert-file="$pki/apiserver.crt" --tls-private-key-file="$pki/apiserver.key" \

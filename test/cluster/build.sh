@@ -14,7 +14,7 @@ case $CLUSTER_HOME in
 *) die "CLUSTER_HOME must be absolute: $CLUSTER_HOME" ;;
 esac
 for c in go dpkg apt-get; do command -v $c >/dev/null || die "needs $c (Debian 12 and a Go toolchain)"; done
-mkdir -p "$CLUSTER_HOME"/{bin,debs,nodebin,images,tmp}
+mkdir -p "$CLUSTER_HOME"/{bin,nodebin,images,tmp}
 lock 3600
 export TMPDIR=$CLUSTER_HOME/tmp # on the same disk as what is built; /tmp may be small
 trap 'rm -rf "$CLUSTER_HOME/tmp"' EXIT
@@ -45,7 +45,8 @@ unpack_debs() {
     case $(apt-cache policy "$d" 2>/dev/null) in *"Candidate: "[0-9]*) ;; *) apt_update ;; esac
   done
   download() {
-    rm -f "$CLUSTER_HOME"/debs/*.deb
+    rm -rf "$CLUSTER_HOME/debs"
+    mkdir "$CLUSTER_HOME/debs"
     (cd "$CLUSTER_HOME/debs" && apt-get -qq -o APT::Sandbox::User=root download "${debs[@]}")
   }
   download || { updated=; apt_update; download; } # lists that are too old name packages that are gone

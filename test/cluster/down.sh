@@ -5,5 +5,5 @@ set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
 . "$HERE/lib/teardown.sh"
 [ -d "$CLUSTER_HOME" ] || exit 0
-lock
+lock 180
 teardown

@@ -37,8 +37,9 @@ cgroups() {
       grep -qw $c /sys/fs/cgroup/cgroup.controllers ||
         die "cgroup v2 without its controller $c (there are: $(cat /sys/fs/cgroup/cgroup.controllers)): kubelet needs cpu, cpuset, memory and pids; in a container, run it with --privileged and a writable /sys/fs/cgroup"
     done
-    [ -w /sys/fs/cgroup/cgroup.subtree_control ] && mkdir -p /sys/fs/cgroup/$PREFIX-try && rmdir /sys/fs/cgroup/$PREFIX-try ||
+    if ! { mkdir -p "/sys/fs/cgroup/$PREFIX-try" && rmdir "/sys/fs/cgroup/$PREFIX-try"; } 2>/dev/null; then
       die "/sys/fs/cgroup is read-only: in a container, run it with --privileged"
+    fi
     return
   fi
   for c in cpu cpuacct cpuset memory pids devices freezer; do
@@ -55,7 +56,7 @@ failed() {
 }
 
 preflight
-lock
+lock 180
 teardown
 ! ip -4 route show table main | grep -q "^$NET\.0/24 " || die "$NET.0/24 is in use on this machine: set NET to another /24's first three bytes"
 trap failed EXIT

@@ -146,10 +146,8 @@ func (tn *tunnel) up(ctx context.Context, t *testing.T) {
 	for _, n := range tn.c.nodes {
 		eventually(ctx, t, backAgain, "edge "+n+" to be ready", func(ctx context.Context) error { return tn.edgeReady(ctx, n) })
 		eventually(ctx, t, 5*time.Second, "the name of "+n+" to move to the cloud", func(ctx context.Context) error {
-			if a, err := tn.c.resolve(ctx, n); err != nil || a != cloudIP {
-				return fmt.Errorf("it is %s, %v", a, err)
-			}
-			return nil
+			a, err := tn.c.resolve(ctx, n)
+			return want(err, a, cloudIP)
 		})
 	}
 	eventually(ctx, t, 5*time.Second, "the cloud to be ready", tn.cloudReady)

@@ -367,12 +367,13 @@ func tryForward(ctx context.Context, c *cluster, node string) error {
 		return err
 	}
 	defer p.kill()
-	if _, body, err := get(ctx, &http.Transport{DisableKeepAlives: true}, "http://"+addr+"/"); err != nil || body != "hello-from-pod\n" {
+	_, body, err := get(ctx, &http.Transport{DisableKeepAlives: true}, "http://"+addr+"/")
+	if err = want(err, body, "hello-from-pod\n"); err != nil {
 		select { // kubectl tells by its exit code that the pod is lost
 		case <-p.done:
 			return p.err
 		case <-ctx.Done():
-			return fmt.Errorf("port-forward goes on, but the page is %q, %v", body, err)
+			return fmt.Errorf("port-forward goes on without the page: %w", err)
 		}
 	}
 	return nil

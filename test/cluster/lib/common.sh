@@ -38,11 +38,11 @@ lan() { echo "192.168.$((6 + $(index "$1")))"; }         # MODE=nat: the subnet 
 address() { if [ "$MODE" = nat ]; then echo "$(lan "$1").2"; else echo "$NET.$((10 + $(index "$1")))"; fi; }
 cgroup2() { [ -f /sys/fs/cgroup/cgroup.controllers ]; }  # pure cgroup v2, not the hybrid of v1 and v2
 
-# lock: one up.sh, down.sh or apiserver.sh at a time. Whatever they start must close descriptor 9.
+# lock SECONDS: one script that changes the cluster at a time. Whatever they start must close descriptor 9.
 lock() {
   mkdir -p "$CLUSTER_HOME"
   exec 9>"$CLUSTER_HOME/lock"
-  flock -w "${1:-180}" 9 || die "another up.sh or down.sh is still at work in $CLUSTER_HOME"
+  flock -w "$1" 9 || die "another build.sh, up.sh or down.sh is still at work in $CLUSTER_HOME"
 }
 
 # start NAME CMD...: detached, output to $RUN/log/NAME.log, process id in $RUN/pid/NAME. The variable TUNNEL_E2E marks

@@ -6,7 +6,7 @@ set -euo pipefail
 . "$(dirname "$0")/common.sh"
 in_ns() { local ns=$1; shift; nsenter --net=/run/netns/"$ns" "$@"; }
 forwarding() { in_ns "$1" sh -c 'echo 1 >/proc/sys/net/ipv4/ip_forward'; }
-nowhere() { ip route add unreachable "$1" proto $ROUTEPROTO; }
+nowhere() { ip route add unreachable "$1" proto "$ROUTEPROTO"; }
 
 ip link add "$BRIDGE" type bridge
 ip addr add "$CPIP/24" dev "$BRIDGE"
@@ -46,7 +46,7 @@ for n in $NODES; do
     in_ns "$ns" ip addr add "$(address "$n")/24" dev eth0
     in_ns "$ns" ip link set eth0 up
     in_ns "$ns" ip route add default via "$CPIP"
-    ip route add "10.88.$i.0/24" via "$(address "$n")" dev "$BRIDGE" proto $ROUTEPROTO
+    ip route add "10.88.$i.0/24" via "$(address "$n")" dev "$BRIDGE" proto "$ROUTEPROTO"
   fi
   forwarding "$ns"
 done

@@ -14,7 +14,8 @@ umount -R -l /sys
 mount -t sysfs sysfs /sys
 if [ -n "$v2" ]; then
   mount -t cgroup2 cgroup2 /sys/fs/cgroup
-  for c in $(cat /sys/fs/cgroup/cgroup.controllers); do echo "+$c" >/sys/fs/cgroup/cgroup.subtree_control; done
+  read -ra controllers </sys/fs/cgroup/cgroup.controllers || true
+  for c in "${controllers[@]}"; do echo "+$c" >/sys/fs/cgroup/cgroup.subtree_control; done
 else
   mount -t tmpfs -o mode=755 tmpfs /sys/fs/cgroup
   for c in $hierarchies; do

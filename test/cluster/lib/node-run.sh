@@ -24,12 +24,15 @@ enter=(nsenter --net="/run/netns/$PREFIX-$n" unshare --cgroup)
 # delegate DIR: hands DIR's controllers to its children. Inside a container DIR is not the real root, and the processes in
 # it must first move to a leaf ("no internal processes"); undelegate moves them back.
 delegate() {
-  local c p
-  if [ -f "$1/cgroup.type" ] && [ -s "$1/cgroup.procs" ]; then
+  local c p have
+  if [ -f "$1/cgroup.type" ]; then
     mkdir -p "$1/$PREFIX-init"
-    while read -r p; do echo "$p" >"$1/$PREFIX-init/cgroup.procs" 2>/dev/null || true; done <"$1/cgroup.procs"
+    while grep -q . "$1/cgroup.procs"; do # again, as long as one forks before it has moved
+      while read -r p; do echo "$p" >"$1/$PREFIX-init/cgroup.procs" 2>/dev/null || true; done <"$1/cgroup.procs"
+    done
   fi
-  for c in $(cat "$1/cgroup.controllers"); do echo "+$c" >"$1/cgroup.subtree_control" 2>/dev/null || true; done
+  read -ra have <"$1/cgroup.controllers" || true
+  for c in "${have[@]}"; do echo "+$c" >"$1/cgroup.subtree_control" 2>/dev/null || true; done
   for c in cpu cpuset memory pids; do
     grep -qw "$c" "$1/cgroup.subtree_control" || die "cgroup v2: controller $c cannot be handed to a child of $1"
   done

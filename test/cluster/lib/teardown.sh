@@ -21,7 +21,7 @@ teardown() {
   for d in /sys/class/net/"$PREFIX"*; do
     [ ! -e "$d" ] || ip link del "${d##*/}" 2>/dev/null || [ ! -e "$d" ] || left=1
   done
-  if command -v ip >/dev/null; then ip route flush proto $ROUTEPROTO; fi
+  if command -v ip >/dev/null; then ip route flush proto "$ROUTEPROTO"; fi
   # ip-netns makes /run/netns a mount point of its own; take that away too when nobody uses it.
   if [ -d /run/netns ] && [ -z "$(ls -A /run/netns)" ]; then umount /run/netns 2>/dev/null || true; rmdir /run/netns 2>/dev/null || true; fi
 
@@ -44,9 +44,15 @@ teardown() {
 
 # undelegate: the reverse of delegate in node-run.sh (cgroup v2 inside a container).
 undelegate() {
-  local root=/sys/fs/cgroup d=/sys/fs/cgroup/$PREFIX-init c p
+  local root=/sys/fs/cgroup d=/sys/fs/cgroup/$PREFIX-init c p i have
   [ -d "$d" ] || return 0
-  for c in $(cat $root/cgroup.subtree_control); do echo "-$c" >$root/cgroup.subtree_control || true; done
-  while read -r p; do echo "$p" >$root/cgroup.procs 2>/dev/null || true; done <"$d/cgroup.procs"
-  rmdir "$d" || { echo "left: $d" >&2; return 1; }
+  read -ra have <$root/cgroup.subtree_control || true
+  for c in "${have[@]}"; do echo "-$c" >$root/cgroup.subtree_control || true; done
+  for ((i = 0; i < 50; i++)); do
+    while read -r p; do echo "$p" >$root/cgroup.procs 2>/dev/null || true; done <"$d/cgroup.procs"
+    ! rmdir "$d" 2>/dev/null || return 0
+    sleep 0.1
+  done
+  echo "left: $d" >&2
+  return 1
 }
