@@ -11,6 +11,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"syscall"
 	"text/template"
@@ -31,10 +32,32 @@ func (f demoFlags) check() error {
 	if f.target == "" {
 		return nil
 	}
-	if _, _, err := net.SplitHostPort(f.target); err != nil {
-		return fmt.Errorf("--target is host:port, not %q", f.target)
+	host, port, err := net.SplitHostPort(f.target)
+	if n, perr := strconv.ParseUint(port, 10, 16); err != nil || host == "" || perr != nil || n == 0 {
+		return fmt.Errorf("--target is host:port, such as 10.0.0.5:22, not %q", f.target)
 	}
 	return nil
+}
+
+// allow returns what the edge may dial for the target: its addresses, since a name is
+// no check and so no entry.
+func (f demoFlags) allow(ctx context.Context) ([]string, error) {
+	if f.target == "" {
+		return nil, nil
+	}
+	host, port, err := net.SplitHostPort(f.target)
+	if err != nil {
+		return nil, err // check has been there
+	}
+	ips, err := net.DefaultResolver.LookupNetIP(ctx, "ip", host)
+	if err != nil {
+		return nil, fmt.Errorf("--target %s: %w", f.target, err)
+	}
+	var entries []string
+	for _, ip := range ips {
+		entries = append(entries, net.JoinHostPort(ip.Unmap().WithZone("").String(), port))
+	}
+	return entries, nil
 }
 
 func newDemoCommand() *cobra.Command {
@@ -77,6 +100,8 @@ type demo struct {
 	GRPC, Log, EdgeLog, HTTPS, TCP, Own int    // ours
 	Page, Echo                          string // the services behind the edge
 
+	Allow []string // what the edge may dial beside itself
+
 	ca *auth.CA
 }
 
@@ -92,6 +117,9 @@ func runDemo(ctx context.Context, flags demoFlags, out io.Writer) (err error) {
 		return err
 	}
 	defer services.close()
+	if d.Allow, err = flags.allow(ctx); err != nil {
+		return err
+	}
 	if err := d.configure(); err != nil {
 		return err
 	}
@@ -170,11 +198,8 @@ func (d *demo) configure() error {
 	); err != nil {
 		return err
 	}
-	for _, port := range []*int{&d.GRPC, &d.Log, &d.EdgeLog, &d.HTTPS, &d.TCP, &d.Own} {
-		var err error
-		if *port, err = freePort(); err != nil {
-			return err
-		}
+	if err := freePorts(&d.GRPC, &d.Log, &d.EdgeLog, &d.HTTPS, &d.TCP, &d.Own); err != nil {
+		return err
 	}
 	for name, text := range map[string]string{"cloud.toml": demoCloudTOML, "edge.toml": demoEdgeTOML} {
 		var b bytes.Buffer
@@ -217,7 +242,7 @@ ca = "ca.crt"
 
 const demoEdgeTOML = `[mode.edge]
 node = "edge1"
-{{if .Target}}allow = ["self:*", "{{.Target}}"]{{end}}
+allow = ["self:*"{{range .Allow}}, "{{.}}"{{end}}]
 [mode.edge.stream.client]
 servername = "127.0.0.1:{{.GRPC}}"
 dns = "tunnel.cloud.io"
@@ -232,14 +257,17 @@ func (d *demo) write(name string, data []byte) error {
 	return os.WriteFile(d.path(name), data, 0o600)
 }
 
-// freePort returns a port that nobody listens on now.
-func freePort() (int, error) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return 0, err
+// freePorts chooses ports that nobody listens on now, each another one.
+func freePorts(ports ...*int) error {
+	for _, port := range ports {
+		ln, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			return err
+		}
+		defer ln.Close() // when all are chosen, or two might be the same
+		*port = ln.Addr().(*net.TCPAddr).Port
 	}
-	defer ln.Close()
-	return ln.Addr().(*net.TCPAddr).Port, nil
+	return nil
 }
 
 // start runs this program again as one end. It ends with run, or with us.

@@ -102,6 +102,9 @@ func TestCommandLine(t *testing.T) {
 		{[]string{"--m=clowd", "--c=" + bad}, exitUsage, "--m is cloud or edge"},
 		{[]string{"--m=cloud"}, exitUsage, "--m needs --c"},
 		{[]string{"demo", "--target", "nonsense"}, exitUsage, "--target is host:port"},
+		{[]string{"demo", "--target", "10.0.0.5:ssh"}, exitUsage, "--target is host:port"},
+		{[]string{"demo", "--target", ":22"}, exitUsage, "--target is host:port"},
+		{[]string{"demo", "--target", "nobody.invalid:22"}, exitRuntime, "--target nobody.invalid:22"},
 	} {
 		code, output := tunnelMain(t, tt.args...)
 		if code != tt.code || !strings.Contains(output, tt.want) {
@@ -129,8 +132,8 @@ func TestDemoOnce(t *testing.T) {
 // Ctrl-C ends a demo that stays up, and what it started.
 func TestDemoInterrupted(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
-	own := echo(t)
-	p := start(t, "demo", "--target", own)
+	_, port, _ := net.SplitHostPort(echo(t))
+	p := start(t, "demo", "--target", "localhost:"+port)
 	await(t, "the demo is up", func() bool {
 		logs, err := filepath.Glob(filepath.Join(os.TempDir(), "tunnel-demo-*", "edge.log"))
 		if err != nil || len(logs) == 0 {
