@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"strconv"
 	"strings"
@@ -106,6 +107,7 @@ type demo struct {
 }
 
 func runDemo(ctx context.Context, flags demoFlags, out io.Writer) (err error) {
+	signal.Ignore(syscall.SIGPIPE) // `demo | head` must not end us before we have cleaned up
 	d := &demo{flags: flags, out: out}
 	if d.dir, err = os.MkdirTemp("", "tunnel-demo-"); err != nil {
 		return err

@@ -21,21 +21,21 @@ import (
 )
 
 // count prints the cloud's counters, every second on a terminal and when they change
-// elsewhere, until ctx is done. The channel is closed then.
+// elsewhere, until ctx is done or nobody reads them. The channel is closed then.
 func (d *demo) count(ctx context.Context) <-chan struct{} {
 	done := make(chan struct{})
 	terminal := isTerminal(d.out)
-	fmt.Fprintln(d.out, "\nlive counters of the cloud; Ctrl-C ends the demo")
+	_, err := fmt.Fprintln(d.out, "\nlive counters of the cloud; Ctrl-C ends the demo")
 	go func() {
 		defer close(done)
 		var last string
-		for {
+		for err == nil {
 			if line := d.counters(ctx); line != "" && (terminal || line != last) {
 				last = line
 				if terminal {
-					fmt.Fprintf(d.out, "\r\x1b[K%s", line)
+					_, err = fmt.Fprintf(d.out, "\r\x1b[K%s", line)
 				} else {
-					fmt.Fprintln(d.out, line)
+					_, err = fmt.Fprintln(d.out, line)
 				}
 			}
 			select {

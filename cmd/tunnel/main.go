@@ -16,6 +16,7 @@ import (
 	"os/signal"
 	"strings"
 	"syscall"
+	"time"
 
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
@@ -49,16 +50,25 @@ func main() {
 	os.Exit(code)
 }
 
-// stopOnSignal returns a context that ends with the first SIGINT or SIGTERM, which
-// means: drain. The second one stops the process.
+// doubled is how close two signals are that are one: `timeout`, for one, signals a
+// process and then its group.
+const doubled = 250 * time.Millisecond
+
+// stopOnSignal returns a context that ends with the first SIGINT, SIGTERM or SIGHUP
+// (the terminal has gone), which means: drain. The second one stops the process.
 func stopOnSignal(ctx context.Context, stderr io.Writer) (context.Context, func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
+	if !signal.Ignored(syscall.SIGHUP) { // else nohup has started us
+		signal.Notify(signals, syscall.SIGHUP)
+	}
 	go func() {
 		<-signals
 		cancel()
-		<-signals
+		for first := time.Now(); time.Since(first) < doubled; {
+			<-signals
+		}
 		fmt.Fprintln(stderr, "tunnel: stopped by a second signal")
 		os.Exit(exitRuntime)
 	}()

@@ -149,6 +149,57 @@ func TestDemoInterrupted(t *testing.T) {
 	wantNothingLeft(t)
 }
 
+// So do a terminal that goes away, and a pipe that nobody reads any more.
+func TestDemoAbandoned(t *testing.T) {
+	for name, abandon := range map[string]func(*exec.Cmd, io.Closer){
+		"hangup":      func(cmd *exec.Cmd, _ io.Closer) { cmd.Process.Signal(syscall.SIGHUP) },
+		"broken pipe": func(_ *exec.Cmd, out io.Closer) { out.Close() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Setenv("TMPDIR", t.TempDir())
+			ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+			defer cancel()
+			cmd := exec.CommandContext(ctx, os.Args[0], "demo")
+			cmd.Env = append(os.Environ(), runMain+"=1")
+			out, err := cmd.StdoutPipe()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := cmd.Start(); err != nil {
+				t.Fatal(err)
+			}
+			io.ReadFull(out, make([]byte, 1)) // it prints only when both ends are ready
+			abandon(cmd, out)
+			if err := cmd.Wait(); err != nil {
+				t.Errorf("the demo ended with %v", err)
+			}
+			wantNothingLeft(t)
+		})
+	}
+}
+
+// Signals that come together are one; the process drains, and ends well.
+func TestDoubledSignal(t *testing.T) {
+	t.Setenv("TMPDIR", t.TempDir())
+	cmd := exec.Command(os.Args[0], "demo")
+	cmd.Env = append(os.Environ(), runMain+"=1")
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	io.ReadFull(out, make([]byte, 1))
+	go io.Copy(io.Discard, out)
+	cmd.Process.Signal(syscall.SIGTERM)
+	cmd.Process.Signal(syscall.SIGINT)
+	if err := cmd.Wait(); err != nil {
+		t.Errorf("the demo ended with %v", err)
+	}
+	wantNothingLeft(t)
+}
+
 func wantNothingLeft(t *testing.T) {
 	t.Helper()
 	left, err := os.ReadDir(os.TempDir())
