@@ -1,10 +1,13 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"fmt"
 	"log/slog"
+	"net"
+	"slices"
 
 	"github.com/spf13/cobra"
 
@@ -89,8 +92,9 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 		}
 		var addrs []string
 		for port := range c.HTTPS.Ports {
-			addrs = append(addrs, ":"+port)
+			addrs = append(addrs, net.JoinHostPort(cmp.Or(c.HTTPS.Listen, https.DefaultListen), port))
 		}
+		slices.Sort(addrs)
 		d.add(door, door.Ready, addrs...)
 	}
 	if c.Server.ChannelzAddr != "" {
@@ -98,7 +102,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	}
 	if c.Server.LogPort != 0 {
 		registry := admin.NewRegistry(software(), counters, directory.Sessions)
-		d.health = admin.New(fmt.Sprintf(":%d", c.Server.LogPort), d.checks, registry, log)
+		d.serveHealth(c.Server.LogPort, registry)
 	}
 	return d, nil
 }

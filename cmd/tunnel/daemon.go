@@ -8,6 +8,8 @@ import (
 	"log/slog"
 	"os"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"tunnel/pkg/admin"
 	"tunnel/pkg/tunnel"
 )
@@ -21,6 +23,7 @@ type daemon struct {
 	checks    []admin.Check
 	listeners []string
 	health    *admin.Server // nil without a logport
+	about     []any         // more for the start-up line
 }
 
 // add appends a module. ready may be nil: then it says nothing in /readyz.
@@ -34,10 +37,17 @@ func (d *daemon) add(m tunnel.Module, ready func() error, listeners ...string) {
 	}
 }
 
+// serveHealth adds health and metrics. It is called last: it shows the modules' checks.
+func (d *daemon) serveHealth(port int, metrics prometheus.Gatherer) {
+	listen := fmt.Sprintf(":%d", port)
+	d.health = admin.New(listen, d.checks, metrics, d.log)
+	d.listeners = append(d.listeners, d.health.Name()+" "+listen)
+}
+
 // run runs the modules until ctx is done and they have drained, and health a little
 // longer, so that an operator sees the draining.
 func (d *daemon) run(ctx context.Context) error {
-	d.log.Info("starting", "mode", d.mode, "version", software(), "listeners", d.listeners, "routes", d.routes)
+	d.log.With(d.about...).Info("starting", "mode", d.mode, "version", software(), "listeners", d.listeners, "routes", d.routes)
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	healthCtx, stopHealth := context.WithCancel(context.WithoutCancel(ctx))

@@ -86,7 +86,10 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 		return nil, err
 	}
 
-	d := &daemon{mode: "edge", log: log.With("node", e.Node), routes: client.Router().Routes()}
+	log = log.With("node", e.Node)
+	d := &daemon{mode: "edge", log: log, routes: client.Router().Routes(), about: []any{
+		"node_from", e.NodeFrom, "cloud", e.Addr, "allow", policy.String(),
+	}}
 	d.add(client, client.Ready)
 	for _, m := range dialers {
 		d.add(m, nil)
@@ -102,7 +105,7 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 			return nil
 		}
 		registry := admin.NewRegistry(software(), counters, sessions)
-		d.health = admin.New(fmt.Sprintf(":%d", e.LogPort), d.checks, registry, log)
+		d.serveHealth(e.LogPort, registry)
 	}
 	return d, nil
 }

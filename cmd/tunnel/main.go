@@ -122,7 +122,7 @@ Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configur
 	root.CompletionOptions.DisableDefaultCmd = true
 	logs := new(logFlags)
 	logs.register(root)
-	root.AddCommand(newCloudCommand(logs), newEdgeCommand(logs), newConfigCommand(), newDemoCommand(), newVersionCommand())
+	root.AddCommand(newCloudCommand(logs), newEdgeCommand(logs), newConfigCommand(logs), newDemoCommand(), newVersionCommand())
 	old.logs = logs
 	return root
 }
@@ -215,12 +215,12 @@ func fileFlag(cmd *cobra.Command, file *string) {
 	}
 }
 
-func newConfigCommand() *cobra.Command {
+func newConfigCommand(logs *logFlags) *cobra.Command {
 	var file string
 	config := &cobra.Command{Use: "config", Short: "Work with configuration files"}
 	check := &cobra.Command{
 		Use:   "check -c FILE",
-		Short: "Say everything that is wrong with a configuration file",
+		Short: "Say everything that is wrong with a configuration file and the files it names",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			checked, err := conf.Check(file, environment())
@@ -230,12 +230,22 @@ func newConfigCommand() *cobra.Command {
 			for _, w := range checked.Warnings {
 				fmt.Fprintln(cmd.ErrOrStderr(), "warning: "+w)
 			}
+			// What the files hold is looked at by who uses them. Nothing is opened.
+			log := logs.logger(cmd.ErrOrStderr())
 			var modes []string
+			var errs []error
 			if checked.Cloud != nil {
 				modes = append(modes, "cloud")
+				_, err = newCloud(checked.Cloud, log)
+				errs = append(errs, err)
 			}
 			if checked.Edge != nil {
 				modes = append(modes, "edge, node "+string(checked.Edge.Node))
+				_, err = newEdge(checked.Edge, log)
+				errs = append(errs, err)
+			}
+			if err = errors.Join(errs...); err != nil {
+				return configError(err)
 			}
 			fmt.Fprintf(cmd.OutOrStdout(), "%s: ok (%s)\n", file, strings.Join(modes, "; "))
 			return nil

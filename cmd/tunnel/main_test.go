@@ -278,6 +278,10 @@ func TestExampleFiles(t *testing.T) {
 	if out, err := exec.Command("go", "run", "tunnel/conf/devcerts", filepath.Join(dir, "dev")).CombinedOutput(); err != nil {
 		t.Fatalf("devcerts: %v\n%s", err, out)
 	}
+	check := []string{"config", "check", "-c", filepath.Join(dir, "cloud.toml")}
+	if code, output := tunnelMain(t, check...); code != exitOK || !strings.Contains(output, "ok (cloud)") {
+		t.Errorf("config check: exit code %d:\n%s", code, output)
+	}
 	cloud := start(t, "cloud", "-c", filepath.Join(dir, "cloud.toml"))
 	edge := start(t, "edge", "-c", filepath.Join(dir, "edge.toml"))
 	await(t, "both are ready", func() bool { return ready(7000) && ready(7010) })
@@ -286,6 +290,15 @@ func TestExampleFiles(t *testing.T) {
 		code, output := tunnelMain(t, "cloud", "-c", filepath.Join(dir, "cloud.toml"))
 		if code != exitRuntime || !strings.Contains(output, "address already in use") {
 			t.Errorf("exit code %d:\n%s", code, output)
+		}
+	})
+	t.Run("a certificate that is none", func(t *testing.T) {
+		if err := os.WriteFile(filepath.Join(dir, "dev/https.crt"), []byte("junk"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		code, output := tunnelMain(t, check...)
+		if code != exitConfig || !strings.Contains(output, "mode.cloud.https: cert") {
+			t.Errorf("config check: exit code %d:\n%s", code, output)
 		}
 	})
 	for name, p := range map[string]*process{"edge": edge, "cloud": cloud} {
