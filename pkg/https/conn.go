@@ -7,6 +7,7 @@ import (
 	"net"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"tunnel/pkg/tunnel"
@@ -56,6 +57,23 @@ func (c *clientConn) CloseRead() error {
 func (c *clientConn) Reset() error {
 	tunnel.Reset(c.Conn)
 	return nil
+}
+
+// SetLinger and SyscallConn are the socket's own: by them tunnel.Splice has the kernel
+// reset it should we be killed, and tells the caller's reset from a clean end.
+
+func (c *clientConn) SetLinger(sec int) error {
+	if l, ok := c.Conn.(interface{ SetLinger(sec int) error }); ok {
+		return l.SetLinger(sec)
+	}
+	return errors.ErrUnsupported
+}
+
+func (c *clientConn) SyscallConn() (syscall.RawConn, error) {
+	if sc, ok := c.Conn.(syscall.Conn); ok {
+		return sc.SyscallConn()
+	}
+	return nil, errors.ErrUnsupported
 }
 
 // Close closes the connection. If the caller may still be sending, it is heard out

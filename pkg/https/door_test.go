@@ -419,13 +419,35 @@ func TestWarnings(t *testing.T) {
 	})
 }
 
+// What tunnel.Splice does to sockets it does to callers that are passed through.
+func TestCallerIsASocket(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	must(t, err)
+	defer ln.Close()
+	there, err := net.Dial("tcp", ln.Addr().String())
+	must(t, err)
+	defer there.Close()
+	here, err := ln.Accept()
+	must(t, err)
+	c := &clientConn{Conn: here}
+	if _, err := c.SyscallConn(); err != nil {
+		t.Errorf("SyscallConn: %v", err)
+	}
+	tunnel.ResetOnDeath(c)
+	here.Close() // as the kernel would for a killed process
+	must(t, there.SetDeadline(time.Now().Add(patience)))
+	if _, err := there.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("the caller saw %v, want a reset", err)
+	}
+}
+
 // Running out of descriptors is waited out; a broken listener is an error.
 func TestAcceptErrors(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := &FrontDoor{log: slog.New(slog.DiscardHandler)}
 		here, there := net.Pipe()
 		defer there.Close()
-		l := &scriptedListener{script: []any{syscall.EMFILE, syscall.ENFILE, syscall.ECONNABORTED, here, errors.New("broken")}}
+		l := &scriptedListener{script: []any{syscall.EMFILE, syscall.ENETDOWN, syscall.ECONNABORTED, here, errors.New("broken")}}
 		served := 0
 		start := time.Now()
 		err := f.accept(context.Background(), l, func(c net.Conn) {

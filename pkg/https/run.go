@@ -143,6 +143,9 @@ func passing(err error) bool {
 	for _, e := range []error{
 		syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM, // out of something
 		syscall.ECONNABORTED, syscall.ECONNRESET, syscall.EINTR, // that caller went away
+		// accept(2) reports the network's trouble with a new connection, and a firewall's no.
+		syscall.EPROTO, syscall.EPERM, syscall.ETIMEDOUT, syscall.ENETDOWN, syscall.ENETUNREACH,
+		syscall.EHOSTDOWN, syscall.EHOSTUNREACH, syscall.ENOPROTOOPT, syscall.EOPNOTSUPP,
 	} {
 		if errors.Is(err, e) {
 			return true
