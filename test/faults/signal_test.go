@@ -108,6 +108,9 @@ func TestTerminateDrains(t *testing.T) {
 	})
 }
 
+// apart is how far apart two signals are that are not taken for one.
+const apart = 500 * time.Millisecond
+
 // TestSecondTerminateStops stops each side while a conn is open that would not end.
 func TestSecondTerminateStops(t *testing.T) {
 	t.Parallel()
@@ -126,6 +129,7 @@ func TestSecondTerminateStops(t *testing.T) {
 			t.Fatalf("the open conn did not survive the first signal: %v", err)
 		default:
 		}
+		time.Sleep(apart)
 		if !process().Alive() {
 			t.Fatal("the process did not wait for the open conn")
 		}

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"math/rand/v2"
 	"net"
 	"net/http"
@@ -29,6 +30,42 @@ type targets struct {
 	hold  string // greets with one byte, then says nothing and reads to the end
 	hang  string // never takes a connection
 	https string // the node's HTTPS server
+
+	release *gate // opens what hold has
+}
+
+// gate holds those who wait while it is shut.
+type gate struct {
+	mu   sync.Mutex    // guards the following
+	open chan struct{} // closed: the gate is open
+}
+
+func newGate() *gate { return &gate{open: make(chan struct{})} }
+
+func (g *gate) wait(ctx context.Context) {
+	g.mu.Lock()
+	open := g.open
+	g.mu.Unlock()
+	select {
+	case <-open:
+	case <-ctx.Done():
+	}
+}
+
+// set opens the gate, or shuts it for those who come from now on.
+func (g *gate) set(open bool) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	select {
+	case <-g.open:
+		if !open {
+			g.open = make(chan struct{})
+		}
+	default:
+		if open {
+			close(g.open)
+		}
+	}
 }
 
 // page is what the HTTPS target answers.
@@ -36,16 +73,15 @@ func page() []byte { return noise[:4<<10] }
 
 func newTargets(t *testing.T, ca *auth.CA) *targets {
 	t.Helper()
-	s := &targets{
-		echo: serve(t, func(_ context.Context, c net.Conn) { io.Copy(c, c) }),
-		bulk: serve(t, func(_ context.Context, c net.Conn) { serveTransfer(c) }),
-		hold: serve(t, func(ctx context.Context, c net.Conn) {
-			c.Write([]byte{'!'})
-			io.Copy(io.Discard, c)
-			<-ctx.Done() // a client that has half-closed is held as well
-		}),
-		hang: fullBacklog(t),
-	}
+	s := &targets{release: newGate()}
+	s.hang = fullBacklog(t)
+	s.echo = serve(t, func(_ context.Context, c net.Conn) { io.Copy(c, c) })
+	s.bulk = serve(t, func(_ context.Context, c net.Conn) { serveTransfer(c) })
+	s.hold = serve(t, func(ctx context.Context, c net.Conn) {
+		c.Write([]byte{'!'})
+		io.Copy(io.Discard, c)
+		s.release.wait(ctx) // a client that has half-closed is held as well
+	})
 	cert, key, err := ca.Issue(auth.Leaf{CommonName: rig.Node, DNSNames: []string{rig.Node}, Server: true})
 	if err != nil {
 		t.Fatal(err)
@@ -59,11 +95,12 @@ func newTargets(t *testing.T, ca *auth.CA) *targets {
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			w.Write(page())
 		}),
-		TLSConfig:         &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}},
-		ReadHeaderTimeout: 10 * time.Second,
+		TLSConfig: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}},
+		// The front door keeps an idle conn to a kubelet for half a minute, which is
+		// meant. Here such a conn ends soon, so that the baseline can be seen.
+		ReadHeaderTimeout: 2 * time.Second,
+		ErrorLog:          log.New(io.Discard, "", 0), // clients that go in the middle of a handshake
 	}
-	// The front door keeps an idle conn to a kubelet for half a minute, which is
-	// meant; without it the baseline can be seen at once.
 	server.SetKeepAlivesEnabled(false)
 	done := make(chan struct{})
 	go func() {

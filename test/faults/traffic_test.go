@@ -54,13 +54,17 @@ type traffic struct {
 	kinds  []*kind
 	cancel context.CancelFunc
 	wg     sync.WaitGroup
+	// release has the target of the half-closed conns end them: nobody on the way
+	// reads from such a client, and so nobody sees it go.
+	release *gate
 }
 
 // startTraffic starts the clients and waits until each kind works.
 func (p *pair) startTraffic() *traffic {
 	p.t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
-	tr := &traffic{t: p.t, cancel: cancel, kinds: p.kinds()}
+	tr := &traffic{t: p.t, cancel: cancel, kinds: p.kinds(), release: p.targets.release}
+	tr.release.set(false)
 	for _, k := range tr.kinds {
 		tr.wg.Go(func() { k.run(ctx) })
 	}
@@ -73,6 +77,7 @@ func (p *pair) startTraffic() *traffic {
 func (tr *traffic) stop() {
 	tr.cancel()
 	tr.wg.Wait()
+	tr.release.set(true)
 }
 
 func (k *kind) run(ctx context.Context) {
