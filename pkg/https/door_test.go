@@ -129,6 +129,9 @@ func TestDecisions(t *testing.T) {
 					t.Errorf("the handshake ended with %v, want %v", err, test.alert)
 				}
 				eventually(t, "the log says why", func() bool { return strings.Contains(r.logs.String(), test.log) })
+				if n := r.door.cfg.Counters.Refusals(tunnel.NoSuchNode); (n == 1) != (test.alert == alertUnrecognizedName) {
+					t.Errorf("%d calls of an unknown node were counted", n)
+				}
 				return
 			}
 			must(t, err)
@@ -263,6 +266,9 @@ func TestHosts(t *testing.T) {
 			res.Body.Close()
 			wantStatus(t, res, string(b), test.status, test.word)
 		})
+	}
+	if n := r.door.cfg.Counters.Refusals(tunnel.NoSuchNode); n != 2 {
+		t.Errorf("%d calls of unknown nodes were counted, want 2", n)
 	}
 }
 

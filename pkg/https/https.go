@@ -99,7 +99,7 @@ type Config struct {
 
 	AllowFrom auth.Sources // who may connect; nil: anyone
 
-	Counters *tunnel.Counters // counts panics; nil: nobody looks
+	Counters *tunnel.Counters // counts panics and callers of nodes that are not connected; nil: nobody looks
 }
 
 // Kubelet says how we speak to the kubelet behind a terminated connection.

@@ -38,6 +38,7 @@ func (f *FrontDoor) decide(h hello) decision {
 	case h.serverName == "":
 		return decision{reason: "it has no SNI and there is nothing to terminate it with: set clientca, cert and key in [mode.cloud.https], or give kube-apiserver --kubelet-certificate-authority", alert: alertMissingExtension}
 	default:
+		f.cfg.Counters.Refuse(tunnel.NoSuchNode) // nobody dials, so nobody else counts it
 		return decision{reason: fmt.Sprintf("its SNI %q is not a connected node", h.serverName), alert: alertUnrecognizedName}
 	}
 }

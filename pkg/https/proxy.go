@@ -188,6 +188,7 @@ func (p *proxy) route(w http.ResponseWriter, r *http.Request, c *clientConn, bod
 		return refuse(http.StatusMisdirectedRequest, 0, "this connection was opened for node %s and the request is for %s: open another", sni, node)
 	}
 	if !p.f.nodes.Holds(node) {
+		p.f.cfg.Counters.Refuse(tunnel.NoSuchNode) // nobody dials, so nobody else counts it
 		return refuse(http.StatusBadGateway, tunnel.NoSuchNode, "node %s is not connected", node)
 	}
 	if r.Method == http.MethodConnect {
