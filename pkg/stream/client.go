@@ -253,10 +253,10 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, token auth
 		return fail(context.Canceled)
 	}
 	s.pub.ID, s.pub.Since = text(hello.GetSession()), time.Now()
-	// The cloud keeps to its limit. Twice that here, since a conn that has ended at the
-	// cloud may still be ending here when its successor is asked for.
-	s.maxConns = 2 * int64(hello.GetMaxConns())
-	if s.maxConns == 0 || s.maxConns > 16*DefaultMaxConns {
+	// The cloud keeps to its limit. More than twice that here, since conns that have
+	// ended at the cloud may still be ending here when their successors are asked for.
+	s.maxConns = 2*int64(hello.GetMaxConns()) + 128
+	if hello.GetMaxConns() == 0 || s.maxConns > 16*DefaultMaxConns {
 		s.maxConns = 16 * DefaultMaxConns
 	}
 	s.log = c.log.With("session", s.pub.ID)
@@ -290,7 +290,7 @@ func explain(err error) error {
 		hint = "is another edge running with this node's name and token?"
 	case strings.Contains(msg, "certificate signed by unknown authority"):
 		hint = "cert in [mode.edge.stream.client] must be the CA that signed the cloud's certificate"
-	case strings.Contains(msg, "x509: certificate is"):
+	case strings.Contains(msg, "x509: certificate is"), strings.Contains(msg, "x509: cannot validate certificate"):
 		hint = "dns in [mode.edge.stream.client] must be a name in the cloud's certificate"
 	case strings.Contains(msg, "certificate has expired or is not yet valid"):
 		hint = "check this machine's clock, then the cloud's certificate"

@@ -43,6 +43,8 @@ func (s *edgeSession) serveUntil(ctx, sctx context.Context) error {
 	return err
 }
 
+var errCloudStops = errors.New("the cloud is stopping")
+
 var errStopping = errors.New("this edge is stopping")
 
 // beat sends heartbeats until the session ends.
@@ -78,14 +80,23 @@ func (s *edgeSession) heartbeat(*tunnel.Message) error {
 	return nil
 }
 
-// cloudLeaves notes that the cloud is about to stop. The session ends when the cloud
-// ends it; until then it serves what is still asked for.
+// cloudLeaves notes that the cloud is about to stop. It is the edge that ends the
+// session when no conn is left: only here is it known when the targets have taken
+// everything. Until then it serves what is still asked for.
 func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 	var d pb.Drain
 	if err := proto.Unmarshal(m.Data, &d); err != nil {
 		return fmt.Errorf("drain: %w", err)
 	}
 	s.log.Info("cloud is about to stop", "dur", time.Duration(d.GetGraceSeconds())*time.Second)
+	gone := s.idle()
+	s.wg.Go(func() {
+		select {
+		case <-gone:
+			s.Close(errCloudStops)
+		case <-s.done:
+		}
+	})
 	return nil
 }
 

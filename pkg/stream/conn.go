@@ -72,6 +72,7 @@ type conn struct {
 	err        error // why the conn is over; nil for a clean end
 	writeErr   error
 	onReset    []func()
+	onStop     []func()
 }
 
 // messageStream is what a conn needs of a grpc.ClientStream or grpc.ServerStream.
@@ -189,6 +190,19 @@ func (c *conn) OnReset(f func()) {
 	aborted := c.err != nil
 	c.mu.Unlock()
 	if aborted {
+		f()
+	}
+}
+
+// OnStop calls f when the other side reads no more, at once if it already has said so.
+func (c *conn) OnStop(f func()) {
+	c.mu.Lock()
+	stopped := c.stopGot
+	if !stopped {
+		c.onStop = append(c.onStop, f)
+	}
+	c.mu.Unlock()
+	if stopped {
 		f()
 	}
 }

@@ -494,6 +494,7 @@ func newHalves(t *testing.T) *halves {
 func (h *halves) Read(p []byte) (int, error)  { return h.in.Read(p) }
 func (h *halves) Write(p []byte) (int, error) { return h.out.Write(p) }
 func (h *halves) CloseWrite() error           { return h.out.Close() }
+func (h *halves) CloseRead() error            { return h.in.Close() }
 
 func (h *halves) Close() error {
 	h.in.Close()

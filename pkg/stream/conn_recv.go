@@ -138,8 +138,10 @@ func (c *conn) note(fin, stop bool) bool {
 	}
 	c.mu.Lock()
 	c.finGot = c.finGot || fin
+	var callbacks []func()
 	if stop && !c.stopGot {
 		c.stopGot = true
+		callbacks, c.onStop = c.onStop, nil
 		if !isClosed(c.writeDone) {
 			c.writeErr = syscall.EPIPE
 			close(c.writeDone)
@@ -147,6 +149,9 @@ func (c *conn) note(fin, stop bool) bool {
 	}
 	finished := c.bothEndedLocked()
 	c.mu.Unlock()
+	for _, f := range callbacks {
+		f()
+	}
 	if finished {
 		c.finish()
 	}

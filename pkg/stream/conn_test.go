@@ -176,6 +176,20 @@ func TestCallerGone(t *testing.T) {
 	r.idle(e)
 }
 
+// A caller that has gone leaves nothing behind, also where the target is silent and
+// keeps its end open: who never writes would never learn that nobody reads.
+func TestCallerGoneTargetSilent(t *testing.T) {
+	r := newRig(t)
+	e := r.join("edge1", direct)
+	c, far := r.pair("edge1")
+	c.Write([]byte("the last words"))
+	c.Close()
+	if got := readAll(t, far); string(got) != "the last words" {
+		t.Errorf("%q arrived before the close", got)
+	}
+	r.idle(e)
+}
+
 // Both directions move at once, and one that is stuck does not hold up the other.
 func TestFullDuplex(t *testing.T) {
 	r := newRig(t)

@@ -14,7 +14,8 @@ import (
 // testing/synctest, and its cables can be cut so that nobody is told.
 type memNet struct {
 	accept chan net.Conn
-	dead   atomic.Bool  // bytes are taken and go nowhere, both ways
+	dead   atomic.Bool // bytes are taken and go nowhere, both ways
+	dials  atomic.Int64
 	delay  atomic.Int64 // nanoseconds that every write takes
 
 	mu     sync.Mutex    // guards closed
@@ -53,6 +54,7 @@ func (l memListener) Close() error {
 }
 
 func (n *memNet) dial(ctx context.Context, _, _ string) (net.Conn, error) {
+	n.dials.Add(1)
 	n.mu.Lock()
 	closed := n.closed
 	n.mu.Unlock()

@@ -223,11 +223,15 @@ type edge struct {
 	stopped chan error
 }
 
-func (r *rig) clientConfig(node string) ClientConfig {
+func poolOf(ca *auth.CA) *x509.CertPool {
 	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(r.ca.CertPEM())
+	pool.AppendCertsFromPEM(ca.CertPEM())
+	return pool
+}
+
+func (r *rig) clientConfig(node string) ClientConfig {
 	cfg := ClientConfig{
-		Address: r.server.Addr().String(), TLS: &tls.Config{RootCAs: pool, ServerName: "cloud"},
+		Address: r.server.Addr().String(), TLS: &tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud"},
 		Node:     tunnel.NodeName(node),
 		Token:    func() (auth.Secret, error) { return auth.Secret("token-" + node), nil },
 		Counters: r.edges, Log: r.log.logger().With("end", "edge"), Grace: patience, Software: "test",

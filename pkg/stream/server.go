@@ -163,7 +163,14 @@ func (s *Server) drain() {
 	var wg sync.WaitGroup
 	for _, pub := range s.dir.Sessions() {
 		if cs, ok := pub.Link.(*cloudSession); ok {
-			wg.Go(func() { cs.drain(ctx) })
+			wg.Go(func() {
+				cs.drain(ctx)
+				// The edge hangs up when its targets have taken what is on the way.
+				select {
+				case <-cs.done:
+				case <-time.After(hangUpTimeout):
+				}
+			})
 		}
 	}
 	wg.Wait()

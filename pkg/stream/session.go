@@ -36,7 +36,7 @@ type session struct {
 	err      error
 	leaving  bool             // the edge is about to stop: nothing new is opened
 	topics   map[string]topic // what lives inside the session; nil when it has ended
-	lastGone chan struct{}    // closed when the last topic goes; nil unless drain waits
+	lastGone chan struct{}    // closed when the last topic goes; nil unless somebody waits
 }
 
 // topic is what a topic stands for: an open request that waits for its answer, or a
@@ -250,19 +250,26 @@ func (s *session) run(ctx context.Context) error {
 // conn has ended, the session has, or ctx is done.
 func (s *session) drain(ctx context.Context) {
 	s.post(message(typeDrain, "", &pb.Drain{GraceSeconds: uint32(tunnel.GracePeriod.Seconds())}))
-	s.mu.Lock()
-	if s.pub.Conns.Load() == 0 {
-		s.mu.Unlock()
-		return
-	}
-	gone := make(chan struct{})
-	s.lastGone = gone
-	s.mu.Unlock()
 	select {
-	case <-gone:
+	case <-s.idle():
 	case <-s.done:
 	case <-ctx.Done():
 	}
+}
+
+// idle returns a channel that is closed when no conn is left.
+func (s *session) idle() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.lastGone == nil {
+		s.lastGone = make(chan struct{})
+	}
+	gone := s.lastGone
+	if s.pub.Conns.Load() == 0 {
+		close(s.lastGone)
+		s.lastGone = nil
+	}
+	return gone
 }
 
 // text makes a string fit for protobuf and for logs: valid UTF-8, of bounded length.

@@ -3,7 +3,6 @@ package stream
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"net"
 	"testing"
 
@@ -27,15 +26,13 @@ type stranger struct {
 
 func (r *rig) stranger() *stranger {
 	r.t.Helper()
-	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(r.ca.CertPEM())
 	dial := (&net.Dialer{}).DialContext
 	if r.net != nil {
 		dial = r.net.dial
 	}
 	address := r.server.Addr().String()
 	cc, err := grpc.NewClient("passthrough:///"+address,
-		grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: pool, ServerName: "cloud"})),
+		grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud"})),
 		grpc.WithContextDialer(func(ctx context.Context, a string) (net.Conn, error) { return dial(ctx, "tcp", a) }),
 		grpc.WithDisableRetry(), grpc.WithIdleTimeout(0))
 	if err != nil {

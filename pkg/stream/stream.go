@@ -58,6 +58,9 @@ const (
 	joinTimeout = 10 * time.Second
 	// dialTimeout is how long an edge tries a target.
 	dialTimeout = 10 * time.Second
+	// hangUpTimeout is how long a stopping cloud waits for an edge to hang up once its
+	// last conn has ended.
+	hangUpTimeout = 2 * time.Second
 	// heartbeatInterval is how often an edge measures the round trip.
 	heartbeatInterval = 10 * time.Second
 	// A peer that does not answer a ping is noticed within the sum of the two.

@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -34,7 +35,6 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 		Reset(a)
 		Reset(b)
 	})
-	defer stop()
 	ResetOnDeath(a)
 	ResetOnDeath(b)
 	// Half of a conn may have ended cleanly, and nobody be reading it, when a reset comes.
@@ -44,11 +44,15 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	var errAB, errBA error
 	var wg sync.WaitGroup
 	ab, ba := newDirection(), newDirection()
+	// Who reads from a silent end learns only in this way that its bytes are not wanted.
+	onStop(b, func() { ab.stop(a) })
+	onStop(a, func() { ba.stop(b) })
 	wg.Go(func() { aToB, errAB = half(b, a, ab, ba) })
 	bToA, errBA = half(a, b, ba, ab)
 	wg.Wait()
 
-	// Neither close can lose bytes: both directions have ended.
+	// Neither close can lose bytes: both directions have ended. Nor may the end of ctx.
+	stop()
 	closeCleanly(a)
 	closeCleanly(b)
 	return aToB, bToA, errors.Join(errAB, errBA)
@@ -77,16 +81,28 @@ func closeCleanly(c net.Conn) {
 
 // direction is how one half of a splice has ended, for the other half to see.
 type direction struct {
-	done chan struct{} // closed when the half copies no more
-	werr error         // why it could not write; read after done
+	done    chan struct{} // closed when the half copies no more
+	werr    error         // why it could not write; read after done
+	stopped atomic.Bool   // its bytes are not wanted any more
 }
 
 func newDirection() *direction { return &direction{done: make(chan struct{})} }
+
+// stop ends the direction: its destination takes no more bytes of src.
+func (d *direction) stop(src net.Conn) {
+	d.stopped.Store(true)
+	if !closeRead(src) {
+		src.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // src has ended, then
+	}
+}
 
 // half copies src to dst until one of them ends, and passes that end on. own is this
 // direction and back the other.
 func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 	n, rerr, werr := transfer(dst, src)
+	if rerr != nil && own.stopped.Load() && !errors.Is(rerr, ErrReset) {
+		rerr, werr = nil, syscall.EPIPE // the read was made to fail
+	}
 	own.werr = werr
 	close(own.done)
 	if rerr == nil && werr == nil && endedByReset(src, back) {
@@ -232,6 +248,13 @@ func onReset(c net.Conn, f func()) {
 	}
 }
 
+// onStop has f called when the peer of c, a tunnel conn, takes no more bytes.
+func onStop(c net.Conn, f func()) {
+	if s, ok := c.(interface{ OnStop(f func()) }); ok {
+		s.OnStop(f)
+	}
+}
+
 func closeWrite(c net.Conn) {
 	if cw, ok := c.(interface{ CloseWrite() error }); ok {
 		cw.CloseWrite() //nolint:errcheck // the peer has gone; the other direction will notice
@@ -240,8 +263,11 @@ func closeWrite(c net.Conn) {
 	c.Close()
 }
 
-func closeRead(c net.Conn) {
-	if cr, ok := c.(interface{ CloseRead() error }); ok {
+// closeRead returns false when c cannot do that.
+func closeRead(c net.Conn) bool {
+	cr, ok := c.(interface{ CloseRead() error })
+	if ok {
 		cr.CloseRead() //nolint:errcheck // the peer has gone; the other direction will notice
 	}
+	return ok
 }
