@@ -46,6 +46,18 @@ func (r *report) pair(table, cert, key string) {
 	}
 	r.file(table+"cert", cert)
 	r.file(table+"key", key)
+	r.secret(table+"key", key)
+}
+
+// secret warns about a file that others may read and that holds what key is about.
+func (r *report) secret(key, path string) {
+	const others = 0o077
+	if path == "" {
+		return
+	}
+	if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() && info.Mode().Perm()&others != 0 {
+		r.warn(key, "%s can be read by others (mode %04o): chmod 600 it", path, info.Mode().Perm())
+	}
 }
 
 // file reports a file that cannot be opened.

@@ -295,6 +295,7 @@ func (s Server) check(r *report) {
 	r.required(t+"tokenfile", s.TokenFile, `without tokens nobody can join: write tokenfile = "tokens", a file with a line node:token for each edge`)
 	r.file(t+"cert", s.Cert)
 	r.file(t+"key", s.Key)
+	r.secret(t+"key", s.Key)
 	r.file(t+"tokenfile", s.TokenFile)
 	if s.LogPort != 0 {
 		r.port(t+"logport", s.LogPort)

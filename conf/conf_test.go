@@ -366,9 +366,16 @@ func TestSuperEdgeRuns(t *testing.T) {
 		`a/b/cloud.toml:7: mode.cloud.stream.server.channelzaddr: channelz shows every connection to whoever asks, so it is served on loopback only: write "127.0.0.1:6000"`,
 		`a/b/cloud.toml:18: mode.cloud.https.clientca: missing, so cert is not used: connections whose SNI is a node's name are passed through, all others are closed (kubectl exec without --kubelet-certificate-authority among them)`,
 	})
+	// A file with a secret in it, the token here, should be its owner's alone.
+	if err = os.Chmod("a/b/edge.toml", 0o644); err != nil {
+		t.Fatal(err)
+	}
 	e, err := LoadEdge("a/b/edge.toml", testEnv())
 	if err != nil {
 		t.Fatal(err)
+	}
+	if all := strings.Join(e.Warnings, "\n"); !strings.Contains(all, "client.token: a/b/edge.toml can be read by others (mode 0644)") {
+		t.Errorf("warnings:\n%s", all)
 	}
 	if e.Node != "edge1" || e.Token.Reveal() != "6ff2a1ea0f1611eb9896362096106d9d" {
 		t.Errorf("node %q, or the token, is not the file's", e.Node)

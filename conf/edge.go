@@ -167,4 +167,7 @@ func (e *Edge) checkClient(r *report) {
 		r.add(t+"tokenfile", "missing: write tokenfile, a file that holds this node's token alone, or token")
 	}
 	r.file(t+"tokenfile", e.TokenFile)
+	if e.Token != "" && e.src != nil {
+		r.secret(t+"token", e.src.file)
+	}
 }

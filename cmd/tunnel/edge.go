@@ -64,10 +64,11 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	}
 	token := func() (auth.Secret, error) { return e.Token, nil }
 	if e.TokenFile != "" {
-		token = func() (auth.Secret, error) { return auth.ReadTokenFile(e.TokenFile, log) }
-		if _, err = token(); err != nil {
+		if _, err = auth.ReadTokenFile(e.TokenFile, log); err != nil {
 			return nil, err
 		}
+		quiet := slog.New(slog.DiscardHandler) // who may read the file has been said once
+		token = func() (auth.Secret, error) { return auth.ReadTokenFile(e.TokenFile, quiet) }
 	}
 	dialers := []tunnel.Module{
 		https.NewEdge(policy.DialRequest, kubelet, nil),
