@@ -1,0 +1,221 @@
+package tunnel
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"pgregory.net/rapid"
+)
+
+// link is a transport that answers a dial with the name of its session.
+type link struct {
+	Link
+	name string
+	last atomic.Pointer[Request]
+}
+
+type namedConn struct {
+	net.Conn
+	name string
+}
+
+func (l *link) Dial(_ context.Context, r Request) (net.Conn, error) {
+	l.last.Store(&r)
+	return namedConn{name: l.name}, nil
+}
+
+func session(node NodeName, id string) *Session {
+	return &Session{ID: id, Node: node, Link: &link{name: id}}
+}
+
+// The end of a session that was replaced leaves its successor alone.
+func TestDetachIsByIdentity(t *testing.T) {
+	var d Directory
+	old, new := session("n1", "old"), session("n1", "new")
+	if r := d.Attach(old); r != nil {
+		t.Errorf("the first replaces %v", r)
+	}
+	if r := d.Attach(new); r != old {
+		t.Errorf("the second replaces %v, want the first", r)
+	}
+	if d.Detach(old) || d.Lookup("n1") != new {
+		t.Error("the end of the old session has thrown off the new one")
+	}
+	if !d.Detach(new) || d.Holds("n1") || d.Detach(new) {
+		t.Error("the end of the new one does not detach it, once")
+	}
+}
+
+// Whatever comes and goes in whatever order, the directory holds the newest live
+// session of each node and nothing else.
+func TestDirectoryProperty(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		var d Directory
+		want := map[NodeName]*Session{}
+		var all []*Session
+		nodes := rapid.SampledFrom([]NodeName{"n1", "n2", "n3"})
+		t.Repeat(map[string]func(*rapid.T){
+			"attach": func(t *rapid.T) {
+				s := session(nodes.Draw(t, "node"), fmt.Sprint(len(all)))
+				all = append(all, s)
+				if replaced := d.Attach(s); replaced != want[s.Node] {
+					t.Errorf("replaced %v, want %v", replaced, want[s.Node])
+				}
+				want[s.Node] = s
+			},
+			"attach again": func(t *rapid.T) {
+				if len(all) == 0 {
+					t.Skip("none yet")
+				}
+				s := rapid.SampledFrom(all).Draw(t, "session")
+				d.Attach(s)
+				want[s.Node] = s
+			},
+			"detach": func(t *rapid.T) {
+				if len(all) == 0 {
+					t.Skip("none yet")
+				}
+				s := rapid.SampledFrom(all).Draw(t, "session")
+				live := want[s.Node] == s
+				if d.Detach(s) != live {
+					t.Errorf("detached: %t, want %t", !live, live)
+				}
+				if live {
+					delete(want, s.Node)
+				}
+			},
+			"": func(t *rapid.T) {
+				var names []NodeName
+				for _, s := range d.Sessions() {
+					names = append(names, s.Node)
+					if want[s.Node] != s || d.Lookup(s.Node) != s || !d.Holds(s.Node) {
+						t.Errorf("holds session %s of %s", s.ID, s.Node)
+					}
+				}
+				if len(names) != len(want) || d.Len() != len(want) || !slices.IsSorted(names) {
+					t.Errorf("holds %v, want %d nodes in order", names, len(want))
+				}
+			},
+		})
+	})
+}
+
+func TestDirectoryDial(t *testing.T) {
+	var d Directory
+	dial := func(node NodeName) (string, error) {
+		c, err := d.Dial(t.Context(), Request{Node: node, Addr: "a:1"})
+		if err != nil {
+			return "", err
+		}
+		return c.(namedConn).name, nil
+	}
+	for _, node := range []NodeName{"", "n1"} {
+		if _, err := dial(node); CodeOf(err) != NoSuchNode {
+			t.Errorf("dialling %q in an empty directory: %v, want no-such-node", node, err)
+		}
+	}
+	busy, idle := session("n1", "busy"), session("n2", "idle")
+	busy.Conns.Store(2)
+	idle.Conns.Store(1)
+	d.Attach(busy)
+	d.Attach(idle)
+	if got, err := dial("n1"); got != "busy" || err != nil {
+		t.Errorf("dialling n1 goes through %q, %v", got, err)
+	}
+	if _, err := dial("n3"); CodeOf(err) != NoSuchNode || err.Error() != "no-such-node: node n3 is not connected" {
+		t.Errorf("dialling a node that is not connected: %v", err)
+	}
+	for range 20 {
+		if got, err := dial(""); got != "idle" || err != nil {
+			t.Fatalf("any node: %q, %v; want the one with the fewest conns", got, err)
+		}
+	}
+	if r := idle.Link.(*link).last.Load(); r.Node != "n2" || r.Addr != "a:1" {
+		t.Errorf("the session is asked for %+v", r)
+	}
+	// Among equals every node gets its share.
+	busy.Conns.Store(1)
+	seen := map[string]bool{}
+	for range 200 {
+		got, _ := dial("")
+		seen[got] = true
+	}
+	if len(seen) != 2 {
+		t.Errorf("among equals only %v is ever chosen", seen)
+	}
+}
+
+// Any goroutine may ask and change it at any time.
+func TestDirectoryIsSafe(t *testing.T) {
+	var d Directory
+	var wg sync.WaitGroup
+	for i := range 8 {
+		wg.Go(func() {
+			node := NodeName(fmt.Sprintf("n%d", i%3))
+			for range 200 {
+				s := session(node, "x")
+				d.Attach(s)
+				d.Dial(context.Background(), Request{}) //nolint:errcheck // the race detector is the judge
+				d.Sessions()
+				d.Detach(s)
+			}
+		})
+	}
+	wg.Wait()
+	if d.Len() != 0 {
+		t.Errorf("%d sessions are left", d.Len())
+	}
+}
+
+// Codes have the names that documents use, and travel inside wrapped errors.
+func TestCodes(t *testing.T) {
+	want := []string{"denied", "refused", "unreachable", "timeout", "no-such-node", "overloaded", "draining", "gone", "wrong-session", "internal"}
+	var got []string
+	for _, c := range Codes() {
+		got = append(got, c.String())
+		if back := CodeOf(fmt.Errorf("dialling: %w", Refusef(c, "x"))); back != c {
+			t.Errorf("%s comes back as %s", c, back)
+		}
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("codes are %q, want %q", got, want)
+	}
+	if c := CodeOf(errors.New("x")); c != Internal {
+		t.Errorf("an error without a code is %s", c)
+	}
+	for c, want := range map[Code]string{0: "code-0", 11: "code-11", 255: "code-255"} {
+		if c.String() != want {
+			t.Errorf("%d is called %q, want %q", uint8(c), c, want)
+		}
+	}
+	for want, r := range map[string]*Refusal{"denied": {Code: Denied}, "denied: 50% sure": Refusef(Denied, "%d%% sure", 50)} {
+		if r.Error() != want {
+			t.Errorf("%q, want %q", r, want)
+		}
+	}
+}
+
+func TestCounters(t *testing.T) {
+	var c Counters
+	for _, code := range append(Codes(), 0, 11, 255) { // the last three are counted as internal
+		c.Refuse(code)
+	}
+	for _, code := range Codes() {
+		want := uint64(1)
+		if code == Internal {
+			want = 4
+		}
+		if n := c.Refusals(code); n != want {
+			t.Errorf("%s counted %d times, want %d", code, n, want)
+		}
+	}
+	if c.Refusals(255) != 0 {
+		t.Error("an unknown code has a count")
+	}
+}

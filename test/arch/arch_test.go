@@ -1,0 +1,173 @@
+package arch
+
+import (
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"io/fs"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+const module = "tunnel"
+
+// An arrow says what the packages at and below a path may import of ours, and why no
+// more. The longest path that fits a package counts; one that no path fits fails.
+type arrow struct {
+	pkg string
+	may []string
+	why string
+}
+
+var arrows = []arrow{
+	{"cmd", []string{"conf", "pkg"}, "cmd wires everything; it knows modules, and modules know nothing of each other"},
+	{"conf", []string{"pkg/auth", "pkg/tunnel"}, "the configuration knows words and formats; cmd translates it for the modules"},
+	{"pkg/tunnel", nil, "the core words know no module and no transport, so that anything can be built on them"},
+	{"pkg/auth", []string{"pkg/tunnel"}, "who may do what is asked by modules and asks none of them"},
+	{"pkg/stream", []string{"pkg/auth", "pkg/tunnel", "pkg/stream/tunnelv1"}, "a transport carries for every module and knows none"},
+	{"pkg/stream/tunnelv1", nil, "generated code; the wire belongs to pkg/stream alone"},
+	{"pkg/https", []string{"pkg/auth", "pkg/tunnel"}, "a front door asks a tunnel.Dialer and must not know which transport answers"},
+	{"pkg/tcp", []string{"pkg/auth", "pkg/tunnel"}, "a front door asks a tunnel.Dialer and must not know which transport answers"},
+	{"pkg/egress", []string{"pkg/auth", "pkg/tunnel"}, "a front door asks a tunnel.Dialer and must not know which transport answers"},
+	{"pkg/dns", []string{"pkg/auth", "pkg/tunnel"}, "who holds which node is asked of tunnel.Nodes, not of a transport"},
+	{"pkg/admin", []string{"pkg/auth", "pkg/tunnel"}, "health and metrics are told what to show; they reach into nobody"},
+	{"test", []string{"conf", "pkg", "test"}, "what needs two ends may use every package but cmd, which it runs as a process"},
+}
+
+// goPackage is what the files of one directory say; tests apart, which may import
+// what they like except cmd.
+type goPackage struct {
+	imports     map[string]string // of ours, without the module; to the file that does it
+	testImports map[string]string
+	doc         bool
+	code        bool // has files that are not tests
+}
+
+// packages reads every package of the module; other modules inside it are not ours.
+func packages(t *testing.T) map[string]*goPackage {
+	t.Helper()
+	root := filepath.Join("..", "..")
+	found := make(map[string]*goPackage)
+	err := filepath.WalkDir(root, func(file string, d fs.DirEntry, err error) error {
+		if err != nil {
+			return err
+		}
+		if d.IsDir() {
+			_, statErr := os.Stat(filepath.Join(file, "go.mod"))
+			if file != root && (statErr == nil || strings.HasPrefix(d.Name(), ".") || d.Name() == "testdata") {
+				return filepath.SkipDir
+			}
+			return nil
+		}
+		if !strings.HasSuffix(file, ".go") {
+			return nil
+		}
+		rel, err := filepath.Rel(root, file)
+		if err != nil {
+			return err
+		}
+		dir := path.Dir(filepath.ToSlash(rel))
+		if found[dir] == nil {
+			found[dir] = &goPackage{imports: map[string]string{}, testImports: map[string]string{}}
+		}
+		return found[dir].read(file)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return found
+}
+
+func (p *goPackage) read(file string) error {
+	f, err := parser.ParseFile(token.NewFileSet(), file, nil, parser.ImportsOnly|parser.ParseComments)
+	if err != nil {
+		return err
+	}
+	into := p.testImports
+	if !strings.HasSuffix(file, "_test.go") {
+		into, p.code = p.imports, true
+		p.doc = p.doc || f.Doc != nil && !ast.IsGenerated(f)
+	}
+	for _, i := range f.Imports {
+		name, err := strconv.Unquote(i.Path.Value)
+		if err != nil {
+			return err
+		}
+		if ours, ok := strings.CutPrefix(name, module+"/"); ok {
+			into[ours] = file
+		}
+	}
+	return nil
+}
+
+// below reports whether pkg is at dir or inside it.
+func below(pkg, dir string) bool { return pkg == dir || strings.HasPrefix(pkg, dir+"/") }
+
+// arrowOf returns the arrow that counts for a package, or nil.
+func arrowOf(pkg string) (found *arrow) {
+	for i, a := range arrows {
+		if below(pkg, a.pkg) && (found == nil || len(a.pkg) > len(found.pkg)) {
+			found = &arrows[i]
+		}
+	}
+	return found
+}
+
+// Arrows point inward.
+func TestArrows(t *testing.T) {
+	all := packages(t)
+	if all["pkg/tunnel"] == nil || all["pkg/stream"].imports["pkg/tunnel"] == "" {
+		t.Fatal("the packages of this module are not found; this test would never fail")
+	}
+	for name, p := range all {
+		a := arrowOf(name)
+		if a == nil {
+			t.Errorf("%s: no arrow says what it may import; add one, with the reason, to arrows in test/arch", name)
+			continue
+		}
+		for i, file := range p.imports {
+			own := below(i, a.pkg) && a.may != nil
+			if !own && !slices.ContainsFunc(a.may, func(may string) bool { return below(i, may) }) {
+				t.Errorf("%s imports %s, but %s may import only %v: %s", file, i, a.pkg, a.may, a.why)
+			}
+		}
+	}
+}
+
+// Nothing imports cmd, not even a test.
+func TestNothingImportsCmd(t *testing.T) {
+	for name, p := range packages(t) {
+		for _, imports := range []map[string]string{p.imports, p.testImports} {
+			for i, file := range imports {
+				if below(i, "cmd") && !below(name, "cmd") {
+					t.Errorf("%s imports %s: cmd is the end of every arrow; what others need belongs into a package", file, i)
+				}
+			}
+		}
+	}
+}
+
+// Every package says what it is for; in generated ones the source does.
+func TestEveryPackageHasADocComment(t *testing.T) {
+	for name, p := range packages(t) {
+		if p.code && !p.doc && name != "pkg/stream/tunnelv1" {
+			t.Errorf("%s has no package comment: say what it is, how it is used, and what it does not do", name)
+		}
+	}
+}
+
+// Names that say nothing gather everything.
+func TestNoPackageIsNamedForNothing(t *testing.T) {
+	for name := range packages(t) {
+		for part := range strings.SplitSeq(name, "/") {
+			if slices.Contains([]string{"util", "utils", "common", "manager", "context", "helpers", "misc"}, part) {
+				t.Errorf("%s: %q says nothing about what is in it", name, part)
+			}
+		}
+	}
+}
