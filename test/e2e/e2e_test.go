@@ -242,6 +242,9 @@ func takeOff(ctx context.Context, t *testing.T, c *cluster, node string) *flight
 	t.Helper()
 	begin := func(match func(string) bool, stdin string, args ...string) *process {
 		cmd := c.command(ctx, "kubectl", args...)
+		// Not by websocket: there kube-apiserver (1.34) tells an idle port-forward of a lost kubelet only after its kubectl's next
+		// ping, up to 10 s later (tunnelingWebsocketUpgraderConn.Close waits for the lock that Read holds).
+		cmd.Env = append(cmd.Env, spdy...)
 		in, err := cmd.StdinPipe()
 		if err != nil {
 			t.Fatal(err)

@@ -48,9 +48,10 @@ lock() {
 # start NAME CMD...: detached, output to $RUN/log/NAME.log, process id in $RUN/pid/NAME. The variable TUNNEL_E2E marks
 # every process of this cluster: a recorded id may be stale, an environment is not.
 start() {
-  local n=$1; shift
+  local n=$1 i; shift
   TUNNEL_E2E=$RUN setsid nice -n 5 "$@" </dev/null >>"$RUN/log/$n.log" 2>&1 9>&- &
   echo $! >"$RUN/pid/$n"
+  for ((i = 0; i < 200; i++)); do ! alive "$n" || return 0; sleep 0.01; done # the mark is there once it has become CMD
 }
 
 marked() { # process ids of everything that carries our mark; a zombie has no environment and is left out
@@ -62,12 +63,21 @@ alive() { # NAME: whether the process that start recorded lives and is ours
   grep -qzsxF "TUNNEL_E2E=$RUN" "/proc/$p/environ"
 }
 
+# ended PID: whether a process that was killed has given back what it held. It loses its environment first and its sockets
+# later, and the machine's pid 1 may take its time to reap it.
+ended() {
+  [ ! -d "/proc/$1" ] || { grep -qs '^State:[[:space:]]*Z' "/proc/$1/status" && [ "$(find "/proc/$1/task" -mindepth 1 -maxdepth 1 2>/dev/null | wc -l)" -le 1 ]; }
+}
+
 stop() { # NAME: kill -9 (all state is thrown away afterwards) and wait until it is gone
-  local i
-  alive "$1" || { rm -f "$RUN/pid/$1"; return 0; }
-  kill -KILL "$(cat "$RUN/pid/$1")" 2>/dev/null || true
-  for ((i = 0; i < 100; i++)); do alive "$1" || { rm -f "$RUN/pid/$1"; return 0; }; sleep 0.05; done
-  die "$1 does not end"
+  local p i
+  if alive "$1"; then
+    p=$(cat "$RUN/pid/$1")
+    kill -KILL "$p" 2>/dev/null || true
+    for ((i = 0; i < 200; i++)); do ! ended "$p" || break; sleep 0.05; done
+    ended "$p" || die "$1 does not end"
+  fi
+  rm -f "$RUN/pid/$1"
 }
 
 waitfor() { # SECONDS WHAT CMD...: polls; gives up early when the process named $WATCH has ended

@@ -4,13 +4,17 @@
 # recorded. Keeps the logs in $LOGS. Returns 1 and says what, when something is left. Source common.sh first.
 
 teardown() {
-  local left=0 p d i
+  local left=0 p d i killed=""
   # Processes. Killing a node's first process ends its pid namespace: containerd, shims, containers and mounts go too.
   for ((i = 0; i < 100; i++)); do
     p=$(marked); [ -n "$p" ] || break
     # shellcheck disable=SC2086 # one argument per process id
     kill -KILL $p 2>/dev/null || true
+    killed="$killed $p"
     sleep 0.05
+  done
+  for p in $killed; do # their ports and mounts go when they have ended
+    for ((i = 0; i < 100; i++)); do ! ended "$p" || break; sleep 0.05; done
   done
   [ -z "$(marked)" ] || { echo "left: processes $(marked | tr '\n' ' ')" >&2; left=1; }
 
