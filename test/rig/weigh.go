@@ -3,6 +3,7 @@ package rig
 import (
 	"bufio"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"net/http"
@@ -111,4 +112,26 @@ func (p *Process) Memory() (m Memory, err error) {
 // ResetPeak makes Memory's Peak start again from now (proc_pid_clear_refs(5)).
 func (p *Process) ResetPeak() error {
 	return os.WriteFile(fmt.Sprintf("/proc/%d/clear_refs", p.pid), []byte("5"), 0)
+}
+
+// ticksPerSecond is the unit of times in /proc (USER_HZ), which is the same on all
+// architectures that Go runs on.
+const ticksPerSecond = 100
+
+// CPU returns how much processor time the process has used (proc_pid_stat(5)).
+func (p *Process) CPU() (time.Duration, error) {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.pid))
+	if err != nil {
+		return 0, err
+	}
+	// The name of the program, in parentheses, may hold anything. Behind it stand
+	// state (3), …, utime (14) and stime (15).
+	_, rest, ok := strings.Cut(string(stat), ") ")
+	fields := strings.Fields(rest)
+	if !ok || len(fields) < 13 {
+		return 0, fmt.Errorf("/proc/%d/stat is not as expected: %s", p.pid, stat)
+	}
+	user, err1 := strconv.ParseInt(fields[11], 10, 64)
+	system, err2 := strconv.ParseInt(fields[12], 10, 64)
+	return time.Duration(user+system) * time.Second / ticksPerSecond, errors.Join(err1, err2)
 }

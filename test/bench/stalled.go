@@ -1,0 +1,204 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"text/tabwriter"
+	"time"
+
+	"tunnel/test/rig"
+)
+
+const (
+	stalledConns = 50
+	// window is pkg/stream's streamWindow.
+	window = 1 << 20
+	// maxGrowth is what cloud and edge may grow by, each.
+	maxGrowth = 5*window*stalledConns + 32<<20
+	// minRatio is what a live conn keeps of its throughput.
+	minRatio = 0.9
+)
+
+// stalling is a way to fill the windows of conns that nobody reads.
+type stalling struct {
+	name   string
+	order  order
+	rounds int // alone and beside them, in turn
+}
+
+func stallings() []stalling {
+	const rounds = 6
+	return []stalling{
+		{"32 KiB", order{Kind: orderFlood, Chunk: 32 << 10}, rounds},
+		{"1 KiB", order{Kind: orderFlood, Chunk: 1 << 10}, rounds},
+		{"16 B", order{Kind: orderFlood, Chunk: 16}, rounds},
+		// As fast as they are taken, small writes leave together. One at a time they
+		// stay what they are, and cost the most.
+		{"1 KiB, paced", order{Kind: orderFlood, Chunk: 1 << 10, Pace: 250}, 1},
+		{"16 B, paced", order{Kind: orderFlood, Chunk: 16, Pace: 2500}, 1},
+	}
+}
+
+// outcome is a row of the table.
+type outcome struct {
+	stalling
+	alone, beside []float64 // bytes a second
+	cloud, edge   int64     // growth in bytes
+	took          time.Duration
+}
+
+// stalled measures what stalled readers cost, and fails when that is too much.
+func (b *bench) stalled() error {
+	var outcomes []outcome
+	for _, s := range stallings() {
+		o, err := b.stall(s)
+		if err == nil && o.slow() {
+			// Others use this machine too: twice the rounds before it is believed.
+			var again outcome
+			again, err = b.stall(s)
+			o = o.merge(again)
+		}
+		if err != nil {
+			return fmt.Errorf("%d stalled readers, chunks of %s: %w", stalledConns, s.name, err)
+		}
+		outcomes = append(outcomes, o)
+	}
+	return judge(outcomes)
+}
+
+// slow reports whether the live conn has kept too little. One round says nothing.
+func (o outcome) slow() bool { return len(o.alone) > 1 && o.ratio() < minRatio }
+
+func (o outcome) ratio() float64 { return median(o.beside) / median(o.alone) }
+
+func (o outcome) merge(other outcome) outcome {
+	o.alone = append(o.alone, other.alone...)
+	o.beside = append(o.beside, other.beside...)
+	o.cloud, o.edge = max(o.cloud, other.cloud), max(o.edge, other.edge)
+	o.took = max(o.took, other.took)
+	return o
+}
+
+func (b *bench) stall(s stalling) (outcome, error) {
+	const d = 700 * time.Millisecond
+	o := outcome{stalling: s}
+	t, err := b.startTunnel()
+	if err != nil {
+		return o, err
+	}
+	defer t.stop()
+	// What a live conn needs is not what the stalled ones cost.
+	if _, err := throughput(t.door, 1, d); err != nil {
+		return o, err
+	}
+	cloud, edge, err := t.memory()
+	if err != nil {
+		return o, err
+	}
+	if err := errors.Join(t.cloud.ResetPeak(), t.edge.ResetPeak()); err != nil {
+		return o, err
+	}
+	for range s.rounds {
+		alone, err := throughput(t.door, 1, d)
+		if err != nil {
+			return o, err
+		}
+		started := time.Now()
+		closeAll, err := stall(t.door, stalledConns, s.order)
+		if err != nil {
+			return o, err
+		}
+		err = t.waitFull()
+		o.took = max(o.took, time.Since(started))
+		if err != nil {
+			closeAll()
+			return o, err
+		}
+		beside, err := throughput(t.door, 1, d)
+		closeAll()
+		if err != nil {
+			return o, err
+		}
+		o.alone, o.beside = append(o.alone, alone), append(o.beside, beside)
+		if err := t.waitEmpty(); err != nil {
+			return o, err
+		}
+	}
+	after, afterEdge, err := t.memory()
+	o.cloud, o.edge = after.Peak-cloud.Now, afterEdge.Peak-edge.Now
+	return o, err
+}
+
+func (t *tunnel) memory() (cloud, edge rig.Memory, err error) {
+	cloud, err1 := t.cloud.Memory()
+	edge, err2 := t.edge.Memory()
+	return cloud, edge, errors.Join(err1, err2)
+}
+
+// waitFull waits until the edge sends nothing any more, and the target has nothing to
+// do: the kernel's buffers before the edge are full as well.
+func (t *tunnel) waitFull() error {
+	const (
+		quiet = 5                     // looks
+		idle  = 20 * time.Millisecond // of processor time between two looks
+	)
+	var last float64
+	var lastCPU time.Duration
+	same := 0
+	for deadline := time.Now().Add(2 * time.Minute); time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
+		m, err := rig.Metrics(t.edgeHealth)
+		if err != nil {
+			return err
+		}
+		now := m["tunnel_sent_bytes_total"]
+		cpu, err := t.target.CPU()
+		if err != nil {
+			return err
+		}
+		if same++; now != last || cpu-lastCPU > idle {
+			same = 0
+		}
+		last, lastCPU = now, cpu
+		if same == quiet {
+			return nil
+		}
+	}
+	return errors.New("the windows do not fill up")
+}
+
+// waitEmpty waits until the cloud has no conn any more.
+func (t *tunnel) waitEmpty() error {
+	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
+		m, err := rig.Metrics(t.cloudHealth)
+		if err != nil {
+			return err
+		}
+		if n, ok := m["tunnel_conns"]; ok && n == 0 {
+			return nil
+		}
+	}
+	return errors.New("the conns of clients that have gone do not end")
+}
+
+func judge(outcomes []outcome) error {
+	fmt.Printf("\n%d stalled readers of one node: a live conn alone and beside them (medians), and growth at most\n", stalledConns)
+	table := tabwriter.NewWriter(os.Stdout, 0, 0, 3, ' ', tabwriter.AlignRight)
+	fmt.Fprintln(table, "chunks\talone\tbeside\tratio\tcloud +\tedge +\trounds\tto stall\t")
+	var errs []error
+	for _, o := range outcomes {
+		fmt.Fprintf(table, "%s\t%.0f MiB/s\t%.0f MiB/s\t%.2f\t%.0f MiB\t%.0f MiB\t%d\t%.1f s\t\n",
+			o.name, median(o.alone)/mib, median(o.beside)/mib, o.ratio(), float64(o.cloud)/mib, float64(o.edge)/mib, len(o.alone), o.took.Seconds())
+		if o.slow() {
+			errs = append(errs, fmt.Errorf("chunks of %s: a live conn keeps %.2f of its throughput, want %.2f", o.name, o.ratio(), minRatio))
+		}
+		for name, growth := range map[string]int64{"cloud": o.cloud, "edge": o.edge} {
+			if growth > maxGrowth {
+				errs = append(errs, fmt.Errorf("chunks of %s: the %s grows by %d MiB, want %d", o.name, name, growth/mib, maxGrowth/mib))
+			}
+		}
+	}
+	table.Flush() //nolint:errcheck // it is the terminal
+	fmt.Printf("bounds: ratio at least %.2f, growth at most %d MiB\n", minRatio, maxGrowth/mib)
+	return errors.Join(errs...)
+}
