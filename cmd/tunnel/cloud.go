@@ -50,7 +50,8 @@ func runCloud(ctx context.Context, file string, log *slog.Logger) error {
 
 // newCloud wires a replica together.
 func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
-	directory, counters := new(tunnel.Directory), new(tunnel.Counters)
+	counters := new(tunnel.Counters)
+	directory := &tunnel.Directory{Counters: counters}
 
 	cert, err := loadPair("mode.cloud.stream.server", c.Server.Cert, c.Server.Key)
 	if err != nil {

@@ -74,14 +74,11 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunn
 	if refusal := s.add(name, p); refusal != nil {
 		return nil, refusal
 	}
-	open := &tunnel.Message{
+	// Were the session to end now, it would settle p.
+	s.post(&tunnel.Message{
 		Category: r.Category, Type: tunnel.TypeOpen, Topic: name, Addr: r.Addr,
 		Data: encode(&pb.Open{Network: r.Network, Caller: text(r.Caller)}),
-	}
-	if err := s.Send(ctx, open); err != nil && p.settle(opened{refusal: s.gaveUp(ctx, r)}) {
-		s.remove(name)
-		return nil, (<-p.result).refusal
-	}
+	})
 	var o opened
 	select {
 	case o = <-p.result:

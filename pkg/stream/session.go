@@ -28,9 +28,9 @@ type session struct {
 	maxConns int64
 	unknown  func(*tunnel.Message) // also told of messages without a handler; nil: nobody
 
-	outbox chan *tunnel.Message // to sendLoop
-	done   chan struct{}        // closed when the session has ended; then err is set
-	wg     sync.WaitGroup       // conns and goroutines; added to only while not ended
+	outbox outbox         // to sendLoop
+	done   chan struct{}  // closed when the session has ended; then err is set
+	wg     sync.WaitGroup // conns and goroutines; added to only while not ended
 
 	mu       sync.Mutex // guards the following
 	err      error
@@ -55,7 +55,7 @@ type controlStream interface {
 var errEnded = errors.New("the session has ended")
 
 func (s *session) init() {
-	s.outbox = make(chan *tunnel.Message, outboxSize)
+	s.outbox.init()
 	s.done = make(chan struct{})
 	s.topics = make(map[string]topic)
 }
@@ -130,27 +130,23 @@ func (s *session) remove(name string) {
 	s.wg.Done()
 }
 
-// Send implements tunnel.Link.
-func (s *session) Send(ctx context.Context, m *tunnel.Message) error {
-	select {
-	case s.outbox <- m:
-		return nil
-	case <-s.done:
-		return s.reason()
-	case <-ctx.Done():
-		return ctx.Err()
+// Send implements tunnel.Link. When there is no room in the outbox the peer has not
+// read for longer than all its conns can explain, each with a few messages: that ends
+// the session.
+func (s *session) Send(m *tunnel.Message) error {
+	if err := s.reason(); err != nil {
+		return err
 	}
+	if s.outbox.put(m, outboxSize+outboxPerConn*int(s.maxConns)) {
+		return nil
+	}
+	s.Close(errors.New("the other side does not read its control stream"))
+	return s.reason()
 }
 
-// post queues m without waiting, for the receive loop and for aborts. When there is
-// no room the peer has not read for hundreds of messages: that ends the session.
+// post sends m; when the session has ended nobody needs it.
 func (s *session) post(m *tunnel.Message) {
-	select {
-	case s.outbox <- m:
-	case <-s.done:
-	default:
-		s.Close(errors.New("the other side does not read its control stream"))
-	}
+	s.Send(m) //nolint:errcheck // it ends only with the session
 }
 
 // message makes a message of category stream.
@@ -174,9 +170,11 @@ func encode(m proto.Message) []byte {
 func (s *session) sendLoop() error {
 	for {
 		select {
-		case m := <-s.outbox:
-			if err := s.write(m); err != nil {
-				return err
+		case <-s.outbox.wake:
+			for _, m := range s.outbox.take() {
+				if err := s.write(m); err != nil {
+					return err
+				}
 			}
 		case <-s.done:
 			return nil

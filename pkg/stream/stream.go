@@ -63,8 +63,11 @@ const (
 	hangUpTimeout = 2 * time.Second
 	// heartbeatInterval is how often an edge measures the round trip.
 	heartbeatInterval = 10 * time.Second
-	// A peer that does not answer a ping is noticed within the sum of the two.
-	keepaliveTime    = 10 * time.Second
+	// A peer that does not answer a ping is noticed within the sum of the two. The
+	// cloud asks more often than an edge may (grpc-go's clients ask every 10 s at
+	// most): kubectl has to hear of a lost edge within 15 s, after two attempts.
+	keepaliveCloud   = 5 * time.Second
+	keepaliveEdge    = 10 * time.Second
 	keepaliveTimeout = 5 * time.Second
 	// keepaliveMinTime is what a server tolerates; grpc's default of 5 minutes would
 	// answer our own clients with too_many_pings.
@@ -84,9 +87,11 @@ const (
 	ioBuffer = 32 << 10
 	// maxHeaderList bounds the metadata of one stream, in bytes.
 	maxHeaderList = 16 << 10
-	// outboxSize is how many control messages may wait for the peer. A peer that lets
-	// it fill up does not read, and its session ends.
-	outboxSize = 256
+	// outboxSize and outboxPerConn say how many control messages may wait for the
+	// peer: a conn needs an open and a cancel, and its successor may follow at once. A
+	// peer that lets more pile up does not read, and its session ends.
+	outboxSize    = 256
+	outboxPerConn = 4
 	// maxAddr is the longest target, in bytes: a DNS name and a port need 259.
 	maxAddr = 512
 	// maxJoining is how many accepted connections may be without a session at once;
@@ -111,7 +116,7 @@ func serverOptions(maxConns int) []grpc.ServerOption {
 		grpc.ReadBufferSize(ioBuffer),
 		grpc.WriteBufferSize(ioBuffer),
 		grpc.WaitForHandlers(true),
-		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveTime, Timeout: keepaliveTimeout}),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveCloud, Timeout: keepaliveTimeout}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinTime, PermitWithoutStream: true}),
 	}
 }
@@ -135,7 +140,7 @@ func dialOptions() []grpc.DialOption {
 		grpc.WithDisableServiceConfig(), // nor may DNS configure us
 		grpc.WithIdleTimeout(0),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{
-			Time: keepaliveTime, Timeout: keepaliveTimeout, PermitWithoutStream: true,
+			Time: keepaliveEdge, Timeout: keepaliveTimeout, PermitWithoutStream: true,
 		}),
 	}
 }

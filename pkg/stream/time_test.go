@@ -39,7 +39,7 @@ func TestHalfOpenPathIsNoticed(t *testing.T) {
 		}
 
 		r.net.dead.Store(true)
-		const noticed = keepaliveTime + keepaliveTimeout + time.Second
+		const noticed = keepaliveEdge + keepaliveTimeout + time.Second
 		reset := make(chan error, 2)
 		go func() {
 			_, err := c.Read(make([]byte, 1))

@@ -10,6 +10,8 @@ import (
 
 // Directory maps a node to its live session. The zero value is empty and ready.
 type Directory struct {
+	Counters *Counters // set before use; counts nodes that are not connected; nil: nobody looks
+
 	mu       sync.RWMutex
 	sessions map[NodeName]*Session // at most one per node: the newest
 }
@@ -73,35 +75,58 @@ func (d *Directory) Sessions() []*Session {
 	return all
 }
 
-// Dial opens a conn through the session of r.Node, or, when r names no node,
-// through the session that has the fewest conns.
+// Dial opens a conn through the session of r.Node. When r names no node it takes the
+// session that has the fewest conns; one that cannot serve just now, because it is
+// draining, full or gone, passes the request on to the next.
 func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 	if r.Node != "" {
 		s := d.Lookup(r.Node)
 		if s == nil {
-			return nil, Refusef(NoSuchNode, "node %s is not connected", r.Node)
+			return nil, d.noSuchNode("node %s is not connected", r.Node)
 		}
 		return s.Dial(ctx, r)
 	}
-	s := d.least()
-	if s == nil {
-		return nil, Refusef(NoSuchNode, "no node is connected")
-	}
-	r.Node = s.Node
-	return s.Dial(ctx, r)
-}
-
-// least returns the session with the fewest conns, or nil. Among equals the map's
-// random order decides, which spreads first conns over the nodes.
-func (d *Directory) least() *Session {
-	d.mu.RLock()
-	defer d.mu.RUnlock()
-	var best *Session
-	var fewest int64
-	for _, s := range d.sessions {
-		if n := s.Conns.Load(); best == nil || n < fewest {
-			best, fewest = s, n
+	err := error(nil)
+	for _, s := range d.byConns() {
+		r.Node = s.Node
+		var c net.Conn
+		if c, err = s.Dial(ctx, r); err == nil {
+			return c, nil
+		}
+		if code := CodeOf(err); code != Draining && code != Overloaded && code != Gone || ctx.Err() != nil {
+			return nil, err
 		}
 	}
-	return best
+	if err == nil {
+		err = d.noSuchNode("no node is connected")
+	}
+	return nil, err
+}
+
+func (d *Directory) noSuchNode(format string, args ...any) *Refusal {
+	if d.Counters != nil {
+		d.Counters.Refuse(NoSuchNode)
+	}
+	return Refusef(NoSuchNode, format, args...)
+}
+
+// byConns returns the sessions, those with the fewest conns first. Among equals the
+// map's random order decides, which spreads first conns over the nodes.
+func (d *Directory) byConns() []*Session {
+	type load struct {
+		s *Session
+		n int64 // read once: it changes while we sort
+	}
+	d.mu.RLock()
+	loads := make([]load, 0, len(d.sessions))
+	for _, s := range d.sessions {
+		loads = append(loads, load{s, s.Conns.Load()})
+	}
+	d.mu.RUnlock()
+	slices.SortStableFunc(loads, func(a, b load) int { return cmp.Compare(a.n, b.n) })
+	sessions := make([]*Session, len(loads))
+	for i, l := range loads {
+		sessions[i] = l.s
+	}
+	return sessions
 }

@@ -16,8 +16,9 @@ import (
 // link is a transport that answers a dial with the name of its session.
 type link struct {
 	Link
-	name string
-	last atomic.Pointer[Request]
+	name    string
+	refusal error
+	last    atomic.Pointer[Request]
 }
 
 type namedConn struct {
@@ -27,6 +28,9 @@ type namedConn struct {
 
 func (l *link) Dial(_ context.Context, r Request) (net.Conn, error) {
 	l.last.Store(&r)
+	if l.refusal != nil {
+		return nil, l.refusal
+	}
 	return namedConn{name: l.name}, nil
 }
 
@@ -148,6 +152,36 @@ func TestDirectoryDial(t *testing.T) {
 	}
 	if len(seen) != 2 {
 		t.Errorf("among equals only %v is ever chosen", seen)
+	}
+}
+
+// A node that cannot serve just now draws no connection to itself by having none: the
+// next one is asked. What the target says is an answer, and no reason to ask another.
+func TestDirectoryDialAsksTheNext(t *testing.T) {
+	for _, tt := range []struct {
+		code Code
+		next bool
+	}{{Draining, true}, {Overloaded, true}, {Gone, true}, {Refused, false}, {Denied, false}, {Timeout, false}} {
+		d := Directory{Counters: new(Counters)}
+		first, second := session("n1", "first"), session("n2", "second")
+		first.Link.(*link).refusal = Refusef(tt.code, "")
+		second.Conns.Store(5)
+		d.Attach(first)
+		d.Attach(second)
+		c, err := d.Dial(t.Context(), Request{Addr: "a:1"})
+		if asked := err == nil && c.(namedConn).name == "second"; asked != tt.next {
+			t.Errorf("the first says %v: the second is asked: %t, want %t (%v)", tt.code, asked, tt.next, err)
+		}
+		d.Detach(second)
+		if _, err := d.Dial(t.Context(), Request{Addr: "a:1"}); CodeOf(err) != tt.code {
+			t.Errorf("the only node says %v, the caller hears %v", tt.code, err)
+		}
+		if n := d.Counters.Refusals(NoSuchNode); n != 0 {
+			t.Errorf("%d callers of nodes that are not connected", n)
+		}
+		if _, err := d.Dial(t.Context(), Request{Node: "n9"}); CodeOf(err) != NoSuchNode || d.Counters.Refusals(NoSuchNode) != 1 {
+			t.Errorf("a node that is not connected: %v, counted %d times", err, d.Counters.Refusals(NoSuchNode))
+		}
 	}
 }
 

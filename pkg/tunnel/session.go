@@ -24,9 +24,9 @@ type Session struct {
 
 // Link is what a transport does for a session.
 type Link interface {
-	// Send queues m for the peer. It waits for a place in the queue until ctx is
-	// done, and returns an error when the session has ended.
-	Send(ctx context.Context, m *Message) error
+	// Send queues m for the peer and returns at once, with an error when the session
+	// has ended.
+	Send(m *Message) error
 	// Dial asks the edge to dial r.Addr and returns the conn (cloud only).
 	Dial(ctx context.Context, r Request) (net.Conn, error)
 	// Serve answers the open request m in a goroutine of the session: dial's conn

@@ -118,8 +118,28 @@ func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 		return n, werr
 	default:
 		closeWrite(dst)
+		watch(src, dst, back)
 		return n, nil
 	}
+}
+
+// watch waits until back has ended. Meanwhile it looks after src, whose bytes have
+// ended and which nobody reads any more: when its peer resets it, nobody is left to
+// take back's bytes, and back may be waiting for a silent dst.
+func watch(src, dst net.Conn, back *direction) {
+	raw := rawConn(src)
+	if raw == nil {
+		return
+	}
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		<-back.done
+		src.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // then src has ended, and Read says so
+	})
+	if raw.Read(func(fd uintptr) bool { return isDead(fd) }) == nil {
+		back.stop(dst)
+	}
+	wg.Wait()
 }
 
 // endedByReset tells the end of src's bytes from a reset. Linux reports a reset once:
@@ -150,21 +170,31 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-// dead reports whether the socket c takes no more bytes. One that its peer has
-// half-closed still takes an empty write. It goes past the lock of c, because the
-// other half may be waiting in a write.
-func dead(c net.Conn) bool {
+// dead reports whether the socket c takes no more bytes. It goes past the lock of c,
+// because the other half may be waiting in a write.
+func dead(c net.Conn) (is bool) {
+	raw := rawConn(c)
+	return raw != nil && raw.Control(func(fd uintptr) { is = isDead(fd) }) == nil && is
+}
+
+// isDead reports whether a socket has been reset: one that its peer has half-closed
+// still takes an empty write.
+func isDead(fd uintptr) bool {
+	_, err := syscall.Write(int(fd), nil)
+	return errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET)
+}
+
+// rawConn returns the socket of c, or nil where c is none.
+func rawConn(c net.Conn) syscall.RawConn {
 	sc, ok := c.(syscall.Conn)
 	if !ok {
-		return false
+		return nil
 	}
 	raw, err := sc.SyscallConn()
 	if err != nil {
-		return false
+		return nil
 	}
-	var werr error
-	err = raw.Control(func(fd uintptr) { _, werr = syscall.Write(int(fd), nil) })
-	return err == nil && (errors.Is(werr, syscall.EPIPE) || errors.Is(werr, syscall.ECONNRESET))
+	return raw
 }
 
 // transfer copies src to dst, by the tunnel conn's own loop where one of them has
