@@ -42,7 +42,7 @@ fuzz: ## fuzz every target for FUZZTIME (10s)
 	@go run ./test/fuzzall -time $(FUZZTIME) $(PKGS)
 
 .PHONY: lint
-lint: ## golangci-lint, gofmt, vet, and that generated code and go.mod are in order
+lint: ## golangci-lint, formatting, and that go.mod is in order
 	@$(GOLANGCI) run $(PKGS)
 	@$(GOLANGCI) fmt --diff
 	@go mod verify >/dev/null

@@ -147,7 +147,7 @@ func TestGrace(t *testing.T) {
 		if graced.Err() != nil {
 			t.Error("done before the grace period is over")
 		}
-		time.Sleep(1)
+		time.Sleep(time.Nanosecond)
 		synctest.Wait()
 		if graced.Err() == nil {
 			t.Error("goes on after the grace period")

@@ -46,7 +46,7 @@ func measure(part string) (err error) {
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(dir)
+	defer os.RemoveAll(dir) //nolint:errcheck // it is in the temporary folder
 	b := &bench{dir: dir}
 	defer b.close()
 	if b.program, err = rig.Build(dir); err != nil {

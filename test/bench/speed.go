@@ -40,7 +40,7 @@ func (b *bench) speed() error {
 		return err
 	}
 	defer t.stop()
-	if err := b.weighIdle(t); err != nil {
+	if err = b.weighIdle(t); err != nil {
 		return err
 	}
 	plain, err := b.hops("none", "none")

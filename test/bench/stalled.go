@@ -89,24 +89,24 @@ func (b *bench) stall(s stalling) (outcome, error) {
 	}
 	defer t.stop()
 	// What a live conn needs is not what the stalled ones cost.
-	if _, err := throughput(t.door, 1, d); err != nil {
+	if _, err = throughput(t.door, 1, d); err != nil {
 		return o, err
 	}
 	cloud, edge, err := t.memory()
 	if err != nil {
 		return o, err
 	}
-	if err := errors.Join(t.cloud.ResetPeak(), t.edge.ResetPeak()); err != nil {
+	if err = errors.Join(t.cloud.ResetPeak(), t.edge.ResetPeak()); err != nil {
 		return o, err
 	}
 	for range s.rounds {
-		alone, err := throughput(t.door, 1, d)
-		if err != nil {
+		var alone, beside float64
+		if alone, err = throughput(t.door, 1, d); err != nil {
 			return o, err
 		}
 		started := time.Now()
-		closeAll, err := stall(t.door, stalledConns, s.order)
-		if err != nil {
+		var closeAll func()
+		if closeAll, err = stall(t.door, stalledConns, s.order); err != nil {
 			return o, err
 		}
 		err = t.waitFull()
@@ -115,13 +115,13 @@ func (b *bench) stall(s stalling) (outcome, error) {
 			closeAll()
 			return o, err
 		}
-		beside, err := throughput(t.door, 1, d)
+		beside, err = throughput(t.door, 1, d)
 		closeAll()
 		if err != nil {
 			return o, err
 		}
 		o.alone, o.beside = append(o.alone, alone), append(o.beside, beside)
-		if err := t.waitEmpty(); err != nil {
+		if err = t.waitEmpty(); err != nil {
 			return o, err
 		}
 	}

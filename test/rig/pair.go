@@ -96,7 +96,7 @@ const (
 	lastPort  = 32000
 )
 
-var taken sync.Map // ports that this process has given away
+var taken sync.Map //nolint:gochecknoglobals // ports that this process has given away: there is one set of them
 
 // freePort returns a port that nobody listens on now.
 func freePort() (int, error) {

@@ -86,7 +86,7 @@ func (p *Process) Memory() (m Memory, err error) {
 	if err != nil {
 		return m, err
 	}
-	defer f.Close() //nolint:errcheck // it was only read
+	defer f.Close()
 	for s := bufio.NewScanner(f); s.Scan(); {
 		fields := strings.Fields(s.Text())
 		if len(fields) != 3 {
