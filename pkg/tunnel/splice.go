@@ -76,7 +76,7 @@ func closeCleanly(c net.Conn) {
 	if l, ok := c.(lingerer); ok {
 		l.SetLinger(-1) //nolint:errcheck // c has ended, and Close says so
 	}
-	c.Close() //nolint:errcheck // nothing is left to be done with it
+	c.Close()
 }
 
 // direction is how one half of a splice has ended, for the other half to see.
