@@ -3,10 +3,10 @@
 
 .PHONY: faults soak bench
 
-faults: ## kill, stop and starve cloud and edge, each a process (a minute)
+faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
 
-soak: ## the same with ten pairs, also away for 40 s: 40 kills (three minutes)
+soak: ## the same with ten pairs, also away for 40 s: 40 kills (two and a half minutes)
 	TUNNEL_SOAK=1 go test -count=1 -timeout 10m -v ./test/faults
 
 bench: ## what a conn costs, beside TCP and TLS relays and beside 50 stalled readers (four minutes)

@@ -28,11 +28,11 @@ type stalling struct {
 }
 
 func stallings() []stalling {
-	const rounds = 6
+	const rounds = 8
 	return []stalling{
 		{"32 KiB", order{Kind: orderFlood, Chunk: 32 << 10}, rounds},
 		{"1 KiB", order{Kind: orderFlood, Chunk: 1 << 10}, rounds},
-		{"16 B", order{Kind: orderFlood, Chunk: 16}, rounds},
+		{"16 B", order{Kind: orderFlood, Chunk: 16}, rounds - 2}, // they take long to fill a window
 		// As fast as they are taken, small writes leave together. One at a time they
 		// stay what they are, and cost the most.
 		{"1 KiB, paced", order{Kind: orderFlood, Chunk: 1 << 10, Pace: 250}, 1},

@@ -162,17 +162,14 @@ func TestSilentEdge(t *testing.T) {
 	if err := p.edge.Signal(syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
-	noticed := eventually(t, noticeWithin+atOnce, "the cloud gives the session up", func() error { return p.sessions(0) })
-	if noticed > noticeWithin+time.Second {
-		t.Errorf("the cloud noticed after %s, want %s", noticed, noticeWithin)
-	}
+	noticed := eventually(t, noticeWithin, "the cloud gives the session up", func() error { return p.sessions(0) })
 	time.Sleep(time.Until(fault.Add(20 * time.Second)))
 	mended := time.Now()
 	if err := p.edge.Signal(syscall.SIGCONT); err != nil {
 		t.Fatal(err)
 	}
 	took := traffic.wait(mended, backWithin)
-	slowest := traffic.judge(fault, fault, mended, noticeWithin+time.Second)
+	slowest := traffic.judge(fault, fault, mended, noticeWithin)
 	traffic.stop()
 	quiet := p.back(base)
 	t.Logf("noticed after %s, last error after %s, all back after %s, quiet after %s",
