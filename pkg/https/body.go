@@ -28,6 +28,8 @@ type requestBody struct {
 
 	reading sync.Mutex // held during a Read of in
 
+	last bool // the answer is the last on its connection; owned by the handler
+
 	mu     sync.Mutex // guards the following
 	to     http.Header
 	ended  bool  // in's end was seen, or there is nothing in it
@@ -118,11 +120,12 @@ func (b *requestBody) Close() error {
 
 // closing is called before the answer's header is written. An answer that comes
 // before the end of the request's body is the last one on its HTTP/1 connection: what
-// is left of the body must not be taken for a request.
+// is left of the body must not be taken for a request. With HTTP/2 the last answer
+// goes with a GOAWAY, and net/http ends the connection after the requests in flight.
 func (b *requestBody) closing() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if !b.ended && b.r.ProtoMajor == 1 {
+	if b.last || !b.ended && b.r.ProtoMajor == 1 {
 		b.w.Header().Set("Connection", "close")
 	}
 }

@@ -10,7 +10,6 @@ import (
 	"net/http"
 	"net/http/httputil"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
@@ -32,6 +31,7 @@ type proxy struct {
 	dial  dialHop
 	pool  pool
 
+	finder   finder
 	buffers  sync.Pool      // of []byte, copySize long
 	handlers sync.WaitGroup // requests being served, hijacked ones too
 	targets  sync.WaitGroup // conns to targets
@@ -143,8 +143,9 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	body := newRequestBody(w, r, c)
 	defer body.finish()
 	if len(r.TransferEncoding) > 0 && c.framed != nil {
-		w.Header().Set("Connection", "close") // framedConn cannot see where the next one would start
+		body.last = true // framedConn cannot see where the next one would start
 		if c.framed.frame.both {
+			body.closing()
 			respond(w, http.StatusBadRequest, "", "the request has both Content-Length and Transfer-Encoding")
 			return
 		}
@@ -162,54 +163,78 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 
 // route says where a request goes. If it goes nowhere, it has been answered.
 func (p *proxy) route(w http.ResponseWriter, r *http.Request, c *clientConn, body *requestBody) (h hop, ok bool) {
-	refuse := func(status int, code tunnel.Code, format string, args ...any) (hop, bool) {
+	refuse := func(a *answer) (hop, bool) {
 		body.closing()
 		name := ""
-		if code != 0 {
-			name = code.String()
+		if a.code != 0 {
+			name = a.code.String()
 		}
-		respond(w, status, name, fmt.Sprintf(format, args...))
+		respond(w, a.status, name, a.text)
 		return hop{}, false
 	}
+	sni, err := tunnel.ParseNodeName(c.sni)
+	// In this mode a connection that names a node is meant to be passed through. This one
+	// could not be when it came, and callers pool it.
+	astray := p.f.cfg.Mode == Auto && err == nil
 	// TLS has verified the certificate; whom it names is up to us.
 	h.caller = r.TLS.PeerCertificates[0].Subject.CommonName
 	if !slices.Contains(p.names, h.caller) {
-		p.f.warn(denyClientName, "https request denied", "frontend", c.LocalAddr().String(),
-			"err", fmt.Sprintf("%s: %q is not in clientnames of [mode.cloud.https]", r.RemoteAddr, h.caller))
-		w.Header().Set("Connection", "close")
-		return refuse(http.StatusForbidden, tunnel.Denied, "the client certificate's common name %q may not call this port: add it to clientnames in [mode.cloud.https]", h.caller)
+		body.last = true
+		return refuse(p.stranger(r, c, sni, h.caller, astray))
 	}
-	node, err := nodeOf(r.Host)
-	if err != nil {
-		return refuse(http.StatusBadRequest, 0, "the host of the request must name a node: %v", err)
-	}
-	h.node = node
-	if sni, err := tunnel.ParseNodeName(c.sni); err == nil && sni != node && p.f.nodes.Holds(sni) {
-		return refuse(http.StatusMisdirectedRequest, 0, "this connection was opened for node %s and the request is for %s: open another", sni, node)
-	}
-	if !p.f.nodes.Holds(node) {
-		p.f.cfg.Counters.Refuse(tunnel.NoSuchNode) // nobody dials, so nobody else counts it
-		return refuse(http.StatusBadGateway, tunnel.NoSuchNode, "node %s is not connected", node)
+	node, a := p.whichNode(r, c, h.caller)
+	// Its next one passes through: now if the node is back, else when it is. Requests in
+	// flight are not harmed (see requestBody.closing).
+	body.last = body.last || astray && (p.f.nodes.Holds(sni) || a != nil && a.code == tunnel.NoSuchNode)
+	if a != nil {
+		return refuse(a)
 	}
 	if r.Method == http.MethodConnect {
-		return refuse(http.StatusMethodNotAllowed, 0, "CONNECT is not served here")
+		return refuse(answerf(http.StatusMethodNotAllowed, 0, "CONNECT is not served here"))
 	}
 	if c.refused != nil && string(node) == c.sni {
 		// It was tried when the connection came in; the caller's next one tries again.
-		w.Header().Set("Connection", "close")
+		body.last = true
 		code := tunnel.CodeOf(c.refused)
-		return refuse(statusOf(code), code, "node %s: %v", node, c.refused)
+		return refuse(answerf(statusOf(code), code, "node %s: %v", node, c.refused))
 	}
-	h.port = c.port
+	h.node, h.port = node, c.port
 	return h, true
 }
 
-// nodeOf returns the node that a Host header names, with or without a port.
-func nodeOf(host string) (tunnel.NodeName, error) {
-	if h, _, err := net.SplitHostPort(host); err == nil {
-		host = h
+// stranger answers a caller whose certificate is of clientca, but not in clientnames.
+// Such callers are not only intruders: metrics-server's certificate is for kubelets,
+// and its connections, which name a node by SNI, pass through while that node is
+// connected. While it is not, they come here, and to speak of clientnames would send
+// the operator to the wrong place. So one is told whether the node that it named itself
+// is connected, which every ClientHello finds out, and nothing else: no node is looked
+// for, and nothing is dialled.
+func (p *proxy) stranger(r *http.Request, c *clientConn, sni tunnel.NodeName, caller string, astray bool) *answer {
+	warn := func(why string) {
+		p.f.warn(denyClientName, "https request denied", "frontend", c.LocalAddr().String(), "err", fmt.Sprintf("%s: %s", r.RemoteAddr, why))
 	}
-	return tunnel.ParseNodeName(strings.ToLower(strings.TrimSuffix(host, ".")))
+	switch {
+	case astray && c.refused != nil:
+		code := tunnel.CodeOf(c.refused)
+		warn(fmt.Sprintf("its connection could not be passed through to node %s, and %q is not in clientnames of [mode.cloud.https]: %v", sni, caller, c.refused))
+		return answerf(statusOf(code), code, "node %s cannot be reached: %v", sni, code)
+	case astray && p.f.nodes.Holds(sni):
+		return answerf(http.StatusServiceUnavailable, 0, "node %s was not connected when this connection came, and is now: open another", sni)
+	case astray:
+		warn(fmt.Sprintf("node %s, which its SNI names, is not connected, so it was not passed through; and %q is not in clientnames of [mode.cloud.https]", sni, caller))
+		return p.noSuchNode("node %s is not connected", sni)
+	default:
+		warn(fmt.Sprintf("%q is not in clientnames of [mode.cloud.https]", caller))
+		return answerf(http.StatusForbidden, tunnel.Denied, "the client certificate's common name %q may not call this port: add it to clientnames in [mode.cloud.https]", caller)
+	}
+}
+
+// scheme is that of the URLs of targets.
+func (p *proxy) scheme() string {
+	if p.f.clientTLS == nil {
+		return "http" // the edge speaks TLS
+	}
+	return "https"
 }
 
 // forward proxies r to h.
@@ -228,14 +253,10 @@ func (p *proxy) forward(w http.ResponseWriter, r *http.Request, h hop, body *req
 	} else {
 		transport = p.upgrader(h, upgrade)
 	}
-	scheme := "https"
-	if p.f.clientTLS == nil {
-		scheme = "http" // the edge speaks TLS
-	}
 	rp := httputil.ReverseProxy{
 		Rewrite: func(pr *httputil.ProxyRequest) {
 			out := pr.Out
-			out.URL.Scheme = scheme
+			out.URL.Scheme = p.scheme()
 			out.URL.Host = string(h.node)         // what dials does not ask
 			out.URL.RawQuery = pr.In.URL.RawQuery // as it came, not as url.Values would have it
 			if upgrade == "" {                    // of some other kind: it is ignored (RFC 9110 section 7.8)

@@ -17,6 +17,7 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -136,6 +137,28 @@ func newRig(t testing.TB, h http.Handler, configure func(*rig, *Config)) *rig {
 	return r
 }
 
+// addKubelet connects a node with a kubelet of its own.
+func (r *rig) addKubelet(node tunnel.NodeName, h http.Handler) {
+	r.t.Helper()
+	k := httptest.NewUnstartedServer(h)
+	k.Config.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, 0)
+	k.TLS = r.kubelet.TLS.Clone()
+	k.TLS.Certificates = []tls.Certificate{*r.kubeletCA.issue("system:node:"+string(node), string(node))}
+	k.StartTLS()
+	r.t.Cleanup(k.Close)
+	r.tunnel.set(func(f *fakeTunnel) {
+		if f.at == nil {
+			f.at = make(map[tunnel.NodeName]string)
+		}
+		f.nodes[node], f.at[node] = true, k.Listener.Addr().String()
+	})
+}
+
+// hold connects a node, or disconnects it.
+func (r *rig) hold(node tunnel.NodeName, held bool) {
+	r.tunnel.set(func(f *fakeTunnel) { f.nodes[node] = held })
+}
+
 // start runs the door until the test ends.
 func (r *rig) start() *rig {
 	r.t.Helper()
@@ -228,6 +251,7 @@ type fakeTunnel struct {
 
 	mu    sync.Mutex // guards the following
 	nodes map[tunnel.NodeName]bool
+	at    map[tunnel.NodeName]string // targets of nodes that have one of their own
 	asked []tunnel.Request
 	conns map[*fakeConn]bool
 	fail  error
@@ -241,11 +265,24 @@ func (f *fakeTunnel) Holds(n tunnel.NodeName) bool {
 	return f.nodes[n]
 }
 
+func (f *fakeTunnel) Connected() []tunnel.NodeName {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	var names []tunnel.NodeName
+	for n, held := range f.nodes {
+		if held {
+			names = append(names, n)
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
 func (f *fakeTunnel) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	f.mu.Lock()
 	f.asked = append(f.asked, r)
 	fail, edge, hook := f.fail, f.edge, f.hook
-	held := f.nodes[r.Node]
+	held, at := f.nodes[r.Node], f.at[r.Node]
 	f.mu.Unlock()
 	if hook != nil {
 		if err := hook(ctx, r); err != nil {
@@ -258,7 +295,9 @@ func (f *fakeTunnel) Dial(ctx context.Context, r tunnel.Request) (net.Conn, erro
 	case fail != nil:
 		return nil, fail
 	}
-	r.Addr = f.target
+	if r.Addr = at; at == "" {
+		r.Addr = f.target
+	}
 	var c net.Conn
 	var err error
 	if edge != nil {

@@ -72,6 +72,7 @@ const (
 	denySNI
 	denyHandshake
 	denyClientName
+	denyProbe
 	denyKinds // how many there are
 )
 

@@ -3,6 +3,7 @@ package tunnel
 import (
 	"cmp"
 	"context"
+	"maps"
 	"net"
 	"slices"
 	"sync"
@@ -55,6 +56,13 @@ func (d *Directory) Lookup(n NodeName) *Session {
 
 // Holds reports whether n has a session.
 func (d *Directory) Holds(n NodeName) bool { return d.Lookup(n) != nil }
+
+// Connected returns the names of the nodes that have a session, sorted.
+func (d *Directory) Connected() []NodeName {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	return slices.Sorted(maps.Keys(d.sessions))
+}
 
 // Len returns how many nodes have a session.
 func (d *Directory) Len() int {

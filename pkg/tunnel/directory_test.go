@@ -56,6 +56,19 @@ func TestDetachIsByIdentity(t *testing.T) {
 	}
 }
 
+func TestConnected(t *testing.T) {
+	var d Directory
+	if n := d.Connected(); len(n) != 0 {
+		t.Errorf("an empty directory holds %q", n)
+	}
+	for _, n := range []NodeName{"n2", "n10", "n1"} {
+		d.Attach(session(n, string(n)))
+	}
+	if n := d.Connected(); !slices.Equal(n, []NodeName{"n1", "n10", "n2"}) {
+		t.Errorf("connected are %q", n)
+	}
+}
+
 // Whatever comes and goes in whatever order, the directory holds the newest live
 // session of each node and nothing else.
 func TestDirectoryProperty(t *testing.T) {

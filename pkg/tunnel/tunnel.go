@@ -122,6 +122,8 @@ type Dialer interface {
 type Nodes interface {
 	// Holds reports whether a session of that node lives.
 	Holds(NodeName) bool
+	// Connected returns the names of all such nodes, sorted.
+	Connected() []NodeName
 }
 
 // Run runs every module until ctx is done or one of them returns, then waits for
