@@ -6,8 +6,10 @@ import (
 )
 
 // GracePeriod is how long live conns may go on after the process was asked to stop.
-// It is as long as Kubernetes waits by default (terminationGracePeriodSeconds).
-const GracePeriod = 30 * time.Second
+// It is shorter than Kubernetes waits by default before it kills
+// (terminationGracePeriodSeconds, 30 s), so that what comes after it still happens:
+// conns are reset, sessions end with a status, the log says so.
+const GracePeriod = 25 * time.Second
 
 // Grace returns a context for work that may outlive ctx: it is done d after ctx is,
 // or when cancel is called.

@@ -100,8 +100,8 @@ func (d *direction) stop(src net.Conn) {
 // direction and back the other.
 func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 	n, rerr, werr := transfer(dst, src)
-	if rerr != nil && own.stopped.Load() && !errors.Is(rerr, ErrReset) {
-		rerr, werr = nil, syscall.EPIPE // the read was made to fail
+	if own.stopped.Load() && werr == nil && !errors.Is(rerr, ErrReset) {
+		rerr, werr = nil, syscall.EPIPE // the read was made to fail, or to end
 	}
 	own.werr = werr
 	close(own.done)

@@ -314,8 +314,8 @@ func TestSpliceWriteFails(t *testing.T) {
 	if _, err := io.Copy(struct{ io.Writer }{client}, endless{}); !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("the upload ends with %v", err)
 	}
-	if r := wait(t, done); r.bToA != 9 {
-		t.Errorf("Splice returns %+v", r)
+	if r := wait(t, done); r.bToA != 9 || !errors.Is(r.err, syscall.EPIPE) && !errors.Is(r.err, syscall.ECONNRESET) {
+		t.Errorf("Splice returns %+v; want the upload's error", r)
 	}
 }
 
