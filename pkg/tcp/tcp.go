@@ -43,8 +43,6 @@ const name = "tcp"
 const (
 	// dialTimeout bounds a dial through the tunnel, the edge's own dial included.
 	dialTimeout = 10 * time.Second
-	// warnEvery is how often a listener warns about denied callers and failed dials.
-	warnEvery = time.Minute
 	// Accept is tried again after backoffFirst, then twice that, up to backoffMost.
 	backoffFirst = 5 * time.Millisecond
 	backoffMost  = time.Second
@@ -215,8 +213,8 @@ type port struct {
 	dialer tunnel.Dialer
 	log    *slog.Logger
 
-	// Each owns its own count, so that one kind of trouble does not hide another.
-	denied, failed, tired limiter
+	// Of warnings, one a minute each, so that one kind of trouble does not hide another.
+	denied, failed, tired tunnel.Limiter
 }
 
 func newPort(f *FrontDoor, l Listener) *port {
@@ -244,7 +242,7 @@ func (p *port) accept(ctx context.Context, ln net.Listener, serve func(net.Conn)
 		case ctx.Err() != nil:
 			return nil
 		case passing(err):
-			if n, ok := p.tired.allow(); ok {
+			if n, ok := p.tired.Allow(); ok {
 				p.log.Warn("cannot accept, trying again", "err", err, "skipped", n)
 			}
 			select {
@@ -258,7 +256,7 @@ func (p *port) accept(ctx context.Context, ln net.Listener, serve func(net.Conn)
 		}
 		if !p.permits(c.RemoteAddr()) {
 			tunnel.Reset(c)
-			if n, ok := p.denied.allow(); ok {
+			if n, ok := p.denied.Allow(); ok {
 				p.log.Warn("caller denied by [mode.cloud.tcpallow]", "caller", c.RemoteAddr(), "allow", p.Allow, "skipped", n)
 			}
 			continue
@@ -296,7 +294,7 @@ func (p *port) serve(ctx context.Context, c net.Conn) {
 	if err != nil {
 		tunnel.Reset(c)
 		log.Debug("conn refused", "node", p.Node, "dur", time.Since(start), "err", err)
-		if n, ok := p.failed.allow(); ok {
+		if n, ok := p.failed.Allow(); ok {
 			p.log.Warn("the target cannot be reached", "node", p.Node, "err", err, "skipped", n)
 		}
 		return
@@ -316,25 +314,4 @@ func (p *port) dial(ctx context.Context, caller string) (net.Conn, error) {
 		Addr:     p.Target,
 		Caller:   caller,
 	})
-}
-
-// limiter lets one warning through per warnEvery and counts the others. The zero
-// value is ready.
-type limiter struct {
-	mu      sync.Mutex // guards the following
-	next    time.Time
-	skipped int
-}
-
-// allow reports whether to warn now, and how many were skipped since the last time.
-func (l *limiter) allow() (skipped int, ok bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	now := time.Now()
-	if now.Before(l.next) {
-		l.skipped++
-		return 0, false
-	}
-	skipped, l.skipped, l.next = l.skipped, 0, now.Add(warnEvery)
-	return skipped, true
 }
