@@ -41,20 +41,22 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"golang.org/x/net/netutil"
 
+	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
 
 // Strangers may connect, so everything they can hold is bounded. A kubelet's probe
 // and a scrape need little of it.
 const (
-	maxConns       = 256
+	maxConns       = 256      // further ones wait
+	maxPerGroup    = 32       // of one source (auth.Group); further ones are closed at once
 	maxHeader      = 64 << 10 // bytes
 	maxScrapes     = 4        // at a time; more are answered 503
 	headerTimeout  = 5 * time.Second
 	readTimeout    = 10 * time.Second // headers and a body, which nobody needs to send
 	scrapeTimeout  = 10 * time.Second // Prometheus' own default
 	writeTimeout   = 30 * time.Second
-	idleTimeout    = time.Minute // a scraper comes back within it, by default
+	idleTimeout    = 10 * time.Second // a scraper may have to connect again; that costs it little
 	shutdownWithin = time.Second
 )
 
@@ -129,7 +131,7 @@ func (s *Server) Run(ctx context.Context) error {
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 	}
 	served := make(chan error, 1) // one send, whether or not it is waited for
-	go func() { served <- srv.Serve(netutil.LimitListener(ln, maxConns)) }()
+	go func() { served <- srv.Serve(netutil.LimitListener(newGroupListener(ln), maxConns)) }()
 	select {
 	case err := <-served:
 		return fmt.Errorf("serving health and metrics on %s: %w", addr, err)
@@ -156,6 +158,43 @@ func listen(ctx context.Context, addr string) (net.Listener, error) {
 		return nil, fmt.Errorf("%w; ports below 1024 need CAP_NET_BIND_SERVICE, choose a higher one", err)
 	}
 	return ln, err
+}
+
+// groupListener closes connections that are too many for their source, so that one
+// host that parks them leaves room for a kubelet's probe.
+type groupListener struct {
+	net.Listener
+	groups *auth.Groups
+}
+
+func newGroupListener(ln net.Listener) groupListener {
+	return groupListener{ln, auth.NewGroups(maxPerGroup)}
+}
+
+// Accept implements net.Listener.
+func (l groupListener) Accept() (net.Conn, error) {
+	for {
+		c, err := l.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		if release, ok := l.groups.Admit(auth.GroupOf(c.RemoteAddr())); ok {
+			return groupConn{c, release}, nil
+		}
+		c.Close()
+	}
+}
+
+// groupConn is a connection that counts for its source until it is closed.
+type groupConn struct {
+	net.Conn
+	release func()
+}
+
+// Close implements net.Conn.
+func (c groupConn) Close() error {
+	c.release()
+	return c.Conn.Close()
 }
 
 func (s *Server) handler() http.Handler {

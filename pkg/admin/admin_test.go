@@ -1,6 +1,7 @@
 package admin
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"io"
@@ -12,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"go.uber.org/goleak"
 	"google.golang.org/grpc"
 	channelz "google.golang.org/grpc/channelz/grpc_channelz_v1"
@@ -208,6 +210,65 @@ func TestPortTaken(t *testing.T) {
 		err := m.Run(t.Context())
 		if err == nil || !strings.Contains(err.Error(), addr) || !strings.Contains(err.Error(), "choose another port") {
 			t.Errorf("%s: %v", m.Name(), err)
+		}
+	}
+}
+
+// A host that parks more keep-alives than there are places does not make a probe from
+// another address fail, and is let go of after a while.
+func TestParkedConnectionsLeaveRoom(t *testing.T) {
+	addr := start(t, New("127.0.0.1:0", nil, prometheus.NewRegistry(), discard()))
+	var parked []net.Conn
+	closed := 0
+	for range maxConns + 10 {
+		c, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		c.SetDeadline(time.Now().Add(2 * patience))
+		io.WriteString(c, "GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n")
+		resp, err := http.ReadResponse(bufio.NewReader(c), nil)
+		if err != nil {
+			closed++
+			continue
+		}
+		resp.Body.Close()
+		parked = append(parked, c)
+	}
+	if len(parked) != maxPerGroup || closed != maxConns+10-maxPerGroup {
+		t.Errorf("%d connections of one address are served and %d closed, want %d to be served", len(parked), closed, maxPerGroup)
+	}
+	probe := &http.Client{Timeout: time.Second, Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext:       (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}}).DialContext,
+	}}
+	resp, err := probe.Get("http://" + addr + "/healthz")
+	if err != nil {
+		t.Fatalf("a probe from another address: %v", err)
+	}
+	resp.Body.Close()
+	if idleTimeout > 10*time.Second {
+		t.Errorf("an idle connection is kept for %s", idleTimeout)
+	}
+	// A place that is given back is free again.
+	parked[0].Close()
+	late := time.After(patience)
+	for {
+		c, err := net.Dial("tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		io.WriteString(c, "GET /healthz HTTP/1.0\r\n\r\n")
+		answer, err := io.ReadAll(c)
+		c.Close()
+		if err == nil && len(answer) > 0 {
+			return
+		}
+		select {
+		case <-late:
+			t.Fatal("no room after one has left")
+		case <-time.After(10 * time.Millisecond):
 		}
 	}
 }
