@@ -28,7 +28,9 @@ demo: build ## see it work on this machine (ARGS=--once: run the checks and exit
 
 .PHONY: dev-certs
 dev-certs: ## make the certificates and tokens that conf/cloud.toml and conf/edge.toml name
-	@go run ./conf/devcerts
+	@if [ -e conf/dev/ca.crt ]; then \
+		echo "conf/dev is there already and stays as it is; for new ones: go run ./conf/devcerts -force"; \
+	else go run ./conf/devcerts; fi
 
 .PHONY: test
 test: race fuzz ## the tests: with the race detector, leak checks, and 10 s of fuzzing per target
