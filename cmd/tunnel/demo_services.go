@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"os"
 	"sync"
 	"time"
 
@@ -97,6 +98,9 @@ func (d *demo) checkAll(ctx context.Context) (failed int) {
 		{"unknown-node-refused", d.checkUnknownNode},
 		{"wrong-token-refused", d.checkWrongToken},
 	}
+	if d.flags.target != "" {
+		checks = append(checks, demoCheck{"own-target", d.checkOwn})
+	}
 	for _, c := range checks {
 		cctx, cancel := context.WithTimeout(ctx, 10*time.Second)
 		err := c.run(cctx)
@@ -138,6 +142,27 @@ func (d *demo) checkTCP(ctx context.Context) error {
 		return fmt.Errorf("sent %q and got %q back", line, got)
 	}
 	return nil
+}
+
+// ownQuiet is how long a target of one's own must not reset a connection. It may be
+// silent, so there may be nothing else to see.
+const ownQuiet = 300 * time.Millisecond
+
+// checkOwn connects to --target through the tunnel.
+func (d *demo) checkOwn(ctx context.Context) error {
+	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", fmt.Sprintf("127.0.0.1:%d", d.Own))
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	if err := c.SetDeadline(time.Now().Add(ownQuiet)); err != nil {
+		return err
+	}
+	_, err = c.Read(make([]byte, 1))
+	if err == nil || errors.Is(err, io.EOF) || errors.Is(err, os.ErrDeadlineExceeded) {
+		return nil
+	}
+	return fmt.Errorf("%s cannot be reached from this machine: %w", d.flags.target, err)
 }
 
 // client returns an HTTP client for the HTTPS front door. With serverName its

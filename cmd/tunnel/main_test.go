@@ -129,6 +129,35 @@ func TestDemoOnce(t *testing.T) {
 	wantNothingLeft(t)
 }
 
+// A target of one's own is reached through the tunnel, or the demo says that it is not.
+func TestDemoTarget(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0") // takes connections and says nothing
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	closed, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	closed.Close()
+	for target, want := range map[string]struct {
+		code int
+		line string
+	}{
+		ln.Addr().String():     {exitOK, "ok own-target\n"},
+		closed.Addr().String(): {exitRuntime, "FAIL own-target: " + closed.Addr().String() + " cannot be reached"},
+	} {
+		t.Setenv("TMPDIR", t.TempDir())
+		p := start(t, "demo", "--once", "--target", target)
+		code, output := p.wait()
+		if code != want.code || !strings.Contains(output, want.line) {
+			t.Errorf("exit code %d, want %d and %q:\n%s", code, want.code, want.line, output)
+		}
+		wantNothingLeft(t)
+	}
+}
+
 // Ctrl-C ends a demo that stays up, and what it started.
 func TestDemoInterrupted(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
