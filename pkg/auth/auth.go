@@ -52,12 +52,22 @@ type Grant struct {
 type Authenticator interface {
 	// Authenticate checks c. ctx is the context of the session that the grant is
 	// for: when it is done the grant is forgotten, so nothing needs to be released.
-	// A credential that is not good gives ErrUnauthenticated and no more; any other
-	// error means that the question could not be answered now.
+	// A credential that is not good gives an error that is ErrUnauthenticated and
+	// whose text is the reason, for the log alone; any other error means that the
+	// question could not be answered now.
 	Authenticate(ctx context.Context, c Credential) (Grant, error)
 }
 
 // ErrUnauthenticated is the one refusal of every credential that is not good. It
 // says the same for an unknown node, a wrong token and a malformed name: the reason
-// is for the log of the side that refuses, not for a stranger.
+// is for the log of the side that refuses, not for a stranger. Send a stranger this
+// text, never that of an error that is ErrUnauthenticated (errors.Is).
 var ErrUnauthenticated = errors.New("node name and token were not accepted; the cloud's log says why")
+
+// refusal is why a credential is not good. It is ErrUnauthenticated.
+type refusal string
+
+func (r refusal) Error() string { return string(r) }
+
+// Unwrap makes it ErrUnauthenticated for errors.Is.
+func (refusal) Unwrap() error { return ErrUnauthenticated }

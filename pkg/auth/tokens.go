@@ -39,8 +39,6 @@ type Tokens struct {
 	content [sha256.Size]byte // of the content that table was made from
 	badness string            // what has been logged about the file, "" while it is good
 
-	refusals limiter
-
 	mu     sync.Mutex // guards the following
 	table  *table
 	grants map[*grant]struct{} // those whose context is not done
@@ -66,7 +64,6 @@ func NewTokens(path string, allowShared bool, log *slog.Logger) (*Tokens, error)
 		log:         log,
 		poll:        pollInterval,
 		notify:      watchDir,
-		refusals:    limiter{every: time.Second},
 		grants:      make(map[*grant]struct{}),
 	}
 	content, id, err := readSecretFile(path, maxTokenFile, log)
@@ -95,10 +92,10 @@ func (t *Tokens) Nodes() int {
 func (t *Tokens) Authenticate(ctx context.Context, c Credential) (Grant, error) {
 	node, err := tunnel.ParseNodeName(c.Node)
 	if err != nil {
-		return Grant{}, t.refuse("", "the claimed node name is not RFC 1123")
+		return Grant{}, refusal("the claimed node name is not RFC 1123")
 	}
 	if c.Token == "" {
-		return Grant{}, t.refuse(node, "the token is empty")
+		return Grant{}, refusal("the token is empty")
 	}
 	g := &grant{node: node, sum: sha256.Sum256([]byte(c.Token)), revoked: make(chan struct{})}
 
@@ -112,9 +109,9 @@ func (t *Tokens) Authenticate(ctx context.Context, c Credential) (Grant, error) 
 
 	switch {
 	case !known:
-		return Grant{}, t.refuse(node, "the token file has no line for this node")
+		return Grant{}, refusal("the token file has no line for this node")
 	case !ok:
-		return Grant{}, t.refuse(node, "the token is not this node's")
+		return Grant{}, refusal("the token is not this node's")
 	}
 	context.AfterFunc(ctx, func() {
 		t.mu.Lock()
@@ -122,14 +119,6 @@ func (t *Tokens) Authenticate(ctx context.Context, c Credential) (Grant, error) 
 		delete(t.grants, g)
 	})
 	return Grant{Node: node, Revoked: g.revoked}, nil
-}
-
-// refuse logs why, at most once a second, since strangers decide how often.
-func (t *Tokens) refuse(node tunnel.NodeName, why string) error {
-	if skipped, ok := t.refusals.allow(); ok {
-		t.log.Warn("join refused", "node", node, "err", why, "skipped", skipped)
-	}
-	return ErrUnauthenticated
 }
 
 // adopt makes tb the truth and revokes the grants that it does not bear out.
@@ -185,26 +174,4 @@ func (tb *table) warn(log *slog.Logger) {
 			owner[s] = node
 		}
 	}
-}
-
-// limiter lets one event through per interval and counts the others.
-type limiter struct {
-	every time.Duration // set once
-
-	mu      sync.Mutex // guards the following
-	next    time.Time
-	skipped int
-}
-
-// allow reports whether to log now, and how many were skipped since the last time.
-func (l *limiter) allow() (skipped int, ok bool) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	now := time.Now()
-	if now.Before(l.next) {
-		l.skipped++
-		return 0, false
-	}
-	skipped, l.skipped, l.next = l.skipped, 0, now.Add(l.every)
-	return skipped, true
 }

@@ -294,6 +294,8 @@ func explain(err error) error {
 		hint = "dns in [mode.edge.stream.client] must be a name in the cloud's certificate"
 	case strings.Contains(msg, "certificate has expired or is not yet valid"):
 		hint = "check this machine's clock, then the cloud's certificate"
+	case strings.Contains(msg, "first record does not look like a TLS handshake"):
+		hint = "servername in [mode.edge.stream.client] must be the cloud's grpcport, which speaks TLS; something else answers there"
 	case strings.Contains(msg, "connection refused"):
 		hint = "is the cloud running, and is servername in [mode.edge.stream.client] its address?"
 	case strings.Contains(msg, "no such host"):

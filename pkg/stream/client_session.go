@@ -186,7 +186,7 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	}
 	gone := make(chan struct{})
 	c := newConn(connConfig{
-		stream: stream, isEdge: true, blocks: s.blocks, counters: s.counters,
+		stream: stream, isEdge: true, blocks: s.blocks, counters: s.counters, log: log,
 		local: addr(s.pub.Node), remote: addr(r.Caller),
 		ended: func(err error) {
 			if err != nil {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"sync"
@@ -36,6 +37,7 @@ type conn struct {
 	isEdge   bool
 	blocks   *blocks
 	counters *tunnel.Counters
+	log      *slog.Logger
 	local    addr
 	remote   addr
 	gone     func() // called once when the stream has ended and no goroutine is left
@@ -96,6 +98,7 @@ type connConfig struct {
 	isEdge        bool
 	blocks        *blocks
 	counters      *tunnel.Counters
+	log           *slog.Logger
 	local, remote addr
 	ended         func(err error)
 	gone          func()
@@ -103,7 +106,7 @@ type connConfig struct {
 
 func newConn(cfg connConfig) *conn {
 	c := &conn{
-		stream: cfg.stream, isEdge: cfg.isEdge, blocks: cfg.blocks, counters: cfg.counters,
+		stream: cfg.stream, isEdge: cfg.isEdge, blocks: cfg.blocks, counters: cfg.counters, log: cfg.log,
 		local: cfg.local, remote: cfg.remote, ended: cfg.ended, gone: cfg.gone,
 		readDeadline:  newDeadline(),
 		writeDeadline: newDeadline(),
@@ -271,14 +274,16 @@ func (c *conn) end(err error) {
 }
 
 // goLocked runs f in a goroutine that gone waits for; caller holds mu. Nothing is
-// started once the conn is over.
+// started once the conn is over. A panic ends this conn and no other.
 func (c *conn) goLocked(f func()) {
 	if isClosed(c.over) {
 		return
 	}
 	c.goroutines++
 	go func() {
-		f()
+		if err := guard(c.log, c.counters, "the conn ends", func() error { f(); return nil }); err != nil {
+			c.end(tunnel.ErrReset)
+		}
 		c.mu.Lock()
 		c.goroutines--
 		last := c.goroutines == 0 && isClosed(c.over)

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"sync"
 	"sync/atomic"
@@ -116,13 +117,13 @@ func newFakeConns() *fakeConns {
 	p := &fakeConns{call: newFakeCall()}
 	blocks, counters := new(blocks), new(tunnel.Counters)
 	gone := func() { p.gone.Add(1) }
-	p.edge = newConn(connConfig{stream: fakeEdge{p.call}, isEdge: true, blocks: blocks, counters: counters, gone: gone,
+	p.edge = newConn(connConfig{stream: fakeEdge{p.call}, isEdge: true, blocks: blocks, counters: counters, log: slog.New(slog.DiscardHandler), gone: gone,
 		ended: func(err error) {
 			if err != nil {
 				p.call.cancel()
 			}
 		}})
-	p.cloud = newConn(connConfig{stream: fakeCloud{p.call}, blocks: blocks, counters: counters, gone: gone,
+	p.cloud = newConn(connConfig{stream: fakeCloud{p.call}, blocks: blocks, counters: counters, log: slog.New(slog.DiscardHandler), gone: gone,
 		ended: func(err error) {
 			if err != nil {
 				go p.edge.end(tunnel.ErrReset) // the cancel on the control stream

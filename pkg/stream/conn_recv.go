@@ -88,22 +88,24 @@ func (c *conn) startReceiverLocked() {
 // nobody reads any more. It ends with the stream. open says that in is not closed;
 // the loop closes it.
 func (c *conn) receiveLoop(open bool) {
+	defer func() {
+		if open {
+			close(c.in)
+		}
+	}()
 	for {
 		var m incoming
 		if err := c.stream.RecvMsg(&m); err != nil {
 			c.streamError(err)
-			break
+			return
 		}
 		if !c.pass(&m, open) {
-			break
+			return
 		}
 		if c.note(m.fin, m.stop) && open {
 			close(c.in)
 			open = false
 		}
-	}
-	if open {
-		close(c.in)
 	}
 }
 

@@ -78,9 +78,7 @@ func (c *conn) sendLoop() {
 			if !c.flow.wait(c.over) {
 				return
 			}
-			c.sendMu.Lock()
-			sent, err := c.sendPending()
-			c.sendMu.Unlock()
+			sent, err := c.sendOnce()
 			if err != nil {
 				// The receiver is told why the stream has ended.
 				return
@@ -90,6 +88,12 @@ func (c *conn) sendLoop() {
 			}
 		}
 	}
+}
+
+func (c *conn) sendOnce() (sent bool, err error) {
+	c.sendMu.Lock()
+	defer c.sendMu.Unlock() // whatever happens, a ReadFrom may wait for it
+	return c.sendPending()
 }
 
 // sendPending sends the tail and the ends of directions that are due. Caller holds

@@ -4,6 +4,8 @@ import (
 	"crypto/tls"
 	"errors"
 	"net"
+	"net/http"
+	"net/http/httptest"
 	"strings"
 	"syscall"
 	"testing"
@@ -29,15 +31,15 @@ func TestJoinRefused(t *testing.T) {
 		says          string // to the edge
 		logs          string // at the cloud
 	}{
-		"wrong token":           {"Bearer " + auth.EncodeToken("edge1", "s3cret-wrong"), Version, codes.Unauthenticated, "the cloud's log says why", "join refused"},
-		"token of another node": {"Bearer " + auth.EncodeToken("edge1", "token-edge2"), Version, codes.Unauthenticated, "the cloud's log says why", "join refused"},
+		"wrong token":           {"Bearer " + auth.EncodeToken("edge1", "s3cret-wrong"), Version, codes.Unauthenticated, "the cloud's log says why", "the token is wrong"},
+		"token of another node": {"Bearer " + auth.EncodeToken("edge1", "token-edge2"), Version, codes.Unauthenticated, "the cloud's log says why", "the token is wrong"},
 		"empty token":           {`Bearer {"nodename":"edge1","token":""}`, Version, codes.Unauthenticated, "the cloud's log says why", "no token"},
 		"empty node":            {`Bearer {"nodename":"","token":"s3cret"}`, Version, codes.Unauthenticated, "the cloud's log says why", "no nodename"},
-		"node that is no name":  {"Bearer " + auth.EncodeToken("../etc", "token-../etc"), Version, codes.Unauthenticated, "the cloud's log says why", "join refused"},
+		"node that is no name":  {"Bearer " + auth.EncodeToken("../etc", "token-../etc"), Version, codes.Unauthenticated, "the cloud's log says why", "the token is wrong"},
 		"no metadata":           {"", Version, codes.Unauthenticated, "the cloud's log says why", "not a JSON object"},
 		"no bearer":             {"Basic s3cret", Version, codes.Unauthenticated, "the cloud's log says why", "not a JSON object"},
-		"malformed JSON":        {`Bearer {"nodename":"edge1","token":"s3cret`, Version, codes.Unauthenticated, "the cloud's log says why", "join without a usable token"},
-		"bytes behind the JSON": {bearerOf("edge1") + "x", Version, codes.Unauthenticated, "the cloud's log says why", "join without a usable token"},
+		"malformed JSON":        {`Bearer {"nodename":"edge1","token":"s3cret`, Version, codes.Unauthenticated, "the cloud's log says why", "no usable token"},
+		"bytes behind the JSON": {bearerOf("edge1") + "x", Version, codes.Unauthenticated, "the cloud's log says why", "no usable token"},
 		"token of 5,000 bytes":  {"Bearer " + auth.EncodeToken("edge1", auth.Secret(strings.Repeat("s3cret", 900))), Version, codes.Unauthenticated, "the cloud's log says why", "4096 are allowed"},
 		"older protocol":        {bearerOf("edge1"), Version - 1, codes.FailedPrecondition, "install the release of the cloud (test) on node edge1", "version 0"},
 		"newer protocol":        {bearerOf("edge1"), Version + 1, codes.FailedPrecondition, "speaks version 2 of the protocol and the cloud version 1", "version 2"},
@@ -53,7 +55,7 @@ func TestJoinRefused(t *testing.T) {
 				t.Errorf("the edge is told %v; want %s and %q", err, c.code, c.says)
 			}
 			r.eventually("the refusal is counted", func() bool { return r.counters.JoinsRefused.Load() == 1 })
-			if len(r.log.lines("end=cloud", c.logs)) == 0 || len(r.log.lines("join refused", "remote=127.0.0.1:")) != 1 {
+			if len(r.log.lines("end=cloud")) != 1 || len(r.log.lines("level=WARN", "join refused", "remote=127.0.0.1:", "node=", c.logs)) != 1 {
 				t.Errorf("the cloud's log does not say %q, or not from where:\n%s", c.logs, strings.Join(r.log.lines(), ""))
 			}
 			if r.dir.Len() != 0 || r.counters.Sessions.Load() != 0 {
@@ -104,6 +106,8 @@ func TestWhatTheEdgeSays(t *testing.T) {
 		t.Fatal(err)
 	}
 	closed.Close()
+	page := httptest.NewServer(http.NotFoundHandler())
+	defer page.Close()
 	for name, c := range map[string]struct {
 		change func(*ClientConfig)
 		want   []string
@@ -133,6 +137,10 @@ func TestWhatTheEdgeSays(t *testing.T) {
 		"nobody listens": {
 			func(c *ClientConfig) { c.Address = closed.Addr().String() },
 			[]string{"connection refused", "is the cloud running"},
+		},
+		"a port without TLS": {
+			func(c *ClientConfig) { c.Address = page.Listener.Addr().String() },
+			[]string{"servername in [mode.edge.stream.client]", "grpcport", "TLS"},
 		},
 		"no such host": {
 			func(c *ClientConfig) { c.Address = "no-such-host.invalid:9000" },

@@ -16,6 +16,7 @@ type memNet struct {
 	accept chan net.Conn
 	dead   atomic.Bool // bytes are taken and go nowhere, both ways
 	dials  atomic.Int64
+	spread atomic.Bool  // every connection comes from an address of its own
 	delay  atomic.Int64 // nanoseconds that every write takes
 
 	mu     sync.Mutex    // guards closed
@@ -54,12 +55,15 @@ func (l memListener) Close() error {
 }
 
 func (n *memNet) dial(ctx context.Context, _, _ string) (net.Conn, error) {
-	n.dials.Add(1)
+	nth := n.dials.Add(1)
 	n.mu.Lock()
 	closed := n.closed
 	n.mu.Unlock()
 	ours, near := net.Pipe()
 	theirs, far := net.Pipe()
+	if n.spread.Load() {
+		theirs = sourcedConn{theirs, &net.TCPAddr{IP: net.IPv4(10, 0, byte(nth>>8), byte(nth)), Port: 1}}
+	}
 	select {
 	case n.accept <- theirs:
 		go n.relay(near, far)
@@ -71,6 +75,14 @@ func (n *memNet) dial(ctx context.Context, _, _ string) (net.Conn, error) {
 		return nil, ctx.Err()
 	}
 }
+
+// sourcedConn has a remote address.
+type sourcedConn struct {
+	net.Conn
+	remote net.Addr
+}
+
+func (c sourcedConn) RemoteAddr() net.Addr { return c.remote }
 
 // relay carries bytes in one direction until either end closes. Of a dead cable
 // neither end hears that.

@@ -106,6 +106,9 @@ func TestConnectThatNobodyWaitsFor(t *testing.T) {
 	if n := r.counters.Refusals(tunnel.WrongSession); n != 1 {
 		t.Errorf("%d wrong-session counted, want 1", n)
 	}
+	if len(r.log.lines("end=cloud", "level=WARN", "wrong-session", "remote=127.0.0.1:")) != 1 {
+		t.Error("the split session is not in the cloud's log")
+	}
 
 	// The right one still works, once.
 	conn := s1.connect(open.GetTopic())
@@ -360,7 +363,81 @@ func TestEdgeDrains(t *testing.T) {
 	readAll(t, c)
 	c.Close()
 	e.halt(t) // fails unless Run returns nil
-	r.eventually("the node is gone", func() bool { return !r.dir.Holds("edge1") })
+	r.eventually("the node is gone, and the log says so plainly", func() bool {
+		return !r.dir.Holds("edge1") && len(r.log.lines("end=cloud", "level=INFO", "session ended: the edge has stopped")) == 1
+	})
+	if l := r.log.lines("end=cloud", "err="); len(l) != 0 {
+		t.Errorf("a clean stop leaves an error in the cloud's log: %s", l)
+	}
+}
+
+// A panic while somebody joins costs that connection; one in a conn's handler costs
+// the session. The process lives.
+func TestPanicInAHandler(t *testing.T) {
+	r := newRig(t)
+	r.panics = 2
+	r.join("edge2", direct)
+	r.auth.panics.Store(true)
+	if err := r.stranger().control(bearerOf("edge1")).end(); status.Code(err) != codes.Internal {
+		t.Errorf("joining: %v, want internal", err)
+	}
+	r.auth.panics.Store(false)
+
+	s := r.stranger()
+	control := s.join("edge1")
+	p := &pending{result: make(chan opened)}
+	close(p.result) // the handler sends on it
+	cs := r.dir.Lookup("edge1").Link.(*cloudSession)
+	if refusal := cs.add("topic", p); refusal != nil {
+		t.Fatal(refusal)
+	}
+	if _, err := s.connect("topic").Recv(); status.Code(err) != codes.Internal {
+		t.Errorf("the conn: %v, want internal", err)
+	}
+	if err := control.end(); err == nil {
+		t.Error("the session goes on")
+	}
+	r.eventually("the node is gone, another one is not", func() bool { return !r.dir.Holds("edge1") && r.dir.Holds("edge2") })
+	if len(r.log.lines("level=ERROR", "panic", "boom", "stack=")) != 1 || len(r.log.lines("level=ERROR", "panic", "closed channel", "stack=")) != 1 {
+		t.Error("the panics are not in the log")
+	}
+}
+
+// badStream is a stream that panics.
+type badStream struct{}
+
+func (badStream) SendMsg(any) error { panic("boom") }
+func (badStream) RecvMsg(any) error { panic("boom") }
+
+// A panic in a goroutine of a conn resets that conn, and who waits in it is freed.
+func TestPanicInAConn(t *testing.T) {
+	for name, use := range map[string]func(c net.Conn) error{
+		"sender": func(c net.Conn) error {
+			c.Write([]byte("x"))
+			<-c.(*conn).over
+			_, err := c.Write([]byte("x"))
+			return err
+		},
+		"receiver": func(c net.Conn) error {
+			_, err := c.Read(make([]byte, 1))
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var log journal
+			counters := new(tunnel.Counters)
+			gone := make(chan struct{})
+			c := newConn(connConfig{
+				stream: badStream{}, blocks: new(blocks), counters: counters, log: log.logger(),
+				ended: func(error) {}, gone: func() { close(gone) },
+			})
+			wantErr(t, "its user", use(c), syscall.ECONNRESET)
+			<-gone
+			if counters.Panics.Load() != 1 || len(log.lines("level=ERROR", "panic", "boom", "stack=")) != 1 {
+				t.Errorf("%d panics counted; log: %s", counters.Panics.Load(), log.lines())
+			}
+		})
+	}
 }
 
 // A cloud that is told to stop lets conns finish too, and lets nobody join.

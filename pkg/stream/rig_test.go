@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -46,6 +47,7 @@ type rig struct {
 
 // fakeAuth accepts the token "token-NODE" of every node.
 type fakeAuth struct {
+	panics  atomic.Bool
 	mu      sync.Mutex
 	revoked map[tunnel.NodeName]chan struct{}
 }
@@ -53,7 +55,10 @@ type fakeAuth struct {
 func (a *fakeAuth) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, error) {
 	node, err := tunnel.ParseNodeName(c.Node)
 	if err != nil || c.Token.Reveal() != "token-"+c.Node {
-		return auth.Grant{}, auth.ErrUnauthenticated
+		return auth.Grant{}, fakeRefusal("the token is wrong")
+	}
+	if a.panics.Load() {
+		panic("boom")
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -65,6 +70,12 @@ func (a *fakeAuth) Authenticate(_ context.Context, c auth.Credential) (auth.Gran
 	}
 	return auth.Grant{Node: node, Revoked: a.revoked[node]}, nil
 }
+
+// fakeRefusal is auth.ErrUnauthenticated with a reason, as Tokens gives it.
+type fakeRefusal string
+
+func (r fakeRefusal) Error() string { return string(r) }
+func (fakeRefusal) Unwrap() error   { return auth.ErrUnauthenticated }
 
 func (a *fakeAuth) revoke(n tunnel.NodeName) {
 	a.mu.Lock()

@@ -49,6 +49,9 @@ type Server struct {
 	log    *slog.Logger
 	listen func(network, address string) (net.Listener, error) // net.Listen, except in tests
 
+	// Of warnings that strangers cause, each of its own, so that one does not hide another.
+	joinWarnings, groupWarnings, splitWarnings tunnel.Limiter
+
 	addr     atomic.Pointer[net.Addr] // set while listening
 	stopping atomic.Bool              // no more joins
 	sessions sync.WaitGroup           // added to by handlers, which gRPC waits for
@@ -67,6 +70,7 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 		cfg.Counters = new(tunnel.Counters)
 	}
 	s := &Server{cfg: cfg, dir: dir, blocks: new(blocks), log: cfg.Log.With("module", category), listen: net.Listen}
+	s.joinWarnings.Every, s.joinWarnings.Burst = time.Second, 10
 	router, err := tunnel.NewRouter(append([]tunnel.Module{s}, mods...)...)
 	if err != nil {
 		return nil, err
@@ -126,7 +130,10 @@ func (s *Server) Run(ctx context.Context) error {
 	s.addr.Store(&addr)
 	defer s.addr.Store(nil)
 
-	opts := append(serverOptions(s.cfg.MaxConns), grpc.Creds(serverCreds{credentials.NewTLS(s.cfg.TLS)}))
+	opts := append(serverOptions(s.cfg.MaxConns),
+		grpc.Creds(serverCreds{credentials.NewTLS(s.cfg.TLS)}),
+		grpc.StreamInterceptor(s.intercept),
+	)
 	server := grpc.NewServer(opts...)
 	pb.RegisterStreamServer(server, s)
 
@@ -138,7 +145,7 @@ func (s *Server) Run(ctx context.Context) error {
 		s.drain()
 		stop(server)
 	}()
-	err = server.Serve(newJoinListener(ln))
+	err = server.Serve(newJoinListener(ln, s.tooMany))
 	if ctx.Err() == nil {
 		server.Stop()
 		return fmt.Errorf("serving edges on %s: %w", addr, err)
@@ -175,8 +182,45 @@ func (s *Server) drain() {
 	}
 	wg.Wait()
 	for _, pub := range s.dir.Sessions() {
-		pub.Close(status.Error(codes.Unavailable, "the cloud is stopping"))
+		pub.Close(errCloudStopping)
 	}
+}
+
+var errCloudStopping = status.Error(codes.Unavailable, "the cloud is stopping")
+
+// tooMany notes a connection that was closed because its source has too many that
+// have not joined.
+func (s *Server) tooMany(remote net.Addr) {
+	s.cfg.Counters.JoinsRefused.Add(1)
+	if skipped, ok := s.groupWarnings.Allow(); ok {
+		s.log.Warn("too many connections of one source have not joined yet; closing further ones",
+			"remote", remote.String(), "limit", maxJoiningPerGroup, "skipped", skipped)
+	}
+}
+
+// intercept stands before every stream. On a connection that has been refused one, no
+// other is served. A panic ends the session that the stream belongs to and no other.
+func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
+	t, err := transportOf(stream.Context())
+	if err != nil {
+		return status.Error(codes.Internal, err.Error())
+	}
+	if t.refused.Load() {
+		return status.Error(codes.Unavailable, "this connection is being closed")
+	}
+	var answer error
+	if err := guard(s.log, s.cfg.Counters, "the session ends", func() error {
+		answer = next(srv, stream)
+		return nil
+	}); err != nil {
+		if cs := t.session.Load(); cs != nil {
+			cs.Close(err)
+			s.dir.Detach(cs.pub)
+		}
+		t.refuse()
+		return status.Error(codes.Internal, "internal error")
+	}
+	return answer
 }
 
 // TunnelStreaming implements the control plane: one call is one session.
@@ -186,26 +230,27 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 	if err != nil {
 		return status.Error(codes.Internal, err.Error())
 	}
-	cs, err := s.join(stream, t)
-	if err != nil {
-		s.cfg.Counters.JoinsRefused.Add(1)
-		s.log.Warn("join refused", "remote", t.conn.RemoteAddr().String(), "err", err)
-		t.conn.closeSoon()
-		return err
+	cs, refusal := s.join(stream, t)
+	if refusal != nil {
+		t.refuse()
+		s.refused(ctx, t, refusal)
+		return refusal.told
 	}
 	// From here on every way out goes through the session's end.
 	s.sessions.Add(1)
+	defer func() {
+		go func() {
+			// The loops are freed when this handler has returned.
+			cs.wg.Wait()
+			s.sessions.Done()
+		}()
+	}()
 	stop := context.AfterFunc(ctx, func() { cs.Close(errLost) })
 	defer stop()
 	err = cs.run(ctx)
 	s.dir.Detach(cs.pub)
-	cs.log.Info("session ended", "err", err, "dur", time.Since(cs.pub.Since).Round(time.Millisecond))
+	cs.logEnd(err)
 	t.conn.closeSoon()
-	go func() {
-		// The loops are freed when this handler has returned.
-		cs.wg.Wait()
-		s.sessions.Done()
-	}()
 	if errors.Is(err, io.EOF) {
 		return nil // the edge has closed the stream: a clean end
 	}
@@ -214,22 +259,50 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 
 var errLost = errors.New("connection lost")
 
-// join turns a control stream into a session, or refuses it with a status.
-func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cloudSession, error) {
+// refusedJoin is a join that is refused.
+type refusedJoin struct {
+	node string // as claimed or proven; empty: not known
+	told error  // what the edge is told, a status
+	err  error  // what the log is told; nil: the same
+}
+
+// refused counts and logs a refused join, the one place that does. A stranger decides
+// how often, so not every one has a line.
+func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
+	s.cfg.Counters.JoinsRefused.Add(1)
+	skipped, ok := s.joinWarnings.Allow()
+	if !ok {
+		return
+	}
+	level, err := slog.LevelWarn, r.err
+	switch {
+	case err == nil:
+		err = r.told
+	case status.Code(r.told) == codes.Unavailable:
+		level = slog.LevelError // the fault is ours
+	}
+	s.log.Log(ctx, level, "join refused", "remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", err, "skipped", skipped)
+}
+
+// join turns a control stream into a session, or refuses it.
+func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cloudSession, *refusedJoin) {
 	ctx := stream.Context()
 	if s.stopping.Load() {
-		return nil, status.Error(codes.Unavailable, "this replica is stopping")
+		return nil, &refusedJoin{told: status.Error(codes.Unavailable, "this replica is stopping")}
 	}
-	grant, err := s.authenticate(ctx)
-	if err != nil {
-		return nil, err
+	grant, refusal := s.authenticate(ctx)
+	if refusal != nil {
+		return nil, refusal
+	}
+	refuse := func(code codes.Code, format string, args ...any) (*cloudSession, *refusedJoin) {
+		return nil, &refusedJoin{node: string(grant.Node), told: status.Errorf(code, format, args...)}
 	}
 	hello, err := receiveHello(stream)
 	if err != nil {
-		return nil, status.Errorf(codes.InvalidArgument, "joining: %v", err)
+		return refuse(codes.InvalidArgument, "joining: %v", err)
 	}
 	if hello.GetVersion() != Version {
-		return nil, status.Errorf(codes.FailedPrecondition,
+		return refuse(codes.FailedPrecondition,
 			"this edge speaks version %d of the protocol and the cloud version %d: install the release of the cloud (%s) on node %s",
 			hello.GetVersion(), Version, s.cfg.Software, grant.Node)
 	}
@@ -241,7 +314,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.stream, cs.maxConns = stream, int64(s.cfg.MaxConns)
 	cs.init()
 	if !t.session.CompareAndSwap(nil, cs) {
-		return nil, status.Error(codes.AlreadyExists, "this connection has a session already")
+		return refuse(codes.AlreadyExists, "this connection has a session already")
 	}
 	t.conn.joined()
 
@@ -268,20 +341,22 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 
 // authenticate reads the credential from the metadata. A stranger is told one thing
 // whatever was wrong.
-func (s *Server) authenticate(ctx context.Context) (auth.Grant, error) {
+func (s *Server) authenticate(ctx context.Context) (auth.Grant, *refusedJoin) {
 	refused := status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
 	credential, err := auth.DecodeToken(bearer(ctx))
 	if err != nil {
-		s.log.Warn("join without a usable token", "err", err)
-		return auth.Grant{}, refused
+		return auth.Grant{}, &refusedJoin{told: refused, err: fmt.Errorf("no usable token: %w", err)}
 	}
 	grant, err := s.cfg.Auth.Authenticate(ctx, credential)
 	switch {
 	case errors.Is(err, auth.ErrUnauthenticated):
-		return auth.Grant{}, refused
+		return auth.Grant{}, &refusedJoin{node: credential.Node, told: refused, err: err}
 	case err != nil:
-		s.log.Error("cannot check tokens now", "err", err)
-		return auth.Grant{}, status.Error(codes.Unavailable, "the cloud cannot check tokens now")
+		return auth.Grant{}, &refusedJoin{
+			node: credential.Node,
+			told: status.Error(codes.Unavailable, "the cloud cannot check tokens now"),
+			err:  fmt.Errorf("cannot check tokens now: %w", err),
+		}
 	}
 	return grant, nil
 }
@@ -323,7 +398,12 @@ func (s *Server) Connect(stream pb.Stream_ConnectServer) error {
 	cs := t.session.Load()
 	if cs == nil {
 		// Something between edge and cloud has split the session's connection.
+		t.refuse()
 		s.cfg.Counters.Refuse(tunnel.WrongSession)
+		if skipped, ok := s.splitWarnings.Allow(); ok {
+			s.log.Warn("wrong-session: a conn came on a connection without a session; only a TCP (layer 4) balancer may stand between edge and cloud",
+				"remote", t.conn.RemoteAddr().String(), "skipped", skipped)
+		}
 		return status.Error(codes.FailedPrecondition, "wrong-session: this connection has no session; only a TCP (layer 4) balancer may stand in between")
 	}
 	return cs.connect(stream)

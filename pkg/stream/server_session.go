@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"sync/atomic"
 	"time"
@@ -125,7 +126,7 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 		return errGone
 	}
 	c := newConn(connConfig{
-		stream: stream, blocks: s.blocks, counters: s.counters,
+		stream: stream, blocks: s.blocks, counters: s.counters, log: s.log,
 		local: "cloud", remote: addr(s.pub.Node),
 		ended: func(err error) {
 			if err != nil {
@@ -210,4 +211,26 @@ func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
 	s.mu.Unlock()
 	s.log.Info("edge is about to stop", "dur", time.Duration(d.GetGraceSeconds())*time.Second)
 	return nil
+}
+
+// logEnd writes that the session has ended. When the edge has said that it leaves, how
+// its connection then ended is no news.
+func (s *cloudSession) logEnd(err error) {
+	s.mu.Lock()
+	leaving := s.leaving
+	s.mu.Unlock()
+	lived := time.Since(s.pub.Since).Round(time.Millisecond)
+	if leaving && hungUp(err) {
+		s.log.Info("session ended: the edge has stopped", "dur", lived)
+		return
+	}
+	s.log.Info("session ended", "err", err, "dur", lived)
+}
+
+// hungUp reports whether a session ended by the edge's hanging up, and not by a
+// decision here.
+func hungUp(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, errLost) || errors.Is(err, context.Canceled) ||
+		status.Code(err) == codes.Canceled ||
+		status.Code(err) == codes.Unavailable && !errors.Is(err, errCloudStopping)
 }

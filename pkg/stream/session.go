@@ -214,13 +214,18 @@ func (s *session) receiveLoop(ctx context.Context) error {
 	}
 }
 
-// guard calls f. A panic ends this session and no other; it is counted, and tests
-// fail when one was.
-func (s *session) guard(f func() error) (err error) {
+// guard calls f. A panic ends this session and no other.
+func (s *session) guard(f func() error) error {
+	return guard(s.log, s.counters, "the session ends", f)
+}
+
+// guard calls f and makes a panic an error, which must end the part of the process
+// that what speaks of. It is counted, and tests fail when one was.
+func guard(log *slog.Logger, counters *tunnel.Counters, what string, f func() error) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
-			s.counters.Panics.Add(1)
-			s.log.Error("panic; the session ends", "err", p, "stack", string(debug.Stack()))
+			counters.Panics.Add(1)
+			log.Error("panic; "+what, "err", p, "stack", string(debug.Stack()))
 			err = fmt.Errorf("internal error: %v", p)
 		}
 	}()

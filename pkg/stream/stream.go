@@ -97,6 +97,12 @@ const (
 	// maxJoining is how many accepted connections may be without a session at once;
 	// further ones wait in the kernel's backlog.
 	maxJoining = 1024
+	// maxJoiningPerGroup is how many of those may come from one source (auth.Group), so
+	// that one host does not keep every edge out. It is not smaller because all edges
+	// behind one NAT or balancer are one source: when they all come at once, those that
+	// are too many are hung up on and try again with jitter, while a join takes
+	// milliseconds.
+	maxJoiningPerGroup = 128
 )
 
 // serverOptions are the settings of the gRPC server. Its defaults are too open for a

@@ -142,6 +142,7 @@ func TestStrangersAreHungUpOn(t *testing.T) {
 // time is over.
 func TestStrangersDoNotKeepEdgesOut(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
+		r.net.spread.Store(true)
 		for range maxJoining {
 			c, err := r.net.dial(t.Context(), "", "")
 			if err != nil {
@@ -151,6 +152,84 @@ func TestStrangersDoNotKeepEdgesOut(t *testing.T) {
 		}
 		e := r.start(r.clientConfig("edge1"), direct)
 		within(t, 2*joinTimeout, "the edge joins", func() bool { return e.client.Ready() == nil })
+	})
+}
+
+// More connections of one source than may join at all do not keep another source out,
+// not even for a moment: those that are too many for it are closed at once.
+func TestOneSourceDoesNotKeepEdgesOut(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		start := time.Now()
+		const most = maxJoining + 500
+		for range most {
+			c, err := r.net.dial(t.Context(), "", "")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+		}
+		r.net.spread.Store(true)
+		r.join("edge1", direct)
+		if d := time.Since(start); d > time.Second {
+			t.Errorf("the edge has joined after %s", d)
+		}
+		if n := r.counters.JoinsRefused.Load(); n != most-maxJoiningPerGroup {
+			t.Errorf("%d connections are counted as refused, want %d", n, most-maxJoiningPerGroup)
+		}
+		if n := len(r.log.lines("level=WARN", "too many connections of one source")); n != 1 {
+			t.Errorf("%d lines of warning, want 1", n)
+		}
+	})
+}
+
+// A stranger who is refused thousands of times writes ten lines a second, and they
+// say from where, who he says he is, and why.
+func TestRefusalsAreLoggedTenASecond(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		const rounds = 60
+		for range rounds {
+			s := r.stranger()
+			if err := s.control("Bearer " + auth.EncodeToken("edge1", "guess")).end(); status.Code(err) != codes.Unauthenticated {
+				t.Fatalf("got %v, want a refusal", err)
+			}
+			s.cc.Close()
+		}
+		if n := r.counters.JoinsRefused.Load(); n != rounds {
+			t.Errorf("%d refusals are counted", n)
+		}
+		if n := len(r.log.lines("end=cloud")); n != 10 {
+			t.Errorf("%d lines, want 10:\n%s", n, strings.Join(r.log.lines("end=cloud"), ""))
+		}
+		time.Sleep(time.Second)
+		r.stranger().control("Bearer " + auth.EncodeToken("edge2", "guess")).end()
+		if len(r.log.lines("level=WARN", "join refused", "remote=", "node=edge2", `err="the token is wrong"`, "skipped=50")) != 1 {
+			t.Errorf("the next line does not count what was left out:\n%s", strings.Join(r.log.lines("edge2"), ""))
+		}
+	})
+}
+
+// A connection that has been refused once serves no further stream while its status
+// leaves.
+func TestOneRefusalPerConnection(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		s := r.stranger()
+		if err := s.control("").end(); status.Code(err) != codes.Unauthenticated {
+			t.Fatalf("got %v, want a refusal", err)
+		}
+		for range 100 {
+			if err := s.control(bearerOf("edge1")).end(); status.Code(err) != codes.Unavailable {
+				t.Fatalf("a control stream: %v, want unavailable", err)
+			}
+			if _, err := s.connect("topic").Recv(); status.Code(err) != codes.Unavailable {
+				t.Fatalf("a conn: %v, want unavailable", err)
+			}
+		}
+		if n, m := r.counters.JoinsRefused.Load(), r.counters.Refusals(tunnel.WrongSession); n != 1 || m != 0 {
+			t.Errorf("%d joins and %d conns refused, want 1 and 0", n, m)
+		}
+		if n := len(r.log.lines("end=cloud")); n != 1 {
+			t.Errorf("%d lines in the log, want 1", n)
+		}
 	})
 }
 

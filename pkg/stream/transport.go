@@ -10,6 +10,8 @@ import (
 
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
+
+	"tunnel/pkg/auth"
 )
 
 // transport is one accepted connection of an edge. gRPC hands it to every stream
@@ -19,6 +21,15 @@ type transport struct {
 	credentials.TLSInfo
 	conn    *joiningConn
 	session atomic.Pointer[cloudSession] // set once, when the edge has joined
+	refused atomic.Bool                  // a stream was refused: no other is served
+}
+
+// refuse makes the stream that is being refused the last one that is served on the
+// connection, and closes it when a status has had time to leave.
+func (t *transport) refuse() {
+	if !t.refused.Swap(true) {
+		t.conn.closeSoon()
+	}
 }
 
 // serverCreds is TLS whose AuthInfo is a *transport.
@@ -60,34 +71,55 @@ func transportOf(ctx context.Context) (*transport, error) {
 }
 
 // joinListener bounds what strangers cost: a connection that has not become a
-// session after joinTimeout is closed, and no more than maxJoining of them are open.
+// session after joinTimeout is closed, no more than maxJoining of them are open, and
+// no more than maxJoiningPerGroup of one source.
 type joinListener struct {
 	net.Listener
-	slots chan struct{} // one token for each connection without a session
+	slots   chan struct{}  // one token for each connection without a session
+	groups  *auth.Groups   // the same, by source
+	refused func(net.Addr) // told of a connection that was one too many for its source
 
 	closing chan struct{}
 	once    sync.Once
 }
 
-func newJoinListener(ln net.Listener) *joinListener {
-	return &joinListener{Listener: ln, slots: make(chan struct{}, maxJoining), closing: make(chan struct{})}
+func newJoinListener(ln net.Listener, refused func(net.Addr)) *joinListener {
+	return &joinListener{
+		Listener: ln,
+		slots:    make(chan struct{}, maxJoining),
+		groups:   auth.NewGroups(maxJoiningPerGroup),
+		refused:  refused,
+		closing:  make(chan struct{}),
+	}
 }
 
-// Accept implements net.Listener. It waits while too many connections are joining.
+// Accept implements net.Listener. It waits while too many connections are joining,
+// which takes several sources; what is too many of one is closed at once.
 func (l *joinListener) Accept() (net.Conn, error) {
 	select {
 	case l.slots <- struct{}{}:
 	case <-l.closing:
 		return nil, net.ErrClosed
 	}
-	raw, err := l.Listener.Accept()
-	if err != nil {
-		<-l.slots
-		return nil, err
+	for {
+		raw, err := l.Listener.Accept()
+		if err != nil {
+			<-l.slots
+			return nil, err
+		}
+		release, ok := l.groups.Admit(auth.GroupOf(raw.RemoteAddr()))
+		if !ok {
+			raw.Close()
+			l.refused(raw.RemoteAddr())
+			continue
+		}
+		c := &joiningConn{Conn: raw, release: func() {
+			release()
+			<-l.slots
+		}}
+		c.timer = time.AfterFunc(joinTimeout, func() { raw.Close() })
+		return c, nil
 	}
-	c := &joiningConn{Conn: raw, slots: l.slots}
-	c.timer = time.AfterFunc(joinTimeout, func() { raw.Close() })
-	return c, nil
 }
 
 // Close implements net.Listener.
@@ -99,16 +131,16 @@ func (l *joinListener) Close() error {
 // joiningConn is an accepted connection.
 type joiningConn struct {
 	net.Conn
-	timer *time.Timer
-	slots chan struct{}
-	once  sync.Once
+	timer   *time.Timer
+	release func() // gives back its place among those that join
+	once    sync.Once
 }
 
 // joined lifts the deadline: the connection has a session.
 func (c *joiningConn) joined() {
 	c.once.Do(func() {
 		c.timer.Stop()
-		<-c.slots
+		c.release()
 	})
 }
 
