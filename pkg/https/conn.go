@@ -25,8 +25,9 @@ type clientConn struct {
 	sni     string
 	refused error // why it could not be passed through to the node that sni names
 
-	framed  *framedConn // HTTP/1 over it; nil with HTTP/2
-	unwatch func() bool // ends the watch that resets it when the front door's time is over
+	framed  *framedConn   // HTTP/1 over it; nil with HTTP/2
+	unwatch func() bool   // ends the watch that resets it when the front door's time is over
+	ended   chan struct{} // closed when net/http has done with it
 
 	lingers atomic.Bool // the caller is still sending: Close must not destroy our last bytes
 }

@@ -381,6 +381,55 @@ func TestStrangers(t *testing.T) {
 	must(t, tls.Client(r.tcp(), r.caller("127.0.0.1")).Handshake())
 }
 
+// A certificate of clientca alone makes nobody more than a stranger: its connections
+// are counted until they end, which is when they have been told why, or soon.
+func TestStrangersWithACertificate(t *testing.T) {
+	for _, proto := range []string{"h2", "http/1.1"} {
+		t.Run(proto, func(t *testing.T) {
+			r := newRig(t, nil, nil)
+			if proto == "h2" {
+				r.door.hearing = 2 * time.Second
+			}
+			r.start()
+			count := func() int {
+				r.door.strangers.mu.Lock()
+				defer r.door.strangers.mu.Unlock()
+				return r.door.strangers.all
+			}
+			raw := func(name string) *tls.Conn {
+				cfg := r.caller("127.0.0.1")
+				cfg.Certificates = []tls.Certificate{*r.clientCA.issue(name)}
+				cfg.NextProtos = []string{proto}
+				return r.raw(cfg)
+			}
+			raw(DefaultClientName)
+			eventually(t, "a known caller is not counted", func() bool { return count() == 0 })
+			mallory := raw("mallory")
+			eventually(t, "the other is given to net/http", func() bool {
+				return strings.Count(r.logs.String(), "https connection terminated") == 2
+			})
+			if n := count(); n != 1 {
+				t.Errorf("%d strangers are counted, want 1", n)
+			}
+			if proto == "http/1.1" {
+				_, err := io.WriteString(mallory, "GET / HTTP/1.1\r\nHost: edge1\r\n\r\n")
+				must(t, err)
+				if b, err := io.ReadAll(mallory); err != nil || !strings.HasPrefix(string(b), "HTTP/1.1 403") {
+					t.Errorf("the answer is %q, %v", b, err)
+				}
+			} else {
+				// It asks for nothing: a preface and SETTINGS.
+				_, err := io.WriteString(mallory, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
+				must(t, err)
+				if _, err := io.Copy(io.Discard, mallory); !errors.Is(err, syscall.ECONNRESET) {
+					t.Errorf("the connection ended with %v, want a reset", err)
+				}
+			}
+			eventually(t, "its place is free again", func() bool { return count() == 0 })
+		})
+	}
+}
+
 func TestStrangersCount(t *testing.T) {
 	var s strangers
 	var releases []func()
@@ -502,7 +551,7 @@ func TestPanics(t *testing.T) {
 
 	// In a request.
 	door := r.door
-	p := &proxy{f: door, names: door.cfg.clientNames()}
+	p := &proxy{f: door}
 	func() {
 		defer func() {
 			if v := recover(); v != http.ErrAbortHandler { //nolint:errorlint // net/http compares as well

@@ -173,6 +173,7 @@ type FrontDoor struct {
 	serverTLS *tls.Config // nil when nothing is terminated
 	clientTLS *tls.Config // to kubelets; nil when the edge speaks TLS to them
 	grace     time.Duration
+	hearing   time.Duration // strangerTime
 
 	strangers strangers
 	denials   denials
@@ -193,11 +194,12 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 		cfg.Counters = new(tunnel.Counters)
 	}
 	f := &FrontDoor{
-		cfg:    cfg,
-		dialer: dialer,
-		nodes:  nodes,
-		log:    log,
-		grace:  tunnel.GracePeriod,
+		cfg:     cfg,
+		dialer:  dialer,
+		nodes:   nodes,
+		log:     log,
+		grace:   tunnel.GracePeriod,
+		hearing: strangerTime,
 	}
 	for here, target := range cfg.Ports {
 		f.ports = append(f.ports, port{here, target})

@@ -9,7 +9,6 @@ import (
 	"net"
 	"net/http"
 	"net/http/httputil"
-	"slices"
 	"sync"
 	"time"
 
@@ -26,10 +25,9 @@ const copySize = 32 << 10
 // its own window; in one HTTP/2 connection it would hold up to 4 MiB of ours.
 type proxy struct {
 	// Set once.
-	f     *FrontDoor
-	names []string
-	dial  dialHop
-	pool  pool
+	f    *FrontDoor
+	dial dialHop
+	pool pool
 
 	finder   finder
 	buffers  sync.Pool      // of []byte, copySize long
@@ -46,7 +44,7 @@ type hop struct {
 
 // newProxy returns the handler. Its conns to targets end with live.
 func newProxy(live context.Context, f *FrontDoor) *proxy {
-	p := &proxy{f: f, names: f.cfg.clientNames()}
+	p := &proxy{f: f}
 	p.dial = func(ctx context.Context, h hop, ended func()) (net.Conn, error) {
 		p.targets.Add(1)
 		c, err := f.dialTarget(ctx, live, h)
@@ -146,7 +144,7 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		body.last = true // framedConn cannot see where the next one would start
 		if c.framed.frame.both {
 			body.closing()
-			respond(w, http.StatusBadRequest, "", "the request has both Content-Length and Transfer-Encoding")
+			respond(w, r, http.StatusBadRequest, "", "the request has both Content-Length and Transfer-Encoding")
 			return
 		}
 	}
@@ -169,7 +167,7 @@ func (p *proxy) route(w http.ResponseWriter, r *http.Request, c *clientConn, bod
 		if a.code != 0 {
 			name = a.code.String()
 		}
-		respond(w, a.status, name, a.text)
+		respond(w, r, a.status, name, a.text)
 		return hop{}, false
 	}
 	sni, err := tunnel.ParseNodeName(c.sni)
@@ -177,8 +175,8 @@ func (p *proxy) route(w http.ResponseWriter, r *http.Request, c *clientConn, bod
 	// could not be when it came, and callers pool it.
 	astray := p.f.cfg.Mode == Auto && err == nil
 	// TLS has verified the certificate; whom it names is up to us.
-	h.caller = r.TLS.PeerCertificates[0].Subject.CommonName
-	if !slices.Contains(p.names, h.caller) {
+	h.caller = callerOf(*r.TLS)
+	if !p.f.mayCall(h.caller) {
 		body.last = true
 		return refuse(p.stranger(r, c, sni, h.caller, astray))
 	}
@@ -242,7 +240,7 @@ func (p *proxy) forward(w http.ResponseWriter, r *http.Request, h hop, body *req
 	upgrade := upgradeOf(r)
 	if upgrade != "" && r.ContentLength != 0 {
 		body.closing()
-		respond(w, http.StatusBadRequest, "", "an upgrade request with a body is not supported")
+		respond(w, r, http.StatusBadRequest, "", "an upgrade request with a body is not supported")
 		return
 	}
 	var transport roundTripper
@@ -306,14 +304,14 @@ func (p *proxy) failed(w http.ResponseWriter, r *http.Request, h hop, body *requ
 	}
 	body.closing()
 	if rerr := body.failure(); rerr != nil {
-		respond(w, http.StatusBadRequest, "", fmt.Sprintf("reading the request's body: %v", rerr))
+		respond(w, r, http.StatusBadRequest, "", fmt.Sprintf("reading the request's body: %v", rerr))
 		return
 	}
 	code := tunnel.CodeOf(err)
 	if code == tunnel.Overloaded || code == tunnel.Draining {
 		w.Header().Set("Retry-After", "1")
 	}
-	respond(w, statusOf(code), code.String(), fmt.Sprintf("node %s: %v", h.node, err))
+	respond(w, r, statusOf(code), code.String(), fmt.Sprintf("node %s: %v", h.node, err))
 }
 
 // Get and Put make p the httputil.BufferPool of its requests.

@@ -8,10 +8,9 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"slices"
 	"sync"
 	"time"
-
-	"tunnel/pkg/tunnel"
 )
 
 const (
@@ -19,6 +18,8 @@ const (
 	handshakeTimeout = 10 * time.Second
 	// headerTimeout is how long it may take for a request's header.
 	headerTimeout = 10 * time.Second
+	// strangerTime is how long a caller that may not call can take to be told so.
+	strangerTime = 10 * time.Second
 	// idleTimeout ends a connection without requests. It is longer than the 90 s
 	// for which kube-apiserver pools one, so that the caller is who closes it.
 	idleTimeout = 3 * time.Minute
@@ -48,7 +49,9 @@ func serverConfig(c Config) *tls.Config {
 }
 
 // terminate does the TLS handshake with a caller and gives the connection to web.
-// release is called when the caller has proven who it is.
+// release is called when the caller has proven that it may call. One that has only
+// proven who it is stays a stranger: it is heard, so that it can be told what is wrong,
+// and terminate returns when its connection has ended.
 func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn, release func(), log *slog.Logger) {
 	hctx, cancel := context.WithTimeout(ctx, handshakeTimeout)
 	defer cancel()
@@ -58,7 +61,10 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 		c.part() // the alert that says why must arrive
 		return
 	}
-	release()
+	known := f.mayCall(callerOf(tc.ConnectionState()))
+	if known {
+		release()
+	}
 	log.Debug("https connection terminated", "err", c.refused)
 	// A Close of net/http would wait for each caller that takes nothing.
 	c.unwatch = context.AfterFunc(live, func() { c.Reset() }) //nolint:errcheck // it returns none
@@ -67,11 +73,24 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 		c.framed = &framedConn{Conn: tc}
 		nc = c.framed
 	}
+	c.ended = make(chan struct{})
 	if !web.handoff.give(nc) {
 		c.unwatch()
 		c.Close() //nolint:errcheck // the front door is closing
+		return
+	}
+	if !known {
+		t := time.AfterFunc(f.hearing, func() { c.Reset() }) //nolint:errcheck // it returns none
+		defer t.Stop()
+		<-c.ended
 	}
 }
+
+// callerOf returns the name in a client certificate that TLS has verified.
+func callerOf(s tls.ConnectionState) string { return s.PeerCertificates[0].Subject.CommonName }
+
+// mayCall reports whether a verified certificate of that name may call.
+func (f *FrontDoor) mayCall(name string) bool { return slices.Contains(f.cfg.clientNames(), name) }
 
 // web is the HTTP server behind the connections that we terminate.
 type web struct {
@@ -109,7 +128,9 @@ func (f *FrontDoor) startWeb(live context.Context) *web {
 				// Called by the accept loop, which ends before anyone waits.
 				w.conns.Add(1)
 			case http.StateClosed, http.StateHijacked:
-				clientOf(nc).unwatch()
+				c := clientOf(nc)
+				c.unwatch()
+				close(c.ended)
 				w.conns.Done()
 			}
 		},
@@ -177,31 +198,3 @@ func (h *handoff) Close() error {
 }
 
 func (h *handoff) Addr() net.Addr { return &net.TCPAddr{} }
-
-// respond writes an answer of our own. Its text says what was wrong and what to do.
-func respond(w http.ResponseWriter, status int, code, text string) {
-	h := w.Header()
-	h.Set("Content-Type", "text/plain; charset=utf-8")
-	h.Set("X-Content-Type-Options", "nosniff")
-	if code != "" {
-		h.Set(RefusalHeader, code)
-	}
-	w.WriteHeader(status)
-	fmt.Fprintf(w, "tunnel: %s\n", text)
-}
-
-// RefusalHeader tells an answer of the tunnel from one of the kubelet. Its value is a
-// [tunnel.Code].
-const RefusalHeader = "Tunnel-Refusal"
-
-// statusOf is the HTTP status of a conn that was not opened.
-func statusOf(c tunnel.Code) int {
-	switch c {
-	case tunnel.Timeout:
-		return http.StatusGatewayTimeout
-	case tunnel.Overloaded, tunnel.Draining:
-		return http.StatusServiceUnavailable
-	default:
-		return http.StatusBadGateway
-	}
-}

@@ -297,6 +297,9 @@ func (p *proxy) probe(ctx context.Context, n tunnel.NodeName, ref podRef, caller
 		p.f.warn(denyProbe, "a kubelet does not tell whether it has a pod", "node", string(n), "err", fmt.Sprintf("%s: %s", res.Status, why))
 		return errDenied
 	default:
+		if res.StatusCode < 400 {
+			return errNoPod // whatever listens there, it is not a kubelet
+		}
 		return nil
 	}
 }

@@ -1,0 +1,93 @@
+package https
+
+import (
+	"bufio"
+	"encoding/json"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+)
+
+// wantKubeStatus fails unless b is a metav1.Status that says words.
+func wantKubeStatus(t *testing.T, b []byte, code int, words string) {
+	t.Helper()
+	var s struct {
+		Kind, APIVersion, Status, Message, Reason string
+		Code                                      int
+	}
+	if err := json.Unmarshal(b, &s); err != nil {
+		t.Errorf("%q is not JSON: %v", b, err)
+	}
+	if s.Kind != "Status" || s.APIVersion != "v1" || s.Status != "Failure" || s.Code != code || !strings.Contains(s.Message, words) {
+		t.Errorf("status %+v, want one that says %q", s, words)
+	}
+}
+
+// The reason reaches the user: kubectl as a Status, curl as text.
+func TestRefusalBodies(t *testing.T) {
+	r := newRig(t, nil, nil).start()
+	c := r.client(r.caller("127.0.0.1"), false)
+	for _, test := range []struct {
+		name   string
+		header http.Header
+		json   bool
+	}{
+		{"curl", http.Header{"Accept": {"*/*"}}, false},
+		{"kube-apiserver for logs", nil, false},
+		{"kubectl get --raw", http.Header{"Accept": {"application/json, */*"}}, true},
+		{"a typed client", http.Header{"Accept": {"application/vnd.kubernetes.protobuf,application/json"}}, true},
+		{"SPDY", http.Header{"Connection": {"Upgrade"}, "Upgrade": {"SPDY/3.1"}}, true},
+		{"websocket", http.Header{"Connection": {"keep-alive, upgrade"}, "Upgrade": {"websocket"}}, true},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			req, err := http.NewRequest("GET", "https://edge9/pods", nil)
+			must(t, err)
+			if test.header != nil {
+				req.Header = test.header
+			}
+			res, err := c.Do(req)
+			must(t, err)
+			defer res.Body.Close()
+			b, err := io.ReadAll(res.Body)
+			must(t, err)
+			wantStatus(t, res, string(b), 502)
+			if h := res.Header.Get(RefusalHeader); h != "no-such-node" {
+				t.Errorf("%s: %q", RefusalHeader, h)
+			}
+			if !test.json {
+				if !strings.HasPrefix(string(b), "tunnel: node edge9 is not connected") || res.Header.Get("Content-Type") != "text/plain; charset=utf-8" {
+					t.Errorf("%s %q", res.Header.Get("Content-Type"), b)
+				}
+				return
+			}
+			if h := res.Header.Get("Content-Type"); h != "application/json" {
+				t.Errorf("Content-Type %q", h)
+			}
+			wantKubeStatus(t, b, 502, "node edge9 is not connected")
+		})
+	}
+}
+
+// What the dialler says reaches kubectl, too.
+func TestUpgradeNotDialled(t *testing.T) {
+	r := newRig(t, nil, func(r *rig, _ *Config) { r.tunnel.fail = io.ErrUnexpectedEOF }).start()
+	c := r.raw(r.caller("127.0.0.1"))
+	_, err := io.WriteString(c, upgradeRequest("SPDY/3.1", ""))
+	must(t, err)
+	res := readResponse(t, bufio.NewReader(c), "POST")
+	b, err := io.ReadAll(res.Body)
+	must(t, err)
+	wantKubeStatus(t, b, 502, "node edge1: unexpected EOF")
+}
+
+// A Status is never longer than what kubectl reads of one.
+func TestLongStatus(t *testing.T) {
+	for _, text := range []string{strings.Repeat("x", 5000), strings.Repeat("\x01", 3000), strings.Repeat("ä", 3000), strings.Repeat("<\"", 3000), ""} {
+		b := kubeStatus(504, "tunnel: "+text)
+		if len(b) > maxStatus || len(text) > 0 && len(b) < maxStatus/2 {
+			t.Errorf("%d bytes", len(b))
+		}
+		wantKubeStatus(t, b, 504, "tunnel: ")
+	}
+}
