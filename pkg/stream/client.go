@@ -231,7 +231,7 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, token auth
 	s := &edgeSession{client: client, abandon: abandon}
 	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s}
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
-	s.stream, s.unknown = stream, s.nobody
+	s.stream, s.unknown, s.hangUp = stream, s.nobody, stream.CloseSend
 	s.init()
 	err = s.write(message(typeHello, "", &pb.Hello{Version: Version, Software: c.cfg.Software}))
 	if err != nil && !errors.Is(err, io.EOF) { // io.EOF says that Recv knows the reason

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"time"
 
@@ -27,18 +28,27 @@ type edgeSession struct {
 var _ tunnel.Link = (*edgeSession)(nil)
 
 // serveUntil serves the session until it ends. When ctx is done it drains: the cloud
-// is told, and conns may go on until sctx is done.
+// is told, and conns may go on until sctx is done. Then this side hangs up, and the
+// cloud's end of the stream says that it has heard all.
 func (s *edgeSession) serveUntil(ctx, sctx context.Context) error {
 	stop := context.AfterFunc(ctx, func() {
 		s.mu.Lock()
 		s.leaving = true
 		s.mu.Unlock()
 		s.drain(sctx)
+		close(s.leave)
+		select {
+		case <-s.done:
+		case <-time.After(leaveTimeout):
+		case <-sctx.Done():
+		}
 		s.Close(errStopping)
 	})
 	s.wg.Go(func() { s.beat() })
 	err := s.run(sctx)
-	stop()
+	if !stop() && errors.Is(err, io.EOF) {
+		err = errStopping // the cloud's answer to our hanging up
+	}
 	s.abandon(err)
 	return err
 }

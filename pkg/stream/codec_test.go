@@ -177,7 +177,7 @@ func TestDecodeFreesItsBuffers(t *testing.T) {
 			*block = (*block)[:copy(*block, wire)]
 			data := mem.BufferSlice{mem.NewBuffer(block, pool)}
 			var in incoming
-			in.decode(data) //nolint:errcheck // one of them fails, and has nothing to free
+			in.decode(data) // one of them fails, and has nothing to free
 			data.Free()     // as gRPC does after Unmarshal
 			in.free()
 			if pool.out != 0 {

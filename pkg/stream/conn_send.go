@@ -173,7 +173,7 @@ func (c *conn) ReadFrom(src io.Reader) (n int64, err error) {
 			}
 			n += int64(m)
 		}
-		if rerr == io.EOF { //nolint:errorlint // io.Reader's contract is io.EOF itself
+		if rerr == io.EOF {
 			return n, nil
 		}
 		if rerr != nil {

@@ -371,6 +371,27 @@ func TestEdgeDrains(t *testing.T) {
 	}
 }
 
+// An edge without conns that stops says so first: the cloud's log has no error.
+func TestIdleEdgeStops(t *testing.T) {
+	r := newRig(t)
+	for i := range 20 {
+		start := time.Now()
+		r.join("edge1", direct).halt(t)
+		if d := time.Since(start); d > leaveTimeout {
+			t.Errorf("it took %s", d)
+		}
+		r.eventually("the log says so plainly", func() bool {
+			return len(r.log.lines("end=cloud", "session ended: the edge has stopped")) == i+1
+		})
+	}
+	if l := r.log.lines("end=cloud", "err="); len(l) != 0 {
+		t.Errorf("a clean stop leaves an error in the cloud's log: %s", l)
+	}
+	if l := r.log.lines("end=edge", "session ended", errStopping.Error()); len(l) != 20 {
+		t.Errorf("the edge says so %d times", len(l))
+	}
+}
+
 // A panic while somebody joins costs that connection; one in a conn's handler costs
 // the session. The process lives.
 func TestPanicInAHandler(t *testing.T) {

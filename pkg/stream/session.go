@@ -27,8 +27,10 @@ type session struct {
 	stream   controlStream
 	maxConns int64
 	unknown  func(*tunnel.Message) // also told of messages without a handler; nil: nobody
+	hangUp   func() error          // closes our side of the control stream; nil: the cloud cannot
 
 	outbox outbox         // to sendLoop
+	leave  chan struct{}  // to sendLoop: hang up when the outbox is empty; closed by serveUntil
 	done   chan struct{}  // closed when the session has ended; then err is set
 	wg     sync.WaitGroup // conns and goroutines; added to only while not ended
 
@@ -56,6 +58,7 @@ var errEnded = errors.New("the session has ended")
 
 func (s *session) init() {
 	s.outbox.init()
+	s.leave = make(chan struct{})
 	s.done = make(chan struct{})
 	s.topics = make(map[string]topic)
 }
@@ -171,15 +174,28 @@ func (s *session) sendLoop() error {
 	for {
 		select {
 		case <-s.outbox.wake:
-			for _, m := range s.outbox.take() {
-				if err := s.write(m); err != nil {
-					return err
-				}
+			if err := s.flush(); err != nil {
+				return err
 			}
+		case <-s.leave:
+			if err := s.flush(); err != nil {
+				return err
+			}
+			return s.hangUp()
 		case <-s.done:
 			return nil
 		}
 	}
+}
+
+// flush writes all that waits in the outbox.
+func (s *session) flush() error {
+	for _, m := range s.outbox.take() {
+		if err := s.write(m); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (s *session) write(m *tunnel.Message) error {

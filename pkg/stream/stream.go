@@ -61,6 +61,9 @@ const (
 	// hangUpTimeout is how long a stopping cloud waits for an edge to hang up once its
 	// last conn has ended.
 	hangUpTimeout = 2 * time.Second
+	// leaveTimeout is how long a stopping edge waits for the cloud to take its last
+	// messages.
+	leaveTimeout = time.Second
 	// heartbeatInterval is how often an edge measures the round trip.
 	heartbeatInterval = 10 * time.Second
 	// A peer that does not answer a ping is noticed within the sum of the two. The
