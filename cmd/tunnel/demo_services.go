@@ -155,7 +155,7 @@ func (d *demo) checkOwn(ctx context.Context) error {
 		return err
 	}
 	defer c.Close()
-	if err := c.SetDeadline(time.Now().Add(ownQuiet)); err != nil {
+	if err = c.SetDeadline(time.Now().Add(ownQuiet)); err != nil {
 		return err
 	}
 	_, err = c.Read(make([]byte, 1))
