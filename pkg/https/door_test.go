@@ -430,6 +430,71 @@ func TestStrangersWithACertificate(t *testing.T) {
 	}
 }
 
+// One address cannot take all conns of a node: others still pass through, it still
+// reaches other nodes, and who is named in allowfrom is not counted.
+func TestPassedPerSource(t *testing.T) {
+	must2 := func(s auth.Sources, err error) auth.Sources {
+		t.Helper()
+		must(t, err)
+		return s
+	}
+	for name, test := range map[string]struct {
+		from    auth.Sources
+		trusted bool
+	}{
+		"anyone":        {nil, false},
+		"all addresses": {must2(auth.ParseSources([]string{"0.0.0.0/0", "::/0"})), false},
+		"named":         {must2(auth.ParseSources([]string{"127.0.0.0/8"})), true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, nil, func(_ *rig, c *Config) { c.Mode, c.AllowFrom = Passthrough, test.from })
+			sink, err := net.Listen("tcp", "127.0.0.1:0") // takes connections and says nothing
+			must(t, err)
+			defer sink.Close()
+			r.tunnel.at = map[tunnel.NodeName]string{"edge1": sink.Addr().String()}
+			r.hold("edge2", true)
+			r.start()
+			hello := helloBytes(t, "edge1")
+			for i := range maxPassedPerSource {
+				_, err = r.tcp().Write(hello)
+				must(t, err)
+				if i%64 == 63 { // the sink's backlog is not asked for much at once
+					eventually(t, "they pass through", func() bool { return r.tunnel.openConns() == i+1 })
+				}
+			}
+			if test.trusted {
+				_, err = r.tcp().Write(hello)
+				must(t, err)
+				eventually(t, "one more passes through", func() bool { return r.tunnel.openConns() == maxPassedPerSource+1 })
+				return
+			}
+			for range 3 {
+				if err = tls.Client(r.tcp(), r.caller("edge1")).Handshake(); alertIn(err) != alertInternalError {
+					t.Errorf("one too many ended with %v", err)
+				}
+			}
+			if n := strings.Count(r.logs.String(), "level=WARN msg=\"https connection denied"); n != 1 {
+				t.Errorf("%d warnings, want 1", n)
+			}
+			cfg := direct(r)
+			cfg.ServerName, cfg.InsecureSkipVerify = "edge2", true
+			must(t, tls.Client(r.tcp(), cfg).Handshake())
+			other, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}}).Dial("tcp", r.addr)
+			must(t, err)
+			defer other.Close()
+			_, err = other.Write(hello)
+			must(t, err)
+			eventually(t, "another address passes through", func() bool { return r.tunnel.openConns() == maxPassedPerSource+2 })
+			r.tunnel.resetAll()
+			eventually(t, "all are forgotten", func() bool {
+				r.door.passed.mu.Lock()
+				defer r.door.passed.mu.Unlock()
+				return len(r.door.passed.count) == 0
+			})
+		})
+	}
+}
+
 func TestStrangersCount(t *testing.T) {
 	var s strangers
 	var releases []func()

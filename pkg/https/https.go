@@ -14,8 +14,9 @@
 //	             the kubelet authenticate each other, and we hold no key.
 //	terminate    no such SNI (kube-apiserver without --kubelet-certificate-authority
 //	             sends none on upgrades): we verify the caller's client certificate,
-//	             and each request goes to the node that its Host names, over TLS
-//	             through the tunnel, with a client certificate of our own.
+//	             and each request goes to the node that its Host, the SNI or its path
+//	             names (whichnode.go), over TLS through the tunnel, with a client
+//	             certificate of our own.
 //
 // On the edge the module is [Edge]: it dials the target and, if it is asked for the
 // network "tls" (SuperEdge's way, see [NewEdge]), speaks TLS to it.
@@ -97,7 +98,9 @@ type Config struct {
 	ClientNames []string // common names that may call, compared exactly; empty: DefaultClientName
 	Kubelet     Kubelet
 
-	AllowFrom auth.Sources // who may connect; nil: anyone
+	// AllowFrom says who may connect; nil: anyone. Who is in it may also have more than
+	// a quarter of a node's conns.
+	AllowFrom auth.Sources
 
 	Counters *tunnel.Counters // counts panics and callers of nodes that are not connected; nil: nobody looks
 }
@@ -176,6 +179,7 @@ type FrontDoor struct {
 	hearing   time.Duration // strangerTime
 
 	strangers strangers
+	passed    passed
 	denials   denials
 
 	mu    sync.Mutex // guards the following

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"net/netip"
+	"sync"
 	"time"
 
 	"tunnel/pkg/tunnel"
@@ -43,10 +45,69 @@ func (f *FrontDoor) decide(h hello) decision {
 	}
 }
 
-// pass splices c to a target of node. An error means that nothing has been done with
-// c; otherwise it has ended.
-func (f *FrontDoor) pass(live context.Context, c *clientConn, node tunnel.NodeName, target string, log *slog.Logger) error {
+// maxPassedPerSource bounds the connections that one source has to one node through
+// us. We cannot tell whether a caller that is passed through has any credential, and
+// the node has room for 1,024 conns (stream.DefaultMaxConns): a quarter leaves room for
+// others. kube-apiserver needs few: it multiplexes requests by HTTP/2.
+const maxPassedPerSource = 256
+
+// passed counts the connections that are passed through. The zero value is ready.
+type passed struct {
+	mu    sync.Mutex
+	count map[passedKey]int // only those that are not 0
+}
+
+type passedKey struct {
+	source netip.Prefix // see groupOf
+	node   tunnel.NodeName
+}
+
+// admit counts one more connection from a to node, unless that is one too many.
+// release is called once, when the connection has ended.
+func (p *passed) admit(a netip.Addr, node tunnel.NodeName) (release func(), ok bool) {
+	key := passedKey{groupOf(a), node}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.count[key] >= maxPassedPerSource {
+		return nil, false
+	}
+	if p.count == nil {
+		p.count = make(map[passedKey]int)
+	}
+	p.count[key]++
+	return func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		if p.count[key]--; p.count[key] == 0 {
+			delete(p.count, key)
+		}
+	}, true
+}
+
+// trusts reports whether the operator named the source a in allowfrom. A network of all
+// addresses names nobody.
+func (f *FrontDoor) trusts(a netip.Addr) bool {
+	for _, p := range f.cfg.AllowFrom {
+		if p.Bits() > 0 && p.Contains(a) {
+			return true
+		}
+	}
+	return false
+}
+
+// pass splices c, which came from source, to a target of node. An error means that
+// nothing has been done with c; otherwise it has ended.
+func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr, node tunnel.NodeName, target string, log *slog.Logger) error {
 	start := time.Now()
+	if !f.trusts(source) {
+		release, ok := f.passed.admit(source, node)
+		if !ok {
+			f.warn(denyPassed, "https connection denied", "frontend", c.LocalAddr().String(), "node", string(node),
+				"err", fmt.Sprintf("%s: its address has %d connections to the node: put it into allowfrom of [mode.cloud.https] if it may have more", c.RemoteAddr(), maxPassedPerSource))
+			return tunnel.Refusef(tunnel.Overloaded, "%d connections from one address are open", maxPassedPerSource)
+		}
+		defer release()
+	}
 	ctx, cancel := context.WithTimeout(live, dialTimeout)
 	defer cancel()
 	conn, err := f.dialer.Dial(ctx, tunnel.Request{

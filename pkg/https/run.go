@@ -200,7 +200,7 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 	switch d := f.decide(h); d.what {
 	case Passthrough:
 		release()
-		err = f.pass(live, c, d.node, p.target, log)
+		err = f.pass(live, c, source, d.node, p.target, log)
 		if err == nil {
 			return
 		}

@@ -73,6 +73,7 @@ const (
 	denyHandshake
 	denyClientName
 	denyProbe
+	denyPassed
 	denyKinds // how many there are
 )
 
