@@ -150,9 +150,12 @@ const ownQuiet = 300 * time.Millisecond
 
 // checkOwn connects to --target through the tunnel.
 func (d *demo) checkOwn(ctx context.Context) error {
+	unreachable := func(err error) error {
+		return fmt.Errorf("%s cannot be reached from this machine: %w", d.flags.target, err)
+	}
 	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", fmt.Sprintf("127.0.0.1:%d", d.Own))
 	if err != nil {
-		return err
+		return unreachable(err) // a reset may be there before the connect has returned
 	}
 	defer c.Close()
 	if err = c.SetDeadline(time.Now().Add(ownQuiet)); err != nil {
@@ -162,7 +165,7 @@ func (d *demo) checkOwn(ctx context.Context) error {
 	if err == nil || errors.Is(err, io.EOF) || errors.Is(err, os.ErrDeadlineExceeded) {
 		return nil
 	}
-	return fmt.Errorf("%s cannot be reached from this machine: %w", d.flags.target, err)
+	return unreachable(err)
 }
 
 // client returns an HTTP client for the HTTPS front door. With serverName its
