@@ -97,6 +97,9 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 		}
 		slices.Sort(addrs)
 		d.add(door, door.Ready, addrs...)
+		if ip := net.ParseIP(cmp.Or(c.HTTPS.Listen, https.DefaultListen)); !ip.IsLoopback() && len(c.HTTPS.AllowFrom) == 0 {
+			log.Warn("anyone may connect to the https ports, though not past the kubelet: name kube-apiserver's network in allowfrom of [mode.cloud.https]")
+		}
 	}
 	if c.Server.ChannelzAddr != "" {
 		d.add(admin.NewChannelz(c.Server.ChannelzAddr, log), nil, c.Server.ChannelzAddr)

@@ -192,6 +192,7 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	if err != nil {
 		log.Debug("cannot open the conn", "err", err)
 		tunnel.Reset(target)
+		s.refuse(name, tunnel.Refusef(tunnel.Internal, "node %s reached the target and cannot open the conn: %v", s.pub.Node, err))
 		return nil
 	}
 	gone := make(chan struct{})
