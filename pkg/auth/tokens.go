@@ -80,13 +80,6 @@ func NewTokens(path string, allowShared bool, log *slog.Logger) (*Tokens, error)
 	return t, nil
 }
 
-// Nodes returns how many nodes have a token of their own.
-func (t *Tokens) Nodes() int {
-	t.mu.Lock()
-	defer t.mu.Unlock()
-	return len(t.table.own)
-}
-
 // Authenticate implements Authenticator. It compares sums, in constant time and as
 // many of them for an unknown node as for a known one.
 func (t *Tokens) Authenticate(ctx context.Context, c Credential) (Grant, error) {

@@ -470,7 +470,7 @@ func TestPoolForgets(t *testing.T) {
 		})
 		r.tunnel.set(func(f *fakeTunnel) { f.fail = nil })
 	}
-	eventually(t, "all nodes are forgotten", func() bool { return r.door.Hops() == 0 })
+	eventually(t, "all nodes are forgotten", func() bool { return r.door.hops() == 0 })
 }
 
 // A target that does not read its upload stops nobody else's.

@@ -254,9 +254,9 @@ func (f *FrontDoor) setWeb(w *web) {
 	f.web = w
 }
 
-// Hops returns how many targets of nodes the front door has a request or an open
-// conn to, on behalf of callers that it terminates.
-func (f *FrontDoor) Hops() int {
+// hops returns how many targets of nodes the front door has a request or an open conn
+// to, on behalf of callers that it terminates: tests see that none is kept.
+func (f *FrontDoor) hops() int {
 	f.mu.Lock()
 	w := f.web
 	f.mu.Unlock()
