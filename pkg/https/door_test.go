@@ -515,9 +515,6 @@ func TestStrangersCount(t *testing.T) {
 	if s.all != 0 || len(s.source) != 0 {
 		t.Errorf("%d and %d sources are left", s.all, len(s.source))
 	}
-	if a, b := groupOf(netip.MustParseAddr("2001:db8::1")), groupOf(netip.MustParseAddr("2001:db8::ffff:1")); a != b {
-		t.Errorf("%v and %v are two sources", a, b)
-	}
 }
 
 func TestWarnings(t *testing.T) {
@@ -531,7 +528,7 @@ func TestWarnings(t *testing.T) {
 		if n := strings.Count(logs.String(), "\n"); n != 2 {
 			t.Errorf("%d lines:\n%s", n, &logs)
 		}
-		time.Sleep(warnEvery) // of the test's own clock
+		time.Sleep(time.Minute) // of the test's own clock
 		f.warn(denySNI, "no name")
 		if !strings.Contains(logs.String(), "and 99 more") {
 			t.Errorf("log:\n%s", &logs)

@@ -180,7 +180,7 @@ type FrontDoor struct {
 
 	strangers strangers
 	passed    passed
-	denials   denials
+	denials   [denyKinds]tunnel.Limiter // one for each kind, so that one does not hide another
 
 	mu    sync.Mutex // guards the following
 	addrs []net.Addr // of the open listeners, in the order of ports; nil unless all are open

@@ -8,6 +8,7 @@ import (
 	"sync"
 	"time"
 
+	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
 
@@ -58,14 +59,14 @@ type passed struct {
 }
 
 type passedKey struct {
-	source netip.Prefix // see groupOf
+	source netip.Prefix // see auth.Group
 	node   tunnel.NodeName
 }
 
 // admit counts one more connection from a to node, unless that is one too many.
 // release is called once, when the connection has ended.
 func (p *passed) admit(a netip.Addr, node tunnel.NodeName) (release func(), ok bool) {
-	key := passedKey{groupOf(a), node}
+	key := passedKey{auth.Group(a), node}
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if p.count[key] >= maxPassedPerSource {

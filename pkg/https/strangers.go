@@ -4,7 +4,8 @@ import (
 	"fmt"
 	"net/netip"
 	"sync"
-	"time"
+
+	"tunnel/pkg/auth"
 )
 
 const (
@@ -27,7 +28,7 @@ type strangers struct {
 // admit counts one more connection from a, unless that is one too many. The
 // connection is counted until release is called; more calls do nothing.
 func (s *strangers) admit(a netip.Addr) (release func(), ok bool) {
-	key := groupOf(a)
+	key := auth.Group(a)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.all >= maxStrangers || s.source[key] >= maxStrangersPerSource {
@@ -48,20 +49,6 @@ func (s *strangers) admit(a netip.Addr) (release func(), ok bool) {
 	}), true
 }
 
-// groupOf returns what counts as one source: an IPv4 address, or an IPv6 /64, which
-// is what one machine gets.
-func groupOf(a netip.Addr) netip.Prefix {
-	bits := a.BitLen()
-	if a.Is6() {
-		bits = 64
-	}
-	p, err := a.Prefix(bits)
-	if err != nil {
-		return netip.Prefix{} // not an IP address: all of those are one source
-	}
-	return p
-}
-
 // denial is a kind of warning that a stranger can cause as often as he likes.
 type denial int
 
@@ -77,43 +64,15 @@ const (
 	denyKinds // how many there are
 )
 
-// warnEvery is the least time between two warnings of one kind.
-const warnEvery = time.Minute
-
-// denials remembers when each kind of warning was last written. The zero value is
-// ready.
-type denials struct {
-	mu   sync.Mutex
-	kind [denyKinds]struct {
-		last       time.Time
-		suppressed int
-	}
-}
-
-// due reports whether a warning may be written now, and how many were left out
-// since the last one.
-func (d *denials) due(k denial, now time.Time) (suppressed int, ok bool) {
-	d.mu.Lock()
-	defer d.mu.Unlock()
-	e := &d.kind[k]
-	if !e.last.IsZero() && now.Sub(e.last) < warnEvery {
-		e.suppressed++
-		return 0, false
-	}
-	suppressed = e.suppressed
-	e.last, e.suppressed = now, 0
-	return suppressed, true
-}
-
 // warn writes a warning of kind k at most once a minute, and at level debug always.
 func (f *FrontDoor) warn(k denial, msg string, args ...any) {
 	args = append([]any{"module", Name}, args...)
-	suppressed, ok := f.denials.due(k, time.Now())
+	skipped, ok := f.denials[k].Allow()
 	switch {
 	case !ok:
 		f.log.Debug(msg, args...)
-	case suppressed > 0:
-		f.log.Warn(fmt.Sprintf("%s (and %d more since the last such line)", msg, suppressed), args...)
+	case skipped > 0:
+		f.log.Warn(fmt.Sprintf("%s (and %d more since the last such line)", msg, skipped), args...)
 	default:
 		f.log.Warn(msg, args...)
 	}
