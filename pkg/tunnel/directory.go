@@ -15,6 +15,7 @@ type Directory struct {
 
 	mu       sync.RWMutex
 	sessions map[NodeName]*Session // at most one per node: the newest
+	changed  chan struct{}         // closed at the next change; nil while nobody waits for one
 }
 
 var (
@@ -32,6 +33,9 @@ func (d *Directory) Attach(s *Session) (replaced *Session) {
 	}
 	replaced = d.sessions[s.Node]
 	d.sessions[s.Node] = s
+	if replaced == nil {
+		d.noteLocked()
+	}
 	return replaced
 }
 
@@ -44,7 +48,27 @@ func (d *Directory) Detach(s *Session) bool {
 		return false
 	}
 	delete(d.sessions, s.Node)
+	d.noteLocked()
 	return true
+}
+
+// Changed returns a channel that is closed when a node has come or gone. To miss
+// nothing, ask for it before asking who is connected.
+func (d *Directory) Changed() <-chan struct{} {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.changed == nil {
+		d.changed = make(chan struct{})
+	}
+	return d.changed
+}
+
+// noteLocked tells who waits that the set of nodes has changed. The caller holds mu.
+func (d *Directory) noteLocked() {
+	if d.changed != nil {
+		close(d.changed)
+		d.changed = nil
+	}
 }
 
 // Lookup returns the session of a node, or nil.

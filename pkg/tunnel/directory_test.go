@@ -266,3 +266,34 @@ func TestCounters(t *testing.T) {
 		t.Error("an unknown code has a count")
 	}
 }
+
+func TestDirectoryChanged(t *testing.T) {
+	d := new(Directory)
+	changed := func(c <-chan struct{}) bool {
+		select {
+		case <-c:
+			return true
+		default:
+			return false
+		}
+	}
+	a, b := &Session{Node: "edge1"}, &Session{Node: "edge1"}
+	c := d.Changed()
+	if c != d.Changed() || changed(c) {
+		t.Fatal("nothing has happened yet")
+	}
+	d.Attach(a)
+	if !changed(c) {
+		t.Error("a node came, and nobody was told")
+	}
+	c = d.Changed()
+	d.Attach(b)
+	d.Detach(a)
+	if changed(c) {
+		t.Error("a session that replaces another changes nothing: the node was and is there")
+	}
+	d.Detach(b)
+	if !changed(c) {
+		t.Error("a node went, and nobody was told")
+	}
+}
