@@ -1,0 +1,73 @@
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// Reason is why a request failed, as far as somebody would act on it differently.
+type Reason string
+
+// The reasons. Their values are those of a metric's label.
+const (
+	OK        Reason = "ok"
+	Conflict  Reason = "conflict"  // somebody else changed the object since it was read: read it again
+	Forbidden Reason = "forbidden" // the rights are missing
+	Throttled Reason = "throttled" // 429: the server has too much to do
+	TooLarge  Reason = "too_large"
+	Failed    Reason = "failed" // everything else, a server that cannot be reached among it
+)
+
+// Reasons returns all of them.
+func Reasons() []Reason { return []Reason{OK, Conflict, Forbidden, Throttled, TooLarge, Failed} }
+
+// ReasonFor returns why a request of this package failed.
+func ReasonFor(err error) Reason {
+	switch {
+	case err == nil:
+		return OK
+	// Created by somebody else meanwhile, or deleted: what was read is out of date.
+	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err), apierrors.IsNotFound(err):
+		return Conflict
+	case apierrors.IsForbidden(err), apierrors.IsUnauthorized(err):
+		return Forbidden
+	case apierrors.IsTooManyRequests(err):
+		return Throttled
+	case apierrors.IsRequestEntityTooLargeError(err), apierrors.HasStatusCause(err, metav1.CauseType("FieldValueTooLong")):
+		return TooLarge
+	default:
+		return Failed
+	}
+}
+
+// RetryAfter returns how long the server asks to be left alone; 0 if it does not say.
+func RetryAfter(err error) time.Duration {
+	seconds, ok := apierrors.SuggestsClientDelay(err)
+	if !ok {
+		return 0
+	}
+	return time.Duration(seconds) * time.Second
+}
+
+// Explain adds to an error of this package what an operator can do about it.
+func Explain(err error) error {
+	var timeout net.Error
+	switch {
+	case apierrors.IsUnauthorized(err):
+		return fmt.Errorf("%w: the API server does not know our credential; is the service account or the kubeconfig up to date?", err)
+	case apierrors.IsForbidden(err):
+		return fmt.Errorf("%w: grant it (deployment/cloud-rbac.yaml holds all rights that are needed)", err)
+	case apierrors.IsTooManyRequests(err):
+		return fmt.Errorf("%w: the API server is overloaded, or its priority and fairness settings are tight", err)
+	case errors.Is(err, context.DeadlineExceeded) || errors.As(err, &timeout) && timeout.Timeout():
+		return fmt.Errorf("no answer from the API server within %v: %w", requestTimeout, err)
+	default:
+		return err
+	}
+}

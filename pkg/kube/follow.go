@@ -1,0 +1,50 @@
+package kube
+
+import (
+	"context"
+
+	"github.com/go-logr/logr"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/tools/cache"
+	"k8s.io/klog/v2"
+)
+
+// follow keeps store up to date with the metadata of the objects that match, until ctx
+// is done: client-go's reflector lists, watches, and begins anew, with a backoff of its
+// own, when it has to. said gets the outcome of each request of it: nil, or why not.
+func (c *Client) follow(ctx context.Context, resource schema.GroupVersionResource, namespace string, match metav1.ListOptions,
+	store cache.ReflectorStore, said func(error),
+) {
+	objects := c.watches.Resource(resource).Namespace(namespace)
+	lw := &cache.ListWatch{
+		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
+			list, err := objects.List(ctx, matching(o, match))
+			said(ended(ctx, err))
+			return list, err
+		},
+		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+			w, err := objects.Watch(ctx, matching(o, match))
+			said(ended(ctx, err))
+			return w, err
+		},
+	}
+	silent := logr.Discard() // what it would log, said gets
+	reflector := cache.NewReflectorWithOptions(lw, &metav1.PartialObjectMetadata{}, store, cache.ReflectorOptions{Logger: &silent})
+	reflector.RunWithContext(klog.NewContext(ctx, silent))
+}
+
+func matching(o, match metav1.ListOptions) metav1.ListOptions {
+	o.LabelSelector, o.FieldSelector = match.LabelSelector, match.FieldSelector
+	return o
+}
+
+// ended returns err unless it only says that ctx is done.
+func ended(ctx context.Context, err error) error {
+	if ctx.Err() != nil {
+		return nil
+	}
+	return err
+}

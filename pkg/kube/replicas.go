@@ -1,0 +1,38 @@
+package kube
+
+import (
+	"context"
+	"net/netip"
+
+	"k8s.io/apimachinery/pkg/labels"
+)
+
+// endpointSliceList is the list, as far as we look (k8s.io/api/discovery/v1).
+type endpointSliceList struct {
+	Items []struct {
+		Endpoints []struct {
+			Addresses []string `json:"addresses"`
+		} `json:"endpoints"`
+	} `json:"items"`
+}
+
+// Replicas returns the addresses of a Service's pods, also of those that are not ready
+// or are about to end: a pod that is in none of the Service's EndpointSlices is gone.
+func (c *Client) Replicas(ctx context.Context, namespace, service string) ([]netip.Addr, error) {
+	var list endpointSliceList
+	match := labels.Set{"kubernetes.io/service-name": service}.String() // discoveryv1.LabelServiceName
+	if err := c.objects.list(ctx, endpointSlices(namespace), match, &list); err != nil {
+		return nil, err
+	}
+	var all []netip.Addr
+	for _, slice := range list.Items {
+		for _, e := range slice.Endpoints {
+			for _, text := range e.Addresses {
+				if a, err := netip.ParseAddr(text); err == nil { // else a name (addressType FQDN), no pod of ours
+					all = append(all, a.Unmap())
+				}
+			}
+		}
+	}
+	return all, nil
+}
