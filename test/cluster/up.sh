@@ -79,21 +79,9 @@ start etcd kubeall etcd --name e2e --data-dir "$RUN/etcd" --unsafe-no-fsync --lo
   --listen-peer-urls http://127.0.0.1:23800 --initial-advertise-peer-urls http://127.0.0.1:23800 \
   --initial-cluster e2e=http://127.0.0.1:23800
 
-# The names of the nodes as kube-apiserver sees them: this is the file that moves a node to the tunnel.
+# The names of the nodes as kube-apiserver sees them: editing this file moves a node to a tunnel, and so does dns.sh.
 for n in $NODES; do echo "$(address "$n") $n"; done >"$RUN/dns/hosts"
-cat >"$RUN/dns/Corefile" <<C
-.:53 {
-  bind $DNSBIND $CPIP
-  hosts $RUN/dns/hosts {
-    ttl 1
-    reload 500ms
-    no_reverse
-  }
-  log
-  errors
-}
-C
-start coredns coredns -conf "$RUN/dns/Corefile"
+LOCKED=1 "$HERE/dns.sh" kit
 
 printf 'nameserver %s\noptions timeout:1 attempts:2\n' "$DNSIP" >"$RUN/cp/resolv.conf"
 echo '127.0.0.1 localhost' >"$RUN/cp/hosts"

@@ -80,6 +80,9 @@ oom_score = 0
     bin_dir = "$CLUSTER_HOME/debroot/usr/lib/cni"
     conf_dir = "$d/cni.d"
 TOML
+# A mounted ConfigMap follows its object each syncFrequency to 1.5 times that (kubelet looks at a pod's volumes when it syncs
+# the pod; configMapAndSecretChangeDetectionStrategy is Watch, so it knows of the change at once). The default, 1m, would
+# have the tests wait.
 # Kubernetes 1.35 turns cgroup v1 off by default, hence failCgroupV1. containerd 1.6 cannot tell kubelet its cgroup driver.
 cat >"$d/kubelet.yaml" <<YAML
 apiVersion: kubelet.config.k8s.io/v1beta1
@@ -102,7 +105,7 @@ clusterDNS: [$CPIP]
 resolvConf: $d/resolv.conf
 registerNode: true
 nodeStatusUpdateFrequency: 4s
-syncFrequency: 10s
+syncFrequency: 2s
 imageGCHighThresholdPercent: 100
 imageGCLowThresholdPercent: 99
 evictionHard: {memory.available: "100Mi", nodefs.available: "1%", imagefs.available: "1%"}
