@@ -77,7 +77,7 @@ addr = []
 			`9: mode.cloud.tcpallow."127.0.0.1:1": expected an array of strings, found a string: write it in brackets, ["…"]`,
 		}},
 	} {
-		b.run(t, func(path string) error { _, err := LoadCloud(path); return err })
+		b.run(t, func(path string) error { _, err := LoadCloud(path, testEnv()); return err })
 	}
 }
 
@@ -113,7 +113,7 @@ x"""
 		{"both names", server + "grpc_port = 9000\n", []string{
 			`6: mode.cloud.stream.server.grpc_port: this is SuperEdge's newer name of grpcport, which is there as well: remove one of them`}},
 	} {
-		b.run(t, func(path string) error { _, err := LoadCloud(path); return err })
+		b.run(t, func(path string) error { _, err := LoadCloud(path, testEnv()); return err })
 	}
 }
 
@@ -227,6 +227,8 @@ allowfrom = []
 
 		{"ports taken", server + `logport = 9000
 channelzaddr = "127.0.0.1:10250"
+[mode.cloud.stream.dns]
+listen = "127.0.0.1:9000"
 [mode.cloud.https.addr]
 "10250" = "127.0.0.1:10250"
 "9000" = "127.0.0.1:9000"
@@ -238,16 +240,13 @@ channelzaddr = "127.0.0.1:10250"
 "localhost:1000" = "127.0.0.1:1"
 `, []string{
 			`6: mode.cloud.stream.server.logport: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
-			`9: mode.cloud.https.addr.10250: port 10250 is taken by mode.cloud.stream.server.channelzaddr: choose another`,
-			`10: mode.cloud.https.addr.9000: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
-			`12: mode.cloud.tcp."127.0.0.1:10250": port 10250 is taken by mode.cloud.stream.server.channelzaddr: choose another`,
-			`16: mode.cloud.tcp."localhost:1000": port 1000 is taken by mode.cloud.tcp."127.0.0.1:1000": choose another`}},
+			`9: mode.cloud.stream.dns.listen: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
+			`11: mode.cloud.https.addr.10250: port 10250 is taken by mode.cloud.stream.server.channelzaddr: choose another`,
+			`12: mode.cloud.https.addr.9000: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
+			`14: mode.cloud.tcp."127.0.0.1:10250": port 10250 is taken by mode.cloud.stream.server.channelzaddr: choose another`,
+			`18: mode.cloud.tcp."localhost:1000": port 1000 is taken by mode.cloud.tcp."127.0.0.1:1000": choose another`}},
 
-		{"modules of later", server + `[mode.cloud.stream.dns]
-configmap = "tunnel-nodes"
-service = ""
-upstream = ["10.96.0.10:53"]
-[mode.cloud.stream.peers]
+		{"modules of later", server + `[mode.cloud.stream.peers]
 addresses = ["10.0.0.2:9000"]
 ca = "ca"
 [mode.cloud.egress]
@@ -257,14 +256,12 @@ strategies = ["default"]
 [mode.cloud.admin]
 socket = "admin.sock"
 `, []string{
-			`7: mode.cloud.stream.dns.configmap: needs the dns module` + later + `, or set debug = true`,
-			`9: mode.cloud.stream.dns.upstream: needs the dns module` + later + `, or set debug = true`,
-			`11: mode.cloud.stream.peers.addresses: needs the relay between replicas` + later + `, and run one replica`,
-			`14: mode.cloud.egress.grpc: needs the egress module` + later,
-			`15: mode.cloud.egress.agentport: needs the egress module` + later,
-			`18: mode.cloud.admin.socket: needs the admin module` + later}},
+			`7: mode.cloud.stream.peers.addresses: needs the relay between replicas` + later + `, and run one replica`,
+			`10: mode.cloud.egress.grpc: needs the egress module` + later,
+			`11: mode.cloud.egress.agentport: needs the egress module` + later,
+			`14: mode.cloud.admin.socket: needs the admin module` + later}},
 	} {
-		b.run(t, func(path string) error { _, err := LoadCloud(path); return err })
+		b.run(t, func(path string) error { _, err := LoadCloud(path, testEnv()); return err })
 	}
 }
 

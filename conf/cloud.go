@@ -40,17 +40,6 @@ type Server struct {
 	ChannelzAddr string // on loopback; "" is off
 }
 
-// DNS says how nodes' names come to mean this cloud.
-type DNS struct {
-	Debug        bool // no Kubernetes at all: the rest does not count
-	ConfigMap    string
-	Hosts        string // file
-	Service      string
-	Listen       string
-	Upstream     []string
-	NodeSelector string
-}
-
 // Peers says who else is a replica of this cloud.
 type Peers struct {
 	Service       string
@@ -134,6 +123,7 @@ type Egress struct {
 // The tables, as problems name them.
 const (
 	serverTable  = "mode.cloud.stream.server."
+	dnsTable     = "mode.cloud.stream.dns."
 	httpsTable   = "mode.cloud.https."
 	kubeletTable = "mode.cloud.https.kubelet."
 )
@@ -143,8 +133,8 @@ func tcpKey(listen string) string   { return toml.Key{"mode", "cloud", "tcp", li
 func allowKey(listen string) string { return toml.Key{"mode", "cloud", "tcpallow", listen}.String() }
 
 // newCloud reads what the values mean. What a value alone cannot tell is left to check.
-func newCloud(t *cloudTable, r *report) *Cloud {
-	s, dns, peers, h, eg := t.Stream.Server, t.Stream.DNS, t.Stream.Peers, t.HTTPS, t.Egress
+func newCloud(t *cloudTable, env Env, r *report) *Cloud {
+	s, peers, h, eg := t.Stream.Server, t.Stream.Peers, t.HTTPS, t.Egress
 	path := r.src.path
 	return &Cloud{
 		Server: Server{
@@ -154,10 +144,7 @@ func newCloud(t *cloudTable, r *report) *Cloud {
 			LogPort:      s.LogPort,
 			ChannelzAddr: r.channelz(serverTable+"channelzaddr", s.ChannelzAddr),
 		},
-		DNS: DNS{
-			Debug: dns.Debug, ConfigMap: dns.ConfigMap, Hosts: path(dns.Hosts), Service: dns.Service,
-			Listen: dns.Listen, Upstream: dns.Upstream, NodeSelector: dns.NodeSelector,
-		},
+		DNS: newDNS(&t.Stream.DNS, env, r),
 		Peers: Peers{
 			Service: peers.Service, Addresses: peers.Addresses,
 			CA: path(peers.CA), Cert: path(peers.Cert), Key: path(peers.Key), ServerName: peers.ServerName,
@@ -275,6 +262,7 @@ func (c *Cloud) Validate() error {
 
 func (c *Cloud) check(r *report) {
 	c.Server.check(r)
+	c.DNS.check(r)
 	c.HTTPS.check(r)
 	for _, l := range c.TCP {
 		l.check(r)
@@ -387,6 +375,7 @@ func (c *Cloud) listeners() []listener {
 		{serverTable + "grpcport", "", c.Server.GRPCPort},
 		{serverTable + "logport", "", c.Server.LogPort},
 		listenerOf(serverTable+"channelzaddr", c.Server.ChannelzAddr),
+		listenerOf(dnsTable+"listen", c.DNS.Listen), // UDP and TCP
 	}
 	for _, text := range slices.Sorted(maps.Keys(c.HTTPS.Ports)) {
 		port, _ := parsePort(text)

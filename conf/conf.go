@@ -1,6 +1,6 @@
 // Package conf is the typed configuration of both modes, read from strict TOML.
 //
-//	c, err := conf.LoadCloud("/etc/tunnel/cloud.toml")
+//	c, err := conf.LoadCloud("/etc/tunnel/cloud.toml", env)
 //	if err != nil {
 //		return err // every problem of the file, one per line: file:line: key: what, and what to do
 //	}
@@ -33,14 +33,14 @@ import (
 // Env is what cmd has read from the environment.
 type Env struct {
 	NodeName     string // NODE_NAME
-	PodIP        string // POD_IP
+	PodIP        string // POD_IP: an address, or one of each family with a comma between
 	PodName      string // POD_NAME
 	PodNamespace string // POD_NAMESPACE
 	HostName     string // what the kernel calls this machine
 }
 
 // LoadCloud reads and checks the cloud's part of a file. The error is a [Problems].
-func LoadCloud(path string) (*Cloud, error) {
+func LoadCloud(path string, env Env) (*Cloud, error) {
 	d, r := read(path)
 	if err := r.err(); err != nil && d == nil {
 		return nil, err
@@ -49,7 +49,7 @@ func LoadCloud(path string) (*Cloud, error) {
 		r.mode(d, "cloud")
 		return nil, r.err()
 	}
-	c := newCloud(d.Mode.Cloud, r)
+	c := newCloud(d.Mode.Cloud, env, r)
 	c.check(r)
 	if err := r.err(); err != nil {
 		return nil, err
@@ -92,7 +92,7 @@ func Check(path string, env Env) (Checked, error) {
 	}
 	var k Checked
 	if d.Mode.Cloud != nil {
-		k.Cloud = newCloud(d.Mode.Cloud, r)
+		k.Cloud = newCloud(d.Mode.Cloud, env, r)
 		k.Cloud.check(r)
 	}
 	if d.Mode.Edge != nil {

@@ -69,6 +69,7 @@ channelzaddr = "localhost:7001"
 [mode.cloud.stream.dns]
 debug = true
 configmap = "ignored"
+listen = "127.0.0.1:5353"
 upstream = ["10.96.0.10:53"]
 [mode.cloud.https]
 cert = "../crt"
@@ -88,7 +89,7 @@ kubelet.insecure = true
 [mode.cloud.tcpallow]
 ":2222" = ["10.0.0.0/8"]
 `)
-	c, err := LoadCloud("sub/cloud.toml")
+	c, err := LoadCloud("sub/cloud.toml", testEnv())
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -101,7 +102,10 @@ kubelet.insecure = true
 			GRPCPort: 9000, Cert: "crt", Key: "key", TokenFile: "tokens", AllowShared: true,
 			LogPort: 7000, ChannelzAddr: "localhost:7001",
 		},
-		DNS: DNS{Debug: true, ConfigMap: "ignored", Upstream: []string{"10.96.0.10:53"}},
+		DNS: DNS{
+			Listen: "127.0.0.1:5353", Upstream: []netip.AddrPort{netip.MustParseAddrPort("10.96.0.10:53")},
+			Addrs: []netip.Addr{netip.MustParseAddr("127.0.0.1")},
+		},
 		HTTPS: HTTPS{
 			Ports:  map[string]string{"10250": "127.0.0.1:10250", "9100": "node-exporter:9100"},
 			Listen: "::1", TLS: TLSTerminate,
@@ -217,19 +221,19 @@ func TestMode(t *testing.T) {
 			t.Errorf("got  %v\nwant %s", err, want)
 		}
 	}
-	_, err := LoadCloud("edge.toml")
+	_, err := LoadCloud("edge.toml", testEnv())
 	fails(err, "edge.toml: this file configures an edge: run tunnel edge -c edge.toml, or give the cloud's file")
 	_, err = LoadEdge("cloud.toml", testEnv())
 	fails(err, "cloud.toml: this file configures a cloud: run tunnel cloud -c cloud.toml, or give the edge's file")
-	_, err = LoadCloud("empty.toml")
+	_, err = LoadCloud("empty.toml", testEnv())
 	fails(err, "empty.toml: this file configures nothing: it has no [mode.cloud]")
 	_, err = Check("empty.toml", testEnv())
 	fails(err, "empty.toml: this file configures nothing: it has neither [mode.cloud] nor [mode.edge]")
-	_, err = LoadCloud("typo.toml")
+	_, err = LoadCloud("typo.toml", testEnv())
 	fails(err, "typo.toml:1: mode.clowd: unknown table: did you mean cloud?")
-	_, err = LoadCloud("absent.toml")
+	_, err = LoadCloud("absent.toml", testEnv())
 	fails(err, "absent.toml: the file does not exist: give the path of a configuration file with -c")
-	_, err = LoadCloud(".")
+	_, err = LoadCloud(".", testEnv())
 	fails(err, ".: the file cannot be read: is a directory")
 
 	for file, want := range map[string][2]bool{"cloud.toml": {true, false}, "edge.toml": {false, true}, "both.toml": {true, true}} {
@@ -277,7 +281,7 @@ func TestSuperEdge(t *testing.T) {
 	const (
 		etc   = "/etc/superedge/tunnel/"
 		allow = `mode.cloud.tcp."0.0.0.0:6443": it is not on loopback, and nobody is allowed to connect: add "0.0.0.0:6443" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`
-		dns   = ": needs the dns module, which this version does not have: remove it, or set debug = true"
+		dns   = "mode.cloud.stream.dns.configmap: POD_"
 	)
 	for file, want := range map[string][]string{
 		"cloud-docs.toml": {
@@ -292,9 +296,8 @@ func TestSuperEdge(t *testing.T) {
 			"8: " + gone("mode.cloud.stream.server.key", etc+"certs/tunnel-cloud-server.key"),
 			"9: " + gone("mode.cloud.stream.server.cert", etc+"certs/tunnel-cloud-server.crt"),
 			"10: " + gone("mode.cloud.stream.server.tokenfile", etc+"token/token"),
-			"12: mode.cloud.stream.dns.configmap" + dns,
-			"13: mode.cloud.stream.dns.hosts" + dns,
-			"14: mode.cloud.stream.dns.service" + dns,
+			"12: " + dns + "NAMESPACE does not say in which namespace it is: set it from the pod's metadata.namespace, or set debug = true to do without Kubernetes",
+			"12: " + dns + "IP does not say which address the names are to lead to: set it from the pod's status.podIP or status.podIPs",
 			"16: " + allow,
 			"18: " + gone("mode.cloud.https.cert", etc+"certs/apiserver-kubelet-server.crt"),
 			"19: " + gone("mode.cloud.https.key", etc+"certs/apiserver-kubelet-server.key"),
@@ -355,7 +358,7 @@ func TestSuperEdgeRuns(t *testing.T) {
 	write(t, "a/b/cloud.toml", string(docs)+"[mode.cloud.tcpallow]\n\"0.0.0.0:6443\" = [\"10.0.0.0/8\"]\n")
 	write(t, "a/b/edge.toml", string(edge))
 
-	c, err := LoadCloud("a/b/cloud.toml")
+	c, err := LoadCloud("a/b/cloud.toml", testEnv())
 	if err != nil {
 		t.Fatal(err)
 	}

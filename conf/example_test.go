@@ -70,7 +70,7 @@ func TestExamplesLoad(t *testing.T) {
 			t.Errorf("%s has a tab or a trailing space", file)
 		}
 	}
-	c, err := LoadCloud("conf/cloud.toml")
+	c, err := LoadCloud("conf/cloud.toml", testEnv())
 	if err != nil {
 		t.Fatal(err)
 	}

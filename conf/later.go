@@ -13,18 +13,11 @@ type later struct {
 }
 
 func (c *Cloud) later() []later {
-	var dns []string
-	if !c.DNS.Debug { // debug means: no Kubernetes at all, the rest of the table is ignored
-		dns = set(
-			key("configmap", c.DNS.ConfigMap), key("hosts", c.DNS.Hosts), key("service", c.DNS.Service),
-			key("listen", c.DNS.Listen), key("upstream", c.DNS.Upstream...), key("nodeselector", c.DNS.NodeSelector))
-	}
 	egress := set(key("grpc", c.Egress.GRPC...), key("httpconnect", c.Egress.HTTPConnect...))
 	if c.Egress.AgentPort != 0 {
 		egress = append(egress, "agentport")
 	}
 	return []later{
-		{"mode.cloud.stream.dns", dns, "the dns module", "remove it, or set debug = true"},
 		{"mode.cloud.stream.peers", set(key("service", c.Peers.Service), key("addresses", c.Peers.Addresses...)), "the relay between replicas", "remove it, and run one replica"},
 		{"mode.cloud.egress", egress, "the egress module", "remove it"},
 		{"mode.cloud.admin", set(key("socket", c.AdminSocket)), "the admin module", "remove it"},

@@ -21,15 +21,7 @@ type cloudTable struct {
 			LogPort      int    `toml:"logport"`
 			ChannelzAddr string `toml:"channelzaddr"`
 		} `toml:"server"`
-		DNS struct {
-			Debug        bool     `toml:"debug"`
-			ConfigMap    string   `toml:"configmap"`
-			Hosts        string   `toml:"hosts"`
-			Service      string   `toml:"service"`
-			Listen       string   `toml:"listen"`
-			Upstream     []string `toml:"upstream"`
-			NodeSelector string   `toml:"nodeselector"`
-		} `toml:"dns"`
+		DNS   dnsKeys `toml:"dns"`
 		Peers struct {
 			Service    string   `toml:"service"`
 			Addresses  []string `toml:"addresses"`
@@ -69,6 +61,16 @@ type cloudTable struct {
 	Admin struct {
 		Socket string `toml:"socket"`
 	} `toml:"admin"`
+}
+
+type dnsKeys struct {
+	Debug        bool     `toml:"debug"`
+	ConfigMap    string   `toml:"configmap"`
+	Hosts        string   `toml:"hosts"`
+	Service      string   `toml:"service"`
+	Listen       string   `toml:"listen"`
+	Upstream     []string `toml:"upstream"`
+	NodeSelector string   `toml:"nodeselector"`
 }
 
 type edgeTable struct {

@@ -36,7 +36,7 @@ func newCloudCommand(logs *logFlags) *cobra.Command {
 
 // runCloud runs a replica until ctx is done.
 func runCloud(ctx context.Context, file string, log *slog.Logger) error {
-	c, err := conf.LoadCloud(file)
+	c, err := conf.LoadCloud(file, environment())
 	if err != nil {
 		return configError(err)
 	}
