@@ -26,11 +26,21 @@ type daemon struct {
 	about     []any         // more for the start-up line
 }
 
-// add appends a module. ready may be nil: then it says nothing in /readyz.
+// add appends a module. In /readyz it has a line if ready is not nil, or if it has a
+// Note or a Status of its own (admin.Check).
 func (d *daemon) add(m tunnel.Module, ready func() error, listeners ...string) {
 	d.modules = append(d.modules, m)
-	if ready != nil {
-		d.checks = append(d.checks, admin.Check{Name: m.Name(), Ready: ready})
+	check := admin.Check{Name: m.Name(), Ready: ready}
+	noter, notes := m.(interface{ Note() string })
+	if notes {
+		check.Note = noter.Note
+	}
+	stater, states := m.(interface{ Status() string })
+	if states {
+		check.Status = stater.Status
+	}
+	if ready != nil || notes || states {
+		d.checks = append(d.checks, check)
 	}
 	for _, l := range listeners {
 		d.listeners = append(d.listeners, m.Name()+" "+l)

@@ -12,8 +12,8 @@
 // nothing that names a node:
 //
 //	/healthz   200 while the process is alive
-//	/readyz    200 when every check passes, else 503 and which ones do not;
-//	           ?verbose lists them all
+//	/readyz    200 when every check passes, else 503; which ones do not, and which
+//	           have something to say, is listed. ?verbose lists them always
 //	/metrics   Prometheus
 //
 // [Channelz] shows every connection, so it answers on loopback alone.
@@ -60,12 +60,44 @@ const (
 	shutdownWithin = time.Second
 )
 
-// Check is one line of /readyz.
+// Check is one line of /readyz. Its functions may be nil. They answer at once, for any
+// goroutine, and what they say holds no secret and names no node: everybody can read it.
 type Check struct {
 	Name string
-	// Ready returns nil, or why not. It answers at once, for any goroutine, and its
-	// error holds no secret: everybody can read it.
+	// Ready returns nil, or why not.
 	Ready func() error
+	// Note says what is degraded and needs somebody, though not so that clients should
+	// be sent elsewhere; "" when nothing is.
+	Note func() string
+	// Status says how well it goes when all is well.
+	Status func() string
+}
+
+// line returns the check's line, and whether it passes and has nothing to note.
+func (c Check) line() (line string, passed, quiet bool) {
+	if c.Ready != nil {
+		if err := c.Ready(); err != nil {
+			return "[-]" + c.Name + " " + oneLine(err.Error()), false, false
+		}
+	}
+	if c.Note != nil {
+		if note := c.Note(); note != "" {
+			return "[~]" + c.Name + " " + oneLine(note), true, false
+		}
+	}
+	line = "[+]" + c.Name + " ok"
+	if c.Status != nil {
+		if status := c.Status(); status != "" {
+			line += ": " + oneLine(status)
+		}
+	}
+	return line, true, true
+}
+
+// oneLine joins the lines of what errors.Join, for one, has put below each other.
+func oneLine(s string) string {
+	lines := strings.FieldsFunc(s, func(r rune) bool { return r == '\n' || r == '\r' })
+	return strings.Join(lines, "; ")
 }
 
 // Server serves health and metrics. It is the module "admin".
@@ -207,26 +239,23 @@ func (s *Server) handler() http.Handler {
 	return mux
 }
 
-// ready answers as kube-apiserver does: "ok", or the list of checks when one fails
-// or ?verbose asks for it.
+// ready answers as kube-apiserver does: "ok", or the list of checks when one fails or
+// has a note, or ?verbose asks for it.
 func (s *Server) ready(w http.ResponseWriter, r *http.Request) {
 	var list strings.Builder
-	failed := false
+	ready, short := true, !r.URL.Query().Has("verbose")
 	for _, c := range s.checks {
-		if err := c.Ready(); err != nil {
-			failed = true
-			fmt.Fprintf(&list, "[-]%s %v\n", c.Name, err)
-			continue
-		}
-		fmt.Fprintf(&list, "[+]%s ok\n", c.Name)
+		line, passed, quiet := c.line()
+		ready, short = ready && passed, short && quiet
+		list.WriteString(line + "\n")
 	}
 	switch {
-	case failed:
+	case !ready:
 		answer(w, http.StatusServiceUnavailable, list.String()+"readyz check failed\n")
-	case r.URL.Query().Has("verbose"):
-		answer(w, http.StatusOK, list.String()+"readyz check passed\n")
-	default:
+	case short:
 		answer(w, http.StatusOK, "ok")
+	default:
+		answer(w, http.StatusOK, list.String()+"readyz check passed\n")
 	}
 }
 

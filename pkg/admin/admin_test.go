@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -91,8 +92,8 @@ func get(t *testing.T, method, url string) (int, string) {
 func TestHealth(t *testing.T) {
 	var fault atomic.Pointer[error]
 	s := New("127.0.0.1:0", []Check{
-		{"stream", func() error { return nil }},
-		{"session", func() error {
+		{Name: "stream", Ready: func() error { return nil }},
+		{Name: "session", Ready: func() error {
 			if err := fault.Load(); err != nil {
 				return *err
 			}
@@ -122,6 +123,51 @@ func TestHealth(t *testing.T) {
 	}
 	want("POST", "/healthz", 405, "")
 	want("OPTIONS", "/metrics", 405, "")
+}
+
+// TestNote: what is degraded is said, and takes nothing out of service.
+func TestNote(t *testing.T) {
+	var fault, note, status string
+	s := New("127.0.0.1:0", []Check{
+		{Name: "stream"},
+		{
+			Name: "dns",
+			Ready: func() error {
+				if fault != "" {
+					return errors.New(fault)
+				}
+				return nil
+			},
+			Note:   func() string { return note },
+			Status: func() string { return status },
+		},
+		{Name: "hosts", Note: func() string { return "" }},
+	}, prometheus.NewRegistry(), discard())
+	h := s.handler()
+	want := func(path string, status int, body string) {
+		t.Helper()
+		w := httptest.NewRecorder()
+		h.ServeHTTP(w, httptest.NewRequest("GET", path, nil))
+		if got := w.Body.String(); w.Code != status || got != body {
+			t.Errorf("%s: %d %q, want %d %q", path, w.Code, got, status, body)
+		}
+	}
+	want("/readyz", 200, "ok")
+	want("/readyz?verbose", 200, "[+]stream ok\n[+]dns ok\n[+]hosts ok\nreadyz check passed\n")
+
+	status = "lag 3s"
+	want("/readyz", 200, "ok")
+	want("/readyz?verbose", 200, "[+]stream ok\n[+]dns ok: lag 3s\n[+]hosts ok\nreadyz check passed\n")
+
+	note = "the ConfigMap is full\r\n[-]stream made up\n"
+	list := "[+]stream ok\n[~]dns the ConfigMap is full; [-]stream made up\n[+]hosts ok\nreadyz check passed\n"
+	want("/readyz", 200, list)
+	want("/readyz?verbose", 200, list)
+
+	fault = "one\ntwo"
+	list = "[+]stream ok\n[-]dns one; two\n[+]hosts ok\nreadyz check failed\n"
+	want("/readyz", 503, list)
+	want("/readyz?verbose", 503, list)
 }
 
 func TestMetrics(t *testing.T) {
