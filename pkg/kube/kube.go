@@ -7,8 +7,8 @@
 //	old, err := cm.Load(ctx)
 //	now, err := cm.Save(ctx, old, text) // IsConflict(err): somebody was faster
 //
-// It is client-go's REST client and metadata client, and none of the typed API: those
-// alone would make the program three times as large. Objects are changed by merge
+// It is client-go's REST client, metadata client and reflector, and none of the typed
+// API, which would cost more than all of them together. Objects are changed by merge
 // patches that carry the version they were read at, so that nothing is touched that is
 // not ours, and two writers never overwrite each other. Requests are not repeated in
 // here: a caller that waits in its own way can also say what it waits for.

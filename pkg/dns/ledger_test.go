@@ -1,0 +1,247 @@
+package dns
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"pgregory.net/rapid"
+
+	"tunnel/pkg/tunnel"
+)
+
+var replicas = []netip.Addr{addr("10.0.0.1"), addr("10.0.0.2"), addr("10.0.0.3"), addr("fd00::1")}
+
+func nobody(netip.Addr) bool  { return false }
+func anybody(netip.Addr) bool { return true }
+
+// merge returns the file after one decision of a ledger that has seen nothing before.
+func merge(text string, records []Record) string {
+	d := new(ledger).decide(ParseHosts(text), 0, facts{truth: fixed{records, replicas}, alive: nobody, now: time.Unix(1000, 0)})
+	return d.hosts.String()
+}
+
+// Merging is idempotent, and the order in which replicas' records arrive, or in which
+// the lines stood, makes no difference.
+func TestMergeProperties(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		text, a, b := drawFile.Draw(t, "file"), drawRecords.Draw(t, "a"), drawRecords.Draw(t, "b")
+		both := union(a, b)
+		once := merge(text, both)
+		if twice := merge(once, both); twice != once {
+			t.Fatalf("not idempotent: %q, then %q", once, twice)
+		}
+		if ab, ba := merge(merge(text, a), both), merge(merge(text, b), both); ab != ba || ab != once {
+			// A node that has moved leaves no trace of where it was.
+			t.Fatalf("not commutative: a first %q, b first %q, at once %q", ab, ba, once)
+		}
+		if got, want := ParseHosts(once).Foreign, ParseHosts(text).Foreign; strings.TrimSuffix(got, "\n") != strings.TrimSuffix(want, "\n") {
+			t.Fatalf("foreign lines %q became %q", want, got)
+		}
+		lines := ParseHosts(once).Own
+		if !slices.IsSortedFunc(lines, Entry.compare) {
+			t.Fatalf("not sorted: %v", lines)
+		}
+		foreign := readNames(ParseHosts(text).Foreign)
+		for _, r := range both {
+			_, taken := foreign[string(r.Node)]
+			if has := slices.Contains(lines, Entry{r.Addrs[0], r.Node}); has == taken {
+				t.Fatalf("%v: has a line: %v, has one by somebody else: %v", r, has, taken)
+			}
+		}
+	})
+}
+
+func union(a, b []Record) []Record {
+	held := make(map[tunnel.NodeName]netip.Addr)
+	for _, r := range append(slices.Clone(a), b...) {
+		if old, ok := held[r.Node]; !ok || r.Addrs[0].Less(old) {
+			held[r.Node] = r.Addrs[0]
+		}
+	}
+	return recordsOf(held)
+}
+
+// Whatever comes and goes, in the end the file says what is true and nothing else of ours.
+func TestLedgerConverges(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		l, now := new(ledger), time.Unix(1000, 0)
+		text := drawFile.Draw(t, "file")
+		var records []Record
+		for range rapid.IntRange(1, 8).Draw(t, "steps") {
+			records = drawRecords.Draw(t, "records")
+			now = now.Add(time.Duration(rapid.IntRange(0, 40).Draw(t, "seconds")) * time.Second)
+			d := l.decide(ParseHosts(text), 0, facts{truth: fixed{records, replicas}, alive: nobody, now: now})
+			text = d.hosts.String()
+		}
+		now = now.Add(goneGrace)
+		text = l.decide(ParseHosts(text), 0, facts{truth: fixed{records, replicas}, alive: nobody, now: now}).hosts.String()
+		foreign := readNames(ParseHosts(text).Foreign)
+		var want []Entry
+		for _, r := range records {
+			if _, taken := foreign[string(r.Node)]; !taken {
+				want = append(want, Entry{r.Addrs[0], r.Node})
+			}
+		}
+		if got := ParseHosts(text).Own; !slices.Equal(got, want) {
+			t.Fatalf("got %v, want %v", got, want)
+		}
+	})
+}
+
+func TestLedgerGone(t *testing.T) {
+	e1, e2, other := Entry{addr("10.0.0.1"), "edge1"}, Entry{addr("10.0.0.1"), "edge2"}, Entry{addr("10.0.0.2"), "edge3"}
+	full := Hosts{Own: []Entry{e1, e2, other}}
+	file := full // what the step before has left
+	start := time.Unix(1000, 0)
+	us := []netip.Addr{addr("10.0.0.1")}
+	one := fixed{[]Record{{"edge1", us}}, us}
+	step := func(l *ledger, after time.Duration, truth Truth, alive func(netip.Addr) bool, want ...Entry) decision {
+		t.Helper()
+		d := l.decide(file, 0, facts{truth: truth, alive: alive, now: start.Add(after)})
+		if !slices.Equal(d.hosts.Own, want) {
+			t.Errorf("after %v: got %v, want %v", after, d.hosts.Own, want)
+		}
+		file = d.hosts
+		return d
+	}
+
+	l := new(ledger)
+	d := step(l, 0, one, anybody, e1, e2, other)
+	if want := start.Add(goneGrace); !d.again.Equal(want) {
+		t.Errorf("edge2's line is due at %v, not %v", want, d.again)
+	}
+	step(l, goneGrace-1, one, anybody, e1, e2, other)
+	step(l, goneGrace, one, anybody, e1, other)
+	// The other replica is not heard: as long as its pod is there, its lines are its own.
+	step(l, time.Hour, one, anybody, e1, other)
+	step(l, time.Hour, one, nobody, e1, other) // its pod has gone: from now on
+	step(l, time.Hour+goneGrace, one, nobody, e1)
+
+	t.Run("a node that comes back begins anew", func(t *testing.T) {
+		l := new(ledger)
+		file = full
+		both := fixed{[]Record{{"edge1", us}, {"edge2", us}}, us}
+		step(l, 0, one, anybody, e1, e2, other)
+		step(l, goneGrace-1, both, anybody, e1, e2, other)
+		step(l, goneGrace, one, anybody, e1, e2, other)
+		step(l, 2*goneGrace-1, one, anybody, e1, e2, other)
+		step(l, 2*goneGrace, one, anybody, e1, other)
+	})
+	t.Run("a node that has moved has one line", func(t *testing.T) {
+		file = full
+		moved := fixed{[]Record{{"edge1", us}, {"edge2", us}, {"edge3", us}}, us}
+		step(new(ledger), 0, moved, anybody, e1, e2, Entry{addr("10.0.0.1"), "edge3"})
+	})
+}
+
+// only lets some names appear.
+type only []tunnel.NodeName
+
+func (o only) May(n tunnel.NodeName) (may, known bool) { return slices.Contains(o, n), true }
+func (only) Changed() <-chan struct{}                  { return nil }
+
+func TestLedgerWithholds(t *testing.T) {
+	us := []netip.Addr{addr("10.0.0.1"), addr("fd00::1")}
+	truth := fixed{[]Record{{"edge1", us}, {"kubernetes.default.svc", us}, {"metrics-server", us}}, us}
+	file := Hosts{Own: []Entry{{us[0], "metrics-server"}}}
+	d := new(ledger).decide(file, 0, facts{truth: truth, names: only{"edge1"}, alive: anybody, now: time.Unix(1000, 0)})
+	if got, want := d.hosts.String(), "10.0.0.1    edge1 # tunnel\nfd00::1    edge1 # tunnel\n"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+	if d.withheld != 2 {
+		t.Errorf("withheld %d names, want 2", d.withheld)
+	}
+}
+
+// A full file loses nobody: nodes that have a line keep it, also when they move; new ones
+// wait; as soon as there is room they get in.
+func TestLedgerFull(t *testing.T) {
+	us, them := []netip.Addr{addr("10.0.0.1")}, []netip.Addr{addr("10.0.0.2")}
+	var old, all []Record
+	for i := range 30000 {
+		r := Record{tunnel.NodeName(fmt.Sprintf("edge-%05d", i)), us}
+		all = append(all, r)
+		if i%2 == 1 {
+			old = append(old, r)
+		}
+	}
+	f := facts{alive: nobody, now: time.Unix(1000, 0)}
+	f.truth = fixed{old, replicas}
+	before := new(ledger).decide(Hosts{}, 0, f)
+	if before.omitted != 0 || len(before.hosts.Own) != len(old) {
+		t.Fatalf("%d nodes fit: %d lines, %d omitted", len(old), len(before.hosts.Own), before.omitted)
+	}
+	f.truth = fixed{all, replicas}
+	d := new(ledger).decide(before.hosts, 0, f)
+	if size := len(d.hosts.String()); size > sizeLimit || size < sizeLimit-100 {
+		t.Errorf("%d bytes, the limit is %d", size, sizeLimit)
+	}
+	if d.omitted != len(all)-len(d.hosts.Own) || d.omitted == 0 {
+		t.Errorf("%d omitted, %d of %d have a line", d.omitted, len(d.hosts.Own), len(all))
+	}
+	has := make(map[Entry]bool)
+	for _, e := range d.hosts.Own {
+		has[e] = true
+	}
+	for _, e := range before.hosts.Own {
+		if !has[e] {
+			t.Fatalf("%v lost its line to a new node", e)
+		}
+	}
+
+	moved := slices.Clone(all)
+	for i := range moved {
+		moved[i].Addrs = them
+	}
+	f.truth = fixed{moved, replicas}
+	after := new(ledger).decide(d.hosts, 0, f)
+	names := func(h Hosts) []tunnel.NodeName {
+		set := make(map[tunnel.NodeName]bool)
+		for _, e := range h.Own {
+			set[e.Node] = true
+		}
+		return slices.Sorted(maps.Keys(set))
+	}
+	if !slices.Equal(names(after.hosts), names(d.hosts)) {
+		t.Errorf("after all nodes moved, others have a line than before: %d, then %d", len(names(d.hosts)), len(names(after.hosts)))
+	}
+	if big := new(ledger).decide(Hosts{}, sizeLimit, f); len(big.hosts.Own) != 0 || big.omitted != len(all) {
+		t.Errorf("the other keys of the ConfigMap count, too: %d lines", len(big.hosts.Own))
+	}
+}
+
+func BenchmarkDecide(b *testing.B) {
+	us := []netip.Addr{addr("10.0.0.1")}
+	var records []Record
+	for i := range 10000 {
+		records = append(records, Record{tunnel.NodeName(fmt.Sprintf("edge-%05d", i)), us})
+	}
+	f := facts{truth: fixed{records, us}, alive: nobody, now: time.Unix(1000, 0)}
+	text := new(ledger).decide(Hosts{}, 0, f).hosts.String()
+	b.Run("parse", func(b *testing.B) {
+		b.SetBytes(int64(len(text)))
+		b.ReportAllocs()
+		for b.Loop() {
+			ParseHosts(text)
+		}
+	})
+	hosts := ParseHosts(text)
+	b.Run("decide", func(b *testing.B) {
+		b.ReportAllocs()
+		for b.Loop() {
+			new(ledger).decide(hosts, 0, f)
+		}
+	})
+	b.Run("print", func(b *testing.B) {
+		b.SetBytes(int64(len(text)))
+		b.ReportAllocs()
+		for b.Loop() {
+			_ = hosts.String()
+		}
+	})
+}

@@ -1,0 +1,403 @@
+package dns
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	"tunnel/pkg/kube"
+	"tunnel/pkg/tunnel"
+)
+
+// cabinet is a Store in memory, with the rules of an API server.
+type cabinet struct {
+	mu       sync.Mutex // guards the following
+	file     kube.Content
+	version  int
+	fail     error // what every request gets
+	race     func(f *kube.Content)
+	loads    int
+	saves    []time.Time // attempts
+	bytes    int
+	follower func(version string)
+}
+
+var configMapResource = schema.GroupResource{Resource: "configmaps"}
+
+func (c *cabinet) String() string { return "configmap test/nodes" }
+
+func (c *cabinet) Load(context.Context) (kube.Content, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.loads++
+	return c.file, c.fail
+}
+
+func (c *cabinet) Save(_ context.Context, old kube.Content, text string) (kube.Content, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.saves = append(c.saves, time.Now())
+	if c.fail != nil {
+		return kube.Content{}, c.fail
+	}
+	if c.race != nil {
+		c.race(&c.file)
+		c.changeLocked()
+	}
+	if old.Version != c.file.Version {
+		return kube.Content{}, apierrors.NewConflict(configMapResource, "nodes", nil)
+	}
+	c.bytes += len(text)
+	c.file.Text = text
+	c.changeLocked()
+	return c.file, nil
+}
+
+func (c *cabinet) Follow(ctx context.Context, changed func(version string), _ func(error)) {
+	versions := make(chan string, 1000)
+	c.mu.Lock()
+	c.follower = func(v string) { versions <- v }
+	c.mu.Unlock()
+	for {
+		select {
+		case v := <-versions:
+			changed(v)
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+func (c *cabinet) changeLocked() {
+	c.version++
+	c.file.Version = fmt.Sprint(c.version)
+	if c.follower != nil {
+		c.follower(c.file.Version)
+	}
+}
+
+// foreign is a write by somebody else.
+func (c *cabinet) foreign(text string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.file.Text = text
+	c.changeLocked()
+}
+
+func (c *cabinet) failWith(err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.fail = err
+}
+
+func (c *cabinet) text() string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.file.Text
+}
+
+func (c *cabinet) requests() (loads, saves int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.loads, len(c.saves)
+}
+
+// fleet is a set of connected nodes.
+type fleet struct {
+	Local
+	directory tunnel.Directory
+}
+
+func newFleet(addrs ...netip.Addr) *fleet {
+	f := new(fleet)
+	f.Local = Local{Nodes: &f.directory, Addrs: addrs}
+	return f
+}
+
+func (f *fleet) join(names ...tunnel.NodeName) {
+	for _, n := range names {
+		f.directory.Attach(&tunnel.Session{Node: n})
+	}
+}
+
+func (f *fleet) leave(n tunnel.NodeName) { f.directory.Detach(f.directory.Lookup(n)) }
+
+// always leads.
+func always(ctx context.Context, lead func(context.Context)) { lead(ctx) }
+
+// keeps runs a writer in a bubble with a clock of its own.
+func keeps(t *testing.T, cfg WriterConfig, test func(t *testing.T, w *Writer)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		cfg.Log, _ = newLog()
+		if cfg.Lead == nil {
+			cfg.Lead = always
+		}
+		w := NewWriter(cfg)
+		done := make(chan error, 1)
+		go func() { done <- w.Run(ctx) }()
+		synctest.Wait()
+		test(t, w)
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func after(d time.Duration) {
+	time.Sleep(d)
+	synctest.Wait()
+}
+
+func wantFile(t *testing.T, c *cabinet, want string) {
+	t.Helper()
+	if got := c.text(); got != want {
+		t.Errorf("the file is %q, want %q", got, want)
+	}
+}
+
+const (
+	line1 = "10.0.0.1    edge1 # tunnel\n"
+	line2 = "10.0.0.1    edge2 # tunnel\n"
+)
+
+func TestWriterFollowsTheTruth(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+	keeps(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
+		wantFile(t, c, "")
+		f.join("edge1")
+		after(lookPause)
+		wantFile(t, c, line1) // at once
+		f.join("edge2")
+		after(writePause)
+		wantFile(t, c, line1+line2)
+		f.leave("edge1")
+		after(goneGrace - time.Second)
+		wantFile(t, c, line1+line2)
+		after(time.Second + writePause) // it was noticed after the pause
+		wantFile(t, c, line2)
+		loads, saves := c.requests()
+		after(24 * time.Hour)
+		if l, s := c.requests(); l != loads || s != saves {
+			t.Errorf("a day in which nothing happens took %d reads and %d writes", l-loads, s-saves)
+		}
+		if w.Note() != "" || !strings.HasPrefix(w.Status(), "this replica writes: 1 lines") {
+			t.Errorf("note %q, status %q", w.Note(), w.Status())
+		}
+	})
+}
+
+func TestWriterCoalesces(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+	keeps(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
+		const nodes = 600
+		for i := range nodes {
+			f.join(tunnel.NodeName(fmt.Sprintf("edge-%05d", i)))
+			after(100 * time.Millisecond)
+		}
+		after(writePause)
+		if got := len(ParseHosts(c.text()).Own); got != nodes {
+			t.Fatalf("%d nodes have a line, want %d", got, nodes)
+		}
+		_, saves := c.requests()
+		if saves > 62 {
+			t.Errorf("a minute of joins took %d writes", saves)
+		}
+		for i := 1; i < saves; i++ {
+			if gap := c.saves[i].Sub(c.saves[i-1]); gap < writePause {
+				t.Fatalf("two writes within %v", gap)
+			}
+		}
+	})
+}
+
+func TestWriterLeavesWhatIsNotOurs(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+	c.foreign("# by hand\n10.9.9.9 db\n")
+	keeps(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
+		f.join("edge1")
+		after(writePause)
+		wantFile(t, c, "# by hand\n10.9.9.9 db\n"+line1)
+		c.foreign("10.9.9.9 db\n10.9.9.8 cache\n") // a careless one: our line is gone
+		after(writePause)
+		wantFile(t, c, "10.9.9.9 db\n10.9.9.8 cache\n"+line1)
+		c.foreign("10.9.9.9 edge1\n") // and one who knows better
+		after(writePause)
+		wantFile(t, c, "10.9.9.9 edge1\n")
+		if !strings.Contains(w.Status(), "1 left to lines of others") {
+			t.Errorf("status %q", w.Status())
+		}
+	})
+}
+
+// A write that loses a race is made again on what has become of the file, quickly, and
+// not for ever as quickly.
+func TestWriterConflicts(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+	keeps(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
+		n := 0
+		c.mu.Lock()
+		c.race = func(file *kube.Content) { n++; file.Text = fmt.Sprintf("10.9.9.9 v%d\n", n) }
+		c.mu.Unlock()
+		f.join("edge1")
+		after(time.Minute)
+		_, saves := c.requests()
+		if saves < 5 || saves > 20 {
+			t.Errorf("%d attempts in a minute that all lost a race", saves)
+		}
+		if !strings.Contains(w.Note(), "cannot be written") {
+			t.Errorf("note %q", w.Note())
+		}
+		c.mu.Lock()
+		c.race = nil
+		c.mu.Unlock()
+		after(maxRetry + writePause)
+		wantFile(t, c, fmt.Sprintf("10.9.9.9 v%d\n", n)+line1)
+		if w.Note() != "" {
+			t.Errorf("note %q", w.Note())
+		}
+	})
+}
+
+func TestWriterWaitsOutFailures(t *testing.T) {
+	forbidden := apierrors.NewForbidden(configMapResource, "nodes", fmt.Errorf("no rights"))
+	throttled := apierrors.NewTooManyRequests("slow down", 40)
+	for _, c := range []struct {
+		name     string
+		err      error
+		most     int // attempts in a minute
+		recovers time.Duration
+		says     string
+	}{
+		{"rights withdrawn", forbidden, 8, maxRetry, "deployment/cloud-rbac.yaml"},
+		{"429", throttled, 3, 40 * time.Second, "overloaded"},
+		{"no answer", context.DeadlineExceeded, 8, maxRetry, "no answer from the API server"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			f, store := newFleet(addr("10.0.0.1")), new(cabinet)
+			keeps(t, WriterConfig{Truth: f, Store: store}, func(t *testing.T, w *Writer) {
+				f.join("edge1")
+				after(writePause)
+				store.failWith(c.err)
+				loads, saves := store.requests()
+				for i := range 60 { // what happens meanwhile hurries nothing
+					f.join(tunnel.NodeName(fmt.Sprint("late", i)))
+					after(time.Second)
+				}
+				l, s := store.requests()
+				if n := l - loads + s - saves; n == 0 || n > c.most {
+					t.Errorf("%d requests in a minute, want at most %d", n, c.most)
+				}
+				if !strings.Contains(w.Note(), c.says) {
+					t.Errorf("note %q, want %q", w.Note(), c.says)
+				}
+				store.failWith(nil)
+				after(c.recovers + writePause)
+				if got := len(ParseHosts(store.text()).Own); got != 61 {
+					t.Errorf("%d lines, want 61", got)
+				}
+				if w.Note() != "" {
+					t.Errorf("note %q", w.Note())
+				}
+			})
+		})
+	}
+}
+
+func TestWriterWaitsForNames(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+	keeps(t, WriterConfig{Truth: f, Names: everyone{known: false}, Store: c}, func(t *testing.T, w *Writer) {
+		f.join("edge1")
+		after(time.Hour)
+		if loads, saves := c.requests(); loads+saves > 0 {
+			t.Errorf("%d reads, %d writes before anybody said who may appear", loads, saves)
+		}
+		if w.Note() == "" {
+			t.Error("and nobody is told why")
+		}
+	})
+}
+
+// Lines of a replica that is not heard stay while its pod is there.
+func TestWriterAsksForReplicas(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+	const theirs = "10.0.0.2    edge7 # tunnel\n"
+	c.foreign(theirs)
+	var mu sync.Mutex
+	alive, err, asked := []netip.Addr{addr("10.0.0.1"), addr("10.0.0.2")}, error(nil), 0
+	ask := func(context.Context) ([]netip.Addr, error) {
+		mu.Lock()
+		defer mu.Unlock()
+		asked++
+		return alive, err
+	}
+	set := func(a []netip.Addr, e error) {
+		mu.Lock()
+		defer mu.Unlock()
+		alive, err = a, e
+	}
+	keeps(t, WriterConfig{Truth: f, Store: c, Replicas: ask}, func(t *testing.T, w *Writer) {
+		f.join("edge1")
+		after(10 * time.Minute)
+		wantFile(t, c, line1+theirs)
+		if asked > 21 {
+			t.Errorf("asked %d times in ten minutes", asked)
+		}
+		for _, unknown := range []error{fmt.Errorf("forbidden"), nil} { // an empty list cannot be true either
+			set(nil, unknown)
+			after(10 * time.Minute)
+			wantFile(t, c, line1+theirs)
+			if !strings.Contains(w.Note(), "lines of other replicas stay") {
+				t.Errorf("note %q", w.Note())
+			}
+		}
+		set([]netip.Addr{addr("10.0.0.1")}, nil)
+		after(askReplicas + goneGrace)
+		wantFile(t, c, line1)
+		before := asked
+		after(10 * time.Minute)
+		if asked != before {
+			t.Error("it goes on asking for replicas of which there is no line")
+		}
+	})
+}
+
+// Only the leader writes; the one that follows it takes over its lines and changes none
+// of them before their nodes have had the time to come back.
+func TestWriterTakesOver(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+	c.foreign(line1 + line2)
+	var elected atomic.Bool
+	wait := func(ctx context.Context, leads func(context.Context)) {
+		for !elected.Load() {
+			time.Sleep(time.Second)
+		}
+		leads(ctx)
+	}
+	keeps(t, WriterConfig{Truth: f, Store: c, Lead: wait}, func(t *testing.T, w *Writer) {
+		f.join("edge3")
+		after(time.Hour)
+		if loads, saves := c.requests(); loads+saves > 0 || w.Status() != "another replica writes" {
+			t.Errorf("%d reads and %d writes without leading; status %q", loads, saves, w.Status())
+		}
+		elected.Store(true)
+		f.join("edge1", "edge2")
+		f.leave("edge3")
+		after(time.Hour)
+		wantFile(t, c, line1+line2)
+		if _, saves := c.requests(); saves != 0 {
+			t.Errorf("%d writes though nothing had changed", saves)
+		}
+	})
+}
