@@ -120,8 +120,10 @@ func (f fixed) Hears(a netip.Addr) bool {
 func (f fixed) Changed() <-chan struct{} { return nil }
 
 var (
-	drawAddr  = rapid.SampledFrom([]netip.Addr{addr("10.0.0.1"), addr("10.0.0.2"), addr("10.0.0.3"), addr("fd00::1")})
-	drawNode  = rapid.Custom(func(t *rapid.T) tunnel.NodeName { return tunnel.NodeName(fmt.Sprint("edge", rapid.IntRange(1, 6).Draw(t, "n"))) })
+	drawAddr = rapid.SampledFrom([]netip.Addr{addr("10.0.0.1"), addr("10.0.0.2"), addr("10.0.0.3"), addr("fd00::1")})
+	drawNode = rapid.Custom(func(t *rapid.T) tunnel.NodeName {
+		return tunnel.NodeName(fmt.Sprint("edge", rapid.IntRange(1, 6).Draw(t, "n")))
+	})
 	drawEntry = rapid.Custom(func(t *rapid.T) Entry { return Entry{drawAddr.Draw(t, "addr"), drawNode.Draw(t, "node")} })
 	drawFile  = rapid.Custom(func(t *rapid.T) string {
 		foreign := rapid.SampledFrom([]string{"# by hand\n", "\n", "10.9.9.9 db\n", "10.9.9.9 edge6\n", "junk\n", "10.0.0.1 edge1 x # tunnel\n"})

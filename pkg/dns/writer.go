@@ -24,14 +24,21 @@ type Store interface {
 	Follow(ctx context.Context, changed func(version string), said func(error))
 }
 
+// Election settles which replica writes. *kube.Lease is one.
+type Election interface {
+	// Run calls lead while this replica is the one. It returns when ctx is done and lead
+	// has returned.
+	Run(ctx context.Context, lead func(ctx context.Context))
+	// Err returns why it is not known who is; nil if it is.
+	Err() error
+}
+
 // WriterConfig is what a Writer needs.
 type WriterConfig struct {
-	Truth Truth
-	Names Names // nil: every connected node may appear
-	Store Store
-	// Lead calls its function while this replica is the one that writes
-	// (kube.Lease.Run). It returns when ctx is done and the function has returned.
-	Lead func(ctx context.Context, lead func(ctx context.Context))
+	Truth    Truth
+	Names    Names // nil: every connected node may appear
+	Store    Store
+	Election Election
 	// Replicas returns the addresses of all replicas that exist, so that the lines of
 	// one that the truth does not hear stay until it is gone. nil: what is not heard is
 	// gone.
@@ -80,7 +87,7 @@ func (w *Writer) Routes() map[string]tunnel.Handler { return nil }
 // Run writes until ctx is done. What cannot be written is tried again, and said in the
 // log, in the metrics and by Note; it is no reason to stop.
 func (w *Writer) Run(ctx context.Context) error {
-	w.cfg.Lead(ctx, w.lead)
+	w.cfg.Election.Run(ctx, w.lead)
 	return nil
 }
 

@@ -85,14 +85,17 @@ func (w *Writer) kept(d decision, file kube.Content) {
 
 // Note says what keeps the file from being what it should be; "" if nothing does.
 func (w *Writer) Note() string {
+	var notes []string
+	add := func(format string, args ...any) { notes = append(notes, fmt.Sprintf(format, args...)) }
+	if err := w.cfg.Election.Err(); err != nil {
+		add("which replica writes cannot be settled: %v", kube.Explain(err))
+	}
 	if !w.leading.Load() {
-		return ""
+		return strings.Join(notes, "; ")
 	}
 	w.mu.Lock()
 	s := w.state
 	w.mu.Unlock()
-	var notes []string
-	add := func(format string, args ...any) { notes = append(notes, fmt.Sprintf(format, args...)) }
 	if !w.namesKnown() {
 		add("nothing is written before Kubernetes has said which nodes there are")
 	}
@@ -114,7 +117,7 @@ func (w *Writer) Note() string {
 // Status says in a few words how things are.
 func (w *Writer) Status() string {
 	if !w.leading.Load() {
-		return "another replica writes"
+		return "this replica does not write"
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()

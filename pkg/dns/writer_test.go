@@ -131,8 +131,17 @@ func (f *fleet) join(names ...tunnel.NodeName) {
 
 func (f *fleet) leave(n tunnel.NodeName) { f.directory.Detach(f.directory.Lookup(n)) }
 
-// always leads.
-func always(ctx context.Context, lead func(context.Context)) { lead(ctx) }
+// elected is an election that has ended, or will when it says so.
+type elected struct{ later *atomic.Bool }
+
+func (e elected) Run(ctx context.Context, lead func(context.Context)) {
+	for e.later != nil && !e.later.Load() {
+		time.Sleep(time.Second)
+	}
+	lead(ctx)
+}
+
+func (elected) Err() error { return nil }
 
 // keeps runs a writer in a bubble with a clock of its own.
 func keeps(t *testing.T, cfg WriterConfig, test func(t *testing.T, w *Writer)) {
@@ -140,8 +149,8 @@ func keeps(t *testing.T, cfg WriterConfig, test func(t *testing.T, w *Writer)) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		cfg.Log, _ = newLog()
-		if cfg.Lead == nil {
-			cfg.Lead = always
+		if cfg.Election == nil {
+			cfg.Election = elected{}
 		}
 		w := NewWriter(cfg)
 		done := make(chan error, 1)
@@ -378,20 +387,14 @@ func TestWriterAsksForReplicas(t *testing.T) {
 func TestWriterTakesOver(t *testing.T) {
 	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
 	c.foreign(line1 + line2)
-	var elected atomic.Bool
-	wait := func(ctx context.Context, leads func(context.Context)) {
-		for !elected.Load() {
-			time.Sleep(time.Second)
-		}
-		leads(ctx)
-	}
-	keeps(t, WriterConfig{Truth: f, Store: c, Lead: wait}, func(t *testing.T, w *Writer) {
+	later := new(atomic.Bool)
+	keeps(t, WriterConfig{Truth: f, Store: c, Election: elected{later}}, func(t *testing.T, w *Writer) {
 		f.join("edge3")
 		after(time.Hour)
-		if loads, saves := c.requests(); loads+saves > 0 || w.Status() != "another replica writes" {
+		if loads, saves := c.requests(); loads+saves > 0 || w.Status() != "this replica does not write" {
 			t.Errorf("%d reads and %d writes without leading; status %q", loads, saves, w.Status())
 		}
-		elected.Store(true)
+		later.Store(true)
 		f.join("edge1", "edge2")
 		f.leave("edge3")
 		after(time.Hour)

@@ -172,7 +172,9 @@ func named(namespace, name, version string) object {
 	return o
 }
 
-func configMaps(namespace string) string { return path.Join("/api/v1/namespaces", namespace, "configmaps") }
+func configMaps(namespace string) string {
+	return path.Join("/api/v1/namespaces", namespace, "configmaps")
+}
 
 func leases(namespace string) string {
 	return path.Join("/apis/coordination.k8s.io/v1/namespaces", namespace, "leases")

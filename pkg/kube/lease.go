@@ -2,6 +2,7 @@ package kube
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"math/rand/v2"
 	"path"
@@ -119,8 +120,8 @@ func (l *Lease) lead(ctx context.Context, lead func(ctx context.Context)) {
 // leaseDuration.
 func (l *Lease) attempt(ctx context.Context) bool {
 	ours, err := l.try(ctx)
-	if ctx.Err() != nil {
-		return ours
+	if errors.Is(err, context.Canceled) {
+		return false
 	}
 	if apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) {
 		err = nil // somebody was faster: the next attempt reads who
