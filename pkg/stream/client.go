@@ -13,6 +13,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/google/uuid"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
@@ -36,16 +37,28 @@ type ClientConfig struct {
 
 	// Dial connects to Address; nil: a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
+
+	replica *asReplica // a replica joins another one; nil: an edge joins the cloud
+}
+
+// asReplica is what is different when a replica joins another one.
+type asReplica struct {
+	id    string
+	hello *pb.Replica
+	// started is told of each session. It may refuse it.
+	started func(*edgeSession) error
+	hint    func(error) error
 }
 
 // Client keeps one session with the cloud, and makes a new one whenever it is lost.
 // It is the module "stream" of the edge.
 type Client struct {
 	// Set once.
-	cfg    ClientConfig
-	router *tunnel.Router
-	blocks *blocks
-	log    *slog.Logger
+	cfg      ClientConfig
+	router   *tunnel.Router
+	blocks   *blocks
+	log      *slog.Logger
+	instance string // of this process
 
 	state atomic.Pointer[clientState]
 }
@@ -67,7 +80,10 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	if cfg.Dial == nil {
 		cfg.Dial = (&net.Dialer{}).DialContext
 	}
-	c := &Client{cfg: cfg, blocks: new(blocks), log: cfg.Log.With("module", category, "node", cfg.Node)}
+	c := &Client{cfg: cfg, blocks: new(blocks), log: cfg.Log.With("module", category, "node", cfg.Node), instance: uuid.NewString()}
+	if cfg.replica != nil {
+		c.log = cfg.Log.With("module", category, "remote", cfg.Address)
+	}
 	c.state.Store(&clientState{err: errors.New("has not connected yet")})
 	router, err := tunnel.NewRouter(append([]tunnel.Module{c}, mods...)...)
 	if err != nil {
@@ -122,6 +138,9 @@ func (c *Client) Run(ctx context.Context) error {
 	var wait backoff
 	for {
 		lived, err := c.session(ctx)
+		if errors.Is(err, errSelf) {
+			<-ctx.Done()
+		}
 		if ctx.Err() != nil {
 			return nil
 		}
@@ -142,14 +161,14 @@ func (c *Client) Run(ctx context.Context) error {
 // lived, which is 0 when there was none.
 func (c *Client) session(ctx context.Context) (lived time.Duration, err error) {
 	defer func() {
-		err = explain(err)
+		err = c.explain(err)
 		c.state.Store(&clientState{err: err})
 	}()
 	// The session outlives ctx by the grace period.
 	sctx, cancel := tunnel.Grace(ctx, c.cfg.Grace+time.Second)
 	defer cancel()
 
-	token, err := c.cfg.Token()
+	credential, err := c.credential()
 	if err != nil {
 		return 0, err
 	}
@@ -158,9 +177,15 @@ func (c *Client) session(ctx context.Context) (lived time.Duration, err error) {
 		return 0, err
 	}
 	defer hangUp()
-	s, err := c.join(ctx, sctx, cc, token)
+	s, err := c.join(ctx, sctx, cc, credential)
 	if err != nil {
 		return 0, err
+	}
+	if r := c.cfg.replica; r != nil {
+		if err := r.started(s); err != nil {
+			s.abandon(err)
+			return 0, err
+		}
 	}
 	c.state.Store(&clientState{session: s})
 	s.log.Info("session started", "remote", s.pub.Remote)
@@ -209,7 +234,7 @@ func (c *Client) connect(ctx context.Context) (cc *grpc.ClientConn, hangUp func(
 
 // join opens the control stream and exchanges hellos, before ctx is done and within
 // the join timeout. The stream lives until sctx is done.
-func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, token auth.Secret) (*edgeSession, error) {
+func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential credentials.PerRPCCredentials) (*edgeSession, error) {
 	sctx, abandon := context.WithCancelCause(sctx)
 	late := time.AfterFunc(joinTimeout, func() { abandon(errJoinTimeout) })
 	stopped := context.AfterFunc(ctx, func() { abandon(context.Canceled) })
@@ -220,10 +245,12 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, token auth
 			err = cause
 		}
 		abandon(err)
+		if c.cfg.replica != nil {
+			return nil, fmt.Errorf("joining as a replica: %w", err)
+		}
 		return nil, fmt.Errorf("joining as node %s: %w", c.cfg.Node, err)
 	}
 	client := pb.NewStreamClient(cc)
-	credential := accessToken(auth.EncodeToken(string(c.cfg.Node), token))
 	stream, err := client.TunnelStreaming(sctx, grpc.PerRPCCredentials(credential))
 	if err != nil {
 		return fail(err)
@@ -233,11 +260,15 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, token auth
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
 	s.stream, s.unknown, s.hangUp = stream, s.nobody, stream.CloseSend
 	s.init()
-	err = s.write(message(typeHello, "", &pb.Hello{Version: Version, Software: c.cfg.Software}))
+	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance}
+	if r := c.cfg.replica; r != nil {
+		hello.Replica = r.hello
+	}
+	err = s.write(message(typeHello, "", hello))
 	if err != nil && !errors.Is(err, io.EOF) { // io.EOF says that Recv knows the reason
 		return fail(err)
 	}
-	hello, err := receiveHello(stream)
+	hello, err = receiveHello(stream)
 	if err != nil {
 		return fail(err)
 	}
@@ -252,16 +283,32 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, token auth
 	if !stopped() {
 		return fail(context.Canceled)
 	}
+	s.remoteInstance = hello.GetInstance()
 	s.pub.ID, s.pub.Since = text(hello.GetSession()), time.Now()
 	// The cloud keeps to its limit. More than twice that here, since conns that have
 	// ended at the cloud may still be ending here when their successors are asked for.
 	s.maxConns = 2*int64(hello.GetMaxConns()) + 128
-	if hello.GetMaxConns() == 0 || s.maxConns > 16*DefaultMaxConns {
-		s.maxConns = 16 * DefaultMaxConns
+	if hello.GetMaxConns() == 0 || s.maxConns > maxConnsHere {
+		s.maxConns = maxConnsHere
 	}
 	s.log = c.log.With("session", s.pub.ID)
 	c.cfg.Counters.Sessions.Add(1)
 	return s, nil
+}
+
+// maxConnsHere bounds what a cloud may have an edge, or another replica, do at once.
+const maxConnsHere = 16 * DefaultMaxConns
+
+// credential returns what proves who we are.
+func (c *Client) credential() (credentials.PerRPCCredentials, error) {
+	if r := c.cfg.replica; r != nil {
+		return replicaID(r.id), nil // the proof is our certificate
+	}
+	token, err := c.cfg.Token()
+	if err != nil {
+		return nil, err
+	}
+	return accessToken(auth.EncodeToken(string(c.cfg.Node), token)), nil
 }
 
 // accessToken sends an OAuth2 access token with a call (RFC 6750 section 2.1). grpc's
@@ -279,6 +326,13 @@ func (accessToken) RequireTransportSecurity() bool { return true }
 var errJoinTimeout = fmt.Errorf("the cloud did not answer within %s: is that address the tunnel's gRPC port?", joinTimeout)
 
 // explain adds to an error what a person can do about it.
+func (c *Client) explain(err error) error {
+	if r := c.cfg.replica; r != nil {
+		return r.hint(err)
+	}
+	return explain(err)
+}
+
 func explain(err error) error {
 	var hint string
 	switch msg := fmt.Sprint(err); {

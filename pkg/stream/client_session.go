@@ -21,6 +21,8 @@ type edgeSession struct {
 	client  pb.StreamClient
 	abandon context.CancelCauseFunc // ends the control stream
 
+	remoteInstance string // of another replica
+
 	// Guarded by session.mu.
 	beatSent time.Time // of the heartbeat that waits for its echo; zero: none does
 }
@@ -138,7 +140,14 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 	}
 	r := tunnel.Request{
 		Node: s.pub.Node, Category: m.Category, Network: open.GetNetwork(),
-		Addr: m.Addr, Caller: text(open.GetCaller()),
+		Addr: m.Addr, Caller: text(open.GetCaller()), Relayed: open.GetRelayed(),
+	}
+	if m.Category == categoryRelay {
+		node, err := tunnel.ParseNodeName(open.GetNode())
+		if err != nil {
+			return fmt.Errorf("open: %w", err)
+		}
+		r.Node, r.Category, r.Relayed = node, open.GetCategory(), true
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	if refusal := s.add(m.Topic, &serving{cancel}); refusal != nil {

@@ -38,18 +38,19 @@ func (r *rig) connPair() (cloud, edge net.Conn, stop func(), err error) {
 // TestConn runs the net package's conformance suite through the whole tunnel, both
 // ways round.
 func TestConn(t *testing.T) {
-	r := newRig(t)
-	e := r.join("edge1", direct)
-	t.Run("cloud first", func(t *testing.T) {
-		nettest.TestConn(t, func() (c1, c2 net.Conn, stop func(), err error) { return r.connPair() })
-	})
-	t.Run("edge first", func(t *testing.T) {
-		nettest.TestConn(t, func() (c1, c2 net.Conn, stop func(), err error) {
-			c2, c1, stop, err = r.connPair()
-			return
+	eachWay(t, func(t *testing.T, r *rig) {
+		e := r.join("edge1", direct)
+		t.Run("cloud first", func(t *testing.T) {
+			nettest.TestConn(t, func() (c1, c2 net.Conn, stop func(), err error) { return r.connPair() })
 		})
+		t.Run("edge first", func(t *testing.T) {
+			nettest.TestConn(t, func() (c1, c2 net.Conn, stop func(), err error) {
+				c2, c1, stop, err = r.connPair()
+				return
+			})
+		})
+		r.idle(e)
 	})
-	r.idle(e)
 }
 
 var sizes = []int{0, 1, 4 << 10, maxPayload, maxPayload + 1, 4 << 20}
@@ -62,8 +63,9 @@ func blob(n int) []byte {
 }
 
 // Every byte before a close arrives, both ways, whatever the size.
-func TestBytesBeforeCloseArrive(t *testing.T) {
-	r := newRig(t)
+func TestBytesBeforeCloseArrive(t *testing.T) { eachWay(t, bytesBeforeCloseArrive) }
+
+func bytesBeforeCloseArrive(t *testing.T, r *rig) {
 	e := r.join("edge1", direct)
 	for _, n := range sizes {
 		want := blob(n)
@@ -91,8 +93,9 @@ func TestBytesBeforeCloseArrive(t *testing.T) {
 }
 
 // A direction ends by itself; the other goes on.
-func TestHalfClose(t *testing.T) {
-	r := newRig(t)
+func TestHalfClose(t *testing.T) { eachWay(t, halfClose) }
+
+func halfClose(t *testing.T, r *rig) {
 	e := r.join("edge1", direct)
 	ask, answer := blob(100<<10), blob(200<<10)
 	for name, swap := range map[string]bool{"cloud closes first": false, "edge closes first": true} {
@@ -122,8 +125,9 @@ func TestHalfClose(t *testing.T) {
 }
 
 // A reset of one end is a reset at the other, never a clean end.
-func TestReset(t *testing.T) {
-	r := newRig(t)
+func TestReset(t *testing.T) { eachWay(t, reset) }
+
+func reset(t *testing.T, r *rig) {
 	e := r.join("edge1", direct)
 	t.Run("target resets", func(t *testing.T) {
 		c, far := r.pair("edge1")
@@ -162,8 +166,9 @@ func TestReset(t *testing.T) {
 
 // When the caller has closed for good, the target's writes fail instead of filling
 // buffers for ever.
-func TestCallerGone(t *testing.T) {
-	r := newRig(t)
+func TestCallerGone(t *testing.T) { eachWay(t, callerGone) }
+
+func callerGone(t *testing.T, r *rig) {
 	e := r.join("edge1", direct)
 	c, far := r.pair("edge1")
 	c.Close()
@@ -178,8 +183,9 @@ func TestCallerGone(t *testing.T) {
 
 // A caller that has gone leaves nothing behind, also where the target is silent and
 // keeps its end open: who never writes would never learn that nobody reads.
-func TestCallerGoneTargetSilent(t *testing.T) {
-	r := newRig(t)
+func TestCallerGoneTargetSilent(t *testing.T) { eachWay(t, callerGoneTargetSilent) }
+
+func callerGoneTargetSilent(t *testing.T, r *rig) {
 	e := r.join("edge1", direct)
 	c, far := r.pair("edge1")
 	c.Write([]byte("the last words"))
@@ -191,8 +197,9 @@ func TestCallerGoneTargetSilent(t *testing.T) {
 }
 
 // Both directions move at once, and one that is stuck does not hold up the other.
-func TestFullDuplex(t *testing.T) {
-	r := newRig(t)
+func TestFullDuplex(t *testing.T) { eachWay(t, fullDuplex) }
+
+func fullDuplex(t *testing.T, r *rig) {
 	e := r.join("edge1", direct)
 	c, far := r.pair("edge1")
 	data := blob(8 << 20)
@@ -222,8 +229,9 @@ func TestFullDuplex(t *testing.T) {
 }
 
 // A reader that stalls holds its own window and nobody else's.
-func TestStalledReadersLeaveOthersAlone(t *testing.T) {
-	r := newRig(t)
+func TestStalledReadersLeaveOthersAlone(t *testing.T) { eachWay(t, stalledReadersLeaveOthersAlone) }
+
+func stalledReadersLeaveOthersAlone(t *testing.T, r *rig) {
 	e := r.join("edge1", direct)
 	var stalled []net.Conn
 	for range 20 { // of 1 MiB each: more than the connection's window

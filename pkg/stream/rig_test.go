@@ -43,6 +43,7 @@ type rig struct {
 	ca       *auth.CA
 	stop     context.CancelFunc // of the server
 	stopped  chan error
+	front    *Peers // of another replica, by which conns are dialled; nil: directly
 }
 
 // fakeAuth accepts the token "token-NODE" of every node.
@@ -155,6 +156,14 @@ func newRigOn(t *testing.T, network *memNet, change ...func(*ServerConfig)) *rig
 	if network != nil {
 		r.server.listen = network.listen
 	}
+	r.up()
+	return r
+}
+
+// up runs the server until the test ends, and then looks for panics.
+func (r *rig) up() {
+	t := r.t
+	t.Helper()
 	t.Cleanup(func() {
 		r.stop()
 		select {
@@ -170,7 +179,6 @@ func newRigOn(t *testing.T, network *memNet, change ...func(*ServerConfig)) *rig
 		}
 	})
 	r.serve()
-	return r
 }
 
 // serve runs the server until r.stop; then r.stopped tells how it ended.
@@ -284,14 +292,21 @@ func (e *edge) halt(t *testing.T) {
 func (r *rig) join(node string, dial tunnel.DialFunc) *edge {
 	r.t.Helper()
 	e := r.start(r.clientConfig(node), dial)
-	r.eventually("node joins", func() bool { return e.client.Ready() == nil && r.dir.Holds(tunnel.NodeName(node)) })
+	r.eventually("node joins", func() bool {
+		n := tunnel.NodeName(node)
+		return e.client.Ready() == nil && r.dir.Holds(n) && (r.front == nil || r.front.Holds(n))
+	})
 	return e
 }
 
 func (r *rig) dial(node, addr string) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	return r.dir.Dial(ctx, tunnel.Request{Node: tunnel.NodeName(node), Category: "tcp", Network: "tcp", Addr: addr, Caller: "test"})
+	var dialer tunnel.Dialer = r.dir
+	if r.front != nil {
+		dialer = r.front
+	}
+	return dialer.Dial(ctx, tunnel.Request{Node: tunnel.NodeName(node), Category: "tcp", Network: "tcp", Addr: addr, Caller: "test"})
 }
 
 func (r *rig) mustDial(node, addr string) net.Conn {
@@ -358,6 +373,13 @@ func (r *rig) idle(edges ...*edge) {
 		for _, e := range edges {
 			if s := e.client.Session(); s != nil && s.Conns.Load() != 0 {
 				return false
+			}
+		}
+		if r.front != nil {
+			for _, link := range r.front.sessions() {
+				if link.pub.Conns.Load() != 0 {
+					return false
+				}
 			}
 		}
 		return true

@@ -35,6 +35,7 @@ type ServerConfig struct {
 	MaxConns int           // per session; 0: DefaultMaxConns
 	Grace    time.Duration // how long conns may go on when the server stops; 0: tunnel.GracePeriod
 	Software string        // what the edges are told runs here
+	Peers    *Peers        // the other replicas; nil: this one is alone
 }
 
 // Server is the cloud's end of every session. It is the module "stream" of the cloud.
@@ -130,8 +131,14 @@ func (s *Server) Run(ctx context.Context) error {
 	s.addr.Store(&addr)
 	defer s.addr.Store(nil)
 
-	opts := append(serverOptions(s.cfg.MaxConns),
-		grpc.Creds(serverCreds{credentials.NewTLS(s.cfg.TLS)}),
+	conf, conns := s.cfg.TLS, s.cfg.MaxConns
+	if s.cfg.Peers != nil {
+		conf = conf.Clone()
+		conf.ClientAuth = tls.RequestClientCert // of replicas; who it is of is looked at when one joins
+		conns = max(conns, maxRelayed)
+	}
+	opts := append(serverOptions(conns),
+		grpc.Creds(serverCreds{credentials.NewTLS(conf)}),
 		grpc.StreamInterceptor(s.intercept),
 	)
 	server := grpc.NewServer(opts...)
@@ -168,22 +175,34 @@ func (s *Server) drain() {
 	ctx, cancel := context.WithTimeout(context.Background(), s.cfg.Grace)
 	defer cancel()
 	var wg sync.WaitGroup
-	for _, pub := range s.dir.Sessions() {
-		if cs, ok := pub.Link.(*cloudSession); ok {
-			wg.Go(func() {
-				cs.drain(ctx)
-				// The edge hangs up when its targets have taken what is on the way.
-				select {
-				case <-cs.done:
-				case <-time.After(hangUpTimeout):
-				}
-			})
-		}
+	for _, cs := range s.live() {
+		wg.Go(func() {
+			cs.drain(ctx)
+			// The edge hangs up when its targets have taken what is on the way.
+			select {
+			case <-cs.done:
+			case <-time.After(hangUpTimeout):
+			}
+		})
 	}
 	wg.Wait()
-	for _, pub := range s.dir.Sessions() {
-		pub.Close(errCloudStopping)
+	for _, cs := range s.live() {
+		cs.Close(errCloudStopping)
 	}
+}
+
+// live returns all sessions, those of nodes and those of other replicas.
+func (s *Server) live() []*cloudSession {
+	var all []*cloudSession
+	for _, pub := range s.dir.Sessions() {
+		if cs, ok := pub.Link.(*cloudSession); ok {
+			all = append(all, cs)
+		}
+	}
+	if s.cfg.Peers != nil {
+		all = append(all, s.cfg.Peers.sessions()...)
+	}
+	return all
 }
 
 var errCloudStopping = status.Error(codes.Unavailable, "the cloud is stopping")
@@ -215,7 +234,7 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	}); err != nil {
 		if cs := t.session.Load(); cs != nil {
 			cs.Close(err)
-			s.dir.Detach(cs.pub)
+			s.detach(cs)
 		}
 		t.refuse()
 		return status.Error(codes.Internal, "internal error")
@@ -248,7 +267,7 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 	stop := context.AfterFunc(ctx, func() { cs.Close(errLost) })
 	defer stop()
 	err = cs.run(ctx)
-	s.dir.Detach(cs.pub)
+	s.detach(cs)
 	cs.logEnd(err)
 	t.conn.closeSoon()
 	if errors.Is(err, io.EOF) {
@@ -290,7 +309,13 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	if s.stopping.Load() {
 		return nil, &refusedJoin{told: status.Error(codes.Unavailable, "this replica is stopping")}
 	}
-	grant, refusal := s.authenticate(ctx)
+	peer := claimsReplica(ctx)
+	grant, refusal := auth.Grant{}, (*refusedJoin)(nil)
+	if peer != "" {
+		refusal = s.authenticateReplica(peer, t)
+	} else {
+		grant, refusal = s.authenticate(ctx)
+	}
 	if refusal != nil {
 		return nil, refusal
 	}
@@ -307,11 +332,19 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 			hello.GetVersion(), Version, s.cfg.Software, grant.Node)
 	}
 	id := uuid.NewString()
-	cs := &cloudSession{transport: t}
+	cs := &cloudSession{transport: t, instance: text(hello.GetInstance())}
 	cs.pub = &tunnel.Session{ID: id, Node: grant.Node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Link: cs}
 	cs.log = s.log.With("node", grant.Node, "session", id)
 	cs.router, cs.counters, cs.blocks = s.router, s.cfg.Counters, s.blocks
 	cs.stream, cs.maxConns = stream, int64(s.cfg.MaxConns)
+	ours := &pb.Hello{Version: Version, Software: s.cfg.Software, Session: id}
+	if peer != "" {
+		cs.peers = s.cfg.Peers
+		cs.log = s.log.With("replica", peer, "session", id)
+		cs.router, cs.counters, cs.maxConns = cs.peers.router, cs.peers.counters, maxRelayed
+		ours.Instance = cs.peers.id
+	}
+	ours.MaxConns = uint32(cs.maxConns) //nolint:gosec // a few thousand
 	cs.init()
 	if !t.session.CompareAndSwap(nil, cs) {
 		return refuse(codes.AlreadyExists, "this connection has a session already")
@@ -319,9 +352,12 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	t.conn.joined()
 
 	// Our hello is the first message in the outbox, so no open can overtake it.
-	cs.post(message(typeHello, "", &pb.Hello{
-		Version: Version, Software: s.cfg.Software, Session: id, MaxConns: uint32(s.cfg.MaxConns),
-	}))
+	cs.post(message(typeHello, "", ours))
+	if peer != "" {
+		cs.log.Info("another replica has joined", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))
+		cs.peers.attach(peer, hello.GetReplica(), cs)
+		return cs, nil
+	}
 	s.cfg.Counters.Sessions.Add(1)
 	cs.log.Info("session started", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))
 	if old := s.dir.Attach(cs.pub); old != nil {
@@ -337,6 +373,31 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 		}
 	})
 	return cs, nil
+}
+
+// detach takes a session that has ended from where it was found.
+func (s *Server) detach(cs *cloudSession) {
+	if cs.peers != nil {
+		cs.peers.detach(cs)
+		return
+	}
+	s.dir.Detach(cs.pub)
+}
+
+// authenticateReplica looks at the certificate of somebody who says to be a replica.
+func (s *Server) authenticateReplica(id string, t *transport) *refusedJoin {
+	refused := status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
+	p := s.cfg.Peers
+	if p == nil {
+		return &refusedJoin{told: refused, err: errors.New("it says that it is a replica, and there is no [mode.cloud.stream.peers] here")}
+	}
+	if err := p.authenticate(t.State); err != nil {
+		return &refusedJoin{told: refused, err: fmt.Errorf("it says that it is a replica: %w", err)}
+	}
+	if _, err := uuid.Parse(id); err != nil {
+		return &refusedJoin{told: status.Error(codes.InvalidArgument, "the id of a replica is a UUID")}
+	}
+	return nil
 }
 
 // authenticate reads the credential from the metadata. A stranger is told one thing

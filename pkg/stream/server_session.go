@@ -24,6 +24,9 @@ import (
 type cloudSession struct {
 	session
 	transport *transport
+	instance  string   // of the edge
+	peers     *Peers   // the session is another replica's; nil: a node's
+	replica   *replica // whose; set when it is attached
 }
 
 var _ tunnel.Link = (*cloudSession)(nil)
@@ -76,10 +79,13 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunn
 		return nil, refusal
 	}
 	// Were the session to end now, it would settle p.
-	s.post(&tunnel.Message{
-		Category: r.Category, Type: tunnel.TypeOpen, Topic: name, Addr: r.Addr,
-		Data: encode(&pb.Open{Network: r.Network, Caller: text(r.Caller)}),
-	})
+	m := &tunnel.Message{Category: r.Category, Type: tunnel.TypeOpen, Topic: name, Addr: r.Addr}
+	open := &pb.Open{Network: r.Network, Caller: text(r.Caller), Relayed: r.Relayed}
+	if s.peers != nil {
+		m.Category, open.Node, open.Category = categoryRelay, string(r.Node), r.Category
+	}
+	m.Data = encode(open)
+	s.post(m)
 	var o opened
 	select {
 	case o = <-p.result:
@@ -101,11 +107,11 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunn
 func (s *cloudSession) gaveUp(ctx context.Context, r tunnel.Request) *tunnel.Refusal {
 	switch {
 	case errors.Is(ctx.Err(), context.DeadlineExceeded):
-		return tunnel.Refusef(tunnel.Timeout, "node %s did not answer in time whether %s can be reached", s.pub.Node, r.Addr)
+		return tunnel.Refusef(tunnel.Timeout, "node %s did not answer in time whether %s can be reached", r.Node, r.Addr)
 	case ctx.Err() != nil:
 		return tunnel.Refusef(tunnel.Gone, "the caller has gone")
 	}
-	return tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", s.pub.Node)
+	return tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", r.Node)
 }
 
 // Serve implements tunnel.Link. Nobody may ask the cloud to dial.

@@ -50,6 +50,15 @@ const (
 	typeDrain     = "drain"
 )
 
+// categoryRelay is the category of open requests to another replica.
+const categoryRelay = "relay"
+
+// typeNodes tells another replica which nodes are held.
+const typeNodes = "nodes"
+
+// replicaKey is the metadata key by which a replica says that it is one, and its id.
+const replicaKey = "tunnel-replica"
+
 // topicKey is the metadata key of a Connect's topic.
 const topicKey = "topic"
 

@@ -33,9 +33,7 @@ func (d *Directory) Attach(s *Session) (replaced *Session) {
 	}
 	replaced = d.sessions[s.Node]
 	d.sessions[s.Node] = s
-	if replaced == nil {
-		d.noteLocked()
-	}
+	d.noteLocked()
 	return replaced
 }
 
@@ -52,8 +50,8 @@ func (d *Directory) Detach(s *Session) bool {
 	return true
 }
 
-// Changed returns a channel that is closed when a node has come or gone. To miss
-// nothing, ask for it before asking who is connected.
+// Changed returns a channel that is closed when a node has come, gone, or got another
+// session. To miss nothing, ask for it before asking who is connected.
 func (d *Directory) Changed() <-chan struct{} {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -63,7 +61,7 @@ func (d *Directory) Changed() <-chan struct{} {
 	return d.changed
 }
 
-// noteLocked tells who waits that the set of nodes has changed. The caller holds mu.
+// noteLocked tells who waits that a session has changed. The caller holds mu.
 func (d *Directory) noteLocked() {
 	if d.changed != nil {
 		close(d.changed)

@@ -288,9 +288,13 @@ func TestDirectoryChanged(t *testing.T) {
 	}
 	c = d.Changed()
 	d.Attach(b)
+	if !changed(c) {
+		t.Error("a node has another session, and nobody was told")
+	}
+	c = d.Changed()
 	d.Detach(a)
 	if changed(c) {
-		t.Error("a session that replaces another changes nothing: the node was and is there")
+		t.Error("the end of a session that was replaced changes nothing")
 	}
 	d.Detach(b)
 	if !changed(c) {

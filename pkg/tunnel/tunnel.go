@@ -107,6 +107,7 @@ type Request struct {
 	Network  string   // "tcp", or "tls" when the edge's https module is to speak TLS to the target
 	Addr     string   // host:port, as the edge sees it
 	Caller   string   // who asked, for policy and for the operator's eyes
+	Relayed  bool     // it came from another replica, and goes no further
 }
 
 // Dialer is the one thing that every front door needs.

@@ -252,6 +252,8 @@ type Hello struct {
 	Capabilities  []string               `protobuf:"bytes,3,rep,name=capabilities,proto3" json:"capabilities,omitempty"`          // reserved for optional features
 	Session       string                 `protobuf:"bytes,4,opt,name=session,proto3" json:"session,omitempty"`                    // cloud: the id of the session
 	MaxConns      uint32                 `protobuf:"varint,5,opt,name=max_conns,json=maxConns,proto3" json:"max_conns,omitempty"` // cloud: conns that this session may have at once
+	Instance      string                 `protobuf:"bytes,6,opt,name=instance,proto3" json:"instance,omitempty"`                  // edge: the id of the process, another one after each start
+	Replica       *Replica               `protobuf:"bytes,7,opt,name=replica,proto3" json:"replica,omitempty"`                    // replica: who it is (see Nodes)
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -321,6 +323,66 @@ func (x *Hello) GetMaxConns() uint32 {
 	return 0
 }
 
+func (x *Hello) GetInstance() string {
+	if x != nil {
+		return x.Instance
+	}
+	return ""
+}
+
+func (x *Hello) GetReplica() *Replica {
+	if x != nil {
+		return x.Replica
+	}
+	return nil
+}
+
+// Replica is one cloud process. Each replica joins each other one, as an edge would: it
+// says which nodes it holds, and answers requests to open a conn to one of them.
+type Replica struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Addrs         []string               `protobuf:"bytes,1,rep,name=addrs,proto3" json:"addrs,omitempty"` // by which clients reach it
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Replica) Reset() {
+	*x = Replica{}
+	mi := &file_stream_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Replica) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Replica) ProtoMessage() {}
+
+func (x *Replica) ProtoReflect() protoreflect.Message {
+	mi := &file_stream_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Replica.ProtoReflect.Descriptor instead.
+func (*Replica) Descriptor() ([]byte, []int) {
+	return file_stream_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Replica) GetAddrs() []string {
+	if x != nil {
+		return x.Addrs
+	}
+	return nil
+}
+
 // Heartbeat is sent by the edge; the cloud sends it back as it came.
 type Heartbeat struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -332,7 +394,7 @@ type Heartbeat struct {
 
 func (x *Heartbeat) Reset() {
 	*x = Heartbeat{}
-	mi := &file_stream_proto_msgTypes[3]
+	mi := &file_stream_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -344,7 +406,7 @@ func (x *Heartbeat) String() string {
 func (*Heartbeat) ProtoMessage() {}
 
 func (x *Heartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[3]
+	mi := &file_stream_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -357,7 +419,7 @@ func (x *Heartbeat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Heartbeat.ProtoReflect.Descriptor instead.
 func (*Heartbeat) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{3}
+	return file_stream_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Heartbeat) GetSent() int64 {
@@ -376,17 +438,20 @@ func (x *Heartbeat) GetRoundTrip() int64 {
 
 // Open asks the edge's module of that category to dial (type "open").
 type Open struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	Network       string                 `protobuf:"bytes,1,opt,name=network,proto3" json:"network,omitempty"`  // "tcp" or "tls"
-	Caller        string                 `protobuf:"bytes,2,opt,name=caller,proto3" json:"caller,omitempty"`    // who asked, for the edge's policy and log
-	Relayed       bool                   `protobuf:"varint,3,opt,name=relayed,proto3" json:"relayed,omitempty"` // the request came in on another replica
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Network string                 `protobuf:"bytes,1,opt,name=network,proto3" json:"network,omitempty"`  // "tcp" or "tls"
+	Caller  string                 `protobuf:"bytes,2,opt,name=caller,proto3" json:"caller,omitempty"`    // who asked, for the edge's policy and log
+	Relayed bool                   `protobuf:"varint,3,opt,name=relayed,proto3" json:"relayed,omitempty"` // the request came in on another replica
+	// To a replica (category "relay") only: what it is to ask for in its own session.
+	Node          string `protobuf:"bytes,4,opt,name=node,proto3" json:"node,omitempty"`
+	Category      string `protobuf:"bytes,5,opt,name=category,proto3" json:"category,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Open) Reset() {
 	*x = Open{}
-	mi := &file_stream_proto_msgTypes[4]
+	mi := &file_stream_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -398,7 +463,7 @@ func (x *Open) String() string {
 func (*Open) ProtoMessage() {}
 
 func (x *Open) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[4]
+	mi := &file_stream_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -411,7 +476,7 @@ func (x *Open) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Open.ProtoReflect.Descriptor instead.
 func (*Open) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{4}
+	return file_stream_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Open) GetNetwork() string {
@@ -435,6 +500,151 @@ func (x *Open) GetRelayed() bool {
 	return false
 }
 
+func (x *Open) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *Open) GetCategory() string {
+	if x != nil {
+		return x.Category
+	}
+	return ""
+}
+
+// Nodes says which nodes the sending replica holds (type "nodes"). The first after a
+// join is full, the others say what has changed; either may take several messages.
+type Nodes struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Full          bool                   `protobuf:"varint,1,opt,name=full,proto3" json:"full,omitempty"` // forget what was said before
+	More          bool                   `protobuf:"varint,2,opt,name=more,proto3" json:"more,omitempty"` // the next message belongs to this one
+	Held          []*Held                `protobuf:"bytes,3,rep,name=held,proto3" json:"held,omitempty"`
+	Gone          []string               `protobuf:"bytes,4,rep,name=gone,proto3" json:"gone,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Nodes) Reset() {
+	*x = Nodes{}
+	mi := &file_stream_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Nodes) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Nodes) ProtoMessage() {}
+
+func (x *Nodes) ProtoReflect() protoreflect.Message {
+	mi := &file_stream_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Nodes.ProtoReflect.Descriptor instead.
+func (*Nodes) Descriptor() ([]byte, []int) {
+	return file_stream_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *Nodes) GetFull() bool {
+	if x != nil {
+		return x.Full
+	}
+	return false
+}
+
+func (x *Nodes) GetMore() bool {
+	if x != nil {
+		return x.More
+	}
+	return false
+}
+
+func (x *Nodes) GetHeld() []*Held {
+	if x != nil {
+		return x.Held
+	}
+	return nil
+}
+
+func (x *Nodes) GetGone() []string {
+	if x != nil {
+		return x.Gone
+	}
+	return nil
+}
+
+// Held is a session of a node with the sending replica.
+type Held struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
+	AgeMs         uint64                 `protobuf:"varint,2,opt,name=age_ms,json=ageMs,proto3" json:"age_ms,omitempty"` // how long the session has lived: the clocks of replicas differ
+	Instance      string                 `protobuf:"bytes,3,opt,name=instance,proto3" json:"instance,omitempty"`         // of the edge
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Held) Reset() {
+	*x = Held{}
+	mi := &file_stream_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Held) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Held) ProtoMessage() {}
+
+func (x *Held) ProtoReflect() protoreflect.Message {
+	mi := &file_stream_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Held.ProtoReflect.Descriptor instead.
+func (*Held) Descriptor() ([]byte, []int) {
+	return file_stream_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *Held) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *Held) GetAgeMs() uint64 {
+	if x != nil {
+		return x.AgeMs
+	}
+	return 0
+}
+
+func (x *Held) GetInstance() string {
+	if x != nil {
+		return x.Instance
+	}
+	return ""
+}
+
 // Refused answers an open that led to no conn (type "refused").
 type Refused struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -446,7 +656,7 @@ type Refused struct {
 
 func (x *Refused) Reset() {
 	*x = Refused{}
-	mi := &file_stream_proto_msgTypes[5]
+	mi := &file_stream_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -458,7 +668,7 @@ func (x *Refused) String() string {
 func (*Refused) ProtoMessage() {}
 
 func (x *Refused) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[5]
+	mi := &file_stream_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -471,7 +681,7 @@ func (x *Refused) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Refused.ProtoReflect.Descriptor instead.
 func (*Refused) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{5}
+	return file_stream_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Refused) GetCode() Code {
@@ -499,7 +709,7 @@ type Drain struct {
 
 func (x *Drain) Reset() {
 	*x = Drain{}
-	mi := &file_stream_proto_msgTypes[6]
+	mi := &file_stream_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -511,7 +721,7 @@ func (x *Drain) String() string {
 func (*Drain) ProtoMessage() {}
 
 func (x *Drain) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[6]
+	mi := &file_stream_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -524,7 +734,7 @@ func (x *Drain) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Drain.ProtoReflect.Descriptor instead.
 func (*Drain) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{6}
+	return file_stream_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Drain) GetGraceSeconds() uint32 {
@@ -549,21 +759,36 @@ const file_stream_proto_rawDesc = "" +
 	"\x05Chunk\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12\x10\n" +
 	"\x03fin\x18\x02 \x01(\bR\x03fin\x12\x12\n" +
-	"\x04stop\x18\x03 \x01(\bR\x04stop\"\x98\x01\n" +
+	"\x04stop\x18\x03 \x01(\bR\x04stop\"\xe2\x01\n" +
 	"\x05Hello\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x1a\n" +
 	"\bsoftware\x18\x02 \x01(\tR\bsoftware\x12\"\n" +
 	"\fcapabilities\x18\x03 \x03(\tR\fcapabilities\x12\x18\n" +
 	"\asession\x18\x04 \x01(\tR\asession\x12\x1b\n" +
-	"\tmax_conns\x18\x05 \x01(\rR\bmaxConns\">\n" +
+	"\tmax_conns\x18\x05 \x01(\rR\bmaxConns\x12\x1a\n" +
+	"\binstance\x18\x06 \x01(\tR\binstance\x12,\n" +
+	"\areplica\x18\a \x01(\v2\x12.tunnel.v1.ReplicaR\areplica\"\x1f\n" +
+	"\aReplica\x12\x14\n" +
+	"\x05addrs\x18\x01 \x03(\tR\x05addrs\">\n" +
 	"\tHeartbeat\x12\x12\n" +
 	"\x04sent\x18\x01 \x01(\x03R\x04sent\x12\x1d\n" +
 	"\n" +
-	"round_trip\x18\x02 \x01(\x03R\troundTrip\"R\n" +
+	"round_trip\x18\x02 \x01(\x03R\troundTrip\"\x82\x01\n" +
 	"\x04Open\x12\x18\n" +
 	"\anetwork\x18\x01 \x01(\tR\anetwork\x12\x16\n" +
 	"\x06caller\x18\x02 \x01(\tR\x06caller\x12\x18\n" +
-	"\arelayed\x18\x03 \x01(\bR\arelayed\"B\n" +
+	"\arelayed\x18\x03 \x01(\bR\arelayed\x12\x12\n" +
+	"\x04node\x18\x04 \x01(\tR\x04node\x12\x1a\n" +
+	"\bcategory\x18\x05 \x01(\tR\bcategory\"h\n" +
+	"\x05Nodes\x12\x12\n" +
+	"\x04full\x18\x01 \x01(\bR\x04full\x12\x12\n" +
+	"\x04more\x18\x02 \x01(\bR\x04more\x12#\n" +
+	"\x04held\x18\x03 \x03(\v2\x0f.tunnel.v1.HeldR\x04held\x12\x12\n" +
+	"\x04gone\x18\x04 \x03(\tR\x04gone\"M\n" +
+	"\x04Held\x12\x12\n" +
+	"\x04node\x18\x01 \x01(\tR\x04node\x12\x15\n" +
+	"\x06age_ms\x18\x02 \x01(\x04R\x05ageMs\x12\x1a\n" +
+	"\binstance\x18\x03 \x01(\tR\binstance\"B\n" +
 	"\aRefused\x12#\n" +
 	"\x04code\x18\x01 \x01(\x0e2\x0f.tunnel.v1.CodeR\x04code\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\",\n" +
@@ -599,28 +824,33 @@ func file_stream_proto_rawDescGZIP() []byte {
 }
 
 var file_stream_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_stream_proto_msgTypes = make([]protoimpl.MessageInfo, 7)
+var file_stream_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
 var file_stream_proto_goTypes = []any{
 	(Code)(0),         // 0: tunnel.v1.Code
 	(*StreamMsg)(nil), // 1: tunnel.v1.StreamMsg
 	(*Chunk)(nil),     // 2: tunnel.v1.Chunk
 	(*Hello)(nil),     // 3: tunnel.v1.Hello
-	(*Heartbeat)(nil), // 4: tunnel.v1.Heartbeat
-	(*Open)(nil),      // 5: tunnel.v1.Open
-	(*Refused)(nil),   // 6: tunnel.v1.Refused
-	(*Drain)(nil),     // 7: tunnel.v1.Drain
+	(*Replica)(nil),   // 4: tunnel.v1.Replica
+	(*Heartbeat)(nil), // 5: tunnel.v1.Heartbeat
+	(*Open)(nil),      // 6: tunnel.v1.Open
+	(*Nodes)(nil),     // 7: tunnel.v1.Nodes
+	(*Held)(nil),      // 8: tunnel.v1.Held
+	(*Refused)(nil),   // 9: tunnel.v1.Refused
+	(*Drain)(nil),     // 10: tunnel.v1.Drain
 }
 var file_stream_proto_depIdxs = []int32{
-	0, // 0: tunnel.v1.Refused.code:type_name -> tunnel.v1.Code
-	1, // 1: tunnel.v1.Stream.TunnelStreaming:input_type -> tunnel.v1.StreamMsg
-	2, // 2: tunnel.v1.Stream.Connect:input_type -> tunnel.v1.Chunk
-	1, // 3: tunnel.v1.Stream.TunnelStreaming:output_type -> tunnel.v1.StreamMsg
-	2, // 4: tunnel.v1.Stream.Connect:output_type -> tunnel.v1.Chunk
-	3, // [3:5] is the sub-list for method output_type
-	1, // [1:3] is the sub-list for method input_type
-	1, // [1:1] is the sub-list for extension type_name
-	1, // [1:1] is the sub-list for extension extendee
-	0, // [0:1] is the sub-list for field type_name
+	4, // 0: tunnel.v1.Hello.replica:type_name -> tunnel.v1.Replica
+	8, // 1: tunnel.v1.Nodes.held:type_name -> tunnel.v1.Held
+	0, // 2: tunnel.v1.Refused.code:type_name -> tunnel.v1.Code
+	1, // 3: tunnel.v1.Stream.TunnelStreaming:input_type -> tunnel.v1.StreamMsg
+	2, // 4: tunnel.v1.Stream.Connect:input_type -> tunnel.v1.Chunk
+	1, // 5: tunnel.v1.Stream.TunnelStreaming:output_type -> tunnel.v1.StreamMsg
+	2, // 6: tunnel.v1.Stream.Connect:output_type -> tunnel.v1.Chunk
+	5, // [5:7] is the sub-list for method output_type
+	3, // [3:5] is the sub-list for method input_type
+	3, // [3:3] is the sub-list for extension type_name
+	3, // [3:3] is the sub-list for extension extendee
+	0, // [0:3] is the sub-list for field type_name
 }
 
 func init() { file_stream_proto_init() }
@@ -634,7 +864,7 @@ func file_stream_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_stream_proto_rawDesc), len(file_stream_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   7,
+			NumMessages:   10,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

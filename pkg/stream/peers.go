@@ -1,0 +1,389 @@
+package stream
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net"
+	"net/netip"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+const (
+	// lookupInterval is how often the Service's name is looked up.
+	lookupInterval = 5 * time.Second
+	// forgetReplica is how long what a lost replica held is remembered: time for it to
+	// come back, or for its nodes to have gone to others.
+	forgetReplica = 30 * time.Second
+	// maxRelayed is how many conns another replica may ask for at once.
+	maxRelayed = 4 * DefaultMaxConns
+)
+
+// PeersConfig says who else is a replica of this cloud, and how they know each other.
+type PeersConfig struct {
+	Service   string       // host:port; every address behind the name is a replica
+	Addresses []string     // and so is each of these, host:port
+	Addrs     []netip.Addr // by which clients reach this replica, for the others to tell
+	// TLS holds the certificate that this replica shows, the CA that has signed those of
+	// all (RootCAs), and the name that stands in them (ServerName).
+	TLS      *tls.Config
+	Counters *tunnel.Counters // of relayed conns; nil: nobody looks
+	Log      *slog.Logger
+	Software string
+	Grace    time.Duration // how long relayed conns may go on when this replica stops; 0: tunnel.GracePeriod
+
+	// LookUp returns the addresses behind a name; nil: the system's resolver.
+	LookUp func(ctx context.Context, host string) ([]netip.Addr, error)
+}
+
+// Peers are the other replicas. It is the module "peers": each replica joins each
+// other one over mutual TLS, tells it which nodes it holds, and opens conns to them on
+// request. So what is known of another replica comes by the session that it has opened
+// here, and relayed conns are conns of that session: to it we are the cloud, and it is
+// the edge.
+//
+//	front door ─ Peers.Dial(edge7) ─▶ its session with us ─ open{relay, edge7} ─▶ replica B ─ Directory.Dial ─▶ edge7
+//
+// A request is relayed once: B asks its own directory.
+type Peers struct {
+	// Set once.
+	cfg      PeersConfig
+	id       string
+	dir      *tunnel.Directory // what this replica holds
+	counters *tunnel.Counters
+	log      *slog.Logger
+	router   *tunnel.Router // of what other replicas send us
+
+	mu       sync.Mutex // guards the following
+	replicas map[string]*replica
+	joined   map[string]string // id of each replica that we have joined, to the address by which
+	changed  chan struct{}     // closed at the next change; nil while nobody waits
+}
+
+// replica is what another replica has told us. It is guarded by Peers.mu.
+type replica struct {
+	id     string
+	link   *cloudSession // nil: lost
+	lost   *time.Timer   // forgets it; nil while link is there
+	addrs  []netip.Addr
+	nodes  map[tunnel.NodeName]held
+	coming map[tunnel.NodeName]held // a full set that is not complete
+}
+
+// held is a session of a node with another replica.
+type held struct {
+	since    time.Time // by our clock
+	instance string
+}
+
+var (
+	_ tunnel.Module = (*Peers)(nil)
+	_ tunnel.Dialer = (*Peers)(nil)
+	_ tunnel.Nodes  = (*Peers)(nil)
+)
+
+// NewPeers returns the other replicas of the one that holds what is in dir. Nothing is
+// known of them before Run; the [Server] has to be told of them, too.
+func NewPeers(cfg PeersConfig, dir *tunnel.Directory) (*Peers, error) {
+	if cfg.Counters == nil {
+		cfg.Counters = new(tunnel.Counters)
+	}
+	if cfg.LookUp == nil {
+		cfg.LookUp = func(ctx context.Context, host string) ([]netip.Addr, error) {
+			return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
+		}
+	}
+	p := &Peers{
+		cfg: cfg, id: uuid.NewString(), dir: dir, counters: cfg.Counters,
+		log:      cfg.Log.With("module", "peers"),
+		replicas: make(map[string]*replica), joined: make(map[string]string),
+	}
+	var err error
+	p.router, err = tunnel.NewRouter(peerRoutes{})
+	return p, err
+}
+
+// Name implements tunnel.Module.
+func (p *Peers) Name() string { return "peers" }
+
+// Routes implements tunnel.Module. Edges may send nothing of it.
+func (p *Peers) Routes() map[string]tunnel.Handler { return nil }
+
+// peerRoutes are the messages that a replica may send which has joined here: those of
+// an edge, and the nodes that it holds.
+type peerRoutes struct{}
+
+func (peerRoutes) Name() string              { return category }
+func (peerRoutes) Run(context.Context) error { return nil }
+
+func (peerRoutes) Routes() map[string]tunnel.Handler {
+	return map[string]tunnel.Handler{
+		typeHeartbeat: cloudHandler((*cloudSession).heartbeat),
+		typeRefused:   cloudHandler((*cloudSession).refused),
+		typeDrain:     cloudHandler((*cloudSession).edgeLeaves),
+		typeNodes:     cloudHandler((*cloudSession).peerNodes),
+	}
+}
+
+// Run implements tunnel.Module: it looks who is there, and joins each, until ctx is done.
+func (p *Peers) Run(ctx context.Context) error {
+	defer p.forgetAll()
+	var running sync.WaitGroup
+	defer running.Wait()
+	running.Go(func() { p.passOn(ctx) })
+	joining := make(map[string]context.CancelFunc) // by address
+	ticker := time.NewTicker(lookupInterval)
+	defer ticker.Stop()
+	failing := false
+	for {
+		addresses, err := p.discover(ctx)
+		if failed := err != nil; failed != failing && ctx.Err() == nil {
+			failing = failed
+			if failed {
+				p.log.Warn("cannot look up the other replicas; those known stay", "target", p.cfg.Service, "err", err)
+			} else {
+				p.log.Info("the other replicas can be looked up again", "target", p.cfg.Service)
+			}
+		}
+		for a := range addresses {
+			if joining[a] == nil {
+				actx, cancel := context.WithCancel(ctx)
+				joining[a] = cancel
+				running.Go(func() { p.join(actx, a) })
+			}
+		}
+		for a, cancel := range joining {
+			if !addresses[a] && err == nil {
+				cancel()
+				delete(joining, a)
+			}
+		}
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			for _, cancel := range joining {
+				cancel()
+			}
+			return nil
+		}
+	}
+}
+
+// passOn makes changes of our own directory changes of the whole, until ctx is done.
+func (p *Peers) passOn(ctx context.Context) {
+	for {
+		changed := p.dir.Changed()
+		p.mu.Lock()
+		p.noteLocked()
+		p.mu.Unlock()
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// discover returns the addresses of all replicas, this one perhaps among them. With an
+// error they are not all.
+func (p *Peers) discover(ctx context.Context) (map[string]bool, error) {
+	all := make(map[string]bool)
+	for _, a := range p.cfg.Addresses {
+		all[a] = true
+	}
+	if p.cfg.Service == "" {
+		return all, nil
+	}
+	host, port, err := net.SplitHostPort(p.cfg.Service)
+	if err != nil {
+		return all, err
+	}
+	ctx, cancel := context.WithTimeout(ctx, lookupInterval)
+	defer cancel()
+	ips, err := p.cfg.LookUp(ctx, host)
+	for _, ip := range ips {
+		all[net.JoinHostPort(ip.Unmap().String(), port)] = true
+	}
+	return all, err
+}
+
+// errSelf ends a link to ourselves, errTwice a second one to the same replica.
+var (
+	errSelf  = errors.New("this address is our own")
+	errTwice = errors.New("this replica has been joined by another of its addresses")
+)
+
+// join keeps a session with the replica at an address until ctx is done.
+func (p *Peers) join(ctx context.Context, address string) {
+	c, err := NewClient(ClientConfig{
+		Address: address, TLS: p.cfg.TLS, Counters: p.counters, Log: p.cfg.Log, Grace: p.cfg.Grace, Software: p.cfg.Software,
+		replica: &asReplica{
+			id: p.id, hello: &pb.Replica{Addrs: addrStrings(p.cfg.Addrs)},
+			started: func(s *edgeSession) error { return p.publish(address, s) },
+			hint:    p.hint,
+		},
+	}, relayModule{p.dir})
+	if err != nil {
+		p.log.Error("cannot join another replica", "remote", address, "err", err) // the routes are wrong: a bug
+		return
+	}
+	c.Run(ctx) //nolint:errcheck // it ends with ctx
+}
+
+// hint adds to an error what a person can do about it.
+func (p *Peers) hint(err error) error {
+	if err == nil {
+		return nil
+	}
+	switch msg := err.Error(); {
+	case status.Code(err) == codes.Unauthenticated:
+		return fmt.Errorf("%w (its log says why; ca and servername of [mode.cloud.stream.peers] must be the same on all replicas, and their certificates must allow client authentication)", err)
+	case strings.Contains(msg, "certificate signed by unknown authority"):
+		return fmt.Errorf("%w (ca in [mode.cloud.stream.peers] must have signed the replicas' certificates)", err)
+	case strings.Contains(msg, "x509: certificate is"), strings.Contains(msg, "x509: cannot validate certificate"):
+		return fmt.Errorf("%w (servername in [mode.cloud.stream.peers] must stand in the replicas' certificates)", err)
+	}
+	return err
+}
+
+// replicaID is sent by a replica that joins another one.
+type replicaID string
+
+// GetRequestMetadata implements credentials.PerRPCCredentials.
+func (id replicaID) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{replicaKey: string(id)}, nil
+}
+
+// RequireTransportSecurity implements credentials.PerRPCCredentials.
+func (replicaID) RequireTransportSecurity() bool { return true }
+
+// claimsReplica returns the id under which somebody wants to join as a replica, or "".
+func claimsReplica(ctx context.Context) string {
+	if v := metadata.ValueFromIncomingContext(ctx, replicaKey); len(v) == 1 {
+		return v[0]
+	}
+	return ""
+}
+
+// authenticate says whether the other end of a connection is a replica. Its certificate
+// must be of our CA, for clients, and for the name that only replicas have.
+func (p *Peers) authenticate(state tls.ConnectionState) error {
+	if len(state.PeerCertificates) == 0 {
+		return errors.New("it shows no certificate")
+	}
+	intermediates := x509.NewCertPool()
+	for _, c := range state.PeerCertificates[1:] {
+		intermediates.AddCert(c)
+	}
+	_, err := state.PeerCertificates[0].Verify(x509.VerifyOptions{
+		Roots: p.cfg.TLS.RootCAs, Intermediates: intermediates, DNSName: p.cfg.TLS.ServerName,
+		KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+	})
+	return err
+}
+
+func addrStrings(all []netip.Addr) []string {
+	var s []string
+	for _, a := range all {
+		s = append(s, a.String())
+	}
+	return s
+}
+
+// noteLocked tells who waits that something has changed. The caller holds mu.
+func (p *Peers) noteLocked() {
+	if p.changed != nil {
+		close(p.changed)
+		p.changed = nil
+	}
+}
+
+// attach makes cs the session of the replica with that id.
+func (p *Peers) attach(id string, hello *pb.Replica, cs *cloudSession) {
+	var addrs []netip.Addr
+	for _, text := range hello.GetAddrs() {
+		if a, err := netip.ParseAddr(text); err == nil && len(addrs) < 2 {
+			addrs = append(addrs, a)
+		}
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	r := p.replicas[id]
+	if r == nil {
+		r = &replica{id: id}
+		p.replicas[id] = r
+	}
+	if r.lost != nil {
+		r.lost.Stop()
+		r.lost = nil
+	}
+	old := r.link
+	r.link, r.addrs, cs.replica = cs, addrs, r
+	p.noteLocked()
+	if old != nil {
+		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this replica"))
+	}
+}
+
+// detach notes that a session with another replica has ended.
+func (p *Peers) detach(cs *cloudSession) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	r := cs.replica
+	if r.link != cs {
+		return
+	}
+	r.link, r.coming = nil, nil
+	r.lost = time.AfterFunc(forgetReplica, func() { p.forget(r) })
+	p.noteLocked()
+}
+
+// forget forgets a replica that has not come back.
+func (p *Peers) forget(r *replica) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if r.link != nil || p.replicas[r.id] != r {
+		return
+	}
+	delete(p.replicas, r.id)
+	p.noteLocked()
+	p.log.Info("another replica is gone for good", "replica", r.id, "nodes", len(r.nodes))
+}
+
+func (p *Peers) forgetAll() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, r := range p.replicas {
+		if r.lost != nil {
+			r.lost.Stop()
+		}
+	}
+	clear(p.replicas)
+}
+
+// sessions returns the sessions that other replicas have with us.
+func (p *Peers) sessions() []*cloudSession {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var all []*cloudSession
+	for r := range maps.Values(p.replicas) {
+		if r.link != nil {
+			all = append(all, r.link)
+		}
+	}
+	return all
+}

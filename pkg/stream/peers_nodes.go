@@ -1,0 +1,289 @@
+package stream
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+const (
+	// tellPause gathers what happens at the same time into one message.
+	tellPause = 20 * time.Millisecond
+	// tellBatch is how many nodes one message names: a name has 253 bytes at most, and
+	// an instance 36, which fits maxMessage.
+	tellBatch = 200
+	// sameTime is within which two sessions count as equally old: an age has been on its
+	// way for a while, and neither may end the other.
+	sameTime = time.Second
+)
+
+// publish tells the replica at the other end of s which nodes are held here, until s
+// has ended.
+func (p *Peers) publish(address string, s *edgeSession) error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch by, ok := p.joined[s.remoteInstance]; {
+	case s.remoteInstance == p.id:
+		return errSelf
+	case ok && by != address:
+		return errTwice
+	}
+	p.joined[s.remoteInstance] = address
+	s.wg.Go(func() {
+		p.tell(s)
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		delete(p.joined, s.remoteInstance)
+	})
+	return nil
+}
+
+func (p *Peers) tell(s *edgeSession) {
+	told := make(map[tunnel.NodeName]*tunnel.Session)
+	full := true
+	for {
+		changed := p.dir.Changed()
+		var news pb.Nodes
+		now := p.dir.Sessions()
+		there := make(map[tunnel.NodeName]bool, len(now))
+		for _, session := range now {
+			there[session.Node] = true
+			if told[session.Node] != session {
+				told[session.Node] = session
+				news.Held = append(news.Held, heldOf(session))
+			}
+		}
+		for n := range told {
+			if !there[n] {
+				delete(told, n)
+				news.Gone = append(news.Gone, string(n))
+			}
+		}
+		if full || len(news.Held)+len(news.Gone) > 0 {
+			post(s, &news, full)
+			full = false
+		}
+		select {
+		case <-changed:
+		case <-s.done:
+			return
+		}
+		select {
+		case <-time.After(tellPause):
+		case <-s.done:
+			return
+		}
+	}
+}
+
+func heldOf(s *tunnel.Session) *pb.Held {
+	h := &pb.Held{Node: string(s.Node), AgeMs: uint64(max(0, time.Since(s.Since).Milliseconds()))} //nolint:gosec // not negative
+	if cs, ok := s.Link.(*cloudSession); ok {
+		h.Instance = cs.instance
+	}
+	return h
+}
+
+// post sends news in messages that are not too long.
+func post(s *edgeSession, news *pb.Nodes, full bool) {
+	for {
+		part := &pb.Nodes{Full: full}
+		n := min(tellBatch, len(news.Held))
+		part.Held, news.Held = news.Held[:n], news.Held[n:]
+		m := min(tellBatch-n, len(news.Gone))
+		part.Gone, news.Gone = news.Gone[:m], news.Gone[m:]
+		part.More = len(news.Held)+len(news.Gone) > 0
+		s.post(message(typeNodes, "", part))
+		if !part.More {
+			return
+		}
+		full = false
+	}
+}
+
+// peerNodes takes what another replica says about its nodes.
+func (s *cloudSession) peerNodes(m *tunnel.Message) error {
+	var news pb.Nodes
+	if err := proto.Unmarshal(m.Data, &news); err != nil {
+		return fmt.Errorf("nodes: %w", err)
+	}
+	now := time.Now()
+	claims := make(map[tunnel.NodeName]held, len(news.GetHeld()))
+	for _, h := range news.GetHeld() {
+		n, err := tunnel.ParseNodeName(h.GetNode())
+		if err != nil {
+			return fmt.Errorf("nodes: %w", err)
+		}
+		age := time.Duration(min(h.GetAgeMs(), uint64((1<<62)/time.Millisecond))) * time.Millisecond
+		claims[n] = held{since: now.Add(-age), instance: text(h.GetInstance())}
+	}
+	s.peers.learn(s.replica, s, &news, claims)
+	for n, claim := range claims {
+		s.peers.yield(n, claim)
+	}
+	return nil
+}
+
+// learn takes part of what a replica has told.
+func (p *Peers) learn(r *replica, from *cloudSession, news *pb.Nodes, claims map[tunnel.NodeName]held) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if r.link != from {
+		return // a newer session of the replica says it again
+	}
+	if news.GetFull() {
+		r.coming = make(map[tunnel.NodeName]held, len(claims))
+	}
+	into := r.nodes
+	if r.coming != nil {
+		into = r.coming
+	}
+	maps.Copy(into, claims)
+	for _, n := range news.GetGone() {
+		delete(into, tunnel.NodeName(n))
+	}
+	if news.GetMore() {
+		return
+	}
+	if r.coming != nil {
+		p.log.Info("another replica has said which nodes it holds", "replica", r.id, "nodes", len(into), "remote", from.pub.Remote)
+		r.nodes, r.coming = r.coming, nil
+	}
+	p.noteLocked()
+}
+
+// yield ends our session of a node that has a newer one with another replica: the edge
+// has left it, and we have not noticed; or two edges use one name.
+func (p *Peers) yield(n tunnel.NodeName, claim held) {
+	ours := p.dir.Lookup(n)
+	if ours == nil || claim.since.Before(ours.Since.Add(sameTime)) {
+		return
+	}
+	cs, ok := ours.Link.(*cloudSession)
+	if !ok {
+		return
+	}
+	if cs.instance != claim.instance {
+		cs.log.Warn("another edge has joined with this node's name at another replica; this one is let go")
+	}
+	cs.counters.Replaced.Add(1)
+	cs.Close(status.Error(codes.Aborted, "replaced by a newer session of this node with another replica"))
+}
+
+// holders returns the sessions of the replicas that hold n and can be asked for it, the
+// newest claim first.
+func (p *Peers) holders(n tunnel.NodeName) []*cloudSession {
+	type holder struct {
+		link  *cloudSession
+		since time.Time
+	}
+	p.mu.Lock()
+	var all []holder
+	for _, r := range p.replicas {
+		if h, ok := r.nodes[n]; ok && r.link != nil {
+			all = append(all, holder{r.link, h.since})
+		}
+	}
+	p.mu.Unlock()
+	slices.SortFunc(all, func(a, b holder) int { return b.since.Compare(a.since) })
+	links := make([]*cloudSession, len(all))
+	for i, h := range all {
+		links[i] = h.link
+	}
+	return links
+}
+
+// Holds implements tunnel.Nodes: a node is held when it can be reached through any
+// replica.
+func (p *Peers) Holds(n tunnel.NodeName) bool {
+	return p.dir.Holds(n) || len(p.holders(n)) > 0
+}
+
+// Connected implements tunnel.Nodes.
+func (p *Peers) Connected() []tunnel.NodeName {
+	set := make(map[tunnel.NodeName]bool)
+	for _, n := range p.dir.Connected() {
+		set[n] = true
+	}
+	p.mu.Lock()
+	for _, r := range p.replicas {
+		if r.link != nil {
+			for n := range r.nodes {
+				set[n] = true
+			}
+		}
+	}
+	p.mu.Unlock()
+	return slices.Sorted(maps.Keys(set))
+}
+
+// Changed returns a channel that is closed when a node has come or gone anywhere. To
+// miss nothing, ask for it before asking who is there.
+func (p *Peers) Changed() <-chan struct{} {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.changed == nil {
+		p.changed = make(chan struct{})
+	}
+	return p.changed
+}
+
+// Addrs returns the addresses of the replica that holds n: this one if it does.
+func (p *Peers) Addrs(n tunnel.NodeName) []netip.Addr {
+	if p.dir.Holds(n) {
+		return p.cfg.Addrs
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var best held
+	var addrs []netip.Addr
+	for _, r := range p.replicas { // a replica that was just lost may be back in a moment
+		if h, ok := r.nodes[n]; ok && (addrs == nil || h.since.After(best.since)) {
+			best, addrs = h, r.addrs
+		}
+	}
+	return addrs
+}
+
+// All returns the addresses that lead to each node that is held anywhere.
+func (p *Peers) All() map[tunnel.NodeName][]netip.Addr {
+	all := make(map[tunnel.NodeName][]netip.Addr)
+	newest := make(map[tunnel.NodeName]time.Time)
+	p.mu.Lock()
+	for _, r := range p.replicas {
+		for n, h := range r.nodes {
+			if since, ok := newest[n]; !ok || h.since.After(since) {
+				newest[n], all[n] = h.since, r.addrs
+			}
+		}
+	}
+	p.mu.Unlock()
+	for _, n := range p.dir.Connected() {
+		all[n] = p.cfg.Addrs
+	}
+	return all
+}
+
+// Hears reports whether All covers the replica that clients reach at a.
+func (p *Peers) Hears(a netip.Addr) bool {
+	if slices.Contains(p.cfg.Addrs, a) {
+		return true
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, r := range p.replicas {
+		if r.nodes != nil && slices.Contains(r.addrs, a) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,338 @@
+package stream
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/google/uuid"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
+)
+
+// replicaRig is one replica of a fleet, over TLS on loopback.
+type replicaRig struct {
+	*rig
+	peers  *Peers
+	addr   netip.Addr
+	relays *tunnel.Counters
+	leave  func() // ends its Peers
+}
+
+// fleet are replicas that know each other's addresses, their own among them.
+type fleet []*replicaRig
+
+func newFleet(t *testing.T, n int) fleet {
+	t.Helper()
+	ca, err := auth.NewCA("replicas", 24*time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var listeners []net.Listener
+	var addresses []string
+	for range n {
+		ln, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		listeners, addresses = append(listeners, ln), append(addresses, ln.Addr().String())
+	}
+	var all fleet
+	for i, ln := range listeners {
+		all = append(all, newReplica(t, ca, ln, addresses, netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})))
+	}
+	all.meet(t)
+	return all
+}
+
+// meet waits until each has joined each other.
+func (all fleet) meet(t *testing.T) {
+	t.Helper()
+	for _, a := range all {
+		eventually(t, "the replicas have joined each other", func() bool { return len(a.peers.sessions()) == len(all)-1 })
+	}
+}
+
+func newReplica(t *testing.T, ca *auth.CA, ln net.Listener, addresses []string, addr netip.Addr) *replicaRig {
+	t.Helper()
+	conf := &tls.Config{
+		Certificates: []tls.Certificate{leaf(t, ca, auth.Leaf{DNSNames: []string{"cloud", "replicas"}, Server: true, Client: true})},
+		RootCAs:      poolOf(ca), ServerName: "replicas",
+	}
+	a := &replicaRig{addr: addr, relays: new(tunnel.Counters)}
+	a.rig = &rig{
+		t: t, dir: &tunnel.Directory{}, auth: &fakeAuth{}, ca: ca, stopped: make(chan error, 1),
+		counters: &tunnel.Counters{}, edges: &tunnel.Counters{}, log: &journal{name: t.Name() + " " + addr.String()},
+	}
+	var err error
+	a.peers, err = NewPeers(PeersConfig{
+		Addresses: addresses, Addrs: []netip.Addr{addr}, TLS: conf, Counters: a.relays,
+		Log: a.log.logger(), Software: "test", Grace: patience,
+	}, a.dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.server, err = NewServer(ServerConfig{
+		Listen: addr.String(), TLS: conf, Auth: a.auth, Counters: a.counters,
+		Log: a.log.logger(), Grace: patience, Software: "test", Peers: a.peers,
+	}, a.dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.server.listen = func(string, string) (net.Listener, error) { return ln, nil }
+	a.up()
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		if err := a.peers.Run(ctx); err != nil {
+			t.Error(err)
+		}
+	}()
+	a.leave = func() {
+		cancel()
+		<-done
+	}
+	t.Cleanup(a.leave)
+	return a
+}
+
+func leaf(t *testing.T, ca *auth.CA, l auth.Leaf) tls.Certificate {
+	t.Helper()
+	l.CommonName = "replica"
+	cert, key, err := ca.Issue(l)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pair, err := tls.X509KeyPair(cert, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pair
+}
+
+// newRelayedRig is a rig whose conns are dialled at another replica.
+func newRelayedRig(t *testing.T) *rig {
+	t.Helper()
+	all := newFleet(t, 2)
+	r := all[0].rig
+	r.front = all[1].peers
+	return r
+}
+
+// eachWay runs a test with conns that are dialled at the replica that holds the node,
+// and with relayed ones.
+func eachWay(t *testing.T, test func(t *testing.T, r *rig)) {
+	t.Helper()
+	t.Run("direct", func(t *testing.T) { test(t, newRig(t)) })
+	t.Run("relayed", func(t *testing.T) { test(t, newRelayedRig(t)) })
+}
+
+func TestPeersKnowTheNodes(t *testing.T) {
+	all := newFleet(t, 3)
+	e1 := all[0].join("edge1", direct)
+	all[1].join("edge2", direct)
+	want := []tunnel.NodeName{"edge1", "edge2"}
+	for i, a := range all {
+		a.eventually("it knows both nodes", func() bool { return slices.Equal(a.peers.Connected(), want) })
+		if got := a.peers.Addrs("edge2"); !slices.Equal(got, []netip.Addr{all[1].addr}) {
+			t.Errorf("replica %d says that %v leads to edge2", i, got)
+		}
+		for _, b := range all {
+			if !a.peers.Hears(b.addr) {
+				t.Errorf("replica %d does not hear %v", i, b.addr)
+			}
+		}
+	}
+	changed := all[2].peers.Changed()
+	e1.halt(t)
+	for _, a := range all {
+		a.eventually("it knows that edge1 has gone", func() bool { return !a.peers.Holds("edge1") && a.peers.Holds("edge2") })
+	}
+	select {
+	case <-changed:
+	case <-time.After(patience):
+		t.Error("nobody was told")
+	}
+}
+
+// More nodes than fit into one message.
+func TestPeersTellMany(t *testing.T) {
+	all := newFleet(t, 2)
+	var sessions []*tunnel.Session
+	for i := range 3*tellBatch + 7 {
+		s := &tunnel.Session{Node: tunnel.NodeName(fmt.Sprint(strings.Repeat("long", 40), i)), Since: time.Now()}
+		sessions = append(sessions, s)
+		all[0].dir.Attach(s)
+	}
+	all[1].eventually("all are known", func() bool { return len(all[1].peers.Connected()) == len(sessions) })
+	for _, s := range sessions {
+		all[0].dir.Detach(s)
+	}
+	all[1].eventually("none is known", func() bool { return len(all[1].peers.Connected()) == 0 })
+}
+
+func TestRelayRefuses(t *testing.T) {
+	all := newFleet(t, 2)
+	all[0].join("edge1", func(_ context.Context, r tunnel.Request) (net.Conn, error) {
+		if !r.Relayed || r.Caller != "test" || r.Category != "tcp" {
+			t.Errorf("the edge is asked for %+v", r)
+		}
+		return nil, tunnel.Refusef(tunnel.Denied, "not here")
+	})
+	r := all[1]
+	r.front = r.peers
+	r.eventually("edge1 is known", func() bool { return r.peers.Holds("edge1") })
+	_, err := r.dial("edge1", "10.0.0.1:22")
+	if tunnel.CodeOf(err) != tunnel.Denied || !strings.Contains(err.Error(), "not here") {
+		t.Errorf("got %v, want the edge's own refusal", err)
+	}
+	if _, err := r.dial("edge9", "10.0.0.1:22"); tunnel.CodeOf(err) != tunnel.NoSuchNode {
+		t.Errorf("got %v, want %v", err, tunnel.NoSuchNode)
+	}
+	if all[0].relays.Refusals(tunnel.Denied)+r.relays.Refusals(tunnel.Denied) == 0 || r.counters.Refusals(tunnel.Denied) != 0 {
+		t.Error("a relayed refusal is not counted as one")
+	}
+}
+
+// A node that has gone to another replica is served there at once, though its old
+// session has not been noticed to be dead.
+func TestNewerSessionWins(t *testing.T) {
+	all := newFleet(t, 2)
+	old := all[0].join("edge1", direct)
+	was := old.client.Session()
+	all[0].dir.Lookup("edge1").Since = time.Now().Add(-time.Minute)
+	all[1].join("edge1", direct)
+	select {
+	case <-was.Done():
+	case <-time.After(patience):
+		t.Fatal("the older session lives on")
+	}
+	if lines := all[0].log.lines("another edge has joined with this node's name"); len(lines) == 0 {
+		t.Error("two edges of one name, and nobody is told")
+	}
+}
+
+// A replica that is lost is not asked any more; what it held is forgotten later.
+func TestPeerLost(t *testing.T) {
+	all := newFleet(t, 2)
+	e := all[0].join("edge1", direct)
+	r := all[1]
+	r.eventually("edge1 is known", func() bool { return r.peers.Holds("edge1") })
+	e.halt(t)
+	all[0].leave() // what a replica does that ends
+	r.eventually("the replica is lost", func() bool { return len(r.peers.sessions()) == 0 })
+	r.front = r.peers
+	if _, err := r.dial("edge1", "10.0.0.1:22"); tunnel.CodeOf(err) != tunnel.NoSuchNode {
+		t.Errorf("got %v, want %v", err, tunnel.NoSuchNode)
+	}
+	if !r.peers.Hears(all[0].addr) {
+		t.Error("what a replica held is to be remembered for a while")
+	}
+	r.peers.mu.Lock()
+	lost := r.peers.replicas[all[0].peers.id]
+	r.peers.mu.Unlock()
+	r.peers.forget(lost)
+	if r.peers.Hears(all[0].addr) {
+		t.Error("the replica is not forgotten")
+	}
+}
+
+// Who is not a replica is not let in as one.
+func TestReplicaImpostors(t *testing.T) {
+	all := newFleet(t, 2)
+	a := all[0]
+	otherCA, err := auth.NewCA("replicas", time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	name := []string{"replicas"}
+	for what, certificates := range map[string][]tls.Certificate{
+		"no certificate":                  nil,
+		"an edge's, of the same CA":       {leaf(t, a.ca, auth.Leaf{DNSNames: []string{"edge1"}, Client: true})},
+		"a server's, not for clients":     {leaf(t, a.ca, auth.Leaf{DNSNames: name, Server: true})},
+		"the right name, from another CA": {leaf(t, otherCA, auth.Leaf{DNSNames: name, Server: true, Client: true})},
+	} {
+		t.Run(what, func(t *testing.T) {
+			_, err := joinAsReplica(t, a, certificates)
+			if status.Code(err) != codes.Unauthenticated {
+				t.Errorf("got %v, want %v", err, codes.Unauthenticated)
+			}
+			if len(a.peers.sessions()) != 1 {
+				t.Error("it is among the replicas")
+			}
+		})
+	}
+	t.Run("where there are no replicas", func(t *testing.T) {
+		alone := newRig(t)
+		_, err := joinAsReplica(t, &replicaRig{rig: alone}, nil)
+		if status.Code(err) != codes.Unauthenticated {
+			t.Errorf("got %v, want %v", err, codes.Unauthenticated)
+		}
+	})
+}
+
+// joinAsReplica says to be a replica, with those certificates.
+func joinAsReplica(t *testing.T, a *replicaRig, certificates []tls.Certificate) (*edgeSession, error) {
+	t.Helper()
+	c, err := NewClient(ClientConfig{
+		Address: a.server.Addr().String(), TLS: &tls.Config{RootCAs: poolOf(a.ca), ServerName: "cloud", Certificates: certificates},
+		Log: a.log.logger(), Grace: patience,
+		replica: &asReplica{id: uuid.NewString(), hint: func(err error) error { return err },
+			started: func(*edgeSession) error { return errors.New("let in") }},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	_, err = c.session(ctx)
+	return nil, err
+}
+
+// A replica that stops lets relayed conns end.
+func TestRelayDrains(t *testing.T) {
+	all := newFleet(t, 2)
+	r := all[0].rig
+	r.front = all[1].peers
+	r.join("edge1", direct)
+	c, far := r.pair("edge1")
+	left := make(chan struct{})
+	go func() {
+		defer close(left)
+		all[0].leave()
+	}()
+	all[1].eventually("the holder says that it leaves", func() bool {
+		_, err := r.dial("edge1", "127.0.0.1:1")
+		return tunnel.CodeOf(err) == tunnel.Draining
+	})
+	select {
+	case <-left:
+		t.Fatal("it has left with a conn open")
+	default:
+	}
+	if _, err := io.WriteString(c, "late"); err != nil {
+		t.Fatal(err)
+	}
+	c.Close()
+	if got := readAll(t, far); string(got) != "late" {
+		t.Errorf("got %q", got)
+	}
+	far.Close()
+	select {
+	case <-left:
+	case <-time.After(patience):
+		t.Error("it does not leave")
+	}
+}

@@ -1,0 +1,86 @@
+package stream
+
+import (
+	"context"
+	"maps"
+	"net"
+	"slices"
+
+	"tunnel/pkg/tunnel"
+)
+
+// Dial implements tunnel.Dialer: through our own session of the node, else through the
+// replica that holds it. What is refused there because the node has just left is asked
+// of the next, since nothing has been sent yet.
+func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	if r.Node == "" {
+		return p.dialAny(ctx, r)
+	}
+	var refusal error
+	if s := p.dir.Lookup(r.Node); s != nil {
+		c, err := s.Dial(ctx, r)
+		if err == nil || !elsewhere(ctx, err) {
+			return c, err
+		}
+		refusal = err
+	}
+	for _, link := range p.holders(r.Node) {
+		c, err := link.Dial(ctx, r)
+		if err == nil || !elsewhere(ctx, err) {
+			return c, err
+		}
+		refusal = err
+	}
+	if refusal == nil {
+		return p.dir.Dial(ctx, r) // counts and words the refusal
+	}
+	return nil, refusal
+}
+
+// dialAny takes the node with the fewest conns of ours, else one of another replica.
+func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	c, refusal := p.dir.Dial(ctx, r)
+	if refusal == nil || !elsewhere(ctx, refusal) {
+		return c, refusal
+	}
+	for _, link := range p.sessions() {
+		p.mu.Lock()
+		nodes := slices.Collect(maps.Keys(link.replica.nodes)) // in random order: that spreads them
+		p.mu.Unlock()
+		for _, n := range nodes[:min(3, len(nodes))] {
+			r.Node = n
+			c, err := link.Dial(ctx, r)
+			if err == nil || !elsewhere(ctx, err) {
+				return c, err
+			}
+		}
+	}
+	return nil, refusal
+}
+
+// elsewhere reports whether what was refused may work by another way.
+func elsewhere(ctx context.Context, err error) bool {
+	if ctx.Err() != nil {
+		return false
+	}
+	switch tunnel.CodeOf(err) {
+	case tunnel.NoSuchNode, tunnel.Draining, tunnel.Gone, tunnel.Overloaded:
+		return true
+	}
+	return false
+}
+
+// relayModule answers the requests of a replica that we have joined. It asks our own
+// directory, so a request goes no further than here.
+type relayModule struct{ dir *tunnel.Directory }
+
+func (relayModule) Name() string              { return categoryRelay }
+func (relayModule) Run(context.Context) error { return nil }
+
+func (m relayModule) Routes() map[string]tunnel.Handler {
+	return map[string]tunnel.Handler{
+		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, msg *tunnel.Message) error {
+			return from.Serve(msg, m.dir.Dial)
+		},
+	}
+}
