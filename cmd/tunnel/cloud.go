@@ -101,11 +101,16 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 			log.Warn("anyone may connect to the https ports, though not past the kubelet: name kube-apiserver's network in allowfrom of [mode.cloud.https]")
 		}
 	}
+	collectors, err := d.addDNS(c.DNS, directory, counters)
+	if err != nil {
+		return nil, err
+	}
 	if c.Server.ChannelzAddr != "" {
 		d.add(admin.NewChannelz(c.Server.ChannelzAddr, log), nil, c.Server.ChannelzAddr)
 	}
 	if c.Server.LogPort != 0 {
 		registry := admin.NewRegistry(software(), counters, directory.Sessions)
+		registry.MustRegister(collectors...)
 		d.serveHealth(c.Server.LogPort, registry)
 	}
 	return d, nil

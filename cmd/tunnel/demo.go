@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math/rand/v2"
 	"net"
 	"net/http"
 	"os"
@@ -259,10 +260,17 @@ func (d *demo) write(name string, data []byte) error {
 	return os.WriteFile(d.path(name), data, 0o600)
 }
 
+// The demo's ports stay below those that the kernel gives to outgoing connections, from
+// 32768: one of those must not take a port between our choice and its use.
+const (
+	firstPort = 10000
+	lastPort  = 32000
+)
+
 // freePorts chooses ports that nobody listens on now, each another one.
 func freePorts(ports ...*int) error {
 	for _, port := range ports {
-		ln, err := net.Listen("tcp", "127.0.0.1:0")
+		ln, err := listenAnywhere()
 		if err != nil {
 			return err
 		}
@@ -270,6 +278,17 @@ func freePorts(ports ...*int) error {
 		*port = ln.Addr().(*net.TCPAddr).Port
 	}
 	return nil
+}
+
+// listenAnywhere listens on a free port of all interfaces, as the daemons do.
+func listenAnywhere() (ln net.Listener, err error) {
+	for range 100 {
+		port := firstPort + rand.IntN(lastPort-firstPort) //nolint:gosec // no secret
+		if ln, err = net.Listen("tcp", fmt.Sprintf(":%d", port)); err == nil {
+			return ln, nil
+		}
+	}
+	return nil, fmt.Errorf("looking for a free port between %d and %d: %w", firstPort, lastPort, err)
 }
 
 // start runs this program again as one end. It ends with run, or with us.

@@ -91,14 +91,14 @@ func (k *keeper) delay(err error) time.Duration {
 }
 
 // keep reads the file unless it is known, and writes it if it has to change.
-func (k *keeper) keep(ctx context.Context, now time.Time) (d decision, wrote bool, err error) {
+func (k *keeper) keep(ctx context.Context, now time.Time) (d decision, wrote bool, _ error) {
 	store := k.w.cfg.Store
 	if k.file == nil {
-		file, err := store.Load(ctx)
+		loaded, err := store.Load(ctx)
 		if err != nil {
 			return d, false, err
 		}
-		k.file, k.hosts = &file, ParseHosts(file.Text)
+		k.file, k.hosts = &loaded, ParseHosts(loaded.Text)
 	}
 	d = k.ledger.decide(k.hosts, k.file.Others, facts{
 		truth: k.w.cfg.Truth, names: k.w.cfg.Names, alive: k.lives(ctx, now), now: now,

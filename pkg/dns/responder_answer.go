@@ -37,7 +37,7 @@ const (
 // query is a question and how to answer it.
 type query struct {
 	ask   dns.Question // in the asker's spelling, which the answer repeats
-	head  dns.MsgHdr   // of an answer: the asker's id, opcode, RD and CD
+	head  dns.MsgHdr   // of an answer: the asker's id, opcode, RD and CD; whether we have RA
 	ad    bool         // the asker wants to know what is authenticated (RFC 6840 section 5.7)
 	opt   *dns.OPT     // the asker's; nil: it knows no EDNS, and must not see it
 	limit int          // bytes that the asker takes
@@ -53,6 +53,7 @@ func (r *Responder) answer(packet []byte, via transport) (reply []byte, open *qu
 		return nil, nil
 	}
 	q, rcode := read(packet, via)
+	q.head.RecursionAvailable = len(r.cfg.Upstream) > 0
 	if rcode != dns.RcodeSuccess {
 		r.stats.count(toldRefused)
 		return q.pack(q.reply(rcode)), nil

@@ -1,0 +1,559 @@
+package dns
+
+import (
+	"context"
+	"encoding/binary"
+	"errors"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/miekg/dns"
+
+	"tunnel/pkg/tunnel"
+)
+
+// upstream runs a DNS server that says what the test wants: each message that say
+// returns, in order.
+func upstream(t testing.TB, say func(q *dns.Msg, network string) [][]byte) netip.AddrPort {
+	t.Helper()
+	udp, tcp, err := openBoth(context.Background(), "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var wg sync.WaitGroup
+	t.Cleanup(func() {
+		udp.Close()
+		tcp.Close()
+		wg.Wait()
+	})
+	unpack := func(packet []byte) *dns.Msg {
+		m := new(dns.Msg)
+		if err := m.Unpack(packet); err != nil {
+			t.Errorf("the upstream is asked %x: %v", packet, err)
+		}
+		return m
+	}
+	wg.Go(func() {
+		buf := make([]byte, 65535)
+		for {
+			n, from, err := udp.ReadFrom(buf)
+			if err != nil {
+				return
+			}
+			for _, p := range say(unpack(buf[:n]), "udp") {
+				udp.WriteTo(p, from)
+			}
+		}
+	})
+	wg.Go(func() {
+		for {
+			c, err := tcp.Accept()
+			if err != nil {
+				return
+			}
+			wg.Go(func() {
+				defer c.Close()
+				packet, err := readTCP(c, make([]byte, 65535))
+				if err != nil {
+					return
+				}
+				for _, p := range say(unpack(packet), "tcp") {
+					writeTCP(c, p)
+				}
+				c.Read(make([]byte, 1)) // until the asker has gone
+			})
+		}
+	})
+	return udp.LocalAddr().(*net.UDPAddr).AddrPort()
+}
+
+// reply returns the answer to q with these records, in the text of a zone file.
+func reply(t testing.TB, q *dns.Msg, records ...string) *dns.Msg {
+	m := new(dns.Msg).SetReply(q)
+	m.RecursionAvailable = true
+	for _, s := range records {
+		rr, err := dns.NewRR(s)
+		if err != nil {
+			t.Errorf("%q: %v", s, err)
+			continue
+		}
+		m.Answer = append(m.Answer, rr)
+	}
+	return m
+}
+
+func pack(t testing.TB, m *dns.Msg) []byte {
+	b, err := m.Pack()
+	if err != nil {
+		t.Errorf("%v: %v", m, err)
+	}
+	return b
+}
+
+// deadEnd is an address where nobody listens.
+func deadEnd(t testing.TB) netip.AddrPort {
+	udp, tcp, err := openBoth(context.Background(), "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	udp.Close()
+	tcp.Close()
+	return udp.LocalAddr().(*net.UDPAddr).AddrPort()
+}
+
+// What is no node's is asked upstream, with the asker's EDNS and transport, and what is
+// said there comes back.
+func TestForward(t *testing.T) {
+	type heard struct {
+		name, network, edns string
+		rd, cd, ad          bool
+		id                  uint16
+	}
+	var mu sync.Mutex // guards the following
+	var all []heard
+	up := upstream(t, func(q *dns.Msg, network string) [][]byte {
+		h := heard{q.Question[0].Name, network, "", q.RecursionDesired, q.CheckingDisabled, q.AuthenticatedData, q.Id}
+		m := reply(t, q, q.Question[0].Name+" 77 IN A 192.0.2.1")
+		m.Question[0].Name = strings.ToLower(m.Question[0].Name) // some do
+		if opt := q.IsEdns0(); opt != nil {
+			h.edns = strings.Join(strings.Fields(opt.String()), " ")
+		}
+		m.SetEdns0(4096, true) // even to an asker without
+		mu.Lock()
+		defer mu.Unlock()
+		all = append(all, h)
+		return [][]byte{pack(t, m)}
+	})
+	names := listed{known: true, names: map[tunnel.NodeName]bool{"edge1": true}}
+	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5", "stranger 10.0.0.9"), Names: names, Upstream: []netip.AddrPort{up}})
+
+	const opt = " | OPT 1232 do=true version=0"
+	for _, tc := range []struct {
+		what, name string
+		qtype      uint16
+		do         func(*dns.Msg)
+		want       string
+		asked      *heard // nil: nobody upstream is asked
+	}{
+		{"a node", "edge1.", dns.TypeA, nil, "NOERROR aa ra rd | edge1. 5 IN A 10.0.0.5", nil},
+		{"a node's other types", "edge1.", dns.TypeAAAA, nil, "NOERROR aa ra rd" + theSOA, nil},
+		{"a transfer", "example.com.", dns.TypeAXFR, nil, "REFUSED ra rd", nil},
+		{"a name", "Example.com.", dns.TypeA, nil, "NOERROR ra rd | Example.com. 77 IN A 192.0.2.1", &heard{name: "Example.com.", rd: true}},
+		{"one that may not appear", "stranger.", dns.TypeA, nil, "NOERROR ra rd | stranger. 77 IN A 192.0.2.1", &heard{name: "stranger.", rd: true}},
+		{"an address", "5.0.0.10.in-addr.arpa.", dns.TypePTR, nil, "NOERROR ra rd | 5.0.0.10.in-addr.arpa. 77 IN A 192.0.2.1", &heard{name: "5.0.0.10.in-addr.arpa.", rd: true}},
+		{"flags", "a.", dns.TypeA, func(m *dns.Msg) { m.RecursionDesired, m.CheckingDisabled, m.AuthenticatedData = false, true, true },
+			"NOERROR ra cd | a. 77 IN A 192.0.2.1", &heard{name: "a.", cd: true, ad: true}},
+		{"EDNS", "a.", dns.TypeA, func(m *dns.Msg) {
+			m.SetEdns0(4096, true)
+			m.IsEdns0().Option = []dns.EDNS0{&dns.EDNS0_LOCAL{Code: 65001, Data: []byte("x")}}
+		}, "NOERROR ra rd | a. 77 IN A 192.0.2.1" + opt, &heard{name: "a.", rd: true, edns: ";; OPT PSEUDOSECTION: ; EDNS: version 0; flags: do; udp: 1232 ; LOCAL OPT: 65001:0x78"}},
+	} {
+		for _, network := range []string{"udp", "tcp"} {
+			q := question(tc.name, tc.qtype)
+			if tc.do != nil {
+				tc.do(q)
+			}
+			mu.Lock()
+			all = nil
+			mu.Unlock()
+			m := ask(t, r.Addr(), network, q)
+			if got := show(m); got != tc.want {
+				t.Errorf("%s over %s:\n got %s\nwant %s", tc.what, network, got, tc.want)
+			}
+			if m.Question[0] != q.Question[0] {
+				t.Errorf("%s over %s: the question comes back as %v", tc.what, network, m.Question)
+			}
+			var want []heard
+			if tc.asked != nil {
+				h := *tc.asked
+				h.network = network
+				want = []heard{h}
+			}
+			mu.Lock()
+			for i := range all {
+				if all[i].id == q.Id { // once in 65,536
+					t.Errorf("%s over %s: the upstream is asked under the asker's own id", tc.what, network)
+				}
+				all[i].id = 0
+			}
+			if !slices.Equal(all, want) {
+				t.Errorf("%s over %s: the upstream hears\n %+v\nwant\n %+v", tc.what, network, all, want)
+			}
+			mu.Unlock()
+		}
+	}
+}
+
+// What an upstream says besides the answer is passed over; what it cannot say is asked
+// elsewhere.
+func TestForwardLies(t *testing.T) {
+	good := "x. 1 IN A 192.0.2.1"
+	const want = "NOERROR ra rd | x. 1 IN A 192.0.2.1"
+	for _, tc := range []struct {
+		what string
+		say  func(q *dns.Msg) [][]byte // before the right answer
+	}{
+		{"nothing", func(*dns.Msg) [][]byte { return nil }},
+		{"an empty packet, and a short one", func(*dns.Msg) [][]byte { return [][]byte{{}, {1, 2, 3}} }},
+		{"noise", func(*dns.Msg) [][]byte { return [][]byte{slices.Repeat([]byte{0xff}, 100)} }},
+		{"another id", func(q *dns.Msg) [][]byte {
+			m := reply(t, q, "x. 1 IN A 192.0.2.66")
+			m.Id++
+			return [][]byte{pack(t, m)}
+		}},
+		{"another name", func(q *dns.Msg) [][]byte {
+			m := reply(t, q, "x. 1 IN A 192.0.2.66")
+			m.Question[0].Name = "y."
+			return [][]byte{pack(t, m)}
+		}},
+		{"another type", func(q *dns.Msg) [][]byte {
+			m := reply(t, q, "x. 1 IN A 192.0.2.66")
+			m.Question[0].Qtype = dns.TypeAAAA
+			return [][]byte{pack(t, m)}
+		}},
+		{"another class", func(q *dns.Msg) [][]byte {
+			m := reply(t, q, "x. 1 IN A 192.0.2.66")
+			m.Question[0].Qclass = dns.ClassCHAOS
+			return [][]byte{pack(t, m)}
+		}},
+		{"another opcode", func(q *dns.Msg) [][]byte {
+			m := reply(t, q)
+			m.Opcode = dns.OpcodeNotify
+			return [][]byte{pack(t, m)}
+		}},
+		{"no question", func(q *dns.Msg) [][]byte {
+			m := reply(t, q, "x. 1 IN A 192.0.2.66")
+			m.Question = nil
+			return [][]byte{pack(t, m)}
+		}},
+		{"the question itself", func(q *dns.Msg) [][]byte { return [][]byte{pack(t, q)} }},
+		{"half an answer", func(q *dns.Msg) [][]byte {
+			p := pack(t, reply(t, q, "x. 1 IN A 192.0.2.66"))
+			return [][]byte{p[:len(p)-2]}
+		}},
+	} {
+		liar := upstream(t, func(q *dns.Msg, _ string) [][]byte {
+			return append(tc.say(q), pack(t, reply(t, q, good)))
+		})
+		honest := upstream(t, func(q *dns.Msg, network string) [][]byte {
+			if network == "udp" {
+				t.Errorf("%s: the next upstream is asked, and ours has answered", tc.what)
+			}
+			return [][]byte{pack(t, reply(t, q, good))}
+		})
+		r := respond(t, ResponderConfig{Truth: newHeld(), Upstream: []netip.AddrPort{liar, honest}})
+		for _, network := range []string{"udp", "tcp"} {
+			if got := show(ask(t, r.Addr(), network, question("x.", dns.TypeA))); got != want {
+				t.Errorf("%s first over %s: %s, want %s", tc.what, network, got, want)
+			}
+		}
+	}
+}
+
+func TestForwardToTheNext(t *testing.T) {
+	good := upstream(t, func(q *dns.Msg, _ string) [][]byte { return [][]byte{pack(t, reply(t, q, "x. 1 IN A 192.0.2.1"))} })
+	refuses := upstream(t, func(q *dns.Msg, _ string) [][]byte {
+		m := reply(t, q)
+		m.Rcode = dns.RcodeServerFailure
+		return [][]byte{pack(t, m)}
+	})
+	log, journal := newLog()
+	for _, tc := range []struct {
+		what     string
+		upstream []netip.AddrPort
+		want     string
+		as       outcome
+	}{
+		{"the second lives", []netip.AddrPort{deadEnd(t), good}, "NOERROR ra rd | x. 1 IN A 192.0.2.1", toldForwarded},
+		{"none lives", []netip.AddrPort{deadEnd(t), deadEnd(t)}, "SERVFAIL ra rd", toldFailed},
+		{"the first says no", []netip.AddrPort{refuses, good}, "SERVFAIL ra rd", toldForwarded}, // an answer is an answer
+	} {
+		r := respond(t, ResponderConfig{Truth: newHeld(), Upstream: tc.upstream, Log: log})
+		for i, network := range []string{"udp", "tcp"} {
+			if got := show(ask(t, r.Addr(), network, question("x.", dns.TypeA))); got != tc.want {
+				t.Errorf("%s, over %s: %s, want %s", tc.what, network, got, tc.want)
+			}
+			if n := r.stats.answers[tc.as].Load(); n != uint64(i+1) {
+				t.Errorf("%s, over %s: %d are counted as %s", tc.what, network, n, tc.as)
+			}
+		}
+	}
+	if n := strings.Count(journal.String(), "no DNS upstream answers"); n != 1 {
+		t.Errorf("said %d times that no upstream answers, want once a minute:\n%s", n, journal)
+	}
+}
+
+// An answer is no longer than its asker takes, and says when there is more.
+func TestForwardTruncation(t *testing.T) {
+	up := upstream(t, func(q *dns.Msg, network string) [][]byte {
+		m := reply(t, q)
+		for i := range 100 {
+			m.Answer = append(m.Answer, &dns.A{Hdr: dns.RR_Header{Name: "x.", Rrtype: dns.TypeA, Class: 1}, A: net.IPv4(192, 0, 2, byte(i))})
+		}
+		m.Compress = true
+		p := pack(t, m)
+		switch {
+		case network == "tcp":
+		case q.Question[0].Name == "cut.": // in the middle of a record
+			p[2] |= 2
+			p = p[:500]
+		case q.Question[0].Name == "tc.":
+			m.Truncate(512)
+			p = pack(t, m)
+		}
+		return [][]byte{p}
+	})
+	r := respond(t, ResponderConfig{Truth: newHeld(), Upstream: []netip.AddrPort{up}})
+	for _, name := range []string{"long.", "tc.", "cut."} {
+		c := dns.Client{Net: "udp", Timeout: 5 * time.Second} // which reads 512 bytes
+		m, _, err := c.Exchange(question(name, dns.TypeA), r.Addr().String())
+		if err != nil || !m.Truncated {
+			t.Errorf("%s over UDP: %v, %v, want it truncated", name, m, err)
+		}
+		if m := ask(t, r.Addr(), "tcp", question(name, dns.TypeA)); m.Truncated || len(m.Answer) != 100 {
+			t.Errorf("%s over TCP: truncated %t, %d answers", name, m.Truncated, len(m.Answer))
+		}
+	}
+}
+
+// datagrams makes a pipe look like UDP to dns.Conn.
+type datagrams struct{ net.Conn }
+
+func (datagrams) ReadFrom([]byte) (int, net.Addr, error)    { panic("not connected") }
+func (datagrams) WriteTo([]byte, net.Addr) (n int, e error) { panic("not connected") }
+
+// silent returns a responder of upstreams that take every query and never answer, but
+// for those whose number is in answers. A test runs it in a bubble.
+func silent(t *testing.T, n int, answers ...int) *Responder {
+	var list []netip.AddrPort
+	for i := range n {
+		list = append(list, netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 53))
+	}
+	r := NewResponder(ResponderConfig{Truth: newHeld(), Upstream: list, Log: quiet})
+	r.forward.dial = func(_ context.Context, network, addr string) (net.Conn, error) {
+		ours, theirs := net.Pipe()
+		i := slices.IndexFunc(list, func(a netip.AddrPort) bool { return a.String() == addr })
+		wrap := func(c net.Conn) net.Conn {
+			if network == "udp" {
+				return datagrams{c}
+			}
+			return c
+		}
+		go func() {
+			defer theirs.Close()
+			conn := dns.Conn{Conn: wrap(theirs)}
+			q, err := conn.ReadMsg()
+			if err != nil {
+				return
+			}
+			if slices.Contains(answers, i) {
+				conn.WriteMsg(reply(t, q, "x. 1 IN A 192.0.2.1"))
+			}
+			conn.ReadMsg() // until the asker has gone
+		}()
+		return wrap(ours), nil
+	}
+	return r
+}
+
+// opened returns the question for x. as the responder hands it on.
+func opened(t testing.TB, r *Responder, via transport) *query {
+	_, q := r.answer(pack(t, question("x.", dns.TypeA)), via)
+	if q == nil {
+		t.Fatal("answered without the upstream")
+	}
+	return q
+}
+
+func TestForwardPatience(t *testing.T) {
+	for _, tc := range []struct {
+		upstreams int
+		answers   []int
+		after     time.Duration
+		rcode     int
+	}{
+		{2, []int{0}, 0, dns.RcodeSuccess},
+		{2, []int{1}, 2 * time.Second, dns.RcodeSuccess},
+		{3, []int{2}, 4 * time.Second, dns.RcodeSuccess},
+		{1, nil, 2 * time.Second, dns.RcodeServerFailure},
+		{5, []int{3, 4}, 5 * time.Second, dns.RcodeServerFailure},
+	} {
+		for _, via := range []transport{overUDP, overTCP} {
+			synctest.Test(t, func(t *testing.T) {
+				r := silent(t, tc.upstreams, tc.answers...)
+				start := time.Now()
+				var m dns.Msg
+				if err := m.Unpack(r.resolve(t.Context(), opened(t, r, via))); err != nil {
+					t.Fatal(err)
+				}
+				if took := time.Since(start); took != tc.after || m.Rcode != tc.rcode {
+					t.Errorf("%d upstreams, %v answer: %s after %v, want %v", tc.upstreams, tc.answers, show(&m), took, tc.after)
+				}
+			})
+		}
+	}
+}
+
+// Nobody waits for an upstream once Run is to end.
+func TestForwardIsAborted(t *testing.T) {
+	for _, via := range []transport{overUDP, overTCP} {
+		synctest.Test(t, func(t *testing.T) {
+			r := silent(t, 2)
+			ctx, cancel := context.WithCancel(t.Context())
+			start := time.Now()
+			time.AfterFunc(time.Second, cancel)
+			r.resolve(ctx, opened(t, r, via))
+			if took := time.Since(start); took != time.Second {
+				t.Errorf("over %s the exchange ends %v after it began, want 1 s", via, took)
+			}
+		})
+	}
+}
+
+// Queries that wait are bounded; one more fails at once, nodes are answered as ever, and
+// the end of Run ends them all.
+func TestForwardIsBounded(t *testing.T) {
+	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5"), Upstream: []netip.AddrPort{upstream(t, func(*dns.Msg, string) [][]byte { return nil })}})
+	var releases []func()
+	for range maxExchanges - 2 {
+		release, ok := r.admit()
+		if !ok {
+			t.Fatal("too few are admitted")
+		}
+		releases = append(releases, release)
+	}
+	for _, network := range []string{"udp", "tcp"} {
+		c, err := net.Dial(network, r.Addr().String())
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if _, err := (&dns.Conn{Conn: c}).Write(pack(t, question("x.", dns.TypeA))); err != nil {
+			t.Fatal(err)
+		}
+	}
+	eventually(t, "two wait", func() bool { return len(r.forward.slots) == maxExchanges })
+	for i, network := range []string{"udp", "tcp"} {
+		if got := show(ask(t, r.Addr(), network, question("x.", dns.TypeA))); got != "SERVFAIL ra rd" {
+			t.Errorf("one more over %s: %s", network, got)
+		}
+		if n := r.stats.overloaded.Load(); n != uint64(i+1) {
+			t.Errorf("%d counted as overloaded", n)
+		}
+		if m := ask(t, r.Addr(), network, question("edge1.", dns.TypeA)); len(m.Answer) != 1 {
+			t.Errorf("a node over %s: %s", network, show(m))
+		}
+	}
+	for _, release := range releases {
+		release()
+		release() // counts once
+	}
+	if n := len(r.forward.slots); n > 2 {
+		t.Errorf("%d wait after the others were released", n)
+	}
+}
+
+// Two responders that hand everything to each other end that by themselves, and the
+// asker hears of it.
+func TestForwardLoop(t *testing.T) {
+	at := deadEnd(t)
+	first := respond(t, ResponderConfig{Truth: newHeld(), Upstream: []netip.AddrPort{at, at}})
+	second := respond(t, ResponderConfig{Listen: at.String(), Truth: newHeld(), Upstream: []netip.AddrPort{first.Addr().(*net.UDPAddr).AddrPort()}})
+	if got := show(ask(t, first.Addr(), "udp", question("x.", dns.TypeA))); got != "SERVFAIL ra rd" {
+		t.Errorf("the asker hears %s", got)
+	}
+	eventually(t, "nobody waits", func() bool { return len(first.forward.slots)+len(second.forward.slots) == 0 })
+}
+
+// The simplest loop is refused.
+func TestUpstreamIsSelf(t *testing.T) {
+	at := deadEnd(t)
+	for _, tc := range []struct {
+		listen   string
+		upstream netip.AddrPort
+		self     bool
+	}{
+		{at.String(), at, true},
+		{at.String(), netip.AddrPortFrom(netip.MustParseAddr("::ffff:127.0.0.1"), at.Port()), true},
+		{at.String(), netip.AddrPortFrom(netip.MustParseAddr("127.0.0.2"), at.Port()), false},
+		{at.String(), netip.AddrPortFrom(at.Addr(), at.Port()+1), false},
+		{netip.AddrPortFrom(netip.IPv4Unspecified(), at.Port()).String(), at, true},
+		{netip.AddrPortFrom(netip.IPv4Unspecified(), at.Port()).String(), netip.MustParseAddrPort("192.0.2.1:53"), false},
+	} {
+		ctx, cancel := context.WithCancel(t.Context())
+		r := NewResponder(ResponderConfig{Listen: tc.listen, Truth: newHeld(), Upstream: []netip.AddrPort{netip.MustParseAddrPort("192.0.2.9:53"), tc.upstream}, Log: quiet})
+		done := make(chan error, 1)
+		go func() { done <- r.Run(ctx) }()
+		eventually(t, "the responder is ready, or has returned", func() bool { return r.Ready() == nil || len(done) == 1 })
+		cancel()
+		err := <-done
+		if refused := err != nil && strings.Contains(err.Error(), "this responder itself"); refused != tc.self || !tc.self && err != nil {
+			t.Errorf("listening on %s, upstream %s: %v", tc.listen, tc.upstream, err)
+		}
+	}
+}
+
+func TestExchangeSaysWhatFailed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := silent(t, 1)
+		_, err := r.forward.resolve(t.Context(), opened(t, r, overUDP))
+		if err == nil || err.Error() != "asking 10.0.0.0:53 over udp: no answer within 2s" {
+			t.Errorf("the error is %v", err)
+		}
+		r.forward.dial = func(context.Context, string, string) (net.Conn, error) { return nil, errors.New("no way") }
+		_, err = r.forward.resolve(t.Context(), opened(t, r, overUDP))
+		if err == nil || err.Error() != "asking 10.0.0.0:53 over udp: no way" {
+			t.Errorf("the error is %v", err)
+		}
+	})
+}
+
+// FuzzForward: whatever an upstream sends, the asker gets an answer to its own question
+// that it can read, or nothing.
+func FuzzForward(f *testing.F) {
+	q := question("x.example.", dns.TypeA)
+	for _, m := range []*dns.Msg{
+		reply(f, q, "x.example. 1 IN A 192.0.2.1"),
+		reply(f, q, "x.example. 1 IN CNAME y.example.", "y.example. 1 IN TXT a b c", "y.example. 1 IN SVCB 1 . alpn=h2 port=443"),
+		reply(f, q, "x.example. 1 IN MX 5 y.example.", "x.example. 1 IN RRSIG A 8 2 1 20300101000000 20200101000000 1 example. AAAA").SetEdns0(4096, true),
+		reply(f, q, slices.Repeat([]string{"x.example. 1 IN A 192.0.2.1"}, 100)...),
+	} {
+		for _, compress := range []bool{false, true} {
+			m.Compress = compress
+			f.Add(pack(f, m), true, uint16(0))
+			f.Add(pack(f, m), false, uint16(1400))
+		}
+	}
+	var counters tunnel.Counters
+	r := NewResponder(ResponderConfig{Truth: newHeld(), Upstream: []netip.AddrPort{netip.MustParseAddrPort("192.0.2.1:53")}, Log: quiet, Counters: &counters})
+	f.Fuzz(func(t *testing.T, packet []byte, stream bool, size uint16) {
+		asked := question("X.example.", dns.TypeA)
+		if size > 0 {
+			asked.SetEdns0(size, false)
+		}
+		via := overUDP
+		if stream {
+			via = overTCP
+		}
+		_, q := r.answer(pack(t, asked), via)
+		sent := q.upstream()
+		if len(packet) >= 2 { // it knows the id, or little would come of it
+			binary.BigEndian.PutUint16(packet, sent.Id)
+		}
+		m := accept(packet, sent)
+		if m == nil {
+			return
+		}
+		reply := q.pack(q.adopt(m))
+		if reply == nil {
+			t.Fatal("no reply")
+		}
+		checkReply(t, pack(t, asked), reply, via)
+	})
+}
