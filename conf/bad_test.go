@@ -246,20 +246,26 @@ listen = "127.0.0.1:9000"
 			`14: mode.cloud.tcp."127.0.0.1:10250": port 10250 is taken by mode.cloud.stream.server.channelzaddr: choose another`,
 			`18: mode.cloud.tcp."localhost:1000": port 1000 is taken by mode.cloud.tcp."127.0.0.1:1000": choose another`}},
 
-		{"modules of later", server + `[mode.cloud.stream.peers]
-addresses = ["10.0.0.2:9000"]
-ca = "ca"
-[mode.cloud.egress]
+		{"peers", server + `[mode.cloud.stream.peers]
+service = "tunnel-cloud-peers"
+addresses = ["10.0.0.2"]
+cert = "crt"
+`, []string{
+			`6: mode.cloud.stream.peers.ca: missing: write the CA that signs the replicas' certificates: without it anybody could be one`,
+			`6: mode.cloud.stream.peers.servername: missing: write the name that stands in the replicas' certificates, and in no other that ca signs`,
+			`6: mode.cloud.stream.peers.key: missing: cert is useless without its private key, write key or remove cert`,
+			`7: mode.cloud.stream.peers.service: "tunnel-cloud-peers" is not host:port: write an address such as "tunnel-cloud-peers:9000"`,
+			`8: mode.cloud.stream.peers.addresses: "10.0.0.2" is not host:port: write an address such as "10.0.0.2:9000"`}},
+		{"modules of later", server + `[mode.cloud.egress]
 grpc = ["unix:///run/x.sock"]
 agentport = 8091
 strategies = ["default"]
 [mode.cloud.admin]
 socket = "admin.sock"
 `, []string{
-			`7: mode.cloud.stream.peers.addresses: needs the relay between replicas` + later + `, and run one replica`,
-			`10: mode.cloud.egress.grpc: needs the egress module` + later,
-			`11: mode.cloud.egress.agentport: needs the egress module` + later,
-			`14: mode.cloud.admin.socket: needs the admin module` + later}},
+			`7: mode.cloud.egress.grpc: needs the egress module` + later,
+			`8: mode.cloud.egress.agentport: needs the egress module` + later,
+			`11: mode.cloud.admin.socket: needs the admin module` + later}},
 	} {
 		b.run(t, func(path string) error { _, err := LoadCloud(path, testEnv()); return err })
 	}

@@ -27,11 +27,14 @@ func (r *report) port(key string, port int) {
 }
 
 // target reports an address that nobody could dial.
-func (r *report) target(key, addr string) {
+func (r *report) target(key, addr string) { r.address(key, addr, "127.0.0.1:10250") }
+
+// address is target with an example.
+func (r *report) address(key, addr, example string) {
 	host, port, err := net.SplitHostPort(addr)
 	_, ok := parsePort(port)
 	if err != nil || !ok || !isHost(host) {
-		r.add(key, "%q is not host:port: write an address such as \"127.0.0.1:10250\"", addr)
+		r.add(key, "%q is not host:port: write an address such as %q", addr, example)
 	}
 }
 

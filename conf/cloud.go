@@ -40,14 +40,6 @@ type Server struct {
 	ChannelzAddr string // on loopback; "" is off
 }
 
-// Peers says who else is a replica of this cloud.
-type Peers struct {
-	Service       string
-	Addresses     []string
-	CA, Cert, Key string // files; Cert and Key are the server's own when not set
-	ServerName    string
-}
-
 // TLSMode says what becomes of a connection to an HTTPS port.
 type TLSMode int
 
@@ -263,6 +255,7 @@ func (c *Cloud) Validate() error {
 func (c *Cloud) check(r *report) {
 	c.Server.check(r)
 	c.DNS.check(r)
+	c.Peers.check(r)
 	c.HTTPS.check(r)
 	for _, l := range c.TCP {
 		l.check(r)

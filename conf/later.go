@@ -18,7 +18,6 @@ func (c *Cloud) later() []later {
 		egress = append(egress, "agentport")
 	}
 	return []later{
-		{"mode.cloud.stream.peers", set(key("service", c.Peers.Service), key("addresses", c.Peers.Addresses...)), "the relay between replicas", "remove it, and run one replica"},
 		{"mode.cloud.egress", egress, "the egress module", "remove it"},
 		{"mode.cloud.admin", set(key("socket", c.AdminSocket)), "the admin module", "remove it"},
 	}

@@ -14,6 +14,7 @@ import (
 	"tunnel/conf"
 	"tunnel/pkg/admin"
 	"tunnel/pkg/auth"
+	"tunnel/pkg/dns"
 	"tunnel/pkg/https"
 	"tunnel/pkg/stream"
 	"tunnel/pkg/tcp"
@@ -61,6 +62,18 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if err != nil {
 		return nil, err
 	}
+	peers, relayed, err := newPeers(c, directory, log)
+	if err != nil {
+		return nil, err
+	}
+	// What front doors ask: this replica, and through it the others.
+	var reach interface {
+		tunnel.Dialer
+		tunnel.Nodes
+	} = directory
+	if peers != nil {
+		reach = peers
+	}
 	server, err := stream.NewServer(stream.ServerConfig{
 		Listen:   fmt.Sprintf(":%d", c.Server.GRPCPort),
 		TLS:      &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{*cert}},
@@ -68,6 +81,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 		Counters: counters,
 		Log:      log,
 		Software: software(),
+		Peers:    peers,
 	}, directory)
 	if err != nil {
 		return nil, err
@@ -76,6 +90,9 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	d := &daemon{mode: "cloud", log: log, routes: server.Router().Routes()}
 	d.add(server, server.Ready, fmt.Sprintf(":%d", c.Server.GRPCPort))
 	d.add(task{"tokens", tokens.Run}, nil)
+	if peers != nil {
+		d.add(peers, nil)
+	}
 	if len(c.TCP) > 0 {
 		var listeners []tcp.Listener
 		var addrs []string
@@ -83,12 +100,12 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 			listeners = append(listeners, tcp.Listener(l))
 			addrs = append(addrs, l.Listen)
 		}
-		door := tcp.New(listeners, directory, log)
+		door := tcp.New(listeners, reach, log)
 		d.add(door, door.Ready, addrs...)
 	}
 	if len(c.HTTPS.Ports) > 0 {
-		door, err := newHTTPSDoor(c.HTTPS, directory, counters, log)
-		if err != nil {
+		var door *https.FrontDoor
+		if door, err = newHTTPSDoor(c.HTTPS, reach, reach, counters, log); err != nil {
 			return nil, err
 		}
 		var addrs []string
@@ -101,9 +118,12 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 			log.Warn("anyone may connect to the https ports, though not past the kubelet: name kube-apiserver's network in allowfrom of [mode.cloud.https]")
 		}
 	}
-	collectors, err := d.addDNS(c.DNS, directory, counters)
+	collectors, err := d.addDNS(c.DNS, truthOf(c.DNS, directory, peers), counters)
 	if err != nil {
 		return nil, err
+	}
+	if peers != nil {
+		collectors = append(collectors, admin.NewRelayCollector(relayed, peers.Replicas))
 	}
 	if c.Server.ChannelzAddr != "" {
 		d.add(admin.NewChannelz(c.Server.ChannelzAddr, log), nil, c.Server.ChannelzAddr)
@@ -116,7 +136,42 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	return d, nil
 }
 
-func newHTTPSDoor(c conf.HTTPS, directory *tunnel.Directory, counters *tunnel.Counters, log *slog.Logger) (*https.FrontDoor, error) {
+// newPeers returns the other replicas and the counters of what is relayed to and from
+// them; nil when this one is alone.
+func newPeers(c *conf.Cloud, directory *tunnel.Directory, log *slog.Logger) (*stream.Peers, *tunnel.Counters, error) {
+	if !c.Peers.Configured() {
+		return nil, nil, nil
+	}
+	certFile, keyFile := c.Pair()
+	cert, err := loadPair("mode.cloud.stream.peers", certFile, keyFile)
+	if err != nil {
+		return nil, nil, err
+	}
+	ca, err := loadPool("mode.cloud.stream.peers ca", c.Peers.CA)
+	if err != nil {
+		return nil, nil, err
+	}
+	relayed := new(tunnel.Counters)
+	peers, err := stream.NewPeers(stream.PeersConfig{
+		Service: c.Peers.Service, Addresses: c.Peers.Addresses, Addrs: c.DNS.Addrs,
+		TLS:      &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{*cert}, RootCAs: ca, ServerName: c.Peers.ServerName},
+		Counters: relayed, Log: log, Software: software(),
+	}, directory)
+	if err != nil {
+		return nil, nil, fmt.Errorf("mode.cloud.stream.peers: %w", err)
+	}
+	return peers, relayed, nil
+}
+
+// truthOf returns where each node is held: here, and on the other replicas if there are any.
+func truthOf(c conf.DNS, directory *tunnel.Directory, peers *stream.Peers) dns.Truth {
+	if peers != nil {
+		return dns.Merged{Replicas: peers}
+	}
+	return dns.Local{Nodes: directory, Addrs: c.Addrs}
+}
+
+func newHTTPSDoor(c conf.HTTPS, dialer tunnel.Dialer, nodes tunnel.Nodes, counters *tunnel.Counters, log *slog.Logger) (*https.FrontDoor, error) {
 	cfg := https.Config{
 		Mode: https.Mode(c.TLS), Listen: c.Listen, Ports: c.Ports,
 		ClientNames: c.ClientNames, AllowFrom: c.AllowFrom, Counters: counters,
@@ -143,5 +198,5 @@ func newHTTPSDoor(c conf.HTTPS, directory *tunnel.Directory, counters *tunnel.Co
 			return nil, err
 		}
 	}
-	return https.New(cfg, directory, directory, log)
+	return https.New(cfg, dialer, nodes, log)
 }

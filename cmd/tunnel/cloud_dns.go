@@ -19,8 +19,7 @@ import (
 const hostsKey = "hosts"
 
 // addDNS adds what makes nodes' names lead to this replica, and returns its metrics.
-func (d *daemon) addDNS(c conf.DNS, directory *tunnel.Directory, counters *tunnel.Counters) ([]prometheus.Collector, error) {
-	truth := dns.Local{Nodes: directory, Addrs: c.Addrs}
+func (d *daemon) addDNS(c conf.DNS, truth dns.Truth, counters *tunnel.Counters) ([]prometheus.Collector, error) {
 	var names dns.Names // nil without Kubernetes: then every connected node may appear
 	var collectors []prometheus.Collector
 	if c.ConfigMap != "" {

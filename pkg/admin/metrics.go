@@ -85,6 +85,39 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 	return prometheus.NewDesc(name, help, labels, nil)
 }
 
+// NewRelayCollector shows what is relayed between this replica and others, whose number
+// replicas returns. A relayed conn is one of the holder's own as well.
+func NewRelayCollector(c *tunnel.Counters, replicas func() int) prometheus.Collector {
+	return &relayCollector{c: c, replicas: replicas, counts: []count{
+		{desc("tunnel_relay_conns_opened_total", "Conns opened to or for another replica."), c.Conns.Load},
+		{desc("tunnel_relay_conns_reset_total", "Such conns that ended by a reset."), c.Resets.Load},
+		{desc("tunnel_relay_sent_bytes_total", "Payload bytes handed to other replicas."), c.BytesSent.Load},
+		{desc("tunnel_relay_received_bytes_total", "Payload bytes that came from other replicas."), c.BytesReceived.Load},
+		{desc("tunnel_relay_panics_total", "Panics that ended a session with another replica, or a conn of one. Each is a bug."), c.Panics.Load},
+	}}
+}
+
+type relayCollector struct {
+	c        *tunnel.Counters
+	replicas func() int
+	counts   []count
+}
+
+// Describe implements prometheus.Collector.
+func (c *relayCollector) Describe(ch chan<- *prometheus.Desc) { prometheus.DescribeByCollect(c, ch) }
+
+// Collect implements prometheus.Collector.
+func (c *relayCollector) Collect(ch chan<- prometheus.Metric) {
+	for _, n := range c.counts {
+		ch <- prometheus.MustNewConstMetric(n.desc, prometheus.CounterValue, float64(n.load()))
+	}
+	refused := desc("tunnel_relay_conns_refused_total", "Conns that were refused to or by another replica, by the code of the refusal.", "code")
+	for _, code := range tunnel.Codes() {
+		ch <- prometheus.MustNewConstMetric(refused, prometheus.CounterValue, float64(c.c.Refusals(code)), code.String())
+	}
+	ch <- prometheus.MustNewConstMetric(desc("tunnel_replicas", "Other replicas that have joined this one."), prometheus.GaugeValue, float64(c.replicas()))
+}
+
 // Describe implements prometheus.Collector.
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	for _, n := range c.counts {

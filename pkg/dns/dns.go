@@ -21,6 +21,7 @@
 package dns
 
 import (
+	"maps"
 	"net/netip"
 	"slices"
 
@@ -95,3 +96,36 @@ func (l Local) Hears(replica netip.Addr) bool {
 
 // Changed implements Truth.
 func (l Local) Changed() <-chan struct{} { return l.Nodes.Changed() }
+
+// Merged is the truth of several replicas, which tell each other what they hold.
+type Merged struct {
+	Replicas interface {
+		// Addrs returns the addresses of the replica that holds a node.
+		Addrs(n tunnel.NodeName) []netip.Addr
+		// All returns the same for every node that is held anywhere.
+		All() map[tunnel.NodeName][]netip.Addr
+		Hears(replica netip.Addr) bool
+		Changed() <-chan struct{}
+	}
+}
+
+var _ Truth = Merged{}
+
+// Lookup implements Truth.
+func (m Merged) Lookup(n tunnel.NodeName) []netip.Addr { return m.Replicas.Addrs(n) }
+
+// Records implements Truth.
+func (m Merged) Records() []Record {
+	all := m.Replicas.All()
+	records := make([]Record, 0, len(all))
+	for _, n := range slices.Sorted(maps.Keys(all)) {
+		records = append(records, Record{n, all[n]})
+	}
+	return records
+}
+
+// Hears implements Truth.
+func (m Merged) Hears(replica netip.Addr) bool { return m.Replicas.Hears(replica) }
+
+// Changed implements Truth.
+func (m Merged) Changed() <-chan struct{} { return m.Replicas.Changed() }

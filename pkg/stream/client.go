@@ -182,7 +182,7 @@ func (c *Client) session(ctx context.Context) (lived time.Duration, err error) {
 		return 0, err
 	}
 	if r := c.cfg.replica; r != nil {
-		if err := r.started(s); err != nil {
+		if err = r.started(s); err != nil {
 			s.abandon(err)
 			return 0, err
 		}

@@ -71,11 +71,18 @@ type outgoing struct {
 	fin, stop bool
 	pool      mem.BufferPool // where the block goes when gRPC has written it
 	taken     bool           // Marshal has given the block to gRPC
+	// forwarded is the payload in place of the block's, as another conn has received it;
+	// then the block holds the header alone.
+	forwarded mem.BufferSlice
 }
 
-// encode finishes the block around its payload and returns it as one buffer.
+// encode finishes the block around its payload and returns it as one buffer, with what
+// is forwarded behind it.
 func (o *outgoing) encode() mem.BufferSlice {
-	b := (*o.block)[:chunkHeader+o.n]
+	b := (*o.block)[:chunkHeader]
+	if o.forwarded == nil {
+		b = b[:chunkHeader+o.n]
+	}
 	b[0] = keyData
 	b[1] = byte(o.n) | 0x80
 	b[2] = byte(o.n>>7) | 0x80
@@ -88,7 +95,7 @@ func (o *outgoing) encode() mem.BufferSlice {
 	}
 	*o.block = b
 	o.taken = true
-	return mem.BufferSlice{mem.NewBuffer(o.block, o.pool)}
+	return append(mem.BufferSlice{mem.NewBuffer(o.block, o.pool)}, o.forwarded...)
 }
 
 // incoming is a chunk that was received. Whoever takes data frees it.

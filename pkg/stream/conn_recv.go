@@ -186,7 +186,7 @@ func (c *conn) WriteTo(w io.Writer) (n int64, err error) {
 		size := int64(m.data.Len())
 		c.counters.BytesReceived.Add(uint64(size))
 		if size > 0 {
-			written, err := writeChunk(w, m.data, &vec)
+			written, err := writeChunk(w, &m, &vec)
 			m.free()
 			n += written
 			if err != nil {
@@ -203,9 +203,19 @@ func (c *conn) WriteTo(w io.Writer) (n int64, err error) {
 	}
 }
 
-// writeChunk writes the buffers of a chunk, in one system call where w is a socket.
-// vec is memory to be used again.
-func writeChunk(w io.Writer, data mem.BufferSlice, vec *net.Buffers) (int64, error) {
+// writeChunk writes the buffers of a chunk, in one system call where w is a socket; a
+// conn, which w is on the way from one replica to another, takes them over. vec is
+// memory to be used again.
+func writeChunk(w io.Writer, m *incoming, vec *net.Buffers) (int64, error) {
+	data := m.data
+	if c, ok := w.(*conn); ok {
+		m.data = nil
+		n := int64(data.Len())
+		if err := c.forward(data); err != nil {
+			return 0, err
+		}
+		return n, nil
+	}
 	if len(data) == 1 {
 		n, err := w.Write(data[0].ReadOnlyData())
 		return int64(n), err

@@ -130,6 +130,7 @@ func (c *conn) send(o *outgoing) error {
 	if err := c.stream.SendMsg(o); err != nil {
 		if !o.taken {
 			c.flow.Put(o.block)
+			o.forwarded.Free()
 		}
 		return c.writeError()
 	}
@@ -182,20 +183,39 @@ func (c *conn) ReadFrom(src io.Reader) (n int64, err error) {
 	}
 }
 
+// forward sends the payload of a chunk that another conn has received, uncopied. It
+// takes data over.
+func (c *conn) forward(data mem.BufferSlice) error {
+	if !c.flow.wait(c.writeDone) {
+		data.Free()
+		return c.opError("write", c.writeError())
+	}
+	if err := c.sendBehind(&outgoing{block: c.blocks.get(), n: data.Len(), forwarded: data}); err != nil {
+		return c.opError("write", err)
+	}
+	return nil
+}
+
 // sendBlock sends a block behind everything that Write has queued.
 func (c *conn) sendBlock(block *[]byte, n int) error {
+	return c.sendBehind(&outgoing{block: block, n: n})
+}
+
+// sendBehind sends o behind everything that Write has queued.
+func (c *conn) sendBehind(o *outgoing) error {
 	c.sendMu.Lock()
 	defer c.sendMu.Unlock()
-	if _, err := c.sendPending(); err != nil {
-		c.blocks.put(block)
+	_, err := c.sendPending()
+	// Only now: what was pending may have been fin, and nothing goes behind that.
+	if err == nil && isClosed(c.writeDone) {
+		err = c.writeError()
+	}
+	if err != nil {
+		c.blocks.put(o.block)
+		o.forwarded.Free()
 		return err
 	}
-	// Only now: what was pending may have been fin, and nothing goes behind that.
-	if isClosed(c.writeDone) {
-		c.blocks.put(block)
-		return c.writeError()
-	}
-	return c.send(&outgoing{block: block, n: n})
+	return c.send(o)
 }
 
 // writeError says why this side can write no more. EPIPE is also the answer while the

@@ -10,6 +10,7 @@ import (
 	"maps"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -28,7 +29,7 @@ const (
 	lookupInterval = 5 * time.Second
 	// forgetReplica is how long what a lost replica held is remembered: time for it to
 	// come back, or for its nodes to have gone to others.
-	forgetReplica = 30 * time.Second
+	forgetReplica = 15 * time.Second
 	// maxRelayed is how many conns another replica may ask for at once.
 	maxRelayed = 4 * DefaultMaxConns
 )
@@ -70,8 +71,9 @@ type Peers struct {
 
 	mu       sync.Mutex // guards the following
 	replicas map[string]*replica
-	joined   map[string]string // id of each replica that we have joined, to the address by which
-	changed  chan struct{}     // closed at the next change; nil while nobody waits
+	links    map[string]*Client // by address: those that we keep a session with, or try to
+	joined   map[string]string  // id of each replica that we have joined, to the address by which
+	changed  chan struct{}      // closed at the next change; nil while nobody waits
 }
 
 // replica is what another replica has told us. It is guarded by Peers.mu.
@@ -110,7 +112,10 @@ func NewPeers(cfg PeersConfig, dir *tunnel.Directory) (*Peers, error) {
 	p := &Peers{
 		cfg: cfg, id: uuid.NewString(), dir: dir, counters: cfg.Counters,
 		log:      cfg.Log.With("module", "peers"),
-		replicas: make(map[string]*replica), joined: make(map[string]string),
+		replicas: make(map[string]*replica), joined: make(map[string]string), links: make(map[string]*Client),
+	}
+	if err := p.verifyOwn(cfg.TLS, x509.ExtKeyUsageClientAuth, "as a client"); err != nil {
+		return nil, err
 	}
 	var err error
 	p.router, err = tunnel.NewRouter(peerRoutes{})
@@ -241,7 +246,52 @@ func (p *Peers) join(ctx context.Context, address string) {
 		p.log.Error("cannot join another replica", "remote", address, "err", err) // the routes are wrong: a bug
 		return
 	}
+	p.mu.Lock()
+	p.links[address] = c
+	p.mu.Unlock()
 	c.Run(ctx) //nolint:errcheck // it ends with ctx
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	delete(p.links, address)
+}
+
+// Note says which replicas we cannot join; "" if there is none.
+func (p *Peers) Note() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var notes []string
+	for _, address := range slices.Sorted(maps.Keys(p.links)) {
+		err := p.links[address].Ready()
+		if err != nil && !errors.Is(err, errSelf) && !errors.Is(err, errTwice) {
+			notes = append(notes, err.Error())
+		}
+	}
+	return strings.Join(notes, "; ")
+}
+
+// Status says how many replicas there are.
+func (p *Peers) Status() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return fmt.Sprintf("%d others joined, %d have joined here", len(p.joined), p.hereLocked())
+}
+
+// Replicas returns how many other replicas have joined here.
+func (p *Peers) Replicas() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.hereLocked()
+}
+
+// hereLocked counts the replicas that have joined here. The caller holds mu.
+func (p *Peers) hereLocked() int {
+	n := 0
+	for _, r := range p.replicas {
+		if r.link != nil {
+			n++
+		}
+	}
+	return n
 }
 
 // hint adds to an error what a person can do about it.
@@ -279,21 +329,45 @@ func claimsReplica(ctx context.Context) string {
 	return ""
 }
 
-// authenticate says whether the other end of a connection is a replica. Its certificate
-// must be of our CA, for clients, and for the name that only replicas have.
+// authenticate says whether the other end of a connection is a replica.
 func (p *Peers) authenticate(state tls.ConnectionState) error {
 	if len(state.PeerCertificates) == 0 {
 		return errors.New("it shows no certificate")
 	}
+	return p.verify(state.PeerCertificates, x509.ExtKeyUsageClientAuth)
+}
+
+// verify says whether a certificate is a replica's: of our CA, good for usage, and for
+// the name that only replicas have.
+func (p *Peers) verify(chain []*x509.Certificate, usage x509.ExtKeyUsage) error {
 	intermediates := x509.NewCertPool()
-	for _, c := range state.PeerCertificates[1:] {
+	for _, c := range chain[1:] {
 		intermediates.AddCert(c)
 	}
-	_, err := state.PeerCertificates[0].Verify(x509.VerifyOptions{
+	_, err := chain[0].Verify(x509.VerifyOptions{
 		Roots: p.cfg.TLS.RootCAs, Intermediates: intermediates, DNSName: p.cfg.TLS.ServerName,
-		KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+		KeyUsages: []x509.ExtKeyUsage{usage},
 	})
 	return err
+}
+
+// verifyOwn makes sure that the others would accept a certificate of ours.
+func (p *Peers) verifyOwn(conf *tls.Config, usage x509.ExtKeyUsage, what string) error {
+	if len(conf.Certificates) == 0 {
+		return fmt.Errorf("this replica has no certificate %s", what)
+	}
+	var chain []*x509.Certificate
+	for _, der := range conf.Certificates[0].Certificate {
+		c, err := x509.ParseCertificate(der)
+		if err != nil {
+			return fmt.Errorf("this replica's certificate %s: %w", what, err)
+		}
+		chain = append(chain, c)
+	}
+	if err := p.verify(chain, usage); err != nil {
+		return fmt.Errorf("other replicas would not accept this replica's certificate %s: %w (it must be signed by ca and hold the name %q)", what, err, p.cfg.TLS.ServerName)
+	}
+	return nil
 }
 
 func addrStrings(all []netip.Addr) []string {

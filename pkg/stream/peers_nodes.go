@@ -248,10 +248,18 @@ func (p *Peers) Addrs(n tunnel.NodeName) []netip.Addr {
 	var addrs []netip.Addr
 	for _, r := range p.replicas { // a replica that was just lost may be back in a moment
 		if h, ok := r.nodes[n]; ok && (addrs == nil || h.since.After(best.since)) {
-			best, addrs = h, r.addrs
+			best, addrs = h, p.reach(r)
 		}
 	}
 	return addrs
+}
+
+// reach returns the addresses of a replica. One that has told none is reached by us.
+func (p *Peers) reach(r *replica) []netip.Addr {
+	if len(r.addrs) == 0 {
+		return p.cfg.Addrs
+	}
+	return r.addrs
 }
 
 // All returns the addresses that lead to each node that is held anywhere.
@@ -262,7 +270,7 @@ func (p *Peers) All() map[tunnel.NodeName][]netip.Addr {
 	for _, r := range p.replicas {
 		for n, h := range r.nodes {
 			if since, ok := newest[n]; !ok || h.since.After(since) {
-				newest[n], all[n] = h.since, r.addrs
+				newest[n], all[n] = h.since, p.reach(r)
 			}
 		}
 	}

@@ -212,7 +212,8 @@ func TestNewerSessionWins(t *testing.T) {
 	all := newFleet(t, 2)
 	old := all[0].join("edge1", direct)
 	was := old.client.Session()
-	all[0].dir.Lookup("edge1").Since = time.Now().Add(-time.Minute)
+	since := all[0].dir.Lookup("edge1").Since
+	eventually(t, "it is clearly older", func() bool { return time.Since(since) > sameTime })
 	all[1].join("edge1", direct)
 	select {
 	case <-was.Done():

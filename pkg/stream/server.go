@@ -3,6 +3,7 @@ package stream
 import (
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
@@ -69,6 +70,11 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 	}
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
+	}
+	if cfg.Peers != nil {
+		if err := cfg.Peers.verifyOwn(cfg.TLS, x509.ExtKeyUsageServerAuth, "as a server"); err != nil {
+			return nil, err
+		}
 	}
 	s := &Server{cfg: cfg, dir: dir, blocks: new(blocks), log: cfg.Log.With("module", category), listen: net.Listen}
 	s.joinWarnings.Every, s.joinWarnings.Burst = time.Second, 10

@@ -117,7 +117,7 @@ func freePort() (int, error) {
 // Certify gives the cloud a certificate that ca has signed, in place of the one it
 // has. The edge goes on trusting the pair's own authority.
 func (p *Pair) Certify(ca *auth.CA) error {
-	cert, key, err := ca.Issue(auth.Leaf{CommonName: cloudName, DNSNames: []string{cloudName}, Server: true})
+	cert, key, err := ca.Issue(auth.Leaf{CommonName: cloudName, DNSNames: []string{cloudName}, Server: true, Client: true})
 	if err != nil {
 		return err
 	}
