@@ -302,8 +302,7 @@ channelzaddr = "0.0.0.0:7011"
 			`7: mode.edge.allow: allow entry "10.0.0.0/8:99999": port "99999" is not a number from 1 to 65535 (or * for any)`}},
 		{"half a pair", client + "[mode.edge.https]\nkey = \"key\"\n", []string{
 			`6: mode.edge.https.cert: missing: key is useless without its certificate, write cert or remove key`}},
-		{"modules of later", client + `sessions = "all"
-[mode.edge.egress]
+		{"modules of later", client + `[mode.edge.egress]
 identifiers = "host=edge1"
 [mode.edge.konnectivity]
 servers = ["tls://10.0.0.1:8091"]
@@ -311,11 +310,10 @@ ca = "ca"
 [mode.edge.admin]
 socket = "edge.sock"
 `, []string{
-			`6: mode.edge.stream.client.sessions: needs the relay between replicas` + later + `, or set sessions = "one"`,
-			`8: mode.edge.egress.identifiers: needs the egress module` + later,
-			`10: mode.edge.konnectivity.servers: needs the konnectivity agent` + later,
-			`11: mode.edge.konnectivity.ca: needs the konnectivity agent` + later,
-			`13: mode.edge.admin.socket: needs the admin module` + later}},
+			`7: mode.edge.egress.identifiers: needs the egress module` + later,
+			`9: mode.edge.konnectivity.servers: needs the konnectivity agent` + later,
+			`10: mode.edge.konnectivity.ca: needs the konnectivity agent` + later,
+			`12: mode.edge.admin.socket: needs the admin module` + later}},
 	} {
 		b.run(t, func(path string) error { _, err := LoadEdge(path, testEnv()); return err })
 	}

@@ -24,13 +24,8 @@ func (c *Cloud) later() []later {
 }
 
 func (e *Edge) later() []later {
-	var sessions []string
-	if e.AllReplicas {
-		sessions = []string{"sessions"}
-	}
 	k := e.Konnectivity
 	return []later{
-		{"mode.edge.stream.client", sessions, "the relay between replicas", `remove it, or set sessions = "one"`},
 		{"mode.edge.egress", set(key("identifiers", e.EgressIdentifiers)), "the egress module", "remove it"},
 		{"mode.edge.konnectivity", set(key("servers", k.Servers...), key("ca", k.CA), key("cert", k.Cert), key("key", k.Key), key("tokenfile", k.TokenFile)), "the konnectivity agent", "remove it"},
 		{"mode.edge.admin", set(key("socket", e.AdminSocket)), "the admin module", "remove it"},

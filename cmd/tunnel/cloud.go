@@ -87,7 +87,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 		return nil, err
 	}
 
-	d := &daemon{mode: "cloud", log: log, routes: server.Router().Routes()}
+	d := &daemon{mode: "cloud", log: log, routes: server.Router().Routes(), leave: server.Leave}
 	d.add(server, server.Ready, fmt.Sprintf(":%d", c.Server.GRPCPort))
 	d.add(task{"tokens", tokens.Run}, nil)
 	if peers != nil {

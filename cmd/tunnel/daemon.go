@@ -23,7 +23,9 @@ type daemon struct {
 	checks    []admin.Check
 	listeners []string
 	health    *admin.Server // nil without a logport
-	about     []any         // more for the start-up line
+	// leave is what comes before the modules are stopped, while they go on; nil: nothing.
+	leave func(ctx context.Context)
+	about []any // more for the start-up line
 }
 
 // add appends a module. In /readyz it has a line if ready is not nil, or if it has a
@@ -72,7 +74,16 @@ func (d *daemon) run(ctx context.Context) error {
 			cancel(fmt.Errorf("%s: %w", d.health.Name(), err))
 		}
 	}()
-	err := tunnel.Run(ctx, d.modules...)
+	running, stopModules := context.WithCancel(context.WithoutCancel(ctx))
+	defer stopModules()
+	leaving := context.AfterFunc(ctx, func() {
+		if d.leave != nil && context.Cause(ctx) == context.Canceled { //nolint:errorlint // asked to stop; else something has failed
+			d.leave(running)
+		}
+		stopModules()
+	})
+	defer leaving()
+	err := tunnel.Run(running, d.modules...)
 	stopHealth()
 	<-ended
 	if err == nil && context.Cause(ctx) != context.Canceled { //nolint:errorlint // the cause is the sentinel itself

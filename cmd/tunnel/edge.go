@@ -82,6 +82,7 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 		Counters: counters,
 		Log:      log,
 		Software: software(),
+		All:      e.AllReplicas,
 	}, dialers...)
 	if err != nil {
 		return nil, err

@@ -8,9 +8,9 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"slices"
 	"strings"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -34,6 +34,7 @@ type ClientConfig struct {
 	Log      *slog.Logger
 	Grace    time.Duration // how long conns may go on when the client stops; 0: tunnel.GracePeriod
 	Software string        // what the cloud is told runs here
+	All      bool          // keep a session with every replica behind Address, not with one
 
 	// Dial connects to Address; nil: a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
@@ -50,8 +51,8 @@ type asReplica struct {
 	hint    func(error) error
 }
 
-// Client keeps one session with the cloud, and makes a new one whenever it is lost.
-// It is the module "stream" of the edge.
+// Client keeps a session with the cloud, or one with each of its replicas, and makes a
+// new one whenever one is lost. It is the module "stream" of the edge.
 type Client struct {
 	// Set once.
 	cfg      ClientConfig
@@ -60,13 +61,27 @@ type Client struct {
 	log      *slog.Logger
 	instance string // of this process
 
-	state atomic.Pointer[clientState]
+	mu       sync.Mutex // guards the following
+	links    []*link    // live sessions, the newest last
+	replicas []string   // instances that the cloud has told; none: it is one replica, or has not said
+	ended    []ending   // that Run has not looked at
+	err      error      // why there is no session
+	changed  chan struct{}
 }
 
-// clientState is what Ready tells. It is replaced whole.
-type clientState struct {
-	session *edgeSession // nil: not connected
-	err     error        // why not
+// link is a session and what has to be undone after it.
+type link struct {
+	*edgeSession
+	sctx   context.Context // outlives Run's by the grace period
+	cancel func()
+	hangUp func()
+	moving bool // the replica stops: another session takes over. Guarded by Client.mu
+}
+
+// ending says how a session ended.
+type ending struct {
+	lived time.Duration
+	err   error
 }
 
 // NewClient makes a client that gives messages to the routes of mods, and to its own.
@@ -84,7 +99,7 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	if cfg.replica != nil {
 		c.log = cfg.Log.With("module", category, "remote", cfg.Address)
 	}
-	c.state.Store(&clientState{err: errors.New("has not connected yet")})
+	c.err, c.changed = errors.New("has not connected yet"), make(chan struct{})
 	router, err := tunnel.NewRouter(append([]tunnel.Module{c}, mods...)...)
 	if err != nil {
 		return nil, err
@@ -103,6 +118,7 @@ func (c *Client) Routes() map[string]tunnel.Handler {
 		typeHeartbeat: edgeHandler((*edgeSession).heartbeat),
 		typeCancel:    edgeHandler((*edgeSession).cancelTopic),
 		typeDrain:     edgeHandler((*edgeSession).cloudLeaves),
+		typeReplicas:  edgeHandler((*edgeSession).cloudReplicas),
 	}
 }
 
@@ -117,38 +133,54 @@ func (c *Client) Router() *tunnel.Router { return c.router }
 
 // Ready returns nil while there is a session.
 func (c *Client) Ready() error {
-	s := c.state.Load()
-	if s.session == nil {
-		return fmt.Errorf("no session with %s: %w", c.cfg.Address, s.err)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.links) == 0 {
+		return fmt.Errorf("no session with %s: %w", c.cfg.Address, c.err)
 	}
 	return nil
 }
 
-// Session returns the live session, or nil.
+// Session returns the newest live session, or nil.
 func (c *Client) Session() *tunnel.Session {
-	if s := c.state.Load().session; s != nil {
-		return s.pub
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.links) == 0 {
+		return nil
 	}
-	return nil
+	return c.links[len(c.links)-1].pub
 }
 
-// Run implements tunnel.Module: it keeps a session until ctx is done. A lost session
+// Run implements tunnel.Module: it keeps its sessions until ctx is done. A lost session
 // or a refusal never ends it.
 func (c *Client) Run(ctx context.Context) error {
+	var serving sync.WaitGroup
+	defer serving.Wait()
 	var wait backoff
 	for {
-		lived, err := c.session(ctx)
-		if errors.Is(err, errSelf) {
-			<-ctx.Done()
+		err := c.wanted(ctx, &wait)
+		if ctx.Err() != nil {
+			return nil
+		}
+		if err == nil {
+			var l *link
+			if l, err = c.open(ctx); err == nil {
+				serving.Go(func() { c.serve(ctx, l) })
+				continue
+			}
+			if errors.Is(err, errSelf) {
+				<-ctx.Done() // this address is never another's
+			}
 		}
 		if ctx.Err() != nil {
 			return nil
 		}
-		if lived > backoffMax {
-			wait.reset()
-		}
 		d := wait.next(err)
-		c.log.Warn("no session; trying again", "err", err, "dur", d.Round(time.Millisecond))
+		if isSecond(err) {
+			c.log.Debug("the balancer has led to a replica that has a session already; trying again", "dur", d.Round(time.Millisecond))
+		} else {
+			c.log.Warn("no session; trying again", "err", err, "dur", d.Round(time.Millisecond))
+		}
 		select {
 		case <-time.After(d):
 		case <-ctx.Done():
@@ -157,47 +189,168 @@ func (c *Client) Run(ctx context.Context) error {
 	}
 }
 
-// session connects, joins, and returns why the session has ended and how long it
-// lived, which is 0 when there was none.
-func (c *Client) session(ctx context.Context) (lived time.Duration, err error) {
-	defer func() {
-		err = c.explain(err)
-		c.state.Store(&clientState{err: err})
-	}()
-	// The session outlives ctx by the grace period.
-	sctx, cancel := tunnel.Grace(ctx, c.cfg.Grace+time.Second)
-	defer cancel()
+// wanted waits until a session is missing. It returns why the last one was lost, nil if
+// it was not, so that the next is to be opened at once.
+func (c *Client) wanted(ctx context.Context, wait *backoff) error {
+	for {
+		c.mu.Lock()
+		missing, ended, changed := c.missingLocked(), c.ended, c.changed
+		c.ended = nil
+		c.mu.Unlock()
+		for _, e := range ended {
+			if e.lived > backoffMax {
+				wait.reset()
+			}
+		}
+		switch {
+		case missing && len(ended) > 0:
+			return ended[len(ended)-1].err
+		case missing:
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
 
+// missingLocked reports whether there should be another session. The caller holds mu.
+func (c *Client) missingLocked() bool {
+	var with []string
+	for _, l := range c.links {
+		if !l.moving {
+			with = append(with, l.remoteInstance)
+		}
+	}
+	if len(with) == 0 {
+		return true
+	}
+	return c.cfg.All && slices.ContainsFunc(c.replicas, func(r string) bool { return !slices.Contains(with, r) })
+}
+
+// noteLocked wakes who waits for a change. The caller holds mu.
+func (c *Client) noteLocked() {
+	close(c.changed)
+	c.changed = make(chan struct{})
+}
+
+// open connects and joins.
+func (c *Client) open(ctx context.Context) (l *link, err error) {
+	defer func() {
+		if err != nil {
+			err = c.explain(err)
+			c.mu.Lock()
+			c.err = err
+			c.mu.Unlock()
+		}
+	}()
 	credential, err := c.credential()
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
 	cc, hangUp, err := c.connect(ctx)
 	if err != nil {
-		return 0, err
+		return nil, err
 	}
-	defer hangUp()
+	// The session outlives ctx by the grace period.
+	sctx, cancel := tunnel.Grace(ctx, c.cfg.Grace+time.Second)
+	fail := func(err error) (*link, error) {
+		cancel()
+		hangUp()
+		return nil, err
+	}
 	s, err := c.join(ctx, sctx, cc, credential)
 	if err != nil {
-		return 0, err
+		return fail(err)
 	}
 	if r := c.cfg.replica; r != nil {
 		if err = r.started(s); err != nil {
 			s.abandon(err)
-			return 0, err
+			return fail(err)
 		}
 	}
-	c.state.Store(&clientState{session: s})
+	l = &link{edgeSession: s, sctx: sctx, cancel: cancel, hangUp: hangUp}
+	c.mu.Lock()
+	c.links = append(c.links, l)
+	c.noteLocked()
+	c.mu.Unlock()
 	s.log.Info("session started", "remote", s.pub.Remote)
-	err = s.serveUntil(ctx, sctx)
-	c.state.Store(&clientState{err: err})
-	cancel()
-	hangUp() // frees whatever waits for the network
-	s.wg.Wait()
-	lived = time.Since(s.pub.Since)
-	s.log.Info("session ended", "err", err, "dur", lived.Round(time.Millisecond))
-	return lived, err
+	return l, nil
 }
+
+// serve serves a session until it ends.
+func (c *Client) serve(ctx context.Context, l *link) {
+	defer l.cancel()
+	err := c.explain(l.serveUntil(ctx, l.sctx))
+	c.mu.Lock()
+	c.links = slices.DeleteFunc(c.links, func(other *link) bool { return other == l })
+	c.err = err
+	c.mu.Unlock()
+	l.cancel()
+	l.hangUp() // frees whatever waits for the network
+	l.wg.Wait()
+	lived := time.Since(l.pub.Since)
+	l.log.Info("session ended", "err", err, "dur", lived.Round(time.Millisecond))
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.ended = append(c.ended, ending{lived, err})
+	c.noteLocked()
+}
+
+// moves notes that the replica of s is about to stop, and returns when another session
+// has taken over or s has ended.
+func (c *Client) moves(s *edgeSession) {
+	for {
+		c.mu.Lock()
+		others := false
+		for _, l := range c.links {
+			if l.edgeSession == s {
+				if !l.moving {
+					l.moving = true
+					c.noteLocked()
+				}
+				continue
+			}
+			others = others || !l.moving
+		}
+		changed := c.changed
+		c.mu.Unlock()
+		if others {
+			return
+		}
+		select {
+		case <-changed:
+		case <-s.done:
+			return
+		}
+	}
+}
+
+// have returns the instances of the replicas that there is a session with.
+func (c *Client) have() []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var all []string
+	for _, l := range c.links {
+		if l.remoteInstance != "" {
+			all = append(all, l.remoteInstance)
+		}
+	}
+	return all
+}
+
+// know takes what the cloud says about its replicas.
+func (c *Client) know(instances []string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.replicas = instances
+	c.noteLocked()
+}
+
+// isSecond reports whether a replica has refused a second session of this process.
+func isSecond(err error) bool { return status.Code(err) == codes.AlreadyExists }
 
 // connect makes the one TCP connection of a session and the ClientConn around it.
 // The ClientConn never connects again: a second connection could reach another
@@ -255,12 +408,12 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential
 	if err != nil {
 		return fail(err)
 	}
-	s := &edgeSession{client: client, abandon: abandon}
+	s := &edgeSession{client: client, abandon: abandon, owner: c}
 	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s}
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
 	s.stream, s.unknown, s.hangUp = stream, s.nobody, stream.CloseSend
 	s.init()
-	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance}
+	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have()}
 	if r := c.cfg.replica; r != nil {
 		hello.Replica = r.hello
 	}

@@ -21,7 +21,8 @@ type edgeSession struct {
 	client  pb.StreamClient
 	abandon context.CancelCauseFunc // ends the control stream
 
-	remoteInstance string // of another replica
+	owner          *Client
+	remoteInstance string // of the replica at the other end; "" if the cloud has but one
 
 	// Guarded by session.mu.
 	beatSent time.Time // of the heartbeat that waits for its echo; zero: none does
@@ -94,21 +95,38 @@ func (s *edgeSession) heartbeat(*tunnel.Message) error {
 
 // cloudLeaves notes that the cloud is about to stop. It is the edge that ends the
 // session when no conn is left: only here is it known when the targets have taken
-// everything. Until then it serves what is still asked for.
+// everything. Until then it serves what is still asked for. Where there are other
+// replicas, a session with one of them comes first.
 func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 	var d pb.Drain
 	if err := proto.Unmarshal(m.Data, &d); err != nil {
 		return fmt.Errorf("drain: %w", err)
 	}
 	s.log.Info("cloud is about to stop", "dur", time.Duration(d.GetGraceSeconds())*time.Second)
-	gone := s.idle()
 	s.wg.Go(func() {
+		if d.GetElsewhere() {
+			s.owner.moves(s)
+		}
+		gone := s.idle()
 		select {
 		case <-gone:
 			s.Close(errCloudStops)
 		case <-s.done:
 		}
 	})
+	return nil
+}
+
+// cloudReplicas takes which replicas there are.
+func (s *edgeSession) cloudReplicas(m *tunnel.Message) error {
+	var r pb.Replicas
+	if err := proto.Unmarshal(m.Data, &r); err != nil {
+		return fmt.Errorf("replicas: %w", err)
+	}
+	if len(r.GetInstances()) > maxReplicas {
+		return fmt.Errorf("replicas: %d of them; %d are allowed", len(r.GetInstances()), maxReplicas)
+	}
+	s.owner.know(r.GetInstances())
 	return nil
 }
 

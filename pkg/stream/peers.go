@@ -104,6 +104,9 @@ func NewPeers(cfg PeersConfig, dir *tunnel.Directory) (*Peers, error) {
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
 	}
+	if cfg.Grace == 0 {
+		cfg.Grace = tunnel.GracePeriod
+	}
 	if cfg.LookUp == nil {
 		cfg.LookUp = func(ctx context.Context, host string) ([]netip.Addr, error) {
 			return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
@@ -149,6 +152,8 @@ func (p *Peers) Run(ctx context.Context) error {
 	defer p.forgetAll()
 	var running sync.WaitGroup
 	defer running.Wait()
+	jctx, cancel := context.WithCancel(context.WithoutCancel(ctx)) // the sessions outlive ctx: see handOver
+	defer cancel()
 	running.Go(func() { p.passOn(ctx) })
 	joining := make(map[string]context.CancelFunc) // by address
 	ticker := time.NewTicker(lookupInterval)
@@ -166,7 +171,7 @@ func (p *Peers) Run(ctx context.Context) error {
 		}
 		for a := range addresses {
 			if joining[a] == nil {
-				actx, cancel := context.WithCancel(ctx)
+				actx, cancel := context.WithCancel(jctx)
 				joining[a] = cancel
 				running.Go(func() { p.join(actx, a) })
 			}
@@ -180,10 +185,27 @@ func (p *Peers) Run(ctx context.Context) error {
 		select {
 		case <-ticker.C:
 		case <-ctx.Done():
-			for _, cancel := range joining {
-				cancel()
-			}
+			p.handOver()
 			return nil
+		}
+	}
+}
+
+// handOver returns when every node that is held here is held elsewhere, too, or has
+// gone: until then the others must be able to reach it through us. The grace period is
+// the longest it takes.
+func (p *Peers) handOver() {
+	late := time.After(p.cfg.Grace)
+	for {
+		mine, theirs := p.dir.Changed(), p.Changed()
+		if !slices.ContainsFunc(p.dir.Connected(), func(n tunnel.NodeName) bool { return len(p.holders(n)) == 0 }) {
+			return
+		}
+		select {
+		case <-mine:
+		case <-theirs:
+		case <-late:
+			return
 		}
 	}
 }
@@ -300,6 +322,8 @@ func (p *Peers) hint(err error) error {
 		return nil
 	}
 	switch msg := err.Error(); {
+	case isSecond(err):
+		return errSelf
 	case status.Code(err) == codes.Unauthenticated:
 		return fmt.Errorf("%w (its log says why; ca and servername of [mode.cloud.stream.peers] must be the same on all replicas, and their certificates must allow client authentication)", err)
 	case strings.Contains(msg, "certificate signed by unknown authority"):
@@ -395,7 +419,6 @@ func (p *Peers) attach(id string, hello *pb.Replica, cs *cloudSession) {
 		}
 	}
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	r := p.replicas[id]
 	if r == nil {
 		r = &replica{id: id}
@@ -408,6 +431,8 @@ func (p *Peers) attach(id string, hello *pb.Replica, cs *cloudSession) {
 	old := r.link
 	r.link, r.addrs, cs.replica = cs, addrs, r
 	p.noteLocked()
+	p.mu.Unlock()
+	p.announce()
 	if old != nil {
 		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this replica"))
 	}
@@ -416,14 +441,16 @@ func (p *Peers) attach(id string, hello *pb.Replica, cs *cloudSession) {
 // detach notes that a session with another replica has ended.
 func (p *Peers) detach(cs *cloudSession) {
 	p.mu.Lock()
-	defer p.mu.Unlock()
 	r := cs.replica
 	if r.link != cs {
+		p.mu.Unlock()
 		return
 	}
 	r.link, r.coming = nil, nil
 	r.lost = time.AfterFunc(forgetReplica, func() { p.forget(r) })
 	p.noteLocked()
+	p.mu.Unlock()
+	p.announce()
 }
 
 // forget forgets a replica that has not come back.

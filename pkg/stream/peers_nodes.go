@@ -88,7 +88,7 @@ func (p *Peers) tell(s *edgeSession) {
 func heldOf(s *tunnel.Session) *pb.Held {
 	h := &pb.Held{Node: string(s.Node), AgeMs: uint64(max(0, time.Since(s.Since).Milliseconds()))} //nolint:gosec // not negative
 	if cs, ok := s.Link.(*cloudSession); ok {
-		h.Instance = cs.instance
+		h.Instance, h.All = cs.instance, cs.all
 	}
 	return h
 }
@@ -161,22 +161,61 @@ func (p *Peers) learn(r *replica, from *cloudSession, news *pb.Nodes, claims map
 	p.noteLocked()
 }
 
-// yield ends our session of a node that has a newer one with another replica: the edge
-// has left it, and we have not noticed; or two edges use one name.
+// yield ends our session of a node that another process has joined as at another
+// replica, and later: the edge has been started again, or two edges use one name. A
+// session of the same process is left alone: it may have conns that end in peace.
 func (p *Peers) yield(n tunnel.NodeName, claim held) {
 	ours := p.dir.Lookup(n)
-	if ours == nil || claim.since.Before(ours.Since.Add(sameTime)) {
+	if ours == nil || !newer(claim, ours) {
 		return
 	}
 	cs, ok := ours.Link.(*cloudSession)
-	if !ok {
+	if !ok || cs.instance == claim.instance {
 		return
 	}
-	if cs.instance != claim.instance {
-		cs.log.Warn("another edge has joined with this node's name at another replica; this one is let go")
-	}
+	cs.log.Warn("another process has joined as this node at another replica; this session ends. If it happens again and again, two edges use one name")
 	cs.counters.Replaced.Add(1)
 	cs.Close(status.Error(codes.Aborted, "replaced by a newer session of this node with another replica"))
+}
+
+// newer reports whether a claim of another replica is of a later session than ours.
+func newer(claim held, ours *tunnel.Session) bool { return claim.since.After(ours.Since.Add(sameTime)) }
+
+// hasLeft reports whether the edge of our session s has opened another one elsewhere
+// in its place.
+func (p *Peers) hasLeft(s *tunnel.Session) bool {
+	if cs, ok := s.Link.(*cloudSession); ok && cs.all {
+		return false
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, r := range p.replicas {
+		if h, ok := r.nodes[s.Node]; ok && r.link != nil && newer(h, s) {
+			return true
+		}
+	}
+	return false
+}
+
+// instances tells an edge which replicas there are.
+func (p *Peers) instances() *tunnel.Message {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	all := []string{p.id}
+	for id, r := range p.replicas {
+		if r.link != nil && len(all) < maxReplicas {
+			all = append(all, id)
+		}
+	}
+	return message(typeReplicas, "", &pb.Replicas{Instances: all})
+}
+
+// announce tells all our edges which replicas there are.
+func (p *Peers) announce() {
+	m := p.instances()
+	for _, s := range p.dir.Sessions() {
+		s.Send(m) //nolint:errcheck // it ends only with the session
+	}
 }
 
 // holders returns the sessions of the replicas that hold n and can be asked for it, the

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -27,6 +28,7 @@ type replicaRig struct {
 	peers  *Peers
 	addr   netip.Addr
 	relays *tunnel.Counters
+	listen net.Listener
 	leave  func() // ends its Peers
 }
 
@@ -70,7 +72,7 @@ func newReplica(t *testing.T, ca *auth.CA, ln net.Listener, addresses []string, 
 		Certificates: []tls.Certificate{leaf(t, ca, auth.Leaf{DNSNames: []string{"cloud", "replicas"}, Server: true, Client: true})},
 		RootCAs:      poolOf(ca), ServerName: "replicas",
 	}
-	a := &replicaRig{addr: addr, relays: new(tunnel.Counters)}
+	a := &replicaRig{addr: addr, relays: new(tunnel.Counters), listen: ln}
 	a.rig = &rig{
 		t: t, dir: &tunnel.Directory{}, auth: &fakeAuth{}, ca: ca, stopped: make(chan error, 1),
 		counters: &tunnel.Counters{}, edges: &tunnel.Counters{}, log: &journal{name: t.Name() + " " + addr.String()},
@@ -220,7 +222,7 @@ func TestNewerSessionWins(t *testing.T) {
 	case <-time.After(patience):
 		t.Fatal("the older session lives on")
 	}
-	if lines := all[0].log.lines("another edge has joined with this node's name"); len(lines) == 0 {
+	if lines := all[0].log.lines("another process has joined as this node"); len(lines) == 0 {
 		t.Error("two edges of one name, and nobody is told")
 	}
 }
@@ -298,7 +300,11 @@ func joinAsReplica(t *testing.T, a *replicaRig, certificates []tls.Certificate) 
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
-	_, err = c.session(ctx)
+	l, err := c.open(ctx)
+	if err == nil {
+		l.cancel()
+		l.hangUp()
+	}
 	return nil, err
 }
 
@@ -336,4 +342,116 @@ func TestRelayDrains(t *testing.T) {
 	case <-time.After(patience):
 		t.Error("it does not leave")
 	}
+}
+
+// balanced dials the replicas in turn, beginning with the first, as a balancer would.
+func (all fleet) balanced() func(ctx context.Context, network, addr string) (net.Conn, error) {
+	var turn atomic.Int64
+	return func(ctx context.Context, network, _ string) (net.Conn, error) {
+		a := all[int(turn.Add(1)-1)%len(all)]
+		return (&net.Dialer{}).DialContext(ctx, network, a.listen.Addr().String())
+	}
+}
+
+// stopOne stops a replica as its process would be: others first, then everything.
+func (a *replicaRig) stopOne() {
+	a.server.Leave(context.Background())
+	a.stop()
+	a.leave()
+}
+
+// A replica that stops loses nothing: its edge is with another one before it ends, and a
+// conn that was open ends in peace.
+func TestLeaveLosesNothing(t *testing.T) {
+	all := newFleet(t, 2)
+	cfg := all[0].clientConfig("edge1")
+	cfg.Dial = all.balanced()
+	e := all[0].start(cfg, direct)
+	r := all[1]
+	r.front = r.peers
+	r.eventually("edge1 is at the first replica, and the second knows it", func() bool {
+		return all[0].dir.Holds("edge1") && r.peers.Holds("edge1") && !r.dir.Holds("edge1")
+	})
+	c, far := r.pair("edge1")
+	stopped := make(chan struct{})
+	go func() {
+		defer close(stopped)
+		all[0].stopOne()
+	}()
+	l := newTarget(t)
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			io.WriteString(c, "hello")
+			c.Close()
+		}
+	}()
+	asked := 0
+	for moved := false; !moved || asked < 200; asked++ {
+		moved = r.dir.Holds("edge1")
+		c, err := r.dial("edge1", l.addr())
+		if err != nil {
+			t.Fatalf("request %d: %v", asked, err)
+		}
+		if got := readAll(t, c); string(got) != "hello" {
+			t.Fatalf("request %d: got %q", asked, got)
+		}
+		c.Close()
+	}
+	select {
+	case <-stopped:
+		t.Fatal("it has stopped with a conn open")
+	default:
+	}
+	go func() {
+		io.WriteString(far, "late")
+		far.Close()
+	}()
+	if got := readAll(t, c); string(got) != "late" {
+		t.Errorf("got %q", got)
+	}
+	c.Close()
+	select {
+	case <-stopped:
+	case <-time.After(2 * patience):
+		t.Fatal("it does not stop")
+	}
+	if e.client.Ready() != nil {
+		t.Errorf("the edge: %v", e.client.Ready())
+	}
+	r.front = nil
+	r.idle(e)
+}
+
+// An edge that keeps a session with every replica finds them all behind one address,
+// and opens no second one with any.
+func TestSessionWithEveryReplica(t *testing.T) {
+	all := newFleet(t, 3)
+	cfg := all[0].clientConfig("edge1")
+	cfg.Dial, cfg.All = all.balanced(), true
+	e := all[0].start(cfg, direct)
+	for _, a := range all {
+		within(t, 3*patience, "each replica holds edge1", func() bool { return a.dir.Holds("edge1") })
+	}
+	for i, a := range all {
+		if n := a.counters.Sessions.Load(); n != 1 {
+			t.Errorf("replica %d has had %d sessions, want 1", i, n)
+		}
+		a.front = a.peers
+		c, far := a.pair("edge1")
+		c.Close()
+		far.Close()
+		if a.relays.Conns.Load() != 0 {
+			t.Errorf("replica %d relays to others what it holds itself", i)
+		}
+		a.front = nil
+	}
+	all[0].stopOne()
+	if all[0].dir.Holds("edge1") || !all[1].dir.Holds("edge1") || !all[2].dir.Holds("edge1") {
+		t.Error("the sessions with the other replicas must go on")
+	}
+	all[1].idle(e)
 }

@@ -16,16 +16,20 @@ func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	if r.Node == "" {
 		return p.dialAny(ctx, r)
 	}
-	var refusal error
-	if s := p.dir.Lookup(r.Node); s != nil {
-		c, err := s.Dial(ctx, r)
-		if err == nil || !elsewhere(ctx, err) {
-			return c, err
-		}
-		refusal = err
-	}
+	var ways []tunnel.Dialer
 	for _, link := range p.holders(r.Node) {
-		c, err := link.Dial(ctx, r)
+		ways = append(ways, link)
+	}
+	if s := p.dir.Lookup(r.Node); s != nil {
+		at := 0 // our own first,
+		if p.hasLeft(s) {
+			at = len(ways) // unless the edge has turned to another replica
+		}
+		ways = slices.Insert(ways, at, tunnel.Dialer(s))
+	}
+	var refusal error
+	for _, way := range ways {
+		c, err := way.Dial(ctx, r)
 		if err == nil || !elsewhere(ctx, err) {
 			return c, err
 		}

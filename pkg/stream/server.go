@@ -9,6 +9,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -166,6 +167,27 @@ func (s *Server) Run(ctx context.Context) error {
 	<-stopped
 	s.sessions.Wait()
 	return nil
+}
+
+// Leave is what comes before a stop where other replicas go on: no edge may join here
+// any more, and those that have are asked to open a session with another replica. It
+// returns after a while in which balancers have seen that Ready says no; front doors
+// should serve until then. Alone, it does nothing.
+func (s *Server) Leave(ctx context.Context) {
+	if s.cfg.Peers == nil || s.cfg.Peers.Replicas() == 0 {
+		return
+	}
+	s.stopping.Store(true)
+	s.log.Info("leaving: the other replicas take over", "dur", leaveFirst)
+	for _, pub := range s.dir.Sessions() {
+		if cs, ok := pub.Link.(*cloudSession); ok {
+			cs.tellDrain(true)
+		}
+	}
+	select {
+	case <-time.After(leaveFirst):
+	case <-ctx.Done():
+	}
 }
 
 // stop ends the gRPC server. Every session has been told to end; an edge that does
@@ -338,17 +360,25 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 			hello.GetVersion(), Version, s.cfg.Software, grant.Node)
 	}
 	id := uuid.NewString()
-	cs := &cloudSession{transport: t, instance: text(hello.GetInstance())}
+	if p := s.cfg.Peers; p != nil && peer == "" && slices.Contains(hello.GetHave(), p.id) {
+		return refuse(codes.AlreadyExists, "this replica has a session of this process already")
+	}
+	if peer != "" && peer == s.cfg.Peers.id {
+		return refuse(codes.AlreadyExists, "%v", errSelf)
+	}
+	cs := &cloudSession{transport: t, instance: text(hello.GetInstance()), all: hello.GetAll()}
 	cs.pub = &tunnel.Session{ID: id, Node: grant.Node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Link: cs}
 	cs.log = s.log.With("node", grant.Node, "session", id)
 	cs.router, cs.counters, cs.blocks = s.router, s.cfg.Counters, s.blocks
 	cs.stream, cs.maxConns = stream, int64(s.cfg.MaxConns)
 	ours := &pb.Hello{Version: Version, Software: s.cfg.Software, Session: id}
+	if s.cfg.Peers != nil {
+		ours.Instance = s.cfg.Peers.id
+	}
 	if peer != "" {
 		cs.peers = s.cfg.Peers
 		cs.log = s.log.With("replica", peer, "session", id)
 		cs.router, cs.counters, cs.maxConns = cs.peers.router, cs.peers.counters, maxRelayed
-		ours.Instance = cs.peers.id
 	}
 	ours.MaxConns = uint32(cs.maxConns) //nolint:gosec // a few thousand
 	cs.init()
@@ -363,6 +393,9 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 		cs.log.Info("another replica has joined", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))
 		cs.peers.attach(peer, hello.GetReplica(), cs)
 		return cs, nil
+	}
+	if s.cfg.Peers != nil {
+		cs.post(s.cfg.Peers.instances())
 	}
 	s.cfg.Counters.Sessions.Add(1)
 	cs.log.Info("session started", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))

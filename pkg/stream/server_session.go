@@ -25,6 +25,7 @@ type cloudSession struct {
 	session
 	transport *transport
 	instance  string   // of the edge
+	all       bool     // the edge keeps a session with every replica
 	peers     *Peers   // the session is another replica's; nil: a node's
 	replica   *replica // whose; set when it is attached
 }

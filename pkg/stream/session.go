@@ -8,6 +8,7 @@ import (
 	"runtime/debug"
 	"strings"
 	"sync"
+	"sync/atomic"
 
 	"google.golang.org/protobuf/proto"
 
@@ -28,6 +29,8 @@ type session struct {
 	maxConns int64
 	unknown  func(*tunnel.Message) // also told of messages without a handler; nil: nobody
 	hangUp   func() error          // closes our side of the control stream; nil: the cloud cannot
+
+	toldDrain atomic.Bool
 
 	outbox outbox         // to sendLoop
 	leave  chan struct{}  // to sendLoop: hang up when the outbox is empty; closed by serveUntil
@@ -265,14 +268,22 @@ func (s *session) run(ctx context.Context) error {
 	return s.reason()
 }
 
-// drain tells the peer that this side is about to stop, and returns when the last
-// conn has ended, the session has, or ctx is done.
+// drain tells the peer that this side is about to stop, unless it has been told, and
+// returns when the last conn has ended, the session has, or ctx is done.
 func (s *session) drain(ctx context.Context) {
-	s.post(message(typeDrain, "", &pb.Drain{GraceSeconds: uint32(tunnel.GracePeriod.Seconds())}))
+	s.tellDrain(false)
 	select {
 	case <-s.idle():
 	case <-s.done:
 	case <-ctx.Done():
+	}
+}
+
+// tellDrain tells the peer, once, that this side is about to stop; elsewhere says that
+// other replicas go on.
+func (s *session) tellDrain(elsewhere bool) {
+	if !s.toldDrain.Swap(true) {
+		s.post(message(typeDrain, "", &pb.Drain{GraceSeconds: uint32(tunnel.GracePeriod.Seconds()), Elsewhere: elsewhere}))
 	}
 }
 

@@ -53,6 +53,12 @@ const (
 // categoryRelay is the category of open requests to another replica.
 const categoryRelay = "relay"
 
+// typeReplicas tells an edge which replicas there are.
+const typeReplicas = "replicas"
+
+// maxReplicas is how many there may be.
+const maxReplicas = 64
+
 // typeNodes tells another replica which nodes are held.
 const typeNodes = "nodes"
 
@@ -73,6 +79,10 @@ const (
 	// leaveTimeout is how long a stopping edge waits for the cloud to take its last
 	// messages.
 	leaveTimeout = time.Second
+	// leaveFirst is how long a replica that is to stop goes on, while balancers and edges
+	// turn to the others. With tunnel.GracePeriod it is below the 30 s after which
+	// Kubernetes kills.
+	leaveFirst = 3 * time.Second
 	// heartbeatInterval is how often an edge measures the round trip.
 	heartbeatInterval = 10 * time.Second
 	// A peer that does not answer a ping is noticed within the sum of the two. The

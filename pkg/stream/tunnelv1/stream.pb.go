@@ -252,8 +252,10 @@ type Hello struct {
 	Capabilities  []string               `protobuf:"bytes,3,rep,name=capabilities,proto3" json:"capabilities,omitempty"`          // reserved for optional features
 	Session       string                 `protobuf:"bytes,4,opt,name=session,proto3" json:"session,omitempty"`                    // cloud: the id of the session
 	MaxConns      uint32                 `protobuf:"varint,5,opt,name=max_conns,json=maxConns,proto3" json:"max_conns,omitempty"` // cloud: conns that this session may have at once
-	Instance      string                 `protobuf:"bytes,6,opt,name=instance,proto3" json:"instance,omitempty"`                  // edge: the id of the process, another one after each start
+	Instance      string                 `protobuf:"bytes,6,opt,name=instance,proto3" json:"instance,omitempty"`                  // the id of the process, another one after each start
 	Replica       *Replica               `protobuf:"bytes,7,opt,name=replica,proto3" json:"replica,omitempty"`                    // replica: who it is (see Nodes)
+	All           bool                   `protobuf:"varint,8,opt,name=all,proto3" json:"all,omitempty"`                           // edge: it keeps a session with every replica
+	Have          []string               `protobuf:"bytes,9,rep,name=have,proto3" json:"have,omitempty"`                          // edge: instances of the replicas that it has a session with
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -333,6 +335,20 @@ func (x *Hello) GetInstance() string {
 func (x *Hello) GetReplica() *Replica {
 	if x != nil {
 		return x.Replica
+	}
+	return nil
+}
+
+func (x *Hello) GetAll() bool {
+	if x != nil {
+		return x.All
+	}
+	return false
+}
+
+func (x *Hello) GetHave() []string {
+	if x != nil {
+		return x.Have
 	}
 	return nil
 }
@@ -590,6 +606,7 @@ type Held struct {
 	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
 	AgeMs         uint64                 `protobuf:"varint,2,opt,name=age_ms,json=ageMs,proto3" json:"age_ms,omitempty"` // how long the session has lived: the clocks of replicas differ
 	Instance      string                 `protobuf:"bytes,3,opt,name=instance,proto3" json:"instance,omitempty"`         // of the edge
+	All           bool                   `protobuf:"varint,4,opt,name=all,proto3" json:"all,omitempty"`                  // the edge keeps a session with every replica
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -645,6 +662,58 @@ func (x *Held) GetInstance() string {
 	return ""
 }
 
+func (x *Held) GetAll() bool {
+	if x != nil {
+		return x.All
+	}
+	return false
+}
+
+// Replicas tells an edge the instances of all replicas (type "replicas").
+type Replicas struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Instances     []string               `protobuf:"bytes,1,rep,name=instances,proto3" json:"instances,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Replicas) Reset() {
+	*x = Replicas{}
+	mi := &file_stream_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Replicas) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Replicas) ProtoMessage() {}
+
+func (x *Replicas) ProtoReflect() protoreflect.Message {
+	mi := &file_stream_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Replicas.ProtoReflect.Descriptor instead.
+func (*Replicas) Descriptor() ([]byte, []int) {
+	return file_stream_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *Replicas) GetInstances() []string {
+	if x != nil {
+		return x.Instances
+	}
+	return nil
+}
+
 // Refused answers an open that led to no conn (type "refused").
 type Refused struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -656,7 +725,7 @@ type Refused struct {
 
 func (x *Refused) Reset() {
 	*x = Refused{}
-	mi := &file_stream_proto_msgTypes[8]
+	mi := &file_stream_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -668,7 +737,7 @@ func (x *Refused) String() string {
 func (*Refused) ProtoMessage() {}
 
 func (x *Refused) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[8]
+	mi := &file_stream_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -681,7 +750,7 @@ func (x *Refused) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Refused.ProtoReflect.Descriptor instead.
 func (*Refused) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{8}
+	return file_stream_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Refused) GetCode() Code {
@@ -701,15 +770,18 @@ func (x *Refused) GetText() string {
 // Drain says that the sender is about to stop (type "drain"). It opens nothing new
 // and ends its session when its conns have ended, or after the grace period.
 type Drain struct {
-	state         protoimpl.MessageState `protogen:"open.v1"`
-	GraceSeconds  uint32                 `protobuf:"varint,1,opt,name=grace_seconds,json=graceSeconds,proto3" json:"grace_seconds,omitempty"`
+	state        protoimpl.MessageState `protogen:"open.v1"`
+	GraceSeconds uint32                 `protobuf:"varint,1,opt,name=grace_seconds,json=graceSeconds,proto3" json:"grace_seconds,omitempty"`
+	// There are other replicas: the edge opens a session with one of them before it ends
+	// this one.
+	Elsewhere     bool `protobuf:"varint,2,opt,name=elsewhere,proto3" json:"elsewhere,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Drain) Reset() {
 	*x = Drain{}
-	mi := &file_stream_proto_msgTypes[9]
+	mi := &file_stream_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -721,7 +793,7 @@ func (x *Drain) String() string {
 func (*Drain) ProtoMessage() {}
 
 func (x *Drain) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[9]
+	mi := &file_stream_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -734,7 +806,7 @@ func (x *Drain) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Drain.ProtoReflect.Descriptor instead.
 func (*Drain) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{9}
+	return file_stream_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *Drain) GetGraceSeconds() uint32 {
@@ -742,6 +814,13 @@ func (x *Drain) GetGraceSeconds() uint32 {
 		return x.GraceSeconds
 	}
 	return 0
+}
+
+func (x *Drain) GetElsewhere() bool {
+	if x != nil {
+		return x.Elsewhere
+	}
+	return false
 }
 
 var File_stream_proto protoreflect.FileDescriptor
@@ -759,7 +838,7 @@ const file_stream_proto_rawDesc = "" +
 	"\x05Chunk\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12\x10\n" +
 	"\x03fin\x18\x02 \x01(\bR\x03fin\x12\x12\n" +
-	"\x04stop\x18\x03 \x01(\bR\x04stop\"\xe2\x01\n" +
+	"\x04stop\x18\x03 \x01(\bR\x04stop\"\x88\x02\n" +
 	"\x05Hello\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x1a\n" +
 	"\bsoftware\x18\x02 \x01(\tR\bsoftware\x12\"\n" +
@@ -767,7 +846,9 @@ const file_stream_proto_rawDesc = "" +
 	"\asession\x18\x04 \x01(\tR\asession\x12\x1b\n" +
 	"\tmax_conns\x18\x05 \x01(\rR\bmaxConns\x12\x1a\n" +
 	"\binstance\x18\x06 \x01(\tR\binstance\x12,\n" +
-	"\areplica\x18\a \x01(\v2\x12.tunnel.v1.ReplicaR\areplica\"\x1f\n" +
+	"\areplica\x18\a \x01(\v2\x12.tunnel.v1.ReplicaR\areplica\x12\x10\n" +
+	"\x03all\x18\b \x01(\bR\x03all\x12\x12\n" +
+	"\x04have\x18\t \x03(\tR\x04have\"\x1f\n" +
 	"\aReplica\x12\x14\n" +
 	"\x05addrs\x18\x01 \x03(\tR\x05addrs\">\n" +
 	"\tHeartbeat\x12\x12\n" +
@@ -784,16 +865,20 @@ const file_stream_proto_rawDesc = "" +
 	"\x04full\x18\x01 \x01(\bR\x04full\x12\x12\n" +
 	"\x04more\x18\x02 \x01(\bR\x04more\x12#\n" +
 	"\x04held\x18\x03 \x03(\v2\x0f.tunnel.v1.HeldR\x04held\x12\x12\n" +
-	"\x04gone\x18\x04 \x03(\tR\x04gone\"M\n" +
+	"\x04gone\x18\x04 \x03(\tR\x04gone\"_\n" +
 	"\x04Held\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x15\n" +
 	"\x06age_ms\x18\x02 \x01(\x04R\x05ageMs\x12\x1a\n" +
-	"\binstance\x18\x03 \x01(\tR\binstance\"B\n" +
+	"\binstance\x18\x03 \x01(\tR\binstance\x12\x10\n" +
+	"\x03all\x18\x04 \x01(\bR\x03all\"(\n" +
+	"\bReplicas\x12\x1c\n" +
+	"\tinstances\x18\x01 \x03(\tR\tinstances\"B\n" +
 	"\aRefused\x12#\n" +
 	"\x04code\x18\x01 \x01(\x0e2\x0f.tunnel.v1.CodeR\x04code\x12\x12\n" +
-	"\x04text\x18\x02 \x01(\tR\x04text\",\n" +
+	"\x04text\x18\x02 \x01(\tR\x04text\"J\n" +
 	"\x05Drain\x12#\n" +
-	"\rgrace_seconds\x18\x01 \x01(\rR\fgraceSeconds*\xe0\x01\n" +
+	"\rgrace_seconds\x18\x01 \x01(\rR\fgraceSeconds\x12\x1c\n" +
+	"\telsewhere\x18\x02 \x01(\bR\telsewhere*\xe0\x01\n" +
 	"\x04Code\x12\x14\n" +
 	"\x10CODE_UNSPECIFIED\x10\x00\x12\x0f\n" +
 	"\vCODE_DENIED\x10\x01\x12\x10\n" +
@@ -824,7 +909,7 @@ func file_stream_proto_rawDescGZIP() []byte {
 }
 
 var file_stream_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_stream_proto_msgTypes = make([]protoimpl.MessageInfo, 10)
+var file_stream_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
 var file_stream_proto_goTypes = []any{
 	(Code)(0),         // 0: tunnel.v1.Code
 	(*StreamMsg)(nil), // 1: tunnel.v1.StreamMsg
@@ -835,8 +920,9 @@ var file_stream_proto_goTypes = []any{
 	(*Open)(nil),      // 6: tunnel.v1.Open
 	(*Nodes)(nil),     // 7: tunnel.v1.Nodes
 	(*Held)(nil),      // 8: tunnel.v1.Held
-	(*Refused)(nil),   // 9: tunnel.v1.Refused
-	(*Drain)(nil),     // 10: tunnel.v1.Drain
+	(*Replicas)(nil),  // 9: tunnel.v1.Replicas
+	(*Refused)(nil),   // 10: tunnel.v1.Refused
+	(*Drain)(nil),     // 11: tunnel.v1.Drain
 }
 var file_stream_proto_depIdxs = []int32{
 	4, // 0: tunnel.v1.Hello.replica:type_name -> tunnel.v1.Replica
@@ -864,7 +950,7 @@ func file_stream_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_stream_proto_rawDesc), len(file_stream_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   10,
+			NumMessages:   11,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
