@@ -123,11 +123,15 @@ func (k *keeper) lives(ctx context.Context, now time.Time) func(netip.Addr) bool
 	if ask == nil {
 		return func(netip.Addr) bool { return false }
 	}
-	k.unheard = slices.ContainsFunc(k.hosts.Own, func(e Entry) bool { return !k.w.cfg.Truth.Hears(e.Addr) })
-	if k.unheard && now.Sub(k.asked) >= askReplicas {
+	hears := k.w.cfg.Truth.Hears
+	k.unheard = slices.ContainsFunc(k.hosts.Own, func(e Entry) bool { return !hears(e.Addr) })
+	switch {
+	case !k.unheard: // no line depends on who lives
+		k.w.note(func(s *writerState) { s.replicasErr = nil })
+	case now.Sub(k.asked) >= askReplicas:
 		alive, err := ask(ctx)
-		if err == nil && len(alive) == 0 {
-			err = errors.New("it has no pods, not even this one: is its name right?")
+		if err == nil && !slices.ContainsFunc(alive, hears) {
+			alive, err = nil, errors.New("this replica is none of them: is service in [mode.cloud.stream.dns] the right one, and POD_IP the pod's address?")
 		}
 		if ctx.Err() == nil {
 			k.w.note(func(s *writerState) { s.replicasErr = err })

@@ -363,14 +363,31 @@ func TestWriterAsksForReplicas(t *testing.T) {
 		if asked > 21 {
 			t.Errorf("asked %d times in ten minutes", asked)
 		}
-		for _, unknown := range []error{fmt.Errorf("forbidden"), nil} { // an empty list cannot be true either
-			set(nil, unknown)
+		for _, unknown := range []struct {
+			alive []netip.Addr
+			err   error
+		}{
+			{nil, fmt.Errorf("forbidden")},
+			{nil, nil}, // cannot be true, and no more can what is without us: another Service's pods
+			{[]netip.Addr{addr("10.8.8.8")}, nil},
+		} {
+			set(unknown.alive, unknown.err)
 			after(10 * time.Minute)
 			wantFile(t, c, line1+theirs)
 			if !strings.Contains(w.Note(), "lines of other replicas stay") {
 				t.Errorf("note %q", w.Note())
 			}
 		}
+		f.join("edge7") // which has moved here: nobody's line depends on the answer any more
+		after(askReplicas + writePause)
+		if w.Note() != "" {
+			t.Errorf("note %q of lines that are not there", w.Note())
+		}
+		f.leave("edge7")
+		after(goneGrace + writePause)
+		c.foreign(line1 + theirs)
+		after(writePause)
+		wantFile(t, c, line1+theirs)
 		set([]netip.Addr{addr("10.0.0.1")}, nil)
 		after(askReplicas + goneGrace)
 		wantFile(t, c, line1)
