@@ -148,7 +148,9 @@ func keeps(t *testing.T, cfg WriterConfig, test func(t *testing.T, w *Writer)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
-		cfg.Log, _ = newLog()
+		if cfg.Log == nil {
+			cfg.Log, _ = newLog()
+		}
 		if cfg.Election == nil {
 			cfg.Election = elected{}
 		}
@@ -322,6 +324,26 @@ func TestWriterWaitsOutFailures(t *testing.T) {
 			})
 		})
 	}
+}
+
+// All that has changed while nothing could be written is said when it can be again.
+func TestWriterSaysWhatItMissed(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+	c.failWith(fmt.Errorf("no route to host"))
+	log, said := newLog()
+	keeps(t, WriterConfig{Truth: f, Store: c, Log: log}, func(t *testing.T, _ *Writer) {
+		f.join("edge1", "edge2")
+		after(time.Minute)
+		c.failWith(nil)
+		c.file.Others = sizeLimit
+		c.foreign("10.9.9.9 edge2\n")
+		after(maxRetry)
+		for _, want := range []string{"can be written again", "full: new nodes get no line", "somebody else's lines"} {
+			if strings.Count(said.String(), want) != 1 {
+				t.Errorf("%q is not said once in\n%s", want, said)
+			}
+		}
+	})
 }
 
 func TestWriterWaitsForNames(t *testing.T) {
