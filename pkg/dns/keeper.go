@@ -17,6 +17,7 @@ const (
 	firstRetry    = time.Second            // after a failure; it doubles
 	firstConflict = 100 * time.Millisecond // after a write that somebody else's came before; it doubles, too
 	maxRetry      = 15 * time.Second
+	maxRetryAfter = 5 * time.Minute  // however long the API server asks to be left alone
 	askReplicas   = 30 * time.Second // how old an answer about which replicas live may be
 	ownVersions   = 16               // remembered: more than the watch lags behind at a write a second
 )
@@ -87,7 +88,7 @@ func (k *keeper) delay(err error) time.Duration {
 		d = firstConflict
 	}
 	d = min(d<<min(k.failed-1, 10), maxRetry)
-	return max(d, kube.RetryAfter(err))
+	return max(d, min(kube.RetryAfter(err), maxRetryAfter))
 }
 
 // keep reads the file unless it is known, and writes it if it has to change.

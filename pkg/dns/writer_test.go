@@ -346,6 +346,19 @@ func TestWriterSaysWhatItMissed(t *testing.T) {
 	})
 }
 
+// An API server that asks to be left alone for a year is asked again sooner.
+func TestWriterPatience(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+	c.failWith(apierrors.NewTooManyRequests("go away", 365*24*3600))
+	keeps(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, _ *Writer) {
+		f.join("edge1")
+		after(time.Second)
+		c.failWith(nil)
+		after(maxRetryAfter)
+		wantFile(t, c, line1)
+	})
+}
+
 func TestWriterWaitsForNames(t *testing.T) {
 	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
 	keeps(t, WriterConfig{Truth: f, Names: everyone{known: false}, Store: c}, func(t *testing.T, w *Writer) {
