@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -117,7 +116,8 @@ func because(ctx context.Context, err error) error {
 }
 
 // upstream returns q as we ask it: under an id that nobody can guess, in the asker's
-// spelling, with the asker's EDNS but for the size, which is ours to keep.
+// spelling, with EDNS if the asker has it. Its options, such as a cookie, are between the
+// asker and us (RFC 6891 section 6.1.1).
 func (q *query) upstream() *dns.Msg {
 	m := &dns.Msg{
 		MsgHdr: dns.MsgHdr{
@@ -129,9 +129,7 @@ func (q *query) upstream() *dns.Msg {
 		Question: []dns.Question{q.ask},
 	}
 	if q.opt != nil {
-		opt := *q.opt
-		opt.SetUDPSize(min(max(opt.UDPSize(), dns.MinMsgSize), maxUDP))
-		m.Extra = []dns.RR{&opt}
+		m.SetEdns0(min(max(q.opt.UDPSize(), dns.MinMsgSize), maxUDP), q.opt.Do())
 	}
 	return m
 }
@@ -167,9 +165,4 @@ func (q *query) adopt(m *dns.Msg) *dns.Msg {
 		m.Rcode &= 0xf // the asker cannot read more of it
 	}
 	return m
-}
-
-// withoutOPT returns the records that are no OPT.
-func withoutOPT(rrs []dns.RR) []dns.RR {
-	return slices.DeleteFunc(rrs, func(rr dns.RR) bool { return rr.Header().Rrtype == dns.TypeOPT })
 }

@@ -125,6 +125,10 @@ func TestForward(t *testing.T) {
 			h.edns = strings.Join(strings.Fields(opt.String()), " ")
 		}
 		m.SetEdns0(4096, true) // even to an asker without
+		m.IsEdns0().Option = []dns.EDNS0{
+			&dns.EDNS0_COOKIE{Code: dns.EDNS0COOKIE, Cookie: "0102030405060708090a0b0c0d0e0f10"},
+			&dns.EDNS0_EDE{InfoCode: dns.ExtendedErrorCodeStaleAnswer, ExtraText: "old"},
+		}
 		mu.Lock()
 		defer mu.Unlock()
 		all = append(all, h)
@@ -151,8 +155,8 @@ func TestForward(t *testing.T) {
 			"NOERROR ra cd | a. 77 IN A 192.0.2.1", &heard{name: "a.", cd: true, ad: true}},
 		{"EDNS", "a.", dns.TypeA, func(m *dns.Msg) {
 			m.SetEdns0(4096, true)
-			m.IsEdns0().Option = []dns.EDNS0{&dns.EDNS0_LOCAL{Code: 65001, Data: []byte("x")}}
-		}, "NOERROR ra rd | a. 77 IN A 192.0.2.1" + opt, &heard{name: "a.", rd: true, edns: ";; OPT PSEUDOSECTION: ; EDNS: version 0; flags: do; udp: 1232 ; LOCAL OPT: 65001:0x78"}},
+			m.IsEdns0().Option = []dns.EDNS0{&dns.EDNS0_COOKIE{Code: dns.EDNS0COOKIE, Cookie: "0102030405060708"}}
+		}, "NOERROR ra rd | a. 77 IN A 192.0.2.1" + opt, &heard{name: "a.", rd: true, edns: ";; OPT PSEUDOSECTION: ; EDNS: version 0; flags: do; udp: 1232"}},
 	} {
 		for _, network := range []string{"udp", "tcp"} {
 			q := question(tc.name, tc.qtype)
@@ -165,6 +169,9 @@ func TestForward(t *testing.T) {
 			m := ask(t, r.Addr(), network, q)
 			if got := show(m); got != tc.want {
 				t.Errorf("%s over %s:\n got %s\nwant %s", tc.what, network, got, tc.want)
+			}
+			if opt := m.IsEdns0(); opt != nil && (len(opt.Option) != 1 || opt.Option[0].Option() != dns.EDNS0EDE) {
+				t.Errorf("%s over %s: the options %v come back", tc.what, network, opt.Option)
 			}
 			if m.Question[0] != q.Question[0] {
 				t.Errorf("%s over %s: the question comes back as %v", tc.what, network, m.Question)

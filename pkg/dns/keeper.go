@@ -17,6 +17,7 @@ const (
 	firstRetry    = time.Second            // after a failure; it doubles
 	firstConflict = 100 * time.Millisecond // after a write that somebody else's came before; it doubles, too
 	maxRetry      = 15 * time.Second
+	maxRetryAfter = 5 * time.Minute  // however long the API server asks to be left alone
 	askReplicas   = 30 * time.Second // how old an answer about which replicas live may be
 	ownVersions   = 16               // remembered: more than the watch lags behind at a write a second
 )
@@ -87,7 +88,7 @@ func (k *keeper) delay(err error) time.Duration {
 		d = firstConflict
 	}
 	d = min(d<<min(k.failed-1, 10), maxRetry)
-	return max(d, kube.RetryAfter(err))
+	return max(d, min(kube.RetryAfter(err), maxRetryAfter))
 }
 
 // keep reads the file unless it is known, and writes it if it has to change.
@@ -123,11 +124,15 @@ func (k *keeper) lives(ctx context.Context, now time.Time) func(netip.Addr) bool
 	if ask == nil {
 		return func(netip.Addr) bool { return false }
 	}
-	k.unheard = slices.ContainsFunc(k.hosts.Own, func(e Entry) bool { return !k.w.cfg.Truth.Hears(e.Addr) })
-	if k.unheard && now.Sub(k.asked) >= askReplicas {
+	hears := k.w.cfg.Truth.Hears
+	k.unheard = slices.ContainsFunc(k.hosts.Own, func(e Entry) bool { return !hears(e.Addr) })
+	switch {
+	case !k.unheard: // no line depends on who lives
+		k.w.note(func(s *writerState) { s.replicasErr = nil })
+	case now.Sub(k.asked) >= askReplicas:
 		alive, err := ask(ctx)
-		if err == nil && len(alive) == 0 {
-			err = errors.New("it has no pods, not even this one: is its name right?")
+		if err == nil && !slices.ContainsFunc(alive, hears) {
+			alive, err = nil, errors.New("this replica is none of them: is service in [mode.cloud.stream.dns] the right one, and POD_IP the pod's address?")
 		}
 		if ctx.Err() == nil {
 			k.w.note(func(s *writerState) { s.replicasErr = err })

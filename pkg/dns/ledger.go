@@ -13,10 +13,13 @@ const (
 	// it changes nothing in the file. It is longer than an edge takes to reconnect.
 	goneGrace = 30 * time.Second
 
-	// sizeLimit is where no more lines are added. Kubernetes refuses a ConfigMap whose
-	// values take more than 1 MiB (ValidateConfigMap, pkg/apis/core/validation); what is
-	// left is for others and for lines that become longer.
+	// sizeLimit is where no more nodes are added. What is left up to fullSize is for
+	// others, and for the lines of nodes that move.
 	sizeLimit = 900 << 10
+
+	// fullSize is what Kubernetes lets all values of a ConfigMap take together
+	// (ValidateConfigMap, pkg/apis/core/validation).
+	fullSize = 1 << 20
 )
 
 // A ledger decides which lines of ours the file holds. All it remembers is since when
@@ -105,7 +108,7 @@ func (f facts) may(n tunnel.NodeName) bool {
 }
 
 // add adds what is wanted and not there, while there is room: first the nodes that have
-// moved, since they had a line before, then the new ones.
+// moved, since they had a line before and are not to lose it, then the new ones.
 func (l *ledger) add(d *decision, others int, order []tunnel.NodeName, wanted map[tunnel.NodeName][]netip.Addr, had map[tunnel.NodeName]bool) {
 	size := others + len(d.hosts.Foreign) + 1
 	there := make(map[Entry]bool, len(d.hosts.Own))
@@ -114,6 +117,10 @@ func (l *ledger) add(d *decision, others int, order []tunnel.NodeName, wanted ma
 		there[e] = true
 	}
 	for _, moved := range []bool{true, false} {
+		limit := sizeLimit
+		if moved {
+			limit = fullSize
+		}
 		for _, n := range order {
 			if had[n] != moved {
 				continue
@@ -126,7 +133,7 @@ func (l *ledger) add(d *decision, others int, order []tunnel.NodeName, wanted ma
 					more += len(e.line())
 				}
 			}
-			if more > 0 && size+more > sizeLimit {
+			if more > 0 && size+more > limit {
 				d.omitted++
 				continue
 			}

@@ -210,6 +210,11 @@ func TestLedgerFull(t *testing.T) {
 	if !slices.Equal(names(after.hosts), names(d.hosts)) {
 		t.Errorf("after all nodes moved, others have a line than before: %d, then %d", len(names(d.hosts)), len(names(after.hosts)))
 	}
+	// Others have filled it beyond our limit since: that takes no line from those that move.
+	after = new(ledger).decide(d.hosts, fullSize-sizeLimit-100, f)
+	if !slices.Equal(names(after.hosts), names(d.hosts)) {
+		t.Errorf("after all nodes moved in a ConfigMap past the limit, %d of %d still have a line", len(names(after.hosts)), len(names(d.hosts)))
+	}
 	if big := new(ledger).decide(Hosts{}, sizeLimit, f); len(big.hosts.Own) != 0 || big.omitted != len(all) {
 		t.Errorf("the other keys of the ConfigMap count, too: %d lines", len(big.hosts.Own))
 	}

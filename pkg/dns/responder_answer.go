@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/binary"
 	"net/netip"
+	"slices"
 	"strings"
 
 	"github.com/miekg/dns"
@@ -263,15 +264,19 @@ func (q *query) pack(m *dns.Msg) []byte {
 	return b
 }
 
-// setEDNS makes the OPT of a reply ours: there is one when the asker has sent one.
+// setEDNS makes the OPT of a reply ours: there is one when the asker has sent one. Of an
+// upstream's, only why something failed is passed on (RFC 8914).
 func (q *query) setEDNS(m *dns.Msg) {
-	opt := m.IsEdns0()
-	switch {
-	case q.opt == nil && opt != nil:
-		m.Extra = withoutOPT(m.Extra)
-	case q.opt != nil && opt == nil:
+	var why []dns.EDNS0
+	m.Extra = slices.DeleteFunc(m.Extra, func(rr dns.RR) bool {
+		opt, ok := rr.(*dns.OPT)
+		if ok {
+			why = slices.DeleteFunc(opt.Option, func(o dns.EDNS0) bool { return o.Option() != dns.EDNS0EDE })
+		}
+		return ok
+	})
+	if q.opt != nil {
 		m.SetEdns0(maxUDP, q.opt.Do())
-	case q.opt != nil:
-		opt.SetUDPSize(maxUDP)
+		m.IsEdns0().Option = why
 	}
 }

@@ -70,15 +70,18 @@ func (w *Writer) kept(d decision, file kube.Content) {
 		s.decision = d
 		s.hosts = Hosts{} // it may be large, and nobody asks for it
 	})
-	switch target := w.cfg.Store.String(); {
-	case before.err != nil:
+	target := w.cfg.Store.String()
+	if before.err != nil {
 		w.log.Info("the nodes' names can be written again", "target", target)
+	}
+	switch {
 	case d.omitted > 0 && before.omitted == 0:
 		w.log.Error("full: new nodes get no line there; use the responder (listen in [mode.cloud.stream.dns]), which has no such limit",
 			"target", target, "bytes", file.Others+len(file.Text), "limit", sizeLimit, "omitted", d.omitted)
 	case d.omitted == 0 && before.omitted > 0:
 		w.log.Info("there is room again for all nodes", "target", target)
-	case d.shadowed > before.shadowed:
+	}
+	if d.shadowed > before.shadowed {
 		w.log.Warn("somebody else's lines name nodes that are connected; they are left as they are, and ours are left out", "target", target, "nodes", d.shadowed)
 	}
 }

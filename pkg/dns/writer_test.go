@@ -148,7 +148,9 @@ func keeps(t *testing.T, cfg WriterConfig, test func(t *testing.T, w *Writer)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
-		cfg.Log, _ = newLog()
+		if cfg.Log == nil {
+			cfg.Log, _ = newLog()
+		}
 		if cfg.Election == nil {
 			cfg.Election = elected{}
 		}
@@ -324,6 +326,39 @@ func TestWriterWaitsOutFailures(t *testing.T) {
 	}
 }
 
+// All that has changed while nothing could be written is said when it can be again.
+func TestWriterSaysWhatItMissed(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+	c.failWith(fmt.Errorf("no route to host"))
+	log, said := newLog()
+	keeps(t, WriterConfig{Truth: f, Store: c, Log: log}, func(t *testing.T, _ *Writer) {
+		f.join("edge1", "edge2")
+		after(time.Minute)
+		c.failWith(nil)
+		c.file.Others = sizeLimit
+		c.foreign("10.9.9.9 edge2\n")
+		after(maxRetry)
+		for _, want := range []string{"can be written again", "full: new nodes get no line", "somebody else's lines"} {
+			if strings.Count(said.String(), want) != 1 {
+				t.Errorf("%q is not said once in\n%s", want, said)
+			}
+		}
+	})
+}
+
+// An API server that asks to be left alone for a year is asked again sooner.
+func TestWriterPatience(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+	c.failWith(apierrors.NewTooManyRequests("go away", 365*24*3600))
+	keeps(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, _ *Writer) {
+		f.join("edge1")
+		after(time.Second)
+		c.failWith(nil)
+		after(maxRetryAfter)
+		wantFile(t, c, line1)
+	})
+}
+
 func TestWriterWaitsForNames(t *testing.T) {
 	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
 	keeps(t, WriterConfig{Truth: f, Names: everyone{known: false}, Store: c}, func(t *testing.T, w *Writer) {
@@ -363,14 +398,31 @@ func TestWriterAsksForReplicas(t *testing.T) {
 		if asked > 21 {
 			t.Errorf("asked %d times in ten minutes", asked)
 		}
-		for _, unknown := range []error{fmt.Errorf("forbidden"), nil} { // an empty list cannot be true either
-			set(nil, unknown)
+		for _, unknown := range []struct {
+			alive []netip.Addr
+			err   error
+		}{
+			{nil, fmt.Errorf("forbidden")},
+			{nil, nil}, // cannot be true, and no more can what is without us: another Service's pods
+			{[]netip.Addr{addr("10.8.8.8")}, nil},
+		} {
+			set(unknown.alive, unknown.err)
 			after(10 * time.Minute)
 			wantFile(t, c, line1+theirs)
 			if !strings.Contains(w.Note(), "lines of other replicas stay") {
 				t.Errorf("note %q", w.Note())
 			}
 		}
+		f.join("edge7") // which has moved here: nobody's line depends on the answer any more
+		after(askReplicas + writePause)
+		if w.Note() != "" {
+			t.Errorf("note %q of lines that are not there", w.Note())
+		}
+		f.leave("edge7")
+		after(goneGrace + writePause)
+		c.foreign(line1 + theirs)
+		after(writePause)
+		wantFile(t, c, line1+theirs)
 		set([]netip.Addr{addr("10.0.0.1")}, nil)
 		after(askReplicas + goneGrace)
 		wantFile(t, c, line1)

@@ -97,6 +97,9 @@ func (l *Lease) lead(ctx context.Context, lead func(ctx context.Context)) {
 	renewed := time.Now()
 	for ctx.Err() == nil && time.Since(renewed) < renewDeadline {
 		sleep(ctx, min(retryPeriod, renewDeadline-time.Since(renewed)))
+		if time.Since(renewed) >= renewDeadline {
+			break // an attempt now would only hide why the ones before failed
+		}
 		attempt, cancel := context.WithDeadline(ctx, renewed.Add(renewDeadline))
 		if l.attempt(attempt) {
 			renewed = time.Now()

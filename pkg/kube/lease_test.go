@@ -7,6 +7,8 @@ import (
 	"fmt"
 	"log/slog"
 	"path"
+	"regexp"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -24,6 +26,26 @@ type memory struct {
 	objects map[string]map[string]any
 	version int
 	patches int
+
+	said transcript // what all clients log
+}
+
+// transcript collects a log.
+type transcript struct {
+	mu   sync.Mutex // guards the following
+	text strings.Builder
+}
+
+func (s *transcript) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.text.Write(p)
+}
+
+func (s *transcript) String() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.text.String()
 }
 
 type view struct {
@@ -39,9 +61,17 @@ var resource = schema.GroupResource{Resource: "leases"}
 
 var errDown = errors.New("connection refused")
 
-func (v view) get(_ context.Context, p string, out any) error {
-	if v.down.Load() {
+// reach fails when there is no way, or no time.
+func (v view) reach(ctx context.Context) error {
+	if v.down.Load() && ctx.Err() == nil {
 		return errDown
+	}
+	return ctx.Err()
+}
+
+func (v view) get(ctx context.Context, p string, out any) error {
+	if err := v.reach(ctx); err != nil {
+		return err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -54,9 +84,9 @@ func (v view) get(_ context.Context, p string, out any) error {
 
 func (v view) list(context.Context, string, string, any) error { return errors.New("no lists here") }
 
-func (v view) create(_ context.Context, p string, in, out any) error {
-	if v.down.Load() {
-		return errDown
+func (v view) create(ctx context.Context, p string, in, out any) error {
+	if err := v.reach(ctx); err != nil {
+		return err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -72,9 +102,9 @@ func (v view) create(_ context.Context, p string, in, out any) error {
 	return convert(o, out)
 }
 
-func (v view) patch(_ context.Context, p string, in, out any) error {
-	if v.down.Load() {
-		return errDown
+func (v view) patch(ctx context.Context, p string, in, out any) error {
+	if err := v.reach(ctx); err != nil {
+		return err
 	}
 	v.mu.Lock()
 	defer v.mu.Unlock()
@@ -145,7 +175,7 @@ type candidate struct {
 func (m *memory) candidate(ctx context.Context, t *testing.T, name string, leading *atomic.Int32) *candidate {
 	v := m.view()
 	c := &candidate{view: v, leading: leading, done: make(chan struct{}),
-		Lease: (&Client{objects: v}).Lease("ns", "nodes", name, slog.New(slog.DiscardHandler))}
+		Lease: (&Client{objects: v}).Lease("ns", "nodes", name, slog.New(slog.NewTextHandler(&m.said, nil)))}
 	ctx, c.stop = context.WithCancel(ctx)
 	go func() {
 		defer close(c.done)
@@ -218,6 +248,9 @@ func TestLeaseExpires(t *testing.T) {
 		after(renewDeadline + time.Second)
 		if a.Held() || b.Held() || a.Err() == nil {
 			t.Errorf("%v after the cut: a holds: %v (%v), b holds: %v", renewDeadline+time.Second, a.Held(), a.Err(), b.Held())
+		}
+		if said := m.said.String(); !regexp.MustCompile(`writes no longer.*` + errDown.Error()).MatchString(said) {
+			t.Errorf("the log does not say why a stopped:\n%s", said)
 		}
 		after(leaseDuration)
 		if !b.Held() {

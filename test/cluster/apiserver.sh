@@ -2,12 +2,14 @@
 # apiserver.sh kubelet-ca|no-kubelet-ca [FLAG...]: (re)starts kube-apiserver of the cluster that is up, and waits until it is
 # ready. kubelet-ca: it verifies kubelets (--kubelet-certificate-authority) and sends the node's name as SNI everywhere.
 # no-kubelet-ca: it takes any certificate, and its exec, attach and port-forward upgrades carry no SNI. FLAGs are added.
+# apiserver.sh stop: kills it.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
-case ${1:-} in
+mode=${1:-}
+case $mode in
 kubelet-ca) verify=(--kubelet-certificate-authority="$RUN/pki/ca.crt") ;;
-no-kubelet-ca) verify=() ;;
-*) sed -n '2,4s/^# //p' "$0" >&2; exit 2 ;;
+no-kubelet-ca | stop) verify=() ;;
+*) sed -n '2,5s/^# //p' "$0" >&2; exit 2 ;;
 esac
 shift
 settings
@@ -15,6 +17,7 @@ settings
 [ -n "${LOCKED:-}" ] || lock 180 # up.sh holds it
 
 stop apiserver
+[ "$mode" != stop ] || exit 0
 pki=$RUN/pki
 # In a mount namespace of its own, so that it has its own resolv.conf and hosts.
 cat >"$RUN/cp/apiserver" <<'S'

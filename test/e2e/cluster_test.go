@@ -31,7 +31,7 @@ type cluster struct {
 func (c *cluster) path(file string) string { return filepath.Join(c.home, "run", file) }
 
 // upCluster brings a cluster up and takes it down when the test ends, however it ends.
-func upCluster(ctx context.Context, t *testing.T) *cluster {
+func upCluster(ctx context.Context, t testing.TB) *cluster {
 	t.Helper()
 	scripts, err := filepath.Abs("../cluster")
 	if err != nil {
@@ -90,6 +90,9 @@ func (c *cluster) kubectlIn(ctx context.Context, stdin io.Reader, args ...string
 	return run(c.command(ctx, "kubectl", args...), stdin)
 }
 
+// coreDNS is where kube-apiserver and metrics-server ask for the addresses of the nodes.
+const coreDNS = "127.0.77.53:53"
+
 // apply creates the objects of a file in testdata, with each pair of substitutions made.
 func (c *cluster) apply(ctx context.Context, file string, oldnew ...string) error {
 	b, err := os.ReadFile(filepath.Join("testdata", file))
@@ -98,33 +101,6 @@ func (c *cluster) apply(ctx context.Context, file string, oldnew ...string) erro
 	}
 	_, err = c.kubectlIn(ctx, strings.NewReader(strings.NewReplacer(oldnew...).Replace(string(b))), "apply", "-f", "-")
 	return err
-}
-
-// name makes a node's name resolve to an address, for kube-apiserver and metrics-server. It is seen within a second.
-func (c *cluster) name(addresses map[string]string) error {
-	var hosts strings.Builder
-	for _, n := range c.nodes {
-		if a := addresses[n]; a != "" {
-			fmt.Fprintf(&hosts, "%s %s\n", a, n)
-		}
-	}
-	file := c.path("dns/hosts")
-	if err := os.WriteFile(file+".new", []byte(hosts.String()), 0o644); err != nil {
-		return err
-	}
-	return os.Rename(file+".new", file)
-}
-
-// resolve asks the cluster's DNS server for a node's address.
-func (c *cluster) resolve(ctx context.Context, node string) (string, error) {
-	r := net.Resolver{PreferGo: true, Dial: func(ctx context.Context, _, _ string) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "udp", "127.0.77.53:53")
-	}}
-	a, err := r.LookupHost(ctx, node+".")
-	if err != nil {
-		return "", err
-	}
-	return a[0], nil
 }
 
 // getInside makes an HTTP request from within a node's network namespace, where nothing outside can reach.
@@ -180,7 +156,7 @@ func dialInside(ctx context.Context, netns, network, addr string) (net.Conn, err
 
 // logs are the files that explain a failure, the most telling first.
 func (c *cluster) logs() []string {
-	return []string{"cloud", "edge1", "edge2", "apiserver", "metrics-server", "edge1-kubelet"}
+	return []string{"cloud", account + "-1", account + "-2", account + "-3", "edge1", "edge2", "coredns", "apiserver", "metrics-server", "edge1-kubelet"}
 }
 
 // step is t.Run; when the step fails, it prints what the daemons logged meanwhile.

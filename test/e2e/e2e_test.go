@@ -23,7 +23,8 @@ import (
 const gone = 15 * time.Second
 
 // TestTunnel is one test because there is one cluster. The order matters: first without the tunnel, then each way in which
-// kube-apiserver can be set up, and for each first that everything works and then that outages are seen and healed.
+// kube-apiserver can be set up, with each way in which CoreDNS has the nodes' names, and for each first that everything works
+// and then that outages are seen and healed. At last the names alone, with more clouds than one.
 func TestTunnel(t *testing.T) {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
@@ -34,23 +35,36 @@ func TestTunnel(t *testing.T) {
 	}
 	program := binary(ctx, t)
 	c := upCluster(ctx, t)
-	tn := newTunnel(ctx, t, c, program)
 	prepare(ctx, t, c)
+	volume := c.mounted(ctx, t, "edge2")
+	tn := newTunnel(ctx, t, c, program, volume)
 
 	c.step(t, "without the tunnel", func(t *testing.T) {
+		nowhere(ctx, t, c, "no route to host") // by the node's own address
+		if err := c.script(ctx, "dns.sh", "file", filepath.Join(volume, "hosts")); err != nil {
+			t.Fatal(err)
+		}
+		nowhere(ctx, t, c, "lookup edge1 on 127.0.77.53:53: server misbehaving") // the ConfigMap is not there yet
 		fails(ctx, t, c, "edge1", verbs, gone)
 		fails(ctx, t, c, "edge2", []verb{top}, gone)
-		_, err := c.kubectl(ctx, "logs", pod("edge1"), "-c", "web")
-		if err == nil || !strings.Contains(err.Error(), "no route to host") {
-			t.Errorf("without the tunnel nothing may lead to the node; logs said %v", err)
-		}
 	})
-	for _, mode := range []string{"kubelet-ca", "no-kubelet-ca"} {
-		t.Run(mode, func(t *testing.T) {
-			if err := c.script(ctx, "apiserver.sh", mode); err != nil {
+	for _, mode := range []struct {
+		apiserver string
+		dns       []string
+		named     time.Duration // until a name is seen
+	}{
+		// 2 s for the ConfigMap, 3 s for the kubelet that mounts it (test/cluster/lib/node-init.sh), 0.5 s for CoreDNS.
+		{"kubelet-ca", []string{"file", filepath.Join(volume, "hosts")}, 6 * time.Second},
+		{"no-kubelet-ca", []string{"forward", cloudIP + ":5353"}, time.Second},
+	} {
+		t.Run(mode.apiserver, func(t *testing.T) {
+			if err := c.script(ctx, "apiserver.sh", mode.apiserver); err != nil {
 				t.Fatal(err)
 			}
-			ok := c.step(t, "up", func(t *testing.T) { tn.up(ctx, t) })
+			if err := c.script(ctx, "dns.sh", mode.dns...); err != nil {
+				t.Fatal(err)
+			}
+			ok := c.step(t, "up", func(t *testing.T) { tn.up(ctx, t, mode.named) })
 			t.Cleanup(func() { tn.down(t) })
 			if !ok {
 				return
@@ -60,12 +74,23 @@ func TestTunnel(t *testing.T) {
 			outages(ctx, t, tn)
 		})
 	}
+	t.Run("dns", func(t *testing.T) { dnsWorks(ctx, t, c, program, volume) })
 }
 
-// prepare puts pods on the nodes, starts metrics-server, and says what the cloud may do.
+// nowhere asserts why there is no way to a node.
+func nowhere(ctx context.Context, t *testing.T, c *cluster, why string) {
+	t.Helper()
+	_, err := c.kubectl(ctx, "logs", pod("edge1"), "-c", "web")
+	if err == nil || !strings.Contains(err.Error(), why) {
+		t.Errorf("without the tunnel nothing may lead to the node; logs said %v, not %s", err, why)
+	}
+}
+
+// prepare puts pods on the nodes, starts metrics-server, and says what the cloud may do: in Kubernetes what deployment/ says.
 func prepare(ctx context.Context, t *testing.T, c *cluster) {
 	t.Helper()
-	if err := c.apply(ctx, "rbac.yaml"); err != nil {
+	_, err := c.kubectl(ctx, "apply", "-f", "../../deployment/cloud-rbac.yaml")
+	if err := errors.Join(err, c.apply(ctx, "rbac.yaml"), c.apply(ctx, "coredns.yaml", "NODE", "edge2")); err != nil {
 		t.Fatal(err)
 	}
 	for _, n := range c.nodes {
@@ -76,7 +101,7 @@ func prepare(ctx context.Context, t *testing.T, c *cluster) {
 	if err := c.script(ctx, "metrics-server.sh"); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := c.kubectl(ctx, "wait", "--for=condition=Ready", "--timeout=60s", "pod", "--all"); err != nil {
+	if _, err := c.kubectl(ctx, "wait", "--for=condition=Ready", "--timeout=60s", "pod", "--all", "--all-namespaces"); err != nil {
 		t.Fatal(err)
 	}
 }

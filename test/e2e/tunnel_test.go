@@ -29,11 +29,12 @@ const (
 
 // A tunnel is one cloud on the control plane's machine and one edge in each node: our binary, as users start it.
 type tunnel struct {
-	c      *cluster
-	binary string
-	dir    string
-	cloud  *daemon
-	edges  map[string]*daemon // by node
+	c          *cluster
+	binary     string
+	dir        string
+	kubeconfig string // of the cloud
+	cloud      *daemon
+	edges      map[string]*daemon // by node
 }
 
 // binary returns the program under test.
@@ -55,8 +56,8 @@ func binary(ctx context.Context, t *testing.T) string {
 	return out
 }
 
-// newTunnel writes certificates, tokens and configuration; nothing runs yet.
-func newTunnel(ctx context.Context, t *testing.T, c *cluster, binary string) *tunnel {
+// newTunnel writes certificates, tokens and configuration; nothing runs yet. volume is where the cloud's ConfigMap is mounted.
+func newTunnel(ctx context.Context, t *testing.T, c *cluster, binary, volume string) *tunnel {
 	t.Helper()
 	tn := &tunnel{c: c, binary: binary, dir: c.path("tunnel"), edges: make(map[string]*daemon)}
 	if err := os.MkdirAll(tn.dir, 0o700); err != nil {
@@ -81,7 +82,10 @@ func newTunnel(ctx context.Context, t *testing.T, c *cluster, binary string) *tu
 	}
 	sum := sha256.Sum256([]byte(tokens["edge2"]))
 	tn.write(t, "tokens", "edge1:"+tokens["edge1"]+"\nedge2:sha256:"+hex.EncodeToString(sum[:])+"\n")
-	tn.write(t, "cloud.toml", strings.NewReplacer("PKI", c.path("pki"), "IP", cloudIP, "LOGPORT", cloudLog).Replace(`
+	tn.kubeconfig = filepath.Join(tn.dir, "kubeconfig")
+	c.kubeconfig(ctx, t, tn.kubeconfig, apiServer)
+	tn.write(t, "cloud.toml", strings.NewReplacer("PKI", c.path("pki"), "IP", cloudIP, "LOGPORT", cloudLog, "MAP", nodesMap,
+		"HOSTS", filepath.Join(volume, "hosts")).Replace(`
 [mode.cloud.stream.server]
 grpcport = 9000
 cert = "PKI/tunnel-join.crt"
@@ -90,7 +94,9 @@ tokenfile = "tokens"
 logport = LOGPORT
 
 [mode.cloud.stream.dns]
-debug = true
+configmap = "MAP"
+hosts = "HOSTS"
+listen = "IP:5353"
 
 [mode.cloud.https]
 cert = "PKI/tunnel-https.crt"
@@ -129,26 +135,20 @@ func (tn *tunnel) write(t *testing.T, file, content string) {
 
 func (tn *tunnel) config(name string) string { return filepath.Join(tn.dir, name+".toml") }
 
-// up starts everything, moves the nodes' names to the cloud, and waits until both ends say that they are ready.
-func (tn *tunnel) up(ctx context.Context, t *testing.T) {
+// up starts everything, and waits until both ends say that they are ready and the nodes' names lead to the cloud.
+func (tn *tunnel) up(ctx context.Context, t *testing.T, named time.Duration) {
 	t.Helper()
 	tn.startCloud(ctx, t)
 	for _, n := range tn.c.nodes {
 		tn.startEdge(ctx, t, n)
 	}
-	moved := make(map[string]string)
-	for _, n := range tn.c.nodes {
-		moved[n] = cloudIP
-	}
-	if err := tn.c.name(moved); err != nil {
-		t.Fatal(err)
-	}
 	for _, n := range tn.c.nodes {
 		eventually(ctx, t, backAgain, "edge "+n+" to be ready", func(ctx context.Context) error { return tn.edgeReady(ctx, n) })
-		eventually(ctx, t, 5*time.Second, "the name of "+n+" to move to the cloud", func(ctx context.Context) error {
-			a, err := tn.c.resolve(ctx, n)
+		took := eventually(ctx, t, named, "the name of "+n+" to lead to the cloud", func(ctx context.Context) error {
+			a, err := lookup(ctx, coreDNS, n)
 			return want(err, a, cloudIP)
 		})
+		t.Logf("%s leads to the cloud %v after it has its session", n, took.Round(time.Millisecond))
 	}
 	eventually(ctx, t, 5*time.Second, "the cloud to be ready", tn.cloudReady)
 }
@@ -176,7 +176,9 @@ func (tn *tunnel) daemons() []*daemon {
 
 func (tn *tunnel) startCloud(ctx context.Context, t *testing.T) {
 	t.Helper()
-	tn.cloud = startDaemon(t, tn.c, "cloud", tn.c.command(ctx, tn.binary, "cloud", "-c", tn.config("cloud")))
+	cmd := tn.c.command(ctx, tn.binary, "cloud", "-c", tn.config("cloud"))
+	cmd.Env = append(cmd.Env, "KUBECONFIG="+tn.kubeconfig, "POD_NAMESPACE="+namespace, "POD_NAME="+account+"-0", "POD_IP="+cloudIP)
+	tn.cloud = startDaemon(t, tn.c, "cloud", cmd)
 }
 
 func (tn *tunnel) startEdge(ctx context.Context, t *testing.T, node string) {
