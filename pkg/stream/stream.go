@@ -22,8 +22,11 @@
 // A session owns its conns and its goroutines: when it ends, they end, and its
 // module's Run returns only after all of them have.
 //
+// Several replicas: peers.go joins them, peers_nodes.go says who holds which node, and
+// relay.go dials wherever that is.
+//
 // The package does not decide who may join (pkg/auth), what may be dialled (the
-// edge's modules) or who may ask (front doors). It does not relay between replicas.
+// edge's modules) or who may ask (front doors).
 package stream
 
 import (
