@@ -65,6 +65,8 @@ func Explain(err error) error {
 		return fmt.Errorf("%w: grant it (deployment/cloud-rbac.yaml holds all rights that are needed)", err)
 	case apierrors.IsTooManyRequests(err):
 		return fmt.Errorf("%w: the API server is overloaded, or its priority and fairness settings are tight", err)
+	case ReasonFor(err) == TooLarge:
+		return fmt.Errorf("%w: make room, or move other keys to an object of their own", err)
 	case errors.Is(err, context.DeadlineExceeded) || errors.As(err, &timeout) && timeout.Timeout():
 		return fmt.Errorf("no answer from the API server within %v: %w", requestTimeout, err)
 	default:

@@ -5,7 +5,7 @@
 //	c, err := kube.New(os.Getenv("KUBECONFIG"), "tunnel/v1.2.3")
 //	cm := c.ConfigMap("tunnel-system", "tunnel-nodes", "hosts")
 //	old, err := cm.Load(ctx)
-//	now, err := cm.Save(ctx, old, text) // IsConflict(err): somebody was faster
+//	now, err := cm.Save(ctx, old, text) // ReasonFor(err) == Conflict: somebody was faster
 //
 // It is client-go's REST client, metadata client and reflector, and none of the typed
 // API, which would cost more than all of them together. Objects are changed by merge
@@ -99,8 +99,8 @@ func restConfig(kubeconfig string) (*rest.Config, error) {
 	return config, nil
 }
 
-// objects is what is asked of an API server. The second of the two is in memory, for
-// tests. Errors are those of apimachinery's api/errors.
+// objects is what is asked of an API server; tests have one in memory. Errors are those
+// of apimachinery's api/errors.
 type objects interface {
 	// get reads the object at a path into out.
 	get(ctx context.Context, path string, out any) error
@@ -159,13 +159,11 @@ type object struct {
 		Name            string `json:"name,omitempty"`
 		Namespace       string `json:"namespace,omitempty"`
 		ResourceVersion string `json:"resourceVersion,omitempty"`
-		UID             string `json:"uid,omitempty"`
 	} `json:"metadata"`
 }
 
 // named returns an object's metadata for a create or a patch. A patch with a version is
-// refused as a conflict when the object has changed since; one with a UID when it is
-// another object of that name.
+// refused as a conflict when the object has changed since, or is another one of that name.
 func named(namespace, name, version string) object {
 	var o object
 	o.Metadata.Namespace, o.Metadata.Name, o.Metadata.ResourceVersion = namespace, name, version
