@@ -47,7 +47,7 @@ type Truth interface {
 // Record says which addresses lead to a node.
 type Record struct {
 	Node  tunnel.NodeName
-	Addrs []netip.Addr // of the replica that holds it: one of each family at most, IPv4 first
+	Addrs []netip.Addr // of the replica that holds it, as usable returns them
 }
 
 // Names says which names may appear: those of the Nodes that Kubernetes knows. Without
@@ -112,14 +112,14 @@ type Merged struct {
 var _ Truth = Merged{}
 
 // Lookup implements Truth.
-func (m Merged) Lookup(n tunnel.NodeName) []netip.Addr { return m.Replicas.Addrs(n) }
+func (m Merged) Lookup(n tunnel.NodeName) []netip.Addr { return usable(m.Replicas.Addrs(n)) }
 
 // Records implements Truth.
 func (m Merged) Records() []Record {
 	all := m.Replicas.All()
 	records := make([]Record, 0, len(all))
 	for _, n := range slices.Sorted(maps.Keys(all)) {
-		records = append(records, Record{n, all[n]})
+		records = append(records, Record{n, usable(all[n])})
 	}
 	return records
 }
@@ -129,3 +129,19 @@ func (m Merged) Hears(replica netip.Addr) bool { return m.Replicas.Hears(replica
 
 // Changed implements Truth.
 func (m Merged) Changed() <-chan struct{} { return m.Replicas.Changed() }
+
+// usable returns what names may lead to, of the addresses that another replica has told of
+// itself: one of each family, IPv4 first, and none with a zone, which can hold anything,
+// a line break too.
+func usable(told []netip.Addr) []netip.Addr {
+	var addrs []netip.Addr
+	for _, a := range told {
+		a = a.Unmap()
+		another := func(b netip.Addr) bool { return b.Is4() == a.Is4() }
+		if a.IsValid() && a.Zone() == "" && !slices.ContainsFunc(addrs, another) {
+			addrs = append(addrs, a)
+		}
+	}
+	slices.SortFunc(addrs, netip.Addr.Compare)
+	return addrs
+}
