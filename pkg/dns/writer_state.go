@@ -164,7 +164,7 @@ func (c writerCollector) Collect(ch chan<- prometheus.Metric) {
 		prometheus.CounterValue, float64(w.stats.bytes.Load()))
 	gauge("tunnel_dns_configmap_leader", "1 on the replica that writes the ConfigMap.", leader)
 	gauge("tunnel_dns_configmap_entries", "Lines of ours in the ConfigMap.", s.entries)
-	gauge("tunnel_dns_configmap_size_bytes", "Bytes of all values of the ConfigMap; from 921600 on no line is added.", s.size)
+	gauge("tunnel_dns_configmap_size_bytes", "Bytes of all values of the ConfigMap; from 921600 on no node is added.", s.size)
 	gauge("tunnel_dns_configmap_omitted_nodes", "Nodes without a line because the ConfigMap is full.", s.omitted)
 	gauge("tunnel_dns_configmap_shadowed_nodes", "Nodes without a line of ours because somebody else wrote one.", s.shadowed)
 	gauge("tunnel_dns_withheld_nodes", "Connected nodes that may not appear: no such Node, of the control plane, or not selected.", s.withheld)
