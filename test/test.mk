@@ -1,7 +1,7 @@
 # Tests and measurements with processes of their own. Included by the Makefile of the
 # repository; paths are relative to its directory. Linux only, no root.
 
-.PHONY: faults soak bench
+.PHONY: faults soak bench storm
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
@@ -11,3 +11,6 @@ soak: ## the same with ten pairs, also away for 40 s: 40 kills (two and a half m
 
 bench: ## what a conn costs, beside TCP and TLS relays and beside 50 stalled readers (four minutes)
 	go run ./test/bench
+
+storm: ## 5,000 edges lose their cloud at once: when they are back, and what they cost it (EDGES=10000; two minutes)
+	go run ./test/storm -edges $(or $(EDGES),5000)

@@ -1,0 +1,16 @@
+package rig
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+)
+
+// GRPC returns the address at which edges join.
+func (p *Pair) GRPC() string { return address(p.ports.GRPC) }
+
+// EdgeTLS returns how an edge of a test's own verifies the cloud.
+func (p *Pair) EdgeTLS() *tls.Config {
+	roots := x509.NewCertPool()
+	roots.AppendCertsFromPEM(p.ca.CertPEM())
+	return &tls.Config{RootCAs: roots, ServerName: cloudName, MinVersion: tls.VersionTLS13}
+}
