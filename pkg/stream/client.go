@@ -95,6 +95,12 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	if cfg.Dial == nil {
 		cfg.Dial = (&net.Dialer{}).DialContext
 	}
+	if cfg.TLS != nil && cfg.TLS.ClientSessionCache == nil {
+		// Coming back to a cloud that still runs costs neither end a signature (RFC 8446
+		// section 2.2).
+		cfg.TLS = cfg.TLS.Clone()
+		cfg.TLS.ClientSessionCache = tls.NewLRUClientSessionCache(0)
+	}
 	c := &Client{cfg: cfg, blocks: new(blocks), log: cfg.Log.With("module", category, "node", cfg.Node), instance: uuid.NewString()}
 	if cfg.replica != nil {
 		c.log = cfg.Log.With("module", category, "remote", cfg.Address)
@@ -176,8 +182,8 @@ func (c *Client) Run(ctx context.Context) error {
 			return nil
 		}
 		d := wait.next(err)
-		if isSecond(err) {
-			c.log.Debug("the balancer has led to a replica that has a session already; trying again", "dur", d.Round(time.Millisecond))
+		if isSecond(err) || errors.Is(err, errTwice) {
+			c.log.Debug("this address leads to a replica that has a session already; trying again", "dur", d.Round(time.Millisecond))
 		} else {
 			c.log.Warn("no session; trying again", "err", err, "dur", d.Round(time.Millisecond))
 		}

@@ -325,3 +325,18 @@ func TestRevoked(t *testing.T) {
 		t.Error("another node's session is gone too")
 	}
 }
+
+// An edge that comes back resumes its TLS session.
+func TestReconnectResumesTLS(t *testing.T) {
+	r := newRig(t)
+	e := r.join("edge1", direct)
+	resumed := func() bool {
+		s := r.dir.Lookup("edge1")
+		return s != nil && s.Link.(*cloudSession).transport.State.DidResume
+	}
+	if resumed() {
+		t.Fatal("there was nothing to resume")
+	}
+	e.client.Session().Close(errors.New("cut by the test"))
+	r.eventually("the edge is back with a resumed session", resumed)
+}
