@@ -105,7 +105,7 @@ func (k *keeper) keep(ctx context.Context, now time.Time) (d decision, wrote boo
 		truth: k.w.cfg.Truth, names: k.w.cfg.Names, alive: k.lives(ctx, now), now: now,
 	})
 	text := d.hosts.String()
-	if text == k.file.Text {
+	if text == k.file.Text && k.file.Version != "" { // an empty one is made: pods that mount it wait for it
 		return d, false, nil
 	}
 	file, err := store.Save(ctx, *k.file, text)

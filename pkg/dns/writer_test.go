@@ -187,6 +187,10 @@ func TestWriterFollowsTheTruth(t *testing.T) {
 	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
 	keeps(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
 		wantFile(t, c, "")
+		if _, saves := c.requests(); saves != 1 {
+			t.Errorf("%d writes before any node; pods that mount the ConfigMap wait for one", saves)
+		}
+		after(writePause)
 		f.join("edge1")
 		after(lookPause)
 		wantFile(t, c, line1) // at once
