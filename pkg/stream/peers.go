@@ -414,8 +414,9 @@ func (p *Peers) noteLocked() {
 func (p *Peers) attach(id string, hello *pb.Replica, cs *cloudSession) {
 	var addrs []netip.Addr
 	for _, text := range hello.GetAddrs() {
-		if a, err := netip.ParseAddr(text); err == nil && len(addrs) < 2 {
-			addrs = append(addrs, a)
+		a, err := netip.ParseAddr(text)
+		if err == nil && a.Zone() == "" && len(addrs) < 2 { // a zone may hold anything, a line break too
+			addrs = append(addrs, a.Unmap())
 		}
 	}
 	p.mu.Lock()
