@@ -359,6 +359,7 @@ func watchLeaders(ctx context.Context, t *testing.T, replicas ...*replica) {
 			// They were asked one after the other: the first still leads while the last does.
 			if len(lead) > 1 && lead[0].leads(ctx) == nil {
 				t.Errorf("%s and %s lead at once", lead[0].name, lead[len(lead)-1].name)
+				return
 			}
 			select {
 			case <-ctx.Done():
@@ -392,15 +393,45 @@ func takeover(ctx context.Context, t *testing.T, f *field, one, two *replica) {
 	}
 }
 
-// A foreignWriter is everybody else who edits the ConfigMap: well, and badly. What it means to be there is owned by its run.
+// A foreignWriter is everybody else who edits the ConfigMap: well, and badly. Each time it looks, all must be there that it
+// wrote the last time. All of it is owned by run.
 type foreignWriter struct {
 	admin *admin
 	rnd   *rand.Rand
 
-	hosts  []string          // lines of the file, in order
-	keys   map[string]string // other keys
-	binary map[string][]byte
-	did    map[string]int // by kind of edit
+	hosts  []string          // lines of the file, in order, as they are to be
+	keys   map[string]string // other keys, as they are to be
+	binary map[string][]byte // the same, and never changed
+
+	wrote *configMap     // the last time; nil: not yet
+	did   map[string]int // by kind of edit
+}
+
+// means returns the ConfigMap as it is to be, with the cloud's lines at a place.
+func (w *foreignWriter) means(own []string, at int) configMap {
+	m := configMap{APIVersion: "v1", Kind: "ConfigMap", Data: maps.Clone(w.keys), BinaryData: w.binary}
+	m.Metadata.Name, m.Metadata.Namespace = nodesMap, namespace
+	m.Data["hosts"] = strings.Join(slices.Concat(w.hosts[:at], own, w.hosts[at:]), "")
+	return m
+}
+
+// unharmed returns an error unless all that is foreign is as it was written.
+func (w *foreignWriter) unharmed(m configMap) error {
+	if w.wrote == nil {
+		return nil
+	}
+	_, is := m.split()
+	_, was := w.wrote.split()
+	if strings.Join(is, "") != strings.Join(was, "") {
+		return fmt.Errorf("foreign lines are now\n%q\nnot\n%q", is, was)
+	}
+	keys, before := maps.Clone(m.Data), maps.Clone(w.wrote.Data)
+	delete(keys, "hosts")
+	delete(before, "hosts")
+	if !maps.Equal(keys, before) || !maps.EqualFunc(m.BinaryData, w.wrote.BinaryData, slices.Equal) {
+		return fmt.Errorf("foreign keys are now %q and %q, not %q and %q", keys, m.BinaryData, before, w.wrote.BinaryData)
+	}
+	return nil
 }
 
 // run edits until ctx is done.
@@ -446,26 +477,28 @@ func (w *foreignWriter) change(i int) {
 	w.keys["counter"] = fmt.Sprint(i)
 }
 
-// edit is a good citizen: it reads, changes what is its own, leaves the cloud's lines where they are, and writes only if
-// nobody was faster.
+// edit is a good citizen: it reads, changes what is its own, leaves the cloud's lines together, and writes only if nobody was
+// faster.
 func (w *foreignWriter) edit(ctx context.Context, i int) error {
 	w.change(i)
 	for {
-		m, err := w.admin.load(ctx)
+		there, err := w.admin.load(ctx)
 		if err != nil {
 			return err
 		}
-		ours, _ := m.split()
-		at := w.rnd.IntN(len(w.hosts) + 1)
-		m.Data = maps.Clone(w.keys)
-		m.Data["hosts"] = strings.Join(slices.Concat(w.hosts[:at], ours, w.hosts[at:]), "")
-		m.BinaryData = w.binary
+		if err := w.unharmed(there); err != nil {
+			return err
+		}
+		own, _ := there.split()
+		m := w.means(own, w.rnd.IntN(len(w.hosts)+1))
+		m.Metadata.ResourceVersion = there.Metadata.ResourceVersion
 		err = w.admin.do(ctx, http.MethodPut, mapPath, "application/json", m, nil)
 		if isStatus(err, http.StatusConflict) {
 			w.did["conflict"]++
 			continue
 		}
 		w.did["edit"]++
+		w.wrote = &m
 		return err
 	}
 }
@@ -475,15 +508,16 @@ func (w *foreignWriter) patch(ctx context.Context, i int) error {
 	key := fmt.Sprintf("note%d", i%4)
 	w.keys[key] = fmt.Sprintf("edit %d\nof many", i)
 	w.did["patch"]++
+	m := w.means(nil, 0)
+	w.wrote = &m
 	return w.admin.do(ctx, http.MethodPatch, mapPath, "application/merge-patch+json", map[string]any{"data": map[string]string{key: w.keys[key]}}, nil)
 }
 
 // replace is the bad one: it has the file from somewhere else, and writes over all that is there.
 func (w *foreignWriter) replace(ctx context.Context) error {
-	m := configMap{APIVersion: "v1", Kind: "ConfigMap", Data: maps.Clone(w.keys), BinaryData: w.binary}
-	m.Metadata.Name, m.Metadata.Namespace = nodesMap, namespace
-	m.Data["hosts"] = strings.Join(w.hosts, "")
+	m := w.means(nil, 0)
 	w.did["replace"]++
+	w.wrote = &m
 	return w.admin.do(ctx, http.MethodPut, mapPath, "application/json", m, nil)
 }
 
@@ -526,14 +560,10 @@ func foreignWriters(ctx context.Context, t *testing.T, f *field, two *replica) f
 
 	unharmed := func(ctx context.Context) error {
 		m, err := f.admin.load(ctx)
-		if _, foreign := m.split(); err == nil && strings.Join(foreign, "") != strings.Join(w.hosts, "") {
-			err = fmt.Errorf("foreign lines are now\n%q\nnot\n%q", foreign, w.hosts)
+		if err != nil {
+			return err
 		}
-		delete(m.Data, "hosts")
-		if err == nil && (!maps.Equal(m.Data, w.keys) || !maps.EqualFunc(m.BinaryData, w.binary, slices.Equal)) {
-			err = fmt.Errorf("foreign keys are now %q and %q, not %q and %q", m.Data, m.BinaryData, w.keys, w.binary)
-		}
-		return err
+		return w.unharmed(m)
 	}
 	lines := f.connected(two)
 	eventually(ctx, t, 5*time.Second, "every foreign byte and every line", func(ctx context.Context) error {
