@@ -10,7 +10,6 @@ import (
 	"fmt"
 	"io"
 	"log"
-	"math/rand/v2"
 	"net"
 	"net/http"
 	"sync"
@@ -69,7 +68,7 @@ func (g *gate) set(open bool) {
 }
 
 // page is what the HTTPS target answers.
-func page() []byte { return noise[:4<<10] }
+func page() []byte { return rig.Noise[:4<<10] }
 
 func newTargets(t *testing.T, ca *auth.CA) *targets {
 	t.Helper()
@@ -158,15 +157,6 @@ func serve(t *testing.T, f func(ctx context.Context, c net.Conn)) string {
 	return ln.Addr().String()
 }
 
-// noise is what streams are made of. Its length is prime, so that no lost or doubled
-// block of a round size goes unnoticed.
-var noise = func() []byte {
-	b := make([]byte, 65521)
-	r := rand.NewChaCha8([32]byte{'t', 'u', 'n', 'n', 'e', 'l'})
-	r.Read(b)
-	return b
-}()
-
 // transfer is a stream both ways at once. The client sends this and then Up bytes of
 // noise; the target sends Down bytes of noise and the SHA-256 of the Up bytes. 0 is
 // without end.
@@ -182,8 +172,8 @@ func (x transfer) run(c net.Conn, arrived progress) error {
 	}
 	sent := make(chan error, 1) // one send, whether or not it is waited for
 	want := sha256.New()
-	go func() { sent <- sendNoise(io.MultiWriter(c, want), x.Up, x.BytesPerSecond) }()
-	if err := checkNoise(c, x.Down, arrived); err != nil {
+	go func() { sent <- rig.SendNoise(io.MultiWriter(c, want), x.Up, x.BytesPerSecond) }()
+	if err := rig.CheckNoise(c, x.Down, arrived); err != nil {
 		return orReset(err, sent)
 	}
 	if err := <-sent; err != nil {
@@ -194,7 +184,7 @@ func (x transfer) run(c net.Conn, arrived progress) error {
 		return fmt.Errorf("reading the hash: %w", err)
 	}
 	if !bytes.Equal(got, want.Sum(nil)) {
-		return errCorrupt
+		return rig.ErrCorrupt
 	}
 	return nil
 }
@@ -224,64 +214,11 @@ func serveTransfer(c net.Conn) {
 	received := make(chan error, 1) // one send
 	hash := sha256.New()
 	go func() {
-		_, err := io.Copy(hash, limited(c, x.Up))
+		_, err := io.Copy(hash, rig.Limited(c, x.Up))
 		received <- err
 	}()
-	err := sendNoise(c, x.Down, x.BytesPerSecond)
+	err := rig.SendNoise(c, x.Down, x.BytesPerSecond)
 	if err := errors.Join(err, <-received); err == nil {
 		c.Write(hash.Sum(nil))
 	}
-}
-
-func limited(r io.Reader, n int64) io.Reader {
-	if n == 0 {
-		return r
-	}
-	return io.LimitReader(r, n)
-}
-
-// sendNoise sends n bytes at a pace.
-func sendNoise(w io.Writer, n, bytesPerSecond int64) error {
-	const piece = 16 << 10
-	started := time.Now()
-	for at := int64(0); n == 0 || at < n; {
-		from := int(at % int64(len(noise)))
-		p := noise[from:min(len(noise), from+piece)]
-		if n > 0 {
-			p = p[:min(int64(len(p)), n-at)]
-		}
-		if _, err := w.Write(p); err != nil {
-			return err
-		}
-		at += int64(len(p))
-		due := started.Add(time.Duration(float64(at) / float64(bytesPerSecond) * float64(time.Second)))
-		time.Sleep(time.Until(due))
-	}
-	return nil
-}
-
-var errCorrupt = errors.New("bytes are missing or wrong")
-
-// checkNoise reads n bytes and compares each.
-func checkNoise(r io.Reader, n int64, arrived progress) error {
-	buf := make([]byte, 32<<10)
-	r = limited(r, n)
-	for at := int64(0); n == 0 || at < n; {
-		m, err := r.Read(buf)
-		for got := buf[:m]; len(got) > 0; {
-			want := noise[at%int64(len(noise)):]
-			k := min(len(got), len(want))
-			if !bytes.Equal(got[:k], want[:k]) {
-				return errCorrupt
-			}
-			got, at = got[k:], at+int64(k)
-		}
-		if m > 0 && arrived != nil {
-			arrived(at)
-		}
-		if err != nil && (n == 0 || at < n) {
-			return err
-		}
-	}
-	return nil
 }

@@ -190,7 +190,7 @@ func (tr *traffic) judge(fault, dead, mended time.Time, limit time.Duration) (sl
 				tr.t.Errorf("%s: ended without an error", what)
 			case errors.Is(a.err, io.EOF), errors.Is(a.err, io.ErrUnexpectedEOF):
 				tr.t.Errorf("%s: a clean end in the middle of a stream: %v", what, a.err)
-			case errors.Is(a.err, errCorrupt):
+			case errors.Is(a.err, rig.ErrCorrupt):
 				tr.t.Errorf("%s: %v", what, a.err)
 			}
 			took := a.ended.Sub(from)
@@ -253,7 +253,7 @@ func tryEcho(ctx context.Context, door string) error {
 	if err := c.SetDeadline(time.Now().Add(hangs)); err != nil {
 		return err
 	}
-	line := noise[:100]
+	line := rig.Noise[:100]
 	if _, err := c.Write(line); err != nil {
 		return err
 	}
@@ -267,7 +267,7 @@ func tryEcho(ctx context.Context, door string) error {
 	case len(got) < len(line):
 		return io.ErrUnexpectedEOF
 	case !bytes.Equal(got, line):
-		return errCorrupt
+		return rig.ErrCorrupt
 	}
 	return nil
 }
@@ -350,7 +350,7 @@ func (p *pair) tryHTTPS(terminated bool) func(ctx context.Context, _ func()) err
 		case resp.StatusCode != http.StatusOK:
 			return fmt.Errorf("HTTP %d: %s", resp.StatusCode, bytes.TrimSpace(body))
 		case !bytes.Equal(body, page()):
-			return errCorrupt
+			return rig.ErrCorrupt
 		}
 		return nil
 	}

@@ -117,11 +117,21 @@ func freePort() (int, error) {
 // Certify gives the cloud a certificate that ca has signed, in place of the one it
 // has. The edge goes on trusting the pair's own authority.
 func (p *Pair) Certify(ca *auth.CA) error {
-	cert, key, err := ca.Issue(auth.Leaf{CommonName: cloudName, DNSNames: []string{cloudName}, Server: true, Client: true})
+	return issue(p.cfg.Dir, "cloud", ca, CloudLeaf())
+}
+
+// CloudLeaf is what stands in a cloud's certificate.
+func CloudLeaf() auth.Leaf {
+	return auth.Leaf{CommonName: cloudName, DNSNames: []string{cloudName}, Server: true, Client: true}
+}
+
+// issue writes a certificate and its key to NAME.crt and NAME.key.
+func issue(dir, name string, ca *auth.CA, leaf auth.Leaf) error {
+	cert, key, err := ca.Issue(leaf)
 	if err != nil {
 		return err
 	}
-	return write(p.cfg.Dir, map[string]string{"cloud.crt": string(cert), "cloud.key": string(key)})
+	return write(dir, map[string]string{name + ".crt": string(cert), name + ".key": string(key)})
 }
 
 // CA returns the pair's own authority.
@@ -134,11 +144,9 @@ func (p *Pair) configure() error {
 		"https":  {CommonName: "tunnel", DNSNames: []string{Node}, IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true},
 		"client": {CommonName: "kube-apiserver-kubelet-client", Client: true},
 	} {
-		cert, key, err := p.ca.Issue(leaf)
-		if err != nil {
+		if err := issue(p.cfg.Dir, name, p.ca, leaf); err != nil {
 			return err
 		}
-		files[name+".crt"], files[name+".key"] = string(cert), string(key)
 	}
 	data := struct {
 		ports
@@ -149,13 +157,19 @@ func (p *Pair) configure() error {
 		data.Targets[p.ports.TCP[name]] = target
 	}
 	for name, text := range map[string]string{"cloud.toml": cloudTOML, "edge.toml": edgeTOML} {
-		var b bytes.Buffer
-		if err := template.Must(template.New(name).Parse(text)).Execute(&b, data); err != nil {
+		var err error
+		if files[name], err = fill(text, data); err != nil {
 			return err
 		}
-		files[name] = b.String()
 	}
 	return errors.Join(write(p.cfg.Dir, files), p.Allow(true))
+}
+
+// fill puts data into a template.
+func fill(text string, data any) (string, error) {
+	var b bytes.Buffer
+	err := template.Must(template.New("file").Parse(text)).Execute(&b, data)
+	return b.String(), err
 }
 
 // Allow writes the cloud's token file, with the node's token in it or without. As an
@@ -261,13 +275,17 @@ func (p *Pair) Leaks(cloud, edge *Process) (where []string) {
 			texts["command line of the "+name] = string(line)
 		}
 	}
-	secrets := []string{p.token.Reveal(), auth.EncodeToken(Node, p.token), strings.TrimPrefix(p.token.Hashed(), "sha256:")}
 	for place, text := range texts {
-		for _, secret := range secrets {
+		for _, secret := range forms(Node, p.token) {
 			if strings.Contains(text, secret) {
 				where = append(where, place)
 			}
 		}
 	}
 	return where
+}
+
+// forms returns what a node's token looks like in a file, on the wire, and hashed.
+func forms(node string, token auth.Secret) []string {
+	return []string{token.Reveal(), auth.EncodeToken(node, token), strings.TrimPrefix(token.Hashed(), "sha256:")}
 }

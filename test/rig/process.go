@@ -43,6 +43,11 @@ type Process struct {
 
 // Start starts a program. What it prints goes to log.
 func Start(log *Log, path string, args ...string) (*Process, error) {
+	return StartIn(nil, log, path, args...)
+}
+
+// StartIn is Start in another network; nil is our own.
+func StartIn(network *Network, log *Log, path string, args ...string) (*Process, error) {
 	cmd := exec.Command(path, args...)
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = &syscall.SysProcAttr{
@@ -55,7 +60,10 @@ func Start(log *Log, path string, args ...string) (*Process, error) {
 		// Pdeathsig is about the thread that has started the child. Without an unlock
 		// this one ends with the goroutine, after the child.
 		runtime.LockOSThread()
-		err := cmd.Start()
+		err := network.enter()
+		if err == nil {
+			err = cmd.Start()
+		}
 		if err != nil {
 			started <- err
 			return

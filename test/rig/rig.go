@@ -9,6 +9,9 @@
 //	cloud.Signal(syscall.SIGKILL)
 //	<-cloud.Done()
 //
+// A [Fleet] is several clouds that are replicas of each other, and edges; a [Network]
+// keeps processes apart, so that what passes between them can be cut.
+//
 // A process started here ends at the latest when the process that started it does,
 // however that ends. Whoever starts one waits for it: see [Process.Kill].
 //

@@ -1,0 +1,240 @@
+package rig
+
+import (
+	"errors"
+	"net"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+
+	"tunnel/pkg/auth"
+)
+
+// FleetConfig says what a fleet is made of.
+type FleetConfig struct {
+	Binary string            // the program, see Build
+	Dir    string            // an empty folder, which the caller removes
+	CA     *auth.CA          // who signs
+	Hosts  []Host            // one replica for each; several may be on one host
+	Nodes  []string          // who may join
+	Doors  map[string]string // name of a TCP front door of every replica → node/target
+	HTTPS  string            // target of the HTTPS front door of every replica; "" is none
+	Debug  bool              // log everything
+}
+
+// Host is where a replica or an edge runs. The zero Host is our own loopback.
+type Host struct {
+	IP      string   // "": 127.0.0.1
+	Network *Network // nil: our own
+}
+
+func (h Host) address(port int) string {
+	ip := h.IP
+	if ip == "" {
+		ip = "127.0.0.1"
+	}
+	return net.JoinHostPort(ip, strconv.Itoa(port))
+}
+
+// Fleet is the replicas of one cloud, and edges that may join it.
+type Fleet struct {
+	// Set once.
+	cfg      FleetConfig
+	tokens   map[string]auth.Secret // by node
+	Replicas []*Replica
+}
+
+// Member is a replica or an edge of a fleet: processes, one after the other.
+type Member struct {
+	// Set once.
+	Name  string
+	fleet *Fleet
+	mode  string
+	host  Host
+	port  int // logport
+
+	Log Log
+}
+
+// Replica is one cloud of a fleet.
+type Replica struct {
+	Member
+
+	// Set once.
+	grpc, https int
+	doors       map[string]int
+}
+
+// EdgeConfig says what an edge is.
+type EdgeConfig struct {
+	Node  string
+	Host  Host
+	Cloud string   // the address that it dials
+	All   bool     // a session with every replica
+	Allow []string // what it may dial
+}
+
+// NewFleet writes the files of the replicas and chooses their ports. It starts nothing.
+func NewFleet(cfg FleetConfig) (*Fleet, error) {
+	f := &Fleet{cfg: cfg, tokens: make(map[string]auth.Secret)}
+	var lines strings.Builder
+	for _, n := range cfg.Nodes {
+		token := auth.NewToken()
+		f.tokens[n] = token
+		lines.WriteString(n + ":" + token.Hashed() + "\n")
+	}
+	err := write(cfg.Dir, map[string]string{"ca.crt": string(cfg.CA.CertPEM()), "tokens": lines.String()})
+	if err != nil {
+		return nil, err
+	}
+	for i, host := range cfg.Hosts {
+		r := &Replica{Member: Member{Name: "replica" + strconv.Itoa(i), fleet: f, mode: "cloud", host: host}, doors: make(map[string]int)}
+		f.Replicas = append(f.Replicas, r)
+		if err := r.choosePorts(); err != nil {
+			return nil, err
+		}
+	}
+	for _, r := range f.Replicas {
+		if err := errors.Join(r.Certify(CloudLeaf()), r.configure()); err != nil {
+			return nil, err
+		}
+	}
+	return f, nil
+}
+
+// CA returns the fleet's authority.
+func (f *Fleet) CA() *auth.CA { return f.cfg.CA }
+
+func (r *Replica) choosePorts() (err error) {
+	for _, port := range []*int{&r.grpc, &r.port, &r.https} {
+		if *port, err = freePort(); err != nil {
+			return err
+		}
+	}
+	for name := range r.fleet.cfg.Doors {
+		if r.doors[name], err = freePort(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// Certify gives the replica a certificate of the fleet's authority, in place of the one
+// it has.
+func (r *Replica) Certify(leaf auth.Leaf) error {
+	return issue(r.fleet.cfg.Dir, r.Name, r.fleet.cfg.CA, leaf)
+}
+
+func (r *Replica) configure() error {
+	cfg := r.fleet.cfg
+	var peers []string
+	for _, other := range r.fleet.Replicas {
+		peers = append(peers, other.GRPC())
+	}
+	targets := make(map[string]string, len(cfg.Doors))
+	for name, target := range cfg.Doors {
+		targets[r.Door(name)] = target
+	}
+	ip, _, err := net.SplitHostPort(r.GRPC())
+	if err != nil {
+		return err
+	}
+	text, err := fill(replicaTOML, map[string]any{
+		"Name": r.Name, "GRPC": r.grpc, "Log": r.port, "Peers": peers, "ServerName": cloudName,
+		"Targets": targets, "IP": ip, "HTTPS": r.https, "HTTPSTarget": cfg.HTTPS,
+	})
+	if err != nil {
+		return err
+	}
+	return write(cfg.Dir, map[string]string{r.Name + ".toml": text})
+}
+
+const replicaTOML = `[mode.cloud.stream.server]
+grpcport = {{.GRPC}}
+cert = "{{.Name}}.crt"
+key = "{{.Name}}.key"
+tokenfile = "tokens"
+logport = {{.Log}}
+[mode.cloud.stream.peers]
+addresses = [{{range .Peers}}"{{.}}", {{end}}]
+ca = "ca.crt"
+servername = "{{.ServerName}}"
+[mode.cloud.stream.dns]
+debug = true
+[mode.cloud.tcp]
+{{range $door, $target := .Targets}}"{{$door}}" = "{{$target}}"
+{{end}}
+[mode.cloud.tcpallow]
+{{range $door, $target := .Targets}}"{{$door}}" = ["127.0.0.0/8", "10.0.0.0/8"]
+{{end}}
+{{if .HTTPSTarget}}
+[mode.cloud.https]
+tls = "passthrough"
+listen = "{{.IP}}"
+[mode.cloud.https.addr]
+"{{.HTTPS}}" = "{{.HTTPSTarget}}"
+{{end}}`
+
+// Edge writes the files of an edge. It starts nothing.
+func (f *Fleet) Edge(cfg EdgeConfig) (*Member, error) {
+	e := &Member{Name: cfg.Node, fleet: f, mode: "edge", host: cfg.Host}
+	var err error
+	if e.port, err = freePort(); err != nil {
+		return nil, err
+	}
+	text, err := fill(fleetEdgeTOML, map[string]any{
+		"Node": cfg.Node, "Allow": cfg.Allow, "Cloud": cfg.Cloud, "ServerName": cloudName, "All": cfg.All, "Log": e.port,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return e, write(f.cfg.Dir, map[string]string{
+		cfg.Node + ".toml": text, cfg.Node + ".token": f.tokens[cfg.Node].Reveal() + "\n",
+	})
+}
+
+const fleetEdgeTOML = `[mode.edge]
+node = "{{.Node}}"
+allow = [{{range .Allow}}"{{.}}", {{end}}]
+[mode.edge.stream.client]
+servername = "{{.Cloud}}"
+dns = "{{.ServerName}}"
+cert = "ca.crt"
+tokenfile = "{{.Node}}.token"
+logport = {{.Log}}
+{{if .All}}sessions = "all"
+{{end}}`
+
+// Start starts the process.
+func (m *Member) Start() (*Process, error) {
+	cfg := m.fleet.cfg
+	args := []string{m.mode, "-c", filepath.Join(cfg.Dir, m.Name+".toml")}
+	if cfg.Debug {
+		args = append(args, "--log-level", "debug")
+	}
+	return StartIn(m.host.Network, &m.Log, cfg.Binary, args...)
+}
+
+// Health returns the address of the logport.
+func (m *Member) Health() string { return m.host.address(m.port) }
+
+// GRPC returns the address that edges and other replicas dial.
+func (r *Replica) GRPC() string { return r.host.address(r.grpc) }
+
+// Door returns the address of a TCP front door.
+func (r *Replica) Door(name string) string { return r.host.address(r.doors[name]) }
+
+// HTTPSDoor returns the address of the HTTPS front door.
+func (r *Replica) HTTPSDoor() string { return r.host.address(r.https) }
+
+// Leaks reports whether a token of the fleet stands in what the process has printed.
+func (m *Member) Leaks() bool {
+	log := m.Log.String()
+	for node, token := range m.fleet.tokens {
+		if slices.ContainsFunc(forms(node, token), func(s string) bool { return strings.Contains(log, s) }) {
+			return true
+		}
+	}
+	return false
+}
