@@ -145,7 +145,7 @@ func TestForward(t *testing.T) {
 		want       string
 		asked      *heard // nil: nobody upstream is asked
 	}{
-		{"a node", "edge1.", dns.TypeA, nil, "NOERROR aa ra rd | edge1. 5 IN A 10.0.0.5", nil},
+		{"a node", "edge1.", dns.TypeA, nil, "NOERROR aa ra rd | edge1. 2 IN A 10.0.0.5", nil},
 		{"a node's other types", "edge1.", dns.TypeAAAA, nil, "NOERROR aa ra rd" + theSOA, nil},
 		{"a transfer", "example.com.", dns.TypeAXFR, nil, "REFUSED ra rd", nil},
 		{"a name", "Example.com.", dns.TypeA, nil, "NOERROR ra rd | Example.com. 77 IN A 192.0.2.1", &heard{name: "Example.com.", rd: true}},

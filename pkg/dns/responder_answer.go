@@ -14,9 +14,9 @@ import (
 
 const (
 	// ttl is for how many seconds an asker may remember an address. A node that goes is
-	// noticed within 10 s and must be forgotten 15 s after; less is no use, since
-	// CoreDNS' cache remembers for 5 s at least.
-	ttl = 5
+	// noticed within 10 s and must be forgotten 15 s after; and a replica that is to stop
+	// goes on for 3 s after its names lead elsewhere.
+	ttl = 2
 	// negativeTTL is for how many seconds it may remember that there is nothing (RFC
 	// 2308 section 5). Who asks for a node just before it joins should not wait for it.
 	negativeTTL = 1

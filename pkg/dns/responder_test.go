@@ -168,27 +168,27 @@ func TestAnswers(t *testing.T) {
 		want  string
 		as    outcome
 	}{
-		{"edge1.", dns.TypeA, "NOERROR aa rd | edge1. 5 IN A 10.0.0.5", toldNode},
-		{"eDGe1.", dns.TypeA, "NOERROR aa rd | eDGe1. 5 IN A 10.0.0.5", toldNode},
+		{"edge1.", dns.TypeA, "NOERROR aa rd | edge1. 2 IN A 10.0.0.5", toldNode},
+		{"eDGe1.", dns.TypeA, "NOERROR aa rd | eDGe1. 2 IN A 10.0.0.5", toldNode},
 		{"edge1.", dns.TypeAAAA, "NOERROR aa rd" + theSOA, toldNoData},
 		{"edge1.", dns.TypeTXT, "NOERROR aa rd" + theSOA, toldNoData},
 		{"edge1.", dns.TypePTR, "NOERROR aa rd" + theSOA, toldNoData},
 		{"edge1.", dns.TypeSOA, "NOERROR aa rd" + theSOA, toldNoData},
 		{"edge1.", dns.TypeHTTPS, "NOERROR aa rd" + theSOA, toldNoData},
 		{"edge1.", 64000, "NOERROR aa rd" + theSOA, toldNoData},
-		{"edge1.", dns.TypeANY, "NOERROR aa rd | edge1. 5 IN A 10.0.0.5", toldNode},
-		{"edge.with.dots.", dns.TypeA, "NOERROR aa rd | edge.with.dots. 5 IN A 10.0.0.6", toldNode},
+		{"edge1.", dns.TypeANY, "NOERROR aa rd | edge1. 2 IN A 10.0.0.5", toldNode},
+		{"edge.with.dots.", dns.TypeA, "NOERROR aa rd | edge.with.dots. 2 IN A 10.0.0.6", toldNode},
 		{"with.dots.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},
 		{`edge\.with.dots.`, dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},
 		{`edge1\000.`, dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},
 		{"sub.edge1.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},
 		{"edge1.svc.cluster.local.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},
-		{"six.", dns.TypeAAAA, "NOERROR aa rd | six. 5 IN AAAA fd00::6", toldNode},
+		{"six.", dns.TypeAAAA, "NOERROR aa rd | six. 2 IN AAAA fd00::6", toldNode},
 		{"six.", dns.TypeA, "NOERROR aa rd" + theSOA, toldNoData},
-		{"both.", dns.TypeA, "NOERROR aa rd | both. 5 IN A 10.0.0.7", toldNode},
-		{"both.", dns.TypeAAAA, "NOERROR aa rd | both. 5 IN AAAA fd00::7", toldNode},
-		{"both.", dns.TypeANY, "NOERROR aa rd | both. 5 IN A 10.0.0.7 | both. 5 IN AAAA fd00::7", toldNode},
-		{"mapped.", dns.TypeA, "NOERROR aa rd | mapped. 5 IN A 10.0.0.8", toldNode},
+		{"both.", dns.TypeA, "NOERROR aa rd | both. 2 IN A 10.0.0.7", toldNode},
+		{"both.", dns.TypeAAAA, "NOERROR aa rd | both. 2 IN AAAA fd00::7", toldNode},
+		{"both.", dns.TypeANY, "NOERROR aa rd | both. 2 IN A 10.0.0.7 | both. 2 IN AAAA fd00::7", toldNode},
+		{"mapped.", dns.TypeA, "NOERROR aa rd | mapped. 2 IN A 10.0.0.8", toldNode},
 		{"mapped.", dns.TypeAAAA, "NOERROR aa rd" + theSOA, toldNoData},
 		{"stranger.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain}, // held, but no node of the cluster
 		{"gone.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},     // a node of the cluster, but not held
@@ -223,7 +223,7 @@ func TestAnswers(t *testing.T) {
 // What a query asks for beside its name.
 func TestQueries(t *testing.T) {
 	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5")})
-	const a, opt = " | edge1. 5 IN A 10.0.0.5", " | OPT 1232 do=false version=0"
+	const a, opt = " | edge1. 2 IN A 10.0.0.5", " | OPT 1232 do=false version=0"
 	edns := func(f func(*dns.OPT)) func(*dns.Msg) {
 		return func(m *dns.Msg) {
 			m.SetEdns0(4096, false)

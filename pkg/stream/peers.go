@@ -68,6 +68,7 @@ type Peers struct {
 	counters *tunnel.Counters
 	log      *slog.Logger
 	router   *tunnel.Router // of what other replicas send us
+	left     chan struct{}  // closed when this replica is about to stop
 
 	mu       sync.Mutex // guards the following
 	replicas map[string]*replica
@@ -84,6 +85,7 @@ type replica struct {
 	addrs  []netip.Addr
 	nodes  map[tunnel.NodeName]held
 	coming map[tunnel.NodeName]held // a full set that is not complete
+	leaves bool                     // it is about to stop: names should not lead to it
 }
 
 // held is a session of a node with another replica.
@@ -114,8 +116,8 @@ func NewPeers(cfg PeersConfig, dir *tunnel.Directory) (*Peers, error) {
 	}
 	p := &Peers{
 		cfg: cfg, id: uuid.NewString(), dir: dir, counters: cfg.Counters,
-		log:      cfg.Log.With("module", "peers"),
-		replicas: make(map[string]*replica), joined: make(map[string]string), links: make(map[string]*Client),
+		log:  cfg.Log.With("module", "peers"),
+		left: make(chan struct{}), replicas: make(map[string]*replica), joined: make(map[string]string), links: make(map[string]*Client),
 	}
 	if err := p.verifyOwn(cfg.TLS, x509.ExtKeyUsageClientAuth, "as a client"); err != nil {
 		return nil, err
@@ -452,6 +454,14 @@ func (p *Peers) detach(cs *cloudSession) {
 	p.noteLocked()
 	p.mu.Unlock()
 	p.announce()
+}
+
+// leave tells the others that this replica is about to stop.
+func (p *Peers) leave() {
+	close(p.left)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.noteLocked()
 }
 
 // forget forgets a replica that has not come back.

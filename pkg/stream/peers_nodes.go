@@ -49,10 +49,13 @@ func (p *Peers) publish(address string, s *edgeSession) error {
 
 func (p *Peers) tell(s *edgeSession) {
 	told := make(map[tunnel.NodeName]*tunnel.Session)
-	full := true
+	full, left := true, p.left
 	for {
 		changed := p.dir.Changed()
 		var news pb.Nodes
+		if isClosed(p.left) {
+			news.Leaving, left = true, nil
+		}
 		now := p.dir.Sessions()
 		there := make(map[tunnel.NodeName]bool, len(now))
 		for _, session := range now {
@@ -68,12 +71,13 @@ func (p *Peers) tell(s *edgeSession) {
 				news.Gone = append(news.Gone, string(n))
 			}
 		}
-		if full || len(news.Held)+len(news.Gone) > 0 {
+		if full || news.Leaving || len(news.Held)+len(news.Gone) > 0 {
 			post(s, &news, full)
 			full = false
 		}
 		select {
 		case <-changed:
+		case <-left:
 		case <-s.done:
 			return
 		}
@@ -96,7 +100,7 @@ func heldOf(s *tunnel.Session) *pb.Held {
 // post sends news in messages that are not too long.
 func post(s *edgeSession, news *pb.Nodes, full bool) {
 	for {
-		part := &pb.Nodes{Full: full}
+		part := &pb.Nodes{Full: full, Leaving: news.Leaving}
 		n := min(tellBatch, len(news.Held))
 		part.Held, news.Held = news.Held[:n], news.Held[n:]
 		m := min(tellBatch-n, len(news.Gone))
@@ -151,6 +155,7 @@ func (p *Peers) learn(r *replica, from *cloudSession, news *pb.Nodes, claims map
 	for _, n := range news.GetGone() {
 		delete(into, tunnel.NodeName(n))
 	}
+	r.leaves = news.GetLeaving()
 	if news.GetMore() {
 		return
 	}
@@ -278,11 +283,11 @@ func (p *Peers) Changed() <-chan struct{} {
 
 // Addrs returns the addresses of the replica that holds n: this one if it does.
 func (p *Peers) Addrs(n tunnel.NodeName) []netip.Addr {
-	if p.dir.Holds(n) {
-		return p.cfg.Addrs
-	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.dir.Holds(n) {
+		return p.ownLocked()
+	}
 	var best held
 	var addrs []netip.Addr
 	for _, r := range p.replicas { // a replica that was just lost may be back in a moment
@@ -293,12 +298,31 @@ func (p *Peers) Addrs(n tunnel.NodeName) []netip.Addr {
 	return addrs
 }
 
-// reach returns the addresses of a replica. One that has told none is reached by us.
+// reach returns the addresses that lead to what a replica holds: its own, but ours if it
+// has told none or is about to stop, since we relay.
 func (p *Peers) reach(r *replica) []netip.Addr {
-	if len(r.addrs) == 0 {
+	if len(r.addrs) == 0 || r.leaves {
 		return p.cfg.Addrs
 	}
 	return r.addrs
+}
+
+// ownLocked returns the addresses that lead to what we hold: our own, but another
+// replica's when we are about to stop. The caller holds mu.
+func (p *Peers) ownLocked() []netip.Addr {
+	if !isClosed(p.left) {
+		return p.cfg.Addrs
+	}
+	best := ""
+	for id, r := range p.replicas {
+		if r.link != nil && !r.leaves && len(r.addrs) > 0 && (best == "" || id < best) {
+			best = id
+		}
+	}
+	if best == "" {
+		return p.cfg.Addrs
+	}
+	return p.replicas[best].addrs
 }
 
 // All returns the addresses that lead to each node that is held anywhere.
@@ -313,9 +337,10 @@ func (p *Peers) All() map[tunnel.NodeName][]netip.Addr {
 			}
 		}
 	}
+	own := p.ownLocked()
 	p.mu.Unlock()
 	for _, n := range p.dir.Connected() {
-		all[n] = p.cfg.Addrs
+		all[n] = own
 	}
 	return all
 }

@@ -378,6 +378,18 @@ func TestLeaveLosesNothing(t *testing.T) {
 		defer close(stopped)
 		all[0].stopOne()
 	}()
+	for _, a := range all {
+		a.eventually("the name leads to the replica that stays", func() bool {
+			return slices.Equal(a.peers.Addrs("edge1"), []netip.Addr{r.addr}) && slices.Equal(a.peers.All()["edge1"], []netip.Addr{r.addr})
+		})
+	}
+	r.eventually("nobody can join where it ends", func() bool {
+		c, err := net.Dial("tcp", all[0].listen.Addr().String())
+		if err == nil {
+			c.Close()
+		}
+		return err != nil
+	})
 	l := newTarget(t)
 	go func() {
 		for {

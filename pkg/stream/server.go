@@ -56,6 +56,7 @@ type Server struct {
 	joinWarnings, groupWarnings, splitWarnings tunnel.Limiter
 
 	addr     atomic.Pointer[net.Addr] // set while listening
+	leaving  chan struct{}            // closed by Leave
 	stopping atomic.Bool              // no more joins
 	sessions sync.WaitGroup           // added to by handlers, which gRPC waits for
 }
@@ -77,7 +78,7 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 			return nil, err
 		}
 	}
-	s := &Server{cfg: cfg, dir: dir, blocks: new(blocks), log: cfg.Log.With("module", category), listen: net.Listen}
+	s := &Server{cfg: cfg, dir: dir, leaving: make(chan struct{}), blocks: new(blocks), log: cfg.Log.With("module", category), listen: net.Listen}
 	s.joinWarnings.Every, s.joinWarnings.Burst = time.Second, 10
 	router, err := tunnel.NewRouter(append([]tunnel.Module{s}, mods...)...)
 	if err != nil {
@@ -159,7 +160,22 @@ func (s *Server) Run(ctx context.Context) error {
 		s.drain()
 		stop(server)
 	}()
-	err = server.Serve(newJoinListener(ln, s.tooMany))
+	joining := newJoinListener(ln, s.tooMany)
+	served := make(chan struct{})
+	var listening sync.WaitGroup
+	listening.Go(func() {
+		select {
+		case <-s.leaving:
+			joining.Close() // the sessions go on; who dials has to find another replica
+		case <-served:
+		}
+	})
+	err = server.Serve(joining)
+	close(served)
+	listening.Wait()
+	if isClosed(s.leaving) {
+		<-ctx.Done()
+	}
 	if ctx.Err() == nil {
 		server.Stop()
 		return fmt.Errorf("serving edges on %s: %w", addr, err)
@@ -169,15 +185,17 @@ func (s *Server) Run(ctx context.Context) error {
 	return nil
 }
 
-// Leave is what comes before a stop where other replicas go on: no edge may join here
-// any more, and those that have are asked to open a session with another replica. It
-// returns after a while in which balancers have seen that Ready says no; front doors
-// should serve until then. Alone, it does nothing.
+// Leave is what comes before a stop where other replicas go on, and is called once: no
+// edge may join here any more, those that have are asked to open a session with another
+// replica, and names no longer lead here. It returns after a while in which balancers
+// and askers have seen that; front doors should serve until then. Alone, it does nothing.
 func (s *Server) Leave(ctx context.Context) {
 	if s.cfg.Peers == nil || s.cfg.Peers.Replicas() == 0 {
 		return
 	}
 	s.stopping.Store(true)
+	close(s.leaving)
+	s.cfg.Peers.leave()
 	s.log.Info("leaving: the other replicas take over", "dur", leaveFirst)
 	for _, pub := range s.dir.Sessions() {
 		if cs, ok := pub.Link.(*cloudSession); ok {

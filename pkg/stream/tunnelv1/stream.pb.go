@@ -538,6 +538,7 @@ type Nodes struct {
 	More          bool                   `protobuf:"varint,2,opt,name=more,proto3" json:"more,omitempty"` // the next message belongs to this one
 	Held          []*Held                `protobuf:"bytes,3,rep,name=held,proto3" json:"held,omitempty"`
 	Gone          []string               `protobuf:"bytes,4,rep,name=gone,proto3" json:"gone,omitempty"`
+	Leaving       bool                   `protobuf:"varint,5,opt,name=leaving,proto3" json:"leaving,omitempty"` // the sender is about to stop: names should lead to another replica
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -598,6 +599,13 @@ func (x *Nodes) GetGone() []string {
 		return x.Gone
 	}
 	return nil
+}
+
+func (x *Nodes) GetLeaving() bool {
+	if x != nil {
+		return x.Leaving
+	}
+	return false
 }
 
 // Held is a session of a node with the sending replica.
@@ -860,12 +868,13 @@ const file_stream_proto_rawDesc = "" +
 	"\x06caller\x18\x02 \x01(\tR\x06caller\x12\x18\n" +
 	"\arelayed\x18\x03 \x01(\bR\arelayed\x12\x12\n" +
 	"\x04node\x18\x04 \x01(\tR\x04node\x12\x1a\n" +
-	"\bcategory\x18\x05 \x01(\tR\bcategory\"h\n" +
+	"\bcategory\x18\x05 \x01(\tR\bcategory\"\x82\x01\n" +
 	"\x05Nodes\x12\x12\n" +
 	"\x04full\x18\x01 \x01(\bR\x04full\x12\x12\n" +
 	"\x04more\x18\x02 \x01(\bR\x04more\x12#\n" +
 	"\x04held\x18\x03 \x03(\v2\x0f.tunnel.v1.HeldR\x04held\x12\x12\n" +
-	"\x04gone\x18\x04 \x03(\tR\x04gone\"_\n" +
+	"\x04gone\x18\x04 \x03(\tR\x04gone\x12\x18\n" +
+	"\aleaving\x18\x05 \x01(\bR\aleaving\"_\n" +
 	"\x04Held\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x15\n" +
 	"\x06age_ms\x18\x02 \x01(\x04R\x05ageMs\x12\x1a\n" +
