@@ -74,6 +74,7 @@ func TestTunnel(t *testing.T) {
 			outages(ctx, t, tn)
 		})
 	}
+	t.Run("two replicas", func(t *testing.T) { twoReplicas(ctx, t, tn) })
 	t.Run("dns", func(t *testing.T) { dnsWorks(ctx, t, c, program, volume) })
 }
 

@@ -71,7 +71,7 @@ func newTunnel(ctx context.Context, t *testing.T, c *cluster, binary, volume str
 			t.Fatal(err)
 		}
 	}
-	leaf("-name", "tunnel-join", "-cn", joinName, "-dns", joinName, "-server")
+	leaf("-name", "tunnel-join", "-cn", joinName, "-dns", joinName, "-server", "-client") // a client to other replicas
 	leaf("-name", "tunnel-https", "-cn", "tunnel-https", "-dns", "edge1", "-dns", "edge2", "-server")
 	leaf("-name", "tunnel-kubelet", "-cn", "tunnel-cloud", "-client") // what it may do: testdata/rbac.yaml
 
@@ -133,6 +133,15 @@ func (tn *tunnel) write(t *testing.T, file, content string) {
 	}
 }
 
+func (tn *tunnel) read(t *testing.T, file string) string {
+	t.Helper()
+	b, err := os.ReadFile(filepath.Join(tn.dir, file))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}
+
 func (tn *tunnel) config(name string) string { return filepath.Join(tn.dir, name+".toml") }
 
 // up starts everything, and waits until both ends say that they are ready and the nodes' names lead to the cloud.
@@ -176,9 +185,20 @@ func (tn *tunnel) daemons() []*daemon {
 
 func (tn *tunnel) startCloud(ctx context.Context, t *testing.T) {
 	t.Helper()
-	cmd := tn.c.command(ctx, tn.binary, "cloud", "-c", tn.config("cloud"))
-	cmd.Env = append(cmd.Env, "KUBECONFIG="+tn.kubeconfig, "POD_NAMESPACE="+namespace, "POD_NAME="+account+"-0", "POD_IP="+cloudIP)
-	tn.cloud = startDaemon(t, tn.c, "cloud", cmd)
+	tn.cloud = startDaemon(t, tn.c, "cloud", tn.cloudCommand(ctx, "cloud", cloudIP))
+}
+
+// cloudCommand is a cloud with the configuration of that name, as a pod with that address.
+func (tn *tunnel) cloudCommand(ctx context.Context, name, ip string) *exec.Cmd {
+	cmd := tn.c.command(ctx, tn.binary, "cloud", "-c", tn.config(name))
+	cmd.Env = append(cmd.Env, "KUBECONFIG="+tn.kubeconfig, "POD_NAMESPACE="+namespace, "POD_NAME="+account+"-"+name, "POD_IP="+ip)
+	return cmd
+}
+
+// joinsAt has an edge dial another address from its next start.
+func (tn *tunnel) joinsAt(t *testing.T, node, address string) {
+	t.Helper()
+	tn.write(t, node+".toml", strings.Replace(tn.read(t, node+".toml"), cloudIP+":9000", address, 1))
 }
 
 func (tn *tunnel) startEdge(ctx context.Context, t *testing.T, node string) {
