@@ -6,8 +6,11 @@
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
 
-soak: ## the same with ten pairs, also away for 40 s: 40 kills (two and a half minutes)
-	TUNNEL_SOAK=1 go test -count=1 -timeout 10m -v ./test/faults
+replicas: ## kill, replace and cut off replicas of the cloud, each a process (20 seconds)
+	go test -count=1 -timeout 5m -v ./test/replicas
+
+soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as promised (fourteen minutes)
+	TUNNEL_SOAK=1 go test -count=1 -timeout 25m -v -p 1 ./test/faults ./test/replicas
 
 bench: ## what a conn costs, beside TCP and TLS relays and beside 50 stalled readers (four minutes)
 	go run ./test/bench

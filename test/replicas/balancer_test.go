@@ -1,0 +1,144 @@
+package replicas
+
+import (
+	"context"
+	"errors"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"tunnel/pkg/tunnel"
+	"tunnel/test/rig"
+)
+
+const (
+	// askReplicas is how often the balancer asks a replica whether it is ready.
+	askReplicas = 200 * time.Millisecond
+	// connectWithin is how long the balancer tries one replica.
+	connectWithin = time.Second
+)
+
+// balancer leads connections to the replicas that say they are ready, in turn, and to
+// the next one where it cannot connect.
+type balancer struct {
+	// Set once.
+	t        *testing.T
+	replicas []*rig.Replica
+	network  *rig.Network // where connections come from; nil: our own
+	wg       sync.WaitGroup
+
+	mu    sync.Mutex // guards the following
+	ready []bool
+	next  int
+	only  int // the one replica that takes edges now; -1: all do
+}
+
+func newBalancer(t *testing.T, replicas []*rig.Replica, network *rig.Network) *balancer {
+	b := &balancer{t: t, replicas: replicas, network: network, ready: make([]bool, len(replicas)), only: -1}
+	ctx, cancel := context.WithCancel(context.Background())
+	for i, r := range replicas {
+		b.wg.Go(func() {
+			ticker := time.NewTicker(askReplicas)
+			defer ticker.Stop()
+			for {
+				err := rig.Ready(r.Health())
+				b.mu.Lock()
+				b.ready[i] = err == nil
+				b.mu.Unlock()
+				select {
+				case <-ticker.C:
+				case <-ctx.Done():
+					return
+				}
+			}
+		})
+	}
+	t.Cleanup(func() {
+		cancel()
+		b.wg.Wait()
+	})
+	return b
+}
+
+// order returns the replicas to try.
+func (b *balancer) order() (order []int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.next++
+	for k := range b.replicas {
+		i := (b.next + k) % len(b.replicas)
+		if b.ready[i] && (b.only < 0 || b.only == i) {
+			order = append(order, i)
+		}
+	}
+	return order
+}
+
+// lead makes edges that connect from now on come to one replica; -1: to any.
+func (b *balancer) lead(only int) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.only = only
+}
+
+// connect connects to some address of a replica, and returns which one it is.
+func (b *balancer) connect(ctx context.Context, addr func(*rig.Replica) string) (c net.Conn, replica int, err error) {
+	errs := []error{errors.New("the balancer has found no replica")}
+	for _, i := range b.order() {
+		dctx, cancel := context.WithTimeout(ctx, connectWithin)
+		err := b.network.Do(func() (err error) {
+			c, err = new(net.Dialer).DialContext(dctx, "tcp", addr(b.replicas[i]))
+			return err
+		})
+		cancel()
+		if err == nil {
+			return c, i, nil
+		}
+		errs = append(errs, err)
+	}
+	return nil, -1, errors.Join(errs...)
+}
+
+// joinPort is where one edge, or all of them, dial the cloud.
+type joinPort struct {
+	addr string // set once
+
+	mu     sync.Mutex // guards the following
+	newest net.Conn   // nil: the newest connection has ended
+	leads  int        // the replica that newest leads to
+}
+
+// joinPort makes a port before the replicas' grpcports.
+func (b *balancer) joinPort() *joinPort {
+	p := new(joinPort)
+	p.addr = serve(b.t, b.network, func(edge net.Conn) {
+		ctx := context.Background() // the edge or the replica ends it
+		cloud, i, err := b.connect(ctx, (*rig.Replica).GRPC)
+		if err != nil {
+			edge.(*net.TCPConn).SetLinger(0)
+			return
+		}
+		p.mu.Lock()
+		p.newest, p.leads = edge, i
+		p.mu.Unlock()
+		tunnel.Splice(ctx, edge, cloud)
+		p.mu.Lock()
+		if p.newest == edge {
+			p.newest = nil
+		}
+		p.mu.Unlock()
+	})
+	return p
+}
+
+// holder returns the replica that the edge's newest connection leads to, -1 if it has
+// none.
+func (p *joinPort) holder() int {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.newest == nil {
+		return -1
+	}
+	return p.leads
+}

@@ -1,0 +1,97 @@
+package replicas
+
+import (
+	"flag"
+	"fmt"
+	"os"
+	"testing"
+	"time"
+
+	"tunnel/test/rig"
+)
+
+// The promises, with what they are counted from.
+const (
+	// readyWithin is from a start to the first session of everybody.
+	readyWithin = 12 * time.Second
+	// exitWithin is from SIGTERM to the end of a replica.
+	exitWithin = 30 * time.Second
+	// noticeWithin is from a peer that is silent to its being known.
+	noticeWithin = 15 * time.Second
+	// healWithin is from the end of a partition to the replicas knowing each other: a
+	// connection that was being tried may have to be given up, and a pause pass.
+	healWithin = 22 * time.Second
+	// atOnce is for what happens without waiting for anything, on a machine that is
+	// busy with other things.
+	atOnce = 3 * time.Second
+	// poll is how often a condition is looked at.
+	poll = 50 * time.Millisecond
+)
+
+// program is the program under test.
+var program string
+
+// programKey is where a test that runs itself again finds the program.
+const programKey = "TUNNEL_TEST_PROGRAM"
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	if !parallelGiven() {
+		// The tests wait most of the time; as many as there are processors would be few.
+		if err := flag.Set("test.parallel", "8"); err != nil {
+			panic(err)
+		}
+	}
+	os.Exit(run(m))
+}
+
+func parallelGiven() (given bool) {
+	flag.Visit(func(f *flag.Flag) { given = given || f.Name == "test.parallel" })
+	return given
+}
+
+func run(m *testing.M) int {
+	if program = os.Getenv(programKey); program != "" {
+		return m.Run()
+	}
+	dir, err := os.MkdirTemp("", "tunnel-replicas-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	if program, err = rig.Build(dir); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return m.Run()
+}
+
+// soak reports whether the long variant was asked for.
+func soak() bool { return os.Getenv("TUNNEL_SOAK") == "1" }
+
+// beside lets other tests run beside this one, which mostly waits. What the long
+// variant measures is not disturbed.
+func beside(t *testing.T) {
+	if !soak() {
+		t.Parallel()
+	}
+}
+
+// eventually polls until check returns nil, and returns how long that took. When
+// limit has passed the test ends with check's last error.
+func eventually(t *testing.T, limit time.Duration, what string, check func() error) time.Duration {
+	t.Helper()
+	started := time.Now()
+	for {
+		err := check()
+		took := time.Since(started)
+		if err == nil {
+			return took
+		}
+		if took > limit {
+			t.Fatalf("not within %s: %s: %v", limit, what, err)
+		}
+		time.Sleep(poll)
+	}
+}

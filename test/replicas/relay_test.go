@@ -1,0 +1,72 @@
+package replicas
+
+import (
+	"fmt"
+	"sync/atomic"
+	"testing"
+	"time"
+)
+
+// TestEverywhere asks every node through every replica, and has streams run the same
+// ways. What another replica holds is relayed, once.
+func TestEverywhere(t *testing.T) {
+	beside(t)
+	lasts, rate := 3*time.Second, 100
+	if soak() {
+		lasts, rate = 30*time.Second, 200
+	}
+	for _, n := range []int{2, 3} {
+		t.Run(fmt.Sprint(n, " replicas"), func(t *testing.T) {
+			beside(t)
+			f := newFleet(t, size{replicas: local(n), edges: 20})
+			for i := range f.Replicas {
+				if len(f.held(i)) == 0 {
+					t.Fatalf("replica %d holds no node: nothing would be relayed to it", i)
+				}
+			}
+			before := f.relayed()
+
+			var relayed atomic.Int64 // conns that must have been
+			// Each node through each replica: every pair comes up, since i/len(nodes) goes on
+			// where i%len(nodes) starts again.
+			next := func(i int) request {
+				r := request{node: i % len(f.nodes), replica: i / len(f.nodes) % n, tls: (i+i/len(f.nodes))%4 == 3}
+				if f.ports[r.node].holder() != r.replica {
+					relayed.Add(1)
+				}
+				return r
+			}
+			streams := f.startStreams(20, order{Bytes: 128 << 10, BytesPerSecond: 64 << 10}, next)
+			load := f.startLoad(rate, next)
+			time.Sleep(lasts)
+			load.want(every)
+			streams.want(20)
+
+			// Who asks counts a relayed conn, and who is asked.
+			if got, want := f.relayed()-before, 2*relayed.Load(); got != want || want == 0 {
+				t.Errorf("the replicas count %d relayed conns, want %d", got, want)
+			}
+			for _, r := range f.Replicas {
+				for _, name := range []string{"tunnel_relay_conns_opened_total", "tunnel_relay_sent_bytes_total", "tunnel_relay_received_bytes_total"} {
+					if v, err := metric(r, name); err != nil || v == 0 {
+						t.Errorf("%s: %s is %v (%v)", r.Name, name, v, err)
+					}
+				}
+			}
+			t.Logf("%d requests and %d streams of %d bytes in all; %d were relayed", len(load.results), streams.whole, streams.bytes, relayed.Load())
+		})
+	}
+}
+
+// relayed returns how many conns the replicas have relayed and been asked for.
+func (f *fleet) relayed() (sum int64) {
+	f.t.Helper()
+	for _, r := range f.Replicas {
+		v, err := metric(r, "tunnel_relay_conns_opened_total")
+		if err != nil {
+			f.t.Fatal(err)
+		}
+		sum += int64(v)
+	}
+	return sum
+}
