@@ -1,11 +1,14 @@
 # The end-to-end tests. Included by the Makefile of the repository; paths are relative to its directory.
 # The cluster has its own README: test/cluster/README.md.
 
-.PHONY: e2e e2e-build e2e-up e2e-down
+.PHONY: e2e e2e-bench e2e-build e2e-up e2e-down
 
-e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 6 minutes, the first time 25)
+e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 7 minutes, the first time 25)
 	@status=0; go test -tags e2e -count=1 -v -timeout 30m ./test/e2e || status=$$?; \
 	test/cluster/down.sh && exit $$status
+
+e2e-bench: ## what 10,000 nodes that join within a minute cost a real API server (root; two minutes)
+	@go test -tags e2e -run '^$$' -bench . -benchtime 1x -timeout 10m ./test/e2e
 
 e2e-build: ## build that Kubernetes into the cache, once (minutes; nothing to do the next time)
 	@nice test/cluster/build.sh
