@@ -244,7 +244,7 @@ func (f *far) exchange(n int, limit time.Duration) error {
 	defer sending.Wait()
 	got, err := io.ReadAll(c)
 	if !bytes.HasPrefix(want, got) || err == nil && len(got) != n {
-		return fmt.Errorf("%w: %d of %d came, %v", errWrong, len(got), n, err)
+		return fmt.Errorf("%w: %d came of %d", errWrong, len(got), n)
 	}
 	return err
 }

@@ -63,12 +63,12 @@ func NewLink(networks [2]*Network, addresses [2]netip.Prefix, mtu int, q Quality
 // newTUN makes a TUN device in a network. Packets come without a header.
 func newTUN(n *Network, name string) (file *os.File, err error) {
 	err = n.Do(func() error {
-		fd, err := unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
-		if err != nil {
+		var fd int
+		if fd, err = unix.Open("/dev/net/tun", unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0); err != nil {
 			return fmt.Errorf("opening /dev/net/tun: %w", err)
 		}
-		request, err := unix.NewIfreq(name)
-		if err == nil {
+		var request *unix.Ifreq
+		if request, err = unix.NewIfreq(name); err == nil {
 			request.SetUint16(unix.IFF_TUN | unix.IFF_NO_PI)
 			err = unix.IoctlIfreq(fd, unix.TUNSETIFF, request)
 		}
