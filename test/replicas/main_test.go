@@ -14,8 +14,6 @@ import (
 const (
 	// readyWithin is from a start to the first session of everybody.
 	readyWithin = 12 * time.Second
-	// exitWithin is from SIGTERM to the end of a replica.
-	exitWithin = 30 * time.Second
 	// noticeWithin is from a peer that is silent to its being known.
 	noticeWithin = 15 * time.Second
 	// healWithin is from the end of a partition to the replicas knowing each other: a
