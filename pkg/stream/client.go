@@ -46,6 +46,7 @@ type ClientConfig struct {
 type asReplica struct {
 	id    string
 	hello *pb.Replica
+	have  func() []string // instances of the replicas that need not be joined once more
 	// started is told of each session. It may refuse it.
 	started func(*edgeSession) error
 	hint    func(error) error
@@ -421,7 +422,7 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential
 	s.init()
 	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have()}
 	if r := c.cfg.replica; r != nil {
-		hello.Replica = r.hello
+		hello.Replica, hello.Have = r.hello, r.have()
 	}
 	err = s.write(message(typeHello, "", hello))
 	if err != nil && !errors.Is(err, io.EOF) { // io.EOF says that Recv knows the reason

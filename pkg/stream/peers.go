@@ -72,9 +72,9 @@ type Peers struct {
 
 	mu       sync.Mutex // guards the following
 	replicas map[string]*replica
-	links    map[string]*Client // by address: those that we keep a session with, or try to
-	joined   map[string]string  // id of each replica that we have joined, to the address by which
-	changed  chan struct{}      // closed at the next change; nil while nobody waits
+	links    map[string]*Client      // by address: those that we keep a session with, or try to
+	joined   map[string]*edgeSession // by id of the replica that we have joined
+	changed  chan struct{}           // closed at the next change; nil while nobody waits
 }
 
 // replica is what another replica has told us. It is guarded by Peers.mu.
@@ -117,7 +117,7 @@ func NewPeers(cfg PeersConfig, dir *tunnel.Directory) (*Peers, error) {
 	p := &Peers{
 		cfg: cfg, id: uuid.NewString(), dir: dir, counters: cfg.Counters,
 		log:  cfg.Log.With("module", "peers"),
-		left: make(chan struct{}), replicas: make(map[string]*replica), joined: make(map[string]string), links: make(map[string]*Client),
+		left: make(chan struct{}), replicas: make(map[string]*replica), joined: make(map[string]*edgeSession), links: make(map[string]*Client),
 	}
 	if err := p.verifyOwn(cfg.TLS, x509.ExtKeyUsageClientAuth, "as a client"); err != nil {
 		return nil, err
@@ -262,8 +262,8 @@ func (p *Peers) join(ctx context.Context, address string) {
 		Address: address, TLS: p.cfg.TLS, Counters: p.counters, Log: p.cfg.Log, Grace: p.cfg.Grace, Software: p.cfg.Software,
 		replica: &asReplica{
 			id: p.id, hello: &pb.Replica{Addrs: addrStrings(p.cfg.Addrs)},
-			started: func(s *edgeSession) error { return p.publish(address, s) },
-			hint:    p.hint,
+			have:    func() []string { return p.have(address) },
+			started: p.publish, hint: p.hint,
 		},
 	}, relayModule{p.dir})
 	if err != nil {
@@ -276,7 +276,23 @@ func (p *Peers) join(ctx context.Context, address string) {
 	c.Run(ctx) //nolint:errcheck // it ends with ctx
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	delete(p.links, address)
+	if p.links[address] == c { // the address may have come back, and this one had conns to end
+		delete(p.links, address)
+	}
+}
+
+// have returns the replicas that have been joined by another address than this one. A
+// second session would replace the first.
+func (p *Peers) have(address string) []string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	var all []string
+	for id, s := range p.joined {
+		if s.pub.Remote != address {
+			all = append(all, id)
+		}
+	}
+	return all
 }
 
 // Note says which replicas we cannot join; "" if there is none.
@@ -324,8 +340,10 @@ func (p *Peers) hint(err error) error {
 		return nil
 	}
 	switch msg := err.Error(); {
-	case isSecond(err):
+	case isSecond(err) && strings.Contains(msg, errSelf.Error()):
 		return errSelf
+	case isSecond(err), status.Code(err) == codes.Aborted: // Aborted: both came at the same time
+		return errTwice
 	case status.Code(err) == codes.Unauthenticated:
 		return fmt.Errorf("%w (its log says why; ca and servername of [mode.cloud.stream.peers] must be the same on all replicas, and their certificates must allow client authentication)", err)
 	case strings.Contains(msg, "certificate signed by unknown authority"):

@@ -28,21 +28,23 @@ const (
 
 // publish tells the replica at the other end of s which nodes are held here, until s
 // has ended.
-func (p *Peers) publish(address string, s *edgeSession) error {
+func (p *Peers) publish(s *edgeSession) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	switch by, ok := p.joined[s.remoteInstance]; {
+	switch by := p.joined[s.remoteInstance]; {
 	case s.remoteInstance == p.id:
 		return errSelf
-	case ok && by != address:
+	case by != nil && by.pub.Remote != s.pub.Remote:
 		return errTwice
 	}
-	p.joined[s.remoteInstance] = address
+	p.joined[s.remoteInstance] = s
 	s.wg.Go(func() {
 		p.tell(s)
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		delete(p.joined, s.remoteInstance)
+		if p.joined[s.remoteInstance] == s {
+			delete(p.joined, s.remoteInstance)
+		}
 	})
 	return nil
 }

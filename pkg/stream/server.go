@@ -378,11 +378,11 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 			hello.GetVersion(), Version, s.cfg.Software, grant.Node)
 	}
 	id := uuid.NewString()
-	if p := s.cfg.Peers; p != nil && peer == "" && slices.Contains(hello.GetHave(), p.id) {
-		return refuse(codes.AlreadyExists, "this replica has a session of this process already")
-	}
 	if peer != "" && peer == s.cfg.Peers.id {
 		return refuse(codes.AlreadyExists, "%v", errSelf)
+	}
+	if p := s.cfg.Peers; p != nil && slices.Contains(hello.GetHave(), p.id) {
+		return refuse(codes.AlreadyExists, "this replica has a session of this process already")
 	}
 	cs := &cloudSession{transport: t, instance: text(hello.GetInstance()), all: hello.GetAll()}
 	cs.pub = &tunnel.Session{ID: id, Node: grant.Node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Link: cs}
