@@ -320,7 +320,7 @@ func TestRelayDrains(t *testing.T) {
 		defer close(left)
 		all[0].leave()
 	}()
-	all[1].eventually("the holder says that it leaves", func() bool {
+	within(t, 2*patience, "the holder says that it leaves", func() bool { // when its nodes have had the grace period to move
 		_, err := r.dial("edge1", "127.0.0.1:1")
 		return tunnel.CodeOf(err) == tunnel.Draining
 	})
