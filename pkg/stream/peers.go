@@ -75,6 +75,7 @@ type Peers struct {
 	links    map[string]*Client      // by address: those that we keep a session with, or try to
 	joined   map[string]*edgeSession // by id of the replica that we have joined
 	changed  chan struct{}           // closed at the next change; nil while nobody waits
+	ended    bool                    // Run has returned: what is lost is forgotten at once
 }
 
 // replica is what another replica has told us. It is guarded by Peers.mu.
@@ -151,7 +152,7 @@ func (peerRoutes) Routes() map[string]tunnel.Handler {
 
 // Run implements tunnel.Module: it looks who is there, and joins each, until ctx is done.
 func (p *Peers) Run(ctx context.Context) error {
-	defer p.forgetAll()
+	defer p.forgetLost()
 	var running sync.WaitGroup
 	defer running.Wait()
 	jctx, cancel := context.WithCancel(context.WithoutCancel(ctx)) // the sessions outlive ctx: see handOver
@@ -468,7 +469,11 @@ func (p *Peers) detach(cs *cloudSession) {
 		return
 	}
 	r.link, r.coming = nil, nil
-	r.lost = time.AfterFunc(forgetReplica, func() { p.forget(r) })
+	if p.ended {
+		delete(p.replicas, r.id)
+	} else {
+		r.lost = time.AfterFunc(forgetReplica, func() { p.forget(r) })
+	}
 	p.noteLocked()
 	p.mu.Unlock()
 	p.announce()
@@ -494,15 +499,18 @@ func (p *Peers) forget(r *replica) {
 	p.log.Info("another replica is gone for good", "replica", r.id, "nodes", len(r.nodes))
 }
 
-func (p *Peers) forgetAll() {
+// forgetLost forgets the replicas that are lost, now and from now on. Those that are
+// there stay: the server has yet to let them go, and the conns between us and them.
+func (p *Peers) forgetLost() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	for _, r := range p.replicas {
+	p.ended = true
+	for id, r := range p.replicas {
 		if r.lost != nil {
 			r.lost.Stop()
+			delete(p.replicas, id)
 		}
 	}
-	clear(p.replicas)
 }
 
 // sessions returns the sessions that other replicas have with us.

@@ -55,3 +55,36 @@ func TestReplicaWithTwoAddresses(t *testing.T) {
 		t.Errorf("got %q", got)
 	}
 }
+
+// What a replica that stops relays from others ends in peace, though it holds no node
+// itself.
+func TestStopLetsWhatItRelaysEnd(t *testing.T) {
+	all := newFleet(t, 2)
+	all[1].join("edge1", direct)
+	r := all[0]
+	r.front = r.peers
+	r.eventually("edge1 is known", func() bool { return r.peers.Holds("edge1") })
+	c, far := r.pair("edge1")
+	r.leave() // the module with nothing to wait for is the first to end
+	r.stop()
+	select {
+	case err := <-r.stopped:
+		r.stopped <- err
+		t.Fatal("it has stopped with a conn open")
+	case <-time.After(2 * time.Second): // longer than a server that has nothing to wait for
+	}
+	go func() {
+		io.WriteString(far, "late")
+		far.Close()
+	}()
+	if got := readAll(t, c); string(got) != "late" {
+		t.Errorf("got %q", got)
+	}
+	c.Close()
+	select {
+	case err := <-r.stopped:
+		r.stopped <- err
+	case <-time.After(patience):
+		t.Error("it does not stop")
+	}
+}
