@@ -106,6 +106,10 @@ func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 	s.wg.Go(func() {
 		if d.GetElsewhere() {
 			s.owner.moves(s)
+			select {
+			case <-time.After(overlap):
+			case <-s.done:
+			}
 		}
 		gone := s.idle()
 		select {

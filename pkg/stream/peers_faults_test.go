@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
 )
 
 // A replica that is found under two addresses, as behind a Service of two address
@@ -87,4 +88,49 @@ func TestStopLetsWhatItRelaysEnd(t *testing.T) {
 	case <-time.After(patience):
 		t.Error("it does not stop")
 	}
+}
+
+// Whoever asks while edges turn from a replica that stops to another one reaches them.
+func TestHandOverHasNoGap(t *testing.T) {
+	all := newFleet(t, 3)
+	var nodes []tunnel.NodeName
+	for _, n := range []string{"edge1", "edge2", "edge3", "edge4", "edge5", "edge6"} {
+		cfg := all[0].clientConfig(n)
+		cfg.Dial = all.balanced()
+		all[0].start(cfg, direct)
+		nodes = append(nodes, tunnel.NodeName(n))
+	}
+	for _, n := range nodes {
+		for _, a := range all {
+			a.front = a.peers
+			a.eventually("it is known everywhere", func() bool { return all[0].dir.Holds(n) && a.peers.Holds(n) })
+		}
+	}
+	l := newTarget(t)
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			c.Close()
+		}
+	}()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		all[0].server.Leave(t.Context())
+	}()
+	for asked := 0; all[0].dir.Len() > 0 || asked < 100; asked++ {
+		for _, n := range nodes {
+			for i, a := range all {
+				c, err := a.dial(string(n), l.addr())
+				if err != nil {
+					t.Fatalf("request %d of replica %d for %s: %v", asked, i, n, err)
+				}
+				c.Close()
+			}
+		}
+	}
+	<-done
 }

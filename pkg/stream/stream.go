@@ -86,6 +86,10 @@ const (
 	// turn to the others. With tunnel.GracePeriod it is below the 30 s after which
 	// Kubernetes kills.
 	leaveFirst = 3 * time.Second
+	// overlap is how long an edge keeps its session with a replica that is to stop, when
+	// another one has taken over: the other replicas have to hear of that one first. It is
+	// shorter than leaveFirst.
+	overlap = time.Second
 	// heartbeatInterval is how often an edge measures the round trip.
 	heartbeatInterval = 10 * time.Second
 	// A peer that does not answer a ping is noticed within the sum of the two. The
