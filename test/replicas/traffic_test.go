@@ -151,7 +151,11 @@ func (l *load) end() []result {
 func (l *load) want(must func(result) bool) {
 	l.t.Helper()
 	all := l.end()
-	if want := int(0.99 * float64(l.rate) * l.lasted.Seconds()); len(all) < want {
+	share := 0.99
+	if !soak() {
+		share = 0.75 // other tests, and other packages, want the processors as well
+	}
+	if want := int(share * float64(l.rate) * l.lasted.Seconds()); len(all) < want {
 		l.t.Errorf("%d requests were sent in %s, want %d: the test proves less than it says", len(all), l.lasted.Round(time.Millisecond), want)
 	}
 	failed := 0
