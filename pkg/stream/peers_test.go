@@ -292,7 +292,7 @@ func joinAsReplica(t *testing.T, a *replicaRig, certificates []tls.Certificate) 
 	c, err := NewClient(ClientConfig{
 		Address: a.server.Addr().String(), TLS: &tls.Config{RootCAs: poolOf(a.ca), ServerName: "cloud", Certificates: certificates},
 		Log: a.log.logger(), Grace: patience,
-		replica: &asReplica{id: uuid.NewString(), hint: func(err error) error { return err },
+		replica: &asReplica{id: uuid.NewString(), hint: func(err error) error { return err }, have: func() []string { return nil },
 			started: func(*edgeSession) error { return errors.New("let in") }},
 	})
 	if err != nil {
