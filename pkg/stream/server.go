@@ -329,11 +329,18 @@ type refusedJoin struct {
 	node string // as claimed or proven; empty: not known
 	told error  // what the edge is told, a status
 	err  error  // what the log is told; nil: the same
+	// again says that it has a session here. A balancer leads where it likes, so that is
+	// normal, and neither counted nor warned of.
+	again bool
 }
 
 // refused counts and logs a refused join, the one place that does. A stranger decides
 // how often, so not every one has a line.
 func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
+	if r.again {
+		s.log.Debug("join refused", "remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", r.told)
+		return
+	}
 	s.cfg.Counters.JoinsRefused.Add(1)
 	skipped, ok := s.joinWarnings.Allow()
 	if !ok {
@@ -378,11 +385,16 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 			hello.GetVersion(), Version, s.cfg.Software, grant.Node)
 	}
 	id := uuid.NewString()
-	if peer != "" && peer == s.cfg.Peers.id {
-		return refuse(codes.AlreadyExists, "%v", errSelf)
+	again := ""
+	switch p := s.cfg.Peers; {
+	case p == nil:
+	case peer == p.id:
+		again = errSelf.Error()
+	case slices.Contains(hello.GetHave(), p.id):
+		again = "this replica has a session of this process already"
 	}
-	if p := s.cfg.Peers; p != nil && slices.Contains(hello.GetHave(), p.id) {
-		return refuse(codes.AlreadyExists, "this replica has a session of this process already")
+	if again != "" {
+		return nil, &refusedJoin{node: string(grant.Node), told: status.Error(codes.AlreadyExists, again), again: true}
 	}
 	cs := &cloudSession{transport: t, instance: text(hello.GetInstance()), all: hello.GetAll()}
 	cs.pub = &tunnel.Session{ID: id, Node: grant.Node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Link: cs}
