@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"errors"
 	"math/rand/v2"
 	"time"
 
@@ -42,6 +43,9 @@ func (b *backoff) reset() { b.bound = 0 }
 // isRefusal reports whether the cloud has decided against this edge, so that it will
 // decide the same way again until somebody changes something.
 func isRefusal(err error) bool {
+	if errors.Is(err, errSelf) { // an address of ours, until it is given to another replica
+		return true
+	}
 	switch status.Code(err) {
 	case codes.Unauthenticated, codes.PermissionDenied, // the token
 		codes.FailedPrecondition, codes.Unimplemented, // the version

@@ -175,23 +175,38 @@ func (c *Client) Run(ctx context.Context) error {
 				serving.Go(func() { c.serve(ctx, l) })
 				continue
 			}
-			if errors.Is(err, errSelf) {
-				<-ctx.Done() // this address is never another's
-			}
 		}
 		if ctx.Err() != nil {
 			return nil
 		}
 		d := wait.next(err)
-		if isSecond(err) || errors.Is(err, errTwice) {
+		if isSecond(err) || errors.Is(err, errTwice) || errors.Is(err, errSelf) {
 			c.log.Debug("this address leads to a replica that has a session already; trying again", "dur", d.Round(time.Millisecond))
 		} else {
 			c.log.Warn("no session; trying again", "err", err, "dur", d.Round(time.Millisecond))
 		}
+		c.pause(ctx, d)
+	}
+}
+
+// pause waits for d; less when the last session is lost meanwhile, since a session that
+// was to be one more is then the first.
+func (c *Client) pause(ctx context.Context, d time.Duration) {
+	late := time.After(d)
+	for had := false; ; {
+		c.mu.Lock()
+		has, changed := len(c.links) > 0, c.changed
+		c.mu.Unlock()
+		if had && !has {
+			return
+		}
+		had = has
 		select {
-		case <-time.After(d):
+		case <-changed:
+		case <-late:
+			return
 		case <-ctx.Done():
-			return nil
+			return
 		}
 	}
 }
@@ -281,6 +296,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	l = &link{edgeSession: s, sctx: sctx, cancel: cancel, hangUp: hangUp}
 	c.mu.Lock()
 	c.links = append(c.links, l)
+	c.replicas = nil // those that there are now are told next; none, where there are no others any more
 	c.noteLocked()
 	c.mu.Unlock()
 	s.log.Info("session started", "remote", s.pub.Remote)

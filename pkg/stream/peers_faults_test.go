@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"context"
 	"io"
 	"net"
 	"net/netip"
@@ -133,4 +134,83 @@ func TestHandOverHasNoGap(t *testing.T) {
 		}
 	}
 	<-done
+}
+
+// A client that waits to find one more replica does not go on waiting when it has lost
+// the one that it had.
+func TestPauseEndsWithTheLastSession(t *testing.T) {
+	c, err := NewClient(newRig(t).clientConfig("edge1"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	paused := make(chan struct{})
+	go func() {
+		defer close(paused)
+		c.pause(t.Context(), time.Hour)
+	}()
+	eventually(t, "the pause ends", func() bool { // whenever it began to wait
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		if len(c.links) == 0 {
+			c.links = []*link{{}}
+		} else {
+			c.links = nil
+		}
+		c.noteLocked()
+		return isClosed(paused)
+	})
+}
+
+// Where a cloud of several replicas has become one, an edge that kept a session with
+// each keeps one.
+func TestNoReplicasAnyMore(t *testing.T) {
+	r := newRig(t)
+	cfg := r.clientConfig("edge1")
+	cfg.All = true
+	c, err := NewClient(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.know([]string{"of a replica that is gone"})
+	ctx, cancel := context.WithCancel(t.Context())
+	stopped := make(chan error, 1)
+	go func() { stopped <- c.Run(ctx) }()
+	r.eventually("it joins", func() bool { return c.Ready() == nil })
+	c.mu.Lock()
+	missing := c.missingLocked()
+	c.mu.Unlock()
+	if missing {
+		t.Error("it opens another session, which replaces the one it has")
+	}
+	cancel()
+	<-stopped
+}
+
+// An address that has led to this replica itself may lead to another one later: DNS is
+// late, or an address was given away.
+func TestAddressThatWasOurs(t *testing.T) {
+	all := newFleet(t, 2)
+	a := all[0]
+	found := make(chan struct{})
+	c, err := NewClient(ClientConfig{
+		Address: "the same", TLS: a.peers.cfg.TLS, Log: a.log.logger(), Grace: patience, Dial: all.balanced(),
+		replica: &asReplica{id: a.peers.id, hint: a.peers.hint, have: func() []string { return nil },
+			started: func(*edgeSession) error { close(found); return nil }},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	stopped := make(chan error, 1)
+	go func() { stopped <- c.Run(ctx) }()
+	select {
+	case <-found:
+	case <-time.After(2 * patience):
+		t.Error("it is not tried again")
+	}
+	cancel()
+	<-stopped
+	if n := a.counters.JoinsRefused.Load(); n != 0 || len(a.log.lines("level=WARN", "join refused")) != 0 {
+		t.Errorf("meeting itself counts as %d refusals", n)
+	}
 }
