@@ -70,6 +70,8 @@ type Peers struct {
 	router   *tunnel.Router // of what other replicas send us
 	left     chan struct{}  // closed when this replica is about to stop
 
+	telling sync.Mutex // held while edges are told which replicas there are: the last word is the newest
+
 	mu       sync.Mutex // guards the following
 	replicas map[string]*replica
 	links    map[string]*Client      // by address: those that we keep a session with, or try to

@@ -5,10 +5,16 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
+	"google.golang.org/protobuf/proto"
+
 	"tunnel/pkg/auth"
+	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
 
@@ -213,4 +219,71 @@ func TestAddressThatWasOurs(t *testing.T) {
 	if n := a.counters.JoinsRefused.Load(); n != 0 || len(a.log.lines("level=WARN", "join refused")) != 0 {
 		t.Errorf("meeting itself counts as %d refusals", n)
 	}
+}
+
+// gate is an authenticator that lets nobody pass before it is opened.
+type gate struct {
+	auth.Authenticator
+	entered, open chan struct{}
+}
+
+func (g *gate) Authenticate(ctx context.Context, c auth.Credential) (auth.Grant, error) {
+	close(g.entered)
+	<-g.open
+	return g.Authenticator.Authenticate(ctx, c)
+}
+
+// An edge that was joining when a replica began to leave is asked to move, too.
+func TestLeaveTellsWhoWasJoining(t *testing.T) {
+	all := newFleet(t, 2)
+	g := &gate{all[0].auth, make(chan struct{}), make(chan struct{})}
+	all[0].server.cfg.Auth = g
+	cfg := all[0].clientConfig("edge1")
+	cfg.Dial = all.balanced()
+	all[0].start(cfg, direct)
+	<-g.entered
+	left := make(chan struct{})
+	go func() {
+		defer close(left)
+		all[0].server.Leave(t.Context())
+	}()
+	all[0].eventually("it leaves", func() bool { return len(all[0].log.lines("the other replicas take over")) > 0 })
+	close(g.open)
+	all[1].eventually("the edge turns to the other one", func() bool { return all[1].dir.Holds("edge1") })
+	<-left
+}
+
+// told is the link of an edge that remembers what it was told last, slowly at first.
+type told struct {
+	*cloudSession
+	n    atomic.Int32
+	last atomic.Pointer[tunnel.Message]
+}
+
+func (l *told) Send(m *tunnel.Message) error {
+	if l.n.Add(1) == 1 {
+		time.Sleep(50 * time.Millisecond) // not waited for: it lets the others overtake, if they can
+	}
+	l.last.Store(m)
+	return nil
+}
+
+// When replicas come at the same time, the last that an edge hears is the newest.
+func TestEdgesHearTheNewest(t *testing.T) {
+	p := newFleet(t, 1)[0].peers
+	edge := &told{}
+	s := &tunnel.Session{Node: "edge1", Since: time.Now(), Link: edge}
+	p.dir.Attach(s)
+	var wg sync.WaitGroup
+	wg.Go(func() { p.attach(uuid.NewString(), nil, &cloudSession{}) })
+	eventually(t, "the first is being told", func() bool { return edge.n.Load() > 0 })
+	wg.Go(func() { p.attach(uuid.NewString(), nil, &cloudSession{}) })
+	wg.Wait()
+	var r pb.Replicas
+	if err := proto.Unmarshal(edge.last.Load().Data, &r); err != nil || len(r.GetInstances()) != 3 {
+		t.Errorf("the edge knows of %d replicas, want 3 (%v)", len(r.GetInstances()), err)
+	}
+	p.mu.Lock()
+	clear(p.replicas) // they have no streams
+	p.mu.Unlock()
 }

@@ -217,8 +217,17 @@ func (p *Peers) instances() *tunnel.Message {
 	return message(typeReplicas, "", &pb.Replicas{Instances: all})
 }
 
+// welcome tells an edge that has just been attached which replicas there are.
+func (p *Peers) welcome(cs *cloudSession) {
+	p.telling.Lock()
+	defer p.telling.Unlock()
+	cs.post(p.instances())
+}
+
 // announce tells all our edges which replicas there are.
 func (p *Peers) announce() {
+	p.telling.Lock()
+	defer p.telling.Unlock()
 	m := p.instances()
 	for _, s := range p.dir.Sessions() {
 		s.Send(m) //nolint:errcheck // it ends only with the session

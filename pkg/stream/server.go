@@ -424,15 +424,18 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 		cs.peers.attach(peer, hello.GetReplica(), cs)
 		return cs, nil
 	}
-	if s.cfg.Peers != nil {
-		cs.post(s.cfg.Peers.instances())
-	}
 	s.cfg.Counters.Sessions.Add(1)
 	cs.log.Info("session started", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))
 	if old := s.dir.Attach(cs.pub); old != nil {
 		s.cfg.Counters.Replaced.Add(1)
 		cs.log.Warn("this session replaces an older one of the same node", "replaced", old.ID, "remote", old.Remote)
 		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this node"))
+	}
+	if s.cfg.Peers != nil {
+		s.cfg.Peers.welcome(cs)
+	}
+	if isClosed(s.leaving) { // it was joining when the others were told
+		cs.tellDrain(true)
 	}
 	cs.wg.Go(func() {
 		select {
