@@ -5,12 +5,15 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/uuid"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	"tunnel/pkg/auth"
@@ -286,4 +289,21 @@ func TestEdgesHearTheNewest(t *testing.T) {
 	p.mu.Lock()
 	clear(p.replicas) // they have no streams
 	p.mu.Unlock()
+}
+
+// What edges claim is passed on to other replicas, so its length is bounded; what a
+// replica says of changes before it has said all ends its session, without a panic.
+func TestOddClaims(t *testing.T) {
+	all := newFleet(t, 1)
+	s := all[0].stranger()
+	c := s.control(bearerOf("edge1"))
+	c.say(typeHello, "", &pb.Hello{Version: Version, Instance: strings.Repeat("x", maxInstance+1)})
+	if err := c.end(); status.Code(err) != codes.InvalidArgument {
+		t.Errorf("a long instance: %v, want %v", err, codes.InvalidArgument)
+	}
+	p, cs := all[0].peers, &cloudSession{}
+	r := &replica{link: cs}
+	if err := p.learn(r, cs, &pb.Nodes{}, map[tunnel.NodeName]held{"edge1": {}}); err == nil {
+		t.Error("a change of nothing is taken")
+	}
 }

@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"errors"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -19,7 +20,7 @@ const (
 	// tellPause gathers what happens at the same time into one message.
 	tellPause = 20 * time.Millisecond
 	// tellBatch is how many nodes one message names: a name has 253 bytes at most, and
-	// an instance 36, which fits maxMessage.
+	// an instance maxInstance, which fits maxMessage.
 	tellBatch = 200
 	// sameTime is within which two sessions count as equally old: an age has been on its
 	// way for a while, and neither may end the other.
@@ -132,7 +133,9 @@ func (s *cloudSession) peerNodes(m *tunnel.Message) error {
 		age := time.Duration(min(h.GetAgeMs(), uint64((1<<62)/time.Millisecond))) * time.Millisecond
 		claims[n] = held{since: now.Add(-age), instance: text(h.GetInstance())}
 	}
-	s.peers.learn(s.replica, s, &news, claims)
+	if err := s.peers.learn(s.replica, s, &news, claims); err != nil {
+		return err
+	}
 	for n, claim := range claims {
 		s.peers.yield(n, claim)
 	}
@@ -140,16 +143,19 @@ func (s *cloudSession) peerNodes(m *tunnel.Message) error {
 }
 
 // learn takes part of what a replica has told.
-func (p *Peers) learn(r *replica, from *cloudSession, news *pb.Nodes, claims map[tunnel.NodeName]held) {
+func (p *Peers) learn(r *replica, from *cloudSession, news *pb.Nodes, claims map[tunnel.NodeName]held) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if r.link != from {
-		return // a newer session of the replica says it again
+		return nil // a newer session of the replica says it again
 	}
 	if news.GetFull() {
 		r.coming = make(map[tunnel.NodeName]held, len(claims))
 	}
 	into := r.nodes
+	if into == nil && r.coming == nil {
+		return errors.New("nodes: a change comes before the whole")
+	}
 	if r.coming != nil {
 		into = r.coming
 	}
@@ -159,13 +165,14 @@ func (p *Peers) learn(r *replica, from *cloudSession, news *pb.Nodes, claims map
 	}
 	r.leaves = news.GetLeaving()
 	if news.GetMore() {
-		return
+		return nil
 	}
 	if r.coming != nil {
 		p.log.Info("another replica has said which nodes it holds", "replica", r.id, "nodes", len(into), "remote", from.pub.Remote)
 		r.nodes, r.coming = r.coming, nil
 	}
 	p.noteLocked()
+	return nil
 }
 
 // yield ends our session of a node that another process has joined as at another

@@ -384,6 +384,9 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 			"this edge speaks version %d of the protocol and the cloud version %d: install the release of the cloud (%s) on node %s",
 			hello.GetVersion(), Version, s.cfg.Software, grant.Node)
 	}
+	if len(hello.GetInstance()) > maxInstance { // it is passed on to the other replicas
+		return refuse(codes.InvalidArgument, "joining: an instance has %d bytes at most", maxInstance)
+	}
 	id := uuid.NewString()
 	again := ""
 	switch p := s.cfg.Peers; {

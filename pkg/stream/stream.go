@@ -59,6 +59,9 @@ const categoryRelay = "relay"
 // typeReplicas tells an edge which replicas there are.
 const typeReplicas = "replicas"
 
+// maxInstance is the longest instance of a process, in bytes: that of a UUID.
+const maxInstance = 36
+
 // maxReplicas is how many there may be.
 const maxReplicas = 64
 
