@@ -307,3 +307,15 @@ func TestOddClaims(t *testing.T) {
 		t.Error("a change of nothing is taken")
 	}
 }
+
+// What a replica does before it stops does not make stopping longer.
+func TestLeaveIsPartOfTheGracePeriod(t *testing.T) {
+	all := newFleet(t, 2)
+	if got := all[0].server.grace(); got != patience {
+		t.Errorf("the grace period is %s, want %s", got, patience)
+	}
+	all[0].server.Leave(t.Context())
+	if got := all[0].server.grace(); got != patience-leaveFirst {
+		t.Errorf("after Leave the grace period is %s, want %s", got, patience-leaveFirst)
+	}
+}

@@ -218,7 +218,7 @@ func stop(server *grpc.Server) {
 
 // drain tells every edge and waits for their conns, for the grace period at most.
 func (s *Server) drain() {
-	ctx, cancel := context.WithTimeout(context.Background(), s.cfg.Grace)
+	ctx, cancel := context.WithTimeout(context.Background(), s.grace())
 	defer cancel()
 	var wg sync.WaitGroup
 	for _, cs := range s.live() {
@@ -235,6 +235,15 @@ func (s *Server) drain() {
 	for _, cs := range s.live() {
 		cs.Close(errCloudStopping)
 	}
+}
+
+// grace returns how long conns may go on when the server stops. What Leave took is part
+// of it: Kubernetes' 30 s begin there.
+func (s *Server) grace() time.Duration {
+	if isClosed(s.leaving) {
+		return max(0, s.cfg.Grace-leaveFirst)
+	}
+	return s.cfg.Grace
 }
 
 // live returns all sessions, those of nodes and those of other replicas.

@@ -86,8 +86,7 @@ const (
 	// messages.
 	leaveTimeout = time.Second
 	// leaveFirst is how long a replica that is to stop goes on, while balancers and edges
-	// turn to the others. With tunnel.GracePeriod it is below the 30 s after which
-	// Kubernetes kills.
+	// turn to the others. It is part of the grace period.
 	leaveFirst = 3 * time.Second
 	// overlap is how long an edge keeps its session with a replica that is to stop, when
 	// another one has taken over: the other replicas have to hear of that one first. It is
