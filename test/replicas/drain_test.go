@@ -1,0 +1,140 @@
+package replicas
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"tunnel/test/rig"
+)
+
+// TestRollingRestart stops each replica in turn with SIGTERM, and starts it again when
+// it has ended, as an update of a Deployment does. Nobody notices: no request fails, no
+// stream loses a byte, and long transfers end as they should, whichever way they go.
+func TestRollingRestart(t *testing.T) {
+	beside(t)
+	const rate = 200
+	n, lasts := 2, 15*time.Second
+	stream := order{Bytes: 192 << 10, BytesPerSecond: 64 << 10} // 3 s
+	long := order{Bytes: 64 << 20, BytesPerSecond: 16 << 20}    // 4 s
+	if soak() {
+		n, lasts = 3, 60*time.Second
+		stream = order{Bytes: 1 << 20, BytesPerSecond: 128 << 10} // 8 s
+		long = order{Bytes: 1 << 30, BytesPerSecond: 64 << 20}    // 16 s
+	}
+	f := newFleet(t, size{replicas: local(n), edges: 20})
+
+	next := func(i int) request {
+		return request{node: i % len(f.nodes), replica: balanced, tls: (i+i/len(f.nodes))%4 == 3}
+	}
+	streams := f.startStreams(20, stream, next)
+	load := f.startLoad(rate, next)
+	for i, r := range f.Replicas {
+		ended := f.startLong(i, long)
+		since := time.Now()
+		f.terminate(r)
+		took := f.exits(r)
+		for range cap(ended) {
+			if err := <-ended; err != nil {
+				t.Errorf("a transfer that ran when %s was stopped: %v", r.Name, err)
+			}
+		}
+		f.start(&r.Member)
+		f.joined(n - 1)
+		t.Logf("%s has ended after %s and was back after %s", r.Name, took.Round(time.Millisecond), time.Since(since).Round(time.Millisecond))
+		time.Sleep(5 * askReplicas) // an update waits until the new one is known to be ready
+	}
+	time.Sleep(lasts - time.Since(load.started))
+	load.want(every)
+	streams.want(20)
+	f.sessions(len(f.nodes))
+	f.reachable(atOnce)
+	t.Logf("%d requests, %d streams of %d bytes in all", len(load.results), streams.whole, streams.bytes)
+}
+
+// startLong starts two transfers through the front doors of a replica, of a node that
+// it holds and of one that another replica holds, and returns when they run.
+func (f *fleet) startLong(replica int, o order) (ended chan error) {
+	f.t.Helper()
+	here, elsewhere := -1, -1
+	for n, p := range f.ports {
+		if p.holder() == replica {
+			here = n
+		} else {
+			elsewhere = n
+		}
+	}
+	if here < 0 || elsewhere < 0 {
+		here, elsewhere = 0, len(f.nodes)-1 // a replica that has just come holds nothing
+	}
+	ended = make(chan error, 2) // two sends
+	var running atomic.Int64
+	for _, n := range []int{here, elsewhere} {
+		go func() {
+			first := true
+			ended <- f.pour(request{node: n, replica: replica}, o, func(int64) {
+				if first {
+					running.Add(1)
+				}
+				first = false
+			})
+		}()
+	}
+	eventually(f.t, hangs, "the transfers run", func() error {
+		if n := running.Load(); n < 2 {
+			return fmt.Errorf("%d of 2 do", n)
+		}
+		return nil
+	})
+	return ended
+}
+
+// pour has bytes sent at a pace, and checks each.
+func (f *fleet) pour(r request, o order, arrived func(n int64)) error {
+	c, err := f.stream(r, "pour", o)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	if err := binary.Write(c, binary.BigEndian, o); err != nil {
+		return err
+	}
+	return wholly(c, o.Bytes, arrived)
+}
+
+// terminate is SIGTERM. It returns when the replica says that it is not ready.
+func (f *fleet) terminate(r *rig.Replica) {
+	f.t.Helper()
+	if err := f.process(&r.Member).Signal(syscall.SIGTERM); err != nil {
+		f.t.Fatal(err)
+	}
+	eventually(f.t, atOnce, r.Name+" says that it is not ready any more", func() error {
+		if rig.Ready(r.Health()) == nil {
+			return errors.New("/readyz is 200")
+		}
+		return nil
+	})
+}
+
+// exitWithin is from SIGTERM to the end of a replica.
+const exitWithin = 30 * time.Second
+
+// exits waits until a replica that was told to has ended, and returns how long that took.
+func (f *fleet) exits(r *rig.Replica) time.Duration {
+	f.t.Helper()
+	p, since := f.process(&r.Member), time.Now()
+	select {
+	case <-p.Done():
+		if p.ExitCode() != 0 {
+			f.t.Errorf("%s has ended with exit code %d, want 0", r.Name, p.ExitCode())
+		}
+	case <-time.After(exitWithin):
+		f.t.Fatalf("%s has not ended within %s", r.Name, exitWithin)
+	}
+	f.forget(&r.Member)
+	return time.Since(since)
+}
