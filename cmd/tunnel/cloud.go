@@ -91,7 +91,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	d.add(server, server.Ready, fmt.Sprintf(":%d", c.Server.GRPCPort))
 	d.add(task{"tokens", tokens.Run}, nil)
 	if peers != nil {
-		d.add(peers, nil)
+		d.add(peers, peers.Ready)
 	}
 	if len(c.TCP) > 0 {
 		var listeners []tcp.Listener

@@ -68,6 +68,8 @@ type Client struct {
 	ended    []ending   // that Run has not looked at
 	err      error      // why there is no session
 	changed  chan struct{}
+
+	hurry chan struct{} // ends a pause; capacity 1, so that nobody waits to send
 }
 
 // link is a session and what has to be undone after it.
@@ -106,7 +108,7 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	if cfg.replica != nil {
 		c.log = cfg.Log.With("module", category, "remote", cfg.Address)
 	}
-	c.err, c.changed = errors.New("has not connected yet"), make(chan struct{})
+	c.err, c.changed, c.hurry = errNotYet, make(chan struct{}), make(chan struct{}, 1)
 	router, err := tunnel.NewRouter(append([]tunnel.Module{c}, mods...)...)
 	if err != nil {
 		return nil, err
@@ -185,28 +187,43 @@ func (c *Client) Run(ctx context.Context) error {
 		} else {
 			c.log.Warn("no session; trying again", "err", err, "dur", d.Round(time.Millisecond))
 		}
-		c.pause(ctx, d)
+		if c.pause(ctx, d) {
+			wait.reset()
+		}
+	}
+}
+
+// errNotYet is why there is no session before the first attempt.
+var errNotYet = errors.New("has not connected yet")
+
+// hurryUp ends a pause: there is reason to believe that the next attempt works.
+func (c *Client) hurryUp() {
+	select {
+	case c.hurry <- struct{}{}:
+	default:
 	}
 }
 
 // pause waits for d; less when the last session is lost meanwhile, since a session that
-// was to be one more is then the first.
-func (c *Client) pause(ctx context.Context, d time.Duration) {
+// was to be one more is then the first, and when it is told to hurry, which it reports.
+func (c *Client) pause(ctx context.Context, d time.Duration) (hurried bool) {
 	late := time.After(d)
 	for had := false; ; {
 		c.mu.Lock()
 		has, changed := len(c.links) > 0, c.changed
 		c.mu.Unlock()
 		if had && !has {
-			return
+			return false
 		}
 		had = has
 		select {
 		case <-changed:
+		case <-c.hurry:
+			return true
 		case <-late:
-			return
+			return false
 		case <-ctx.Done():
-			return
+			return false
 		}
 	}
 }
@@ -368,6 +385,10 @@ func (c *Client) have() []string {
 func (c *Client) know(instances []string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	slices.Sort(instances)
+	if !slices.Equal(instances, c.replicas) && c.cfg.All {
+		c.hurryUp() // one of them may be new
+	}
 	c.replicas = instances
 	c.noteLocked()
 }

@@ -27,6 +27,9 @@ import (
 const (
 	// lookupInterval is how often the Service's name is looked up.
 	lookupInterval = 5 * time.Second
+	// readyAnyway is how long a replica that starts waits for the others to tell what they
+	// hold; one that hangs must not keep it from serving.
+	readyAnyway = 15 * time.Second
 	// forgetReplica is how long what a lost replica held is remembered: time for it to
 	// come back, or for its nodes to have gone to others.
 	forgetReplica = 15 * time.Second
@@ -77,6 +80,8 @@ type Peers struct {
 	links    map[string]*Client      // by address: those that we keep a session with, or try to
 	joined   map[string]*edgeSession // by id of the replica that we have joined
 	changed  chan struct{}           // closed at the next change; nil while nobody waits
+	began    time.Time               // when Run did; zero: not yet
+	complete bool                    // Ready has been nil
 	ended    bool                    // Run has returned: what is lost is forgotten at once
 }
 
@@ -155,6 +160,9 @@ func (peerRoutes) Routes() map[string]tunnel.Handler {
 // Run implements tunnel.Module: it looks who is there, and joins each, until ctx is done.
 func (p *Peers) Run(ctx context.Context) error {
 	defer p.forgetLost()
+	p.mu.Lock()
+	p.began = time.Now()
+	p.mu.Unlock()
 	var running sync.WaitGroup
 	defer running.Wait()
 	jctx, cancel := context.WithCancel(context.WithoutCancel(ctx)) // the sessions outlive ctx: see handOver
@@ -312,6 +320,41 @@ func (p *Peers) Note() string {
 	return strings.Join(notes, "; ")
 }
 
+// Ready returns nil once the others have told what they hold, so that a replica that has
+// just started refuses nobody whom they could serve. It waits for those that can be
+// joined, for readyAnyway at most, and only at the start.
+func (p *Peers) Ready() error {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.complete {
+		return nil
+	}
+	err := p.missingLocked()
+	if err != nil && (p.began.IsZero() || time.Since(p.began) < readyAnyway) {
+		return err
+	}
+	p.complete = true
+	return nil
+}
+
+// missingLocked returns who has not told yet what it holds. The caller holds mu.
+func (p *Peers) missingLocked() error {
+	if len(p.links) == 0 {
+		return errors.New("the other replicas have not been looked up yet")
+	}
+	for _, address := range slices.Sorted(maps.Keys(p.links)) {
+		if err := p.links[address].Ready(); errors.Is(err, errNotYet) {
+			return err
+		}
+	}
+	for id := range p.joined {
+		if r := p.replicas[id]; r == nil || r.nodes == nil {
+			return fmt.Errorf("replica %s has not said yet which nodes it holds", id)
+		}
+	}
+	return nil
+}
+
 // Status says how many replicas there are.
 func (p *Peers) Status() string {
 	p.mu.Lock()
@@ -412,7 +455,7 @@ func (p *Peers) verifyOwn(conf *tls.Config, usage x509.ExtKeyUsage, what string)
 		chain = append(chain, c)
 	}
 	if err := p.verify(chain, usage); err != nil {
-		return fmt.Errorf("other replicas would not accept this replica's certificate %s: %w (it must be signed by ca and hold the name %q)", what, err, p.cfg.TLS.ServerName)
+		return fmt.Errorf("other replicas would not accept this replica's certificate %s: %w (it must be signed by ca, hold the name %q, and allow client and server authentication)", what, err, p.cfg.TLS.ServerName)
 	}
 	return nil
 }
@@ -455,6 +498,9 @@ func (p *Peers) attach(id string, hello *pb.Replica, cs *cloudSession) {
 	old := r.link
 	r.link, r.addrs, cs.replica = cs, addrs, r
 	p.noteLocked()
+	for _, c := range p.links {
+		c.hurryUp() // it has found us, so we shall find it
+	}
 	p.mu.Unlock()
 	p.announce()
 	if old != nil {

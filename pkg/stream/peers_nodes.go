@@ -95,7 +95,7 @@ func (p *Peers) tell(s *edgeSession) {
 func heldOf(s *tunnel.Session) *pb.Held {
 	h := &pb.Held{Node: string(s.Node), AgeMs: uint64(max(0, time.Since(s.Since).Milliseconds()))} //nolint:gosec // not negative
 	if cs, ok := s.Link.(*cloudSession); ok {
-		h.Instance, h.All = cs.instance, cs.all
+		h.Instance = cs.instance
 	}
 	return h
 }

@@ -467,3 +467,56 @@ func TestSessionWithEveryReplica(t *testing.T) {
 	}
 	all[1].idle(e)
 }
+
+// A replica that has just started is not ready before the others have told it what they
+// hold, and they, who have not got through to it for a while, do not wait to be asked.
+func TestStartedReplicaKnowsTheNodes(t *testing.T) {
+	ca, err := auth.NewCA("replicas", 24*time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var listeners []net.Listener
+	var addresses []string
+	for range 2 {
+		ln, err := net.Listen("tcp", "127.0.0.1:0")
+		if err != nil {
+			t.Fatal(err)
+		}
+		listeners, addresses = append(listeners, ln), append(addresses, ln.Addr().String())
+	}
+	ln := listeners[1].(*net.TCPListener)
+	hungUp := make(chan struct{})
+	go func() { // nobody is there yet
+		defer close(hungUp)
+		for {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			c.Close()
+		}
+	}()
+	first := newReplica(t, ca, listeners[0], addresses, netip.MustParseAddr("10.0.0.1"))
+	first.join("edge1", direct)
+	first.eventually("the first is ready: the other one cannot be joined", func() bool { return first.peers.Ready() == nil })
+	link := func() *Client {
+		first.peers.mu.Lock()
+		defer first.peers.mu.Unlock()
+		return first.peers.links[addresses[1]]
+	}
+	first.eventually("it has given up for a while", func() bool {
+		return len(first.log.lines("no session; trying again", addresses[1])) >= 4 && link().Ready() != nil
+	})
+
+	ln.SetDeadline(time.Now())
+	<-hungUp
+	ln.SetDeadline(time.Time{})
+	second := newReplica(t, ca, ln, addresses, netip.MustParseAddr("10.0.0.2"))
+	if second.peers.Ready() == nil && !second.peers.Holds("edge1") {
+		t.Error("ready before it knows anything")
+	}
+	within(t, 2*time.Second, "the second is ready", func() bool { return second.peers.Ready() == nil })
+	if !second.peers.Holds("edge1") {
+		t.Error("ready without knowing what the first one holds")
+	}
+}

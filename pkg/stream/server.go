@@ -75,7 +75,7 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 	}
 	if cfg.Peers != nil {
 		if err := cfg.Peers.verifyOwn(cfg.TLS, x509.ExtKeyUsageServerAuth, "as a server"); err != nil {
-			return nil, err
+			return nil, fmt.Errorf("mode.cloud.stream.peers: %w", err)
 		}
 	}
 	s := &Server{cfg: cfg, dir: dir, leaving: make(chan struct{}), blocks: new(blocks), log: cfg.Log.With("module", category), listen: net.Listen}

@@ -614,7 +614,6 @@ type Held struct {
 	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
 	AgeMs         uint64                 `protobuf:"varint,2,opt,name=age_ms,json=ageMs,proto3" json:"age_ms,omitempty"` // how long the session has lived: the clocks of replicas differ
 	Instance      string                 `protobuf:"bytes,3,opt,name=instance,proto3" json:"instance,omitempty"`         // of the edge
-	All           bool                   `protobuf:"varint,4,opt,name=all,proto3" json:"all,omitempty"`                  // the edge keeps a session with every replica
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -668,13 +667,6 @@ func (x *Held) GetInstance() string {
 		return x.Instance
 	}
 	return ""
-}
-
-func (x *Held) GetAll() bool {
-	if x != nil {
-		return x.All
-	}
-	return false
 }
 
 // Replicas tells an edge the instances of all replicas (type "replicas").
@@ -874,12 +866,11 @@ const file_stream_proto_rawDesc = "" +
 	"\x04more\x18\x02 \x01(\bR\x04more\x12#\n" +
 	"\x04held\x18\x03 \x03(\v2\x0f.tunnel.v1.HeldR\x04held\x12\x12\n" +
 	"\x04gone\x18\x04 \x03(\tR\x04gone\x12\x18\n" +
-	"\aleaving\x18\x05 \x01(\bR\aleaving\"_\n" +
+	"\aleaving\x18\x05 \x01(\bR\aleaving\"M\n" +
 	"\x04Held\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x15\n" +
 	"\x06age_ms\x18\x02 \x01(\x04R\x05ageMs\x12\x1a\n" +
-	"\binstance\x18\x03 \x01(\tR\binstance\x12\x10\n" +
-	"\x03all\x18\x04 \x01(\bR\x03all\"(\n" +
+	"\binstance\x18\x03 \x01(\tR\binstance\"(\n" +
 	"\bReplicas\x12\x1c\n" +
 	"\tinstances\x18\x01 \x03(\tR\tinstances\"B\n" +
 	"\aRefused\x12#\n" +
