@@ -59,8 +59,13 @@ marked() { # process ids of everything that carries our mark; a zombie has no en
 }
 
 alive() { # NAME: whether the process that start recorded lives and is ours
-  local p; p=$(cat "$RUN/pid/$1" 2>/dev/null) || return 1
-  grep -qzsxF "TUNNEL_E2E=$RUN" "/proc/$p/environ"
+  local p i; p=$(cat "$RUN/pid/$1" 2>/dev/null) || return 1
+  for i in 1 2 3 4 5; do
+    ! grep -qzsxF "TUNNEL_E2E=$RUN" "/proc/$p/environ" || return 0
+    [ -d "/proc/$p" ] || return 1
+    sleep 0.02 # setsid, nice and CMD follow each other in one process, which has no environment while it becomes the next
+  done
+  return 1
 }
 
 # ended PID: whether a process that was killed has given back what it held. It loses its environment first and its sockets
