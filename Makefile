@@ -36,8 +36,14 @@ dev-certs: ## make the certificates and tokens that conf/cloud.toml and conf/edg
 test: race fuzz ## the tests: with the race detector, leak checks, and 10 s of fuzzing per target
 
 .PHONY: race
-race: ## the tests with the race detector; a skip that test/skips.txt does not list fails
+race: iproute2 ## the tests with the race detector; a skip that test/skips.txt does not list fails
 	@go run ./test/report -allow test/skips.txt -- go test -race -count=1 -timeout 10m -json $(PKGS)
+
+# Tests that make networks of their own do it with ip(8).
+.PHONY: iproute2
+iproute2:
+	@command -v ip >/dev/null || { echo "installing iproute2"; apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends iproute2 </dev/null >/dev/null; }
 
 .PHONY: fuzz
 fuzz: ## fuzz every target for FUZZTIME (10s)

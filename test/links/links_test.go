@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"net/netip"
 	"os"
+	"os/exec"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -53,6 +54,9 @@ type far struct {
 // newFar starts both and waits for the session.
 func newFar(t *testing.T) *far {
 	t.Helper()
+	if _, err := exec.LookPath("ip"); err != nil {
+		t.Skipf("networks are made with ip(8), of iproute2: %v", err)
+	}
 	f := &far{t: t}
 	networks := [2]*rig.Network{}
 	for i := range networks {
