@@ -195,7 +195,8 @@ func tryTerminal(ctx context.Context, c *cluster, node string) error {
 		return err
 	}
 	defer term.close()
-	if err := term.enter("stty size; exit"); err != nil {
+	// The size comes by a stream of its own, perhaps after what is typed; until then there is none, and stty fails.
+	if err := term.enter("until stty size | grep '37 91'; do sleep 1; done; exit"); err != nil {
 		return err
 	}
 	return term.until(ctx, printed("37 91"))
