@@ -24,19 +24,7 @@ import (
 // A replica that is found under two addresses, as behind a Service of two address
 // families, is joined once: its session is not replaced again and again.
 func TestReplicaWithTwoAddresses(t *testing.T) {
-	ca, err := auth.NewCA("replicas", 24*time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var listeners []net.Listener
-	var addresses []string
-	for range 2 {
-		ln, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		listeners, addresses = append(listeners, ln), append(addresses, ln.Addr().String())
-	}
+	ca, listeners, addresses := places(t, 2)
 	_, port, err := net.SplitHostPort(addresses[0])
 	if err != nil {
 		t.Fatal(err)

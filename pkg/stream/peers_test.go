@@ -37,12 +37,23 @@ type fleet []*replicaRig
 
 func newFleet(t *testing.T, n int) fleet {
 	t.Helper()
+	ca, listeners, addresses := places(t, n)
+	var all fleet
+	for i, ln := range listeners {
+		all = append(all, newReplica(t, ca, ln, addresses, netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})))
+	}
+	all.meet(t)
+	return all
+}
+
+// places makes what replicas need before they start: who signs for them, and where each
+// listens.
+func places(t *testing.T, n int) (ca *auth.CA, listeners []net.Listener, addresses []string) {
+	t.Helper()
 	ca, err := auth.NewCA("replicas", 24*time.Hour)
 	if err != nil {
 		t.Fatal(err)
 	}
-	var listeners []net.Listener
-	var addresses []string
 	for range n {
 		ln, err := net.Listen("tcp", "127.0.0.1:0")
 		if err != nil {
@@ -50,12 +61,7 @@ func newFleet(t *testing.T, n int) fleet {
 		}
 		listeners, addresses = append(listeners, ln), append(addresses, ln.Addr().String())
 	}
-	var all fleet
-	for i, ln := range listeners {
-		all = append(all, newReplica(t, ca, ln, addresses, netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})))
-	}
-	all.meet(t)
-	return all
+	return ca, listeners, addresses
 }
 
 // meet waits until each has joined each other.
@@ -471,19 +477,7 @@ func TestSessionWithEveryReplica(t *testing.T) {
 // A replica that has just started is not ready before the others have told it what they
 // hold, and they, who have not got through to it for a while, do not wait to be asked.
 func TestStartedReplicaKnowsTheNodes(t *testing.T) {
-	ca, err := auth.NewCA("replicas", 24*time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var listeners []net.Listener
-	var addresses []string
-	for range 2 {
-		ln, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		listeners, addresses = append(listeners, ln), append(addresses, ln.Addr().String())
-	}
+	ca, listeners, addresses := places(t, 2)
 	ln := listeners[1].(*net.TCPListener)
 	hungUp := make(chan struct{})
 	go func() { // nobody is there yet
