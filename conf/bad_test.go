@@ -279,7 +279,7 @@ func TestBadEdge(t *testing.T) {
 			`1: mode.edge.stream.client.servername: missing: write the address of the cloud to dial, such as servername = "tunnel.example.com:9000"`,
 			`1: mode.edge.stream.client.dns: missing: write the name that the cloud's certificate is made out to, such as dns = "tunnel.cloud.io"`,
 			`1: mode.edge.stream.client.cert: missing: write the CA that signed the cloud's certificate, such as cert = "ca.crt"`,
-			`1: mode.edge.stream.client.tokenfile: missing: write tokenfile, a file that holds this node's token alone, or token`}},
+			`1: mode.edge.stream.client.tokenfile: missing: run tunnel join, which writes all of this; or write tokenfile, a file that holds this node's token alone, or token, or nodecert`}},
 		{"client", `[mode.edge.stream.client]
 servername = "tunnel.example.com"
 dns = "tunnel.cloud.io:9000"

@@ -22,6 +22,7 @@ type Cloud struct {
 	Server      Server        // where edges dial, [mode.cloud.stream.server]
 	DNS         DNS           // [mode.cloud.stream.dns]
 	Peers       Peers         // [mode.cloud.stream.peers]
+	Join        Join          // [mode.cloud.join]
 	HTTPS       HTTPS         // [mode.cloud.https]
 	TCP         []TCPListener // [mode.cloud.tcp] and [mode.cloud.tcpallow], in the order of Listen
 	Egress      Egress        // [mode.cloud.egress]
@@ -141,6 +142,7 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 			Service: peers.Service, Addresses: peers.Addresses,
 			CA: path(peers.CA), Cert: path(peers.Cert), Key: path(peers.Key), ServerName: peers.ServerName,
 		},
+		Join: newJoin(&t.Join, r),
 		HTTPS: HTTPS{
 			Ports:     h.Addr,
 			Listen:    h.Listen,
@@ -256,6 +258,7 @@ func (c *Cloud) check(r *report) {
 	c.Server.check(r)
 	c.DNS.check(r)
 	c.Peers.check(r)
+	c.Join.check(r)
 	c.HTTPS.check(r)
 	for _, l := range c.TCP {
 		l.check(r)

@@ -1,6 +1,7 @@
 package conf
 
 import (
+	"cmp"
 	"strings"
 
 	"tunnel/pkg/auth"
@@ -21,6 +22,8 @@ type Edge struct {
 	CA           string      // file that signs it (cert in the file)
 	Token        auth.Secret // either this
 	TokenFile    string      // or a file that holds the token alone
+	NodeCert     string      // or a file with this node's certificate and, without NodeKey, its key
+	NodeKey      string      // file
 	AllReplicas  bool        // a session with every replica, not with one
 	LogPort      int         // /healthz /readyz /metrics on all interfaces; 0 is off
 	ChannelzAddr string      // on loopback; "" is off
@@ -61,6 +64,8 @@ func newEdge(t *edgeTable, env Env, r *report) *Edge {
 		CA:           path(c.Cert),
 		Token:        auth.Secret(c.Token),
 		TokenFile:    path(c.TokenFile),
+		NodeCert:     path(c.NodeCert),
+		NodeKey:      path(c.NodeKey),
 		LogPort:      c.LogPort,
 		ChannelzAddr: r.channelz(clientTable+"channelzaddr", c.ChannelzAddr),
 
@@ -163,10 +168,18 @@ func (e *Edge) checkClient(r *report) {
 	switch {
 	case e.Token != "" && e.TokenFile != "":
 		r.add(t+"tokenfile", "there is a token as well: remove one of them")
-	case e.Token == "" && e.TokenFile == "":
-		r.add(t+"tokenfile", "missing: write tokenfile, a file that holds this node's token alone, or token")
+	case e.NodeCert != "" && (e.Token != "" || e.TokenFile != ""):
+		r.add(t+"nodecert", "there is a token as well: remove one of them")
+	case e.Token == "" && e.TokenFile == "" && e.NodeCert == "":
+		r.add(t+"tokenfile", "missing: run tunnel join, which writes all of this; or write tokenfile, a file that holds this node's token alone, or token, or nodecert")
+	}
+	if e.NodeKey != "" && e.NodeCert == "" {
+		r.add(t+"nodecert", "missing: nodekey is useless without its certificate, write nodecert or remove nodekey")
 	}
 	r.file(t+"tokenfile", e.TokenFile)
+	r.file(t+"nodecert", e.NodeCert)
+	r.file(t+"nodekey", e.NodeKey)
+	r.secret(t+"nodekey", cmp.Or(e.NodeKey, e.NodeCert))
 	if e.Token != "" && e.src != nil {
 		r.secret(t+"token", e.src.file)
 	}

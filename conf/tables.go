@@ -47,6 +47,7 @@ type cloudTable struct {
 			Insecure bool   `toml:"insecure"`
 		} `toml:"kubelet"`
 	} `toml:"https"`
+	Join     joinKeys            `toml:"join"`
 	TCP      map[string]string   `toml:"tcp"`
 	TCPAllow map[string][]string `toml:"tcpallow"`
 	Egress   struct {
@@ -73,6 +74,19 @@ type dnsKeys struct {
 	NodeSelector string   `toml:"nodeselector"`
 }
 
+type joinKeys struct {
+	CA              string   `toml:"ca"`
+	CAKey           string   `toml:"cakey"`
+	Signer          string   `toml:"signer"`
+	SignerName      string   `toml:"signername"`
+	Lifetime        string   `toml:"lifetime"`
+	Address         string   `toml:"address"`
+	CloudCA         string   `toml:"cloudca"`
+	ServiceAccounts []string `toml:"serviceaccounts"`
+	Audience        string   `toml:"audience"`
+	AnyNode         bool     `toml:"anynode"`
+}
+
 type edgeTable struct {
 	Node   string   `toml:"node"`
 	Allow  []string `toml:"allow"`
@@ -80,6 +94,8 @@ type edgeTable struct {
 		Client struct {
 			Token        string `toml:"token"`
 			TokenFile    string `toml:"tokenfile"`
+			NodeCert     string `toml:"nodecert"`
+			NodeKey      string `toml:"nodekey"`
 			Cert         string `toml:"cert"`
 			DNS          string `toml:"dns"`
 			ServerName   string `toml:"servername"`

@@ -29,22 +29,30 @@ package auth
 
 import (
 	"context"
+	"crypto/x509"
 	"errors"
+	"time"
 
 	"tunnel/pkg/tunnel"
 )
 
-// Credential is what an edge presents when it joins.
+// Credential is what an edge presents when it joins: a token, or the certificate of its
+// TLS connection.
 type Credential struct {
-	Node  string // a claim, to be checked against the token
-	Token Secret
+	Node  string // a claim, to be checked against the proof
+	Token Secret // "": the proof is a certificate
+	// Chain is the client certificate of the connection, leaf first. The handshake has
+	// proven that the edge has its key; nothing else of it has been looked at.
+	Chain []*x509.Certificate
 }
 
 // Grant is the answer to a good credential.
 type Grant struct {
-	Node tunnel.NodeName // proven
-	// Revoked is closed when the credential stops being good. It is never closed
-	// once the context that was given to Authenticate is done.
+	Node    tunnel.NodeName // proven
+	By      string          // what has proven it, for people: "token", "certificate 3f…", "service account ns/name"
+	Expires time.Time       // when the credential stops being good by itself; zero: never
+	// Revoked is closed when the credential stops being good before that. It is never
+	// closed once the context that was given to Authenticate is done.
 	Revoked <-chan struct{}
 }
 
@@ -56,6 +64,36 @@ type Authenticator interface {
 	// whose text is the reason, for the log alone; any other error means that the
 	// question could not be answered now.
 	Authenticate(ctx context.Context, c Credential) (Grant, error)
+}
+
+// Signer makes certificates for nodes.
+type Signer interface {
+	// Sign returns a certificate for node with the key of the request (PKCS #10, DER),
+	// which ParseRequest has accepted for that node: the chain in PEM, leaf first.
+	Sign(ctx context.Context, node tunnel.NodeName, request []byte) (chain []byte, err error)
+}
+
+// Reviewer asks Kubernetes whose a ServiceAccount token is.
+type Reviewer interface {
+	// Review returns what the token proves. An error means that the question could not
+	// be answered; a token that is not good has a Review without Authenticated.
+	Review(ctx context.Context, token Secret) (Review, error)
+}
+
+// Review is what Kubernetes says of a ServiceAccount token for our audience.
+type Review struct {
+	Authenticated bool
+	User          string // "system:serviceaccount:NAMESPACE:NAME"
+	Node          string // that the pod runs on, to which the token is bound; "": it says none
+}
+
+// Nodes tells which nodes there are in Kubernetes.
+type Nodes interface {
+	// May reports whether there is a node of that name; known is false until the names
+	// have been read once.
+	May(node tunnel.NodeName) (may, known bool)
+	// Changed returns a channel that is closed at the next change of any name.
+	Changed() <-chan struct{}
 }
 
 // ErrUnauthenticated is the one refusal of every credential that is not good. It

@@ -76,7 +76,7 @@ func TestAuthenticate(t *testing.T) {
 			}
 			tokens, j := newTokens(t, content, tc.shared)
 			ctx, cancel := context.WithCancel(t.Context())
-			g, err := tokens.Authenticate(ctx, Credential{tc.node, tc.token})
+			g, err := tokens.Authenticate(ctx, Credential{Node: tc.node, Token: tc.token})
 			if tc.ok && (err != nil || string(g.Node) != tc.node || g.Revoked == nil) {
 				t.Fatalf("refused: %+v, %v; log: %s", g, err, j)
 			}
@@ -201,7 +201,7 @@ func following(t *testing.T, tokens *Tokens, notify bool) {
 
 func grantFor(t *testing.T, tokens *Tokens, node string, token Secret) Grant {
 	t.Helper()
-	g, err := tokens.Authenticate(t.Context(), Credential{node, token})
+	g, err := tokens.Authenticate(t.Context(), Credential{Node: node, Token: token})
 	if err != nil {
 		t.Fatalf("%s: %v", node, err)
 	}
@@ -254,7 +254,7 @@ func TestRevocation(t *testing.T) {
 				change(t, tokens.path, "edge2:two\nedge3:three\n")
 				wantRevoked(t, gone)
 				wantLive(t, stays)
-				if _, err := tokens.Authenticate(t.Context(), Credential{"edge1", "one"}); err == nil {
+				if _, err := tokens.Authenticate(t.Context(), Credential{Node: "edge1", Token: "one"}); err == nil {
 					t.Error("a revoked token can come back")
 				}
 				grantFor(t, tokens, "edge3", "three")
@@ -346,7 +346,7 @@ func TestGrantsAreForgotten(t *testing.T) {
 	tokens, _ := newTokens(t, "edge1:one\n", false)
 	for range 100 {
 		ctx, cancel := context.WithCancel(t.Context())
-		if _, err := tokens.Authenticate(ctx, Credential{"edge1", "one"}); err != nil {
+		if _, err := tokens.Authenticate(ctx, Credential{Node: "edge1", Token: "one"}); err != nil {
 			t.Fatal(err)
 		}
 		cancel()
@@ -387,7 +387,7 @@ func FuzzTokenFile(f *testing.F) {
 		empty := Secret("")
 		for node := range tb.own {
 			tokens := &Tokens{table: tb, log: slog.New(slog.DiscardHandler), grants: make(map[*grant]struct{})}
-			if _, err := tokens.Authenticate(t.Context(), Credential{string(node), empty}); err == nil {
+			if _, err := tokens.Authenticate(t.Context(), Credential{Node: string(node), Token: empty}); err == nil {
 				t.Fatalf("%q: an empty token is accepted", content)
 			}
 		}

@@ -9,12 +9,12 @@ func TestTokenOnTheWire(t *testing.T) {
 	if got, want := EncodeToken("edge1", `a<b>&"c`), `{"nodename":"edge1","token":"a<b>&\"c"}`; got != want {
 		t.Errorf("EncodeToken = %s, want %s", got, want)
 	}
-	for in, want := range map[string]Credential{
+	for in, want := range map[string][2]string{
 		`{"nodename":"edge1","token":"t"}`:            {"edge1", "t"},
 		" {\"token\":\"t\",\n\"nodename\":\"edge1\"}": {"edge1", "t"},
 		`{"nodename":"edge1","token":"\u0074"}`:       {"edge1", "t"},
 	} {
-		if got, err := DecodeToken(in); err != nil || got != want {
+		if got, err := DecodeToken(in); err != nil || got.Node != want[0] || got.Token.Reveal() != want[1] {
 			t.Errorf("DecodeToken(%s) = %+v, %v", in, got, err)
 		}
 	}
@@ -71,7 +71,7 @@ func FuzzDecodeToken(f *testing.F) {
 			t.Fatalf("accepted %q", s)
 		}
 		again, err := DecodeToken(EncodeToken(c.Node, c.Token))
-		if err == nil && again != c {
+		if err == nil && (again.Node != c.Node || again.Token != c.Token) {
 			t.Fatalf("%q became %q", s, EncodeToken(c.Node, c.Token))
 		}
 	})

@@ -98,6 +98,112 @@ func (Code) EnumDescriptor() ([]byte, []int) {
 	return file_stream_proto_rawDescGZIP(), []int{0}
 }
 
+// SignRequest asks for a certificate.
+type SignRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Request       []byte                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"` // PKCS #10, DER
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SignRequest) Reset() {
+	*x = SignRequest{}
+	mi := &file_stream_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SignRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SignRequest) ProtoMessage() {}
+
+func (x *SignRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_stream_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SignRequest.ProtoReflect.Descriptor instead.
+func (*SignRequest) Descriptor() ([]byte, []int) {
+	return file_stream_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *SignRequest) GetRequest() []byte {
+	if x != nil {
+		return x.Request
+	}
+	return nil
+}
+
+// SignResponse holds it.
+type SignResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Chain         []byte                 `protobuf:"bytes,1,opt,name=chain,proto3" json:"chain,omitempty"`                  // PEM, leaf first
+	Node          string                 `protobuf:"bytes,2,opt,name=node,proto3" json:"node,omitempty"`                    // whose it is
+	TimeMs        int64                  `protobuf:"varint,3,opt,name=time_ms,json=timeMs,proto3" json:"time_ms,omitempty"` // the cloud's clock, since 1970
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SignResponse) Reset() {
+	*x = SignResponse{}
+	mi := &file_stream_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SignResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SignResponse) ProtoMessage() {}
+
+func (x *SignResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_stream_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SignResponse.ProtoReflect.Descriptor instead.
+func (*SignResponse) Descriptor() ([]byte, []int) {
+	return file_stream_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *SignResponse) GetChain() []byte {
+	if x != nil {
+		return x.Chain
+	}
+	return nil
+}
+
+func (x *SignResponse) GetNode() string {
+	if x != nil {
+		return x.Node
+	}
+	return ""
+}
+
+func (x *SignResponse) GetTimeMs() int64 {
+	if x != nil {
+		return x.TimeMs
+	}
+	return 0
+}
+
 // StreamMsg is one message of a session.
 type StreamMsg struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -113,7 +219,7 @@ type StreamMsg struct {
 
 func (x *StreamMsg) Reset() {
 	*x = StreamMsg{}
-	mi := &file_stream_proto_msgTypes[0]
+	mi := &file_stream_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -125,7 +231,7 @@ func (x *StreamMsg) String() string {
 func (*StreamMsg) ProtoMessage() {}
 
 func (x *StreamMsg) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[0]
+	mi := &file_stream_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -138,7 +244,7 @@ func (x *StreamMsg) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StreamMsg.ProtoReflect.Descriptor instead.
 func (*StreamMsg) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{0}
+	return file_stream_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *StreamMsg) GetNode() string {
@@ -195,7 +301,7 @@ type Chunk struct {
 
 func (x *Chunk) Reset() {
 	*x = Chunk{}
-	mi := &file_stream_proto_msgTypes[1]
+	mi := &file_stream_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -207,7 +313,7 @@ func (x *Chunk) String() string {
 func (*Chunk) ProtoMessage() {}
 
 func (x *Chunk) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[1]
+	mi := &file_stream_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -220,7 +326,7 @@ func (x *Chunk) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Chunk.ProtoReflect.Descriptor instead.
 func (*Chunk) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{1}
+	return file_stream_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Chunk) GetData() []byte {
@@ -262,7 +368,7 @@ type Hello struct {
 
 func (x *Hello) Reset() {
 	*x = Hello{}
-	mi := &file_stream_proto_msgTypes[2]
+	mi := &file_stream_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -274,7 +380,7 @@ func (x *Hello) String() string {
 func (*Hello) ProtoMessage() {}
 
 func (x *Hello) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[2]
+	mi := &file_stream_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -287,7 +393,7 @@ func (x *Hello) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Hello.ProtoReflect.Descriptor instead.
 func (*Hello) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{2}
+	return file_stream_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *Hello) GetVersion() uint32 {
@@ -364,7 +470,7 @@ type Replica struct {
 
 func (x *Replica) Reset() {
 	*x = Replica{}
-	mi := &file_stream_proto_msgTypes[3]
+	mi := &file_stream_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -376,7 +482,7 @@ func (x *Replica) String() string {
 func (*Replica) ProtoMessage() {}
 
 func (x *Replica) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[3]
+	mi := &file_stream_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -389,7 +495,7 @@ func (x *Replica) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Replica.ProtoReflect.Descriptor instead.
 func (*Replica) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{3}
+	return file_stream_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Replica) GetAddrs() []string {
@@ -410,7 +516,7 @@ type Heartbeat struct {
 
 func (x *Heartbeat) Reset() {
 	*x = Heartbeat{}
-	mi := &file_stream_proto_msgTypes[4]
+	mi := &file_stream_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -422,7 +528,7 @@ func (x *Heartbeat) String() string {
 func (*Heartbeat) ProtoMessage() {}
 
 func (x *Heartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[4]
+	mi := &file_stream_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -435,7 +541,7 @@ func (x *Heartbeat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Heartbeat.ProtoReflect.Descriptor instead.
 func (*Heartbeat) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{4}
+	return file_stream_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Heartbeat) GetSent() int64 {
@@ -467,7 +573,7 @@ type Open struct {
 
 func (x *Open) Reset() {
 	*x = Open{}
-	mi := &file_stream_proto_msgTypes[5]
+	mi := &file_stream_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -479,7 +585,7 @@ func (x *Open) String() string {
 func (*Open) ProtoMessage() {}
 
 func (x *Open) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[5]
+	mi := &file_stream_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -492,7 +598,7 @@ func (x *Open) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Open.ProtoReflect.Descriptor instead.
 func (*Open) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{5}
+	return file_stream_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *Open) GetNetwork() string {
@@ -545,7 +651,7 @@ type Nodes struct {
 
 func (x *Nodes) Reset() {
 	*x = Nodes{}
-	mi := &file_stream_proto_msgTypes[6]
+	mi := &file_stream_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -557,7 +663,7 @@ func (x *Nodes) String() string {
 func (*Nodes) ProtoMessage() {}
 
 func (x *Nodes) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[6]
+	mi := &file_stream_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -570,7 +676,7 @@ func (x *Nodes) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Nodes.ProtoReflect.Descriptor instead.
 func (*Nodes) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{6}
+	return file_stream_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Nodes) GetFull() bool {
@@ -620,7 +726,7 @@ type Held struct {
 
 func (x *Held) Reset() {
 	*x = Held{}
-	mi := &file_stream_proto_msgTypes[7]
+	mi := &file_stream_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -632,7 +738,7 @@ func (x *Held) String() string {
 func (*Held) ProtoMessage() {}
 
 func (x *Held) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[7]
+	mi := &file_stream_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -645,7 +751,7 @@ func (x *Held) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Held.ProtoReflect.Descriptor instead.
 func (*Held) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{7}
+	return file_stream_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *Held) GetNode() string {
@@ -669,6 +775,52 @@ func (x *Held) GetInstance() string {
 	return ""
 }
 
+// Credential proves the node of a session anew (type "credential"), because what has
+// proven it so far is about to expire or to be withdrawn. There is no answer.
+type Credential struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	AccessToken   string                 `protobuf:"bytes,1,opt,name=access_token,json=accessToken,proto3" json:"access_token,omitempty"` // as in the metadata of a join
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Credential) Reset() {
+	*x = Credential{}
+	mi := &file_stream_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Credential) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Credential) ProtoMessage() {}
+
+func (x *Credential) ProtoReflect() protoreflect.Message {
+	mi := &file_stream_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Credential.ProtoReflect.Descriptor instead.
+func (*Credential) Descriptor() ([]byte, []int) {
+	return file_stream_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *Credential) GetAccessToken() string {
+	if x != nil {
+		return x.AccessToken
+	}
+	return ""
+}
+
 // Replicas tells an edge the instances of all replicas (type "replicas").
 type Replicas struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -679,7 +831,7 @@ type Replicas struct {
 
 func (x *Replicas) Reset() {
 	*x = Replicas{}
-	mi := &file_stream_proto_msgTypes[8]
+	mi := &file_stream_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -691,7 +843,7 @@ func (x *Replicas) String() string {
 func (*Replicas) ProtoMessage() {}
 
 func (x *Replicas) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[8]
+	mi := &file_stream_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -704,7 +856,7 @@ func (x *Replicas) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Replicas.ProtoReflect.Descriptor instead.
 func (*Replicas) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{8}
+	return file_stream_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Replicas) GetInstances() []string {
@@ -725,7 +877,7 @@ type Refused struct {
 
 func (x *Refused) Reset() {
 	*x = Refused{}
-	mi := &file_stream_proto_msgTypes[9]
+	mi := &file_stream_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -737,7 +889,7 @@ func (x *Refused) String() string {
 func (*Refused) ProtoMessage() {}
 
 func (x *Refused) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[9]
+	mi := &file_stream_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -750,7 +902,7 @@ func (x *Refused) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Refused.ProtoReflect.Descriptor instead.
 func (*Refused) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{9}
+	return file_stream_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Refused) GetCode() Code {
@@ -781,7 +933,7 @@ type Drain struct {
 
 func (x *Drain) Reset() {
 	*x = Drain{}
-	mi := &file_stream_proto_msgTypes[10]
+	mi := &file_stream_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -793,7 +945,7 @@ func (x *Drain) String() string {
 func (*Drain) ProtoMessage() {}
 
 func (x *Drain) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[10]
+	mi := &file_stream_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -806,7 +958,7 @@ func (x *Drain) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Drain.ProtoReflect.Descriptor instead.
 func (*Drain) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{10}
+	return file_stream_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Drain) GetGraceSeconds() uint32 {
@@ -827,7 +979,13 @@ var File_stream_proto protoreflect.FileDescriptor
 
 const file_stream_proto_rawDesc = "" +
 	"\n" +
-	"\fstream.proto\x12\ttunnel.v1\"\x8d\x01\n" +
+	"\fstream.proto\x12\ttunnel.v1\"'\n" +
+	"\vSignRequest\x12\x18\n" +
+	"\arequest\x18\x01 \x01(\fR\arequest\"Q\n" +
+	"\fSignResponse\x12\x14\n" +
+	"\x05chain\x18\x01 \x01(\fR\x05chain\x12\x12\n" +
+	"\x04node\x18\x02 \x01(\tR\x04node\x12\x17\n" +
+	"\atime_ms\x18\x03 \x01(\x03R\x06timeMs\"\x8d\x01\n" +
 	"\tStreamMsg\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x1a\n" +
 	"\bcategory\x18\x02 \x01(\tR\bcategory\x12\x12\n" +
@@ -870,7 +1028,10 @@ const file_stream_proto_rawDesc = "" +
 	"\x04Held\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x15\n" +
 	"\x06age_ms\x18\x02 \x01(\x04R\x05ageMs\x12\x1a\n" +
-	"\binstance\x18\x03 \x01(\tR\binstance\"(\n" +
+	"\binstance\x18\x03 \x01(\tR\binstance\"/\n" +
+	"\n" +
+	"Credential\x12!\n" +
+	"\faccess_token\x18\x01 \x01(\tR\vaccessToken\"(\n" +
 	"\bReplicas\x12\x1c\n" +
 	"\tinstances\x18\x01 \x03(\tR\tinstances\"B\n" +
 	"\aRefused\x12#\n" +
@@ -894,7 +1055,9 @@ const file_stream_proto_rawDesc = "" +
 	"2~\n" +
 	"\x06Stream\x12A\n" +
 	"\x0fTunnelStreaming\x12\x14.tunnel.v1.StreamMsg\x1a\x14.tunnel.v1.StreamMsg(\x010\x01\x121\n" +
-	"\aConnect\x12\x10.tunnel.v1.Chunk\x1a\x10.tunnel.v1.Chunk(\x010\x01B\x1cZ\x1atunnel/pkg/stream/tunnelv1b\x06proto3"
+	"\aConnect\x12\x10.tunnel.v1.Chunk\x1a\x10.tunnel.v1.Chunk(\x010\x012G\n" +
+	"\fCertificates\x127\n" +
+	"\x04Sign\x12\x16.tunnel.v1.SignRequest\x1a\x17.tunnel.v1.SignResponseB\x1cZ\x1atunnel/pkg/stream/tunnelv1b\x06proto3"
 
 var (
 	file_stream_proto_rawDescOnce sync.Once
@@ -909,34 +1072,39 @@ func file_stream_proto_rawDescGZIP() []byte {
 }
 
 var file_stream_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_stream_proto_msgTypes = make([]protoimpl.MessageInfo, 11)
+var file_stream_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_stream_proto_goTypes = []any{
-	(Code)(0),         // 0: tunnel.v1.Code
-	(*StreamMsg)(nil), // 1: tunnel.v1.StreamMsg
-	(*Chunk)(nil),     // 2: tunnel.v1.Chunk
-	(*Hello)(nil),     // 3: tunnel.v1.Hello
-	(*Replica)(nil),   // 4: tunnel.v1.Replica
-	(*Heartbeat)(nil), // 5: tunnel.v1.Heartbeat
-	(*Open)(nil),      // 6: tunnel.v1.Open
-	(*Nodes)(nil),     // 7: tunnel.v1.Nodes
-	(*Held)(nil),      // 8: tunnel.v1.Held
-	(*Replicas)(nil),  // 9: tunnel.v1.Replicas
-	(*Refused)(nil),   // 10: tunnel.v1.Refused
-	(*Drain)(nil),     // 11: tunnel.v1.Drain
+	(Code)(0),            // 0: tunnel.v1.Code
+	(*SignRequest)(nil),  // 1: tunnel.v1.SignRequest
+	(*SignResponse)(nil), // 2: tunnel.v1.SignResponse
+	(*StreamMsg)(nil),    // 3: tunnel.v1.StreamMsg
+	(*Chunk)(nil),        // 4: tunnel.v1.Chunk
+	(*Hello)(nil),        // 5: tunnel.v1.Hello
+	(*Replica)(nil),      // 6: tunnel.v1.Replica
+	(*Heartbeat)(nil),    // 7: tunnel.v1.Heartbeat
+	(*Open)(nil),         // 8: tunnel.v1.Open
+	(*Nodes)(nil),        // 9: tunnel.v1.Nodes
+	(*Held)(nil),         // 10: tunnel.v1.Held
+	(*Credential)(nil),   // 11: tunnel.v1.Credential
+	(*Replicas)(nil),     // 12: tunnel.v1.Replicas
+	(*Refused)(nil),      // 13: tunnel.v1.Refused
+	(*Drain)(nil),        // 14: tunnel.v1.Drain
 }
 var file_stream_proto_depIdxs = []int32{
-	4, // 0: tunnel.v1.Hello.replica:type_name -> tunnel.v1.Replica
-	8, // 1: tunnel.v1.Nodes.held:type_name -> tunnel.v1.Held
-	0, // 2: tunnel.v1.Refused.code:type_name -> tunnel.v1.Code
-	1, // 3: tunnel.v1.Stream.TunnelStreaming:input_type -> tunnel.v1.StreamMsg
-	2, // 4: tunnel.v1.Stream.Connect:input_type -> tunnel.v1.Chunk
-	1, // 5: tunnel.v1.Stream.TunnelStreaming:output_type -> tunnel.v1.StreamMsg
-	2, // 6: tunnel.v1.Stream.Connect:output_type -> tunnel.v1.Chunk
-	5, // [5:7] is the sub-list for method output_type
-	3, // [3:5] is the sub-list for method input_type
-	3, // [3:3] is the sub-list for extension type_name
-	3, // [3:3] is the sub-list for extension extendee
-	0, // [0:3] is the sub-list for field type_name
+	6,  // 0: tunnel.v1.Hello.replica:type_name -> tunnel.v1.Replica
+	10, // 1: tunnel.v1.Nodes.held:type_name -> tunnel.v1.Held
+	0,  // 2: tunnel.v1.Refused.code:type_name -> tunnel.v1.Code
+	3,  // 3: tunnel.v1.Stream.TunnelStreaming:input_type -> tunnel.v1.StreamMsg
+	4,  // 4: tunnel.v1.Stream.Connect:input_type -> tunnel.v1.Chunk
+	1,  // 5: tunnel.v1.Certificates.Sign:input_type -> tunnel.v1.SignRequest
+	3,  // 6: tunnel.v1.Stream.TunnelStreaming:output_type -> tunnel.v1.StreamMsg
+	4,  // 7: tunnel.v1.Stream.Connect:output_type -> tunnel.v1.Chunk
+	2,  // 8: tunnel.v1.Certificates.Sign:output_type -> tunnel.v1.SignResponse
+	6,  // [6:9] is the sub-list for method output_type
+	3,  // [3:6] is the sub-list for method input_type
+	3,  // [3:3] is the sub-list for extension type_name
+	3,  // [3:3] is the sub-list for extension extendee
+	0,  // [0:3] is the sub-list for field type_name
 }
 
 func init() { file_stream_proto_init() }
@@ -950,9 +1118,9 @@ func file_stream_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_stream_proto_rawDesc), len(file_stream_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   11,
+			NumMessages:   14,
 			NumExtensions: 0,
-			NumServices:   1,
+			NumServices:   2,
 		},
 		GoTypes:           file_stream_proto_goTypes,
 		DependencyIndexes: file_stream_proto_depIdxs,

@@ -162,3 +162,113 @@ var Stream_ServiceDesc = grpc.ServiceDesc{
 	},
 	Metadata: "stream.proto",
 }
+
+const (
+	Certificates_Sign_FullMethodName = "/tunnel.v1.Certificates/Sign"
+)
+
+// CertificatesClient is the client API for Certificates service.
+//
+// For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
+//
+// Certificates issues nodes their certificates, on the same port.
+type CertificatesClient interface {
+	// Sign has a certificate made. What proves the node is a join token in the metadata
+	// (its first certificate), or the session on the same connection (a renewal).
+	Sign(ctx context.Context, in *SignRequest, opts ...grpc.CallOption) (*SignResponse, error)
+}
+
+type certificatesClient struct {
+	cc grpc.ClientConnInterface
+}
+
+func NewCertificatesClient(cc grpc.ClientConnInterface) CertificatesClient {
+	return &certificatesClient{cc}
+}
+
+func (c *certificatesClient) Sign(ctx context.Context, in *SignRequest, opts ...grpc.CallOption) (*SignResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(SignResponse)
+	err := c.cc.Invoke(ctx, Certificates_Sign_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
+// CertificatesServer is the server API for Certificates service.
+// All implementations must embed UnimplementedCertificatesServer
+// for forward compatibility.
+//
+// Certificates issues nodes their certificates, on the same port.
+type CertificatesServer interface {
+	// Sign has a certificate made. What proves the node is a join token in the metadata
+	// (its first certificate), or the session on the same connection (a renewal).
+	Sign(context.Context, *SignRequest) (*SignResponse, error)
+	mustEmbedUnimplementedCertificatesServer()
+}
+
+// UnimplementedCertificatesServer must be embedded to have
+// forward compatible implementations.
+//
+// NOTE: this should be embedded by value instead of pointer to avoid a nil
+// pointer dereference when methods are called.
+type UnimplementedCertificatesServer struct{}
+
+func (UnimplementedCertificatesServer) Sign(context.Context, *SignRequest) (*SignResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method Sign not implemented")
+}
+func (UnimplementedCertificatesServer) mustEmbedUnimplementedCertificatesServer() {}
+func (UnimplementedCertificatesServer) testEmbeddedByValue()                      {}
+
+// UnsafeCertificatesServer may be embedded to opt out of forward compatibility for this service.
+// Use of this interface is not recommended, as added methods to CertificatesServer will
+// result in compilation errors.
+type UnsafeCertificatesServer interface {
+	mustEmbedUnimplementedCertificatesServer()
+}
+
+func RegisterCertificatesServer(s grpc.ServiceRegistrar, srv CertificatesServer) {
+	// If the following call panics, it indicates UnimplementedCertificatesServer was
+	// embedded by pointer and is nil.  This will cause panics if an
+	// unimplemented method is ever invoked, so we test this at initialization
+	// time to prevent it from happening at runtime later due to I/O.
+	if t, ok := srv.(interface{ testEmbeddedByValue() }); ok {
+		t.testEmbeddedByValue()
+	}
+	s.RegisterService(&Certificates_ServiceDesc, srv)
+}
+
+func _Certificates_Sign_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(SignRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(CertificatesServer).Sign(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: Certificates_Sign_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(CertificatesServer).Sign(ctx, req.(*SignRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
+// Certificates_ServiceDesc is the grpc.ServiceDesc for Certificates service.
+// It's only intended for direct use with grpc.RegisterService,
+// and not to be introspected or modified (even as a copy)
+var Certificates_ServiceDesc = grpc.ServiceDesc{
+	ServiceName: "tunnel.v1.Certificates",
+	HandlerType: (*CertificatesServer)(nil),
+	Methods: []grpc.MethodDesc{
+		{
+			MethodName: "Sign",
+			Handler:    _Certificates_Sign_Handler,
+		},
+	},
+	Streams:  []grpc.StreamDesc{},
+	Metadata: "stream.proto",
+}
