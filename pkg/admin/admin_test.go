@@ -183,6 +183,7 @@ func TestMetrics(t *testing.T) {
 	c.Refuse(tunnel.Denied)
 	c.Refuse(tunnel.Denied)
 	c.Refuse(tunnel.Timeout)
+	c.Limited(tunnel.LimitOpens)
 	var dir tunnel.Directory
 	for _, node := range []tunnel.NodeName{"edge1", "edge2"} {
 		s := &tunnel.Session{Node: node}
@@ -209,6 +210,8 @@ func TestMetrics(t *testing.T) {
 		`tunnel_conns_refused_total{code="denied"} 2`,
 		`tunnel_conns_refused_total{code="timeout"} 1`,
 		`tunnel_conns_refused_total{code="no-such-node"} 0`,
+		`tunnel_limited_total{limit="opens"} 1`,
+		`tunnel_limited_total{limit="joiningperaddress"} 0`,
 	} {
 		if !strings.Contains(body, "\n"+line+"\n") {
 			t.Errorf("no line %q", line)

@@ -50,7 +50,7 @@ type collector struct {
 	counts   []count
 	c        *tunnel.Counters
 
-	live, conns, refused *prometheus.Desc
+	live, conns, refused, limited *prometheus.Desc
 }
 
 // count is a counter without labels.
@@ -78,6 +78,7 @@ func NewCollector(c *tunnel.Counters, sessions func() []*tunnel.Session) prometh
 		live:    desc("tunnel_sessions", "Sessions now."),
 		conns:   desc("tunnel_conns", "Conns now, those being dialled included."),
 		refused: desc("tunnel_conns_refused_total", "Conns that were not opened, by the code of the refusal.", "code"),
+		limited: desc("tunnel_limited_total", "How often a limit of docs/limits.md was reached.", "limit"),
 	}
 }
 
@@ -115,6 +116,10 @@ func (c *relayCollector) Collect(ch chan<- prometheus.Metric) {
 	for _, code := range tunnel.Codes() {
 		ch <- prometheus.MustNewConstMetric(refused, prometheus.CounterValue, float64(c.c.Refusals(code)), code.String())
 	}
+	limited := desc("tunnel_relay_limited_total", "How often a limit of docs/limits.md was reached by a session with another replica.", "limit")
+	for _, l := range []tunnel.Limit{tunnel.LimitConns, tunnel.LimitMessage, tunnel.LimitOutbox} { // a replica has no other
+		ch <- prometheus.MustNewConstMetric(limited, prometheus.CounterValue, float64(c.c.LimitedBy(l)), l.String())
+	}
 	ch <- prometheus.MustNewConstMetric(desc("tunnel_replicas", "Other replicas that have joined this one."), prometheus.GaugeValue, float64(c.replicas()))
 }
 
@@ -124,6 +129,7 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 		ch <- n.desc
 	}
 	ch <- c.refused
+	ch <- c.limited
 	ch <- c.live
 	ch <- c.conns
 }
@@ -136,6 +142,9 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	// All codes, those that never happened too: an alert on a rate needs the zero.
 	for _, code := range tunnel.Codes() {
 		ch <- prometheus.MustNewConstMetric(c.refused, prometheus.CounterValue, float64(c.c.Refusals(code)), code.String())
+	}
+	for _, l := range tunnel.Limits() {
+		ch <- prometheus.MustNewConstMetric(c.limited, prometheus.CounterValue, float64(c.c.LimitedBy(l)), l.String())
 	}
 	if c.sessions == nil {
 		return

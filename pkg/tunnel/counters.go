@@ -16,6 +16,7 @@ type Counters struct {
 	Panics          atomic.Uint64 // panics that ended one session, connection or request
 
 	refusals [len(codeNames)]atomic.Uint64
+	limited  [limits]atomic.Uint64
 }
 
 // Refuse counts a refusal.
