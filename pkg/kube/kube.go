@@ -1,6 +1,7 @@
 // Package kube is the little of Kubernetes that the cloud needs: the names of the
 // nodes ([Nodes]), one key of a ConfigMap ([ConfigMap]), a Lease to elect a writer
-// ([Lease]), and where a Service's pods are ([Client.Replicas]).
+// ([Lease]), where a Service's pods are ([Client.Replicas]), whose a token is
+// ([Client.ReviewToken]), and certificates for nodes ([Signer]).
 //
 //	c, err := kube.New(os.Getenv("KUBECONFIG"), "tunnel/v1.2.3")
 //	cm := c.ConfigMap("tunnel-system", "tunnel-nodes", "hosts")
@@ -43,11 +44,17 @@ const (
 	// a second.
 	requestsPerSecond = 20
 	requestBurst      = 40
+
+	// What nodes cause by joining has a guard of its own: thousands may come back at once,
+	// and must neither wait at the pace above nor make a Lease wait.
+	joinsPerSecond = 200
+	joinBurst      = 400
 )
 
 // Client is a connection to a Kubernetes API server. It is for any goroutine.
 type Client struct {
 	objects objects
+	joins   objects // for reviews and certificates
 	watches metadata.Interface
 	host    string
 }
@@ -75,7 +82,12 @@ func New(kubeconfig, userAgent string) (*Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
 	}
-	return &Client{objects: restObjects{client}, watches: watches, host: config.Host}, nil
+	config.QPS, config.Burst = joinsPerSecond, joinBurst
+	joins, err := rest.UnversionedRESTClientFor(config)
+	if err != nil {
+		return nil, fmt.Errorf("kubernetes client: %w", err)
+	}
+	return &Client{objects: restObjects{client}, joins: restObjects{joins}, watches: watches, host: config.Host}, nil
 }
 
 // Host returns the address of the API server, for the operator's eyes.
@@ -92,7 +104,7 @@ func restConfig(kubeconfig string) (*rest.Config, error) {
 	config, err := rest.InClusterConfig()
 	switch {
 	case errors.Is(err, rest.ErrNotInCluster):
-		return nil, errors.New("this is no pod, and KUBECONFIG is not set: set it to the file that names the API server, or remove configmap from [mode.cloud.stream.dns] to run without Kubernetes")
+		return nil, errors.New("this is no pod, and KUBECONFIG is not set: set it to the file that names the API server, or run without Kubernetes: without configmap in [mode.cloud.stream.dns], and without serviceaccounts and signer in [mode.cloud.join]")
 	case err != nil:
 		return nil, fmt.Errorf("reading the pod's service account (is automountServiceAccountToken off?): %w", err)
 	}
@@ -110,6 +122,8 @@ type objects interface {
 	create(ctx context.Context, path string, object, out any) error
 	// patch merges (RFC 7386) into the object at a path; out gets its new metadata only.
 	patch(ctx context.Context, path string, patch, out any) error
+	// delete removes the object at a path.
+	delete(ctx context.Context, path string) error
 }
 
 type restObjects struct{ client *rest.RESTClient }
@@ -137,6 +151,10 @@ func (o restObjects) patch(ctx context.Context, path string, patch, out any) err
 	}
 	return do(ctx, o.client.Patch(types.MergePatchType).AbsPath(path).
 		SetHeader("Accept", "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1").Body(body), out)
+}
+
+func (o restObjects) delete(ctx context.Context, path string) error {
+	return do(ctx, o.client.Delete().AbsPath(path), new(struct{}))
 }
 
 func do(ctx context.Context, r *rest.Request, out any) error {

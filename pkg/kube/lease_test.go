@@ -129,6 +129,19 @@ func (v view) patch(ctx context.Context, p string, in, out any) error {
 	return convert(merged, out)
 }
 
+func (v view) delete(ctx context.Context, p string) error {
+	if err := v.reach(ctx); err != nil {
+		return err
+	}
+	v.mu.Lock()
+	defer v.mu.Unlock()
+	if _, ok := v.objects[p]; !ok {
+		return apierrors.NewNotFound(resource, path.Base(p))
+	}
+	delete(v.objects, p)
+	return nil
+}
+
 func merge(old, change map[string]any) map[string]any {
 	for k, v := range change {
 		old[k] = v
