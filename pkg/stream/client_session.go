@@ -189,10 +189,11 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 
 // nobody answers an open request for a module that this edge does not have, so that
 // its caller need not wait in vain.
-func (s *edgeSession) nobody(m *tunnel.Message) {
+func (s *edgeSession) nobody(m *tunnel.Message) error {
 	if m.Type == tunnel.TypeOpen {
 		s.refuse(m.Topic, tunnel.Refusef(tunnel.Internal, "node %s runs no module %q", s.pub.Node, m.Category))
 	}
+	return nil
 }
 
 // serve dials the target and carries its conn. An error, which only a panic makes,

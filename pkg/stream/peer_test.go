@@ -22,15 +22,11 @@ import (
 )
 
 // An edge may say what it likes on its control stream: what the cloud does not know
-// is counted and ignored, and above all nothing is dialled.
+// is counted and ignored.
 func TestEdgeSaysOddThings(t *testing.T) {
 	r := newRig(t)
 	c := r.stranger().join("edge1")
 	ignored := []*pb.StreamMsg{
-		{Category: "tcp", Type: tunnel.TypeOpen, Topic: "t", Addr: "127.0.0.1:22"}, // an edge may not open
-		{Category: category, Type: tunnel.TypeOpen, Topic: "t", Addr: "127.0.0.1:22"},
-		{Category: category, Type: typeCancel, Topic: "t"}, // nor cancel
-		{Category: category, Type: typeHello},              // once more
 		{Category: "x", Type: "y"},
 		{},
 		{Category: strings.Repeat("x", 40<<10), Data: blob(10 << 10)},
@@ -54,6 +50,45 @@ func TestEdgeSaysOddThings(t *testing.T) {
 	}
 }
 
+// What only the cloud may say ends the session of an edge that says it.
+func TestEdgeSaysWhatTheCloudMay(t *testing.T) {
+	for name, m := range map[string]*pb.StreamMsg{
+		"open":            {Category: "tcp", Type: tunnel.TypeOpen, Topic: "t", Addr: "127.0.0.1:22"},
+		"open to nobody":  {Category: category, Type: tunnel.TypeOpen, Topic: "t", Addr: "127.0.0.1:22"},
+		"cancel":          {Category: category, Type: typeCancel, Topic: "t"},
+		"hello once more": {Category: category, Type: typeHello},
+		"replicas":        {Category: category, Type: typeReplicas},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			c := r.stranger().join("edge1")
+			c.send(m)
+			if err := c.end(); status.Code(err) != codes.PermissionDenied {
+				t.Errorf("the session ends with %v, want PermissionDenied", err)
+			}
+			r.eventually("the node is gone", func() bool { return !r.dir.Holds("edge1") })
+		})
+	}
+}
+
+// A connection has one control stream at most, so that what waits for a hello is bounded
+// by what connections are, and each is asked for its token once.
+func TestOneControlStream(t *testing.T) {
+	r := newRig(t)
+	s := r.stranger()
+	first := s.control(bearerOf("edge1")) // says no hello
+	r.eventually("the first stream is there", func() bool { return r.auth.asked.Load() == 1 })
+	if err := s.control(bearerOf("edge1")).end(); status.Code(err) != codes.AlreadyExists {
+		t.Errorf("a second control stream ends with %v, want AlreadyExists", err)
+	}
+	if err := first.end(); err == nil {
+		t.Error("the first goes on")
+	}
+	if n := r.auth.asked.Load(); n != 1 {
+		t.Errorf("the token was looked at %d times", n)
+	}
+}
+
 // What breaks the protocol ends the session that said it, and no other.
 func TestEdgeBreaksTheProtocol(t *testing.T) {
 	garbage := []byte("\x08")
@@ -68,8 +103,8 @@ func TestEdgeBreaksTheProtocol(t *testing.T) {
 			other := r.join("edge2", direct)
 			c := r.stranger().join("edge1")
 			c.send(m)
-			if err := c.end(); err == nil || errors.Is(err, io.EOF) {
-				t.Errorf("the session ends with %v, want an error", err)
+			if err := c.end(); status.Code(err) != codes.InvalidArgument && status.Code(err) != codes.ResourceExhausted {
+				t.Errorf("the session ends with %v, want InvalidArgument or ResourceExhausted", err)
 			}
 			r.eventually("the node is gone", func() bool { return !r.dir.Holds("edge1") })
 			if other.client.Ready() != nil || r.counters.Sessions.Load() != 2 {

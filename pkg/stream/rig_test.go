@@ -48,12 +48,14 @@ type rig struct {
 
 // fakeAuth accepts the token "token-NODE" of every node.
 type fakeAuth struct {
+	asked   atomic.Int64
 	panics  atomic.Bool
 	mu      sync.Mutex
 	revoked map[tunnel.NodeName]chan struct{}
 }
 
 func (a *fakeAuth) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, error) {
+	a.asked.Add(1)
 	node, err := tunnel.ParseNodeName(c.Node)
 	if err != nil || c.Token.Reveal() != "token-"+c.Node {
 		return auth.Grant{}, fakeRefusal("the token is wrong")

@@ -102,7 +102,10 @@ func (s *Server) Routes() map[string]tunnel.Handler {
 
 func cloudHandler(f func(*cloudSession, *tunnel.Message) error) tunnel.Handler {
 	return func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
-		return f(from.Link.(*cloudSession), m)
+		if err := f(from.Link.(*cloudSession), m); err != nil {
+			return status.Error(codes.InvalidArgument, err.Error())
+		}
+		return nil
 	}
 }
 
@@ -371,6 +374,9 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	if s.stopping.Load() {
 		return nil, &refusedJoin{told: status.Error(codes.Unavailable, "this replica is stopping")}
 	}
+	if t.joining.Swap(true) {
+		return nil, &refusedJoin{told: status.Error(codes.AlreadyExists, "this connection has a session already, or is about to")}
+	}
 	peer := claimsReplica(ctx)
 	grant, refusal := auth.Grant{}, (*refusedJoin)(nil)
 	if peer != "" {
@@ -411,7 +417,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs := &cloudSession{transport: t, instance: text(hello.GetInstance()), all: hello.GetAll()}
 	cs.pub = &tunnel.Session{ID: id, Node: grant.Node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Link: cs}
 	cs.log = s.log.With("node", grant.Node, "session", id)
-	cs.router, cs.counters, cs.blocks = s.router, s.cfg.Counters, s.blocks
+	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
 	cs.stream, cs.maxConns = stream, int64(s.cfg.MaxConns)
 	ours := &pb.Hello{Version: Version, Software: s.cfg.Software, Session: id}
 	if s.cfg.Peers != nil {
@@ -424,9 +430,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	}
 	ours.MaxConns = uint32(cs.maxConns) //nolint:gosec // a few thousand
 	cs.init()
-	if !t.session.CompareAndSwap(nil, cs) {
-		return refuse(codes.AlreadyExists, "this connection has a session already")
-	}
+	t.session.Store(cs)
 	t.conn.joined()
 
 	// Our hello is the first message in the outbox, so no open can overtake it.

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"sync/atomic"
 	"time"
 	"unicode/utf8"
@@ -113,6 +114,16 @@ func (s *cloudSession) gaveUp(ctx context.Context, r tunnel.Request) *tunnel.Ref
 		return tunnel.Refusef(tunnel.Gone, "the caller has gone")
 	}
 	return tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", r.Node)
+}
+
+// misdirected ends the session of an edge that says what only a cloud may. Nothing would
+// come of it, but no edge of any version does so. All else that is not known may be
+// from a newer edge.
+func misdirected(m *tunnel.Message) error {
+	if m.Type == tunnel.TypeOpen || m.Category == category && slices.Contains([]string{typeHello, typeCancel, typeReplicas}, m.Type) {
+		return status.Errorf(codes.PermissionDenied, "%s/%s is not for an edge to say", text(m.Category), m.Type)
+	}
+	return nil
 }
 
 // Serve implements tunnel.Link. Nobody may ask the cloud to dial.

@@ -10,6 +10,8 @@ import (
 	"sync"
 	"sync/atomic"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -27,8 +29,8 @@ type session struct {
 	blocks   *blocks
 	stream   controlStream
 	maxConns int64
-	unknown  func(*tunnel.Message) // also told of messages without a handler; nil: nobody
-	hangUp   func() error          // closes our side of the control stream; nil: the cloud cannot
+	unknown  func(*tunnel.Message) error // also told of messages without a handler
+	hangUp   func() error                // closes our side of the control stream; nil: the cloud cannot
 
 	toldDrain atomic.Bool
 
@@ -146,7 +148,7 @@ func (s *session) Send(m *tunnel.Message) error {
 	if s.outbox.put(m, outboxSize+outboxPerConn*int(s.maxConns)) {
 		return nil
 	}
-	s.Close(errors.New("the other side does not read its control stream"))
+	s.Close(status.Error(codes.ResourceExhausted, "the other side does not read its control stream"))
 	return s.reason()
 }
 
@@ -226,8 +228,8 @@ func (s *session) receiveLoop(ctx context.Context) error {
 		if !known {
 			s.counters.UnknownMessages.Add(1)
 			s.log.Debug("unknown message", "module", text(m.Category), "type", text(m.Type))
-			if s.unknown != nil {
-				s.unknown(m)
+			if err := s.unknown(m); err != nil {
+				return err
 			}
 		}
 	}

@@ -20,6 +20,7 @@ import (
 type transport struct {
 	credentials.TLSInfo
 	conn    *joiningConn
+	joining atomic.Bool                  // it has had a control stream: there is one at most
 	session atomic.Pointer[cloudSession] // set once, when the edge has joined
 	refused atomic.Bool                  // a stream was refused: no other is served
 }
