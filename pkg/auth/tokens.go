@@ -9,9 +9,6 @@ import (
 	"maps"
 	"slices"
 	"sync"
-	"time"
-
-	"github.com/fsnotify/fsnotify"
 
 	"tunnel/pkg/tunnel"
 )
@@ -31,11 +28,8 @@ type Tokens struct {
 	path        string
 	allowShared bool
 	log         *slog.Logger
-	poll        time.Duration
-	notify      func(dir string) (*fsnotify.Watcher, error)
 
 	// Owned by Run, and by NewTokens before it.
-	file    fileID            // the file as it was last looked at
 	content [sha256.Size]byte // of the content that table was made from
 	badness string            // what has been logged about the file, "" while it is good
 
@@ -62,11 +56,9 @@ func NewTokens(path string, allowShared bool, log *slog.Logger) (*Tokens, error)
 		path:        path,
 		allowShared: allowShared,
 		log:         log,
-		poll:        pollInterval,
-		notify:      watchDir,
 		grants:      make(map[*grant]struct{}),
 	}
-	content, id, err := readSecretFile(path, maxTokenFile, log)
+	content, _, err := readSecretFile(path, maxTokenFile, log)
 	if err != nil {
 		return nil, fmt.Errorf("token file: %w; create it with a line node:sha256:HEX for each edge, readable by its owner alone", err)
 	}
@@ -74,7 +66,7 @@ func NewTokens(path string, allowShared bool, log *slog.Logger) (*Tokens, error)
 	if err != nil {
 		return nil, err
 	}
-	t.file, t.content = id, sha256.Sum256(content)
+	t.content = sha256.Sum256(content)
 	t.adopt(tb)
 	tb.warn(log)
 	return t, nil

@@ -10,7 +10,6 @@ import (
 	"log/slog"
 	"os"
 	"strings"
-	"time"
 	"unicode"
 	"unicode/utf8"
 
@@ -138,42 +137,33 @@ func ReadTokenFile(path string, log *slog.Logger) (Secret, error) {
 const othersMay fs.FileMode = 0o077
 
 // readSecretFile reads a file of at most limit bytes and warns when others may read it.
-func readSecretFile(path string, limit int64, log *slog.Logger) ([]byte, fileID, error) {
+func readSecretFile(path string, limit int64, log *slog.Logger) ([]byte, fs.FileInfo, error) {
 	f, err := os.Open(path)
 	if err != nil {
-		return nil, fileID{}, err
+		return nil, nil, err
 	}
 	defer f.Close()
 	st, err := f.Stat()
 	if err != nil {
-		return nil, fileID{}, err
+		return nil, nil, err
 	}
 	if !st.Mode().IsRegular() {
-		return nil, fileID{}, fmt.Errorf("%s is not a regular file", path)
+		return nil, nil, fmt.Errorf("%s is not a regular file", path)
 	}
 	content, err := io.ReadAll(io.LimitReader(f, limit+1))
 	if err != nil {
-		return nil, fileID{}, err
+		return nil, nil, err
 	}
 	if int64(len(content)) > limit {
-		return nil, fileID{}, fmt.Errorf("%s is longer than %d bytes", path, limit)
+		return nil, nil, fmt.Errorf("%s is longer than %d bytes", path, limit)
 	}
+	warnOthers(path, st, log)
+	return content, st, nil
+}
+
+// warnOthers warns when others may read a secret file.
+func warnOthers(path string, st fs.FileInfo, log *slog.Logger) {
 	if st.Mode().Perm()&othersMay != 0 {
 		log.Warn(fmt.Sprintf("%s can be read by others (mode %04o); chmod 600 it", path, st.Mode().Perm()))
 	}
-	return content, fileID{info: st, modified: st.ModTime(), size: st.Size()}, nil
-}
-
-// fileID tells two states of a path apart without reading it.
-type fileID struct {
-	info     fs.FileInfo // nil: there was no file
-	modified time.Time
-	size     int64
-}
-
-func (a fileID) equal(b fileID) bool {
-	if a.info == nil || b.info == nil {
-		return a.info == nil && b.info == nil
-	}
-	return os.SameFile(a.info, b.info) && a.modified.Equal(b.modified) && a.size == b.size
 }

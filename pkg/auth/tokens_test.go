@@ -3,15 +3,12 @@ package auth
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
-
-	"github.com/fsnotify/fsnotify"
 )
 
 func writeFile(t *testing.T, path, content string) {
@@ -182,12 +179,9 @@ func TestReadTokenFile(t *testing.T) {
 	}
 }
 
-// following runs tokens until the end of the test, with notifications or without.
-func following(t *testing.T, tokens *Tokens, notify bool) {
+// following runs tokens until the end of the test.
+func following(t *testing.T, tokens *Tokens) {
 	t.Helper()
-	if !notify {
-		tokens.notify = func(string) (*fsnotify.Watcher, error) { return nil, errors.New("switched off") }
-	}
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
 	go func() { done <- tokens.Run(ctx) }()
@@ -245,21 +239,19 @@ func TestRevocation(t *testing.T) {
 		},
 	}
 	for name, change := range ways {
-		for _, notify := range []bool{true, false} {
-			t.Run(fmt.Sprintf("%s, notify=%v", name, notify), func(t *testing.T) {
-				t.Parallel()
-				tokens, _ := newTokens(t, "edge1:one\nedge2:two\n", false)
-				gone, stays := grantFor(t, tokens, "edge1", "one"), grantFor(t, tokens, "edge2", "two")
-				following(t, tokens, notify)
-				change(t, tokens.path, "edge2:two\nedge3:three\n")
-				wantRevoked(t, gone)
-				wantLive(t, stays)
-				if _, err := tokens.Authenticate(t.Context(), Credential{Node: "edge1", Token: "one"}); err == nil {
-					t.Error("a revoked token can come back")
-				}
-				grantFor(t, tokens, "edge3", "three")
-			})
-		}
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			tokens, _ := newTokens(t, "edge1:one\nedge2:two\n", false)
+			gone, stays := grantFor(t, tokens, "edge1", "one"), grantFor(t, tokens, "edge2", "two")
+			following(t, tokens)
+			change(t, tokens.path, "edge2:two\nedge3:three\n")
+			wantRevoked(t, gone)
+			wantLive(t, stays)
+			if _, err := tokens.Authenticate(t.Context(), Credential{Node: "edge1", Token: "one"}); err == nil {
+				t.Error("a revoked token can come back")
+			}
+			grantFor(t, tokens, "edge3", "three")
+		})
 	}
 }
 
@@ -289,7 +281,7 @@ func TestRevocationBySecretSwap(t *testing.T) {
 		t.Fatal(err)
 	}
 	gone, stays := grantFor(t, tokens, "edge1", "one"), grantFor(t, tokens, "edge2", "two")
-	following(t, tokens, true)
+	following(t, tokens)
 	version("..2", "edge2:two\n")
 	wantRevoked(t, gone)
 	wantLive(t, stays)
@@ -298,7 +290,7 @@ func TestRevocationBySecretSwap(t *testing.T) {
 func TestBadReloadKeepsTheLastGoodStateAndTriesAgain(t *testing.T) {
 	tokens, j := newTokens(t, "edge1:one\nedge2:two\n", false)
 	g := grantFor(t, tokens, "edge1", "one")
-	following(t, tokens, true)
+	following(t, tokens)
 	bad := func(n int) func() bool {
 		return func() bool { return strings.Count(j.String(), "token file is bad") == n }
 	}
@@ -331,7 +323,7 @@ func TestUnreadableFileIsTriedAgain(t *testing.T) {
 	if err := os.Mkdir(tokens.path, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	following(t, tokens, false)
+	following(t, tokens)
 	eventually(t, "the fault is logged", func() bool { return strings.Contains(j.String(), "token file is bad") })
 	if err := os.Remove(tokens.path); err != nil {
 		t.Fatal(err)

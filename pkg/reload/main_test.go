@@ -1,0 +1,122 @@
+package reload
+
+import (
+	"bytes"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/pem"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// journal is what a test reads a log from.
+type journal struct {
+	mu  sync.Mutex // guards the following
+	buf bytes.Buffer
+}
+
+func (j *journal) Write(p []byte) (int, error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.buf.Write(p)
+}
+
+func (j *journal) String() string {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.buf.String()
+}
+
+func newLog() (*slog.Logger, *journal) {
+	j := new(journal)
+	return slog.New(slog.NewTextHandler(j, nil)), j
+}
+
+func writeFile(t *testing.T, path string, content []byte) {
+	t.Helper()
+	if err := os.WriteFile(path, content, 0o600); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func rename(t *testing.T, from, to string) {
+	t.Helper()
+	if err := os.Rename(from, to); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// certify returns a certificate that signs itself, and its key.
+func certify(t *testing.T, name string, from time.Time, life time.Duration) (cert, key []byte) {
+	t.Helper()
+	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tmpl := &x509.Certificate{
+		Subject: pkix.Name{CommonName: name}, NotBefore: from, NotAfter: from.Add(life),
+		IsCA: true, BasicConstraintsValid: true,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, tmpl, tmpl, k.Public(), k)
+	if err != nil {
+		t.Fatal(err)
+	}
+	keyDER, err := x509.MarshalPKCS8PrivateKey(k)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: keyDER})
+}
+
+const year = 365 * 24 * time.Hour
+
+// good returns a pair that is good for a year.
+func good(t *testing.T, name string) (cert, key []byte) {
+	t.Helper()
+	return certify(t, name, time.Now().Add(-time.Minute), year)
+}
+
+// version is one state of a folder that is swapped as a kubelet does it for a Secret:
+// ..data leads to it, and the files lead through ..data.
+func version(t *testing.T, dir, name string, files map[string][]byte) {
+	t.Helper()
+	if err := os.Mkdir(filepath.Join(dir, name), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	for file, content := range files {
+		writeFile(t, filepath.Join(dir, name, file), content)
+		if err := os.Symlink(filepath.Join("..data", file), filepath.Join(dir, file)); err != nil && !os.IsExist(err) {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Symlink(name, filepath.Join(dir, "..data_tmp")); err != nil {
+		t.Fatal(err)
+	}
+	rename(t, filepath.Join(dir, "..data_tmp"), filepath.Join(dir, "..data"))
+}
+
+// eventually waits until ok, or fails the test.
+func eventually(t *testing.T, what string, ok func() bool) {
+	t.Helper()
+	tick := time.NewTicker(5 * time.Millisecond)
+	defer tick.Stop()
+	late := time.After(10 * time.Second)
+	for !ok() {
+		select {
+		case <-tick.C:
+		case <-late:
+			t.Fatalf("not within 10 s: %s", what)
+		}
+	}
+}

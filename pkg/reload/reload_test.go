@@ -1,0 +1,371 @@
+package reload
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+)
+
+// polling is Watch on a file system that notifies nobody, which bubbles need.
+func polling(ctx context.Context, paths []string, log *slog.Logger, changed func() bool) {
+	(&watcher{paths: paths, log: log, changed: changed, notify: func([]string) (notices, error) {
+		return notices{}, errors.New("no notifications here")
+	}}).run(ctx)
+}
+
+// hourly is Watch for tests that last a month.
+func hourly(ctx context.Context, _ []string, _ *slog.Logger, changed func() bool) {
+	for ctx.Err() == nil {
+		changed()
+		select {
+		case <-time.After(time.Hour):
+		case <-ctx.Done():
+		}
+	}
+}
+
+// follow runs what follows files until the end of the test.
+func follow(t *testing.T, run func(context.Context) error) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
+	ended := make(chan error, 1)
+	go func() { ended <- run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+// nameIn returns whose certificate a pair is.
+func nameIn(p *Pair) string { return p.Certificate().Leaf.Subject.CommonName }
+
+// pairFiles is a pair on disk.
+type pairFiles struct{ dir, cert, key string }
+
+func newPairFiles(t *testing.T) pairFiles {
+	dir := t.TempDir()
+	return pairFiles{dir, filepath.Join(dir, "tls.crt"), filepath.Join(dir, "tls.key")}
+}
+
+func (f pairFiles) write(t *testing.T, cert, key []byte) {
+	t.Helper()
+	writeFile(t, f.cert, cert)
+	writeFile(t, f.key, key)
+}
+
+func TestPairFollowsItsFiles(t *testing.T) {
+	ways := map[string]func(t *testing.T, f pairFiles, cert, key []byte){
+		"written in place": func(t *testing.T, f pairFiles, cert, key []byte) { f.write(t, cert, key) },
+		"renamed over": func(t *testing.T, f pairFiles, cert, key []byte) {
+			pairFiles{f.dir, f.cert + ".new", f.key + ".new"}.write(t, cert, key)
+			rename(t, f.key+".new", f.key)
+			rename(t, f.cert+".new", f.cert)
+		},
+		"swapped as a Secret": func(t *testing.T, f pairFiles, cert, key []byte) {
+			os.Remove(f.cert)
+			os.Remove(f.key)
+			version(t, f.dir, fmt.Sprintf("..%x", sha256.Sum256(cert)), map[string][]byte{"tls.crt": cert, "tls.key": key})
+		},
+	}
+	for name, change := range ways {
+		for _, notifies := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%s, notifications=%v", name, notifies), func(t *testing.T) {
+				t.Parallel()
+				f := newPairFiles(t)
+				cert, key := good(t, "first")
+				change(t, f, cert, key)
+				log, j := newLog()
+				p, err := NewPair(f.cert, f.key, log)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if !notifies {
+					p.watch = polling
+				}
+				follow(t, p.Run)
+				cert, key = good(t, "second")
+				change(t, f, cert, key)
+				eventually(t, "the new certificate is in use", func() bool { return nameIn(p) == "second" })
+				eventually(t, "all is well", func() bool { return p.Note() == "" })
+				if !strings.Contains(j.String(), "read again") {
+					t.Errorf("nothing is logged: %s", j)
+				}
+			})
+		}
+	}
+}
+
+func TestPairInOneFile(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "node.pem")
+	cert, key := good(t, "node")
+	writeFile(t, file, append(cert, key...))
+	log, _ := newLog()
+	p, err := NewPair(file, file, log)
+	if err != nil || nameIn(p) != "node" || len(p.paths) != 1 {
+		t.Fatalf("%v, %v", p, err)
+	}
+}
+
+func TestHalfWrittenPairIsNotAdopted(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newPairFiles(t)
+		cert, key := good(t, "first")
+		f.write(t, cert, key)
+		log, j := newLog()
+		p, err := NewPair(f.cert, f.key, log)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.watch = polling
+		follow(t, p.Run)
+		cert, key = good(t, "second")
+
+		writeFile(t, f.cert, cert)
+		time.Sleep(time.Minute)
+		if n := strings.Count(j.String(), "are bad"); nameIn(p) != "first" || n != 1 {
+			t.Errorf("a certificate with an old key: %q in use, %d lines:\n%s", nameIn(p), n, j)
+		}
+		if p.Note() == "" || strings.Contains(p.Note(), f.dir) {
+			t.Errorf("note %q", p.Note())
+		}
+		writeFile(t, f.cert, cert[:len(cert)/2])
+		time.Sleep(time.Minute)
+		if n := strings.Count(j.String(), "are bad"); nameIn(p) != "first" || n != 2 {
+			t.Errorf("half a certificate, another fault: %q in use, %d lines:\n%s", nameIn(p), n, j)
+		}
+		f.write(t, cert, key)
+		time.Sleep(time.Second)
+		if nameIn(p) != "second" || p.Note() != "" {
+			t.Errorf("the pair fits: %q in use, note %q", nameIn(p), p.Note())
+		}
+
+		for _, gone := range []string{f.key, f.cert} {
+			if err := os.Remove(gone); err != nil {
+				t.Fatal(err)
+			}
+			time.Sleep(time.Second)
+		}
+		if nameIn(p) != "second" || p.Note() == "" {
+			t.Errorf("the files are gone: %q in use, note %q", nameIn(p), p.Note())
+		}
+		f.write(t, cert, key)
+		time.Sleep(time.Second)
+		if p.Note() != "" || !strings.Contains(j.String(), "hold again what is in use") {
+			t.Errorf("the files are back: note %q, log:\n%s", p.Note(), j)
+		}
+	})
+}
+
+func TestPairThatIsNotValidNow(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		f := newPairFiles(t)
+		log, j := newLog()
+		cert, key := certify(t, "old", time.Now().Add(-year), year/2)
+		f.write(t, cert, key)
+		p, err := NewPair(f.cert, f.key, log)
+		if err != nil {
+			t.Fatal("at the start there is no better one: ", err)
+		}
+		p.watch = polling
+		follow(t, p.Run)
+		goodCert, goodKey := good(t, "first")
+		f.write(t, goodCert, goodKey)
+		time.Sleep(time.Second)
+		if nameIn(p) != "first" {
+			t.Fatalf("%q in use:\n%s", nameIn(p), j)
+		}
+		f.write(t, cert, key)
+		time.Sleep(time.Minute)
+		if n := strings.Count(j.String(), "not valid at this time"); nameIn(p) != "first" || n != 1 {
+			t.Errorf("%q in use, %d lines:\n%s", nameIn(p), n, j)
+		}
+		cert, key = certify(t, "early", time.Now().Add(time.Hour), year)
+		f.write(t, cert, key)
+		time.Sleep(time.Minute)
+		if nameIn(p) != "first" {
+			t.Errorf("%q in use an hour before it is valid", nameIn(p))
+		}
+		time.Sleep(time.Hour)
+		if nameIn(p) != "early" {
+			t.Errorf("%q in use when the new one is valid", nameIn(p))
+		}
+	})
+}
+
+func TestExpiryIsLoggedOnce(t *testing.T) {
+	for name, tc := range map[string]struct{ life, warns time.Duration }{
+		"a long life":  {30 * 24 * time.Hour, 24 * time.Hour},
+		"a short life": {time.Hour, 10 * time.Minute},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				f := newPairFiles(t)
+				cert, key := certify(t, "first", time.Now(), tc.life)
+				f.write(t, cert, key)
+				log, j := newLog()
+				p, err := NewPair(f.cert, f.key, log)
+				if err != nil {
+					t.Fatal(err)
+				}
+				p.watch = hourly
+				follow(t, p.Run)
+				lines := func(want string, soon, late int) {
+					t.Helper()
+					if s, l := strings.Count(j.String(), "expires soon"), strings.Count(j.String(), "has expired"); s != soon || l != late {
+						t.Errorf("%s: %d lines that it expires soon and %d that it has, want %d and %d:\n%s", want, s, l, soon, late, j)
+					}
+				}
+				time.Sleep(tc.life - tc.warns - 2*expiryInterval)
+				lines("before", 0, 0)
+				if p.Note() != "" {
+					t.Errorf("before: note %q", p.Note())
+				}
+				time.Sleep(4 * expiryInterval)
+				lines("soon", 1, 0)
+				if p.Note() != expiring.String() {
+					t.Errorf("soon: note %q", p.Note())
+				}
+				time.Sleep(tc.warns)
+				lines("expired", 1, 1)
+				if p.Note() != expired.String() {
+					t.Errorf("expired: note %q", p.Note())
+				}
+				cert, key = good(t, "second")
+				f.write(t, cert, key)
+				time.Sleep(time.Hour)
+				lines("renewed", 1, 1)
+				if p.Note() != "" {
+					t.Errorf("renewed: note %q", p.Note())
+				}
+			})
+		})
+	}
+}
+
+func TestPoolFollowsItsFile(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		file := filepath.Join(t.TempDir(), "ca.crt")
+		one, _ := good(t, "one")
+		two, key := good(t, "two")
+		writeFile(t, file, one)
+		log, j := newLog()
+		p, err := NewPool(file, log)
+		if err != nil {
+			t.Fatal(err)
+		}
+		p.watch = polling
+		follow(t, p.Run)
+		first := p.Pool()
+		time.Sleep(time.Minute)
+		if p.Pool() != first {
+			t.Error("the pool is another one though nothing has changed")
+		}
+		writeFile(t, file, bytes.Join([][]byte{[]byte("# both\n"), one, []byte("\n"), two}, nil))
+		time.Sleep(time.Second)
+		want := x509.NewCertPool()
+		want.AppendCertsFromPEM(append(bytes.Clone(one), two...))
+		if !p.Pool().Equal(want) {
+			t.Fatalf("the pool is not the file's:\n%s", j)
+		}
+		for what, content := range map[string][]byte{
+			"empty": nil, "no PEM": []byte("hello"), "no certificate": key,
+			"cut off": append(bytes.Clone(one), two[:len(two)/2]...),
+			"rubbish": bytes.Join([][]byte{one, []byte("-----BEGIN CERTIFICATE-----\naGVsbG8=\n-----END CERTIFICATE-----\n")}, nil),
+		} {
+			writeFile(t, file, content)
+			time.Sleep(time.Second)
+			if !p.Pool().Equal(want) || p.Note() == "" {
+				t.Errorf("%s: the pool has changed, or nothing is noted", what)
+			}
+		}
+		if n := strings.Count(j.String(), "are bad"); n < 4 {
+			t.Errorf("%d lines, want one for each fault:\n%s", n, j)
+		}
+		writeFile(t, file, two)
+		time.Sleep(time.Second)
+		if p.Pool().Equal(want) || p.Note() != "" {
+			t.Errorf("a CA is still in the pool, note %q", p.Note())
+		}
+	})
+}
+
+func TestBadFilesAtTheStart(t *testing.T) {
+	f := newPairFiles(t)
+	cert, key := good(t, "one")
+	other, _ := good(t, "other")
+	log, _ := newLog()
+	files := NewFiles(log)
+	for what, tc := range map[string]struct {
+		cert, key []byte
+		want      string
+	}{
+		"another key":  {other, key, "does not match"},
+		"no key":       {cert, cert, "key"},
+		"empty":        {nil, key, "is empty"},
+		"far too long": {bytes.Repeat(cert, 2048), key, "is longer than"},
+	} {
+		f.write(t, tc.cert, tc.key)
+		_, err := files.Pair("mode.cloud.https", f.cert, f.key)
+		if err == nil || !strings.Contains(err.Error(), tc.want) || !strings.Contains(err.Error(), "mode.cloud.https: cert "+f.cert) {
+			t.Errorf("%s: %v", what, err)
+		}
+	}
+	if _, err := files.Pair("x", f.dir, f.key); err == nil || !strings.Contains(err.Error(), "not a regular file") {
+		t.Error(err)
+	}
+	if _, err := files.Pool("mode.cloud.https clientca", f.key); err == nil || !strings.Contains(err.Error(), "mode.cloud.https clientca: ca "+f.key) {
+		t.Error(err)
+	}
+	if len(files.all) > 0 {
+		t.Error("bad files are followed")
+	}
+}
+
+func TestFiles(t *testing.T) {
+	f := newPairFiles(t)
+	from := time.Now().Add(-time.Minute).Truncate(time.Second)
+	cert, key := certify(t, "one", from, year)
+	f.write(t, cert, key)
+	log, j := newLog()
+	files := NewFiles(log)
+	if _, err := files.Pair("mode.cloud.https", f.cert, f.key); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := files.Pool("mode.cloud.https clientca", f.cert); err != nil {
+		t.Fatal(err)
+	}
+	follow(t, files.Run)
+	registry := prometheus.NewRegistry()
+	registry.MustRegister(files.Collector())
+	families, err := registry.Gather()
+	if err != nil || len(families) != 1 || len(families[0].GetMetric()) != 2 {
+		t.Fatalf("%v, %v", families, err)
+	}
+	for i, use := range []string{"mode.cloud.https", "mode.cloud.https clientca"} {
+		m := families[0].GetMetric()[i]
+		if m.GetLabel()[0].GetValue() != use || m.GetGauge().GetValue() != float64(from.Add(year).Unix()) {
+			t.Errorf("%v, want %s", m, use)
+		}
+	}
+	writeFile(t, f.key, []byte("hello"))
+	eventually(t, "the fault is noted", func() bool {
+		return strings.HasPrefix(files.Note(), "mode.cloud.https: its files are bad")
+	})
+	if !strings.Contains(j.String(), "use=mode.cloud.https ") || strings.Contains(files.Note(), "clientca") {
+		t.Errorf("note %q, log:\n%s", files.Note(), j)
+	}
+}

@@ -1,0 +1,163 @@
+package reload
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/fsnotify/fsnotify"
+)
+
+// watched is a watcher in a bubble, whose file system says what the test says.
+type watched struct {
+	path   string
+	events chan fsnotify.Event // nil: the file system says nothing
+	calls  []time.Duration     // when changed was called, from the start
+	again  bool                // what it answers
+}
+
+// watch runs a watcher of one file until the end of the bubble.
+func watch(t *testing.T, notifies bool) *watched {
+	w := &watched{path: filepath.Join(t.TempDir(), "file")}
+	writeFile(t, w.path, []byte("1"))
+	notify := func([]string) (notices, error) { return notices{}, errors.New("no notifications here") }
+	if notifies {
+		w.events = make(chan fsnotify.Event)
+		notify = func([]string) (notices, error) {
+			return notices{events: w.events, stop: func() error { return nil }}, nil
+		}
+	}
+	started := time.Now()
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		(&watcher{paths: []string{w.path}, log: slog.New(slog.DiscardHandler), notify: notify, changed: func() bool {
+			w.calls = append(w.calls, time.Since(started))
+			return w.again
+		}}).run(ctx)
+	}()
+	t.Cleanup(func() {
+		cancel()
+		<-ended
+	})
+	synctest.Wait()
+	return w
+}
+
+// wantCalls checks how often changed has been called since the last time it was asked.
+func (w *watched) wantCalls(t *testing.T, why string, n int) {
+	t.Helper()
+	synctest.Wait()
+	if len(w.calls) != n {
+		t.Errorf("%s: %d calls, want %d (%v)", why, len(w.calls), n, w.calls)
+	}
+	w.calls = nil
+}
+
+func TestWatchWithoutNotifications(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := watch(t, false)
+		w.wantCalls(t, "at the start", 1)
+		time.Sleep(time.Minute)
+		w.wantCalls(t, "nothing changes", 0)
+		writeFile(t, w.path, []byte("22"))
+		time.Sleep(time.Second)
+		w.wantCalls(t, "written in place", 1)
+		writeFile(t, w.path+".new", []byte("22"))
+		rename(t, w.path+".new", w.path)
+		time.Sleep(time.Second)
+		w.wantCalls(t, "another file of the same size", 1)
+		if err := os.Remove(w.path); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(time.Second)
+		w.wantCalls(t, "removed", 1)
+		time.Sleep(time.Minute)
+		w.wantCalls(t, "still not there", 0)
+		writeFile(t, w.path, []byte("22"))
+		time.Sleep(time.Second)
+		w.wantCalls(t, "back", 1)
+	})
+}
+
+func TestWatchCallsAgainWhenItIsAskedTo(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := watch(t, true)
+		w.wantCalls(t, "at the start", 1)
+		w.again = true
+		w.events <- fsnotify.Event{Name: w.path, Op: fsnotify.Write}
+		time.Sleep(settleQuiet)
+		w.wantCalls(t, "a notification", 1)
+		time.Sleep(10 * pollInterval)
+		w.wantCalls(t, "it could not be used", 10)
+		w.again = false
+		time.Sleep(pollInterval + settleQuiet)
+		w.calls = nil
+		time.Sleep(time.Minute)
+		w.wantCalls(t, "it could", 0)
+	})
+}
+
+func TestWatchWaitsForTheWriter(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := watch(t, true)
+		w.wantCalls(t, "at the start", 1)
+		for range 4 {
+			w.events <- fsnotify.Event{Name: w.path, Op: fsnotify.Write}
+			time.Sleep(settleQuiet - time.Millisecond)
+		}
+		w.wantCalls(t, "it is being written", 0)
+		time.Sleep(settleQuiet)
+		w.wantCalls(t, "the writer has left it alone", 1)
+
+		began := time.Now()
+		for time.Since(began) < settleMost {
+			w.events <- fsnotify.Event{Name: w.path, Op: fsnotify.Write}
+			time.Sleep(time.Millisecond)
+		}
+		w.wantCalls(t, "the writer never leaves it alone", 1)
+	})
+}
+
+func TestWatchPassesOverOtherFiles(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := watch(t, true)
+		w.wantCalls(t, "at the start", 1)
+		other := fsnotify.Event{Name: filepath.Join(filepath.Dir(w.path), "other"), Op: fsnotify.Write}
+		w.events <- other
+		time.Sleep(time.Second)
+		w.wantCalls(t, "the file is the same", 0)
+		writeFile(t, w.path, []byte("22"))
+		w.events <- other
+		time.Sleep(settleQuiet)
+		w.wantCalls(t, "another name, and the path leads to something else", 1)
+	})
+}
+
+// The real notifications, through the links of a Secret.
+func TestWatchSeesASwap(t *testing.T) {
+	dir := t.TempDir()
+	version(t, dir, "..1", map[string][]byte{"a": []byte("1"), "b": []byte("1")})
+	calls := make(chan struct{}, 100)
+	ctx, cancel := context.WithCancel(t.Context())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		log, _ := newLog()
+		Watch(ctx, []string{filepath.Join(dir, "a"), filepath.Join(dir, "b")}, log, func() bool {
+			calls <- struct{}{}
+			return false
+		})
+	}()
+	<-calls
+	version(t, dir, "..2", map[string][]byte{"a": []byte("2"), "b": []byte("2")})
+	<-calls
+	cancel()
+	<-ended
+}
