@@ -16,6 +16,7 @@ import (
 	"tunnel/pkg/auth"
 	"tunnel/pkg/dns"
 	"tunnel/pkg/https"
+	"tunnel/pkg/reload"
 	"tunnel/pkg/stream"
 	"tunnel/pkg/tcp"
 	"tunnel/pkg/tunnel"
@@ -54,7 +55,8 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	counters := new(tunnel.Counters)
 	directory := &tunnel.Directory{Counters: counters}
 
-	cert, err := loadPair("mode.cloud.stream.server", c.Server.Cert, c.Server.Key)
+	files := reload.NewFiles(log)
+	cert, err := files.Pair("mode.cloud.stream.server", c.Server.Cert, c.Server.Key)
 	if err != nil {
 		return nil, err
 	}
@@ -62,7 +64,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if err != nil {
 		return nil, err
 	}
-	peers, relayed, err := newPeers(c, directory, log)
+	peers, relayed, err := newPeers(c, files, cert, directory, log)
 	if err != nil {
 		return nil, err
 	}
@@ -76,7 +78,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	}
 	server, err := stream.NewServer(stream.ServerConfig{
 		Listen:   fmt.Sprintf(":%d", c.Server.GRPCPort),
-		TLS:      &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{*cert}},
+		TLS:      &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: cert.GetCertificate, Certificates: []tls.Certificate{*cert.Certificate()}},
 		Auth:     tokens,
 		Counters: counters,
 		Log:      log,
@@ -90,6 +92,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	d := &daemon{mode: "cloud", log: log, routes: server.Router().Routes(), leave: server.Leave}
 	d.add(server, server.Ready, fmt.Sprintf(":%d", c.Server.GRPCPort))
 	d.add(task{"tokens", tokens.Run}, nil)
+	d.add(files, nil)
 	if peers != nil {
 		d.add(peers, peers.Ready)
 	}
@@ -105,7 +108,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	}
 	if len(c.HTTPS.Ports) > 0 {
 		var door *https.FrontDoor
-		if door, err = newHTTPSDoor(c.HTTPS, reach, reach, counters, log); err != nil {
+		if door, err = newHTTPSDoor(c.HTTPS, files, reach, reach, counters, log); err != nil {
 			return nil, err
 		}
 		var addrs []string
@@ -130,27 +133,30 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	}
 	if c.Server.LogPort != 0 {
 		registry := admin.NewRegistry(software(), counters, directory.Sessions)
-		registry.MustRegister(collectors...)
+		registry.MustRegister(append(collectors, files.Collector())...)
 		d.serveHealth(c.Server.LogPort, registry)
 	}
 	return d, nil
 }
 
 // newPeers returns the other replicas and the counters of what is relayed to and from
-// them; nil when this one is alone.
-func newPeers(c *conf.Cloud, directory *tunnel.Directory, log *slog.Logger) (*stream.Peers, *tunnel.Counters, error) {
+// them; nil when this one is alone. server is what it shows to edges.
+func newPeers(c *conf.Cloud, files *reload.Files, server *reload.Pair, directory *tunnel.Directory, log *slog.Logger) (*stream.Peers, *tunnel.Counters, error) {
 	if !c.Peers.Configured() {
 		return nil, nil, nil
 	}
-	certFile, keyFile := c.Pair()
-	cert, err := loadPair("mode.cloud.stream.peers", certFile, keyFile)
+	pair := server
+	if certFile, keyFile := c.Pair(); certFile != c.Server.Cert || keyFile != c.Server.Key {
+		var err error
+		if pair, err = files.Pair("mode.cloud.stream.peers", certFile, keyFile); err != nil {
+			return nil, nil, err
+		}
+	}
+	pool, err := files.Pool("mode.cloud.stream.peers ca", c.Peers.CA)
 	if err != nil {
 		return nil, nil, err
 	}
-	ca, err := loadPool("mode.cloud.stream.peers ca", c.Peers.CA)
-	if err != nil {
-		return nil, nil, err
-	}
+	cert, ca := pair.Certificate(), pool.Pool()
 	relayed := new(tunnel.Counters)
 	peers, err := stream.NewPeers(stream.PeersConfig{
 		Service: c.Peers.Service, Addresses: c.Peers.Addresses, Addrs: c.DNS.Addrs,
@@ -171,32 +177,39 @@ func truthOf(c conf.DNS, directory *tunnel.Directory, peers *stream.Peers) dns.T
 	return dns.Local{Nodes: directory, Addrs: c.Addrs}
 }
 
-func newHTTPSDoor(c conf.HTTPS, dialer tunnel.Dialer, nodes tunnel.Nodes, counters *tunnel.Counters, log *slog.Logger) (*https.FrontDoor, error) {
+func newHTTPSDoor(c conf.HTTPS, files *reload.Files, dialer tunnel.Dialer, nodes tunnel.Nodes, counters *tunnel.Counters, log *slog.Logger) (*https.FrontDoor, error) {
 	cfg := https.Config{
 		Mode: https.Mode(c.TLS), Listen: c.Listen, Ports: c.Ports,
 		ClientNames: c.ClientNames, AllowFrom: c.AllowFrom, Counters: counters,
 		Kubelet: https.Kubelet{Insecure: c.Kubelet.Insecure},
 	}
-	var err error
 	if c.Cert != "" {
-		if cfg.Certificate, err = loadPair("mode.cloud.https", c.Cert, c.Key); err != nil {
+		pair, err := files.Pair("mode.cloud.https", c.Cert, c.Key)
+		if err != nil {
 			return nil, err
 		}
+		cfg.Certificate = pair.Certificate
 	}
 	if c.ClientCA != "" {
-		if cfg.ClientCA, err = loadPool("mode.cloud.https clientca", c.ClientCA); err != nil {
+		pool, err := files.Pool("mode.cloud.https clientca", c.ClientCA)
+		if err != nil {
 			return nil, err
 		}
+		cfg.ClientCA = pool.Pool
 	}
 	if c.Kubelet.Cert != "" {
-		if cfg.Kubelet.Certificate, err = loadPair("mode.cloud.https.kubelet", c.Kubelet.Cert, c.Kubelet.Key); err != nil {
+		pair, err := files.Pair("mode.cloud.https.kubelet", c.Kubelet.Cert, c.Kubelet.Key)
+		if err != nil {
 			return nil, err
 		}
+		cfg.Kubelet.Certificate = pair.Certificate
 	}
 	if c.Kubelet.CA != "" {
-		if cfg.Kubelet.CA, err = loadPool("mode.cloud.https.kubelet ca", c.Kubelet.CA); err != nil {
+		pool, err := files.Pool("mode.cloud.https.kubelet ca", c.Kubelet.CA)
+		if err != nil {
 			return nil, err
 		}
+		cfg.Kubelet.CA = pool.Pool
 	}
 	return https.New(cfg, dialer, nodes, log)
 }

@@ -2,11 +2,8 @@ package main
 
 import (
 	"context"
-	"crypto/tls"
-	"crypto/x509"
 	"fmt"
 	"log/slog"
-	"os"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -110,26 +107,4 @@ func warn(log *slog.Logger, warnings []string) {
 	for _, w := range warnings {
 		log.Warn(w)
 	}
-}
-
-// loadPair reads a certificate and its key. table is where they are configured.
-func loadPair(table, cert, key string) (*tls.Certificate, error) {
-	pair, err := tls.LoadX509KeyPair(cert, key)
-	if err != nil {
-		return nil, fmt.Errorf("%s: cert %s with key %s: %w", table, cert, key, err)
-	}
-	return &pair, nil
-}
-
-// loadPool reads the certificates of authorities. key is where they are configured.
-func loadPool(key, file string) (*x509.CertPool, error) {
-	pem, err := os.ReadFile(file) //nolint:gosec // the operator names the file
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", key, err)
-	}
-	pool := x509.NewCertPool()
-	if !pool.AppendCertsFromPEM(pem) {
-		return nil, fmt.Errorf("%s: %s holds no certificate: it must be PEM, with BEGIN CERTIFICATE", key, file)
-	}
-	return pool, nil
 }

@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/reload"
 	"tunnel/pkg/stream"
 )
 
@@ -93,13 +94,13 @@ func size(n float64) string {
 
 // joinWithWrongToken tries to join as the demo's node with a token of its own, once.
 func (d *demo) joinWithWrongToken(ctx context.Context) error {
-	pool, err := loadPool("ca", d.path("ca.crt"))
+	ca, err := reload.NewPool(d.path("ca.crt"), slog.New(slog.DiscardHandler))
 	if err != nil {
 		return err
 	}
 	client, err := stream.NewClient(stream.ClientConfig{
 		Address: fmt.Sprintf("127.0.0.1:%d", d.GRPC),
-		TLS:     &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool, ServerName: demoCloud},
+		TLS:     &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: ca.Pool(), ServerName: demoCloud},
 		Node:    demoNode,
 		Token:   func() (auth.Secret, error) { return auth.NewToken(), nil },
 		Log:     slog.New(slog.DiscardHandler),

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/http"
 	"os"
@@ -14,6 +15,7 @@ import (
 	"time"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/reload"
 )
 
 // demoServices are the two services behind the edge. They run in the demo's own
@@ -171,17 +173,18 @@ func (d *demo) checkOwn(ctx context.Context) error {
 // client returns an HTTP client for the HTTPS front door. With serverName its
 // connections carry that name as SNI; without, none.
 func (d *demo) client(serverName string, certificate bool) (*http.Client, error) {
-	pool, err := loadPool("ca", d.path("ca.crt"))
+	quiet := slog.New(slog.DiscardHandler) // nothing changes
+	ca, err := reload.NewPool(d.path("ca.crt"), quiet)
 	if err != nil {
 		return nil, err
 	}
-	cfg := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool, ServerName: serverName}
+	cfg := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: ca.Pool(), ServerName: serverName}
 	if certificate {
-		pair, err := loadPair("client", d.path("client.crt"), d.path("client.key"))
+		pair, err := reload.NewPair(d.path("client.crt"), d.path("client.key"), quiet)
 		if err != nil {
 			return nil, err
 		}
-		cfg.Certificates = []tls.Certificate{*pair}
+		cfg.Certificates = []tls.Certificate{*pair.Certificate()}
 	}
 	door := fmt.Sprintf("127.0.0.1:%d", d.HTTPS)
 	return &http.Client{Transport: &http.Transport{

@@ -12,6 +12,7 @@ import (
 	"tunnel/pkg/admin"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/https"
+	"tunnel/pkg/reload"
 	"tunnel/pkg/stream"
 	"tunnel/pkg/tcp"
 	"tunnel/pkg/tunnel"
@@ -52,15 +53,19 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	if err != nil {
 		return nil, fmt.Errorf("mode.edge allow: %w", err)
 	}
-	ca, err := loadPool("mode.edge.stream.client cert", e.CA)
+	files := reload.NewFiles(log.With("node", e.Node))
+	pool, err := files.Pool("mode.edge.stream.client cert", e.CA)
 	if err != nil {
 		return nil, err
 	}
-	var kubelet *tls.Certificate
+	ca := pool.Pool()
+	var kubelet func() *tls.Certificate
 	if e.HTTPS.Cert != "" {
-		if kubelet, err = loadPair("mode.edge.https", e.HTTPS.Cert, e.HTTPS.Key); err != nil {
+		var pair *reload.Pair
+		if pair, err = files.Pair("mode.edge.https", e.HTTPS.Cert, e.HTTPS.Key); err != nil {
 			return nil, err
 		}
+		kubelet = pair.Certificate
 	}
 	token := func() (auth.Secret, error) { return e.Token, nil }
 	if e.TokenFile != "" {
@@ -93,6 +98,7 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 		"node_from", e.NodeFrom, "cloud", e.Addr, "allow", policy.String(),
 	}}
 	d.add(client, client.Ready)
+	d.add(files, nil)
 	for _, m := range dialers {
 		d.add(m, nil)
 	}
@@ -107,6 +113,7 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 			return nil
 		}
 		registry := admin.NewRegistry(software(), counters, sessions)
+		registry.MustRegister(files.Collector())
 		d.serveHealth(e.LogPort, registry)
 	}
 	return d, nil

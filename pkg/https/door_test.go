@@ -24,7 +24,7 @@ import (
 
 func TestNewComplains(t *testing.T) {
 	ca := newCA(t, "ca")
-	cert := ca.issue("front", "front.example")
+	cert := always(ca.issue("front", "front.example"))
 	for name, test := range map[string]struct {
 		change func(*Config)
 		want   string
@@ -42,7 +42,7 @@ func TestNewComplains(t *testing.T) {
 		"SuperEdge's own": {func(c *Config) { *c = Config{Certificate: cert, Ports: c.Ports} }, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			cfg := Config{Certificate: cert, ClientCA: ca.pool, Ports: map[string]string{"10250": "127.0.0.1:10250"}, Kubelet: Kubelet{Certificate: cert, CA: ca.pool}}
+			cfg := Config{Certificate: cert, ClientCA: always(ca.pool), Ports: map[string]string{"10250": "127.0.0.1:10250"}, Kubelet: Kubelet{Certificate: cert, CA: always(ca.pool)}}
 			test.change(&cfg)
 			_, err := New(cfg, &fakeTunnel{}, &fakeTunnel{}, slog.New(slog.DiscardHandler))
 			if (err == nil) != (test.want == "") || err != nil && !strings.Contains(err.Error(), test.want) {
@@ -323,7 +323,7 @@ func TestKubeletCertificate(t *testing.T) {
 	}{
 		"verified":   {"edge1", nil, 200, "pong"},
 		"other name": {"edge2", nil, 502, "not edge2"},
-		"other CA":   {"edge1", func(r *rig, c *Config) { c.Kubelet.CA = r.frontCA.pool }, 502, "[mode.cloud.https.kubelet]"},
+		"other CA":   {"edge1", func(r *rig, c *Config) { c.Kubelet.CA = always(r.frontCA.pool) }, 502, "[mode.cloud.https.kubelet]"},
 		"insecure":   {"edge2", func(_ *rig, c *Config) { c.Kubelet.CA, c.Kubelet.Insecure = nil, true }, 200, "pong"},
 	} {
 		t.Run(name, func(t *testing.T) {

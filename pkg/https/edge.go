@@ -17,7 +17,8 @@ import (
 type Edge struct {
 	// Set once.
 	dial tunnel.DialFunc
-	tls  *tls.Config // nil without a client certificate
+	cert func() *tls.Certificate // nil without a client certificate
+	ca   *x509.CertPool
 	own  func() ([]net.Addr, error)
 }
 
@@ -26,7 +27,8 @@ var _ tunnel.Module = (*Edge)(nil)
 // NewEdge returns the edge's module. dial opens TCP conns and decides what may be
 // dialled.
 //
-// cert is a kubelet client certificate, or nil. With one, the cloud may ask for the
+// cert returns a kubelet client certificate, for each conn the one to show on it; it may
+// be nil. With one, the cloud may ask for the
 // network "tls": SuperEdge's way, where the edge speaks TLS to the kubelet and the
 // cloud needs no key. It puts a key that opens kubelets on a machine that stands on a
 // factory floor: prefer [mode.cloud.https.kubelet] on the cloud.
@@ -38,18 +40,8 @@ var _ tunnel.Module = (*Edge)(nil)
 // target's place, only a process on the node itself can do, by listening on the
 // target's port while the kubelet does not. The private key does not leave us in
 // either case.
-func NewEdge(dial tunnel.DialFunc, cert *tls.Certificate, ca *x509.CertPool) *Edge {
-	e := &Edge{dial: dial, own: net.InterfaceAddrs}
-	if cert != nil {
-		e.tls = &tls.Config{
-			MinVersion:         tls.VersionTLS12,
-			Certificates:       []tls.Certificate{*cert},
-			RootCAs:            ca,
-			InsecureSkipVerify: ca == nil, // see above; mayTrust decides
-			NextProtos:         []string{"http/1.1"},
-		}
-	}
-	return e
+func NewEdge(dial tunnel.DialFunc, cert func() *tls.Certificate, ca *x509.CertPool) *Edge {
+	return &Edge{dial: dial, cert: cert, ca: ca, own: net.InterfaceAddrs}
 }
 
 // Name implements tunnel.Module.
@@ -83,7 +75,7 @@ func (e *Edge) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 }
 
 func (e *Edge) dialTLS(ctx context.Context, r tunnel.Request) (net.Conn, error) {
-	if e.tls == nil {
+	if e.cert == nil {
 		return nil, tunnel.Refusef(tunnel.Denied, "this edge has no client certificate for %s: set cert and key in [mode.edge.https], or [mode.cloud.https.kubelet] on the cloud", r.Addr)
 	}
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
@@ -97,10 +89,15 @@ func (e *Edge) dialTLS(ctx context.Context, r tunnel.Request) (net.Conn, error) 
 		tunnel.Reset(raw)
 		return nil, err
 	}
-	cfg := e.tls.Clone()
 	host, _, _ := net.SplitHostPort(r.Addr)
-	cfg.ServerName = cmp.Or(string(r.Node), host)
-	tc := tls.Client(raw, cfg)
+	tc := tls.Client(raw, &tls.Config{
+		MinVersion:         tls.VersionTLS12,
+		Certificates:       []tls.Certificate{*e.cert()},
+		RootCAs:            e.ca,
+		InsecureSkipVerify: e.ca == nil, // see NewEdge; mayTrust has decided
+		ServerName:         cmp.Or(string(r.Node), host),
+		NextProtos:         []string{"http/1.1"},
+	})
 	if err := tc.HandshakeContext(ctx); err != nil {
 		tunnel.Reset(raw)
 		return nil, handshakeRefusal(ctx, r, err)
@@ -111,7 +108,7 @@ func (e *Edge) dialTLS(ctx context.Context, r tunnel.Request) (net.Conn, error) 
 // mayTrust returns nil if a target at a may show any certificate, or if its
 // certificate will be verified.
 func (e *Edge) mayTrust(a net.Addr) error {
-	if e.tls.RootCAs != nil {
+	if e.ca != nil {
 		return nil
 	}
 	at, err := netip.ParseAddrPort(a.String())

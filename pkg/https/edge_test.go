@@ -42,7 +42,7 @@ func tlsTarget(t *testing.T, at string, cfg *tls.Config) string {
 
 func TestEdge(t *testing.T) {
 	ca, other := newCA(t, "ca"), newCA(t, "other")
-	client := ca.issue("edge-client")
+	client := always(ca.issue("edge-client"))
 	target := func(t *testing.T) string {
 		return tlsTarget(t, "127.0.0.1:0", &tls.Config{Certificates: []tls.Certificate{*ca.issue("edge1", "edge1")}, ClientAuth: tls.RequireAnyClientCert})
 	}
@@ -133,7 +133,7 @@ func TestEdgeTrust(t *testing.T) {
 	} {
 		here, there := net.Pipe()
 		there.Close()
-		e := NewEdge(func(context.Context, tunnel.Request) (net.Conn, error) { return addrConn{here, addr}, nil }, newCA(t, "ca").issue("c"), nil)
+		e := NewEdge(func(context.Context, tunnel.Request) (net.Conn, error) { return addrConn{here, addr}, nil }, always(newCA(t, "ca").issue("c")), nil)
 		e.own = own
 		_, err := e.Dial(context.Background(), tunnel.Request{Network: "tls", Addr: addr})
 		if denied := tunnel.CodeOf(err) == tunnel.Denied; denied == want {

@@ -50,7 +50,7 @@ func direct(r *rig) *tls.Config {
 // edgeTLS is SuperEdge's way: the client certificate is on the edge.
 func edgeTLS(r *rig, c *Config) {
 	c.Kubelet = Kubelet{}
-	r.tunnel.edge = NewEdge(dialTCP, r.clientCA.issue("edge-client"), nil)
+	r.tunnel.edge = NewEdge(dialTCP, always(r.clientCA.issue("edge-client")), nil)
 }
 
 func eachWay(t *testing.T, h http.Handler, test func(t *testing.T, r *rig, c *http.Client)) {

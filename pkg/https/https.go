@@ -3,8 +3,8 @@
 //
 //	door, err := https.New(https.Config{
 //		Ports:       map[string]string{"10250": "127.0.0.1:10250"},
-//		Certificate: &cert, ClientCA: pool, // to terminate what cannot be passed through
-//		Kubelet:     https.Kubelet{Certificate: &client, CA: kubeletCA},
+//		Certificate: pair.Certificate, ClientCA: pool.Pool, // to terminate what cannot be passed through
+//		Kubelet:     https.Kubelet{Certificate: client.Certificate, CA: kubeletCA.Pool},
 //	}, directory, directory, log)
 //	err = door.Run(ctx) // as a tunnel.Module
 //
@@ -92,9 +92,10 @@ type Config struct {
 	Listen string            // IP address; empty: DefaultListen
 	Ports  map[string]string // port here → host:port on the edge
 
-	// For connections that we terminate. Auto without ClientCA passes through only.
-	Certificate *tls.Certificate
-	ClientCA    *x509.CertPool
+	// For connections that we terminate. Auto without ClientCA passes through only. Both
+	// are asked for every new connection; those that are open have been let in.
+	Certificate func() *tls.Certificate
+	ClientCA    func() *x509.CertPool
 	ClientNames []string // common names that may call, compared exactly; empty: DefaultClientName
 	Kubelet     Kubelet
 
@@ -105,13 +106,14 @@ type Config struct {
 	Counters *tunnel.Counters // counts panics and callers of nodes that are not connected; nil: nobody looks
 }
 
-// Kubelet says how we speak to the kubelet behind a terminated connection.
+// Kubelet says how we speak to the kubelet behind a terminated connection. Its funcs are
+// asked for every new conn to one; those that are pooled go on.
 type Kubelet struct {
 	// Certificate is our client certificate. Without one the edge's module https
 	// speaks TLS to the kubelet with its own, and the two fields below do not count.
-	Certificate *tls.Certificate
+	Certificate func() *tls.Certificate
 	// CA verifies the kubelet's certificate for its node's name.
-	CA *x509.CertPool
+	CA func() *x509.CertPool
 	// Insecure takes any certificate when there is no CA.
 	Insecure bool
 }
@@ -168,15 +170,13 @@ type port struct{ here, target string }
 // FrontDoor is the cloud's module "https".
 type FrontDoor struct {
 	// Set once.
-	cfg       Config
-	ports     []port // by port number; the index is part of a pooled connection's key (proxy.go)
-	dialer    tunnel.Dialer
-	nodes     tunnel.Nodes
-	log       *slog.Logger
-	serverTLS *tls.Config // nil when nothing is terminated
-	clientTLS *tls.Config // to kubelets; nil when the edge speaks TLS to them
-	grace     time.Duration
-	hearing   time.Duration // strangerTime
+	cfg     Config
+	ports   []port // by port number; the index is part of a pooled connection's key (proxy.go)
+	dialer  tunnel.Dialer
+	nodes   tunnel.Nodes
+	log     *slog.Logger
+	grace   time.Duration
+	hearing time.Duration // strangerTime
 
 	strangers strangers
 	passed    passed
@@ -211,10 +211,6 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 	slices.SortFunc(f.ports, func(a, b port) int {
 		return cmp.Or(cmp.Compare(len(a.here), len(b.here)), cmp.Compare(a.here, b.here))
 	})
-	if cfg.terminates() {
-		f.serverTLS = serverConfig(cfg)
-		f.clientTLS = kubeletConfig(cfg.Kubelet)
-	}
 	return f, nil
 }
 

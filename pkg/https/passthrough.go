@@ -34,7 +34,7 @@ func (f *FrontDoor) decide(h hello) decision {
 		return decision{what: Passthrough, node: node}
 	}
 	switch {
-	case f.serverTLS != nil:
+	case f.cfg.terminates():
 		return decision{what: Terminate}
 	case f.cfg.Mode == Passthrough && h.serverName == "":
 		return decision{reason: `it has no SNI, and tls = "passthrough" in [mode.cloud.https] terminates nothing`, alert: alertMissingExtension}

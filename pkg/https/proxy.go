@@ -69,18 +69,19 @@ func newProxy(live context.Context, f *FrontDoor) *proxy {
 	return p
 }
 
-// kubeletConfig is how we meet kubelets; nil when the edge does that for us.
-func kubeletConfig(k Kubelet) *tls.Config {
-	if k.Certificate == nil {
-		return nil
-	}
-	return &tls.Config{
+// clientTLS is how we meet the kubelet of a node. There is a certificate.
+func (k *Kubelet) clientTLS(node tunnel.NodeName) *tls.Config {
+	c := &tls.Config{
 		MinVersion:         tls.VersionTLS12,
-		Certificates:       []tls.Certificate{*k.Certificate},
-		RootCAs:            k.CA,
+		Certificates:       []tls.Certificate{*k.Certificate()},
+		ServerName:         string(node),
 		InsecureSkipVerify: k.CA == nil, // validate made sure that the operator wants that
 		NextProtos:         []string{"http/1.1"},
 	}
+	if k.CA != nil {
+		c.RootCAs = k.CA()
+	}
+	return c
 }
 
 // dialTarget opens a conn for HTTP to a kubelet: TLS through the tunnel, or, without
@@ -91,19 +92,17 @@ func (f *FrontDoor) dialTarget(ctx, live context.Context, h hop) (net.Conn, erro
 	defer context.AfterFunc(live, cancel)()
 
 	r := tunnel.Request{Node: h.node, Category: Name, Network: "tcp", Addr: f.ports[h.port].target, Caller: h.caller}
-	if f.clientTLS == nil {
+	if f.cfg.Kubelet.Certificate == nil {
 		r.Network = "tls"
 	}
 	conn, err := f.dialer.Dial(ctx, r)
 	if err != nil {
 		return nil, dialError(ctx, err)
 	}
-	if f.clientTLS == nil {
+	if f.cfg.Kubelet.Certificate == nil {
 		return conn, nil
 	}
-	cfg := f.clientTLS.Clone()
-	cfg.ServerName = string(h.node)
-	tc := tls.Client(conn, cfg)
+	tc := tls.Client(conn, f.cfg.Kubelet.clientTLS(h.node))
 	if err := tc.HandshakeContext(ctx); err != nil {
 		tunnel.Reset(conn)
 		if _, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {
@@ -229,7 +228,7 @@ func (p *proxy) stranger(r *http.Request, c *clientConn, sni tunnel.NodeName, ca
 
 // scheme is that of the URLs of targets.
 func (p *proxy) scheme() string {
-	if p.f.clientTLS == nil {
+	if p.f.cfg.Kubelet.Certificate == nil {
 		return "http" // the edge speaks TLS
 	}
 	return "https"

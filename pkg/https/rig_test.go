@@ -60,6 +60,9 @@ func newCA(t testing.TB, name string) *testCA {
 	return &testCA{t, cert, key, pool}
 }
 
+// always is for certificates that do not change.
+func always[T any](v T) func() T { return func() T { return v } }
+
 // issue makes a certificate for both usages; names may hold IP addresses.
 func (ca *testCA) issue(cn string, names ...string) *tls.Certificate {
 	return ca.issueFor(cn, []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth}, names...)
@@ -123,9 +126,9 @@ func newRig(t testing.TB, h http.Handler, configure func(*rig, *Config)) *rig {
 	cfg := Config{
 		Listen:      "127.0.0.1",
 		Ports:       map[string]string{"0": "127.0.0.1:10250"},
-		Certificate: r.frontCA.issue("front", "front.example", "127.0.0.1", "edge1", "edge9"),
-		ClientCA:    r.clientCA.pool,
-		Kubelet:     Kubelet{Certificate: r.clientCA.issue("tunnel-cloud"), CA: r.kubeletCA.pool},
+		Certificate: always(r.frontCA.issue("front", "front.example", "127.0.0.1", "edge1", "edge9")),
+		ClientCA:    always(r.clientCA.pool),
+		Kubelet:     Kubelet{Certificate: always(r.clientCA.issue("tunnel-cloud")), CA: always(r.kubeletCA.pool)},
 	}
 	if configure != nil {
 		configure(r, &cfg)

@@ -26,14 +26,14 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	f.setAddrs(addrs)
 	defer f.setAddrs(nil)
 	f.log.Info("https front door is open", "module", Name, "frontend", fmt.Sprint(addrs), "type", f.cfg.Mode.String())
-	if f.cfg.Mode == Auto && f.serverTLS == nil {
+	if f.cfg.Mode == Auto && !f.cfg.terminates() {
 		f.log.Info("https connections without a node's name in their SNI will be closed: set clientca, cert and key in [mode.cloud.https] to serve them", "module", Name)
 	}
 
 	live, kill := tunnel.Grace(ctx, f.grace) // how long a connection may live
 	defer kill()
 	var web *web
-	if f.serverTLS != nil {
+	if f.cfg.terminates() {
 		web = f.startWeb(live)
 		f.setWeb(web)
 		defer f.setWeb(nil)
@@ -205,7 +205,7 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 			return
 		}
 		log.Debug("https connection not passed through", "node", string(d.node), "err", fmt.Errorf("%s: %w", remote, err))
-		if f.serverTLS == nil || f.cfg.Mode == Passthrough {
+		if !f.cfg.terminates() || f.cfg.Mode == Passthrough {
 			c.alert(alertOf(err))
 			return
 		}

@@ -35,15 +35,16 @@ const (
 	connWindow   = maxStreams * streamWindow
 )
 
-// serverConfig is how we meet callers.
-func serverConfig(c Config) *tls.Config {
+// serverTLS is how we meet the next caller.
+func (c *Config) serverTLS() *tls.Config {
 	return &tls.Config{
 		MinVersion:   tls.VersionTLS12,
-		Certificates: []tls.Certificate{*c.Certificate},
+		Certificates: []tls.Certificate{*c.Certificate()},
 		ClientAuth:   tls.RequireAndVerifyClientCert, // for the usage client auth
-		ClientCAs:    c.ClientCA,
+		ClientCAs:    c.ClientCA(),
 		NextProtos:   []string{"h2", "http/1.1"},
-		// A resumed session would carry a client certificate that was verified once.
+		// A resumed session would carry a client certificate that was verified once, by
+		// an authority that may not be ours any more.
 		SessionTicketsDisabled: true,
 	}
 }
@@ -55,7 +56,7 @@ func serverConfig(c Config) *tls.Config {
 func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn, release func(), log *slog.Logger) {
 	hctx, cancel := context.WithTimeout(ctx, handshakeTimeout)
 	defer cancel()
-	tc := tls.Server(c, f.serverTLS)
+	tc := tls.Server(c, f.cfg.serverTLS())
 	if err := tc.HandshakeContext(hctx); err != nil {
 		f.warn(denyHandshake, "https handshake failed", "frontend", c.LocalAddr().String(), "err", fmt.Errorf("%s: %w", c.RemoteAddr(), err))
 		c.part() // the alert that says why must arrive

@@ -320,7 +320,7 @@ func TestNodeComesBack(t *testing.T) {
 			r := newRig(t, h, nil).start()
 			r.hold("edge1", false)
 			r.hold("edge2", true) // with edge1's kubelet
-			r.door.clientTLS.InsecureSkipVerify = true
+			r.door.cfg.Kubelet.CA = nil
 			cfg := r.caller("edge1")
 			cfg.InsecureSkipVerify = true // the door's certificate, then the kubelet's
 			c := r.client(cfg, h2)
@@ -360,7 +360,7 @@ func TestTerminatedWhileAway(t *testing.T) {
 			r := newRig(t, nil, nil).start()
 			r.hold("edge1", false)
 			r.hold("edge2", true)
-			r.door.clientTLS.InsecureSkipVerify = true
+			r.door.cfg.Kubelet.CA = nil
 			cfg := r.caller("edge1")
 			cfg.InsecureSkipVerify = true
 			c := r.client(cfg, h2)

@@ -12,7 +12,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Files is all the certificate files of a process, as the module "files". It is built
+// Files is all the certificate files of a process, as the module "certificates". It is built
 // by one goroutine, and not added to once it runs.
 type Files struct {
 	log *slog.Logger
@@ -53,7 +53,7 @@ func (f *Files) Pool(name, file string) (*Pool, error) {
 }
 
 // Name implements tunnel.Module.
-func (f *Files) Name() string { return "files" }
+func (f *Files) Name() string { return "certificates" }
 
 // Routes implements tunnel.Module.
 func (f *Files) Routes() map[string]tunnel.Handler { return nil }

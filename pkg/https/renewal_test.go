@@ -1,0 +1,89 @@
+package https
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"io"
+	"net/http"
+	"sync/atomic"
+	"testing"
+)
+
+// changing is a certificate, or some, that the test replaces.
+type changing[T any] struct{ atomic.Pointer[T] }
+
+func changingFrom[T any](v *T) *changing[T] {
+	c := new(changing[T])
+	c.Store(v)
+	return c
+}
+
+// An authority is taken out of clientca and the certificates are renewed: connections
+// that are open go on, and new ones meet the new state, whatever the caller remembers of
+// old ones.
+func TestCertificatesChange(t *testing.T) {
+	for _, version := range []uint16{tls.VersionTLS12, tls.VersionTLS13} {
+		t.Run(tls.VersionName(version), func(t *testing.T) {
+			var cert, kubelet *changing[tls.Certificate]
+			var clientCA *changing[x509.CertPool]
+			h := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+				io.WriteString(w, r.TLS.PeerCertificates[0].Subject.CommonName)
+			})
+			r := newRig(t, h, func(_ *rig, c *Config) {
+				cert, clientCA, kubelet = changingFrom(c.Certificate()), changingFrom(c.ClientCA()), changingFrom(c.Kubelet.Certificate())
+				c.ClientNames = []string{DefaultClientName, "new caller"}
+				c.Certificate, c.ClientCA, c.Kubelet.Certificate = cert.Load, clientCA.Load, kubelet.Load
+			}).start()
+			other := newCA(t, "other clients")
+			caller := func(ca *testCA) *tls.Config {
+				cfg := r.caller("127.0.0.1")
+				cfg.Certificates = nil
+				own := ca.issue(DefaultClientName)
+				cfg.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return own, nil }
+				cfg.MinVersion, cfg.MaxVersion = version, version
+				cfg.ClientSessionCache = tls.NewLRUClientSessionCache(10)
+				return cfg
+			}
+			old := caller(r.clientCA)
+			open := r.client(old, false)
+			res, body := get(t, open, "https://edge1/")
+			wantStatus(t, res, body, 200, "tunnel-cloud")
+
+			renewed := r.frontCA.issue("renewed", "127.0.0.1")
+			cert.Store(renewed)
+			clientCA.Store(other.pool)
+			kubelet.Store(r.clientCA.issue("tunnel-cloud-renewed"))
+
+			res, body = get(t, open, "https://edge1/")
+			wantStatus(t, res, body, 200, "tunnel-cloud") // over the pooled conn, which was opened for this caller
+			refused := func() error {
+				c := tls.Client(r.tcp(), old)
+				if _, err := fmt.Fprint(c, "GET / HTTP/1.1\r\nHost: edge1\r\n\r\n"); err != nil {
+					return err
+				}
+				_, err := c.Read(make([]byte, 1))
+				return err
+			}
+			for range 2 {
+				if refused() == nil {
+					t.Error("a caller of an authority that has left clientca is let in")
+				}
+			}
+			cfg := caller(other)
+			cfg.VerifyConnection = func(s tls.ConnectionState) error {
+				if s.DidResume || s.PeerCertificates[0].Subject.CommonName != "renewed" {
+					return fmt.Errorf("resumed %v, certificate %v", s.DidResume, s.PeerCertificates[0].Subject)
+				}
+				return nil
+			}
+			// Another name is another hop, and so a new conn to the kubelet.
+			certs := other.issue("new caller")
+			cfg.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return certs, nil }
+			for range 2 {
+				res, body = get(t, r.client(cfg, false), "https://edge1/")
+				wantStatus(t, res, body, 200, "tunnel-cloud-renewed")
+			}
+		})
+	}
+}
