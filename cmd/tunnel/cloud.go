@@ -60,10 +60,11 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if err != nil {
 		return nil, err
 	}
-	tokens, err := auth.NewTokens(c.Server.TokenFile, c.Server.AllowShared, log)
+	tokens, err := auth.NewTokens(auth.TokensConfig{Path: c.Server.TokenFile, AllowShared: c.Server.AllowShared, Log: log})
 	if err != nil {
 		return nil, err
 	}
+	gate := auth.NewGate(auth.GateConfig{Tokens: tokens, Log: log})
 	peers, relayed, err := newPeers(c, files, cert, directory, log)
 	if err != nil {
 		return nil, err
@@ -79,7 +80,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	server, err := stream.NewServer(stream.ServerConfig{
 		Listen:   fmt.Sprintf(":%d", c.Server.GRPCPort),
 		TLS:      &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: cert.GetCertificate, Certificates: []tls.Certificate{*cert.Certificate()}},
-		Auth:     tokens,
+		Auth:     gate,
 		Counters: counters,
 		Log:      log,
 		Software: software(),
@@ -91,7 +92,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 
 	d := &daemon{mode: "cloud", log: log, routes: server.Router().Routes(), leave: server.Leave}
 	d.add(server, server.Ready, fmt.Sprintf(":%d", c.Server.GRPCPort))
-	d.add(task{"tokens", tokens.Run}, nil)
+	d.add(gate, nil)
 	d.add(files, nil)
 	if peers != nil {
 		d.add(peers, peers.Ready)

@@ -93,16 +93,6 @@ func (d *daemon) run(ctx context.Context) error {
 	return nil
 }
 
-// task is a module that only runs.
-type task struct {
-	name string
-	run  func(ctx context.Context) error
-}
-
-func (t task) Name() string                      { return t.name }
-func (t task) Routes() map[string]tunnel.Handler { return nil }
-func (t task) Run(ctx context.Context) error     { return t.run(ctx) }
-
 func warn(log *slog.Logger, warnings []string) {
 	for _, w := range warnings {
 		log.Warn(w)

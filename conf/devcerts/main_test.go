@@ -62,7 +62,7 @@ func TestDevcerts(t *testing.T) {
 	}
 
 	log := slog.New(slog.DiscardHandler)
-	tokens, err := auth.NewTokens(path("tokens"), false, log)
+	tokens, err := auth.NewTokens(auth.TokensConfig{Path: path("tokens"), Log: log})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -70,7 +70,8 @@ func TestDevcerts(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := tokens.Authenticate(t.Context(), auth.Credential{Node: "edge1", Token: token}); err != nil {
+	gate := auth.NewGate(auth.GateConfig{Tokens: tokens, Log: log})
+	if _, err := gate.Authenticate(t.Context(), auth.Credential{Node: "edge1", Token: token}); err != nil {
 		t.Errorf("the edge's token does not open the cloud: %v", err)
 	}
 	if strings.Contains(out.String()+errs.String(), token.Reveal()) {

@@ -1,9 +1,11 @@
 package auth
 
 import (
+	"crypto"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
+	"crypto/tls"
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
@@ -13,13 +15,10 @@ import (
 	"time"
 )
 
-// backdate is how far NotBefore lies in the past, for clocks that are a little slow.
-const backdate = time.Minute
-
-// CA is a certificate authority that lives in memory. Its key never leaves it, so
-// when the CA is dropped nobody can issue in its name any more.
+// CA is a certificate authority. It lives in memory: unless KeyPEM has been written
+// somewhere, nobody can issue in its name any more when it is dropped.
 type CA struct {
-	key     *ecdsa.PrivateKey
+	key     crypto.Signer
 	cert    *x509.Certificate
 	certPEM []byte
 }
@@ -44,7 +43,7 @@ func NewCA(name string, ttl time.Duration) (*CA, error) {
 	now := time.Now()
 	tmpl := &x509.Certificate{
 		Subject:               pkix.Name{CommonName: name},
-		NotBefore:             now.Add(-backdate),
+		NotBefore:             now.Add(-Backdate),
 		NotAfter:              now.Add(ttl),
 		IsCA:                  true,
 		BasicConstraintsValid: true,
@@ -63,8 +62,35 @@ func NewCA(name string, ttl time.Duration) (*CA, error) {
 	return &CA{key: key, cert: cert, certPEM: encodePEM("CERTIFICATE", der)}, nil
 }
 
+// LoadCA returns the authority of a certificate and its key in PEM, of which the first
+// each count. It refuses one that cannot sign certificates.
+func LoadCA(certPEM, keyPEM []byte) (*CA, error) {
+	pair, err := tls.X509KeyPair(certPEM, keyPEM) // they fit each other
+	if err != nil {
+		return nil, fmt.Errorf("the CA's certificate and key: %w", err)
+	}
+	cert := pair.Leaf
+	key, ok := pair.PrivateKey.(crypto.Signer)
+	if !ok {
+		return nil, fmt.Errorf("the key of CA %s cannot sign", cert.Subject)
+	}
+	if !cert.IsCA || cert.KeyUsage&x509.KeyUsageCertSign == 0 {
+		return nil, fmt.Errorf("the certificate of %s may not sign others (CA:TRUE, keyCertSign): give that of a CA", cert.Subject)
+	}
+	return &CA{key: key, cert: cert, certPEM: encodePEM("CERTIFICATE", cert.Raw)}, nil
+}
+
 // CertPEM returns the authority's own certificate.
 func (ca *CA) CertPEM() []byte { return ca.certPEM }
+
+// KeyPEM returns the authority's key, which is as secret as all that it signs.
+func (ca *CA) KeyPEM() []byte {
+	der, err := x509.MarshalPKCS8PrivateKey(ca.key)
+	if err != nil {
+		panic(err) // NewCA and LoadCA have keys of no other kinds than those that encode
+	}
+	return encodePEM("PRIVATE KEY", der)
+}
 
 // Issue makes a key and a certificate for it.
 func (ca *CA) Issue(l Leaf) (certPEM, keyPEM []byte, err error) {
@@ -72,7 +98,7 @@ func (ca *CA) Issue(l Leaf) (certPEM, keyPEM []byte, err error) {
 		Subject:               pkix.Name{CommonName: l.CommonName, Organization: l.Organization},
 		DNSNames:              l.DNSNames,
 		IPAddresses:           l.IPs,
-		NotBefore:             time.Now().Add(-backdate),
+		NotBefore:             time.Now().Add(-Backdate),
 		NotAfter:              time.Now().Add(l.TTL),
 		BasicConstraintsValid: true,
 		KeyUsage:              x509.KeyUsageDigitalSignature,

@@ -34,8 +34,8 @@ func (s Secret) Reveal() string { return string(s) }
 
 // Hashed returns the token as the token file should hold it: sha256:HEX.
 func (s Secret) Hashed() string {
-	sum := sha256.Sum256([]byte(s))
-	return hashPrefix + hex.EncodeToString(sum[:])
+	digest := sha256.Sum256([]byte(s))
+	return hashPrefix + hex.EncodeToString(digest[:])
 }
 
 // String implements fmt.Stringer.

@@ -21,7 +21,8 @@ const (
 	maxTokenFile = 16 << 20
 	// maxToken is the longest token, in bytes. Twice that (every byte escaped), a
 	// node name and the field names still fit maxWire.
-	maxToken = 1792
+	// A projected ServiceAccount token has 1 to 2 KiB.
+	maxToken = 3584
 	// maxProblems is how many faults of a file are reported at once.
 	maxProblems = 10
 
@@ -29,62 +30,30 @@ const (
 	sharedName = "default"
 )
 
-// parseTokens parses a token file. name stands before the line number in errors. No
-// error repeats any part of a line: whoever mixes up the order of node and token
-// must not find the token in the log.
-func parseTokens(name, content string, allowShared bool) (*table, error) {
-	tb := &table{own: make(map[tunnel.NodeName][]sum)}
+// parseTokens parses a token file. name stands before the line number in errors.
+// mayBeEmpty says whether a file in which there is no token is a good one.
+func parseTokens(name, content string, allowShared, mayBeEmpty bool) (*table, error) {
 	var problems []error
-	n := 0
-	for line := range strings.Lines(content) {
-		n++
-		line = strings.TrimSpace(line)
-		if line == "" || line[0] == '#' {
-			continue
+	bad := func(number int, err error) bool {
+		problems = append(problems, fmt.Errorf("%s:%d: %w", name, number, err))
+		return len(problems) < maxProblems
+	}
+	lines := parseLines(content, bad)
+	tb := &table{own: make(map[tunnel.NodeName]*entry)}
+	for _, l := range lines {
+		if l.node == "" && !allowShared && len(problems) < maxProblems {
+			bad(l.number, errors.New("a default: line lets every holder of its token join as any node; "+
+				"give each node a line of its own, or set allowshared = true under [mode.cloud.stream.server]"))
 		}
-		if err := tb.add(line, allowShared); err != nil {
-			problems = append(problems, fmt.Errorf("%s:%d: %w", name, n, err))
-			if len(problems) == maxProblems {
-				break
-			}
-		}
+		tb.add(l)
 	}
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
 	}
-	if len(tb.own) == 0 && len(tb.shared) == 0 {
+	if tb.most == 0 && !mayBeEmpty {
 		return nil, fmt.Errorf("%s: no token in it: nobody could join; add a line node:sha256:HEX for each edge", name)
 	}
 	return tb, nil
-}
-
-// add takes one line that is neither blank nor a comment.
-func (tb *table) add(line string, allowShared bool) error {
-	name, token, ok := strings.Cut(line, ":")
-	if !ok {
-		return errors.New("no colon in the line; write node:token or node:sha256:HEX")
-	}
-	name, token = strings.TrimSpace(name), strings.TrimSpace(token)
-	s, err := parseSum(token)
-	if err != nil {
-		return err
-	}
-	if name == sharedName {
-		if !allowShared {
-			return errors.New("a default: line lets every holder of its token join as any node; " +
-				"give each node a line of its own, or set allowshared = true under [mode.cloud.stream.server]")
-		}
-		tb.shared = append(tb.shared, s)
-		tb.most = max(tb.most, len(tb.shared))
-		return nil
-	}
-	node, err := tunnel.ParseNodeName(name)
-	if err != nil {
-		return errors.New("what stands before the colon is not a node name (RFC 1123: lower-case letters, digits, '-' and '.')")
-	}
-	tb.own[node] = append(tb.own[node], s)
-	tb.most = max(tb.most, len(tb.own[node]))
-	return nil
 }
 
 // parseSum returns the sum of a token that a file holds as it is or hashed.

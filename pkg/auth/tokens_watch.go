@@ -27,15 +27,17 @@ func (t *Tokens) reload() (again bool) {
 	digest := sha256.Sum256(content)
 	if digest == t.content {
 		t.badness = ""
+		t.fault.Store(nil)
 		return false
 	}
 	warnOthers(t.path, info, t.log)
-	tb, err := parseTokens(t.path, string(content), t.allowShared)
+	tb, err := parseTokens(t.path, string(content), t.allowShared, t.mayBeEmpty)
 	if err != nil {
 		t.keep(string(digest[:]), err)
 		return false
 	}
 	t.content, t.badness = digest, ""
+	t.fault.Store(nil)
 	revoked := t.adopt(tb)
 	t.log.Info("token file read again", "nodes", len(tb.own), "revoked", revoked)
 	tb.warn(t.log)
@@ -48,5 +50,6 @@ func (t *Tokens) keep(badness string, err error) {
 		return
 	}
 	t.badness = badness
+	t.fault.Store(&err)
 	t.log.Error("token file is bad; the tokens read before it stay in force", "err", err)
 }

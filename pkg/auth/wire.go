@@ -10,9 +10,9 @@ import (
 	"unicode/utf8"
 )
 
-// maxWire is the longest token on the wire, in bytes. A longer one is refused before
-// anything is allocated for it.
-const maxWire = 4 << 10
+// maxWire is the longest token on the wire, in bytes: half of what a peer's metadata may
+// have in all. A longer one is refused before anything is allocated for it.
+const maxWire = 8 << 10
 
 // The names of the two JSON fields. They are SuperEdge's.
 const (

@@ -1,0 +1,116 @@
+package auth
+
+import (
+	"crypto"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/asn1"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"tunnel/pkg/tunnel"
+)
+
+// Backdate is how long before its issue the NotBefore of a certificate of ours lies, for
+// clocks that are a little slow. Kubernetes' signers use 5 minutes.
+const Backdate = time.Minute
+
+// NodeOf returns the node that a certificate names. It says whether the certificate has
+// the form of a node's, down to the last name and usage; who has signed it and when it
+// is good is another question.
+func NodeOf(cert *x509.Certificate) (tunnel.NodeName, error) {
+	node, err := nodeIn(cert.Subject)
+	if err != nil {
+		return "", err
+	}
+	switch {
+	case slices.ContainsFunc(cert.Extensions, isSAN):
+		return "", errors.New("the certificate has alternative names; a node's has none")
+	case len(cert.ExtKeyUsage) != 1 || cert.ExtKeyUsage[0] != x509.ExtKeyUsageClientAuth || len(cert.UnknownExtKeyUsage) != 0:
+		return "", errors.New("the certificate is not for clients alone")
+	case cert.IsCA || cert.KeyUsage != x509.KeyUsageDigitalSignature:
+		return "", errors.New("the certificate's key may do something else than sign a handshake")
+	}
+	return node, nil
+}
+
+func isSAN(e pkix.Extension) bool {
+	return e.Id.Equal(asn1.ObjectIdentifier{2, 5, 29, 17}) // RFC 5280 section 4.2.1.6
+}
+
+// verify checks that a chain, leaf first, is of the CA and good for a client now. It
+// returns until when.
+func verify(chain []*x509.Certificate, roots *x509.CertPool) (until time.Time, err error) {
+	if roots == nil { // which would mean the system's
+		roots = x509.NewCertPool()
+	}
+	between := x509.NewCertPool()
+	for _, c := range chain[1:] {
+		between.AddCert(c)
+	}
+	ways, err := chain[0].Verify(x509.VerifyOptions{
+		Roots:         roots,
+		Intermediates: between,
+		KeyUsages:     []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+	})
+	if err != nil {
+		return time.Time{}, err
+	}
+	for _, way := range ways {
+		first := slices.MinFunc(way, func(a, b *x509.Certificate) int { return a.NotAfter.Compare(b.NotAfter) })
+		if first.NotAfter.After(until) {
+			until = first.NotAfter
+		}
+	}
+	return until, nil
+}
+
+// parseChain reads certificates in PEM, and nothing else, leaf first.
+func parseChain(text []byte) ([]*x509.Certificate, error) {
+	var chain []*x509.Certificate
+	for len(text) > 0 {
+		block, rest := pem.Decode(text)
+		if block == nil {
+			break
+		}
+		if text = rest; block.Type != "CERTIFICATE" {
+			continue
+		}
+		c, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return nil, fmt.Errorf("certificate %d of the chain: %w", len(chain)+1, err)
+		}
+		chain = append(chain, c)
+	}
+	if len(chain) == 0 {
+		return nil, errors.New("no certificate in it")
+	}
+	return chain, nil
+}
+
+// checkIssued says whether a chain that somebody has issued, in PEM, fits the node and the
+// public key that it was asked for, and returns its leaf.
+func checkIssued(text []byte, node tunnel.NodeName, public crypto.PublicKey) (*x509.Certificate, error) {
+	chain, err := parseChain(text)
+	if err != nil {
+		return nil, err
+	}
+	leaf := chain[0]
+	named, err := NodeOf(leaf)
+	if err != nil {
+		return nil, err
+	}
+	if named != node {
+		return nil, fmt.Errorf("the certificate is of node %s, not %s", named, node)
+	}
+	if key, ok := leaf.PublicKey.(interface{ Equal(crypto.PublicKey) bool }); !ok || !key.Equal(public) {
+		return nil, errors.New("the certificate is for another key")
+	}
+	if time.Now().After(leaf.NotAfter) {
+		return nil, fmt.Errorf("the certificate has expired at %s; check the clock", leaf.NotAfter.Format(time.RFC3339))
+	}
+	return leaf, nil
+}

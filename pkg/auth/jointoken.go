@@ -1,0 +1,111 @@
+package auth
+
+import (
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"strconv"
+	"strings"
+
+	"tunnel/pkg/tunnel"
+)
+
+// JoinToken is what an edge needs to join: where the cloud is, how to know it, and a
+// secret that gets one node a certificate. Its text is pasted by people.
+type JoinToken struct {
+	Address    string   // host:port that the edge dials
+	ServerName string   // of the cloud's certificate
+	CA         [32]byte // SHA-256 of the DER of the certificate that has signed the cloud's
+	Node       tunnel.NodeName
+	Secret     Secret // of a line of the token file with the attribute join
+}
+
+const (
+	// joinPrefix tells a join token, and this version of it, from anything else that
+	// might be pasted in its place.
+	joinPrefix = "tunnel1."
+	// maxJoinToken is the longest text, in bytes. Ours have about 300.
+	maxJoinToken = 2 << 10
+)
+
+// joinWire is the JSON inside.
+type joinWire struct {
+	Address    string `json:"address"`
+	ServerName string `json:"servername"`
+	CA         []byte `json:"ca"`
+	Node       string `json:"node"`
+	Secret     string `json:"secret"`
+}
+
+// Encode returns the text.
+func (t JoinToken) Encode() Secret {
+	text, err := json.Marshal(joinWire{t.Address, t.ServerName, t.CA[:], string(t.Node), t.Secret.Reveal()})
+	if err != nil {
+		panic(err) // strings and bytes always encode
+	}
+	return Secret(joinPrefix + base64.RawURLEncoding.EncodeToString(text))
+}
+
+// ParseJoinToken reads what Encode made, and nothing that Encode would have written
+// another way. Its errors hold nothing of the text.
+func ParseJoinToken(text string) (JoinToken, error) {
+	if len(text) > maxJoinToken {
+		return JoinToken{}, fmt.Errorf("the join token is %d bytes long; %d are allowed", len(text), maxJoinToken)
+	}
+	damaged := errors.New("the join token is damaged or not whole; paste all of the line that tunnel token create printed")
+	body, ok := strings.CutPrefix(text, joinPrefix)
+	if !ok {
+		return JoinToken{}, fmt.Errorf("this is no join token: one begins with %s; make it on the cloud with tunnel token create", joinPrefix)
+	}
+	inner, err := base64.RawURLEncoding.Strict().DecodeString(body)
+	if err != nil {
+		return JoinToken{}, damaged
+	}
+	var w joinWire
+	if json.Unmarshal(inner, &w) != nil {
+		return JoinToken{}, damaged
+	}
+	t := JoinToken{Address: w.Address, ServerName: w.ServerName, Secret: Secret(w.Secret)}
+	if copy(t.CA[:], w.CA) != len(t.CA) {
+		return JoinToken{}, damaged
+	}
+	if t.Node, err = tunnel.ParseNodeName(w.Node); err != nil {
+		return JoinToken{}, errors.New("the join token names no node (RFC 1123)")
+	}
+	if err := t.check(); err != nil {
+		return JoinToken{}, err
+	}
+	// A field twice, in another case, unknown, or bytes behind the object.
+	if t.Encode() != Secret(text) {
+		return JoinToken{}, damaged
+	}
+	return t, nil
+}
+
+func (t JoinToken) check() error {
+	host, port, err := net.SplitHostPort(t.Address)
+	if err != nil || !isHost(host) {
+		return errors.New("the join token's address is not host:port")
+	}
+	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+		return errors.New("the join token's address has no port from 1 to 65535")
+	}
+	if !isHost(t.ServerName) {
+		return errors.New("the join token's server name is neither a DNS name nor an IP address")
+	}
+	if err := checkToken(t.Secret.Reveal()); err != nil {
+		return errors.New("the join token holds no usable secret")
+	}
+	return nil
+}
+
+// isHost reports whether s may be a DNS name or an IP address.
+func isHost(s string) bool {
+	if net.ParseIP(s) != nil {
+		return true
+	}
+	_, err := tunnel.ParseNodeName(strings.ToLower(s)) // the same form as a host's name
+	return err == nil
+}
