@@ -79,7 +79,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	}
 	server, err := stream.NewServer(stream.ServerConfig{
 		Listen:   fmt.Sprintf(":%d", c.Server.GRPCPort),
-		TLS:      &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: cert.GetCertificate, Certificates: []tls.Certificate{*cert.Certificate()}},
+		TLS:      &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: cert.GetCertificate},
 		Auth:     gate,
 		Counters: counters,
 		Log:      log,
@@ -157,11 +157,13 @@ func newPeers(c *conf.Cloud, files *reload.Files, server *reload.Pair, directory
 	if err != nil {
 		return nil, nil, err
 	}
-	cert, ca := pair.Certificate(), pool.Pool()
+	conf := func() *tls.Config {
+		return &tls.Config{MinVersion: tls.VersionTLS12, GetClientCertificate: pair.GetClientCertificate, RootCAs: pool.Pool(), ServerName: c.Peers.ServerName}
+	}
 	relayed := new(tunnel.Counters)
 	peers, err := stream.NewPeers(stream.PeersConfig{
 		Service: c.Peers.Service, Addresses: c.Peers.Addresses, Addrs: c.DNS.Addrs,
-		TLS:      &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{*cert}, RootCAs: ca, ServerName: c.Peers.ServerName},
+		TLS:      conf,
 		Counters: relayed, Log: log, Software: software(),
 	}, directory)
 	if err != nil {

@@ -98,9 +98,10 @@ func (d *demo) joinWithWrongToken(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	conf := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: ca.Pool(), ServerName: demoCloud}
 	client, err := stream.NewClient(stream.ClientConfig{
 		Address: fmt.Sprintf("127.0.0.1:%d", d.GRPC),
-		TLS:     &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: ca.Pool(), ServerName: demoCloud},
+		TLS:     func() *tls.Config { return conf },
 		Node:    demoNode,
 		Token:   func() (auth.Secret, error) { return auth.NewToken(), nil },
 		Log:     slog.New(slog.DiscardHandler),

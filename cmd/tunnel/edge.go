@@ -58,7 +58,6 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	if err != nil {
 		return nil, err
 	}
-	ca := pool.Pool()
 	var kubelet func() *tls.Certificate
 	if e.HTTPS.Cert != "" {
 		var pair *reload.Pair
@@ -79,9 +78,12 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 		https.NewEdge(policy.DialRequest, kubelet, nil),
 		tcp.NewEdge(policy.DialRequest),
 	}
+	conf := func() *tls.Config {
+		return &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool.Pool(), ServerName: e.ServerName}
+	}
 	client, err := stream.NewClient(stream.ClientConfig{
 		Address:  e.Addr,
-		TLS:      &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: ca, ServerName: e.ServerName},
+		TLS:      conf,
 		Node:     e.Node,
 		Token:    token,
 		Counters: counters,

@@ -2,21 +2,18 @@ package stream
 
 import (
 	"context"
+	"crypto/sha256"
 	"crypto/tls"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"slices"
-	"strings"
 	"sync"
 	"time"
 
 	"github.com/google/uuid"
-	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/auth"
@@ -26,11 +23,15 @@ import (
 
 // ClientConfig is what a [Client] needs.
 type ClientConfig struct {
-	Address  string                      // of the cloud, host:port
-	TLS      *tls.Config                 // the CA, and the name to verify (ServerName)
-	Node     tunnel.NodeName             // this node
-	Token    func() (auth.Secret, error) // asked at every join, so that a file may change
-	Counters *tunnel.Counters            // nil: nobody looks
+	Address string // of the cloud, host:port
+	// TLS returns the CA, the name to verify (ServerName), and the certificate to show if
+	// there is one. It is asked at every connection, so that files may change.
+	TLS  func() *tls.Config
+	Node tunnel.NodeName // this node
+	// Token is asked at every join and once a minute, so that a file may change; nil: the
+	// proof is the certificate.
+	Token    func() (auth.Secret, error)
+	Counters *tunnel.Counters // nil: nobody looks
 	Log      *slog.Logger
 	Grace    time.Duration // how long conns may go on when the client stops; 0: tunnel.GracePeriod
 	Software string        // what the cloud is told runs here
@@ -62,6 +63,8 @@ type Client struct {
 	log      *slog.Logger
 	instance string // of this process
 
+	tickets tickets // owned by Run
+
 	mu       sync.Mutex // guards the following
 	links    []*link    // live sessions, the newest last
 	replicas []string   // instances that the cloud has told; none: it is one replica, or has not said
@@ -78,7 +81,10 @@ type link struct {
 	sctx   context.Context // outlives Run's by the grace period
 	cancel func()
 	hangUp func()
-	moving bool // the replica stops: another session takes over. Guarded by Client.mu
+	shown  *handshake
+	token  [sha256.Size]byte // the sum of the one that it was opened with
+	moving bool              // the replica stops: another session takes over. Guarded by Client.mu
+	told   bool              // of another token. Owned by followToken
 }
 
 // ending says how a session ended.
@@ -94,15 +100,6 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	}
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
-	}
-	if cfg.Dial == nil {
-		cfg.Dial = (&net.Dialer{}).DialContext
-	}
-	if cfg.TLS != nil && cfg.TLS.ClientSessionCache == nil {
-		// Coming back to a cloud that still runs costs neither end a signature (RFC 8446
-		// section 2.2).
-		cfg.TLS = cfg.TLS.Clone()
-		cfg.TLS.ClientSessionCache = tls.NewLRUClientSessionCache(0)
 	}
 	c := &Client{cfg: cfg, blocks: new(blocks), log: cfg.Log.With("module", category, "node", cfg.Node), instance: uuid.NewString()}
 	if cfg.replica != nil {
@@ -165,6 +162,7 @@ func (c *Client) Session() *tunnel.Session {
 func (c *Client) Run(ctx context.Context) error {
 	var serving sync.WaitGroup
 	defer serving.Wait()
+	serving.Go(func() { c.followToken(ctx) })
 	var wait backoff
 	for {
 		err := c.wanted(ctx, &wait)
@@ -277,19 +275,24 @@ func (c *Client) noteLocked() {
 
 // open connects and joins.
 func (c *Client) open(ctx context.Context) (l *link, err error) {
+	var shown *handshake
 	defer func() {
 		if err != nil {
-			err = c.explain(err)
+			err = c.explain(err, shown)
 			c.mu.Lock()
 			c.err = err
 			c.mu.Unlock()
 		}
 	}()
-	credential, err := c.credential()
+	conf, shown, err := c.tlsConfig()
 	if err != nil {
 		return nil, err
 	}
-	cc, hangUp, err := c.connect(ctx)
+	credential, token, err := c.credential(shown)
+	if err != nil {
+		return nil, err
+	}
+	cc, hangUp, err := connect(ctx, c.cfg.Address, conf, c.cfg.Software, c.cfg.Dial)
 	if err != nil {
 		return nil, err
 	}
@@ -310,7 +313,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 			return fail(err)
 		}
 	}
-	l = &link{edgeSession: s, sctx: sctx, cancel: cancel, hangUp: hangUp}
+	l = &link{edgeSession: s, sctx: sctx, cancel: cancel, hangUp: hangUp, shown: shown, token: token}
 	c.mu.Lock()
 	c.links = append(c.links, l)
 	c.replicas = nil // those that there are now are told next; none, where there are no others any more
@@ -323,7 +326,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 // serve serves a session until it ends.
 func (c *Client) serve(ctx context.Context, l *link) {
 	defer l.cancel()
-	err := c.explain(l.serveUntil(ctx, l.sctx))
+	err := c.explain(l.serveUntil(ctx, l.sctx), l.shown)
 	c.mu.Lock()
 	c.links = slices.DeleteFunc(c.links, func(other *link) bool { return other == l })
 	c.err = err
@@ -395,164 +398,3 @@ func (c *Client) know(instances []string) {
 
 // isSecond reports whether a replica has refused a second session of this process.
 func isSecond(err error) bool { return status.Code(err) == codes.AlreadyExists }
-
-// connect makes the one TCP connection of a session and the ClientConn around it.
-// The ClientConn never connects again: a second connection could reach another
-// replica, while the session lives on the first. hangUp closes both; gRPC by itself
-// closes only a connection that it has asked for, which it does at the first call.
-func (c *Client) connect(ctx context.Context) (cc *grpc.ClientConn, hangUp func(), err error) {
-	dctx, cancel := context.WithTimeout(ctx, joinTimeout)
-	defer cancel()
-	raw, err := c.cfg.Dial(dctx, "tcp", c.cfg.Address)
-	if err != nil {
-		return nil, nil, fmt.Errorf("dialing the cloud: %w", err)
-	}
-	var once sync.Once
-	dial := func(context.Context, string) (conn net.Conn, err error) {
-		err = errors.New("the session's connection is gone")
-		once.Do(func() { conn, err = raw, nil })
-		return conn, err
-	}
-	opts := append(dialOptions(),
-		grpc.WithContextDialer(dial),
-		grpc.WithTransportCredentials(credentials.NewTLS(c.cfg.TLS)),
-		grpc.WithUserAgent(c.cfg.Software),
-	)
-	cc, err = grpc.NewClient("passthrough:///"+c.cfg.Address, opts...)
-	if err != nil {
-		raw.Close()
-		return nil, nil, err
-	}
-	return cc, func() {
-		cc.Close()
-		raw.Close()
-	}, nil
-}
-
-// join opens the control stream and exchanges hellos, before ctx is done and within
-// the join timeout. The stream lives until sctx is done.
-func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential credentials.PerRPCCredentials) (*edgeSession, error) {
-	sctx, abandon := context.WithCancelCause(sctx)
-	late := time.AfterFunc(joinTimeout, func() { abandon(errJoinTimeout) })
-	stopped := context.AfterFunc(ctx, func() { abandon(context.Canceled) })
-	fail := func(err error) (*edgeSession, error) {
-		late.Stop()
-		stopped()
-		if cause := context.Cause(sctx); cause != nil {
-			err = cause
-		}
-		abandon(err)
-		if c.cfg.replica != nil {
-			return nil, fmt.Errorf("joining as a replica: %w", err)
-		}
-		return nil, fmt.Errorf("joining as node %s: %w", c.cfg.Node, err)
-	}
-	client := pb.NewStreamClient(cc)
-	stream, err := client.TunnelStreaming(sctx, grpc.PerRPCCredentials(credential))
-	if err != nil {
-		return fail(err)
-	}
-	s := &edgeSession{client: client, abandon: abandon, owner: c}
-	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s}
-	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
-	s.stream, s.unknown, s.hangUp = stream, s.nobody, stream.CloseSend
-	s.init()
-	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have()}
-	if r := c.cfg.replica; r != nil {
-		hello.Replica, hello.Have = r.hello, r.have()
-	}
-	err = s.write(message(typeHello, "", hello))
-	if err != nil && !errors.Is(err, io.EOF) { // io.EOF says that Recv knows the reason
-		return fail(err)
-	}
-	hello, err = receiveHello(stream)
-	if err != nil {
-		return fail(err)
-	}
-	if hello.GetVersion() != Version {
-		return fail(status.Errorf(codes.FailedPrecondition,
-			"the cloud speaks version %d of the protocol and this edge version %d: install the release of the cloud (%s) here",
-			hello.GetVersion(), Version, text(hello.GetSoftware())))
-	}
-	if !late.Stop() {
-		return fail(errJoinTimeout)
-	}
-	if !stopped() {
-		return fail(context.Canceled)
-	}
-	s.remoteInstance = hello.GetInstance()
-	s.pub.ID, s.pub.Since = text(hello.GetSession()), time.Now()
-	// The cloud keeps to its limit. More than twice that here, since conns that have
-	// ended at the cloud may still be ending here when their successors are asked for.
-	s.maxConns = 2*int64(hello.GetMaxConns()) + 128
-	if hello.GetMaxConns() == 0 || s.maxConns > maxConnsHere {
-		s.maxConns = maxConnsHere
-	}
-	s.log = c.log.With("session", s.pub.ID)
-	c.cfg.Counters.Sessions.Add(1)
-	return s, nil
-}
-
-// maxConnsHere bounds what a cloud may have an edge, or another replica, do at once.
-const maxConnsHere = 16 * DefaultMaxConns
-
-// credential returns what proves who we are.
-func (c *Client) credential() (credentials.PerRPCCredentials, error) {
-	if r := c.cfg.replica; r != nil {
-		return replicaID(r.id), nil // the proof is our certificate
-	}
-	token, err := c.cfg.Token()
-	if err != nil {
-		return nil, err
-	}
-	return accessToken(auth.EncodeToken(string(c.cfg.Node), token)), nil
-}
-
-// accessToken sends an OAuth2 access token with a call (RFC 6750 section 2.1). grpc's
-// own credentials/oauth does the same and brings Google's client libraries along.
-type accessToken auth.Secret
-
-// GetRequestMetadata implements credentials.PerRPCCredentials.
-func (t accessToken) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
-	return map[string]string{"authorization": "Bearer " + auth.Secret(t).Reveal()}, nil
-}
-
-// RequireTransportSecurity implements credentials.PerRPCCredentials.
-func (accessToken) RequireTransportSecurity() bool { return true }
-
-var errJoinTimeout = fmt.Errorf("the cloud did not answer within %s: is that address the tunnel's gRPC port?", joinTimeout)
-
-// explain adds to an error what a person can do about it.
-func (c *Client) explain(err error) error {
-	if r := c.cfg.replica; r != nil {
-		return r.hint(err)
-	}
-	return explain(err)
-}
-
-func explain(err error) error {
-	var hint string
-	switch msg := fmt.Sprint(err); {
-	case err == nil:
-		return nil
-	case status.Code(err) == codes.Unauthenticated:
-		hint = "check that this node's line in the cloud's token file matches the token here"
-	case status.Code(err) == codes.Aborted:
-		hint = "is another edge running with this node's name and token?"
-	case strings.Contains(msg, "certificate signed by unknown authority"):
-		hint = "cert in [mode.edge.stream.client] must be the CA that signed the cloud's certificate"
-	case strings.Contains(msg, "x509: certificate is"), strings.Contains(msg, "x509: cannot validate certificate"):
-		hint = "dns in [mode.edge.stream.client] must be a name in the cloud's certificate"
-	case strings.Contains(msg, "certificate has expired or is not yet valid"):
-		hint = "check this machine's clock, then the cloud's certificate"
-	case strings.Contains(msg, "first record does not look like a TLS handshake"):
-		hint = "servername in [mode.edge.stream.client] must be the cloud's grpcport, which speaks TLS; something else answers there"
-	case strings.Contains(msg, "connection refused"):
-		hint = "is the cloud running, and is servername in [mode.edge.stream.client] its address?"
-	case strings.Contains(msg, "no such host"):
-		hint = "check servername in [mode.edge.stream.client]"
-	default:
-		return err
-	}
-	return fmt.Errorf("%w (%s)", err, hint)
-}

@@ -18,8 +18,9 @@ import (
 // edgeSession is the edge's end of a session.
 type edgeSession struct {
 	session
-	client  pb.StreamClient
-	abandon context.CancelCauseFunc // ends the control stream
+	client       pb.StreamClient
+	certificates pb.CertificatesClient   // on the same connection
+	abandon      context.CancelCauseFunc // ends the control stream
 
 	owner          *Client
 	remoteInstance string // of the replica at the other end; "" if the cloud has but one

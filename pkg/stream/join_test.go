@@ -36,11 +36,11 @@ func TestJoinRefused(t *testing.T) {
 		"empty token":           {`Bearer {"nodename":"edge1","token":""}`, Version, codes.Unauthenticated, "the cloud's log says why", "no token"},
 		"empty node":            {`Bearer {"nodename":"","token":"s3cret"}`, Version, codes.Unauthenticated, "the cloud's log says why", "no nodename"},
 		"node that is no name":  {"Bearer " + auth.EncodeToken("../etc", "token-../etc"), Version, codes.Unauthenticated, "the cloud's log says why", "the token is wrong"},
-		"no metadata":           {"", Version, codes.Unauthenticated, "the cloud's log says why", "not a JSON object"},
+		"no metadata":           {"", Version, codes.Unauthenticated, "the cloud's log says why", "it shows no token"},
 		"no bearer":             {"Basic s3cret", Version, codes.Unauthenticated, "the cloud's log says why", "not a JSON object"},
 		"malformed JSON":        {`Bearer {"nodename":"edge1","token":"s3cret`, Version, codes.Unauthenticated, "the cloud's log says why", "no usable token"},
 		"bytes behind the JSON": {bearerOf("edge1") + "x", Version, codes.Unauthenticated, "the cloud's log says why", "no usable token"},
-		"token of 5,000 bytes":  {"Bearer " + auth.EncodeToken("edge1", auth.Secret(strings.Repeat("s3cret", 900))), Version, codes.Unauthenticated, "the cloud's log says why", "4096 are allowed"},
+		"token of 9,000 bytes":  {"Bearer " + auth.EncodeToken("edge1", auth.Secret(strings.Repeat("s3cret", 1500))), Version, codes.Unauthenticated, "the cloud's log says why", "8192 are allowed"},
 		"older protocol":        {bearerOf("edge1"), Version - 1, codes.FailedPrecondition, "install the release of the cloud (test) on node edge1", "version 0"},
 		"newer protocol":        {bearerOf("edge1"), Version + 1, codes.FailedPrecondition, "speaks version 2 of the protocol and the cloud version 1", "version 2"},
 	} {
@@ -123,15 +123,15 @@ func TestWhatTheEdgeSays(t *testing.T) {
 			[]string{"open /etc/token: gone"},
 		},
 		"another CA": {
-			func(c *ClientConfig) { c.TLS.RootCAs = poolOf(other) },
+			func(c *ClientConfig) { c.TLS().RootCAs = poolOf(other) },
 			[]string{"unknown authority", "cert in [mode.edge.stream.client]"},
 		},
 		"another name": {
-			func(c *ClientConfig) { c.TLS.ServerName = "elsewhere" },
+			func(c *ClientConfig) { c.TLS().ServerName = "elsewhere" },
 			[]string{"elsewhere", "dns in [mode.edge.stream.client]"},
 		},
 		"an address as the name": {
-			func(c *ClientConfig) { c.TLS.ServerName = "127.0.0.1" },
+			func(c *ClientConfig) { c.TLS().ServerName = "127.0.0.1" },
 			[]string{"127.0.0.1", "dns in [mode.edge.stream.client]"},
 		},
 		"nobody listens": {

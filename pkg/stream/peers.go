@@ -42,9 +42,10 @@ type PeersConfig struct {
 	Service   string       // host:port; every address behind the name is a replica
 	Addresses []string     // and so is each of these, host:port
 	Addrs     []netip.Addr // by which clients reach this replica, for the others to tell
-	// TLS holds the certificate that this replica shows, the CA that has signed those of
-	// all (RootCAs), and the name that stands in them (ServerName).
-	TLS      *tls.Config
+	// TLS returns the certificate that this replica shows, the CA that has signed those of
+	// all (RootCAs), and the name that stands in them (ServerName). It is asked whenever
+	// they are needed, so that files may change.
+	TLS      func() *tls.Config
 	Counters *tunnel.Counters // of relayed conns; nil: nobody looks
 	Log      *slog.Logger
 	Software string
@@ -127,7 +128,7 @@ func NewPeers(cfg PeersConfig, dir *tunnel.Directory) (*Peers, error) {
 		log:  cfg.Log.With("module", "peers"),
 		left: make(chan struct{}), replicas: make(map[string]*replica), joined: make(map[string]*edgeSession), links: make(map[string]*Client),
 	}
-	if err := p.verifyOwn(cfg.TLS, x509.ExtKeyUsageClientAuth, "as a client"); err != nil {
+	if err := p.verifyOwn(cfg.TLS(), x509.ExtKeyUsageClientAuth, "as a client"); err != nil {
 		return nil, err
 	}
 	var err error
@@ -434,8 +435,9 @@ func (p *Peers) verify(chain []*x509.Certificate, usage x509.ExtKeyUsage) error 
 	for _, c := range chain[1:] {
 		intermediates.AddCert(c)
 	}
+	conf := p.cfg.TLS()
 	_, err := chain[0].Verify(x509.VerifyOptions{
-		Roots: p.cfg.TLS.RootCAs, Intermediates: intermediates, DNSName: p.cfg.TLS.ServerName,
+		Roots: conf.RootCAs, Intermediates: intermediates, DNSName: conf.ServerName,
 		KeyUsages: []x509.ExtKeyUsage{usage},
 	})
 	return err
@@ -443,11 +445,24 @@ func (p *Peers) verify(chain []*x509.Certificate, usage x509.ExtKeyUsage) error 
 
 // verifyOwn makes sure that the others would accept a certificate of ours.
 func (p *Peers) verifyOwn(conf *tls.Config, usage x509.ExtKeyUsage, what string) error {
-	if len(conf.Certificates) == 0 {
+	var own *tls.Certificate
+	var err error
+	switch {
+	case len(conf.Certificates) > 0:
+		own = &conf.Certificates[0]
+	case usage == x509.ExtKeyUsageServerAuth && conf.GetCertificate != nil:
+		own, err = conf.GetCertificate(&tls.ClientHelloInfo{ServerName: p.cfg.TLS().ServerName})
+	case usage == x509.ExtKeyUsageClientAuth && conf.GetClientCertificate != nil:
+		own, err = conf.GetClientCertificate(&tls.CertificateRequestInfo{})
+	}
+	if err != nil {
+		return fmt.Errorf("this replica's certificate %s: %w", what, err)
+	}
+	if own == nil || len(own.Certificate) == 0 {
 		return fmt.Errorf("this replica has no certificate %s", what)
 	}
 	var chain []*x509.Certificate
-	for _, der := range conf.Certificates[0].Certificate {
+	for _, der := range own.Certificate {
 		c, err := x509.ParseCertificate(der)
 		if err != nil {
 			return fmt.Errorf("this replica's certificate %s: %w", what, err)
@@ -455,7 +470,7 @@ func (p *Peers) verifyOwn(conf *tls.Config, usage x509.ExtKeyUsage, what string)
 		chain = append(chain, c)
 	}
 	if err := p.verify(chain, usage); err != nil {
-		return fmt.Errorf("other replicas would not accept this replica's certificate %s: %w (it must be signed by ca, hold the name %q, and allow client and server authentication)", what, err, p.cfg.TLS.ServerName)
+		return fmt.Errorf("other replicas would not accept this replica's certificate %s: %w (it must be signed by ca, hold the name %q, and allow client and server authentication)", what, err, p.cfg.TLS().ServerName)
 	}
 	return nil
 }

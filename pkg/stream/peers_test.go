@@ -85,7 +85,7 @@ func newReplica(t *testing.T, ca *auth.CA, ln net.Listener, addresses []string, 
 	}
 	var err error
 	a.peers, err = NewPeers(PeersConfig{
-		Addresses: addresses, Addrs: []netip.Addr{addr}, TLS: conf, Counters: a.relays,
+		Addresses: addresses, Addrs: []netip.Addr{addr}, TLS: fixed(conf), Counters: a.relays,
 		Log: a.log.logger(), Software: "test", Grace: patience,
 	}, a.dir)
 	if err != nil {
@@ -296,7 +296,7 @@ func TestReplicaImpostors(t *testing.T) {
 func joinAsReplica(t *testing.T, a *replicaRig, certificates []tls.Certificate) (*edgeSession, error) {
 	t.Helper()
 	c, err := NewClient(ClientConfig{
-		Address: a.server.Addr().String(), TLS: &tls.Config{RootCAs: poolOf(a.ca), ServerName: "cloud", Certificates: certificates},
+		Address: a.server.Addr().String(), TLS: fixed(&tls.Config{RootCAs: poolOf(a.ca), ServerName: "cloud", Certificates: certificates}),
 		Log: a.log.logger(), Grace: patience,
 		replica: &asReplica{id: uuid.NewString(), hint: func(err error) error { return err }, have: func() []string { return nil },
 			started: func(*edgeSession) error { return errors.New("let in") }},

@@ -250,9 +250,12 @@ func poolOf(ca *auth.CA) *x509.CertPool {
 	return pool
 }
 
+// fixed is a configuration that does not change.
+func fixed(conf *tls.Config) func() *tls.Config { return func() *tls.Config { return conf } }
+
 func (r *rig) clientConfig(node string) ClientConfig {
 	cfg := ClientConfig{
-		Address: r.server.Addr().String(), TLS: &tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud"},
+		Address: r.server.Addr().String(), TLS: fixed(&tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud"}),
 		Node:     tunnel.NodeName(node),
 		Token:    func() (auth.Secret, error) { return auth.Secret("token-" + node), nil },
 		Counters: r.edges, Log: r.log.logger().With("end", "edge"), Grace: patience, Software: "test",

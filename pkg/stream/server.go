@@ -9,18 +9,14 @@ import (
 	"io"
 	"log/slog"
 	"net"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
-	"github.com/google/uuid"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
-	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 
 	"tunnel/pkg/auth"
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -29,15 +25,19 @@ import (
 
 // ServerConfig is what a [Server] needs.
 type ServerConfig struct {
-	Listen   string             // address to listen on, such as ":9000"
-	TLS      *tls.Config        // the server's certificate
-	Auth     auth.Authenticator // who may join as which node
-	Counters *tunnel.Counters   // nil: nobody looks
-	Log      *slog.Logger
-	MaxConns int           // per session; 0: DefaultMaxConns
-	Grace    time.Duration // how long conns may go on when the server stops; 0: tunnel.GracePeriod
-	Software string        // what the edges are told runs here
-	Peers    *Peers        // the other replicas; nil: this one is alone
+	Listen string             // address to listen on, such as ":9000"
+	TLS    *tls.Config        // the server's certificate
+	Auth   auth.Authenticator // who may join as which node
+	// Certificates has edges asked for the certificates of their nodes. TLS verifies none
+	// of them: that is for Auth.
+	Certificates bool
+	Issuer       Issuer           // makes nodes their certificates; nil (no typed one): there are none
+	Counters     *tunnel.Counters // nil: nobody looks
+	Log          *slog.Logger
+	MaxConns     int           // per session; 0: DefaultMaxConns
+	Grace        time.Duration // how long conns may go on when the server stops; 0: tunnel.GracePeriod
+	Software     string        // what the edges are told runs here
+	Peers        *Peers        // the other replicas; nil: this one is alone
 }
 
 // Server is the cloud's end of every session. It is the module "stream" of the cloud.
@@ -97,6 +97,9 @@ func (s *Server) Routes() map[string]tunnel.Handler {
 		typeHeartbeat: cloudHandler((*cloudSession).heartbeat),
 		typeRefused:   cloudHandler((*cloudSession).refused),
 		typeDrain:     cloudHandler((*cloudSession).edgeLeaves),
+		typeCredential: func(ctx context.Context, from *tunnel.Session, m *tunnel.Message) error {
+			return s.newCredential(ctx, from.Link.(*cloudSession), m)
+		},
 	}
 }
 
@@ -143,9 +146,11 @@ func (s *Server) Run(ctx context.Context) error {
 	defer s.addr.Store(nil)
 
 	conf, conns := s.cfg.TLS, s.cfg.MaxConns
-	if s.cfg.Peers != nil {
+	if s.asks() {
 		conf = conf.Clone()
-		conf.ClientAuth = tls.RequestClientCert // of replicas; who it is of is looked at when one joins
+		conf.ClientAuth = tls.RequestClientCert // whose it is is looked at when somebody joins
+	}
+	if s.cfg.Peers != nil {
 		conns = max(conns, maxRelayed)
 	}
 	opts := append(serverOptions(conns),
@@ -154,6 +159,7 @@ func (s *Server) Run(ctx context.Context) error {
 	)
 	server := grpc.NewServer(opts...)
 	pb.RegisterStreamServer(server, s)
+	server.RegisterService(certificatesService(), s)
 
 	stopped := make(chan struct{})
 	go func() {
@@ -187,6 +193,9 @@ func (s *Server) Run(ctx context.Context) error {
 	s.sessions.Wait()
 	return nil
 }
+
+// asks reports whether who connects is asked for a certificate.
+func (s *Server) asks() bool { return s.cfg.Certificates || s.cfg.Peers != nil }
 
 // Leave is what comes before a stop where other replicas go on, and is called once: no
 // edge may join here any more, those that have are asked to open a session with another
@@ -336,133 +345,6 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 
 var errLost = errors.New("connection lost")
 
-// refusedJoin is a join that is refused.
-type refusedJoin struct {
-	node string // as claimed or proven; empty: not known
-	told error  // what the edge is told, a status
-	err  error  // what the log is told; nil: the same
-	// again says that it has a session here. A balancer leads where it likes, so that is
-	// normal, and neither counted nor warned of.
-	again bool
-}
-
-// refused counts and logs a refused join, the one place that does. A stranger decides
-// how often, so not every one has a line.
-func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
-	if r.again {
-		s.log.Debug("join refused", "remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", r.told)
-		return
-	}
-	s.cfg.Counters.JoinsRefused.Add(1)
-	skipped, ok := s.joinWarnings.Allow()
-	if !ok {
-		return
-	}
-	level, err := slog.LevelWarn, r.err
-	switch {
-	case err == nil:
-		err = r.told
-	case status.Code(r.told) == codes.Unavailable:
-		level = slog.LevelError // the fault is ours
-	}
-	s.log.Log(ctx, level, "join refused", "remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", err, "skipped", skipped)
-}
-
-// join turns a control stream into a session, or refuses it.
-func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cloudSession, *refusedJoin) {
-	ctx := stream.Context()
-	if s.stopping.Load() {
-		return nil, &refusedJoin{told: status.Error(codes.Unavailable, "this replica is stopping")}
-	}
-	if t.joining.Swap(true) {
-		return nil, &refusedJoin{told: status.Error(codes.AlreadyExists, "this connection has a session already, or is about to")}
-	}
-	peer := claimsReplica(ctx)
-	grant, refusal := auth.Grant{}, (*refusedJoin)(nil)
-	if peer != "" {
-		refusal = s.authenticateReplica(peer, t)
-	} else {
-		grant, refusal = s.authenticate(ctx)
-	}
-	if refusal != nil {
-		return nil, refusal
-	}
-	refuse := func(code codes.Code, format string, args ...any) (*cloudSession, *refusedJoin) {
-		return nil, &refusedJoin{node: string(grant.Node), told: status.Errorf(code, format, args...)}
-	}
-	hello, err := receiveHello(stream)
-	if err != nil {
-		return refuse(codes.InvalidArgument, "joining: %v", err)
-	}
-	if hello.GetVersion() != Version {
-		return refuse(codes.FailedPrecondition,
-			"this edge speaks version %d of the protocol and the cloud version %d: install the release of the cloud (%s) on node %s",
-			hello.GetVersion(), Version, s.cfg.Software, grant.Node)
-	}
-	if len(hello.GetInstance()) > maxInstance { // it is passed on to the other replicas
-		return refuse(codes.InvalidArgument, "joining: an instance has %d bytes at most", maxInstance)
-	}
-	id := uuid.NewString()
-	again := ""
-	switch p := s.cfg.Peers; {
-	case p == nil:
-	case peer == p.id:
-		again = errSelf.Error()
-	case slices.Contains(hello.GetHave(), p.id):
-		again = "this replica has a session of this process already"
-	}
-	if again != "" {
-		return nil, &refusedJoin{node: string(grant.Node), told: status.Error(codes.AlreadyExists, again), again: true}
-	}
-	cs := &cloudSession{transport: t, instance: text(hello.GetInstance()), all: hello.GetAll()}
-	cs.pub = &tunnel.Session{ID: id, Node: grant.Node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Link: cs}
-	cs.log = s.log.With("node", grant.Node, "session", id)
-	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
-	cs.stream, cs.maxConns = stream, int64(s.cfg.MaxConns)
-	ours := &pb.Hello{Version: Version, Software: s.cfg.Software, Session: id}
-	if s.cfg.Peers != nil {
-		ours.Instance = s.cfg.Peers.id
-	}
-	if peer != "" {
-		cs.peers = s.cfg.Peers
-		cs.log = s.log.With("replica", peer, "session", id)
-		cs.router, cs.counters, cs.maxConns = cs.peers.router, cs.peers.counters, maxRelayed
-	}
-	ours.MaxConns = uint32(cs.maxConns) //nolint:gosec // a few thousand
-	cs.init()
-	t.session.Store(cs)
-	t.conn.joined()
-
-	// Our hello is the first message in the outbox, so no open can overtake it.
-	cs.post(message(typeHello, "", ours))
-	if peer != "" {
-		cs.log.Info("another replica has joined", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))
-		cs.peers.attach(peer, hello.GetReplica(), cs)
-		return cs, nil
-	}
-	s.cfg.Counters.Sessions.Add(1)
-	cs.log.Info("session started", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))
-	if old := s.dir.Attach(cs.pub); old != nil {
-		s.cfg.Counters.Replaced.Add(1)
-		cs.log.Warn("this session replaces an older one of the same node", "replaced", old.ID, "remote", old.Remote)
-		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this node"))
-	}
-	if s.cfg.Peers != nil {
-		s.cfg.Peers.welcome(cs)
-	}
-	if isClosed(s.leaving) { // it was joining when the others were told
-		cs.tellDrain(true)
-	}
-	cs.wg.Go(func() {
-		select {
-		case <-grant.Revoked:
-			cs.Close(status.Error(codes.Unauthenticated, "the credential of this node was revoked"))
-		case <-cs.done:
-		}
-	})
-	return cs, nil
-}
-
 // detach takes a session that has ended from where it was found.
 func (s *Server) detach(cs *cloudSession) {
 	if cs.peers != nil {
@@ -470,70 +352,6 @@ func (s *Server) detach(cs *cloudSession) {
 		return
 	}
 	s.dir.Detach(cs.pub)
-}
-
-// authenticateReplica looks at the certificate of somebody who says to be a replica.
-func (s *Server) authenticateReplica(id string, t *transport) *refusedJoin {
-	refused := status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
-	p := s.cfg.Peers
-	if p == nil {
-		return &refusedJoin{told: refused, err: errors.New("it says that it is a replica, and there is no [mode.cloud.stream.peers] here")}
-	}
-	if err := p.authenticate(t.State); err != nil {
-		return &refusedJoin{told: refused, err: fmt.Errorf("it says that it is a replica: %w", err)}
-	}
-	if _, err := uuid.Parse(id); err != nil {
-		return &refusedJoin{told: status.Error(codes.InvalidArgument, "the id of a replica is a UUID")}
-	}
-	return nil
-}
-
-// authenticate reads the credential from the metadata. A stranger is told one thing
-// whatever was wrong.
-func (s *Server) authenticate(ctx context.Context) (auth.Grant, *refusedJoin) {
-	refused := status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
-	credential, err := auth.DecodeToken(bearer(ctx))
-	if err != nil {
-		return auth.Grant{}, &refusedJoin{told: refused, err: fmt.Errorf("no usable token: %w", err)}
-	}
-	grant, err := s.cfg.Auth.Authenticate(ctx, credential)
-	switch {
-	case errors.Is(err, auth.ErrUnauthenticated):
-		return auth.Grant{}, &refusedJoin{node: credential.Node, told: refused, err: err}
-	case err != nil:
-		return auth.Grant{}, &refusedJoin{
-			node: credential.Node,
-			told: status.Error(codes.Unavailable, "the cloud cannot check tokens now"),
-			err:  fmt.Errorf("cannot check tokens now: %w", err),
-		}
-	}
-	return grant, nil
-}
-
-// bearer returns the OAuth2 access token of a call (RFC 6750 section 2.1), or "".
-func bearer(ctx context.Context) string {
-	const scheme = "Bearer "
-	values := metadata.ValueFromIncomingContext(ctx, "authorization")
-	if len(values) != 1 || len(values[0]) < len(scheme) || values[0][:len(scheme)] != scheme {
-		return ""
-	}
-	return values[0][len(scheme):]
-}
-
-// receiveHello reads the first message of a session.
-func receiveHello(stream controlStream) (*pb.Hello, error) {
-	m, err := stream.Recv()
-	if err != nil {
-		return nil, err
-	}
-	if m.GetCategory() != category || m.GetType() != typeHello {
-		return nil, fmt.Errorf("the first message is %s/%s, not %s/%s", text(m.GetCategory()), text(m.GetType()), category, typeHello)
-	}
-	var hello pb.Hello
-	if err := proto.Unmarshal(m.GetData(), &hello); err != nil {
-		return nil, fmt.Errorf("hello: %w", err)
-	}
-	return &hello, nil
 }
 
 // Connect implements the data plane: one call is one conn, opened by an edge in

@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/pkg/auth"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -29,6 +30,15 @@ type cloudSession struct {
 	all       bool     // the edge keeps a session with every replica
 	peers     *Peers   // the session is another replica's; nil: a node's
 	replica   *replica // whose; set when it is attached
+
+	// Of a node's session; see server_proof.go.
+	authenticate func(auth.Credential) (*proof, *refusedJoin) // for as long as the session lives
+	proof        atomic.Pointer[proof]
+	proven       chan struct{}  // says that proof is another one; capacity 1, so that nobody waits to send
+	checking     atomic.Bool    // a credential is being looked at
+	signing      atomic.Bool    // a certificate is being made
+	credentials  tunnel.Limiter // how many are looked at
+	signatures   tunnel.Limiter // how many are made
 }
 
 var _ tunnel.Link = (*cloudSession)(nil)

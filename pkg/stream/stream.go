@@ -51,6 +51,8 @@ const (
 	typeRefused   = "refused"
 	typeCancel    = "cancel" // no protobuf: the topic says it all
 	typeDrain     = "drain"
+	// typeCredential proves an edge's node anew.
+	typeCredential = "credential"
 )
 
 // categoryRelay is the category of open requests to another replica.
@@ -71,12 +73,20 @@ const typeNodes = "nodes"
 // replicaKey is the metadata key by which a replica says that it is one, and its id.
 const replicaKey = "tunnel-replica"
 
+// nodeKey is the metadata key by which an edge says which node it is whose certificate
+// it shows.
+const nodeKey = "tunnel-node"
+
 // topicKey is the metadata key of a Connect's topic.
 const topicKey = "topic"
 
 const (
 	// joinTimeout is how long a stranger may take from TCP accept to session.
 	joinTimeout = 10 * time.Second
+	// signTimeout is how long a certificate may take: Kubernetes' signer has 30 s.
+	signTimeout = 45 * time.Second
+	// tokenInterval is how often an edge looks whether its token is another one.
+	tokenInterval = time.Minute
 	// dialTimeout is how long an edge tries a target.
 	dialTimeout = 10 * time.Second
 	// hangUpTimeout is how long a stopping cloud waits for an edge to hang up once its

@@ -20,7 +20,7 @@ import (
 type transport struct {
 	credentials.TLSInfo
 	conn    *joiningConn
-	joining atomic.Bool                  // it has had a control stream: there is one at most
+	joining atomic.Bool                  // it has had a control stream, or a first certificate: there is one at most
 	session atomic.Pointer[cloudSession] // set once, when the edge has joined
 	refused atomic.Bool                  // a stream was refused: no other is served
 }
@@ -144,6 +144,10 @@ func (c *joiningConn) joined() {
 		c.release()
 	})
 }
+
+// extend puts the deadline off for a connection that has done its part and now waits for
+// us. It keeps its place among those that join.
+func (c *joiningConn) extend(d time.Duration) { c.timer.Reset(d) }
 
 // Close implements net.Conn.
 func (c *joiningConn) Close() error {

@@ -12,6 +12,7 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"flag"
 	"fmt"
@@ -189,7 +190,7 @@ func newFleet(pair *rig.Pair, tokens []auth.Secret) (*fleet, error) {
 	}
 	for i, token := range tokens {
 		c, err := stream.NewClient(stream.ClientConfig{
-			Address: pair.GRPC(), TLS: conf,
+			Address: pair.GRPC(), TLS: func() *tls.Config { return conf },
 			Node: node(i), Token: func() (auth.Secret, error) { return token, nil },
 			Log: slog.New(slog.DiscardHandler), Software: "storm", Grace: time.Millisecond,
 		})

@@ -1,0 +1,218 @@
+package stream
+
+import (
+	"context"
+	"crypto/sha256"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/status"
+
+	"tunnel/pkg/auth"
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// dialFunc makes a TCP connection.
+type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error)
+
+// connect makes the one TCP connection of a session and the ClientConn around it.
+// The ClientConn never connects again: a second connection could reach another
+// replica, while the session lives on the first. hangUp closes both; gRPC by itself
+// closes only a connection that it has asked for, which it does at the first call.
+func connect(ctx context.Context, address string, conf *tls.Config, software string, dialer dialFunc) (cc *grpc.ClientConn, hangUp func(), err error) {
+	dctx, cancel := context.WithTimeout(ctx, joinTimeout)
+	defer cancel()
+	if dialer == nil {
+		dialer = (&net.Dialer{}).DialContext
+	}
+	raw, err := dialer(dctx, "tcp", address)
+	if err != nil {
+		return nil, nil, fmt.Errorf("dialing the cloud: %w", err)
+	}
+	var once sync.Once
+	dial := func(context.Context, string) (conn net.Conn, err error) {
+		err = errors.New("the session's connection is gone")
+		once.Do(func() { conn, err = raw, nil })
+		return conn, err
+	}
+	opts := append(dialOptions(),
+		grpc.WithContextDialer(dial),
+		grpc.WithTransportCredentials(credentials.NewTLS(conf)),
+		grpc.WithUserAgent(software),
+	)
+	cc, err = grpc.NewClient("passthrough:///"+address, opts...)
+	if err != nil {
+		raw.Close()
+		return nil, nil, err
+	}
+	return cc, func() {
+		cc.Close()
+		raw.Close()
+	}, nil
+}
+
+// join opens the control stream and exchanges hellos, before ctx is done and within
+// the join timeout. The stream lives until sctx is done.
+func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential credentials.PerRPCCredentials) (*edgeSession, error) {
+	sctx, abandon := context.WithCancelCause(sctx)
+	late := time.AfterFunc(joinTimeout, func() { abandon(errJoinTimeout) })
+	stopped := context.AfterFunc(ctx, func() { abandon(context.Canceled) })
+	fail := func(err error) (*edgeSession, error) {
+		late.Stop()
+		stopped()
+		if cause := context.Cause(sctx); cause != nil {
+			err = cause
+		}
+		abandon(err)
+		if c.cfg.replica != nil {
+			return nil, fmt.Errorf("joining as a replica: %w", err)
+		}
+		return nil, fmt.Errorf("joining as node %s: %w", c.cfg.Node, err)
+	}
+	client := pb.NewStreamClient(cc)
+	stream, err := client.TunnelStreaming(sctx, grpc.PerRPCCredentials(credential))
+	if err != nil {
+		return fail(err)
+	}
+	s := &edgeSession{client: client, certificates: pb.NewCertificatesClient(cc), abandon: abandon, owner: c}
+	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s}
+	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
+	s.stream, s.unknown, s.hangUp = stream, s.nobody, stream.CloseSend
+	s.init()
+	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have()}
+	if r := c.cfg.replica; r != nil {
+		hello.Replica, hello.Have = r.hello, r.have()
+	}
+	err = s.write(message(typeHello, "", hello))
+	if err != nil && !errors.Is(err, io.EOF) { // io.EOF says that Recv knows the reason
+		return fail(err)
+	}
+	hello, err = receiveHello(stream)
+	if err != nil {
+		return fail(err)
+	}
+	if hello.GetVersion() != Version {
+		return fail(status.Errorf(codes.FailedPrecondition,
+			"the cloud speaks version %d of the protocol and this edge version %d: install the release of the cloud (%s) here",
+			hello.GetVersion(), Version, text(hello.GetSoftware())))
+	}
+	if !late.Stop() {
+		return fail(errJoinTimeout)
+	}
+	if !stopped() {
+		return fail(context.Canceled)
+	}
+	s.remoteInstance = hello.GetInstance()
+	s.pub.ID, s.pub.Since = text(hello.GetSession()), time.Now()
+	// The cloud keeps to its limit. More than twice that here, since conns that have
+	// ended at the cloud may still be ending here when their successors are asked for.
+	s.maxConns = 2*int64(hello.GetMaxConns()) + 128
+	if hello.GetMaxConns() == 0 || s.maxConns > maxConnsHere {
+		s.maxConns = maxConnsHere
+	}
+	s.log = c.log.With("session", s.pub.ID)
+	c.cfg.Counters.Sessions.Add(1)
+	return s, nil
+}
+
+// maxConnsHere bounds what a cloud may have an edge, or another replica, do at once.
+const maxConnsHere = 16 * DefaultMaxConns
+
+// errNoCertificate is why an edge without a token does not even connect.
+var errNoCertificate = errors.New("this node has neither a token nor a certificate to join with")
+
+// credential returns what proves who we are, and the sum of the token if it is one.
+func (c *Client) credential(h *handshake) (credentials.PerRPCCredentials, [sha256.Size]byte, error) {
+	none := [sha256.Size]byte{}
+	if r := c.cfg.replica; r != nil {
+		return replicaID(r.id), none, nil // the proof is our certificate
+	}
+	if c.cfg.Token == nil {
+		if h.leaf == nil {
+			return nil, none, errNoCertificate
+		}
+		return nodeClaim(c.cfg.Node), none, nil
+	}
+	token, err := c.cfg.Token()
+	if err != nil {
+		return nil, none, err
+	}
+	return accessToken(auth.EncodeToken(string(c.cfg.Node), token)), sha256.Sum256([]byte(token)), nil
+}
+
+// nodeClaim says of which node the certificate of the connection is.
+type nodeClaim tunnel.NodeName
+
+// GetRequestMetadata implements credentials.PerRPCCredentials.
+func (n nodeClaim) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{nodeKey: string(n)}, nil
+}
+
+// RequireTransportSecurity implements credentials.PerRPCCredentials.
+func (nodeClaim) RequireTransportSecurity() bool { return true }
+
+// accessToken sends an OAuth2 access token with a call (RFC 6750 section 2.1). grpc's
+// own credentials/oauth does the same and brings Google's client libraries along.
+type accessToken auth.Secret
+
+// GetRequestMetadata implements credentials.PerRPCCredentials.
+func (t accessToken) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{"authorization": "Bearer " + auth.Secret(t).Reveal()}, nil
+}
+
+// RequireTransportSecurity implements credentials.PerRPCCredentials.
+func (accessToken) RequireTransportSecurity() bool { return true }
+
+var errJoinTimeout = fmt.Errorf("the cloud did not answer within %s: is that address the tunnel's gRPC port?", joinTimeout)
+
+// explain adds to an error what a person can do about it.
+func (c *Client) explain(err error, h *handshake) error {
+	if r := c.cfg.replica; r != nil {
+		return r.hint(err)
+	}
+	if c.cfg.Token == nil && h != nil && status.Code(err) == codes.Unauthenticated {
+		return fmt.Errorf("%w (%s)", err, h.hint(err.Error()))
+	}
+	return explain(err)
+}
+
+func explain(err error) error {
+	var hint string
+	switch msg := fmt.Sprint(err); {
+	case err == nil:
+		return nil
+	case errors.Is(err, errNoCertificate):
+		hint = "set token, tokenfile or nodecert in [mode.edge.stream.client]; `tunnel join` gets a certificate"
+	case status.Code(err) == codes.Unauthenticated && strings.Contains(msg, "has expired"):
+		hint = "put a new token in the place of this node's; the one in a tokenfile is read again every minute"
+	case status.Code(err) == codes.Unauthenticated:
+		hint = "check that this node's line in the cloud's token file matches the token here"
+	case status.Code(err) == codes.Aborted:
+		hint = "is another edge running with this node's name and token, or certificate?"
+	case strings.Contains(msg, "certificate signed by unknown authority"):
+		hint = "cert in [mode.edge.stream.client] must be the CA that signed the cloud's certificate"
+	case strings.Contains(msg, "x509: certificate is"), strings.Contains(msg, "x509: cannot validate certificate"):
+		hint = "dns in [mode.edge.stream.client] must be a name in the cloud's certificate"
+	case strings.Contains(msg, "certificate has expired or is not yet valid"):
+		hint = "check this machine's clock, then the cloud's certificate"
+	case strings.Contains(msg, "first record does not look like a TLS handshake"):
+		hint = "servername in [mode.edge.stream.client] must be the cloud's grpcport, which speaks TLS; something else answers there"
+	case strings.Contains(msg, "connection refused"):
+		hint = "is the cloud running, and is servername in [mode.edge.stream.client] its address?"
+	case strings.Contains(msg, "no such host"):
+		hint = "check servername in [mode.edge.stream.client]"
+	default:
+		return err
+	}
+	return fmt.Errorf("%w (%s)", err, hint)
+}

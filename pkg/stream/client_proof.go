@@ -1,0 +1,159 @@
+package stream
+
+import (
+	"context"
+	"crypto/sha256"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"tunnel/pkg/auth"
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// followToken tells the sessions when there is another token than the one that they were
+// opened with, until ctx is done.
+func (c *Client) followToken(ctx context.Context) {
+	if c.cfg.Token == nil || c.cfg.replica != nil {
+		return
+	}
+	ticker := time.NewTicker(tokenInterval)
+	defer ticker.Stop()
+	warnings := tunnel.Limiter{Every: time.Hour}
+	for {
+		select {
+		case <-ticker.C:
+		case <-ctx.Done():
+			return
+		}
+		links := c.live()
+		if len(links) == 0 {
+			continue // the next join asks
+		}
+		token, err := c.cfg.Token()
+		if err != nil {
+			if _, ok := warnings.Allow(); ok {
+				c.log.Warn("cannot read the token; the session goes on with the one that it was opened with", "err", err)
+			}
+			continue
+		}
+		sum := sha256.Sum256([]byte(token))
+		for _, l := range links {
+			// It is said every minute, for there is no answer and the cloud may learn of the
+			// token later than we.
+			if sum != l.token || l.told {
+				l.told = true
+				l.post(message(typeCredential, "", &pb.Credential{AccessToken: auth.EncodeToken(string(c.cfg.Node), token)}))
+			}
+		}
+	}
+}
+
+// live returns the live sessions.
+func (c *Client) live() []*link {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.Clone(c.links)
+}
+
+// Renew has the cloud sign a request (PKCS #10, DER) for another certificate of this node,
+// on every live session, since each stands on its own proof. It returns the chain of the
+// newest session that got one (PEM, leaf first).
+func (c *Client) Renew(ctx context.Context, request []byte) (chain []byte, err error) {
+	ctx, cancel := context.WithTimeout(ctx, signTimeout)
+	defer cancel()
+	links := c.live()
+	if len(links) == 0 {
+		return nil, fmt.Errorf("renewing the certificate: no session with %s", c.cfg.Address)
+	}
+	chains, errs := make([][]byte, len(links)), make([]error, len(links))
+	var signing sync.WaitGroup
+	for i, l := range links {
+		signing.Go(func() {
+			answer, err := l.certificates.Sign(ctx, &pb.SignRequest{Request: request})
+			chains[i], errs[i] = answer.GetChain(), err
+		})
+	}
+	signing.Wait()
+	for i, l := range slices.Backward(links) {
+		if errs[i] == nil {
+			return chains[i], nil
+		}
+		errs[i] = fmt.Errorf("renewing the certificate with %s: %w", l.pub.Remote, errs[i])
+	}
+	return nil, errors.Join(errs...)
+}
+
+// EnrollConfig is what [Enroll] needs.
+type EnrollConfig struct {
+	Address  string // of the cloud, host:port
+	TLS      *tls.Config
+	Node     tunnel.NodeName
+	Token    auth.Secret // a join token
+	Request  []byte      // PKCS #10, DER
+	Software string      // what the cloud is told runs here
+
+	// Dial connects to Address; nil: a net.Dialer.
+	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
+}
+
+// Enrolled is a node's first certificate.
+type Enrolled struct {
+	Chain []byte // PEM, leaf first
+	Node  tunnel.NodeName
+	Time  time.Time // by the cloud's clock
+}
+
+// Enroll gets a node its first certificate, by a join token. The token is sent when the
+// TLS handshake has proven the cloud, not before.
+func Enroll(ctx context.Context, cfg EnrollConfig) (Enrolled, error) {
+	ctx, cancel := context.WithTimeout(ctx, signTimeout)
+	defer cancel()
+	fail := func(err error) (Enrolled, error) {
+		return Enrolled{}, explainEnroll(fmt.Errorf("getting a certificate for node %s: %w", cfg.Node, err))
+	}
+	cc, hangUp, err := connect(ctx, cfg.Address, cfg.TLS, cfg.Software, cfg.Dial)
+	if err != nil {
+		return fail(err)
+	}
+	defer hangUp()
+	proof := accessToken(auth.EncodeToken(string(cfg.Node), cfg.Token))
+	answer, err := pb.NewCertificatesClient(cc).Sign(ctx, &pb.SignRequest{Request: cfg.Request}, grpc.PerRPCCredentials(proof))
+	if err != nil {
+		return fail(err)
+	}
+	if answer.GetNode() != string(cfg.Node) {
+		return fail(fmt.Errorf("the cloud has made one for node %q", text(answer.GetNode())))
+	}
+	return Enrolled{Chain: answer.GetChain(), Node: cfg.Node, Time: time.UnixMilli(answer.GetTimeMs())}, nil
+}
+
+// explainEnroll adds to an error what a person can do about it.
+func explainEnroll(err error) error {
+	var hint string
+	switch msg := err.Error(); {
+	case status.Code(err) == codes.Unauthenticated:
+		hint = "the join token is wrong, has expired or was revoked: have `tunnel token create` make another one on the cloud"
+	case status.Code(err) == codes.Unimplemented && strings.Contains(msg, "unknown"):
+		hint = "the cloud is of an older release, or something else answers at that address"
+	case strings.Contains(msg, "certificate has expired or is not yet valid"):
+		hint = "check this machine's clock, then the cloud's certificate"
+	case strings.Contains(msg, "first record does not look like a TLS handshake"):
+		hint = "the address must be the cloud's grpcport, which speaks TLS; something else answers there"
+	case strings.Contains(msg, "connection refused"):
+		hint = "is the cloud running, and is that its address?"
+	default:
+		return err
+	}
+	return fmt.Errorf("%w (%s)", err, hint)
+}

@@ -1,0 +1,97 @@
+package stream
+
+import (
+	"bytes"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"strings"
+	"sync/atomic"
+	"time"
+)
+
+// tickets are the TLS sessions of a client that can be resumed, which costs neither end a
+// signature (RFC 8446 section 2.2). One that is resumed keeps the certificates that both
+// ends have shown when it was new. So it is good for one certificate here, and for one
+// idea of who signs the cloud's.
+type tickets struct {
+	leaf  []byte // DER; none: there is no certificate
+	roots *x509.CertPool
+	name  string
+	cache tls.ClientSessionCache
+}
+
+// handshake is what is known of one that a person may have to be told.
+type handshake struct {
+	leaf  *x509.Certificate // that is shown when the cloud asks; nil: none
+	asked atomic.Bool       // it has
+}
+
+// tlsConfig returns how to make the next connection. It is called by one goroutine.
+func (c *Client) tlsConfig() (*tls.Config, *handshake, error) {
+	conf := c.cfg.TLS().Clone()
+	// The certificate is chosen now, so that the ticket is of the one that is shown.
+	cert := new(tls.Certificate)
+	if get := conf.GetClientCertificate; get != nil {
+		var err error
+		if cert, err = get(&tls.CertificateRequestInfo{}); err != nil {
+			return nil, nil, fmt.Errorf("the certificate to show: %w", err)
+		}
+	} else if len(conf.Certificates) > 0 {
+		cert = &conf.Certificates[0]
+	}
+	h := &handshake{leaf: cert.Leaf}
+	var leaf []byte
+	if len(cert.Certificate) > 0 {
+		leaf = cert.Certificate[0]
+		if h.leaf == nil {
+			var err error
+			if h.leaf, err = x509.ParseCertificate(leaf); err != nil {
+				return nil, nil, fmt.Errorf("the certificate to show: %w", err)
+			}
+		}
+	}
+	conf.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
+		h.asked.Store(true)
+		return cert, nil
+	}
+	verify := conf.VerifyConnection
+	conf.VerifyConnection = func(state tls.ConnectionState) error {
+		if state.DidResume { // it was asked for when the ticket was made, if ever
+			h.asked.Store(true)
+		}
+		if verify != nil {
+			return verify(state)
+		}
+		return nil
+	}
+	if conf.ClientSessionCache == nil {
+		t := &c.tickets
+		if t.cache == nil || !bytes.Equal(t.leaf, leaf) || t.name != conf.ServerName || !samePool(t.roots, conf.RootCAs) {
+			*t = tickets{leaf: leaf, roots: conf.RootCAs, name: conf.ServerName, cache: tls.NewLRUClientSessionCache(0)}
+		}
+		conf.ClientSessionCache = t.cache
+	}
+	return conf, h, nil
+}
+
+func samePool(a, b *x509.CertPool) bool {
+	if a == nil || b == nil {
+		return a == b
+	}
+	return a.Equal(b)
+}
+
+// hint says what a person can do who reads that the cloud does not take the certificate.
+func (h *handshake) hint(msg string) string {
+	switch {
+	case strings.Contains(msg, "revoked"):
+		return "this node's certificate was revoked; with a new join token, `tunnel join` gets another one"
+	case time.Now().After(h.leaf.NotAfter):
+		return fmt.Sprintf("this node's certificate has expired on %s; check this machine's clock, or get another one by `tunnel join` with a new join token",
+			h.leaf.NotAfter.UTC().Format(time.RFC3339))
+	case !h.asked.Load():
+		return "the cloud asks for no certificate: set ca in [mode.cloud.join] there, or a token in [mode.edge.stream.client] here"
+	}
+	return "nodecert in [mode.edge.stream.client] must be signed by ca in [mode.cloud.join], be made out to this node, and not be revoked; else get another one by `tunnel join` with a new join token"
+}

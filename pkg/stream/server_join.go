@@ -1,0 +1,262 @@
+package stream
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"time"
+
+	"github.com/google/uuid"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"tunnel/pkg/auth"
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// refusedJoin is a join that is refused, or something else that needs a proof.
+type refusedJoin struct {
+	what string // is refused, for the log; "": "join refused"
+	node string // as claimed or proven; empty: not known
+	told error  // what the edge is told, a status
+	err  error  // what the log is told; nil: the same
+	// again says that it has a session here. A balancer leads where it likes, so that is
+	// normal, and neither counted nor warned of.
+	again bool
+}
+
+// refused counts and logs a refusal, the one place that does. A stranger decides how
+// often, so not every one has a line.
+func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
+	what := cmp.Or(r.what, "join refused")
+	if r.again {
+		s.log.Debug(what, "remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", r.told)
+		return
+	}
+	s.cfg.Counters.JoinsRefused.Add(1)
+	skipped, ok := s.joinWarnings.Allow()
+	if !ok {
+		return
+	}
+	level, err := slog.LevelWarn, r.err
+	switch {
+	case err == nil:
+		err = r.told
+	case status.Code(r.told) == codes.Unavailable:
+		level = slog.LevelError // the fault is ours
+	}
+	s.log.Log(ctx, level, what, "remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", err, "skipped", skipped)
+}
+
+// join turns a control stream into a session, or refuses it.
+func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cloudSession, *refusedJoin) {
+	ctx := stream.Context()
+	if s.stopping.Load() {
+		return nil, &refusedJoin{told: status.Error(codes.Unavailable, "this replica is stopping")}
+	}
+	if t.joining.Swap(true) {
+		return nil, &refusedJoin{told: errOneProof}
+	}
+	peer := claimsReplica(ctx)
+	var proven *proof // nil: it is a replica
+	var refusal *refusedJoin
+	if peer != "" {
+		refusal = s.authenticateReplica(peer, t)
+	} else {
+		proven, refusal = s.authenticateNode(ctx, t)
+	}
+	if refusal != nil {
+		return nil, refusal
+	}
+	var node tunnel.NodeName
+	if proven != nil {
+		node = proven.grant.Node
+	}
+	refuse := func(code codes.Code, format string, args ...any) (*cloudSession, *refusedJoin) {
+		return nil, &refusedJoin{node: string(node), told: status.Errorf(code, format, args...)}
+	}
+	hello, err := receiveHello(stream)
+	if err != nil {
+		return refuse(codes.InvalidArgument, "joining: %v", err)
+	}
+	if hello.GetVersion() != Version {
+		return refuse(codes.FailedPrecondition,
+			"this edge speaks version %d of the protocol and the cloud version %d: install the release of the cloud (%s) on node %s",
+			hello.GetVersion(), Version, s.cfg.Software, node)
+	}
+	if len(hello.GetInstance()) > maxInstance { // it is passed on to the other replicas
+		return refuse(codes.InvalidArgument, "joining: an instance has %d bytes at most", maxInstance)
+	}
+	id := uuid.NewString()
+	again := ""
+	switch p := s.cfg.Peers; {
+	case p == nil:
+	case peer == p.id:
+		again = errSelf.Error()
+	case slices.Contains(hello.GetHave(), p.id):
+		again = "this replica has a session of this process already"
+	}
+	if again != "" {
+		return nil, &refusedJoin{node: string(node), told: status.Error(codes.AlreadyExists, again), again: true}
+	}
+	cs := &cloudSession{transport: t, proven: make(chan struct{}, 1), instance: text(hello.GetInstance()), all: hello.GetAll()}
+	cs.pub = &tunnel.Session{ID: id, Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Link: cs}
+	cs.log = s.log.With("node", node, "session", id)
+	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
+	cs.stream, cs.maxConns = stream, int64(s.cfg.MaxConns)
+	cs.authenticate = func(c auth.Credential) (*proof, *refusedJoin) { return s.authenticate(ctx, c) }
+	cs.signatures.Every, cs.signatures.Burst = renewInterval, renewBurst
+	cs.credentials.Every, cs.credentials.Burst = renewInterval, renewBurst
+	cs.init()
+	ours := &pb.Hello{Version: Version, Software: s.cfg.Software, Session: id}
+	if s.cfg.Peers != nil {
+		ours.Instance = s.cfg.Peers.id
+	}
+	if peer != "" {
+		cs.peers = s.cfg.Peers
+		cs.log = s.log.With("replica", peer, "session", id)
+		cs.router, cs.counters, cs.maxConns = cs.peers.router, cs.peers.counters, maxRelayed
+	}
+	ours.MaxConns = uint32(cs.maxConns) //nolint:gosec // a few thousand
+	if proven != nil {
+		cs.standOn(proven)
+	}
+	t.session.Store(cs)
+	t.conn.joined()
+
+	// Our hello is the first message in the outbox, so no open can overtake it.
+	cs.post(message(typeHello, "", ours))
+	if peer != "" {
+		cs.log.Info("another replica has joined", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))
+		cs.peers.attach(peer, hello.GetReplica(), cs)
+		return cs, nil
+	}
+	s.cfg.Counters.Sessions.Add(1)
+	cs.log.Info("session started", "remote", cs.pub.Remote, "by", text(proven.grant.By), "software", text(hello.GetSoftware()))
+	if old := s.dir.Attach(cs.pub); old != nil {
+		s.cfg.Counters.Replaced.Add(1)
+		cs.log.Warn("this session replaces an older one of the same node", "replaced", old.ID, "remote", old.Remote)
+		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this node"))
+	}
+	if s.cfg.Peers != nil {
+		s.cfg.Peers.welcome(cs)
+	}
+	if isClosed(s.leaving) { // it was joining when the others were told
+		cs.tellDrain(true)
+	}
+	cs.wg.Go(cs.whileProven)
+	return cs, nil
+}
+
+// authenticateReplica looks at the certificate of somebody who says to be a replica.
+func (s *Server) authenticateReplica(id string, t *transport) *refusedJoin {
+	p := s.cfg.Peers
+	if p == nil {
+		return &refusedJoin{told: uniform(), err: errors.New("it says that it is a replica, and there is no [mode.cloud.stream.peers] here")}
+	}
+	if err := p.authenticate(t.State); err != nil {
+		return &refusedJoin{told: uniform(), err: fmt.Errorf("it says that it is a replica: %w", err)}
+	}
+	if _, err := uuid.Parse(id); err != nil {
+		return &refusedJoin{told: status.Error(codes.InvalidArgument, "the id of a replica is a UUID")}
+	}
+	return nil
+}
+
+// errOneProof refuses a second control stream, or a first certificate beside one.
+var errOneProof = status.Error(codes.AlreadyExists, "this connection has a session already, or is about to")
+
+// uniform is what a stranger is told whatever was wrong.
+func uniform() error { return status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error()) }
+
+// authenticateNode looks at what proves the node of somebody who joins: the access token
+// of the call, else the certificate of the connection.
+func (s *Server) authenticateNode(ctx context.Context, t *transport) (*proof, *refusedJoin) {
+	claims := metadata.ValueFromIncomingContext(ctx, nodeKey)
+	var c auth.Credential
+	var err error
+	switch {
+	case len(metadata.ValueFromIncomingContext(ctx, "authorization")) > 0:
+		if c, err = auth.DecodeToken(bearer(ctx)); err != nil {
+			return nil, &refusedJoin{told: uniform(), err: fmt.Errorf("no usable token: %w", err)}
+		}
+	case len(claims) == 0:
+		return nil, &refusedJoin{told: uniform(), err: errors.New("it shows no token, and does not say which node it is")}
+	case len(t.State.PeerCertificates) == 0:
+		err = errors.New("it shows neither a token nor a certificate")
+		if !s.asks() {
+			err = errors.New("it shows no token, and certificates are not asked for: there is no ca in [mode.cloud.join]")
+		}
+		return nil, &refusedJoin{node: claims[0], told: uniform(), err: err}
+	default:
+		c = auth.Credential{Node: claims[0], Chain: t.State.PeerCertificates}
+	}
+	if len(claims) > 1 || len(claims) == 1 && claims[0] != c.Node {
+		return nil, &refusedJoin{node: c.Node, told: uniform(), err: errors.New("it says that it is two nodes")}
+	}
+	return s.authenticate(ctx, c)
+}
+
+// authenticate has a credential checked, for as long as ctx lives.
+func (s *Server) authenticate(ctx context.Context, c auth.Credential) (*proof, *refusedJoin) {
+	// The grant lives as long as its context, so that is not the one with the deadline.
+	ctx, release := context.WithCancel(ctx)
+	late := time.AfterFunc(joinTimeout, release)
+	grant, err := s.cfg.Auth.Authenticate(ctx, c)
+	if !late.Stop() && err == nil {
+		err = context.DeadlineExceeded
+	}
+	if err == nil && string(grant.Node) != c.Node {
+		err = fmt.Errorf("%w: the proof is that of node %s", auth.ErrUnauthenticated, grant.Node)
+	}
+	switch {
+	case errors.Is(err, auth.ErrUnauthenticated):
+		release()
+		return nil, &refusedJoin{node: c.Node, told: uniform(), err: err}
+	case err != nil:
+		release()
+		return nil, &refusedJoin{
+			node: c.Node,
+			told: status.Error(codes.Unavailable, "the cloud cannot check who joins now"),
+			err:  fmt.Errorf("cannot check who joins now: %w", err),
+		}
+	}
+	p := &proof{grant: grant, release: release, certificate: c.Token == ""}
+	if !p.certificate {
+		p.token = sha256.Sum256([]byte(c.Token))
+	}
+	return p, nil
+}
+
+// bearer returns the OAuth2 access token of a call (RFC 6750 section 2.1), or "".
+func bearer(ctx context.Context) string {
+	const scheme = "Bearer "
+	values := metadata.ValueFromIncomingContext(ctx, "authorization")
+	if len(values) != 1 || len(values[0]) < len(scheme) || values[0][:len(scheme)] != scheme {
+		return ""
+	}
+	return values[0][len(scheme):]
+}
+
+// receiveHello reads the first message of a session.
+func receiveHello(stream controlStream) (*pb.Hello, error) {
+	m, err := stream.Recv()
+	if err != nil {
+		return nil, err
+	}
+	if m.GetCategory() != category || m.GetType() != typeHello {
+		return nil, fmt.Errorf("the first message is %s/%s, not %s/%s", text(m.GetCategory()), text(m.GetType()), category, typeHello)
+	}
+	var hello pb.Hello
+	if err := proto.Unmarshal(m.GetData(), &hello); err != nil {
+		return nil, fmt.Errorf("hello: %w", err)
+	}
+	return &hello, nil
+}

@@ -1,0 +1,205 @@
+package stream
+
+import (
+	"context"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+
+	"tunnel/pkg/auth"
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// Issuer makes nodes their certificates. It is auth.Issuer.
+type Issuer interface {
+	// First makes the node's first certificate, by a join token. A token that is not good
+	// is refused (auth.ErrUnauthenticated) at once: nobody else is asked.
+	First(ctx context.Context, c auth.Credential, request []byte) (node tunnel.NodeName, chain []byte, err error)
+	// Again makes another one for a node that a certificate has proven.
+	Again(ctx context.Context, node tunnel.NodeName, request []byte) (chain []byte, err error)
+}
+
+// maxRequest is the longest request for a certificate, in bytes.
+const maxRequest = 16 << 10
+
+// certificatesService is the service Certificates. Its one call is served as a stream of
+// one message each way, which is the same on the wire: so who calls is looked at before
+// the message is read, and the call is guarded as every stream is (intercept).
+func certificatesService() *grpc.ServiceDesc {
+	return &grpc.ServiceDesc{
+		ServiceName: pb.Certificates_ServiceDesc.ServiceName,
+		HandlerType: (*any)(nil),
+		Streams: []grpc.StreamDesc{{
+			StreamName: "Sign",
+			Handler:    func(s any, stream grpc.ServerStream) error { return s.(*Server).sign(stream) },
+		}},
+		Metadata: pb.Certificates_ServiceDesc.Metadata,
+	}
+}
+
+// sign has a certificate made: on a session's own connection another one, on any other
+// the first.
+func (s *Server) sign(stream grpc.ServerStream) error {
+	ctx, cancel := context.WithTimeout(stream.Context(), signTimeout)
+	defer cancel()
+	t, err := transportOf(ctx)
+	if err != nil {
+		return status.Error(codes.Internal, err.Error())
+	}
+	var answer *pb.SignResponse
+	var refusal *refusedJoin
+	if cs := t.session.Load(); cs != nil {
+		answer, refusal = s.signAgain(ctx, cs, stream)
+	} else {
+		answer, refusal = s.signFirst(ctx, t, stream)
+		defer t.refuse() // whatever the answer: there is nothing else to do on this connection
+	}
+	if refusal != nil {
+		refusal.what = "certificate refused"
+		s.refused(ctx, t, refusal)
+		return refusal.told
+	}
+	return stream.SendMsg(answer)
+}
+
+// signFirst has a node's first certificate made, for a join token.
+func (s *Server) signFirst(ctx context.Context, t *transport, stream grpc.ServerStream) (*pb.SignResponse, *refusedJoin) {
+	switch {
+	case s.stopping.Load():
+		return nil, &refusedJoin{told: status.Error(codes.Unavailable, "this replica is stopping")}
+	case len(metadata.ValueFromIncomingContext(ctx, "authorization")) == 0:
+		return nil, &refusedJoin{told: uniform(), err: errors.New("it shows no token, and has not joined")}
+	}
+	c, err := auth.DecodeToken(bearer(ctx))
+	if err != nil {
+		return nil, &refusedJoin{told: uniform(), err: fmt.Errorf("no usable token: %w", err)}
+	}
+	if s.cfg.Issuer == nil {
+		return nil, &refusedJoin{node: c.Node, told: errNoIssuer}
+	}
+	if t.joining.Swap(true) { // each may hold a message that never ends
+		return nil, &refusedJoin{node: c.Node, told: errOneProof}
+	}
+	request, refusal := receiveRequest(stream)
+	if refusal != nil {
+		refusal.node = c.Node
+		return nil, refusal
+	}
+	t.conn.extend(signTimeout) // Kubernetes may sign slowly; this call is the connection's last
+	node, chain, err := s.cfg.Issuer.First(ctx, c, request)
+	if err == nil && string(node) != c.Node {
+		err = fmt.Errorf("%w: the proof is that of node %s", auth.ErrUnauthenticated, node)
+	}
+	if err != nil {
+		return nil, notSigned(c.Node, request, err)
+	}
+	return s.signed(t, node, chain)
+}
+
+// signAgain has another certificate made for the node of a session, which then is the
+// session's proof. What has proven it so far has to be a certificate, too: a token that
+// is good for a session is not good for what outlives it.
+func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.ServerStream) (*pb.SignResponse, *refusedJoin) {
+	node := string(cs.pub.Node)
+	p := cs.proof.Load()
+	if p == nil || !p.certificate {
+		return nil, &refusedJoin{node: node, told: status.Error(codes.PermissionDenied,
+			"the node has joined without a certificate; its first one is had by a join token (tunnel join)")}
+	}
+	if s.cfg.Issuer == nil {
+		return nil, &refusedJoin{node: node, told: errNoIssuer}
+	}
+	if cs.signing.Swap(true) {
+		return nil, &refusedJoin{node: node, told: errOneAtATime}
+	}
+	defer cs.signing.Store(false)
+	if _, ok := cs.signatures.Allow(); !ok {
+		return nil, &refusedJoin{node: node, told: status.Errorf(codes.ResourceExhausted, "%d certificates in %s are enough; try again later", renewBurst, renewInterval)}
+	}
+	request, refusal := receiveRequest(stream)
+	if refusal != nil {
+		refusal.node = node
+		return nil, refusal
+	}
+	chain, err := s.cfg.Issuer.Again(ctx, cs.pub.Node, request)
+	if err != nil {
+		return nil, notSigned(node, request, err)
+	}
+	// An edge must not be left with a certificate that it cannot come back with, nor one
+	// that was revoked meanwhile.
+	certificates, err := parseChain(chain)
+	if err != nil {
+		return nil, notSigned(node, request, err)
+	}
+	next, refusal := cs.prove(auth.Credential{Node: node, Chain: certificates})
+	if refusal != nil {
+		return nil, refusal
+	}
+	if err := cs.reason(); err != nil {
+		return nil, &refusedJoin{node: node, told: status.Error(codes.Unavailable, "the session has ended"), err: err}
+	}
+	cs.standOn(next)
+	return s.signed(cs.transport, cs.pub.Node, chain)
+}
+
+// signed is the answer with a new certificate.
+func (s *Server) signed(t *transport, node tunnel.NodeName, chain []byte) (*pb.SignResponse, *refusedJoin) {
+	s.log.Info("certificate issued", "node", node, "remote", t.conn.RemoteAddr().String())
+	return &pb.SignResponse{Chain: chain, Node: string(node), TimeMs: time.Now().UnixMilli()}, nil
+}
+
+var (
+	errNoIssuer   = status.Error(codes.Unimplemented, "this cloud issues no certificates: set ca and cakey in [mode.cloud.join] there")
+	errOneAtATime = status.Error(codes.ResourceExhausted, "one certificate at a time")
+)
+
+// receiveRequest reads the request for a certificate.
+func receiveRequest(stream grpc.ServerStream) ([]byte, *refusedJoin) {
+	var in pb.SignRequest
+	if err := stream.RecvMsg(&in); err != nil {
+		return nil, &refusedJoin{told: status.Errorf(codes.InvalidArgument, "the request for a certificate: %v", err)}
+	}
+	if n := len(in.GetRequest()); n > maxRequest {
+		return nil, &refusedJoin{told: status.Errorf(codes.InvalidArgument, "the request for a certificate is %d bytes long; %d are allowed", n, maxRequest)}
+	}
+	return in.GetRequest(), nil
+}
+
+// notSigned says why there is no certificate.
+func notSigned(node string, request []byte, err error) *refusedJoin {
+	if errors.Is(err, auth.ErrUnauthenticated) {
+		return &refusedJoin{node: node, told: uniform(), err: err}
+	}
+	if _, bad := auth.ParseRequest(tunnel.NodeName(node), request); bad != nil {
+		return &refusedJoin{node: node, told: status.Errorf(codes.InvalidArgument, "the request for a certificate: %v", bad)}
+	}
+	return &refusedJoin{node: node, told: status.Error(codes.Unavailable, "the cloud cannot sign certificates now"), err: fmt.Errorf("cannot sign certificates now: %w", err)}
+}
+
+// parseChain reads certificates in PEM, leaf first.
+func parseChain(text []byte) ([]*x509.Certificate, error) {
+	var chain []*x509.Certificate
+	for {
+		var block *pem.Block
+		if block, text = pem.Decode(text); block == nil {
+			break
+		}
+		c, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return nil, fmt.Errorf("the new certificate: %w", err)
+		}
+		chain = append(chain, c)
+	}
+	if len(chain) == 0 {
+		return nil, errors.New("the new certificate: there is none in what the signer has returned")
+	}
+	return chain, nil
+}
