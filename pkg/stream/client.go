@@ -10,6 +10,7 @@ import (
 	"net"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -36,6 +37,7 @@ type ClientConfig struct {
 	Grace    time.Duration // how long conns may go on when the client stops; 0: tunnel.GracePeriod
 	Software string        // what the cloud is told runs here
 	All      bool          // keep a session with every replica behind Address, not with one
+	Limits   EdgeLimits
 
 	// Dial connects to Address; nil: a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
@@ -63,7 +65,8 @@ type Client struct {
 	log      *slog.Logger
 	instance string // of this process
 
-	tickets tickets // owned by Run
+	tickets          tickets      // owned by Run
+	serving, dialing atomic.Int64 // what cfg.Limits bounds, of all sessions
 
 	mu       sync.Mutex // guards the following
 	links    []*link    // live sessions, the newest last
@@ -100,6 +103,10 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	}
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
+	}
+	cfg.Limits = cfg.Limits.orDefault()
+	if cfg.replica != nil {
+		cfg.Limits = EdgeLimits{Conns: maxConnsHere, Dials: maxConnsHere} // each node has its own, where it is held
 	}
 	c := &Client{cfg: cfg, blocks: new(blocks), log: cfg.Log.With("module", category, "node", cfg.Node), instance: uuid.NewString()}
 	if cfg.replica != nil {

@@ -117,15 +117,15 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential
 	// The cloud keeps to its limit. More than twice that here, since conns that have
 	// ended at the cloud may still be ending here when their successors are asked for.
 	s.maxConns = 2*int64(hello.GetMaxConns()) + 128
-	if hello.GetMaxConns() == 0 || s.maxConns > maxConnsHere {
-		s.maxConns = maxConnsHere
+	if most := int64(c.cfg.Limits.Conns); hello.GetMaxConns() == 0 || s.maxConns > most {
+		s.maxConns = most
 	}
 	s.log = c.log.With("session", s.pub.ID)
 	c.cfg.Counters.Sessions.Add(1)
 	return s, nil
 }
 
-// maxConnsHere bounds what a cloud may have an edge, or another replica, do at once.
+// maxConnsHere bounds what a replica may have another one do at once.
 const maxConnsHere = 16 * DefaultMaxConns
 
 // errNoCertificate is why an edge without a token does not even connect.

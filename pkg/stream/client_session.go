@@ -173,13 +173,21 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 		r.Node, r.Category, r.Relayed = node, open.GetCategory(), true
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	if refusal := s.add(m.Topic, &serving{cancel}); refusal != nil {
+	refusal := s.owner.admit()
+	if refusal == nil {
+		if refusal = s.add(m.Topic, &serving{cancel}); refusal != nil {
+			s.owner.dialing.Add(-1)
+			s.owner.serving.Add(-1)
+		}
+	}
+	if refusal != nil {
 		cancel()
 		s.refuse(m.Topic, refusal)
 		return nil
 	}
 	go func() { // remove tells the session that it has ended
 		defer s.remove(m.Topic)
+		defer s.owner.serving.Add(-1)
 		defer cancel()
 		if err := s.guard(func() error { return s.serve(ctx, m.Topic, r, dial) }); err != nil {
 			s.Close(err)
@@ -202,10 +210,7 @@ func (s *edgeSession) nobody(m *tunnel.Message) error {
 func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, dial tunnel.DialFunc) error {
 	log := s.log.With("topic", name, "target", r.Addr)
 	started := time.Now()
-	dctx, cancel := context.WithTimeout(ctx, dialTimeout)
-	target, err := dial(dctx, r)
-	late := errors.Is(dctx.Err(), context.DeadlineExceeded)
-	cancel()
+	target, late, err := s.dialTarget(ctx, r, dial)
 	if err != nil {
 		log.Debug("target refused", "err", err)
 		if _, decided := errors.AsType[*tunnel.Refusal](err); !decided {
@@ -245,6 +250,33 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	received, sent, err := tunnel.Splice(ctx, c, target)
 	<-gone
 	log.Debug("conn ended", "bytes", received+sent, "err", err, "dur", time.Since(started).Round(time.Microsecond))
+	return nil
+}
+
+// dialTarget dials, which Client.admit has counted. late says that it took too long.
+func (s *edgeSession) dialTarget(ctx context.Context, r tunnel.Request, dial tunnel.DialFunc) (target net.Conn, late bool, err error) {
+	defer s.owner.dialing.Add(-1)
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	target, err = dial(ctx, r)
+	return target, errors.Is(ctx.Err(), context.DeadlineExceeded), err
+}
+
+// admit counts an open request, unless the cloud has this edge do too much already: in
+// serving until its conn has ended, in dialing until it has a target.
+func (c *Client) admit() *tunnel.Refusal {
+	l := c.cfg.Limits
+	switch {
+	case c.serving.Add(1) > int64(l.Conns):
+		c.serving.Add(-1)
+		c.cfg.Counters.Limited(tunnel.LimitConns)
+		return tunnel.Refusef(tunnel.Overloaded, "limit conns: the edge of node %s has %d conns", c.cfg.Node, l.Conns)
+	case c.dialing.Add(1) > int64(l.Dials):
+		c.dialing.Add(-1)
+		c.serving.Add(-1)
+		c.cfg.Counters.Limited(tunnel.LimitDials)
+		return tunnel.Refusef(tunnel.Overloaded, "limit dials: the edge of node %s dials %d targets", c.cfg.Node, l.Dials)
+	}
 	return nil
 }
 

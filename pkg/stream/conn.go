@@ -11,7 +11,9 @@ import (
 	"syscall"
 	"time"
 
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/tunnel"
 )
@@ -318,6 +320,9 @@ func (c *conn) streamError(err error) {
 		c.end(nil)
 	case eof && !c.isEdge && inputEnded:
 	default:
+		if !c.isEdge && status.Code(err) == codes.ResourceExhausted { // gRPC's own
+			c.counters.Limited(tunnel.LimitMessage)
+		}
 		c.end(tunnel.ErrReset)
 	}
 }

@@ -11,7 +11,7 @@ import (
 // Callers that leave all at once cost the node's other conns nothing: each of them
 // makes a message, and a session that could not queue so many would end.
 func TestManyResetsAtOnce(t *testing.T) {
-	r := newRig(t)
+	r := newRig(t, func(c *ServerConfig) { c.Limits.Opens = 100_000 })
 	e := r.join("edge1", direct)
 	other, far := r.pair("edge1")
 	session := r.dir.Lookup("edge1")

@@ -323,7 +323,7 @@ func TestOddTargets(t *testing.T) {
 // A session has as many conns as it may and not one more, and one that ends makes
 // room at once, also while the edge still tidies up.
 func TestConnLimit(t *testing.T) {
-	r := newRig(t, func(c *ServerConfig) { c.MaxConns = 2 })
+	r := newRig(t, func(c *ServerConfig) { c.Limits.Conns = 2 })
 	e := r.join("edge1", direct)
 	a, _ := r.pair("edge1")
 	b, _ := r.pair("edge1")

@@ -33,8 +33,6 @@ const (
 	// forgetReplica is how long what a lost replica held is remembered: time for it to
 	// come back, or for its nodes to have gone to others.
 	forgetReplica = 15 * time.Second
-	// maxRelayed is how many conns another replica may ask for at once.
-	maxRelayed = 4 * DefaultMaxConns
 )
 
 // PeersConfig says who else is a replica of this cloud, and how they know each other.

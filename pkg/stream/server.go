@@ -34,7 +34,7 @@ type ServerConfig struct {
 	Issuer       Issuer           // makes nodes their certificates; nil (no typed one): there are none
 	Counters     *tunnel.Counters // nil: nobody looks
 	Log          *slog.Logger
-	MaxConns     int           // per session; 0: DefaultMaxConns
+	Limits       Limits
 	Grace        time.Duration // how long conns may go on when the server stops; 0: tunnel.GracePeriod
 	Software     string        // what the edges are told runs here
 	Peers        *Peers        // the other replicas; nil: this one is alone
@@ -64,9 +64,7 @@ type Server struct {
 // NewServer makes a server that puts its sessions into dir and gives messages to the
 // routes of mods, and to its own.
 func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (*Server, error) {
-	if cfg.MaxConns == 0 {
-		cfg.MaxConns = DefaultMaxConns
-	}
+	cfg.Limits = cfg.Limits.orDefault()
 	if cfg.Grace == 0 {
 		cfg.Grace = tunnel.GracePeriod
 	}
@@ -145,17 +143,18 @@ func (s *Server) Run(ctx context.Context) error {
 	s.addr.Store(&addr)
 	defer s.addr.Store(nil)
 
-	conf, conns := s.cfg.TLS, s.cfg.MaxConns
+	conf, conns := s.cfg.TLS, s.cfg.Limits.Conns
 	if s.asks() {
 		conf = conf.Clone()
 		conf.ClientAuth = tls.RequestClientCert // whose it is is looked at when somebody joins
 	}
 	if s.cfg.Peers != nil {
-		conns = max(conns, maxRelayed)
+		conns = s.cfg.Limits.relayed()
 	}
-	opts := append(serverOptions(conns),
-		grpc.Creds(serverCreds{credentials.NewTLS(conf)}),
+	opts := append(serverOptions(conns, s.cfg.Limits),
+		grpc.Creds(serverCreds{credentials.NewTLS(conf), s.cfg.Limits}),
 		grpc.StreamInterceptor(s.intercept),
+		grpc.UnknownServiceHandler(unknownMethod),
 	)
 	server := grpc.NewServer(opts...)
 	pb.RegisterStreamServer(server, s)
@@ -169,7 +168,7 @@ func (s *Server) Run(ctx context.Context) error {
 		s.drain()
 		stop(server)
 	}()
-	joining := newJoinListener(ln, s.tooMany)
+	joining := newJoinListener(ln, s.cfg.Limits, s.cfg.Counters, s.tooMany)
 	served := make(chan struct{})
 	var listening sync.WaitGroup
 	listening.Go(func() {
@@ -278,9 +277,10 @@ var errCloudStopping = status.Error(codes.Unavailable, "the cloud is stopping")
 // have not joined.
 func (s *Server) tooMany(remote net.Addr) {
 	s.cfg.Counters.JoinsRefused.Add(1)
+	s.cfg.Counters.Limited(tunnel.LimitJoiningPerAddress)
 	if skipped, ok := s.groupWarnings.Allow(); ok {
 		s.log.Warn("too many connections of one source have not joined yet; closing further ones",
-			"remote", remote.String(), "limit", maxJoiningPerGroup, "skipped", skipped)
+			"remote", remote.String(), "limit", s.cfg.Limits.JoiningPerAddress, "skipped", skipped)
 	}
 }
 
@@ -293,6 +293,16 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	}
 	if t.refused.Load() {
 		return status.Error(codes.Unavailable, "this connection is being closed")
+	}
+	if err := s.mayOpen(t); err != nil {
+		return err
+	}
+	if t.session.Load() == nil { // else it has been looked at
+		if err := s.metadataFits(stream.Context()); err != nil {
+			t.refuse()
+			s.refused(stream.Context(), t, &refusedJoin{told: err})
+			return err
+		}
 	}
 	var answer error
 	if err := guard(s.log, s.cfg.Counters, "the session ends", func() error {
@@ -307,6 +317,31 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 		return status.Error(codes.Internal, "internal error")
 	}
 	return answer
+}
+
+// mayOpen counts a stream that is opened on t. One that is too many ends the session,
+// and the connection.
+func (s *Server) mayOpen(t *transport) error {
+	cs := t.session.Load()
+	if cs != nil && cs.peers != nil || t.streams.take() {
+		return nil // another replica opens as many as its callers ask for
+	}
+	err := limitErrorf(tunnel.LimitStreams, "more than %d streams in a second on one connection", s.cfg.Limits.streams())
+	if t.refuse() {
+		s.cfg.Counters.Limited(tunnel.LimitStreams)
+	}
+	if cs != nil {
+		cs.Close(err)
+	}
+	return err
+}
+
+// unknownMethod answers calls of what we do not serve. They are streams as any other.
+func unknownMethod(_ any, stream grpc.ServerStream) error {
+	if t, err := transportOf(stream.Context()); err == nil && t.session.Load() == nil {
+		t.refuse()
+	}
+	return status.Error(codes.Unimplemented, "there is no such method here")
 }
 
 // TunnelStreaming implements the control plane: one call is one session.
@@ -334,9 +369,10 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 	stop := context.AfterFunc(ctx, func() { cs.Close(errLost) })
 	defer stop()
 	err = cs.run(ctx)
+	cs.noteTooLong(err)
 	s.detach(cs)
 	cs.logEnd(err)
-	t.conn.closeSoon()
+	t.refuse()
 	if errors.Is(err, io.EOF) {
 		return nil // the edge has closed the stream: a clean end
 	}

@@ -55,6 +55,23 @@ func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
 	s.log.Log(ctx, level, what, "remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", err, "skipped", skipped)
 }
 
+// metadataFits counts and refuses metadata that is longer than it may be. What is longer
+// than twice that does not come so far.
+func (s *Server) metadataFits(ctx context.Context) error {
+	md, _ := metadata.FromIncomingContext(ctx)
+	size := 0
+	for k, values := range md {
+		for _, v := range values {
+			size += len(k) + len(v) + 32 // RFC 9113 section 10.5.1
+		}
+	}
+	if size <= s.cfg.Limits.Metadata {
+		return nil
+	}
+	s.cfg.Counters.Limited(tunnel.LimitMetadata)
+	return limitErrorf(tunnel.LimitMetadata, "the metadata has %d bytes; %d are allowed", size, s.cfg.Limits.Metadata)
+}
+
 // join turns a control stream into a session, or refuses it.
 func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cloudSession, *refusedJoin) {
 	ctx := stream.Context()
@@ -110,7 +127,8 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.pub = &tunnel.Session{ID: id, Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Link: cs}
 	cs.log = s.log.With("node", node, "session", id)
 	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
-	cs.stream, cs.maxConns = stream, int64(s.cfg.MaxConns)
+	cs.stream, cs.maxConns = stream, int64(s.cfg.Limits.Conns)
+	cs.limits, cs.opens, cs.budget = s.cfg.Limits, newBucket(s.cfg.Limits.Opens), newBucket(s.cfg.Limits.messages())
 	cs.authenticate = func(c auth.Credential) (*proof, *refusedJoin) { return s.authenticate(ctx, c) }
 	cs.signatures.Every, cs.signatures.Burst = renewInterval, renewBurst
 	cs.credentials.Every, cs.credentials.Burst = renewInterval, renewBurst
@@ -122,7 +140,8 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	if peer != "" {
 		cs.peers = s.cfg.Peers
 		cs.log = s.log.With("replica", peer, "session", id)
-		cs.router, cs.counters, cs.maxConns = cs.peers.router, cs.peers.counters, maxRelayed
+		cs.router, cs.counters, cs.maxConns = cs.peers.router, cs.peers.counters, int64(s.cfg.Limits.relayed())
+		cs.opens, cs.budget = nil, nil // they count where the node is held
 	}
 	ours.MaxConns = uint32(cs.maxConns) //nolint:gosec // a few thousand
 	if proven != nil {

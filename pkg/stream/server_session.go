@@ -39,6 +39,10 @@ type cloudSession struct {
 	signing      atomic.Bool    // a certificate is being made
 	credentials  tunnel.Limiter // how many are looked at
 	signatures   tunnel.Limiter // how many are made
+
+	limits  Limits
+	opens   *bucket // nil: another replica's, which counts them
+	dialing atomic.Int64
 }
 
 var _ tunnel.Link = (*cloudSession)(nil)
@@ -85,9 +89,14 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunn
 	if len(r.Addr) > maxAddr || !utf8.ValidString(r.Addr) {
 		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not an address", text(r.Addr))
 	}
+	refusal := s.admit()
+	defer s.dialing.Add(-1)
+	if refusal != nil {
+		return nil, refusal
+	}
 	name := uuid.NewString()
 	p := &pending{result: make(chan opened, 1)}
-	if refusal := s.add(name, p); refusal != nil {
+	if refusal = s.add(name, p); refusal != nil {
 		return nil, refusal
 	}
 	// Were the session to end now, it would settle p.
@@ -113,6 +122,31 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunn
 		s.remove(name)
 	}
 	return o.conn, o.refusal
+}
+
+// admit counts one more open in dialing, and says whether that is one too many. It never
+// waits: the caller may know another node, and is to be told in any case.
+func (s *cloudSession) admit() *tunnel.Refusal {
+	n := s.dialing.Add(1)
+	switch {
+	case s.opens == nil:
+		return nil
+	case n > int64(s.limits.Dials):
+		s.counters.Limited(tunnel.LimitDials)
+		return tunnel.Refusef(tunnel.Overloaded, "limit dials: node %s has %d opens to answer", s.pub.Node, s.limits.Dials)
+	case !s.opens.take():
+		s.counters.Limited(tunnel.LimitOpens)
+		return tunnel.Refusef(tunnel.Overloaded, "limit opens: node %s has had more than %d opens in a second", s.pub.Node, s.limits.Opens)
+	}
+	return nil
+}
+
+// noteTooLong counts a message that ended the session because it was too long.
+func (s *cloudSession) noteTooLong(err error) {
+	_, ours := errors.AsType[*limitError](err)
+	if !ours && status.Code(err) == codes.ResourceExhausted { // gRPC's own
+		s.counters.Limited(tunnel.LimitMessage)
+	}
 }
 
 // gaveUp says why Dial did not wait for the edge's answer.

@@ -10,8 +10,6 @@ import (
 	"sync"
 	"sync/atomic"
 
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -29,6 +27,7 @@ type session struct {
 	blocks   *blocks
 	stream   controlStream
 	maxConns int64
+	budget   *bucket                     // of messages that the peer sends; nil: it may send as many as it likes
 	unknown  func(*tunnel.Message) error // also told of messages without a handler
 	hangUp   func() error                // closes our side of the control stream; nil: the cloud cannot
 
@@ -109,7 +108,8 @@ func (s *session) add(name string, t topic) *tunnel.Refusal {
 	case s.leaving:
 		return tunnel.Refusef(tunnel.Draining, "node %s is about to disconnect", s.pub.Node)
 	case int64(len(s.topics)) >= s.maxConns:
-		return tunnel.Refusef(tunnel.Overloaded, "node %s has %d conns, which is the limit", s.pub.Node, s.maxConns)
+		s.counters.Limited(tunnel.LimitConns)
+		return tunnel.Refusef(tunnel.Overloaded, "limit conns: node %s has %d conns", s.pub.Node, s.maxConns)
 	case s.topics[name] != nil:
 		return tunnel.Refusef(tunnel.Internal, "topic %s is in use", name)
 	}
@@ -148,7 +148,8 @@ func (s *session) Send(m *tunnel.Message) error {
 	if s.outbox.put(m, outboxSize+outboxPerConn*int(s.maxConns)) {
 		return nil
 	}
-	s.Close(status.Error(codes.ResourceExhausted, "the other side does not read its control stream"))
+	s.counters.Limited(tunnel.LimitOutbox)
+	s.Close(limitErrorf(tunnel.LimitOutbox, "the other side does not read its control stream"))
 	return s.reason()
 }
 
@@ -216,6 +217,10 @@ func (s *session) receiveLoop(ctx context.Context) error {
 		in, err := s.stream.Recv()
 		if err != nil {
 			return err
+		}
+		if s.budget != nil && !s.budget.take() {
+			s.counters.Limited(tunnel.LimitMessages)
+			return limitErrorf(tunnel.LimitMessages, "more than %.0f control messages in a second", s.budget.rate)
 		}
 		m := &tunnel.Message{
 			Category: in.GetCategory(), Type: in.GetType(), Topic: in.GetTopic(),

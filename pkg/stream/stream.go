@@ -126,7 +126,7 @@ const (
 	connWindow = 16 << 20
 	// ioBuffer is what grpc-go gathers before a write, and reads at once.
 	ioBuffer = 32 << 10
-	// maxHeaderList bounds the metadata of one stream, in bytes.
+	// maxHeaderList bounds the metadata of an answer, in bytes.
 	maxHeaderList = 16 << 10
 	// outboxSize and outboxPerConn say how many control messages may wait for the
 	// peer: a conn needs an open and a cancel, and its successor may follow at once. A
@@ -135,29 +135,21 @@ const (
 	outboxPerConn = 4
 	// maxAddr is the longest target, in bytes: a DNS name and a port need 259.
 	maxAddr = 512
-	// maxJoining is how many accepted connections may be without a session at once;
-	// further ones wait in the kernel's backlog.
-	maxJoining = 1024
-	// maxJoiningPerGroup is how many of those may come from one source (auth.Group), so
-	// that one host does not keep every edge out. It is not smaller because all edges
-	// behind one NAT or balancer are one source: when they all come at once, those that
-	// are too many are hung up on and try again with jitter, while a join takes
-	// milliseconds.
-	maxJoiningPerGroup = 128
 )
 
 // serverOptions are the settings of the gRPC server. Its defaults are too open for a
 // public port: unlimited streams, headers of 16 MiB, handshakes of two minutes.
-func serverOptions(maxConns int) []grpc.ServerOption {
+func serverOptions(maxConns int, l Limits) []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.ForceServerCodecV2(newCodec()),
 		// Conns are bounded by the session, with a refusal; were this limit ever
 		// reached, the edge would wait without a word. Twice, since a cancelled conn
 		// may overlap with its successor.
 		grpc.MaxConcurrentStreams(uint32(2*maxConns + 8)),
-		grpc.MaxHeaderListSize(maxHeaderList),
+		// What is longer is reset without a word, and cannot be counted: see metadataFits.
+		grpc.MaxHeaderListSize(uint32(2 * l.Metadata)),
 		grpc.MaxRecvMsgSize(maxMessage),
-		grpc.ConnectionTimeout(joinTimeout),
+		grpc.ConnectionTimeout(l.JoinTimeout + time.Second), // joinListener is first, and counts
 		grpc.StaticStreamWindowSize(streamWindow),
 		grpc.StaticConnWindowSize(connWindow),
 		grpc.ReadBufferSize(ioBuffer),

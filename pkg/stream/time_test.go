@@ -143,7 +143,7 @@ func TestStrangersAreHungUpOn(t *testing.T) {
 func TestStrangersDoNotKeepEdgesOut(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		r.net.spread.Store(true)
-		for range maxJoining {
+		for range DefaultLimits().Joining {
 			c, err := r.net.dial(t.Context(), "", "")
 			if err != nil {
 				t.Fatal(err)
@@ -160,7 +160,7 @@ func TestStrangersDoNotKeepEdgesOut(t *testing.T) {
 func TestOneSourceDoesNotKeepEdgesOut(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		start := time.Now()
-		const most = maxJoining + 500
+		most := DefaultLimits().Joining + 500
 		for range most {
 			c, err := r.net.dial(t.Context(), "", "")
 			if err != nil {
@@ -173,8 +173,8 @@ func TestOneSourceDoesNotKeepEdgesOut(t *testing.T) {
 		if d := time.Since(start); d > time.Second {
 			t.Errorf("the edge has joined after %s", d)
 		}
-		if n := r.counters.JoinsRefused.Load(); n != most-maxJoiningPerGroup {
-			t.Errorf("%d connections are counted as refused, want %d", n, most-maxJoiningPerGroup)
+		if n := r.counters.JoinsRefused.Load(); n != uint64(most-DefaultLimits().JoiningPerAddress) {
+			t.Errorf("%d connections are counted as refused, want %d", n, most-DefaultLimits().JoiningPerAddress)
 		}
 		if n := len(r.log.lines("level=WARN", "too many connections of one source")); n != 1 {
 			t.Errorf("%d lines of warning, want 1", n)

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc/peer"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
 )
 
 // transport is one accepted connection of an edge. gRPC hands it to every stream
@@ -23,19 +24,24 @@ type transport struct {
 	joining atomic.Bool                  // it has had a control stream, or a first certificate: there is one at most
 	session atomic.Pointer[cloudSession] // set once, when the edge has joined
 	refused atomic.Bool                  // a stream was refused: no other is served
+	streams *bucket                      // of streams that are opened on it
 }
 
 // refuse makes the stream that is being refused the last one that is served on the
-// connection, and closes it when a status has had time to leave.
-func (t *transport) refuse() {
-	if !t.refused.Swap(true) {
-		t.conn.closeSoon()
+// connection, and closes it when a status has had time to leave. first says that none was
+// refused before.
+func (t *transport) refuse() (first bool) {
+	if t.refused.Swap(true) {
+		return false
 	}
+	t.conn.closeSoon()
+	return true
 }
 
 // serverCreds is TLS whose AuthInfo is a *transport.
 type serverCreds struct {
 	credentials.TransportCredentials
+	limits Limits
 }
 
 // ServerHandshake implements credentials.TransportCredentials.
@@ -50,12 +56,12 @@ func (c serverCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		conn.Close()
 		return nil, nil, errors.New("not a TLS connection of this listener")
 	}
-	return conn, &transport{TLSInfo: tlsInfo, conn: joining}, nil
+	return conn, &transport{TLSInfo: tlsInfo, conn: joining, streams: newBucket(c.limits.streams())}, nil
 }
 
 // Clone implements credentials.TransportCredentials.
 func (c serverCreds) Clone() credentials.TransportCredentials {
-	return serverCreds{c.TransportCredentials.Clone()}
+	return serverCreds{c.TransportCredentials.Clone(), c.limits}
 }
 
 // transportOf returns the connection that a stream arrived on.
@@ -72,23 +78,27 @@ func transportOf(ctx context.Context) (*transport, error) {
 }
 
 // joinListener bounds what strangers cost: a connection that has not become a
-// session after joinTimeout is closed, no more than maxJoining of them are open, and
-// no more than maxJoiningPerGroup of one source.
+// session after Limits.JoinTimeout is closed, no more than Limits.Joining of them are
+// open, and no more than Limits.JoiningPerAddress of one source.
 type joinListener struct {
 	net.Listener
-	slots   chan struct{}  // one token for each connection without a session
-	groups  *auth.Groups   // the same, by source
-	refused func(net.Addr) // told of a connection that was one too many for its source
+	counters *tunnel.Counters
+	timeout  time.Duration
+	slots    chan struct{}  // one token for each connection without a session
+	groups   *auth.Groups   // the same, by source
+	refused  func(net.Addr) // told of a connection that was one too many for its source
 
 	closing chan struct{}
 	once    sync.Once
 }
 
-func newJoinListener(ln net.Listener, refused func(net.Addr)) *joinListener {
+func newJoinListener(ln net.Listener, l Limits, counters *tunnel.Counters, refused func(net.Addr)) *joinListener {
 	return &joinListener{
 		Listener: ln,
-		slots:    make(chan struct{}, maxJoining),
-		groups:   auth.NewGroups(maxJoiningPerGroup),
+		counters: counters,
+		timeout:  l.JoinTimeout,
+		slots:    make(chan struct{}, l.Joining),
+		groups:   auth.NewGroups(l.JoiningPerAddress),
 		refused:  refused,
 		closing:  make(chan struct{}),
 	}
@@ -99,8 +109,13 @@ func newJoinListener(ln net.Listener, refused func(net.Addr)) *joinListener {
 func (l *joinListener) Accept() (net.Conn, error) {
 	select {
 	case l.slots <- struct{}{}:
-	case <-l.closing:
-		return nil, net.ErrClosed
+	default:
+		l.counters.Limited(tunnel.LimitJoining)
+		select {
+		case l.slots <- struct{}{}:
+		case <-l.closing:
+			return nil, net.ErrClosed
+		}
 	}
 	for {
 		raw, err := l.Listener.Accept()
@@ -118,7 +133,10 @@ func (l *joinListener) Accept() (net.Conn, error) {
 			release()
 			<-l.slots
 		}}
-		c.timer = time.AfterFunc(joinTimeout, func() { raw.Close() })
+		c.timer = time.AfterFunc(l.timeout, func() {
+			l.counters.Limited(tunnel.LimitJoinTimeout)
+			raw.Close()
+		})
 		return c, nil
 	}
 }

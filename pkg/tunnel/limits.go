@@ -8,26 +8,26 @@ type Limit uint8
 
 // The limits, in the order in which somebody meets them.
 const (
-	LimitJoining            Limit = iota // connections at the gRPC port without a session
-	LimitJoiningPerAddress               // those of one source
-	LimitJoinTimeout                     // how long one may go without
-	LimitMetadata                        // bytes of metadata of a gRPC stream
-	LimitMessage                         // bytes of a gRPC message
-	LimitMessages                        // control messages that an edge sends in a second
-	LimitStreams                         // gRPC streams that one connection opens in a second
-	LimitOutbox                          // control messages that the other side does not read
-	LimitConns                           // conns of a node at once
-	LimitOpens                           // opens of a node in a second
-	LimitDials                           // opens of a node that have not been answered
-	LimitStrangers                       // connections at an https port that have not said who they are
-	LimitStrangersPerAddress             // those of one source
-	LimitHandshakeTimeout                // how long one may take to say it
-	LimitConnsPerAddress                 // connections of one source that are passed through to one node
-	LimitHeaders                         // bytes of the header of an HTTP request
-	LimitHealth                          // connections of one source to the health port
-	LimitDNS                             // connections to the DNS port
-	LimitLookups                         // DNS queries that wait for an upstream
-	limits                               // how many there are
+	LimitJoining             Limit = iota // connections at the gRPC port without a session
+	LimitJoiningPerAddress                // those of one source
+	LimitJoinTimeout                      // how long one may go without
+	LimitMetadata                         // bytes of metadata of a gRPC stream
+	LimitMessage                          // bytes of a gRPC message
+	LimitMessages                         // control messages that an edge sends in a second
+	LimitStreams                          // gRPC streams that one connection opens in a second
+	LimitOutbox                           // control messages that the other side does not read
+	LimitConns                            // conns of a node at once
+	LimitOpens                            // opens of a node in a second
+	LimitDials                            // opens of a node that have not been answered
+	LimitStrangers                        // connections at an https port that have not said who they are
+	LimitStrangersPerAddress              // those of one source
+	LimitHandshakeTimeout                 // how long one may take to say it
+	LimitConnsPerAddress                  // connections of one source that are passed through to one node
+	LimitHeaders                          // bytes of the header of an HTTP request
+	LimitHealth                           // connections of one source to the health port
+	LimitDNS                              // connections to the DNS port
+	LimitLookups                          // DNS queries that wait for an upstream
+	limits                                // how many there are
 )
 
 //nolint:gochecknoglobals // a constant table

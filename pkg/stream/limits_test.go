@@ -1,0 +1,397 @@
+package stream
+
+import (
+	"context"
+	"errors"
+	"net"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+func TestBucket(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		b := newBucket(10)
+		takes := func() (n int) {
+			for b.take() {
+				n++
+			}
+			return n
+		}
+		want := func(why string, n int) {
+			t.Helper()
+			if got := takes(); got != n {
+				t.Errorf("%s: %d, want %d", why, got, n)
+			}
+		}
+		want("a full one holds two seconds' worth", 20)
+		want("an empty one holds nothing", 0)
+		time.Sleep(500 * time.Millisecond)
+		want("half a second brings half of a second's worth", 5)
+		time.Sleep(time.Hour)
+		want("an hour fills it and no more", 20)
+		for range 100 { // what is taken at the rate never ends
+			time.Sleep(100 * time.Millisecond)
+			want("a tenth of a second", 1)
+		}
+	})
+}
+
+func (r *rig) wantLimited(l tunnel.Limit, n uint64) {
+	r.t.Helper()
+	if got := r.counters.LimitedBy(l); got != n {
+		r.t.Errorf("limit %s was counted %d times, want %d", l, got, n)
+	}
+}
+
+// wantOverloaded checks the refusal of one open too many: it names the limit and the node.
+func wantOverloaded(t *testing.T, err error, l tunnel.Limit) {
+	t.Helper()
+	if err == nil || tunnel.CodeOf(err) != tunnel.Overloaded || !strings.Contains(err.Error(), "limit "+l.String()+": ") || !strings.Contains(err.Error(), "edge1") {
+		t.Errorf("got %v, want overloaded by limit %s for edge1", err, l)
+	}
+}
+
+func refuses(context.Context, tunnel.Request) (net.Conn, error) {
+	return nil, tunnel.Refusef(tunnel.Refused, "nothing listens")
+}
+
+// Opens come at the rate that a node may have them, and a burst of two seconds; the rest
+// is refused at once. Another node has its own.
+func TestOpensLimit(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		r.join("edge1", refuses)
+		r.join("edge2", refuses)
+		opened := func() (n int) {
+			for {
+				_, err := r.dial("edge1", "target:1")
+				if tunnel.CodeOf(err) == tunnel.Refused {
+					n++
+					continue
+				}
+				wantOverloaded(t, err, tunnel.LimitOpens)
+				return n
+			}
+		}
+		start := time.Now()
+		if n := opened(); n != 20 {
+			t.Errorf("%d opens at once, want 20", n)
+		}
+		if d := time.Since(start); d > time.Second/10 {
+			t.Errorf("a refusal took %s: nothing may wait", d)
+		}
+		if _, err := r.dial("edge2", "target:1"); tunnel.CodeOf(err) != tunnel.Refused {
+			t.Errorf("an open of another node: %v", err)
+		}
+		time.Sleep(time.Second)
+		if n := opened(); n != 10 {
+			t.Errorf("%d opens a second later, want 10", n)
+		}
+		r.wantLimited(tunnel.LimitOpens, 2)
+		if n := r.counters.Refusals(tunnel.Overloaded); n != 2 {
+			t.Errorf("%d refusals are counted as overloaded, want 2", n)
+		}
+	}, func(c *ServerConfig) { c.Limits.Opens = 10 })
+}
+
+// So many opens wait for a node and not one more; one that is answered, or given up,
+// makes room.
+func TestDialsLimit(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		answer := make(chan struct{})
+		r.join("edge1", func(ctx context.Context, _ tunnel.Request) (net.Conn, error) {
+			select {
+			case <-answer:
+			case <-ctx.Done():
+			}
+			return nil, tunnel.Refusef(tunnel.Refused, "nothing listens")
+		})
+		ctx, cancel := context.WithCancel(t.Context())
+		var waiting sync.WaitGroup
+		dial := func(ctx context.Context) error {
+			_, err := r.dir.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1"})
+			return err
+		}
+		for range 3 {
+			waiting.Go(func() {
+				if err := dial(ctx); tunnel.CodeOf(err) != tunnel.Gone {
+					t.Errorf("an open that was given up: %v", err)
+				}
+			})
+		}
+		synctest.Wait()
+		start := time.Now()
+		wantOverloaded(t, dial(t.Context()), tunnel.LimitDials)
+		if d := time.Since(start); d > 0 {
+			t.Errorf("the refusal took %s", d)
+		}
+		cancel()
+		waiting.Wait()
+		close(answer)
+		for range 10 {
+			if err := dial(t.Context()); tunnel.CodeOf(err) != tunnel.Refused {
+				t.Errorf("an open when the others have ended: %v", err)
+			}
+		}
+		r.wantLimited(tunnel.LimitDials, 1)
+		r.wantLimited(tunnel.LimitOpens, 0)
+	}, func(c *ServerConfig) { c.Limits.Dials = 3 })
+}
+
+// What a cloud may have an edge do is bounded by the edge, whatever the cloud thinks.
+func TestEdgeLimits(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		answer := make(chan struct{})
+		cfg := r.clientConfig("edge1")
+		cfg.Limits = EdgeLimits{Conns: 5, Dials: 3}
+		var fars sync.Map
+		e := r.start(cfg, func(ctx context.Context, _ tunnel.Request) (net.Conn, error) {
+			<-answer
+			near, far := net.Pipe()
+			fars.Store(far, true)
+			return near, nil
+		})
+		defer fars.Range(func(far, _ any) bool { far.(net.Conn).Close(); return true })
+		r.eventually("the edge joins", func() bool { return e.client.Ready() == nil && r.dir.Holds("edge1") })
+
+		var conns sync.Map
+		var waiting sync.WaitGroup
+		for range 3 {
+			waiting.Go(func() {
+				c, err := r.dial("edge1", "target:1")
+				if err != nil {
+					t.Errorf("an open that the edge has room for: %v", err)
+					return
+				}
+				conns.Store(c, true)
+			})
+		}
+		synctest.Wait()
+		_, err := r.dial("edge1", "target:1")
+		wantOverloaded(t, err, tunnel.LimitDials)
+		close(answer)
+		waiting.Wait()
+		for range 2 {
+			conns.Store(r.mustDial("edge1", "target:1"), true)
+		}
+		_, err = r.dial("edge1", "target:1")
+		wantOverloaded(t, err, tunnel.LimitConns)
+		for _, l := range []tunnel.Limit{tunnel.LimitDials, tunnel.LimitConns} {
+			if n := r.edges.LimitedBy(l); n != 1 {
+				t.Errorf("the edge counted limit %s %d times, want 1", l, n)
+			}
+			r.wantLimited(l, 0) // it is not the cloud's
+		}
+		conns.Range(func(c, _ any) bool { tunnel.Reset(c.(net.Conn)); return true })
+		r.idle(e)
+		r.mustDial("edge1", "target:1")
+	})
+}
+
+// An edge that floods its session with messages loses it, with a reason.
+func TestMessagesLimit(t *testing.T) {
+	for name, m := range map[string]*pb.StreamMsg{
+		"unknown type":               {Category: "nobody", Type: "knows"},
+		"refusals of unknown topics": {Category: category, Type: typeRefused, Topic: "none"},
+		"heartbeats":                 {Category: category, Type: typeHeartbeat},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, func(c *ServerConfig) { c.Limits.Opens = 1 })
+			c := r.stranger().join("edge1")
+			go func() {
+				for range 10 * (Limits{Opens: 1}).messages() {
+					if c.stream.Send(m) != nil {
+						return
+					}
+				}
+			}()
+			if err := c.end(); status.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "limit messages: ") {
+				t.Errorf("the session ends with %v, want limit messages", err)
+			}
+			r.wantLimited(tunnel.LimitMessages, 1)
+			r.eventually("the node is gone", func() bool { return !r.dir.Holds("edge1") })
+		})
+	}
+}
+
+// So many messages in each second are no flood.
+func TestMessagesWithinTheLimit(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		c := r.stranger().join("edge1")
+		for range 5 {
+			for range (Limits{Opens: 1}).messages() {
+				c.say(typeRefused, "none", &pb.Refused{})
+			}
+			synctest.Wait()
+			time.Sleep(time.Second)
+		}
+		if !r.dir.Holds("edge1") {
+			t.Error("the session has ended")
+		}
+		r.wantLimited(tunnel.LimitMessages, 0)
+	}, func(c *ServerConfig) { c.Limits.Opens = 1 })
+}
+
+// An edge that opens stream after stream loses its session, whatever becomes of them.
+func TestStreamsLimit(t *testing.T) {
+	for name, open := range map[string]func(ctx context.Context, s *stranger){
+		"nobody waits": func(ctx context.Context, s *stranger) {
+			if c, err := s.client.Connect(metadata.AppendToOutgoingContext(ctx, topicKey, "none")); err == nil {
+				c.RecvMsg(&pb.Chunk{})
+			}
+		},
+		"reset at once": func(ctx context.Context, s *stranger) {
+			ctx, cancel := context.WithCancel(ctx)
+			s.client.Connect(metadata.AppendToOutgoingContext(ctx, topicKey, "none"))
+			cancel()
+		},
+		"a method that there is not": func(ctx context.Context, s *stranger) {
+			s.cc.Invoke(ctx, "/no.such/Method", &pb.Hello{}, &pb.Hello{})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, func(c *ServerConfig) { c.Limits.Opens = 1 })
+			s := r.stranger()
+			c := s.join("edge1")
+			ended := make(chan error, 1)
+			go func() { ended <- c.end() }()
+			for deadline := time.Now().Add(2 * patience); ; {
+				select {
+				case err := <-ended:
+					if status.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "limit streams: ") {
+						t.Errorf("the session ends with %v, want limit streams", err)
+					}
+					r.wantLimited(tunnel.LimitStreams, 1)
+					return
+				default:
+				}
+				if time.Now().After(deadline) {
+					t.Fatal("the session does not end")
+				}
+				open(s.ctx, s)
+			}
+		})
+	}
+}
+
+// A stranger who asks for a method that we do not have gets no second stream.
+func TestUnknownMethodOfAStranger(t *testing.T) {
+	r := newRig(t)
+	s := r.stranger()
+	ask := func() error { return s.cc.Invoke(s.ctx, "/no.such/Method", &pb.Hello{}, &pb.Hello{}) }
+	if err := ask(); status.Code(err) != codes.Unimplemented {
+		t.Errorf("the first: %v", err)
+	}
+	if err := ask(); status.Code(err) != codes.Unavailable {
+		t.Errorf("the second: %v", err)
+	}
+}
+
+// Metadata that is too long is refused and counted; far too long, it is reset.
+func TestMetadataLimit(t *testing.T) {
+	r := newRig(t, func(c *ServerConfig) { c.Limits.Metadata = 4096 })
+	s := r.stranger()
+	long := func(n int) error {
+		ctx := metadata.AppendToOutgoingContext(s.ctx, "authorization", bearerOf("edge1"), "x", strings.Repeat("x", n))
+		stream, err := s.client.TunnelStreaming(ctx)
+		if err != nil {
+			return err
+		}
+		_, err = stream.Recv()
+		return err
+	}
+	if err := long(10_000); err == nil || r.dir.Len() != 0 {
+		t.Errorf("metadata of 10,000 bytes: %v", err)
+	}
+	r.wantLimited(tunnel.LimitMetadata, 0)
+	if err := long(5000); status.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "limit metadata: ") {
+		t.Errorf("metadata of 5,000 bytes: %v", err)
+	}
+	r.wantLimited(tunnel.LimitMetadata, 1)
+}
+
+// A message that is too long ends the session that it came on, or the conn.
+func TestMessageLimit(t *testing.T) {
+	r := newRig(t)
+	s := r.stranger()
+	c := s.join("edge1")
+	open, result := r.asked(c, "edge1")
+	conn := s.connect(open.GetTopic())
+	d := <-result
+	if d.err != nil {
+		t.Fatal(d.err)
+	}
+	defer d.conn.Close()
+	conn.Send(&pb.Chunk{Data: make([]byte, 2*maxMessage)})
+	if _, err := d.conn.Read(make([]byte, 1)); !errors.Is(err, tunnel.ErrReset) {
+		t.Errorf("the conn ends with %v, want a reset", err)
+	}
+	r.wantLimited(tunnel.LimitMessage, 1)
+	c.send(&pb.StreamMsg{Category: category, Type: typeRefused, Data: make([]byte, 2*maxMessage)})
+	if err := c.end(); status.Code(err) != codes.ResourceExhausted {
+		t.Errorf("the session ends with %v", err)
+	}
+	r.eventually("it is counted", func() bool { return r.counters.LimitedBy(tunnel.LimitMessage) == 2 })
+}
+
+// What strangers hold is bounded as configured, and counted.
+func TestJoiningLimits(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		for range 3 { // of one source, one too many
+			c, err := r.net.dial(t.Context(), "", "")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+		}
+		r.net.spread.Store(true)
+		for range 2 { // for these there is room, and for no other
+			c, err := r.net.dial(t.Context(), "", "")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+		}
+		synctest.Wait()
+		r.wantLimited(tunnel.LimitJoiningPerAddress, 1)
+		r.wantLimited(tunnel.LimitJoining, 1)
+		time.Sleep(2 * time.Second)
+		synctest.Wait()
+		r.wantLimited(tunnel.LimitJoinTimeout, 4)
+	}, func(c *ServerConfig) {
+		c.Limits = Limits{Joining: 4, JoiningPerAddress: 2, JoinTimeout: 2 * time.Second}
+	})
+}
+
+// A node's quota is the same by way of another replica: it counts where the node is held,
+// and its refusal arrives as it is.
+func TestRelayedOpensCountAtTheHolder(t *testing.T) {
+	all := newFleet(t, 2)
+	holder, other := all[0], all[1]
+	holder.server.cfg.Limits.Opens = 1
+	holder.join("edge1", refuses)
+	eventually(t, "the other replica hears of the node", func() bool { return other.peers.Holds("edge1") })
+	for i := range 3 {
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		_, err := other.peers.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1"})
+		cancel()
+		if i < 2 {
+			if tunnel.CodeOf(err) != tunnel.Refused {
+				t.Errorf("open %d: %v", i, err)
+			}
+			continue
+		}
+		wantOverloaded(t, err, tunnel.LimitOpens)
+	}
+	holder.wantLimited(tunnel.LimitOpens, 1)
+	other.wantLimited(tunnel.LimitOpens, 0)
+}
