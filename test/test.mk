@@ -1,13 +1,16 @@
 # Tests and measurements with processes of their own. Included by the Makefile of the
 # repository; paths are relative to its directory. Linux only, no root.
 
-.PHONY: faults soak bench storm
+.PHONY: faults replicas hostile soak bench storm
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
 
 replicas: ## kill, replace and cut off replicas of the cloud, each a process (20 seconds)
 	go test -count=1 -timeout 5m -v ./test/replicas
+
+hostile: ## edges, callers and strangers that mean harm: what the others notice (ten minutes)
+	TUNNEL_HOSTILE=1 go test -count=1 -timeout 30m -v ./test/hostile
 
 soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as promised (fourteen minutes)
 	TUNNEL_SOAK=1 go test -count=1 -timeout 25m -v -p 1 ./test/faults ./test/replicas

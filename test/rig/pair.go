@@ -2,6 +2,7 @@ package rig
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -30,10 +31,15 @@ const (
 type Config struct {
 	Binary string            // the program, see Build
 	Dir    string            // an empty folder, which the caller removes
-	TCP    map[string]string // name of a front door → target
+	TCP    map[string]string // name of a front door → target, or node/target
 	HTTPS  string            // target of the HTTPS front door; "" is none
 	CA     *auth.CA          // who signs; nil: a new one. The target of HTTPS needs it too
 	Debug  bool              // log everything
+	Token  auth.Secret       // of the node; "": a new one
+	Others []string          // nodes that may join besides, see Token
+	Cloud  string            // more lines of cloud.toml: whole tables
+	Edge   string            // more lines of edge.toml
+	Args   []string          // more arguments of both
 }
 
 // Pair is a cloud and an edge, their files and their ports.
@@ -42,6 +48,7 @@ type Pair struct {
 	cfg   Config
 	ca    *auth.CA
 	token auth.Secret
+	other map[string]auth.Secret // by node
 	ports ports
 
 	CloudLog, EdgeLog Log
@@ -54,7 +61,10 @@ type ports struct {
 
 // NewPair writes the files of a pair and chooses its ports. It starts nothing.
 func NewPair(cfg Config) (*Pair, error) {
-	p := &Pair{cfg: cfg, ca: cfg.CA, token: auth.NewToken()}
+	p := &Pair{cfg: cfg, ca: cfg.CA, token: cmp.Or(cfg.Token, auth.NewToken()), other: make(map[string]auth.Secret)}
+	for _, node := range cfg.Others {
+		p.other[node] = auth.NewToken()
+	}
 	if p.ca == nil {
 		ca, err := NewCA()
 		if err != nil {
@@ -154,13 +164,17 @@ func (p *Pair) configure() error {
 		HTTPSTarget string
 	}{p.ports, make(map[int]string), p.cfg.HTTPS}
 	for name, target := range p.cfg.TCP {
+		if !strings.Contains(target, "/") {
+			target = Node + "/" + target
+		}
 		data.Targets[p.ports.TCP[name]] = target
 	}
-	for name, text := range map[string]string{"cloud.toml": cloudTOML, "edge.toml": edgeTOML} {
-		var err error
-		if files[name], err = fill(text, data); err != nil {
+	for name, text := range map[string][2]string{"cloud.toml": {cloudTOML, p.cfg.Cloud}, "edge.toml": {edgeTOML, p.cfg.Edge}} {
+		filled, err := fill(text[0], data)
+		if err != nil {
 			return err
 		}
+		files[name] = filled + text[1]
 	}
 	return errors.Join(write(p.cfg.Dir, files), p.Allow(true))
 }
@@ -177,6 +191,9 @@ func fill(text string, data any) (string, error) {
 func (p *Pair) Allow(node bool) error {
 	// Somebody else's line stands in it always: a file without any is an error.
 	lines := "somebody-else:" + auth.NewToken().Hashed() + "\n"
+	for other, token := range p.other {
+		lines += other + ":" + token.Hashed() + "\n"
+	}
 	if node {
 		lines += Node + ":" + p.token.Hashed() + "\n"
 	}
@@ -195,7 +212,7 @@ logport = {{.CloudLog}}
 [mode.cloud.stream.dns]
 debug = true
 [mode.cloud.tcp]
-{{range $port, $target := .Targets}}"127.0.0.1:{{$port}}" = "edge1/{{$target}}"
+{{range $port, $target := .Targets}}"127.0.0.1:{{$port}}" = "{{$target}}"
 {{end}}
 {{if .HTTPSTarget}}
 [mode.cloud.https]
@@ -249,7 +266,15 @@ func (p *Pair) start(log *Log, mode string) (*Process, error) {
 	if p.cfg.Debug {
 		args = append(args, "--log-level", "debug")
 	}
-	return Start(log, p.cfg.Binary, args...)
+	return Start(log, p.cfg.Binary, append(args, p.cfg.Args...)...)
+}
+
+// Token returns the token of the node, or of one of the others.
+func (p *Pair) Token(node string) auth.Secret {
+	if node == Node {
+		return p.token
+	}
+	return p.other[node]
 }
 
 // Leaks returns where the pair's token shows: in a log, a command line, or what the

@@ -1,0 +1,321 @@
+package hostile
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"net/http"
+	"slices"
+	"sync"
+	"testing"
+	"time"
+
+	"tunnel/test/rig"
+)
+
+// attack is one way to mean harm.
+type attack struct {
+	name string
+	// offend does it once, or until ctx is done, and returns what it was answered with:
+	// a gRPC code, an HTTP status, an HTTP/2 error, "closed", or "endured" when nobody
+	// minded.
+	offend func(ctx context.Context, l *lab, as string) string
+	// answers are those that may come. One at least must, and no other.
+	answers []string
+	// counter is a metric of the cloud that shows it; "": it is no offence.
+	counter string
+	// holds is what the cloud may hold for the attackers, in bytes, by its limits.
+	holds int64
+	alone bool          // one attacker, not two
+	after time.Duration // when it has reached what it can, and others are asked
+}
+
+const (
+	// garbage is how much more than it holds a Go process may weigh: the collector lets
+	// the heap double.
+	garbage = 2
+	// slack is for what is not the attackers': two handshakes more, the calm's own, and
+	// the page cache of the program.
+	slack = 32 << 20
+	// noWorse is by how much others may wait longer (the 99th of a hundred requests).
+	noWorse = 2
+	// comesBack is after what time an attacker that was refused tries again. Faster ones
+	// would weigh how many handshakes they do on the cloud's own processors.
+	comesBack = 100 * time.Millisecond
+	// noHang is the floor below which the short variant does not look: it measures for a
+	// moment, beside other tests.
+	noHang = time.Second
+)
+
+// endure lets the attacks happen, one after the other, by turns with calm.
+func (l *lab) endure(attacks []attack) {
+	rounds, phase := 1, 300*time.Millisecond
+	if long() {
+		rounds, phase = 8, 2500*time.Millisecond
+	}
+	probe := newProbe(l)
+	defer probe.close()
+	probe.sample(phase) // what is made once is made
+	for _, a := range attacks {
+		l.t.Run(a.name, func(t *testing.T) {
+			before, err := l.cloud.Memory()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if err := l.cloud.ResetPeak(); err != nil {
+				t.Fatal(err)
+			}
+			count := l.metric(t, a.counter)
+			answers := newAnswers()
+			var calm, attacked []time.Duration
+			for range rounds {
+				calm = append(calm, probe.sample(phase)...)
+				ctx, cancel := context.WithCancel(t.Context())
+				waitForAttackers := a.start(ctx, l, answers)
+				time.Sleep(a.after)
+				attacked = append(attacked, probe.sample(phase)...)
+				if !slices.Contains(a.answers, "endured") {
+					answers.wait()
+				}
+				if err := get(l.CloudHealth(), "/healthz"); err != nil {
+					t.Errorf("meanwhile the kubelet's probe fails: %v", err)
+				}
+				cancel()
+				waitForAttackers()
+				time.Sleep(phase / 4) // what the attack leaves behind goes
+			}
+			if probe.err != nil {
+				t.Fatalf("a well-behaved request failed: %v", probe.err)
+			}
+			answers.check(t, a.answers)
+			l.checkMemory(t, before, a.holds)
+			if a.counter != "" && l.metric(t, a.counter) <= count {
+				t.Errorf("%s does not show it", a.counter)
+			}
+			if n := l.metric(t, "tunnel_panics_total"); n != 0 {
+				t.Errorf("%v panics", n)
+			}
+			checkDelay(t, calm, attacked)
+		})
+		if !l.cloud.Alive() {
+			l.t.Fatalf("%s has ended the cloud", a.name)
+		}
+	}
+}
+
+// start starts the attackers, each of which offends again and again. The function that it
+// returns waits until they have ended, which they do with ctx.
+func (a attack) start(ctx context.Context, l *lab, answers *answers) (wait func()) {
+	n := 2
+	if a.alone {
+		n = 1
+	}
+	var attacking sync.WaitGroup
+	for i := range n {
+		attacking.Go(func() {
+			for ctx.Err() == nil {
+				answer := a.offend(ctx, l, fmt.Sprintf("evil%d", i))
+				switch {
+				case ctx.Err() == nil:
+					answers.add(answer)
+				case slices.Contains(a.answers, "endured"): // else it was cut short by us
+					answers.add("endured")
+				}
+				select {
+				case <-time.After(comesBack):
+				case <-ctx.Done():
+				}
+			}
+		})
+	}
+	return attacking.Wait
+}
+
+// answers counts what attacks were answered with.
+type answers struct {
+	first chan struct{} // closed when there is one
+
+	mu     sync.Mutex // guards the following
+	counts map[string]int
+}
+
+func newAnswers() *answers {
+	return &answers{first: make(chan struct{}), counts: make(map[string]int)}
+}
+
+func (a *answers) add(answer string) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if len(a.counts) == 0 {
+		close(a.first)
+	}
+	a.counts[answer]++
+}
+
+// wait waits for the first answer, if one comes before the attack is over.
+func (a *answers) wait() {
+	select {
+	case <-a.first:
+	case <-time.After(3 * time.Second):
+	}
+}
+
+func (a *answers) check(t *testing.T, may []string) {
+	t.Helper()
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	t.Logf("answers: %v", a.counts)
+	if len(a.counts) == 0 {
+		t.Error("no attack was carried out")
+	}
+	for _, answer := range slices.Sorted(maps.Keys(a.counts)) {
+		if !slices.Contains(may, answer) {
+			t.Errorf("it is answered with %q; want one of %q", answer, may)
+		}
+	}
+}
+
+// metric returns a metric of the cloud; 0 for the name "".
+func (l *lab) metric(t *testing.T, name string) float64 {
+	t.Helper()
+	if name == "" {
+		return 0
+	}
+	values, err := rig.Metrics(l.CloudHealth())
+	if err != nil {
+		t.Fatal(err)
+	}
+	v, ok := values[name]
+	if !ok {
+		t.Fatalf("there is no metric %s", name)
+	}
+	return v
+}
+
+// checkMemory checks that the cloud has never held more than it promises.
+func (l *lab) checkMemory(t *testing.T, before rig.Memory, holds int64) {
+	t.Helper()
+	now, err := l.cloud.Memory()
+	if err != nil {
+		t.Fatal(err)
+	}
+	const mib = 1 << 20
+	grown, may := now.Peak-before.Now, garbage*holds+slack
+	t.Logf("memory: %d MiB, at most %d MiB more; allowed are %d", before.Now/mib, grown/mib, may/mib)
+	if grown > may {
+		t.Errorf("the cloud grew by %d MiB; its limits promise %d", grown/mib, may/mib)
+	}
+}
+
+// checkDelay compares how long others have waited.
+func checkDelay(t *testing.T, calm, attacked []time.Duration) {
+	t.Helper()
+	slices.Sort(calm)
+	slices.Sort(attacked)
+	c50, c99 := quantile(calm, 0.5), quantile(calm, 0.99)
+	a50, a99 := quantile(attacked, 0.5), quantile(attacked, 0.99)
+	t.Logf("others wait: calm p50 %s p99 %s, attacked p50 %s p99 %s: %.1f × (%d and %d requests)",
+		c50.Round(10*time.Microsecond), c99.Round(10*time.Microsecond), a50.Round(10*time.Microsecond), a99.Round(10*time.Microsecond),
+		float64(a99)/float64(c99), len(calm), len(attacked))
+	if may := noWorse * c99; a99 > may && (long() || a99 > noHang) {
+		t.Errorf("p99 of others is %s; want %s at most", a99, may)
+	}
+}
+
+func quantile(sorted []time.Duration, q float64) time.Duration {
+	return sorted[int(q*float64(len(sorted)-1))]
+}
+
+// probe is the well-behaved caller: a new connection through the TCP front door, and a
+// request on a connection to the HTTPS one that it keeps.
+type probe struct {
+	l    *lab
+	http *http.Client
+	err  error // the first
+}
+
+func newProbe(l *lab) *probe {
+	transport := &http.Transport{
+		TLSClientConfig: l.callerTLS(true), MaxIdleConnsPerHost: 1,
+		DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, network, l.HTTPSDoor())
+		},
+	}
+	return &probe{l: l, http: &http.Client{Transport: transport, Timeout: hangs}}
+}
+
+func (p *probe) close() { p.http.CloseIdleConnections() }
+
+// sample asks for so long and returns how long each request took.
+func (p *probe) sample(d time.Duration) (took []time.Duration) {
+	for started := time.Now(); time.Since(started) < d; time.Sleep(time.Millisecond) {
+		at := time.Now()
+		if err := p.ask(); err != nil {
+			if p.err == nil {
+				p.err = err
+			}
+			break
+		}
+		took = append(took, time.Since(at))
+	}
+	return append(took, 0)[:max(1, len(took))]
+}
+
+func (p *probe) ask() error {
+	c, err := net.DialTimeout("tcp", p.l.Door("echo"), hangs)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(hangs))
+	const line = "a small request, and its answer\n"
+	if _, err := io.WriteString(c, line); err != nil {
+		return err
+	}
+	if _, err := io.ReadFull(c, make([]byte, len(line))); err != nil {
+		return fmt.Errorf("tcp: %w", err)
+	}
+	resp, err := p.http.Get("https://" + rig.Node + "/")
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if _, err := io.Copy(io.Discard, resp.Body); err != nil || resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("https: HTTP %d: %w", resp.StatusCode, err)
+	}
+	return nil
+}
+
+// callerTLS is how a caller of the HTTPS front door connects to have its requests routed
+// by name, with the certificate of a kube-apiserver or without.
+func (l *lab) callerTLS(certificate bool) *tls.Config {
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(l.CA().CertPEM())
+	cfg := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool, ServerName: "127.0.0.1"} // an address is never sent as SNI
+	if certificate {
+		pair, err := tls.LoadX509KeyPair(l.Path("client.crt"), l.Path("client.key"))
+		if err != nil {
+			l.t.Fatal(err)
+		}
+		cfg.Certificates = []tls.Certificate{pair}
+	}
+	return cfg
+}
+
+// get asks a health port as a kubelet does.
+func get(addr, path string) error {
+	client := &http.Client{Timeout: hangs, Transport: &http.Transport{DisableKeepAlives: true}}
+	resp, err := client.Get("http://" + addr + path)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("HTTP %d", resp.StatusCode)
+	}
+	return nil
+}

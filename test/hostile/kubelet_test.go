@@ -1,0 +1,92 @@
+package hostile
+
+import (
+	"crypto/tls"
+	"io"
+	"log"
+	"net"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"tunnel/pkg/auth"
+	"tunnel/test/rig"
+)
+
+// kubelet is the HTTPS server of the calm node. Some of its paths mean harm.
+type kubelet struct {
+	addr     string
+	trap     string       // where it redirects to
+	followed atomic.Int64 // how often somebody has come there
+	upgrades atomic.Int64 // requests that came with an Upgrade
+}
+
+func newKubelet(t *testing.T, ca *auth.CA) *kubelet {
+	t.Helper()
+	cert, key, err := ca.Issue(auth.Leaf{CommonName: rig.Node, DNSNames: []string{rig.Node}, Server: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	pair, err := tls.X509KeyPair(cert, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	k := new(kubelet)
+	k.trap = serve(t, func(net.Conn) { k.followed.Add(1) })
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	mux := http.NewServeMux()
+	mux.HandleFunc("/", func(w http.ResponseWriter, r *http.Request) {
+		if r.Header.Get("Upgrade") != "" {
+			k.upgrades.Add(1)
+		}
+		io.Copy(io.Discard, r.Body)
+		io.WriteString(w, "a page\n")
+	})
+	mux.HandleFunc("/redirect", func(w http.ResponseWriter, r *http.Request) {
+		http.Redirect(w, r, "https://"+k.trap+"/", http.StatusFound)
+	})
+	mux.HandleFunc("/endless-header", raw(func(c net.Conn) {
+		io.WriteString(c, "HTTP/1.1 200 OK\r\n")
+		for started := time.Now(); time.Since(started) < hangs; {
+			if _, err := io.WriteString(c, "X: "+strings.Repeat("x", 1<<10)+"\r\n"); err != nil {
+				return
+			}
+		}
+	}))
+	mux.HandleFunc("/switch", raw(func(c net.Conn) {
+		io.WriteString(c, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nHTTP/1.1 200 OK\r\n\r\n")
+	}))
+	mux.HandleFunc("/garbage", raw(func(c net.Conn) { io.Copy(c, io.LimitReader(zeros{}, mib)) }))
+	server := &http.Server{
+		Handler: mux, TLSConfig: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}},
+		ReadHeaderTimeout: hangs, ErrorLog: log.New(io.Discard, "", 0),
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		server.ServeTLS(ln, "", "")
+	}()
+	t.Cleanup(func() {
+		server.Close()
+		<-done
+	})
+	k.addr = ln.Addr().String()
+	return k
+}
+
+// raw answers a request by bytes.
+func raw(answer func(net.Conn)) http.HandlerFunc {
+	return func(w http.ResponseWriter, _ *http.Request) {
+		c, _, err := http.NewResponseController(w).Hijack()
+		if err != nil {
+			return
+		}
+		defer c.Close()
+		answer(c)
+	}
+}

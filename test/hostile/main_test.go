@@ -1,0 +1,183 @@
+package hostile
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"tunnel/test/rig"
+)
+
+const (
+	// readyWithin is how long a start may take on a busy machine.
+	readyWithin = 20 * time.Second
+	// hangs is when an answer that does not come is given up.
+	hangs = 15 * time.Second
+	poll  = 20 * time.Millisecond
+)
+
+// program is the program under test.
+var program string
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	os.Exit(run(m))
+}
+
+func run(m *testing.M) int {
+	dir, err := os.MkdirTemp("", "tunnel-hostile-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	if program, err = rig.Build(dir); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return m.Run()
+}
+
+// long reports whether the long variant was asked for.
+func long() bool { return os.Getenv("TUNNEL_HOSTILE") == "1" }
+
+// lab is a cloud, a calm edge and its targets. Nodes evil0 and evil1 may join as well,
+// and there are TCP front doors to them.
+type lab struct {
+	*rig.Pair
+	t       *testing.T
+	kubelet *kubelet
+
+	cloud, edge *rig.Process
+}
+
+func newLab(t *testing.T) *lab {
+	t.Helper()
+	ca, err := rig.NewCA()
+	if err != nil {
+		t.Fatal(err)
+	}
+	l := &lab{t: t, kubelet: newKubelet(t, ca)}
+	l.Pair, err = rig.NewPair(rig.Config{
+		Binary: program, Dir: t.TempDir(), CA: ca,
+		TCP: map[string]string{
+			"echo":  serve(t, func(c net.Conn) { io.Copy(c, c) }),
+			"evil0": "evil0/127.0.0.1:9",
+			"evil1": "evil1/127.0.0.1:9",
+		},
+		HTTPS: l.kubelet.addr, Others: []string{"evil0", "evil1"},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(l.end)
+	if l.cloud, err = l.StartCloud(); err != nil {
+		t.Fatal(err)
+	}
+	if l.edge, err = l.StartEdge(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(t, "cloud and edge are ready", func() error {
+		return errors.Join(rig.Ready(l.CloudHealth()), rig.Ready(l.EdgeHealth()))
+	})
+	return l
+}
+
+func (l *lab) end() {
+	for name, p := range map[string]*rig.Process{"cloud": l.cloud, "edge": l.edge} {
+		if p == nil {
+			continue
+		}
+		if !p.Alive() {
+			l.t.Errorf("the %s has ended by itself, with exit code %d", name, p.ExitCode())
+		}
+		p.Kill()
+		if log := p.Log().String(); strings.Contains(log, "panic") || l.t.Failed() {
+			lines := strings.Split(log, "\n")
+			l.t.Errorf("log of the %s, its end:\n%s", name, strings.Join(lines[max(0, len(lines)-30):], "\n"))
+		}
+	}
+}
+
+// eventually polls until check returns nil.
+func eventually(t *testing.T, what string, check func() error) {
+	t.Helper()
+	for started := time.Now(); ; time.Sleep(poll) {
+		err := check()
+		if err == nil {
+			return
+		}
+		if time.Since(started) > readyWithin {
+			t.Fatalf("not within %s: %s: %v", readyWithin, what, err)
+		}
+	}
+}
+
+// serve runs a TCP target until the end of the test.
+func serve(t *testing.T, handle func(net.Conn)) string {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				handle(c)
+			}()
+		}
+	}()
+	t.Cleanup(func() {
+		ln.Close()
+		<-done
+	})
+	return ln.Addr().String()
+}
+
+// attackers is where attacks come from. It is another source than that of the calm, as
+// it would be, and so their places are counted apart.
+var attackers = &net.TCPAddr{IP: net.IPv4(127, 0, 0, 66)}
+
+// attackerDial connects as an attacker. The connection ends with ctx.
+func attackerDial(ctx context.Context, addr string) (net.Conn, error) {
+	c, err := (&net.Dialer{LocalAddr: attackers, Timeout: hangs}).DialContext(ctx, "tcp", addr)
+	if err != nil {
+		return nil, err
+	}
+	c.(*net.TCPConn).SetLinger(0)
+	context.AfterFunc(ctx, func() { c.Close() })
+	return c, nil
+}
+
+// pace calls f so many times a second until ctx is done or f fails.
+func pace(ctx context.Context, perSecond int, f func() error) error {
+	const ticks = 100
+	tick := time.NewTicker(time.Second / ticks)
+	defer tick.Stop()
+	for {
+		for range max(1, perSecond/ticks) {
+			if err := f(); err != nil {
+				return err
+			}
+		}
+		select {
+		case <-tick.C:
+		case <-ctx.Done():
+			return ctx.Err()
+		}
+	}
+}
