@@ -260,12 +260,9 @@ cert = "crt"
 grpc = ["unix:///run/x.sock"]
 agentport = 8091
 strategies = ["default"]
-[mode.cloud.admin]
-socket = "admin.sock"
 `, []string{
 			`7: mode.cloud.egress.grpc: needs the egress module` + later,
-			`8: mode.cloud.egress.agentport: needs the egress module` + later,
-			`11: mode.cloud.admin.socket: needs the admin module` + later}},
+			`8: mode.cloud.egress.agentport: needs the egress module` + later}},
 	} {
 		b.run(t, func(path string) error { _, err := LoadCloud(path, testEnv()); return err })
 	}
@@ -307,13 +304,10 @@ identifiers = "host=edge1"
 [mode.edge.konnectivity]
 servers = ["tls://10.0.0.1:8091"]
 ca = "ca"
-[mode.edge.admin]
-socket = "edge.sock"
 `, []string{
 			`7: mode.edge.egress.identifiers: needs the egress module` + later,
 			`9: mode.edge.konnectivity.servers: needs the konnectivity agent` + later,
-			`10: mode.edge.konnectivity.ca: needs the konnectivity agent` + later,
-			`12: mode.edge.admin.socket: needs the admin module` + later}},
+			`10: mode.edge.konnectivity.ca: needs the konnectivity agent` + later}},
 	} {
 		b.run(t, func(path string) error { _, err := LoadEdge(path, testEnv()); return err })
 	}

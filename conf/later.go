@@ -17,10 +17,7 @@ func (c *Cloud) later() []later {
 	if c.Egress.AgentPort != 0 {
 		egress = append(egress, "agentport")
 	}
-	return []later{
-		{"mode.cloud.egress", egress, "the egress module", "remove it"},
-		{"mode.cloud.admin", set(key("socket", c.AdminSocket)), "the admin module", "remove it"},
-	}
+	return []later{{"mode.cloud.egress", egress, "the egress module", "remove it"}}
 }
 
 func (e *Edge) later() []later {
@@ -28,7 +25,6 @@ func (e *Edge) later() []later {
 	return []later{
 		{"mode.edge.egress", set(key("identifiers", e.EgressIdentifiers)), "the egress module", "remove it"},
 		{"mode.edge.konnectivity", set(key("servers", k.Servers...), key("ca", k.CA), key("cert", k.Cert), key("key", k.Key), key("tokenfile", k.TokenFile)), "the konnectivity agent", "remove it"},
-		{"mode.edge.admin", set(key("socket", e.AdminSocket)), "the admin module", "remove it"},
 	}
 }
 

@@ -29,7 +29,7 @@ func newCloudCommand(logs *logFlags) *cobra.Command {
 		Short: "Run the end that edges dial",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return runCloud(cmd.Context(), file, logs.logger(cmd.ErrOrStderr()))
+			return runCloud(cmd.Context(), file, logs.logger(cmd.ErrOrStderr()), &logs.now)
 		},
 	}
 	fileFlag(cmd, &file)
@@ -37,7 +37,7 @@ func newCloudCommand(logs *logFlags) *cobra.Command {
 }
 
 // runCloud runs a replica until ctx is done.
-func runCloud(ctx context.Context, file string, log *slog.Logger) error {
+func runCloud(ctx context.Context, file string, log *slog.Logger, level *slog.LevelVar) error {
 	c, err := conf.LoadCloud(file, environment())
 	if err != nil {
 		return configError(err)
@@ -47,6 +47,7 @@ func runCloud(ctx context.Context, file string, log *slog.Logger) error {
 	if err != nil {
 		return configError(err)
 	}
+	d.level = level
 	return d.run(ctx)
 }
 
@@ -132,10 +133,10 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if c.Server.ChannelzAddr != "" {
 		d.add(admin.NewChannelz(c.Server.ChannelzAddr, log), nil, c.Server.ChannelzAddr)
 	}
-	if c.Server.LogPort != 0 {
+	if c.Server.LogPort != 0 || c.AdminSocket != "" {
 		registry := admin.NewRegistry(software(), counters, directory.Sessions)
 		registry.MustRegister(append(collectors, files.Collector())...)
-		d.serveHealth(c.Server.LogPort, registry)
+		d.serveHealth(c.Server.LogPort, c.AdminSocket, registry)
 	}
 	return d, nil
 }

@@ -20,6 +20,9 @@ type daemon struct {
 	checks    []admin.Check
 	listeners []string
 	health    *admin.Server // nil without a logport
+	socket    string        // of admin.Debug; "" is none
+	operators *admin.Server // what the socket shows, too
+	level     *slog.LevelVar
 	// leave is what comes before the modules are stopped, while they go on; nil: nothing.
 	leave func(ctx context.Context)
 	about []any // more for the start-up line
@@ -46,11 +49,31 @@ func (d *daemon) add(m tunnel.Module, ready func() error, listeners ...string) {
 	}
 }
 
-// serveHealth adds health and metrics. It is called last: it shows the modules' checks.
-func (d *daemon) serveHealth(port int, metrics prometheus.Gatherer) {
+// serveHealth adds health and metrics, on a port (0: none) and for operators on a unix
+// socket (""). It is called last: it shows the modules' checks.
+func (d *daemon) serveHealth(port int, socket string, metrics prometheus.Gatherer) {
 	listen := fmt.Sprintf(":%d", port)
-	d.health = admin.New(listen, d.checks, metrics, d.log)
-	d.listeners = append(d.listeners, d.health.Name()+" "+listen)
+	server := admin.New(listen, d.checks, metrics, d.log)
+	if port != 0 {
+		d.health = server
+		d.listeners = append(d.listeners, server.Name()+" "+listen)
+	}
+	if socket != "" {
+		d.socket, d.operators = socket, server
+		d.listeners = append(d.listeners, "debug "+socket)
+	}
+}
+
+// observe runs what shows how it goes, until ctx is done.
+func (d *daemon) observe(ctx context.Context) error {
+	var observers []tunnel.Module
+	if d.health != nil {
+		observers = append(observers, d.health)
+	}
+	if d.socket != "" {
+		observers = append(observers, admin.NewDebug(d.socket, d.operators, d.level, d.log))
+	}
+	return tunnel.Run(ctx, observers...)
 }
 
 // run runs the modules until ctx is done and they have drained, and health a little
@@ -64,11 +87,8 @@ func (d *daemon) run(ctx context.Context) error {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		if d.health == nil {
-			return
-		}
-		if err := d.health.Run(healthCtx); err != nil {
-			cancel(fmt.Errorf("%s: %w", d.health.Name(), err))
+		if err := d.observe(healthCtx); err != nil {
+			cancel(err)
 		}
 	}()
 	running, stopModules := context.WithCancel(context.WithoutCancel(ctx))

@@ -25,7 +25,7 @@ func newEdgeCommand(logs *logFlags) *cobra.Command {
 		Short: "Run the end on a node",
 		Args:  cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return runEdge(cmd.Context(), file, logs.logger(cmd.ErrOrStderr()))
+			return runEdge(cmd.Context(), file, logs.logger(cmd.ErrOrStderr()), &logs.now)
 		},
 	}
 	fileFlag(cmd, &file)
@@ -33,7 +33,7 @@ func newEdgeCommand(logs *logFlags) *cobra.Command {
 }
 
 // runEdge runs an edge until ctx is done.
-func runEdge(ctx context.Context, file string, log *slog.Logger) error {
+func runEdge(ctx context.Context, file string, log *slog.Logger, level *slog.LevelVar) error {
 	e, err := conf.LoadEdge(file, environment())
 	if err != nil {
 		return configError(err)
@@ -43,6 +43,7 @@ func runEdge(ctx context.Context, file string, log *slog.Logger) error {
 	if err != nil {
 		return configError(err)
 	}
+	d.level = level
 	return d.run(ctx)
 }
 
@@ -107,7 +108,7 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	if e.ChannelzAddr != "" {
 		d.add(admin.NewChannelz(e.ChannelzAddr, log), nil, e.ChannelzAddr)
 	}
-	if e.LogPort != 0 {
+	if e.LogPort != 0 || e.AdminSocket != "" {
 		sessions := func() []*tunnel.Session {
 			if s := client.Session(); s != nil {
 				return []*tunnel.Session{s}
@@ -116,7 +117,7 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 		}
 		registry := admin.NewRegistry(software(), counters, sessions)
 		registry.MustRegister(files.Collector())
-		d.serveHealth(e.LogPort, registry)
+		d.serveHealth(e.LogPort, e.AdminSocket, registry)
 	}
 	return d, nil
 }

@@ -156,15 +156,18 @@ func (o *superedgeFlags) run(cmd *cobra.Command, _ []string) error {
 	case o.file == "":
 		return &exitError{exitUsage, errors.New("--m needs --c=FILE beside it")}
 	case o.mode == "cloud":
-		return runCloud(cmd.Context(), o.file, o.logs.logger(cmd.ErrOrStderr()))
+		return runCloud(cmd.Context(), o.file, o.logs.logger(cmd.ErrOrStderr()), &o.logs.now)
 	case o.mode == "edge":
-		return runEdge(cmd.Context(), o.file, o.logs.logger(cmd.ErrOrStderr()))
+		return runEdge(cmd.Context(), o.file, o.logs.logger(cmd.ErrOrStderr()), &o.logs.now)
 	}
 	return &exitError{exitUsage, fmt.Errorf("--m is cloud or edge, not %q", o.mode)}
 }
 
 // logFlags say how to log.
-type logFlags struct{ level, format string }
+type logFlags struct {
+	level, format string
+	now           slog.LevelVar // of the loggers, while they run
+}
 
 func (l *logFlags) register(root *cobra.Command) {
 	f := root.PersistentFlags()
@@ -184,10 +187,10 @@ func (l *logFlags) check() error {
 }
 
 func (l *logFlags) logger(w io.Writer) *slog.Logger {
-	opts := new(slog.HandlerOptions)
+	opts := &slog.HandlerOptions{Level: &l.now}
 	var level slog.Level
 	if err := level.UnmarshalText([]byte(l.level)); err == nil { // check has been there
-		opts.Level = level
+		l.now.Set(level)
 	}
 	if l.format == "json" {
 		return slog.New(slog.NewJSONHandler(w, opts))

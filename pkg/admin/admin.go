@@ -16,13 +16,14 @@
 //	           have something to say, is listed. ?verbose lists them always
 //	/metrics   Prometheus
 //
-// [Channelz] shows every connection, so it answers on loopback alone.
+// [Channelz] shows every connection, so it answers on loopback alone. [Debug] has pprof
+// and the log level besides, on a unix socket that is our own user's.
 //
 // While the other modules drain, /readyz says 503 by their checks and /metrics is of
 // interest still: give Run a context that ends after theirs have returned.
 //
-// The package counts nothing itself. It has no pprof, changes nothing, and the local
-// API of the command line tools is not here.
+// The package counts nothing itself, and the local API of the command line tools is not
+// here.
 package admin
 
 import (
@@ -231,12 +232,16 @@ func (c groupConn) Close() error {
 
 func (s *Server) handler() http.Handler {
 	mux := http.NewServeMux()
+	s.register(mux)
+	return mux
+}
+
+func (s *Server) register(mux *http.ServeMux) {
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, http.StatusOK, "ok")
 	})
 	mux.HandleFunc("GET /readyz", s.ready)
 	mux.Handle("GET /metrics", s.metrics)
-	return mux
 }
 
 // ready answers as kube-apiserver does: "ok", or the list of checks when one fails or

@@ -33,11 +33,12 @@ var arrows = []arrow{
 	{"pkg/stream/tunnelv1", nil, "generated code; the wire belongs to pkg/stream alone"},
 	{"pkg/https", []string{"pkg/auth", "pkg/tunnel"}, "a front door asks a tunnel.Dialer and must not know which transport answers"},
 	{"pkg/tcp", []string{"pkg/auth", "pkg/tunnel"}, "a front door asks a tunnel.Dialer and must not know which transport answers"},
-	{"pkg/egress", []string{"pkg/auth", "pkg/tunnel"}, "a front door asks a tunnel.Dialer and must not know which transport answers"},
+	{"pkg/egress", []string{"pkg/auth", "pkg/socket", "pkg/tunnel"}, "a front door asks a tunnel.Dialer and must not know which transport answers"},
 	{"pkg/dns", []string{"pkg/auth", "pkg/kube", "pkg/tunnel"}, "who holds which node is asked of tunnel.Nodes, not of a transport"},
 	{"pkg/reload", []string{"pkg/tunnel"}, "what it follows is given to it; modules ask it by plain funcs, and need not know it"},
 	{"pkg/kube", []string{"pkg/tunnel"}, "what is asked of Kubernetes is for modules to decide; it knows none"},
-	{"pkg/admin", []string{"pkg/auth", "pkg/tunnel"}, "health and metrics are told what to show; they reach into nobody"},
+	{"pkg/socket", nil, "a unix socket is a listener like any other; whose it is it does not know"},
+	{"pkg/admin", []string{"pkg/auth", "pkg/socket", "pkg/tunnel"}, "health and metrics are told what to show; they reach into nobody"},
 	{"test", []string{"conf", "pkg", "test"}, "what needs two ends may use every package but cmd, which it runs as a process"},
 }
 

@@ -1,0 +1,154 @@
+package socket
+
+import (
+	"io/fs"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+)
+
+// at returns a path in a folder of its own. t.TempDir's is too long for a socket.
+func at(t *testing.T, name string) string {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "sock")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	return filepath.Join(dir, name)
+}
+
+func listen(t *testing.T, path string) net.Listener {
+	t.Helper()
+	ln, err := Listen(t.Context(), path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { ln.Close() })
+	return ln
+}
+
+func TestPermissions(t *testing.T) {
+	old := syscall.Umask(0) // a careless operator's
+	defer syscall.Umask(old)
+	path := at(t, "s")
+	ln := listen(t, path)
+	info, err := os.Stat(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if info.Mode() != fs.ModeSocket|mode {
+		t.Errorf("the socket is %v", info.Mode())
+	}
+	c, err := net.Dial("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Close()
+	ln.Close()
+	if _, err := os.Lstat(path); !os.IsNotExist(err) {
+		t.Errorf("the socket is left behind: %v", err)
+	}
+}
+
+// The file has its permissions when it appears, and not only after the Chmod.
+func TestNoMomentForOthers(t *testing.T) {
+	old := syscall.Umask(0)
+	defer syscall.Umask(old)
+	path := at(t, "s")
+	var wide atomic.Int64
+	done := make(chan struct{})
+	var watching sync.WaitGroup
+	watching.Go(func() {
+		for {
+			select {
+			case <-done:
+				return
+			default:
+			}
+			if info, err := os.Lstat(path); err == nil && info.Mode().Perm() != mode {
+				wide.Add(1)
+			}
+		}
+	})
+	for range 300 {
+		ln, err := Listen(t.Context(), path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ln.Close()
+	}
+	close(done)
+	watching.Wait()
+	if n := wide.Load(); n != 0 {
+		t.Errorf("others could have connected: seen %d times", n)
+	}
+}
+
+func TestStale(t *testing.T) {
+	path := at(t, "s")
+	dead, err := net.Listen("unix", path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dead.(*net.UnixListener).SetUnlinkOnClose(false) // as a kill does
+	dead.Close()
+	listen(t, path)
+}
+
+func TestRefused(t *testing.T) {
+	path := at(t, "s")
+	live := listen(t, path)
+	file := at(t, "s")
+	if err := os.WriteFile(file, []byte("mine"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	link := at(t, "s")
+	if err := os.Symlink(path, link); err != nil {
+		t.Fatal(err)
+	}
+	for name, c := range map[string]struct{ path, says string }{
+		"a living process":           {path, "belongs to another process"},
+		"a file":                     {file, "no socket"},
+		"a link, even to a socket":   {link, "no socket"},
+		"no folder":                  {filepath.Join(filepath.Dir(path), "no", "s"), "create the folder"},
+		"a path too long to be true": {"/" + strings.Repeat("x", 107), "choose a shorter one"},
+	} {
+		if ln, err := Listen(t.Context(), c.path); err == nil || !strings.Contains(err.Error(), c.says) {
+			t.Errorf("%s: %v, %v; want %q", name, ln, err, c.says)
+		}
+	}
+	if b, err := os.ReadFile(file); err != nil || string(b) != "mine" {
+		t.Error("the file was touched")
+	}
+	if c, err := live.Accept(); err != nil { // of the question whether it lives
+		t.Error(err)
+	} else {
+		c.Close()
+	}
+}
+
+// Of those that start at once one wins.
+func TestRace(t *testing.T) {
+	path := at(t, "s")
+	var won atomic.Int64
+	var starting sync.WaitGroup
+	for range 8 {
+		starting.Go(func() {
+			ln, err := Listen(t.Context(), path)
+			if err == nil {
+				won.Add(1)
+				t.Cleanup(func() { ln.Close() })
+			}
+		})
+	}
+	starting.Wait()
+	if won.Load() != 1 {
+		t.Errorf("%d of 8 listen", won.Load())
+	}
+}
