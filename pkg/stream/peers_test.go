@@ -29,7 +29,8 @@ type replicaRig struct {
 	addr   netip.Addr
 	relays *tunnel.Counters
 	listen net.Listener
-	leave  func() // ends its Peers
+	tls    atomic.Pointer[tls.Config] // by which it knows the others
+	leave  func()                     // ends its Peers
 }
 
 // fleet are replicas that know each other's addresses, their own among them.
@@ -79,13 +80,14 @@ func newReplica(t *testing.T, ca *auth.CA, ln net.Listener, addresses []string, 
 		RootCAs:      poolOf(ca), ServerName: "replicas",
 	}
 	a := &replicaRig{addr: addr, relays: new(tunnel.Counters), listen: ln}
+	a.tls.Store(conf)
 	a.rig = &rig{
 		t: t, dir: &tunnel.Directory{}, auth: &fakeAuth{}, ca: ca, stopped: make(chan error, 1),
 		counters: &tunnel.Counters{}, edges: &tunnel.Counters{}, log: &journal{name: t.Name() + " " + addr.String()},
 	}
 	var err error
 	a.peers, err = NewPeers(PeersConfig{
-		Addresses: addresses, Addrs: []netip.Addr{addr}, TLS: fixed(conf), Counters: a.relays,
+		Addresses: addresses, Addrs: []netip.Addr{addr}, TLS: a.tls.Load, Counters: a.relays,
 		Log: a.log.logger(), Software: "test", Grace: patience,
 	}, a.dir)
 	if err != nil {
@@ -274,7 +276,7 @@ func TestReplicaImpostors(t *testing.T) {
 		"the right name, from another CA": {leaf(t, otherCA, auth.Leaf{DNSNames: name, Server: true, Client: true})},
 	} {
 		t.Run(what, func(t *testing.T) {
-			_, err := joinAsReplica(t, a, certificates)
+			err := joinAsReplica(t, a, &tls.Config{Certificates: certificates})
 			if status.Code(err) != codes.Unauthenticated {
 				t.Errorf("got %v, want %v", err, codes.Unauthenticated)
 			}
@@ -285,21 +287,60 @@ func TestReplicaImpostors(t *testing.T) {
 	}
 	t.Run("where there are no replicas", func(t *testing.T) {
 		alone := newRig(t)
-		_, err := joinAsReplica(t, &replicaRig{rig: alone}, nil)
+		err := joinAsReplica(t, &replicaRig{rig: alone}, new(tls.Config))
 		if status.Code(err) != codes.Unauthenticated {
 			t.Errorf("got %v, want %v", err, codes.Unauthenticated)
 		}
 	})
 }
 
-// joinAsReplica says to be a replica, with those certificates.
-func joinAsReplica(t *testing.T, a *replicaRig, certificates []tls.Certificate) (*edgeSession, error) {
+var errLetIn = errors.New("let in")
+
+// An authority leaves the CA of the peers: who has joined by it cannot join again, by a
+// TLS session of before either, which proves a certificate that was looked at then.
+func TestReplicaOfAnAuthorityThatHasLeft(t *testing.T) {
+	a := newFleet(t, 1)[0]
+	name := []string{"replicas"}
+	resumed := false
+	conf := &tls.Config{
+		Certificates:       []tls.Certificate{leaf(t, a.ca, auth.Leaf{DNSNames: name, Server: true, Client: true})},
+		ClientSessionCache: tls.NewLRUClientSessionCache(10),
+		VerifyConnection: func(s tls.ConnectionState) error {
+			resumed = s.DidResume
+			return nil
+		},
+	}
+	for _, again := range []bool{false, true} {
+		if err := joinAsReplica(t, a, conf); !errors.Is(err, errLetIn) || resumed != again {
+			t.Fatalf("%v, resumed %v, want %v", err, resumed, again)
+		}
+	}
+	next, err := auth.NewCA("replicas", time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.tls.Store(&tls.Config{
+		Certificates: []tls.Certificate{leaf(t, next, auth.Leaf{DNSNames: name, Server: true, Client: true})},
+		RootCAs:      poolOf(next), ServerName: "replicas",
+	})
+	if err := joinAsReplica(t, a, conf); status.Code(err) != codes.Unauthenticated || !resumed {
+		t.Errorf("%v, resumed %v", err, resumed)
+	}
+	fresh := &tls.Config{Certificates: a.tls.Load().Certificates}
+	if err := joinAsReplica(t, a, fresh); !errors.Is(err, errLetIn) {
+		t.Errorf("one of the new authority: %v", err)
+	}
+}
+
+// joinAsReplica says to be a replica.
+func joinAsReplica(t *testing.T, a *replicaRig, conf *tls.Config) error {
 	t.Helper()
+	conf.RootCAs, conf.ServerName = poolOf(a.ca), "cloud"
 	c, err := NewClient(ClientConfig{
-		Address: a.server.Addr().String(), TLS: fixed(&tls.Config{RootCAs: poolOf(a.ca), ServerName: "cloud", Certificates: certificates}),
+		Address: a.server.Addr().String(), TLS: fixed(conf),
 		Log: a.log.logger(), Grace: patience,
 		replica: &asReplica{id: uuid.NewString(), hint: func(err error) error { return err }, have: func() []string { return nil },
-			started: func(*edgeSession) error { return errors.New("let in") }},
+			started: func(*edgeSession) error { return errLetIn }},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -311,7 +352,7 @@ func joinAsReplica(t *testing.T, a *replicaRig, certificates []tls.Certificate) 
 		l.cancel()
 		l.hangUp()
 	}
-	return nil, err
+	return err
 }
 
 // A replica that stops lets relayed conns end.

@@ -7,7 +7,7 @@
 //
 // Where things are: targets_test.go is what stands behind the edge; traffic_test.go is
 // what clients do, and what they must never see; kill_test.go kills processes under
-// that traffic; the other tests are one fault each.
+// that traffic; renewal_test.go replaces certificates; the other tests are one fault each.
 //
 // What a test waits for it polls, with a deadline that is the promise to the user.
 // Networks that lose or delay packets are not here.

@@ -35,7 +35,7 @@ func TestCertificate(t *testing.T) {
 			leaf := good
 			c.change(&leaf)
 			r := f.Replicas[0]
-			if err := r.Certify(leaf); err != nil {
+			if err := r.Certify(ca, leaf); err != nil {
 				t.Fatal(err)
 			}
 			said := len(r.Log.String())

@@ -84,7 +84,7 @@ func NewFleet(cfg FleetConfig) (*Fleet, error) {
 		f.tokens[n] = token
 		lines.WriteString(n + ":" + token.Hashed() + "\n")
 	}
-	err := write(cfg.Dir, map[string]string{"ca.crt": string(cfg.CA.CertPEM()), "tokens": lines.String()})
+	err := errors.Join(f.Trust(cfg.CA), write(cfg.Dir, map[string]string{"tokens": lines.String()}))
 	if err != nil {
 		return nil, err
 	}
@@ -96,7 +96,7 @@ func NewFleet(cfg FleetConfig) (*Fleet, error) {
 		}
 	}
 	for _, r := range f.Replicas {
-		if err := errors.Join(r.Certify(CloudLeaf()), r.configure()); err != nil {
+		if err := errors.Join(r.Certify(cfg.CA, CloudLeaf()), r.configure()); err != nil {
 			return nil, err
 		}
 	}
@@ -120,10 +120,18 @@ func (r *Replica) choosePorts() (err error) {
 	return nil
 }
 
-// Certify gives the replica a certificate of the fleet's authority, in place of the one
-// it has.
-func (r *Replica) Certify(leaf auth.Leaf) error {
-	return issue(r.fleet.cfg.Dir, r.Name, r.fleet.cfg.CA, leaf)
+// Certify gives the replica a certificate that ca has signed, in place of the one it has.
+func (r *Replica) Certify(ca *auth.CA, leaf auth.Leaf) error {
+	return issue(r.fleet.cfg.Dir, r.Name, ca, leaf)
+}
+
+// Trust makes those the authorities that replicas and edges trust.
+func (f *Fleet) Trust(all ...*auth.CA) error {
+	var bundle []byte
+	for _, ca := range all {
+		bundle = append(bundle, ca.CertPEM()...)
+	}
+	return write(f.cfg.Dir, map[string]string{"ca.crt": string(bundle)})
 }
 
 func (r *Replica) configure() error {

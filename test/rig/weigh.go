@@ -57,12 +57,12 @@ func Metrics(health string) (map[string]float64, error) {
 	}
 	values := make(map[string]float64)
 	for line := range strings.SplitSeq(text, "\n") {
-		name, value, ok := strings.Cut(line, " ")
-		if !ok || strings.HasPrefix(line, "#") {
+		at := strings.LastIndexByte(line, ' ') // a label may hold blanks
+		if at < 0 || strings.HasPrefix(line, "#") {
 			continue
 		}
-		if v, err := strconv.ParseFloat(value, 64); err == nil {
-			values[name] = v
+		if v, err := strconv.ParseFloat(line[at+1:], 64); err == nil {
+			values[line[:at]] = v
 		}
 	}
 	return values, nil
