@@ -8,7 +8,31 @@ import (
 	"net/http"
 	"sync/atomic"
 	"testing"
+	"time"
+
+	"tunnel/pkg/tunnel"
 )
+
+// The edge shows the certificate of its files as they are to each new conn's target.
+func TestEdgeCertificateChanges(t *testing.T) {
+	ca := newCA(t, "ca")
+	target := tlsTarget(t, "127.0.0.1:0", &tls.Config{Certificates: []tls.Certificate{*ca.issue("edge1", "edge1")}, ClientAuth: tls.RequireAnyClientCert})
+	cert := changingFrom(ca.issue("first"))
+	e := NewEdge(dialTCP, cert.Load, nil)
+	for _, name := range []string{"first", "second"} {
+		cert.Store(ca.issue(name))
+		c, err := e.Dial(t.Context(), tunnel.Request{Node: "edge1", Network: "tls", Addr: target})
+		must(t, err)
+		c.SetDeadline(time.Now().Add(patience))
+		_, err = io.WriteString(c, "hello")
+		must(t, err)
+		must(t, c.(interface{ CloseWrite() error }).CloseWrite())
+		if b, err := io.ReadAll(c); err != nil || string(b) != name+" hello" {
+			t.Errorf("the target has met %q (%v), want %q", b, err, name)
+		}
+		c.Close()
+	}
+}
 
 // changing is a certificate, or some, that the test replaces.
 type changing[T any] struct{ atomic.Pointer[T] }

@@ -7,7 +7,6 @@ import (
 	"strings"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"golang.org/x/sync/errgroup"
 
 	"tunnel/pkg/tunnel"
 )
@@ -60,14 +59,11 @@ func (f *Files) Routes() map[string]tunnel.Handler { return nil }
 
 // Run implements tunnel.Module: it follows the files until ctx is done.
 func (f *Files) Run(ctx context.Context) error {
-	var running errgroup.Group
+	var all []*followed
 	for _, u := range f.all {
-		running.Go(func() error { return u.Run(ctx) })
+		all = append(all, u.followed)
 	}
-	if err := running.Wait(); err != nil {
-		return err
-	}
-	<-ctx.Done()
+	follow(ctx, Watch, f.log.With("module", f.Name()), all...)
 	return nil
 }
 

@@ -85,8 +85,9 @@ type followed struct {
 	watch watchFunc // Watch, except in tests
 
 	// Owned by Run, and by the constructor before it.
-	digest [sha256.Size]byte // of the contents in use
-	warned state             // what has been logged about the certificate in use
+	digest  [sha256.Size]byte // of the contents in use
+	suspect string            // why the last look found nothing to use
+	warned  state             // what has been logged about the certificate in use
 
 	mu    sync.Mutex // guards the following
 	fault string     // why the files are not what is in use; "": they are
@@ -95,11 +96,22 @@ type followed struct {
 
 // Run follows the files until ctx is done. It never returns an error.
 func (f *followed) Run(ctx context.Context) error {
+	follow(ctx, f.watch, f.log, f)
+	return nil
+}
+
+// follow follows the files of all until ctx is done, by one watch: a process may not
+// have many.
+func follow(ctx context.Context, watch watchFunc, log *slog.Logger, all ...*followed) {
+	var paths []string
+	for _, f := range all {
+		paths = append(paths, f.paths...)
+	}
 	var watching sync.WaitGroup
 	defer watching.Wait()
-	look := make(chan chan bool)
+	look := make(chan chan bool) // sent by the watch, which waits for the answer
 	watching.Go(func() {
-		f.watch(ctx, f.paths, f.log, func() bool {
+		watch(ctx, paths, log, func() bool {
 			again := make(chan bool, 1)
 			select {
 			case look <- again:
@@ -111,16 +123,21 @@ func (f *followed) Run(ctx context.Context) error {
 	})
 	tick := time.NewTicker(expiryInterval)
 	defer tick.Stop()
-	f.warn()
 	for {
 		select {
-		case again := <-look:
-			again <- f.look()
-			f.warn()
+		case answer := <-look:
+			again := false
+			for _, f := range all {
+				again = f.look() || again
+				f.warn()
+			}
+			answer <- again
 		case <-tick.C:
-			f.warn()
+			for _, f := range all {
+				f.warn()
+			}
 		case <-ctx.Done():
-			return nil
+			return
 		}
 	}
 }
@@ -140,12 +157,14 @@ func (f *followed) first() error {
 
 // look reads the files and adopts what is in them if it is good. It reports whether it
 // is to be tried again, though nothing changes: a file that cannot be read now may be
-// read later, and a half-written pair is completed by a write that may not be seen.
+// read later, and a half-written pair is completed by a write that may not be seen. It
+// is a fault when it is still there at the next look: somebody may be writing.
 func (f *followed) look() (again bool) {
 	contents, err := f.read()
 	if err == nil {
 		d := digest(contents)
 		if d == f.digest {
+			f.suspect = ""
 			if f.note("") {
 				f.log.Info("certificate files hold again what is in use", "files", f.paths)
 			}
@@ -153,7 +172,7 @@ func (f *followed) look() (again bool) {
 		}
 		var v validity
 		if v, err = f.adopt(contents); err == nil {
-			f.digest, f.warned = d, fine
+			f.digest, f.suspect, f.warned = d, "", fine
 			f.mu.Lock()
 			f.valid = v
 			f.mu.Unlock()
@@ -162,7 +181,11 @@ func (f *followed) look() (again bool) {
 			return false
 		}
 	}
-	if f.note(err.Error()) {
+	if text := err.Error(); text != f.suspect {
+		f.suspect = text
+		return true
+	}
+	if f.note(f.suspect) {
 		f.log.Error("certificate files are bad; what was read before stays in use until they are good", "files", f.paths, "err", err)
 	}
 	return true

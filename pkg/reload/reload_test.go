@@ -36,8 +36,8 @@ func hourly(ctx context.Context, _ []string, _ *slog.Logger, changed func() bool
 	}
 }
 
-// follow runs what follows files until the end of the test.
-func follow(t *testing.T, run func(context.Context) error) {
+// running runs what follows files until the end of the test.
+func running(t *testing.T, run func(context.Context) error) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
 	ended := make(chan error, 1)
@@ -96,7 +96,7 @@ func TestPairFollowsItsFiles(t *testing.T) {
 				if !notifies {
 					p.watch = polling
 				}
-				follow(t, p.Run)
+				running(t, p.Run)
 				cert, key = good(t, "second")
 				change(t, f, cert, key)
 				eventually(t, "the new certificate is in use", func() bool { return nameIn(p) == "second" })
@@ -131,10 +131,14 @@ func TestHalfWrittenPairIsNotAdopted(t *testing.T) {
 			t.Fatal(err)
 		}
 		p.watch = polling
-		follow(t, p.Run)
+		running(t, p.Run)
 		cert, key = good(t, "second")
 
 		writeFile(t, f.cert, cert)
+		time.Sleep(pollInterval + settleMost)
+		if nameIn(p) != "first" || p.Note() != "" || strings.Contains(j.String(), "are bad") {
+			t.Errorf("the key may be written any moment: %q in use, note %q, log:\n%s", nameIn(p), p.Note(), j)
+		}
 		time.Sleep(time.Minute)
 		if n := strings.Count(j.String(), "are bad"); nameIn(p) != "first" || n != 1 {
 			t.Errorf("a certificate with an old key: %q in use, %d lines:\n%s", nameIn(p), n, j)
@@ -157,7 +161,7 @@ func TestHalfWrittenPairIsNotAdopted(t *testing.T) {
 			if err := os.Remove(gone); err != nil {
 				t.Fatal(err)
 			}
-			time.Sleep(time.Second)
+			time.Sleep(2 * time.Second)
 		}
 		if nameIn(p) != "second" || p.Note() == "" {
 			t.Errorf("the files are gone: %q in use, note %q", nameIn(p), p.Note())
@@ -181,7 +185,7 @@ func TestPairThatIsNotValidNow(t *testing.T) {
 			t.Fatal("at the start there is no better one: ", err)
 		}
 		p.watch = polling
-		follow(t, p.Run)
+		running(t, p.Run)
 		goodCert, goodKey := good(t, "first")
 		f.write(t, goodCert, goodKey)
 		time.Sleep(time.Second)
@@ -222,7 +226,7 @@ func TestExpiryIsLoggedOnce(t *testing.T) {
 					t.Fatal(err)
 				}
 				p.watch = hourly
-				follow(t, p.Run)
+				running(t, p.Run)
 				lines := func(want string, soon, late int) {
 					t.Helper()
 					if s, l := strings.Count(j.String(), "expires soon"), strings.Count(j.String(), "has expired"); s != soon || l != late {
@@ -268,7 +272,7 @@ func TestPoolFollowsItsFile(t *testing.T) {
 			t.Fatal(err)
 		}
 		p.watch = polling
-		follow(t, p.Run)
+		running(t, p.Run)
 		first := p.Pool()
 		time.Sleep(time.Minute)
 		if p.Pool() != first {
@@ -287,7 +291,7 @@ func TestPoolFollowsItsFile(t *testing.T) {
 			"rubbish": bytes.Join([][]byte{one, []byte("-----BEGIN CERTIFICATE-----\naGVsbG8=\n-----END CERTIFICATE-----\n")}, nil),
 		} {
 			writeFile(t, file, content)
-			time.Sleep(time.Second)
+			time.Sleep(2 * time.Second)
 			if !p.Pool().Equal(want) || p.Note() == "" {
 				t.Errorf("%s: the pool has changed, or nothing is noted", what)
 			}
@@ -348,7 +352,7 @@ func TestFiles(t *testing.T) {
 	if _, err := files.Pool("mode.cloud.https clientca", f.cert); err != nil {
 		t.Fatal(err)
 	}
-	follow(t, files.Run)
+	running(t, files.Run)
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(files.Collector())
 	families, err := registry.Gather()

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"syscall"
 	"time"
 
 	"github.com/fsnotify/fsnotify"
@@ -15,7 +16,7 @@ import (
 // A change is to take effect within a second: pollInterval and settleMost together
 // leave room for the reading.
 const (
-	// pollInterval is how often the files are looked at (one stat each) beside the
+	// pollInterval is how often the files are looked at (opened, not read) beside the
 	// notifications, which network file systems do not give and a full inotify
 	// queue loses.
 	pollInterval = 500 * time.Millisecond
@@ -151,11 +152,24 @@ func (w *watcher) differs() bool { return !slices.EqualFunc(w.seen, w.identify()
 func (w *watcher) identify() []fileID {
 	all := make([]fileID, len(w.paths))
 	for i, p := range w.paths {
-		if st, err := os.Stat(p); err == nil {
-			all[i] = fileID{st}
-		}
+		all[i] = identify(p)
 	}
 	return all
+}
+
+// identify opens the file, since that asks the server of a network file system, which a
+// stat alone may not do for a minute (nfs(5), close-to-open).
+func identify(path string) fileID {
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) //nolint:gosec // the operator names the file; a pipe must not hold us up
+	if err != nil {
+		return fileID{}
+	}
+	defer f.Close()
+	st, err := f.Stat()
+	if err != nil {
+		return fileID{}
+	}
+	return fileID{st}
 }
 
 // fileID tells two states of a path apart without reading it.

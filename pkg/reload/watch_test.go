@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,8 +18,10 @@ import (
 type watched struct {
 	path   string
 	events chan fsnotify.Event // nil: the file system says nothing
-	calls  []time.Duration     // when changed was called, from the start
-	again  bool                // what it answers
+
+	mu    sync.Mutex      // guards the following
+	calls []time.Duration // when changed was called, from the start
+	again bool            // what it answers
 }
 
 // watch runs a watcher of one file until the end of the bubble.
@@ -38,6 +41,8 @@ func watch(t *testing.T, notifies bool) *watched {
 	go func() {
 		defer close(ended)
 		(&watcher{paths: []string{w.path}, log: slog.New(slog.DiscardHandler), notify: notify, changed: func() bool {
+			w.mu.Lock()
+			defer w.mu.Unlock()
 			w.calls = append(w.calls, time.Since(started))
 			return w.again
 		}}).run(ctx)
@@ -54,10 +59,19 @@ func watch(t *testing.T, notifies bool) *watched {
 func (w *watched) wantCalls(t *testing.T, why string, n int) {
 	t.Helper()
 	synctest.Wait()
+	w.mu.Lock()
+	defer w.mu.Unlock()
 	if len(w.calls) != n {
 		t.Errorf("%s: %d calls, want %d (%v)", why, len(w.calls), n, w.calls)
 	}
 	w.calls = nil
+}
+
+// answers sets what changed answers from now on.
+func (w *watched) answers(again bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.again = again
 }
 
 func TestWatchWithoutNotifications(t *testing.T) {
@@ -90,15 +104,15 @@ func TestWatchCallsAgainWhenItIsAskedTo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := watch(t, true)
 		w.wantCalls(t, "at the start", 1)
-		w.again = true
+		w.answers(true)
 		w.events <- fsnotify.Event{Name: w.path, Op: fsnotify.Write}
 		time.Sleep(settleQuiet)
 		w.wantCalls(t, "a notification", 1)
 		time.Sleep(10 * pollInterval)
 		w.wantCalls(t, "it could not be used", 10)
-		w.again = false
+		w.answers(false)
 		time.Sleep(pollInterval + settleQuiet)
-		w.calls = nil
+		w.wantCalls(t, "once more", 1)
 		time.Sleep(time.Minute)
 		w.wantCalls(t, "it could", 0)
 	})
