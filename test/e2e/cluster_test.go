@@ -156,7 +156,7 @@ func dialInside(ctx context.Context, netns, network, addr string) (net.Conn, err
 
 // logs are the files that explain a failure, the most telling first.
 func (c *cluster) logs() []string {
-	return []string{"cloud", account + "-1", account + "-2", account + "-3", "edge1", "edge2", "coredns", "apiserver", "metrics-server", "edge1-kubelet"}
+	return []string{"cloud", account + "-1", account + "-2", account + "-3", account + "-4", account + "-5", "edge1", "edge2", "coredns", "apiserver", "metrics-server", "edge1-kubelet"}
 }
 
 // step is t.Run; when the step fails, it prints what the daemons logged meanwhile.

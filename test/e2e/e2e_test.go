@@ -24,7 +24,8 @@ const gone = 15 * time.Second
 
 // TestTunnel is one test because there is one cluster. The order matters: first without the tunnel, then each way in which
 // kube-apiserver can be set up, with each way in which CoreDNS has the nodes' names, and for each first that everything works
-// and then that outages are seen and healed. At last the names alone, with more clouds than one.
+// and then that outages are seen and healed. At last the names alone, with more clouds than one, and with clouds
+// that are cut off from each other.
 func TestTunnel(t *testing.T) {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
@@ -76,6 +77,7 @@ func TestTunnel(t *testing.T) {
 	}
 	t.Run("two replicas", func(t *testing.T) { twoReplicas(ctx, t, tn) })
 	t.Run("dns", func(t *testing.T) { dnsWorks(ctx, t, c, program, volume) })
+	t.Run("replicas apart", func(t *testing.T) { replicasApart(ctx, t, c, program) })
 }
 
 // nowhere asserts why there is no way to a node.

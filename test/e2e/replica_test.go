@@ -67,6 +67,7 @@ type replica struct {
 	f      *field
 	name   string // of its pod
 	ip     string // of its pod
+	netns  string // of its pod; "": the root namespace
 	grpc   string // host:port
 	health string // host:port
 	daemon *daemon
@@ -75,13 +76,20 @@ type replica struct {
 // replica makes a cloud that can be started; number tells it from the others. server is kube-apiserver as it knows it.
 func (f *field) replica(ctx context.Context, t *testing.T, number int, server, hosts, nodeselector string) *replica {
 	t.Helper()
+	r := f.configure(ctx, t, number, server, hosts, nodeselector)
+	if _, err := run(command(ctx, "ip", "addr", "add", r.ip+"/24", "dev", "te2e0"), nil); err != nil {
+		t.Fatal(err) // it goes with the bridge
+	}
+	return r
+}
+
+// configure writes the files of a replica, which has no address yet.
+func (f *field) configure(ctx context.Context, t *testing.T, number int, server, hosts, nodeselector string) *replica {
+	t.Helper()
 	ip := "10.77.0." + strconv.Itoa(200+number)
 	r := &replica{
 		f: f, name: account + "-" + strconv.Itoa(number), ip: ip,
 		grpc: ip + ":" + strconv.Itoa(9000+number), health: ip + ":" + strconv.Itoa(7000+number),
-	}
-	if _, err := run(command(ctx, "ip", "addr", "add", ip+"/24", "dev", "te2e0"), nil); err != nil {
-		t.Fatal(err) // it goes with the bridge
 	}
 	f.c.kubeconfig(ctx, t, filepath.Join(f.dir, r.name+".kubeconfig"), server)
 	f.write(t, r.name+".toml", strings.NewReplacer("PKI", f.c.path("pki"), "IP", ip, "NUMBER", strconv.Itoa(number),
@@ -106,7 +114,11 @@ nodeselector = "SELECTOR"
 
 func (r *replica) start(ctx context.Context, t *testing.T) {
 	t.Helper()
-	cmd := r.f.c.command(ctx, r.f.program, "cloud", "-c", filepath.Join(r.f.dir, r.name+".toml"))
+	args := []string{r.f.program, "cloud", "-c", filepath.Join(r.f.dir, r.name+".toml")}
+	if r.netns != "" {
+		args = append([]string{"/usr/bin/nsenter", "--net=" + r.netns}, args...)
+	}
+	cmd := r.f.c.command(ctx, args[0], args[1:]...)
 	cmd.Env = append(cmd.Env, "KUBECONFIG="+filepath.Join(r.f.dir, r.name+".kubeconfig"),
 		"POD_NAMESPACE="+namespace, "POD_NAME="+r.name, "POD_IP="+r.ip)
 	r.daemon = startDaemon(t, r.f.c, r.name, cmd)
