@@ -26,7 +26,8 @@ import (
 type ClientConfig struct {
 	Address string // of the cloud, host:port
 	// TLS returns the CA, the name to verify (ServerName), and the certificate to show if
-	// there is one. It is asked at every connection, so that files may change.
+	// there is one. It is asked at every connection, so that files may change. Its
+	// GetClientCertificate is asked before the handshake, without what the cloud says.
 	TLS  func() *tls.Config
 	Node tunnel.NodeName // this node
 	// Token is asked at every join and once a minute, so that a file may change; nil: the

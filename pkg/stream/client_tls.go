@@ -87,7 +87,7 @@ func (h *handshake) hint(msg string) string {
 	switch {
 	case strings.Contains(msg, "revoked"):
 		return "this node's certificate was revoked; with a new join token, `tunnel join` gets another one"
-	case time.Now().After(h.leaf.NotAfter):
+	case strings.Contains(msg, "has expired"), time.Now().After(h.leaf.NotAfter):
 		return fmt.Sprintf("this node's certificate has expired on %s; check this machine's clock, or get another one by `tunnel join` with a new join token",
 			h.leaf.NotAfter.UTC().Format(time.RFC3339))
 	case !h.asked.Load():

@@ -96,6 +96,7 @@ func TestEdgeBreaksTheProtocol(t *testing.T) {
 		"bad heartbeat": {Category: category, Type: typeHeartbeat, Data: garbage},
 		"bad refusal":   {Category: category, Type: typeRefused, Data: garbage},
 		"bad drain":     {Category: category, Type: typeDrain, Data: garbage},
+		"bad proof":     {Category: category, Type: typeCredential, Data: garbage},
 		"huge message":  {Category: category, Type: typeHeartbeat, Data: blob(maxMessage)},
 	} {
 		t.Run(name, func(t *testing.T) {

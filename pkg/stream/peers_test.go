@@ -73,7 +73,7 @@ func (all fleet) meet(t *testing.T) {
 	}
 }
 
-func newReplica(t *testing.T, ca *auth.CA, ln net.Listener, addresses []string, addr netip.Addr) *replicaRig {
+func newReplica(t *testing.T, ca *auth.CA, ln net.Listener, addresses []string, addr netip.Addr, change ...func(*ServerConfig)) *replicaRig {
 	t.Helper()
 	conf := &tls.Config{
 		Certificates: []tls.Certificate{leaf(t, ca, auth.Leaf{DNSNames: []string{"cloud", "replicas"}, Server: true, Client: true})},
@@ -93,10 +93,14 @@ func newReplica(t *testing.T, ca *auth.CA, ln net.Listener, addresses []string, 
 	if err != nil {
 		t.Fatal(err)
 	}
-	a.server, err = NewServer(ServerConfig{
+	cfg := ServerConfig{
 		Listen: addr.String(), TLS: conf, Auth: a.auth, Counters: a.counters,
 		Log: a.log.logger(), Grace: patience, Software: "test", Peers: a.peers,
-	}, a.dir)
+	}
+	for _, f := range change {
+		f(&cfg)
+	}
+	a.server, err = NewServer(cfg, a.dir)
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -46,18 +46,18 @@ type rig struct {
 	front    *Peers // of another replica, by which conns are dialled; nil: directly
 }
 
-// fakeAuth accepts the token "token-NODE" of every node.
+// fakeAuth accepts the tokens "token-NODE" and "next-NODE" of every node.
 type fakeAuth struct {
 	asked   atomic.Int64
 	panics  atomic.Bool
 	mu      sync.Mutex
-	revoked map[tunnel.NodeName]chan struct{}
+	revoked map[auth.Secret]chan struct{} // by token
 }
 
 func (a *fakeAuth) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, error) {
 	a.asked.Add(1)
 	node, err := tunnel.ParseNodeName(c.Node)
-	if err != nil || c.Token.Reveal() != "token-"+c.Node {
+	if err != nil || c.Token.Reveal() != "token-"+c.Node && c.Token.Reveal() != "next-"+c.Node {
 		return auth.Grant{}, fakeRefusal("the token is wrong")
 	}
 	if a.panics.Load() {
@@ -66,12 +66,12 @@ func (a *fakeAuth) Authenticate(_ context.Context, c auth.Credential) (auth.Gran
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	if a.revoked == nil {
-		a.revoked = make(map[tunnel.NodeName]chan struct{})
+		a.revoked = make(map[auth.Secret]chan struct{})
 	}
-	if a.revoked[node] == nil {
-		a.revoked[node] = make(chan struct{})
+	if a.revoked[c.Token] == nil {
+		a.revoked[c.Token] = make(chan struct{})
 	}
-	return auth.Grant{Node: node, Revoked: a.revoked[node]}, nil
+	return auth.Grant{Node: node, By: "token", Revoked: a.revoked[c.Token]}, nil
 }
 
 // fakeRefusal is auth.ErrUnauthenticated with a reason, as Tokens gives it.
@@ -83,8 +83,9 @@ func (fakeRefusal) Unwrap() error   { return auth.ErrUnauthenticated }
 func (a *fakeAuth) revoke(n tunnel.NodeName) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	close(a.revoked[n])
-	delete(a.revoked, n)
+	token := auth.Secret("token-" + n)
+	close(a.revoked[token])
+	delete(a.revoked, token)
 }
 
 // journal is the log of a rig, for a test to read; TUNNEL_TEST_LOG=1 shows it.

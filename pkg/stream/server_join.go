@@ -227,7 +227,7 @@ func (s *Server) authenticateNode(ctx context.Context, t *transport) (*proof, *r
 func (s *Server) authenticate(ctx context.Context, c auth.Credential) (*proof, *refusedJoin) {
 	// The grant lives as long as its context, so that is not the one with the deadline.
 	ctx, release := context.WithCancel(ctx)
-	late := time.AfterFunc(joinTimeout, release)
+	late := time.AfterFunc(s.cfg.Limits.JoinTimeout, release)
 	grant, err := s.cfg.Auth.Authenticate(ctx, c)
 	if !late.Stop() && err == nil {
 		err = context.DeadlineExceeded

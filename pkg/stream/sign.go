@@ -27,6 +27,8 @@ type Issuer interface {
 	Again(ctx context.Context, node tunnel.NodeName, request []byte) (chain []byte, err error)
 }
 
+var _ Issuer = (*auth.Issuer)(nil)
+
 // maxRequest is the longest request for a certificate, in bytes.
 const maxRequest = 16 << 10
 
@@ -38,8 +40,9 @@ func certificatesService() *grpc.ServiceDesc {
 		ServiceName: pb.Certificates_ServiceDesc.ServiceName,
 		HandlerType: (*any)(nil),
 		Streams: []grpc.StreamDesc{{
-			StreamName: "Sign",
-			Handler:    func(s any, stream grpc.ServerStream) error { return s.(*Server).sign(stream) },
+			StreamName:    "Sign",
+			Handler:       func(s any, stream grpc.ServerStream) error { return s.(*Server).sign(stream) },
+			ServerStreams: true, // or grpc-go would not intercept it
 		}},
 		Metadata: pb.Certificates_ServiceDesc.Metadata,
 	}
@@ -88,7 +91,7 @@ func (s *Server) signFirst(ctx context.Context, t *transport, stream grpc.Server
 	if t.joining.Swap(true) { // each may hold a message that never ends
 		return nil, &refusedJoin{node: c.Node, told: errOneProof}
 	}
-	request, refusal := receiveRequest(stream)
+	request, refusal := s.receiveRequest(stream)
 	if refusal != nil {
 		refusal.node = c.Node
 		return nil, refusal
@@ -110,6 +113,9 @@ func (s *Server) signFirst(ctx context.Context, t *transport, stream grpc.Server
 func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.ServerStream) (*pb.SignResponse, *refusedJoin) {
 	node := string(cs.pub.Node)
 	p := cs.proof.Load()
+	if err := cs.reason(); err != nil {
+		return nil, &refusedJoin{node: node, told: errSessionOver, err: err}
+	}
 	if p == nil || !p.certificate {
 		return nil, &refusedJoin{node: node, told: status.Error(codes.PermissionDenied,
 			"the node has joined without a certificate; its first one is had by a join token (tunnel join)")}
@@ -124,7 +130,7 @@ func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.Se
 	if _, ok := cs.signatures.Allow(); !ok {
 		return nil, &refusedJoin{node: node, told: status.Errorf(codes.ResourceExhausted, "%d certificates in %s are enough; try again later", renewBurst, renewInterval)}
 	}
-	request, refusal := receiveRequest(stream)
+	request, refusal := s.receiveRequest(stream)
 	if refusal != nil {
 		refusal.node = node
 		return nil, refusal
@@ -144,7 +150,7 @@ func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.Se
 		return nil, refusal
 	}
 	if err := cs.reason(); err != nil {
-		return nil, &refusedJoin{node: node, told: status.Error(codes.Unavailable, "the session has ended"), err: err}
+		return nil, &refusedJoin{node: node, told: errSessionOver, err: err}
 	}
 	cs.standOn(next)
 	return s.signed(cs.transport, cs.pub.Node, chain)
@@ -157,14 +163,19 @@ func (s *Server) signed(t *transport, node tunnel.NodeName, chain []byte) (*pb.S
 }
 
 var (
-	errNoIssuer   = status.Error(codes.Unimplemented, "this cloud issues no certificates: set ca and cakey in [mode.cloud.join] there")
-	errOneAtATime = status.Error(codes.ResourceExhausted, "one certificate at a time")
+	errNoIssuer    = status.Error(codes.Unimplemented, "this cloud issues no certificates: set ca and cakey in [mode.cloud.join] there")
+	errSessionOver = status.Error(codes.Unavailable, "the session has ended")
+	errOneAtATime  = status.Error(codes.ResourceExhausted, "one certificate at a time")
 )
 
 // receiveRequest reads the request for a certificate.
-func receiveRequest(stream grpc.ServerStream) ([]byte, *refusedJoin) {
+func (s *Server) receiveRequest(stream grpc.ServerStream) ([]byte, *refusedJoin) {
 	var in pb.SignRequest
-	if err := stream.RecvMsg(&in); err != nil {
+	switch err := stream.RecvMsg(&in); {
+	case status.Code(err) == codes.ResourceExhausted: // gRPC's own: longer than any message
+		s.cfg.Counters.Limited(tunnel.LimitMessage)
+		return nil, &refusedJoin{told: err}
+	case err != nil:
 		return nil, &refusedJoin{told: status.Errorf(codes.InvalidArgument, "the request for a certificate: %v", err)}
 	}
 	if n := len(in.GetRequest()); n > maxRequest {

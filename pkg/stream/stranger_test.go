@@ -24,7 +24,7 @@ type stranger struct {
 	client pb.StreamClient
 }
 
-func (r *rig) stranger() *stranger {
+func (r *rig) stranger(show ...tls.Certificate) *stranger {
 	r.t.Helper()
 	dial := (&net.Dialer{}).DialContext
 	if r.net != nil {
@@ -32,7 +32,7 @@ func (r *rig) stranger() *stranger {
 	}
 	address := r.server.Addr().String()
 	cc, err := grpc.NewClient("passthrough:///"+address,
-		grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud"})),
+		grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud", Certificates: show})),
 		grpc.WithContextDialer(func(ctx context.Context, a string) (net.Conn, error) { return dial(ctx, "tcp", a) }),
 		grpc.WithDisableRetry(), grpc.WithIdleTimeout(0))
 	if err != nil {
@@ -49,11 +49,16 @@ func (r *rig) stranger() *stranger {
 // control opens a control stream with an authorization header, "" for none.
 func (s *stranger) control(authorization string) *strangerControl {
 	s.t.Helper()
-	ctx := s.ctx
-	if authorization != "" {
-		ctx = metadata.AppendToOutgoingContext(ctx, "authorization", authorization)
+	if authorization == "" {
+		return s.controlWith()
 	}
-	stream, err := s.client.TunnelStreaming(ctx)
+	return s.controlWith("authorization", authorization)
+}
+
+// controlWith opens a control stream with this metadata: keys and values in turn.
+func (s *stranger) controlWith(pairs ...string) *strangerControl {
+	s.t.Helper()
+	stream, err := s.client.TunnelStreaming(metadata.AppendToOutgoingContext(s.ctx, pairs...))
 	if err != nil {
 		s.t.Fatal(err)
 	}

@@ -16,7 +16,8 @@
 //
 // Where things are: transport.go accepts connections and knows which session came on
 // which; session.go is what both ends of a session share; server.go and client.go are
-// the two ends; conn.go, conn_send.go and conn_recv.go are a forwarded connection;
+// the two ends, server_join.go and client_join.go how a session begins, server_proof.go
+// and client_proof.go what it stands on, sign.go and client_tls.go certificates; conn.go, conn_send.go and conn_recv.go are a forwarded connection;
 // codec.go is the wire of its chunks.
 //
 // A session owns its conns and its goroutines: when it ends, they end, and its
