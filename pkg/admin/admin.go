@@ -27,6 +27,7 @@
 package admin
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -49,8 +50,6 @@ import (
 // Strangers may connect, so everything they can hold is bounded. A kubelet's probe
 // and a scrape need little of it.
 const (
-	maxConns       = 256      // further ones wait
-	maxPerGroup    = 32       // of one source (auth.Group); further ones are closed at once
 	maxHeader      = 64 << 10 // bytes
 	maxScrapes     = 4        // at a time; more are answered 503
 	headerTimeout  = 5 * time.Second
@@ -60,6 +59,9 @@ const (
 	idleTimeout    = 10 * time.Second // a scraper may have to connect again; that costs it little
 	shutdownWithin = time.Second
 )
+
+// DefaultConns is how many connections the health port serves at once.
+const DefaultConns = 256
 
 // Check is one line of /readyz. Its functions may be nil. They answer at once, for any
 // goroutine, and what they say holds no secret and names no node: everybody can read it.
@@ -108,6 +110,10 @@ type Server struct {
 	checks  []Check
 	metrics http.Handler
 	log     *slog.Logger
+
+	// Set before Run.
+	Conns    int              // connections at once; further ones wait, and those of one source (auth.Group) beyond an eighth are closed; 0: DefaultConns
+	Counters *tunnel.Counters // counts those; nil: nobody looks
 
 	addr atomic.Pointer[net.Addr] // nil while not listening
 }
@@ -163,8 +169,9 @@ func (s *Server) Run(ctx context.Context) error {
 		MaxHeaderBytes:               maxHeader,
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 	}
+	conns := cmp.Or(s.Conns, DefaultConns)
 	served := make(chan error, 1) // one send, whether or not it is waited for
-	go func() { served <- srv.Serve(netutil.LimitListener(newGroupListener(ln), maxConns)) }()
+	go func() { served <- srv.Serve(netutil.LimitListener(s.newGroupListener(ln, conns), conns)) }()
 	select {
 	case err := <-served:
 		return fmt.Errorf("serving health and metrics on %s: %w", addr, err)
@@ -197,11 +204,16 @@ func listen(ctx context.Context, addr string) (net.Listener, error) {
 // host that parks them leaves room for a kubelet's probe.
 type groupListener struct {
 	net.Listener
-	groups *auth.Groups
+	groups   *auth.Groups
+	counters *tunnel.Counters
 }
 
-func newGroupListener(ln net.Listener) groupListener {
-	return groupListener{ln, auth.NewGroups(maxPerGroup)}
+func (s *Server) newGroupListener(ln net.Listener, conns int) groupListener {
+	counters := s.Counters
+	if counters == nil {
+		counters = new(tunnel.Counters)
+	}
+	return groupListener{ln, auth.NewGroups(max(1, conns/8)), counters}
 }
 
 // Accept implements net.Listener.
@@ -214,6 +226,7 @@ func (l groupListener) Accept() (net.Conn, error) {
 		if release, ok := l.groups.Admit(auth.GroupOf(c.RemoteAddr())); ok {
 			return groupConn{c, release}, nil
 		}
+		l.counters.Limited(tunnel.LimitHealth)
 		c.Close()
 	}
 }

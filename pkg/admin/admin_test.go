@@ -266,10 +266,12 @@ func TestPortTaken(t *testing.T) {
 // A host that parks more keep-alives than there are places does not make a probe from
 // another address fail, and is let go of after a while.
 func TestParkedConnectionsLeaveRoom(t *testing.T) {
-	addr := start(t, New("127.0.0.1:0", nil, prometheus.NewRegistry(), discard()))
+	s := New("127.0.0.1:0", nil, prometheus.NewRegistry(), discard())
+	s.Counters = new(tunnel.Counters)
+	addr := start(t, s)
 	var parked []net.Conn
 	closed := 0
-	for range maxConns + 10 {
+	for range DefaultConns + 10 {
 		c, err := net.Dial("tcp", addr)
 		if err != nil {
 			t.Fatal(err)
@@ -285,8 +287,11 @@ func TestParkedConnectionsLeaveRoom(t *testing.T) {
 		resp.Body.Close()
 		parked = append(parked, c)
 	}
-	if len(parked) != maxPerGroup || closed != maxConns+10-maxPerGroup {
-		t.Errorf("%d connections of one address are served and %d closed, want %d to be served", len(parked), closed, maxPerGroup)
+	if len(parked) != DefaultConns/8 || closed != DefaultConns+10-DefaultConns/8 {
+		t.Errorf("%d connections of one address are served and %d closed, want %d to be served", len(parked), closed, DefaultConns/8)
+	}
+	if n := s.Counters.LimitedBy(tunnel.LimitHealth); n != uint64(closed) {
+		t.Errorf("the limit is counted %d times, want %d", n, closed)
 	}
 	probe := &http.Client{Timeout: time.Second, Transport: &http.Transport{
 		DisableKeepAlives: true,

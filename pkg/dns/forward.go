@@ -24,7 +24,7 @@ const (
 // truncated answer is passed on as one, and the asker comes again over TCP.
 //
 // An upstream that asks us in turn makes a loop. Each turn of it holds an exchange, so
-// that after maxExchanges the next is answered SERVFAIL at once; that is an answer, no
+// that after ResponderConfig.Lookups the next is answered SERVFAIL at once; that is an answer, no
 // reason to ask the next upstream, and so it goes all the way back to the asker. A loop
 // that loses packets ends with allUpstreams.
 type forwarder struct {
@@ -34,11 +34,11 @@ type forwarder struct {
 	slots    chan struct{} // holds one for each exchange; whoever is admitted takes it out again
 }
 
-func newForwarder(upstream []netip.AddrPort) forwarder {
+func newForwarder(upstream []netip.AddrPort, lookups int) forwarder {
 	return forwarder{
 		upstream: upstream,
 		dial:     new(net.Dialer).DialContext,
-		slots:    make(chan struct{}, maxExchanges),
+		slots:    make(chan struct{}, lookups),
 	}
 }
 

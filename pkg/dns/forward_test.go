@@ -428,7 +428,7 @@ func TestForwardIsAborted(t *testing.T) {
 func TestForwardIsBounded(t *testing.T) {
 	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5"), Upstream: []netip.AddrPort{upstream(t, func(*dns.Msg, string) [][]byte { return nil })}})
 	var releases []func()
-	for range maxExchanges - 2 {
+	for range DefaultLookups - 2 {
 		release, ok := r.admit()
 		if !ok {
 			t.Fatal("too few are admitted")
@@ -445,13 +445,16 @@ func TestForwardIsBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	eventually(t, "two wait", func() bool { return len(r.forward.slots) == maxExchanges })
+	eventually(t, "two wait", func() bool { return len(r.forward.slots) == DefaultLookups })
 	for i, network := range []string{"udp", "tcp"} {
 		if got := show(ask(t, r.Addr(), network, question("x.", dns.TypeA))); got != "SERVFAIL ra rd" {
 			t.Errorf("one more over %s: %s", network, got)
 		}
 		if n := r.stats.overloaded.Load(); n != uint64(i+1) {
 			t.Errorf("%d counted as overloaded", n)
+		}
+		if n := r.cfg.Counters.LimitedBy(tunnel.LimitLookups); n != uint64(i+1) {
+			t.Errorf("the limit is counted %d times, want %d", n, i+1)
 		}
 		if m := ask(t, r.Addr(), network, question("edge1.", dns.TypeA)); len(m.Answer) != 1 {
 			t.Errorf("a node over %s: %s", network, show(m))

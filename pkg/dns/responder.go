@@ -1,6 +1,7 @@
 package dns
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -22,11 +23,8 @@ import (
 
 // Strangers may ask, so everything they can hold is bounded.
 const (
-	maxConns       = 512              // TCP; further ones are closed at once
-	maxPerGroup    = 64               // of them, of one source (auth.Group)
 	maxConnQueries = 128              // on one TCP connection; then the asker connects again
 	maxQuery       = 4 << 10          // bytes; longer ones are no questions
-	maxExchanges   = 512              // queries that wait for an upstream; further ones fail at once
 	idleTimeout    = 10 * time.Second // of a TCP connection (RFC 7766 section 6.2.3: a few seconds)
 	writeTimeout   = 2 * time.Second  // of an answer over TCP
 	// A socket's receive buffer in bytes: the queries of a burst that we have not read
@@ -44,9 +42,17 @@ type ResponderConfig struct {
 	Upstream []netip.AddrPort // asked in order for names that are no node's; empty: NXDOMAIN
 	Truth    Truth
 	Names    Names            // nil: every connected node may appear
-	Counters *tunnel.Counters // counts panics; nil: nobody looks
+	Counters *tunnel.Counters // counts panics and limits; nil: nobody looks
 	Log      *slog.Logger
+	Conns    int // TCP connections at once, an eighth of them of one source (auth.Group); 0: DefaultConns
+	Lookups  int // queries that wait for an upstream; further ones fail at once; 0: DefaultLookups
 }
+
+// What zero fields stand for.
+const (
+	DefaultConns   = 512
+	DefaultLookups = 512
+)
 
 // Responder answers DNS queries for the names of nodes, and hands the others on. It is
 // the module "dns".
@@ -83,7 +89,11 @@ var _ tunnel.Module = (*Responder)(nil)
 
 // NewResponder returns a responder. It opens nothing before Run.
 func NewResponder(cfg ResponderConfig) *Responder {
-	return &Responder{cfg: cfg, forward: newForwarder(cfg.Upstream)}
+	cfg.Conns, cfg.Lookups = cmp.Or(cfg.Conns, DefaultConns), cmp.Or(cfg.Lookups, DefaultLookups)
+	if cfg.Counters == nil {
+		cfg.Counters = new(tunnel.Counters)
+	}
+	return &Responder{cfg: cfg, forward: newForwarder(cfg.Upstream, cfg.Lookups)}
 }
 
 // Name implements tunnel.Module.
@@ -135,12 +145,12 @@ func (r *Responder) Run(ctx context.Context) error {
 	for range runtime.GOMAXPROCS(0) {
 		g.Go(func() error { r.serveUDP(ctx, g, udp); return nil })
 	}
-	g.Go(func() error { r.serveTCP(ctx, tcp, auth.NewGroups(maxPerGroup)); return nil })
+	g.Go(func() error { r.serveTCP(ctx, tcp, auth.NewGroups(max(1, r.cfg.Conns/8))); return nil })
 	return g.Wait()
 }
 
 // refuseSelf refuses an upstream that is the responder itself, listening at local: each
-// query would come back until maxExchanges.
+// query would come back until ResponderConfig.Lookups are waiting.
 func (r *Responder) refuseSelf(local net.Addr) error {
 	self := netip.MustParseAddrPort(local.String())
 	for _, up := range r.cfg.Upstream {

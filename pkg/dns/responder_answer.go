@@ -224,6 +224,7 @@ func (r *Responder) admit() (release func(), ok bool) {
 	release, ok = r.forward.admit()
 	if !ok {
 		r.stats.overloaded.Add(1)
+		r.cfg.Counters.Limited(tunnel.LimitLookups)
 	}
 	return release, ok
 }

@@ -12,6 +12,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
 )
 
 // serveUDP answers what comes in at conn, one packet at a time, until ctx is done. What
@@ -60,7 +61,7 @@ func send(conn *net.UDPConn, asker *dns.SessionUDP, reply []byte) {
 // returns when all of them have ended.
 func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, sources *auth.Groups) {
 	var conns errgroup.Group // none of its functions fails
-	conns.SetLimit(maxConns)
+	conns.SetLimit(r.cfg.Conns)
 	defer conns.Wait() //nolint:errcheck // see above
 	backoff := backoffFirst
 	for {
@@ -81,6 +82,7 @@ func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, sources *auth
 			continue
 		}
 		r.stats.overloaded.Add(1)
+		r.cfg.Counters.Limited(tunnel.LimitDNS)
 		c.Close()
 		if ok {
 			release()
@@ -168,9 +170,7 @@ func (r *Responder) survive() {
 	if p == nil {
 		return
 	}
-	if r.cfg.Counters != nil {
-		r.cfg.Counters.Panics.Add(1)
-	}
+	r.cfg.Counters.Panics.Add(1)
 	if n, ok := r.panicked.Allow(); ok {
 		r.cfg.Log.Error("a DNS query has ended in a panic; this is a bug", "err", p, "stack", string(debug.Stack()), "skipped", n)
 	}

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/miekg/dns"
+
+	"tunnel/pkg/tunnel"
 )
 
 // Whoever holds a connection and does not use it loses it.
@@ -85,10 +87,10 @@ func TestConnsInAll(t *testing.T) {
 			c.Close()
 		}
 	}()
-	const sources = maxConns/maxPerGroup + 1
+	const sources = 8 + 1
 	for i := range sources {
 		from := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 1, byte(i))}}
-		for range maxPerGroup {
+		for range DefaultConns / 8 {
 			c, err := from.Dial("tcp", r.Addr().String())
 			if err != nil {
 				t.Fatal(err)
@@ -96,7 +98,10 @@ func TestConnsInAll(t *testing.T) {
 			parked = append(parked, c)
 		}
 	}
-	eventually(t, "those that are too many have been closed", func() bool { return r.stats.overloaded.Load() == maxPerGroup })
+	eventually(t, "those that are too many have been closed", func() bool { return r.stats.overloaded.Load() == DefaultConns/8 })
+	if n := r.cfg.Counters.LimitedBy(tunnel.LimitDNS); n != DefaultConns/8 {
+		t.Errorf("the limit is counted %d times, want %d", n, DefaultConns/8)
+	}
 	if m := ask(t, r.Addr(), "udp", question("edge1.", dns.TypeA)); len(m.Answer) != 1 {
 		t.Errorf("over UDP: %s", show(m))
 	}

@@ -459,7 +459,7 @@ func TestConnsPerSource(t *testing.T) {
 		}
 		parked = append(parked, c)
 	}
-	eventually(t, "those that are too many have been closed", func() bool { return r.stats.overloaded.Load() == 200-maxPerGroup })
+	eventually(t, "those that are too many have been closed", func() bool { return r.stats.overloaded.Load() == 200-(DefaultConns/8) })
 	other := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}, Timeout: 5 * time.Second}
 	c := dns.Client{Net: "tcp", Dialer: &other, Timeout: 5 * time.Second}
 	if m, _, err := c.Exchange(question("edge1.", dns.TypeA), r.Addr().String()); err != nil || len(m.Answer) != 1 {

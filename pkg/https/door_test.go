@@ -289,7 +289,7 @@ func TestRawRequests(t *testing.T) {
 		"TE obfuscated":  {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 501},
 		"TE with space":  {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n", 400},
 		"bad chunk":      {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400},
-		"header too big": {"GET / HTTP/1.1\r\nHost: edge1\r\nX: " + strings.Repeat("x", maxHeader+8<<10) + "\r\n\r\n", 431},
+		"header too big": {"GET / HTTP/1.1\r\nHost: edge1\r\nX: " + strings.Repeat("x", DefaultLimits().Headers+8<<10) + "\r\n\r\n", 431},
 		"upgrade, body":  {strings.Replace(upgradeRequest("websocket", "x"), "Content-Length: 0", "Content-Length: 1", 1), 400},
 		"expectation":    {"GET / HTTP/1.1\r\nHost: edge1\r\nExpect: miracles\r\n\r\n", 417},
 		"HTTP/1.0":       {"GET / HTTP/1.0\r\nHost: edge1\r\n\r\n", 200},
@@ -307,7 +307,7 @@ func TestRawRequests(t *testing.T) {
 
 func TestAnswerHeaderTooBig(t *testing.T) {
 	h := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		w.Header().Set("X", strings.Repeat("x", 2*maxHeader))
+		w.Header().Set("X", strings.Repeat("x", 2*DefaultLimits().Headers))
 	})
 	r := newRig(t, h, nil).start()
 	res, body := get(t, r.client(r.caller("127.0.0.1"), false), "https://edge1/")
@@ -359,7 +359,7 @@ func TestPlainHTTP(t *testing.T) {
 func TestStrangers(t *testing.T) {
 	r := newRig(t, nil, nil).start()
 	var silent []net.Conn
-	for range maxStrangersPerSource {
+	for range DefaultLimits().StrangersPerAddress {
 		silent = append(silent, r.tcp())
 	}
 	count := func() int {
@@ -367,8 +367,9 @@ func TestStrangers(t *testing.T) {
 		defer r.door.strangers.mu.Unlock()
 		return r.door.strangers.all
 	}
-	eventually(t, "all are counted", func() bool { return count() == maxStrangersPerSource })
+	eventually(t, "all are counted", func() bool { return count() == DefaultLimits().StrangersPerAddress })
 	r.wantReset()
+	r.wantLimited(tunnel.LimitStrangersPerAddress, 1)
 	from2 := &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}}
 	other, err := from2.Dial("tcp", r.addr)
 	must(t, err)
@@ -455,7 +456,7 @@ func TestPassedPerSource(t *testing.T) {
 			r.hold("edge2", true)
 			r.start()
 			hello := helloBytes(t, "edge1")
-			for i := range maxPassedPerSource {
+			for i := range DefaultLimits().ConnsPerAddress {
 				_, err = r.tcp().Write(hello)
 				must(t, err)
 				if i%64 == 63 { // the sink's backlog is not asked for much at once
@@ -465,7 +466,7 @@ func TestPassedPerSource(t *testing.T) {
 			if test.trusted {
 				_, err = r.tcp().Write(hello)
 				must(t, err)
-				eventually(t, "one more passes through", func() bool { return r.tunnel.openConns() == maxPassedPerSource+1 })
+				eventually(t, "one more passes through", func() bool { return r.tunnel.openConns() == DefaultLimits().ConnsPerAddress+1 })
 				return
 			}
 			for range 3 {
@@ -476,6 +477,7 @@ func TestPassedPerSource(t *testing.T) {
 			if n := strings.Count(r.logs.String(), "level=WARN msg=\"https connection denied"); n != 1 {
 				t.Errorf("%d warnings, want 1", n)
 			}
+			r.wantLimited(tunnel.LimitConnsPerAddress, 3)
 			cfg := direct(r)
 			cfg.ServerName, cfg.InsecureSkipVerify = "edge2", true
 			must(t, tls.Client(r.tcp(), cfg).Handshake())
@@ -484,7 +486,7 @@ func TestPassedPerSource(t *testing.T) {
 			defer other.Close()
 			_, err = other.Write(hello)
 			must(t, err)
-			eventually(t, "another address passes through", func() bool { return r.tunnel.openConns() == maxPassedPerSource+2 })
+			eventually(t, "another address passes through", func() bool { return r.tunnel.openConns() == DefaultLimits().ConnsPerAddress+2 })
 			r.tunnel.resetAll()
 			eventually(t, "all are forgotten", func() bool {
 				r.door.passed.mu.Lock()
@@ -496,17 +498,18 @@ func TestPassedPerSource(t *testing.T) {
 }
 
 func TestStrangersCount(t *testing.T) {
-	var s strangers
+	d := DefaultLimits()
+	s := strangers{most: d.Strangers, mostPerSource: d.StrangersPerAddress}
 	var releases []func()
-	for i := range maxStrangers {
-		release, ok := s.admit(netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}))
+	for i := range d.Strangers {
+		release, _, ok := s.admit(netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}))
 		if !ok {
 			t.Fatalf("number %d is one too many", i)
 		}
 		releases = append(releases, release)
 	}
-	if _, ok := s.admit(netip.MustParseAddr("10.1.0.1")); ok {
-		t.Error("there is no bound on all")
+	if _, reached, ok := s.admit(netip.MustParseAddr("10.1.0.1")); ok || reached != tunnel.LimitStrangers {
+		t.Errorf("there is no bound on all: %v, limit %v", ok, reached)
 	}
 	for _, release := range releases {
 		release()

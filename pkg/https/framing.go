@@ -3,8 +3,12 @@ package https
 import (
 	"bytes"
 	"crypto/tls"
+	"errors"
 	"net/http"
+	"os"
 	"strconv"
+
+	"tunnel/pkg/tunnel"
 )
 
 // framedConn is the conn that net/http reads HTTP/1 from. It finds requests that say
@@ -17,10 +21,12 @@ import (
 // its connection (see proxy.ServeHTTP).
 type framedConn struct {
 	*tls.Conn
+	counters *tunnel.Counters // set once
 
 	// Owned by the reader: net/http has one at a time.
 	held  []byte // read and not yet given to net/http
 	frame framing
+	late  bool          // the end of a head has not come in time
 	buf   [4 << 10]byte // what held points into
 }
 
@@ -36,24 +42,34 @@ func (c *framedConn) Read(p []byte) (int, error) {
 		}
 		n, err := c.Conn.Read(c.buf[:])
 		if n == 0 {
+			if len(c.frame.head) > 0 && !c.late && errors.Is(err, os.ErrDeadlineExceeded) {
+				c.late = true
+				c.counters.Limited(tunnel.LimitHandshakeTimeout)
+			}
 			return 0, err
 		}
 		c.held = c.buf[:n]
 	}
 	p = p[:min(len(p), len(c.held))]
 	n := c.frame.next(c.held[:len(p)])
+	if c.frame.long {
+		c.frame.long = false
+		c.counters.Limited(tunnel.LimitHeaders)
+	}
 	copy(p, c.held[:n])
 	c.held = c.held[n:]
 	return n, nil
 }
 
-// framing follows the requests on an HTTP/1 connection. The zero value is before the
-// first one.
+// framing follows the requests on an HTTP/1 connection. One with nothing but most set is
+// before the first one.
 type framing struct {
+	most int // bytes of a head that net/http takes; set once
 	in   part
 	left int64  // of a body whose length is known
 	head []byte // what was read of a head; its last line may be incomplete
 	both bool   // a head had Content-Length and Transfer-Encoding
+	long bool   // a head is longer than net/http takes
 }
 
 type part int
@@ -82,7 +98,9 @@ func (f *framing) next(p []byte) int {
 			f.headEnds()
 			return i + 1
 		}
-		if len(f.head) > maxHeader+4<<10 { // beyond what net/http takes
+		// net/http grants as much more, and reads nothing beyond.
+		f.long = f.long || len(f.head) == f.most+4<<10
+		if len(f.head) > f.most+4<<10 {
 			f.in, f.head = inRest, nil
 			return i + 1
 		}

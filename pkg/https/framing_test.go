@@ -25,11 +25,11 @@ func TestFraming(t *testing.T) {
 		"both, later":   {get + post + "\r\n" + both + "0\r\n\r\n", true},
 		"chunked":       {strings.Replace(both, "content-length: 3\r\n", "", 1) + "0\r\n\r\n" + both, false}, // closed after it
 		"bad length":    {strings.Replace(post, "44", "-1", 1) + both, false},                                // refused by net/http
-		"endless":       {"GET / HTTP/1.1\r\nX: " + strings.Repeat("x", 2*maxHeader), false},
+		"endless":       {"GET / HTTP/1.1\r\nX: " + strings.Repeat("x", 4*DefaultLimits().Headers), false},
 	} {
 		for _, step := range []int{1, 7, 1 << 20} {
 			t.Run(fmt.Sprintf("%s/%d", name, step), func(t *testing.T) {
-				var f framing
+				f := framing{most: DefaultLimits().mostHeaders()}
 				for in := []byte(test.in); len(in) > 0; {
 					n := f.next(in[:min(step, len(in))])
 					if n == 0 {
@@ -52,7 +52,7 @@ func FuzzFraming(f *testing.F) {
 	f.Add([]byte("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"))
 	f.Add([]byte("\r\nGET / HTTP/1.0\nTransfer-Encoding : chunked\n\n"))
 	f.Fuzz(func(t *testing.T, in []byte) {
-		var fr framing
+		fr := framing{most: DefaultLimits().mostHeaders()}
 		for p := in; len(p) > 0; {
 			n := fr.next(p)
 			if n <= 0 || n > len(p) {

@@ -100,10 +100,12 @@ type Config struct {
 	Kubelet     Kubelet
 
 	// AllowFrom says who may connect; nil: anyone. Who is in it may also have more than
-	// a quarter of a node's conns.
+	// Limits.ConnsPerAddress.
 	AllowFrom auth.Sources
 
-	Counters *tunnel.Counters // counts panics and callers of nodes that are not connected; nil: nobody looks
+	Limits Limits
+
+	Counters *tunnel.Counters // counts panics, limits and callers of nodes that are not connected; nil: nobody looks
 }
 
 // Kubelet says how we speak to the kubelet behind a terminated connection. Its funcs are
@@ -176,7 +178,7 @@ type FrontDoor struct {
 	nodes   tunnel.Nodes
 	log     *slog.Logger
 	grace   time.Duration
-	hearing time.Duration // strangerTime
+	hearing time.Duration // Limits.HandshakeTimeout
 
 	strangers strangers
 	passed    passed
@@ -197,14 +199,17 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
 	}
+	cfg.Limits = cfg.Limits.orDefault()
 	f := &FrontDoor{
 		cfg:     cfg,
 		dialer:  dialer,
 		nodes:   nodes,
 		log:     log,
 		grace:   tunnel.GracePeriod,
-		hearing: strangerTime,
+		hearing: cfg.Limits.HandshakeTimeout,
 	}
+	f.strangers.most, f.strangers.mostPerSource = cfg.Limits.Strangers, cfg.Limits.StrangersPerAddress
+	f.passed.most = cfg.Limits.ConnsPerAddress
 	for here, target := range cfg.Ports {
 		f.ports = append(f.ports, port{here, target})
 	}

@@ -46,14 +46,10 @@ func (f *FrontDoor) decide(h hello) decision {
 	}
 }
 
-// maxPassedPerSource bounds the connections that one source has to one node through
-// us. We cannot tell whether a caller that is passed through has any credential, and
-// the node has room for 1,024 conns (stream.DefaultMaxConns): a quarter leaves room for
-// others. kube-apiserver needs few: it multiplexes requests by HTTP/2.
-const maxPassedPerSource = 256
-
-// passed counts the connections that are passed through. The zero value is ready.
+// passed counts the connections that are passed through.
 type passed struct {
+	most int // of one source to one node; set once
+
 	mu    sync.Mutex
 	count map[passedKey]int // only those that are not 0
 }
@@ -69,7 +65,7 @@ func (p *passed) admit(a netip.Addr, node tunnel.NodeName) (release func(), ok b
 	key := passedKey{auth.Group(a), node}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.count[key] >= maxPassedPerSource {
+	if p.count[key] >= p.most {
 		return nil, false
 	}
 	if p.count == nil {
@@ -103,9 +99,10 @@ func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr,
 	if !f.trusts(source) {
 		release, ok := f.passed.admit(source, node)
 		if !ok {
+			f.cfg.Counters.Limited(tunnel.LimitConnsPerAddress)
 			f.warn(denyPassed, "https connection denied", "frontend", c.LocalAddr().String(), "node", string(node),
-				"err", fmt.Sprintf("%s: its address has %d connections to the node: put it into allowfrom of [mode.cloud.https] if it may have more", c.RemoteAddr(), maxPassedPerSource))
-			return tunnel.Refusef(tunnel.Overloaded, "%d connections from one address are open", maxPassedPerSource)
+				"err", fmt.Sprintf("%s: its address has %d connections to the node: put it into allowfrom of [mode.cloud.https] if it may have more", c.RemoteAddr(), f.passed.most))
+			return tunnel.Refusef(tunnel.Overloaded, "limit connsperaddress: %d connections from one address to node %s are open", f.passed.most, node)
 		}
 		defer release()
 	}

@@ -15,8 +15,6 @@ const (
 	// maxHello bounds the bytes read before a ClientHello is complete. It is the
 	// longest handshake message that crypto/tls takes.
 	maxHello = 64 << 10
-	// helloTimeout is how long a caller may take to send its ClientHello.
-	helloTimeout = 10 * time.Second
 )
 
 var (

@@ -28,7 +28,8 @@ type dialHop func(ctx context.Context, h hop, ended func()) (net.Conn, error)
 // nodes that come and go leave nothing behind. (One transport for all would keep an
 // entry for every hop it ever failed to dial.)
 type pool struct {
-	dial dialHop // set once
+	dial    dialHop // set once
+	headers int     // set once: bytes of an answer's header
 
 	mu   sync.Mutex // guards the following
 	hops map[hop]*pooled
@@ -47,7 +48,7 @@ func (p *pool) acquire(h hop) (t *pooled, release func()) {
 	t = p.hops[h]
 	if t == nil {
 		t = &pooled{}
-		configureTransport(&t.Transport, func(ctx context.Context, _, _ string) (net.Conn, error) {
+		configureTransport(&t.Transport, p.headers, func(ctx context.Context, _, _ string) (net.Conn, error) {
 			p.use(t)
 			c, err := p.dial(ctx, h, func() { p.leave(h, t) })
 			if err != nil {
@@ -87,7 +88,7 @@ func (p *pool) size() int {
 }
 
 // configureTransport makes t speak HTTP/1.1 over what dial returns.
-func configureTransport(t *http.Transport, dial func(ctx context.Context, network, addr string) (net.Conn, error)) {
+func configureTransport(t *http.Transport, headers int, dial func(ctx context.Context, network, addr string) (net.Conn, error)) {
 	t.Protocols = new(http.Protocols)
 	t.Protocols.SetHTTP1(true)
 	t.DialContext = dial
@@ -96,7 +97,7 @@ func configureTransport(t *http.Transport, dial func(ctx context.Context, networ
 	t.MaxIdleConnsPerHost = maxIdlePerHop
 	t.IdleConnTimeout = kubeletIdle
 	t.ExpectContinueTimeout = continueTimeout
-	t.MaxResponseHeaderBytes = maxHeader
+	t.MaxResponseHeaderBytes = int64(headers)
 	t.WriteBufferSize = copySize
 	t.ReadBufferSize = copySize
 }

@@ -65,7 +65,7 @@ func newProxy(live context.Context, f *FrontDoor) *proxy {
 		close(watching)
 		return tc, nil
 	}
-	p.pool.dial = p.dial
+	p.pool.dial, p.pool.headers = p.dial, f.cfg.Limits.Headers
 	return p
 }
 
@@ -148,6 +148,12 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		}
 	}
 
+	if headerSize(r) > p.f.cfg.Limits.Headers {
+		p.f.cfg.Counters.Limited(tunnel.LimitHeaders)
+		body.closing()
+		respond(w, r, http.StatusRequestHeaderFieldsTooLarge, "", fmt.Sprintf("limit headers: the request's header has more than %d bytes", p.f.cfg.Limits.Headers))
+		return
+	}
 	h, ok := p.route(w, r, c, body)
 	if !ok {
 		return

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"runtime/debug"
 	"sync"
 	"syscall"
@@ -174,18 +175,22 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 		tunnel.Reset(raw)
 		return
 	}
-	release, ok := f.strangers.admit(source)
+	release, reached, ok := f.strangers.admit(source)
 	if !ok {
+		f.cfg.Counters.Limited(reached)
 		f.warn(denyStrangers, "https connection denied", "frontend", raw.LocalAddr().String(),
-			"err", remote+": too many connections have not finished their TLS handshake")
+			"err", remote+": too many connections have not finished their TLS handshake: limit "+reached.String())
 		tunnel.Reset(raw)
 		return
 	}
 	defer release() // it may be called again: early, when the caller has said who it is
 
 	c := &clientConn{Conn: raw, port: index, target: p.target}
-	h, err := c.peek(ctx, helloTimeout)
+	h, err := c.peek(ctx, f.cfg.Limits.HandshakeTimeout)
 	if err != nil {
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			f.cfg.Counters.Limited(tunnel.LimitHandshakeTimeout)
+		}
 		log.Debug("https connection closed: no ClientHello", "err", fmt.Errorf("%s: %w", remote, err))
 		if isPlainHTTP(err) {
 			c.Write([]byte("HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n")) //nolint:errcheck // said out of kindness
@@ -211,8 +216,9 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 		}
 		// The caller may read the reason as an HTTP answer.
 		c.refused = err
-		again, ok := f.strangers.admit(source)
+		again, reached, ok := f.strangers.admit(source)
 		if !ok {
+			f.cfg.Counters.Limited(reached)
 			tunnel.Reset(raw)
 			return
 		}

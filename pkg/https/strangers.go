@@ -6,33 +6,30 @@ import (
 	"sync"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
 )
 
-const (
-	// maxStrangers bounds connections that have not finished their handshake. Each
-	// costs a descriptor, a goroutine and up to maxHello bytes.
-	maxStrangers = 1024
-	// maxStrangersPerSource leaves room for others beside one address. It is not
-	// smaller because behind a balancer everybody comes from its address.
-	maxStrangersPerSource = 256
-)
-
-// strangers counts the connections of callers that we do not know yet. The zero
-// value is ready.
+// strangers counts the connections of callers that we do not know yet.
 type strangers struct {
+	most, mostPerSource int // set once
+
 	mu     sync.Mutex
 	all    int
 	source map[netip.Prefix]int // only sources that have some
 }
 
 // admit counts one more connection from a, unless that is one too many. The
-// connection is counted until release is called; more calls do nothing.
-func (s *strangers) admit(a netip.Addr) (release func(), ok bool) {
+// connection is counted until release is called; more calls do nothing. Else reached says
+// which limit it was.
+func (s *strangers) admit(a netip.Addr) (release func(), reached tunnel.Limit, ok bool) {
 	key := auth.Group(a)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.all >= maxStrangers || s.source[key] >= maxStrangersPerSource {
-		return nil, false
+	switch {
+	case s.all >= s.most:
+		return nil, tunnel.LimitStrangers, false
+	case s.source[key] >= s.mostPerSource:
+		return nil, tunnel.LimitStrangersPerAddress, false
 	}
 	if s.source == nil {
 		s.source = make(map[netip.Prefix]int)
@@ -46,7 +43,7 @@ func (s *strangers) admit(a netip.Addr) (release func(), ok bool) {
 		if s.source[key]--; s.source[key] == 0 {
 			delete(s.source, key)
 		}
-	}), true
+	}), 0, true
 }
 
 // denial is a kind of warning that a stranger can cause as often as he likes.

@@ -11,20 +11,14 @@ import (
 	"slices"
 	"sync"
 	"time"
+
+	"tunnel/pkg/tunnel"
 )
 
 const (
-	// handshakeTimeout is how long a caller may take for its TLS handshake.
-	handshakeTimeout = 10 * time.Second
-	// headerTimeout is how long it may take for a request's header.
-	headerTimeout = 10 * time.Second
-	// strangerTime is how long a caller that may not call can take to be told so.
-	strangerTime = 10 * time.Second
 	// idleTimeout ends a connection without requests. It is longer than the 90 s
 	// for which kube-apiserver pools one, so that the caller is who closes it.
 	idleTimeout = 3 * time.Minute
-	// maxHeader bounds headers, both ways.
-	maxHeader = 64 << 10
 )
 
 // An HTTP/2 connection's window holds what all of its streams may send, so that a
@@ -54,10 +48,13 @@ func (c *Config) serverTLS() *tls.Config {
 // proven who it is stays a stranger: it is heard, so that it can be told what is wrong,
 // and terminate returns when its connection has ended.
 func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn, release func(), log *slog.Logger) {
-	hctx, cancel := context.WithTimeout(ctx, handshakeTimeout)
+	hctx, cancel := context.WithTimeout(ctx, f.cfg.Limits.HandshakeTimeout)
 	defer cancel()
 	tc := tls.Server(c, f.cfg.serverTLS())
 	if err := tc.HandshakeContext(hctx); err != nil {
+		if hctx.Err() == context.DeadlineExceeded {
+			f.cfg.Counters.Limited(tunnel.LimitHandshakeTimeout)
+		}
 		f.warn(denyHandshake, "https handshake failed", "frontend", c.LocalAddr().String(), "err", fmt.Errorf("%s: %w", c.RemoteAddr(), err))
 		c.part() // the alert that says why must arrive
 		return
@@ -71,7 +68,7 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 	c.unwatch = context.AfterFunc(live, func() { c.Reset() }) //nolint:errcheck // it returns none
 	var nc net.Conn = tc                                      // net/http takes HTTP/2 from a *tls.Conn only
 	if tc.ConnectionState().NegotiatedProtocol != "h2" {
-		c.framed = &framedConn{Conn: tc}
+		c.framed = &framedConn{Conn: tc, counters: f.cfg.Counters, frame: framing{most: f.cfg.Limits.mostHeaders()}}
 		nc = c.framed
 	}
 	c.ended = make(chan struct{})
@@ -81,7 +78,10 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 		return
 	}
 	if !known {
-		t := time.AfterFunc(f.hearing, func() { c.Reset() }) //nolint:errcheck // it returns none
+		t := time.AfterFunc(f.hearing, func() {
+			f.cfg.Counters.Limited(tunnel.LimitHandshakeTimeout)
+			c.Reset() //nolint:errcheck // it returns none
+		})
 		defer t.Stop()
 		<-c.ended
 	}
@@ -115,9 +115,9 @@ func (f *FrontDoor) startWeb(live context.Context) *web {
 		Handler:           w.proxy,
 		Protocols:         protocols,
 		HTTP2:             &http.HTTP2Config{MaxConcurrentStreams: maxStreams, MaxReceiveBufferPerStream: streamWindow, MaxReceiveBufferPerConnection: connWindow},
-		ReadHeaderTimeout: headerTimeout,
+		ReadHeaderTimeout: f.cfg.Limits.HandshakeTimeout,
 		IdleTimeout:       idleTimeout,
-		MaxHeaderBytes:    maxHeader,
+		MaxHeaderBytes:    f.cfg.Limits.mostHeaders(),
 		// No read or write timeout: `kubectl logs -f` is quiet for hours.
 		BaseContext: func(net.Listener) context.Context { return live },
 		ConnContext: func(ctx context.Context, nc net.Conn) context.Context {

@@ -47,7 +47,7 @@ func (p *proxy) upgrader(h hop, protocol string) roundTripper {
 	return func(out *http.Request) (*http.Response, error) {
 		var conn net.Conn // written before RoundTrip returns
 		t := new(http.Transport)
-		configureTransport(t, func(ctx context.Context, _, _ string) (net.Conn, error) {
+		configureTransport(t, p.pool.headers, func(ctx context.Context, _, _ string) (net.Conn, error) {
 			// The request's own context ends the dialling, too: this conn is for nobody else.
 			ctx, cancel := context.WithCancel(ctx)
 			defer cancel()

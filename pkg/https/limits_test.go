@@ -1,0 +1,78 @@
+package https
+
+import (
+	"bufio"
+	"crypto/tls"
+	"io"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"tunnel/pkg/tunnel"
+)
+
+func (r *rig) wantLimited(l tunnel.Limit, n uint64) {
+	r.t.Helper()
+	eventually(r.t, "limit "+l.String()+" is counted", func() bool { return r.door.cfg.Counters.LimitedBy(l) >= n })
+	if got := r.door.cfg.Counters.LimitedBy(l); got != n {
+		r.t.Errorf("limit %s was counted %d times, want %d", l, got, n)
+	}
+}
+
+// A header that is longer than it may be is answered 431 and counted, by either protocol;
+// in HTTP/1 also where net/http ends it.
+func TestHeadersLimit(t *testing.T) {
+	r := newRig(t, nil, func(_ *rig, c *Config) { c.Limits.Headers = 8 << 10 }).start()
+	for _, h2 := range []bool{false, true} {
+		client := r.client(r.caller("127.0.0.1"), h2)
+		for size, status := range map[int]int{4 << 10: 200, 12 << 10: 431} {
+			req, err := http.NewRequest("GET", "https://edge1/", nil)
+			must(t, err)
+			req.Header.Set("X", strings.Repeat("x", size))
+			res, err := client.Do(req)
+			must(t, err)
+			b, err := io.ReadAll(res.Body)
+			must(t, err)
+			res.Body.Close()
+			wantStatus(t, res, string(b), status)
+		}
+	}
+	r.wantLimited(tunnel.LimitHeaders, 2)
+	c := r.raw(r.caller("127.0.0.1"))
+	_, err := io.WriteString(c, "GET / HTTP/1.1\r\nHost: edge1\r\nX: "+strings.Repeat("x", 100<<10))
+	must(t, err)
+	res := readResponse(t, bufio.NewReader(c), "GET")
+	wantStatus(t, res, "", 431)
+	r.wantLimited(tunnel.LimitHeaders, 3)
+}
+
+// Whoever takes too long to say who it is, or what it wants, is hung up on and counted.
+func TestHandshakeTimeout(t *testing.T) {
+	for name, dawdle := range map[string]func(r *rig) io.Reader{
+		"no ClientHello": func(r *rig) io.Reader { return r.tcp() },
+		"no end of the handshake": func(r *rig) io.Reader {
+			c := r.tcp()
+			_, err := c.Write(helloBytes(r.t, "127.0.0.1"))
+			must(r.t, err)
+			return c
+		},
+		"no end of the header": func(r *rig) io.Reader {
+			c := r.raw(r.caller("127.0.0.1"))
+			_, err := io.WriteString(c, "GET / HTTP/1.1\r\nHost: edge1\r\n")
+			must(r.t, err)
+			return c
+		},
+		"may not call": func(r *rig) io.Reader {
+			cfg := r.caller("127.0.0.1")
+			cfg.Certificates = []tls.Certificate{*r.clientCA.issue("mallory")}
+			return r.raw(cfg)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, nil, func(_ *rig, c *Config) { c.Limits.HandshakeTimeout = 500 * time.Millisecond }).start()
+			io.Copy(io.Discard, dawdle(r)) // ends when it is hung up on
+			r.wantLimited(tunnel.LimitHandshakeTimeout, 1)
+		})
+	}
+}
