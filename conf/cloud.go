@@ -25,6 +25,7 @@ type Cloud struct {
 	Join        Join          // [mode.cloud.join]
 	HTTPS       HTTPS         // [mode.cloud.https]
 	TCP         []TCPListener // [mode.cloud.tcp] and [mode.cloud.tcpallow], in the order of Listen
+	Limits      Limits        // [mode.cloud.limits]
 	Egress      Egress        // [mode.cloud.egress]
 	AdminSocket string        // [mode.cloud.admin] socket; "" is off
 
@@ -153,7 +154,8 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 			ClientNames: r.clientNames(h.ClientNames),
 			Kubelet:     Kubelet{Cert: path(h.Kubelet.Cert), Key: path(h.Kubelet.Key), CA: path(h.Kubelet.CA), Insecure: h.Kubelet.Insecure},
 		},
-		TCP: r.tcpListeners(t.TCP, t.TCPAllow),
+		TCP:    r.tcpListeners(t.TCP, t.TCPAllow),
+		Limits: newLimits(&t.Limits, r),
 		Egress: Egress{
 			GRPC: eg.GRPC, HTTPConnect: eg.HTTPConnect, Cert: path(eg.Cert), Key: path(eg.Key), ClientCA: path(eg.ClientCA),
 			Strategies: eg.Strategies, AgentPort: eg.AgentPort,

@@ -29,6 +29,7 @@ type Edge struct {
 	ChannelzAddr string      // on loopback; "" is off
 
 	HTTPS             EdgeHTTPS    // [mode.edge.https]
+	Limits            EdgeLimits   // [mode.edge.limits]
 	EgressIdentifiers string       // [mode.edge.egress] identifiers
 	Konnectivity      Konnectivity // [mode.edge.konnectivity]
 	AdminSocket       string       // [mode.edge.admin] socket; "" is off
@@ -70,6 +71,7 @@ func newEdge(t *edgeTable, env Env, r *report) *Edge {
 		ChannelzAddr: r.channelz(clientTable+"channelzaddr", c.ChannelzAddr),
 
 		HTTPS:             EdgeHTTPS{Cert: path(t.HTTPS.Cert), Key: path(t.HTTPS.Key)},
+		Limits:            newEdgeLimits(&t.Limits, r),
 		EgressIdentifiers: t.Egress.Identifiers,
 		Konnectivity:      Konnectivity{Servers: k.Servers, CA: path(k.CA), Cert: path(k.Cert), Key: path(k.Key), TokenFile: path(k.TokenFile)},
 		AdminSocket:       path(t.Admin.Socket),

@@ -48,6 +48,7 @@ type cloudTable struct {
 		} `toml:"kubelet"`
 	} `toml:"https"`
 	Join     joinKeys            `toml:"join"`
+	Limits   limitsKeys          `toml:"limits"`
 	TCP      map[string]string   `toml:"tcp"`
 	TCPAllow map[string][]string `toml:"tcpallow"`
 	Egress   struct {
@@ -87,6 +88,30 @@ type joinKeys struct {
 	AnyNode         bool     `toml:"anynode"`
 }
 
+type limitsKeys struct {
+	Joining             int `toml:"joining"`
+	JoiningPerAddress   int `toml:"joiningperaddress"`
+	JoinTimeout         int `toml:"jointimeout"`
+	Metadata            int `toml:"metadata"`
+	Conns               int `toml:"conns"`
+	Opens               int `toml:"opens"`
+	Dials               int `toml:"dials"`
+	Strangers           int `toml:"strangers"`
+	StrangersPerAddress int `toml:"strangersperaddress"`
+	HandshakeTimeout    int `toml:"handshaketimeout"`
+	ConnsPerAddress     int `toml:"connsperaddress"`
+	Headers             int `toml:"headers"`
+	DNS                 int `toml:"dns"`
+	Lookups             int `toml:"lookups"`
+	Health              int `toml:"health"`
+}
+
+type edgeLimitsKeys struct {
+	Conns  int `toml:"conns"`
+	Dials  int `toml:"dials"`
+	Health int `toml:"health"`
+}
+
 type edgeTable struct {
 	Node   string   `toml:"node"`
 	Allow  []string `toml:"allow"`
@@ -108,6 +133,7 @@ type edgeTable struct {
 		Cert string `toml:"cert"`
 		Key  string `toml:"key"`
 	} `toml:"https"`
+	Limits edgeLimitsKeys `toml:"limits"`
 	Egress struct {
 		Identifiers string `toml:"identifiers"`
 	} `toml:"egress"`

@@ -80,6 +80,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	}
 	server, err := stream.NewServer(stream.ServerConfig{
 		Listen:   fmt.Sprintf(":%d", c.Server.GRPCPort),
+		Limits:   streamLimits(c.Limits),
 		TLS:      &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: cert.GetCertificate},
 		Auth:     gate,
 		Counters: counters,
@@ -110,7 +111,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	}
 	if len(c.HTTPS.Ports) > 0 {
 		var door *https.FrontDoor
-		if door, err = newHTTPSDoor(c.HTTPS, files, reach, reach, counters, log); err != nil {
+		if door, err = newHTTPSDoor(c.HTTPS, httpsLimits(c.Limits), files, reach, reach, counters, log); err != nil {
 			return nil, err
 		}
 		var addrs []string
@@ -123,7 +124,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 			log.Warn("anyone may connect to the https ports, though not past the kubelet: name kube-apiserver's network in allowfrom of [mode.cloud.https]")
 		}
 	}
-	collectors, err := d.addDNS(c.DNS, truthOf(c.DNS, directory, peers), counters)
+	collectors, err := d.addDNS(c.DNS, c.Limits, truthOf(c.DNS, directory, peers), counters)
 	if err != nil {
 		return nil, err
 	}
@@ -137,6 +138,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 		registry := admin.NewRegistry(software(), counters, directory.Sessions)
 		registry.MustRegister(append(collectors, files.Collector())...)
 		d.serveHealth(c.Server.LogPort, c.AdminSocket, registry)
+		d.limitHealth(c.Limits.Health, counters)
 	}
 	return d, nil
 }
@@ -181,9 +183,9 @@ func truthOf(c conf.DNS, directory *tunnel.Directory, peers *stream.Peers) dns.T
 	return dns.Local{Nodes: directory, Addrs: c.Addrs}
 }
 
-func newHTTPSDoor(c conf.HTTPS, files *reload.Files, dialer tunnel.Dialer, nodes tunnel.Nodes, counters *tunnel.Counters, log *slog.Logger) (*https.FrontDoor, error) {
+func newHTTPSDoor(c conf.HTTPS, limits https.Limits, files *reload.Files, dialer tunnel.Dialer, nodes tunnel.Nodes, counters *tunnel.Counters, log *slog.Logger) (*https.FrontDoor, error) {
 	cfg := https.Config{
-		Mode: https.Mode(c.TLS), Listen: c.Listen, Ports: c.Ports,
+		Mode: https.Mode(c.TLS), Listen: c.Listen, Ports: c.Ports, Limits: limits,
 		ClientNames: c.ClientNames, AllowFrom: c.AllowFrom, Counters: counters,
 		Kubelet: https.Kubelet{Insecure: c.Kubelet.Insecure},
 	}

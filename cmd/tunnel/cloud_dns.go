@@ -19,7 +19,7 @@ import (
 const hostsKey = "hosts"
 
 // addDNS adds what makes nodes' names lead to this replica, and returns its metrics.
-func (d *daemon) addDNS(c conf.DNS, truth dns.Truth, counters *tunnel.Counters) ([]prometheus.Collector, error) {
+func (d *daemon) addDNS(c conf.DNS, limits conf.Limits, truth dns.Truth, counters *tunnel.Counters) ([]prometheus.Collector, error) {
 	var names dns.Names // nil without Kubernetes: then every connected node may appear
 	var collectors []prometheus.Collector
 	if c.ConfigMap != "" {
@@ -47,6 +47,7 @@ func (d *daemon) addDNS(c conf.DNS, truth dns.Truth, counters *tunnel.Counters) 
 	if c.Listen != "" {
 		responder := dns.NewResponder(dns.ResponderConfig{
 			Listen: c.Listen, Upstream: c.Upstream, Truth: truth, Names: names, Counters: counters, Log: d.log,
+			Conns: limits.DNS, Lookups: limits.Lookups,
 		})
 		d.add(responder, responder.Ready, c.Listen)
 		collectors = append(collectors, responder.Collector())

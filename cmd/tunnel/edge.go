@@ -84,6 +84,7 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	}
 	client, err := stream.NewClient(stream.ClientConfig{
 		Address:  e.Addr,
+		Limits:   edgeLimits(e.Limits),
 		TLS:      conf,
 		Node:     e.Node,
 		Token:    token,
@@ -118,6 +119,7 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 		registry := admin.NewRegistry(software(), counters, sessions)
 		registry.MustRegister(files.Collector())
 		d.serveHealth(e.LogPort, e.AdminSocket, registry)
+		d.limitHealth(e.Limits.Health, counters)
 	}
 	return d, nil
 }

@@ -84,6 +84,9 @@ type tunnel struct {
 	target      *rig.Process
 }
 
+// anyRate is more opens in a second than are possible: what is measured is how many are.
+const anyRate = 1_000_000
+
 func (b *bench) startTunnel() (*tunnel, error) {
 	target, process, err := b.peer("target")
 	if err != nil {
@@ -93,7 +96,7 @@ func (b *bench) startTunnel() (*tunnel, error) {
 	if err != nil {
 		return nil, err
 	}
-	pair, err := rig.NewPair(rig.Config{Binary: b.program, Dir: dir, TCP: map[string]string{"target": target}})
+	pair, err := rig.NewPair(rig.Config{Binary: b.program, Dir: dir, TCP: map[string]string{"target": target}, Opens: anyRate})
 	if err != nil {
 		return nil, err
 	}

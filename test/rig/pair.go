@@ -35,6 +35,7 @@ type Config struct {
 	HTTPS  string            // target of the HTTPS front door; "" is none
 	CA     *auth.CA          // who signs; nil: a new one. The target of HTTPS needs it too
 	Debug  bool              // log everything
+	Opens  int               // opens of the node in a second; 0: the default
 	Token  auth.Secret       // of the node; "": a new one
 	Others []string          // nodes that may join besides, see Token
 	Cloud  string            // more lines of cloud.toml: whole tables
@@ -162,7 +163,8 @@ func (p *Pair) configure() error {
 		ports
 		Targets     map[int]string // port → target
 		HTTPSTarget string
-	}{p.ports, make(map[int]string), p.cfg.HTTPS}
+		Opens       int
+	}{p.ports, make(map[int]string), p.cfg.HTTPS, p.cfg.Opens}
 	for name, target := range p.cfg.TCP {
 		if !strings.Contains(target, "/") {
 			target = Node + "/" + target
@@ -213,6 +215,10 @@ logport = {{.CloudLog}}
 debug = true
 [mode.cloud.tcp]
 {{range $port, $target := .Targets}}"127.0.0.1:{{$port}}" = "{{$target}}"
+{{end}}
+{{if .Opens}}
+[mode.cloud.limits]
+opens = {{.Opens}}
 {{end}}
 {{if .HTTPSTarget}}
 [mode.cloud.https]

@@ -1,0 +1,35 @@
+package main
+
+import (
+	"tunnel/conf"
+	"tunnel/pkg/https"
+	"tunnel/pkg/stream"
+	"tunnel/pkg/tunnel"
+)
+
+// What is 0 in the configuration is 0 for the packages: they know their defaults.
+
+func streamLimits(l conf.Limits) stream.Limits {
+	return stream.Limits{
+		Joining: l.Joining, JoiningPerAddress: l.JoiningPerAddress, JoinTimeout: l.JoinTimeout, Metadata: l.Metadata,
+		Conns: l.Conns, Opens: l.Opens, Dials: l.Dials,
+	}
+}
+
+func edgeLimits(l conf.EdgeLimits) stream.EdgeLimits {
+	return stream.EdgeLimits{Conns: l.Conns, Dials: l.Dials}
+}
+
+func httpsLimits(l conf.Limits) https.Limits {
+	return https.Limits{
+		Strangers: l.Strangers, StrangersPerAddress: l.StrangersPerAddress, HandshakeTimeout: l.HandshakeTimeout,
+		ConnsPerAddress: l.ConnsPerAddress, Headers: l.Headers,
+	}
+}
+
+// limitHealth bounds what the health port, if there is one, holds.
+func (d *daemon) limitHealth(conns int, counters *tunnel.Counters) {
+	if d.health != nil {
+		d.health.Conns, d.health.Counters = conns, counters
+	}
+}

@@ -1,0 +1,124 @@
+package main
+
+import (
+	"fmt"
+	"maps"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"tunnel/pkg/admin"
+	"tunnel/pkg/dns"
+	"tunnel/pkg/https"
+	"tunnel/pkg/stream"
+	"tunnel/pkg/tunnel"
+)
+
+// The defaults of the tables, as docs/limits.md writes them.
+func defaultLimits() (cloud, edge map[string]string) {
+	s, e, h := stream.DefaultLimits(), stream.DefaultEdgeLimits(), https.DefaultLimits()
+	seconds := func(d time.Duration) string { return fmt.Sprintf("%.0f s", d.Seconds()) }
+	kib := func(n int) string { return fmt.Sprintf("%d KiB", n>>10) }
+	cloud = map[string]string{
+		"joining":             fmt.Sprint(s.Joining),
+		"joiningperaddress":   fmt.Sprint(s.JoiningPerAddress),
+		"jointimeout":         seconds(s.JoinTimeout),
+		"metadata":            kib(s.Metadata),
+		"conns":               fmt.Sprint(s.Conns),
+		"opens":               fmt.Sprint(s.Opens, " a second"),
+		"dials":               fmt.Sprint(s.Dials),
+		"strangers":           fmt.Sprint(h.Strangers),
+		"strangersperaddress": fmt.Sprint(h.StrangersPerAddress),
+		"handshaketimeout":    seconds(h.HandshakeTimeout),
+		"headers":             kib(h.Headers),
+		"connsperaddress":     fmt.Sprint(h.ConnsPerAddress),
+		"dns":                 fmt.Sprint(dns.DefaultConns),
+		"lookups":             fmt.Sprint(dns.DefaultLookups),
+		"health":              fmt.Sprint(admin.DefaultConns),
+	}
+	edge = map[string]string{
+		"conns":  fmt.Sprint(e.Conns),
+		"dials":  fmt.Sprint(e.Dials),
+		"health": fmt.Sprint(admin.DefaultConns),
+	}
+	return cloud, edge
+}
+
+// TestLimitsPage: docs/limits.md lists every key with its default, and every metric; and
+// the example files show the same defaults. That every key of a table is in its example
+// file, and no other, is for conf's tests.
+func TestLimitsPage(t *testing.T) {
+	cloud, edge := defaultLimits()
+	page := read(t, "../../docs/limits.md")
+	onCloud, onEdge, ok := strings.Cut(page, "## On an edge")
+	if !ok {
+		t.Fatal("the page has no part for the edge")
+	}
+	row := regexp.MustCompile("(?m)^\\| (?:`(\\w+)`|–) \\| ([^|]+) \\| [^|]+ \\| [^|]+ \\| `(\\w+)` \\|$")
+	metrics := make(map[string]bool)
+	for _, part := range []struct {
+		name, text, example string
+		want                map[string]string
+	}{
+		{"mode.cloud.limits", onCloud, "../../conf/cloud.toml", cloud},
+		{"mode.edge.limits", onEdge, "../../conf/edge.toml", edge},
+	} {
+		got := make(map[string]string)
+		for _, m := range row.FindAllStringSubmatch(part.text, -1) {
+			metrics[m[3]] = true
+			if m[1] != "" {
+				got[m[1]] = m[2]
+			}
+		}
+		if !maps.Equal(got, part.want) {
+			t.Errorf("docs/limits.md says of [%s]\n%v, and the code\n%v", part.name, got, part.want)
+		}
+		if shown := examples(t, part.example, part.name); !maps.Equal(shown, numbers(part.want)) {
+			t.Errorf("%s shows [%s] as\n%v, and the code has\n%v", part.example, part.name, shown, numbers(part.want))
+		}
+	}
+	var all []string
+	for _, l := range tunnel.Limits() {
+		all = append(all, l.String())
+	}
+	slices.Sort(all)
+	if got := slices.Sorted(maps.Keys(metrics)); !slices.Equal(got, all) {
+		t.Errorf("docs/limits.md has the metrics\n%v, and the code\n%v", got, all)
+	}
+}
+
+func read(t *testing.T, file string) string {
+	t.Helper()
+	b, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return string(b)
+}
+
+// examples returns the keys and values that an example file shows, switched off, in a table.
+func examples(t *testing.T, file, table string) map[string]string {
+	t.Helper()
+	_, text, ok := strings.Cut(read(t, file), "#["+table+"]\n")
+	if !ok {
+		t.Fatalf("%s has no [%s]", file, table)
+	}
+	text, _, _ = strings.Cut(text, "\n\n")
+	shown := make(map[string]string)
+	for _, m := range regexp.MustCompile(`(?m)^#(\w+) = (\d+)$`).FindAllStringSubmatch(text, -1) {
+		shown[m[1]] = m[2]
+	}
+	return shown
+}
+
+// numbers leaves out the units.
+func numbers(limits map[string]string) map[string]string {
+	only := make(map[string]string)
+	for key, text := range limits {
+		only[key], _, _ = strings.Cut(text, " ")
+	}
+	return only
+}
