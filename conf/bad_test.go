@@ -318,6 +318,9 @@ func TestTokenStaysSecret(t *testing.T) {
 	inDir(t)
 	for _, line := range []string{
 		`token = canary`,
+		`canary0123 = "edge1"`,
+		`"canary:/+" = "edge1"`,
+		`canarycanarycanarycanarycanarycanary = "edge1"`,
 		`token = "canary`,
 		`token = 'canary`,
 		`token = "canary\q"`,

@@ -161,6 +161,19 @@ func (d *decoder) lines(path toml.Key, p toml.Primitive, v reflect.Value) {
 	}
 }
 
+// looksLikeKey reports whether a name that no table has may be shown. A secret that was
+// written to the left of the equals sign may not, and all that it is sure to have is that
+// it is long, or not made of letters.
+func looksLikeKey(name string) bool {
+	const longest = 24
+	for _, r := range name {
+		if (r < 'a' || r > 'z') && (r < 'A' || r > 'Z') && r != '_' && r != '-' {
+			return false
+		}
+	}
+	return len(name) <= longest
+}
+
 // unknown reports a key that no table has here, and what was probably meant.
 func (d *decoder) unknown(path toml.Key, name string, p toml.Primitive, v reflect.Value) {
 	key, what := join(path, name), "key"
@@ -181,6 +194,10 @@ func (d *decoder) unknown(path toml.Key, name string, p toml.Primitive, v reflec
 		d.r.mute(join(path, near).String()) // it is not missing as well
 		d.r.add(key.String(), "unknown %s: did you mean %s?", what, near)
 		return
+	}
+	if !looksLikeKey(name) {
+		key = join(path, "***")
+		d.r.src.lines[key.String()] = d.line(p)
 	}
 	here := "a file"
 	if len(path) > 0 {

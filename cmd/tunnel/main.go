@@ -11,6 +11,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"log/slog"
 	"os"
 	"os/signal"
@@ -44,6 +45,9 @@ func (e *exitError) Unwrap() error { return e.err }
 func configError(err error) error { return &exitError{exitConfig, err} }
 
 func main() {
+	// The standard library says here what it has no better place for, such as the bytes
+	// that a kubelet has sent unasked. They may be anything.
+	log.SetOutput(io.Discard)
 	ctx, stop := stopOnSignal(context.Background(), os.Stderr)
 	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
 	stop()
@@ -88,7 +92,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	chosen, ok := errors.AsType[*exitError](err)
 	if !ok {
 		// What cobra itself reports is about the command line.
-		chosen = &exitError{exitUsage, err}
+		chosen = &exitError{exitUsage, errors.New(withoutSecrets(err.Error(), args))}
 	}
 	for line := range strings.SplitSeq(chosen.Error(), "\n") {
 		fmt.Fprintln(stderr, "tunnel: "+line)
@@ -97,6 +101,18 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintln(stderr, "Run tunnel --help to see the commands.")
 	}
 	return chosen.code
+}
+
+// withoutSecrets takes from a text the arguments that could be a token. A secret has no
+// place among arguments, but somebody will paste one there, and what we print is kept.
+func withoutSecrets(text string, args []string) string {
+	const longest, shortest = 24, 8 // bytes: of a mistyped word, and of a token
+	for _, a := range args {
+		if len(a) > longest || len(a) >= shortest && strings.ContainsAny(a, "0123456789") {
+			text = strings.ReplaceAll(text, a, "***")
+		}
+	}
+	return text
 }
 
 func newRoot() *cobra.Command {

@@ -9,6 +9,8 @@ import (
 	"net"
 	"net/http"
 	"net/http/httputil"
+	"regexp"
+	"strings"
 	"sync"
 	"time"
 
@@ -289,7 +291,7 @@ func (p *proxy) forward(w http.ResponseWriter, r *http.Request, h hop, body *req
 				return
 			}
 			p.failed(w, r, h, body, err)
-			log.Debug("https request failed", "err", err)
+			log.Debug("https request failed", "err", unquoted(err))
 		},
 		FlushInterval: -1, // a log line must not wait for the next
 		BufferPool:    p,
@@ -300,6 +302,20 @@ func (p *proxy) forward(w http.ResponseWriter, r *http.Request, h hop, body *req
 		in.Body = body
 	}
 	rp.ServeHTTP(w, in)
+}
+
+// quotation is what errors quote of what they are about.
+var quotation = regexp.MustCompile(`"([^"\\]|\\.)*"`)
+
+// unquoted returns err for the log. When a target's answer is not HTTP, net/http repeats
+// what it is, and that may be anything: it is for the caller, whom it was meant for.
+func unquoted(err error) string {
+	text := quotation.ReplaceAllString(err.Error(), `"…"`)
+	const header = "malformed MIME header"
+	if before, _, ok := strings.Cut(text, header); ok {
+		return before + header
+	}
+	return text
 }
 
 // failed answers a request that did not get an answer from its target.

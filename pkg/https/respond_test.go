@@ -3,6 +3,7 @@ package https
 import (
 	"bufio"
 	"encoding/json"
+	"errors"
 	"io"
 	"net/http"
 	"strings"
@@ -89,5 +90,20 @@ func TestLongStatus(t *testing.T) {
 			t.Errorf("%d bytes", len(b))
 		}
 		wantKubeStatus(t, b, 504, "tunnel: ")
+	}
+}
+
+// A kubelet's words are for its caller, and not for the log.
+func TestUnquoted(t *testing.T) {
+	for said, want := range map[string]string{
+		`net/http: HTTP/1.x transport connection broken: malformed HTTP status code "canary"`:            `net/http: HTTP/1.x transport connection broken: malformed HTTP status code "…"`,
+		`bad Content-Length "a \"canary\" b" of "canary"`:                                                `bad Content-Length "…" of "…"`,
+		`net/http: HTTP/1.x transport connection broken: malformed MIME header line: canary`:             `net/http: HTTP/1.x transport connection broken: malformed MIME header`,
+		`net/http: HTTP/1.x transport connection broken: malformed MIME header: missing colon: "canary"`: `net/http: HTTP/1.x transport connection broken: malformed MIME header`,
+		`dialing 127.0.0.1:10250: connection refused`:                                                    `dialing 127.0.0.1:10250: connection refused`,
+	} {
+		if got := unquoted(errors.New(said)); got != want {
+			t.Errorf("%s: %s, want %s", said, got, want)
+		}
 	}
 }
