@@ -21,6 +21,7 @@ type kubelet struct {
 	trap     string       // where it redirects to
 	followed atomic.Int64 // how often somebody has come there
 	upgrades atomic.Int64 // requests that came with an Upgrade
+	secret   string       // stands in what it answers; written before it is asked
 }
 
 func newKubelet(t *testing.T, ca *auth.CA) *kubelet {
@@ -45,6 +46,8 @@ func newKubelet(t *testing.T, ca *auth.CA) *kubelet {
 			k.upgrades.Add(1)
 		}
 		io.Copy(io.Discard, r.Body)
+		w.Header().Set("Set-Cookie", "session="+k.secret)
+		w.Header().Set("X-Error", k.secret)
 		io.WriteString(w, "a page\n")
 	})
 	mux.HandleFunc("/redirect", func(w http.ResponseWriter, r *http.Request) {
@@ -62,6 +65,20 @@ func newKubelet(t *testing.T, ca *auth.CA) *kubelet {
 		io.WriteString(c, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nHTTP/1.1 200 OK\r\n\r\n")
 	}))
 	mux.HandleFunc("/garbage", raw(func(c net.Conn) { io.Copy(c, io.LimitReader(zeros{}, mib)) }))
+	mux.HandleFunc("/leaky-status", raw(func(c net.Conn) { io.WriteString(c, "HTTP/1.1 "+k.secret+" OK\r\n\r\n") }))
+	mux.HandleFunc("/leaky-header", raw(func(c net.Conn) { io.WriteString(c, "HTTP/1.1 200 OK\r\n"+k.secret+" no colon\r\n\r\n") }))
+	mux.HandleFunc("/leaky-length", raw(func(c net.Conn) {
+		io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: "+k.secret+"\r\n\r\n")
+	}))
+	mux.HandleFunc("/leaky-idle", raw(func(c net.Conn) {
+		io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok")
+		time.Sleep(100 * time.Millisecond) // it is kept for the next request
+		io.WriteString(c, k.secret+"\r\n\r\n")
+		time.Sleep(100 * time.Millisecond)
+	}))
+	mux.HandleFunc("/leaky-switch", raw(func(c net.Conn) {
+		io.WriteString(c, "HTTP/1.1 101 "+k.secret+"\r\nConnection: Upgrade\r\nUpgrade: "+k.secret+"\r\n\r\n")
+	}))
 	server := &http.Server{
 		Handler: mux, TLSConfig: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}},
 		ReadHeaderTimeout: hangs, ErrorLog: log.New(io.Discard, "", 0),

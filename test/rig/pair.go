@@ -56,8 +56,9 @@ type Pair struct {
 }
 
 type ports struct {
-	GRPC, CloudLog, EdgeLog, HTTPS int
-	TCP                            map[string]int
+	GRPC, CloudLog, EdgeLog, HTTPS, Channelz int
+
+	TCP map[string]int
 }
 
 // NewPair writes the files of a pair and chooses its ports. It starts nothing.
@@ -84,7 +85,7 @@ func NewCA() (*auth.CA, error) { return auth.NewCA("tunnel test", certTTL) }
 
 func (p *Pair) choosePorts() error {
 	p.ports.TCP = make(map[string]int)
-	for _, port := range []*int{&p.ports.GRPC, &p.ports.CloudLog, &p.ports.EdgeLog, &p.ports.HTTPS} {
+	for _, port := range []*int{&p.ports.GRPC, &p.ports.CloudLog, &p.ports.EdgeLog, &p.ports.HTTPS, &p.ports.Channelz} {
 		var err error
 		if *port, err = freePort(); err != nil {
 			return err
@@ -211,6 +212,7 @@ cert = "cloud.crt"
 key = "cloud.key"
 tokenfile = "tokens"
 logport = {{.CloudLog}}
+channelzaddr = "127.0.0.1:{{.Channelz}}"
 [mode.cloud.stream.dns]
 debug = true
 [mode.cloud.tcp]
@@ -255,6 +257,9 @@ func (p *Pair) HTTPSDoor() string { return address(p.ports.HTTPS) }
 
 // CloudHealth returns the address of the cloud's logport.
 func (p *Pair) CloudHealth() string { return address(p.ports.CloudLog) }
+
+// Channelz returns the address of the cloud's channelz.
+func (p *Pair) Channelz() string { return address(p.ports.Channelz) }
 
 // EdgeHealth returns the address of the edge's logport.
 func (p *Pair) EdgeHealth() string { return address(p.ports.EdgeLog) }

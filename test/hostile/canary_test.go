@@ -1,0 +1,709 @@
+package hostile
+
+import (
+	"bytes"
+	"compress/gzip"
+	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"encoding/base64"
+	"encoding/hex"
+	"encoding/pem"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"net/http"
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	channelz "google.golang.org/grpc/channelz/grpc_channelz_v1"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/metadata"
+
+	"tunnel/pkg/auth"
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/test/rig"
+)
+
+// canaries are secrets that are known by their sight: what each is, by how it looks.
+type canaries struct {
+	mu    sync.Mutex // guards the following
+	looks map[string]string
+}
+
+func newCanaries() *canaries { return &canaries{looks: make(map[string]string)} }
+
+// make makes a secret. It is a token, a header, a node's name, whatever it is put into.
+func (c *canaries) make(what string) string {
+	b := make([]byte, 12)
+	rand.Read(b)
+	s := "canary-" + hex.EncodeToString(b)
+	c.add(what, s)
+	return s
+}
+
+// add has a secret looked for, also as it may stand in files, in headers and on the wire.
+func (c *canaries) add(what, secret string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.looks[secret] = what
+	c.looks[strings.TrimPrefix(auth.Secret(secret).Hashed(), "sha256:")] = what + ", hashed"
+	c.looks[url.QueryEscape(secret)] = what
+	for shift := range 3 { // base64 looks in three ways, depending on what stands before
+		b := base64.RawStdEncoding.EncodeToString([]byte(strings.Repeat("x", shift) + secret))
+		c.looks[b[4:len(b)-4]] = what + ", in base64"
+	}
+	c.looks[hex.EncodeToString([]byte(secret))] = what + ", in hex"
+}
+
+// addKeys adds every private key of a folder: each line of its base64, and its bytes.
+func (c *canaries) addKeys(t *testing.T, dir string) {
+	t.Helper()
+	files, err := filepath.Glob(filepath.Join(dir, "*.key"))
+	if err != nil || len(files) == 0 {
+		t.Fatal("there are no keys", err)
+	}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		block, _ := pem.Decode(text)
+		if block == nil {
+			t.Fatalf("%s is no PEM", file)
+		}
+		what := "the key " + filepath.Base(file)
+		for line := range strings.Lines(string(text)) {
+			if line = strings.TrimSpace(line); !strings.HasPrefix(line, "-----") && len(line) >= 24 {
+				c.looks[line] = what
+			}
+		}
+		// The middle is the number that is secret; what stands around it is the same in all.
+		c.looks[hex.EncodeToString(block.Bytes[36:60])] = what + ", in hex"
+	}
+}
+
+// in returns which secrets can be seen in a text.
+func (c *canaries) in(text string) []string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	found := make(map[string]bool)
+	for look, what := range c.looks {
+		if strings.Contains(text, look) {
+			found[what] = true
+		}
+	}
+	return slices.Sorted(maps.Keys(found))
+}
+
+// outputs is all that came out, by where.
+type outputs struct {
+	mu    sync.Mutex // guards the following
+	texts map[string]string
+}
+
+func (o *outputs) add(where, text string) {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if o.texts == nil {
+		o.texts = make(map[string]string)
+	}
+	o.texts[where] += text + "\n"
+}
+
+func (o *outputs) err(where string, err error) {
+	if err != nil {
+		o.add(where, err.Error())
+	}
+}
+
+// check fails when a secret is in an output, or an output lacks what proves that it was
+// looked at.
+func (o *outputs) check(t *testing.T, c *canaries, proofs map[string]string) {
+	t.Helper()
+	for where, text := range o.texts {
+		for _, what := range c.in(text) {
+			t.Errorf("%s shows %s", where, what)
+			for line := range strings.Lines(text) {
+				if len(c.in(line)) > 0 {
+					t.Logf("  %.300s", strings.TrimSpace(line))
+					break
+				}
+			}
+		}
+	}
+	for where, proof := range proofs {
+		if !strings.Contains(o.texts[where], proof) {
+			t.Errorf("%s has no %q: it is not looked at\n%.2000s", where, proof, o.texts[where])
+		}
+	}
+}
+
+// TestTheCanaryTestCanFail plants a secret in every output in turn.
+func TestTheCanaryTestCanFail(t *testing.T) {
+	c := newCanaries()
+	token := c.make("a token")
+	c.make("something else")
+	for name, text := range map[string]string{
+		"plain":         "token=" + token,
+		"on the wire":   auth.EncodeToken("edge1", auth.Secret(token)),
+		"hashed":        "edge1:" + auth.Secret(token).Hashed(),
+		"in a URL":      "GET /exec?command=" + token,
+		"in base64":     "Basic " + base64.StdEncoding.EncodeToString([]byte("u:"+token)),
+		"in hex":        fmt.Sprintf("% x %x", "u", token),
+		"among others'": strings.Repeat("x", 1<<20) + token + strings.Repeat("y", 1<<20),
+	} {
+		if found := c.in(text); len(found) != 1 || !strings.HasPrefix(found[0], "a token") {
+			t.Errorf("%s: found %q", name, found)
+		}
+	}
+	if found := c.in("nothing to see: canary-0123456789abcdef01234567"); len(found) != 0 {
+		t.Errorf("found %q where nothing is", found)
+	}
+	ca, err := rig.NewCA()
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	_, key, err := ca.Issue(rig.CloudLeaf())
+	if err == nil {
+		err = os.WriteFile(filepath.Join(dir, "a.key"), key, 0o600)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.addKeys(t, dir)
+	block, _ := pem.Decode(key)
+	for _, text := range []string{string(key), fmt.Sprintf("%x", block.Bytes)} {
+		if len(c.in(text)) == 0 {
+			t.Error("a private key is not found")
+		}
+	}
+}
+
+// TestCanary runs a cloud and an edge with secrets everywhere, has everything fail that
+// can, and looks at all that they say.
+func TestCanary(t *testing.T) {
+	for _, format := range []string{"text", "json"} {
+		t.Run(format, func(t *testing.T) {
+			t.Parallel()
+			newCage(t, format).run()
+		})
+	}
+}
+
+const kubeletsWords = "what the kubelet says"
+
+// cage is a cloud and an edge whose secrets are canaries.
+type cage struct {
+	*lab
+	secrets *canaries
+	out     *outputs
+	bearer  string // what a caller presents to the kubelet
+
+	past, joiner auth.Secret // tokens of evil0
+}
+
+func newCage(t *testing.T, format string) *cage {
+	ca, err := rig.NewCA()
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &cage{lab: &lab{t: t, kubelet: newKubelet(t, ca)}, secrets: newCanaries(), out: new(outputs)}
+	c.bearer = c.secrets.make("the caller's token")
+	c.kubelet.secret = c.secrets.make(kubeletsWords)
+	dir := t.TempDir()
+	c.Pair, err = rig.NewPair(rig.Config{
+		Binary: program, Dir: dir, CA: ca, Debug: true, Token: auth.Secret(c.secrets.make("the edge's token")),
+		TCP:   map[string]string{"echo": serve(t, func(conn net.Conn) { io.Copy(conn, conn) }), "closed": "127.0.0.1:1", "denied": "192.0.2.1:22"},
+		HTTPS: c.kubelet.addr, Others: []string{"evil0"},
+		Cloud: "[mode.cloud.admin]\nsocket = \"cloud.sock\"\n", Edge: "[mode.edge.admin]\nsocket = \"edge.sock\"\n",
+		Args: []string{"--log-format", format},
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.secrets.add("the token of evil0", c.Token("evil0").Reveal())
+	c.secrets.addKeys(t, dir)
+	// Tokens that are good for something else, or not any more.
+	c.past, c.joiner = auth.Secret(c.secrets.make("an expired token")), auth.Secret(c.secrets.make("a token to join with"))
+	f, err := os.OpenFile(c.Path("tokens"), os.O_APPEND|os.O_WRONLY, 0)
+	if err == nil {
+		_, err = fmt.Fprintf(f, "evil0:%s expires=2020-01-01T00:00:00Z\nevil0:%s join\nevil2:revoked\n", c.past.Hashed(), c.joiner.Reveal())
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	f.Close()
+	return c
+}
+
+func (c *cage) run() {
+	t := c.t
+	var err error
+	if c.cloud, err = c.StartCloud(); err != nil {
+		t.Fatal(err)
+	}
+	defer c.cloud.Kill()
+	if c.edge, err = c.StartEdge(); err != nil {
+		t.Fatal(err)
+	}
+	defer c.edge.Kill()
+	eventually(t, "cloud and edge are ready", func() error { return rig.Ready(c.EdgeHealth()) })
+	c.joins()
+	c.requests()
+	c.conns()
+	c.badTokenFiles()
+	c.listen()
+	c.configChecks()
+	c.strangeEdges()
+	// The last words: what a process says that is asked to die with all it knows.
+	for _, p := range []*rig.Process{c.cloud, c.edge} {
+		if err := p.Signal(syscall.SIGQUIT); err != nil {
+			t.Fatal(err)
+		}
+		<-p.Done()
+	}
+	for name, log := range map[string]*rig.Log{"cloud": &c.CloudLog, "edge": &c.EdgeLog} {
+		text := log.String()
+		c.out.add("the log of the "+name, text)
+		if strings.Contains(text, "panic") {
+			t.Errorf("the %s has panicked", name)
+		}
+	}
+	c.out.check(t, c.secrets, map[string]string{
+		"the log of the cloud":             "SIGQUIT: quit",
+		"the log of the edge":              "SIGQUIT: quit",
+		"what a refused edge is told":      "Unauthenticated",
+		"what a caller is answered":        "HTTP/1.1 502",
+		"/metrics of the cloud":            "tunnel_joins_refused_total",
+		"/readyz?verbose of the cloud":     "[+]stream ok",
+		"channelz":                         "127.0.0.1",
+		"pprof of the cloud":               "goroutine profile",
+		"pprof of the edge":                "goroutine profile",
+		"the command line of the cloud":    "cloud.toml",
+		"what tunnel config check says":    "token file",
+		"what a strange edge says":         "no session",
+		"/loglevel at the socket of cloud": "debug",
+	})
+	if !strings.Contains(c.CloudLog.String(), "DEBUG") {
+		t.Error("the cloud does not log at level debug")
+	}
+}
+
+// joins is edges whose proof is wrong in every way, and one whose proof is good.
+func (c *cage) joins() {
+	wrong := func(what string) auth.Secret { return auth.Secret(c.secrets.make(what)) }
+	long := c.secrets.make("a token that is too long")
+	for _, authorization := range []string{
+		"Bearer " + auth.EncodeToken(rig.Node, wrong("a wrong token")),
+		"Bearer " + auth.EncodeToken("evil0", c.Token(rig.Node)),
+		"Bearer " + auth.EncodeToken("evil0", c.past),
+		"Bearer " + auth.EncodeToken("evil0", c.joiner),
+		"Bearer " + auth.EncodeToken("evil2", wrong("a token of a revoked node")),
+		"Bearer " + auth.EncodeToken("no-such-node", wrong("a token of an unknown node")),
+		"Bearer " + auth.EncodeToken(rig.Node, auth.Secret(strings.Repeat(long, 300))),
+		`Bearer {"nodename":"edge1","token":"` + c.secrets.make("a token in broken JSON"),
+		`Bearer {"nodename":"edge1","token":"x","` + c.secrets.make("a token as a key") + `":"y"}`,
+		`Bearer {"nodename":"edge1","token":{"a":"` + c.secrets.make("a token in an object") + `"}}`,
+		"Bearer " + c.secrets.make("a bare token"),
+		"Basic " + base64.StdEncoding.EncodeToString([]byte("edge1:"+c.secrets.make("a password"))),
+		c.secrets.make("no scheme at all"),
+		"Bearer tunnel1." + base64.RawURLEncoding.EncodeToString([]byte(`{"secret":"`+c.secrets.make("a join token")+`"}`)),
+		"Bearer ey" + base64.RawURLEncoding.EncodeToString([]byte(`{"sub":"`+c.secrets.make("a ServiceAccount's token")+`"}`)),
+	} {
+		ctx, cancel := context.WithCancel(c.t.Context())
+		e := c.dial(ctx, rig.Node)
+		var err error
+		e.control, err = e.TunnelStreaming(metadata.AppendToOutgoingContext(ctx, "authorization", authorization))
+		if err == nil {
+			e.say("stream", "hello", "", &pb.Hello{Version: 1})
+			err = e.end()
+		}
+		c.out.err("what a refused edge is told", err)
+		_, err = pb.NewCertificatesClient(c.connection(ctx)).Sign(metadata.AppendToOutgoingContext(ctx, "authorization", authorization),
+			&pb.SignRequest{Request: []byte(c.secrets.make("a certificate request"))})
+		c.out.err("what a refused edge is told", err)
+		cancel()
+	}
+	// One that is good, and then presents what is not.
+	ctx, cancel := context.WithCancel(c.t.Context())
+	defer cancel()
+	e, err := c.join(ctx, "evil0")
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	for _, token := range []string{auth.EncodeToken("evil0", wrong("a wrong new token")), auth.EncodeToken(rig.Node, wrong("a new token of another node")), c.secrets.make("a bare new token")} {
+		e.say("stream", "credential", "", &pb.Credential{AccessToken: token})
+	}
+	// What it says beside that is nobody's to repeat, either.
+	for _, typ := range []string{"heartbeat", "refused", "drain", "credential", "shout"} {
+		m := &pb.StreamMsg{Category: "stream", Type: typ, Topic: c.secrets.make("a topic"), Data: []byte(c.secrets.make("the data of a message")), Addr: c.secrets.make("an address")}
+		e.control.Send(m)
+	}
+	c.out.err("what a refused edge is told", e.end())
+}
+
+// connection connects an attacker to the gRPC port.
+func (c *cage) connection(ctx context.Context) *grpc.ClientConn {
+	cc, err := grpc.NewClient("passthrough:///"+c.GRPC(), grpc.WithTransportCredentials(credentials.NewTLS(c.EdgeTLS())))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	context.AfterFunc(ctx, func() { cc.Close() })
+	return cc
+}
+
+// requests is HTTP through the front door, with secrets wherever HTTP has a place.
+func (c *cage) requests() {
+	secret := "Authorization: Bearer " + c.bearer + "\r\nCookie: session=" + c.secrets.make("a cookie") + "\r\nX-Remote-User: " + c.secrets.make("a header") + "\r\n"
+	body := `{"stdin":"` + c.secrets.make("the body of an exec") + `"}`
+	length := fmt.Sprintf("Content-Length: %d\r\n\r\n%s", len(body), body)
+	for _, request := range []string{
+		"POST /exec/ns/pod/c?command=" + c.secrets.make("an exec's command") + " HTTP/1.1\r\nHost: edge1\r\n" + secret + length,
+		"GET / HTTP/1.1\r\nHost: no-such-node\r\n" + secret + "\r\n",
+		"GET / HTTP/1.1\r\nHost: edge1:1\r\n" + secret + "\r\n",
+		"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: chunked\r\n" + secret + length,
+		"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: chunked\r\n" + secret + "\r\n" + body,
+		"GET / HTTP/1.1\r\nHost: edge1\r\n" + secret + "Upgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+		"POST / HTTP/1.1\r\nHost: edge1\r\n" + secret + "Upgrade: websocket\r\nConnection: Upgrade\r\n" + length,
+		"GET / HTTP/1.1\r\nHost: edge1\r\nAuthorization " + c.bearer + "\r\n\r\n",
+		"GET / HTTP/1.1\r\nHost: edge1\r\nAuthorization: \x00" + c.bearer + "\r\n\r\n",
+		c.bearer + "\r\n\r\n",
+		"GET /leaky-status HTTP/1.1\r\nHost: edge1\r\n" + secret + "\r\n",
+		"GET /leaky-header HTTP/1.1\r\nHost: edge1\r\n" + secret + "\r\n",
+		"GET /leaky-length HTTP/1.1\r\nHost: edge1\r\n" + secret + "\r\n",
+		"GET /leaky-switch HTTP/1.1\r\nHost: edge1\r\n" + secret + "Upgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+		"GET /leaky-idle HTTP/1.1\r\nHost: edge1\r\n" + secret + "\r\n",
+		"GET /garbage HTTP/1.1\r\nHost: edge1\r\n" + secret + "\r\n",
+	} {
+		conn, err := c.caller(c.t.Context())
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		answer := exchange(conn, request)
+		for look, what := range c.secrets.looks { // what the kubelet says is for its caller
+			if what == kubeletsWords {
+				answer = strings.ReplaceAll(answer, look, "…")
+			}
+		}
+		c.out.add("what a caller is answered", answer)
+	}
+	// Without TLS, without a certificate, and where no HTTP is spoken.
+	plain := "GET / HTTP/1.1\r\nHost: edge1\r\n" + secret + "\r\n"
+	for _, addr := range []string{c.HTTPSDoor(), c.GRPC(), c.Channelz(), c.CloudHealth(), c.EdgeHealth()} {
+		conn, err := attackerDial(c.t.Context(), addr)
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		c.out.add("what a caller is answered", exchange(conn, plain))
+	}
+	conn, err := attackerDial(c.t.Context(), c.HTTPSDoor())
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.out.add("what a caller is answered", exchange(tls.Client(conn, c.callerTLS(false)), plain))
+}
+
+// exchange sends a request and returns all that comes back, and the error.
+func exchange(conn net.Conn, request string) string {
+	defer conn.Close()
+	conn.SetDeadline(time.Now().Add(2 * time.Second))
+	go io.WriteString(conn, request)
+	var answer bytes.Buffer
+	_, err := io.CopyN(&answer, conn, 1)
+	if err == nil {
+		conn.SetReadDeadline(time.Now().Add(200 * time.Millisecond)) // the connection may be kept
+		_, err = io.Copy(&answer, conn)
+	}
+	return fmt.Sprintf("%s %v", answer.String(), err)
+}
+
+// conns is bytes through the TCP front doors: to a target that takes them, to one that
+// does not listen, and to one that may not be dialled.
+func (c *cage) conns() {
+	for _, door := range []string{"echo", "closed", "denied"} {
+		conn, err := net.Dial("tcp", c.Door(door))
+		if err != nil {
+			c.out.err("what a caller is answered", err) // it was reset as fast as that
+			continue
+		}
+		conn.(*net.TCPConn).SetLinger(0)
+		conn.SetDeadline(time.Now().Add(time.Second))
+		io.WriteString(conn, c.secrets.make("bytes of a conn"))
+		io.CopyN(io.Discard, conn, 8)
+		conn.Close()
+	}
+}
+
+// badTokenFiles has the cloud read token files that are wrong, while it runs.
+func (c *cage) badTokenFiles() {
+	path := c.Path("tokens")
+	good, err := os.ReadFile(path)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	seen := len(c.CloudLog.String())
+	for _, bad := range c.wrongTokenFiles() {
+		if err := os.WriteFile(path, []byte(bad), 0o600); err != nil {
+			c.t.Fatal(err)
+		}
+		eventually(c.t, "the cloud has seen that its token file is wrong", func() error {
+			if log := c.CloudLog.String(); !strings.Contains(log[seen:], "token") {
+				return fmt.Errorf("nothing is said of it")
+			}
+			return nil
+		})
+		c.health("cloud", c.CloudHealth())
+		seen = len(c.CloudLog.String())
+	}
+	if err := os.WriteFile(path, good, 0o600); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+// wrongTokenFiles are token files with mistakes that people make.
+func (c *cage) wrongTokenFiles() []string {
+	token := func() string { return c.secrets.make("a token in a wrong file") }
+	key, err := os.ReadFile(c.Path("cloud.key"))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return []string{
+		token() + "\n",
+		token() + ":\n",
+		":" + token() + "\n",
+		"edge1 " + token() + "\n",
+		"edge1=" + token() + "\n",
+		"Edge_1:" + token() + "\n",
+		strings.ToUpper(token()[:7]) + token() + ":edge1\n", // swapped
+		token() + "_:edge1\n",                               // swapped, and no node's name
+		"edge1:" + token() + "\nedge1:" + token() + "\n",
+		"edge1:" + token() + " " + token() + "\n",
+		"edge1:" + token() + " expires=" + token() + "\n",
+		"edge1:" + token() + " " + token() + "=x\n",
+		"edge1:sha256:" + token() + "\n",
+		"default:" + token() + "\n",
+		"edge1:" + strings.Repeat(token(), 200) + "\n",
+		`{"nodename":"edge1","token":"` + token() + "\"}\n",
+		`token = "` + token() + "\"\n",
+		string(key),
+	}
+}
+
+// health asks a health port everything.
+func (c *cage) health(name, addr string) {
+	for _, path := range []string{"/healthz", "/readyz?verbose", "/metrics"} {
+		resp, err := http.Get("http://" + addr + path)
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		text, err := io.ReadAll(resp.Body)
+		resp.Body.Close()
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		c.out.add(path+" of the "+name, string(text))
+	}
+}
+
+// listen looks at everything that a process shows.
+func (c *cage) listen() {
+	for name, side := range map[string]struct {
+		process *rig.Process
+		health  string
+	}{"cloud": {c.cloud, c.CloudHealth()}, "edge": {c.edge, c.EdgeHealth()}} {
+		c.health(name, side.health)
+		line, err := os.ReadFile(fmt.Sprintf("/proc/%d/cmdline", side.process.PID()))
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		c.out.add("the command line of the "+name, string(line))
+		client := &http.Client{Timeout: hangs, Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+			return new(net.Dialer).DialContext(ctx, "unix", c.Path(name+".sock"))
+		}}}
+		for _, path := range []string{"/loglevel", "/readyz?verbose", "/metrics"} {
+			c.out.add(path+" at the socket of "+name, fetch(c.t, client, path))
+		}
+		for _, path := range []string{"", "cmdline", "heap", "heap?debug=1", "allocs?debug=1", "goroutine?debug=1", "goroutine?debug=2", "goroutine", "mutex?debug=1", "block?debug=1", "threadcreate?debug=1", "trace?seconds=1", "profile?seconds=1"} {
+			c.out.add("pprof of the "+name, fetch(c.t, client, "/debug/pprof/"+path))
+		}
+	}
+	c.channelz()
+}
+
+// fetch returns what a socket answers, unpacked.
+func fetch(t *testing.T, client *http.Client, path string) string {
+	t.Helper()
+	resp, err := client.Get("http://localhost" + path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil || resp.StatusCode != http.StatusOK && resp.StatusCode != http.StatusServiceUnavailable { // not ready
+		t.Fatalf("%s: HTTP %d, %v", path, resp.StatusCode, err)
+	}
+	if unpacked, err := gzip.NewReader(bytes.NewReader(b)); err == nil {
+		if b, err = io.ReadAll(unpacked); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return string(b)
+}
+
+// channelz asks for every server and every connection.
+func (c *cage) channelz() {
+	cc, err := grpc.NewClient(c.Channelz(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	defer cc.Close()
+	client, ctx := channelz.NewChannelzClient(cc), c.t.Context()
+	servers, err := client.GetServers(ctx, &channelz.GetServersRequest{})
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.out.add("channelz", servers.String())
+	for _, s := range servers.GetServer() {
+		for _, l := range s.GetListenSocket() {
+			c.socket(client, l.GetSocketId())
+		}
+		sockets, err := client.GetServerSockets(ctx, &channelz.GetServerSocketsRequest{ServerId: s.GetRef().GetServerId()})
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		for _, ref := range sockets.GetSocketRef() {
+			c.socket(client, ref.GetSocketId())
+		}
+	}
+	top, err := client.GetTopChannels(ctx, &channelz.GetTopChannelsRequest{})
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.out.add("channelz", top.String())
+}
+
+func (c *cage) socket(client channelz.ChannelzClient, id int64) {
+	s, err := client.GetSocket(c.t.Context(), &channelz.GetSocketRequest{SocketId: id})
+	if err != nil {
+		return // it has gone meanwhile
+	}
+	addr := s.GetSocket().GetRemote().GetTcpipAddress().GetIpAddress()
+	c.out.add("channelz", s.String()+" "+net.IP(addr).String()+" "+net.IP(s.GetSocket().GetLocal().GetTcpipAddress().GetIpAddress()).String())
+}
+
+// configChecks has tunnel config check, and tunnel cloud and edge, read files with secrets
+// in wrong places.
+func (c *cage) configChecks() {
+	read := func(name string) string {
+		b, err := os.ReadFile(c.Path(name))
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		return string(b)
+	}
+	check := func(files map[string]string, args ...string) {
+		dir := c.t.TempDir()
+		for _, name := range []string{"ca.crt", "cloud.crt", "cloud.key", "https.crt", "https.key", "client.crt", "client.key", "tokens", "token", "cloud.toml", "edge.toml"} {
+			if err := os.WriteFile(filepath.Join(dir, name), []byte(read(name)), 0o600); err != nil {
+				c.t.Fatal(err)
+			}
+		}
+		for name, text := range files {
+			if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
+				c.t.Fatal(err)
+			}
+		}
+		ctx, cancel := context.WithTimeout(c.t.Context(), hangs)
+		defer cancel()
+		cmd := exec.CommandContext(ctx, program, args...)
+		cmd.Dir = dir
+		text, _ := cmd.CombinedOutput()
+		c.out.add("what tunnel config check says", string(text))
+	}
+	cloud, edge := read("cloud.toml"), read("edge.toml")
+	for _, tokens := range c.wrongTokenFiles() {
+		check(map[string]string{"tokens": tokens}, "config", "check", "-c", "cloud.toml", "--log-level", "debug")
+	}
+	token := func() string { return c.secrets.make("a token in edge.toml") }
+	for _, line := range []string{
+		"token = " + token(), `token = "` + token(), "token = '" + token(), `token = "` + token() + `\q"`, "token = " + token() + `"`,
+		`token = ["` + token() + `"]`, `token = {a = "` + token() + `"}`, `token "` + token() + `"`, `tokens = "` + token() + `"`,
+		`"` + token() + `" = "edge1"`, `token = """` + token(), token(), "[" + token(), `token = "` + token() + "\"\ntoken = \"" + token() + `"`,
+		`logport = "` + token() + `"`,
+	} {
+		check(map[string]string{"edge.toml": strings.Replace(edge, `tokenfile = "token"`, line, 1)}, "config", "check", "-c", "edge.toml", "--log-level", "debug")
+	}
+	for _, wrong := range []string{token() + "\n" + token() + "\n", " " + token(), "edge1:" + token(), strings.Repeat(token(), 500), token() + "\x00"} {
+		check(map[string]string{"token": wrong}, "config", "check", "-c", "edge.toml", "--log-level", "debug")
+	}
+	// Files in each other's places.
+	for _, swap := range [][2]string{
+		{`cert = "cloud.crt"`, `cert = "cloud.key"`}, {`key = "cloud.key"`, `key = "https.key"`}, {`key = "cloud.key"`, `key = "tokens"`},
+		{`tokenfile = "tokens"`, `tokenfile = "cloud.key"`}, {`tokenfile = "tokens"`, `tokenfile = "token"`}, {`clientca = "ca.crt"`, `clientca = "cloud.key"`},
+	} {
+		check(map[string]string{"cloud.toml": strings.Replace(cloud, swap[0], swap[1], 1)}, "config", "check", "-c", "cloud.toml", "--log-level", "debug")
+	}
+	broken := strings.Replace(read("cloud.key"), "-----END", "----END", 1)
+	check(map[string]string{"cloud.key": broken}, "config", "check", "-c", "cloud.toml")
+	check(map[string]string{"edge.toml": strings.Replace(edge, `cert = "ca.crt"`, `cert = "cloud.key"`, 1)}, "config", "check", "-c", "edge.toml")
+	check(nil, "edge", "-c", "edge.toml", token()) // a token in argv is refused without being repeated
+	check(nil, "config", "check", "-c", "cloud.key")
+	check(nil, "config", "check", "-c", "tokens")
+	check(nil, "cloud", "-c", "token")
+}
+
+// strangeEdges is edges that are set up wrongly, as processes: what they log.
+func (c *cage) strangeEdges() {
+	for name, wrong := range map[string]string{"a wrong token": c.secrets.make("the wrong token of an edge"), "a token of somebody else": c.Token("evil0").Reveal()} {
+		config := strings.Replace(c.edgeConfig(), `tokenfile = "token"`, fmt.Sprintf("token = %q", wrong), 1)
+		path := c.Path("strange.toml")
+		if err := os.WriteFile(path, []byte(config), 0o600); err != nil {
+			c.t.Fatal(err)
+		}
+		var log rig.Log
+		p, err := rig.Start(&log, program, "edge", "-c", path, "--log-level", "debug")
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		eventually(c.t, name+" is refused", func() error {
+			if !strings.Contains(log.String(), "no session") {
+				return fmt.Errorf("its log: %s", log.String())
+			}
+			return nil
+		})
+		if err := p.Signal(syscall.SIGQUIT); err != nil {
+			c.t.Fatal(err)
+		}
+		<-p.Done()
+		c.out.add("what a strange edge says", log.String())
+	}
+}
+
+// edgeConfig is that of the edge without what it listens on.
+func (c *cage) edgeConfig() string {
+	b, err := os.ReadFile(c.Path("edge.toml"))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	text, _, _ := strings.Cut(string(b), "[mode.edge.admin]")
+	var lines []string
+	for line := range strings.Lines(text) {
+		if !strings.HasPrefix(line, "logport") {
+			lines = append(lines, line)
+		}
+	}
+	return strings.Join(lines, "")
+}
