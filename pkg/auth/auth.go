@@ -1,29 +1,55 @@
 // Package auth decides who may join as which node, who may call a front door, and
 // what an edge may dial.
 //
-// Joining: the cloud is given an [Authenticator] and asks it once per session.
+// Joining: the cloud has one [Gate], which knows the three proofs of a node (a token of
+// the token file, a node certificate, a Kubernetes ServiceAccount token) and what
+// revokes them. Who has a session asks it once, and listens.
 //
-//	tokens, err := auth.NewTokens("/etc/tunnel/tokens", false, log) // fatal when bad
-//	go tokens.Run(ctx)                                              // follows the file
+//	tokens, err := auth.NewTokens(auth.TokensConfig{Path: "/etc/tunnel/tokens", Log: log}) // fatal when bad
+//	gate := auth.NewGate(auth.GateConfig{Tokens: tokens, NodeCA: pool.Pool, Backdate: auth.Backdate, Log: log})
+//	go gate.Run(ctx)                        // follows the file, the CA, Kubernetes' nodes
 //	…
-//	c, err := auth.DecodeToken(bearer)      // what the edge sent
-//	g, err := tokens.Authenticate(ctx, c)   // ctx: the session's own
+//	c, err := auth.DecodeToken(bearer)      // what the edge sent; or Credential{Node, Chain}
+//	g, err := gate.Authenticate(ctx, c)     // ctx: the session's own
 //	select {
 //	case <-g.Revoked:                       // the line has left the file: end the session
+//	case <-time.After(time.Until(g.Expires)): // unless it is zero
 //	case <-ctx.Done():
 //	}
+//
+// Certificates: an [Issuer] gives a node its first one by a join token and the next ones
+// by its session; a [Signer] writes them, [FileSigner] with a CA in files.
+//
+//	signer, err := auth.NewFileSigner("nodes-ca.crt", "nodes-ca.key", 0) // fatal when bad
+//	issuer := auth.NewIssuer(gate, signer)
+//	node, chain, err := issuer.First(ctx, c, request)
+//
+// An edge reads its [JoinToken], makes sure that the cloud is the one that the token
+// names, has its first certificate signed, and from then on renews it:
+//
+//	t, err := auth.ParseJoinToken(line)
+//	tlsConfig, ca := auth.PinnedTLS(t)      // no secret is sent to anybody else
+//	key, request, err := auth.NewRequest(t.Node)
+//	…                                       // send the request with t.Secret
+//	err = auth.WriteNodeFile("node.pem", chain, key)
+//	go auth.NewRenewal(auth.RenewalConfig{Node: t.Node, File: "node.pem", Renew: client.Renew, Log: log}).Run(ctx)
+//
+// The token file is changed by [AddToken] and [RevokeNode] and shown by [List], which
+// work on its content.
 //
 // Calling a front door: [Sources] is a list of networks that may connect.
 //
 // Dialling on the edge: [Policy] resolves a target, checks the addresses that came
 // out, and dials one of those, so that a name cannot change its mind in between.
 //
-// [CA] makes certificates for a demo, a test or a small installation. [Secret] keeps
-// a token out of everything that is printed.
+// [CA] makes certificates for a demo, a test or a small installation, and can be stored.
+// [Secret] keeps a token out of everything that is printed.
 //
 // The package opens no listener and starts no goroutine of its own except inside
-// Run. It does not speak TLS: who verified a client certificate, and against what,
-// is the business of the front door that did it. It makes no statement about what an
+// Run. It speaks no TLS itself: the handshake has proven that a peer has the key of its
+// certificate. Nodes' certificates are verified here; those of a front door's callers
+// are the business of the front door. It knows no Kubernetes but what a [Reviewer], a
+// [Signer] and a [Nodes] tell. It makes no statement about what an
 // authenticated node may do beyond being that node.
 package auth
 

@@ -211,17 +211,18 @@ func (g *Gate) byReview(ctx context.Context, node tunnel.NodeName, token Secret)
 	if !a.review.Authenticated {
 		return accountProof{}, refusal("Kubernetes does not accept the ServiceAccount token for our audience")
 	}
-	name, ok := strings.CutPrefix(a.review.User, accountUser)
-	account := strings.Replace(name, ":", "/", 1)
+	i := slices.IndexFunc(g.cfg.ServiceAccounts, func(account string) bool {
+		return a.review.User == accountUser+strings.Replace(account, "/", ":", 1)
+	})
 	switch {
-	case !ok || !slices.Contains(g.cfg.ServiceAccounts, account):
+	case i < 0:
 		return accountProof{}, refusal(fmt.Sprintf("the token is of %q, which is not in serviceaccounts of [mode.cloud.join]", a.review.User))
 	case a.review.Node == "":
 		return accountProof{}, refusal("the ServiceAccount token names no node; it must be projected into the pod (serviceAccountToken), by Kubernetes 1.32 or later")
 	case a.review.Node != string(node):
 		return accountProof{}, refusal("the ServiceAccount token is of a pod on another node")
 	}
-	return accountProof{account: account, until: a.until}, nil
+	return accountProof{account: g.cfg.ServiceAccounts[i], until: a.until}, nil
 }
 
 // Collector returns the metrics of the Gate.

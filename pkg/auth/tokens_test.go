@@ -11,14 +11,14 @@ import (
 	"time"
 )
 
-func writeFile(t *testing.T, path, content string) {
+func writeFile(t testing.TB, path, content string) {
 	t.Helper()
 	if err := os.WriteFile(path, []byte(content), 0o600); err != nil {
 		t.Fatal(err)
 	}
 }
 
-func tokenFile(t *testing.T, content string) string {
+func tokenFile(t testing.TB, content string) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "tokens")
 	writeFile(t, path, content)
@@ -227,15 +227,15 @@ func wantLive(t *testing.T, g Grant) {
 
 func TestRevocation(t *testing.T) {
 	// Each way replaces the file's content, as an administrator or a kubelet would.
-	ways := map[string]func(t *testing.T, path, content string){
+	ways := map[string]func(t testing.TB, path, content string){
 		"written in place": writeFile,
-		"renamed over": func(t *testing.T, path, content string) {
+		"renamed over": func(t testing.TB, path, content string) {
 			writeFile(t, path+".new", content)
 			if err := os.Rename(path+".new", path); err != nil {
 				t.Fatal(err)
 			}
 		},
-		"removed and written": func(t *testing.T, path, content string) {
+		"removed and written": func(t testing.TB, path, content string) {
 			if err := os.Remove(path); err != nil {
 				t.Fatal(err)
 			}

@@ -1,0 +1,328 @@
+package auth
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// nodeFile makes a node's file with a certificate that signer has signed.
+func nodeFile(t *testing.T, s Signer) string {
+	t.Helper()
+	key, request, err := NewRequest("edge1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	chain, err := s.Sign(t.Context(), "edge1", request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "node.pem")
+	if err := WriteNodeFile(path, chain, key); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func leafOf(t *testing.T, path string) *x509.Certificate {
+	t.Helper()
+	pair, err := tls.LoadX509KeyPair(path, path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pair.Leaf
+}
+
+// renewing runs a Renewal until the end of the test.
+func renewing(t *testing.T, path string, renew func(ctx context.Context, request []byte) ([]byte, error), changed func()) (*Renewal, *journal) {
+	t.Helper()
+	log, j := newLog()
+	r := NewRenewal(RenewalConfig{Node: "edge1", File: path, Renew: renew, Changed: changed, Log: log})
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan error, 1)
+	go func() { done <- r.Run(ctx) }()
+	t.Cleanup(func() {
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("Run: %v", err)
+		}
+	})
+	return r, j
+}
+
+// The CA of these tests is made inside the bubble: its clock is the bubble's.
+const days = 24 * time.Hour
+
+func bubbleSigner(t *testing.T) *FileSigner {
+	t.Helper()
+	ca, err := NewCA("nodes", 1000*days)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return fileSigner(t, ca, 30*days)
+}
+
+func TestRenewalAtTwoThirds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := bubbleSigner(t)
+		path := nodeFile(t, s)
+		var mu sync.Mutex
+		var at []time.Duration // since the last
+		last, changes := time.Now(), 0
+		r, _ := renewing(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			at = append(at, time.Since(last))
+			last = time.Now()
+			return s.Sign(ctx, "edge1", request)
+		}, func() { mu.Lock(); changes++; mu.Unlock() })
+		old := leafOf(t, path)
+		time.Sleep(17*days - time.Hour)
+		if leafOf(t, path).SerialNumber.Cmp(old.SerialNumber) != 0 {
+			t.Error("renewed long before two thirds")
+		}
+		time.Sleep(100 * days)
+		mu.Lock()
+		defer mu.Unlock()
+		if len(at) < 5 || changes != len(at) {
+			t.Fatalf("renewed %d times in 117 days, said so %d times", len(at), changes)
+		}
+		same := true
+		for _, d := range at {
+			if d < 17*days-2*time.Hour || d > 20*days+2*time.Hour {
+				t.Errorf("renewed after %v", d)
+			}
+			same = same && d == at[0]
+		}
+		if same {
+			t.Error("renewed without jitter")
+		}
+		now := leafOf(t, path)
+		if old.PublicKey.(*ecdsa.PublicKey).Equal(now.PublicKey) || now.SerialNumber.Cmp(old.SerialNumber) == 0 {
+			t.Error("the file holds the old certificate or its key")
+		}
+		if st, err := os.Stat(path); err != nil || st.Mode().Perm() != 0o600 {
+			t.Errorf("mode %v, %v", st.Mode(), err)
+		}
+		if r.Note() != "" {
+			t.Errorf("note %q", r.Note())
+		}
+	})
+}
+
+func TestRenewalThatFails(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := bubbleSigner(t)
+		path := nodeFile(t, s)
+		before, err := os.ReadFile(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var mu sync.Mutex
+		var at []time.Time
+		down := true
+		r, j := renewing(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			at = append(at, time.Now())
+			if down {
+				return nil, errors.New("no session")
+			}
+			return s.Sign(ctx, "edge1", request)
+		}, nil)
+		time.Sleep(24 * days)
+		mu.Lock()
+		if len(at) < 100 {
+			t.Fatalf("tried %d times", len(at))
+		}
+		for i, want := range []time.Duration{10 * time.Second, 20 * time.Second, 40 * time.Second, 80 * time.Second, 160 * time.Second, 320 * time.Second, 10 * time.Minute, 10 * time.Minute} {
+			if got := at[i+1].Sub(at[i]); got != want {
+				t.Errorf("wait %d was %v, want %v", i, got, want)
+			}
+		}
+		mu.Unlock()
+		if r.Note() != "" {
+			t.Errorf("a fifth is left: note %q", r.Note())
+		}
+		time.Sleep(2 * days)
+		if !strings.Contains(r.Note(), "could not be renewed") {
+			t.Errorf("less than a sixth is left: note %q", r.Note())
+		}
+		if after, err := os.ReadFile(path); err != nil || string(after) != string(before) {
+			t.Errorf("a failure has changed the file: %v", err)
+		}
+		if !strings.Contains(j.String(), "no session") || strings.Contains(j.String(), "PRIVATE") {
+			t.Error("the log does not say why")
+		}
+		time.Sleep(5 * days)
+		if !strings.Contains(r.Note(), "has expired") {
+			t.Errorf("expired: note %q", r.Note())
+		}
+		mu.Lock()
+		down = false
+		mu.Unlock()
+		time.Sleep(11 * time.Minute)
+		if r.Note() != "" {
+			t.Errorf("renewed at last: note %q", r.Note())
+		}
+	})
+}
+
+func TestRenewalTakesNoOtherAnswer(t *testing.T) {
+	for name, answer := range map[string]func(t *testing.T, s Signer, request []byte) []byte{
+		"another node's": func(t *testing.T, s Signer, _ []byte) []byte {
+			_, request, err := NewRequest("edge2")
+			if err != nil {
+				t.Fatal(err)
+			}
+			chain, err := s.Sign(t.Context(), "edge2", request)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return chain
+		},
+		"another key's": func(t *testing.T, s Signer, _ []byte) []byte {
+			_, request, err := NewRequest("edge1")
+			if err != nil {
+				t.Fatal(err)
+			}
+			chain, err := s.Sign(t.Context(), "edge1", request)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return chain
+		},
+		"nothing": func(*testing.T, Signer, []byte) []byte { return nil },
+		"garbage": func(*testing.T, Signer, []byte) []byte {
+			return []byte("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				s := bubbleSigner(t)
+				path := nodeFile(t, s)
+				before, err := os.ReadFile(path)
+				if err != nil {
+					t.Fatal(err)
+				}
+				_, j := renewing(t, path, func(_ context.Context, request []byte) ([]byte, error) {
+					return answer(t, s, request), nil
+				}, func() { t.Error("it says that the certificate is new") })
+				time.Sleep(21 * days)
+				if after, err := os.ReadFile(path); err != nil || string(after) != string(before) {
+					t.Errorf("the file has changed: %v", err)
+				}
+				if !strings.Contains(j.String(), "what the cloud has signed") {
+					t.Error("the log does not say why")
+				}
+			})
+		})
+	}
+}
+
+func TestRenewalOfACAThatIsAboutToExpire(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ca, err := NewCA("nodes", time.Hour)
+		if err != nil {
+			t.Fatal(err)
+		}
+		s := fileSigner(t, ca, 30*days)
+		path := nodeFile(t, s)
+		var mu sync.Mutex
+		n := 0
+		renewing(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			n++
+			return s.Sign(ctx, "edge1", request)
+		}, nil)
+		time.Sleep(time.Hour - time.Minute)
+		mu.Lock()
+		defer mu.Unlock()
+		if n == 0 || n > 30 {
+			t.Errorf("renewed %d times in the last hour of the CA", n)
+		}
+	})
+}
+
+func TestWriteNodeFile(t *testing.T) {
+	ca := newNodeCA(t)
+	s := fileSigner(t, ca.CA, time.Hour)
+	key, request, err := NewRequest("edge1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	chain, err := s.Sign(t.Context(), "edge1", request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	dir := t.TempDir()
+	path, link := filepath.Join(dir, "real", "node.pem"), filepath.Join(dir, "node.pem")
+	if err := os.Mkdir(filepath.Dir(path), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	writeFile(t, path, "old")
+	if err := os.Chmod(path, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	const somebody = 12345
+	root := os.Geteuid() == 0
+	if root {
+		if err := os.Chown(path, somebody, somebody); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := os.Symlink(path, link); err != nil {
+		t.Fatal(err)
+	}
+	if err := WriteNodeFile(link, chain, key); err != nil {
+		t.Fatal(err)
+	}
+	if leafOf(t, path).Subject.CommonName != "tunnel:node:edge1" {
+		t.Error("it holds another certificate")
+	}
+	st, err := os.Lstat(path)
+	if err != nil || st.Mode() != 0o600 {
+		t.Errorf("mode %v, %v", st.Mode(), err)
+	}
+	if st, err := os.Lstat(link); err != nil || st.Mode()&os.ModeSymlink == 0 {
+		t.Errorf("the link was replaced: %v", err)
+	}
+	if uid := ownerOf(st); root && uid != somebody {
+		t.Errorf("it belongs to %d", uid)
+	}
+
+	other, _, err := NewRequest("edge1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := WriteNodeFile(link, chain, other); err == nil {
+		t.Error("a key that does not fit is written")
+	}
+	if err := WriteNodeFile(filepath.Join(dir, "none", "node.pem"), chain, key); err == nil {
+		t.Error("a directory that is not there")
+	}
+	for _, d := range []string{dir, filepath.Dir(path)} {
+		entries, err := os.ReadDir(d)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, e := range entries {
+			if strings.HasPrefix(e.Name(), ".") {
+				t.Errorf("%s is left behind", e.Name())
+			}
+		}
+	}
+}
+
+func ownerOf(st os.FileInfo) int { return int(st.Sys().(*syscall.Stat_t).Uid) }

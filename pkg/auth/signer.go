@@ -1,0 +1,92 @@
+package auth
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/x509"
+	"fmt"
+	"os"
+	"slices"
+	"time"
+
+	"tunnel/pkg/tunnel"
+)
+
+// nodeLifetime is how long a node's certificate is good unless somebody says otherwise.
+const nodeLifetime = 30 * 24 * time.Hour
+
+// FileSigner signs with a CA whose certificate and key are in files. It reads them each
+// time, which is once in weeks for each node, so that a CA that changes is taken up.
+type FileSigner struct {
+	certFile, keyFile string
+	lifetime          time.Duration
+}
+
+var _ Signer = (*FileSigner)(nil)
+
+// NewFileSigner returns a FileSigner whose certificates are good for lifetime; 0 is 30
+// days. A CA that cannot sign certificates for clients is an error.
+func NewFileSigner(certFile, keyFile string, lifetime time.Duration) (*FileSigner, error) {
+	if lifetime == 0 {
+		lifetime = nodeLifetime
+	}
+	s := &FileSigner{certFile: certFile, keyFile: keyFile, lifetime: lifetime}
+	if _, err := s.load(); err != nil {
+		return nil, err
+	}
+	return s, nil
+}
+
+// load reads the CA.
+func (s *FileSigner) load() (*CA, error) {
+	certPEM, err := os.ReadFile(s.certFile)
+	if err != nil {
+		return nil, fmt.Errorf("the CA of nodes' certificates: %w", err)
+	}
+	keyPEM, err := os.ReadFile(s.keyFile)
+	if err != nil {
+		return nil, fmt.Errorf("the CA of nodes' certificates: %w", err)
+	}
+	ca, err := LoadCA(certPEM, keyPEM)
+	if err != nil {
+		return nil, fmt.Errorf("%s and %s: %w", s.certFile, s.keyFile, err)
+	}
+	forClients := func(u x509.ExtKeyUsage) bool { return u == x509.ExtKeyUsageClientAuth || u == x509.ExtKeyUsageAny }
+	if usages := ca.cert.ExtKeyUsage; len(usages) > 0 && !slices.ContainsFunc(usages, forClients) { // none is any
+		return nil, fmt.Errorf("%s: the CA may not sign certificates for clients (extended key usage)", s.certFile)
+	}
+	if now := time.Now(); now.Before(ca.cert.NotBefore) || now.After(ca.cert.NotAfter) {
+		return nil, fmt.Errorf("%s: the CA is good from %s to %s, not now; renew it, or set the clock", s.certFile,
+			ca.cert.NotBefore.Format(time.RFC3339), ca.cert.NotAfter.Format(time.RFC3339))
+	}
+	return ca, nil
+}
+
+// Sign implements Signer. Only the key is the request's; all else is decided here.
+func (s *FileSigner) Sign(_ context.Context, node tunnel.NodeName, request []byte) ([]byte, error) {
+	r, err := ParseRequest(node, request)
+	if err != nil {
+		return nil, err
+	}
+	ca, err := s.load()
+	if err != nil {
+		return nil, err
+	}
+	now := time.Now()
+	tmpl := &x509.Certificate{
+		Subject:               NodeSubject(node),
+		NotBefore:             now.Add(-Backdate),
+		NotAfter:              now.Add(s.lifetime),
+		BasicConstraintsValid: true,
+		KeyUsage:              x509.KeyUsageDigitalSignature,
+		ExtKeyUsage:           []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
+	}
+	if tmpl.NotAfter.After(ca.cert.NotAfter) {
+		tmpl.NotAfter = ca.cert.NotAfter
+	}
+	der, err := x509.CreateCertificate(rand.Reader, tmpl, ca.cert, r.PublicKey, ca.key)
+	if err != nil {
+		return nil, fmt.Errorf("signing the certificate of node %s: %w", node, err)
+	}
+	return encodePEM("CERTIFICATE", der), nil
+}

@@ -1,0 +1,247 @@
+package auth
+
+import (
+	"context"
+	"crypto/ecdsa"
+	"crypto/ed25519"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"tunnel/pkg/tunnel"
+)
+
+// caFiles writes a CA into files.
+func caFiles(t testing.TB, ca *CA) (certFile, keyFile string) {
+	t.Helper()
+	dir := t.TempDir()
+	certFile, keyFile = filepath.Join(dir, "ca.crt"), filepath.Join(dir, "ca.key")
+	for file, content := range map[string][]byte{certFile: ca.CertPEM(), keyFile: ca.KeyPEM()} {
+		if err := os.WriteFile(file, content, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return certFile, keyFile
+}
+
+func fileSigner(t testing.TB, ca *CA, lifetime time.Duration) *FileSigner {
+	t.Helper()
+	certFile, keyFile := caFiles(t, ca)
+	s, err := NewFileSigner(certFile, keyFile, lifetime)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func TestFileSigner(t *testing.T) {
+	ca, err := NewCA("nodes", 100*24*time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pool := x509.NewCertPool()
+	pool.AddCert(ca.cert)
+	for lifetime, want := range map[time.Duration]time.Duration{0: 30 * 24 * time.Hour, time.Hour: time.Hour, 200 * 24 * time.Hour: 100 * 24 * time.Hour} {
+		s := fileSigner(t, ca, lifetime)
+		key, request, err := NewRequest("edge1")
+		if err != nil {
+			t.Fatal(err)
+		}
+		issued := time.Now()
+		chain, err := s.Sign(t.Context(), "edge1", request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		leaf, err := checkIssued(chain, "edge1", key.Public())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := verify([]*x509.Certificate{leaf}, pool); err != nil {
+			t.Error(err)
+		}
+		if d := leaf.NotAfter.Sub(issued) - want; d < -time.Minute || d > time.Minute {
+			t.Errorf("good for %v, want %v", leaf.NotAfter.Sub(issued), want)
+		}
+		if leaf.NotAfter.After(ca.cert.NotAfter) {
+			t.Error("it outlives its CA")
+		}
+		if leaf.NotBefore.After(issued.Add(-Backdate)) && leaf.NotBefore.Sub(issued.Add(-Backdate)) > time.Minute {
+			t.Errorf("NotBefore lies %v before its issue", issued.Sub(leaf.NotBefore))
+		}
+		if leaf.SerialNumber.BitLen() < 64 {
+			t.Error("the serial is not random")
+		}
+	}
+	s := fileSigner(t, ca, 0)
+	_, request, err := NewRequest("edge2")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Sign(t.Context(), "edge1", request); err == nil {
+		t.Error("a request of another node was signed")
+	}
+	if err := os.Remove(s.keyFile); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := s.Sign(t.Context(), "edge2", request); err == nil {
+		t.Error("signed without a key")
+	}
+}
+
+func TestCAThatCannotSign(t *testing.T) {
+	good := newNodeCA(t).CA
+	made := func(change func(*x509.Certificate)) *CA {
+		key, err := ecdsa.GenerateKey(elliptic.P384(), rand.Reader)
+		if err != nil {
+			t.Fatal(err)
+		}
+		tmpl := &x509.Certificate{
+			Subject: pkix.Name{CommonName: "ca"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+			IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
+		}
+		change(tmpl)
+		der, err := x509.CreateCertificate(rand.Reader, tmpl, tmpl, key.Public(), key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		cert, err := x509.ParseCertificate(der)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return &CA{key: key, cert: cert, certPEM: encodePEM("CERTIFICATE", der)}
+	}
+	certFile, keyFile := caFiles(t, made(func(c *x509.Certificate) { c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth} }))
+	if _, err := NewFileSigner(certFile, keyFile, 0); err != nil {
+		t.Errorf("a CA for clients: %v", err)
+	}
+	other := newNodeCA(t)
+	for name, ca := range map[string]*CA{
+		"a leaf":            made(func(c *x509.Certificate) { c.IsCA, c.KeyUsage = false, x509.KeyUsageDigitalSignature }),
+		"no certSign":       made(func(c *x509.Certificate) { c.KeyUsage = x509.KeyUsageCRLSign }),
+		"for servers alone": made(func(c *x509.Certificate) { c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth} }),
+		"expired":           made(func(c *x509.Certificate) { c.NotAfter = time.Now().Add(-time.Minute) }),
+		"not yet good":      made(func(c *x509.Certificate) { c.NotBefore = time.Now().Add(time.Minute) }),
+		"another key":       {key: good.key, cert: other.cert, certPEM: other.certPEM},
+	} {
+		certFile, keyFile := caFiles(t, ca)
+		if _, err := NewFileSigner(certFile, keyFile, 0); err == nil || !strings.Contains(err.Error(), certFile) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := NewFileSigner("/nonexistent/ca.crt", "/nonexistent/ca.key", 0); err == nil {
+		t.Error("files that are not there")
+	}
+}
+
+func TestStoredCA(t *testing.T) {
+	made := newNodeCA(t)
+	_, ed, err := ed25519.GenerateKey(rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tmpl := &x509.Certificate{Subject: pkix.Name{CommonName: "ca"}, NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign}
+	der, err := x509.CreateCertificate(rand.Reader, tmpl, tmpl, ed.Public(), ed)
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, err := x509.ParseCertificate(der)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []*CA{made.CA, {key: ed, cert: cert, certPEM: encodePEM("CERTIFICATE", der)}} {
+		got, err := LoadCA(want.CertPEM(), want.KeyPEM())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if string(got.CertPEM()) != string(want.CertPEM()) || string(got.KeyPEM()) != string(want.KeyPEM()) {
+			t.Error("it has changed")
+		}
+		if _, _, err := got.Issue(Leaf{CommonName: "x", Server: true}); err != nil {
+			t.Error(err)
+		}
+	}
+	if _, err := LoadCA(nil, nil); err == nil {
+		t.Error("nothing is a CA")
+	}
+}
+
+// signerFunc is a Signer of a test.
+type signerFunc func(node tunnel.NodeName, request []byte) ([]byte, error)
+
+func (f signerFunc) Sign(_ context.Context, node tunnel.NodeName, request []byte) ([]byte, error) {
+	return f(node, request)
+}
+
+func TestIssuer(t *testing.T) {
+	ca := newNodeCA(t)
+	signer := fileSigner(t, ca.CA, time.Hour)
+	gate, _ := certified(t, "edge1:j join\nedge1:t\nedge2:j2 join expires=2020-01-01T00:00:00Z\n", ca, nil)
+	issuer := NewIssuer(gate, signer)
+	_, request, err := NewRequest("edge1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	node, chain, err := issuer.First(t.Context(), Credential{Node: "edge1", Token: "j"}, request)
+	if err != nil || node != "edge1" {
+		t.Fatal(node, err)
+	}
+	certs, err := parseChain(chain)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := gate.Authenticate(t.Context(), Credential{Node: "edge1", Chain: certs}); err != nil {
+		t.Errorf("the certificate that was issued: %v", err)
+	}
+	if _, err := issuer.Again(t.Context(), "edge1", request); err != nil {
+		t.Errorf("again: %v", err)
+	}
+	for name, c := range map[string]Credential{
+		"a plain token":  {Node: "edge1", Token: "t"},
+		"another node's": {Node: "edge2", Token: "j"},
+		"expired":        {Node: "edge2", Token: "j2"},
+		"a certificate":  {Node: "edge1", Chain: certs},
+	} {
+		if _, _, err := issuer.First(t.Context(), c, request); !errors.Is(err, ErrUnauthenticated) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if _, err := issuer.Again(t.Context(), "edge2", request); err == nil {
+		t.Error("edge2's session gets a certificate of edge1")
+	}
+	if _, _, err := issuer.First(t.Context(), Credential{Node: "edge1", Token: "j"}, nil); err == nil || errors.Is(err, ErrUnauthenticated) {
+		t.Errorf("no request: %v", err)
+	}
+	for name, s := range map[string]signerFunc{
+		"signs for another": func(tunnel.NodeName, []byte) ([]byte, error) {
+			_, other, err := NewRequest("edge2")
+			if err != nil {
+				return nil, err
+			}
+			return signer.Sign(t.Context(), "edge2", other)
+		},
+		"signs another key": func(tunnel.NodeName, []byte) ([]byte, error) {
+			return encodePEM("CERTIFICATE", ca.sign(t, "edge1", nil).Raw), nil
+		},
+		"is down":       func(tunnel.NodeName, []byte) ([]byte, error) { return nil, errors.New("down") },
+		"signs nothing": func(tunnel.NodeName, []byte) ([]byte, error) { return []byte("\n"), nil },
+	} {
+		if _, err := NewIssuer(gate, s).Again(t.Context(), "edge1", request); err == nil {
+			t.Errorf("a signer that %s: accepted", name)
+		}
+	}
+	// A node that is revoked while its certificate is signed gets none.
+	late := signerFunc(func(node tunnel.NodeName, request []byte) ([]byte, error) {
+		change(t, gate, "edge1:revoked\n")
+		return signer.Sign(t.Context(), node, request)
+	})
+	if _, _, err := NewIssuer(gate, late).First(t.Context(), Credential{Node: "edge1", Token: "j"}, request); err == nil {
+		t.Error("a node that was revoked meanwhile has a certificate")
+	}
+}
