@@ -68,6 +68,7 @@ type Client struct {
 
 	tickets          tickets      // owned by Run
 	serving, dialing atomic.Int64 // what cfg.Limits bounds, of all sessions
+	denials          tunnel.Limiter
 
 	mu       sync.Mutex // guards the following
 	links    []*link    // live sessions, the newest last

@@ -213,6 +213,11 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	target, late, err := s.dialTarget(ctx, r, dial)
 	if err != nil {
 		log.Debug("target refused", "err", err)
+		if s.owner.cfg.replica == nil && tunnel.CodeOf(err) == tunnel.Denied {
+			if skipped, ok := s.owner.denials.Allow(); ok {
+				log.Warn("a dial that the cloud asked for is denied", "caller", r.Caller, "err", err, "skipped", skipped)
+			}
+		}
 		if _, decided := errors.AsType[*tunnel.Refusal](err); !decided {
 			switch {
 			case ctx.Err() != nil:

@@ -395,3 +395,29 @@ func TestRelayedOpensCountAtTheHolder(t *testing.T) {
 	holder.wantLimited(tunnel.LimitOpens, 1)
 	other.wantLimited(tunnel.LimitOpens, 0)
 }
+
+// Both ends log a denied dial, once a minute however many there are, and how many they
+// have left out.
+func TestDenialsAreLogged(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		r.join("edge1", func(context.Context, tunnel.Request) (net.Conn, error) {
+			return nil, tunnel.Refusef(tunnel.Denied, "the edge may not dial 10.0.0.1:1")
+		})
+		deny := func(times int) {
+			for range times {
+				if _, err := r.dial("edge1", "10.0.0.1:1"); tunnel.CodeOf(err) != tunnel.Denied {
+					t.Errorf("got %v, want denied", err)
+				}
+			}
+		}
+		deny(100)
+		time.Sleep(time.Minute)
+		deny(100)
+		for end, words := range map[string]string{"cloud": "the edge has denied a dial", "edge": "a dial that the cloud asked for is denied"} {
+			lines := r.log.lines("level=WARN", "end="+end, words, "node=edge1", "target=10.0.0.1:1", "caller=test")
+			if len(lines) != 2 || !strings.Contains(lines[1], "skipped=99") {
+				t.Errorf("the %s logs %q; want a line each minute that says how many were skipped", end, lines)
+			}
+		}
+	})
+}

@@ -54,6 +54,7 @@ type Server struct {
 
 	// Of warnings that strangers cause, each of its own, so that one does not hide another.
 	joinWarnings, groupWarnings, splitWarnings tunnel.Limiter
+	denials                                    tunnel.Limiter // of dials that edges have denied
 
 	addr     atomic.Pointer[net.Addr] // set while listening
 	leaving  chan struct{}            // closed by Leave

@@ -129,6 +129,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
 	cs.stream, cs.maxConns = stream, int64(s.cfg.Limits.Conns)
 	cs.limits, cs.opens, cs.budget = s.cfg.Limits, newBucket(s.cfg.Limits.Opens), newBucket(s.cfg.Limits.messages())
+	cs.denials = &s.denials
 	cs.authenticate = func(c auth.Credential) (*proof, *refusedJoin) { return s.authenticate(ctx, c) }
 	cs.signatures.Every, cs.signatures.Burst = renewInterval, renewBurst
 	cs.credentials.Every, cs.credentials.Burst = renewInterval, renewBurst

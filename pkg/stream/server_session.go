@@ -43,6 +43,7 @@ type cloudSession struct {
 	limits  Limits
 	opens   *bucket // nil: another replica's, which counts them
 	dialing atomic.Int64
+	denials *tunnel.Limiter // of warnings, the server's
 }
 
 var _ tunnel.Link = (*cloudSession)(nil)
@@ -77,6 +78,11 @@ func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 	c, refusal := s.dial(ctx, r)
 	if refusal != nil {
 		s.counters.Refuse(refusal.Code)
+		if refusal.Code == tunnel.Denied && s.peers == nil { // else the holder of the node has said it
+			if skipped, ok := s.denials.Allow(); ok {
+				s.log.Warn("the edge has denied a dial", "target", r.Addr, "caller", text(r.Caller), "err", refusal, "skipped", skipped)
+			}
+		}
 		return nil, refusal
 	}
 	s.counters.Conns.Add(1)

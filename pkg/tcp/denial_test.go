@@ -1,0 +1,65 @@
+package tcp
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"net"
+	"net/netip"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"tunnel/pkg/auth"
+)
+
+// callers is a listener whose connections come from a network that nobody has allowed.
+type callers struct {
+	net.Listener // nil: no other method is called
+	conns        chan net.Conn
+}
+
+func (l callers) Accept() (net.Conn, error) {
+	c, ok := <-l.conns
+	if !ok {
+		return nil, net.ErrClosed
+	}
+	return c, nil
+}
+
+type outsider struct{ net.Conn }
+
+func (outsider) RemoteAddr() net.Addr { return &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 7} }
+
+// A caller that tcpallow denies is in the log once a minute, however often it comes.
+func TestDenialsAreLogged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log bytes.Buffer
+		f := New(nil, nil, slog.New(slog.NewTextHandler(&log, nil)))
+		p := newPort(f, Listener{Listen: "0.0.0.0:1", Target: "127.0.0.1:1", Allow: auth.Sources{netip.MustParsePrefix("10.0.0.0/8")}})
+		l := callers{conns: make(chan net.Conn)}
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- p.accept(ctx, l, func(net.Conn) { t.Error("it is served") }) }()
+		come := func(times int) {
+			for range times {
+				ours, theirs := net.Pipe()
+				l.conns <- outsider{theirs}
+				ours.Read(make([]byte, 1)) // it is closed
+			}
+		}
+		come(100)
+		time.Sleep(time.Minute)
+		come(100)
+		cancel()
+		close(l.conns)
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		lines := strings.Split(strings.TrimSpace(log.String()), "\n")
+		if len(lines) != 2 || !strings.Contains(lines[1], "skipped=99") || !strings.Contains(lines[0], "192.0.2.1") {
+			t.Errorf("the log has\n%s", log.String())
+		}
+	})
+}
