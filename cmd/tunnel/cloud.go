@@ -13,7 +13,6 @@ import (
 
 	"tunnel/conf"
 	"tunnel/pkg/admin"
-	"tunnel/pkg/auth"
 	"tunnel/pkg/dns"
 	"tunnel/pkg/https"
 	"tunnel/pkg/reload"
@@ -56,16 +55,28 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	counters := new(tunnel.Counters)
 	directory := &tunnel.Directory{Counters: counters}
 
+	warnings, err := checkTrust(c)
+	if err != nil {
+		return nil, err
+	}
+	warn(log, warnings)
 	files := reload.NewFiles(log)
 	cert, err := files.Pair("mode.cloud.stream.server", c.Server.Cert, c.Server.Key)
 	if err != nil {
 		return nil, err
 	}
-	tokens, err := auth.NewTokens(auth.TokensConfig{Path: c.Server.TokenFile, AllowShared: c.Server.AllowShared, Log: log})
+	k, err := newCluster(c, log)
 	if err != nil {
 		return nil, err
 	}
-	gate := auth.NewGate(auth.GateConfig{Tokens: tokens, Log: log})
+	gate, err := newGate(c, files, k, log)
+	if err != nil {
+		return nil, err
+	}
+	issuer, err := newIssuer(c, gate, k, log)
+	if err != nil {
+		return nil, err
+	}
 	peers, relayed, err := newPeers(c, files, cert, directory, log)
 	if err != nil {
 		return nil, err
@@ -78,15 +89,21 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if peers != nil {
 		reach = peers
 	}
+	shown, err := serverCertificate(c, files, cert, log)
+	if err != nil {
+		return nil, err
+	}
 	server, err := stream.NewServer(stream.ServerConfig{
-		Listen:   fmt.Sprintf(":%d", c.Server.GRPCPort),
-		Limits:   streamLimits(c.Limits),
-		TLS:      &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: cert.GetCertificate},
-		Auth:     gate,
-		Counters: counters,
-		Log:      log,
-		Software: software(),
-		Peers:    peers,
+		Listen:       fmt.Sprintf(":%d", c.Server.GRPCPort),
+		Limits:       streamLimits(c.Limits),
+		TLS:          &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: shown},
+		Auth:         gate,
+		Certificates: c.Join.CA != "",
+		Issuer:       issuer,
+		Counters:     counters,
+		Log:          log,
+		Software:     software(),
+		Peers:        peers,
 	}, directory)
 	if err != nil {
 		return nil, err
@@ -96,6 +113,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	d.add(server, server.Ready, fmt.Sprintf(":%d", c.Server.GRPCPort))
 	d.add(gate, nil)
 	d.add(files, nil)
+	k.add(d)
 	if peers != nil {
 		d.add(peers, peers.Ready)
 	}
@@ -124,10 +142,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 			log.Warn("anyone may connect to the https ports, though not past the kubelet: name kube-apiserver's network in allowfrom of [mode.cloud.https]")
 		}
 	}
-	collectors, err := d.addDNS(c.DNS, c.Limits, truthOf(c.DNS, directory, peers), counters)
-	if err != nil {
-		return nil, err
-	}
+	collectors := d.addDNS(c.DNS, c.Limits, k, truthOf(c.DNS, directory, peers), counters)
 	if peers != nil {
 		collectors = append(collectors, admin.NewRelayCollector(relayed, peers.Replicas))
 	}

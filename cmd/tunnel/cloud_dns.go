@@ -2,12 +2,9 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"net/netip"
-	"os"
 
 	"github.com/prometheus/client_golang/prometheus"
-	"k8s.io/klog/v2"
 
 	"tunnel/conf"
 	"tunnel/pkg/dns"
@@ -19,25 +16,14 @@ import (
 const hostsKey = "hosts"
 
 // addDNS adds what makes nodes' names lead to this replica, and returns its metrics.
-func (d *daemon) addDNS(c conf.DNS, limits conf.Limits, truth dns.Truth, counters *tunnel.Counters) ([]prometheus.Collector, error) {
+func (d *daemon) addDNS(c conf.DNS, limits conf.Limits, k cluster, truth dns.Truth, counters *tunnel.Counters) []prometheus.Collector {
 	var names dns.Names // nil without Kubernetes: then every connected node may appear
 	var collectors []prometheus.Collector
 	if c.ConfigMap != "" {
-		klog.SetSlogLogger(d.log) // what client-go has to say
-		client, err := kube.New(os.Getenv("KUBECONFIG"), "tunnel/"+software())
-		if err != nil {
-			return nil, fmt.Errorf("mode.cloud.stream.dns.configmap: %w", err)
-		}
-		nodes, err := client.Nodes(c.NodeSelector, d.log)
-		if err != nil {
-			return nil, fmt.Errorf("mode.cloud.stream.dns.nodeselector: %w", err)
-		}
-		names = nodes
-		d.add(nodeNames{nodes}, nil)
-		writer := newDNSWriter(c, client, truth, names, d)
+		names = k.names
+		writer := newDNSWriter(c, k.client, truth, names, d)
 		d.add(writer, nil)
 		collectors = append(collectors, writer.Collector())
-		d.about = append(d.about, "kubernetes", client.Host())
 	}
 	if c.Hosts != "" {
 		file := dns.NewHostsFile(c.Hosts, truth, names, d.log)
@@ -52,7 +38,7 @@ func (d *daemon) addDNS(c conf.DNS, limits conf.Limits, truth dns.Truth, counter
 		d.add(responder, responder.Ready, c.Listen)
 		collectors = append(collectors, responder.Collector())
 	}
-	return collectors, nil
+	return collectors
 }
 
 func newDNSWriter(c conf.DNS, client *kube.Client, truth dns.Truth, names dns.Names, d *daemon) *dns.Writer {
@@ -67,18 +53,4 @@ func newDNSWriter(c conf.DNS, client *kube.Client, truth dns.Truth, names dns.Na
 		}
 	}
 	return dns.NewWriter(cfg)
-}
-
-// nodeNames is the module that follows which nodes there are.
-type nodeNames struct{ *kube.Nodes }
-
-func (nodeNames) Name() string                      { return "dns-names" }
-func (nodeNames) Routes() map[string]tunnel.Handler { return nil }
-
-// Note says why the names may be out of date.
-func (n nodeNames) Note() string {
-	if err := n.Err(); err != nil {
-		return "the names of the nodes cannot be read: " + kube.Explain(err).Error()
-	}
-	return ""
 }

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"fmt"
@@ -67,27 +68,27 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 		}
 		kubelet = pair.Certificate
 	}
-	token := func() (auth.Secret, error) { return e.Token, nil }
-	if e.TokenFile != "" {
-		if _, err = auth.ReadTokenFile(e.TokenFile, log); err != nil {
-			return nil, err
-		}
-		quiet := slog.New(slog.DiscardHandler) // who may read the file has been said once
-		token = func() (auth.Secret, error) { return auth.ReadTokenFile(e.TokenFile, quiet) }
+	proof, err := newProof(e, files, log)
+	if err != nil {
+		return nil, err
 	}
 	dialers := []tunnel.Module{
 		https.NewEdge(policy.DialRequest, kubelet, nil),
 		tcp.NewEdge(policy.DialRequest),
 	}
 	conf := func() *tls.Config {
-		return &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool.Pool(), ServerName: e.ServerName}
+		cfg := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool.Pool(), ServerName: e.ServerName}
+		if proof.pair != nil {
+			cfg.Certificates = []tls.Certificate{*proof.pair.Certificate()}
+		}
+		return cfg
 	}
 	client, err := stream.NewClient(stream.ClientConfig{
 		Address:  e.Addr,
 		Limits:   edgeLimits(e.Limits),
 		TLS:      conf,
 		Node:     e.Node,
-		Token:    token,
+		Token:    proof.token,
 		Counters: counters,
 		Log:      log,
 		Software: software(),
@@ -103,6 +104,9 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	}}
 	d.add(client, client.Ready)
 	d.add(files, nil)
+	if e.NodeCert != "" && e.NodeKey == "" {
+		d.add(auth.NewRenewal(auth.RenewalConfig{Node: e.Node, File: e.NodeCert, Renew: client.Renew, Log: log}), nil)
+	}
 	for _, m := range dialers {
 		d.add(m, nil)
 	}
@@ -122,4 +126,35 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 		d.limitHealth(e.Limits.Health, counters)
 	}
 	return d, nil
+}
+
+// proof is what proves to the cloud which node this is: a token or a certificate.
+type proof struct {
+	token func() (auth.Secret, error) // nil: the certificate
+	pair  *reload.Pair
+}
+
+func newProof(e *conf.Edge, files *reload.Files, log *slog.Logger) (proof, error) {
+	switch {
+	case e.NodeCert != "":
+		pair, err := files.Pair("mode.edge.stream.client nodecert", e.NodeCert, cmp.Or(e.NodeKey, e.NodeCert))
+		if err != nil {
+			return proof{}, err
+		}
+		node, err := auth.NodeOf(pair.Certificate().Leaf)
+		switch {
+		case err != nil:
+			return proof{}, fmt.Errorf("mode.edge.stream.client: nodecert: %s is no node's certificate: %w; tunnel join makes one", e.NodeCert, err)
+		case node != e.Node:
+			return proof{}, fmt.Errorf("mode.edge.stream.client: nodecert: %s is of node %s, and this is node %s (%s): set node in [mode.edge], or join as %s", e.NodeCert, node, e.Node, e.NodeFrom, e.Node)
+		}
+		return proof{pair: pair}, nil
+	case e.TokenFile != "":
+		if _, err := auth.ReadTokenFile(e.TokenFile, log); err != nil {
+			return proof{}, err
+		}
+		quiet := slog.New(slog.DiscardHandler) // who may read the file has been said once
+		return proof{token: func() (auth.Secret, error) { return auth.ReadTokenFile(e.TokenFile, quiet) }}, nil
+	}
+	return proof{token: func() (auth.Secret, error) { return e.Token, nil }}, nil
 }

@@ -1,0 +1,227 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"log/slog"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"k8s.io/klog/v2"
+
+	"tunnel/conf"
+	"tunnel/pkg/auth"
+	"tunnel/pkg/kube"
+	"tunnel/pkg/reload"
+	"tunnel/pkg/stream"
+	"tunnel/pkg/tunnel"
+)
+
+// cluster is what a cloud asks of Kubernetes. Without Kubernetes all of it is nil.
+type cluster struct {
+	client  *kube.Client
+	names   *kube.Nodes // that may appear in DNS
+	joining *kube.Nodes // that may join; nil: any
+}
+
+// newCluster connects to nothing yet.
+func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
+	key := "mode.cloud.stream.dns.configmap"
+	if c.DNS.ConfigMap == "" {
+		key = "mode.cloud.join"
+		if !c.Join.AsksKubernetes() {
+			return cluster{}, nil
+		}
+	}
+	klog.SetSlogLogger(log) // what client-go has to say
+	if k.client, err = kube.New(os.Getenv("KUBECONFIG"), "tunnel/"+software()); err != nil {
+		return cluster{}, fmt.Errorf("%s: %w", key, err)
+	}
+	if c.DNS.ConfigMap != "" {
+		if k.names, err = k.client.Nodes(c.DNS.NodeSelector, log); err != nil {
+			return cluster{}, fmt.Errorf("mode.cloud.stream.dns.nodeselector: %w", err)
+		}
+	}
+	switch {
+	case c.Join.AnyNode:
+	case k.names != nil && c.DNS.NodeSelector == "":
+		k.joining = k.names
+	default:
+		if k.joining, err = k.client.Nodes("", log); err != nil {
+			return cluster{}, fmt.Errorf("mode.cloud.join: %w", err)
+		}
+	}
+	return k, nil
+}
+
+// add adds what follows Kubernetes.
+func (k cluster) add(d *daemon) {
+	if k.client == nil {
+		return
+	}
+	d.about = append(d.about, "kubernetes", k.client.Host())
+	if k.names != nil {
+		d.add(nodeNames{"dns-names", k.names}, nil)
+	}
+	if k.joining != nil && k.joining != k.names {
+		d.add(nodeNames{"join-names", k.joining}, nil)
+	}
+}
+
+// newTokens reads the token file.
+func newTokens(c *conf.Cloud, log *slog.Logger) (*auth.Tokens, error) {
+	return auth.NewTokens(auth.TokensConfig{
+		Path: c.Server.TokenFile, AllowShared: c.Server.AllowShared, Log: log,
+		MayBeEmpty: c.Join.CA != "" || len(c.Join.ServiceAccounts) > 0,
+	})
+}
+
+// kubernetesBackdate is how long before its issue a certificate of Kubernetes' signers
+// begins (kubernetes/pkg/controller/certificates/signer/signer.go).
+const kubernetesBackdate = 5 * time.Minute
+
+// newGate returns who decides about joining.
+func newGate(c *conf.Cloud, files *reload.Files, k cluster, log *slog.Logger) (*auth.Gate, error) {
+	tokens, err := newTokens(c, log)
+	if err != nil {
+		return nil, err
+	}
+	cfg := auth.GateConfig{Tokens: tokens, Backdate: auth.Backdate, Log: log}
+	if c.Join.CA != "" {
+		pool, err := files.Pool("mode.cloud.join ca", c.Join.CA)
+		if err != nil {
+			return nil, err
+		}
+		cfg.NodeCA = pool.Pool
+		if c.Join.Kubernetes {
+			cfg.Backdate = kubernetesBackdate
+		}
+	}
+	if len(c.Join.ServiceAccounts) > 0 {
+		cfg.ServiceAccounts = c.Join.ServiceAccounts
+		cfg.Reviewer = reviewer{k.client, cmp.Or(c.Join.Audience, defaultAudience)}
+	}
+	if k.joining != nil {
+		cfg.Nodes = k.joining
+	}
+	return auth.NewGate(cfg), nil
+}
+
+// newIssuer returns who makes nodes their certificates, nil if nobody does.
+func newIssuer(c *conf.Cloud, gate *auth.Gate, k cluster, log *slog.Logger) (stream.Issuer, error) {
+	switch {
+	case c.Join.Kubernetes:
+		return auth.NewIssuer(gate, k.client.Signer(c.Join.SignerName, c.Join.Lifetime, log)), nil
+	case c.Join.CAKey != "":
+		signer, err := auth.NewFileSigner(c.Join.CA, c.Join.CAKey, c.Join.Lifetime)
+		if err != nil {
+			return nil, fmt.Errorf("mode.cloud.join: %w", err)
+		}
+		return auth.NewIssuer(gate, signer), nil
+	}
+	return nil, nil
+}
+
+// defaultAudience is that of ServiceAccount tokens which are for us.
+const defaultAudience = "tunnel"
+
+// reviewer is Kubernetes as auth asks it.
+type reviewer struct {
+	client   *kube.Client
+	audience string
+}
+
+// Review implements auth.Reviewer.
+func (r reviewer) Review(ctx context.Context, token auth.Secret) (auth.Review, error) {
+	got, err := r.client.ReviewToken(ctx, token.Reveal(), r.audience)
+	if err != nil {
+		return auth.Review{}, kube.Explain(err)
+	}
+	return auth.Review{Authenticated: got.Authenticated, User: got.User, Node: got.Node}, nil
+}
+
+// rooted is the server's certificate with the authority behind it that join tokens pin:
+// an edge that has nothing but a sum finds it there.
+type rooted struct {
+	// Set once.
+	pair *reload.Pair
+	cas  *reload.Pool // is another pool when the file has changed
+	file string       // of cas
+	log  *slog.Logger
+
+	mu  sync.Mutex // guards the following
+	of  *tls.Certificate
+	by  *x509.CertPool
+	now *tls.Certificate // made of both
+}
+
+// serverCertificate returns what the gRPC port shows, for tls.Config.GetCertificate.
+func serverCertificate(c *conf.Cloud, files *reload.Files, pair *reload.Pair, log *slog.Logger) (func(*tls.ClientHelloInfo) (*tls.Certificate, error), error) {
+	if c.Join.CloudCA == "" {
+		return pair.GetCertificate, nil
+	}
+	cas, err := files.Pool("mode.cloud.join cloudca", c.Join.CloudCA)
+	if err != nil {
+		return nil, err
+	}
+	return (&rooted{pair: pair, cas: cas, file: c.Join.CloudCA, log: log}).get, nil
+}
+
+func (r *rooted) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
+	pair, pool := r.pair.Certificate(), r.cas.Pool()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.of == pair && r.by == pool {
+		return r.now, nil
+	}
+	r.of, r.by, r.now = pair, pool, pair
+	cas, err := readCertificates("mode.cloud.join: cloudca", r.file)
+	if err == nil {
+		r.now, err = withRoot(pair, cas)
+	}
+	if err != nil {
+		r.log.Error("no edge can join by a join token: cloudca in [mode.cloud.join] must be the CA that signed the server's certificate", "err", err)
+	}
+	return r.now, nil
+}
+
+// withRoot appends the authority that a certificate leads to, unless it is there.
+func withRoot(pair *tls.Certificate, cas []*x509.Certificate) (*tls.Certificate, error) {
+	var chain []*x509.Certificate
+	for _, der := range pair.Certificate {
+		cert, err := x509.ParseCertificate(der)
+		if err != nil {
+			return pair, err
+		}
+		chain = append(chain, cert)
+	}
+	root, err := rootOf(chain, cas, "")
+	if err != nil || slices.ContainsFunc(chain, root.Equal) {
+		return pair, err
+	}
+	whole := *pair
+	whole.Certificate = append(slices.Clone(pair.Certificate), root.Raw)
+	return &whole, nil
+}
+
+// nodeNames is the module that follows which nodes there are.
+type nodeNames struct {
+	name string
+	*kube.Nodes
+}
+
+func (n nodeNames) Name() string                    { return n.name }
+func (nodeNames) Routes() map[string]tunnel.Handler { return nil }
+
+// Note says why the names may be out of date.
+func (n nodeNames) Note() string {
+	if err := n.Err(); err != nil {
+		return "the names of the nodes cannot be read: " + kube.Explain(err).Error()
+	}
+	return ""
+}

@@ -1,0 +1,170 @@
+package main
+
+import (
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"tunnel/conf"
+)
+
+// Whom to trust is a matter of several files: what they are for each other is looked at
+// here, before anything listens.
+
+// readCertificates reads the certificates of a PEM file.
+func readCertificates(key, file string) ([]*x509.Certificate, error) {
+	rest, err := os.ReadFile(file) //nolint:gosec // the operator names the file
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", key, err)
+	}
+	var all []*x509.Certificate
+	for {
+		var block *pem.Block
+		if block, rest = pem.Decode(rest); block == nil {
+			break
+		}
+		if block.Type != "CERTIFICATE" {
+			continue
+		}
+		cert, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %s: %w", key, file, err)
+		}
+		all = append(all, cert)
+	}
+	if len(all) == 0 {
+		return nil, fmt.Errorf("%s: %s holds no certificate: it must be PEM, with BEGIN CERTIFICATE", key, file)
+	}
+	return all, nil
+}
+
+// rootOf returns the authority among cas that a server's chain leads to for host. It is
+// what a join token pins.
+func rootOf(chain, cas []*x509.Certificate, host string) (*x509.Certificate, error) {
+	roots, between := x509.NewCertPool(), x509.NewCertPool()
+	for _, c := range cas {
+		roots.AddCert(c)
+	}
+	for _, c := range chain[1:] {
+		between.AddCert(c)
+	}
+	chains, err := chain[0].Verify(x509.VerifyOptions{DNSName: host, Roots: roots, Intermediates: between})
+	if err != nil {
+		return nil, err
+	}
+	return chains[0][len(chains[0])-1], nil
+}
+
+// cloudRoot returns the authority that join tokens pin. An error says why no edge could
+// join by one.
+func cloudRoot(c *conf.Cloud) (*x509.Certificate, error) {
+	host, _, err := net.SplitHostPort(c.Join.Address)
+	if err != nil {
+		return nil, err // conf has looked at it
+	}
+	chain, err := readCertificates("mode.cloud.stream.server: cert", c.Server.Cert)
+	if err != nil {
+		return nil, err
+	}
+	cas, err := readCertificates("mode.cloud.join: cloudca", c.Join.CloudCA)
+	if err != nil {
+		return nil, err
+	}
+	root, err := rootOf(chain, cas, host)
+	if err == nil {
+		return root, nil
+	}
+	if _, ok := errors.AsType[x509.HostnameError](err); ok {
+		return nil, fmt.Errorf("%s is not made out to %s, which is address in [mode.cloud.join], so no edge could join (%w): have it made out to that name, or correct address", c.Server.Cert, host, err)
+	}
+	if e, ok := errors.AsType[x509.CertificateInvalidError](err); ok && e.Reason == x509.Expired {
+		return nil, fmt.Errorf("no edge could join: %w; replace %s, or check this machine's clock", err, c.Server.Cert)
+	}
+	return nil, fmt.Errorf("%s is not signed by %s, which is cloudca in [mode.cloud.join], so no edge could join (%w): name the CA that signed it", c.Server.Cert, c.Join.CloudCA, err)
+}
+
+// nodePrefix is how the common name of a node's certificate begins.
+const nodePrefix = "tunnel:node:"
+
+// checkTrust refuses authorities that could make more than they are for: who signs nodes
+// must make neither replicas nor callers.
+func checkTrust(c *conf.Cloud) (warnings []string, err error) {
+	j := c.Join
+	if j.Address != "" && j.CloudCA != "" {
+		if _, rootErr := cloudRoot(c); rootErr != nil {
+			warnings = append(warnings, rootErr.Error())
+		}
+	}
+	if j.CA == "" {
+		return warnings, nil
+	}
+	nodes, err := readCertificates("mode.cloud.join: ca", j.CA)
+	if err != nil {
+		return nil, err
+	}
+	for _, ca := range nodes {
+		if !ca.IsCA {
+			return nil, fmt.Errorf("mode.cloud.join: ca: %s is no authority's certificate (%s): name the one that signs nodes' certificates", j.CA, ca.Subject)
+		}
+		if left := time.Until(ca.NotAfter); left < 30*24*time.Hour {
+			warnings = append(warnings, fmt.Sprintf("%s, which signs nodes' certificates, ends at %s: replace it before that, with the old one beside the new one in the file for a while", j.CA, ca.NotAfter.Format(time.DateOnly)))
+		}
+	}
+	if err = checkPeersTrust(c, nodes); err != nil {
+		return nil, err
+	}
+	warning, err := checkCallersTrust(c, nodes)
+	if err != nil {
+		return nil, err
+	}
+	if warning != "" {
+		warnings = append(warnings, warning)
+	}
+	return warnings, nil
+}
+
+// checkPeersTrust refuses replicas that the authority of the nodes could make.
+func checkPeersTrust(c *conf.Cloud, nodes []*x509.Certificate) error {
+	if !c.Peers.Configured() {
+		return nil
+	}
+	peers, err := readCertificates("mode.cloud.stream.peers: ca", c.Peers.CA)
+	if err != nil || !common(nodes, peers) {
+		return err
+	}
+	return fmt.Errorf("mode.cloud.join: ca: %s signs the replicas' certificates as well (ca in [mode.cloud.stream.peers]), and who signs nodes must not make replicas: name an authority of its own, such as the nodes-ca.crt of tunnel init", c.Join.CA)
+}
+
+// checkCallersTrust refuses callers that are nodes, and warns where only names keep them
+// apart.
+func checkCallersTrust(c *conf.Cloud, nodes []*x509.Certificate) (warning string, err error) {
+	if !c.HTTPS.Terminates() {
+		return "", nil
+	}
+	callers, err := readCertificates("mode.cloud.https: clientca", c.HTTPS.ClientCA)
+	if err != nil || !common(nodes, callers) {
+		return "", err
+	}
+	if i := slices.IndexFunc(c.HTTPS.ClientNames, func(n string) bool { return strings.HasPrefix(n, nodePrefix) }); i >= 0 {
+		return "", fmt.Errorf("mode.cloud.https: clientnames: %q is the name of a node, and its certificate comes from clientca: a node could call every kubelet; remove the name", c.HTTPS.ClientNames[i])
+	}
+	if c.Join.Kubernetes { // the cluster's CA signs for kube-apiserver too, by another signer
+		return "", nil
+	}
+	return fmt.Sprintf("%s signs nodes' certificates, and is clientca in [mode.cloud.https]: with cakey this cloud could make callers of every kubelet; name an authority of its own in [mode.cloud.join]", c.Join.CA), nil
+}
+
+// common reports whether two lists share an authority: its key, whatever its certificate.
+func common(a, b []*x509.Certificate) bool {
+	return slices.ContainsFunc(a, func(x *x509.Certificate) bool {
+		return slices.ContainsFunc(b, func(y *x509.Certificate) bool {
+			return slices.Equal(x.RawSubjectPublicKeyInfo, y.RawSubjectPublicKeyInfo)
+		})
+	})
+}
