@@ -33,7 +33,7 @@ func (r *report) target(key, addr string) { r.address(key, addr, "127.0.0.1:1025
 func (r *report) address(key, addr, example string) {
 	host, port, err := net.SplitHostPort(addr)
 	_, ok := parsePort(port)
-	if err != nil || !ok || !isHost(host) {
+	if err != nil || !ok || !IsHost(host) {
 		r.add(key, "%q is not host:port: write an address such as %q", addr, example)
 	}
 }
@@ -184,7 +184,7 @@ func splitListen(addr string) (host string, port int, ok bool) {
 		return "", 0, false
 	}
 	port, ok = parsePort(text)
-	if !ok || host != "" && !isHost(host) {
+	if !ok || host != "" && !IsHost(host) {
 		return "", 0, false
 	}
 	return host, port, true
@@ -201,8 +201,8 @@ func isLoopback(host string) bool {
 	return ok && ip.IsLoopback()
 }
 
-// isHost accepts an IP address, or what may be a name in some resolver.
-func isHost(s string) bool {
+// IsHost accepts an IP address, or what may be a name in some resolver.
+func IsHost(s string) bool {
 	if _, err := netip.ParseAddr(s); err == nil {
 		return true
 	}

@@ -60,21 +60,34 @@ func LoadCloud(path string, env Env) (*Cloud, error) {
 
 // LoadEdge reads and checks the edge's part of a file. The error is a [Problems].
 func LoadEdge(path string, env Env) (*Edge, error) {
-	d, r := read(path)
-	if err := r.err(); err != nil && d == nil {
-		return nil, err
-	}
-	if d.Mode.Edge == nil {
-		r.mode(d, "edge")
+	e, r := readEdge(path, env)
+	if e == nil {
 		return nil, r.err()
 	}
-	e := newEdge(d.Mode.Edge, env, r)
 	e.check(r)
 	if err := r.err(); err != nil {
 		return nil, err
 	}
 	e.Warnings = r.warnings()
 	return e, nil
+}
+
+// ReadEdge is LoadEdge without the check: files that it names may be missing.
+func ReadEdge(path string, env Env) (*Edge, error) {
+	e, r := readEdge(path, env)
+	return e, r.err()
+}
+
+func readEdge(path string, env Env) (*Edge, *report) {
+	d, r := read(path)
+	if d == nil {
+		return nil, r
+	}
+	if d.Mode.Edge == nil {
+		r.mode(d, "edge")
+		return nil, r
+	}
+	return newEdge(d.Mode.Edge, env, r), r
 }
 
 // Checked is what a file configures: a cloud, an edge, or both.

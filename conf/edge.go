@@ -162,7 +162,7 @@ func (e *Edge) checkClient(r *report) {
 	switch {
 	case e.ServerName == "":
 		r.add(t+"dns", "missing: write the name that the cloud's certificate is made out to, such as dns = \"tunnel.cloud.io\"")
-	case !isHost(e.ServerName):
+	case !IsHost(e.ServerName):
 		r.add(t+"dns", "%q is neither a name nor an address: write the one that the cloud's certificate is made out to, without a port", e.ServerName)
 	}
 	r.required(t+"cert", e.CA, `write the CA that signed the cloud's certificate, such as cert = "ca.crt"`)

@@ -90,6 +90,8 @@ const (
 	demoNode    = "edge1"
 	demoCloud   = "tunnel.cloud.io" // the name in the cloud's certificate
 	demoStartup = 15 * time.Second  // for both processes to be ready
+
+	demoLifetime = 24 * time.Hour // of the authorities
 )
 
 // demo is a running demonstration.
@@ -181,7 +183,7 @@ func (d *demo) unlessInterrupted(ctx context.Context, err error) error {
 // configure makes the authority, the token and the two configuration files.
 func (d *demo) configure() error {
 	for name, pair := range map[string]auth.Leaf{
-		"cloud":  {CommonName: demoCloud, DNSNames: []string{demoCloud}, Server: true},
+		"cloud":  {CommonName: demoCloud, DNSNames: []string{demoCloud}, IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true},
 		"https":  {CommonName: "tunnel", DNSNames: []string{demoNode, "localhost"}, IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true},
 		"client": {CommonName: "kube-apiserver-kubelet-client", Client: true},
 	} {
@@ -193,9 +195,15 @@ func (d *demo) configure() error {
 			return err
 		}
 	}
+	nodes, err := auth.NewCA("tunnel demo nodes", demoLifetime)
+	if err != nil {
+		return err
+	}
 	token := auth.NewToken()
 	if err := errors.Join(
 		d.write("ca.crt", d.ca.CertPEM()),
+		d.write("nodes-ca.crt", nodes.CertPEM()),
+		d.write("nodes-ca.key", nodes.KeyPEM()),
 		d.write("tokens", []byte(demoNode+":"+token.Hashed()+"\n")),
 		d.write("token", []byte(token.Reveal()+"\n")),
 	); err != nil {
@@ -227,6 +235,11 @@ tokenfile = "tokens"
 logport = {{.Log}}
 [mode.cloud.stream.dns]
 debug = true
+[mode.cloud.join]
+ca = "nodes-ca.crt"
+cakey = "nodes-ca.key"
+address = "127.0.0.1:{{.GRPC}}"
+cloudca = "ca.crt"
 [mode.cloud.tcp]
 "127.0.0.1:{{.TCP}}" = "edge1/{{.Echo}}"
 {{if .Target}}"127.0.0.1:{{.Own}}" = "edge1/{{.Target}}"{{end}}

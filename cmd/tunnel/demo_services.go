@@ -29,7 +29,7 @@ type demoServices struct {
 // serve makes the authority and starts the services.
 func (d *demo) serve() (*demoServices, error) {
 	var err error
-	if d.ca, err = auth.NewCA("tunnel demo", 24*time.Hour); err != nil {
+	if d.ca, err = auth.NewCA("tunnel demo", demoLifetime); err != nil {
 		return nil, err
 	}
 	cert, key, err := d.ca.Issue(auth.Leaf{CommonName: demoNode, DNSNames: []string{demoNode}, Server: true})
@@ -99,6 +99,7 @@ func (d *demo) checkAll(ctx context.Context) (failed int) {
 		{"https-caller-without-certificate-refused", d.checkStranger},
 		{"unknown-node-refused", d.checkUnknownNode},
 		{"wrong-token-refused", d.checkWrongToken},
+		{"join-by-token", d.checkJoin},
 	}
 	if d.flags.target != "" {
 		checks = append(checks, demoCheck{"own-target", d.checkOwn})

@@ -31,6 +31,7 @@ const (
 	exitRuntime = 1
 	exitUsage   = 2
 	exitConfig  = 3
+	exitRefused = 4 // by the other side
 )
 
 // exitError is an error that chooses the exit code.
@@ -123,12 +124,19 @@ func newRoot() *cobra.Command {
 		Long: `tunnel connects edge nodes that can only dial out with a cloud that has to reach them:
 kubectl logs, exec, attach, port-forward and top, and TCP services.
 
-  tunnel demo                    see it work on this machine, without Kubernetes
-  tunnel cloud -c cloud.toml     run the end that edges dial
-  tunnel edge -c edge.toml       run the end on a node
-  tunnel config check -c FILE    say what is wrong with a configuration
+  tunnel demo                                         see it work on this machine, without Kubernetes
 
-Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configuration.`,
+  tunnel init --address HOST:PORT                     make what a cloud needs
+  tunnel cloud -c cloud.toml                          run the end that edges dial
+  tunnel token create -c cloud.toml --node NAME       let a node join; prints the line to paste there
+  tunnel join                                         make this machine that node
+  tunnel edge -c edge.toml                            run the end on a node
+
+  tunnel token list|revoke -c cloud.toml              see who may join, shut a node out
+  tunnel config check -c FILE                         say what is wrong with a configuration
+
+Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configuration,
+4 refused by the other side.`,
 		Args:          cobra.NoArgs,
 		SilenceErrors: true,
 		SilenceUsage:  true,
@@ -138,7 +146,8 @@ Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configur
 	root.CompletionOptions.DisableDefaultCmd = true
 	logs := new(logFlags)
 	logs.register(root)
-	root.AddCommand(newCloudCommand(logs), newEdgeCommand(logs), newConfigCommand(logs), newDemoCommand(), newVersionCommand())
+	root.AddCommand(newCloudCommand(logs), newEdgeCommand(logs), newConfigCommand(logs), newDemoCommand(), newVersionCommand(),
+		newInitCommand(), newTokenCommand(), newJoinCommand())
 	old.logs = logs
 	return root
 }

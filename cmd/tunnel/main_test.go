@@ -122,7 +122,7 @@ func TestDemoOnce(t *testing.T) {
 	if code != exitOK || strings.Contains(output, "FAIL") {
 		t.Fatalf("exit code %d:\n%s", code, output)
 	}
-	for _, name := range []string{"tcp", "https-passthrough", "https-terminate", "wrong-token-refused"} {
+	for _, name := range []string{"tcp", "https-passthrough", "https-terminate", "wrong-token-refused", "join-by-token"} {
 		if !strings.Contains(output, "ok "+name+"\n") {
 			t.Errorf("no line says ok %s:\n%s", name, output)
 		}

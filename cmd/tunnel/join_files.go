@@ -1,0 +1,265 @@
+package main
+
+import (
+	"bytes"
+	"crypto/sha256"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"text/template"
+
+	"tunnel/conf"
+	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
+)
+
+// The files of a node.
+const (
+	edgeFile = "edge.toml"
+	caFile   = "ca.crt"
+	certFile = "node.pem"
+)
+
+// stateDir is where node.pem is when systemd runs the edge: the unit's user may write
+// there, and nowhere else.
+const stateDir = "/var/lib/tunnel-edge"
+
+// nodeFiles is where a node's files are, and what is there already.
+type nodeFiles struct {
+	dir      string // absolute
+	certPath string
+	force    bool
+	token    auth.JoinToken
+	keep     bool // edge.toml is this node's, for this cloud, and may have been edited
+}
+
+// newNodeFiles sees that the files may be written, without writing them.
+func newNodeFiles(flags joinFlags, token auth.JoinToken) (*nodeFiles, error) {
+	dir, err := filepath.Abs(flags.dir)
+	if err != nil {
+		return nil, err
+	}
+	f := &nodeFiles{dir: dir, certPath: filepath.Join(dir, certFile), force: flags.force, token: token}
+	dirs := []string{dir}
+	if flags.systemd {
+		f.certPath = filepath.Join(stateDir, certFile)
+		dirs = append(dirs, stateDir)
+	}
+	for _, d := range dirs {
+		if err := tryWriting(d); err != nil {
+			return nil, &stepError{step: "files", err: fmt.Errorf("%s cannot be written to: %w", d, reasonOf(err)), fix: unwritableFix(err)}
+		}
+	}
+	if err := f.look(); err != nil {
+		return nil, &stepError{
+			step: "files", err: err,
+			fix: "Choose another --dir, or replace them with --force. Nothing has been changed, and the token not been sent.",
+		}
+	}
+	return f, nil
+}
+
+func unwritableFix(err error) string {
+	if errors.Is(err, fs.ErrPermission) {
+		return "Run this with sudo (… | sudo tunnel join), or choose a folder of yours with --dir."
+	}
+	return "Choose another folder with --dir."
+}
+
+// tryWriting makes a folder, and a file in it for a moment.
+func tryWriting(dir string) error {
+	if err := makeDir(dir); err != nil {
+		return err
+	}
+	tmp, err := os.CreateTemp(dir, ".join.*")
+	if err != nil {
+		return err
+	}
+	return errors.Join(tmp.Close(), os.Remove(tmp.Name()))
+}
+
+// look reports files that are not this node's.
+func (f *nodeFiles) look() error {
+	if f.force {
+		return nil
+	}
+	for _, path := range []string{filepath.Join(f.dir, certFile), f.certPath} {
+		text, err := os.ReadFile(path) //nolint:gosec // the operator names the folder
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			continue
+		case err != nil:
+			return err
+		}
+		if node, err := nodeOfPEM(text); err != nil {
+			return fmt.Errorf("%s is there, and is no node's certificate", path)
+		} else if node != f.token.Node {
+			return fmt.Errorf("%s is of node %s, and the token of node %s", path, node, f.token.Node)
+		}
+	}
+	config := filepath.Join(f.dir, edgeFile)
+	if _, err := os.Lstat(config); err == nil {
+		if err := f.lookAtConfig(config); err != nil {
+			return err
+		}
+		f.keep = true
+	}
+	ca := filepath.Join(f.dir, caFile)
+	if _, err := os.Lstat(ca); err == nil && !f.keep {
+		certs, err := readCertificates(ca, ca)
+		if err != nil || !pinned(certs, f.token.CA) {
+			return fmt.Errorf("%s is there, and is not the authority that the token names", ca)
+		}
+	}
+	return nil
+}
+
+// lookAtConfig reports an edge.toml that is not what we would write, as far as it matters.
+func (f *nodeFiles) lookAtConfig(config string) error {
+	// Files that it names may be missing, which is another reason to join again.
+	is, err := conf.ReadEdge(config, conf.Env{HostName: "none"})
+	if err != nil {
+		return fmt.Errorf("%s is there and cannot be read: %w", config, oneLine(err))
+	}
+	want := conf.Edge{Node: f.token.Node, Addr: f.token.Address, ServerName: f.token.ServerName, CA: filepath.Join(f.dir, caFile), NodeCert: f.certPath}
+	switch {
+	case is.Node != want.Node:
+		return fmt.Errorf("%s is of node %s, and the token of node %s", config, is.Node, want.Node)
+	case is.Addr != want.Addr || is.ServerName != want.ServerName:
+		return fmt.Errorf("%s is for the cloud %s, and the token for %s", config, is.Addr, want.Addr)
+	case abs(is.CA) != want.CA || abs(is.NodeCert) != want.NodeCert:
+		return fmt.Errorf("%s names other files than %s (cert) and %s (nodecert)", config, want.CA, want.NodeCert)
+	}
+	return nil
+}
+
+// abs is path from the root, if there is one.
+func abs(path string) string {
+	if p, err := filepath.Abs(path); err == nil && path != "" {
+		return p
+	}
+	return path
+}
+
+// nodeOfPEM returns the node of the first certificate of a file.
+func nodeOfPEM(text []byte) (tunnel.NodeName, error) {
+	for {
+		block, rest := pem.Decode(text)
+		if block == nil {
+			return "", errors.New("no certificate")
+		}
+		if block.Type == "CERTIFICATE" {
+			cert, err := x509.ParseCertificate(block.Bytes)
+			if err != nil {
+				return "", err
+			}
+			return auth.NodeOf(cert)
+		}
+		text = rest
+	}
+}
+
+// write writes what is not there yet, and returns the paths.
+func (f *nodeFiles) write(e *enrolled) (written []string, err error) {
+	if err = f.writeNode(e); err != nil {
+		return nil, fmt.Errorf("writing %s: %w", f.certPath, err)
+	}
+	written = append(written, f.certPath)
+	config, err := f.config()
+	if err != nil {
+		return nil, err
+	}
+	for _, file := range []newFile{{name: caFile, mode: publicFile, content: e.ca}, {name: edgeFile, mode: publicFile, content: config}} {
+		path := filepath.Join(f.dir, file.name)
+		if old, err := os.ReadFile(path); err == nil && (f.keep && file.name == edgeFile || bytes.Equal(old, file.content)) { //nolint:gosec // likewise
+			written = append(written, path+" (as it was)")
+			continue
+		}
+		if err := overwrite(path, file); err != nil {
+			return nil, fmt.Errorf("writing %s: %w", path, err)
+		}
+		written = append(written, path)
+	}
+	// What the edge will say when it starts is better heard now.
+	if _, err := conf.LoadEdge(filepath.Join(f.dir, edgeFile), environment()); err != nil {
+		return nil, fmt.Errorf("the edge would not start: %w", err)
+	}
+	return written, nil
+}
+
+// writeNode writes the certificate and its key. The file belongs to who owns the folder:
+// under systemd that is not root.
+func (f *nodeFiles) writeNode(e *enrolled) error {
+	if err := auth.WriteNodeFile(f.certPath, e.chain, e.key); err != nil {
+		return err
+	}
+	dir, err := os.Stat(filepath.Dir(f.certPath))
+	if err != nil {
+		return err
+	}
+	file, err := os.Open(f.certPath)
+	if err != nil {
+		return err
+	}
+	defer file.Close()
+	return own(file, dir)
+}
+
+// overwrite replaces a file whole.
+func overwrite(path string, f newFile) error {
+	tmp := path + ".new"
+	if err := os.Remove(tmp); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	f.name = tmp
+	if err := createFile(tmp, f); err != nil {
+		return err
+	}
+	return os.Rename(tmp, path)
+}
+
+func (f *nodeFiles) config() ([]byte, error) {
+	cert := certFile
+	if f.certPath != filepath.Join(f.dir, certFile) {
+		cert = f.certPath
+	}
+	var b bytes.Buffer
+	err := template.Must(template.New(edgeFile).Parse(joinTOML)).Execute(&b, struct {
+		Node                      tunnel.NodeName
+		Address, ServerName, Cert string
+	}{f.token.Node, f.token.Address, f.token.ServerName, cert})
+	return b.Bytes(), err
+}
+
+const joinTOML = `# An edge, made by tunnel join: tunnel edge -c edge.toml
+# Relative paths are relative to this file. tunnel config check says what is wrong with it.
+
+[mode.edge]
+node = "{{.Node}}"
+# What the cloud may have dialled besides this machine: address or network : port or *.
+#allow = ["10.0.0.0/8:443"]
+
+[mode.edge.stream.client]
+# The address to dial, the name in the cloud's certificate, and who signs that.
+servername = "{{.Address}}"
+dns = "{{.ServerName}}"
+cert = "ca.crt"
+# This node's certificate and its key. The edge renews it.
+nodecert = "{{.Cert}}"
+# /healthz /readyz /metrics, on all interfaces.
+#logport = 7010
+`
+
+// pinned reports whether one of certs is the authority that a token names.
+func pinned(certs []*x509.Certificate, sum [32]byte) bool {
+	for _, c := range certs {
+		if sha256.Sum256(c.Raw) == sum {
+			return true
+		}
+	}
+	return false
+}

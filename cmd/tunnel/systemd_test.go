@@ -1,0 +1,23 @@
+package main
+
+import (
+	"os"
+	"strings"
+	"testing"
+)
+
+// The unit that join installs is the one that packages have.
+func TestUnitIsTheOneOfTheDeployment(t *testing.T) {
+	text, err := os.ReadFile("../../deployment/systemd/tunnel-edge.service")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if string(text) != unitText {
+		t.Error("cmd/tunnel/tunnel-edge.service differs from deployment/systemd/tunnel-edge.service")
+	}
+	for _, what := range []string{"ExecStart=" + unitProgram + " edge -c " + unitDir + "/" + edgeFile + "\n", "StateDirectory=" + strings.TrimPrefix(stateDir, "/var/lib/") + "\n"} {
+		if strings.Count(unitText, what) != 1 {
+			t.Errorf("the unit does not hold %q once", what)
+		}
+	}
+}

@@ -1,0 +1,105 @@
+package main
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+)
+
+// errMounted is why a token file is left as it is: what it shows is kept somewhere else.
+var errMounted = errors.New("it is a symbolic link, as in a mounted Secret")
+
+// tokenChange is what a token file should become.
+type tokenChange struct {
+	added, removed []string // lines
+	failed         error    // why the file is as it was; nil: it has been changed
+}
+
+// editTokenFile replaces a token file with what edit makes of it, one process at a time.
+// A cloud that follows the file sees the old one or the new one. Mode and owner stay. An
+// error means that there is nothing to write; a file that cannot be written is a change
+// that has failed.
+func editTokenFile(path string, edit func(content string) (string, error)) (tokenChange, error) {
+	dir, err := os.Open(filepath.Dir(path)) //nolint:gosec // the configuration names it
+	if err != nil {
+		return tokenChange{}, err
+	}
+	defer dir.Close() // gives the lock back
+	if err = syscall.Flock(int(dir.Fd()), syscall.LOCK_EX); err != nil {
+		return tokenChange{}, fmt.Errorf("locking %s: %w", dir.Name(), err)
+	}
+	content, err := os.ReadFile(path) //nolint:gosec // likewise
+	if err != nil {
+		return tokenChange{}, err
+	}
+	edited, err := edit(string(content))
+	if err != nil {
+		return tokenChange{}, fmt.Errorf("%s: %w", path, err)
+	}
+	c := tokenChange{added: missing(edited, string(content)), removed: missing(string(content), edited)}
+	info, err := os.Lstat(path)
+	switch {
+	case err != nil:
+		return tokenChange{}, err
+	case info.Mode()&fs.ModeSymlink != 0:
+		c.failed = errMounted
+	default:
+		c.failed = replaceFile(path, []byte(edited), info)
+	}
+	return c, nil
+}
+
+// missing returns the lines of a that b does not have.
+func missing(a, b string) (lines []string) {
+	there := make(map[string]bool)
+	for l := range strings.Lines(b) {
+		there[strings.TrimSpace(l)] = true
+	}
+	for l := range strings.Lines(a) {
+		if l = strings.TrimSpace(l); !there[l] {
+			lines = append(lines, l)
+		}
+	}
+	return lines
+}
+
+// replaceFile writes content beside path and renames it over path. Mode and owner are
+// those of like.
+func replaceFile(path string, content []byte, like fs.FileInfo) error {
+	tmp, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*") // mode 0600
+	if err != nil {
+		return err
+	}
+	_, err = tmp.Write(content)
+	if err == nil {
+		err = own(tmp, like)
+	}
+	err = errors.Join(err, tmp.Chmod(like.Mode().Perm()), tmp.Sync(), tmp.Close())
+	if err == nil {
+		err = os.Rename(tmp.Name(), path)
+	}
+	if err != nil {
+		os.Remove(tmp.Name()) //nolint:errcheck // the first error is the one to report
+	}
+	return err
+}
+
+// own gives a new file the owner of another one, or of a folder.
+func own(f *os.File, like fs.FileInfo) error {
+	want, ok := like.Sys().(*syscall.Stat_t)
+	if !ok {
+		return nil
+	}
+	info, err := f.Stat()
+	if err != nil {
+		return err
+	}
+	if is, ok := info.Sys().(*syscall.Stat_t); ok && is.Uid == want.Uid && is.Gid == want.Gid {
+		return nil
+	}
+	return f.Chown(int(want.Uid), int(want.Gid))
+}
