@@ -108,12 +108,12 @@ func (f *Fleet) CA() *auth.CA { return f.cfg.CA }
 
 func (r *Replica) choosePorts() (err error) {
 	for _, port := range []*int{&r.grpc, &r.port, &r.https} {
-		if *port, err = freePort(); err != nil {
+		if *port, err = FreePort(); err != nil {
 			return err
 		}
 	}
 	for name := range r.fleet.cfg.Doors {
-		if r.doors[name], err = freePort(); err != nil {
+		if r.doors[name], err = FreePort(); err != nil {
 			return err
 		}
 	}
@@ -188,7 +188,7 @@ listen = "{{.IP}}"
 func (f *Fleet) Edge(cfg EdgeConfig) (*Member, error) {
 	e := &Member{Name: cfg.Node, fleet: f, mode: "edge", host: cfg.Host}
 	var err error
-	if e.port, err = freePort(); err != nil {
+	if e.port, err = FreePort(); err != nil {
 		return nil, err
 	}
 	text, err := fill(fleetEdgeTOML, map[string]any{

@@ -87,12 +87,12 @@ func (p *Pair) choosePorts() error {
 	p.ports.TCP = make(map[string]int)
 	for _, port := range []*int{&p.ports.GRPC, &p.ports.CloudLog, &p.ports.EdgeLog, &p.ports.HTTPS, &p.ports.Channelz} {
 		var err error
-		if *port, err = freePort(); err != nil {
+		if *port, err = FreePort(); err != nil {
 			return err
 		}
 	}
 	for name := range p.cfg.TCP {
-		port, err := freePort()
+		port, err := FreePort()
 		if err != nil {
 			return err
 		}
@@ -110,8 +110,8 @@ const (
 
 var taken sync.Map //nolint:gochecknoglobals // ports that this process has given away: there is one set of them
 
-// freePort returns a port that nobody listens on now.
-func freePort() (int, error) {
+// FreePort returns a port that nobody listens on now.
+func FreePort() (int, error) {
 	for range 1000 {
 		port := firstPort + rand.IntN(lastPort-firstPort) //nolint:gosec // no secret
 		if _, used := taken.LoadOrStore(port, true); used {

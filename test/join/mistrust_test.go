@@ -1,0 +1,74 @@
+package join
+
+import (
+	"os"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"testing"
+)
+
+// TestMistrust: files that would let the wrong one in, or nobody.
+func TestMistrust(t *testing.T) {
+	t.Parallel()
+	s := newSite(t, "127.0.0.1")
+	config := s.path("cloud.toml")
+	text := string(s.file("cloud.toml"))
+	const (
+		ours = "ca = \"nodes-ca.crt\"\ncakey = \"nodes-ca.key\""
+		same = "ca = \"ca.crt\"\ncakey = \"ca.key\""
+		door = "[mode.cloud.https]\ncert = \"cloud.crt\"\nkey = \"cloud.key\"\nclientca = \"ca.crt\"\n"
+		addr = "[mode.cloud.https.addr]\n\"10250\" = \"127.0.0.1:10250\"\n"
+	)
+	for i, tt := range []struct {
+		join, more string // in place of ours; behind everything
+		code       int
+		want       string
+	}{
+		{same, "[mode.cloud.stream.peers]\naddresses = [\"10.0.0.2:9000\"]\nca = \"ca.crt\"\nservername = \"127.0.0.1\"\n", 3, "who signs nodes must not make replicas"},
+		{same, door + "clientnames = [\"tunnel:node:edge1\"]\n" + addr, 3, "a node could call every kubelet"},
+		{same, door + addr, 0, "could make callers of every kubelet"},
+		{ours, door + addr, 0, "ok (cloud)"},
+		{"ca = \"cloud.crt\"\ncakey = \"cloud.key\"", "", 3, "no authority's certificate"},
+		{"ca = \"nodes-ca.crt\"\ncakey = \"ca.key\"", "", 3, "mode.cloud.join"},
+	} {
+		other := s.path(strconv.Itoa(i) + ".toml")
+		if err := os.WriteFile(other, []byte(strings.Replace(text, ours, tt.join, 1)+tt.more), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s.want(tt.code, s.tunnel("", "config", "check", "-c", other), tt.want)
+	}
+	// No edge could join: said at the start, and an error where a token would be made.
+	for change, want := range map[[2]string]string{
+		{"address = \"" + s.address, "address = \"tunnel.example.com:9000"}: "not made out to tunnel.example.com",
+		{`cloudca = "ca.crt"`, `cloudca = "nodes-ca.crt"`}:                  "not signed by",
+	} {
+		if err := os.WriteFile(config, []byte(strings.Replace(text, change[0], change[1], 1)), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		s.want(0, s.tunnel("", "config", "check", "-c", config), want)
+		s.want(3, s.tunnel("", "token", "create", "-c", config, "--node", "edge1"), want)
+	}
+	// A key that others can read.
+	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(s.path("nodes-ca.key"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	s.want(0, s.tunnel("", "config", "check", "-c", config), "cakey", "chmod 600")
+}
+
+// TestAnotherNodesCertificate: an edge does not start with a certificate that is not its
+// own.
+func TestAnotherNodesCertificate(t *testing.T) {
+	t.Parallel()
+	s := newSite(t, "127.0.0.1")
+	s.start()
+	_, token := s.create("edge1")
+	dir := filepath.Join(t.TempDir(), "edge")
+	s.want(0, s.join(token, dir))
+	config := filepath.Join(dir, "edge.toml")
+	edit(t, config, `node = "edge1"`, `node = "edge2"`)
+	s.want(3, s.tunnel("", "edge", "-c", config), "is of node edge1, and this is node edge2")
+}
