@@ -4,8 +4,8 @@ import (
 	"context"
 	"crypto/sha256"
 	"crypto/x509"
-	"fmt"
 	"log/slog"
+	"strings"
 	"sync"
 	"time"
 
@@ -133,10 +133,8 @@ func (g *Gate) byToken(ctx context.Context, node tunnel.NodeName, secret Secret)
 	if err == nil || g.reviews == nil || !looksLikeJWT(secret) {
 		return got, err
 	}
-	// Nothing is asked of Kubernetes for a node that may not join anyway.
-	if _, err = g.decide(node, accountProof{}); err != nil {
-		return Grant{}, err
-	}
+	// Also for a node that may not join: a stranger must not learn which ones may by
+	// how long the refusal takes.
 	account, err := g.byReview(ctx, node, secret)
 	if err != nil {
 		return Grant{}, err
@@ -244,7 +242,8 @@ func (g *Gate) endLocked(gr *grant) {
 // the Gate decides by; "" is nothing.
 func (g *Gate) Note() string {
 	if fault := g.cfg.Tokens.fault.Load(); fault != nil {
-		return fmt.Sprintf("the token file is bad and what was read before it stays in force: %v", *fault)
+		first, _, _ := strings.Cut((*fault).Error(), "\n") // there may be one for each line
+		return "the token file is bad, and what was read before it stays in force: " + first
 	}
 	if g.reviews != nil {
 		return g.reviews.note()

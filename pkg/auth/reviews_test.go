@@ -120,7 +120,7 @@ func TestServiceAccounts(t *testing.T) {
 		{"a user that looks like it", &reviewer{node: "edge1", user: "system:serviceaccount:ns/edge"}, "", false, 1},
 		{"no node", &reviewer{}, "", false, 1},
 		{"another node", &reviewer{node: "edge2"}, "", false, 1},
-		{"revoked", &reviewer{node: "edge1"}, "edge1:revoked", false, 0},
+		{"revoked: refused as slowly as any", &reviewer{node: "edge1"}, "edge1:revoked", false, 1},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			gate := reviewing(t, tc.r, tc.file)
