@@ -50,8 +50,8 @@ func verdict(exit int, stderr string, w io.Writer) int {
 		return exit
 	case unreachable.MatchString(stderr):
 		fmt.Fprintln(w, strings.TrimSpace(`
-NOT CHECKED for known vulnerabilities: the database (https://vuln.go.dev, or GOVULNDB) cannot
-be reached from here. This says nothing about the code; run make vuln where there is a network.`))
+NOT CHECKED for known vulnerabilities: the database, vuln.go.dev, cannot be reached from
+here. This says nothing about the code; run make vuln where there is a network.`))
 		return 0
 	}
 	return max(exit, 1) // -1: it did not start, or a signal has ended it
