@@ -29,12 +29,12 @@ func TestHostileCaller(t *testing.T) {
 	tooLong := []string{"431", "closed"}
 	badGateway := []string{"502"}
 	l.endure([]attack{
-		{name: "half a handshake", offend: halfHandshakes(l.HTTPSDoor()), alone: true, answers: held, holds: strangers * hello},
+		{name: "half a handshake", offend: halfHandshakes(l.HTTPSDoor()), alone: true, answers: held, counter: limited("strangersperaddress"), holds: strangers * hello},
 		{name: "handshakes without a certificate", offend: noCertificate, answers: []string{"closed"}, holds: 2 * mib},
 		{name: "a hello of 1 MB", offend: longServerName, answers: []string{"closed"}, holds: 2 * hello},
-		{name: "a header without end", offend: asks("GET / HTTP/1.1\r\nHost: edge1\r\n", lines{}), answers: tooLong, holds: 2 * header},
-		{name: "a header of 1 MB", offend: asks("GET / HTTP/1.1\r\nHost: edge1\r\nX: "+strings.Repeat("x", mib)+"\r\n\r\n", nil), answers: tooLong, holds: 2 * mib},
-		{name: "a host of 1 MB", offend: asks("GET / HTTP/1.1\r\nHost: "+strings.Repeat("x", mib)+"\r\n\r\n", nil), answers: tooLong, holds: 2 * mib},
+		{name: "a header without end", offend: asks("GET / HTTP/1.1\r\nHost: edge1\r\n", lines{}), answers: tooLong, counter: limited("headers"), holds: 2 * header},
+		{name: "a header of 1 MB", offend: asks("GET / HTTP/1.1\r\nHost: edge1\r\nX: "+strings.Repeat("x", mib)+"\r\n\r\n", nil), answers: tooLong, counter: limited("headers"), holds: 2 * mib},
+		{name: "a host of 1 MB", offend: asks("GET / HTTP/1.1\r\nHost: "+strings.Repeat("x", mib)+"\r\n\r\n", nil), answers: tooLong, counter: limited("headers"), holds: 2 * mib},
 		{name: "two lengths", offend: asks("POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /next HTTP/1.1\r\nHost: edge1\r\n\r\n", nil), answers: []string{"400"}, holds: 2 * header},
 		{name: "another node's name", offend: asks("GET / HTTP/1.1\r\nHost: no-such-node\r\n\r\n", nil), answers: badGateway, holds: 2 * header},
 		{name: "slow headers", offend: slow(l.HTTPSDoor(), true, "GET / HTTP/1.1\r\n"), alone: true, answers: held, holds: slowOnes * (header + connection)},
@@ -47,7 +47,7 @@ func TestHostileCaller(t *testing.T) {
 		{name: "rapid resets at the https port", offend: rapidConns(l.HTTPSDoor()), answers: held, holds: 2 * mib},
 		{name: "rapid resets at the tcp port", offend: rapidConns(l.Door("echo")), answers: held, holds: 4 * mib},
 		{name: "rapid resets at the health port", offend: rapidConns(l.CloudHealth()), answers: held, holds: 2 * mib},
-		{name: "idle connections at the health port", offend: idle(l.CloudHealth()), alone: true, answers: held, holds: 2 * mib},
+		{name: "idle connections at the health port", offend: idle(l.CloudHealth()), alone: true, answers: held, counter: limited("health"), holds: 2 * mib},
 		{name: "slow headers at the health port", offend: slow(l.CloudHealth(), false, "GET /metrics HTTP/1.1\r\n"), alone: true, answers: append(held, "408"), holds: slowOnes * (header + 16<<10)},
 		{name: "a header of 1 MB at the health port", offend: asksPlainly("GET /metrics HTTP/1.1\r\nHost: x\r\nX: " + strings.Repeat("x", mib) + "\r\n\r\n"), answers: tooLong, holds: 2 * mib},
 		{name: "a body of 1 MB at the health port", offend: asksPlainly("POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 1048576\r\n\r\n" + strings.Repeat("x", mib)), answers: []string{"405", "closed"}, holds: 2 * mib},

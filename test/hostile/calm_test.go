@@ -46,6 +46,9 @@ const (
 	// comesBack is after what time an attacker that was refused tries again. Faster ones
 	// would weigh how many handshakes they do on the cloud's own processors.
 	comesBack = 100 * time.Millisecond
+	// atCalm is the least that counts as calm: on a busy machine the p99 of calm wanders up
+	// to here by itself.
+	atCalm = 10 * time.Millisecond
 	// noHang is the floor below which the short variant does not look: it measures for a
 	// moment, beside other tests.
 	noHang = time.Second
@@ -55,7 +58,7 @@ const (
 func (l *lab) endure(attacks []attack) {
 	rounds, phase := 1, 300*time.Millisecond
 	if long() {
-		rounds, phase = 8, 2500*time.Millisecond
+		rounds, phase = 6, 800*time.Millisecond
 	}
 	probe := newProbe(l)
 	defer probe.close()
@@ -221,7 +224,7 @@ func checkDelay(t *testing.T, calm, attacked []time.Duration) {
 	t.Logf("others wait: calm p50 %s p99 %s, attacked p50 %s p99 %s: %.1f × (%d and %d requests)",
 		c50.Round(10*time.Microsecond), c99.Round(10*time.Microsecond), a50.Round(10*time.Microsecond), a99.Round(10*time.Microsecond),
 		float64(a99)/float64(c99), len(calm), len(attacked))
-	if may := noWorse * c99; a99 > may && (long() || a99 > noHang) {
+	if may := noWorse * max(c99, atCalm); a99 > may && (long() || a99 > noHang) {
 		t.Errorf("p99 of others is %s; want %s at most", a99, may)
 	}
 }

@@ -58,6 +58,13 @@ type lab struct {
 	cloud, edge *rig.Process
 }
 
+// opens is how many conns of a node may be opened in a second: more than the calm do, and
+// half of the default, so that floods come to their end sooner.
+const opens = 500
+
+// limited is the metric of a limit.
+func limited(limit string) string { return fmt.Sprintf("tunnel_limited_total{limit=%q}", limit) }
+
 func newLab(t *testing.T) *lab {
 	t.Helper()
 	ca, err := rig.NewCA()
@@ -73,6 +80,7 @@ func newLab(t *testing.T) *lab {
 			"evil1": "evil1/127.0.0.1:9",
 		},
 		HTTPS: l.kubelet.addr, Others: []string{"evil0", "evil1"},
+		Cloud: fmt.Sprintf("[mode.cloud.limits]\nopens = %d\n", opens),
 	})
 	if err != nil {
 		t.Fatal(err)
