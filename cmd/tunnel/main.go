@@ -15,6 +15,7 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"regexp"
 	"strings"
 	"syscall"
 	"time"
@@ -95,7 +96,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		// What cobra itself reports is about the command line.
 		chosen = &exitError{exitUsage, errors.New(withoutSecrets(err.Error(), args))}
 	}
-	for line := range strings.SplitSeq(chosen.Error(), "\n") {
+	for line := range strings.SplitSeq(joinTokens.ReplaceAllString(chosen.Error(), "***"), "\n") {
 		fmt.Fprintln(stderr, "tunnel: "+line)
 	}
 	if chosen.code == exitUsage {
@@ -103,6 +104,9 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	}
 	return chosen.code
 }
+
+// joinTokens finds join tokens wherever somebody has pasted them: into --node, say.
+var joinTokens = regexp.MustCompile(regexp.QuoteMeta(joinPrefix) + `[A-Za-z0-9_-]{8,}`)
 
 // withoutSecrets takes from a text the arguments that could be a token. A secret has no
 // place among arguments, but somebody will paste one there, and what we print is kept.

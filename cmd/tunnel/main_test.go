@@ -89,6 +89,7 @@ func TestCommandLine(t *testing.T) {
 	}{
 		{nil, exitOK, "tunnel demo"},
 		{[]string{"version"}, exitOK, "protocol 1"},
+		{[]string{"token", "create", "-c", "x", "--node", "tunnel1.eyJhIjoiYiJ9"}, exitUsage, `node name "***" is not`},
 		{[]string{"edge", "-c", "x", "s3cret-token"}, exitUsage, `unknown command "***"`},
 		{[]string{"clowd"}, exitUsage, `unknown command "clowd"`},
 		{[]string{"cloud"}, exitUsage, `"config" not set`},
