@@ -18,6 +18,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -67,30 +68,42 @@ func (c *canaries) add(what, secret string) {
 	c.looks[hex.EncodeToString([]byte(secret))] = what + ", in hex"
 }
 
-// addKeys adds every private key of a folder: each line of its base64, and its bytes.
+// addKeys adds every private key in the files of a folder: each line of its base64, and its bytes.
 func (c *canaries) addKeys(t *testing.T, dir string) {
 	t.Helper()
-	files, err := filepath.Glob(filepath.Join(dir, "*.key"))
-	if err != nil || len(files) == 0 {
-		t.Fatal("there are no keys", err)
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
 	}
-	for _, file := range files {
-		text, err := os.ReadFile(file)
+	keys := 0
+	for _, e := range entries {
+		rest, err := os.ReadFile(filepath.Join(dir, e.Name()))
 		if err != nil {
-			t.Fatal(err)
+			continue // a folder, a socket
 		}
-		block, _ := pem.Decode(text)
+		var block *pem.Block
+		for block == nil || !strings.HasSuffix(block.Type, "PRIVATE KEY") {
+			if block, rest = pem.Decode(rest); block == nil {
+				break
+			}
+		}
 		if block == nil {
-			t.Fatalf("%s is no PEM", file)
+			continue
 		}
-		what := "the key " + filepath.Base(file)
-		for line := range strings.Lines(string(text)) {
+		keys++
+		what := "the key in " + e.Name()
+		c.mu.Lock()
+		for line := range strings.Lines(string(pem.EncodeToMemory(block))) {
 			if line = strings.TrimSpace(line); !strings.HasPrefix(line, "-----") && len(line) >= 24 {
 				c.looks[line] = what
 			}
 		}
 		// The middle is the number that is secret; what stands around it is the same in all.
 		c.looks[hex.EncodeToString(block.Bytes[36:60])] = what + ", in hex"
+		c.mu.Unlock()
+	}
+	if keys == 0 {
+		t.Fatalf("there is no key in %s", dir)
 	}
 }
 
@@ -228,13 +241,23 @@ func newCage(t *testing.T, format string) *cage {
 		Binary: program, Dir: dir, CA: ca, Debug: true, Token: auth.Secret(c.secrets.make("the edge's token")),
 		TCP:   map[string]string{"echo": serve(t, func(conn net.Conn) { io.Copy(conn, conn) }), "closed": "127.0.0.1:1", "denied": "192.0.2.1:22"},
 		HTTPS: c.kubelet.addr, Others: []string{"evil0"},
-		Cloud: "[mode.cloud.admin]\nsocket = \"cloud.sock\"\n", Edge: "[mode.edge.admin]\nsocket = \"edge.sock\"\n",
+		Cloud: cageTOML, Edge: "[mode.edge.admin]\nsocket = \"edge.sock\"\n",
 		Args: []string{"--log-format", format},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
 	c.secrets.add("the token of evil0", c.Token("evil0").Reveal())
+	nodes, err := auth.NewCA("nodes", time.Hour)
+	if err == nil {
+		err = os.WriteFile(c.Path("nodes.crt"), nodes.CertPEM(), 0o600)
+	}
+	if err == nil {
+		err = os.WriteFile(c.Path("nodes.key"), nodes.KeyPEM(), 0o600)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
 	c.secrets.addKeys(t, dir)
 	// Tokens that are good for something else, or not any more.
 	c.past, c.joiner = auth.Secret(c.secrets.make("an expired token")), auth.Secret(c.secrets.make("a token to join with"))
@@ -248,6 +271,15 @@ func newCage(t *testing.T, format string) *cage {
 	f.Close()
 	return c
 }
+
+const cageTOML = `[mode.cloud.admin]
+socket = "cloud.sock"
+[mode.cloud.join]
+ca = "nodes.crt"
+cakey = "nodes.key"
+address = "127.0.0.1:{{.GRPC}}"
+cloudca = "ca.crt"
+`
 
 func (c *cage) run() {
 	t := c.t
@@ -264,6 +296,7 @@ func (c *cage) run() {
 	c.joins()
 	c.requests()
 	c.conns()
+	c.newcomers()
 	c.badTokenFiles()
 	c.listen()
 	c.configChecks()
@@ -295,6 +328,9 @@ func (c *cage) run() {
 		"the command line of the cloud":    "cloud.toml",
 		"what tunnel config check says":    "token file",
 		"what a strange edge says":         "no session",
+		"what tunnel join says":            "evil3",
+		"what tunnel token says":           "evil3",
+		"what the newcomer's edge says":    "SIGQUIT: quit",
 		"/loglevel at the socket of cloud": "debug",
 	})
 	if !strings.Contains(c.CloudLog.String(), "DEBUG") {
@@ -445,6 +481,81 @@ func (c *cage) conns() {
 		io.CopyN(io.Discard, conn, 8)
 		conn.Close()
 	}
+}
+
+// newcomers is machines that become nodes by tunnel join, or do not, and the edge of one.
+// What tunnel token create prints is a secret, and meant to be: all else is looked at.
+func (c *cage) newcomers() {
+	cloud := c.Path("cloud.toml")
+	created, err := exec.Command(program, "token", "create", "-c", cloud, "--node", "evil3").CombinedOutput()
+	token := regexp.MustCompile(`tunnel1\.[A-Za-z0-9_-]+`).FindString(string(created))
+	if err != nil || token == "" {
+		c.t.Fatalf("no token: %v: %s", err, created)
+	}
+	parsed, err := auth.ParseJoinToken(token)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.secrets.add("a join token", token)
+	c.secrets.add("the secret of a join token", parsed.Secret.Reveal())
+	forged := parsed
+	forged.Secret = auth.Secret(c.secrets.make("the secret of a forged join token"))
+	elsewhere := parsed
+	elsewhere.Address = "127.0.0.1:1"
+	impostor := parsed
+	impostor.CA[0]++
+	dir := c.t.TempDir()
+	for i, stdin := range []string{
+		token, token, token[:len(token)-3], token + token, "tunnel1." + c.secrets.make("a join token that is none"),
+		forged.Encode().Reveal(), elsewhere.Encode().Reveal(), impostor.Encode().Reveal(), "echo '" + token,
+	} {
+		c.secrets.add("a join token that is wrong", stdin)
+		to := dir
+		if i > 1 {
+			to = c.t.TempDir()
+		}
+		c.tell("what tunnel join says", stdin, "join", "--dir", to, "--log-level", "debug")
+	}
+	for _, where := range [][]string{{"join", token}, {"join", "--token-file", token}, {"join", "--token", token}, {token}, {"token", "create", token}, {"token", "revoke", "-c", cloud, "--node", token}, {"edge", "-c", token}} {
+		c.tell("what tunnel says of a token in its arguments", "", where...)
+	}
+	c.secrets.addKeys(c.t, dir)
+	var log rig.Log
+	p, err := rig.Start(&log, program, "edge", "-c", filepath.Join(dir, "edge.toml"), "--log-level", "debug")
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	defer p.Kill()
+	eventually(c.t, "the newcomer has a session", func() error {
+		if !strings.Contains(log.String(), "session started") {
+			return fmt.Errorf("its log: %s", log.String())
+		}
+		return nil
+	})
+	for _, args := range [][]string{{"token", "list", "-c", cloud}, {"token", "revoke", "-c", cloud, "--node", "evil3"}, {"token", "list", "-c", cloud}} {
+		c.tell("what tunnel token says", "", args...)
+	}
+	eventually(c.t, "the newcomer is revoked", func() error {
+		if !strings.Contains(log.String(), "revoked") && !strings.Contains(log.String(), "no session") {
+			return fmt.Errorf("its log: %s", log.String())
+		}
+		return nil
+	})
+	if err := p.Signal(syscall.SIGQUIT); err != nil {
+		c.t.Fatal(err)
+	}
+	<-p.Done()
+	c.out.add("what the newcomer's edge says", log.String())
+}
+
+// tell runs the program to its end and keeps what it says.
+func (c *cage) tell(where, stdin string, args ...string) {
+	ctx, cancel := context.WithTimeout(c.t.Context(), 2*hangs)
+	defer cancel()
+	cmd := exec.CommandContext(ctx, program, args...)
+	cmd.Stdin = strings.NewReader(stdin + "\n")
+	said, _ := cmd.CombinedOutput() // most of it fails
+	c.out.add(where, string(said))
 }
 
 // badTokenFiles has the cloud read token files that are wrong, while it runs.

@@ -38,7 +38,7 @@ type Config struct {
 	Opens  int               // opens of the node in a second; 0: the default
 	Token  auth.Secret       // of the node; "": a new one
 	Others []string          // nodes that may join besides, see Token
-	Cloud  string            // more lines of cloud.toml: whole tables
+	Cloud  string            // more lines of cloud.toml: whole tables; {{.GRPC}} is the port
 	Edge   string            // more lines of edge.toml
 	Args   []string          // more arguments of both
 }
@@ -134,7 +134,7 @@ func (p *Pair) Certify(ca *auth.CA) error {
 
 // CloudLeaf is what stands in a cloud's certificate.
 func CloudLeaf() auth.Leaf {
-	return auth.Leaf{CommonName: cloudName, DNSNames: []string{cloudName}, Server: true, Client: true}
+	return auth.Leaf{CommonName: cloudName, DNSNames: []string{cloudName}, IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true, Client: true}
 }
 
 // issue writes a certificate and its key to NAME.crt and NAME.key.
@@ -173,11 +173,10 @@ func (p *Pair) configure() error {
 		data.Targets[p.ports.TCP[name]] = target
 	}
 	for name, text := range map[string][2]string{"cloud.toml": {cloudTOML, p.cfg.Cloud}, "edge.toml": {edgeTOML, p.cfg.Edge}} {
-		filled, err := fill(text[0], data)
-		if err != nil {
+		var err error
+		if files[name], err = fill(text[0]+text[1], data); err != nil {
 			return err
 		}
-		files[name] = filled + text[1]
 	}
 	return errors.Join(write(p.cfg.Dir, files), p.Allow(true))
 }
