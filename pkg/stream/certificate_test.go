@@ -32,6 +32,7 @@ type registry struct {
 	file string
 	gate *auth.Gate
 	ttl  time.Duration // of what is signed
+	age  time.Duration // how much longer ago it was signed
 	// before is called by Sign; its error is that of the signer.
 	before func(ctx context.Context) error
 	signed atomic.Int64
@@ -117,7 +118,7 @@ func (a *registry) sign(node tunnel.NodeName, key any) ([]byte, error) {
 	}
 	der, err := x509.CreateCertificate(rand.Reader, &x509.Certificate{
 		Subject: auth.NodeSubject(node), SerialNumber: serial,
-		NotBefore: time.Now().Add(-auth.Backdate), NotAfter: time.Now().Add(a.ttl),
+		NotBefore: time.Now().Add(-auth.Backdate - a.age), NotAfter: time.Now().Add(a.ttl),
 		BasicConstraintsValid: true, KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
 	}, signer.Leaf, key, signer.PrivateKey)
 	return pemOf(der), err
@@ -316,7 +317,7 @@ func TestNodeRevoked(t *testing.T) {
 	a := newRegistry(t, nodeCA(t))
 	a.follow()
 	r := newRig(t, a.serve)
-	r.joinWith(r.certified("edge1", hold(a.certificate("edge1"))), direct)
+	e := r.joinWith(r.certified("edge1", hold(a.certificate("edge1"))), direct)
 	other := r.joinWith(r.certified("edge2", hold(a.certificate("edge2"))), direct)
 	c, _ := r.pair("edge1")
 	start := time.Now()
@@ -330,8 +331,35 @@ func TestNodeRevoked(t *testing.T) {
 	if err := r.stranger(a.certificate("edge1")).controlWith(nodeKey, "edge1").end(); status.Code(err) != codes.Unauthenticated {
 		t.Errorf("it comes back: %v", err)
 	}
+	e.halt(t)
+	if _, err := e.client.open(t.Context()); err == nil || !strings.Contains(err.Error(), "nodecert in") { // not: the cloud has not asked
+		t.Errorf("when it tries again, it says %v", err)
+	}
 	if other.client.Ready() != nil || !r.dir.Holds("edge2") || r.dir.Holds("edge1") {
 		t.Error("the wrong node is gone")
+	}
+}
+
+// wrongAuth proves another node than the one that is claimed.
+type wrongAuth struct{}
+
+func (wrongAuth) Authenticate(context.Context, auth.Credential) (auth.Grant, error) {
+	return auth.Grant{Node: "edge9"}, nil
+}
+
+// Whatever has proven another node than the one that is claimed opens no session.
+func TestProofOfAnotherNode(t *testing.T) {
+	r := newRig(t, func(c *ServerConfig) { c.Auth, c.Certificates = wrongAuth{}, true })
+	for _, s := range []*strangerControl{
+		r.stranger().control(bearerOf("edge1")),
+		r.stranger(newRegistry(t, nodeCA(t)).certificate("edge1")).controlWith(nodeKey, "edge1"),
+	} {
+		if err := s.end(); status.Code(err) != codes.Unauthenticated {
+			t.Errorf("got %v", err)
+		}
+	}
+	if len(r.log.lines("join refused", "node=edge1", "that of node edge9")) != 2 || r.dir.Len() != 0 {
+		t.Errorf("the log:\n%s", strings.Join(r.log.lines(), ""))
 	}
 }
 

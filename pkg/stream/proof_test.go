@@ -58,6 +58,9 @@ func TestTokenChanges(t *testing.T) {
 		r.auth.revoke("edge1") // the old one
 		time.Sleep(time.Hour)
 		synctest.Wait()
+		if n := r.auth.live.Load(); n != 1 {
+			t.Errorf("%d grants are remembered, want 1", n)
+		}
 		echo(t, "the conn that was open all the time", c, far)
 		if n := r.counters.Sessions.Load(); n != 1 {
 			t.Errorf("%d sessions, want 1", n)
@@ -65,6 +68,52 @@ func TestTokenChanges(t *testing.T) {
 		// It says so every minute, for a cloud that learns late; this one knows.
 		if n := r.auth.asked.Load(); n != 2 {
 			t.Errorf("tokens were looked at %d times, want 2", n)
+		}
+		r.dir.Lookup("edge1").Close(errors.New("cut by the test"))
+		within(t, time.Minute, "the session that has ended is forgotten", func() bool {
+			return r.counters.Sessions.Load() == 2 && r.auth.live.Load() == 1
+		})
+	})
+}
+
+// A token that changes back is told as any other change.
+func TestTokenChangesBack(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		var token atomic.Value
+		token.Store(auth.Secret("token-edge1"))
+		cfg := r.clientConfig("edge1")
+		cfg.Token = func() (auth.Secret, error) { return token.Load().(auth.Secret), nil }
+		r.joinWith(cfg, direct)
+		for i, next := range []auth.Secret{"next-edge1", "token-edge1"} {
+			token.Store(next)
+			within(t, tokenInterval+time.Second, "the cloud takes it", func() bool {
+				return len(r.log.lines("end=cloud", "the session has a new proof")) == i+1
+			})
+		}
+	})
+}
+
+// What happens to a proof that another one has replaced does not concern the session, not
+// even in the moment before the session's goroutine hears of the change.
+func TestReplacedProofIsRevoked(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &cloudSession{proven: make(chan struct{}, 1)}
+		s.init()
+		first, second := make(chan struct{}), make(chan struct{})
+		s.standOn(&proof{grant: auth.Grant{Revoked: first}, release: func() {}})
+		s.wg.Go(s.whileProven)
+		synctest.Wait()
+		s.proof.Store(&proof{grant: auth.Grant{Revoked: second}, release: func() {}}) // and says nothing
+		close(first)
+		time.Sleep(time.Second)
+		if isClosed(s.done) {
+			t.Error("the session has ended with its old proof")
+		}
+		s.proven <- struct{}{}
+		close(second)
+		s.wg.Wait()
+		if !errors.Is(s.reason(), errRevoked) {
+			t.Errorf("it ends with %v", s.reason())
 		}
 	})
 }

@@ -49,12 +49,13 @@ type rig struct {
 // fakeAuth accepts the tokens "token-NODE" and "next-NODE" of every node.
 type fakeAuth struct {
 	asked   atomic.Int64
+	live    atomic.Int64 // grants that have not been forgotten
 	panics  atomic.Bool
 	mu      sync.Mutex
 	revoked map[auth.Secret]chan struct{} // by token
 }
 
-func (a *fakeAuth) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, error) {
+func (a *fakeAuth) Authenticate(ctx context.Context, c auth.Credential) (auth.Grant, error) {
 	a.asked.Add(1)
 	node, err := tunnel.ParseNodeName(c.Node)
 	if err != nil || c.Token.Reveal() != "token-"+c.Node && c.Token.Reveal() != "next-"+c.Node {
@@ -71,6 +72,8 @@ func (a *fakeAuth) Authenticate(_ context.Context, c auth.Credential) (auth.Gran
 	if a.revoked[c.Token] == nil {
 		a.revoked[c.Token] = make(chan struct{})
 	}
+	a.live.Add(1)
+	context.AfterFunc(ctx, func() { a.live.Add(-1) })
 	return auth.Grant{Node: node, By: "token", Revoked: a.revoked[c.Token]}, nil
 }
 

@@ -252,21 +252,30 @@ func TestRenewRefused(t *testing.T) {
 	}
 }
 
-// A node that is revoked while its certificate is being made does not get it.
+// A node whose certificates are revoked while another one is being made does not get it,
+// although that is younger than those.
 func TestRevokedWhileSigning(t *testing.T) {
 	a := newRegistry(t, nodeCA(t))
+	a.age = time.Hour
 	a.follow()
 	r := newRig(t, a.serve)
-	e := r.joinWith(r.certified("edge1", hold(a.certificate("edge1"))), direct)
+	s := r.stranger(a.certificate("edge1"))
+	control := s.controlWith(nodeKey, "edge1")
+	control.hello(Version)
+	control.want("the certificate opens a session", typeHello)
 	a.before = func(context.Context) error {
-		a.write("edge1:revoked")
+		a.write("edge1:revoked before=" + time.Now().Add(-time.Minute).UTC().Format(time.RFC3339))
+		a.age = 0
 		for r.dir.Holds("edge1") {
 			time.Sleep(time.Millisecond)
 		}
 		return nil
 	}
-	if chain, err := e.client.Renew(t.Context(), requestFor(t, "edge1")); err == nil {
-		t.Errorf("it has a certificate: %s", chain)
+	if _, err := s.sign(requestFor(t, "edge1")); status.Code(err) != codes.Unavailable {
+		t.Errorf("got %v, want unavailable", err)
+	}
+	if err := control.end(); status.Code(err) != codes.Unauthenticated {
+		t.Errorf("the session ends with %v", err)
 	}
 }
 
