@@ -61,8 +61,7 @@ func (l Limits) relayed() int { return 4 * l.Conns }
 // open, a cancel of each conn, twice that for what we have not thought of, and heartbeats.
 func (l Limits) messages() int { return 4*l.Opens + 1000 }
 
-// streams is how many streams may be opened in a second on one connection: a conn for
-// each open, twice that for those that come late together, and the control stream. An
+// streams is how many streams an edge may open in a second: a conn for each open, twice that for those that come late together, and the control stream. An
 // edge that opens and resets streams (CVE-2023-44487) comes to its end here; before that
 // grpc-go lets no more handlers run than there may be streams.
 func (l Limits) streams() int { return 2*l.Opens + 1000 }
@@ -93,9 +92,13 @@ type bucket struct {
 	last time.Time
 }
 
-// newBucket returns a full bucket with a burst of two seconds.
+// burst is what a bucket holds of its rate.
+const burst = 2 * time.Second
+
+// newBucket returns a full bucket.
 func newBucket(rate int) *bucket {
-	return &bucket{rate: float64(rate), burst: 2 * float64(rate), left: 2 * float64(rate), last: time.Now()}
+	most := float64(rate) * burst.Seconds()
+	return &bucket{rate: float64(rate), burst: most, left: most, last: time.Now()}
 }
 
 // take reports whether it may happen once more.

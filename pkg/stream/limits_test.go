@@ -223,6 +223,49 @@ func TestMessagesLimit(t *testing.T) {
 	}
 }
 
+// An edge that has lost its session by a flood has no second burst in the next one; a
+// moment later it is as good as any, and then nothing is remembered of it.
+func TestQuotaOutlivesTheSession(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		most := (Limits{Opens: 1}).messages()
+		flood := func() (sent int) {
+			s := r.stranger()
+			defer s.cc.Close()
+			c := s.join("edge1")
+			ended := make(chan struct{})
+			go func() {
+				defer close(ended)
+				c.end()
+			}()
+			for ; ; sent++ {
+				c.stream.Send(&pb.StreamMsg{Category: category, Type: typeRefused, Topic: "none"})
+				synctest.Wait()
+				select {
+				case <-ended:
+					return sent
+				default:
+				}
+			}
+		}
+		if n := flood(); n != 2*most {
+			t.Errorf("the first flood has %d messages, want %d", n, 2*most)
+		}
+		if n := flood(); n > most/2 {
+			t.Errorf("the flood at once after it has %d messages", n)
+		}
+		time.Sleep(time.Minute)
+		r.server.quotas.mu.Lock()
+		left := len(r.server.quotas.of)
+		r.server.quotas.mu.Unlock()
+		if left != 0 {
+			t.Errorf("%d quotas are left", left)
+		}
+		if n := flood(); n != 2*most {
+			t.Errorf("a minute later there are %d messages, want %d", n, 2*most)
+		}
+	}, func(c *ServerConfig) { c.Limits.Opens = 1 })
+}
+
 // So many messages in each second are no flood.
 func TestMessagesWithinTheLimit(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
@@ -377,7 +420,7 @@ func TestJoiningLimits(t *testing.T) {
 func TestRelayedOpensCountAtTheHolder(t *testing.T) {
 	all := newFleet(t, 2)
 	holder, other := all[0], all[1]
-	holder.server.cfg.Limits.Opens = 1
+	holder.server.quotas.limits.Opens = 1
 	holder.join("edge1", refuses)
 	eventually(t, "the other replica hears of the node", func() bool { return other.peers.Holds("edge1") })
 	for i := range 3 {

@@ -56,6 +56,8 @@ type Server struct {
 	joinWarnings, groupWarnings, splitWarnings tunnel.Limiter
 	denials                                    tunnel.Limiter // of dials that edges have denied
 
+	quotas quotas
+
 	addr     atomic.Pointer[net.Addr] // set while listening
 	leaving  chan struct{}            // closed by Leave
 	stopping atomic.Bool              // no more joins
@@ -77,7 +79,7 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 			return nil, fmt.Errorf("mode.cloud.stream.peers: %w", err)
 		}
 	}
-	s := &Server{cfg: cfg, dir: dir, leaving: make(chan struct{}), blocks: new(blocks), log: cfg.Log.With("module", category), listen: net.Listen}
+	s := &Server{cfg: cfg, quotas: quotas{limits: cfg.Limits}, dir: dir, leaving: make(chan struct{}), blocks: new(blocks), log: cfg.Log.With("module", category), listen: net.Listen}
 	s.joinWarnings.Every, s.joinWarnings.Burst = time.Second, 10
 	router, err := tunnel.NewRouter(append([]tunnel.Module{s}, mods...)...)
 	if err != nil {
@@ -153,7 +155,7 @@ func (s *Server) Run(ctx context.Context) error {
 		conns = s.cfg.Limits.relayed()
 	}
 	opts := append(serverOptions(conns, s.cfg.Limits),
-		grpc.Creds(serverCreds{credentials.NewTLS(conf), s.cfg.Limits}),
+		grpc.Creds(serverCreds{credentials.NewTLS(conf)}),
 		grpc.StreamInterceptor(s.intercept),
 		grpc.UnknownServiceHandler(unknownMethod),
 	)
@@ -321,19 +323,17 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 }
 
 // mayOpen counts a stream that is opened on t. One that is too many ends the session,
-// and the connection.
+// and the connection. Before there is a session, all streams but one end it anyway.
 func (s *Server) mayOpen(t *transport) error {
 	cs := t.session.Load()
-	if cs != nil && cs.peers != nil || t.streams.take() {
-		return nil // another replica opens as many as its callers ask for
+	if cs == nil || cs.quota == nil || cs.quota.streams.take() {
+		return nil
 	}
-	err := limitErrorf(tunnel.LimitStreams, "more than %d streams in a second on one connection", s.cfg.Limits.streams())
+	err := limitErrorf(tunnel.LimitStreams, "node %s has opened more than %d streams in a second", cs.pub.Node, s.cfg.Limits.streams())
 	if t.refuse() {
 		s.cfg.Counters.Limited(tunnel.LimitStreams)
 	}
-	if cs != nil {
-		cs.Close(err)
-	}
+	cs.Close(err)
 	return err
 }
 
@@ -372,6 +372,9 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 	err = cs.run(ctx)
 	cs.noteTooLong(err)
 	s.detach(cs)
+	if cs.quota != nil {
+		s.quotas.release(cs.pub.Node)
+	}
 	cs.logEnd(err)
 	t.refuse()
 	if errors.Is(err, io.EOF) {

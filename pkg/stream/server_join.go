@@ -128,8 +128,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.log = s.log.With("node", node, "session", id)
 	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
 	cs.stream, cs.maxConns = stream, int64(s.cfg.Limits.Conns)
-	cs.limits, cs.opens, cs.budget = s.cfg.Limits, newBucket(s.cfg.Limits.Opens), newBucket(s.cfg.Limits.messages())
-	cs.denials = &s.denials
+	cs.limits, cs.denials = s.cfg.Limits, &s.denials
 	cs.authenticate = func(c auth.Credential) (*proof, *refusedJoin) { return s.authenticate(ctx, c) }
 	cs.signatures.Every, cs.signatures.Burst = renewInterval, renewBurst
 	cs.credentials.Every, cs.credentials.Burst = renewInterval, renewBurst
@@ -142,7 +141,9 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 		cs.peers = s.cfg.Peers
 		cs.log = s.log.With("replica", peer, "session", id)
 		cs.router, cs.counters, cs.maxConns = cs.peers.router, cs.peers.counters, int64(s.cfg.Limits.relayed())
-		cs.opens, cs.budget = nil, nil // they count where the node is held
+	} else {
+		cs.quota = s.quotas.take(node)
+		cs.budget = cs.quota.messages
 	}
 	ours.MaxConns = uint32(cs.maxConns) //nolint:gosec // a few thousand
 	if proven != nil {

@@ -41,7 +41,7 @@ type cloudSession struct {
 	signatures   tunnel.Limiter // how many are made
 
 	limits  Limits
-	opens   *bucket // nil: another replica's, which counts them
+	quota   *quota // of the node; nil: the session is another replica's, and what it asks for counts where the node is held
 	dialing atomic.Int64
 	denials *tunnel.Limiter // of warnings, the server's
 }
@@ -135,12 +135,12 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunn
 func (s *cloudSession) admit() *tunnel.Refusal {
 	n := s.dialing.Add(1)
 	switch {
-	case s.opens == nil:
+	case s.quota == nil:
 		return nil
 	case n > int64(s.limits.Dials):
 		s.counters.Limited(tunnel.LimitDials)
 		return tunnel.Refusef(tunnel.Overloaded, "limit dials: node %s has %d opens to answer", s.pub.Node, s.limits.Dials)
-	case !s.opens.take():
+	case !s.quota.opens.take():
 		s.counters.Limited(tunnel.LimitOpens)
 		return tunnel.Refusef(tunnel.Overloaded, "limit opens: node %s has had more than %d opens in a second", s.pub.Node, s.limits.Opens)
 	}

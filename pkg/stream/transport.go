@@ -24,7 +24,6 @@ type transport struct {
 	joining atomic.Bool                  // it has had a control stream, or a first certificate: there is one at most
 	session atomic.Pointer[cloudSession] // set once, when the edge has joined
 	refused atomic.Bool                  // a stream was refused: no other is served
-	streams *bucket                      // of streams that are opened on it
 }
 
 // refuse makes the stream that is being refused the last one that is served on the
@@ -41,7 +40,6 @@ func (t *transport) refuse() (first bool) {
 // serverCreds is TLS whose AuthInfo is a *transport.
 type serverCreds struct {
 	credentials.TransportCredentials
-	limits Limits
 }
 
 // ServerHandshake implements credentials.TransportCredentials.
@@ -56,12 +54,12 @@ func (c serverCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		conn.Close()
 		return nil, nil, errors.New("not a TLS connection of this listener")
 	}
-	return conn, &transport{TLSInfo: tlsInfo, conn: joining, streams: newBucket(c.limits.streams())}, nil
+	return conn, &transport{TLSInfo: tlsInfo, conn: joining}, nil
 }
 
 // Clone implements credentials.TransportCredentials.
 func (c serverCreds) Clone() credentials.TransportCredentials {
-	return serverCreds{c.TransportCredentials.Clone(), c.limits}
+	return serverCreds{c.TransportCredentials.Clone()}
 }
 
 // transportOf returns the connection that a stream arrived on.
