@@ -151,7 +151,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	}
 	if c.Server.LogPort != 0 || c.AdminSocket != "" {
 		registry := admin.NewRegistry(software(), counters, directory.Sessions)
-		registry.MustRegister(append(collectors, files.Collector())...)
+		registry.MustRegister(append(collectors, files.Collector(), gate.Collector())...)
 		d.serveHealth(c.Server.LogPort, c.AdminSocket, registry)
 		d.limitHealth(c.Limits.Health, counters)
 	}

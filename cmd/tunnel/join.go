@@ -42,8 +42,11 @@ Exit codes: 0 ok, 1 a step failed, 2 wrong command line or no token, 4 refused b
 			return nil
 		},
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			token, err := readJoinToken(cmd.InOrStdin(), cmd.ErrOrStderr(), flags.tokenFile)
-			if err != nil {
+			token, err := readJoinToken(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr(), flags.tokenFile)
+			switch {
+			case cmd.Context().Err() != nil:
+				return &exitError{exitRuntime, errInterrupted}
+			case err != nil:
 				return &exitError{exitUsage, err}
 			}
 			j := &joining{flags: flags, token: token, out: cmd.OutOrStdout()}
@@ -64,7 +67,7 @@ const maxJoinText = 8 << 10
 
 // readJoinToken reads the token from a file, a pipe, or a terminal without showing it. No
 // error holds any of it.
-func readJoinToken(in io.Reader, prompt io.Writer, file string) (auth.JoinToken, error) {
+func readJoinToken(ctx context.Context, in io.Reader, prompt io.Writer, file string) (auth.JoinToken, error) {
 	var text []byte
 	var err error
 	terminal, isFile := in.(*os.File)
@@ -79,11 +82,13 @@ func readJoinToken(in io.Reader, prompt io.Writer, file string) (auth.JoinToken,
 		}
 	case isFile && term.IsTerminal(int(terminal.Fd())):
 		fmt.Fprint(prompt, "Token (it is not shown): ")
-		text, err = term.ReadPassword(int(terminal.Fd()))
+		text, err = readHidden(ctx, int(terminal.Fd()))
 		fmt.Fprintln(prompt)
 	default:
 		// A line, so that a program that writes one need not close its end.
-		text, err = bufio.NewReader(io.LimitReader(in, maxJoinText)).ReadBytes('\n')
+		text, err = interruptible(ctx, func() ([]byte, error) {
+			return bufio.NewReader(io.LimitReader(in, maxJoinText)).ReadBytes('\n')
+		})
 		if errors.Is(err, io.EOF) {
 			err = nil
 		}
@@ -97,9 +102,42 @@ func readJoinToken(in io.Reader, prompt io.Writer, file string) (auth.JoinToken,
 	}
 	token, err := auth.ParseJoinToken(word)
 	if err != nil {
-		return auth.JoinToken{}, fmt.Errorf("%w; paste the whole line that `tunnel token create` prints on the cloud", err)
+		return auth.JoinToken{}, err // it says what to paste
 	}
 	return token, nil
+}
+
+var errInterrupted = errors.New("interrupted; it may be run again")
+
+// readHidden reads a line from a terminal that does not show it. However that ends, the
+// terminal then shows again what is typed.
+func readHidden(ctx context.Context, fd int) ([]byte, error) {
+	before, err := term.GetState(fd)
+	if err != nil {
+		return nil, err
+	}
+	defer term.Restore(fd, before) //nolint:errcheck // there is nothing else to try
+	return interruptible(ctx, func() ([]byte, error) { return term.ReadPassword(fd) })
+}
+
+// interruptible waits for what is read, or for ctx. A read that nobody waits for any more
+// goes on until the process ends, which is soon: nothing else ends it.
+func interruptible(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
+	type result struct {
+		text []byte
+		err  error
+	}
+	done := make(chan result, 1)
+	go func() {
+		text, err := read()
+		done <- result{text, err}
+	}()
+	select {
+	case r := <-done:
+		return r.text, r.err
+	case <-ctx.Done():
+		return nil, errInterrupted
+	}
 }
 
 // joinPrefix is how every join token begins.
@@ -129,7 +167,7 @@ var errReported = errors.New("not joined")
 func (j *joining) run(ctx context.Context) error {
 	err := j.steps(ctx)
 	if ctx.Err() != nil {
-		return &exitError{exitRuntime, errors.New("interrupted; nothing was written")}
+		return &exitError{exitRuntime, errInterrupted}
 	}
 	failed, ok := errors.AsType[*stepError](err)
 	switch {

@@ -10,6 +10,8 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
+	"syscall"
 	"text/template"
 
 	"tunnel/conf"
@@ -34,7 +36,8 @@ type nodeFiles struct {
 	certPath string
 	force    bool
 	token    auth.JoinToken
-	keep     bool // edge.toml is this node's, for this cloud, and may have been edited
+	keep     bool   // edge.toml is this node's, for this cloud, and may have been edited
+	moveFrom string // where edge.toml has the certificate, if that is to be certPath now
 }
 
 // newNodeFiles sees that the files may be written, without writing them.
@@ -44,20 +47,20 @@ func newNodeFiles(flags joinFlags, token auth.JoinToken) (*nodeFiles, error) {
 		return nil, err
 	}
 	f := &nodeFiles{dir: dir, certPath: filepath.Join(dir, certFile), force: flags.force, token: token}
-	dirs := []string{dir}
 	if flags.systemd {
 		f.certPath = filepath.Join(stateDir, certFile)
-		dirs = append(dirs, stateDir)
 	}
-	for _, d := range dirs {
-		if err := tryWriting(d); err != nil {
-			return nil, &stepError{step: "files", err: fmt.Errorf("%s cannot be written to: %w", d, reasonOf(err)), fix: unwritableFix(err)}
+	if !f.force {
+		if err := f.look(); err != nil {
+			return nil, &stepError{
+				step: "files", err: err,
+				fix: "Choose another --dir, or replace them with --force. Nothing has been changed, and the token not been sent.",
+			}
 		}
 	}
-	if err := f.look(); err != nil {
-		return nil, &stepError{
-			step: "files", err: err,
-			fix: "Choose another --dir, or replace them with --force. Nothing has been changed, and the token not been sent.",
+	for _, d := range []string{dir, filepath.Dir(f.certPath)} {
+		if err := tryWriting(d); err != nil {
+			return nil, &stepError{step: "files", err: fmt.Errorf("%s cannot be written to: %w", d, reasonOf(err)), fix: unwritableFix(err)}
 		}
 	}
 	return f, nil
@@ -84,29 +87,17 @@ func tryWriting(dir string) error {
 
 // look reports files that are not this node's.
 func (f *nodeFiles) look() error {
-	if f.force {
-		return nil
-	}
-	for _, path := range []string{filepath.Join(f.dir, certFile), f.certPath} {
-		text, err := os.ReadFile(path) //nolint:gosec // the operator names the folder
-		switch {
-		case errors.Is(err, fs.ErrNotExist):
-			continue
-		case err != nil:
-			return err
-		}
-		if node, err := nodeOfPEM(text); err != nil {
-			return fmt.Errorf("%s is there, and is no node's certificate", path)
-		} else if node != f.token.Node {
-			return fmt.Errorf("%s is of node %s, and the token of node %s", path, node, f.token.Node)
-		}
-	}
 	config := filepath.Join(f.dir, edgeFile)
 	if _, err := os.Lstat(config); err == nil {
 		if err := f.lookAtConfig(config); err != nil {
 			return err
 		}
 		f.keep = true
+	}
+	for _, path := range []string{filepath.Join(f.dir, certFile), f.certPath} {
+		if err := f.lookAtCert(path); err != nil {
+			return err
+		}
 	}
 	ca := filepath.Join(f.dir, caFile)
 	if _, err := os.Lstat(ca); err == nil && !f.keep {
@@ -118,6 +109,24 @@ func (f *nodeFiles) look() error {
 	return nil
 }
 
+func (f *nodeFiles) lookAtCert(path string) error {
+	text, err := os.ReadFile(path) //nolint:gosec // the operator names the folder
+	switch {
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR): // the latter shows when it is written
+		return nil
+	case err != nil:
+		return err
+	}
+	node, err := nodeOfPEM(text)
+	switch {
+	case err != nil:
+		return fmt.Errorf("%s is there, and is no node's certificate", path)
+	case node != f.token.Node:
+		return fmt.Errorf("%s is of node %s, and the token of node %s", path, node, f.token.Node)
+	}
+	return nil
+}
+
 // lookAtConfig reports an edge.toml that is not what we would write, as far as it matters.
 func (f *nodeFiles) lookAtConfig(config string) error {
 	// Files that it names may be missing, which is another reason to join again.
@@ -125,14 +134,19 @@ func (f *nodeFiles) lookAtConfig(config string) error {
 	if err != nil {
 		return fmt.Errorf("%s is there and cannot be read: %w", config, oneLine(err))
 	}
-	want := conf.Edge{Node: f.token.Node, Addr: f.token.Address, ServerName: f.token.ServerName, CA: filepath.Join(f.dir, caFile), NodeCert: f.certPath}
+	ca, own, state := filepath.Join(f.dir, caFile), filepath.Join(f.dir, certFile), filepath.Join(stateDir, certFile)
+	cert := abs(is.NodeCert)
 	switch {
-	case is.Node != want.Node:
-		return fmt.Errorf("%s is of node %s, and the token of node %s", config, is.Node, want.Node)
-	case is.Addr != want.Addr || is.ServerName != want.ServerName:
-		return fmt.Errorf("%s is for the cloud %s, and the token for %s", config, is.Addr, want.Addr)
-	case abs(is.CA) != want.CA || abs(is.NodeCert) != want.NodeCert:
-		return fmt.Errorf("%s names other files than %s (cert) and %s (nodecert)", config, want.CA, want.NodeCert)
+	case is.Node != f.token.Node:
+		return fmt.Errorf("%s is of node %s, and the token of node %s", config, is.Node, f.token.Node)
+	case is.Addr != f.token.Address || is.ServerName != f.token.ServerName:
+		return fmt.Errorf("%s is for the cloud %s, and the token for %s", config, is.Addr, f.token.Address)
+	case abs(is.CA) != ca || cert != own && cert != state:
+		return fmt.Errorf("%s names other files than %s (cert) and %s (nodecert)", config, ca, f.certPath)
+	case cert == state: // it was joined with --systemd, and stays so
+		f.certPath = state
+	case cert != f.certPath:
+		f.moveFrom = cert
 	}
 	return nil
 }
@@ -168,27 +182,38 @@ func (f *nodeFiles) write(e *enrolled) (written []string, err error) {
 	if err = f.writeNode(e); err != nil {
 		return nil, fmt.Errorf("writing %s: %w", f.certPath, err)
 	}
-	written = append(written, f.certPath)
 	config, err := f.config()
 	if err != nil {
 		return nil, err
 	}
+	written = append(written, f.certPath)
 	for _, file := range []newFile{{name: caFile, mode: publicFile, content: e.ca}, {name: edgeFile, mode: publicFile, content: config}} {
-		path := filepath.Join(f.dir, file.name)
-		if old, err := os.ReadFile(path); err == nil && (f.keep && file.name == edgeFile || bytes.Equal(old, file.content)) { //nolint:gosec // likewise
-			written = append(written, path+" (as it was)")
-			continue
+		var what string
+		if what, err = f.update(file); err != nil {
+			return nil, err
 		}
-		if err := overwrite(path, file); err != nil {
-			return nil, fmt.Errorf("writing %s: %w", path, err)
-		}
-		written = append(written, path)
+		written = append(written, what)
 	}
 	// What the edge will say when it starts is better heard now.
-	if _, err := conf.LoadEdge(filepath.Join(f.dir, edgeFile), environment()); err != nil {
+	if _, err = conf.LoadEdge(filepath.Join(f.dir, edgeFile), environment()); err != nil {
 		return nil, fmt.Errorf("the edge would not start: %w", err)
 	}
-	return written, nil
+	if f.moveFrom != "" {
+		err = os.Remove(f.moveFrom)
+	}
+	return written, err
+}
+
+// update replaces a file that holds something else, and says what it has done.
+func (f *nodeFiles) update(file newFile) (what string, _ error) {
+	path := filepath.Join(f.dir, file.name)
+	if old, err := os.ReadFile(path); err == nil && bytes.Equal(old, file.content) { //nolint:gosec // likewise
+		return path + " (as it was)", nil
+	}
+	if err := overwrite(path, file); err != nil {
+		return "", fmt.Errorf("writing %s: %w", path, err)
+	}
+	return path, nil
 }
 
 // writeNode writes the certificate and its key. The file belongs to who owns the folder:
@@ -222,7 +247,20 @@ func overwrite(path string, f newFile) error {
 	return os.Rename(tmp, path)
 }
 
+// config returns what edge.toml is to hold. What an operator has changed stays.
 func (f *nodeFiles) config() ([]byte, error) {
+	if f.keep {
+		path := filepath.Join(f.dir, edgeFile)
+		text, err := os.ReadFile(path) //nolint:gosec // likewise
+		if err != nil || f.moveFrom == "" {
+			return text, err
+		}
+		old := fmt.Sprintf("nodecert = %q", certFile)
+		if strings.Count(string(text), old) != 1 {
+			return nil, fmt.Errorf("the certificate is in %s now, and %s does not say nodecert = %q, which could be changed: write nodecert = %q", f.certPath, path, certFile, f.certPath)
+		}
+		return []byte(strings.Replace(string(text), old, fmt.Sprintf("nodecert = %q", f.certPath), 1)), nil
+	}
 	cert := certFile
 	if f.certPath != filepath.Join(f.dir, certFile) {
 		cert = f.certPath

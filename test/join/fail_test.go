@@ -320,7 +320,7 @@ func TestCommandLine(t *testing.T) {
 		{"", []string{"join"}, 2, "no token on standard input"},
 		{"\n", []string{"join"}, 2, "no token on standard input"},
 		{"edge1:secret\n", []string{"join"}, 2, "no join token"},
-		{text[:len(text)-4] + "\n", []string{"join"}, 2, "whole line"},
+		{text[:len(text)-4] + "\n", []string{"join"}, 2, "paste all of the line"},
 		{"", []string{"join", "--token-file", "/nonexistent/token"}, 2, "no such file"},
 	} {
 		s.want(tt.code, s.tunnel(tt.stdin, tt.args...), tt.want)
