@@ -29,7 +29,7 @@ func TestHostileCaller(t *testing.T) {
 	tooLong := []string{"431", "closed"}
 	badGateway := []string{"502"}
 	l.endure([]attack{
-		{name: "half a handshake", offend: halfHandshakes(l.HTTPSDoor()), alone: true, answers: held, counter: limited("strangersperaddress"), holds: strangers * hello},
+		{name: "half a handshake", offend: halfHandshakes((*lab).HTTPSDoor), alone: true, answers: held, counter: limited("strangersperaddress"), holds: strangers * hello},
 		{name: "handshakes without a certificate", offend: noCertificate, answers: []string{"closed"}, holds: 2 * mib},
 		{name: "a hello of 1 MB", offend: longServerName, answers: []string{"closed"}, holds: 2 * hello},
 		{name: "a header without end", offend: asks("GET / HTTP/1.1\r\nHost: edge1\r\n", lines{}), answers: tooLong, counter: limited("headers"), holds: 2 * header},
@@ -37,18 +37,18 @@ func TestHostileCaller(t *testing.T) {
 		{name: "a host of 1 MB", offend: asks("GET / HTTP/1.1\r\nHost: "+strings.Repeat("x", mib)+"\r\n\r\n", nil), answers: tooLong, counter: limited("headers"), holds: 2 * mib},
 		{name: "two lengths", offend: asks("POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /next HTTP/1.1\r\nHost: edge1\r\n\r\n", nil), answers: []string{"400"}, holds: 2 * header},
 		{name: "another node's name", offend: asks("GET / HTTP/1.1\r\nHost: no-such-node\r\n\r\n", nil), answers: badGateway, holds: 2 * header},
-		{name: "slow headers", offend: slow(l.HTTPSDoor(), true, "GET / HTTP/1.1\r\n"), alone: true, answers: held, holds: slowOnes * (header + connection)},
-		{name: "slow bodies", offend: slow(l.HTTPSDoor(), true, "POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 1000000\r\n\r\n"), alone: true, answers: append(held, "400"), holds: slowOnes * (2*window + connection)},
+		{name: "slow headers", offend: slow((*lab).HTTPSDoor, true, "GET / HTTP/1.1\r\n"), alone: true, answers: held, holds: slowOnes * (header + connection)},
+		{name: "slow bodies", offend: slow((*lab).HTTPSDoor, true, "POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 1000000\r\n\r\n"), alone: true, answers: append(held, "400"), holds: slowOnes * (2*window + connection)},
 		{name: "other protocols", offend: asks("GET / HTTP/1.1\r\nHost: edge1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", nil), answers: []string{"200"}, holds: 2 * mib},
 		{name: "a redirecting kubelet", offend: asks("GET /redirect HTTP/1.1\r\nHost: edge1\r\n\r\n", nil), answers: []string{"302"}, holds: 2 * mib},
 		{name: "a kubelet whose header has no end", offend: asks("GET /endless-header HTTP/1.1\r\nHost: edge1\r\n\r\n", nil), answers: badGateway, holds: 4 * mib},
 		{name: "a kubelet that switches protocols unasked", offend: asks("GET /switch HTTP/1.1\r\nHost: edge1\r\n\r\n", nil), answers: badGateway, holds: 2 * mib},
 		{name: "a kubelet that speaks no HTTP", offend: asks("GET /garbage HTTP/1.1\r\nHost: edge1\r\n\r\n", nil), answers: badGateway, holds: 4 * mib},
-		{name: "rapid resets at the https port", offend: rapidConns(l.HTTPSDoor()), answers: held, holds: 2 * mib},
-		{name: "rapid resets at the tcp port", offend: rapidConns(l.Door("echo")), answers: held, holds: 4 * mib},
-		{name: "rapid resets at the health port", offend: rapidConns(l.CloudHealth()), answers: held, holds: 2 * mib},
-		{name: "idle connections at the health port", offend: idle(l.CloudHealth()), alone: true, answers: held, counter: limited("health"), holds: 2 * mib},
-		{name: "slow headers at the health port", offend: slow(l.CloudHealth(), false, "GET /metrics HTTP/1.1\r\n"), alone: true, answers: append(held, "408"), holds: slowOnes * (header + 16<<10)},
+		{name: "rapid resets at the https port", offend: rapidConns((*lab).HTTPSDoor), answers: held, holds: 2 * mib},
+		{name: "rapid resets at the tcp port", offend: rapidConns((*lab).echo), answers: held, holds: 4 * mib},
+		{name: "rapid resets at the health port", offend: rapidConns((*lab).CloudHealth), answers: held, holds: 2 * mib},
+		{name: "idle connections at the health port", offend: idle((*lab).CloudHealth), alone: true, answers: held, counter: limited("health"), holds: 2 * mib},
+		{name: "slow headers at the health port", offend: slow((*lab).CloudHealth, false, "GET /metrics HTTP/1.1\r\n"), alone: true, answers: append(held, "408"), holds: slowOnes * (header + 16<<10)},
 		{name: "a header of 1 MB at the health port", offend: asksPlainly("GET /metrics HTTP/1.1\r\nHost: x\r\nX: " + strings.Repeat("x", mib) + "\r\n\r\n"), answers: tooLong, holds: 2 * mib},
 		{name: "a body of 1 MB at the health port", offend: asksPlainly("POST /metrics HTTP/1.1\r\nHost: x\r\nContent-Length: 1048576\r\n\r\n" + strings.Repeat("x", mib)), answers: []string{"405", "closed"}, holds: 2 * mib},
 	})
@@ -168,7 +168,7 @@ func longServerName(ctx context.Context, l *lab, _ string) string {
 const slowOnes = 24
 
 // slow sends the beginning of requests, and then a byte now and then.
-func slow(addr string, encrypted bool, request string) func(ctx context.Context, l *lab, _ string) string {
+func slow(addr func(*lab) string, encrypted bool, request string) func(ctx context.Context, l *lab, _ string) string {
 	return func(ctx context.Context, l *lab, _ string) string {
 		return hold(ctx, slowOnes, func() (net.Conn, error) {
 			var c net.Conn
@@ -176,7 +176,7 @@ func slow(addr string, encrypted bool, request string) func(ctx context.Context,
 			if encrypted {
 				c, err = l.caller(ctx)
 			} else {
-				c, err = attackerDial(ctx, addr)
+				c, err = attackerDial(ctx, addr(l))
 			}
 			if err != nil {
 				return nil, err
@@ -200,19 +200,19 @@ func slow(addr string, encrypted bool, request string) func(ctx context.Context,
 }
 
 // idle opens connections and says nothing.
-func idle(addr string) func(ctx context.Context, l *lab, _ string) string {
-	return func(ctx context.Context, _ *lab, _ string) string {
-		return hold(ctx, 300, func() (net.Conn, error) { return attackerDial(ctx, addr) })
+func idle(addr func(*lab) string) func(ctx context.Context, l *lab, _ string) string {
+	return func(ctx context.Context, l *lab, _ string) string {
+		return hold(ctx, 300, func() (net.Conn, error) { return attackerDial(ctx, addr(l)) })
 	}
 }
 
 // rapidConns connects and resets.
-func rapidConns(addr string) func(ctx context.Context, l *lab, _ string) string {
-	return func(ctx context.Context, _ *lab, _ string) string {
+func rapidConns(addr func(*lab) string) func(ctx context.Context, l *lab, _ string) string {
+	return func(ctx context.Context, l *lab, _ string) string {
 		err := pace(ctx, 500, func() error {
 			ctx, cancel := context.WithCancel(ctx)
 			defer cancel() // closes it, by a reset
-			c, err := attackerDial(ctx, addr)
+			c, err := attackerDial(ctx, addr(l))
 			if err != nil {
 				return err
 			}

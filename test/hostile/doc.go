@@ -7,7 +7,8 @@
 //	make hostile                 the same for long enough to weigh its effect on others
 //
 // While an attack goes on a well-behaved edge of the same cloud serves well-behaved
-// callers, by turns with calm. What is looked at: nobody panics, nothing ends that should
+// callers, by turns with calm and, in the long form, with the same attack on another cloud
+// of this machine: attackers take processors, too. What is looked at: nobody panics, nothing ends that should
 // not, memory stays within what the limits promise, others wait little longer, and the
 // offender is told by a code. Attackers keep a pace of thousands of messages a second,
 // since they share the processors with what they attack.

@@ -114,6 +114,9 @@ func (l *lab) end() {
 	}
 }
 
+// echo returns the address of the TCP front door to a target that sends back what it gets.
+func (l *lab) echo() string { return l.Door("echo") }
+
 // eventually polls until check returns nil.
 func eventually(t *testing.T, what string, check func() error) {
 	t.Helper()
