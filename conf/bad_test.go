@@ -345,7 +345,7 @@ func TestTokenStaysSecret(t *testing.T) {
 // TestUnreadable: root reads everything, so the error is made up.
 func TestUnreadable(t *testing.T) {
 	got := unusable("key", nil, &fs.PathError{Op: "open", Path: "key", Err: syscall.EACCES})
-	if want := "file key may not be read by this user: change its mode or its owner"; got != want {
+	if want := "file key may not be read by this user: run this as its owner, such as with sudo, or change its mode"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
 }

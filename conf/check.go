@@ -86,7 +86,7 @@ func unusable(path string, info fs.FileInfo, err error) string {
 	case errors.Is(err, fs.ErrNotExist):
 		return fmt.Sprintf("file %s does not exist: create it, or correct the path", path)
 	case errors.Is(err, fs.ErrPermission):
-		return fmt.Sprintf("file %s may not be read by this user: change its mode or its owner", path)
+		return fmt.Sprintf("file %s may not be read by this user: run this as its owner, such as with sudo, or change its mode", path)
 	case err != nil:
 		return fmt.Sprintf("file %s cannot be opened: %s", path, reason(err))
 	case info.IsDir():

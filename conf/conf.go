@@ -137,7 +137,7 @@ func read(path string) (*tables, *report) {
 		r.add("", "the file does not exist: give the path of a configuration file with -c")
 		return nil, r
 	case errors.Is(err, fs.ErrPermission):
-		r.add("", "this user may not read the file: change its mode or its owner")
+		r.add("", "this user may not read the file: run this as its owner, such as with sudo, or change its mode")
 		return nil, r
 	case err != nil:
 		r.add("", "the file cannot be read: %s", reason(err))

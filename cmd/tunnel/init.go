@@ -242,7 +242,7 @@ func makeDir(dir string) error {
 // notWritable adds what to do about a folder that we may not write to.
 func notWritable(dir string, err error) error {
 	if errors.Is(err, fs.ErrPermission) {
-		return fmt.Errorf("%w: this user may not write to %s; use sudo, or another folder with --dir", err, dir)
+		return fmt.Errorf("%s cannot be written to: %w; use sudo, or another folder with --dir", dir, reasonOf(err))
 	}
 	return err
 }
@@ -256,10 +256,18 @@ func explainInit(out io.Writer, dir string, port int, files []newFile) {
 Next:
   1. open TCP port %d of this machine to the edges; they need no other
   2. start the cloud:
-       tunnel cloud -c %s
+       %stunnel cloud -c %s
   3. for each edge, print the line to paste there:
-       tunnel token create -c %s --node NAME
-`, port, config, config)
+       %[2]stunnel token create -c %[3]s --node NAME
+`, port, sudo(), config)
+}
+
+// sudo is what stands before the next commands of who has used it for this one.
+func sudo() string {
+	if os.Getenv("SUDO_USER") == "" {
+		return ""
+	}
+	return "sudo "
 }
 
 // shellQuote makes a word of a POSIX shell.

@@ -224,7 +224,7 @@ func (j *joining) steps(ctx context.Context) error {
 
 // explain says how to start the edge.
 func (j *joining) explain(files *nodeFiles) {
-	fmt.Fprintf(j.out, "\nNode %s has joined. Start its edge:\n  tunnel edge -c %s\n", j.token.Node, shellQuote(filepath.Join(files.dir, edgeFile)))
+	fmt.Fprintf(j.out, "\nNode %s has joined. Start its edge:\n  %stunnel edge -c %s\n", j.token.Node, sudo(), shellQuote(filepath.Join(files.dir, edgeFile)))
 	if j.flags.systemd {
 		fmt.Fprintln(j.out, "There is no systemctl here: have that command started the way that other services of this machine are.")
 		return

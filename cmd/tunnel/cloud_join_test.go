@@ -1,0 +1,103 @@
+package main
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/pem"
+	"log/slog"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"tunnel/conf"
+	"tunnel/pkg/auth"
+)
+
+const kubeconfig = `apiVersion: v1
+kind: Config
+clusters: [{name: c, cluster: {server: "https://127.0.0.1:1"}}]
+contexts: [{name: c, context: {cluster: c, user: u}}]
+users: [{name: u, user: {token: t}}]
+current-context: c
+`
+
+// Kubernetes is asked for what is configured, and for nothing twice.
+func TestCluster(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "kubeconfig")
+	if err := os.WriteFile(file, []byte(kubeconfig), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	t.Setenv("KUBECONFIG", file)
+	dns := conf.DNS{ConfigMap: "nodes"}
+	selecting := conf.DNS{ConfigMap: "nodes", NodeSelector: "edge="}
+	accounts := []string{"a/b"}
+	for name, tt := range map[string]struct {
+		cloud                        conf.Cloud
+		client, names, joining, same bool
+	}{
+		"no Kubernetes":                {conf.Cloud{Join: conf.Join{CA: "ca", CAKey: "key"}}, false, false, false, false},
+		"DNS":                          {conf.Cloud{DNS: dns}, true, true, true, true},
+		"DNS with a selector":          {conf.Cloud{DNS: selecting}, true, true, true, false},
+		"DNS, and any node may join":   {conf.Cloud{DNS: dns, Join: conf.Join{AnyNode: true}}, true, true, false, false},
+		"ServiceAccounts":              {conf.Cloud{Join: conf.Join{ServiceAccounts: accounts}}, true, false, true, false},
+		"ServiceAccounts of any nodes": {conf.Cloud{Join: conf.Join{ServiceAccounts: accounts, AnyNode: true}}, true, false, false, false},
+		"Kubernetes signs":             {conf.Cloud{Join: conf.Join{Kubernetes: true}}, true, false, true, false},
+	} {
+		k, err := newCluster(&tt.cloud, slog.New(slog.DiscardHandler))
+		if err != nil {
+			t.Errorf("%s: %v", name, err)
+			continue
+		}
+		if (k.client != nil) != tt.client || (k.names != nil) != tt.names || (k.joining != nil) != tt.joining || k.names != nil && (k.names == k.joining) != tt.same {
+			t.Errorf("%s: %+v", name, k)
+		}
+	}
+}
+
+// An edge that has nothing but a sum finds the authority behind the certificate, once.
+func TestWithRoot(t *testing.T) {
+	ca, err := auth.NewCA("one", time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := auth.NewCA("other", time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	certPEM, keyPEM, err := ca.Issue(auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, tt := range map[string]struct {
+		chain []byte
+		cas   []*auth.CA
+		want  int // certificates
+		good  bool
+	}{
+		"the leaf alone":         {certPEM, []*auth.CA{ca}, 2, true},
+		"two authorities":        {certPEM, []*auth.CA{other, ca}, 2, true},
+		"it is there":            {append(certPEM[:len(certPEM):len(certPEM)], ca.CertPEM()...), []*auth.CA{ca}, 2, true},
+		"of another authority":   {certPEM, []*auth.CA{other}, 1, false},
+		"there, but not named":   {append(certPEM[:len(certPEM):len(certPEM)], ca.CertPEM()...), []*auth.CA{other}, 2, false},
+		"no authority is no way": {certPEM, nil, 1, false},
+	} {
+		pair, err := tls.X509KeyPair(tt.chain, keyPEM)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var cas []*x509.Certificate
+		for _, c := range tt.cas {
+			block, _ := pem.Decode(c.CertPEM())
+			cert, err := x509.ParseCertificate(block.Bytes)
+			if err != nil {
+				t.Fatal(err)
+			}
+			cas = append(cas, cert)
+		}
+		got, err := withRoot(&pair, cas)
+		if (err == nil) != tt.good || len(got.Certificate) != tt.want {
+			t.Errorf("%s: %d certificates, %v; want %d", name, len(got.Certificate), err, tt.want)
+		}
+	}
+}
