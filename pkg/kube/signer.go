@@ -93,7 +93,7 @@ type condition struct {
 func (s *Signer) Sign(ctx context.Context, node tunnel.NodeName, request []byte) (chain []byte, err error) {
 	want, err := x509.ParseCertificateRequest(request)
 	if err != nil {
-		return nil, fmt.Errorf("the certificate request of node %s: %w", node, err)
+		return nil, fmt.Errorf("the request for a certificate: %w", err)
 	}
 	select {
 	case s.slots <- struct{}{}:
@@ -106,10 +106,10 @@ func (s *Signer) Sign(ctx context.Context, node tunnel.NodeName, request []byte)
 		return nil, ctx.Err()
 	}
 	if err != nil {
-		return nil, fmt.Errorf("having the certificate of node %s signed by %s: %w", node, s.name, Explain(err))
+		return nil, fmt.Errorf("by signer %s of Kubernetes: %w", s.name, Explain(err))
 	}
 	if chain, err = checked(signed, want); err != nil {
-		return nil, fmt.Errorf("the certificate of node %s that %s has signed: %w", node, s.name, err)
+		return nil, fmt.Errorf("by signer %s of Kubernetes: %w", s.name, err)
 	}
 	return chain, nil
 }
