@@ -76,6 +76,7 @@ func TestTunnel(t *testing.T) {
 		})
 	}
 	t.Run("two replicas", func(t *testing.T) { twoReplicas(ctx, t, tn) })
+	t.Run("identities", func(t *testing.T) { identities(ctx, t, tn) })
 	t.Run("dns", func(t *testing.T) { dnsWorks(ctx, t, c, program, volume) })
 	t.Run("replicas apart", func(t *testing.T) { replicasApart(ctx, t, c, program) })
 }

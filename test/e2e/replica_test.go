@@ -73,7 +73,8 @@ type replica struct {
 	daemon *daemon
 }
 
-// replica makes a cloud that can be started; number tells it from the others. server is kube-apiserver as it knows it.
+// replica makes a cloud that can be started; number tells it from the others. server is kube-apiserver as it knows it. Any name
+// may join, so that it is seen which ones appear.
 func (f *field) replica(ctx context.Context, t *testing.T, number int, server, hosts, nodeselector string) *replica {
 	t.Helper()
 	r := f.configure(ctx, t, number, server, hosts, nodeselector)
@@ -107,6 +108,9 @@ service = "SERVICE"
 hosts = "HOSTS"
 listen = "IP:5353"
 nodeselector = "SELECTOR"
+
+[mode.cloud.join]
+anynode = true
 `))
 	t.Cleanup(func() { r.kill(t) })
 	return r
