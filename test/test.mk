@@ -9,7 +9,7 @@ faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 replicas: ## kill, replace and cut off replicas of the cloud, each a process (20 seconds)
 	go test -count=1 -timeout 5m -v ./test/replicas
 
-hostile: ## edges, callers and strangers that mean harm: what the others notice (ten minutes)
+hostile: ## edges, callers and strangers that mean harm: what the others notice (twelve minutes)
 	TUNNEL_HOSTILE=1 go test -count=1 -timeout 30m -v ./test/hostile
 
 soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as promised (fourteen minutes)
