@@ -1,0 +1,137 @@
+package egress
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"slices"
+	"sync/atomic"
+	"time"
+
+	"tunnel/pkg/tunnel"
+)
+
+// Strategy is a way to find nodes that reach an address. The names are Konnectivity's
+// (--proxy-strategies).
+type Strategy string
+
+// The strategies, in the order in which they are asked unless configured otherwise.
+const (
+	DestHost     Strategy = "destHost"     // a node that answers to exactly that name or address
+	CIDR         Strategy = "cidr"         // the nodes with the narrowest network that holds the address
+	DefaultRoute Strategy = "defaultRoute" // a node that says it reaches everything
+	Default      Strategy = "default"      // any node
+)
+
+// Strategies returns all of them in that order.
+func Strategies() []Strategy { return []Strategy{DestHost, CIDR, DefaultRoute, Default} }
+
+// chooser dials an address through a node that reaches it.
+type chooser struct {
+	// Set once.
+	strategies []Strategy
+	source     Source
+	dialer     tunnel.Dialer
+	nodes      tunnel.Nodes
+
+	table atomic.Pointer[table] // replaced by run, and by newChooser before it
+}
+
+func newChooser(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes) (*chooser, error) {
+	c := &chooser{strategies: cfg.Strategies, source: cfg.Identifiers, dialer: dialer, nodes: nodes}
+	if len(c.strategies) == 0 {
+		c.strategies = Strategies()
+	}
+	for _, s := range c.strategies {
+		if !slices.Contains(Strategies(), s) {
+			return nil, fmt.Errorf("strategy %q is not known: write some of %v", s, Strategies())
+		}
+	}
+	c.table.Store(newTable(nil))
+	return c, nil
+}
+
+// settle is how long changes of identifiers are gathered before they count: after an
+// outage every node changes.
+const settle = 50 * time.Millisecond
+
+// run keeps the table as the source says until ctx is done.
+func (c *chooser) run(ctx context.Context) error {
+	for {
+		changed := c.source.Changed()
+		c.table.Store(newTable(c.source.Identifiers()))
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return nil
+		}
+		select {
+		case <-time.After(settle):
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+// errNoNode is what Konnectivity's server says, which people search for.
+var errNoNode = errors.New("No agent available") //nolint:staticcheck // see above
+
+// candidates returns the connected nodes that a strategy finds, in a random order.
+func (c *chooser) candidates(s Strategy, host string) []tunnel.NodeName {
+	t := c.table.Load()
+	var found []tunnel.NodeName
+	switch s {
+	case DestHost:
+		found = t.host(host)
+	case CIDR:
+		found = t.network(host)
+	case DefaultRoute:
+		found = t.defaults
+	case Default:
+		return []tunnel.NodeName{""} // any: the dialer takes the one with the fewest conns
+	}
+	var connected []tunnel.NodeName
+	for _, n := range found {
+		if c.nodes.Holds(n) {
+			connected = append(connected, n)
+		}
+	}
+	rand.Shuffle(len(connected), func(i, j int) { connected[i], connected[j] = connected[j], connected[i] })
+	return connected
+}
+
+// dial opens a conn to addr, host:port. The first strategy that finds a connected node
+// decides; what a node refuses because it cannot serve just now is asked of the next.
+func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, error) {
+	host, _, err := net.SplitHostPort(addr)
+	if err != nil {
+		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not host:port", addr)
+	}
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	last := error(tunnel.Refusef(tunnel.NoSuchNode, "%v", errNoNode))
+	for _, s := range c.strategies {
+		for _, node := range c.candidates(s, host) {
+			conn, err := c.dialer.Dial(ctx, tunnel.Request{Node: node, Category: name, Network: "tcp", Addr: addr, Caller: caller})
+			if err == nil || ctx.Err() != nil || !elsewhere(err) {
+				return conn, err
+			}
+			if tunnel.CodeOf(err) != tunnel.NoSuchNode {
+				last = err
+			}
+		}
+	}
+	return nil, last
+}
+
+// elsewhere reports whether another node may do better: this one was not asked, or has gone
+// before it answered.
+func elsewhere(err error) bool {
+	switch tunnel.CodeOf(err) {
+	case tunnel.NoSuchNode, tunnel.Draining, tunnel.Overloaded, tunnel.Gone, tunnel.WrongSession:
+		return true
+	}
+	return false
+}

@@ -1,0 +1,163 @@
+package egress
+
+import (
+	"maps"
+	"net"
+	"net/netip"
+	"slices"
+	"testing"
+
+	"pgregory.net/rapid"
+
+	"tunnel/pkg/tunnel"
+)
+
+func identifiers(t *testing.T, s string) Identifiers {
+	t.Helper()
+	id, err := ParseIdentifiers(s)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return id
+}
+
+func TestParseIdentifiers(t *testing.T) {
+	id := identifiers(t, "host=Edge1&host=edge1.lan&ipv4=10.0.0.5&ipv6=FD00::5&cidr=10.88.1.7/24&cidr=fd00:1::/64&default-route=true")
+	slices.Sort(id.Hosts)
+	if want := []string{"10.0.0.5", "edge1", "edge1.lan", "fd00::5"}; !slices.Equal(id.Hosts, want) {
+		t.Errorf("hosts %q, want %q", id.Hosts, want)
+	}
+	if len(id.Networks) != 2 || id.Networks[0].String() != "10.88.1.0/24" || !id.DefaultRoute {
+		t.Errorf("%+v", id)
+	}
+	for _, bad := range []string{"uid=1", "host=", "ipv4=fd00::1", "ipv6=10.0.0.1", "ipv4=edge1", "cidr=10.0.0.1", "default-route=yes", "host=a;b", "%zz", "ipv6=fe80::1%25eth0"} {
+		if id, err := ParseIdentifiers(bad); err == nil {
+			t.Errorf("%s: %+v", bad, id)
+		}
+	}
+}
+
+func FuzzParseIdentifiers(f *testing.F) {
+	f.Add("host=edge1&ipv4=10.0.0.5&ipv6=fd00::5&cidr=10.88.1.0/24&default-route=true")
+	f.Fuzz(func(t *testing.T, s string) {
+		id, err := ParseIdentifiers(s)
+		if err != nil {
+			return
+		}
+		tb := newTable(map[tunnel.NodeName]Identifiers{"n": id})
+		for _, h := range id.Hosts {
+			if len(tb.host(h)) == 0 {
+				t.Errorf("%q is not found", h)
+			}
+		}
+		for _, p := range id.Networks {
+			if len(tb.network(p.Addr().String())) == 0 {
+				t.Errorf("%v is not found", p)
+			}
+		}
+	})
+}
+
+// The narrowest network wins, as a look at every one of them finds it.
+func TestLongestPrefix(t *testing.T) {
+	rapid.Check(t, func(t *rapid.T) {
+		addr := rapid.Custom(func(t *rapid.T) netip.Addr {
+			b := rapid.SliceOfN(rapid.ByteRange(0, 3), 4, 4).Draw(t, "bytes")
+			if rapid.Bool().Draw(t, "IPv4") {
+				return netip.AddrFrom4([4]byte(b))
+			}
+			return netip.AddrFrom16([16]byte{0: 0xfd, 12: b[0], 13: b[1], 14: b[2], 15: b[3]})
+		})
+		all := make(map[tunnel.NodeName]Identifiers)
+		for _, n := range []tunnel.NodeName{"a", "b", "c"} {
+			var id Identifiers
+			for range rapid.IntRange(0, 4).Draw(t, "networks") {
+				a := addr.Draw(t, "network")
+				p, err := a.Prefix(rapid.IntRange(0, a.BitLen()).Draw(t, "bits"))
+				if err != nil {
+					t.Fatal(err)
+				}
+				id.Networks = append(id.Networks, p)
+			}
+			all[n] = id
+		}
+		to := addr.Draw(t, "to")
+		best, want := -1, map[tunnel.NodeName]bool{}
+		for n, id := range all {
+			for _, p := range id.Networks {
+				if !p.Contains(to) {
+					continue
+				}
+				if p.Bits() > best {
+					best, want = p.Bits(), map[tunnel.NodeName]bool{}
+				}
+				if p.Bits() == best {
+					want[n] = true
+				}
+			}
+		}
+		got := map[tunnel.NodeName]bool{}
+		for _, n := range newTable(all).network(to.String()) {
+			got[n] = true
+		}
+		if !maps.Equal(got, want) {
+			t.Fatalf("%v is reached by %v, want %v", to, got, want)
+		}
+	})
+}
+
+func TestChoose(t *testing.T) {
+	all := map[tunnel.NodeName]Identifiers{
+		"a": identifiers(t, "host=a&ipv4=10.0.0.1&cidr=10.88.1.0/24"),
+		"b": identifiers(t, "host=b&ipv4=10.0.0.2&cidr=10.88.0.0/16"),
+		"c": identifiers(t, "host=c&default-route=true"),
+	}
+	for name, tc := range map[string]struct {
+		strategies []Strategy
+		addr       string
+		gone       []tunnel.NodeName
+		refuse     map[tunnel.NodeName]tunnel.Code
+		want       []tunnel.NodeName // asked, in order
+		fails      bool
+	}{
+		"by name":                          {addr: "a:80", want: []tunnel.NodeName{"a"}},
+		"by name, other case":              {addr: "A:80", want: []tunnel.NodeName{"a"}},
+		"by address":                       {addr: "10.0.0.2:80", want: []tunnel.NodeName{"b"}},
+		"by narrowest network":             {addr: "10.88.1.9:80", want: []tunnel.NodeName{"a"}},
+		"by wider network":                 {addr: "10.88.2.9:80", want: []tunnel.NodeName{"b"}},
+		"by default route":                 {addr: "192.168.0.1:80", want: []tunnel.NodeName{"c"}},
+		"by default route, v6":             {addr: "[fd00::1]:80", want: []tunnel.NodeName{"c"}},
+		"any":                              {addr: "192.168.0.1:80", gone: []tunnel.NodeName{"c"}, want: []tunnel.NodeName{""}},
+		"away: asked of the next strategy": {addr: "a:80", gone: []tunnel.NodeName{"a"}, want: []tunnel.NodeName{"c"}},
+		"draining: asked of the next":      {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Draining}, want: []tunnel.NodeName{"a", "c"}},
+		"gone meanwhile":                   {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Gone}, want: []tunnel.NodeName{"a", "c"}},
+		"denied: that is the answer":       {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Denied}, want: []tunnel.NodeName{"a"}, fails: true},
+		"refused: that is the answer":      {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Refused}, want: []tunnel.NodeName{"a"}, fails: true},
+		"strategies as configured":         {strategies: []Strategy{CIDR}, addr: "a:80", fails: true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := &nodes{reach: maps.Clone(all), refuse: map[tunnel.NodeName]error{}, target: listen(t, func(*net.TCPConn) {})}
+			for _, g := range tc.gone {
+				delete(n.reach, g)
+			}
+			for node, code := range tc.refuse {
+				n.refuse[node] = tunnel.Refusef(code, "so it is")
+			}
+			c, err := newChooser(Config{Strategies: tc.strategies, Identifiers: n}, n, n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.table.Store(newTable(all))
+			conn, err := c.dial(t.Context(), tc.addr, "test")
+			if (err != nil) != tc.fails || !slices.Equal(n.asked, tc.want) {
+				t.Errorf("asked %q, want %q; %v", n.asked, tc.want, err)
+			}
+			if err == nil {
+				conn.Close()
+			}
+		})
+	}
+	if _, err := newChooser(Config{Strategies: []Strategy{"desthost"}}, nil, nil); err == nil {
+		t.Error("a misspelt strategy is accepted")
+	}
+}

@@ -1,0 +1,155 @@
+package egress
+
+import (
+	"bufio"
+	"bytes"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"tunnel/pkg/tunnel"
+)
+
+// ask sends a request, and what is to come right behind it, and returns the answer.
+func (r *rig) ask(t *testing.T, request string) (*net.UnixConn, *bufio.Reader, *http.Response) {
+	t.Helper()
+	c, err := net.Dial("unix", r.connect)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	c.SetDeadline(time.Now().Add(20 * time.Second))
+	go io.WriteString(c, request)
+	br := bufio.NewReader(c)
+	res, err := http.ReadResponse(br, &http.Request{Method: http.MethodConnect})
+	if err != nil {
+		t.Fatalf("%.60q: %v", request, err)
+	}
+	return c.(*net.UnixConn), br, res
+}
+
+// connect is a request as kube-apiserver makes it.
+func connect(addr string) string {
+	return fmt.Sprintf("CONNECT %s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", addr)
+}
+
+func TestConnectHalfClose(t *testing.T) {
+	r := newRig(t)
+	sent := random(4<<20 + 3)
+	// The target answers when it has heard everything.
+	addr := listen(t, func(c *net.TCPConn) {
+		b, _ := io.ReadAll(c)
+		c.Write(b)
+	})
+	c, br, res := r.ask(t, connect(addr))
+	if res.StatusCode != 200 {
+		t.Fatal(res.Status)
+	}
+	go func() {
+		c.Write(sent)
+		c.CloseWrite()
+	}()
+	if got, err := io.ReadAll(br); err != nil || !bytes.Equal(got, sent) {
+		t.Errorf("%d of %d bytes came back: %v", len(got), len(sent), err)
+	}
+}
+
+// The answer is exactly what kube-apiserver expects, and nothing of the target's is glued to it.
+func TestConnectAnswerStandsAlone(t *testing.T) {
+	r := newRig(t)
+	addr := listen(t, func(c *net.TCPConn) {
+		io.WriteString(c, "220 I speak first")
+		io.Copy(io.Discard, c)
+	})
+	for range 20 {
+		c, err := net.Dial("unix", r.connect)
+		if err != nil {
+			t.Fatal(err)
+		}
+		io.WriteString(c, connect(addr))
+		b := make([]byte, 1000)
+		n, err := c.Read(b)
+		if got := string(b[:n]); err != nil || got != "HTTP/1.1 200 Connection Established\r\n\r\n" {
+			t.Fatalf("%q, %v", got, err)
+		}
+		if n, err = c.Read(b); err != nil || string(b[:n]) != "220 I speak first" {
+			t.Fatalf("%q, %v", b[:n], err)
+		}
+		c.Close()
+	}
+}
+
+func TestConnectPipelined(t *testing.T) {
+	r := newRig(t)
+	early := string(random(30_000))
+	c, br, _ := r.ask(t, connect(listen(t, echo))+early)
+	c.CloseWrite()
+	if got, err := io.ReadAll(br); err != nil || string(got) != early {
+		t.Errorf("%d of %d bytes came back: %v", len(got), len(early), err)
+	}
+}
+
+func TestConnectRefusals(t *testing.T) {
+	r := newRig(t)
+	refuse := func(code tunnel.Code) func() {
+		return func() { r.nodes.refuse[""] = tunnel.Refusef(code, "so it is") }
+	}
+	nothing := func() {}
+	for name, tc := range map[string]struct {
+		before  func()
+		request string
+		status  int
+		text    string
+	}{
+		"another method":   {nothing, "GET / HTTP/1.1\r\nHost: x\r\n\r\n", 405, "this proxy only supports CONNECT passthrough"},
+		"no node":          {refuse(tunnel.NoSuchNode), connect("10.0.0.1:1"), 500, "currently no tunnels available: No agent available"},
+		"timeout":          {refuse(tunnel.Timeout), connect("10.0.0.1:1"), 504, "so it is"},
+		"overloaded":       {refuse(tunnel.Overloaded), connect("10.0.0.1:1"), 503, "so it is"},
+		"denied":           {refuse(tunnel.Denied), connect("10.0.0.1:1"), 502, "so it is"},
+		"not an address":   {nothing, connect("nowhere"), 502, "not host:port"},
+		"no HTTP":          {nothing, "SSH-2.0-hello\r\n\r\n", 502, "not a request"},
+		"a head of 1 MB":   {nothing, "CONNECT 10.0.0.1:1 HTTP/1.1\r\nX: " + strings.Repeat("x", 1<<20) + "\r\n\r\n", 502, "longer than"},
+		"a target of 1 MB": {nothing, connect(strings.Repeat("x", 1<<20) + ":1"), 502, "longer than"},
+	} {
+		delete(r.nodes.refuse, "")
+		tc.before()
+		_, br, res := r.ask(t, tc.request)
+		body, _ := io.ReadAll(br)
+		if res.StatusCode != tc.status || !strings.Contains(string(body), tc.text) {
+			t.Errorf("%s: %s, %q", name, res.Status, body)
+		}
+	}
+}
+
+func TestConnectCancelsDials(t *testing.T) {
+	r := newRig(t)
+	cancelled := make(chan struct{})
+	r.nodes.hang = cancelled
+	c, err := net.Dial("unix", r.connect)
+	if err != nil {
+		t.Fatal(err)
+	}
+	io.WriteString(c, connect("10.0.0.1:1"))
+	time.Sleep(10 * time.Millisecond) // so that it hangs; sooner is as well
+	c.Close()
+	<-cancelled
+}
+
+func TestConnectReset(t *testing.T) {
+	r := newRig(t)
+	reset := make(chan struct{})
+	c, br, _ := r.ask(t, connect(listen(t, func(conn *net.TCPConn) {
+		io.WriteString(conn, "half of a sente")
+		<-reset
+		tunnel.Reset(conn)
+	})))
+	io.ReadFull(br, make([]byte, len("half of a sente")))
+	close(reset)
+	// A unix socket knows no reset, but what has not been read yet when it is closed.
+	io.WriteString(c, "x")
+	io.ReadAll(br)
+}

@@ -1,0 +1,33 @@
+package egress
+
+import (
+	"context"
+
+	"tunnel/pkg/tunnel"
+)
+
+// Edge is the edge's module: it dials what the cloud's front door asks for.
+type Edge struct {
+	dial tunnel.DialFunc
+}
+
+// NewEdge returns the module. dial decides what may be dialled.
+func NewEdge(dial tunnel.DialFunc) *Edge { return &Edge{dial: dial} }
+
+// Name implements tunnel.Module.
+func (e *Edge) Name() string { return name }
+
+// Routes implements tunnel.Module.
+func (e *Edge) Routes() map[string]tunnel.Handler {
+	return map[string]tunnel.Handler{
+		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
+			return from.Serve(m, e.dial)
+		},
+	}
+}
+
+// Run implements tunnel.Module. The sessions do the work and wait for it.
+func (e *Edge) Run(ctx context.Context) error {
+	<-ctx.Done()
+	return nil
+}

@@ -1,0 +1,404 @@
+package egress
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+
+	"tunnel/pkg/tunnel"
+)
+
+// Konnectivity's ProxyService: a stream for each connection, on which the client asks for
+// a dial, sends data and closes. Many streams may share one gRPC connection.
+
+const (
+	// mostPacket is the longest packet that is accepted: the client sends what one Write
+	// was given as one packet, whatever its size.
+	mostPacket = 64 << 20
+	// proxyWindow is what a stream may have in flight.
+	proxyWindow = 1 << 20
+	// proxyStreams bounds the connections that share one gRPC connection.
+	proxyStreams = 4096
+	// proxyHeaders bounds the metadata of a stream, in bytes.
+	proxyHeaders = 16 << 10
+	// proxyHandshake is how long a caller may take to shake hands.
+	proxyHandshake = 10 * time.Second
+	// dataSize is how much one packet of ours carries.
+	dataSize = 32 << 10
+	// theConn is the id of the one connection that a stream has.
+	theConn = 1
+)
+
+// serveGRPC serves ProxyService on ln until ctx is done.
+func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls.Config) error {
+	conns, endConns := tunnel.Grace(ctx, f.grace)
+	defer endConns()
+	p := &proxies{door: f, conns: conns}
+	opts := []grpc.ServerOption{
+		grpc.ForceServerCodecV2(codec{mem.DefaultBufferPool()}),
+		grpc.MaxRecvMsgSize(mostPacket),
+		grpc.MaxConcurrentStreams(proxyStreams),
+		grpc.MaxHeaderListSize(proxyHeaders),
+		grpc.ConnectionTimeout(proxyHandshake),
+		grpc.StaticStreamWindowSize(proxyWindow),
+		grpc.StaticConnWindowSize(16 * proxyWindow),
+		grpc.WaitForHandlers(true),
+		// Its own clients ask once an hour; those of others may ask more often.
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
+	}
+	if callers != nil {
+		opts = append(opts, grpc.Creds(credentials.NewTLS(callers)))
+	}
+	server := grpc.NewServer(opts...)
+	server.RegisterService(&grpc.ServiceDesc{
+		ServiceName: "ProxyService", // in no package
+		HandlerType: (*any)(nil),
+		Streams:     []grpc.StreamDesc{{StreamName: "Proxy", Handler: p.handle, ServerStreams: true, ClientStreams: true}},
+	}, p)
+	stopped := make(chan struct{})
+	hurry := context.AfterFunc(conns, server.Stop)
+	stop := context.AfterFunc(ctx, func() {
+		defer close(stopped)
+		server.GracefulStop()
+	})
+	err := server.Serve(ln)
+	if stop() { // it has failed by itself
+		server.Stop()
+	} else {
+		<-stopped
+		err = nil
+	}
+	hurry()
+	p.working.Wait()
+	return err
+}
+
+// proxies is a gRPC server's streams.
+type proxies struct {
+	door    *FrontDoor
+	conns   context.Context // outlives the front door's by the grace period
+	working sync.WaitGroup  // what gRPC frees only when a stream's handler has returned
+}
+
+// handle is one stream. It returns when the conn is over, or to make it so: gRPC then frees
+// who waits for the client.
+func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
+	s := &proxyStream{stream: stream, working: &p.working, first: make(chan received, 1), over: make(chan struct{})}
+	req, err := s.request()
+	if err != nil || req == nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(stream.Context())
+	defer cancel()
+	// Until the target is there, all that may come is that it is not wanted any more.
+	p.working.Go(func() {
+		var r received
+		r.packet, r.err = s.receive()
+		if r.err != nil || r.packet.typ == packetDialCls || r.packet.typ == packetCloseReq {
+			cancel()
+		}
+		s.first <- r
+	})
+	target, err := p.door.chooser.dial(ctx, req.address, caller(stream.Context()))
+	if err != nil {
+		p.door.log.Debug("dial refused", "target", req.address, "err", err)
+		return s.send(&packet{typ: packetDialRsp, random: req.random, err: said(err)})
+	}
+	if err := s.send(&packet{typ: packetDialRsp, random: req.random, connID: theConn}); err != nil {
+		tunnel.Reset(target)
+		return err
+	}
+	done := make(chan struct{})
+	p.working.Go(func() {
+		defer close(done)
+		in, out, err := tunnel.Splice(p.conns, s, target)
+		p.door.log.Debug("conn ended", "target", req.address, "bytes", in+out, "err", err)
+	})
+	select {
+	case <-done:
+	case <-s.over:
+	}
+	if s.aborted.Load() {
+		return status.Error(codes.Aborted, "reset")
+	}
+	return nil
+}
+
+// said is what a caller is told of an error: Konnectivity's own words where it has some.
+func said(err error) string {
+	if r, ok := errors.AsType[*tunnel.Refusal](err); ok && r.Code == tunnel.NoSuchNode {
+		return errNoNode.Error()
+	}
+	return err.Error()
+}
+
+// caller says who has asked, for the edge's eyes.
+func caller(ctx context.Context) string {
+	p, ok := peer.FromContext(ctx)
+	if !ok {
+		return ""
+	}
+	if t, ok := p.AuthInfo.(credentials.TLSInfo); ok && len(t.State.PeerCertificates) > 0 {
+		return t.State.PeerCertificates[0].Subject.CommonName
+	}
+	return p.Addr.Network() // of a unix socket, whose peers have no address
+}
+
+// proxyStream is a stream as the conn that it stands for. A close request is the end of
+// the client's bytes, and says that it reads no more; the end of the target's bytes is a
+// close response.
+type proxyStream struct {
+	stream  grpc.ServerStream
+	working *sync.WaitGroup
+	first   chan received // the first packet after the request; capacity 1, so that nobody waits to send
+
+	over    chan struct{} // closed when the handler is to return
+	ending  sync.Once     // closes it
+	aborted atomic.Bool   // because of a reset
+
+	sendMu sync.Mutex // guards sending, and the following
+	closed bool       // the close response has been sent
+
+	readMu  sync.Mutex // guards the following
+	reading bool       // somebody receives
+	discard bool       // nobody wants the data
+	onStop  func()
+
+	// Owned by who receives.
+	packet packet // what is left of its data comes next
+	ended  error
+	begun  bool // first has been taken
+}
+
+// closeWait is how long a client may take to end a stream after its close response. The
+// stock one does it at once.
+const closeWait = 5 * time.Second
+
+// received is a packet, or why there is none.
+type received struct {
+	packet packet
+	err    error
+}
+
+// request waits for the dial request. It is nil when the client has left without one.
+func (s *proxyStream) request() (*packet, error) {
+	for {
+		p, err := s.receive()
+		if err != nil {
+			if errors.Is(err, io.EOF) {
+				err = nil
+			}
+			return nil, err
+		}
+		p.free()
+		switch p.typ {
+		case packetDialReq:
+			if p.protocol != "tcp" {
+				return nil, s.send(&packet{typ: packetDialRsp, random: p.random, err: fmt.Sprintf("protocol %q cannot be dialled; only tcp can", p.protocol)})
+			}
+			return &p, nil
+		case packetData, packetCloseReq:
+			if err := s.send(&packet{typ: packetCloseRsp, connID: p.connID, err: "backend not initialized"}); err != nil {
+				return nil, err
+			}
+		case packetDialCls:
+			return nil, nil
+		}
+	}
+}
+
+func (s *proxyStream) receive() (packet, error) {
+	var p packet
+	err := s.stream.RecvMsg(&p)
+	return p, err
+}
+
+func (s *proxyStream) send(p *packet) error {
+	s.sendMu.Lock()
+	defer s.sendMu.Unlock()
+	return s.stream.SendMsg(p)
+}
+
+// next has s.packet hold data, or returns why there is no more.
+func (s *proxyStream) next() error {
+	for s.ended == nil && len(s.packet.data) == 0 {
+		s.packet.free()
+		var err error
+		if s.begun {
+			s.packet, err = s.receive()
+		} else {
+			r := <-s.first
+			s.packet, err, s.begun = r.packet, r.err, true
+		}
+		switch {
+		case err != nil && s.isClosed():
+			s.ended = io.EOF // both sides have said that it is over
+		case err != nil:
+			s.ended = tunnel.ErrReset
+		case s.packet.typ == packetCloseReq || s.packet.typ == packetDialCls:
+			s.ended = io.EOF
+			s.stop()
+		case s.packet.typ != packetData || s.packet.connID != theConn || s.discarding():
+			s.packet.data = nil
+		}
+	}
+	return s.ended
+}
+
+// Read implements net.Conn.
+func (s *proxyStream) Read(b []byte) (int, error) {
+	s.receives(true)
+	defer s.receives(false)
+	if err := s.next(); err != nil {
+		return 0, err
+	}
+	n := copy(b, s.packet.data)
+	s.packet.data = s.packet.data[n:]
+	return n, nil
+}
+
+// WriteTo implements io.WriterTo, without a copy.
+func (s *proxyStream) WriteTo(w io.Writer) (n int64, err error) {
+	s.receives(true)
+	defer s.receives(false)
+	for {
+		switch err = s.next(); {
+		case errors.Is(err, io.EOF):
+			return n, nil
+		case err != nil:
+			return n, err
+		}
+		m, err := w.Write(s.packet.data)
+		s.packet.data = nil
+		n += int64(m)
+		if err != nil {
+			return n, err
+		}
+	}
+}
+
+func (s *proxyStream) receives(is bool) {
+	s.readMu.Lock()
+	defer s.readMu.Unlock()
+	s.reading = is
+}
+
+func (s *proxyStream) discarding() bool {
+	s.readMu.Lock()
+	defer s.readMu.Unlock()
+	return s.discard
+}
+
+// CloseRead throws away what still comes: the client cannot be told that it is not wanted.
+// Somebody goes on receiving, for its close request.
+func (s *proxyStream) CloseRead() error {
+	s.readMu.Lock()
+	defer s.readMu.Unlock()
+	s.discard = true
+	if !s.reading {
+		s.reading = true
+		s.working.Go(func() {
+			s.packet.data = nil
+			s.next() //nolint:errcheck // the other direction looks after the end
+		})
+	}
+	return nil
+}
+
+// OnStop has f called when the client reads no more.
+func (s *proxyStream) OnStop(f func()) {
+	s.readMu.Lock()
+	defer s.readMu.Unlock()
+	s.onStop = f
+}
+
+func (s *proxyStream) stop() {
+	s.readMu.Lock()
+	f := s.onStop
+	s.readMu.Unlock()
+	if f != nil {
+		f()
+	}
+}
+
+// Write implements net.Conn.
+func (s *proxyStream) Write(b []byte) (n int, err error) {
+	s.sendMu.Lock()
+	defer s.sendMu.Unlock()
+	for len(b) > 0 {
+		if s.closed {
+			return n, net.ErrClosed
+		}
+		part := b[:min(len(b), dataSize)]
+		if err := s.stream.SendMsg(&packet{typ: packetData, connID: theConn, data: part}); err != nil {
+			return n, &net.OpError{Op: "write", Net: streamAddr{}.Network(), Err: tunnel.ErrReset}
+		}
+		n += len(part)
+		b = b[len(part):]
+	}
+	return n, nil
+}
+
+// CloseWrite says that the target has ended. The protocol knows nothing less.
+func (s *proxyStream) CloseWrite() error {
+	s.sendMu.Lock()
+	defer s.sendMu.Unlock()
+	if s.closed {
+		return nil
+	}
+	s.closed = true
+	late := time.AfterFunc(closeWait, s.end)
+	context.AfterFunc(s.stream.Context(), func() { late.Stop() })
+	return s.stream.SendMsg(&packet{typ: packetCloseRsp, connID: theConn})
+}
+
+func (s *proxyStream) isClosed() bool {
+	s.sendMu.Lock()
+	defer s.sendMu.Unlock()
+	return s.closed
+}
+
+// Close implements net.Conn.
+func (s *proxyStream) Close() error { return s.CloseWrite() }
+
+// Reset ends the stream with an error.
+func (s *proxyStream) Reset() error {
+	s.aborted.Store(true)
+	s.end()
+	return nil
+}
+
+func (s *proxyStream) end() { s.ending.Do(func() { close(s.over) }) }
+
+// LocalAddr implements net.Conn.
+func (s *proxyStream) LocalAddr() net.Addr { return streamAddr{} }
+
+// RemoteAddr implements net.Conn.
+func (s *proxyStream) RemoteAddr() net.Addr { return streamAddr{} }
+
+// The deadlines of net.Conn; the stream has none.
+
+func (s *proxyStream) SetDeadline(time.Time) error      { return errors.ErrUnsupported }
+func (s *proxyStream) SetReadDeadline(time.Time) error  { return errors.ErrUnsupported }
+func (s *proxyStream) SetWriteDeadline(time.Time) error { return errors.ErrUnsupported }
+
+// streamAddr is the address of a stream, which has none.
+type streamAddr struct{}
+
+func (streamAddr) Network() string { return "grpc" }
+func (streamAddr) String() string  { return "stream" }

@@ -1,0 +1,237 @@
+package egress
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"errors"
+	"io"
+	"log/slog"
+	"net"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/mem"
+
+	"tunnel/pkg/tunnel"
+)
+
+// rig is a front door on two sockets, whose nodes dial for themselves.
+type rig struct {
+	grpc, connect string // paths
+	nodes         *nodes
+}
+
+// nodes are a dialer, the directory and a source at once. Every node dials as this machine does.
+type nodes struct {
+	mu      sync.Mutex
+	reach   map[tunnel.NodeName]Identifiers // of those that are connected
+	asked   []tunnel.NodeName               // in order
+	refuse  map[tunnel.NodeName]error
+	hang    chan struct{} // not nil: dials wait until their context ends, and close it then
+	changed chan struct{}
+	target  string // dialled in place of every address; "": the address
+}
+
+func (n *nodes) Holds(node tunnel.NodeName) bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	_, ok := n.reach[node]
+	return ok
+}
+
+func (n *nodes) Connected() []tunnel.NodeName { return nil }
+
+func (n *nodes) Identifiers() map[tunnel.NodeName]Identifiers {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.reach
+}
+
+func (n *nodes) Changed() <-chan struct{} { return n.changed }
+
+func (n *nodes) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	n.mu.Lock()
+	n.asked = append(n.asked, r.Node)
+	refusal, hang := n.refuse[r.Node], n.hang
+	n.mu.Unlock()
+	if r.Category != "egress" || r.Network != "tcp" {
+		return nil, errors.New("asked for " + r.Category + "/" + r.Network)
+	}
+	if refusal != nil {
+		return nil, refusal
+	}
+	if hang != nil {
+		<-ctx.Done()
+		close(hang)
+		return nil, tunnel.Refusef(tunnel.Gone, "the caller has gone")
+	}
+	c, err := new(net.Dialer).DialContext(ctx, "tcp", cmp.Or(n.target, r.Addr))
+	if err != nil {
+		return nil, tunnel.Refusef(tunnel.Refused, "dialling %s: %v", r.Addr, err)
+	}
+	return c, nil
+}
+
+func newRig(t *testing.T) *rig {
+	t.Helper()
+	dir := t.TempDir()
+	r := &rig{
+		grpc: filepath.Join(dir, "grpc"), connect: filepath.Join(dir, "connect"),
+		nodes: &nodes{reach: map[tunnel.NodeName]Identifiers{}, refuse: map[tunnel.NodeName]error{}, changed: make(chan struct{})},
+	}
+	door, err := New(Config{GRPC: []string{"unix://" + r.grpc}, HTTPConnect: []string{"unix://" + r.connect}, Identifiers: r.nodes}, r.nodes, r.nodes, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	door.grace = time.Second
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- door.Run(ctx) }()
+	for door.Ready() != nil {
+		select {
+		case err := <-ended:
+			t.Fatal(err)
+		case <-time.After(time.Millisecond):
+		}
+	}
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return r
+}
+
+// listen serves every connection in a goroutine of its own.
+func listen(t *testing.T, serve func(c *net.TCPConn)) (addr string) {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var live sync.WaitGroup
+	live.Go(func() {
+		for {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			live.Go(func() {
+				defer c.Close()
+				serve(c.(*net.TCPConn))
+			})
+		}
+	})
+	t.Cleanup(func() {
+		ln.Close()
+		live.Wait()
+	})
+	return ln.Addr().String()
+}
+
+func echo(c *net.TCPConn) {
+	io.Copy(c, c)
+	c.CloseWrite()
+}
+
+func random(n int) []byte {
+	b := make([]byte, n)
+	rand.Read(b)
+	return b
+}
+
+// client is one stream of ProxyService.
+type client struct {
+	t      *testing.T
+	stream grpc.ClientStream
+	cancel func()
+}
+
+func (r *rig) client(t *testing.T) *client {
+	t.Helper()
+	cc, err := grpc.NewClient("unix://"+r.grpc, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(codec{mem.DefaultBufferPool()})))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { cc.Close() })
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	t.Cleanup(cancel)
+	stream, err := cc.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, "/ProxyService/Proxy")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return &client{t, stream, cancel}
+}
+
+func (c *client) send(p packet) {
+	c.t.Helper()
+	if err := c.stream.SendMsg(&p); err != nil {
+		c.t.Fatalf("sending %v: %v", p.typ, err)
+	}
+}
+
+// want receives a packet of that type.
+func (c *client) want(typ packetType, why string) packet {
+	c.t.Helper()
+	var p packet
+	if err := c.stream.RecvMsg(&p); err != nil {
+		c.t.Fatalf("waiting for %v, since %s: %v", typ, why, err)
+	}
+	if p.typ != typ {
+		c.t.Fatalf("got %v %q, want %v, since %s", p.typ, p.err, typ, why)
+	}
+	return p
+}
+
+// dial has a connection opened and returns its id.
+func (c *client) dial(addr string) int64 {
+	c.t.Helper()
+	c.send(packet{typ: packetDialReq, protocol: "tcp", address: addr, random: 7})
+	rsp := c.want(packetDialRsp, "a dial was asked for")
+	if rsp.err != "" || rsp.random != 7 || rsp.connID == 0 {
+		c.t.Fatalf("dial response %+v", rsp)
+	}
+	return rsp.connID
+}
+
+// data returns what comes until the close response.
+func (c *client) data(id int64) []byte {
+	c.t.Helper()
+	var all []byte
+	for {
+		var p packet
+		if err := c.stream.RecvMsg(&p); err != nil {
+			c.t.Fatalf("after %d bytes: %v", len(all), err)
+		}
+		if p.connID != id {
+			c.t.Fatalf("%v of connection %d, not %d", p.typ, p.connID, id)
+		}
+		switch p.typ {
+		case packetData:
+			all = append(all, p.data...)
+			p.free()
+		case packetCloseRsp:
+			return all
+		default:
+			c.t.Fatalf("unexpected %v", p.typ)
+		}
+	}
+}
+
+// ended waits for the end of the stream.
+func (c *client) ended() error {
+	for {
+		var p packet
+		if err := c.stream.RecvMsg(&p); err != nil {
+			return err
+		}
+		p.free()
+	}
+}
