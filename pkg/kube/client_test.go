@@ -158,12 +158,17 @@ func TestRefusals(t *testing.T) {
 
 // watched answers a list with items, then a watch with events until ctx is done.
 func watched(ctx context.Context, t *testing.T, items []string, events <-chan string) http.HandlerFunc {
+	return watchedList(ctx, t, `{"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": "1"}, "items": [`+strings.Join(items, ", ")+`]}`, events)
+}
+
+// watchedList is watched with a list of any kind.
+func watchedList(ctx context.Context, t *testing.T, list string, events <-chan string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		switch q := r.URL.Query(); {
 		case q.Get("sendInitialEvents") != "": // as an old API server
 			refusal(422, "Invalid", "")(w, r)
 		case q.Get("watch") == "":
-			text(200, `{"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": "1"}, "items": [`+strings.Join(items, ", ")+`]}`)(w, r)
+			text(200, list)(w, r)
 		default:
 			w.WriteHeader(200)
 			for {

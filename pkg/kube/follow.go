@@ -19,20 +19,36 @@ func (c *Client) follow(ctx context.Context, resource schema.GroupVersionResourc
 	store cache.ReflectorStore, said func(error),
 ) {
 	objects := c.watches.Resource(resource).Namespace(namespace)
+	c.followObjects(ctx, source{
+		list:  func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) { return objects.List(ctx, o) },
+		watch: objects.Watch,
+	}, match, &metav1.PartialObjectMetadata{}, store, said)
+}
+
+// source is where objects are read.
+type source struct {
+	list  func(context.Context, metav1.ListOptions) (runtime.Object, error)
+	watch func(context.Context, metav1.ListOptions) (watch.Interface, error)
+}
+
+// followObjects is follow for objects of any kind; example is one of them.
+func (c *Client) followObjects(ctx context.Context, from source, match metav1.ListOptions, example runtime.Object,
+	store cache.ReflectorStore, said func(error),
+) {
 	lw := &cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
-			list, err := objects.List(ctx, matching(o, match))
+			list, err := from.list(ctx, matching(o, match))
 			said(ended(ctx, err))
 			return list, err
 		},
 		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
-			w, err := objects.Watch(ctx, matching(o, match))
+			w, err := from.watch(ctx, matching(o, match))
 			said(ended(ctx, err))
 			return w, err
 		},
 	}
 	silent := logr.Discard() // what it would log, said gets
-	reflector := cache.NewReflectorWithOptions(lw, &metav1.PartialObjectMetadata{}, store, cache.ReflectorOptions{Logger: &silent})
+	reflector := cache.NewReflectorWithOptions(lw, example, store, cache.ReflectorOptions{Logger: &silent})
 	reflector.RunWithContext(klog.NewContext(ctx, silent))
 }
 

@@ -27,7 +27,6 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/runtime/serializer"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/metadata"
@@ -54,7 +53,8 @@ const (
 // Client is a connection to a Kubernetes API server. It is for any goroutine.
 type Client struct {
 	objects objects
-	joins   objects // for reviews and certificates
+	joins   objects          // for reviews and certificates
+	nodes   *rest.RESTClient // for Reaches
 	watches metadata.Interface
 	host    string
 }
@@ -71,10 +71,8 @@ func New(kubeconfig, userAgent string) (*Client, error) {
 	config.WarningHandlerWithContext = rest.NoWarnings{} // of deprecated APIs; we ask for none
 
 	scheme := runtime.NewScheme()
-	metav1.AddToGroupVersion(scheme, schema.GroupVersion{Version: "v1"}) // for the Status of a refusal
-	config.NegotiatedSerializer = serializer.NewCodecFactory(scheme).WithoutConversion()
-	config.GroupVersion = &schema.GroupVersion{Version: "v1"}
-	client, err := rest.UnversionedRESTClientFor(config)
+	metav1.AddToGroupVersion(scheme, v1) // for the Status of a refusal
+	client, err := restClient(config, scheme)
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
 	}
@@ -82,12 +80,24 @@ func New(kubeconfig, userAgent string) (*Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
 	}
-	config.QPS, config.Burst = joinsPerSecond, joinBurst
-	joins, err := rest.UnversionedRESTClientFor(config)
+	nodes, err := nodesClient(config)
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
 	}
-	return &Client{objects: restObjects{client}, joins: restObjects{joins}, watches: watches, host: config.Host}, nil
+	config.QPS, config.Burst = joinsPerSecond, joinBurst
+	joins, err := restClient(config, scheme)
+	if err != nil {
+		return nil, fmt.Errorf("kubernetes client: %w", err)
+	}
+	return &Client{objects: restObjects{client}, joins: restObjects{joins}, nodes: nodes, watches: watches, host: config.Host}, nil
+}
+
+// restClient is a client that knows the types of a scheme.
+func restClient(config *rest.Config, scheme *runtime.Scheme) (*rest.RESTClient, error) {
+	config = rest.CopyConfig(config)
+	config.NegotiatedSerializer = serializer.NewCodecFactory(scheme).WithoutConversion()
+	config.GroupVersion = &v1
+	return rest.UnversionedRESTClientFor(config)
 }
 
 // Host returns the address of the API server, for the operator's eyes.

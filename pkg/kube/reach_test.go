@@ -1,0 +1,68 @@
+package kube
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"testing"
+	"time"
+
+	"tunnel/pkg/tunnel"
+)
+
+// whole is a Node with more in it than is looked at.
+func whole(name, version, address, cidr string) string {
+	return fmt.Sprintf(`{"kind": "Node", "apiVersion": "v1", "metadata": {"name": %q, "resourceVersion": %q, "labels": {"a": "b"}},
+		"spec": {"podCIDR": %q, "podCIDRs": [%q, "nonsense"], "taints": [{"key": "k", "effect": "NoSchedule"}]},
+		"status": {"capacity": {"cpu": "2"}, "addresses": [{"type": "InternalIP", "address": %q}, {"type": "Hostname", "address": %q}], "images": [{"sizeBytes": 3}]}}`,
+		name, version, cidr, cidr, address, name)
+}
+
+func TestReaches(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	events := make(chan string)
+	s := serve(t, nil)
+	s.from(func(w http.ResponseWriter, r *http.Request) {
+		if q := r.URL.Query().Get("labelSelector"); q != notControlPlane {
+			t.Errorf("nodes %q are asked for", q)
+		}
+		watchedList(ctx, t, `{"kind": "NodeList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [`+whole("edge1", "1", "10.0.0.1", "10.88.1.0/24")+`]}`, events)(w, r)
+	})
+	r := s.Reaches(slog.New(slog.DiscardHandler))
+	changed := r.Changed()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		r.Run(ctx)
+	}()
+	want := func(why, text string) {
+		t.Helper()
+		select {
+		case <-changed:
+			changed = r.Changed()
+		case <-time.After(10 * time.Second):
+			t.Fatalf("%s: no change; %s", why, r.Note())
+		}
+		if got := fmt.Sprint(r.All()); got != text {
+			t.Errorf("%s: %s, want %s", why, got, text)
+		}
+	}
+	want("listed", "map[edge1:{[edge1 10.0.0.1] [10.88.1.0/24]}]")
+	kept := r.All()
+	events <- `{"type": "MODIFIED", "object": ` + whole("edge1", "2", "10.0.0.1", "10.88.1.0/24") + `}` // a heartbeat
+	events <- `{"type": "ADDED", "object": ` + whole("edge2", "3", "10.0.0.2", "10.88.2.0/24") + `}`
+	want("one more", "map[edge1:{[edge1 10.0.0.1] [10.88.1.0/24]} edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}]")
+	events <- `{"type": "MODIFIED", "object": ` + whole("edge1", "4", "10.0.0.9", "10.88.1.0/24") + `}`
+	want("another address", "map[edge1:{[edge1 10.0.0.9] [10.88.1.0/24]} edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}]")
+	events <- `{"type": "DELETED", "object": ` + whole("edge1", "5", "10.0.0.9", "10.88.1.0/24") + `}`
+	want("one less", "map[edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}]")
+	if len(kept) != 1 || kept[tunnel.NodeName("edge1")].Hosts[1] != "10.0.0.1" {
+		t.Errorf("what was given away has changed: %v", kept)
+	}
+	cancel()
+	<-done
+	if n := r.Note(); n != "" {
+		t.Errorf("the end is an error: %s", n)
+	}
+}
