@@ -38,6 +38,7 @@ type ClientConfig struct {
 	Grace    time.Duration // how long conns may go on when the client stops; 0: tunnel.GracePeriod
 	Software string        // what the cloud is told runs here
 	All      bool          // keep a session with every replica behind Address, not with one
+	Reach    string        // what the cloud is told that this edge reaches (Konnectivity's identifiers)
 	Limits   EdgeLimits
 
 	// Dial connects to Address; nil: a net.Dialer.

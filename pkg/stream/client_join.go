@@ -89,7 +89,7 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
 	s.stream, s.unknown, s.hangUp = stream, s.nobody, stream.CloseSend
 	s.init()
-	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have()}
+	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have(), Reach: c.cfg.Reach}
 	if r := c.cfg.replica; r != nil {
 		hello.Replica, hello.Have = r.hello, r.have()
 	}

@@ -99,6 +99,7 @@ type replica struct {
 type held struct {
 	since    time.Time // by our clock
 	instance string
+	reach    string // what the edge says it reaches
 }
 
 var (

@@ -22,6 +22,9 @@ const (
 	// tellBatch is how many nodes one message names: a name has 253 bytes at most, and
 	// an instance maxInstance, which fits maxMessage.
 	tellBatch = 200
+	// tellReach is how many bytes of what they reach may be among them: what one edge may
+	// say fits, and with the rest of a batch the whole fits maxMessage, too.
+	tellReach = maxReach
 	// sameTime is within which two sessions count as equally old: an age has been on its
 	// way for a while, and neither may end the other.
 	sameTime = time.Second
@@ -93,7 +96,7 @@ func (p *Peers) tell(s *edgeSession) {
 }
 
 func heldOf(s *tunnel.Session) *pb.Held {
-	h := &pb.Held{Node: string(s.Node), AgeMs: uint64(max(0, time.Since(s.Since).Milliseconds()))} //nolint:gosec // not negative
+	h := &pb.Held{Node: string(s.Node), Reach: s.Reach, AgeMs: uint64(max(0, time.Since(s.Since).Milliseconds()))} //nolint:gosec // not negative
 	if cs, ok := s.Link.(*cloudSession); ok {
 		h.Instance = cs.instance
 	}
@@ -104,7 +107,10 @@ func heldOf(s *tunnel.Session) *pb.Held {
 func post(s *edgeSession, news *pb.Nodes, full bool) {
 	for {
 		part := &pb.Nodes{Full: full, Leaving: news.Leaving}
-		n := min(tellBatch, len(news.Held))
+		n := 0
+		for size := 0; n < min(tellBatch, len(news.Held)) && size+len(news.Held[n].GetReach()) <= tellReach; n++ {
+			size += len(news.Held[n].GetReach())
+		}
 		part.Held, news.Held = news.Held[:n], news.Held[n:]
 		m := min(tellBatch-n, len(news.Gone))
 		part.Gone, news.Gone = news.Gone[:m], news.Gone[m:]
@@ -131,7 +137,7 @@ func (s *cloudSession) peerNodes(m *tunnel.Message) error {
 			return fmt.Errorf("nodes: %w", err)
 		}
 		age := time.Duration(min(h.GetAgeMs(), uint64((1<<62)/time.Millisecond))) * time.Millisecond
-		claims[n] = held{since: now.Add(-age), instance: text(h.GetInstance())}
+		claims[n] = held{since: now.Add(-age), instance: text(h.GetInstance()), reach: h.GetReach()}
 	}
 	if err := s.peers.learn(s.replica, s, &news, claims); err != nil {
 		return err
@@ -286,6 +292,23 @@ func (p *Peers) Connected() []tunnel.NodeName {
 	}
 	p.mu.Unlock()
 	return slices.Sorted(maps.Keys(set))
+}
+
+// Reach returns what each node says it reaches, in the session that counts.
+func (p *Peers) Reach() map[tunnel.NodeName]string {
+	all := make(map[tunnel.NodeName]string)
+	newest := make(map[tunnel.NodeName]time.Time)
+	p.mu.Lock()
+	for _, r := range p.replicas {
+		for n, h := range r.nodes {
+			if since, ok := newest[n]; r.link != nil && (!ok || h.since.After(since)) {
+				newest[n], all[n] = h.since, h.reach
+			}
+		}
+	}
+	p.mu.Unlock()
+	maps.Copy(all, p.dir.Reach())
+	return all
 }
 
 // Changed returns a channel that is closed when a node has come or gone anywhere. To

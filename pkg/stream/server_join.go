@@ -111,6 +111,9 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	if len(hello.GetInstance()) > maxInstance { // it is passed on to the other replicas
 		return refuse(codes.InvalidArgument, "joining: an instance has %d bytes at most", maxInstance)
 	}
+	if len(hello.GetReach()) > maxReach { // likewise
+		return refuse(codes.InvalidArgument, "joining: the identifiers of an edge have %d bytes at most", maxReach)
+	}
 	id := uuid.NewString()
 	again := ""
 	switch p := s.cfg.Peers; {
@@ -124,7 +127,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 		return nil, &refusedJoin{node: string(node), told: status.Error(codes.AlreadyExists, again), again: true}
 	}
 	cs := &cloudSession{transport: t, proven: make(chan struct{}, 1), instance: text(hello.GetInstance()), all: hello.GetAll()}
-	cs.pub = &tunnel.Session{ID: id, Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Link: cs}
+	cs.pub = &tunnel.Session{ID: id, Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Reach: hello.GetReach(), Link: cs}
 	cs.log = s.log.With("node", node, "session", id)
 	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
 	cs.stream, cs.maxConns = stream, int64(s.cfg.Limits.Conns)

@@ -65,6 +65,9 @@ const typeReplicas = "replicas"
 // maxInstance is the longest instance of a process, in bytes: that of a UUID.
 const maxInstance = 36
 
+// maxReach is how long an edge's list of what it reaches may be, in bytes.
+const maxReach = 4 << 10
+
 // maxReplicas is how many there may be.
 const maxReplicas = 64
 

@@ -105,6 +105,19 @@ func (d *Directory) Sessions() []*Session {
 	return all
 }
 
+// Reach returns what each connected node says it reaches, without those that say nothing.
+func (d *Directory) Reach() map[NodeName]string {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	all := make(map[NodeName]string)
+	for n, s := range d.sessions {
+		if s.Reach != "" {
+			all[n] = s.Reach
+		}
+	}
+	return all
+}
+
 // Dial opens a conn through the session of r.Node. When r names no node it takes the
 // session that has the fewest conns; one that cannot serve just now, because it is
 // draining, full or gone, passes the request on to the next.

@@ -362,6 +362,7 @@ type Hello struct {
 	Replica       *Replica               `protobuf:"bytes,7,opt,name=replica,proto3" json:"replica,omitempty"`                    // replica: who it is (see Nodes)
 	All           bool                   `protobuf:"varint,8,opt,name=all,proto3" json:"all,omitempty"`                           // edge: it keeps a session with every replica
 	Have          []string               `protobuf:"bytes,9,rep,name=have,proto3" json:"have,omitempty"`                          // edge: instances of the replicas that it has a session with
+	Reach         string                 `protobuf:"bytes,10,opt,name=reach,proto3" json:"reach,omitempty"`                       // edge: what it says it reaches (Konnectivity's identifiers)
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -457,6 +458,13 @@ func (x *Hello) GetHave() []string {
 		return x.Have
 	}
 	return nil
+}
+
+func (x *Hello) GetReach() string {
+	if x != nil {
+		return x.Reach
+	}
+	return ""
 }
 
 // Replica is one cloud process. Each replica joins each other one, as an edge would: it
@@ -720,6 +728,7 @@ type Held struct {
 	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
 	AgeMs         uint64                 `protobuf:"varint,2,opt,name=age_ms,json=ageMs,proto3" json:"age_ms,omitempty"` // how long the session has lived: the clocks of replicas differ
 	Instance      string                 `protobuf:"bytes,3,opt,name=instance,proto3" json:"instance,omitempty"`         // of the edge
+	Reach         string                 `protobuf:"bytes,4,opt,name=reach,proto3" json:"reach,omitempty"`               // what the edge says it reaches
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -771,6 +780,13 @@ func (x *Held) GetAgeMs() uint64 {
 func (x *Held) GetInstance() string {
 	if x != nil {
 		return x.Instance
+	}
+	return ""
+}
+
+func (x *Held) GetReach() string {
+	if x != nil {
+		return x.Reach
 	}
 	return ""
 }
@@ -996,7 +1012,7 @@ const file_stream_proto_rawDesc = "" +
 	"\x05Chunk\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12\x10\n" +
 	"\x03fin\x18\x02 \x01(\bR\x03fin\x12\x12\n" +
-	"\x04stop\x18\x03 \x01(\bR\x04stop\"\x88\x02\n" +
+	"\x04stop\x18\x03 \x01(\bR\x04stop\"\x9e\x02\n" +
 	"\x05Hello\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x1a\n" +
 	"\bsoftware\x18\x02 \x01(\tR\bsoftware\x12\"\n" +
@@ -1006,7 +1022,9 @@ const file_stream_proto_rawDesc = "" +
 	"\binstance\x18\x06 \x01(\tR\binstance\x12,\n" +
 	"\areplica\x18\a \x01(\v2\x12.tunnel.v1.ReplicaR\areplica\x12\x10\n" +
 	"\x03all\x18\b \x01(\bR\x03all\x12\x12\n" +
-	"\x04have\x18\t \x03(\tR\x04have\"\x1f\n" +
+	"\x04have\x18\t \x03(\tR\x04have\x12\x14\n" +
+	"\x05reach\x18\n" +
+	" \x01(\tR\x05reach\"\x1f\n" +
 	"\aReplica\x12\x14\n" +
 	"\x05addrs\x18\x01 \x03(\tR\x05addrs\">\n" +
 	"\tHeartbeat\x12\x12\n" +
@@ -1024,11 +1042,12 @@ const file_stream_proto_rawDesc = "" +
 	"\x04more\x18\x02 \x01(\bR\x04more\x12#\n" +
 	"\x04held\x18\x03 \x03(\v2\x0f.tunnel.v1.HeldR\x04held\x12\x12\n" +
 	"\x04gone\x18\x04 \x03(\tR\x04gone\x12\x18\n" +
-	"\aleaving\x18\x05 \x01(\bR\aleaving\"M\n" +
+	"\aleaving\x18\x05 \x01(\bR\aleaving\"c\n" +
 	"\x04Held\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x15\n" +
 	"\x06age_ms\x18\x02 \x01(\x04R\x05ageMs\x12\x1a\n" +
-	"\binstance\x18\x03 \x01(\tR\binstance\"/\n" +
+	"\binstance\x18\x03 \x01(\tR\binstance\x12\x14\n" +
+	"\x05reach\x18\x04 \x01(\tR\x05reach\"/\n" +
 	"\n" +
 	"Credential\x12!\n" +
 	"\faccess_token\x18\x01 \x01(\tR\vaccessToken\"(\n" +

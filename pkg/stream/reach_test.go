@@ -1,0 +1,39 @@
+package stream
+
+import (
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+)
+
+// What an edge says it reaches is known to every replica, and goes with it.
+func TestReach(t *testing.T) {
+	all := newFleet(t, 2)
+	cfg := all[0].clientConfig("n1")
+	cfg.Reach = "host=n1&cidr=10.88.1.0/24"
+	e := all[0].start(cfg, direct)
+	long := all[0].clientConfig("n2")
+	long.Reach = "host=" + strings.Repeat("x", maxReach-len("host="))
+	all[0].start(long, direct)
+	all[0].join("n3", direct) // says nothing
+	for _, r := range all {
+		eventually(t, "the replica knows what both reach", func() bool {
+			reach := r.peers.Reach()
+			return reach["n1"] == cfg.Reach && reach["n2"] == long.Reach
+		})
+	}
+	e.halt(t)
+	for _, r := range all {
+		eventually(t, "the replica has forgotten it", func() bool { return r.peers.Reach()["n1"] == "" })
+	}
+	cfg.Reach = strings.Repeat("x", maxReach+1)
+	c, err := NewClient(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.open(t.Context()); status.Code(err) != codes.InvalidArgument {
+		t.Errorf("a list that is too long: %v", err)
+	}
+}
