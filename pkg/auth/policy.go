@@ -45,6 +45,7 @@ const (
 // resolved. A name in an entry would be no check and is an error.
 type Policy struct {
 	rules []rule
+	also  func(netip.Addr) bool // permits addresses beside rules, any port; nil: none
 
 	// Seams for tests; set once.
 	lookup   func(ctx context.Context, host string) ([]netip.Addr, error)
@@ -84,6 +85,14 @@ func ParsePolicy(entries []string) (*Policy, error) {
 		p.rules = append([]rule{{self: true}}, p.rules...)
 	}
 	return p, nil
+}
+
+// Also returns a policy that permits what p does, and every port of the addresses for which
+// f is true.
+func (p *Policy) Also(f func(netip.Addr) bool) *Policy {
+	more := *p
+	more.also = f
+	return &more
 }
 
 func parseRule(e string) (rule, error) {
@@ -176,7 +185,7 @@ func (p *Policy) Permits(to netip.AddrPort) bool {
 			return true
 		}
 	}
-	return false
+	return p.also != nil && p.also(a)
 }
 
 // own reports whether a is an address of this machine. Interfaces come and go, so

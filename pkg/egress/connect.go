@@ -99,7 +99,7 @@ func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, caller
 		c.refuse(err)
 		return
 	}
-	if _, err := io.WriteString(c.Conn, "HTTP/1.1 200 Connection Established\r\n\r\n"); err != nil {
+	if _, err = io.WriteString(c.Conn, "HTTP/1.1 200 Connection Established\r\n\r\n"); err != nil {
 		tunnel.Reset(c)
 		tunnel.Reset(target)
 		return

@@ -2,17 +2,24 @@ package egress
 
 import (
 	"context"
+	"net"
 
+	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
 
 // Edge is the edge's module: it dials what the cloud's front door asks for.
 type Edge struct {
-	dial tunnel.DialFunc
+	policy *auth.Policy
+	pods   *pods
 }
 
-// NewEdge returns the module. dial decides what may be dialled.
-func NewEdge(dial tunnel.DialFunc) *Edge { return &Edge{dial: dial} }
+// NewEdge returns the module. policy decides what may be dialled, beside the pods of this
+// node where the cloud knows them (networks.go).
+func NewEdge(policy *auth.Policy) *Edge {
+	p := &pods{routes: readRoutes}
+	return &Edge{policy: policy.Also(p.has), pods: p}
+}
 
 // Name implements tunnel.Module.
 func (e *Edge) Name() string { return name }
@@ -23,7 +30,12 @@ func (e *Edge) Routes() map[string]tunnel.Handler {
 		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
 			return from.Serve(m, e.dial)
 		},
+		typeNetworks: e.pods.hear,
 	}
+}
+
+func (e *Edge) dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	return e.policy.DialRequest(ctx, r)
 }
 
 // Run implements tunnel.Module. The sessions do the work and wait for it.

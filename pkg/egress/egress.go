@@ -55,6 +55,7 @@ type Config struct {
 	TLS         *tls.Config // for tls://: our certificate, and who may call
 	Strategies  []Strategy  // none: all of them
 	Identifiers Source      // what each node reaches
+	Sessions    Sessions    // whose edges are told the networks of their pods; nil: none is
 }
 
 // Source says what nodes reach.
@@ -71,6 +72,7 @@ type FrontDoor struct {
 	// Set once.
 	listeners []listener
 	chooser   *chooser
+	sessions  Sessions
 	log       *slog.Logger
 	grace     time.Duration
 
@@ -96,7 +98,7 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 	if err != nil {
 		return nil, err
 	}
-	f := &FrontDoor{chooser: c, log: log.With("module", name), grace: tunnel.GracePeriod}
+	f := &FrontDoor{chooser: c, sessions: cfg.Sessions, log: log.With("module", name), grace: tunnel.GracePeriod}
 	for _, u := range cfg.GRPC {
 		f.listeners = append(f.listeners, listener{u, cfg.callers(u), f.serveGRPC})
 	}
@@ -143,6 +145,9 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	defer f.setUp(false)
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return f.chooser.run(ctx) })
+	if f.sessions != nil {
+		g.Go(func() error { return f.tell(ctx) })
+	}
 	for i, ln := range open {
 		g.Go(func() error {
 			if err := f.listeners[i].serve(ctx, ln, f.listeners[i].tls); err != nil {

@@ -52,7 +52,11 @@ func (n *nodes) Identifiers() map[tunnel.NodeName]Identifiers {
 	return n.reach
 }
 
-func (n *nodes) Changed() <-chan struct{} { return n.changed }
+func (n *nodes) Changed() <-chan struct{} {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return n.changed
+}
 
 func (n *nodes) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	n.mu.Lock()

@@ -1,0 +1,201 @@
+package egress
+
+import (
+	"context"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
+)
+
+func prefixes(all ...string) []netip.Prefix {
+	var ps []netip.Prefix
+	for _, s := range all {
+		ps = append(ps, netip.MustParsePrefix(s))
+	}
+	return ps
+}
+
+func FuzzNetworks(f *testing.F) {
+	f.Add(encodeNetworks(prefixes("10.88.1.0/24", "fd00::/64")))
+	f.Add([]byte{0x0a, 0x01, 'x'})
+	f.Fuzz(func(t *testing.T, b []byte) {
+		all, err := decodeNetworks(b)
+		if err != nil {
+			return
+		}
+		again, err := decodeNetworks(encodeNetworks(all))
+		if err != nil || !slices.Equal(all, again) || len(all) > mostNetworks {
+			t.Fatalf("%v became %v: %v", all, again, err)
+		}
+	})
+}
+
+// The lines are those of kernels, little-endian: flannel's bridge and calico's host routes.
+const (
+	routes4 = `Iface	Destination	Gateway 	Flags	RefCnt	Use	Metric	Mask		MTU	Window	IRTT
+eth0	00000000	010200C0	0003	0	0	0	00000000	0	0	0
+eth0	000200C0	00000000	0001	0	0	0	00FFFFFF	0	0	0
+cni0	0001580A	00000000	0001	0	0	0	00FFFFFF	0	0	0
+cali1	0502580A	00000000	0005	0	0	0	FFFFFFFF	0	0	0
+cil	0003580A	0103580A	0003	0	0	0	00FFFFFF	0	0	0
+tun0	0004580A	0905580A	0003	0	0	0	00FFFFFF	0	0	0
+eth1	0005580A	00000000	0001	0	0	0	00FFFFFF	0	0	0
+*	0006580A	00000000	0201	0	0	0	00FFFFFF	0	0	0
+`
+	routes6 = `fd000001000000000000000000000000 40 00000000000000000000000000000000 00 00000000000000000000000000000000 00000100 00000001 00000000 00000001     cni0
+00000000000000000000000000000000 00 00000000000000000000000000000000 00 fe800000000000000000000000000001 00000100 00000001 00000000 00000003     eth0
+nonsense
+`
+)
+
+func testRoutes() ([]route, error) {
+	own := map[netip.Addr]bool{netip.MustParseAddr("10.88.3.1"): true}
+	all := append(parseRoutes(strings.NewReader(routes4), parseRoute4, own), parseRoutes(strings.NewReader(routes6), parseRoute6, own)...)
+	for i := range all {
+		all[i].virtual = !strings.HasPrefix(all[i].device, "eth")
+	}
+	return all, nil
+}
+
+func TestOnThisMachine(t *testing.T) {
+	routes, _ := testRoutes()
+	if len(routes) != 9 {
+		t.Fatalf("%d routes: %+v", len(routes), routes)
+	}
+	for addr, want := range map[string]bool{
+		"10.88.1.7": true,  // on a bridge
+		"10.88.2.5": true,  // a host route
+		"10.88.2.6": false, // no such: the default route's
+		"10.88.3.9": true,  // by way of our own address
+		"10.88.4.9": false, // by way of another machine
+		"10.88.5.9": false, // on a wire
+		"10.88.6.9": false, // nowhere
+		"192.0.2.9": false, // next to us
+		"8.8.8.8":   false,
+		"fd00:1::7": true,
+		"fd00:2::7": false,
+		"10.88.1.0": true,
+		"127.0.0.1": false, // the rules' business
+	} {
+		if got := onThisMachine(netip.MustParseAddr(addr), routes); got != want {
+			t.Errorf("%s: %v", addr, got)
+		}
+	}
+}
+
+// The real tables can be read, and loopback is no pod.
+func TestReadRoutes(t *testing.T) {
+	routes, err := readRoutes()
+	if err != nil {
+		t.Skip("no routing table here: ", err)
+	}
+	if onThisMachine(netip.MustParseAddr("198.51.100.1"), routes) {
+		t.Errorf("a documentation address is on this machine: %+v", routes)
+	}
+}
+
+// An address is dialled when the cloud has named its network and it is here: not one of the
+// two alone.
+func TestPods(t *testing.T) {
+	policy, err := auth.ParsePolicy([]string{"127.0.0.1:1"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	e := NewEdge(policy)
+	e.pods.routes = testRoutes
+	permits := func(addr string) bool { return e.policy.Permits(netip.MustParseAddrPort(addr)) }
+	if permits("10.88.1.7:80") {
+		t.Error("a pod is dialled before the cloud has named its network")
+	}
+	hear := e.Routes()[typeNetworks]
+	if err := hear(t.Context(), nil, &tunnel.Message{Data: encodeNetworks(prefixes("10.88.1.0/24", "192.0.2.0/24", "fd00:1::/64"))}); err != nil {
+		t.Fatal(err)
+	}
+	for addr, want := range map[string]bool{
+		"10.88.1.7:80": true, "[fd00:1::7]:80": true, "[::ffff:10.88.1.7]:80": true,
+		"10.88.3.9:80": false, // here, and not named
+		"192.0.2.9:80": false, // named, and not here
+		"127.0.0.1:1":  true,
+		"127.0.0.1:2":  false,
+	} {
+		if permits(addr) != want {
+			t.Errorf("%s: %v", addr, !want)
+		}
+	}
+	if policy.Permits(netip.MustParseAddrPort("10.88.1.7:80")) {
+		t.Error("other modules may dial pods, too")
+	}
+	if err := hear(t.Context(), nil, &tunnel.Message{Data: encodeNetworks(nil)}); err != nil || permits("10.88.1.7:80") {
+		t.Error("a network stays that the cloud has taken back")
+	}
+	if err := hear(t.Context(), nil, &tunnel.Message{Data: []byte{0x0a, 1, 'x'}}); err == nil {
+		t.Error("nonsense is accepted")
+	}
+}
+
+// link is a session that notes what it is sent.
+type link struct {
+	tunnel.Link
+	sent chan *tunnel.Message
+}
+
+func newLink() link { return link{sent: make(chan *tunnel.Message, 9)} }
+
+func (l link) Send(m *tunnel.Message) error {
+	l.sent <- m
+	return nil
+}
+
+func TestTell(t *testing.T) {
+	dir := new(tunnel.Directory)
+	n := &nodes{reach: map[tunnel.NodeName]Identifiers{"a": {Networks: prefixes("10.88.1.0/24")}, "b": {}}, changed: make(chan struct{})}
+	door, err := New(Config{Identifiers: n, Sessions: dir}, n, n, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		door.tell(ctx)
+	}()
+	a, b := newLink(), newLink()
+	dir.Attach(&tunnel.Session{Node: "b", Link: b})
+	dir.Attach(&tunnel.Session{Node: "a", Link: a})
+	want := func(why string, networks []netip.Prefix) {
+		t.Helper()
+		m := <-a.sent
+		if got, err := decodeNetworks(m.Data); err != nil || m.Category != "egress" || m.Type != "networks" || !slices.Equal(got, networks) {
+			t.Errorf("%s: %+v, %v", why, m, err)
+		}
+	}
+	want("it has joined", prefixes("10.88.1.0/24"))
+	change := func(networks []netip.Prefix) {
+		n.mu.Lock()
+		n.reach = map[tunnel.NodeName]Identifiers{"a": {Networks: networks}}
+		before := n.changed
+		n.changed = make(chan struct{})
+		n.mu.Unlock()
+		close(before)
+	}
+	change(prefixes("10.88.9.0/24"))
+	want("it has another network", prefixes("10.88.9.0/24"))
+	change(nil)
+	want("it has none any more", nil)
+	a2 := newLink()
+	change(prefixes("10.88.9.0/24"))
+	want("it has one again", prefixes("10.88.9.0/24"))
+	dir.Attach(&tunnel.Session{Node: "a", Link: a2})
+	a = a2
+	want("it has joined again", prefixes("10.88.9.0/24"))
+	cancel()
+	<-done
+	if len(b.sent)+len(a.sent) > 0 {
+		t.Error("somebody was told what he knows")
+	}
+}

@@ -1,0 +1,47 @@
+package egress
+
+import (
+	"log/slog"
+
+	"tunnel/pkg/tunnel"
+)
+
+// Claims is what edges say that they reach.
+type Claims interface {
+	// Reach returns it in Konnectivity's form, for the nodes that say anything.
+	Reach() map[tunnel.NodeName]string
+	// Connected returns the nodes that are connected.
+	Connected() []tunnel.NodeName
+	// Changed returns a channel that is closed when a node has come or gone.
+	Changed() <-chan struct{}
+}
+
+// Believed is a source that believes what edges say, beside their names. It is for where
+// nobody else knows better: an edge that lies attracts what is meant for others.
+func Believed(c Claims, log *slog.Logger) Source {
+	return &believed{c, log.With("module", name), new(tunnel.Limiter)}
+}
+
+type believed struct {
+	Claims
+	log   *slog.Logger
+	wrong *tunnel.Limiter
+}
+
+// Identifiers implements Source.
+func (b *believed) Identifiers() map[tunnel.NodeName]Identifiers {
+	all := make(map[tunnel.NodeName]Identifiers)
+	said := b.Reach()
+	for _, n := range b.Connected() {
+		id, err := ParseIdentifiers(said[n])
+		if err != nil {
+			// Its own start-up has said so; only another program gets here.
+			if skipped, ok := b.wrong.Allow(); ok {
+				b.log.Warn("what an edge says it reaches does not count", "node", n, "err", err, "skipped", skipped)
+			}
+		}
+		id.Hosts = append(id.Hosts, string(n))
+		all[n] = id
+	}
+	return all
+}
