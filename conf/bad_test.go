@@ -91,7 +91,7 @@ func TestUnknown(t *testing.T) {
 			`5: mode.cloud.stream.server.TokenFile: unknown key: did you mean tokenfile?`}},
 		{"a wrong table", server + "[mode.cloud.stream]\nlogport = 1\n[mode.cloud]\nclientnames = []\n", []string{
 			`7: mode.cloud.stream.logport: unknown key here: logport belongs in [mode.cloud.stream.server]`,
-			`9: mode.cloud.clientnames: unknown key here: clientnames belongs in [mode.cloud.https]`}},
+			`9: mode.cloud.clientnames: unknown key here: clientnames belongs in [mode.cloud.https] or [mode.cloud.egress]`}},
 		{"nothing like it", server + "[mode.cloud.https.kubelet]\npassword = 1\n", []string{
 			`7: mode.cloud.https.kubelet.password: unknown key: [mode.cloud.https.kubelet] has ca, cert, insecure, key`}},
 		{"a table", server + "[mode.cloud.streams.x.y]\nz = 1\n", []string{
@@ -256,13 +256,30 @@ cert = "crt"
 			`6: mode.cloud.stream.peers.key: missing: cert is useless without its private key, write key or remove cert`,
 			`7: mode.cloud.stream.peers.service: "tunnel-cloud-peers" is not host:port: write an address such as "tunnel-cloud-peers:9000"`,
 			`8: mode.cloud.stream.peers.addresses: "10.0.0.2" is not host:port: write an address such as "10.0.0.2:9000"`}},
+		{"egress", server + `[mode.cloud.egress]
+grpc = ["unix://egress.sock", "tls://:8090", "127.0.0.1:8091", "unix:///run/` + strings.Repeat("x", 103) + `"]
+httpconnect = ["tls://:8090", "tls://0.0.0.0:9000", "tls://10.0.0.1"]
+cert = "crt"
+clientnames = []
+strategies = ["desthost"]
+`, []string{
+			`6: mode.cloud.egress.key: missing: cert is useless without its private key, write key or remove cert`,
+			`6: mode.cloud.egress.clientca: missing: anybody who reaches tls:// could reach every node: write the CA that signs the callers' certificates`,
+			`7: mode.cloud.egress.grpc: "unix://egress.sock" has no absolute path: write one such as "unix:///run/tunnel/egress.sock"`,
+			`7: mode.cloud.egress.grpc: "127.0.0.1:8091" is neither unix:///PATH nor tls://HOST:PORT: write one of them`,
+			`7: mode.cloud.egress.grpc: "/run/` + strings.Repeat("x", 103) + `" is too long for a socket: 107 bytes are allowed`,
+			`8: mode.cloud.egress.httpconnect: "tls://:8090" is there twice: each listener needs an address of its own`,
+			`8: mode.cloud.egress.httpconnect: "tls://10.0.0.1" has no address to listen on: write one such as "tls://0.0.0.0:8090"`,
+			`8: mode.cloud.egress.httpconnect: port 8090 is taken by mode.cloud.egress.grpc: choose another`,
+			`8: mode.cloud.egress.httpconnect: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
+			`10: mode.cloud.egress.clientnames: the list is empty or holds an empty name: name who may call, or remove it`,
+			`11: mode.cloud.egress.strategies: "desthost" is not known: write some of "destHost", "cidr", "defaultRoute", "default"`}},
 		{"modules of later", server + `[mode.cloud.egress]
 grpc = ["unix:///run/x.sock"]
 agentport = 8091
 strategies = ["default"]
 `, []string{
-			`7: mode.cloud.egress.grpc: needs the egress module` + later,
-			`8: mode.cloud.egress.agentport: needs the egress module` + later}},
+			`8: mode.cloud.egress.agentport: needs a door for stock konnectivity agents` + later}},
 	} {
 		b.run(t, func(path string) error { _, err := LoadCloud(path, testEnv()); return err })
 	}
@@ -305,7 +322,6 @@ identifiers = "host=edge1"
 servers = ["tls://10.0.0.1:8091"]
 ca = "ca"
 `, []string{
-			`7: mode.edge.egress.identifiers: needs the egress module` + later,
 			`9: mode.edge.konnectivity.servers: needs the konnectivity agent` + later,
 			`10: mode.edge.konnectivity.ca: needs the konnectivity agent` + later}},
 	} {

@@ -106,14 +106,6 @@ type TCPListener struct {
 	Allow  auth.Sources    // who may connect; empty, on loopback only, is anyone
 }
 
-// Egress is the front door for kube-apiserver's egress selector.
-type Egress struct {
-	GRPC, HTTPConnect   []string // unix:///path or tls://host:port
-	Cert, Key, ClientCA string   // files
-	Strategies          []string // empty is destHost, cidr, defaultRoute, default
-	AgentPort           int      // 0 is off
-}
-
 // The tables, as problems name them.
 const (
 	serverTable  = "mode.cloud.stream.server."
@@ -128,7 +120,7 @@ func allowKey(listen string) string { return toml.Key{"mode", "cloud", "tcpallow
 
 // newCloud reads what the values mean. What a value alone cannot tell is left to check.
 func newCloud(t *cloudTable, env Env, r *report) *Cloud {
-	s, peers, h, eg := t.Stream.Server, t.Stream.Peers, t.HTTPS, t.Egress
+	s, peers, h := t.Stream.Server, t.Stream.Peers, t.HTTPS
 	path := r.src.path
 	return &Cloud{
 		Server: Server{
@@ -154,12 +146,9 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 			ClientNames: r.clientNames(h.ClientNames),
 			Kubelet:     Kubelet{Cert: path(h.Kubelet.Cert), Key: path(h.Kubelet.Key), CA: path(h.Kubelet.CA), Insecure: h.Kubelet.Insecure},
 		},
-		TCP:    r.tcpListeners(t.TCP, t.TCPAllow),
-		Limits: newLimits(&t.Limits, r),
-		Egress: Egress{
-			GRPC: eg.GRPC, HTTPConnect: eg.HTTPConnect, Cert: path(eg.Cert), Key: path(eg.Key), ClientCA: path(eg.ClientCA),
-			Strategies: eg.Strategies, AgentPort: eg.AgentPort,
-		},
+		TCP:         r.tcpListeners(t.TCP, t.TCPAllow),
+		Limits:      newLimits(&t.Limits, r),
+		Egress:      newEgress(&t.Egress, r),
 		AdminSocket: path(t.Admin.Socket),
 		src:         r.src,
 	}
@@ -265,6 +254,7 @@ func (c *Cloud) check(r *report) {
 	for _, l := range c.TCP {
 		l.check(r)
 	}
+	c.Egress.check(r)
 	r.refuse(c.later())
 	r.ports(c.listeners())
 }
@@ -382,5 +372,5 @@ func (c *Cloud) listeners() []listener {
 	for _, l := range c.TCP {
 		ls = append(ls, listenerOf(tcpKey(l.Listen), l.Listen))
 	}
-	return ls
+	return append(ls, c.Egress.listeners()...)
 }

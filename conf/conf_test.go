@@ -301,6 +301,8 @@ func TestSuperEdge(t *testing.T) {
 			"16: " + allow,
 			"18: " + gone("mode.cloud.https.cert", etc+"certs/apiserver-kubelet-server.crt"),
 			"19: " + gone("mode.cloud.https.key", etc+"certs/apiserver-kubelet-server.key"),
+			"24: " + gone("mode.cloud.egress.cert", etc+"certs/tunnel-server.crt"),
+			"25: " + gone("mode.cloud.egress.key", etc+"certs/tunnel-server.key"),
 			`26: mode.cloud.egress.egressport: SuperEdge's egress port is a line of grpc here: write grpc = ["tls://0.0.0.0:PORT"]`,
 		},
 		"cloud-v0.9.toml": {

@@ -13,17 +13,16 @@ type later struct {
 }
 
 func (c *Cloud) later() []later {
-	egress := set(key("grpc", c.Egress.GRPC...), key("httpconnect", c.Egress.HTTPConnect...))
+	var egress []string
 	if c.Egress.AgentPort != 0 {
 		egress = append(egress, "agentport")
 	}
-	return []later{{"mode.cloud.egress", egress, "the egress module", "remove it"}}
+	return []later{{"mode.cloud.egress", egress, "a door for stock konnectivity agents", "remove it"}}
 }
 
 func (e *Edge) later() []later {
 	k := e.Konnectivity
 	return []later{
-		{"mode.edge.egress", set(key("identifiers", e.EgressIdentifiers)), "the egress module", "remove it"},
 		{"mode.edge.konnectivity", set(key("servers", k.Servers...), key("ca", k.CA), key("cert", k.Cert), key("key", k.Key), key("tokenfile", k.TokenFile)), "the konnectivity agent", "remove it"},
 	}
 }

@@ -51,16 +51,8 @@ type cloudTable struct {
 	Limits   limitsKeys          `toml:"limits"`
 	TCP      map[string]string   `toml:"tcp"`
 	TCPAllow map[string][]string `toml:"tcpallow"`
-	Egress   struct {
-		GRPC        []string `toml:"grpc"`
-		HTTPConnect []string `toml:"httpconnect"`
-		Cert        string   `toml:"cert"`
-		Key         string   `toml:"key"`
-		ClientCA    string   `toml:"clientca"`
-		Strategies  []string `toml:"strategies"`
-		AgentPort   int      `toml:"agentport"`
-	} `toml:"egress"`
-	Admin struct {
+	Egress   egressKeys          `toml:"egress"`
+	Admin    struct {
 		Socket string `toml:"socket"`
 	} `toml:"admin"`
 }
@@ -110,6 +102,17 @@ type edgeLimitsKeys struct {
 	Conns  int `toml:"conns"`
 	Dials  int `toml:"dials"`
 	Health int `toml:"health"`
+}
+
+type egressKeys struct {
+	GRPC        []string `toml:"grpc"`
+	HTTPConnect []string `toml:"httpconnect"`
+	Cert        string   `toml:"cert"`
+	Key         string   `toml:"key"`
+	ClientCA    string   `toml:"clientca"`
+	ClientNames []string `toml:"clientnames"`
+	Strategies  []string `toml:"strategies"`
+	AgentPort   int      `toml:"agentport"`
 }
 
 type edgeTable struct {

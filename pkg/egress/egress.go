@@ -38,6 +38,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"tunnel/pkg/socket"
 	"tunnel/pkg/tunnel"
 )
 
@@ -189,7 +190,7 @@ func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
 
 func (l listener) open(ctx context.Context) (net.Listener, error) {
 	if path, ok := strings.CutPrefix(l.url, unixScheme); ok {
-		return listenUnix(ctx, path)
+		return socket.Listen(ctx, path)
 	}
 	addr, ok := strings.CutPrefix(l.url, "tls://")
 	switch {

@@ -114,7 +114,8 @@ func TestProxyTargetResets(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c := r.client(t)
 			reset := make(chan struct{})
-			c.dial(listen(t, func(conn *net.TCPConn) {
+			id := c.dial(listen(t, func(conn *net.TCPConn) {
+				io.ReadFull(conn, make([]byte, 1)) // it is connected
 				if stalled {
 					conn.SetWriteDeadline(time.Now().Add(300 * time.Millisecond))
 					conn.Write(make([]byte, 64<<20))
@@ -122,6 +123,7 @@ func TestProxyTargetResets(t *testing.T) {
 				tunnel.Reset(conn)
 				close(reset)
 			}))
+			c.send(packet{typ: packetData, connID: id, data: []byte("x")})
 			<-reset
 			if err := c.ended(); status.Code(err) != codes.Aborted {
 				t.Errorf("the stream ended with %v", err)

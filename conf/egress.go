@@ -1,0 +1,111 @@
+package conf
+
+import (
+	"path/filepath"
+	"slices"
+	"strings"
+)
+
+// Egress is the front door for kube-apiserver's egress selector. Without listeners it is off.
+type Egress struct {
+	GRPC, HTTPConnect   []string // unix:///path or tls://host:port
+	Cert, Key, ClientCA string   // files, for tls://
+	ClientNames         []string // common names of callers over tls://; empty is anyone whom ClientCA has signed
+	Strategies          []string // empty is all of them
+	AgentPort           int      // 0 is off
+}
+
+const egressTable = "mode.cloud.egress."
+
+func newEgress(t *egressKeys, r *report) Egress {
+	path := r.src.path
+	if t.ClientNames != nil && (len(t.ClientNames) == 0 || slices.Contains(t.ClientNames, "")) {
+		r.add(egressTable+"clientnames", "the list is empty or holds an empty name: name who may call, or remove it")
+	}
+	return Egress{
+		GRPC: t.GRPC, HTTPConnect: t.HTTPConnect, Cert: path(t.Cert), Key: path(t.Key), ClientCA: path(t.ClientCA),
+		ClientNames: t.ClientNames, Strategies: t.Strategies, AgentPort: t.AgentPort,
+	}
+}
+
+// Configured reports whether there is a listener.
+func (e Egress) Configured() bool { return len(e.GRPC)+len(e.HTTPConnect) > 0 }
+
+// UsesTLS reports whether one of them is for TLS.
+func (e Egress) UsesTLS() bool {
+	return slices.ContainsFunc(slices.Concat(e.GRPC, e.HTTPConnect), func(u string) bool { return strings.HasPrefix(u, schemeTLS) })
+}
+
+const (
+	schemeTLS  = "tls://"
+	schemeUnix = "unix://"
+	// longestSocket is how long the path of a unix socket may be (sun_path in unix(7)).
+	longestSocket = 107
+)
+
+func (e Egress) check(r *report) {
+	const t = egressTable
+	seen := make(map[string]bool)
+	check := func(key string, urls []string) {
+		for _, u := range urls {
+			r.listener(key, u)
+			if seen[u] {
+				r.add(key, "%q is there twice: each listener needs an address of its own", u)
+			}
+			seen[u] = true
+		}
+	}
+	check(t+"grpc", e.GRPC)
+	check(t+"httpconnect", e.HTTPConnect)
+	for _, s := range e.Strategies {
+		if !slices.Contains([]string{"destHost", "cidr", "defaultRoute", "default"}, s) {
+			r.add(t+"strategies", "%q is not known: write some of \"destHost\", \"cidr\", \"defaultRoute\", \"default\"", s)
+		}
+	}
+	r.pair(t, e.Cert, e.Key)
+	r.file(t+"clientca", e.ClientCA)
+	switch {
+	case e.UsesTLS():
+		r.required(t+"cert", e.Cert, "tls:// needs a certificate: write cert and key")
+		r.required(t+"clientca", e.ClientCA, "anybody who reaches tls:// could reach every node: write the CA that signs the callers' certificates")
+		if e.ClientCA != "" && len(e.ClientNames) == 0 {
+			r.warn(t+"clientnames", "missing: whoever has a client certificate of clientca may reach every node; name the callers, unless that CA signs for nobody else")
+		}
+	case e.Configured() && (e.Cert != "" || e.ClientCA != "" || len(e.ClientNames) > 0):
+		r.warn(t+"cert", "not used: cert, key, clientca and clientnames are for tls://, and callers of a unix socket are known by its permissions")
+	case !e.Configured() && (len(e.Strategies) > 0 || e.Cert != "" || e.ClientCA != ""):
+		r.warn(t[:len(t)-1], `off: write grpc = ["unix:///run/tunnel/egress-grpc.sock"], or httpconnect`)
+	}
+}
+
+// listener reports a URL that nobody could listen on.
+func (r *report) listener(key, u string) {
+	switch path, unix := strings.CutPrefix(u, schemeUnix); {
+	case unix && !filepath.IsAbs(path):
+		r.add(key, "%q has no absolute path: write one such as \"unix:///run/tunnel/egress.sock\"", u)
+	case unix && len(path) > longestSocket:
+		r.add(key, "%q is too long for a socket: %d bytes are allowed", path, longestSocket)
+	case unix:
+	case !strings.HasPrefix(u, schemeTLS):
+		r.add(key, "%q is neither unix:///PATH nor tls://HOST:PORT: write one of them", u)
+	default:
+		if _, _, ok := splitListen(u[len(schemeTLS):]); !ok {
+			r.add(key, "%q has no address to listen on: write one such as \"tls://0.0.0.0:8090\"", u)
+		}
+	}
+}
+
+// listeners lists the ports.
+func (e Egress) listeners() []listener {
+	var ls []listener
+	add := func(key string, urls []string) {
+		for _, u := range urls {
+			if addr, ok := strings.CutPrefix(u, schemeTLS); ok {
+				ls = append(ls, listenerOf(egressTable+key, addr))
+			}
+		}
+	}
+	add("grpc", e.GRPC)
+	add("httpconnect", e.HTTPConnect)
+	return ls
+}
