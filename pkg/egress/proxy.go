@@ -9,6 +9,7 @@ import (
 	"net"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"google.golang.org/grpc"
@@ -170,6 +171,7 @@ type proxyStream struct {
 	over    chan struct{} // closed when the handler is to return
 	ending  sync.Once     // closes it
 	aborted atomic.Bool   // because of a reset
+	deaf    atomic.Bool   // the client reads no more
 
 	sendMu sync.Mutex // guards sending, and the following
 	closed bool       // the close response has been sent
@@ -185,7 +187,7 @@ type proxyStream struct {
 	begun  bool // first has been taken
 }
 
-// closeWait is how long a client may take to end a stream after its close response. The
+// closeWait is how long a client may take to end a stream after either side has closed. The
 // stock one does it at once.
 const closeWait = 5 * time.Second
 
@@ -252,6 +254,8 @@ func (s *proxyStream) next() error {
 			s.ended = tunnel.ErrReset
 		case s.packet.typ == packetCloseReq || s.packet.typ == packetDialCls:
 			s.ended = io.EOF
+			s.deaf.Store(true)
+			s.endSoon() // should it not read what is on the way, either
 			s.stop()
 		case s.packet.typ != packetData || s.packet.connID != theConn || s.discarding():
 			s.packet.data = nil
@@ -341,8 +345,8 @@ func (s *proxyStream) Write(b []byte) (n int, err error) {
 	s.sendMu.Lock()
 	defer s.sendMu.Unlock()
 	for len(b) > 0 {
-		if s.closed {
-			return n, net.ErrClosed
+		if s.closed || s.deaf.Load() {
+			return n, &net.OpError{Op: "write", Net: streamAddr{}.Network(), Err: syscall.EPIPE}
 		}
 		part := b[:min(len(b), dataSize)]
 		if err := s.stream.SendMsg(&packet{typ: packetData, connID: theConn, data: part}); err != nil {
@@ -362,8 +366,7 @@ func (s *proxyStream) CloseWrite() error {
 		return nil
 	}
 	s.closed = true
-	late := time.AfterFunc(closeWait, s.end)
-	context.AfterFunc(s.stream.Context(), func() { late.Stop() })
+	s.endSoon()
 	return s.stream.SendMsg(&packet{typ: packetCloseRsp, connID: theConn})
 }
 
@@ -381,6 +384,12 @@ func (s *proxyStream) Reset() error {
 	s.aborted.Store(true)
 	s.end()
 	return nil
+}
+
+// endSoon gives the client a while to end the stream.
+func (s *proxyStream) endSoon() {
+	late := time.AfterFunc(closeWait, s.end)
+	context.AfterFunc(s.stream.Context(), func() { late.Stop() })
 }
 
 func (s *proxyStream) end() { s.ending.Do(func() { close(s.over) }) }
