@@ -9,6 +9,8 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // ErrReset is the read error of a conn that the other end aborted, or whose session
@@ -53,8 +55,8 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 
 	// Neither close can lose bytes: both directions have ended. Nor may the end of ctx.
 	stop()
-	closeCleanly(a)
-	closeCleanly(b)
+	closeCleanly(a, ab.stopped.Load())
+	closeCleanly(b, ba.stopped.Load())
 	return aToB, bToA, errors.Join(errAB, errBA)
 }
 
@@ -71,12 +73,37 @@ func ResetOnDeath(c net.Conn) {
 // lingerer is a *net.TCPConn, alone or as part of something else.
 type lingerer interface{ SetLinger(sec int) error }
 
-// closeCleanly undoes ResetOnDeath, which would make the close a reset, and closes c.
-func closeCleanly(c net.Conn) {
-	if l, ok := c.(lingerer); ok {
+// closeCleanly undoes ResetOnDeath, which would make the close a reset, and closes c. With
+// unwanted, c's peer may still be sending, to nobody: then a reset is what a close should
+// be (RFC 9293 section 3.10.4), and Linux makes it one only if something unread lies
+// there. A sender that waits for a window would wait for a minute.
+func closeCleanly(c net.Conn, unwanted bool) {
+	if l, ok := c.(lingerer); ok && !(unwanted && allAcked(c)) {
 		l.SetLinger(-1) //nolint:errcheck // c has ended, and Close says so
 	}
 	c.Close()
+}
+
+// ackTime is how long a close waits for the peer to have everything.
+const ackTime = 100 * time.Millisecond
+
+// allAcked reports whether the peer of a socket has everything that was written to it.
+func allAcked(c net.Conn) bool {
+	raw := rawConn(c)
+	if raw == nil {
+		return false
+	}
+	for late := time.Now().Add(ackTime); ; time.Sleep(time.Millisecond) {
+		left := -1
+		err := raw.Control(func(fd uintptr) {
+			if n, err := unix.IoctlGetInt(int(fd), unix.SIOCOUTQ); err == nil { // a FIN counts, too
+				left = n
+			}
+		})
+		if err != nil || left <= 0 || time.Now().After(late) {
+			return err == nil && left == 0
+		}
+	}
 }
 
 // direction is how one half of a splice has ended, for the other half to see.
