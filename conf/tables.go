@@ -112,6 +112,7 @@ type egressKeys struct {
 	ClientCA    string   `toml:"clientca"`
 	ClientNames []string `toml:"clientnames"`
 	Strategies  []string `toml:"strategies"`
+	Kubernetes  bool     `toml:"kubernetes"`
 	AgentPort   int      `toml:"agentport"`
 }
 

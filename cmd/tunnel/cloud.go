@@ -82,10 +82,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 		return nil, err
 	}
 	// What front doors ask: this replica, and through it the others.
-	var reach interface {
-		tunnel.Dialer
-		tunnel.Nodes
-	} = directory
+	var reach everywhere = directory
 	if peers != nil {
 		reach = peers
 	}
@@ -141,6 +138,9 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 		if ip := net.ParseIP(cmp.Or(c.HTTPS.Listen, https.DefaultListen)); !ip.IsLoopback() && len(c.HTTPS.AllowFrom) == 0 {
 			log.Warn("anyone may connect to the https ports, though not past the kubelet: name kube-apiserver's network in allowfrom of [mode.cloud.https]")
 		}
+	}
+	if err = d.addEgress(c.Egress, files, k, reach, directory, log); err != nil {
+		return nil, err
 	}
 	collectors := d.addDNS(c.DNS, c.Limits, k, truthOf(c.DNS, directory, peers), counters)
 	if peers != nil {

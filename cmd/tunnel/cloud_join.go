@@ -25,8 +25,9 @@ import (
 // cluster is what a cloud asks of Kubernetes. Without Kubernetes all of it is nil.
 type cluster struct {
 	client  *kube.Client
-	names   *kube.Nodes // that may appear in DNS
-	joining *kube.Nodes // that may join; nil: any
+	names   *kube.Nodes   // that may appear in DNS
+	joining *kube.Nodes   // that may join; nil: any
+	reaches *kube.Reaches // what nodes reach; nil: nobody asks
 }
 
 // newCluster connects to nothing yet.
@@ -34,7 +35,10 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 	key := "mode.cloud.stream.dns.configmap"
 	if c.DNS.ConfigMap == "" {
 		key = "mode.cloud.join"
-		if !c.Join.AsksKubernetes() {
+		switch {
+		case c.Egress.Kubernetes:
+			key = "mode.cloud.egress.kubernetes"
+		case !c.Join.AsksKubernetes():
 			return cluster{}, nil
 		}
 	}
@@ -46,6 +50,9 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 		if k.names, err = k.client.Nodes(c.DNS.NodeSelector, log); err != nil {
 			return cluster{}, fmt.Errorf("mode.cloud.stream.dns.nodeselector: %w", err)
 		}
+	}
+	if c.Egress.Configured() && c.Egress.Kubernetes {
+		k.reaches = k.client.Reaches(log)
 	}
 	switch {
 	case c.Join.AnyNode:
@@ -70,6 +77,9 @@ func (k cluster) add(d *daemon) {
 	}
 	if k.joining != nil && k.joining != k.names {
 		d.add(nodeNames{"join-names", k.joining}, nil)
+	}
+	if k.reaches != nil {
+		d.add(nodeReaches{k.reaches}, nil)
 	}
 }
 

@@ -12,6 +12,7 @@ import (
 	"tunnel/conf"
 	"tunnel/pkg/admin"
 	"tunnel/pkg/auth"
+	"tunnel/pkg/egress"
 	"tunnel/pkg/https"
 	"tunnel/pkg/reload"
 	"tunnel/pkg/stream"
@@ -75,6 +76,10 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	dialers := []tunnel.Module{
 		https.NewEdge(policy.DialRequest, kubelet, nil),
 		tcp.NewEdge(policy.DialRequest),
+		egress.NewEdge(policy),
+	}
+	if _, err = egress.ParseIdentifiers(e.EgressIdentifiers); err != nil {
+		return nil, fmt.Errorf("mode.edge.egress identifiers: %w", err)
 	}
 	conf := func() *tls.Config {
 		cfg := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool.Pool(), ServerName: e.ServerName}
@@ -93,6 +98,7 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 		Log:      log,
 		Software: software(),
 		All:      e.AllReplicas,
+		Reach:    e.EgressIdentifiers,
 	}, dialers...)
 	if err != nil {
 		return nil, err

@@ -1,0 +1,96 @@
+package main
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"fmt"
+	"log/slog"
+	"slices"
+
+	"tunnel/conf"
+	"tunnel/pkg/egress"
+	"tunnel/pkg/kube"
+	"tunnel/pkg/reload"
+	"tunnel/pkg/tunnel"
+)
+
+// everywhere is this replica, and through it the others.
+type everywhere interface {
+	tunnel.Dialer
+	egress.Claims
+	Holds(tunnel.NodeName) bool
+}
+
+// addEgress adds the egress front door, if there is one.
+func (d *daemon) addEgress(c conf.Egress, files *reload.Files, k cluster, all everywhere, directory *tunnel.Directory, log *slog.Logger) error {
+	if !c.Configured() {
+		return nil
+	}
+	cfg := egress.Config{GRPC: c.GRPC, HTTPConnect: c.HTTPConnect, Sessions: directory}
+	for _, s := range c.Strategies {
+		cfg.Strategies = append(cfg.Strategies, egress.Strategy(s))
+	}
+	if c.UsesTLS() {
+		var err error
+		if cfg.TLS, err = egressCallers(c, files); err != nil {
+			return err
+		}
+	}
+	if k.reaches != nil {
+		cfg.Identifiers = nodeReaches{k.reaches}
+	} else {
+		cfg.Identifiers = egress.Believed(all, log)
+	}
+	door, err := egress.New(cfg, all, all, log)
+	if err != nil {
+		return fmt.Errorf("mode.cloud.egress: %w", err)
+	}
+	d.add(door, door.Ready, slices.Concat(c.GRPC, c.HTTPConnect)...)
+	return nil
+}
+
+// egressCallers returns how callers over TLS are known.
+func egressCallers(c conf.Egress, files *reload.Files) (*tls.Config, error) {
+	pair, err := files.Pair("mode.cloud.egress", c.Cert, c.Key)
+	if err != nil {
+		return nil, err
+	}
+	pool, err := files.Pool("mode.cloud.egress clientca", c.ClientCA)
+	if err != nil {
+		return nil, err
+	}
+	now := func() *tls.Config {
+		return &tls.Config{
+			MinVersion: tls.VersionTLS12, GetCertificate: pair.GetCertificate,
+			ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool.Pool(),
+			SessionTicketsDisabled: true, // they would outlive a CA that is taken back
+			VerifyPeerCertificate: func(_ [][]byte, chains [][]*x509.Certificate) error {
+				if name := chains[0][0].Subject.CommonName; len(c.ClientNames) > 0 && !slices.Contains(c.ClientNames, name) {
+					return fmt.Errorf("%q is not in clientnames of [mode.cloud.egress]", name)
+				}
+				return nil
+			},
+		}
+	}
+	conf := now()
+	conf.GetConfigForClient = func(*tls.ClientHelloInfo) (*tls.Config, error) { return now(), nil }
+	return conf, nil
+}
+
+// nodeReaches is what Kubernetes says that nodes reach.
+type nodeReaches struct{ *kube.Reaches }
+
+// Identifiers implements egress.Source.
+func (n nodeReaches) Identifiers() map[tunnel.NodeName]egress.Identifiers {
+	all := make(map[tunnel.NodeName]egress.Identifiers)
+	for name, r := range n.All() {
+		all[name] = egress.Identifiers{Hosts: r.Hosts, Networks: r.PodCIDRs}
+	}
+	return all
+}
+
+// Name implements tunnel.Module.
+func (nodeReaches) Name() string { return "node-reach" }
+
+// Routes implements tunnel.Module.
+func (nodeReaches) Routes() map[string]tunnel.Handler { return nil }
