@@ -1,13 +1,16 @@
 # Tests and measurements with processes of their own. Included by the Makefile of the
 # repository; paths are relative to its directory. Linux only, no root.
 
-.PHONY: faults replicas hostile soak bench storm
+.PHONY: faults replicas hostile soak bench storm interop
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
 
 replicas: ## kill, replace and cut off replicas of the cloud, each a process (20 seconds)
 	go test -count=1 -timeout 5m -v ./test/replicas
+
+interop: ## hold the egress front door against Konnectivity's own client, from the Go module proxy (one minute)
+	go -C test/interop test -count=1 -timeout 10m ./...
 
 hostile: ## edges, callers and strangers that mean harm: what the others notice (twelve minutes)
 	TUNNEL_HOSTILE=1 go test -count=1 -timeout 30m -v ./test/hostile

@@ -1,0 +1,167 @@
+// Package interop holds the tunnel against the real programs and libraries of others. It is
+// a module of its own, so that what they need is not needed by the tunnel.
+package interop
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/rand"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	"sigs.k8s.io/apiserver-network-proxy/konnectivity-client/pkg/client"
+
+	"tunnel/test/rig"
+)
+
+// ours is a cloud with the egress front door, and an edge.
+type ours struct {
+	grpc, connect string // sockets
+	cloud, edge   *rig.Process
+}
+
+func start(t *testing.T) *ours {
+	t.Helper()
+	dir := t.TempDir()
+	binary := filepath.Join(dir, "tunnel")
+	if out, err := exec.Command("go", "build", "-C", "../..", "-o", binary, "./cmd/tunnel").CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	sockets, err := os.MkdirTemp("", "tunnel-interop-") // a test's own folder may be too long a path
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(sockets) })
+	o := &ours{grpc: filepath.Join(sockets, "g"), connect: filepath.Join(sockets, "c")}
+	p, err := rig.NewPair(rig.Config{Binary: binary, Dir: dir, Cloud: fmt.Sprintf("[mode.cloud.egress]\ngrpc = [%q]\nhttpconnect = [%q]\n", "unix://"+o.grpc, "unix://"+o.connect)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if o.cloud, err = p.StartCloud(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(o.cloud.Kill)
+	if o.edge, err = p.StartEdge(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(o.edge.Kill)
+	for late := time.Now().Add(20 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+		res, err := http.Get("http://" + p.EdgeHealth() + "/readyz")
+		if err == nil {
+			res.Body.Close()
+			if res.StatusCode == http.StatusOK {
+				return o
+			}
+		}
+		if time.Now().After(late) {
+			t.Fatalf("the edge has no session: %v\n%s", err, p.EdgeLog.String())
+		}
+	}
+}
+
+// dialers are the two ways in which the stock client is used.
+func (o *ours) dialers(t *testing.T) map[string]func(ctx context.Context, addr string) (net.Conn, error) {
+	insecurely := grpc.WithTransportCredentials(insecure.NewCredentials())
+	reusable, err := client.CreateGRPCTunnel(t.Context(), "unix://"+o.grpc, insecurely)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { reusable.Close() })
+	return map[string]func(ctx context.Context, addr string) (net.Conn, error){
+		"single use": func(ctx context.Context, addr string) (net.Conn, error) {
+			tunnel, err := client.CreateSingleUseGrpcTunnel(context.WithoutCancel(ctx), "unix://"+o.grpc, insecurely)
+			if err != nil {
+				return nil, err
+			}
+			return tunnel.DialContext(ctx, "tcp", addr)
+		},
+		"reusable": func(ctx context.Context, addr string) (net.Conn, error) { return reusable.DialContext(ctx, "tcp", addr) },
+	}
+}
+
+func TestStockClient(t *testing.T) {
+	o := start(t)
+	big := make([]byte, 20<<20)
+	rand.Read(big)
+	target := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case "/big":
+			w.Write(big)
+		case "/echo":
+			b, _ := io.ReadAll(r.Body)
+			w.Write(b)
+		default:
+			fmt.Fprint(w, r.URL.Path)
+		}
+	}))
+	t.Cleanup(target.Close)
+	for name, dial := range o.dialers(t) {
+		t.Run(name, func(t *testing.T) {
+			tr := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) { return dial(ctx, addr) }}
+			c := &http.Client{Transport: tr, Timeout: 30 * time.Second}
+			get := func(path string, body []byte) []byte {
+				t.Helper()
+				res, err := c.Post(target.URL+path, "application/octet-stream", bytes.NewReader(body))
+				if err != nil {
+					t.Error(err)
+					return nil
+				}
+				defer res.Body.Close()
+				b, err := io.ReadAll(res.Body)
+				if err != nil {
+					t.Error(err)
+				}
+				return b
+			}
+			if !bytes.Equal(get("/big", nil), big) || !bytes.Equal(get("/echo", big), big) {
+				t.Error("20 MB did not come through whole")
+			}
+			var all sync.WaitGroup
+			for i := range 100 {
+				all.Go(func() {
+					if path := fmt.Sprintf("/%d", i); string(get(path, nil)) != path {
+						t.Errorf("request %d was answered as another one", i)
+					}
+				})
+			}
+			all.Wait()
+			// Written with one call, as no other client of the stock server could.
+			conn, err := dial(t.Context(), strings.TrimPrefix(target.URL, "http://"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			one := fmt.Appendf(nil, "POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n", len(big))
+			if _, err := conn.Write(append(one, big...)); err != nil {
+				t.Fatal(err)
+			}
+			res, err := http.ReadResponse(bufio.NewReader(conn), nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if answer, err := io.ReadAll(res.Body); err != nil || !bytes.Equal(answer, big) {
+				t.Errorf("one write of 20 MB: %d bytes came back, %v", len(answer), err)
+			}
+			res.Body.Close()
+			conn.Close()
+			if _, err := dial(t.Context(), "127.0.0.1:1"); err == nil || !strings.Contains(err.Error(), "refused") {
+				t.Errorf("nobody listens there: %v", err)
+			}
+			if _, err := dial(t.Context(), "192.0.2.1:80"); err == nil || !strings.Contains(err.Error(), "denied") {
+				t.Errorf("the edge may not dial that: %v", err)
+			}
+		})
+	}
+}
