@@ -88,7 +88,9 @@ func (o *ours) dialers(t *testing.T) map[string]func(ctx context.Context, addr s
 			}
 			return tunnel.DialContext(ctx, "tcp", addr)
 		},
-		"reusable": func(ctx context.Context, addr string) (net.Conn, error) { return reusable.DialContext(ctx, "tcp", addr) },
+		"reusable": func(ctx context.Context, addr string) (net.Conn, error) {
+			return reusable.DialContext(ctx, "tcp", addr)
+		},
 	}
 }
 
