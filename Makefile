@@ -13,7 +13,7 @@ PKGS    := ./...
 GOLANGCI    := go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.6.0
 CYCLONEDX   := github.com/CycloneDX/cyclonedx-gomod@v1.10.0
-FUZZTIME    ?= 10s
+FUZZTIME    ?= 60s
 
 .PHONY: help
 help: ## print this list
@@ -34,6 +34,7 @@ dev-certs: ## make the certificates and tokens that conf/cloud.toml and conf/edg
 	else go run ./conf/devcerts; fi
 
 .PHONY: test
+test: FUZZTIME = 10s
 test: race fuzz ## the tests: with the race detector, leak checks, and 10 s of fuzzing per target
 
 .PHONY: race
@@ -47,7 +48,7 @@ iproute2:
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends iproute2 </dev/null >/dev/null; }
 
 .PHONY: fuzz
-fuzz: ## fuzz every target for FUZZTIME (10s)
+fuzz: ## fuzz every target for FUZZTIME (60s each: 20 minutes)
 	@go run ./test/fuzzall -time $(FUZZTIME) $(PKGS)
 
 .PHONY: lint

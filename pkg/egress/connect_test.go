@@ -153,3 +153,32 @@ func TestConnectReset(t *testing.T) {
 	io.WriteString(c, "x")
 	io.ReadAll(br)
 }
+
+// said is a connection on which everything has been said already.
+type said struct {
+	net.Conn
+	*bytes.Reader
+}
+
+func (s said) Read(b []byte) (int, error) { return s.Reader.Read(b) }
+
+// What is taken for a request names a target, and what came behind it is kept.
+func FuzzConnect(f *testing.F) {
+	f.Add([]byte(connect("10.0.0.1:80") + "more"))
+	f.Add([]byte("CONNECT [::1]:80 HTTP/1.1\nHost: x\n\n"))
+	f.Add([]byte("GET / HTTP/1.1\r\n\r\n"))
+	f.Add([]byte("CONNECT a:1 HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		c := &connectConn{Conn: said{Reader: bytes.NewReader(b)}}
+		addr, err := c.request()
+		if err != nil {
+			return
+		}
+		if !bytes.Contains(b, []byte("CONNECT "+addr)) {
+			t.Fatalf("%q was taken from %q", addr, b)
+		}
+		if !bytes.HasSuffix(b, c.again) {
+			t.Fatalf("%q does not end with %q", b, c.again)
+		}
+	})
+}

@@ -118,7 +118,7 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	target, err := p.door.chooser.dial(ctx, req.address, caller(stream.Context()))
 	if err != nil {
 		p.door.log.Debug("dial refused", "target", req.address, "err", err)
-		return s.send(&packet{typ: packetDialRsp, random: req.random, err: said(err)})
+		return s.send(&packet{typ: packetDialRsp, random: req.random, err: tellable(err)})
 	}
 	if err := s.send(&packet{typ: packetDialRsp, random: req.random, connID: theConn}); err != nil {
 		tunnel.Reset(target)
@@ -140,8 +140,8 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	return nil
 }
 
-// said is what a caller is told of an error: Konnectivity's own words where it has some.
-func said(err error) string {
+// tellable is what a caller is told of an error: Konnectivity's own words where it has some.
+func tellable(err error) string {
 	if r, ok := errors.AsType[*tunnel.Refusal](err); ok && r.Code == tunnel.NoSuchNode {
 		return errNoNode.Error()
 	}
