@@ -139,7 +139,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 			log.Warn("anyone may connect to the https ports, though not past the kubelet: name kube-apiserver's network in allowfrom of [mode.cloud.https]")
 		}
 	}
-	if err = d.addEgress(c.Egress, files, k, reach, directory, log); err != nil {
+	if err = d.addEgress(c.Egress, c.Limits, counters, files, k, reach, directory, log); err != nil {
 		return nil, err
 	}
 	collectors := d.addDNS(c.DNS, c.Limits, k, truthOf(c.DNS, directory, peers), counters)

@@ -22,11 +22,11 @@ type everywhere interface {
 }
 
 // addEgress adds the egress front door, if there is one.
-func (d *daemon) addEgress(c conf.Egress, files *reload.Files, k cluster, all everywhere, directory *tunnel.Directory, log *slog.Logger) error {
+func (d *daemon) addEgress(c conf.Egress, limits conf.Limits, counters *tunnel.Counters, files *reload.Files, k cluster, all everywhere, directory *tunnel.Directory, log *slog.Logger) error {
 	if !c.Configured() {
 		return nil
 	}
-	cfg := egress.Config{GRPC: c.GRPC, HTTPConnect: c.HTTPConnect, Sessions: directory}
+	cfg := egress.Config{GRPC: c.GRPC, HTTPConnect: c.HTTPConnect, Sessions: directory, Counters: counters, Strangers: limits.Strangers, StrangersPerAddress: limits.StrangersPerAddress}
 	for _, s := range c.Strategies {
 		cfg.Strategies = append(cfg.Strategies, egress.Strategy(s))
 	}

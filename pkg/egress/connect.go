@@ -81,6 +81,9 @@ func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, caller
 			raw.Close()
 			return
 		}
+		if s, ok := raw.(*stranger); ok {
+			s.met()
+		}
 		c.Conn = t
 	}
 	addr, err := c.request()

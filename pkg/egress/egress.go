@@ -55,8 +55,11 @@ type Config struct {
 	HTTPConnect []string    // where HTTP CONNECT is
 	TLS         *tls.Config // for tls://: our certificate, and who may call
 	Strategies  []Strategy  // none: all of them
-	Identifiers Source      // what each node reaches
-	Sessions    Sessions    // whose edges are told the networks of their pods; nil: none is
+	Counters    *tunnel.Counters
+
+	Strangers, StrangersPerAddress int      // over TLS; 0: the default
+	Identifiers                    Source   // what each node reaches
+	Sessions                       Sessions // whose edges are told the networks of their pods; nil: none is
 }
 
 // Source says what nodes reach.
@@ -71,6 +74,7 @@ type Source interface {
 // FrontDoor is the cloud's module.
 type FrontDoor struct {
 	// Set once.
+	cfg       Config
 	listeners []listener
 	chooser   *chooser
 	sessions  Sessions
@@ -95,11 +99,14 @@ type listener struct {
 
 // New returns a front door that dials through dialer, and asks nodes who is connected.
 func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger) (*FrontDoor, error) {
+	if cfg.Counters == nil {
+		cfg.Counters = new(tunnel.Counters)
+	}
 	c, err := newChooser(cfg, dialer, nodes)
 	if err != nil {
 		return nil, err
 	}
-	f := &FrontDoor{chooser: c, sessions: cfg.Sessions, log: log.With("module", name), grace: tunnel.GracePeriod}
+	f := &FrontDoor{cfg: cfg, chooser: c, sessions: cfg.Sessions, log: log.With("module", name), grace: tunnel.GracePeriod}
 	for _, u := range cfg.GRPC {
 		f.listeners = append(f.listeners, listener{u, cfg.callers(u), f.serveGRPC})
 	}
@@ -172,7 +179,7 @@ func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
 	var open []net.Listener
 	var errs []error
 	for _, l := range f.listeners {
-		ln, err := l.open(ctx)
+		ln, err := f.open(ctx, l)
 		if err != nil {
 			errs = append(errs, fmt.Errorf("listening on %s of [mode.cloud.egress]: %w", l.url, err))
 			continue
@@ -188,7 +195,7 @@ func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
 	return open, nil
 }
 
-func (l listener) open(ctx context.Context) (net.Listener, error) {
+func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) {
 	if path, ok := strings.CutPrefix(l.url, unixScheme); ok {
 		return socket.Listen(ctx, path)
 	}
@@ -199,5 +206,9 @@ func (l listener) open(ctx context.Context) (net.Listener, error) {
 	case l.tls == nil || l.tls.ClientAuth != tls.RequireAndVerifyClientCert:
 		return nil, errors.New("anybody who reaches this address could reach every node: write cert, key and clientca")
 	}
-	return new(net.ListenConfig).Listen(ctx, "tcp", addr)
+	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
+	if err != nil {
+		return nil, err
+	}
+	return newStrangerListener(ln, f.cfg), nil
 }

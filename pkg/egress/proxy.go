@@ -63,7 +63,7 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
 	}
 	if callers != nil {
-		opts = append(opts, grpc.Creds(credentials.NewTLS(callers)))
+		opts = append(opts, grpc.Creds(strangerCreds{credentials.NewTLS(callers)}))
 	}
 	server := grpc.NewServer(opts...)
 	server.RegisterService(&grpc.ServiceDesc{

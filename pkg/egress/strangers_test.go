@@ -1,0 +1,195 @@
+package egress
+
+import (
+	"bufio"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"strings"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/mem"
+
+	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
+)
+
+// overTLS is a front door with client certificates, and how a caller of it is configured.
+type overTLS struct {
+	grpc, connect string // host:port
+	counters      *tunnel.Counters
+	caller        *tls.Config
+	stranger      *tls.Config // of another CA
+}
+
+func newOverTLS(t *testing.T) overTLS {
+	t.Helper()
+	issue := func(ca *auth.CA, l auth.Leaf) tls.Certificate {
+		cert, key, err := ca.Issue(l)
+		if err != nil {
+			t.Fatal(err)
+		}
+		pair, err := tls.X509KeyPair(cert, key)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return pair
+	}
+	var cas [2]*auth.CA
+	for i := range cas {
+		var err error
+		if cas[i], err = auth.NewCA("callers", time.Hour); err != nil {
+			t.Fatal(err)
+		}
+	}
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(cas[0].CertPEM())
+	o := overTLS{counters: new(tunnel.Counters)}
+	for _, c := range []struct {
+		into **tls.Config
+		ca   *auth.CA
+	}{{&o.caller, cas[0]}, {&o.stranger, cas[1]}} {
+		*c.into = &tls.Config{RootCAs: pool, ServerName: "egress", Certificates: []tls.Certificate{issue(c.ca, auth.Leaf{CommonName: "me", Client: true})}}
+	}
+	n := &nodes{refuse: map[tunnel.NodeName]error{}, changed: make(chan struct{})}
+	ports := []string{freePort(t), freePort(t)}
+	o.grpc, o.connect = ports[0], ports[1]
+	door, err := New(Config{
+		GRPC: []string{"tls://" + o.grpc}, HTTPConnect: []string{"tls://" + o.connect}, Identifiers: n, Counters: o.counters, StrangersPerAddress: 3,
+		TLS: &tls.Config{Certificates: []tls.Certificate{issue(cas[0], auth.Leaf{DNSNames: []string{"egress"}, Server: true})}, ClientCAs: pool, ClientAuth: tls.RequireAndVerifyClientCert},
+	}, n, n, slog.New(slog.DiscardHandler))
+	if err != nil {
+		t.Fatal(err)
+	}
+	door.grace = time.Second
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- door.Run(ctx) }()
+	for door.Ready() != nil {
+		time.Sleep(time.Millisecond)
+	}
+	t.Cleanup(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return o
+}
+
+func freePort(t *testing.T) string {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	return ln.Addr().String()
+}
+
+// dial asks for a conn over gRPC.
+func (o overTLS) dial(t *testing.T, conf *tls.Config, addr string) error {
+	t.Helper()
+	cc, err := grpc.NewClient(o.grpc, grpc.WithTransportCredentials(credentials.NewTLS(conf)), grpc.WithDefaultCallOptions(grpc.ForceCodecV2(codec{mem.DefaultBufferPool()})))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer cc.Close()
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	stream, err := cc.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, "/ProxyService/Proxy")
+	if err != nil {
+		return err
+	}
+	if err = stream.SendMsg(&packet{typ: packetDialReq, protocol: "tcp", address: addr}); err != nil {
+		return err
+	}
+	return stream.RecvMsg(new(packet))
+}
+
+// ask asks for a conn over HTTP CONNECT.
+func (o overTLS) ask(conf *tls.Config, addr string) (string, error) {
+	c, err := tls.Dial("tcp", o.connect, conf)
+	if err != nil {
+		return "", err
+	}
+	defer c.Close()
+	if _, err := io.WriteString(c, connect(addr)); err != nil {
+		return "", err
+	}
+	res, err := http.ReadResponse(bufio.NewReader(c), &http.Request{Method: http.MethodConnect})
+	if err != nil {
+		return "", err
+	}
+	return res.Status, nil
+}
+
+func TestCallersOverTLS(t *testing.T) {
+	o := newOverTLS(t)
+	addr := listen(t, echo)
+	if err := o.dial(t, o.caller, addr); err != nil {
+		t.Errorf("over gRPC: %v", err)
+	}
+	if status, err := o.ask(o.caller, addr); err != nil || !strings.HasPrefix(status, "200 ") {
+		t.Errorf("over HTTP: %s, %v", status, err)
+	}
+	nameless := o.caller.Clone()
+	nameless.Certificates = nil
+	for name, conf := range map[string]*tls.Config{"without a certificate": nameless, "with one of another CA": o.stranger} {
+		if err := o.dial(t, conf, addr); err == nil {
+			t.Errorf("%s over gRPC: served", name)
+		}
+		if status, err := o.ask(conf, addr); err == nil {
+			t.Errorf("%s over HTTP: %s", name, status)
+		}
+	}
+}
+
+// Strangers are bounded, and who has shaken hands is none.
+func TestStrangers(t *testing.T) {
+	o := newOverTLS(t)
+	addr := listen(t, echo)
+	for _, door := range []string{o.grpc, o.connect} {
+		before := o.counters.LimitedBy(tunnel.LimitStrangersPerAddress)
+		var silent []net.Conn
+		for range 3 {
+			c, err := net.Dial("tcp", door)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			silent = append(silent, c)
+		}
+		one, err := net.Dial("tcp", door)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer one.Close()
+		one.SetDeadline(time.Now().Add(20 * time.Second))
+		if _, err := one.Read(make([]byte, 1)); err == nil || strings.Contains(err.Error(), "timeout") {
+			t.Errorf("%s: one too many: %v", door, err)
+		}
+		if n := o.counters.LimitedBy(tunnel.LimitStrangersPerAddress); n != before+1 {
+			t.Errorf("counted %d times", n-before)
+		}
+		silent[0].Close()
+		known := func() error { return o.dial(t, o.caller, addr) }
+		if door == o.connect {
+			known = func() error { _, err := o.ask(o.caller, addr); return err }
+		}
+		for late := time.Now().Add(20 * time.Second); ; time.Sleep(time.Millisecond) {
+			if err := known(); err == nil {
+				break
+			} else if time.Now().After(late) {
+				t.Fatalf("%s: there is a place again, and: %v", door, err)
+			}
+		}
+	}
+}
