@@ -163,7 +163,10 @@ func createToken(c *conf.Cloud, node tunnel.NodeName, ttl time.Duration) (*creat
 	}.Encode().Reveal()
 	t.Command = "echo '" + t.Token + "' | sudo tunnel join"
 	line := auth.TokenLine{Node: node, Secret: secret, Join: true, Expires: t.Expires}
-	t.change, err = editTokenFile(c.Server.TokenFile, func(content string) (string, error) { return auth.AddToken(content, line, now) })
+	t.change, err = editTokenFile(c.Server.TokenFile, func(content string) (string, error) { 
+		// A time from before a wait for the lock would spare the certificates made meanwhile.
+		return auth.AddToken(content, line, time.Now())
+	})
 	if err != nil {
 		return nil, &exitError{exitRuntime, err}
 	}

@@ -144,20 +144,9 @@ func (g *Gate) byToken(ctx context.Context, node tunnel.NodeName, secret Secret)
 
 // byCertificate admits node by the certificate of its connection.
 func (g *Gate) byCertificate(ctx context.Context, node tunnel.NodeName, chain []*x509.Certificate) (Grant, error) {
-	if g.cfg.NodeCA == nil {
-		return Grant{}, refusal("there is no token, and no [mode.cloud.join] ca to check certificates with")
-	}
-	p := newCertificateProof(g.cfg.Backdate, chain...)
-	p.roots = g.cfg.NodeCA()
-	named, err := NodeOf(chain[0])
+	p, err := g.genuine(node, chain)
 	if err != nil {
-		return Grant{}, refusal(err.Error())
-	}
-	if named != node {
-		return Grant{}, refusal("the certificate is another node's")
-	}
-	if p.until, err = verify(chain, p.roots); err != nil {
-		return Grant{}, refusal("the certificate is not good: " + err.Error())
+		return Grant{}, err
 	}
 	return g.admit(ctx, node, p)
 }
@@ -180,7 +169,23 @@ func (g *Gate) Enroll(_ context.Context, c Credential) (tunnel.NodeName, error) 
 
 // decide says whether p lets node in now, and until when.
 func (g *Gate) decide(node tunnel.NodeName, p proof) (until time.Time, err error) {
-	tb := g.cfg.Tokens.table.Load()
+	return g.decideBy(g.cfg.Tokens.table.Load(), node, p)
+}
+
+// decideNow says whether all of proofs let node in, by the file as it is at this moment as
+// well.
+func (g *Gate) decideNow(node tunnel.NodeName, proofs ...proof) error {
+	for _, tb := range g.cfg.Tokens.asOfNow() {
+		for _, p := range proofs {
+			if _, err := g.decideBy(tb, node, p); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (g *Gate) decideBy(tb *table, node tunnel.NodeName, p proof) (until time.Time, err error) {
 	// The proof first: only who has one learns, by the time it takes, about the node.
 	if until, err = p.standing(tb, node, time.Now()); err != nil {
 		return time.Time{}, err

@@ -23,6 +23,30 @@ func newCertificateProof(backdate time.Duration, chain ...*x509.Certificate) *ce
 	return &certificateProof{chain: chain, issued: chain[0].NotBefore.Add(backdate), until: chain[0].NotAfter}
 }
 
+// genuine returns what a chain proves that is of node and of the CA. What the file says of
+// it is another question.
+func (g *Gate) genuine(node tunnel.NodeName, chain []*x509.Certificate) (*certificateProof, error) {
+	if g.cfg.NodeCA == nil {
+		return nil, refusal("there is no token, and no [mode.cloud.join] ca to check certificates with")
+	}
+	if len(chain) == 0 {
+		return nil, refusal("there is no certificate")
+	}
+	p := newCertificateProof(g.cfg.Backdate, chain...)
+	p.roots = g.cfg.NodeCA()
+	named, err := NodeOf(chain[0])
+	if err != nil {
+		return nil, refusal(err.Error())
+	}
+	if named != node {
+		return nil, refusal("the certificate is another node's")
+	}
+	if p.until, err = verify(chain, p.roots); err != nil {
+		return nil, refusal("the certificate is not good: " + err.Error())
+	}
+	return p, nil
+}
+
 func (p *certificateProof) standing(tb *table, node tunnel.NodeName, now time.Time) (time.Time, error) {
 	if _, before := tb.revoked(node); p.issued.Before(before) {
 		return time.Time{}, refusal("the token file revokes the certificates of this node that were issued before " + before.Format(time.RFC3339))

@@ -2,6 +2,7 @@ package auth
 
 import (
 	"context"
+	"crypto/sha256"
 	"fmt"
 
 	"tunnel/pkg/tunnel"
@@ -23,12 +24,32 @@ func (i *Issuer) First(ctx context.Context, c Credential, request []byte) (node 
 	if node, err = i.gate.Enroll(ctx, c); err != nil {
 		return "", nil, err
 	}
-	chain, err = i.Again(ctx, node, request)
+	chain, err = i.sign(ctx, node, joinProof(sha256.Sum256([]byte(c.Token))), request)
 	return node, chain, err
 }
 
-// Again issues another certificate for node, whose session a certificate has opened.
-func (i *Issuer) Again(ctx context.Context, node tunnel.NodeName, request []byte) (chain []byte, err error) {
+// Again issues another certificate for the node whose certificate c is; a session stands
+// on that. Its errors are as those of First.
+func (i *Issuer) Again(ctx context.Context, c Credential, request []byte) (chain []byte, err error) {
+	node := tunnel.NodeName(c.Node)
+	p, err := i.gate.genuine(node, c.Chain)
+	if err != nil {
+		return nil, err
+	}
+	if _, err = i.gate.decide(node, p); err != nil {
+		return nil, err
+	}
+	if chain, err = i.sign(ctx, node, p, request); err != nil {
+		return nil, err
+	}
+	if _, err = i.gate.genuine(node, c.Chain); err != nil { // the CA may be another one now
+		return nil, err
+	}
+	return chain, nil
+}
+
+// sign has a certificate signed for node, which p has proven.
+func (i *Issuer) sign(ctx context.Context, node tunnel.NodeName, p proof, request []byte) (chain []byte, err error) {
 	r, err := ParseRequest(node, request)
 	if err != nil {
 		return nil, err
@@ -40,9 +61,15 @@ func (i *Issuer) Again(ctx context.Context, node tunnel.NodeName, request []byte
 	if err != nil {
 		return nil, fmt.Errorf("what was signed for node %s is not what was asked for: %w", node, err)
 	}
-	// The node may have been revoked meanwhile, and times in certificates are whole
-	// seconds: better a refusal now than a certificate that opens nothing.
-	if _, err := i.gate.decide(node, newCertificateProof(i.gate.cfg.Backdate, leaf)); err != nil {
+	// A revocation tells certificates by their age, so a new one must not come of what was
+	// revoked, not even in the moment before the file is read again. It is looked at behind
+	// the signing: a time that is written later than that is later than the certificate's.
+	if err := i.gate.decideNow(node, p); err != nil {
+		return nil, err
+	}
+	// Times in certificates are whole seconds: better a refusal now than a certificate that
+	// opens nothing.
+	if err := i.gate.decideNow(node, newCertificateProof(i.gate.cfg.Backdate, leaf)); err != nil {
 		return nil, fmt.Errorf("the certificate that was just signed for node %s is good for nothing, try again: %w", node, err)
 	}
 	return chain, nil

@@ -199,7 +199,7 @@ func TestIssuer(t *testing.T) {
 	if _, err := gate.Authenticate(t.Context(), Credential{Node: "edge1", Chain: certs}); err != nil {
 		t.Errorf("the certificate that was issued: %v", err)
 	}
-	if _, err := issuer.Again(t.Context(), "edge1", request); err != nil {
+	if _, err := issuer.Again(t.Context(), byCert("edge1", certs...), request); err != nil {
 		t.Errorf("again: %v", err)
 	}
 	for name, c := range map[string]Credential{
@@ -212,7 +212,7 @@ func TestIssuer(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if _, err := issuer.Again(t.Context(), "edge2", request); err == nil {
+	if _, err := issuer.Again(t.Context(), byCert("edge2", certs...), request); err == nil {
 		t.Error("edge2's session gets a certificate of edge1")
 	}
 	if _, _, err := issuer.First(t.Context(), Credential{Node: "edge1", Token: "j"}, nil); err == nil || errors.Is(err, ErrUnauthenticated) {
@@ -232,7 +232,7 @@ func TestIssuer(t *testing.T) {
 		"is down":       func(tunnel.NodeName, []byte) ([]byte, error) { return nil, errors.New("down") },
 		"signs nothing": func(tunnel.NodeName, []byte) ([]byte, error) { return []byte("\n"), nil },
 	} {
-		if _, err := NewIssuer(gate, s).Again(t.Context(), "edge1", request); err == nil {
+		if _, err := NewIssuer(gate, s).Again(t.Context(), byCert("edge1", certs...), request); err == nil {
 			t.Errorf("a signer that %s: accepted", name)
 		}
 	}
@@ -243,5 +243,54 @@ func TestIssuer(t *testing.T) {
 	})
 	if _, _, err := NewIssuer(gate, late).First(t.Context(), Credential{Node: "edge1", Token: "j"}, request); err == nil {
 		t.Error("a node that was revoked meanwhile has a certificate")
+	}
+}
+
+// What was revoked gets no certificate, not even before the file is read again: that one
+// would be younger than the revocation.
+func TestRevokedGetsNoCertificate(t *testing.T) {
+	const lines = "edge1:j join\nedge2:t\n"
+	ca, next := newNodeCA(t), newNodeCA(t)
+	for name, c := range map[string]struct {
+		content      string // of the file, which nobody reads again
+		pool         *x509.CertPool
+		again, first bool // whether the certificate, and the join token, get one
+	}{
+		"nothing has changed":        {lines + "# a comment\n", nil, true, true},
+		"a bad file":                 {lines + "edge1\n", nil, true, true},
+		"the node":                   {lines + "edge1:revoked\n", nil, false, false},
+		"its certificates":           {lines + "edge1:revoked before=" + after(-time.Second) + "\n", nil, false, true},
+		"the join token":             {"edge1:other join\n", nil, true, false},
+		"the CA":                     {lines, next.pool, false, true},
+		"certificates, with a token": {"edge1:revoked before=" + after(-time.Second) + "\nedge1:" + Secret("j").Hashed() + " join\n", nil, false, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			pool := ca.pool
+			gate, _ := certified(t, lines, ca, func(c *GateConfig) { c.NodeCA = func() *x509.CertPool { return pool } })
+			files := fileSigner(t, ca.CA, time.Hour)
+			signer := signerFunc(func(node tunnel.NodeName, request []byte) ([]byte, error) {
+				writeFile(t, gate.cfg.Tokens.path, c.content)
+				if c.pool != nil {
+					pool = c.pool
+				}
+				return files.Sign(t.Context(), node, request)
+			})
+			_, request, err := NewRequest("edge1")
+			if err != nil {
+				t.Fatal(err)
+			}
+			old := byCert("edge1", ca.sign(t, "edge1", func(c *x509.Certificate) { c.NotBefore = time.Now().Add(-time.Hour) }))
+			if _, err := gate.Authenticate(t.Context(), old); err != nil {
+				t.Fatal(err)
+			}
+			_, err = NewIssuer(gate, signer).Again(t.Context(), old, request)
+			if c.again != (err == nil) || err != nil && !errors.Is(err, ErrUnauthenticated) {
+				t.Errorf("by the certificate: %v", err)
+			}
+			_, _, err = NewIssuer(gate, signer).First(t.Context(), Credential{Node: "edge1", Token: "j"}, request)
+			if c.first != (err == nil) || err != nil && !errors.Is(err, ErrUnauthenticated) {
+				t.Errorf("by the join token: %v", err)
+			}
+		})
 	}
 }

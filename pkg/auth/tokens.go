@@ -90,8 +90,25 @@ func (t *Tokens) adopt(tb *table) (revoked int) {
 	return t.adopted()
 }
 
+// asOfNow returns what decides about something that outlives the next look at the file:
+// what is in force, and what the file holds at this moment if that is something else, and
+// good. It is not adopted here: somebody may be writing it.
+func (t *Tokens) asOfNow() []*table {
+	content, _, err := readSecretFile(t.path, maxTokenFile, slog.New(slog.DiscardHandler))
+	inForce := t.table.Load()
+	if err != nil || sha256.Sum256(content) == inForce.digest {
+		return []*table{inForce}
+	}
+	next, err := parseTokens(t.path, string(content), t.allowShared, t.mayBeEmpty)
+	if err != nil {
+		return []*table{inForce}
+	}
+	return []*table{inForce, next}
+}
+
 // table is a parsed token file. It never changes.
 type table struct {
+	digest [sha256.Size]byte // of the content that it was made from
 	own    map[tunnel.NodeName]*entry
 	shared []token // good for every node that has no token in own
 	most   int     // the most tokens that one node has: how many are compared every time

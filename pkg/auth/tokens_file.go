@@ -39,7 +39,7 @@ func parseTokens(name, content string, allowShared, mayBeEmpty bool) (*table, er
 		return len(problems) < maxProblems
 	}
 	lines := parseLines(content, bad)
-	tb := &table{own: make(map[tunnel.NodeName]*entry)}
+	tb := &table{digest: sha256.Sum256([]byte(content)), own: make(map[tunnel.NodeName]*entry)}
 	for _, l := range lines {
 		if l.node == "" && !allowShared && len(problems) < maxProblems {
 			bad(l.number, errors.New("a default: line lets every holder of its token join as any node; "+

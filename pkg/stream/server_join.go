@@ -253,7 +253,9 @@ func (s *Server) authenticate(ctx context.Context, c auth.Credential) (*proof, *
 		}
 	}
 	p := &proof{grant: grant, release: release, certificate: c.Token == ""}
-	if !p.certificate {
+	if p.certificate {
+		p.chain = c.Chain
+	} else {
 		p.token = sha256.Sum256([]byte(c.Token))
 	}
 	return p, nil

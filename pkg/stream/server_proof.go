@@ -3,6 +3,7 @@ package stream
 import (
 	"context"
 	"crypto/sha256"
+	"crypto/x509"
 	"fmt"
 	"time"
 
@@ -21,9 +22,10 @@ import (
 // proof is what a session stands on. It never changes.
 type proof struct {
 	grant       auth.Grant
-	release     func()            // makes the authenticator forget the grant
-	certificate bool              // and no token
-	token       [sha256.Size]byte // its sum
+	release     func()              // makes the authenticator forget the grant
+	certificate bool                // and no token
+	chain       []*x509.Certificate // of the certificate
+	token       [sha256.Size]byte   // its sum
 }
 
 const (

@@ -23,8 +23,9 @@ type Issuer interface {
 	// First makes the node's first certificate, by a join token. A token that is not good
 	// is refused (auth.ErrUnauthenticated) at once: nobody else is asked.
 	First(ctx context.Context, c auth.Credential, request []byte) (node tunnel.NodeName, chain []byte, err error)
-	// Again makes another one for a node that a certificate has proven.
-	Again(ctx context.Context, node tunnel.NodeName, request []byte) (chain []byte, err error)
+	// Again makes another one for the node whose certificate c is. One that is no longer
+	// good is refused in the same way.
+	Again(ctx context.Context, c auth.Credential, request []byte) (chain []byte, err error)
 }
 
 var _ Issuer = (*auth.Issuer)(nil)
@@ -135,7 +136,10 @@ func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.Se
 		refusal.node = node
 		return nil, refusal
 	}
-	chain, err := s.cfg.Issuer.Again(ctx, cs.pub.Node, request)
+	chain, err := s.cfg.Issuer.Again(ctx, auth.Credential{Node: node, Chain: p.chain}, request)
+	if over := cs.reason(); over != nil {
+		return nil, &refusedJoin{node: node, told: errSessionOver, err: over}
+	}
 	if err != nil {
 		return nil, notSigned(node, request, err)
 	}
