@@ -163,7 +163,7 @@ func createToken(c *conf.Cloud, node tunnel.NodeName, ttl time.Duration) (*creat
 	}.Encode().Reveal()
 	t.Command = "echo '" + t.Token + "' | sudo tunnel join"
 	line := auth.TokenLine{Node: node, Secret: secret, Join: true, Expires: t.Expires}
-	t.change, err = editTokenFile(c.Server.TokenFile, func(content string) (string, error) { 
+	t.change, err = editTokenFile(c.Server.TokenFile, func(content string) (string, error) {
 		// A time from before a wait for the lock would spare the certificates made meanwhile.
 		return auth.AddToken(content, line, time.Now())
 	})
@@ -197,7 +197,7 @@ func tellReplicas(notes io.Writer, c *conf.Cloud, change tokenChange) {
 // show prints the lines of a change.
 func (c tokenChange) show(w io.Writer) {
 	for _, l := range c.removed {
-		fmt.Fprintf(w, "  remove  %s\n", l)
+		fmt.Fprintf(w, "  remove  %s\n", shownLine(l))
 	}
 	for _, l := range c.added {
 		fmt.Fprintf(w, "  add     %s\n", l)
@@ -244,7 +244,13 @@ func (c tokenChange) kubectl(key string) string {
 	}
 	filter := ""
 	for _, l := range c.removed {
-		filter += " | grep -vxF '" + l + "'"
+		f := " | grep -vxF '" + l + "'"
+		if node, plain := plainToken(l); plain { // a change that removes one removes all of its node
+			f = " | grep -v '^[[:blank:]]*" + strings.ReplaceAll(node, ".", "[.]") + "[[:blank:]]*:'"
+		}
+		if !strings.Contains(filter, f) {
+			filter += f
+		}
 	}
 	return fmt.Sprintf(`If it comes from a Secret, this does it (correct the two names first):
 

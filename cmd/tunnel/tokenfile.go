@@ -8,6 +8,8 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+
+	"tunnel/pkg/auth"
 )
 
 // errMounted is why a token file is left as it is: what it shows is kept somewhere else.
@@ -65,6 +67,26 @@ func missing(a, b string) (lines []string) {
 		}
 	}
 	return lines
+}
+
+// plainToken reports whether a line of a token file holds a token as it is, and not its
+// sum, and of which node.
+func plainToken(text string) (node string, plain bool) {
+	lines, err := auth.List(text)
+	if err != nil || len(lines) != 1 {
+		return "", false // it has been read as a line of a good file
+	}
+	l := lines[0]
+	return string(l.Node), l.ID != "" && !l.Hashed
+}
+
+// shownLine is a line of a token file as it may be shown: other replicas may still take a
+// token that is removed here.
+func shownLine(text string) string {
+	if node, plain := plainToken(text); plain {
+		return node + ":*** (every line with a token of this node that is not hashed)"
+	}
+	return text
 }
 
 // replaceFile writes content beside path and renames it over path. Mode and owner are
