@@ -102,6 +102,21 @@ func TestLinesWithAttributes(t *testing.T) {
 	}
 }
 
+// A word in the token's place is no token: whoever has misspelt a revocation must not have
+// opened the node to all who guess so.
+func TestMisplacedWords(t *testing.T) {
+	for _, bad := range []string{
+		"edge1:Revoked", "edge1:REVOKED before=2020-01-02T03:04:05Z", "edge1:revoke", "edge1:revoked,", "edge1:revoked: yes", "default:revoke",
+		"edge1:join", "edge1: join expires=2020-01-02T03:04:05Z", "edge1:expires=2020-01-02T03:04:05Z join", "edge1:before=2020-01-02T03:04:05Z",
+		"edge1:SHA256:" + strings.Repeat("ab", 32), "edge1:Join",
+	} {
+		_, err := parseTokens("tokens", "edge1:good\n"+bad, true, false)
+		if err == nil || !strings.HasPrefix(err.Error(), "tokens:2: ") {
+			t.Errorf("%s: %v", bad, err)
+		}
+	}
+}
+
 func TestBadAttributes(t *testing.T) {
 	const when = "2020-01-02T03:04:05Z"
 	for _, bad := range []string{

@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
+	"slices"
 	"strings"
 	"unicode"
 	"unicode/utf8"
@@ -60,6 +61,10 @@ func parseTokens(name, content string, allowShared, mayBeEmpty bool) (*table, er
 func parseSum(token string) (s sum, err error) {
 	digits, hashed := strings.CutPrefix(token, hashPrefix)
 	if !hashed {
+		if isSlip(token) {
+			return s, errors.New("where the token should be there stands something like revoked, join, expires=TIME or sha256:, which would be a token that anybody guesses; " +
+				"write node:revoked in lower case, or node:sha256:HEX and the attributes behind it")
+		}
 		return sha256.Sum256([]byte(token)), checkToken(token)
 	}
 	// Decoded into a larger buffer, so that too many digits are noticed.
@@ -68,6 +73,15 @@ func parseSum(token string) (s sum, err error) {
 		return s, fmt.Errorf("after %s there must be %d hexadecimal digits", hashPrefix, 2*len(s))
 	}
 	return sum(b), nil
+}
+
+// isSlip reports whether a plain token is one of the words of a line, misspelt or where
+// the token was forgotten.
+func isSlip(token string) bool {
+	token = strings.ToLower(token)
+	return token == wordJoin || slices.ContainsFunc([]string{"revoke", wordBefore, wordExpires, hashPrefix}, func(word string) bool {
+		return strings.HasPrefix(token, word)
+	})
 }
 
 // checkToken says whether a token survives the way over the wire and through files.
