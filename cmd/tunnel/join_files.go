@@ -179,7 +179,7 @@ func nodeOfPEM(text []byte) (tunnel.NodeName, error) {
 
 // write writes what is not there yet, and returns the paths.
 func (f *nodeFiles) write(e *enrolled) (written []string, err error) {
-	if err = f.writeNode(e); err != nil {
+	if err = auth.WriteNodeFile(f.certPath, e.chain, e.key); err != nil { // it becomes the folder's owner's: under systemd that is not root
 		return nil, fmt.Errorf("writing %s: %w", f.certPath, err)
 	}
 	config, err := f.config()
@@ -214,24 +214,6 @@ func (f *nodeFiles) update(file newFile) (what string, _ error) {
 		return "", fmt.Errorf("writing %s: %w", path, err)
 	}
 	return path, nil
-}
-
-// writeNode writes the certificate and its key. The file belongs to who owns the folder:
-// under systemd that is not root.
-func (f *nodeFiles) writeNode(e *enrolled) error {
-	if err := auth.WriteNodeFile(f.certPath, e.chain, e.key); err != nil {
-		return err
-	}
-	dir, err := os.Stat(filepath.Dir(f.certPath))
-	if err != nil {
-		return err
-	}
-	file, err := os.Open(f.certPath)
-	if err != nil {
-		return err
-	}
-	defer file.Close()
-	return own(file, dir)
 }
 
 // overwrite replaces a file whole.

@@ -14,27 +14,73 @@ import (
 
 // WriteNodeFile writes a node's certificate, its chain in PEM, and its key into one file
 // that its owner alone can read, at once or not at all. A file that is there keeps its
-// owner; where the path is a symbolic link, what it leads to is replaced.
+// owner; where the path is a symbolic link, what it leads to is replaced. In a folder of
+// another user, which only root can write to, neither is so: that user could have put
+// anything there. The file becomes that user's, and a link is replaced itself.
 func WriteNodeFile(path string, chainPEM []byte, key crypto.Signer) error {
 	der, err := x509.MarshalPKCS8PrivateKey(key)
 	if err != nil {
 		return fmt.Errorf("encoding the node's key: %w", err)
 	}
 	keyPEM := encodePEM("PRIVATE KEY", der)
-	if _, err := tls.X509KeyPair(chainPEM, keyPEM); err != nil {
+	if _, err = tls.X509KeyPair(chainPEM, keyPEM); err != nil {
 		return fmt.Errorf("the node's certificate and key: %w", err)
 	}
-	if to, err := filepath.EvalSymlinks(path); err == nil {
-		path = to
+	path, like, err := followLinks(path)
+	if err == nil {
+		err = replaceSecret(path, like, append(chainPEM[:len(chainPEM):len(chainPEM)], keyPEM...))
 	}
-	if err := replaceSecret(path, append(chainPEM[:len(chainPEM):len(chainPEM)], keyPEM...)); err != nil {
+	if err != nil {
 		return fmt.Errorf("writing the node's certificate and key: %w", err)
 	}
 	return nil
 }
 
+// maxLinks is how many symbolic links may lead to a file, as in Linux.
+const maxLinks = 40
+
+// followLinks returns what is to be replaced at path, and whose it is to be afterwards; nil:
+// ours. A link counts if nobody can have made it but we and root.
+func followLinks(path string) (to string, like fs.FileInfo, err error) {
+	for range maxLinks {
+		folder, err := filepath.EvalSymlinks(filepath.Dir(path))
+		if err != nil {
+			return "", nil, err
+		}
+		dir, err := os.Lstat(folder)
+		if err != nil {
+			return "", nil, err
+		}
+		path = filepath.Join(folder, filepath.Base(path))
+		if st, ok := dir.Sys().(*syscall.Stat_t); ok && int(st.Uid) != os.Geteuid() && st.Uid != 0 || dir.Mode()&0o002 != 0 {
+			if os.Geteuid() != 0 { // who could not give it away
+				dir = nil
+			}
+			return path, dir, nil
+		}
+		info, err := os.Lstat(path)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			return path, nil, nil
+		case err != nil:
+			return "", nil, err
+		case info.Mode()&fs.ModeSymlink == 0:
+			return path, info, nil
+		}
+		next, err := os.Readlink(path)
+		if err != nil {
+			return "", nil, err
+		}
+		if !filepath.IsAbs(next) {
+			next = filepath.Join(filepath.Dir(path), next)
+		}
+		path = next
+	}
+	return "", nil, syscall.ELOOP
+}
+
 // replaceSecret writes a file beside path and puts it in its place.
-func replaceSecret(path string, content []byte) (err error) {
+func replaceSecret(path string, like fs.FileInfo, content []byte) (err error) {
 	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+"-*") // mode 0600
 	if err != nil {
 		return err
@@ -45,7 +91,7 @@ func replaceSecret(path string, content []byte) (err error) {
 			os.Remove(f.Name()) //nolint:errcheck // the error that is returned says more
 		}
 	}()
-	if err := sameOwner(f, path); err != nil {
+	if err := sameOwner(f, like); err != nil {
 		return err
 	}
 	if _, err := f.Write(content); err != nil {
@@ -58,17 +104,13 @@ func replaceSecret(path string, content []byte) (err error) {
 	return os.Rename(f.Name(), path)
 }
 
-// sameOwner gives f to the owner of the file at path, if there is one.
-func sameOwner(f *os.File, path string) error {
-	old, err := os.Stat(path)
-	if errors.Is(err, fs.ErrNotExist) {
+// sameOwner gives f to the owner of like, if there is one.
+func sameOwner(f *os.File, like fs.FileInfo) error {
+	if like == nil {
 		return nil
 	}
-	if err != nil {
-		return err
-	}
-	was, ok := old.Sys().(*syscall.Stat_t)
-	if !ok || int(was.Uid) == os.Geteuid() && int(was.Gid) == os.Getegid() {
+	was, ok := like.Sys().(*syscall.Stat_t)
+	if !ok || int(was.Uid) == os.Geteuid() && (int(was.Gid) == os.Getegid() || like.IsDir()) {
 		return nil
 	}
 	return f.Chown(int(was.Uid), int(was.Gid))

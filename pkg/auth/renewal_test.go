@@ -325,4 +325,55 @@ func TestWriteNodeFile(t *testing.T) {
 	}
 }
 
+// Who owns the folder that root writes a node's certificate to must not choose which other
+// file is replaced, or given away.
+func TestWriteNodeFileInAnothersFolder(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root writes to folders of others")
+	}
+	const somebody = 12345
+	s := fileSigner(t, newNodeCA(t).CA, time.Hour)
+	key, request, err := NewRequest("edge1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	chain, err := s.Sign(t.Context(), "edge1", request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, direct := range []bool{true, false} {
+		dir := t.TempDir()
+		shadow, theirs, outer := filepath.Join(dir, "shadow"), filepath.Join(dir, "theirs"), filepath.Join(dir, "node.pem")
+		path := filepath.Join(theirs, "node.pem")
+		writeFile(t, shadow, "root's")
+		if err := errors.Join(os.Mkdir(theirs, 0o700), os.Chown(theirs, somebody, somebody), os.Symlink(shadow, path), os.Symlink("theirs/node.pem", outer)); err != nil {
+			t.Fatal(err)
+		}
+		to := path
+		if !direct {
+			to = outer
+		}
+		if err := WriteNodeFile(to, chain, key); err != nil {
+			t.Fatal(err)
+		}
+		st, err := os.Stat(shadow)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if text, err := os.ReadFile(shadow); err != nil || string(text) != "root's" || ownerOf(st) != 0 {
+			t.Errorf("the link was followed: %q, owner %d, %v", text, ownerOf(st), err)
+		}
+		if st, err = os.Lstat(path); err != nil || st.Mode() != 0o600 || ownerOf(st) != somebody {
+			t.Errorf("the certificate: %v, %v", st, err)
+		}
+	}
+	loop := filepath.Join(t.TempDir(), "loop")
+	if err := os.Symlink("loop", loop); err != nil {
+		t.Fatal(err)
+	}
+	if err := WriteNodeFile(loop, chain, key); !errors.Is(err, syscall.ELOOP) {
+		t.Errorf("a loop: %v", err)
+	}
+}
+
 func ownerOf(st os.FileInfo) int { return int(st.Sys().(*syscall.Stat_t).Uid) }
