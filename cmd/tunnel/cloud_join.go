@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -95,22 +96,32 @@ func newTokens(c *conf.Cloud, log *slog.Logger) (*auth.Tokens, error) {
 // begins (kubernetes/pkg/controller/certificates/signer/signer.go).
 const kubernetesBackdate = 5 * time.Minute
 
+// backdate is how long before its issue a node's certificate begins.
+func backdate(j conf.Join) time.Duration {
+	switch {
+	case !j.Kubernetes:
+		return auth.Backdate
+	case j.SignerName == "" || strings.HasPrefix(j.SignerName, "kubernetes.io/"):
+		return kubernetesBackdate
+	}
+	// Nobody knows of others. Too much would keep certificates good that were issued before
+	// a revocation; too little has a node wait that joins again at once after one.
+	return 0
+}
+
 // newGate returns who decides about joining.
 func newGate(c *conf.Cloud, files *reload.Files, k cluster, log *slog.Logger) (*auth.Gate, error) {
 	tokens, err := newTokens(c, log)
 	if err != nil {
 		return nil, err
 	}
-	cfg := auth.GateConfig{Tokens: tokens, Backdate: auth.Backdate, Log: log}
+	cfg := auth.GateConfig{Tokens: tokens, Backdate: backdate(c.Join), Log: log}
 	if c.Join.CA != "" {
 		pool, err := files.Pool("mode.cloud.join ca", c.Join.CA)
 		if err != nil {
 			return nil, err
 		}
 		cfg.NodeCA = pool.Pool
-		if c.Join.Kubernetes {
-			cfg.Backdate = kubernetesBackdate
-		}
 	}
 	if len(c.Join.ServiceAccounts) > 0 {
 		cfg.ServiceAccounts = c.Join.ServiceAccounts

@@ -22,6 +22,24 @@ users: [{name: u, user: {token: t}}]
 current-context: c
 `
 
+// A signer of which nothing is known does not backdate: else what it has issued just before
+// a revocation would be good behind it.
+func TestBackdate(t *testing.T) {
+	for name, tt := range map[string]struct {
+		join conf.Join
+		want time.Duration
+	}{
+		"our own":     {conf.Join{CAKey: "key"}, auth.Backdate},
+		"Kubernetes'": {conf.Join{Kubernetes: true}, kubernetesBackdate},
+		"by its name": {conf.Join{Kubernetes: true, SignerName: "kubernetes.io/kube-apiserver-client"}, kubernetesBackdate},
+		"another one": {conf.Join{Kubernetes: true, SignerName: "example.com/nodes"}, 0},
+	} {
+		if got := backdate(tt.join); got != tt.want {
+			t.Errorf("%s: %v, want %v", name, got, tt.want)
+		}
+	}
+}
+
 // Kubernetes is asked for what is configured, and for nothing twice.
 func TestCluster(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "kubeconfig")
