@@ -8,6 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
+	"time"
 
 	"tunnel/pkg/auth"
 )
@@ -31,8 +32,8 @@ func editTokenFile(path string, edit func(content string) (string, error)) (toke
 		return tokenChange{}, err
 	}
 	defer dir.Close() // gives the lock back
-	if err = syscall.Flock(int(dir.Fd()), syscall.LOCK_EX); err != nil {
-		return tokenChange{}, fmt.Errorf("locking %s: %w", dir.Name(), err)
+	if err = lock(dir, lockTimeout); err != nil {
+		return tokenChange{}, err
 	}
 	content, err := os.ReadFile(path) //nolint:gosec // likewise
 	if err != nil {
@@ -53,6 +54,25 @@ func editTokenFile(path string, edit func(content string) (string, error)) (toke
 		c.failed = replaceFile(path, []byte(edited), info)
 	}
 	return c, nil
+}
+
+// lockTimeout is how long other processes may take that change the same file.
+const lockTimeout = 10 * time.Second
+
+// lock locks a folder. Whoever may read it may hold the lock, so it is not waited for long:
+// a revocation must not hang.
+func lock(dir *os.File, within time.Duration) error {
+	for late := time.Now().Add(within); ; time.Sleep(10 * time.Millisecond) {
+		err := syscall.Flock(int(dir.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		switch {
+		case err == nil:
+			return nil
+		case !errors.Is(err, syscall.EWOULDBLOCK):
+			return fmt.Errorf("locking %s: %w", dir.Name(), err)
+		case time.Now().After(late):
+			return fmt.Errorf("another process holds the lock of %s: see which (fuser %[1]s), end it, and run this again", dir.Name())
+		}
+	}
 }
 
 // missing returns the lines of a that b does not have.

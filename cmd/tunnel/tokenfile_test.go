@@ -1,11 +1,14 @@
 package main
 
 import (
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
+	"time"
 
 	"tunnel/pkg/auth"
 )
@@ -41,5 +44,30 @@ func TestChangeShowsNoToken(t *testing.T) {
 	sh.Stdin = strings.NewReader(content)
 	if left, err := sh.Output(); err != nil || string(left) != "# c\nedge10:x\nedge1.a:y\n" {
 		t.Errorf("%s leaves %q, %v", filter, left, err)
+	}
+}
+
+// Who holds the folder's lock for ever does not hold us up for ever.
+func TestLocked(t *testing.T) {
+	path := t.TempDir()
+	first, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer first.Close()
+	second, err := os.Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer second.Close()
+	if err := lock(first, 0); err != nil {
+		t.Fatal(err)
+	}
+	if err := lock(second, 50*time.Millisecond); err == nil || errors.Is(err, syscall.EWOULDBLOCK) || !strings.Contains(err.Error(), "fuser "+path) {
+		t.Error(err)
+	}
+	first.Close()
+	if err := lock(second, 0); err != nil {
+		t.Error(err)
 	}
 }

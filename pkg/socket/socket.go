@@ -29,6 +29,9 @@ const (
 	maxPath = 107
 	// answerTimeout is how long a living process may take to accept a connection.
 	answerTimeout = time.Second
+	// lockTimeout is how long others may take that are about to listen in the same folder.
+	lockTimeout  = 5 * time.Second
+	lockInterval = 10 * time.Millisecond
 )
 
 // Listen opens a socket at path. Close removes it.
@@ -36,7 +39,7 @@ func Listen(ctx context.Context, path string) (net.Listener, error) {
 	if len(path) > maxPath {
 		return nil, fmt.Errorf("%s: the path has %d bytes, and a socket's may have %d: choose a shorter one", path, len(path), maxPath)
 	}
-	unlock, err := lock(filepath.Dir(path))
+	unlock, err := lock(ctx, filepath.Dir(path))
 	if err != nil {
 		return nil, err
 	}
@@ -63,7 +66,8 @@ func Listen(ctx context.Context, path string) (net.Listener, error) {
 
 // lock keeps other processes that are about to listen in the same folder waiting: one
 // could remove what the other has just made.
-func lock(dir string) (unlock func(), err error) {
+// Whoever may read the folder may hold the lock, so it is not waited for long.
+func lock(ctx context.Context, dir string) (unlock func(), err error) {
 	d, err := os.Open(dir) //nolint:gosec // the operator names it
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("%w; create the folder, for the user that this runs as: install -d -m 0700 -o USER %s", err, dir)
@@ -71,11 +75,24 @@ func lock(dir string) (unlock func(), err error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := syscall.Flock(int(d.Fd()), syscall.LOCK_EX); err != nil {
+	ctx, cancel := context.WithTimeout(ctx, lockTimeout)
+	defer cancel()
+	for {
+		err := syscall.Flock(int(d.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		if err == nil {
+			return func() { d.Close() }, nil
+		}
+		if errors.Is(err, syscall.EWOULDBLOCK) {
+			select {
+			case <-time.After(lockInterval):
+				continue
+			case <-ctx.Done():
+				err = errors.New("another process holds the lock (fuser shows which)")
+			}
+		}
 		d.Close()
 		return nil, fmt.Errorf("locking %s: %w", dir, err)
 	}
-	return func() { d.Close() }, nil
 }
 
 // clear removes the socket of a process that is dead.

@@ -1,6 +1,7 @@
 package socket
 
 import (
+	"context"
 	"io/fs"
 	"net"
 	"os"
@@ -10,6 +11,7 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
+	"time"
 )
 
 // at returns a path in a folder of its own. t.TempDir's is too long for a socket.
@@ -31,6 +33,27 @@ func listen(t *testing.T, path string) net.Listener {
 	}
 	t.Cleanup(func() { ln.Close() })
 	return ln
+}
+
+// Who holds the folder's lock for ever does not hold us up for ever.
+func TestLocked(t *testing.T) {
+	path := at(t, "s")
+	dir, err := os.Open(filepath.Dir(path))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer dir.Close()
+	if err := syscall.Flock(int(dir.Fd()), syscall.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if ln, err := Listen(ctx, path); err == nil {
+		ln.Close()
+		t.Error("it listens")
+	} else if !strings.Contains(err.Error(), "holds the lock") {
+		t.Error(err)
+	}
 }
 
 func TestPermissions(t *testing.T) {
