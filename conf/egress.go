@@ -13,6 +13,7 @@ type Egress struct {
 	ClientNames         []string // common names of callers over tls://; empty is anyone whom ClientCA has signed
 	Strategies          []string // empty is all of them
 	Kubernetes          bool     // what nodes reach stands in their Node objects; else edges say it
+	KonnectivityMetrics bool     // under the names of its server, too
 	AgentPort           int      // 0 is off
 }
 
@@ -25,7 +26,7 @@ func newEgress(t *egressKeys, r *report) Egress {
 	}
 	return Egress{
 		GRPC: t.GRPC, HTTPConnect: t.HTTPConnect, Cert: path(t.Cert), Key: path(t.Key), ClientCA: path(t.ClientCA),
-		ClientNames: t.ClientNames, Strategies: t.Strategies, Kubernetes: t.Kubernetes, AgentPort: t.AgentPort,
+		ClientNames: t.ClientNames, Strategies: t.Strategies, Kubernetes: t.Kubernetes, KonnectivityMetrics: t.OldMetrics, AgentPort: t.AgentPort,
 	}
 }
 

@@ -113,6 +113,7 @@ type egressKeys struct {
 	ClientNames []string `toml:"clientnames"`
 	Strategies  []string `toml:"strategies"`
 	Kubernetes  bool     `toml:"kubernetes"`
+	OldMetrics  bool     `toml:"konnectivitymetrics"`
 	AgentPort   int      `toml:"agentport"`
 }
 

@@ -139,10 +139,11 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 			log.Warn("anyone may connect to the https ports, though not past the kubelet: name kube-apiserver's network in allowfrom of [mode.cloud.https]")
 		}
 	}
-	if err = d.addEgress(c.Egress, c.Limits, counters, files, k, reach, directory, log); err != nil {
+	collectors, err := d.addEgress(c.Egress, c.Limits, counters, files, k, reach, directory, log)
+	if err != nil {
 		return nil, err
 	}
-	collectors := d.addDNS(c.DNS, c.Limits, k, truthOf(c.DNS, directory, peers), counters)
+	collectors = append(collectors, d.addDNS(c.DNS, c.Limits, k, truthOf(c.DNS, directory, peers), counters)...)
 	if peers != nil {
 		collectors = append(collectors, admin.NewRelayCollector(relayed, peers.Replicas))
 	}

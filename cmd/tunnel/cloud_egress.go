@@ -7,6 +7,8 @@ import (
 	"log/slog"
 	"slices"
 
+	"github.com/prometheus/client_golang/prometheus"
+
 	"tunnel/conf"
 	"tunnel/pkg/egress"
 	"tunnel/pkg/kube"
@@ -21,19 +23,19 @@ type everywhere interface {
 	Holds(tunnel.NodeName) bool
 }
 
-// addEgress adds the egress front door, if there is one.
-func (d *daemon) addEgress(c conf.Egress, limits conf.Limits, counters *tunnel.Counters, files *reload.Files, k cluster, all everywhere, directory *tunnel.Directory, log *slog.Logger) error {
+// addEgress adds the egress front door, if there is one, and returns its metrics.
+func (d *daemon) addEgress(c conf.Egress, limits conf.Limits, counters *tunnel.Counters, files *reload.Files, k cluster, all everywhere, directory *tunnel.Directory, log *slog.Logger) ([]prometheus.Collector, error) {
 	if !c.Configured() {
-		return nil
+		return nil, nil
 	}
-	cfg := egress.Config{GRPC: c.GRPC, HTTPConnect: c.HTTPConnect, Sessions: directory, Counters: counters, Strangers: limits.Strangers, StrangersPerAddress: limits.StrangersPerAddress}
+	cfg := egress.Config{GRPC: c.GRPC, HTTPConnect: c.HTTPConnect, Sessions: directory, Counters: counters, KonnectivityMetrics: c.KonnectivityMetrics, Strangers: limits.Strangers, StrangersPerAddress: limits.StrangersPerAddress}
 	for _, s := range c.Strategies {
 		cfg.Strategies = append(cfg.Strategies, egress.Strategy(s))
 	}
 	if c.UsesTLS() {
 		var err error
 		if cfg.TLS, err = egressCallers(c, files); err != nil {
-			return err
+			return nil, err
 		}
 	}
 	if k.reaches != nil {
@@ -43,10 +45,10 @@ func (d *daemon) addEgress(c conf.Egress, limits conf.Limits, counters *tunnel.C
 	}
 	door, err := egress.New(cfg, all, all, log)
 	if err != nil {
-		return fmt.Errorf("mode.cloud.egress: %w", err)
+		return nil, fmt.Errorf("mode.cloud.egress: %w", err)
 	}
 	d.add(door, door.Ready, slices.Concat(c.GRPC, c.HTTPConnect)...)
-	return nil
+	return []prometheus.Collector{door.Collector()}, nil
 }
 
 // egressCallers returns how callers over TLS are known.

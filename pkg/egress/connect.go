@@ -95,7 +95,7 @@ func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, caller
 		return
 	}
 	target, err := c.whileHere(conns, func(ctx context.Context) (net.Conn, error) {
-		return f.chooser.dial(ctx, addr, c.caller())
+		return f.dial(ctx, doorConnect, addr, c.caller())
 	})
 	if err != nil {
 		f.log.Debug("dial refused", "target", addr, "err", err)
@@ -108,8 +108,7 @@ func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, caller
 		return
 	}
 	c.answered = time.Now()
-	in, out, err := tunnel.Splice(conns, c, target)
-	f.log.Debug("conn ended", "target", addr, "bytes", in+out, "err", err)
+	f.splice(conns, doorConnect, addr, c, target)
 }
 
 // connectConn is a caller's connection, whose first bytes were read with its request.

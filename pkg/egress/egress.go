@@ -56,6 +56,8 @@ type Config struct {
 	TLS         *tls.Config // for tls://: our certificate, and who may call
 	Strategies  []Strategy  // none: all of them
 	Counters    *tunnel.Counters
+	// KonnectivityMetrics adds some under the names that its server has.
+	KonnectivityMetrics bool
 
 	Strangers, StrangersPerAddress int      // over TLS; 0: the default
 	Identifiers                    Source   // what each node reaches
@@ -78,6 +80,7 @@ type FrontDoor struct {
 	listeners []listener
 	chooser   *chooser
 	sessions  Sessions
+	metrics   *metrics
 	log       *slog.Logger
 	grace     time.Duration
 
@@ -106,7 +109,10 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 	if err != nil {
 		return nil, err
 	}
-	f := &FrontDoor{cfg: cfg, chooser: c, sessions: cfg.Sessions, log: log.With("module", name), grace: tunnel.GracePeriod}
+	f := &FrontDoor{cfg: cfg, chooser: c, metrics: newMetrics(), sessions: cfg.Sessions, log: log.With("module", name), grace: tunnel.GracePeriod}
+	if cfg.KonnectivityMetrics {
+		f.metrics.old = newKonnectivityMetrics(f.metrics, c)
+	}
 	for _, u := range cfg.GRPC {
 		f.listeners = append(f.listeners, listener{u, cfg.callers(u), f.serveGRPC})
 	}

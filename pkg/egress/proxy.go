@@ -115,7 +115,7 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 		}
 		s.first <- r
 	})
-	target, err := p.door.chooser.dial(ctx, req.address, caller(stream.Context()))
+	target, err := p.door.dial(ctx, doorGRPC, req.address, caller(stream.Context()))
 	if err != nil {
 		p.door.log.Debug("dial refused", "target", req.address, "err", err)
 		return s.send(&packet{typ: packetDialRsp, random: req.random, err: tellable(err)})
@@ -127,8 +127,7 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	done := make(chan struct{})
 	p.working.Go(func() {
 		defer close(done)
-		in, out, err := tunnel.Splice(p.conns, s, target)
-		p.door.log.Debug("conn ended", "target", req.address, "bytes", in+out, "err", err)
+		p.door.splice(p.conns, doorGRPC, req.address, s, target)
 	})
 	select {
 	case <-done:

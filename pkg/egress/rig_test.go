@@ -24,6 +24,7 @@ import (
 type rig struct {
 	grpc, connect string // paths
 	nodes         *nodes
+	door          *FrontDoor
 }
 
 // nodes are a dialer, the directory and a source at once. Every node dials as this machine does.
@@ -88,11 +89,11 @@ func newRig(t *testing.T) *rig {
 		grpc: filepath.Join(dir, "grpc"), connect: filepath.Join(dir, "connect"),
 		nodes: &nodes{reach: map[tunnel.NodeName]Identifiers{}, refuse: map[tunnel.NodeName]error{}, changed: make(chan struct{})},
 	}
-	door, err := New(Config{GRPC: []string{"unix://" + r.grpc}, HTTPConnect: []string{"unix://" + r.connect}, Identifiers: r.nodes}, r.nodes, r.nodes, slog.New(slog.DiscardHandler))
+	door, err := New(Config{GRPC: []string{"unix://" + r.grpc}, HTTPConnect: []string{"unix://" + r.connect}, Identifiers: r.nodes, KonnectivityMetrics: true}, r.nodes, r.nodes, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
-	door.grace = time.Second
+	door.grace, r.door = time.Second, door
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	go func() { ended <- door.Run(ctx) }()
