@@ -78,8 +78,9 @@ func (c *chooser) run(ctx context.Context) error {
 // errNoNode is what Konnectivity's server says, which people search for.
 var errNoNode = errors.New("No agent available") //nolint:staticcheck // see above
 
-// candidates returns the connected nodes that a strategy finds, in a random order.
-func (c *chooser) candidates(s Strategy, host string) []tunnel.NodeName {
+// candidates returns the nodes that a strategy finds: the connected ones in a random order,
+// and, where the address is theirs, those that are not.
+func (c *chooser) candidates(s Strategy, host string) (connected, away []tunnel.NodeName) {
 	t := c.table.Load()
 	var found []tunnel.NodeName
 	switch s {
@@ -90,16 +91,17 @@ func (c *chooser) candidates(s Strategy, host string) []tunnel.NodeName {
 	case DefaultRoute:
 		found = t.defaults
 	case Default:
-		return []tunnel.NodeName{""} // any: the dialer takes the one with the fewest conns
+		return []tunnel.NodeName{""}, nil // any: the dialer takes the one with the fewest conns
 	}
-	var connected []tunnel.NodeName
 	for _, n := range found {
 		if c.nodes.Holds(n) {
 			connected = append(connected, n)
+		} else if s != DefaultRoute {
+			away = append(away, n)
 		}
 	}
 	rand.Shuffle(len(connected), func(i, j int) { connected[i], connected[j] = connected[j], connected[i] })
-	return connected
+	return connected, away
 }
 
 // dial opens a conn to addr, host:port. The first strategy that finds a connected node
@@ -112,18 +114,47 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
 	last := error(tunnel.Refusef(tunnel.NoSuchNode, "%v", errNoNode))
+	var away []tunnel.NodeName // whose address it is; the first strategy knows best
 	for _, s := range c.strategies {
-		for _, node := range c.candidates(s, host) {
+		connected, others := c.candidates(s, host)
+		if len(away) == 0 {
+			away = others
+		}
+		for _, node := range connected {
 			conn, err := c.dialer.Dial(ctx, tunnel.Request{Node: node, Category: name, Network: "tcp", Addr: addr, Caller: caller})
-			if err == nil || ctx.Err() != nil || !elsewhere(err) {
-				return conn, err
-			}
-			if tunnel.CodeOf(err) != tunnel.NoSuchNode {
+			switch {
+			case err == nil:
+				return conn, nil
+			case ctx.Err() != nil || !elsewhere(err):
+				return nil, without(away, err)
+			case tunnel.CodeOf(err) != tunnel.NoSuchNode:
 				last = err
+			case node != "" && !slices.Contains(away, node):
+				away = append(away, node) // it has left a moment ago
 			}
 		}
 	}
-	return nil, last
+	return nil, without(away, last)
+}
+
+// without says of a failure that the address belongs to nodes that are not connected: what
+// another node has to say about it would lead astray.
+func without(away []tunnel.NodeName, err error) error {
+	if len(away) == 0 {
+		return err
+	}
+	text, code := err.Error(), tunnel.CodeOf(err)
+	if r, ok := errors.AsType[*tunnel.Refusal](err); ok {
+		text = r.Text
+	}
+	who := fmt.Sprintf("%s is not connected", away[0])
+	if len(away) > 1 {
+		who = fmt.Sprintf("%s and %d more are not connected", away[0], len(away)-1)
+	}
+	if code == tunnel.NoSuchNode {
+		return tunnel.Refusef(code, "%s: %s", text, who)
+	}
+	return tunnel.Refusef(code, "%s; by way of another node: %s", who, text)
 }
 
 // elsewhere reports whether another node may do better: this one was not asked, or has gone

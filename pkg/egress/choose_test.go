@@ -5,6 +5,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 
 	"pgregory.net/rapid"
@@ -159,5 +160,48 @@ func TestChoose(t *testing.T) {
 	}
 	if _, err := newChooser(Config{Strategies: []Strategy{"desthost"}}, nil, nil); err == nil {
 		t.Error("a misspelt strategy is accepted")
+	}
+}
+
+// Whoever fails is told whose address it is, not what a node that it does not belong to
+// makes of it.
+func TestAwayIsNamed(t *testing.T) {
+	all := map[tunnel.NodeName]Identifiers{
+		"a":  identifiers(t, "host=a&ipv4=10.0.0.1&cidr=10.88.1.0/24"),
+		"b":  identifiers(t, "host=b&ipv4=10.0.0.2&cidr=10.88.2.0/24"),
+		"b2": identifiers(t, "cidr=10.88.2.0/24"),
+	}
+	for addr, want := range map[string]string{
+		"10.0.0.1:80":  "denied: a is not connected; by way of another node: so it is",
+		"a:80":         "denied: a is not connected; by way of another node: so it is",
+		"10.88.1.7:80": "denied: a is not connected; by way of another node: so it is",
+		"10.0.0.9:80":  "denied: so it is", // nobody's
+		"10.0.0.2:80":  "no-such-node: No agent available: b is not connected",
+		"10.88.2.7:80": "no-such-node: No agent available: b and 1 more are not connected",
+	} {
+		n := &nodes{reach: map[tunnel.NodeName]Identifiers{}, refuse: map[tunnel.NodeName]error{"": tunnel.Refusef(tunnel.Denied, "so it is")}}
+		strategies := Strategies()
+		if strings.HasPrefix(want, "no-such-node") {
+			strategies = []Strategy{DestHost, CIDR}
+		}
+		c, err := newChooser(Config{Strategies: strategies, Identifiers: n}, n, n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.table.Store(newTable(all))
+		_, err = c.dial(t.Context(), addr, "test")
+		if err == nil || strings.ReplaceAll(err.Error(), ": b2", ": b") != want {
+			t.Errorf("%s: %v, want %s", addr, err, want)
+		}
+	}
+	// It was connected a moment ago.
+	n := &nodes{reach: all, refuse: map[tunnel.NodeName]error{"a": tunnel.Refusef(tunnel.NoSuchNode, "gone"), "": tunnel.Refusef(tunnel.NoSuchNode, "gone")}}
+	c, err := newChooser(Config{Identifiers: n}, n, n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.table.Store(newTable(all))
+	if _, err = c.dial(t.Context(), "a:80", "test"); err == nil || err.Error() != "no-such-node: No agent available: a is not connected" {
+		t.Error(err)
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -183,19 +184,31 @@ func (c *connectConn) refuse(err error) {
 		status = http.StatusMethodNotAllowed
 	case !refused:
 	case r.Code == tunnel.NoSuchNode:
-		status, text = http.StatusInternalServerError, "currently no tunnels available: "+errNoNode.Error()
+		status, text = http.StatusInternalServerError, "currently no tunnels available: "+r.Text
 	case r.Code == tunnel.Timeout:
 		status = http.StatusGatewayTimeout
 	case r.Code == tunnel.Overloaded:
 		status = http.StatusServiceUnavailable
 	}
 	c.SetDeadline(time.Now().Add(partTime)) //nolint:errcheck // then the write fails at once
-	fmt.Fprintf(c.Conn, "HTTP/1.1 %d %s\r\nConnection: close\r\nContent-Type: text/plain; charset=utf-8\r\n\r\n%s\n", status, http.StatusText(status), text)
+	fmt.Fprintf(c.Conn, "HTTP/1.1 %d %s\r\nConnection: close\r\nContent-Type: text/plain; charset=utf-8\r\n\r\n%s\n", status, phrase(text), text)
 	// A close with unread bytes is a reset, which can overtake our answer.
 	if c.CloseWrite() == nil {
 		io.Copy(io.Discard, c.Conn) //nolint:errcheck // nobody is interested
 	}
 	c.Conn.Close()
+}
+
+// phrase is a text as the reason phrase of a status line (RFC 9112 section 4). kube-apiserver
+// shows its user that, and not the body.
+func phrase(text string) string {
+	const most = 500
+	return strings.Map(func(r rune) rune {
+		if r < ' ' || r > '~' {
+			return ' '
+		}
+		return r
+	}, text[:min(len(text), most)])
 }
 
 // partTime is how long a refused caller may take to read why.

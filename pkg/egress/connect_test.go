@@ -119,8 +119,22 @@ func TestConnectRefusals(t *testing.T) {
 		tc.before()
 		_, br, res := r.ask(t, tc.request)
 		body, _ := io.ReadAll(br)
-		if res.StatusCode != tc.status || !strings.Contains(string(body), tc.text) {
+		// kube-apiserver shows its user the status line alone.
+		if res.StatusCode != tc.status || !strings.Contains(string(body), tc.text) || !strings.Contains(res.Status, tc.text) {
 			t.Errorf("%s: %s, %q", name, res.Status, body)
+		}
+	}
+}
+
+// No text can end the status line.
+func TestPhrase(t *testing.T) {
+	for text, want := range map[string]string{
+		"so it is":                        "so it is",
+		"a\r\nSet-Cookie: b\x00\tc\u00e9": "a  Set-Cookie: b  c ",
+		strings.Repeat("x", 9999):         strings.Repeat("x", 500),
+	} {
+		if got := phrase(text); got != want {
+			t.Errorf("%q became %q", text, got)
 		}
 	}
 }

@@ -139,10 +139,11 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	return nil
 }
 
-// tellable is what a caller is told of an error: Konnectivity's own words where it has some.
+// tellable is what a caller is told of an error: Konnectivity's own words first where it has
+// some.
 func tellable(err error) string {
 	if r, ok := errors.AsType[*tunnel.Refusal](err); ok && r.Code == tunnel.NoSuchNode {
-		return errNoNode.Error()
+		return r.Text
 	}
 	return err.Error()
 }
