@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/sync/errgroup"
@@ -38,6 +39,8 @@ type Gate struct {
 	// Set once.
 	cfg     GateConfig
 	reviews *reviews // nil: no ServiceAccount tokens
+
+	unsigned atomic.Bool // the Issuer's Signer has failed the last time
 
 	mu     sync.Mutex // guards the following
 	grants map[*grant]struct{}
@@ -101,7 +104,7 @@ func (g *Gate) followNodes(ctx context.Context) error {
 	for {
 		changed := g.cfg.Nodes.Changed() // before the look, so that no change is missed
 		if n := g.recheck(); n > 0 {
-			g.cfg.Log.Info("nodes have left Kubernetes", "revoked", n)
+			g.cfg.Log.Info("nodes have left Kubernetes", "sessions_ended", n)
 		}
 		select {
 		case <-ctx.Done():
@@ -249,6 +252,9 @@ func (g *Gate) Note() string {
 	if fault := g.cfg.Tokens.fault.Load(); fault != nil {
 		first, _, _ := strings.Cut((*fault).Error(), "\n") // there may be one for each line
 		return "the token file is bad, and what was read before it stays in force: " + first
+	}
+	if g.unsigned.Load() {
+		return "the last certificate that a node asked for could not be signed; the log says why"
 	}
 	if g.reviews != nil {
 		return g.reviews.note()

@@ -74,7 +74,7 @@ func (g *Gate) followCA(ctx context.Context) error {
 			return nil
 		case <-tick.C:
 			if n := g.recheckCA(g.cfg.NodeCA()); n > 0 {
-				g.cfg.Log.Info("the CA of nodes' certificates has changed", "revoked", n)
+				g.cfg.Log.Info("the CA of nodes' certificates has changed", "sessions_ended", n)
 			}
 		}
 	}

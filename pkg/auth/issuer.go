@@ -54,7 +54,11 @@ func (i *Issuer) sign(ctx context.Context, node tunnel.NodeName, p proof, reques
 	if err != nil {
 		return nil, err
 	}
-	if chain, err = i.signer.Sign(ctx, node, request); err != nil {
+	chain, err = i.signer.Sign(ctx, node, request)
+	if err == nil || ctx.Err() == nil { // else who asked has gone: no fault of the signer
+		i.gate.unsigned.Store(err != nil)
+	}
+	if err != nil {
 		return nil, fmt.Errorf("signing the certificate of node %s: %w", node, err)
 	}
 	leaf, err := checkIssued(chain, node, r.PublicKey)

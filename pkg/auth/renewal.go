@@ -5,8 +5,10 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"fmt"
+	"io/fs"
 	"log/slog"
 	"math/rand/v2"
+	"os"
 	"sync/atomic"
 	"time"
 
@@ -22,8 +24,9 @@ const (
 	// lives: that of a CA about to expire does not outlive it.
 	renewLeast = time.Minute
 	// renewLook is how often the file is looked at again. A timer does not run while a
-	// machine sleeps, and somebody else may replace the file.
-	renewLook = time.Hour
+	// machine sleeps, and somebody else may replace the file, by tunnel join for one: even
+	// of the shortest certificate (ten minutes) a third is left then.
+	renewLook = 3 * time.Minute
 )
 
 // RenewalConfig is what a Renewal needs.
@@ -40,9 +43,12 @@ type RenewalConfig struct {
 // a tenth of it earlier, so that nodes that joined together do not renew together), with
 // a new key that never leaves this machine.
 type Renewal struct {
-	cfg RenewalConfig
+	cfg  RenewalConfig
+	seen fs.FileInfo // owned by Run: of the file that holds was read from; nil: read it
 	// holds is the certificate that was last seen in the file; nil until then.
 	holds atomic.Pointer[x509.Certificate]
+	// failing is set while the last try to renew it has failed.
+	failing atomic.Bool
 }
 
 var _ tunnel.Module = (*Renewal)(nil)
@@ -62,11 +68,11 @@ func (r *Renewal) Run(ctx context.Context) error {
 	early := rand.Float64() / 10 // of the certificate's life
 	var failed time.Duration     // the last wait after a failure, 0 after none
 	for {
-		wait := renewLook
+		var wait time.Duration
 		leaf, err := r.read()
 		if err == nil {
 			r.holds.Store(leaf)
-			wait = time.Until(renewAt(leaf, early))
+			wait = min(time.Until(renewAt(leaf, early)), renewLook)
 		}
 		if err == nil && wait <= 0 {
 			if err = r.renew(ctx); err == nil {
@@ -76,6 +82,7 @@ func (r *Renewal) Run(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return nil
 		}
+		r.failing.Store(err != nil)
 		if err == nil {
 			failed = 0
 		} else {
@@ -86,7 +93,7 @@ func (r *Renewal) Run(ctx context.Context) error {
 		select {
 		case <-ctx.Done():
 			return nil
-		case <-time.After(min(wait, renewLook)):
+		case <-time.After(wait):
 		}
 	}
 }
@@ -99,10 +106,16 @@ func renewAt(leaf *x509.Certificate, early float64) time.Time {
 
 // read returns the certificate in the file.
 func (r *Renewal) read() (*x509.Certificate, error) {
+	info, err := os.Stat(r.cfg.File)
+	if err == nil && r.seen != nil && os.SameFile(info, r.seen) && info.ModTime().Equal(r.seen.ModTime()) && info.Size() == r.seen.Size() {
+		return r.holds.Load(), nil
+	}
+	r.seen = nil
 	pair, err := tls.LoadX509KeyPair(r.cfg.File, r.cfg.File)
 	if err != nil {
-		return nil, fmt.Errorf("the node's certificate %s: %w", r.cfg.File, err)
+		return nil, fmt.Errorf("the node's certificate %s: %w; with a new join token, tunnel join writes another", r.cfg.File, err)
 	}
+	r.seen = info
 	return pair.Leaf, nil
 }
 
@@ -122,8 +135,10 @@ func (r *Renewal) renew(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("what the cloud has signed: %w", err)
 	}
+	// What cannot be written is lost, but the session that has asked for it stands on it, and
+	// may be the one way to this machine.
 	if err := WriteNodeFile(r.cfg.File, chain, key); err != nil {
-		return err
+		return fmt.Errorf("%w; the user that the edge runs as must be able to write to the folder of %s", err, r.cfg.File)
 	}
 	r.holds.Store(leaf)
 	r.cfg.Log.Info("the node's certificate was renewed", "expires", leaf.NotAfter)
@@ -148,4 +163,17 @@ func (r *Renewal) Note() string {
 		return fmt.Sprintf("the node's certificate expires at %s and could not be renewed; the log says why", leaf.NotAfter.Format(time.RFC3339))
 	}
 	return ""
+}
+
+// Status says, for the same people, until when the certificate is good.
+func (r *Renewal) Status() string {
+	leaf := r.holds.Load()
+	if leaf == nil {
+		return ""
+	}
+	status := "the node's certificate is good until " + leaf.NotAfter.UTC().Format(time.RFC3339)
+	if r.failing.Load() {
+		status += "; renewing it failed the last time, and is tried again: the log says why"
+	}
+	return status
 }

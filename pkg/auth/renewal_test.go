@@ -151,8 +151,8 @@ func TestRenewalThatFails(t *testing.T) {
 			}
 		}
 		mu.Unlock()
-		if r.Note() != "" {
-			t.Errorf("a fifth is left: note %q", r.Note())
+		if r.Note() != "" || !strings.Contains(r.Status(), "failed the last time") {
+			t.Errorf("a fifth is left: note %q, status %q", r.Note(), r.Status())
 		}
 		time.Sleep(2 * days)
 		if !strings.Contains(r.Note(), "could not be renewed") {
@@ -172,8 +172,43 @@ func TestRenewalThatFails(t *testing.T) {
 		down = false
 		mu.Unlock()
 		time.Sleep(11 * time.Minute)
-		if r.Note() != "" {
-			t.Errorf("renewed at last: note %q", r.Note())
+		if r.Note() != "" || !strings.HasPrefix(r.Status(), "the node's certificate is good until ") || strings.Contains(r.Status(), "failed") {
+			t.Errorf("renewed at last: note %q, status %q", r.Note(), r.Status())
+		}
+	})
+}
+
+// TestRenewalOfAnotherFile: a certificate that somebody has put into the place of one that
+// lives for longer is renewed in time, and where it cannot be kept it is said why.
+func TestRenewalOfAnotherFile(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ca, err := NewCA("nodes", 1000*days)
+		if err != nil {
+			t.Fatal(err)
+		}
+		long, short := fileSigner(t, ca, 30*days), fileSigner(t, ca, 10*time.Minute)
+		path := nodeFile(t, long)
+		_, j := renewing(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
+			return short.Sign(ctx, "edge1", request)
+		}, nil)
+		time.Sleep(time.Minute)
+		if err := os.Rename(nodeFile(t, short), path); err != nil {
+			t.Fatal(err)
+		}
+		for range 60 {
+			time.Sleep(time.Minute)
+			if leaf := leafOf(t, path); time.Now().After(leaf.NotAfter) {
+				t.Fatalf("it has expired at %v", leaf.NotAfter)
+			}
+		}
+		// Root may write to a folder of any mode, but to none that is not there.
+		dir := filepath.Dir(path)
+		if err := os.Rename(dir, dir+".away"); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(20 * time.Minute)
+		if !strings.Contains(j.String(), "tunnel join writes another") {
+			t.Errorf("the log does not say what to do: %s", j)
 		}
 	})
 }

@@ -236,6 +236,28 @@ func TestIssuer(t *testing.T) {
 			t.Errorf("a signer that %s: accepted", name)
 		}
 	}
+	down := true
+	sometimes := signerFunc(func(node tunnel.NodeName, request []byte) ([]byte, error) {
+		if down {
+			return nil, errors.New("down")
+		}
+		return signer.Sign(t.Context(), node, request)
+	})
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	for _, step := range []struct {
+		ctx  context.Context //nolint:containedctx // who asks, in a table
+		down bool
+		note string
+	}{{gone, true, ""}, {t.Context(), true, "could not be signed"}, {t.Context(), false, ""}} {
+		down = step.down
+		if _, err := NewIssuer(gate, sometimes).Again(step.ctx, byCert("edge1", certs...), request); (err != nil) != down {
+			t.Error(err)
+		}
+		if note := gate.Note(); note != step.note && (step.note == "" || !strings.Contains(note, step.note)) {
+			t.Errorf("down: %v, note %q", down, note)
+		}
+	}
 	// A node that is revoked while its certificate is signed gets none.
 	late := signerFunc(func(node tunnel.NodeName, request []byte) ([]byte, error) {
 		change(t, gate, "edge1:revoked\n")

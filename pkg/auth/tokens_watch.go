@@ -26,6 +26,9 @@ func (t *Tokens) reload() (again bool) {
 	}
 	digest := sha256.Sum256(content)
 	if digest == t.content {
+		if t.badness != "" {
+			t.log.Info("token file holds again what is in force")
+		}
 		t.badness = ""
 		t.fault.Store(nil)
 		return false
@@ -39,7 +42,7 @@ func (t *Tokens) reload() (again bool) {
 	t.content, t.badness = digest, ""
 	t.fault.Store(nil)
 	revoked := t.adopt(tb)
-	t.log.Info("token file read again", "nodes", len(tb.own), "revoked", revoked)
+	t.log.Info("token file read again", "nodes", len(tb.own), "sessions_ended", revoked)
 	tb.warn(t.log)
 	return false
 }
