@@ -360,7 +360,7 @@ func TestTokenStaysSecret(t *testing.T) {
 
 // TestUnreadable: root reads everything, so the error is made up.
 func TestUnreadable(t *testing.T) {
-	got := unusable("key", nil, &fs.PathError{Op: "open", Path: "key", Err: syscall.EACCES})
+	got := unusable("key", nil, &fs.PathError{Op: "open", Path: "key", Err: syscall.EACCES}, "create it")
 	if want := "file key may not be read by this user: run this as its owner, such as with sudo, or change its mode"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}

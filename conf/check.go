@@ -64,7 +64,10 @@ func (r *report) secret(key, path string) {
 }
 
 // file reports a file that cannot be opened.
-func (r *report) file(key, path string) {
+func (r *report) file(key, path string) { r.fileMadeBy(key, path, "create it") }
+
+// fileMadeBy is file with what to do about one that is missing.
+func (r *report) fileMadeBy(key, path, create string) {
 	if path == "" {
 		return
 	}
@@ -75,16 +78,16 @@ func (r *report) file(key, path string) {
 			f.Close()
 		}
 	}
-	if text := unusable(path, info, err); text != "" {
+	if text := unusable(path, info, err, create); text != "" {
 		r.add(key, "%s", text)
 	}
 }
 
 // unusable says why a file is none that a certificate could be read from, or "".
-func unusable(path string, info fs.FileInfo, err error) string {
+func unusable(path string, info fs.FileInfo, err error, create string) string {
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return fmt.Sprintf("file %s does not exist: create it, or correct the path", path)
+		return fmt.Sprintf("file %s does not exist: %s, or correct the path", path, create)
 	case errors.Is(err, fs.ErrPermission):
 		return fmt.Sprintf("file %s may not be read by this user: run this as its owner, such as with sudo, or change its mode", path)
 	case err != nil:

@@ -268,15 +268,20 @@ func (s Server) check(r *report) {
 	}
 	r.required(t+"cert", s.Cert, `write the server's certificate, such as cert = "cloud.crt"`)
 	r.required(t+"key", s.Key, `write the certificate's private key, such as key = "cloud.key"`)
-	r.required(t+"tokenfile", s.TokenFile, `without tokens nobody can join: write tokenfile = "tokens", a file with a line node:token for each edge`)
 	r.file(t+"cert", s.Cert)
 	r.file(t+"key", s.Key)
 	r.secret(t+"key", s.Key)
-	r.file(t+"tokenfile", s.TokenFile)
+	s.checkTokenFile(r)
 	if s.LogPort != 0 {
 		r.port(t+"logport", s.LogPort)
 	}
 	r.loopback(t+"channelzaddr", s.ChannelzAddr)
+}
+
+func (s Server) checkTokenFile(r *report) {
+	const k = serverTable + "tokenfile"
+	r.required(k, s.TokenFile, `without tokens nobody can join: write tokenfile = "tokens", a file with a line node:token for each edge`)
+	r.file(k, s.TokenFile)
 }
 
 func (h HTTPS) check(r *report) {

@@ -41,21 +41,41 @@ type Env struct {
 
 // LoadCloud reads and checks the cloud's part of a file. The error is a [Problems].
 func LoadCloud(path string, env Env) (*Cloud, error) {
-	d, r := read(path)
-	if err := r.err(); err != nil && d == nil {
-		return nil, err
-	}
-	if d.Mode.Cloud == nil {
-		r.mode(d, "cloud")
+	c, r := readCloud(path, env)
+	if c == nil {
 		return nil, r.err()
 	}
-	c := newCloud(d.Mode.Cloud, env, r)
 	c.check(r)
 	if err := r.err(); err != nil {
 		return nil, err
 	}
 	c.Warnings = r.warnings()
 	return c, nil
+}
+
+// ReadCloud is LoadCloud with no check but of the token file: a node must be shut out
+// though a certificate is missing.
+func ReadCloud(path string, env Env) (*Cloud, error) {
+	c, r := readCloud(path, env)
+	if c != nil {
+		c.Server.checkTokenFile(r)
+	}
+	if err := r.err(); err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+func readCloud(path string, env Env) (*Cloud, *report) {
+	d, r := read(path)
+	if d == nil {
+		return nil, r
+	}
+	if d.Mode.Cloud == nil {
+		r.mode(d, "cloud")
+		return nil, r
+	}
+	return newCloud(d.Mode.Cloud, env, r), r
 }
 
 // LoadEdge reads and checks the edge's part of a file. The error is a [Problems].
@@ -100,8 +120,8 @@ type Checked struct {
 // Check reads a file and checks whatever it configures. The error is a [Problems].
 func Check(path string, env Env) (Checked, error) {
 	d, r := read(path)
-	if err := r.err(); err != nil && d == nil {
-		return Checked{}, err
+	if d == nil {
+		return Checked{}, r.err()
 	}
 	var k Checked
 	if d.Mode.Cloud != nil {

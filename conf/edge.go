@@ -179,7 +179,11 @@ func (e *Edge) checkClient(r *report) {
 		r.add(t+"nodecert", "missing: nodekey is useless without its certificate, write nodecert or remove nodekey")
 	}
 	r.file(t+"tokenfile", e.TokenFile)
-	r.file(t+"nodecert", e.NodeCert)
+	create := "create it"
+	if e.NodeKey == "" {
+		create = "with a new join token, tunnel join writes it"
+	}
+	r.fileMadeBy(t+"nodecert", e.NodeCert, create)
 	r.file(t+"nodekey", e.NodeKey)
 	r.secret(t+"nodekey", cmp.Or(e.NodeKey, e.NodeCert))
 	if e.Token != "" && e.src != nil {

@@ -70,7 +70,7 @@ func newDemoCommand() *cobra.Command {
 		Long: `demo makes a throwaway certificate authority and token, starts a cloud and an edge as two
 processes on loopback, and reaches an HTTPS and a TCP service behind the edge through them.
 It stays up, with live counters, until Ctrl-C.`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := flags.check(); err != nil {
 				return &exitError{exitUsage, err}

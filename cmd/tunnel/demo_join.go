@@ -25,7 +25,7 @@ func (d *demo) checkJoin(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if err = created.unwritten(c); err != nil {
+	if err = created.change.unwritten(c); err != nil {
 		return err
 	}
 	select {

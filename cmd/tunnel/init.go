@@ -39,7 +39,7 @@ Kubernetes. It never replaces a file.
   tunnel init --address tunnel.example.com:9000
   tunnel cloud -c /etc/tunnel/cloud.toml
   tunnel token create -c /etc/tunnel/cloud.toml --node edge1`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			host, port, err := splitAddress(address)
 			if err != nil {

@@ -97,7 +97,10 @@ func readJoinToken(ctx context.Context, in io.Reader, prompt io.Writer, file str
 		return auth.JoinToken{}, fmt.Errorf("reading the token: %w", err)
 	}
 	word := strings.Trim(strings.TrimSpace(string(text)), `'"`)
-	if word == "" {
+	switch {
+	case word == "" && file != "":
+		return auth.JoinToken{}, fmt.Errorf("%s is empty: it is to hold the token, tunnel1.…, that `tunnel token create` prints on the cloud", file)
+	case word == "":
 		return auth.JoinToken{}, errors.New("there is no token on standard input: paste the line that `tunnel token create` prints on the cloud, such as echo 'tunnel1.…' | sudo tunnel join")
 	}
 	token, err := auth.ParseJoinToken(word)

@@ -87,7 +87,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
-	err := root.ExecuteContext(ctx)
+	cmd, err := root.ExecuteContextC(ctx)
 	if err == nil {
 		return exitOK
 	}
@@ -100,9 +100,17 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintln(stderr, "tunnel: "+line)
 	}
 	if chosen.code == exitUsage {
-		fmt.Fprintln(stderr, "Run tunnel --help to see the commands.")
+		fmt.Fprintf(stderr, "Run %s --help to see what there is.\n", cmd.CommandPath())
 	}
 	return chosen.code
+}
+
+// noArgs is cobra.NoArgs for a command that has no commands below it.
+func noArgs(cmd *cobra.Command, args []string) error {
+	if len(args) > 0 {
+		return fmt.Errorf("%s takes flags alone, such as --name value, and no %q", cmd.CommandPath(), args[0])
+	}
+	return nil
 }
 
 // joinTokens finds join tokens wherever somebody has pasted them: into --node, say.
@@ -247,13 +255,21 @@ func fileFlag(cmd *cobra.Command, file *string) {
 	}
 }
 
+// newGroup returns a command that does nothing but hold others.
+func newGroup(name, short string) *cobra.Command {
+	return &cobra.Command{
+		Use: name, Short: short, Args: cobra.NoArgs, // without it any word is taken for good
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+}
+
 func newConfigCommand(logs *logFlags) *cobra.Command {
 	var file string
-	config := &cobra.Command{Use: "config", Short: "Work with configuration files"}
+	config := newGroup("config", "Work with configuration files")
 	check := &cobra.Command{
 		Use:   "check -c FILE",
 		Short: "Say everything that is wrong with a configuration file and the files it names",
-		Args:  cobra.NoArgs,
+		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			checked, err := conf.Check(file, environment())
 			if err != nil {

@@ -11,6 +11,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 	"text/tabwriter"
@@ -24,12 +25,7 @@ import (
 )
 
 func newTokenCommand() *cobra.Command {
-	token := &cobra.Command{
-		Use:   "token",
-		Short: "Say which nodes may join a cloud",
-		Args:  cobra.NoArgs,
-		RunE:  func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
-	}
+	token := newGroup("token", "Say which nodes may join a cloud")
 	token.AddCommand(newTokenCreateCommand(), newTokenListCommand(), newTokenRevokeCommand())
 	return token
 }
@@ -75,22 +71,25 @@ line to paste on that machine. A running cloud takes the token at once. It is a 
 it expires; the line is all of the standard output, so that it can be piped as well:
 
   tunnel token create -c cloud.toml --node edge1 | ssh root@edge1 sh`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			name, err := parseNode(node)
 			if err != nil {
 				return err
 			}
 			if ttl < leastTTL || ttl > mostTTL {
-				return &exitError{exitUsage, fmt.Errorf("--ttl is from %v to %v, not %v", leastTTL, mostTTL, ttl)}
+				return &exitError{exitUsage, fmt.Errorf("--ttl is from %s to %s, not %s", spell(leastTTL), spell(mostTTL), spell(ttl))}
 			}
-			c, err := loadForTokens(file)
+			c, err := loadToCreate(file)
 			if err != nil {
 				return err
 			}
 			created, err := createToken(c, name, ttl)
 			if err != nil {
 				return err
+			}
+			if errors.Is(created.change.failed, fs.ErrPermission) {
+				return created.change.unwritten(c) // who runs it again gets another one
 			}
 			if created.Written { // the line may be pasted, or piped, as soon as it is seen
 				select {
@@ -103,18 +102,19 @@ it expires; the line is all of the standard output, so that it can be piped as w
 			} else {
 				created.explain(cmd.OutOrStdout(), cmd.ErrOrStderr(), c)
 			}
-			return errors.Join(err, created.unwritten(c))
+			return errors.Join(err, created.change.unwritten(c))
 		},
 	}
 	fileFlag(cmd, &file)
 	nodeFlag(cmd, &node)
-	cmd.Flags().DurationVar(&ttl, "ttl", defaultTTL, "how long the token is good for; the certificate that it gets is renewed by the edge")
+	cmd.Flags().DurationVar(&ttl, "ttl", defaultTTL, "how long the token is good for, such as 72h or 10m; the certificate that it gets is renewed by the edge")
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print an object with node, id, expires, token, command, lines and written")
 	return cmd
 }
 
-// loadForTokens reads a cloud's configuration and sees that its token file is good.
-func loadForTokens(file string) (*conf.Cloud, error) {
+// loadToCreate reads the configuration of a cloud that could run: what is wrong with it
+// would keep a node from joining.
+func loadToCreate(file string) (*conf.Cloud, error) {
 	c, err := conf.LoadCloud(file, environment())
 	if err != nil {
 		return nil, configError(err)
@@ -205,9 +205,6 @@ func (c tokenChange) show(w io.Writer) {
 }
 
 // unwritten says what to do when the token file could not be written.
-func (t *createdToken) unwritten(c *conf.Cloud) error { return t.change.unwritten(c) }
-
-// unwritten says what to do when the token file could not be written.
 func (c tokenChange) unwritten(cloud *conf.Cloud) error {
 	path := cloud.Server.TokenFile
 	if c.failed == nil {
@@ -282,11 +279,11 @@ func newTokenListCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "list -c cloud.toml",
 		Short: "Show what the token file holds; never a token",
-		Args:  cobra.NoArgs,
+		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			c, err := loadForTokens(file)
+			c, err := conf.ReadCloud(file, environment())
 			if err != nil {
-				return err
+				return configError(err)
 			}
 			content, err := os.ReadFile(c.Server.TokenFile)
 			if err != nil {
@@ -386,29 +383,45 @@ func newTokenRevokeCommand() *cobra.Command {
 		Long: `revoke writes to the token file that nothing proves the node any more, and removes its
 tokens. A running cloud ends the node's session and conns within a second.
 ` + "`tunnel token create`" + ` lets the node come back, but not with what it had.`,
-		Args: cobra.NoArgs,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			name, err := parseNode(node)
 			if err != nil {
 				return err
 			}
-			c, err := loadForTokens(file)
+			c, err := conf.ReadCloud(file, environment())
 			if err != nil {
-				return err
+				return configError(err)
 			}
-			change, err := editTokenFile(c.Server.TokenFile, func(content string) (string, error) { return auth.RevokeNode(content, name) })
-			if err != nil {
-				return &exitError{exitRuntime, err}
-			}
-			if change.failed != nil {
-				return change.unwritten(c)
-			}
-			fmt.Fprintf(cmd.OutOrStdout(), "Node %s is revoked: no token and no certificate proves it any more, and a cloud that runs ends its session now.\n", name)
-			tellReplicas(cmd.ErrOrStderr(), c, change)
-			return nil
+			return revoke(c, name, cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
 	}
 	fileFlag(cmd, &file)
 	nodeFlag(cmd, &node)
 	return cmd
+}
+
+// revoke writes that nothing proves a node.
+func revoke(c *conf.Cloud, node tunnel.NodeName, out, notes io.Writer) error {
+	var known bool
+	change, err := editTokenFile(c.Server.TokenFile, func(content string) (string, error) {
+		lines, err := auth.List(content)
+		if err != nil {
+			return "", err
+		}
+		known = slices.ContainsFunc(lines, func(l auth.Line) bool { return l.Node == node })
+		return auth.RevokeNode(content, node)
+	})
+	switch {
+	case err != nil:
+		return &exitError{exitRuntime, err}
+	case change.failed != nil:
+		return change.unwritten(c)
+	}
+	fmt.Fprintf(out, "Node %s is revoked: no token and no certificate proves it any more, and a cloud that runs ends its session now.\n", node)
+	if !known {
+		fmt.Fprintf(notes, "No line of %s was about %s before: is the name right?\n", c.Server.TokenFile, node)
+	}
+	tellReplicas(notes, c, change)
+	return nil
 }

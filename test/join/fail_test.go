@@ -259,6 +259,57 @@ func TestTokenFileIsNotOurs(t *testing.T) {
 	s.want(1, s.tunnel("", "token", "revoke", "-c", s.path("cloud.toml"), "--node", "edge1"), "remove  edge1:sha256:", "add     edge1:revoked", "grep -vxF")
 }
 
+// TestTokenFileMayNotBeWritten: who may not change the file gets no token that could never
+// be good.
+func TestTokenFileMayNotBeWritten(t *testing.T) {
+	t.Parallel()
+	s := newSite(t, "127.0.0.1")
+	for _, name := range []string{"cloud.key", "nodes-ca.key", "tokens"} {
+		if err := os.Chmod(s.path(name), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if os.Geteuid() != 0 {
+		if err := os.Chmod(s.dir, 0o500); err != nil {
+			t.Fatal(err)
+		}
+		defer os.Chmod(s.dir, 0o700) // so that it can be removed
+	}
+	for _, parent := range []string{filepath.Dir(s.dir), filepath.Dir(filepath.Dir(s.dir))} {
+		if err := os.Chmod(parent, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	a := s.want(1, s.asNobody("", "token", "create", "-c", s.path("cloud.toml"), "--node", "edge1"), "tokens was NOT changed", "sudo")
+	if tokenText.MatchString(a.out + a.notes) {
+		t.Error("it has printed a token")
+	}
+}
+
+// TestRevokeOnABadDay: a node can be shut out, and the file be shown, though the cloud
+// could not start.
+func TestRevokeOnABadDay(t *testing.T) {
+	t.Parallel()
+	s := newSite(t, "127.0.0.1")
+	s.create("edge1")
+	for _, name := range []string{"nodes-ca.key", "cloud.crt"} {
+		if err := os.Remove(s.path(name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	config := s.path("cloud.toml")
+	s.want(3, s.tunnel("", "token", "create", "-c", config, "--node", "edge1"), "nodes-ca.key does not exist")
+	s.want(0, s.tunnel("", "token", "list", "-c", config), "join token")
+	if a := s.want(0, s.tunnel("", "token", "revoke", "-c", config, "--node", "edge1"), "is revoked"); a.notes != "" {
+		t.Error(a)
+	}
+	s.want(0, s.tunnel("", "token", "revoke", "-c", config, "--node", "egde1"), "is revoked", "about egde1 before: is the name right?")
+	if err := os.Remove(s.path("tokens")); err != nil {
+		t.Fatal(err)
+	}
+	s.want(3, s.tunnel("", "token", "revoke", "-c", config, "--node", "edge1"), "tokens does not exist")
+}
+
 // TestReplicas: where each replica has a file of its own, it is said what to change in it.
 func TestReplicas(t *testing.T) {
 	t.Parallel()
@@ -337,7 +388,7 @@ func TestCommandLine(t *testing.T) {
 		{"", []string{"token", "create", "-c", config}, 2, `"node" not set`},
 		{"", []string{"token", "create", "-c", config, "--node", "Edge 1"}, 2, "--node: "},
 		{"", []string{"token", "create", "-c", config, "--node", "default"}, 2, "any node"},
-		{"", []string{"token", "create", "-c", config, "--node", "edge1", "--ttl", "1s"}, 2, "--ttl is from 1m"},
+		{"", []string{"token", "create", "-c", config, "--node", "edge1", "--ttl", "1s"}, 2, "--ttl is from 1m to 8760h, not 1s"},
 		{"", []string{"token", "create", "-c", s.path("none.toml"), "--node", "edge1"}, 3, "does not exist"},
 		{"", []string{"token", "list", "-c", config}, 0, "holds no token: tunnel token create"},
 		{"", []string{"join"}, 2, "no token on standard input"},
@@ -345,6 +396,11 @@ func TestCommandLine(t *testing.T) {
 		{"edge1:secret\n", []string{"join"}, 2, "no join token"},
 		{text[:len(text)-4] + "\n", []string{"join"}, 2, "paste all of the line"},
 		{"", []string{"join", "--token-file", "/nonexistent/token"}, 2, "no such file"},
+		{"", []string{"join", "--token-file", os.DevNull}, 2, "/dev/null is empty"},
+		{"", []string{"token", "create", "-c", config}, 2, "Run tunnel token create --help"},
+		{"", []string{"token", "create", "-c", config, "--node", "edge1", "--ttl", "1m1s1ms", "x"}, 2, `takes flags alone, such as --name value, and no "x"`},
+		{"", []string{"token", "creat"}, 2, `unknown command "creat"`},
+		{"", []string{"config", "chek"}, 2, `unknown command "chek"`},
 	} {
 		s.want(tt.code, s.tunnel(tt.stdin, tt.args...), tt.want)
 	}
