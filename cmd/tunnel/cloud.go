@@ -26,7 +26,7 @@ func newCloudCommand(logs *logFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "cloud -c FILE",
 		Short: "Run the end that edges dial",
-		Args:  cobra.NoArgs,
+		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return runCloud(cmd.Context(), file, logs.logger(cmd.ErrOrStderr()), &logs.now)
 		},
@@ -69,11 +69,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if err != nil {
 		return nil, err
 	}
-	gate, err := newGate(c, files, k, log)
-	if err != nil {
-		return nil, err
-	}
-	issuer, err := newIssuer(c, gate, k, log)
+	gate, issuer, err := newGate(c, files, k, log)
 	if err != nil {
 		return nil, err
 	}
@@ -86,14 +82,14 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if peers != nil {
 		reach = peers
 	}
-	shown, err := serverCertificate(c, files, cert, log)
+	certificate, err := serverCertificate(c, files, cert, log)
 	if err != nil {
 		return nil, err
 	}
 	server, err := stream.NewServer(stream.ServerConfig{
 		Listen:       fmt.Sprintf(":%d", c.Server.GRPCPort),
 		Limits:       streamLimits(c.Limits),
-		TLS:          &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: shown},
+		TLS:          &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: certificate},
 		Auth:         gate,
 		Certificates: c.Join.CA != "",
 		Issuer:       issuer,
@@ -114,30 +110,9 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if peers != nil {
 		d.add(peers, peers.Ready)
 	}
-	if len(c.TCP) > 0 {
-		var listeners []tcp.Listener
-		var addrs []string
-		for _, l := range c.TCP {
-			listeners = append(listeners, tcp.Listener(l))
-			addrs = append(addrs, l.Listen)
-		}
-		door := tcp.New(listeners, reach, log)
-		d.add(door, door.Ready, addrs...)
-	}
-	if len(c.HTTPS.Ports) > 0 {
-		var door *https.FrontDoor
-		if door, err = newHTTPSDoor(c.HTTPS, httpsLimits(c.Limits), files, reach, reach, counters, log); err != nil {
-			return nil, err
-		}
-		var addrs []string
-		for port := range c.HTTPS.Ports {
-			addrs = append(addrs, net.JoinHostPort(cmp.Or(c.HTTPS.Listen, https.DefaultListen), port))
-		}
-		slices.Sort(addrs)
-		d.add(door, door.Ready, addrs...)
-		if ip := net.ParseIP(cmp.Or(c.HTTPS.Listen, https.DefaultListen)); !ip.IsLoopback() && len(c.HTTPS.AllowFrom) == 0 {
-			log.Warn("anyone may connect to the https ports, though not past the kubelet: name kube-apiserver's network in allowfrom of [mode.cloud.https]")
-		}
+	d.addTCP(c.TCP, reach)
+	if err = d.addHTTPS(c, files, reach, counters); err != nil {
+		return nil, err
 	}
 	collectors, err := d.addEgress(c.Egress, c.Limits, counters, files, k, reach, directory, log)
 	if err != nil {
@@ -150,12 +125,11 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if c.Server.ChannelzAddr != "" {
 		d.add(admin.NewChannelz(c.Server.ChannelzAddr, log), nil, c.Server.ChannelzAddr)
 	}
-	if c.Server.LogPort != 0 || c.AdminSocket != "" {
-		registry := admin.NewRegistry(software(), counters, directory.Sessions)
-		registry.MustRegister(append(collectors, files.Collector(), gate.Collector())...)
-		d.serveHealth(c.Server.LogPort, c.AdminSocket, registry)
-		d.limitHealth(c.Limits.Health, counters)
-	}
+	d.serveHealth(shown{
+		port: c.Server.LogPort, socket: c.AdminSocket, conns: c.Limits.Health,
+		counters: counters, sessions: directory.Sessions,
+		collectors: append(collectors, files.Collector(), gate.Collector()),
+	})
 	return d, nil
 }
 
@@ -199,39 +173,79 @@ func truthOf(c conf.DNS, directory *tunnel.Directory, peers *stream.Peers) dns.T
 	return dns.Local{Nodes: directory, Addrs: c.Addrs}
 }
 
-func newHTTPSDoor(c conf.HTTPS, limits https.Limits, files *reload.Files, dialer tunnel.Dialer, nodes tunnel.Nodes, counters *tunnel.Counters, log *slog.Logger) (*https.FrontDoor, error) {
+func (d *daemon) addTCP(lines []conf.TCPListener, reach everywhere) {
+	if len(lines) == 0 {
+		return
+	}
+	var listeners []tcp.Listener
+	var addrs []string
+	for _, l := range lines {
+		listeners = append(listeners, tcp.Listener(l))
+		addrs = append(addrs, l.Listen)
+	}
+	door := tcp.New(listeners, reach, d.log)
+	d.add(door, door.Ready, addrs...)
+}
+
+func (d *daemon) addHTTPS(c *conf.Cloud, files *reload.Files, reach everywhere, counters *tunnel.Counters) error {
+	if len(c.HTTPS.Ports) == 0 {
+		return nil
+	}
+	cfg, err := httpsConfig(c.HTTPS, files)
+	if err != nil {
+		return err
+	}
+	cfg.Limits, cfg.Counters = httpsLimits(c.Limits), counters
+	door, err := https.New(cfg, reach, reach, d.log)
+	if err != nil {
+		return err
+	}
+	listen := cmp.Or(c.HTTPS.Listen, https.DefaultListen)
+	var addrs []string
+	for port := range c.HTTPS.Ports {
+		addrs = append(addrs, net.JoinHostPort(listen, port))
+	}
+	slices.Sort(addrs)
+	d.add(door, door.Ready, addrs...)
+	if !net.ParseIP(listen).IsLoopback() && len(c.HTTPS.AllowFrom) == 0 {
+		d.log.Warn("anyone may connect to the https ports, though not past the kubelet: name kube-apiserver's network in allowfrom of [mode.cloud.https]")
+	}
+	return nil
+}
+
+func httpsConfig(c conf.HTTPS, files *reload.Files) (https.Config, error) {
 	cfg := https.Config{
-		Mode: https.Mode(c.TLS), Listen: c.Listen, Ports: c.Ports, Limits: limits,
-		ClientNames: c.ClientNames, AllowFrom: c.AllowFrom, Counters: counters,
+		Mode: https.Mode(c.TLS), Listen: c.Listen, Ports: c.Ports,
+		ClientNames: c.ClientNames, AllowFrom: c.AllowFrom,
 		Kubelet: https.Kubelet{Insecure: c.Kubelet.Insecure},
 	}
 	if c.Cert != "" {
 		pair, err := files.Pair("mode.cloud.https", c.Cert, c.Key)
 		if err != nil {
-			return nil, err
+			return https.Config{}, err
 		}
 		cfg.Certificate = pair.Certificate
 	}
 	if c.ClientCA != "" {
 		pool, err := files.Pool("mode.cloud.https clientca", c.ClientCA)
 		if err != nil {
-			return nil, err
+			return https.Config{}, err
 		}
 		cfg.ClientCA = pool.Pool
 	}
 	if c.Kubelet.Cert != "" {
 		pair, err := files.Pair("mode.cloud.https.kubelet", c.Kubelet.Cert, c.Kubelet.Key)
 		if err != nil {
-			return nil, err
+			return https.Config{}, err
 		}
 		cfg.Kubelet.Certificate = pair.Certificate
 	}
 	if c.Kubelet.CA != "" {
 		pool, err := files.Pool("mode.cloud.https.kubelet ca", c.Kubelet.CA)
 		if err != nil {
-			return nil, err
+			return https.Config{}, err
 		}
 		cfg.Kubelet.CA = pool.Pool
 	}
-	return https.New(cfg, dialer, nodes, log)
+	return cfg, nil
 }

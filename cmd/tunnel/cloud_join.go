@@ -109,17 +109,18 @@ func backdate(j conf.Join) time.Duration {
 	return 0
 }
 
-// newGate returns who decides about joining.
-func newGate(c *conf.Cloud, files *reload.Files, k cluster, log *slog.Logger) (*auth.Gate, error) {
+// newGate returns who decides about joining, and who makes nodes their certificates, nil if
+// nobody does.
+func newGate(c *conf.Cloud, files *reload.Files, k cluster, log *slog.Logger) (*auth.Gate, stream.Issuer, error) {
 	tokens, err := newTokens(c, log)
 	if err != nil {
-		return nil, err
+		return nil, nil, err
 	}
 	cfg := auth.GateConfig{Tokens: tokens, Backdate: backdate(c.Join), Log: log}
 	if c.Join.CA != "" {
-		pool, err := files.Pool("mode.cloud.join ca", c.Join.CA)
-		if err != nil {
-			return nil, err
+		var pool *reload.Pool
+		if pool, err = files.Pool("mode.cloud.join ca", c.Join.CA); err != nil {
+			return nil, nil, err
 		}
 		cfg.NodeCA = pool.Pool
 	}
@@ -130,10 +131,11 @@ func newGate(c *conf.Cloud, files *reload.Files, k cluster, log *slog.Logger) (*
 	if k.joining != nil {
 		cfg.Nodes = k.joining
 	}
-	return auth.NewGate(cfg), nil
+	gate := auth.NewGate(cfg)
+	issuer, err := newIssuer(c, gate, k, log)
+	return gate, issuer, err
 }
 
-// newIssuer returns who makes nodes their certificates, nil if nobody does.
 func newIssuer(c *conf.Cloud, gate *auth.Gate, k cluster, log *slog.Logger) (stream.Issuer, error) {
 	switch {
 	case c.Join.Kubernetes:

@@ -49,18 +49,33 @@ func (d *daemon) add(m tunnel.Module, ready func() error, listeners ...string) {
 	}
 }
 
-// serveHealth adds health and metrics, on a port (0: none) and for operators on a unix
-// socket (""). It is called last: it shows the modules' checks.
-func (d *daemon) serveHealth(port int, socket string, metrics prometheus.Gatherer) {
-	listen := fmt.Sprintf(":%d", port)
-	server := admin.New(listen, d.checks, metrics, d.log)
-	if port != 0 {
+// shown is what health and metrics are of, and where they are served.
+type shown struct {
+	port       int    // 0: none
+	socket     string // for operators; "": none
+	conns      int    // at once on the port
+	counters   *tunnel.Counters
+	sessions   func() []*tunnel.Session
+	collectors []prometheus.Collector
+}
+
+// serveHealth adds health and metrics. It is called last: it shows the modules' checks.
+func (d *daemon) serveHealth(s shown) {
+	if s.port == 0 && s.socket == "" {
+		return
+	}
+	registry := admin.NewRegistry(software(), s.counters, s.sessions)
+	registry.MustRegister(s.collectors...)
+	listen := fmt.Sprintf(":%d", s.port)
+	server := admin.New(listen, d.checks, registry, d.log)
+	server.Conns, server.Counters = s.conns, s.counters
+	if s.port != 0 {
 		d.health = server
 		d.listeners = append(d.listeners, server.Name()+" "+listen)
 	}
-	if socket != "" {
-		d.socket, d.operators = socket, server
-		d.listeners = append(d.listeners, "debug "+socket)
+	if s.socket != "" {
+		d.socket, d.operators = s.socket, server
+		d.listeners = append(d.listeners, "debug "+s.socket)
 	}
 }
 

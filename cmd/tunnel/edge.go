@@ -4,9 +4,11 @@ import (
 	"cmp"
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	"fmt"
 	"log/slog"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
 
 	"tunnel/conf"
@@ -25,7 +27,7 @@ func newEdgeCommand(logs *logFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "edge -c FILE",
 		Short: "Run the end on a node",
-		Args:  cobra.NoArgs,
+		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			return runEdge(cmd.Context(), file, logs.logger(cmd.ErrOrStderr()), &logs.now)
 		},
@@ -81,17 +83,10 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	if _, err = egress.ParseIdentifiers(e.EgressIdentifiers); err != nil {
 		return nil, fmt.Errorf("mode.edge.egress identifiers: %w", err)
 	}
-	conf := func() *tls.Config {
-		cfg := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool.Pool(), ServerName: e.ServerName}
-		if proof.pair != nil {
-			cfg.Certificates = []tls.Certificate{*proof.pair.Certificate()}
-		}
-		return cfg
-	}
 	client, err := stream.NewClient(stream.ClientConfig{
 		Address:  e.Addr,
 		Limits:   edgeLimits(e.Limits),
-		TLS:      conf,
+		TLS:      func() *tls.Config { return proof.tls(e.ServerName, pool.Pool()) },
 		Node:     e.Node,
 		Token:    proof.token,
 		Counters: counters,
@@ -119,18 +114,17 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	if e.ChannelzAddr != "" {
 		d.add(admin.NewChannelz(e.ChannelzAddr, log), nil, e.ChannelzAddr)
 	}
-	if e.LogPort != 0 || e.AdminSocket != "" {
-		sessions := func() []*tunnel.Session {
+	d.serveHealth(shown{
+		port: e.LogPort, socket: e.AdminSocket, conns: e.Limits.Health,
+		counters: counters,
+		sessions: func() []*tunnel.Session {
 			if s := client.Session(); s != nil {
 				return []*tunnel.Session{s}
 			}
 			return nil
-		}
-		registry := admin.NewRegistry(software(), counters, sessions)
-		registry.MustRegister(files.Collector())
-		d.serveHealth(e.LogPort, e.AdminSocket, registry)
-		d.limitHealth(e.Limits.Health, counters)
-	}
+		},
+		collectors: []prometheus.Collector{files.Collector()},
+	})
 	return d, nil
 }
 
@@ -140,11 +134,23 @@ type proof struct {
 	pair  *reload.Pair
 }
 
+// tls returns how to dial the cloud.
+func (p proof) tls(serverName string, roots *x509.CertPool) *tls.Config {
+	cfg := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: serverName}
+	if p.pair != nil {
+		cfg.Certificates = []tls.Certificate{*p.pair.Certificate()}
+	}
+	return cfg
+}
+
 func newProof(e *conf.Edge, files *reload.Files, log *slog.Logger) (proof, error) {
 	switch {
 	case e.NodeCert != "":
 		pair, err := files.Pair("mode.edge.stream.client nodecert", e.NodeCert, cmp.Or(e.NodeKey, e.NodeCert))
-		if err != nil {
+		switch {
+		case err != nil && e.NodeKey == "":
+			return proof{}, fmt.Errorf("%w; with a new join token, tunnel join writes another one", err)
+		case err != nil:
 			return proof{}, err
 		}
 		node, err := auth.NodeOf(pair.Certificate().Leaf)

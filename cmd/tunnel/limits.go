@@ -4,7 +4,6 @@ import (
 	"tunnel/conf"
 	"tunnel/pkg/https"
 	"tunnel/pkg/stream"
-	"tunnel/pkg/tunnel"
 )
 
 // What is 0 in the configuration is 0 for the packages: they know their defaults.
@@ -24,12 +23,5 @@ func httpsLimits(l conf.Limits) https.Limits {
 	return https.Limits{
 		Strangers: l.Strangers, StrangersPerAddress: l.StrangersPerAddress, HandshakeTimeout: l.HandshakeTimeout,
 		ConnsPerAddress: l.ConnsPerAddress, Headers: l.Headers,
-	}
-}
-
-// limitHealth bounds what the health port, if there is one, holds.
-func (d *daemon) limitHealth(conns int, counters *tunnel.Counters) {
-	if d.health != nil {
-		d.health.Conns, d.health.Counters = conns, counters
 	}
 }
