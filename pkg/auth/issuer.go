@@ -3,7 +3,9 @@ package auth
 import (
 	"context"
 	"crypto/sha256"
+	"errors"
 	"fmt"
+	"sync"
 
 	"tunnel/pkg/tunnel"
 )
@@ -11,21 +13,50 @@ import (
 // Issuer gives nodes their certificates: the first by a join token, later ones by a
 // session that a certificate has opened.
 type Issuer struct {
+	// Set once.
 	gate   *Gate
 	signer Signer
+
+	mu      sync.Mutex                   // guards the following
+	signing map[tunnel.NodeName]struct{} // nodes whose first certificate is being made
 }
 
+// ErrSigning refuses a node a first certificate while another one is being made for it. Who
+// has one join token cannot take all places of a signer that has few.
+var ErrSigning = errors.New("a certificate of this node is being made")
+
 // NewIssuer returns an Issuer that asks g who may have a certificate, and s for it.
-func NewIssuer(g *Gate, s Signer) *Issuer { return &Issuer{gate: g, signer: s} }
+func NewIssuer(g *Gate, s Signer) *Issuer {
+	return &Issuer{gate: g, signer: s, signing: make(map[tunnel.NodeName]struct{})}
+}
 
 // First issues the certificate of the node whose join token c is. Its errors are as those
-// of Authenticate: one that is ErrUnauthenticated for the log alone.
+// of Authenticate: one that is ErrUnauthenticated for the log alone; or ErrSigning.
 func (i *Issuer) First(ctx context.Context, c Credential, request []byte) (node tunnel.NodeName, chain []byte, err error) {
 	if node, err = i.gate.Enroll(ctx, c); err != nil {
 		return "", nil, err
 	}
+	if !i.begin(node) {
+		return "", nil, ErrSigning
+	}
+	defer i.end(node)
 	chain, err = i.sign(ctx, node, joinProof(sha256.Sum256([]byte(c.Token))), request)
 	return node, chain, err
+}
+
+// begin reports whether nobody is making a first certificate for node. end undoes it.
+func (i *Issuer) begin(node tunnel.NodeName) bool {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	_, busy := i.signing[node]
+	i.signing[node] = struct{}{}
+	return !busy
+}
+
+func (i *Issuer) end(node tunnel.NodeName) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	delete(i.signing, node)
 }
 
 // Again issues another certificate for the node whose certificate c is; a session stands

@@ -21,7 +21,8 @@ import (
 // Issuer makes nodes their certificates. It is auth.Issuer.
 type Issuer interface {
 	// First makes the node's first certificate, by a join token. A token that is not good
-	// is refused (auth.ErrUnauthenticated) at once: nobody else is asked.
+	// is refused (auth.ErrUnauthenticated) at once: nobody else is asked. So is one whose
+	// certificate is being made (auth.ErrSigning).
 	First(ctx context.Context, c auth.Credential, request []byte) (node tunnel.NodeName, chain []byte, err error)
 	// Again makes another one for the node whose certificate c is. One that is no longer
 	// good is refused in the same way.
@@ -192,6 +193,9 @@ func (s *Server) receiveRequest(stream grpc.ServerStream) ([]byte, *refusedJoin)
 func notSigned(node string, request []byte, err error) *refusedJoin {
 	if errors.Is(err, auth.ErrUnauthenticated) {
 		return &refusedJoin{node: node, told: uniform(), err: err}
+	}
+	if errors.Is(err, auth.ErrSigning) {
+		return &refusedJoin{node: node, told: errOneAtATime}
 	}
 	if _, bad := auth.ParseRequest(tunnel.NodeName(node), request); bad != nil {
 		return &refusedJoin{node: node, told: status.Errorf(codes.InvalidArgument, "the request for a certificate: %v", bad)}

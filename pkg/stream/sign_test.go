@@ -6,6 +6,7 @@ import (
 	"encoding/pem"
 	"errors"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -249,6 +250,42 @@ func TestRenewRefused(t *testing.T) {
 				t.Error("the session stands on something else now")
 			}
 		})
+	}
+}
+
+// A join token gets one certificate at a time, so that it cannot take all places of a
+// signer that has few. Others do not notice.
+func TestEnrollOneAtATime(t *testing.T) {
+	a := newRegistry(t, nodeCA(t), "edge1:token-edge1 join", "edge2:token-edge2 join")
+	signing, signed := make(chan struct{}), make(chan struct{})
+	var began atomic.Bool
+	a.before = func(context.Context) error {
+		if !began.Swap(true) {
+			close(signing)
+			<-signed
+		}
+		return nil
+	}
+	r := newRig(t, a.serve)
+	done := make(chan error, 1)
+	slow := requestFor(t, "edge1")
+	go func() {
+		_, err := r.enroll("edge1", "token-edge1", slow)
+		done <- err
+	}()
+	<-signing
+	if _, err := r.enroll("edge1", "token-edge1", requestFor(t, "edge1")); status.Code(err) != codes.ResourceExhausted {
+		t.Errorf("another one meanwhile: %v", err)
+	}
+	if _, err := r.enroll("edge2", "token-edge2", requestFor(t, "edge2")); err != nil {
+		t.Errorf("another node: %v", err)
+	}
+	close(signed)
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	if _, err := r.enroll("edge1", "token-edge1", requestFor(t, "edge1")); err != nil {
+		t.Errorf("when it is done: %v", err)
 	}
 }
 
