@@ -25,9 +25,6 @@ const (
 	requestTimeout = 10 * time.Second
 	// mostRequest bounds the head of a request, in bytes.
 	mostRequest = 64 << 10
-	// apart is how long the target's first bytes wait behind our answer, unless the caller
-	// has said something since: kube-apiserver fails when it reads both at once.
-	apart = 20 * time.Millisecond
 )
 
 // serveConnect serves HTTP CONNECT on ln until ctx is done.
@@ -74,7 +71,7 @@ func passing(err error) bool {
 func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, callers *tls.Config) {
 	raw.SetDeadline(time.Now().Add(requestTimeout)) //nolint:errcheck // then reading fails at once
 	late := context.AfterFunc(asking, func() { raw.Close() })
-	c := &connectConn{Conn: raw, spoke: make(chan struct{})}
+	c := &connectConn{Conn: raw, apart: newApart()}
 	if callers != nil {
 		t := tls.Server(raw, callers)
 		if err := t.Handshake(); err != nil {
@@ -108,18 +105,15 @@ func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, caller
 		tunnel.Reset(target)
 		return
 	}
-	c.answered = time.Now()
+	c.apart.answered = time.Now()
 	f.splice(conns, doorConnect, addr, c, target)
 }
 
 // connectConn is a caller's connection, whose first bytes were read with its request.
 type connectConn struct {
 	net.Conn
-	again    []byte // read first; owned by the reader
-	answered time.Time
-
-	first sync.Once
-	spoke chan struct{} // closed when the caller has been heard after our answer
+	again []byte // read first; owned by the reader
+	apart apart
 }
 
 // errMethod is for every request that is none of ours.
@@ -222,18 +216,13 @@ func (c *connectConn) Read(b []byte) (int, error) {
 		return n, nil
 	}
 	n, err := c.Conn.Read(b)
-	c.first.Do(func() { close(c.spoke) })
+	c.apart.said()
 	return n, err
 }
 
 // Write implements net.Conn.
 func (c *connectConn) Write(b []byte) (int, error) {
-	if wait := apart - time.Since(c.answered); wait > 0 {
-		select {
-		case <-c.spoke:
-		case <-time.After(wait):
-		}
-	}
+	c.apart.wait()
 	return c.Conn.Write(b)
 }
 

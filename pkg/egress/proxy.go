@@ -99,7 +99,7 @@ type proxies struct {
 // handle is one stream. It returns when the conn is over, or to make it so: gRPC then frees
 // who waits for the client.
 func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
-	s := &proxyStream{stream: stream, working: &p.working, first: make(chan received, 1), over: make(chan struct{})}
+	s := &proxyStream{stream: stream, working: &p.working, first: make(chan received, 1), over: make(chan struct{}), apart: newApart()}
 	req, err := s.request()
 	if err != nil || req == nil {
 		return err
@@ -120,6 +120,7 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 		p.door.log.Debug("dial refused", "target", req.address, "err", err)
 		return s.send(&packet{typ: packetDialRsp, random: req.random, err: tellable(err)})
 	}
+	s.apart.answered = time.Now()
 	if err := s.send(&packet{typ: packetDialRsp, random: req.random, connID: theConn}); err != nil {
 		tunnel.Reset(target)
 		return err
@@ -168,6 +169,7 @@ type proxyStream struct {
 	working *sync.WaitGroup
 	first   chan received // the first packet after the request; capacity 1, so that nobody waits to send
 
+	apart   apart
 	over    chan struct{} // closed when the handler is to return
 	ending  sync.Once     // closes it
 	aborted atomic.Bool   // because of a reset
@@ -247,6 +249,7 @@ func (s *proxyStream) next() error {
 			r := <-s.first
 			s.packet, err, s.begun = r.packet, r.err, true
 		}
+		s.apart.said()
 		switch {
 		case err != nil && s.isClosed():
 			s.ended = io.EOF // both sides have said that it is over
@@ -342,6 +345,7 @@ func (s *proxyStream) stop() {
 
 // Write implements net.Conn.
 func (s *proxyStream) Write(b []byte) (n int, err error) {
+	s.apart.wait()
 	s.sendMu.Lock()
 	defer s.sendMu.Unlock()
 	for len(b) > 0 {

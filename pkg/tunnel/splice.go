@@ -178,6 +178,9 @@ func endedByReset(src net.Conn, back *direction) bool {
 		if !dead(src) {
 			return false // half-closed by its peer, no more
 		}
+		if src.LocalAddr().Network() == "unix" {
+			return false // closed by its peer; a reset would have been the read's error
+		}
 		// If a write got the reset, that half is about to end.
 		select {
 		case <-back.done:
