@@ -1,7 +1,6 @@
 package conf
 
 import (
-	"cmp"
 	"strings"
 
 	"tunnel/pkg/auth"
@@ -179,13 +178,14 @@ func (e *Edge) checkClient(r *report) {
 		r.add(t+"nodecert", "missing: nodekey is useless without its certificate, write nodecert or remove nodekey")
 	}
 	r.file(t+"tokenfile", e.TokenFile)
-	create := "create it"
 	if e.NodeKey == "" {
-		create = "with a new join token, tunnel join writes it"
+		r.fileMadeBy(t+"nodecert", e.NodeCert, "with a new join token, tunnel join writes it")
+		r.secret(t+"nodecert", e.NodeCert)
+	} else {
+		r.file(t+"nodecert", e.NodeCert)
+		r.file(t+"nodekey", e.NodeKey)
+		r.secret(t+"nodekey", e.NodeKey)
 	}
-	r.fileMadeBy(t+"nodecert", e.NodeCert, create)
-	r.file(t+"nodekey", e.NodeKey)
-	r.secret(t+"nodekey", cmp.Or(e.NodeKey, e.NodeCert))
 	if e.Token != "" && e.src != nil {
 		r.secret(t+"token", e.src.file)
 	}

@@ -188,6 +188,29 @@ func TestFolder(t *testing.T) {
 		t.Fatal(err)
 	}
 
+	// What a full disk, for one, has left of it.
+	if err := os.WriteFile(filepath.Join(dir, "node.pem"), pem[:len(pem)/2], 0o600); err != nil {
+		t.Fatal(err)
+	}
+	s.want(0, s.join(first, dir), "edge.toml (as it was)")
+	if pem, err = os.ReadFile(filepath.Join(dir, "node.pem")); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "node.pem"), nil, 0o644); err != nil { //nolint:gosec // as an operator would
+		t.Fatal(err)
+	}
+	if err := os.Chmod(filepath.Join(dir, "node.pem"), 0o644); err != nil { //nolint:gosec // likewise
+		t.Fatal(err)
+	}
+	s.want(3, s.tunnel("", "config", "check", "-c", filepath.Join(dir, "edge.toml")), "nodecert: ", "chmod 600", "tunnel join writes another")
+	if err := os.Remove(filepath.Join(dir, "node.pem")); err != nil {
+		t.Fatal(err)
+	}
+	s.want(3, s.tunnel("", "config", "check", "-c", filepath.Join(dir, "edge.toml")), "node.pem does not exist: with a new join token, tunnel join writes it")
+	if err := os.WriteFile(filepath.Join(dir, "node.pem"), pem, 0o600); err != nil {
+		t.Fatal(err)
+	}
+
 	issued := strings.Count(s.log.String(), "certificate issued")
 	s.want(1, s.join(second, dir), "FAIL  files: ", "is of node edge1, and the token of node edge2", "--force")
 	if now, err := os.ReadFile(filepath.Join(dir, "node.pem")); err != nil || string(now) != string(pem) {
