@@ -14,6 +14,7 @@ GOLANGCI    := go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.6.0
 CYCLONEDX   := github.com/CycloneDX/cyclonedx-gomod@v1.10.0
 FUZZTIME    ?= 60s
+KEEP        ?= 20
 
 .PHONY: help
 help: ## print this list
@@ -35,6 +36,7 @@ dev-certs: ## make the certificates and tokens that conf/cloud.toml and conf/edg
 
 .PHONY: test
 test: FUZZTIME = 10s
+test: KEEP = 0
 test: race fuzz ## the tests: with the race detector, leak checks, and 10 s of fuzzing per target
 
 .PHONY: race
@@ -48,8 +50,8 @@ iproute2:
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends iproute2 </dev/null >/dev/null; }
 
 .PHONY: fuzz
-fuzz: ## fuzz every target for FUZZTIME (60s each: 20 minutes)
-	@go run ./test/fuzzall -time $(FUZZTIME) $(PKGS)
+fuzz: ## fuzz every target for FUZZTIME (60s each: 20 minutes), and keep inputs that are worth it
+	@go run ./test/fuzzall -time $(FUZZTIME) -keep $(KEEP) $(PKGS)
 
 .PHONY: lint
 lint: ## golangci-lint, formatting, and that go.mod is in order
