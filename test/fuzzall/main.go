@@ -84,11 +84,22 @@ func keep(pkg, target string, most int) error {
 		return err
 	}
 	content := make(map[string][]byte)
+	var newest time.Time
+	values := 0
 	for _, f := range inputs {
+		info, err := os.Stat(f)
+		if err != nil {
+			return err
+		}
 		if content[f], err = os.ReadFile(f); err != nil {
 			return err
 		}
+		if info.ModTime().After(newest) {
+			newest, values = info.ModTime(), bytes.Count(content[f], []byte("\n"))
+		}
 	}
+	// The cache remembers inputs from when the target had other parameters.
+	inputs = slices.DeleteFunc(inputs, func(f string) bool { return bytes.Count(content[f], []byte("\n")) != values })
 	slices.SortFunc(inputs, func(a, b string) int {
 		return cmp.Or(len(content[a])-len(content[b]), strings.Compare(a, b))
 	})
