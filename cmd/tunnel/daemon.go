@@ -65,7 +65,7 @@ func (d *daemon) serveHealth(s shown) {
 		return
 	}
 	registry := admin.NewRegistry(software(), s.counters, s.sessions)
-	registry.MustRegister(s.collectors...)
+	registry.MustRegister(append(s.collectors, admin.NewDegradedCollector(d.checks))...)
 	listen := fmt.Sprintf(":%d", s.port)
 	server := admin.New(listen, d.checks, registry, d.log)
 	server.Conns, server.Counters = s.conns, s.counters

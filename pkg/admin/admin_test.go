@@ -170,6 +170,22 @@ func TestNote(t *testing.T) {
 	want("/readyz?verbose", 503, list)
 }
 
+func TestDegraded(t *testing.T) {
+	note := ""
+	reg := prometheus.NewPedanticRegistry()
+	reg.MustRegister(NewDegradedCollector([]Check{{Name: "quiet"}, {Name: "auth", Note: func() string { return note }}}))
+	for _, want := range []float64{0, 1, 0} {
+		families, err := reg.Gather()
+		if err != nil || len(families) != 1 || len(families[0].GetMetric()) != 1 {
+			t.Fatalf("%v, %v", families, err)
+		}
+		if m := families[0].GetMetric()[0]; m.GetGauge().GetValue() != want || m.GetLabel()[0].GetValue() != "auth" {
+			t.Errorf("%v, want %v", m, want)
+		}
+		note = map[string]string{"": "the token file is bad"}[note]
+	}
+}
+
 func TestMetrics(t *testing.T) {
 	var c tunnel.Counters
 	c.Sessions.Store(3)

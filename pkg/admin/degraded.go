@@ -1,0 +1,32 @@
+package admin
+
+import "github.com/prometheus/client_golang/prometheus"
+
+// NewDegradedCollector shows for each check that may have something to note whether it has,
+// so that an alert can be made of what /readyz?verbose says in words.
+func NewDegradedCollector(checks []Check) prometheus.Collector {
+	return degraded{checks, prometheus.NewDesc("tunnel_degraded",
+		"1 while the module needs somebody's attention: the line [~] of /readyz?verbose says why.", []string{"module"}, nil)}
+}
+
+type degraded struct {
+	checks []Check
+	desc   *prometheus.Desc
+}
+
+// Describe implements prometheus.Collector.
+func (d degraded) Describe(ch chan<- *prometheus.Desc) { ch <- d.desc }
+
+// Collect implements prometheus.Collector.
+func (d degraded) Collect(ch chan<- prometheus.Metric) {
+	for _, c := range d.checks {
+		if c.Note == nil {
+			continue
+		}
+		v := 0.0
+		if c.Note() != "" {
+			v = 1
+		}
+		ch <- prometheus.MustNewConstMetric(d.desc, prometheus.GaugeValue, v, c.Name)
+	}
+}
