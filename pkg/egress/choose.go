@@ -78,8 +78,8 @@ func (c *chooser) run(ctx context.Context) error {
 // errNoNode is what Konnectivity's server says, which people search for.
 var errNoNode = errors.New("No agent available") //nolint:staticcheck // see above
 
-// candidates returns the nodes that a strategy finds: the connected ones in a random order,
-// and, where the address is theirs, those that are not.
+// candidates returns the connected nodes that a strategy finds, in a random order. Where the
+// address is somebody's and none of them is connected, it returns who is away.
 func (c *chooser) candidates(s Strategy, host string) (connected, away []tunnel.NodeName) {
 	t := c.table.Load()
 	var found []tunnel.NodeName
@@ -99,6 +99,9 @@ func (c *chooser) candidates(s Strategy, host string) (connected, away []tunnel.
 		} else if s != DefaultRoute {
 			away = append(away, n)
 		}
+	}
+	if len(connected) > 0 {
+		away = nil
 	}
 	rand.Shuffle(len(connected), func(i, j int) { connected[i], connected[j] = connected[j], connected[i] })
 	return connected, away
@@ -151,8 +154,11 @@ func without(away []tunnel.NodeName, err error) error {
 	if len(away) > 1 {
 		who = fmt.Sprintf("%s and %d more are not connected", away[0], len(away)-1)
 	}
-	if code == tunnel.NoSuchNode {
+	switch code {
+	case tunnel.NoSuchNode:
 		return tunnel.Refusef(code, "%s: %s", text, who)
+	case tunnel.Denied: // that node's policy is not what is in the way
+		return tunnel.Refusef(tunnel.NoSuchNode, "%v: %s; by way of another node: %s", errNoNode, who, text)
 	}
 	return tunnel.Refusef(code, "%s; by way of another node: %s", who, text)
 }
