@@ -1,7 +1,8 @@
 #!/bin/bash
 # apiserver.sh kubelet-ca|no-kubelet-ca [FLAG...]: (re)starts kube-apiserver of the cluster that is up, and waits until it is
 # ready. kubelet-ca: it verifies kubelets (--kubelet-certificate-authority) and sends the node's name as SNI everywhere.
-# no-kubelet-ca: it takes any certificate, and its exec, attach and port-forward upgrades carry no SNI. FLAGs are added.
+# no-kubelet-ca: it takes any certificate, and its exec, attach and port-forward upgrades carry no SNI. FLAGs are added;
+# --kubelet-preferred-address-types takes the place of Hostname,InternalIP.
 # apiserver.sh stop: kills it.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
@@ -9,12 +10,17 @@ mode=${1:-}
 case $mode in
 kubelet-ca) verify=(--kubelet-certificate-authority="$RUN/pki/ca.crt") ;;
 no-kubelet-ca | stop) verify=() ;;
-*) sed -n '2,5s/^# //p' "$0" >&2; exit 2 ;;
+*) sed -n '2,6s/^# //p' "$0" >&2; exit 2 ;;
 esac
 shift
 settings
 [ -d "$RUN/pki" ] || die "no cluster is up: run up.sh first"
 [ -n "${LOCKED:-}" ] || lock 180 # up.sh holds it
+
+case " $*" in # the flag is a list: given twice, it is the longer one
+*" --kubelet-preferred-address-types="*) ;;
+*) set -- --kubelet-preferred-address-types=Hostname,InternalIP "$@" ;;
+esac
 
 stop apiserver
 [ "$mode" != stop ] || exit 0
@@ -32,7 +38,7 @@ start apiserver env RUN="$RUN" unshare --mount --propagation private bash "$RUN/
   --service-cluster-ip-range=10.96.0.0/16 --authorization-mode=Node,RBAC --enable-admission-plugins=NodeRestriction \
   --client-ca-file="$pki/ca.crt" --tls-cert-file="$pki/apiserver.crt" --tls-private-key-file="$pki/apiserver.key" \
   --kubelet-client-certificate="$pki/apiserver-kubelet.crt" --kubelet-client-key="$pki/apiserver-kubelet.key" \
-  --kubelet-preferred-address-types=Hostname,InternalIP "${verify[@]}" \
+  "${verify[@]}" \
   --service-account-issuer=https://kubernetes.default.svc.cluster.local \
   --service-account-key-file="$pki/sa.pub" --service-account-signing-key-file="$pki/sa.key" \
   --requestheader-client-ca-file="$pki/front.crt" --requestheader-allowed-names=front-proxy-client \

@@ -98,6 +98,11 @@ start sched kubeall kube-scheduler "${kubeconfig[@]//kcm/sched}" --bind-address=
 for n in $NODES; do start "node-$n" "$HERE/lib/node-run.sh" "$n"; done
 ready() { [ "$(kubectl get node "$1" -o jsonpath='{.status.conditions[?(@.type=="Ready")].status}')" = True ]; }
 for n in $NODES; do WATCH=node-$n waitfor 120 "node $n to be Ready" ready "$n"; done
+# As a controller manager that allocates them says it: the networks that node-init.sh gives to the CNI plugin.
+for n in $NODES; do
+  pods=10.88.$(index "$n").0/24
+  kubectl patch node "$n" -p '{"spec":{"podCIDR":"'"$pods"'","podCIDRs":["'"$pods"'"]}}' >/dev/null
+done
 WATCH=kcm waitfor 60 "the default service account" kubectl get serviceaccount default
 lap "nodes ready: $NODES"
 trap - EXIT INT TERM

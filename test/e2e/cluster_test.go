@@ -103,6 +103,14 @@ func (c *cluster) apply(ctx context.Context, file string, oldnew ...string) erro
 	return err
 }
 
+// leaf adds a certificate of the cluster's CA.
+func (c *cluster) leaf(ctx context.Context, t *testing.T, args ...string) {
+	t.Helper()
+	if _, err := run(c.command(ctx, "pki", append([]string{"leaf", "-dir", c.path("pki")}, args...)...), nil); err != nil {
+		t.Fatal(err)
+	}
+}
+
 // getInside makes an HTTP request from within a node's network namespace, where nothing outside can reach.
 func (c *cluster) getInside(ctx context.Context, node, url string) (int, string, error) {
 	tr := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {

@@ -3,7 +3,7 @@
 
 .PHONY: e2e e2e-bench e2e-build e2e-up e2e-down
 
-e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 10 minutes, the first time 28)
+e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 13 minutes, the first time 31)
 	@status=0; go test -tags e2e -count=1 -v -timeout 30m ./test/e2e || status=$$?; \
 	test/cluster/down.sh && exit $$status
 

@@ -27,13 +27,7 @@ const gone = 15 * time.Second
 // and then that outages are seen and healed. At last the names alone, with more clouds than one, and with clouds
 // that are cut off from each other.
 func TestTunnel(t *testing.T) {
-	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	defer stop()
-	if deadline, ok := t.Deadline(); ok { // leave time to clean up: a test binary that runs into its timeout does not
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithDeadline(ctx, deadline.Add(-time.Minute))
-		defer cancel()
-	}
+	ctx := contextOf(t)
 	program := binary(ctx, t)
 	c := upCluster(ctx, t)
 	prepare(ctx, t, c)
@@ -70,7 +64,7 @@ func TestTunnel(t *testing.T) {
 			if !ok {
 				return
 			}
-			works(ctx, t, tn)
+			works(ctx, t, tn, append(verbs[:len(verbs):len(verbs)], top))
 			c.step(t, "front door", func(t *testing.T) { frontDoor(ctx, t, tn) })
 			outages(ctx, t, tn)
 		})
@@ -79,6 +73,18 @@ func TestTunnel(t *testing.T) {
 	t.Run("identities", func(t *testing.T) { identities(ctx, t, tn) })
 	t.Run("dns", func(t *testing.T) { dnsWorks(ctx, t, c, program, volume) })
 	t.Run("replicas apart", func(t *testing.T) { replicasApart(ctx, t, c, program) })
+}
+
+// contextOf is the context of a test, done by Ctrl-C and some time before the test's own is up.
+func contextOf(t *testing.T) context.Context {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	t.Cleanup(stop)
+	if deadline, ok := t.Deadline(); ok { // leave time to clean up: a test binary that runs into its timeout does not
+		var cancel context.CancelFunc
+		ctx, cancel = context.WithDeadline(ctx, deadline.Add(-time.Minute))
+		t.Cleanup(cancel)
+	}
+	return ctx
 }
 
 // nowhere asserts why there is no way to a node.
@@ -111,12 +117,12 @@ func prepare(ctx context.Context, t *testing.T, c *cluster) {
 }
 
 // works checks each verb for all that a user would notice, that the bytes went through the tunnel, and that nothing stays behind.
-func works(ctx context.Context, t *testing.T, tn *tunnel) {
+func works(ctx context.Context, t *testing.T, tn *tunnel, verbs []verb) {
 	if err := errors.Join(tryLogs(ctx, tn.c, "edge1"), tryLogs(ctx, tn.c, "edge2")); err != nil {
 		t.Fatal(err)
 	}
 	open, carried := tn.descriptors(t), tn.carried(ctx, t)
-	for _, v := range append(verbs[:len(verbs):len(verbs)], top) {
+	for _, v := range verbs {
 		tn.c.step(t, v.name, func(t *testing.T) {
 			ctx, cancel := within(ctx, time.Minute)
 			defer cancel()

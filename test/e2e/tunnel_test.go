@@ -66,11 +66,7 @@ func newTunnel(ctx context.Context, t *testing.T, c *cluster, binary, volume str
 	if _, err := run(command(ctx, "ip", "addr", "add", cloudIP+"/24", "dev", "te2e0"), nil); err != nil {
 		t.Fatal(err) // it goes with the bridge
 	}
-	leaf := func(args ...string) {
-		if _, err := run(c.command(ctx, "pki", append([]string{"leaf", "-dir", c.path("pki")}, args...)...), nil); err != nil {
-			t.Fatal(err)
-		}
-	}
+	leaf := func(args ...string) { c.leaf(ctx, t, args...) }
 	leaf("-name", "tunnel-join", "-cn", joinName, "-dns", joinName, "-server", "-client") // a client to other replicas
 	leaf("-name", "tunnel-https", "-cn", "tunnel-https", "-dns", "edge1", "-dns", "edge2", "-server")
 	leaf("-name", "tunnel-kubelet", "-cn", "tunnel-cloud", "-client") // what it may do: testdata/rbac.yaml
