@@ -30,6 +30,7 @@ import (
 // ours is a cloud with the egress front door, and an edge.
 type ours struct {
 	grpc, connect string // sockets
+	pair          *rig.Pair
 	cloud, edge   *rig.Process
 }
 
@@ -50,24 +51,45 @@ func start(t *testing.T) *ours {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if o.cloud, err = p.StartCloud(); err != nil {
+	o.pair = p
+	o.startCloud(t)
+	o.startEdge(t)
+	return o
+}
+
+func (o *ours) startCloud(t *testing.T) {
+	t.Helper()
+	var err error
+	if o.cloud, err = o.pair.StartCloud(); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(o.cloud.Kill)
-	if o.edge, err = p.StartEdge(); err != nil {
+}
+
+// startEdge starts the edge and waits until it has a session.
+func (o *ours) startEdge(t *testing.T) {
+	t.Helper()
+	var err error
+	if o.edge, err = o.pair.StartEdge(); err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(o.edge.Kill)
+	o.joined(t)
+}
+
+// joined waits until the edge has a session.
+func (o *ours) joined(t *testing.T) {
+	t.Helper()
 	for late := time.Now().Add(20 * time.Second); ; time.Sleep(20 * time.Millisecond) {
-		res, err := http.Get("http://" + p.EdgeHealth() + "/readyz")
+		res, err := http.Get("http://" + o.pair.EdgeHealth() + "/readyz")
 		if err == nil {
 			res.Body.Close()
 			if res.StatusCode == http.StatusOK {
-				return o
+				return
 			}
 		}
 		if time.Now().After(late) {
-			t.Fatalf("the edge has no session: %v\n%s", err, p.EdgeLog.String())
+			t.Fatalf("the edge has no session: %v\n%s", err, o.pair.EdgeLog.String())
 		}
 	}
 }
