@@ -334,4 +334,3 @@ func TestProbes(t *testing.T) {
 		}
 	}
 }
-
