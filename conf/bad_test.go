@@ -125,7 +125,6 @@ func TestBadCloud(t *testing.T) {
 	if err := syscall.Mkfifo("fifo", 0o600); err != nil {
 		t.Fatal(err)
 	}
-	const later = ", which this version does not have: remove it"
 	for _, b := range []bad{
 		{"empty server", "[mode.cloud]\n", []string{
 			`1: mode.cloud.stream.server.grpcport: missing: write the port that edges dial, such as grpcport = 9000`,
@@ -274,12 +273,11 @@ strategies = ["desthost"]
 			`8: mode.cloud.egress.httpconnect: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
 			`10: mode.cloud.egress.clientnames: the list is empty or holds an empty name: name who may call, or remove it`,
 			`11: mode.cloud.egress.strategies: "desthost" is not known: write some of "destHost", "cidr", "defaultRoute", "default"`}},
-		{"modules of later", server + `[mode.cloud.egress]
-grpc = ["unix:///run/x.sock"]
-agentport = 8091
-strategies = ["default"]
+		{"agents", server + `[mode.cloud.egress]
+httpconnect = ["unix:///run/x.sock"]
+agentport = 9000
 `, []string{
-			`8: mode.cloud.egress.agentport: needs a door for stock konnectivity agents` + later}},
+			`8: mode.cloud.egress.agentport: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`}},
 	} {
 		b.run(t, func(path string) error { _, err := LoadCloud(path, testEnv()); return err })
 	}
@@ -287,7 +285,6 @@ strategies = ["default"]
 
 func TestBadEdge(t *testing.T) {
 	inDir(t)
-	const later = ", which this version does not have: remove it"
 	for _, b := range []bad{
 		{"nothing said", "[mode.edge]\n", []string{
 			`1: mode.edge.stream.client.servername: missing: write the address of the cloud to dial, such as servername = "tunnel.example.com:9000"`,
@@ -316,14 +313,15 @@ channelzaddr = "0.0.0.0:7011"
 			`7: mode.edge.allow: allow entry "10.0.0.0/8:99999": port "99999" is not a number from 1 to 65535 (or * for any)`}},
 		{"half a pair", client + "[mode.edge.https]\nkey = \"key\"\n", []string{
 			`6: mode.edge.https.cert: missing: key is useless without its certificate, write cert or remove key`}},
-		{"modules of later", client + `[mode.edge.egress]
-identifiers = "host=edge1"
-[mode.edge.konnectivity]
-servers = ["tls://10.0.0.1:8091"]
-ca = "ca"
+		{"proxy-servers", client + `[mode.edge.konnectivity]
+servers = ["10.0.0.1:8091", "tls://10.0.0.1", "tls://10.0.0.2:8091", "tls://10.0.0.2:8091"]
+ca = "nowhere.crt"
 `, []string{
-			`9: mode.edge.konnectivity.servers: needs the konnectivity agent` + later,
-			`10: mode.edge.konnectivity.ca: needs the konnectivity agent` + later}},
+			`6: mode.edge.konnectivity.cert: missing: a proxy-server takes a client certificate or a token, write cert and key, or tokenfile`,
+			`7: mode.edge.konnectivity.servers: "10.0.0.1:8091" is not tls://HOST:PORT: write one such as "tls://10.0.0.1:8091"`,
+			`7: mode.edge.konnectivity.servers: "10.0.0.1" is not host:port: write an address such as "10.0.0.1:8091"`,
+			`7: mode.edge.konnectivity.servers: "tls://10.0.0.2:8091" is there twice: remove one of them`,
+			`8: mode.edge.konnectivity.ca: file nowhere.crt does not exist: create it, or correct the path`}},
 	} {
 		b.run(t, func(path string) error { _, err := LoadEdge(path, testEnv()); return err })
 	}

@@ -255,7 +255,6 @@ func (c *Cloud) check(r *report) {
 		l.check(r)
 	}
 	c.Egress.check(r)
-	r.refuse(c.later())
 	r.ports(c.listeners())
 }
 

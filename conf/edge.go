@@ -42,13 +42,6 @@ type EdgeHTTPS struct {
 	Cert, Key string // files
 }
 
-// Konnectivity is how to join stock proxy-servers as an agent.
-type Konnectivity struct {
-	Servers       []string
-	CA, Cert, Key string // files
-	TokenFile     string
-}
-
 const (
 	edgeTablePrefix = "mode.edge."
 	clientTable     = "mode.edge.stream.client."
@@ -145,7 +138,7 @@ func (e *Edge) check(r *report) {
 	if e.HTTPS.Cert != "" {
 		r.warn(edgeTablePrefix+"https.cert", "a key that every kubelet obeys lies on this edge: keep it on the cloud, in [mode.cloud.https.kubelet], if you can")
 	}
-	r.refuse(e.later())
+	e.Konnectivity.check(r)
 	r.ports([]listener{{t + "logport", "", e.LogPort}, listenerOf(t+"channelzaddr", e.ChannelzAddr)})
 }
 

@@ -14,7 +14,7 @@ type Egress struct {
 	Strategies          []string // empty is all of them
 	Kubernetes          bool     // what nodes reach stands in their Node objects; else edges say it
 	KonnectivityMetrics bool     // under the names of its server, too
-	AgentPort           int      // 0 is off
+	AgentPort           int      // where stock konnectivity agents join, on all interfaces; 0 is off
 }
 
 const egressTable = "mode.cloud.egress."
@@ -64,6 +64,9 @@ func (e Egress) check(r *report) {
 			r.add(t+"strategies", "%q is not known: write some of \"destHost\", \"cidr\", \"defaultRoute\", \"default\"", s)
 		}
 	}
+	if e.AgentPort != 0 {
+		r.port(t+"agentport", e.AgentPort)
+	}
 	r.pair(t, e.Cert, e.Key)
 	r.file(t+"clientca", e.ClientCA)
 	switch {
@@ -99,7 +102,7 @@ func (r *report) listener(key, u string) {
 
 // listeners lists the ports.
 func (e Egress) listeners() []listener {
-	var ls []listener
+	ls := []listener{{egressTable + "agentport", "", e.AgentPort}}
 	add := func(key string, urls []string) {
 		for _, u := range urls {
 			if addr, ok := strings.CutPrefix(u, schemeTLS); ok {

@@ -118,6 +118,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if err != nil {
 		return nil, err
 	}
+	d.addAgents(c, certificate, gate, peers, directory, counters, log)
 	collectors = append(collectors, d.addDNS(c.DNS, c.Limits, k, truthOf(c.DNS, directory, peers), counters)...)
 	if peers != nil {
 		collectors = append(collectors, admin.NewRelayCollector(relayed, peers.Replicas))

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"crypto/tls"
 	"crypto/x509"
 	"fmt"
@@ -10,9 +11,11 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"tunnel/conf"
+	"tunnel/pkg/auth"
 	"tunnel/pkg/egress"
 	"tunnel/pkg/kube"
 	"tunnel/pkg/reload"
+	"tunnel/pkg/stream"
 	"tunnel/pkg/tunnel"
 )
 
@@ -49,6 +52,24 @@ func (d *daemon) addEgress(c conf.Egress, limits conf.Limits, counters *tunnel.C
 	}
 	d.add(door, door.Ready, slices.Concat(c.GRPC, c.HTTPConnect)...)
 	return []prometheus.Collector{door.Collector()}, nil
+}
+
+// addAgents adds the door of stock konnectivity agents, if there is one. shown is our certificate.
+func (d *daemon) addAgents(c *conf.Cloud, shown func(*tls.ClientHelloInfo) (*tls.Certificate, error), gate *auth.Gate, peers *stream.Peers, directory *tunnel.Directory, counters *tunnel.Counters, log *slog.Logger) {
+	if c.Egress.AgentPort == 0 {
+		return
+	}
+	limits := stream.DefaultLimits()
+	cfg := egress.AgentsConfig{
+		Listen: fmt.Sprintf(":%d", c.Egress.AgentPort),
+		TLS:    &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: shown},
+		Auth:   gate, Conns: cmp.Or(c.Limits.Conns, limits.Conns), Dials: cmp.Or(c.Limits.Dials, limits.Dials), Counters: counters, Log: log,
+	}
+	if peers != nil {
+		cfg.Replicas = peers.Replicas
+	}
+	agents := egress.NewAgents(cfg, directory)
+	d.add(agents, agents.Ready, cfg.Listen)
 }
 
 // egressCallers returns how callers over TLS are known.

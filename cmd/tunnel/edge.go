@@ -75,10 +75,11 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	if err != nil {
 		return nil, err
 	}
+	egressEdge := egress.NewEdge(policy)
 	dialers := []tunnel.Module{
 		https.NewEdge(policy.DialRequest, kubelet, nil),
 		tcp.NewEdge(policy.DialRequest),
-		egress.NewEdge(policy),
+		egressEdge,
 	}
 	if _, err = egress.ParseIdentifiers(e.EgressIdentifiers); err != nil {
 		return nil, fmt.Errorf("mode.edge.egress identifiers: %w", err)
@@ -110,6 +111,9 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	}
 	for _, m := range dialers {
 		d.add(m, nil)
+	}
+	if err = d.addKonnectivity(e, files, egressEdge.Dial, counters, log); err != nil {
+		return nil, err
 	}
 	if e.ChannelzAddr != "" {
 		d.add(admin.NewChannelz(e.ChannelzAddr, log), nil, e.ChannelzAddr)

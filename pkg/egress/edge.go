@@ -28,13 +28,14 @@ func (e *Edge) Name() string { return name }
 func (e *Edge) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
 		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
-			return from.Serve(m, e.dial)
+			return from.Serve(m, e.Dial)
 		},
 		typeNetworks: e.pods.hear,
 	}
 }
 
-func (e *Edge) dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+// Dial dials what this edge may, a tunnel.DialFunc.
+func (e *Edge) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	return e.policy.DialRequest(ctx, r)
 }
 

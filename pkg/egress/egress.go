@@ -130,7 +130,10 @@ func (c Config) callers(url string) *tls.Config {
 	return c.TLS
 }
 
-const unixScheme = "unix://"
+const (
+	unixScheme = "unix://"
+	tlsScheme  = "tls://"
+)
 
 // Name implements tunnel.Module.
 func (f *FrontDoor) Name() string { return name }
@@ -205,7 +208,7 @@ func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) 
 	if path, ok := strings.CutPrefix(l.url, unixScheme); ok {
 		return socket.Listen(ctx, path)
 	}
-	addr, ok := strings.CutPrefix(l.url, "tls://")
+	addr, ok := strings.CutPrefix(l.url, tlsScheme)
 	switch {
 	case !ok:
 		return nil, errors.New("write unix:///PATH or tls://HOST:PORT")

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"maps"
+	"math"
 	"net"
 	"slices"
 	"sync"
@@ -153,7 +154,7 @@ func (d *Directory) noSuchNode(format string, args ...any) *Refusal {
 	return Refusef(NoSuchNode, format, args...)
 }
 
-// byConns returns the sessions, those with the fewest conns first. Among equals the
+// byConns returns the sessions, those with the fewest conns first, and last those that leave. Among equals the
 // map's random order decides, which spreads first conns over the nodes.
 func (d *Directory) byConns() []*Session {
 	type load struct {
@@ -163,7 +164,11 @@ func (d *Directory) byConns() []*Session {
 	d.mu.RLock()
 	loads := make([]load, 0, len(d.sessions))
 	for _, s := range d.sessions {
-		loads = append(loads, load{s, s.Conns.Load()})
+		n := s.Conns.Load()
+		if s.Leaving.Load() {
+			n += math.MaxInt32 // behind all others
+		}
+		loads = append(loads, load{s, n})
 	}
 	d.mu.RUnlock()
 	slices.SortStableFunc(loads, func(a, b load) int { return cmp.Compare(a.n, b.n) })

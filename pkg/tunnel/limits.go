@@ -27,6 +27,7 @@ const (
 	LimitHealth                           // connections of one source to the health port
 	LimitDNS                              // connections to the DNS port
 	LimitLookups                          // DNS queries that wait for an upstream
+	LimitUnread                           // bytes of a conn of a konnectivity stream that nobody reads
 	limits                                // how many there are
 )
 
@@ -51,6 +52,7 @@ var limitNames = [limits]string{
 	LimitHealth:              "health",
 	LimitDNS:                 "dns",
 	LimitLookups:             "lookups",
+	LimitUnread:              "unread",
 }
 
 // Limits lists every limit.

@@ -21,6 +21,8 @@ type Session struct {
 	// Written by the transport, read by anyone.
 	Conns atomic.Int64 // conns open now, those being dialled included
 	RTT   atomic.Int64 // nanoseconds the last heartbeat took, 0 before the first
+	// Leaving says that the peer is about to go, but serves while nobody else can.
+	Leaving atomic.Bool
 }
 
 // Link is what a transport does for a session.

@@ -294,6 +294,7 @@ func connector(socket string) dialer {
 		if err != nil {
 			return nil, err
 		}
+		defer context.AfterFunc(ctx, func() { c.Close() })()
 		fmt.Fprintf(c, "CONNECT %s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", addr)
 		// Byte by byte, so that nothing of what follows is read.
 		var head []byte
@@ -304,8 +305,9 @@ func connector(socket string) dialer {
 			}
 		}
 		if !bytes.HasPrefix(head, []byte("HTTP/1.1 200 ")) {
+			why, _ := io.ReadAll(c)
 			c.Close()
-			return nil, fmt.Errorf("%q", head)
+			return nil, fmt.Errorf("%q", append(head, why...))
 		}
 		return c, nil
 	}

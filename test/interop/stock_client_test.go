@@ -36,6 +36,16 @@ type ours struct {
 
 func start(t *testing.T) *ours {
 	t.Helper()
+	o := prepare(t, "", "")
+	o.startCloud(t)
+	o.startEdge(t)
+	return o
+}
+
+// prepare starts nothing yet. More lines of cloud.toml belong to [mode.cloud.egress]; of
+// edge.toml they are whole tables.
+func prepare(t *testing.T, cloud, edge string) *ours {
+	t.Helper()
 	dir := t.TempDir()
 	binary := filepath.Join(dir, "tunnel")
 	if out, err := exec.Command("go", "build", "-C", "../..", "-o", binary, "./cmd/tunnel").CombinedOutput(); err != nil {
@@ -47,13 +57,11 @@ func start(t *testing.T) *ours {
 	}
 	t.Cleanup(func() { os.RemoveAll(sockets) })
 	o := &ours{grpc: filepath.Join(sockets, "g"), connect: filepath.Join(sockets, "c")}
-	p, err := rig.NewPair(rig.Config{Binary: binary, Dir: dir, Cloud: fmt.Sprintf("[mode.cloud.egress]\ngrpc = [%q]\nhttpconnect = [%q]\n", "unix://"+o.grpc, "unix://"+o.connect)})
+	p, err := rig.NewPair(rig.Config{Binary: binary, Dir: dir, Cloud: fmt.Sprintf("[mode.cloud.egress]\ngrpc = [%q]\nhttpconnect = [%q]\n%s", "unix://"+o.grpc, "unix://"+o.connect, cloud), Edge: edge})
 	if err != nil {
 		t.Fatal(err)
 	}
 	o.pair = p
-	o.startCloud(t)
-	o.startEdge(t)
 	return o
 }
 
@@ -95,16 +103,18 @@ func (o *ours) joined(t *testing.T) {
 }
 
 // dialers are the two ways in which the stock client is used.
-func (o *ours) dialers(t *testing.T) map[string]func(ctx context.Context, addr string) (net.Conn, error) {
+func (o *ours) dialers(t *testing.T) map[string]dialer { return dialers(t, o.grpc) }
+
+func dialers(t *testing.T, socket string) map[string]dialer {
 	insecurely := grpc.WithTransportCredentials(insecure.NewCredentials())
-	reusable, err := client.CreateGRPCTunnel(t.Context(), "unix://"+o.grpc, insecurely)
+	reusable, err := client.CreateGRPCTunnel(t.Context(), "unix://"+socket, insecurely)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { reusable.Close() })
-	return map[string]func(ctx context.Context, addr string) (net.Conn, error){
+	return map[string]dialer{
 		"single use": func(ctx context.Context, addr string) (net.Conn, error) {
-			tunnel, err := client.CreateSingleUseGrpcTunnel(context.WithoutCancel(ctx), "unix://"+o.grpc, insecurely)
+			tunnel, err := client.CreateSingleUseGrpcTunnel(context.WithoutCancel(ctx), "unix://"+socket, insecurely)
 			if err != nil {
 				return nil, err
 			}
@@ -118,9 +128,26 @@ func (o *ours) dialers(t *testing.T) map[string]func(ctx context.Context, addr s
 
 func TestStockClient(t *testing.T) {
 	o := start(t)
-	big := make([]byte, 20<<20)
+	target, big := newTarget(t)
+	for name, dial := range o.dialers(t) {
+		t.Run(name, func(t *testing.T) {
+			traffic(t, target, big, dial)
+			oneWrite(t, target, big, dial)
+			if _, err := dial(t.Context(), "127.0.0.1:1"); err == nil || !strings.Contains(err.Error(), "refused") {
+				t.Errorf("nobody listens there: %v", err)
+			}
+			if _, err := dial(t.Context(), "192.0.2.1:80"); err == nil || !strings.Contains(err.Error(), "denied") {
+				t.Errorf("the edge may not dial that: %v", err)
+			}
+		})
+	}
+}
+
+// newTarget serves 20 MB at /big, echoes at /echo, and says its path elsewhere.
+func newTarget(t *testing.T) (target *httptest.Server, big []byte) {
+	big = make([]byte, 20<<20)
 	rand.Read(big)
-	target := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+	target = httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case "/big":
 			w.Write(big)
@@ -132,60 +159,60 @@ func TestStockClient(t *testing.T) {
 		}
 	}))
 	t.Cleanup(target.Close)
-	for name, dial := range o.dialers(t) {
-		t.Run(name, func(t *testing.T) {
-			tr := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) { return dial(ctx, addr) }}
-			c := &http.Client{Transport: tr, Timeout: 30 * time.Second}
-			get := func(path string, body []byte) []byte {
-				t.Helper()
-				res, err := c.Post(target.URL+path, "application/octet-stream", bytes.NewReader(body))
-				if err != nil {
-					t.Error(err)
-					return nil
-				}
-				defer res.Body.Close()
-				b, err := io.ReadAll(res.Body)
-				if err != nil {
-					t.Error(err)
-				}
-				return b
-			}
-			if !bytes.Equal(get("/big", nil), big) || !bytes.Equal(get("/echo", big), big) {
-				t.Error("20 MB did not come through whole")
-			}
-			var all sync.WaitGroup
-			for i := range 100 {
-				all.Go(func() {
-					if path := fmt.Sprintf("/%d", i); string(get(path, nil)) != path {
-						t.Errorf("request %d was answered as another one", i)
-					}
-				})
-			}
-			all.Wait()
-			// Written with one call, as no other client of the stock server could.
-			conn, err := dial(t.Context(), strings.TrimPrefix(target.URL, "http://"))
-			if err != nil {
-				t.Fatal(err)
-			}
-			one := fmt.Appendf(nil, "POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n", len(big))
-			if _, err := conn.Write(append(one, big...)); err != nil {
-				t.Fatal(err)
-			}
-			res, err := http.ReadResponse(bufio.NewReader(conn), nil)
-			if err != nil {
-				t.Fatal(err)
-			}
-			if answer, err := io.ReadAll(res.Body); err != nil || !bytes.Equal(answer, big) {
-				t.Errorf("one write of 20 MB: %d bytes came back, %v", len(answer), err)
-			}
-			res.Body.Close()
-			conn.Close()
-			if _, err := dial(t.Context(), "127.0.0.1:1"); err == nil || !strings.Contains(err.Error(), "refused") {
-				t.Errorf("nobody listens there: %v", err)
-			}
-			if _, err := dial(t.Context(), "192.0.2.1:80"); err == nil || !strings.Contains(err.Error(), "denied") {
-				t.Errorf("the edge may not dial that: %v", err)
+	return target, big
+}
+
+// traffic sends 20 MB both ways, and a hundred requests at once.
+func traffic(t *testing.T, target *httptest.Server, big []byte, dial dialer) {
+	t.Helper()
+	tr := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) { return dial(ctx, addr) }}
+	c := &http.Client{Transport: tr, Timeout: 30 * time.Second}
+	get := func(path string, body []byte) []byte {
+		t.Helper()
+		res, err := c.Post(target.URL+path, "application/octet-stream", bytes.NewReader(body))
+		if err != nil {
+			t.Error(err)
+			return nil
+		}
+		defer res.Body.Close()
+		b, err := io.ReadAll(res.Body)
+		if err != nil {
+			t.Error(err)
+		}
+		return b
+	}
+	if !bytes.Equal(get("/big", nil), big) || !bytes.Equal(get("/echo", big), big) {
+		t.Error("20 MB did not come through whole")
+	}
+	var all sync.WaitGroup
+	for i := range 100 {
+		all.Go(func() {
+			if path := fmt.Sprintf("/%d", i); string(get(path, nil)) != path {
+				t.Errorf("request %d was answered as another one", i)
 			}
 		})
 	}
+	all.Wait()
+}
+
+// oneWrite writes 20 MB with one call, as no client of the stock server could.
+func oneWrite(t *testing.T, target *httptest.Server, big []byte, dial dialer) {
+	t.Helper()
+	conn, err := dial(t.Context(), strings.TrimPrefix(target.URL, "http://"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	one := fmt.Appendf(nil, "POST /echo HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n", len(big))
+	if _, err := conn.Write(append(one, big...)); err != nil {
+		t.Fatal(err)
+	}
+	res, err := http.ReadResponse(bufio.NewReader(conn), nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if answer, err := io.ReadAll(res.Body); err != nil || !bytes.Equal(answer, big) {
+		t.Errorf("one write of 20 MB: %d bytes came back, %v", len(answer), err)
+	}
+	res.Body.Close()
+	conn.Close()
 }

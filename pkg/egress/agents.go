@@ -1,0 +1,389 @@
+package egress
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/google/uuid"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+
+	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
+)
+
+// AgentsConfig is what [Agents] need.
+type AgentsConfig struct {
+	Listen   string             // host:port
+	TLS      *tls.Config        // our certificate
+	Auth     auth.Authenticator // who may join as which node
+	Replicas func() int         // how many other replicas there are; nil: none
+	Conns    int                // conns of a node at once; 0: no bound
+	Dials    int                // dials of a node that it has not answered; 0: no bound
+	Counters *tunnel.Counters
+	Log      *slog.Logger
+}
+
+// Agents is the cloud's module that stock konnectivity agents join (AgentService of
+// Konnectivity). An agent is a session of the node that its credential proves, as an edge
+// is; its agent id must be that node's name.
+type Agents struct {
+	// Set once.
+	cfg   AgentsConfig
+	id    string // of this replica
+	dir   *tunnel.Directory
+	log   *slog.Logger
+	grace time.Duration
+
+	refusals tunnel.Limiter
+
+	mu       sync.Mutex // guards the following
+	addr     net.Addr   // nil: not listening
+	stopping bool
+	nodes    map[tunnel.NodeName][]*agentLink // live streams, in the order in which they came
+}
+
+var _ tunnel.Module = (*Agents)(nil)
+
+// Bounds of agents beside those of the configuration.
+const (
+	agentJoinTime   = 10 * time.Second // for handshake and credential
+	agentsJoining   = 128              // connections of one source without a session; all together:
+	agentsStrangers = 1024
+	agentStreams    = 4         // of one connection; an agent has one
+	mostReach       = 4 << 10   // bytes of identifiers
+	mostAgentPacket = 256 << 10 // a stock agent's data has 4 KiB, ours 32
+	agentWindow     = 1 << 20
+	// settled is how long a second stream of a node must last before it counts: the stock
+	// agent looks for other replicas in this way, and hangs up when it finds the same.
+	settled = 2 * time.Second
+)
+
+// NewAgents returns the module. Its sessions are put into dir.
+func NewAgents(cfg AgentsConfig, dir *tunnel.Directory) *Agents {
+	if cfg.Counters == nil {
+		cfg.Counters = new(tunnel.Counters)
+	}
+	return &Agents{
+		cfg: cfg, id: uuid.NewString(), dir: dir, log: cfg.Log.With("module", agentsName), grace: tunnel.GracePeriod,
+		refusals: tunnel.Limiter{Every: time.Second, Burst: 10}, nodes: make(map[tunnel.NodeName][]*agentLink),
+	}
+}
+
+const agentsName = "agents"
+
+// Name implements tunnel.Module.
+func (a *Agents) Name() string { return agentsName }
+
+// Routes implements tunnel.Module.
+func (a *Agents) Routes() map[string]tunnel.Handler { return nil }
+
+// Ready returns nil while agents can join.
+func (a *Agents) Ready() error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.addr == nil || a.stopping {
+		return errors.New("not listening for agents")
+	}
+	return nil
+}
+
+// Run implements tunnel.Module: it listens until ctx is done. Then conns have the grace
+// period to end.
+func (a *Agents) Run(ctx context.Context) error {
+	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", a.cfg.Listen)
+	if err != nil {
+		return fmt.Errorf("listening for agents: %w (is another process on that port? see agentport in [mode.cloud.egress])", err)
+	}
+	a.mu.Lock()
+	a.addr = ln.Addr()
+	a.mu.Unlock()
+	conf := a.cfg.TLS.Clone()
+	conf.ClientAuth = tls.RequestClientCert // whose it is is looked at when somebody joins
+	waiting := newWaitingRoom(ln, a.cfg.Counters)
+	s := &agentService{agents: a, waiting: waiting}
+	server := grpc.NewServer(
+		grpc.Creds(credentials.NewTLS(conf)),
+		grpc.ForceServerCodecV2(codec{mem.DefaultBufferPool()}),
+		grpc.MaxRecvMsgSize(mostAgentPacket),
+		grpc.MaxConcurrentStreams(agentStreams),
+		grpc.MaxHeaderListSize(proxyHeaders),
+		grpc.ConnectionTimeout(agentJoinTime),
+		grpc.StaticStreamWindowSize(agentWindow),
+		grpc.StaticConnWindowSize(agentWindow),
+		grpc.WaitForHandlers(true),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second, MaxConnectionIdle: time.Minute}),
+		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
+	)
+	server.RegisterService(&grpc.ServiceDesc{
+		ServiceName: "AgentService", // in no package
+		HandlerType: (*any)(nil),
+		Streams:     []grpc.StreamDesc{{StreamName: "Connect", Handler: s.handle, ServerStreams: true, ClientStreams: true}},
+	}, s)
+	served := make(chan error, 1)
+	go func() { served <- server.Serve(waiting) }()
+	select {
+	case err = <-served:
+		err = fmt.Errorf("serving agents on %s: %w", ln.Addr(), err)
+	case <-ctx.Done():
+		a.mu.Lock()
+		a.stopping = true
+		a.mu.Unlock()
+		waiting.Close() // no more agents; those that there are go on
+		<-served        //nolint:errcheck // because of that
+		a.drain()
+	}
+	for _, l := range a.links() {
+		l.end(status.Error(codes.Unavailable, "this replica is stopping"))
+	}
+	server.Stop()
+	s.working.Wait()
+	return err
+}
+
+func (a *Agents) links() []*agentLink {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	var all []*agentLink
+	for _, ls := range a.nodes {
+		all = append(all, ls...)
+	}
+	return all
+}
+
+// drain waits until no conn is left, for the grace period at most.
+func (a *Agents) drain() {
+	late := time.After(a.grace)
+	for {
+		if !slices.ContainsFunc(a.links(), func(l *agentLink) bool { return l.pub.Conns.Load() > 0 }) {
+			return
+		}
+		select {
+		case <-late:
+			return
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}
+
+// count returns how many replicas an agent should find.
+func (a *Agents) count() int {
+	if a.cfg.Replicas == nil {
+		return 1
+	}
+	return 1 + a.cfg.Replicas()
+}
+
+// attach makes l the session of its node, if it still lives. An edge is never displaced.
+func (a *Agents) attach(l *agentLink) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if !slices.Contains(a.nodes[l.pub.Node], l) {
+		return
+	}
+	a.attachLocked(l)
+}
+
+func (a *Agents) attachLocked(l *agentLink) {
+	if other := a.dir.Lookup(l.pub.Node); other != nil {
+		if _, agents := other.Link.(*agentLink); !agents {
+			l.end(errTaken(l.pub.Node))
+			return
+		}
+	}
+	a.dir.Attach(l.pub) // another stream of the agent stays, for its conns
+}
+
+func errTaken(node tunnel.NodeName) error {
+	return status.Errorf(codes.AlreadyExists, "an edge has joined as node %s: stop it, or this agent", node)
+}
+
+// join files a stream that has just come.
+func (a *Agents) join(l *agentLink) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	switch other := a.dir.Lookup(l.pub.Node); {
+	case a.stopping:
+		return status.Error(codes.Unavailable, "this replica is stopping")
+	case other == nil:
+		a.nodes[l.pub.Node] = append(a.nodes[l.pub.Node], l)
+		a.attachLocked(l)
+	default:
+		if _, agents := other.Link.(*agentLink); !agents {
+			return errTaken(l.pub.Node)
+		}
+		a.nodes[l.pub.Node] = append(a.nodes[l.pub.Node], l)
+		time.AfterFunc(settled, func() { a.attach(l) })
+	}
+	return nil
+}
+
+// leave undoes join. Another stream of the node takes over.
+func (a *Agents) leave(l *agentLink) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	n := l.pub.Node
+	rest := slices.DeleteFunc(a.nodes[n], func(o *agentLink) bool { return o == l })
+	a.nodes[n] = rest
+	if len(rest) == 0 {
+		delete(a.nodes, n)
+	}
+	if a.dir.Detach(l.pub) && len(rest) > 0 {
+		a.attachLocked(rest[len(rest)-1])
+	}
+}
+
+// drains has another stream of the node take the new dials, if there is one.
+func (a *Agents) drains(l *agentLink) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	l.pub.Leaving.Store(true)
+	all := a.nodes[l.pub.Node]
+	for i := len(all) - 1; i >= 0; i-- {
+		if !all[i].pub.Leaving.Load() {
+			a.attachLocked(all[i])
+			return
+		}
+	}
+}
+
+// agentService is the gRPC server's streams.
+type agentService struct {
+	agents  *Agents
+	waiting *waitingRoom
+	working sync.WaitGroup // what gRPC frees only when a stream's handler has returned
+}
+
+// handle is one stream. It returns when the session is over, or to make it so.
+func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
+	a := s.agents
+	ctx := stream.Context()
+	remote := remoteOf(ctx)
+	if !s.waiting.try(remote) {
+		return status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
+	}
+	defer s.waiting.end(remote)
+	grant, reach, err := a.authenticate(ctx, remote)
+	if err != nil {
+		return err
+	}
+	l := &agentLink{agents: a, mux: newMux(stream, false, a.cfg.Counters), dials: make(map[int64]chan answer)}
+	l.pub = &tunnel.Session{ID: uuid.NewString(), Node: grant.Node, Remote: remote, Since: time.Now(), Reach: reach, Link: l}
+	log := a.log.With("node", grant.Node, "session", l.pub.ID)
+	// The header goes first: the agent waits for it, and has not read any packet before.
+	if err = stream.SendHeader(metadata.Pairs("serverid", a.id, "servercount", strconv.Itoa(a.count()))); err != nil {
+		return err
+	}
+	if err = a.join(l); err != nil {
+		a.refused(remote, string(grant.Node), err)
+		return err
+	}
+	defer a.leave(l)
+	s.waiting.joined(remote)
+	a.cfg.Counters.Sessions.Add(1)
+	log.Info("agent joined", "remote", remote, "by", grant.By)
+	s.working.Go(l.sendLoop)
+	s.working.Go(l.receiveLoop)
+	var expired <-chan time.Time
+	if !grant.Expires.IsZero() {
+		t := time.NewTimer(time.Until(grant.Expires))
+		defer t.Stop()
+		expired = t.C
+	}
+	select {
+	case <-l.ended:
+	case <-ctx.Done():
+		l.end(errors.New("the agent has gone"))
+	case <-grant.Revoked:
+		l.end(status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error()))
+	case <-expired:
+		l.end(status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error()))
+	}
+	l.mu.Lock()
+	err = l.err
+	l.mu.Unlock()
+	log.Info("agent left", "err", err)
+	return err
+}
+
+// remoteOf returns the address of the other side of a stream.
+func remoteOf(ctx context.Context) string {
+	if p, ok := peer.FromContext(ctx); ok {
+		return p.Addr.String()
+	}
+	return ""
+}
+
+// authenticate returns the node that a stream's credential proves, and what it says that it
+// reaches. The name that the agent gives itself must be that node's.
+func (a *Agents) authenticate(ctx context.Context, remote string) (grant auth.Grant, reach string, err error) {
+	var c auth.Credential
+	if p, ok := peer.FromContext(ctx); ok {
+		if t, ok := p.AuthInfo.(credentials.TLSInfo); ok {
+			c.Chain = t.State.PeerCertificates
+		}
+	}
+	md, _ := metadata.FromIncomingContext(ctx)
+	ids, reaches, bearers := md.Get("agentid"), md.Get("agentidentifiers"), md.Get("authorization")
+	refuse := func(err error) (auth.Grant, string, error) {
+		a.refused(remote, c.Node, err)
+		return auth.Grant{}, "", err
+	}
+	if len(ids) != 1 || ids[0] == "" || len(reaches) > 1 || len(bearers) > 1 {
+		return refuse(status.Error(codes.InvalidArgument, "an agent needs one agentid, and has one agentidentifiers and one authorization at most"))
+	}
+	c.Node = ids[0]
+	if len(bearers) == 1 {
+		token, ok := strings.CutPrefix(bearers[0], "Bearer ")
+		if token = strings.TrimSpace(token); !ok || token == "" {
+			return refuse(status.Error(codes.Unauthenticated, "the authorization is not Bearer TOKEN"))
+		}
+		c.Token, c.Chain = auth.Secret(token), nil
+	}
+	if c.Token == "" && len(c.Chain) == 0 {
+		return refuse(status.Error(codes.Unauthenticated, "an agent needs a client certificate of its node, or a token"))
+	}
+	if len(reaches) == 1 {
+		reach = reaches[0]
+	}
+	if _, err = ParseIdentifiers(reach); err != nil || len(reach) > mostReach {
+		return refuse(status.Errorf(codes.InvalidArgument, "agentidentifiers: %v; %d bytes are allowed", err, mostReach))
+	}
+	grant, err = a.cfg.Auth.Authenticate(ctx, c)
+	switch {
+	case err == nil:
+		return grant, reach, nil
+	case errors.Is(err, auth.ErrUnauthenticated):
+		a.refused(remote, c.Node, err)
+		return grant, "", status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
+	default:
+		a.refused(remote, c.Node, err)
+		return grant, "", status.Error(codes.Unavailable, "the cloud cannot check credentials now")
+	}
+}
+
+// refused counts and logs a refusal, whose number strangers decide on.
+func (a *Agents) refused(remote, node string, err error) {
+	a.cfg.Counters.JoinsRefused.Add(1)
+	if skipped, ok := a.refusals.Allow(); ok {
+		if len(node) > 253 {
+			node = node[:253]
+		}
+		a.log.Warn("agent refused", "remote", remote, "node", node, "err", err, "skipped", skipped)
+	}
+}

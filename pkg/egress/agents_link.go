@@ -1,0 +1,184 @@
+package egress
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"net"
+	"sync"
+
+	"tunnel/pkg/tunnel"
+)
+
+// agentLink is one stream of an agent, as the transport of a session. Ids of dials and of
+// conns mean nothing outside of it.
+type agentLink struct {
+	*mux
+	agents *Agents
+	pub    *tunnel.Session
+
+	dialMu sync.Mutex            // guards the following
+	dials  map[int64]chan answer // that wait for one; capacity 1, so that nobody waits to send
+}
+
+// answer is what has become of a dial.
+type answer struct {
+	conn *muxConn
+	err  error
+}
+
+var _ tunnel.Link = (*agentLink)(nil)
+
+// Send implements tunnel.Link: a stock agent knows no messages of ours.
+func (l *agentLink) Send(*tunnel.Message) error { return nil }
+
+// Serve implements tunnel.Link: an agent may not open.
+func (l *agentLink) Serve(*tunnel.Message, tunnel.DialFunc) error { return errors.ErrUnsupported }
+
+// Close implements tunnel.Link.
+func (l *agentLink) Close(reason error) { l.end(reason) }
+
+// Done implements tunnel.Link.
+func (l *agentLink) Done() <-chan struct{} { return l.ended }
+
+// Dial implements tunnel.Link.
+func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	conn, err := l.dial(ctx, r)
+	if err != nil {
+		l.counters.Refuse(tunnel.CodeOf(err))
+		return nil, err
+	}
+	l.counters.Conns.Add(1)
+	return conn, nil
+}
+
+func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*muxConn, error) {
+	if r.Network != "tcp" {
+		return nil, tunnel.Refusef(tunnel.Denied, "node %s has joined as a konnectivity agent, which dials tcp only", r.Node)
+	}
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	most := l.agents.cfg
+	if n := l.pub.Conns.Add(1); most.Conns > 0 && n > int64(most.Conns) {
+		l.connOver()
+		l.counters.Limited(tunnel.LimitConns)
+		return nil, tunnel.Refusef(tunnel.Overloaded, "node %s has %d conns", r.Node, most.Conns)
+	}
+	id, answered := l.newDial()
+	if answered == nil {
+		l.connOver()
+		l.counters.Limited(tunnel.LimitDials)
+		return nil, tunnel.Refusef(tunnel.Overloaded, "node %s has not answered %d dials", r.Node, most.Dials)
+	}
+	l.send(&packet{typ: packetDialReq, protocol: r.Network, address: r.Addr, random: id})
+	var a answer
+	select {
+	case a = <-answered:
+	case <-ctx.Done():
+		a.err = tunnel.Refusef(tunnel.Gone, "the caller has gone")
+		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			a.err = tunnel.Refusef(tunnel.Timeout, "the agent of node %s did not answer in time", r.Node)
+		}
+		if l.takeDial(id) == nil {
+			a = <-answered // it came meanwhile
+			break
+		}
+		l.send(&packet{typ: packetDialCls, random: id}) // a stock agent goes on; see answer
+	case <-l.ended:
+		a.err = tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", r.Node)
+		if l.takeDial(id) == nil {
+			a = <-answered
+		}
+	}
+	if a.err != nil {
+		l.connOver()
+		return nil, a.err
+	}
+	return a.conn, nil
+}
+
+func (l *agentLink) connOver() { l.pub.Conns.Add(-1) }
+
+// newDial returns the id of a new dial; no channel when there are too many.
+func (l *agentLink) newDial() (int64, chan answer) {
+	l.dialMu.Lock()
+	defer l.dialMu.Unlock()
+	if l.agents.cfg.Dials > 0 && len(l.dials) >= l.agents.cfg.Dials {
+		return 0, nil
+	}
+	for {
+		id := rand.Int64() //nolint:gosec // as the stock server does; nobody else sees it
+		if id != 0 && l.dials[id] == nil {
+			l.dials[id] = make(chan answer, 1)
+			return id, l.dials[id]
+		}
+	}
+}
+
+// takeDial returns who waits for a dial, once; nil: nobody does.
+func (l *agentLink) takeDial(id int64) chan answer {
+	l.dialMu.Lock()
+	defer l.dialMu.Unlock()
+	c := l.dials[id]
+	delete(l.dials, id)
+	return c
+}
+
+// receiveLoop takes what the agent sends, until the stream ends.
+func (l *agentLink) receiveLoop() {
+	for {
+		var p packet
+		if err := l.stream.RecvMsg(&p); err != nil {
+			l.end(errors.New("the agent has gone"))
+			return
+		}
+		if err := l.receive(&p); err != nil {
+			l.end(err)
+			return
+		}
+	}
+}
+
+func (l *agentLink) receive(p *packet) error {
+	switch p.typ {
+	case packetData:
+		id := p.connID
+		if !l.deliver(p) && id != 0 {
+			l.send(&packet{typ: packetCloseReq, connID: id})
+		}
+		return nil
+	case packetDialRsp:
+		return l.answered(p)
+	case packetDialCls:
+		if c := l.takeDial(p.random); c != nil {
+			c <- answer{err: tunnel.Refusef(tunnel.Gone, "the agent has given up")}
+		}
+	case packetCloseRsp:
+		l.peerClosed(p.connID, p.err)
+	case packetDrain:
+		l.agents.drains(l)
+	}
+	p.free()
+	return nil
+}
+
+// answered takes a dial response. Its conn is filed here, before any of its data can come.
+func (l *agentLink) answered(p *packet) error {
+	waiting := l.takeDial(p.random)
+	switch {
+	case p.err != "" || p.connID == 0:
+		if waiting != nil {
+			waiting <- answer{err: tunnel.Refusef(codeOf(p.err), "%s", p.err)}
+		}
+		return nil
+	case waiting == nil: // the dial was given up
+		c, err := l.add(p.connID, func() {}, nil)
+		if err == nil {
+			c.Reset() //nolint:errcheck // it has none
+		}
+		return err
+	}
+	c, err := l.add(p.connID, l.connOver, nil)
+	waiting <- answer{conn: c, err: err}
+	return err
+}

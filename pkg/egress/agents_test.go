@@ -1,0 +1,527 @@
+package egress
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/mem"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+
+	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
+)
+
+// names lets any node in whose token is "token of NODE".
+type names struct{ revoked chan struct{} }
+
+func (n names) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, error) {
+	if c.Token.Reveal() != "token of "+c.Node {
+		return auth.Grant{}, auth.ErrUnauthenticated
+	}
+	return auth.Grant{Node: tunnel.NodeName(c.Node), By: "token", Revoked: n.revoked}, nil
+}
+
+// agentsRig is a door for agents.
+type agentsRig struct {
+	*Agents
+	dir     *tunnel.Directory
+	pool    *x509.CertPool
+	addr    string
+	revoked chan struct{}
+	stop    func()
+}
+
+func newAgentsRig(t *testing.T, change func(*AgentsConfig)) *agentsRig {
+	t.Helper()
+	ca, err := auth.NewCA("test", time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	certPEM, keyPEM, err := ca.Issue(auth.Leaf{CommonName: "cloud", IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, err := tls.X509KeyPair(certPEM, keyPEM)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(ca.CertPEM())
+	r := &agentsRig{dir: new(tunnel.Directory), pool: pool, revoked: make(chan struct{})}
+	cfg := AgentsConfig{
+		Listen: "127.0.0.1:0", TLS: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{cert}}, Auth: names{r.revoked},
+		Counters: new(tunnel.Counters), Log: slog.New(slog.DiscardHandler),
+	}
+	if change != nil {
+		change(&cfg)
+	}
+	r.Agents = NewAgents(cfg, r.dir)
+	r.grace = time.Second
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- r.Run(ctx) }()
+	r.stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(r.stop)
+	eventually(t, "the door is open", func() bool { return r.Ready() == nil })
+	r.mu.Lock()
+	r.addr = r.Agents.addr.String()
+	r.mu.Unlock()
+	return r
+}
+
+func eventually(t *testing.T, what string, is func() bool) {
+	t.Helper()
+	for late := time.Now().Add(20 * time.Second); !is(); time.Sleep(5 * time.Millisecond) {
+		if time.Now().After(late) {
+			t.Fatalf("it does not come to pass that %s", what)
+		}
+	}
+}
+
+// agent has an edge join, and returns what ends it.
+func (r *agentsRig) agent(t *testing.T, node tunnel.NodeName, dial tunnel.DialFunc) (a *Agent, stop func()) {
+	t.Helper()
+	if dial == nil {
+		dial = func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
+			c, err := new(net.Dialer).DialContext(ctx, q.Network, q.Addr)
+			if err != nil {
+				return nil, tunnel.Refusef(tunnel.Refused, "%v", err)
+			}
+			return c, nil
+		}
+	}
+	a, err := NewAgent(AgentConfig{
+		Servers: []string{"tls://" + r.addr}, Node: node, Identifiers: "cidr=10.1.0.0/16", Dial: dial,
+		TLS:   func() *tls.Config { return &tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12} },
+		Token: func() (auth.Secret, error) { return auth.Secret("token of " + string(node)), nil },
+		Log:   slog.New(slog.DiscardHandler),
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	a.grace = time.Second
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- a.Run(ctx) }()
+	stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	t.Cleanup(stop)
+	eventually(t, "the agent joins", func() bool { return a.Ready() == nil && r.dir.Holds(node) })
+	return a, stop
+}
+
+func (r *agentsRig) dial(t *testing.T, node tunnel.NodeName, addr string) net.Conn {
+	t.Helper()
+	c, err := r.dir.Dial(t.Context(), tunnel.Request{Node: node, Category: name, Network: "tcp", Addr: addr})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { tunnel.Reset(c) })
+	return c
+}
+
+// conns returns how many conns of a node are counted.
+func (r *agentsRig) conns(node tunnel.NodeName) int64 {
+	if s := r.dir.Lookup(node); s != nil {
+		return s.Conns.Load()
+	}
+	return 0
+}
+
+func TestAgentConns(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	r.agent(t, "n1", nil)
+	if reach := r.dir.Reach()["n1"]; reach != "cidr=10.1.0.0%2F16&host=n1" {
+		t.Errorf("the agent says that it reaches %q", reach)
+	}
+	addr := listen(t, echo)
+	var all sync.WaitGroup
+	for i := range 50 {
+		all.Go(func() {
+			c, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Category: name, Network: "tcp", Addr: addr})
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer c.Close()
+			want := random(1000 * i * i)
+			go c.Write(want)
+			got := make([]byte, len(want))
+			if _, err := io.ReadFull(c, got); err != nil || !bytes.Equal(got, want) {
+				t.Errorf("%d bytes do not come back: %v", len(want), err)
+			}
+		})
+	}
+	all.Wait()
+	eventually(t, "no conn is left", func() bool { return r.conns("n1") == 0 })
+	l := r.dir.Lookup("n1").Link.(*agentLink)
+	eventually(t, "no id is left", func() bool {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return len(l.conns) == 0 && l.unread == 0
+	})
+}
+
+// The end of the target's bytes comes behind all of them.
+func TestAgentTargetEnds(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	r.agent(t, "n1", nil)
+	want := random(3 << 20)
+	c := r.dial(t, "n1", listen(t, func(c *net.TCPConn) { c.Write(want) }))
+	if got, err := io.ReadAll(c); err != nil || !bytes.Equal(got, want) {
+		t.Errorf("%d bytes of %d, %v", len(got), len(want), err)
+	}
+	if _, err := c.Write([]byte("x")); err == nil {
+		t.Error("who has closed takes bytes")
+	}
+}
+
+// A caller that has ended its direction still gets the answer.
+func TestAgentHalfClose(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	r.agent(t, "n1", nil)
+	c := r.dial(t, "n1", listen(t, func(c *net.TCPConn) {
+		io.ReadFull(c, make([]byte, 4))
+		time.Sleep(100 * time.Millisecond)
+		io.WriteString(c, "answer")
+	}))
+	io.WriteString(c, "ask!")
+	c.(interface{ CloseWrite() error }).CloseWrite()
+	if got, err := io.ReadAll(c); err != nil || string(got) != "answer" {
+		t.Errorf("%q, %v", got, err)
+	}
+}
+
+func TestAgentDialFails(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	gaveUp := make(chan struct{})
+	r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
+		if q.Addr == "no:1" {
+			return nil, tunnel.Refusef(tunnel.Denied, "not that")
+		}
+		<-ctx.Done()
+		close(gaveUp)
+		return nil, ctx.Err()
+	})
+	dial := func(ctx context.Context, addr string) error {
+		_, err := r.dir.Dial(ctx, tunnel.Request{Node: "n1", Category: name, Network: "tcp", Addr: addr})
+		return err
+	}
+	if err := dial(t.Context(), "no:1"); err == nil || tunnel.CodeOf(err) != tunnel.Denied {
+		t.Errorf("a denied dial: %v", err)
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+	defer cancel()
+	if err := dial(ctx, "hang:1"); err == nil || tunnel.CodeOf(err) != tunnel.Timeout {
+		t.Errorf("a dial that takes too long: %v", err)
+	}
+	<-gaveUp
+	if n := r.conns("n1"); n != 0 {
+		t.Errorf("%d conns are left", n)
+	}
+}
+
+func TestAgentLost(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	asked := make(chan struct{})
+	_, stop := r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
+		if q.Addr == "hang:1" {
+			close(asked)
+			<-ctx.Done()
+			return nil, ctx.Err()
+		}
+		return new(net.Dialer).DialContext(ctx, q.Network, q.Addr)
+	})
+	c := r.dial(t, "n1", listen(t, echo))
+	pending := make(chan error, 1)
+	go func() {
+		_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Category: name, Network: "tcp", Addr: "hang:1"})
+		pending <- err
+	}()
+	<-asked
+	r.dir.Lookup("n1").Close(errors.New("cut"))
+	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, tunnel.ErrReset) {
+		t.Errorf("a conn whose agent is lost: %v", err)
+	}
+	if err := <-pending; err == nil || tunnel.CodeOf(err) != tunnel.Gone {
+		t.Errorf("a dial whose agent is lost: %v", err)
+	}
+	eventually(t, "the agent is back", func() bool { s := r.dir.Lookup("n1"); return s != nil && !closed(s.Done()) })
+	stop()
+	eventually(t, "the agent has gone", func() bool { return !r.dir.Holds("n1") })
+}
+
+func closed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
+}
+
+// A reader that takes nothing loses its conn; the others go on.
+func TestAgentStalledReader(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	r.agent(t, "n1", nil)
+	endless := listen(t, func(c *net.TCPConn) {
+		b := make([]byte, 64<<10)
+		for {
+			if _, err := c.Write(b); err != nil {
+				return
+			}
+		}
+	})
+	stalled := r.dial(t, "n1", endless)
+	other := r.dial(t, "n1", listen(t, echo))
+	eventually(t, "the stalled conn is ended", func() bool { return r.cfg.Counters.LimitedBy(tunnel.LimitUnread) == 1 })
+	want := random(1 << 20)
+	go other.Write(want)
+	got := make([]byte, len(want))
+	if _, err := io.ReadFull(other, got); err != nil || !bytes.Equal(got, want) {
+		t.Errorf("beside a stalled reader: %v", err)
+	}
+	if _, err := io.Copy(io.Discard, stalled); !errors.Is(err, tunnel.ErrReset) {
+		t.Errorf("the stalled conn ends with %v", err)
+	}
+}
+
+// A reader that is merely slow gets everything.
+func TestAgentSlowReader(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	r.agent(t, "n1", nil)
+	want := random(12 << 20)
+	c := r.dial(t, "n1", listen(t, func(c *net.TCPConn) { c.Write(want) }))
+	var got []byte
+	b := make([]byte, 256<<10)
+	for {
+		n, err := c.Read(b)
+		got = append(got, b[:n]...)
+		if err != nil {
+			if !errors.Is(err, io.EOF) {
+				t.Fatal(err)
+			}
+			break
+		}
+		time.Sleep(2 * time.Millisecond)
+	}
+	if !bytes.Equal(got, want) {
+		t.Errorf("%d bytes of %d", len(got), len(want))
+	}
+}
+
+func TestAgentDrains(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	a, stop := r.agent(t, "n1", nil)
+	a.grace = 20 * time.Second
+	r.agent(t, "n2", nil)
+	addr := listen(t, echo)
+	c := r.dial(t, "n1", addr)
+	ended := make(chan struct{})
+	go func() { stop(); close(ended) }()
+	first := r.dir.Lookup("n1")
+	eventually(t, "the agent leaves", func() bool { return first.Leaving.Load() })
+	n2 := r.dir.Lookup("n2")
+	for range 5 {
+		before := n2.Conns.Load()
+		r.dial(t, "", addr)
+		if n2.Conns.Load() != before+1 {
+			t.Error("a dial of any node went to the one that leaves")
+		}
+	}
+	r.dial(t, "n1", addr).Close() // nobody else is n1
+	io.WriteString(c, "still there")
+	if _, err := io.ReadFull(c, make([]byte, 11)); err != nil {
+		t.Errorf("a conn of an agent that leaves: %v", err)
+	}
+	c.Close()
+	<-ended
+}
+
+// raw is an agent by hand.
+func (r *agentsRig) raw(t *testing.T, md ...string) (grpc.ClientStream, context.CancelFunc) {
+	t.Helper()
+	cc, err := grpc.NewClient(r.addr, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12})),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(codec{mem.DefaultBufferPool()})))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { cc.Close() })
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	t.Cleanup(cancel)
+	s, err := cc.NewStream(metadata.NewOutgoingContext(ctx, metadata.Pairs(md...)), &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, "/AgentService/Connect")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s, cancel
+}
+
+func TestWhoMayBeAnAgent(t *testing.T) {
+	r := newAgentsRig(t, func(c *AgentsConfig) { c.Replicas = func() int { return 2 } })
+	for name, md := range map[string][]string{
+		"nobody":             {"agentid", "n1"},
+		"no name":            {"authorization", "Bearer token of n1"},
+		"two names":          {"agentid", "n1", "agentid", "n2", "authorization", "Bearer token of n1"},
+		"another's name":     {"agentid", "n2", "authorization", "Bearer token of n1"},
+		"no bearer":          {"agentid", "n1", "authorization", "token of n1"},
+		"bad identifiers":    {"agentid", "n1", "agentidentifiers", "x=1", "authorization", "Bearer token of n1"},
+		"identifiers, twice": {"agentid", "n1", "agentidentifiers", "", "agentidentifiers", "", "authorization", "Bearer token of n1"},
+	} {
+		s, _ := r.raw(t, md...)
+		err := s.RecvMsg(new(packet))
+		if c := status.Code(err); c != codes.Unauthenticated && c != codes.InvalidArgument {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	if n := r.cfg.Counters.JoinsRefused.Load(); n != 7 || r.dir.Len() != 0 {
+		t.Errorf("%d joins refused, %d nodes", n, r.dir.Len())
+	}
+	s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1 ")
+	h, err := s.Header()
+	if err != nil || fmt.Sprint(h.Get("serverid"), h.Get("servercount")) != "["+r.id+"] [3]" {
+		t.Errorf("header %v, %v", h, err)
+	}
+	eventually(t, "the agent is a node", func() bool { return r.dir.Holds("n1") })
+	close(r.revoked)
+	if err := s.RecvMsg(new(packet)); status.Code(err) != codes.Unauthenticated {
+		t.Errorf("revoked: %v", err)
+	}
+}
+
+// A stock agent opens more streams, to look for other replicas, and hangs up at once.
+func TestAgentSecondStream(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	md := []string{"agentid", "n1", "authorization", "Bearer token of n1"}
+	r.raw(t, md...)
+	eventually(t, "the first is there", func() bool { return r.dir.Holds("n1") })
+	first := r.dir.Lookup("n1")
+	_, hangUp := r.raw(t, md...)
+	streams := func() int { r.mu.Lock(); defer r.mu.Unlock(); return len(r.nodes["n1"]) }
+	eventually(t, "the second is there", func() bool { return streams() == 2 })
+	hangUp()
+	eventually(t, "the second has gone", func() bool { return streams() == 1 })
+	if r.dir.Lookup("n1") != first {
+		t.Error("a stream that came and went took the place of another")
+	}
+	r.raw(t, md...) // an agent that has started again, before the old stream was missed
+	eventually(t, "the third takes over", func() bool { s := r.dir.Lookup("n1"); return s != nil && s != first })
+	if closed(first.Done()) {
+		t.Error("the first stream was ended")
+	}
+}
+
+// Whoever has us answer and does not read loses the stream.
+func TestAgentDoesNotRead(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
+	eventually(t, "the flood is ended", func() bool {
+		for range 1000 {
+			if s.SendMsg(&packet{typ: packetData, connID: 9, data: []byte("x")}) != nil {
+				return true
+			}
+		}
+		return false
+	})
+	if n := r.cfg.Counters.LimitedBy(tunnel.LimitOutbox); n != 1 {
+		t.Errorf("counted %d times", n)
+	}
+}
+
+// A connection has one attempt.
+func TestAgentRefusedConnection(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	cc, err := grpc.NewClient(r.addr, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12})),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(codec{mem.DefaultBufferPool()})))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer cc.Close()
+	for _, token := range []string{"wrong", "token of n1"} {
+		ctx := metadata.NewOutgoingContext(t.Context(), metadata.Pairs("agentid", "n1", "authorization", "Bearer "+token))
+		s, err := cc.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, "/AgentService/Connect")
+		if err == nil {
+			err = s.RecvMsg(new(packet))
+		}
+		if status.Code(err) != codes.Unauthenticated {
+			t.Errorf("%s: %v", token, err)
+		}
+	}
+}
+
+// An edge is not displaced.
+func TestAgentBesideEdge(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	edge := &tunnel.Session{Node: "n1", Link: &strangerLink{}}
+	r.dir.Attach(edge)
+	s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
+	if err := s.RecvMsg(new(packet)); status.Code(err) != codes.AlreadyExists {
+		t.Error(err)
+	}
+	if r.dir.Lookup("n1") != edge {
+		t.Error("the edge is gone")
+	}
+}
+
+type strangerLink struct{ tunnel.Link }
+
+// A dial that was given up is closed when its answer comes. An id that is taken ends the stream.
+func TestAgentLateAnswer(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
+	eventually(t, "the agent is there", func() bool { return r.dir.Holds("n1") })
+	ctx, cancel := context.WithCancel(t.Context())
+	failed := make(chan error, 1)
+	go func() {
+		_, err := r.dir.Dial(ctx, tunnel.Request{Node: "n1", Network: "tcp", Addr: "x:1"})
+		failed <- err
+	}()
+	want := func(typ packetType) packet {
+		t.Helper()
+		var p packet
+		if err := s.RecvMsg(&p); err != nil || p.typ != typ {
+			t.Fatalf("%v %v, want %v", p.typ, err, typ)
+		}
+		return p
+	}
+	req := want(packetDialReq)
+	cancel()
+	if err := <-failed; tunnel.CodeOf(err) != tunnel.Gone {
+		t.Error(err)
+	}
+	want(packetDialCls)
+	s.SendMsg(&packet{typ: packetDialRsp, random: req.random, connID: 5})
+	if p := want(packetCloseReq); p.connID != 5 {
+		t.Errorf("conn %d is closed", p.connID)
+	}
+	s.SendMsg(&packet{typ: packetData, connID: 9, data: []byte("x")})
+	if p := want(packetCloseReq); p.connID != 9 {
+		t.Errorf("conn %d is closed", p.connID)
+	}
+	s.SendMsg(&packet{typ: packetDialRsp, random: req.random, connID: 5})
+	if err := s.RecvMsg(new(packet)); err == nil {
+		t.Error("an id that is taken does not end the stream")
+	}
+}

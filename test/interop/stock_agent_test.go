@@ -1,0 +1,296 @@
+package interop
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"tunnel/test/rig"
+)
+
+// stock builds a program of Konnectivity, "agent" or "server". The go command remembers it.
+func stock(t *testing.T, program string) (path string) {
+	t.Helper()
+	path = filepath.Join(t.TempDir(), program)
+	if out, err := exec.Command("go", "build", "-o", path, "sigs.k8s.io/apiserver-network-proxy/cmd/"+program).CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, out)
+	}
+	return path
+}
+
+func port(t *testing.T) int {
+	t.Helper()
+	p, err := rig.FreePort()
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// serving serves every connection until the test ends.
+func serving(t *testing.T, f func(c *net.TCPConn)) string {
+	t.Helper()
+	addr, stop, err := serve(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(stop)
+	return addr
+}
+
+// until waits for something; log says what has happened instead.
+func until(t *testing.T, what string, log func() string, is func() bool) {
+	t.Helper()
+	for late := time.Now().Add(20 * time.Second); !is(); time.Sleep(20 * time.Millisecond) {
+		if time.Now().After(late) {
+			t.Fatalf("it does not come to pass that %s\n%s", what, log())
+		}
+	}
+}
+
+// startAgent starts a stock agent that joins our cloud as the pair's node.
+func (o *ours) startAgent(t *testing.T, binary string, agentPort int, more ...string) (*rig.Process, *rig.Log) {
+	t.Helper()
+	token := filepath.Join(t.TempDir(), "token")
+	if err := os.WriteFile(token, []byte(o.pair.Token(rig.Node).Reveal()), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	log := new(rig.Log)
+	agent, err := rig.Start(log, binary, append([]string{
+		"--agent-id=" + rig.Node, "--service-account-token-path=" + token, "--ca-cert=" + o.pair.Path("ca.crt"),
+		"--proxy-server-host=127.0.0.1", "--proxy-server-port=" + strconv.Itoa(agentPort),
+		"--health-server-port=" + strconv.Itoa(port(t)), "--admin-server-port=" + strconv.Itoa(port(t)), "-v=0",
+	}, more...)...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(agent.Kill)
+	return agent, log
+}
+
+// works reports whether a byte comes back.
+func works(dial dialer, addr string) error {
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	c, err := dial(ctx, addr)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	if _, err := c.Write([]byte("x")); err != nil {
+		return err
+	}
+	_, err = io.ReadFull(c, make([]byte, 1))
+	return err
+}
+
+// The stock agent joins our cloud.
+func TestStockAgent(t *testing.T) {
+	agentPort := port(t)
+	o := prepare(t, fmt.Sprintf("agentport = %d\n", agentPort), "")
+	o.startCloud(t)
+	binary := stock(t, "agent")
+	agent, log := o.startAgent(t, binary, agentPort, "--agent-identifiers=host=elsewhere&cidr=127.0.0.0/8")
+	logs := func() string { return o.pair.CloudLog.String() + log.String() }
+	all := dialers(t, o.grpc)
+	all["CONNECT"] = connector(o.connect)
+	back := serving(t, echo)
+	until(t, "a dial gets through", logs, func() bool { return works(all["CONNECT"], back) == nil })
+	target, big := newTarget(t)
+	for name, dial := range all {
+		t.Run(name, func(t *testing.T) {
+			traffic(t, target, big, dial)
+			oneWrite(t, target, big, dial)
+			if _, err := dial(t.Context(), "127.0.0.1:1"); err == nil || !strings.Contains(err.Error(), "refused") {
+				t.Errorf("nobody listens there: %v", err)
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+			defer cancel()
+			if _, err := dial(ctx, "192.0.2.1:80"); err == nil {
+				t.Error("nobody is there")
+			}
+			endless := serving(t, func(c *net.TCPConn) { io.Copy(c, rig.Limited(zeros{}, 1<<30)) })
+			stalled, err := dial(t.Context(), endless)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer stalled.Close()
+			var others sync.WaitGroup
+			for range 10 {
+				others.Go(func() {
+					for range 20 {
+						if err := works(dial, back); err != nil {
+							t.Errorf("beside a stalled reader: %v", err)
+							return
+						}
+					}
+				})
+			}
+			others.Wait()
+		})
+	}
+	t.Run("killed", func(t *testing.T) {
+		c, err := all["CONNECT"](t.Context(), back)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		pending := make(chan error, 1)
+		go func() {
+			_, err := all["CONNECT"](context.Background(), "192.0.2.1:80")
+			pending <- err
+		}()
+		time.Sleep(200 * time.Millisecond)
+		agent.Kill()
+		if _, err := c.Read(make([]byte, 1)); err == nil {
+			t.Error("a conn goes on without its agent")
+		}
+		if err := <-pending; err == nil {
+			t.Error("a dial succeeds without its agent")
+		}
+		o.startAgent(t, binary, agentPort)
+		until(t, "the agent is back", logs, func() bool { return works(all["CONNECT"], back) == nil })
+	})
+}
+
+// zeros never ends.
+type zeros struct{}
+
+func (zeros) Read(b []byte) (int, error) { return len(b), nil }
+
+// Another node's name, and no credential at all, let no agent in.
+func TestStockAgentRefused(t *testing.T) {
+	agentPort := port(t)
+	o := prepare(t, fmt.Sprintf("agentport = %d\n", agentPort), "")
+	o.startCloud(t)
+	o.startAgent(t, stock(t, "agent"), agentPort, "--agent-id=another")
+	until(t, "it is refused", o.pair.CloudLog.String, func() bool { return strings.Contains(o.pair.CloudLog.String(), "agent refused") })
+	if err := works(connector(o.connect), serving(t, echo)); err == nil || !strings.Contains(err.Error(), "No agent available") {
+		t.Errorf("a dial without a node: %v", err)
+	}
+}
+
+// server is a stock proxy-server.
+type server struct {
+	socket    string
+	agentPort int
+	log       *rig.Log
+	process   *rig.Process
+}
+
+func (o *ours) startServer(t *testing.T, binary, mode, id string, count, agentPort int) *server {
+	t.Helper()
+	dir, err := os.MkdirTemp("", "tunnel-interop-")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	s := &server{socket: filepath.Join(dir, "s"), agentPort: agentPort, log: new(rig.Log)}
+	s.process, err = rig.Start(s.log, binary, "--mode="+mode, "--uds-name="+s.socket, "--server-port=0", "--server-id="+id, "--server-count="+strconv.Itoa(count),
+		"--cluster-cert="+o.pair.Path("cloud.crt"), "--cluster-key="+o.pair.Path("cloud.key"), "--cluster-ca-cert="+o.pair.Path("ca.crt"),
+		"--agent-port="+strconv.Itoa(agentPort), "--health-port="+strconv.Itoa(port(t)), "--admin-port="+strconv.Itoa(port(t)), "-v=0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(s.process.Kill)
+	return s
+}
+
+// Our edge joins stock servers, two behind a balancer, and is an agent of each.
+func TestStockServer(t *testing.T) {
+	ports := [2]int{port(t), port(t)}
+	var turn int
+	var mu sync.Mutex
+	balancer := serving(t, func(c *net.TCPConn) {
+		mu.Lock()
+		turn++
+		to := ports[turn%2]
+		mu.Unlock()
+		s, err := net.Dial("tcp", "127.0.0.1:"+strconv.Itoa(to))
+		if err != nil {
+			return
+		}
+		defer s.Close()
+		go func() {
+			io.Copy(s, c)
+			s.Close()
+		}()
+		io.Copy(c, s)
+	})
+	o := prepare(t, "", fmt.Sprintf("[mode.edge.konnectivity]\nservers = [%q]\nca = \"ca.crt\"\ncert = \"client.crt\"\nkey = \"client.key\"\n", "tls://"+balancer))
+	o.startCloud(t)
+	binary := stock(t, "server")
+	byGRPC := o.startServer(t, binary, "grpc", "one", 2, ports[0])
+	byConnect := o.startServer(t, binary, "http-connect", "two", 2, ports[1])
+	edge, err := o.pair.StartEdge()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(edge.Kill)
+	insecure := map[string]dialer{"grpc": dialers(t, byGRPC.socket)["single use"], "http-connect": connector(byConnect.socket)}
+	back := serving(t, echo)
+	logs := func() string { return o.pair.EdgeLog.String() + byGRPC.log.String() + byConnect.log.String() }
+	target, big := newTarget(t)
+	for mode, dial := range insecure {
+		t.Run(mode, func(t *testing.T) {
+			until(t, "a dial gets through", logs, func() bool { return works(dial, back) == nil })
+			traffic(t, target, big, dial)
+			if _, err := dial(t.Context(), "127.0.0.1:1"); err == nil || (mode == "grpc" && !strings.Contains(err.Error(), "refused")) {
+				t.Errorf("nobody listens there: %v", err)
+			}
+			if _, err := dial(t.Context(), "192.0.2.1:80"); err == nil || (mode == "grpc" && !strings.Contains(err.Error(), "denied")) {
+				t.Errorf("the edge may not dial that: %v", err)
+			}
+			if mode == "grpc" {
+				return // the stock client loses what it has not read when a close comes
+			}
+			whole := serving(t, func(c *net.TCPConn) { c.Write(big[:1<<20]) })
+			c, err := dial(t.Context(), whole)
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			if got, err := io.ReadAll(c); err != nil || !bytes.Equal(got, big[:1<<20]) {
+				t.Errorf("what was written before a close: %d bytes, %v", len(got), err)
+			}
+		})
+	}
+	t.Run("restarted", func(t *testing.T) {
+		byGRPC.process.Kill()
+		again := o.startServer(t, binary, "grpc", "three", 2, ports[0])
+		dial := dialers(t, again.socket)["single use"]
+		until(t, "the edge finds the new server", logs, func() bool { return works(dial, back) == nil })
+	})
+	t.Run("drain", func(t *testing.T) {
+		dial := insecure["http-connect"]
+		c, err := dial(t.Context(), back)
+		if err != nil {
+			t.Fatal(err)
+		}
+		edge.Signal(syscall.SIGTERM)
+		time.Sleep(300 * time.Millisecond)
+		if _, err := c.Write([]byte("x")); err != nil {
+			t.Error(err)
+		}
+		if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
+			t.Errorf("a conn of an edge that drains: %v", err)
+		}
+		c.Close()
+		select {
+		case <-edge.Done():
+		case <-time.After(20 * time.Second):
+			t.Error("the edge does not end")
+		}
+	})
+}
