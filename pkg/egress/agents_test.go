@@ -25,11 +25,15 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// names lets any node in whose token is "token of NODE".
+// names lets any node in whose token is "token of NODE", or that has a node's certificate.
 type names struct{ revoked chan struct{} }
 
 func (n names) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, error) {
-	if c.Token.Reveal() != "token of "+c.Node {
+	if len(c.Chain) > 0 {
+		if node, err := auth.NodeOf(c.Chain[0]); err != nil || string(node) != c.Node {
+			return auth.Grant{}, auth.ErrUnauthenticated
+		}
+	} else if c.Token.Reveal() != "token of "+c.Node {
 		return auth.Grant{}, auth.ErrUnauthenticated
 	}
 	return auth.Grant{Node: tunnel.NodeName(c.Node), By: "token", Revoked: n.revoked}, nil
@@ -39,6 +43,7 @@ func (n names) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, e
 type agentsRig struct {
 	*Agents
 	dir     *tunnel.Directory
+	ca      *auth.CA
 	pool    *x509.CertPool
 	addr    string
 	revoked chan struct{}
@@ -61,7 +66,7 @@ func newAgentsRig(t *testing.T, change func(*AgentsConfig)) *agentsRig {
 	}
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(ca.CertPEM())
-	r := &agentsRig{dir: new(tunnel.Directory), pool: pool, revoked: make(chan struct{})}
+	r := &agentsRig{dir: new(tunnel.Directory), ca: ca, pool: pool, revoked: make(chan struct{})}
 	cfg := AgentsConfig{
 		Listen: "127.0.0.1:0", TLS: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{cert}}, Auth: names{r.revoked},
 		Counters: new(tunnel.Counters), Log: slog.New(slog.DiscardHandler),
@@ -447,6 +452,43 @@ func TestAgentDoesNotRead(t *testing.T) {
 	})
 	if n := r.cfg.Counters.LimitedBy(tunnel.LimitOutbox); n != 1 {
 		t.Errorf("counted %d times", n)
+	}
+}
+
+// A client certificate proves the name that stands in it, and no other.
+func TestAgentByCertificate(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	certPEM, keyPEM, err := r.ca.Issue(auth.Leaf{CommonName: "tunnel:node:n1", Organization: []string{"tunnel:nodes"}, Client: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	cert, err := tls.X509KeyPair(certPEM, keyPEM)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for node, good := range map[tunnel.NodeName]bool{"n1": true, "n2": false} {
+		a, err := NewAgent(AgentConfig{
+			Servers: []string{"tls://" + r.addr}, Node: node, Log: slog.New(slog.DiscardHandler),
+			TLS: func() *tls.Config {
+				return &tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{cert}}
+			},
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan error, 1)
+		go func() { ended <- a.Run(ctx) }()
+		if good {
+			eventually(t, "the agent joins", func() bool { return r.dir.Holds(node) })
+		} else {
+			eventually(t, "the agent is refused", func() bool { return r.cfg.Counters.JoinsRefused.Load() > 0 })
+		}
+		if r.dir.Holds(node) != good {
+			t.Errorf("node %s is there: %v", node, !good)
+		}
+		cancel()
+		<-ended
 	}
 }
 
