@@ -132,6 +132,7 @@ func TestHalfWrittenPairIsNotAdopted(t *testing.T) {
 		}
 		p.watch = polling
 		running(t, p.Run)
+		synctest.Wait() // it has looked at the files
 		cert, key = good(t, "second")
 
 		writeFile(t, f.cert, cert)
@@ -186,6 +187,7 @@ func TestPairThatIsNotValidNow(t *testing.T) {
 		}
 		p.watch = polling
 		running(t, p.Run)
+		synctest.Wait() // it has looked at the files
 		goodCert, goodKey := good(t, "first")
 		f.write(t, goodCert, goodKey)
 		time.Sleep(time.Second)
