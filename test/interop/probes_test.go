@@ -8,9 +8,15 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
+	"regexp"
+	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"tunnel/test/rig"
 )
 
 // A dialer opens a conn to a target through a proxy.
@@ -18,19 +24,19 @@ type dialer func(ctx context.Context, addr string) (net.Conn, error)
 
 // A probe is a fault that Konnectivity has been seen to have. It returns nil where that is absent.
 type probe struct {
-	name    string
-	connect bool // the fault is of HTTP CONNECT
-	grpc    bool // the fault is of gRPC
-	run     func(dial dialer) error
+	name string
+	ways []string                               // the ways to dial in which it is one; nil: all of them
+	run  func(dial dialer, second func()) error // second has another session of the node take over
 }
 
 var probes = []probe{
-	{"a stalled reader stops its neighbours", true, true, stalledReader},
-	{"bytes before a close are lost", true, true, bytesBeforeClose},
-	{"a half-close is a close", true, false, halfClose},
-	{"closing a download freezes others", false, true, closedDownload},
-	{"a close does not reach the target", true, false, closeArrives},
-	{"one write of more than 4 MiB kills the conn", false, true, bigWrite},
+	{"a stalled reader stops its neighbours", nil, stalledReader},
+	{"bytes before a close are lost", nil, bytesBeforeClose},
+	{"a half-close is a close", []string{"connect"}, halfClose},
+	{"closing a download freezes others", nil, closedDownload},
+	{"a close does not reach the other end", nil, closeArrives},
+	{"one write of more than 4 MiB kills the conn", nil, bigWrite},
+	{"answers of two sessions of one node cross", nil, crossed},
 }
 
 // patience is how long something may take that should be there at once, on a busy machine.
@@ -112,7 +118,7 @@ func roundTrip(dial dialer, addr string) error {
 	return err
 }
 
-func stalledReader(dial dialer) error {
+func stalledReader(dial dialer, _ func()) error {
 	flood, stop, err := serve(endless)
 	if err != nil {
 		return err
@@ -137,7 +143,7 @@ func stalledReader(dial dialer) error {
 	return nil
 }
 
-func bytesBeforeClose(dial dialer) error {
+func bytesBeforeClose(dial dialer, _ func()) error {
 	for _, n := range []int{4 << 10, 4 << 20} {
 		for range 5 {
 			sent := make([]byte, n)
@@ -176,7 +182,7 @@ func bytesBeforeClose(dial dialer) error {
 	return nil
 }
 
-func halfClose(dial dialer) error {
+func halfClose(dial dialer, _ func()) error {
 	addr, stop, err := serve(func(c *net.TCPConn) {
 		b, _ := io.ReadAll(c)
 		c.Write(b)
@@ -203,7 +209,7 @@ func halfClose(dial dialer) error {
 	return nil
 }
 
-func closedDownload(dial dialer) error {
+func closedDownload(dial dialer, _ func()) error {
 	flood, stop, err := serve(endless)
 	if err != nil {
 		return err
@@ -234,12 +240,40 @@ func closedDownload(dial dialer) error {
 	return nil
 }
 
-func closeArrives(dial dialer) error {
-	ended := make(chan struct{})
-	addr, stop, err := serve(func(c *net.TCPConn) {
-		io.Copy(io.Discard, c)
-		close(ended)
-	})
+func closeArrives(dial dialer, _ func()) error {
+	for name, target := range map[string]func(c *net.TCPConn){
+		"silent": func(c *net.TCPConn) { io.Copy(io.Discard, c) },
+		"sends":  endless,
+	} {
+		ended := make(chan struct{})
+		addr, stop, err := serve(func(c *net.TCPConn) {
+			target(c)
+			close(ended)
+		})
+		if err != nil {
+			return err
+		}
+		c, err := dial(context.Background(), addr)
+		if err == nil {
+			if name == "sends" {
+				_, err = io.ReadFull(c, make([]byte, 1000))
+			}
+			c.Close()
+		}
+		if err == nil {
+			select {
+			case <-ended:
+			case <-time.After(patience):
+				err = fmt.Errorf("the caller has closed, and a target that %s has not heard of it", name)
+			}
+		}
+		stop()
+		if err != nil {
+			return err
+		}
+	}
+	// And the other way.
+	addr, stop, err := serve(func(c *net.TCPConn) { io.ReadFull(c, make([]byte, 1)) })
 	if err != nil {
 		return err
 	}
@@ -248,16 +282,18 @@ func closeArrives(dial dialer) error {
 	if err != nil {
 		return err
 	}
-	c.Close()
-	select {
-	case <-ended:
-		return nil
-	case <-time.After(patience):
-		return errors.New("the target has not heard of it")
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(patience))
+	if _, err = c.Write([]byte{1}); err != nil {
+		return err
 	}
+	if _, err = c.Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
+		return fmt.Errorf("the target has closed, and the caller reads: %w", err)
+	}
+	return nil
 }
 
-func bigWrite(dial dialer) error {
+func bigWrite(dial dialer, _ func()) error {
 	const n = 5 << 20
 	got := make(chan int, 1)
 	addr, stop, err := serve(func(c *net.TCPConn) {
@@ -287,6 +323,75 @@ func bigWrite(dial dialer) error {
 	return nil
 }
 
+// crossed has a conn of one session of a node, and one of the session that has taken over. Each
+// has bytes of its own.
+func crossed(dial dialer, second func()) error {
+	addr, stop, err := serve(echo)
+	if err != nil {
+		return err
+	}
+	defer stop()
+	first, err := soon(dial, addr)
+	if err != nil {
+		return err
+	}
+	defer first.Close()
+	if answer, err := say(first, "first, before"); err != nil || answer != "first, before" {
+		return fmt.Errorf("%q, %w", answer, err)
+	}
+	second()
+	later, err := soon(dial, addr)
+	if err != nil {
+		return err
+	}
+	defer later.Close()
+	if answer, err := say(later, "later"); err != nil || answer != "later" {
+		return fmt.Errorf("the conn of the new session hears %q, %w", answer, err)
+	}
+	// The old session may have ended, and its conn with it. What it hears must be its own.
+	if answer, err := say(first, "first, after"); err == nil && answer != "first, after" {
+		return fmt.Errorf("the conn of the old session hears %q", answer)
+	} else if errors.Is(err, errSilent) {
+		return errors.New("the conn of the old session hears nothing")
+	}
+	return nil
+}
+
+// soon dials until it succeeds: while a node has no session it does not.
+func soon(dial dialer, addr string) (net.Conn, error) {
+	for late := time.Now().Add(patience); ; time.Sleep(10 * time.Millisecond) {
+		c, err := dial(context.Background(), addr)
+		if err == nil || time.Now().After(late) {
+			return c, err
+		}
+	}
+}
+
+var errSilent = errors.New("no answer")
+
+// say sends words to an echo and returns what comes back.
+func say(c net.Conn, words string) (string, error) {
+	if _, err := io.WriteString(c, words); err != nil {
+		return "", err
+	}
+	type heard struct {
+		words string
+		err   error
+	}
+	done := make(chan heard, 1)
+	go func() {
+		b := make([]byte, len(words))
+		_, err := io.ReadFull(c, b)
+		done <- heard{string(b), err}
+	}()
+	select {
+	case h := <-done:
+		return h.words, h.err
+	case <-time.After(patience):
+		return "", errSilent
+	}
+}
+
 // connector dials by HTTP CONNECT at a unix socket.
 func connector(socket string) dialer {
 	return func(ctx context.Context, addr string) (net.Conn, error) {
@@ -313,26 +418,46 @@ func connector(socket string) dialer {
 	}
 }
 
-// Ours has none of the faults.
+// Ours has none of the faults, whatever the way to dial.
 func TestProbes(t *testing.T) {
-	o := start(t)
-	dialers := o.dialers(t)
-	for _, p := range probes {
-		if p.grpc {
-			for name, dial := range dialers {
-				t.Run(p.name+"/"+name, func(t *testing.T) {
-					if err := p.run(dial); err != nil {
+	for _, way := range []string{"single use", "reusable", "connect"} {
+		t.Run(way, func(t *testing.T) {
+			o := start(t)
+			dial := connector(o.connect)
+			if way != "connect" {
+				dial = o.dialers(t)[way]
+			}
+			for _, p := range probes { // the last one leaves two edges that take turns
+				if p.ways != nil && !slices.Contains(p.ways, way) {
+					continue
+				}
+				t.Run(p.name, func(t *testing.T) {
+					if err := p.run(dial, func() { o.startTwin(t) }); err != nil {
 						t.Error(err)
 					}
 				})
 			}
-		}
-		if p.connect {
-			t.Run(p.name+"/connect", func(t *testing.T) {
-				if err := p.run(connector(o.connect)); err != nil {
-					t.Error(err)
-				}
-			})
-		}
+		})
 	}
+}
+
+// startTwin starts another edge of the same node, with which the first will take turns.
+func (o *ours) startTwin(t *testing.T) {
+	t.Helper()
+	b, err := os.ReadFile(o.pair.Path("edge.toml"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	twin := o.pair.Path("twin.toml")
+	b = regexp.MustCompile(`logport = \d+`).ReplaceAll(b, fmt.Appendf(nil, "logport = %d", port(t)))
+	if err := os.WriteFile(twin, b, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	log := new(rig.Log)
+	p, err := rig.Start(log, o.pair.Path("tunnel"), "edge", "-c", twin)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(p.Kill)
+	until(t, "it has joined", log.String, func() bool { return strings.Contains(log.String(), "session started") })
 }
