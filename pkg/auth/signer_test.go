@@ -236,6 +236,27 @@ func TestIssuer(t *testing.T) {
 			t.Errorf("a signer that %s: accepted", name)
 		}
 	}
+	// A node that is revoked while its certificate is signed gets none.
+	late := signerFunc(func(node tunnel.NodeName, request []byte) ([]byte, error) {
+		change(t, gate, "edge1:revoked\n")
+		return signer.Sign(t.Context(), node, request)
+	})
+	if _, _, err := NewIssuer(gate, late).First(t.Context(), Credential{Node: "edge1", Token: "j"}, request); err == nil {
+		t.Error("a node that was revoked meanwhile has a certificate")
+	}
+}
+
+// A signer that is down is told of until it signs again; a caller that went away says
+// nothing about it.
+func TestSignerDown(t *testing.T) {
+	ca := newNodeCA(t)
+	signer := fileSigner(t, ca.CA, time.Hour)
+	gate, _ := certified(t, "edge1:t\n", ca, nil)
+	edge1 := byCert("edge1", ca.sign(t, "edge1", nil))
+	_, request, err := NewRequest("edge1")
+	if err != nil {
+		t.Fatal(err)
+	}
 	down := true
 	sometimes := signerFunc(func(node tunnel.NodeName, request []byte) ([]byte, error) {
 		if down {
@@ -251,20 +272,12 @@ func TestIssuer(t *testing.T) {
 		note string
 	}{{gone, true, ""}, {t.Context(), true, "could not be signed"}, {t.Context(), false, ""}} {
 		down = step.down
-		if _, err := NewIssuer(gate, sometimes).Again(step.ctx, byCert("edge1", certs...), request); (err != nil) != down {
+		if _, err := NewIssuer(gate, sometimes).Again(step.ctx, edge1, request); (err != nil) != down {
 			t.Error(err)
 		}
 		if note := gate.Note(); note != step.note && (step.note == "" || !strings.Contains(note, step.note)) {
 			t.Errorf("down: %v, note %q", down, note)
 		}
-	}
-	// A node that is revoked while its certificate is signed gets none.
-	late := signerFunc(func(node tunnel.NodeName, request []byte) ([]byte, error) {
-		change(t, gate, "edge1:revoked\n")
-		return signer.Sign(t.Context(), node, request)
-	})
-	if _, _, err := NewIssuer(gate, late).First(t.Context(), Credential{Node: "edge1", Token: "j"}, request); err == nil {
-		t.Error("a node that was revoked meanwhile has a certificate")
 	}
 }
 
