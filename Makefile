@@ -61,7 +61,7 @@ lint: ## golangci-lint, formatting, and that go.mod is in order
 	@go mod tidy -diff
 
 .PHONY: vuln
-vuln: ## known vulnerabilities in what we depend on (asks vuln.go.dev; says so where that cannot be reached)
+vuln: ## known vulnerabilities in what we depend on (asks vuln.go.dev; where that cannot be reached, a snapshot of it)
 	@GOBIN=$(CURDIR)/bin go install $(GOVULNCHECK)
 	@go run ./test/vuln -- bin/govulncheck $(PKGS)
 

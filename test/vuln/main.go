@@ -1,21 +1,26 @@
-// Command vuln runs govulncheck and tells what it has found from what it could not ask:
+// Command vuln runs govulncheck, and tells what it has found from what it could not ask:
 //
 //	go run ./test/vuln -- bin/govulncheck ./...
 //
 // A vulnerability fails, and so does whatever else goes wrong. Where the vulnerability
-// database cannot be reached (a machine without a network) nothing was checked: that is
-// said on stderr, and does not fail.
+// database cannot be reached (a machine without a network) the records in snapshot.json
+// are asked: those of everything that we depend on, as they were on the day that is
+// printed. They are taken anew from a clone of github.com/golang/vulndb:
+//
+//	go run ./test/vuln -take CLONE
 package main
 
 import (
 	"bytes"
 	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"regexp"
-	"strings"
+	"slices"
 )
 
 // unreachable is how govulncheck says that it has not reached the database, and why in the
@@ -24,35 +29,62 @@ import (
 var unreachable = regexp.MustCompile(`(?m)^govulncheck: fetching vulnerabilities: Get "https?://[^"]*": (dial |proxyconnect |net/http: TLS handshake timeout$|context deadline exceeded)`)
 
 func main() {
-	command := os.Args[1:]
-	if len(command) > 0 && command[0] == "--" {
-		command = command[1:]
+	clone := flag.String("take", "", "write "+snapshotPath+" from this clone of github.com/golang/vulndb, and end")
+	flag.Parse()
+	if *clone != "" {
+		if err := take(*clone); err != nil {
+			fmt.Fprintln(os.Stderr, "vuln:", err)
+			os.Exit(1)
+		}
+		return
 	}
-	if len(command) == 0 {
-		fmt.Fprintln(os.Stderr, "usage: vuln -- govulncheck PACKAGES")
+	if flag.NArg() == 0 {
+		fmt.Fprintln(os.Stderr, "usage: vuln -- govulncheck PACKAGES, or vuln -take CLONE")
 		os.Exit(2)
 	}
-	var said bytes.Buffer
-	cmd := exec.Command(command[0], command[1:]...) //nolint:gosec // whoever runs us says what
-	cmd.Stdout, cmd.Stderr = os.Stdout, io.MultiWriter(os.Stderr, &said)
-	err := cmd.Run()
-	if err != nil && !errors.As(err, new(*exec.ExitError)) {
+	code, err := check(flag.Args(), os.Stdout, os.Stderr)
+	if err != nil {
 		fmt.Fprintln(os.Stderr, "vuln:", err)
 	}
-	os.Exit(verdict(cmd.ProcessState.ExitCode(), said.String(), os.Stderr))
+	os.Exit(code)
 }
 
-// verdict returns our exit code, by govulncheck's (0: nothing found, 3: vulnerabilities,
-// else it has failed) and by what it has said on stderr.
-func verdict(exit int, stderr string, w io.Writer) int {
-	switch {
-	case exit == 0 || exit == 3:
-		return exit
-	case unreachable.MatchString(stderr):
-		fmt.Fprintln(w, strings.TrimSpace(`
-NOT CHECKED for known vulnerabilities: the database, vuln.go.dev, cannot be reached from
-here. This says nothing about the code; run make vuln where there is a network.`))
-		return 0
+// check runs govulncheck, which command begins with, and returns its exit code: 0 when
+// nothing was found, 3 for vulnerabilities, else it has failed.
+func check(command []string, stdout, stderr io.Writer) (int, error) {
+	var said bytes.Buffer
+	code, err := run(command, stdout, io.MultiWriter(&said, stderr))
+	if code == 0 || code == 3 || !unreachable.Match(said.Bytes()) {
+		return code, err
 	}
-	return max(exit, 1) // -1: it did not start, or a signal has ended it
+	s, err := readSnapshot()
+	if err != nil {
+		return 1, err
+	}
+	if err = s.covers(); err != nil {
+		return 1, err
+	}
+	dir, err := os.MkdirTemp("", "tunnel-vuln-")
+	if err != nil {
+		return 1, err
+	}
+	defer os.RemoveAll(dir) //nolint:errcheck // it is in the temporary folder
+	if err := s.unpack(dir); err != nil {
+		return 1, err
+	}
+	fmt.Fprintf(stderr, "vuln.go.dev cannot be reached from here: asking its records of %s, which are in %s\n", s.Taken, snapshotPath)
+	return run(slices.Insert(slices.Clone(command), 1, "-db", "file://"+filepath.ToSlash(dir)), stdout, stderr)
+}
+
+func run(command []string, stdout, stderr io.Writer) (int, error) {
+	cmd := exec.Command(command[0], command[1:]...) //nolint:gosec // whoever runs us says what
+	cmd.Stdout, cmd.Stderr = stdout, stderr
+	err := cmd.Run()
+	if errors.As(err, new(*exec.ExitError)) {
+		err = nil
+	}
+	if code := cmd.ProcessState.ExitCode(); code >= 0 {
+		return code, err
+	}
+	return 1, err // it did not start, or a signal has ended it
 }
