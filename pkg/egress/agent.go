@@ -19,7 +19,6 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/keepalive"
-	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
@@ -256,7 +255,7 @@ func (w *way) join(ctx context.Context) (_ *agentStream, err error) {
 	// Every stream has a connection of its own: the next one may lead to another server.
 	cc, err := grpc.NewClient("passthrough:///"+addr,
 		grpc.WithTransportCredentials(credentials.NewTLS(a.cfg.TLS())),
-		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(codec{mem.DefaultBufferPool()}), grpc.MaxCallRecvMsgSize(mostServerPacket)),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec()), grpc.MaxCallRecvMsgSize(mostServerPacket)),
 		grpc.WithDisableRetry(),
 		// A stock server hangs up on who asks more often than every 30 s.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 40 * time.Second, Timeout: 10 * time.Second}),

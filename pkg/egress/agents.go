@@ -18,7 +18,6 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/keepalive"
-	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
@@ -119,7 +118,7 @@ func (a *Agents) Run(ctx context.Context) error {
 	s := &agentService{agents: a, waiting: waiting}
 	server := grpc.NewServer(
 		grpc.Creds(credentials.NewTLS(conf)),
-		grpc.ForceServerCodecV2(codec{mem.DefaultBufferPool()}),
+		grpc.ForceServerCodecV2(newCodec()),
 		grpc.MaxRecvMsgSize(mostAgentPacket),
 		grpc.MaxConcurrentStreams(agentStreams),
 		grpc.MaxHeaderListSize(proxyHeaders),

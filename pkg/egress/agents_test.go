@@ -17,7 +17,6 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
-	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
@@ -370,7 +369,7 @@ func TestAgentDrains(t *testing.T) {
 func (r *agentsRig) raw(t *testing.T, md ...string) (grpc.ClientStream, context.CancelFunc) {
 	t.Helper()
 	cc, err := grpc.NewClient(r.addr, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12})),
-		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(codec{mem.DefaultBufferPool()})))
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec())))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -496,7 +495,7 @@ func TestAgentByCertificate(t *testing.T) {
 func TestAgentRefusedConnection(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	cc, err := grpc.NewClient(r.addr, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12})),
-		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(codec{mem.DefaultBufferPool()})))
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec())))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -210,6 +210,17 @@ func field(b []byte) (n protowire.Number, v uint64, body, rest []byte) {
 // codec is a gRPC codec for packets. The wire is plain protobuf.
 type codec struct{ pool mem.BufferPool }
 
+// newCodec returns a codec whose buffers are at most twice as long as what they hold, up to
+// 1 MiB. gRPC's own pool has none between 32 KiB and that: it clears 1 MiB for every packet
+// that is a little longer, and a queue of such packets would hold far more than it counts.
+func newCodec() codec {
+	pool, err := mem.NewBinaryTieredBufferPool(8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
+	if err != nil {
+		panic(err) // one of these is no exponent
+	}
+	return codec{pool}
+}
+
 // Name returns the content-subtype, which is that of plain protobuf.
 func (codec) Name() string { return "proto" }
 

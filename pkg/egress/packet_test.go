@@ -73,6 +73,25 @@ func TestPacketRoundTrip(t *testing.T) {
 	})
 }
 
+// What a queue counts for a packet is about what the packet holds.
+func TestPacketHolds(t *testing.T) {
+	c := newCodec()
+	for _, n := range []int{1 << 10, 16<<10 + 22, 32 << 10, 33 << 10, 200 << 10, 256 << 10} {
+		wire, err := c.Marshal(&packet{typ: packetData, connID: 1, data: make([]byte, n)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var p packet
+		if err := c.Unmarshal(split(wire.Materialize(), 16384), &p); err != nil { // over a frame's edge
+			t.Fatal(err)
+		}
+		if held := cap(p.buffer.ReadOnlyData()); held > 2*(n+mostHead) {
+			t.Errorf("a packet with %d bytes holds %d", n, held)
+		}
+		p.free()
+	}
+}
+
 func FuzzPacket(f *testing.F) {
 	f.Add([]byte{0x08, 0x04, 0x22, 0x06, 0x08, 0x01, 0x1a, 0x02, 'h', 'i'}, 3)
 	f.Add([]byte{0x12, 0x05, 0x0a, 0x03, 't', 'c', 'p'}, 0)

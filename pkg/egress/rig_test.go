@@ -15,7 +15,6 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
-	"google.golang.org/grpc/mem"
 
 	"tunnel/pkg/tunnel"
 )
@@ -161,7 +160,7 @@ type client struct {
 func (r *rig) client(t *testing.T) *client {
 	t.Helper()
 	cc, err := grpc.NewClient("unix://"+r.grpc, grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(codec{mem.DefaultBufferPool()})))
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec())))
 	if err != nil {
 		t.Fatal(err)
 	}

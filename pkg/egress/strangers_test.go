@@ -17,7 +17,6 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
-	"google.golang.org/grpc/mem"
 
 	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
@@ -99,7 +98,7 @@ func freePort(t *testing.T) string {
 // dial asks for a conn over gRPC.
 func (o overTLS) dial(t *testing.T, conf *tls.Config, addr string) error {
 	t.Helper()
-	cc, err := grpc.NewClient(o.grpc, grpc.WithTransportCredentials(credentials.NewTLS(conf)), grpc.WithDefaultCallOptions(grpc.ForceCodecV2(codec{mem.DefaultBufferPool()})))
+	cc, err := grpc.NewClient(o.grpc, grpc.WithTransportCredentials(credentials.NewTLS(conf)), grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec())))
 	if err != nil {
 		t.Fatal(err)
 	}
