@@ -73,7 +73,12 @@ func page() []byte { return rig.Noise[:4<<10] }
 func newTargets(t *testing.T, ca *auth.CA) *targets {
 	t.Helper()
 	s := &targets{release: newGate()}
-	s.hang = fullBacklog(t)
+	hang, stopHanging, err := rig.FullBacklog()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(stopHanging)
+	s.hang = hang
 	s.echo = serve(t, func(_ context.Context, c net.Conn) { io.Copy(c, c) })
 	s.bulk = serve(t, func(_ context.Context, c net.Conn) { serveTransfer(c) })
 	s.hold = serve(t, func(ctx context.Context, c net.Conn) {

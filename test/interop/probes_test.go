@@ -48,6 +48,11 @@ func serve(f func(c *net.TCPConn)) (addr string, stop func(), err error) {
 	if err != nil {
 		return "", nil, err
 	}
+	return ln.Addr().String(), accept(ln, func(c net.Conn) { f(c.(*net.TCPConn)) }), nil
+}
+
+// accept gives every connection to f until stop.
+func accept(ln net.Listener, f func(c net.Conn)) (stop func()) {
 	var mu sync.Mutex
 	open := make(map[net.Conn]bool)
 	var all sync.WaitGroup
@@ -62,11 +67,11 @@ func serve(f func(c *net.TCPConn)) (addr string, stop func(), err error) {
 			mu.Unlock()
 			all.Go(func() {
 				defer c.Close()
-				f(c.(*net.TCPConn))
+				f(c)
 			})
 		}
 	})
-	return ln.Addr().String(), func() {
+	return func() {
 		ln.Close()
 		mu.Lock()
 		for c := range open {
@@ -74,7 +79,7 @@ func serve(f func(c *net.TCPConn)) (addr string, stop func(), err error) {
 		}
 		mu.Unlock()
 		all.Wait()
-	}, nil
+	}
 }
 
 // endless is a target that sends without end.
@@ -370,7 +375,10 @@ func soon(dial dialer, addr string) (net.Conn, error) {
 var errSilent = errors.New("no answer")
 
 // say sends words to an echo and returns what comes back.
-func say(c net.Conn, words string) (string, error) {
+func say(c net.Conn, words string) (string, error) { return sayAndHear(c, words, len(words)) }
+
+// sayAndHear sends words and returns n bytes of the answer.
+func sayAndHear(c net.Conn, words string, n int) (string, error) {
 	if _, err := io.WriteString(c, words); err != nil {
 		return "", err
 	}
@@ -380,7 +388,7 @@ func say(c net.Conn, words string) (string, error) {
 	}
 	done := make(chan heard, 1)
 	go func() {
-		b := make([]byte, len(words))
+		b := make([]byte, n)
 		_, err := io.ReadFull(c, b)
 		done <- heard{string(b), err}
 	}()

@@ -1,6 +1,7 @@
 package interop
 
 import (
+	"errors"
 	"io"
 	"net"
 	"strings"
@@ -30,7 +31,24 @@ func TestRestarts(t *testing.T) {
 	}
 	all("at first")
 
+	open := make(map[string]net.Conn)
+	for name, dial := range dialers {
+		c, err := dial(t.Context(), addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		if answer, err := say(c, "here"); err != nil || answer != "here" {
+			t.Fatalf("%s: %q, %v", name, answer, err)
+		}
+		open[name] = c
+	}
 	o.edge.Kill()
+	for name, c := range open {
+		if _, err := say(c, "and now?"); err == nil || errors.Is(err, errSilent) {
+			t.Errorf("%s: a conn whose edge has gone: %v", name, err)
+		}
+	}
 	for name, dial := range dialers {
 		began := time.Now()
 		for {

@@ -20,7 +20,7 @@ import (
 )
 
 // stock builds a program of Konnectivity, "agent" or "server". The go command remembers it.
-func stock(t *testing.T, program string) (path string) {
+func stock(t testing.TB, program string) (path string) {
 	t.Helper()
 	path = filepath.Join(t.TempDir(), program)
 	if out, err := exec.Command("go", "build", "-o", path, "sigs.k8s.io/apiserver-network-proxy/cmd/"+program).CombinedOutput(); err != nil {
@@ -29,7 +29,7 @@ func stock(t *testing.T, program string) (path string) {
 	return path
 }
 
-func port(t *testing.T) int {
+func port(t testing.TB) int {
 	t.Helper()
 	p, err := rig.FreePort()
 	if err != nil {
@@ -50,7 +50,7 @@ func serving(t *testing.T, f func(c *net.TCPConn)) string {
 }
 
 // until waits for something; log says what has happened instead.
-func until(t *testing.T, what string, log func() string, is func() bool) {
+func until(t testing.TB, what string, log func() string, is func() bool) {
 	t.Helper()
 	for late := time.Now().Add(20 * time.Second); !is(); time.Sleep(20 * time.Millisecond) {
 		if time.Now().After(late) {
@@ -140,6 +140,15 @@ func TestStockAgent(t *testing.T) {
 			others.Wait()
 		})
 	}
+	t.Run("drains", func(t *testing.T) {
+		agent.Signal(syscall.SIGTERM) // the first one means no more than that
+		time.Sleep(300 * time.Millisecond)
+		for name, dial := range all { // there is no other
+			if err := works(dial, back); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+		}
+	})
 	t.Run("killed", func(t *testing.T) {
 		c, err := all["CONNECT"](t.Context(), back)
 		if err != nil {
@@ -161,6 +170,13 @@ func TestStockAgent(t *testing.T) {
 		}
 		o.startAgent(t, binary, agentPort)
 		until(t, "the agent is back", logs, func() bool { return works(all["CONNECT"], back) == nil })
+	})
+	t.Run("cloud restarted", func(t *testing.T) {
+		o.startAgent(t, binary, agentPort)
+		until(t, "a dial gets through", logs, func() bool { return works(all["CONNECT"], back) == nil })
+		o.cloud.Kill()
+		o.startCloud(t)
+		until(t, "the agent has joined again", logs, func() bool { return works(all["CONNECT"], back) == nil })
 	})
 }
 
@@ -189,7 +205,7 @@ type server struct {
 	process   *rig.Process
 }
 
-func (o *ours) startServer(t *testing.T, binary, mode, id string, count, agentPort int) *server {
+func (o *ours) startServer(t testing.TB, binary, mode, id string, count, agentPort int) *server {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "tunnel-interop-")
 	if err != nil {

@@ -34,7 +34,7 @@ type ours struct {
 	cloud, edge   *rig.Process
 }
 
-func start(t *testing.T) *ours {
+func start(t testing.TB) *ours {
 	t.Helper()
 	o := prepare(t, "", "")
 	o.startCloud(t)
@@ -42,15 +42,22 @@ func start(t *testing.T) *ours {
 	return o
 }
 
-// prepare starts nothing yet. More lines of cloud.toml belong to [mode.cloud.egress]; of
-// edge.toml they are whole tables.
-func prepare(t *testing.T, cloud, edge string) *ours {
+// build builds the tunnel, by the versions in its own go.mod. The go command remembers it.
+func build(t testing.TB, dir string) (path string) {
 	t.Helper()
-	dir := t.TempDir()
-	binary := filepath.Join(dir, "tunnel")
-	if out, err := exec.Command("go", "build", "-C", "../..", "-o", binary, "./cmd/tunnel").CombinedOutput(); err != nil {
+	path = filepath.Join(dir, "tunnel")
+	if out, err := exec.Command("go", "build", "-C", "../..", "-o", path, "./cmd/tunnel").CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
+	return path
+}
+
+// prepare starts nothing yet. More lines of cloud.toml belong to [mode.cloud.egress]; of
+// edge.toml they are whole tables.
+func prepare(t testing.TB, cloud, edge string) *ours {
+	t.Helper()
+	dir := t.TempDir()
+	binary := build(t, dir)
 	sockets, err := os.MkdirTemp("", "tunnel-interop-") // a test's own folder may be too long a path
 	if err != nil {
 		t.Fatal(err)
@@ -65,7 +72,7 @@ func prepare(t *testing.T, cloud, edge string) *ours {
 	return o
 }
 
-func (o *ours) startCloud(t *testing.T) {
+func (o *ours) startCloud(t testing.TB) {
 	t.Helper()
 	var err error
 	if o.cloud, err = o.pair.StartCloud(); err != nil {
@@ -75,7 +82,7 @@ func (o *ours) startCloud(t *testing.T) {
 }
 
 // startEdge starts the edge and waits until it has a session.
-func (o *ours) startEdge(t *testing.T) {
+func (o *ours) startEdge(t testing.TB) {
 	t.Helper()
 	var err error
 	if o.edge, err = o.pair.StartEdge(); err != nil {
@@ -86,7 +93,7 @@ func (o *ours) startEdge(t *testing.T) {
 }
 
 // joined waits until the edge has a session.
-func (o *ours) joined(t *testing.T) {
+func (o *ours) joined(t testing.TB) {
 	t.Helper()
 	for late := time.Now().Add(20 * time.Second); ; time.Sleep(20 * time.Millisecond) {
 		res, err := http.Get("http://" + o.pair.EdgeHealth() + "/readyz")
@@ -103,9 +110,9 @@ func (o *ours) joined(t *testing.T) {
 }
 
 // dialers are the two ways in which the stock client is used.
-func (o *ours) dialers(t *testing.T) map[string]dialer { return dialers(t, o.grpc) }
+func (o *ours) dialers(t testing.TB) map[string]dialer { return dialers(t, o.grpc) }
 
-func dialers(t *testing.T, socket string) map[string]dialer {
+func dialers(t testing.TB, socket string) map[string]dialer {
 	insecurely := grpc.WithTransportCredentials(insecure.NewCredentials())
 	reusable, err := client.CreateGRPCTunnel(t.Context(), "unix://"+socket, insecurely)
 	if err != nil {
@@ -162,7 +169,7 @@ func newTarget(t *testing.T) (target *httptest.Server, big []byte) {
 	return target, big
 }
 
-// traffic sends 20 MB both ways, and a hundred requests at once.
+// traffic sends 20 MB both ways and to many at once, and a hundred requests at once.
 func traffic(t *testing.T, target *httptest.Server, big []byte, dial dialer) {
 	t.Helper()
 	tr := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) { return dial(ctx, addr) }}
@@ -185,6 +192,14 @@ func traffic(t *testing.T, target *httptest.Server, big []byte, dial dialer) {
 		t.Error("20 MB did not come through whole")
 	}
 	var all sync.WaitGroup
+	for range 5 {
+		all.Go(func() {
+			if !bytes.Equal(get("/big", nil), big) {
+				t.Error("20 MB beside others did not come through whole")
+			}
+		})
+	}
+	all.Wait()
 	for i := range 100 {
 		all.Go(func() {
 			if path := fmt.Sprintf("/%d", i); string(get(path, nil)) != path {

@@ -1,40 +1,44 @@
-package faults
+package rig
 
 import (
+	"errors"
 	"net"
 	"strconv"
 	"syscall"
-	"testing"
 	"time"
 )
 
-// fullBacklog returns the address of a listener whose backlog is full: the kernel
+// FullBacklog returns the address of a listener whose backlog is full: the kernel
 // answers no SYN, so whoever connects waits until they give up.
-func fullBacklog(t *testing.T) string {
-	t.Helper()
+func FullBacklog() (addr string, closeAll func(), err error) {
 	fd, err := syscall.Socket(syscall.AF_INET, syscall.SOCK_STREAM|syscall.SOCK_CLOEXEC, 0)
 	if err != nil {
-		t.Fatal(err)
+		return "", nil, err
 	}
-	t.Cleanup(func() { syscall.Close(fd) })
-	if err := syscall.Bind(fd, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}); err != nil {
-		t.Fatal(err)
+	var waiting []net.Conn
+	closeAll = func() {
+		for _, c := range waiting {
+			c.Close()
+		}
+		syscall.Close(fd) //nolint:errcheck // it is ours
 	}
-	if err := syscall.Listen(fd, 0); err != nil {
-		t.Fatal(err)
+	err = errors.Join(
+		syscall.Bind(fd, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}),
+		syscall.Listen(fd, 0),
+	)
+	name, nameErr := syscall.Getsockname(fd)
+	if err = errors.Join(err, nameErr); err != nil {
+		closeAll()
+		return "", nil, err
 	}
-	name, err := syscall.Getsockname(fd)
-	if err != nil {
-		t.Fatal(err)
-	}
-	addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(name.(*syscall.SockaddrInet4).Port))
+	addr = net.JoinHostPort("127.0.0.1", strconv.Itoa(name.(*syscall.SockaddrInet4).Port))
 	for range 8 {
 		c, err := net.DialTimeout("tcp", addr, 300*time.Millisecond)
 		if err != nil {
-			return addr
+			return addr, closeAll, nil
 		}
-		t.Cleanup(func() { c.Close() })
+		waiting = append(waiting, c)
 	}
-	t.Fatalf("the backlog of %s does not fill up", addr)
-	return ""
+	closeAll()
+	return "", nil, errors.New("the backlog does not fill up")
 }

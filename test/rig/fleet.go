@@ -20,6 +20,7 @@ type FleetConfig struct {
 	Nodes  []string          // who may join
 	Doors  map[string]string // name of a TCP front door of every replica → node/target
 	HTTPS  string            // target of the HTTPS front door of every replica; "" is none
+	Cloud  string            // more lines of every replica's file: whole tables; {{.Name}} is its name
 	Debug  bool              // log everything
 }
 
@@ -73,6 +74,7 @@ type EdgeConfig struct {
 	Cloud string   // the address that it dials
 	All   bool     // a session with every replica
 	Allow []string // what it may dial
+	More  string   // more lines of its file: whole tables
 }
 
 // NewFleet writes the files of the replicas and chooses their ports. It starts nothing.
@@ -148,7 +150,7 @@ func (r *Replica) configure() error {
 	if err != nil {
 		return err
 	}
-	text, err := fill(replicaTOML, map[string]any{
+	text, err := fill(replicaTOML+cfg.Cloud, map[string]any{
 		"Name": r.Name, "GRPC": r.grpc, "Log": r.port, "Peers": peers, "ServerName": cloudName,
 		"Targets": targets, "IP": ip, "HTTPS": r.https, "HTTPSTarget": cfg.HTTPS,
 	})
@@ -182,7 +184,8 @@ tls = "passthrough"
 listen = "{{.IP}}"
 [mode.cloud.https.addr]
 "{{.HTTPS}}" = "{{.HTTPSTarget}}"
-{{end}}`
+{{end}}
+`
 
 // Edge writes the files of an edge. It starts nothing.
 func (f *Fleet) Edge(cfg EdgeConfig) (*Member, error) {
@@ -191,7 +194,7 @@ func (f *Fleet) Edge(cfg EdgeConfig) (*Member, error) {
 	if e.port, err = FreePort(); err != nil {
 		return nil, err
 	}
-	text, err := fill(fleetEdgeTOML, map[string]any{
+	text, err := fill(fleetEdgeTOML+"\n"+cfg.More, map[string]any{
 		"Node": cfg.Node, "Allow": cfg.Allow, "Cloud": cfg.Cloud, "ServerName": cloudName, "All": cfg.All, "Log": e.port,
 	})
 	if err != nil {
