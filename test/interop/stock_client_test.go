@@ -133,6 +133,18 @@ func dialers(t testing.TB, socket string) map[string]dialer {
 	}
 }
 
+// ways are the ways to dial, at the sockets that there are.
+func ways(t testing.TB, overGRPC, overConnect string) map[string]dialer {
+	all := make(map[string]dialer)
+	if overGRPC != "" {
+		all = dialers(t, overGRPC)
+	}
+	if overConnect != "" {
+		all["CONNECT"] = connector(overConnect)
+	}
+	return all
+}
+
 func TestStockClient(t *testing.T) {
 	o := start(t)
 	target, big := newTarget(t)
