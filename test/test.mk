@@ -9,7 +9,7 @@ faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 replicas: ## kill, replace and cut off replicas of the cloud, each a process (20 seconds)
 	go test -count=1 -timeout 5m -v ./test/replicas
 
-interop: ## hold the egress front door against Konnectivity's own client, from the Go module proxy (one minute)
+interop: ## Konnectivity's own programs, from the Go module proxy, against ours; its faults, on both (two minutes)
 	go -C test/interop test -count=1 -timeout 10m ./...
 
 hostile: ## edges, callers and strangers that mean harm: what the others notice (twelve minutes)
