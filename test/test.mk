@@ -1,7 +1,7 @@
 # Tests and measurements with processes of their own. Included by the Makefile of the
 # repository; paths are relative to its directory. Linux only, no root.
 
-.PHONY: faults replicas hostile soak bench storm interop
+.PHONY: faults replicas hostile soak bench bench-egress storm interop
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
@@ -9,7 +9,7 @@ faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 replicas: ## kill, replace and cut off replicas of the cloud, each a process (20 seconds)
 	go test -count=1 -timeout 5m -v ./test/replicas
 
-interop: ## Konnectivity's own programs, from the Go module proxy, against ours; its faults, on both (two minutes)
+interop: ## Konnectivity's own programs, from the Go module proxy, against ours; its faults, on both (three minutes)
 	go -C test/interop test -count=1 -timeout 10m ./...
 
 hostile: ## edges, callers and strangers that mean harm: what the others notice (twelve minutes)
@@ -20,6 +20,9 @@ soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as 
 
 bench: ## what a conn costs, beside TCP and TLS relays and beside 50 stalled readers (four minutes)
 	go run ./test/bench
+
+bench-egress: ## what the egress front door costs, beside Konnectivity's server and agent with the same clients (two minutes)
+	go -C test/interop test -run='^$$' -bench=Egress -benchtime=1x -timeout 10m .
 
 storm: ## 5,000 edges lose their cloud at once: when they are back, and what they cost it (EDGES=10000; two minutes)
 	go run ./test/storm -edges $(or $(EDGES),5000)
