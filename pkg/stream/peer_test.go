@@ -177,7 +177,6 @@ func TestTwoSessionsOnOneConnection(t *testing.T) {
 	s := r.stranger()
 	first := s.join("edge1")
 	second := s.control(bearerOf("edge2"))
-	second.hello(Version)
 	if err := second.end(); status.Code(err) != codes.AlreadyExists {
 		t.Errorf("the second session: %v, want a refusal", err)
 	}
