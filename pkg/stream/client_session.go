@@ -208,14 +208,13 @@ func (s *edgeSession) nobody(m *tunnel.Message) error {
 // serve dials the target and carries its conn. An error, which only a panic makes,
 // ends the session.
 func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, dial tunnel.DialFunc) error {
-	log := s.log.With("topic", name, "target", r.Addr)
 	started := time.Now()
 	target, late, err := s.dialTarget(ctx, r, dial)
 	if err != nil {
-		log.Debug("target refused", "err", err)
+		s.log.Debug("target refused", "topic", name, "target", r.Addr, "err", err)
 		if s.owner.cfg.replica == nil && tunnel.CodeOf(err) == tunnel.Denied {
 			if skipped, ok := s.owner.denials.Allow(); ok {
-				log.Warn("a dial that the cloud asked for is denied", "caller", r.Caller, "err", err, "skipped", skipped)
+				s.log.Warn("a dial that the cloud asked for is denied", "topic", name, "target", r.Addr, "caller", r.Caller, "err", err, "skipped", skipped)
 			}
 		}
 		if _, decided := errors.AsType[*tunnel.Refusal](err); !decided {
@@ -233,14 +232,14 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	defer end()
 	stream, err := s.client.Connect(metadata.AppendToOutgoingContext(sctx, topicKey, name))
 	if err != nil {
-		log.Debug("cannot open the conn", "err", err)
+		s.log.Debug("cannot open the conn", "topic", name, "target", r.Addr, "err", err)
 		tunnel.Reset(target)
 		s.refuse(name, tunnel.Refusef(tunnel.Internal, "node %s reached the target and cannot open the conn: %v", s.pub.Node, err))
 		return nil
 	}
 	gone := make(chan struct{})
 	c := newConn(connConfig{
-		stream: stream, isEdge: true, blocks: s.blocks, counters: s.counters, log: log,
+		stream: stream, isEdge: true, blocks: s.blocks, counters: s.counters, log: s.log,
 		local: addr(s.pub.Node), remote: addr(r.Caller),
 		ended: func(err error) {
 			if err != nil {
@@ -254,7 +253,7 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	s.counters.Conns.Add(1)
 	received, sent, err := tunnel.Splice(ctx, c, target)
 	<-gone
-	log.Debug("conn ended", "bytes", received+sent, "err", err, "dur", time.Since(started).Round(time.Microsecond))
+	s.log.Debug("conn ended", "topic", name, "target", r.Addr, "bytes", received+sent, "err", err, "dur", time.Since(started).Round(time.Microsecond))
 	return nil
 }
 

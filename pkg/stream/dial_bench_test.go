@@ -3,6 +3,7 @@ package stream
 import (
 	"context"
 	"crypto/tls"
+	"io"
 	"log/slog"
 	"net"
 	"testing"
@@ -27,10 +28,11 @@ func BenchmarkDial(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
+	log := slog.New(slog.NewTextHandler(io.Discard, nil)) //nolint:sloglint // what a logger costs counts
 	dir := &tunnel.Directory{}
 	server, err := NewServer(ServerConfig{
 		Listen: "127.0.0.1:0", TLS: &tls.Config{Certificates: []tls.Certificate{pair}},
-		Auth: &fakeAuth{}, Log: slog.New(slog.DiscardHandler), Software: "bench", Limits: Limits{Opens: 1e9},
+		Auth: &fakeAuth{}, Log: log, Software: "bench", Limits: Limits{Opens: 1e9},
 	}, dir)
 	if err != nil {
 		b.Fatal(err)
@@ -42,7 +44,7 @@ func BenchmarkDial(b *testing.B) {
 	client, err := NewClient(ClientConfig{
 		Address: server.Addr().String(), TLS: func() *tls.Config { return &tls.Config{RootCAs: poolOf(ca), ServerName: "cloud"} },
 		Node: "edge1", Token: func() (auth.Secret, error) { return "token-edge1", nil },
-		Log: slog.New(slog.DiscardHandler), Software: "bench",
+		Log: log, Software: "bench",
 	}, &edgeModule{"tcp", func(context.Context, tunnel.Request) (net.Conn, error) {
 		near, far := net.Pipe()
 		far.Close()

@@ -288,20 +288,20 @@ func (p *port) permits(peer net.Addr) bool {
 // serve connects c to the target until both have ended, or ctx is done.
 func (p *port) serve(ctx context.Context, c net.Conn) {
 	start := time.Now()
-	log := p.log.With("caller", c.RemoteAddr())
+	caller := c.RemoteAddr() // not in a logger of the conn's own: making one costs, and it seldom writes
 	tunnel.ResetOnDeath(c)
-	target, err := p.dial(ctx, c.RemoteAddr().String())
+	target, err := p.dial(ctx, caller.String())
 	if err != nil {
 		tunnel.Reset(c)
-		log.Debug("conn refused", "node", p.Node, "dur", time.Since(start), "err", err)
+		p.log.Debug("conn refused", "caller", caller, "node", p.Node, "dur", time.Since(start), "err", err)
 		if n, ok := p.failed.Allow(); ok {
 			p.log.Warn("the target cannot be reached", "node", p.Node, "err", err, "skipped", n)
 		}
 		return
 	}
-	log.Debug("conn opened", "node", p.Node, "dur", time.Since(start))
+	p.log.Debug("conn opened", "caller", caller, "node", p.Node, "dur", time.Since(start))
 	in, out, err := tunnel.Splice(ctx, c, target)
-	log.Debug("conn ended", "node", p.Node, "bytes", in+out, "dur", time.Since(start), "err", err)
+	p.log.Debug("conn ended", "caller", caller, "node", p.Node, "bytes", in+out, "dur", time.Since(start), "err", err)
 }
 
 func (p *port) dial(ctx context.Context, caller string) (net.Conn, error) {
