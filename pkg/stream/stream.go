@@ -128,8 +128,12 @@ const (
 	// connWindow bounds what is in flight for a whole session. grpc-go gives it back
 	// on receipt, so a stalled reader takes none of it.
 	connWindow = 16 << 20
-	// ioBuffer is what grpc-go gathers before a write, and reads at once.
-	ioBuffer = 32 << 10
+	// writeBuffer is what grpc-go gathers before a write. It holds the buffer while there is
+	// something to write.
+	writeBuffer = 32 << 10
+	// readBuffer is none: TLS keeps what it has read and nobody has taken. A buffer above
+	// it would be one more copy, and memory of every idle node.
+	readBuffer = 0
 	// maxHeaderList bounds the metadata of an answer, in bytes.
 	maxHeaderList = 16 << 10
 	// outboxSize and outboxPerConn say how many control messages may wait for the
@@ -156,8 +160,8 @@ func serverOptions(maxConns int, l Limits) []grpc.ServerOption {
 		grpc.ConnectionTimeout(l.JoinTimeout + time.Second), // joinListener is first, and counts
 		grpc.StaticStreamWindowSize(streamWindow),
 		grpc.StaticConnWindowSize(connWindow),
-		grpc.ReadBufferSize(ioBuffer),
-		grpc.WriteBufferSize(ioBuffer),
+		grpc.ReadBufferSize(readBuffer),
+		grpc.WriteBufferSize(writeBuffer),
 		grpc.WaitForHandlers(true),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveCloud, Timeout: keepaliveTimeout}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinTime, PermitWithoutStream: true}),
@@ -176,8 +180,8 @@ func dialOptions() []grpc.DialOption {
 		),
 		grpc.WithStaticStreamWindowSize(streamWindow),
 		grpc.WithStaticConnWindowSize(connWindow),
-		grpc.WithReadBufferSize(ioBuffer),
-		grpc.WithWriteBufferSize(ioBuffer),
+		grpc.WithReadBufferSize(readBuffer),
+		grpc.WithWriteBufferSize(writeBuffer),
 		grpc.WithMaxHeaderListSize(maxHeaderList),
 		grpc.WithDisableRetry(),
 		grpc.WithDisableServiceConfig(), // nor may DNS configure us
