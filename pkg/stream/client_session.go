@@ -49,7 +49,9 @@ func (s *edgeSession) serveUntil(ctx, sctx context.Context) error {
 		s.Close(errStopping)
 	})
 	s.wg.Go(func() { s.beat() })
-	err := s.run(sctx)
+	s.start(sctx)
+	<-s.done
+	err := s.reason()
 	if !stop() && errors.Is(err, io.EOF) {
 		err = errStopping // the cloud's answer to our hanging up
 	}

@@ -369,7 +369,12 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 	}()
 	stop := context.AfterFunc(ctx, func() { cs.Close(errLost) })
 	defer stop()
-	err = cs.run(ctx)
+	cs.start(ctx)
+	if cs.proof.Load() != nil {
+		cs.whileProven() // here: a goroutine of its own is 4 KiB of every idle node
+	}
+	<-cs.done
+	err = cs.reason()
 	cs.noteTooLong(err)
 	s.detach(cs)
 	if cs.quota != nil {

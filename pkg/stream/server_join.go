@@ -175,7 +175,6 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	if isClosed(s.leaving) { // it was joining when the others were told
 		cs.tellDrain(true)
 	}
-	cs.wg.Go(cs.whileProven)
 	return cs, nil
 }
 

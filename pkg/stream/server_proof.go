@@ -56,7 +56,8 @@ func (s *cloudSession) standOn(p *proof) {
 	}
 }
 
-// whileProven ends the session when its proof is no longer good.
+// whileProven ends the session when its proof is no longer good. It returns when the
+// session has ended.
 func (s *cloudSession) whileProven() {
 	for {
 		p := s.proof.Load()

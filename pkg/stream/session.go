@@ -258,9 +258,9 @@ func guard(log *slog.Logger, counters *tunnel.Counters, what string, f func() er
 	return f()
 }
 
-// run starts the loops and waits until the session has ended. It does not wait for
-// the loops: on the cloud they are freed only when the handler returns (wg waits).
-func (s *session) run(ctx context.Context) error {
+// start starts the loops. They end with the session; on the cloud not before the handler
+// has returned, which frees them (wg waits).
+func (s *session) start(ctx context.Context) {
 	for _, loop := range []func() error{
 		s.sendLoop,
 		func() error { return s.receiveLoop(ctx) },
@@ -271,8 +271,6 @@ func (s *session) run(ctx context.Context) error {
 			}
 		})
 	}
-	<-s.done
-	return s.reason()
 }
 
 // drain tells the peer that this side is about to stop, unless it has been told, and
