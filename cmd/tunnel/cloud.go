@@ -47,6 +47,7 @@ func runCloud(ctx context.Context, file string, log *slog.Logger, level *slog.Le
 		return configError(err)
 	}
 	d.level = level
+	roomyHeap()
 	return d.run(ctx)
 }
 
