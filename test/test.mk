@@ -12,7 +12,7 @@ replicas: ## kill, replace and cut off replicas of the cloud, each a process (20
 interop: ## Konnectivity's own programs, from the Go module proxy, against ours; its faults, on both (three minutes)
 	go -C test/interop test -count=1 -timeout 10m ./...
 
-hostile: ## edges, callers and strangers that mean harm: what the others notice (twelve minutes)
+hostile: ## edges, callers and strangers that mean harm: what the others notice (sixteen minutes)
 	TUNNEL_HOSTILE=1 go test -count=1 -timeout 30m -v ./test/hostile
 
 soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as promised (fourteen minutes)

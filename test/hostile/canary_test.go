@@ -360,7 +360,7 @@ func (c *cage) joins() {
 		"Bearer ey" + base64.RawURLEncoding.EncodeToString([]byte(`{"sub":"`+c.secrets.make("a ServiceAccount's token")+`"}`)),
 	} {
 		ctx, cancel := context.WithCancel(c.t.Context())
-		e := c.dial(ctx, rig.Node)
+		e := c.victim().dial(ctx, rig.Node)
 		var err error
 		e.control, err = e.TunnelStreaming(metadata.AppendToOutgoingContext(ctx, "authorization", authorization))
 		if err == nil {
@@ -376,7 +376,7 @@ func (c *cage) joins() {
 	// One that is good, and then presents what is not.
 	ctx, cancel := context.WithCancel(c.t.Context())
 	defer cancel()
-	e, err := c.join(ctx, "evil0")
+	e, err := c.victim().join(ctx, "evil0")
 	if err != nil {
 		c.t.Fatal(err)
 	}
@@ -424,7 +424,7 @@ func (c *cage) requests() {
 		"GET /leaky-idle HTTP/1.1\r\nHost: edge1\r\n" + secret + "\r\n",
 		"GET /garbage HTTP/1.1\r\nHost: edge1\r\n" + secret + "\r\n",
 	} {
-		conn, err := c.caller(c.t.Context())
+		conn, err := c.victim().caller(c.t.Context())
 		if err != nil {
 			c.t.Fatal(err)
 		}
@@ -449,7 +449,7 @@ func (c *cage) requests() {
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	c.out.add("what a caller is answered", exchange(tls.Client(conn, c.callerTLS(false)), plain))
+	c.out.add("what a caller is answered", exchange(tls.Client(conn, c.victim().callerTLS(false)), plain))
 }
 
 // exchange sends a request and returns all that comes back, and the error.

@@ -36,9 +36,12 @@ const (
 
 // TestHostileEdge is an edge with a good token that breaks the protocol.
 func TestHostileEdge(t *testing.T) {
-	l := newLab(t)
+	newLab(t).endure(edgeAttacks())
+}
+
+func edgeAttacks() []attack {
 	flooded, messages := []string{"ResourceExhausted"}, limited("messages")
-	l.endure([]attack{
+	return []attack{
 		{name: "opens", offend: says(flood, "tcp", "open"), answers: []string{"PermissionDenied"}, holds: 2 * message},
 		{name: "a second hello", offend: says(1, "stream", "hello"), answers: []string{"PermissionDenied"}, holds: 2 * message},
 		{name: "cancels", offend: says(1, "stream", "cancel"), answers: []string{"PermissionDenied"}, holds: 2 * message},
@@ -58,7 +61,7 @@ func TestHostileEdge(t *testing.T) {
 		{name: "bytes after the end of a conn", offend: bytesAfterFin, answers: []string{"Aborted"}, holds: 2 * mib},
 		{name: "a chunk of 1 MB", offend: longChunk, answers: []string{"Aborted", "ResourceExhausted"}, holds: 2 * mib},
 		{name: "conns that are not read", offend: unreadConns, alone: true, answers: []string{"endured"}, holds: unread * 5 * window, after: time.Second},
-	})
+	}
 }
 
 // evil is an edge whose messages the test writes.
@@ -69,9 +72,9 @@ type evil struct {
 }
 
 // dial connects as an attacker does, without a session.
-func (l *lab) dial(ctx context.Context, node string) *evil {
-	cc, err := grpc.NewClient("passthrough:///"+l.GRPC(),
-		grpc.WithTransportCredentials(credentials.NewTLS(l.EdgeTLS())),
+func (v *victim) dial(ctx context.Context, node string) *evil {
+	cc, err := grpc.NewClient("passthrough:///"+v.Addr["grpc"],
+		grpc.WithTransportCredentials(credentials.NewTLS(v.edgeTLS())),
 		grpc.WithContextDialer(func(_ context.Context, a string) (net.Conn, error) { return attackerDial(ctx, a) }),
 		grpc.WithDisableRetry(), grpc.WithIdleTimeout(0), grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(64<<10))
 	if err != nil {
@@ -82,16 +85,16 @@ func (l *lab) dial(ctx context.Context, node string) *evil {
 }
 
 // open opens the control stream of a node, with its token.
-func (l *lab) open(ctx context.Context, e *evil) (err error) {
-	ctx = metadata.AppendToOutgoingContext(ctx, "authorization", "Bearer "+auth.EncodeToken(e.node, l.Token(e.node)))
+func (v *victim) open(ctx context.Context, e *evil) (err error) {
+	ctx = metadata.AppendToOutgoingContext(ctx, "authorization", "Bearer "+auth.EncodeToken(e.node, v.token(e.node)))
 	e.control, err = e.TunnelStreaming(ctx)
 	return err
 }
 
 // join makes a session.
-func (l *lab) join(ctx context.Context, node string) (*evil, error) {
-	e := l.dial(ctx, node)
-	if err := l.open(ctx, e); err != nil {
+func (v *victim) join(ctx context.Context, node string) (*evil, error) {
+	e := v.dial(ctx, node)
+	if err := v.open(ctx, e); err != nil {
 		return nil, err
 	}
 	if err := e.say("stream", "hello", "", &pb.Hello{Version: 1, Software: "evil"}); err != nil {
@@ -144,13 +147,13 @@ func code(err error) string {
 
 // session returns an attack of an edge that has joined. It ends with ctx, or when the
 // session does.
-func session(attack func(ctx context.Context, l *lab, e *evil) error) func(ctx context.Context, l *lab, as string) string {
-	return func(ctx context.Context, l *lab, as string) string {
+func session(attack func(ctx context.Context, v *victim, e *evil) error) func(ctx context.Context, v *victim, as string) string {
+	return func(ctx context.Context, v *victim, as string) string {
 		sctx, cancel := context.WithCancel(ctx)
 		defer cancel()
-		e, err := l.join(sctx, as)
+		e, err := v.join(sctx, as)
 		if err == nil {
-			err = attack(sctx, l, e)
+			err = attack(sctx, v, e)
 		}
 		if errors.Is(err, io.EOF) {
 			err = e.end()
@@ -163,8 +166,8 @@ func session(attack func(ctx context.Context, l *lab, e *evil) error) func(ctx c
 }
 
 // says says the same for as long as the session lives.
-func says(perSecond int, category, typ string) func(ctx context.Context, l *lab, as string) string {
-	return session(func(ctx context.Context, _ *lab, e *evil) error {
+func says(perSecond int, category, typ string) func(ctx context.Context, v *victim, as string) string {
+	return session(func(ctx context.Context, _ *victim, e *evil) error {
 		heard := make(chan error, 1)
 		go func() { heard <- e.end() }()
 		n := 0
@@ -180,19 +183,19 @@ func says(perSecond int, category, typ string) func(ctx context.Context, l *lab,
 }
 
 // newCredentials presents tokens, all wrong, in place of the one that it has joined with.
-func newCredentials(ctx context.Context, l *lab, as string) string {
-	return session(func(ctx context.Context, _ *lab, e *evil) error {
+func newCredentials(ctx context.Context, v *victim, as string) string {
+	return session(func(ctx context.Context, _ *victim, e *evil) error {
 		wrong := &pb.Credential{AccessToken: auth.EncodeToken(rig.Node, auth.NewToken())}
 		return pace(ctx, flood, func() error { return e.say("stream", "credential", "", wrong) })
-	})(ctx, l, as)
+	})(ctx, v, as)
 }
 
 // longHello joins with more than fits a message, and with an instance that fits it alone.
-func longHello(ctx context.Context, l *lab, as string) string {
+func longHello(ctx context.Context, v *victim, as string) string {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	e := l.dial(ctx, as)
-	if err := l.open(ctx, e); err != nil {
+	e := v.dial(ctx, as)
+	if err := v.open(ctx, e); err != nil {
 		return code(err)
 	}
 	size := mib
@@ -204,13 +207,13 @@ func longHello(ctx context.Context, l *lab, as string) string {
 }
 
 // noHello opens control streams on one connection and says nothing on them.
-func noHello(ctx context.Context, l *lab, as string) string {
+func noHello(ctx context.Context, v *victim, as string) string {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	e := l.dial(ctx, as)
+	e := v.dial(ctx, as)
 	ends := make(chan error, 100)
 	for range cap(ends) {
-		if err := l.open(ctx, e); err != nil {
+		if err := v.open(ctx, e); err != nil {
 			return code(err)
 		}
 		one := &evil{control: e.control}
@@ -225,14 +228,14 @@ func noHello(ctx context.Context, l *lab, as string) string {
 }
 
 // neverReads has the cloud answer heartbeats that it does not read.
-func neverReads(ctx context.Context, l *lab, as string) string {
-	return session(func(ctx context.Context, _ *lab, e *evil) error {
+func neverReads(ctx context.Context, v *victim, as string) string {
+	return session(func(ctx context.Context, _ *victim, e *evil) error {
 		n := int64(0)
 		return pace(ctx, flood, func() error {
 			n++
 			return e.say("stream", "heartbeat", "", &pb.Heartbeat{Sent: 1<<62 + n})
 		})
-	})(ctx, l, as)
+	})(ctx, v, as)
 }
 
 func connect(ctx context.Context, e *evil, topic string) (pb.Stream_ConnectClient, error) {
@@ -240,8 +243,8 @@ func connect(ctx context.Context, e *evil, topic string) (pb.Stream_ConnectClien
 }
 
 // unknownConns connects topics that nobody has asked for.
-func unknownConns(ctx context.Context, l *lab, as string) string {
-	return session(func(ctx context.Context, _ *lab, e *evil) error {
+func unknownConns(ctx context.Context, v *victim, as string) string {
+	return session(func(ctx context.Context, _ *victim, e *evil) error {
 		n := 0
 		return pace(ctx, 400, func() error {
 			n++
@@ -254,13 +257,13 @@ func unknownConns(ctx context.Context, l *lab, as string) string {
 			}
 			return err
 		})
-	})(ctx, l, as)
+	})(ctx, v, as)
 }
 
 // asked returns a caller of the TCP front door to a node, and the topic by which the node
 // is asked to connect it.
-func (l *lab) asked(ctx context.Context, e *evil) (net.Conn, string, error) {
-	caller, err := (&net.Dialer{Timeout: hangs}).DialContext(ctx, "tcp", l.Door(e.node))
+func (v *victim) asked(ctx context.Context, e *evil) (net.Conn, string, error) {
+	caller, err := (&net.Dialer{Timeout: hangs}).DialContext(ctx, "tcp", v.Addr[e.node])
 	if err != nil {
 		return nil, "", err
 	}
@@ -272,18 +275,18 @@ func (l *lab) asked(ctx context.Context, e *evil) (net.Conn, string, error) {
 
 // stolenConn answers what another node was asked, by conns and by refusals. The other one
 // is asked and answers as if nothing were.
-func stolenConn(ctx context.Context, l *lab, _ string) string {
+func stolenConn(ctx context.Context, v *victim, _ string) string {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	thief, err := l.join(ctx, "evil0")
+	thief, err := v.join(ctx, "evil0")
 	if err != nil {
 		return code(err)
 	}
-	owner, err := l.join(ctx, "evil1")
+	owner, err := v.join(ctx, "evil1")
 	if err != nil {
 		return code(err)
 	}
-	caller, topic, err := l.asked(ctx, owner)
+	caller, topic, err := v.asked(ctx, owner)
 	if err != nil {
 		return code(err)
 	}
@@ -309,9 +312,9 @@ func stolenConn(ctx context.Context, l *lab, _ string) string {
 }
 
 // bytesAfterFin goes on sending after the end.
-func bytesAfterFin(ctx context.Context, l *lab, as string) string {
-	return session(func(ctx context.Context, l *lab, e *evil) error {
-		_, topic, err := l.asked(ctx, e)
+func bytesAfterFin(ctx context.Context, v *victim, as string) string {
+	return session(func(ctx context.Context, v *victim, e *evil) error {
+		_, topic, err := v.asked(ctx, e)
 		if err != nil {
 			return err
 		}
@@ -327,13 +330,13 @@ func bytesAfterFin(ctx context.Context, l *lab, as string) string {
 			_, err = c.Recv()
 		}
 		return err
-	})(ctx, l, as)
+	})(ctx, v, as)
 }
 
 // longChunk sends more in one chunk than fits.
-func longChunk(ctx context.Context, l *lab, as string) string {
-	return session(func(ctx context.Context, l *lab, e *evil) error {
-		_, topic, err := l.asked(ctx, e)
+func longChunk(ctx context.Context, v *victim, as string) string {
+	return session(func(ctx context.Context, v *victim, e *evil) error {
+		_, topic, err := v.asked(ctx, e)
 		if err != nil {
 			return err
 		}
@@ -346,17 +349,17 @@ func longChunk(ctx context.Context, l *lab, as string) string {
 			_, err = c.Recv()
 		}
 		return err
-	})(ctx, l, as)
+	})(ctx, v, as)
 }
 
 // unread is how many conns are not read, by the edge and by as many callers.
 const unread = 8
 
 // unreadConns stuffs conns both ways that nobody reads.
-func unreadConns(ctx context.Context, l *lab, as string) string {
-	return session(func(ctx context.Context, l *lab, e *evil) error {
+func unreadConns(ctx context.Context, v *victim, as string) string {
+	return session(func(ctx context.Context, v *victim, e *evil) error {
 		for range unread {
-			caller, topic, err := l.asked(ctx, e)
+			caller, topic, err := v.asked(ctx, e)
 			if err != nil {
 				return err
 			}
@@ -372,7 +375,7 @@ func unreadConns(ctx context.Context, l *lab, as string) string {
 		}
 		<-ctx.Done()
 		return nil
-	})(ctx, l, as)
+	})(ctx, v, as)
 }
 
 // zeros is read without end.

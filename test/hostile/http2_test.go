@@ -33,12 +33,15 @@ const joining = 128
 
 // TestHostileHTTP2 is strangers and an edge that break HTTP/2 at the gRPC port.
 func TestHostileHTTP2(t *testing.T) {
-	l := newLab(t)
+	newLab(t).endure(http2Attacks())
+}
+
+func http2Attacks() []attack {
 	tooMuch := []string{"GOAWAY ENHANCE_YOUR_CALM", "closed"}
 	// The status can be behind the end of the connection.
 	flooded := []string{"closed", "ResourceExhausted"}
-	l.endure([]attack{
-		{name: "half a handshake", offend: halfHandshakes((*lab).GRPC), alone: true, answers: []string{"closed", "endured"}, counter: limited("joiningperaddress"), holds: joining * connection},
+	return []attack{
+		{name: "half a handshake", offend: halfHandshakes("grpc"), alone: true, answers: []string{"closed", "endured"}, counter: limited("joiningperaddress"), holds: joining * connection},
 		{name: "handshakes and no more", offend: idleHandshakes, alone: true, answers: []string{"closed", "endured"}, holds: joining * connection},
 		{name: "no TLS", offend: noTLS, answers: []string{"closed"}, holds: 2 * connection},
 		{name: "rapid resets of a stranger", offend: framed(false, rapidResets), answers: append(flooded, "FailedPrecondition"), holds: 2 * mib},
@@ -50,15 +53,15 @@ func TestHostileHTTP2(t *testing.T) {
 		{name: "metadata without end", offend: framed(true, endlessMetadata), answers: []string{"closed", "GOAWAY PROTOCOL_ERROR", "GOAWAY ENHANCE_YOUR_CALM", "GOAWAY COMPRESSION_ERROR"}, holds: 2 * connection},
 		{name: "a frame of 1 MB", offend: framed(true, longFrame), answers: []string{"closed", "GOAWAY FRAME_SIZE_ERROR"}, holds: 2 * connection},
 		{name: "methods that there are not", offend: framed(true, unknownMethods), answers: flooded, counter: limited("streams"), holds: 2 * mib},
-	})
+	}
 }
 
 // halfHandshakes opens more connections than a source may have, begins a handshake on
 // each and goes no further.
-func halfHandshakes(addr func(*lab) string) func(ctx context.Context, l *lab, _ string) string {
-	return func(ctx context.Context, l *lab, _ string) string {
-		return hold(ctx, 3*joining, func() (net.Conn, error) {
-			c, err := attackerDial(ctx, addr(l))
+func halfHandshakes(door string) func(ctx context.Context, v *victim, _ string) string {
+	return func(ctx context.Context, v *victim, _ string) string {
+		return hold(ctx, 3*joining, perConnection, func() (net.Conn, error) {
+			c, err := attackerDial(ctx, v.Addr[door])
 			if err == nil {
 				_, err = c.Write([]byte{22, 3, 1, 2, 0, 1, 0})
 			}
@@ -67,9 +70,15 @@ func halfHandshakes(addr func(*lab) string) func(ctx context.Context, l *lab, _ 
 	}
 }
 
-// hold opens connections and waits until one is closed by the other side, or until ctx
-// is done.
-func hold(ctx context.Context, n int, open func() (net.Conn, error)) string {
+// How long who holds many connections waits before the next one.
+const (
+	perConnection = 2 * time.Millisecond
+	perHandshake  = 20 * time.Millisecond
+)
+
+// hold opens connections one after the other and waits until one is closed by the other
+// side, or until ctx is done.
+func hold(ctx context.Context, n int, pause time.Duration, open func() (net.Conn, error)) string {
 	ctx, cancel := context.WithCancel(ctx)
 	ended := make(chan struct{}, n)
 	var held sync.WaitGroup
@@ -88,6 +97,10 @@ func hold(ctx context.Context, n int, open func() (net.Conn, error)) string {
 			io.Copy(io.Discard, c)
 			ended <- struct{}{}
 		})
+		select {
+		case <-time.After(pause):
+		case <-ctx.Done():
+		}
 	}
 	select {
 	case <-ctx.Done():
@@ -102,25 +115,19 @@ func hold(ctx context.Context, n int, open func() (net.Conn, error)) string {
 	return "closed"
 }
 
-func (l *lab) edgeTLS() *tls.Config {
-	cfg := l.EdgeTLS()
-	cfg.NextProtos = []string{"h2"}
-	return cfg
-}
-
-func idleHandshakes(ctx context.Context, l *lab, _ string) string {
-	return hold(ctx, joining/2, func() (net.Conn, error) {
-		c, err := attackerDial(ctx, l.GRPC())
+func idleHandshakes(ctx context.Context, v *victim, _ string) string {
+	return hold(ctx, joining/2, perHandshake, func() (net.Conn, error) {
+		c, err := attackerDial(ctx, v.Addr["grpc"])
 		if err != nil {
 			return nil, err
 		}
-		tc := tls.Client(c, l.edgeTLS())
+		tc := tls.Client(c, v.edgeTLS())
 		return tc, tc.HandshakeContext(ctx)
 	})
 }
 
-func noTLS(ctx context.Context, l *lab, _ string) string {
-	c, err := attackerDial(ctx, l.GRPC())
+func noTLS(ctx context.Context, v *victim, _ string) string {
+	c, err := attackerDial(ctx, v.Addr["grpc"])
 	if err != nil {
 		return err.Error()
 	}
@@ -143,16 +150,16 @@ type framer struct {
 }
 
 // framed returns an attack on a connection, of an edge that has joined or of a stranger.
-func framed(joined bool, attack func(f *framer) error) func(ctx context.Context, l *lab, as string) string {
-	return func(ctx context.Context, l *lab, as string) string {
+func framed(joined bool, attack func(f *framer) error) func(ctx context.Context, v *victim, as string) string {
+	return func(ctx context.Context, v *victim, as string) string {
 		ctx, cancel := context.WithCancel(ctx)
 		defer cancel()
-		raw, err := attackerDial(ctx, l.GRPC())
+		raw, err := attackerDial(ctx, v.Addr["grpc"])
 		if err != nil {
 			return err.Error()
 		}
 		defer raw.Close()
-		c := tls.Client(raw, l.edgeTLS())
+		c := tls.Client(raw, v.edgeTLS())
 		if _, err = io.WriteString(c, http2.ClientPreface); err != nil {
 			return "closed"
 		}
@@ -166,7 +173,7 @@ func framed(joined bool, attack func(f *framer) error) func(ctx context.Context,
 		session := make(chan struct{})
 		go f.read(session)
 		if joined {
-			f.control(as, l.Token(as))
+			f.control(as, v.token(as))
 			select {
 			case <-session:
 			case answer := <-f.answer:

@@ -6,7 +6,6 @@ import (
 	"log"
 	"net"
 	"net/http"
-	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -55,16 +54,12 @@ func newKubelet(t *testing.T, ca *auth.CA) *kubelet {
 	})
 	mux.HandleFunc("/endless-header", raw(func(c net.Conn) {
 		io.WriteString(c, "HTTP/1.1 200 OK\r\n")
-		for started := time.Now(); time.Since(started) < hangs; {
-			if _, err := io.WriteString(c, "X: "+strings.Repeat("x", 1<<10)+"\r\n"); err != nil {
-				return
-			}
-		}
+		pour(c, lines{})
 	}))
 	mux.HandleFunc("/switch", raw(func(c net.Conn) {
 		io.WriteString(c, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nHTTP/1.1 200 OK\r\n\r\n")
 	}))
-	mux.HandleFunc("/garbage", raw(func(c net.Conn) { io.Copy(c, io.LimitReader(zeros{}, mib)) }))
+	mux.HandleFunc("/garbage", raw(func(c net.Conn) { pour(c, io.LimitReader(zeros{}, mib)) }))
 	mux.HandleFunc("/leaky-status", raw(func(c net.Conn) { io.WriteString(c, "HTTP/1.1 "+k.secret+" OK\r\n\r\n") }))
 	mux.HandleFunc("/leaky-header", raw(func(c net.Conn) { io.WriteString(c, "HTTP/1.1 200 OK\r\n"+k.secret+" no colon\r\n\r\n") }))
 	mux.HandleFunc("/leaky-length", raw(func(c net.Conn) {
@@ -94,6 +89,21 @@ func newKubelet(t *testing.T, ca *auth.CA) *kubelet {
 	})
 	k.addr = ln.Addr().String()
 	return k
+}
+
+// pour writes what comes from r, 16 MiB a second. Faster, it would weigh what the edge does
+// until it hears that nobody wants this.
+func pour(c net.Conn, r io.Reader) {
+	c.SetWriteDeadline(time.Now().Add(hangs))
+	for b := make([]byte, 16<<10); ; time.Sleep(time.Millisecond) {
+		n, err := r.Read(b)
+		if err != nil {
+			return
+		}
+		if _, err := c.Write(b[:n]); err != nil {
+			return
+		}
+	}
 }
 
 // raw answers a request by bytes.

@@ -1,7 +1,6 @@
 package hostile
 
 import (
-	"context"
 	"errors"
 	"flag"
 	"fmt"
@@ -28,6 +27,13 @@ var program string
 
 func TestMain(m *testing.M) {
 	flag.Parse()
+	if os.Getenv(attacking) != "" {
+		if err := attackFor(os.Stdin, os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			os.Exit(1)
+		}
+		return
+	}
 	os.Exit(run(m))
 }
 
@@ -62,11 +68,22 @@ type lab struct {
 // half of the default, so that floods come to their end sooner.
 const opens = 500
 
+// cloudNice is the priority of the cloud. Everything shares this machine's processors. Edge,
+// callers and targets get them first, as if they had their own, then the cloud, and
+// attackers what is left.
+const cloudNice = 10
+
+// evils are nodes that mean harm. They may join.
+var evils = []string{"evil0", "evil1"}
+
 // limited is the metric of a limit.
 func limited(limit string) string { return fmt.Sprintf("tunnel_limited_total{limit=%q}", limit) }
 
 func newLab(t *testing.T) *lab {
 	t.Helper()
+	if !long() {
+		t.Setenv("GOGC", "100") // so that what is held shows in what a cloud weighs
+	}
 	ca, err := rig.NewCA()
 	if err != nil {
 		t.Fatal(err)
@@ -79,8 +96,9 @@ func newLab(t *testing.T) *lab {
 			"evil0": "evil0/127.0.0.1:9",
 			"evil1": "evil1/127.0.0.1:9",
 		},
-		HTTPS: l.kubelet.addr, Others: []string{"evil0", "evil1"},
+		HTTPS: l.kubelet.addr, Others: evils,
 		Cloud: fmt.Sprintf("[mode.cloud.limits]\nopens = %d\n", opens),
+		Nice:  cloudNice,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -113,9 +131,6 @@ func (l *lab) end() {
 		}
 	}
 }
-
-// echo returns the address of the TCP front door to a target that sends back what it gets.
-func (l *lab) echo() string { return l.Door("echo") }
 
 // eventually polls until check returns nil.
 func eventually(t *testing.T, what string, check func() error) {
@@ -157,38 +172,4 @@ func serve(t *testing.T, handle func(net.Conn)) string {
 		<-done
 	})
 	return ln.Addr().String()
-}
-
-// attackers is where attacks come from. It is another source than that of the calm, as
-// it would be, and so their places are counted apart.
-var attackers = &net.TCPAddr{IP: net.IPv4(127, 0, 0, 66)}
-
-// attackerDial connects as an attacker. The connection ends with ctx.
-func attackerDial(ctx context.Context, addr string) (net.Conn, error) {
-	c, err := (&net.Dialer{LocalAddr: attackers, Timeout: hangs}).DialContext(ctx, "tcp", addr)
-	if err != nil {
-		return nil, err
-	}
-	c.(*net.TCPConn).SetLinger(0)
-	context.AfterFunc(ctx, func() { c.Close() })
-	return c, nil
-}
-
-// pace calls f so many times a second until ctx is done or f fails.
-func pace(ctx context.Context, perSecond int, f func() error) error {
-	const ticks = 100
-	tick := time.NewTicker(time.Second / ticks)
-	defer tick.Stop()
-	for {
-		for range max(1, perSecond/ticks) {
-			if err := f(); err != nil {
-				return err
-			}
-		}
-		select {
-		case <-tick.C:
-		case <-ctx.Done():
-			return ctx.Err()
-		}
-	}
 }

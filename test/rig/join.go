@@ -9,8 +9,11 @@ import (
 func (p *Pair) GRPC() string { return address(p.ports.GRPC) }
 
 // EdgeTLS returns how an edge of a test's own verifies the cloud.
-func (p *Pair) EdgeTLS() *tls.Config {
+func (p *Pair) EdgeTLS() *tls.Config { return EdgeTLS(p.ca.CertPEM()) }
+
+// EdgeTLS returns how an edge verifies the cloud of a pair whose authority ca is, in PEM.
+func EdgeTLS(ca []byte) *tls.Config {
 	roots := x509.NewCertPool()
-	roots.AppendCertsFromPEM(p.ca.CertPEM())
+	roots.AppendCertsFromPEM(ca)
 	return &tls.Config{RootCAs: roots, ServerName: cloudName, MinVersion: tls.VersionTLS13}
 }

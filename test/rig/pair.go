@@ -41,6 +41,7 @@ type Config struct {
 	Cloud  string            // more lines of cloud.toml: whole tables; {{.GRPC}} is the port
 	Edge   string            // more lines of edge.toml
 	Args   []string          // more arguments of both
+	Nice   int               // priority of the cloud, as nice(1) has it
 }
 
 // Pair is a cloud and an edge, their files and their ports.
@@ -276,7 +277,11 @@ func (p *Pair) start(log *Log, mode string) (*Process, error) {
 	if p.cfg.Debug {
 		args = append(args, "--log-level", "debug")
 	}
-	return Start(log, p.cfg.Binary, append(args, p.cfg.Args...)...)
+	args = append(args, p.cfg.Args...)
+	if mode == "cloud" && p.cfg.Nice != 0 {
+		return Start(log, "nice", append([]string{"-n", strconv.Itoa(p.cfg.Nice), p.cfg.Binary}, args...)...)
+	}
+	return Start(log, p.cfg.Binary, args...)
 }
 
 // Token returns the token of the node, or of one of the others.
