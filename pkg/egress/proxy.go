@@ -343,6 +343,7 @@ func (s *proxyStream) Write(b []byte) (n int, err error) {
 
 // CloseWrite says that the target has ended. The protocol knows nothing less.
 func (s *proxyStream) CloseWrite() error {
+	s.apart.wait()
 	s.sendMu.Lock()
 	defer s.sendMu.Unlock()
 	if s.closed {

@@ -152,6 +152,7 @@ func TestStockClient(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			traffic(t, target, big, dial)
 			oneWrite(t, target, big, dial)
+			endsAtOnce(t, dial)
 			if _, err := dial(t.Context(), "127.0.0.1:1"); err == nil || !strings.Contains(err.Error(), "refused") {
 				t.Errorf("nobody listens there: %v", err)
 			}
@@ -242,4 +243,31 @@ func oneWrite(t *testing.T, target *httptest.Server, big []byte, dial dialer) {
 	}
 	res.Body.Close()
 	conn.Close()
+}
+
+// endsAtOnce dials a target that ends without a word. The client must not miss that: the end
+// can come before it has noted the answer to its dial.
+func endsAtOnce(t *testing.T, dial dialer) {
+	t.Helper()
+	addr := serving(t, func(*net.TCPConn) {})
+	for range 30 {
+		conn, err := dial(t.Context(), addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		ended := make(chan error, 1)
+		go func() {
+			_, err := conn.Read(make([]byte, 1))
+			ended <- err
+		}()
+		select {
+		case err := <-ended:
+			if err == nil {
+				t.Error("the target has sent nothing, and a byte came")
+			}
+		case <-time.After(patience):
+			t.Fatal("the target has ended, and the client waits")
+		}
+		conn.Close()
+	}
 }
