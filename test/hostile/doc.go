@@ -3,7 +3,7 @@
 // kubelet. Cloud, edge and attackers are processes of their own. Attackers are the test's
 // program, which speaks HTTP/2 and TLS by hand where a library would be too polite.
 //
-//	go test ./test/hostile       what each attack is answered with, in half a minute
+//	go test ./test/hostile       what each attack is answered with, in a minute or two
 //	make hostile                 the same for long enough to weigh its effect on others
 //
 // While an attack goes on a well-behaved edge of the same cloud serves well-behaved
