@@ -15,8 +15,10 @@ import (
 	"flag"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"time"
 )
@@ -153,10 +155,23 @@ func (s *summary) take(e event, allowed map[string]string) {
 	case "fail", "build-fail":
 		if e.Test != "" {
 			s.failed++
+		} else {
+			s.printUnfinished(e.Package)
 		}
 		fmt.Printf("FAIL  %s\n%s", strings.TrimSuffix(key, "/"), strings.Join(s.output[key], ""))
 	default:
 		return
 	}
 	delete(s.output, key)
+}
+
+// printUnfinished prints what the tests of a package have said that never ended: the process
+// has, by a panic or an exit.
+func (s *summary) printUnfinished(pkg string) {
+	for _, key := range slices.Sorted(maps.Keys(s.output)) {
+		if test, ok := strings.CutPrefix(key, pkg+"/"); ok && test != "" {
+			fmt.Printf("NOT ENDED  %s\n%s", key, strings.Join(s.output[key], ""))
+			delete(s.output, key)
+		}
+	}
 }
