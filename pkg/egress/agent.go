@@ -189,6 +189,7 @@ func (w *way) run(ctx context.Context) {
 				w.agent.count(w.url, -1)
 				w.drop(s.server)
 				log.Info("proxy-server left", "id", s.server, "err", why)
+				s.working.Wait() // what it has closed may still be on its way to targets
 			})
 		case ctx.Err() != nil:
 			return
@@ -325,7 +326,6 @@ func (s *agentStream) serve(ctx context.Context) error {
 		cancel()
 	}
 	s.dialMu.Unlock()
-	s.working.Wait()
 	return s.err
 }
 
@@ -440,7 +440,7 @@ func (s *agentStream) dial(p packet, id int64) {
 			refuse("the dial was given up")
 			return
 		}
-		conn, err := s.add(id, func() {}, cancel)
+		conn, err := s.add(id, func() {})
 		if err != nil {
 			tunnel.Reset(target)
 			return

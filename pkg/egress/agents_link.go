@@ -172,13 +172,13 @@ func (l *agentLink) answered(p *packet) error {
 		}
 		return nil
 	case waiting == nil: // the dial was given up
-		c, err := l.add(p.connID, func() {}, nil)
+		c, err := l.add(p.connID, func() {})
 		if err == nil {
 			c.Reset() //nolint:errcheck // it has none
 		}
 		return err
 	}
-	c, err := l.add(p.connID, l.connOver, nil)
+	c, err := l.add(p.connID, l.connOver)
 	waiting <- answer{conn: c, err: err}
 	return err
 }

@@ -278,6 +278,33 @@ func TestAgentLost(t *testing.T) {
 	eventually(t, "the agent has gone", func() bool { return !r.dir.Holds("n1") })
 }
 
+// A target that is slow to take what came before a close does not keep the agent from joining
+// the server again.
+func TestAgentLostBehindClose(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	addr := listen(t, func(c *net.TCPConn) {
+		for b := make([]byte, 1<<10); t.Context().Err() == nil; time.Sleep(50 * time.Millisecond) {
+			if _, err := c.Read(b); err != nil {
+				return
+			}
+		}
+	})
+	r.agent(t, "n1", nil)
+	c := r.dial(t, "n1", addr)
+	if _, err := c.Write(make([]byte, 3<<20)); err != nil {
+		t.Fatal(err)
+	}
+	c.Close()
+	l := r.dir.Lookup("n1").Link.(*agentLink)
+	eventually(t, "the agent knows that the conn is closed", func() bool {
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		return len(l.conns) == 0
+	})
+	l.Close(errors.New("cut"))
+	eventually(t, "the agent is back", func() bool { s := r.dir.Lookup("n1"); return s != nil && s.Link != l })
+}
+
 func closed(c <-chan struct{}) bool {
 	select {
 	case <-c:

@@ -11,6 +11,8 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"tunnel/pkg/tunnel"
 )
 
@@ -20,7 +22,8 @@ import (
 //
 // Nothing tells the sender of a packet to wait, but that the stream is not read. So what
 // has come waits in a queue of its conn. When that is full, the stream waits for a reader
-// that still takes something, as TCP would. One that takes nothing loses its conn.
+// that still takes something, as TCP would. One that takes nothing loses its conn: what
+// counts is the time since it last took something.
 
 const (
 	// mostUnread is what the queue of a conn holds, in bytes, and mostUnreadOfAll those of
@@ -29,18 +32,21 @@ const (
 	mostUnreadOfAll = 64 << 20
 	// packetCost is what a packet costs beside its data.
 	packetCost = 256
-	// patience is how long a stream waits for a reader whose queue is full to take a packet.
-	patience = 250 * time.Millisecond
+	// patience is how long a reader may take nothing while the stream waits for it.
+	patience = 3 * time.Second
+	// socketQueue is what may wait in a socket that reads from a conn, about: the kernel says
+	// that there is room when a part of its buffer is free, which may have megabytes.
+	socketQueue = 64 << 10
 	// mostUnsent is what a conn may have waiting to be sent, in bytes and what they cost.
 	mostUnsent = 256 << 10
 	// mostControl is how many packets without data may wait to be sent, and mostIDs how
 	// many ids may be in use: more than a peer that keeps to the protocol makes us need.
 	mostControl = 16 << 10
 	mostIDs     = 64 << 10
-	// halfOpen is how long a target may be silent after its caller has ended its direction.
+	// halfOpen is how long nothing may move in a conn of which one side has ended.
 	halfOpen = 10 * time.Second
-	// lingerTime is how long a close waits behind data: the stock agent throws away what it
-	// has not written yet.
+	// lingerTime is how long a close waits when the data before it have been sent: the stock
+	// agent throws away what it has not written yet.
 	lingerTime = 500 * time.Millisecond
 )
 
@@ -56,6 +62,7 @@ type mux struct {
 	// Set once.
 	stream   packetStream
 	agent    bool // we are the agent: a conn of ours ends with a close response
+	halfOpen time.Duration
 	counters *tunnel.Counters
 	ended    chan struct{} // closed by end
 	wake     chan struct{} // capacity 1: there is something in out
@@ -63,24 +70,25 @@ type mux struct {
 
 	mu      sync.Mutex // guards the following, and all of the conns
 	conns   map[int64]*muxConn
-	unread  int        // cost of what waits for readers
-	out     []outgoing // to be sent in this order
-	control int        // packets without data that have not been sent
-	err     error      // why it has ended
+	readers map[*muxConn]struct{} // those that have something unread, also when the peer has closed them
+	unread  int                   // cost of what waits for readers
+	out     []outgoing            // to be sent in this order
+	control int                   // packets without data that have not been sent
+	err     error                 // why it has ended
 }
 
 // outgoing is a packet on its way out.
 type outgoing struct {
 	packet *packet
-	conn   *muxConn     // whose data it is, or nil
+	conn   *muxConn     // whose data it is, or whose close that keeps its distance to them; or nil
 	last   func() error // in place of a packet: what ends the sending
 }
 
 func newMux(stream packetStream, agent bool, counters *tunnel.Counters) *mux {
 	return &mux{
-		stream: stream, agent: agent, counters: counters,
+		stream: stream, agent: agent, halfOpen: halfOpen, counters: counters,
 		ended: make(chan struct{}), wake: make(chan struct{}, 1), room: make(chan struct{}, 1),
-		conns: make(map[int64]*muxConn),
+		conns: make(map[int64]*muxConn), readers: make(map[*muxConn]struct{}),
 	}
 }
 
@@ -139,6 +147,10 @@ func (m *mux) sendLoop() {
 				o.last() //nolint:errcheck // the stream is over, then
 				return
 			}
+			if o.conn != nil && o.packet.typ == packetCloseReq {
+				time.AfterFunc(lingerTime, func() { m.send(o.packet) })
+				continue
+			}
 			if err := m.stream.SendMsg(o.packet); err != nil {
 				m.end(errors.New("the stream takes no more"))
 				return
@@ -149,6 +161,7 @@ func (m *mux) sendLoop() {
 			} else {
 				m.counters.BytesSent.Add(uint64(len(o.packet.data)))
 				o.conn.unsent -= len(o.packet.data) + packetCost
+				o.conn.sent = time.Now()
 				o.conn.cond.Broadcast()
 			}
 			m.mu.Unlock()
@@ -178,8 +191,8 @@ func (m *mux) end(err error) {
 }
 
 // add files a new conn, unless its id is taken or the mux has ended. over is called once,
-// when the conn is over; late when it has to be.
-func (m *mux) add(id int64, over, late func()) (*muxConn, error) {
+// when the conn is over.
+func (m *mux) add(id int64, over func()) (*muxConn, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	switch {
@@ -190,14 +203,14 @@ func (m *mux) add(id int64, over, late func()) (*muxConn, error) {
 	case len(m.conns) >= mostIDs:
 		return nil, errors.New("the other side does not say that conns are over")
 	}
-	c := &muxConn{m: m, id: id, over: sync.OnceFunc(over), late: late}
+	c := &muxConn{m: m, id: id, over: sync.OnceFunc(over)}
 	c.cond.L = &m.mu
 	m.conns[id] = c
 	return c, nil
 }
 
-// deliver takes a received DATA. It returns false when there is no such conn. When the
-// reader of the conn is stuck, the conn is reset.
+// deliver takes a received DATA, and waits until there is room for it. It returns false when
+// there is no such conn.
 func (m *mux) deliver(p *packet) (known bool) {
 	m.mu.Lock()
 	c := m.conns[p.connID]
@@ -207,32 +220,22 @@ func (m *mux) deliver(p *packet) (known bool) {
 		return false
 	}
 	cost := len(p.data) + packetCost
-	full := func() bool {
-		return len(c.in) > 0 && (c.unread+cost > mostUnread || m.unread+cost > mostUnreadOfAll)
-	}
-	var late <-chan time.Time
-	for c.wantsLocked() && full() {
-		if late == nil {
-			late = time.After(patience)
-		}
-		m.mu.Unlock()
-		stuck := false
-		select {
-		case <-m.room:
-		case <-m.ended:
-		case <-late:
-			stuck = true
+	for held := m.holderLocked(c, cost); held != nil && c.wantsLocked(); held = m.holderLocked(c, cost) {
+		if wait := patience - time.Since(held.took); wait > 0 {
+			m.mu.Unlock()
+			select {
+			case <-m.room:
+			case <-m.ended:
+			case <-time.After(wait):
+			}
+		} else {
+			m.counters.Limited(tunnel.LimitUnread)
+			tell := held.abortLocked()
+			held.sendCloseLocked("its reader takes nothing")
+			m.mu.Unlock()
+			tell()
 		}
 		m.mu.Lock()
-		if stuck && c.wantsLocked() && full() {
-			m.counters.Limited(tunnel.LimitUnread)
-			tell := c.abortLocked()
-			c.sendCloseLocked("its reader takes nothing")
-			m.mu.Unlock()
-			p.free()
-			tell()
-			return true
-		}
 	}
 	defer m.mu.Unlock()
 	if !c.wantsLocked() || len(p.data) == 0 {
@@ -240,12 +243,31 @@ func (m *mux) deliver(p *packet) (known bool) {
 		return true
 	}
 	m.counters.BytesReceived.Add(uint64(len(p.data)))
+	if len(c.in) == 0 {
+		c.took = time.Now()
+		m.readers[c] = struct{}{}
+	}
 	c.in = append(c.in, *p)
 	c.unread += cost
 	m.unread += cost
-	c.idleLocked()
 	c.cond.Broadcast()
 	return true
+}
+
+// holderLocked returns whose reader has to take something before c has room for so much; nil:
+// there is room. It is c, or for the whole of the stream the one that has most unread.
+func (m *mux) holderLocked(c *muxConn, cost int) (held *muxConn) {
+	switch {
+	case c.unread > 0 && c.unread+cost > mostUnread:
+		return c
+	case m.unread+cost > mostUnreadOfAll:
+		for r := range m.readers {
+			if held == nil || r.unread > held.unread {
+				held = r
+			}
+		}
+	}
+	return held
 }
 
 // peerClosed takes a received close. It returns false when there is no such conn.
@@ -267,8 +289,8 @@ func (m *mux) peerClosed(id int64, why string) (known bool) {
 		c.peerEnded = true
 		c.cond.Broadcast()
 		tell = c.onStop
-		if c.late != nil {
-			time.AfterFunc(closeWait, c.late)
+		if m.agent {
+			c.endSilentLocked()
 		}
 	}
 	m.mu.Unlock()
@@ -286,20 +308,20 @@ type muxConn struct {
 	m    *mux
 	id   int64
 	over func() // called when it is over
-	late func() // called closeWait after the peer has closed; nil: nobody cares
 
 	// Guarded by m.mu.
 	cond      sync.Cond // anything below has changed
 	in        []packet  // not read yet
 	unread    int       // the cost of that
+	took      time.Time // when the reader last took something, or had nothing to take
 	unsent    int       // the cost of what is ours and has not been sent
-	wrote     time.Time // when something was written last
+	sent      time.Time // when something of that was sent last
 	peerEnded bool      // the peer has closed: in is the rest
 	noWrite   bool      // CloseWrite was called
 	noRead    bool      // CloseRead was called
 	closed    bool      // our close has been said, or needs not be
 	aborted   bool
-	idle      *time.Timer // of halfOpen
+	silent    *time.Timer // of endSilentLocked
 	onReset   func()
 	onStop    func()
 
@@ -324,19 +346,19 @@ func (c *muxConn) dropLocked() {
 	}
 	c.m.unread -= c.unread
 	c.in, c.unread = nil, 0
+	delete(c.m.readers, c)
 	ping(c.m.room)
 }
 
 // abortLocked ends the conn as a reset does, and returns what is to be called without mu.
 func (c *muxConn) abortLocked() func() {
-	c.aborted = true
-	c.dropLocked()
-	c.stopIdleLocked()
-	c.cond.Broadcast()
 	reset := c.onReset
-	if c.closed {
+	if c.aborted || c.noRead && c.noWrite {
 		reset = nil // who had the conn has done with it
 	}
+	c.aborted = true
+	c.dropLocked()
+	c.cond.Broadcast()
 	return func() {
 		if reset != nil {
 			reset()
@@ -351,7 +373,9 @@ func (c *muxConn) sendCloseLocked(why string) {
 		return
 	}
 	c.closed = true
-	c.stopIdleLocked()
+	if c.silent != nil {
+		c.silent.Stop()
+	}
 	switch {
 	case c.peerEnded:
 	case c.m.agent:
@@ -359,39 +383,34 @@ func (c *muxConn) sendCloseLocked(why string) {
 		c.m.sendLocked(&packet{typ: packetCloseRsp, connID: c.id, err: why}, nil)
 	default:
 		// The id stays ours until the agent has answered.
-		request := func() {
-			c.m.send(&packet{typ: packetCloseReq, connID: c.id})
+		request := &packet{typ: packetCloseReq, connID: c.id}
+		if c.aborted || c.unsent == 0 && time.Since(c.sent) >= lingerTime {
+			c.m.sendLocked(request, nil)
+		} else {
+			c.m.sendLocked(request, c)
 		}
-		if wait := lingerTime - time.Since(c.wrote); wait > 0 && !c.aborted {
-			time.AfterFunc(wait, request)
-			return
-		}
-		c.m.sendLocked(&packet{typ: packetCloseReq, connID: c.id}, nil)
 	}
 }
 
-// idleLocked has the conn close when nothing comes any more.
-func (c *muxConn) idleLocked() {
-	if c.m.agent || !c.noWrite || c.closed {
-		return
-	}
-	c.stopIdleLocked()
-	c.idle = time.AfterFunc(halfOpen, func() {
+// endSilentLocked has a conn of which one side has ended reset when nothing has moved in
+// it for halfOpen. What has not been read may wait as long as there is somebody to send more.
+func (c *muxConn) endSilentLocked() {
+	c.silent = time.AfterFunc(c.m.halfOpen, func() {
+		tell := func() {}
 		c.m.mu.Lock()
-		defer c.m.mu.Unlock()
-		if len(c.in) == 0 { // else its reader is slow
+		switch wait := c.m.halfOpen - min(time.Since(c.took), time.Since(c.sent)); {
+		case c.closed || c.aborted || c.peerEnded && !c.m.agent:
+		case len(c.in) > 0 && !c.peerEnded:
+			c.silent.Reset(c.m.halfOpen)
+		case wait > 0:
+			c.silent.Reset(wait)
+		default:
+			tell = c.abortLocked()
 			c.sendCloseLocked("")
-			c.cond.Broadcast()
-			return
 		}
-		c.idleLocked()
+		c.m.mu.Unlock()
+		tell()
 	})
-}
-
-func (c *muxConn) stopIdleLocked() {
-	if c.idle != nil {
-		c.idle.Stop()
-	}
 }
 
 // Read implements net.Conn.
@@ -423,9 +442,28 @@ func (c *muxConn) Read(b []byte) (int, error) {
 }
 
 func (c *muxConn) tookLocked(cost int) {
+	c.took = time.Now()
 	c.unread -= cost
 	c.m.unread -= cost
+	if c.unread == 0 {
+		delete(c.m.readers, c)
+	}
 	ping(c.m.room)
+}
+
+// WriteTo implements io.WriterTo, which [tunnel.Splice] uses. A socket is kept from hiding in
+// a large buffer that its reader takes something.
+func (c *muxConn) WriteTo(w io.Writer) (int64, error) {
+	if s, ok := w.(syscall.Conn); ok {
+		if raw, err := s.SyscallConn(); err == nil {
+			raw.Control(func(fd uintptr) { //nolint:errcheck // then it is closed
+				if unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, socketQueue) != nil {
+					unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUF, socketQueue) //nolint:errcheck // it is slower to notice, then
+				}
+			})
+		}
+	}
+	return io.CopyBuffer(struct{ io.Writer }{w}, struct{ io.Reader }{c}, make([]byte, dataSize))
 }
 
 // Write implements net.Conn.
@@ -446,7 +484,6 @@ func (c *muxConn) Write(b []byte) (n int, err error) {
 		}
 		part := bytes.Clone(b[:min(len(b), dataSize)])
 		c.unsent += len(part) + packetCost
-		c.wrote = time.Now()
 		c.m.sendLocked(&packet{typ: packetData, connID: c.id, data: part}, c)
 		n += len(part)
 		b = b[len(part):]
@@ -465,7 +502,7 @@ func (c *muxConn) CloseWrite() error {
 	if c.m.agent || c.noRead || c.peerEnded {
 		c.sendCloseLocked("")
 	} else {
-		c.idleLocked()
+		c.endSilentLocked()
 	}
 	c.cond.Broadcast()
 	return nil
@@ -583,6 +620,7 @@ func codeOf(text string) tunnel.Code {
 var _ interface {
 	net.Conn
 	tunnel.Resetter
+	io.WriterTo
 	CloseWrite() error
 	CloseRead() error
 } = (*muxConn)(nil)
