@@ -7,12 +7,10 @@ import (
 	"fmt"
 	"io"
 	"net"
-	"os"
+	"net/http"
 	"strings"
+	"sync/atomic"
 	"time"
-
-	"tunnel/pkg/auth"
-	"tunnel/test/rig"
 )
 
 // The target and the relays listen on a port of the kernel's choice, print it, and
@@ -29,26 +27,18 @@ type order struct {
 const (
 	orderEcho  = iota // send back what comes
 	orderFlood        // send chunks without end
+	orderSink         // take what comes
+	orderBoth         // flood and sink
+	orderTell         // say what was taken, see taken; then the conn ends
 )
 
-// peer starts this program as a target or a relay, and returns its address.
-func (b *bench) peer(role string, args ...string) (addr string, p *rig.Process, err error) {
-	self, err := os.Executable()
-	if err != nil {
-		return "", nil, err
-	}
-	log := new(rig.Log)
-	p, err = rig.Start(log, self, append([]string{role}, args...)...)
-	if err != nil {
-		return "", nil, err
-	}
-	b.processes = append(b.processes, p)
-	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(5 * time.Millisecond) {
-		if addr, _, ok := strings.Cut(log.String(), "\n"); ok {
-			return addr, p, nil
-		}
-	}
-	return "", nil, fmt.Errorf("the %s does not say where it listens: %s", role, log)
+// handshakeRecord is what a TLS connection begins with. No order does.
+const handshakeRecord = 22
+
+// taken is what the target tells of itself.
+type taken struct {
+	Bytes int64 // by orderSink and orderBoth
+	Open  int64 // conns with an order
 }
 
 // playRole is the main function of a peer. It does not return but with an error.
@@ -57,15 +47,17 @@ func playRole(role string, args []string) error {
 	if err != nil {
 		return err
 	}
-	serve := serveOrder
+	var serve func(net.Conn)
 	switch role {
-	case "target":
-	case "relay": // PLAIN-OR-TLS-SIDE ADDRESS
-		if serve, ln, err = relay(args[0], args[1], ln); err != nil {
-			return err
-		}
+	case "target": // CERTIFICATE KEY
+		serve, err = target(args[0], args[1])
+	case "relay": // SIDE-THAT-SPEAKS-TLS ADDRESS CERTIFICATE KEY
+		serve, ln, err = relay(args, ln)
 	default:
-		return fmt.Errorf("there is no role %q", role)
+		err = fmt.Errorf("there is no role %q", role)
+	}
+	if err != nil {
+		return err
 	}
 	fmt.Println(ln.Addr())
 	for {
@@ -77,17 +69,53 @@ func playRole(role string, args []string) error {
 	}
 }
 
-func serveOrder(c net.Conn) {
-	defer c.Close()
-	var o order
-	r := bufio.NewReaderSize(c, 16)
-	if err := binary.Read(r, binary.BigEndian, &o); err != nil {
-		return
+// target returns the server of orders, which speaks HTTPS as well: to whoever begins so.
+func target(cert, key string) (serve func(net.Conn), err error) {
+	cfg, err := serverTLS(cert, key)
+	if err != nil {
+		return nil, err
 	}
-	if o.Kind == orderEcho {
-		io.Copy(c, r) //nolint:errcheck // the client has gone
-		return
-	}
+	cfg.NextProtos = []string{"http/1.1"}
+	encrypted := make(handed)
+	answer := []byte(strings.Repeat("x", 127) + "\n")
+	web := http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Write(answer) //nolint:errcheck // the client judges
+	})}
+	go web.Serve(tls.NewListener(encrypted, cfg)) //nolint:errcheck // it lives as long as we do
+	var bytes, open atomic.Int64
+	return func(c net.Conn) {
+		r := bufio.NewReaderSize(c, 16)
+		if first, err := r.Peek(1); err == nil && first[0] == handshakeRecord {
+			encrypted <- peeked{c, r}
+			return
+		}
+		defer c.Close()
+		var o order
+		if err := binary.Read(r, binary.BigEndian, &o); err != nil {
+			return
+		}
+		if o.Kind == orderTell {
+			binary.Write(c, binary.BigEndian, taken{bytes.Load(), open.Load()}) //nolint:errcheck // the client judges
+			return
+		}
+		open.Add(1)
+		defer open.Add(-1)
+		switch o.Kind {
+		case orderEcho:
+			io.Copy(c, r) //nolint:errcheck // the client has gone
+		case orderFlood:
+			flood(c, o)
+		case orderSink:
+			sink(r, &bytes)
+		case orderBoth:
+			go flood(c, o) // it ends when the sink has, which closes
+			sink(r, &bytes)
+		}
+	}, nil
+}
+
+// flood sends chunks until nobody takes them.
+func flood(c net.Conn, o order) {
 	if o.Chunk < bulkChunk {
 		// For a reader that stalls. Filling the kernel's buffers in tiny pieces would
 		// keep the processors busy long after the tunnel has come to rest.
@@ -106,37 +134,67 @@ func serveOrder(c net.Conn) {
 	}
 }
 
-// relay returns the server of one hop to addr. side says where TLS is spoken: "in",
-// "out" or "none".
-func relay(side, addr string, ln net.Listener) (serve func(net.Conn), _ net.Listener, err error) {
-	dial := func() (net.Conn, error) { return net.Dial("tcp", addr) }
-	switch side {
-	case "in":
-		pair, err := certificate()
-		if err != nil {
-			return nil, nil, err
-		}
-		ln = tls.NewListener(ln, &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{pair}})
-	case "out":
-		// Whom it speaks to is not the question here; what TLS costs is.
-		cfg := &tls.Config{MinVersion: tls.VersionTLS13, InsecureSkipVerify: true} //nolint:gosec // see above
-		dial = func() (net.Conn, error) { return tls.Dial("tcp", addr, cfg) }
-	}
-	return func(in net.Conn) {
-		defer in.Close()
-		out, err := dial()
+// sink counts what comes.
+func sink(r io.Reader, bytes *atomic.Int64) {
+	buf := make([]byte, bulkBuffer)
+	for {
+		n, err := r.Read(buf)
+		bytes.Add(int64(n))
 		if err != nil {
 			return
 		}
-		defer out.Close()
-		done := make(chan struct{})
-		go func() {
-			defer close(done)
-			half(out, in)
-		}()
-		half(in, out)
-		<-done
+	}
+}
+
+// peeked is a conn that something was read from.
+type peeked struct {
+	net.Conn
+	r *bufio.Reader
+}
+
+func (p peeked) Read(b []byte) (int, error) { return p.r.Read(b) }
+
+// handed is a listener of conns that others have accepted.
+type handed chan net.Conn
+
+func (h handed) Accept() (net.Conn, error) { return <-h, nil }
+func (h handed) Close() error              { return nil }
+func (h handed) Addr() net.Addr            { return &net.TCPAddr{} }
+
+// relay returns the server of one hop. Its arguments say where TLS is spoken ("in", "out" or
+// "none"), and where the hop leads.
+func relay(args []string, ln net.Listener) (serve func(net.Conn), _ net.Listener, err error) {
+	dial := through(args[1])
+	switch args[0] {
+	case "in":
+		cfg, err := serverTLS(args[2], args[3])
+		if err != nil {
+			return nil, nil, err
+		}
+		ln = tls.NewListener(ln, cfg)
+	case "out":
+		dial = func() (net.Conn, error) { return tls.Dial("tcp", args[1], anyServer()) }
+	}
+	return func(in net.Conn) {
+		if out, err := dial(); err == nil {
+			splice(in, out)
+		} else {
+			in.Close()
+		}
 	}, ln, nil
+}
+
+// splice copies both ways until both have ended.
+func splice(a, b net.Conn) {
+	defer a.Close()
+	defer b.Close()
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		half(b, a)
+	}()
+	half(a, b)
+	<-done
 }
 
 // half copies until src ends, and says so to dst.
@@ -145,14 +203,12 @@ func half(dst, src net.Conn) {
 	dst.(interface{ CloseWrite() error }).CloseWrite() //nolint:errcheck // likewise
 }
 
-func certificate() (tls.Certificate, error) {
-	ca, err := auth.NewCA("tunnel bench", time.Hour)
-	if err != nil {
-		return tls.Certificate{}, err
-	}
-	cert, key, err := ca.Issue(auth.Leaf{CommonName: "relay", DNSNames: []string{"relay"}, Server: true})
-	if err != nil {
-		return tls.Certificate{}, err
-	}
-	return tls.X509KeyPair(cert, key)
+func serverTLS(cert, key string) (*tls.Config, error) {
+	pair, err := tls.LoadX509KeyPair(cert, key)
+	return &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{pair}}, err
+}
+
+// anyServer believes everybody: whom it speaks to is not the question, what TLS costs is.
+func anyServer() *tls.Config {
+	return &tls.Config{MinVersion: tls.VersionTLS13, InsecureSkipVerify: true} //nolint:gosec // see above
 }

@@ -20,6 +20,9 @@ const (
 	minRatio = 0.9
 )
 
+// errNotKept says that something was measured, and is not as promised.
+var errNotKept = errors.New("a promise is not kept")
+
 // stalling is a way to fill the windows of conns that nobody reads.
 type stalling struct {
 	name   string
@@ -64,6 +67,7 @@ func (b *bench) stalled() error {
 		}
 		outcomes = append(outcomes, o)
 	}
+	b.tell(outcomes)
 	return judge(outcomes)
 }
 
@@ -81,7 +85,6 @@ func (o outcome) merge(other outcome) outcome {
 }
 
 func (b *bench) stall(s stalling) (outcome, error) {
-	const d = 700 * time.Millisecond
 	o := outcome{stalling: s}
 	t, err := b.startTunnel()
 	if err != nil {
@@ -89,10 +92,10 @@ func (b *bench) stall(s stalling) (outcome, error) {
 	}
 	defer t.stop()
 	// What a live conn needs is not what the stalled ones cost.
-	if _, err = throughput(t.door, 1, d); err != nil {
+	if _, err = live(t); err != nil {
 		return o, err
 	}
-	cloud, edge, err := t.memory()
+	cloud, edge, err := t.peaks()
 	if err != nil {
 		return o, err
 	}
@@ -101,12 +104,12 @@ func (b *bench) stall(s stalling) (outcome, error) {
 	}
 	for range s.rounds {
 		var alone, beside float64
-		if alone, err = throughput(t.door, 1, d); err != nil {
+		if alone, err = live(t); err != nil {
 			return o, err
 		}
 		started := time.Now()
 		var closeAll func()
-		if closeAll, err = stall(t.door, stalledConns, s.order); err != nil {
+		if closeAll, err = stall(t.pair.Door("target"), stalledConns, s.order); err != nil {
 			return o, err
 		}
 		err = t.waitFull()
@@ -115,7 +118,7 @@ func (b *bench) stall(s stalling) (outcome, error) {
 			closeAll()
 			return o, err
 		}
-		beside, err = throughput(t.door, 1, d)
+		beside, err = live(t)
 		closeAll()
 		if err != nil {
 			return o, err
@@ -125,12 +128,21 @@ func (b *bench) stall(s stalling) (outcome, error) {
 			return o, err
 		}
 	}
-	after, afterEdge, err := t.memory()
+	after, afterEdge, err := t.peaks()
 	o.cloud, o.edge = after.Peak-cloud.Now, afterEdge.Peak-edge.Now
 	return o, err
 }
 
-func (t *tunnel) memory() (cloud, edge rig.Memory, err error) {
+// live returns the throughput of a conn, in bytes a second.
+func live(t *tunnel) (float64, error) {
+	v, err := throughput(t.line, 1, orderFlood, 700*time.Millisecond)
+	if err != nil {
+		return 0, err
+	}
+	return v[0], nil
+}
+
+func (t *tunnel) peaks() (cloud, edge rig.Memory, err error) {
 	cloud, err1 := t.cloud.Memory()
 	edge, err2 := t.edge.Memory()
 	return cloud, edge, errors.Join(err1, err2)
@@ -147,12 +159,12 @@ func (t *tunnel) waitFull() error {
 	var lastCPU time.Duration
 	same := 0
 	for deadline := time.Now().Add(2 * time.Minute); time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
-		m, err := rig.Metrics(t.edgeHealth)
+		m, err := rig.Metrics(t.pair.EdgeHealth())
 		if err != nil {
 			return err
 		}
 		now := m["tunnel_sent_bytes_total"]
-		cpu, err := t.target.CPU()
+		cpu, err := t.all[0].CPU() // the target
 		if err != nil {
 			return err
 		}
@@ -170,7 +182,7 @@ func (t *tunnel) waitFull() error {
 // waitEmpty waits until the cloud has no conn any more.
 func (t *tunnel) waitEmpty() error {
 	for deadline := time.Now().Add(10 * time.Second); time.Now().Before(deadline); time.Sleep(20 * time.Millisecond) {
-		m, err := rig.Metrics(t.cloudHealth)
+		m, err := rig.Metrics(t.pair.CloudHealth())
 		if err != nil {
 			return err
 		}
@@ -179,6 +191,24 @@ func (t *tunnel) waitEmpty() error {
 		}
 	}
 	return errors.New("the conns of clients that have gone do not end")
+}
+
+// tell puts the outcomes into the report.
+func (b *bench) tell(outcomes []outcome) {
+	if len(b.report.Ways) == 0 {
+		b.report.addWay(ways()[0], b, nil)
+	}
+	for _, o := range outcomes {
+		kept := b.report.row(figure{name: fmt.Sprintf("a conn beside %d stalled readers, chunks of %s: part of its throughput", stalledConns, o.name)}).of(ours)
+		for i := range o.alone {
+			kept.sample(o.beside[i] / o.alone[i])
+		}
+		kept.Median = round(o.ratio()) // what is judged
+		for i, growth := range []int64{o.cloud, o.edge} {
+			f := figure{fmt.Sprintf("%d stalled readers, chunks of %s: growth of the %s", stalledConns, o.name, []string{"cloud", "edge"}[i]), "MiB", 1, true}
+			b.report.row(f).of(ours).sample(float64(growth) / mib)
+		}
+	}
 }
 
 func judge(outcomes []outcome) error {
@@ -190,11 +220,11 @@ func judge(outcomes []outcome) error {
 		fmt.Fprintf(table, "%s\t%.0f MiB/s\t%.0f MiB/s\t%.2f\t%.0f MiB\t%.0f MiB\t%d\t%.1f s\t\n",
 			o.name, median(o.alone)/mib, median(o.beside)/mib, o.ratio(), float64(o.cloud)/mib, float64(o.edge)/mib, len(o.alone), o.took.Seconds())
 		if o.slow() {
-			errs = append(errs, fmt.Errorf("chunks of %s: a live conn keeps %.2f of its throughput, want %.2f", o.name, o.ratio(), minRatio))
+			errs = append(errs, fmt.Errorf("%w: chunks of %s: a live conn keeps %.2f of its throughput, want %.2f", errNotKept, o.name, o.ratio(), minRatio))
 		}
 		for name, growth := range map[string]int64{"cloud": o.cloud, "edge": o.edge} {
 			if growth > maxGrowth {
-				errs = append(errs, fmt.Errorf("chunks of %s: the %s grows by %d MiB, want %d", o.name, name, growth/mib, maxGrowth/mib))
+				errs = append(errs, fmt.Errorf("%w: chunks of %s: the %s grows by %d MiB, want %d", errNotKept, o.name, name, growth/mib, maxGrowth/mib))
 			}
 		}
 	}

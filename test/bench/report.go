@@ -1,0 +1,177 @@
+package main
+
+import (
+	"bufio"
+	"encoding/json"
+	"fmt"
+	"math"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// report is what one run has found: the JSON document.
+type report struct {
+	Date    string
+	Commit  string
+	Dirty   bool `json:",omitempty"` // whether something was measured that no commit holds
+	Machine machine
+	Go      string
+	Binary  string // size, stripped
+	Rounds  int
+	Ways    []peer
+	Rows    []*row
+}
+
+type machine struct {
+	CPU    string
+	Cores  int
+	Kernel string
+}
+
+// peer is a way that was measured, or was to be.
+type peer struct {
+	ID, Name string
+	Version  string `json:",omitempty"` // of what is not ours
+	Missing  string `json:",omitempty"` // why it was not
+}
+
+// row is a figure, by the ids of the ways.
+type row struct {
+	Name, Unit string
+	Small      bool `json:",omitempty"` // less is better
+	Values     map[string]*value
+}
+
+// value is what one way has shown in all rounds.
+type value struct {
+	Median, Min, Max float64
+	Failed           int    `json:",omitempty"` // rounds
+	Error            string `json:",omitempty"` // the first
+
+	samples []float64
+}
+
+func (b *bench) newReport() (*report, error) {
+	commit, err := git(b.top, "rev-parse", "HEAD")
+	if err != nil {
+		return nil, err
+	}
+	changes, err := git(b.top, "status", "--porcelain")
+	if err != nil {
+		return nil, err
+	}
+	st, err := os.Stat(b.program)
+	if err != nil {
+		return nil, err
+	}
+	var name unix.Utsname
+	if err = unix.Uname(&name); err != nil {
+		return nil, err
+	}
+	return &report{
+		Date: time.Now().UTC().Format(time.DateOnly), Commit: commit, Dirty: changes != "",
+		Machine: machine{processor(), runtime.NumCPU(), unix.ByteSliceToString(name.Release[:])},
+		Go:      runtime.Version(), Binary: fmt.Sprintf("%.1f MiB", float64(st.Size())/mib), Rounds: b.rounds,
+	}, nil
+}
+
+func git(dir string, args ...string) (string, error) {
+	cmd := exec.Command("git", args...)
+	cmd.Dir = dir
+	out, err := cmd.Output()
+	if err != nil {
+		return "", fmt.Errorf("git %s: %w", args[0], err)
+	}
+	return strings.TrimSpace(string(out)), nil
+}
+
+// processor returns the model's name.
+func processor() string {
+	f, err := os.Open("/proc/cpuinfo")
+	if err != nil {
+		return "unknown"
+	}
+	defer f.Close()
+	for s := bufio.NewScanner(f); s.Scan(); {
+		if key, model, ok := strings.Cut(s.Text(), ":"); ok && strings.TrimSpace(key) == "model name" {
+			return strings.TrimSpace(model)
+		}
+	}
+	return "unknown"
+}
+
+// addWay notes that a way takes part, or why it does not.
+func (r *report) addWay(w way, b *bench, missing error) {
+	p := peer{ID: w.id, Name: w.name}
+	if missing != nil {
+		p.Missing, _, _ = strings.Cut(missing.Error(), "\n")
+	} else if w.version != nil {
+		p.Version = w.version(b)
+	}
+	r.Ways = append(r.Ways, p)
+}
+
+// add notes what a gauge has shown of a way in one round, or that it has failed.
+func (r *report) add(figures []figure, id string, values []float64, err error) {
+	for i, f := range figures {
+		v := r.row(f).of(id)
+		if err == nil {
+			v.sample(values[i])
+			continue
+		}
+		if v.Failed++; v.Failed == 1 {
+			v.Error, _, _ = strings.Cut(err.Error(), "\n")
+		}
+	}
+}
+
+func (r *report) row(f figure) *row {
+	at := slices.IndexFunc(r.Rows, func(w *row) bool { return w.Name == f.name })
+	if at >= 0 {
+		return r.Rows[at]
+	}
+	added := &row{f.name, f.unit, f.small, make(map[string]*value)}
+	r.Rows = append(r.Rows, added)
+	return added
+}
+
+func (w *row) of(id string) *value {
+	if w.Values[id] == nil {
+		w.Values[id] = new(value)
+	}
+	return w.Values[id]
+}
+
+func (v *value) sample(s float64) {
+	v.samples = append(v.samples, s)
+	v.Median, v.Min, v.Max = round(median(v.samples)), round(slices.Min(v.samples)), round(slices.Max(v.samples))
+}
+
+// round keeps four digits: nobody can measure more.
+func round(v float64) float64 {
+	if v == 0 {
+		return 0
+	}
+	unit := math.Pow(10, math.Floor(math.Log10(math.Abs(v)))-3)
+	if unit < 1 {
+		return math.Round(v/unit) / math.Round(1/unit) // 0.1 is no power of two
+	}
+	return math.Round(v/unit) * unit
+}
+
+// measured reports whether there is a figure at all.
+func (v *value) measured() bool { return v != nil && (v.Error == "" || v.Max != 0) }
+
+func (r *report) write(path string) error {
+	text, err := json.MarshalIndent(r, "", "\t")
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(path, append(text, '\n'), 0o644) //nolint:gosec // it is to be read
+}

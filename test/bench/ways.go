@@ -1,0 +1,219 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"slices"
+	"strings"
+	"time"
+
+	"tunnel/test/rig"
+)
+
+// way is one of the ways to a target behind an edge.
+type way struct {
+	id, name string
+	version  func(b *bench) string // of what is not ours; nil: nothing to say
+	start    func(b *bench, l *line) error
+}
+
+// ours is the way that the others are compared with.
+const ours = "tunnel"
+
+func ways() []way {
+	return []way{
+		{ours, "tunnel", nil, startOurs},
+		{"tcp", "two TCP hops", nil, hops("none", "none")},
+		{"tls", "TLS relay", nil, hops("out", "in")},
+		{"ssh", "ssh -R", sshVersion, startSSH},
+		{"konnectivity", "Konnectivity", konnectivityVersion, startKonnectivity},
+	}
+}
+
+// line is a way that runs, in front of a target of its own.
+type line struct {
+	target string                   // where the target itself listens
+	dial   func() (net.Conn, error) // to the target, by this way
+	cloud  *rig.Process             // the end that clients connect to
+	edge   *rig.Process             // the end that dials the target
+	// carrier is the port at which the one end listens for the other.
+	carrier int
+	// https are the doors for HTTPS that ours has besides; nil: dial.
+	passthrough, terminated *httpsDoor
+	// logs tells what the ends have said.
+	logs func() string
+
+	all []*rig.Process
+}
+
+// open starts a way, and waits until a conn gets through.
+func (b *bench) open(w way) (*line, error) {
+	l := &line{logs: func() string { return "" }}
+	target, err := b.peer(l, "target", b.file("target.crt"), b.file("target.key"))
+	if err == nil {
+		l.target = target[0]
+		err = w.start(b, l)
+	}
+	if err == nil {
+		err = eventually(l.echo)
+	}
+	if err == nil {
+		return l, nil
+	}
+	l.stop()
+	return nil, fmt.Errorf("starting %s: %w\n%s", w.name, err, l.logs())
+}
+
+// run starts a program that belongs to the line.
+func (l *line) run(log *rig.Log, path string, args ...string) (*rig.Process, error) {
+	p, err := rig.Start(log, path, args...)
+	if err == nil {
+		l.all = append(l.all, p)
+	}
+	return p, err
+}
+
+// stop ends the processes, the last one first: what sshd has started for a client ends when
+// that does.
+func (l *line) stop() {
+	for _, p := range slices.Backward(l.all) {
+		p.Kill()
+	}
+}
+
+// echo sends a byte there and back.
+func (l *line) echo() error {
+	c, err := l.call(order{Kind: orderEcho})
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	return oneByte(c)
+}
+
+func oneByte(c net.Conn) error {
+	b := make([]byte, 1)
+	if _, err := c.Write(b); err != nil {
+		return err
+	}
+	_, err := io.ReadFull(c, b)
+	return err
+}
+
+// through dials a TCP address.
+func through(addr string) func() (net.Conn, error) {
+	d := &net.Dialer{Timeout: patience}
+	return func() (net.Conn, error) { return d.Dial("tcp", addr) }
+}
+
+// peer starts this program as a target or a relay that belongs to the line, and returns
+// where it listens.
+func (b *bench) peer(l *line, role string, args ...string) (addrs []string, err error) {
+	self, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	log := new(rig.Log)
+	if _, err = l.run(log, self, append([]string{role}, args...)...); err != nil {
+		return nil, err
+	}
+	return addrs, eventually(func() error {
+		said, _, ok := strings.Cut(log.String(), "\n")
+		if addrs = strings.Fields(said); !ok || len(addrs) == 0 {
+			return fmt.Errorf("the %s does not say where it listens: %s", role, log)
+		}
+		return nil
+	})
+}
+
+// last is the process that was started last.
+func (l *line) last() *rig.Process { return l.all[len(l.all)-1] }
+
+// hops are two relays in front of a target: plain TCP, which is the floor, or a TLS
+// connection for each conn, which is what could be had without a tunnel's one connection.
+func hops(first, second string) func(b *bench, l *line) error {
+	return func(b *bench, l *line) error {
+		next, err := b.peer(l, "relay", second, l.target, b.file("relay.crt"), b.file("relay.key"))
+		if err != nil {
+			return err
+		}
+		l.edge, l.carrier = l.last(), portOf(next[0])
+		door, err := b.peer(l, "relay", first, next[0])
+		if err != nil {
+			return err
+		}
+		l.cloud, l.dial = l.last(), through(door[0])
+		return nil
+	}
+}
+
+func portOf(addr string) int {
+	tcp, err := net.ResolveTCPAddr("tcp", addr)
+	if err != nil {
+		return 0 // none has it
+	}
+	return tcp.Port
+}
+
+// anyRate is more opens in a second than are possible: what is measured is how many are.
+const anyRate = 1_000_000
+
+// tunnel is a line that is ours.
+type tunnel struct {
+	*line
+	pair *rig.Pair
+}
+
+func startOurs(b *bench, l *line) error {
+	_, err := b.tunnel(l)
+	return err
+}
+
+// startTunnel starts a line that is ours.
+func (b *bench) startTunnel() (t *tunnel, err error) {
+	_, err = b.open(way{id: ours, name: "tunnel", start: func(b *bench, l *line) error {
+		var serr error
+		t, serr = b.tunnel(l)
+		return serr
+	}})
+	return t, err
+}
+
+// tunnel starts a cloud and an edge, and waits for the session.
+func (b *bench) tunnel(l *line) (*tunnel, error) {
+	dir, err := os.MkdirTemp(b.dir, "pair-")
+	if err != nil {
+		return nil, err
+	}
+	pair, err := rig.NewPair(rig.Config{
+		Binary: b.program, Dir: dir, CA: b.ca, TCP: map[string]string{"target": l.target}, HTTPS: l.target, Opens: anyRate,
+	})
+	if err != nil {
+		return nil, err
+	}
+	l.logs = func() string { return pair.CloudLog.String() + pair.EdgeLog.String() }
+	l.dial, l.carrier = through(pair.Door("target")), portOf(pair.GRPC())
+	l.passthrough = &httpsDoor{dial: through(pair.HTTPSDoor()), serverName: rig.Node}
+	l.terminated = &httpsDoor{dial: through(pair.HTTPSDoor()), client: true}
+	if l.cloud, err = pair.StartCloud(); err != nil {
+		return nil, err
+	}
+	l.all = append(l.all, l.cloud)
+	if l.edge, err = pair.StartEdge(); err != nil {
+		return nil, err
+	}
+	l.all = append(l.all, l.edge)
+	return &tunnel{l, pair}, eventually(func() error { return rig.Ready(pair.EdgeHealth()) })
+}
+
+// eventually waits until f succeeds.
+func eventually(f func() error) error {
+	for late := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
+		err := f()
+		if err == nil || time.Now().After(late) {
+			return err
+		}
+	}
+}
