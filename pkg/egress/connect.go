@@ -71,6 +71,7 @@ func passing(err error) bool {
 func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, callers *tls.Config) {
 	raw.SetDeadline(time.Now().Add(requestTimeout)) //nolint:errcheck // then reading fails at once
 	late := context.AfterFunc(asking, func() { raw.Close() })
+	defer late()
 	c := &connectConn{Conn: raw, apart: newApart()}
 	if callers != nil {
 		t := tls.Server(raw, callers)

@@ -11,6 +11,8 @@ import (
 	"net"
 	"net/http"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -192,5 +194,32 @@ func TestStrangers(t *testing.T) {
 				t.Fatalf("%s: there is a place again, and: %v", door, err)
 			}
 		}
+	}
+}
+
+// watchedContext counts what waits for its end.
+type watchedContext struct {
+	context.Context
+	done    chan struct{}
+	waiting atomic.Int32
+}
+
+func (c *watchedContext) Done() <-chan struct{} { return c.done }
+
+// AfterFunc is what context.AfterFunc calls.
+func (c *watchedContext) AfterFunc(func()) func() bool {
+	c.waiting.Add(1)
+	return sync.OnceValue(func() bool { return c.waiting.Add(-1) >= 0 })
+}
+
+// A stranger who fails to shake hands leaves nothing behind.
+func TestFailedHandshakeIsForgotten(t *testing.T) {
+	f := &FrontDoor{log: slog.New(slog.DiscardHandler)}
+	ctx := &watchedContext{Context: context.Background(), done: make(chan struct{})}
+	ours, theirs := net.Pipe()
+	theirs.Close()
+	f.serveOne(ctx, ctx, ours, &tls.Config{})
+	if n := ctx.waiting.Load(); n != 0 {
+		t.Errorf("%d still wait for the end of the front door", n)
 	}
 }
