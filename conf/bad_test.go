@@ -260,7 +260,7 @@ grpc = ["unix://egress.sock", "tls://:8090", "127.0.0.1:8091", "unix:///run/` + 
 httpconnect = ["tls://:8090", "tls://0.0.0.0:9000", "tls://10.0.0.1"]
 cert = "crt"
 clientnames = []
-strategies = ["desthost"]
+strategies = ["desthost", "cidr", "default", "cidr"]
 `, []string{
 			`6: mode.cloud.egress.key: missing: cert is useless without its private key, write key or remove cert`,
 			`6: mode.cloud.egress.clientca: missing: anybody who reaches tls:// could reach every node: write the CA that signs the callers' certificates`,
@@ -272,7 +272,8 @@ strategies = ["desthost"]
 			`8: mode.cloud.egress.httpconnect: port 8090 is taken by mode.cloud.egress.grpc: choose another`,
 			`8: mode.cloud.egress.httpconnect: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
 			`10: mode.cloud.egress.clientnames: the list is empty or holds an empty name: name who may call, or remove it`,
-			`11: mode.cloud.egress.strategies: "desthost" is not known: write some of "destHost", "cidr", "defaultRoute", "default"`}},
+			`11: mode.cloud.egress.strategies: "desthost" is not known: write some of "destHost", "cidr", "defaultRoute", "default"`,
+			`11: mode.cloud.egress.strategies: "cidr" is there twice: each is asked once, in the order in which they stand`}},
 		{"agents", server + `[mode.cloud.egress]
 httpconnect = ["unix:///run/x.sock"]
 agentport = 9000

@@ -59,7 +59,11 @@ func (e Egress) check(r *report) {
 	}
 	check(t+"grpc", e.GRPC)
 	check(t+"httpconnect", e.HTTPConnect)
-	for _, s := range e.Strategies {
+	for i, s := range e.Strategies {
+		if slices.Contains(e.Strategies[:i], s) {
+			r.add(t+"strategies", "%q is there twice: each is asked once, in the order in which they stand", s)
+			continue
+		}
 		if !slices.Contains([]string{"destHost", "cidr", "defaultRoute", "default"}, s) {
 			r.add(t+"strategies", "%q is not known: write some of \"destHost\", \"cidr\", \"defaultRoute\", \"default\"", s)
 		}
