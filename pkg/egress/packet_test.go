@@ -112,3 +112,11 @@ func FuzzPacket(f *testing.F) {
 		again.free()
 	})
 }
+
+// What a client may write at once fits, whatever the number of its conn.
+func TestMostDataFits(t *testing.T) {
+	p := packet{typ: packetData, connID: -1, data: make([]byte, mostData)}
+	if n := len(p.head(nil)) + len(p.data); n > mostPacket {
+		t.Errorf("%d bytes, and %d are accepted", n, mostPacket)
+	}
+}

@@ -26,9 +26,11 @@ import (
 // a dial, sends data and closes. Many streams may share one gRPC connection.
 
 const (
-	// mostPacket is the longest packet that is accepted: the client sends what one Write
-	// was given as one packet, whatever its size.
-	mostPacket = 64 << 20
+	// mostData is the most data that is accepted in one packet: the client sends what one
+	// Write was given as one packet, whatever its size.
+	mostData = 64 << 20
+	// mostPacket is the longest packet that is accepted.
+	mostPacket = mostData + mostHead
 	// proxyWindow is what a stream may have in flight.
 	proxyWindow = 1 << 20
 	// proxyStreams bounds the connections that share one gRPC connection.
