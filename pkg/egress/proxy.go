@@ -270,8 +270,10 @@ func (s *proxyStream) next() error {
 
 // Read implements net.Conn.
 func (s *proxyStream) Read(b []byte) (int, error) {
-	s.receives(true)
-	defer s.receives(false)
+	if !s.mayRead() {
+		return 0, io.EOF // CloseRead has come between two reads
+	}
+	defer s.hasRead()
 	if err := s.next(); err != nil {
 		return 0, err
 	}
@@ -280,10 +282,25 @@ func (s *proxyStream) Read(b []byte) (int, error) {
 	return n, nil
 }
 
-func (s *proxyStream) receives(is bool) {
+// mayRead makes the caller the one who receives, of whom there is never a second, until it
+// has called hasRead.
+func (s *proxyStream) mayRead() bool {
 	s.readMu.Lock()
 	defer s.readMu.Unlock()
-	s.reading = is
+	if s.discard {
+		return false
+	}
+	s.reading = true
+	return true
+}
+
+func (s *proxyStream) hasRead() {
+	s.readMu.Lock()
+	defer s.readMu.Unlock()
+	s.reading = false
+	if s.discard { // since then, and whoever called us reads no more
+		s.discardLocked()
+	}
 }
 
 func (s *proxyStream) discarding() bool {
@@ -299,13 +316,20 @@ func (s *proxyStream) CloseRead() error {
 	defer s.readMu.Unlock()
 	s.discard = true
 	if !s.reading {
-		s.reading = true
-		s.working.Go(func() {
-			s.packet.data = nil
-			s.next() //nolint:errcheck // the other direction looks after the end
-		})
+		s.discardLocked()
 	}
 	return nil
+}
+
+// discardLocked receives until the end. The caller holds readMu, and nobody else receives.
+func (s *proxyStream) discardLocked() {
+	s.reading = true
+	s.working.Go(func() {
+		s.packet.data = nil
+		if errors.Is(s.next(), tunnel.ErrReset) {
+			s.stop() // nobody else sees that
+		}
+	})
 }
 
 // OnStop has f called when the client reads no more.

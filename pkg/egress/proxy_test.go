@@ -2,13 +2,18 @@ package egress
 
 import (
 	"bytes"
+	"context"
 	"errors"
 	"io"
 	"net"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
@@ -208,4 +213,89 @@ func TestProxyClientVanishes(t *testing.T) {
 	if err := <-ended; err == nil {
 		t.Error("the target saw a clean end of half a message")
 	}
+}
+
+// packets is a stream whose client is the test. It notes when two receive at once.
+type packets struct {
+	grpc.ServerStream
+	from      chan packet // of the client; closed: it has left
+	receivers atomic.Int32
+	tooMany   atomic.Bool
+}
+
+func (p *packets) Context() context.Context { return context.Background() }
+
+func (p *packets) RecvMsg(m any) error {
+	if p.receivers.Add(1) > 1 {
+		p.tooMany.Store(true)
+	}
+	defer p.receivers.Add(-1)
+	in, ok := <-p.from
+	if !ok {
+		return io.EOF
+	}
+	*m.(*packet) = in
+	return nil
+}
+
+// When nobody wants the client's bytes any more, one goes on receiving, and no second, at
+// whatever moment of a read that is said.
+func TestProxyCloseRead(t *testing.T) {
+	for name, say := range map[string]func(s *proxyStream) error{
+		"between two reads": (*proxyStream).CloseRead,
+		"while one waits": func(s *proxyStream) error {
+			time.AfterFunc(time.Second, func() { s.CloseRead() })
+			_, err := s.Read(make([]byte, 9))
+			return err
+		},
+		"when one has got something": func(s *proxyStream) error {
+			s.mayRead()
+			defer s.hasRead()
+			return s.CloseRead()
+		},
+	} {
+		for end, leave := range map[string]func(from chan packet){
+			"with a close request": func(from chan packet) { from <- packet{typ: packetCloseReq, connID: theConn} },
+			"without a word":       func(from chan packet) { close(from) },
+		} {
+			t.Run(name+", "+end, func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					in := &packets{from: make(chan packet)}
+					var working sync.WaitGroup
+					s := &proxyStream{stream: in, working: &working, over: make(chan struct{}), apart: newApart(), begun: true}
+					stopped := make(chan struct{})
+					s.OnStop(func() { close(stopped) })
+					working.Go(func() {
+						in.from <- packet{typ: packetData, connID: theConn, data: []byte("first")}
+						time.Sleep(2 * time.Second)
+						in.from <- packet{typ: packetData, connID: theConn, data: []byte("unwanted")}
+						leave(in.from)
+					})
+					if b := make([]byte, 9); read(t, s, b) != "first" {
+						t.Errorf("read %q", b)
+					}
+					err := say(s)
+					if n, late := s.Read(make([]byte, 9)); n != 0 || !errors.Is(late, io.EOF) {
+						t.Errorf("after that, %d bytes and %v were read", n, late)
+					}
+					if !errors.Is(err, tunnel.ErrReset) { // of which the splice knows itself
+						<-stopped
+					}
+					working.Wait()
+					if in.tooMany.Load() {
+						t.Error("two have received at once")
+					}
+				})
+			})
+		}
+	}
+}
+
+func read(t *testing.T, c net.Conn, b []byte) string {
+	t.Helper()
+	n, err := c.Read(b)
+	if err != nil {
+		t.Error(err)
+	}
+	return string(b[:n])
 }
