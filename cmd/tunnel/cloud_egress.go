@@ -42,7 +42,7 @@ func (d *daemon) addEgress(c conf.Egress, limits conf.Limits, counters *tunnel.C
 		}
 	}
 	if k.reaches != nil {
-		cfg.Identifiers = nodeReaches{k.reaches}
+		cfg.Identifiers, cfg.Kubernetes = nodeReaches{k.reaches}, true
 	} else {
 		cfg.Identifiers = egress.Believed(all, log)
 	}

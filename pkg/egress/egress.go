@@ -61,6 +61,7 @@ type Config struct {
 
 	Strangers, StrangersPerAddress int      // over TLS; 0: the default
 	Identifiers                    Source   // what each node reaches
+	Kubernetes                     bool     // Identifiers are those of Node objects, not what edges claim
 	Sessions                       Sessions // whose edges are told the networks of their pods; nil: none is
 }
 
@@ -68,8 +69,10 @@ type Config struct {
 type Source interface {
 	// Identifiers returns it for the nodes that are known; they need not be connected.
 	Identifiers() map[tunnel.NodeName]Identifiers
-	// Changed returns a channel that is closed when it has become something else. To miss
-	// nothing, ask for it before Identifiers.
+	// Known reports whether it is known yet.
+	Known() bool
+	// Changed returns a channel that is closed when either has become something else. To miss
+	// nothing, ask for it before them.
 	Changed() <-chan struct{}
 }
 

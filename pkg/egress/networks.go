@@ -72,21 +72,16 @@ type Sessions interface {
 }
 
 // tell tells every edge the networks of its pods, and again when they have changed, until
-// ctx is done.
+// ctx is done. They are what Kubernetes says, never what an edge has claimed: it would dial
+// what somebody else wrote into its identifiers. An edge that has none is told so once,
+// since it remembers what it was told in a session before.
 func (f *FrontDoor) tell(ctx context.Context) error {
 	told := make(map[*tunnel.Session][]netip.Prefix)
 	for {
 		came, changed := f.sessions.Changed(), f.chooser.source.Changed()
-		all := f.chooser.source.Identifiers()
-		live := make(map[*tunnel.Session][]netip.Prefix)
-		for _, s := range f.sessions.Sessions() {
-			now := all[s.Node].Networks
-			if before, ok := told[s]; (ok || len(now) > 0) && (!ok || !slices.Equal(before, now)) {
-				s.Send(&tunnel.Message{Category: name, Type: typeNetworks, Data: encodeNetworks(now)}) //nolint:errcheck // it ends only with the session
-			}
-			live[s] = now
+		if f.chooser.source.Known() {
+			told = f.tellNow(told)
 		}
-		told = live
 		select {
 		case <-came:
 		case <-changed:
@@ -94,6 +89,23 @@ func (f *FrontDoor) tell(ctx context.Context) error {
 			return nil
 		}
 	}
+}
+
+// tellNow tells those who have not been told what is so now, and returns what all have been.
+func (f *FrontDoor) tellNow(told map[*tunnel.Session][]netip.Prefix) map[*tunnel.Session][]netip.Prefix {
+	var all map[tunnel.NodeName]Identifiers
+	if f.cfg.Kubernetes {
+		all = f.chooser.source.Identifiers()
+	}
+	live := make(map[*tunnel.Session][]netip.Prefix)
+	for _, s := range f.sessions.Sessions() {
+		now := all[s.Node].Networks
+		if before, ok := told[s]; !ok || !slices.Equal(before, now) {
+			s.Send(&tunnel.Message{Category: name, Type: typeNetworks, Data: encodeNetworks(now)}) //nolint:errcheck // it ends only with the session
+		}
+		live[s] = now
+	}
+	return live
 }
 
 // pods is what an edge knows of the networks of its pods.

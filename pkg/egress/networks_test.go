@@ -151,10 +151,10 @@ func (l link) Send(m *tunnel.Message) error {
 	return nil
 }
 
-func TestTell(t *testing.T) {
-	dir := new(tunnel.Directory)
-	n := &nodes{reach: map[tunnel.NodeName]Identifiers{"a": {Networks: prefixes("10.88.1.0/24")}, "b": {}}, changed: make(chan struct{})}
-	door, err := New(Config{Identifiers: n, Sessions: dir}, n, n, slog.New(slog.DiscardHandler))
+// teller is a front door that tells edges their networks. end ends it.
+func teller(t *testing.T, kubernetes bool, n *nodes, dir *tunnel.Directory) (end func()) {
+	t.Helper()
+	door, err := New(Config{Identifiers: n, Kubernetes: kubernetes, Sessions: dir}, n, n, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -164,38 +164,61 @@ func TestTell(t *testing.T) {
 		defer close(done)
 		door.tell(ctx)
 	}()
+	return func() {
+		cancel()
+		<-done
+	}
+}
+
+// is waits for what an edge is told next.
+func (l link) is(t *testing.T, why string, networks []netip.Prefix) {
+	t.Helper()
+	m := <-l.sent
+	if got, err := decodeNetworks(m.Data); err != nil || m.Category != "egress" || m.Type != "networks" || !slices.Equal(got, networks) {
+		t.Errorf("%s: %+v, %v", why, m, err)
+	}
+}
+
+func TestTell(t *testing.T) {
+	dir := new(tunnel.Directory)
+	n := &nodes{unknown: true, changed: make(chan struct{})}
+	end := teller(t, true, n, dir)
 	a, b := newLink(), newLink()
 	dir.Attach(&tunnel.Session{Node: "b", Link: b})
 	dir.Attach(&tunnel.Session{Node: "a", Link: a})
-	want := func(why string, networks []netip.Prefix) {
-		t.Helper()
-		m := <-a.sent
-		if got, err := decodeNetworks(m.Data); err != nil || m.Category != "egress" || m.Type != "networks" || !slices.Equal(got, networks) {
-			t.Errorf("%s: %+v, %v", why, m, err)
-		}
-	}
-	want("it has joined", prefixes("10.88.1.0/24"))
 	change := func(networks []netip.Prefix) {
 		n.mu.Lock()
-		n.reach = map[tunnel.NodeName]Identifiers{"a": {Networks: networks}}
+		n.unknown, n.reach = false, map[tunnel.NodeName]Identifiers{"a": {Networks: networks}, "b": {}}
 		before := n.changed
 		n.changed = make(chan struct{})
 		n.mu.Unlock()
 		close(before)
 	}
+	change(prefixes("10.88.1.0/24"))
+	a.is(t, "it has joined, and its networks are known", prefixes("10.88.1.0/24"))
+	b.is(t, "it has joined, and was told of some before", nil)
 	change(prefixes("10.88.9.0/24"))
-	want("it has another network", prefixes("10.88.9.0/24"))
+	a.is(t, "it has another network", prefixes("10.88.9.0/24"))
 	change(nil)
-	want("it has none any more", nil)
+	a.is(t, "it has none any more", nil)
 	a2 := newLink()
 	change(prefixes("10.88.9.0/24"))
-	want("it has one again", prefixes("10.88.9.0/24"))
+	a.is(t, "it has one again", prefixes("10.88.9.0/24"))
 	dir.Attach(&tunnel.Session{Node: "a", Link: a2})
-	a = a2
-	want("it has joined again", prefixes("10.88.9.0/24"))
-	cancel()
-	<-done
-	if len(b.sent)+len(a.sent) > 0 {
+	a2.is(t, "it has joined again", prefixes("10.88.9.0/24"))
+	end()
+	if len(b.sent)+len(a.sent)+len(a2.sent) > 0 {
 		t.Error("somebody was told what he knows")
 	}
+}
+
+// What an edge claims to reach, it must not be told that it may dial.
+func TestClaimsAreNotTold(t *testing.T) {
+	dir := new(tunnel.Directory)
+	n := &nodes{reach: map[tunnel.NodeName]Identifiers{"a": {Networks: prefixes("10.88.1.0/24")}}, changed: make(chan struct{})}
+	end := teller(t, false, n, dir)
+	a := newLink()
+	dir.Attach(&tunnel.Session{Node: "a", Link: a})
+	a.is(t, "it has joined", nil)
+	end()
 }

@@ -34,6 +34,7 @@ type nodes struct {
 	refuse  map[tunnel.NodeName]error
 	hang    chan struct{} // not nil: dials wait until their context ends, and close it then
 	changed chan struct{}
+	unknown bool   // what they reach is not known yet
 	target  string // dialled in place of every address; "": the address
 }
 
@@ -50,6 +51,12 @@ func (n *nodes) Identifiers() map[tunnel.NodeName]Identifiers {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.reach
+}
+
+func (n *nodes) Known() bool {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	return !n.unknown
 }
 
 func (n *nodes) Changed() <-chan struct{} {

@@ -28,6 +28,9 @@ type believed struct {
 	wrong *tunnel.Limiter
 }
 
+// Known implements Source.
+func (b *believed) Known() bool { return true }
+
 // Identifiers implements Source.
 func (b *believed) Identifiers() map[tunnel.NodeName]Identifiers {
 	all := make(map[tunnel.NodeName]Identifiers)

@@ -33,6 +33,7 @@ type Reaches struct {
 
 	mu      sync.Mutex // guards the following
 	all     map[tunnel.NodeName]Reach
+	known   bool          // whether all has ever been complete; it stays so, since an old list is better than none
 	changed chan struct{} // closed at the next change; nil while nobody waits
 	err     error         // why all may be out of date
 }
@@ -67,6 +68,13 @@ func (r *Reaches) All() map[tunnel.NodeName]Reach {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return maps.Clone(r.all)
+}
+
+// Known reports whether the nodes have been read once.
+func (r *Reaches) Known() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.known
 }
 
 // Changed returns a channel that is closed at the next change.
@@ -175,7 +183,7 @@ func (s *reachStore) Replace(objects []any, _ string) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.all = all
+	s.all, s.known = all, true
 	s.noteLocked()
 	return nil
 }

@@ -31,6 +31,9 @@ func TestReaches(t *testing.T) {
 	})
 	r := s.Reaches(slog.New(slog.DiscardHandler))
 	changed := r.Changed()
+	if r.Known() {
+		t.Error("the nodes are known before anybody has asked")
+	}
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -50,6 +53,9 @@ func TestReaches(t *testing.T) {
 	}
 	want("listed", "map[edge1:{[edge1 10.0.0.1] [10.88.1.0/24]}]")
 	kept := r.All()
+	if !r.Known() {
+		t.Error("the nodes are not known")
+	}
 	events <- `{"type": "MODIFIED", "object": ` + whole("edge1", "2", "10.0.0.1", "10.88.1.0/24") + `}` // a heartbeat
 	events <- `{"type": "ADDED", "object": ` + whole("edge2", "3", "10.0.0.2", "10.88.2.0/24") + `}`
 	want("one more", "map[edge1:{[edge1 10.0.0.1] [10.88.1.0/24]} edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}]")
