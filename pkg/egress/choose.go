@@ -28,6 +28,9 @@ const (
 // Strategies returns all of them in that order.
 func Strategies() []Strategy { return []Strategy{DestHost, CIDR, DefaultRoute, Default} }
 
+// guesses reports whether what a strategy finds is said by nobody to reach the very address.
+func (s Strategy) guesses() bool { return s == DefaultRoute || s == Default }
+
 // chooser dials an address through a node that reaches it.
 type chooser struct {
 	// Set once.
@@ -108,7 +111,9 @@ func (c *chooser) candidates(s Strategy, host string) (connected, away []tunnel.
 }
 
 // dial opens a conn to addr, host:port. The first strategy that finds a connected node
-// decides; what a node refuses because it cannot serve just now is asked of the next.
+// decides; what a node refuses because it cannot serve just now is asked of the next. Nobody
+// guesses while a node is connected that reaches the address: private addresses are there
+// more than once, and another node would dial somebody else's, or say what its own policy is.
 func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, error) {
 	host, _, err := net.SplitHostPort(addr)
 	if err != nil {
@@ -118,22 +123,32 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 	defer cancel()
 	last := error(tunnel.Refusef(tunnel.NoSuchNode, "%v", errNoNode))
 	var away []tunnel.NodeName // whose address it is; the first strategy knows best
+	busy := false              // somebody whose address it is cannot serve just now
 	for _, s := range c.strategies {
+		if busy && s.guesses() {
+			continue
+		}
 		connected, others := c.candidates(s, host)
-		if len(away) == 0 {
+		if len(away) == 0 && !busy {
 			away = others
 		}
 		for _, node := range connected {
 			conn, err := c.dialer.Dial(ctx, tunnel.Request{Node: node, Category: name, Network: "tcp", Addr: addr, Caller: caller})
-			switch {
-			case err == nil:
+			if err == nil {
 				return conn, nil
-			case ctx.Err() != nil || !elsewhere(err):
+			}
+			if ctx.Err() != nil || !elsewhere(err) {
 				return nil, without(away, err)
-			case tunnel.CodeOf(err) != tunnel.NoSuchNode:
+			}
+			switch tunnel.CodeOf(err) {
+			case tunnel.NoSuchNode: // it has left a moment ago
+				if node != "" && !slices.Contains(away, node) {
+					away = append(away, node)
+				}
+			case tunnel.Gone:
 				last = err
-			case node != "" && !slices.Contains(away, node):
-				away = append(away, node) // it has left a moment ago
+			default:
+				last, busy = err, busy || !s.guesses()
 			}
 		}
 	}

@@ -112,6 +112,8 @@ func TestChoose(t *testing.T) {
 		"a": identifiers(t, "host=a&ipv4=10.0.0.1&cidr=10.88.1.0/24"),
 		"b": identifiers(t, "host=b&ipv4=10.0.0.2&cidr=10.88.0.0/16"),
 		"c": identifiers(t, "host=c&default-route=true"),
+		"d": identifiers(t, "ipv4=10.0.0.4"),
+		"e": identifiers(t, "cidr=10.0.0.4/32"),
 	}
 	for name, tc := range map[string]struct {
 		strategies []Strategy
@@ -130,7 +132,10 @@ func TestChoose(t *testing.T) {
 		"by default route, v6":             {addr: "[fd00::1]:80", want: []tunnel.NodeName{"c"}},
 		"any":                              {addr: "192.168.0.1:80", gone: []tunnel.NodeName{"c"}, want: []tunnel.NodeName{""}},
 		"away: asked of the next strategy": {addr: "a:80", gone: []tunnel.NodeName{"a"}, want: []tunnel.NodeName{"c"}},
-		"draining: asked of the next":      {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Draining}, want: []tunnel.NodeName{"a", "c"}},
+		"draining: asked of the next":      {addr: "10.0.0.4:80", refuse: map[tunnel.NodeName]tunnel.Code{"d": tunnel.Draining}, want: []tunnel.NodeName{"d", "e"}},
+		"draining: nobody guesses":         {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Draining}, want: []tunnel.NodeName{"a"}, fails: true},
+		"full: nobody guesses":             {addr: "10.0.0.2:80", refuse: map[tunnel.NodeName]tunnel.Code{"b": tunnel.Overloaded}, want: []tunnel.NodeName{"b"}, fails: true},
+		"full: any, which it is not":       {addr: "192.168.0.1:80", refuse: map[tunnel.NodeName]tunnel.Code{"c": tunnel.Overloaded}, want: []tunnel.NodeName{"c", ""}},
 		"gone meanwhile":                   {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Gone}, want: []tunnel.NodeName{"a", "c"}},
 		"denied: that is the answer":       {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Denied}, want: []tunnel.NodeName{"a"}, fails: true},
 		"refused: that is the answer":      {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Refused}, want: []tunnel.NodeName{"a"}, fails: true},
@@ -194,10 +199,19 @@ func TestAwayIsNamed(t *testing.T) {
 			t.Errorf("%s: %v, want %s", addr, err, want)
 		}
 	}
-	// It was connected a moment ago.
-	n := &nodes{reach: all, refuse: map[tunnel.NodeName]error{"a": tunnel.Refusef(tunnel.NoSuchNode, "gone"), "": tunnel.Refusef(tunnel.NoSuchNode, "gone")}}
+	// It is there, and full: not what is said by a node that is not asked.
+	n := &nodes{reach: all, refuse: map[tunnel.NodeName]error{"a": tunnel.Refusef(tunnel.Overloaded, "node a is full"), "": tunnel.Refusef(tunnel.Denied, "so it is")}}
 	c, err := newChooser(Config{Identifiers: n}, n, n)
 	if err != nil {
+		t.Fatal(err)
+	}
+	c.table.Store(newTable(all))
+	if _, err = c.dial(t.Context(), "10.0.0.1:80", "test"); err == nil || err.Error() != "overloaded: node a is full" {
+		t.Error(err)
+	}
+	// It was connected a moment ago.
+	n = &nodes{reach: all, refuse: map[tunnel.NodeName]error{"a": tunnel.Refusef(tunnel.NoSuchNode, "gone"), "": tunnel.Refusef(tunnel.NoSuchNode, "gone")}}
+	if c, err = newChooser(Config{Identifiers: n}, n, n); err != nil {
 		t.Fatal(err)
 	}
 	c.table.Store(newTable(all))
