@@ -80,7 +80,7 @@ func (k cluster) add(d *daemon) {
 		d.add(nodeNames{"join-names", k.joining}, nil)
 	}
 	if k.reaches != nil {
-		d.add(nodeReaches{k.reaches}, nil)
+		d.add(nodeReaches{k.reaches}, k.reaches.Ready)
 	}
 }
 

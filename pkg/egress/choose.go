@@ -36,14 +36,15 @@ type chooser struct {
 	// Set once.
 	strategies []Strategy
 	source     Source
+	whole      bool // source names every node that there is, connected or not
 	dialer     tunnel.Dialer
 	nodes      tunnel.Nodes
 
-	table atomic.Pointer[table] // replaced by run, and by newChooser before it
+	table atomic.Pointer[table] // replaced by run, and by newChooser before it; nil: not known yet
 }
 
 func newChooser(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes) (*chooser, error) {
-	c := &chooser{strategies: cfg.Strategies, source: cfg.Identifiers, dialer: dialer, nodes: nodes}
+	c := &chooser{strategies: cfg.Strategies, source: cfg.Identifiers, whole: cfg.Kubernetes, dialer: dialer, nodes: nodes}
 	if len(c.strategies) == 0 {
 		c.strategies = Strategies()
 	}
@@ -52,8 +53,15 @@ func newChooser(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes) (*chooser,
 			return nil, fmt.Errorf("strategy %q is not known: write some of %v", s, Strategies())
 		}
 	}
-	c.table.Store(newTable(nil))
+	c.look()
 	return c, nil
+}
+
+// look takes what the source says.
+func (c *chooser) look() {
+	if c.source.Known() {
+		c.table.Store(newTable(c.source.Identifiers()))
+	}
 }
 
 // settle is how long changes of identifiers are gathered before they count: after an
@@ -64,7 +72,7 @@ const settle = 50 * time.Millisecond
 func (c *chooser) run(ctx context.Context) error {
 	for {
 		changed := c.source.Changed()
-		c.table.Store(newTable(c.source.Identifiers()))
+		c.look()
 		select {
 		case <-changed:
 		case <-ctx.Done():
@@ -83,8 +91,7 @@ var errNoNode = errors.New("No agent available") //nolint:staticcheck // see abo
 
 // candidates returns the connected nodes that a strategy finds, in a random order. Where the
 // address is somebody's and none of them is connected, it returns who is away.
-func (c *chooser) candidates(s Strategy, host string) (connected, away []tunnel.NodeName) {
-	t := c.table.Load()
+func (c *chooser) candidates(t *table, s Strategy, host string) (connected, away []tunnel.NodeName) {
 	var found []tunnel.NodeName
 	switch s {
 	case DestHost:
@@ -114,23 +121,28 @@ func (c *chooser) candidates(s Strategy, host string) (connected, away []tunnel.
 // decides; what a node refuses because it cannot serve just now is asked of the next. Nobody
 // guesses while a node is connected that reaches the address: private addresses are there
 // more than once, and another node would dial somebody else's, or say what its own policy is.
+// Where every node is known, nobody guesses for one that is away, either.
 func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, error) {
 	host, _, err := net.SplitHostPort(addr)
 	if err != nil {
 		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not host:port", addr)
 	}
+	t := c.table.Load()
+	if t == nil {
+		return nil, tunnel.Refusef(tunnel.NoSuchNode, "%v: the cluster's Nodes have not been read yet", errNoNode)
+	}
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
 	last := error(tunnel.Refusef(tunnel.NoSuchNode, "%v", errNoNode))
 	var away []tunnel.NodeName // whose address it is; the first strategy knows best
-	busy := false              // somebody whose address it is cannot serve just now
+	owned := false             // it is somebody's of whom that is certain
 	for _, s := range c.strategies {
-		if busy && s.guesses() {
+		if owned && (c.whole || s.guesses()) {
 			continue
 		}
-		connected, others := c.candidates(s, host)
-		if len(away) == 0 && !busy {
-			away = others
+		connected, others := c.candidates(t, s, host)
+		if len(away) == 0 && !owned {
+			away, owned = others, c.whole && len(others) > 0
 		}
 		for _, node := range connected {
 			conn, err := c.dialer.Dial(ctx, tunnel.Request{Node: node, Category: name, Network: "tcp", Addr: addr, Caller: caller})
@@ -140,16 +152,15 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 			if ctx.Err() != nil || !elsewhere(err) {
 				return nil, without(away, err)
 			}
-			switch tunnel.CodeOf(err) {
-			case tunnel.NoSuchNode: // it has left a moment ago
-				if node != "" && !slices.Contains(away, node) {
-					away = append(away, node)
-				}
-			case tunnel.Gone:
+			code := tunnel.CodeOf(err)
+			switch {
+			case code != tunnel.NoSuchNode:
 				last = err
-			default:
-				last, busy = err, busy || !s.guesses()
+			case node != "" && !slices.Contains(away, node):
+				away = append(away, node) // it has left a moment ago
 			}
+			left := code == tunnel.NoSuchNode || code == tunnel.Gone
+			owned = owned || !s.guesses() && (c.whole || !left)
 		}
 	}
 	return nil, without(away, last)

@@ -116,6 +116,7 @@ func TestChoose(t *testing.T) {
 		"e": identifiers(t, "cidr=10.0.0.4/32"),
 	}
 	for name, tc := range map[string]struct {
+		kubernetes bool
 		strategies []Strategy
 		addr       string
 		gone       []tunnel.NodeName
@@ -139,6 +140,14 @@ func TestChoose(t *testing.T) {
 		"gone meanwhile":                   {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Gone}, want: []tunnel.NodeName{"a", "c"}},
 		"denied: that is the answer":       {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Denied}, want: []tunnel.NodeName{"a"}, fails: true},
 		"refused: that is the answer":      {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Refused}, want: []tunnel.NodeName{"a"}, fails: true},
+		"Node away: nobody else":           {kubernetes: true, addr: "a:80", gone: []tunnel.NodeName{"a"}, fails: true},
+		"Node away, in another spelling":   {kubernetes: true, addr: "[::ffff:10.0.0.1]:80", gone: []tunnel.NodeName{"a"}, fails: true},
+		"its pod: nobody else":             {kubernetes: true, addr: "10.88.1.9:80", gone: []tunnel.NodeName{"a"}, fails: true},
+		"Node gone meanwhile":              {kubernetes: true, addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Gone}, want: []tunnel.NodeName{"a"}, fails: true},
+		"Node gone before":                 {kubernetes: true, addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.NoSuchNode}, want: []tunnel.NodeName{"a"}, fails: true},
+		"Node draining":                    {kubernetes: true, addr: "10.0.0.4:80", refuse: map[tunnel.NodeName]tunnel.Code{"d": tunnel.Draining}, want: []tunnel.NodeName{"d"}, fails: true},
+		"no Node's: any":                   {kubernetes: true, addr: "10.96.0.1:443", gone: []tunnel.NodeName{"c"}, want: []tunnel.NodeName{""}},
+		"Node away, and only any is asked": {kubernetes: true, strategies: []Strategy{Default}, addr: "a:80", gone: []tunnel.NodeName{"a"}, want: []tunnel.NodeName{""}},
 		"strategies as configured":         {strategies: []Strategy{CIDR}, addr: "a:80", fails: true},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -149,7 +158,7 @@ func TestChoose(t *testing.T) {
 			for node, code := range tc.refuse {
 				n.refuse[node] = tunnel.Refusef(code, "so it is")
 			}
-			c, err := newChooser(Config{Strategies: tc.strategies, Identifiers: n}, n, n)
+			c, err := newChooser(Config{Strategies: tc.strategies, Identifiers: n, Kubernetes: tc.kubernetes}, n, n)
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -185,11 +194,8 @@ func TestAwayIsNamed(t *testing.T) {
 		"10.88.2.7:80": "no-such-node: No agent available: b and 1 more are not connected",
 	} {
 		n := &nodes{reach: map[tunnel.NodeName]Identifiers{}, refuse: map[tunnel.NodeName]error{"": tunnel.Refusef(tunnel.Denied, "so it is")}}
-		strategies := Strategies()
-		if !strings.Contains(want, "so it is") { // nobody else is asked
-			strategies = []Strategy{DestHost, CIDR}
-		}
-		c, err := newChooser(Config{Strategies: strategies, Identifiers: n}, n, n)
+		// With Kubernetes nobody else is asked.
+		c, err := newChooser(Config{Identifiers: n, Kubernetes: !strings.Contains(want, "so it is")}, n, n)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -198,6 +204,15 @@ func TestAwayIsNamed(t *testing.T) {
 		if err == nil || strings.ReplaceAll(err.Error(), ": b2", ": b") != want {
 			t.Errorf("%s: %v, want %s", addr, err, want)
 		}
+	}
+	// Nobody can tell yet.
+	u := &nodes{unknown: true, reach: all}
+	unknown, err := newChooser(Config{Identifiers: u, Kubernetes: true}, u, u)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := unknown.dial(t.Context(), "10.0.0.9:80", "test"); err == nil || err.Error() != "no-such-node: No agent available: the cluster's Nodes have not been read yet" || u.asked != nil {
+		t.Errorf("asked %q; %v", u.asked, err)
 	}
 	// It is there, and full: not what is said by a node that is not asked.
 	n := &nodes{reach: all, refuse: map[tunnel.NodeName]error{"a": tunnel.Refusef(tunnel.Overloaded, "node a is full"), "": tunnel.Refusef(tunnel.Denied, "so it is")}}

@@ -88,6 +88,7 @@ func newTable(all map[tunnel.NodeName]Identifiers) *table {
 	t := &table{hosts: make(map[string][]tunnel.NodeName), networks: make(map[netip.Prefix][]tunnel.NodeName)}
 	for node, id := range all {
 		for _, h := range id.Hosts {
+			h = canonical(h)
 			t.hosts[h] = append(t.hosts[h], node)
 		}
 		for _, n := range id.Networks {
@@ -114,7 +115,15 @@ func family(a netip.Addr) int {
 }
 
 // host returns the nodes that answer to a name or an address.
-func (t *table) host(host string) []tunnel.NodeName { return t.hosts[strings.ToLower(host)] }
+func (t *table) host(host string) []tunnel.NodeName { return t.hosts[canonical(host)] }
+
+// canonical is a name or an address in the one way to write it.
+func canonical(host string) string {
+	if a, err := netip.ParseAddr(host); err == nil {
+		return a.Unmap().String()
+	}
+	return strings.ToLower(host)
+}
 
 // network returns the nodes with the narrowest network that holds the address.
 func (t *table) network(host string) []tunnel.NodeName {

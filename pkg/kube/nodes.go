@@ -16,7 +16,15 @@ import (
 
 // notControlPlane leaves out the machines of the control plane, by the labels that
 // kubeadm gives them. The kubelet of a node may not set them (NodeRestriction).
-const notControlPlane = "!node-role.kubernetes.io/control-plane,!node-role.kubernetes.io/master"
+const notControlPlane = "!" + controlPlane + ",!" + oldControlPlane
+
+const controlPlane, oldControlPlane = "node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master"
+
+func isControlPlane(labels map[string]string) bool {
+	_, is := labels[controlPlane]
+	_, was := labels[oldControlPlane]
+	return is || was
+}
 
 // Nodes are the names of the cluster's nodes, those of the control plane apart.
 type Nodes struct {

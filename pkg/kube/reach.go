@@ -38,8 +38,8 @@ type Reaches struct {
 	err     error         // why all may be out of date
 }
 
-// Reaches returns what all nodes but those of the control plane reach. Nothing is known
-// before Run.
+// Reaches returns what all nodes reach; of those of the control plane, which may not join,
+// the nodes themselves without their pods. Nothing is known before Run.
 func (c *Client) Reaches(log *slog.Logger) *Reaches {
 	return &Reaches{client: c, log: log, all: make(map[tunnel.NodeName]Reach)}
 }
@@ -55,7 +55,7 @@ func (r *Reaches) Run(ctx context.Context) error {
 			o.Watch = true
 			return r.client.nodesRequest(o).Watch(ctx)
 		},
-	}, metav1.ListOptions{LabelSelector: notControlPlane}, &nodeObject{}, (*reachStore)(r), r.said)
+	}, metav1.ListOptions{}, &nodeObject{}, (*reachStore)(r), r.said)
 	return nil
 }
 
@@ -75,6 +75,17 @@ func (r *Reaches) Known() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return r.known
+}
+
+// Ready returns an error until the nodes have been read, or cannot be, which is Note's to
+// say: all but the egress front door does without them.
+func (r *Reaches) Ready() error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if !r.known && r.err == nil {
+		return errors.New("what the nodes reach has not been read yet")
+	}
+	return nil
 }
 
 // Changed returns a channel that is closed at the next change.
@@ -235,6 +246,9 @@ func reachOf(o any) (tunnel.NodeName, Reach, error) {
 		if !slices.Contains(r.Hosts, a.Address) {
 			r.Hosts = append(r.Hosts, a.Address)
 		}
+	}
+	if isControlPlane(n.Labels) {
+		return name, r, nil // its pods may be reached in another way: nobody may be asked for them here
 	}
 	for _, text := range n.Spec.PodCIDRs {
 		if p, err := netip.ParsePrefix(text); err == nil {

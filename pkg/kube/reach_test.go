@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/http"
+	"strings"
 	"testing"
 	"time"
 
@@ -24,14 +25,11 @@ func TestReaches(t *testing.T) {
 	events := make(chan string)
 	s := serve(t, nil)
 	s.from(func(w http.ResponseWriter, r *http.Request) {
-		if q := r.URL.Query().Get("labelSelector"); q != notControlPlane {
-			t.Errorf("nodes %q are asked for", q)
-		}
 		watchedList(ctx, t, `{"kind": "NodeList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [`+whole("edge1", "1", "10.0.0.1", "10.88.1.0/24")+`]}`, events)(w, r)
 	})
 	r := s.Reaches(slog.New(slog.DiscardHandler))
 	changed := r.Changed()
-	if r.Known() {
+	if r.Known() || r.Ready() == nil {
 		t.Error("the nodes are known before anybody has asked")
 	}
 	done := make(chan struct{})
@@ -53,8 +51,8 @@ func TestReaches(t *testing.T) {
 	}
 	want("listed", "map[edge1:{[edge1 10.0.0.1] [10.88.1.0/24]}]")
 	kept := r.All()
-	if !r.Known() {
-		t.Error("the nodes are not known")
+	if err := r.Ready(); err != nil || !r.Known() {
+		t.Errorf("the nodes are not known: %v", err)
 	}
 	events <- `{"type": "MODIFIED", "object": ` + whole("edge1", "2", "10.0.0.1", "10.88.1.0/24") + `}` // a heartbeat
 	events <- `{"type": "ADDED", "object": ` + whole("edge2", "3", "10.0.0.2", "10.88.2.0/24") + `}`
@@ -62,7 +60,13 @@ func TestReaches(t *testing.T) {
 	events <- `{"type": "MODIFIED", "object": ` + whole("edge1", "4", "10.0.0.9", "10.88.1.0/24") + `}`
 	want("another address", "map[edge1:{[edge1 10.0.0.9] [10.88.1.0/24]} edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}]")
 	events <- `{"type": "DELETED", "object": ` + whole("edge1", "5", "10.0.0.9", "10.88.1.0/24") + `}`
-	want("one less", "map[edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}]")
+	const one = "edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}"
+	want("one less", "map["+one+"]")
+	// The control plane's are known, and their pods are nobody's.
+	events <- `{"type": "ADDED", "object": ` + strings.Replace(whole("cp1", "6", "10.0.0.7", "10.88.7.0/24"), `"a"`, `"`+controlPlane+`"`, 1) + `}`
+	want("a machine of the control plane", "map[cp1:{[cp1 10.0.0.7] []} "+one+"]")
+	events <- `{"type": "MODIFIED", "object": ` + strings.Replace(whole("cp1", "7", "10.0.0.8", "10.88.7.0/24"), `"a"`, `"`+oldControlPlane+`"`, 1) + `}`
+	want("an old label", "map[cp1:{[cp1 10.0.0.8] []} "+one+"]")
 	if len(kept) != 1 || kept[tunnel.NodeName("edge1")].Hosts[1] != "10.0.0.1" {
 		t.Errorf("what was given away has changed: %v", kept)
 	}
@@ -71,4 +75,26 @@ func TestReaches(t *testing.T) {
 	if n := r.Note(); n != "" {
 		t.Errorf("the end is an error: %s", n)
 	}
+}
+
+// A cluster that does not answer stops nobody but those who need it.
+func TestReachesCannotBeRead(t *testing.T) {
+	s := serve(t, refusal(403, "Forbidden", ""))
+	r := s.Reaches(slog.New(slog.DiscardHandler))
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		r.Run(ctx)
+	}()
+	for late := time.Now().Add(10 * time.Second); r.Ready() != nil; time.Sleep(time.Millisecond) {
+		if time.Now().After(late) {
+			t.Fatal(r.Ready())
+		}
+	}
+	if r.Known() || r.Note() == "" {
+		t.Errorf("the nodes are known (%v), or nobody is told why not: %q", r.Known(), r.Note())
+	}
+	cancel()
+	<-done
 }
