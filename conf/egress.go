@@ -68,6 +68,9 @@ func (e Egress) check(r *report) {
 			r.add(t+"strategies", "%q is not known: write some of \"destHost\", \"cidr\", \"defaultRoute\", \"default\"", s)
 		}
 	}
+	if e.Configured() && !e.Kubernetes {
+		r.warn(t+"kubernetes", "missing: what edges say they reach is believed, and one that lies attracts what is meant for others; write kubernetes = true where nodes have Node objects")
+	}
 	if e.AgentPort != 0 {
 		r.port(t+"agentport", e.AgentPort)
 	}

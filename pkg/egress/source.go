@@ -2,6 +2,7 @@ package egress
 
 import (
 	"log/slog"
+	"slices"
 
 	"tunnel/pkg/tunnel"
 )
@@ -17,7 +18,8 @@ type Claims interface {
 }
 
 // Believed is a source that believes what edges say, beside their names. It is for where
-// nobody else knows better: an edge that lies attracts what is meant for others.
+// nobody else knows better: an edge that lies attracts what is meant for others. Only the
+// name of another node that is connected is not believed.
 func Believed(c Claims, log *slog.Logger) Source {
 	return &believed{c, log.With("module", name), new(tunnel.Limiter)}
 }
@@ -35,7 +37,11 @@ func (b *believed) Known() bool { return true }
 func (b *believed) Identifiers() map[tunnel.NodeName]Identifiers {
 	all := make(map[tunnel.NodeName]Identifiers)
 	said := b.Reach()
+	connected := make(map[tunnel.NodeName]bool)
 	for _, n := range b.Connected() {
+		connected[n] = true
+	}
+	for n := range connected {
 		id, err := ParseIdentifiers(said[n])
 		if err != nil {
 			// Its own start-up has said so; only another program gets here.
@@ -43,6 +49,15 @@ func (b *believed) Identifiers() map[tunnel.NodeName]Identifiers {
 				b.log.Warn("what an edge says it reaches does not count", "node", n, "err", err, "skipped", skipped)
 			}
 		}
+		id.Hosts = slices.DeleteFunc(id.Hosts, func(h string) bool {
+			other := tunnel.NodeName(h)
+			if connected[other] && other != n {
+				if skipped, ok := b.wrong.Allow(); ok {
+					b.log.Warn("an edge claims the name of another node", "node", n, "name", other, "skipped", skipped)
+				}
+			}
+			return connected[other]
+		})
 		id.Hosts = append(id.Hosts, string(n))
 		all[n] = id
 	}

@@ -1,0 +1,25 @@
+package egress
+
+import (
+	"log/slog"
+	"testing"
+
+	"tunnel/pkg/tunnel"
+)
+
+// An edge may claim what it likes, but not the name of another that is connected.
+func TestNamesAreNotClaimed(t *testing.T) {
+	var dir tunnel.Directory
+	for node, reach := range map[tunnel.NodeName]string{
+		"a": "host=B&host=a.lan&host=away&ipv4=10.0.0.1",
+		"b": "host=b&cidr=10.88.2.0/24",
+	} {
+		dir.Attach(&tunnel.Session{Node: node, Reach: reach, Link: newLink()})
+	}
+	all := newTable(Believed(&dir, slog.New(slog.DiscardHandler)).Identifiers())
+	for host, want := range map[string]tunnel.NodeName{"a": "a", "b": "b", "B": "b", "a.lan": "a", "10.0.0.1": "a", "away": "a"} {
+		if got := all.host(host); len(got) != 1 || got[0] != want {
+			t.Errorf("%s is %q, want %q", host, got, want)
+		}
+	}
+}
