@@ -17,7 +17,7 @@ type Edge struct {
 // NewEdge returns the module. policy decides what may be dialled, beside the pods of this
 // node where the cloud knows them (networks.go).
 func NewEdge(policy *auth.Policy) *Edge {
-	p := &pods{routes: readRoutes}
+	p := &pods{routes: readRoutes, devices: theDevices()}
 	return &Edge{policy: policy.Also(p.has), pods: p}
 }
 

@@ -17,6 +17,7 @@ import (
 	"strings"
 	"sync/atomic"
 
+	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protowire"
 
 	"tunnel/pkg/tunnel"
@@ -110,8 +111,9 @@ func (f *FrontDoor) tellNow(told map[*tunnel.Session][]netip.Prefix) map[*tunnel
 
 // pods is what an edge knows of the networks of its pods.
 type pods struct {
-	told   atomic.Pointer[[]netip.Prefix]
-	routes func() ([]route, error)
+	told    atomic.Pointer[[]netip.Prefix]
+	routes  func() ([]route, error)
+	devices devices
 }
 
 // hear takes what the cloud says.
@@ -131,30 +133,30 @@ func (p *pods) has(a netip.Addr) bool {
 		return false
 	}
 	routes, err := p.routes()
-	return err == nil && onThisMachine(a, routes)
+	return err == nil && onThisMachine(a, routes, p.devices.leadInside)
 }
 
 // route is a line of the kernel's routing table.
 type route struct {
-	to      netip.Prefix
-	direct  bool // there is no gateway, or it is an address of this machine
-	device  string
-	virtual bool // the device is no hardware: a bridge, one end of a pair
+	to     netip.Prefix
+	direct bool // there is no gateway, or it is an address of this machine
+	device string
 }
 
 // onThisMachine reports whether packets to a stay on this machine: the narrowest route goes
-// straight to a device that is no hardware and does not lead out of the machine otherwise.
-func onThisMachine(a netip.Addr, routes []route) bool {
+// straight to a device that leads to containers and not out of the machine otherwise.
+func onThisMachine(a netip.Addr, routes []route, inside func(device string) bool) bool {
 	best := -1
 	for i, r := range routes {
 		if r.to.Contains(a) && (best < 0 || r.to.Bits() > routes[best].to.Bits()) {
 			best = i
 		}
 	}
-	if best < 0 || !routes[best].direct || !routes[best].virtual {
+	if best < 0 || !routes[best].direct {
 		return false
 	}
-	return !slices.ContainsFunc(routes, func(r route) bool { return r.to.Bits() == 0 && r.device == routes[best].device })
+	out := slices.ContainsFunc(routes, func(r route) bool { return r.to.Bits() == 0 && r.device == routes[best].device })
+	return !out && inside(routes[best].device)
 }
 
 // readRoutes reads the kernel's routing tables (proc(5), net/route; net/ipv6_route).
@@ -184,35 +186,48 @@ func readRoutes() ([]route, error) {
 	if all == nil {
 		return nil, errors.New("no routing table can be read")
 	}
-	hardware := make(map[string]bool)
-	for i := range all {
-		d := all[i].device
-		if _, ok := hardware[d]; !ok {
-			hardware[d] = isHardware(d)
-		}
-		all[i].virtual = !hardware[d]
-	}
 	return all, nil
 }
 
-// isHardware reports whether a device is hardware, or a bridge that has some. What nothing
-// is known about counts as such.
-func isHardware(device string) bool {
-	dir := filepath.Join("/sys/class/net", device)
-	if _, err := os.Stat(dir); err != nil {
+// devices knows what the network devices of this machine are.
+type devices struct {
+	sysfs  string                     // where they are listed
+	driver func(device string) string // "": nothing is known
+}
+
+func theDevices() devices { return devices{sysfs: "/sys/class/net", driver: driverOf} }
+
+// leadInside reports whether a device leads to containers alone: one end of a pair, or a
+// bridge of such. Everything else may be a wire with another name: a VLAN, a bond, a VPN, the
+// bridge of virtual machines.
+func (d devices) leadInside(device string) bool {
+	isPair := func(device string) bool {
+		driver := d.driver(device)
+		return driver == "veth" || driver == "netkit"
+	}
+	if isPair(device) {
 		return true
 	}
-	if _, err := os.Stat(filepath.Join(dir, "device")); err == nil {
-		return true
-	}
-	ports, err := os.ReadDir(filepath.Join(dir, "brif"))
-	if err != nil {
+	if d.driver(device) != "bridge" {
 		return false
 	}
-	return slices.ContainsFunc(ports, func(p os.DirEntry) bool {
-		_, err := os.Stat(filepath.Join("/sys/class/net", p.Name(), "device"))
-		return err == nil
-	})
+	ports, err := os.ReadDir(filepath.Join(d.sysfs, device, "brif"))
+	return err == nil && !slices.ContainsFunc(ports, func(p os.DirEntry) bool { return !isPair(p.Name()) })
+}
+
+// driverOf asks the kernel (ethtool -i). Who made a device chose its name, and sysfs does not
+// say of every kind what it is.
+func driverOf(device string) string {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return ""
+	}
+	defer unix.Close(fd) //nolint:errcheck // nothing was written
+	info, err := unix.IoctlGetEthtoolDrvinfo(fd, device)
+	if err != nil {
+		return ""
+	}
+	return unix.ByteSliceToString(info.Driver[:])
 }
 
 func parseRoutes(in io.Reader, parse func([]string) (route, netip.Addr, bool), own map[netip.Addr]bool) []route {

@@ -3,7 +3,10 @@ package egress
 import (
 	"context"
 	"log/slog"
+	"net"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -56,14 +59,63 @@ nonsense
 func testRoutes() ([]route, error) {
 	own := map[netip.Addr]bool{netip.MustParseAddr("10.88.3.1"): true}
 	all := append(parseRoutes(strings.NewReader(routes4), parseRoute4, own), parseRoutes(strings.NewReader(routes6), parseRoute6, own)...)
-	for i := range all {
-		all[i].virtual = !strings.HasPrefix(all[i].device, "eth")
-	}
 	return all, nil
+}
+
+// testDevices are those that testRoutes go to; cni0 has a port.
+func testDevices(t *testing.T, cni0port string) devices {
+	t.Helper()
+	d := devices{sysfs: t.TempDir(), driver: func(device string) string {
+		return map[string]string{"eth0": "e1000e", "eth1": "igb", "cni0": "bridge", "cali1": "veth", "cil": "veth", "veth1": "veth", "netkit1": "netkit", "tun0": "tun",
+			"eth0.100": "802.1Q VLAN Support", "bond0": "bonding", "wg0": "wireguard", "vxlan1": "vxlan", "tap1": "tun"}[device]
+	}}
+	ports := filepath.Join(d.sysfs, "cni0", "brif")
+	if err := os.MkdirAll(ports, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	for _, p := range []string{"veth1", cni0port} {
+		if err := os.WriteFile(filepath.Join(ports, p), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return d
+}
+
+// What is no container's may be a wire: sysfs knows no hardware behind the most of these.
+func TestLeadInside(t *testing.T) {
+	d := testDevices(t, "netkit1")
+	for device, want := range map[string]bool{
+		"cali1": true, "netkit1": true, "cni0": true,
+		"eth0": false, "eth0.100": false, "bond0": false, "wg0": false, "tun0": false, "vxlan1": false, "": false, "unknown": false,
+	} {
+		if d.leadInside(device) != want {
+			t.Errorf("%s: %v", device, !want)
+		}
+	}
+	for _, port := range []string{"eth1", "eth0.100", "bond0", "vxlan1", "tap1", "unknown"} {
+		if testDevices(t, port).leadInside("cni0") {
+			t.Errorf("a bridge with %s leads inside", port)
+		}
+	}
+}
+
+// The kernel is asked in the right way: loopback has no driver, and hardware is no pair.
+func TestDriver(t *testing.T) {
+	all, err := net.Interfaces()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, i := range all {
+		_, err := os.Stat(filepath.Join("/sys/class/net", i.Name, "device"))
+		if hardware := err == nil; hardware && (driverOf(i.Name) == "" || theDevices().leadInside(i.Name)) || i.Flags&net.FlagLoopback != 0 && theDevices().leadInside(i.Name) {
+			t.Errorf("%s is driven by %q", i.Name, driverOf(i.Name))
+		}
+	}
 }
 
 func TestOnThisMachine(t *testing.T) {
 	routes, _ := testRoutes()
+	devices := testDevices(t, "cali1")
 	if len(routes) != 9 {
 		t.Fatalf("%d routes: %+v", len(routes), routes)
 	}
@@ -82,7 +134,7 @@ func TestOnThisMachine(t *testing.T) {
 		"10.88.1.0": true,
 		"127.0.0.1": false, // the rules' business
 	} {
-		if got := onThisMachine(netip.MustParseAddr(addr), routes); got != want {
+		if got := onThisMachine(netip.MustParseAddr(addr), routes, devices.leadInside); got != want {
 			t.Errorf("%s: %v", addr, got)
 		}
 	}
@@ -94,7 +146,7 @@ func TestReadRoutes(t *testing.T) {
 	if err != nil {
 		t.Skip("no routing table here: ", err)
 	}
-	if onThisMachine(netip.MustParseAddr("198.51.100.1"), routes) {
+	if onThisMachine(netip.MustParseAddr("198.51.100.1"), routes, theDevices().leadInside) {
 		t.Errorf("a documentation address is on this machine: %+v", routes)
 	}
 }
@@ -107,7 +159,7 @@ func TestPods(t *testing.T) {
 		t.Fatal(err)
 	}
 	e := NewEdge(policy)
-	e.pods.routes = testRoutes
+	e.pods.routes, e.pods.devices = testRoutes, testDevices(t, "cali1")
 	permits := func(addr string) bool { return e.policy.Permits(netip.MustParseAddrPort(addr)) }
 	if permits("10.88.1.7:80") {
 		t.Error("a pod is dialled before the cloud has named its network")
