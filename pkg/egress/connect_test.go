@@ -3,11 +3,14 @@ package egress
 import (
 	"bufio"
 	"bytes"
+	"crypto/tls"
+	"errors"
 	"fmt"
 	"io"
 	"net"
 	"net/http"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -153,19 +156,32 @@ func TestConnectCancelsDials(t *testing.T) {
 	<-cancelled
 }
 
+// The target's reset reaches the caller as one: over TCP, which knows it.
 func TestConnectReset(t *testing.T) {
-	r := newRig(t)
+	o := newOverTLS(t)
 	reset := make(chan struct{})
-	c, br, _ := r.ask(t, connect(listen(t, func(conn *net.TCPConn) {
+	addr := listen(t, func(conn *net.TCPConn) {
 		io.WriteString(conn, "half of a sente")
 		<-reset
 		tunnel.Reset(conn)
-	})))
-	io.ReadFull(br, make([]byte, len("half of a sente")))
+	})
+	c, err := tls.Dial("tcp", o.connect, o.caller)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	io.WriteString(c, connect(addr))
+	br := bufio.NewReader(c)
+	if _, err := http.ReadResponse(br, &http.Request{Method: http.MethodConnect}); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(br, make([]byte, len("half of a sente"))); err != nil {
+		t.Fatal(err)
+	}
 	close(reset)
-	// A unix socket knows no reset, but what has not been read yet when it is closed.
-	io.WriteString(c, "x")
-	io.ReadAll(br)
+	if n, err := br.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("the caller got %d bytes and %v", n, err)
+	}
 }
 
 // said is a connection on which everything has been said already.
