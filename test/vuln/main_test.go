@@ -88,3 +88,14 @@ func TestFormat(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// What was withdrawn is no vulnerability. A record that forgets it fails `make vuln`.
+func TestWithdrawn(t *testing.T) {
+	var r record
+	if err := json.Unmarshal([]byte(`{"id":"GO-2025-3408","withdrawn":"2025-02-05T23:01:18Z"}`), &r); err != nil {
+		t.Fatal(err)
+	}
+	if kept, err := json.Marshal(r); err != nil || !strings.Contains(string(kept), `"withdrawn":"2025-02-05T23:01:18Z"`) {
+		t.Errorf("a record that was withdrawn becomes %s (%v)", kept, err)
+	}
+}

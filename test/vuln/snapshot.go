@@ -33,6 +33,7 @@ type record struct {
 	SchemaVersion string   `json:"schema_version"`
 	ID            string   `json:"id"`
 	Modified      string   `json:"modified"`
+	Withdrawn     string   `json:"withdrawn,omitempty"` // govulncheck passes over it then
 	Aliases       []string `json:"aliases,omitempty"`
 	Summary       string   `json:"summary"`
 	Affected      []struct {
