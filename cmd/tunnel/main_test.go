@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -196,6 +197,10 @@ func TestDemoAbandoned(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
+			// What we handle is not ignored by who we start, as it is under nohup(1).
+			hangups := make(chan os.Signal, 1)
+			signal.Notify(hangups, syscall.SIGHUP)
+			defer signal.Stop(hangups)
 			if err := cmd.Start(); err != nil {
 				t.Fatal(err)
 			}

@@ -330,6 +330,7 @@ func TestBadFilesAtTheStart(t *testing.T) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
+	f.write(t, cert, key)
 	if _, err := files.Pair("x", f.dir, f.key); err == nil || !strings.Contains(err.Error(), "not a regular file") {
 		t.Error(err)
 	}
