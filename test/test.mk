@@ -18,7 +18,7 @@ hostile: ## edges, callers and strangers that mean harm: what the others notice 
 soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as promised (fourteen minutes)
 	TUNNEL_SOAK=1 go test -count=1 -timeout 25m -v -p 1 ./test/faults ./test/replicas
 
-bench: iproute2 ## what a conn costs, beside TCP, TLS, ssh -R and Konnectivity, and beside 50 stalled readers (some minutes; ARGS="-part cost" for a part)
+bench: iproute2 ## what a conn costs, beside TCP, TLS, yamux, ssh -R and Konnectivity, and beside 50 stalled readers (some minutes; ARGS="-part cost" for a part)
 	go run ./test/bench $(ARGS)
 
 bench-egress: ## what the egress front door costs, beside Konnectivity's server and agent with the same clients (two minutes)

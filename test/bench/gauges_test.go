@@ -30,7 +30,7 @@ func TestGauges(t *testing.T) {
 	if err := b.prepare(); err != nil {
 		t.Fatal(err)
 	}
-	chosen, err := choose("tunnel,tcp,tls")
+	chosen, err := choose("tunnel,tcp,tls,yamux")
 	if err != nil {
 		t.Fatal(err)
 	}

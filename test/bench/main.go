@@ -17,7 +17,7 @@
 //
 // Where things are: ways*.go are the ways to a target, gauges.go what is measured of each,
 // client.go how, usage.go what the kernel knows of it; stalled.go has the stalled readers;
-// peers.go is the target and the relays, which are this program again; report.go what a run
+// peers*.go is the target and the relays, which are this program again; report.go what a run
 // has found, tables.go how it is shown.
 package main
 
@@ -38,7 +38,7 @@ import (
 
 func main() {
 	part := flag.String("part", "", "a part of the measurement alone: speed, cost or stalled")
-	only := flag.String("ways", "", "some of the ways alone, by commas: tunnel, tcp, tls, ssh, konnectivity")
+	only := flag.String("ways", "", "some of the ways alone, by commas: tunnel, tcp, tls, yamux, ssh, konnectivity")
 	rounds := flag.Int("rounds", 3, "rounds of speed and cost")
 	d := flag.Duration("time", 400*time.Millisecond, "how long each measurement of them takes")
 	to := flag.String("json", "", "write what was measured to this file")

@@ -48,18 +48,26 @@ func playRole(role string, args []string) error {
 		return err
 	}
 	var serve func(net.Conn)
+	said := ln.Addr().String()
 	switch role {
 	case "target": // CERTIFICATE KEY
 		serve, err = target(args[0], args[1])
 	case "relay": // SIDE-THAT-SPEAKS-TLS ADDRESS CERTIFICATE KEY
 		serve, ln, err = relay(args, ln)
+	case "yamux-cloud": // CERTIFICATE KEY
+		var carrier net.Listener
+		if carrier, serve, err = yamuxCloud(args[0], args[1]); err == nil {
+			said += " " + carrier.Addr().String()
+		}
+	case "yamux-edge": // CARRIER TARGET
+		serve, err = nil, yamuxEdge(args[0], args[1], said)
 	default:
 		err = fmt.Errorf("there is no role %q", role)
 	}
 	if err != nil {
 		return err
 	}
-	fmt.Println(ln.Addr())
+	fmt.Println(said)
 	for {
 		c, err := ln.Accept()
 		if err != nil {

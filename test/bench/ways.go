@@ -5,6 +5,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"time"
@@ -27,6 +28,7 @@ func ways() []way {
 		{ours, "tunnel", nil, startOurs},
 		{"tcp", "two TCP hops", nil, hops("none", "none")},
 		{"tls", "TLS relay", nil, hops("out", "in")},
+		{"yamux", "yamux over TLS", yamuxVersion, startYamux},
 		{"ssh", "ssh -R", sshVersion, startSSH},
 		{"konnectivity", "Konnectivity", konnectivityVersion, startKonnectivity},
 	}
@@ -147,6 +149,32 @@ func hops(first, second string) func(b *bench, l *line) error {
 		l.cloud, l.dial = l.last(), through(door[0])
 		return nil
 	}
+}
+
+// startYamux starts two relays with one TLS connection between them, which the edge dials.
+func startYamux(b *bench, l *line) error {
+	cloud, err := b.peer(l, "yamux-cloud", b.file("relay.crt"), b.file("relay.key"))
+	if err != nil {
+		return err
+	}
+	door, carrier := cloud[0], cloud[1]
+	l.cloud, l.carrier, l.dial = l.last(), portOf(carrier), through(door)
+	if _, err = b.peer(l, "yamux-edge", carrier, l.target); err != nil {
+		return err
+	}
+	l.edge = l.last()
+	return nil
+}
+
+func yamuxVersion(*bench) string {
+	if info, ok := debug.ReadBuildInfo(); ok {
+		for _, m := range info.Deps {
+			if m.Path == "github.com/hashicorp/yamux" {
+				return m.Version
+			}
+		}
+	}
+	return "unknown"
 }
 
 func portOf(addr string) int {
