@@ -198,14 +198,17 @@ func (a *Agents) attach(l *agentLink) {
 	a.attachLocked(l)
 }
 
+// attachLocked is attach. The caller holds mu. Another stream of the agent stays, for its
+// conns.
 func (a *Agents) attachLocked(l *agentLink) {
-	if other := a.dir.Lookup(l.pub.Node); other != nil {
-		if _, agents := other.Link.(*agentLink); !agents {
-			l.end(errTaken(l.pub.Node))
-			return
-		}
+	if !a.dir.AttachUnless(l.pub, isEdge) {
+		l.end(errTaken(l.pub.Node))
 	}
-	a.dir.Attach(l.pub) // another stream of the agent stays, for its conns
+}
+
+func isEdge(s *tunnel.Session) bool {
+	_, agent := s.Link.(*agentLink)
+	return !agent
 }
 
 func errTaken(node tunnel.NodeName) error {
@@ -216,23 +219,21 @@ func errTaken(node tunnel.NodeName) error {
 func (a *Agents) join(l *agentLink) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	switch other := a.dir.Lookup(l.pub.Node); {
+	n := l.pub.Node
+	switch other := a.dir.Lookup(n); {
 	case a.stopping:
 		return status.Error(codes.Unavailable, "this replica is stopping")
-	case other == nil:
-		a.nodes[l.pub.Node] = append(a.nodes[l.pub.Node], l)
-		a.attachLocked(l)
-	default:
-		if _, agents := other.Link.(*agentLink); !agents {
-			return errTaken(l.pub.Node)
-		}
-		a.nodes[l.pub.Node] = append(a.nodes[l.pub.Node], l)
+	case other != nil && !isEdge(other):
 		time.AfterFunc(settled, func() { a.attach(l) })
+	case !a.dir.AttachUnless(l.pub, isEdge):
+		return errTaken(n)
 	}
+	a.nodes[n] = append(a.nodes[n], l)
 	return nil
 }
 
-// leave undoes join. Another stream of the node takes over.
+// leave undoes join. Another stream of the node takes over; behind an edge that has taken
+// the place of this one it ends.
 func (a *Agents) leave(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -242,7 +243,8 @@ func (a *Agents) leave(l *agentLink) {
 	if len(rest) == 0 {
 		delete(a.nodes, n)
 	}
-	if a.dir.Detach(l.pub) && len(rest) > 0 {
+	detached := a.dir.Detach(l.pub)
+	if now := a.dir.Lookup(n); len(rest) > 0 && (detached || now != nil && isEdge(now)) {
 		a.attachLocked(rest[len(rest)-1])
 	}
 }

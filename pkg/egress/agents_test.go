@@ -553,6 +553,28 @@ func TestAgentBesideEdge(t *testing.T) {
 	}
 }
 
+// An edge that comes ends all streams of the agent.
+func TestAgentBeforeEdge(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	md := []string{"agentid", "n1", "authorization", "Bearer token of n1"}
+	older, _ := r.raw(t, md...)
+	eventually(t, "the first is there", func() bool { return r.dir.Holds("n1") })
+	first := r.dir.Lookup("n1")
+	newer, _ := r.raw(t, md...)
+	eventually(t, "the second takes over", func() bool { return r.dir.Lookup("n1") != first })
+	edge := &tunnel.Session{Node: "n1", Link: &strangerLink{}}
+	r.dir.Attach(edge).Close(status.Error(codes.Aborted, "replaced")) // as the server of edges does
+	if err := newer.RecvMsg(new(packet)); status.Code(err) != codes.Aborted {
+		t.Errorf("the second stream: %v", err)
+	}
+	if err := older.RecvMsg(new(packet)); status.Code(err) != codes.AlreadyExists {
+		t.Errorf("the first stream: %v", err)
+	}
+	if r.dir.Lookup("n1") != edge {
+		t.Error("the edge is gone")
+	}
+}
+
 type strangerLink struct{ tunnel.Link }
 
 // A dial that was given up is closed when its answer comes. An id that is taken ends the stream.

@@ -29,6 +29,23 @@ var (
 func (d *Directory) Attach(s *Session) (replaced *Session) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
+	return d.attachLocked(s)
+}
+
+// AttachUnless is Attach, unless stays says of the session that is there that it does.
+// Then nothing changes, and ok is false.
+func (d *Directory) AttachUnless(s *Session, stays func(*Session) bool) (ok bool) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if there := d.sessions[s.Node]; there != nil && stays(there) {
+		return false
+	}
+	d.attachLocked(s)
+	return true
+}
+
+// attachLocked is Attach. The caller holds mu.
+func (d *Directory) attachLocked(s *Session) (replaced *Session) {
 	if d.sessions == nil {
 		d.sessions = make(map[NodeName]*Session)
 	}

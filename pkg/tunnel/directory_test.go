@@ -56,6 +56,21 @@ func TestDetachIsByIdentity(t *testing.T) {
 	}
 }
 
+func TestAttachUnless(t *testing.T) {
+	var d Directory
+	first, second := session("n1", "first"), session("n1", "second")
+	isFirst := func(s *Session) bool { return s == first }
+	if !d.AttachUnless(first, isFirst) || d.Lookup("n1") != first {
+		t.Error("the first is not attached")
+	}
+	if d.AttachUnless(second, isFirst) || d.Lookup("n1") != first {
+		t.Error("the first is replaced, which stays")
+	}
+	if !d.AttachUnless(second, func(*Session) bool { return false }) || d.Lookup("n1") != second {
+		t.Error("the second does not replace the first")
+	}
+}
+
 func TestConnected(t *testing.T) {
 	var d Directory
 	if n := d.Connected(); len(n) != 0 {
