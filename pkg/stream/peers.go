@@ -98,8 +98,17 @@ type replica struct {
 // held is a session of a node with another replica.
 type held struct {
 	since    time.Time // by our clock
-	instance string
-	reach    string // what the edge says it reaches
+	instance string    // of the edge; "" is a konnectivity agent, which has none
+	reach    string    // what the edge says it reaches
+}
+
+// before reports whether of two sessions of a node h counts: the later one, but an edge's
+// before an agent's.
+func (h held) before(other held) bool {
+	if agent := h.instance == ""; agent != (other.instance == "") {
+		return !agent
+	}
+	return h.since.After(other.since)
 }
 
 var (

@@ -5,6 +5,7 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -257,6 +258,50 @@ func (l *told) Send(m *tunnel.Message) error {
 	}
 	l.last.Store(m)
 	return nil
+}
+
+// A konnectivity agent that has joined at another replica as a node whose edge is here ends
+// nothing, and takes no dial from it, however much later it has come. Another edge does.
+func TestAgentElsewhere(t *testing.T) {
+	all := newFleet(t, 1)
+	all[0].join("edge1", direct)
+	p, s := all[0].peers, all[0].dir.Lookup("edge1")
+	late := time.Now().Add(time.Hour)
+	agent, edge := held{since: late}, held{since: late.Add(-time.Minute), instance: uuid.NewString()}
+	claim := func(h held) *cloudSession {
+		r := &replica{id: uuid.NewString(), link: new(cloudSession), nodes: map[tunnel.NodeName]held{"edge1": h}}
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.replicas[r.id] = r
+		return r.link
+	}
+	t.Cleanup(func() {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		clear(p.replicas) // they have no streams
+	})
+	agents := claim(agent)
+	p.yield("edge1", agent)
+	if isClosed(s.Done()) {
+		t.Fatal("the agent has ended the edge's session")
+	}
+	if p.hasLeft(s) {
+		t.Error("the agent takes the edge's dials")
+	}
+	edges := claim(edge)
+	if got := p.holders("edge1"); !slices.Equal(got, []*cloudSession{edges, agents}) {
+		t.Error("of two other replicas the one that holds the edge is not asked first")
+	}
+	if !p.hasLeft(s) {
+		t.Error("another edge does not take the dials")
+	}
+	if !p.hasLeft(&tunnel.Session{Node: "edge1", Since: late, Link: struct{ tunnel.Link }{}}) {
+		t.Error("an edge elsewhere does not take the dials of an agent here")
+	}
+	p.yield("edge1", edge)
+	if !isClosed(s.Done()) {
+		t.Error("another edge does not end the session")
+	}
 }
 
 // When replicas come at the same time, the last that an edge hears is the newest.

@@ -183,7 +183,8 @@ func (p *Peers) learn(r *replica, from *cloudSession, news *pb.Nodes, claims map
 
 // yield ends our session of a node that another process has joined as at another
 // replica, and later: the edge has been started again, or two edges use one name. A
-// session of the same process is left alone: it may have conns that end in peace.
+// session of the same process is left alone: it may have conns that end in peace. An
+// agent ends none.
 func (p *Peers) yield(n tunnel.NodeName, claim held) {
 	ours := p.dir.Lookup(n)
 	if ours == nil || !newer(claim, ours) {
@@ -198,11 +199,17 @@ func (p *Peers) yield(n tunnel.NodeName, claim held) {
 	cs.Close(status.Error(codes.Aborted, "replaced by a newer session of this node with another replica"))
 }
 
-// newer reports whether a claim of another replica is of a later session than ours.
-func newer(claim held, ours *tunnel.Session) bool { return claim.since.After(ours.Since.Add(sameTime)) }
+// newer reports whether a claim of another replica is of a session that counts before ours.
+func newer(claim held, ours *tunnel.Session) bool {
+	mine := held{since: ours.Since.Add(sameTime)}
+	if _, edge := ours.Link.(*cloudSession); edge {
+		mine.instance = "an edge's"
+	}
+	return claim.before(mine)
+}
 
 // hasLeft reports whether the edge of our session s has opened another one elsewhere
-// in its place.
+// in its place, or s is an agent's and there is an edge elsewhere.
 func (p *Peers) hasLeft(s *tunnel.Session) bool {
 	if cs, ok := s.Link.(*cloudSession); ok && cs.all {
 		return false
@@ -248,21 +255,29 @@ func (p *Peers) announce() {
 }
 
 // holders returns the sessions of the replicas that hold n and can be asked for it, the
-// newest claim first.
+// claim that counts first.
 func (p *Peers) holders(n tunnel.NodeName) []*cloudSession {
 	type holder struct {
-		link  *cloudSession
-		since time.Time
+		link *cloudSession
+		held held
 	}
 	p.mu.Lock()
 	var all []holder
 	for _, r := range p.replicas {
 		if h, ok := r.nodes[n]; ok && r.link != nil {
-			all = append(all, holder{r.link, h.since})
+			all = append(all, holder{r.link, h})
 		}
 	}
 	p.mu.Unlock()
-	slices.SortFunc(all, func(a, b holder) int { return b.since.Compare(a.since) })
+	slices.SortFunc(all, func(a, b holder) int {
+		switch {
+		case a.held.before(b.held):
+			return -1
+		case b.held.before(a.held):
+			return 1
+		}
+		return 0
+	})
 	links := make([]*cloudSession, len(all))
 	for i, h := range all {
 		links[i] = h.link
@@ -297,12 +312,12 @@ func (p *Peers) Connected() []tunnel.NodeName {
 // Reach returns what each node says it reaches, in the session that counts.
 func (p *Peers) Reach() map[tunnel.NodeName]string {
 	all := make(map[tunnel.NodeName]string)
-	newest := make(map[tunnel.NodeName]time.Time)
+	best := make(map[tunnel.NodeName]held)
 	p.mu.Lock()
 	for _, r := range p.replicas {
 		for n, h := range r.nodes {
-			if since, ok := newest[n]; r.link != nil && (!ok || h.since.After(since)) {
-				newest[n], all[n] = h.since, h.reach
+			if b, ok := best[n]; r.link != nil && (!ok || h.before(b)) {
+				best[n], all[n] = h, h.reach
 			}
 		}
 	}
@@ -332,7 +347,7 @@ func (p *Peers) Addrs(n tunnel.NodeName) []netip.Addr {
 	var best held
 	var addrs []netip.Addr
 	for _, r := range p.replicas { // a replica that was just lost may be back in a moment
-		if h, ok := r.nodes[n]; ok && (addrs == nil || h.since.After(best.since)) {
+		if h, ok := r.nodes[n]; ok && (addrs == nil || h.before(best)) {
 			best, addrs = h, p.reach(r)
 		}
 	}
@@ -369,12 +384,12 @@ func (p *Peers) ownLocked() []netip.Addr {
 // All returns the addresses that lead to each node that is held anywhere.
 func (p *Peers) All() map[tunnel.NodeName][]netip.Addr {
 	all := make(map[tunnel.NodeName][]netip.Addr)
-	newest := make(map[tunnel.NodeName]time.Time)
+	best := make(map[tunnel.NodeName]held)
 	p.mu.Lock()
 	for _, r := range p.replicas {
 		for n, h := range r.nodes {
-			if since, ok := newest[n]; !ok || h.since.After(since) {
-				newest[n], all[n] = h.since, p.reach(r)
+			if b, ok := best[n]; !ok || h.before(b) {
+				best[n], all[n] = h, p.reach(r)
 			}
 		}
 	}

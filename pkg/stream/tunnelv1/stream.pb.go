@@ -727,7 +727,7 @@ type Held struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Node          string                 `protobuf:"bytes,1,opt,name=node,proto3" json:"node,omitempty"`
 	AgeMs         uint64                 `protobuf:"varint,2,opt,name=age_ms,json=ageMs,proto3" json:"age_ms,omitempty"` // how long the session has lived: the clocks of replicas differ
-	Instance      string                 `protobuf:"bytes,3,opt,name=instance,proto3" json:"instance,omitempty"`         // of the edge
+	Instance      string                 `protobuf:"bytes,3,opt,name=instance,proto3" json:"instance,omitempty"`         // of the edge; empty: it is a konnectivity agent, which gives way to an edge
 	Reach         string                 `protobuf:"bytes,4,opt,name=reach,proto3" json:"reach,omitempty"`               // what the edge says it reaches
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
