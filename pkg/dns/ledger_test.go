@@ -220,14 +220,18 @@ func TestLedgerFull(t *testing.T) {
 	}
 }
 
+// BenchmarkDecide measures the merge of what replicas hold into the hosts file, at 10,000
+// nodes; full is what it costs at 100,000, of which the file takes as many as fit (lines).
 func BenchmarkDecide(b *testing.B) {
-	us := []netip.Addr{addr("10.0.0.1")}
-	var records []Record
-	for i := range 10000 {
-		records = append(records, Record{tunnel.NodeName(fmt.Sprintf("edge-%05d", i)), us})
-	}
-	f := facts{truth: fixed{records, us}, alive: nobody, now: time.Unix(1000, 0)}
+	f := factsOf(10_000)
 	text := new(ledger).decide(Hosts{}, 0, f).hosts.String()
+	b.Run("records", func(b *testing.B) {
+		truth := Merged{mappedOf(f.truth.Records())}
+		b.ReportAllocs()
+		for b.Loop() {
+			truth.Records()
+		}
+	})
 	b.Run("parse", func(b *testing.B) {
 		b.SetBytes(int64(len(text)))
 		b.ReportAllocs()
@@ -248,5 +252,41 @@ func BenchmarkDecide(b *testing.B) {
 		for b.Loop() {
 			_ = hosts.String()
 		}
+		b.ReportMetric(float64(len(text))/float64(len(hosts.Own)), "B/line")
+	})
+	b.Run("full", func(b *testing.B) {
+		f := factsOf(100_000)
+		file := new(ledger).decide(Hosts{}, 0, f).hosts
+		b.ReportAllocs()
+		for b.Loop() {
+			new(ledger).decide(file, 0, f)
+		}
+		b.ReportMetric(float64(len(file.Own)), "lines")
 	})
 }
+
+// factsOf are the facts of n nodes that one replica holds.
+func factsOf(n int) facts {
+	us := []netip.Addr{addr("10.0.0.1")}
+	var records []Record
+	for i := range n {
+		records = append(records, Record{tunnel.NodeName(fmt.Sprintf("edge-%05d", i)), us})
+	}
+	return facts{truth: fixed{records, us}, alive: nobody, now: time.Unix(1000, 0)}
+}
+
+// mapped is what replicas tell each other, as Peers has it.
+type mapped map[tunnel.NodeName][]netip.Addr
+
+func mappedOf(records []Record) mapped {
+	all := make(mapped, len(records))
+	for _, r := range records {
+		all[r.Node] = r.Addrs
+	}
+	return all
+}
+
+func (m mapped) Addrs(n tunnel.NodeName) []netip.Addr  { return m[n] }
+func (m mapped) All() map[tunnel.NodeName][]netip.Addr { return m }
+func (mapped) Hears(netip.Addr) bool                   { return true }
+func (mapped) Changed() <-chan struct{}                { return nil }

@@ -16,6 +16,89 @@ import (
 // BenchmarkDial measures what a new conn costs both ends, from the open request to the
 // last bookkeeping, with a target in memory.
 func BenchmarkDial(b *testing.B) {
+	dial := benchEnds(b, func() net.Conn {
+		near, far := net.Pipe()
+		far.Close()
+		return near
+	})
+	b.ReportAllocs()
+	for b.Loop() {
+		dial().Close()
+	}
+}
+
+// BenchmarkConn measures a conn that is open, with a target in memory: both ends of the
+// session are in this process, with TLS over loopback between them.
+func BenchmarkConn(b *testing.B) {
+	for _, way := range []struct {
+		name   string
+		target func() net.Conn
+		bytes  int
+		once   func(c net.Conn, p []byte) error
+	}{
+		{"down", func() net.Conn { return flood{silent()} }, 64 << 10, func(c net.Conn, p []byte) error {
+			_, err := io.ReadFull(c, p)
+			return err
+		}},
+		{"up", func() net.Conn { return drain{silent()} }, 64 << 10, func(c net.Conn, p []byte) error {
+			_, err := c.Write(p)
+			return err
+		}},
+		{"roundTrip", echoed, 1, func(c net.Conn, p []byte) error {
+			if _, err := c.Write(p); err != nil {
+				return err
+			}
+			_, err := io.ReadFull(c, p)
+			return err
+		}},
+	} {
+		b.Run(way.name, func(b *testing.B) {
+			c := benchEnds(b, way.target)()
+			defer c.Close()
+			p := make([]byte, way.bytes)
+			b.ReportAllocs()
+			if len(p) > 1 {
+				b.SetBytes(int64(len(p)))
+			}
+			for b.Loop() {
+				if err := way.once(c, p); err != nil {
+					b.Fatal(err)
+				}
+			}
+		})
+	}
+}
+
+// silent is a target that does nothing until it is closed.
+func silent() net.Conn {
+	near, _ := net.Pipe()
+	return near
+}
+
+// flood is a target that sends without end.
+type flood struct{ net.Conn }
+
+func (flood) Read(p []byte) (int, error) { return len(p), nil }
+
+// drain is a target that takes everything.
+type drain struct{ net.Conn }
+
+func (drain) Write(p []byte) (int, error) { return len(p), nil }
+
+// echoed is a target that sends back what it gets.
+func echoed() net.Conn {
+	near, far := net.Pipe()
+	go func() {
+		defer far.Close()
+		io.Copy(far, far)
+	}()
+	return near
+}
+
+// benchEnds joins an edge to a cloud, over TLS on loopback, and returns what dials a
+// target through the two.
+func benchEnds(b *testing.B, target func() net.Conn) (dial func() net.Conn) {
+	b.Helper()
 	ca, err := auth.NewCA("bench", time.Hour)
 	if err != nil {
 		b.Fatal(err)
@@ -45,11 +128,7 @@ func BenchmarkDial(b *testing.B) {
 		Address: server.Addr().String(), TLS: func() *tls.Config { return &tls.Config{RootCAs: poolOf(ca), ServerName: "cloud"} },
 		Node: "edge1", Token: func() (auth.Secret, error) { return "token-edge1", nil },
 		Log: log, Software: "bench",
-	}, &edgeModule{"tcp", func(context.Context, tunnel.Request) (net.Conn, error) {
-		near, far := net.Pipe()
-		far.Close()
-		return near, nil
-	}})
+	}, &edgeModule{"tcp", func(context.Context, tunnel.Request) (net.Conn, error) { return target(), nil }})
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -57,13 +136,12 @@ func BenchmarkDial(b *testing.B) {
 	for !dir.Holds("edge1") {
 		time.Sleep(time.Millisecond)
 	}
-	b.ReportAllocs()
-	for b.Loop() {
+	return func() net.Conn {
 		c, err := dir.Dial(b.Context(), tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1"})
 		if err != nil {
 			b.Fatal(err)
 		}
-		c.Close()
+		return c
 	}
 }
 
