@@ -1,7 +1,7 @@
 # Tests and measurements with processes of their own. Included by the Makefile of the
 # repository; paths are relative to its directory. Linux only, no root.
 
-.PHONY: faults replicas hostile soak bench bench-egress storm interop
+.PHONY: faults replicas hostile soak bench bench-compare bench-egress storm interop
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
@@ -20,6 +20,9 @@ soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as 
 
 bench: iproute2 ## what a conn costs, beside TCP, TLS, yamux, ssh -R and Konnectivity, and beside 50 stalled readers (some minutes; ARGS="-part cost" for a part)
 	go run ./test/bench $(ARGS)
+
+bench-compare: ## the Go micro-benchmarks of this tree beside those of BASE, by benchstat (BASE=main; two minutes; BENCH=Codec ARGS=./pkg/stream for some)
+	@test/compare/compare.sh "$(BASE)" $(ARGS)
 
 bench-egress: ## what the egress front door costs, beside Konnectivity's server and agent with the same clients (two minutes)
 	go -C test/interop test -run='^$$' -bench=Egress -benchtime=1x -timeout 10m .
