@@ -59,11 +59,13 @@ func (d *daemon) addAgents(c *conf.Cloud, shown func(*tls.ClientHelloInfo) (*tls
 	if c.Egress.AgentPort == 0 {
 		return
 	}
-	limits := stream.DefaultLimits()
+	l, byDefault := c.Limits, stream.DefaultLimits()
 	cfg := egress.AgentsConfig{
 		Listen: fmt.Sprintf(":%d", c.Egress.AgentPort),
 		TLS:    &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: shown},
-		Auth:   gate, Conns: cmp.Or(c.Limits.Conns, limits.Conns), Dials: cmp.Or(c.Limits.Dials, limits.Dials), Counters: counters, Log: log,
+		Auth:   gate, Conns: cmp.Or(l.Conns, byDefault.Conns), Dials: cmp.Or(l.Dials, byDefault.Dials),
+		Joining: cmp.Or(l.Joining, byDefault.Joining), JoiningPerAddress: cmp.Or(l.JoiningPerAddress, byDefault.JoiningPerAddress),
+		JoinTimeout: cmp.Or(l.JoinTimeout, byDefault.JoinTimeout), Counters: counters, Log: log,
 	}
 	if peers != nil {
 		cfg.Replicas = peers.Replicas

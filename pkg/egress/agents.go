@@ -19,7 +19,6 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/keepalive"
 	"google.golang.org/grpc/metadata"
-	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/auth"
@@ -34,6 +33,10 @@ type AgentsConfig struct {
 	Replicas func() int         // how many other replicas there are; nil: none
 	Conns    int                // conns of a node at once; 0: no bound
 	Dials    int                // dials of a node that it has not answered; 0: no bound
+
+	Joining, JoiningPerAddress int           // connections without a session, in all and of one source
+	JoinTimeout                time.Duration // how long one may go without
+
 	Counters *tunnel.Counters
 	Log      *slog.Logger
 }
@@ -61,9 +64,6 @@ var _ tunnel.Module = (*Agents)(nil)
 
 // Bounds of agents beside those of the configuration.
 const (
-	agentJoinTime   = 10 * time.Second // for handshake and credential
-	agentsJoining   = 128              // connections of one source without a session; all together:
-	agentsStrangers = 1024
 	agentStreams    = 4         // of one connection; an agent has one
 	mostReach       = 4 << 10   // bytes of identifiers
 	mostAgentPacket = 256 << 10 // a stock agent's data has 4 KiB, ours 32
@@ -71,6 +71,9 @@ const (
 	// settled is how long a second stream of a node must last before it counts: the stock
 	// agent looks for other replicas in this way, and hangs up when it finds the same.
 	settled = 2 * time.Second
+	// agentLinks is how many streams a node may have. An agent has one; while it comes back
+	// there may be some that we have not missed yet.
+	agentLinks = 8
 )
 
 // NewAgents returns the module. Its sessions are put into dir.
@@ -114,15 +117,16 @@ func (a *Agents) Run(ctx context.Context) error {
 	a.mu.Unlock()
 	conf := a.cfg.TLS.Clone()
 	conf.ClientAuth = tls.RequestClientCert // whose it is is looked at when somebody joins
-	waiting := newWaitingRoom(ln, a.cfg.Counters)
-	s := &agentService{agents: a, waiting: waiting}
+	strangers := newStrangerListener(ln, a.cfg.Joining, a.cfg.JoiningPerAddress, a.cfg.Counters)
+	strangers.all, strangers.perAddress, strangers.timeout = tunnel.LimitJoining, tunnel.LimitJoiningPerAddress, a.cfg.JoinTimeout
+	s := &agentService{agents: a}
 	server := grpc.NewServer(
-		grpc.Creds(credentials.NewTLS(conf)),
+		grpc.Creds(agentCreds{credentials.NewTLS(conf)}),
 		grpc.ForceServerCodecV2(newCodec()),
 		grpc.MaxRecvMsgSize(mostAgentPacket),
 		grpc.MaxConcurrentStreams(agentStreams),
 		grpc.MaxHeaderListSize(proxyHeaders),
-		grpc.ConnectionTimeout(agentJoinTime),
+		grpc.ConnectionTimeout(a.cfg.JoinTimeout+time.Second), // the listener is first, and counts
 		grpc.StaticStreamWindowSize(agentWindow),
 		grpc.StaticConnWindowSize(agentWindow),
 		grpc.WaitForHandlers(true),
@@ -135,7 +139,7 @@ func (a *Agents) Run(ctx context.Context) error {
 		Streams:     []grpc.StreamDesc{{StreamName: "Connect", Handler: s.handle, ServerStreams: true, ClientStreams: true}},
 	}, s)
 	served := make(chan error, 1)
-	go func() { served <- server.Serve(waiting) }()
+	go func() { served <- server.Serve(strangers) }()
 	select {
 	case err = <-served:
 		err = fmt.Errorf("serving agents on %s: %w", ln.Addr(), err)
@@ -143,8 +147,8 @@ func (a *Agents) Run(ctx context.Context) error {
 		a.mu.Lock()
 		a.stopping = true
 		a.mu.Unlock()
-		waiting.Close() // no more agents; those that there are go on
-		<-served        //nolint:errcheck // because of that
+		strangers.Close() // no more agents; those that there are go on
+		<-served          //nolint:errcheck // because of that
 		a.drain()
 	}
 	for _, l := range a.links() {
@@ -223,6 +227,9 @@ func (a *Agents) join(l *agentLink) error {
 	switch other := a.dir.Lookup(n); {
 	case a.stopping:
 		return status.Error(codes.Unavailable, "this replica is stopping")
+	case len(a.nodes[n]) >= agentLinks:
+		a.cfg.Counters.Limited(tunnel.LimitAgentStreams)
+		return status.Errorf(codes.ResourceExhausted, "limit agentstreams: node %s has %d streams here", n, agentLinks)
 	case other != nil && !isEdge(other):
 		time.AfterFunc(settled, func() { a.attach(l) })
 	case !a.dir.AttachUnless(l.pub, isEdge):
@@ -266,36 +273,48 @@ func (a *Agents) drains(l *agentLink) {
 // agentService is the gRPC server's streams.
 type agentService struct {
 	agents  *Agents
-	waiting *waitingRoom
 	working sync.WaitGroup // what gRPC frees only when a stream's handler has returned
 }
 
-// handle is one stream. It returns when the session is over, or to make it so.
+// handle is one stream. It returns when the session is over, or to make it so. A connection
+// is good for one attempt to join, and for one session.
 func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	a := s.agents
 	ctx := stream.Context()
-	remote := remoteOf(ctx)
-	if !s.waiting.try(remote) {
-		return status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
-	}
-	defer s.waiting.end(remote)
-	grant, reach, err := a.authenticate(ctx, remote)
+	t, err := agentTransportOf(ctx)
 	if err != nil {
+		return status.Error(codes.Internal, err.Error())
+	}
+	if t.tried.Swap(true) {
+		return uniform()
+	}
+	defer t.closeSoon()
+	remote := t.conn.RemoteAddr().String()
+	md, _ := metadata.FromIncomingContext(ctx)
+	grant, told, err := a.authenticate(ctx, t, md)
+	if err != nil {
+		a.refused(remote, strings.Join(md.Get("agentid"), ","), err)
+		return told
+	}
+	reach, err := reachOf(md)
+	if err != nil {
+		a.refused(remote, string(grant.Node), err)
 		return err
 	}
 	l := &agentLink{agents: a, mux: newMux(stream, false, a.cfg.Counters), dials: make(map[int64]chan answer)}
 	l.pub = &tunnel.Session{ID: uuid.NewString(), Node: grant.Node, Remote: remote, Since: time.Now(), Reach: reach, Link: l}
 	log := a.log.With("node", grant.Node, "session", l.pub.ID)
-	// The header goes first: the agent waits for it, and has not read any packet before.
-	if err = stream.SendHeader(metadata.Pairs("serverid", a.id, "servercount", strconv.Itoa(a.count()))); err != nil {
-		return err
-	}
 	if err = a.join(l); err != nil {
 		a.refused(remote, string(grant.Node), err)
 		return err
 	}
 	defer a.leave(l)
-	s.waiting.joined(remote)
+	// The header goes before any packet, since nothing sends yet: the agent waits for it.
+	if err = stream.SendHeader(metadata.Pairs("serverid", a.id, "servercount", strconv.Itoa(a.count()))); err != nil {
+		l.end(err)
+		return err
+	}
+	t.conn.met()
 	a.cfg.Counters.Sessions.Add(1)
 	log.Info("agent joined", "remote", remote, "by", grant.By)
 	s.working.Go(l.sendLoop)
@@ -311,9 +330,9 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	case <-ctx.Done():
 		l.end(errors.New("the agent has gone"))
 	case <-grant.Revoked:
-		l.end(status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error()))
+		l.end(uniform())
 	case <-expired:
-		l.end(status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error()))
+		l.end(uniform())
 	}
 	l.mu.Lock()
 	err = l.err
@@ -322,60 +341,57 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	return err
 }
 
-// remoteOf returns the address of the other side of a stream.
-func remoteOf(ctx context.Context) string {
-	if p, ok := peer.FromContext(ctx); ok {
-		return p.Addr.String()
-	}
-	return ""
-}
+// uniform is what a stranger is told whatever was wrong.
+func uniform() error { return status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error()) }
 
-// authenticate returns the node that a stream's credential proves, and what it says that it
-// reaches. The name that the agent gives itself must be that node's.
-func (a *Agents) authenticate(ctx context.Context, remote string) (grant auth.Grant, reach string, err error) {
-	var c auth.Credential
-	if p, ok := peer.FromContext(ctx); ok {
-		if t, ok := p.AuthInfo.(credentials.TLSInfo); ok {
-			c.Chain = t.State.PeerCertificates
-		}
+// authenticate returns the node that a stream's credential proves, or what the agent is
+// told, and why. The name that it gives itself must be that node's. Nothing else of what it
+// says is looked at before.
+func (a *Agents) authenticate(ctx context.Context, t *agentTransport, md metadata.MD) (_ auth.Grant, told, err error) {
+	refuse := func(format string, args ...any) (auth.Grant, error, error) {
+		return auth.Grant{}, uniform(), fmt.Errorf(format, args...)
 	}
-	md, _ := metadata.FromIncomingContext(ctx)
-	ids, reaches, bearers := md.Get("agentid"), md.Get("agentidentifiers"), md.Get("authorization")
-	refuse := func(err error) (auth.Grant, string, error) {
-		a.refused(remote, c.Node, err)
-		return auth.Grant{}, "", err
+	ids, bearers := md.Get("agentid"), md.Get("authorization")
+	if len(ids) != 1 || ids[0] == "" {
+		return refuse("an agent says which node it is, in one agentid")
 	}
-	if len(ids) != 1 || ids[0] == "" || len(reaches) > 1 || len(bearers) > 1 {
-		return refuse(status.Error(codes.InvalidArgument, "an agent needs one agentid, and has one agentidentifiers and one authorization at most"))
-	}
-	c.Node = ids[0]
-	if len(bearers) == 1 {
+	c := auth.Credential{Node: ids[0], Chain: t.State.PeerCertificates}
+	if len(bearers) > 0 {
 		token, ok := strings.CutPrefix(bearers[0], "Bearer ")
-		if token = strings.TrimSpace(token); !ok || token == "" {
-			return refuse(status.Error(codes.Unauthenticated, "the authorization is not Bearer TOKEN"))
+		if token = strings.TrimSpace(token); !ok || token == "" || len(bearers) > 1 {
+			return refuse("the authorization is not one Bearer TOKEN")
 		}
 		c.Token, c.Chain = auth.Secret(token), nil
 	}
 	if c.Token == "" && len(c.Chain) == 0 {
-		return refuse(status.Error(codes.Unauthenticated, "an agent needs a client certificate of its node, or a token"))
+		return refuse("it shows neither a token nor a client certificate")
 	}
-	if len(reaches) == 1 {
-		reach = reaches[0]
-	}
-	if _, err = ParseIdentifiers(reach); err != nil || len(reach) > mostReach {
-		return refuse(status.Errorf(codes.InvalidArgument, "agentidentifiers: %v; %d bytes are allowed", err, mostReach))
-	}
-	grant, err = a.cfg.Auth.Authenticate(ctx, c)
+	grant, err := a.cfg.Auth.Authenticate(ctx, c)
 	switch {
-	case err == nil:
-		return grant, reach, nil
 	case errors.Is(err, auth.ErrUnauthenticated):
-		a.refused(remote, c.Node, err)
-		return grant, "", status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
-	default:
-		a.refused(remote, c.Node, err)
-		return grant, "", status.Error(codes.Unavailable, "the cloud cannot check credentials now")
+		return refuse("%w", err)
+	case err != nil:
+		return auth.Grant{}, status.Error(codes.Unavailable, "the cloud cannot check who joins now"), err
+	case string(grant.Node) != c.Node:
+		return refuse("the proof is that of node %s", grant.Node)
 	}
+	return grant, nil, nil
+}
+
+// reachOf returns what an agent says that it reaches.
+func reachOf(md metadata.MD) (reach string, err error) {
+	all := md.Get("agentidentifiers")
+	if len(all) > 1 {
+		return "", status.Error(codes.InvalidArgument, "agentidentifiers stands there twice")
+	}
+	reach = strings.Join(all, "")
+	if len(reach) > mostReach {
+		return "", status.Errorf(codes.InvalidArgument, "agentidentifiers: %d bytes are allowed", mostReach)
+	}
+	if _, err = ParseIdentifiers(reach); err != nil {
+		return "", status.Errorf(codes.InvalidArgument, "agentidentifiers: %v", err)
+	}
+	return reach, nil
 }
 
 // refused counts and logs a refusal, whose number strangers decide on.

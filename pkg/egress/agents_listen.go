@@ -1,120 +1,62 @@
 package egress
 
 import (
+	"context"
+	"errors"
 	"net"
-	"sync"
+	"sync/atomic"
 	"time"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/peer"
 )
 
-// waitingRoom bounds what strangers cost at the agents' port: a connection without a
-// session is closed after a while, and there are only so many, in all and of one source.
-type waitingRoom struct {
-	net.Listener
-	counters *tunnel.Counters
-	groups   *auth.Groups
-
-	mu      sync.Mutex // guards the following
-	waiting int        // connections without a session
-	conns   map[string]*waitingConn
+// agentTransport is a connection at the agents' port. gRPC hands it to every stream that
+// arrives on it, so a stream finds its own, and no other.
+type agentTransport struct {
+	credentials.TLSInfo
+	conn  *stranger
+	tried atomic.Bool // somebody has tried to join
 }
 
-// waitingConn is a connection. It is good for one attempt to join, and one session.
-type waitingConn struct {
-	net.Conn
-	room  *waitingRoom
-	leave func() // it waits no more
-	tried bool   // guarded by the room's mu
+// agentCreds are TLS whose AuthInfo is an *agentTransport. Whoever has shaken hands is a
+// stranger until it has joined.
+type agentCreds struct {
+	credentials.TransportCredentials
 }
 
-func newWaitingRoom(ln net.Listener, counters *tunnel.Counters) *waitingRoom {
-	return &waitingRoom{Listener: ln, counters: counters, groups: auth.NewGroups(agentsJoining), conns: make(map[string]*waitingConn)}
+// ServerHandshake implements credentials.TransportCredentials.
+func (c agentCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	conn, info, err := c.TransportCredentials.ServerHandshake(raw)
+	if err != nil {
+		return nil, nil, err
+	}
+	tlsInfo, ok := info.(credentials.TLSInfo)
+	s, ok2 := raw.(*stranger)
+	if !ok || !ok2 {
+		conn.Close()
+		return nil, nil, errors.New("not a TLS connection of this listener")
+	}
+	return conn, &agentTransport{TLSInfo: tlsInfo, conn: s}, nil
 }
 
-// Accept implements net.Listener.
-func (w *waitingRoom) Accept() (net.Conn, error) {
-	for {
-		raw, err := w.Listener.Accept()
-		if err != nil {
-			return nil, err
+// Clone implements credentials.TransportCredentials.
+func (c agentCreds) Clone() credentials.TransportCredentials {
+	return agentCreds{c.TransportCredentials.Clone()}
+}
+
+// agentTransportOf returns the connection that a stream arrived on.
+func agentTransportOf(ctx context.Context) (*agentTransport, error) {
+	if p, ok := peer.FromContext(ctx); ok {
+		if t, ok := p.AuthInfo.(*agentTransport); ok {
+			return t, nil
 		}
-		if c := w.admit(raw); c != nil {
-			return c, nil
-		}
-		raw.Close()
 	}
+	return nil, errors.New("a stream without TLS")
 }
 
-func (w *waitingRoom) admit(raw net.Conn) *waitingConn {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if w.waiting >= agentsStrangers {
-		w.counters.Limited(tunnel.LimitJoining)
-		return nil
-	}
-	release, ok := w.groups.Admit(auth.GroupOf(raw.RemoteAddr()))
-	if !ok {
-		w.counters.Limited(tunnel.LimitJoiningPerAddress)
-		return nil
-	}
-	late := time.AfterFunc(agentJoinTime, func() {
-		w.counters.Limited(tunnel.LimitJoinTimeout)
-		raw.Close()
-	})
-	w.waiting++
-	c := &waitingConn{Conn: raw, room: w, leave: sync.OnceFunc(func() {
-		late.Stop()
-		release()
-		w.mu.Lock()
-		defer w.mu.Unlock()
-		w.waiting--
-	})}
-	w.conns[raw.RemoteAddr().String()] = c
-	return c
-}
-
-// joined says that the connection from an address has a session.
-func (w *waitingRoom) joined(remote string) {
-	w.mu.Lock()
-	c := w.conns[remote]
-	w.mu.Unlock()
-	if c != nil {
-		c.leave()
-	}
-}
-
-// try reports whether the connection from an address may try to join: once.
-func (w *waitingRoom) try(remote string) bool {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	c := w.conns[remote]
-	if c == nil || c.tried {
-		return false
-	}
-	c.tried = true
-	return true
-}
-
-// end closes the connection from an address when a status has had time to leave. It may
-// be stuck behind what the other side does not read.
-func (w *waitingRoom) end(remote string) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if c := w.conns[remote]; c != nil {
-		time.AfterFunc(time.Second, func() { c.Close() }) //nolint:errcheck // it is being thrown away
-	}
-}
-
-// Close implements net.Conn.
-func (c *waitingConn) Close() error {
-	c.leave()
-	key := c.RemoteAddr().String()
-	c.room.mu.Lock()
-	if c.room.conns[key] == c {
-		delete(c.room.conns, key)
-	}
-	c.room.mu.Unlock()
-	return c.Conn.Close()
+// closeSoon closes the connection when a status has had time to leave. It may be stuck
+// behind what the other side does not read.
+func (t *agentTransport) closeSoon() {
+	time.AfterFunc(time.Second, func() { t.conn.Close() }) //nolint:errcheck // it is being thrown away
 }

@@ -10,6 +10,8 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"os"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -68,7 +70,7 @@ func newAgentsRig(t *testing.T, change func(*AgentsConfig)) *agentsRig {
 	r := &agentsRig{dir: new(tunnel.Directory), ca: ca, pool: pool, revoked: make(chan struct{})}
 	cfg := AgentsConfig{
 		Listen: "127.0.0.1:0", TLS: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{cert}}, Auth: names{r.revoked},
-		Counters: new(tunnel.Counters), Log: slog.New(slog.DiscardHandler),
+		Joining: 100, JoiningPerAddress: 50, JoinTimeout: 10 * time.Second, Counters: new(tunnel.Counters), Log: slog.New(slog.DiscardHandler),
 	}
 	if change != nil {
 		change(&cfg)
@@ -410,24 +412,53 @@ func (r *agentsRig) raw(t *testing.T, md ...string) (grpc.ClientStream, context.
 	return s, cancel
 }
 
+// Strangers are refused in one way, whatever was wrong: nothing tells them what we look at,
+// and in which order. What a node is told that has proven who it is may be of use.
 func TestWhoMayBeAnAgent(t *testing.T) {
 	r := newAgentsRig(t, func(c *AgentsConfig) { c.Replicas = func() int { return 2 } })
-	for name, md := range map[string][]string{
-		"nobody":             {"agentid", "n1"},
-		"no name":            {"authorization", "Bearer token of n1"},
-		"two names":          {"agentid", "n1", "agentid", "n2", "authorization", "Bearer token of n1"},
-		"another's name":     {"agentid", "n2", "authorization", "Bearer token of n1"},
-		"no bearer":          {"agentid", "n1", "authorization", "token of n1"},
-		"bad identifiers":    {"agentid", "n1", "agentidentifiers", "x=1", "authorization", "Bearer token of n1"},
-		"identifiers, twice": {"agentid", "n1", "agentidentifiers", "", "agentidentifiers", "", "authorization", "Bearer token of n1"},
-	} {
+	refusal := func(md ...string) *status.Status {
 		s, _ := r.raw(t, md...)
-		err := s.RecvMsg(new(packet))
-		if c := status.Code(err); c != codes.Unauthenticated && c != codes.InvalidArgument {
-			t.Errorf("%s: %v", name, err)
+		h, err := s.Header()
+		if err == nil {
+			err = s.RecvMsg(new(packet))
+		}
+		if len(h.Get("serverid"))+len(h.Get("servercount")) != 0 {
+			t.Errorf("%v: a header %v before the refusal %v", md, h, err)
+		}
+		return status.Convert(err)
+	}
+	want := status.New(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
+	strangers := map[string][]string{
+		"nobody":                           {"agentid", "n1"},
+		"no metadata":                      {},
+		"no name":                          {"authorization", "Bearer token of n1"},
+		"an empty name":                    {"agentid", "", "authorization", "Bearer token of n1"},
+		"two names":                        {"agentid", "n1", "agentid", "n2", "authorization", "Bearer token of n1"},
+		"another's name":                   {"agentid", "n2", "authorization", "Bearer token of n1"},
+		"no bearer":                        {"agentid", "n1", "authorization", "token of n1"},
+		"an empty bearer":                  {"agentid", "n1", "authorization", "Bearer "},
+		"two bearers":                      {"agentid", "n1", "authorization", "Bearer token of n1", "authorization", "Bearer token of n1"},
+		"a wrong token":                    {"agentid", "n1", "authorization", "Bearer x"},
+		"a wrong token, bad identifiers":   {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers", "x=1"},
+		"a wrong token, identifiers twice": {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers", "", "agentidentifiers", ""},
+		"a wrong token, long identifiers":  {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers", strings.Repeat("host=n&", mostReach/7+1)},
+	}
+	for name, md := range strangers {
+		if got := refusal(md...); got.Code() != want.Code() || got.Message() != want.Message() {
+			t.Errorf("%s: %v, want %v", name, got, want)
 		}
 	}
-	if n := r.cfg.Counters.JoinsRefused.Load(); n != 7 || r.dir.Len() != 0 {
+	known := map[string][]string{
+		"bad identifiers":   {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "x=1"},
+		"identifiers twice": {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "", "agentidentifiers", ""},
+		"long identifiers":  {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", strings.Repeat("host=n&", mostReach/7+1)},
+	}
+	for name, md := range known {
+		if got := refusal(md...); got.Code() != codes.InvalidArgument || !strings.Contains(got.Message(), "agentidentifiers") {
+			t.Errorf("%s: %v", name, got)
+		}
+	}
+	if n := r.cfg.Counters.JoinsRefused.Load(); n != uint64(len(strangers)+len(known)) || r.dir.Len() != 0 {
 		t.Errorf("%d joins refused, %d nodes", n, r.dir.Len())
 	}
 	s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1 ")
@@ -439,6 +470,40 @@ func TestWhoMayBeAnAgent(t *testing.T) {
 	close(r.revoked)
 	if err := s.RecvMsg(new(packet)); status.Code(err) != codes.Unauthenticated {
 		t.Errorf("revoked: %v", err)
+	}
+}
+
+// Who has joined takes no stranger's place; who has not loses its own.
+func TestAgentStrangers(t *testing.T) {
+	r := newAgentsRig(t, func(c *AgentsConfig) { c.JoiningPerAddress = 1 })
+	conf := &tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2"}}
+	for _, node := range []string{"n1", "n2"} {
+		r.raw(t, "agentid", node, "authorization", "Bearer token of "+node)
+		eventually(t, "it joins", func() bool { return r.dir.Holds(tunnel.NodeName(node)) })
+	}
+	idle, err := tls.Dial("tcp", r.addr, conf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer idle.Close()
+	if c, err := tls.Dial("tcp", r.addr, conf); err == nil {
+		c.Close()
+		t.Error("there are two strangers of one address")
+	}
+	if n := r.cfg.Counters.LimitedBy(tunnel.LimitJoiningPerAddress); n != 1 {
+		t.Errorf("counted %d times", n)
+	}
+	r = newAgentsRig(t, func(c *AgentsConfig) { c.JoinTimeout = 50 * time.Millisecond })
+	raw, err := net.Dial("tcp", r.addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer raw.Close()
+	if _, err := io.Copy(io.Discard, raw); errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Error(err)
+	}
+	if n := r.cfg.Counters.LimitedBy(tunnel.LimitJoinTimeout); n != 1 {
+		t.Errorf("counted %d times", n)
 	}
 }
 
@@ -461,6 +526,35 @@ func TestAgentSecondStream(t *testing.T) {
 	eventually(t, "the third takes over", func() bool { s := r.dir.Lookup("n1"); return s != nil && s != first })
 	if closed(first.Done()) {
 		t.Error("the first stream was ended")
+	}
+}
+
+// A node has so many streams, whoever opens them, and a place is free when one has ended.
+func TestAgentStreams(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	md := []string{"agentid", "n1", "authorization", "Bearer token of n1"}
+	count := func() int { r.mu.Lock(); defer r.mu.Unlock(); return len(r.nodes["n1"]) }
+	var hangUp context.CancelFunc
+	for i := range agentLinks {
+		_, hangUp = r.raw(t, md...)
+		eventually(t, "the agent joins", func() bool { return count() == i+1 })
+	}
+	s, _ := r.raw(t, md...)
+	if err := s.RecvMsg(new(packet)); status.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "limit agentstreams: ") {
+		t.Errorf("one too many: %v", err)
+	}
+	if n := r.cfg.Counters.LimitedBy(tunnel.LimitAgentStreams); n != 1 {
+		t.Errorf("counted %d times", n)
+	}
+	s, _ = r.raw(t, "agentid", "n2", "authorization", "Bearer token of n2")
+	if h, err := s.Header(); err != nil || len(h.Get("serverid")) != 1 {
+		t.Errorf("another node: %v, %v", h, err)
+	}
+	hangUp()
+	eventually(t, "one has gone", func() bool { return count() == agentLinks-1 })
+	s, _ = r.raw(t, md...)
+	if h, err := s.Header(); err != nil || len(h.Get("serverid")) != 1 {
+		t.Errorf("in the place of one that has gone: %v, %v", h, err)
 	}
 }
 
@@ -545,6 +639,9 @@ func TestAgentBesideEdge(t *testing.T) {
 	edge := &tunnel.Session{Node: "n1", Link: &strangerLink{}}
 	r.dir.Attach(edge)
 	s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
+	if h, err := s.Header(); err != nil || len(h.Get("serverid")) != 0 {
+		t.Errorf("a header %v, %v, of who has not joined", h, err)
+	}
 	if err := s.RecvMsg(new(packet)); status.Code(err) != codes.AlreadyExists {
 		t.Error(err)
 	}

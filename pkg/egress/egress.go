@@ -222,5 +222,5 @@ func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) 
 	if err != nil {
 		return nil, err
 	}
-	return newStrangerListener(ln, f.cfg), nil
+	return newStrangerListener(ln, f.cfg.Strangers, f.cfg.StrangersPerAddress, f.cfg.Counters), nil
 }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"sync"
+	"time"
 
 	"google.golang.org/grpc/credentials"
 
@@ -12,8 +13,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Callers over TLS are strangers until their handshake is done. One that is one too many is
-// reset at once: nothing waits for a place.
+// Callers over TLS are strangers until their handshake is done, agents until they have
+// joined. One that is one too many is reset at once: nothing waits for a place.
 const (
 	// DefaultStrangers is how many there may be at a listener.
 	DefaultStrangers = 1024
@@ -24,17 +25,18 @@ const (
 // strangerListener counts the strangers among what it accepts.
 type strangerListener struct {
 	net.Listener
-	places   chan struct{} // one token for each
-	groups   *auth.Groups
-	counters *tunnel.Counters
+	places          chan struct{} // one token for each
+	groups          *auth.Groups
+	counters        *tunnel.Counters
+	all, perAddress tunnel.Limit  // as they are counted
+	timeout         time.Duration // how long one may stay one; 0: it ends in another way
 }
 
-func newStrangerListener(ln net.Listener, cfg Config) *strangerListener {
+func newStrangerListener(ln net.Listener, most, perAddress int, counters *tunnel.Counters) *strangerListener {
 	return &strangerListener{
-		Listener: ln,
-		places:   make(chan struct{}, cmp.Or(cfg.Strangers, DefaultStrangers)),
-		groups:   auth.NewGroups(cmp.Or(cfg.StrangersPerAddress, DefaultStrangersPerAddress)),
-		counters: cfg.Counters,
+		Listener: ln, counters: counters, all: tunnel.LimitStrangers, perAddress: tunnel.LimitStrangersPerAddress,
+		places: make(chan struct{}, cmp.Or(most, DefaultStrangers)),
+		groups: auth.NewGroups(cmp.Or(perAddress, DefaultStrangersPerAddress)),
 	}
 }
 
@@ -52,18 +54,25 @@ func (l *strangerListener) Accept() (net.Conn, error) {
 		}
 		release, ok := l.groups.Admit(auth.GroupOf(raw.RemoteAddr()))
 		if !ok {
-			l.reset(raw, tunnel.LimitStrangersPerAddress)
+			l.reset(raw, l.perAddress)
 			continue
 		}
 		select {
 		case l.places <- struct{}{}:
-			return &stranger{TCPConn: tcp, known: func() {
+			s := &stranger{TCPConn: tcp, known: func() {
 				release()
 				<-l.places
-			}}, nil
+			}}
+			if l.timeout > 0 {
+				s.late = time.AfterFunc(l.timeout, func() {
+					l.counters.Limited(tunnel.LimitJoinTimeout)
+					raw.Close()
+				})
+			}
+			return s, nil
 		default:
 			release()
-			l.reset(raw, tunnel.LimitStrangers)
+			l.reset(raw, l.all)
 		}
 	}
 }
@@ -77,11 +86,19 @@ func (l *strangerListener) reset(raw net.Conn, limit tunnel.Limit) {
 type stranger struct {
 	*net.TCPConn
 	forget sync.Once
-	known  func() // gives back its place
+	known  func()      // gives back its place
+	late   *time.Timer // closes it; nil: nothing does
 }
 
 // met is called when it is none any more.
-func (s *stranger) met() { s.forget.Do(s.known) }
+func (s *stranger) met() {
+	s.forget.Do(func() {
+		if s.late != nil {
+			s.late.Stop()
+		}
+		s.known()
+	})
+}
 
 // Close implements net.Conn.
 func (s *stranger) Close() error {

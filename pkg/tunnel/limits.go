@@ -27,6 +27,7 @@ const (
 	LimitHealth                           // connections of one source to the health port
 	LimitDNS                              // connections to the DNS port
 	LimitLookups                          // DNS queries that wait for an upstream
+	LimitAgentStreams                     // streams of a node that has joined as a konnectivity agent
 	LimitUnread                           // bytes of a conn of a konnectivity stream that nobody reads
 	limits                                // how many there are
 )
@@ -52,6 +53,7 @@ var limitNames = [limits]string{
 	LimitHealth:              "health",
 	LimitDNS:                 "dns",
 	LimitLookups:             "lookups",
+	LimitAgentStreams:        "agentstreams",
 	LimitUnread:              "unread",
 }
 
