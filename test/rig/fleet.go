@@ -30,7 +30,8 @@ type Host struct {
 	Network *Network // nil: our own
 }
 
-func (h Host) address(port int) string {
+// Address returns where a port of the host is found.
+func (h Host) Address(port int) string {
 	ip := h.IP
 	if ip == "" {
 		ip = "127.0.0.1"
@@ -228,16 +229,16 @@ func (m *Member) Start() (*Process, error) {
 }
 
 // Health returns the address of the logport.
-func (m *Member) Health() string { return m.host.address(m.port) }
+func (m *Member) Health() string { return m.host.Address(m.port) }
 
 // GRPC returns the address that edges and other replicas dial.
-func (r *Replica) GRPC() string { return r.host.address(r.grpc) }
+func (r *Replica) GRPC() string { return r.host.Address(r.grpc) }
 
 // Door returns the address of a TCP front door.
-func (r *Replica) Door(name string) string { return r.host.address(r.doors[name]) }
+func (r *Replica) Door(name string) string { return r.host.Address(r.doors[name]) }
 
 // HTTPSDoor returns the address of the HTTPS front door.
-func (r *Replica) HTTPSDoor() string { return r.host.address(r.https) }
+func (r *Replica) HTTPSDoor() string { return r.host.Address(r.https) }
 
 // Leaks reports whether a token of the fleet stands in what the process has printed.
 func (m *Member) Leaks() bool {

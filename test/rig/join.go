@@ -6,7 +6,7 @@ import (
 )
 
 // GRPC returns the address at which edges join.
-func (p *Pair) GRPC() string { return address(p.ports.GRPC) }
+func (p *Pair) GRPC() string { return p.cfg.CloudHost.Address(p.ports.GRPC) }
 
 // EdgeTLS returns how an edge of a test's own verifies the cloud.
 func (p *Pair) EdgeTLS() *tls.Config { return EdgeTLS(p.ca.CertPEM()) }

@@ -22,9 +22,13 @@ type Quality struct {
 	Cut    bool          // nothing passes, and nobody is told
 }
 
-// maxQueued is how many packets of one direction may be under way; further ones are
-// lost, as in a router.
-const maxQueued = 2000
+const (
+	// maxQueued is how many packets of one direction may be under way: memory has an end.
+	maxQueued = 1 << 15
+	// maxWait is how long a packet may wait for those before it at the link's rate; a router
+	// whose buffer is full drops it.
+	maxWait = 100 * time.Millisecond
+)
 
 // Link joins two networks by a pair of TUN devices, whose packets this process carries:
 // netem(8) for kernels that have none.
@@ -140,6 +144,9 @@ func (d *direction) read() {
 		left := time.Now()
 		if q.Rate > 0 {
 			if d.free.After(left) {
+				if d.free.Sub(left) > maxWait {
+					continue
+				}
 				left = d.free
 			}
 			left = left.Add(time.Duration(n) * time.Second / time.Duration(q.Rate))

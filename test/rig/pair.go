@@ -29,19 +29,22 @@ const (
 
 // Config says what a pair is made of.
 type Config struct {
-	Binary string            // the program, see Build
-	Dir    string            // an empty folder, which the caller removes
-	TCP    map[string]string // name of a front door → target, or node/target
-	HTTPS  string            // target of the HTTPS front door; "" is none
-	CA     *auth.CA          // who signs; nil: a new one. The target of HTTPS needs it too
-	Debug  bool              // log everything
-	Opens  int               // opens of the node in a second; 0: the default
-	Token  auth.Secret       // of the node; "": a new one
-	Others []string          // nodes that may join besides, see Token
-	Cloud  string            // more lines of cloud.toml: whole tables; {{.GRPC}} is the port
-	Edge   string            // more lines of edge.toml
-	Args   []string          // more arguments of both
-	Nice   int               // priority of the cloud, as nice(1) has it
+	Binary    string            // the program, see Build
+	Dir       string            // an empty folder, which the caller removes
+	TCP       map[string]string // name of a front door → target, or node/target
+	HTTPS     string            // target of the HTTPS front door; "" is none
+	EdgeTLS   bool              // the edge, not the cloud, has the client certificate for that target
+	CA        *auth.CA          // who signs; nil: a new one. The target of HTTPS needs it too
+	Debug     bool              // log everything
+	Opens     int               // opens of the node in a second; 0: the default
+	Token     auth.Secret       // of the node; "": a new one
+	Others    []string          // nodes that may join besides, see Token
+	Cloud     string            // more lines of cloud.toml: whole tables; {{.GRPC}} is the port
+	Edge      string            // more lines of edge.toml
+	Args      []string          // more arguments of both
+	Nice      int               // priority of the cloud, as nice(1) has it
+	CloudHost Host              // where the cloud runs; its front doors and its health port are on loopback there
+	EdgeHost  Host              // where the edge runs
 }
 
 // Pair is a cloud and an edge, their files and their ports.
@@ -166,7 +169,9 @@ func (p *Pair) configure() error {
 		Targets     map[int]string // port → target
 		HTTPSTarget string
 		Opens       int
-	}{p.ports, make(map[int]string), p.cfg.HTTPS, p.cfg.Opens}
+		EdgeTLS     bool
+		Cloud       string
+	}{p.ports, make(map[int]string), p.cfg.HTTPS, p.cfg.Opens, p.cfg.EdgeTLS, p.GRPC()}
 	for name, target := range p.cfg.TCP {
 		if !strings.Contains(target, "/") {
 			target = Node + "/" + target
@@ -230,21 +235,26 @@ key = "https.key"
 clientca = "ca.crt"
 [mode.cloud.https.addr]
 "{{.HTTPS}}" = "{{.HTTPSTarget}}"
+{{if not .EdgeTLS}}
 [mode.cloud.https.kubelet]
 cert = "client.crt"
 key = "client.key"
 ca = "ca.crt"
-{{end}}`
+{{end}}{{end}}`
 
 const edgeTOML = `[mode.edge]
 node = "edge1"
 [mode.edge.stream.client]
-servername = "127.0.0.1:{{.GRPC}}"
+servername = "{{.Cloud}}"
 dns = "tunnel.cloud.io"
 cert = "ca.crt"
 tokenfile = "token"
 logport = {{.EdgeLog}}
-`
+{{if .EdgeTLS}}
+[mode.edge.https]
+cert = "client.crt"
+key = "client.key"
+{{end}}`
 
 // Path returns the path of one of the pair's files.
 func (p *Pair) Path(name string) string { return filepath.Join(p.cfg.Dir, name) }
@@ -278,10 +288,14 @@ func (p *Pair) start(log *Log, mode string) (*Process, error) {
 		args = append(args, "--log-level", "debug")
 	}
 	args = append(args, p.cfg.Args...)
-	if mode == "cloud" && p.cfg.Nice != 0 {
-		return Start(log, "nice", append([]string{"-n", strconv.Itoa(p.cfg.Nice), p.cfg.Binary}, args...)...)
+	host := p.cfg.CloudHost
+	if mode == "edge" {
+		host = p.cfg.EdgeHost
 	}
-	return Start(log, p.cfg.Binary, args...)
+	if mode == "cloud" && p.cfg.Nice != 0 {
+		return StartIn(host.Network, log, "nice", append([]string{"-n", strconv.Itoa(p.cfg.Nice), p.cfg.Binary}, args...)...)
+	}
+	return StartIn(host.Network, log, p.cfg.Binary, args...)
 }
 
 // Token returns the token of the node, or of one of the others.
