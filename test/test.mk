@@ -1,7 +1,7 @@
 # Tests and measurements with processes of their own. Included by the Makefile of the
 # repository; paths are relative to its directory. Linux only, no root.
 
-.PHONY: faults replicas hostile soak bench bench-compare bench-egress storm interop
+.PHONY: faults replicas hostile soak bench bench-long bench-compare bench-egress storm interop
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
@@ -18,8 +18,11 @@ hostile: ## edges, callers and strangers that mean harm: what the others notice 
 soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as promised (fourteen minutes)
 	TUNNEL_SOAK=1 go test -count=1 -timeout 25m -v -p 1 ./test/faults ./test/replicas
 
-bench: iproute2 ## what a conn costs, beside TCP, TLS, yamux, ssh -R and Konnectivity, and beside 50 stalled readers (some minutes; ARGS="-part cost" for a part)
+bench: iproute2 ## what a conn costs, beside TCP, TLS, yamux, ssh -R and Konnectivity; far away; beside 50 stalled readers; a storm (eight minutes; ARGS="-part cost" for a part)
 	go run ./test/bench $(ARGS)
+
+bench-long: iproute2 ## the same at length, with everybody over every link
+	go run ./test/bench -long $(ARGS)
 
 bench-compare: ## the Go micro-benchmarks of this tree beside those of BASE, by benchstat (BASE=main; two minutes; BENCH=Codec ARGS=./pkg/stream for some)
 	@test/compare/compare.sh "$(BASE)" $(ARGS)

@@ -54,7 +54,7 @@ func (o order) give(c net.Conn) error {
 
 // taken asks the target itself what it has taken.
 func (l *line) taken() (t taken, err error) {
-	c, err := callWith(through(l.target), order{Kind: orderTell})
+	c, err := callWith(through(l.at.edge.Network, l.target), order{Kind: orderTell})
 	if err != nil {
 		return t, err
 	}
@@ -198,12 +198,23 @@ func throughput(l *line, conns int, kind byte, d time.Duration) ([]float64, erro
 
 // roundTrips returns how long 64 bytes take there and back: p50, p99 and p99.9, in seconds.
 func roundTrips(l *line, d time.Duration) ([]float64, error) {
+	times, err := l.roundTrips(d)
+	if err != nil {
+		return nil, err
+	}
+	return percentiles(times, 500, 990, 999), nil
+}
+
+// roundTrips sends 64 bytes there and back on one conn, and returns how long each took.
+func (l *line) roundTrips(d time.Duration) (times []float64, err error) {
 	c, err := l.call(order{Kind: orderEcho})
 	if err != nil {
 		return nil, err
 	}
 	defer c.Close()
-	var times []float64
+	if err = c.SetDeadline(time.Now().Add(d + patience)); err != nil {
+		return nil, err
+	}
 	buf := make([]byte, 64)
 	for stop := time.Now().Add(d); time.Now().Before(stop); {
 		at := time.Now()
@@ -215,7 +226,7 @@ func roundTrips(l *line, d time.Duration) ([]float64, error) {
 		}
 		times = append(times, time.Since(at).Seconds())
 	}
-	return percentiles(times, 500, 990, 999), nil
+	return times, nil
 }
 
 // roundTripsBeside is roundTrips while another conn downloads.
@@ -284,10 +295,13 @@ func firstByte(l *line, d time.Duration) ([]float64, error) {
 	return percentiles(times, 500, 990), nil
 }
 
-// smallWrites has the target write as `kubectl logs -f` does, on so many conns, and returns
-// what passes between the ends for each byte of that.
-func smallWrites(l *line, conns int, d time.Duration) ([]float64, error) {
-	s, err := l.start(conns, order{Kind: orderFlood, Chunk: 128, Pace: 1000})
+// smallRate is how many small writes a second are many.
+const smallRate = 1000
+
+// smallWrites has the target write as `kubectl logs -f` does, on so many conns at such a rate
+// each, and returns what passes between the ends for each byte of that.
+func smallWrites(l *line, conns int, rate int64, d time.Duration) ([]float64, error) {
+	s, err := l.start(conns, order{Kind: orderFlood, Chunk: 128, Pace: rate})
 	if err != nil {
 		return nil, err
 	}

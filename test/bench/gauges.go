@@ -9,7 +9,6 @@ import (
 
 // A gauge measures one thing of a way. It may have several figures, each a row.
 type gauge struct {
-	part    string
 	figures []figure
 	run     func(l *line) ([]float64, error)
 	fresh   bool // on processes that have done nothing yet
@@ -23,100 +22,146 @@ type figure struct {
 	small      bool    // less is better
 }
 
-func (b *bench) gauges() []gauge {
-	const idleConns = 200
+const micro, milli = 1e6, 1e3
+
+// Names of figures that promises, and pages, speak of.
+const (
+	newConnsName  = "new conns"
+	roundTripName = "round trip, p50"
+	edgeIdleName  = "memory of the edge, idle"
+	oneWriterName = "wire bytes for a byte of small writes, 1 conn"
+	downloadName  = "download"
+	uploadName    = "upload"
+	besideName    = "round trip beside a download, p99"
+)
+
+// withConns is the name of a figure of so many conns at once.
+func withConns(name string, conns int) string {
+	if conns == 1 {
+		return name + ", 1 conn"
+	}
+	return fmt.Sprintf("%s, %d conns", name, conns)
+}
+
+// speed is how much and how fast.
+func (b *bench) speed() (all []gauge) {
 	d := b.time
-	var all []gauge
 	for _, kind := range []struct {
 		name  string
 		order byte
-	}{{"download", orderFlood}, {"upload", orderSink}, {"both ways", orderBoth}} {
+	}{{downloadName, orderFlood}, {uploadName, orderSink}, {"both ways", orderBoth}} {
 		for _, conns := range []int{1, 8, 64} {
-			name := fmt.Sprintf("%s, %d conns", kind.name, conns)
-			if conns == 1 {
-				name = kind.name + ", 1 conn"
-			}
-			all = append(all, gauge{part: "speed", figures: []figure{
+			name := withConns(kind.name, conns)
+			all = append(all, gauge{figures: []figure{
 				{name, "MiB/s", 1. / mib, false}, {name + ": CPU of both ends", "s/GiB", 1, true},
 			}, run: func(l *line) ([]float64, error) { return throughput(l, conns, kind.order, d) }})
 		}
 	}
-	const micro, milli = 1e6, 1e3
-	all = append(all,
-		gauge{part: "speed", figures: []figure{
-			{"round trip, p50", "µs", micro, true}, {"round trip, p99", "µs", micro, true}, {"round trip, p99.9", "µs", micro, true},
+	return append(all,
+		gauge{figures: []figure{
+			{roundTripName, "µs", micro, true}, {"round trip, p99", "µs", micro, true}, {"round trip, p99.9", "µs", micro, true},
 		}, run: func(l *line) ([]float64, error) { return roundTrips(l, d) }},
-		gauge{part: "speed", figures: []figure{
-			{"round trip beside a download, p50", "ms", milli, true}, {"round trip beside a download, p99", "ms", milli, true}, {"round trip beside a download, p99.9", "ms", milli, true},
+		gauge{figures: []figure{
+			{"round trip beside a download, p50", "ms", milli, true}, {besideName, "ms", milli, true}, {"round trip beside a download, p99.9", "ms", milli, true},
 		}, run: func(l *line) ([]float64, error) { return roundTripsBeside(l, 2*d) }},
-		gauge{part: "speed", figures: []figure{{"new conns", "/s", 1, false}},
+		gauge{figures: []figure{{newConnsName, "/s", 1, false}},
 			run: func(l *line) ([]float64, error) { return newConns(l, d) }},
-		gauge{part: "speed", figures: []figure{{"first byte of a new conn, p50", "µs", micro, true}, {"first byte of a new conn, p99", "µs", micro, true}},
+		gauge{figures: []figure{{"first byte of a new conn, p50", "µs", micro, true}, {"first byte of a new conn, p99", "µs", micro, true}},
 			run: func(l *line) ([]float64, error) { return firstByte(l, d) }},
-		gauge{part: "cost", fresh: true, figures: []figure{
-			{"memory of the cloud, idle", "MiB", 1. / mib, true}, {"memory of the edge, idle", "MiB", 1. / mib, true},
+	)
+}
+
+// cost is what a conn takes besides, and what HTTPS does.
+func (b *bench) cost() []gauge {
+	const idleConns = 200
+	d := b.time
+	return []gauge{
+		{fresh: true, figures: []figure{
+			{"memory of the cloud, idle", "MiB", 1. / mib, true}, {edgeIdleName, "MiB", 1. / mib, true},
 			{"memory of the cloud for an idle conn", "KiB", 1. / 1024, true}, {"memory of the edge for an idle conn", "KiB", 1. / 1024, true},
 		}, run: func(l *line) ([]float64, error) { return weigh(l, idleConns) }},
-		gauge{part: "cost", figures: []figure{{"wire bytes for a byte of small writes, 1 conn", "", 1, true}},
-			run: func(l *line) ([]float64, error) { return smallWrites(l, 1, d) }},
-		gauge{part: "cost", figures: []figure{{"wire bytes for a byte of small writes, 16 conns", "", 1, true}},
-			run: func(l *line) ([]float64, error) { return smallWrites(l, 16, d) }},
-		gauge{part: "cost", figures: []figure{{"HTTPS requests", "/s", 1, false}}, run: func(l *line) ([]float64, error) {
+		{figures: []figure{{oneWriterName, "", 1, true}},
+			run: func(l *line) ([]float64, error) { return smallWrites(l, 1, smallRate, d) }},
+		{figures: []figure{{"wire bytes for a byte of small writes, 16 conns", "", 1, true}},
+			run: func(l *line) ([]float64, error) { return smallWrites(l, 16, smallRate, d) }},
+		{figures: []figure{{"wire bytes for a byte of small writes, 16 conns, as many in all as of one", "", 1, true}},
+			run: func(l *line) ([]float64, error) { return smallWrites(l, 16, smallRate/16, d) }},
+		{figures: []figure{{"HTTPS requests", "/s", 1, false}}, run: func(l *line) ([]float64, error) {
 			door := l.passthrough
 			if door == nil {
 				door = &httpsDoor{dial: l.dial}
 			}
 			return b.requests(*door, d)
 		}},
-		gauge{part: "cost", ours: true, figures: []figure{{"HTTPS requests, terminated by the cloud", "/s", 1, false}},
+		{ours: true, figures: []figure{{"HTTPS requests, terminated by the cloud", "/s", 1, false}},
 			run: func(l *line) ([]float64, error) { return b.requests(*l.terminated, d) }},
-	)
-	return all
+		{ours: true, figures: []figure{{"HTTPS requests, terminated by the cloud, with the edge's certificate", "/s", 1, false}},
+			run: func(*line) ([]float64, error) {
+				other, err := b.open(way{id: ours, name: "tunnel", start: startEdgeTLS}, place{})
+				if err != nil {
+					return nil, err
+				}
+				defer other.stop()
+				return b.requests(*other.terminated, d)
+			}},
+	}
 }
 
 // contender is a way that takes part.
 type contender struct {
 	way
-	line *line // nil: it has to be started
+	at   func() (place, error) // where it runs
+	line *line                 // nil: it has to be started
 	// failed is how often each gauge has failed; after two times it is left out.
 	failed map[int]int
 }
 
-// compare measures a part of everybody; "" is every part.
-func (b *bench) compare(part string, chosen []way) error {
+// comparison is what is measured of everybody, in one kind of place.
+type comparison struct {
+	part   string // of the report
+	ways   []way
+	gauges []gauge
+	rounds int
+	at     func() (place, error)
+}
+
+// compare measures everybody, in turn.
+func (b *bench) compare(c comparison) error {
+	if len(c.gauges) == 0 {
+		return nil
+	}
 	var all []*contender
 	defer func() {
-		for _, c := range all {
-			c.stop()
+		for _, one := range all {
+			one.stop()
 		}
 	}()
-	for _, w := range chosen {
-		c := &contender{way: w, failed: make(map[int]int)}
-		err := c.ready(b)
+	for _, w := range c.ways {
+		one := &contender{way: w, at: c.at, failed: make(map[int]int)}
+		all = append(all, one)
+		err := one.ready(b)
 		if err != nil && w.id == ours {
 			return err
 		}
 		b.report.addWay(w, b, err)
 		if err != nil {
 			fmt.Fprintln(os.Stderr, err)
-			continue
-		}
-		all = append(all, c)
-	}
-	gauges := b.gauges()
-	for range b.rounds {
-		for i, g := range gauges {
-			if part != "" && part != g.part {
-				continue
+			all = all[:len(all)-1]
+			for _, g := range c.gauges {
+				b.report.add(c.part, g.figures, w.id, nil, err)
 			}
-			for _, c := range all {
-				if g.ours && c.id != ours {
+		}
+	}
+	for range c.rounds {
+		for i, g := range c.gauges {
+			for _, one := range all {
+				if g.ours && one.id != ours {
 					continue
 				}
-				values, err := c.measure(b, i, g)
-				b.report.add(g.figures, c.id, values, err)
-				if err != nil && c.id == ours {
-					return fmt.Errorf("%s: %w", g.figures[0].name, err)
+				values, err := one.measure(b, i, g)
+				b.report.add(c.part, g.figures, one.id, values, err)
+				if err != nil && one.id == ours {
+					return fmt.Errorf("%s, %s: %w", c.part, g.figures[0].name, err)
 				}
 			}
 		}
@@ -131,10 +176,14 @@ func (c *contender) stop() {
 	}
 }
 
-// ready starts the way if it does not run.
+// ready starts the way if it does not run, in a place of its own.
 func (c *contender) ready(b *bench) (err error) {
-	if c.line == nil {
-		c.line, err = b.open(c.way)
+	if c.line != nil {
+		return nil
+	}
+	at, err := c.at()
+	if err == nil {
+		c.line, err = b.open(c.way, at)
 	}
 	return err
 }

@@ -1,11 +1,13 @@
 // Command bench measures what the tunnel costs, on this machine and in one run, beside
 // what else could be had:
 //
-//	make bench                                       # everything
+//	make bench                                       # everything once
+//	make bench-long                                  # at length, into docs/benchmarks
 //	go run ./test/bench -part speed -ways tunnel,ssh # some of it
-//	go run ./test/bench -json docs/benchmarks/bench.json && go run ./test/bench -render
+//	go run ./test/bench -render                      # the pages again, from the JSON
 //
-// The ends of each way, its target and the client are processes of their own, on loopback.
+// The ends of each way, its target and the client are processes of their own, on loopback or
+// in two networks with a link between them that is long, lossy or narrow (see rig.Link).
 // Ways take turns, round by round, so that whatever else the machine does meets all of
 // them. Figures of different machines, or of different runs, say little; the ratios are
 // what counts. What hangs ends by a timeout, and is shown as failed. A way that cannot be had
@@ -15,10 +17,10 @@
 // 50 stalled readers of its node keeps at least 0.9 of its throughput, and cloud and
 // edge grow by no more than five windows for each stalled reader and 32 MiB.
 //
-// Where things are: ways*.go are the ways to a target, gauges.go what is measured of each,
-// client.go how, usage.go what the kernel knows of it; stalled.go has the stalled readers;
-// peers*.go is the target and the relays, which are this program again; report.go what a run
-// has found, tables.go how it is shown.
+// Where things are: ways*.go are the ways to a target, place.go where they run, gauges.go and
+// links.go what is measured of each, client.go how, usage.go what the kernel knows of it;
+// stalled.go has the stalled readers, storm.go the storm; peers*.go is the target and the relays,
+// which are this program again; report.go what a run has found, tables.go how it is shown.
 package main
 
 import (
@@ -28,6 +30,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"time"
@@ -37,22 +40,31 @@ import (
 )
 
 func main() {
-	part := flag.String("part", "", "a part of the measurement alone: speed, cost or stalled")
-	only := flag.String("ways", "", "some of the ways alone, by commas: tunnel, tcp, tls, yamux, ssh, konnectivity")
-	rounds := flag.Int("rounds", 3, "rounds of speed and cost")
-	d := flag.Duration("time", 400*time.Millisecond, "how long each measurement of them takes")
-	to := flag.String("json", "", "write what was measured to this file")
-	dirty := flag.Bool("dirty", false, "write it even if it is not what a commit holds")
-	page := flag.Bool("render", false, "measure nothing: write "+pagePath+" from "+jsonPath)
+	var o options
+	b := new(bench)
+	flag.StringVar(&o.part, "part", "", "a part of the measurement alone: speed, cost, stalled, links or storm")
+	flag.StringVar(&o.ways, "ways", "", "some of the ways alone, by commas: tunnel, tcp, tls, yamux, ssh, konnectivity; over links plain instead of tcp")
+	flag.StringVar(&o.rows, "rows", "", "the rows alone whose names match this regular expression; one that cannot be measured is an error")
+	flag.StringVar(&o.links, "link", "", "this link alone: "+linkNames())
+	flag.BoolVar(&o.long, "long", false, "more rounds, all links, and everybody over them")
+	flag.IntVar(&b.rounds, "rounds", 0, "rounds of speed, cost and links, if not 2, or 4 with -long; over links there are half as many")
+	flag.DurationVar(&b.time, "time", 400*time.Millisecond, "how long each measurement of them takes; over links it is a multiple")
+	flag.IntVar(&o.edges, "edges", 5000, "edges of the storm")
+	flag.StringVar(&o.to, "json", "", "write what was measured to this file, such as "+jsonPath)
+	flag.BoolVar(&o.dirty, "dirty", false, "write it even if it is not what a commit holds")
+	page := flag.Bool("render", false, "write the pages from "+jsonPath+"; without -json nothing is measured")
+	all := flag.Bool("all", false, "a peer listens at all addresses: it has a network of its own")
 	flag.Parse()
 	var err error
 	switch role := flag.Arg(0); {
 	case role != "":
-		err = playRole(role, flag.Args()[1:])
-	case *page:
-		err = renderPage()
+		err = playRole(*all, role, flag.Args()[1:])
+	case *page && o.to == "":
+		err = renderPages()
 	default:
-		err = measure(&bench{rounds: *rounds, time: *d}, *part, *only, *to, *dirty)
+		if err = measure(b, o); *page && (err == nil || errors.Is(err, errNotKept)) {
+			err = errors.Join(err, renderPages())
+		}
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "bench:", err)
@@ -60,9 +72,34 @@ func main() {
 	}
 }
 
-func measure(b *bench, part, only, to string, dirty bool) (err error) {
-	if !slices.Contains([]string{"", "speed", "cost", "stalled"}, part) {
-		return fmt.Errorf("there is no part %q", part)
+// options say what is measured.
+type options struct {
+	part, ways, rows, links string
+	to                      string
+	long, dirty             bool
+	edges                   int
+}
+
+// wants reports whether a part is measured. Stalled readers and the storm have one way and no
+// rows to choose from.
+func (o options) wants(part string) bool {
+	if o.part == "" {
+		return part != "stalled" && part != "storm" || o.rows == "" && o.ways == ""
+	}
+	return o.part == part
+}
+
+func parts() []string { return []string{"speed", "cost", "links", "stalled", "storm"} }
+
+func measure(b *bench, o options) (err error) {
+	if o.part != "" && !slices.Contains(parts(), o.part) {
+		return fmt.Errorf("there is no part %q", o.part)
+	}
+	if b.rounds == 0 {
+		b.rounds = 2
+		if o.long {
+			b.rounds = 4
+		}
 	}
 	defer b.close()
 	if err = b.prepare(); err != nil {
@@ -71,37 +108,73 @@ func measure(b *bench, part, only, to string, dirty bool) (err error) {
 	if b.report, err = b.newReport(); err != nil {
 		return err
 	}
-	if to != "" && b.report.Dirty && !dirty {
+	if o.to != "" && b.report.Dirty && !o.dirty {
 		return errors.New("the tree differs from the commit: commit first, or say -dirty")
 	}
-	chosen, err := choose(only)
-	if err == nil && part != "stalled" {
-		err = b.compare(part, chosen)
+	comparisons, err := b.comparisons(o)
+	if err != nil {
+		return err
 	}
-	b.report.print(os.Stdout)
-	if err == nil && (part == "" || part == "stalled") {
+	for _, c := range comparisons {
+		if err = b.compare(c); err != nil {
+			break
+		}
+	}
+	if err == nil && o.wants("stalled") {
 		err = b.stalled()
 	}
-	if to != "" && (err == nil || errors.Is(err, errNotKept)) {
-		err = errors.Join(err, b.report.write(to))
+	if (err == nil || errors.Is(err, errNotKept)) && o.wants("storm") {
+		err = errors.Join(err, b.storm(o.edges))
+	}
+	b.report.print(os.Stdout)
+	if err == nil && o.rows != "" {
+		err = b.report.whole()
+	}
+	if o.to != "" && (err == nil || errors.Is(err, errNotKept)) {
+		err = errors.Join(err, b.report.write(o.to))
 	}
 	return err
 }
 
-// choose returns the ways that were asked for; none is all.
-func choose(only string) ([]way, error) {
-	if only == "" {
-		return ways(), nil
+// comparisons are what was asked for of speed, cost and links.
+func (b *bench) comparisons(o options) (all []comparison, err error) {
+	here := func() (place, error) { return place{}, nil }
+	if o.wants("speed") {
+		all = append(all, comparison{"speed", ways(), b.speed(), b.rounds, here})
 	}
-	var chosen []way
-	for id := range strings.SplitSeq(only, ",") {
-		i := slices.IndexFunc(ways(), func(w way) bool { return w.id == id })
-		if i < 0 {
-			return nil, fmt.Errorf("there is no way %q", id)
+	if o.wants("cost") {
+		all = append(all, comparison{"cost", ways(), b.cost(), b.rounds, here})
+	}
+	for _, q := range qualities() {
+		wanted := o.links == q.name || o.links == "" && (o.long || q.promised)
+		if !o.wants("links") || !wanted {
+			continue
 		}
-		chosen = append(chosen, ways()[i])
+		c := comparison{q.name, linkWays(), b.far(), max(1, b.rounds/2), func() (place, error) { return apart(q.Quality) }}
+		if !o.long && o.ways == "" {
+			c.ways = slices.DeleteFunc(c.ways, func(w way) bool { return w.id != ours && w.id != direct })
+		}
+		all = append(all, c)
 	}
-	return chosen, nil
+	rows, err := regexp.Compile(o.rows)
+	if err != nil {
+		return nil, err
+	}
+	measured := 0
+	for i, c := range all {
+		if o.ways != "" {
+			c.ways = slices.DeleteFunc(c.ways, func(w way) bool { return !slices.Contains(strings.Split(o.ways, ","), w.id) })
+		}
+		c.gauges = slices.DeleteFunc(c.gauges, func(g gauge) bool {
+			return !slices.ContainsFunc(g.figures, func(f figure) bool { return rows.MatchString(f.name) })
+		})
+		all[i] = c
+		measured += len(c.gauges) * len(c.ways)
+	}
+	if measured == 0 && (o.rows != "" || o.ways != "" || o.links != "") {
+		return nil, errors.New("nothing is left to measure: -help says what there is")
+	}
+	return all, nil
 }
 
 // bench is what one run shares.

@@ -8,12 +8,13 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"strconv"
 	"strings"
 	"sync/atomic"
 	"time"
 )
 
-// The target and the relays listen on a port of the kernel's choice, print it, and
+// The target and the relays listen on ports of the kernel's choice, print them, and
 // live until the measurement ends.
 
 // order is what a client asks of the target, right after it has connected.
@@ -41,14 +42,19 @@ type taken struct {
 	Open  int64 // conns with an order
 }
 
-// playRole is the main function of a peer. It does not return but with an error.
-func playRole(role string, args []string) error {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
+// playRole is the main function of a peer, which listens on loopback, or at all addresses. It
+// does not return but with an error.
+func playRole(all bool, role string, args []string) error {
+	ip := "127.0.0.1"
+	if all {
+		ip = ""
+	}
+	ln, err := net.Listen("tcp", net.JoinHostPort(ip, "0"))
 	if err != nil {
 		return err
 	}
 	var serve func(net.Conn)
-	said := ln.Addr().String()
+	said := port(ln)
 	switch role {
 	case "target": // CERTIFICATE KEY
 		serve, err = target(args[0], args[1])
@@ -56,8 +62,8 @@ func playRole(role string, args []string) error {
 		serve, ln, err = relay(args, ln)
 	case "yamux-cloud": // CERTIFICATE KEY
 		var carrier net.Listener
-		if carrier, serve, err = yamuxCloud(args[0], args[1]); err == nil {
-			said += " " + carrier.Addr().String()
+		if carrier, serve, err = yamuxCloud(ip, args[0], args[1]); err == nil {
+			said += " " + port(carrier)
 		}
 	case "yamux-edge": // CARRIER TARGET
 		serve, err = nil, yamuxEdge(args[0], args[1], said)
@@ -76,6 +82,8 @@ func playRole(role string, args []string) error {
 		go serve(c)
 	}
 }
+
+func port(ln net.Listener) string { return strconv.Itoa(ln.Addr().(*net.TCPAddr).Port) }
 
 // target returns the server of orders, which speaks HTTPS as well: to whoever begins so.
 func target(cert, key string) (serve func(net.Conn), err error) {
@@ -172,7 +180,7 @@ func (h handed) Addr() net.Addr            { return &net.TCPAddr{} }
 // relay returns the server of one hop. Its arguments say where TLS is spoken ("in", "out" or
 // "none"), and where the hop leads.
 func relay(args []string, ln net.Listener) (serve func(net.Conn), _ net.Listener, err error) {
-	dial := through(args[1])
+	dial := through(nil, args[1])
 	switch args[0] {
 	case "in":
 		cfg, err := serverTLS(args[2], args[3])

@@ -12,12 +12,12 @@ import (
 )
 
 // yamuxCloud listens for an edge, and returns the server of conns that go to it.
-func yamuxCloud(cert, key string) (carrier net.Listener, serve func(net.Conn), err error) {
+func yamuxCloud(ip, cert, key string) (carrier net.Listener, serve func(net.Conn), err error) {
 	cfg, err := serverTLS(cert, key)
 	if err != nil {
 		return nil, nil, err
 	}
-	if carrier, err = tls.Listen("tcp", "127.0.0.1:0", cfg); err != nil {
+	if carrier, err = tls.Listen("tcp", net.JoinHostPort(ip, "0"), cfg); err != nil {
 		return nil, nil, err
 	}
 	var edge atomic.Pointer[yamux.Session]

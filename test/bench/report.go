@@ -3,6 +3,7 @@ package main
 import (
 	"bufio"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math"
 	"os"
@@ -24,6 +25,7 @@ type report struct {
 	Go      string
 	Binary  string // size, stripped
 	Rounds  int
+	Edges   int `json:",omitempty"` // of the storm
 	Ways    []peer
 	Rows    []*row
 }
@@ -43,9 +45,9 @@ type peer struct {
 
 // row is a figure, by the ids of the ways.
 type row struct {
-	Name, Unit string
-	Small      bool `json:",omitempty"` // less is better
-	Values     map[string]*value
+	Part, Name, Unit string
+	Small            bool `json:",omitempty"` // less is better
+	Values           map[string]*value
 }
 
 // value is what one way has shown in all rounds.
@@ -108,6 +110,9 @@ func processor() string {
 
 // addWay notes that a way takes part, or why it does not.
 func (r *report) addWay(w way, b *bench, missing error) {
+	if slices.ContainsFunc(r.Ways, func(p peer) bool { return p.ID == w.id }) {
+		return
+	}
 	p := peer{ID: w.id, Name: w.name}
 	if missing != nil {
 		p.Missing, _, _ = strings.Cut(missing.Error(), "\n")
@@ -118,9 +123,9 @@ func (r *report) addWay(w way, b *bench, missing error) {
 }
 
 // add notes what a gauge has shown of a way in one round, or that it has failed.
-func (r *report) add(figures []figure, id string, values []float64, err error) {
+func (r *report) add(part string, figures []figure, id string, values []float64, err error) {
 	for i, f := range figures {
-		v := r.row(f).of(id)
+		v := r.row(part, f).of(id)
 		if err == nil {
 			v.sample(values[i])
 			continue
@@ -131,14 +136,22 @@ func (r *report) add(figures []figure, id string, values []float64, err error) {
 	}
 }
 
-func (r *report) row(f figure) *row {
-	at := slices.IndexFunc(r.Rows, func(w *row) bool { return w.Name == f.name })
-	if at >= 0 {
-		return r.Rows[at]
+func (r *report) row(part string, f figure) *row {
+	if w := r.find(part, f.name); w != nil {
+		return w
 	}
-	added := &row{f.name, f.unit, f.small, make(map[string]*value)}
+	added := &row{part, f.name, f.unit, f.small, make(map[string]*value)}
 	r.Rows = append(r.Rows, added)
 	return added
+}
+
+// find returns a row, nil if there is none.
+func (r *report) find(part, name string) *row {
+	at := slices.IndexFunc(r.Rows, func(w *row) bool { return w.Part == part && w.Name == name })
+	if at < 0 {
+		return nil
+	}
+	return r.Rows[at]
 }
 
 func (w *row) of(id string) *value {
@@ -151,6 +164,14 @@ func (w *row) of(id string) *value {
 func (v *value) sample(s float64) {
 	v.samples = append(v.samples, s)
 	v.Median, v.Min, v.Max = round(median(v.samples)), round(slices.Min(v.samples)), round(slices.Max(v.samples))
+}
+
+// whole returns an error if something could not be measured.
+func (r *report) whole() error {
+	if failures := r.failures(); len(failures) > 0 {
+		return errors.New("something could not be measured: " + strings.Join(failures, "; "))
+	}
+	return nil
 }
 
 // round keeps four digits: nobody can measure more.

@@ -195,18 +195,16 @@ func (t *tunnel) waitEmpty() error {
 
 // tell puts the outcomes into the report.
 func (b *bench) tell(outcomes []outcome) {
-	if len(b.report.Ways) == 0 {
-		b.report.addWay(ways()[0], b, nil)
-	}
+	b.report.addWay(ways()[0], b, nil)
 	for _, o := range outcomes {
-		kept := b.report.row(figure{name: fmt.Sprintf("a conn beside %d stalled readers, chunks of %s: part of its throughput", stalledConns, o.name)}).of(ours)
+		kept := b.report.row("stalled", figure{name: "part of its throughput that a conn keeps, chunks of " + o.name}).of(ours)
 		for i := range o.alone {
 			kept.sample(o.beside[i] / o.alone[i])
 		}
 		kept.Median = round(o.ratio()) // what is judged
 		for i, growth := range []int64{o.cloud, o.edge} {
-			f := figure{fmt.Sprintf("%d stalled readers, chunks of %s: growth of the %s", stalledConns, o.name, []string{"cloud", "edge"}[i]), "MiB", 1, true}
-			b.report.row(f).of(ours).sample(float64(growth) / mib)
+			f := figure{fmt.Sprintf("growth of the %s, chunks of %s", []string{"cloud", "edge"}[i], o.name), "MiB", 1, true}
+			b.report.row("stalled", f).of(ours).sample(float64(growth) / mib)
 		}
 	}
 }

@@ -146,8 +146,8 @@ const (
 	pagePath = "docs/benchmarks/README.md"
 )
 
-// renderPage writes the page from the JSON document.
-func renderPage() error {
+// renderPages writes the page from the JSON document.
+func renderPages() error {
 	text, err := os.ReadFile(jsonPath)
 	if err != nil {
 		return err

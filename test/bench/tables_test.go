@@ -14,15 +14,15 @@ func sampled() *report {
 	rate, times := []figure{{"download", "MiB/s", 1, false}}, []figure{{"p50", "µs", 1, true}, {"p99", "µs", 1, true}}
 	alone := []figure{{"growth", "MiB", 1, true}}
 	for round := range 2 {
-		r.add(rate, ours, []float64{900 + 200*float64(round)}, nil)
-		r.add(rate, "tcp", []float64{2000}, nil)
-		r.add(times, ours, []float64{30, 90}, nil)
-		r.add(times, "tcp", []float64{20, 123.456}, nil)
-		r.add(times, "stock", nil, errors.New("i/o timeout\nand a log"))
-		r.add(alone, ours, []float64{0}, nil)
+		r.add("speed", rate, ours, []float64{900 + 200*float64(round)}, nil)
+		r.add("speed", rate, "tcp", []float64{2000}, nil)
+		r.add("speed", times, ours, []float64{30, 90}, nil)
+		r.add("speed", times, "tcp", []float64{20, 123.456}, nil)
+		r.add("speed", times, "stock", nil, errors.New("i/o timeout\nand a log"))
+		r.add("speed", alone, ours, []float64{0}, nil)
 	}
-	r.add(rate, "stock", []float64{250}, nil)
-	r.add(rate, "stock", nil, errors.New("reset"))
+	r.add("speed", rate, "stock", []float64{250}, nil)
+	r.add("speed", rate, "stock", nil, errors.New("reset"))
 	return r
 }
 

@@ -7,6 +7,7 @@ import (
 	"os"
 	"runtime/debug"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -34,9 +35,25 @@ func ways() []way {
 	}
 }
 
+// direct is the way that others are compared with on a link: what the link itself gives.
+const direct = "plain"
+
+// linkWays are those that are measured over a link. Two hops are there what one is.
+func linkWays() []way {
+	all := slices.DeleteFunc(ways(), func(w way) bool { return w.id == "tcp" })
+	return append([]way{{direct, "plain TCP", nil, startDirect}}, all...)
+}
+
+// startDirect has the client connect to the target.
+func startDirect(_ *bench, l *line) error {
+	l.dial = through(l.at.cloud.Network, l.at.edge.Address(portOf(l.target)))
+	return nil
+}
+
 // line is a way that runs, in front of a target of its own.
 type line struct {
-	target string                   // where the target itself listens
+	at     place
+	target string                   // where the target itself listens, for the edge
 	dial   func() (net.Conn, error) // to the target, by this way
 	cloud  *rig.Process             // the end that clients connect to
 	edge   *rig.Process             // the end that dials the target
@@ -50,12 +67,12 @@ type line struct {
 	all []*rig.Process
 }
 
-// open starts a way, and waits until a conn gets through.
-func (b *bench) open(w way) (*line, error) {
-	l := &line{logs: func() string { return "" }}
-	target, err := b.peer(l, "target", b.file("target.crt"), b.file("target.key"))
+// open starts a way, and waits until a conn gets through. The place is the line's own from now on.
+func (b *bench) open(w way, at place) (*line, error) {
+	l := &line{at: at, logs: func() string { return "" }}
+	target, err := b.peer(l, at.edge, "target", b.file("target.crt"), b.file("target.key"))
 	if err == nil {
-		l.target = target[0]
+		l.target = loopback(target[0])
 		err = w.start(b, l)
 	}
 	if err == nil {
@@ -69,8 +86,8 @@ func (b *bench) open(w way) (*line, error) {
 }
 
 // run starts a program that belongs to the line.
-func (l *line) run(log *rig.Log, path string, args ...string) (*rig.Process, error) {
-	p, err := rig.Start(log, path, args...)
+func (l *line) run(host rig.Host, log *rig.Log, path string, args ...string) (*rig.Process, error) {
+	p, err := rig.StartIn(host.Network, log, path, args...)
 	if err == nil {
 		l.all = append(l.all, p)
 	}
@@ -78,11 +95,12 @@ func (l *line) run(log *rig.Log, path string, args ...string) (*rig.Process, err
 }
 
 // stop ends the processes, the last one first: what sshd has started for a client ends when
-// that does.
+// that does. Then the line's place is gone, too.
 func (l *line) stop() {
 	for _, p := range slices.Backward(l.all) {
 		p.Kill()
 	}
+	l.at.close()
 }
 
 // echo sends a byte there and back.
@@ -104,26 +122,45 @@ func oneByte(c net.Conn) error {
 	return err
 }
 
-// through dials a TCP address.
-func through(addr string) func() (net.Conn, error) {
+// through dials a TCP address from within a network.
+func through(n *rig.Network, addr string) func() (net.Conn, error) {
 	d := &net.Dialer{Timeout: patience}
-	return func() (net.Conn, error) { return d.Dial("tcp", addr) }
+	return func() (c net.Conn, err error) {
+		err = n.Do(func() (err error) {
+			c, err = d.Dial("tcp", addr)
+			return err
+		})
+		return c, err
+	}
 }
 
+// loopback returns where a port of this machine is found by itself.
+func loopback(port int) string { return rig.Host{}.Address(port) }
+
 // peer starts this program as a target or a relay that belongs to the line, and returns
-// where it listens.
-func (b *bench) peer(l *line, role string, args ...string) (addrs []string, err error) {
+// the ports at which it listens.
+func (b *bench) peer(l *line, host rig.Host, role string, args ...string) (ports []int, err error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
 	}
+	args = append([]string{role}, args...)
+	if host.Network != nil {
+		args = append([]string{"-all"}, args...)
+	}
 	log := new(rig.Log)
-	if _, err = l.run(log, self, append([]string{role}, args...)...); err != nil {
+	if _, err = l.run(host, log, self, args...); err != nil {
 		return nil, err
 	}
-	return addrs, eventually(func() error {
+	return ports, eventually(func() error {
 		said, _, ok := strings.Cut(log.String(), "\n")
-		if addrs = strings.Fields(said); !ok || len(addrs) == 0 {
+		ports = nil
+		for field := range strings.FieldsSeq(said) {
+			if port, err := strconv.Atoi(field); err == nil {
+				ports = append(ports, port)
+			}
+		}
+		if !ok || len(ports) == 0 {
 			return fmt.Errorf("the %s does not say where it listens: %s", role, log)
 		}
 		return nil
@@ -137,29 +174,31 @@ func (l *line) last() *rig.Process { return l.all[len(l.all)-1] }
 // connection for each conn, which is what could be had without a tunnel's one connection.
 func hops(first, second string) func(b *bench, l *line) error {
 	return func(b *bench, l *line) error {
-		next, err := b.peer(l, "relay", second, l.target, b.file("relay.crt"), b.file("relay.key"))
+		next, err := b.peer(l, l.at.edge, "relay", second, l.target, b.file("relay.crt"), b.file("relay.key"))
 		if err != nil {
 			return err
 		}
-		l.edge, l.carrier = l.last(), portOf(next[0])
-		door, err := b.peer(l, "relay", first, next[0])
+		l.edge, l.carrier = l.last(), next[0]
+		door, err := b.peer(l, l.at.cloud, "relay", first, l.at.edge.Address(l.carrier))
 		if err != nil {
 			return err
 		}
-		l.cloud, l.dial = l.last(), through(door[0])
+		l.cloud, l.dial = l.last(), through(l.at.cloud.Network, loopback(door[0]))
 		return nil
 	}
 }
 
 // startYamux starts two relays with one TLS connection between them, which the edge dials.
 func startYamux(b *bench, l *line) error {
-	cloud, err := b.peer(l, "yamux-cloud", b.file("relay.crt"), b.file("relay.key"))
+	ports, err := b.peer(l, l.at.cloud, "yamux-cloud", b.file("relay.crt"), b.file("relay.key"))
 	if err != nil {
 		return err
 	}
-	door, carrier := cloud[0], cloud[1]
-	l.cloud, l.carrier, l.dial = l.last(), portOf(carrier), through(door)
-	if _, err = b.peer(l, "yamux-edge", carrier, l.target); err != nil {
+	if len(ports) != 2 {
+		return fmt.Errorf("the relay listens at %d ports, want 2", len(ports))
+	}
+	l.cloud, l.carrier, l.dial = l.last(), ports[1], through(l.at.cloud.Network, loopback(ports[0]))
+	if _, err = b.peer(l, l.at.edge, "yamux-edge", l.at.cloud.Address(l.carrier), l.target); err != nil {
 		return err
 	}
 	l.edge = l.last()
@@ -195,7 +234,14 @@ type tunnel struct {
 }
 
 func startOurs(b *bench, l *line) error {
-	_, err := b.tunnel(l)
+	_, err := b.tunnel(l, false)
+	return err
+}
+
+// startEdgeTLS starts a line that is ours, where the edge has the kubelet's client
+// certificate.
+func startEdgeTLS(b *bench, l *line) error {
+	_, err := b.tunnel(l, true)
 	return err
 }
 
@@ -203,28 +249,30 @@ func startOurs(b *bench, l *line) error {
 func (b *bench) startTunnel() (t *tunnel, err error) {
 	_, err = b.open(way{id: ours, name: "tunnel", start: func(b *bench, l *line) error {
 		var serr error
-		t, serr = b.tunnel(l)
+		t, serr = b.tunnel(l, false)
 		return serr
-	}})
+	}}, place{})
 	return t, err
 }
 
-// tunnel starts a cloud and an edge, and waits for the session.
-func (b *bench) tunnel(l *line) (*tunnel, error) {
+// tunnel starts a cloud and an edge.
+func (b *bench) tunnel(l *line, edgeTLS bool) (*tunnel, error) {
 	dir, err := os.MkdirTemp(b.dir, "pair-")
 	if err != nil {
 		return nil, err
 	}
 	pair, err := rig.NewPair(rig.Config{
-		Binary: b.program, Dir: dir, CA: b.ca, TCP: map[string]string{"target": l.target}, HTTPS: l.target, Opens: anyRate,
+		Binary: b.program, Dir: dir, CA: b.ca, TCP: map[string]string{"target": l.target}, HTTPS: l.target, EdgeTLS: edgeTLS, Opens: anyRate,
+		CloudHost: l.at.cloud, EdgeHost: l.at.edge,
 	})
 	if err != nil {
 		return nil, err
 	}
 	l.logs = func() string { return pair.CloudLog.String() + pair.EdgeLog.String() }
-	l.dial, l.carrier = through(pair.Door("target")), portOf(pair.GRPC())
-	l.passthrough = &httpsDoor{dial: through(pair.HTTPSDoor()), serverName: rig.Node}
-	l.terminated = &httpsDoor{dial: through(pair.HTTPSDoor()), client: true}
+	here := l.at.cloud.Network
+	l.dial, l.carrier = through(here, pair.Door("target")), portOf(pair.GRPC())
+	l.passthrough = &httpsDoor{dial: through(here, pair.HTTPSDoor()), serverName: rig.Node}
+	l.terminated = &httpsDoor{dial: through(here, pair.HTTPSDoor()), client: true}
 	if l.cloud, err = pair.StartCloud(); err != nil {
 		return nil, err
 	}
@@ -233,7 +281,7 @@ func (b *bench) tunnel(l *line) (*tunnel, error) {
 		return nil, err
 	}
 	l.all = append(l.all, l.edge)
-	return &tunnel{l, pair}, eventually(func() error { return rig.Ready(pair.EdgeHealth()) })
+	return &tunnel{l, pair}, nil
 }
 
 // eventually waits until f succeeds.

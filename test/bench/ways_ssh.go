@@ -46,7 +46,7 @@ func startSSH(b *bench, l *line) error {
 			return err
 		}
 	}
-	config := fmt.Sprintf(`ListenAddress 127.0.0.1:%d
+	config := fmt.Sprintf(`ListenAddress %s
 HostKey %s/host
 AuthorizedKeysFile %[2]s/client.pub
 StrictModes no
@@ -55,22 +55,26 @@ PidFile none
 PermitRootLogin prohibit-password
 PasswordAuthentication no
 KbdInteractiveAuthentication no
-`, l.carrier, dir)
+`, l.at.cloud.Address(l.carrier), dir)
 	if err = os.WriteFile(dir+"/config", []byte(config), 0o600); err != nil {
+		return err
+	}
+	ip, _, err := net.SplitHostPort(l.at.cloud.Address(l.carrier))
+	if err != nil {
 		return err
 	}
 	log := new(rig.Log)
 	l.logs = log.String
-	if l.cloud, err = l.run(log, sshd, "-D", "-e", "-f", dir+"/config"); err != nil {
+	if l.cloud, err = l.run(l.at.cloud, log, sshd, "-D", "-e", "-f", dir+"/config"); err != nil {
 		return err
 	}
-	if err = listening(l.carrier); err != nil {
+	if err = l.listening(); err != nil {
 		return err
 	}
-	l.edge, err = l.run(log, "ssh", "-N", "-F", "none", "-i", dir+"/client", "-p", fmt.Sprint(l.carrier),
+	l.edge, err = l.run(l.at.edge, log, "ssh", "-N", "-F", "none", "-i", dir+"/client", "-p", fmt.Sprint(l.carrier),
 		"-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null",
-		"-o", "ExitOnForwardFailure=yes", "-R", fmt.Sprintf("127.0.0.1:%d:%s", door, l.target), me.Username+"@127.0.0.1")
-	l.dial = through(fmt.Sprintf("127.0.0.1:%d", door))
+		"-o", "ExitOnForwardFailure=yes", "-R", fmt.Sprintf("127.0.0.1:%d:%s", door, l.target), me.Username+"@"+ip)
+	l.dial = through(l.at.cloud.Network, loopback(door))
 	return err
 }
 
@@ -83,10 +87,11 @@ func sshVersion(*bench) string {
 	return strings.TrimSpace(version)
 }
 
-// listening waits until somebody listens at a port.
-func listening(port int) error {
+// listening waits until the cloud listens for the edge.
+func (l *line) listening() error {
+	dial := through(l.at.cloud.Network, l.at.cloud.Address(l.carrier))
 	return eventually(func() error {
-		c, err := net.Dial("tcp", fmt.Sprintf("127.0.0.1:%d", port))
+		c, err := dial()
 		if err == nil {
 			c.Close()
 		}
