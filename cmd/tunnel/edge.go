@@ -112,7 +112,7 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 	for _, m := range dialers {
 		d.add(m, nil)
 	}
-	if err = d.addKonnectivity(e, files, egressEdge.Dial, counters, log); err != nil {
+	if err = d.addKonnectivity(e, files, egressEdge.Dial, client, counters, log); err != nil {
 		return nil, err
 	}
 	if e.ChannelzAddr != "" {

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"cmp"
 	"crypto/tls"
 	"fmt"
 	"log/slog"
@@ -10,12 +9,11 @@ import (
 	"tunnel/pkg/auth"
 	"tunnel/pkg/egress"
 	"tunnel/pkg/reload"
-	"tunnel/pkg/stream"
 	"tunnel/pkg/tunnel"
 )
 
-// addKonnectivity adds the agent of stock proxy-servers, if there are some.
-func (d *daemon) addKonnectivity(e *conf.Edge, files *reload.Files, dial tunnel.DialFunc, counters *tunnel.Counters, log *slog.Logger) error {
+// addKonnectivity adds the agent of stock proxy-servers, if there are some. What they ask for counts with what clouds do.
+func (d *daemon) addKonnectivity(e *conf.Edge, files *reload.Files, dial tunnel.DialFunc, budget egress.Budget, counters *tunnel.Counters, log *slog.Logger) error {
 	k := e.Konnectivity
 	if len(k.Servers) == 0 {
 		return nil
@@ -31,7 +29,7 @@ func (d *daemon) addKonnectivity(e *conf.Edge, files *reload.Files, dial tunnel.
 		}
 	}
 	cfg := egress.AgentConfig{
-		Servers: k.Servers, Node: e.Node, Identifiers: e.EgressIdentifiers, Dial: dial, Conns: cmp.Or(e.Limits.Conns, stream.DefaultEdgeLimits().Conns), Counters: counters, Log: log,
+		Servers: k.Servers, Node: e.Node, Identifiers: e.EgressIdentifiers, Dial: dial, Budget: budget, Counters: counters, Log: log,
 		TLS: func() *tls.Config {
 			c := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool.Pool()}
 			if pair != nil {

@@ -34,9 +34,18 @@ type AgentConfig struct {
 	Node        tunnel.NodeName             // our agent id
 	Identifiers string                      // what we reach, beside our name; see ParseIdentifiers
 	Dial        tunnel.DialFunc             // of the targets
-	Conns       int                         // at once, those being dialled included; 0: no bound
+	Budget      Budget
 	Counters    *tunnel.Counters
 	Log         *slog.Logger
+}
+
+// Budget bounds what an edge does for others, whoever they are.
+type Budget interface {
+	// Admit counts a dial and the conn that comes of it, unless that is one too many.
+	Admit() *tunnel.Refusal
+	// Dialled says that the dial has ended, Over that the conn has, or that there is none.
+	Dialled()
+	Over()
 }
 
 // Agent is the edge's module that joins stock proxy-servers of Konnectivity, as its agent
@@ -50,7 +59,6 @@ type Agent struct {
 
 	mu   sync.Mutex     // guards the following
 	held map[string]int // streams, by address
-	live int            // conns, those being dialled included
 }
 
 var _ tunnel.Module = (*Agent)(nil)
@@ -117,23 +125,6 @@ func (a *Agent) count(url string, n int) {
 	a.held[url] += n
 }
 
-// take counts one more conn, unless it is one too many.
-func (a *Agent) take() bool {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.cfg.Conns > 0 && a.live >= a.cfg.Conns {
-		return false
-	}
-	a.live++
-	return true
-}
-
-func (a *Agent) release() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	a.live--
-}
-
 // way is one address and the servers that have been found behind it.
 type way struct {
 	// Set once.
@@ -156,6 +147,10 @@ const (
 	retryRefusedMax = 5 * time.Minute
 	// joinTime is how long a server may take to say who it is.
 	joinTime = 10 * time.Second
+	// mostServers is how many there may be behind an address, and mostServerID how long the
+	// id of one, in bytes.
+	mostServers  = 64
+	mostServerID = 253
 	// mostServerPacket is more than a stock server takes from its clients (4 MiB).
 	mostServerPacket = 8 << 20
 )
@@ -215,6 +210,24 @@ func (w *way) full() bool {
 	return len(w.servers) >= w.want
 }
 
+// hold notes a server, which says how many there are.
+func (w *way) hold(server string, count int) error {
+	if len(server) > mostServerID {
+		return fmt.Errorf("the id of the server has %d bytes; %d are allowed", len(server), mostServerID)
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.want = min(max(1, count), mostServers)
+	switch {
+	case w.servers[server]:
+		return errHeld
+	case len(w.servers) >= mostServers:
+		return fmt.Errorf("%d servers are held", mostServers)
+	}
+	w.servers[server] = true
+	return nil
+}
+
 func (w *way) drop(server string) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -258,6 +271,7 @@ func (w *way) join(ctx context.Context) (_ *agentStream, err error) {
 		grpc.WithTransportCredentials(credentials.NewTLS(a.cfg.TLS())),
 		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec()), grpc.MaxCallRecvMsgSize(mostServerPacket)),
 		grpc.WithDisableRetry(),
+		grpc.WithMaxHeaderListSize(proxyHeaders),
 		// A stock server hangs up on who asks more often than every 30 s.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 40 * time.Second, Timeout: 10 * time.Second}),
 	)
@@ -295,13 +309,9 @@ func (w *way) join(ctx context.Context) (_ *agentStream, err error) {
 	if err != nil {
 		return nil, fmt.Errorf("the server says that there are %q servers", counts[0])
 	}
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	w.want = max(1, count)
-	if w.servers[ids[0]] {
-		return nil, errHeld
+	if err = w.hold(ids[0], count); err != nil {
+		return nil, err
 	}
-	w.servers[ids[0]] = true
 	return &agentStream{
 		mux: newMux(stream, true, a.cfg.Counters), way: w, client: stream, cc: cc, cancel: cancel, server: ids[0], count: count,
 		dials: make(map[int64]context.CancelFunc), nowIdle: make(chan struct{}, 1),
@@ -406,26 +416,27 @@ func (s *agentStream) dial(p packet, id int64) {
 	}
 	ctx, cancel := context.WithCancel(s.way.conns)
 	s.dialMu.Lock()
-	taken := s.dials[p.random] != nil
-	if !taken && a.take() {
-		s.dials[p.random] = cancel
-		s.busy++
-		s.dialMu.Unlock()
-	} else {
+	if s.dials[p.random] != nil {
 		s.dialMu.Unlock()
 		cancel()
-		if taken {
-			refuse("this dial is under way already")
-			return
-		}
-		a.cfg.Counters.Limited(tunnel.LimitConns)
-		refuse(tunnel.Refusef(tunnel.Overloaded, "this edge has %d conns", a.cfg.Conns).Error())
+		refuse("this dial is under way already")
 		return
 	}
+	if refusal := a.cfg.Budget.Admit(); refusal != nil {
+		s.dialMu.Unlock()
+		cancel()
+		a.cfg.Counters.Refuse(refusal.Code)
+		refuse(refusal.Error())
+		return
+	}
+	s.dials[p.random] = cancel
+	s.busy++
+	s.dialMu.Unlock()
 	s.working.Go(func() {
 		defer s.notBusy()
 		defer cancel()
 		target, err := a.cfg.Dial(ctx, tunnel.Request{Node: a.cfg.Node, Category: name, Network: p.protocol, Addr: p.address, Caller: "proxy-server " + s.server})
+		a.cfg.Budget.Dialled()
 		s.dialMu.Lock()
 		delete(s.dials, p.random)
 		s.dialMu.Unlock()
@@ -453,7 +464,7 @@ func (s *agentStream) dial(p packet, id int64) {
 }
 
 func (s *agentStream) notBusy() {
-	s.way.agent.release()
+	s.way.agent.cfg.Budget.Over()
 	s.dialMu.Lock()
 	defer s.dialMu.Unlock()
 	if s.busy--; s.busy == 0 {

@@ -13,6 +13,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -48,8 +49,27 @@ type agentsRig struct {
 	pool    *x509.CertPool
 	addr    string
 	revoked chan struct{}
+	budget  budget // of the edges that join
 	stop    func()
 }
+
+// budget is one dial at a time, unless it is wide.
+type budget struct {
+	wide           bool
+	dialled, conns atomic.Int64
+}
+
+func (b *budget) Admit() *tunnel.Refusal {
+	if b.dialled.Add(1) > 1 && !b.wide {
+		b.dialled.Add(-1)
+		return tunnel.Refusef(tunnel.Overloaded, "limit dials: one")
+	}
+	b.conns.Add(1)
+	return nil
+}
+
+func (b *budget) Dialled() { b.dialled.Add(-1) }
+func (b *budget) Over()    { b.conns.Add(-1) }
 
 func newAgentsRig(t *testing.T, change func(*AgentsConfig)) *agentsRig {
 	t.Helper()
@@ -67,7 +87,7 @@ func newAgentsRig(t *testing.T, change func(*AgentsConfig)) *agentsRig {
 	}
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(ca.CertPEM())
-	r := &agentsRig{dir: new(tunnel.Directory), ca: ca, pool: pool, revoked: make(chan struct{})}
+	r := &agentsRig{dir: new(tunnel.Directory), ca: ca, pool: pool, revoked: make(chan struct{}), budget: budget{wide: true}}
 	cfg := AgentsConfig{
 		Listen: "127.0.0.1:0", TLS: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{cert}}, Auth: names{r.revoked},
 		Joining: 100, JoiningPerAddress: 50, JoinTimeout: 10 * time.Second, Counters: new(tunnel.Counters), Log: slog.New(slog.DiscardHandler),
@@ -117,9 +137,9 @@ func (r *agentsRig) agent(t *testing.T, node tunnel.NodeName, dial tunnel.DialFu
 	}
 	a, err := NewAgent(AgentConfig{
 		Servers: []string{"tls://" + r.addr}, Node: node, Identifiers: "cidr=10.1.0.0/16", Dial: dial,
-		TLS:   func() *tls.Config { return &tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12} },
-		Token: func() (auth.Secret, error) { return auth.Secret("token of " + string(node)), nil },
-		Log:   slog.New(slog.DiscardHandler),
+		TLS:    func() *tls.Config { return &tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12} },
+		Token:  func() (auth.Secret, error) { return auth.Secret("token of " + string(node)), nil },
+		Budget: &r.budget, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -247,6 +267,60 @@ func TestAgentDialFails(t *testing.T) {
 	<-gaveUp
 	if n := r.conns("n1"); n != 0 {
 		t.Errorf("%d conns are left", n)
+	}
+}
+
+// What servers ask for counts against the limits of the edge.
+func TestAgentBudget(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	r.budget.wide = false
+	asked := make(chan struct{})
+	r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
+		if q.Addr == "hang:1" {
+			close(asked)
+			<-ctx.Done()
+			return nil, ctx.Err()
+		}
+		return new(net.Dialer).DialContext(ctx, q.Network, q.Addr)
+	})
+	addr := listen(t, echo)
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	go r.dir.Dial(ctx, tunnel.Request{Node: "n1", Network: "tcp", Addr: "hang:1"})
+	<-asked
+	if _, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Network: "tcp", Addr: addr}); tunnel.CodeOf(err) != tunnel.Overloaded {
+		t.Errorf("a dial that is one too many: %v", err)
+	}
+	cancel()
+	eventually(t, "the dial has ended", func() bool { return r.budget.dialled.Load() == 0 && r.budget.conns.Load() == 0 })
+	c := r.dial(t, "n1", addr)
+	if d, n := r.budget.dialled.Load(), r.budget.conns.Load(); d != 0 || n != 1 {
+		t.Errorf("with a conn: %d dials, %d conns", d, n)
+	}
+	c.Close()
+	eventually(t, "the conn is over", func() bool { return r.budget.conns.Load() == 0 })
+}
+
+// However many servers there seem to be, so many are held.
+func TestAgentServers(t *testing.T) {
+	w := &way{servers: make(map[string]bool), want: 1, lost: make(chan struct{}, 1)}
+	if err := w.hold(strings.Repeat("x", mostServerID+1), 1); err == nil {
+		t.Error("a long id is held")
+	}
+	for i := range mostServers {
+		if err := w.hold(fmt.Sprint("s", i), 1<<30); err != nil {
+			t.Fatalf("server %d: %v", i, err)
+		}
+	}
+	if err := w.hold("s0", 1<<30); !errors.Is(err, errHeld) {
+		t.Errorf("the same server: %v", err)
+	}
+	if err := w.hold("another", 1<<30); err == nil || !w.full() {
+		t.Errorf("one too many is held (%v), or it looks for more", err)
+	}
+	w.drop("s0")
+	if err := w.hold("another", 1<<30); err != nil {
+		t.Errorf("in the place of one that is lost: %v", err)
 	}
 }
 
@@ -588,7 +662,7 @@ func TestAgentByCertificate(t *testing.T) {
 	}
 	for node, good := range map[tunnel.NodeName]bool{"n1": true, "n2": false} {
 		a, err := NewAgent(AgentConfig{
-			Servers: []string{"tls://" + r.addr}, Node: node, Log: slog.New(slog.DiscardHandler),
+			Servers: []string{"tls://" + r.addr}, Node: node, Budget: &r.budget, Log: slog.New(slog.DiscardHandler),
 			TLS: func() *tls.Config {
 				return &tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{cert}}
 			},

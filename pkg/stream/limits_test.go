@@ -197,6 +197,33 @@ func TestEdgeLimits(t *testing.T) {
 	})
 }
 
+// Dials that somebody else has asked the edge for count against the same limits.
+func TestEdgeLimitsAreShared(t *testing.T) {
+	r := newRig(t)
+	cfg := r.clientConfig("edge1")
+	cfg.Limits = EdgeLimits{Conns: 2, Dials: 1}
+	e := r.start(cfg, direct)
+	r.eventually("the edge joins", func() bool { return e.client.Ready() == nil && r.dir.Holds("edge1") })
+	target := newTarget(t).Addr().String()
+	if refusal := e.client.Admit(); refusal != nil {
+		t.Fatal(refusal)
+	}
+	_, err := r.dial("edge1", target)
+	wantOverloaded(t, err, tunnel.LimitDials)
+	e.client.Dialled()
+	tunnel.Reset(r.mustDial("edge1", target))
+	r.eventually("there is room", func() bool { return e.client.serving.Load() == 1 })
+	if refusal := e.client.Admit(); refusal != nil {
+		t.Fatal(refusal)
+	}
+	e.client.Dialled()
+	_, err = r.dial("edge1", target)
+	wantOverloaded(t, err, tunnel.LimitConns)
+	e.client.Over()
+	e.client.Over()
+	tunnel.Reset(r.mustDial("edge1", target))
+}
+
 // An edge that floods its session with messages loses it, with a reason.
 func TestMessagesLimit(t *testing.T) {
 	for name, m := range map[string]*pb.StreamMsg{
