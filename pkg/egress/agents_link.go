@@ -5,6 +5,7 @@ import (
 	"errors"
 	"math/rand/v2"
 	"net"
+	"strings"
 	"sync"
 
 	"tunnel/pkg/tunnel"
@@ -168,7 +169,7 @@ func (l *agentLink) answered(p *packet) error {
 	switch {
 	case p.err != "" || p.connID == 0:
 		if waiting != nil {
-			waiting <- answer{err: tunnel.Refusef(codeOf(p.err), "%s", p.err)}
+			waiting <- answer{err: refusalOf(p.err)}
 		}
 		return nil
 	case waiting == nil: // the dial was given up
@@ -181,4 +182,32 @@ func (l *agentLink) answered(p *packet) error {
 	c, err := l.add(p.connID, l.connOver)
 	waiting <- answer{conn: c, err: err}
 	return err
+}
+
+// mostReason is how much of an agent's text counts, in bytes.
+const mostReason = 512
+
+// refusalOf returns what an agent means by the text of a failed dial. An edge of ours says
+// its code first. Of an error of Go's, what went wrong stands last: what is before it may hold the
+// name of a target, which can be anything.
+func refusalOf(text string) *tunnel.Refusal {
+	text = strings.ToValidUTF8(text[:min(len(text), mostReason)], "")
+	first, rest, _ := strings.Cut(text, ": ")
+	for _, code := range tunnel.Codes() {
+		if first == code.String() {
+			return &tunnel.Refusal{Code: code, Text: rest}
+		}
+	}
+	code := tunnel.Internal
+	switch text[strings.LastIndexByte(text, ':')+1:] {
+	case " connection refused":
+		code = tunnel.Refused
+	case " i/o timeout", " connection timed out", " context deadline exceeded":
+		code = tunnel.Timeout
+	case " no route to host", " network is unreachable", " no such host":
+		code = tunnel.Unreachable
+	case " too many open files":
+		code = tunnel.Overloaded
+	}
+	return &tunnel.Refusal{Code: code, Text: text}
 }

@@ -16,6 +16,7 @@ import (
 	"sync/atomic"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
@@ -321,6 +322,35 @@ func TestAgentServers(t *testing.T) {
 	w.drop("s0")
 	if err := w.hold("another", 1<<30); err != nil {
 		t.Errorf("in the place of one that is lost: %v", err)
+	}
+}
+
+// What counts of an agent's text is what went wrong, not the name of the target.
+func TestAgentRefusal(t *testing.T) {
+	for text, want := range map[string]tunnel.Code{
+		"dial tcp 10.0.0.1:80: connect: connection refused":                             tunnel.Refused,
+		"dial tcp 10.0.0.1:80: i/o timeout":                                             tunnel.Timeout,
+		"dial tcp 10.0.0.1:80: connect: connection timed out":                           tunnel.Timeout,
+		"dial tcp 10.0.0.1:80: connect: no route to host":                               tunnel.Unreachable,
+		"dial tcp 10.0.0.1:80: connect: network is unreachable":                         tunnel.Unreachable,
+		"dial tcp: lookup refused.example.com on 10.0.0.2:53: no such host":             tunnel.Unreachable,
+		"dial tcp: lookup denied.example.com: i/o timeout":                              tunnel.Timeout,
+		"dial tcp: lookup timeout.example.com on 10.0.0.2:53: server misbehaving":       tunnel.Internal,
+		"dial tcp 10.0.0.1:80: socket: too many open files":                             tunnel.Overloaded,
+		tunnel.Refusef(tunnel.Denied, "10.0.0.1:80 is not in allow").Error():            tunnel.Denied,
+		tunnel.Refusef(tunnel.Unreachable, "x:1 timed out, connection refused").Error(): tunnel.Unreachable,
+		"denied": tunnel.Denied,
+		"":       tunnel.Internal,
+	} {
+		if got := refusalOf(text); got.Code != want {
+			t.Errorf("%q is %v, want %v", text, got.Code, want)
+		}
+	}
+	if r := refusalOf("denied: not that"); r.Error() != "denied: not that" {
+		t.Errorf("our own edge is said to say %q", r)
+	}
+	if r := refusalOf(strings.Repeat("ü", mostReason)); len(r.Text) > mostReason || !utf8.ValidString(r.Text) {
+		t.Errorf("a long text becomes %q", r.Text)
 	}
 }
 

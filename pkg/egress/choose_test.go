@@ -177,6 +177,24 @@ func TestChoose(t *testing.T) {
 	}
 }
 
+// However its own is spelt, it is one node's, and found in every spelling.
+func TestSpellings(t *testing.T) {
+	network := netip.MustParsePrefix("10.88.1.0/24")
+	tb := newTable(map[tunnel.NodeName]Identifiers{"edge1": {
+		Hosts: []string{"edge1", "Edge1", "10.0.0.1", "::ffff:10.0.0.1", "FE80::1%eth0"}, Networks: []netip.Prefix{network, network},
+	}})
+	for _, host := range []string{"EDGE1", "10.0.0.1", "::ffff:10.0.0.1", "fe80::1", "fe80:0::1%eth1"} {
+		if got := tb.host(host); !slices.Equal(got, []tunnel.NodeName{"edge1"}) {
+			t.Errorf("%s belongs to %q", host, got)
+		}
+	}
+	for _, addr := range []string{"10.88.1.9", "::ffff:10.88.1.9"} {
+		if got := tb.network(addr); !slices.Equal(got, []tunnel.NodeName{"edge1"}) {
+			t.Errorf("%s belongs to %q", addr, got)
+		}
+	}
+}
+
 // Whoever fails is told whose address it is, not what a node that it does not belong to
 // makes of it.
 func TestAwayIsNamed(t *testing.T) {

@@ -88,11 +88,10 @@ func newTable(all map[tunnel.NodeName]Identifiers) *table {
 	t := &table{hosts: make(map[string][]tunnel.NodeName), networks: make(map[netip.Prefix][]tunnel.NodeName)}
 	for node, id := range all {
 		for _, h := range id.Hosts {
-			h = canonical(h)
-			t.hosts[h] = append(t.hosts[h], node)
+			give(t.hosts, canonical(h), node)
 		}
 		for _, n := range id.Networks {
-			t.networks[n] = append(t.networks[n], node)
+			give(t.networks, n, node)
 			if l := &t.lengths[family(n.Addr())]; !slices.Contains(*l, n.Bits()) {
 				*l = append(*l, n.Bits())
 			}
@@ -107,6 +106,13 @@ func newTable(all map[tunnel.NodeName]Identifiers) *table {
 	return t
 }
 
+// give makes node one of those that have k. Nodes come one after the other.
+func give[K comparable](owners map[K][]tunnel.NodeName, k K, node tunnel.NodeName) {
+	if all := owners[k]; len(all) == 0 || all[len(all)-1] != node {
+		owners[k] = append(all, node)
+	}
+}
+
 func family(a netip.Addr) int {
 	if a.Is4() {
 		return 0
@@ -117,10 +123,11 @@ func family(a netip.Addr) int {
 // host returns the nodes that answer to a name or an address.
 func (t *table) host(host string) []tunnel.NodeName { return t.hosts[canonical(host)] }
 
-// canonical is a name or an address in the one way to write it.
+// canonical is a name or an address in the one way to write it. Another machine's zone says
+// nothing.
 func canonical(host string) string {
 	if a, err := netip.ParseAddr(host); err == nil {
-		return a.Unmap().String()
+		return a.WithZone("").Unmap().String()
 	}
 	return strings.ToLower(host)
 }

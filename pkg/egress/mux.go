@@ -6,7 +6,6 @@ import (
 	"io"
 	"net"
 	"os"
-	"strings"
 	"sync"
 	"syscall"
 	"time"
@@ -598,23 +597,6 @@ func (c *muxConn) setDeadline(d *deadline, t time.Time) error {
 	}
 	c.cond.Broadcast()
 	return nil
-}
-
-// codeOf returns what a stock program means by the text of a failed dial.
-func codeOf(text string) tunnel.Code {
-	for _, known := range []struct {
-		words string
-		code  tunnel.Code
-	}{
-		{"refused", tunnel.Refused}, {"timeout", tunnel.Timeout}, {"timed out", tunnel.Timeout},
-		{"unreachable", tunnel.Unreachable}, {"no route", tunnel.Unreachable}, {"no such host", tunnel.Unreachable},
-		{"denied", tunnel.Denied}, {"overloaded", tunnel.Overloaded},
-	} {
-		if strings.Contains(text, known.words) {
-			return known.code
-		}
-	}
-	return tunnel.Internal
 }
 
 var _ interface {

@@ -251,9 +251,14 @@ func reachOf(o any) (tunnel.NodeName, Reach, error) {
 		return name, r, nil // its pods may be reached in another way: nobody may be asked for them here
 	}
 	for _, text := range n.Spec.PodCIDRs {
-		if p, err := netip.ParsePrefix(text); err == nil {
-			r.PodCIDRs = append(r.PodCIDRs, p.Masked())
+		p, err := netip.ParsePrefix(text)
+		if err != nil {
+			continue
 		}
+		if a := p.Addr(); a.Is4In6() && p.Bits() >= 96 {
+			p = netip.PrefixFrom(a.Unmap(), p.Bits()-96)
+		}
+		r.PodCIDRs = append(r.PodCIDRs, p.Masked())
 	}
 	return name, r, nil
 }

@@ -57,7 +57,7 @@ func TestReaches(t *testing.T) {
 	events <- `{"type": "MODIFIED", "object": ` + whole("edge1", "2", "10.0.0.1", "10.88.1.0/24") + `}` // a heartbeat
 	events <- `{"type": "ADDED", "object": ` + whole("edge2", "3", "10.0.0.2", "10.88.2.0/24") + `}`
 	want("one more", "map[edge1:{[edge1 10.0.0.1] [10.88.1.0/24]} edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}]")
-	events <- `{"type": "MODIFIED", "object": ` + whole("edge1", "4", "10.0.0.9", "10.88.1.0/24") + `}`
+	events <- `{"type": "MODIFIED", "object": ` + whole("edge1", "4", "10.0.0.9", "::ffff:10.88.1.0/120") + `}`
 	want("another address", "map[edge1:{[edge1 10.0.0.9] [10.88.1.0/24]} edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}]")
 	events <- `{"type": "DELETED", "object": ` + whole("edge1", "5", "10.0.0.9", "10.88.1.0/24") + `}`
 	const one = "edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}"
