@@ -33,6 +33,9 @@ func newEgress(t *egressKeys, r *report) Egress {
 // Configured reports whether there is a listener.
 func (e Egress) Configured() bool { return len(e.GRPC)+len(e.HTTPConnect) > 0 }
 
+// AsksKubernetes reports whether Node objects say what nodes reach, and somebody dials by that.
+func (e Egress) AsksKubernetes() bool { return e.Configured() && e.Kubernetes }
+
 // UsesTLS reports whether one of them is for TLS.
 func (e Egress) UsesTLS() bool {
 	return slices.ContainsFunc(slices.Concat(e.GRPC, e.HTTPConnect), func(u string) bool { return strings.HasPrefix(u, schemeTLS) })
@@ -85,8 +88,12 @@ func (e Egress) check(r *report) {
 		}
 	case e.Configured() && (e.Cert != "" || e.ClientCA != "" || len(e.ClientNames) > 0):
 		r.warn(t+"cert", "not used: cert, key, clientca and clientnames are for tls://, and callers of a unix socket are known by its permissions")
-	case !e.Configured() && (len(e.Strategies) > 0 || e.Cert != "" || e.ClientCA != ""):
-		r.warn(t[:len(t)-1], `off: write grpc = ["unix:///run/tunnel/egress-grpc.sock"], or httpconnect`)
+	case !e.Configured() && (len(e.Strategies)+len(e.ClientNames) > 0 || e.Kubernetes || e.KonnectivityMetrics || e.Cert != "" || e.ClientCA != ""):
+		what := "off"
+		if e.AgentPort != 0 {
+			what = "agentport alone: what else stands here is for callers"
+		}
+		r.warn(t[:len(t)-1], `%s: write grpc = ["unix:///run/tunnel/egress-grpc.sock"], or httpconnect`, what)
 	}
 }
 

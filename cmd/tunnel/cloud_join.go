@@ -37,7 +37,7 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 	if c.DNS.ConfigMap == "" {
 		key = "mode.cloud.join"
 		switch {
-		case c.Egress.Kubernetes:
+		case c.Egress.AsksKubernetes():
 			key = "mode.cloud.egress.kubernetes"
 		case !c.Join.AsksKubernetes():
 			return cluster{}, nil
@@ -52,7 +52,7 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 			return cluster{}, fmt.Errorf("mode.cloud.stream.dns.nodeselector: %w", err)
 		}
 	}
-	if c.Egress.Configured() && c.Egress.Kubernetes {
+	if c.Egress.AsksKubernetes() {
 		k.reaches = k.client.Reaches(log)
 	}
 	switch {

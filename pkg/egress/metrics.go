@@ -11,6 +11,10 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
+// resultOK is what metrics call a dial that led to a conn; the others have the code of the
+// refusal.
+const resultOK = "ok"
+
 // The protocols of the front door, as metrics show them.
 const (
 	doorGRPC    = "grpc"
@@ -43,6 +47,11 @@ func newMetrics() *metrics {
 		}, []string{"door"}),
 	}
 	for door, now := range m.now {
+		// All results, those that never happened too: an alert on a rate needs the zero.
+		m.dials.WithLabelValues(door, resultOK)
+		for _, code := range tunnel.Codes() {
+			m.dials.WithLabelValues(door, code.String())
+		}
 		label := prometheus.Labels{"door": door}
 		m.gauges = append(m.gauges,
 			gauge("tunnel_egress_dials_pending", "Dials under way.", label, func() float64 { return float64(now.dials.Load()) }),
@@ -81,7 +90,7 @@ func (f *FrontDoor) dial(ctx context.Context, door, addr, caller string) (net.Co
 	start := time.Now()
 	c, err := f.chooser.dial(ctx, addr, caller)
 	took := time.Since(start).Seconds()
-	result := "ok"
+	result := resultOK
 	if err == nil {
 		m.duration.WithLabelValues(door).Observe(took)
 	} else {
@@ -111,6 +120,16 @@ type konnectivityMetrics struct {
 	gauges   []prometheus.Collector // read from the others
 }
 
+// Why dials fail, as Konnectivity's server says it. It has two more reasons, which are faults
+// of its own protocol.
+const (
+	reasonError   = "error_response"
+	reasonCaller  = "frontend_close"
+	reasonNoNode  = "no_agent"
+	reasonLost    = "backend_close"
+	reasonTimeout = "backend_dial_timeout"
+)
+
 func newKonnectivityMetrics(m *metrics, c *chooser) *konnectivityMetrics {
 	const prefix = "konnectivity_network_proxy_server_"
 	overGRPC, overHTTP := m.now[doorGRPC], m.now[doorConnect]
@@ -125,6 +144,9 @@ func newKonnectivityMetrics(m *metrics, c *chooser) *konnectivityMetrics {
 			gauge(prefix+"http_connections", "Conns over HTTP CONNECT.", nil, func() float64 { return float64(overHTTP.conns.Load()) }),
 			gauge(prefix+"ready_backend_connections", "Nodes that are connected.", nil, nodes),
 		},
+	}
+	for _, reason := range []string{reasonError, reasonCaller, reasonNoNode, reasonLost, reasonTimeout} {
+		k.failures.WithLabelValues(reason)
 	}
 	for _, s := range c.strategies {
 		k.gauges = append(k.gauges, gauge(prefix+"ready_backends", "Nodes that are connected.", prometheus.Labels{"proxy_strategy": string(s)}, nodes))
@@ -146,16 +168,16 @@ func (k *konnectivityMetrics) dialled(ctx context.Context, seconds float64, err 
 		k.duration.Observe(seconds)
 		return
 	}
-	reason := "error_response"
+	reason := reasonError
 	switch code := tunnel.CodeOf(err); {
 	case ctx.Err() != nil:
-		reason = "frontend_close"
+		reason = reasonCaller
 	case code == tunnel.NoSuchNode:
-		reason = "no_agent"
+		reason = reasonNoNode
 	case code == tunnel.Gone:
-		reason = "backend_close"
+		reason = reasonLost
 	case code == tunnel.Timeout:
-		reason = "backend_dial_timeout"
+		reason = reasonTimeout
 	}
 	k.failures.WithLabelValues(reason).Inc()
 }

@@ -37,6 +37,8 @@ func TestMetrics(t *testing.T) {
 		"tunnel_egress_dials_pending door=grpc 0",
 		"konnectivity_network_proxy_server_established_connections 2",
 		"konnectivity_network_proxy_server_dial_failure_count reason=no_agent 1",
+		"konnectivity_network_proxy_server_dial_failure_count reason=backend_dial_timeout 0", // never happened: an alert on a rate needs the zero
+		"tunnel_egress_dials_total door=grpc result=no-such-node 0",
 		"konnectivity_network_proxy_server_dial_duration_seconds 2",
 		"konnectivity_network_proxy_server_ready_backends proxy_strategy=destHost 0",
 	} {
