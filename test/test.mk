@@ -1,7 +1,7 @@
 # Tests and measurements with processes of their own. Included by the Makefile of the
 # repository; paths are relative to its directory. Linux only, no root.
 
-.PHONY: faults replicas hostile soak bench bench-long bench-compare bench-egress storm interop
+.PHONY: faults replicas hostile soak bench bench-long bench-compare bench-egress storm scale interop
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
@@ -30,5 +30,9 @@ bench-compare: ## the Go micro-benchmarks of this tree beside those of BASE, by 
 bench-egress: ## what the egress front door costs, beside Konnectivity's server and agent with the same clients (two minutes)
 	go -C test/interop test -run='^$$' -bench=Egress -benchtime=1x -timeout 10m .
 
-storm: ## 5,000 edges lose their cloud at once: when they are back, and what they cost it (EDGES=10000; two minutes)
+storm: iproute2 ## 5,000 edges lose their cloud at once: when they are back, and what they cost it (EDGES=10000; two minutes)
 	go run ./test/storm -edges $(or $(EDGES),5000)
+
+# 250 addresses are many NATs. The edges share this machine's processors with the cloud, so they come at a pace.
+scale: iproute2 ## what nodes cost by tens of thousands: docs/scale.md (NODES=20000 in REPLICAS=2; three minutes)
+	go run ./test/storm -edges $(or $(NODES),20000) -replicas $(or $(REPLICAS),2) -sources 250 -rate 600

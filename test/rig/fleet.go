@@ -109,6 +109,9 @@ func NewFleet(cfg FleetConfig) (*Fleet, error) {
 // CA returns the fleet's authority.
 func (f *Fleet) CA() *auth.CA { return f.cfg.CA }
 
+// Token returns the token of a node.
+func (f *Fleet) Token(node string) auth.Secret { return f.tokens[node] }
+
 func (r *Replica) choosePorts() (err error) {
 	for _, port := range []*int{&r.grpc, &r.port, &r.https} {
 		if *port, err = FreePort(); err != nil {
