@@ -209,7 +209,7 @@ func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
 
 func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) {
 	if path, ok := strings.CutPrefix(l.url, unixScheme); ok {
-		return socket.Listen(ctx, path)
+		return socket.ListenGroup(ctx, path)
 	}
 	addr, ok := strings.CutPrefix(l.url, tlsScheme)
 	switch {

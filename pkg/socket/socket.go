@@ -1,7 +1,8 @@
 // Package socket listens on unix sockets that nobody but our own user (and root) can
-// connect to, from their first moment on.
+// connect to, from their first moment on; or, where the operator has said so, a group.
 //
 //	ln, err := socket.Listen(ctx, "/run/tunnel/cloud.sock")
+//	ln, err := socket.ListenGroup(ctx, "/run/egress/grpc.sock") // of the folder, if that is setgid
 //	defer ln.Close() // removes the file
 //
 // What a process that was killed has left behind is replaced; the socket of one that is
@@ -23,8 +24,10 @@ import (
 )
 
 const (
-	// mode lets our own user in. It is what a socket has when it appears.
-	mode = 0o600
+	// mode lets our own user in, groupMode the group of the socket as well. It is what a
+	// socket has when it appears.
+	mode      = 0o600
+	groupMode = 0o660
 	// maxPath is the longest path, in bytes: sun_path of unix(7) ends with a zero.
 	maxPath = 107
 	// answerTimeout is how long a living process may take to accept a connection.
@@ -36,6 +39,19 @@ const (
 
 // Listen opens a socket at path. Close removes it.
 func Listen(ctx context.Context, path string) (net.Listener, error) {
+	return open(ctx, path, mode)
+}
+
+// ListenGroup is Listen, but where the folder has its setgid bit, by which files in it are of
+// its group and not of ours (inode(7)), that group may connect, too.
+func ListenGroup(ctx context.Context, path string) (net.Listener, error) {
+	if dir, err := os.Stat(filepath.Dir(path)); err == nil && dir.Mode()&fs.ModeSetgid != 0 {
+		return open(ctx, path, groupMode)
+	}
+	return open(ctx, path, mode)
+}
+
+func open(ctx context.Context, path string, mode fs.FileMode) (net.Listener, error) {
 	if len(path) > maxPath {
 		return nil, fmt.Errorf("%s: the path has %d bytes, and a socket's may have %d: choose a shorter one", path, len(path), maxPath)
 	}
@@ -51,7 +67,7 @@ func Listen(ctx context.Context, path string) (net.Listener, error) {
 		// The file gets the permissions that the socket has when it is bound (unix(7)), so
 		// there is no moment in which others could connect. Where the kernel does not do
 		// so, the Chmod below comes a moment later.
-		return c.Control(func(fd uintptr) { syscall.Fchmod(int(fd), mode) }) //nolint:errcheck // see above
+		return c.Control(func(fd uintptr) { syscall.Fchmod(int(fd), uint32(mode)) }) //nolint:errcheck // see above
 	}}
 	ln, err := lc.Listen(ctx, "unix", path)
 	if err != nil {

@@ -2,6 +2,7 @@ package socket
 
 import (
 	"context"
+	"errors"
 	"io/fs"
 	"net"
 	"os"
@@ -76,6 +77,42 @@ func TestPermissions(t *testing.T) {
 	ln.Close()
 	if _, err := os.Lstat(path); !os.IsNotExist(err) {
 		t.Errorf("the socket is left behind: %v", err)
+	}
+}
+
+// A group that the operator has given the folder to may connect, and nobody else has it.
+func TestGroup(t *testing.T) {
+	old := syscall.Umask(0)
+	defer syscall.Umask(old)
+	for name, tc := range map[string]struct {
+		folder fs.FileMode
+		listen func(context.Context, string) (net.Listener, error)
+		want   fs.FileMode
+	}{
+		"a folder like any other": {0o770, ListenGroup, mode},
+		"setgid":                  {fs.ModeSetgid | 0o750, ListenGroup, groupMode},
+		"setgid, not asked for":   {fs.ModeSetgid | 0o750, Listen, mode},
+	} {
+		path := at(t, "s")
+		group := os.Getegid()
+		if os.Geteuid() == 0 { // who may give a folder away
+			group = 12345
+		}
+		if err := errors.Join(os.Chown(filepath.Dir(path), -1, group), os.Chmod(filepath.Dir(path), tc.folder)); err != nil {
+			t.Fatal(err)
+		}
+		ln, err := tc.listen(t.Context(), path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		info, err := os.Stat(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if gid := int(info.Sys().(*syscall.Stat_t).Gid); info.Mode() != fs.ModeSocket|tc.want || tc.want == groupMode && gid != group {
+			t.Errorf("%s: the socket is %v, of group %d", name, info.Mode(), gid)
+		}
+		ln.Close()
 	}
 }
 
