@@ -45,7 +45,7 @@ func connect(ctx context.Context, address string, conf *tls.Config, software str
 		once.Do(func() { conn, err = raw, nil })
 		return conn, err
 	}
-	opts := append(dialOptions(),
+	opts := append(dialOptions(carry(raw, farTrip)),
 		grpc.WithContextDialer(dial),
 		grpc.WithTransportCredentials(credentials.NewTLS(conf)),
 		grpc.WithUserAgent(software),

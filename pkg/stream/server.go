@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -38,6 +39,8 @@ type ServerConfig struct {
 	Grace        time.Duration // how long conns may go on when the server stops; 0: tunnel.GracePeriod
 	Software     string        // what the edges are told runs here
 	Peers        *Peers        // the other replicas; nil: this one is alone
+
+	farTrip time.Duration // not 0 in tests alone
 }
 
 // Server is the cloud's end of every session. It is the module "stream" of the cloud.
@@ -71,6 +74,7 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 	if cfg.Grace == 0 {
 		cfg.Grace = tunnel.GracePeriod
 	}
+	cfg.farTrip = cmp.Or(cfg.farTrip, farTrip)
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
 	}
@@ -154,14 +158,18 @@ func (s *Server) Run(ctx context.Context) error {
 	if s.cfg.Peers != nil {
 		conns = s.cfg.Limits.relayed()
 	}
-	opts := append(serverOptions(conns, s.cfg.Limits),
-		grpc.Creds(serverCreds{credentials.NewTLS(conf)}),
-		grpc.StreamInterceptor(s.intercept),
-		grpc.UnknownServiceHandler(unknownMethod),
-	)
-	server := grpc.NewServer(opts...)
-	pb.RegisterStreamServer(server, s)
-	server.RegisterService(certificatesService(), s)
+	serverFor := func(link far) *grpc.Server {
+		opts := append(serverOptions(conns, s.cfg.Limits, link),
+			grpc.Creds(serverCreds{credentials.NewTLS(conf)}),
+			grpc.StreamInterceptor(s.intercept),
+			grpc.UnknownServiceHandler(unknownMethod),
+		)
+		server := grpc.NewServer(opts...)
+		pb.RegisterStreamServer(server, s)
+		server.RegisterService(certificatesService(), s)
+		return server
+	}
+	forNear, forFar := serverFor(false), serverFor(true)
 
 	stopped := make(chan struct{})
 	go func() {
@@ -169,9 +177,9 @@ func (s *Server) Run(ctx context.Context) error {
 		<-ctx.Done()
 		s.stopping.Store(true)
 		s.drain()
-		stop(server)
+		stop(forNear, forFar)
 	}()
-	joining := newJoinListener(ln, s.cfg.Limits, s.cfg.Counters, s.tooMany)
+	joining := newJoinListener(ln, s.cfg.Limits, s.cfg.farTrip, s.cfg.Counters, s.tooMany)
 	served := make(chan struct{})
 	var listening sync.WaitGroup
 	listening.Go(func() {
@@ -181,14 +189,20 @@ func (s *Server) Run(ctx context.Context) error {
 		case <-served:
 		}
 	})
-	err = server.Serve(joining)
+	fromFar := newFarListener(addr)
+	listening.Go(func() {
+		forFar.Serve(fromFar) //nolint:errcheck // forNear has the error
+	})
+	err = forNear.Serve(nearListener{joining, fromFar})
+	fromFar.Close() //nolint:errcheck // it never fails
 	close(served)
 	listening.Wait()
 	if isClosed(s.leaving) {
 		<-ctx.Done()
 	}
 	if ctx.Err() == nil {
-		server.Stop()
+		forNear.Stop()
+		forFar.Stop()
 		return fmt.Errorf("serving edges on %s: %w", addr, err)
 	}
 	<-stopped
@@ -222,12 +236,18 @@ func (s *Server) Leave(ctx context.Context) {
 	}
 }
 
-// stop ends the gRPC server. Every session has been told to end; an edge that does
+// stop ends gRPC servers. Every session has been told to end; an edge that does
 // not hang up within a second is cut off.
-func stop(server *grpc.Server) {
-	timer := time.AfterFunc(time.Second, server.Stop)
-	defer timer.Stop()
-	server.GracefulStop() // waits for the handlers
+func stop(servers ...*grpc.Server) {
+	var wg sync.WaitGroup
+	for _, server := range servers {
+		wg.Go(func() {
+			timer := time.AfterFunc(time.Second, server.Stop)
+			defer timer.Stop()
+			server.GracefulStop() // waits for the handlers
+		})
+	}
+	wg.Wait()
 }
 
 // drain tells every edge and waits for their conns, for the grace period at most.

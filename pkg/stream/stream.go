@@ -15,7 +15,7 @@
 // control. Nothing of our own multiplexes bytes.
 //
 // Where things are: transport.go accepts connections and knows which session came on
-// which; session.go is what both ends of a session share; server.go and client.go are
+// which, carrier.go how its TCP connection is used; session.go is what both ends of a session share; server.go and client.go are
 // the two ends, server_join.go and client_join.go how a session begins, server_proof.go
 // and client_proof.go what it stands on, sign.go and client_tls.go certificates; conn.go, conn_send.go and conn_recv.go are a forwarded connection;
 // codec.go is the wire of its chunks.
@@ -122,12 +122,6 @@ const (
 const (
 	// DefaultMaxConns is how many conns one session may have at once.
 	DefaultMaxConns = 1024
-	// streamWindow is what a conn may have in flight, and so about what a stalled
-	// reader costs.
-	streamWindow = 1 << 20
-	// connWindow bounds what is in flight for a whole session. grpc-go gives it back
-	// on receipt, so a stalled reader takes none of it.
-	connWindow = 16 << 20
 	// writeBuffer is what grpc-go gathers before a write. It holds the buffer while there is
 	// something to write.
 	writeBuffer = 32 << 10
@@ -147,7 +141,7 @@ const (
 
 // serverOptions are the settings of the gRPC server. Its defaults are too open for a
 // public port: unlimited streams, headers of 16 MiB, handshakes of two minutes.
-func serverOptions(maxConns int, l Limits) []grpc.ServerOption {
+func serverOptions(maxConns int, l Limits, link far) []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.ForceServerCodecV2(newCodec()),
 		// Conns are bounded by the session, with a refusal; were this limit ever
@@ -158,8 +152,8 @@ func serverOptions(maxConns int, l Limits) []grpc.ServerOption {
 		grpc.MaxHeaderListSize(uint32(2 * l.Metadata)),
 		grpc.MaxRecvMsgSize(maxMessage),
 		grpc.ConnectionTimeout(l.JoinTimeout + time.Second), // joinListener is first, and counts
-		grpc.StaticStreamWindowSize(streamWindow),
-		grpc.StaticConnWindowSize(connWindow),
+		grpc.StaticStreamWindowSize(link.streamWindow()),
+		grpc.StaticConnWindowSize(link.sessionWindow()),
 		grpc.ReadBufferSize(readBuffer),
 		grpc.WriteBufferSize(writeBuffer),
 		grpc.WaitForHandlers(true),
@@ -169,7 +163,7 @@ func serverOptions(maxConns int, l Limits) []grpc.ServerOption {
 }
 
 // dialOptions are the same settings for the edge.
-func dialOptions() []grpc.DialOption {
+func dialOptions(link far) []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithDefaultCallOptions(
 			grpc.ForceCodecV2(newCodec()),
@@ -178,8 +172,8 @@ func dialOptions() []grpc.DialOption {
 			// answered, also without retries. Nothing is ever sent twice here.
 			grpc.MaxRetryRPCBufferSize(0),
 		),
-		grpc.WithStaticStreamWindowSize(streamWindow),
-		grpc.WithStaticConnWindowSize(connWindow),
+		grpc.WithStaticStreamWindowSize(link.streamWindow()),
+		grpc.WithStaticConnWindowSize(link.sessionWindow()),
 		grpc.WithReadBufferSize(readBuffer),
 		grpc.WithWriteBufferSize(writeBuffer),
 		grpc.WithMaxHeaderListSize(maxHeaderList),

@@ -82,6 +82,7 @@ type joinListener struct {
 	net.Listener
 	counters *tunnel.Counters
 	timeout  time.Duration
+	farTrip  time.Duration
 	slots    chan struct{}  // one token for each connection without a session
 	groups   *auth.Groups   // the same, by source
 	refused  func(net.Addr) // told of a connection that was one too many for its source
@@ -90,11 +91,12 @@ type joinListener struct {
 	once    sync.Once
 }
 
-func newJoinListener(ln net.Listener, l Limits, counters *tunnel.Counters, refused func(net.Addr)) *joinListener {
+func newJoinListener(ln net.Listener, l Limits, trip time.Duration, counters *tunnel.Counters, refused func(net.Addr)) *joinListener {
 	return &joinListener{
 		Listener: ln,
 		counters: counters,
 		timeout:  l.JoinTimeout,
+		farTrip:  trip,
 		slots:    make(chan struct{}, l.Joining),
 		groups:   auth.NewGroups(l.JoiningPerAddress),
 		refused:  refused,
@@ -127,7 +129,7 @@ func (l *joinListener) Accept() (net.Conn, error) {
 			l.refused(raw.RemoteAddr())
 			continue
 		}
-		c := &joiningConn{Conn: raw, release: func() {
+		c := &joiningConn{Conn: raw, far: carry(raw, l.farTrip), release: func() {
 			release()
 			<-l.slots
 		}}
@@ -148,6 +150,7 @@ func (l *joinListener) Close() error {
 // joiningConn is an accepted connection.
 type joiningConn struct {
 	net.Conn
+	far     far
 	timer   *time.Timer
 	release func() // gives back its place among those that join
 	once    sync.Once
