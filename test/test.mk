@@ -1,7 +1,7 @@
 # Tests and measurements with processes of their own. Included by the Makefile of the
 # repository; paths are relative to its directory. Linux only, no root.
 
-.PHONY: faults replicas hostile soak bench bench-long bench-compare bench-egress storm scale interop
+.PHONY: faults replicas hostile soak bench bench-ci bench-long bench-compare bench-egress storm scale interop
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
@@ -21,8 +21,11 @@ soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as 
 bench: iproute2 ## what a conn costs, beside TCP, TLS, yamux, ssh -R and Konnectivity; far away; beside 50 stalled readers; a storm (eight minutes; ARGS="-part cost" for a part)
 	go run ./test/bench $(ARGS)
 
-bench-long: iproute2 ## the same at length, with everybody over every link
-	go run ./test/bench -long $(ARGS)
+bench-long: iproute2 ## the same at length, with everybody over every link; into docs/benchmarks (half an hour, on a machine that does nothing else, in a tree without changes)
+	go run ./test/bench -long -json docs/benchmarks/bench.json -render $(ARGS)
+
+bench-ci: ## one row of it, to see that it can be measured (half a minute)
+	go run ./test/bench -part speed -rows '^download, 1 conn$$' -ways tunnel,tls -rounds 1
 
 bench-compare: ## the Go micro-benchmarks of this tree beside those of BASE, by benchstat (BASE=main; two minutes; BENCH=Codec ARGS=./pkg/stream for some)
 	@test/compare/compare.sh "$(BASE)" $(ARGS)

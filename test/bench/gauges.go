@@ -24,11 +24,20 @@ type figure struct {
 
 const micro, milli = 1e6, 1e3
 
+// Parts of a report. Each link is one, too.
+const (
+	speedPart   = "speed"
+	costPart    = "cost"
+	stalledPart = "stalled"
+	stormPart   = "storm"
+)
+
 // Names of figures that promises, and pages, speak of.
 const (
 	newConnsName  = "new conns"
 	roundTripName = "round trip, p50"
 	edgeIdleName  = "memory of the edge, idle"
+	binaryName    = "the binary, stripped"
 	oneWriterName = "wire bytes for a byte of small writes, 1 conn"
 	downloadName  = "download"
 	uploadName    = "upload"

@@ -20,10 +20,12 @@
 // Where things are: ways*.go are the ways to a target, place.go where they run, gauges.go and
 // links.go what is measured of each, client.go how, usage.go what the kernel knows of it;
 // stalled.go has the stalled readers, storm.go the storm; peers*.go is the target and the relays,
-// which are this program again; report.go what a run has found, tables.go how it is shown.
+// which are this program again; report.go what a run has found, tables.go how it is shown,
+// budgets.go what was promised, pages.go how it gets into documents, plots.go how it is drawn.
 package main
 
 import (
+	"cmp"
 	"errors"
 	"flag"
 	"fmt"
@@ -47,10 +49,10 @@ func main() {
 	flag.StringVar(&o.rows, "rows", "", "the rows alone whose names match this regular expression; one that cannot be measured is an error")
 	flag.StringVar(&o.links, "link", "", "this link alone: "+linkNames())
 	flag.BoolVar(&o.long, "long", false, "more rounds, all links, and everybody over them")
-	flag.IntVar(&b.rounds, "rounds", 0, "rounds of speed, cost and links, if not 2, or 4 with -long; over links there are half as many")
-	flag.DurationVar(&b.time, "time", 400*time.Millisecond, "how long each measurement of them takes; over links it is a multiple")
+	flag.IntVar(&b.rounds, "rounds", 0, "rounds of speed and cost, if not 2, or 4 with -long; over links there is one")
+	flag.DurationVar(&b.time, "time", 0, "how long each measurement of them takes, if not 300ms, or 500ms with -long; over links it is a multiple")
 	flag.IntVar(&o.edges, "edges", 5000, "edges of the storm")
-	flag.StringVar(&o.to, "json", "", "write what was measured to this file, such as "+jsonPath)
+	flag.StringVar(&o.to, "json", "", "write what was measured to this file, such as "+jsonPath+"; parts that it has of the same commit and machine stay")
 	flag.BoolVar(&o.dirty, "dirty", false, "write it even if it is not what a commit holds")
 	page := flag.Bool("render", false, "write the pages from "+jsonPath+"; without -json nothing is measured")
 	all := flag.Bool("all", false, "a peer listens at all addresses: it has a network of its own")
@@ -60,10 +62,12 @@ func main() {
 	case role != "":
 		err = playRole(*all, role, flag.Args()[1:])
 	case *page && o.to == "":
-		err = renderPages()
+		if b.top, err = repository(); err == nil {
+			err = renderPages(b.top)
+		}
 	default:
 		if err = measure(b, o); *page && (err == nil || errors.Is(err, errNotKept)) {
-			err = errors.Join(err, renderPages())
+			err = errors.Join(err, renderPages(b.top))
 		}
 	}
 	if err != nil {
@@ -84,23 +88,22 @@ type options struct {
 // rows to choose from.
 func (o options) wants(part string) bool {
 	if o.part == "" {
-		return part != "stalled" && part != "storm" || o.rows == "" && o.ways == ""
+		return part != stalledPart && part != stormPart || o.rows == "" && o.ways == ""
 	}
 	return o.part == part
 }
 
-func parts() []string { return []string{"speed", "cost", "links", "stalled", "storm"} }
+func parts() []string { return []string{speedPart, costPart, "links", stalledPart, stormPart} }
 
 func measure(b *bench, o options) (err error) {
 	if o.part != "" && !slices.Contains(parts(), o.part) {
 		return fmt.Errorf("there is no part %q", o.part)
 	}
-	if b.rounds == 0 {
-		b.rounds = 2
-		if o.long {
-			b.rounds = 4
-		}
+	rounds, d := 2, 300*time.Millisecond
+	if o.long {
+		rounds, d = 4, 500*time.Millisecond
 	}
+	b.rounds, b.time, b.long = cmp.Or(b.rounds, rounds), cmp.Or(b.time, d), o.long
 	defer b.close()
 	if err = b.prepare(); err != nil {
 		return err
@@ -120,10 +123,13 @@ func measure(b *bench, o options) (err error) {
 			break
 		}
 	}
-	if err == nil && o.wants("stalled") {
+	if err == nil && o.rows == "" && o.wants(costPart) {
+		err = b.weighBinary()
+	}
+	if err == nil && o.wants(stalledPart) {
 		err = b.stalled()
 	}
-	if (err == nil || errors.Is(err, errNotKept)) && o.wants("storm") {
+	if (err == nil || errors.Is(err, errNotKept)) && o.wants(stormPart) {
 		err = errors.Join(err, b.storm(o.edges))
 	}
 	b.report.print(os.Stdout)
@@ -136,21 +142,31 @@ func measure(b *bench, o options) (err error) {
 	return err
 }
 
+// weighBinary notes the size of the program.
+func (b *bench) weighBinary() error {
+	st, err := os.Stat(b.program)
+	if err == nil {
+		b.report.addWay(ways()[0], b, nil)
+		b.report.row(costPart, figure{binaryName, "MB", 1, true}).of(ours).sample(float64(st.Size()) / 1e6)
+	}
+	return err
+}
+
 // comparisons are what was asked for of speed, cost and links.
 func (b *bench) comparisons(o options) (all []comparison, err error) {
 	here := func() (place, error) { return place{}, nil }
-	if o.wants("speed") {
-		all = append(all, comparison{"speed", ways(), b.speed(), b.rounds, here})
+	if o.wants(speedPart) {
+		all = append(all, comparison{speedPart, ways(), b.speed(), b.rounds, here})
 	}
-	if o.wants("cost") {
-		all = append(all, comparison{"cost", ways(), b.cost(), b.rounds, here})
+	if o.wants(costPart) {
+		all = append(all, comparison{costPart, ways(), b.cost(), b.rounds, here})
 	}
 	for _, q := range qualities() {
 		wanted := o.links == q.name || o.links == "" && (o.long || q.promised)
 		if !o.wants("links") || !wanted {
 			continue
 		}
-		c := comparison{q.name, linkWays(), b.far(), max(1, b.rounds/2), func() (place, error) { return apart(q.Quality) }}
+		c := comparison{q.name, linkWays(), b.far(), 1, func() (place, error) { return apart(q.Quality) }}
 		if !o.long && o.ways == "" {
 			c.ways = slices.DeleteFunc(c.ways, func(w way) bool { return w.id != ours && w.id != direct })
 		}
@@ -184,17 +200,16 @@ type bench struct {
 	ca       *auth.CA
 	rounds   int
 	time     time.Duration // of one measurement
+	long     bool          // whether to take one's time
 	report   *report
 	folders  []string
 }
 
 // prepare makes what every way needs.
-func (b *bench) prepare() error {
-	out, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "tunnel").Output()
-	if err != nil {
-		return fmt.Errorf("finding the repository: %w", err)
+func (b *bench) prepare() (err error) {
+	if b.top, err = repository(); err != nil {
+		return err
 	}
-	b.top = strings.TrimSpace(string(out))
 	if b.dir, err = os.MkdirTemp("", "tunnel-bench-"); err != nil {
 		return err
 	}
@@ -203,6 +218,15 @@ func (b *bench) prepare() error {
 		return err
 	}
 	return b.certify()
+}
+
+// repository returns the folder of the module.
+func repository() (string, error) {
+	out, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "tunnel").Output()
+	if err != nil {
+		return "", fmt.Errorf("finding the repository: %w", err)
+	}
+	return strings.TrimSpace(string(out)), nil
 }
 
 func (b *bench) close() {

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bufio"
+	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -23,7 +24,6 @@ type report struct {
 	Dirty   bool `json:",omitempty"` // whether something was measured that no commit holds
 	Machine machine
 	Go      string
-	Binary  string // size, stripped
 	Rounds  int
 	Edges   int `json:",omitempty"` // of the storm
 	Ways    []peer
@@ -34,6 +34,7 @@ type machine struct {
 	CPU    string
 	Cores  int
 	Kernel string
+	TCP    string // its congestion control
 }
 
 // peer is a way that was measured, or was to be.
@@ -68,7 +69,7 @@ func (b *bench) newReport() (*report, error) {
 	if err != nil {
 		return nil, err
 	}
-	st, err := os.Stat(b.program)
+	congestion, err := os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control")
 	if err != nil {
 		return nil, err
 	}
@@ -78,8 +79,8 @@ func (b *bench) newReport() (*report, error) {
 	}
 	return &report{
 		Date: time.Now().UTC().Format(time.DateOnly), Commit: commit, Dirty: changes != "",
-		Machine: machine{processor(), runtime.NumCPU(), unix.ByteSliceToString(name.Release[:])},
-		Go:      runtime.Version(), Binary: fmt.Sprintf("%.1f MiB", float64(st.Size())/mib), Rounds: b.rounds,
+		Machine: machine{processor(), runtime.NumCPU(), unix.ByteSliceToString(name.Release[:]), strings.TrimSpace(string(congestion))},
+		Go:      runtime.Version(), Rounds: b.rounds,
 	}, nil
 }
 
@@ -186,10 +187,37 @@ func round(v float64) float64 {
 	return math.Round(v/unit) * unit
 }
 
+// keep takes over what another report has of parts that this one has not.
+func (r *report) keep(old *report) {
+	parts := r.parts()
+	for _, w := range old.Rows {
+		if !slices.Contains(parts, w.Part) {
+			r.Rows = append(r.Rows, w)
+		}
+	}
+	order := []string{speedPart, costPart}
+	for _, q := range qualities() {
+		order = append(order, q.name)
+	}
+	order = append(order, stalledPart, stormPart)
+	slices.SortStableFunc(r.Rows, func(a, b *row) int { return slices.Index(order, a.Part) - slices.Index(order, b.Part) })
+	for _, p := range old.Ways {
+		if !slices.ContainsFunc(r.Ways, func(o peer) bool { return o.ID == p.ID }) {
+			r.Ways = append(r.Ways, p)
+		}
+	}
+	r.Edges = cmp.Or(r.Edges, old.Edges)
+}
+
 // measured reports whether there is a figure at all.
 func (v *value) measured() bool { return v != nil && (v.Error == "" || v.Max != 0) }
 
+// write writes the JSON document. What that has of parts that were not measured this time
+// stays, if it is of the same commit and machine.
 func (r *report) write(path string) error {
+	if old, err := readReport(path); err == nil && old.Commit == r.Commit && old.Dirty == r.Dirty && old.Machine == r.Machine {
+		r.keep(old)
+	}
 	text, err := json.MarshalIndent(r, "", "\t")
 	if err != nil {
 		return err

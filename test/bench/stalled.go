@@ -20,6 +20,15 @@ const (
 	minRatio = 0.9
 )
 
+// keptName is the name of a figure, before that of the stalling.
+const keptName = "part of its throughput that a conn keeps, chunks of "
+
+func ends() []string { return []string{"cloud", "edge"} }
+
+func growthName(end string, s stalling) string {
+	return fmt.Sprintf("growth of the %s, chunks of %s", end, s.name)
+}
+
 // errNotKept says that something was measured, and is not as promised.
 var errNotKept = errors.New("a promise is not kept")
 
@@ -30,17 +39,24 @@ type stalling struct {
 	rounds int // alone and beside them, in turn
 }
 
-func stallings() []stalling {
-	const rounds = 8
-	return []stalling{
+// stallings are all of them, or those that do not take long, and fewer rounds.
+func stallings(long bool) []stalling {
+	rounds := 4
+	if long {
+		rounds = 8
+	}
+	all := []stalling{
 		{"32 KiB", order{Kind: orderFlood, Chunk: 32 << 10}, rounds},
 		{"1 KiB", order{Kind: orderFlood, Chunk: 1 << 10}, rounds},
 		{"16 B", order{Kind: orderFlood, Chunk: 16}, rounds - 2}, // they take long to fill a window
 		// As fast as they are taken, small writes leave together. One at a time they
 		// stay what they are, and cost the most.
 		{"1 KiB, paced", order{Kind: orderFlood, Chunk: 1 << 10, Pace: 250}, 1},
-		{"16 B, paced", order{Kind: orderFlood, Chunk: 16, Pace: 2500}, 1},
 	}
+	if long {
+		all = append(all, stalling{"16 B, paced", order{Kind: orderFlood, Chunk: 16, Pace: 2500}, 1})
+	}
+	return all
 }
 
 // outcome is a row of the table.
@@ -54,7 +70,7 @@ type outcome struct {
 // stalled measures what stalled readers cost, and fails when that is too much.
 func (b *bench) stalled() error {
 	var outcomes []outcome
-	for _, s := range stallings() {
+	for _, s := range stallings(b.long) {
 		o, err := b.stall(s)
 		if err == nil && o.slow() {
 			// Others use this machine too: twice the rounds before it is believed.
@@ -197,14 +213,14 @@ func (t *tunnel) waitEmpty() error {
 func (b *bench) tell(outcomes []outcome) {
 	b.report.addWay(ways()[0], b, nil)
 	for _, o := range outcomes {
-		kept := b.report.row("stalled", figure{name: "part of its throughput that a conn keeps, chunks of " + o.name}).of(ours)
+		kept := b.report.row(stalledPart, figure{name: keptName + o.name}).of(ours)
 		for i := range o.alone {
 			kept.sample(o.beside[i] / o.alone[i])
 		}
 		kept.Median = round(o.ratio()) // what is judged
 		for i, growth := range []int64{o.cloud, o.edge} {
-			f := figure{fmt.Sprintf("growth of the %s, chunks of %s", []string{"cloud", "edge"}[i], o.name), "MiB", 1, true}
-			b.report.row("stalled", f).of(ours).sample(float64(growth) / mib)
+			f := figure{growthName(ends()[i], o.stalling), "MiB", 1, true}
+			b.report.row(stalledPart, f).of(ours).sample(float64(growth) / mib)
 		}
 	}
 }

@@ -11,7 +11,6 @@ import (
 
 // Names of the storm's figures.
 const (
-	stormPart     = "storm"
 	nodeName      = "memory of the cloud for an idle node"
 	stormBackName = "all edges are back after"
 )
@@ -32,7 +31,7 @@ func (b *bench) storm(edges int) error {
 	if err != nil {
 		return fmt.Errorf("the storm has found nothing: %w", errors.Join(ended, err))
 	}
-	var s struct{ PerNode, Peak, Half, Most, All float64 }
+	var s struct{ PerNode, Peak, Half, Most, All, JoinCPU, JoinWire, IdleWire float64 }
 	if err := json.Unmarshal(text, &s); err != nil {
 		return err
 	}
@@ -43,7 +42,9 @@ func (b *bench) storm(edges int) error {
 	b.report.add(stormPart, []figure{
 		{nodeName, "KiB", 1, true}, {"memory of the cloud at its peak", "MiB", 1, true},
 		{"half of the edges are back after", "s", 1, true}, {"99 % are back after", "s", 1, true}, {stormBackName, "s", 1, true},
-	}, ours, []float64{s.PerNode / 1024, s.Peak / mib, s.Half, s.Most, s.All}, nil)
+		{"CPU of the cloud for an edge that comes back", "ms", 1, true}, {"wire bytes for an edge that comes back", "KiB", 1, true},
+		{"wire bytes of an idle node", "B/s", 1, true},
+	}, ours, []float64{s.PerNode / 1024, s.Peak / mib, s.Half, s.Most, s.All, s.JoinCPU * milli, s.JoinWire / 1024, s.IdleWire}, nil)
 	b.report.Edges = edges
 	return ended
 }

@@ -1,12 +1,10 @@
 package main
 
 import (
-	"bytes"
-	"encoding/json"
 	"fmt"
 	"io"
 	"math"
-	"os"
+	"slices"
 	"strings"
 	"text/tabwriter"
 )
@@ -21,18 +19,34 @@ func (r *report) present() (present []peer) {
 	return present
 }
 
-// ratios are rows of ours divided by theirs, below a row of titles.
-func (r *report) ratios() [][]string {
-	table := [][]string{{"tunnel :"}}
+// of returns the rows of a part, and the ways that are in them.
+func (r *report) of(part string) (rows []*row, present []peer) {
+	for _, w := range r.Rows {
+		if w.Part == part {
+			rows = append(rows, w)
+		}
+	}
 	for _, p := range r.present() {
+		if slices.ContainsFunc(rows, func(w *row) bool { return w.Values[p.ID] != nil }) {
+			present = append(present, p)
+		}
+	}
+	return rows, present
+}
+
+// ratios are rows of ours divided by theirs, below a row of titles.
+func (r *report) ratios(part string) [][]string {
+	rows, present := r.of(part)
+	table := [][]string{{"tunnel :"}}
+	for _, p := range present {
 		if p.ID != ours {
 			table[0] = append(table[0], p.Name)
 		}
 	}
-	for _, w := range r.Rows {
+	for _, w := range rows {
 		cells, any := []string{w.title()}, false
 		mine := w.Values[ours]
-		for _, p := range r.present() {
+		for _, p := range present {
 			theirs := w.Values[p.ID]
 			switch {
 			case p.ID == ours:
@@ -53,14 +67,15 @@ func (r *report) ratios() [][]string {
 }
 
 // figures are the medians, with the least and the most, below a row of titles.
-func (r *report) figures() [][]string {
+func (r *report) figures(part string) [][]string {
+	rows, present := r.of(part)
 	table := [][]string{{"", "unit"}}
-	for _, p := range r.present() {
+	for _, p := range present {
 		table[0] = append(table[0], p.Name)
 	}
-	for _, w := range r.Rows {
+	for _, w := range rows {
 		cells := []string{w.title(), w.Unit}
-		for _, p := range r.present() {
+		for _, p := range present {
 			cells = append(cells, w.Values[p.ID].String())
 		}
 		table = append(table, cells)
@@ -104,18 +119,32 @@ func digits(v float64) string {
 // less is what the tables say of themselves.
 const less = "less is better where there is a ↓"
 
-// print writes both tables to a terminal.
+// print writes the tables to a terminal.
 func (r *report) print(w io.Writer) {
-	if len(r.Rows) == 0 {
-		return
+	fmt.Fprintf(w, "\nMedians, and the least and the most; %s\n", less)
+	for _, part := range r.parts() {
+		fmt.Fprintf(w, "\n%s\n", part)
+		columns(w, r.figures(part))
+		if ratios := r.ratios(part); len(ratios) > 1 {
+			fmt.Fprintln(w)
+			columns(w, ratios)
+		}
 	}
-	fmt.Fprintf(w, "\nThe tunnel as a multiple of the others; %s\n", less)
-	columns(w, r.ratios())
-	fmt.Fprintf(w, "\nMedians of %d rounds, and the least and the most; %s\n", r.Rounds, less)
-	columns(w, r.figures())
+	fmt.Fprintln(w, "\nbudgets")
+	columns(w, slices.DeleteFunc(r.promised(), func(cells []string) bool { return slices.Contains(cells, notMeasured) }))
 	for _, f := range r.failures() {
 		fmt.Fprintln(w, f)
 	}
+}
+
+// parts are those that were measured.
+func (r *report) parts() (all []string) {
+	for _, w := range r.Rows {
+		if !slices.Contains(all, w.Part) {
+			all = append(all, w.Part)
+		}
+	}
+	return all
 }
 
 func columns(w io.Writer, table [][]string) {
@@ -134,67 +163,11 @@ func (r *report) failures() (all []string) {
 		}
 		for _, w := range r.Rows {
 			if v := w.Values[p.ID]; v != nil && v.Failed > 0 {
-				all = append(all, fmt.Sprintf("%s, %s: failed in %d of %d rounds: %s", p.Name, w.Name, v.Failed, r.Rounds, v.Error))
+				all = append(all, fmt.Sprintf("%s, %s, %s: failed %d×: %s", p.Name, w.Part, w.Name, v.Failed, v.Error))
 			}
 		}
 	}
 	return all
-}
-
-const (
-	jsonPath = "docs/benchmarks/bench.json"
-	pagePath = "docs/benchmarks/README.md"
-)
-
-// renderPages writes the page from the JSON document.
-func renderPages() error {
-	text, err := os.ReadFile(jsonPath)
-	if err != nil {
-		return err
-	}
-	page, err := render(text)
-	if err != nil {
-		return err
-	}
-	return os.WriteFile(pagePath, page, 0o644) //nolint:gosec // it is to be read
-}
-
-// render returns the page.
-func render(document []byte) ([]byte, error) {
-	r := new(report)
-	if err := json.Unmarshal(document, r); err != nil {
-		return nil, err
-	}
-	var b bytes.Buffer
-	fmt.Fprintf(&b, `# What a conn costs, beside what else could be had
-
-This page is made from [bench.json](bench.json) by `+"`go run ./test/bench -render`"+`, and that by `+"`go run ./test/bench -json %s`"+`.
-Both ends of each way, its target and the client are processes of their own, on the loopback of one machine; the ways take turns. Absolute figures
-do not carry over to other machines; ratios do, to some degree.
-
-The cloud is the end that clients connect to, the edge the one that dials the target. Konnectivity is asked by HTTP CONNECT over a unix socket,
-the others over TCP. Small writes are 128 bytes, 1,000 a second on each conn; wire bytes are what TCP carries both ways, and %d of headers for
-each packet.
-
-Measured on %s at %.12s: %s, %d processors, Linux %s, %s. The binary has %s.
-
-`, jsonPath, headers, r.Date, r.Commit, r.Machine.CPU, r.Machine.Cores, r.Machine.Kernel, r.Go, r.Binary)
-	if r.Dirty {
-		b.WriteString("The tree differed from that commit.\n\n")
-	}
-	for _, p := range r.present() {
-		if p.Version != "" {
-			fmt.Fprintf(&b, "- %s: %s\n", p.Name, p.Version)
-		}
-	}
-	fmt.Fprintf(&b, "\n## The tunnel as a multiple of the others\n\nMedians divided by medians; %s.\n\n", less)
-	markdown(&b, r.ratios())
-	fmt.Fprintf(&b, "\n## Figures\n\nMedians of %d rounds, and the least and the most; %s.\n\n", r.Rounds, less)
-	markdown(&b, r.figures())
-	if failures := r.failures(); len(failures) > 0 {
-		fmt.Fprintf(&b, "\n## What has failed\n\n- %s\n", strings.Join(failures, "\n- "))
-	}
-	return b.Bytes(), nil
 }
 
 func markdown(w io.Writer, table [][]string) {

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"errors"
 	"strings"
 	"testing"
@@ -9,7 +8,7 @@ import (
 
 // sampled is what a run of two rounds might say.
 func sampled() *report {
-	r := &report{Date: "2026-01-31", Commit: "0123456789abcdef", Machine: machine{"a processor", 2, "6.1"}, Go: "go1.26", Binary: "30.0 MiB", Rounds: 2}
+	r := &report{Date: "2026-01-31", Commit: "0123456789abcdef", Machine: machine{"a processor", 2, "6.1", "cubic"}, Go: "go1.26", Rounds: 2}
 	r.Ways = []peer{{ID: ours, Name: "tunnel"}, {ID: "tcp", Name: "two TCP hops"}, {ID: "stock", Name: "a stock", Version: "v1.2.3"}, {ID: "away", Name: "another", Missing: "it is not there"}}
 	rate, times := []figure{{"download", "MiB/s", 1, false}}, []figure{{"p50", "µs", 1, true}, {"p99", "µs", 1, true}}
 	alone := []figure{{"growth", "MiB", 1, true}}
@@ -31,12 +30,12 @@ func TestTables(t *testing.T) {
 		got  [][]string
 		want string
 	}{
-		"ratios": {sampled().ratios(), `
+		"ratios": {sampled().ratios("speed"), `
 tunnel :|two TCP hops|a stock
 download|0.50|4.00
 p50 ↓|1.50|it fails
 p99 ↓|0.73|it fails`},
-		"figures": {sampled().figures(), `
+		"figures": {sampled().figures("speed"), `
 |unit|tunnel|two TCP hops|a stock
 download|MiB/s|1000 (900–1100)|2000 (2000–2000)|250 (250–250), failed 1×
 p50 ↓|µs|30.0 (30.0–30.0)|20.0 (20.0–20.0)|fails
@@ -50,34 +49,6 @@ growth ↓|MiB|0.00 (0.00–0.00)||`},
 		if got.String() != c.want {
 			t.Errorf("%s:%s\nwant:%s", name, got.String(), c.want)
 		}
-	}
-}
-
-// The page comes from the document alone, so nothing of a report may be lost on the way.
-func TestRender(t *testing.T) {
-	r := sampled()
-	document, err := json.Marshal(r)
-	if err != nil {
-		t.Fatal(err)
-	}
-	page, err := render(document)
-	if err != nil {
-		t.Fatal(err)
-	}
-	var tables strings.Builder
-	markdown(&tables, r.ratios())
-	wants := []string{
-		tables.String(), "on 2026-01-31 at 0123456789ab: a processor, 2 processors, Linux 6.1, go1.26.", "- a stock: v1.2.3\n",
-		"| p99 ↓ | µs | 90.0 (90.0–90.0) | 124 (124–124) | fails |\n", "- another is missing: it is not there\n",
-		"- a stock, download: failed in 1 of 2 rounds: reset\n", "- a stock, p50: failed in 2 of 2 rounds: i/o timeout\n",
-	}
-	for _, want := range wants {
-		if !strings.Contains(string(page), want) {
-			t.Errorf("the page has no %q:\n%s", want, page)
-		}
-	}
-	if differs := "The tree differed"; strings.Contains(string(page), differs) {
-		t.Error("the page of a commit says:", differs)
 	}
 }
 

@@ -23,7 +23,8 @@ type Quality struct {
 }
 
 const (
-	// maxQueued is how many packets of one direction may be under way: memory has an end.
+	// maxQueued is how many packets of one direction may be under way, and wait for us to read
+	// them: memory has an end. A device's usual 500 lose part of every burst over a long link.
 	maxQueued = 1 << 15
 	// maxWait is how long a packet may wait for those before it at the link's rate; a router
 	// whose buffer is full drops it.
@@ -49,7 +50,7 @@ func NewLink(networks [2]*Network, addresses [2]netip.Prefix, mtu int, q Quality
 		if l.ends[i], err = newTUN(n, "link"); err == nil {
 			err = errors.Join(
 				n.IP(fmt.Sprintf("addr add %s dev link", addresses[i])),
-				n.IP(fmt.Sprintf("link set dev link up mtu %d", mtu)))
+				n.IP(fmt.Sprintf("link set dev link up mtu %d txqueuelen %d", mtu, maxQueued)))
 		}
 		if err != nil {
 			l.Close()

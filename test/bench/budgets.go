@@ -1,0 +1,133 @@
+package main
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// budget is what was promised before it was measured.
+type budget struct {
+	what      string
+	part, row string
+	than      string // id of the way whose multiple it is; "": it is absolute
+	least     bool   // at least so much, else at most
+	bound     float64
+}
+
+// budgets are all of them, those of one kind next to each other.
+func budgets() (all []budget) {
+	for _, name := range []string{downloadName, uploadName} {
+		for _, conns := range []int{1, 8} {
+			for _, than := range []struct {
+				id    string
+				bound float64
+			}{{"tls", 0.8}, {"konnectivity", 3}, {"yamux", 1.1}, {"ssh", 1.1}} {
+				all = append(all, budget{"throughput, 1 and 8 conns", speedPart, withConns(name, conns), than.id, true, than.bound})
+			}
+		}
+	}
+	all = append(all,
+		budget{"round trip", speedPart, roundTripName, "tls", false, 2},
+		budget{"new conns", speedPart, newConnsName, "tcp", true, 0.9},
+		budget{"small writes, 1,000 a second", costPart, oneWriterName, "", false, 1.6},
+		budget{"small requests beside a bulk transfer", name100Loss, besideName, direct, false, 3},
+		budget{"a bulk transfer far away", name100, downloadName, direct, true, 0.8},
+		budget{"a bulk transfer far away", name100, uploadName, direct, true, 0.8},
+	)
+	stalled := fmt.Sprintf("beside %d stalled readers", stalledConns)
+	for _, s := range stallings(true) {
+		if s.rounds > 1 { // one says nothing of speed
+			all = append(all, budget{stalled, stalledPart, keptName + s.name, "", true, minRatio})
+		}
+		for _, end := range ends() {
+			all = append(all, budget{stalled, stalledPart, growthName(end, s), "", false, maxGrowth / mib})
+		}
+	}
+	return append(all,
+		budget{"memory of the cloud, idle", stormPart, nodeName, "", false, 80},
+		budget{"the edge, idle", costPart, edgeIdleName, "", false, 24},
+		budget{"the binary, stripped", costPart, binaryName, "", false, 40},
+		budget{"a replica restarts", stormPart, stormBackName, "", false, 60},
+	)
+}
+
+// verdict returns what was measured, and what becomes of the budget; "" when it was not
+// measured.
+func (p budget) verdict(r *report) (measured float64, state string) {
+	w := r.find(p.part, p.row)
+	if w == nil || !w.Values[ours].measured() {
+		return 0, ""
+	}
+	v := w.Values[ours]
+	switch {
+	case p.than != "" && !w.Values[p.than].measured():
+		return 0, ""
+	case p.than != "":
+		measured = v.Median / w.Values[p.than].Median
+	case p.least:
+		measured = v.Median
+	default:
+		measured = v.Max
+	}
+	over := measured/p.bound - 1
+	if p.least {
+		over = 1 - measured/p.bound
+	}
+	if over <= 0 {
+		return measured, "kept"
+	}
+	return measured, fmt.Sprintf("**missed** by %.0f %%", max(1, 100*over))
+}
+
+const notMeasured = "not measured"
+
+// promised is the table of budgets.
+func (r *report) promised() [][]string {
+	table := [][]string{{"budget", "measured by", "wanted", "is", ""}}
+	last := ""
+	for _, p := range budgets() {
+		what, by := p.what, p.row
+		if what == last {
+			what = ""
+		}
+		last = p.what
+		if p.part == name100 || p.part == name100Loss {
+			by = p.part + ": " + by
+		}
+		wanted := "≤ "
+		if p.least {
+			wanted = "≥ "
+		}
+		wanted += strings.TrimSuffix(strings.TrimSuffix(fmt.Sprintf("%.1f", p.bound), "0"), ".")
+		if p.than != "" {
+			wanted += " × " + nameOf(p.than)
+		} else if w := r.find(p.part, p.row); w != nil && w.Unit != "" {
+			wanted += " " + w.Unit
+		}
+		measured, state := p.verdict(r)
+		is := digits(measured)
+		if state == "" {
+			is, state = "", notMeasured
+		}
+		table = append(table, []string{what, by, wanted, is, state})
+	}
+	return table
+}
+
+// kept says how many budgets are kept.
+func (r *report) kept() string {
+	kept, all := 0, budgets()
+	for _, p := range all {
+		if _, state := p.verdict(r); state == "kept" {
+			kept++
+		}
+	}
+	return fmt.Sprintf("%d of %d", kept, len(all))
+}
+
+// nameOf returns the name of a way.
+func nameOf(id string) string {
+	all := append(linkWays(), ways()...)
+	return all[slices.IndexFunc(all, func(w way) bool { return w.id == id })].name
+}
