@@ -78,6 +78,14 @@ egressSelections:
 					t.Logf("after %v", took.Round(time.Millisecond))
 				})
 			}
+			if mode.address == "InternalIP" { // by name kube-apiserver looks it up itself before it proxies
+				c.step(t, "a machine of the control plane", func(t *testing.T) {
+					eventually(ctx, t, time.Minute, "the answer to name it", func(ctx context.Context) error {
+						_, err := c.kubectl(ctx, "get", "--raw", "/api/v1/nodes/control1:10250/proxy/healthz")
+						return failsWith(err, "control1 is not connected")
+					})
+				})
+			}
 			c.step(t, "edge killed", func(t *testing.T) { egressWithout(ctx, t, tn) })
 		})
 	}
@@ -129,6 +137,10 @@ func prepareEgress(ctx context.Context, t *testing.T, c *cluster) {
 		}
 		err = errors.Join(err, c.apply(ctx, "extension.yaml", "NAME", name, "NODE", node, "DIR", dir))
 	}
+	// A Node that no edge may join as.
+	_, nodeErr := c.kubectlIn(ctx, strings.NewReader(`{"apiVersion": "v1", "kind": "Node", "metadata": {"name": "control1", "labels": {"node-role.kubernetes.io/control-plane": ""}},
+		"status": {"addresses": [{"type": "InternalIP", "address": "10.79.0.9"}, {"type": "Hostname", "address": "control1"}]}}`), "create", "-f", "-")
+	err = errors.Join(err, nodeErr)
 	ca, readErr := os.ReadFile(c.path("pki/ca.crt"))
 	err = errors.Join(err, readErr, c.apply(ctx, "extended.yaml", "CABUNDLE", base64.StdEncoding.EncodeToString(ca)))
 	if err != nil {
