@@ -260,7 +260,9 @@ func (a *Agents) leave(l *agentLink) {
 func (a *Agents) drains(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	l.pub.Leaving.Store(true)
+	if !l.pub.Leaving.Swap(true) {
+		a.log.Info("agent drains", "node", l.pub.Node, "session", l.pub.ID)
+	}
 	all := a.nodes[l.pub.Node]
 	for i := len(all) - 1; i >= 0; i-- {
 		if !all[i].pub.Leaving.Load() {

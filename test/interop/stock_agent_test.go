@@ -1,11 +1,13 @@
 package interop
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"fmt"
 	"io"
 	"net"
+	"net/http"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -79,6 +81,59 @@ func (o *ours) startAgent(t *testing.T, binary string, agentPort int, more ...st
 	return agent, log
 }
 
+// carries returns how many conns to targets a stock agent has, by its metrics; -1: it does
+// not say yet.
+func carries(t testing.TB, health int) int {
+	t.Helper()
+	res, err := http.Get("http://127.0.0.1:" + strconv.Itoa(health) + "/metrics")
+	if err != nil {
+		return -1
+	}
+	defer res.Body.Close()
+	for lines := bufio.NewScanner(res.Body); lines.Scan(); {
+		if n, ok := strings.CutPrefix(lines.Text(), "konnectivity_network_proxy_agent_open_endpoint_connections "); ok {
+			conns, err := strconv.Atoi(n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return conns
+		}
+	}
+	return 0 // it has had none
+}
+
+// dialTo opens a conn and returns how many more the agent with those metrics has since.
+func dialTo(t testing.TB, health int, dial dialer, addr string) (c net.Conn, more int) {
+	t.Helper()
+	before := carries(t, health)
+	c, err := dial(t.Context(), addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { hangUp(c) })
+	if answer, err := say(c, "here"); err != nil || answer != "here" { // it counts when it has told us
+		t.Fatalf("%q, %v", answer, err)
+	}
+	return c, carries(t, health) - before
+}
+
+// through dials until the conn is one of the agent with those metrics.
+func through(t testing.TB, what string, log func() string, health int, dial dialer, addr string) (c net.Conn) {
+	t.Helper()
+	until(t, what, log, func() bool {
+		if carries(t, health) < 0 {
+			return false
+		}
+		var more int
+		c, more = dialTo(t, health, dial, addr)
+		if more != 1 {
+			c.Close()
+		}
+		return more == 1
+	})
+	return c
+}
+
 // works reports whether a byte comes back.
 func works(dial dialer, addr string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
@@ -141,8 +196,31 @@ func TestStockAgent(t *testing.T) {
 		})
 	}
 	t.Run("drains", func(t *testing.T) {
-		agent.Signal(syscall.SIGTERM) // the first one means no more than that
-		time.Sleep(300 * time.Millisecond)
+		dial := all["CONNECT"]
+		health := port(t)
+		another, _ := o.startAgent(t, binary, agentPort, "--health-server-port="+strconv.Itoa(health))
+		c := through(t, "the agent that came later is asked", logs, health, dial, back)
+		another.Signal(syscall.SIGTERM) // the first one means no more than that
+		drains := func(n int, c net.Conn) func() bool {
+			return func() bool {
+				say(c, "well?") // it tells nobody before it has received something
+				return strings.Count(o.pair.CloudLog.String(), "agent drains") == n
+			}
+		}
+		until(t, "the cloud hears of it", logs, drains(1, c))
+		next, more := dialTo(t, health, dial, back)
+		if more != 0 {
+			t.Error("a dial goes to an agent that drains")
+		}
+		if answer, err := say(c, "here"); err != nil || answer != "here" {
+			t.Errorf("a conn of an agent that drains: %q, %v", answer, err)
+		}
+		another.Kill()
+		if answer, err := say(next, "here"); err != nil || answer != "here" {
+			t.Errorf("a conn of the other agent: %q, %v", answer, err)
+		}
+		agent.Signal(syscall.SIGTERM)
+		until(t, "the cloud hears of that, too", logs, drains(2, next))
 		for name, dial := range all { // there is no other
 			if err := works(dial, back); err != nil {
 				t.Errorf("%s: %v", name, err)
@@ -309,13 +387,28 @@ func TestStockServer(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
+		// Another agent of that server, beside the edge: each is as good as the other.
+		health := port(t)
+		o.startAgent(t, stock(t, "agent"), ports[1], "--agent-id=another", "--agent-cert="+o.pair.Path("client.crt"), "--agent-key="+o.pair.Path("client.key"), "--health-server-port="+strconv.Itoa(health))
+		through(t, "the other agent is asked", logs, health, dial, back)
 		edge.Signal(syscall.SIGTERM)
-		time.Sleep(300 * time.Millisecond)
-		if _, err := c.Write([]byte("x")); err != nil {
-			t.Error(err)
+		// By chance they would go there once in 2^20 times.
+		until(t, "all dials go to the other agent", logs, func() bool {
+			for range 20 {
+				if c, more := dialTo(t, health, dial, back); more != 1 {
+					c.Close()
+					return false
+				}
+			}
+			return true
+		})
+		if answer, err := say(c, "here"); err != nil || answer != "here" {
+			t.Errorf("a conn of an edge that drains: %q, %v", answer, err)
 		}
-		if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
-			t.Errorf("a conn of an edge that drains: %v", err)
+		select {
+		case <-edge.Done():
+			t.Error("the edge ends with a conn")
+		default:
 		}
 		c.Close()
 		select {
