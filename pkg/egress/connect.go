@@ -227,6 +227,12 @@ func (c *connectConn) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
+// WriteBuffers writes several pieces in one system call.
+func (c *connectConn) WriteBuffers(v *net.Buffers) (int64, error) {
+	c.apart.wait()
+	return v.WriteTo(c.Conn)
+}
+
 // The ways to end a connection, for tunnel.Splice.
 
 // CloseWrite ends our direction.

@@ -45,16 +45,21 @@ type packet struct {
 	err      string // DIAL_RSP, CLOSE_RSP
 	data     []byte // DATA; part of buffer when it was received
 
-	buffer mem.Buffer // received: what holds data, until free
+	buffer mem.Buffer      // received: what holds data, until free
+	slice  mem.BufferSlice // to be sent in place of data, uncopied; until it is encoded
 }
 
-// free gives back what the data of a received packet is in.
+// free gives back what the data of a packet is in.
 func (p *packet) free() {
 	if p.buffer != nil {
 		p.buffer.Free()
 	}
-	p.buffer, p.data = nil, nil
+	p.slice.Free()
+	p.buffer, p.data, p.slice = nil, nil, nil
 }
+
+// length is how many bytes of data it has.
+func (p *packet) length() int { return len(p.data) + p.slice.Len() }
 
 // The payloads of a packet: the number of the field in Packet, and of the fields in the
 // payload; 0 where it has none.
@@ -95,26 +100,30 @@ func (p *packet) head(b []byte) []byte {
 	str(l.err, p.err)
 	num(l.connID, p.connID)
 	num(l.random, p.random)
-	if l.data != 0 && len(p.data) > 0 {
-		in = protowire.AppendVarint(protowire.AppendTag(in, l.data, protowire.BytesType), uint64(len(p.data)))
+	n := p.length()
+	if l.data != 0 && n > 0 {
+		in = protowire.AppendVarint(protowire.AppendTag(in, l.data, protowire.BytesType), uint64(n))
 	}
 	if p.typ != 0 {
 		b = protowire.AppendVarint(protowire.AppendTag(b, typeField, protowire.VarintType), uint64(p.typ)) //nolint:gosec // a few
 	}
-	b = protowire.AppendVarint(protowire.AppendTag(b, l.field, protowire.BytesType), uint64(len(in)+len(p.data)))
+	b = protowire.AppendVarint(protowire.AppendTag(b, l.field, protowire.BytesType), uint64(len(in)+n))
 	return append(b, in...)
 }
 
 // mostHead is enough for the head of a packet with data.
 const mostHead = 48
 
-// encode copies p into a buffer of pool, since gRPC may send it later.
+// encode copies p into a buffer of pool, since gRPC may send it later, and has its slice
+// follow.
 func (p *packet) encode(pool mem.BufferPool) mem.BufferSlice {
 	var small [mostHead]byte
 	head := p.head(small[:0])
 	buf := pool.Get(len(head) + len(p.data))
 	copy((*buf)[copy(*buf, head):], p.data)
-	return mem.BufferSlice{mem.NewBuffer(buf, pool)}
+	all := append(mem.BufferSlice{mem.NewBuffer(buf, pool)}, p.slice...)
+	p.slice = nil
+	return all
 }
 
 var errPacket = errors.New("not a packet of Konnectivity")

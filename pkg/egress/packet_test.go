@@ -3,6 +3,7 @@ package egress
 import (
 	"bytes"
 	"encoding/hex"
+	"strings"
 	"testing"
 
 	"google.golang.org/grpc/mem"
@@ -118,5 +119,27 @@ func TestMostDataFits(t *testing.T) {
 	p := packet{typ: packetData, connID: -1, data: make([]byte, mostData)}
 	if n := len(p.head(nil)) + len(p.data); n > mostPacket {
 		t.Errorf("%d bytes, and %d are accepted", n, mostPacket)
+	}
+}
+
+// What is sent uncopied looks as if it had been copied.
+func TestPacketSlice(t *testing.T) {
+	pool := mem.DefaultBufferPool()
+	for _, parts := range [][]string{{"one"}, {"some", "more"}, {"", strings.Repeat("x", 40000)}} {
+		sliced := packet{typ: packetData, connID: 7}
+		copied := packet{typ: packetData, connID: 7}
+		for _, part := range parts {
+			sliced.slice = append(sliced.slice, mem.SliceBuffer(part))
+			copied.data = append(copied.data, part...)
+		}
+		got, want := sliced.encode(pool), copied.encode(pool)
+		if !bytes.Equal(got.Materialize(), want.Materialize()) {
+			t.Errorf("%d parts: %q", len(parts), got.Materialize())
+		}
+		if sliced.slice != nil {
+			t.Error("the packet still holds what it has given away")
+		}
+		got.Free()
+		want.Free()
 	}
 }

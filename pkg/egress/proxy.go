@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/keepalive"
+	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 
@@ -365,6 +366,23 @@ func (s *proxyStream) Write(b []byte) (n int, err error) {
 		b = b[len(part):]
 	}
 	return n, nil
+}
+
+// WriteSlice sends what a conn of the tunnel has received, uncopied and as one packet. It
+// takes data over.
+func (s *proxyStream) WriteSlice(data mem.BufferSlice) error {
+	s.apart.wait()
+	s.sendMu.Lock()
+	defer s.sendMu.Unlock()
+	p := &packet{typ: packetData, connID: theConn, slice: data}
+	defer p.free()
+	if s.closed || s.deaf.Load() {
+		return &net.OpError{Op: "write", Net: streamAddr{}.Network(), Err: syscall.EPIPE}
+	}
+	if err := s.stream.SendMsg(p); err != nil {
+		return &net.OpError{Op: "write", Net: streamAddr{}.Network(), Err: tunnel.ErrReset}
+	}
+	return nil
 }
 
 // CloseWrite says that the target has ended. The protocol knows nothing less.

@@ -203,15 +203,25 @@ func (c *conn) WriteTo(w io.Writer) (n int64, err error) {
 	}
 }
 
-// writeChunk writes the buffers of a chunk, in one system call where w is a socket; a
-// conn, which w is on the way from one replica to another, takes them over. vec is
+// sliceWriter is a conn that takes gRPC's buffers over, whether it fails or not: on the way
+// from one replica to another, or to a caller that speaks gRPC.
+type sliceWriter interface {
+	WriteSlice(data mem.BufferSlice) error
+}
+
+// buffersWriter is a conn that stands before a socket.
+type buffersWriter interface {
+	WriteBuffers(v *net.Buffers) (int64, error)
+}
+
+// writeChunk writes the buffers of a chunk, in one system call where w is a socket. vec is
 // memory to be used again.
 func writeChunk(w io.Writer, m *incoming, vec *net.Buffers) (int64, error) {
 	data := m.data
-	if c, ok := w.(*conn); ok {
+	if s, ok := w.(sliceWriter); ok {
 		m.data = nil
 		n := int64(data.Len())
-		if err := c.forward(data); err != nil {
+		if err := s.WriteSlice(data); err != nil {
 			return 0, err
 		}
 		return n, nil
@@ -225,6 +235,9 @@ func writeChunk(w io.Writer, m *incoming, vec *net.Buffers) (int64, error) {
 		v = append(v, b.ReadOnlyData())
 	}
 	*vec = v
+	if b, ok := w.(buffersWriter); ok {
+		return b.WriteBuffers(&v)
+	}
 	return v.WriteTo(w)
 }
 

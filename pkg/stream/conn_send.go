@@ -183,9 +183,9 @@ func (c *conn) ReadFrom(src io.Reader) (n int64, err error) {
 	}
 }
 
-// forward sends the payload of a chunk that another conn has received, uncopied. It
+// WriteSlice sends the payload of a chunk that another conn has received, uncopied. It
 // takes data over.
-func (c *conn) forward(data mem.BufferSlice) error {
+func (c *conn) WriteSlice(data mem.BufferSlice) error {
 	if !c.flow.wait(c.writeDone) {
 		data.Free()
 		return c.opError("write", c.writeError())
