@@ -80,6 +80,13 @@ func (c *cluster) command(ctx context.Context, name string, args ...string) *exe
 	return cmd
 }
 
+// inside is a command within a node.
+func (c *cluster) inside(ctx context.Context, node string, args ...string) *exec.Cmd {
+	cmd := c.command(ctx, filepath.Join(c.scripts, "innode.sh"), append([]string{node}, args...)...)
+	cmd.Env = append(cmd.Env, "CLUSTER_HOME="+c.home)
+	return cmd
+}
+
 // kubectl runs kubectl to its end and returns what it printed on stdout.
 func (c *cluster) kubectl(ctx context.Context, args ...string) (string, error) {
 	return run(c.command(ctx, "kubectl", args...), nil)

@@ -53,13 +53,7 @@ func TestEgress(t *testing.T) {
 			"/ca.crt, clientCert: " + pki + "/egress-client.crt, clientKey: " + pki + "/egress-client.key}}", "InternalIP"},
 	} {
 		t.Run(mode.name, func(t *testing.T) {
-			tn.write(t, "selector.yaml", `apiVersion: apiserver.k8s.io/v1beta1
-kind: EgressSelectorConfiguration
-egressSelections:
-- name: cluster
-  connection: {proxyProtocol: `+mode.protocol+`, transport: {`+mode.transport+`}}
-`)
-			if err := c.script(ctx, "apiserver.sh", "kubelet-ca", "--egress-selector-config-file="+filepath.Join(tn.dir, "selector.yaml"),
+			if err := c.script(ctx, "apiserver.sh", "kubelet-ca", tn.selector(t, mode.protocol, mode.transport),
 				"--kubelet-preferred-address-types="+mode.address); err != nil {
 				t.Fatal(err)
 			}
@@ -87,6 +81,55 @@ egressSelections:
 				})
 			}
 			c.step(t, "edge killed", func(t *testing.T) { egressWithout(ctx, t, tn) })
+		})
+	}
+	t.Run("addresses of Services", func(t *testing.T) { clusterIPs(ctx, t, tn) })
+}
+
+// selector writes an EgressSelectorConfiguration, and returns the flag that names it.
+func (tn *tunnel) selector(t *testing.T, protocol, transport string) string {
+	t.Helper()
+	tn.write(t, "selector.yaml", `apiVersion: apiserver.k8s.io/v1beta1
+kind: EgressSelectorConfiguration
+egressSelections:
+- name: cluster
+  connection: {proxyProtocol: `+protocol+`, transport: {`+transport+`}}
+`)
+	return "--egress-selector-config-file=" + filepath.Join(tn.dir, "selector.yaml")
+}
+
+// clusterIPs has kube-apiserver dial the addresses of Services, behind which kube-proxy has the pods: without aggregator routing
+// it does not ask which they are. Any node will do for such an address, and nothing routes from one node to the pods of the other,
+// so only the node with the pod is connected.
+func clusterIPs(ctx context.Context, t *testing.T, tn *tunnel) {
+	c := tn.c
+	selector := tn.selector(t, "GRPC", "uds: {udsName: "+tn.dir+"/egress-grpc.sock}")
+	if err := c.script(ctx, "apiserver.sh", "kubelet-ca", selector, "--enable-aggregator-routing=false"); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range c.nodes {
+		tn.edges[n].kill(t)
+		tn.write(t, n+".toml", strings.Replace(tn.read(t, n+".toml"), "[mode.edge]\n", "[mode.edge]\nallow = [\"self:*\", \"10.96.0.0/16:*\"]\n", 1))
+	}
+	for i, s := range []struct {
+		name, node string
+		try        func(context.Context, *cluster) error
+	}{{"webhook", "edge1", tryWebhook}, {"aggregated API", "edge2", tryAggregated}} {
+		c.step(t, s.name, func(t *testing.T) {
+			tn.startEdge(ctx, t, s.node)
+			eventually(ctx, t, backAgain, "edge "+s.node+" to be ready", func(ctx context.Context) error { return tn.edgeReady(ctx, s.node) })
+			if i == 0 {
+				if err := s.try(ctx, c); err == nil {
+					t.Error("it can be reached without kube-proxy: the test proves nothing")
+				}
+			}
+			proxy := startDaemon(t, c, "kube-proxy-"+s.node, c.inside(ctx, s.node, filepath.Join(c.home, "bin", "kubeall"), "kube-proxy",
+				"--kubeconfig="+c.path("admin.kubeconfig"), "--hostname-override="+s.node, "--proxy-mode=iptables", "--cluster-cidr=10.88.0.0/16",
+				"--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0s", "--conntrack-tcp-timeout-close-wait=0s"))
+			t.Cleanup(func() { proxy.kill(t) })
+			took := eventually(ctx, t, time.Minute, s.name, func(ctx context.Context) error { return s.try(ctx, c) })
+			t.Logf("after %v", took.Round(time.Millisecond))
+			tn.edges[s.node].kill(t)
 		})
 	}
 }

@@ -199,10 +199,7 @@ func (tn *tunnel) joinsAt(t *testing.T, node, address string) {
 
 func (tn *tunnel) startEdge(ctx context.Context, t *testing.T, node string) {
 	t.Helper()
-	inside := filepath.Join(tn.c.scripts, "innode.sh")
-	cmd := tn.c.command(ctx, inside, node, tn.binary, "edge", "-c", tn.config(node))
-	cmd.Env = append(cmd.Env, "CLUSTER_HOME="+tn.c.home)
-	tn.edges[node] = startDaemon(t, tn.c, node, cmd)
+	tn.edges[node] = startDaemon(t, tn.c, node, tn.c.inside(ctx, node, tn.binary, "edge", "-c", tn.config(node)))
 }
 
 func (tn *tunnel) cloudReady(ctx context.Context) error {
