@@ -130,6 +130,7 @@ func (a *Agents) Run(ctx context.Context) error {
 		grpc.StaticStreamWindowSize(agentWindow),
 		grpc.StaticConnWindowSize(agentWindow),
 		grpc.WaitForHandlers(true),
+		grpc.UnknownServiceHandler(unknownMethod),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second, MaxConnectionIdle: time.Minute}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
 	)
@@ -341,6 +342,14 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	l.mu.Unlock()
 	log.Info("agent left", "err", err)
 	return err
+}
+
+// unknownMethod answers calls of what is not served here. A stranger has had its attempt.
+func unknownMethod(_ any, stream grpc.ServerStream) error {
+	if t, err := agentTransportOf(stream.Context()); err == nil && !t.tried.Swap(true) {
+		t.closeSoon()
+	}
+	return status.Error(codes.Unimplemented, "there is no such method here")
 }
 
 // uniform is what a stranger is told whatever was wrong.

@@ -712,23 +712,37 @@ func TestAgentByCertificate(t *testing.T) {
 	}
 }
 
-// A connection has one attempt.
+// A connection has one attempt, whatever that is.
 func TestAgentRefusedConnection(t *testing.T) {
 	r := newAgentsRig(t, nil)
-	cc, err := grpc.NewClient(r.addr, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12})),
-		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec())))
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer cc.Close()
-	for _, token := range []string{"wrong", "token of n1"} {
-		ctx := metadata.NewOutgoingContext(t.Context(), metadata.Pairs("agentid", "n1", "authorization", "Bearer "+token))
+	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
+	defer cancel()
+	join := func(cc *grpc.ClientConn, token string) error {
+		ctx := metadata.NewOutgoingContext(ctx, metadata.Pairs("agentid", "n1", "authorization", "Bearer "+token))
 		s, err := cc.NewStream(ctx, &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, "/AgentService/Connect")
-		if err == nil {
-			err = s.RecvMsg(new(packet))
+		if err != nil {
+			return err
 		}
-		if status.Code(err) != codes.Unauthenticated {
-			t.Errorf("%s: %v", token, err)
+		return s.RecvMsg(new(packet))
+	}
+	for name, tc := range map[string]struct {
+		first func(cc *grpc.ClientConn) error
+		want  codes.Code
+	}{
+		"a wrong token":  {func(cc *grpc.ClientConn) error { return join(cc, "wrong") }, codes.Unauthenticated},
+		"something else": {func(cc *grpc.ClientConn) error { return cc.Invoke(ctx, "/no.such/Method", new(packet), new(packet)) }, codes.Unimplemented},
+	} {
+		cc, err := grpc.NewClient(r.addr, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12})),
+			grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec())))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer cc.Close()
+		if err := tc.first(cc); status.Code(err) != tc.want {
+			t.Errorf("%s: %v", name, err)
+		}
+		if err := join(cc, "token of n1"); status.Code(err) != codes.Unauthenticated {
+			t.Errorf("behind %s: %v", name, err)
 		}
 	}
 }
