@@ -37,5 +37,5 @@ storm: iproute2 ## 5,000 edges lose their cloud at once: when they are back, and
 	go run ./test/storm -edges $(or $(EDGES),5000)
 
 # 250 addresses are many NATs. The edges share this machine's processors with the cloud, so they come at a pace.
-scale: iproute2 ## what nodes cost by tens of thousands: docs/scale.md (NODES=20000 in REPLICAS=2; three minutes)
-	go run ./test/storm -edges $(or $(NODES),20000) -replicas $(or $(REPLICAS),2) -sources 250 -rate 600
+scale: iproute2 ## what nodes cost by tens of thousands: docs/scale.md (NODES=10000 in REPLICAS=2: two minutes; 30000: six)
+	go run ./test/storm -edges $(or $(NODES),10000) -replicas $(or $(REPLICAS),2) -sources 250 -rate 600

@@ -26,6 +26,7 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"os/signal"
 	"syscall"
 	"time"
 
@@ -101,6 +102,13 @@ func (s *storm) run() (err error) {
 		return err
 	}
 	defer os.RemoveAll(dir) //nolint:errcheck // a folder of temporary files
+	interrupted := make(chan os.Signal, 1)
+	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
+	go func() {
+		<-interrupted
+		os.RemoveAll(dir) //nolint:errcheck // it holds tokens and keys; the processes end with this one
+		os.Exit(1)
+	}()
 	binary, err := rig.Build(dir)
 	if err != nil {
 		return err
