@@ -115,15 +115,20 @@ func (r *report) promised() [][]string {
 	return table
 }
 
-// kept says how many budgets are kept.
+// kept says how many budgets are kept, of those that were measured.
 func (r *report) kept() string {
-	kept, all := 0, budgets()
-	for _, p := range all {
-		if _, state := p.verdict(r); state == "kept" {
+	kept, measured := 0, 0
+	for _, p := range budgets() {
+		switch _, state := p.verdict(r); state {
+		case "":
+		case "kept":
 			kept++
+			fallthrough
+		default:
+			measured++
 		}
 	}
-	return fmt.Sprintf("%d of %d", kept, len(all))
+	return fmt.Sprintf("%d of %d", kept, measured)
 }
 
 // nameOf returns the name of a way.

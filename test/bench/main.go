@@ -50,7 +50,7 @@ func main() {
 	flag.StringVar(&o.links, "link", "", "this link alone: "+linkNames())
 	flag.BoolVar(&o.long, "long", false, "more rounds, all links, and everybody over them")
 	flag.IntVar(&b.rounds, "rounds", 0, "rounds of speed and cost, if not 2, or 4 with -long; over links there is one")
-	flag.DurationVar(&b.time, "time", 0, "how long each measurement of them takes, if not 300ms, or 500ms with -long; over links it is a multiple")
+	flag.DurationVar(&b.time, "time", 0, "how long each measurement of them takes, if not 200ms, or 500ms with -long; over links it is a multiple")
 	flag.IntVar(&o.edges, "edges", 5000, "edges of the storm")
 	flag.StringVar(&o.to, "json", "", "write what was measured to this file, such as "+jsonPath+"; parts that it has of the same commit and machine stay")
 	flag.BoolVar(&o.dirty, "dirty", false, "write it even if it is not what a commit holds")
@@ -99,7 +99,7 @@ func measure(b *bench, o options) (err error) {
 	if o.part != "" && !slices.Contains(parts(), o.part) {
 		return fmt.Errorf("there is no part %q", o.part)
 	}
-	rounds, d := 2, 300*time.Millisecond
+	rounds, d := 2, 200*time.Millisecond
 	if o.long {
 		rounds, d = 4, 500*time.Millisecond
 	}

@@ -152,8 +152,8 @@ func (r *report) quote(ratio bool, part, name, way string) (string, error) {
 
 // tellRun says when, where and with what.
 func (r *report) tellRun(b *bytes.Buffer) {
-	fmt.Fprintf(b, "Measured on %s at commit %.12s: %s, %d processors, Linux %s, %s, %s on loopback and %s over links. Medians of %d rounds; over links there is one.\n",
-		r.Date, r.Commit, r.Machine.CPU, r.Machine.Cores, r.Machine.Kernel, r.Go, r.Machine.TCP, congestion, r.Rounds)
+	fmt.Fprintf(b, "Measured on %s at commit %.12s: %s, %d processors, Linux %s, %s, %s on loopback and %s over links.\n",
+		r.Date, r.Commit, r.Machine.CPU, r.Machine.Cores, r.Machine.Kernel, r.Go, r.Machine.TCP, congestion)
 	if r.Dirty {
 		b.WriteString("**The tree differed from that commit.**\n")
 	}

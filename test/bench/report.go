@@ -24,7 +24,6 @@ type report struct {
 	Dirty   bool `json:",omitempty"` // whether something was measured that no commit holds
 	Machine machine
 	Go      string
-	Rounds  int
 	Edges   int `json:",omitempty"` // of the storm
 	Ways    []peer
 	Rows    []*row
@@ -54,6 +53,7 @@ type row struct {
 // value is what one way has shown in all rounds.
 type value struct {
 	Median, Min, Max float64
+	Rounds           int    `json:",omitempty"` // that they are of
 	Failed           int    `json:",omitempty"` // rounds
 	Error            string `json:",omitempty"` // the first
 
@@ -80,7 +80,7 @@ func (b *bench) newReport() (*report, error) {
 	return &report{
 		Date: time.Now().UTC().Format(time.DateOnly), Commit: commit, Dirty: changes != "",
 		Machine: machine{processor(), runtime.NumCPU(), unix.ByteSliceToString(name.Release[:]), strings.TrimSpace(string(congestion))},
-		Go:      runtime.Version(), Rounds: b.rounds,
+		Go:      runtime.Version(),
 	}, nil
 }
 
@@ -164,13 +164,14 @@ func (w *row) of(id string) *value {
 
 func (v *value) sample(s float64) {
 	v.samples = append(v.samples, s)
+	v.Rounds = len(v.samples)
 	v.Median, v.Min, v.Max = round(median(v.samples)), round(slices.Min(v.samples)), round(slices.Max(v.samples))
 }
 
 // whole returns an error if something could not be measured.
 func (r *report) whole() error {
-	if failures := r.failures(); len(failures) > 0 {
-		return errors.New("something could not be measured: " + strings.Join(failures, "; "))
+	if len(r.failures()) > 0 {
+		return errors.New("something could not be measured, see above")
 	}
 	return nil
 }

@@ -160,6 +160,7 @@ func (r *report) failures() (all []string) {
 	for _, p := range r.Ways {
 		if p.Missing != "" {
 			all = append(all, fmt.Sprintf("%s is missing: %s", p.Name, p.Missing))
+			continue
 		}
 		for _, w := range r.Rows {
 			if v := w.Values[p.ID]; v != nil && v.Failed > 0 {
