@@ -172,6 +172,10 @@ func (r *report) failures() (all []string) {
 }
 
 func markdown(w io.Writer, table [][]string) {
+	if len(table) == 1 {
+		fmt.Fprintln(w, "Nothing was measured.")
+		return
+	}
 	for i, cells := range table {
 		fmt.Fprintf(w, "| %s |\n", strings.Join(cells, " | "))
 		if i == 0 {
