@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"errors"
 	"net"
 	"sync"
 	"syscall"
@@ -43,29 +44,88 @@ func (f far) sessionWindow() int32 {
 // takes turns, conn by conn.
 func (f far) unsent() int {
 	if f {
-		return 32 << 10
+		return 8 << 10
 	}
 	return 128 << 10
 }
 
-// carry readies a new TCP connection to carry a session, and reports whether the link is
-// far: by the round trip of TCP's own handshake.
-func carry(c net.Conn, trip time.Duration) (is far) {
-	sc, ok := c.(syscall.Conn)
+// writeBuffer is what grpc-go gathers before a write, in bytes. It holds the buffer while
+// there is something to write.
+func (f far) writeBuffer() int {
+	if f {
+		return 4 << 10
+	}
+	return 32 << 10
+}
+
+// carrier is a TCP connection that carries a session.
+type carrier struct {
+	*net.TCPConn
+	raw syscall.RawConn
+	far far
+
+	// Owned by Write, which TLS calls one at a time.
+	asked  time.Time
+	isThin bool
+}
+
+// carry readies a new TCP connection to carry a session; one of another kind is left as it
+// is. trip is from where it is far, by the round trip of TCP's own handshake.
+func carry(c net.Conn, trip time.Duration) (net.Conn, far) {
+	tcp, ok := c.(*net.TCPConn)
 	if !ok {
-		return false
+		return c, false
 	}
-	raw, err := sc.SyscallConn()
+	raw, err := tcp.SyscallConn()
 	if err != nil {
-		return false
+		return c, false
 	}
+	all := &carrier{TCPConn: tcp, raw: raw}
 	raw.Control(func(fd uintptr) { //nolint:errcheck // then c is closed, and gRPC will see that
 		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
-			is = time.Duration(info.Rtt)*time.Microsecond >= trip
+			all.far = time.Duration(info.Rtt)*time.Microsecond >= trip
 		}
-		unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, is.unsent()) //nolint:errcheck // others wait longer, no more
+		unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, all.far.unsent()) //nolint:errcheck // others wait longer, no more
+		// grpc-go does this by itself where it sees the *net.TCPConn.
+		unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(keepaliveTimeout.Milliseconds())) //nolint:errcheck // then pings notice
 	})
-	return is
+	return all, all.far
+}
+
+// Write implements net.Conn. The kernel fills its last packet, of up to 64 KiB, whatever it
+// has been told to hold: over a thin link that is half a second. So a thin one gets nothing
+// while it has enough.
+func (c *carrier) Write(b []byte) (int, error) {
+	if bool(c.far) && c.thin() {
+		// poll(2) also has the kernel tell when there is room again, as a write in vain would.
+		err := c.raw.Write(func(fd uintptr) bool {
+			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}, 0) //nolint:gosec // a descriptor
+			return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
+		})
+		if err != nil {
+			return 0, err
+		}
+	}
+	return c.TCPConn.Write(b)
+}
+
+const (
+	// thinRate is below what a link is thin, in bytes a second.
+	thinRate = 2 << 20
+	// rateInterval is how often its rate is asked for.
+	rateInterval = 100 * time.Millisecond
+)
+
+// thin reports whether the link carries little, or is asked to.
+func (c *carrier) thin() bool {
+	if now := time.Now(); now.Sub(c.asked) >= rateInterval {
+		c.asked = now
+		c.raw.Control(func(fd uintptr) { //nolint:errcheck // then c is closed, and Write says so
+			info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
+			c.isThin = err == nil && info.Delivery_rate > 0 && info.Delivery_rate < thinRate
+		})
+	}
+	return c.isThin
 }
 
 // nearListener is a joinListener without the connections from far.

@@ -2,6 +2,7 @@ package stream
 
 import (
 	"context"
+	"io"
 	"net"
 	"testing"
 	"time"
@@ -59,7 +60,7 @@ func TestCarrySetsUnsent(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	if carry(c, farTrip) {
+	if _, far := carry(c, farTrip); far {
 		t.Error("loopback is far")
 	}
 	raw, err := c.(*net.TCPConn).SyscallConn()
@@ -70,5 +71,55 @@ func TestCarrySetsUnsent(t *testing.T) {
 	raw.Control(func(fd uintptr) { unsent, err = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT) })
 	if err != nil || unsent != far(false).unsent() {
 		t.Errorf("%d bytes may be unsent (%v), want %d", unsent, err, far(false).unsent())
+	}
+}
+
+// On a thin link the kernel is given nothing while it has enough, and what is written
+// arrives whole.
+func TestCarrierWrite(t *testing.T) {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer ln.Close()
+	raw, err := net.Dial("tcp", ln.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer raw.Close()
+	peer, err := ln.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer peer.Close()
+	conn, is := carry(raw, 1)
+	c, ok := conn.(*carrier)
+	if !ok || !bool(is) {
+		t.Fatalf("%T, far: %t", conn, is)
+	}
+	c.asked, c.isThin = time.Now().Add(time.Hour), true
+
+	// Nobody reads: in the end a write waits, though the kernel's buffer has room.
+	sent := room(t, c)
+	unsent := func() (n int) {
+		c.raw.Control(func(fd uintptr) { n, err = unix.IoctlGetInt(int(fd), unix.SIOCOUTQNSD) })
+		return n
+	}
+	if n := unsent(); err != nil || n > far(true).unsent()+(16<<10) {
+		t.Errorf("the kernel holds %d bytes that it cannot send (%v)", n, err)
+	}
+	c.SetWriteDeadline(time.Time{})
+	written := make(chan error, 1)
+	go func() {
+		_, err := c.Write(blob(1 << 20)) // waits until there is room again
+		c.CloseWrite()
+		written <- err
+	}()
+	got, err := io.Copy(io.Discard, peer)
+	if err != nil || got != int64(sent)+(1<<20) {
+		t.Errorf("%d bytes arrive (%v), want %d", got, err, sent+(1<<20))
+	}
+	if err := <-written; err != nil {
+		t.Error(err)
 	}
 }

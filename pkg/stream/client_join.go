@@ -45,7 +45,8 @@ func connect(ctx context.Context, address string, conf *tls.Config, software str
 		once.Do(func() { conn, err = raw, nil })
 		return conn, err
 	}
-	opts := append(dialOptions(carry(raw, farTrip)),
+	raw, isFar := carry(raw, farTrip)
+	opts := append(dialOptions(isFar),
 		grpc.WithContextDialer(dial),
 		grpc.WithTransportCredentials(credentials.NewTLS(conf)),
 		grpc.WithUserAgent(software),

@@ -122,9 +122,6 @@ const (
 const (
 	// DefaultMaxConns is how many conns one session may have at once.
 	DefaultMaxConns = 1024
-	// writeBuffer is what grpc-go gathers before a write. It holds the buffer while there is
-	// something to write.
-	writeBuffer = 32 << 10
 	// readBuffer is none: TLS keeps what it has read and nobody has taken. A buffer above
 	// it would be one more copy, and memory of every idle node.
 	readBuffer = 0
@@ -155,7 +152,7 @@ func serverOptions(maxConns int, l Limits, link far) []grpc.ServerOption {
 		grpc.StaticStreamWindowSize(link.streamWindow()),
 		grpc.StaticConnWindowSize(link.sessionWindow()),
 		grpc.ReadBufferSize(readBuffer),
-		grpc.WriteBufferSize(writeBuffer),
+		grpc.WriteBufferSize(link.writeBuffer()),
 		grpc.WaitForHandlers(true),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveCloud, Timeout: keepaliveTimeout}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinTime, PermitWithoutStream: true}),
@@ -175,7 +172,7 @@ func dialOptions(link far) []grpc.DialOption {
 		grpc.WithStaticStreamWindowSize(link.streamWindow()),
 		grpc.WithStaticConnWindowSize(link.sessionWindow()),
 		grpc.WithReadBufferSize(readBuffer),
-		grpc.WithWriteBufferSize(writeBuffer),
+		grpc.WithWriteBufferSize(link.writeBuffer()),
 		grpc.WithMaxHeaderListSize(maxHeaderList),
 		grpc.WithDisableRetry(),
 		grpc.WithDisableServiceConfig(), // nor may DNS configure us

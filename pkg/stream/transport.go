@@ -129,7 +129,8 @@ func (l *joinListener) Accept() (net.Conn, error) {
 			l.refused(raw.RemoteAddr())
 			continue
 		}
-		c := &joiningConn{Conn: raw, far: carry(raw, l.farTrip), release: func() {
+		conn, isFar := carry(raw, l.farTrip)
+		c := &joiningConn{Conn: conn, far: isFar, release: func() {
 			release()
 			<-l.slots
 		}}
