@@ -61,8 +61,9 @@ func (f far) writeBuffer() int {
 // carrier is a TCP connection that carries a session.
 type carrier struct {
 	*net.TCPConn
-	raw syscall.RawConn
-	far far
+	raw  syscall.RawConn
+	trip time.Duration // from where it is far
+	far  far           // owned by Write, once it is in use
 
 	// Owned by Write, which TLS calls one at a time.
 	asked  time.Time
@@ -80,14 +81,12 @@ func carry(c net.Conn, trip time.Duration) (net.Conn, far) {
 	if err != nil {
 		return c, false
 	}
-	all := &carrier{TCPConn: tcp, raw: raw}
+	all := &carrier{TCPConn: tcp, raw: raw, trip: trip}
 	raw.Control(func(fd uintptr) { //nolint:errcheck // then c is closed, and gRPC will see that
 		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
 			all.far = time.Duration(info.Rtt)*time.Microsecond >= trip
 		}
 		unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, all.far.unsent()) //nolint:errcheck // others wait longer, no more
-		// grpc-go does this by itself where it sees the *net.TCPConn.
-		unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(keepaliveTimeout.Milliseconds())) //nolint:errcheck // then pings notice
 	})
 	return all, all.far
 }
@@ -122,10 +121,28 @@ func (c *carrier) thin() bool {
 		c.asked = now
 		c.raw.Control(func(fd uintptr) { //nolint:errcheck // then c is closed, and Write says so
 			info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
+			if err == nil && time.Duration(info.Min_rtt)*time.Microsecond < c.trip {
+				c.far = false                                                                         // a busy machine has made the handshake slow
+				unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, c.far.unsent()) //nolint:errcheck // others wait longer, no more
+				return
+			}
 			c.isThin = err == nil && info.Delivery_rate > 0 && info.Delivery_rate < thinRate
 		})
 	}
 	return c.isThin
+}
+
+// setUserTimeout ends a connection whose peer has not acknowledged something for so long
+// (TCP_USER_TIMEOUT in tcp(7)).
+func setUserTimeout(c *net.TCPConn, d time.Duration) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	cerr := raw.Control(func(fd uintptr) {
+		err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(d.Milliseconds()))
+	})
+	return errors.Join(err, cerr)
 }
 
 // nearListener is a joinListener without the connections from far.

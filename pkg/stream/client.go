@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"crypto/tls"
@@ -44,7 +45,8 @@ type ClientConfig struct {
 	// Dial connects to Address; nil: a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
 
-	replica *asReplica // a replica joins another one; nil: an edge joins the cloud
+	replica *asReplica    // a replica joins another one; nil: an edge joins the cloud
+	farTrip time.Duration // not 0 in tests alone
 }
 
 // asReplica is what is different when a replica joins another one.
@@ -107,6 +109,7 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
 	}
+	cfg.farTrip = cmp.Or(cfg.farTrip, farTrip)
 	cfg.Limits = cfg.Limits.orDefault()
 	if cfg.replica != nil {
 		cfg.Limits = EdgeLimits{Conns: maxConnsHere, Dials: maxConnsHere} // each node has its own, where it is held
@@ -302,7 +305,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	if err != nil {
 		return nil, err
 	}
-	cc, hangUp, err := connect(ctx, c.cfg.Address, conf, c.cfg.Software, c.cfg.Dial)
+	cc, hangUp, err := connect(ctx, c.cfg.Address, conf, c.cfg.Software, c.cfg.Dial, c.cfg.farTrip)
 	if err != nil {
 		return nil, err
 	}

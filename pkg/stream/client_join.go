@@ -28,8 +28,9 @@ type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error
 // connect makes the one TCP connection of a session and the ClientConn around it.
 // The ClientConn never connects again: a second connection could reach another
 // replica, while the session lives on the first. hangUp closes both; gRPC by itself
-// closes only a connection that it has asked for, which it does at the first call.
-func connect(ctx context.Context, address string, conf *tls.Config, software string, dialer dialFunc) (cc *grpc.ClientConn, hangUp func(), err error) {
+// closes only a connection that it has asked for, which it does at the first call. trip is
+// from where the cloud is far.
+func connect(ctx context.Context, address string, conf *tls.Config, software string, dialer dialFunc, trip time.Duration) (cc *grpc.ClientConn, hangUp func(), err error) {
 	dctx, cancel := context.WithTimeout(ctx, joinTimeout)
 	defer cancel()
 	if dialer == nil {
@@ -45,7 +46,14 @@ func connect(ctx context.Context, address string, conf *tls.Config, software str
 		once.Do(func() { conn, err = raw, nil })
 		return conn, err
 	}
-	raw, isFar := carry(raw, farTrip)
+	// grpc-go does this by itself, but does not look behind what carry returns.
+	if tcp, ok := raw.(*net.TCPConn); ok {
+		if err = setUserTimeout(tcp, keepaliveTimeout); err != nil {
+			raw.Close()
+			return nil, nil, fmt.Errorf("dialing the cloud: %w", err)
+		}
+	}
+	raw, isFar := carry(raw, trip)
 	opts := append(dialOptions(isFar),
 		grpc.WithContextDialer(dial),
 		grpc.WithTransportCredentials(credentials.NewTLS(conf)),

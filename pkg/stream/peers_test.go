@@ -145,11 +145,12 @@ func newRelayedRig(t *testing.T) *rig {
 	return r
 }
 
-// eachWay runs a test with conns that are dialled at the replica that holds the node,
-// and with relayed ones.
+// eachWay runs a test with conns that are dialled at the replica that holds the node, over
+// links that count as near and as far, and with relayed ones.
 func eachWay(t *testing.T, test func(t *testing.T, r *rig)) {
 	t.Helper()
 	t.Run("direct", func(t *testing.T) { test(t, newRig(t)) })
+	t.Run("far", func(t *testing.T) { test(t, newRig(t, func(cfg *ServerConfig) { cfg.farTrip = 1 })) })
 	t.Run("relayed", func(t *testing.T) { test(t, newRelayedRig(t)) })
 }
 

@@ -43,7 +43,8 @@ type rig struct {
 	ca       *auth.CA
 	stop     context.CancelFunc // of the server
 	stopped  chan error
-	front    *Peers // of another replica, by which conns are dialled; nil: directly
+	front    *Peers        // of another replica, by which conns are dialled; nil: directly
+	farTrip  time.Duration // of the server, and of edges; 0: the default
 }
 
 // fakeAuth accepts the tokens "token-NODE" and "next-NODE" of every node.
@@ -155,6 +156,7 @@ func newRigOn(t *testing.T, network *memNet, change ...func(*ServerConfig)) *rig
 	for _, f := range change {
 		f(&cfg)
 	}
+	r.farTrip = cfg.farTrip
 	r.server, err = NewServer(cfg, r.dir)
 	if err != nil {
 		t.Fatal(err)
@@ -263,6 +265,7 @@ func (r *rig) clientConfig(node string) ClientConfig {
 		Node:     tunnel.NodeName(node),
 		Token:    func() (auth.Secret, error) { return auth.Secret("token-" + node), nil },
 		Counters: r.edges, Log: r.log.logger().With("end", "edge"), Grace: patience, Software: "test",
+		farTrip: r.farTrip,
 	}
 	if r.net != nil {
 		cfg.Dial = r.net.dial
