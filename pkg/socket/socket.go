@@ -43,9 +43,10 @@ func Listen(ctx context.Context, path string) (net.Listener, error) {
 }
 
 // ListenGroup is Listen, but where the folder has its setgid bit, by which files in it are of
-// its group and not of ours (inode(7)), that group may connect, too.
+// its group and not of ours (inode(7)), that group may connect, too. Not where somebody else
+// may write, as to a volume that Kubernetes has given a group (fsGroup) or to /var/local.
 func ListenGroup(ctx context.Context, path string) (net.Listener, error) {
-	if dir, err := os.Stat(filepath.Dir(path)); err == nil && dir.Mode()&fs.ModeSetgid != 0 {
+	if dir, err := os.Stat(filepath.Dir(path)); err == nil && dir.Mode()&fs.ModeSetgid != 0 && dir.Mode().Perm()&0o022 == 0 {
 		return open(ctx, path, groupMode)
 	}
 	return open(ctx, path, mode)

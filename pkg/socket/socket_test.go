@@ -89,9 +89,11 @@ func TestGroup(t *testing.T) {
 		listen func(context.Context, string) (net.Listener, error)
 		want   fs.FileMode
 	}{
-		"a folder like any other": {0o770, ListenGroup, mode},
-		"setgid":                  {fs.ModeSetgid | 0o750, ListenGroup, groupMode},
-		"setgid, not asked for":   {fs.ModeSetgid | 0o750, Listen, mode},
+		"a folder like any other":  {0o770, ListenGroup, mode},
+		"setgid":                   {fs.ModeSetgid | 0o750, ListenGroup, groupMode},
+		"setgid, others may write": {fs.ModeSetgid | 0o777, ListenGroup, mode},
+		"setgid, group may write":  {fs.ModeSetgid | 0o770, ListenGroup, mode},
+		"setgid, not asked for":    {fs.ModeSetgid | 0o750, Listen, mode},
 	} {
 		path := at(t, "s")
 		group := os.Getegid()
