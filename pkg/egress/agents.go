@@ -312,12 +312,12 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 		return err
 	}
 	defer a.leave(l)
+	t.conn.met()
 	// The header goes before any packet, since nothing sends yet: the agent waits for it.
 	if err = stream.SendHeader(metadata.Pairs("serverid", a.id, "servercount", strconv.Itoa(a.count()))); err != nil {
 		l.end(err)
 		return err
 	}
-	t.conn.met()
 	a.cfg.Counters.Sessions.Add(1)
 	log.Info("agent joined", "remote", remote, "by", grant.By)
 	s.working.Go(l.sendLoop)

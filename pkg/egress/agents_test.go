@@ -584,8 +584,10 @@ func TestAgentStrangers(t *testing.T) {
 	r := newAgentsRig(t, func(c *AgentsConfig) { c.JoiningPerAddress = 1 })
 	conf := &tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2"}}
 	for _, node := range []string{"n1", "n2"} {
-		r.raw(t, "agentid", node, "authorization", "Bearer token of "+node)
-		eventually(t, "it joins", func() bool { return r.dir.Holds(tunnel.NodeName(node)) })
+		s, _ := r.raw(t, "agentid", node, "authorization", "Bearer token of "+node)
+		if _, err := s.Header(); err != nil || !r.dir.Holds(tunnel.NodeName(node)) {
+			t.Fatalf("%s has not joined: %v", node, err)
+		}
 	}
 	idle, err := tls.Dial("tcp", r.addr, conf)
 	if err != nil {
@@ -732,8 +734,18 @@ func TestAgentRefusedConnection(t *testing.T) {
 		"a wrong token":  {func(cc *grpc.ClientConn) error { return join(cc, "wrong") }, codes.Unauthenticated},
 		"something else": {func(cc *grpc.ClientConn) error { return cc.Invoke(ctx, "/no.such/Method", new(packet), new(packet)) }, codes.Unimplemented},
 	} {
-		cc, err := grpc.NewClient(r.addr, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12})),
-			grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec())))
+		raw, err := net.Dial("tcp", r.addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		var once sync.Once
+		cc, err := grpc.NewClient("passthrough:///"+r.addr, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12, ServerName: "127.0.0.1"})),
+			grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec())),
+			grpc.WithContextDialer(func(context.Context, string) (conn net.Conn, err error) {
+				err = errors.New("connected once")
+				once.Do(func() { conn, err = raw, nil })
+				return conn, err
+			}))
 		if err != nil {
 			t.Fatal(err)
 		}
