@@ -7,6 +7,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -32,11 +33,18 @@ func repository(t *testing.T, source string) (dir string) {
 
 func git(t *testing.T, dir string, args ...string) string {
 	t.Helper()
-	out, err := exec.Command("git", append([]string{"-C", dir}, args...)...).CombinedOutput()
+	cmd := exec.Command("git", append([]string{"-C", dir}, args...)...)
+	cmd.Env = environ()
+	out, err := cmd.CombinedOutput()
 	if err != nil {
 		t.Fatalf("git %q: %v\n%s", args, err, out)
 	}
 	return string(out)
+}
+
+// environ is ours without what git tells its hooks: which repository to work on.
+func environ() []string {
+	return slices.DeleteFunc(os.Environ(), func(v string) bool { return strings.HasPrefix(v, "GIT_") })
 }
 
 // run is compare.sh in a repository. It has a temporary folder of its own.
@@ -54,7 +62,7 @@ func start(t *testing.T, repo, base string, env ...string) *run {
 	}
 	r := &run{cmd: exec.CommandContext(t.Context(), script, base, "."), repo: repo, tmp: t.TempDir()}
 	r.cmd.Dir, r.cmd.Stdout, r.cmd.Stderr = repo, &r.said, &r.said
-	r.cmd.Env = append(os.Environ(), append(env, "TMPDIR="+r.tmp, "COUNT=1", "BENCHTIME=1x")...)
+	r.cmd.Env = append(environ(), append(env, "TMPDIR="+r.tmp, "COUNT=1", "BENCHTIME=1x")...)
 	r.cmd.WaitDelay = patience
 	if err := r.cmd.Start(); err != nil {
 		t.Fatal(err)
