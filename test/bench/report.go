@@ -65,7 +65,7 @@ func (b *bench) newReport() (*report, error) {
 	if err != nil {
 		return nil, err
 	}
-	changes, err := git(b.top, "status", "--porcelain")
+	changes, err := git(b.top, "status", "--porcelain", "--", ".", ":!docs/benchmarks", ":!README.md")
 	if err != nil {
 		return nil, err
 	}
