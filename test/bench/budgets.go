@@ -31,6 +31,7 @@ func budgets() (all []budget) {
 		budget{"round trip", speedPart, roundTripName, "tls", false, 2},
 		budget{"new conns", speedPart, newConnsName, "tcp", true, 0.9},
 		budget{"small writes, 1,000 a second", costPart, oneWriterName, "", false, 1.6},
+		budget{"small writes, 1,000 a second", costPart, manyWritersName, "", false, 1.6},
 		budget{"small requests beside a bulk transfer", name100Loss, besideName, direct, false, 3},
 		budget{"a bulk transfer far away", name100, downloadName, direct, true, 0.8},
 		budget{"a bulk transfer far away", name100, uploadName, direct, true, 0.8},

@@ -34,14 +34,15 @@ const (
 
 // Names of figures that promises, and pages, speak of.
 const (
-	newConnsName  = "new conns"
-	roundTripName = "round trip, p50"
-	edgeIdleName  = "memory of the edge, idle"
-	binaryName    = "the binary, stripped"
-	oneWriterName = "wire bytes for a byte of small writes, 1 conn"
-	downloadName  = "download"
-	uploadName    = "upload"
-	besideName    = "round trip beside a download, p99"
+	newConnsName    = "new conns"
+	roundTripName   = "round trip, p50"
+	edgeIdleName    = "memory of the edge, idle"
+	binaryName      = "the binary, stripped"
+	oneWriterName   = "wire bytes for a byte of small writes, 1 conn"
+	manyWritersName = "wire bytes for a byte of small writes, 16 conns, as many in all as of one"
+	downloadName    = "download"
+	uploadName      = "upload"
+	besideName      = "round trip beside a download, p99"
 )
 
 // withConns is the name of a figure of so many conns at once.
@@ -93,7 +94,7 @@ func (b *bench) cost() []gauge {
 			run: func(l *line) ([]float64, error) { return smallWrites(l, 1, smallRate, d) }},
 		{figures: []figure{{"wire bytes for a byte of small writes, 16 conns", "", 1, true}},
 			run: func(l *line) ([]float64, error) { return smallWrites(l, 16, smallRate, d) }},
-		{figures: []figure{{"wire bytes for a byte of small writes, 16 conns, as many in all as of one", "", 1, true}},
+		{figures: []figure{{manyWritersName, "", 1, true}},
 			run: func(l *line) ([]float64, error) { return smallWrites(l, 16, smallRate/16, d) }},
 		{figures: []figure{{"HTTPS requests", "/s", 1, false}}, run: func(l *line) ([]float64, error) {
 			door := l.passthrough
