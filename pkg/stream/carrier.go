@@ -20,42 +20,30 @@ const farTrip = 10 * time.Millisecond
 // far says whether a link is. gRPC wants to know windows before a connection begins.
 type far bool
 
-// streamWindow is how many bytes a conn may have in flight, and so about what a stalled
-// reader costs. A far link gives a conn 40 MB/s over 100 ms, which is what Linux' own limits
-// let one TCP connection have (tcp_rmem and tcp_wmem in tcp(7)).
-func (f far) streamWindow() int32 {
-	if f {
-		return 4 << 20
-	}
-	return 1 << 20
+// linkSizes are what hangs on that, in bytes.
+type linkSizes struct {
+	// streamWindow is what a conn may have in flight, and so about what a stalled reader
+	// costs.
+	streamWindow int32
+	// sessionWindow bounds all conns together. grpc-go gives it back on receipt, so a
+	// stalled reader takes none of it.
+	sessionWindow int32
+	// unsent is what the kernel takes that it can't send yet. By itself it would take
+	// megabytes, and a keystroke would wait behind all of them; what waits with gRPC
+	// instead takes turns, conn by conn.
+	unsent int
+	// writeBuffer is what grpc-go gathers before a write. It holds the buffer while there
+	// is something to write.
+	writeBuffer int
 }
 
-// sessionWindow bounds all conns together. grpc-go gives it back on receipt, so a stalled
-// reader takes none of it.
-func (f far) sessionWindow() int32 {
+// sizes of a far link give a conn 40 MB/s over 100 ms, which is what Linux' own limits let
+// one TCP connection have (tcp_rmem and tcp_wmem in tcp(7)).
+func (f far) sizes() linkSizes {
 	if f {
-		return 32 << 20
+		return linkSizes{streamWindow: 4 << 20, sessionWindow: 32 << 20, unsent: 8 << 10, writeBuffer: 4 << 10}
 	}
-	return 16 << 20
-}
-
-// unsent is how many bytes the kernel takes that it can't send yet. By itself it would take
-// megabytes, and a keystroke would wait behind all of them; what waits with gRPC instead
-// takes turns, conn by conn.
-func (f far) unsent() int {
-	if f {
-		return 8 << 10
-	}
-	return 128 << 10
-}
-
-// writeBuffer is what grpc-go gathers before a write, in bytes. It holds the buffer while
-// there is something to write.
-func (f far) writeBuffer() int {
-	if f {
-		return 4 << 10
-	}
-	return 32 << 10
+	return linkSizes{streamWindow: 1 << 20, sessionWindow: 16 << 20, unsent: 128 << 10, writeBuffer: 32 << 10}
 }
 
 // carrier is a TCP connection that carries a session.
@@ -86,9 +74,14 @@ func carry(c net.Conn, trip time.Duration) (net.Conn, far) {
 		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
 			all.far = time.Duration(info.Rtt)*time.Microsecond >= trip
 		}
-		unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, all.far.unsent()) //nolint:errcheck // others wait longer, no more
+		all.boundUnsent(fd)
 	})
 	return all, all.far
+}
+
+// boundUnsent tells the kernel how much it may take.
+func (c *carrier) boundUnsent(fd uintptr) {
+	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, c.far.sizes().unsent) //nolint:errcheck // others wait longer, no more
 }
 
 // Write implements net.Conn. The kernel fills its last packet, of up to 64 KiB, whatever it
@@ -122,8 +115,9 @@ func (c *carrier) thin() bool {
 		c.raw.Control(func(fd uintptr) { //nolint:errcheck // then c is closed, and Write says so
 			info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
 			if err == nil && time.Duration(info.Min_rtt)*time.Microsecond < c.trip {
-				c.far = false                                                                         // a busy machine has made the handshake slow
-				unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, c.far.unsent()) //nolint:errcheck // others wait longer, no more
+				// A busy machine has made the handshake slow.
+				c.far, c.isThin = false, false
+				c.boundUnsent(fd)
 				return
 			}
 			c.isThin = err == nil && info.Delivery_rate > 0 && info.Delivery_rate < thinRate

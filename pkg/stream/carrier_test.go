@@ -2,6 +2,7 @@ package stream
 
 import (
 	"context"
+	"errors"
 	"io"
 	"net"
 	"testing"
@@ -27,7 +28,7 @@ func TestFarLink(t *testing.T) {
 			target := <-targets
 			defer target.Close()
 			// What both ends of the stream hold besides is some chunks.
-			window := int(far(name == "far").streamWindow())
+			window := int(far(name == "far").sizes().streamWindow)
 			for direction, end := range map[string]net.Conn{"down": target, "up": c} {
 				if n := room(t, end); n < window || n > window+(512<<10) {
 					t.Errorf("%s: %d bytes are taken that nobody reads, want %d and a little", direction, n, window)
@@ -50,65 +51,80 @@ func room(t *testing.T, c net.Conn) (n int) {
 	}
 }
 
-// The kernel takes no more than it can soon send.
-func TestCarrySetsUnsent(t *testing.T) {
+// tcpPair returns both ends of a TCP connection.
+func tcpPair(t *testing.T) (a, b *net.TCPConn) {
+	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer ln.Close()
-	c, err := net.Dial("tcp", ln.Addr().String())
+	dialled, err := net.Dial("tcp", ln.Addr().String())
 	if err != nil {
 		t.Fatal(err)
 	}
-	defer c.Close()
-	if _, isFar := carry(c, time.Hour); isFar {
+	t.Cleanup(func() { dialled.Close() })
+	accepted, err := ln.Accept()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { accepted.Close() })
+	return dialled.(*net.TCPConn), accepted.(*net.TCPConn)
+}
+
+// wantUnsent wants the kernel to have been told how much it may take.
+func wantUnsent(t *testing.T, c *carrier, want int) {
+	t.Helper()
+	var got int
+	var err error
+	cerr := c.raw.Control(func(fd uintptr) { got, err = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT) })
+	if err = errors.Join(err, cerr); err != nil || got != want {
+		t.Errorf("%d bytes may be unsent (%v), want %d", got, err, want)
+	}
+}
+
+// A link is near or far by its handshake; one that only seemed far is near from the first
+// time that its rate is asked for.
+func TestCarry(t *testing.T) {
+	raw, _ := tcpPair(t)
+	c, isFar := carry(raw, time.Hour)
+	if isFar {
 		t.Error("a link of less than an hour is far")
 	}
-	raw, err := c.(*net.TCPConn).SyscallConn()
-	if err != nil {
+	wantUnsent(t, c.(*carrier), far(false).sizes().unsent)
+
+	raw, _ = tcpPair(t)
+	c, isFar = carry(raw, 1)
+	if !isFar {
+		t.Error("a link of more than a nanosecond is near")
+	}
+	seemed := c.(*carrier)
+	wantUnsent(t, seemed, far(true).sizes().unsent)
+	seemed.trip, seemed.isThin = time.Hour, true
+	if _, err := seemed.Write([]byte("x")); err != nil {
 		t.Fatal(err)
 	}
-	var unsent int
-	raw.Control(func(fd uintptr) { unsent, err = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT) })
-	if err != nil || unsent != far(false).unsent() {
-		t.Errorf("%d bytes may be unsent (%v), want %d", unsent, err, far(false).unsent())
+	if bool(seemed.far) || seemed.isThin {
+		t.Error("it stays far")
 	}
+	wantUnsent(t, seemed, far(false).sizes().unsent)
 }
 
 // On a thin link the kernel is given nothing while it has enough, and what is written
 // arrives whole.
 func TestCarrierWrite(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ln.Close()
-	raw, err := net.Dial("tcp", ln.Addr().String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer raw.Close()
-	peer, err := ln.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer peer.Close()
-	conn, is := carry(raw, 1)
-	c, ok := conn.(*carrier)
-	if !ok || !bool(is) {
-		t.Fatalf("%T, far: %t", conn, is)
-	}
+	raw, peer := tcpPair(t)
+	conn, _ := carry(raw, 1)
+	c := conn.(*carrier)
 	c.asked, c.isThin = time.Now().Add(time.Hour), true
 
 	// Nobody reads: in the end a write waits, though the kernel's buffer has room.
 	sent := room(t, c)
-	unsent := func() (n int) {
-		c.raw.Control(func(fd uintptr) { n, err = unix.IoctlGetInt(int(fd), unix.SIOCOUTQNSD) })
-		return n
-	}
-	if n := unsent(); err != nil || n > far(true).unsent()+(16<<10) {
-		t.Errorf("the kernel holds %d bytes that it cannot send (%v)", n, err)
+	var unsent int
+	var err error
+	c.raw.Control(func(fd uintptr) { unsent, err = unix.IoctlGetInt(int(fd), unix.SIOCOUTQNSD) })
+	if err != nil || unsent > far(true).sizes().unsent+(16<<10) {
+		t.Errorf("the kernel holds %d bytes that it cannot send (%v)", unsent, err)
 	}
 	c.SetWriteDeadline(time.Time{})
 	written := make(chan error, 1)

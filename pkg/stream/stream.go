@@ -149,10 +149,10 @@ func serverOptions(maxConns int, l Limits, link far) []grpc.ServerOption {
 		grpc.MaxHeaderListSize(uint32(2 * l.Metadata)),
 		grpc.MaxRecvMsgSize(maxMessage),
 		grpc.ConnectionTimeout(l.JoinTimeout + time.Second), // joinListener is first, and counts
-		grpc.StaticStreamWindowSize(link.streamWindow()),
-		grpc.StaticConnWindowSize(link.sessionWindow()),
+		grpc.StaticStreamWindowSize(link.sizes().streamWindow),
+		grpc.StaticConnWindowSize(link.sizes().sessionWindow),
 		grpc.ReadBufferSize(readBuffer),
-		grpc.WriteBufferSize(link.writeBuffer()),
+		grpc.WriteBufferSize(link.sizes().writeBuffer),
 		grpc.WaitForHandlers(true),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveCloud, Timeout: keepaliveTimeout}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinTime, PermitWithoutStream: true}),
@@ -169,10 +169,10 @@ func dialOptions(link far) []grpc.DialOption {
 			// answered, also without retries. Nothing is ever sent twice here.
 			grpc.MaxRetryRPCBufferSize(0),
 		),
-		grpc.WithStaticStreamWindowSize(link.streamWindow()),
-		grpc.WithStaticConnWindowSize(link.sessionWindow()),
+		grpc.WithStaticStreamWindowSize(link.sizes().streamWindow),
+		grpc.WithStaticConnWindowSize(link.sizes().sessionWindow),
 		grpc.WithReadBufferSize(readBuffer),
-		grpc.WithWriteBufferSize(link.writeBuffer()),
+		grpc.WithWriteBufferSize(link.sizes().writeBuffer),
 		grpc.WithMaxHeaderListSize(maxHeaderList),
 		grpc.WithDisableRetry(),
 		grpc.WithDisableServiceConfig(), // nor may DNS configure us
