@@ -30,7 +30,9 @@ import (
 // Build builds the program into dir, stripped as a release is, and returns its path.
 func Build(dir string) (string, error) {
 	path := filepath.Join(dir, "tunnel")
-	out, err := exec.Command("go", "build", "-trimpath", "-ldflags=-s -w", "-o", path, "tunnel/cmd/tunnel").CombinedOutput()
+	build := exec.Command("go", "build", "-trimpath", "-ldflags=-s -w", "-o", path, "tunnel/cmd/tunnel")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	out, err := build.CombinedOutput()
 	if err != nil {
 		return "", fmt.Errorf("building the program: %w\n%s", err, out)
 	}
