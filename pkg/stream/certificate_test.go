@@ -15,7 +15,6 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -286,7 +285,7 @@ func TestWhatTheEdgeSaysOfItsCertificate(t *testing.T) {
 func TestCertificateExpires(t *testing.T) {
 	// It is good for an hour. The heartbeats of a day are too much for the race detector, in
 	// whose own code (StackDepot) the process has crashed.
-	synctest.Test(t, func(t *testing.T) {
+	bubble(t, func(t *testing.T) {
 		a := newRegistry(t, nodeCA(t))
 		r := newRigOn(t, newMemNet(), a.serve)
 		_, dial := pipeTarget(t)

@@ -508,7 +508,7 @@ func (h *halves) Reset() error {
 }
 
 func TestDeadline(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	bubble(t, func(t *testing.T) {
 		d := newDeadline()
 		first := d.wait()
 		d.set(time.Now().Add(time.Minute))

@@ -19,7 +19,7 @@ import (
 )
 
 func TestBucket(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	bubble(t, func(t *testing.T) {
 		b := newBucket(10)
 		takes := func() (n int) {
 			for b.take() {

@@ -96,7 +96,7 @@ func TestTokenChangesBack(t *testing.T) {
 // What happens to a proof that another one has replaced does not concern the session, not
 // even in the moment before the session's goroutine hears of the change.
 func TestReplacedProofIsRevoked(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	bubble(t, func(t *testing.T) {
 		s := &cloudSession{proven: make(chan struct{}, 1)}
 		s.init()
 		first, second := make(chan struct{}), make(chan struct{})
@@ -208,7 +208,7 @@ func TestCredentialPanic(t *testing.T) {
 
 // A token with an end ends its session then, unless another one has taken its place.
 func TestTokenExpires(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	bubble(t, func(t *testing.T) {
 		expires := " expires=" + time.Now().Add(2*time.Hour).UTC().Format(time.RFC3339)
 		a := newRegistry(t, nodeCA(t), "edge1:token-edge1"+expires, "edge1:next-edge1", "edge2:token-edge2"+expires)
 		r := newRigOn(t, newMemNet(), a.serve)
@@ -232,7 +232,7 @@ func TestTokenExpires(t *testing.T) {
 // A renewed certificate takes the place of the old one in the session, with no break of
 // what runs.
 func TestRenew(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	bubble(t, func(t *testing.T) {
 		a := newRegistry(t, nodeCA(t))
 		r := newRigOn(t, newMemNet(), a.serve)
 		far, dial := pipeTarget(t)

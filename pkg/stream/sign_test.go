@@ -8,7 +8,6 @@ import (
 	"strings"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc"
@@ -358,7 +357,7 @@ func TestSignPanic(t *testing.T) {
 // Kubernetes may take half a minute to sign, longer than a stranger may take to join. When
 // it has, the connection ends.
 func TestSlowSigner(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	bubble(t, func(t *testing.T) {
 		a := newRegistry(t, nodeCA(t), "edge1:token-edge1 join")
 		const slow = 30 * time.Second
 		a.before = func(ctx context.Context) error {
@@ -395,7 +394,7 @@ func TestSlowSigner(t *testing.T) {
 // Who asks for a certificate and never finishes asking is hung up on as every stranger is,
 // be the token good or not.
 func TestSignAndSilence(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	bubble(t, func(t *testing.T) {
 		a := newRegistry(t, nodeCA(t), "edge1:token-edge1 join")
 		r := newRigOn(t, newMemNet(), a.serve)
 		for _, token := range []auth.Secret{"token-edge1", "guess"} {
