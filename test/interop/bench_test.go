@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"slices"
@@ -15,6 +16,8 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"tunnel/pkg/egress"
+	"tunnel/pkg/tunnel"
 	"tunnel/test/rig"
 )
 
@@ -26,6 +29,10 @@ import (
 // for both: konnectivity-client as it is used once and as it is used again, and HTTP CONNECT.
 // They take turns, round by round, so that whatever else the machine does meets both. Figures
 // of different runs say little; the ratios are what counts.
+//
+// A third taker of turns is our front door with no tunnel behind it: it dials the target by
+// itself. What it has is what client, target and front door leave for any tunnel on this
+// machine, were that free.
 
 const (
 	benchRounds = 5
@@ -79,6 +86,7 @@ func BenchmarkEgress(b *testing.B) {
 	o.startCloud(b)
 	o.startEdge(b)
 	ourWays := ways(b, o.grpc, o.connect)
+	bareWays, bare := o.startBare(b, target)
 	server, agent := stock(b, "server"), stock(b, "agent")
 	r := make(results)
 	for range benchRounds {
@@ -94,6 +102,10 @@ func BenchmarkEgress(b *testing.B) {
 						b.Fatalf("ours: %s, %s: %v\n%s", way, g.figures[0].name, err, o.pair.CloudLog.String()+o.pair.EdgeLog.String())
 					}
 					r.add(g, way, ofOurs, v)
+					if v, err = g.measure(bareWays[way], target, bare); err != nil {
+						b.Fatalf("front door alone: %s, %s: %v", way, g.figures[0].name, err)
+					}
+					r.add(g, way, ofBare, v)
 					if v, err = g.measure(k.ways[way], target, k.ends[:]...); err == nil {
 						r.add(g, way, ofStock, v)
 						continue
@@ -201,6 +213,9 @@ func TestMain(m *testing.M) {
 	if len(os.Args) == 2 && os.Args[1] == targetRole {
 		serveTarget()
 	}
+	if len(os.Args) == 4 && os.Args[1] == bareRole {
+		serveBare(os.Args[2], os.Args[3])
+	}
 	os.Exit(m.Run())
 }
 
@@ -237,6 +252,57 @@ func serveTarget() {
 	fmt.Println(err)
 	os.Exit(1)
 }
+
+// bareRole is the argument with which this program is a front door alone.
+const bareRole = "bench-front-door"
+
+// startBare starts our front door with no tunnel behind it.
+func (o *ours) startBare(b *testing.B, target *benchTarget) (map[string]dialer, *rig.Process) {
+	b.Helper()
+	self, err := os.Executable()
+	if err != nil {
+		b.Fatal(err)
+	}
+	grpc, connect := o.grpc+"-bare", o.connect+"-bare"
+	log := new(rig.Log)
+	p, err := rig.Start(log, self, bareRole, grpc, connect)
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.Cleanup(p.Kill)
+	all := ways(b, grpc, connect)
+	until(b, "a dial gets through", log.String, func() bool { return works(all["CONNECT"], target.echo) == nil })
+	return all, p
+}
+
+// serveBare serves until it is killed.
+func serveBare(grpc, connect string) {
+	door, err := egress.New(egress.Config{
+		GRPC: []string{"unix://" + grpc}, HTTPConnect: []string{"unix://" + connect},
+		Strategies: []egress.Strategy{egress.Default}, Identifiers: nobody{},
+	}, itself{}, nobody{}, slog.New(slog.DiscardHandler))
+	if err == nil {
+		err = door.Run(context.Background())
+	}
+	fmt.Println(err)
+	os.Exit(1)
+}
+
+// itself dials without a tunnel.
+type itself struct{}
+
+func (itself) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	return (&net.Dialer{}).DialContext(ctx, "tcp", r.Addr)
+}
+
+// nobody are the nodes of a front door that has none.
+type nobody struct{}
+
+func (nobody) Identifiers() map[tunnel.NodeName]egress.Identifiers { return nil }
+func (nobody) Known() bool                                         { return true }
+func (nobody) Changed() <-chan struct{}                            { return nil }
+func (nobody) Holds(tunnel.NodeName) bool                          { return false }
+func (nobody) Connected() []tunnel.NodeName                        { return nil }
 
 // order asks the target for a transfer. Whoever sends does not close: what is on the way then
 // is not what is measured.
@@ -386,6 +452,7 @@ func dials(dial dialer, to *benchTarget) ([]float64, error) {
 // whose figure it is.
 const (
 	ofOurs = iota
+	ofBare // our front door alone
 	ofStock
 )
 
@@ -408,11 +475,11 @@ func (r results) add(g gauge, way string, whose int, values []float64) {
 func (r results) print(w io.Writer) (missed int) {
 	fmt.Fprintf(w, "\nMedians of %d rounds\n", benchRounds)
 	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(table, "\t\tours\tKonnectivity\tratio\tpromised")
+	fmt.Fprintln(table, "\t\tours\tKonnectivity\tratio\tpromised\tno tunnel at all")
 	for _, g := range gauges() {
 		for _, f := range g.figures {
 			for _, way := range wayNames {
-				row, kept := f.row(r[sample{f.name, way, ofOurs}], r[sample{f.name, way, ofStock}])
+				row, kept := f.row(r[sample{f.name, way, ofOurs}], r[sample{f.name, way, ofStock}], r[sample{f.name, way, ofBare}])
 				fmt.Fprintf(table, "%s\t%s\t%s\n", f.name, way, row)
 				if !kept {
 					missed++
@@ -425,11 +492,12 @@ func (r results) print(w io.Writer) (missed int) {
 }
 
 // row is what the table says of one way. What stock cannot do is no reason to fail.
-func (f figure) row(ours, stocks []float64) (row string, kept bool) {
+func (f figure) row(ours, stocks, bare []float64) (row string, kept bool) {
 	row = fmt.Sprintf("%.0f %s\t", median(ours), f.unit)
 	if len(stocks) == 0 {
-		return row + "fails every time\t\t", true
+		return row + "fails every time\t\t\t", true
 	}
+	defer func() { row += fmt.Sprintf("\t%.2f", median(bare)/median(stocks)) }()
 	row += fmt.Sprintf("%.0f %s", median(stocks), f.unit)
 	if n := benchRounds - len(stocks); n > 0 {
 		row += fmt.Sprintf(" (failed %d times)", n)
