@@ -8,6 +8,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -18,7 +19,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// conn is one end of a forwarded connection: a net.Conn over one Connect stream. It
+// conn is one end of a forwarded connection: a net.Conn over one Connect stream, or over a
+// data connection, which stands in for one (ride). It
 // behaves like TCP: each direction ends by itself (fin), a side that takes no more
 // bytes says so (stop), and an abort shows as a reset.
 //
@@ -54,6 +56,7 @@ type conn struct {
 	space     chan struct{} // to Write: the tail was taken; one token is enough
 	in        chan mem.BufferSlice
 	flow      flow
+	heard     atomic.Bool // bytes have come since pace.gathers last asked
 
 	readMu  sync.Mutex      // one Read at a time; guards current
 	current mem.BufferSlice // what Read has not taken of the last chunk
@@ -79,7 +82,7 @@ type conn struct {
 	onStop     []func()
 }
 
-// messageStream is what a conn needs of a grpc.ClientStream or grpc.ServerStream.
+// messageStream is what a conn needs of a grpc.ClientStream or grpc.ServerStream, or a ride.
 type messageStream interface {
 	SendMsg(m any) error
 	RecvMsg(m any) error
@@ -260,7 +263,7 @@ func (c *conn) end(err error) {
 	close(c.over)
 	callbacks := c.onReset
 	c.onReset = nil
-	idle := c.goroutines == 0
+	c.goroutines++ // as if this were one: gone comes after ended
 	c.mu.Unlock()
 
 	c.ended(err)
@@ -270,7 +273,16 @@ func (c *conn) end(err error) {
 			f()
 		}
 	}
-	if idle {
+	c.oneLess()
+}
+
+// oneLess counts a goroutine that has ended.
+func (c *conn) oneLess() {
+	c.mu.Lock()
+	c.goroutines--
+	last := c.goroutines == 0 && isClosed(c.over)
+	c.mu.Unlock()
+	if last {
 		c.gone()
 	}
 }
@@ -286,13 +298,7 @@ func (c *conn) goLocked(f func()) {
 		if err := guard(c.log, c.counters, "the conn ends", func() error { f(); return nil }); err != nil {
 			c.end(tunnel.ErrReset)
 		}
-		c.mu.Lock()
-		c.goroutines--
-		last := c.goroutines == 0 && isClosed(c.over)
-		c.mu.Unlock()
-		if last {
-			c.gone()
-		}
+		c.oneLess()
 	}()
 }
 

@@ -120,7 +120,7 @@ func (c *conn) pass(m *incoming, open bool) bool {
 		c.end(tunnel.ErrReset) // bytes after fin: the peer has lost its way
 		return false
 	}
-	c.counters.BytesReceived.Add(uint64(m.data.Len()))
+	c.received(m.data.Len())
 	select {
 	case c.in <- m.data:
 	case <-c.readDone:
@@ -130,6 +130,14 @@ func (c *conn) pass(m *incoming, open bool) bool {
 		return false
 	}
 	return true
+}
+
+// received counts bytes that have come.
+func (c *conn) received(n int) {
+	c.counters.BytesReceived.Add(uint64(n)) //nolint:gosec // a length
+	if !c.heard.Load() {
+		c.heard.Store(true)
+	}
 }
 
 // note takes the ends of directions that a chunk announced and reports whether fin
@@ -183,9 +191,8 @@ func (c *conn) WriteTo(w io.Writer) (n int64, err error) {
 			}
 			return n, c.opError("read", tunnel.ErrReset)
 		}
-		size := int64(m.data.Len())
-		c.counters.BytesReceived.Add(uint64(size))
-		if size > 0 {
+		if size := m.data.Len(); size > 0 {
+			c.received(size)
 			written, err := writeChunk(w, &m, &vec)
 			m.free()
 			n += written

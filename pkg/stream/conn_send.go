@@ -4,6 +4,7 @@ import (
 	"io"
 	"sync/atomic"
 	"syscall"
+	"time"
 
 	"google.golang.org/grpc/mem"
 )
@@ -160,6 +161,7 @@ func (c *conn) finish() {
 // ReadFrom sends what src gives until its end: read into a block, sent from there.
 // Errors are src's own, or say that this conn takes no more.
 func (c *conn) ReadFrom(src io.Reader) (n int64, err error) {
+	var pace pace
 	for {
 		if !c.flow.wait(c.writeDone) {
 			return n, c.opError("write", c.writeError())
@@ -180,7 +182,58 @@ func (c *conn) ReadFrom(src io.Reader) (n int64, err error) {
 		if rerr != nil {
 			return n, rerr
 		}
+		if pace.gathers(m, &c.heard) {
+			time.Sleep(gatherTime)
+		}
 	}
+}
+
+// What is written in small pieces, one after the other and with no answer between them, as a
+// log is that somebody follows, costs a packet each and twice its bytes. So it is read with
+// short pauses, in which it gathers in the socket.
+const (
+	gatherTime = 2 * time.Millisecond
+	// gatherBelow is what a small piece is, in bytes: two of them still fit into a packet.
+	gatherBelow = 700
+	// gatherAfter is how many must have come so. Who asks and waits for an answer gets there
+	// never.
+	gatherAfter = 8
+	// gatherVain is how many pauses in a row may have gathered nothing: some sources give
+	// piece by piece whatever waits behind.
+	gatherVain = 4
+)
+
+// pace says when to pause.
+type pace struct {
+	small   int       // pieces, one after the other
+	longest int       // of them, before the first pause
+	last    time.Time // when one was read
+	vain    int       // pauses in a row in which nothing has gathered
+}
+
+// gathers takes that n bytes were read. heard says whether any have come the other way since
+// it was last called, and is reset.
+func (p *pace) gathers(n int, heard *atomic.Bool) bool {
+	if n == 0 || n >= gatherBelow || p.vain == gatherVain || heard.Swap(false) {
+		p.small, p.longest = 0, 0
+		return false
+	}
+	now := time.Now()
+	if now.Sub(p.last) > 2*gatherTime {
+		p.small, p.longest = 0, 0
+	}
+	p.small, p.last = p.small+1, now
+	if p.small <= gatherAfter {
+		p.longest = max(p.longest, n)
+		return false
+	}
+	if p.small > gatherAfter+1 { // there was a pause
+		p.vain++
+		if n > p.longest {
+			p.vain = 0
+		}
+	}
+	return p.vain < gatherVain
 }
 
 // WriteSlice sends the payload of a chunk that another conn has received, uncopied. It
