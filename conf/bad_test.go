@@ -299,6 +299,7 @@ cert = "nowhere.crt"
 token = "canary"
 tokenfile = "token"
 sessions = "two"
+connections = 65
 logport = 7011
 channelzaddr = "0.0.0.0:7011"
 `, []string{
@@ -307,7 +308,8 @@ channelzaddr = "0.0.0.0:7011"
 			`4: mode.edge.stream.client.cert: file nowhere.crt does not exist: create it, or correct the path`,
 			`6: mode.edge.stream.client.tokenfile: there is a token as well: remove one of them`,
 			`7: mode.edge.stream.client.sessions: "two" is neither "one" nor "all": write one of them`,
-			`9: mode.edge.stream.client.channelzaddr: port 7011 is taken by mode.edge.stream.client.logport: choose another`}},
+			`8: mode.edge.stream.client.connections: 65 is not from 1 to 64: write a number between them, or remove it for the default`,
+			`10: mode.edge.stream.client.channelzaddr: port 7011 is taken by mode.edge.stream.client.logport: choose another`}},
 		{"allow", client + "[mode.edge]\nallow = [\"10.0.0.0/8\", \"kubelet:10250\", \"self:10250\", \"10.0.0.0/8:99999\"]\n", []string{
 			`7: mode.edge.allow: allow entry "10.0.0.0/8": no port; write 10.0.0.0/8:PORT, or 10.0.0.0/8:* for any`,
 			`7: mode.edge.allow: allow entry "kubelet:10250": not an IP address or a CIDR network such as 10.0.0.0/8`,

@@ -24,6 +24,7 @@ type Edge struct {
 	NodeCert     string      // or a file with this node's certificate and, without NodeKey, its key
 	NodeKey      string      // file
 	AllReplicas  bool        // a session with every replica, not with one
+	Connections  int         // of a session, its own included; 0: the default
 	LogPort      int         // /healthz /readyz /metrics on all interfaces; 0 is off
 	ChannelzAddr string      // on loopback; "" is off
 
@@ -41,6 +42,9 @@ type Edge struct {
 type EdgeHTTPS struct {
 	Cert, Key string // files
 }
+
+// MaxConnections is the most connections of a session that can be configured.
+const MaxConnections = 64
 
 const (
 	edgeTablePrefix = "mode.edge."
@@ -68,6 +72,11 @@ func newEdge(t *edgeTable, env Env, r *report) *Edge {
 		Konnectivity:      Konnectivity{Servers: k.Servers, CA: path(k.CA), Cert: path(k.Cert), Key: path(k.Key), TokenFile: path(k.TokenFile)},
 		AdminSocket:       path(t.Admin.Socket),
 		src:               r.src,
+	}
+	if n := c.Connections; n < 0 || n > MaxConnections {
+		r.add(clientTable+"connections", "%d is not from 1 to %d: write a number between them, or remove it for the default", n, MaxConnections)
+	} else {
+		e.Connections = n
 	}
 	e.Node, e.NodeFrom = r.node(t.Node, env)
 	switch c.Sessions {

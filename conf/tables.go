@@ -130,6 +130,7 @@ type edgeTable struct {
 			DNS          string `toml:"dns"`
 			ServerName   string `toml:"servername"`
 			Sessions     string `toml:"sessions"`
+			Connections  int    `toml:"connections"`
 			LogPort      int    `toml:"logport"`
 			ChannelzAddr string `toml:"channelzaddr"`
 		} `toml:"client"`

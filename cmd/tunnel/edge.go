@@ -94,7 +94,9 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 		Log:      log,
 		Software: software(),
 		All:      e.AllReplicas,
-		Reach:    e.EgressIdentifiers,
+
+		Connections: cmp.Or(e.Connections, stream.DefaultConnections),
+		Reach:       e.EgressIdentifiers,
 	}, dialers...)
 	if err != nil {
 		return nil, err

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/conf"
 	"tunnel/pkg/admin"
 	"tunnel/pkg/dns"
 	"tunnel/pkg/https"
@@ -112,6 +113,20 @@ func examples(t *testing.T, file, table string) map[string]string {
 		shown[m[1]] = m[2]
 	}
 	return shown
+}
+
+// The configuration allows what a cloud asks for, and the example shows the default.
+func TestConnections(t *testing.T) {
+	if conf.MaxConnections != stream.MaxConnections {
+		t.Errorf("%d connections can be configured, and a cloud asks for %d", conf.MaxConnections, stream.MaxConnections)
+	}
+	example, err := os.ReadFile("../../conf/edge.toml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if line := fmt.Sprintf("\n#connections = %d\n", stream.DefaultConnections); !strings.Contains(string(example), line) {
+		t.Errorf("conf/edge.toml does not have the line %q", line)
+	}
 }
 
 // numbers leaves out the units.

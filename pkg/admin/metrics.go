@@ -50,7 +50,7 @@ type collector struct {
 	counts   []count
 	c        *tunnel.Counters
 
-	live, conns, refused, limited *prometheus.Desc
+	live, conns, data, refused, limited *prometheus.Desc
 }
 
 // count is a counter without labels.
@@ -69,6 +69,8 @@ func NewCollector(c *tunnel.Counters, sessions func() []*tunnel.Session) prometh
 			{desc("tunnel_sessions_replaced_total", "Sessions that a newer one of the same node ended."), c.Replaced.Load},
 			{desc("tunnel_joins_refused_total", "Joins refused before they became sessions."), c.JoinsRefused.Load},
 			{desc("tunnel_conns_opened_total", "Conns opened."), c.Conns.Load},
+			{desc("tunnel_conns_by_data_connection_total", "Of the conns opened, those that went by a data connection."), c.DataConns.Load},
+			{desc("tunnel_data_connections_opened_total", "TCP connections opened beside the session's own, to carry one conn at a time."), c.Connections.Load},
 			{desc("tunnel_conns_reset_total", "Conns that ended by a reset."), c.Resets.Load},
 			{desc("tunnel_sent_bytes_total", "Payload bytes of conns handed to the other side."), c.BytesSent.Load},
 			{desc("tunnel_received_bytes_total", "Payload bytes of conns that came from the other side."), c.BytesReceived.Load},
@@ -77,6 +79,7 @@ func NewCollector(c *tunnel.Counters, sessions func() []*tunnel.Session) prometh
 		},
 		live:    desc("tunnel_sessions", "Sessions now."),
 		conns:   desc("tunnel_conns", "Conns now, those being dialled included."),
+		data:    desc("tunnel_data_connections", "TCP connections now beside the sessions' own, with a conn or waiting for one."),
 		refused: desc("tunnel_conns_refused_total", "Conns that were not opened, by the code of the refusal.", "code"),
 		limited: desc("tunnel_limited_total", "How often a limit of docs/limits.md was reached.", "limit"),
 	}
@@ -132,6 +135,7 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	ch <- c.limited
 	ch <- c.live
 	ch <- c.conns
+	ch <- c.data
 }
 
 // Collect implements prometheus.Collector.
@@ -156,4 +160,5 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	ch <- prometheus.MustNewConstMetric(c.live, prometheus.GaugeValue, float64(len(live)))
 	ch <- prometheus.MustNewConstMetric(c.conns, prometheus.GaugeValue, float64(conns))
+	ch <- prometheus.MustNewConstMetric(c.data, prometheus.GaugeValue, float64(c.c.DataConnections.Load()))
 }

@@ -79,6 +79,13 @@ func carry(c net.Conn, trip time.Duration) (net.Conn, far) {
 	return all, all.far
 }
 
+// alone readies the connection to carry nothing but one conn at a time, which waits for no
+// other. It comes before its first conn.
+func (c *carrier) alone() {
+	c.far = false
+	c.raw.Control(c.boundUnsent) //nolint:errcheck // it fails when c is closed
+}
+
 // boundUnsent tells the kernel how much it may take.
 func (c *carrier) boundUnsent(fd uintptr) {
 	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, c.far.sizes().unsent) //nolint:errcheck // others wait longer, no more

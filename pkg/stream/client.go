@@ -41,6 +41,9 @@ type ClientConfig struct {
 	All      bool          // keep a session with every replica behind Address, not with one
 	Reach    string        // what the cloud is told that this edge reaches (Konnectivity's identifiers)
 	Limits   EdgeLimits
+	// Connections is how many connections a session has at most, its own included: the others
+	// are data connections, which it opens when the cloud asks for them. 0: its own alone.
+	Connections int
 
 	// Dial connects to Address; nil: a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
@@ -69,7 +72,7 @@ type Client struct {
 	log      *slog.Logger
 	instance string // of this process
 
-	tickets          tickets      // owned by Run
+	tickets          tickets
 	serving, dialing atomic.Int64 // what cfg.Limits bounds, of all sessions
 	denials          tunnel.Limiter
 
@@ -109,6 +112,7 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
 	}
+	cfg.Connections = max(1, cfg.Connections)
 	cfg.farTrip = cmp.Or(cfg.farTrip, farTrip)
 	cfg.Limits = cfg.Limits.orDefault()
 	if cfg.replica != nil {
@@ -138,6 +142,8 @@ func (c *Client) Routes() map[string]tunnel.Handler {
 		typeCancel:    edgeHandler((*edgeSession).cancelTopic),
 		typeDrain:     edgeHandler((*edgeSession).cloudLeaves),
 		typeReplicas:  edgeHandler((*edgeSession).cloudReplicas),
+
+		typeConnection: edgeHandler((*edgeSession).moreConnections),
 	}
 }
 
@@ -305,7 +311,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	if err != nil {
 		return nil, err
 	}
-	cc, hangUp, err := connect(ctx, c.cfg.Address, conf, c.cfg.Software, c.cfg.Dial, c.cfg.farTrip)
+	cc, remote, hangUp, err := connect(ctx, c.cfg.Address, conf, c.cfg.Software, c.cfg.Dial, c.cfg.farTrip)
 	if err != nil {
 		return nil, err
 	}
@@ -320,6 +326,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	if err != nil {
 		return fail(err)
 	}
+	s.remote = remote
 	if r := c.cfg.replica; r != nil {
 		if err = r.started(s); err != nil {
 			s.abandon(err)

@@ -30,16 +30,14 @@ type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error
 // replica, while the session lives on the first. hangUp closes both; gRPC by itself
 // closes only a connection that it has asked for, which it does at the first call. trip is
 // from where the cloud is far.
-func connect(ctx context.Context, address string, conf *tls.Config, software string, dialer dialFunc, trip time.Duration) (cc *grpc.ClientConn, hangUp func(), err error) {
+func connect(ctx context.Context, address string, conf *tls.Config, software string, dialer dialFunc, trip time.Duration) (cc *grpc.ClientConn, remote string, hangUp func(), err error) {
 	dctx, cancel := context.WithTimeout(ctx, joinTimeout)
 	defer cancel()
-	if dialer == nil {
-		dialer = (&net.Dialer{}).DialContext
-	}
-	raw, err := dialer(dctx, "tcp", address)
+	raw, err := dialCloud(dctx, dialer, address)
 	if err != nil {
-		return nil, nil, fmt.Errorf("dialing the cloud: %w", err)
+		return nil, "", nil, err
 	}
+	remote = raw.RemoteAddr().String()
 	var once sync.Once
 	dial := func(context.Context, string) (conn net.Conn, err error) {
 		err = errors.New("the session's connection is gone")
@@ -50,7 +48,7 @@ func connect(ctx context.Context, address string, conf *tls.Config, software str
 	if tcp, ok := raw.(*net.TCPConn); ok {
 		if err = setUserTimeout(tcp, keepaliveTimeout); err != nil {
 			raw.Close()
-			return nil, nil, fmt.Errorf("dialing the cloud: %w", err)
+			return nil, "", nil, fmt.Errorf("dialing the cloud: %w", err)
 		}
 	}
 	raw, isFar := carry(raw, trip)
@@ -62,12 +60,24 @@ func connect(ctx context.Context, address string, conf *tls.Config, software str
 	cc, err = grpc.NewClient("passthrough:///"+address, opts...)
 	if err != nil {
 		raw.Close()
-		return nil, nil, err
+		return nil, "", nil, err
 	}
-	return cc, func() {
+	return cc, remote, func() {
 		cc.Close()
 		raw.Close()
 	}, nil
+}
+
+// dialCloud makes a TCP connection.
+func dialCloud(ctx context.Context, dialer dialFunc, address string) (net.Conn, error) {
+	if dialer == nil {
+		dialer = (&net.Dialer{}).DialContext
+	}
+	raw, err := dialer(ctx, "tcp", address)
+	if err != nil {
+		return nil, fmt.Errorf("dialing the cloud: %w", err)
+	}
+	return raw, nil
 }
 
 // join opens the control stream and exchanges hellos, before ctx is done and within
@@ -93,12 +103,12 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential
 	if err != nil {
 		return fail(err)
 	}
-	s := &edgeSession{client: client, certificates: pb.NewCertificatesClient(cc), abandon: abandon, owner: c}
+	s := &edgeSession{client: client, certificates: pb.NewCertificatesClient(cc), abandon: abandon, owner: c, ctx: sctx}
 	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s}
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
 	s.stream, s.unknown, s.hangUp = stream, s.nobody, stream.CloseSend
 	s.init()
-	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have(), Reach: c.cfg.Reach}
+	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have(), Reach: c.cfg.Reach, Connections: uint32(c.cfg.Connections - 1)} //nolint:gosec // a few
 	if r := c.cfg.replica; r != nil {
 		hello.Replica, hello.Have = r.hello, r.have()
 	}

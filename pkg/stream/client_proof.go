@@ -122,7 +122,7 @@ func Enroll(ctx context.Context, cfg EnrollConfig) (Enrolled, error) {
 	fail := func(err error) (Enrolled, error) {
 		return Enrolled{}, explainEnroll(fmt.Errorf("getting a certificate for node %s: %w", cfg.Node, err))
 	}
-	cc, hangUp, err := connect(ctx, cfg.Address, cfg.TLS, cfg.Software, cfg.Dial, farTrip)
+	cc, _, hangUp, err := connect(ctx, cfg.Address, cfg.TLS, cfg.Software, cfg.Dial, farTrip)
 	if err != nil {
 		return fail(err)
 	}

@@ -8,7 +8,6 @@ import (
 	"net"
 	"time"
 
-	"google.golang.org/grpc/metadata"
 	"google.golang.org/protobuf/proto"
 
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -23,10 +22,16 @@ type edgeSession struct {
 	abandon      context.CancelCauseFunc // ends the control stream
 
 	owner          *Client
-	remoteInstance string // of the replica at the other end; "" if the cloud has but one
+	ctx            context.Context // of the control stream
+	remote         string          // the address that the session's connection leads to
+	remoteInstance string          // of the replica at the other end; "" if the cloud has but one
 
 	// Guarded by session.mu.
-	beatSent time.Time // of the heartbeat that waits for its echo; zero: none does
+	beatSent    time.Time        // of the heartbeat that waits for its echo; zero: none does
+	opening     int              // data connections that are being opened
+	misses      int              // of the cloud's askings for one, in a row
+	noMoreUntil time.Time        // none is opened
+	by          map[string]*ride // topics of opens that came by one
 }
 
 var _ tunnel.Link = (*edgeSession)(nil)
@@ -76,6 +81,7 @@ func (s *edgeSession) beat() {
 			s.Close(fmt.Errorf("the cloud has not answered a heartbeat for %s", heartbeatInterval))
 			return
 		}
+		s.dropLost()
 		s.post(message(typeHeartbeat, "", &pb.Heartbeat{Sent: time.Now().UnixNano(), RoundTrip: s.pub.RTT.Load()}))
 		select {
 		case <-ticker.C:
@@ -157,7 +163,7 @@ func (s *edgeSession) cancelTopic(m *tunnel.Message) error {
 }
 
 // Serve implements tunnel.Link: it works on the open request m in a goroutine of the
-// session.
+// session; where m has come by a data connection, in the one that serves it.
 func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 	var open pb.Open
 	if err := proto.Unmarshal(m.Data, &open); err != nil {
@@ -187,14 +193,19 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 		s.refuse(m.Topic, refusal)
 		return nil
 	}
-	go func() { // remove tells the session that it has ended
+	serve := func() { // remove tells the session that it has ended
 		defer s.remove(m.Topic)
 		defer s.owner.serving.Add(-1)
 		defer cancel()
 		if err := s.guard(func() error { return s.serve(ctx, m.Topic, r, dial) }); err != nil {
 			s.Close(err)
 		}
-	}()
+	}
+	if s.rideOf(m.Topic) != nil {
+		serve() // whoever reads that data connection has nothing else to do
+	} else {
+		go serve()
+	}
 	return nil
 }
 
@@ -230,9 +241,7 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 		s.refuse(name, err)
 		return nil
 	}
-	sctx, end := context.WithCancel(ctx)
-	defer end()
-	stream, err := s.client.Connect(metadata.AppendToOutgoingContext(sctx, topicKey, name))
+	way, err := s.answer(ctx, name)
 	if err != nil {
 		s.log.Debug("cannot open the conn", "topic", name, "target", r.Addr, "err", err)
 		tunnel.Reset(target)
@@ -241,15 +250,19 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	}
 	gone := make(chan struct{})
 	c := newConn(connConfig{
-		stream: stream, isEdge: true, blocks: s.blocks, counters: s.counters, log: s.log,
+		stream: way.stream, isEdge: true, blocks: s.blocks, counters: s.counters, log: s.log,
 		local: addr(s.pub.Node), remote: addr(r.Caller),
 		ended: func(err error) {
 			if err != nil {
-				end()
+				way.reset()
 			}
 		},
 		gone: func() { close(gone) },
 	})
+	if by := s.rideOf(name); by != nil {
+		by.carries.Store(c)
+		s.counters.DataConns.Add(1)
+	}
 	stop := c.watch(ctx)
 	defer stop()
 	s.counters.Conns.Add(1)
@@ -293,5 +306,10 @@ func (s *edgeSession) refuse(name string, err error) {
 		words = r.Text
 	}
 	s.counters.Refuse(code)
-	s.post(message(typeRefused, name, &pb.Refused{Code: pb.Code(code), Text: text(words)}))
+	refused := &pb.Refused{Code: pb.Code(code), Text: text(words)}
+	if by := s.rideOf(name); by != nil {
+		by.sendMessage(frameRefused, refused) //nolint:errcheck // whoever reads there will see it
+		return
+	}
+	s.post(message(typeRefused, name, refused))
 }

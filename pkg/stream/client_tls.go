@@ -6,6 +6,7 @@ import (
 	"crypto/x509"
 	"fmt"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -15,7 +16,8 @@ import (
 // ends have shown when it was new. So it is good for one certificate here, and for one
 // idea of who signs the cloud's.
 type tickets struct {
-	leaf  []byte // DER; none: there is no certificate
+	mu    sync.Mutex // guards the following
+	leaf  []byte     // DER; none: there is no certificate
 	roots *x509.CertPool
 	name  string
 	cache tls.ClientSessionCache
@@ -27,7 +29,7 @@ type handshake struct {
 	asked atomic.Bool       // it has
 }
 
-// tlsConfig returns how to make the next connection. It is called by one goroutine.
+// tlsConfig returns how to make the next connection. It may be called by several goroutines.
 func (c *Client) tlsConfig() (*tls.Config, *handshake, error) {
 	conf := c.cfg.TLS().Clone()
 	// The certificate is chosen now, so that the ticket is of the one that is shown.
@@ -67,10 +69,12 @@ func (c *Client) tlsConfig() (*tls.Config, *handshake, error) {
 	}
 	if conf.ClientSessionCache == nil {
 		t := &c.tickets
+		t.mu.Lock()
 		if t.cache == nil || !bytes.Equal(t.leaf, leaf) || t.name != conf.ServerName || !samePool(t.roots, conf.RootCAs) {
-			*t = tickets{leaf: leaf, roots: conf.RootCAs, name: conf.ServerName, cache: tls.NewLRUClientSessionCache(0)}
+			t.leaf, t.roots, t.name, t.cache = leaf, conf.RootCAs, conf.ServerName, tls.NewLRUClientSessionCache(0)
 		}
 		conf.ClientSessionCache = t.cache
+		t.mu.Unlock()
 	}
 	return conf, h, nil
 }

@@ -48,6 +48,14 @@ const (
 // conns of a process.
 type blocks struct{ pool sync.Pool }
 
+var _ mem.BufferPool = (*blocks)(nil)
+
+// Get implements mem.BufferPool.
+func (b *blocks) Get(int) *[]byte { return b.get() }
+
+// Put implements mem.BufferPool.
+func (b *blocks) Put(p *[]byte) { b.put(p) }
+
 func (b *blocks) get() *[]byte {
 	if p, ok := b.pool.Get().(*[]byte); ok {
 		return p

@@ -6,6 +6,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"runtime"
 	"testing"
 	"time"
 
@@ -16,14 +17,53 @@ import (
 // BenchmarkDial measures what a new conn costs both ends, from the open request to the
 // last bookkeeping, with a target in memory.
 func BenchmarkDial(b *testing.B) {
-	dial := benchEnds(b, func() net.Conn {
-		near, far := net.Pipe()
-		far.Close()
-		return near
-	})
-	b.ReportAllocs()
+	for name, connections := range map[string]int{"session": 1, "data": MaxConnections} {
+		b.Run(name, func(b *testing.B) {
+			dial := benchEnds(b, connections, func() net.Conn {
+				near, far := net.Pipe()
+				far.Close()
+				return near
+			})
+			b.ReportAllocs()
+			for b.Loop() {
+				dial().Close()
+			}
+		})
+	}
+}
+
+// BenchmarkDataConnection measures the memory of a data connection that waits, after it has
+// carried a conn: of both ends together, without the kernel's.
+func BenchmarkDataConnection(b *testing.B) {
+	dial := benchEnds(b, MaxConnections, func() net.Conn { return flood{silent()} })
+	memory := func() uint64 {
+		for range 3 { // pools give up what they have after two
+			runtime.GC()
+		}
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return m.HeapAlloc + m.StackInuse
+	}
+	use := func(n int) {
+		var conns []net.Conn
+		for range n {
+			conns = append(conns, dial())
+		}
+		for _, c := range conns {
+			if _, err := io.CopyN(io.Discard, c, 1<<20); err != nil {
+				b.Fatal(err)
+			}
+			c.Close()
+		}
+		time.Sleep(300 * time.Millisecond) // until they wait again, and others have come
+	}
+	use(1)
 	for b.Loop() {
-		dial().Close()
+		before := memory()
+		for range 4 {
+			use(MaxConnections)
+		}
+		b.ReportMetric(float64(memory()-before)/(MaxConnections-2), "B/connection")
 	}
 }
 
@@ -53,7 +93,7 @@ func BenchmarkConn(b *testing.B) {
 		}},
 	} {
 		b.Run(way.name, func(b *testing.B) {
-			c := benchEnds(b, way.target)()
+			c := benchEnds(b, 1, way.target)()
 			defer c.Close()
 			p := make([]byte, way.bytes)
 			b.ReportAllocs()
@@ -96,8 +136,8 @@ func echoed() net.Conn {
 }
 
 // benchEnds joins an edge to a cloud, over TLS on loopback, and returns what dials a
-// target through the two.
-func benchEnds(b *testing.B, target func() net.Conn) (dial func() net.Conn) {
+// target through the two. The session has so many connections at most.
+func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func() net.Conn) {
 	b.Helper()
 	ca, err := auth.NewCA("bench", time.Hour)
 	if err != nil {
@@ -127,7 +167,7 @@ func benchEnds(b *testing.B, target func() net.Conn) (dial func() net.Conn) {
 	client, err := NewClient(ClientConfig{
 		Address: server.Addr().String(), TLS: func() *tls.Config { return &tls.Config{RootCAs: poolOf(ca), ServerName: "cloud"} },
 		Node: "edge1", Token: func() (auth.Secret, error) { return "token-edge1", nil },
-		Log: log, Software: "bench",
+		Log: log, Software: "bench", Connections: connections,
 	}, &edgeModule{"tcp", func(context.Context, tunnel.Request) (net.Conn, error) { return target(), nil }})
 	if err != nil {
 		b.Fatal(err)

@@ -55,7 +55,7 @@ func TestEdgeSaysWhatTheCloudMay(t *testing.T) {
 	for name, m := range map[string]*pb.StreamMsg{
 		"open":            {Category: "tcp", Type: tunnel.TypeOpen, Topic: "t", Addr: "127.0.0.1:22"},
 		"open to nobody":  {Category: category, Type: tunnel.TypeOpen, Topic: "t", Addr: "127.0.0.1:22"},
-		"cancel":          {Category: category, Type: typeCancel, Topic: "t"},
+		"connection":      {Category: category, Type: typeConnection, Topic: "t"},
 		"hello once more": {Category: category, Type: typeHello},
 		"replicas":        {Category: category, Type: typeReplicas},
 	} {

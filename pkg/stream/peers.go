@@ -161,6 +161,7 @@ func (peerRoutes) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
 		typeHeartbeat: cloudHandler((*cloudSession).heartbeat),
 		typeRefused:   cloudHandler((*cloudSession).refused),
+		typeCancel:    cloudHandler((*cloudSession).cancelConn),
 		typeDrain:     cloudHandler((*cloudSession).edgeLeaves),
 		typeNodes:     cloudHandler((*cloudSession).peerNodes),
 	}
@@ -280,6 +281,7 @@ var (
 func (p *Peers) join(ctx context.Context, address string) {
 	c, err := NewClient(ClientConfig{
 		Address: address, TLS: p.cfg.TLS, Counters: p.counters, Log: p.cfg.Log, Grace: p.cfg.Grace, Software: p.cfg.Software,
+		Connections: MaxConnections, // it carries the conns of many nodes
 		replica: &asReplica{
 			id: p.id, hello: &pb.Replica{Addrs: addrStrings(p.cfg.Addrs)},
 			have:    func() []string { return p.have(address) },

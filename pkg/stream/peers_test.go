@@ -146,11 +146,16 @@ func newRelayedRig(t *testing.T) *rig {
 }
 
 // eachWay runs a test with conns that are dialled at the replica that holds the node, over
-// links that count as near and as far, and with relayed ones.
+// links that count as near and as far, and by data connections, and with relayed ones.
 func eachWay(t *testing.T, test func(t *testing.T, r *rig)) {
 	t.Helper()
 	t.Run("direct", func(t *testing.T) { test(t, newRig(t)) })
 	t.Run("far", func(t *testing.T) { test(t, newRig(t, func(cfg *ServerConfig) { cfg.farTrip = 1 })) })
+	t.Run("data", func(t *testing.T) {
+		r := newRig(t)
+		r.spares = MaxConnections
+		test(t, r)
+	})
 	t.Run("relayed", func(t *testing.T) { test(t, newRelayedRig(t)) })
 }
 

@@ -45,6 +45,7 @@ type rig struct {
 	stopped  chan error
 	front    *Peers        // of another replica, by which conns are dialled; nil: directly
 	farTrip  time.Duration // of the server, and of edges; 0: the default
+	spares   int           // data connections of each edge; conns go by them. 0: conns go by the session's own
 }
 
 // fakeAuth accepts the tokens "token-NODE" and "next-NODE" of every node.
@@ -265,7 +266,7 @@ func (r *rig) clientConfig(node string) ClientConfig {
 		Node:     tunnel.NodeName(node),
 		Token:    func() (auth.Secret, error) { return auth.Secret("token-" + node), nil },
 		Counters: r.edges, Log: r.log.logger().With("end", "edge"), Grace: patience, Software: "test",
-		farTrip: r.farTrip,
+		farTrip: r.farTrip, Connections: r.spares,
 	}
 	if r.net != nil {
 		cfg.Dial = r.net.dial
@@ -314,11 +315,32 @@ func (r *rig) join(node string, dial tunnel.DialFunc) *edge {
 func (r *rig) dial(node, addr string) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
+	if r.spares > 0 {
+		r.haveSpare(tunnel.NodeName(node))
+	}
 	var dialer tunnel.Dialer = r.dir
 	if r.front != nil {
 		dialer = r.front
 	}
 	return dialer.Dial(ctx, tunnel.Request{Node: tunnel.NodeName(node), Category: "tcp", Network: "tcp", Addr: addr, Caller: "test"})
+}
+
+// haveSpare waits until a data connection waits for the next conn.
+func (r *rig) haveSpare(node tunnel.NodeName) {
+	s := r.dir.Lookup(node)
+	if s == nil {
+		return
+	}
+	cs := s.Link.(*cloudSession)
+	r.eventually("there is a spare data connection", func() bool {
+		cs.mu.Lock()
+		n, asking := len(cs.spares), cs.asking
+		cs.mu.Unlock()
+		if n == 0 && asking == 0 {
+			cs.askForMore()
+		}
+		return n > 0
+	})
 }
 
 func (r *rig) mustDial(node, addr string) net.Conn {
@@ -328,6 +350,9 @@ func (r *rig) mustDial(node, addr string) net.Conn {
 		r.t.Fatal(err)
 	}
 	r.t.Cleanup(func() { c.Close() })
+	if _, ok := c.(*conn).stream.(*ride); ok != (r.spares > 0) && r.front == nil {
+		r.t.Errorf("that it goes by a data connection is %v", ok)
+	}
 	return c
 }
 

@@ -60,6 +60,7 @@ type Server struct {
 	denials                                    tunnel.Limiter // of dials that edges have denied
 
 	quotas quotas
+	asked  asked
 
 	addr     atomic.Pointer[net.Addr] // set while listening
 	leaving  chan struct{}            // closed by Leave
@@ -102,6 +103,7 @@ func (s *Server) Routes() map[string]tunnel.Handler {
 		typeHeartbeat: cloudHandler((*cloudSession).heartbeat),
 		typeRefused:   cloudHandler((*cloudSession).refused),
 		typeDrain:     cloudHandler((*cloudSession).edgeLeaves),
+		typeCancel:    cloudHandler((*cloudSession).cancelConn),
 		typeCredential: func(ctx context.Context, from *tunnel.Session, m *tunnel.Message) error {
 			return s.newCredential(ctx, from.Link.(*cloudSession), m)
 		},
@@ -151,8 +153,9 @@ func (s *Server) Run(ctx context.Context) error {
 	defer s.addr.Store(nil)
 
 	conf, conns := s.cfg.TLS, s.cfg.Limits.Conns
+	conf = conf.Clone()
+	conf.NextProtos = []string{dataProtocol} // gRPC adds its own
 	if s.asks() {
-		conf = conf.Clone()
 		conf.ClientAuth = tls.RequestClientCert // whose it is is looked at when somebody joins
 	}
 	if s.cfg.Peers != nil {
@@ -160,7 +163,7 @@ func (s *Server) Run(ctx context.Context) error {
 	}
 	serverFor := func(link far) *grpc.Server {
 		opts := append(serverOptions(conns, s.cfg.Limits, link),
-			grpc.Creds(serverCreds{credentials.NewTLS(conf)}),
+			grpc.Creds(serverCreds{credentials.NewTLS(conf), s.attach}),
 			grpc.StreamInterceptor(s.intercept),
 			grpc.UnknownServiceHandler(unknownMethod),
 		)

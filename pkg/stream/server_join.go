@@ -132,6 +132,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
 	cs.stream, cs.maxConns = stream, int64(s.cfg.Limits.Conns)
 	cs.limits, cs.denials = s.cfg.Limits, &s.denials
+	cs.asked, cs.connections = &s.asked, int(min(MaxConnections-1, hello.GetConnections()))
 	cs.authenticate = func(c auth.Credential) (*proof, *refusedJoin) { return s.authenticate(ctx, c) }
 	cs.signatures.Every, cs.signatures.Burst = renewInterval, renewBurst
 	cs.credentials.Every, cs.credentials.Burst = renewInterval, renewBurst

@@ -40,10 +40,17 @@ type cloudSession struct {
 	credentials  tunnel.Limiter // how many are looked at
 	signatures   tunnel.Limiter // how many are made
 
+	connections int    // how many data connections the edge opens at most
+	asked       *asked // the server's
+
 	limits  Limits
 	quota   *quota // of the node; nil: the session is another replica's, and what it asks for counts where the node is held
 	dialing atomic.Int64
 	denials *tunnel.Limiter // of warnings, the server's
+
+	// Guarded by session.mu.
+	asking int         // data connections that the edge has been asked for
+	spares []*dataConn // those that wait for a conn, the one last used last
 }
 
 var _ tunnel.Link = (*cloudSession)(nil)
@@ -100,19 +107,33 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunn
 	if refusal != nil {
 		return nil, refusal
 	}
-	name := uuid.NewString()
-	p := &pending{result: make(chan opened, 1)}
-	if refusal = s.add(name, p); refusal != nil {
-		return nil, refusal
-	}
-	// Were the session to end now, it would settle p.
-	m := &tunnel.Message{Category: r.Category, Type: tunnel.TypeOpen, Topic: name, Addr: r.Addr}
+	m := &tunnel.Message{Category: r.Category, Type: tunnel.TypeOpen, Topic: uuid.NewString(), Addr: r.Addr}
 	open := &pb.Open{Network: r.Network, Caller: text(r.Caller), Relayed: r.Relayed}
 	if s.peers != nil {
 		m.Category, open.Node, open.Category = categoryRelay, string(r.Node), r.Category
 	}
 	m.Data = encode(open)
+	if d := s.takeSpare(); d != nil {
+		c, refusal, lost := s.dialOver(ctx, d, r, m)
+		if !lost {
+			return c, refusal
+		}
+		m.Topic = uuid.NewString()
+	}
+	return s.dialByControl(ctx, r, m)
+}
+
+// dialByControl sends an open on the control stream, and waits for its conn to come on the
+// session's own connection.
+func (s *cloudSession) dialByControl(ctx context.Context, r tunnel.Request, m *tunnel.Message) (*conn, *tunnel.Refusal) {
+	name := m.Topic
+	p := &pending{result: make(chan opened, 1)}
+	if refusal := s.add(name, p); refusal != nil {
+		return nil, refusal
+	}
+	// Were the session to end now, it would settle p.
 	s.post(m)
+	s.askForMore()
 	var o opened
 	select {
 	case o = <-p.result:
@@ -170,7 +191,7 @@ func (s *cloudSession) gaveUp(ctx context.Context, r tunnel.Request) *tunnel.Ref
 // come of it, but no edge of any version does so. All else that is not known may be
 // from a newer edge.
 func misdirected(m *tunnel.Message) error {
-	if m.Type == tunnel.TypeOpen || m.Category == category && slices.Contains([]string{typeHello, typeCancel, typeReplicas}, m.Type) {
+	if m.Type == tunnel.TypeOpen || m.Category == category && slices.Contains([]string{typeHello, typeReplicas, typeConnection}, m.Type) {
 		return status.Errorf(codes.PermissionDenied, "%s/%s is not for an edge to say", text(m.Category), m.Type)
 	}
 	return nil
@@ -246,24 +267,30 @@ func (s *cloudSession) heartbeat(m *tunnel.Message) error {
 	}
 	s.pub.RTT.Store(max(0, h.GetRoundTrip()))
 	s.post(message(typeHeartbeat, "", &h))
+	s.tend()
+	return nil
+}
+
+// cancelConn takes an edge's word that a conn which it carries by a data connection was
+// reset: nobody may be reading there.
+func (s *cloudSession) cancelConn(m *tunnel.Message) error {
+	if c, ok := s.lookup(m.Topic).(*conn); ok {
+		c.abort()
+	}
 	return nil
 }
 
 // refused passes an edge's refusal to the Dial that waits for it.
 func (s *cloudSession) refused(m *tunnel.Message) error {
-	var r pb.Refused
-	if err := proto.Unmarshal(m.Data, &r); err != nil {
-		return fmt.Errorf("refused: %w", err)
+	refusal, err := refusalOf(m.Data)
+	if err != nil {
+		return err
 	}
 	p, ok := s.lookup(m.Topic).(*pending)
 	if !ok {
 		return nil // Dial did not wait for it
 	}
-	code := tunnel.Internal
-	if c := r.GetCode(); c > 0 && c <= pb.Code_CODE_INTERNAL {
-		code = tunnel.Code(c)
-	}
-	p.settle(opened{refusal: &tunnel.Refusal{Code: code, Text: text(r.GetText())}})
+	p.settle(opened{refusal: refusal})
 	return nil
 }
 

@@ -43,6 +43,7 @@ type session struct {
 	leaving  bool             // the edge is about to stop: nothing new is opened
 	topics   map[string]topic // what lives inside the session; nil when it has ended
 	lastGone chan struct{}    // closed when the last topic goes; nil unless somebody waits
+	data     map[*dataConn]struct{}
 }
 
 // topic is what a topic stands for: an open request that waits for its answer, or a
@@ -82,11 +83,15 @@ func (s *session) Close(reason error) {
 	}
 	s.err = reason
 	close(s.done)
-	topics := s.topics
-	s.topics = nil
+	topics, data := s.topics, s.data
+	s.topics, s.data = nil, nil
 	s.mu.Unlock()
 	for _, t := range topics {
 		t.abort()
+	}
+	for d := range data {
+		d.abort()
+		s.counters.DataConnections.Add(-1)
 	}
 }
 
@@ -204,11 +209,13 @@ func (s *session) flush() error {
 	return nil
 }
 
-func (s *session) write(m *tunnel.Message) error {
-	return s.stream.Send(&pb.StreamMsg{
+func (s *session) write(m *tunnel.Message) error { return s.stream.Send(s.onWire(m)) }
+
+func (s *session) onWire(m *tunnel.Message) *pb.StreamMsg {
+	return &pb.StreamMsg{
 		Node: string(s.pub.Node), Category: m.Category, Type: m.Type,
 		Topic: m.Topic, Data: m.Data, Addr: m.Addr,
-	})
+	}
 }
 
 // receiveLoop gives every message to its handler until the stream ends.
@@ -222,21 +229,27 @@ func (s *session) receiveLoop(ctx context.Context) error {
 			s.counters.Limited(tunnel.LimitMessages)
 			return limitErrorf(tunnel.LimitMessages, "more than %.0f control messages in a second", s.budget.rate)
 		}
-		m := &tunnel.Message{
-			Category: in.GetCategory(), Type: in.GetType(), Topic: in.GetTopic(),
-			Data: in.GetData(), Addr: in.GetAddr(),
-		}
-		known, err := s.router.Handle(ctx, s.pub, m)
-		if err != nil {
+		if err := s.handle(ctx, messageOf(in)); err != nil {
 			return err
 		}
-		if !known {
-			s.counters.UnknownMessages.Add(1)
-			s.log.Debug("unknown message", "module", text(m.Category), "type", text(m.Type))
-			if err := s.unknown(m); err != nil {
-				return err
-			}
-		}
+	}
+}
+
+// handle gives a message to its handler.
+func (s *session) handle(ctx context.Context, m *tunnel.Message) error {
+	known, err := s.router.Handle(ctx, s.pub, m)
+	if err != nil || known {
+		return err
+	}
+	s.counters.UnknownMessages.Add(1)
+	s.log.Debug("unknown message", "module", text(m.Category), "type", text(m.Type))
+	return s.unknown(m)
+}
+
+func messageOf(in *pb.StreamMsg) *tunnel.Message {
+	return &tunnel.Message{
+		Category: in.GetCategory(), Type: in.GetType(), Topic: in.GetTopic(),
+		Data: in.GetData(), Addr: in.GetAddr(),
 	}
 }
 

@@ -78,6 +78,15 @@ func (s *stranger) join(node string) *strangerControl {
 	return c
 }
 
+// joinWith is join with a hello of the test's own.
+func (s *stranger) joinWith(node string, hello *pb.Hello) *strangerControl {
+	s.t.Helper()
+	c := s.control(bearerOf(node))
+	c.say(typeHello, "", hello)
+	c.want("our hello is answered by the cloud's", typeHello)
+	return c
+}
+
 // connect opens a Connect with these topics in its metadata.
 func (s *stranger) connect(topics ...string) pb.Stream_ConnectClient {
 	s.t.Helper()

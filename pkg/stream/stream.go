@@ -12,13 +12,14 @@
 // There are two planes (docs/protocol.md). A session is one TunnelStreaming stream
 // and carries messages; each forwarded connection is one Connect stream, opened by
 // the edge on the same HTTP/2 connection, so that HTTP/2 gives it its own flow
-// control. Nothing of our own multiplexes bytes.
+// control; or it has a TLS connection for itself. Nothing of our own multiplexes bytes.
 //
 // Where things are: transport.go accepts connections and knows which session came on
 // which, carrier.go how its TCP connection is used; session.go is what both ends of a session share; server.go and client.go are
 // the two ends, server_join.go and client_join.go how a session begins, server_proof.go
 // and client_proof.go what it stands on, sign.go and client_tls.go certificates; conn.go, conn_send.go and conn_recv.go are a forwarded connection;
-// codec.go is the wire of its chunks.
+// codec.go is the wire of its chunks; data.go is the other way that a conn may go, a connection of
+// its own, and data_cloud.go and data_edge.go the ends of that.
 //
 // A session owns its conns and its goroutines: when it ends, they end, and its
 // module's Run returns only after all of them have.
@@ -58,6 +59,9 @@ const (
 
 // categoryRelay is the category of open requests to another replica.
 const categoryRelay = "relay"
+
+// typeConnection asks an edge for a data connection. No protobuf: the topic is a ticket.
+const typeConnection = "connection"
 
 // typeReplicas tells an edge which replicas there are.
 const typeReplicas = "replicas"

@@ -2,6 +2,7 @@ package stream
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"net"
 	"sync"
@@ -37,9 +38,11 @@ func (t *transport) refuse() (first bool) {
 	return true
 }
 
-// serverCreds is TLS whose AuthInfo is a *transport.
+// serverCreds is TLS whose AuthInfo is a *transport. A connection that is to be a data
+// connection is attached to its session, and gRPC does not see it.
 type serverCreds struct {
 	credentials.TransportCredentials
+	attach func(*tls.Conn, *joiningConn) error
 }
 
 // ServerHandshake implements credentials.TransportCredentials.
@@ -54,12 +57,19 @@ func (c serverCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		conn.Close()
 		return nil, nil, errors.New("not a TLS connection of this listener")
 	}
+	if own, ok := conn.(*tls.Conn); ok && tlsInfo.State.NegotiatedProtocol == dataProtocol {
+		if err := c.attach(own, joining); err != nil {
+			conn.Close()
+			return nil, nil, err
+		}
+		return nil, nil, credentials.ErrConnDispatched
+	}
 	return conn, &transport{TLSInfo: tlsInfo, conn: joining}, nil
 }
 
 // Clone implements credentials.TransportCredentials.
 func (c serverCreds) Clone() credentials.TransportCredentials {
-	return serverCreds{c.TransportCredentials.Clone()}
+	return serverCreds{c.TransportCredentials.Clone(), c.attach}
 }
 
 // transportOf returns the connection that a stream arrived on.
@@ -151,6 +161,7 @@ func (l *joinListener) Close() error {
 // joiningConn is an accepted connection.
 type joiningConn struct {
 	net.Conn
+	ours    atomic.Bool // gRPC has nothing to do with it any more
 	far     far
 	timer   *time.Timer
 	release func() // gives back its place among those that join
@@ -163,6 +174,22 @@ func (c *joiningConn) joined() {
 		c.timer.Stop()
 		c.release()
 	})
+}
+
+// dispatched says that gRPC does not serve the connection.
+func (c *joiningConn) dispatched() {
+	c.ours.Store(true)
+	c.Conn.SetDeadline(time.Time{}) //nolint:errcheck // it fails when c is closed
+	c.joined()
+}
+
+// SetDeadline implements net.Conn. gRPC calls it once more after a connection has been
+// dispatched.
+func (c *joiningConn) SetDeadline(t time.Time) error {
+	if c.ours.Load() {
+		return nil
+	}
+	return c.Conn.SetDeadline(t)
 }
 
 // extend puts the deadline off for a connection that has done its part and now waits for

@@ -9,6 +9,9 @@ type Counters struct {
 	Replaced        atomic.Uint64 // sessions that a newer one of the same node ended
 	JoinsRefused    atomic.Uint64 // control streams refused before they became sessions
 	Conns           atomic.Uint64 // conns opened
+	DataConns       atomic.Uint64 // of them, those that went by a data connection
+	Connections     atomic.Uint64 // data connections opened
+	DataConnections atomic.Int64  // data connections that there are
 	Resets          atomic.Uint64 // conns that ended by a reset
 	BytesSent       atomic.Uint64 // payload bytes handed to the other side
 	BytesReceived   atomic.Uint64 // payload bytes that came from the other side

@@ -34,7 +34,7 @@ type Link interface {
 	Dial(ctx context.Context, r Request) (net.Conn, error)
 	// Serve answers the open request m in a goroutine of the session: dial's conn
 	// is spliced to the caller's, or its error becomes a refusal (edge only).
-	// It returns at once, so a handler may call it.
+	// It returns at once where others wait for the caller, so a handler may call it.
 	Serve(m *Message, dial DialFunc) error
 	// Close ends the session and resets its conns. Its peer sees reason.
 	Close(reason error)

@@ -363,6 +363,7 @@ type Hello struct {
 	All           bool                   `protobuf:"varint,8,opt,name=all,proto3" json:"all,omitempty"`                           // edge: it keeps a session with every replica
 	Have          []string               `protobuf:"bytes,9,rep,name=have,proto3" json:"have,omitempty"`                          // edge: instances of the replicas that it has a session with
 	Reach         string                 `protobuf:"bytes,10,opt,name=reach,proto3" json:"reach,omitempty"`                       // edge: what it says it reaches (Konnectivity's identifiers)
+	Connections   uint32                 `protobuf:"varint,11,opt,name=connections,proto3" json:"connections,omitempty"`          // edge: data connections that it opens at most, when asked
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -465,6 +466,13 @@ func (x *Hello) GetReach() string {
 		return x.Reach
 	}
 	return ""
+}
+
+func (x *Hello) GetConnections() uint32 {
+	if x != nil {
+		return x.Connections
+	}
+	return 0
 }
 
 // Replica is one cloud process. Each replica joins each other one, as an edge would: it
@@ -1012,7 +1020,7 @@ const file_stream_proto_rawDesc = "" +
 	"\x05Chunk\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12\x10\n" +
 	"\x03fin\x18\x02 \x01(\bR\x03fin\x12\x12\n" +
-	"\x04stop\x18\x03 \x01(\bR\x04stop\"\x9e\x02\n" +
+	"\x04stop\x18\x03 \x01(\bR\x04stop\"\xc0\x02\n" +
 	"\x05Hello\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x1a\n" +
 	"\bsoftware\x18\x02 \x01(\tR\bsoftware\x12\"\n" +
@@ -1024,7 +1032,8 @@ const file_stream_proto_rawDesc = "" +
 	"\x03all\x18\b \x01(\bR\x03all\x12\x12\n" +
 	"\x04have\x18\t \x03(\tR\x04have\x12\x14\n" +
 	"\x05reach\x18\n" +
-	" \x01(\tR\x05reach\"\x1f\n" +
+	" \x01(\tR\x05reach\x12 \n" +
+	"\vconnections\x18\v \x01(\rR\vconnections\"\x1f\n" +
 	"\aReplica\x12\x14\n" +
 	"\x05addrs\x18\x01 \x03(\tR\x05addrs\">\n" +
 	"\tHeartbeat\x12\x12\n" +

@@ -1,0 +1,333 @@
+package stream
+
+import (
+	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"slices"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// MaxConnections is how many connections a session has at most, whatever the edge would open.
+const MaxConnections = 64
+
+// mostTicket bounds the first frame of a stranger, in bytes.
+const mostTicket = 64
+
+// askTime is how long the edge may take to answer the cloud's asking.
+const askTime = joinTimeout
+
+// asked are the tickets with which a server has asked for data connections. One is good for
+// one connection: it proves which session that belongs to, since nobody has read it but the
+// edge of that session.
+type asked struct {
+	mu sync.Mutex
+	of map[string]*cloudSession
+}
+
+func (a *asked) add(ticket string, s *cloudSession) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.of == nil {
+		a.of = make(map[string]*cloudSession)
+	}
+	a.of[ticket] = s
+}
+
+// take returns the session of a ticket, which then is good no longer; nil: it is not good.
+func (a *asked) take(ticket string) *cloudSession {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	s := a.of[ticket]
+	delete(a.of, ticket)
+	return s
+}
+
+// askForMore asks the edge for a data connection, unless there are as many as there may be.
+func (s *cloudSession) askForMore() {
+	s.mu.Lock()
+	more := s.err == nil && !s.toldDrain.Load() && len(s.data)+s.asking < s.connections
+	if more {
+		s.asking++
+	}
+	s.mu.Unlock()
+	if !more {
+		return
+	}
+	ticket := rand.Text()
+	s.asked.add(ticket, s)
+	time.AfterFunc(askTime, func() {
+		if s.asked.take(ticket) != nil {
+			s.answered()
+		}
+	})
+	s.post(message(typeConnection, ticket, nil))
+}
+
+// answered undoes the counting of askForMore.
+func (s *cloudSession) answered() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.asking--
+}
+
+// attach makes an accepted TLS connection a data connection of the session that its first
+// frame proves. Nobody reads it until it has a conn to carry.
+func (s *Server) attach(c *tls.Conn, j *joiningConn) error {
+	err := s.tryAttach(c, j)
+	if err != nil {
+		// A balancer may have led it here instead of to the replica that has asked for it.
+		s.log.Debug("data connection refused", "remote", j.RemoteAddr().String(), "err", err)
+	}
+	return err
+}
+
+func (s *Server) tryAttach(c *tls.Conn, j *joiningConn) error {
+	d := newDataConn(c, j.Conn, s.blocks)
+	typ, ticket, err := d.receive(mostTicket)
+	if err != nil {
+		return err
+	}
+	if typ != frameAttach {
+		return fmt.Errorf("it begins with a frame of type %#x", typ)
+	}
+	cs := s.asked.take(string(ticket))
+	if cs == nil {
+		return errors.New("this replica has not asked for it")
+	}
+	held := cs.hold(d)
+	cs.answered()
+	if !held {
+		return errEnded
+	}
+	if carrier, ok := j.Conn.(*carrier); ok {
+		carrier.alone()
+	}
+	d.rests()
+	if err := d.send(frameAttach, nil); err != nil {
+		cs.drop(d)
+		return err
+	}
+	j.dispatched()
+	cs.counters.Connections.Add(1)
+	cs.log.Debug("data connection", "remote", j.RemoteAddr().String())
+	cs.spare(d)
+	return nil
+}
+
+// spare has a data connection wait for the next conn.
+func (s *cloudSession) spare(d *dataConn) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	d.since = time.Now()
+	if s.err == nil {
+		s.spares = append(s.spares, d)
+	}
+}
+
+// takeSpare returns the data connection that was used last of those that wait, or nil: it is
+// the one whose congestion window is largest.
+func (s *cloudSession) takeSpare() *dataConn {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	last := len(s.spares) - 1
+	if last < 0 {
+		return nil
+	}
+	d := s.spares[last]
+	s.spares[last] = nil
+	s.spares = s.spares[:last]
+	return d
+}
+
+// tend ends data connections that have waited for long, or are lost.
+func (s *cloudSession) tend() {
+	s.mu.Lock()
+	n := slices.IndexFunc(s.spares, func(d *dataConn) bool { return time.Since(d.since) < dataIdle })
+	if n < 0 {
+		n = len(s.spares)
+	}
+	old := slices.Clone(s.spares[:n])
+	s.spares = slices.Delete(s.spares, 0, n)
+	s.mu.Unlock()
+	for _, d := range old {
+		s.drop(d)
+	}
+	s.dropLost()
+}
+
+// asking is an open request that waits for the answer on a data connection. Nothing that
+// comes on the session's own connection settles it.
+type asking struct{}
+
+// abort implements topic: the end of the session is that of the data connection.
+func (asking) abort() {}
+
+// dialOver is dial by a data connection. lost says that it was not fit for use: the edge has
+// not answered, and can be asked in another way.
+func (s *cloudSession) dialOver(ctx context.Context, d *dataConn, r tunnel.Request, m *tunnel.Message) (c *conn, refusal *tunnel.Refusal, lost bool) {
+	if refusal = s.add(m.Topic, asking{}); refusal != nil {
+		s.spare(d)
+		return nil, refusal, false
+	}
+	stop := context.AfterFunc(ctx, d.interrupt)
+	data, err := s.ask(d, m)
+	waited := stop() // else d is no longer to be used: it has been interrupted, or is about to be
+	switch {
+	case waited && err == nil && data == nil:
+		if c = s.carry(m.Topic, d); c != nil {
+			return c, nil, false
+		}
+		refusal = s.gaveUp(ctx, r)
+	case waited && err == nil:
+		if refusal, err = refusalOf(data); err == nil {
+			s.remove(m.Topic)
+			s.spare(d)
+			return nil, refusal, false
+		}
+		refusal = tunnel.Refusef(tunnel.Internal, "node %s has refused in words that make no sense", r.Node)
+	case waited && s.reason() == nil:
+		s.log.Debug("a data connection is of no use", "err", err)
+		lost = true
+	default:
+		refusal = s.gaveUp(ctx, r)
+	}
+	s.drop(d)
+	s.remove(m.Topic)
+	// It may overtake the open, and then the edge dials in vain until it finds d closed.
+	s.post(message(typeCancel, m.Topic, nil))
+	return nil, refusal, lost
+}
+
+// ask sends an open and waits for the answer: nil if there is a conn, else a refusal.
+func (s *cloudSession) ask(d *dataConn, m *tunnel.Message) (refused []byte, err error) {
+	if err = d.sendMessage(frameOpen, s.onWire(m)); err != nil {
+		return nil, err
+	}
+	typ, data, err := d.receive(maxControlFrame)
+	switch {
+	case err != nil:
+		return nil, err
+	case typ == frameOpened && len(data) == 0:
+		return nil, nil
+	case typ == frameRefused && len(data) > 0:
+		return data, nil
+	}
+	return nil, fmt.Errorf("a frame of type %#x with %d bytes answers an open", typ, len(data))
+}
+
+// carry makes an open request that d's edge has answered a conn on it, nil if the session
+// has ended meanwhile.
+func (s *cloudSession) carry(name string, d *dataConn) *conn {
+	d.works()
+	by := &ride{dataConn: d}
+	var c *conn
+	c = newConn(connConfig{
+		stream: by, blocks: s.blocks, counters: s.counters, log: s.log,
+		local: "cloud", remote: addr(s.pub.Node),
+		ended: func(err error) {
+			if err != nil {
+				s.post(message(typeCancel, name, nil)) // for an edge that does not read
+				s.drop(d)
+				return
+			}
+			d.interrupt() // there may be a receiver: an edge may stop after its fin
+		},
+		gone: func() {
+			if c.err != nil {
+				s.remove(name)
+				return
+			}
+			s.wg.Go(func() { // it may have to wait for the edge
+				if s.guard(func() error { return s.release(name, c, by) }) != nil {
+					s.drop(d)
+				}
+			})
+		},
+	})
+	d.carries.Store(c)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.err != nil {
+		return nil
+	}
+	s.topics[name] = c
+	s.counters.DataConns.Add(1)
+	return c
+}
+
+// release is what comes after the clean end of a conn: its data connection waits for the
+// next one, when all that was sent has been taken at the edge, and nothing more comes from
+// there. That may take as long as a target likes. With an error, it is of no more use.
+func (s *cloudSession) release(name string, c *conn, by *ride) error {
+	d := by.dataConn
+	d.carries.Store(nil)
+	by.recvMu.Lock() // whoever was in WriteTo has been interrupted
+	by.over.Store(true)
+	by.recvMu.Unlock()
+	d.resume()
+	c.mu.Lock()
+	stopped := c.stopGot
+	c.mu.Unlock()
+	if stopped { // somebody in ReadFrom may be sending to an edge that does not throw it away
+		d.raw.SetWriteDeadline(time.Now().Add(stopTimeout)) //nolint:errcheck // it fails when d is closed
+	}
+	c.sendMu.Lock()
+	err := d.send(frameEnd, nil)
+	c.sendMu.Unlock()
+	s.remove(name)
+	if err != nil {
+		return err
+	}
+	if stopped {
+		d.raw.SetWriteDeadline(time.Time{}) //nolint:errcheck // likewise
+	}
+	if d.broken.Load() {
+		return errors.New("it has lost its way")
+	}
+	if err := d.skipToEnd(); err != nil {
+		return err
+	}
+	d.rests()
+	s.spare(d)
+	return nil
+}
+
+// skipToEnd throws away what still comes of a conn that has ended.
+func (d *dataConn) skipToEnd() error {
+	for {
+		typ, n, err := d.next()
+		switch {
+		case err != nil:
+			return err
+		case typ == frameEnd && n == 0:
+			return nil
+		case typ&^(flagFin|flagStop) != frameChunk || n > maxPayload:
+			return fmt.Errorf("a frame of type %#x with %d bytes behind a conn", typ, n)
+		}
+		if err := d.skip(n); err != nil {
+			return err
+		}
+	}
+}
+
+// refusalOf reads what a Refused says.
+func refusalOf(data []byte) (*tunnel.Refusal, error) {
+	var r pb.Refused
+	if err := proto.Unmarshal(data, &r); err != nil {
+		return nil, fmt.Errorf("refused: %w", err)
+	}
+	code := tunnel.Internal
+	if c := r.GetCode(); c > 0 && c <= pb.Code_CODE_INTERNAL {
+		code = tunnel.Code(c)
+	}
+	return &tunnel.Refusal{Code: code, Text: text(r.GetText())}, nil
+}

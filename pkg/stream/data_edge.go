@@ -1,0 +1,229 @@
+package stream
+
+import (
+	"context"
+	"crypto/tls"
+	"errors"
+	"fmt"
+	"log/slog"
+	"time"
+
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/protobuf/proto"
+
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// DefaultConnections is how many connections a session of an edge should have at most.
+const DefaultConnections = 8
+
+const (
+	// attachTries is how often an edge tries to reach the replica that has asked for a data
+	// connection: a balancer may lead to others.
+	attachTries = 4
+	// attachMisses is after how many of the cloud's askings in vain it does not try for a while.
+	attachMisses = 3
+	attachPause  = time.Minute
+)
+
+// moreConnections opens a data connection, which the cloud asks for.
+func (s *edgeSession) moreConnections(m *tunnel.Message) error {
+	s.mu.Lock()
+	// The cloud keeps to our limit. Here it is twice that: one that has ended there may still
+	// be ending here.
+	most := 2 * (s.owner.cfg.Connections - 1)
+	more := s.err == nil && !s.leaving && len(s.data)+s.opening < most && !time.Now().Before(s.noMoreUntil)
+	if more {
+		s.opening++
+	}
+	s.mu.Unlock()
+	if more {
+		s.wg.Go(func() {
+			if err := s.guard(func() error { return s.serveData(m.Topic) }); err != nil {
+				s.Close(err)
+			}
+		})
+	}
+	return nil
+}
+
+// serveData opens a data connection and serves it until it ends. An error, which only a panic
+// makes, ends the session.
+func (s *edgeSession) serveData(ticket string) error {
+	d, err := s.openData(ticket)
+	s.mu.Lock()
+	s.opening--
+	s.misses++
+	if err == nil {
+		s.misses = 0
+	}
+	pause := s.misses == attachMisses
+	if pause {
+		s.misses, s.noMoreUntil = 0, time.Now().Add(attachPause)
+	}
+	s.mu.Unlock()
+	if err != nil {
+		level := slog.LevelDebug
+		if pause {
+			level = slog.LevelInfo
+		}
+		s.log.Log(s.ctx, level, "no data connection: conns go by the session's own, which is slower", "err", err)
+		return nil
+	}
+	defer s.drop(d)
+	s.counters.Connections.Add(1)
+	err = s.serveConns(d)
+	s.log.Debug("data connection ended", "err", err)
+	return nil
+}
+
+// openData opens a data connection to the replica of the session.
+func (s *edgeSession) openData(ticket string) (d *dataConn, err error) {
+	ctx, cancel := context.WithTimeout(s.ctx, joinTimeout)
+	defer cancel()
+	for range attachTries {
+		if d, err = s.tryData(ctx, ticket); err == nil || ctx.Err() != nil {
+			break
+		}
+	}
+	if err != nil {
+		return nil, err
+	}
+	if !s.hold(d) {
+		d.abort()
+		return nil, errEnded
+	}
+	return d, nil
+}
+
+func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, error) {
+	conf, _, err := s.owner.tlsConfig()
+	if err != nil {
+		return nil, err
+	}
+	conf.NextProtos = []string{dataProtocol}
+	conf.DynamicRecordSizingDisabled = true
+	raw, err := dialCloud(ctx, s.owner.cfg.Dial, s.remote)
+	if err != nil {
+		return nil, err
+	}
+	stop := context.AfterFunc(ctx, func() { raw.Close() })
+	defer stop()
+	raw, _ = carry(raw, never)
+	c := tls.Client(raw, conf)
+	if err = c.HandshakeContext(ctx); err != nil {
+		raw.Close()
+		return nil, err
+	}
+	d := newDataConn(c, raw, s.blocks)
+	err = d.send(frameAttach, []byte(ticket))
+	var typ byte
+	if err == nil {
+		typ, _, err = d.receive(0)
+	}
+	if err == nil && (typ != frameAttach || !stop()) {
+		err = errors.New("the cloud's answer makes no sense, or comes late")
+	}
+	if err != nil {
+		d.abort()
+		return nil, fmt.Errorf("is there something between edge and cloud that leads connections to several replicas? %w", err)
+	}
+	return d, nil
+}
+
+// never is a round trip from which no link is far.
+const never = time.Hour
+
+// serveConns serves the conns that come by a data connection, one after the other.
+func (s *edgeSession) serveConns(d *dataConn) error {
+	for {
+		typ, data, err := d.receive(maxControlFrame)
+		if err != nil {
+			return err
+		}
+		var in pb.StreamMsg
+		if typ != frameOpen {
+			return fmt.Errorf("a frame of type %#x where there is no conn", typ)
+		}
+		if err = proto.Unmarshal(data, &in); err != nil {
+			return fmt.Errorf("open: %w", err)
+		}
+		m := messageOf(&in)
+		if m.Type != tunnel.TypeOpen {
+			return fmt.Errorf("%s/%s came by a data connection", text(m.Category), text(m.Type))
+		}
+		by := &ride{dataConn: d, isEdge: true}
+		if !s.came(m.Topic, by) {
+			return fmt.Errorf("topic %s is in use", text(m.Topic))
+		}
+		err = s.handle(s.ctx, m)
+		d.carries.Store(nil)
+		s.mu.Lock()
+		delete(s.by, m.Topic)
+		s.mu.Unlock()
+		if err != nil {
+			return err
+		}
+		if by.over.Load() {
+			return errors.New("its conn was reset")
+		}
+		if by.opened {
+			if err := d.send(frameEnd, nil); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+// came notes by which data connection an open has come.
+func (s *edgeSession) came(topic string, by *ride) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.by == nil {
+		s.by = make(map[string]*ride)
+	}
+	if s.by[topic] != nil {
+		return false
+	}
+	s.by[topic] = by
+	return true
+}
+
+// rideOf returns the data connection by which an open has come, nil if it came by the control
+// stream.
+func (s *edgeSession) rideOf(topic string) *ride {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.by[topic]
+}
+
+// wayBack is how an open that led to a target is answered: what its conn is made of.
+type wayBack struct {
+	stream messageStream
+	reset  func()
+}
+
+// answer says that the target of an open is there.
+func (s *edgeSession) answer(ctx context.Context, name string) (wayBack, error) {
+	by := s.rideOf(name)
+	if by == nil {
+		sctx, end := context.WithCancel(ctx)
+		stream, err := s.client.Connect(metadata.AppendToOutgoingContext(sctx, topicKey, name))
+		if err != nil {
+			end()
+			return wayBack{}, err
+		}
+		return wayBack{stream, end}, nil
+	}
+	by.opened = true
+	if err := by.send(frameOpened, nil); err != nil {
+		by.over.Store(true)
+		return wayBack{}, err
+	}
+	return wayBack{by, func() {
+		by.over.Store(true)
+		s.post(message(typeCancel, name, nil)) // for a cloud that does not read
+		by.abort()
+	}}, nil
+}

@@ -1,0 +1,718 @@
+package stream
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"crypto/tls"
+	"errors"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// newDataRig is a rig with an edge whose conns go by a data connection, of which it opens so
+// many at most.
+func newDataRig(t *testing.T, most int) (*rig, *edge) {
+	t.Helper()
+	r := newRig(t)
+	r.spares = 1 + most
+	return r, r.join("edge1", direct)
+}
+
+// cloudEnd is the cloud's end of a node's session.
+func (r *rig) cloudEnd(node tunnel.NodeName) *cloudSession {
+	return r.dir.Lookup(node).Link.(*cloudSession)
+}
+
+// dataConns returns how many data connections a session has.
+func (s *session) dataConns() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.data)
+}
+
+func byData(c net.Conn) bool {
+	_, is := c.(*conn).stream.(*ride)
+	return is
+}
+
+// A node that nobody dials has no data connection. The first conn has the edge open one,
+// further ones use it, and there are as many as there may be.
+func TestDataConnectionsFollowDemand(t *testing.T) {
+	r := newRig(t)
+	cfg := r.clientConfig("edge1")
+	cfg.Connections = 3
+	e := r.start(cfg, direct)
+	r.eventually("node joins", func() bool { return r.dir.Holds("edge1") && e.client.Ready() == nil })
+	cs := r.cloudEnd("edge1")
+	if n := cs.dataConns(); n != 0 {
+		t.Fatalf("an idle node has %d data connections", n)
+	}
+	l := newTarget(t)
+	go func() {
+		for {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go io.Copy(c, c)
+		}
+	}()
+	var conns []net.Conn
+	for i, want := range []bool{false, true, false, true, false, false, false} {
+		r.eventually("the edge has opened what it was asked for", func() bool {
+			cs.mu.Lock()
+			defer cs.mu.Unlock()
+			return cs.asking == 0
+		})
+		c, err := r.dial("edge1", l.addr())
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := byData(c); got != want {
+			t.Errorf("that conn %d goes by a data connection is %v", i, got)
+		}
+		conns = append(conns, c)
+	}
+	for i, c := range conns {
+		c.SetDeadline(time.Now().Add(patience))
+		if _, err := c.Write([]byte{byte(i)}); err != nil {
+			t.Fatal(err)
+		}
+		b := make([]byte, 1)
+		if _, err := io.ReadFull(c, b); err != nil || b[0] != byte(i) {
+			t.Errorf("conn %d: got %v, %v", i, b, err)
+		}
+		c.Close()
+	}
+	r.idle(e)
+	if n := r.counters.Connections.Load(); n != 2 || cs.dataConns() != 2 {
+		t.Errorf("%d data connections were opened, %d are there; want 2", n, cs.dataConns())
+	}
+}
+
+// One data connection carries conn after conn, however they end, unless that is by a reset.
+func TestDataConnectionIsUsedAgain(t *testing.T) {
+	ends := map[string]func(c net.Conn, far *net.TCPConn){
+		"caller first": func(c net.Conn, far *net.TCPConn) {
+			c.(interface{ CloseWrite() error }).CloseWrite()
+			io.Copy(io.Discard, far)
+			far.Close()
+			io.Copy(io.Discard, c)
+			c.Close()
+		},
+		"target first": func(c net.Conn, far *net.TCPConn) {
+			far.Close()
+			io.Copy(io.Discard, c)
+			c.Close()
+		},
+		"caller at once": func(c net.Conn, far *net.TCPConn) {
+			c.Close()
+			io.Copy(io.Discard, far)
+			far.Close()
+		},
+		"caller while the target sends": func(c net.Conn, far *net.TCPConn) {
+			go io.Copy(struct{ io.Writer }{far}, rand.Reader)
+			io.ReadFull(c, make([]byte, 1))
+			c.Close()
+			io.Copy(io.Discard, far)
+		},
+		"target while the caller sends": func(c net.Conn, far *net.TCPConn) {
+			go io.Copy(struct{ io.Writer }{c}, rand.Reader)
+			io.ReadFull(far, make([]byte, 1))
+			far.CloseWrite()
+			far.CloseRead()
+			io.Copy(io.Discard, c)
+			c.Close()
+		},
+		"target refuses": nil,
+	}
+	for name, end := range ends {
+		t.Run(name, func(t *testing.T) {
+			r, e := newDataRig(t, 1)
+			r.haveSpare("edge1")
+			before := r.counters.Connections.Load()
+			for range 20 {
+				if end == nil {
+					if _, err := r.dial("edge1", "127.0.0.1:1"); tunnel.CodeOf(err) != tunnel.Refused {
+						t.Fatalf("dialling a port where nobody listens: %v", err)
+					}
+					continue
+				}
+				c, far := r.pair("edge1")
+				end(c, far)
+				r.idle(e)
+				far.Close()
+			}
+			if n := r.counters.Connections.Load() - before; n != 0 {
+				t.Errorf("20 conns took %d more data connections", n)
+			}
+		})
+	}
+}
+
+// A data connection that was cut while it waited harms no dial.
+func TestDataConnectionCut(t *testing.T) {
+	for name, silent := range map[string]bool{"by the edge": false, "so that nobody knows": true} {
+		t.Run(name, func(t *testing.T) {
+			r, e := newDataRig(t, 2)
+			r.haveSpare("edge1")
+			cs := r.cloudEnd("edge1")
+			cs.mu.Lock()
+			d := cs.spares[0]
+			cs.mu.Unlock()
+			if silent {
+				d.raw.(*carrier).CloseWrite() // whatever is sent from now on fails
+			} else {
+				es := e.client.Session().Link.(*edgeSession)
+				es.mu.Lock()
+				for d := range es.data {
+					d.abort()
+				}
+				es.mu.Unlock()
+			}
+			l := newTarget(t)
+			r.spares = 0 // no more waiting for one
+			c := r.mustDial("edge1", l.addr())
+			far := l.accept(t)
+			c.Write([]byte("x"))
+			if _, err := io.ReadFull(far, make([]byte, 1)); err != nil {
+				t.Error(err)
+			}
+			c.Close()
+			far.Close()
+			r.idle(e)
+			r.eventually("it is forgotten", func() bool {
+				cs.mu.Lock()
+				defer cs.mu.Unlock()
+				_, there := cs.data[d]
+				return !there
+			})
+		})
+	}
+}
+
+// The end of a session is that of its data connections.
+func TestDataConnectionsEndWithTheSession(t *testing.T) {
+	r, e := newDataRig(t, 2)
+	c, far := r.pair("edge1")
+	r.haveSpare("edge1") // and one that waits
+	es := e.client.Session().Link.(*edgeSession)
+	r.dir.Lookup("edge1").Close(errors.New("cut by the test"))
+	for name, c := range map[string]net.Conn{"cloud's": c, "target's": far} {
+		c.SetReadDeadline(time.Now().Add(patience))
+		_, err := c.Read(make([]byte, 1))
+		wantErr(t, name+" read", err, syscall.ECONNRESET)
+	}
+	r.eventually("nothing is left at the edge", func() bool { return es.dataConns() == 0 })
+}
+
+// A conn that the edge resets is reset for a caller that reads nothing, too.
+func TestResetOvertakesData(t *testing.T) {
+	r, e := newDataRig(t, 2)
+	c, far := r.pair("edge1")
+	told := make(chan struct{})
+	c.(*conn).OnReset(func() { close(told) })
+	far.SetWriteDeadline(time.Now().Add(300 * time.Millisecond))
+	if n, err := io.Copy(struct{ io.Writer }{far}, rand.Reader); !errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Fatalf("writing to a reader that stalls: %d bytes, error %v; want a timeout", n, err)
+	}
+	es := e.client.Session().Link.(*edgeSession)
+	es.mu.Lock()
+	for _, topic := range es.topics {
+		go topic.abort()
+	}
+	es.mu.Unlock()
+	select {
+	case <-told:
+	case <-time.After(patience):
+		t.Error("the caller is not told")
+	}
+	r.idle(e)
+}
+
+// A balancer between edge and cloud leads where it likes: the edge tries again until it meets
+// the replica that has asked.
+func TestDataConnectionElsewhere(t *testing.T) {
+	all := newFleet(t, 2)
+	r := all[0].rig
+	other := all[1].server.Addr().String()
+	cfg := r.clientConfig("edge1")
+	cfg.Connections = 2
+	var dials atomic.Int64
+	cfg.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
+		if n := dials.Add(1); n == 2 || n == 3 { // the first is the session's own
+			address = other
+		}
+		return (&net.Dialer{}).DialContext(ctx, network, address)
+	}
+	r.start(cfg, direct)
+	r.eventually("node joins", func() bool { return r.dir.Holds("edge1") })
+	r.pair("edge1")
+	r.eventually("a data connection is there", func() bool { return r.cloudEnd("edge1").dataConns() == 1 })
+	if n := dials.Load(); n != 4 {
+		t.Errorf("it took %d connections, want 4", n)
+	}
+}
+
+// Where it never does, conns go by the session's own connection, and the edge does not try
+// for ever.
+func TestDataConnectionNowhere(t *testing.T) {
+	all := newFleet(t, 2)
+	r := all[0].rig
+	other := all[1].server.Addr().String()
+	cfg := r.clientConfig("edge1")
+	cfg.Connections = 2
+	var dials atomic.Int64
+	cfg.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
+		if dials.Add(1) > 1 {
+			address = other
+		}
+		return (&net.Dialer{}).DialContext(ctx, network, address)
+	}
+	r.start(cfg, direct)
+	r.eventually("node joins", func() bool { return r.dir.Holds("edge1") })
+	for range 5 {
+		c, _ := r.pair("edge1")
+		c.Close()
+	}
+	r.eventually("the edge says so", func() bool { return len(r.log.lines("end=edge", "no data connection")) == 1 })
+	r.pair("edge1")
+	if n := dials.Load(); n != 1+attachTries {
+		t.Errorf("the edge has made %d connections, want %d", n, 1+attachTries)
+	}
+}
+
+// dataDial dials a data connection by hand.
+func (r *rig) dataDial() *dataConn {
+	r.t.Helper()
+	raw, err := net.Dial("tcp", r.server.Addr().String())
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.t.Cleanup(func() { raw.Close() })
+	c := tls.Client(raw, &tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud", NextProtos: []string{dataProtocol}})
+	c.SetDeadline(time.Now().Add(patience))
+	return newDataConn(c, raw, new(blocks))
+}
+
+// Who has no ticket is hung up on, and who has one uses it once.
+func TestDataTicket(t *testing.T) {
+	r := newRig(t)
+	s := r.stranger().joinWith("edge1", &pb.Hello{Version: Version, Connections: 5})
+	_, dialled := r.asked(s, "edge1")
+	ticket := s.want("the cloud asks for a data connection", typeConnection).GetTopic()
+	refused := func(what string, typ byte, data []byte) {
+		t.Helper()
+		d := r.dataDial()
+		if err := d.send(typ, data); err != nil {
+			return
+		}
+		if _, _, err := d.receive(maxControlFrame); err == nil {
+			t.Errorf("%s: is answered", what)
+		}
+	}
+	refused("no ticket", frameAttach, nil)
+	refused("another ticket", frameAttach, []byte("x"+ticket))
+	refused("an open", frameOpen, []byte(ticket))
+	refused("too much", frameAttach, make([]byte, maxControlFrame+1))
+	d := r.dataDial()
+	if err := d.send(frameAttach, []byte(ticket)); err != nil {
+		t.Fatal(err)
+	}
+	if typ, _, err := d.receive(maxControlFrame); err != nil || typ != frameAttach {
+		t.Fatalf("the right ticket is answered with %#x, %v", typ, err)
+	}
+	refused("the same ticket", frameAttach, []byte(ticket))
+	if n := r.cloudEnd("edge1").dataConns(); n != 1 {
+		t.Errorf("there are %d data connections", n)
+	}
+	r.dir.Lookup("edge1").Close(errors.New("over"))
+	<-dialled
+}
+
+// A stranger that says nothing on a data connection is hung up on like any other.
+func TestDataConnectionSilent(t *testing.T) {
+	r := newRig(t, func(cfg *ServerConfig) { cfg.Limits.JoinTimeout = 300 * time.Millisecond })
+	d := r.dataDial()
+	if err := d.Conn.(*tls.Conn).Handshake(); err != nil {
+		t.Fatal(err)
+	}
+	if _, _, err := d.receive(maxControlFrame); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+		t.Errorf("the cloud waits, or answers: %v", err)
+	}
+}
+
+// An edge that breaks the protocol loses the data connection, and neither the session nor the
+// caller's patience.
+func TestEdgeBreaksTheDataProtocol(t *testing.T) {
+	for name, says := range map[string][]byte{
+		"a chunk":                    append(header(frameChunk, 3), "abc"...),
+		"an open":                    header(frameOpen, 0),
+		"an end":                     header(frameEnd, 0),
+		"opened, and more":           append(header(frameOpened, 2), "xx"...),
+		"refused, with no reason":    header(frameRefused, 0),
+		"refused, in garbage":        append(header(frameRefused, 1), 0x08),
+		"a frame that is too long":   header(frameRefused, maxControlFrame+1),
+		"an unknown frame":           header(0xf0, 0),
+		"half a frame":               header(frameOpened, 0)[:2],
+		"a stop":                     header(frameChunk|flagStop, 0),
+		"a stop with bytes":          append(header(frameChunk|flagStop, 1), 'x'),
+		"opened, and then an attach": append(header(frameOpened, 0), header(frameAttach, 0)...),
+		"opened, and a long chunk":   append(header(frameOpened, 0), header(frameChunk, maxPayload+1)...),
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			s := r.stranger().joinWith("edge1", &pb.Hello{Version: Version, Connections: 1})
+			open, first := r.asked(s, "edge1")
+			ticket := s.want("the cloud asks for a data connection", typeConnection).GetTopic()
+			s.say(typeRefused, open.GetTopic(), &pb.Refused{Code: pb.Code_CODE_REFUSED})
+			<-first
+			d := r.dataDial()
+			d.send(frameAttach, []byte(ticket))
+			if _, _, err := d.receive(maxControlFrame); err != nil {
+				t.Fatal(err)
+			}
+			r.eventually("it waits for a conn", func() bool {
+				cs := r.cloudEnd("edge1")
+				cs.mu.Lock()
+				defer cs.mu.Unlock()
+				return len(cs.spares) == 1
+			})
+			result, again := make(chan dialled, 1), make(chan struct{})
+			go func() {
+				c, err := r.dial("edge1", "target:1")
+				result <- dialled{c, err}
+			}()
+			go func() {
+				for {
+					m, err := s.stream.Recv()
+					if err == nil && m.GetType() != tunnel.TypeOpen {
+						continue
+					}
+					close(again)
+					return
+				}
+			}()
+			if typ, _, err := d.receive(maxControlFrame); err != nil || typ != frameOpen {
+				t.Fatalf("got %#x, %v; want an open", typ, err)
+			}
+			d.Write(says)
+			d.Conn.(*tls.Conn).CloseWrite()
+			var got dialled
+			select {
+			case got = <-result:
+			case <-again: // by the control stream
+				r.dir.Lookup("edge1").Close(errors.New("enough"))
+				got = <-result
+			}
+			if got.err == nil {
+				_, err := got.conn.Read(make([]byte, 1))
+				wantErr(t, "reading", err, syscall.ECONNRESET)
+				got.conn.Close()
+			}
+			r.eventually("the data connection has ended", func() bool {
+				l := r.dir.Lookup("edge1")
+				return l == nil || l.Link.(*cloudSession).dataConns() == 0
+			})
+		})
+	}
+}
+
+// An edge that answers an open twice, by both ways, gets nothing out of it.
+func TestEdgeAnswersTwice(t *testing.T) {
+	for name, answer := range map[string]func(d *dataConn){
+		"refused": func(d *dataConn) { d.sendMessage(frameRefused, &pb.Refused{Code: pb.Code_CODE_REFUSED}) },
+		"opened":  func(d *dataConn) { d.send(frameOpened, nil) },
+		"nothing": func(d *dataConn) { d.abort() },
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			edge := r.stranger()
+			s := edge.joinWith("edge1", &pb.Hello{Version: Version, Connections: 1})
+			open, first := r.asked(s, "edge1")
+			ticket := s.want("the cloud asks for a data connection", typeConnection).GetTopic()
+			s.say(typeRefused, open.GetTopic(), &pb.Refused{Code: pb.Code_CODE_REFUSED})
+			<-first
+			d := r.dataDial()
+			d.send(frameAttach, []byte(ticket))
+			if _, _, err := d.receive(maxControlFrame); err != nil {
+				t.Fatal(err)
+			}
+			cs := r.cloudEnd("edge1")
+			r.eventually("it waits for a conn", func() bool {
+				cs.mu.Lock()
+				defer cs.mu.Unlock()
+				return len(cs.spares) == 1
+			})
+			result := make(chan dialled, 1)
+			go func() {
+				c, err := r.dial("edge1", "target:1")
+				result <- dialled{c, err}
+			}()
+			_, data, err := d.receive(maxControlFrame)
+			var m pb.StreamMsg
+			if err != nil || proto.Unmarshal(data, &m) != nil {
+				t.Fatalf("no open: %v", err)
+			}
+			stream := edge.connect(m.GetTopic())
+			if _, err := stream.Recv(); status.Code(err) != codes.NotFound {
+				t.Errorf("a Connect for it ends with %v, want NotFound", err)
+			}
+			s.say(typeRefused, m.GetTopic(), &pb.Refused{Code: pb.Code_CODE_DENIED})
+			answer(d)
+			if name == "nothing" {
+				s.want("the cloud gives that one up", typeCancel)
+				s.want("and asks once more", tunnel.TypeOpen)
+			} else if got := <-result; tunnel.CodeOf(got.err) == tunnel.Denied || (got.err == nil) != (name == "opened") {
+				t.Errorf("the dial ends with %v", got.err)
+			}
+			cs.Close(errors.New("over"))
+			r.eventually("nothing is left", func() bool { return cs.pub.Conns.Load() == 0 })
+		})
+	}
+}
+
+// A target that has ended its direction and takes its time to read loses nothing, although the
+// conn has ended at the cloud; and the next conn does not wait behind it.
+func TestSlowTargetAfterTheEnd(t *testing.T) {
+	r, e := newDataRig(t, 2)
+	c, far := r.pair("edge1")
+	want := blob(8 << 20)
+	far.CloseWrite()
+	if _, err := io.Copy(io.Discard, c); err != nil {
+		t.Fatal(err)
+	}
+	written := make(chan error, 1)
+	go func() {
+		_, err := c.Write(want)
+		c.Close()
+		written <- err
+	}()
+	r.eventually("all is on its way, or as much as there is room for", func() bool {
+		select {
+		case err := <-written:
+			written <- err
+			return true
+		default:
+			return c.(*conn).counters.BytesSent.Load() > 256<<10
+		}
+	})
+	c2, far2 := r.pair("edge1")
+	c2.Write([]byte("x"))
+	far2.SetReadDeadline(time.Now().Add(patience))
+	if _, err := io.ReadFull(far2, make([]byte, 1)); err != nil {
+		t.Errorf("the next conn: %v", err)
+	}
+	c2.Close()
+	far2.Close()
+	time.Sleep(keepaliveTimeout + time.Second) // longer than any timeout of TCP here
+	if got := readAll(t, far); !bytes.Equal(got, want) {
+		t.Errorf("%d of %d bytes arrived", len(got), len(want))
+	}
+	if err := <-written; err != nil {
+		t.Error(err)
+	}
+	far.Close()
+	r.idle(e)
+}
+
+// Conns that a front door splices end in every order, and the next one on the same data
+// connection has its own bytes and no others.
+func TestDataConnectionKeepsConnsApart(t *testing.T) {
+	r, e := newDataRig(t, 2)
+	l := newTarget(t)
+	go func() { // each target says a number of its own, again and again, and looks at what it is told
+		for i := byte(0); ; i++ {
+			c, err := l.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer c.Close()
+				first := make([]byte, 2)
+				if _, err := io.ReadFull(c, first); err != nil {
+					return
+				}
+				own, how := first[0], first[1]
+				go func() {
+					b := make([]byte, 1<<10)
+					for {
+						n, err := c.Read(b)
+						if err != nil {
+							return
+						}
+						if i := bytes.IndexFunc(b[:n], func(r rune) bool { return r != rune(own) }); i >= 0 {
+							t.Errorf("conn %d has a byte of %d", own, b[i])
+						}
+					}
+				}()
+				for range 1 + how%50 {
+					if _, err := c.Write(bytes.Repeat([]byte{own}, 3000)); err != nil {
+						return
+					}
+				}
+				switch how % 3 {
+				case 0:
+					c.(*net.TCPConn).CloseWrite()
+				case 1:
+					c.(*net.TCPConn).SetLinger(0)
+				}
+			}()
+		}
+	}()
+	var all sync.WaitGroup
+	for worker := range 4 {
+		all.Go(func() {
+			for i := range 150 {
+				near, door := net.Pipe()
+				x, err := r.dial("edge1", l.addr())
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				spliced := make(chan struct{})
+				go func() {
+					tunnel.Splice(context.Background(), door, x)
+					close(spliced)
+				}()
+				own := byte(1 + (worker*31+i)%120)
+				near.SetDeadline(time.Now().Add(patience))
+				near.Write([]byte{own, byte(i)})
+				near.Write(bytes.Repeat([]byte{own}, 100*(i%9)))
+				b := make([]byte, 512)
+				for range i % 40 {
+					n, err := near.Read(b)
+					if bytes.IndexFunc(b[:n], func(r rune) bool { return r != rune(own) }) >= 0 {
+						t.Errorf("conn %d is told what is another's", own)
+					}
+					if err != nil {
+						break
+					}
+				}
+				near.Close()
+				<-spliced
+			}
+		})
+	}
+	all.Wait()
+	r.idle(e)
+}
+
+// What waits for long is closed; the node is idle again.
+func TestDataConnectionsExpire(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		r.spares = 4
+		e := r.join("edge1", func(context.Context, tunnel.Request) (net.Conn, error) {
+			near, far := net.Pipe()
+			near.Close()
+			return far, nil
+		})
+		r.haveSpare("edge1")
+		cs, es := r.cloudEnd("edge1"), e.client.Session().Link.(*edgeSession)
+		time.Sleep(dataIdle / 2)
+		if cs.dataConns() == 0 || es.dataConns() == 0 {
+			t.Fatal("it is gone already")
+		}
+		within(t, dataIdle, "it is gone at both ends", func() bool { return cs.dataConns() == 0 && es.dataConns() == 0 })
+	})
+}
+
+// A stalled reader may stall for any time, and a waiting connection is lost soon.
+func TestDataConnectionTimeouts(t *testing.T) {
+	r, _ := newDataRig(t, 2)
+	r.haveSpare("edge1")
+	cs := r.cloudEnd("edge1")
+	cs.mu.Lock()
+	d := cs.spares[len(cs.spares)-1]
+	cs.mu.Unlock()
+	timeout := func() (ms int) {
+		raw, err := d.tcp.SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		raw.Control(func(fd uintptr) { ms, err = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT) })
+		if err != nil {
+			t.Fatal(err)
+		}
+		return ms
+	}
+	if got := timeout(); got != int(keepaliveTimeout.Milliseconds()) {
+		t.Errorf("while it waits the user timeout is %d ms", got)
+	}
+	c, far := r.pair("edge1")
+	if got := timeout(); got != 0 {
+		t.Errorf("while it carries a conn the user timeout is %d ms", got)
+	}
+	far.Close()
+	io.Copy(io.Discard, c)
+	c.Close()
+	r.eventually("it waits again", func() bool { return timeout() > 0 })
+	for _, lost := range []struct {
+		info unix.TCPInfo
+		is   bool
+	}{
+		{unix.TCPInfo{}, false},
+		{unix.TCPInfo{Last_ack_recv: 60_000}, false},             // idle, or its peer does not read
+		{unix.TCPInfo{Unacked: 1, Last_ack_recv: 60_000}, false}, // sent just now
+		{unix.TCPInfo{Unacked: 1, Retransmits: 3, Last_ack_recv: 1000}, false},
+		{unix.TCPInfo{Unacked: 1, Retransmits: 3, Last_ack_recv: 60_000}, true},
+	} {
+		if got := isLost(&lost.info); got != lost.is {
+			t.Errorf("%+v is lost: %v", lost.info, got)
+		}
+	}
+}
+
+// FuzzFrames has both ends receive what they like.
+func FuzzFrames(f *testing.F) {
+	f.Add([]byte{}, true)
+	f.Add(append(header(frameChunk|flagFin, 3), "abc"...), true)
+	f.Add(append(header(frameOpen, 2), 0x12, 0x00), false)
+	f.Add(header(frameEnd, 0), true)
+	f.Fuzz(func(t *testing.T, data []byte, chunks bool) {
+		near, far := net.Pipe()
+		defer near.Close()
+		go func() {
+			far.Write(data)
+			far.Close()
+		}()
+		near.SetDeadline(time.Now().Add(patience))
+		r := &ride{dataConn: newDataConn(near, near, new(blocks))}
+		left := len(data)
+		for {
+			n, err := 0, error(nil)
+			if chunks {
+				var in incoming
+				err = r.RecvMsg(&in)
+				n = in.data.Len()
+				in.free()
+			} else {
+				var b []byte
+				_, b, err = r.receive(maxControlFrame)
+				n = len(b)
+			}
+			left -= frameHeader + n
+			if err != nil {
+				break
+			}
+			if left < 0 {
+				t.Fatal("more came out than went in")
+			}
+		}
+	})
+}
