@@ -215,6 +215,9 @@ type pace struct {
 // it was last called, and is reset.
 func (p *pace) gathers(n int, heard *atomic.Bool) bool {
 	if n == 0 || n >= gatherBelow || p.vain == gatherVain || heard.Swap(false) {
+		if p.small > gatherAfter && p.vain < gatherVain {
+			p.vain = 0 // it has gathered more than a little, or is answered
+		}
 		p.small, p.longest = 0, 0
 		return false
 	}

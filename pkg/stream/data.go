@@ -117,9 +117,8 @@ func (d *dataConn) interrupt() { d.raw.SetReadDeadline(time.Unix(1, 0)) } //noli
 // resume undoes interrupt.
 func (d *dataConn) resume() { d.raw.SetReadDeadline(time.Time{}) } //nolint:errcheck // likewise
 
-// lost reports whether bytes have been on their way for long and nothing has come back. A
-// peer that does not read acknowledges all the same what it has room for, and then nothing
-// is on its way.
+// lost reports whether the kernel has ended the connection, or has sent something again and
+// again for long and nothing has come back. A peer that does not read answers all the same.
 func (d *dataConn) lost() (is bool) {
 	if d.tcp == nil {
 		return false
@@ -136,7 +135,12 @@ func (d *dataConn) lost() (is bool) {
 }
 
 func isLost(info *unix.TCPInfo) bool {
-	return info.Unacked > 0 && info.Retransmits > 0 && time.Duration(info.Last_ack_recv)*time.Millisecond > lostAfter
+	if info.State == unix.BPF_TCP_CLOSE {
+		return true
+	}
+	// An answer sets either back to none. Probes are those of keepalive, or of a closed window.
+	unanswered := info.Unacked > 0 && info.Retransmits > 0 || info.Probes > 1
+	return unanswered && time.Duration(info.Last_ack_recv)*time.Millisecond > lostAfter
 }
 
 // send sends a frame that is no chunk.

@@ -150,18 +150,25 @@ func (s *cloudSession) takeSpare() *dataConn {
 
 // tend ends data connections that have waited for long, or are lost.
 func (s *cloudSession) tend() {
+	s.dropSpares(func(d *dataConn) bool { return time.Since(d.since) >= dataIdle || d.lost() })
+	s.dropLost()
+}
+
+// dropSpares ends those of which which says so.
+func (s *cloudSession) dropSpares(which func(*dataConn) bool) {
 	s.mu.Lock()
-	n := slices.IndexFunc(s.spares, func(d *dataConn) bool { return time.Since(d.since) < dataIdle })
-	if n < 0 {
-		n = len(s.spares)
-	}
-	old := slices.Clone(s.spares[:n])
-	s.spares = slices.Delete(s.spares, 0, n)
+	var those []*dataConn
+	s.spares = slices.DeleteFunc(s.spares, func(d *dataConn) bool {
+		is := which(d)
+		if is {
+			those = append(those, d)
+		}
+		return is
+	})
 	s.mu.Unlock()
-	for _, d := range old {
+	for _, d := range those {
 		s.drop(d)
 	}
-	s.dropLost()
 }
 
 // asking is an open request that waits for the answer on a data connection. Nothing that
@@ -196,6 +203,7 @@ func (s *cloudSession) dialOver(ctx context.Context, d *dataConn, r tunnel.Reque
 		refusal = tunnel.Refusef(tunnel.Internal, "node %s has refused in words that make no sense", r.Node)
 	case waited && s.reason() == nil:
 		s.log.Debug("a data connection is of no use", "err", err)
+		s.dropSpares(func(*dataConn) bool { return true }) // the same may have become of them
 		lost = true
 	default:
 		refusal = s.gaveUp(ctx, r)
@@ -240,6 +248,12 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn {
 				return
 			}
 			d.interrupt() // there may be a receiver: an edge may stop after its fin
+			c.mu.Lock()
+			stopped := c.stopGot
+			c.mu.Unlock()
+			if stopped { // there may be a sender, and an edge that does not throw away what it sends
+				d.raw.SetWriteDeadline(time.Now().Add(stopTimeout)) //nolint:errcheck // it fails when d is closed
+			}
 		},
 		gone: func() {
 			if c.err != nil {
@@ -247,49 +261,42 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn {
 				return
 			}
 			s.wg.Go(func() { // it may have to wait for the edge
-				if s.guard(func() error { return s.release(name, c, by) }) != nil {
+				defer s.remove(name)
+				if err := guard(s.log, s.counters, "the data connection ends", func() error { return s.release(c, by) }); err != nil {
 					s.drop(d)
 				}
 			})
 		},
 	})
-	d.carries.Store(c)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.err != nil {
 		return nil
 	}
 	s.topics[name] = c
+	d.carries.Store(c)
 	s.counters.DataConns.Add(1)
 	return c
 }
 
 // release is what comes after the clean end of a conn: its data connection waits for the
 // next one, when all that was sent has been taken at the edge, and nothing more comes from
-// there. That may take as long as a target likes. With an error, it is of no more use.
-func (s *cloudSession) release(name string, c *conn, by *ride) error {
+// there. That may take as long as a target likes, and so long the conn counts. With an error,
+// the connection is of no more use.
+func (s *cloudSession) release(c *conn, by *ride) error {
 	d := by.dataConn
 	d.carries.Store(nil)
 	by.recvMu.Lock() // whoever was in WriteTo has been interrupted
 	by.over.Store(true)
 	by.recvMu.Unlock()
 	d.resume()
-	c.mu.Lock()
-	stopped := c.stopGot
-	c.mu.Unlock()
-	if stopped { // somebody in ReadFrom may be sending to an edge that does not throw it away
-		d.raw.SetWriteDeadline(time.Now().Add(stopTimeout)) //nolint:errcheck // it fails when d is closed
-	}
-	c.sendMu.Lock()
+	c.sendMu.Lock() // somebody in ReadFrom may be sending still
 	err := d.send(frameEnd, nil)
 	c.sendMu.Unlock()
-	s.remove(name)
 	if err != nil {
 		return err
 	}
-	if stopped {
-		d.raw.SetWriteDeadline(time.Time{}) //nolint:errcheck // likewise
-	}
+	d.raw.SetWriteDeadline(time.Time{}) //nolint:errcheck // it fails when d is closed
 	if d.broken.Load() {
 		return errors.New("it has lost its way")
 	}

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"time"
 
 	"google.golang.org/grpc/metadata"
@@ -22,6 +23,8 @@ const (
 	// attachTries is how often an edge tries to reach the replica that has asked for a data
 	// connection: a balancer may lead to others.
 	attachTries = 4
+	// attachJitter is how long it waits at most before it tries again.
+	attachJitter = 500 * time.Millisecond
 	// attachMisses is after how many of the cloud's askings in vain it does not try for a while.
 	attachMisses = 3
 	attachPause  = time.Minute
@@ -54,13 +57,15 @@ func (s *edgeSession) serveData(ticket string) error {
 	d, err := s.openData(ticket)
 	s.mu.Lock()
 	s.opening--
-	s.misses++
-	if err == nil {
+	pause := false
+	switch now := time.Now(); {
+	case err == nil:
 		s.misses = 0
-	}
-	pause := s.misses == attachMisses
-	if pause {
-		s.misses, s.noMoreUntil = 0, time.Now().Add(attachPause)
+	case s.err == nil && now.After(s.noMoreUntil):
+		if s.misses++; s.misses == attachMisses {
+			pause = true
+			s.misses, s.noMoreUntil = 0, now.Add(attachPause)
+		}
 	}
 	s.mu.Unlock()
 	if err != nil {
@@ -86,6 +91,11 @@ func (s *edgeSession) openData(ticket string) (d *dataConn, err error) {
 		if d, err = s.tryData(ctx, ticket); err == nil || ctx.Err() != nil {
 			break
 		}
+		// What is behind one address comes from one source, whose joins must not wait for this.
+		select {
+		case <-time.After(rand.N(attachJitter)): //nolint:gosec // jitter
+		case <-ctx.Done():
+		}
 	}
 	if err != nil {
 		return nil, err
@@ -108,9 +118,9 @@ func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, er
 	if err != nil {
 		return nil, err
 	}
+	raw, _ = carry(raw, never)
 	stop := context.AfterFunc(ctx, func() { raw.Close() })
 	defer stop()
-	raw, _ = carry(raw, never)
 	c := tls.Client(raw, conf)
 	if err = c.HandshakeContext(ctx); err != nil {
 		raw.Close()

@@ -179,6 +179,7 @@ func TestDataConnectionCut(t *testing.T) {
 				d.raw.(*carrier).CloseWrite() // whatever is sent from now on fails
 			} else {
 				es := e.client.Session().Link.(*edgeSession)
+				r.eventually("the edge has it, too", func() bool { return es.dataConns() == cs.dataConns() })
 				es.mu.Lock()
 				for d := range es.data {
 					d.abort()
@@ -670,7 +671,11 @@ func TestDataConnectionTimeouts(t *testing.T) {
 		{unix.TCPInfo{Last_ack_recv: 60_000}, false},             // idle, or its peer does not read
 		{unix.TCPInfo{Unacked: 1, Last_ack_recv: 60_000}, false}, // sent just now
 		{unix.TCPInfo{Unacked: 1, Retransmits: 3, Last_ack_recv: 1000}, false},
+		{unix.TCPInfo{Probes: 1, Last_ack_recv: 60_000}, false}, // sent just now
+		{unix.TCPInfo{Probes: 2, Last_ack_recv: 1000}, false},
 		{unix.TCPInfo{Unacked: 1, Retransmits: 3, Last_ack_recv: 60_000}, true},
+		{unix.TCPInfo{Probes: 2, Last_ack_recv: 60_000}, true},
+		{unix.TCPInfo{State: unix.BPF_TCP_CLOSE}, true},
 	} {
 		if got := isLost(&lost.info); got != lost.is {
 			t.Errorf("%+v is lost: %v", lost.info, got)
