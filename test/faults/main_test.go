@@ -215,15 +215,17 @@ func (w weight) most(other weight) weight {
 	}
 }
 
-// weigh asks a process, and the kernel, what it holds.
-func weigh(process *rig.Process, health string) (weight, error) {
+// weigh asks a process, and the kernel, what it holds, without the data connections that wait for
+// another conn: each is a descriptor, and so many goroutines.
+func weigh(process *rig.Process, health string, goroutines float64) (weight, error) {
 	values, err := rig.Metrics(health)
 	if err != nil {
 		return weight{}, err
 	}
 	fds, err := process.Descriptors()
-	w := weight{goroutines: values["go_goroutines"], openFDs: values["process_open_fds"], descriptors: float64(fds)}
-	if err == nil && (w.goroutines == 0 || w.openFDs == 0) {
+	data := values["tunnel_data_connections"]
+	w := weight{goroutines: values["go_goroutines"] - goroutines*data, openFDs: values["process_open_fds"] - data, descriptors: float64(fds) - data}
+	if err == nil && (w.goroutines <= 0 || w.openFDs <= 0) {
 		err = errors.New("the Go and process collectors are not registered")
 	}
 	return w, err
@@ -247,8 +249,8 @@ func (p *pair) baseline() (b baseline) {
 	p.startTraffic().stop()
 	time.Sleep(settle)
 	for until := time.Now().Add(sample); time.Now().Before(until); time.Sleep(poll) {
-		cloud, err1 := weigh(p.cloud, p.CloudHealth())
-		edge, err2 := weigh(p.edge, p.EdgeHealth())
+		cloud, err1 := weigh(p.cloud, p.CloudHealth(), 0)
+		edge, err2 := weigh(p.edge, p.EdgeHealth(), 1)
 		if err := errors.Join(err1, err2); err != nil {
 			p.t.Fatal(err)
 		}
@@ -261,8 +263,8 @@ func (p *pair) baseline() (b baseline) {
 func (p *pair) back(b baseline) time.Duration {
 	p.t.Helper()
 	return eventually(p.t, quietWithin, "goroutines and descriptors are back at their baseline", func() error {
-		cloud, err1 := weigh(p.cloud, p.CloudHealth())
-		edge, err2 := weigh(p.edge, p.EdgeHealth())
+		cloud, err1 := weigh(p.cloud, p.CloudHealth(), 0)
+		edge, err2 := weigh(p.edge, p.EdgeHealth(), 1)
 		if err := errors.Join(err1, err2); err != nil {
 			return err
 		}

@@ -44,7 +44,8 @@ func edgeAttacks() []attack {
 	return []attack{
 		{name: "opens", offend: says(flood, "tcp", "open"), answers: []string{"PermissionDenied"}, holds: 2 * message},
 		{name: "a second hello", offend: says(1, "stream", "hello"), answers: []string{"PermissionDenied"}, holds: 2 * message},
-		{name: "cancels", offend: says(1, "stream", "cancel"), answers: []string{"PermissionDenied"}, holds: 2 * message},
+		{name: "cancels of unknown topics", offend: says(flood, "stream", "cancel"), answers: flooded, counter: messages, holds: 2 * message},
+		{name: "asking for connections", offend: says(1, "stream", "connection"), answers: []string{"PermissionDenied"}, holds: 2 * message},
 		{name: "what replicas say", offend: says(flood, "stream", "nodes"), answers: flooded, counter: messages, holds: 2 * message},
 		{name: "what clouds say", offend: says(1, "stream", "replicas"), answers: []string{"PermissionDenied"}, holds: 2 * message},
 		{name: "refusals of unknown topics", offend: says(flood, "stream", "refused"), answers: flooded, counter: messages, holds: 2 * message},
