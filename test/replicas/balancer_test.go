@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"net"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -82,10 +83,15 @@ func (b *balancer) lead(only int) {
 	b.only = only
 }
 
-// connect connects to some address of a replica, and returns which one it is.
-func (b *balancer) connect(ctx context.Context, addr func(*rig.Replica) string) (c net.Conn, replica int, err error) {
+// connect connects to some address of a replica, of first if that is ready, and returns which
+// one it is.
+func (b *balancer) connect(ctx context.Context, addr func(*rig.Replica) string, first int) (c net.Conn, replica int, err error) {
 	errs := []error{errors.New("the balancer has found no replica")}
-	for _, i := range b.order() {
+	order := b.order()
+	if at := slices.Index(order, first); at >= 0 {
+		order = slices.Insert(slices.Delete(order, at, at+1), 0, first)
+	}
+	for _, i := range order {
 		dctx, cancel := context.WithTimeout(ctx, connectWithin)
 		err := b.network.Do(func() (err error) {
 			c, err = new(net.Dialer).DialContext(dctx, "tcp", addr(b.replicas[i]))
@@ -100,33 +106,42 @@ func (b *balancer) connect(ctx context.Context, addr func(*rig.Replica) string) 
 	return nil, -1, errors.Join(errs...)
 }
 
-// joinPort is where one edge, or all of them, dial the cloud.
+// joinPort is where one edge, or all of them, dial the cloud. That of one leads all its
+// connections to one replica, while it has any, as docs/replicas.md would have it.
 type joinPort struct {
-	addr string // set once
+	addr   string // set once
+	sticky bool   // likewise
 
-	mu     sync.Mutex // guards the following
-	newest net.Conn   // nil: the newest connection has ended
-	leads  int        // the replica that newest leads to
+	mu   sync.Mutex // guards live
+	live []led      // the newest last
+}
+
+// led is a connection of an edge, and the replica to which it was led.
+type led struct {
+	edge net.Conn
+	to   int
 }
 
 // joinPort makes a port before the replicas' grpcports.
-func (b *balancer) joinPort() *joinPort {
-	p := new(joinPort)
+func (b *balancer) joinPort(sticky bool) *joinPort {
+	p := &joinPort{sticky: sticky}
 	p.addr = serve(b.t, b.network, func(edge net.Conn) {
 		ctx := context.Background() // the edge or the replica ends it
-		cloud, i, err := b.connect(ctx, (*rig.Replica).GRPC)
+		first := -1
+		if p.sticky {
+			first = p.holder()
+		}
+		cloud, i, err := b.connect(ctx, (*rig.Replica).GRPC, first)
 		if err != nil {
 			edge.(*net.TCPConn).SetLinger(0)
 			return
 		}
 		p.mu.Lock()
-		p.newest, p.leads = edge, i
+		p.live = append(p.live, led{edge, i})
 		p.mu.Unlock()
 		tunnel.Splice(ctx, edge, cloud)
 		p.mu.Lock()
-		if p.newest == edge {
-			p.newest = nil
-		}
+		p.live = slices.DeleteFunc(p.live, func(l led) bool { return l.edge == edge })
 		p.mu.Unlock()
 	})
 	return p
@@ -137,8 +152,8 @@ func (b *balancer) joinPort() *joinPort {
 func (p *joinPort) holder() int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.newest == nil {
+	if len(p.live) == 0 {
 		return -1
 	}
-	return p.leads
+	return p.live[len(p.live)-1].to
 }

@@ -63,11 +63,11 @@ func newFleet(t *testing.T, s size) *fleet {
 		t.Fatal(err)
 	}
 	f.balancer = newBalancer(t, f.Replicas, s.at.Network)
-	shared := f.balancer.joinPort()
+	shared := f.balancer.joinPort(false)
 	for i, n := range f.nodes {
 		port := shared
 		if !s.all {
-			port = f.balancer.joinPort() // which tells the holder
+			port = f.balancer.joinPort(true) // which tells the holder
 		}
 		f.ports = append(f.ports, port)
 		allow := []string{behind[i].http, behind[i].echo, behind[i].pour}

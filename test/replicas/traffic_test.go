@@ -35,7 +35,7 @@ type request struct {
 
 func (f *fleet) dial(ctx context.Context, replica int, addr func(*rig.Replica) string) (net.Conn, error) {
 	if replica == balanced {
-		c, _, err := f.balancer.connect(ctx, addr)
+		c, _, err := f.balancer.connect(ctx, addr, -1)
 		return c, err
 	}
 	return new(net.Dialer).DialContext(ctx, "tcp", addr(f.Replicas[replica]))
