@@ -285,16 +285,32 @@ func TestDataConnectionNowhere(t *testing.T) {
 		}
 		return (&net.Dialer{}).DialContext(ctx, network, address)
 	}
-	r.start(cfg, direct)
-	r.eventually("node joins", func() bool { return r.dir.Holds("edge1") })
+	e := r.start(cfg, direct)
+	r.eventually("node joins", func() bool { return r.dir.Holds("edge1") && e.client.Ready() == nil })
 	for range 5 {
 		c, _ := r.pair("edge1")
 		c.Close()
 	}
-	r.eventually("the edge says so", func() bool { return len(r.log.lines("end=edge", "no data connection")) == 1 })
-	r.pair("edge1")
-	if n := dials.Load(); n != 1+attachTries {
-		t.Errorf("the edge has made %d connections, want %d", n, 1+attachTries)
+	es := e.client.Session().Link.(*edgeSession)
+	tried := func(times int64) {
+		r.eventually("the edge has tried", func() bool {
+			es.mu.Lock()
+			defer es.mu.Unlock()
+			return es.opening == 0 && dials.Load() >= 1+times*attachTries
+		})
+	}
+	tried(1)
+	for range attachMisses - 1 {
+		es.moreConnections(message(typeConnection, "a ticket of nobody's", nil))
+	}
+	tried(attachMisses)
+	es.moreConnections(message(typeConnection, "a ticket of nobody's", nil))
+	tried(attachMisses)
+	if n := dials.Load(); n != 1+attachMisses*attachTries {
+		t.Errorf("the edge has made %d connections, want %d", n, 1+attachMisses*attachTries)
+	}
+	if n := len(r.log.lines("end=edge", "level=INFO", "no data connection")); n != 1 {
+		t.Errorf("it says so %d times", n)
 	}
 }
 
