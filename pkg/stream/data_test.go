@@ -246,21 +246,26 @@ func TestResetOvertakesData(t *testing.T) {
 	r.idle(e)
 }
 
+// misleading is the configuration of an edge of the first replica. Its nth connection, of which the
+// first is the session's own, leads to the second one where away says so.
+func (all fleet) misleading(node string, away func(n int64) bool) (cfg ClientConfig, dials *atomic.Int64) {
+	cfg, dials = all[0].clientConfig(node), new(atomic.Int64)
+	cfg.Connections = 2
+	cfg.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
+		if away(dials.Add(1)) {
+			address = all[1].server.Addr().String()
+		}
+		return (&net.Dialer{}).DialContext(ctx, network, address)
+	}
+	return cfg, dials
+}
+
 // A balancer between edge and cloud leads where it likes: the edge tries again until it meets
 // the replica that has asked.
 func TestDataConnectionElsewhere(t *testing.T) {
 	all := newFleet(t, 2)
 	r := all[0].rig
-	other := all[1].server.Addr().String()
-	cfg := r.clientConfig("edge1")
-	cfg.Connections = 2
-	var dials atomic.Int64
-	cfg.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
-		if n := dials.Add(1); n == 2 || n == 3 { // the first is the session's own
-			address = other
-		}
-		return (&net.Dialer{}).DialContext(ctx, network, address)
-	}
+	cfg, dials := all.misleading("edge1", func(n int64) bool { return n == 2 || n == 3 })
 	r.start(cfg, direct)
 	r.eventually("node joins", func() bool { return r.dir.Holds("edge1") })
 	r.pair("edge1")
@@ -275,16 +280,7 @@ func TestDataConnectionElsewhere(t *testing.T) {
 func TestDataConnectionNowhere(t *testing.T) {
 	all := newFleet(t, 2)
 	r := all[0].rig
-	other := all[1].server.Addr().String()
-	cfg := r.clientConfig("edge1")
-	cfg.Connections = 2
-	var dials atomic.Int64
-	cfg.Dial = func(ctx context.Context, network, address string) (net.Conn, error) {
-		if dials.Add(1) > 1 {
-			address = other
-		}
-		return (&net.Dialer{}).DialContext(ctx, network, address)
-	}
+	cfg, dials := all.misleading("edge1", func(n int64) bool { return n > 1 })
 	e := r.start(cfg, direct)
 	r.eventually("node joins", func() bool { return r.dir.Holds("edge1") && e.client.Ready() == nil })
 	for range 5 {
@@ -325,6 +321,38 @@ func (r *rig) dataDial() *dataConn {
 	c := tls.Client(raw, &tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud", NextProtos: []string{dataProtocol}})
 	c.SetDeadline(time.Now().Add(patience))
 	return newDataConn(c, raw, new(blocks))
+}
+
+// strangerWithSpare has a stranger join as edge1, with a data connection that waits for a conn.
+func (r *rig) strangerWithSpare(edge *stranger) (*strangerControl, *dataConn) {
+	r.t.Helper()
+	s := edge.joinWith("edge1", &pb.Hello{Version: Version, Connections: 1})
+	open, first := r.asked(s, "edge1")
+	ticket := s.want("the cloud asks for a data connection", typeConnection).GetTopic()
+	s.say(typeRefused, open.GetTopic(), &pb.Refused{Code: pb.Code_CODE_REFUSED})
+	<-first
+	d := r.dataDial()
+	d.send(frameAttach, []byte(ticket))
+	if _, _, err := d.receive(maxControlFrame); err != nil {
+		r.t.Fatal(err)
+	}
+	cs := r.cloudEnd("edge1")
+	r.eventually("it waits for a conn", func() bool {
+		cs.mu.Lock()
+		defer cs.mu.Unlock()
+		return len(cs.spares) == 1
+	})
+	return s, d
+}
+
+// dialLater dials, and tells how that ended.
+func (r *rig) dialLater(node string) <-chan dialled {
+	result := make(chan dialled, 1)
+	go func() {
+		c, err := r.dial(node, "target:1")
+		result <- dialled{c, err}
+	}()
+	return result
 }
 
 // Who has no ticket is hung up on, and who has one uses it once.
@@ -394,27 +422,8 @@ func TestEdgeBreaksTheDataProtocol(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t)
-			s := r.stranger().joinWith("edge1", &pb.Hello{Version: Version, Connections: 1})
-			open, first := r.asked(s, "edge1")
-			ticket := s.want("the cloud asks for a data connection", typeConnection).GetTopic()
-			s.say(typeRefused, open.GetTopic(), &pb.Refused{Code: pb.Code_CODE_REFUSED})
-			<-first
-			d := r.dataDial()
-			d.send(frameAttach, []byte(ticket))
-			if _, _, err := d.receive(maxControlFrame); err != nil {
-				t.Fatal(err)
-			}
-			r.eventually("it waits for a conn", func() bool {
-				cs := r.cloudEnd("edge1")
-				cs.mu.Lock()
-				defer cs.mu.Unlock()
-				return len(cs.spares) == 1
-			})
-			result, again := make(chan dialled, 1), make(chan struct{})
-			go func() {
-				c, err := r.dial("edge1", "target:1")
-				result <- dialled{c, err}
-			}()
+			s, d := r.strangerWithSpare(r.stranger())
+			result, again := r.dialLater("edge1"), make(chan struct{})
 			go func() {
 				for {
 					m, err := s.stream.Recv()
@@ -460,27 +469,9 @@ func TestEdgeAnswersTwice(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t)
 			edge := r.stranger()
-			s := edge.joinWith("edge1", &pb.Hello{Version: Version, Connections: 1})
-			open, first := r.asked(s, "edge1")
-			ticket := s.want("the cloud asks for a data connection", typeConnection).GetTopic()
-			s.say(typeRefused, open.GetTopic(), &pb.Refused{Code: pb.Code_CODE_REFUSED})
-			<-first
-			d := r.dataDial()
-			d.send(frameAttach, []byte(ticket))
-			if _, _, err := d.receive(maxControlFrame); err != nil {
-				t.Fatal(err)
-			}
+			s, d := r.strangerWithSpare(edge)
 			cs := r.cloudEnd("edge1")
-			r.eventually("it waits for a conn", func() bool {
-				cs.mu.Lock()
-				defer cs.mu.Unlock()
-				return len(cs.spares) == 1
-			})
-			result := make(chan dialled, 1)
-			go func() {
-				c, err := r.dial("edge1", "target:1")
-				result <- dialled{c, err}
-			}()
+			result := r.dialLater("edge1")
 			_, data, err := d.receive(maxControlFrame)
 			var m pb.StreamMsg
 			if err != nil || proto.Unmarshal(data, &m) != nil {
