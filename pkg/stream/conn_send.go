@@ -205,10 +205,10 @@ const (
 
 // pace says when to pause.
 type pace struct {
-	small   int       // pieces, one after the other
-	longest int       // of them, before the first pause
-	last    time.Time // when one was read
-	vain    int       // pauses in a row in which nothing has gathered
+	small int       // pieces, one after the other
+	bytes int       // of the first gatherAfter of them
+	last  time.Time // when one was read
+	vain  int       // pauses in a row in which nothing has gathered
 }
 
 // gathers takes that n bytes were read. heard says whether any have come the other way since
@@ -218,21 +218,21 @@ func (p *pace) gathers(n int, heard *atomic.Bool) bool {
 		if p.small > gatherAfter && p.vain < gatherVain {
 			p.vain = 0 // it has gathered more than a little, or is answered
 		}
-		p.small, p.longest = 0, 0
+		p.small, p.bytes = 0, 0
 		return false
 	}
 	now := time.Now()
 	if now.Sub(p.last) > 2*gatherTime {
-		p.small, p.longest = 0, 0
+		p.small, p.bytes = 0, 0
 	}
 	p.small, p.last = p.small+1, now
 	if p.small <= gatherAfter {
-		p.longest = max(p.longest, n)
+		p.bytes += n
 		return false
 	}
 	if p.small > gatherAfter+1 { // there was a pause
 		p.vain++
-		if n > p.longest {
+		if n*gatherAfter > p.bytes { // more than those on average
 			p.vain = 0
 		}
 	}

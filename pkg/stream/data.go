@@ -152,8 +152,8 @@ func (d *dataConn) send(typ byte, data []byte) error {
 func (d *dataConn) sendMessage(typ byte, m proto.Message) error { return d.send(typ, encode(m)) }
 
 func header(typ byte, n int) []byte {
-	return binary.BigEndian.AppendUint32(nil, uint32(typ)<<24|uint32(n))
-} //nolint:gosec // less than 24 bits
+	return binary.BigEndian.AppendUint32(nil, uint32(typ)<<24|uint32(n)) //nolint:gosec // less than 24 bits
+}
 
 // next waits for a frame and returns what its header says. It may be interrupted, and
 // called again.
