@@ -16,8 +16,9 @@ import (
 const (
 	// askReplicas is how often the balancer asks a replica whether it is ready.
 	askReplicas = 200 * time.Millisecond
-	// connectWithin is how long the balancer tries one replica.
-	connectWithin = time.Second
+	// connectWithin is how long the balancer tries one replica: a SYN that is lost is sent again
+	// after a second (RFC 6298 section 2).
+	connectWithin = 2500 * time.Millisecond
 )
 
 // balancer leads connections to the replicas that say they are ready, in turn, and to
