@@ -72,18 +72,19 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 		nc = c.framed
 	}
 	c.ended = make(chan struct{})
+	given := time.Now()
 	if !web.handoff.give(nc) {
 		c.unwatch()
 		c.Close() //nolint:errcheck // the front door is closing
 		return
 	}
 	if !known {
-		t := time.AfterFunc(f.hearing, func() {
-			f.cfg.Counters.Limited(tunnel.LimitHandshakeTimeout)
-			c.Reset() //nolint:errcheck // it returns none
-		})
+		t := time.AfterFunc(f.hearing, func() { c.Reset() }) //nolint:errcheck // it returns none
 		defer t.Stop()
 		<-c.ended
+		if time.Since(given) >= f.hearing { // web may have been the one to hang up
+			f.cfg.Counters.Limited(tunnel.LimitHandshakeTimeout)
+		}
 	}
 }
 
