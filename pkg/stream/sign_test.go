@@ -342,8 +342,9 @@ func TestSignPanic(t *testing.T) {
 	if r.dir.Lookup("edge2") != was {
 		t.Error("a node's session has ended")
 	}
-	if _, err := e.client.Renew(t.Context(), requestFor(t, "edge2")); err == nil || !strings.Contains(err.Error(), "Internal") {
-		t.Errorf("another certificate: %v, want internal", err)
+	// The end of the session may overtake the answer.
+	if _, err := e.client.Renew(t.Context(), requestFor(t, "edge2")); err == nil || !strings.Contains(err.Error(), "Internal") && !strings.Contains(err.Error(), "Canceled") {
+		t.Errorf("another certificate: %v, want internal, or canceled", err)
 	}
 	r.eventually("the node comes back", func() bool { return r.dir.Holds("edge2") && r.dir.Lookup("edge2") != was })
 	if other.client.Ready() != nil || !r.dir.Holds("edge3") {
