@@ -109,11 +109,43 @@ func allAcked(c net.Conn) bool {
 // direction is how one half of a splice has ended, for the other half to see.
 type direction struct {
 	done    chan struct{} // closed when the half copies no more
-	werr    error         // why it could not write; read after done
+	rerr    error         // why it could not read; read after done
+	werr    error         // why it could not write; likewise
 	stopped atomic.Bool   // its bytes are not wanted any more
+
+	mu   sync.Mutex // guards then
+	then func()     // called after done
 }
 
 func newDirection() *direction { return &direction{done: make(chan struct{})} }
+
+// end says that the half copies no more.
+func (d *direction) end(rerr, werr error) {
+	d.rerr, d.werr = rerr, werr
+	close(d.done)
+	d.mu.Lock()
+	then := d.then
+	d.mu.Unlock()
+	if then != nil {
+		then()
+	}
+}
+
+// copiedAll reports whether the half has, to its source's end.
+func (d *direction) copiedAll() bool { return isClosed(d.done) && d.rerr == nil && d.werr == nil }
+
+// afterwards calls f when the half copies no more. It is called once.
+func (d *direction) afterwards(f func()) {
+	d.mu.Lock()
+	ended := isClosed(d.done)
+	if !ended {
+		d.then = f
+	}
+	d.mu.Unlock()
+	if ended {
+		f()
+	}
+}
 
 // stop ends the direction: its destination takes no more bytes of src.
 func (d *direction) stop(src net.Conn) {
@@ -127,11 +159,12 @@ func (d *direction) stop(src net.Conn) {
 // direction and back the other.
 func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 	n, rerr, werr := transfer(dst, src)
-	if own.stopped.Load() && werr == nil && !errors.Is(rerr, ErrReset) {
-		rerr, werr = nil, syscall.EPIPE // the read was made to fail, or to end
+	if own.stopped.Load() && werr == nil && (!errors.Is(rerr, ErrReset) || back.copiedAll()) {
+		// The read was made to fail, or to end. Where both directions were shut down here, and the
+		// peer goes on, our own kernel makes that a reset (RFC 1122 section 4.2.2.13).
+		rerr, werr = nil, syscall.EPIPE
 	}
-	own.werr = werr
-	close(own.done)
+	own.end(rerr, werr)
 	if rerr == nil && werr == nil && endedByReset(src, back) {
 		rerr = ErrReset
 	}
@@ -155,18 +188,16 @@ func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 // take back's bytes, and back may be waiting for a silent dst.
 func watch(src, dst net.Conn, back *direction) {
 	raw := rawConn(src)
-	if raw == nil {
+	if raw == nil || isClosed(back.done) {
 		return
 	}
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		<-back.done
+	back.afterwards(func() {
 		src.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // then src has ended, and Read says so
 	})
-	if raw.Read(func(fd uintptr) bool { return isDead(fd) }) == nil {
+	if raw.Read(isDead) == nil {
 		back.stop(dst)
 	}
-	wg.Wait()
+	<-back.done
 }
 
 // endedByReset tells the end of src's bytes from a reset. Linux reports a reset once:
@@ -208,10 +239,10 @@ func dead(c net.Conn) (is bool) {
 }
 
 // isDead reports whether a socket has been reset: one that its peer has half-closed
-// still takes an empty write.
+// still takes an empty message.
 func isDead(fd uintptr) bool {
-	_, err := syscall.Write(int(fd), nil)
-	return errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET)
+	err := unix.Send(int(fd), nil, unix.MSG_NOSIGNAL)
+	return errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET)
 }
 
 // rawConn returns the socket of c, or nil where c is none.
