@@ -250,9 +250,17 @@ func percentiles(values []float64, of ...int) (at []float64) {
 }
 
 // newConns connects, exchanges a byte and closes, eight at a time, and returns how
-// often a second.
+// often a second, and the processor seconds of both ends for each.
 func newConns(l *line, d time.Duration) ([]float64, error) {
-	return atOnce(d, func() error { return l.echo() })
+	used, err1 := l.cpu()
+	started := time.Now()
+	rate, err2 := atOnce(d, func() error { return l.echo() })
+	took := time.Since(started)
+	usedThen, err3 := l.cpu()
+	if err := errors.Join(err1, err2, err3); err != nil {
+		return nil, err
+	}
+	return append(rate, (usedThen-used).Seconds()/(rate[0]*took.Seconds())), nil
 }
 
 // atOnce repeats f in eight goroutines, and returns how often a second.

@@ -74,7 +74,7 @@ func (b *bench) speed() (all []gauge) {
 		gauge{figures: []figure{
 			{"round trip beside a download, p50", "ms", milli, true}, {besideName, "ms", milli, true}, {"round trip beside a download, p99.9", "ms", milli, true},
 		}, run: func(l *line) ([]float64, error) { return roundTripsBeside(l, 2*d) }},
-		gauge{figures: []figure{{newConnsName, "/s", 1, false}},
+		gauge{figures: []figure{{newConnsName, "/s", 1, false}, {newConnsName + ": CPU of both ends", "µs", micro, true}},
 			run: func(l *line) ([]float64, error) { return newConns(l, d) }},
 		gauge{figures: []figure{{"first byte of a new conn, p50", "µs", micro, true}, {"first byte of a new conn, p99", "µs", micro, true}},
 			run: func(l *line) ([]float64, error) { return firstByte(l, d) }},
