@@ -193,15 +193,20 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 		s.refuse(m.Topic, refusal)
 		return nil
 	}
-	serve := func() { // remove tells the session that it has ended
-		defer s.remove(m.Topic)
+	by := s.rideOf(m.Topic)
+	serve := func() {
+		defer func() {
+			if by == nil || !by.unsaid() {
+				s.remove(m.Topic)
+			}
+		}()
 		defer s.owner.serving.Add(-1)
 		defer cancel()
 		if err := s.guard(func() error { return s.serve(ctx, m.Topic, r, dial) }); err != nil {
 			s.Close(err)
 		}
 	}
-	if s.rideOf(m.Topic) != nil {
+	if by != nil {
 		serve() // whoever reads that data connection has nothing else to do
 	} else {
 		go serve()

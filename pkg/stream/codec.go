@@ -77,6 +77,7 @@ type outgoing struct {
 	block     *[]byte
 	n         int // bytes of payload
 	fin, stop bool
+	last      bool           // the conn ends with it, at this side; what carries it may say so
 	pool      mem.BufferPool // where the block goes when gRPC has written it
 	taken     bool           // Marshal has given the block to gRPC
 	// forwarded is the payload in place of the block's, as another conn has received it;

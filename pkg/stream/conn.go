@@ -25,18 +25,20 @@ import (
 // bytes says so (stop), and an abort shows as a reset.
 //
 // A direction has ended when its sender has sent fin or its receiver has said stop.
-// When both have, the cloud's handler returns OK, which ends the stream. Until then
-// somebody always receives: Read's goroutine, WriteTo, or a goroutine that throws
-// away what arrives after the direction's end; so no stop is missed and no sender
-// hangs on flow control for a conn that is not read any more.
+// When both have, the cloud's handler returns OK, which ends the stream (for a ride see
+// flagEnd). Until then somebody receives: Read's goroutine, WriteTo, or a goroutine that
+// throws away what arrives after the direction's end (for a ride 20 ms later); so no stop is
+// missed and no sender hangs on flow control for a conn that is not read any more.
 //
 // gRPC frees a SendMsg that waits for flow control only when the stream ends. So
 // nothing that must not block calls it: Write hands its bytes to the sender
 // goroutine, and small writes that come while it is busy leave in one chunk. ReadFrom
-// and WriteTo, which Splice uses, do without the goroutines.
+// and WriteTo, which Splice uses, do without the goroutines, and so does the fin of a ride
+// that has sent little.
 type conn struct {
 	// Set once.
 	stream   messageStream
+	by       *ride           // the same, if it is one
 	ended    func(err error) // the session's part of the end; called once, nil for a clean end
 	isEdge   bool
 	blocks   *blocks
@@ -76,7 +78,9 @@ type conn struct {
 	sending    bool // the sender goroutine runs
 	receiving  bool // somebody calls RecvMsg, or everything has been received
 	goroutines int
-	err        error // why the conn is over; nil for a clean end
+	sent       int         // bytes, with what a data connection puts around them
+	rest       *time.Timer // until somebody receives what comes after fin
+	err        error       // why the conn is over; nil for a clean end
 	writeErr   error
 	onReset    []func()
 	onStop     []func()
@@ -122,6 +126,7 @@ func newConn(cfg connConfig) *conn {
 		space:         make(chan struct{}, 1),
 		in:            make(chan mem.BufferSlice, receiveQueue),
 	}
+	c.by, _ = cfg.stream.(*ride)
 	c.flow.init(cfg.blocks)
 	return c
 }
@@ -160,7 +165,9 @@ func (c *conn) SetWriteDeadline(t time.Time) error {
 func (c *conn) Close() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.endWriteLocked(net.ErrClosed)
+	if c.endWriteLocked(net.ErrClosed) {
+		c.startSenderLocked()
+	}
 	c.endReadLocked()
 	return nil
 }
@@ -168,10 +175,26 @@ func (c *conn) Close() error {
 // CloseWrite says that nothing more will be written. What was written still arrives.
 func (c *conn) CloseWrite() error {
 	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.endWriteLocked(syscall.EPIPE)
+	due := c.endWriteLocked(syscall.EPIPE)
+	inline := due && c.by != nil && c.sent <= finInline && !c.sending && !isClosed(c.over) && c.sendMu.TryLock()
+	switch {
+	case inline:
+		c.goroutines++ // as if this were one
+	case due:
+		c.startSenderLocked()
+	}
+	c.mu.Unlock()
+	if inline {
+		defer c.oneLess()
+		defer c.sendMu.Unlock()
+		c.sendPending() //nolint:errcheck // the receiver is told why the stream has ended
+	}
 	return nil
 }
+
+// finInline is how much a conn may have sent for its fin to go without the sender goroutine: a
+// socket takes so much without waiting, and all of the conn before has been taken from it.
+const finInline = 4 << 10
 
 // CloseRead says that nothing more will be read; the other side's writes will fail.
 func (c *conn) CloseRead() error {
@@ -215,16 +238,15 @@ func (c *conn) OnStop(f func()) {
 	}
 }
 
-func (c *conn) endWriteLocked(err error) {
+// endWriteLocked reports whether fin is due.
+func (c *conn) endWriteLocked(err error) bool {
 	if isClosed(c.writeDone) {
-		return
+		return false
 	}
 	c.writeErr = err
 	close(c.writeDone)
-	if !c.stopGot {
-		c.finWanted = true
-		c.startSenderLocked()
-	}
+	c.finWanted = !c.stopGot
+	return c.finWanted
 }
 
 func (c *conn) endReadLocked() {
@@ -261,6 +283,9 @@ func (c *conn) end(err error) {
 		close(c.writeDone)
 	}
 	close(c.over)
+	if c.rest != nil {
+		c.rest.Stop()
+	}
 	callbacks := c.onReset
 	c.onReset = nil
 	c.goroutines++ // as if this were one: gone comes after ended
@@ -324,7 +349,7 @@ func (c *conn) streamError(err error) {
 	switch eof := errors.Is(err, io.EOF); {
 	case eof && c.isEdge && clean:
 		c.end(nil)
-	case eof && !c.isEdge && inputEnded:
+	case eof && !c.isEdge && (clean || c.by == nil && inputEnded):
 	default:
 		if !c.isEdge && status.Code(err) == codes.ResourceExhausted { // gRPC's own
 			c.counters.Limited(tunnel.LimitMessage)

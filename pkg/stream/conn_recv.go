@@ -4,6 +4,7 @@ import (
 	"io"
 	"net"
 	"syscall"
+	"time"
 
 	"google.golang.org/grpc/mem"
 
@@ -251,15 +252,33 @@ func writeChunk(w io.Writer, m *incoming, vec *net.Buffers) (int64, error) {
 // receiveRest lets a goroutine receive what WriteTo did not: a stop that comes after
 // fin, what arrives after a failed write, the end of the stream.
 func (c *conn) receiveRest() {
+	ended := c.by != nil && c.by.hasEnded()
+	if ended {
+		defer c.streamError(io.EOF)
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.finGot || isClosed(c.over) {
-		close(c.in)
-		c.goLocked(func() { c.receiveLoop(false) })
+	if !c.finGot && !isClosed(c.over) {
+		c.goLocked(func() { c.receiveLoop(true) })
 		return
 	}
-	c.goLocked(func() { c.receiveLoop(true) })
+	close(c.in)
+	switch {
+	case ended || isClosed(c.over):
+	case c.by == nil || c.bothEndedLocked():
+		c.goLocked(func() { c.receiveLoop(false) })
+	default:
+		c.rest = time.AfterFunc(restAfter, func() {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.goLocked(func() { c.receiveLoop(false) })
+		})
+	}
 }
+
+// restAfter is how long after fin nobody receives from a data connection: most conns have ended
+// by then.
+const restAfter = 20 * time.Millisecond
 
 // writeQueued is WriteTo for a conn that has been read before.
 func (c *conn) writeQueued(w io.Writer) (n int64, err error) {

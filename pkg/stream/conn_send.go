@@ -111,6 +111,11 @@ func (c *conn) sendPending() (sent bool, err error) {
 		return false, nil
 	}
 	c.tail, c.tailLen = nil, 0
+	if c.isEdge {
+		o.last = o.fin && c.finGot // what came before it has been handed on
+	} else {
+		o.last = (o.fin || c.finSent || c.stopGot) && (o.stop || c.stopSent || c.finGot)
+	}
 	c.mu.Unlock()
 	select {
 	case c.space <- struct{}{}:
@@ -136,13 +141,11 @@ func (c *conn) send(o *outgoing) error {
 		return c.writeError()
 	}
 	c.counters.BytesSent.Add(uint64(o.n))
-	if !o.fin && !o.stop {
-		return nil
-	}
 	c.mu.Lock()
+	c.sent += o.n + chunkOverhead
 	c.finSent = c.finSent || o.fin
 	c.stopSent = c.stopSent || o.stop
-	finished := c.bothEndedLocked()
+	finished := (o.fin || o.stop) && c.bothEndedLocked()
 	c.mu.Unlock()
 	if finished {
 		c.finish()
@@ -150,10 +153,10 @@ func (c *conn) send(o *outgoing) error {
 	return nil
 }
 
-// finish is called when both directions have ended. The cloud ends the stream;
-// the edge waits for that end, which tells it that the cloud has everything.
+// finish is called when both directions have ended. The cloud ends the stream; the edge waits for
+// that end, which tells it that the cloud has everything, unless it has said so itself.
 func (c *conn) finish() {
-	if !c.isEdge {
+	if !c.isEdge || c.by != nil && c.by.endSent.Load() {
 		c.end(nil)
 	}
 }

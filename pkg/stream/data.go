@@ -36,17 +36,27 @@ const (
 	frameOpen    = 0x20 // cloud: a StreamMsg, as on the control stream
 	frameOpened  = 0x30 // edge: the target is there, and chunks follow
 	frameRefused = 0x40 // edge: a Refused, as on the control stream
-	frameEnd     = 0x50 // cloud: the conn has ended; edge: so it has here, and another one may follow
 )
 
 // Flags of a chunk. Each comes behind the chunk's bytes.
 const (
 	flagFin  = 1 << 0
 	flagStop = 1 << 1
+	// flagEnd says that the conn has ended here, and that all which came has been taken. Either
+	// end says it once: the edge by itself with a fin behind the cloud's, or else when the cloud
+	// has. Where the edge was the first the cloud's next open says as much.
+	flagEnd = 1 << 2
 )
+
+// isChunk reports whether a frame is a chunk, and one that may be.
+func isChunk(typ byte, n int) bool {
+	return typ&^(flagFin|flagStop|flagEnd) == frameChunk && n <= maxPayload
+}
 
 const (
 	frameHeader = chunkHeader // it takes that one's place in a block
+	// chunkOverhead is what stands around a chunk's bytes: that and what TLS 1.3 adds to a record.
+	chunkOverhead = frameHeader + 5 + 1 + 16
 	// maxControlFrame bounds frames that are no chunks: they hold what a control message does.
 	maxControlFrame = maxMessage
 	// dataIdle is how long a data connection is kept for the next conn.
@@ -74,7 +84,11 @@ type dataConn struct {
 	have   int // bytes of it that have come
 	rest   int // bytes of the last frame that have not come: who waited was interrupted
 
-	since time.Time // when it was last used; guarded by session.mu
+	// Guarded by session.mu.
+	since  time.Time   // when it was last used
+	saying *time.Timer // calls sayEnd
+
+	owesEnd bool // the cloud has not said that the last conn has ended; owned by who has d, or by session.mu while it waits
 }
 
 func newDataConn(c, raw net.Conn, b *blocks) *dataConn {
@@ -218,7 +232,11 @@ type ride struct {
 	isEdge bool
 	recvMu sync.Mutex // held around RecvMsg, as conn.sendMu is around SendMsg
 	over   atomic.Bool
-	opened bool // the edge has said that there is a conn; owned by who serves it
+	opened bool   // the edge has said that there is a conn; owned by who serves it
+	topic  string // at the edge
+
+	endSent, endGot atomic.Bool // flagEnd was
+	interrupted     atomic.Bool
 }
 
 var _ messageStream = (*ride)(nil)
@@ -255,7 +273,39 @@ func (r *ride) SendMsg(m any) error {
 	if o.stop {
 		flags |= flagStop
 	}
-	return r.write(o.block, have, flags)
+	if o.last {
+		flags |= flagEnd
+	}
+	if err := r.write(o.block, have, flags); err != nil || !o.last {
+		return err
+	}
+	r.endSent.Store(true)
+	if r.isEdge { // who receives need not wait for the cloud's word
+		r.stopReceiving()
+	}
+	return nil
+}
+
+// stopReceiving has who is in RecvMsg return. Others who come later must not get there.
+func (r *ride) stopReceiving() {
+	if r.recvMu.TryLock() {
+		r.recvMu.Unlock()
+		return
+	}
+	r.interrupt()
+}
+
+// interrupt is that of its connection.
+func (r *ride) interrupt() {
+	r.interrupted.Store(true)
+	r.dataConn.interrupt()
+}
+
+// resume undoes interrupt, if there was one.
+func (r *ride) resume() {
+	if r.interrupted.Load() {
+		r.dataConn.resume()
+	}
 }
 
 // write sends a chunk whose payload is in the block.
@@ -266,27 +316,33 @@ func (r *ride) write(block *[]byte, n int, flags byte) error {
 	return err
 }
 
-// RecvMsg receives an *incoming chunk. At the edge io.EOF says that the conn has ended, which
-// the cloud decides.
+// RecvMsg receives an *incoming chunk. io.EOF says that nothing more comes; at the edge, that
+// the conn has ended.
 func (r *ride) RecvMsg(m any) error {
 	in := m.(*incoming) //nolint:forcetypeassert // a conn receives nothing else
 	*in = incoming{}
 	r.recvMu.Lock()
 	defer r.recvMu.Unlock()
-	if r.over.Load() {
+	switch {
+	case r.over.Load():
 		return errEnded
+	case r.hasEnded():
+		return io.EOF
 	}
 	typ, n, err := r.next()
 	switch {
+	case err != nil && r.hasEnded(): // it was interrupted
+		return io.EOF
 	case err != nil:
 		return err
-	case r.isEdge && typ == frameEnd && n == 0:
-		return io.EOF
-	case typ&^(flagFin|flagStop) != frameChunk, n > maxPayload:
+	case !isChunk(typ, n):
 		r.broken.Store(true)
 		return fmt.Errorf("a frame of type %#x with %d bytes in the middle of a conn", typ, n)
 	}
 	in.fin, in.stop = typ&flagFin != 0, typ&flagStop != 0
+	if typ&flagEnd != 0 {
+		r.endGot.Store(true)
+	}
 	if n == 0 {
 		return nil
 	}
@@ -299,6 +355,16 @@ func (r *ride) RecvMsg(m any) error {
 	in.data = mem.BufferSlice{mem.NewBuffer(block, r.blocks)}
 	return nil
 }
+
+// hasEnded reports whether nothing more comes for the conn.
+func (r *ride) hasEnded() bool { return r.endGot.Load() || r.isEdge && r.endSent.Load() }
+
+// unsaid reports whether the conn has ended at the edge, and the cloud has not said that it has
+// all of it.
+func (r *ride) unsaid() bool { return r.isEdge && r.endSent.Load() && !r.endGot.Load() }
+
+// sendEnd says by itself that the conn has ended.
+func (d *dataConn) sendEnd() error { return d.send(frameChunk|flagEnd, nil) }
 
 // hold makes a data connection one of the session's. It fails when the session has ended.
 func (s *session) hold(d *dataConn) bool {

@@ -22,6 +22,10 @@ const MaxConnections = 64
 // mostTicket bounds the first frame of a stranger, in bytes.
 const mostTicket = 64
 
+// endTime is how long an edge may wait for the cloud's word that a conn has ended, where no
+// open says it.
+const endTime = 50 * time.Millisecond
+
 // askTime is how long the edge may take to answer the cloud's asking.
 const askTime = joinTimeout
 
@@ -54,7 +58,7 @@ func (a *asked) take(ticket string) *cloudSession {
 // askForMore asks the edge for a data connection, unless there are as many as there may be.
 func (s *cloudSession) askForMore() {
 	s.mu.Lock()
-	more := s.err == nil && !s.toldDrain.Load() && len(s.data)+s.asking < s.connections
+	more := s.err == nil && !s.toldDrain.Load() && len(s.data)+s.asking < s.mostDataLocked()
 	if more {
 		s.asking++
 	}
@@ -70,6 +74,38 @@ func (s *cloudSession) askForMore() {
 		}
 	})
 	s.post(message(typeConnection, ticket, nil))
+}
+
+// mostDataLocked is how many data connections may carry conns now: half of what the edge opens,
+// and more where conns come and go, since each takes a while to end. Those that stay, as logs
+// that are followed do, cost fewer bytes where they share packets.
+func (s *cloudSession) mostDataLocked() int {
+	return min(s.connections, (s.connections+1)/2+s.shortConns.count())
+}
+
+// recently counts what has happened in the last second, or two.
+type recently struct {
+	now, before int
+	since       time.Time // of now
+}
+
+func (r *recently) add() {
+	r.turn()
+	r.now++
+}
+
+func (r *recently) count() int {
+	r.turn()
+	return r.now + r.before
+}
+
+func (r *recently) turn() {
+	switch t := time.Now(); {
+	case t.Sub(r.since) >= 2*time.Second:
+		r.now, r.before, r.since = 0, 0, t
+	case t.Sub(r.since) >= time.Second:
+		r.now, r.before, r.since = 0, r.now, t
+	}
 }
 
 // answered undoes the counting of askForMore.
@@ -128,8 +164,12 @@ func (s *cloudSession) spare(d *dataConn) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	d.since = time.Now()
-	if s.err == nil {
-		s.spares = append(s.spares, d)
+	if s.err != nil {
+		return
+	}
+	s.spares = append(s.spares, d)
+	if d.owesEnd {
+		d.saying = time.AfterFunc(endTime, func() { s.sayEnd(d) })
 	}
 }
 
@@ -139,12 +179,15 @@ func (s *cloudSession) takeSpare() *dataConn {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	last := len(s.spares) - 1
-	if last < 0 {
+	if last < 0 || len(s.data)-len(s.spares) >= s.mostDataLocked() {
 		return nil
 	}
 	d := s.spares[last]
-	s.spares[last] = nil
-	s.spares = s.spares[:last]
+	s.spares = slices.Delete(s.spares, last, last+1)
+	if d.saying != nil {
+		d.saying.Stop()
+		d.saying = nil
+	}
 	return d
 }
 
@@ -185,6 +228,7 @@ func (s *cloudSession) dialOver(ctx context.Context, d *dataConn, r tunnel.Reque
 		s.spare(d)
 		return nil, refusal, false
 	}
+	d.owesEnd = false // the open says it
 	stop := context.AfterFunc(ctx, d.interrupt)
 	data, err := s.ask(d, m)
 	waited := stop() // else d is no longer to be used: it has been interrupted, or is about to be
@@ -237,6 +281,7 @@ func (s *cloudSession) ask(d *dataConn, m *tunnel.Message) (refused []byte, err 
 func (s *cloudSession) carry(name string, d *dataConn) *conn {
 	d.works()
 	by := &ride{dataConn: d}
+	since := time.Now()
 	var c *conn
 	c = newConn(connConfig{
 		stream: by, blocks: s.blocks, counters: s.counters, log: s.log,
@@ -247,7 +292,11 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn {
 				s.drop(d)
 				return
 			}
-			d.interrupt() // there may be a receiver: an edge may stop after its fin
+			if by.endGot.Load() {
+				by.stopReceiving()
+			} else {
+				by.interrupt() // there may be a receiver: an edge may stop after its fin
+			}
 			c.mu.Lock()
 			stopped := c.stopGot
 			c.mu.Unlock()
@@ -256,16 +305,21 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn {
 			}
 		},
 		gone: func() {
-			if c.err != nil {
-				s.remove(name)
-				return
-			}
-			s.wg.Go(func() { // it may have to wait for the edge
-				defer s.remove(name)
+			release := func() {
+				defer s.connOver(name, since)
 				if err := guard(s.log, s.counters, "the data connection ends", func() error { return s.release(c, by) }); err != nil {
 					s.drop(d)
 				}
-			})
+			}
+			switch {
+			case c.err != nil:
+				s.connOver(name, since)
+			case by.endGot.Load() && c.sendMu.TryLock(): // else the caller of this may have it
+				c.sendMu.Unlock()
+				release()
+			default:
+				s.wg.Go(release) // it has to wait for the edge
+			}
 		},
 	})
 	s.mu.Lock()
@@ -289,9 +343,14 @@ func (s *cloudSession) release(c *conn, by *ride) error {
 	by.recvMu.Lock() // whoever was in WriteTo has been interrupted
 	by.over.Store(true)
 	by.recvMu.Unlock()
-	d.resume()
+	by.resume()
 	c.sendMu.Lock() // somebody in ReadFrom may be sending still
-	err := d.send(frameEnd, nil)
+	ended := by.endGot.Load()
+	var err error
+	if !ended && !by.endSent.Load() {
+		err = d.sendEnd()
+		by.endSent.Store(true)
+	}
 	c.sendMu.Unlock()
 	if err != nil {
 		return err
@@ -300,12 +359,36 @@ func (s *cloudSession) release(c *conn, by *ride) error {
 	if d.broken.Load() {
 		return errors.New("it has lost its way")
 	}
-	if err := d.skipToEnd(); err != nil {
-		return err
+	if !ended {
+		if err := d.skipToEnd(); err != nil {
+			return err
+		}
 	}
 	d.rests()
+	d.owesEnd = !by.endSent.Load()
 	s.spare(d)
 	return nil
+}
+
+// sayEnd has the edge know that a conn which it has ended has ended here, too: until then it does
+// not stop, since there might be something on the way.
+func (s *cloudSession) sayEnd(d *dataConn) {
+	s.mu.Lock()
+	at := slices.Index(s.spares, d)
+	due := at >= 0 && d.owesEnd
+	if due {
+		s.spares = slices.Delete(s.spares, at, at+1)
+	}
+	s.mu.Unlock()
+	if !due {
+		return
+	}
+	if d.sendEnd() != nil {
+		s.drop(d)
+		return
+	}
+	d.owesEnd = false
+	s.spare(d)
 }
 
 // skipToEnd throws away what still comes of a conn that has ended.
@@ -315,12 +398,10 @@ func (d *dataConn) skipToEnd() error {
 		switch {
 		case err != nil:
 			return err
-		case typ == frameEnd && n == 0:
-			return nil
-		case typ&^(flagFin|flagStop) != frameChunk || n > maxPayload:
+		case !isChunk(typ, n):
 			return fmt.Errorf("a frame of type %#x with %d bytes behind a conn", typ, n)
 		}
-		if err := d.skip(n); err != nil {
+		if err := d.skip(n); err != nil || typ&flagEnd != 0 {
 			return err
 		}
 	}

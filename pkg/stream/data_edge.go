@@ -17,7 +17,7 @@ import (
 )
 
 // DefaultConnections is how many connections a session of an edge should have at most.
-const DefaultConnections = 8
+const DefaultConnections = 16
 
 const (
 	// attachTries is how often an edge tries to reach the replica that has asked for a data
@@ -147,10 +147,23 @@ const never = time.Hour
 
 // serveConns serves the conns that come by a data connection, one after the other.
 func (s *edgeSession) serveConns(d *dataConn) error {
+	var ended *ride // whose conn has ended here, and the cloud has not said so
+	said := func() {
+		if ended != nil {
+			s.remove(ended.topic)
+			ended = nil
+		}
+	}
+	defer said()
 	for {
 		typ, data, err := d.receive(maxControlFrame)
 		if err != nil {
 			return err
+		}
+		owed := ended != nil
+		said()
+		if owed && len(data) == 0 && isChunk(typ, 0) && typ&flagEnd != 0 {
+			continue
 		}
 		var in pb.StreamMsg
 		if typ != frameOpen {
@@ -163,11 +176,14 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		if m.Type != tunnel.TypeOpen {
 			return fmt.Errorf("%s/%s came by a data connection", text(m.Category), text(m.Type))
 		}
-		by := &ride{dataConn: d, isEdge: true}
+		by := &ride{dataConn: d, isEdge: true, topic: m.Topic}
 		if !s.came(m.Topic, by) {
 			return fmt.Errorf("topic %s is in use", text(m.Topic))
 		}
 		err = s.handle(s.ctx, m)
+		if by.unsaid() {
+			ended = by
+		}
 		d.carries.Store(nil)
 		s.mu.Lock()
 		delete(s.by, m.Topic)
@@ -178,8 +194,11 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		if by.over.Load() {
 			return errors.New("its conn was reset")
 		}
-		if by.opened {
-			if err := d.send(frameEnd, nil); err != nil {
+		switch {
+		case by.endSent.Load():
+			by.resume()
+		case by.opened:
+			if err := d.sendEnd(); err != nil {
 				return err
 			}
 		}

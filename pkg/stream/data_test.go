@@ -24,12 +24,12 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// newDataRig is a rig with an edge whose conns go by a data connection, of which it opens so
-// many at most.
+// newDataRig is a rig with an edge whose conns go by a data connection, of which so many are
+// for conns that stay.
 func newDataRig(t *testing.T, most int) (*rig, *edge) {
 	t.Helper()
 	r := newRig(t)
-	r.spares = 1 + most
+	r.spares = 2 * most // half of them are for conns that stay
 	return r, r.join("edge1", direct)
 }
 
@@ -55,7 +55,7 @@ func byData(c net.Conn) bool {
 func TestDataConnectionsFollowDemand(t *testing.T) {
 	r := newRig(t)
 	cfg := r.clientConfig("edge1")
-	cfg.Connections = 3
+	cfg.Connections = 4
 	e := r.start(cfg, direct)
 	r.eventually("node joins", func() bool { return r.dir.Holds("edge1") && e.client.Ready() == nil })
 	cs := r.cloudEnd("edge1")
@@ -103,6 +103,79 @@ func TestDataConnectionsFollowDemand(t *testing.T) {
 	if n := r.counters.Connections.Load(); n != 2 || cs.dataConns() != 2 {
 		t.Errorf("%d data connections were opened, %d are there; want 2", n, cs.dataConns())
 	}
+}
+
+// An edge whose conn has ended does not stop before the cloud has all of it.
+func TestEdgeStopsBehindItsLastConn(t *testing.T) {
+	r, e := newDataRig(t, 1)
+	c, far := r.pair("edge1")
+	c.(interface{ CloseWrite() error }).CloseWrite()
+	io.Copy(io.Discard, far)
+	sent := bytes.Repeat([]byte("all of it "), 6000)
+	far.Write(sent)
+	far.Close()
+	r.eventually("the conn has ended at the edge", func() bool { return e.client.serving.Load() == 0 })
+	stopped := make(chan struct{})
+	go func() {
+		defer close(stopped)
+		e.halt(t)
+	}()
+	select {
+	case <-stopped:
+		t.Error("the edge has stopped while the cloud had read nothing")
+	case <-time.After(300 * time.Millisecond):
+	}
+	if got := readAll(t, c); !bytes.Equal(got, sent) {
+		t.Errorf("%d bytes came, want %d", len(got), len(sent))
+	}
+	c.Close()
+	<-stopped
+}
+
+// Conns that come and go may have more data connections than those that stay.
+func TestDataConnectionsOfShortConns(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		cfg := r.clientConfig("edge1")
+		cfg.Connections = 4 // two for conns that stay, and one more
+		e := r.start(cfg, func(context.Context, tunnel.Request) (net.Conn, error) {
+			near, far := net.Pipe()
+			go func() {
+				io.Copy(io.Discard, far)
+				far.Close()
+			}()
+			return near, nil
+		})
+		r.eventually("node joins", func() bool { return r.dir.Holds("edge1") && e.client.Ready() == nil })
+		var conns []net.Conn
+		dial := func(what string, want bool) net.Conn {
+			t.Helper()
+			time.Sleep(100 * time.Millisecond) // others have ended, and what was asked for is there
+			c, err := r.dial("edge1", "target:1")
+			if err != nil {
+				t.Fatal(err)
+			}
+			conns = append(conns, c)
+			if got := byData(c); got != want {
+				t.Errorf("%s: that it goes by a data connection is %v", what, got)
+			}
+			return c
+		}
+		for _, want := range []bool{false, true, false, true, false} {
+			dial("one that stays", want)
+		}
+		dial("short", false).Close()
+		dial("short, no more is there", false).Close()
+		dial("short", true).Close()
+		short := dial("short", true)
+		dial("one more", false)
+		short.Close()
+		time.Sleep(2 * time.Second)
+		dial("another that stays", false)
+		for _, c := range conns {
+			c.Close()
+		}
+		r.idle(e)
+	})
 }
 
 // One data connection carries conn after conn, however they end, unless that is by a reset.
@@ -408,7 +481,7 @@ func TestEdgeBreaksTheDataProtocol(t *testing.T) {
 	for name, says := range map[string][]byte{
 		"a chunk":                    append(header(frameChunk, 3), "abc"...),
 		"an open":                    header(frameOpen, 0),
-		"an end":                     header(frameEnd, 0),
+		"an end":                     header(frameChunk|flagEnd, 0),
 		"opened, and more":           append(header(frameOpened, 2), "xx"...),
 		"refused, with no reason":    header(frameRefused, 0),
 		"refused, in garbage":        append(header(frameRefused, 1), 0x08),
@@ -418,6 +491,7 @@ func TestEdgeBreaksTheDataProtocol(t *testing.T) {
 		"a stop":                     header(frameChunk|flagStop, 0),
 		"a stop with bytes":          append(header(frameChunk|flagStop, 1), 'x'),
 		"opened, and then an attach": append(header(frameOpened, 0), header(frameAttach, 0)...),
+		"opened, and an end":         append(header(frameOpened, 0), header(frameChunk|flagEnd, 0)...),
 		"opened, and a long chunk":   append(header(frameOpened, 0), header(frameChunk, maxPayload+1)...),
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -456,6 +530,70 @@ func TestEdgeBreaksTheDataProtocol(t *testing.T) {
 				return l == nil || l.Link.(*cloudSession).dataConns() == 0
 			})
 		})
+	}
+}
+
+// An edge that ends a conn before the cloud has takes nobody with it.
+func TestEdgeEndsEarly(t *testing.T) {
+	for name, says := range map[string][]byte{
+		"wholly":    header(frameChunk|flagFin|flagEnd, 0),
+		"by halves": header(frameChunk|flagFin|flagEnd, 100), // and the bytes do not come
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t)
+			_, d := r.strangerWithSpare(r.stranger())
+			result := r.dialLater("edge1")
+			if typ, _, err := d.receive(maxControlFrame); err != nil || typ != frameOpen {
+				t.Fatalf("got %#x, %v; want an open", typ, err)
+			}
+			d.send(frameOpened, nil)
+			d.Write(says)
+			got := <-result
+			if got.err != nil {
+				t.Fatal(got.err)
+			}
+			reset, done := make(chan struct{}), make(chan struct{})
+			got.conn.(*conn).OnReset(func() { close(reset) })
+			go func() {
+				defer close(done)
+				got.conn.(*conn).WriteTo(io.Discard)
+			}()
+			if name == "wholly" {
+				r.eventually("the conn is reset", func() bool { return isClosed(reset) })
+			} else {
+				time.Sleep(50 * time.Millisecond) // it waits for the rest
+			}
+			got.conn.Close()
+			r.eventually("nobody waits", func() bool { return isClosed(done) })
+			r.dir.Lookup("edge1").Close(errors.New("over"))
+		})
+	}
+}
+
+// A dial that is refused before the edge hears of it leaves it to the timer to say that the conn
+// before it has ended, for which a draining edge waits.
+func TestRefusedDialOwesTheEnd(t *testing.T) {
+	r, e := newDataRig(t, 1)
+	cs := r.cloudEnd("edge1")
+	for range 5 {
+		c, far := r.pair("edge1")
+		c.(interface{ CloseWrite() error }).CloseWrite()
+		io.Copy(io.Discard, far)
+		far.Close()
+		io.Copy(io.Discard, c)
+		c.Close()
+		leave := func(is bool) {
+			cs.mu.Lock()
+			defer cs.mu.Unlock()
+			cs.leaving = is
+		}
+		leave(true)
+		_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1"})
+		if tunnel.CodeOf(err) != tunnel.Draining {
+			t.Errorf("got %v, want draining", err)
+		}
+		leave(false)
+		r.idle(e)
 	}
 }
 
@@ -695,7 +833,7 @@ func FuzzFrames(f *testing.F) {
 	f.Add([]byte{}, true)
 	f.Add(append(header(frameChunk|flagFin, 3), "abc"...), true)
 	f.Add(append(header(frameOpen, 2), 0x12, 0x00), false)
-	f.Add(header(frameEnd, 0), true)
+	f.Add(header(frameChunk|flagEnd, 0), true)
 	f.Fuzz(func(t *testing.T, data []byte, chunks bool) {
 		near, far := net.Pipe()
 		defer near.Close()

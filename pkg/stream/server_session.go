@@ -49,8 +49,9 @@ type cloudSession struct {
 	denials *tunnel.Limiter // of warnings, the server's
 
 	// Guarded by session.mu.
-	asking int         // data connections that the edge has been asked for
-	spares []*dataConn // those that wait for a conn, the one last used last
+	asking     int         // data connections that the edge has been asked for
+	spares     []*dataConn // those that wait for a conn, the one last used last
+	shortConns recently    // that have ended
 }
 
 var _ tunnel.Link = (*cloudSession)(nil)
@@ -214,6 +215,7 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 	if !ok {
 		return errGone
 	}
+	since := time.Now()
 	c := newConn(connConfig{
 		stream: stream, blocks: s.blocks, counters: s.counters, log: s.log,
 		local: "cloud", remote: addr(s.pub.Node),
@@ -223,7 +225,7 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 				s.post(message(typeCancel, name, nil))
 			}
 		},
-		gone: func() { s.remove(name) },
+		gone: func() { s.connOver(name, since) },
 	})
 	if !s.promote(name, p, c) {
 		return errGone
@@ -250,6 +252,19 @@ func (s *cloudSession) promote(name string, p *pending, c *conn) bool {
 	p.result <- opened{conn: c}
 	return true
 }
+
+// connOver notes that nothing is left of a conn.
+func (s *cloudSession) connOver(name string, since time.Time) {
+	if time.Since(since) < short {
+		s.mu.Lock()
+		s.shortConns.add()
+		s.mu.Unlock()
+	}
+	s.remove(name)
+}
+
+// short is how long a conn lasts that comes and goes.
+const short = 250 * time.Millisecond
 
 // errGone answers a Connect that nobody waits for any more, which is normal when a
 // caller has gone while the edge dialled.
