@@ -188,12 +188,15 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 			s.owner.serving.Add(-1)
 		}
 	}
+	by := s.rideOf(m.Topic)
+	if by != nil {
+		by.settle() // not before: the session may be about to end with its last conn
+	}
 	if refusal != nil {
 		cancel()
 		s.refuse(m.Topic, refusal)
 		return nil
 	}
-	by := s.rideOf(m.Topic)
 	serve := func() {
 		defer func() {
 			if by == nil || !by.unsaid() {

@@ -232,8 +232,11 @@ type ride struct {
 	isEdge bool
 	recvMu sync.Mutex // held around RecvMsg, as conn.sendMu is around SendMsg
 	over   atomic.Bool
-	opened bool   // the edge has said that there is a conn; owned by who serves it
-	topic  string // at the edge
+
+	// At the edge; owned by who serves it.
+	topic  string
+	settle func() // the conn before is no longer waited for
+	opened bool   // the cloud was told that there is a conn
 
 	endSent, endGot atomic.Bool // flagEnd was
 	interrupted     atomic.Bool
@@ -335,6 +338,9 @@ func (r *ride) RecvMsg(m any) error {
 		return io.EOF
 	case err != nil:
 		return err
+	case r.isEdge && typ == frameOpen: // the next conn's: the cloud has our end, which is just being noted here
+		r.have = frameHeader // next returns it once more
+		return io.EOF
 	case !isChunk(typ, n):
 		r.broken.Store(true)
 		return fmt.Errorf("a frame of type %#x with %d bytes in the middle of a conn", typ, n)

@@ -179,7 +179,7 @@ func (s *cloudSession) takeSpare() *dataConn {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	last := len(s.spares) - 1
-	if last < 0 || len(s.data)-len(s.spares) >= s.mostDataLocked() {
+	if last < 0 || s.leaving || len(s.data)-len(s.spares) >= s.mostDataLocked() {
 		return nil
 	}
 	d := s.spares[last]

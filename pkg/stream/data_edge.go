@@ -160,9 +160,8 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		if err != nil {
 			return err
 		}
-		owed := ended != nil
-		said()
-		if owed && len(data) == 0 && isChunk(typ, 0) && typ&flagEnd != 0 {
+		if ended != nil && len(data) == 0 && isChunk(typ, 0) && typ&flagEnd != 0 {
+			said()
 			continue
 		}
 		var in pb.StreamMsg
@@ -176,11 +175,12 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		if m.Type != tunnel.TypeOpen {
 			return fmt.Errorf("%s/%s came by a data connection", text(m.Category), text(m.Type))
 		}
-		by := &ride{dataConn: d, isEdge: true, topic: m.Topic}
+		by := &ride{dataConn: d, isEdge: true, topic: m.Topic, settle: said}
 		if !s.came(m.Topic, by) {
 			return fmt.Errorf("topic %s is in use", text(m.Topic))
 		}
 		err = s.handle(s.ctx, m)
+		said()
 		if by.unsaid() {
 			ended = by
 		}

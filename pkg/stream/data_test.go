@@ -570,9 +570,27 @@ func TestEdgeEndsEarly(t *testing.T) {
 	}
 }
 
-// A dial that is refused before the edge hears of it leaves it to the timer to say that the conn
-// before it has ended, for which a draining edge waits.
-func TestRefusedDialOwesTheEnd(t *testing.T) {
+// The cloud may open the next conn before the edge has noted that it has said end.
+func TestOpenOvertakesTheEnd(t *testing.T) {
+	near, far := net.Pipe()
+	defer near.Close()
+	d := newDataConn(near, near, new(blocks))
+	go func() {
+		far.Write(append(header(frameOpen, 2), "xx"...))
+		far.Close()
+	}()
+	by := &ride{dataConn: d, isEdge: true}
+	if err := by.RecvMsg(new(incoming)); err != io.EOF { //nolint:errorlint // it is that itself
+		t.Errorf("the conn before it gets %v, want EOF", err)
+	}
+	if typ, data, err := d.receive(maxControlFrame); typ != frameOpen || string(data) != "xx" || err != nil {
+		t.Errorf("the next one gets %#x, %q, %v", typ, data, err)
+	}
+}
+
+// Dials that are refused before the edge hears of them do not put off the word that the conn before
+// them has ended, for which a draining edge waits.
+func TestRefusedDialsOweTheEnd(t *testing.T) {
 	r, e := newDataRig(t, 1)
 	cs := r.cloudEnd("edge1")
 	for range 5 {
@@ -588,10 +606,13 @@ func TestRefusedDialOwesTheEnd(t *testing.T) {
 			cs.leaving = is
 		}
 		leave(true)
-		_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1"})
-		if tunnel.CodeOf(err) != tunnel.Draining {
-			t.Errorf("got %v, want draining", err)
-		}
+		r.eventually("the edge is told", func() bool {
+			_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1"})
+			if tunnel.CodeOf(err) != tunnel.Draining {
+				t.Errorf("got %v, want draining", err)
+			}
+			return e.client.Session().Conns.Load() == 0
+		})
 		leave(false)
 		r.idle(e)
 	}
