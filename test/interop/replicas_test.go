@@ -67,7 +67,7 @@ func newFleet(t *testing.T, replicas, edges int) *fleet {
 	}
 	for i, name := range cfg.Nodes {
 		ip := fmt.Sprintf("127.0.1.%d", i+1)
-		n := &fleetNode{name: name, target: f.named(ip, name), at: newBalancer(t, "tcp", "127.0.0.1:0", ports, i)}
+		n := &fleetNode{name: name, target: f.named(ip, name), at: newBalancer(t, "tcp", "127.0.0.1:0", ports, i, true)}
 		e, err := f.Edge(rig.EdgeConfig{
 			Node: name, Cloud: n.at.addr, Allow: []string{n.target},
 			More: fmt.Sprintf("[mode.edge.egress]\nidentifiers = \"ipv4=%s\"\n", ip),
@@ -138,25 +138,29 @@ func (f *fleet) logs() (all string) {
 	return all
 }
 
-// balancer leads connections to backends in turn, and to the next where it cannot connect.
+// balancer leads connections to backends in turn, and to the next where it cannot connect. A
+// sticky one leads all to one backend while there are any, as docs/replicas.md would have it
+// before edges.
 type balancer struct {
 	// Set once.
 	addr     string
 	network  string
 	backends []string
+	sticky   bool
 
 	mu    sync.Mutex // guards the following
 	turn  int
 	leads int // where the newest connection has gone
+	live  int // connections
 }
 
-func newBalancer(t *testing.T, network, addr string, backends []string, first int) *balancer {
+func newBalancer(t *testing.T, network, addr string, backends []string, first int, sticky bool) *balancer {
 	t.Helper()
 	ln, err := net.Listen(network, addr)
 	if err != nil {
 		t.Fatal(err)
 	}
-	b := &balancer{addr: ln.Addr().String(), network: network, backends: backends, turn: first, leads: -1}
+	b := &balancer{addr: ln.Addr().String(), network: network, backends: backends, sticky: sticky, turn: first, leads: -1}
 	t.Cleanup(accept(ln, func(c net.Conn) {
 		back, err := b.connect()
 		if err != nil {
@@ -164,6 +168,9 @@ func newBalancer(t *testing.T, network, addr string, backends []string, first in
 			return
 		}
 		tunnel.Splice(context.Background(), c, back)
+		b.mu.Lock()
+		defer b.mu.Unlock()
+		b.live--
 	}))
 	return b
 }
@@ -172,12 +179,16 @@ func (b *balancer) connect() (net.Conn, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	var errs []error
+	if b.sticky && b.live > 0 {
+		b.turn = b.leads
+	}
 	for range b.backends {
 		i := b.turn % len(b.backends)
 		b.turn++
 		c, err := net.DialTimeout(b.network, b.backends[i], time.Second)
 		if err == nil {
 			b.leads = i
+			b.live++
 			return c, nil
 		}
 		errs = append(errs, err)
@@ -198,7 +209,7 @@ func TestReplicas(t *testing.T) {
 	f := newFleet(t, 3, 6)
 	overGRPC, overConnect := f.sockets("g"), f.sockets("c")
 	balanced := func() map[string]dialer {
-		return ways(t, newBalancer(t, "unix", filepath.Join(f.dir, "g"), overGRPC, 0).addr, newBalancer(t, "unix", filepath.Join(f.dir, "c"), overConnect, 0).addr)
+		return ways(t, newBalancer(t, "unix", filepath.Join(f.dir, "g"), overGRPC, 0, false).addr, newBalancer(t, "unix", filepath.Join(f.dir, "c"), overConnect, 0, false).addr)
 	}()
 	direct := make([]map[string]dialer, len(f.Replicas))
 	for i := range f.Replicas {
