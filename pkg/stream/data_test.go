@@ -561,7 +561,7 @@ func TestEdgeEndsEarly(t *testing.T) {
 			if name == "wholly" {
 				r.eventually("the conn is reset", func() bool { return isClosed(reset) })
 			} else {
-				time.Sleep(50 * time.Millisecond) // it waits for the rest
+				r.eventually("it waits for the rest", got.conn.(*conn).by.endGot.Load)
 			}
 			got.conn.Close()
 			r.eventually("nobody waits", func() bool { return isClosed(done) })

@@ -8,6 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"os/signal"
@@ -17,6 +18,9 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	transport "tunnel/pkg/stream"
+	"tunnel/test/rig"
 )
 
 // gone is how long a user may wait at a node that is not there before kubectl says so.
@@ -134,15 +138,20 @@ func works(ctx context.Context, t *testing.T, tn *tunnel, verbs []verb) {
 		t.Errorf("the cloud carried %.0f bytes while %d went to and from the pods: they took another way", got, copied)
 	}
 	// kube-apiserver and metrics-server keep a few connections to each node for the next request, and so does each session; nothing else may stay.
-	const pooled, data = 12, 7
+	const pooled = 12
 	eventually(ctx, t, 10*time.Second, "conns to end on both sides", func(context.Context) error {
+		metrics, err := rig.Metrics(net.JoinHostPort(cloudIP, cloudLog))
+		if err != nil {
+			return err
+		}
+		all := int(metrics["tunnel_data_connections"]) // of both sessions
 		for name, now := range tn.descriptors(t) {
-			sessions := 1
-			if name == tn.cloud.name {
-				sessions = 2
+			data := all
+			if name != tn.cloud.name {
+				data = min(all, transport.DefaultConnections-1)
 			}
-			if now > open[name]+pooled+sessions*data {
-				return fmt.Errorf("%s has %d descriptors open, it was %d", name, now, open[name])
+			if now > open[name]+pooled+data {
+				return fmt.Errorf("%s has %d descriptors open, it was %d; %d data connections may wait", name, now, open[name], data)
 			}
 		}
 		return nil
