@@ -9,8 +9,6 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
-
-	"golang.org/x/sys/unix"
 )
 
 // ErrReset is the read error of a conn that the other end aborted, or whose session
@@ -26,17 +24,19 @@ const copySize = 32 << 10
 // connection, and closes both. It returns when both directions have ended:
 //
 //   - the end of a's bytes closes b's write side (half-close), and the other way round;
-//   - a reset of one resets the other;
+//   - a reset of one resets the other, behind the bytes that arrived before it; the same goes
+//     for any other error by which the kernel gives a connection up;
 //   - when b takes no more bytes, a is told so (CloseRead) and b's remaining bytes
 //     still reach a.
 //
 // When ctx ends first, both are reset, and so they are when this process dies: see
 // ResetOnDeath. err is why a direction ended before its time.
 func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
-	stop := context.AfterFunc(ctx, func() {
+	resetBoth := func() {
 		Reset(a)
 		Reset(b)
-	})
+	}
+	stop := context.AfterFunc(ctx, resetBoth)
 	ResetOnDeath(a)
 	ResetOnDeath(b)
 	// Half of a conn may have ended cleanly, and nobody be reading it, when a reset comes.
@@ -46,12 +46,15 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	var errAB, errBA error
 	var wg sync.WaitGroup
 	ab, ba := newDirection(), newDirection()
-	// Who reads from a silent end learns only in this way that its bytes are not wanted.
+	// A direction that waits for a silent source learns only here that its bytes are unwanted.
 	onStop(b, func() { ab.stop(a) })
 	onStop(a, func() { ba.stop(b) })
+	w := watchdog{a: rawConn(a), b: rawConn(b), ab: ab, ba: ba, resetBoth: resetBoth}
+	w.start()
 	wg.Go(func() { aToB, errAB = half(b, a, ab, ba) })
 	bToA, errBA = half(a, b, ba, ab)
 	wg.Wait()
+	w.stop()
 
 	// Neither close can lose bytes: both directions have ended. Nor may the end of ctx.
 	stop()
@@ -78,31 +81,38 @@ type lingerer interface{ SetLinger(sec int) error }
 // be (RFC 9293 section 3.10.4), and Linux makes it one only if something unread lies
 // there. A sender that waits for a window would wait for a minute.
 func closeCleanly(c net.Conn, unwanted bool) {
-	if l, ok := c.(lingerer); ok && !(unwanted && allAcked(c)) {
+	if l, ok := c.(lingerer); ok && !(unwanted && allAcked(c, ackTime)) {
 		l.SetLinger(-1) //nolint:errcheck // c has ended, and Close says so
 	}
 	c.Close()
 }
 
-// ackTime is how long a close waits for the peer to have everything.
-const ackTime = 100 * time.Millisecond
+const (
+	// ackTime is how long a clean close waits until the peer has acknowledged everything.
+	ackTime = 100 * time.Millisecond
+	// resetTime is how long a reset waits behind the bytes that were sent before it.
+	resetTime = time.Second
+	// lookInterval is how often Splice looks at connections that nobody may be reading.
+	lookInterval = 5 * time.Second
+)
 
-// allAcked reports whether the peer of a socket has everything that was written to it.
-func allAcked(c net.Conn) bool {
+// allAcked waits until the peer of a socket has acknowledged everything that was written to
+// it, and reports whether it has.
+func allAcked(c net.Conn, limit time.Duration) bool {
 	raw := rawConn(c)
 	if raw == nil {
 		return false
 	}
-	for late := time.Now().Add(ackTime); ; time.Sleep(time.Millisecond) {
+	late := time.Now().Add(limit)
+	for pause := time.Millisecond; ; pause = min(2*pause, 16*time.Millisecond) {
 		left := -1
-		err := raw.Control(func(fd uintptr) {
-			if n, err := unix.IoctlGetInt(int(fd), unix.SIOCOUTQ); err == nil { // a FIN counts, too
-				left = n
-			}
-		})
-		if err != nil || left <= 0 || time.Now().After(late) {
-			return err == nil && left == 0
+		if err := raw.Control(func(fd uintptr) { left = unacked(fd) }); err != nil {
+			return false
 		}
+		if left <= 0 || time.Now().After(late) {
+			return left == 0
+		}
+		time.Sleep(pause)
 	}
 }
 
@@ -112,6 +122,8 @@ type direction struct {
 	rerr    error         // why it could not read; read after done
 	werr    error         // why it could not write; likewise
 	stopped atomic.Bool   // its bytes are not wanted any more
+	srcLost atomic.Bool   // the kernel has given its source up; whoever learns of it says so here
+	lost    func()        // called when srcLost is set; set by watchdog.start
 
 	mu   sync.Mutex // guards then
 	then func()     // called after done
@@ -159,19 +171,23 @@ func (d *direction) stop(src net.Conn) {
 // direction and back the other.
 func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 	n, rerr, werr := transfer(dst, src)
-	if own.stopped.Load() && werr == nil && (!errors.Is(rerr, ErrReset) || back.copiedAll()) {
+	if own.stopped.Load() && werr == nil && (!isLost(rerr) || back.copiedAll()) {
 		// The read was made to fail, or to end. Where both directions were shut down here, and the
 		// peer goes on, our own kernel makes that a reset (RFC 1122 section 4.2.2.13).
 		rerr, werr = nil, syscall.EPIPE
 	}
+	if isLost(werr) {
+		// back reads what dst had sent before it was lost. It then resets src behind those bytes.
+		back.setSrcLost()
+	}
 	own.end(rerr, werr)
-	if rerr == nil && werr == nil && endedByReset(src, back) {
+	if rerr == nil && werr == nil && endedByLoss(src, own, back) {
 		rerr = ErrReset
 	}
 	switch {
 	case rerr != nil:
-		Reset(dst)
 		Reset(src)
+		ResetBehind(dst)
 		return n, rerr
 	case werr != nil:
 		closeRead(src)
@@ -194,32 +210,105 @@ func watch(src, dst net.Conn, back *direction) {
 	back.afterwards(func() {
 		src.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // then src has ended, and Read says so
 	})
-	if raw.Read(isDead) == nil {
+	if raw.Read(hungUp) == nil {
 		back.stop(dst)
 	}
 	<-back.done
 }
 
-// endedByReset tells the end of src's bytes from a reset. Linux reports a reset once:
-// when a write of the other half gets it, a read sees a clean end, and a cut-off
-// upload would look complete. That write fails with ECONNRESET; with EPIPE when the
-// peer had closed properly before (tcp_reset in net/ipv4/tcp_input.c).
-func endedByReset(src net.Conn, back *direction) bool {
+// endedByLoss tells the end of src's bytes from the loss of src: a reset, a timeout, a host
+// that cannot be reached. The kernel tells such an error once. When a write of the other half
+// gets it, a read sees a clean end, and a cut-off upload would look complete. A write that
+// fails with EPIPE is none: the peer had closed properly before (tcp_reset in
+// net/ipv4/tcp_input.c).
+func endedByLoss(src net.Conn, own, back *direction) bool {
 	if !isClosed(back.done) {
-		if !dead(src) {
-			return false // half-closed by its peer, no more
+		if !hasHungUp(src) {
+			return own.srcLost.Load() // false: half-closed by its peer, no more
 		}
 		if src.LocalAddr().Network() == "unix" {
 			return false // closed by its peer; a reset would have been the read's error
 		}
-		// If a write got the reset, that half is about to end.
+		// If a write got the error, that half is about to end.
 		select {
 		case <-back.done:
-		case <-time.After(time.Second):
-			return false
+		case <-time.After(resetTime):
 		}
 	}
-	return errors.Is(back.werr, ErrReset)
+	return own.srcLost.Load()
+}
+
+// isLost reports whether err is the kernel's word that a connection is lost: ECONNRESET,
+// ETIMEDOUT, EHOSTUNREACH, ENETUNREACH, ECONNABORTED and the like. EPIPE says no such thing,
+// only that this side can write no more.
+func isLost(err error) bool {
+	errno, ok := errors.AsType[syscall.Errno](err)
+	return ok && errno != syscall.EPIPE
+}
+
+// watchdog looks at the connections of a Splice that nobody may be reading, since the half
+// that should read waits in a write.
+type watchdog struct {
+	a, b      syscall.RawConn // nil: no socket
+	ab, ba    *direction
+	resetBoth func()
+
+	mu    sync.Mutex // guards the following
+	timer *time.Timer
+	late  *time.Timer // resets both: runs since one of them was lost
+	over  bool
+}
+
+func (w *watchdog) start() {
+	w.ab.lost, w.ba.lost = w.expire, w.expire
+	if w.a != nil || w.b != nil {
+		w.mu.Lock()
+		w.timer = time.AfterFunc(lookInterval, w.look)
+		w.mu.Unlock()
+	}
+}
+
+func (w *watchdog) stop() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.over = true
+	for _, t := range []*time.Timer{w.timer, w.late} {
+		if t != nil {
+			t.Stop()
+		}
+	}
+}
+
+// look asks the kernel about both sockets.
+func (w *watchdog) look() {
+	if w.a != nil && isLost(pendingError(w.a)) {
+		w.ab.setSrcLost()
+	}
+	if w.b != nil && isLost(pendingError(w.b)) {
+		w.ba.setSrcLost()
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if !w.over {
+		w.timer.Reset(lookInterval)
+	}
+}
+
+// expire gives the halves resetTime to pass the loss of a connection on behind the bytes that
+// came before it. A half that waits for a peer which does not read cannot.
+func (w *watchdog) expire() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if !w.over && w.late == nil {
+		w.late = time.AfterFunc(resetTime, w.resetBoth)
+	}
+}
+
+// setSrcLost notes that the kernel has given the direction's source up.
+func (d *direction) setSrcLost() {
+	if !d.srcLost.Swap(true) {
+		d.lost()
+	}
 }
 
 func isClosed(c <-chan struct{}) bool {
@@ -231,31 +320,11 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-// dead reports whether the socket c takes no more bytes. It goes past the lock of c,
-// because the other half may be waiting in a write.
-func dead(c net.Conn) (is bool) {
+// hasHungUp reports whether the socket c is over in both directions. It goes past the lock of
+// c, because the other half may be waiting in a write.
+func hasHungUp(c net.Conn) (is bool) {
 	raw := rawConn(c)
-	return raw != nil && raw.Control(func(fd uintptr) { is = isDead(fd) }) == nil && is
-}
-
-// isDead reports whether a socket has been reset: one that its peer has half-closed
-// still takes an empty message.
-func isDead(fd uintptr) bool {
-	err := unix.Send(int(fd), nil, unix.MSG_NOSIGNAL)
-	return errors.Is(err, unix.EPIPE) || errors.Is(err, unix.ECONNRESET)
-}
-
-// rawConn returns the socket of c, or nil where c is none.
-func rawConn(c net.Conn) syscall.RawConn {
-	sc, ok := c.(syscall.Conn)
-	if !ok {
-		return nil
-	}
-	raw, err := sc.SyscallConn()
-	if err != nil {
-		return nil
-	}
-	return raw
+	return raw != nil && raw.Control(func(fd uintptr) { is = hungUp(fd) }) == nil && is
 }
 
 // transfer copies src to dst, by the tunnel conn's own loop where one of them has
@@ -330,6 +399,17 @@ func Reset(c net.Conn) {
 	default:
 		c.Close()
 	}
+}
+
+// ResetBehind aborts c behind the bytes that were written to it: the peer gets those first,
+// unless it takes them for longer than resetTime.
+func ResetBehind(c net.Conn) {
+	if r, ok := c.(interface{ ResetBehind() }); ok {
+		r.ResetBehind()
+		return
+	}
+	allAcked(c, resetTime)
+	Reset(c)
 }
 
 // onReset has f called when c, a tunnel conn, is aborted.

@@ -1,0 +1,139 @@
+package tunnel
+
+import (
+	"errors"
+	"io"
+	"net"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// giveUpSoon has the kernel give c up, with ETIMEDOUT, when its peer takes nothing for a moment.
+func giveUpSoon(t *testing.T, c *net.TCPConn) {
+	t.Helper()
+	raw, err := c.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	raw.Control(func(fd uintptr) {
+		err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, 300)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// A connection that the kernel gives up is lost, whatever the error: its bytes must not end
+// cleanly on the other side. The kernel tells the write of the one half, and the read of the
+// other half then looks like a clean end.
+func TestSpliceTimeout(t *testing.T) {
+	for name, swap := range map[string]bool{"of the client": false, "of the server": true} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			client, a := tcpPair(t)
+			server, b := tcpPair(t)
+			a.SetDeadline(time.Time{})
+			b.SetDeadline(time.Time{})
+			vanishing, near, other := client, a, server
+			if swap {
+				vanishing, near, other = server, b, client
+			}
+			vanishing.SetReadBuffer(4 << 10)
+			giveUpSoon(t, near)
+			done := splice(t, t.Context(), a, b)
+
+			vanishing.Write(data[:1000])
+			if _, err := io.ReadFull(other, make([]byte, 1000)); err != nil {
+				t.Fatal(err)
+			}
+			written := make(chan error, 1)
+			go func() { // the vanishing side takes none of this
+				_, err := io.Copy(struct{ io.Writer }{other}, endless{})
+				written <- err
+			}()
+			_, err := other.Read(make([]byte, 1))
+			if err = errors.Join(err, <-written); !errors.Is(err, syscall.ECONNRESET) {
+				t.Errorf("the other side sees %v, want a reset", err)
+			}
+			if r := wait(t, done); r.err == nil {
+				t.Error("Splice reports a clean end")
+			}
+		})
+	}
+}
+
+// A side that has closed its half and then vanishes leaves nothing behind.
+func TestSpliceTimeoutAfterHalfClose(t *testing.T) {
+	client, a := tcpPair(t)
+	server, b := tcpPair(t)
+	a.SetDeadline(time.Time{})
+	b.SetDeadline(time.Time{})
+	client.SetReadBuffer(4 << 10)
+	giveUpSoon(t, a)
+	done := splice(t, t.Context(), a, b)
+	client.CloseWrite()
+	if _, err := server.Read(make([]byte, 1)); err != io.EOF {
+		t.Fatalf("the server reads %v behind the half-close", err)
+	}
+	// Enough that the kernel holds what the client does not take, and no write waits.
+	server.Write(data[:256<<10])
+	wait(t, done)
+}
+
+// stuck is a conn whose peer reads nothing: Write waits until the conn is closed.
+type stuck struct {
+	net.Conn
+	writes chan struct{} // closed by the first Write
+	closed chan struct{}
+}
+
+func (s *stuck) Write([]byte) (int, error) {
+	close(s.writes)
+	<-s.closed
+	return 0, net.ErrClosed
+}
+
+func (s *stuck) Read([]byte) (int, error) { <-s.closed; return 0, ErrReset }
+func (s *stuck) Reset() error             { return s.Close() }
+
+func (s *stuck) Close() error {
+	if !isClosed(s.closed) {
+		close(s.closed)
+	}
+	return nil
+}
+
+// A reset is noticed although the half that would read it waits in a write, and nothing comes
+// the other way.
+func TestSpliceLooksAtWhatNobodyReads(t *testing.T) {
+	t.Parallel()
+	client, a := tcpPair(t)
+	a.SetDeadline(time.Time{})
+	s := &stuck{writes: make(chan struct{}), closed: make(chan struct{})}
+	done := splice(t, t.Context(), a, s)
+	client.Write(data[:1000])
+	<-s.writes
+	Reset(client)
+	if r := wait(t, done); r.aToB != 0 || r.err == nil { // within patience: lookInterval and resetTime
+		t.Errorf("Splice returns %+v", r)
+	}
+}
+
+// What a side sent before it was reset arrives, although the write of the other half gets the
+// reset.
+func TestSpliceBytesBeforeReset(t *testing.T) {
+	for range 50 {
+		client, server, done := spliced(t, t.Context())
+		go io.Copy(struct{ io.Writer }{client}, endless{})
+		io.ReadFull(server, make([]byte, 1000))
+		server.Write([]byte("too large"))
+		server.Close() // with unread input: a reset
+		if got, _ := io.ReadAll(client); string(got) != "too large" {
+			t.Fatalf("the client gets %q before the reset", got)
+		}
+		wait(t, done)
+	}
+}
