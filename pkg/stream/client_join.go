@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -108,7 +109,7 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
 	s.stream, s.unknown, s.hangUp = stream, s.nobody, stream.CloseSend
 	s.init()
-	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have(), Reach: c.cfg.Reach, Connections: uint32(c.cfg.Connections - 1)} //nolint:gosec // a few
+	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have(), Reach: c.cfg.Reach, Connections: uint32(c.cfg.Connections - 1), Capabilities: capabilities()} //nolint:gosec // a few
 	if r := c.cfg.replica; r != nil {
 		hello.Replica, hello.Have = r.hello, r.have()
 	}
@@ -132,6 +133,7 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential
 		return fail(context.Canceled)
 	}
 	s.remoteInstance = hello.GetInstance()
+	s.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
 	s.pub.ID, s.pub.Since = text(hello.GetSession()), time.Now()
 	// The cloud keeps to its limit. More than twice that here, since conns that have
 	// ended at the cloud may still be ending here when their successors are asked for.

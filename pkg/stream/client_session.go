@@ -258,7 +258,7 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	}
 	gone := make(chan struct{})
 	c := newConn(connConfig{
-		stream: way.stream, isEdge: true, blocks: s.blocks, counters: s.counters, log: s.log,
+		stream: way.stream, isEdge: true, ordered: s.ordered, blocks: s.blocks, counters: s.counters, log: s.log,
 		local: addr(s.pub.Node), remote: addr(r.Caller),
 		ended: func(err error) {
 			if err != nil {

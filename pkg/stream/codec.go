@@ -20,9 +20,10 @@ import (
 
 // Protobuf keys of Chunk's fields: number<<3 | wire type (2: bytes, 0: varint).
 const (
-	keyData = 1<<3 | 2
-	keyFin  = 2 << 3
-	keyStop = 3 << 3
+	keyData  = 1<<3 | 2
+	keyFin   = 2 << 3
+	keyStop  = 3 << 3
+	keyAbort = 4 << 3
 )
 
 const (
@@ -30,8 +31,8 @@ const (
 	// its length as a varint of three bytes. A varint may be longer than it needs to
 	// be, so the length can be filled in after the payload has been read into place.
 	chunkHeader = 1 + 3
-	// chunkTrailer is room for fin and stop behind the payload.
-	chunkTrailer = 4
+	// chunkTrailer is room for fin, stop and abort behind the payload.
+	chunkTrailer = 6
 	// grpcHeader is gRPC's message prefix (compressed flag and length).
 	grpcHeader = 5
 	// maxPayload makes a full chunk exactly two HTTP/2 DATA frames of the 16,384
@@ -77,6 +78,7 @@ type outgoing struct {
 	block     *[]byte
 	n         int // bytes of payload
 	fin, stop bool
+	abort     bool           // the conn is aborted behind these bytes
 	last      bool           // the conn ends with it, at this side; what carries it may say so
 	pool      mem.BufferPool // where the block goes when gRPC has written it
 	taken     bool           // Marshal has given the block to gRPC
@@ -102,6 +104,9 @@ func (o *outgoing) encode() mem.BufferSlice {
 	if o.stop {
 		b = append(b, keyStop, 1)
 	}
+	if o.abort {
+		b = append(b, keyAbort, 1)
+	}
 	*o.block = b
 	o.taken = true
 	return append(mem.BufferSlice{mem.NewBuffer(o.block, o.pool)}, o.forwarded...)
@@ -109,8 +114,8 @@ func (o *outgoing) encode() mem.BufferSlice {
 
 // incoming is a chunk that was received. Whoever takes data frees it.
 type incoming struct {
-	data      mem.BufferSlice
-	fin, stop bool
+	data             mem.BufferSlice
+	fin, stop, abort bool
 }
 
 // codec is a gRPC codec for both planes: chunks by hand, everything else as the
@@ -168,15 +173,18 @@ func (in *incoming) decode(data mem.BufferSlice) (err error) {
 			}
 			in.free()
 			in.data = c.take(n)
-		case keyFin, keyStop:
+		case keyFin, keyStop, keyAbort:
 			v, err := c.uvarint()
 			if err != nil {
 				return err
 			}
-			if key == keyFin {
+			switch key {
+			case keyFin:
 				in.fin = v != 0
-			} else {
+			case keyStop:
 				in.stop = v != 0
+			case keyAbort:
+				in.abort = v != 0
 			}
 		default:
 			return in.decodeStrange(data)
@@ -196,7 +204,7 @@ func (in *incoming) decodeStrange(data mem.BufferSlice) error {
 	if err := checkLength(len(chunk.GetData())); err != nil {
 		return err
 	}
-	in.fin, in.stop = chunk.GetFin(), chunk.GetStop()
+	in.fin, in.stop, in.abort = chunk.GetFin(), chunk.GetStop(), chunk.GetAbort()
 	if b := chunk.GetData(); len(b) > 0 {
 		in.data = mem.BufferSlice{mem.SliceBuffer(b)}
 	}

@@ -41,6 +41,7 @@ type conn struct {
 	by       *ride           // the same, if it is one
 	ended    func(err error) // the session's part of the end; called once, nil for a clean end
 	isEdge   bool
+	ordered  bool // the peer has capabilityAbort
 	blocks   *blocks
 	counters *tunnel.Counters
 	log      *slog.Logger
@@ -76,14 +77,18 @@ type conn struct {
 	finGot     bool
 	stopGot    bool
 	sending    bool // the sender goroutine runs
-	receiving  bool // somebody calls RecvMsg, or everything has been received
-	goroutines int
-	sent       int         // bytes, with what a data connection puts around them
-	rest       *time.Timer // until somebody receives what comes after fin
-	err        error       // why the conn is over; nil for a clean end
-	writeErr   error
-	onReset    []func()
-	onStop     []func()
+	// Of ResetBehind; nothing is sent behind a reset.
+	resetWanted, resetSent bool
+	resetTaken             bool        // the other side has answered it: it must not be hurried by a cancel
+	resetLate              *time.Timer // ends the conn, since the peer has not; nil until resetWanted
+	receiving              bool        // somebody calls RecvMsg, or everything has been received
+	goroutines             int
+	sent                   int         // bytes, with what a data connection puts around them
+	rest                   *time.Timer // until somebody receives what comes after fin
+	err                    error       // why the conn is over; nil for a clean end
+	writeErr               error
+	onReset                []func()
+	onStop                 []func()
 }
 
 // messageStream is what a conn needs of a grpc.ClientStream or grpc.ServerStream, or a ride.
@@ -105,6 +110,7 @@ const receiveQueue = 1
 type connConfig struct {
 	stream        messageStream
 	isEdge        bool
+	ordered       bool
 	blocks        *blocks
 	counters      *tunnel.Counters
 	log           *slog.Logger
@@ -115,7 +121,7 @@ type connConfig struct {
 
 func newConn(cfg connConfig) *conn {
 	c := &conn{
-		stream: cfg.stream, isEdge: cfg.isEdge, blocks: cfg.blocks, counters: cfg.counters, log: cfg.log,
+		stream: cfg.stream, isEdge: cfg.isEdge, ordered: cfg.ordered, blocks: cfg.blocks, counters: cfg.counters, log: cfg.log,
 		local: cfg.local, remote: cfg.remote, ended: cfg.ended, gone: cfg.gone,
 		readDeadline:  newDeadline(),
 		writeDeadline: newDeadline(),
@@ -210,6 +216,40 @@ func (c *conn) Reset() error {
 	return nil
 }
 
+// resetTime is how long the other side may take to get what was sent before a reset.
+const resetTime = time.Second
+
+// ResetBehind aborts the conn in order: the other side gets the bytes that were written, and
+// then sees a reset. A Reset could overtake those bytes. It is one where the other side takes
+// longer than resetTime, does not know such resets, or has been sent nothing.
+func (c *conn) ResetBehind() {
+	c.mu.Lock()
+	inOrder := c.ordered && c.sent > 0 && !c.finWanted && !c.stopGot && !isClosed(c.over)
+	if inOrder && !c.resetWanted {
+		c.resetWanted = true
+		c.resetLate = time.AfterFunc(resetTime, func() { c.end(tunnel.ErrReset) })
+		if !isClosed(c.writeDone) {
+			c.writeErr = tunnel.ErrReset
+			close(c.writeDone)
+		}
+		c.startSenderLocked()
+	}
+	c.mu.Unlock()
+	if !inOrder {
+		c.end(tunnel.ErrReset)
+	}
+}
+
+// endBehind ends the conn because the other side's ResetBehind has arrived. Only the reader of
+// the bytes before it calls it: the reader passes the reset on, so nobody else is told.
+func (c *conn) endBehind() error {
+	c.mu.Lock()
+	c.onReset = nil
+	c.mu.Unlock()
+	c.end(tunnel.ErrReset)
+	return c.opError("read", tunnel.ErrReset)
+}
+
 // OnReset calls f when the conn is aborted, at once if it already is.
 func (c *conn) OnReset(f func()) {
 	c.mu.Lock()
@@ -263,7 +303,7 @@ func (c *conn) endReadLocked() {
 
 // bothEndedLocked reports whether both directions have ended.
 func (c *conn) bothEndedLocked() bool {
-	return (c.finSent || c.stopGot) && (c.finGot || c.stopSent)
+	return !c.resetWanted && (c.finSent || c.stopGot) && (c.finGot || c.stopSent)
 }
 
 // end makes the conn over: cleanly when err is nil, else by a reset. Only the first
@@ -283,8 +323,10 @@ func (c *conn) end(err error) {
 		close(c.writeDone)
 	}
 	close(c.over)
-	if c.rest != nil {
-		c.rest.Stop()
+	for _, t := range []*time.Timer{c.rest, c.resetLate} {
+		if t != nil {
+			t.Stop()
+		}
 	}
 	callbacks := c.onReset
 	c.onReset = nil
@@ -354,11 +396,27 @@ func (c *conn) streamError(err error) {
 		if !c.isEdge && status.Code(err) == codes.ResourceExhausted { // gRPC's own
 			c.counters.Limited(tunnel.LimitMessage)
 		}
-		c.end(tunnel.ErrReset)
+		c.endedByPeer()
 	}
 }
 
 // watch ends the conn when ctx, which is the stream's, is done.
 func (c *conn) watch(ctx context.Context) (stop func() bool) {
-	return context.AfterFunc(ctx, func() { c.end(tunnel.ErrReset) })
+	return context.AfterFunc(ctx, c.endedByPeer)
+}
+
+// endedByPeer ends the conn because the other side has ended the stream, or says that it has.
+func (c *conn) endedByPeer() {
+	c.mu.Lock()
+	c.resetTaken = c.resetSent
+	c.mu.Unlock()
+	c.end(tunnel.ErrReset)
+}
+
+// mustCancel reports whether a conn that ended by a reset needs a cancel on the control stream,
+// which also reaches an edge that does not read the conn.
+func (c *conn) mustCancel() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return !c.resetTaken
 }

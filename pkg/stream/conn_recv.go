@@ -103,6 +103,10 @@ func (c *conn) receiveLoop(open bool) {
 		if !c.pass(&m, open) {
 			return
 		}
+		if m.abort {
+			c.end(tunnel.ErrReset)
+			return
+		}
 		if c.note(m.fin, m.stop) && open {
 			close(c.in)
 			open = false
@@ -201,6 +205,9 @@ func (c *conn) WriteTo(w io.Writer) (n int64, err error) {
 				c.note(m.fin, m.stop)
 				return n, err
 			}
+		}
+		if m.abort {
+			return n, c.endBehind()
 		}
 		if c.note(m.fin, m.stop) {
 			return n, nil

@@ -103,17 +103,21 @@ func (c *conn) sendPending() (sent bool, err error) {
 	c.mu.Lock()
 	o := &outgoing{
 		block: c.tail, n: c.tailLen,
-		fin:  c.finWanted && !c.finSent,
-		stop: c.stopWanted && !c.stopSent,
+		fin:   c.finWanted && !c.finSent && !c.resetWanted,
+		stop:  c.stopWanted && !c.stopSent,
+		abort: c.resetWanted,
 	}
-	if o.n == 0 && !o.fin && !o.stop {
+	if c.resetSent || o.n == 0 && !o.fin && !o.stop && !o.abort {
 		c.mu.Unlock()
 		return false, nil
 	}
 	c.tail, c.tailLen = nil, 0
-	if c.isEdge {
+	c.resetSent = o.abort // before SendMsg, whose answer may be quicker than its return
+	switch {
+	case o.abort:
+	case c.isEdge:
 		o.last = o.fin && c.finGot // what came before it has been handed on
-	} else {
+	default:
 		o.last = (o.fin || c.finSent || c.stopGot) && (o.stop || c.stopSent || c.finGot)
 	}
 	c.mu.Unlock()

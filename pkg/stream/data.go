@@ -46,11 +46,14 @@ const (
 	// end says it once: the edge by itself with a fin behind the cloud's, or else when the cloud
 	// has. Where the edge was the first the cloud's next open says as much.
 	flagEnd = 1 << 2
+	// flagAbort says that the conn is aborted here. Its receiver ends the data connection. Only
+	// a peer with capabilityAbort gets it.
+	flagAbort = 1 << 3
 )
 
 // isChunk reports whether a frame is a chunk, and one that may be.
 func isChunk(typ byte, n int) bool {
-	return typ&^(flagFin|flagStop|flagEnd) == frameChunk && n <= maxPayload
+	return typ&^(flagFin|flagStop|flagEnd|flagAbort) == frameChunk && n <= maxPayload
 }
 
 const (
@@ -279,6 +282,9 @@ func (r *ride) SendMsg(m any) error {
 	if o.last {
 		flags |= flagEnd
 	}
+	if o.abort {
+		flags |= flagAbort
+	}
 	if err := r.write(o.block, have, flags); err != nil || !o.last {
 		return err
 	}
@@ -345,7 +351,7 @@ func (r *ride) RecvMsg(m any) error {
 		r.broken.Store(true)
 		return fmt.Errorf("a frame of type %#x with %d bytes in the middle of a conn", typ, n)
 	}
-	in.fin, in.stop = typ&flagFin != 0, typ&flagStop != 0
+	in.fin, in.stop, in.abort = typ&flagFin != 0, typ&flagStop != 0, typ&flagAbort != 0
 	if typ&flagEnd != 0 {
 		r.endGot.Store(true)
 	}

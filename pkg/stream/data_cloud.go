@@ -284,11 +284,13 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn {
 	since := time.Now()
 	var c *conn
 	c = newConn(connConfig{
-		stream: by, blocks: s.blocks, counters: s.counters, log: s.log,
+		stream: by, ordered: s.ordered, blocks: s.blocks, counters: s.counters, log: s.log,
 		local: "cloud", remote: addr(s.pub.Node),
 		ended: func(err error) {
 			if err != nil {
-				s.post(message(typeCancel, name, nil)) // for an edge that does not read
+				if c.mustCancel() {
+					s.post(message(typeCancel, name, nil)) // for an edge that does not read
+				}
 				s.drop(d)
 				return
 			}

@@ -130,6 +130,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.pub = &tunnel.Session{ID: id, Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Reach: hello.GetReach(), Link: cs}
 	cs.log = s.log.With("node", node, "session", id)
 	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
+	cs.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
 	cs.stream, cs.maxConns = stream, int64(s.cfg.Limits.Conns)
 	cs.limits, cs.denials = s.cfg.Limits, &s.denials
 	cs.asked, cs.connections = &s.asked, int(min(MaxConnections-1, hello.GetConnections()))
@@ -137,7 +138,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.signatures.Every, cs.signatures.Burst = renewInterval, renewBurst
 	cs.credentials.Every, cs.credentials.Burst = renewInterval, renewBurst
 	cs.init()
-	ours := &pb.Hello{Version: Version, Software: s.cfg.Software, Session: id}
+	ours := &pb.Hello{Version: Version, Software: s.cfg.Software, Session: id, Capabilities: capabilities()}
 	if s.cfg.Peers != nil {
 		ours.Instance = s.cfg.Peers.id
 	}

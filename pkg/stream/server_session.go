@@ -216,11 +216,12 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 		return errGone
 	}
 	since := time.Now()
-	c := newConn(connConfig{
-		stream: stream, blocks: s.blocks, counters: s.counters, log: s.log,
+	var c *conn
+	c = newConn(connConfig{
+		stream: stream, ordered: s.ordered, blocks: s.blocks, counters: s.counters, log: s.log,
 		local: "cloud", remote: addr(s.pub.Node),
 		ended: func(err error) {
-			if err != nil {
+			if err != nil && c.mustCancel() {
 				// The status waits behind data that a stalled edge does not read; this does not.
 				s.post(message(typeCancel, name, nil))
 			}
@@ -290,7 +291,7 @@ func (s *cloudSession) heartbeat(m *tunnel.Message) error {
 // reset: nobody may be reading there.
 func (s *cloudSession) cancelConn(m *tunnel.Message) error {
 	if c, ok := s.lookup(m.Topic).(*conn); ok {
-		c.abort()
+		c.endedByPeer()
 	}
 	return nil
 }

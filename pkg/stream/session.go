@@ -27,6 +27,7 @@ type session struct {
 	blocks   *blocks
 	stream   controlStream
 	maxConns int64
+	ordered  bool                        // the peer has capabilityAbort
 	budget   *bucket                     // of messages that the peer sends; nil: it may send as many as it likes
 	unknown  func(*tunnel.Message) error // also told of messages without a handler
 	hangUp   func() error                // closes our side of the control stream; nil: the cloud cannot

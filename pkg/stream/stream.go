@@ -43,6 +43,12 @@ import (
 // Version is the version of the protocol. A session is only between equals.
 const Version = 1
 
+// capabilityAbort is in the hello of a side that takes chunks with abort.
+const capabilityAbort = "abort"
+
+// capabilities is what this release says in its hello.
+func capabilities() []string { return []string{capabilityAbort} }
+
 // category is this package's name as a module and the category of its messages.
 const category = "stream"
 

@@ -292,9 +292,10 @@ func (x *StreamMsg) GetAddr() string {
 // Chunk is a piece of one direction of a conn.
 type Chunk struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`  // at most 65536 bytes
-	Fin           bool                   `protobuf:"varint,2,opt,name=fin,proto3" json:"fin,omitempty"`   // after these bytes I send no more
-	Stop          bool                   `protobuf:"varint,3,opt,name=stop,proto3" json:"stop,omitempty"` // I read no more
+	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`    // at most 65536 bytes
+	Fin           bool                   `protobuf:"varint,2,opt,name=fin,proto3" json:"fin,omitempty"`     // after these bytes I send no more
+	Stop          bool                   `protobuf:"varint,3,opt,name=stop,proto3" json:"stop,omitempty"`   // I read no more
+	Abort         bool                   `protobuf:"varint,4,opt,name=abort,proto3" json:"abort,omitempty"` // the conn is aborted behind these bytes; only to a peer with capability "abort"
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -350,12 +351,19 @@ func (x *Chunk) GetStop() bool {
 	return false
 }
 
+func (x *Chunk) GetAbort() bool {
+	if x != nil {
+		return x.Abort
+	}
+	return false
+}
+
 // Hello is the first message of each side (category "stream", type "hello").
 type Hello struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Version       uint32                 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`                   // of the protocol; both must be equal
 	Software      string                 `protobuf:"bytes,2,opt,name=software,proto3" json:"software,omitempty"`                  // for people
-	Capabilities  []string               `protobuf:"bytes,3,rep,name=capabilities,proto3" json:"capabilities,omitempty"`          // reserved for optional features
+	Capabilities  []string               `protobuf:"bytes,3,rep,name=capabilities,proto3" json:"capabilities,omitempty"`          // optional features of this side: "abort"
 	Session       string                 `protobuf:"bytes,4,opt,name=session,proto3" json:"session,omitempty"`                    // cloud: the id of the session
 	MaxConns      uint32                 `protobuf:"varint,5,opt,name=max_conns,json=maxConns,proto3" json:"max_conns,omitempty"` // cloud: conns that this session may have at once
 	Instance      string                 `protobuf:"bytes,6,opt,name=instance,proto3" json:"instance,omitempty"`                  // the id of the process, another one after each start
@@ -1016,11 +1024,12 @@ const file_stream_proto_rawDesc = "" +
 	"\x04type\x18\x03 \x01(\tR\x04type\x12\x14\n" +
 	"\x05topic\x18\x04 \x01(\tR\x05topic\x12\x12\n" +
 	"\x04data\x18\x05 \x01(\fR\x04data\x12\x12\n" +
-	"\x04addr\x18\x06 \x01(\tR\x04addr\"A\n" +
+	"\x04addr\x18\x06 \x01(\tR\x04addr\"W\n" +
 	"\x05Chunk\x12\x12\n" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12\x10\n" +
 	"\x03fin\x18\x02 \x01(\bR\x03fin\x12\x12\n" +
-	"\x04stop\x18\x03 \x01(\bR\x04stop\"\xc0\x02\n" +
+	"\x04stop\x18\x03 \x01(\bR\x04stop\x12\x14\n" +
+	"\x05abort\x18\x04 \x01(\bR\x05abort\"\xc0\x02\n" +
 	"\x05Hello\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x1a\n" +
 	"\bsoftware\x18\x02 \x01(\tR\bsoftware\x12\"\n" +
