@@ -68,7 +68,7 @@ func ParsePolicy(entries []string) (*Policy, error) {
 			return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 		},
 		dial: func(ctx context.Context, to netip.AddrPort) (net.Conn, error) {
-			return new(net.Dialer).DialContext(ctx, "tcp", to.String())
+			return (&net.Dialer{Control: resetOnDeath}).DialContext(ctx, "tcp", to.String())
 		},
 		ownAddrs: net.InterfaceAddrs,
 	}

@@ -4,10 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/netip"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -278,6 +281,49 @@ func TestPolicyDialsForReal(t *testing.T) {
 	}
 	if _, err := p.Dial(t.Context(), "udp", ln.Addr().String()); tunnel.CodeOf(err) != tunnel.Denied {
 		t.Errorf("udp: %v", err)
+	}
+}
+
+// A dial that its caller gives up when the connection has just been made ends by a reset. By
+// a clean end the target would take it for an empty conn.
+func TestPolicyDialGivenUp(t *testing.T) {
+	p, err := ParsePolicy(nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	const dials = 1000
+	var connected, clean atomic.Int64
+	var taking sync.WaitGroup
+	taking.Go(func() {
+		for {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			connected.Add(1)
+			if _, err := c.Read(make([]byte, 1)); errors.Is(err, io.EOF) {
+				clean.Add(1)
+			}
+			c.Close()
+		}
+	})
+	for range dials {
+		ctx, cancel := context.WithCancel(t.Context())
+		go cancel()
+		if c, err := p.Dial(ctx, "tcp", ln.Addr().String()); err == nil {
+			c.(*net.TCPConn).SetLinger(0) // this one was not given up
+			c.Close()
+		}
+		cancel()
+	}
+	ln.Close()
+	taking.Wait()
+	if n := clean.Load(); n > 0 {
+		t.Errorf("of %d dials %d reached the target, and %d ended there cleanly", dials, connected.Load(), n)
 	}
 }
 

@@ -1,0 +1,8 @@
+//go:build !unix
+
+package auth
+
+import "syscall"
+
+// resetOnDeath does nothing: edges run on Unix.
+func resetOnDeath(string, string, syscall.RawConn) error { return nil }
