@@ -63,15 +63,19 @@ func (c *clientConn) Reset() error {
 // SetLinger and SyscallConn are the socket's own: by them tunnel.Splice has the kernel
 // reset it should we be killed, and tells the caller's reset from a clean end.
 
-func (c *clientConn) SetLinger(sec int) error {
-	if l, ok := c.Conn.(interface{ SetLinger(sec int) error }); ok {
+func (c *clientConn) SetLinger(sec int) error { return setLinger(c.Conn, sec) }
+
+func (c *clientConn) SyscallConn() (syscall.RawConn, error) { return syscallConn(c.Conn) }
+
+func setLinger(c net.Conn, sec int) error {
+	if l, ok := c.(interface{ SetLinger(sec int) error }); ok {
 		return l.SetLinger(sec)
 	}
 	return errors.ErrUnsupported
 }
 
-func (c *clientConn) SyscallConn() (syscall.RawConn, error) {
-	if sc, ok := c.Conn.(syscall.Conn); ok {
+func syscallConn(c net.Conn) (syscall.RawConn, error) {
+	if sc, ok := c.(syscall.Conn); ok {
 		return sc.SyscallConn()
 	}
 	return nil, errors.ErrUnsupported
@@ -154,6 +158,16 @@ func (c *tlsConn) Reset() error {
 	return nil
 }
 
+// ResetBehind aborts the connection underneath, behind what was written.
+func (c *tlsConn) ResetBehind() { tunnel.ResetBehind(c.raw) }
+
+// SetLinger and SyscallConn are those of the socket underneath. TLS reports a reset that a
+// write has got as a clean end to the next read, as the kernel does.
+
+func (c *tlsConn) SetLinger(sec int) error { return setLinger(c.raw, sec) }
+
+func (c *tlsConn) SyscallConn() (syscall.RawConn, error) { return syscallConn(c.raw) }
+
 func (c *tlsConn) Close() error {
 	t := time.AfterFunc(closeTime, func() { tunnel.Reset(c.raw) })
 	defer t.Stop()
@@ -177,6 +191,12 @@ func (c *trackedConn) Reset() error {
 	defer c.once.Do(c.ended)
 	tunnel.Reset(c.Conn)
 	return nil
+}
+
+// ResetBehind aborts the connection behind what was written.
+func (c *trackedConn) ResetBehind() {
+	defer c.once.Do(c.ended)
+	tunnel.ResetBehind(c.Conn)
 }
 
 // CloseWrite ends our direction.

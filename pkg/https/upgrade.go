@@ -127,6 +127,9 @@ func (c *upgradedConn) Read(p []byte) (int, error) { return c.r.Read(p) }
 // CloseWrite ends our direction.
 func (c *upgradedConn) CloseWrite() error { return closeWrite(c.Conn) }
 
+// ResetBehind aborts the conn behind what was written.
+func (c *upgradedConn) ResetBehind() { tunnel.ResetBehind(c.Conn) }
+
 // Reset aborts the conn.
 func (c *upgradedConn) Reset() error {
 	tunnel.Reset(c.Conn)
