@@ -1,13 +1,16 @@
 # Tests and measurements with processes of their own. Included by the Makefile of the
-# repository; paths are relative to its directory. Linux only, no root.
+# repository; paths are relative to its directory. Linux only; no root but where it is said.
 
-.PHONY: faults replicas hostile soak bench bench-ci bench-long bench-compare bench-egress storm scale interop
+.PHONY: faults replicas vanish hostile soak bench bench-ci bench-long bench-compare bench-egress storm scale interop
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
 
 replicas: ## kill, replace and cut off replicas of the cloud, each a process (20 seconds)
 	go test -count=1 -timeout 5m -v ./test/replicas
+
+vanish: iproute2 ## callers' and targets' machines that vanish in every state, by every way: no cut-off stream ends cleanly (root; five minutes)
+	TUNNEL_VANISH=1 go test -count=1 -timeout 20m -v ./test/vanish
 
 interop: ## Konnectivity's own programs, from the Go module proxy, against ours; its faults, on both (three minutes)
 	go -C test/interop test -count=1 -timeout 10m ./...

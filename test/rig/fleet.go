@@ -70,12 +70,13 @@ type Replica struct {
 
 // EdgeConfig says what an edge is.
 type EdgeConfig struct {
-	Node  string
-	Host  Host
-	Cloud string   // the address that it dials
-	All   bool     // a session with every replica
-	Allow []string // what it may dial
-	More  string   // more lines of its file: whole tables
+	Node        string
+	Host        Host
+	Cloud       string   // the address that it dials
+	All         bool     // a session with every replica
+	Connections int      // TCP connections of a session; 0: the default
+	Allow       []string // what it may dial
+	More        string   // more lines of its file: whole tables
 }
 
 // NewFleet writes the files of the replicas and chooses their ports. It starts nothing.
@@ -200,6 +201,7 @@ func (f *Fleet) Edge(cfg EdgeConfig) (*Member, error) {
 	}
 	text, err := fill(fleetEdgeTOML+"\n"+cfg.More, map[string]any{
 		"Node": cfg.Node, "Allow": cfg.Allow, "Cloud": cfg.Cloud, "ServerName": cloudName, "All": cfg.All, "Log": e.port,
+		"Connections": cfg.Connections,
 	})
 	if err != nil {
 		return nil, err
@@ -219,6 +221,7 @@ cert = "ca.crt"
 tokenfile = "{{.Node}}.token"
 logport = {{.Log}}
 {{if .All}}sessions = "all"
+{{end}}{{if .Connections}}connections = {{.Connections}}
 {{end}}`
 
 // Start starts the process.
@@ -233,6 +236,15 @@ func (m *Member) Start() (*Process, error) {
 
 // Health returns the address of the logport.
 func (m *Member) Health() string { return m.host.Address(m.port) }
+
+// Ready returns nil when the process says that it is ready: for an edge, that it has a
+// session.
+func (m *Member) Ready() error { return readyIn(m.host.Network, m.Health()) }
+
+// Metrics returns the metrics of the process, by name and labels.
+func (m *Member) Metrics() (map[string]float64, error) {
+	return metricsIn(m.host.Network, m.Health())
+}
 
 // GRPC returns the address that edges and other replicas dial.
 func (r *Replica) GRPC() string { return r.host.Address(r.grpc) }

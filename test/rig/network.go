@@ -1,7 +1,9 @@
 package rig
 
 import (
+	"context"
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"runtime"
@@ -67,6 +69,25 @@ func (n *Network) Do(f func() error) error {
 		}
 		return f()
 	})
+}
+
+// Dial connects to an address in the network. address holds an IP address: a name would
+// be looked up in our own network.
+func (n *Network) Dial(ctx context.Context, network, address string) (c net.Conn, err error) {
+	err = n.Do(func() (err error) {
+		c, err = new(net.Dialer).DialContext(ctx, network, address)
+		return err
+	})
+	return c, err
+}
+
+// Listen listens on a TCP address in the network.
+func (n *Network) Listen(address string) (ln net.Listener, err error) {
+	err = n.Do(func() (err error) {
+		ln, err = net.Listen("tcp", address)
+		return err
+	})
+	return ln, err
 }
 
 // enter takes the calling thread into the network, for good.

@@ -18,7 +18,10 @@ const fetchTimeout = 5 * time.Second
 
 // fetch asks a health port. Whatever it answers is the text; the error says that it
 // did not, or not with 200.
-func fetch(health, path string) (string, error) {
+func fetch(health, path string) (string, error) { return fetchIn(nil, health, path) }
+
+// fetchIn is fetch from within a network; nil is our own.
+func fetchIn(n *Network, health, path string) (string, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), fetchTimeout)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+health+path, nil)
@@ -26,7 +29,7 @@ func fetch(health, path string) (string, error) {
 		return "", err
 	}
 	req.Close = true // a pooled connection would count as a descriptor over there
-	transport := &http.Transport{DisableKeepAlives: true}
+	transport := &http.Transport{DisableKeepAlives: true, DialContext: n.Dial}
 	resp, err := transport.RoundTrip(req)
 	if err != nil {
 		return "", err
@@ -41,8 +44,10 @@ func fetch(health, path string) (string, error) {
 
 // Ready returns nil when the process behind a health port says that it is ready: for
 // an edge, that it has a session.
-func Ready(health string) error {
-	text, err := fetch(health, "/readyz?verbose")
+func Ready(health string) error { return readyIn(nil, health) }
+
+func readyIn(n *Network, health string) error {
+	text, err := fetchIn(n, health, "/readyz?verbose")
 	if err != nil {
 		return fmt.Errorf("%w: %s", err, strings.TrimSpace(text))
 	}
@@ -50,8 +55,10 @@ func Ready(health string) error {
 }
 
 // Metrics returns the metrics that a health port shows, by name and labels.
-func Metrics(health string) (map[string]float64, error) {
-	text, err := fetch(health, "/metrics")
+func Metrics(health string) (map[string]float64, error) { return metricsIn(nil, health) }
+
+func metricsIn(n *Network, health string) (map[string]float64, error) {
+	text, err := fetchIn(n, health, "/metrics")
 	if err != nil {
 		return nil, err
 	}
