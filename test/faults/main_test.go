@@ -74,18 +74,23 @@ type pair struct {
 }
 
 // newPair makes a pair and starts nothing but the targets. At the end of the test it
-// checks that no process has ended by itself, panicked or told the token.
-func newPair(t *testing.T) *pair {
+// checks that no process has ended by itself, panicked or told the token. changes may
+// change the pair's configuration.
+func newPair(t *testing.T, changes ...func(*rig.Config)) *pair {
 	t.Helper()
 	ca, err := rig.NewCA()
 	if err != nil {
 		t.Fatal(err)
 	}
 	p := &pair{t: t, targets: newTargets(t, ca)}
-	p.Pair, err = rig.NewPair(rig.Config{
+	cfg := rig.Config{
 		Binary: program, Dir: t.TempDir(), CA: ca, Debug: true,
 		TCP: p.targets.doors(), HTTPS: p.targets.https,
-	})
+	}
+	for _, change := range changes {
+		change(&cfg)
+	}
+	p.Pair, err = rig.NewPair(cfg)
 	if err != nil {
 		t.Fatal(err)
 	}

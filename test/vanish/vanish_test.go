@@ -135,7 +135,9 @@ func (tn *tunnel) vanish(r round, base map[string]weight) {
 	err := eventually(time.Until(cut.Add(limit)), tn.noConns)
 	took := time.Since(cut).Round(100 * time.Millisecond)
 	if err != nil {
-		t.Errorf("%s: %v after the cut: %v", r.silence, limit, err)
+		t.Errorf("%s: %v after the cut: %v", r.silence, took, err)
+	} else {
+		t.Logf("%s: %d conns; the processes held none %v after the cut", r.silence, len(all), took)
 	}
 	// Conns that nobody observes are held if there are more than the observed ones.
 	unseen := tn.conns() - count(outcomes, held)
@@ -173,7 +175,6 @@ func (tn *tunnel) vanish(r round, base map[string]weight) {
 	if err := eventually(released, func() error { return tn.back(base) }); err != nil {
 		t.Errorf("%s: %v after the conns ended: %v", r.silence, released, err)
 	}
-	t.Logf("%s: %d conns; the processes held none %v after the cut", r.silence, len(all), took)
 }
 
 func count(outcomes []outcome, o outcome) (n int) {
