@@ -104,6 +104,7 @@ func (w *Writer) lead(ctx context.Context) {
 			case <-ctx.Done():
 			}
 		}, func(err error) { w.note(func(s *writerState) { s.watchErr = err }) })
+		w.note(func(s *writerState) { s.watchErr = nil }) // the next lead watches anew
 	})
 	defer following.Wait()
 

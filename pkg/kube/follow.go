@@ -14,7 +14,8 @@ import (
 
 // follow keeps store up to date with the metadata of the objects that match, until ctx
 // is done: client-go's reflector lists, watches, and begins anew, with a backoff of its
-// own, when it has to. said gets the outcome of each request of it: nil, or why not.
+// own, when it has to. said gets the outcome of each request before ctx is done: nil, or why
+// it failed.
 func (c *Client) follow(ctx context.Context, resource schema.GroupVersionResource, namespace string, match metav1.ListOptions,
 	store cache.ReflectorStore, said func(error),
 ) {
@@ -35,15 +36,21 @@ type source struct {
 func (c *Client) followObjects(ctx context.Context, from source, match metav1.ListOptions, example runtime.Object,
 	store cache.ReflectorStore, said func(error),
 ) {
+	// A request during which ctx ends says nothing about the API server.
+	report := func(ctx context.Context, err error) {
+		if ctx.Err() == nil {
+			said(err)
+		}
+	}
 	lw := &cache.ListWatch{
 		ListWithContextFunc: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
 			list, err := from.list(ctx, matching(o, match))
-			said(ended(ctx, err))
+			report(ctx, err)
 			return list, err
 		},
 		WatchFuncWithContext: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 			w, err := from.watch(ctx, matching(o, match))
-			said(ended(ctx, err))
+			report(ctx, err)
 			return w, err
 		},
 	}
@@ -55,12 +62,4 @@ func (c *Client) followObjects(ctx context.Context, from source, match metav1.Li
 func matching(o, match metav1.ListOptions) metav1.ListOptions {
 	o.LabelSelector, o.FieldSelector = match.LabelSelector, match.FieldSelector
 	return o
-}
-
-// ended returns err unless it only says that ctx is done.
-func ended(ctx context.Context, err error) error {
-	if ctx.Err() != nil {
-		return nil
-	}
-	return err
 }
