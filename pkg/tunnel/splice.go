@@ -51,16 +51,33 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	onStop(a, func() { ba.stop(b) })
 	w := watchdog{a: rawConn(a), b: rawConn(b), ab: ab, ba: ba, resetBoth: resetBoth}
 	w.start()
-	wg.Go(func() { aToB, errAB = half(b, a, ab, ba) })
-	bToA, errBA = half(a, b, ba, ab)
+	var panicked panics
+	wg.Go(func() {
+		defer panicked.catch(func() { abort(a, b, ab) })
+		aToB, errAB = half(b, a, ab, ba)
+	})
+	func() {
+		defer panicked.catch(func() { abort(a, b, ba) })
+		bToA, errBA = half(a, b, ba, ab)
+	}()
 	wg.Wait()
 	w.stop()
 
 	// Neither close can lose bytes: both directions have ended. Nor may the end of ctx.
 	stop()
+	panicked.again()
 	closeCleanly(a, ab.stopped.Load())
 	closeCleanly(b, ba.stopped.Load())
 	return aToB, bToA, errors.Join(errAB, errBA)
+}
+
+// abort resets both ends after a panic in the half of d.
+func abort(a, b net.Conn, d *direction) {
+	Reset(a)
+	Reset(b)
+	if !isClosed(d.done) {
+		d.end(nil, ErrReset)
+	}
 }
 
 // ResetOnDeath makes the kernel reset c when it closes it because this process has

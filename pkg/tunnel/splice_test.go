@@ -6,7 +6,9 @@ import (
 	"crypto/tls"
 	"errors"
 	"io"
+	"log/slog"
 	"net"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -330,5 +332,41 @@ func TestResetOfTLS(t *testing.T) {
 	}
 	if d := time.Since(start); d > 3*time.Second {
 		t.Errorf("it took %s", d)
+	}
+}
+
+// broken is a conn whose Read panics.
+type broken struct{ *net.TCPConn }
+
+func (broken) Read([]byte) (int, error)         { panic("a fault in Read") }
+func (broken) WriteTo(io.Writer) (int64, error) { panic("a fault in Read") }
+
+// A panic in either direction resets both ends and reaches the goroutine that called Splice,
+// whose guard counts it.
+func TestSplicePanic(t *testing.T) {
+	for name, order := range map[string]func(bad, good net.Conn) (a, b net.Conn){
+		"from a to b": func(bad, good net.Conn) (a, b net.Conn) { return bad, good },
+		"from b to a": func(bad, good net.Conn) (a, b net.Conn) { return good, bad },
+	} {
+		t.Run(name, func(t *testing.T) {
+			client, x := tcpPair(t)
+			server, y := tcpPair(t)
+			x.SetDeadline(time.Time{})
+			y.SetDeadline(time.Time{})
+			a, b := order(broken{x}, y)
+			var counters Counters
+			err := Guard(slog.New(slog.DiscardHandler), &counters, "the conn ends", func() error {
+				Splice(context.Background(), a, b)
+				return nil
+			})
+			if err == nil || !strings.Contains(err.Error(), "a fault in Read") || counters.Panics.Load() != 1 {
+				t.Errorf("%v, %d panics counted", err, counters.Panics.Load())
+			}
+			for _, c := range []net.Conn{client, server} {
+				if _, err := io.ReadAll(c); !errors.Is(err, ErrReset) {
+					t.Errorf("an end sees %v", err)
+				}
+			}
+		})
 	}
 }
