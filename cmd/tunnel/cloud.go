@@ -111,7 +111,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if peers != nil {
 		d.add(peers, peers.Ready)
 	}
-	d.addTCP(c.TCP, reach)
+	d.addTCP(c.TCP, reach, counters)
 	if err = d.addHTTPS(c, files, reach, counters); err != nil {
 		return nil, err
 	}
@@ -175,7 +175,7 @@ func truthOf(c conf.DNS, directory *tunnel.Directory, peers *stream.Peers) dns.T
 	return dns.Local{Nodes: directory, Addrs: c.Addrs}
 }
 
-func (d *daemon) addTCP(lines []conf.TCPListener, reach everywhere) {
+func (d *daemon) addTCP(lines []conf.TCPListener, reach everywhere, counters *tunnel.Counters) {
 	if len(lines) == 0 {
 		return
 	}
@@ -186,6 +186,7 @@ func (d *daemon) addTCP(lines []conf.TCPListener, reach everywhere) {
 		addrs = append(addrs, l.Listen)
 	}
 	door := tcp.New(listeners, reach, d.log)
+	door.Counters = counters
 	d.add(door, door.Ready, addrs...)
 }
 

@@ -8,6 +8,7 @@ import (
 	"io"
 	"log/slog"
 	"math/rand/v2"
+	"net"
 	"net/url"
 	"strconv"
 	"strings"
@@ -118,6 +119,12 @@ func (a *Agent) Run(ctx context.Context) error {
 	return g.Wait()
 }
 
+// guard calls do, which handles what a server has said. A panic in it ends what names, and
+// nothing else.
+func (a *Agent) guard(what string, do func() error) error {
+	return tunnel.Guard(a.log, a.cfg.Counters, what, do)
+}
+
 // count adds n to the streams that are held through an address.
 func (a *Agent) count(url string, n int) {
 	a.mu.Lock()
@@ -172,7 +179,8 @@ func (w *way) run(ctx context.Context) {
 				return
 			}
 		}
-		s, err := w.join(ctx)
+		var s *agentStream
+		err := w.agent.guard("the attempt to join ends", func() (err error) { s, err = w.join(ctx); return err })
 		low, high := retryMin, retryMax
 		switch c := status.Code(err); {
 		case err == nil:
@@ -180,7 +188,8 @@ func (w *way) run(ctx context.Context) {
 			w.agent.count(w.url, 1)
 			log.Info("proxy-server joined", "id", s.server, "servers", s.count)
 			live.Go(func() {
-				why := s.serve(ctx)
+				why := w.agent.guard("the stream ends", func() error { return s.serve(ctx) })
+				s.end(why) // it has ended, unless there was a panic
 				w.agent.count(w.url, -1)
 				w.drop(s.server)
 				log.Info("proxy-server left", "id", s.server, "err", why)
@@ -313,7 +322,7 @@ func (w *way) join(ctx context.Context) (_ *agentStream, err error) {
 		return nil, err
 	}
 	return &agentStream{
-		mux: newMux(stream, true, a.cfg.Counters), way: w, client: stream, cc: cc, cancel: cancel, server: ids[0], count: count,
+		mux: newMux(stream, true, a.cfg.Counters, a.log), way: w, client: stream, cc: cc, cancel: cancel, server: ids[0], count: count,
 		dials: make(map[int64]context.CancelFunc), nowIdle: make(chan struct{}, 1),
 	}, nil
 }
@@ -321,8 +330,8 @@ func (w *way) join(ctx context.Context) (_ *agentStream, err error) {
 // serve serves until the stream ends. When ctx is done the server is told, and the stream
 // ends when no conn is left, at the latest with way.conns.
 func (s *agentStream) serve(ctx context.Context) error {
-	s.working.Go(s.sendLoop)
-	s.working.Go(s.receiveLoop)
+	s.working.Go(s.guarded(s.sendLoop))
+	s.working.Go(s.guarded(s.receiveLoop))
 	select {
 	case <-s.ended:
 	case <-ctx.Done():
@@ -435,7 +444,11 @@ func (s *agentStream) dial(p packet, id int64) {
 	s.working.Go(func() {
 		defer s.notBusy()
 		defer cancel()
-		target, err := a.cfg.Dial(ctx, tunnel.Request{Node: a.cfg.Node, Category: name, Network: p.protocol, Addr: p.address, Caller: "proxy-server " + s.server})
+		var target net.Conn
+		err := a.guard("the dial ends", func() (err error) {
+			target, err = a.cfg.Dial(ctx, tunnel.Request{Node: a.cfg.Node, Category: name, Network: p.protocol, Addr: p.address, Caller: "proxy-server " + s.server})
+			return err
+		})
 		a.cfg.Budget.Dialled()
 		s.dialMu.Lock()
 		delete(s.dials, p.random)
@@ -458,7 +471,8 @@ func (s *agentStream) dial(p packet, id int64) {
 		}
 		a.cfg.Counters.Conns.Add(1)
 		s.send(&packet{typ: packetDialRsp, random: p.random, connID: id})
-		in, out, err := tunnel.Splice(ctx, conn, target)
+		var in, out int64
+		err = a.guard("the conn ends", func() (err error) { in, out, err = tunnel.Splice(ctx, conn, target); return err })
 		a.log.Debug("conn ended", "target", p.address, "bytes", in+out, "err", err)
 	})
 }

@@ -12,6 +12,7 @@ import (
 	"strings"
 	"sync"
 	"time"
+	"unicode/utf8"
 
 	"github.com/google/uuid"
 	"google.golang.org/grpc"
@@ -130,6 +131,7 @@ func (a *Agents) Run(ctx context.Context) error {
 		grpc.StaticStreamWindowSize(agentWindow),
 		grpc.StaticConnWindowSize(agentWindow),
 		grpc.WaitForHandlers(true),
+		grpc.StreamInterceptor(guarded(a.log, a.cfg.Counters)),
 		grpc.UnknownServiceHandler(unknownMethod),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second, MaxConnectionIdle: time.Minute}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
@@ -232,7 +234,7 @@ func (a *Agents) join(l *agentLink) error {
 		a.cfg.Counters.Limited(tunnel.LimitAgentStreams)
 		return status.Errorf(codes.ResourceExhausted, "limit agentstreams: node %s has %d streams here", n, agentLinks)
 	case other != nil && !isEdge(other):
-		time.AfterFunc(settled, func() { a.attach(l) })
+		time.AfterFunc(settled, l.guarded(func() { a.attach(l) }))
 	case !a.dir.AttachUnless(l.pub, isEdge):
 		return errTaken(n)
 	}
@@ -304,7 +306,7 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 		a.refused(remote, string(grant.Node), err)
 		return err
 	}
-	l := &agentLink{agents: a, mux: newMux(stream, false, a.cfg.Counters), dials: make(map[int64]chan answer)}
+	l := &agentLink{agents: a, mux: newMux(stream, false, a.cfg.Counters, a.log), dials: make(map[int64]chan answer)}
 	l.pub = &tunnel.Session{ID: uuid.NewString(), Node: grant.Node, Remote: remote, Since: time.Now(), Reach: reach, Link: l}
 	log := a.log.With("node", grant.Node, "session", l.pub.ID)
 	if err = a.join(l); err != nil {
@@ -320,8 +322,8 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	}
 	a.cfg.Counters.Sessions.Add(1)
 	log.Info("agent joined", "remote", remote, "by", grant.By)
-	s.working.Go(l.sendLoop)
-	s.working.Go(l.receiveLoop)
+	s.working.Go(l.guarded(l.sendLoop))
+	s.working.Go(l.guarded(l.receiveLoop))
 	var expired <-chan time.Time
 	if !grant.Expires.IsZero() {
 		t := time.NewTimer(time.Until(grant.Expires))
@@ -396,6 +398,9 @@ func reachOf(md metadata.MD) (reach string, err error) {
 		return "", status.Error(codes.InvalidArgument, "agentidentifiers stands there twice")
 	}
 	reach = strings.Join(all, "")
+	if !utf8.ValidString(reach) { // gRPC lets any byte through
+		return "", status.Error(codes.InvalidArgument, "agentidentifiers is not UTF-8")
+	}
 	if len(reach) > mostReach {
 		return "", status.Errorf(codes.InvalidArgument, "agentidentifiers: %d bytes are allowed", mostReach)
 	}

@@ -555,9 +555,10 @@ func TestWhoMayBeAnAgent(t *testing.T) {
 		}
 	}
 	known := map[string][]string{
-		"bad identifiers":   {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "x=1"},
-		"identifiers twice": {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "", "agentidentifiers", ""},
-		"long identifiers":  {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", strings.Repeat("host=n&", mostReach/7+1)},
+		"bad identifiers":         {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "x=1"},
+		"a host that no name has": {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "host=%ff"},
+		"identifiers twice":       {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "", "agentidentifiers", ""},
+		"long identifiers":        {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", strings.Repeat("host=n&", mostReach/7+1)},
 	}
 	for name, md := range known {
 		if got := refusal(md...); got.Code() != codes.InvalidArgument || !strings.Contains(got.Message(), "agentidentifiers") {

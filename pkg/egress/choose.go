@@ -69,10 +69,10 @@ func (c *chooser) look() {
 const settle = 50 * time.Millisecond
 
 // run keeps the table as the source says until ctx is done.
-func (c *chooser) run(ctx context.Context) error {
+func (c *chooser) run(ctx context.Context, guard func(what string, do func() error) error) error {
 	for {
 		changed := c.source.Changed()
-		c.look()
+		guard("the table of what nodes reach stays as it is", func() error { c.look(); return nil }) //nolint:errcheck // the next change tries again
 		select {
 		case <-changed:
 		case <-ctx.Done():

@@ -42,7 +42,11 @@ func (f *FrontDoor) serveConnect(ctx context.Context, ln net.Listener, callers *
 		c, err := ln.Accept()
 		switch {
 		case err == nil:
-			live.Go(func() { f.serveOne(ctx, conns, c, callers) })
+			live.Go(func() {
+				if f.guard("the connection ends", func() error { f.serveOne(ctx, conns, c, callers); return nil }) != nil {
+					tunnel.Reset(c)
+				}
+			})
 		case ctx.Err() != nil:
 			return nil
 		case passing(err):
@@ -93,7 +97,7 @@ func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, caller
 		c.refuse(err)
 		return
 	}
-	target, err := c.whileHere(conns, func(ctx context.Context) (net.Conn, error) {
+	target, err := c.whileHere(conns, f.guard, func(ctx context.Context) (net.Conn, error) {
 		return f.dial(ctx, doorConnect, addr, c.caller())
 	})
 	if err != nil {
@@ -140,7 +144,7 @@ func (c *connectConn) request() (addr string, err error) {
 }
 
 // whileHere dials; a caller that leaves meanwhile ends it.
-func (c *connectConn) whileHere(ctx context.Context, dial func(context.Context) (net.Conn, error)) (net.Conn, error) {
+func (c *connectConn) whileHere(ctx context.Context, guard func(what string, do func() error) error, dial func(context.Context) (net.Conn, error)) (net.Conn, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	c.SetDeadline(time.Time{}) //nolint:errcheck // then reading fails at once
@@ -148,8 +152,7 @@ func (c *connectConn) whileHere(ctx context.Context, dial func(context.Context) 
 	var n int
 	var watching sync.WaitGroup
 	watching.Go(func() {
-		var err error
-		if n, err = c.Conn.Read(early); err != nil {
+		if guard("the dial ends", func() (err error) { n, err = c.Conn.Read(early); return err }) != nil {
 			cancel()
 		}
 	})

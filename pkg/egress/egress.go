@@ -164,7 +164,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	f.setUp(true)
 	defer f.setUp(false)
 	g, ctx := errgroup.WithContext(ctx)
-	g.Go(func() error { return f.chooser.run(ctx) })
+	g.Go(func() error { return f.chooser.run(ctx, f.guard) })
 	if f.sessions != nil {
 		g.Go(func() error { return f.tell(ctx) })
 	}
@@ -183,6 +183,12 @@ func (f *FrontDoor) setUp(up bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.up = up
+}
+
+// guard calls do, which handles what a peer has said. A panic in it ends what names, and
+// nothing else.
+func (f *FrontDoor) guard(what string, do func() error) error {
+	return tunnel.Guard(f.log, f.cfg.Counters, what, do)
 }
 
 // openAll opens every listener. All that is in the way of that is reported in one error,

@@ -6,6 +6,8 @@ import (
 	"net/url"
 	"slices"
 	"strings"
+	"unicode"
+	"unicode/utf8"
 
 	"tunnel/pkg/tunnel"
 )
@@ -48,6 +50,9 @@ func (id *Identifiers) add(key, v string) error {
 	case "host":
 		if v == "" {
 			return fmt.Errorf("identifier host is empty: write the name that is dialled, such as host=edge1")
+		}
+		if !utf8.ValidString(v) || strings.ContainsFunc(v, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }) {
+			return fmt.Errorf("identifier host=%q is no name: remove what cannot be printed, and spaces", v)
 		}
 		id.Hosts = append(id.Hosts, strings.ToLower(v))
 	case "ipv4", "ipv6":

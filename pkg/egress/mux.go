@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"sync"
@@ -63,6 +64,7 @@ type mux struct {
 	agent    bool // we are the agent: a conn of ours ends with a close response
 	halfOpen time.Duration
 	counters *tunnel.Counters
+	log      *slog.Logger
 	ended    chan struct{} // closed by end
 	wake     chan struct{} // capacity 1: there is something in out
 	room     chan struct{} // capacity 1: a reader has taken something
@@ -83,11 +85,20 @@ type outgoing struct {
 	last   func() error // in place of a packet: what ends the sending
 }
 
-func newMux(stream packetStream, agent bool, counters *tunnel.Counters) *mux {
+func newMux(stream packetStream, agent bool, counters *tunnel.Counters, log *slog.Logger) *mux {
 	return &mux{
-		stream: stream, agent: agent, halfOpen: halfOpen, counters: counters,
+		stream: stream, agent: agent, halfOpen: halfOpen, counters: counters, log: log,
 		ended: make(chan struct{}), wake: make(chan struct{}, 1), room: make(chan struct{}, 1),
 		conns: make(map[int64]*muxConn), readers: make(map[*muxConn]struct{}),
+	}
+}
+
+// guarded returns f under a guard. A panic ends this stream and no other.
+func (m *mux) guarded(f func()) func() {
+	return func() {
+		if err := tunnel.Guard(m.log, m.counters, "the stream ends", func() error { f(); return nil }); err != nil {
+			m.end(err)
+		}
 	}
 }
 
@@ -147,7 +158,7 @@ func (m *mux) sendLoop() {
 				return
 			}
 			if o.conn != nil && o.packet.typ == packetCloseReq {
-				time.AfterFunc(lingerTime, func() { m.send(o.packet) })
+				time.AfterFunc(lingerTime, m.guarded(func() { m.send(o.packet) }))
 				continue
 			}
 			if err := m.stream.SendMsg(o.packet); err != nil {
@@ -394,7 +405,7 @@ func (c *muxConn) sendCloseLocked(why string) {
 // endSilentLocked has a conn of which one side has ended reset when nothing has moved in
 // it for halfOpen. What has not been read may wait as long as there is somebody to send more.
 func (c *muxConn) endSilentLocked() {
-	c.silent = time.AfterFunc(c.m.halfOpen, func() {
+	c.silent = time.AfterFunc(c.m.halfOpen, c.m.guarded(func() {
 		tell := func() {}
 		c.m.mu.Lock()
 		switch wait := c.m.halfOpen - min(time.Since(c.took), time.Since(c.sent)); {
@@ -409,7 +420,7 @@ func (c *muxConn) endSilentLocked() {
 		}
 		c.m.mu.Unlock()
 		tell()
-	})
+	}))
 }
 
 // Read implements net.Conn.

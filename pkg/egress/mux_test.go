@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"log/slog"
 	"net"
 	"path/filepath"
 	"slices"
@@ -29,7 +30,7 @@ func (s fakeStream) SendMsg(m any) error {
 
 // testMux is a mux whose peer is the test.
 func testMux(t *testing.T, agent bool, sent func(*packet)) *mux {
-	m := newMux(fakeStream{sent}, agent, new(tunnel.Counters))
+	m := newMux(fakeStream{sent}, agent, new(tunnel.Counters), slog.New(slog.DiscardHandler))
 	ended := make(chan struct{})
 	go func() {
 		m.sendLoop()

@@ -81,7 +81,7 @@ func (f *FrontDoor) tell(ctx context.Context) error {
 	for {
 		came, changed := f.sessions.Changed(), f.chooser.source.Changed()
 		if f.chooser.source.Known() {
-			told = f.tellNow(told)
+			f.guard("edges are not told of their pods", func() error { told = f.tellNow(told); return nil }) //nolint:errcheck // the next change tries again
 		}
 		select {
 		case <-came:

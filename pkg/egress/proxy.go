@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"sync"
 	"sync/atomic"
@@ -60,6 +61,7 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 		grpc.StaticStreamWindowSize(proxyWindow),
 		grpc.StaticConnWindowSize(16 * proxyWindow),
 		grpc.WaitForHandlers(true),
+		grpc.StreamInterceptor(guarded(f.log, f.cfg.Counters)),
 		// Its own clients ask once an hour; those of others may ask more often.
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
@@ -91,6 +93,16 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 	return err
 }
 
+// guarded has a panic in a handler end its stream, and nothing else.
+func guarded(log *slog.Logger, counters *tunnel.Counters) grpc.StreamServerInterceptor {
+	return func(srv any, stream grpc.ServerStream, _ *grpc.StreamServerInfo, handler grpc.StreamHandler) (answer error) {
+		if tunnel.Guard(log, counters, "the stream ends", func() error { answer = handler(srv, stream); return nil }) != nil {
+			return status.Error(codes.Internal, "internal error")
+		}
+		return answer
+	}
+}
+
 // proxies is a gRPC server's streams.
 type proxies struct {
 	door    *FrontDoor
@@ -101,7 +113,7 @@ type proxies struct {
 // handle is one stream. It returns when the conn is over, or to make it so: gRPC then frees
 // who waits for the client.
 func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
-	s := &proxyStream{stream: stream, working: &p.working, first: make(chan received, 1), over: make(chan struct{}), apart: newApart()}
+	s := &proxyStream{stream: stream, working: &p.working, guard: p.door.guard, first: make(chan received, 1), over: make(chan struct{}), apart: newApart()}
 	req, err := s.request()
 	if err != nil || req == nil {
 		return err
@@ -111,7 +123,7 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	// Until the target is there, all that may come is that it is not wanted any more.
 	p.working.Go(func() {
 		var r received
-		r.packet, r.err = s.receive()
+		r.err = s.guard("the stream ends", func() (err error) { r.packet, err = s.receive(); return err })
 		if r.err != nil || r.packet.typ == packetDialCls || r.packet.typ == packetCloseReq {
 			cancel()
 		}
@@ -130,7 +142,10 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	done := make(chan struct{})
 	p.working.Go(func() {
 		defer close(done)
-		p.door.splice(p.conns, doorGRPC, req.address, s, target)
+		if s.guard("the conn ends", func() error { p.door.splice(p.conns, doorGRPC, req.address, s, target); return nil }) != nil {
+			s.Reset() //nolint:errcheck // it has none
+			tunnel.Reset(target)
+		}
 	})
 	select {
 	case <-done:
@@ -169,6 +184,7 @@ func caller(ctx context.Context) string {
 type proxyStream struct {
 	stream  grpc.ServerStream
 	working *sync.WaitGroup
+	guard   func(what string, do func() error) error
 	first   chan received // the first packet after the request; capacity 1, so that nobody waits to send
 
 	apart   apart
@@ -327,7 +343,8 @@ func (s *proxyStream) discardLocked() {
 	s.reading = true
 	s.working.Go(func() {
 		s.packet.data = nil
-		if errors.Is(s.next(), tunnel.ErrReset) {
+		err := s.guard("the conn ends", s.next)
+		if err != nil && !errors.Is(err, io.EOF) {
 			s.stop() // nobody else sees that
 		}
 	})

@@ -262,7 +262,7 @@ func TestProxyCloseRead(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
 					in := &packets{from: make(chan packet)}
 					var working sync.WaitGroup
-					s := &proxyStream{stream: in, working: &working, over: make(chan struct{}), apart: newApart(), begun: true}
+					s := &proxyStream{stream: in, working: &working, guard: func(_ string, do func() error) error { return do() }, over: make(chan struct{}), apart: newApart(), begun: true}
 					stopped := make(chan struct{})
 					s.OnStop(func() { close(stopped) })
 					working.Go(func() {

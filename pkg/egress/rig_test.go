@@ -32,6 +32,7 @@ type nodes struct {
 	reach   map[tunnel.NodeName]Identifiers // of those that are connected
 	asked   []tunnel.NodeName               // in order
 	refuse  map[tunnel.NodeName]error
+	fault   bool          // dials panic
 	hang    chan struct{} // not nil: dials wait until their context ends, and close it then
 	changed chan struct{}
 	unknown bool   // what they reach is not known yet
@@ -68,10 +69,13 @@ func (n *nodes) Changed() <-chan struct{} {
 func (n *nodes) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	n.mu.Lock()
 	n.asked = append(n.asked, r.Node)
-	refusal, hang := n.refuse[r.Node], n.hang
+	refusal, hang, fault := n.refuse[r.Node], n.hang, n.fault
 	n.mu.Unlock()
 	if r.Category != "egress" || r.Network != "tcp" {
 		return nil, errors.New("asked for " + r.Category + "/" + r.Network)
+	}
+	if fault {
+		panic("a fault in a dial")
 	}
 	if refusal != nil {
 		return nil, refusal

@@ -190,7 +190,7 @@ func (c *Client) Run(ctx context.Context) error {
 		}
 		if err == nil {
 			var l *link
-			if l, err = c.open(ctx); err == nil {
+			if err = guard(c.log, c.cfg.Counters, "there is no session", func() error { l, err = c.open(ctx); return err }); err == nil {
 				serving.Go(func() { c.serve(ctx, l) })
 				continue
 			}
@@ -346,7 +346,9 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 // serve serves a session until it ends.
 func (c *Client) serve(ctx context.Context, l *link) {
 	defer l.cancel()
-	err := c.explain(l.serveUntil(ctx, l.sctx), l.shown)
+	err := l.guard(func() error { return l.serveUntil(ctx, l.sctx) })
+	l.Close(err) // it has ended, unless there was a panic
+	err = c.explain(err, l.shown)
 	c.mu.Lock()
 	c.links = slices.DeleteFunc(c.links, func(other *link) bool { return other == l })
 	c.err = err

@@ -80,8 +80,11 @@ func (c *Client) Renew(ctx context.Context, request []byte) (chain []byte, err e
 	var signing sync.WaitGroup
 	for i, l := range links {
 		signing.Go(func() {
-			answer, err := l.certificates.Sign(ctx, &pb.SignRequest{Request: request})
-			chains[i], errs[i] = answer.GetChain(), err
+			errs[i] = l.guard(func() error {
+				answer, err := l.certificates.Sign(ctx, &pb.SignRequest{Request: request})
+				chains[i] = answer.GetChain()
+				return err
+			})
 		})
 	}
 	signing.Wait()

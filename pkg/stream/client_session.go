@@ -53,7 +53,7 @@ func (s *edgeSession) serveUntil(ctx, sctx context.Context) error {
 		}
 		s.Close(errStopping)
 	})
-	s.wg.Go(func() { s.beat() })
+	s.wg.Go(s.guarded(s.beat))
 	s.start(sctx)
 	<-s.done
 	err := s.reason()
@@ -112,7 +112,7 @@ func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 		return fmt.Errorf("drain: %w", err)
 	}
 	s.log.Info("cloud is about to stop", "dur", time.Duration(d.GetGraceSeconds())*time.Second)
-	s.wg.Go(func() {
+	s.wg.Go(s.guarded(func() {
 		if d.GetElsewhere() {
 			s.owner.moves(s)
 			select {
@@ -126,7 +126,7 @@ func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 			s.Close(errCloudStops)
 		case <-s.done:
 		}
-	})
+	}))
 	return nil
 }
 

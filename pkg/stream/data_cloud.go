@@ -169,7 +169,7 @@ func (s *cloudSession) spare(d *dataConn) {
 	}
 	s.spares = append(s.spares, d)
 	if d.owesEnd {
-		d.saying = time.AfterFunc(endTime, func() { s.sayEnd(d) })
+		d.saying = time.AfterFunc(endTime, s.guarded(func() { s.sayEnd(d) }))
 	}
 }
 

@@ -43,7 +43,7 @@ func (p *Peers) publish(s *edgeSession) error {
 	}
 	p.joined[s.remoteInstance] = s
 	s.wg.Go(func() {
-		p.tell(s)
+		s.guarded(func() { p.tell(s) })()
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		if p.joined[s.remoteInstance] == s {

@@ -306,6 +306,23 @@ func TestReplicaImpostors(t *testing.T) {
 
 var errLetIn = errors.New("let in")
 
+// Edges and replicas are told the id of a replica as it is, so there is one way to write it.
+func TestReplicaIDs(t *testing.T) {
+	a := newFleet(t, 1)[0]
+	conf := func() *tls.Config {
+		return &tls.Config{Certificates: []tls.Certificate{leaf(t, a.ca, auth.Leaf{DNSNames: []string{"replicas"}, Server: true, Client: true})}}
+	}
+	id := uuid.NewString()
+	for _, other := range []string{"{" + id + "}", "x" + id + "y", "urn:uuid:" + id, strings.ReplaceAll(id, "-", ""), strings.ToUpper(id), "me"} {
+		if err := joinAs(t, a, other, conf()); status.Code(err) != codes.InvalidArgument {
+			t.Errorf("%s: %v, want %v", other, err, codes.InvalidArgument)
+		}
+	}
+	if err := joinAs(t, a, id, conf()); !errors.Is(err, errLetIn) {
+		t.Errorf("%s: %v", id, err)
+	}
+}
+
 // An authority leaves the CA of the peers: who has joined by it cannot join again, by a
 // TLS session of before either, which proves a certificate that was looked at then.
 func TestReplicaOfAnAuthorityThatHasLeft(t *testing.T) {
@@ -345,11 +362,16 @@ func TestReplicaOfAnAuthorityThatHasLeft(t *testing.T) {
 // joinAsReplica says to be a replica.
 func joinAsReplica(t *testing.T, a *replicaRig, conf *tls.Config) error {
 	t.Helper()
+	return joinAs(t, a, uuid.NewString(), conf)
+}
+
+func joinAs(t *testing.T, a *replicaRig, id string, conf *tls.Config) error {
+	t.Helper()
 	conf.RootCAs, conf.ServerName = poolOf(a.ca), "cloud"
 	c, err := NewClient(ClientConfig{
 		Address: a.server.Addr().String(), TLS: fixed(conf),
 		Log: a.log.logger(), Grace: patience,
-		replica: &asReplica{id: uuid.NewString(), hint: func(err error) error { return err }, have: func() []string { return nil },
+		replica: &asReplica{id: id, hint: func(err error) error { return err }, have: func() []string { return nil },
 			started: func(*edgeSession) error { return errLetIn }},
 	})
 	if err != nil {

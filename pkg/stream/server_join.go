@@ -189,7 +189,8 @@ func (s *Server) authenticateReplica(id string, t *transport) *refusedJoin {
 	if err := p.authenticate(t.State); err != nil {
 		return &refusedJoin{told: uniform(), err: fmt.Errorf("it says that it is a replica: %w", err)}
 	}
-	if _, err := uuid.Parse(id); err != nil {
+	// Parse takes other forms as well, and in one of them any two bytes for the braces.
+	if u, err := uuid.Parse(id); err != nil || u.String() != id {
 		return &refusedJoin{told: status.Error(codes.InvalidArgument, "the id of a replica is a UUID")}
 	}
 	return nil

@@ -3,14 +3,13 @@ package stream
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
-	"runtime/debug"
 	"strings"
 	"sync"
 	"sync/atomic"
 
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
@@ -173,12 +172,41 @@ func message(typ, topic string, data proto.Message) *tunnel.Message {
 	return m
 }
 
+// encode returns the wire form of m. Protobuf refuses strings that are not UTF-8, and a
+// string may be a peer's: encode replaces its invalid bytes with "?".
 func encode(m proto.Message) []byte {
 	b, err := proto.Marshal(m)
 	if err != nil {
-		panic(err) // only a string that is not UTF-8 can do that: see text
+		m = proto.Clone(m)
+		clean(m.ProtoReflect())
+		b, _ = proto.Marshal(m) // nothing else in our messages can fail
 	}
 	return b
+}
+
+// clean makes every string of m valid UTF-8. Our messages have no maps.
+func clean(m protoreflect.Message) {
+	valid := func(v protoreflect.Value) protoreflect.Value {
+		return protoreflect.ValueOfString(strings.ToValidUTF8(v.String(), "?"))
+	}
+	m.Range(func(f protoreflect.FieldDescriptor, v protoreflect.Value) bool {
+		switch {
+		case f.IsList():
+			for i := range v.List().Len() {
+				switch f.Kind() {
+				case protoreflect.StringKind:
+					v.List().Set(i, valid(v.List().Get(i)))
+				case protoreflect.MessageKind:
+					clean(v.List().Get(i).Message())
+				}
+			}
+		case f.Kind() == protoreflect.StringKind:
+			m.Set(f, valid(v))
+		case f.Kind() == protoreflect.MessageKind:
+			clean(v.Message())
+		}
+		return true
+	})
 }
 
 // sendLoop writes the outbox to the control stream until the session ends.
@@ -259,17 +287,18 @@ func (s *session) guard(f func() error) error {
 	return guard(s.log, s.counters, "the session ends", f)
 }
 
-// guard calls f and makes a panic an error, which must end the part of the process
-// that what speaks of. It is counted, and tests fail when one was.
-func guard(log *slog.Logger, counters *tunnel.Counters, what string, f func() error) (err error) {
-	defer func() {
-		if p := recover(); p != nil {
-			counters.Panics.Add(1)
-			log.Error("panic; "+what, "err", p, "stack", string(debug.Stack()))
-			err = fmt.Errorf("internal error: %v", p)
+// guard is tunnel.Guard.
+func guard(log *slog.Logger, counters *tunnel.Counters, what string, f func() error) error {
+	return tunnel.Guard(log, counters, what, f)
+}
+
+// guarded returns f under a guard. A panic ends this session and no other.
+func (s *session) guarded(f func()) func() {
+	return func() {
+		if err := s.guard(func() error { f(); return nil }); err != nil {
+			s.Close(err)
 		}
-	}()
-	return f()
+	}
 }
 
 // start starts the loops. They end with the session; on the cloud not before the handler

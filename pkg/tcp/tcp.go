@@ -58,6 +58,9 @@ type Listener struct {
 
 // FrontDoor is the cloud's module.
 type FrontDoor struct {
+	// Counters counts panics; New makes one, and it may be replaced before Run.
+	Counters *tunnel.Counters
+
 	// Set once.
 	listeners []Listener
 	dialer    tunnel.Dialer
@@ -80,6 +83,7 @@ func New(listeners []Listener, dialer tunnel.Dialer, log *slog.Logger) *FrontDoo
 	return &FrontDoor{
 		listeners: listeners,
 		dialer:    dialer,
+		Counters:  new(tunnel.Counters),
 		log:       log,
 		grace:     tunnel.GracePeriod,
 		listen:    new(net.ListenConfig).Listen,
@@ -132,7 +136,11 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 		g.Go(func() error {
 			p := newPort(f, f.listeners[i])
 			return p.accept(gctx, ln, func(c net.Conn) {
-				live.Go(func() { p.serve(conns, c) })
+				live.Go(func() {
+					if tunnel.Guard(p.log, f.Counters, "the connection ends", func() error { p.serve(conns, c); return nil }) != nil {
+						tunnel.Reset(c)
+					}
+				})
 			})
 		})
 	}
