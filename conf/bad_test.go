@@ -271,9 +271,16 @@ strategies = ["desthost", "cidr", "default", "cidr"]
 			`8: mode.cloud.egress.httpconnect: "tls://10.0.0.1" has no address to listen on: write one such as "tls://0.0.0.0:8090"`,
 			`8: mode.cloud.egress.httpconnect: port 8090 is taken by mode.cloud.egress.grpc: choose another`,
 			`8: mode.cloud.egress.httpconnect: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
-			`10: mode.cloud.egress.clientnames: the list is empty or holds an empty name: name who may call, or remove it`,
+			`10: mode.cloud.egress.clientnames: the list is empty or holds an empty name: write the common names of the callers' certificates, such as ["kube-apiserver"]`,
 			`11: mode.cloud.egress.strategies: "desthost" is not known: write some of "destHost", "cidr", "defaultRoute", "default"`,
 			`11: mode.cloud.egress.strategies: "cidr" is there twice: each is asked once, in the order in which they stand`}},
+		{"egress for anybody whom a CA has signed", server + `[mode.cloud.egress]
+httpconnect = ["tls://0.0.0.0:8090"]
+cert = "crt"
+key = "key"
+clientca = "ca"
+`, []string{
+			`6: mode.cloud.egress.clientnames: missing: whoever has a client certificate of clientca could reach every node: write the common names of the callers' certificates, such as ["kube-apiserver"]`}},
 		{"agents", server + `[mode.cloud.egress]
 httpconnect = ["unix:///run/x.sock"]
 agentport = 9000

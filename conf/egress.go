@@ -10,7 +10,7 @@ import (
 type Egress struct {
 	GRPC, HTTPConnect   []string // unix:///path or tls://host:port
 	Cert, Key, ClientCA string   // files, for tls://
-	ClientNames         []string // common names of callers over tls://; empty is anyone whom ClientCA has signed
+	ClientNames         []string // common names of callers over tls://, which needs some
 	Strategies          []string // empty is all of them
 	Kubernetes          bool     // what nodes reach stands in their Node objects; else edges say it
 	KonnectivityMetrics bool     // under the names of its server, too
@@ -22,7 +22,7 @@ const egressTable = "mode.cloud.egress."
 func newEgress(t *egressKeys, r *report) Egress {
 	path := r.src.path
 	if t.ClientNames != nil && (len(t.ClientNames) == 0 || slices.Contains(t.ClientNames, "")) {
-		r.add(egressTable+"clientnames", "the list is empty or holds an empty name: name who may call, or remove it")
+		r.add(egressTable+"clientnames", "the list is empty or holds an empty name: write the common names of the callers' certificates, such as [\"kube-apiserver\"]")
 	}
 	return Egress{
 		GRPC: t.GRPC, HTTPConnect: t.HTTPConnect, Cert: path(t.Cert), Key: path(t.Key), ClientCA: path(t.ClientCA),
@@ -83,8 +83,8 @@ func (e Egress) check(r *report) {
 	case e.UsesTLS():
 		r.required(t+"cert", e.Cert, "tls:// needs a certificate: write cert and key")
 		r.required(t+"clientca", e.ClientCA, "anybody who reaches tls:// could reach every node: write the CA that signs the callers' certificates")
-		if e.ClientCA != "" && len(e.ClientNames) == 0 {
-			r.warn(t+"clientnames", "missing: whoever has a client certificate of clientca may reach every node; name the callers, unless that CA signs for nobody else")
+		if e.ClientNames == nil {
+			r.add(t+"clientnames", "missing: whoever has a client certificate of clientca could reach every node: write the common names of the callers' certificates, such as [\"kube-apiserver\"]")
 		}
 	case e.Configured() && (e.Cert != "" || e.ClientCA != "" || len(e.ClientNames) > 0):
 		r.warn(t+"cert", "not used: cert, key, clientca and clientnames are for tls://, and callers of a unix socket are known by its permissions")

@@ -90,7 +90,7 @@ func egressCallers(c conf.Egress, files *reload.Files) (*tls.Config, error) {
 			ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool.Pool(),
 			SessionTicketsDisabled: true, // they would outlive a CA that is taken back
 			VerifyPeerCertificate: func(_ [][]byte, chains [][]*x509.Certificate) error {
-				if name := chains[0][0].Subject.CommonName; len(c.ClientNames) > 0 && !slices.Contains(c.ClientNames, name) {
+				if name := chains[0][0].Subject.CommonName; !slices.Contains(c.ClientNames, name) {
 					return fmt.Errorf("%q is not in clientnames of [mode.cloud.egress]", name)
 				}
 				return nil

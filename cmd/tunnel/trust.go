@@ -119,12 +119,17 @@ func checkTrust(c *conf.Cloud) (warnings []string, err error) {
 	if err = checkPeersTrust(c, nodes); err != nil {
 		return nil, err
 	}
-	warning, err := checkCallersTrust(c, nodes)
-	if err != nil {
-		return nil, err
-	}
-	if warning != "" {
-		warnings = append(warnings, warning)
+	for _, door := range []callers{
+		{c.HTTPS.Terminates(), "mode.cloud.https", c.HTTPS.ClientCA, c.HTTPS.ClientNames, "every kubelet"},
+		{c.Egress.UsesTLS(), "mode.cloud.egress", c.Egress.ClientCA, c.Egress.ClientNames, "every node"},
+	} {
+		warning, err := door.checkTrust(c, nodes)
+		if err != nil {
+			return nil, err
+		}
+		if warning != "" {
+			warnings = append(warnings, warning)
+		}
 	}
 	return warnings, nil
 }
@@ -141,23 +146,30 @@ func checkPeersTrust(c *conf.Cloud, nodes []*x509.Certificate) error {
 	return fmt.Errorf("mode.cloud.join: ca: %s signs the replicas' certificates as well (ca in [mode.cloud.stream.peers]), and who signs nodes must not make replicas: name an authority of its own, such as the nodes-ca.crt of tunnel init", c.Join.CA)
 }
 
-// checkCallersTrust refuses callers that are nodes, and warns where only names keep them
-// apart.
-func checkCallersTrust(c *conf.Cloud, nodes []*x509.Certificate) (warning string, err error) {
-	if !c.HTTPS.Terminates() {
+// callers are those of a front door that knows them by a client certificate.
+type callers struct {
+	used            bool
+	table, clientCA string
+	clientNames     []string
+	reach           string // what they may call
+}
+
+// checkTrust refuses callers that are nodes, and warns where only names keep them apart.
+func (d callers) checkTrust(c *conf.Cloud, nodes []*x509.Certificate) (warning string, err error) {
+	if !d.used {
 		return "", nil
 	}
-	callers, err := readCertificates("mode.cloud.https: clientca", c.HTTPS.ClientCA)
-	if err != nil || !common(nodes, callers) {
+	cas, err := readCertificates(d.table+": clientca", d.clientCA)
+	if err != nil || !common(nodes, cas) {
 		return "", err
 	}
-	if i := slices.IndexFunc(c.HTTPS.ClientNames, func(n string) bool { return strings.HasPrefix(n, nodePrefix) }); i >= 0 {
-		return "", fmt.Errorf("mode.cloud.https: clientnames: %q is the name of a node, and its certificate comes from clientca: a node could call every kubelet; remove the name", c.HTTPS.ClientNames[i])
+	if i := slices.IndexFunc(d.clientNames, func(n string) bool { return strings.HasPrefix(n, nodePrefix) }); i >= 0 {
+		return "", fmt.Errorf("%s: clientnames: %q is the name of a node, and its certificate comes from clientca: a node could call %s; remove the name", d.table, d.clientNames[i], d.reach)
 	}
 	if c.Join.Kubernetes { // the cluster's CA signs for kube-apiserver too, by another signer
 		return "", nil
 	}
-	return fmt.Sprintf("%s signs nodes' certificates, and is clientca in [mode.cloud.https]: with cakey this cloud could make callers of every kubelet; name an authority of its own in [mode.cloud.join]", c.Join.CA), nil
+	return fmt.Sprintf("%s signs nodes' certificates, and is clientca in [%s]: with cakey this cloud could make callers of %s; name an authority of its own in [mode.cloud.join]", c.Join.CA, d.table, d.reach), nil
 }
 
 // common reports whether two lists share an authority: its key, whatever its certificate.

@@ -18,6 +18,7 @@ func TestMistrust(t *testing.T) {
 		ours = "ca = \"nodes-ca.crt\"\ncakey = \"nodes-ca.key\""
 		same = "ca = \"ca.crt\"\ncakey = \"ca.key\""
 		door = "[mode.cloud.https]\ncert = \"cloud.crt\"\nkey = \"cloud.key\"\nclientca = \"ca.crt\"\n"
+		dial = "[mode.cloud.egress]\nhttpconnect = [\"tls://127.0.0.1:8090\"]\ncert = \"cloud.crt\"\nkey = \"cloud.key\"\n"
 		addr = "[mode.cloud.https.addr]\n\"10250\" = \"127.0.0.1:10250\"\n"
 	)
 	for i, tt := range []struct {
@@ -29,6 +30,10 @@ func TestMistrust(t *testing.T) {
 		{same, door + "clientnames = [\"tunnel:node:edge1\"]\n" + addr, 3, "a node could call every kubelet"},
 		{same, door + addr, 0, "could make callers of every kubelet"},
 		{ours, door + addr, 0, "ok (cloud)"},
+		{ours, dial + "clientca = \"nodes-ca.crt\"\n", 3, "clientnames: missing"},
+		{ours, dial + "clientca = \"nodes-ca.crt\"\nclientnames = [\"tunnel:node:edge1\"]\n", 3, "a node could call every node"},
+		{ours, dial + "clientca = \"nodes-ca.crt\"\nclientnames = [\"kube-apiserver\"]\n", 0, "could make callers of every node"},
+		{ours, dial + "clientca = \"ca.crt\"\nclientnames = [\"kube-apiserver\"]\n", 0, "ok (cloud)"},
 		{"ca = \"cloud.crt\"\ncakey = \"cloud.key\"", "", 3, "no authority's certificate"},
 		{"ca = \"nodes-ca.crt\"\ncakey = \"ca.key\"", "", 3, "mode.cloud.join"},
 	} {
