@@ -78,6 +78,7 @@ type HTTPS struct {
 	Cert, Key   string   // files
 	ClientCA    string   // file
 	ClientNames []string // common names of callers; empty is kube-apiserver-kubelet-client
+	Kubernetes  bool     // Kubernetes is asked which node has a pod, even if nothing else here needs Kubernetes
 	Kubelet     Kubelet
 }
 
@@ -97,6 +98,9 @@ const (
 
 // Terminates reports whether any connection is terminated here.
 func (h HTTPS) Terminates() bool { return h.TLS != TLSPassthrough && h.ClientCA != "" }
+
+// AsksKubernetes reports whether Kubernetes is needed to find the node of a pod.
+func (h HTTPS) AsksKubernetes() bool { return h.Terminates() && h.Kubernetes }
 
 // TCPListener is one line of [mode.cloud.tcp].
 type TCPListener struct {
@@ -144,6 +148,7 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 			Cert:      path(h.Cert), Key: path(h.Key),
 			ClientCA:    path(h.ClientCA),
 			ClientNames: r.clientNames(h.ClientNames),
+			Kubernetes:  h.Kubernetes,
 			Kubelet:     Kubelet{Cert: path(h.Kubelet.Cert), Key: path(h.Kubelet.Key), CA: path(h.Kubelet.CA), Insecure: h.Kubelet.Insecure},
 		},
 		TCP:         r.tcpListeners(t.TCP, t.TCPAllow),
@@ -314,6 +319,8 @@ func (h HTTPS) checkTLS(r *report) {
 		r.add(t+"clientca", `tls = "terminate" needs it, or anybody could call the kubelets: write the CA that signs the callers' certificates`)
 	case h.TLS == TLSPassthrough && (h.ClientCA != "" || len(h.ClientNames) > 0):
 		r.warn(t+"tls", `with "passthrough" callers are verified by the kubelet alone: clientca and clientnames do not count`)
+	case h.Kubernetes && !h.Terminates():
+		r.warn(t+"kubernetes", "not used: no connection is terminated without clientca, and a connection that is passed through names its node")
 	case h.TLS == TLSAuto && h.ClientCA == "" && h.Cert != "":
 		r.warn(t+"clientca", "missing, so cert is not used: connections whose SNI is a node's name are passed through, all others are closed (kubectl exec without --kubelet-certificate-authority among them)")
 	}

@@ -39,6 +39,7 @@ type cloudTable struct {
 		ClientNames []string          `toml:"clientnames"`
 		Listen      string            `toml:"listen"`
 		AllowFrom   []string          `toml:"allowfrom"`
+		Kubernetes  bool              `toml:"kubernetes"`
 		Addr        map[string]string `toml:"addr"`
 		Kubelet     struct {
 			Cert     string `toml:"cert"`

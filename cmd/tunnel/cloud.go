@@ -112,7 +112,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 		d.add(peers, peers.Ready)
 	}
 	d.addTCP(c.TCP, reach, counters)
-	if err = d.addHTTPS(c, files, reach, counters); err != nil {
+	if err = d.addHTTPS(c, files, k, reach, counters); err != nil {
 		return nil, err
 	}
 	collectors, err := d.addEgress(c.Egress, c.Limits, counters, files, k, reach, directory, log)
@@ -190,7 +190,7 @@ func (d *daemon) addTCP(lines []conf.TCPListener, reach everywhere, counters *tu
 	d.add(door, door.Ready, addrs...)
 }
 
-func (d *daemon) addHTTPS(c *conf.Cloud, files *reload.Files, reach everywhere, counters *tunnel.Counters) error {
+func (d *daemon) addHTTPS(c *conf.Cloud, files *reload.Files, k cluster, reach everywhere, counters *tunnel.Counters) error {
 	if len(c.HTTPS.Ports) == 0 {
 		return nil
 	}
@@ -199,6 +199,9 @@ func (d *daemon) addHTTPS(c *conf.Cloud, files *reload.Files, reach everywhere, 
 		return err
 	}
 	cfg.Limits, cfg.Counters = httpsLimits(c.Limits), counters
+	if k.client != nil {
+		cfg.Pods = k.client
+	}
 	door, err := https.New(cfg, reach, reach, d.log)
 	if err != nil {
 		return err

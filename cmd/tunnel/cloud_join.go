@@ -39,6 +39,8 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 		switch {
 		case c.Egress.AsksKubernetes():
 			key = "mode.cloud.egress.kubernetes"
+		case c.HTTPS.AsksKubernetes():
+			key = "mode.cloud.https.kubernetes"
 		case !c.Join.AsksKubernetes():
 			return cluster{}, nil
 		}

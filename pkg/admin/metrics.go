@@ -75,6 +75,7 @@ func NewCollector(c *tunnel.Counters, sessions func() []*tunnel.Session) prometh
 			{desc("tunnel_sent_bytes_total", "Payload bytes of conns handed to the other side."), c.BytesSent.Load},
 			{desc("tunnel_received_bytes_total", "Payload bytes of conns that came from the other side."), c.BytesReceived.Load},
 			{desc("tunnel_unknown_messages_total", "Control messages that nobody handles, from a newer peer or a hostile one."), c.UnknownMessages.Load},
+			{desc("tunnel_contested_pods_total", "Requests for a pod that were refused because two nodes claim the pod."), c.ContestedPods.Load},
 			{desc("tunnel_panics_total", "Panics that ended one session, connection or request. Each is a bug."), c.Panics.Load},
 		},
 		live:    desc("tunnel_sessions", "Sessions now."),

@@ -103,6 +103,10 @@ type Config struct {
 	// Limits.ConnsPerAddress.
 	AllowFrom auth.Sources
 
+	// Pods says which node a pod is on, where the path alone names the pod; nil: the
+	// kubelets are asked.
+	Pods Pods
+
 	Limits Limits
 
 	Counters *tunnel.Counters // counts panics, limits and callers of nodes that are not connected; nil: nobody looks

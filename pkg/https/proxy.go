@@ -30,6 +30,8 @@ type proxy struct {
 	f    *FrontDoor
 	dial dialHop
 	pool pool
+	// ask is probe; tests have kubelets without a network.
+	ask func(ctx context.Context, n tunnel.NodeName, ref podRef, caller string) error
 
 	finder   finder
 	buffers  sync.Pool      // of []byte, copySize long
@@ -47,6 +49,7 @@ type hop struct {
 // newProxy returns the handler. Its conns to targets end with live.
 func newProxy(live context.Context, f *FrontDoor) *proxy {
 	p := &proxy{f: f}
+	p.ask = p.probe
 	p.dial = func(ctx context.Context, h hop, ended func()) (net.Conn, error) {
 		p.targets.Add(1)
 		c, err := f.dialTarget(ctx, live, h)

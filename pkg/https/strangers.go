@@ -57,6 +57,8 @@ const (
 	denyHandshake
 	denyClientName
 	denyProbe
+	denyPods
+	denyContested
 	denyPassed
 	denyKinds // how many there are
 )

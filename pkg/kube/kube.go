@@ -1,7 +1,8 @@
 // Package kube is the little of Kubernetes that the cloud needs: the names of the
 // nodes ([Nodes]), one key of a ConfigMap ([ConfigMap]), a Lease to elect a writer
 // ([Lease]), where a Service's pods are ([Client.Replicas]), whose a token is
-// ([Client.ReviewToken]), and certificates for nodes ([Signer]).
+// ([Client.ReviewToken]), certificates for nodes ([Signer]), and the node of a pod
+// ([Client.NodeOf]).
 //
 //	c, err := kube.New(os.Getenv("KUBECONFIG"), "tunnel/v1.2.3")
 //	cm := c.ConfigMap("tunnel-system", "tunnel-nodes", "hosts")
@@ -48,12 +49,17 @@ const (
 	// and must neither wait at the pace above nor make a Lease wait.
 	joinsPerSecond = 200
 	joinBurst      = 400
+
+	// What callers cause who exec has one, too.
+	podsPerSecond = 100
+	podBurst      = 200
 )
 
 // Client is a connection to a Kubernetes API server. It is for any goroutine.
 type Client struct {
 	objects objects
 	joins   objects          // for reviews and certificates
+	pods    objects          // for NodeOf
 	nodes   *rest.RESTClient // for Reaches
 	watches metadata.Interface
 	host    string
@@ -89,7 +95,12 @@ func New(kubeconfig, userAgent string) (*Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
 	}
-	return &Client{objects: restObjects{client}, joins: restObjects{joins}, nodes: nodes, watches: watches, host: config.Host}, nil
+	config.QPS, config.Burst = podsPerSecond, podBurst
+	pods, err := restClient(config, scheme)
+	if err != nil {
+		return nil, fmt.Errorf("kubernetes client: %w", err)
+	}
+	return &Client{objects: restObjects{client}, joins: restObjects{joins}, pods: restObjects{pods}, nodes: nodes, watches: watches, host: config.Host}, nil
 }
 
 // restClient is a client that knows the types of a scheme.
@@ -114,7 +125,7 @@ func restConfig(kubeconfig string) (*rest.Config, error) {
 	config, err := rest.InClusterConfig()
 	switch {
 	case errors.Is(err, rest.ErrNotInCluster):
-		return nil, errors.New("this is no pod, and KUBECONFIG is not set: set it to the file that names the API server, or run without Kubernetes: without configmap in [mode.cloud.stream.dns], and without serviceaccounts and signer in [mode.cloud.join]")
+		return nil, errors.New("this is no pod, and KUBECONFIG is not set: set it to the file that names the API server, or run without Kubernetes: without configmap in [mode.cloud.stream.dns], serviceaccounts and signer in [mode.cloud.join], and kubernetes in [mode.cloud.https] and [mode.cloud.egress]")
 	case err != nil:
 		return nil, fmt.Errorf("reading the pod's service account (is automountServiceAccountToken off?): %w", err)
 	}

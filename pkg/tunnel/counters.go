@@ -16,6 +16,7 @@ type Counters struct {
 	BytesSent       atomic.Uint64 // payload bytes handed to the other side
 	BytesReceived   atomic.Uint64 // payload bytes that came from the other side
 	UnknownMessages atomic.Uint64 // messages without a handler
+	ContestedPods   atomic.Uint64 // searches for a pod that two nodes claim
 	Panics          atomic.Uint64 // panics that ended one session, connection or request
 
 	refusals [len(codeNames)]atomic.Uint64

@@ -1,0 +1,200 @@
+package https
+
+import (
+	"context"
+	"errors"
+	"io"
+	"log/slog"
+	"net/http"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"tunnel/pkg/tunnel"
+)
+
+// thief is the kubelet of a node that claims every pod.
+func thief(w http.ResponseWriter, r *http.Request) {
+	if r.Header.Get("X-Test") == "" {
+		http.Error(w, "Upgrade request required", http.StatusBadRequest)
+		return
+	}
+	io.WriteString(w, "stolen")
+}
+
+// behind makes the way to a node longer by d.
+func (f *fakeTunnel) behind(node tunnel.NodeName, d time.Duration) {
+	f.set(func(f *fakeTunnel) {
+		f.hook = func(ctx context.Context, q tunnel.Request) error {
+			if q.Node != node {
+				return nil
+			}
+			select {
+			case <-time.After(d):
+				return nil
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}
+	})
+}
+
+// execs asks for an exec in ns/two, which edge2 has, n times, each on a connection of its
+// own. It returns how many went to the thief.
+func execs(t *testing.T, r *rig, n, status int, words ...string) (stolen int) {
+	t.Helper()
+	for range n {
+		res, body := ask(t, r.client(r.caller("127.0.0.1"), false), "10.77.0.1", "/exec/ns/two/c?command=sh")
+		if body == "stolen" {
+			stolen++
+			continue
+		}
+		wantStatus(t, res, body, status, words...)
+	}
+	return stolen
+}
+
+// A node does not get the exec of another node's pod by claiming the pod.
+func TestContestedPod(t *testing.T) {
+	r, _, _ := podRig(t, nil)
+	r.addKubelet("evil", http.HandlerFunc(thief))
+	r.tunnel.behind("edge2", 20*time.Millisecond) // the thief answers first
+	if n := execs(t, r, 20, 409, "edge2 and evil both claim pod ns/two"); n > 0 {
+		t.Errorf("%d of 20 execs have gone to the thief", n)
+	}
+	if n := r.door.cfg.Counters.ContestedPods.Load(); n != 20 {
+		t.Errorf("%d contested pods are counted, want 20", n)
+	}
+	if !strings.Contains(r.logs.String(), `level=WARN msg="two nodes claim one pod`) {
+		t.Error("the log does not say so")
+	}
+	// When the thief has been revoked, nothing is left of its claim.
+	r.hold("evil", false)
+	if n := execs(t, r, 1, 200, "edge2"); n > 0 {
+		t.Error("the thief is remembered")
+	}
+}
+
+// kubelets answer without a network: at once, or never.
+type kubelets struct {
+	*fakeTunnel // who is connected
+	have        map[tunnel.NodeName]string
+	silent      map[tunnel.NodeName]bool
+}
+
+func (k *kubelets) ask(ctx context.Context, n tunnel.NodeName, ref podRef, _ string) error {
+	if k.silent[n] {
+		<-ctx.Done()
+		return ctx.Err()
+	}
+	if k.have[n] != ref.String() {
+		return errNoPod
+	}
+	return nil
+}
+
+// A thief does not win because the owner is silent; and a node that stays silent does not
+// keep others from their pods.
+func TestSilentNode(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k := &kubelets{
+			fakeTunnel: &fakeTunnel{nodes: map[tunnel.NodeName]bool{"evil": true, "good": true, "other": true}},
+			have:       map[tunnel.NodeName]string{"good": "ns/one"}, silent: make(map[tunnel.NodeName]bool),
+		}
+		f, err := New(Config{}, k, k, slog.New(slog.DiscardHandler))
+		must(t, err)
+		p := &proxy{f: f, ask: k.ask}
+		want := func(why, pod string, node tunnel.NodeName, status int, within time.Duration) {
+			t.Helper()
+			start := time.Now()
+			n, a := p.findPod(t.Context(), podRef{0, "ns", pod}, "caller")
+			got := 0
+			if a != nil {
+				got = a.status
+			}
+			if n != node || got != status {
+				t.Errorf("%s: %q, %d; want %q, %d", why, n, got, node, status)
+			}
+			if took := time.Since(start); took > within {
+				t.Errorf("%s: it took %v, want %v at most", why, took, within)
+			}
+		}
+		want("all answer", "one", "good", 0, 0)
+
+		k.have["evil"], k.silent["good"] = "ns/three", true
+		want("the silent one may be the owner", "three", "", 503, answerTimeout)
+		want("and is waited for less the next time", "three", "", 503, silentTimeout)
+		k.silent["good"] = false
+		want("it has answered: the pod is not its own", "three", "evil", 0, 0)
+
+		k.have["evil"], k.silent["good"] = "ns/one", true
+		time.Sleep(hintFor)
+		want("the owner is silent", "one", "", 503, answerTimeout)
+		k.silent["good"] = false
+		want("both claim it", "one", "", 409, 0)
+		k.have["evil"] = ""
+		want("one claims it", "one", "good", 0, 0)
+
+		k.silent["other"] = true
+		time.Sleep(hintFor)
+		want("found before, beside a silent node", "one", "good", 0, answerTimeout)
+		k.have["good"] = "ns/four"
+		want("new, beside a silent node", "four", "", 503, silentTimeout)
+		time.Sleep(silentFor)
+		want("new, beside a node that has been silent for long", "four", "good", 0, silentTimeout)
+		k.set(func(f *fakeTunnel) { f.nodes["other"] = false })
+		want("new, without it", "four", "good", 0, 0)
+	})
+}
+
+// bound is Kubernetes that knows where pods are.
+type bound struct {
+	mu    sync.Mutex // guards the following
+	nodes map[string]tunnel.NodeName
+	err   error
+}
+
+func (b *bound) NodeOf(_ context.Context, namespace, name string) (tunnel.NodeName, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.nodes[namespace+"/"+name], b.err
+}
+
+// Where Kubernetes can be asked, no kubelet is, and no name that a caller uses for
+// kube-apiserver leads to a node of that name.
+func TestPodByKubernetes(t *testing.T) {
+	b := &bound{nodes: map[string]tunnel.NodeName{"ns/two": "edge2", "ns/away": "edge9"}}
+	r, k1, k2 := podRig(t, func(_ *rig, c *Config) { c.Mode, c.Pods = Terminate, b })
+	r.addKubelet("evil", http.HandlerFunc(thief))
+	if n := execs(t, r, 20, 200, "edge2"); n > 0 {
+		t.Errorf("%d of 20 execs have gone to the thief", n)
+	}
+	for _, test := range []struct {
+		sni, host, path string
+		status          int
+		want            string
+	}{
+		{"127.0.0.1", "evil", "/exec/ns/two/c", 200, "edge2"}, // kube-apiserver may have that name
+		{"away", "evil", "/exec/ns/two/c", 200, "edge2"},
+		{"edge2", "10.77.0.1", "/exec/ns/two/c", 200, "edge2"}, // kube-apiserver says it
+		{"127.0.0.1", "edge1", "/pods", 200, "edge1"},          // of no pod
+		{"127.0.0.1", "10.77.0.1", "/exec/ns/none/c", 502, "Kubernetes has no pod ns/none"},
+		{"127.0.0.1", "10.77.0.1", "/exec/ns/away/c", 502, "node edge9, which has pod ns/away, is not connected"},
+	} {
+		cfg := r.caller(test.sni)
+		cfg.InsecureSkipVerify = true // the door's certificate is for edge1
+		res, body := ask(t, r.client(cfg, false), test.host, test.path)
+		if res.StatusCode != test.status || !strings.Contains(body, test.want) {
+			t.Errorf("SNI %s, Host %s, %s: %d %q, want %d %q", test.sni, test.host, test.path, res.StatusCode, body, test.status, test.want)
+		}
+	}
+	if n := k1.probes.Load() + k2.probes.Load(); n != 0 {
+		t.Errorf("%d kubelets were asked", n)
+	}
+	b.mu.Lock()
+	b.err = errors.New("no answer from the API server")
+	b.mu.Unlock()
+	execs(t, r, 1, 503, "no answer from the API server")
+}

@@ -1,0 +1,334 @@
+package hostile
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"maps"
+	"net"
+	"net/http"
+	"net/http/httptest"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"tunnel/pkg/auth"
+	"tunnel/pkg/stream"
+	"tunnel/pkg/tunnel"
+	"tunnel/test/rig"
+)
+
+// A thief is an edge with a good token that claims what belongs to others: their pods,
+// their addresses, their share of what any node may serve. The cloud is the real program.
+// Edges are the test's own, so that a stolen one dials what it likes.
+
+// thefts is how often each theft is tried.
+const thefts = 20
+
+// claims is a cloud, an honest edge (rig.Node) and a thief.
+type claims struct {
+	*rig.Pair
+	t     *testing.T
+	cloud *rig.Process
+	stole func() int // how many conns the thief was given since the last call
+}
+
+const thief = "thief"
+
+// newClaims starts a cloud with more lines of configuration. kube is its Kubernetes, if it
+// is to have one. The honest node serves its own name to who asks, over TCP, and is a
+// kubelet that has the pod default/payroll.
+func newClaims(t *testing.T, kube *apiServer, lines string) *claims {
+	t.Helper()
+	if kube != nil {
+		t.Setenv("KUBECONFIG", kube.config)
+	}
+	ca, err := rig.NewCA()
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &claims{t: t}
+	c.Pair, err = rig.NewPair(rig.Config{
+		Binary: program, Dir: t.TempDir(), CA: ca, Others: []string{thief},
+		TCP: map[string]string{}, HTTPS: "127.0.0.1:10250", Cloud: lines,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.cloud, err = c.StartCloud(); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		alive := c.cloud.Alive()
+		c.cloud.Kill()
+		if log := c.CloudLog.String(); !alive || t.Failed() || strings.Contains(log, "panic") {
+			t.Errorf("log of the cloud:\n%s", log)
+		}
+	})
+	c.edge(rig.Node, has("/portForward/default/payroll"))
+	stolen := c.edge(thief, func(string) bool { return true })
+	seen := 0
+	c.stole = func() int {
+		before := seen
+		seen = stolen()
+		return seen - before
+	}
+	eventually(t, "the cloud is ready and has both edges", func() error {
+		if err := rig.Ready(c.CloudHealth()); err != nil {
+			return err
+		}
+		if n := c.metric("tunnel_sessions"); n != 2 {
+			return fmt.Errorf("%v sessions", n)
+		}
+		return nil
+	})
+	return c
+}
+
+func (c *claims) metric(name string) float64 {
+	c.t.Helper()
+	values, err := rig.Metrics(c.CloudHealth())
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return values[name]
+}
+
+func has(paths ...string) func(string) bool {
+	return func(path string) bool { return slices.Contains(paths, path) }
+}
+
+// edge joins a node. Its kubelet has the pods whose paths say so, and serves the rest.
+// serves returns how many requests and TCP connections the node has served, those about
+// pods that it has not started apart.
+func (c *claims) edge(node string, pods func(path string) bool) (serves func() int) {
+	c.t.Helper()
+	var mu sync.Mutex // guards the following
+	served := 0
+	count := func() {
+		mu.Lock()
+		defer mu.Unlock()
+		served++
+	}
+	kubelet := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if strings.HasPrefix(r.URL.Path, "/portForward/") && r.Header.Get("Upgrade") == "" {
+			if pods(r.URL.Path) {
+				http.Error(w, "Upgrade request required", http.StatusBadRequest)
+				return
+			}
+			http.Error(w, "pod does not exist", http.StatusNotFound)
+			return
+		}
+		count()
+		io.WriteString(w, node)
+	}))
+	cert, key, err := c.CA().Issue(auth.Leaf{CommonName: "system:node:" + node, DNSNames: []string{node}, Server: true})
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	pair, err := tls.X509KeyPair(cert, key)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	kubelet.TLS = &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}}
+	kubelet.Config.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, 0)
+	kubelet.StartTLS()
+	c.t.Cleanup(kubelet.Close)
+	plain := serve(c.t, func(conn net.Conn) {
+		count()
+		io.WriteString(conn, node+"\n")
+		io.Copy(io.Discard, conn)
+	})
+
+	ca, err := os.ReadFile(c.Path("ca.crt"))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	client, err := stream.NewClient(stream.ClientConfig{
+		Address: c.GRPC(), Node: tunnel.NodeName(node), Software: "test", Log: slog.New(slog.DiscardHandler), Grace: time.Millisecond,
+		TLS:   func() *tls.Config { return rig.EdgeTLS(ca) },
+		Token: func() (auth.Secret, error) { return c.Token(node), nil },
+	}, opener{"https", kubelet.Listener.Addr().String()}, opener{"tcp", plain}, opener{"egress", plain})
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		client.Run(ctx)
+	}()
+	c.t.Cleanup(func() {
+		cancel()
+		<-done
+	})
+	return func() int {
+		mu.Lock()
+		defer mu.Unlock()
+		return served
+	}
+}
+
+// opener is a module of an edge. Whatever it is asked to dial, it dials addr.
+type opener struct{ category, addr string }
+
+func (o opener) Name() string { return o.category }
+
+func (o opener) Routes() map[string]tunnel.Handler {
+	return map[string]tunnel.Handler{
+		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
+			return from.Serve(m, func(ctx context.Context, _ tunnel.Request) (net.Conn, error) {
+				return new(net.Dialer).DialContext(ctx, "tcp", o.addr)
+			})
+		},
+	}
+}
+
+func (opener) Run(ctx context.Context) error {
+	<-ctx.Done()
+	return nil
+}
+
+// ask sends a request to the HTTPS front door as a caller of some name, without SNI.
+func (c *claims) ask(caller, host, path string) (status int, body string) {
+	c.t.Helper()
+	cert, key, err := c.CA().Issue(auth.Leaf{CommonName: caller, Client: true})
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	pair, err := tls.X509KeyPair(cert, key)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	roots := x509.NewCertPool()
+	roots.AppendCertsFromPEM(c.CA().CertPEM())
+	transport := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: roots, Certificates: []tls.Certificate{pair}}}
+	defer transport.CloseIdleConnections()
+	req, err := http.NewRequest(http.MethodGet, "https://"+c.HTTPSDoor()+path, nil)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	req.Host = host
+	res, err := transport.RoundTrip(req)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	defer res.Body.Close()
+	b, err := io.ReadAll(res.Body)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	return res.StatusCode, string(b)
+}
+
+// tally counts answers.
+type tally map[string]int
+
+// want fails unless the thief has got nothing and all thefts have had one answer.
+func (c *claims) want(got tally, answer string) {
+	c.t.Helper()
+	if n := c.stole(); n != 0 {
+		c.t.Errorf("the thief got %d of %d", n, thefts)
+	}
+	if !maps.Equal(got, tally{answer: thefts}) {
+		c.t.Errorf("answers %v, want %d times %q", got, thefts, answer)
+	}
+}
+
+const apiserver = "kube-apiserver-kubelet-client"
+
+// TestHostileClaims is a thief that claims what others have.
+func TestHostileClaims(t *testing.T) {
+	t.Run("a pod, beside kubelets", func(t *testing.T) {
+		c := newClaims(t, nil, "")
+		got := make(tally)
+		for range thefts {
+			status, _ := c.ask(apiserver, "10.0.0.1:6443", "/exec/default/payroll/app?command=sh")
+			got[fmt.Sprint(status)]++
+		}
+		c.want(got, "409")
+		if n := c.metric("tunnel_contested_pods_total"); n != thefts {
+			t.Errorf("%v contested pods are counted", n)
+		}
+	})
+	t.Run("a pod, beside Kubernetes", func(t *testing.T) {
+		k := newAPIServer(t)
+		k.pods["default/payroll"] = rig.Node
+		c := newClaims(t, k, "[mode.cloud.join]\nanynode = true\n[mode.cloud.egress]\ngrpc = [\"unix://"+filepath.Join(t.TempDir(), "s")+"\"]\nkubernetes = true\n")
+		got := make(tally)
+		for range thefts {
+			_, body := c.ask(apiserver, thief, "/exec/default/payroll/app?command=sh") // as if kube-apiserver had that name
+			got[body]++
+		}
+		c.want(got, rig.Node)
+	})
+}
+
+// apiServer is as much of a Kubernetes API server as the cloud asks.
+type apiServer struct {
+	config string            // kubeconfig file
+	pods   map[string]string // namespace/name → node; set before it is asked
+	nodes  []any             // likewise
+}
+
+func newAPIServer(t *testing.T) *apiServer {
+	t.Helper()
+	k := &apiServer{pods: make(map[string]string)}
+	done := make(chan struct{})
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		answer := func(status int, v any) {
+			w.Header().Set("Content-Type", "application/json")
+			w.WriteHeader(status)
+			json.NewEncoder(w).Encode(v)
+		}
+		list := func(kind, version string, items []any) {
+			answer(http.StatusOK, map[string]any{"kind": kind, "apiVersion": version, "metadata": map[string]any{"resourceVersion": "1"}, "items": items})
+		}
+		refuse := func(status int, reason string) {
+			answer(status, map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": status})
+		}
+		path, ofPod := strings.CutPrefix(r.URL.Path, "/api/v1/namespaces/")
+		q := r.URL.Query()
+		switch {
+		case q.Get("sendInitialEvents") != "":
+			refuse(http.StatusUnprocessableEntity, "Invalid")
+		case q.Get("watch") != "":
+			w.WriteHeader(http.StatusOK)
+			http.NewResponseController(w).Flush()
+			select {
+			case <-r.Context().Done():
+			case <-done:
+			}
+		case r.URL.Path == "/api/v1/nodes":
+			list("NodeList", "v1", k.nodes)
+		case ofPod:
+			node, ok := k.pods[strings.Replace(path, "/pods/", "/", 1)]
+			if !ok {
+				refuse(http.StatusNotFound, "NotFound")
+				return
+			}
+			answer(http.StatusOK, map[string]any{"kind": "Pod", "apiVersion": "v1", "spec": map[string]any{"nodeName": node}})
+		default:
+			refuse(http.StatusNotFound, "NotFound")
+		}
+	}))
+	t.Cleanup(func() {
+		close(done)
+		server.Close()
+	})
+	k.config = filepath.Join(t.TempDir(), "kubeconfig")
+	config := `{"apiVersion": "v1", "kind": "Config", "current-context": "c", "contexts": [{"name": "c", "context": {"cluster": "c"}}],
+		"clusters": [{"name": "c", "cluster": {"server": "` + server.URL + `"}}]}`
+	if err := os.WriteFile(k.config, []byte(config), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return k
+}
