@@ -78,8 +78,15 @@ type HTTPS struct {
 	Cert, Key   string   // files
 	ClientCA    string   // file
 	ClientNames []string // common names of callers; empty is kube-apiserver-kubelet-client
+	Callers     []Caller // callers that may do some things only
 	Kubernetes  bool     // Kubernetes is asked which node has a pod, even if nothing else here needs Kubernetes
 	Kubelet     Kubelet
+}
+
+// Caller is a caller that may not do everything.
+type Caller struct {
+	Name string // common name
+	May  []auth.Class
 }
 
 // Kubelet is how the cloud presents itself to a kubelet on behalf of a caller. With
@@ -148,6 +155,7 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 			Cert:      path(h.Cert), Key: path(h.Key),
 			ClientCA:    path(h.ClientCA),
 			ClientNames: r.clientNames(h.ClientNames),
+			Callers:     r.callers(h.Callers, h.ClientNames),
 			Kubernetes:  h.Kubernetes,
 			Kubelet:     Kubelet{Cert: path(h.Kubelet.Cert), Key: path(h.Kubelet.Key), CA: path(h.Kubelet.CA), Insecure: h.Kubelet.Insecure},
 		},
@@ -188,6 +196,38 @@ func (r *report) clientNames(names []string) []string {
 		r.add(httpsTable+"clientnames", "the list is empty or holds an empty name: name who may call, or remove it for the default, [%q]", defaultClientName)
 	}
 	return names
+}
+
+// callers reads the list of callers that may do some things only.
+func (r *report) callers(lines []callerKeys, names []string) []Caller {
+	const key = httpsTable + "callers"
+	if len(names) == 0 {
+		names = []string{defaultClientName}
+	}
+	var all []Caller
+	for _, l := range lines {
+		switch {
+		case l.Name == "":
+			r.add(key, `a caller has no name: write {name = "metrics-server", may = ["metrics"]}, with the common name of its certificate`)
+			continue
+		case slices.Contains(names, l.Name):
+			r.add(key, "%q is in clientnames, and may do everything: remove it here or there (clientnames is [%q] where it is not written)", l.Name, defaultClientName)
+		case slices.ContainsFunc(all, func(c Caller) bool { return c.Name == l.Name }):
+			r.add(key, "%q is there twice: write one line with all that it may do", l.Name)
+		}
+		if len(l.May) == 0 {
+			r.add(key, "%q may do nothing: write may = [...] with some of %q", l.Name, auth.Classes())
+		}
+		c := Caller{Name: l.Name}
+		for _, class := range l.May {
+			if !slices.Contains(auth.Classes(), auth.Class(class)) {
+				r.add(key, "%q may do %q, which is not known: write some of %q", l.Name, class, auth.Classes())
+			}
+			c.May = append(c.May, auth.Class(class))
+		}
+		all = append(all, c)
+	}
+	return all
 }
 
 // sources reads a list of networks.
@@ -317,8 +357,8 @@ func (h HTTPS) checkTLS(r *report) {
 	switch {
 	case h.TLS == TLSTerminate && h.ClientCA == "":
 		r.add(t+"clientca", `tls = "terminate" needs it, or anybody could call the kubelets: write the CA that signs the callers' certificates`)
-	case h.TLS == TLSPassthrough && (h.ClientCA != "" || len(h.ClientNames) > 0):
-		r.warn(t+"tls", `with "passthrough" callers are verified by the kubelet alone: clientca and clientnames do not count`)
+	case h.TLS == TLSPassthrough && (h.ClientCA != "" || len(h.ClientNames)+len(h.Callers) > 0):
+		r.warn(t+"tls", `with "passthrough" callers are verified by the kubelet alone: clientca, clientnames and callers do not count`)
 	case h.Kubernetes && !h.Terminates():
 		r.warn(t+"kubernetes", "not used: no connection is terminated without clientca, and a connection that is passed through names its node")
 	case h.TLS == TLSAuto && h.ClientCA == "" && h.Cert != "":

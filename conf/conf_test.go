@@ -393,3 +393,43 @@ func same(t *testing.T, got, want []string) {
 		t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
 	}
 }
+
+// Callers that may do some things only: every mistake is said, with what there is.
+func TestCallers(t *testing.T) {
+	for _, c := range []struct {
+		lines string
+		want  []string
+	}{
+		{`callers = [{name = "metrics-server", may = ["metrics"]}, {name = "b", may = ["logs", "all"]}]`, nil},
+		{"[[mode.cloud.https.callers]]\nname = \"metrics-server\"\nmay = [\"metrics\"]", nil},
+		{`callers = []`, nil},
+		{`callers = [{name = "a", may = ["metric"]}]`, []string{`"a" may do "metric", which is not known: write some of ["metrics" "health" "pods" "logs" "exec" "all"]`}},
+		{`callers = [{name = "a", may = []}]`, []string{`"a" may do nothing`}},
+		{`callers = [{name = "a"}]`, []string{`"a" may do nothing`}},
+		{`callers = [{may = ["metrics"]}]`, []string{`a caller has no name`}},
+		{`callers = [{name = "a", may = ["logs"]}, {name = "a", may = ["metrics"]}]`, []string{`"a" is there twice`}},
+		{`callers = [{name = "kube-apiserver-kubelet-client", may = ["logs"]}]`, []string{`"kube-apiserver-kubelet-client" is in clientnames`}},
+		{"clientnames = [\"a\"]\ncallers = [{name = \"a\", may = [\"logs\"]}, {name = \"kube-apiserver-kubelet-client\", may = [\"logs\"]}]", []string{`"a" is in clientnames`}},
+		{`callers = [{name = "a", can = ["logs"]}]`, []string{`unknown key`, `"a" may do nothing`}},
+		{`callers = [{name = "a", may = "logs"}]`, []string{`expected an array of strings, found a string`, `"a" may do nothing`}},
+		{`callers = ["a"]`, []string{`expected an array of tables, found an array of strings: write every element in braces`}},
+		{`callers = "a"`, []string{`expected an array of tables, found a string`}},
+	} {
+		r := newReport(&source{file: "cloud.toml"})
+		table := decode([]byte("[mode.cloud.https]\n"+c.lines+"\n"), r)
+		newCloud(table.Mode.Cloud, Env{}, r)
+		var got []string
+		if err := r.err(); err != nil {
+			got = strings.Split(err.Error(), "\n")
+		}
+		if len(got) != len(c.want) {
+			t.Errorf("%s:\n%q, want %q", c.lines, got, c.want)
+			continue
+		}
+		for i, want := range c.want {
+			if !strings.Contains(got[i], want) {
+				t.Errorf("%s:\n%q, want %q in it", c.lines, got[i], want)
+			}
+		}
+	}
+}

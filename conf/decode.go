@@ -133,6 +133,10 @@ func (d *decoder) value(key toml.Key, p toml.Primitive, v reflect.Value) {
 			v.SetBool(b)
 		}
 	case reflect.Slice:
+		if v.Type().Elem().Kind() == reflect.Struct {
+			ok = d.tables(key, p, v)
+			break
+		}
 		var list []string
 		if list, ok = stringList(raw); ok {
 			v.Set(reflect.ValueOf(list))
@@ -144,6 +148,24 @@ func (d *decoder) value(key toml.Key, p toml.Primitive, v reflect.Value) {
 		d.r.add(key.String(), "expected %s, found %s%s", kindWord(v), found(raw), hint(v, raw))
 		d.r.mute(key.String())
 	}
+}
+
+// tables sets v, a slice of structs, from an array of tables. It reports whether p is one.
+func (d *decoder) tables(key toml.Key, p toml.Primitive, v reflect.Value) bool {
+	var elems []toml.Primitive
+	if d.md.PrimitiveDecode(p, &elems) != nil {
+		return false
+	}
+	for _, e := range elems {
+		if _, ok := d.raw(e).(map[string]any); !ok {
+			return false
+		}
+	}
+	v.Set(reflect.MakeSlice(v.Type(), len(elems), len(elems)))
+	for i, e := range elems {
+		d.table(key, d.children(e), v.Index(i))
+	}
+	return true
 }
 
 // lines fills a map whose keys the operator chooses.
@@ -352,6 +374,9 @@ func kindWord(v reflect.Value) string {
 	case reflect.Bool:
 		return "true or false"
 	case reflect.Slice:
+		if v.Type().Elem().Kind() == reflect.Struct {
+			return "an array of tables"
+		}
 		return "an array of strings"
 	default:
 		return "a table"
@@ -392,6 +417,8 @@ func hint(v reflect.Value, raw any) string {
 	_, isTable := raw.(map[string]any)
 	_, isTables := raw.([]map[string]any)
 	switch k := v.Kind(); {
+	case k == reflect.Slice && v.Type().Elem().Kind() == reflect.Struct:
+		return ": write every element in braces, [{…}]"
 	case (k == reflect.Int || k == reflect.Bool) && isString:
 		return ": write it without quotes"
 	case k == reflect.String && !isArray && !isTable && !isTables:

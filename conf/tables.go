@@ -38,6 +38,7 @@ type cloudTable struct {
 		ClientCA    string            `toml:"clientca"`
 		ClientNames []string          `toml:"clientnames"`
 		Listen      string            `toml:"listen"`
+		Callers     []callerKeys      `toml:"callers"`
 		AllowFrom   []string          `toml:"allowfrom"`
 		Kubernetes  bool              `toml:"kubernetes"`
 		Addr        map[string]string `toml:"addr"`
@@ -56,6 +57,11 @@ type cloudTable struct {
 	Admin    struct {
 		Socket string `toml:"socket"`
 	} `toml:"admin"`
+}
+
+type callerKeys struct {
+	Name string   `toml:"name"`
+	May  []string `toml:"may"`
 }
 
 type dnsKeys struct {

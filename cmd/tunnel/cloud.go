@@ -225,6 +225,9 @@ func httpsConfig(c conf.HTTPS, files *reload.Files) (https.Config, error) {
 		ClientNames: c.ClientNames, AllowFrom: c.AllowFrom,
 		Kubelet: https.Kubelet{Insecure: c.Kubelet.Insecure},
 	}
+	for _, caller := range c.Callers {
+		cfg.Callers = append(cfg.Callers, https.Caller(caller))
+	}
 	if c.Cert != "" {
 		pair, err := files.Pair("mode.cloud.https", c.Cert, c.Key)
 		if err != nil {

@@ -119,8 +119,12 @@ func checkTrust(c *conf.Cloud) (warnings []string, err error) {
 	if err = checkPeersTrust(c, nodes); err != nil {
 		return nil, err
 	}
+	httpsNames := slices.Clone(c.HTTPS.ClientNames)
+	for _, caller := range c.HTTPS.Callers {
+		httpsNames = append(httpsNames, caller.Name)
+	}
 	for _, door := range []callers{
-		{c.HTTPS.Terminates(), "mode.cloud.https", c.HTTPS.ClientCA, c.HTTPS.ClientNames, "every kubelet"},
+		{c.HTTPS.Terminates(), "mode.cloud.https", c.HTTPS.ClientCA, httpsNames, "every kubelet"},
 		{c.Egress.UsesTLS(), "mode.cloud.egress", c.Egress.ClientCA, c.Egress.ClientNames, "every node"},
 	} {
 		warning, err := door.checkTrust(c, nodes)
@@ -164,7 +168,7 @@ func (d callers) checkTrust(c *conf.Cloud, nodes []*x509.Certificate) (warning s
 		return "", err
 	}
 	if i := slices.IndexFunc(d.clientNames, func(n string) bool { return strings.HasPrefix(n, nodePrefix) }); i >= 0 {
-		return "", fmt.Errorf("%s: clientnames: %q is the name of a node, and its certificate comes from clientca: a node could call %s; remove the name", d.table, d.clientNames[i], d.reach)
+		return "", fmt.Errorf("%s: clientnames, callers: %q is the name of a node, and its certificate comes from clientca: a node could call %s; remove the name", d.table, d.clientNames[i], d.reach)
 	}
 	if c.Join.Kubernetes { // the cluster's CA signs for kube-apiserver too, by another signer
 		return "", nil

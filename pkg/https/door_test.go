@@ -214,7 +214,7 @@ func TestCallers(t *testing.T) {
 	}
 	for _, name := range []string{"", "Alice", "alice ", "kube-apiserver-kubelet-client", "system:node:edge1"} {
 		res, body := get(t, as(r.clientCA.issue(name)), "https://edge1/")
-		wantStatus(t, res, body, 403, "clientnames")
+		wantStatus(t, res, body, 403, "callers")
 	}
 	for name, cert := range map[string]*tls.Certificate{
 		"none":       nil,
@@ -227,7 +227,7 @@ func TestCallers(t *testing.T) {
 		}
 	}
 	eventually(t, "the log says why", func() bool {
-		return strings.Contains(r.logs.String(), "didn't provide a certificate") && strings.Contains(r.logs.String(), "not in clientnames")
+		return strings.Contains(r.logs.String(), "didn't provide a certificate") && strings.Contains(r.logs.String(), "see callers")
 	})
 	if n := len(r.tunnel.requests()); n != 2 {
 		t.Errorf("%d conns were dialled", n)

@@ -96,7 +96,8 @@ type Config struct {
 	// are asked for every new connection; those that are open have been let in.
 	Certificate func() *tls.Certificate
 	ClientCA    func() *x509.CertPool
-	ClientNames []string // common names that may call, compared exactly; empty: DefaultClientName
+	ClientNames []string // common names that may send any request, compared exactly; empty: DefaultClientName
+	Callers     []Caller // others that may call
 	Kubelet     Kubelet
 
 	// AllowFrom says who may connect; nil: anyone. Who is in it may also have more than

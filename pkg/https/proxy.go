@@ -186,9 +186,15 @@ func (p *proxy) route(w http.ResponseWriter, r *http.Request, c *clientConn, bod
 	astray := p.f.cfg.Mode == Auto && err == nil
 	// TLS has verified the certificate; whom it names is up to us.
 	h.caller = callerOf(*r.TLS)
-	if !p.f.mayCall(h.caller) {
+	may, class := p.f.may(h.caller), classOf(r.URL)
+	switch {
+	case len(may) == 0:
 		body.last = true
 		return refuse(p.stranger(r, c, sni, h.caller, astray))
+	case !permits(may, class):
+		p.f.warn(denyClass, "https request denied", "frontend", c.LocalAddr().String(),
+			"err", fmt.Sprintf("%s: %q may send %v, and the path needs the class %s: see callers in [mode.cloud.https]", r.RemoteAddr, h.caller, may, class))
+		return refuse(answerf(http.StatusForbidden, tunnel.Denied, "this caller may send %v, and this path needs the class %s (callers in [mode.cloud.https])", may, class))
 	}
 	node, a := p.whichNode(r, c, h.caller)
 	// Its next one passes through: now if the node is back, else when it is. Requests in
@@ -210,10 +216,10 @@ func (p *proxy) route(w http.ResponseWriter, r *http.Request, c *clientConn, bod
 	return h, true
 }
 
-// stranger answers a caller whose certificate is of clientca, but not in clientnames.
+// stranger answers a caller whose certificate is of clientca, but whose name may not call.
 // Such callers are not only intruders: metrics-server's certificate is for kubelets,
 // and its connections, which name a node by SNI, pass through while that node is
-// connected. While it is not, they come here, and to speak of clientnames would send
+// connected. While it is not, they come here, and to speak of callers would send
 // the operator to the wrong place. So one is told whether the node that it named itself
 // is connected, which every ClientHello finds out, and nothing else: no node is looked
 // for, and nothing is dialled.
@@ -224,16 +230,16 @@ func (p *proxy) stranger(r *http.Request, c *clientConn, sni tunnel.NodeName, ca
 	switch {
 	case astray && c.refused != nil:
 		code := tunnel.CodeOf(c.refused)
-		warn(fmt.Sprintf("its connection could not be passed through to node %s, and %q is not in clientnames of [mode.cloud.https]: %v", sni, caller, c.refused))
+		warn(fmt.Sprintf("its connection could not be passed through to node %s, and %q is not in callers of [mode.cloud.https]: %v", sni, caller, c.refused))
 		return answerf(statusOf(code), code, "node %s cannot be reached: %v", sni, code)
 	case astray && p.f.nodes.Holds(sni):
 		return answerf(http.StatusServiceUnavailable, 0, "node %s was not connected when this connection came, and is now: open another", sni)
 	case astray:
-		warn(fmt.Sprintf("node %s, which its SNI names, is not connected, so it was not passed through; and %q is not in clientnames of [mode.cloud.https]", sni, caller))
+		warn(fmt.Sprintf("node %s, which its SNI names, is not connected, so it was not passed through; and %q is not in callers of [mode.cloud.https]", sni, caller))
 		return p.noSuchNode("node %s is not connected", sni)
 	default:
-		warn(fmt.Sprintf("%q is not in clientnames of [mode.cloud.https]", caller))
-		return answerf(http.StatusForbidden, tunnel.Denied, "the client certificate's common name %q may not call this port: add it to clientnames in [mode.cloud.https]", caller)
+		warn(fmt.Sprintf("%q may not call, and the path needs the class %s: see callers in [mode.cloud.https]", caller, classOf(r.URL)))
+		return answerf(http.StatusForbidden, tunnel.Denied, "the client certificate's common name %q may not call this port; this path needs the class %s (callers in [mode.cloud.https])", caller, classOf(r.URL))
 	}
 }
 

@@ -56,6 +56,7 @@ const (
 	denySNI
 	denyHandshake
 	denyClientName
+	denyClass
 	denyProbe
 	denyPods
 	denyContested

@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"slices"
 	"sync"
 	"time"
 
@@ -59,7 +58,7 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 		c.part() // the alert that says why must arrive
 		return
 	}
-	known := f.mayCall(callerOf(tc.ConnectionState()))
+	known := len(f.may(callerOf(tc.ConnectionState()))) > 0
 	if known {
 		release()
 	}
@@ -90,9 +89,6 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 
 // callerOf returns the name in a client certificate that TLS has verified.
 func callerOf(s tls.ConnectionState) string { return s.PeerCertificates[0].Subject.CommonName }
-
-// mayCall reports whether a verified certificate of that name may call.
-func (f *FrontDoor) mayCall(name string) bool { return slices.Contains(f.cfg.clientNames(), name) }
 
 // web is the HTTP server behind the connections that we terminate.
 type web struct {

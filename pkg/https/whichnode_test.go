@@ -249,13 +249,13 @@ func TestPodDenied(t *testing.T) {
 	}
 }
 
-// Nobody without a name in clientnames makes us ask kubelets.
+// Nobody who may not call makes us ask kubelets.
 func TestPodStranger(t *testing.T) {
 	r, k1, k2 := podRig(t, nil)
 	cfg := r.caller("127.0.0.1")
 	cfg.Certificates = []tls.Certificate{*r.clientCA.issue("mallory")}
 	res, body := ask(t, r.client(cfg, false), "10.77.0.1", "/portForward/ns/two")
-	wantStatus(t, res, body, 403, "clientnames")
+	wantStatus(t, res, body, 403, "callers")
 	if n := k1.probes.Load() + k2.probes.Load() + int64(len(r.tunnel.requests())); n != 0 {
 		t.Errorf("%d things were asked for a stranger", n)
 	}
@@ -380,7 +380,7 @@ func TestAwayBeforeClientNames(t *testing.T) {
 		}
 	}
 	res, body := ask(t, as("127.0.0.1"), "edge1", "/")
-	wantStatus(t, res, body, 403, "clientnames")
+	wantStatus(t, res, body, 403, "callers")
 	if log := r.logs.String(); !strings.Contains(log, "node edge1, which its SNI names, is not connected") {
 		t.Error("the log does not say why")
 	}
@@ -409,5 +409,5 @@ func TestAwayBeforeClientNames(t *testing.T) {
 	r = newRig(t, nil, func(_ *rig, c *Config) { c.Mode = Terminate }).start()
 	r.hold("edge1", false)
 	res, body = ask(t, as("edge1"), "edge1", "/")
-	wantStatus(t, res, body, 403, "clientnames")
+	wantStatus(t, res, body, 403, "callers")
 }

@@ -392,7 +392,7 @@ func frontDoor(ctx context.Context, t *testing.T, tn *tunnel) {
 	}
 	for who, certificate := range map[string]string{
 		"without a certificate":                      "",
-		"the administrator, not in clientnames":      "admin",
+		"the administrator, who may not call":        "admin",
 		"kube-apiserver's name from another CA":      "tunnel-impostor",
 		"a kubelet, whose certificate is of this CA": "kubelet-edge2",
 	} {

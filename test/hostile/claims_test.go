@@ -270,6 +270,20 @@ func TestHostileClaims(t *testing.T) {
 		}
 		c.want(got, rig.Node)
 	})
+	t.Run("exec, by a caller of metrics", func(t *testing.T) {
+		c := newClaims(t, nil, "[[mode.cloud.https.callers]]\nname = \"metrics-server\"\nmay = [\"metrics\"]\n")
+		if status, body := c.ask("metrics-server", thief, "/metrics/resource"); status != http.StatusOK || body != thief {
+			t.Errorf("metrics: %d %q", status, body)
+		}
+		c.stole()
+		got := make(tally)
+		for i := range thefts {
+			path := []string{"/exec/default/payroll/app?command=sh", "/metrics/../exec/default/payroll/app", "/metrics%2f..%2fexec/default/payroll/app", "//exec/default/payroll/app"}[i%4]
+			status, _ := c.ask("metrics-server", thief, path) // GET, as a WebSocket's
+			got[fmt.Sprint(status)]++
+		}
+		c.want(got, "403")
+	})
 }
 
 // apiServer is as much of a Kubernetes API server as the cloud asks.
