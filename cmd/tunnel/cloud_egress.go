@@ -51,7 +51,13 @@ func (d *daemon) addEgress(c conf.Egress, limits conf.Limits, counters *tunnel.C
 		return nil, fmt.Errorf("mode.cloud.egress: %w", err)
 	}
 	d.add(door, door.Ready, slices.Concat(c.GRPC, c.HTTPConnect)...)
-	return []prometheus.Collector{door.Collector()}, nil
+	collectors := []prometheus.Collector{door.Collector()}
+	if k.reaches != nil {
+		collectors = append(collectors, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "tunnel_egress_contested_addresses", Help: "Addresses and pod networks of Nodes that do not count, because they belong to others or two Nodes claim them.",
+		}, func() float64 { return float64(k.reaches.Contested()) }))
+	}
+	return collectors, nil
 }
 
 // addAgents adds the door of stock konnectivity agents, if there is one. shown is our certificate.

@@ -117,11 +117,31 @@ func (c *chooser) candidates(t *table, s Strategy, host string) (connected, away
 	return connected, away
 }
 
+// claimants returns the nodes that claim an address, sorted, if there are two or more and each
+// should have addresses of its own: Nodes should. Nobody can tell which of them is right.
+func (c *chooser) claimants(t *table, host string) (nodes []tunnel.NodeName) {
+	if !c.whole {
+		return nil
+	}
+	if slices.Contains(c.strategies, DestHost) {
+		nodes = slices.Clone(t.host(host))
+	}
+	if len(nodes) == 0 && slices.Contains(c.strategies, CIDR) {
+		nodes = t.holders(host)
+	}
+	slices.Sort(nodes)
+	if nodes = slices.Compact(nodes); len(nodes) < 2 {
+		return nil
+	}
+	return nodes
+}
+
 // dial opens a conn to addr, host:port. The first strategy that finds a connected node
 // decides; what a node refuses because it cannot serve just now is asked of the next. Nobody
 // guesses while a node is connected that reaches the address: private addresses are there
 // more than once, and another node would dial somebody else's, or say what its own policy is.
-// Where every node is known, nobody guesses for one that is away, either.
+// Where every node is known, nobody guesses for one that is away, either; and what two nodes
+// claim is nobody's.
 func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, error) {
 	host, _, err := net.SplitHostPort(addr)
 	if err != nil {
@@ -130,6 +150,9 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 	t := c.table.Load()
 	if t == nil {
 		return nil, tunnel.Refusef(tunnel.NoSuchNode, "%v: the cluster's Nodes have not been read yet", errNoNode)
+	}
+	if nodes := c.claimants(t, host); nodes != nil {
+		return nil, tunnel.Refusef(tunnel.Denied, "nodes %s and %s both claim %s (status.addresses or podCIDRs of their Nodes), so nobody is asked: correct one of them, or dial the node by its name", nodes[0], nodes[1], host)
 	}
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()

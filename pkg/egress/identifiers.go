@@ -137,6 +137,21 @@ func canonical(host string) string {
 	return strings.ToLower(host)
 }
 
+// holders returns the nodes with any network that holds the address.
+func (t *table) holders(host string) (all []tunnel.NodeName) {
+	a, err := netip.ParseAddr(host)
+	if err != nil {
+		return nil
+	}
+	a = a.WithZone("").Unmap()
+	for _, bits := range t.lengths[family(a)] {
+		if p, err := a.Prefix(bits); err == nil {
+			all = append(all, t.networks[p]...)
+		}
+	}
+	return all
+}
+
 // network returns the nodes with the narrowest network that holds the address.
 func (t *table) network(host string) []tunnel.NodeName {
 	a, err := netip.ParseAddr(host)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"maps"
 	"net/netip"
 	"slices"
 	"sync"
@@ -18,34 +17,43 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Reach is what Kubernetes says a node reaches.
+// Reach is what a node reaches, by what its Node says and others do not contradict.
 type Reach struct {
-	Hosts    []string       // status.addresses: addresses and names of the node itself
-	PodCIDRs []netip.Prefix // spec.podCIDRs: its pods
+	Hosts    []string       // its name, and its own addresses
+	PodCIDRs []netip.Prefix // of its pods
 }
 
-// Reaches follows what the nodes reach. Whole Node objects are watched for it, which costs
+// Reaches follows what the nodes reach: what their Nodes say, and what counts of that
+// (claims.go). Whole Node objects are watched for it, which costs
 // an API server more than their names do: a kubelet writes its Node every five minutes.
 type Reaches struct {
 	// Set once.
 	client *Client
 	log    *slog.Logger
+	denied tunnel.Limiter
 
-	mu      sync.Mutex // guards the following
-	all     map[tunnel.NodeName]Reach
-	known   bool          // whether all has ever been complete; it stays so, since an old list is better than none
-	changed chan struct{} // closed at the next change; nil while nobody waits
-	err     error         // why all may be out of date
+	mu       sync.Mutex // guards the following
+	nodes    map[tunnel.NodeName]node
+	known    bool           // whether nodes has ever been complete; it stays so, since an old list is better than none
+	services []netip.Prefix // the networks of Services
+	asked    bool           // whether services has been read, or the cluster has none to read
+	settled  *settled       // what counts of nodes; nil: not looked at yet
+	changed  chan struct{}  // closed at the next change; nil while nobody waits
+	err      error          // why nodes may be out of date
+	errCIDRs error          // why services may be
 }
 
 // Reaches returns what all nodes reach; of those of the control plane, which may not join,
 // the nodes themselves without their pods. Nothing is known before Run.
 func (c *Client) Reaches(log *slog.Logger) *Reaches {
-	return &Reaches{client: c, log: log, all: make(map[tunnel.NodeName]Reach)}
+	return &Reaches{client: c, log: log, nodes: make(map[tunnel.NodeName]node)}
 }
 
-// Run follows the nodes until ctx is done.
+// Run follows the nodes and the networks of Services until ctx is done.
 func (r *Reaches) Run(ctx context.Context) error {
+	var services sync.WaitGroup
+	defer services.Wait()
+	services.Go(func() { r.followServices(ctx) })
 	r.client.followObjects(ctx, source{
 		list: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
 			list := new(nodeList)
@@ -67,22 +75,46 @@ func (c *Client) nodesRequest(o metav1.ListOptions) *rest.Request {
 func (r *Reaches) All() map[tunnel.NodeName]Reach {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return maps.Clone(r.all)
+	return r.settleLocked().reach
+}
+
+// Contested returns how many addresses of Nodes do not count, or count for nobody, because
+// they belong to others or two Nodes claim them.
+func (r *Reaches) Contested() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return len(r.settleLocked().contested)
+}
+
+// settleLocked looks at what has changed. The caller holds mu.
+func (r *Reaches) settleLocked() *settled {
+	if r.settled == nil {
+		r.settled = settle(r.nodes, r.services, r.client.address())
+		for _, c := range r.settled.contested {
+			if skipped, ok := r.denied.Allow(); ok {
+				r.log.Warn("an address that a Node claims does not count", "node", string(c.node), "target", c.address, "err", c.why, "skipped", skipped)
+			}
+		}
+	}
+	return r.settled
 }
 
 // Known reports whether the nodes have been read once.
 func (r *Reaches) Known() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.known
+	return r.knownLocked()
 }
+
+// knownLocked is Known. The caller holds mu.
+func (r *Reaches) knownLocked() bool { return r.known && r.asked }
 
 // Ready returns an error until the nodes have been read, or cannot be, which is Note's to
 // say: all but the egress front door does without them.
 func (r *Reaches) Ready() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if !r.known && r.err == nil {
+	if !r.knownLocked() && r.err == nil && r.errCIDRs == nil {
 		return errors.New("what the nodes reach has not been read yet")
 	}
 	return nil
@@ -104,6 +136,9 @@ func (r *Reaches) Note() string {
 	defer r.mu.Unlock()
 	if r.err != nil {
 		return "what the nodes reach cannot be read: " + Explain(r.err).Error()
+	}
+	if r.errCIDRs != nil {
+		return "the networks of Services cannot be read: " + Explain(r.errCIDRs).Error()
 	}
 	return ""
 }
@@ -131,10 +166,13 @@ type nodeObject struct {
 		PodCIDRs []string `json:"podCIDRs"`
 	} `json:"spec"`
 	Status struct {
-		Addresses []struct {
-			Address string `json:"address"`
-		} `json:"addresses"`
+		Addresses []nodeAddress `json:"addresses"`
 	} `json:"status"`
+}
+
+type nodeAddress struct {
+	Type    string `json:"type"`
+	Address string `json:"address"`
 }
 
 // nodeList is a list of them.
@@ -184,36 +222,36 @@ func (s *reachStore) Resync() error      { return nil }
 
 // Replace takes the whole list.
 func (s *reachStore) Replace(objects []any, _ string) error {
-	all := make(map[tunnel.NodeName]Reach, len(objects))
+	all := make(map[tunnel.NodeName]node, len(objects))
 	for _, o := range objects {
-		name, reach, err := reachOf(o)
+		name, n, err := nodeOf(o)
 		if err != nil {
 			return err
 		}
-		all[name] = reach
+		all[name] = n
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.all, s.known = all, true
+	s.nodes, s.known = all, true
 	s.noteLocked()
 	return nil
 }
 
 func (s *reachStore) set(o any, there bool) error {
-	name, reach, err := reachOf(o)
+	name, n, err := nodeOf(o)
 	if err != nil {
 		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	before, was := s.all[name]
-	if was == there && before.equal(reach) {
+	before, was := s.nodes[name]
+	if was == there && before.equal(n) {
 		return nil // a heartbeat
 	}
 	if there {
-		s.all[name] = reach
+		s.nodes[name] = n
 	} else {
-		delete(s.all, name)
+		delete(s.nodes, name)
 	}
 	s.noteLocked()
 	return nil
@@ -221,44 +259,9 @@ func (s *reachStore) set(o any, there bool) error {
 
 // noteLocked tells who waits. The caller holds mu.
 func (s *reachStore) noteLocked() {
-	if s.changed != nil {
+	s.settled = nil
+	if s.changed != nil && (*Reaches)(s).knownLocked() {
 		close(s.changed)
 		s.changed = nil
 	}
-}
-
-func (r Reach) equal(other Reach) bool {
-	return slices.Equal(r.Hosts, other.Hosts) && slices.Equal(r.PodCIDRs, other.PodCIDRs)
-}
-
-// reachOf reads a Node. What is no network in it is left out: it is not ours to complain.
-func reachOf(o any) (tunnel.NodeName, Reach, error) {
-	n, ok := o.(*nodeObject)
-	if !ok {
-		return "", Reach{}, errors.New("not a node")
-	}
-	name, err := tunnel.ParseNodeName(n.Name)
-	if err != nil {
-		return "", Reach{}, err
-	}
-	r := Reach{Hosts: []string{n.Name}}
-	for _, a := range n.Status.Addresses {
-		if !slices.Contains(r.Hosts, a.Address) {
-			r.Hosts = append(r.Hosts, a.Address)
-		}
-	}
-	if isControlPlane(n.Labels) {
-		return name, r, nil // its pods may be reached in another way: nobody may be asked for them here
-	}
-	for _, text := range n.Spec.PodCIDRs {
-		p, err := netip.ParsePrefix(text)
-		if err != nil {
-			continue
-		}
-		if a := p.Addr(); a.Is4In6() && p.Bits() >= 96 {
-			p = netip.PrefixFrom(a.Unmap(), p.Bits()-96)
-		}
-		r.PodCIDRs = append(r.PodCIDRs, p.Masked())
-	}
-	return name, r, nil
 }

@@ -1,6 +1,7 @@
 package hostile
 
 import (
+	"bufio"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -270,6 +271,39 @@ func TestHostileClaims(t *testing.T) {
 		}
 		c.want(got, rig.Node)
 	})
+	t.Run("addresses, by its Node", func(t *testing.T) {
+		k := newAPIServer(t)
+		k.services = []string{"10.96.0.0/12"}
+		k.nodes = []any{
+			k.node(rig.Node, "10.88.1.0/24", "10.0.0.1"),
+			k.node(thief, "10.88.2.0/24", "10.88.1.7", "10.96.0.10", "10.0.0.1", "192.168.7.1", rig.Node),
+			k.node("cp", "", "192.168.7.1"),
+		}
+		socket := filepath.Join(t.TempDir(), "s")
+		c := newClaims(t, k, "[mode.cloud.join]\nanynode = true\n[mode.cloud.egress]\nhttpconnect = [\"unix://"+socket+"\"]\nkubernetes = true\nstrategies = [\"destHost\", \"cidr\"]\n")
+		for what, want := range map[string]string{
+			"10.88.1.7:80":          rig.Node,              // a pod
+			"[::ffff:10.88.1.7]:80": rig.Node,              // likewise
+			rig.Node + ":10250":     rig.Node,              // the node by its name
+			"10.0.0.1:10250":        "both claim 10.0.0.1", // by its address
+			"192.168.7.1:6443":      "cp is not connected", // the control plane
+			"10.96.0.10:53":         "No agent available",  // a Service, which is nobody's
+		} {
+			got := make(tally)
+			for range thefts {
+				answer := dialEgress(t, socket, what)
+				if strings.Contains(answer, want) {
+					answer = want
+				}
+				got[answer]++
+			}
+			t.Log(what)
+			c.want(got, want)
+		}
+		if n := c.metric("tunnel_egress_contested_addresses"); n != 5 {
+			t.Errorf("%v contested addresses are counted, want 5", n)
+		}
+	})
 	t.Run("exec, by a caller of metrics", func(t *testing.T) {
 		c := newClaims(t, nil, "[[mode.cloud.https.callers]]\nname = \"metrics-server\"\nmay = [\"metrics\"]\n")
 		if status, body := c.ask("metrics-server", thief, "/metrics/resource"); status != http.StatusOK || body != thief {
@@ -286,11 +320,56 @@ func TestHostileClaims(t *testing.T) {
 	})
 }
 
+// dialEgress dials through the egress front door. It returns what the target says, or why there is none.
+func dialEgress(t *testing.T, socket, addr string) string {
+	t.Helper()
+	conn, err := net.Dial("unix", socket)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer conn.Close()
+	conn.SetDeadline(time.Now().Add(hangs))
+	fmt.Fprintf(conn, "CONNECT %s HTTP/1.1\r\nHost: %s\r\n\r\n", addr, addr)
+	r := bufio.NewReader(conn)
+	res, err := http.ReadResponse(r, &http.Request{Method: http.MethodConnect})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if res.StatusCode != http.StatusOK {
+		return res.Status
+	}
+	line, err := r.ReadString('\n')
+	if err != nil {
+		t.Fatal(err)
+	}
+	return strings.TrimSpace(line)
+}
+
 // apiServer is as much of a Kubernetes API server as the cloud asks.
 type apiServer struct {
-	config string            // kubeconfig file
-	pods   map[string]string // namespace/name → node; set before it is asked
-	nodes  []any             // likewise
+	config   string            // kubeconfig file
+	pods     map[string]string // namespace/name → node; set before it is asked
+	nodes    []any             // likewise
+	services []string          // likewise: networks of Services
+}
+
+// node is a Node with some addresses. One without pods is of the control plane.
+func (*apiServer) node(name, podCIDR string, addresses ...string) any {
+	metadata := map[string]any{"name": name, "resourceVersion": "1"}
+	spec := map[string]any{"podCIDRs": []string{podCIDR}}
+	if podCIDR == "" {
+		metadata["labels"] = map[string]string{"node-role.kubernetes.io/control-plane": ""}
+		spec = nil
+	}
+	all := []any{map[string]string{"type": "Hostname", "address": name}}
+	for _, a := range addresses {
+		typ := "InternalIP"
+		if a == rig.Node {
+			typ = "Hostname"
+		}
+		all = append(all, map[string]string{"type": typ, "address": a})
+	}
+	return map[string]any{"kind": "Node", "apiVersion": "v1", "metadata": metadata, "spec": spec, "status": map[string]any{"addresses": all}}
 }
 
 func newAPIServer(t *testing.T) *apiServer {
@@ -323,6 +402,8 @@ func newAPIServer(t *testing.T) *apiServer {
 			}
 		case r.URL.Path == "/api/v1/nodes":
 			list("NodeList", "v1", k.nodes)
+		case r.URL.Path == "/apis/networking.k8s.io/v1/servicecidrs":
+			list("ServiceCIDRList", "networking.k8s.io/v1", []any{map[string]any{"spec": map[string]any{"cidrs": k.services}}})
 		case ofPod:
 			node, ok := k.pods[strings.Replace(path, "/pods/", "/", 1)]
 			if !ok {

@@ -1,0 +1,137 @@
+package kube
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"net/netip"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	"tunnel/pkg/tunnel"
+)
+
+func prefixes(all ...string) (ps []netip.Prefix) {
+	for _, p := range all {
+		ps = append(ps, netip.MustParsePrefix(p))
+	}
+	return ps
+}
+
+// says is a Node: type=address.
+func says(cidr string, addresses ...string) node {
+	n := node{}
+	if cidr != "" {
+		n.podCIDRs = prefixes(cidr)
+	}
+	for _, a := range addresses {
+		typ, address, _ := strings.Cut(a, "=")
+		n.addresses = append(n.addresses, nodeAddress{typ, address})
+	}
+	return n
+}
+
+// What a stolen node writes into its own status does not lead others' traffic to it.
+func TestClaims(t *testing.T) {
+	good := says("10.88.1.0/24", "InternalIP=10.0.0.1", "Hostname=good")
+	cp := says("10.88.9.0/24", "InternalIP=192.168.7.1", "Hostname=cp")
+	cp.controlPlane = true
+	services, api := prefixes("10.96.0.0/12", "fd00:96::/112"), netip.MustParseAddr("192.168.7.9")
+	for _, c := range []struct {
+		what string
+		evil node
+		want Reach  // of evil
+		why  string // the first that does not count; "": all do
+	}{
+		{"itself", says("10.88.2.0/24", "InternalIP=10.0.0.2", "ExternalIP=203.0.113.2", "Hostname=evil", "InternalDNS=evil.internal"),
+			Reach{[]string{"evil", "10.0.0.2", "203.0.113.2"}, prefixes("10.88.2.0/24")}, ""},
+		{"an address of its own pods' network", says("10.88.2.0/24", "InternalIP=10.88.2.1"), Reach{[]string{"evil", "10.88.2.1"}, prefixes("10.88.2.0/24")}, ""},
+		{"a pod of another", says("", "InternalIP=10.88.1.7"), Reach{Hosts: []string{"evil"}}, "evil 10.88.1.7 it is in the network of the pods of good"},
+		{"the same, mapped", says("", "InternalIP=::ffff:10.88.1.7"), Reach{Hosts: []string{"evil"}}, "evil ::ffff:10.88.1.7 it is in the network of the pods of good"},
+		{"a Service", says("", "InternalIP=10.96.0.10"), Reach{Hosts: []string{"evil"}}, "evil 10.96.0.10 it is an address of Services"},
+		{"a Service, IPv6", says("", "ExternalIP=fd00:96::a"), Reach{Hosts: []string{"evil"}}, "evil fd00:96::a it is an address of Services"},
+		{"the control plane", says("", "InternalIP=192.168.7.1"), Reach{Hosts: []string{"evil"}}, "evil 192.168.7.1 it is an address of the control plane"},
+		{"the API server", says("", "InternalIP=192.168.7.9"), Reach{Hosts: []string{"evil"}}, "evil 192.168.7.9 it is an address of the control plane"},
+		{"every machine's", says("", "InternalIP=127.0.0.1"), Reach{Hosts: []string{"evil"}}, "evil 127.0.0.1 every machine has such an address"},
+		{"the cloud's metadata", says("", "InternalIP=169.254.169.254"), Reach{Hosts: []string{"evil"}}, "evil 169.254.169.254 every machine has such an address"},
+		{"the name of another", says("", "Hostname=good"), Reach{Hosts: []string{"evil"}}, "evil good it is not the name of the Node"},
+		{"a name of the cluster", says("", "InternalDNS=kubernetes.default.svc"), Reach{Hosts: []string{"evil"}}, ""},
+		{"the address of another", says("", "InternalIP=10.0.0.1"), Reach{Hosts: []string{"evil", "10.0.0.1"}}, "good 10.0.0.1 evil claims it as well: nobody has it"},                                       // egress refuses it
+		{"some pods of another", says("10.88.1.7/32"), Reach{[]string{"evil"}, prefixes("10.88.1.7/32")}, "evil 10.88.1.7/32 the network of the pods of good overlaps it: nobody has the addresses in both"}, // likewise
+		{"Services as its pods", says("10.96.0.0/24"), Reach{Hosts: []string{"evil"}}, "evil 10.96.0.0/24 it holds addresses of Services"},
+		{"the control plane as its pods", says("192.168.0.0/16"), Reach{Hosts: []string{"evil"}}, "evil 192.168.0.0/16 it holds an address of the control plane"},
+	} {
+		s := settle(map[tunnel.NodeName]node{"good": good, "cp": cp, "evil": c.evil}, services, api)
+		why := ""
+		if len(s.contested) > 0 {
+			why = fmt.Sprint(s.contested[0].node, " ", s.contested[0].address, " ", s.contested[0].why)
+		}
+		// What evil says about the address of good may be met from either side.
+		if got := s.reach["evil"]; !reflect.DeepEqual(got, c.want) || why != c.why && !strings.HasSuffix(c.why, "nobody has it") || (why == "") != (c.why == "") {
+			t.Errorf("%s: %v, %q; want %v, %q", c.what, got, why, c.want, c.why)
+		}
+		if got := s.reach["good"]; !reflect.DeepEqual(got, Reach{[]string{"good", "10.0.0.1"}, prefixes("10.88.1.0/24")}) {
+			t.Errorf("%s: good reaches %v", c.what, got)
+		}
+		if got := s.reach["cp"]; !reflect.DeepEqual(got, Reach{Hosts: []string{"cp", "192.168.7.1"}}) {
+			t.Errorf("%s: the control plane reaches %v", c.what, got)
+		}
+	}
+	// A name that is an address is a claim like any other.
+	s := settle(map[tunnel.NodeName]node{"10.88.1.7": {}, "10.0.0.3": {}, "good": good}, services, api)
+	if got := fmt.Sprint(s.reach); got != "map[10.0.0.3:{[10.0.0.3] []} 10.88.1.7:{[] []} good:{[good 10.0.0.1] [10.88.1.0/24]}]" {
+		t.Error(got)
+	}
+}
+
+// The networks of Services are read from the cluster, where it has them. Where it has not,
+// everything else goes on.
+func TestServiceCIDRs(t *testing.T) {
+	for _, c := range []struct {
+		what  string
+		say   http.HandlerFunc
+		hosts string
+		note  string
+	}{
+		{"1.33", text(200, `{"kind": "ServiceCIDRList", "items": [{"spec": {"cidrs": ["10.96.0.0/12", "fd00:96::/112"]}}]}`), "[edge1]", ""},
+		{"before", refusal(404, "NotFound", ""), "[edge1 10.96.0.10]", ""},
+		{"no right", refusal(403, "Forbidden", ""), "[edge1 10.96.0.10]", "deployment/cloud-rbac.yaml"},
+	} {
+		ctx, cancel := context.WithCancel(t.Context())
+		events := make(chan string)
+		s := serve(t, nil)
+		s.from(func(w http.ResponseWriter, r *http.Request) {
+			if r.URL.Path == serviceCIDRs {
+				c.say(w, r)
+				return
+			}
+			watchedList(ctx, t, `{"kind": "NodeList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [`+whole("edge1", "1", "10.96.0.10", "10.88.1.0/24")+`]}`, events)(w, r)
+		})
+		r := s.Reaches(slog.New(slog.DiscardHandler))
+		changed := r.Changed()
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			r.Run(ctx)
+		}()
+		select {
+		case <-changed:
+		case <-time.After(10 * time.Second):
+			t.Fatalf("%s: nothing is known; %s", c.what, r.Note())
+		}
+		if got := fmt.Sprint(r.All()["edge1"].Hosts); got != c.hosts || !r.Known() {
+			t.Errorf("%s: %s, want %s", c.what, got, c.hosts)
+		}
+		if n := r.Note(); (n == "") != (c.note == "") || !strings.Contains(n, c.note) {
+			t.Errorf("%s: note %q", c.what, n)
+		}
+		if n := r.Contested(); (n == 1) != (c.what == "1.33") {
+			t.Errorf("%s: %d contested", c.what, n)
+		}
+		cancel()
+		<-done
+	}
+}
