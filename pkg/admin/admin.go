@@ -41,9 +41,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
-	"golang.org/x/net/netutil"
 
-	"tunnel/pkg/auth"
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -52,7 +51,7 @@ import (
 const (
 	maxHeader      = 64 << 10 // bytes
 	maxScrapes     = 4        // at a time; more are answered 503
-	headerTimeout  = 5 * time.Second
+	headerTimeout  = 2 * time.Second
 	readTimeout    = 10 * time.Second // headers and a body, which nobody needs to send
 	scrapeTimeout  = 10 * time.Second // Prometheus' own default
 	writeTimeout   = 30 * time.Second
@@ -112,8 +111,8 @@ type Server struct {
 	log     *slog.Logger
 
 	// Set before Run.
-	Conns    int              // connections at once; further ones wait, and those of one source (auth.Group) beyond an eighth are closed; 0: DefaultConns
-	Counters *tunnel.Counters // counts those; nil: nobody looks
+	Conns    int              // connections at once, an eighth of them of one source, see listen.Strangers; 0: DefaultConns
+	Counters *tunnel.Counters // counts further ones, which are closed; nil: nobody looks
 
 	addr atomic.Pointer[net.Addr] // nil while not listening
 }
@@ -151,7 +150,7 @@ func (s *Server) Addr() net.Addr {
 
 // Run listens and serves until ctx is done.
 func (s *Server) Run(ctx context.Context) error {
-	ln, err := listen(ctx, s.listen)
+	ln, err := openPort(ctx, s.listen)
 	if err != nil {
 		return fmt.Errorf("listening on %s for health and metrics (logport): %w", s.listen, err)
 	}
@@ -167,11 +166,11 @@ func (s *Server) Run(ctx context.Context) error {
 		WriteTimeout:                 writeTimeout,
 		IdleTimeout:                  idleTimeout,
 		MaxHeaderBytes:               maxHeader,
+		ConnState:                    noteState,
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 	}
-	conns := cmp.Or(s.Conns, DefaultConns)
 	served := make(chan error, 1) // one send, whether or not it is waited for
-	go func() { served <- srv.Serve(netutil.LimitListener(s.newGroupListener(ln, conns), conns)) }()
+	go func() { served <- srv.Serve(s.newStrangerListener(ln)) }()
 	select {
 	case err := <-served:
 		return fmt.Errorf("serving health and metrics on %s: %w", addr, err)
@@ -188,8 +187,8 @@ func (s *Server) Run(ctx context.Context) error {
 	return nil
 }
 
-// listen opens addr, or says what to do.
-func listen(ctx context.Context, addr string) (net.Listener, error) {
+// openPort opens addr, or says what to do.
+func openPort(ctx context.Context, addr string) (net.Listener, error) {
 	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
@@ -200,46 +199,66 @@ func listen(ctx context.Context, addr string) (net.Listener, error) {
 	return ln, err
 }
 
-// groupListener closes connections that are too many for their source, so that one
-// host that parks them leaves room for a kubelet's probe.
-type groupListener struct {
+// strangerListener bounds the connections. Who asks is never known, so all of them are
+// strangers, and those that wait for a request are silent. This machine's own connections
+// have places of their own: a kubelet probes a pod of the node's network from there.
+type strangerListener struct {
 	net.Listener
-	groups   *auth.Groups
-	counters *tunnel.Counters
+	strangers *listen.Strangers
+	counters  *tunnel.Counters
 }
 
-func (s *Server) newGroupListener(ln net.Listener, conns int) groupListener {
+func (s *Server) newStrangerListener(ln net.Listener) strangerListener {
 	counters := s.Counters
 	if counters == nil {
 		counters = new(tunnel.Counters)
 	}
-	return groupListener{ln, auth.NewGroups(max(1, conns/8)), counters}
+	conns := cmp.Or(s.Conns, DefaultConns)
+	return strangerListener{ln, listen.NewStrangers(conns, max(1, conns/8)), counters}
 }
 
 // Accept implements net.Listener.
-func (l groupListener) Accept() (net.Conn, error) {
+func (l strangerListener) Accept() (net.Conn, error) {
 	for {
 		c, err := l.Listener.Accept()
 		if err != nil {
 			return nil, err
 		}
-		if release, ok := l.groups.Admit(auth.GroupOf(c.RemoteAddr())); ok {
-			return groupConn{c, release}, nil
+		from := listen.AddrOf(c.RemoteAddr())
+		if from == listen.AddrOf(c.LocalAddr()) {
+			l.strangers.Know(from)
+		}
+		place, _ := l.strangers.Admit(from, func() {
+			l.counters.Limited(tunnel.LimitHealth)
+			c.Close()
+		})
+		if place != nil {
+			return strangerConn{c, place}, nil
 		}
 		l.counters.Limited(tunnel.LimitHealth)
 		c.Close()
 	}
 }
 
-// groupConn is a connection that counts for its source until it is closed.
-type groupConn struct {
+// strangerConn is a connection that has a place until it is closed.
+type strangerConn struct {
 	net.Conn
-	release func()
+	place *listen.Stranger
+}
+
+// noteState is told by net/http what a connection does.
+func noteState(c net.Conn, state http.ConnState) {
+	switch state {
+	case http.StateActive: // the first byte of a request has come
+		c.(strangerConn).place.Spoke()
+	case http.StateIdle:
+		c.(strangerConn).place.Silent()
+	}
 }
 
 // Close implements net.Conn.
-func (c groupConn) Close() error {
-	c.release()
+func (c strangerConn) Close() error {
+	c.place.Release()
 	return c.Conn.Close()
 }
 

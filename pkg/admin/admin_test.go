@@ -343,6 +343,43 @@ func TestParkedConnectionsLeaveRoom(t *testing.T) {
 	}
 }
 
+// Few addresses that hold all places, silent, in the middle of a header or behind an
+// answer, do not make a probe from another address wait.
+func TestFewAddressesLeaveRoom(t *testing.T) {
+	for name, begin := range map[string]string{"silent": "", "half a header": "GET /metrics HTTP/1.1\r\n", "behind an answer": "GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"} {
+		t.Run(name, func(t *testing.T) {
+			s := New("127.0.0.1:0", nil, prometheus.NewRegistry(), discard())
+			addr := start(t, s)
+			from := func(last byte) net.Dialer {
+				return net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, last)}, Timeout: patience}
+			}
+			const sources = 16
+			for i := range sources * DefaultConns / 8 {
+				d := from(byte(10 + i%sources))
+				c, err := d.Dial("tcp", addr)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer c.Close()
+				io.WriteString(c, begin)
+			}
+			other := from(2)
+			probe := &http.Client{Timeout: patience, Transport: &http.Transport{DisableKeepAlives: true, DialContext: other.DialContext}}
+			for range 20 {
+				begun := time.Now()
+				resp, err := probe.Get("http://" + addr + "/healthz")
+				if err != nil {
+					t.Fatal(err)
+				}
+				resp.Body.Close()
+				if d := time.Since(begun); d > time.Second {
+					t.Errorf("a probe took %s; a kubelet waits for one second", d)
+				}
+			}
+		})
+	}
+}
+
 func TestHugeHeaderIsRefused(t *testing.T) {
 	addr := start(t, New("127.0.0.1:0", nil, NewRegistry("v1", new(tunnel.Counters), nil), discard()))
 	c, err := net.Dial("tcp", addr)

@@ -68,7 +68,7 @@ func (z *Channelz) Run(ctx context.Context) error {
 	if !addr.IP.IsLoopback() {
 		return fmt.Errorf("channelzaddr %q: channelz shows every connection to whoever asks, so it is served on loopback only; write 127.0.0.1:%d", z.listen, addr.Port)
 	}
-	ln, err := listen(ctx, addr.String())
+	ln, err := openPort(ctx, addr.String())
 	if err != nil {
 		return fmt.Errorf("listening on %s for channelz (channelzaddr): %w", z.listen, err)
 	}

@@ -17,7 +17,7 @@ import (
 	"golang.org/x/net/ipv6"
 	"golang.org/x/sync/errgroup"
 
-	"tunnel/pkg/auth"
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -44,7 +44,7 @@ type ResponderConfig struct {
 	Names    Names            // nil: every connected node may appear
 	Counters *tunnel.Counters // counts panics and limits; nil: nobody looks
 	Log      *slog.Logger
-	Conns    int // TCP connections at once, an eighth of them of one source (auth.Group); 0: DefaultConns
+	Conns    int // TCP connections at once, an eighth of them of one source, see listen.Strangers; 0: DefaultConns
 	Lookups  int // queries that wait for an upstream; further ones fail at once; 0: DefaultLookups
 }
 
@@ -145,7 +145,10 @@ func (r *Responder) Run(ctx context.Context) error {
 	for range runtime.GOMAXPROCS(0) {
 		g.Go(func() error { r.serveUDP(ctx, g, udp); return nil })
 	}
-	g.Go(func() error { r.serveTCP(ctx, tcp, auth.NewGroups(max(1, r.cfg.Conns/8))); return nil })
+	g.Go(func() error {
+		r.serveTCP(ctx, tcp, listen.NewStrangers(r.cfg.Conns, max(1, r.cfg.Conns/8)))
+		return nil
+	})
 	return g.Wait()
 }
 

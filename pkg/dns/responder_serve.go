@@ -6,12 +6,13 @@ import (
 	"io"
 	"net"
 	"runtime/debug"
+	"sync"
 	"time"
 
 	"github.com/miekg/dns"
 	"golang.org/x/sync/errgroup"
 
-	"tunnel/pkg/auth"
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -59,10 +60,9 @@ func send(conn *net.UDPConn, asker *dns.SessionUDP, reply []byte) {
 
 // serveTCP answers what comes in over the connections of ln until ctx is done, and
 // returns when all of them have ended.
-func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, sources *auth.Groups) {
-	var conns errgroup.Group // none of its functions fails
-	conns.SetLimit(r.cfg.Conns)
-	defer conns.Wait() //nolint:errcheck // see above
+func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, askers *listen.Strangers) {
+	var conns sync.WaitGroup
+	defer conns.Wait()
 	backoff := backoffFirst
 	for {
 		c, err := ln.Accept()
@@ -73,20 +73,20 @@ func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, sources *auth
 			continue
 		}
 		backoff = backoffFirst
-		release, ok := sources.Admit(auth.GroupOf(c.RemoteAddr()))
-		if ok && conns.TryGo(func() error {
-			defer release()
-			r.serveConn(ctx, c)
-			return nil
-		}) {
+		overloaded := func() {
+			r.stats.overloaded.Add(1)
+			r.cfg.Counters.Limited(tunnel.LimitDNS)
+			c.Close()
+		}
+		place, _ := askers.Admit(listen.AddrOf(c.RemoteAddr()), overloaded)
+		if place == nil {
+			overloaded()
 			continue
 		}
-		r.stats.overloaded.Add(1)
-		r.cfg.Counters.Limited(tunnel.LimitDNS)
-		c.Close()
-		if ok {
-			release()
-		}
+		conns.Go(func() {
+			defer place.Release()
+			r.serveConn(ctx, c, place)
+		})
 	}
 }
 
@@ -108,7 +108,8 @@ func (r *Responder) again(ctx context.Context, what string, err error, backoff *
 }
 
 // serveConn answers the queries of a TCP connection, one after the other, and closes it.
-func (r *Responder) serveConn(ctx context.Context, c net.Conn) {
+// While it waits for a query it counts as silent.
+func (r *Responder) serveConn(ctx context.Context, c net.Conn, place *listen.Stranger) {
 	defer c.Close()
 	defer context.AfterFunc(ctx, func() { c.Close() })()
 	buf := make([]byte, maxQuery)
@@ -117,6 +118,7 @@ func (r *Responder) serveConn(ctx context.Context, c net.Conn) {
 		if err != nil {
 			return
 		}
+		place.Spoke()
 		reply, open := r.answer(packet, overTCP)
 		if open != nil {
 			reply = r.resolveTCP(ctx, open)
@@ -124,6 +126,7 @@ func (r *Responder) serveConn(ctx context.Context, c net.Conn) {
 		if reply == nil || writeTCP(c, reply) != nil {
 			return // who sends what is no question has no second one
 		}
+		place.Silent()
 	}
 }
 

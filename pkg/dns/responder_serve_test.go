@@ -13,6 +13,7 @@ import (
 
 	"github.com/miekg/dns"
 
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -54,12 +55,18 @@ func TestConnTimeouts(t *testing.T) {
 			defer asker.Wait()
 			asker.Go(func() { tc.asker(theirs) })
 			start := time.Now()
-			r.serveConn(t.Context(), ours)
+			r.serveConn(t.Context(), ours, someplace())
 			if took := time.Since(start); took != tc.after {
 				t.Errorf("an asker that %s has its connection for %v, want %v", tc.what, took, tc.after)
 			}
 		})
 	}
+}
+
+// someplace is the place of a connection among others.
+func someplace() *listen.Stranger {
+	place, _ := listen.NewStrangers(1, 1).Admit(netip.Addr{}, nil)
+	return place
 }
 
 // The end of Run does not wait for those who hold a connection.
@@ -71,7 +78,7 @@ func TestConnEndsWithRun(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		time.AfterFunc(time.Second, cancel)
 		start := time.Now()
-		r.serveConn(ctx, ours)
+		r.serveConn(ctx, ours, someplace())
 		if took := time.Since(start); took != time.Second {
 			t.Errorf("the connection ends after %v, want 1 s", took)
 		}
@@ -99,8 +106,12 @@ func TestConnsInAll(t *testing.T) {
 		}
 	}
 	eventually(t, "those that are too many have been closed", func() bool { return r.stats.overloaded.Load() == DefaultConns/8 })
-	if n := r.cfg.Counters.LimitedBy(tunnel.LimitDNS); n != DefaultConns/8 {
-		t.Errorf("the limit is counted %d times, want %d", n, DefaultConns/8)
+	other := dns.Client{Net: "tcp", Timeout: 5 * time.Second, Dialer: &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 1, sources)}}}
+	if m, _, err := other.Exchange(question("edge1.", dns.TypeA), r.Addr().String()); err != nil || len(m.Answer) != 1 {
+		t.Errorf("another source over TCP, while a few hold all places: %v, %v", m, err)
+	}
+	if n := r.cfg.Counters.LimitedBy(tunnel.LimitDNS); n != DefaultConns/8+1 {
+		t.Errorf("the limit is counted %d times, want %d", n, DefaultConns/8+1)
 	}
 	if m := ask(t, r.Addr(), "udp", question("edge1.", dns.TypeA)); len(m.Answer) != 1 {
 		t.Errorf("over UDP: %s", show(m))

@@ -5,38 +5,39 @@ import (
 	"errors"
 	"net"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/credentials"
 
-	"tunnel/pkg/auth"
+	ports "tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
 // Callers over TLS are strangers until their handshake is done, agents until they have
-// joined. One that is one too many is reset at once: nothing waits for a place.
+// joined. A connection for which there is no place is reset at once: nothing waits.
 const (
 	// DefaultStrangers is how many there may be at a listener.
 	DefaultStrangers = 1024
-	// DefaultStrangersPerAddress is how many of them may come from one source (auth.Group).
+	// DefaultStrangersPerAddress is how many of them may come from one source.
 	DefaultStrangersPerAddress = 256
 )
 
 // strangerListener counts the strangers among what it accepts.
 type strangerListener struct {
 	net.Listener
-	places          chan struct{} // one token for each
-	groups          *auth.Groups
+	strangers       *ports.Strangers
 	counters        *tunnel.Counters
 	all, perAddress tunnel.Limit  // as they are counted
+	late            tunnel.Limit  // how a connection is counted that has been silent, or a stranger, too long
 	timeout         time.Duration // how long one may stay one; 0: it ends in another way
 }
 
 func newStrangerListener(ln net.Listener, most, perAddress int, counters *tunnel.Counters) *strangerListener {
 	return &strangerListener{
-		Listener: ln, counters: counters, all: tunnel.LimitStrangers, perAddress: tunnel.LimitStrangersPerAddress,
-		places: make(chan struct{}, cmp.Or(most, DefaultStrangers)),
-		groups: auth.NewGroups(cmp.Or(perAddress, DefaultStrangersPerAddress)),
+		Listener: ln, counters: counters,
+		all: tunnel.LimitStrangers, perAddress: tunnel.LimitStrangersPerAddress, late: tunnel.LimitHandshakeTimeout,
+		strangers: ports.NewStrangers(cmp.Or(most, DefaultStrangers), cmp.Or(perAddress, DefaultStrangersPerAddress)),
 	}
 }
 
@@ -52,28 +53,29 @@ func (l *strangerListener) Accept() (net.Conn, error) {
 			raw.Close()
 			return nil, errors.New("not a TCP connection")
 		}
-		release, ok := l.groups.Admit(auth.GroupOf(raw.RemoteAddr()))
-		if !ok {
+		place, full := l.strangers.Admit(ports.AddrOf(raw.RemoteAddr()), func() { l.reset(raw, l.all) })
+		switch {
+		case place != nil:
+		case full.Source:
 			l.reset(raw, l.perAddress)
 			continue
-		}
-		select {
-		case l.places <- struct{}{}:
-			s := &stranger{TCPConn: tcp, known: func() {
-				release()
-				<-l.places
-			}}
-			if l.timeout > 0 {
-				s.late = time.AfterFunc(l.timeout, func() {
-					l.counters.Limited(tunnel.LimitJoinTimeout)
-					raw.Close()
-				})
-			}
-			return s, nil
 		default:
-			release()
 			l.reset(raw, l.all)
+			continue
 		}
+		s := &stranger{TCPConn: tcp, place: place, until: time.Now().Add(l.timeout), bounded: l.timeout > 0}
+		first := ports.FirstByte
+		if s.bounded {
+			first = min(first, l.timeout)
+		}
+		s.late = time.AfterFunc(first, func() {
+			s.forget.Do(func() {
+				l.counters.Limited(l.late)
+				place.Release()
+			})
+			raw.Close()
+		})
+		return s, nil
 	}
 }
 
@@ -85,24 +87,41 @@ func (l *strangerListener) reset(raw net.Conn, limit tunnel.Limit) {
 // stranger is an accepted connection.
 type stranger struct {
 	*net.TCPConn
+	// Set once.
+	place   *ports.Stranger
+	late    *time.Timer // closes it
+	until   time.Time   // when late does so, once it has spoken
+	bounded bool        // until counts
+
+	spoken atomic.Bool // the other side has sent something
 	forget sync.Once
-	known  func()      // gives back its place
-	late   *time.Timer // closes it; nil: nothing does
 }
 
-// met is called when it is none any more.
-func (s *stranger) met() {
-	s.forget.Do(func() {
-		if s.late != nil {
-			s.late.Stop()
+// Read implements net.Conn. It notes the first byte.
+func (s *stranger) Read(b []byte) (int, error) {
+	n, err := s.TCPConn.Read(b)
+	if n > 0 && !s.spoken.Load() && !s.spoken.Swap(true) {
+		s.place.Spoke()
+		if s.late.Stop() && s.bounded {
+			s.late.Reset(time.Until(s.until))
 		}
-		s.known()
+	}
+	return n, err
+}
+
+// met is called when the other side has proven who it is.
+func (s *stranger) met() { s.settle(s.place.Met) }
+
+func (s *stranger) settle(how func()) {
+	s.forget.Do(func() {
+		s.late.Stop()
+		how()
 	})
 }
 
 // Close implements net.Conn.
 func (s *stranger) Close() error {
-	s.met()
+	s.settle(s.place.Release)
 	return s.TCPConn.Close()
 }
 

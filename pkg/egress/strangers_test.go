@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
+	"os"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -21,6 +22,7 @@ import (
 	"google.golang.org/grpc/credentials"
 
 	"tunnel/pkg/auth"
+	ports "tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -65,7 +67,7 @@ func newOverTLS(t *testing.T) overTLS {
 	ports := []string{freePort(t), freePort(t)}
 	o.grpc, o.connect = ports[0], ports[1]
 	door, err := New(Config{
-		GRPC: []string{"tls://" + o.grpc}, HTTPConnect: []string{"tls://" + o.connect}, Identifiers: n, Counters: o.counters, StrangersPerAddress: 3,
+		GRPC: []string{"tls://" + o.grpc}, HTTPConnect: []string{"tls://" + o.connect}, Identifiers: n, Counters: o.counters, Strangers: 16, StrangersPerAddress: 3,
 		TLS: &tls.Config{Certificates: []tls.Certificate{issue(cas[0], auth.Leaf{DNSNames: []string{"egress"}, Server: true})}, ClientCAs: pool, ClientAuth: tls.RequireAndVerifyClientCert},
 	}, n, n, slog.New(slog.DiscardHandler))
 	if err != nil {
@@ -193,6 +195,51 @@ func TestStrangers(t *testing.T) {
 			} else if time.Now().After(late) {
 				t.Fatalf("%s: there is a place again, and: %v", door, err)
 			}
+		}
+	}
+}
+
+// Strangers from a few addresses that hold all places do not keep a caller out.
+func TestStrangersFromFewAddresses(t *testing.T) {
+	o := newOverTLS(t)
+	addr := listen(t, echo)
+	for _, door := range []string{o.grpc, o.connect} {
+		for i := range 8 * 3 {
+			c, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, byte(10+i%8))}}).Dial("tcp", door)
+			if err == nil { // else there was no place for it
+				defer c.Close()
+			}
+		}
+	}
+	for range 20 {
+		if err := o.dial(t, o.caller, addr); err != nil {
+			t.Errorf("over gRPC: %v", err)
+		}
+		if status, err := o.ask(o.caller, addr); err != nil || !strings.HasPrefix(status, "200 ") {
+			t.Errorf("over HTTP: %s, %v", status, err)
+		}
+	}
+}
+
+// Who connects and is silent is hung up on after two seconds.
+func TestSilentStranger(t *testing.T) {
+	o := newOverTLS(t)
+	for _, door := range []string{o.grpc, o.connect} {
+		before, begun := o.counters.LimitedBy(tunnel.LimitHandshakeTimeout), time.Now()
+		c, err := net.Dial("tcp", door)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		c.SetDeadline(begun.Add(20 * time.Second))
+		if _, err = c.Read(make([]byte, 1)); errors.Is(err, os.ErrDeadlineExceeded) {
+			t.Errorf("%s: nobody hangs up", door)
+		}
+		if d := time.Since(begun); d < ports.FirstByte || d > ports.FirstByte+2*time.Second {
+			t.Errorf("%s: hung up on after %s, want %s", door, d, ports.FirstByte)
+		}
+		if n := o.counters.LimitedBy(tunnel.LimitHandshakeTimeout); n != before+1 {
+			t.Errorf("%s: counted %d times", door, n-before)
 		}
 	}
 }

@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -362,11 +363,7 @@ func TestStrangers(t *testing.T) {
 	for range DefaultLimits().StrangersPerAddress {
 		silent = append(silent, r.tcp())
 	}
-	count := func() int {
-		r.door.strangers.mu.Lock()
-		defer r.door.strangers.mu.Unlock()
-		return r.door.strangers.all
-	}
+	count := r.door.strangers.Len
 	eventually(t, "all are counted", func() bool { return count() == DefaultLimits().StrangersPerAddress })
 	r.wantReset()
 	r.wantLimited(tunnel.LimitStrangersPerAddress, 1)
@@ -382,6 +379,44 @@ func TestStrangers(t *testing.T) {
 	must(t, tls.Client(r.tcp(), r.caller("127.0.0.1")).Handshake())
 }
 
+// Strangers from a few addresses that hold all places, silent or with half a ClientHello,
+// do not keep a caller out.
+func TestStrangersFromFewAddresses(t *testing.T) {
+	for name, begin := range map[string][]byte{"silent": nil, "half a ClientHello": helloBytes(t, "edge1")[:100]} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, nil, func(_ *rig, c *Config) { c.Limits.Strangers, c.Limits.StrangersPerAddress = 64, 16 }).start()
+			for i := range 4 * 16 {
+				c, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, byte(10+i%4))}}).Dial("tcp", r.addr)
+				must(t, err)
+				defer c.Close()
+				_, err = c.Write(begin)
+				must(t, err)
+			}
+			eventually(t, "all are counted", func() bool { return r.door.strangers.Len() == 64 })
+			for range 20 {
+				c := r.tcp()
+				must(t, tls.Client(c, r.caller("127.0.0.1")).Handshake())
+				c.Close()
+			}
+		})
+	}
+}
+
+// Who connects and is silent is hung up on after two seconds.
+func TestSilentStranger(t *testing.T) {
+	r := newRig(t, nil, nil).start()
+	begun := time.Now()
+	c := r.tcp()
+	c.SetDeadline(begun.Add(patience))
+	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
+		t.Errorf("the connection ended with %v, want a reset", err)
+	}
+	if d := time.Since(begun); d < listen.FirstByte || d > listen.FirstByte+2*time.Second {
+		t.Errorf("hung up on after %s, want %s", d, listen.FirstByte)
+	}
+	r.wantLimited(tunnel.LimitHandshakeTimeout, 1)
+}
+
 // A certificate of clientca alone makes nobody more than a stranger: its connections
 // are counted until they end, which is when they have been told why, or soon.
 func TestStrangersWithACertificate(t *testing.T) {
@@ -392,11 +427,7 @@ func TestStrangersWithACertificate(t *testing.T) {
 				r.door.hearing = 2 * time.Second
 			}
 			r.start()
-			count := func() int {
-				r.door.strangers.mu.Lock()
-				defer r.door.strangers.mu.Unlock()
-				return r.door.strangers.all
-			}
+			count := r.door.strangers.Len
 			raw := func(name string) *tls.Conn {
 				cfg := r.caller("127.0.0.1")
 				cfg.Certificates = []tls.Certificate{*r.clientCA.issue(name)}
@@ -494,29 +525,6 @@ func TestPassedPerSource(t *testing.T) {
 				return len(r.door.passed.count) == 0
 			})
 		})
-	}
-}
-
-func TestStrangersCount(t *testing.T) {
-	d := DefaultLimits()
-	s := strangers{most: d.Strangers, mostPerSource: d.StrangersPerAddress}
-	var releases []func()
-	for i := range d.Strangers {
-		release, _, ok := s.admit(netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}))
-		if !ok {
-			t.Fatalf("number %d is one too many", i)
-		}
-		releases = append(releases, release)
-	}
-	if _, reached, ok := s.admit(netip.MustParseAddr("10.1.0.1")); ok || reached != tunnel.LimitStrangers {
-		t.Errorf("there is no bound on all: %v, limit %v", ok, reached)
-	}
-	for _, release := range releases {
-		release()
-		release()
-	}
-	if s.all != 0 || len(s.source) != 0 {
-		t.Errorf("%d and %d sources are left", s.all, len(s.source))
 	}
 }
 

@@ -49,6 +49,7 @@ import (
 	"time"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -185,7 +186,7 @@ type FrontDoor struct {
 	grace   time.Duration
 	hearing time.Duration // Limits.HandshakeTimeout
 
-	strangers strangers
+	strangers *listen.Strangers
 	passed    passed
 	denials   [denyKinds]tunnel.Limiter // one for each kind, so that one does not hide another
 
@@ -213,7 +214,7 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 		grace:   tunnel.GracePeriod,
 		hearing: cfg.Limits.HandshakeTimeout,
 	}
-	f.strangers.most, f.strangers.mostPerSource = cfg.Limits.Strangers, cfg.Limits.StrangersPerAddress
+	f.strangers = listen.NewStrangers(cfg.Limits.Strangers, cfg.Limits.StrangersPerAddress)
 	f.passed.most = cfg.Limits.ConnsPerAddress
 	for here, target := range cfg.Ports {
 		f.ports = append(f.ports, port{here, target})

@@ -12,7 +12,7 @@ type Limits struct {
 	// Strangers bounds connections that have not finished their handshake. Each costs a
 	// descriptor, a goroutine and up to maxHello bytes.
 	Strangers           int
-	StrangersPerAddress int // of them, of one source (auth.Group)
+	StrangersPerAddress int // of them, of one source, see listen.Strangers
 	// HandshakeTimeout is how long a caller may take for its ClientHello, as long again for
 	// its handshake, and for the header of each request; and one that may not call, to be
 	// told so.

@@ -9,6 +9,8 @@ import (
 	"net"
 	"strings"
 	"time"
+
+	"tunnel/pkg/listen"
 )
 
 const (
@@ -81,13 +83,21 @@ func (h *helloReader) LocalAddr() net.Addr              { return nil }
 func (h *helloReader) RemoteAddr() net.Addr             { return nil }
 
 // peek reads the ClientHello; what it read will be read again. It gives up after
-// timeout or when ctx is done.
-func (c *clientConn) peek(ctx context.Context, timeout time.Duration) (hello, error) {
-	if err := c.Conn.SetReadDeadline(time.Now().Add(timeout)); err != nil {
+// timeout, when no byte has come within listen.FirstByte, or when ctx is done. It calls
+// spoke at the first byte.
+func (c *clientConn) peek(ctx context.Context, timeout time.Duration, spoke func()) (hello, error) {
+	begun := time.Now()
+	if err := c.Conn.SetReadDeadline(begun.Add(min(timeout, listen.FirstByte))); err != nil {
 		return hello{}, err
 	}
 	stop := context.AfterFunc(ctx, func() { c.Conn.SetReadDeadline(time.Unix(1, 0)) }) //nolint:errcheck // the read ends by its timeout, then
-	h, read, err := peekHello(c.Conn)
+	h, read, err := peekHello(&firstByte{c.Conn, func() {
+		spoke()
+		c.Conn.SetReadDeadline(begun.Add(timeout)) //nolint:errcheck // the next read fails, then
+		if ctx.Err() != nil {
+			c.Conn.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // likewise
+		}
+	}})
 	if !stop() {
 		return hello{}, context.Cause(ctx)
 	}
@@ -96,6 +106,21 @@ func (c *clientConn) peek(ctx context.Context, timeout time.Duration) (hello, er
 	}
 	c.again = read
 	return h, c.Conn.SetReadDeadline(time.Time{})
+}
+
+// firstByte calls seen once, when something has been read.
+type firstByte struct {
+	io.Reader
+	seen func() // nil when it has been called
+}
+
+func (f *firstByte) Read(p []byte) (int, error) {
+	n, err := f.Reader.Read(p)
+	if n > 0 && f.seen != nil {
+		f.seen()
+		f.seen = nil
+	}
+	return n, err
 }
 
 // isPlainHTTP reports whether err says that the caller spoke HTTP without TLS, by

@@ -84,7 +84,7 @@ func TestPeekReplays(t *testing.T) {
 	sent := append(helloBytes(t, "edge1"), "and more"...)
 	go there.Write(sent)
 	c := &clientConn{Conn: here}
-	h, err := c.peek(context.Background(), patience)
+	h, err := c.peek(context.Background(), patience, func() {})
 	must(t, err)
 	got := make([]byte, len(sent))
 	_, err = io.ReadFull(c, got)
@@ -100,7 +100,7 @@ func TestPeekGivesUp(t *testing.T) {
 		defer there.Close()
 		c := &clientConn{Conn: here}
 		var timeout net.Error
-		if _, err := c.peek(context.Background(), 10*time.Millisecond); !errors.As(err, &timeout) || !timeout.Timeout() {
+		if _, err := c.peek(context.Background(), 10*time.Millisecond, func() {}); !errors.As(err, &timeout) || !timeout.Timeout() {
 			t.Errorf("error %v is not a timeout", err)
 		}
 	})
@@ -110,7 +110,7 @@ func TestPeekGivesUp(t *testing.T) {
 		c := &clientConn{Conn: here}
 		ctx, cancel := context.WithCancel(context.Background())
 		time.AfterFunc(time.Millisecond, cancel)
-		if _, err := c.peek(ctx, patience); !errors.Is(err, context.Canceled) {
+		if _, err := c.peek(ctx, patience, func() {}); !errors.Is(err, context.Canceled) {
 			t.Errorf("error %v", err)
 		}
 	})

@@ -186,7 +186,7 @@ func (r *rig) start() *rig {
 		if n := len(r.door.passed.count); n != 0 {
 			r.t.Errorf("connections of %d sources still count as passed through", n)
 		}
-		if n := r.door.strangers.all; n != 0 {
+		if n := r.door.strangers.Len(); n != 0 {
 			r.t.Errorf("%d strangers are still counted", n)
 		}
 		if r.t.Failed() {

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"net/netip"
 	"os"
 	"runtime/debug"
 	"sync"
@@ -14,6 +13,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -168,25 +168,21 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 	remote := raw.RemoteAddr().String()
 	log := f.log.With("module", Name, "frontend", raw.LocalAddr().String(), "target", p.target)
 
-	source := sourceOf(raw.RemoteAddr())
+	source := listen.AddrOf(raw.RemoteAddr())
 	if f.cfg.AllowFrom != nil && !f.cfg.AllowFrom.Permits(source) {
 		f.warn(denySource, "https connection denied", "frontend", raw.LocalAddr().String(),
 			"err", remote+" is not in allowfrom of [mode.cloud.https]")
 		tunnel.Reset(raw)
 		return
 	}
-	release, reached, ok := f.strangers.admit(source)
+	place, ok := f.admit(raw)
 	if !ok {
-		f.cfg.Counters.Limited(reached)
-		f.warn(denyStrangers, "https connection denied", "frontend", raw.LocalAddr().String(),
-			"err", remote+": too many connections have not finished their TLS handshake: limit "+reached.String())
-		tunnel.Reset(raw)
 		return
 	}
-	defer release() // it may be called again: early, when the caller has said who it is
+	defer place.Release() // or earlier, when the caller has said who it is
 
 	c := &clientConn{Conn: raw, port: index, target: p.target}
-	h, err := c.peek(ctx, f.cfg.Limits.HandshakeTimeout)
+	h, err := c.peek(ctx, f.cfg.Limits.HandshakeTimeout, place.Spoke)
 	if err != nil {
 		if errors.Is(err, os.ErrDeadlineExceeded) {
 			f.cfg.Counters.Limited(tunnel.LimitHandshakeTimeout)
@@ -204,7 +200,7 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 
 	switch d := f.decide(h); d.what {
 	case Passthrough:
-		release()
+		place.Release()
 		err = f.pass(live, c, source, d.node, p.target, log)
 		if err == nil {
 			return
@@ -216,16 +212,15 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 		}
 		// The caller may read the reason as an HTTP answer.
 		c.refused = err
-		again, reached, ok := f.strangers.admit(source)
+		again, ok := f.admit(raw)
 		if !ok {
-			f.cfg.Counters.Limited(reached)
-			tunnel.Reset(raw)
 			return
 		}
-		defer again()
-		f.terminate(ctx, live, web, c, again, log)
+		defer again.Release()
+		again.Spoke()
+		f.terminate(ctx, live, web, c, again.Met, log)
 	case Terminate:
-		f.terminate(ctx, live, web, c, release, log)
+		f.terminate(ctx, live, web, c, place.Met, log)
 	default:
 		f.warn(denySNI, "https connection denied", "frontend", raw.LocalAddr().String(), "err", remote+": "+d.reason)
 		c.alert(d.alert)
@@ -236,12 +231,4 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 func (f *FrontDoor) panicked(v any) {
 	f.cfg.Counters.Panics.Add(1)
 	f.log.Error("panic in the https front door; the connection was closed", "module", Name, "err", fmt.Sprintf("%v\n%s", v, debug.Stack()))
-}
-
-// sourceOf returns the IP address of a caller.
-func sourceOf(a net.Addr) netip.Addr {
-	if t, ok := a.(*net.TCPAddr); ok {
-		return t.AddrPort().Addr().Unmap().WithZone("")
-	}
-	return netip.Addr{}
 }

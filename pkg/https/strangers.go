@@ -2,48 +2,31 @@ package https
 
 import (
 	"fmt"
-	"net/netip"
-	"sync"
+	"net"
 
-	"tunnel/pkg/auth"
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
-// strangers counts the connections of callers that we do not know yet.
-type strangers struct {
-	most, mostPerSource int // set once
-
-	mu     sync.Mutex
-	all    int
-	source map[netip.Prefix]int // only sources that have some
-}
-
-// admit counts one more connection from a, unless that is one too many. The
-// connection is counted until release is called; more calls do nothing. Else reached says
-// which limit it was.
-func (s *strangers) admit(a netip.Addr) (release func(), reached tunnel.Limit, ok bool) {
-	key := auth.Group(a)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	switch {
-	case s.all >= s.most:
-		return nil, tunnel.LimitStrangers, false
-	case s.source[key] >= s.mostPerSource:
-		return nil, tunnel.LimitStrangersPerAddress, false
+// admit returns the place of a connection whose caller we do not know yet, or resets the
+// connection and says why.
+func (f *FrontDoor) admit(raw net.Conn) (*listen.Stranger, bool) {
+	place, full := f.strangers.Admit(listen.AddrOf(raw.RemoteAddr()), func() {
+		f.cfg.Counters.Limited(tunnel.LimitStrangers)
+		tunnel.Reset(raw)
+	})
+	if place != nil {
+		return place, true
 	}
-	if s.source == nil {
-		s.source = make(map[netip.Prefix]int)
+	reached := tunnel.LimitStrangers
+	if full.Source {
+		reached = tunnel.LimitStrangersPerAddress
 	}
-	s.all++
-	s.source[key]++
-	return sync.OnceFunc(func() {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		s.all--
-		if s.source[key]--; s.source[key] == 0 {
-			delete(s.source, key)
-		}
-	}), 0, true
+	f.cfg.Counters.Limited(reached)
+	f.warn(denyStrangers, "https connection denied", "frontend", raw.LocalAddr().String(),
+		"err", raw.RemoteAddr().String()+": too many connections have not finished their TLS handshake: limit "+reached.String())
+	tunnel.Reset(raw)
+	return nil, false
 }
 
 // denial is a kind of warning that a stranger can cause as often as he likes.

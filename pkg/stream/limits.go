@@ -16,8 +16,8 @@ import (
 // field is the default, which fits 1,000 nodes on two processors. docs/limits.md says
 // what happens at each.
 type Limits struct {
-	Joining           int           // accepted connections without a session at once; further ones wait in the kernel's backlog
-	JoiningPerAddress int           // of them, of one source (auth.Group); further ones are closed
+	Joining           int           // accepted connections without a session at once, see listen.Strangers
+	JoiningPerAddress int           // of them, of one source; further ones are closed
 	JoinTimeout       time.Duration // how long one may take from TCP accept to session
 	Metadata          int           // bytes of metadata of a stream
 	Conns             int           // conns of a node at once

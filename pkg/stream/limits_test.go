@@ -424,7 +424,7 @@ func TestJoiningLimits(t *testing.T) {
 			defer c.Close()
 		}
 		r.net.spread.Store(true)
-		for range 2 { // for these there is room, and for no other
+		for range 3 { // for two of these there is room; the third takes the place of one of the first source
 			c, err := r.net.dial(t.Context(), "", "")
 			if err != nil {
 				t.Fatal(err)

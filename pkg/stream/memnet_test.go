@@ -16,8 +16,9 @@ type memNet struct {
 	accept chan net.Conn
 	dead   atomic.Bool // bytes are taken and go nowhere, both ways
 	dials  atomic.Int64
-	spread atomic.Bool  // every connection comes from an address of its own
-	delay  atomic.Int64 // nanoseconds that every write takes
+	spread atomic.Bool                 // every connection comes from an address of its own
+	from   atomic.Pointer[net.TCPAddr] // where connections come from; nil: as spread says
+	delay  atomic.Int64                // nanoseconds that every write takes
 
 	mu     sync.Mutex    // guards closed
 	closed chan struct{} // nil while nobody listens
@@ -61,7 +62,9 @@ func (n *memNet) dial(ctx context.Context, _, _ string) (net.Conn, error) {
 	n.mu.Unlock()
 	ours, near := net.Pipe()
 	theirs, far := net.Pipe()
-	if n.spread.Load() {
+	if from := n.from.Load(); from != nil {
+		theirs = sourcedConn{theirs, from}
+	} else if n.spread.Load() {
 		theirs = sourcedConn{theirs, &net.TCPAddr{IP: net.IPv4(10, 0, byte(nth>>8), byte(nth)), Port: 1}}
 	}
 	select {

@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -89,29 +90,41 @@ func TestStrangersAreHungUpOn(t *testing.T) {
 		}
 		return c
 	}
-	for name, approach := range map[string]func(t *testing.T, r *rig) net.Conn{
-		"TCP and silence": func(t *testing.T, r *rig) net.Conn {
-			c, err := r.net.dial(t.Context(), "", "")
-			if err != nil {
-				t.Fatal(err)
-			}
+	connect := func(t *testing.T, r *rig) net.Conn {
+		c, err := r.net.dial(t.Context(), "", "")
+		if err != nil {
+			t.Fatal(err)
+		}
+		return c
+	}
+	for name, tc := range map[string]struct {
+		after    time.Duration
+		approach func(t *testing.T, r *rig) net.Conn
+	}{
+		"TCP and silence": {listen.FirstByte, connect},
+		"half a record of TLS": {joinTimeout, func(t *testing.T, r *rig) net.Conn {
+			c := connect(t, r)
+			c.Write([]byte{22})
 			return c
-		},
-		"TLS and silence": handshake,
-		"TLS and HTTP/2, no stream": func(t *testing.T, r *rig) net.Conn {
+		}},
+		"TLS and silence": {joinTimeout, handshake},
+		"TLS and HTTP/2, no stream": {joinTimeout, func(t *testing.T, r *rig) net.Conn {
 			c := handshake(t, r)
 			io.WriteString(c, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
 			return c
-		},
+		}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			onFakeClock(t, func(t *testing.T, r *rig) {
 				start := time.Now()
-				c := approach(t, r)
+				c := tc.approach(t, r)
 				defer c.Close()
 				io.Copy(io.Discard, c) // ends when the cloud hangs up
-				if d := time.Since(start); d < joinTimeout || d > joinTimeout+time.Second {
-					t.Errorf("hung up on after %s, want %s", d, joinTimeout)
+				if d := time.Since(start); d < tc.after || d > tc.after+time.Second {
+					t.Errorf("hung up on after %s, want %s", d, tc.after)
+				}
+				if tc.after == listen.FirstByte { // else gRPC may hang up at the same moment
+					r.wantLimited(tunnel.LimitJoinTimeout, 1)
 				}
 			})
 		})
@@ -147,8 +160,8 @@ func TestStrangersAreHungUpOn(t *testing.T) {
 	})
 }
 
-// As many strangers as may be without a session leave room for an edge once their
-// time is over.
+// As many sources as there are places, each with a silent connection, leave room for an
+// edge after a moment.
 func TestStrangersDoNotKeepEdgesOut(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		r.net.spread.Store(true)
@@ -160,7 +173,62 @@ func TestStrangersDoNotKeepEdgesOut(t *testing.T) {
 			defer c.Close()
 		}
 		e := r.start(r.clientConfig("edge1"), direct)
-		within(t, 2*joinTimeout, "the edge joins", func() bool { return e.client.Ready() == nil })
+		within(t, listen.FirstByte, "the edge joins", func() bool { return e.client.Ready() == nil })
+	})
+}
+
+// A few sources that hold all places do not keep an edge out, not even for a moment, whether
+// they are silent or have begun a handshake.
+func TestFewSourcesDoNotKeepEdgesOut(t *testing.T) {
+	for name, spoken := range map[string]bool{"silent": false, "half a record of TLS": true} {
+		t.Run(name, func(t *testing.T) {
+			onFakeClock(t, func(t *testing.T, r *rig) {
+				start := time.Now()
+				const sources = 16
+				for i := range sources * DefaultLimits().JoiningPerAddress {
+					r.net.from.Store(&net.TCPAddr{IP: net.IPv4(192, 0, 2, byte(i%sources)), Port: 1})
+					c, err := r.net.dial(t.Context(), "", "")
+					if err != nil {
+						t.Fatal(err)
+					}
+					defer c.Close()
+					if spoken {
+						c.Write([]byte{22})
+					}
+				}
+				r.net.from.Store(&net.TCPAddr{IP: net.IPv4(10, 0, 0, 1), Port: 1})
+				r.join("edge1", direct)
+				if d := time.Since(start); d > time.Second {
+					t.Errorf("the edge has joined after %s", d)
+				}
+			})
+		})
+	}
+}
+
+// An address of which an edge has joined before has a place also while more sources than
+// there are places have begun a handshake.
+func TestKnownAddressesHaveAPlace(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		known := &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 1}
+		r.net.from.Store(known)
+		r.join("edge1", direct)
+		r.net.from.Store(nil)
+		r.net.spread.Store(true)
+		for range DefaultLimits().Joining {
+			c, err := r.net.dial(t.Context(), "", "")
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer c.Close()
+			c.Write([]byte{22})
+		}
+		start := time.Now()
+		r.net.from.Store(known)
+		r.join("edge2", direct)
+		if d := time.Since(start); d > time.Second {
+			t.Errorf("the edge has joined after %s", d)
+		}
 	})
 }
 

@@ -12,7 +12,7 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
 
-	"tunnel/pkg/auth"
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -86,16 +86,15 @@ func transportOf(ctx context.Context) (*transport, error) {
 }
 
 // joinListener bounds what strangers cost: a connection that has not become a
-// session after Limits.JoinTimeout is closed, no more than Limits.Joining of them are
-// open, and no more than Limits.JoiningPerAddress of one source.
+// session after Limits.JoinTimeout is closed, or is silent for listen.FirstByte, and
+// [listen.Strangers] bounds how many there are.
 type joinListener struct {
 	net.Listener
-	counters *tunnel.Counters
-	timeout  time.Duration
-	farTrip  time.Duration
-	slots    chan struct{}  // one token for each connection without a session
-	groups   *auth.Groups   // the same, by source
-	refused  func(net.Addr) // told of a connection that was one too many for its source
+	counters  *tunnel.Counters
+	timeout   time.Duration
+	farTrip   time.Duration
+	strangers *listen.Strangers
+	refused   func(net.Addr) // told of a connection that was one too many for its source
 
 	closing chan struct{}
 	once    sync.Once
@@ -103,54 +102,76 @@ type joinListener struct {
 
 func newJoinListener(ln net.Listener, l Limits, trip time.Duration, counters *tunnel.Counters, refused func(net.Addr)) *joinListener {
 	return &joinListener{
-		Listener: ln,
-		counters: counters,
-		timeout:  l.JoinTimeout,
-		farTrip:  trip,
-		slots:    make(chan struct{}, l.Joining),
-		groups:   auth.NewGroups(l.JoiningPerAddress),
-		refused:  refused,
-		closing:  make(chan struct{}),
+		Listener:  ln,
+		counters:  counters,
+		timeout:   l.JoinTimeout,
+		farTrip:   trip,
+		strangers: listen.NewStrangers(l.Joining, l.JoiningPerAddress),
+		refused:   refused,
+		closing:   make(chan struct{}),
 	}
 }
 
-// Accept implements net.Listener. It waits while too many connections are joining,
-// which takes several sources; what is too many of one is closed at once.
+// Accept implements net.Listener. It waits while every place is held by another source;
+// connections of a source that holds too many are closed at once.
 func (l *joinListener) Accept() (net.Conn, error) {
-	select {
-	case l.slots <- struct{}{}:
-	default:
-		l.counters.Limited(tunnel.LimitJoining)
-		select {
-		case l.slots <- struct{}{}:
-		case <-l.closing:
-			return nil, net.ErrClosed
-		}
-	}
 	for {
 		raw, err := l.Listener.Accept()
 		if err != nil {
-			<-l.slots
 			return nil, err
 		}
-		release, ok := l.groups.Admit(auth.GroupOf(raw.RemoteAddr()))
-		if !ok {
+		conn, isFar := carry(raw, l.farTrip)
+		c := &joiningConn{Conn: conn, far: isFar, accepted: time.Now(), timeout: l.timeout}
+		if c.place, err = l.admit(raw); err != nil {
 			raw.Close()
-			l.refused(raw.RemoteAddr())
+			return nil, err
+		}
+		if c.place == nil {
+			raw.Close()
 			continue
 		}
-		conn, isFar := carry(raw, l.farTrip)
-		c := &joiningConn{Conn: conn, far: isFar, release: func() {
-			release()
-			<-l.slots
-		}}
-		c.timer = time.AfterFunc(l.timeout, func() {
-			l.counters.Limited(tunnel.LimitJoinTimeout)
+		c.timer = time.AfterFunc(min(l.timeout, listen.FirstByte), func() {
+			c.once.Do(func() {
+				l.counters.Limited(tunnel.LimitJoinTimeout)
+				c.place.Release()
+			})
 			raw.Close()
 		})
 		return c, nil
 	}
 }
+
+// admit returns the place of a new connection, nil if it has none, or an error when the
+// listener is being closed.
+func (l *joinListener) admit(raw net.Conn) (*listen.Stranger, error) {
+	for waited := false; ; waited = true {
+		place, full := l.strangers.Admit(listen.AddrOf(raw.RemoteAddr()), func() {
+			l.counters.Limited(tunnel.LimitJoining)
+			raw.Close()
+		})
+		switch {
+		case place != nil:
+			return place, nil
+		case full.Source:
+			l.refused(raw.RemoteAddr())
+			return nil, nil
+		case !waited:
+			l.counters.Limited(tunnel.LimitJoining)
+		}
+		if !full.Wait {
+			return nil, nil
+		}
+		select {
+		case <-l.strangers.Freed():
+		case <-time.After(retryAdmit):
+		case <-l.closing:
+			return nil, net.ErrClosed
+		}
+	}
+}
+
+// retryAdmit is how often a connection that waits for a place looks for one that is silent.
+const retryAdmit = 100 * time.Millisecond
 
 // Close implements net.Listener.
 func (l *joinListener) Close() error {
@@ -161,18 +182,35 @@ func (l *joinListener) Close() error {
 // joiningConn is an accepted connection.
 type joiningConn struct {
 	net.Conn
-	ours    atomic.Bool // gRPC has nothing to do with it any more
-	far     far
-	timer   *time.Timer
-	release func() // gives back its place among those that join
-	once    sync.Once
+	ours     atomic.Bool // gRPC has nothing to do with it any more
+	far      far
+	accepted time.Time
+	timeout  time.Duration // from then until there is a session
+	place    *listen.Stranger
+	spoken   atomic.Bool // the other side has sent something
+	timer    *time.Timer
+	once     sync.Once
+}
+
+// Read implements net.Conn. The first byte gives the other side the time to join.
+func (c *joiningConn) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	if n > 0 && !c.spoken.Load() && !c.spoken.Swap(true) {
+		c.place.Spoke()
+		if c.timer.Stop() {
+			c.timer.Reset(c.timeout - time.Since(c.accepted))
+		}
+	}
+	return n, err
 }
 
 // joined lifts the deadline: the connection has a session.
-func (c *joiningConn) joined() {
+func (c *joiningConn) joined() { c.settle(c.place.Met) }
+
+func (c *joiningConn) settle(how func()) {
 	c.once.Do(func() {
 		c.timer.Stop()
-		c.release()
+		how()
 	})
 }
 
@@ -198,7 +236,7 @@ func (c *joiningConn) extend(d time.Duration) { c.timer.Reset(d) }
 
 // Close implements net.Conn.
 func (c *joiningConn) Close() error {
-	c.joined()
+	c.settle(c.place.Release)
 	return c.Conn.Close()
 }
 
