@@ -112,7 +112,8 @@ func (h HTTPS) AsksKubernetes() bool { return h.Terminates() && h.Kubernetes }
 // TCPListener is one line of [mode.cloud.tcp].
 type TCPListener struct {
 	Listen string
-	Node   tunnel.NodeName // "" is any connected node
+	Node   tunnel.NodeName // "" is any connected node of Among
+	Among  tunnel.Selector // empty is all
 	Target string          // host:port as the edge sees it
 	Allow  auth.Sources    // who may connect; empty, on loopback only, is anyone
 }
@@ -254,7 +255,13 @@ func (r *report) tcpListeners(lines map[string]string, allow map[string][]string
 		l := TCPListener{Listen: listen, Target: lines[listen]}
 		if node, target, named := strings.Cut(l.Target, "/"); named {
 			l.Target = target
-			name, err := tunnel.ParseNodeName(node)
+			var name tunnel.NodeName
+			var err error
+			if strings.ContainsAny(node, ",*") {
+				l.Among, err = tunnel.ParseSelector(node)
+			} else {
+				name, err = tunnel.ParseNodeName(node)
+			}
 			if err != nil {
 				r.add(tcpKey(listen), "%v: write \"node/host:port\", or \"host:port\" for any node", err)
 				r.mute(tcpKey(listen))

@@ -11,6 +11,7 @@ import (
 	"testing"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
 )
 
 // testEnv is that of a machine which has been told nothing.
@@ -431,5 +432,24 @@ func TestCallers(t *testing.T) {
 				t.Errorf("%s:\n%q, want %q in it", c.lines, got[i], want)
 			}
 		}
+	}
+}
+
+// A TCP port may lead to any of some nodes.
+func TestAmong(t *testing.T) {
+	r := newReport(&source{file: "cloud.toml"})
+	got := r.tcpListeners(map[string]string{
+		":1": "host:1", ":2": "edge1/host:1", ":3": "edge1,gw-*/host:1", ":4": "*/host:1", ":5": "edge1,,b/host:1", ":6": "Edge*/host:1",
+	}, nil)
+	want := []TCPListener{
+		{Listen: ":1", Target: "host:1"}, {Listen: ":2", Node: "edge1", Target: "host:1"},
+		{Listen: ":3", Among: tunnel.Selector{"edge1", "gw-*"}, Target: "host:1"}, {Listen: ":4", Target: "host:1"},
+		{Listen: ":5", Target: "host:1"}, {Listen: ":6", Target: "host:1"},
+	}
+	if !reflect.DeepEqual(got, want) {
+		t.Errorf("got  %+v\nwant %+v", got, want)
+	}
+	if err := r.err(); err == nil || strings.Count(err.Error(), "\n") != 1 || !strings.Contains(err.Error(), `"Edge*" is not a node's name or a pattern such as "gw-*"`) {
+		t.Error(err)
 	}
 }

@@ -4,17 +4,20 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+
+	"tunnel/pkg/tunnel"
 )
 
 // Egress is the front door for kube-apiserver's egress selector. Without listeners it is off.
 type Egress struct {
-	GRPC, HTTPConnect   []string // unix:///path or tls://host:port
-	Cert, Key, ClientCA string   // files, for tls://
-	ClientNames         []string // common names of callers over tls://, which needs some
-	Strategies          []string // empty is all of them
-	Kubernetes          bool     // what nodes reach stands in their Node objects; else edges say it
-	KonnectivityMetrics bool     // under the names of its server, too
-	AgentPort           int      // where stock konnectivity agents join, on all interfaces; 0 is off
+	GRPC, HTTPConnect   []string        // unix:///path or tls://host:port
+	Cert, Key, ClientCA string          // files, for tls://
+	ClientNames         []string        // common names of callers over tls://, which needs some
+	Strategies          []string        // empty is all of them
+	DefaultNodes        tunnel.Selector // whom the strategy default takes; empty is any node
+	Kubernetes          bool            // what nodes reach stands in their Node objects; else edges say it
+	KonnectivityMetrics bool            // under the names of its server, too
+	AgentPort           int             // where stock konnectivity agents join, on all interfaces; 0 is off
 }
 
 const egressTable = "mode.cloud.egress."
@@ -24,10 +27,17 @@ func newEgress(t *egressKeys, r *report) Egress {
 	if t.ClientNames != nil && (len(t.ClientNames) == 0 || slices.Contains(t.ClientNames, "")) {
 		r.add(egressTable+"clientnames", "the list is empty or holds an empty name: write the common names of the callers' certificates, such as [\"kube-apiserver\"]")
 	}
-	return Egress{
+	e := Egress{
 		GRPC: t.GRPC, HTTPConnect: t.HTTPConnect, Cert: path(t.Cert), Key: path(t.Key), ClientCA: path(t.ClientCA),
 		ClientNames: t.ClientNames, Strategies: t.Strategies, Kubernetes: t.Kubernetes, KonnectivityMetrics: t.OldMetrics, AgentPort: t.AgentPort,
 	}
+	if len(t.DefaultNodes) > 0 {
+		var err error
+		if e.DefaultNodes, err = tunnel.ParseSelector(strings.Join(t.DefaultNodes, ",")); err != nil {
+			r.add(egressTable+"defaultnodes", "%v", err)
+		}
+	}
+	return e
 }
 
 // Configured reports whether there is a listener.
@@ -71,6 +81,9 @@ func (e Egress) check(r *report) {
 			r.add(t+"strategies", "%q is not known: write some of \"destHost\", \"cidr\", \"defaultRoute\", \"default\"", s)
 		}
 	}
+	if len(e.DefaultNodes) > 0 && len(e.Strategies) > 0 && !slices.Contains(e.Strategies, "default") {
+		r.warn(t+"defaultnodes", "not used: strategies has no \"default\"")
+	}
 	if e.Configured() && !e.Kubernetes {
 		r.warn(t+"kubernetes", "missing: what edges say they reach is believed, and one that lies attracts what is meant for others; write kubernetes = true where nodes have Node objects")
 	}
@@ -88,7 +101,7 @@ func (e Egress) check(r *report) {
 		}
 	case e.Configured() && (e.Cert != "" || e.ClientCA != "" || len(e.ClientNames) > 0):
 		r.warn(t+"cert", "not used: cert, key, clientca and clientnames are for tls://, and callers of a unix socket are known by its permissions")
-	case !e.Configured() && (len(e.Strategies)+len(e.ClientNames) > 0 || e.Kubernetes || e.KonnectivityMetrics || e.Cert != "" || e.ClientCA != ""):
+	case !e.Configured() && (len(e.Strategies)+len(e.ClientNames)+len(e.DefaultNodes) > 0 || e.Kubernetes || e.KonnectivityMetrics || e.Cert != "" || e.ClientCA != ""):
 		what := "off"
 		if e.AgentPort != 0 {
 			what = "agentport alone: what else stands here is for callers"

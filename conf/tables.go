@@ -112,16 +112,17 @@ type edgeLimitsKeys struct {
 }
 
 type egressKeys struct {
-	GRPC        []string `toml:"grpc"`
-	HTTPConnect []string `toml:"httpconnect"`
-	Cert        string   `toml:"cert"`
-	Key         string   `toml:"key"`
-	ClientCA    string   `toml:"clientca"`
-	ClientNames []string `toml:"clientnames"`
-	Strategies  []string `toml:"strategies"`
-	Kubernetes  bool     `toml:"kubernetes"`
-	OldMetrics  bool     `toml:"konnectivitymetrics"`
-	AgentPort   int      `toml:"agentport"`
+	GRPC         []string `toml:"grpc"`
+	HTTPConnect  []string `toml:"httpconnect"`
+	Cert         string   `toml:"cert"`
+	Key          string   `toml:"key"`
+	ClientCA     string   `toml:"clientca"`
+	ClientNames  []string `toml:"clientnames"`
+	Strategies   []string `toml:"strategies"`
+	DefaultNodes []string `toml:"defaultnodes"`
+	Kubernetes   bool     `toml:"kubernetes"`
+	OldMetrics   bool     `toml:"konnectivitymetrics"`
+	AgentPort    int      `toml:"agentport"`
 }
 
 type edgeTable struct {

@@ -32,6 +32,7 @@ func (d *daemon) addEgress(c conf.Egress, limits conf.Limits, counters *tunnel.C
 		return nil, nil
 	}
 	cfg := egress.Config{GRPC: c.GRPC, HTTPConnect: c.HTTPConnect, Sessions: directory, Counters: counters, KonnectivityMetrics: c.KonnectivityMetrics, Strangers: limits.Strangers, StrangersPerAddress: limits.StrangersPerAddress}
+	cfg.Among = c.DefaultNodes
 	for _, s := range c.Strategies {
 		cfg.Strategies = append(cfg.Strategies, egress.Strategy(s))
 	}

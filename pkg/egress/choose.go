@@ -35,6 +35,7 @@ func (s Strategy) guesses() bool { return s == DefaultRoute || s == Default }
 type chooser struct {
 	// Set once.
 	strategies []Strategy
+	among      tunnel.Selector
 	source     Source
 	whole      bool // source names every node that there is, connected or not
 	dialer     tunnel.Dialer
@@ -44,7 +45,7 @@ type chooser struct {
 }
 
 func newChooser(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes) (*chooser, error) {
-	c := &chooser{strategies: cfg.Strategies, source: cfg.Identifiers, whole: cfg.Kubernetes, dialer: dialer, nodes: nodes}
+	c := &chooser{strategies: cfg.Strategies, among: cfg.Among, source: cfg.Identifiers, whole: cfg.Kubernetes, dialer: dialer, nodes: nodes}
 	if len(c.strategies) == 0 {
 		c.strategies = Strategies()
 	}
@@ -101,7 +102,7 @@ func (c *chooser) candidates(t *table, s Strategy, host string) (connected, away
 	case DefaultRoute:
 		found = t.defaults
 	case Default:
-		return []tunnel.NodeName{""}, nil // any: the dialer takes the one with the fewest conns
+		return []tunnel.NodeName{""}, nil // any: the dialer takes one by chance
 	}
 	for _, n := range found {
 		if c.nodes.Holds(n) {
@@ -168,7 +169,7 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 			away, owned = others, c.whole && len(others) > 0
 		}
 		for _, node := range connected {
-			conn, err := c.dialer.Dial(ctx, tunnel.Request{Node: node, Category: name, Network: "tcp", Addr: addr, Caller: caller})
+			conn, err := c.dialer.Dial(ctx, tunnel.Request{Node: node, Among: c.among, Category: name, Network: "tcp", Addr: addr, Caller: caller})
 			if err == nil {
 				return conn, nil
 			}

@@ -51,10 +51,11 @@ const dialTimeout = 20 * time.Second
 
 // Config is what a [FrontDoor] needs.
 type Config struct {
-	GRPC        []string    // where Konnectivity's ProxyService is served: unix:///path or tls://host:port
-	HTTPConnect []string    // where HTTP CONNECT is
-	TLS         *tls.Config // for tls://: our certificate, and who may call
-	Strategies  []Strategy  // none: all of them
+	GRPC        []string        // where Konnectivity's ProxyService is served: unix:///path or tls://host:port
+	HTTPConnect []string        // where HTTP CONNECT is
+	TLS         *tls.Config     // for tls://: our certificate, and who may call
+	Strategies  []Strategy      // none: all of them
+	Among       tunnel.Selector // whom Default takes; empty: any node
 	Counters    *tunnel.Counters
 	// KonnectivityMetrics adds some under the names that its server has.
 	KonnectivityMetrics bool

@@ -3,6 +3,7 @@ package stream
 import (
 	"context"
 	"maps"
+	"math/rand/v2"
 	"net"
 	"slices"
 
@@ -41,7 +42,7 @@ func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	return nil, refusal
 }
 
-// dialAny takes the node with the fewest conns of ours, else one of another replica.
+// dialAny takes a node of ours by chance, else one of another replica.
 func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	c, refusal := p.dir.Dial(ctx, r)
 	if refusal == nil || !elsewhere(ctx, refusal) {
@@ -49,8 +50,10 @@ func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error)
 	}
 	for _, link := range p.sessions() {
 		p.mu.Lock()
-		nodes := slices.Collect(maps.Keys(link.replica.nodes)) // in random order: that spreads them
+		nodes := slices.Collect(maps.Keys(link.replica.nodes))
 		p.mu.Unlock()
+		nodes = slices.DeleteFunc(nodes, func(n tunnel.NodeName) bool { return !r.Among.Chooses(n) })
+		rand.Shuffle(len(nodes), func(i, j int) { nodes[i], nodes[j] = nodes[j], nodes[i] })
 		for _, n := range nodes[:min(3, len(nodes))] {
 			r.Node = n
 			c, err := link.Dial(ctx, r)

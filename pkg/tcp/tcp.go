@@ -2,7 +2,7 @@
 // is connected to a target behind an edge, byte for byte.
 //
 //	door := tcp.New([]tcp.Listener{
-//		{Listen: "127.0.0.1:6443", Target: "127.0.0.1:6443"},                 // any connected node
+//		{Listen: "127.0.0.1:6443", Target: "127.0.0.1:6443"},                 // any connected node, by chance
 //		{Listen: "127.0.0.1:2222", Node: "edge1", Target: "127.0.0.1:22"},    // a named node
 //		{Listen: "10.0.0.5:502", Node: "plc", Target: "192.168.0.9:502", Allow: office},
 //	}, directory, log)
@@ -51,7 +51,8 @@ const (
 // Listener is one port of the front door.
 type Listener struct {
 	Listen string          // host:port; also the key in [mode.cloud.tcp]
-	Node   tunnel.NodeName // empty: any connected node, the one with the fewest conns
+	Node   tunnel.NodeName // empty: any connected node of Among, by chance
+	Among  tunnel.Selector // empty: all
 	Target string          // host:port, as the edge sees it
 	Allow  auth.Sources    // who may connect; empty: loopback, and then Listen must be loopback
 }
@@ -317,6 +318,7 @@ func (p *port) dial(ctx context.Context, caller string) (net.Conn, error) {
 	defer cancel()
 	return p.dialer.Dial(ctx, tunnel.Request{
 		Node:     p.Node,
+		Among:    p.Among,
 		Category: name,
 		Network:  "tcp",
 		Addr:     p.Target,

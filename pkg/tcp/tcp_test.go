@@ -8,6 +8,7 @@ import (
 	"io"
 	"log/slog"
 	"net"
+	"reflect"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -199,7 +200,7 @@ func TestRequest(t *testing.T) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	want := tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: addr, Caller: c.LocalAddr().String()}
-	if d.last != want {
+	if !reflect.DeepEqual(d.last, want) {
 		t.Errorf("asked for %+v, want %+v", d.last, want)
 	}
 	c.Close()

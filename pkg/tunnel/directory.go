@@ -4,9 +4,10 @@ import (
 	"cmp"
 	"context"
 	"maps"
-	"math"
+	"math/rand/v2"
 	"net"
 	"slices"
+	"strings"
 	"sync"
 )
 
@@ -136,8 +137,9 @@ func (d *Directory) Reach() map[NodeName]string {
 	return all
 }
 
-// Dial opens a conn through the session of r.Node. When r names no node it takes the
-// session that has the fewest conns; one that cannot serve just now, because it is
+// Dial opens a conn through the session of r.Node. When r names no node it takes one of
+// r.Among by chance: a node that could attract conns, by having few or by answering fast,
+// could attract them all. One that cannot serve just now, because it is
 // draining, full or gone, passes the request on to the next.
 func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 	if r.Node != "" {
@@ -148,7 +150,7 @@ func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 		return s.Dial(ctx, r)
 	}
 	err := error(nil)
-	for _, s := range d.byConns() {
+	for _, s := range d.byChance(r.Among) {
 		r.Node = s.Node
 		var c net.Conn
 		if c, err = s.Dial(ctx, r); err == nil {
@@ -159,7 +161,7 @@ func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 		}
 	}
 	if err == nil {
-		err = d.noSuchNode("no node is connected")
+		err = d.noSuchNode("no node %sis connected", among(r.Among))
 	}
 	return nil, err
 }
@@ -171,27 +173,36 @@ func (d *Directory) noSuchNode(format string, args ...any) *Refusal {
 	return Refusef(NoSuchNode, format, args...)
 }
 
-// byConns returns the sessions, those with the fewest conns first, and last those that leave. Among equals the
-// map's random order decides, which spreads first conns over the nodes.
-func (d *Directory) byConns() []*Session {
-	type load struct {
-		s *Session
-		n int64 // read once: it changes while we sort
+// among names the nodes of a selector, for an error.
+func among(s Selector) string {
+	if len(s) == 0 {
+		return ""
 	}
+	return "of " + strings.Join(s, ", ") + " "
+}
+
+// byChance returns the sessions of the nodes that among chooses, in a random order, and last
+// those that leave.
+func (d *Directory) byChance(among Selector) []*Session {
 	d.mu.RLock()
-	loads := make([]load, 0, len(d.sessions))
-	for _, s := range d.sessions {
-		n := s.Conns.Load()
-		if s.Leaving.Load() {
-			n += math.MaxInt32 // behind all others
+	sessions := make([]*Session, 0, len(d.sessions))
+	for n, s := range d.sessions {
+		if among.Chooses(n) {
+			sessions = append(sessions, s)
 		}
-		loads = append(loads, load{s, n})
 	}
 	d.mu.RUnlock()
-	slices.SortStableFunc(loads, func(a, b load) int { return cmp.Compare(a.n, b.n) })
-	sessions := make([]*Session, len(loads))
-	for i, l := range loads {
-		sessions[i] = l.s
-	}
+	// The order of a map is not random enough: it begins at a random place.
+	rand.Shuffle(len(sessions), func(i, j int) { sessions[i], sessions[j] = sessions[j], sessions[i] })
+	slices.SortStableFunc(sessions, func(a, b *Session) int {
+		switch al, bl := a.Leaving.Load(), b.Leaving.Load(); {
+		case al == bl:
+			return 0
+		case bl:
+			return -1
+		default:
+			return 1
+		}
+	})
 	return sessions
 }

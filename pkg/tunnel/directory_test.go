@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"slices"
 	"sync"
@@ -163,23 +164,48 @@ func TestDirectoryDial(t *testing.T) {
 	if _, err := dial("n3"); CodeOf(err) != NoSuchNode || err.Error() != "no-such-node: node n3 is not connected" {
 		t.Errorf("dialling a node that is not connected: %v", err)
 	}
-	for range 20 {
-		if got, err := dial(""); got != "idle" || err != nil {
-			t.Fatalf("any node: %q, %v; want the one with the fewest conns", got, err)
-		}
+	if _, err := dial("n2"); err != nil {
+		t.Error(err)
 	}
 	if r := idle.Link.(*link).last.Load(); r.Node != "n2" || r.Addr != "a:1" {
 		t.Errorf("the session is asked for %+v", r)
 	}
-	// Among equals every node gets its share.
-	busy.Conns.Store(1)
-	seen := map[string]bool{}
-	for range 200 {
-		got, _ := dial("")
-		seen[got] = true
+}
+
+// Any node is one by chance: a node does not attract conns by having none.
+func TestDirectoryDialAny(t *testing.T) {
+	const dials, nodes = 3000, 3
+	var d Directory
+	for i := range nodes {
+		s := session(NodeName(fmt.Sprint("n", i)), fmt.Sprint("n", i))
+		s.Conns.Store(int64(10 * i)) // n0 is idle
+		d.Attach(s)
 	}
-	if len(seen) != 2 {
-		t.Errorf("among equals only %v is ever chosen", seen)
+	share := func(among Selector) map[string]int {
+		got := make(map[string]int)
+		for range dials {
+			c, err := d.Dial(t.Context(), Request{Addr: "a:1", Among: among})
+			if err != nil {
+				t.Fatal(err)
+			}
+			got[c.(namedConn).name]++
+		}
+		return got
+	}
+	for name, n := range share(nil) {
+		if n < dials/nodes*8/10 || n > dials/nodes*12/10 {
+			t.Errorf("%s has %d of %d", name, n, dials)
+		}
+	}
+	if got := share(Selector{"n1", "x*"}); !maps.Equal(got, map[string]int{"n1": dials}) {
+		t.Errorf("among n1 and x*: %v", got)
+	}
+	d.Lookup("n1").Leaving.Store(true)
+	if got := share(Selector{"n1", "n2"}); !maps.Equal(got, map[string]int{"n2": dials}) {
+		t.Errorf("while n1 leaves: %v", got)
+	}
+	if _, err := d.Dial(t.Context(), Request{Among: Selector{"gw-*", "y"}}); CodeOf(err) != NoSuchNode || err.Error() != "no-such-node: no node of gw-*, y is connected" {
+		t.Error(err)
 	}
 }
 
@@ -193,7 +219,7 @@ func TestDirectoryDialAsksTheNext(t *testing.T) {
 		d := Directory{Counters: new(Counters)}
 		first, second := session("n1", "first"), session("n2", "second")
 		first.Link.(*link).refusal = Refusef(tt.code, "")
-		second.Conns.Store(5)
+		second.Leaving.Store(true) // so that it comes second
 		d.Attach(first)
 		d.Attach(second)
 		c, err := d.Dial(t.Context(), Request{Addr: "a:1"})

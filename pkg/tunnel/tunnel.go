@@ -102,7 +102,8 @@ type Module interface {
 
 // Request says what a front door wants dialled.
 type Request struct {
-	Node     NodeName // empty: any connected node, the one with the fewest conns
+	Node     NodeName // empty: any connected node, by chance
+	Among    Selector // without Node: which nodes may be taken
 	Category string   // the edge module that dials
 	Network  string   // "tcp", or "tls" when the edge's https module is to speak TLS to the target
 	Addr     string   // host:port, as the edge sees it

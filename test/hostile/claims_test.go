@@ -59,7 +59,7 @@ func newClaims(t *testing.T, kube *apiServer, lines string) *claims {
 	c := &claims{t: t}
 	c.Pair, err = rig.NewPair(rig.Config{
 		Binary: program, Dir: t.TempDir(), CA: ca, Others: []string{thief},
-		TCP: map[string]string{}, HTTPS: "127.0.0.1:10250", Cloud: lines,
+		TCP: map[string]string{"any": "*/127.0.0.1:9", "some": "edge*,gw/127.0.0.1:9"}, HTTPS: "127.0.0.1:10250", Cloud: lines,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -303,6 +303,42 @@ func TestHostileClaims(t *testing.T) {
 		if n := c.metric("tunnel_egress_contested_addresses"); n != 5 {
 			t.Errorf("%v contested addresses are counted, want 5", n)
 		}
+	})
+	t.Run("what any node may serve, by being idle", func(t *testing.T) {
+		c := newClaims(t, nil, "")
+		for range 2 { // so the honest node is not
+			quiet, err := net.Dial("tcp", c.Door("some"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer quiet.Close()
+			bufio.NewReader(quiet).ReadString('\n')
+		}
+		served := func(door string) tally {
+			got := make(tally)
+			for range thefts {
+				conn, err := net.Dial("tcp", c.Door(door))
+				if err != nil {
+					t.Fatal(err)
+				}
+				conn.SetDeadline(time.Now().Add(hangs))
+				line, err := bufio.NewReader(conn).ReadString('\n')
+				if err != nil {
+					t.Fatal(err)
+				}
+				got[strings.TrimSpace(line)]++
+				conn.Close()
+			}
+			return got
+		}
+		got := served("any")
+		t.Logf("any node: %v", got)
+		// By chance it has all of them once in a million times.
+		if got[thief] == thefts || got[rig.Node] == thefts {
+			t.Errorf("one of two nodes has them all: %v", got)
+		}
+		c.stole()
+		c.want(served("some"), rig.Node)
 	})
 	t.Run("exec, by a caller of metrics", func(t *testing.T) {
 		c := newClaims(t, nil, "[[mode.cloud.https.callers]]\nname = \"metrics-server\"\nmay = [\"metrics\"]\n")

@@ -1,0 +1,36 @@
+package tunnel
+
+import (
+	"fmt"
+	"path"
+	"slices"
+	"strings"
+)
+
+// Selector chooses nodes by their names. Each entry is a name, in which "*" stands for any
+// characters: "gw-*". An empty Selector chooses every node.
+type Selector []string
+
+// ParseSelector reads names that are separated by commas. A lone "*" is the empty Selector.
+func ParseSelector(s string) (Selector, error) {
+	if s == "*" {
+		return nil, nil
+	}
+	all := Selector(strings.Split(s, ","))
+	for _, pattern := range all {
+		// Without its stars a pattern must look like a name; this also keeps out whatever else means
+		// something to path.Match.
+		if _, err := ParseNodeName(strings.ReplaceAll(pattern, "*", "x")); err != nil {
+			return nil, fmt.Errorf("%q is not a node's name or a pattern such as \"gw-*\"", pattern)
+		}
+	}
+	return all, nil
+}
+
+// Chooses reports whether s chooses n.
+func (s Selector) Chooses(n NodeName) bool {
+	return len(s) == 0 || slices.ContainsFunc(s, func(pattern string) bool {
+		ok, err := path.Match(pattern, string(n))
+		return ok && err == nil
+	})
+}
