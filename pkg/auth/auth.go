@@ -57,6 +57,7 @@ import (
 	"context"
 	"crypto/x509"
 	"errors"
+	"net/netip"
 	"time"
 
 	"tunnel/pkg/tunnel"
@@ -70,6 +71,9 @@ type Credential struct {
 	// Chain is the client certificate of the connection, leaf first. The handshake has
 	// proven that the edge has its key; nothing else of it has been looked at.
 	Chain []*x509.Certificate
+	// From is the address of a stranger who shows it. What strangers may have reviewed at
+	// once is bounded. Zero: somebody who has joined already shows a new one.
+	From netip.Addr
 }
 
 // Grant is the answer to a good credential.

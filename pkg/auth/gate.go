@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"crypto/x509"
 	"log/slog"
+	"net/netip"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -123,7 +124,7 @@ func (g *Gate) Authenticate(ctx context.Context, c Credential) (Grant, error) {
 	case err != nil:
 		return Grant{}, refusal("the claimed node name is not RFC 1123")
 	case c.Token != "":
-		return g.byToken(ctx, node, c.Token)
+		return g.byToken(ctx, node, c.Token, c.From)
 	case len(c.Chain) > 0:
 		return g.byCertificate(ctx, node, c.Chain)
 	}
@@ -131,14 +132,14 @@ func (g *Gate) Authenticate(ctx context.Context, c Credential) (Grant, error) {
 }
 
 // byToken admits node by a token of the file or of Kubernetes.
-func (g *Gate) byToken(ctx context.Context, node tunnel.NodeName, secret Secret) (Grant, error) {
+func (g *Gate) byToken(ctx context.Context, node tunnel.NodeName, secret Secret, from netip.Addr) (Grant, error) {
 	got, err := g.admit(ctx, node, tokenProof(sha256.Sum256([]byte(secret))))
 	if err == nil || g.reviews == nil || !looksLikeJWT(secret) {
 		return got, err
 	}
 	// Also for a node that may not join: a stranger must not learn which ones may by
 	// how long the refusal takes.
-	account, err := g.byReview(ctx, node, secret)
+	account, err := g.byReview(ctx, node, secret, from)
 	if err != nil {
 		return Grant{}, err
 	}

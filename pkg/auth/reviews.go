@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"slices"
 	"strings"
 	"sync"
@@ -22,14 +23,21 @@ const (
 	maxReviews  = 32                   // at once
 	reviewEvery = 5 * time.Millisecond // 200 a second
 	reviewMost  = 10 * time.Second     // for one answer
-	keepUnknown = time.Minute          // a good answer about a token that says no end
-	keepBad     = 10 * time.Second     // a bad answer
-	maxKept     = 1 << 16              // answers; a token's is some 200 bytes
-	accountUser = "system:serviceaccount:"
+	// Each stranger who waits for an answer costs memory, and behind a long queue none of
+	// them is served in time. Who finds it full tries again later.
+	maxStrangers          = maxReviews + 64
+	maxStrangersOfASource = maxStrangers / 4
+	keepUnknown           = time.Minute      // a good answer about a token that says no end
+	keepBad               = 10 * time.Second // a bad answer
+	maxKept               = 1 << 16          // answers; a token's is some 200 bytes
+	accountUser           = "system:serviceaccount:"
 )
 
 // errUnavailable is the question that could not be answered now.
 var errUnavailable = errors.New("no answer from Kubernetes about ServiceAccount tokens")
+
+// errManyReviews is the question that was not asked, since too many wait.
+var errManyReviews = fmt.Errorf("%w: too many of them wait for a review", errUnavailable)
 
 // reviews asks the Reviewer, and remembers what it has said.
 type reviews struct {
@@ -39,11 +47,13 @@ type reviews struct {
 	busy     chan struct{} // holds a value per review under way
 	total    *prometheus.CounterVec
 
-	mu     sync.Mutex // guards the following
-	kept   map[sum]answer
-	asking map[sum]chan struct{} // closed, under mu, when nobody asks about that token any more
-	next   time.Time             // when the next review may start
-	fault  string                // why the last one had no answer, "" when it had one
+	mu        sync.Mutex           // guards the following
+	strangers int                  // who wait for an answer
+	sources   map[netip.Prefix]int // of them, by source
+	kept      map[sum]answer
+	asking    map[sum]chan struct{} // closed, under mu, when nobody asks about that token any more
+	next      time.Time             // when the next review may start
+	fault     string                // why the last one had no answer, "" when it had one
 }
 
 // answer is what the Reviewer has said. It never changes.
@@ -60,24 +70,35 @@ func newReviews(r Reviewer, log *slog.Logger) *reviews {
 		busy:     make(chan struct{}, maxReviews),
 		total: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tunnel_auth_reviews_total",
-			Help: "ServiceAccount tokens looked at: good and bad by a review, error without an answer, cached without a review.",
+			Help: "ServiceAccount tokens looked at: good and bad by a review, error without an answer, cached without a review, full without one because too many strangers wait.",
 		}, []string{"result"}),
-		kept:   make(map[sum]answer),
-		asking: make(map[sum]chan struct{}),
+		sources: make(map[netip.Prefix]int),
+		kept:    make(map[sum]answer),
+		asking:  make(map[sum]chan struct{}),
 	}
 }
 
 // ask returns the answer about a token, from memory or from Kubernetes. One caller at a
 // time asks about the same token; an error is that of this caller alone, and the next
-// one asks again.
-func (r *reviews) ask(ctx context.Context, token Secret) (answer, error) {
+// one asks again. A caller from an address is a stranger.
+func (r *reviews) ask(ctx context.Context, token Secret, from netip.Addr) (answer, error) {
 	key := sha256.Sum256([]byte(token))
+	counted := false
 	for {
 		r.mu.Lock()
 		if a, ok := r.kept[key]; ok && time.Now().Before(a.keep) {
 			r.mu.Unlock()
 			r.total.WithLabelValues("cached").Inc()
 			return a, nil
+		}
+		if from.IsValid() && !counted {
+			if !r.enterLocked(Group(from)) {
+				r.mu.Unlock()
+				r.total.WithLabelValues("full").Inc()
+				return answer{}, errManyReviews
+			}
+			counted = true
+			defer r.leave(Group(from))
 		}
 		other, asked := r.asking[key]
 		if !asked {
@@ -106,6 +127,25 @@ func (r *reviews) ask(ctx context.Context, token Secret) (answer, error) {
 		r.keepLocked(key, a)
 	}
 	return a, err
+}
+
+// enterLocked counts a stranger who waits, unless that is one too many. The caller holds mu.
+func (r *reviews) enterLocked(source netip.Prefix) bool {
+	if r.strangers >= maxStrangers || r.sources[source] >= maxStrangersOfASource {
+		return false
+	}
+	r.strangers++
+	r.sources[source]++
+	return true
+}
+
+func (r *reviews) leave(source netip.Prefix) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.strangers--
+	if r.sources[source]--; r.sources[source] == 0 {
+		delete(r.sources, source)
+	}
 }
 
 // review asks Kubernetes when it is this one's turn.
@@ -203,8 +243,8 @@ func (r *reviews) note() string {
 }
 
 // byReview turns a ServiceAccount token into the proof that it is for node.
-func (g *Gate) byReview(ctx context.Context, node tunnel.NodeName, token Secret) (accountProof, error) {
-	a, err := g.reviews.ask(ctx, token)
+func (g *Gate) byReview(ctx context.Context, node tunnel.NodeName, token Secret, from netip.Addr) (accountProof, error) {
+	a, err := g.reviews.ask(ctx, token, from)
 	if err != nil {
 		return accountProof{}, err
 	}

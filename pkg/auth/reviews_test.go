@@ -5,6 +5,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"net/netip"
 	"strings"
 	"sync"
 	"testing"
@@ -303,6 +304,71 @@ func TestStormOfReviews(t *testing.T) {
 		}
 		if took := time.Since(start); took > 7*time.Second {
 			t.Errorf("%d took %v", edges, took)
+		}
+	})
+}
+
+// Of strangers so many wait for reviews, and so many of one source; others are told at once
+// to come again. Who has joined before, and shows a new token, always waits for its turn.
+func TestStrangersReviews(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := &reviewer{node: "edge1", takes: time.Second}
+		gate := reviewing(t, r, "")
+		var all sync.WaitGroup
+		var n int64
+		show := func(from string) error {
+			c := Credential{Node: "edge1", Token: jwt(time.Now().Add(time.Hour).Unix() + n)}
+			n++
+			if from != "" {
+				c.From = netip.MustParseAddr(from)
+			}
+			ended := make(chan error, 1)
+			all.Go(func() {
+				_, err := gate.Authenticate(t.Context(), c)
+				ended <- err
+			})
+			synctest.Wait()
+			select {
+			case err := <-ended:
+				return err
+			default:
+				return nil // it waits
+			}
+		}
+		refused := func(count int, from string) (refused int) {
+			for range count {
+				if err := show(from); errors.Is(err, errManyReviews) && !errors.Is(err, ErrUnauthenticated) {
+					refused++
+				} else if err != nil {
+					t.Errorf("from %q: %v", from, err)
+				}
+			}
+			return refused
+		}
+		if n := refused(30, "10.0.0.1"); n != 6 {
+			t.Errorf("%d of 30 of one source are refused, want 6", n)
+		}
+		for i := range 3 {
+			if n := refused(24, fmt.Sprintf("10.0.1.%d", i)); n != 0 {
+				t.Errorf("%d of source %d are refused", n, i)
+			}
+		}
+		if n := refused(1, "10.0.0.2"); n != 1 {
+			t.Error("one more waits than may in all")
+		}
+		if n := refused(10, ""); n != 0 {
+			t.Errorf("%d that are no strangers are refused", n)
+		}
+		if got := counted(t, gate, "full"); got != 7 {
+			t.Errorf("%v are counted, want 7", got)
+		}
+		all.Wait()
+		if n := refused(24, "10.0.0.1"); n != 0 {
+			t.Errorf("%d are refused when the others have been served", n)
+		}
+		all.Wait()
+		if r := gate.reviews; r.strangers != 0 || len(r.sources) != 0 {
+			t.Errorf("%d of %d sources are left", r.strangers, len(r.sources))
 		}
 	})
 }

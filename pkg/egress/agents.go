@@ -23,6 +23,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/auth"
+	ports "tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -368,7 +369,7 @@ func (a *Agents) authenticate(ctx context.Context, t *agentTransport, md metadat
 	if len(ids) != 1 || ids[0] == "" {
 		return refuse("an agent says which node it is, in one agentid")
 	}
-	c := auth.Credential{Node: ids[0], Chain: t.State.PeerCertificates}
+	c := auth.Credential{Node: ids[0], Chain: t.State.PeerCertificates, From: ports.AddrOf(t.conn.RemoteAddr())}
 	if len(bearers) > 0 {
 		token, ok := strings.CutPrefix(bearers[0], "Bearer ")
 		if token = strings.TrimSpace(token); !ok || token == "" || len(bearers) > 1 {

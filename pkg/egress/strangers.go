@@ -4,8 +4,6 @@ import (
 	"cmp"
 	"errors"
 	"net"
-	"sync"
-	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc/credentials"
@@ -21,6 +19,9 @@ const (
 	DefaultStrangers = 1024
 	// DefaultStrangersPerAddress is how many of them may come from one source.
 	DefaultStrangersPerAddress = 256
+	// strangerBytes is how much one may send: a handshake with certificates, and the header
+	// of an agent's stream.
+	strangerBytes = 32<<10 + 2*proxyHeaders
 )
 
 // strangerListener counts the strangers among what it accepts.
@@ -29,14 +30,14 @@ type strangerListener struct {
 	strangers       *ports.Strangers
 	counters        *tunnel.Counters
 	all, perAddress tunnel.Limit  // as they are counted
-	late            tunnel.Limit  // how a connection is counted that has been silent, or a stranger, too long
-	timeout         time.Duration // how long one may stay one; 0: it ends in another way
+	late            tunnel.Limit  // as one is counted that stays one for too long
+	timeout         time.Duration // how long one may stay one
 }
 
 func newStrangerListener(ln net.Listener, most, perAddress int, counters *tunnel.Counters) *strangerListener {
 	return &strangerListener{
 		Listener: ln, counters: counters,
-		all: tunnel.LimitStrangers, perAddress: tunnel.LimitStrangersPerAddress, late: tunnel.LimitHandshakeTimeout,
+		all: tunnel.LimitStrangers, perAddress: tunnel.LimitStrangersPerAddress, late: tunnel.LimitHandshakeTimeout, timeout: requestTimeout,
 		strangers: ports.NewStrangers(cmp.Or(most, DefaultStrangers), cmp.Or(perAddress, DefaultStrangersPerAddress)),
 	}
 }
@@ -53,29 +54,22 @@ func (l *strangerListener) Accept() (net.Conn, error) {
 			raw.Close()
 			return nil, errors.New("not a TCP connection")
 		}
-		place, full := l.strangers.Admit(ports.AddrOf(raw.RemoteAddr()), func() { l.reset(raw, l.all) })
+		p, full := l.strangers.Probation(tcp, ports.Terms{
+			Time: l.timeout, Bytes: strangerBytes,
+			Late: func() { l.counters.Limited(l.late) },
+			Evicted: func() {
+				l.counters.Limited(l.all)
+				tunnel.Reset(tcp)
+			},
+		})
 		switch {
-		case place != nil:
+		case p != nil:
+			return &stranger{TCPConn: tcp, probation: p}, nil
 		case full.Source:
 			l.reset(raw, l.perAddress)
-			continue
 		default:
 			l.reset(raw, l.all)
-			continue
 		}
-		s := &stranger{TCPConn: tcp, place: place, until: time.Now().Add(l.timeout), bounded: l.timeout > 0}
-		first := ports.FirstByte
-		if s.bounded {
-			first = min(first, l.timeout)
-		}
-		s.late = time.AfterFunc(first, func() {
-			s.forget.Do(func() {
-				l.counters.Limited(l.late)
-				place.Release()
-			})
-			raw.Close()
-		})
-		return s, nil
 	}
 }
 
@@ -87,41 +81,18 @@ func (l *strangerListener) reset(raw net.Conn, limit tunnel.Limit) {
 // stranger is an accepted connection.
 type stranger struct {
 	*net.TCPConn
-	// Set once.
-	place   *ports.Stranger
-	late    *time.Timer // closes it
-	until   time.Time   // when late does so, once it has spoken
-	bounded bool        // until counts
-
-	spoken atomic.Bool // the other side has sent something
-	forget sync.Once
+	probation *ports.Probation // until the other side has proven who it is
 }
 
-// Read implements net.Conn. It notes the first byte.
-func (s *stranger) Read(b []byte) (int, error) {
-	n, err := s.TCPConn.Read(b)
-	if n > 0 && !s.spoken.Load() && !s.spoken.Swap(true) {
-		s.place.Spoke()
-		if s.late.Stop() && s.bounded {
-			s.late.Reset(time.Until(s.until))
-		}
-	}
-	return n, err
-}
+// Read implements net.Conn.
+func (s *stranger) Read(b []byte) (int, error) { return s.probation.Read(b) }
 
 // met is called when the other side has proven who it is.
-func (s *stranger) met() { s.settle(s.place.Met) }
-
-func (s *stranger) settle(how func()) {
-	s.forget.Do(func() {
-		s.late.Stop()
-		how()
-	})
-}
+func (s *stranger) met() { s.probation.Met() }
 
 // Close implements net.Conn.
 func (s *stranger) Close() error {
-	s.settle(s.place.Release)
+	s.probation.Release()
 	return s.TCPConn.Close()
 }
 

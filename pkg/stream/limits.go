@@ -54,6 +54,11 @@ func (l Limits) orDefault() Limits {
 	}
 }
 
+// joiningBytes is how many bytes an edge may send before it has a session: two handshake
+// messages of TLS, of which one may hold certificates, the metadata of a stream and one
+// message. gRPC's windows would allow a stranger megabytes.
+func (l Limits) joiningBytes() int { return 32<<10 + 2*l.Metadata + maxMessage }
+
 // relayed is how many conns another replica may ask for at once.
 func (l Limits) relayed() int { return 4 * l.Conns }
 

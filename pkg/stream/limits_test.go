@@ -1,19 +1,27 @@
 package stream
 
 import (
+	"bytes"
 	"context"
+	"crypto/tls"
 	"errors"
+	"io"
 	"net"
+	"runtime"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
+	"tunnel/pkg/auth"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -490,4 +498,100 @@ func TestDenialsAreLogged(t *testing.T) {
 			}
 		}
 	})
+}
+
+// slowAuth is asked and does not answer until it is told to.
+type slowAuth struct {
+	auth.Authenticator
+	asked  atomic.Int64
+	answer chan struct{}
+}
+
+func (a *slowAuth) Authenticate(ctx context.Context, c auth.Credential) (auth.Grant, error) {
+	a.asked.Add(1)
+	select {
+	case <-a.answer:
+		return a.Authenticator.Authenticate(ctx, c)
+	case <-ctx.Done():
+		return auth.Grant{}, ctx.Err()
+	}
+}
+
+// A stranger whose proof is being looked at has the cloud hold little of what it sends,
+// whatever the windows of a session are.
+func TestStrangersBytes(t *testing.T) {
+	a := &slowAuth{answer: make(chan struct{})}
+	r := newRig(t, func(c *ServerConfig) { a.Authenticator, c.Auth = c.Auth, a })
+	const strangers, window, size = 64, 1 << 20, 16 << 10 // a stream's window, and a frame
+	before := inUse()
+	data := make([]byte, size)
+	for range strangers {
+		c, err := tls.Dial("tcp", r.server.Addr().String(), &tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud", NextProtos: []string{"h2"}})
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		c.SetDeadline(time.Now().Add(patience))
+		io.WriteString(c, http2.ClientPreface)
+		f := http2.NewFramer(c, c)
+		f.WriteSettings()
+		var header bytes.Buffer
+		enc := hpack.NewEncoder(&header)
+		for _, h := range [][2]string{
+			{":method", "POST"}, {":scheme", "https"}, {":path", pb.Stream_TunnelStreaming_FullMethodName}, {":authority", "cloud"},
+			{"content-type", "application/grpc"}, {"te", "trailers"}, {"authorization", bearerOf("edge1")},
+		} {
+			enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
+		}
+		f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: header.Bytes(), EndHeaders: true})
+		for range window / size {
+			f.WriteData(1, false, data) // the kernel takes what the cloud does not read
+		}
+	}
+	r.eventually("all are looked at", func() bool { return a.asked.Load() == strangers })
+	held := inUse() - before
+	for now := int64(0); now > held; now = inUse() - before {
+		held = now
+		time.Sleep(100 * time.Millisecond) // what is read is read
+	}
+	t.Logf("%d KiB are held for each stranger, of %d that each has sent", held/strangers>>10, window>>10)
+	if most := int64(256 << 10); held/strangers > most {
+		t.Errorf("want %d KiB at most", most>>10)
+	}
+}
+
+// A stranger who has sent as much as it may has the rest read when it has joined.
+func TestStrangersBytesAreReadLater(t *testing.T) {
+	a := &slowAuth{answer: make(chan struct{})}
+	r := newRig(t, func(c *ServerConfig) { a.Authenticator, c.Auth = c.Auth, a })
+	c := r.stranger().control(bearerOf("edge1"))
+	c.hello(Version)
+	const messages, size = 64, 32 << 10 // two windows
+	sent := make(chan error, 1)
+	go func() {
+		for range messages {
+			if err := c.stream.Send(&pb.StreamMsg{Category: "nobody", Type: "knows", Data: make([]byte, size)}); err != nil {
+				sent <- err
+				return
+			}
+		}
+		sent <- nil
+	}()
+	r.eventually("it is looked at", func() bool { return a.asked.Load() == 1 })
+	close(a.answer)
+	c.want("it has joined", typeHello)
+	if err := <-sent; err != nil {
+		t.Error(err)
+	}
+	if !r.dir.Holds("edge1") {
+		t.Error("it has no session")
+	}
+}
+
+// inUse returns the bytes of the heap that are in use.
+func inUse() int64 {
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return int64(m.HeapAlloc)
 }

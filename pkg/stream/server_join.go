@@ -17,6 +17,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/listen"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -227,6 +228,7 @@ func (s *Server) authenticateNode(ctx context.Context, t *transport) (*proof, *r
 	if len(claims) > 1 || len(claims) == 1 && claims[0] != c.Node {
 		return nil, &refusedJoin{node: c.Node, told: uniform(), err: errors.New("it says that it is two nodes")}
 	}
+	c.From = listen.AddrOf(t.conn.RemoteAddr())
 	return s.authenticate(ctx, c)
 }
 

@@ -92,6 +92,7 @@ type joinListener struct {
 	net.Listener
 	counters  *tunnel.Counters
 	timeout   time.Duration
+	bytes     int // that one may send before it has a session
 	farTrip   time.Duration
 	strangers *listen.Strangers
 	refused   func(net.Addr) // told of a connection that was one too many for its source
@@ -105,6 +106,7 @@ func newJoinListener(ln net.Listener, l Limits, trip time.Duration, counters *tu
 		Listener:  ln,
 		counters:  counters,
 		timeout:   l.JoinTimeout,
+		bytes:     l.joiningBytes(),
 		farTrip:   trip,
 		strangers: listen.NewStrangers(l.Joining, l.JoiningPerAddress),
 		refused:   refused,
@@ -121,39 +123,35 @@ func (l *joinListener) Accept() (net.Conn, error) {
 			return nil, err
 		}
 		conn, isFar := carry(raw, l.farTrip)
-		c := &joiningConn{Conn: conn, far: isFar, accepted: time.Now(), timeout: l.timeout}
-		if c.place, err = l.admit(raw); err != nil {
+		c := &joiningConn{Conn: conn, far: isFar}
+		if c.probation, err = l.admit(conn); err != nil {
 			raw.Close()
 			return nil, err
 		}
-		if c.place == nil {
+		if c.probation == nil {
 			raw.Close()
 			continue
 		}
-		c.timer = time.AfterFunc(min(l.timeout, listen.FirstByte), func() {
-			c.once.Do(func() {
-				l.counters.Limited(tunnel.LimitJoinTimeout)
-				c.place.Release()
-			})
-			raw.Close()
-		})
 		return c, nil
 	}
 }
 
-// admit returns the place of a new connection, nil if it has none, or an error when the
-// listener is being closed.
-func (l *joinListener) admit(raw net.Conn) (*listen.Stranger, error) {
+// admit takes a new connection on probation. It returns nil if there is no place, or an
+// error when the listener is being closed.
+func (l *joinListener) admit(c net.Conn) (*listen.Probation, error) {
+	terms := listen.Terms{
+		Time:    l.timeout,
+		Bytes:   l.bytes,
+		Late:    func() { l.counters.Limited(tunnel.LimitJoinTimeout) },
+		Evicted: func() { l.counters.Limited(tunnel.LimitJoining) },
+	}
 	for waited := false; ; waited = true {
-		place, full := l.strangers.Admit(listen.AddrOf(raw.RemoteAddr()), func() {
-			l.counters.Limited(tunnel.LimitJoining)
-			raw.Close()
-		})
+		p, full := l.strangers.Probation(c, terms)
 		switch {
-		case place != nil:
-			return place, nil
+		case p != nil:
+			return p, nil
 		case full.Source:
-			l.refused(raw.RemoteAddr())
+			l.refused(c.RemoteAddr())
 			return nil, nil
 		case !waited:
 			l.counters.Limited(tunnel.LimitJoining)
@@ -182,37 +180,16 @@ func (l *joinListener) Close() error {
 // joiningConn is an accepted connection.
 type joiningConn struct {
 	net.Conn
-	ours     atomic.Bool // gRPC has nothing to do with it any more
-	far      far
-	accepted time.Time
-	timeout  time.Duration // from then until there is a session
-	place    *listen.Stranger
-	spoken   atomic.Bool // the other side has sent something
-	timer    *time.Timer
-	once     sync.Once
+	ours      atomic.Bool // gRPC has nothing to do with it any more
+	far       far
+	probation *listen.Probation // until it has a session
 }
 
-// Read implements net.Conn. The first byte gives the other side the time to join.
-func (c *joiningConn) Read(b []byte) (int, error) {
-	n, err := c.Conn.Read(b)
-	if n > 0 && !c.spoken.Load() && !c.spoken.Swap(true) {
-		c.place.Spoke()
-		if c.timer.Stop() {
-			c.timer.Reset(c.timeout - time.Since(c.accepted))
-		}
-	}
-	return n, err
-}
+// Read implements net.Conn.
+func (c *joiningConn) Read(b []byte) (int, error) { return c.probation.Read(b) }
 
 // joined lifts the deadline: the connection has a session.
-func (c *joiningConn) joined() { c.settle(c.place.Met) }
-
-func (c *joiningConn) settle(how func()) {
-	c.once.Do(func() {
-		c.timer.Stop()
-		how()
-	})
-}
+func (c *joiningConn) joined() { c.probation.Met() }
 
 // dispatched says that gRPC does not serve the connection.
 func (c *joiningConn) dispatched() {
@@ -232,11 +209,11 @@ func (c *joiningConn) SetDeadline(t time.Time) error {
 
 // extend puts the deadline off for a connection that has done its part and now waits for
 // us. It keeps its place among those that join.
-func (c *joiningConn) extend(d time.Duration) { c.timer.Reset(d) }
+func (c *joiningConn) extend(d time.Duration) { c.probation.Extend(d) }
 
 // Close implements net.Conn.
 func (c *joiningConn) Close() error {
-	c.settle(c.place.Release)
+	c.probation.Release()
 	return c.Conn.Close()
 }
 
