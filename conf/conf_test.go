@@ -453,3 +453,13 @@ func TestAmong(t *testing.T) {
 		t.Error(err)
 	}
 }
+
+// A node has no name by which callers reach something else.
+func TestReservedNode(t *testing.T) {
+	for node, want := range map[tunnel.NodeName]string{"edge1": "", "10.0.0.1": "is an IP address", "localhost": "is reserved"} {
+		err := (&Edge{Node: node}).Validate()
+		if got := err != nil && strings.Contains(err.Error(), "node name "+string(node)+" "+want); got != (want != "") {
+			t.Errorf("%s: %v", node, err)
+		}
+	}
+}

@@ -129,7 +129,9 @@ func (e *Edge) Validate() error {
 
 func (e *Edge) check(r *report) {
 	const t = clientTable
-	if _, err := tunnel.ParseNodeName(string(e.Node)); err != nil {
+	if n, err := tunnel.ParseNodeName(string(e.Node)); err != nil {
+		r.add(edgeTablePrefix+"node", "%v", err)
+	} else if err = n.MayJoin(); err != nil {
 		r.add(edgeTablePrefix+"node", "%v", err)
 	}
 	for _, entry := range e.Allow {

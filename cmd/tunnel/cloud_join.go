@@ -130,6 +130,9 @@ func newGate(c *conf.Cloud, files *reload.Files, k cluster, log *slog.Logger) (*
 		cfg.ServiceAccounts = c.Join.ServiceAccounts
 		cfg.Reviewer = reviewer{k.client, cmp.Or(c.Join.Audience, defaultAudience)}
 	}
+	if k.client != nil {
+		cfg.Hosts = []string{k.client.Hostname()}
+	}
 	if k.joining != nil {
 		cfg.Nodes = k.joining
 	}

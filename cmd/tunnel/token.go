@@ -141,6 +141,9 @@ type createdToken struct {
 
 // createToken makes a join token and writes it to the token file.
 func createToken(c *conf.Cloud, node tunnel.NodeName, ttl time.Duration) (*createdToken, error) {
+	if err := node.MayJoin(); err != nil {
+		return nil, &exitError{exitUsage, fmt.Errorf("--node: %w", err)}
+	}
 	if !c.Join.Signs() {
 		return nil, configError(errors.New("this cloud gives no certificates to nodes: write ca and cakey (tunnel init makes them) or signer = \"kubernetes\" in [mode.cloud.join]"))
 	}

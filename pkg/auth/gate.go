@@ -29,6 +29,7 @@ type GateConfig struct {
 	Reviewer        Reviewer // nil: no ServiceAccount tokens
 	ServiceAccounts []string // "namespace/name": whose tokens are taken
 	Nodes           Nodes    // nil: any node may join; else only those that Kubernetes knows
+	Hosts           []string // names that no node may have: the API server's, the cloud's
 	Log             *slog.Logger
 }
 
@@ -119,16 +120,28 @@ func (g *Gate) followNodes(ctx context.Context) error {
 // session's; for a grant that takes the place of another, give each a context of its own,
 // so that the Gate can forget the one that is replaced.
 func (g *Gate) Authenticate(ctx context.Context, c Credential) (Grant, error) {
-	node, err := tunnel.ParseNodeName(c.Node)
+	node, err := g.claimed(c)
 	switch {
 	case err != nil:
-		return Grant{}, refusal("the claimed node name is not RFC 1123")
+		return Grant{}, err
 	case c.Token != "":
 		return g.byToken(ctx, node, c.Token, c.From)
 	case len(c.Chain) > 0:
 		return g.byCertificate(ctx, node, c.Chain)
 	}
 	return Grant{}, refusal("there is neither a token nor a certificate")
+}
+
+// claimed returns the node that a credential claims, if a node may have that name.
+func (g *Gate) claimed(c Credential) (tunnel.NodeName, error) {
+	node, err := tunnel.ParseNodeName(c.Node)
+	if err != nil {
+		return "", refusal("the claimed node name is not RFC 1123")
+	}
+	if err := node.MayJoin(g.cfg.Hosts...); err != nil {
+		return "", refusal(err.Error())
+	}
+	return node, nil
 }
 
 // byToken admits node by a token of the file or of Kubernetes.
@@ -158,10 +171,10 @@ func (g *Gate) byCertificate(ctx context.Context, node tunnel.NodeName, chain []
 // Enroll returns the node that may get a certificate by a join token. The token is good
 // for nothing else, and no other proof is good for this.
 func (g *Gate) Enroll(_ context.Context, c Credential) (tunnel.NodeName, error) {
-	node, err := tunnel.ParseNodeName(c.Node)
+	node, err := g.claimed(c)
 	switch {
 	case err != nil:
-		return "", refusal("the claimed node name is not RFC 1123")
+		return "", err
 	case c.Token == "":
 		return "", refusal("there is no join token")
 	}

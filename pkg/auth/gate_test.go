@@ -84,7 +84,7 @@ func TestLinesWithAttributes(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			gate := NewGate(GateConfig{Tokens: tokens, Log: log})
+			gate := NewGate(GateConfig{Tokens: tokens, Hosts: []string{"api.example.com"}, Log: log})
 			c := Credential{Node: "edge1", Token: "t"}
 			g, err := gate.Authenticate(t.Context(), c)
 			if (err == nil) != tc.opens || err != nil && !errors.Is(err, ErrUnauthenticated) || !g.Expires.IsZero() != tc.knowsItsOwnTime {
@@ -92,6 +92,14 @@ func TestLinesWithAttributes(t *testing.T) {
 			}
 			if node, err := gate.Enroll(t.Context(), c); (err == nil) != tc.enrolls || err != nil && !errors.Is(err, ErrUnauthenticated) || err == nil && node != "edge1" {
 				t.Errorf("gets a certificate: %v", err)
+			}
+			for _, reserved := range []string{"10.0.0.1", "kubernetes", "kubernetes.default.svc", "api.example.com"} {
+				bad := Credential{Node: reserved, Token: "t"}
+				_, err := gate.Authenticate(t.Context(), bad)
+				_, err2 := gate.Enroll(t.Context(), bad)
+				if !errors.Is(err, ErrUnauthenticated) || !errors.Is(err2, ErrUnauthenticated) {
+					t.Errorf("%s may join: %v, %v", reserved, err, err2)
+				}
 			}
 			for _, bad := range []Credential{{}, {Node: "edge1"}, {Node: "edge1", Token: "T"}, {Node: "Edge1", Token: "t"}} {
 				if _, err := gate.Enroll(t.Context(), bad); !errors.Is(err, ErrUnauthenticated) {

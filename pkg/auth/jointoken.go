@@ -74,6 +74,9 @@ func ParseJoinToken(text string) (JoinToken, error) {
 	if t.Node, err = tunnel.ParseNodeName(w.Node); err != nil {
 		return JoinToken{}, errors.New("the join token names no node (RFC 1123)")
 	}
+	if err = t.Node.MayJoin(); err != nil {
+		return JoinToken{}, fmt.Errorf("the join token: %w", err)
+	}
 	if err := t.check(); err != nil {
 		return JoinToken{}, err
 	}

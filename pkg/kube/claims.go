@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"net/url"
 	"slices"
@@ -216,15 +217,20 @@ func (n podNetworks) other(a netip.Addr, lengths []int, name tunnel.NodeName) tu
 	return ""
 }
 
+// Hostname returns the name or the address of the API server, without a port.
+func (c *Client) Hostname() string {
+	if u, err := url.Parse(c.host); err == nil && u.Host != "" {
+		return u.Hostname()
+	}
+	if host, _, err := net.SplitHostPort(c.host); err == nil { // a kubeconfig may leave the scheme out
+		return host
+	}
+	return c.host
+}
+
 // address returns the address of the API server; the zero Addr if it has a name.
 func (c *Client) address() netip.Addr {
-	host := c.host
-	if u, err := url.Parse(host); err == nil && u.Host != "" {
-		host = u.Hostname()
-	} else if at, err := netip.ParseAddrPort(host); err == nil {
-		host = at.Addr().String()
-	}
-	a, _ := parseAddr(host)
+	a, _ := parseAddr(c.Hostname())
 	return a
 }
 

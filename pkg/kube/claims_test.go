@@ -87,6 +87,17 @@ func TestClaims(t *testing.T) {
 	}
 }
 
+func TestHostname(t *testing.T) {
+	for host, want := range map[string]string{
+		"https://10.96.0.1:443": "10.96.0.1", "https://api.example.com/k8s/c-1": "api.example.com", "https://[fd00::1]:6443": "fd00::1",
+		"api.example.com:6443": "api.example.com", "localhost": "localhost",
+	} {
+		if got := (&Client{host: host}).Hostname(); got != want {
+			t.Errorf("%s: %q, want %q", host, got, want)
+		}
+	}
+}
+
 // The networks of Services are read from the cluster, where it has them. Where it has not,
 // everything else goes on.
 func TestServiceCIDRs(t *testing.T) {
