@@ -14,7 +14,8 @@ import (
 // framedConn is the conn that net/http reads HTTP/1 from. It finds requests that say
 // twice, and so perhaps differently, where they end: by Content-Length and by
 // Transfer-Encoding. RFC 9112 section 6.3 lets a server refuse those, since they are
-// how requests are smuggled; net/http takes them and forgets the Content-Length.
+// how requests are smuggled; net/http takes them and forgets the Content-Length. In HTTP/1.0
+// Transfer-Encoding alone is such a request (section 6.1).
 //
 // It knows where a head starts because it counts the bytes of bodies with a
 // Content-Length. Of a chunked body it sees no end; such a request is the last one on
@@ -69,7 +70,10 @@ type framing struct {
 	left int64  // of a body whose length is known
 	head []byte // what was read of a head; its last line may be incomplete
 	both bool   // a head had Content-Length and Transfer-Encoding
-	long bool   // a head is longer than net/http takes
+	// encoded: a head had Transfer-Encoding. net/http forgets that in HTTP/1.0, and believes
+	// the Content-Length.
+	encoded bool
+	long    bool // a head is longer than net/http takes
 }
 
 type part int
@@ -125,7 +129,7 @@ func (f *framing) headEnds() {
 	n, err := strconv.ParseUint(string(length), 10, 63)
 	switch {
 	case hasEncoding:
-		f.in, f.both = inRest, hasLength
+		f.in, f.both, f.encoded = inRest, hasLength, true
 	case hasLength && err != nil: // net/http refuses it
 		f.in = inRest
 	case hasLength && n > 0:

@@ -92,6 +92,29 @@ func TestBothLengths(t *testing.T) {
 	}
 }
 
+// HTTP/1.0 knows no Transfer-Encoding, and net/http ignores it there.
+func TestBothLengthsInHTTP10(t *testing.T) {
+	r := newRig(t, nil, nil).start()
+	for head, words := range map[string]string{
+		"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n":      "both Content-Length and Transfer-Encoding",
+		"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n":      "both Content-Length and Transfer-Encoding",
+		"transfer-encoding: xchunked\r\nContent-Length: 5\r\n":     "both Content-Length and Transfer-Encoding",
+		"Transfer-Encoding: chunked\r\nConnection: keep-alive\r\n": "which HTTP/1.0 does not know",
+	} {
+		c := r.raw(r.caller("127.0.0.1"))
+		br := bufio.NewReader(c)
+		_, err := io.WriteString(c, "POST / HTTP/1.0\r\nHost: edge1\r\nConnection: keep-alive\r\n"+head+"\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: edge1\r\n\r\n")
+		must(t, err)
+		res := readResponse(t, br, "POST")
+		b, err := io.ReadAll(res.Body)
+		must(t, err)
+		wantStatus(t, res, string(b), 400, words)
+		if rest, err := io.ReadAll(br); len(rest) > 0 {
+			t.Errorf("%q: more came: %q, %v", head, rest, err)
+		}
+	}
+}
+
 func TestChunkedIsTheLast(t *testing.T) {
 	r := newRig(t, nil, nil).start()
 	c := r.raw(r.caller("127.0.0.1"))

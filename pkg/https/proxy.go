@@ -144,11 +144,18 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	c := r.Context().Value(connKey{}).(*clientConn)
 	body := newRequestBody(w, r, c)
 	defer body.finish()
-	if len(r.TransferEncoding) > 0 && c.framed != nil {
+	if c.framed != nil && c.framed.frame.encoded {
 		body.last = true // framedConn cannot see where the next one would start
-		if c.framed.frame.both {
+		bad := ""
+		switch {
+		case c.framed.frame.both:
+			bad = "the request has both Content-Length and Transfer-Encoding"
+		case !r.ProtoAtLeast(1, 1):
+			bad = "the request has Transfer-Encoding, which HTTP/1.0 does not know"
+		}
+		if bad != "" {
 			body.closing()
-			respond(w, r, http.StatusBadRequest, "", "the request has both Content-Length and Transfer-Encoding")
+			respond(w, r, http.StatusBadRequest, "", bad)
 			return
 		}
 	}

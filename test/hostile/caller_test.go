@@ -46,6 +46,7 @@ func callerAttacks() []attack {
 		{name: "a header of 1 MB", offend: asks("GET / HTTP/1.1\r\nHost: edge1\r\nX: "+strings.Repeat("x", mib)+"\r\n\r\n", nil), answers: tooLong, counter: limited("headers"), holds: 2 * mib},
 		{name: "a host of 1 MB", offend: asks("GET / HTTP/1.1\r\nHost: "+strings.Repeat("x", mib)+"\r\n\r\n", nil), answers: tooLong, counter: limited("headers"), holds: 2 * mib},
 		{name: "two lengths", offend: asks("POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /next HTTP/1.1\r\nHost: edge1\r\n\r\n", nil), answers: []string{"400"}, holds: 2 * header},
+		{name: "two lengths, in HTTP/1.0", offend: asks("POST / HTTP/1.0\r\nHost: edge1\r\nConnection: keep-alive\r\nContent-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /next HTTP/1.1\r\nHost: edge1\r\n\r\n", nil), answers: []string{"400"}, holds: 2 * header},
 		{name: "another node's name", offend: asks("GET / HTTP/1.1\r\nHost: no-such-node\r\n\r\n", nil), answers: badGateway, holds: 2 * header},
 		{name: "slow headers", offend: slow("https", true, "GET / HTTP/1.1\r\n"), alone: true, answers: held, holds: slowOnes * (header + connection)},
 		{name: "slow bodies", offend: slow("https", true, "POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 1000000\r\n\r\n"), alone: true, answers: append(held, "400"), holds: slowOnes * (2*window + connection)},
