@@ -261,7 +261,7 @@ func (r *Reaches) followServices(ctx context.Context) {
 		var all []netip.Prefix
 		for _, item := range list.Items {
 			for _, text := range item.Spec.CIDRs {
-				if p, err := netip.ParsePrefix(text); err == nil {
+				if p, bad := netip.ParsePrefix(text); bad == nil {
 					all = append(all, unmapped(p))
 				}
 			}
