@@ -43,6 +43,9 @@ const (
 //
 // What is checked is the address that will be connected to, after the name has been
 // resolved. A name in an entry would be no check and is an error.
+//
+// The metadata services of clouds, such as 169.254.169.254, hand out credentials of the
+// machine. A wide entry such as "0.0.0.0/0:*" does not permit them: see guarded.
 type Policy struct {
 	rules []rule
 	also  func(netip.Addr) bool // permits addresses beside rules, any port; nil: none
@@ -51,6 +54,19 @@ type Policy struct {
 	lookup   func(ctx context.Context, host string) ([]netip.Addr, error)
 	dial     func(ctx context.Context, to netip.AddrPort) (net.Conn, error)
 	ownAddrs func() ([]net.Addr, error)
+}
+
+// guarded are networks where clouds have their metadata services, and nothing else that an
+// edge is for. An entry permits their addresses only if it lies within one of them, as
+// "169.254.169.254:80" does.
+//
+//nolint:gochecknoglobals // a constant table
+var guarded = []netip.Prefix{
+	netip.MustParsePrefix("169.254.0.0/16"),     // link-local: AWS, Azure, Google, OpenStack and others
+	netip.MustParsePrefix("fd00:ec2::/32"),      // AWS
+	netip.MustParsePrefix("fd20:ce::254/128"),   // Google
+	netip.MustParsePrefix("100.100.100.200/32"), // Alibaba
+	netip.MustParsePrefix("168.63.129.16/32"),   // Azure
 }
 
 // rule permits port at the addresses of prefix, or of the machine itself.
@@ -181,11 +197,27 @@ func (p *Policy) Permits(to netip.AddrPort) bool {
 		if r.port != 0 && r.port != to.Port() {
 			continue
 		}
-		if r.self && p.own(a) || !r.self && r.prefix.Contains(a) {
+		if r.self && p.own(a) || !r.self && r.names(a) {
 			return true
 		}
 	}
-	return p.also != nil && p.also(a)
+	return p.also != nil && p.also(a) && guard(a) == netip.Prefix{}
+}
+
+// names reports whether the rule's prefix has a, and is narrow enough if a is guarded.
+func (r rule) names(a netip.Addr) bool {
+	g := guard(a)
+	return r.prefix.Contains(a) && (g == netip.Prefix{} || g.Bits() <= r.prefix.Bits())
+}
+
+// guard returns the guarded network that has a; none is the zero prefix.
+func guard(a netip.Addr) netip.Prefix {
+	for _, g := range guarded {
+		if g.Contains(a) {
+			return g
+		}
+	}
+	return netip.Prefix{}
 }
 
 // own reports whether a is an address of this machine. Interfaces come and go, so
@@ -268,17 +300,30 @@ func (p *Policy) divide(ips []netip.Addr, port uint16) (permitted, denied []neti
 	return permitted, denied
 }
 
-// denial says which line would permit what was asked for.
+// denial says which line would permit what was asked for. What a name resolves to on the
+// edge's network stays on the edge.
 func denial(addr string, to netip.AddrPort) error {
 	if to.Addr().IsUnspecified() {
 		return tunnel.Refusef(tunnel.Denied, "%s is not an address of one machine; name 127.0.0.1 or ::1 to reach this one", addr)
+	}
+	permit := fmt.Sprintf("to permit it, add %q to allow under [mode.edge]", netip.AddrPortFrom(to.Addr().WithZone(""), to.Port()))
+	if !literal(addr) {
+		r := tunnel.Refusef(tunnel.Denied, "the edge may not dial %s; its log says what to add to allow under [mode.edge] to permit it", addr)
+		r.Detail = fmt.Sprintf("%s is %s; %s", addr, to, permit)
+		return r
 	}
 	what := addr
 	if to.String() != addr {
 		what = fmt.Sprintf("%s (%s)", addr, to)
 	}
-	entry := netip.AddrPortFrom(to.Addr().WithZone(""), to.Port())
-	return tunnel.Refusef(tunnel.Denied, "the edge may not dial %s; to permit it, add %q to allow under [mode.edge]", what, entry)
+	return tunnel.Refusef(tunnel.Denied, "the edge may not dial %s; %s", what, permit)
+}
+
+// literal reports whether the host of addr is an IP address, not a name.
+func literal(addr string) bool {
+	host, _, _ := net.SplitHostPort(addr)
+	_, err := netip.ParseAddr(host)
+	return err == nil
 }
 
 // dialAny connects to the first of the addresses that answers. When none does, the
@@ -315,7 +360,7 @@ func (p *Policy) dialOne(ctx context.Context, to netip.AddrPort, left int) (net.
 func refusalOf(ctx context.Context, addr string, err error) *tunnel.Refusal {
 	code := tunnel.Internal
 	timeout, isNet := errors.AsType[net.Error](err)
-	_, isDNS := errors.AsType[*net.DNSError](err)
+	dns, isDNS := errors.AsType[*net.DNSError](err)
 	is := func(errnos ...syscall.Errno) bool {
 		for _, e := range errnos {
 			if errors.Is(err, e) {
@@ -338,6 +383,15 @@ func refusalOf(ctx context.Context, addr string, err error) *tunnel.Refusal {
 		is(syscall.EAFNOSUPPORT, syscall.EADDRNOTAVAIL), // ::1 where IPv6 is off
 		is(syscall.EACCES, syscall.EPERM):               // a firewall of the edge itself
 		code = tunnel.Unreachable
+	}
+	if isDNS { // it names the edge's resolver
+		why := "the edge cannot resolve the name now; its log says why"
+		if dns.IsNotFound {
+			why = "no such host"
+		}
+		r := tunnel.Refusef(code, "dialling %s: %s", addr, why)
+		r.Detail = err.Error()
+		return r
 	}
 	return tunnel.Refusef(code, "dialling %s: %v", addr, err)
 }

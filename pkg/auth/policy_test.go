@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"net/netip"
 	"slices"
@@ -176,7 +177,7 @@ func TestPolicyDial(t *testing.T) {
 		{name: "denied addresses of a name are left out", addr: "mixed:22", dialed: "127.0.0.1:22"},
 		{name: "what was checked is what is dialled", addr: "mapped:22", dialed: "127.0.0.1:22"},
 		{name: "denied", addr: "8.8.8.8:53", code: tunnel.Denied, text: `add "8.8.8.8:53" to allow under [mode.edge]`},
-		{name: "denied name", addr: "away:53", code: tunnel.Denied, text: `may not dial away:53 (8.8.8.8:53); to permit it, add "8.8.8.8:53"`},
+		{name: "denied name", addr: "away:53", code: tunnel.Denied, text: "may not dial away:53; its log says"},
 		{name: "denied IPv6", addr: "[2001:db8::1]:53", code: tunnel.Denied, text: `add "[2001:db8::1]:53"`},
 		{name: "unspecified", addr: "0.0.0.0:22", code: tunnel.Denied, text: "127.0.0.1"},
 		{name: "refused", addr: "both:22", answer: map[string]error{"::1": syscall.EADDRNOTAVAIL, "127.0.0.1": syscall.ECONNREFUSED}, dialed: "[::1]:22 127.0.0.1:22", code: tunnel.Refused, text: "both:22"},
@@ -366,4 +367,75 @@ func FuzzPolicy(f *testing.F) {
 			t.Fatalf("%q is printed as %q, which is %+v, %v", entry, r, again, err)
 		}
 	})
+}
+
+// A refusal does not tell the cloud what the edge's own DNS says. The edge's log has all of
+// it.
+func TestPolicyKeepsItsDNS(t *testing.T) {
+	n := &fakeNet{names: map[string][]string{"away.corp": {"10.9.8.7"}}}
+	p := n.policy(t, "0.0.0.0/0:80")
+	const resolver = "10.9.0.53:53"
+	found := p.lookup
+	for _, tc := range []struct {
+		name string
+		err  *net.DNSError // of the lookup; nil: it is found
+		code tunnel.Code
+		logs []string
+	}{
+		{"away.corp:22", nil, tunnel.Denied, []string{"10.9.8.7:22", `add \"10.9.8.7:22\" to allow under [mode.edge]`}},
+		{"nowhere.corp:22", &net.DNSError{Err: "no such host", Name: "nowhere.corp", Server: resolver, IsNotFound: true}, tunnel.Unreachable, []string{resolver, "no such host"}},
+		{"away.corp:22", &net.DNSError{Err: "read udp 10.9.8.6:4711->" + resolver + ": i/o timeout", Name: "away.corp", Server: resolver, IsTimeout: true}, tunnel.Timeout, []string{resolver, "i/o timeout"}},
+	} {
+		p.lookup = found
+		if tc.err != nil {
+			p.lookup = func(context.Context, string) ([]netip.Addr, error) { return nil, tc.err }
+		}
+		_, err := p.Dial(t.Context(), "tcp", tc.name)
+		r, ok := errors.AsType[*tunnel.Refusal](err)
+		if !ok || r.Code != tc.code || strings.Contains(r.Error(), "10.9.") || !strings.Contains(r.Text, tc.name) {
+			t.Errorf("%s: the cloud is told %v", tc.name, err)
+		}
+		var log strings.Builder
+		slog.New(slog.NewTextHandler(&log, nil)).Warn("denied", "err", err)
+		for _, want := range tc.logs {
+			if !strings.Contains(log.String(), want) {
+				t.Errorf("%s: the log lacks %q: %s", tc.name, want, &log)
+			}
+		}
+	}
+}
+
+// A wide entry does not permit the metadata services of clouds; a narrow one does.
+func TestPolicyGuardsMetadata(t *testing.T) {
+	for _, tc := range []struct {
+		entries   string
+		addr      string
+		permitted bool
+	}{
+		{"0.0.0.0/0:* [::/0]:*", "169.254.169.254:80", false},
+		{"0.0.0.0/0:* [::/0]:*", "[::ffff:169.254.169.254]:80", false},
+		{"0.0.0.0/0:* [::/0]:*", "169.254.170.2:80", false},
+		{"0.0.0.0/0:* [::/0]:*", "[fd00:ec2::254]:80", false},
+		{"0.0.0.0/0:* [::/0]:*", "[fd20:ce::254]:80", false},
+		{"0.0.0.0/0:* [::/0]:*", "100.100.100.200:80", false},
+		{"0.0.0.0/0:* [::/0]:*", "168.63.129.16:80", false},
+		{"168.0.0.0/8:* 100.64.0.0/10:* [fd00::/8]:*", "168.63.129.16:80", false},
+		{"168.0.0.0/8:* 100.64.0.0/10:* [fd00::/8]:*", "100.100.100.200:80", false},
+		{"168.0.0.0/8:* 100.64.0.0/10:* [fd00::/8]:*", "[fd00:ec2::254]:80", false},
+		{"168.0.0.0/8:* 100.64.0.0/10:* [fd00::/8]:*", "[fd00:ec3::254]:80", true},
+		{"0.0.0.0/0:* [::/0]:*", "169.253.169.254:80", true},
+		{"0.0.0.0/0:* 169.254.169.254:80", "169.254.169.254:80", true},
+		{"0.0.0.0/0:* 169.254.169.254:80", "169.254.169.254:81", false},
+		{"169.254.0.0/16:*", "169.254.169.254:80", true},
+		{"169.254.0.0/15:*", "169.254.169.254:80", false},
+		{"[fd00:ec2::254]:80", "[fd00:ec2::254]:80", true},
+	} {
+		p := new(fakeNet).policy(t, strings.Fields(tc.entries)...)
+		if got := p.Permits(netip.MustParseAddrPort(tc.addr)); got != tc.permitted {
+			t.Errorf("%s permits %s: %t, want %t", tc.entries, tc.addr, got, tc.permitted)
+		}
+	}
+	if p := new(fakeNet).policy(t).Also(func(netip.Addr) bool { return true }); p.Permits(netip.MustParseAddrPort("169.254.169.254:80")) {
+		t.Error("what a node's pods may be reached at includes a metadata service")
+	}
 }

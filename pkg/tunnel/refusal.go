@@ -3,6 +3,7 @@ package tunnel
 import (
 	"errors"
 	"fmt"
+	"log/slog"
 )
 
 // Code says why a conn was not opened. Codes go over the wire as numbers and are
@@ -58,6 +59,9 @@ func (c Code) String() string {
 type Refusal struct {
 	Code Code
 	Text string
+	// Detail is for the log of the side that refuses, which must not tell the other side:
+	// addresses behind a name, for example. It never crosses the wire.
+	Detail string
 }
 
 // Refusef makes a refusal.
@@ -71,6 +75,14 @@ func (r *Refusal) Error() string {
 		return r.Code.String()
 	}
 	return r.Code.String() + ": " + r.Text
+}
+
+// LogValue implements slog.LogValuer: the error and the detail.
+func (r *Refusal) LogValue() slog.Value {
+	if r.Detail == "" {
+		return slog.StringValue(r.Error())
+	}
+	return slog.StringValue(r.Error() + " (" + r.Detail + ")")
 }
 
 // CodeOf returns the code of the refusal in err's chain, or Internal when there is
