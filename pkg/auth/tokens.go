@@ -111,6 +111,7 @@ type table struct {
 	digest [sha256.Size]byte // of the content that it was made from
 	own    map[tunnel.NodeName]*entry
 	shared []token // good for every node that has no token in own
+	short  []int   // numbers of the lines with short tokens
 	most   int     // the most tokens that one node has: how many are compared every time
 }
 
@@ -123,6 +124,9 @@ type entry struct {
 
 // add takes a line while the table is made.
 func (tb *table) add(l line) {
+	if l.short {
+		tb.short = append(tb.short, l.number)
+	}
 	if l.node == "" {
 		tb.shared = append(tb.shared, l.token)
 		tb.most = max(tb.most, len(tb.shared))
@@ -204,6 +208,10 @@ func outlasts(a, b time.Time) bool {
 
 // warn logs what is allowed in a token file but not wise.
 func (tb *table) warn(log *slog.Logger) {
+	if n := len(tb.short); n > 0 {
+		log.Warn(fmt.Sprintf("lines of the token file have tokens of fewer than %d characters, which may be guessed; make others with tunnel token create", longEnough),
+			"lines", tb.short[:min(n, maxProblems)], "count", n)
+	}
 	owner := make(map[sum]tunnel.NodeName)
 	for _, node := range slices.Sorted(maps.Keys(tb.own)) {
 		for _, t := range tb.own[node].tokens {

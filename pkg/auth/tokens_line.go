@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"tunnel/pkg/tunnel"
 )
@@ -17,6 +18,10 @@ const (
 	wordExpires = "expires="
 )
 
+// longEnough is how many characters a token has that nobody guesses: 22 of base64 hold 128
+// random bits.
+const longEnough = 22
+
 // line is one line of a token file that says something.
 type line struct {
 	number  int
@@ -24,6 +29,7 @@ type line struct {
 	revoked bool            // the line revokes; it has no token
 	before  time.Time       // revoked: certificates issued earlier; zero: the node
 	hashed  bool            // the token is in its file as a sum
+	short   bool            // the token is in its file as it is, and has fewer than longEnough characters
 	token   token
 }
 
@@ -78,6 +84,7 @@ func parseLine(text string) (line, error) {
 		if l.token.sum, err = parseSum(words[0]); err != nil {
 			return line{}, err
 		}
+		l.short = !l.hashed && utf8.RuneCountInString(words[0]) < longEnough
 	}
 	if name = strings.TrimSpace(name); name != sharedName {
 		if l.node, err = tunnel.ParseNodeName(name); err != nil {

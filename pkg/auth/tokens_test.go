@@ -80,6 +80,7 @@ func TestAuthenticate(t *testing.T) {
 				content += "default:everyone\n"
 			}
 			gate, j := newGate(t, content, tc.shared)
+			before := j.String() // the file's own warnings
 			ctx, cancel := context.WithCancel(t.Context())
 			g, err := gate.Authenticate(ctx, Credential{Node: tc.node, Token: tc.token})
 			if tc.ok && (err != nil || string(g.Node) != tc.node || g.Revoked == nil) {
@@ -92,7 +93,7 @@ func TestAuthenticate(t *testing.T) {
 				if tc.token != "" && strings.Contains(err.Error(), tc.token.Reveal()) {
 					t.Errorf("the reason shows the token: %v", err)
 				}
-				if j.String() != "" {
+				if j.String() != before {
 					t.Errorf("it is logged here, and by the caller again: %s", j)
 				}
 			}
@@ -155,6 +156,33 @@ func TestTokenFileThatOthersCanReadIsAWarning(t *testing.T) {
 		if got := strings.Contains(j.String(), "chmod 600"); got != warn {
 			t.Errorf("mode %o: warned %v, want %v", mode, got, warn)
 		}
+	}
+}
+
+// Tokens that may be guessed are told of by their lines, at the start and when the file
+// changes, and never shown.
+func TestShortTokensAreAWarning(t *testing.T) {
+	const short, long = "correct-horse", "MzQ1Njc4OTAxMjM0NTY3OD"
+	log, j := newLog()
+	path := tokenFile(t, "# a comment\nedge1:"+short+"\nedge2:"+long+"\nedge3:"+Secret(short).Hashed()+"\nedge4:"+short+"4 join\nedge5:revoked\n")
+	tokens, err := NewTokens(TokensConfig{Path: path, Log: log})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if s := j.String(); strings.Count(s, "may be guessed") != 1 || !strings.Contains(s, `lines="[2 5]"`) || !strings.Contains(s, "count=2") || strings.Contains(s, short) {
+		t.Errorf("the log is:\n%s", s)
+	}
+	if err := os.WriteFile(path, []byte("edge1:"+long+"\n\nedge2:"+short+"\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	tokens.adopted = func() int { return 0 }
+	tokens.reload()
+	if s := j.String(); strings.Count(s, "may be guessed") != 2 || !strings.Contains(s, "lines=[3]") {
+		t.Errorf("the log is:\n%s", s)
+	}
+	many, j := newLog()
+	if _, err := NewTokens(TokensConfig{Path: tokenFile(t, strings.Repeat("edge1:x\n", 1000)), Log: many}); err != nil || len(j.String()) > 1000 || !strings.Contains(j.String(), "count=1000") {
+		t.Errorf("%v; the log is:\n%s", err, j.String())
 	}
 }
 
