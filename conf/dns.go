@@ -6,6 +6,7 @@ import (
 	"slices"
 	"strings"
 
+	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
 
@@ -22,6 +23,8 @@ type DNS struct {
 
 	Listen   string           // where DNS is answered, UDP and TCP; "" is nowhere
 	Upstream []netip.AddrPort // who is asked for names that are no node's
+	// AllowFrom is for whom Upstream is asked; empty is private addresses and loopback.
+	AllowFrom auth.Sources
 
 	Addrs []netip.Addr // what names lead to, IPv4 first; empty when none of the above is set
 }
@@ -35,7 +38,7 @@ func newDNS(t *dnsKeys, env Env, r *report) DNS {
 	if r.muted[dnsTable+"debug"] {
 		return DNS{} // what counts depends on it
 	}
-	d := DNS{Listen: t.Listen, Upstream: r.upstream(t.Upstream)}
+	d := DNS{Listen: t.Listen, Upstream: r.upstream(t.Upstream), AllowFrom: r.sources(dnsTable+"allowfrom", t.AllowFrom)}
 	if !t.Debug {
 		d.ConfigMap, d.Service, d.NodeSelector, d.Hosts = t.ConfigMap, t.Service, t.NodeSelector, r.src.path(t.Hosts)
 	}
@@ -175,9 +178,17 @@ func (d DNS) checkResponder(r *report) {
 			r.add(t+"upstream", "%s is this server itself (listen = %q), and a question would go round in circles: write another DNS server, or remove it", up, d.Listen)
 		}
 	}
-	if len(d.Upstream) > 0 && !isLoopback(host) {
-		r.warn(t+"upstream", "listen is not on loopback, so any name is resolved for whoever reaches %s: keep it inside the cluster's network", d.Listen)
+	if len(d.AllowFrom) > 0 && len(d.Upstream) == 0 && !r.muted[t+"upstream"] {
+		r.add(t+"allowfrom", "it is for whom upstream is asked, and there is none: write upstream = [\"10.96.0.10:53\"], or remove it")
 	}
+	if d.forAnybody() && !isLoopback(host) {
+		r.warn(t+"allowfrom", "any name is resolved for whoever reaches %s, also to flood others with the answers: write the networks of those who may ask", d.Listen)
+	}
+}
+
+// forAnybody reports whether Upstream is asked for every address of a family.
+func (d DNS) forAnybody() bool {
+	return slices.ContainsFunc(d.AllowFrom, func(p netip.Prefix) bool { return p.Bits() == 0 })
 }
 
 // answers reports whether who asks at ip asks us, who listen on host.

@@ -6,6 +6,8 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+
+	"tunnel/pkg/auth"
 )
 
 const dns = "[mode.cloud.stream.dns]\n"
@@ -34,7 +36,7 @@ func servers(list ...string) []netip.AddrPort {
 // TestDNS: what the table and the environment come to.
 func TestDNS(t *testing.T) {
 	inDir(t)
-	const open = "f.toml:8: mode.cloud.stream.dns.upstream: listen is not on loopback, so any name is resolved for whoever reaches %s: keep it inside the cluster's network"
+	const open = "f.toml:9: mode.cloud.stream.dns.allowfrom: any name is resolved for whoever reaches %s, also to flood others with the answers: write the networks of those who may ask"
 	env := func(podIP string) Env { e := podEnv(); e.PodIP = podIP; return e }
 	for _, c := range []struct {
 		name, text string
@@ -86,6 +88,22 @@ func TestDNS(t *testing.T) {
 			want: DNS{
 				Listen: "0.0.0.0:53", Addrs: addrs("10.0.0.5"),
 				Upstream: servers("10.96.0.10:53", "10.0.0.5:5353", "[fd00::1]:53", "[fd00::1]:53", "1.1.1.1:53"),
+			},
+		},
+		{
+			name: "upstream for some", env: env("10.0.0.5"),
+			text: "listen = \"0.0.0.0:53\"\nupstream = [\"10.96.0.10\"]\nallowfrom = [\"192.0.2.0/24\", \"::1\"]\n",
+			want: DNS{
+				Listen: "0.0.0.0:53", Addrs: addrs("10.0.0.5"), Upstream: servers("10.96.0.10:53"),
+				AllowFrom: auth.Sources{netip.MustParsePrefix("192.0.2.0/24"), netip.MustParsePrefix("::1/128")},
+			},
+		},
+		{
+			name: "upstream for anybody", env: env("10.0.0.5"),
+			text: "listen = \"0.0.0.0:53\"\nupstream = [\"10.96.0.10\"]\nallowfrom = [\"::/0\"]\n",
+			want: DNS{
+				Listen: "0.0.0.0:53", Addrs: addrs("10.0.0.5"), Upstream: servers("10.96.0.10:53"),
+				AllowFrom: auth.Sources{netip.MustParsePrefix("::/0")},
 			},
 			warn: fmt.Sprintf(open, "0.0.0.0:53"),
 		},
@@ -142,6 +160,10 @@ func TestBadDNS(t *testing.T) {
 				t7 + `debug: expected true or false, found a string: write it without quotes`}},
 			{"upstream alone", "upstream = [\"1.1.1.1:53\"]\n", []string{
 				t7 + `upstream: nobody asks us, so we ask nobody: write listen = "127.0.0.1:5353", where to answer DNS, or remove it`}},
+			{"allowfrom alone", "listen = \"127.0.0.1:53\"\nallowfrom = [\"10.0.0.0/8\"]\n", []string{
+				t8 + `allowfrom: it is for whom upstream is asked, and there is none: write upstream = ["10.96.0.10:53"], or remove it`}},
+			{"allowfrom that is empty", "listen = \"127.0.0.1:53\"\nupstream = [\"1.1.1.1\"]\nallowfrom = []\n", []string{
+				`9: mode.cloud.stream.dns.allowfrom: the list is empty, and nobody could connect: write networks such as "10.0.0.0/8", or remove it`}},
 			{"debug does not excuse the responder", "debug = true\nlisten = \"53\"\nupstream = [\"dns.example:53\", \"\"]\n", []string{
 				t8 + `listen: "53" is not an address to listen on: write "host:port" with a port from 1 to 65535, such as "127.0.0.1:5353"`,
 				`9: mode.cloud.stream.dns.upstream: "dns.example:53" is not an IP address with a port: write the DNS server as "10.96.0.10:53"`,

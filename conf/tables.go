@@ -71,6 +71,7 @@ type dnsKeys struct {
 	Service      string   `toml:"service"`
 	Listen       string   `toml:"listen"`
 	Upstream     []string `toml:"upstream"`
+	AllowFrom    []string `toml:"allowfrom"`
 	NodeSelector string   `toml:"nodeselector"`
 }
 

@@ -32,7 +32,7 @@ func (d *daemon) addDNS(c conf.DNS, limits conf.Limits, k cluster, truth dns.Tru
 	}
 	if c.Listen != "" {
 		responder := dns.NewResponder(dns.ResponderConfig{
-			Listen: c.Listen, Upstream: c.Upstream, Truth: truth, Names: names, Counters: counters, Log: d.log,
+			Listen: c.Listen, Upstream: c.Upstream, AllowFrom: c.AllowFrom, Truth: truth, Names: names, Counters: counters, Log: d.log,
 			Conns: limits.DNS, Lookups: limits.Lookups,
 		})
 		d.add(responder, responder.Ready, c.Listen)

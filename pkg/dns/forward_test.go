@@ -15,6 +15,7 @@ import (
 
 	"github.com/miekg/dns"
 
+	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
 
@@ -105,6 +106,51 @@ func deadEnd(t testing.TB) netip.AddrPort {
 	udp.Close()
 	tcp.Close()
 	return udp.LocalAddr().(*net.UDPAddr).AddrPort()
+}
+
+// An upstream is asked for some and not for others, over both transports. Nodes are
+// answered to everybody.
+func TestAllowFrom(t *testing.T) {
+	asked := make(chan string, 100)
+	up := upstream(t, func(q *dns.Msg, _ string) [][]byte {
+		asked <- q.Question[0].Name
+		return [][]byte{pack(t, reply(t, q, "a. 77 IN A 192.0.2.1"))}
+	})
+	r := respond(t, ResponderConfig{
+		Truth: newHeld("edge1 10.0.0.5"), Upstream: []netip.AddrPort{up},
+		AllowFrom: auth.Sources{netip.MustParsePrefix("127.0.0.2/32")},
+	})
+	for _, tc := range []struct{ from, name, want string }{
+		{"127.0.0.2", "a.", "NOERROR ra rd | a. 77 IN A 192.0.2.1"},
+		{"127.0.0.3", "a.", "REFUSED ra rd"},
+		{"127.0.0.3", "edge1.", "NOERROR aa ra rd | edge1. 2 IN A 10.0.0.5"},
+	} {
+		ip := net.ParseIP(tc.from)
+		for network, from := range map[string]net.Addr{"udp": &net.UDPAddr{IP: ip}, "tcp": &net.TCPAddr{IP: ip}} {
+			c := dns.Client{Net: network, Timeout: 5 * time.Second, Dialer: &net.Dialer{LocalAddr: from}}
+			m, _, err := c.Exchange(question(tc.name, dns.TypeA), r.Addr().String())
+			if err != nil || show(m) != tc.want {
+				t.Errorf("%s asks for %s over %s: %v, %v; want %s", tc.from, tc.name, network, show(m), err, tc.want)
+			}
+		}
+	}
+	if n := len(asked); n != 2 {
+		t.Errorf("the upstream was asked %d times, want 2", n)
+	}
+}
+
+// By default an upstream is asked for networks that are our own.
+func TestAllowFromByDefault(t *testing.T) {
+	r := NewResponder(ResponderConfig{})
+	for from, want := range map[string]bool{
+		"127.0.0.1": true, "::1": true, "10.1.2.3": true, "::ffff:10.1.2.3": true, "172.31.0.1": true, "192.168.1.1": true, "100.64.0.1": true,
+		"169.254.1.1": true, "fd00::1": true, "fe80::1%eth0": true,
+		"8.8.8.8": false, "172.32.0.1": false, "100.128.0.1": false, "2001:db8::1": false, "::ffff:8.8.8.8": false,
+	} {
+		if got := r.cfg.AllowFrom.Permits(netip.MustParseAddr(from)); got != want {
+			t.Errorf("an upstream is asked for %s: %t, want %t", from, got, want)
+		}
+	}
 }
 
 // What is no node's is asked upstream, with the asker's EDNS and transport, and what is

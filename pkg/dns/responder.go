@@ -17,6 +17,7 @@ import (
 	"golang.org/x/net/ipv6"
 	"golang.org/x/sync/errgroup"
 
+	"tunnel/pkg/auth"
 	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
@@ -40,12 +41,16 @@ const (
 type ResponderConfig struct {
 	Listen   string           // host:port, UDP and TCP
 	Upstream []netip.AddrPort // asked in order for names that are no node's; empty: NXDOMAIN
-	Truth    Truth
-	Names    Names            // nil: every connected node may appear
-	Counters *tunnel.Counters // counts panics and limits; nil: nobody looks
-	Log      *slog.Logger
-	Conns    int // TCP connections at once, an eighth of them of one source, see listen.Strangers; 0: DefaultConns
-	Lookups  int // queries that wait for an upstream; further ones fail at once; 0: DefaultLookups
+	// AllowFrom is for whom an upstream is asked: others are refused, since the answers are
+	// up to 31 times as long as the questions, and the asker's address may be forged. Empty:
+	// private addresses and loopback.
+	AllowFrom auth.Sources
+	Truth     Truth
+	Names     Names            // nil: every connected node may appear
+	Counters  *tunnel.Counters // counts panics and limits; nil: nobody looks
+	Log       *slog.Logger
+	Conns     int // TCP connections at once, an eighth of them of one source, see listen.Strangers; 0: DefaultConns
+	Lookups   int // queries that wait for an upstream; further ones fail at once; 0: DefaultLookups
 }
 
 // What zero fields stand for.
@@ -69,7 +74,7 @@ const (
 //	any other name           what the upstream says; without one NXDOMAIN, REFUSED for PTR
 //
 // The responder has no zone transfer, no DNSSEC, no recursion of its own and no cache.
-// It does not know its askers: whoever reaches it may ask.
+// Whoever reaches it may ask for nodes; for other names ResponderConfig.AllowFrom decides.
 //
 // The messages are those of github.com/miekg/dns. The loops are not its Server, which
 // has a goroutine for every packet however many come, unpacks outside of any recover,
@@ -90,10 +95,25 @@ var _ tunnel.Module = (*Responder)(nil)
 // NewResponder returns a responder. It opens nothing before Run.
 func NewResponder(cfg ResponderConfig) *Responder {
 	cfg.Conns, cfg.Lookups = cmp.Or(cfg.Conns, DefaultConns), cmp.Or(cfg.Lookups, DefaultLookups)
+	if len(cfg.AllowFrom) == 0 {
+		cfg.AllowFrom = privateSources()
+	}
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
 	}
 	return &Responder{cfg: cfg, forward: newForwarder(cfg.Upstream, cfg.Lookups)}
+}
+
+// privateSources returns loopback and the addresses that are not routed on the Internet: a
+// packet from there comes from a network of ours.
+func privateSources() auth.Sources {
+	return auth.Sources{
+		netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128"),
+		netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("192.168.0.0/16"), // RFC 1918
+		netip.MustParsePrefix("100.64.0.0/10"),                                      // RFC 6598
+		netip.MustParsePrefix("fc00::/7"),                                           // RFC 4193
+		netip.MustParsePrefix("169.254.0.0/16"), netip.MustParsePrefix("fe80::/10"), // link-local
+	}
 }
 
 // Name implements tunnel.Module.

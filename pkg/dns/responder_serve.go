@@ -38,6 +38,11 @@ func (r *Responder) serveUDP(ctx context.Context, g *errgroup.Group, conn *net.U
 			send(conn, asker, reply)
 			continue
 		}
+		from, _ := asker.RemoteAddr().(*net.UDPAddr)
+		if !r.cfg.AllowFrom.Permits(from.AddrPort().Addr()) {
+			send(conn, asker, r.refuse(open))
+			continue
+		}
 		release, ok := r.admit()
 		if !ok {
 			send(conn, asker, r.fail(open))
@@ -120,14 +125,24 @@ func (r *Responder) serveConn(ctx context.Context, c net.Conn, place *listen.Str
 		}
 		place.Spoke()
 		reply, open := r.answer(packet, overTCP)
-		if open != nil {
+		switch {
+		case open == nil:
+		case r.cfg.AllowFrom.Permits(listen.AddrOf(c.RemoteAddr())):
 			reply = r.resolveTCP(ctx, open)
+		default:
+			reply = r.refuse(open)
 		}
 		if reply == nil || writeTCP(c, reply) != nil {
 			return // who sends what is no question has no second one
 		}
 		place.Silent()
 	}
+}
+
+// refuse answers an asker for whom no upstream is asked.
+func (r *Responder) refuse(q *query) []byte {
+	r.stats.count(toldRefused)
+	return q.pack(q.reply(dns.RcodeRefused))
 }
 
 // resolveTCP is resolve within the bound of exchanges.
