@@ -6,8 +6,6 @@ import (
 	"sync"
 	"syscall"
 	"time"
-
-	"golang.org/x/sys/unix"
 )
 
 // A session's conns share one TCP connection. How far it leads is known when it has been
@@ -71,8 +69,8 @@ func carry(c net.Conn, trip time.Duration) (net.Conn, far) {
 	}
 	all := &carrier{TCPConn: tcp, raw: raw, trip: trip}
 	raw.Control(func(fd uintptr) { //nolint:errcheck // then c is closed, and gRPC will see that
-		if info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); err == nil {
-			all.far = time.Duration(info.Rtt)*time.Microsecond >= trip
+		if path, ok := pathOf(fd); ok {
+			all.far = far(path.trip >= trip)
 		}
 		all.boundUnsent(fd)
 	})
@@ -87,9 +85,7 @@ func (c *carrier) alone() {
 }
 
 // boundUnsent tells the kernel how much it may take.
-func (c *carrier) boundUnsent(fd uintptr) {
-	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, c.far.sizes().unsent) //nolint:errcheck // others wait longer, no more
-}
+func (c *carrier) boundUnsent(fd uintptr) { boundUnsent(fd, c.far.sizes().unsent) }
 
 // Write implements net.Conn. The kernel fills its last packet, of up to 64 KiB, whatever it
 // has been told to hold: over a thin link that is half a second. So a thin one gets nothing
@@ -97,11 +93,7 @@ func (c *carrier) boundUnsent(fd uintptr) {
 func (c *carrier) Write(b []byte) (int, error) {
 	if bool(c.far) && c.thin() {
 		// poll(2) also has the kernel tell when there is room again, as a write in vain would.
-		err := c.raw.Write(func(fd uintptr) bool {
-			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}, 0) //nolint:gosec // a descriptor
-			return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
-		})
-		if err != nil {
+		if err := c.raw.Write(hasRoom); err != nil {
 			return 0, err
 		}
 	}
@@ -120,29 +112,27 @@ func (c *carrier) thin() bool {
 	if now := time.Now(); now.Sub(c.asked) >= rateInterval {
 		c.asked = now
 		c.raw.Control(func(fd uintptr) { //nolint:errcheck // then c is closed, and Write says so
-			info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
-			if err == nil && time.Duration(info.Min_rtt)*time.Microsecond < c.trip {
+			path, ok := pathOf(fd)
+			if ok && path.leastTrip < c.trip {
 				// A busy machine has made the handshake slow.
 				c.far, c.isThin = false, false
 				c.boundUnsent(fd)
 				return
 			}
-			c.isThin = err == nil && info.Delivery_rate > 0 && info.Delivery_rate < thinRate
+			c.isThin = ok && path.rate > 0 && path.rate < thinRate
 		})
 	}
 	return c.isThin
 }
 
-// setUserTimeout ends a connection whose peer has not acknowledged something for so long
-// (TCP_USER_TIMEOUT in tcp(7)).
+// setUserTimeout ends a connection whose peer has not acknowledged something for so long,
+// where the kernel can do that.
 func setUserTimeout(c *net.TCPConn, d time.Duration) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return err
 	}
-	cerr := raw.Control(func(fd uintptr) {
-		err = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(d.Milliseconds()))
-	})
+	cerr := raw.Control(func(fd uintptr) { err = userTimeout(fd, d) })
 	return errors.Join(err, cerr)
 }
 

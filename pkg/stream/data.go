@@ -9,7 +9,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"golang.org/x/sys/unix"
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/proto"
 )
@@ -144,20 +143,8 @@ func (d *dataConn) lost() (is bool) {
 	if err != nil {
 		return false
 	}
-	raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when d is closed
-		info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
-		is = err == nil && isLost(info)
-	})
+	raw.Control(func(fd uintptr) { is = lost(fd) }) //nolint:errcheck // it fails when d is closed
 	return is
-}
-
-func isLost(info *unix.TCPInfo) bool {
-	if info.State == unix.BPF_TCP_CLOSE {
-		return true
-	}
-	// An answer sets either back to none. Probes are those of keepalive, or of a closed window.
-	unanswered := info.Unacked > 0 && info.Retransmits > 0 || info.Probes > 1
-	return unanswered && time.Duration(info.Last_ack_recv)*time.Millisecond > lostAfter
 }
 
 // send sends a frame that is no chunk.

@@ -1,0 +1,23 @@
+//go:build !linux
+
+package stream
+
+import "time"
+
+// Only Linux is asked about its connections. Elsewhere every link counts as near, and pings
+// alone notice a peer that is gone.
+
+type pathInfo struct {
+	trip, leastTrip time.Duration
+	rate            uint64
+}
+
+func pathOf(uintptr) (pathInfo, bool) { return pathInfo{}, false }
+
+func boundUnsent(uintptr, int) {}
+
+func hasRoom(uintptr) bool { return true }
+
+func userTimeout(uintptr, time.Duration) error { return nil }
+
+func lost(uintptr) bool { return false }
