@@ -60,6 +60,17 @@ lint: ## golangci-lint, formatting, and that go.mod is in order
 	@go mod verify >/dev/null
 	@go mod tidy -diff
 
+# The daemons are for Linux. The commands that a newcomer types build everywhere. Tests use
+# Linux, so on other systems only the code itself is vetted.
+.PHONY: cross
+cross: ## that everything builds for darwin and windows, for linux/arm64, and with 32 bits (linux/arm)
+	@export CGO_ENABLED=0; for platform in linux/arm linux/arm64 darwin/arm64 windows/amd64; do \
+		echo $$platform; export GOOS=$${platform%/*} GOARCH=$${platform#*/}; \
+		go build ./cmd/... ./pkg/... ./conf/...; \
+		if [ $$GOOS = linux ]; then go vet $(PKGS); continue; fi; \
+		go list -f '{{range .GoFiles}}{{$$.Dir}}/{{.}} {{end}}' ./cmd/... ./pkg/... ./conf/... | while read -r files; do go vet $$files; done; \
+	done
+
 .PHONY: vuln
 vuln: ## known vulnerabilities in what we depend on (asks vuln.go.dev; where that cannot be reached, a snapshot of it)
 	@GOBIN=$(CURDIR)/bin go install $(GOVULNCHECK)

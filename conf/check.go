@@ -7,6 +7,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"runtime"
 	"strconv"
 	"strings"
 )
@@ -55,7 +56,7 @@ func (r *report) pair(table, cert, key string) {
 // secret warns about a file that others may read and that holds what key is about.
 func (r *report) secret(key, path string) {
 	const others = 0o077
-	if path == "" {
+	if path == "" || runtime.GOOS == "windows" { // where access lists decide, and the mode says nothing
 		return
 	}
 	if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() && info.Mode().Perm()&others != 0 {

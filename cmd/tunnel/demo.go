@@ -318,7 +318,12 @@ func (d *demo) start(run context.Context, mode string, ended chan<- error) error
 	cmd := exec.CommandContext(run, self, mode, "-c", d.path(mode+".toml"))
 	cmd.Stdout, cmd.Stderr = log, log
 	cmd.SysProcAttr = childAttr()
-	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
+	cmd.Cancel = func() error {
+		if cmd.Process.Signal(syscall.SIGTERM) == nil {
+			return nil
+		}
+		return cmd.Process.Kill() // Windows knows no SIGTERM
+	}
 	cmd.WaitDelay = 5 * time.Second // then it is killed
 	started := make(chan error, 1)
 	go func() {

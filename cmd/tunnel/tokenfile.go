@@ -7,7 +7,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"syscall"
 	"time"
 
 	"tunnel/pkg/auth"
@@ -27,15 +26,12 @@ type tokenChange struct {
 // error means that there is nothing to write; a file that cannot be written is a change
 // that has failed.
 func editTokenFile(path string, edit func(content string) (string, error)) (tokenChange, error) {
-	dir, err := os.Open(filepath.Dir(path)) //nolint:gosec // the configuration names it
+	held, err := lock(filepath.Dir(path), lockTimeout)
 	if err != nil {
 		return tokenChange{}, err
 	}
-	defer dir.Close() // gives the lock back
-	if err = lock(dir, lockTimeout); err != nil {
-		return tokenChange{}, err
-	}
-	content, err := os.ReadFile(path) //nolint:gosec // likewise
+	defer held.Close()                // gives the lock back
+	content, err := os.ReadFile(path) //nolint:gosec // the configuration names it
 	if err != nil {
 		return tokenChange{}, err
 	}
@@ -59,18 +55,21 @@ func editTokenFile(path string, edit func(content string) (string, error)) (toke
 // lockTimeout is how long other processes may take that change the same file.
 const lockTimeout = 10 * time.Second
 
-// lock locks a folder. Whoever may read it may hold the lock, so it is not waited for long:
-// a revocation must not hang.
-func lock(dir *os.File, within time.Duration) error {
+// errLocked says that another process holds a lock.
+var errLocked = errors.New("another process holds the lock")
+
+// lock locks a folder until the file that it returns is closed. Whoever may read the folder may
+// hold the lock, so lock does not wait for long: a revocation must not hang.
+func lock(folder string, within time.Duration) (held *os.File, err error) {
 	for late := time.Now().Add(within); ; time.Sleep(10 * time.Millisecond) {
-		err := syscall.Flock(int(dir.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		held, err := tryLock(folder)
 		switch {
 		case err == nil:
-			return nil
-		case !errors.Is(err, syscall.EWOULDBLOCK):
-			return fmt.Errorf("locking %s: %w", dir.Name(), err)
+			return held, nil
+		case !errors.Is(err, errLocked):
+			return nil, fmt.Errorf("locking %s: %w", folder, err)
 		case time.Now().After(late):
-			return fmt.Errorf("another process holds the lock of %s: see which (fuser %[1]s), end it, and run this again", dir.Name())
+			return nil, fmt.Errorf("another process holds the lock of %s: %s, end it, and run this again", folder, findHolder(folder))
 		}
 	}
 }
@@ -128,20 +127,4 @@ func replaceFile(path string, content []byte, like fs.FileInfo) error {
 		os.Remove(tmp.Name()) //nolint:errcheck // the first error is the one to report
 	}
 	return err
-}
-
-// own gives a new file the owner of another one, or of a folder.
-func own(f *os.File, like fs.FileInfo) error {
-	want, ok := like.Sys().(*syscall.Stat_t)
-	if !ok {
-		return nil
-	}
-	info, err := f.Stat()
-	if err != nil {
-		return err
-	}
-	if is, ok := info.Sys().(*syscall.Stat_t); ok && is.Uid == want.Uid && is.Gid == want.Gid {
-		return nil
-	}
-	return f.Chown(int(want.Uid), int(want.Gid))
 }

@@ -52,7 +52,7 @@ func followLinks(path string) (to string, like fs.FileInfo, err error) {
 			return "", nil, err
 		}
 		path = filepath.Join(folder, filepath.Base(path))
-		if st, ok := dir.Sys().(*syscall.Stat_t); ok && int(st.Uid) != os.Geteuid() && st.Uid != 0 || dir.Mode()&0o002 != 0 {
+		if uid, _, ok := fileOwner(dir); ok && uid != os.Geteuid() && uid != 0 || dir.Mode()&0o002 != 0 {
 			if os.Geteuid() != 0 { // who could not give it away
 				dir = nil
 			}
@@ -109,9 +109,9 @@ func sameOwner(f *os.File, like fs.FileInfo) error {
 	if like == nil {
 		return nil
 	}
-	was, ok := like.Sys().(*syscall.Stat_t)
-	if !ok || int(was.Uid) == os.Geteuid() && (int(was.Gid) == os.Getegid() || like.IsDir()) {
+	uid, gid, ok := fileOwner(like)
+	if !ok || uid == os.Geteuid() && (gid == os.Getegid() || like.IsDir()) {
 		return nil
 	}
-	return f.Chown(int(was.Uid), int(was.Gid))
+	return f.Chown(uid, gid)
 }

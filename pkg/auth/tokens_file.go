@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
+	"runtime"
 	"slices"
 	"strings"
 	"unicode"
@@ -144,9 +145,10 @@ func readSecretFile(path string, limit int64, log *slog.Logger) ([]byte, fs.File
 	return content, st, nil
 }
 
-// warnOthers warns when others may read a secret file.
+// warnOthers warns when others may read a secret file. On Windows access lists decide, and
+// the mode says nothing.
 func warnOthers(path string, st fs.FileInfo, log *slog.Logger) {
-	if st.Mode().Perm()&othersMay != 0 {
+	if runtime.GOOS != "windows" && st.Mode().Perm()&othersMay != 0 {
 		log.Warn(fmt.Sprintf("%s can be read by others (mode %04o); chmod 600 it", path, st.Mode().Perm()))
 	}
 }

@@ -11,8 +11,6 @@ import (
 	"syscall"
 	"time"
 
-	"golang.org/x/sys/unix"
-
 	"tunnel/pkg/tunnel"
 )
 
@@ -466,11 +464,7 @@ func (c *muxConn) tookLocked(cost int) {
 func (c *muxConn) WriteTo(w io.Writer) (int64, error) {
 	if s, ok := w.(syscall.Conn); ok {
 		if raw, err := s.SyscallConn(); err == nil {
-			raw.Control(func(fd uintptr) { //nolint:errcheck // then it is closed
-				if unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, socketQueue) != nil {
-					unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUF, socketQueue) //nolint:errcheck // it is slower to notice, then
-				}
-			})
+			raw.Control(boundQueue) //nolint:errcheck // then it is closed
 		}
 	}
 	return io.CopyBuffer(struct{ io.Writer }{w}, struct{ io.Reader }{c}, make([]byte, dataSize))

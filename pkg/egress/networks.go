@@ -17,7 +17,6 @@ import (
 	"strings"
 	"sync/atomic"
 
-	"golang.org/x/sys/unix"
 	"google.golang.org/protobuf/encoding/protowire"
 
 	"tunnel/pkg/tunnel"
@@ -213,21 +212,6 @@ func (d devices) leadInside(device string) bool {
 	}
 	ports, err := os.ReadDir(filepath.Join(d.sysfs, device, "brif"))
 	return err == nil && !slices.ContainsFunc(ports, func(p os.DirEntry) bool { return !isPair(p.Name()) })
-}
-
-// driverOf asks the kernel (ethtool -i). Who made a device chose its name, and sysfs does not
-// say of every kind what it is.
-func driverOf(device string) string {
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
-		return ""
-	}
-	defer unix.Close(fd) //nolint:errcheck // nothing was written
-	info, err := unix.IoctlGetEthtoolDrvinfo(fd, device)
-	if err != nil {
-		return ""
-	}
-	return unix.ByteSliceToString(info.Driver[:])
 }
 
 func parseRoutes(in io.Reader, parse func([]string) (route, netip.Addr, bool), own map[netip.Addr]bool) []route {

@@ -9,128 +9,21 @@
 // alive, and a file that is no socket, are errors. Who may connect is decided by the
 // file's permissions alone. The package creates no folder: whoever may write there could
 // put another socket in the place of ours, so that is for the operator to choose.
+//
+// On Windows file permissions keep nobody away, so both functions fail there.
 package socket
 
 import (
 	"context"
-	"errors"
-	"fmt"
-	"io/fs"
 	"net"
-	"os"
-	"path/filepath"
-	"syscall"
-	"time"
-)
-
-const (
-	// mode lets our own user in, groupMode the group of the socket as well. It is what a
-	// socket has when it appears.
-	mode      = 0o600
-	groupMode = 0o660
-	// maxPath is the longest path, in bytes: sun_path of unix(7) ends with a zero.
-	maxPath = 107
-	// answerTimeout is how long a living process may take to accept a connection.
-	answerTimeout = time.Second
-	// lockTimeout is how long others may take that are about to listen in the same folder.
-	lockTimeout  = 5 * time.Second
-	lockInterval = 10 * time.Millisecond
 )
 
 // Listen opens a socket at path. Close removes it.
-func Listen(ctx context.Context, path string) (net.Listener, error) {
-	return open(ctx, path, mode)
-}
+func Listen(ctx context.Context, path string) (net.Listener, error) { return listenOwn(ctx, path) }
 
 // ListenGroup is Listen, but where the folder has its setgid bit, by which files in it are of
 // its group and not of ours (inode(7)), that group may connect, too. Not where somebody else
 // may write, as to a volume that Kubernetes has given a group (fsGroup) or to /var/local.
 func ListenGroup(ctx context.Context, path string) (net.Listener, error) {
-	if dir, err := os.Stat(filepath.Dir(path)); err == nil && dir.Mode()&fs.ModeSetgid != 0 && dir.Mode().Perm()&0o022 == 0 {
-		return open(ctx, path, groupMode)
-	}
-	return open(ctx, path, mode)
-}
-
-func open(ctx context.Context, path string, mode fs.FileMode) (net.Listener, error) {
-	if len(path) > maxPath {
-		return nil, fmt.Errorf("%s: the path has %d bytes, and a socket's may have %d: choose a shorter one", path, len(path), maxPath)
-	}
-	unlock, err := lock(ctx, filepath.Dir(path))
-	if err != nil {
-		return nil, err
-	}
-	defer unlock()
-	if err = clear(ctx, path); err != nil {
-		return nil, err
-	}
-	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
-		// The file gets the permissions that the socket has when it is bound (unix(7)), so
-		// there is no moment in which others could connect. Where the kernel does not do
-		// so, the Chmod below comes a moment later.
-		return c.Control(func(fd uintptr) { syscall.Fchmod(int(fd), uint32(mode)) }) //nolint:errcheck // see above
-	}}
-	ln, err := lc.Listen(ctx, "unix", path)
-	if err != nil {
-		return nil, fmt.Errorf("%w; may this user write to %s?", err, filepath.Dir(path))
-	}
-	if err := os.Chmod(path, mode); err != nil {
-		ln.Close()
-		return nil, err
-	}
-	return ln, nil
-}
-
-// lock keeps other processes that are about to listen in the same folder waiting: one
-// could remove what the other has just made.
-// Whoever may read the folder may hold the lock, so it is not waited for long.
-func lock(ctx context.Context, dir string) (unlock func(), err error) {
-	d, err := os.Open(dir) //nolint:gosec // the operator names it
-	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("%w; create the folder, for the user that this runs as: install -d -m 0700 -o USER %s", err, dir)
-	}
-	if err != nil {
-		return nil, err
-	}
-	ctx, cancel := context.WithTimeout(ctx, lockTimeout)
-	defer cancel()
-	for {
-		err := syscall.Flock(int(d.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
-		if err == nil {
-			return func() { d.Close() }, nil
-		}
-		if errors.Is(err, syscall.EWOULDBLOCK) {
-			select {
-			case <-time.After(lockInterval):
-				continue
-			case <-ctx.Done():
-				err = errors.New("another process holds the lock (fuser shows which)")
-			}
-		}
-		d.Close()
-		return nil, fmt.Errorf("locking %s: %w", dir, err)
-	}
-}
-
-// clear removes the socket of a process that is dead.
-func clear(ctx context.Context, path string) error {
-	info, err := os.Lstat(path)
-	switch {
-	case errors.Is(err, fs.ErrNotExist):
-		return nil
-	case err != nil:
-		return err
-	case info.Mode().Type() != fs.ModeSocket:
-		return fmt.Errorf("%s is there and is no socket: remove it, or choose another path", path)
-	}
-	ctx, cancel := context.WithTimeout(ctx, answerTimeout)
-	defer cancel()
-	c, err := new(net.Dialer).DialContext(ctx, "unix", path)
-	if err == nil {
-		c.Close()
-	}
-	if !errors.Is(err, syscall.ECONNREFUSED) { // which says that nobody has it open
-		return fmt.Errorf("%s belongs to another process that runs: stop that one, or choose another path", path)
-	}
-	return os.Remove(path)
+	return listenGroup(ctx, path)
 }

@@ -1,11 +1,11 @@
-//go:build !linux
-
 package main
 
 import "syscall"
 
 // childAttr keeps Ctrl-C from reaching a child: we stop our children ourselves.
-func childAttr() *syscall.SysProcAttr { return &syscall.SysProcAttr{Setpgid: true} }
+func childAttr() *syscall.SysProcAttr {
+	return &syscall.SysProcAttr{CreationFlags: syscall.CREATE_NEW_PROCESS_GROUP}
+}
 
 // pinThread does nothing where no child depends on a thread.
 func pinThread() {}

@@ -1,0 +1,17 @@
+//go:build unix
+
+package auth
+
+import (
+	"io/fs"
+	"syscall"
+)
+
+// fileOwner returns whose file it is.
+func fileOwner(info fs.FileInfo) (uid, gid int, ok bool) {
+	st, ok := info.Sys().(*syscall.Stat_t)
+	if !ok {
+		return 0, 0, false
+	}
+	return int(st.Uid), int(st.Gid), true
+}

@@ -1,0 +1,25 @@
+package egress
+
+import "golang.org/x/sys/unix"
+
+// boundQueue bounds how many bytes a socket takes that its reader has not.
+func boundQueue(fd uintptr) {
+	if unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, socketQueue) != nil {
+		unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUF, socketQueue) //nolint:errcheck // it is slower to notice, then
+	}
+}
+
+// driverOf asks the kernel (ethtool -i). Who made a device chose its name, and sysfs does not
+// say of every kind what it is.
+func driverOf(device string) string {
+	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return ""
+	}
+	defer unix.Close(fd) //nolint:errcheck // nothing was written
+	info, err := unix.IoctlGetEthtoolDrvinfo(fd, device)
+	if err != nil {
+		return ""
+	}
+	return unix.ByteSliceToString(info.Driver[:])
+}
