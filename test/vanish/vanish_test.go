@@ -6,6 +6,7 @@ import (
 	"io"
 	"os"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -69,8 +70,15 @@ func rounds(i int) []round {
 	}
 }
 
+// total counts the conns of all tests.
+type total struct{ streams, clean, held atomic.Int64 }
+
 // TestVanish has callers' or targets' machines vanish, and counts how the conns end.
 func TestVanish(t *testing.T) {
+	sum := new(total)
+	t.Cleanup(func() {
+		t.Logf("%d streams cut off: %d clean ends; %d conns held", sum.streams.Load(), sum.clean.Load(), sum.held.Load())
+	})
 	i := 0
 	for _, w := range ways() {
 		for _, gone := range []end{callers, targets} {
@@ -82,15 +90,15 @@ func TestVanish(t *testing.T) {
 				tn.warmUp(plan[0].each * len(states()))
 				base := tn.baseline()
 				for _, r := range plan {
-					tn.vanish(r, base)
+					tn.vanish(r, base, sum)
 				}
 			})
 		}
 	}
 }
 
-// vanish opens conns, takes the link down, and judges how each conn ends.
-func (tn *tunnel) vanish(r round, base map[string]weight) {
+// vanish opens conns, takes the link down, and judges how each conn ends. It adds to sum.
+func (tn *tunnel) vanish(r round, base map[string]weight, sum *total) {
 	t := tn.t
 	t.Helper()
 	var all []*exchange
@@ -161,7 +169,11 @@ func (tn *tunnel) vanish(r round, base map[string]weight) {
 		want := cutOff
 		if s.judge == nil {
 			want = freed
+		} else {
+			sum.streams.Add(int64(len(of)))
 		}
+		sum.clean.Add(int64(count(of, clean)))
+		sum.held.Add(int64(count(of, held)))
 		report := t.Errorf
 		if count(of, want) == r.each {
 			report = t.Logf
