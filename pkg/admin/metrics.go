@@ -50,7 +50,7 @@ type collector struct {
 	counts   []count
 	c        *tunnel.Counters
 
-	live, conns, data, refused, limited *prometheus.Desc
+	live, conns, data, refused, limited, waiting *prometheus.Desc
 }
 
 // count is a counter without labels.
@@ -83,6 +83,7 @@ func NewCollector(c *tunnel.Counters, sessions func() []*tunnel.Session) prometh
 		data:    desc("tunnel_data_connections", "TCP connections now beside the sessions' own, with a conn or waiting for one."),
 		refused: desc("tunnel_conns_refused_total", "Conns that were not opened, by the code of the refusal.", "code"),
 		limited: desc("tunnel_limited_total", "How often a limit of docs/limits.md was reached.", "limit"),
+		waiting: desc("tunnel_opens_waiting", "Opens now that wait for the limits conns, opens or dials."),
 	}
 }
 
@@ -134,6 +135,7 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	}
 	ch <- c.refused
 	ch <- c.limited
+	ch <- c.waiting
 	ch <- c.live
 	ch <- c.conns
 	ch <- c.data
@@ -151,6 +153,7 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for _, l := range tunnel.Limits() {
 		ch <- prometheus.MustNewConstMetric(c.limited, prometheus.CounterValue, float64(c.c.LimitedBy(l)), l.String())
 	}
+	ch <- prometheus.MustNewConstMetric(c.waiting, prometheus.GaugeValue, float64(c.c.Waiting.Load()))
 	if c.sessions == nil {
 		return
 	}

@@ -42,10 +42,10 @@ type AgentConfig struct {
 
 // Budget bounds what an edge does for others, whoever they are.
 type Budget interface {
-	// Admit counts a dial and the conn that comes of it, unless that is one too many.
-	Admit() *tunnel.Refusal
+	// Admit waits for room for a dial, and counts it with the conn that comes of it.
+	Admit(ctx context.Context, r tunnel.Request) *tunnel.Refusal
 	// Dialled says that the dial has ended, Over that the conn has, or that there is none.
-	Dialled()
+	Dialled(r tunnel.Request, err error)
 	Over()
 }
 
@@ -431,25 +431,13 @@ func (s *agentStream) dial(p packet, id int64) {
 		refuse("this dial is under way already")
 		return
 	}
-	if refusal := a.cfg.Budget.Admit(); refusal != nil {
-		s.dialMu.Unlock()
-		cancel()
-		a.cfg.Counters.Refuse(refusal.Code)
-		refuse(refusal.Error())
-		return
-	}
 	s.dials[p.random] = cancel
 	s.busy++
 	s.dialMu.Unlock()
 	s.working.Go(func() {
 		defer s.notBusy()
 		defer cancel()
-		var target net.Conn
-		err := a.guard("the dial ends", func() (err error) {
-			target, err = a.cfg.Dial(ctx, tunnel.Request{Node: a.cfg.Node, Category: name, Network: p.protocol, Addr: p.address, Caller: "proxy-server " + s.server})
-			return err
-		})
-		a.cfg.Budget.Dialled()
+		target, err := a.dial(ctx, tunnel.Request{Node: a.cfg.Node, Category: name, Network: p.protocol, Addr: p.address, Caller: "proxy-server " + s.server})
 		s.dialMu.Lock()
 		delete(s.dials, p.random)
 		s.dialMu.Unlock()
@@ -459,6 +447,7 @@ func (s *agentStream) dial(p packet, id int64) {
 			refuse(err.Error())
 			return
 		}
+		defer a.cfg.Budget.Over()
 		if ctx.Err() != nil { // it came too late
 			tunnel.Reset(target)
 			refuse("the dial was given up")
@@ -477,8 +466,23 @@ func (s *agentStream) dial(p packet, id int64) {
 	})
 }
 
+// dial waits for its turn and dials. With a target, the caller owes Budget.Over.
+func (a *Agent) dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	if refusal := a.cfg.Budget.Admit(ctx, r); refusal != nil {
+		return nil, refusal
+	}
+	var target net.Conn
+	err := a.guard("the dial ends", func() (err error) { target, err = a.cfg.Dial(ctx, r); return err })
+	a.cfg.Budget.Dialled(r, err)
+	if err != nil {
+		a.cfg.Budget.Over()
+	}
+	return target, err
+}
+
 func (s *agentStream) notBusy() {
-	s.way.agent.cfg.Budget.Over()
 	s.dialMu.Lock()
 	defer s.dialMu.Unlock()
 	if s.busy--; s.busy == 0 {

@@ -309,6 +309,7 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	}
 	l := &agentLink{agents: a, mux: newMux(stream, false, a.cfg.Counters, a.log), dials: make(map[int64]chan answer)}
 	l.pub = &tunnel.Session{ID: uuid.NewString(), Node: grant.Node, Remote: remote, Since: time.Now(), Reach: reach, Link: l}
+	l.queue.Name, l.queue.Conns, l.queue.Dials, l.queue.Counters = "node "+string(grant.Node), a.cfg.Conns, a.cfg.Dials, a.cfg.Counters
 	log := a.log.With("node", grant.Node, "session", l.pub.ID)
 	if err = a.join(l); err != nil {
 		a.refused(remote, string(grant.Node), err)

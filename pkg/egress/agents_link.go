@@ -17,6 +17,7 @@ type agentLink struct {
 	*mux
 	agents *Agents
 	pub    *tunnel.Session
+	queue  tunnel.Queue // of dials
 
 	dialMu sync.Mutex            // guards the following
 	dials  map[int64]chan answer // that wait for one; capacity 1, so that nobody waits to send
@@ -44,8 +45,13 @@ func (l *agentLink) Done() <-chan struct{} { return l.ended }
 
 // Dial implements tunnel.Link.
 func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
-	conn, err := l.dial(ctx, r)
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	conn, err := l.enter(ctx, r)
 	if err != nil {
+		if r.NoWait && tunnel.CodeOf(err) == tunnel.Overloaded {
+			return nil, err // not the last word
+		}
 		l.counters.Refuse(tunnel.CodeOf(err))
 		return nil, err
 	}
@@ -53,24 +59,25 @@ func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error
 	return conn, nil
 }
 
-func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*muxConn, error) {
+// enter dials when it is the turn of r.
+func (l *agentLink) enter(ctx context.Context, r tunnel.Request) (*muxConn, error) {
 	if r.Network != "tcp" {
 		return nil, tunnel.Refusef(tunnel.Denied, "node %s has joined as a konnectivity agent, which dials tcp only", r.Node)
 	}
-	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
-	defer cancel()
-	most := l.agents.cfg
-	if n := l.pub.Conns.Add(1); most.Conns > 0 && n > int64(most.Conns) {
-		l.connOver()
-		l.counters.Limited(tunnel.LimitConns)
-		return nil, tunnel.Refusef(tunnel.Overloaded, "node %s has %d conns", r.Node, most.Conns)
+	if refusal := l.queue.Enter(ctx, l.ended, r); refusal != nil {
+		return nil, refusal
 	}
+	l.pub.Conns.Add(1)
+	conn, err := l.dial(ctx, r)
+	l.queue.Dialled(r.Addr, err == nil || (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered())
+	if err != nil {
+		l.connOver()
+	}
+	return conn, err
+}
+
+func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*muxConn, error) {
 	id, answered := l.newDial()
-	if answered == nil {
-		l.connOver()
-		l.counters.Limited(tunnel.LimitDials)
-		return nil, tunnel.Refusef(tunnel.Overloaded, "node %s has not answered %d dials", r.Node, most.Dials)
-	}
 	l.send(&packet{typ: packetDialReq, protocol: r.Network, address: r.Addr, random: id})
 	var a answer
 	select {
@@ -91,22 +98,18 @@ func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*muxConn, error
 			a = <-answered
 		}
 	}
-	if a.err != nil {
-		l.connOver()
-		return nil, a.err
-	}
-	return a.conn, nil
+	return a.conn, a.err
 }
 
-func (l *agentLink) connOver() { l.pub.Conns.Add(-1) }
+func (l *agentLink) connOver() {
+	l.pub.Conns.Add(-1)
+	l.queue.Over()
+}
 
-// newDial returns the id of a new dial; no channel when there are too many.
+// newDial returns the id of a new dial.
 func (l *agentLink) newDial() (int64, chan answer) {
 	l.dialMu.Lock()
 	defer l.dialMu.Unlock()
-	if l.agents.cfg.Dials > 0 && len(l.dials) >= l.agents.cfg.Dials {
-		return 0, nil
-	}
 	for {
 		id := rand.Int64() //nolint:gosec // as the stock server does; nobody else sees it
 		if id != 0 && l.dials[id] == nil {

@@ -60,7 +60,7 @@ type budget struct {
 	dialled, conns atomic.Int64
 }
 
-func (b *budget) Admit() *tunnel.Refusal {
+func (b *budget) Admit(context.Context, tunnel.Request) *tunnel.Refusal {
 	if b.dialled.Add(1) > 1 && !b.wide {
 		b.dialled.Add(-1)
 		return tunnel.Refusef(tunnel.Overloaded, "limit dials: one")
@@ -69,8 +69,8 @@ func (b *budget) Admit() *tunnel.Refusal {
 	return nil
 }
 
-func (b *budget) Dialled() { b.dialled.Add(-1) }
-func (b *budget) Over()    { b.conns.Add(-1) }
+func (b *budget) Dialled(tunnel.Request, error) { b.dialled.Add(-1) }
+func (b *budget) Over()                         { b.conns.Add(-1) }
 
 func newAgentsRig(t *testing.T, change func(*AgentsConfig)) *agentsRig {
 	t.Helper()

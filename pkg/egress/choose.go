@@ -138,7 +138,8 @@ func (c *chooser) claimants(t *table, host string) (nodes []tunnel.NodeName) {
 }
 
 // dial opens a conn to addr, host:port. The first strategy that finds a connected node
-// decides; what a node refuses because it cannot serve just now is asked of the next. Nobody
+// decides; what a node refuses because it cannot serve just now is asked of the next. When all
+// that are asked are at a limit, the first one is asked again, and the dial waits there. Nobody
 // guesses while a node is connected that reaches the address: private addresses are there
 // more than once, and another node would dial somebody else's, or say what its own policy is.
 // Where every node is known, nobody guesses for one that is away, either; and what two nodes
@@ -160,6 +161,7 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 	last := error(tunnel.Refusef(tunnel.NoSuchNode, "%v", errNoNode))
 	var away []tunnel.NodeName // whose address it is; the first strategy knows best
 	owned := false             // it is somebody's of whom that is certain
+	var full *tunnel.Request   // the first that a limit has refused
 	for _, s := range c.strategies {
 		if owned && (c.whole || s.guesses()) {
 			continue
@@ -169,9 +171,13 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 			away, owned = others, c.whole && len(others) > 0
 		}
 		for _, node := range connected {
-			conn, err := c.dialer.Dial(ctx, tunnel.Request{Node: node, Among: c.among, Category: name, Network: "tcp", Addr: addr, Caller: caller})
+			r := tunnel.Request{Node: node, Among: c.among, Category: name, Network: "tcp", Addr: addr, Caller: caller, NoWait: true}
+			conn, err := c.dialer.Dial(ctx, r)
 			if err == nil {
 				return conn, nil
+			}
+			if full == nil && tunnel.CodeOf(err) == tunnel.Overloaded {
+				full = &r
 			}
 			if ctx.Err() != nil || !elsewhere(err) {
 				return nil, without(away, err)
@@ -187,7 +193,15 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 			owned = owned || !s.guesses() && (c.whole || !left)
 		}
 	}
-	return nil, without(away, last)
+	if full == nil {
+		return nil, without(away, last)
+	}
+	full.NoWait = false
+	conn, refusal := c.dialer.Dial(ctx, *full)
+	if refusal != nil {
+		return nil, without(away, refusal)
+	}
+	return conn, nil
 }
 
 // without says of a failure that the address belongs to nodes that are not connected: what

@@ -68,7 +68,11 @@ func (n *nodes) Changed() <-chan struct{} {
 
 func (n *nodes) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	n.mu.Lock()
-	n.asked = append(n.asked, r.Node)
+	if !r.NoWait {
+		n.asked = append(n.asked, r.Node+" waits")
+	} else {
+		n.asked = append(n.asked, r.Node)
+	}
 	refusal, hang, fault := n.refuse[r.Node], n.hang, n.fault
 	n.mu.Unlock()
 	if r.Category != "egress" || r.Network != "tcp" {

@@ -125,7 +125,7 @@ func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr,
 
 // dialError makes a timeout of our own a refusal like that of the other side.
 func dialError(ctx context.Context, err error) error {
-	if ctx.Err() == context.DeadlineExceeded {
+	if ctx.Err() == context.DeadlineExceeded && tunnel.CodeOf(err) != tunnel.Overloaded {
 		return tunnel.Refusef(tunnel.Timeout, "no answer within %v: %v", dialTimeout, err)
 	}
 	return err

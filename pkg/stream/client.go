@@ -11,7 +11,6 @@ import (
 	"net"
 	"slices"
 	"sync"
-	"sync/atomic"
 	"time"
 
 	"github.com/google/uuid"
@@ -72,9 +71,9 @@ type Client struct {
 	log      *slog.Logger
 	instance string // of this process
 
-	tickets          tickets
-	serving, dialing atomic.Int64 // what cfg.Limits bounds, of all sessions
-	denials          tunnel.Limiter
+	tickets tickets
+	queue   tunnel.Queue // of opens: what cfg.Limits bounds, of all sessions
+	denials tunnel.Limiter
 
 	mu       sync.Mutex // guards the following
 	links    []*link    // live sessions, the newest last
@@ -116,12 +115,14 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	cfg.farTrip = cmp.Or(cfg.farTrip, farTrip)
 	cfg.Limits = cfg.Limits.orDefault()
 	if cfg.replica != nil {
-		cfg.Limits = EdgeLimits{Conns: maxConnsHere, Dials: maxConnsHere} // each node has its own, where it is held
+		cfg.Limits = EdgeLimits{Conns: maxConnsHere} // each node has its own, where it is held
 	}
 	c := &Client{cfg: cfg, blocks: new(blocks), log: cfg.Log.With("module", category, "node", cfg.Node), instance: uuid.NewString()}
 	if cfg.replica != nil {
 		c.log = cfg.Log.With("module", category, "remote", cfg.Address)
 	}
+	c.queue.Name, c.queue.Conns, c.queue.Dials, c.queue.Counters =
+		"the edge of node "+string(cfg.Node), cfg.Limits.Conns, cfg.Limits.Dials, cfg.Counters
 	c.err, c.changed, c.hurry = errNotYet, make(chan struct{}), make(chan struct{}, 1)
 	router, err := tunnel.NewRouter(append([]tunnel.Module{c}, mods...)...)
 	if err != nil {

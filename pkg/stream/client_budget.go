@@ -1,15 +1,26 @@
 package stream
 
-import "tunnel/pkg/tunnel"
+import (
+	"context"
+	"errors"
+	"os"
+
+	"tunnel/pkg/tunnel"
+)
 
 // A Client is the budget of its edge: who else has the edge dial asks it, too
 // (egress.Budget), and all of them share Limits.
 
-// Admit counts a dial and the conn that comes of it, unless that is one too many.
-func (c *Client) Admit() *tunnel.Refusal { return c.admit() }
+// Admit waits for room for a dial, and counts it with the conn that comes of it.
+func (c *Client) Admit(ctx context.Context, r tunnel.Request) *tunnel.Refusal {
+	return c.queue.Enter(ctx, nil, r)
+}
 
-// Dialled says that a dial has ended, one way or the other.
-func (c *Client) Dialled() { c.dialing.Add(-1) }
+// Dialled says that the dial of r has ended with err, nil for a conn.
+func (c *Client) Dialled(r tunnel.Request, err error) {
+	silent := errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
+	c.queue.Dialled(r.Addr, err == nil || !silent && (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered())
+}
 
 // Over says that the conn has ended, or that there is none.
-func (c *Client) Over() { c.serving.Add(-1) }
+func (c *Client) Over() { c.queue.Over() }

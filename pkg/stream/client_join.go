@@ -138,7 +138,8 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential
 	// The cloud keeps to its limit. More than twice that here, since conns that have
 	// ended at the cloud may still be ending here when their successors are asked for.
 	s.maxConns = 2*int64(hello.GetMaxConns()) + 128
-	if most := int64(c.cfg.Limits.Conns); hello.GetMaxConns() == 0 || s.maxConns > most {
+	// The edge's own limits count, too, but opens that wait for them have topics.
+	if most := 3 * int64(c.cfg.Limits.Conns); hello.GetMaxConns() == 0 || s.maxConns > most {
 		s.maxConns = most
 	}
 	s.log = c.log.With("session", s.pub.ID)

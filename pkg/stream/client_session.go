@@ -171,7 +171,7 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 	}
 	r := tunnel.Request{
 		Node: s.pub.Node, Category: m.Category, Network: open.GetNetwork(),
-		Addr: m.Addr, Caller: text(open.GetCaller()), Relayed: open.GetRelayed(),
+		Addr: m.Addr, Caller: text(open.GetCaller()), Relayed: open.GetRelayed(), NoWait: open.GetNoWait(),
 	}
 	if m.Category == categoryRelay {
 		node, err := tunnel.ParseNodeName(open.GetNode())
@@ -181,13 +181,7 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 		r.Node, r.Category, r.Relayed = node, open.GetCategory(), true
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	refusal := s.owner.admit()
-	if refusal == nil {
-		if refusal = s.add(m.Topic, &serving{cancel}); refusal != nil {
-			s.owner.dialing.Add(-1)
-			s.owner.serving.Add(-1)
-		}
-	}
+	refusal := s.add(m.Topic, &serving{cancel})
 	by := s.rideOf(m.Topic)
 	if by != nil {
 		by.settle() // not before: the session may be about to end with its last conn
@@ -203,7 +197,6 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 				s.remove(m.Topic)
 			}
 		}()
-		defer s.owner.serving.Add(-1)
 		defer cancel()
 		if err := s.guard(func() error { return s.serve(ctx, m.Topic, r, dial) }); err != nil {
 			s.Close(err)
@@ -249,6 +242,7 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 		s.refuse(name, err)
 		return nil
 	}
+	defer s.owner.Over()
 	way, err := s.answer(ctx, name)
 	if err != nil {
 		s.log.Debug("cannot open the conn", "topic", name, "target", r.Addr, "err", err)
@@ -280,31 +274,22 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	return nil
 }
 
-// dialTarget dials, which Client.admit has counted. late says that it took too long.
+// dialTarget waits for its turn and dials. When it returns a target, the caller owes
+// Client.Over. late says that it took too long.
 func (s *edgeSession) dialTarget(ctx context.Context, r tunnel.Request, dial tunnel.DialFunc) (target net.Conn, late bool, err error) {
-	defer s.owner.dialing.Add(-1)
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
+	if refusal := s.owner.Admit(ctx, r); refusal != nil {
+		return nil, false, refusal
+	}
+	defer func() { // also when dial panics
+		s.owner.Dialled(r, errors.Join(err, ctx.Err()))
+		if target == nil {
+			s.owner.Over()
+		}
+	}()
 	target, err = dial(ctx, r)
 	return target, errors.Is(ctx.Err(), context.DeadlineExceeded), err
-}
-
-// admit counts an open request, unless the cloud has this edge do too much already: in
-// serving until its conn has ended, in dialing until it has a target.
-func (c *Client) admit() *tunnel.Refusal {
-	l := c.cfg.Limits
-	switch {
-	case c.serving.Add(1) > int64(l.Conns):
-		c.serving.Add(-1)
-		c.cfg.Counters.Limited(tunnel.LimitConns)
-		return tunnel.Refusef(tunnel.Overloaded, "limit conns: the edge of node %s has %d conns", c.cfg.Node, l.Conns)
-	case c.dialing.Add(1) > int64(l.Dials):
-		c.dialing.Add(-1)
-		c.serving.Add(-1)
-		c.cfg.Counters.Limited(tunnel.LimitDials)
-		return tunnel.Refusef(tunnel.Overloaded, "limit dials: the edge of node %s dials %d targets", c.cfg.Node, l.Dials)
-	}
-	return nil
 }
 
 // refuse tells the cloud that a request led to no conn.

@@ -114,7 +114,7 @@ func TestEdgeStopsBehindItsLastConn(t *testing.T) {
 	sent := bytes.Repeat([]byte("all of it "), 6000)
 	far.Write(sent)
 	far.Close()
-	r.eventually("the conn has ended at the edge", func() bool { return e.client.serving.Load() == 0 })
+	r.eventually("the conn has ended at the edge", func() bool { return e.client.inUse() == 0 })
 	stopped := make(chan struct{})
 	go func() {
 		defer close(stopped)

@@ -22,7 +22,7 @@ type Limits struct {
 	Metadata          int           // bytes of metadata of a stream
 	Conns             int           // conns of a node at once
 	Opens             int           // opens of a node in a second; twice as many at once
-	Dials             int           // opens of a node that it has not answered
+	Dials             int           // opens of a node that it has not answered; see tunnel.Queue for the share of a target
 }
 
 // DefaultLimits returns what zero fields stand for.
@@ -36,8 +36,8 @@ func DefaultLimits() Limits {
 		JoinTimeout:       joinTimeout,
 		Metadata:          16 << 10,
 		Conns:             DefaultMaxConns,
-		Opens:             1000,
-		Dials:             256,
+		Opens:             5000,
+		Dials:             DefaultMaxConns / 2, // targets that do not answer leave the other conns alone
 	}
 }
 
@@ -62,14 +62,15 @@ func (l Limits) joiningBytes() int { return 32<<10 + 2*l.Metadata + maxMessage }
 // relayed is how many conns another replica may ask for at once.
 func (l Limits) relayed() int { return 4 * l.Conns }
 
-// messages is how many control messages an edge may send in a second: an answer to each
-// open, a cancel of each conn, twice that for what we have not thought of, and heartbeats.
-func (l Limits) messages() int { return 4*l.Opens + 1000 }
-
-// streams is how many streams an edge may open in a second: a conn for each open, twice that for those that come late together, and the control stream. An
-// edge that opens and resets streams (CVE-2023-44487) comes to its end here; before that
-// grpc-go lets no more handlers run than there may be streams.
-func (l Limits) streams() int { return 2*l.Opens + 1000 }
+// What an edge may send by itself in a second: heartbeats, its control stream, and whatever
+// a newer edge may have to say. Each open that the cloud sends allows it some more: an answer
+// and a cancel, or a stream, and once more as much for the unforeseen. An edge that opens and
+// resets streams (CVE-2023-44487) comes to its end here; before that grpc-go lets no more
+// handlers run than there may be streams.
+const (
+	ownMessages, openMessages = 1000, 4
+	ownStreams, openStreams   = 1000, 2
+)
 
 // EdgeLimits bound what a cloud may have an edge do. A zero field is the default.
 type EdgeLimits struct {
@@ -80,7 +81,7 @@ type EdgeLimits struct {
 // DefaultEdgeLimits returns what zero fields stand for: more than one cloud that keeps to
 // its own limits asks for, and several replicas together.
 func DefaultEdgeLimits() EdgeLimits {
-	return EdgeLimits{Conns: 4 * DefaultMaxConns, Dials: 1024}
+	return EdgeLimits{Conns: 2 * DefaultMaxConns, Dials: DefaultMaxConns}
 }
 
 func (l EdgeLimits) orDefault() EdgeLimits {
@@ -88,13 +89,16 @@ func (l EdgeLimits) orDefault() EdgeLimits {
 	return EdgeLimits{Conns: cmp.Or(l.Conns, d.Conns), Dials: cmp.Or(l.Dials, d.Dials)}
 }
 
-// bucket lets something happen rate times a second, and burst times at once.
+// bucket lets something happen rate times a second, burst times at once, and as often as
+// allow was called besides.
 type bucket struct {
 	rate, burst float64 // set once
+	most        float64 // of what allow adds; set once
 
-	mu   sync.Mutex // guards the following
-	left float64    // at last
-	last time.Time
+	mu      sync.Mutex // guards the following
+	left    float64    // at last
+	last    time.Time
+	allowed float64 // what is left of what allow has added
 }
 
 // burst is what a bucket holds of its rate.
@@ -107,17 +111,31 @@ func newBucket(rate int) *bucket {
 }
 
 // take reports whether it may happen once more.
-func (b *bucket) take() bool {
+func (b *bucket) take() bool { return b.wait() == 0 }
+
+// wait takes one and returns 0, or returns how long it takes until there is one.
+func (b *bucket) wait() time.Duration {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	now := time.Now()
 	b.left = min(b.burst, b.left+b.rate*now.Sub(b.last).Seconds())
 	b.last = now
-	if b.left < 1 {
-		return false
+	switch {
+	case b.allowed >= 1:
+		b.allowed--
+	case b.left >= 1:
+		b.left--
+	default:
+		return max(1, time.Duration((1-b.left)/b.rate*float64(time.Second)))
 	}
-	b.left--
-	return true
+	return 0
+}
+
+// allow lets it happen n times more, whenever that is.
+func (b *bucket) allow(n float64) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.allowed = min(b.most, b.allowed+n)
 }
 
 // limitError ends the session of an edge that does more than it may.

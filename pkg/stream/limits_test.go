@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/tls"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"runtime"
@@ -51,6 +52,20 @@ func TestBucket(t *testing.T) {
 			time.Sleep(100 * time.Millisecond)
 			want("a tenth of a second", 1)
 		}
+		if d := b.wait(); d < 99*time.Millisecond || d > 101*time.Millisecond {
+			t.Errorf("the next one is there in %s, want 100ms", d)
+		}
+		b.most = 6
+		b.allow(4)
+		b.allow(4)
+		want("what was allowed besides, at most", 6)
+		if d := b.wait(); d <= 99*time.Millisecond || d > 100*time.Millisecond {
+			t.Errorf("the next one is there in %s, want 100ms", d)
+		}
+		b.most = 6
+		b.allow(4)
+		b.allow(4)
+		want("what was allowed besides, at most", 6)
 	})
 }
 
@@ -73,50 +88,92 @@ func refuses(context.Context, tunnel.Request) (net.Conn, error) {
 	return nil, tunnel.Refusef(tunnel.Refused, "nothing listens")
 }
 
-// Opens come at the rate that a node may have them, and a burst of two seconds; the rest
-// is refused at once. Another node has its own.
+// Opens beyond the rate of a node wait for it, and none is refused. Another node has its own.
 func TestOpensLimit(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		r.join("edge1", refuses)
 		r.join("edge2", refuses)
-		opened := func() (n int) {
-			for {
-				_, err := r.dial("edge1", "target:1")
-				if tunnel.CodeOf(err) == tunnel.Refused {
-					n++
-					continue
+		start := time.Now()
+		var opened atomic.Int64
+		var callers sync.WaitGroup
+		for range 50 {
+			callers.Go(func() {
+				if _, err := r.dial("edge1", "target:1"); tunnel.CodeOf(err) != tunnel.Refused {
+					t.Errorf("an open: %v", err)
 				}
-				wantOverloaded(t, err, tunnel.LimitOpens)
-				return n
+				opened.Add(1)
+			})
+		}
+		want := func(n int64) {
+			t.Helper()
+			synctest.Wait()
+			if got := opened.Load(); got < n || got > n+1 {
+				t.Errorf("%d opens in %s, want %d", got, time.Since(start), n)
 			}
 		}
-		start := time.Now()
-		if n := opened(); n != 20 {
-			t.Errorf("%d opens at once, want 20", n)
+		time.Sleep(10 * time.Millisecond)
+		want(20) // those of two seconds
+		if _, err := r.dial("edge2", "target:1"); tunnel.CodeOf(err) != tunnel.Refused || time.Since(start) > time.Second/2 {
+			t.Errorf("an open of another node: %v after %s", err, time.Since(start))
 		}
-		if d := time.Since(start); d > time.Second/10 {
-			t.Errorf("a refusal took %s: nothing may wait", d)
-		}
-		if _, err := r.dial("edge2", "target:1"); tunnel.CodeOf(err) != tunnel.Refused {
-			t.Errorf("an open of another node: %v", err)
-		}
+		_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1", NoWait: true})
+		wantOverloaded(t, err, tunnel.LimitOpens)
 		time.Sleep(time.Second)
-		if n := opened(); n != 10 {
-			t.Errorf("%d opens a second later, want 10", n)
+		want(30)
+		time.Sleep(time.Second)
+		want(40)
+		callers.Wait()
+		if took := time.Since(start); took < 2900*time.Millisecond || took > 3200*time.Millisecond {
+			t.Errorf("50 opens took %s, want 3s", took)
 		}
-		r.wantLimited(tunnel.LimitOpens, 2)
-		if n := r.counters.Refusals(tunnel.Overloaded); n != 2 {
-			t.Errorf("%d refusals are counted as overloaded, want 2", n)
+		r.wantLimited(tunnel.LimitOpens, 0)
+		if n := r.counters.Refusals(tunnel.Overloaded); n != 0 {
+			t.Errorf("%d refusals are counted as overloaded", n)
 		}
 	}, func(c *ServerConfig) { c.Limits.Opens = 10 })
 }
 
-// So many opens wait for a node and not one more; one that is answered, or given up,
-// makes room.
+// A flood of one address does not starve callers at another one of the same node, also when
+// it fills the queue.
+func TestFloodOfOneAddress(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		r.join("edge1", refuses)
+		dial := func(caller string) error {
+			ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+			defer cancel()
+			_, err := r.dir.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1", Caller: caller})
+			return err
+		}
+		var flood sync.WaitGroup
+		var refused atomic.Int64
+		for i := range 1000 {
+			flood.Go(func() {
+				if tunnel.CodeOf(dial(fmt.Sprint("10.0.0.1:", i))) == tunnel.Overloaded {
+					refused.Add(1)
+				}
+			})
+		}
+		synctest.Wait()
+		for i := range 20 {
+			start := time.Now()
+			if err := dial(fmt.Sprint("10.0.0.2:", i)); tunnel.CodeOf(err) != tunnel.Refused || time.Since(start) > time.Second/2 {
+				t.Errorf("an open of another address: %v after %s", err, time.Since(start))
+			}
+		}
+		flood.Wait()
+		if n := refused.Load(); n < 800 {
+			t.Errorf("%d of 1,000 opens were refused: there was no flood", n)
+		}
+	}, func(c *ServerConfig) { c.Limits.Opens, c.Limits.Conns, c.Limits.Dials = 10, 50, 50 })
+}
+
+// So many opens are asked of a node at a time; the next ones wait for an answer, in order.
+// One that is answered, or given up, makes room.
 func TestDialsLimit(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
-		answer := make(chan struct{})
-		r.join("edge1", func(ctx context.Context, _ tunnel.Request) (net.Conn, error) {
+		asked, answer := make(chan string, 10), make(chan struct{})
+		r.join("edge1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
+			asked <- q.Addr
 			select {
 			case <-answer:
 			case <-ctx.Done():
@@ -125,42 +182,140 @@ func TestDialsLimit(t *testing.T) {
 		})
 		ctx, cancel := context.WithCancel(t.Context())
 		var waiting sync.WaitGroup
-		dial := func(ctx context.Context) error {
-			_, err := r.dir.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1"})
+		dial := func(ctx context.Context, addr string) error {
+			_, err := r.dir.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: addr})
 			return err
 		}
-		for range 3 {
+		for _, addr := range []string{"a:1", "b:1", "c:1"} {
 			waiting.Go(func() {
-				if err := dial(ctx); tunnel.CodeOf(err) != tunnel.Gone {
+				if err := dial(ctx, addr); tunnel.CodeOf(err) != tunnel.Gone {
 					t.Errorf("an open that was given up: %v", err)
 				}
 			})
+			<-asked
 		}
-		synctest.Wait()
-		start := time.Now()
-		wantOverloaded(t, dial(t.Context()), tunnel.LimitDials)
-		if d := time.Since(start); d > 0 {
-			t.Errorf("the refusal took %s", d)
+		var others sync.WaitGroup
+		for _, addr := range []string{"d:1", "e:1"} {
+			others.Go(func() {
+				if err := dial(t.Context(), addr); tunnel.CodeOf(err) != tunnel.Refused {
+					t.Errorf("an open that has waited: %v", err)
+				}
+			})
+			synctest.Wait()
 		}
+		if n := r.counters.Waiting.Load(); n != 2 {
+			t.Errorf("%d opens wait, want 2", n)
+		}
+		time.Sleep(time.Second)
 		cancel()
 		waiting.Wait()
-		close(answer)
-		for range 10 {
-			if err := dial(t.Context()); tunnel.CodeOf(err) != tunnel.Refused {
-				t.Errorf("an open when the others have ended: %v", err)
+		for _, want := range []string{"d:1", "e:1"} {
+			if addr := <-asked; addr != want {
+				t.Errorf("the next one is %s, want %s", addr, want)
 			}
 		}
-		r.wantLimited(tunnel.LimitDials, 1)
+		close(answer)
+		others.Wait()
+		r.wantLimited(tunnel.LimitDials, 0)
 		r.wantLimited(tunnel.LimitOpens, 0)
-	}, func(c *ServerConfig) { c.Limits.Dials = 3 })
+	}, func(c *ServerConfig) { c.Limits.Dials = 6 }) // half of it for targets that have never answered
 }
 
-// What a cloud may have an edge do is bounded by the edge, whatever the cloud thinks.
+// Targets that do not answer, 256 of them with callers that try again and again, leave the
+// other targets of their node reachable; a burst of these is answered at once.
+func TestBlackHoles(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		r.join("edge1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
+			if strings.HasPrefix(q.Addr, "10.") {
+				<-ctx.Done()
+				return nil, ctx.Err()
+			}
+			return refuses(ctx, q)
+		})
+		ctx, stop := context.WithCancel(t.Context())
+		var callers sync.WaitGroup
+		for i := range 256 {
+			for range 20 {
+				callers.Go(func() {
+					for ctx.Err() == nil {
+						ctx, cancel := context.WithTimeout(ctx, 10*time.Second)
+						r.dir.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: fmt.Sprintf("10.0.0.%d:80", i), Caller: "10.9.9.9:9"})
+						cancel()
+						time.Sleep(time.Second)
+					}
+				})
+			}
+		}
+		lost, late := 0, 0
+		for range 30 { // in half a minute
+			time.Sleep(time.Second)
+			start := time.Now()
+			var all sync.WaitGroup
+			var failed atomic.Int64
+			for i := range 100 {
+				all.Go(func() {
+					if _, err := r.dial("edge1", fmt.Sprintf("target:%d", i%2)); tunnel.CodeOf(err) != tunnel.Refused {
+						failed.Add(1)
+					}
+				})
+			}
+			all.Wait()
+			lost += int(failed.Load())
+			if time.Since(start) > time.Second {
+				late++
+			}
+		}
+		if lost != 0 || late > 1 { // in the first second nobody knows which targets are silent
+			t.Errorf("of 3,000 opens of targets that answer %d were lost; %d of 30 bursts took longer than a second", lost, late)
+		}
+		stop()
+		callers.Wait()
+	})
+}
+
+// An edge that hangs does not fill the queue: callers are told within seconds.
+func TestHungEdge(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		c := r.stranger().join("edge1") // it reads, and answers nothing
+		go func() {
+			for {
+				if _, err := c.stream.Recv(); err != nil {
+					return
+				}
+			}
+		}()
+		var callers sync.WaitGroup
+		var early atomic.Int64
+		for range 100 {
+			callers.Go(func() {
+				start := time.Now()
+				_, err := r.dial("edge1", "target:1")
+				if tunnel.CodeOf(err) == tunnel.Overloaded && time.Since(start) < 3*time.Second {
+					wantOverloaded(t, err, tunnel.LimitDials)
+					early.Add(1)
+				}
+			})
+		}
+		time.Sleep(5 * time.Second)
+		start := time.Now()
+		_, err := r.dial("edge1", "target:1")
+		if wantOverloaded(t, err, tunnel.LimitDials); time.Since(start) > 0 {
+			t.Errorf("a later one has waited for %s", time.Since(start))
+		}
+		callers.Wait()
+		if n := early.Load(); n != 98 {
+			t.Errorf("%d of 100 callers were told early, want all but the two that the edge was asked for", n)
+		}
+	})
+}
+
+// What a cloud may have an edge do is bounded by the edge, whatever the cloud thinks. What
+// is too much waits there.
 func TestEdgeLimits(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		answer := make(chan struct{})
 		cfg := r.clientConfig("edge1")
-		cfg.Limits = EdgeLimits{Conns: 5, Dials: 3}
+		cfg.Limits = EdgeLimits{Conns: 5, Dials: 6}
 		var fars sync.Map
 		e := r.start(cfg, func(ctx context.Context, _ tunnel.Request) (net.Conn, error) {
 			<-answer
@@ -173,9 +328,9 @@ func TestEdgeLimits(t *testing.T) {
 
 		var conns sync.Map
 		var waiting sync.WaitGroup
-		for range 3 {
+		for i := range 4 {
 			waiting.Go(func() {
-				c, err := r.dial("edge1", "target:1")
+				c, err := r.dial("edge1", fmt.Sprint("target:", i))
 				if err != nil {
 					t.Errorf("an open that the edge has room for: %v", err)
 					return
@@ -184,25 +339,40 @@ func TestEdgeLimits(t *testing.T) {
 			})
 		}
 		synctest.Wait()
-		_, err := r.dial("edge1", "target:1")
+		if n := r.edges.Waiting.Load(); n != 1 {
+			t.Errorf("%d opens wait at the edge, want 1", n)
+		}
+		_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1", NoWait: true})
 		wantOverloaded(t, err, tunnel.LimitDials)
 		close(answer)
 		waiting.Wait()
-		for range 2 {
-			conns.Store(r.mustDial("edge1", "target:1"), true)
+		conns.Store(r.mustDial("edge1", "target:1"), true)
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if _, err = r.dir.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1"}); tunnel.CodeOf(err) != tunnel.Timeout {
+			t.Errorf("an open that waits at the edge for longer than its caller does: %v", err)
 		}
-		_, err = r.dial("edge1", "target:1")
-		wantOverloaded(t, err, tunnel.LimitConns)
-		for _, l := range []tunnel.Limit{tunnel.LimitDials, tunnel.LimitConns} {
-			if n := r.edges.LimitedBy(l); n != 1 {
-				t.Errorf("the edge counted limit %s %d times, want 1", l, n)
-			}
-			r.wantLimited(l, 0) // it is not the cloud's
-		}
+		var late sync.WaitGroup
+		late.Go(func() { conns.Store(r.mustDial("edge1", "target:1"), true) })
+		time.Sleep(time.Second)
+		conns.Range(func(c, _ any) bool { conns.Delete(c); tunnel.Reset(c.(net.Conn)); return false })
+		late.Wait()
 		conns.Range(func(c, _ any) bool { tunnel.Reset(c.(net.Conn)); return true })
 		r.idle(e)
 		r.mustDial("edge1", "target:1")
+		for _, l := range []tunnel.Limit{tunnel.LimitDials, tunnel.LimitConns} {
+			if n := r.edges.LimitedBy(l); n != 0 {
+				t.Errorf("the edge counted limit %s %d times: nobody was refused who waits", l, n)
+			}
+			r.wantLimited(l, 0)
+		}
 	})
+}
+
+// inUse returns how many conns of all sessions and servers there are.
+func (c *Client) inUse() int {
+	n, _ := c.queue.InUse()
+	return n
 }
 
 // Dials that somebody else has asked the edge for count against the same limits.
@@ -213,20 +383,26 @@ func TestEdgeLimitsAreShared(t *testing.T) {
 	e := r.start(cfg, direct)
 	r.eventually("the edge joins", func() bool { return e.client.Ready() == nil && r.dir.Holds("edge1") })
 	target := newTarget(t).Addr().String()
-	if refusal := e.client.Admit(); refusal != nil {
-		t.Fatal(refusal)
+	other := tunnel.Request{Addr: "other:1"}
+	admit := func() {
+		t.Helper()
+		if refusal := e.client.Admit(t.Context(), other); refusal != nil {
+			t.Fatal(refusal)
+		}
 	}
-	_, err := r.dial("edge1", target)
-	wantOverloaded(t, err, tunnel.LimitDials)
-	e.client.Dialled()
+	full := func(l tunnel.Limit) {
+		t.Helper()
+		_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: target, NoWait: true})
+		wantOverloaded(t, err, l)
+	}
+	admit()
+	full(tunnel.LimitDials)
+	e.client.Dialled(other, nil)
 	tunnel.Reset(r.mustDial("edge1", target))
-	r.eventually("there is room", func() bool { return e.client.serving.Load() == 1 })
-	if refusal := e.client.Admit(); refusal != nil {
-		t.Fatal(refusal)
-	}
-	e.client.Dialled()
-	_, err = r.dial("edge1", target)
-	wantOverloaded(t, err, tunnel.LimitConns)
+	r.eventually("there is room", func() bool { return e.client.inUse() == 1 })
+	admit()
+	e.client.Dialled(other, nil)
+	full(tunnel.LimitConns)
 	e.client.Over()
 	e.client.Over()
 	tunnel.Reset(r.mustDial("edge1", target))
@@ -260,7 +436,7 @@ func TestMessagesLimit(t *testing.T) {
 // moment later it is as good as any, and then nothing is remembered of it.
 func TestQuotaOutlivesTheSession(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
-		most := (Limits{Opens: 1}).messages()
+		most := ownMessages
 		flood := func() (sent int) {
 			s := r.stranger()
 			defer s.cc.Close()
@@ -304,7 +480,7 @@ func TestMessagesWithinTheLimit(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		c := r.stranger().join("edge1")
 		for range 5 {
-			for range (Limits{Opens: 1}).messages() {
+			for range ownMessages {
 				c.say(typeRefused, "none", &pb.Refused{})
 			}
 			synctest.Wait()
@@ -340,7 +516,7 @@ func TestStreamsLimit(t *testing.T) {
 				c := s.join("edge1")
 				ended := make(chan error, 1)
 				go func() { ended <- c.end() }()
-				for most := 2 * (Limits{Opens: 1}).streams(); ; most-- {
+				for most := 2 * ownStreams; ; most-- {
 					select {
 					case err := <-ended:
 						if status.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "limit streams: ") {
@@ -450,18 +626,22 @@ func TestJoiningLimits(t *testing.T) {
 	})
 }
 
-// A node's quota is the same by way of another replica: it counts where the node is held,
-// and its refusal arrives as it is.
+// A node's quota is the same by way of another replica: opens count, and wait, where the
+// node is held; the refusal of one that does not wait arrives as it is.
 func TestRelayedOpensCountAtTheHolder(t *testing.T) {
 	all := newFleet(t, 2)
 	holder, other := all[0], all[1]
 	holder.server.quotas.limits.Opens = 1
 	holder.join("edge1", refuses)
 	eventually(t, "the other replica hears of the node", func() bool { return other.peers.Holds("edge1") })
-	for opened := 0; ; opened++ {
+	dial := func(noWait bool) error {
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
-		_, err := other.peers.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1"})
-		cancel()
+		defer cancel()
+		_, err := other.peers.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1", NoWait: noWait})
+		return err
+	}
+	for opened := 0; ; opened++ {
+		err := dial(true)
 		if tunnel.CodeOf(err) == tunnel.Refused { // by the edge
 			continue
 		}
@@ -470,7 +650,11 @@ func TestRelayedOpensCountAtTheHolder(t *testing.T) {
 		}
 		break
 	}
-	holder.wantLimited(tunnel.LimitOpens, 1)
+	start := time.Now()
+	if err := dial(false); tunnel.CodeOf(err) != tunnel.Refused {
+		t.Errorf("an open that waits at the holder: %v after %s", err, time.Since(start))
+	}
+	holder.wantLimited(tunnel.LimitOpens, 0)
 	other.wantLimited(tunnel.LimitOpens, 0)
 }
 

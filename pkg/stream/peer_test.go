@@ -227,7 +227,7 @@ func TestConnBreaksTheProtocol(t *testing.T) {
 // An edge that sends and never reads its control stream loses its session when
 // hundreds of answers wait for it. Its neighbours do not notice.
 func TestEdgeThatDoesNotRead(t *testing.T) {
-	r := newRig(t)
+	r := newRig(t, func(c *ServerConfig) { c.Limits.Conns = 64 }) // for which 512 messages may wait
 	other := r.join("edge2", direct)
 	c := r.stranger().join("edge1")
 	flood := make(chan struct{})
@@ -320,18 +320,21 @@ func TestOddTargets(t *testing.T) {
 	r.idle()
 }
 
-// A session has as many conns as it may and not one more, and one that ends makes
-// room at once, also while the edge still tidies up.
+// A session has as many conns as it may and not one more, which waits for as long as its
+// caller does. One that ends makes room at once, also while the edge still tidies up.
 func TestConnLimit(t *testing.T) {
 	r := newRig(t, func(c *ServerConfig) { c.Limits.Conns = 2 })
 	e := r.join("edge1", direct)
 	a, _ := r.pair("edge1")
 	b, _ := r.pair("edge1")
-	_, err := r.dial("edge1", "127.0.0.1:1")
-	if err == nil || tunnel.CodeOf(err) != tunnel.Overloaded || !strings.Contains(err.Error(), "2 conns") {
-		t.Errorf("the third conn: %v, want overloaded", err)
+	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
+	defer cancel()
+	_, err := r.dir.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "127.0.0.1:1"})
+	if err == nil || tunnel.CodeOf(err) != tunnel.Overloaded || !strings.Contains(err.Error(), "2 conns") || r.counters.LimitedBy(tunnel.LimitConns) != 1 {
+		t.Errorf("the third conn: %v, want overloaded, and a count of it", err)
 	}
-	b.Close()
+	time.AfterFunc(100*time.Millisecond, func() { b.Close() })
+	tunnel.Reset(r.mustDial("edge1", newTarget(t).addr()))
 	for range 100 {
 		r.eventually("the cloud has room", func() bool { return r.dir.Lookup("edge1").Conns.Load() < 2 })
 		c, far := r.pair("edge1")

@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"context"
 	"sync"
 	"time"
 
@@ -11,14 +12,16 @@ import (
 // and not its session's: an edge that has lost its session by a flood, and is back at
 // once, goes on where it was.
 type quota struct {
-	opens, messages, streams *bucket
+	queue             tunnel.Queue // of opens
+	messages, streams *bucket
 
 	sessions int // that count against it; guarded by quotas.mu
 }
 
 // quotas are those of the nodes that have a session, or had one a moment ago.
 type quotas struct {
-	limits Limits // set once
+	limits   Limits           // set once
+	counters *tunnel.Counters // set once
 
 	mu sync.Mutex // guards the following
 	of map[tunnel.NodeName]*quota
@@ -30,7 +33,15 @@ func (q *quotas) take(n tunnel.NodeName) *quota {
 	defer q.mu.Unlock()
 	own := q.of[n]
 	if own == nil {
-		own = &quota{opens: newBucket(q.limits.Opens), messages: newBucket(q.limits.messages()), streams: newBucket(q.limits.streams())}
+		own = &quota{
+			queue: tunnel.Queue{
+				Name: "node " + string(n), Conns: q.limits.Conns, Dials: q.limits.Dials,
+				Take: newBucket(q.limits.Opens).wait, Counters: q.counters,
+			},
+			messages: newBucket(ownMessages), streams: newBucket(ownStreams),
+		}
+		own.messages.most = openMessages * float64(q.limits.Conns)
+		own.streams.most = openStreams * float64(q.limits.Conns)
 		if q.of == nil {
 			q.of = make(map[tunnel.NodeName]*quota)
 		}
@@ -55,4 +66,14 @@ func (q *quotas) release(n tunnel.NodeName) {
 			delete(q.of, n)
 		}
 	})
+}
+
+// enter waits for room for an open, and allows the edge to answer it.
+func (q *quota) enter(ctx context.Context, ended <-chan struct{}, r tunnel.Request) *tunnel.Refusal {
+	if refusal := q.queue.Enter(ctx, ended, r); refusal != nil {
+		return refusal
+	}
+	q.messages.allow(openMessages)
+	q.streams.allow(openStreams)
+	return nil
 }

@@ -29,12 +29,22 @@ func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 		ways = slices.Insert(ways, at, tunnel.Dialer(s))
 	}
 	var refusal error
+	var full tunnel.Dialer // the first way on which a limit is reached
+	waits := !r.NoWait
 	for _, way := range ways {
+		r.NoWait = !waits || len(ways) > 1
 		c, err := way.Dial(ctx, r)
 		if err == nil || !elsewhere(ctx, err) {
 			return c, err
 		}
+		if full == nil && r.NoWait && tunnel.CodeOf(err) == tunnel.Overloaded {
+			full = way
+		}
 		refusal = err
+	}
+	if full != nil && waits {
+		r.NoWait = false
+		return full.Dial(ctx, r)
 	}
 	if refusal == nil {
 		return p.dir.Dial(ctx, r) // counts and words the refusal
@@ -42,11 +52,18 @@ func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	return nil, refusal
 }
 
-// dialAny takes a node of ours by chance, else one of another replica.
+// dialAny takes a node of ours by chance, else one of another replica. When all are at a
+// limit, it waits for one of ours, or for one of another replica.
 func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	waits, again := !r.NoWait, r
+	r.NoWait = true
 	c, refusal := p.dir.Dial(ctx, r)
 	if refusal == nil || !elsewhere(ctx, refusal) {
 		return c, refusal
+	}
+	var full func() (net.Conn, error) // dials where a limit is reached, and waits
+	if tunnel.CodeOf(refusal) == tunnel.Overloaded {
+		full = func() (net.Conn, error) { return p.dir.Dial(ctx, again) }
 	}
 	for _, link := range p.sessions() {
 		p.mu.Lock()
@@ -60,7 +77,14 @@ func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error)
 			if err == nil || !elsewhere(ctx, err) {
 				return c, err
 			}
+			if full == nil && tunnel.CodeOf(err) == tunnel.Overloaded {
+				again.Node = n
+				full = func() (net.Conn, error) { return link.Dial(ctx, again) }
+			}
 		}
+	}
+	if full != nil && waits {
+		return full()
 	}
 	return nil, refusal
 }

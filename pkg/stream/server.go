@@ -84,7 +84,7 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 			return nil, fmt.Errorf("mode.cloud.stream.peers: %w", err)
 		}
 	}
-	s := &Server{cfg: cfg, quotas: quotas{limits: cfg.Limits}, dir: dir, leaving: make(chan struct{}), blocks: new(blocks), log: cfg.Log.With("module", category), listen: net.Listen}
+	s := &Server{cfg: cfg, quotas: quotas{limits: cfg.Limits, counters: cfg.Counters}, dir: dir, leaving: make(chan struct{}), blocks: new(blocks), log: cfg.Log.With("module", category), listen: net.Listen}
 	s.joinWarnings.Every, s.joinWarnings.Burst = time.Second, 10
 	router, err := tunnel.NewRouter(append([]tunnel.Module{s}, mods...)...)
 	if err != nil {
@@ -352,7 +352,7 @@ func (s *Server) mayOpen(t *transport) error {
 	if cs == nil || cs.quota == nil || cs.quota.streams.take() {
 		return nil
 	}
-	err := limitErrorf(tunnel.LimitStreams, "node %s has opened more than %d streams in a second", cs.pub.Node, s.cfg.Limits.streams())
+	err := limitErrorf(tunnel.LimitStreams, "node %s has opened more than %d streams in a second, and %d for each open", cs.pub.Node, ownStreams, openStreams)
 	if t.refuse() {
 		s.cfg.Counters.Limited(tunnel.LimitStreams)
 	}

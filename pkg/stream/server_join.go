@@ -133,7 +133,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
 	cs.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
 	cs.stream, cs.maxConns = stream, int64(s.cfg.Limits.Conns)
-	cs.limits, cs.denials = s.cfg.Limits, &s.denials
+	cs.denials = &s.denials
 	cs.asked, cs.connections = &s.asked, int(min(MaxConnections-1, hello.GetConnections()))
 	cs.authenticate = func(c auth.Credential) (*proof, *refusedJoin) { return s.authenticate(ctx, c) }
 	cs.signatures.Every, cs.signatures.Burst = renewInterval, renewBurst

@@ -43,9 +43,7 @@ type cloudSession struct {
 	connections int    // how many data connections the edge opens at most
 	asked       *asked // the server's
 
-	limits  Limits
-	quota   *quota // of the node; nil: the session is another replica's, and what it asks for counts where the node is held
-	dialing atomic.Int64
+	quota   *quota          // of the node; nil: the session is another replica's, and its opens count where the node is held
 	denials *tunnel.Limiter // of warnings, the server's
 
 	// Guarded by session.mu.
@@ -85,6 +83,9 @@ func (p *pending) abort() {
 func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	c, refusal := s.dial(ctx, r)
 	if refusal != nil {
+		if r.NoWait && refusal.Code == tunnel.Overloaded {
+			return nil, refusal // not the last word
+		}
 		s.counters.Refuse(refusal.Code)
 		if refusal.Code == tunnel.Denied && s.peers == nil { // else the holder of the node has said it
 			if skipped, ok := s.denials.Allow(); ok {
@@ -103,13 +104,30 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunn
 	if len(r.Addr) > maxAddr || !utf8.ValidString(r.Addr) {
 		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not an address", text(r.Addr))
 	}
-	refusal := s.admit()
-	defer s.dialing.Add(-1)
+	if s.quota == nil {
+		return s.open(ctx, r)
+	}
+	s.mu.Lock()
+	refusal := s.closedLocked()
+	s.mu.Unlock()
+	if refusal == nil {
+		refusal = s.quota.enter(ctx, s.done, r)
+	}
 	if refusal != nil {
 		return nil, refusal
 	}
+	c, refusal := s.open(ctx, r)
+	s.quota.queue.Dialled(r.Addr, refusal.Answered())
+	if c == nil { // else connOver does it
+		s.quota.queue.Over()
+	}
+	return c, refusal
+}
+
+// open sends an open, and waits for its conn.
+func (s *cloudSession) open(ctx context.Context, r tunnel.Request) (*conn, *tunnel.Refusal) {
 	m := &tunnel.Message{Category: r.Category, Type: tunnel.TypeOpen, Topic: uuid.NewString(), Addr: r.Addr}
-	open := &pb.Open{Network: r.Network, Caller: text(r.Caller), Relayed: r.Relayed}
+	open := &pb.Open{Network: r.Network, Caller: text(r.Caller), Relayed: r.Relayed, NoWait: r.NoWait}
 	if s.peers != nil {
 		m.Category, open.Node, open.Category = categoryRelay, string(r.Node), r.Category
 	}
@@ -150,23 +168,6 @@ func (s *cloudSession) dialByControl(ctx context.Context, r tunnel.Request, m *t
 		s.remove(name)
 	}
 	return o.conn, o.refusal
-}
-
-// admit counts one more open in dialing, and says whether that is one too many. It never
-// waits: the caller may know another node, and is to be told in any case.
-func (s *cloudSession) admit() *tunnel.Refusal {
-	n := s.dialing.Add(1)
-	switch {
-	case s.quota == nil:
-		return nil
-	case n > int64(s.limits.Dials):
-		s.counters.Limited(tunnel.LimitDials)
-		return tunnel.Refusef(tunnel.Overloaded, "limit dials: node %s has %d opens to answer", s.pub.Node, s.limits.Dials)
-	case !s.quota.opens.take():
-		s.counters.Limited(tunnel.LimitOpens)
-		return tunnel.Refusef(tunnel.Overloaded, "limit opens: node %s has had more than %d opens in a second", s.pub.Node, s.limits.Opens)
-	}
-	return nil
 }
 
 // noteTooLong counts a message that ended the session because it was too long.
@@ -262,6 +263,9 @@ func (s *cloudSession) connOver(name string, since time.Time) {
 		s.mu.Unlock()
 	}
 	s.remove(name)
+	if s.quota != nil {
+		s.quota.queue.Over()
+	}
 }
 
 // short is how long a conn lasts that comes and goes.

@@ -107,11 +107,10 @@ func (s *session) reason() error {
 func (s *session) add(name string, t topic) *tunnel.Refusal {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if refusal := s.closedLocked(); refusal != nil {
+		return refusal
+	}
 	switch {
-	case s.err != nil:
-		return tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", s.pub.Node)
-	case s.leaving:
-		return tunnel.Refusef(tunnel.Draining, "node %s is about to disconnect", s.pub.Node)
 	case int64(len(s.topics)) >= s.maxConns:
 		s.counters.Limited(tunnel.LimitConns)
 		return tunnel.Refusef(tunnel.Overloaded, "limit conns: node %s has %d conns", s.pub.Node, s.maxConns)
@@ -121,6 +120,17 @@ func (s *session) add(name string, t topic) *tunnel.Refusal {
 	s.topics[name] = t
 	s.pub.Conns.Add(1)
 	s.wg.Add(1)
+	return nil
+}
+
+// closedLocked says why the session opens nothing; nil: it does. The caller holds mu.
+func (s *session) closedLocked() *tunnel.Refusal {
+	switch {
+	case s.err != nil:
+		return tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", s.pub.Node)
+	case s.leaving:
+		return tunnel.Refusef(tunnel.Draining, "node %s is about to disconnect", s.pub.Node)
+	}
 	return nil
 }
 
@@ -256,7 +266,7 @@ func (s *session) receiveLoop(ctx context.Context) error {
 		}
 		if s.budget != nil && !s.budget.take() {
 			s.counters.Limited(tunnel.LimitMessages)
-			return limitErrorf(tunnel.LimitMessages, "more than %.0f control messages in a second", s.budget.rate)
+			return limitErrorf(tunnel.LimitMessages, "more than %d control messages in a second, and %d for each open", ownMessages, openMessages)
 		}
 		if err := s.handle(ctx, messageOf(in)); err != nil {
 			return err

@@ -130,8 +130,9 @@ const (
 )
 
 const (
-	// DefaultMaxConns is how many conns one session may have at once.
-	DefaultMaxConns = 1024
+	// DefaultMaxConns is how many conns a node may have at once: docs/limits.md says what
+	// they cost.
+	DefaultMaxConns = 4096
 	// readBuffer is none: TLS keeps what it has read and nobody has taken. A buffer above
 	// it would be one more copy, and memory of every idle node.
 	readBuffer = 0

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
 )
 
 // callers is a listener whose connections come from a network that nobody has allowed.
@@ -62,4 +63,22 @@ func TestDenialsAreLogged(t *testing.T) {
 			t.Errorf("the log has\n%s", log.String())
 		}
 	})
+}
+
+// overloaded refuses every dial because of a limit.
+type overloaded struct{}
+
+func (overloaded) Dial(context.Context, tunnel.Request) (net.Conn, error) {
+	return nil, tunnel.Refusef(tunnel.Overloaded, "limit conns: node edge1 has 1 conns")
+}
+
+// The log calls a limit by its name, and does not send the operator to a target that is fine.
+func TestLimitIsLogged(t *testing.T) {
+	var log bytes.Buffer
+	p := newPort(New(nil, overloaded{}, slog.New(slog.NewTextHandler(&log, nil))), Listener{Target: "127.0.0.1:1"})
+	_, theirs := net.Pipe()
+	p.serve(t.Context(), outsider{theirs})
+	if s := log.String(); !strings.Contains(s, "limit conns") || !strings.Contains(s, "a limit is reached") || strings.Contains(s, "target cannot be reached") {
+		t.Errorf("the log has\n%s", s)
+	}
 }

@@ -223,7 +223,7 @@ type port struct {
 	log    *slog.Logger
 
 	// Of warnings, one a minute each, so that one kind of trouble does not hide another.
-	denied, failed, tired tunnel.Limiter
+	denied, failed, full, tired tunnel.Limiter
 }
 
 func newPort(f *FrontDoor, l Listener) *port {
@@ -303,7 +303,11 @@ func (p *port) serve(ctx context.Context, c net.Conn) {
 	if err != nil {
 		tunnel.Reset(c)
 		p.log.Debug("conn refused", "caller", caller, "node", p.Node, "dur", time.Since(start), "err", err)
-		if n, ok := p.failed.Allow(); ok {
+		if tunnel.CodeOf(err) == tunnel.Overloaded {
+			if n, ok := p.full.Allow(); ok {
+				p.log.Warn("conn refused: a limit is reached, see docs/limits.md", "node", p.Node, "err", err, "skipped", n)
+			}
+		} else if n, ok := p.failed.Allow(); ok {
 			p.log.Warn("the target cannot be reached", "node", p.Node, "err", err, "skipped", n)
 		}
 		return

@@ -12,6 +12,7 @@ type Counters struct {
 	DataConns       atomic.Uint64 // of them, those that went by a data connection
 	Connections     atomic.Uint64 // data connections opened
 	DataConnections atomic.Int64  // data connections that there are
+	Waiting         atomic.Int64  // opens that wait for a limit
 	Resets          atomic.Uint64 // conns that ended by a reset
 	BytesSent       atomic.Uint64 // payload bytes handed to the other side
 	BytesReceived   atomic.Uint64 // payload bytes that came from the other side

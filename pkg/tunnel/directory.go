@@ -140,7 +140,8 @@ func (d *Directory) Reach() map[NodeName]string {
 // Dial opens a conn through the session of r.Node. When r names no node it takes one of
 // r.Among by chance: a node that could attract conns, by having few or by answering fast,
 // could attract them all. One that cannot serve just now, because it is
-// draining, full or gone, passes the request on to the next.
+// draining, full or gone, passes the request on to the next. When all are full or gone, the
+// request waits at the first one that is full.
 func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 	if r.Node != "" {
 		s := d.Lookup(r.Node)
@@ -150,17 +151,27 @@ func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 		return s.Dial(ctx, r)
 	}
 	err := error(nil)
+	waits := !r.NoWait
+	r.NoWait = true
+	var full *Session // the first that is at a limit
 	for _, s := range d.byChance(r.Among) {
 		r.Node = s.Node
 		var c net.Conn
 		if c, err = s.Dial(ctx, r); err == nil {
 			return c, nil
 		}
+		if full == nil && CodeOf(err) == Overloaded {
+			full = s
+		}
 		if code := CodeOf(err); code != Draining && code != Overloaded && code != Gone || ctx.Err() != nil {
 			return nil, err
 		}
 	}
-	if err == nil {
+	switch {
+	case full != nil && waits:
+		r.Node, r.NoWait = full.Node, false
+		return full.Dial(ctx, r)
+	case err == nil:
 		err = d.noSuchNode("no node %sis connected", among(r.Among))
 	}
 	return nil, err

@@ -239,6 +239,39 @@ func TestDirectoryDialAsksTheNext(t *testing.T) {
 	}
 }
 
+// A request for any node waits for a limit only when every node is at one, and at one node.
+func TestDirectoryDialWaitsLast(t *testing.T) {
+	var d Directory
+	full, free := session("n1", "full"), session("n2", "free")
+	d.Attach(full)
+	d.Attach(free)
+	full.Link.(*link).refusal = Refusef(Overloaded, "")
+	waits := func(r Request) (n int, err error) {
+		for _, s := range []*Session{full, free} {
+			s.Link.(*link).last.Store(&Request{NoWait: true})
+		}
+		_, err = d.Dial(t.Context(), r)
+		for _, s := range []*Session{full, free} {
+			if !s.Link.(*link).last.Load().NoWait {
+				n++
+			}
+		}
+		return n, err
+	}
+	for range 20 {
+		if n, err := waits(Request{Addr: "a:1"}); err != nil || n != 0 {
+			t.Errorf("one of two is full: %v, and it waited at %d", err, n)
+		}
+	}
+	free.Link.(*link).refusal = Refusef(Overloaded, "")
+	if n, err := waits(Request{Addr: "a:1"}); CodeOf(err) != Overloaded || n != 1 {
+		t.Errorf("both are full: %v, and it waited at %d", err, n)
+	}
+	if n, err := waits(Request{Addr: "a:1", NoWait: true}); CodeOf(err) != Overloaded || n != 0 {
+		t.Errorf("the caller knows more nodes: %v, and it waited at %d", err, n)
+	}
+}
+
 // Any goroutine may ask and change it at any time.
 func TestDirectoryIsSafe(t *testing.T) {
 	var d Directory

@@ -85,6 +85,11 @@ func (r *Refusal) LogValue() slog.Value {
 	return slog.StringValue(r.Error() + " (" + r.Detail + ")")
 }
 
+// Answered reports whether a dial that ended so was answered: there is a conn (nil), or the
+// other side knows why not. No answer came where the target or the edge was silent, or
+// where the dial was given up.
+func (r *Refusal) Answered() bool { return r == nil || r.Code != Timeout && r.Code != Gone }
+
 // CodeOf returns the code of the refusal in err's chain, or Internal when there is
 // none. It must not be asked about a nil error.
 func CodeOf(err error) Code {

@@ -109,6 +109,7 @@ type Request struct {
 	Addr     string   // host:port, as the edge sees it
 	Caller   string   // who asked, for policy and for the operator's eyes
 	Relayed  bool     // it came from another replica, and goes no further
+	NoWait   bool     // refuse it at once where it would wait for a limit (see Queue): the caller can ask another node
 }
 
 // Dialer is the one thing that every front door needs.

@@ -24,8 +24,8 @@ import (
 
 const (
 	mib = 1 << 20
-	// flood is how many messages an attacker sends in a second, or streams it opens: some
-	// times what it may (4 × opens + 1000 and 2 × opens + 1000).
+	// flood is how many messages an attacker sends in a second, or streams it opens: many
+	// times what it may (1,000 of either, and a few for each open).
 	flood = 12000
 	// message is what the cloud takes in of one message at most, and so what a session
 	// holds that says too much.
@@ -56,7 +56,7 @@ func edgeAttacks() []attack {
 		{name: "a type of 1 MB", offend: says(1, "stream", strings.Repeat("t", mib)), answers: []string{"ResourceExhausted"}, counter: limited("message"), holds: 2 * message},
 		{name: "a hello of 1 MB", offend: longHello, answers: []string{"ResourceExhausted", "InvalidArgument"}, counter: "tunnel_joins_refused_total", holds: 2 * message},
 		{name: "a hello that does not come", offend: noHello, answers: []string{"AlreadyExists", "Unavailable"}, counter: "tunnel_joins_refused_total", holds: 2 * message},
-		{name: "a control stream that is not read", offend: neverReads, answers: append(flooded, "Unavailable"), counter: limited("outbox"), holds: 2 * 4352 * 512},
+		{name: "a control stream that is not read", offend: neverReads, answers: append(flooded, "Unavailable"), counter: limited("outbox"), holds: 2 * (256 + 4*conns) * 512},
 		{name: "conns of unknown topics", offend: unknownConns, answers: []string{"endured", "NotFound"}, holds: 2 * mib},
 		{name: "the conns of another node", offend: stolenConn, alone: true, answers: []string{"NotFound"}, holds: 2 * mib},
 		{name: "bytes after the end of a conn", offend: bytesAfterFin, answers: []string{"Aborted"}, holds: 2 * mib},

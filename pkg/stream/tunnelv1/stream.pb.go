@@ -591,6 +591,7 @@ type Open struct {
 	// To a replica (category "relay") only: what it is to ask for in its own session.
 	Node          string `protobuf:"bytes,4,opt,name=node,proto3" json:"node,omitempty"`
 	Category      string `protobuf:"bytes,5,opt,name=category,proto3" json:"category,omitempty"`
+	NoWait        bool   `protobuf:"varint,6,opt,name=no_wait,json=noWait,proto3" json:"no_wait,omitempty"` // refuse it at once where it would wait for a limit: the caller can ask another node
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -658,6 +659,13 @@ func (x *Open) GetCategory() string {
 		return x.Category
 	}
 	return ""
+}
+
+func (x *Open) GetNoWait() bool {
+	if x != nil {
+		return x.NoWait
+	}
+	return false
 }
 
 // Nodes says which nodes the sending replica holds (type "nodes"). The first after a
@@ -1048,13 +1056,14 @@ const file_stream_proto_rawDesc = "" +
 	"\tHeartbeat\x12\x12\n" +
 	"\x04sent\x18\x01 \x01(\x03R\x04sent\x12\x1d\n" +
 	"\n" +
-	"round_trip\x18\x02 \x01(\x03R\troundTrip\"\x82\x01\n" +
+	"round_trip\x18\x02 \x01(\x03R\troundTrip\"\x9b\x01\n" +
 	"\x04Open\x12\x18\n" +
 	"\anetwork\x18\x01 \x01(\tR\anetwork\x12\x16\n" +
 	"\x06caller\x18\x02 \x01(\tR\x06caller\x12\x18\n" +
 	"\arelayed\x18\x03 \x01(\bR\arelayed\x12\x12\n" +
 	"\x04node\x18\x04 \x01(\tR\x04node\x12\x1a\n" +
-	"\bcategory\x18\x05 \x01(\tR\bcategory\"\x82\x01\n" +
+	"\bcategory\x18\x05 \x01(\tR\bcategory\x12\x17\n" +
+	"\ano_wait\x18\x06 \x01(\bR\x06noWait\"\x82\x01\n" +
 	"\x05Nodes\x12\x12\n" +
 	"\x04full\x18\x01 \x01(\bR\x04full\x12\x12\n" +
 	"\x04more\x18\x02 \x01(\bR\x04more\x12#\n" +

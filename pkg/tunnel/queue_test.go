@@ -1,0 +1,340 @@
+package tunnel
+
+import (
+	"context"
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// door opens conns through a queue, as callers of one node do.
+type door struct {
+	t *testing.T
+	*Queue
+	mu   sync.Mutex // guards the following
+	got  []string   // callers, in the order in which they were let in
+	lost []*Refusal // in the order in which they came
+	all  sync.WaitGroup
+}
+
+func newDoor(t *testing.T, q *Queue) *door {
+	q.Name, q.Counters = "node edge1", new(Counters)
+	return &door{t: t, Queue: q}
+}
+
+// call enters for a caller in a goroutine of its own.
+func (d *door) call(caller, addr string) {
+	d.all.Go(func() {
+		ctx, cancel := context.WithTimeout(d.t.Context(), 10*time.Second)
+		defer cancel()
+		refusal := d.Enter(ctx, nil, Request{Caller: caller, Addr: addr})
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		if refusal != nil {
+			d.lost = append(d.lost, refusal)
+		} else {
+			d.got = append(d.got, caller)
+		}
+	})
+	synctest.Wait() // so that the order is that of the calls
+}
+
+func (d *door) in() string {
+	synctest.Wait()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	got := strings.Join(d.got, " ")
+	d.got = nil
+	return got
+}
+
+// want checks who was let in since it was called last, in order.
+func (d *door) want(why, callers string) {
+	d.t.Helper()
+	if got := d.in(); got != callers {
+		d.t.Errorf("%s: %q were let in, want %q", why, got, callers)
+	}
+}
+
+// wantLost checks how many were refused, since the last time, and that each is told why.
+func (d *door) wantLost(why string, n int, says ...string) {
+	d.t.Helper()
+	synctest.Wait()
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if len(d.lost) != n {
+		d.t.Errorf("%s: %d opens were refused, want %d: %v", why, len(d.lost), n, d.lost)
+	}
+	for _, r := range d.lost {
+		for _, s := range says {
+			if r.Code != Overloaded || !strings.Contains(r.Text, s) {
+				d.t.Errorf("%s: %v, want %q", why, r, s)
+			}
+		}
+	}
+	d.lost = nil
+}
+
+// done waits for all callers, and checks that nothing is left of them.
+func (d *door) done() {
+	d.t.Helper()
+	d.all.Wait()
+	d.Queue.mu.Lock()
+	defer d.Queue.mu.Unlock()
+	if d.waiting != 0 || len(d.sources) != 0 || d.Counters.Waiting.Load() != 0 {
+		d.t.Errorf("%d opens of %d sources wait still", d.waiting, len(d.sources))
+	}
+}
+
+// The opens of one source wait in order, and each conn that ends lets in one.
+func TestQueueIsInOrder(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDoor(t, &Queue{Conns: 2})
+		for i := range 5 {
+			d.call(fmt.Sprint("1.1.1.1:", i), "a:1")
+		}
+		d.want("there is room for two", "1.1.1.1:0 1.1.1.1:1")
+		d.Over()
+		d.want("a conn has ended", "1.1.1.1:2")
+		time.Sleep(9 * time.Second)
+		d.Over()
+		d.want("another one has", "1.1.1.1:3")
+		time.Sleep(2 * time.Second)
+		d.wantLost("the last one has waited for 10 s", 1, "limit conns: node edge1 has 2 conns; this open has waited for 10s")
+		if n := d.Counters.LimitedBy(LimitConns); n != 1 {
+			t.Errorf("the limit is counted %d times, want 1", n)
+		}
+		d.done()
+	})
+}
+
+// A flood of one source delays the others by one open each. Ports make no difference, nor do
+// the lower half of IPv6 addresses.
+func TestQueueTakesTurns(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDoor(t, &Queue{Conns: 1, Dials: 10})
+		d.call("first", "a:1")
+		for i := range 10 {
+			d.call(fmt.Sprintf("[2001:db8::%d]:%d", i, i), "a:1")
+		}
+		d.call("1.1.1.1:1", "a:1")
+		d.call("1.1.1.1:2", "a:1")
+		d.call("kube-apiserver", "b:1")
+		d.want("there is room for one", "first")
+		var got []string
+		for range 6 {
+			d.Dialled("a:1", true)
+			d.Over()
+			got = append(got, d.in())
+		}
+		want := "[2001:db8::0]:0 1.1.1.1:1 kube-apiserver [2001:db8::1]:1 1.1.1.1:2 [2001:db8::2]:2"
+		if s := strings.Join(got, " "); s != want {
+			t.Errorf("the turns are\n%s, want\n%s", s, want)
+		}
+		time.Sleep(10 * time.Second)
+		d.done()
+	})
+}
+
+// When the queue is full, the source that has most waiters there loses the last one.
+func TestQueueIsBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDoor(t, &Queue{Conns: 3})
+		for range 3 + 6 {
+			d.call("1.1.1.1:1", "a:1")
+		}
+		d.wantLost("so many may wait", 0)
+		d.call("1.1.1.1:2", "a:1")
+		d.wantLost("one more of the same source", 1, "limit conns: node edge1 has 3 conns; 6 more opens wait")
+		d.call("1.1.1.2:1", "a:1")
+		d.wantLost("one of another source", 1, "limit conns: ")
+		d.in()
+		d.Over()
+		d.want("the first turn", "1.1.1.1:1")
+		d.Over()
+		d.want("the second turn", "1.1.1.2:1")
+		time.Sleep(10 * time.Second)
+		d.done()
+	})
+}
+
+// Opens beyond the rate wait for it.
+func TestQueueWaitsForTheRate(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		next := time.Now()
+		d := newDoor(t, &Queue{Conns: 100, Take: func() time.Duration { // one in 100 ms
+			if wait := time.Until(next); wait > 0 {
+				return wait
+			}
+			next = time.Now().Add(100 * time.Millisecond)
+			return 0
+		}})
+		for i := range 50 {
+			d.call(fmt.Sprint("1.1.1.1:", i), "a:1")
+		}
+		d.want("one at once", "1.1.1.1:0")
+		time.Sleep(time.Second)
+		if got := len(strings.Fields(d.in())); got != 10 {
+			t.Errorf("%d more in a second, want 10", got)
+		}
+		time.Sleep(4 * time.Second)
+		d.wantLost("all have come in", 0)
+		d.done()
+	})
+}
+
+// Whoever can ask another node does not wait, and its refusal is not counted.
+func TestQueueNoWait(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDoor(t, &Queue{Conns: 1})
+		d.call("1.1.1.1:1", "a:1")
+		start := time.Now()
+		refusal := d.Enter(t.Context(), nil, Request{NoWait: true, Addr: "a:1"})
+		if refusal == nil || refusal.Code != Overloaded || time.Since(start) > 0 {
+			t.Errorf("%v after %s, want overloaded at once", refusal, time.Since(start))
+		}
+		if n := d.Counters.LimitedBy(LimitConns); n != 0 {
+			t.Errorf("it is counted %d times", n)
+		}
+		d.done()
+	})
+}
+
+// A waiter whose caller leaves, or whose session ends, is out at once, and takes no place.
+func TestQueueIsLeft(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDoor(t, &Queue{Conns: 1})
+		d.call("1.1.1.1:1", "a:1")
+		ctx, cancel := context.WithCancel(t.Context())
+		ended := make(chan struct{})
+		refusals := make(chan *Refusal)
+		for _, e := range []chan struct{}{nil, ended} {
+			go func() { refusals <- d.Enter(ctx, e, Request{Addr: "a:1"}) }()
+			synctest.Wait()
+		}
+		close(ended)
+		if r := <-refusals; r == nil || r.Code != Gone || !strings.Contains(r.Text, "session") {
+			t.Errorf("the session has ended: %v", r)
+		}
+		cancel()
+		if r := <-refusals; r == nil || r.Code != Gone || !strings.Contains(r.Text, "caller") {
+			t.Errorf("the caller has gone: %v", r)
+		}
+		d.Over()
+		d.call("1.1.1.1:2", "a:1")
+		d.want("there is room for the next", "1.1.1.1:1 1.1.1.1:2")
+		d.done()
+	})
+}
+
+// Targets that never answer use two dials each, however many callers they have, and later
+// one. Those that answer go on. Opens of a silent target that find no
+// room are refused after two seconds, not after ten.
+func TestQueueSilentTargets(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const dials, targets = 300, 64
+		d := newDoor(t, &Queue{Conns: 4096, Dials: dials})
+		black := func(i int) string { return fmt.Sprintf("10.0.0.%d:80", i) }
+		good := func(why, addr string) {
+			t.Helper()
+			d.call("1.1.1.2:1", addr)
+			d.want(why, "1.1.1.2:1")
+			d.Dialled(addr, true)
+			d.Over()
+		}
+		flood := func() (in int) {
+			for i := range targets {
+				for range 20 {
+					d.call("1.1.1.1:1", black(i))
+				}
+			}
+			return len(strings.Fields(d.in()))
+		}
+		good("a target that nobody knows", "good:1")
+		in := flood()
+		if in != tries*targets {
+			t.Errorf("%d opens of targets that do not answer were let in, want two each", in)
+		}
+		good("a target that has answered", "good:1")
+		time.Sleep(silence + time.Second)
+		d.wantLost("the targets are silent", 20*targets-in, "limit dials: node edge1 has 128 opens to answer", "no answer has come for 2s")
+		good("a target that has answered", "good:1")
+
+		d.Queue.mu.Lock()
+		var open []string
+		for addr, u := range d.targets {
+			for range u.n {
+				open = append(open, addr)
+			}
+		}
+		d.Queue.mu.Unlock()
+		for _, addr := range open { // the edge gives up
+			d.Dialled(addr, false)
+			d.Over()
+		}
+		d.in()
+		if in = flood(); in != targets {
+			t.Errorf("%d opens were let in then, want one for each target", in)
+		}
+		good("a target that nobody knows", "good:2")
+		d.Dialled(black(1), true)
+		d.in()
+		d.call("1.1.1.2:1", black(1))
+		d.want("it has answered", "1.1.1.2:1")
+		time.Sleep(10 * time.Second)
+		d.done()
+	})
+}
+
+// One target has as many dials as there are left; what is more waits, and goes on with each
+// answer.
+func TestQueueShareOfATarget(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDoor(t, &Queue{Dials: 5})
+		d.call("1.1.1.1:1", "a:1")
+		d.Dialled("a:1", true)
+		d.want("it answers", "1.1.1.1:1")
+		for i := range 6 {
+			d.call(fmt.Sprint("1.1.1.1:", i), "a:1")
+		}
+		d.want("three of five for one", "1.1.1.1:0 1.1.1.1:1 1.1.1.1:2")
+		d.call("1.1.1.1:7", "b:1")
+		d.want("another target is asked at once", "1.1.1.1:7")
+		d.Dialled("b:1", true)
+		time.Sleep(time.Second)
+		d.Dialled("a:1", true)
+		d.want("an answer", "1.1.1.1:3")
+		time.Sleep(time.Second)
+		d.Dialled("a:1", true)
+		d.want("an answer", "1.1.1.1:4")
+		time.Sleep(3 * time.Second)
+		d.wantLost("the target is silent since", 1, "limit dials: node edge1 has 3 opens to answer, 3 of them of a:1; no answer has come for 2s")
+		d.done()
+	})
+}
+
+// An edge that hangs is not waited for: within seconds all its callers are refused, and
+// later ones at once.
+func TestQueueHungNode(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDoor(t, &Queue{Conns: 100, Dials: 10})
+		for i := range 30 { // that is also what a scan looks like
+			d.call("1.1.1.1:1", fmt.Sprintf("10.0.0.%d:80", i))
+		}
+		if n := len(strings.Fields(d.in())); n != 5 {
+			t.Errorf("%d were let in, want 5", n)
+		}
+		time.Sleep(silence + time.Second)
+		d.wantLost("nothing is answered", 25, "limit dials: node edge1 has 5 opens to answer; no answer has come for 2s")
+		start := time.Now()
+		d.call("1.1.1.1:1", "10.0.1.1:80")
+		d.wantLost("a later one", 1, "no answer has come")
+		if took := time.Since(start); took > 0 {
+			t.Errorf("it has waited for %s", took)
+		}
+		d.done()
+	})
+}
