@@ -224,9 +224,6 @@ func portOf(addr string) int {
 	return tcp.Port
 }
 
-// anyRate is more opens in a second than are possible: what is measured is how many are.
-const anyRate = 1_000_000
-
 // tunnel is a line that is ours.
 type tunnel struct {
 	*line
@@ -255,14 +252,14 @@ func (b *bench) startTunnel() (t *tunnel, err error) {
 	return t, err
 }
 
-// tunnel starts a cloud and an edge.
+// tunnel starts a cloud and an edge, with the limits that they have by default.
 func (b *bench) tunnel(l *line, edgeTLS bool) (*tunnel, error) {
 	dir, err := os.MkdirTemp(b.dir, "pair-")
 	if err != nil {
 		return nil, err
 	}
 	pair, err := rig.NewPair(rig.Config{
-		Binary: b.program, Dir: dir, CA: b.ca, TCP: map[string]string{"target": l.target}, HTTPS: l.target, EdgeTLS: edgeTLS, Opens: anyRate,
+		Binary: b.program, Dir: dir, CA: b.ca, TCP: map[string]string{"target": l.target}, HTTPS: l.target, EdgeTLS: edgeTLS,
 		CloudHost: l.at.cloud, EdgeHost: l.at.edge,
 	})
 	if err != nil {

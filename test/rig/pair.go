@@ -36,7 +36,6 @@ type Config struct {
 	EdgeTLS   bool              // the edge, not the cloud, has the client certificate for that target
 	CA        *auth.CA          // who signs; nil: a new one. The target of HTTPS needs it too
 	Debug     bool              // log everything
-	Opens     int               // opens of the node in a second; 0: the default
 	Token     auth.Secret       // of the node; "": a new one
 	Others    []string          // nodes that may join besides, see Token
 	Cloud     string            // more lines of cloud.toml: whole tables; {{.GRPC}} is the port
@@ -168,10 +167,9 @@ func (p *Pair) configure() error {
 		ports
 		Targets     map[int]string // port → target
 		HTTPSTarget string
-		Opens       int
 		EdgeTLS     bool
 		Cloud       string
-	}{p.ports, make(map[int]string), p.cfg.HTTPS, p.cfg.Opens, p.cfg.EdgeTLS, p.GRPC()}
+	}{p.ports, make(map[int]string), p.cfg.HTTPS, p.cfg.EdgeTLS, p.GRPC()}
 	for name, target := range p.cfg.TCP {
 		if !strings.Contains(target, "/") {
 			target = Node + "/" + target
@@ -222,10 +220,6 @@ channelzaddr = "127.0.0.1:{{.Channelz}}"
 debug = true
 [mode.cloud.tcp]
 {{range $port, $target := .Targets}}"127.0.0.1:{{$port}}" = "{{$target}}"
-{{end}}
-{{if .Opens}}
-[mode.cloud.limits]
-opens = {{.Opens}}
 {{end}}
 {{if .HTTPSTarget}}
 [mode.cloud.https]
