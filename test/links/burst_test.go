@@ -1,0 +1,88 @@
+package links
+
+import (
+	"fmt"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"tunnel/test/rig"
+)
+
+// burst opens conns through the door, so many at a time and, unless it is 0, so many in a
+// second. Each echoes a byte and closes. It returns what went wrong, and how long the
+// slowest took.
+func (f *far) burst(conns, atOnce, perSecond int) (failed []error, slowest time.Duration) {
+	var mu sync.Mutex // guards failed and slowest
+	turns, dialling := make(chan struct{}, atOnce), make(chan struct{}, 16)
+	var all sync.WaitGroup
+	began := time.Now()
+	for i := range conns {
+		if perSecond > 0 {
+			time.Sleep(time.Until(began.Add(time.Duration(i) * time.Second / time.Duration(perSecond))))
+		}
+		turns <- struct{}{}
+		all.Go(func() {
+			defer func() { <-turns }()
+			start := time.Now()
+			err := f.echoOne(dialling)
+			mu.Lock()
+			defer mu.Unlock()
+			slowest = max(slowest, time.Since(start))
+			if err != nil {
+				failed = append(failed, err)
+			}
+		})
+	}
+	all.Wait()
+	return failed, slowest
+}
+
+// echoOne opens a conn, has a byte echoed and closes it. dialling bounds the threads that
+// connect: each is one of its own.
+func (f *far) echoOne(dialling chan struct{}) error {
+	dialling <- struct{}{}
+	c, err := dial(f.cloud, f.door)
+	<-dialling
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(20 * time.Second))
+	if _, err = c.Write([]byte("x")); err == nil {
+		_, err = c.Read(make([]byte, 1))
+	}
+	return err
+}
+
+// Bursts and a high rate of conns to one node, over a far link and with the default limits:
+// each is served, as TCP would serve it.
+func TestBurst(t *testing.T) {
+	f := newFar(t)
+	f.link.Set(rig.Quality{Delay: 25 * time.Millisecond})
+	for _, tt := range []struct {
+		name                     string
+		conns, atOnce, perSecond int
+	}{
+		{"600 at once", 600, 600, 0},
+		{"10,000, 500 at a time", 10_000, 500, 0},
+		{"1,000 a second", 4000, 4000, 1000},
+	} {
+		began := time.Now()
+		failed, slowest := f.burst(tt.conns, tt.atOnce, tt.perSecond)
+		t.Logf("%s: %d of %d were served in %v, the slowest took %v", tt.name, tt.conns-len(failed), tt.conns, time.Since(began).Round(time.Millisecond), slowest.Round(time.Millisecond))
+		if len(failed) > 0 {
+			t.Errorf("%s: %d of %d failed, such as: %v", tt.name, len(failed), tt.conns, failed[0])
+		}
+	}
+	page, err := get(f.cloud, f.replica.Health(), "/metrics")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, limit := range []string{"conns", "opens", "dials"} {
+		if line := fmt.Sprintf("tunnel_limited_total{limit=%q} 0", limit); !strings.Contains(page, "\n"+line+"\n") {
+			t.Errorf("the metrics of the cloud have no line %q: a caller was refused", line)
+		}
+	}
+}
