@@ -271,6 +271,33 @@ func TestAgentDialFails(t *testing.T) {
 	}
 }
 
+// Targets that do not answer leave room for other targets of an agent's node.
+func TestAgentBlackHoles(t *testing.T) {
+	r := newAgentsRig(t, func(c *AgentsConfig) { c.Dials = 16 })
+	r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
+		if strings.HasPrefix(q.Addr, "hang") {
+			<-ctx.Done()
+			return nil, ctx.Err()
+		}
+		return new(net.Dialer).DialContext(ctx, q.Network, q.Addr)
+	})
+	addr := listen(t, echo)
+	r.dial(t, "n1", addr).Close()
+	ctx, cancel := context.WithCancel(t.Context())
+	var callers sync.WaitGroup
+	for i := range 64 {
+		callers.Go(func() {
+			r.dir.Dial(ctx, tunnel.Request{Node: "n1", Network: "tcp", Addr: fmt.Sprintf("hang%d:1", i%8)})
+		})
+	}
+	eventually(t, "so many dials wait as may", func() bool { return r.cfg.Counters.Waiting.Load() > 0 })
+	for range 10 {
+		r.dial(t, "n1", addr).Close()
+	}
+	cancel()
+	callers.Wait()
+}
+
 // What servers ask for counts against the limits of the edge.
 func TestAgentBudget(t *testing.T) {
 	r := newAgentsRig(t, nil)
