@@ -227,7 +227,7 @@ func TestConnBreaksTheProtocol(t *testing.T) {
 // An edge that sends and never reads its control stream loses its session when
 // hundreds of answers wait for it. Its neighbours do not notice.
 func TestEdgeThatDoesNotRead(t *testing.T) {
-	r := newRig(t, func(c *ServerConfig) { c.Limits.Conns = 64 }) // for which 512 messages may wait
+	r := newRig(t, func(c *ServerConfig) { c.Limits.Conns = 1 }) // for which 260 messages may wait
 	other := r.join("edge2", direct)
 	c := r.stranger().join("edge1")
 	flood := make(chan struct{})

@@ -56,7 +56,7 @@ func edgeAttacks() []attack {
 		{name: "a type of 1 MB", offend: says(1, "stream", strings.Repeat("t", mib)), answers: []string{"ResourceExhausted"}, counter: limited("message"), holds: 2 * message},
 		{name: "a hello of 1 MB", offend: longHello, answers: []string{"ResourceExhausted", "InvalidArgument"}, counter: "tunnel_joins_refused_total", holds: 2 * message},
 		{name: "a hello that does not come", offend: noHello, answers: []string{"AlreadyExists", "Unavailable"}, counter: "tunnel_joins_refused_total", holds: 2 * message},
-		{name: "a control stream that is not read", offend: neverReads, answers: append(flooded, "Unavailable"), counter: limited("outbox"), holds: 2 * (256 + 4*conns) * 512},
+		{name: "a control stream that is not read", offend: neverReads, answers: append(flooded, "Unavailable"), counter: messages, holds: 2 * 4000 * 512},
 		{name: "conns of unknown topics", offend: unknownConns, answers: []string{"endured", "NotFound"}, holds: 2 * mib},
 		{name: "the conns of another node", offend: stolenConn, alone: true, answers: []string{"NotFound"}, holds: 2 * mib},
 		{name: "bytes after the end of a conn", offend: bytesAfterFin, answers: []string{"Aborted"}, holds: 2 * mib},
