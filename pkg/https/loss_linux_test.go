@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"tunnel/pkg/tunnel"
 )
 
@@ -91,4 +93,84 @@ func tcpPair(t *testing.T) (dialled, accepted *net.TCPConn) {
 		c.SetDeadline(time.Now().Add(time.Minute))
 	}
 	return c.(*net.TCPConn), a.(*net.TCPConn)
+}
+
+// target is a conn to a target. It takes nothing until it is let go, ends its own bytes when it
+// is told to, and notes how the caller's bytes end.
+type target struct {
+	net.Conn
+	waits, letGo, ends chan struct{}
+	once               sync.Once
+	ended              chan string
+}
+
+func (c *target) Write(p []byte) (int, error) {
+	c.once.Do(func() {
+		close(c.waits)
+		<-c.letGo
+	})
+	return len(p), nil
+}
+
+func (c *target) Read([]byte) (int, error) {
+	<-c.ends
+	return 0, io.EOF
+}
+
+func (c *target) note(how string) error {
+	select {
+	case c.ended <- how:
+	default:
+	}
+	return nil
+}
+
+func (c *target) CloseWrite() error               { return c.note("cleanly") }
+func (c *target) CloseRead() error                { return nil }
+func (c *target) Reset() error                    { return c.note("by a reset") }
+func (c *target) Close() error                    { return c.note("by a close") }
+func (c *target) SetReadDeadline(time.Time) error { return nil }
+
+// The close_notify of TLS is a write, and may be the one that gets a caller's reset. The
+// caller's upload is cut off all the same.
+func TestCloseNotifyGetsTheReset(t *testing.T) {
+	ca := newCA(t, "ca")
+	server := &tls.Config{Certificates: []tls.Certificate{*ca.issue("here", "here")}}
+	roots := x509.NewCertPool()
+	roots.AddCert(ca.cert)
+	callerRaw, nearRaw := tcpPair(t)
+	near := &tlsConn{Conn: tls.Server(nearRaw, server), raw: nearRaw}
+	caller := tls.Client(callerRaw, &tls.Config{RootCAs: roots, ServerName: "here"})
+	far := &target{waits: make(chan struct{}), letGo: make(chan struct{}), ends: make(chan struct{}), ended: make(chan string, 1)}
+	spliced := make(chan struct{})
+	go func() {
+		tunnel.Splice(context.Background(), near, far)
+		close(spliced)
+	}()
+	caller.Write(make([]byte, 1000))
+	<-far.waits
+	tunnel.Reset(callerRaw)
+	raw, err := nearRaw.SyscallConn()
+	must(t, err)
+	for reset := false; !reset; time.Sleep(time.Millisecond) { // until the reset is here
+		must(t, raw.Control(func(fd uintptr) {
+			info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
+			reset = err == nil && info.State == unix.BPF_TCP_CLOSE
+		}))
+	}
+	close(far.ends) // the close_notify goes out
+	eventually(t, "the close_notify has got the reset", func() bool {
+		var pending int16
+		raw.Control(func(fd uintptr) {
+			fds := []unix.PollFd{{Fd: int32(fd)}}
+			unix.Poll(fds, 0)
+			pending = fds[0].Revents & unix.POLLERR
+		})
+		return pending == 0
+	})
+	close(far.letGo)
+	if how := <-far.ended; how != "by a reset" {
+		t.Errorf("the caller's cut-off upload ends %s", how)
+	}
+	<-spliced
 }

@@ -79,7 +79,7 @@ type conn struct {
 	sending    bool // the sender goroutine runs
 	// Of ResetBehind; nothing is sent behind a reset.
 	resetWanted, resetSent bool
-	resetTaken             bool        // the other side has answered it: it must not be hurried by a cancel
+	resetTaken             bool        // the other side has ended the stream after it; a cancel could overtake it there
 	resetLate              *time.Timer // ends the conn, since the peer has not; nil until resetWanted
 	receiving              bool        // somebody calls RecvMsg, or everything has been received
 	goroutines             int
@@ -216,18 +216,18 @@ func (c *conn) Reset() error {
 	return nil
 }
 
-// resetTime is how long the other side may take to get what was sent before a reset.
-const resetTime = time.Second
+// abortTime is how long the other side may take to get what was sent before an abort.
+const abortTime = time.Second
 
 // ResetBehind aborts the conn in order: the other side gets the bytes that were written, and
-// then sees a reset. A Reset could overtake those bytes. It is one where the other side takes
-// longer than resetTime, does not know such resets, or has been sent nothing.
+// then sees a reset. A Reset could overtake those bytes. ResetBehind aborts at once, as Reset
+// does, when the other side takes longer than abortTime or lacks capabilityAbort.
 func (c *conn) ResetBehind() {
 	c.mu.Lock()
-	inOrder := c.ordered && c.sent > 0 && !c.finWanted && !c.stopGot && !isClosed(c.over)
+	inOrder := c.ordered && !c.finWanted && !c.stopGot && !isClosed(c.over)
 	if inOrder && !c.resetWanted {
 		c.resetWanted = true
-		c.resetLate = time.AfterFunc(resetTime, func() { c.end(tunnel.ErrReset) })
+		c.resetLate = time.AfterFunc(abortTime, func() { c.end(tunnel.ErrReset) })
 		if !isClosed(c.writeDone) {
 			c.writeErr = tunnel.ErrReset
 			close(c.writeDone)
@@ -241,7 +241,8 @@ func (c *conn) ResetBehind() {
 }
 
 // endBehind ends the conn because the other side's ResetBehind has arrived. Only the reader of
-// the bytes before it calls it: the reader passes the reset on, so nobody else is told.
+// the bytes before it calls it. The reader passes the reset on behind those bytes, so the
+// OnReset callbacks are not called.
 func (c *conn) endBehind() error {
 	c.mu.Lock()
 	c.onReset = nil

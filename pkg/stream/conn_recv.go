@@ -203,6 +203,9 @@ func (c *conn) WriteTo(w io.Writer) (n int64, err error) {
 			n += written
 			if err != nil {
 				c.note(m.fin, m.stop)
+				if m.abort {
+					c.end(tunnel.ErrReset)
+				}
 				return n, err
 			}
 		}

@@ -402,6 +402,8 @@ func (d *dataConn) skipToEnd() error {
 			return err
 		case !isChunk(typ, n):
 			return fmt.Errorf("a frame of type %#x with %d bytes behind a conn", typ, n)
+		case typ&flagAbort != 0:
+			return errors.New("its conn was aborted")
 		}
 		if err := d.skip(n); err != nil || typ&flagEnd != 0 {
 			return err

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -135,5 +136,63 @@ func TestSpliceBytesBeforeReset(t *testing.T) {
 			t.Fatalf("the client gets %q before the reset", got)
 		}
 		wait(t, done)
+	}
+}
+
+// slow takes 32 KiB in 60 ms, as a conn over a slow link does, and sends a little now and then.
+type slow struct {
+	net.Conn
+	got    int
+	once   sync.Once
+	closed chan struct{}
+}
+
+func (s *slow) Write(p []byte) (int, error) {
+	select {
+	case <-time.After(60 * time.Millisecond):
+		s.got += len(p)
+		return len(p), nil
+	case <-s.closed:
+		return 0, net.ErrClosed
+	}
+}
+
+func (s *slow) Read([]byte) (int, error) {
+	select {
+	case <-time.After(20 * time.Millisecond):
+		return 4, nil
+	case <-s.closed:
+		return 0, ErrReset
+	}
+}
+
+func (s *slow) SetReadDeadline(time.Time) error { return nil }
+func (s *slow) CloseRead() error                { return nil }
+func (s *slow) CloseWrite() error               { return nil }
+func (s *slow) Reset() error                    { s.once.Do(func() { close(s.closed) }); return nil }
+func (s *slow) Close() error                    { return s.Reset() }
+
+// A target answers early and closes with unread input. The caller gets all of the answer that
+// our kernel has, also when that takes longer than resetTime.
+func TestSpliceSlowBytesBeforeReset(t *testing.T) {
+	t.Parallel()
+	server, b := tcpPair(t)
+	b.SetDeadline(time.Time{})
+	b.SetReadBuffer(8 << 20)
+	server.Write(data)
+	if !allAcked(server, patience) {
+		t.Fatal("the kernel has not taken the answer")
+	}
+	s := &slow{closed: make(chan struct{})}
+	done := splice(t, t.Context(), s, b)
+	io.ReadFull(server, make([]byte, 4))
+	for unread := 0; unread == 0; { // until a write meets the reset
+		raw, _ := server.SyscallConn()
+		raw.Control(func(fd uintptr) { unread, _ = unix.IoctlGetInt(int(fd), unix.SIOCINQ) })
+	}
+	server.Close()
+	wait(t, done)
+	if s.got != len(data) {
+		t.Errorf("%d of %d bytes arrive before the reset", s.got, len(data))
 	}
 }

@@ -15,4 +15,6 @@ func unacked(uintptr) int { return -1 }
 
 func hungUp(uintptr) bool { return false }
 
+func pollHangUp(syscall.RawConn) (over, failed bool) { return false, false }
+
 func pendingError(syscall.RawConn) error { return nil }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -45,12 +46,12 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 
 	var errAB, errBA error
 	var wg sync.WaitGroup
-	ab, ba := newDirection(), newDirection()
+	dog := &watchdog{resetBoth: resetBoth}
+	ab, ba := newDirection(a, dog), newDirection(b, dog)
 	// A direction that waits for a silent source learns only here that its bytes are unwanted.
 	onStop(b, func() { ab.stop(a) })
 	onStop(a, func() { ba.stop(b) })
-	w := watchdog{a: rawConn(a), b: rawConn(b), ab: ab, ba: ba, resetBoth: resetBoth}
-	w.start()
+	dog.start(ab, ba)
 	var panicked panics
 	wg.Go(func() {
 		defer panicked.catch(func() { abort(a, b, ab) })
@@ -61,7 +62,7 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 		bToA, errBA = half(a, b, ba, ab)
 	}()
 	wg.Wait()
-	w.stop()
+	dog.stop()
 
 	// Neither close can lose bytes: both directions have ended. Nor may the end of ctx.
 	stop()
@@ -117,7 +118,7 @@ const (
 // it, and reports whether it has.
 func allAcked(c net.Conn, limit time.Duration) bool {
 	raw := rawConn(c)
-	if raw == nil {
+	if raw == nil || c.LocalAddr().Network() == "unix" { // a close of a unix socket takes nothing from the peer
 		return false
 	}
 	late := time.Now().Add(limit)
@@ -135,18 +136,24 @@ func allAcked(c net.Conn, limit time.Duration) bool {
 
 // direction is how one half of a splice has ended, for the other half to see.
 type direction struct {
-	done    chan struct{} // closed when the half copies no more
-	rerr    error         // why it could not read; read after done
-	werr    error         // why it could not write; likewise
-	stopped atomic.Bool   // its bytes are not wanted any more
-	srcLost atomic.Bool   // the kernel has given its source up; whoever learns of it says so here
-	lost    func()        // called when srcLost is set; set by watchdog.start
+	src    syscall.RawConn // the socket that the half reads; nil: none
+	dog    *watchdog
+	done   chan struct{} // closed when the half copies no more
+	passed chan struct{} // closed when a clean end has been passed on
+	rerr   error         // why it could not read; read after done
+	werr   error         // why it could not write; likewise
+
+	stopped atomic.Bool  // its bytes are not wanted any more
+	reads   atomic.Int64 // reads of src
+	srcLost bool         // the kernel has given src up; guarded by watchdog.mu
 
 	mu   sync.Mutex // guards then
 	then func()     // called after done
 }
 
-func newDirection() *direction { return &direction{done: make(chan struct{})} }
+func newDirection(src net.Conn, dog *watchdog) *direction {
+	return &direction{src: rawConn(src), dog: dog, done: make(chan struct{}), passed: make(chan struct{})}
+}
 
 // end says that the half copies no more.
 func (d *direction) end(rerr, werr error) {
@@ -187,7 +194,7 @@ func (d *direction) stop(src net.Conn) {
 // half copies src to dst until one of them ends, and passes that end on. own is this
 // direction and back the other.
 func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
-	n, rerr, werr := transfer(dst, src)
+	n, rerr, werr := transfer(dst, src, &own.reads)
 	if own.stopped.Load() && werr == nil && (!isLost(rerr) || back.copiedAll()) {
 		// The read was made to fail, or to end. Where both directions were shut down here, and the
 		// peer goes on, our own kernel makes that a reset (RFC 1122 section 4.2.2.13).
@@ -195,7 +202,7 @@ func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 	}
 	if isLost(werr) {
 		// back reads what dst had sent before it was lost. It then resets src behind those bytes.
-		back.setSrcLost()
+		back.dog.lose(back)
 	}
 	own.end(rerr, werr)
 	if rerr == nil && werr == nil && endedByLoss(src, own, back) {
@@ -210,7 +217,10 @@ func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 		closeRead(src)
 		return n, werr
 	default:
-		closeWrite(dst)
+		if isLost(closeWrite(dst)) { // TLS writes a close_notify, which may be the write that gets the error
+			back.dog.lose(back)
+		}
+		close(own.passed)
 		watch(src, dst, back)
 		return n, nil
 	}
@@ -235,61 +245,66 @@ func watch(src, dst net.Conn, back *direction) {
 
 // endedByLoss tells the end of src's bytes from the loss of src: a reset, a timeout, a host
 // that cannot be reached. The kernel tells such an error once. When a write of the other half
-// gets it, a read sees a clean end, and a cut-off upload would look complete. A write that
-// fails with EPIPE is none: the peer had closed properly before (tcp_reset in
-// net/ipv4/tcp_input.c).
+// gets it, a read sees a clean end, and a cut-off upload would look complete. EPIPE is no loss:
+// the peer had sent its FIN before the reset (tcp_reset in net/ipv4/tcp_input.c).
 func endedByLoss(src net.Conn, own, back *direction) bool {
-	if !isClosed(back.done) {
-		if !hasHungUp(src) {
-			return own.srcLost.Load() // false: half-closed by its peer, no more
+	if !isClosed(back.passed) && own.src != nil && src.LocalAddr().Network() != "unix" {
+		over, failed := pollHangUp(own.src)
+		if failed {
+			return false // the error is still there, so the read saw a FIN
 		}
-		if src.LocalAddr().Network() == "unix" {
-			return false // closed by its peer; a reset would have been the read's error
-		}
-		// If a write got the error, that half is about to end.
-		select {
-		case <-back.done:
-		case <-time.After(resetTime):
+		if over { // a write may have taken the error: then that half is about to end
+			late := time.NewTimer(resetTime)
+			defer late.Stop()
+			for _, c := range []chan struct{}{back.done, back.passed} {
+				if isClosed(back.done) && !back.copiedAll() {
+					break
+				}
+				select {
+				case <-c:
+				case <-late.C:
+				}
+			}
 		}
 	}
-	return own.srcLost.Load()
+	return own.dog.hasLost(own)
 }
 
-// isLost reports whether err is the kernel's word that a connection is lost: ECONNRESET,
-// ETIMEDOUT, EHOSTUNREACH, ENETUNREACH, ECONNABORTED and the like. EPIPE says no such thing,
-// only that this side can write no more.
+// isLost reports whether err means that the kernel has given a connection up: ECONNRESET,
+// ETIMEDOUT, EHOSTUNREACH, ENETUNREACH, ECONNABORTED and the like. EPIPE only says that this
+// side can write no more.
 func isLost(err error) bool {
 	errno, ok := errors.AsType[syscall.Errno](err)
 	return ok && errno != syscall.EPIPE
 }
 
-// watchdog looks at the connections of a Splice that nobody may be reading, since the half
-// that should read waits in a write.
+// watchdog knows which connections of a Splice are lost. Nobody reads a connection while its
+// half waits in a write, so the watchdog looks at both from time to time.
 type watchdog struct {
-	a, b      syscall.RawConn // nil: no socket
-	ab, ba    *direction
 	resetBoth func()
+	both      []*direction // set by start
 
-	mu    sync.Mutex // guards the following
-	timer *time.Timer
-	late  *time.Timer // resets both: runs since one of them was lost
-	over  bool
+	mu       sync.Mutex // guards the following and direction.srcLost
+	check    *time.Timer
+	deadline *time.Timer // nil until a connection is lost
+	reads    int64       // of lost sources when deadline was set
+	stopped  bool
 }
 
-func (w *watchdog) start() {
-	w.ab.lost, w.ba.lost = w.expire, w.expire
-	if w.a != nil || w.b != nil {
-		w.mu.Lock()
-		w.timer = time.AfterFunc(lookInterval, w.look)
-		w.mu.Unlock()
+func (w *watchdog) start(both ...*direction) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.both = both
+	if slices.ContainsFunc(both, func(d *direction) bool { return d.src != nil }) {
+		w.check = time.AfterFunc(lookInterval, w.look)
 	}
 }
 
 func (w *watchdog) stop() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.over = true
-	for _, t := range []*time.Timer{w.timer, w.late} {
+	w.stopped = true
+	for _, t := range []*time.Timer{w.check, w.deadline} {
 		if t != nil {
 			t.Stop()
 		}
@@ -298,34 +313,64 @@ func (w *watchdog) stop() {
 
 // look asks the kernel about both sockets.
 func (w *watchdog) look() {
-	if w.a != nil && isLost(pendingError(w.a)) {
-		w.ab.setSrcLost()
-	}
-	if w.b != nil && isLost(pendingError(w.b)) {
-		w.ba.setSrcLost()
-	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if !w.over {
-		w.timer.Reset(lookInterval)
+	if w.stopped {
+		return
+	}
+	for _, d := range w.both {
+		if d.src != nil && isLost(pendingError(d.src)) {
+			w.loseLocked(d)
+		}
+	}
+	w.check.Reset(lookInterval)
+}
+
+// lose notes that the kernel has given the source of d up.
+func (w *watchdog) lose(d *direction) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.loseLocked(d)
+}
+
+// loseLocked starts the deadline by which the loss must have been passed on, behind the bytes
+// that came before it. A half that waits for a peer which does not read cannot pass it on.
+func (w *watchdog) loseLocked(d *direction) {
+	d.srcLost = true
+	if w.deadline == nil && !w.stopped {
+		w.reads = w.readsLocked()
+		w.deadline = time.AfterFunc(resetTime, w.expire)
 	}
 }
 
-// expire gives the halves resetTime to pass the loss of a connection on behind the bytes that
-// came before it. A half that waits for a peer which does not read cannot.
+// expire resets both connections if nothing of the lost one was read for resetTime.
 func (w *watchdog) expire() {
 	w.mu.Lock()
-	defer w.mu.Unlock()
-	if !w.over && w.late == nil {
-		w.late = time.AfterFunc(resetTime, w.resetBoth)
+	reads := w.readsLocked()
+	moves := reads != w.reads
+	w.reads = reads
+	if moves && !w.stopped {
+		w.deadline.Reset(resetTime)
+	}
+	w.mu.Unlock()
+	if !moves {
+		w.resetBoth()
 	}
 }
 
-// setSrcLost notes that the kernel has given the direction's source up.
-func (d *direction) setSrcLost() {
-	if !d.srcLost.Swap(true) {
-		d.lost()
+func (w *watchdog) readsLocked() (n int64) {
+	for _, d := range w.both {
+		if d.srcLost {
+			n += d.reads.Load()
+		}
 	}
+	return n
+}
+
+func (w *watchdog) hasLost(d *direction) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return d.srcLost
 }
 
 func isClosed(c <-chan struct{}) bool {
@@ -337,16 +382,9 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-// hasHungUp reports whether the socket c is over in both directions. It goes past the lock of
-// c, because the other half may be waiting in a write.
-func hasHungUp(c net.Conn) (is bool) {
-	raw := rawConn(c)
-	return raw != nil && raw.Control(func(fd uintptr) { is = hungUp(fd) }) == nil && is
-}
-
 // transfer copies src to dst, by the tunnel conn's own loop where one of them has
 // it, and tells a failed read from a failed write.
-func transfer(dst, src net.Conn) (n int64, rerr, werr error) {
+func transfer(dst, src net.Conn, reads *atomic.Int64) (n int64, rerr, werr error) {
 	var err error
 	if to, ok := src.(interface {
 		Resetter
@@ -358,7 +396,7 @@ func transfer(dst, src net.Conn) (n int64, rerr, werr error) {
 		}
 		return n, nil, err
 	}
-	from := &reader{r: src}
+	from := &reader{r: src, reads: reads}
 	if to, ok := dst.(interface {
 		Resetter
 		io.ReaderFrom
@@ -376,14 +414,17 @@ func transfer(dst, src net.Conn) (n int64, rerr, werr error) {
 	return n, nil, werr
 }
 
-// reader remembers the error of a read, so that it is not taken for one of a write.
+// reader counts reads, and remembers the error of a read, so that it is not taken for one of a
+// write.
 type reader struct {
-	r   io.Reader
-	err error
+	r     io.Reader
+	reads *atomic.Int64
+	err   error
 }
 
 func (r *reader) Read(p []byte) (int, error) {
 	n, err := r.r.Read(p)
+	r.reads.Add(1)
 	if err != nil && err != io.EOF {
 		r.err = err
 	}
@@ -443,12 +484,11 @@ func onStop(c net.Conn, f func()) {
 	}
 }
 
-func closeWrite(c net.Conn) {
+func closeWrite(c net.Conn) error {
 	if cw, ok := c.(interface{ CloseWrite() error }); ok {
-		cw.CloseWrite() //nolint:errcheck // the peer has gone; the other direction will notice
-		return
+		return cw.CloseWrite()
 	}
-	c.Close()
+	return c.Close()
 }
 
 // closeRead returns false when c cannot do that.
