@@ -170,7 +170,7 @@ func (s *Server) Run(ctx context.Context) error {
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 	}
 	served := make(chan error, 1) // one send, whether or not it is waited for
-	go func() { served <- srv.Serve(s.newStrangerListener(ln)) }()
+	go func() { served <- srv.Serve(s.newStrangerListener(listen.Steady(ln, s.log))) }()
 	select {
 	case err := <-served:
 		return fmt.Errorf("serving health and metrics on %s: %w", addr, err)

@@ -15,6 +15,7 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -88,7 +89,7 @@ func (z *Channelz) Run(ctx context.Context) error {
 	// Stop, not GracefulStop: nothing is lost, and a reader need not be waited for.
 	stop := context.AfterFunc(ctx, srv.Stop)
 	defer stop()
-	if err := srv.Serve(ln); err != nil && ctx.Err() == nil {
+	if err := srv.Serve(listen.Steady(ln, z.log)); err != nil && ctx.Err() == nil {
 		return fmt.Errorf("serving channelz on %s: %w", a, err)
 	}
 	srv.Stop() // waits until handlers have returned, whoever stopped it first

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/net/netutil"
 
+	"tunnel/pkg/listen"
 	"tunnel/pkg/socket"
 	"tunnel/pkg/tunnel"
 )
@@ -82,7 +83,7 @@ func (d *Debug) Run(ctx context.Context) error {
 		ErrorLog: slog.NewLogLogger(d.log.Handler(), slog.LevelDebug),
 	}
 	served := make(chan error, 1) // one send, whether or not it is waited for
-	go func() { served <- srv.Serve(netutil.LimitListener(ln, debugConns)) }()
+	go func() { served <- srv.Serve(netutil.LimitListener(listen.Steady(ln, d.log), debugConns)) }()
 	select {
 	case err := <-served:
 		return fmt.Errorf("serving operators on %s: %w", d.path, err)

@@ -119,7 +119,7 @@ func (a *Agents) Run(ctx context.Context) error {
 	a.mu.Unlock()
 	conf := a.cfg.TLS.Clone()
 	conf.ClientAuth = tls.RequestClientCert // whose it is is looked at when somebody joins
-	strangers := newStrangerListener(ln, a.cfg.Joining, a.cfg.JoiningPerAddress, a.cfg.Counters)
+	strangers := newStrangerListener(ports.Steady(ln, a.log), a.cfg.Joining, a.cfg.JoiningPerAddress, a.cfg.Counters)
 	strangers.all, strangers.perAddress, strangers.late, strangers.timeout = tunnel.LimitJoining, tunnel.LimitJoiningPerAddress, tunnel.LimitJoinTimeout, a.cfg.JoinTimeout
 	s := &agentService{agents: a}
 	server := grpc.NewServer(

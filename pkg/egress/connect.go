@@ -49,26 +49,11 @@ func (f *FrontDoor) serveConnect(ctx context.Context, ln net.Listener, callers *
 			})
 		case ctx.Err() != nil:
 			return nil
-		case passing(err):
-			select {
-			case <-time.After(50 * time.Millisecond):
-			case <-ctx.Done():
-			}
 		default:
 			endConns()
 			return err
 		}
 	}
-}
-
-// passing reports whether an error of accept goes away by itself (accept(2)).
-func passing(err error) bool {
-	for _, e := range []syscall.Errno{syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM, syscall.ECONNABORTED, syscall.EPROTO, syscall.EPERM} {
-		if errors.Is(err, e) {
-			return true
-		}
-	}
-	return false
 }
 
 // serveOne serves one connection: its request until asking is done, the conn until conns is.

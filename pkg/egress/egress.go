@@ -38,6 +38,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	ports "tunnel/pkg/listen"
 	"tunnel/pkg/socket"
 	"tunnel/pkg/tunnel"
 )
@@ -216,7 +217,11 @@ func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
 
 func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) {
 	if path, ok := strings.CutPrefix(l.url, unixScheme); ok {
-		return socket.ListenGroup(ctx, path)
+		ln, err := socket.ListenGroup(ctx, path)
+		if err != nil {
+			return nil, err
+		}
+		return ports.Steady(ln, f.log), nil
 	}
 	addr, ok := strings.CutPrefix(l.url, tlsScheme)
 	switch {
@@ -229,5 +234,5 @@ func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) 
 	if err != nil {
 		return nil, err
 	}
-	return newStrangerListener(ln, f.cfg.Strangers, f.cfg.StrangersPerAddress, f.cfg.Counters), nil
+	return newStrangerListener(ports.Steady(ln, f.log), f.cfg.Strangers, f.cfg.StrangersPerAddress, f.cfg.Counters), nil
 }

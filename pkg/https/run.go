@@ -125,7 +125,7 @@ func (f *FrontDoor) accept(ctx context.Context, l net.Listener, serve func(net.C
 			continue
 		case ctx.Err() != nil:
 			return nil
-		case !passing(err):
+		case !listen.Transient(err):
 			return fmt.Errorf("accepting on %s: %w", l.Addr(), err)
 		}
 		f.warn(denyAccept, "cannot accept connections; trying again", "frontend", l.Addr().String(), "err", err)
@@ -137,22 +137,6 @@ func (f *FrontDoor) accept(ctx context.Context, l net.Listener, serve func(net.C
 		t.Stop()
 		backoff = min(2*backoff, maxBackoff)
 	}
-}
-
-// passing reports whether an accept error says nothing about the listener.
-func passing(err error) bool {
-	for _, e := range []error{
-		syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM, // out of something
-		syscall.ECONNABORTED, syscall.ECONNRESET, syscall.EINTR, // that caller went away
-		// accept(2) reports the network's trouble with a new connection, and a firewall's no.
-		syscall.EPROTO, syscall.EPERM, syscall.ETIMEDOUT, syscall.ENETDOWN, syscall.ENETUNREACH,
-		syscall.EHOSTDOWN, syscall.EHOSTUNREACH, syscall.ENOPROTOOPT, syscall.EOPNOTSUPP,
-	} {
-		if errors.Is(err, e) {
-			return true
-		}
-	}
-	return false
 }
 
 // serve owns one accepted connection. ctx ends when the front door stops accepting:

@@ -20,6 +20,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/listen"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -182,7 +183,7 @@ func (s *Server) Run(ctx context.Context) error {
 		s.drain()
 		stop(forNear, forFar)
 	}()
-	joining := newJoinListener(ln, s.cfg.Limits, s.cfg.farTrip, s.cfg.Counters, s.tooMany)
+	joining := newJoinListener(listen.Steady(ln, s.log), s.cfg.Limits, s.cfg.farTrip, s.cfg.Counters, s.tooMany)
 	served := make(chan struct{})
 	var listening sync.WaitGroup
 	listening.Go(func() {

@@ -34,6 +34,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -250,7 +251,7 @@ func (p *port) accept(ctx context.Context, ln net.Listener, serve func(net.Conn)
 			backoff = backoffFirst
 		case ctx.Err() != nil:
 			return nil
-		case passing(err):
+		case listen.Transient(err):
 			if n, ok := p.tired.Allow(); ok {
 				p.log.Warn("cannot accept, trying again", "err", err, "skipped", n)
 			}
@@ -272,21 +273,6 @@ func (p *port) accept(ctx context.Context, ln net.Listener, serve func(net.Conn)
 		}
 		serve(c)
 	}
-}
-
-// passing reports whether an error of accept goes away by itself: the process is
-// short of something, or the conn failed before it was taken (accept(2)).
-func passing(err error) bool {
-	for _, e := range []syscall.Errno{
-		syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM,
-		syscall.ECONNABORTED, syscall.EPROTO, syscall.EPERM, syscall.ETIMEDOUT,
-		syscall.ENETDOWN, syscall.ENETUNREACH, syscall.EHOSTDOWN, syscall.EHOSTUNREACH,
-	} {
-		if errors.Is(err, e) {
-			return true
-		}
-	}
-	return false
 }
 
 func (p *port) permits(peer net.Addr) bool {

@@ -1,0 +1,126 @@
+package faults
+
+import (
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"tunnel/test/rig"
+)
+
+// The kernel reports the loss of a route at accept, though nothing is wrong with the
+// listener (accept(2)). Nothing ends because of that: not one of the cloud's listeners, and
+// not the process. strace(1) puts the errors in.
+func TestAcceptErrors(t *testing.T) {
+	strace, err := exec.LookPath("strace")
+	if err != nil {
+		t.Skipf("the errors are put in by strace(1): %v", err)
+	}
+	if out, err := exec.Command(strace, "-f", "-qq", "-e", "trace=accept4", "-e", "inject=accept4:error=EHOSTUNREACH", "true").CombinedOutput(); err != nil {
+		t.Skipf("strace(1) may not put errors in here: %v: %s", err, out)
+	}
+	for _, errno := range []string{"EHOSTUNREACH", "ENETDOWN", "EPROTO", "ENOPROTOOPT", "ENONET", "EMFILE"} {
+		t.Run(errno, func(t *testing.T) {
+			t.Parallel()
+			dir := t.TempDir()
+			// -D: the program is our child and strace its own, so that signals reach the program.
+			// Of the calls of each thread the first, the third, the fifth and so on fail.
+			wrapped := filepath.Join(dir, "tunnel")
+			script := fmt.Sprintf("#!/bin/sh\nexec %s -D -f -qq -o /dev/null -e trace=accept4 -e inject=accept4:error=%s:when=1+2 %s \"$@\"\n", strace, errno, program)
+			if err := os.WriteFile(wrapped, []byte(script), 0o700); err != nil {
+				t.Fatal(err)
+			}
+			ca, err := rig.NewCA()
+			if err != nil {
+				t.Fatal(err)
+			}
+			targets := newTargets(t, ca)
+			agents, err := rig.FreePort()
+			if err != nil {
+				t.Fatal(err)
+			}
+			dials, err := rig.FreePort()
+			if err != nil {
+				t.Fatal(err)
+			}
+			files := filepath.Join(dir, "files")
+			if err := os.Mkdir(files, 0o700); err != nil {
+				t.Fatal(err)
+			}
+			p := &pair{t: t, targets: targets}
+			p.Pair, err = rig.NewPair(rig.Config{
+				Binary: wrapped, Dir: files, CA: ca, TCP: targets.doors(), HTTPS: targets.https,
+				Cloud: fmt.Sprintf(`[mode.cloud.egress]
+grpc = ["unix://%s/g", "tls://127.0.0.1:%d"]
+httpconnect = ["unix://%s/c"]
+cert = "cloud.crt"
+key = "cloud.key"
+clientca = "ca.crt"
+clientnames = ["kube-apiserver"]
+agentport = %d
+[mode.cloud.admin]
+socket = "%s/a"
+`, dir, dials, dir, agents, dir),
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			t.Cleanup(p.end)
+			p.startCloud()
+			p.startEdge()
+			ask := func(network, addr, request, want string) error {
+				select {
+				case <-p.cloud.Done():
+					return errors.New("the cloud has ended")
+				default:
+				}
+				c, err := net.Dial(network, addr)
+				if err != nil {
+					return err
+				}
+				defer c.Close()
+				if request == "" {
+					return nil
+				}
+				if _, err := io.WriteString(c, request); err != nil {
+					return err
+				}
+				b := make([]byte, len(want))
+				if _, err := io.ReadFull(c, b); err != nil || string(b) != want {
+					return fmt.Errorf("%q, %w", b, err)
+				}
+				return nil
+			}
+			eventually(t, 2*backWithin, "cloud and edge are ready", func() error {
+				if !p.cloud.Alive() {
+					t.Fatalf("the cloud has ended with code %d", p.cloud.ExitCode())
+				}
+				return errors.Join(rig.Ready(p.CloudHealth()), rig.Ready(p.EdgeHealth()))
+			})
+			for range 10 { // each listener meets the error a few times
+				for _, where := range []struct{ network, addr, request, want string }{
+					{"unix", dir + "/c", "CONNECT " + targets.echo + " HTTP/1.1\r\nHost: x\r\n\r\n", "HTTP/1.1 200"},
+					{"unix", dir + "/a", "GET /loglevel HTTP/1.0\r\n\r\n", "HTTP/1.0 200"},
+					{"unix", dir + "/g", "", ""},
+					{"tcp", fmt.Sprintf("127.0.0.1:%d", dials), "", ""},
+					{"tcp", fmt.Sprintf("127.0.0.1:%d", agents), "", ""},
+					{"tcp", p.HTTPSDoor(), "", ""},
+					{"tcp", p.CloudHealth(), "GET /healthz HTTP/1.0\r\n\r\n", "HTTP/1.0 200"},
+				} {
+					if err := ask(where.network, where.addr, where.request, where.want); err != nil {
+						t.Fatalf("%s: %v", strings.TrimPrefix(where.addr, dir), err)
+					}
+				}
+			}
+			if err := rig.Ready(p.CloudHealth()); err != nil || !strings.Contains(p.CloudLog.String(), "trying again") {
+				t.Errorf("%v; no listener has met the error", err)
+			}
+		})
+	}
+}
