@@ -50,6 +50,8 @@ func TestPanicInADial(t *testing.T) {
 	if p := other.want(packetData, "another conn goes on"); string(p.data) != "still here" {
 		t.Errorf("%q", p.data)
 	}
+	other.send(packet{typ: packetCloseReq, connID: id})
+	other.data(id)
 	if n := r.door.cfg.Counters.Panics.Load(); n != 2 {
 		t.Errorf("%d panics counted, want 2", n)
 	}

@@ -35,8 +35,9 @@ const (
 	mostPacket = mostData + mostHead
 	// proxyWindow is what a stream may have in flight.
 	proxyWindow = 1 << 20
-	// proxyStreams bounds the connections that share one gRPC connection.
-	proxyStreams = 4096
+	// proxyStreams bounds the streams of a gRPC connection: the conns of a caller that
+	// shares one. kube-apiserver has a connection for each.
+	proxyStreams = 1024
 	// proxyHeaders bounds the metadata of a stream, in bytes.
 	proxyHeaders = 16 << 10
 	// proxyHandshake is how long a caller may take to shake hands.
@@ -67,7 +68,9 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
 	}
 	if callers != nil {
-		opts = append(opts, grpc.Creds(strangerCreds{credentials.NewTLS(callers)}))
+		opts = append(opts, grpc.Creds(unansweredCreds{strangerCreds{credentials.NewTLS(callers)}, f.cfg.Counters}))
+	} else {
+		ln = unansweredListener{ln, f.cfg.Counters}
 	}
 	server := grpc.NewServer(opts...)
 	server.RegisterService(&grpc.ServiceDesc{
@@ -114,21 +117,28 @@ type proxies struct {
 // who waits for the client.
 func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	s := &proxyStream{stream: stream, working: &p.working, guard: p.door.guard, first: make(chan received, 1), over: make(chan struct{}), apart: newApart()}
-	req, err := s.request()
-	if err != nil || req == nil {
-		return err
-	}
 	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
-	// Until the target is there, all that may come is that it is not wanted any more.
+	asked := make(chan received, 1)
 	p.working.Go(func() {
 		var r received
+		r.err = s.guard("the stream ends", func() (err error) { r.packet, err = s.receive(); return err })
+		asked <- r
+		if r.err != nil || r.packet.typ != packetDialReq {
+			return
+		}
+		// Until the target is there, all that may come is that it is not wanted any more.
+		r = received{}
 		r.err = s.guard("the stream ends", func() (err error) { r.packet, err = s.receive(); return err })
 		if r.err != nil || r.packet.typ == packetDialCls || r.packet.typ == packetCloseReq {
 			cancel()
 		}
 		s.first <- r
 	})
+	req, err := s.request(asked)
+	if err != nil || req == nil {
+		return err
+	}
 	target, err := p.door.dial(ctx, doorGRPC, req.address, caller(stream.Context()))
 	if err != nil {
 		p.door.log.Debug("dial refused", "target", req.address, "err", err)
@@ -217,31 +227,35 @@ type received struct {
 	err    error
 }
 
-// request waits for the dial request. It is nil when the client has left without one.
-func (s *proxyStream) request() (*packet, error) {
-	for {
-		p, err := s.receive()
-		if err != nil {
-			if errors.Is(err, io.EOF) {
-				err = nil
-			}
-			return nil, err
-		}
-		p.free()
-		switch p.typ {
-		case packetDialReq:
-			if p.protocol != "tcp" {
-				return nil, s.send(&packet{typ: packetDialRsp, random: p.random, err: fmt.Sprintf("protocol %q cannot be dialled; only tcp can", p.protocol)})
-			}
-			return &p, nil
-		case packetData, packetCloseReq:
-			if err := s.send(&packet{typ: packetCloseRsp, connID: p.connID, err: "backend not initialized"}); err != nil {
-				return nil, err
-			}
-		case packetDialCls:
-			return nil, nil
-		}
+// request waits for the first packet, which is to be a dial request. Any other ends the
+// stream. The request is nil when there is nothing to dial.
+func (s *proxyStream) request(first <-chan received) (*packet, error) {
+	late := time.NewTimer(requestTimeout)
+	defer late.Stop()
+	var r received
+	select {
+	case r = <-first:
+	case <-late.C:
+		return nil, status.Errorf(codes.DeadlineExceeded, "no dial request within %v", requestTimeout)
 	}
+	if r.err != nil {
+		if errors.Is(r.err, io.EOF) {
+			r.err = nil
+		}
+		return nil, r.err
+	}
+	p := &r.packet
+	p.free()
+	switch p.typ {
+	case packetDialReq:
+		if p.protocol != "tcp" {
+			return nil, s.send(&packet{typ: packetDialRsp, random: p.random, err: fmt.Sprintf("protocol %q cannot be dialled; only tcp can", p.protocol)})
+		}
+		return p, nil
+	case packetData, packetCloseReq:
+		return nil, s.send(&packet{typ: packetCloseRsp, connID: p.connID, err: "backend not initialized"})
+	}
+	return nil, nil
 }
 
 func (s *proxyStream) receive() (packet, error) {

@@ -148,7 +148,7 @@ func TestProxyRefusals(t *testing.T) {
 		"nobody listens":  {"tcp", ln.Addr().String(), "refused"},
 		"not an address":  {"tcp", "nowhere", "not host:port"},
 		"not tcp":         {"udp", "127.0.0.1:1", "only tcp"},
-		"a long address":  {"tcp", strings.Repeat("a", 1<<20) + ":1", ""},
+		"a long address":  {"tcp", strings.Repeat("a", 32<<10) + ":1", ""},
 		"nothing at all":  {"tcp", "", "not host:port"},
 		"an empty host":   {"tcp", ":80", ""},
 		"with a new line": {"tcp", "a\nb:80", ""},

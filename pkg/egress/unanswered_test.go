@@ -1,0 +1,248 @@
+package egress
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"errors"
+	"io"
+	"net"
+	"runtime"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"golang.org/x/net/http2"
+	"golang.org/x/net/http2/hpack"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"tunnel/pkg/tunnel"
+)
+
+// hog opens streams on one connection and sends on each the beginning of a message that
+// never ends, most bytes of it, as fast as it is let. It returns what was sent.
+func hog(t *testing.T, c net.Conn, streams, most int) (sent int) {
+	t.Helper()
+	io.WriteString(c, http2.ClientPreface)
+	f := http2.NewFramer(c, c)
+	f.WriteSettings(http2.Setting{ID: http2.SettingMaxFrameSize, Val: 16 << 10})
+	var mu sync.Mutex
+	room := sync.NewCond(&mu)
+	conn, window, initial := 64<<10-1, make(map[uint32]int), 64<<10-1
+	over := false
+	var head bytes.Buffer
+	enc := hpack.NewEncoder(&head)
+	var reading sync.WaitGroup
+	reading.Go(func() {
+		defer func() {
+			mu.Lock()
+			over = true
+			room.Broadcast()
+			mu.Unlock()
+		}()
+		for {
+			frame, err := f.ReadFrame()
+			if err != nil {
+				return
+			}
+			mu.Lock()
+			switch frame := frame.(type) {
+			case *http2.SettingsFrame:
+				if v, ok := frame.Value(http2.SettingInitialWindowSize); ok {
+					for id := range window {
+						window[id] += int(v) - initial
+					}
+					initial = int(v)
+				}
+				if !frame.IsAck() {
+					f.WriteSettingsAck()
+				}
+			case *http2.WindowUpdateFrame:
+				if frame.StreamID == 0 {
+					conn += int(frame.Increment)
+				} else {
+					window[frame.StreamID] += int(frame.Increment)
+				}
+			}
+			room.Broadcast()
+			mu.Unlock()
+		}
+	})
+	left := make(map[uint32]int)
+	mu.Lock()
+	for i := range streams {
+		id := uint32(2*i + 1)
+		head.Reset()
+		for _, h := range [][2]string{{":method", "POST"}, {":scheme", "http"}, {":path", "/ProxyService/Proxy"}, {":authority", "x"}, {"content-type", "application/grpc"}, {"te", "trailers"}} {
+			enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
+		}
+		f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: head.Bytes(), EndHeaders: true})
+		f.WriteData(id, false, binary.BigEndian.AppendUint32([]byte{0}, uint32(most+1))) // uncompressed, so long
+		window[id] = initial - 5
+		left[id] = most
+		conn -= 5
+	}
+	piece := make([]byte, 16<<10)
+	c.SetDeadline(time.Now().Add(20 * time.Second))
+	for len(left) > 0 && !over {
+		stuck := true
+		for id, n := range left {
+			n = min(n, len(piece), window[id], conn)
+			if n <= 0 {
+				continue
+			}
+			stuck = false
+			if f.WriteData(id, false, piece[:n]) != nil {
+				over = true
+				break
+			}
+			window[id] -= n
+			conn -= n
+			sent += n
+			if left[id] -= n; left[id] == 0 {
+				delete(left, id)
+			}
+		}
+		if stuck && !over {
+			room.Wait()
+		}
+	}
+	mu.Unlock()
+	t.Cleanup(func() {
+		c.Close()
+		reading.Wait()
+	})
+	return sent
+}
+
+// A caller that has not asked for a dial cannot make the cloud hold what it sends.
+func TestProxyBeforeTheDial(t *testing.T) {
+	r := newRig(t)
+	other := r.client(t)
+	id := other.dial(listen(t, echo))
+	c, err := net.Dial("unix", r.grpc)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var before, after runtime.MemStats
+	runtime.GC()
+	runtime.ReadMemStats(&before)
+	sent := hog(t, c, 8, 60<<20)
+	runtime.GC()
+	runtime.ReadMemStats(&after)
+	held := int64(after.HeapAlloc) - int64(before.HeapAlloc)
+	t.Logf("%d MiB sent, %d MiB held", sent>>20, held>>20)
+	if held > 16<<20 {
+		t.Errorf("%d MiB are held for a caller that has dialled nothing", held>>20)
+	}
+	other.send(packet{typ: packetData, connID: id, data: []byte("still here")})
+	if p := other.want(packetData, "another connection goes on"); string(p.data) != "still here" {
+		t.Errorf("%q", p.data)
+	}
+	other.send(packet{typ: packetCloseReq, connID: id})
+	other.data(id)
+	if n := r.door.cfg.Counters.LimitedBy(tunnel.LimitMessage); n != 1 {
+		t.Errorf("counted %d times", n)
+	}
+}
+
+// The first packet of a stream has a deadline, and is a dial request.
+func TestProxyFirstPacket(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		in := &packets{from: make(chan packet)}
+		p := &proxies{door: new(FrontDoor), conns: context.Background()}
+		start := time.Now()
+		err := p.handle(nil, in)
+		if status.Code(err) != codes.DeadlineExceeded || time.Since(start) != requestTimeout {
+			t.Errorf("%v after %v", err, time.Since(start))
+		}
+		close(in.from) // as gRPC does when the handler has returned
+		p.working.Wait()
+	})
+	r := newRig(t)
+	c := r.client(t)
+	c.send(packet{typ: packetData, connID: 5, data: []byte("too early")})
+	c.want(packetCloseRsp, "nothing has been dialled")
+	if err := c.ended(); !errors.Is(err, io.EOF) {
+		t.Errorf("the stream ends with %v", err)
+	}
+}
+
+// A stream that has been answered may send whatever it likes; frames are found wherever
+// reads and writes cut them.
+func TestUnansweredConn(t *testing.T) {
+	frame := func(typ, flags byte, stream uint32, length int) []byte {
+		b := []byte{byte(length >> 16), byte(length >> 8), byte(length), typ, flags}
+		return append(binary.BigEndian.AppendUint32(b, stream), make([]byte, length)...)
+	}
+	var in []byte
+	in = append(in, http2.ClientPreface...)
+	in = append(in, frame(0x4, 0, 0, 18)...) // settings
+	for stream := uint32(1); stream <= 3; stream += 2 {
+		in = append(in, frame(frameHeaders, 0x4, stream, 50)...)
+		in = append(in, frame(frameData, 0, stream, mostUnanswered)...)
+	}
+	for _, piece := range []int{1, 7, 9, 1000, 1 << 20} {
+		for name, tc := range map[string]struct {
+			answer []byte // written before more comes
+			more   []byte
+			want   bool // that it goes on
+		}{
+			"answered":            {frame(frameData, 0, 1, 20), frame(frameData, 0, 1, 1<<20), true},
+			"ended by us":         {frame(frameHeaders, flagEnd, 1, 20), frame(frameData, 0, 1, 1), true},
+			"reset by us":         {frame(frameReset, 0, 1, 4), frame(frameData, 0, 1, 1), true},
+			"reset by the caller": {nil, append(frame(frameReset, 0, 1, 4), frame(frameData, 0, 1, 1)...), true},
+			"only a header":       {frame(frameHeaders, 0x4, 1, 20), frame(frameData, 0, 1, 1), false},
+			"another is answered": {frame(frameData, 0, 3, 20), frame(frameData, 0, 1, 1), false},
+			"no answer":           {nil, frame(frameData, 0, 3, 1), false},
+		} {
+			c := newUnansweredConn(&pieces{rest: in, piece: piece}, new(tunnel.Counters))
+			if n, err := io.Copy(io.Discard, c); err != nil || n != int64(len(in)) {
+				t.Fatalf("%s, by %d: %d bytes, %v", name, piece, n, err)
+			}
+			for part := range bytesBy(tc.answer, piece) {
+				c.Write(part)
+			}
+			c.Conn.(*pieces).rest = tc.more
+			if _, err := io.Copy(io.Discard, c); (err == nil) != tc.want || err != nil && !strings.Contains(err.Error(), errUnanswered.Error()) {
+				t.Errorf("%s, by %d: %v", name, piece, err)
+			}
+			if len(c.streams) > 2 {
+				t.Errorf("%s: %v", name, c.streams)
+			}
+		}
+	}
+}
+
+// pieces is a conn that reads rest by piece.
+type pieces struct {
+	net.Conn
+	rest  []byte
+	piece int
+}
+
+func (p *pieces) Read(b []byte) (int, error) {
+	if len(p.rest) == 0 {
+		return 0, io.EOF
+	}
+	n := copy(b, p.rest[:min(len(p.rest), p.piece)])
+	p.rest = p.rest[n:]
+	return n, nil
+}
+
+func (p *pieces) Write(b []byte) (int, error) { return len(b), nil }
+
+func bytesBy(b []byte, n int) func(yield func([]byte) bool) {
+	return func(yield func([]byte) bool) {
+		for len(b) > 0 {
+			k := min(n, len(b))
+			if !yield(b[:k]) {
+				return
+			}
+			b = b[k:]
+		}
+	}
+}
