@@ -176,8 +176,8 @@ func (k *konnectivityMetrics) dialled(ctx context.Context, seconds float64, err 
 		reason = reasonNoNode
 	case code == tunnel.Gone:
 		reason = reasonLost
-	case code == tunnel.Timeout:
-		reason = reasonTimeout
+	case code == tunnel.Timeout && seconds >= dialTimeout.Seconds():
+		reason = reasonTimeout // we have given up; sooner it is the node's own answer
 	}
 	k.failures.WithLabelValues(reason).Inc()
 }

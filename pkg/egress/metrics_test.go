@@ -1,10 +1,14 @@
 package egress
 
 import (
+	"context"
+	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -71,3 +75,70 @@ func shown(t *testing.T, reg *prometheus.Registry) string {
 	}
 	return all.String()
 }
+
+// Why a dial failed is counted as Konnectivity's server does: what a node answers, whatever
+// it is, is an error response, and a dial that the caller gives up is the caller's doing.
+func TestKonnectivityReasons(t *testing.T) {
+	answers := func(code tunnel.Code) func(context.Context) error {
+		return func(context.Context) error { return tunnel.Refusef(code, "so it is") }
+	}
+	whenDone := func(ctx context.Context) error {
+		<-ctx.Done()
+		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+			return tunnel.Refusef(tunnel.Timeout, "the node did not answer in time")
+		}
+		return tunnel.Refusef(tunnel.Gone, "the caller has gone")
+	}
+	afterItsOwn := func(ctx context.Context) error {
+		time.Sleep(10 * time.Second)
+		return tunnel.Refusef(tunnel.Timeout, "dialling: i/o timeout")
+	}
+	for name, tc := range map[string]struct {
+		dial   func(context.Context) error
+		caller time.Duration // when it cancels; 0: never
+		want   string
+	}{
+		"refused":                            {answers(tunnel.Refused), 0, reasonError},
+		"no node":                            {answers(tunnel.NoSuchNode), 0, reasonNoNode},
+		"the node has gone":                  {answers(tunnel.Gone), 0, reasonLost},
+		"the target does not answer":         {afterItsOwn, 0, reasonError},
+		"the node does not answer":           {whenDone, 0, reasonTimeout},
+		"the caller cancels":                 {whenDone, time.Second, reasonCaller},
+		"it cancels, and the node times out": {afterItsOwn, time.Second, reasonCaller},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := &nodes{reach: map[tunnel.NodeName]Identifiers{}, changed: make(chan struct{})}
+				f, err := New(Config{Identifiers: n, KonnectivityMetrics: true}, dialFunc(tc.dial), n, slog.New(slog.DiscardHandler))
+				if err != nil {
+					t.Fatal(err)
+				}
+				ctx, cancel := context.WithCancel(t.Context())
+				defer cancel()
+				if tc.caller > 0 {
+					time.AfterFunc(tc.caller, cancel)
+				}
+				if _, err := f.dial(ctx, doorGRPC, "10.0.0.1:1", "caller"); err == nil {
+					t.Fatal("the dial has succeeded")
+				}
+				reg := prometheus.NewPedanticRegistry()
+				reg.MustRegister(f.Collector())
+				all := shown(t, reg)
+				for _, reason := range []string{reasonError, reasonNoNode, reasonLost, reasonTimeout, reasonCaller} {
+					n := 0
+					if reason == tc.want {
+						n = 1
+					}
+					if want := fmt.Sprintf("konnectivity_network_proxy_server_dial_failure_count reason=%s %d\n", reason, n); !strings.Contains(all, want) {
+						t.Errorf("there is no %s", want)
+					}
+				}
+			})
+		})
+	}
+}
+
+// dialFunc is a dialer that has no conns to give.
+type dialFunc func(ctx context.Context) error
+
+func (d dialFunc) Dial(ctx context.Context, _ tunnel.Request) (net.Conn, error) { return nil, d(ctx) }
