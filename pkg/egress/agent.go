@@ -57,6 +57,7 @@ type Agent struct {
 	identifiers string
 	log         *slog.Logger
 	grace       time.Duration
+	quiet       time.Duration
 
 	mu   sync.Mutex     // guards the following
 	held map[string]int // streams, by address
@@ -78,7 +79,7 @@ func NewAgent(cfg AgentConfig) (*Agent, error) {
 		cfg.Counters = new(tunnel.Counters)
 	}
 	return &Agent{
-		cfg: cfg, identifiers: query.Encode(), log: cfg.Log.With("module", agentName), grace: tunnel.GracePeriod,
+		cfg: cfg, identifiers: query.Encode(), log: cfg.Log.With("module", agentName), grace: tunnel.GracePeriod, quiet: quietTime,
 		held: make(map[string]int),
 	}, nil
 }
@@ -257,10 +258,12 @@ type agentStream struct {
 	working sync.WaitGroup
 	nextID  int64 // owned by the receiver
 
-	dialMu  sync.Mutex // guards the following
-	dials   map[int64]context.CancelFunc
-	busy    int           // conns, those being dialled included
-	nowIdle chan struct{} // capacity 1: busy has become 0
+	dialMu   sync.Mutex // guards the following
+	dials    map[int64]context.CancelFunc
+	busy     int           // conns, those being dialled included
+	nowIdle  chan struct{} // capacity 1: busy has become 0
+	lastDial time.Time     // when the last dial came
+	stopping bool          // dials are refused
 }
 
 // join opens a stream with whatever server the address leads to now.
@@ -351,23 +354,50 @@ func (s *agentStream) serve(ctx context.Context) error {
 // farewell is how long a server may take to take our last packets.
 const farewell = time.Second
 
-// leave has the server take other agents for new dials, and waits for the conns.
+// quietTime is how long no dial may have come before a stream that drains ends. A server
+// sends dials until it has read our DRAIN, and forgets those that cross with our end: their
+// callers would wait for 30 s.
+const quietTime = time.Second
+
+// leave has the server take other agents for new dials, answers the dials that still come,
+// and waits for the conns.
 func (s *agentStream) leave() {
 	s.send(&packet{typ: packetDrain})
-	for idle := false; !idle; {
-		s.dialMu.Lock()
-		idle = s.busy == 0
-		s.dialMu.Unlock()
-		if idle {
+	s.dialMu.Lock()
+	s.lastDial = time.Now() // as if one had come
+	s.dialMu.Unlock()
+	for stopping := false; !stopping; {
+		busy, quiet := s.activity()
+		left := s.way.agent.quiet - quiet
+		if !busy && left <= 0 {
 			break
+		}
+		var late <-chan time.Time
+		if !busy {
+			late = time.After(left)
 		}
 		select {
 		case <-s.nowIdle:
-		case <-s.way.conns.Done():
-			idle = true // they are being reset
+		case <-late:
+		case <-s.way.conns.Done(): // conns are being reset, and dials cancelled
+			stopping = true
 		case <-s.ended:
 			return
 		}
+	}
+	s.dialMu.Lock()
+	s.stopping = true
+	s.dialMu.Unlock()
+	late := time.After(farewell)
+	for busy, _ := s.activity(); busy; busy, _ = s.activity() {
+		select { // each answer comes before our end
+		case <-s.nowIdle:
+			continue
+		case <-late:
+		case <-s.ended:
+			return
+		}
+		break
 	}
 	// Our end comes behind our last packets, and the server's behind it.
 	s.finish(s.client.CloseSend)
@@ -375,6 +405,13 @@ func (s *agentStream) leave() {
 	case <-s.ended:
 	case <-time.After(farewell):
 	}
+}
+
+// activity reports whether there are conns, and how long no dial has come.
+func (s *agentStream) activity() (busy bool, quiet time.Duration) {
+	s.dialMu.Lock()
+	defer s.dialMu.Unlock()
+	return s.busy > 0, time.Since(s.lastDial)
 }
 
 func (s *agentStream) receiveLoop() {
@@ -425,6 +462,14 @@ func (s *agentStream) dial(p packet, id int64) {
 	}
 	ctx, cancel := context.WithCancel(s.way.conns)
 	s.dialMu.Lock()
+	s.lastDial = time.Now()
+	if s.stopping {
+		s.dialMu.Unlock()
+		cancel()
+		a.cfg.Counters.Refuse(tunnel.Draining)
+		refuse(tunnel.Refusef(tunnel.Draining, "node %s is stopping", a.cfg.Node).Error())
+		return
+	}
 	if s.dials[p.random] != nil {
 		s.dialMu.Unlock()
 		cancel()

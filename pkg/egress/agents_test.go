@@ -145,7 +145,7 @@ func (r *agentsRig) agent(t *testing.T, node tunnel.NodeName, dial tunnel.DialFu
 	if err != nil {
 		t.Fatal(err)
 	}
-	a.grace = time.Second
+	a.grace, a.quiet = time.Second, 100*time.Millisecond
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	go func() { ended <- a.Run(ctx) }()
@@ -864,5 +864,61 @@ func TestAgentLateAnswer(t *testing.T) {
 	s.SendMsg(&packet{typ: packetDialRsp, random: req.random, connID: 5})
 	if err := s.RecvMsg(new(packet)); err == nil {
 		t.Error("an id that is taken does not end the stream")
+	}
+}
+
+// A dial that comes while an edge drains is answered or refused, whatever the edge is doing.
+func TestAgentDrainAnswers(t *testing.T) {
+	for name, hold := range map[string]bool{"until it is quiet": false, "until the grace period is over": true} {
+		t.Run(name, func(t *testing.T) {
+			r := newAgentsRig(t, nil)
+			addr := listen(t, echo)
+			_, stop := r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
+				if q.Addr == "hangs:1" {
+					<-ctx.Done()
+					return nil, tunnel.Refusef(tunnel.Gone, "cancelled")
+				}
+				return new(net.Dialer).DialContext(ctx, q.Network, q.Addr)
+			})
+			l := r.dir.Lookup("n1")
+			if hold {
+				r.dial(t, "n1", addr)
+			}
+			stopped := make(chan struct{})
+			go func() {
+				defer close(stopped)
+				stop()
+			}()
+			eventually(t, "the edge drains", l.Leaving.Load)
+			var dials sync.WaitGroup
+			var lost, answered atomic.Int32
+			dial := func(addr string) {
+				dials.Go(func() {
+					// As a stock server does: the session is used as long as there is no other.
+					c, err := l.Link.Dial(t.Context(), tunnel.Request{Node: "n1", Category: name, Network: "tcp", Addr: addr})
+					switch {
+					case err == nil:
+						answered.Add(1)
+						c.Close()
+					case strings.Contains(err.Error(), "session of node n1 has ended"):
+						lost.Add(1)
+					default:
+						answered.Add(1)
+					}
+				})
+			}
+			for range 20 {
+				dial(addr)
+				if hold {
+					dial("hangs:1")
+				}
+				time.Sleep(2 * time.Millisecond)
+			}
+			dials.Wait()
+			if n := lost.Load(); n != 0 {
+				t.Errorf("%d dials were not answered, %d were", n, answered.Load())
+			}
+			<-stopped
+		})
 	}
 }

@@ -14,6 +14,7 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -417,4 +418,52 @@ func TestStockServer(t *testing.T) {
 			t.Error("the edge does not end")
 		}
 	})
+}
+
+// A dial that a stock server sends to an edge that drains is answered, also while the server
+// has no other agent.
+func TestStockServerDrain(t *testing.T) {
+	at := port(t)
+	o := prepare(t, "", fmt.Sprintf("[mode.edge.konnectivity]\nservers = [%q]\nca = \"ca.crt\"\ncert = \"client.crt\"\nkey = \"client.key\"\n", "tls://127.0.0.1:"+strconv.Itoa(at)))
+	o.startCloud(t)
+	server := o.startServer(t, stock(t, "server"), "grpc", "one", 1, at)
+	back := serving(t, echo)
+	logs := func() string { return o.pair.EdgeLog.String() + server.log.String() }
+	for range 3 {
+		edge, err := o.pair.StartEdge()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(edge.Kill)
+		dial := dialers(t, server.socket)["single use"]
+		until(t, "a dial gets through", logs, func() bool { return works(dial, back) == nil })
+		var dials sync.WaitGroup
+		var hung atomic.Int32
+		for i := range 20 {
+			if i == 10 {
+				edge.Signal(syscall.SIGTERM)
+			}
+			dials.Go(func() {
+				ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+				defer cancel()
+				c, err := dial(ctx, back)
+				if err == nil {
+					c.Close()
+				}
+				if ctx.Err() != nil {
+					hung.Add(1)
+				}
+			})
+			time.Sleep(time.Millisecond)
+		}
+		dials.Wait()
+		if n := hung.Load(); n != 0 {
+			t.Errorf("%d of 20 dials hang", n)
+		}
+		select {
+		case <-edge.Done():
+		case <-time.After(20 * time.Second):
+			t.Error("the edge does not end")
+		}
+	}
 }
