@@ -440,10 +440,11 @@ func TestStockServerDrain(t *testing.T) {
 		var dials sync.WaitGroup
 		var hung atomic.Int32
 		for i := range 20 {
-			if i == 10 {
-				edge.Signal(syscall.SIGTERM)
-			}
 			dials.Go(func() {
+				time.Sleep(time.Duration(i) * 2 * time.Millisecond)
+				if i == 5 {
+					edge.Signal(syscall.SIGTERM)
+				}
 				ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 				defer cancel()
 				c, err := dial(ctx, back)
@@ -454,7 +455,6 @@ func TestStockServerDrain(t *testing.T) {
 					hung.Add(1)
 				}
 			})
-			time.Sleep(time.Millisecond)
 		}
 		dials.Wait()
 		if n := hung.Load(); n != 0 {
