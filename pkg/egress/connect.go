@@ -11,6 +11,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -61,7 +62,7 @@ func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, caller
 	raw.SetDeadline(time.Now().Add(requestTimeout)) //nolint:errcheck // then reading fails at once
 	late := context.AfterFunc(asking, func() { raw.Close() })
 	defer late()
-	c := &connectConn{Conn: raw, apart: newApart()}
+	c := &connectConn{Conn: raw, apart: newApart(), guard: f.guard}
 	if callers != nil {
 		t := tls.Server(raw, callers)
 		if err := t.Handshake(); err != nil {
@@ -96,7 +97,9 @@ func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, caller
 		return
 	}
 	c.apart.answered = time.Now()
+	_, c.noHalfClose = target.(*muxConn)
 	f.splice(conns, doorConnect, addr, c, target)
+	c.awaiting.Wait()
 }
 
 // connectConn is a caller's connection, whose first bytes were read with its request.
@@ -104,6 +107,12 @@ type connectConn struct {
 	net.Conn
 	again []byte // read first; owned by the reader
 	apart apart
+
+	noHalfClose bool   // the target's conn has one end for both directions; set before the splice
+	onStop      func() // likewise
+	awaiting    sync.WaitGroup
+	watched     atomic.Bool // by awaitFIN; a second reader of the socket would wait for the first
+	guard       func(what string, do func() error) error
 }
 
 // errMethod is for every request that is none of ours.
@@ -206,7 +215,41 @@ func (c *connectConn) Read(b []byte) (int, error) {
 	}
 	n, err := c.Conn.Read(b)
 	c.apart.said()
+	if errors.Is(err, io.EOF) {
+		c.awaitFIN()
+	}
 	return n, err
+}
+
+// OnStop has f called when the caller is seen to read no more; see awaitFIN.
+func (c *connectConn) OnStop(f func()) { c.onStop = f }
+
+// awaitFIN is called when the caller has ended its direction. Over TLS a close_notify alone
+// is a half-close, and what the target still says reaches the caller (RFC 8446 section 6.1). A
+// FIN behind it is a close, though TCP does not tell that from a half-close. It counts where the
+// target's conn knows no half-close: the target would wait for the end of an upload.
+func (c *connectConn) awaitFIN() {
+	if _, ok := c.Conn.(*tls.Conn); !ok || !c.noHalfClose || c.onStop == nil {
+		return
+	}
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return
+	}
+	stop := c.onStop
+	c.onStop = nil
+	c.watched.Store(true)
+	c.awaiting.Go(func() { // until a FIN or a reset comes, or the splice has ended and closes the socket
+		ended := false
+		err := raw.Read(func(fd uintptr) bool {
+			var known bool
+			ended, known = hasEnded(fd)
+			return known
+		})
+		if err == nil && ended {
+			c.guard("the conn is not ended early", func() error { stop(); return nil }) //nolint:errcheck // it ends later
+		}
+	})
 }
 
 // Write implements net.Conn.
@@ -266,7 +309,7 @@ func (c *connectConn) SetLinger(sec int) error {
 
 // SyscallConn implements syscall.Conn.
 func (c *connectConn) SyscallConn() (syscall.RawConn, error) {
-	if sc, ok := c.socket().(syscall.Conn); ok {
+	if sc, ok := c.socket().(syscall.Conn); ok && !c.watched.Load() {
 		return sc.SyscallConn()
 	}
 	return nil, errors.ErrUnsupported

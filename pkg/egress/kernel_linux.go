@@ -1,6 +1,17 @@
 package egress
 
-import "golang.org/x/sys/unix"
+import (
+	"errors"
+
+	"golang.org/x/sys/unix"
+)
+
+// hasEnded reports whether a socket has a FIN or a reset next. It is not known while nothing
+// is there.
+func hasEnded(fd uintptr) (ended, known bool) {
+	n, _, err := unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	return n <= 0, !errors.Is(err, unix.EAGAIN)
+}
 
 // boundQueue bounds how many bytes a socket takes that its reader has not.
 func boundQueue(fd uintptr) {

@@ -36,6 +36,12 @@ type overTLS struct {
 
 func newOverTLS(t *testing.T) overTLS {
 	t.Helper()
+	n := &nodes{refuse: map[tunnel.NodeName]error{}, changed: make(chan struct{})}
+	return newOverTLSTo(t, n, n)
+}
+
+func newOverTLSTo(t *testing.T, dialer tunnel.Dialer, n *nodes) overTLS {
+	t.Helper()
 	issue := func(ca *auth.CA, l auth.Leaf) tls.Certificate {
 		cert, key, err := ca.Issue(l)
 		if err != nil {
@@ -63,13 +69,12 @@ func newOverTLS(t *testing.T) overTLS {
 	}{{&o.caller, cas[0]}, {&o.stranger, cas[1]}} {
 		*c.into = &tls.Config{RootCAs: pool, ServerName: "egress", Certificates: []tls.Certificate{issue(c.ca, auth.Leaf{CommonName: "me", Client: true})}}
 	}
-	n := &nodes{refuse: map[tunnel.NodeName]error{}, changed: make(chan struct{})}
 	ports := []string{freePort(t), freePort(t)}
 	o.grpc, o.connect = ports[0], ports[1]
 	door, err := New(Config{
 		GRPC: []string{"tls://" + o.grpc}, HTTPConnect: []string{"tls://" + o.connect}, Identifiers: n, Counters: o.counters, Strangers: 16, StrangersPerAddress: 3,
 		TLS: &tls.Config{Certificates: []tls.Certificate{issue(cas[0], auth.Leaf{DNSNames: []string{"egress"}, Server: true})}, ClientCAs: pool, ClientAuth: tls.RequireAndVerifyClientCert},
-	}, n, n, slog.New(slog.DiscardHandler))
+	}, dialer, n, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
