@@ -70,6 +70,7 @@ func (l Limits) relayed() int { return 4 * l.Conns }
 const (
 	ownMessages, openMessages = 1000, 4
 	ownStreams, openStreams   = 1000, 2
+	ownFrames, openFrames     = 8000, 4 // HTTP/2 frames that carry nothing; a gigabyte takes some 4,000 window updates
 )
 
 // EdgeLimits bound what a cloud may have an edge do. A zero field is the default.

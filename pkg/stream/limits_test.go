@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/tls"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -21,6 +22,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	"tunnel/pkg/auth"
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -701,6 +703,123 @@ func (a *slowAuth) Authenticate(ctx context.Context, c auth.Credential) (auth.Gr
 	}
 }
 
+// framer connects and opens a control stream as edge1, stream 1. The test writes the frames
+// that follow.
+func (r *rig) framer() *http2.Framer {
+	r.t.Helper()
+	c, err := tls.Dial("tcp", r.server.Addr().String(), &tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud", NextProtos: []string{"h2"}})
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.t.Cleanup(func() { c.Close() })
+	c.SetDeadline(time.Now().Add(patience))
+	io.WriteString(c, http2.ClientPreface)
+	f := http2.NewFramer(c, c)
+	f.WriteSettings()
+	var header bytes.Buffer
+	enc := hpack.NewEncoder(&header)
+	for _, h := range [][2]string{
+		{":method", "POST"}, {":scheme", "https"}, {":path", pb.Stream_TunnelStreaming_FullMethodName}, {":authority", "cloud"},
+		{"content-type", "application/grpc"}, {"te", "trailers"}, {"authorization", bearerOf("edge1")},
+	} {
+		enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
+	}
+	f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: header.Bytes(), EndHeaders: true})
+	return f
+}
+
+// An edge that floods its session with frames that carry nothing loses it, with a reason.
+func TestFramesLimit(t *testing.T) {
+	for name, write := range map[string]func(f *http2.Framer) error{
+		"settings":       func(f *http2.Framer) error { return f.WriteSettings() },
+		"priorities":     func(f *http2.Framer) error { return f.WritePriority(1, http2.PriorityParam{Weight: 1}) },
+		"window updates": func(f *http2.Framer) error { return f.WriteWindowUpdate(0, 1) },
+		"resets":         func(f *http2.Framer) error { return f.WriteRSTStream(3, http2.ErrCodeCancel) },
+		"empty data":     func(f *http2.Framer) error { return f.WriteData(1, false, nil) },
+		"unknown frames": func(f *http2.Framer) error { return f.WriteRawFrame(0x77, 0, 0, []byte("x")) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := newRig(t, func(c *ServerConfig) { c.Limits.Opens = 1 })
+			f := r.framer()
+			m, err := proto.Marshal(&pb.StreamMsg{Category: category, Type: typeHello, Data: encode(&pb.Hello{Version: Version})})
+			if err != nil {
+				t.Fatal(err)
+			}
+			f.WriteData(1, false, append(binary.BigEndian.AppendUint32([]byte{0}, uint32(len(m))), m...))
+			r.eventually("it has joined", func() bool { return r.dir.Holds("edge1") })
+			if name == "resets" { // of a stream that was there
+				var header bytes.Buffer
+				hpack.NewEncoder(&header).WriteField(hpack.HeaderField{Name: ":method", Value: "GET"})
+				f.WriteHeaders(http2.HeadersFrameParam{StreamID: 3, BlockFragment: header.Bytes(), EndHeaders: true})
+			}
+			stop := make(chan struct{})
+			defer close(stop)
+			go func() {
+				for write(f) == nil {
+					select {
+					case <-stop:
+						return
+					default:
+					}
+				}
+			}()
+			f.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
+			var told string
+			for told == "" {
+				frame, err := f.ReadFrame()
+				if err != nil {
+					t.Fatalf("the connection ends without a status: %v", err)
+				}
+				if h, ok := frame.(*http2.MetaHeadersFrame); ok && h.StreamID == 1 && h.StreamEnded() {
+					told = fmt.Sprint(h.Fields)
+				}
+			}
+			if !strings.Contains(told, `"grpc-status" = "8"`) || !strings.Contains(told, "limit frames: ") {
+				t.Errorf("the session ends with %s, want limit frames", told)
+			}
+			r.wantLimited(tunnel.LimitFrames, 1)
+			r.eventually("the node is gone", func() bool { return !r.dir.Holds("edge1") })
+		})
+	}
+}
+
+// Frames are found wherever reads are cut.
+func TestMeteredConnCounts(t *testing.T) {
+	var wire bytes.Buffer
+	wire.WriteString(http2.ClientPreface)
+	f := http2.NewFramer(&wire, nil)
+	want := 0
+	for i := range 50 {
+		f.WriteData(1, false, bytes.Repeat([]byte{0, 0, 1, 6}, 1+100*i)) // what looks like a ping
+		f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: []byte("xyz"), EndHeaders: true})
+		f.WritePing(false, [8]byte{})
+		f.WriteSettings()
+		f.WriteSettings(http2.Setting{ID: 1, Val: 2})
+		f.WriteData(1, true, nil)
+		f.WriteContinuation(1, true, []byte("xyz"))
+		f.WriteGoAway(0, 0, []byte("bye"))
+		want += 6
+	}
+	for _, most := range []int{1, 2, 7, 8, 9, 10, 100, 1000, 1 << 20} {
+		got := 0
+		c := newMeteredConn(readConn{Reader: bytes.NewReader(wire.Bytes())}, func(n int) bool { got += n; return false })
+		io.CopyBuffer(io.Discard, onlyReader{c}, make([]byte, most))
+		if got != want {
+			t.Errorf("%d frames are counted in reads of %d bytes, want %d", got, most, want)
+		}
+	}
+}
+
+type readConn struct {
+	net.Conn
+	io.Reader
+}
+
+func (c readConn) Read(b []byte) (int, error) { return c.Reader.Read(b) }
+
+type onlyReader struct{ io.Reader }
+
 // A stranger whose proof is being looked at has the cloud hold little of what it sends,
 // whatever the windows of a session are.
 func TestStrangersBytes(t *testing.T) {
@@ -710,24 +829,7 @@ func TestStrangersBytes(t *testing.T) {
 	before := inUse()
 	data := make([]byte, size)
 	for range strangers {
-		c, err := tls.Dial("tcp", r.server.Addr().String(), &tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud", NextProtos: []string{"h2"}})
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer c.Close()
-		c.SetDeadline(time.Now().Add(patience))
-		io.WriteString(c, http2.ClientPreface)
-		f := http2.NewFramer(c, c)
-		f.WriteSettings()
-		var header bytes.Buffer
-		enc := hpack.NewEncoder(&header)
-		for _, h := range [][2]string{
-			{":method", "POST"}, {":scheme", "https"}, {":path", pb.Stream_TunnelStreaming_FullMethodName}, {":authority", "cloud"},
-			{"content-type", "application/grpc"}, {"te", "trailers"}, {"authorization", bearerOf("edge1")},
-		} {
-			enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
-		}
-		f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: header.Bytes(), EndHeaders: true})
+		f := r.framer()
 		for range window / size {
 			f.WriteData(1, false, data) // the kernel takes what the cloud does not read
 		}

@@ -12,8 +12,8 @@ import (
 // and not its session's: an edge that has lost its session by a flood, and is back at
 // once, goes on where it was.
 type quota struct {
-	queue             tunnel.Queue // of opens
-	messages, streams *bucket
+	queue                     tunnel.Queue // of opens
+	messages, streams, frames *bucket
 
 	sessions int // that count against it; guarded by quotas.mu
 }
@@ -38,10 +38,11 @@ func (q *quotas) take(n tunnel.NodeName) *quota {
 				Name: "node " + string(n), Conns: q.limits.Conns, Dials: q.limits.Dials,
 				Take: newBucket(q.limits.Opens).wait, Counters: q.counters,
 			},
-			messages: newBucket(ownMessages), streams: newBucket(ownStreams),
+			messages: newBucket(ownMessages), streams: newBucket(ownStreams), frames: newBucket(ownFrames),
 		}
 		own.messages.most = openMessages * float64(q.limits.Conns)
 		own.streams.most = openStreams * float64(q.limits.Conns)
+		own.frames.most = openFrames * float64(q.limits.Conns)
 		if q.of == nil {
 			q.of = make(map[tunnel.NodeName]*quota)
 		}
@@ -75,5 +76,6 @@ func (q *quota) enter(ctx context.Context, ended <-chan struct{}, r tunnel.Reque
 	}
 	q.messages.allow(openMessages)
 	q.streams.allow(openStreams)
+	q.frames.allow(openFrames)
 	return nil
 }

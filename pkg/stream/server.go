@@ -164,7 +164,7 @@ func (s *Server) Run(ctx context.Context) error {
 	}
 	serverFor := func(link far) *grpc.Server {
 		opts := append(serverOptions(conns, s.cfg.Limits, link),
-			grpc.Creds(serverCreds{credentials.NewTLS(conf), s.attach}),
+			grpc.Creds(serverCreds{credentials.NewTLS(conf), s.attach, s.frames}),
 			grpc.StreamInterceptor(s.intercept),
 			grpc.UnknownServiceHandler(unknownMethod),
 		)
@@ -359,6 +359,25 @@ func (s *Server) mayOpen(t *transport) error {
 	}
 	cs.Close(err)
 	return err
+}
+
+// frames counts frames of HTTP/2 that carry nothing and have come on t. Too many end the
+// session, and the connection. Before there is a session, few bytes are read at all.
+func (s *Server) frames(t *transport, n int) (tooMany bool) {
+	cs := t.session.Load()
+	if cs == nil || cs.quota == nil {
+		return false
+	}
+	for range n {
+		if !cs.quota.frames.take() {
+			if t.refuse() {
+				s.cfg.Counters.Limited(tunnel.LimitFrames)
+			}
+			cs.Close(limitErrorf(tunnel.LimitFrames, "node %s has sent more than %d HTTP/2 frames without data in a second, and %d for each open", cs.pub.Node, ownFrames, openFrames))
+			return true
+		}
+	}
+	return false
 }
 
 // unknownMethod answers calls of what we do not serve. They are streams as any other.

@@ -43,6 +43,7 @@ func (t *transport) refuse() (first bool) {
 type serverCreds struct {
 	credentials.TransportCredentials
 	attach func(*tls.Conn, *joiningConn) error
+	frames func(t *transport, frames int) bool // has counted frames that carry nothing; true: they are too many
 }
 
 // ServerHandshake implements credentials.TransportCredentials.
@@ -64,12 +65,13 @@ func (c serverCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		}
 		return nil, nil, credentials.ErrConnDispatched
 	}
-	return conn, &transport{TLSInfo: tlsInfo, conn: joining}, nil
+	t := &transport{TLSInfo: tlsInfo, conn: joining}
+	return newMeteredConn(conn, func(frames int) bool { return c.frames(t, frames) }), t, nil
 }
 
 // Clone implements credentials.TransportCredentials.
 func (c serverCreds) Clone() credentials.TransportCredentials {
-	return serverCreds{c.TransportCredentials.Clone(), c.attach}
+	return serverCreds{c.TransportCredentials.Clone(), c.attach, c.frames}
 }
 
 // transportOf returns the connection that a stream arrived on.
@@ -217,7 +219,10 @@ func (c *joiningConn) Close() error {
 	return c.Conn.Close()
 }
 
+// lastWords is how long a status has to leave.
+const lastWords = time.Second
+
 // closeSoon closes the connection after time enough for a last status to leave.
 func (c *joiningConn) closeSoon() {
-	time.AfterFunc(time.Second, func() { c.Close() })
+	time.AfterFunc(lastWords, func() { c.Close() })
 }

@@ -15,6 +15,7 @@ const (
 	LimitMessage                          // bytes of a gRPC message
 	LimitMessages                         // control messages that an edge sends in a second
 	LimitStreams                          // gRPC streams that one connection opens in a second
+	LimitFrames                           // HTTP/2 frames without data that an edge sends in a second
 	LimitOutbox                           // control messages that the other side does not read
 	LimitConns                            // conns of a node at once
 	LimitOpens                            // opens of a node in a second
@@ -41,6 +42,7 @@ var limitNames = [limits]string{
 	LimitMessage:             "message",
 	LimitMessages:            "messages",
 	LimitStreams:             "streams",
+	LimitFrames:              "frames",
 	LimitOutbox:              "outbox",
 	LimitConns:               "conns",
 	LimitOpens:               "opens",

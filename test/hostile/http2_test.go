@@ -48,7 +48,10 @@ func http2Attacks() []attack {
 		{name: "rapid resets of an edge", offend: framed(true, rapidResets), answers: flooded, counter: limited("streams"), holds: 2 * mib},
 		{name: "pings", offend: framed(true, pings), answers: tooMuch, holds: 2 * connection},
 		{name: "pings of a stranger", offend: framed(false, pings), answers: tooMuch, holds: 2 * connection},
-		{name: "settings", offend: framed(true, settings), answers: append(tooMuch, "endured"), holds: 2 * connection},
+		{name: "settings", offend: framed(true, settings), answers: flooded, counter: limited("frames"), holds: 2 * connection},
+		{name: "priorities", offend: framed(true, priorities), answers: flooded, counter: limited("frames"), holds: 2 * connection},
+		{name: "window updates", offend: framed(true, windowUpdates), answers: flooded, counter: limited("frames"), holds: 2 * connection},
+		{name: "resets of nothing", offend: framed(true, resetsOfNothing), answers: flooded, counter: limited("frames"), holds: 2 * connection},
 		{name: "metadata of 1 MB", offend: framed(false, longMetadata), answers: []string{"closed", "RST ENHANCE_YOUR_CALM", "RST FRAME_SIZE_ERROR", "RST PROTOCOL_ERROR", "GOAWAY PROTOCOL_ERROR", "GOAWAY ENHANCE_YOUR_CALM"}, holds: 2 * connection},
 		{name: "metadata without end", offend: framed(true, endlessMetadata), answers: []string{"closed", "GOAWAY PROTOCOL_ERROR", "GOAWAY ENHANCE_YOUR_CALM", "GOAWAY COMPRESSION_ERROR"}, holds: 2 * connection},
 		{name: "a frame of 1 MB", offend: framed(true, longFrame), answers: []string{"closed", "GOAWAY FRAME_SIZE_ERROR"}, holds: 2 * connection},
@@ -304,12 +307,40 @@ func pings(f *framer) error {
 	})
 }
 
-func settings(f *framer) error {
-	return pace(f.ctx, flood, func() error {
+// frames is how many frames without data an attacker sends in a second: some times what it
+// may (8,000, and 4 for each open).
+const frames = 40000
+
+// floods sends frames without data.
+func (f *framer) floods(write func() error) error {
+	return pace(f.ctx, frames, func() error {
 		f.mu.Lock()
 		defer f.mu.Unlock()
+		return write()
+	})
+}
+
+func settings(f *framer) error {
+	return f.floods(func() error {
 		return f.WriteSettings(http2.Setting{ID: http2.SettingInitialWindowSize, Val: f.next % 1000})
 	})
+}
+
+func priorities(f *framer) error {
+	return f.floods(func() error { return f.WritePriority(1, http2.PriorityParam{Weight: 1}) })
+}
+
+func windowUpdates(f *framer) error {
+	return f.floods(func() error { return f.WriteWindowUpdate(0, 1) })
+}
+
+// resetsOfNothing resets a stream that has ended.
+func resetsOfNothing(f *framer) error {
+	id, err := f.headers(connectMethod, "topic", "none")
+	if err != nil {
+		return err
+	}
+	return f.floods(func() error { return f.WriteRSTStream(id, http2.ErrCodeCancel) })
 }
 
 // longMetadata begins a call with 1 MB of metadata.
