@@ -284,8 +284,9 @@ func (w *way) join(ctx context.Context) (_ *agentStream, err error) {
 		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec()), grpc.MaxCallRecvMsgSize(mostServerPacket)),
 		grpc.WithDisableRetry(),
 		grpc.WithMaxHeaderListSize(proxyHeaders),
-		// A stock server hangs up on who asks more often than every 30 s.
-		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 40 * time.Second, Timeout: 10 * time.Second}),
+		// A stock server hangs up on an agent that pings more often than every 30 s. gRPC makes Timeout
+		// TCP's, too (TCP_USER_TIMEOUT): a link may be cut for 10 s.
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 40 * time.Second, Timeout: 15 * time.Second}),
 	)
 	if err != nil {
 		return nil, err

@@ -70,6 +70,10 @@ const (
 	mostReach       = 4 << 10   // bytes of identifiers
 	mostAgentPacket = 256 << 10 // a stock agent's data has 4 KiB, ours 32
 	agentWindow     = 1 << 20
+	// The server pings an agent that has sent nothing for agentPing. A link may be cut for 10 s, and
+	// the answer still comes within agentAnswer; one that is lost is noticed within the 15 s of both.
+	agentPing   = 3 * time.Second
+	agentAnswer = 12 * time.Second
 	// settled is how long a second stream of a node must last before it counts: the stock
 	// agent looks for other replicas in this way, and hangs up when it finds the same.
 	settled = 2 * time.Second
@@ -134,7 +138,7 @@ func (a *Agents) Run(ctx context.Context) error {
 		grpc.WaitForHandlers(true),
 		grpc.StreamInterceptor(guarded(a.log, a.cfg.Counters)),
 		grpc.UnknownServiceHandler(unknownMethod),
-		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 10 * time.Second, Timeout: 5 * time.Second, MaxConnectionIdle: time.Minute}),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: agentPing, Timeout: agentAnswer, MaxConnectionIdle: time.Minute}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
 	)
 	server.RegisterService(&grpc.ServiceDesc{

@@ -2,8 +2,10 @@ package stream
 
 import (
 	"errors"
+	"math"
 	"net"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 )
@@ -30,6 +32,8 @@ type linkSizes struct {
 	// megabytes, and a keystroke would wait behind all of them; what waits with gRPC
 	// instead takes turns, conn by conn.
 	unsent int
+	// firstRate is what a link has after a pause, in bytes a second, if it has not less.
+	firstRate int64
 	// writeBuffer is what grpc-go gathers before a write. It holds the buffer while there
 	// is something to write.
 	writeBuffer int
@@ -39,87 +43,162 @@ type linkSizes struct {
 // one TCP connection have (tcp_rmem and tcp_wmem in tcp(7)).
 func (f far) sizes() linkSizes {
 	if f {
-		return linkSizes{streamWindow: 4 << 20, sessionWindow: 32 << 20, unsent: 8 << 10, writeBuffer: 4 << 10}
+		return linkSizes{streamWindow: 4 << 20, sessionWindow: 32 << 20, unsent: 8 << 10, firstRate: 256 << 10, writeBuffer: 4 << 10}
 	}
-	return linkSizes{streamWindow: 1 << 20, sessionWindow: 16 << 20, unsent: 128 << 10, writeBuffer: 32 << 10}
+	return linkSizes{streamWindow: 1 << 20, sessionWindow: 16 << 20, unsent: 128 << 10, firstRate: 2 << 20, writeBuffer: 32 << 10}
 }
 
-// carrier is a TCP connection that carries a session.
+// carrier is a connection that carries a session, or that is a data connection.
 type carrier struct {
-	*net.TCPConn
-	raw  syscall.RawConn
-	trip time.Duration // from where it is far
-	far  far           // owned by Write, once it is in use
+	net.Conn
+	tcp   *net.TCPConn    // the same; nil in tests with a network of their own
+	raw   syscall.RawConn // of tcp
+	trip  time.Duration   // from where it is far
+	far   far             // owned by Write, once it is in use
+	since time.Time
+	heard atomic.Int64 // when bytes last came: nanoseconds after since
+
+	// Of the connection that carries a session.
+	turns  turns
+	narrow atomic.Bool // see narrowRate
 
 	// Owned by Write, which TLS calls one at a time.
-	asked  time.Time
-	isThin bool
+	isAlone bool
+	asked   time.Time
+	wrote   int // bytes since then
+	isThin  bool
+	unsent  int // what the kernel was told
 }
 
-// carry readies a new TCP connection to carry a session; one of another kind is left as it
-// is. trip is from where it is far, by the round trip of TCP's own handshake.
-func carry(c net.Conn, trip time.Duration) (net.Conn, far) {
+// carry readies a new connection to carry a session. trip is from where it is far, by the round
+// trip of TCP's own handshake.
+func carry(c net.Conn, trip time.Duration) (*carrier, far) {
+	all := &carrier{Conn: c, trip: trip, since: time.Now()}
 	tcp, ok := c.(*net.TCPConn)
 	if !ok {
-		return c, false
+		return all, false
 	}
 	raw, err := tcp.SyscallConn()
 	if err != nil {
-		return c, false
+		return all, false
 	}
-	all := &carrier{TCPConn: tcp, raw: raw, trip: trip}
+	all.tcp, all.raw = tcp, raw
 	raw.Control(func(fd uintptr) { //nolint:errcheck // then c is closed, and gRPC will see that
 		if path, ok := pathOf(fd); ok {
 			all.far = far(path.trip >= trip)
 		}
-		all.boundUnsent(fd)
+		all.boundUnsent(fd, all.far.sizes().unsent)
+		boundBackoff(fd, sessionBackoff)
 	})
 	return all, all.far
 }
 
+// What was sent while a link was cut is sent again, at intervals that the kernel doubles up to two
+// minutes: a link that is back after 10 s would not be tried before some 13 s, or 20 s. So the
+// intervals are bounded. Linux before 6.15 cannot do that.
+const (
+	sessionBackoff = time.Second
+	// dataBackoff is longer, since it is also the interval in which the kernel asks whether a
+	// stalled reader takes more.
+	dataBackoff = 3 * time.Second
+)
+
 // alone readies the connection to carry nothing but one conn at a time, which waits for no
 // other. It comes before its first conn.
 func (c *carrier) alone() {
-	c.far = false
-	c.raw.Control(c.boundUnsent) //nolint:errcheck // it fails when c is closed
+	c.far, c.isAlone = false, true
+	if c.tcp == nil {
+		return
+	}
+	c.raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when c is closed
+		c.boundUnsent(fd, c.far.sizes().unsent)
+		boundBackoff(fd, dataBackoff)
+	})
 }
 
 // boundUnsent tells the kernel how much it may take.
-func (c *carrier) boundUnsent(fd uintptr) { boundUnsent(fd, c.far.sizes().unsent) }
+func (c *carrier) boundUnsent(fd uintptr, n int) {
+	if n != c.unsent {
+		c.unsent = n
+		boundUnsent(fd, n)
+	}
+}
+
+// Read implements net.Conn.
+func (c *carrier) Read(b []byte) (int, error) {
+	n, err := c.Conn.Read(b)
+	if n > 0 {
+		c.heard.Store(int64(time.Since(c.since)))
+	}
+	return n, err
+}
+
+// silence returns for how long nothing has come.
+func (c *carrier) silence() time.Duration { return time.Since(c.since) - time.Duration(c.heard.Load()) }
 
 // Write implements net.Conn. The kernel fills its last packet, of up to 64 KiB, whatever it
 // has been told to hold: over a thin link that is half a second. So a thin one gets nothing
 // while it has enough.
 func (c *carrier) Write(b []byte) (int, error) {
-	if bool(c.far) && c.thin() {
+	if c.tcp == nil || c.isAlone {
+		return c.Conn.Write(b)
+	}
+	c.turns.busy.Store(true)
+	defer c.turns.busy.Store(false)
+	if c.thin() {
 		// poll(2) also has the kernel tell when there is room again, as a write in vain would.
 		if err := c.raw.Write(hasRoom); err != nil {
 			return 0, err
 		}
 	}
-	return c.TCPConn.Write(b)
+	c.wrote += len(b)
+	return c.Conn.Write(b)
 }
 
 const (
 	// thinRate is below what a link is thin, in bytes a second.
 	thinRate = 2 << 20
+	// narrowRate is below what a link is so narrow that no data connections are opened, in bytes
+	// a second. TCP gives each as much as the session's own, which would be left too little for
+	// a new conn to be open in time.
+	narrowRate = 32 << 10
+	// leastUnsent is what the kernel of a thin link may hold that it cannot send yet; unsentTime
+	// is how long the link may take for that.
+	leastUnsent = 2 << 10
+	unsentTime  = 64 * time.Millisecond
+	// growth is how much faster than in the last interval a link may be.
+	growth = 2
 	// rateInterval is how often its rate is asked for.
 	rateInterval = 100 * time.Millisecond
 )
 
-// thin reports whether the link carries little, or is asked to.
+// thin reports whether the link carries little, or is asked to. It has the turns, and the kernel,
+// follow the link's rate.
 func (c *carrier) thin() bool {
 	if now := time.Now(); now.Sub(c.asked) >= rateInterval {
-		c.asked = now
+		wrote := int64(float64(c.wrote) / now.Sub(c.asked).Seconds())
+		c.asked, c.wrote = now, 0
 		c.raw.Control(func(fd uintptr) { //nolint:errcheck // then c is closed, and Write says so
 			path, ok := pathOf(fd)
-			if ok && path.leastTrip < c.trip {
-				// A busy machine has made the handshake slow.
-				c.far, c.isThin = false, false
-				c.boundUnsent(fd)
+			if !ok {
 				return
 			}
-			c.isThin = ok && path.rate > 0 && path.rate < thinRate
+			if path.leastTrip < c.trip {
+				c.far = false // a busy machine has made the handshake slow
+			}
+			rate := int64(min(path.rate, math.MaxInt64)) //nolint:gosec // bounded
+			c.isThin = rate > 0 && rate < thinRate
+			// The kernel's rate may be of long ago, and the link may have become thin since. So
+			// the turns' rate grows with what the link has taken.
+			c.turns.rate.Store(min(rate, max(c.far.sizes().firstRate, growth*wrote)))
+			if path.unsent >= c.unsent/2 { // else the rate is what was asked of it
+				c.narrow.Store(rate > 0 && rate < narrowRate)
+			}
+			unsent := c.far.sizes().unsent
+			if c.isThin {
+				unsent = int(min(max(leastUnsent, rate*int64(unsentTime)/int64(time.Second)), int64(far(true).sizes().unsent)))
+			}
+			c.boundUnsent(fd, unsent)
 		})
 	}
 	return c.isThin

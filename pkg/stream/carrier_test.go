@@ -91,14 +91,14 @@ func TestCarry(t *testing.T) {
 	if isFar {
 		t.Error("a link of less than an hour is far")
 	}
-	wantUnsent(t, c.(*carrier), far(false).sizes().unsent)
+	wantUnsent(t, c, far(false).sizes().unsent)
 
 	raw, _ = tcpPair(t)
 	c, isFar = carry(raw, 1)
 	if !isFar {
 		t.Error("a link of more than a nanosecond is near")
 	}
-	seemed := c.(*carrier)
+	seemed := c
 	wantUnsent(t, seemed, far(true).sizes().unsent)
 	seemed.trip, seemed.isThin = time.Hour, true
 	if _, err := seemed.Write([]byte("x")); err != nil {
@@ -114,8 +114,7 @@ func TestCarry(t *testing.T) {
 // arrives whole.
 func TestCarrierWrite(t *testing.T) {
 	raw, peer := tcpPair(t)
-	conn, _ := carry(raw, 1)
-	c := conn.(*carrier)
+	c, _ := carry(raw, 1)
 	c.asked, c.isThin = time.Now().Add(time.Hour), true
 
 	// Nobody reads: in the end a write waits, though the kernel's buffer has room.
@@ -130,7 +129,7 @@ func TestCarrierWrite(t *testing.T) {
 	written := make(chan error, 1)
 	go func() {
 		_, err := c.Write(blob(1 << 20)) // waits until there is room again
-		c.CloseWrite()
+		raw.CloseWrite()
 		written <- err
 	}()
 	got, err := io.Copy(io.Discard, peer)

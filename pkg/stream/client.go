@@ -312,7 +312,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	if err != nil {
 		return nil, err
 	}
-	cc, remote, hangUp, err := connect(ctx, c.cfg.Address, conf, c.cfg.Software, c.cfg.Dial, c.cfg.farTrip)
+	cc, own, hangUp, err := connect(ctx, c.cfg.Address, conf, c.cfg.Software, c.cfg.Dial, c.cfg.farTrip)
 	if err != nil {
 		return nil, err
 	}
@@ -323,11 +323,10 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 		hangUp()
 		return nil, err
 	}
-	s, err := c.join(ctx, sctx, cc, credential)
+	s, err := c.join(ctx, sctx, cc, own, credential)
 	if err != nil {
 		return fail(err)
 	}
-	s.remote = remote
 	if r := c.cfg.replica; r != nil {
 		if err = r.started(s); err != nil {
 			s.abandon(err)

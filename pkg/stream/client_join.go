@@ -31,28 +31,20 @@ type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error
 // replica, while the session lives on the first. hangUp closes both; gRPC by itself
 // closes only a connection that it has asked for, which it does at the first call. trip is
 // from where the cloud is far.
-func connect(ctx context.Context, address string, conf *tls.Config, software string, dialer dialFunc, trip time.Duration) (cc *grpc.ClientConn, remote string, hangUp func(), err error) {
+func connect(ctx context.Context, address string, conf *tls.Config, software string, dialer dialFunc, trip time.Duration) (cc *grpc.ClientConn, own *carrier, hangUp func(), err error) {
 	dctx, cancel := context.WithTimeout(ctx, joinTimeout)
 	defer cancel()
 	raw, err := dialCloud(dctx, dialer, address)
 	if err != nil {
-		return nil, "", nil, err
+		return nil, nil, nil, err
 	}
-	remote = raw.RemoteAddr().String()
+	own, isFar := carry(raw, trip)
 	var once sync.Once
 	dial := func(context.Context, string) (conn net.Conn, err error) {
 		err = errors.New("the session's connection is gone")
-		once.Do(func() { conn, err = raw, nil })
+		once.Do(func() { conn, err = own, nil })
 		return conn, err
 	}
-	// grpc-go does this by itself, but does not look behind what carry returns.
-	if tcp, ok := raw.(*net.TCPConn); ok {
-		if err = setUserTimeout(tcp, keepaliveTimeout); err != nil {
-			raw.Close()
-			return nil, "", nil, fmt.Errorf("dialing the cloud: %w", err)
-		}
-	}
-	raw, isFar := carry(raw, trip)
 	opts := append(dialOptions(isFar),
 		grpc.WithContextDialer(dial),
 		grpc.WithTransportCredentials(credentials.NewTLS(conf)),
@@ -61,9 +53,9 @@ func connect(ctx context.Context, address string, conf *tls.Config, software str
 	cc, err = grpc.NewClient("passthrough:///"+address, opts...)
 	if err != nil {
 		raw.Close()
-		return nil, "", nil, err
+		return nil, nil, nil, err
 	}
-	return cc, remote, func() {
+	return cc, own, func() {
 		cc.Close()
 		raw.Close()
 	}, nil
@@ -83,7 +75,7 @@ func dialCloud(ctx context.Context, dialer dialFunc, address string) (net.Conn, 
 
 // join opens the control stream and exchanges hellos, before ctx is done and within
 // the join timeout. The stream lives until sctx is done.
-func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential credentials.PerRPCCredentials) (*edgeSession, error) {
+func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, own *carrier, credential credentials.PerRPCCredentials) (*edgeSession, error) {
 	sctx, abandon := context.WithCancelCause(sctx)
 	late := time.AfterFunc(joinTimeout, func() { abandon(errJoinTimeout) })
 	stopped := context.AfterFunc(ctx, func() { abandon(context.Canceled) })
@@ -107,7 +99,7 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, credential
 	s := &edgeSession{client: client, certificates: pb.NewCertificatesClient(cc), abandon: abandon, owner: c, ctx: sctx}
 	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s}
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
-	s.stream, s.unknown, s.hangUp = stream, s.nobody, stream.CloseSend
+	s.stream, s.unknown, s.hangUp, s.own, s.remote = stream, s.nobody, stream.CloseSend, own, own.RemoteAddr().String()
 	s.init()
 	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have(), Reach: c.cfg.Reach, Connections: uint32(c.cfg.Connections - 1), Capabilities: capabilities()} //nolint:gosec // a few
 	if r := c.cfg.replica; r != nil {

@@ -68,26 +68,47 @@ var errCloudStops = errors.New("the cloud is stopping")
 
 var errStopping = errors.New("this edge is stopping")
 
-// beat sends heartbeats until the session ends.
+// beat sends heartbeats until the session ends: every heartbeatInterval, and when nothing has come
+// for heartbeatSilence. One at a time waits for its echo.
 func (s *edgeSession) beat() {
-	ticker := time.NewTicker(heartbeatInterval)
-	defer ticker.Stop()
+	tend := time.Now() // when data connections are looked at next
+	timer := time.NewTimer(0)
+	defer timer.Stop()
 	for {
-		s.mu.Lock()
-		late := !s.beatSent.IsZero()
-		s.beatSent = time.Now()
-		s.mu.Unlock()
-		if late {
-			s.Close(fmt.Errorf("the cloud has not answered a heartbeat for %s", heartbeatInterval))
-			return
-		}
-		s.dropLost()
-		s.post(message(typeHeartbeat, "", &pb.Heartbeat{Sent: time.Now().UnixNano(), RoundTrip: s.pub.RTT.Load()}))
 		select {
-		case <-ticker.C:
+		case <-timer.C:
 		case <-s.done:
 			return
 		}
+		now := time.Now()
+		s.mu.Lock()
+		if !s.beatSent.IsZero() && now.Sub(s.beatSent) >= stuckAfter {
+			s.mu.Unlock()
+			s.Close(fmt.Errorf("the cloud has not answered a heartbeat for %s", stuckAfter))
+			return
+		}
+		due := !tend.After(now)
+		silent := s.silenceLocked()
+		beats := s.beatSent.IsZero() && (due || silent >= heartbeatSilence)
+		if beats {
+			s.beatSent = now
+		}
+		s.mu.Unlock()
+		if due {
+			tend = now.Add(heartbeatInterval)
+			s.dropLost()
+			if s.own.narrow.Load() {
+				s.dropIdle()
+			}
+		}
+		if beats {
+			s.post(message(typeHeartbeat, "", &pb.Heartbeat{Sent: now.UnixNano(), RoundTrip: s.pub.RTT.Load()}))
+		}
+		next := heartbeatSilence - silent
+		if next <= 0 {
+			next = heartbeatSilence
+		}
+		timer.Reset(min(next, tend.Sub(now)))
 	}
 }
 
@@ -252,7 +273,7 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	}
 	gone := make(chan struct{})
 	c := newConn(connConfig{
-		stream: way.stream, isEdge: true, ordered: s.ordered, blocks: s.blocks, counters: s.counters, log: s.log,
+		stream: way.stream, turns: way.turns, isEdge: true, ordered: s.ordered, blocks: s.blocks, counters: s.counters, log: s.log,
 		local: addr(s.pub.Node), remote: addr(r.Caller),
 		ended: func(err error) {
 			if err != nil {

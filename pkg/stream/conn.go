@@ -109,6 +109,7 @@ const receiveQueue = 1
 
 type connConfig struct {
 	stream        messageStream
+	turns         *turns // of the session's connection, if the stream is on it
 	isEdge        bool
 	ordered       bool
 	blocks        *blocks
@@ -134,6 +135,7 @@ func newConn(cfg connConfig) *conn {
 	}
 	c.by, _ = cfg.stream.(*ride)
 	c.flow.init(cfg.blocks)
+	c.flow.turns = cfg.turns
 	return c
 }
 
@@ -334,6 +336,7 @@ func (c *conn) end(err error) {
 	c.goroutines++ // as if this were one: gone comes after ended
 	c.mu.Unlock()
 
+	c.flow.leave()
 	c.ended(err)
 	if err != nil {
 		c.counters.Resets.Add(1)

@@ -2,6 +2,7 @@ package stream
 
 import (
 	"io"
+	"math"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -49,7 +50,7 @@ func (c *conn) queue(p []byte) (n int, err error) {
 	if c.tail == nil {
 		c.tail = c.blocks.get()
 	}
-	n = copy(payload(c.tail)[c.tailLen:], p)
+	n = copy(payload(c.tail)[c.tailLen:max(c.tailLen, c.flow.turns.chunk())], p)
 	c.tailLen += n
 	c.startSenderLocked()
 	return n, nil
@@ -79,22 +80,36 @@ func (c *conn) sendLoop() {
 			if !c.flow.wait(c.over) {
 				return
 			}
-			sent, err := c.sendOnce()
+			c.mu.Lock()
+			n := c.tailLen
+			c.mu.Unlock()
+			sent, err := c.sendOnce(c.flow.turn(n, c.over))
 			if err != nil {
 				// The receiver is told why the stream has ended.
 				return
 			}
 			if !sent {
+				c.flow.turns.settle(&c.flow) // a ReadFrom has sent the tail
 				break
 			}
 		}
 	}
 }
 
-func (c *conn) sendOnce() (sent bool, err error) {
+// sendOnce is sendPending, with so many bytes of the tail at most; 0: all.
+func (c *conn) sendOnce(most int) (sent bool, err error) {
 	c.sendMu.Lock()
 	defer c.sendMu.Unlock() // whatever happens, a ReadFrom may wait for it
-	return c.sendPending()
+	c.mu.Lock()
+	if most == 0 || most >= c.tailLen {
+		c.mu.Unlock()
+		return c.sendPending()
+	}
+	part := c.blocks.get()
+	copy(payload(part), payload(c.tail)[:most])
+	c.tailLen = copy(payload(c.tail), payload(c.tail)[most:c.tailLen])
+	c.mu.Unlock()
+	return true, c.send(&outgoing{block: part, n: most})
 }
 
 // sendPending sends the tail and the ends of directions that are due. Caller holds
@@ -174,11 +189,11 @@ func (c *conn) ReadFrom(src io.Reader) (n int64, err error) {
 			return n, c.opError("write", c.writeError())
 		}
 		block := c.blocks.get()
-		m, rerr := src.Read(payload(block))
+		m, rerr := src.Read(payload(block)[:c.flow.turns.chunk()])
 		if m == 0 {
 			c.blocks.put(block)
 		} else {
-			if err := c.sendBlock(block, m); err != nil {
+			if err := c.sendInTurns(block, m); err != nil {
 				return n, c.opError("write", err)
 			}
 			n += int64(m)
@@ -247,16 +262,45 @@ func (p *pace) gathers(n int, heard *atomic.Bool) bool {
 }
 
 // WriteSlice sends the payload of a chunk that another conn has received, uncopied. It
-// takes data over.
+// takes data over. On a thin link it is too much for one chunk.
 func (c *conn) WriteSlice(data mem.BufferSlice) error {
+	if data.Len() > c.flow.turns.chunk() {
+		r := data.Reader()
+		data.Free()     // r has it
+		defer r.Close() //nolint:errcheck // it never fails
+		_, err := c.ReadFrom(r)
+		return err
+	}
 	if !c.flow.wait(c.writeDone) {
 		data.Free()
 		return c.opError("write", c.writeError())
 	}
+	c.flow.turn(data.Len(), c.writeDone)
 	if err := c.sendBehind(&outgoing{block: c.blocks.get(), n: data.Len(), forwarded: data}); err != nil {
 		return c.opError("write", err)
 	}
 	return nil
+}
+
+// sendInTurns sends a block when it is its turn: in parts, when the link has become thin since it
+// was read.
+func (c *conn) sendInTurns(block *[]byte, n int) error {
+	turn := c.flow.turn(n, c.writeDone)
+	if turn == n {
+		return c.sendBlock(block, n)
+	}
+	defer c.blocks.put(block)
+	for rest := payload(block)[:n]; ; {
+		part := c.blocks.get()
+		rest = rest[copy(payload(part), rest[:turn]):]
+		if err := c.sendBlock(part, turn); err != nil || len(rest) == 0 {
+			return err
+		}
+		if !c.flow.wait(c.writeDone) {
+			return c.writeError()
+		}
+		turn = c.flow.turn(len(rest), c.writeDone)
+	}
 }
 
 // sendBlock sends a block behind everything that Write has queued.
@@ -304,6 +348,11 @@ type flow struct {
 	blocks   *blocks
 	inFlight atomic.Int32
 	room     chan struct{} // one token: a block came back
+
+	turns  *turns       // of the session's connection; nil: the conn has one for itself
+	places atomic.Int32 // chunks that are counted in turns.held; changed by its owner
+	round  int          // of turns, in which places are; guarded by turns.mu
+	had    int64        // what turns.now is to others; guarded by turns.mu
 }
 
 var _ mem.BufferPool = (*flow)(nil)
@@ -322,10 +371,25 @@ func (f *flow) Get(int) *[]byte { return f.blocks.get() }
 func (f *flow) Put(block *[]byte) {
 	f.blocks.put(block)
 	f.inFlight.Add(-1)
+	f.turns.settle(f)
 	select {
 	case f.room <- struct{}{}:
 	default:
 	}
+}
+
+// turn waits until some of n bytes may be sent, or done is closed. It returns how many.
+func (f *flow) turn(n int, done <-chan struct{}) int {
+	if f.turns == nil {
+		return n
+	}
+	return f.turns.wait(f, n, done)
+}
+
+// leave gives up the places of a conn that has ended: gRPC may throw its chunks away.
+func (f *flow) leave() {
+	f.inFlight.Store(math.MinInt32 / 2)
+	f.turns.settle(f)
 }
 
 // wait returns true when another chunk may be sent, and false when done is closed.

@@ -66,9 +66,8 @@ const (
 	// stopTimeout is how long a write may take once the other end has said that it reads no more:
 	// what comes nevertheless it throws away.
 	stopTimeout = 10 * time.Second
-	// lostAfter is how long bytes may be on their way and nothing come back before a data
-	// connection counts as lost; the session's own notices such a thing as late.
-	lostAfter = keepaliveEdge + keepaliveTimeout
+	// answerTime is how long the other end's kernel may take to acknowledge an open.
+	answerTime = 5 * time.Second
 )
 
 // dataConn is one end of a data connection.
@@ -87,8 +86,9 @@ type dataConn struct {
 	rest   int // bytes of the last frame that have not come: who waited was interrupted
 
 	// Guarded by session.mu.
-	since  time.Time   // when it was last used
-	saying *time.Timer // calls sayEnd
+	since   time.Time   // when it was last used
+	saying  *time.Timer // calls sayEnd
+	unheard time.Time   // since when lost has seen that something is sent again; zero: nothing is
 
 	owesEnd bool // the cloud has not said that the last conn has ended; owned by who has d, or by session.mu while it waits
 }
@@ -97,7 +97,7 @@ func newDataConn(c, raw net.Conn, b *blocks) *dataConn {
 	d := &dataConn{Conn: c, raw: raw, blocks: b, since: time.Now()}
 	switch r := raw.(type) {
 	case *carrier:
-		d.tcp = r.TCPConn
+		d.tcp = r.tcp
 	case *net.TCPConn:
 		d.tcp = r
 	}
@@ -106,7 +106,7 @@ func newDataConn(c, raw net.Conn, b *blocks) *dataConn {
 
 // rests has the kernel notice soon that the connection is lost, while nothing is under way but
 // an open: the other end acknowledges that at once.
-func (d *dataConn) rests() { d.userTimeout(keepaliveTimeout) }
+func (d *dataConn) rests() { d.userTimeout(answerTime) }
 
 // works undoes rests for a conn: a reader that is stalled lets its peer wait for any time,
 // and the kernel's timeout does not tell it from a link that is cut (tcp(7)).
@@ -134,7 +134,8 @@ func (d *dataConn) interrupt() { d.raw.SetReadDeadline(time.Unix(1, 0)) } //noli
 func (d *dataConn) resume() { d.raw.SetReadDeadline(time.Time{}) } //nolint:errcheck // likewise
 
 // lost reports whether the kernel has ended the connection, or has sent something again and
-// again for long and nothing has come back. A peer that does not read answers all the same.
+// again for lostAfter and nothing has come back. A peer that does not read answers all the same.
+// It is asked every heartbeatInterval; the caller holds session.mu.
 func (d *dataConn) lost() (is bool) {
 	if d.tcp == nil {
 		return false
@@ -143,8 +144,21 @@ func (d *dataConn) lost() (is bool) {
 	if err != nil {
 		return false
 	}
-	raw.Control(func(fd uintptr) { is = lost(fd) }) //nolint:errcheck // it fails when d is closed
+	raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when d is closed
+		acks, ok := acksOf(fd)
+		is = ok && d.isLost(acks, time.Now())
+	})
 	return is
+}
+
+func (d *dataConn) isLost(a acks, now time.Time) bool {
+	switch heard := now.Add(-a.last); {
+	case !a.missing:
+		d.unheard = time.Time{}
+	case d.unheard.IsZero(), heard.After(d.unheard):
+		d.unheard = now // that the last answer is long ago says nothing of a conn that was idle
+	}
+	return a.ended || a.missing && now.Sub(d.unheard) >= lostAfter
 }
 
 // send sends a frame that is no chunk.
@@ -383,12 +397,16 @@ func (s *session) hold(d *dataConn) bool {
 // drop undoes hold and ends the connection.
 func (s *session) drop(d *dataConn) {
 	s.mu.Lock()
+	s.dropLocked(d)
+	s.mu.Unlock()
+	d.abort()
+}
+
+func (s *session) dropLocked(d *dataConn) {
 	if _, held := s.data[d]; held {
 		delete(s.data, d)
 		s.counters.DataConnections.Add(-1)
 	}
-	s.mu.Unlock()
-	d.abort()
 }
 
 // dropLost ends the data connections whose other end cannot be reached, and their conns.

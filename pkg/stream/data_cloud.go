@@ -55,10 +55,12 @@ func (a *asked) take(ticket string) *cloudSession {
 	return s
 }
 
-// askForMore asks the edge for a data connection, unless there are as many as there may be.
+// askForMore asks the edge for a data connection, unless there are as many as there may be. It
+// begins with one, and has no more on their way than there are: over a thin link a handshake takes
+// as long as many opens, which would wait for it.
 func (s *cloudSession) askForMore() {
 	s.mu.Lock()
-	more := s.err == nil && !s.toldDrain.Load() && len(s.data)+s.asking < s.mostDataLocked()
+	more := s.err == nil && !s.toldDrain.Load() && s.asking <= len(s.data) && len(s.data)+s.asking < s.mostDataLocked()
 	if more {
 		s.asking++
 	}
@@ -79,7 +81,11 @@ func (s *cloudSession) askForMore() {
 // mostDataLocked is how many data connections may carry conns now: half of what the edge opens,
 // and more where conns come and go, since each takes a while to end. Those that stay, as logs
 // that are followed do, cost fewer bytes where they share packets.
+// None are used over a narrow link.
 func (s *cloudSession) mostDataLocked() int {
+	if s.own.narrow.Load() {
+		return 0
+	}
 	return min(s.connections, (s.connections+1)/2+s.shortConns.count())
 }
 

@@ -36,7 +36,7 @@ func (s *edgeSession) moreConnections(m *tunnel.Message) error {
 	// The cloud keeps to our limit. Here it is twice that: one that has ended there may still
 	// be ending here.
 	most := 2 * (s.owner.cfg.Connections - 1)
-	more := s.err == nil && !s.leaving && len(s.data)+s.opening < most && !time.Now().Before(s.noMoreUntil)
+	more := s.err == nil && !s.leaving && !s.own.narrow.Load() && len(s.data)+s.opening < most && !time.Now().Before(s.noMoreUntil)
 	if more {
 		s.opening++
 	}
@@ -118,7 +118,9 @@ func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, er
 	if err != nil {
 		return nil, err
 	}
-	raw, _ = carry(raw, never)
+	carrier, _ := carry(raw, never)
+	carrier.alone()
+	raw = carrier
 	stop := context.AfterFunc(ctx, func() { raw.Close() })
 	defer stop()
 	c := tls.Client(raw, conf)
@@ -177,7 +179,7 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		}
 		by := &ride{dataConn: d, isEdge: true, topic: m.Topic, settle: said}
 		if !s.came(m.Topic, by) {
-			return fmt.Errorf("topic %s is in use", text(m.Topic))
+			return fmt.Errorf("topic %s is in use, or the connection is not", text(m.Topic))
 		}
 		err = s.handle(s.ctx, m)
 		said()
@@ -212,11 +214,28 @@ func (s *edgeSession) came(topic string, by *ride) bool {
 	if s.by == nil {
 		s.by = make(map[string]*ride)
 	}
-	if s.by[topic] != nil {
+	if _, held := s.data[by.dataConn]; !held || s.by[topic] != nil {
 		return false
 	}
 	s.by[topic] = by
 	return true
+}
+
+// dropIdle ends the data connections that carry nothing. An open on its way to one is sent again
+// on the control stream.
+func (s *edgeSession) dropIdle() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	busy := make(map[*dataConn]bool)
+	for _, by := range s.by {
+		busy[by.dataConn] = true
+	}
+	for d := range s.data {
+		if !busy[d] {
+			s.dropLocked(d)
+			d.abort()
+		}
+	}
 }
 
 // rideOf returns the data connection by which an open has come, nil if it came by the control
@@ -230,6 +249,7 @@ func (s *edgeSession) rideOf(topic string) *ride {
 // wayBack is how an open that led to a target is answered: what its conn is made of.
 type wayBack struct {
 	stream messageStream
+	turns  *turns // nil: by a data connection
 	reset  func()
 }
 
@@ -243,14 +263,14 @@ func (s *edgeSession) answer(ctx context.Context, name string) (wayBack, error) 
 			end()
 			return wayBack{}, err
 		}
-		return wayBack{stream, end}, nil
+		return wayBack{stream, &s.own.turns, end}, nil
 	}
 	by.opened = true
 	if err := by.send(frameOpened, nil); err != nil {
 		by.over.Store(true)
 		return wayBack{}, err
 	}
-	return wayBack{by, func() {
+	return wayBack{by, nil, func() {
 		by.over.Store(true)
 		s.post(message(typeCancel, name, nil)) // for a cloud that does not read
 		by.abort()

@@ -249,7 +249,7 @@ func TestDataConnectionCut(t *testing.T) {
 			d := cs.spares[0]
 			cs.mu.Unlock()
 			if silent {
-				d.raw.(*carrier).CloseWrite() // whatever is sent from now on fails
+				d.raw.(*carrier).tcp.CloseWrite() // whatever is sent from now on fails
 			} else {
 				es := e.client.Session().Link.(*edgeSession)
 				r.eventually("the edge has it, too", func() bool { return es.dataConns() == cs.dataConns() })
@@ -689,7 +689,7 @@ func TestSlowTargetAfterTheEnd(t *testing.T) {
 	}
 	c2.Close()
 	far2.Close()
-	time.Sleep(keepaliveTimeout + time.Second) // longer than any timeout of TCP here
+	time.Sleep(answerTime + time.Second) // longer than any timeout of TCP here
 	if got := readAll(t, far); !bytes.Equal(got, want) {
 		t.Errorf("%d of %d bytes arrived", len(got), len(want))
 	}
@@ -820,7 +820,7 @@ func TestDataConnectionTimeouts(t *testing.T) {
 		}
 		return ms
 	}
-	if got := timeout(); got != int(keepaliveTimeout.Milliseconds()) {
+	if got := timeout(); got != int(answerTime.Milliseconds()) {
 		t.Errorf("while it waits the user timeout is %d ms", got)
 	}
 	c, far := r.pair("edge1")
@@ -831,22 +831,36 @@ func TestDataConnectionTimeouts(t *testing.T) {
 	io.Copy(io.Discard, c)
 	c.Close()
 	r.eventually("it waits again", func() bool { return timeout() > 0 })
-	for _, lost := range []struct {
-		info unix.TCPInfo
-		is   bool
+}
+
+// A data connection is lost when its kernel has sent something again and again for long, and
+// nothing has come back. That it was idle before says nothing.
+func TestDataConnectionIsLost(t *testing.T) {
+	again := unix.TCPInfo{Unacked: 1, Retransmits: 3, Last_ack_recv: 60_000}
+	probed := unix.TCPInfo{Probes: 2, Last_ack_recv: 60_000}
+	answered := unix.TCPInfo{Unacked: 1, Retransmits: 3, Last_ack_recv: 1000}
+	for name, c := range map[string]struct {
+		looks []unix.TCPInfo // every heartbeatInterval
+		is    bool           // after the last
 	}{
-		{unix.TCPInfo{}, false},
-		{unix.TCPInfo{Last_ack_recv: 60_000}, false},             // idle, or its peer does not read
-		{unix.TCPInfo{Unacked: 1, Last_ack_recv: 60_000}, false}, // sent just now
-		{unix.TCPInfo{Unacked: 1, Retransmits: 3, Last_ack_recv: 1000}, false},
-		{unix.TCPInfo{Probes: 1, Last_ack_recv: 60_000}, false}, // sent just now
-		{unix.TCPInfo{Probes: 2, Last_ack_recv: 1000}, false},
-		{unix.TCPInfo{Unacked: 1, Retransmits: 3, Last_ack_recv: 60_000}, true},
-		{unix.TCPInfo{Probes: 2, Last_ack_recv: 60_000}, true},
-		{unix.TCPInfo{State: unix.BPF_TCP_CLOSE}, true},
+		"idle, or its peer does not read":  {[]unix.TCPInfo{{}, {}, {Last_ack_recv: 60_000}}, false},
+		"sent just now":                    {[]unix.TCPInfo{{}, {}, {Unacked: 1, Last_ack_recv: 60_000}}, false},
+		"sent again for the first time":    {[]unix.TCPInfo{{}, {}, again}, false},
+		"sent again for ten seconds":       {[]unix.TCPInfo{{}, again, again}, false},
+		"sent again for twenty":            {[]unix.TCPInfo{again, again, again}, true},
+		"acknowledged in between":          {[]unix.TCPInfo{again, {}, again}, false},
+		"acknowledged, and lost once more": {[]unix.TCPInfo{again, again, answered}, false},
+		"probed just now":                  {[]unix.TCPInfo{{}, {}, {Probes: 1, Last_ack_recv: 60_000}}, false},
+		"probed for twenty seconds":        {[]unix.TCPInfo{probed, probed, probed}, true},
+		"ended by the kernel":              {[]unix.TCPInfo{{State: unix.BPF_TCP_CLOSE}}, true},
 	} {
-		if got := isLost(&lost.info); got != lost.is {
-			t.Errorf("%+v is lost: %v", lost.info, got)
+		d, now, is := &dataConn{}, time.Now(), false
+		for _, info := range c.looks {
+			is = d.isLost(acksIn(&info), now)
+			now = now.Add(heartbeatInterval)
+		}
+		if is != c.is {
+			t.Errorf("%s: is lost: %v", name, is)
 		}
 	}
 }

@@ -132,6 +132,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.log = s.log.With("node", node, "session", id)
 	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
 	cs.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
+	cs.own = t.conn.Conn.(*carrier) //nolint:forcetypeassert // joinListener has no others
 	cs.stream, cs.maxConns = stream, int64(s.cfg.Limits.Conns)
 	cs.denials = &s.denials
 	cs.asked, cs.connections = &s.asked, int(min(MaxConnections-1, hello.GetConnections()))

@@ -219,7 +219,7 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 	since := time.Now()
 	var c *conn
 	c = newConn(connConfig{
-		stream: stream, ordered: s.ordered, blocks: s.blocks, counters: s.counters, log: s.log,
+		stream: stream, turns: &s.own.turns, ordered: s.ordered, blocks: s.blocks, counters: s.counters, log: s.log,
 		local: "cloud", remote: addr(s.pub.Node),
 		ended: func(err error) {
 			if err != nil && c.mustCancel() {

@@ -3,10 +3,12 @@ package stream
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
@@ -25,6 +27,7 @@ type session struct {
 	counters *tunnel.Counters
 	blocks   *blocks
 	stream   controlStream
+	own      *carrier // the session's own connection
 	maxConns int64
 	ordered  bool                        // the peer has capabilityAbort
 	budget   *bucket                     // of messages that the peer sends; nil: it may send as many as it likes
@@ -44,6 +47,7 @@ type session struct {
 	topics   map[string]topic // what lives inside the session; nil when it has ended
 	lastGone chan struct{}    // closed when the last topic goes; nil unless somebody waits
 	data     map[*dataConn]struct{}
+	silent   *time.Timer // calls listen
 }
 
 // topic is what a topic stands for: an open request that waits for its answer, or a
@@ -85,6 +89,9 @@ func (s *session) Close(reason error) {
 	close(s.done)
 	topics, data := s.topics, s.data
 	s.topics, s.data = nil, nil
+	if s.silent != nil {
+		s.silent.Stop()
+	}
 	s.mu.Unlock()
 	for _, t := range topics {
 		t.abort()
@@ -314,6 +321,11 @@ func (s *session) guarded(f func()) func() {
 // start starts the loops. They end with the session; on the cloud not before the handler
 // has returned, which frees them (wg waits).
 func (s *session) start(ctx context.Context) {
+	s.mu.Lock()
+	if s.err == nil {
+		s.silent = time.AfterFunc(lostAfter, s.listen)
+	}
+	s.mu.Unlock()
 	for _, loop := range []func() error{
 		s.sendLoop,
 		func() error { return s.receiveLoop(ctx) },
@@ -325,6 +337,34 @@ func (s *session) start(ctx context.Context) {
 		})
 	}
 }
+
+// listen ends the session when nothing has come from the peer for lostAfter, by any of its
+// connections: what comes proves that the peer is there, however late an answer is. Pings have it
+// send something.
+func (s *session) listen() {
+	s.mu.Lock()
+	silence := s.silenceLocked()
+	if silence < lostAfter && s.err == nil {
+		s.silent.Reset(lostAfter - silence)
+	}
+	s.mu.Unlock()
+	if silence >= lostAfter {
+		s.Close(errSilent)
+	}
+}
+
+// silenceLocked returns for how long nothing has come. The caller holds mu.
+func (s *session) silenceLocked() time.Duration {
+	silence := s.own.silence()
+	for d := range s.data {
+		if c, ok := d.raw.(*carrier); ok {
+			silence = min(silence, c.silence())
+		}
+	}
+	return silence
+}
+
+var errSilent = fmt.Errorf("nothing has come from the other side for %s", lostAfter)
 
 // drain tells the peer that this side is about to stop, unless it has been told, and
 // returns when the last conn has ended, the session has, or ctx is done.

@@ -11,6 +11,7 @@ import (
 type pathInfo struct {
 	trip, leastTrip time.Duration // round trips: smoothed, and the shortest
 	rate            uint64        // bytes a second that have arrived of late; 0: not known
+	unsent          int           // bytes that the kernel holds and cannot send yet
 }
 
 // pathOf asks the kernel (TCP_INFO). ok is false if it does not tell.
@@ -23,6 +24,7 @@ func pathOf(fd uintptr) (p pathInfo, ok bool) {
 		trip:      time.Duration(info.Rtt) * time.Microsecond,
 		leastTrip: time.Duration(info.Min_rtt) * time.Microsecond,
 		rate:      info.Delivery_rate,
+		unsent:    int(info.Notsent_bytes),
 	}, true
 }
 
@@ -43,18 +45,32 @@ func userTimeout(fd uintptr, d time.Duration) error {
 	return unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(d.Milliseconds()))
 }
 
-// lost reports whether the kernel has ended the connection, or gets no answer to what it
-// sends again and again.
-func lost(fd uintptr) bool {
-	info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
-	return err == nil && isLost(info)
+// boundBackoff bounds the intervals at which the kernel sends again (TCP_RTO_MAX_MS).
+func boundBackoff(fd uintptr, d time.Duration) {
+	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, int(d.Milliseconds())) //nolint:errcheck // an older kernel
 }
 
-func isLost(info *unix.TCPInfo) bool {
-	if info.State == unix.BPF_TCP_CLOSE {
-		return true
+// acks is what the kernel knows of the other end's answers.
+type acks struct {
+	ended   bool          // the kernel has ended the connection
+	missing bool          // the kernel sends again what has no answer
+	last    time.Duration // since the last answer
+}
+
+// acksOf asks the kernel (TCP_INFO).
+func acksOf(fd uintptr) (a acks, ok bool) {
+	info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
+	if err != nil {
+		return acks{}, false
 	}
-	// An answer sets either back to none. Probes are those of keepalive, or of a closed window.
-	unanswered := info.Unacked > 0 && info.Retransmits > 0 || info.Probes > 1
-	return unanswered && time.Duration(info.Last_ack_recv)*time.Millisecond > lostAfter
+	return acksIn(info), true
+}
+
+func acksIn(info *unix.TCPInfo) acks {
+	return acks{
+		ended: info.State == unix.BPF_TCP_CLOSE,
+		// An answer sets either back to none. Probes are those of keepalive, or of a closed window.
+		missing: info.Unacked > 0 && info.Retransmits > 0 || info.Probes > 1,
+		last:    time.Duration(info.Last_ack_recv) * time.Millisecond,
+	}
 }

@@ -10,6 +10,7 @@ import "time"
 type pathInfo struct {
 	trip, leastTrip time.Duration
 	rate            uint64
+	unsent          int
 }
 
 func pathOf(uintptr) (pathInfo, bool) { return pathInfo{}, false }
@@ -20,4 +21,11 @@ func hasRoom(uintptr) bool { return true }
 
 func userTimeout(uintptr, time.Duration) error { return nil }
 
-func lost(uintptr) bool { return false }
+func boundBackoff(uintptr, time.Duration) {}
+
+type acks struct {
+	ended, missing bool
+	last           time.Duration
+}
+
+func acksOf(uintptr) (acks, bool) { return acks{}, false }

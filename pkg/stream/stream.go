@@ -116,14 +116,23 @@ const (
 	// another one has taken over: the other replicas have to hear of that one first. It is
 	// shorter than leaveFirst.
 	overlap = time.Second
-	// heartbeatInterval is how often an edge measures the round trip.
+	// heartbeatInterval is how often an edge measures the round trip, at least.
 	heartbeatInterval = 10 * time.Second
-	// A peer that does not answer a ping is noticed within the sum of the two. The
-	// cloud asks more often than an edge may (grpc-go's clients ask every 10 s at
-	// most): kubectl has to hear of a lost edge within 15 s, after two attempts.
-	keepaliveCloud   = 5 * time.Second
+	// stuckAfter is how long the cloud may take to answer a heartbeat while other bytes come.
+	// Over the thinnest link it takes some seconds.
+	stuckAfter = time.Minute
+	// lostAfter is how long nothing may come from the other side: then the session ends.
+	lostAfter = 15 * time.Second
+	// The cloud pings when nothing has come for keepaliveCloud, so that a link may be cut for
+	// 10 s and the answer still comes within lostAfter. An edge cannot ping as often, since
+	// grpc-go's clients do so after 10 s at least. It sends a heartbeat when nothing has come for
+	// heartbeatSilence: a cloud that receives a bulk transfer has no reason to ping.
+	keepaliveCloud   = 3 * time.Second
 	keepaliveEdge    = 10 * time.Second
-	keepaliveTimeout = 5 * time.Second
+	heartbeatSilence = keepaliveCloud + 500*time.Millisecond
+	// keepaliveTotal is how long nothing may come by the session's own connection, while data
+	// connections bring something.
+	keepaliveTotal = 2 * lostAfter
 	// keepaliveMinTime is what a server tolerates; grpc's default of 5 minutes would
 	// answer our own clients with too_many_pings.
 	keepaliveMinTime = 5 * time.Second
@@ -165,7 +174,7 @@ func serverOptions(maxConns int, l Limits, link far) []grpc.ServerOption {
 		grpc.ReadBufferSize(readBuffer),
 		grpc.WriteBufferSize(link.sizes().writeBuffer),
 		grpc.WaitForHandlers(true),
-		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveCloud, Timeout: keepaliveTimeout}),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveCloud, Timeout: keepaliveTotal - keepaliveCloud}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinTime, PermitWithoutStream: true}),
 	}
 }
@@ -189,7 +198,7 @@ func dialOptions(link far) []grpc.DialOption {
 		grpc.WithDisableServiceConfig(), // nor may DNS configure us
 		grpc.WithIdleTimeout(0),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{
-			Time: keepaliveEdge, Timeout: keepaliveTimeout, PermitWithoutStream: true,
+			Time: keepaliveEdge, Timeout: keepaliveTotal - keepaliveEdge, PermitWithoutStream: true,
 		}),
 	}
 }

@@ -49,7 +49,7 @@ func TestHalfOpenPathIsNoticed(t *testing.T) {
 		}
 
 		r.net.dead.Store(true)
-		const noticed = keepaliveEdge + keepaliveTimeout + time.Second
+		const noticed = lostAfter + time.Second
 		reset := make(chan error, 2)
 		go func() {
 			_, err := c.Read(make([]byte, 1))
@@ -395,6 +395,22 @@ func TestHeartbeat(t *testing.T) {
 	})
 }
 
+// A session lives while something comes from the other side, however late its heartbeats are
+// answered: over a slow link they wait behind everything else.
+func TestLateHeartbeats(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		e := r.join("edge1", direct)
+		first := e.client.Session()
+		r.net.delay.Store(int64(5200 * time.Millisecond)) // of every write, so that an answer takes more than 10 s
+		time.Sleep(10 * time.Minute)
+		r.net.delay.Store(0)
+		time.Sleep(heartbeatInterval)
+		if e.client.Session() != first || r.counters.Sessions.Load() != 1 {
+			t.Errorf("there have been %d sessions:\n%s", r.counters.Sessions.Load(), r.log.lines("session ended"))
+		}
+	})
+}
+
 // A cloud that answers pings but no heartbeat is stuck: the edge looks for another.
 func TestCloudThatAnswersNoHeartbeat(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
@@ -406,7 +422,7 @@ func TestCloudThatAnswersNoHeartbeat(t *testing.T) {
 		s.mu.Unlock()
 		es := first.Link.(*edgeSession)
 		es.mu.Lock()
-		es.beatSent = time.Now() // as if this one had been lost
+		es.beatSent = time.Now().Add(-stuckAfter) // as if this one had been lost
 		es.mu.Unlock()
 		within(t, heartbeatInterval+time.Second, "the session ends", func() bool { return isClosed(es.done) })
 		if err := es.reason(); err == nil || !strings.Contains(err.Error(), "heartbeat") {

@@ -35,6 +35,12 @@ const (
 	door    = "echo"
 )
 
+// Services behind the edge besides the echo.
+const (
+	source = "source" // sends for ever, and reads nothing
+	sink   = "sink"   // reads for ever, and says nothing
+)
+
 var (
 	good = rig.Quality{Delay: 5 * time.Millisecond}
 	// bad is 300 ms ± 100 ms there and back, and a tenth of the packets lost each way.
@@ -49,10 +55,16 @@ type far struct {
 	replica     *rig.Replica
 	member      *rig.Member
 	door        string
+
+	mu   sync.Mutex      // guards the following
+	sunk []*atomic.Int64 // bytes that each conn to the sink has brought
 }
 
 // newFar starts both and waits for the session.
-func newFar(t *testing.T) *far {
+func newFar(t *testing.T) *far { return newFarOver(t, good) }
+
+// newFarOver is newFar with a link of that quality.
+func newFarOver(t *testing.T, q rig.Quality) *far {
 	t.Helper()
 	if _, err := exec.LookPath("ip"); err != nil {
 		t.Skipf("networks are made with ip(8), of iproute2: %v", err)
@@ -71,7 +83,7 @@ func newFar(t *testing.T) *far {
 		networks[i] = n
 	}
 	f.cloud, f.edge = networks[0], networks[1]
-	link, err := rig.NewLink(networks, [2]netip.Prefix{netip.MustParsePrefix(cloudIP + "/24"), netip.MustParsePrefix(edgeIP + "/24")}, 1280, good)
+	link, err := rig.NewLink(networks, [2]netip.Prefix{netip.MustParsePrefix(cloudIP + "/24"), netip.MustParsePrefix(edgeIP + "/24")}, 1280, q)
 	if errors.Is(err, os.ErrNotExist) {
 		t.Skip("this kernel has no /dev/net/tun")
 	}
@@ -92,7 +104,9 @@ func newFar(t *testing.T) *far {
 	}
 	fleet, err := rig.NewFleet(rig.FleetConfig{
 		Binary: binary, Dir: dir, CA: ca, Hosts: []rig.Host{{IP: cloudIP, Network: f.cloud}},
-		Nodes: []string{"edge1"}, Doors: map[string]string{door: "edge1/" + f.echo()},
+		Nodes: []string{"edge1"}, Doors: map[string]string{
+			door: "edge1/" + f.echo(), source: "edge1/" + f.service(sendForEver), sink: "edge1/" + f.service(f.readForEver),
+		},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -128,6 +142,34 @@ func (f *far) start(m *rig.Member) {
 
 // echo is a service behind the edge that sends back what it gets.
 func (f *far) echo() string {
+	return f.service(func(c net.Conn) {
+		io.Copy(c, c)
+		c.(*net.TCPConn).CloseWrite()
+	})
+}
+
+func sendForEver(c net.Conn) { rig.SendNoise(c, 0, 1<<30) }
+
+// readForEver counts what comes.
+func (f *far) readForEver(c net.Conn) {
+	n := new(atomic.Int64)
+	f.mu.Lock()
+	f.sunk = append(f.sunk, n)
+	f.mu.Unlock()
+	io.Copy(counted{n}, c)
+}
+
+// counted counts what is written to it.
+type counted struct{ n *atomic.Int64 }
+
+func (c counted) Write(p []byte) (int, error) {
+	c.n.Add(int64(len(p)))
+	return len(p), nil
+}
+
+// service has serve called with each connection to a port behind the edge, and returns its
+// address.
+func (f *far) service(serve func(net.Conn)) string {
 	f.t.Helper()
 	var ln net.Listener
 	err := f.edge.Do(func() (err error) {
@@ -137,6 +179,7 @@ func (f *far) echo() string {
 	if err != nil {
 		f.t.Fatal(err)
 	}
+	ctx, stop := context.WithCancel(context.Background())
 	var serving sync.WaitGroup
 	serving.Go(func() {
 		for {
@@ -145,13 +188,14 @@ func (f *far) echo() string {
 				return
 			}
 			serving.Go(func() {
+				defer context.AfterFunc(ctx, func() { c.Close() })()
 				defer c.Close()
-				io.Copy(c, c)
-				c.(*net.TCPConn).CloseWrite()
+				serve(c)
 			})
 		}
 	})
 	f.t.Cleanup(func() {
+		stop()
 		ln.Close()
 		serving.Wait()
 	})

@@ -1,0 +1,181 @@
+package stream
+
+import (
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// turns shares a session's connection among the conns that have streams on it, while the link
+// is slower than they are.
+//
+// gRPC sends round robin what its streams have queued, up to 16 KiB of each in a round, and the
+// control stream is one of them: behind a hundred bulk transfers over 1 Mbit/s it would wait for
+// 15 s. So gRPC gets few and small chunks at a time, and further ones wait here. A control
+// message never waits here.
+//
+// A conn goes first that has less than a chunk to send, and has sent less than one since the
+// others had their last turn: a request, or a keystroke.
+type turns struct {
+	rate atomic.Int64 // of the link, in bytes a second; 0: unknown, and nobody waits. The carrier sets it
+	busy atomic.Bool  // the connection takes nothing now. The carrier sets it
+
+	mu    sync.Mutex // guards the following, and flow.round
+	held  int        // chunks that gRPC has and has not written
+	round int        // of forgiving: chunks of earlier rounds are not in held
+	now   int64      // how many bytes a conn has had that always has more to send
+	fresh []*turn    // waiting conns that go first
+	rest  []*turn    // other waiting conns
+	ahead int        // turns of fresh ones in a row
+	moved bool       // a chunk was written since stalled last looked
+	timer *time.Timer
+}
+
+// turn is n bytes that wait.
+type turn struct {
+	flow    *flow
+	n       int           // then, how many of them may be sent
+	granted chan struct{} // closed when they may
+}
+
+const (
+	// sharedRate is from what rate nobody waits, in bytes a second.
+	sharedRate = 16 << 20
+	// leastChunk bounds the overhead: a chunk has some 50 bytes of it.
+	leastChunk = 1 << 10
+	// chunkTime is how long the link may take for a chunk.
+	chunkTime = 16 * time.Millisecond
+	// heldTime is how long the link may take for all that gRPC has.
+	heldTime = 4 * chunkTime
+	// fewest and most are how many chunks gRPC has, whatever the link's rate is.
+	fewest, most = 2, 32
+	// freshInRow is how many fresh conns may go before one of the others.
+	freshInRow = 3
+	// stallTime is how long gRPC may have chunks and write none, although the connection would
+	// take them: then their streams' windows are closed.
+	stallTime = 200 * time.Millisecond
+)
+
+// chunk returns how many bytes a chunk should have at most.
+func (t *turns) chunk() int {
+	if t == nil {
+		return maxPayload
+	}
+	rate := t.rate.Load()
+	if rate == 0 || rate >= sharedRate {
+		return maxPayload
+	}
+	return int(min(max(leastChunk, rate*int64(chunkTime)/int64(time.Second)), maxPayload))
+}
+
+// isFreeLocked reports whether another chunk may go to gRPC.
+func (t *turns) isFreeLocked() bool {
+	rate := t.rate.Load()
+	return rate == 0 || rate >= sharedRate ||
+		t.held < int(min(max(fewest, rate*int64(heldTime)/int64(time.Second)/int64(t.chunk())), most))
+}
+
+// wait returns when some of n bytes may be sent, and how many; all of them when done is closed.
+func (t *turns) wait(f *flow, n int, done <-chan struct{}) int {
+	if rate := t.rate.Load(); n == 0 || rate == 0 || rate >= sharedRate {
+		return n
+	}
+	t.mu.Lock()
+	if len(t.fresh)+len(t.rest) == 0 && t.isFreeLocked() {
+		n = t.grantLocked(f, n, false)
+		t.mu.Unlock()
+		return n
+	}
+	w := &turn{flow: f, n: n, granted: make(chan struct{})}
+	if n < t.chunk() && f.had+int64(n) <= t.now+int64(t.chunk()) {
+		t.fresh = append(t.fresh, w)
+	} else {
+		t.rest = append(t.rest, w)
+	}
+	if t.timer == nil {
+		t.moved = true
+		t.timer = time.AfterFunc(stallTime, t.stalled)
+	}
+	t.mu.Unlock()
+	select {
+	case <-w.granted:
+		return w.n
+	case <-done:
+	}
+	t.mu.Lock()
+	is := func(other *turn) bool { return other == w }
+	t.fresh, t.rest = slices.DeleteFunc(t.fresh, is), slices.DeleteFunc(t.rest, is)
+	t.mu.Unlock()
+	t.settle(f)
+	return n
+}
+
+// grantLocked counts a chunk of n bytes for f, or of as many as a chunk may have now.
+func (t *turns) grantLocked(f *flow, n int, fresh bool) int {
+	n = min(n, t.chunk())
+	f.had = max(f.had, t.now)
+	if !fresh {
+		t.now = f.had
+	}
+	f.had += int64(n)
+	if f.round != t.round {
+		f.round = t.round
+		f.places.Store(0)
+	}
+	f.places.Add(1)
+	t.held++
+	return n
+}
+
+// serveLocked lets those go who may.
+func (t *turns) serveLocked() {
+	for len(t.fresh)+len(t.rest) > 0 && t.isFreeLocked() {
+		from, fresh := &t.rest, false
+		if len(t.fresh) > 0 && (len(t.rest) == 0 || t.ahead < freshInRow) {
+			from, fresh = &t.fresh, true
+			t.ahead++
+		} else {
+			t.ahead = 0
+		}
+		w := (*from)[0]
+		*from = slices.Delete(*from, 0, 1)
+		w.n = t.grantLocked(w.flow, w.n, fresh)
+		close(w.granted)
+	}
+}
+
+// settle gives back the places of f for which gRPC has no chunk any more.
+func (t *turns) settle(f *flow) {
+	if t == nil || f.places.Load() == 0 {
+		return
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if f.round != t.round {
+		f.places.Store(0)
+	}
+	if back := f.places.Load() - max(0, f.inFlight.Load()); back > 0 {
+		f.places.Add(-back)
+		t.held -= int(back)
+		t.moved = true
+		t.serveLocked()
+	}
+}
+
+// stalled looks whether gRPC has chunks that it cannot write. They hold up nobody.
+func (t *turns) stalled() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.fresh)+len(t.rest) == 0 {
+		t.timer = nil
+		return
+	}
+	if !t.moved && !t.busy.Load() {
+		t.round++
+		t.held = 0
+		t.serveLocked()
+	}
+	t.moved = false
+	t.timer.Reset(stallTime)
+}
