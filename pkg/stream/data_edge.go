@@ -9,7 +9,9 @@ import (
 	"math/rand/v2"
 	"time"
 
+	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -260,6 +262,11 @@ func (s *edgeSession) answer(ctx context.Context, name string) (wayBack, error) 
 		sctx, end := context.WithCancel(ctx)
 		stream, err := s.client.Connect(metadata.AppendToOutgoingContext(sctx, topicKey, name))
 		if err != nil {
+			if status.Code(err) == codes.Unavailable {
+				// After 805 million streams HTTP/2 has no ids for more, while those that there are
+				// go on. A new session has.
+				s.Close(fmt.Errorf("the session's connection takes no more streams: %w", err))
+			}
 			end()
 			return wayBack{}, err
 		}

@@ -13,11 +13,14 @@ import (
 	"testing/synctest"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/auth"
 	"tunnel/pkg/listen"
+	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
 
@@ -408,6 +411,35 @@ func TestLateHeartbeats(t *testing.T) {
 		if e.client.Session() != first || r.counters.Sessions.Load() != 1 {
 			t.Errorf("there have been %d sessions:\n%s", r.counters.Sessions.Load(), r.log.lines("session ended"))
 		}
+	})
+}
+
+// A session whose connection takes no more streams, since HTTP/2 has no ids left, makes room for
+// one whose connection does.
+func TestNoMoreStreams(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		near, far := net.Pipe()
+		defer near.Close()
+		e := r.join("edge1", func(context.Context, tunnel.Request) (net.Conn, error) { return far, nil })
+		first := e.client.Session()
+		// gRPC then asks for another connection, and does not get it: see connect.
+		gone, err := grpc.NewClient("passthrough:///cloud", grpc.WithTransportCredentials(insecure.NewCredentials()),
+			grpc.WithContextDialer(func(context.Context, string) (net.Conn, error) {
+				return nil, errors.New("the session's connection is gone")
+			}))
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer gone.Close()
+		first.Link.(*edgeSession).client = pb.NewStreamClient(gone)
+		if _, err := r.dial("edge1", "target:1"); err == nil {
+			t.Fatal("a conn is open without a stream")
+		}
+		within(t, backoffMax, "a new session takes its place", func() bool {
+			s := e.client.Session()
+			return s != nil && s != first && r.dir.Holds("edge1")
+		})
+		r.mustDial("edge1", "target:1")
 	})
 }
 
