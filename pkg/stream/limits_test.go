@@ -182,13 +182,15 @@ func TestDialsLimit(t *testing.T) {
 			}
 			return nil, tunnel.Refusef(tunnel.Refused, "nothing listens")
 		})
-		ctx, cancel := context.WithCancel(t.Context())
+		var giveUp []func()
 		var waiting sync.WaitGroup
 		dial := func(ctx context.Context, addr string) error {
 			_, err := r.dir.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: addr})
 			return err
 		}
 		for _, addr := range []string{"a:1", "b:1", "c:1"} {
+			ctx, cancel := context.WithCancel(t.Context())
+			giveUp = append(giveUp, cancel)
 			waiting.Go(func() {
 				if err := dial(ctx, addr); tunnel.CodeOf(err) != tunnel.Gone {
 					t.Errorf("an open that was given up: %v", err)
@@ -209,13 +211,14 @@ func TestDialsLimit(t *testing.T) {
 			t.Errorf("%d opens wait, want 2", n)
 		}
 		time.Sleep(time.Second)
-		cancel()
-		waiting.Wait()
-		for _, want := range []string{"d:1", "e:1"} {
+		for i, want := range []string{"d:1", "e:1"} { // each takes the place of one that is given up
+			giveUp[i]()
 			if addr := <-asked; addr != want {
 				t.Errorf("the next one is %s, want %s", addr, want)
 			}
 		}
+		giveUp[2]()
+		waiting.Wait()
 		close(answer)
 		others.Wait()
 		r.wantLimited(tunnel.LimitDials, 0)

@@ -76,7 +76,7 @@ func TestSpliceTimeoutAfterHalfClose(t *testing.T) {
 	giveUpSoon(t, a)
 	done := splice(t, t.Context(), a, b)
 	client.CloseWrite()
-	if _, err := server.Read(make([]byte, 1)); err != io.EOF {
+	if _, err := server.Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
 		t.Fatalf("the server reads %v behind the half-close", err)
 	}
 	// Enough that the kernel holds what the client does not take, and no write waits.

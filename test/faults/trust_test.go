@@ -162,14 +162,15 @@ func abandon(t *testing.T, door string) error {
 	return err
 }
 
-// TestHangingTarget dials a target that never answers, and meanwhile others.
+// TestHangingTarget dials a target that never answers, and meanwhile others. Two dials try such
+// a target (docs/limits.md); the conns behind them wait, and end when it stays silent.
 func TestHangingTarget(t *testing.T) {
 	t.Parallel()
 	p := newPair(t)
 	p.start()
 	base := p.baseline()
 
-	const hanging = 20
+	const hanging, tries = 20, 2
 	ended := make(chan error, hanging)
 	started := time.Now()
 	for range hanging {
@@ -189,7 +190,7 @@ func TestHangingTarget(t *testing.T) {
 	}
 	eventually(t, atOnce, "the edge dials the target that hangs", func() error {
 		n, err := metric(p.EdgeHealth(), "tunnel_conns")
-		if err == nil && n < hanging {
+		if err == nil && n < tries {
 			err = fmt.Errorf("%v conns", n)
 		}
 		return err

@@ -55,7 +55,7 @@ func TestHostileAgent(t *testing.T) {
 	for _, r := range f.Replicas {
 		eventually(t, "the replicas have joined each other", func() error {
 			if text, err := page(r.Health() + "/readyz?verbose"); err != nil || !strings.Contains(text, "1 others joined, 1 have joined here") {
-				return fmt.Errorf("%v: %s", err, text)
+				return fmt.Errorf("%w: %s", err, text)
 			}
 			return nil
 		})
@@ -106,7 +106,7 @@ func joinAsAgent(t *testing.T, port int, token auth.Secret, identifiers string) 
 		{"content-type", "application/grpc"}, {"te", "trailers"},
 		{"agentid", "evil"}, {"authorization", "Bearer " + token.Reveal()}, {"agentidentifiers", identifiers},
 	} {
-		enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]}) //nolint:errcheck // into memory
+		enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
 	}
 	err = errors.Join(f.WriteSettings(), f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: head.Bytes(), EndHeaders: true}))
 	if err != nil {

@@ -50,13 +50,12 @@ func TestLinkReturns(t *testing.T) {
 	expect("before")
 	n.ip(n.outside, "link set veth0 down")
 	n.ip(n.inside, "neigh flush dev veth0")
-	back := time.AfterFunc(8*time.Second, func() {
-		if err := n.outside.IP("link set veth0 up"); err != nil {
-			t.Error(err)
-		}
-	})
-	defer back.Stop()
+	back := make(chan error, 1)
+	time.AfterFunc(8*time.Second, func() { back <- n.outside.IP("link set veth0 up") })
 	expect("meanwhile")
+	if err := <-back; err != nil {
+		t.Fatal(err)
+	}
 	select {
 	case err := <-done:
 		t.Errorf("Splice has ended: %v", err)
