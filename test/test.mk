@@ -9,7 +9,7 @@ faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 replicas: ## kill, replace and cut off replicas of the cloud, each a process (20 seconds)
 	go test -count=1 -timeout 5m -v ./test/replicas
 
-vanish: iproute2 ## callers' and targets' machines that vanish in every state, by every way: no cut-off stream ends cleanly (root; five minutes)
+vanish: iproute2 ## callers' and targets' machines that vanish in every state, by every way: no cut-off stream ends cleanly (root; three minutes)
 	TUNNEL_VANISH=1 go test -count=1 -timeout 20m -v ./test/vanish
 
 interop: ## Konnectivity's own programs, from the Go module proxy, against ours; its faults, on both (three minutes)

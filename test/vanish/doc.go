@@ -2,7 +2,7 @@
 // one. A caller's machine, or a target's, vanishes in the middle of a conn: its link goes
 // down, and the kernel at the other end gets neither a FIN nor a reset from it.
 //
-//	make vanish   every state by every way, at least 200 streams (seven minutes)
+//	make vanish   every state by every way, at least 200 streams (three minutes)
 //
 // Without TUNNEL_VANISH=1 two conns of each state vanish once (half a minute).
 //
