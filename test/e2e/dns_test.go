@@ -26,9 +26,12 @@ const (
 	noField    = "nofield"          // a Node without that label
 )
 
-// refused are the names that may join and may not appear: no Nodes, and two of the control plane.
+// reserved is a name that may not even join.
+const reserved = "kubernetes.default.svc"
+
+// refused are the names that may join and may not appear: no Node, and two of the control plane.
 func refused() []string {
-	return []string{"kubernetes.default.svc", "metrics-server", "control1", "master1"}
+	return []string{"metrics-server", "control1", "master1"}
 }
 
 func fieldNode(i int) string { return fmt.Sprintf("field%d", i) }
@@ -36,7 +39,7 @@ func fieldNode(i int) string { return fmt.Sprintf("field%d", i) }
 // dnsWorks asserts how names come and go, with two clouds at once, and with everything that Kubernetes and others do to the
 // ConfigMap meanwhile. The order matters: a step finds what the one before it left.
 func dnsWorks(ctx context.Context, t *testing.T, c *cluster, program, volume string) {
-	nodes := append(refused(), noField)
+	nodes := append(refused(), noField, reserved)
 	for i := range fieldNodes {
 		nodes = append(nodes, fieldNode(i+1))
 	}
@@ -189,23 +192,27 @@ func names(ctx context.Context, t *testing.T, f *field, one *replica, volume str
 	strangers(ctx, t, f, one)
 }
 
-// strangers asserts that a name that could be more than one line is refused by either end.
+// strangers asserts that either end refuses a name that could be more than one line, and that a
+// reserved name may not join, although the token file has a token for it.
 func strangers(ctx context.Context, t *testing.T, f *field, one *replica) {
-	token := func(node string) string {
-		b, err := json.Marshal(map[string]string{"nodename": node, "token": f.tokens[fieldNode(2)]})
+	token := func(node, of string) string {
+		b, err := json.Marshal(map[string]string{"nodename": node, "token": f.tokens[of]})
 		if err != nil {
 			t.Fatal(err)
 		}
 		return string(b)
 	}
 	const unauthenticated = "16"
-	if s := f.stranger(ctx, t, one, token(fieldNode(2))); s != "" {
+	if s := f.stranger(ctx, t, one, token(fieldNode(2), fieldNode(2))); s != "" {
 		t.Fatalf("a token of its own is refused with gRPC status %s", s) // else the next would show nothing
 	}
 	for _, name := range []string{fieldNode(2) + "\n10.0.0.1 evil", "evil\n" + fieldNode(2), fieldNode(2) + "\r", fieldNode(2) + " # tunnel"} {
-		if s := f.stranger(ctx, t, one, token(name)); s != unauthenticated {
+		if s := f.stranger(ctx, t, one, token(name, fieldNode(2))); s != unauthenticated {
 			t.Errorf("%q may join: gRPC status %q", name, s)
 		}
+	}
+	if s := f.stranger(ctx, t, one, token(reserved, reserved)); s != unauthenticated {
+		t.Errorf("%q may join: gRPC status %q", reserved, s)
 	}
 	f.write(t, "evil.toml", `
 [mode.edge]
