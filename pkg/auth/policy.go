@@ -62,11 +62,22 @@ type Policy struct {
 //
 //nolint:gochecknoglobals // a constant table
 var guarded = []netip.Prefix{
-	netip.MustParsePrefix("169.254.0.0/16"),     // link-local: AWS, Azure, Google, OpenStack and others
-	netip.MustParsePrefix("fd00:ec2::/32"),      // AWS
-	netip.MustParsePrefix("fd20:ce::254/128"),   // Google
-	netip.MustParsePrefix("100.100.100.200/32"), // Alibaba
-	netip.MustParsePrefix("168.63.129.16/32"),   // Azure
+	netip.MustParsePrefix("169.254.0.0/16"),      // link-local: AWS, Azure, Google, OpenStack and others
+	netip.MustParsePrefix("fd00:ec2::/32"),       // AWS
+	netip.MustParsePrefix("fd20:ce::254/128"),    // Google
+	netip.MustParsePrefix("100.100.100.200/32"),  // Alibaba
+	netip.MustParsePrefix("168.63.129.16/32"),    // Azure
+	netip.MustParsePrefix("fe80::a9fe:a9fe/128"), // OpenStack
+	netip.MustParsePrefix("fd00:c1::/32"),        // Oracle
+}
+
+// translated are networks of IPv6 whose addresses hold one of IPv4 behind the prefix: what is
+// sent to such an address may arrive at that one.
+//
+//nolint:gochecknoglobals // a constant table
+var translated = []netip.Prefix{
+	netip.MustParsePrefix("64:ff9b::/96"), // NAT64, RFC 6052
+	netip.MustParsePrefix("2002::/16"),    // 6to4, RFC 3056
 }
 
 // rule permits port at the addresses of prefix, or of the machine itself.
@@ -210,11 +221,22 @@ func (r rule) names(a netip.Addr) bool {
 	return r.prefix.Contains(a) && (g == netip.Prefix{} || g.Bits() <= r.prefix.Bits())
 }
 
-// guard returns the guarded network that has a; none is the zero prefix.
+// guard returns the guarded network that has a, or its counterpart in a translated network;
+// none is the zero prefix.
 func guard(a netip.Addr) netip.Prefix {
 	for _, g := range guarded {
 		if g.Contains(a) {
 			return g
+		}
+	}
+	for _, t := range translated {
+		if !t.Contains(a) {
+			continue
+		}
+		b := a.As16()
+		v4 := netip.AddrFrom4([4]byte(b[t.Bits()/8:]))
+		if g := guard(v4); g.IsValid() {
+			return netip.PrefixFrom(a, t.Bits()+g.Bits()).Masked()
 		}
 	}
 	return netip.Prefix{}

@@ -429,13 +429,29 @@ func TestPolicyGuardsMetadata(t *testing.T) {
 		{"169.254.0.0/16:*", "169.254.169.254:80", true},
 		{"169.254.0.0/15:*", "169.254.169.254:80", false},
 		{"[fd00:ec2::254]:80", "[fd00:ec2::254]:80", true},
+		{"0.0.0.0/0:* [::/0]:*", "[fe80::a9fe:a9fe%eth0]:80", false},
+		{"0.0.0.0/0:* [::/0]:*", "[fd00:c1::a9fe:a9fe]:80", false},
+		{"[fe80::/10]:*", "[fe80::a9fe:a9fe%eth0]:80", false},
+		{"[fe80::/10]:*", "[fe80::a9fe:a9ff%eth0]:80", true},
+		{"[fe80::a9fe:a9fe]:80", "[fe80::a9fe:a9fe%eth0]:80", true},
+		// An IPv4 address within one of IPv6: a translator, or a tunnel's end, leads there.
+		{"0.0.0.0/0:* [::/0]:*", "[64:ff9b::a9fe:a9fe]:80", false},
+		{"0.0.0.0/0:* [64:ff9b::/96]:*", "[64:ff9b::a83f:8110]:80", false},
+		{"0.0.0.0/0:* [64:ff9b::/96]:*", "[64:ff9b::a00:5]:80", true},
+		{"[64:ff9b::a9fe:0/112]:80", "[64:ff9b::a9fe:a9fe]:80", true},
+		{"0.0.0.0/0:* [::/0]:*", "[2002:a9fe:a9fe::1]:80", false},
+		{"0.0.0.0/0:* [::/0]:*", "[2002:a00:5::1]:80", true},
+		{"[2002:a9fe:a9fe::/48]:80", "[2002:a9fe:a9fe::1]:80", true},
+		{"169.254.169.254:80", "[64:ff9b::a9fe:a9fe]:80", false},
 	} {
 		p := new(fakeNet).policy(t, strings.Fields(tc.entries)...)
 		if got := p.Permits(netip.MustParseAddrPort(tc.addr)); got != tc.permitted {
 			t.Errorf("%s permits %s: %t, want %t", tc.entries, tc.addr, got, tc.permitted)
 		}
 	}
-	if p := new(fakeNet).policy(t).Also(func(netip.Addr) bool { return true }); p.Permits(netip.MustParseAddrPort("169.254.169.254:80")) {
-		t.Error("what a node's pods may be reached at includes a metadata service")
+	for _, addr := range []string{"169.254.169.254:80", "[64:ff9b::a9fe:a9fe]:80"} {
+		if p := new(fakeNet).policy(t).Also(func(netip.Addr) bool { return true }); p.Permits(netip.MustParseAddrPort(addr)) {
+			t.Errorf("what a node's pods may be reached at includes a metadata service, %s", addr)
+		}
 	}
 }
