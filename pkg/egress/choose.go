@@ -118,17 +118,18 @@ func (c *chooser) candidates(t *table, s Strategy, host string) (connected, away
 	return connected, away
 }
 
-// claimants returns the nodes that claim an address, sorted, if there are two or more and each
-// should have addresses of its own: Nodes should. Nobody can tell which of them is right.
+// claimants returns the nodes that claim an address, as their own or as their pods', sorted, if
+// there are two or more and each should have addresses of its own: Nodes should. Nobody can tell
+// which of them is right.
 func (c *chooser) claimants(t *table, host string) (nodes []tunnel.NodeName) {
 	if !c.whole {
 		return nil
 	}
-	if slices.Contains(c.strategies, DestHost) {
-		nodes = slices.Clone(t.host(host))
-	}
-	if len(nodes) == 0 && slices.Contains(c.strategies, CIDR) {
+	if slices.Contains(c.strategies, CIDR) {
 		nodes = t.holders(host)
+	}
+	if len(nodes) > 0 || slices.Contains(c.strategies, DestHost) {
+		nodes = append(nodes, t.host(host)...)
 	}
 	slices.Sort(nodes)
 	if nodes = slices.Compact(nodes); len(nodes) < 2 {

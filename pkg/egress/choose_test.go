@@ -116,6 +116,8 @@ func TestChoose(t *testing.T) {
 		"e": identifiers(t, "cidr=10.0.0.4/32"),
 		"f": identifiers(t, "ipv4=10.0.0.9&cidr=10.99.0.0/16"),
 		"g": identifiers(t, "ipv4=10.0.0.9&cidr=10.99.1.0/24"),
+		"h": identifiers(t, "ipv4=10.66.0.1"),
+		"i": identifiers(t, "ipv4=10.66.0.2&cidr=10.66.0.0/24"),
 	}
 	for name, tc := range map[string]struct {
 		kubernetes bool
@@ -149,10 +151,15 @@ func TestChoose(t *testing.T) {
 		"its pod: nobody else":             {kubernetes: true, addr: "10.88.1.9:80", gone: []tunnel.NodeName{"a"}, fails: true},
 		"Node gone meanwhile":              {kubernetes: true, addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Gone}, want: []tunnel.NodeName{"a"}, fails: true},
 		"Node gone before":                 {kubernetes: true, addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.NoSuchNode}, want: []tunnel.NodeName{"a"}, fails: true},
-		"Node draining":                    {kubernetes: true, addr: "10.0.0.4:80", refuse: map[tunnel.NodeName]tunnel.Code{"d": tunnel.Draining}, want: []tunnel.NodeName{"d"}, fails: true},
+		"Node draining":                    {kubernetes: true, addr: "10.66.0.2:80", refuse: map[tunnel.NodeName]tunnel.Code{"i": tunnel.Draining}, want: []tunnel.NodeName{"i"}, fails: true},
 		"no Node's: any":                   {kubernetes: true, addr: "10.96.0.1:443", gone: []tunnel.NodeName{"c"}, want: []tunnel.NodeName{""}},
 		"two Nodes claim it":               {kubernetes: true, addr: "10.0.0.9:80", fails: true},
 		"two Nodes' pods overlap":          {kubernetes: true, addr: "10.99.1.9:80", fails: true},
+		"a Node, and another's pods":       {kubernetes: true, addr: "10.66.0.1:80", fails: true},
+		"the same, by network alone":       {kubernetes: true, strategies: []Strategy{CIDR, Default}, addr: "10.66.0.1:80", fails: true},
+		"the same, by address alone":       {kubernetes: true, strategies: []Strategy{DestHost}, addr: "10.66.0.1:80", want: []tunnel.NodeName{"h"}},
+		"a Node in its own pods' network":  {kubernetes: true, addr: "10.66.0.2:80", want: []tunnel.NodeName{"i"}},
+		"other pods of that network":       {kubernetes: true, addr: "10.66.0.3:80", want: []tunnel.NodeName{"i"}},
 		"two say so: either":               {addr: "10.99.1.9:80", want: []tunnel.NodeName{"g"}},
 		"Node away, and only any is asked": {kubernetes: true, strategies: []Strategy{Default}, addr: "a:80", gone: []tunnel.NodeName{"a"}, want: []tunnel.NodeName{""}},
 		"strategies as configured":         {strategies: []Strategy{CIDR}, addr: "a:80", fails: true},

@@ -22,14 +22,15 @@ import (
 // A kubelet writes the status of its own Node, and a stolen one can write any address there.
 // So an address counts only if nobody else has it:
 //
-//   - An address of the control plane, of a Service, or of another Node's pods never counts.
-//   - An address that two Nodes claim, or that is in the networks of two Nodes' pods, counts
-//     for both: pkg/egress then refuses to dial it, and can name them.
+//   - An address of the control plane or of a Service never counts.
+//   - An address that two Nodes claim counts for both: pkg/egress then refuses to dial it, and
+//     can name them. A Node claims the addresses in its status and those of its pods' networks.
 //   - A name counts only if it is the Node's own.
 //
-// spec.podCIDRs are believed: they are allocated by kube-controller-manager, and an API
-// server lets nobody change them once they are set. Still, a network that holds addresses
-// of Services or of the control plane does not count.
+// A kubelet can also set spec.podCIDRs of its own Node, once, before kube-controller-manager
+// does. So neither an address nor a pods' network is believed against the other: what is in both
+// is nobody's, and the rest of the network still counts. A network that holds addresses of
+// Services or of the control plane, or is too wide for one Node, does not count.
 
 // node is what a Node says.
 type node struct {
@@ -75,6 +76,13 @@ type settled struct {
 	contested []contested // sorted by node and address
 }
 
+// The widest network that the pods of one Node can need; usual are /24 and /64. So a Node
+// that lies about its pods makes no more addresses than these nobody's.
+const (
+	widest4 = 16
+	widest6 = 48
+)
+
 // contested is an address, or a network of pods, that does not count, or that two Nodes
 // claim.
 type contested struct {
@@ -102,8 +110,14 @@ func settle(nodes map[tunnel.NodeName]node, services []netip.Prefix, api netip.A
 	for name, n := range nodes {
 		r := Reach{}
 		for _, p := range n.podCIDRs {
+			widest := widest4
+			if p.Addr().Is6() {
+				widest = widest6
+			}
 			switch {
 			case n.controlPlane: // its pods may be reached in another way: nobody may be asked for them here
+			case p.Bits() < widest:
+				s.refuse(name, p.String(), fmt.Sprintf("it is wider than the pods of one Node can need: /%d at most", widest))
 			case slices.ContainsFunc(services, p.Overlaps):
 				s.refuse(name, p.String(), "it holds addresses of Services")
 			case holdsAny(p, reserved):
@@ -143,10 +157,6 @@ func settle(nodes map[tunnel.NodeName]node, services []netip.Prefix, api netip.A
 				why = "it is an address of the control plane"
 			case slices.ContainsFunc(services, func(p netip.Prefix) bool { return p.Contains(ip) }):
 				why = "it is an address of Services"
-			default:
-				if other := networks.other(ip, lengths, name); other != "" {
-					why = fmt.Sprintf("it is in the network of the pods of %s", other)
-				}
 			}
 			if why != "" {
 				s.refuse(name, a.Address, why)
@@ -155,6 +165,9 @@ func settle(nodes map[tunnel.NodeName]node, services []netip.Prefix, api netip.A
 			r.Hosts = append(r.Hosts, a.Address)
 			if !isIP {
 				continue
+			}
+			if other := networks.other(ip, lengths, name); other != "" {
+				s.refuse(name, a.Address, fmt.Sprintf("it is in the network of the pods of %s: nobody has it", other))
 			}
 			if other, taken := owners[ip]; taken && other != name {
 				s.refuse(max(name, other), a.Address, fmt.Sprintf("%s claims it as well: nobody has it", min(name, other)))

@@ -49,8 +49,12 @@ func TestClaims(t *testing.T) {
 		{"itself", says("10.88.2.0/24", "InternalIP=10.0.0.2", "ExternalIP=203.0.113.2", "Hostname=evil", "InternalDNS=evil.internal"),
 			Reach{[]string{"evil", "10.0.0.2", "203.0.113.2"}, prefixes("10.88.2.0/24")}, ""},
 		{"an address of its own pods' network", says("10.88.2.0/24", "InternalIP=10.88.2.1"), Reach{[]string{"evil", "10.88.2.1"}, prefixes("10.88.2.0/24")}, ""},
-		{"a pod of another", says("", "InternalIP=10.88.1.7"), Reach{Hosts: []string{"evil"}}, "evil 10.88.1.7 it is in the network of the pods of good"},
-		{"the same, mapped", says("", "InternalIP=::ffff:10.88.1.7"), Reach{Hosts: []string{"evil"}}, "evil ::ffff:10.88.1.7 it is in the network of the pods of good"},
+		// Of the next three egress refuses what both have.
+		{"a pod of another", says("", "InternalIP=10.88.1.7"), Reach{Hosts: []string{"evil", "10.88.1.7"}}, "evil 10.88.1.7 it is in the network of the pods of good: nobody has it"},
+		{"the same, mapped", says("", "InternalIP=::ffff:10.88.1.7"), Reach{Hosts: []string{"evil", "::ffff:10.88.1.7"}}, "evil ::ffff:10.88.1.7 it is in the network of the pods of good: nobody has it"},
+		{"another's address as its pod", says("10.0.0.0/24"), Reach{[]string{"evil"}, prefixes("10.0.0.0/24")}, "good 10.0.0.1 it is in the network of the pods of evil: nobody has it"},
+		{"half of the network as its pods", says("10.0.0.0/15"), Reach{Hosts: []string{"evil"}}, "evil 10.0.0.0/15 it is wider than the pods of one Node can need: /16 at most"},
+		{"everything as its pods", says("::/0"), Reach{Hosts: []string{"evil"}}, "evil ::/0 it is wider than the pods of one Node can need: /48 at most"},
 		{"a Service", says("", "InternalIP=10.96.0.10"), Reach{Hosts: []string{"evil"}}, "evil 10.96.0.10 it is an address of Services"},
 		{"a Service, IPv6", says("", "ExternalIP=fd00:96::a"), Reach{Hosts: []string{"evil"}}, "evil fd00:96::a it is an address of Services"},
 		{"the control plane", says("", "InternalIP=192.168.7.1"), Reach{Hosts: []string{"evil"}}, "evil 192.168.7.1 it is an address of the control plane"},
@@ -82,7 +86,7 @@ func TestClaims(t *testing.T) {
 	}
 	// A name that is an address is a claim like any other.
 	s := settle(map[tunnel.NodeName]node{"10.88.1.7": {}, "10.0.0.3": {}, "good": good}, services, api)
-	if got := fmt.Sprint(s.reach); got != "map[10.0.0.3:{[10.0.0.3] []} 10.88.1.7:{[] []} good:{[good 10.0.0.1] [10.88.1.0/24]}]" {
+	if got := fmt.Sprint(s.reach); got != "map[10.0.0.3:{[10.0.0.3] []} 10.88.1.7:{[10.88.1.7] []} good:{[good 10.0.0.1] [10.88.1.0/24]}]" {
 		t.Error(got)
 	}
 }

@@ -285,8 +285,9 @@ func TestHostileClaims(t *testing.T) {
 		socket := filepath.Join(t.TempDir(), "s")
 		c := newClaims(t, k, "[mode.cloud.join]\nanynode = true\n[mode.cloud.egress]\nhttpconnect = [\"unix://"+socket+"\"]\nkubernetes = true\nstrategies = [\"destHost\", \"cidr\"]\n")
 		for what, want := range map[string]string{
-			"10.88.1.7:80":          rig.Node,              // a pod
-			"[::ffff:10.88.1.7]:80": rig.Node,              // likewise
+			"10.88.1.7:80":          "both claim",          // a pod
+			"[::ffff:10.88.1.7]:80": "both claim",          // likewise
+			"10.88.1.8:80":          rig.Node,              // another pod
 			rig.Node + ":10250":     rig.Node,              // the node by its name
 			"10.0.0.1:10250":        "both claim 10.0.0.1", // by its address
 			"192.168.7.1:6443":      "cp is not connected", // the control plane
@@ -305,6 +306,33 @@ func TestHostileClaims(t *testing.T) {
 		}
 		if n := c.metric("tunnel_egress_contested_addresses"); n != 5 {
 			t.Errorf("%v contested addresses are counted, want 5", n)
+		}
+	})
+	t.Run("addresses, as those of its pods", func(t *testing.T) {
+		k := newAPIServer(t)
+		k.services = []string{"10.96.0.0/12"}
+		k.nodes = []any{k.node(rig.Node, "10.88.1.0/24", "10.1.0.5"), k.node(thief, "10.1.0.0/16,::/0", "10.2.0.6")}
+		socket := filepath.Join(t.TempDir(), "s")
+		c := newClaims(t, k, "[mode.cloud.join]\nanynode = true\n[mode.cloud.egress]\nhttpconnect = [\"unix://"+socket+"\"]\nkubernetes = true\nstrategies = [\"destHost\", \"cidr\"]\n")
+		for what, want := range map[string]string{
+			"10.1.0.5:10250":     "nodes " + rig.Node + " and " + thief + " both claim 10.1.0.5",
+			rig.Node + ":10250":  rig.Node,
+			"10.88.1.7:80":       rig.Node,
+			"[2001:db8::7]:6443": "No agent available",
+		} {
+			got := make(tally)
+			for range thefts {
+				answer := dialEgress(t, socket, what)
+				if strings.Contains(answer, want) {
+					answer = want
+				}
+				got[answer]++
+			}
+			t.Log(what)
+			c.want(got, want)
+		}
+		if n := c.metric("tunnel_egress_contested_addresses"); n != 2 {
+			t.Errorf("%v contested addresses are counted, want 2", n)
 		}
 	})
 	t.Run("what any node may serve, by being idle", func(t *testing.T) {
@@ -392,10 +420,11 @@ type apiServer struct {
 	services []string          // likewise: networks of Services
 }
 
-// node is a Node with some addresses. One without pods is of the control plane.
+// node is a Node with some addresses. podCIDR may be several, with commas between. One without
+// pods is of the control plane.
 func (*apiServer) node(name, podCIDR string, addresses ...string) any {
 	metadata := map[string]any{"name": name, "resourceVersion": "1"}
-	spec := map[string]any{"podCIDRs": []string{podCIDR}}
+	spec := map[string]any{"podCIDRs": strings.Split(podCIDR, ",")}
 	if podCIDR == "" {
 		metadata["labels"] = map[string]string{"node-role.kubernetes.io/control-plane": ""}
 		spec = nil
