@@ -116,7 +116,7 @@ type nodeReaches struct{ *kube.Reaches }
 func (n nodeReaches) Identifiers() map[tunnel.NodeName]egress.Identifiers {
 	all := make(map[tunnel.NodeName]egress.Identifiers)
 	for name, r := range n.All() {
-		all[name] = egress.Identifiers{Hosts: r.Hosts, Networks: r.PodCIDRs}
+		all[name] = egress.Identifiers{Hosts: r.Hosts, Networks: r.PodCIDRs, Refused: r.Refused}
 	}
 	return all
 }

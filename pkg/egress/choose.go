@@ -138,6 +138,15 @@ func (c *chooser) claimants(t *table, host string) (nodes []tunnel.NodeName) {
 	return nodes
 }
 
+// refused returns the nodes, sorted, that claim a name which is none of theirs and nobody else's
+// own. It leads to none of them, nor to any other node: what is there would be a surprise.
+func (c *chooser) refused(t *table, host string) []tunnel.NodeName {
+	if !slices.Contains(c.strategies, DestHost) || len(t.host(host)) > 0 {
+		return nil
+	}
+	return slices.Sorted(slices.Values(t.refused[canonical(host)]))
+}
+
 // dial opens a conn to addr, host:port. The first strategy that finds a connected node
 // decides; what a node refuses because it cannot serve just now is asked of the next. When all
 // that are asked are at a limit, the first one is asked again, and the dial waits there. Nobody
@@ -156,6 +165,13 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 	}
 	if nodes := c.claimants(t, host); nodes != nil {
 		return nil, tunnel.Refusef(tunnel.Denied, "nodes %s and %s both claim %s (status.addresses or podCIDRs of their Nodes), so nobody is asked: correct one of them, or dial the node by its name", nodes[0], nodes[1], host)
+	}
+	if nodes := c.refused(t, host); len(nodes) > 0 {
+		who := fmt.Sprintf("node %s claims", nodes[0])
+		if len(nodes) > 1 {
+			who = fmt.Sprintf("nodes %s and %s both claim", nodes[0], nodes[1])
+		}
+		return nil, tunnel.Refusef(tunnel.Denied, "%s %s, which does not count: it is not the Node's name; have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)", who, host)
 	}
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()

@@ -118,6 +118,7 @@ func TestChoose(t *testing.T) {
 		"g": identifiers(t, "ipv4=10.0.0.9&cidr=10.99.1.0/24"),
 		"h": identifiers(t, "ipv4=10.66.0.1"),
 		"i": identifiers(t, "ipv4=10.66.0.2&cidr=10.66.0.0/24"),
+		"j": {Hosts: []string{"j"}, Refused: []string{"J.Example.com.", "a"}},
 	}
 	for name, tc := range map[string]struct {
 		kubernetes bool
@@ -159,6 +160,13 @@ func TestChoose(t *testing.T) {
 		"the same, by network alone":       {kubernetes: true, strategies: []Strategy{CIDR, Default}, addr: "10.66.0.1:80", fails: true},
 		"the same, by address alone":       {kubernetes: true, strategies: []Strategy{DestHost}, addr: "10.66.0.1:80", want: []tunnel.NodeName{"h"}},
 		"a Node in its own pods' network":  {kubernetes: true, addr: "10.66.0.2:80", want: []tunnel.NodeName{"i"}},
+		"by name, with a dot":              {kubernetes: true, addr: "A.:80", want: []tunnel.NodeName{"a"}},
+		"by address, with a dot":           {kubernetes: true, addr: "10.66.0.2.:80", want: []tunnel.NodeName{"i"}},
+		"its pod, with a dot":              {kubernetes: true, addr: "10.66.0.3.:80", want: []tunnel.NodeName{"i"}},
+		"a name that does not count":       {kubernetes: true, addr: "j.example.com:80", fails: true},
+		"the same, with a dot":             {kubernetes: true, addr: "j.example.com.:80", fails: true},
+		"the same, and names are not used": {kubernetes: true, strategies: []Strategy{CIDR, Default}, addr: "j.example.com:80", want: []tunnel.NodeName{""}},
+		"another's name, away":             {kubernetes: true, addr: "a:80", gone: []tunnel.NodeName{"a"}, fails: true},
 		"other pods of that network":       {kubernetes: true, addr: "10.66.0.3:80", want: []tunnel.NodeName{"i"}},
 		"two say so: either":               {addr: "10.99.1.9:80", want: []tunnel.NodeName{"g"}},
 		"Node away, and only any is asked": {kubernetes: true, strategies: []Strategy{Default}, addr: "a:80", gone: []tunnel.NodeName{"a"}, want: []tunnel.NodeName{""}},
@@ -195,9 +203,9 @@ func TestChoose(t *testing.T) {
 func TestSpellings(t *testing.T) {
 	network := netip.MustParsePrefix("10.88.1.0/24")
 	tb := newTable(map[tunnel.NodeName]Identifiers{"edge1": {
-		Hosts: []string{"edge1", "Edge1", "10.0.0.1", "::ffff:10.0.0.1", "FE80::1%eth0"}, Networks: []netip.Prefix{network, network},
+		Hosts: []string{"edge1", "Edge1", "10.0.0.1", "::ffff:10.0.0.1", "FE80::1%eth0", "edge1."}, Networks: []netip.Prefix{network, network},
 	}})
-	for _, host := range []string{"EDGE1", "10.0.0.1", "::ffff:10.0.0.1", "fe80::1", "fe80:0::1%eth1"} {
+	for _, host := range []string{"EDGE1", "edge1.", "10.0.0.1", "10.0.0.1.", "::ffff:10.0.0.1", "fe80::1", "fe80:0::1%eth1"} {
 		if got := tb.host(host); !slices.Equal(got, []tunnel.NodeName{"edge1"}) {
 			t.Errorf("%s belongs to %q", host, got)
 		}
@@ -216,14 +224,18 @@ func TestAwayIsNamed(t *testing.T) {
 		"a":  identifiers(t, "host=a&ipv4=10.0.0.1&cidr=10.88.1.0/24"),
 		"b":  identifiers(t, "host=b&ipv4=10.0.0.2&cidr=10.88.2.0/24"),
 		"b2": identifiers(t, "cidr=10.88.2.0/24"),
+		"c":  {Refused: []string{"c.example.com", "lb.example.com"}},
+		"c2": {Refused: []string{"lb.example.com"}},
 	}
 	for addr, want := range map[string]string{
-		"10.0.0.1:80":  "no-such-node: No agent available: a is not connected; by way of another node: so it is",
-		"a:80":         "no-such-node: No agent available: a is not connected; by way of another node: so it is",
-		"10.88.1.7:80": "no-such-node: No agent available: a is not connected; by way of another node: so it is",
-		"10.0.0.9:80":  "denied: so it is", // nobody's
-		"10.0.0.2:80":  "no-such-node: No agent available: b is not connected",
-		"10.88.2.7:80": "denied: nodes b and b2 both claim 10.88.2.7 (status.addresses or podCIDRs of their Nodes), so nobody is asked: correct one of them, or dial the node by its name",
+		"10.0.0.1:80":       "no-such-node: No agent available: a is not connected; by way of another node: so it is",
+		"a:80":              "no-such-node: No agent available: a is not connected; by way of another node: so it is",
+		"10.88.1.7:80":      "no-such-node: No agent available: a is not connected; by way of another node: so it is",
+		"10.0.0.9:80":       "denied: so it is", // nobody's
+		"10.0.0.2:80":       "no-such-node: No agent available: b is not connected",
+		"10.88.2.7:80":      "denied: nodes b and b2 both claim 10.88.2.7 (status.addresses or podCIDRs of their Nodes), so nobody is asked: correct one of them, or dial the node by its name",
+		"c.example.com:80":  "denied: node c claims c.example.com, which does not count: it is not the Node's name; have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)",
+		"lb.example.com:80": "denied: nodes c and c2 both claim lb.example.com, which does not count: it is not the Node's name; have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)",
 	} {
 		n := &nodes{reach: map[tunnel.NodeName]Identifiers{}, refuse: map[tunnel.NodeName]error{"": tunnel.Refusef(tunnel.Denied, "so it is")}}
 		// With Kubernetes nobody else is asked.

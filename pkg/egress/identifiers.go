@@ -17,6 +17,7 @@ type Identifiers struct {
 	Hosts        []string       // names and addresses that it answers to, exactly as they are dialled
 	Networks     []netip.Prefix // in which it reaches every address
 	DefaultRoute bool           // it reaches what nobody else does
+	Refused      []string       // names that it claims and that do not count: they may not be dialled, unless they are another's
 }
 
 // ParseIdentifiers parses Konnectivity's form, a URL query:
@@ -86,11 +87,12 @@ type table struct {
 	hosts    map[string][]tunnel.NodeName
 	networks map[netip.Prefix][]tunnel.NodeName
 	lengths  [2][]int // that prefixes in networks have, longest first: of IPv4, of IPv6
+	refused  map[string][]tunnel.NodeName
 	defaults []tunnel.NodeName
 }
 
 func newTable(all map[tunnel.NodeName]Identifiers) *table {
-	t := &table{hosts: make(map[string][]tunnel.NodeName), networks: make(map[netip.Prefix][]tunnel.NodeName)}
+	t := &table{hosts: make(map[string][]tunnel.NodeName), networks: make(map[netip.Prefix][]tunnel.NodeName), refused: make(map[string][]tunnel.NodeName)}
 	for node, id := range all {
 		for _, h := range id.Hosts {
 			give(t.hosts, canonical(h), node)
@@ -100,6 +102,9 @@ func newTable(all map[tunnel.NodeName]Identifiers) *table {
 			if l := &t.lengths[family(n.Addr())]; !slices.Contains(*l, n.Bits()) {
 				*l = append(*l, n.Bits())
 			}
+		}
+		for _, h := range id.Refused {
+			give(t.refused, canonical(h), node)
 		}
 		if id.DefaultRoute {
 			t.defaults = append(t.defaults, node)
@@ -128,22 +133,26 @@ func family(a netip.Addr) int {
 // host returns the nodes that answer to a name or an address.
 func (t *table) host(host string) []tunnel.NodeName { return t.hosts[canonical(host)] }
 
-// canonical is a name or an address in the one way to write it. Another machine's zone says
-// nothing.
+// canonical is a name or an address in the one way to write it.
 func canonical(host string) string {
-	if a, err := netip.ParseAddr(host); err == nil {
-		return a.WithZone("").Unmap().String()
+	if a, ok := address(host); ok {
+		return a.String()
 	}
-	return strings.ToLower(host)
+	return strings.ToLower(strings.TrimSuffix(host, "."))
+}
+
+// address returns the address that host is. Another machine's zone says nothing.
+func address(host string) (netip.Addr, bool) {
+	a, err := netip.ParseAddr(strings.TrimSuffix(host, "."))
+	return a.WithZone("").Unmap(), err == nil
 }
 
 // holders returns the nodes with any network that holds the address.
 func (t *table) holders(host string) (all []tunnel.NodeName) {
-	a, err := netip.ParseAddr(host)
-	if err != nil {
+	a, ok := address(host)
+	if !ok {
 		return nil
 	}
-	a = a.WithZone("").Unmap()
 	for _, bits := range t.lengths[family(a)] {
 		if p, err := a.Prefix(bits); err == nil {
 			all = append(all, t.networks[p]...)
@@ -154,11 +163,10 @@ func (t *table) holders(host string) (all []tunnel.NodeName) {
 
 // network returns the nodes with the narrowest network that holds the address.
 func (t *table) network(host string) []tunnel.NodeName {
-	a, err := netip.ParseAddr(host)
-	if err != nil {
+	a, ok := address(host)
+	if !ok {
 		return nil
 	}
-	a = a.WithZone("").Unmap()
 	for _, bits := range t.lengths[family(a)] {
 		p, err := a.Prefix(bits)
 		if err != nil {

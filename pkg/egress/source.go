@@ -50,7 +50,7 @@ func (b *believed) Identifiers() map[tunnel.NodeName]Identifiers {
 			}
 		}
 		id.Hosts = slices.DeleteFunc(id.Hosts, func(h string) bool {
-			other := tunnel.NodeName(h)
+			other := tunnel.NodeName(canonical(h))
 			if connected[other] && other != n {
 				if skipped, ok := b.wrong.Allow(); ok {
 					b.log.Warn("an edge claims the name of another node", "node", n, "name", other, "skipped", skipped)

@@ -25,7 +25,8 @@ import (
 //   - An address of the control plane or of a Service never counts.
 //   - An address that two Nodes claim counts for both: pkg/egress then refuses to dial it, and
 //     can name them. A Node claims the addresses in its status and those of its pods' networks.
-//   - A name counts only if it is the Node's own.
+//   - A name counts only if it is the Node's own. pkg/egress refuses to dial any other name that
+//     a Node claims, unless another Node has it as its own.
 //
 // A kubelet can also set spec.podCIDRs of its own Node, once, before kube-controller-manager
 // does. So neither an address nor a pods' network is believed against the other: what is in both
@@ -92,12 +93,12 @@ type contested struct {
 }
 
 // settle decides what counts of what nodes say. services are the networks of Services; api is
-// where the API server is, if that is an address.
-func settle(nodes map[tunnel.NodeName]node, services []netip.Prefix, api netip.Addr) *settled {
+// the host of the API server.
+func settle(nodes map[tunnel.NodeName]node, services []netip.Prefix, api string) *settled {
 	s := &settled{reach: make(map[tunnel.NodeName]Reach, len(nodes))}
 	reserved := map[netip.Addr]bool{}
-	if api.IsValid() {
-		reserved[api] = true
+	if ip, ok := parseAddr(api); ok {
+		reserved[ip] = true
 	}
 	for _, n := range nodes {
 		for _, a := range n.addresses {
@@ -141,15 +142,20 @@ func settle(nodes map[tunnel.NodeName]node, services []netip.Prefix, api netip.A
 		// A name that looks like an address is a claim like others.
 		for _, a := range append([]nodeAddress{{"Hostname", string(name)}}, n.addresses...) {
 			ip, isIP := parseAddr(a.Address)
+			called := tunnel.NodeName(strings.ToLower(strings.TrimSuffix(a.Address, ".")))
 			why := ""
 			switch {
 			case slices.Contains(r.Hosts, a.Address):
 				continue
 			case n.controlPlane:
-			case !isIP && strings.EqualFold(a.Address, string(name)):
-			case !isIP && a.Type != "Hostname":
-				continue // a cloud provider's; nobody means harm
+			case !isIP && called == name:
 			case !isIP:
+				if called.MayJoin(api) == nil { // else it is another machine's, which this Node does not keep anybody from
+					r.Refused = append(r.Refused, a.Address)
+				}
+				if a.Type != "Hostname" {
+					continue // a cloud provider's; nobody means harm
+				}
 				why = "it is not the name of the Node"
 			case !ip.IsGlobalUnicast():
 				why = "every machine has such an address"
@@ -186,8 +192,9 @@ func (s *settled) refuse(node tunnel.NodeName, address, why string) {
 	s.contested = append(s.contested, contested{node, address, why})
 }
 
+// parseAddr reads an address as pkg/egress does.
 func parseAddr(s string) (netip.Addr, bool) {
-	a, err := netip.ParseAddr(s)
+	a, err := netip.ParseAddr(strings.TrimSuffix(s, "."))
 	return a.WithZone("").Unmap(), err == nil
 }
 
@@ -239,12 +246,6 @@ func (c *Client) Hostname() string {
 		return host
 	}
 	return c.host
-}
-
-// address returns the address of the API server; the zero Addr if it has a name.
-func (c *Client) address() netip.Addr {
-	a, _ := parseAddr(c.Hostname())
-	return a
 }
 
 const (

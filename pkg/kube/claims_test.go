@@ -39,7 +39,7 @@ func TestClaims(t *testing.T) {
 	good := says("10.88.1.0/24", "InternalIP=10.0.0.1", "Hostname=good")
 	cp := says("10.88.9.0/24", "InternalIP=192.168.7.1", "Hostname=cp")
 	cp.controlPlane = true
-	services, api := prefixes("10.96.0.0/12", "fd00:96::/112"), netip.MustParseAddr("192.168.7.9")
+	services, api := prefixes("10.96.0.0/12", "fd00:96::/112"), "192.168.7.9"
 	for _, c := range []struct {
 		what string
 		evil node
@@ -47,12 +47,12 @@ func TestClaims(t *testing.T) {
 		why  string // the first that does not count; "": all do
 	}{
 		{"itself", says("10.88.2.0/24", "InternalIP=10.0.0.2", "ExternalIP=203.0.113.2", "Hostname=evil", "InternalDNS=evil.internal"),
-			Reach{[]string{"evil", "10.0.0.2", "203.0.113.2"}, prefixes("10.88.2.0/24")}, ""},
-		{"an address of its own pods' network", says("10.88.2.0/24", "InternalIP=10.88.2.1"), Reach{[]string{"evil", "10.88.2.1"}, prefixes("10.88.2.0/24")}, ""},
+			Reach{[]string{"evil", "10.0.0.2", "203.0.113.2"}, prefixes("10.88.2.0/24"), []string{"evil.internal"}}, ""},
+		{"an address of its own pods' network", says("10.88.2.0/24", "InternalIP=10.88.2.1"), Reach{[]string{"evil", "10.88.2.1"}, prefixes("10.88.2.0/24"), nil}, ""},
 		// Of the next three egress refuses what both have.
 		{"a pod of another", says("", "InternalIP=10.88.1.7"), Reach{Hosts: []string{"evil", "10.88.1.7"}}, "evil 10.88.1.7 it is in the network of the pods of good: nobody has it"},
 		{"the same, mapped", says("", "InternalIP=::ffff:10.88.1.7"), Reach{Hosts: []string{"evil", "::ffff:10.88.1.7"}}, "evil ::ffff:10.88.1.7 it is in the network of the pods of good: nobody has it"},
-		{"another's address as its pod", says("10.0.0.0/24"), Reach{[]string{"evil"}, prefixes("10.0.0.0/24")}, "good 10.0.0.1 it is in the network of the pods of evil: nobody has it"},
+		{"another's address as its pod", says("10.0.0.0/24"), Reach{[]string{"evil"}, prefixes("10.0.0.0/24"), nil}, "good 10.0.0.1 it is in the network of the pods of evil: nobody has it"},
 		{"half of the network as its pods", says("10.0.0.0/15"), Reach{Hosts: []string{"evil"}}, "evil 10.0.0.0/15 it is wider than the pods of one Node can need: /16 at most"},
 		{"everything as its pods", says("::/0"), Reach{Hosts: []string{"evil"}}, "evil ::/0 it is wider than the pods of one Node can need: /48 at most"},
 		{"a Service", says("", "InternalIP=10.96.0.10"), Reach{Hosts: []string{"evil"}}, "evil 10.96.0.10 it is an address of Services"},
@@ -61,10 +61,14 @@ func TestClaims(t *testing.T) {
 		{"the API server", says("", "InternalIP=192.168.7.9"), Reach{Hosts: []string{"evil"}}, "evil 192.168.7.9 it is an address of the control plane"},
 		{"every machine's", says("", "InternalIP=127.0.0.1"), Reach{Hosts: []string{"evil"}}, "evil 127.0.0.1 every machine has such an address"},
 		{"the cloud's metadata", says("", "InternalIP=169.254.169.254"), Reach{Hosts: []string{"evil"}}, "evil 169.254.169.254 every machine has such an address"},
-		{"the name of another", says("", "Hostname=good"), Reach{Hosts: []string{"evil"}}, "evil good it is not the name of the Node"},
-		{"a name of the cluster", says("", "InternalDNS=kubernetes.default.svc"), Reach{Hosts: []string{"evil"}}, ""},
-		{"the address of another", says("", "InternalIP=10.0.0.1"), Reach{Hosts: []string{"evil", "10.0.0.1"}}, "good 10.0.0.1 evil claims it as well: nobody has it"},                                       // egress refuses it
-		{"some pods of another", says("10.88.1.7/32"), Reach{[]string{"evil"}, prefixes("10.88.1.7/32")}, "evil 10.88.1.7/32 the network of the pods of good overlaps it: nobody has the addresses in both"}, // likewise
+		{"its name in another spelling", says("", "Hostname=EVIL", "InternalDNS=evil."), Reach{Hosts: []string{"evil", "EVIL", "evil."}}, ""},
+		{"the name of another", says("", "Hostname=good"), Reach{Hosts: []string{"evil"}, Refused: []string{"good"}}, "evil good it is not the name of the Node"},
+		{"the same, with a dot", says("", "Hostname=good."), Reach{Hosts: []string{"evil"}, Refused: []string{"good."}}, "evil good. it is not the name of the Node"},
+		{"a Service, as if it were a name", says("", "InternalDNS=10.96.0.10."), Reach{Hosts: []string{"evil"}}, "evil 10.96.0.10. it is an address of Services"},
+		{"another name", says("", "ExternalDNS=evil.example.com"), Reach{Hosts: []string{"evil"}, Refused: []string{"evil.example.com"}}, ""},
+		{"a name of the cluster", says("", "InternalDNS=Kubernetes.default.svc."), Reach{Hosts: []string{"evil"}}, ""},
+		{"the address of another", says("", "InternalIP=10.0.0.1"), Reach{Hosts: []string{"evil", "10.0.0.1"}}, "good 10.0.0.1 evil claims it as well: nobody has it"},                                            // egress refuses it
+		{"some pods of another", says("10.88.1.7/32"), Reach{[]string{"evil"}, prefixes("10.88.1.7/32"), nil}, "evil 10.88.1.7/32 the network of the pods of good overlaps it: nobody has the addresses in both"}, // likewise
 		{"Services as its pods", says("10.96.0.0/24"), Reach{Hosts: []string{"evil"}}, "evil 10.96.0.0/24 it holds addresses of Services"},
 		{"the control plane as its pods", says("192.168.0.0/16"), Reach{Hosts: []string{"evil"}}, "evil 192.168.0.0/16 it holds an address of the control plane"},
 	} {
@@ -77,7 +81,7 @@ func TestClaims(t *testing.T) {
 		if got := s.reach["evil"]; !reflect.DeepEqual(got, c.want) || why != c.why && !strings.HasSuffix(c.why, "nobody has it") || (why == "") != (c.why == "") {
 			t.Errorf("%s: %v, %q; want %v, %q", c.what, got, why, c.want, c.why)
 		}
-		if got := s.reach["good"]; !reflect.DeepEqual(got, Reach{[]string{"good", "10.0.0.1"}, prefixes("10.88.1.0/24")}) {
+		if got := s.reach["good"]; !reflect.DeepEqual(got, Reach{[]string{"good", "10.0.0.1"}, prefixes("10.88.1.0/24"), nil}) {
 			t.Errorf("%s: good reaches %v", c.what, got)
 		}
 		if got := s.reach["cp"]; !reflect.DeepEqual(got, Reach{Hosts: []string{"cp", "192.168.7.1"}}) {
@@ -86,7 +90,7 @@ func TestClaims(t *testing.T) {
 	}
 	// A name that is an address is a claim like any other.
 	s := settle(map[tunnel.NodeName]node{"10.88.1.7": {}, "10.0.0.3": {}, "good": good}, services, api)
-	if got := fmt.Sprint(s.reach); got != "map[10.0.0.3:{[10.0.0.3] []} 10.88.1.7:{[10.88.1.7] []} good:{[good 10.0.0.1] [10.88.1.0/24]}]" {
+	if got := fmt.Sprint(s.reach); got != "map[10.0.0.3:{[10.0.0.3] [] []} 10.88.1.7:{[10.88.1.7] [] []} good:{[good 10.0.0.1] [10.88.1.0/24] []}]" {
 		t.Error(got)
 	}
 }

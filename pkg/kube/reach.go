@@ -21,6 +21,7 @@ import (
 type Reach struct {
 	Hosts    []string       // its name, and its own addresses
 	PodCIDRs []netip.Prefix // of its pods
+	Refused  []string       // names that it claims and that do not count: they may not be dialled, unless they are another's
 }
 
 // Reaches follows what the nodes reach: what their Nodes say, and what counts of that
@@ -89,7 +90,7 @@ func (r *Reaches) Contested() int {
 // settleLocked looks at what has changed. The caller holds mu.
 func (r *Reaches) settleLocked() *settled {
 	if r.settled == nil {
-		r.settled = settle(r.nodes, r.services, r.client.address())
+		r.settled = settle(r.nodes, r.services, r.client.Hostname())
 		for _, c := range r.settled.contested {
 			if skipped, ok := r.denied.Allow(); ok {
 				r.log.Warn("an address that a Node claims does not count", "node", string(c.node), "target", c.address, "err", c.why, "skipped", skipped)

@@ -49,24 +49,24 @@ func TestReaches(t *testing.T) {
 			t.Errorf("%s: %s, want %s", why, got, text)
 		}
 	}
-	want("listed", "map[edge1:{[edge1 10.0.0.1] [10.88.1.0/24]}]")
+	want("listed", "map[edge1:{[edge1 10.0.0.1] [10.88.1.0/24] []}]")
 	kept := r.All()
 	if err := r.Ready(); err != nil || !r.Known() {
 		t.Errorf("the nodes are not known: %v", err)
 	}
 	events <- `{"type": "MODIFIED", "object": ` + whole("edge1", "2", "10.0.0.1", "10.88.1.0/24") + `}` // a heartbeat
 	events <- `{"type": "ADDED", "object": ` + whole("edge2", "3", "10.0.0.2", "10.88.2.0/24") + `}`
-	want("one more", "map[edge1:{[edge1 10.0.0.1] [10.88.1.0/24]} edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}]")
+	want("one more", "map[edge1:{[edge1 10.0.0.1] [10.88.1.0/24] []} edge2:{[edge2 10.0.0.2] [10.88.2.0/24] []}]")
 	events <- `{"type": "MODIFIED", "object": ` + whole("edge1", "4", "10.0.0.9", "::ffff:10.88.1.0/120") + `}`
-	want("another address", "map[edge1:{[edge1 10.0.0.9] [10.88.1.0/24]} edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}]")
+	want("another address", "map[edge1:{[edge1 10.0.0.9] [10.88.1.0/24] []} edge2:{[edge2 10.0.0.2] [10.88.2.0/24] []}]")
 	events <- `{"type": "DELETED", "object": ` + whole("edge1", "5", "10.0.0.9", "10.88.1.0/24") + `}`
-	const one = "edge2:{[edge2 10.0.0.2] [10.88.2.0/24]}"
+	const one = "edge2:{[edge2 10.0.0.2] [10.88.2.0/24] []}"
 	want("one less", "map["+one+"]")
 	// The control plane's are known, and their pods are nobody's.
 	events <- `{"type": "ADDED", "object": ` + strings.Replace(whole("cp1", "6", "10.0.0.7", "10.88.7.0/24"), `"a"`, `"`+controlPlane+`"`, 1) + `}`
-	want("a machine of the control plane", "map[cp1:{[cp1 10.0.0.7] []} "+one+"]")
+	want("a machine of the control plane", "map[cp1:{[cp1 10.0.0.7] [] []} "+one+"]")
 	events <- `{"type": "MODIFIED", "object": ` + strings.Replace(whole("cp1", "7", "10.0.0.8", "10.88.7.0/24"), `"a"`, `"`+oldControlPlane+`"`, 1) + `}`
-	want("an old label", "map[cp1:{[cp1 10.0.0.8] []} "+one+"]")
+	want("an old label", "map[cp1:{[cp1 10.0.0.8] [] []} "+one+"]")
 	if len(kept) != 1 || kept[tunnel.NodeName("edge1")].Hosts[1] != "10.0.0.1" {
 		t.Errorf("what was given away has changed: %v", kept)
 	}

@@ -311,14 +311,16 @@ func TestHostileClaims(t *testing.T) {
 	t.Run("addresses, as those of its pods", func(t *testing.T) {
 		k := newAPIServer(t)
 		k.services = []string{"10.96.0.0/12"}
-		k.nodes = []any{k.node(rig.Node, "10.88.1.0/24", "10.1.0.5"), k.node(thief, "10.1.0.0/16,::/0", "10.2.0.6")}
+		k.nodes = []any{k.node(rig.Node, "10.88.1.0/24", "10.1.0.5"), k.node(thief, "10.1.0.0/16,::/0", "10.2.0.6", "lb.example.com")}
 		socket := filepath.Join(t.TempDir(), "s")
 		c := newClaims(t, k, "[mode.cloud.join]\nanynode = true\n[mode.cloud.egress]\nhttpconnect = [\"unix://"+socket+"\"]\nkubernetes = true\nstrategies = [\"destHost\", \"cidr\"]\n")
 		for what, want := range map[string]string{
-			"10.1.0.5:10250":     "nodes " + rig.Node + " and " + thief + " both claim 10.1.0.5",
-			rig.Node + ":10250":  rig.Node,
-			"10.88.1.7:80":       rig.Node,
-			"[2001:db8::7]:6443": "No agent available",
+			"10.1.0.5:10250":      "nodes " + rig.Node + " and " + thief + " both claim 10.1.0.5",
+			rig.Node + ":10250":   rig.Node,
+			rig.Node + ".:10250":  rig.Node,
+			"LB.example.com.:443": "node " + thief + " claims",
+			"10.88.1.7:80":        rig.Node,
+			"[2001:db8::7]:6443":  "No agent available",
 		} {
 			got := make(tally)
 			for range thefts {
