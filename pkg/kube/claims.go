@@ -25,6 +25,7 @@ import (
 //   - An address of the control plane or of a Service never counts.
 //   - An address that two Nodes claim counts for both: pkg/egress then refuses to dial it, and
 //     can name them. A Node claims the addresses in its status and those of its pods' networks.
+//   - Of a Node's addresses the first 64 count, so that none makes work for all.
 //   - A name counts only if it is the Node's own. pkg/egress refuses to dial any other name that
 //     a Node claims, unless another Node has it as its own.
 //
@@ -33,15 +34,21 @@ import (
 // is nobody's, and the rest of the network still counts. A network that holds addresses of
 // Services or of the control plane, or is too wide for one Node, does not count.
 
+// mostAddresses is how many entries of a Node's status.addresses are looked at. Machines have
+// a few; a status has room for tens of thousands.
+const mostAddresses = 64
+
 // node is what a Node says.
 type node struct {
 	controlPlane bool
-	addresses    []nodeAddress
+	addresses    []nodeAddress // mostAddresses at most
+	left         int           // how many more there are
+	first        string        // the first of them
 	podCIDRs     []netip.Prefix
 }
 
 func (n node) equal(other node) bool {
-	return n.controlPlane == other.controlPlane && slices.Equal(n.addresses, other.addresses) && slices.Equal(n.podCIDRs, other.podCIDRs)
+	return n.controlPlane == other.controlPlane && n.left == other.left && n.first == other.first && slices.Equal(n.addresses, other.addresses) && slices.Equal(n.podCIDRs, other.podCIDRs)
 }
 
 // nodeOf reads a Node. What is no network in it is left out: it is not ours to complain.
@@ -55,6 +62,10 @@ func nodeOf(o any) (tunnel.NodeName, node, error) {
 		return "", node{}, err
 	}
 	n := node{controlPlane: isControlPlane(object.Labels), addresses: object.Status.Addresses}
+	if left := len(n.addresses) - mostAddresses; left > 0 {
+		n.left, n.first = left, n.addresses[mostAddresses].Address
+		n.addresses = slices.Clone(n.addresses[:mostAddresses]) // so that the others are not kept
+	}
 	for _, text := range object.Spec.PodCIDRs {
 		if p, err := netip.ParsePrefix(text); err == nil {
 			n.podCIDRs = append(n.podCIDRs, unmapped(p))
@@ -134,6 +145,9 @@ func settle(nodes map[tunnel.NodeName]node, services []netip.Prefix, api string)
 	owners := make(map[netip.Addr]tunnel.NodeName)
 	for name, n := range nodes {
 		r := s.reach[name]
+		if n.left > 0 {
+			s.refuse(name, n.first, fmt.Sprintf("a Node may have %d addresses: this one and the %d behind it do not count", mostAddresses, n.left-1))
+		}
 		for _, p := range r.PodCIDRs {
 			if other := networks.other(p.Addr(), lengths, name); other != "" {
 				s.refuse(name, p.String(), fmt.Sprintf("the network of the pods of %s overlaps it: nobody has the addresses in both", other))

@@ -1,6 +1,7 @@
 package kube
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"log/slog"
@@ -10,6 +11,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"tunnel/pkg/tunnel"
 )
@@ -92,6 +95,37 @@ func TestClaims(t *testing.T) {
 	s := settle(map[tunnel.NodeName]node{"10.88.1.7": {}, "10.0.0.3": {}, "good": good}, services, api)
 	if got := fmt.Sprint(s.reach); got != "map[10.0.0.3:{[10.0.0.3] [] []} 10.88.1.7:{[10.88.1.7] [] []} good:{[good 10.0.0.1] [10.88.1.0/24] []}]" {
 		t.Error(got)
+	}
+}
+
+// A Node with a great many addresses costs nobody time: few of them count, and one line of the
+// log says so.
+func TestManyAddresses(t *testing.T) {
+	var log bytes.Buffer
+	r := (&Client{}).Reaches(slog.New(slog.NewTextHandler(&log, nil)))
+	evil := &nodeObject{ObjectMeta: metav1.ObjectMeta{Name: "evil"}}
+	for i := range 40000 {
+		evil.Status.Addresses = append(evil.Status.Addresses, nodeAddress{"InternalIP", netip.AddrFrom4([4]byte{10, 1, byte(i >> 8), byte(i)}).String()})
+	}
+	start := time.Now()
+	if err := (*reachStore)(r).Add(evil); err != nil {
+		t.Fatal(err)
+	}
+	hosts := r.All()["evil"].Hosts
+	took := time.Since(start)
+	t.Logf("%d hosts after %v", len(hosts), took)
+	if len(hosts) != 1+mostAddresses || hosts[mostAddresses] != "10.1.0.63" || took > time.Second {
+		t.Errorf("%d hosts count after %v, want the name and %d addresses at once", len(hosts), took, mostAddresses)
+	}
+	if n := r.Contested(); n != 1 || strings.Count(log.String(), "\n") != 1 || !strings.Contains(log.String(), "10.1.0.64") {
+		t.Errorf("%d are contested: %s", n, log.String())
+	}
+	evil.Status.Addresses = evil.Status.Addresses[:mostAddresses]
+	if err := (*reachStore)(r).Update(evil); err != nil {
+		t.Fatal(err)
+	}
+	if n := r.Contested(); n != 0 {
+		t.Errorf("%d are contested with as many addresses as a Node may have", n)
 	}
 }
 
