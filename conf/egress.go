@@ -31,13 +31,28 @@ func newEgress(t *egressKeys, r *report) Egress {
 		GRPC: t.GRPC, HTTPConnect: t.HTTPConnect, Cert: path(t.Cert), Key: path(t.Key), ClientCA: path(t.ClientCA),
 		ClientNames: t.ClientNames, Strategies: t.Strategies, Kubernetes: t.Kubernetes, KonnectivityMetrics: t.OldMetrics, AgentPort: t.AgentPort,
 	}
-	if len(t.DefaultNodes) > 0 {
-		var err error
-		if e.DefaultNodes, err = tunnel.ParseSelector(strings.Join(t.DefaultNodes, ",")); err != nil {
-			r.add(egressTable+"defaultnodes", "%v", err)
-		}
+	if t.DefaultNodes != nil {
+		e.DefaultNodes = r.selector(egressTable+"defaultnodes", t.DefaultNodes)
 	}
 	return e
+}
+
+// selector reads a list of nodes. An empty list does not mean every node, as an empty Selector
+// does.
+func (r *report) selector(key string, names []string) tunnel.Selector {
+	if len(names) == 0 {
+		r.add(key, `the list is empty: name nodes, or remove "default" from strategies`)
+		return nil
+	}
+	if i := slices.IndexFunc(names, func(n string) bool { return strings.Contains(n, ",") }); i >= 0 {
+		r.add(key, "%q holds a comma: put each name into quotes of its own", names[i])
+		return nil
+	}
+	s, err := tunnel.ParseSelector(strings.Join(names, ","))
+	if err != nil {
+		r.add(key, "%v", err)
+	}
+	return s
 }
 
 // Configured reports whether there is a listener.

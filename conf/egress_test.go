@@ -26,3 +26,26 @@ func TestEgressWarnings(t *testing.T) {
 		same(t, c.Warnings, want)
 	}
 }
+
+// A list that chooses no node, or more than its author may think, is refused.
+func TestDefaultNodes(t *testing.T) {
+	inDir(t)
+	const door = server + "[mode.cloud.egress]\ngrpc = [\"unix:///run/x.sock\"]\nkubernetes = true\ndefaultnodes = "
+	const key = "f.toml:9: mode.cloud.egress.defaultnodes: "
+	for list, want := range map[string]string{
+		`["gw-1", " gw-2"]`: "", `["*"]`: "", `["gw-*"]`: "",
+		`[]`:            key + `the list is empty: name nodes, or remove "default" from strategies`,
+		`["a,b"]`:       key + `"a,b" holds a comma: put each name into quotes of its own`,
+		`["gw-1", "*"]`: key + `"*" is every node: write it alone, or remove it`,
+		`[""]`:          key + `"" is not a node's name or a pattern such as "gw-*"`,
+	} {
+		write(t, "f.toml", door+list+"\n")
+		got := ""
+		if _, err := LoadCloud("f.toml", testEnv()); err != nil {
+			got = err.Error()
+		}
+		if got != want {
+			t.Errorf("%s: %q, want %q", list, got, want)
+		}
+	}
+}

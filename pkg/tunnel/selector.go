@@ -1,6 +1,7 @@
 package tunnel
 
 import (
+	"errors"
 	"fmt"
 	"path"
 	"slices"
@@ -11,13 +12,19 @@ import (
 // characters: "gw-*". An empty Selector chooses every node.
 type Selector []string
 
-// ParseSelector reads names that are separated by commas. A lone "*" is the empty Selector.
+// ParseSelector reads names that are separated by commas, and spaces perhaps. A lone "*" is the
+// empty Selector.
 func ParseSelector(s string) (Selector, error) {
-	if s == "*" {
-		return nil, nil
-	}
 	all := Selector(strings.Split(s, ","))
-	for _, pattern := range all {
+	for i, pattern := range all {
+		pattern = strings.TrimSpace(pattern)
+		all[i] = pattern
+		switch {
+		case pattern == "*" && len(all) == 1:
+			return nil, nil
+		case pattern == "*":
+			return nil, errors.New(`"*" is every node: write it alone, or remove it`)
+		}
 		// Without its stars a pattern must look like a name; this also keeps out whatever else means
 		// something to path.Match.
 		if _, err := ParseNodeName(strings.ReplaceAll(pattern, "*", "x")); err != nil {

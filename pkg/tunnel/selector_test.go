@@ -16,13 +16,15 @@ func TestSelector(t *testing.T) {
 		{"*-site3", "a-site3", true},
 		{"*-site3", "a-site30", false},
 		{"gw-*-b", "gw-a-b", true},
+		{"edge1, gw-*", "gw-2", true},
+		{" * ", "edge1", true},
 	} {
 		s, err := ParseSelector(c.s)
 		if err != nil || s.Chooses(c.node) != c.want {
 			t.Errorf("%q chooses %s: %v, want %v; %v", c.s, c.node, !c.want, c.want, err)
 		}
 	}
-	for _, bad := range []string{"", ",", "a,", "A", "a b", "a?", "[a]", "a\\*", "a/b"} {
+	for _, bad := range []string{"", ",", "a,", "A", "a b", "a?", "[a]", "a\\*", "a/b", "*,a", "a, *"} {
 		if s, err := ParseSelector(bad); err == nil {
 			t.Errorf("%q is read as %q", bad, s)
 		}
