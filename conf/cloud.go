@@ -79,7 +79,7 @@ type HTTPS struct {
 	ClientCA    string   // file
 	ClientNames []string // common names of callers; empty is kube-apiserver-kubelet-client
 	Callers     []Caller // callers that may do some things only
-	Kubernetes  bool     // Kubernetes is asked which node has a pod, even if nothing else here needs Kubernetes
+	Kubernetes  *bool    // Kubernetes is asked which node has a pod; nil: if something else here needs Kubernetes
 	Kubelet     Kubelet
 }
 
@@ -106,8 +106,14 @@ const (
 // Terminates reports whether any connection is terminated here.
 func (h HTTPS) Terminates() bool { return h.TLS != TLSPassthrough && h.ClientCA != "" }
 
+// MayAskKubernetes reports whether Kubernetes is asked for the node of a pod, if something here
+// needs Kubernetes.
+func (h HTTPS) MayAskKubernetes() bool {
+	return len(h.Ports) > 0 && h.Terminates() && (h.Kubernetes == nil || *h.Kubernetes)
+}
+
 // AsksKubernetes reports whether Kubernetes is needed to find the node of a pod.
-func (h HTTPS) AsksKubernetes() bool { return h.Terminates() && h.Kubernetes }
+func (h HTTPS) AsksKubernetes() bool { return h.MayAskKubernetes() && h.Kubernetes != nil }
 
 // TCPListener is one line of [mode.cloud.tcp].
 type TCPListener struct {
@@ -366,7 +372,7 @@ func (h HTTPS) checkTLS(r *report) {
 		r.add(t+"clientca", `tls = "terminate" needs it, or anybody could call the kubelets: write the CA that signs the callers' certificates`)
 	case h.TLS == TLSPassthrough && (h.ClientCA != "" || len(h.ClientNames)+len(h.Callers) > 0):
 		r.warn(t+"tls", `with "passthrough" callers are verified by the kubelet alone: clientca, clientnames and callers do not count`)
-	case h.Kubernetes && !h.Terminates():
+	case h.Kubernetes != nil && *h.Kubernetes && !h.Terminates():
 		r.warn(t+"kubernetes", "not used: no connection is terminated without clientca, and a connection that is passed through names its node")
 	case h.TLS == TLSAuto && h.ClientCA == "" && h.Cert != "":
 		r.warn(t+"clientca", "missing, so cert is not used: connections whose SNI is a node's name are passed through, all others are closed (kubectl exec without --kubelet-certificate-authority among them)")
@@ -377,6 +383,13 @@ func (h HTTPS) checkTLS(r *report) {
 			what = `tls = "terminate"`
 		}
 		r.add(t+"cert", "%s needs a certificate to terminate connections with: write cert and key", what)
+	}
+	if h.TLS == TLSAuto && h.ClientCA == "" {
+		for key, n := range map[string]int{"clientnames": len(h.ClientNames), "callers": len(h.Callers)} {
+			if n > 0 {
+				r.warn(t+key, "not used without clientca: no connection is terminated, so no caller is known by name")
+			}
+		}
 	}
 	if !h.Terminates() && h.TLS != TLSTerminate && h.Kubelet != (Kubelet{}) {
 		r.warn(kubeletTable[:len(kubeletTable)-1], "not used: no connection is terminated without clientca")
@@ -399,7 +412,7 @@ func (k Kubelet) check(r *report) {
 
 // configured reports whether anything beside the ports is set.
 func (h HTTPS) configured() bool {
-	return h.Cert != "" || h.ClientCA != "" || h.TLS != TLSAuto || h.Listen != "" || len(h.AllowFrom) > 0 || h.Kubelet != (Kubelet{})
+	return len(h.ClientNames)+len(h.Callers) > 0 || h.Kubernetes != nil || h.Cert != "" || h.ClientCA != "" || h.TLS != TLSAuto || h.Listen != "" || len(h.AllowFrom) > 0 || h.Kubelet != (Kubelet{})
 }
 
 func (l TCPListener) check(r *report) {

@@ -463,3 +463,38 @@ func TestReservedNode(t *testing.T) {
 		}
 	}
 }
+
+// What https does with Kubernetes: only where it terminates connections of some port, and not where the
+// file says so.
+func TestHTTPSAsksKubernetes(t *testing.T) {
+	const ca, port = "clientca = \"ca\"\n", "[mode.cloud.https.addr]\n\"10250\" = \"127.0.0.1:10250\"\n"
+	for text, want := range map[string][2]bool{ // asks, and may ask
+		ca + port:                             {false, true},
+		ca + "kubernetes = true\n" + port:     {true, true},
+		ca + "kubernetes = false\n" + port:    {false, false},
+		ca + "kubernetes = true\n":            {false, false},
+		"kubernetes = true\n" + port:          {false, false},
+		"tls = \"passthrough\"\n" + ca + port: {false, false},
+	} {
+		r := newReport(&source{file: "cloud.toml"})
+		table := decode([]byte("[mode.cloud.https]\n"+text), r)
+		h := newCloud(table.Mode.Cloud, Env{}, r).HTTPS
+		if got := [2]bool{h.AsksKubernetes(), h.MayAskKubernetes()}; got != want {
+			t.Errorf("%s: %v, want %v", text, got, want)
+		}
+	}
+}
+
+// A list of callers is for connections that are terminated.
+func TestCallersWithoutCA(t *testing.T) {
+	inDir(t)
+	const port = "[mode.cloud.https.addr]\n\"10250\" = \"127.0.0.1:10250\"\n"
+	for key, line := range map[string]string{"callers": `callers = [{name = "a", may = ["logs"]}]`, "clientnames": `clientnames = ["a"]`} {
+		write(t, "f.toml", server+"[mode.cloud.https]\n"+line+"\n"+port)
+		c, err := LoadCloud("f.toml", testEnv())
+		if err != nil {
+			t.Fatal(err)
+		}
+		same(t, c.Warnings, []string{"f.toml:7: mode.cloud.https." + key + ": not used without clientca: no connection is terminated, so no caller is known by name"})
+	}
+}

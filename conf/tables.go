@@ -40,7 +40,7 @@ type cloudTable struct {
 		Listen      string            `toml:"listen"`
 		Callers     []callerKeys      `toml:"callers"`
 		AllowFrom   []string          `toml:"allowfrom"`
-		Kubernetes  bool              `toml:"kubernetes"`
+		Kubernetes  *bool             `toml:"kubernetes"`
 		Addr        map[string]string `toml:"addr"`
 		Kubelet     struct {
 			Cert     string `toml:"cert"`

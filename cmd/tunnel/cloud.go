@@ -199,8 +199,8 @@ func (d *daemon) addHTTPS(c *conf.Cloud, files *reload.Files, k cluster, reach e
 		return err
 	}
 	cfg.Limits, cfg.Counters = httpsLimits(c.Limits), counters
-	if k.client != nil {
-		cfg.Pods = k.client
+	if k.pods != nil {
+		cfg.Pods = k.pods
 	}
 	door, err := https.New(cfg, reach, reach, d.log)
 	if err != nil {

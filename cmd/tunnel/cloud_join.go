@@ -29,6 +29,7 @@ type cluster struct {
 	names   *kube.Nodes   // that may appear in DNS
 	joining *kube.Nodes   // that may join; nil: any
 	reaches *kube.Reaches // what nodes reach; nil: nobody asks
+	pods    *kube.Pods    // where https finds the node of a pod; nil: it asks kubelets
 }
 
 // newCluster connects to nothing yet.
@@ -57,8 +58,13 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 	if c.Egress.AsksKubernetes() {
 		k.reaches = k.client.Reaches(log)
 	}
+	if c.HTTPS.MayAskKubernetes() {
+		k.pods = k.client.Pods(log)
+	}
 	switch {
 	case c.Join.AnyNode:
+	// That https asks for pods does not change who may join.
+	case k.names == nil && k.reaches == nil && !c.Join.AsksKubernetes():
 	case k.names != nil && c.DNS.NodeSelector == "":
 		k.joining = k.names
 	default:
@@ -83,6 +89,9 @@ func (k cluster) add(d *daemon) {
 	}
 	if k.reaches != nil {
 		d.add(nodeReaches{k.reaches}, k.reaches.Ready)
+	}
+	if k.pods != nil {
+		d.add(podNodes{k.pods}, nil)
 	}
 }
 
@@ -253,3 +262,9 @@ func (n nodeNames) Note() string {
 	}
 	return ""
 }
+
+// podNodes is the module that sees whether pods can be read.
+type podNodes struct{ *kube.Pods }
+
+func (podNodes) Name() string                      { return "pods" }
+func (podNodes) Routes() map[string]tunnel.Handler { return nil }

@@ -50,24 +50,35 @@ func TestCluster(t *testing.T) {
 	dns := conf.DNS{ConfigMap: "nodes"}
 	selecting := conf.DNS{ConfigMap: "nodes", NodeSelector: "edge="}
 	accounts := []string{"a/b"}
+	yes, no := true, false
+	https := func(asks *bool) conf.HTTPS {
+		return conf.HTTPS{Ports: map[string]string{"10250": "a:1"}, ClientCA: "ca", Kubernetes: asks}
+	}
+	egress := conf.Egress{GRPC: []string{"unix:///s"}, Kubernetes: true}
 	for name, tt := range map[string]struct {
-		cloud                        conf.Cloud
-		client, names, joining, same bool
+		cloud                              conf.Cloud
+		client, names, joining, same, pods bool
 	}{
-		"no Kubernetes":                {conf.Cloud{Join: conf.Join{CA: "ca", CAKey: "key"}}, false, false, false, false},
-		"DNS":                          {conf.Cloud{DNS: dns}, true, true, true, true},
-		"DNS with a selector":          {conf.Cloud{DNS: selecting}, true, true, true, false},
-		"DNS, and any node may join":   {conf.Cloud{DNS: dns, Join: conf.Join{AnyNode: true}}, true, true, false, false},
-		"ServiceAccounts":              {conf.Cloud{Join: conf.Join{ServiceAccounts: accounts}}, true, false, true, false},
-		"ServiceAccounts of any nodes": {conf.Cloud{Join: conf.Join{ServiceAccounts: accounts, AnyNode: true}}, true, false, false, false},
-		"Kubernetes signs":             {conf.Cloud{Join: conf.Join{Kubernetes: true}}, true, false, true, false},
+		"no Kubernetes":                {conf.Cloud{Join: conf.Join{CA: "ca", CAKey: "key"}}, false, false, false, false, false},
+		"DNS":                          {conf.Cloud{DNS: dns}, true, true, true, true, false},
+		"DNS with a selector":          {conf.Cloud{DNS: selecting}, true, true, true, false, false},
+		"DNS, and any node may join":   {conf.Cloud{DNS: dns, Join: conf.Join{AnyNode: true}}, true, true, false, false, false},
+		"ServiceAccounts":              {conf.Cloud{Join: conf.Join{ServiceAccounts: accounts}}, true, false, true, false, false},
+		"ServiceAccounts of any nodes": {conf.Cloud{Join: conf.Join{ServiceAccounts: accounts, AnyNode: true}}, true, false, false, false, false},
+		"Kubernetes signs":             {conf.Cloud{Join: conf.Join{Kubernetes: true}}, true, false, true, false, false},
+		"https":                        {conf.Cloud{HTTPS: https(&yes)}, true, false, false, false, true},
+		"https by itself":              {conf.Cloud{HTTPS: https(nil)}, false, false, false, false, false},
+		"https without a port":         {conf.Cloud{HTTPS: conf.HTTPS{ClientCA: "ca", Kubernetes: &yes}}, false, false, false, false, false},
+		"https beside egress":          {conf.Cloud{HTTPS: https(nil), Egress: egress}, true, false, true, false, true},
+		"https without, and egress":    {conf.Cloud{HTTPS: https(&no), Egress: egress}, true, false, true, false, false},
+		"https beside DNS":             {conf.Cloud{HTTPS: https(&yes), DNS: dns}, true, true, true, true, true},
 	} {
 		k, err := newCluster(&tt.cloud, slog.New(slog.DiscardHandler))
 		if err != nil {
 			t.Errorf("%s: %v", name, err)
 			continue
 		}
-		if (k.client != nil) != tt.client || (k.names != nil) != tt.names || (k.joining != nil) != tt.joining || k.names != nil && (k.names == k.joining) != tt.same {
+		if (k.client != nil) != tt.client || (k.names != nil) != tt.names || (k.joining != nil) != tt.joining || k.names != nil && (k.names == k.joining) != tt.same || (k.pods != nil) != tt.pods {
 			t.Errorf("%s: %+v", name, k)
 		}
 	}

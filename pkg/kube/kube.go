@@ -2,7 +2,7 @@
 // nodes ([Nodes]), one key of a ConfigMap ([ConfigMap]), a Lease to elect a writer
 // ([Lease]), where a Service's pods are ([Client.Replicas]), whose a token is
 // ([Client.ReviewToken]), certificates for nodes ([Signer]), and the node of a pod
-// ([Client.NodeOf]).
+// ([Pods]).
 //
 //	c, err := kube.New(os.Getenv("KUBECONFIG"), "tunnel/v1.2.3")
 //	cm := c.ConfigMap("tunnel-system", "tunnel-nodes", "hosts")
@@ -50,7 +50,7 @@ const (
 	joinsPerSecond = 200
 	joinBurst      = 400
 
-	// What callers cause who exec has one, too.
+	// Reads of pods have a rate limit of their own.
 	podsPerSecond = 100
 	podBurst      = 200
 )
@@ -59,7 +59,7 @@ const (
 type Client struct {
 	objects objects
 	joins   objects          // for reviews and certificates
-	pods    objects          // for NodeOf
+	pods    objects          // for Pods
 	nodes   *rest.RESTClient // for Reaches
 	watches metadata.Interface
 	host    string
