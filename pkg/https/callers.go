@@ -57,12 +57,13 @@ func classOf(u *url.URL) auth.Class {
 }
 
 // isCanonical reports whether no two readers of p could disagree: it has no dots, empty
-// segments, backslashes or control characters that one of them might take away.
+// segments, backslashes, percent signs (it is decoded already) or control characters that one of
+// them might take away.
 func isCanonical(p string) bool {
 	clean := path.Clean(p)
 	if strings.HasSuffix(p, "/") && clean != "/" {
 		clean += "/"
 	}
 	return strings.HasPrefix(p, "/") && clean == p &&
-		!strings.ContainsFunc(p, func(r rune) bool { return r == '\\' || r < ' ' || r == 0x7f })
+		!strings.ContainsFunc(p, func(r rune) bool { return r == '\\' || r == '%' || r < ' ' || r == 0x7f })
 }

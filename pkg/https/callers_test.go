@@ -57,6 +57,7 @@ func TestCallersClasses(t *testing.T) {
 		{"metrics-server", "GET //exec/ns/pod/c", upgrade, 403, "all"},
 		{"metrics-server", "GET /%65xec/ns/pod/c", upgrade, 403, "all"},
 		{"metrics-server", "GET https://edge1/exec/ns/pod/c", upgrade, 403, "exec"},
+		{"metrics-server", "GET /metrics/%252e%252e/exec/ns/pod/c", upgrade, 403, "all"},
 		{"metrics-server", "GET x:exec/ns/pod/c", upgrade, 403, "all"},
 		{"metrics-server", "CONNECT edge1:443", "", 403, "all"},
 		{"collector", "GET /containerLogs/ns/pod/c?follow=true", "", 200, ""},

@@ -208,17 +208,25 @@ func (p *proxy) search(ctx context.Context, ref podRef, caller string) (tunnel.N
 		return "", answerf(http.StatusConflict, tunnel.Denied, "nodes %s and %s both claim pod %s: one of them lies, or the pod was deleted by force; find out which, and revoke that node or wait for its kubelet",
 			said.have[0], said.have[1], ref)
 	case len(said.have) == 1 && len(said.mayHave) > 0 && said.have[0] != last.node:
+		p.f.warn(denySilent, "nodes that do not answer may have a pod that another node claims: nobody gets it", "pod", ref.String(), "nodes", fmt.Sprint(first(said.mayHave)))
 		return "", answerf(http.StatusServiceUnavailable, tunnel.Timeout, "node %s claims pod %s, but node %s has not answered and may have it: try again in %v, or end the session of %s",
 			said.have[0], ref, said.mayHave[0], silentFor, said.mayHave[0])
+	case len(said.have) == 1 && len(said.unasked) > 0 && said.have[0] != last.node:
+		p.f.warn(denySilent, "nodes that were not asked in time may have a pod that another node claims: nobody gets it", "pod", ref.String(), "nodes", fmt.Sprint(first(said.unasked)))
+		return "", answerf(http.StatusServiceUnavailable, tunnel.Timeout, "node %s claims pod %s, but node %s was not asked in time and may have it: try again",
+			said.have[0], ref, said.unasked[0])
 	case len(said.have) == 1:
 		p.finder.remember(ref, said.have[0])
 		return said.have[0], nil
 	case len(nodes) == 0:
 		return "", answerf(http.StatusBadGateway, tunnel.NoSuchNode, "no node is connected")
 	}
-	text := fmt.Sprintf("no connected node has pod %s: its node may not be connected (%d asked", ref, len(nodes))
+	text := fmt.Sprintf("no connected node has pod %s: its node may not be connected (%d asked", ref, len(nodes)-len(said.unasked))
 	if said.silent > 0 {
 		text += fmt.Sprintf(", %d did not answer", said.silent)
+	}
+	if n := len(said.unasked); n > 0 {
+		text += fmt.Sprintf(", %d were not asked in time", n)
 	}
 	if said.denied > 0 {
 		text += fmt.Sprintf(", %d did not let us ask: see the log", said.denied)
@@ -234,9 +242,10 @@ func (p *proxy) search(ctx context.Context, ref podRef, caller string) (tunnel.N
 type said struct {
 	have    []tunnel.NodeName // claim it, sorted
 	mayHave []tunnel.NodeName // have not answered, and may have it, sorted
+	unasked []tunnel.NodeName // the search ended before their turn, sorted
 	silent  int               // have not answered
 	denied  int               // do not let us ask, and so would not let us exec
-	late    bool              // one of the silent was given time
+	late    bool              // time was over for one of the silent, or before all were asked
 }
 
 // askAll asks the kubelets of nodes for a pod.
@@ -258,9 +267,8 @@ func (p *proxy) askAll(ctx context.Context, nodes []tunnel.NodeName, ref podRef,
 			defer mu.Unlock()
 			switch {
 			case !asked:
-				s.silent++
 				s.late = true
-				s.mayHave = append(s.mayHave, n)
+				s.unasked = append(s.unasked, n)
 			case err == nil:
 				p.finder.heard(n, true)
 				s.have = append(s.have, n)
@@ -284,8 +292,12 @@ func (p *proxy) askAll(ctx context.Context, nodes []tunnel.NodeName, ref podRef,
 	g.Wait() //nolint:errcheck // it returns none
 	slices.Sort(s.have)
 	slices.Sort(s.mayHave)
+	slices.Sort(s.unasked)
 	return s
 }
+
+// first returns the first few of nodes, for a log line.
+func first(nodes []tunnel.NodeName) []tunnel.NodeName { return nodes[:min(len(nodes), 8)] }
 
 // What a probe may find.
 var (

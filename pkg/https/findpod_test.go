@@ -3,6 +3,7 @@ package https
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net/http"
@@ -103,7 +104,8 @@ func TestSilentNode(t *testing.T) {
 			fakeTunnel: &fakeTunnel{nodes: map[tunnel.NodeName]bool{"evil": true, "good": true, "other": true}},
 			have:       map[tunnel.NodeName]string{"good": "ns/one"}, silent: make(map[tunnel.NodeName]bool),
 		}
-		f, err := New(Config{}, k, k, slog.New(slog.DiscardHandler))
+		logs := new(syncBuffer)
+		f, err := New(Config{}, k, k, slog.New(slog.NewTextHandler(logs, nil)))
 		must(t, err)
 		p := &proxy{f: f, ask: k.ask}
 		want := func(why, pod string, node tunnel.NodeName, status int, within time.Duration) {
@@ -125,6 +127,9 @@ func TestSilentNode(t *testing.T) {
 
 		k.have["evil"], k.silent["good"] = "ns/three", true
 		want("the silent one may be the owner", "three", "", 503, answerTimeout)
+		if s := logs.String(); !strings.Contains(s, "level=WARN") || !strings.Contains(s, "pod=ns/three nodes=[good]") {
+			t.Errorf("the log does not name the silent node: %s", s)
+		}
 		want("and is waited for less the next time", "three", "", 503, silentTimeout)
 		k.silent["good"] = false
 		want("it has answered: the pod is not its own", "three", "evil", 0, 0)
@@ -146,6 +151,40 @@ func TestSilentNode(t *testing.T) {
 		want("new, beside a node that has been silent for long", "four", "good", 0, silentTimeout)
 		k.set(func(f *fakeTunnel) { f.nodes["other"] = false })
 		want("new, without it", "four", "good", 0, 0)
+	})
+}
+
+// Of nodes that nobody has asked it is not said that they are silent.
+func TestNodesNotAskedInTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k := &kubelets{
+			fakeTunnel: &fakeTunnel{nodes: map[tunnel.NodeName]bool{"0good": true}}, // asked first
+			have:       map[tunnel.NodeName]string{"0good": "ns/one"}, silent: make(map[tunnel.NodeName]bool),
+		}
+		for i := range 8 * maxProbes {
+			n := tunnel.NodeName(fmt.Sprintf("slow%03d", i))
+			k.nodes[n], k.silent[n] = true, true
+		}
+		logs := new(syncBuffer)
+		f, err := New(Config{}, k, k, slog.New(slog.NewTextHandler(logs, nil)))
+		must(t, err)
+		p := &proxy{f: f, ask: k.ask}
+		want := func(pod, text string) {
+			t.Helper()
+			if _, a := p.findPod(t.Context(), podRef{0, "ns", pod}, "caller"); a == nil || !strings.Contains(a.text, text) {
+				t.Errorf("%s: %+v, want %q", pod, a, text)
+			}
+		}
+		want("none", "(129 asked, 128 did not answer, 384 were not asked in time)")
+		want("one", "node 0good claims pod ns/one, but node slow000 has not answered")
+		for n := range k.silent { // for long
+			p.finder.heard(n, false)
+		}
+		time.Sleep(silentFor)
+		want("one", "was not asked in time and may have it: try again")
+		if s := logs.String(); !strings.Contains(s, `nodes that were not asked in time may have a pod that another node claims: nobody gets it" module=https pod=ns/one nodes="[slow`) {
+			t.Errorf("the log does not name them: %s", s)
+		}
 	})
 }
 
@@ -176,8 +215,12 @@ func TestPodByKubernetes(t *testing.T) {
 		status          int
 		want            string
 	}{
-		{"127.0.0.1", "evil", "/exec/ns/two/c", 200, "edge2"}, // kube-apiserver may have that name
-		{"away", "evil", "/exec/ns/two/c", 200, "edge2"},
+		{"127.0.0.1", "apiserver.example:6443", "/exec/ns/two/c", 200, "edge2"}, // what kubectl used for kube-apiserver
+		{"127.0.0.1", "edge2", "/exec/ns/two/c", 200, "edge2"},
+		{"127.0.0.1", "edge9", "/exec/ns/two/c", 200, "edge2"}, // not connected
+		{"127.0.0.1", "edge1", "/exec/ns/two/c", 421, "names node edge1, and Kubernetes has pod ns/two on node edge2"},
+		{"127.0.0.1", "evil", "/exec/ns/two/c", 421, "names node evil"},
+		{"away", "evil", "/exec/ns/two/c", 421, "names node evil"},
 		{"edge2", "10.77.0.1", "/exec/ns/two/c", 200, "edge2"}, // kube-apiserver says it
 		{"127.0.0.1", "edge1", "/pods", 200, "edge1"},          // of no pod
 		{"127.0.0.1", "10.77.0.1", "/exec/ns/none/c", 502, "Kubernetes has no pod ns/none"},

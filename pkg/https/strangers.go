@@ -43,6 +43,7 @@ const (
 	denyProbe
 	denyPods
 	denyContested
+	denySilent
 	denyPassed
 	denyKinds // how many there are
 )

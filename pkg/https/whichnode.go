@@ -67,7 +67,8 @@ func answerf(status int, code tunnel.Code, format string, args ...any) *answer {
 //  3. the connected node that has the pod which the path names.
 //
 // Where Kubernetes can be asked it decides about pods before Host does: Host may be a
-// name of kube-apiserver that a node has taken for its own.
+// name of kube-apiserver that a node has taken for its own. If Host is another connected node,
+// nobody gets the request.
 func (p *proxy) whichNode(r *http.Request, c *clientConn, caller string) (tunnel.NodeName, *answer) {
 	host, hostErr := nodeOf(r.Host)
 	sni, err := tunnel.ParseNodeName(c.sni)
@@ -76,7 +77,11 @@ func (p *proxy) whichNode(r *http.Request, c *clientConn, caller string) (tunnel
 	ref.port = c.port
 	switch {
 	case ofPod && p.f.cfg.Pods != nil && !(named && p.f.nodes.Holds(sni)):
-		return p.findPod(r.Context(), ref, caller)
+		node, a := p.findPod(r.Context(), ref, caller)
+		if a == nil && hostErr == nil && host != node && p.f.nodes.Holds(host) {
+			return "", answerf(http.StatusMisdirectedRequest, 0, "the request's Host names node %s, and Kubernetes has pod %s on node %s: call the pod's node", host, ref, node)
+		}
+		return node, a
 	case hostErr == nil && p.f.nodes.Holds(host):
 		if named && sni != host && p.f.nodes.Holds(sni) {
 			return "", answerf(http.StatusMisdirectedRequest, 0, "this connection was opened for node %s and the request is for %s: open another", sni, host)
