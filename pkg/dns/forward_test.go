@@ -116,8 +116,9 @@ func TestAllowFrom(t *testing.T) {
 		asked <- q.Question[0].Name
 		return [][]byte{pack(t, reply(t, q, "a. 77 IN A 192.0.2.1"))}
 	})
+	log, logs := newLog()
 	r := respond(t, ResponderConfig{
-		Truth: newHeld("edge1 10.0.0.5"), Upstream: []netip.AddrPort{up},
+		Log: log, Truth: newHeld("edge1 10.0.0.5"), Upstream: []netip.AddrPort{up},
 		AllowFrom: auth.Sources{netip.MustParsePrefix("127.0.0.2/32")},
 	})
 	for _, tc := range []struct{ from, name, want string }{
@@ -133,6 +134,9 @@ func TestAllowFrom(t *testing.T) {
 				t.Errorf("%s asks for %s over %s: %v, %v; want %s", tc.from, tc.name, network, show(m), err, tc.want)
 			}
 		}
+	}
+	if s := logs.String(); strings.Count(s, "level=WARN") != 1 || !strings.Contains(s, "127.0.0.3") || !strings.Contains(s, "allowfrom") {
+		t.Errorf("the log is %q, want one warning with the asker and the key", s)
 	}
 	if n := len(asked); n != 2 {
 		t.Errorf("the upstream was asked %d times, want 2", n)

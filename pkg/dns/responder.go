@@ -87,7 +87,7 @@ type Responder struct {
 	addr  atomic.Pointer[net.Addr] // nil while not listening
 	stats responderStats
 
-	tired, unanswered, panicked tunnel.Limiter // of log lines, one a minute each
+	tired, unanswered, panicked, denied tunnel.Limiter // of log lines, one a minute each
 }
 
 var _ tunnel.Module = (*Responder)(nil)

@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"io"
 	"net"
+	"net/netip"
 	"runtime/debug"
 	"sync"
 	"time"
@@ -39,8 +40,8 @@ func (r *Responder) serveUDP(ctx context.Context, g *errgroup.Group, conn *net.U
 			continue
 		}
 		from, _ := asker.RemoteAddr().(*net.UDPAddr)
-		if !r.cfg.AllowFrom.Permits(from.AddrPort().Addr()) {
-			send(conn, asker, r.refuse(open))
+		if addr := from.AddrPort().Addr(); !r.cfg.AllowFrom.Permits(addr) {
+			send(conn, asker, r.refuse(open, addr))
 			continue
 		}
 		release, ok := r.admit()
@@ -130,7 +131,7 @@ func (r *Responder) serveConn(ctx context.Context, c net.Conn, place *listen.Str
 		case r.cfg.AllowFrom.Permits(listen.AddrOf(c.RemoteAddr())):
 			reply = r.resolveTCP(ctx, open)
 		default:
-			reply = r.refuse(open)
+			reply = r.refuse(open, listen.AddrOf(c.RemoteAddr()))
 		}
 		if reply == nil || writeTCP(c, reply) != nil {
 			return // who sends what is no question has no second one
@@ -140,7 +141,10 @@ func (r *Responder) serveConn(ctx context.Context, c net.Conn, place *listen.Str
 }
 
 // refuse answers an asker for whom no upstream is asked.
-func (r *Responder) refuse(q *query) []byte {
+func (r *Responder) refuse(q *query, asker netip.Addr) []byte {
+	if n, ok := r.denied.Allow(); ok {
+		r.cfg.Log.Warn("a DNS query for a name that is no node's is refused: add the asker's network to allowfrom of [mode.cloud.stream.dns] if it may ask", "remote", asker.Unmap().String(), "skipped", n)
+	}
 	r.stats.count(toldRefused)
 	return q.pack(q.reply(dns.RcodeRefused))
 }
