@@ -10,6 +10,9 @@ import (
 // is there.
 func hasEnded(fd uintptr) (ended, known bool) {
 	n, _, err := unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	for errors.Is(err, unix.EINTR) {
+		n, _, err = unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
+	}
 	return n <= 0, !errors.Is(err, unix.EAGAIN)
 }
 
