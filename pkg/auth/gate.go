@@ -29,7 +29,7 @@ type GateConfig struct {
 	Reviewer        Reviewer // nil: no ServiceAccount tokens
 	ServiceAccounts []string // "namespace/name": whose tokens are taken
 	Nodes           Nodes    // nil: any node may join; else only those that Kubernetes knows
-	Hosts           []string // names that no node may have: the API server's, the cloud's
+	Hosts           []string // names that no node may have, such as the API server's
 	Log             *slog.Logger
 }
 

@@ -10,7 +10,7 @@ import (
 // MayJoin returns why no node may have the name n, or nil. A request finds its node by the
 // name that its caller uses, so a node must not have a name by which callers reach
 // something else: an IP address, the API server's names inside a cluster, the machine
-// itself, or one of others (the cloud's own hosts, for example).
+// itself, or one of others (the host of the API server, for example).
 func (n NodeName) MayJoin(others ...string) error {
 	name := string(n)
 	_, notIP := netip.ParseAddr(name)
@@ -21,7 +21,7 @@ func (n NodeName) MayJoin(others ...string) error {
 		strings.HasPrefix(name, "kubernetes.default.svc."), strings.HasSuffix(name, ".localhost"):
 		return fmt.Errorf("node name %s is reserved: callers reach another machine by it; give the node another name", n)
 	case slices.ContainsFunc(others, func(o string) bool { return strings.EqualFold(strings.TrimSuffix(o, "."), name) }):
-		return fmt.Errorf("node name %s is the host of the API server or of the cloud: give the node another name", n)
+		return fmt.Errorf("node name %s is the host of the API server: give the node another name", n)
 	}
 	return nil
 }
