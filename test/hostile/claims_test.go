@@ -267,12 +267,15 @@ func TestHostileClaims(t *testing.T) {
 		k := newAPIServer(t)
 		k.pods["default/payroll"] = rig.Node
 		c := newClaims(t, k, "[mode.cloud.join]\nanynode = true\n[mode.cloud.egress]\ngrpc = [\"unix://"+filepath.Join(t.TempDir(), "s")+"\"]\nkubernetes = true\n")
-		got := make(tally)
+		named, unnamed := make(tally), make(tally)
 		for range thefts {
-			_, body := c.ask(apiserver, thief, "/exec/default/payroll/app?command=sh") // as if kube-apiserver had that name
-			got[body]++
+			status, _ := c.ask(apiserver, thief, "/exec/default/payroll/app?command=sh") // as if kube-apiserver had that name
+			named[fmt.Sprint(status)]++
+			_, body := c.ask(apiserver, "10.0.0.1:6443", "/exec/default/payroll/app?command=sh")
+			unnamed[body]++
 		}
-		c.want(got, rig.Node)
+		c.want(named, "421")
+		c.want(unnamed, rig.Node)
 	})
 	t.Run("addresses, by its Node", func(t *testing.T) {
 		k := newAPIServer(t)
