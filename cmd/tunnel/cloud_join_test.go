@@ -7,10 +7,12 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 	"time"
 
 	"tunnel/conf"
+	"tunnel/pkg/admin"
 	"tunnel/pkg/auth"
 )
 
@@ -80,6 +82,11 @@ func TestCluster(t *testing.T) {
 		}
 		if (k.client != nil) != tt.client || (k.names != nil) != tt.names || (k.joining != nil) != tt.joining || k.names != nil && (k.names == k.joining) != tt.same || (k.pods != nil) != tt.pods {
 			t.Errorf("%s: %+v", name, k)
+		}
+		d := new(daemon)
+		k.add(d)
+		if shows := slices.ContainsFunc(d.checks, func(c admin.Check) bool { return c.Name == "pods" && c.Note != nil }); shows != tt.pods {
+			t.Errorf("%s: /readyz tells of pods: %t, want %t", name, shows, tt.pods)
 		}
 	}
 }

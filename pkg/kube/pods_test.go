@@ -40,8 +40,8 @@ func TestNodeOf(t *testing.T) {
 
 // podsOnly is an API server that has one pod, or refuses to show it.
 type podsOnly struct {
-	objects // nil: nobody asks for anything else
-	mu      sync.Mutex
+	objects            // nil: nobody asks for anything else
+	mu      sync.Mutex // guards the following
 	err     error
 	asked   int
 }
@@ -75,6 +75,8 @@ func TestPodsNote(t *testing.T) {
 			if got := p.Note(); !strings.Contains(got, note) || (note == "") != (got == "") {
 				t.Errorf("%s: it notes %q, want %q", why, got, note)
 			}
+			o.mu.Lock()
+			defer o.mu.Unlock()
 			if n := strings.Count(log.String(), "level=WARN"); n != warnings || o.asked != asked {
 				t.Errorf("%s: %d warnings, asked %d times; want %d, %d", why, n, o.asked, warnings, asked)
 			}
