@@ -31,7 +31,7 @@ type edgeSession struct {
 	opening     int              // data connections that are being opened
 	misses      int              // of the cloud's askings for one, in a row
 	noMoreUntil time.Time        // none is opened
-	by          map[string]*ride // topics of opens that came by one
+	by          map[string]*ride // topics of opens that came by one, until the cloud has all of the conn
 }
 
 var _ tunnel.Link = (*edgeSession)(nil)

@@ -154,6 +154,7 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 	var ended *ride // whose conn has ended here, and the cloud has not said so
 	said := func() {
 		if ended != nil {
+			s.left(ended)
 			s.remove(ended.topic)
 			ended = nil
 		}
@@ -185,13 +186,12 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		}
 		err = s.handle(s.ctx, m)
 		said()
+		d.carries.Store(nil)
 		if by.unsaid() {
 			ended = by
+		} else {
+			s.left(by)
 		}
-		d.carries.Store(nil)
-		s.mu.Lock()
-		delete(s.by, m.Topic)
-		s.mu.Unlock()
 		if err != nil {
 			return err
 		}
@@ -223,8 +223,16 @@ func (s *edgeSession) came(topic string, by *ride) bool {
 	return true
 }
 
-// dropIdle ends the data connections that carry nothing. An open on its way to one is sent again
-// on the control stream.
+// left undoes came.
+func (s *edgeSession) left(by *ride) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.by, by.topic)
+}
+
+// dropIdle ends the data connections that carry nothing. One is busy until the cloud has said that
+// the conn has ended: before that the kernel may hold the last bytes of a download. An open on its
+// way to an idle one is sent again on the control stream.
 func (s *edgeSession) dropIdle() {
 	s.mu.Lock()
 	defer s.mu.Unlock()

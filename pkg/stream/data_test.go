@@ -280,6 +280,55 @@ func TestDataConnectionCut(t *testing.T) {
 	}
 }
 
+// An edge that gives up its idle data connections, since the link is narrow, does not cut off the
+// end of a download: the kernel may hold megabytes when the target has sent its last byte.
+func TestIdleDataConnectionsHaveSaidAll(t *testing.T) {
+	r, e := newDataRig(t, 1)
+	c, far := r.pair("edge1")
+	if err := c.(interface{ CloseWrite() error }).CloseWrite(); err != nil {
+		t.Fatal(err)
+	}
+	io.Copy(io.Discard, far)
+	const all = 24 << 20
+	go func() {
+		far.Write(make([]byte, all))
+		far.Close()
+	}()
+	es := e.client.Session().Link.(*edgeSession)
+	carries := func() bool {
+		es.mu.Lock()
+		defer es.mu.Unlock()
+		for d := range es.data {
+			if d.carries.Load() != nil {
+				return true
+			}
+		}
+		return false
+	}
+	c.SetReadDeadline(time.Now().Add(patience))
+	got := 0
+	for b := make([]byte, 4<<10); carries(); {
+		n, err := c.Read(b)
+		if got += n; err != nil {
+			t.Fatalf("after %d bytes: %v", got, err)
+		}
+		if got > all-8<<20 {
+			time.Sleep(200 * time.Microsecond) // slower than the edge sends
+		}
+	}
+	es.dropIdle()
+	rest, err := io.Copy(io.Discard, c)
+	if err != nil || got+int(rest) != all {
+		t.Errorf("the caller has %d of %d bytes (%v), %d of them when the edge had sent all", got+int(rest), all, err, got)
+	}
+	c.Close()
+	r.idle(e)
+	es.dropIdle()
+	if n := es.dataConns(); n != 0 {
+		t.Errorf("%d idle data connections are kept", n)
+	}
+}
+
 // The end of a session is that of its data connections.
 func TestDataConnectionsEndWithTheSession(t *testing.T) {
 	r, e := newDataRig(t, 2)
