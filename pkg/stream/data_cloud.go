@@ -145,9 +145,8 @@ func (s *Server) tryAttach(c *tls.Conn, j *joiningConn) error {
 	if cs == nil {
 		return errors.New("this replica has not asked for it")
 	}
-	held := cs.hold(d)
-	cs.answered()
-	if !held {
+	defer cs.answered() // not before it is spare: an open in between would ask for another one
+	if !cs.hold(d) {
 		return errEnded
 	}
 	if carrier, ok := j.Conn.(*carrier); ok {
