@@ -320,6 +320,7 @@ func (c *conn) sendBehind(o *outgoing) error {
 	if err != nil {
 		c.blocks.put(o.block)
 		o.forwarded.Free()
+		c.flow.turns.settle(&c.flow) // the turn that o had is for others
 		return err
 	}
 	return c.send(o)

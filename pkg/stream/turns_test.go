@@ -4,6 +4,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"tunnel/pkg/tunnel"
 )
 
 // thinTurns is a link of so many bytes a second, and n conns on it that each have a chunk waiting
@@ -167,4 +169,21 @@ func TestTurnsOfConnThatEnds(t *testing.T) {
 			t.Error("the place of a conn that has ended is not free")
 		}
 	})
+}
+
+// A conn that has had its turn and then may not send gives its place to others at once.
+func TestTurnOfConnThatMayNotSend(t *testing.T) {
+	tt := newThinTurns(t, 12500)
+	c := newConn(connConfig{turns: tt.turns, blocks: new(blocks), counters: new(tunnel.Counters)})
+	block := c.blocks.get()
+	if n := c.flow.turn(1, nil); n != 1 || tt.held != 1 {
+		t.Fatalf("%d bytes have their turn, %d chunks are counted", n, tt.held)
+	}
+	close(c.writeDone)
+	if err := c.sendBlock(block, 1); err == nil {
+		t.Fatal("it may send")
+	}
+	if tt.held != 0 {
+		t.Errorf("%d chunks are counted that gRPC does not have", tt.held)
+	}
 }
