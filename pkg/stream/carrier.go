@@ -89,6 +89,7 @@ func carry(c net.Conn, trip time.Duration) (*carrier, far) {
 		}
 		all.boundUnsent(fd, all.far.sizes().unsent)
 		boundBackoff(fd, sessionBackoff)
+		userTimeout(fd, keepaliveTotal) //nolint:errcheck // see sessionBackoff
 	})
 	return all, all.far
 }
@@ -96,11 +97,17 @@ func carry(c net.Conn, trip time.Duration) (*carrier, far) {
 // What was sent while a link was cut is sent again, at intervals that the kernel doubles up to two
 // minutes: a link that is back after 10 s would not be tried before some 13 s, or 20 s. So the
 // intervals are bounded. Linux before 6.15 cannot do that.
+//
+// The same bound shortens how long the kernel tries at all: it works that out from the bound and
+// net.ipv4.tcp_retries2.
 const (
+	// sessionBackoff alone would have it give up after 15 s, and after 9 s where tcp_retries2 is
+	// 8. A user timeout takes the place of that.
 	sessionBackoff = time.Second
-	// dataBackoff is longer, since it is also the interval in which the kernel asks whether a
-	// stalled reader takes more.
-	dataBackoff = 3 * time.Second
+	// dataBackoff stands without a user timeout, which would also end a connection whose reader is
+	// stalled. It is long enough that the kernel tries for 16 s with a tcp_retries2 of 6, for 26 s
+	// with 8 and for a minute with 15, the default; with less than 6 it hardly changes anything.
+	dataBackoff = 5 * time.Second
 )
 
 // alone readies the connection to carry nothing but one conn at a time, which waits for no
@@ -113,6 +120,7 @@ func (c *carrier) alone() {
 	c.raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when c is closed
 		c.boundUnsent(fd, c.far.sizes().unsent)
 		boundBackoff(fd, dataBackoff)
+		userTimeout(fd, 0) //nolint:errcheck // see dataBackoff
 	})
 }
 

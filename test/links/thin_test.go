@@ -244,16 +244,25 @@ func TestShortCut(t *testing.T) {
 		cuts = []time.Duration{2 * time.Second, 4 * time.Second, 6 * time.Second, 8 * time.Second, 10 * time.Second, 10 * time.Second, 10 * time.Second}
 	}
 	for name, l := range map[string]struct {
-		q  rig.Quality
-		up bool
+		q       rig.Quality
+		up      bool
+		retries string // net.ipv4.tcp_retries2 of both ends; "": Linux' own 15
 	}{
-		"down": {q: rig.Quality{Delay: 20 * time.Millisecond, Rate: 10 * mbit}},
-		"up":   {q: rig.Quality{Delay: 20 * time.Millisecond, Rate: 10 * mbit}, up: true},
-		"idle": {q: good},
+		"few retries": {q: rig.Quality{Delay: 20 * time.Millisecond, Rate: 10 * mbit}, retries: "8"},
+		"down":        {q: rig.Quality{Delay: 20 * time.Millisecond, Rate: 10 * mbit}},
+		"up":          {q: rig.Quality{Delay: 20 * time.Millisecond, Rate: 10 * mbit}, up: true},
+		"idle":        {q: good},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			f := newFarOver(t, l.q)
+			if l.retries != "" {
+				for _, n := range []*rig.Network{f.cloud, f.edge} {
+					if err := n.Do(func() error { return os.WriteFile("/proc/sys/net/ipv4/tcp_retries2", []byte(l.retries), 0) }); err != nil {
+						t.Fatal(err)
+					}
+				}
+			}
 			f.warm()
 			var b *bulk
 			if name != "idle" {
