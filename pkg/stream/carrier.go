@@ -144,6 +144,19 @@ func (c *carrier) Read(b []byte) (int, error) {
 // silence returns for how long nothing has come.
 func (c *carrier) silence() time.Duration { return time.Since(c.since) - time.Duration(c.heard.Load()) }
 
+// acknowledges reports whether bytes are on their way to the other end, and its kernel has
+// acknowledged something within lostAfter.
+func (c *carrier) acknowledges() (is bool) {
+	if c.tcp == nil {
+		return false
+	}
+	c.raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when c is closed
+		acks, ok := acksOf(fd)
+		is = ok && acks.underWay && acks.last < lostAfter
+	})
+	return is
+}
+
 // Write implements net.Conn. The kernel fills its last packet, of up to 64 KiB, whatever it
 // has been told to hold: over a thin link that is half a second. So a thin one gets nothing
 // while it has enough.

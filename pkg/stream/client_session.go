@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -27,7 +28,7 @@ type edgeSession struct {
 	remoteInstance string          // of the replica at the other end; "" if the cloud has but one
 
 	// Guarded by session.mu.
-	beatSent    time.Time        // of the heartbeat that waits for its echo; zero: none does
+	beats       []time.Time      // when heartbeats were sent that wait for their echo, the oldest first
 	opening     int              // data connections that are being opened
 	misses      int              // of the cloud's askings for one, in a row
 	noMoreUntil time.Time        // none is opened
@@ -69,8 +70,10 @@ var errCloudStops = errors.New("the cloud is stopping")
 var errStopping = errors.New("this edge is stopping")
 
 // beat sends heartbeats until the session ends: every heartbeatInterval, and when nothing has come
-// for heartbeatSilence. One at a time waits for its echo.
+// for heartbeatSilence. It waits for no echo: over a slow link that may take longer than the cloud
+// waits for the next heartbeat.
 func (s *edgeSession) beat() {
+	stuck := false
 	tend := time.Now() // when data connections are looked at next
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -82,16 +85,22 @@ func (s *edgeSession) beat() {
 		}
 		now := time.Now()
 		s.mu.Lock()
-		if !s.beatSent.IsZero() && now.Sub(s.beatSent) >= stuckAfter {
+		if len(s.beats) > 0 && now.Sub(s.beats[0]) >= stuckAfter {
 			s.mu.Unlock()
-			s.Close(fmt.Errorf("the cloud has not answered a heartbeat for %s", stuckAfter))
-			return
+			if stuck {
+				s.Close(fmt.Errorf("the cloud has not answered a heartbeat for %s", stuckAfter))
+				return
+			}
+			stuck = true // looks twice, as listen does
+			timer.Reset(doubtTime)
+			continue
 		}
+		stuck = false
 		due := !tend.After(now)
 		silent := s.silenceLocked()
-		beats := s.beatSent.IsZero() && (due || silent >= heartbeatSilence)
+		beats := due || silent >= heartbeatSilence
 		if beats {
-			s.beatSent = now
+			s.beats = append(s.beats, now)
 		}
 		s.mu.Unlock()
 		if due {
@@ -112,13 +121,18 @@ func (s *edgeSession) beat() {
 	}
 }
 
-// heartbeat takes the echo of one.
-func (s *edgeSession) heartbeat(*tunnel.Message) error {
+// heartbeat takes the echo of one. Echoes come in order, so those before it are answered, too.
+func (s *edgeSession) heartbeat(m *tunnel.Message) error {
+	var h pb.Heartbeat
+	if err := proto.Unmarshal(m.Data, &h); err != nil {
+		return fmt.Errorf("heartbeat: %w", err)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !s.beatSent.IsZero() {
-		s.pub.RTT.Store(int64(time.Since(s.beatSent)))
-		s.beatSent = time.Time{}
+	at := slices.IndexFunc(s.beats, func(sent time.Time) bool { return sent.UnixNano() == h.GetSent() })
+	if at >= 0 {
+		s.pub.RTT.Store(int64(time.Since(s.beats[at])))
+		s.beats = slices.Delete(s.beats, 0, at+1)
 	}
 	return nil
 }

@@ -19,6 +19,7 @@ type memNet struct {
 	spread atomic.Bool                 // every connection comes from an address of its own
 	from   atomic.Pointer[net.TCPAddr] // where connections come from; nil: as spread says
 	delay  atomic.Int64                // nanoseconds that every write takes
+	queue  atomic.Int64                // nanoseconds for which what the cloud sends waits on its way; 0 when a connection is made: there is no queue
 
 	mu     sync.Mutex    // guards closed
 	closed chan struct{} // nil while nobody listens
@@ -69,7 +70,11 @@ func (n *memNet) dial(ctx context.Context, _, _ string) (net.Conn, error) {
 	}
 	select {
 	case n.accept <- theirs:
-		go n.relay(near, far)
+		if n.queue.Load() > 0 {
+			go n.hold(near, far)
+		} else {
+			go n.relay(near, far)
+		}
 		go n.relay(far, near)
 		return ours, nil
 	case <-closed:
@@ -103,6 +108,43 @@ func (n *memNet) relay(dst, src net.Conn) {
 		time.Sleep(time.Duration(n.delay.Load()))
 		return dst.Write(p)
 	}), src)
+}
+
+// hold passes on what has waited for as long as queue says.
+func (n *memNet) hold(dst, src net.Conn) {
+	type packet struct {
+		due time.Time
+		p   []byte
+	}
+	packets, ended := make(chan packet, 1000), make(chan struct{})
+	go func() {
+		defer src.Close()
+		defer dst.Close()
+		for {
+			select {
+			case p := <-packets:
+				select {
+				case <-time.After(time.Until(p.due)):
+				case <-ended:
+					return
+				}
+				if _, err := dst.Write(p.p); err != nil {
+					return
+				}
+			case <-ended:
+				return
+			}
+		}
+	}()
+	defer close(ended)
+	for {
+		p := make([]byte, 32<<10)
+		m, err := src.Read(p)
+		if err != nil {
+			return
+		}
+		packets <- packet{time.Now().Add(time.Duration(n.queue.Load())), p[:m]}
+	}
 }
 
 type writerFunc func(p []byte) (int, error)

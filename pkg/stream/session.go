@@ -48,6 +48,7 @@ type session struct {
 	lastGone chan struct{}    // closed when the last topic goes; nil unless somebody waits
 	data     map[*dataConn]struct{}
 	silent   *time.Timer // calls listen
+	doubted  bool        // listen has found that nothing comes
 }
 
 // topic is what a topic stands for: an open request that waits for its answer, or a
@@ -323,7 +324,7 @@ func (s *session) guarded(f func()) func() {
 func (s *session) start(ctx context.Context) {
 	s.mu.Lock()
 	if s.err == nil {
-		s.silent = time.AfterFunc(lostAfter, s.listen)
+		s.silent = time.AfterFunc(lostAfter-doubtTime, s.listen)
 	}
 	s.mu.Unlock()
 	for _, loop := range []func() error{
@@ -340,15 +341,24 @@ func (s *session) start(ctx context.Context) {
 
 // listen ends the session when nothing has come from the peer for lostAfter, by any of its
 // connections: what comes proves that the peer is there, however late an answer is. Pings have it
-// send something.
+// send something. It looks twice: when this process was stopped for a while, what has come
+// meanwhile is about to be read.
 func (s *session) listen() {
 	s.mu.Lock()
-	silence := s.silenceLocked()
-	if silence < lostAfter && s.err == nil {
-		s.silent.Reset(lostAfter - silence)
+	silence, lost := s.silenceLocked(), false
+	switch {
+	case s.err != nil:
+	case silence < lostAfter-doubtTime:
+		s.doubted = false
+		s.silent.Reset(lostAfter - doubtTime - silence)
+	case !s.doubted || silence < lostAfter || s.acknowledgesLocked():
+		s.doubted = true
+		s.silent.Reset(doubtTime)
+	default:
+		lost = true
 	}
 	s.mu.Unlock()
-	if silence >= lostAfter {
+	if lost {
 		s.Close(errSilent)
 	}
 }
@@ -362,6 +372,21 @@ func (s *session) silenceLocked() time.Duration {
 		}
 	}
 	return silence
+}
+
+// acknowledgesLocked reports whether bytes are on their way to the peer, and its kernel
+// acknowledges them: what is to be answered may be behind 15 s of them. A peer that hangs is
+// noticed by gRPC's pings. The caller holds mu.
+func (s *session) acknowledgesLocked() bool {
+	if s.own.acknowledges() {
+		return true
+	}
+	for d := range s.data {
+		if c, ok := d.raw.(*carrier); ok && c.acknowledges() {
+			return true
+		}
+	}
+	return false
 }
 
 var errSilent = fmt.Errorf("nothing has come from the other side for %s", lostAfter)

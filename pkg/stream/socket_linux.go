@@ -52,9 +52,10 @@ func boundBackoff(fd uintptr, d time.Duration) {
 
 // acks is what the kernel knows of the other end's answers.
 type acks struct {
-	ended   bool          // the kernel has ended the connection
-	missing bool          // the kernel sends again what has no answer
-	last    time.Duration // since the last answer
+	ended    bool          // the kernel has ended the connection
+	underWay bool          // something is sent and has no answer yet
+	missing  bool          // the kernel sends again what has no answer
+	last     time.Duration // since the last answer
 }
 
 // acksOf asks the kernel (TCP_INFO).
@@ -68,7 +69,8 @@ func acksOf(fd uintptr) (a acks, ok bool) {
 
 func acksIn(info *unix.TCPInfo) acks {
 	return acks{
-		ended: info.State == unix.BPF_TCP_CLOSE,
+		ended:    info.State == unix.BPF_TCP_CLOSE,
+		underWay: info.Unacked > 0,
 		// An answer sets either back to none. Probes are those of keepalive, or of a closed window.
 		missing: info.Unacked > 0 && info.Retransmits > 0 || info.Probes > 1,
 		last:    time.Duration(info.Last_ack_recv) * time.Millisecond,

@@ -24,8 +24,8 @@ func userTimeout(uintptr, time.Duration) error { return nil }
 func boundBackoff(uintptr, time.Duration) {}
 
 type acks struct {
-	ended, missing bool
-	last           time.Duration
+	ended, underWay, missing bool
+	last                     time.Duration
 }
 
 func acksOf(uintptr) (acks, bool) { return acks{}, false }

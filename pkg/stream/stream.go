@@ -123,6 +123,8 @@ const (
 	stuckAfter = time.Minute
 	// lostAfter is how long nothing may come from the other side: then the session ends.
 	lostAfter = 15 * time.Second
+	// doubtTime is how long before it the session looks first.
+	doubtTime = time.Second
 	// The cloud pings when nothing has come for keepaliveCloud, so that a link may be cut for
 	// 10 s and the answer still comes within lostAfter. An edge cannot ping as often, since
 	// grpc-go's clients do so after 10 s at least. It sends a heartbeat when nothing has come for

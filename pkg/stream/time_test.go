@@ -414,6 +414,56 @@ func TestLateHeartbeats(t *testing.T) {
 	})
 }
 
+// A download whose bytes wait on their way for nearly as long as the cloud does lets the session
+// live: heartbeats wait for no echo.
+func TestHeartbeatsBesideDeepQueue(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		r.net.queue.Store(1)
+		e := r.join("edge1", direct)
+		first := e.client.Session()
+		cs := r.cloudEnd("edge1")
+		const depth = 14 * time.Second
+		for range 600 {
+			if !isClosed(cs.done) {
+				cs.post(&tunnel.Message{Category: "test", Type: "bulk"})
+			}
+			if d := time.Duration(r.net.queue.Load()); d < depth {
+				r.net.queue.Store(int64(d + time.Second/2))
+			}
+			time.Sleep(time.Second)
+		}
+		if e.client.Session() != first || r.counters.Sessions.Load() != 1 {
+			t.Errorf("there have been %d sessions:\n%s", r.counters.Sessions.Load(), r.log.lines("session ended"))
+		}
+		if rtt := time.Duration(first.RTT.Load()); rtt < depth || rtt > depth+time.Second {
+			t.Errorf("the edge thinks that the round trip takes %s, want %s", rtt, depth)
+		}
+	})
+}
+
+// A process that was stopped for long reads what has come meanwhile before it gives a session up.
+func TestSessionAfterFreeze(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		e := r.join("edge1", direct)
+		first := e.client.Session()
+		es, cs := first.Link.(*edgeSession), r.cloudEnd("edge1")
+		time.Sleep(time.Minute)
+		for _, s := range []*session{&es.session, &cs.session} {
+			s.own.heard.Add(-int64(20 * time.Second)) // the timer is the first to go on
+			s.listen()
+		}
+		sent := time.Now().Add(-2 * stuckAfter)
+		es.mu.Lock()
+		es.beats = []time.Time{sent}
+		es.mu.Unlock()
+		es.post(message(typeHeartbeat, "", &pb.Heartbeat{Sent: sent.UnixNano()})) // its echo is as if it had waited
+		time.Sleep(time.Minute)
+		if e.client.Session() != first || r.counters.Sessions.Load() != 1 {
+			t.Errorf("there have been %d sessions:\n%s", r.counters.Sessions.Load(), r.log.lines("session ended"))
+		}
+	})
+}
+
 // A session whose connection takes no more streams, since HTTP/2 has no ids left, makes room for
 // one whose connection does.
 func TestNoMoreStreams(t *testing.T) {
@@ -454,7 +504,7 @@ func TestCloudThatAnswersNoHeartbeat(t *testing.T) {
 		s.mu.Unlock()
 		es := first.Link.(*edgeSession)
 		es.mu.Lock()
-		es.beatSent = time.Now().Add(-stuckAfter) // as if this one had been lost
+		es.beats = []time.Time{time.Now().Add(-stuckAfter)} // as if this one had been lost
 		es.mu.Unlock()
 		within(t, heartbeatInterval+time.Second, "the session ends", func() bool { return isClosed(es.done) })
 		if err := es.reason(); err == nil || !strings.Contains(err.Error(), "heartbeat") {
