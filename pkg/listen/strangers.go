@@ -20,11 +20,9 @@ const (
 
 // Full says why a newcomer got no place.
 type Full struct {
-	// Source says that the newcomer's own source holds as many places as it may.
+	// Source says that the newcomer's own source holds as many places as it may. Otherwise all
+	// places are taken.
 	Source bool
-	// Wait says that other sources hold all places, and none of them more than its share.
-	// A place will be free soon: see Freed.
-	Wait bool
 }
 
 // Strangers counts the connections of peers that have not proven who they are, and decides
@@ -43,8 +41,6 @@ type Strangers struct {
 	unknown       int        // how many of them are not known
 	held          map[netip.Prefix]*count
 	recent, older map[netip.Prefix]struct{} // known sources
-
-	freed chan struct{} // a place is free; it holds one token, the receiver is Accept's caller
 }
 
 // count is how many places the addresses below a prefix hold.
@@ -54,7 +50,7 @@ type count struct{ n int }
 func NewStrangers(most, perSource int) *Strangers {
 	return &Strangers{
 		most: most, perSource: perSource,
-		held: make(map[netip.Prefix]*count), recent: make(map[netip.Prefix]struct{}), freed: make(chan struct{}, 1),
+		held: make(map[netip.Prefix]*count), recent: make(map[netip.Prefix]struct{}),
 	}
 }
 
@@ -141,7 +137,7 @@ func (s *Strangers) admit(st *Stranger) (loser *Stranger, full Full, ok bool) {
 			loser = s.largestLocked(st)
 		}
 		if loser == nil {
-			return nil, Full{Wait: st.wide().n == 0}, false
+			return nil, Full{}, false
 		}
 		s.removeLocked(loser)
 	}
@@ -252,20 +248,10 @@ func (st *Stranger) Release() {
 	s := st.of
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if st.place == nil {
-		return
-	}
-	s.removeLocked(st)
-	select {
-	case s.freed <- struct{}{}:
-	default:
+	if st.place != nil {
+		s.removeLocked(st)
 	}
 }
-
-// Freed has a token when a place has become free, and may have one when none has. One
-// goroutine at a time waits for it; it tries again after a moment in any case, since a
-// place can also be taken from a connection that has been silent.
-func (s *Strangers) Freed() <-chan struct{} { return s.freed }
 
 // Know makes the source of a known.
 func (s *Strangers) Know(a netip.Addr) { s.remember(s.scopes(a)[0].prefix) }

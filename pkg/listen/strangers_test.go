@@ -163,7 +163,7 @@ func TestSilenceLosesThePlace(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := newLab(t, 4, 2)
 		all := l.admitted(1, addresses(4)...)
-		l.wantFull("192.0.2.1", Full{Wait: true})
+		l.wantFull("192.0.2.1", Full{})
 		time.Sleep(evictAfter / 2)
 		all[0].Spoke()
 		all[1].Spoke()
@@ -171,7 +171,7 @@ func TestSilenceLosesThePlace(t *testing.T) {
 		time.Sleep(evictAfter / 2)
 		l.admitted(1, "192.0.2.1", "192.0.2.2")
 		l.wantEvicted(map[string]int{"10.0.0.2": 1, "10.0.0.3": 1})
-		l.wantFull("192.0.2.3", Full{Wait: true})
+		l.wantFull("192.0.2.3", Full{})
 		time.Sleep(evictAfter / 2)
 		l.admitted(1, "192.0.2.3")
 		l.wantEvicted(map[string]int{"10.0.0.1": 1, "10.0.0.2": 1, "10.0.0.3": 1})
@@ -194,10 +194,10 @@ func TestPlacesOfKnownSources(t *testing.T) {
 	l.admitted(1, "192.0.2.1")[0].Met()
 	l.Know(netip.MustParseAddr("2001:db8::1"))
 	l.admitted(1, addresses(100)...)
-	l.wantFull("192.0.2.2", Full{Wait: true})
+	l.wantFull("192.0.2.2", Full{})
 	l.admitted(10, "192.0.2.1")
 	l.admitted(10, "2001:db8::2")
-	l.wantFull("192.0.2.3", Full{Wait: true})
+	l.wantFull("192.0.2.3", Full{})
 	l.wantEvicted(nil)
 	l.Know(netip.MustParseAddr("192.0.2.4"))
 	l.admitted(5, "192.0.2.4") // there are 125 places
@@ -224,21 +224,6 @@ func TestKnownSourcesAreBounded(t *testing.T) {
 	if st, _ := s.Admit(regular, nil); st == nil || !st.known {
 		t.Error("a source that comes again and again is forgotten")
 	}
-}
-
-func TestFreed(t *testing.T) {
-	l := newLab(t, 1, 1)
-	st := l.admitted(1, "10.0.0.1")[0]
-	l.wantFull("10.0.0.2", Full{Wait: true})
-	select {
-	case <-l.Freed():
-		t.Error("no place has become free")
-	default:
-	}
-	st.Release()
-	st.Release()
-	<-l.Freed()
-	l.admitted(1, "10.0.0.2")
 }
 
 func TestAddrOf(t *testing.T) {

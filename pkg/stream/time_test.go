@@ -209,8 +209,8 @@ func TestFewSourcesDoNotKeepEdgesOut(t *testing.T) {
 	}
 }
 
-// An address of which an edge has joined before has a place also while more sources than
-// there are places have begun a handshake.
+// An edge from the address of an earlier edge joins at once, although every place for unknown
+// sources is taken by a handshake of its own source, and another unknown connection came before.
 func TestKnownAddressesHaveAPlace(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		known := &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 1}
@@ -218,13 +218,13 @@ func TestKnownAddressesHaveAPlace(t *testing.T) {
 		r.join("edge1", direct)
 		r.net.from.Store(nil)
 		r.net.spread.Store(true)
-		for range DefaultLimits().Joining {
+		for range DefaultLimits().Joining + 1 {
 			c, err := r.net.dial(t.Context(), "", "")
 			if err != nil {
 				t.Fatal(err)
 			}
 			defer c.Close()
-			c.Write([]byte{22})
+			go c.Write([]byte{22})
 		}
 		start := time.Now()
 		r.net.from.Store(known)

@@ -5,7 +5,6 @@ import (
 	"crypto/tls"
 	"errors"
 	"net"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -98,9 +97,6 @@ type joinListener struct {
 	farTrip   time.Duration
 	strangers *listen.Strangers
 	refused   func(net.Addr) // told of a connection that was one too many for its source
-
-	closing chan struct{}
-	once    sync.Once
 }
 
 func newJoinListener(ln net.Listener, l Limits, trip time.Duration, counters *tunnel.Counters, refused func(net.Addr)) *joinListener {
@@ -112,12 +108,11 @@ func newJoinListener(ln net.Listener, l Limits, trip time.Duration, counters *tu
 		farTrip:   trip,
 		strangers: listen.NewStrangers(l.Joining, l.JoiningPerAddress),
 		refused:   refused,
-		closing:   make(chan struct{}),
 	}
 }
 
-// Accept implements net.Listener. It waits while every place is held by another source;
-// connections of a source that holds too many are closed at once.
+// Accept implements net.Listener. It closes a connection for which there is no place, and never
+// waits for one: the next connection may have a place.
 func (l *joinListener) Accept() (net.Conn, error) {
 	for {
 		raw, err := l.Listener.Accept()
@@ -125,58 +120,29 @@ func (l *joinListener) Accept() (net.Conn, error) {
 			return nil, err
 		}
 		conn, isFar := carry(raw, l.farTrip)
-		c := &joiningConn{Conn: conn, far: isFar}
-		if c.probation, err = l.admit(conn); err != nil {
-			raw.Close()
-			return nil, err
+		if p := l.admit(conn); p != nil {
+			return &joiningConn{Conn: conn, far: isFar, probation: p}, nil
 		}
-		if c.probation == nil {
-			raw.Close()
-			continue
-		}
-		return c, nil
+		raw.Close()
 	}
 }
 
-// admit takes a new connection on probation. It returns nil if there is no place, or an
-// error when the listener is being closed.
-func (l *joinListener) admit(c net.Conn) (*listen.Probation, error) {
-	terms := listen.Terms{
+// admit takes a new connection on probation, or returns nil if there is no place.
+func (l *joinListener) admit(c net.Conn) *listen.Probation {
+	p, full := l.strangers.Probation(c, listen.Terms{
 		Time:    l.timeout,
 		Bytes:   l.bytes,
 		Late:    func() { l.counters.Limited(tunnel.LimitJoinTimeout) },
 		Evicted: func() { l.counters.Limited(tunnel.LimitJoining) },
+	})
+	switch {
+	case p != nil:
+	case full.Source:
+		l.refused(c.RemoteAddr())
+	default:
+		l.counters.Limited(tunnel.LimitJoining)
 	}
-	for waited := false; ; waited = true {
-		p, full := l.strangers.Probation(c, terms)
-		switch {
-		case p != nil:
-			return p, nil
-		case full.Source:
-			l.refused(c.RemoteAddr())
-			return nil, nil
-		case !waited:
-			l.counters.Limited(tunnel.LimitJoining)
-		}
-		if !full.Wait {
-			return nil, nil
-		}
-		select {
-		case <-l.strangers.Freed():
-		case <-time.After(retryAdmit):
-		case <-l.closing:
-			return nil, net.ErrClosed
-		}
-	}
-}
-
-// retryAdmit is how often a connection that waits for a place looks for one that is silent.
-const retryAdmit = 100 * time.Millisecond
-
-// Close implements net.Listener.
-func (l *joinListener) Close() error {
-	l.once.Do(func() { close(l.closing) })
-	return l.Listener.Close()
+	return p
 }
 
 // joiningConn is an accepted connection.
