@@ -150,3 +150,26 @@ func TestProbationEvicted(t *testing.T) {
 		time.Sleep(time.Hour)
 	})
 }
+
+// A connection that is met before its eviction takes effect, or before it is extended, stays open.
+func TestProbationStaysOver(t *testing.T) {
+	for name, late := range map[string]func(*Probation){
+		"evicted":  func(p *Probation) { p.place.evict() },
+		"extended": func(p *Probation) { p.Extend(time.Second) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				never := func() { t.Error("counted") }
+				stranger, p, _ := approach(NewStrangers(1, 1), Terms{Time: 5 * time.Second, Bytes: 1, Late: never, Evicted: never})
+				defer stranger.Close()
+				p.Met()
+				late(p)
+				time.Sleep(time.Minute)
+				go stranger.Write([]byte("a"))
+				if _, err := p.Read(make([]byte, 1)); err != nil {
+					t.Errorf("the connection is closed: %v", err)
+				}
+			})
+		})
+	}
+}
