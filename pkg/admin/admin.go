@@ -228,7 +228,7 @@ func (l strangerListener) Accept() (net.Conn, error) {
 		if from == listen.AddrOf(c.LocalAddr()) {
 			l.strangers.Know(from)
 		}
-		place, _ := l.strangers.Admit(from, func() {
+		place, _ := l.strangers.Admit(c, func() {
 			l.counters.Limited(tunnel.LimitHealth)
 			c.Close()
 		})

@@ -84,7 +84,7 @@ func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, askers *liste
 			r.cfg.Counters.Limited(tunnel.LimitDNS)
 			c.Close()
 		}
-		place, _ := askers.Admit(listen.AddrOf(c.RemoteAddr()), overloaded)
+		place, _ := askers.Admit(c, overloaded)
 		if place == nil {
 			overloaded()
 			continue

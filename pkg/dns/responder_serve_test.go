@@ -65,7 +65,7 @@ func TestConnTimeouts(t *testing.T) {
 
 // someplace is the place of a connection among others.
 func someplace() *listen.Stranger {
-	place, _ := listen.NewStrangers(1, 1).Admit(netip.Addr{}, nil)
+	place, _ := listen.NewStrangers(1, 1).Admit(new(net.TCPConn), nil)
 	return place
 }
 

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"strings"
 	"time"
 
@@ -108,17 +109,25 @@ func (c *clientConn) peek(ctx context.Context, timeout time.Duration, spoke func
 	return h, c.Conn.SetReadDeadline(time.Time{})
 }
 
-// firstByte calls seen once, when something has been read.
+// firstByte calls seen once, when the first byte has come.
 type firstByte struct {
-	io.Reader
+	net.Conn
 	seen func() // nil when it has been called
 }
 
 func (f *firstByte) Read(p []byte) (int, error) {
-	n, err := f.Reader.Read(p)
-	if n > 0 && f.seen != nil {
-		f.seen()
+	n, err := f.Conn.Read(p)
+	if f.seen == nil {
+		return n, err
+	}
+	// A read after its deadline fails also while bytes wait in the kernel: this process was late.
+	late := errors.Is(err, os.ErrDeadlineExceeded) && listen.Unread(f.Conn)
+	if n > 0 || late {
+		f.seen() // sets the next deadline
 		f.seen = nil
+	}
+	if late {
+		return f.Conn.Read(p)
 	}
 	return n, err
 }

@@ -11,7 +11,7 @@ import (
 // admit returns the place of a connection whose caller we do not know yet, or resets the
 // connection and says why.
 func (f *FrontDoor) admit(raw net.Conn) (*listen.Stranger, bool) {
-	place, full := f.strangers.Admit(listen.AddrOf(raw.RemoteAddr()), func() {
+	place, full := f.strangers.Admit(raw, func() {
 		f.cfg.Counters.Limited(tunnel.LimitStrangers)
 		tunnel.Reset(raw)
 	})

@@ -1,7 +1,7 @@
 // Package listen holds what every listener of ours needs, whatever protocol it serves.
 //
 //	strangers := listen.NewStrangers(1024, 128)
-//	s, full := strangers.Admit(addr, func() { conn.Close() })
+//	s, full := strangers.Admit(conn, func() { conn.Close() })
 //	if s == nil {
 //		conn.Close() // full says which limit was reached
 //	}

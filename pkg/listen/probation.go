@@ -39,7 +39,7 @@ type Terms struct {
 // Probation admits a connection, or says why there is no place.
 func (s *Strangers) Probation(c net.Conn, t Terms) (*Probation, Full) {
 	p := &Probation{conn: c, terms: t, end: time.Now().Add(t.Time), left: t.Bytes, ended: make(chan struct{})}
-	place, full := s.Admit(AddrOf(c.RemoteAddr()), p.evict)
+	place, full := s.Admit(c, p.evict)
 	if place == nil {
 		return nil, full
 	}
@@ -54,7 +54,8 @@ func (s *Strangers) Probation(c net.Conn, t Terms) (*Probation, Full) {
 func (p *Probation) expire() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if left := time.Until(p.end); left > 0 && p.spoken.Load() && !p.over.Load() {
+	if left := time.Until(p.end); left > 0 && !p.over.Load() && (p.spoken.Load() || Unread(p.conn)) {
+		p.place.Spoke() // also if its bytes have not been read yet
 		p.timer.Reset(left)
 		return
 	}

@@ -58,6 +58,7 @@ func NewStrangers(most, perSource int) *Strangers {
 type Stranger struct {
 	of     *Strangers
 	scopes []scope
+	conn   net.Conn
 	known  bool   // set once
 	evict  func() // closes the connection
 
@@ -99,11 +100,11 @@ func AddrOf(a net.Addr) netip.Addr {
 	return netip.Addr{}
 }
 
-// Admit gives a connection from a a place, silent as it is, or says why there is none. The
+// Admit gives the connection c a place, silent as it is, or says why there is none. The
 // connection keeps it until Release or Met. If a newcomer takes it before, evict is called,
 // by the goroutine that admits the newcomer.
-func (s *Strangers) Admit(a netip.Addr, evict func()) (*Stranger, Full) {
-	st := &Stranger{of: s, scopes: s.scopes(a), evict: evict, silent: true, since: time.Now()}
+func (s *Strangers) Admit(c net.Conn, evict func()) (*Stranger, Full) {
+	st := &Stranger{of: s, scopes: s.scopes(AddrOf(c.RemoteAddr())), conn: c, evict: evict, silent: true, since: time.Now()}
 	loser, full, ok := s.admit(st)
 	if loser != nil {
 		loser.evict()
@@ -126,15 +127,15 @@ func (s *Strangers) admit(st *Stranger) (loser *Stranger, full Full, ok bool) {
 			sc.held = new(count)
 		}
 		if sc.held.n >= sc.most {
-			if loser = s.silentLocked(st, sc.held); loser == nil {
+			if loser = s.loserLocked(func() *Stranger { return s.silentLocked(st, sc.held) }); loser == nil {
 				return nil, Full{Source: true}, false
 			}
 			s.removeLocked(loser)
 		}
 	}
 	if s.fullLocked(st) {
-		if loser = s.silentLocked(st, nil); loser == nil {
-			loser = s.largestLocked(st)
+		if loser = s.loserLocked(func() *Stranger { return s.silentLocked(st, nil) }); loser == nil {
+			loser = s.loserLocked(func() *Stranger { return s.largestLocked(st) })
 		}
 		if loser == nil {
 			return nil, Full{}, false
@@ -162,6 +163,18 @@ func (s *Strangers) fullLocked(st *Stranger) bool {
 		return s.all.Len() >= s.most+s.most/4
 	}
 	return s.unknown >= s.most
+}
+
+// loserLocked returns the connection that find chooses. A silent one whose bytes wait to be read
+// is silent no more, and find chooses again: at most once for each connection. The caller holds mu.
+func (s *Strangers) loserLocked(find func() *Stranger) *Stranger {
+	for {
+		loser := find()
+		if loser == nil || !loser.silent || !Unread(loser.conn) {
+			return loser
+		}
+		s.setSilentLocked(loser, false)
+	}
 }
 
 // silentLocked returns the connection that has been silent longest and may lose its place
@@ -230,9 +243,14 @@ func (st *Stranger) Silent() { st.setSilent(true) }
 func (st *Stranger) setSilent(silent bool) {
 	st.of.mu.Lock()
 	defer st.of.mu.Unlock()
+	st.of.setSilentLocked(st, silent)
+}
+
+// setSilentLocked notes that st is silent, or is not. The caller holds mu.
+func (s *Strangers) setSilentLocked(st *Stranger, silent bool) {
 	if st.place != nil && st.silent != silent {
 		st.silent, st.since = silent, time.Now()
-		st.of.all.MoveToBack(st.place)
+		s.all.MoveToBack(st.place)
 	}
 }
 

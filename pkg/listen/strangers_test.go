@@ -16,12 +16,24 @@ type lab struct {
 	evicted map[string]int // by address
 }
 
+// fromConn is a connection that has a remote address, and nothing else.
+type fromConn struct {
+	net.Conn
+	addr net.Addr
+}
+
+func (c fromConn) RemoteAddr() net.Addr { return c.addr }
+
+func connFrom(a netip.Addr) net.Conn {
+	return fromConn{addr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(a, 1))}
+}
+
 func newLab(t *testing.T, most, perSource int) *lab {
 	return &lab{t, NewStrangers(most, perSource), make(map[string]int)}
 }
 
 func (l *lab) admit(a string) (*Stranger, Full) {
-	return l.Admit(netip.MustParseAddr(a), func() { l.evicted[a]++ })
+	return l.Admit(connFrom(netip.MustParseAddr(a)), func() { l.evicted[a]++ })
 }
 
 // admitted admits so many from each address.
@@ -221,7 +233,7 @@ func TestKnownSourcesAreBounded(t *testing.T) {
 	if n := len(s.recent) + len(s.older); n > 2*remembered {
 		t.Errorf("%d sources are known, want %d at most", n, 2*remembered)
 	}
-	if st, _ := s.Admit(regular, nil); st == nil || !st.known {
+	if st, _ := s.Admit(connFrom(regular), nil); st == nil || !st.known {
 		t.Error("a source that comes again and again is forgotten")
 	}
 }
@@ -236,7 +248,7 @@ func TestAddrOf(t *testing.T) {
 	}
 	l := newLab(t, 10, 1)
 	for i, want := range []bool{true, false} { // what is no IP address is one source
-		if st, _ := l.Admit(AddrOf(&net.UnixAddr{Name: fmt.Sprint(i)}), nil); (st != nil) != want {
+		if st, _ := l.Admit(fromConn{addr: &net.UnixAddr{Name: fmt.Sprint(i)}}, nil); (st != nil) != want {
 			t.Errorf("unix socket %d is admitted: %t", i, st != nil)
 		}
 	}
@@ -246,9 +258,9 @@ func TestAddrOf(t *testing.T) {
 func BenchmarkAdmitWhenFull(b *testing.B) {
 	s := NewStrangers(1024, 128)
 	for i := range 1024 {
-		s.Admit(netip.AddrFrom4([4]byte{10, 0, 0, byte(i % 16)}), func() {})
+		s.Admit(connFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i % 16)})), func() {})
 	}
 	for i := range b.N {
-		s.Admit(netip.AddrFrom4([4]byte{11, byte(i >> 16), byte(i >> 8), byte(i)}), func() {})
+		s.Admit(connFrom(netip.AddrFrom4([4]byte{11, byte(i >> 16), byte(i >> 8), byte(i)})), func() {})
 	}
 }

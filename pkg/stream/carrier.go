@@ -132,6 +132,14 @@ func (c *carrier) boundUnsent(fd uintptr, n int) {
 	}
 }
 
+// SyscallConn implements syscall.Conn, for listen.Unread.
+func (c *carrier) SyscallConn() (syscall.RawConn, error) {
+	if c.raw == nil {
+		return nil, errors.ErrUnsupported
+	}
+	return c.raw, nil
+}
+
 // Read implements net.Conn.
 func (c *carrier) Read(b []byte) (int, error) {
 	n, err := c.Conn.Read(b)

@@ -1,0 +1,40 @@
+package https
+
+import (
+	"context"
+	"net"
+	"testing"
+	"time"
+
+	"tunnel/pkg/listen"
+)
+
+// lateConn is a connection of a busy machine: its first read comes after its deadline.
+type lateConn struct {
+	*net.TCPConn
+	deadlines int
+}
+
+func (c *lateConn) SetReadDeadline(at time.Time) error {
+	if c.deadlines++; c.deadlines == 1 {
+		at = time.Unix(1, 0)
+	}
+	return c.TCPConn.SetReadDeadline(at)
+}
+
+// A ClientHello that has arrived is read, also if this process comes late.
+func TestPeekComesLate(t *testing.T) {
+	there, here := tcpPair(t)
+	defer there.Close()
+	defer here.Close()
+	_, err := there.Write(helloBytes(t, "edge1"))
+	must(t, err)
+	eventually(t, "the ClientHello arrives", func() bool { return listen.Unread(here) })
+	c := &clientConn{Conn: &lateConn{TCPConn: here}}
+	spoke := 0
+	h, err := c.peek(context.Background(), patience, func() { spoke++ })
+	must(t, err)
+	if h.serverName != "edge1" || spoke != 1 {
+		t.Errorf("name %q, heard %d times", h.serverName, spoke)
+	}
+}

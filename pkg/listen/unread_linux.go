@@ -1,0 +1,26 @@
+package listen
+
+import (
+	"net"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// Unread reports whether the kernel holds received bytes of c that this process has not read:
+// a busy machine reads late. It returns false where it cannot tell.
+func Unread(c net.Conn) bool {
+	socket, ok := c.(syscall.Conn)
+	if !ok {
+		return false
+	}
+	raw, err := socket.SyscallConn()
+	if err != nil {
+		return false
+	}
+	n := 0
+	raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when c is closed
+		n, err = unix.IoctlGetInt(int(fd), unix.SIOCINQ)
+	})
+	return err == nil && n > 0
+}
