@@ -3,6 +3,8 @@ package tunnel
 import (
 	"context"
 	"fmt"
+	"math/rand/v2"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -186,6 +188,28 @@ func TestQueueWaitsForTheRate(t *testing.T) {
 	})
 }
 
+// A timer that was replaced when its time had come does not begin a second row of ticks.
+func TestQueueTicksOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		took := 0
+		d := newDoor(t, &Queue{Conns: 100, Take: func() time.Duration { took++; return time.Hour }})
+		d.call("1.1.1.1:1", "a:1")
+		d.Queue.mu.Lock()
+		d.wakeLocked(time.Millisecond)
+		time.Sleep(time.Millisecond) // its tick waits for mu
+		d.wakeAt = d.wakeAt.Add(time.Hour)
+		d.wakeLocked(time.Millisecond)
+		took = 0
+		d.Queue.mu.Unlock()
+		time.Sleep(2*time.Second + 100*time.Millisecond)
+		if took != 5 {
+			t.Errorf("%d ticks in two seconds, want one and four", took)
+		}
+		time.Sleep(time.Minute)
+		d.done()
+	})
+}
+
 // Whoever can ask another node does not wait, and its refusal is not counted.
 func TestQueueNoWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -265,8 +289,8 @@ func TestQueueSilentTargets(t *testing.T) {
 
 		d.Queue.mu.Lock()
 		var open []string
-		for addr, u := range d.targets {
-			for range u.n {
+		for addr, of := range d.targets {
+			for range of.n {
 				open = append(open, addr)
 			}
 		}
@@ -336,5 +360,233 @@ func TestQueueHungNode(t *testing.T) {
 			t.Errorf("it has waited for %s", took)
 		}
 		d.done()
+	})
+}
+
+// A target that has answered is asked on while it is silent: the link may be slow or cut. So
+// long as nothing is answered, opens of it wait for an answer, up to the half of Dials that
+// one target has; only the next one is refused at once.
+func TestQueueCutLink(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDoor(t, &Queue{Conns: 100, Dials: 16})
+		kubelet, ssh := "127.0.0.1:10250", "127.0.0.1:22"
+		for _, addr := range []string{kubelet, ssh} {
+			d.call("1.1.1.1:1", addr)
+			d.Dialled(addr, true)
+		}
+		d.call("1.1.1.1:1", kubelet)
+		d.in()
+		time.Sleep(silence + time.Second/10)
+		for range 7 {
+			d.call("1.1.1.1:1", kubelet)
+		}
+		d.call("1.1.1.1:2", ssh)
+		d.want("nothing is answered, and there is room", strings.TrimSpace(strings.Repeat("1.1.1.1:1 ", 7))+" 1.1.1.1:2")
+		d.call("1.1.1.1:1", kubelet)
+		d.wantLost("half of Dials is in use", 1, "limit dials: node edge1 has 9 opens to answer, 8 of them of 127.0.0.1:10250; no answer has come for 2s")
+		for range 8 { // their time is over
+			d.Dialled(kubelet, false)
+		}
+		d.Dialled(ssh, false)
+		for range 8 {
+			d.call("1.1.1.1:1", kubelet)
+		}
+		if n := len(strings.Fields(d.in())); n != 8 {
+			t.Errorf("%d opens were let in after a cut, want 8 as before it", n)
+		}
+		d.done()
+	})
+}
+
+// A target that hangs while its node answers others has an eighth of Dials if it has answered
+// before, and one open once its opens have ended in silence.
+func TestQueueHungTarget(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDoor(t, &Queue{Dials: 64})
+		for _, addr := range []string{"hangs:1", "good:1"} {
+			d.call("1.1.1.1:1", addr)
+			d.Dialled(addr, true)
+		}
+		d.call("1.1.1.1:1", "hangs:1")
+		time.Sleep(silence)
+		d.call("1.1.1.1:1", "good:1")
+		d.Dialled("good:1", true)
+		d.in()
+		for range 10 {
+			d.call("1.1.1.1:1", "hangs:1")
+		}
+		if n := len(strings.Fields(d.in())); n != 7 {
+			t.Errorf("%d opens were let in beside one, want 7: eight of 64", n)
+		}
+		d.wantLost("the share is used up", 3, "8 of them of hangs:1; no answer has come for 2s")
+		for range 8 {
+			d.Dialled("hangs:1", false)
+		}
+		d.call("1.1.1.1:1", "hangs:1")
+		d.call("1.1.1.1:2", "hangs:1")
+		d.want("it was silent", "1.1.1.1:1")
+		d.Dialled("hangs:1", true)
+		d.want("it answers again", "1.1.1.1:2")
+		d.done()
+	})
+}
+
+// A target that nobody has asked before is not silent because another one is.
+func TestQueueNewTargetBesideASilentOne(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDoor(t, &Queue{Dials: 64})
+		d.call("1.1.1.1:1", "hangs:1")
+		time.Sleep(silence + time.Second)
+		d.in()
+		for i := range 3 {
+			d.call(fmt.Sprint("1.1.1.1:", i), "new:1")
+		}
+		d.want("two tries", "1.1.1.1:0 1.1.1.1:1")
+		d.Dialled("new:1", true)
+		d.want("it answers", "1.1.1.1:2")
+		d.wantLost("nobody", 0)
+		d.done()
+	})
+}
+
+// A scan does not make the cloud forget the targets that answer.
+func TestQueueRemembersThroughAScan(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		d := newDoor(t, &Queue{Conns: 100_000, Dials: 2048})
+		good := func(why string) {
+			t.Helper()
+			d.call("1.1.1.2:1", "good:1")
+			d.want(why, "1.1.1.2:1")
+			d.Dialled("good:1", true)
+		}
+		good("a target that nobody knows")
+		for round := range 6 {
+			var scanned []string
+			for i := range 1100 {
+				addr := fmt.Sprintf("10.%d.%d.%d:80", round, i/250, i%250)
+				scanned = append(scanned, addr)
+				go func() {
+					ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+					defer cancel()
+					if d.Enter(ctx, nil, Request{Caller: "1.1.1.1:1", Addr: addr}) == nil {
+						time.Sleep(5 * time.Second)
+						d.Dialled(addr, false)
+					}
+				}()
+			}
+			d.want("the good target is not asked", "")
+			good("a target that has answered")
+			time.Sleep(silence + time.Second)
+			good("and again") // so that those that were scanned are silent
+			time.Sleep(silence + time.Second)
+			d.Queue.mu.Lock()
+			if n, idle := len(d.targets), d.idle.Len(); n > 4096 || idle != n {
+				t.Errorf("after %d addresses %d are remembered, %d of them idle", len(scanned)*(round+1), n, idle)
+			}
+			d.Queue.mu.Unlock()
+		}
+		d.done()
+	})
+}
+
+// An open that meets no limit costs the same however many wait for others.
+func BenchmarkQueueBesideWaiters(b *testing.B) {
+	for _, sources := range []int{1, 100} {
+		b.Run(fmt.Sprint(sources, "sources"), func(b *testing.B) {
+			q := &Queue{Name: "node edge1", Conns: 4096, Dials: 2048, Counters: new(Counters)}
+			ctx, cancel := context.WithCancel(b.Context())
+			var all sync.WaitGroup
+			good := Request{Addr: "good:1", Caller: "10.9.0.1:1"}
+			open := func() {
+				if refusal := q.Enter(ctx, nil, good); refusal != nil {
+					b.Fatal(refusal)
+				}
+				q.Dialled(good.Addr, true)
+				q.Over()
+			}
+			open()
+			for i := range 9000 {
+				all.Go(func() {
+					q.Enter(ctx, nil, Request{Addr: fmt.Sprintf("10.1.0.%d:80", i%600), Caller: fmt.Sprintf("10.0.0.%d:5", i%sources)})
+				})
+			}
+			for q.Counters.Waiting.Load() < 7900 {
+				time.Sleep(time.Millisecond)
+				open()
+			}
+			for b.Loop() {
+				open()
+			}
+			b.StopTimer()
+			cancel()
+			all.Wait()
+		})
+	}
+}
+
+// Whatever ends and comes, nobody waits for room that there is.
+func TestQueueLeavesNoRoom(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		for seed := range uint64(200) {
+			random := rand.New(rand.NewPCG(seed, 0))
+			d := newDoor(t, &Queue{Conns: 5 + random.IntN(30), Dials: 1 + random.IntN(20)})
+			var mu sync.Mutex
+			var dialling []string
+			conns := 0
+			for step := range 300 {
+				switch random.IntN(6) {
+				case 0, 1, 2:
+					addr := fmt.Sprint("t", random.IntN(6), ":1")
+					caller := fmt.Sprint("c", random.IntN(4))
+					d.all.Go(func() {
+						ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+						defer cancel()
+						if d.Enter(ctx, nil, Request{Caller: caller, Addr: addr}) == nil {
+							mu.Lock()
+							defer mu.Unlock()
+							dialling = append(dialling, addr)
+						}
+					})
+				case 3, 4:
+					if len(dialling) > 0 {
+						i := random.IntN(len(dialling))
+						addr := dialling[i]
+						dialling = slices.Delete(dialling, i, i+1)
+						answered := addr != "t0:1" && random.IntN(5) > 0
+						d.Dialled(addr, answered)
+						if answered {
+							conns++
+						} else {
+							d.Over()
+						}
+					} else if conns > 0 {
+						conns--
+						d.Over()
+					}
+				case 5:
+					time.Sleep(time.Duration(random.IntN(1000)) * time.Millisecond)
+				}
+				synctest.Wait()
+				d.Queue.mu.Lock()
+				if w := d.nextLocked(time.Now(), nil); w != nil {
+					t.Fatalf("seed %d, step %d: an open of %s waits, and there is room", seed, step, w.target.addr)
+				}
+				d.Queue.mu.Unlock()
+			}
+			for range conns {
+				d.Over()
+			}
+			time.Sleep(time.Minute)
+			for _, addr := range dialling {
+				d.Dialled(addr, false)
+				d.Over()
+			}
+			d.done()
+			d.Queue.mu.Lock()
+			if d.Queue.conns != 0 || d.Queue.all.n != 0 || d.doubts != 0 || d.idle.Len() != len(d.targets) {
+				t.Errorf("seed %d: %d conns, %d dials, %d doubts, %d of %d targets idle", seed, d.Queue.conns, d.Queue.all.n, d.doubts, d.idle.Len(), len(d.targets))
+			}
+			d.Queue.mu.Unlock()
+		}
 	})
 }
