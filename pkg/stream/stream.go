@@ -121,20 +121,21 @@ const (
 	// stuckAfter is how long the cloud may take to answer a heartbeat while other bytes come.
 	// Over the thinnest link it takes some seconds.
 	stuckAfter = time.Minute
-	// lostAfter is how long nothing may come from the other side: then the session ends.
-	lostAfter = 15 * time.Second
+	// lostAfter is how long nothing may come from the other side: then the session ends. It leaves
+	// a second for callers, which learn of a lost path within 15 s.
+	lostAfter = 14 * time.Second
 	// doubtTime is how long before it the session looks first.
 	doubtTime = time.Second
 	// The cloud pings when nothing has come for keepaliveCloud, so that a link may be cut for
 	// 10 s and the answer still comes within lostAfter. An edge cannot ping as often, since
 	// grpc-go's clients do so after 10 s at least. It sends a heartbeat when nothing has come for
 	// heartbeatSilence: a cloud that receives a bulk transfer has no reason to ping.
-	keepaliveCloud   = 3 * time.Second
+	keepaliveCloud   = 2500 * time.Millisecond
 	keepaliveEdge    = 10 * time.Second
 	heartbeatSilence = keepaliveCloud + 500*time.Millisecond
 	// keepaliveTotal is how long nothing may come by the session's own connection, while data
 	// connections bring something.
-	keepaliveTotal = 2 * lostAfter
+	keepaliveTotal = 30 * time.Second
 	// keepaliveMinTime is what a server tolerates; grpc's default of 5 minutes would
 	// answer our own clients with too_many_pings.
 	keepaliveMinTime = 5 * time.Second
