@@ -164,7 +164,7 @@ func TestStrangersAreHungUpOn(t *testing.T) {
 }
 
 // As many sources as there are places, each with a silent connection, leave room for an
-// edge after a moment.
+// edge after a second. The edge is closed until then, and comes again with its own backoff.
 func TestStrangersDoNotKeepEdgesOut(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		r.net.spread.Store(true)
@@ -176,7 +176,7 @@ func TestStrangersDoNotKeepEdgesOut(t *testing.T) {
 			defer c.Close()
 		}
 		e := r.start(r.clientConfig("edge1"), direct)
-		within(t, listen.FirstByte, "the edge joins", func() bool { return e.client.Ready() == nil })
+		within(t, listen.FirstByte+backoffMax, "the edge joins", func() bool { return e.client.Ready() == nil })
 	})
 }
 
