@@ -174,7 +174,7 @@ func (c *carrier) Write(b []byte) (int, error) {
 	}
 	c.turns.busy.Store(true)
 	defer c.turns.busy.Store(false)
-	if c.thin() {
+	if c.thin(len(b)) {
 		// poll(2) also has the kernel tell when there is room again, as a write in vain would.
 		if err := c.raw.Write(hasRoom); err != nil {
 			return 0, err
@@ -202,9 +202,10 @@ const (
 )
 
 // thin reports whether the link carries little, or is asked to. It has the turns, and the kernel,
-// follow the link's rate.
-func (c *carrier) thin() bool {
-	if now := time.Now(); now.Sub(c.asked) >= rateInterval {
+// follow the link's rate, once more than a little has been written, n bytes now: pings and
+// heartbeats are not worth the question.
+func (c *carrier) thin(n int) bool {
+	if now := time.Now(); c.wrote+n > leastUnsent && now.Sub(c.asked) >= rateInterval {
 		wrote := int64(float64(c.wrote) / now.Sub(c.asked).Seconds())
 		c.asked, c.wrote = now, 0
 		c.raw.Control(func(fd uintptr) { //nolint:errcheck // then c is closed, and Write says so

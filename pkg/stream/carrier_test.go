@@ -101,7 +101,13 @@ func TestCarry(t *testing.T) {
 	seemed := c
 	wantUnsent(t, seemed, far(true).sizes().unsent)
 	seemed.trip, seemed.isThin = time.Hour, true
-	if _, err := seemed.Write([]byte("x")); err != nil {
+	if _, err := seemed.Write([]byte("a ping")); err != nil {
+		t.Fatal(err)
+	}
+	if !seemed.asked.IsZero() {
+		t.Error("the kernel is asked about the link for a ping")
+	}
+	if _, err := seemed.Write(blob(leastUnsent + 1)); err != nil {
 		t.Fatal(err)
 	}
 	if bool(seemed.far) || seemed.isThin {
