@@ -60,7 +60,7 @@ func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error
 }
 
 // enter dials when it is the turn of r.
-func (l *agentLink) enter(ctx context.Context, r tunnel.Request) (*muxConn, error) {
+func (l *agentLink) enter(ctx context.Context, r tunnel.Request) (conn *muxConn, err error) {
 	if r.Network != "tcp" {
 		return nil, tunnel.Refusef(tunnel.Denied, "node %s has joined as a konnectivity agent, which dials tcp only", r.Node)
 	}
@@ -68,12 +68,13 @@ func (l *agentLink) enter(ctx context.Context, r tunnel.Request) (*muxConn, erro
 		return nil, refusal
 	}
 	l.pub.Conns.Add(1)
-	conn, err := l.dial(ctx, r)
-	l.queue.Dialled(r.Addr, err == nil || (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered())
-	if err != nil {
-		l.connOver()
-	}
-	return conn, err
+	defer func() { // also when dial panics
+		l.queue.Dialled(r.Addr, conn != nil || err != nil && (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered())
+		if conn == nil { // else the mux does it
+			l.connOver()
+		}
+	}()
+	return l.dial(ctx, r)
 }
 
 func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*muxConn, error) {

@@ -278,6 +278,38 @@ func TestBlackHoles(t *testing.T) {
 	})
 }
 
+// faultyContext panics where a dial waits for its answer.
+type faultyContext struct {
+	context.Context
+	asked int
+}
+
+func (c *faultyContext) Done() <-chan struct{} {
+	if c.asked++; c.asked > 1 { // the first time it is the queue
+		panic("a fault in a dial")
+	}
+	return nil
+}
+
+// A panic in a dial, which the front door recovers, leaves no open and no conn behind.
+func TestPanicInADialMakesRoom(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		r.join("edge1", refuses)
+		s := r.dir.Lookup("edge1").Link.(*cloudSession)
+		func() {
+			defer func() {
+				if recover() == nil {
+					t.Error("the dial did not panic")
+				}
+			}()
+			s.dial(&faultyContext{Context: t.Context()}, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "a:1"})
+		}()
+		if conns, dials := s.quota.queue.InUse(); conns != 0 || dials != 0 {
+			t.Errorf("%d conns and %d dials are left", conns, dials)
+		}
+	})
+}
+
 // An edge that hangs does not fill the queue: callers are told within seconds.
 func TestHungEdge(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {

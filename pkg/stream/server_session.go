@@ -98,7 +98,7 @@ func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 	return c, nil
 }
 
-func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunnel.Refusal) {
+func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn, refusal *tunnel.Refusal) {
 	// A caller may have chosen the address, and a message that cannot be sent, or that
 	// the edge does not accept, would cost the whole session.
 	if len(r.Addr) > maxAddr || !utf8.ValidString(r.Addr) {
@@ -108,7 +108,7 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunn
 		return s.open(ctx, r)
 	}
 	s.mu.Lock()
-	refusal := s.closedLocked()
+	refusal = s.closedLocked()
 	s.mu.Unlock()
 	if refusal == nil {
 		refusal = s.quota.enter(ctx, s.done, r)
@@ -116,12 +116,13 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (*conn, *tunn
 	if refusal != nil {
 		return nil, refusal
 	}
-	c, refusal := s.open(ctx, r)
-	s.quota.queue.Dialled(r.Addr, refusal.Answered())
-	if c == nil { // else connOver does it
-		s.quota.queue.Over()
-	}
-	return c, refusal
+	defer func() { // also when open panics
+		s.quota.queue.Dialled(r.Addr, c != nil || refusal != nil && refusal.Answered())
+		if c == nil { // else connOver does it
+			s.quota.queue.Over()
+		}
+	}()
+	return s.open(ctx, r)
 }
 
 // open sends an open, and waits for its conn.
@@ -154,6 +155,11 @@ func (s *cloudSession) dialByControl(ctx context.Context, r tunnel.Request, m *t
 	s.post(m)
 	s.askForMore()
 	var o opened
+	defer func() {
+		if o.refusal != nil || o.conn == nil && p.settle(opened{}) { // the latter after a panic
+			s.remove(name)
+		}
+	}()
 	select {
 	case o = <-p.result:
 	case <-ctx.Done():
@@ -163,9 +169,6 @@ func (s *cloudSession) dialByControl(ctx context.Context, r tunnel.Request, m *t
 			return o.conn, nil
 		}
 		s.post(message(typeCancel, name, nil))
-	}
-	if o.refusal != nil {
-		s.remove(name)
 	}
 	return o.conn, o.refusal
 }

@@ -568,10 +568,11 @@ func TestQueueLeavesNoRoom(t *testing.T) {
 				}
 				synctest.Wait()
 				d.Queue.mu.Lock()
-				if w := d.nextLocked(time.Now(), nil); w != nil {
+				w := d.nextLocked(time.Now(), nil)
+				d.Queue.mu.Unlock()
+				if w != nil {
 					t.Fatalf("seed %d, step %d: an open of %s waits, and there is room", seed, step, w.target.addr)
 				}
-				d.Queue.mu.Unlock()
 			}
 			for range conns {
 				d.Over()
