@@ -202,9 +202,11 @@ func TestQueueTicksOnce(t *testing.T) {
 		took = 0
 		d.Queue.mu.Unlock()
 		time.Sleep(2*time.Second + 100*time.Millisecond)
+		d.Queue.mu.Lock()
 		if took != 5 {
 			t.Errorf("%d ticks in two seconds, want one and four", took)
 		}
+		d.Queue.mu.Unlock()
 		time.Sleep(time.Minute)
 		d.done()
 	})
@@ -578,6 +580,7 @@ func TestQueueLeavesNoRoom(t *testing.T) {
 				d.Over()
 			}
 			time.Sleep(time.Minute)
+			synctest.Wait()
 			for _, addr := range dialling {
 				d.Dialled(addr, false)
 				d.Over()
