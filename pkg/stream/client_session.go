@@ -32,6 +32,8 @@ type edgeSession struct {
 	opening     int              // data connections that are being opened
 	misses      int              // of the cloud's askings for one, in a row
 	noMoreUntil time.Time        // none is opened
+	early       [64]string       // topics of the last cancels that found no open
+	nextEarly   int              // where in early the next one goes
 	by          map[string]*ride // topics of opens that came by one, until the cloud has all of the conn
 }
 
@@ -193,8 +195,21 @@ func (s *serving) abort() { s.cancel() }
 func (s *edgeSession) cancelTopic(m *tunnel.Message) error {
 	if t := s.lookup(m.Topic); t != nil {
 		t.abort()
+		return nil
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.early[s.nextEarly] = m.Topic
+	s.nextEarly = (s.nextEarly + 1) % len(s.early)
 	return nil
+}
+
+// cancelledEarly reports whether the cancel of an open has come before the open: that may come by
+// a data connection, and the cancel by the control stream.
+func (s *edgeSession) cancelledEarly(topic string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Contains(s.early[:], topic)
 }
 
 // Serve implements tunnel.Link: it works on the open request m in a goroutine of the
@@ -217,6 +232,9 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	refusal := s.add(m.Topic, &serving{cancel})
+	if refusal == nil && s.cancelledEarly(m.Topic) {
+		cancel()
+	}
 	by := s.rideOf(m.Topic)
 	if by != nil {
 		by.settle() // not before: the session may be about to end with its last conn

@@ -1,0 +1,38 @@
+package stream
+
+import (
+	"context"
+	"net"
+	"testing"
+	"time"
+
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// A cancel that overtakes its open, since the two came by different connections, ends the dial.
+func TestCancelOvertakesTheOpen(t *testing.T) {
+	r := newRig(t)
+	dialled := make(chan error, 1)
+	e := r.join("edge1", func(ctx context.Context, _ tunnel.Request) (net.Conn, error) {
+		select {
+		case <-ctx.Done():
+		case <-time.After(patience):
+		}
+		dialled <- ctx.Err()
+		return nil, tunnel.Refusef(tunnel.Gone, "given up")
+	})
+	s := e.client.Session().Link.(*edgeSession)
+	if err := s.cancelTopic(message(typeCancel, "early", nil)); err != nil {
+		t.Fatal(err)
+	}
+	open := message(tunnel.TypeOpen, "early", &pb.Open{Network: "tcp"})
+	open.Category, open.Addr = "tcp", "127.0.0.1:1"
+	if err := s.handle(s.ctx, open); err != nil {
+		t.Fatal(err)
+	}
+	if err := <-dialled; err == nil {
+		t.Error("the edge dials for an open that was cancelled")
+	}
+	r.idle(e)
+}
