@@ -189,7 +189,7 @@ func (s *Server) Run(ctx context.Context) error {
 	listening.Go(func() {
 		select {
 		case <-s.leaving:
-			joining.Close() //nolint:errcheck // the sessions go on; who dials has to find another replica
+			joining.Close() // the sessions go on; callers have to find another replica
 		case <-served:
 		}
 	})
