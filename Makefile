@@ -40,7 +40,7 @@ test: KEEP = 0
 test: race fuzz ## the tests: with the race detector, leak checks, and 10 s of fuzzing per target
 
 .PHONY: race
-race: iproute2 ## the tests with the race detector; a skip that test/skips.txt does not list fails
+race: iproute2 strace ## the tests with the race detector; a skip that test/skips.txt does not list fails
 	@go run ./test/report -allow test/skips.txt -- go test -race -count=1 -timeout 10m -json $(PKGS)
 
 # Tests that make networks of their own do it with ip(8).
@@ -48,6 +48,12 @@ race: iproute2 ## the tests with the race detector; a skip that test/skips.txt d
 iproute2:
 	@command -v ip >/dev/null || { echo "installing iproute2"; apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends iproute2 </dev/null >/dev/null; }
+
+# A test has it report errors of accept(2).
+.PHONY: strace
+strace:
+	@command -v strace >/dev/null || { echo "installing strace"; apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends strace </dev/null >/dev/null; }
 
 .PHONY: fuzz
 fuzz: ## fuzz every target for FUZZTIME (60s each: 20 minutes), and keep inputs that are worth it

@@ -256,9 +256,9 @@ func TestQueueIsLeft(t *testing.T) {
 	})
 }
 
-// Targets that never answer use two dials each, however many callers they have, and later
-// one. Those that answer go on. Opens of a silent target that find no
-// room are refused after two seconds, not after ten.
+// A target that never answers uses two dials at first and one later, however many callers it
+// has. Targets that answer go on. An open of a silent target that finds no room is refused after
+// two seconds, not after ten.
 func TestQueueSilentTargets(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const dials, targets = 300, 64
