@@ -18,6 +18,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -423,6 +424,7 @@ type apiServer struct {
 	pods     map[string]string // namespace/name → node; set before it is asked
 	nodes    []any             // likewise
 	services []string          // likewise: networks of Services
+	reviews  atomic.Int64      // tokens that it was asked about, and says nothing of
 }
 
 // node is a Node with some addresses. podCIDR may be several, with commas between. One without
@@ -469,6 +471,13 @@ func newAPIServer(t *testing.T) *apiServer {
 		case q.Get("watch") != "":
 			w.WriteHeader(http.StatusOK)
 			http.NewResponseController(w).Flush()
+			select {
+			case <-r.Context().Done():
+			case <-done:
+			}
+		case r.URL.Path == "/apis/authentication.k8s.io/v1/tokenreviews":
+			k.reviews.Add(1)
+			io.Copy(io.Discard, r.Body) // then it is noticed when the cloud hangs up
 			select {
 			case <-r.Context().Done():
 			case <-done:

@@ -8,11 +8,9 @@ import (
 	"io"
 	"net"
 	"net/http"
-	"os/exec"
 	"strconv"
 	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
@@ -228,17 +226,7 @@ func TestHostileStrangers(t *testing.T) {
 
 // TestHostilePrefix is one customer with a /48 of IPv6, who has 65,536 times a /64.
 func TestHostilePrefix(t *testing.T) {
-	if _, err := exec.LookPath("ip"); err != nil {
-		t.Skipf("networks are made with ip(8), of iproute2: %v", err)
-	}
-	network, err := rig.NewNetwork()
-	if errors.Is(err, syscall.EPERM) {
-		t.Skip("needs the right to make network namespaces (CAP_SYS_ADMIN)")
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer network.Close()
+	network := newNetwork(t)
 	const networks, each = 64, 32
 	addresses := []string{"2001:db8:2::1"} // of somebody else
 	for i := range networks {
