@@ -78,7 +78,7 @@ func (f *finder) hint(ref podRef) hint {
 	return f.hints[ref]
 }
 
-// remember notes where ref is. When there are too many, it takes the place of any.
+// remember notes the node of a pod. When the memory is full, it forgets some other pod.
 func (f *finder) remember(ref podRef, n tunnel.NodeName) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
