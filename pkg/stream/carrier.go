@@ -62,6 +62,8 @@ type carrier struct {
 	turns  turns
 	narrow atomic.Bool // see narrowRate
 
+	pacer *pacer // of a data connection; set before its first conn
+
 	// Owned by Write, which TLS calls one at a time.
 	isAlone bool
 	asked   time.Time
@@ -170,6 +172,9 @@ func (c *carrier) acknowledges() (is bool) {
 // while it has enough.
 func (c *carrier) Write(b []byte) (int, error) {
 	if c.tcp == nil || c.isAlone {
+		if c.pacer != nil {
+			c.pacer.sends()
+		}
 		return c.Conn.Write(b)
 	}
 	c.turns.busy.Store(true)

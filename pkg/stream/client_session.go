@@ -108,7 +108,7 @@ func (s *edgeSession) beat() {
 		if due {
 			tend = now.Add(heartbeatInterval)
 			s.dropLost()
-			if s.own.narrow.Load() {
+			if s.isNarrow() {
 				s.dropIdle()
 			}
 		}

@@ -390,6 +390,9 @@ func (s *session) hold(d *dataConn) bool {
 		s.data = make(map[*dataConn]struct{})
 	}
 	s.data[d] = struct{}{}
+	if c, ok := d.raw.(*carrier); ok {
+		s.pacer.add(c)
+	}
 	s.counters.DataConnections.Add(1)
 	return true
 }
@@ -405,6 +408,9 @@ func (s *session) drop(d *dataConn) {
 func (s *session) dropLocked(d *dataConn) {
 	if _, held := s.data[d]; held {
 		delete(s.data, d)
+		if c, ok := d.raw.(*carrier); ok {
+			s.pacer.remove(c)
+		}
 		s.counters.DataConnections.Add(-1)
 	}
 }

@@ -83,7 +83,7 @@ func (s *cloudSession) askForMore() {
 // that are followed do, cost fewer bytes where they share packets.
 // None are used over a narrow link.
 func (s *cloudSession) mostDataLocked() int {
-	if s.own.narrow.Load() {
+	if s.isNarrow() {
 		return 0
 	}
 	return min(s.connections, (s.connections+1)/2+s.shortConns.count())

@@ -38,7 +38,7 @@ func (s *edgeSession) moreConnections(m *tunnel.Message) error {
 	// The cloud keeps to our limit. Here it is twice that: one that has ended there may still
 	// be ending here.
 	most := 2 * (s.owner.cfg.Connections - 1)
-	more := s.err == nil && !s.leaving && !s.own.narrow.Load() && len(s.data)+s.opening < most && !time.Now().Before(s.noMoreUntil)
+	more := s.err == nil && !s.leaving && !s.isNarrow() && len(s.data)+s.opening < most && !time.Now().Before(s.noMoreUntil)
 	if more {
 		s.opening++
 	}

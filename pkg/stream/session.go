@@ -28,6 +28,7 @@ type session struct {
 	blocks   *blocks
 	stream   controlStream
 	own      *carrier // the session's own connection
+	pacer    pacer    // of the data connections
 	maxConns int64
 	ordered  bool                        // the peer has capabilityAbort
 	budget   *bucket                     // of messages that the peer sends; nil: it may send as many as it likes
@@ -71,6 +72,7 @@ func (s *session) init() {
 	s.leave = make(chan struct{})
 	s.done = make(chan struct{})
 	s.topics = make(map[string]topic)
+	s.pacer.own, s.pacer.guard = s.own, s.guarded
 }
 
 // Done implements tunnel.Link.

@@ -2,6 +2,7 @@ package stream
 
 import (
 	"errors"
+	"math"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -75,4 +76,39 @@ func acksIn(info *unix.TCPInfo) acks {
 		missing: info.Unacked > 0 && info.Retransmits > 0 || info.Probes > 1,
 		last:    time.Duration(info.Last_ack_recv) * time.Millisecond,
 	}
+}
+
+// sending is what the kernel knows of what a TCP connection sends.
+type sending struct {
+	acked           uint64        // bytes that have arrived
+	waiting         time.Duration // how long it had something to send and waited for the network, not for its reader
+	retries         int           // how often in a row the oldest packet was sent again in vain
+	pending         bool          // it has something to send
+	trip, leastTrip time.Duration // round trips: smoothed, and the shortest
+}
+
+// sendingOf asks the kernel (TCP_INFO). ok is false if it does not tell.
+func sendingOf(fd uintptr) (s sending, ok bool) {
+	info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
+	if err != nil {
+		return sending{}, false
+	}
+	return sending{
+		acked:     info.Bytes_acked,
+		waiting:   time.Duration(info.Busy_time-info.Rwnd_limited-info.Sndbuf_limited) * time.Microsecond, //nolint:gosec // parts of it
+		retries:   int(info.Retransmits),
+		pending:   info.Unacked > 0 || info.Notsent_bytes > 0,
+		trip:      time.Duration(info.Rtt) * time.Microsecond,
+		leastTrip: time.Duration(info.Min_rtt) * time.Microsecond,
+	}, true
+}
+
+// boundRate bounds how fast a connection sends, in bytes a second (SO_MAX_PACING_RATE in
+// socket(7)); 0: no bound.
+func boundRate(fd uintptr, rate int64) {
+	value := int(min(rate, math.MaxInt32))
+	if rate == 0 {
+		value = -1 // the kernel's word for no bound
+	}
+	unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, value) //nolint:errcheck // others wait longer, no more
 }

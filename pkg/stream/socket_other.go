@@ -29,3 +29,15 @@ type acks struct {
 }
 
 func acksOf(uintptr) (acks, bool) { return acks{}, false }
+
+type sending struct {
+	acked           uint64
+	waiting         time.Duration
+	retries         int
+	pending         bool
+	trip, leastTrip time.Duration
+}
+
+func sendingOf(uintptr) (sending, bool) { return sending{}, false }
+
+func boundRate(uintptr, int64) {}
