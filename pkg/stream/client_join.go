@@ -101,7 +101,8 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, own *carri
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
 	s.stream, s.unknown, s.hangUp, s.own, s.remote = stream, s.nobody, stream.CloseSend, own, own.RemoteAddr().String()
 	s.init()
-	s.pacer.began = s.dropIdle                                                                                                                                                                                         // the cloud would open conns by them
+	// Idle data connections of a narrow link go, else the cloud would open conns by them.
+	s.pacer.began = s.dropIdle
 	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have(), Reach: c.cfg.Reach, Connections: uint32(c.cfg.Connections - 1), Capabilities: capabilities()} //nolint:gosec // a few
 	if r := c.cfg.replica; r != nil {
 		hello.Replica, hello.Have = r.hello, r.have()

@@ -1,7 +1,6 @@
 package stream
 
 import (
-	"math"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -9,50 +8,56 @@ import (
 
 // pacer slows a session's data connections down while they keep the session's own connection from
 // working. TCP gives each connection the same share of a link. Where a dozen data connections send
-// over 100 kbit/s, the session's own has less than one kilobyte a second, and opens and heartbeats
+// over 100 kbit/s, the session's own has less than one kilobyte a second. Opens and heartbeats then
 // wait behind packets that are lost again and again.
 //
-// It bounds what this end sends. While no data connection sends, it does nothing.
+// The pacer bounds what this end sends, on narrow links alone. It looks at the connections while a
+// data connection sends.
 type pacer struct {
 	// Set before the first data connection.
 	own   *carrier            // the session's own connection
 	guard func(func()) func() // keeps a panic inside the session
 	began func()              // called when the link turns out to be narrow; nil: nobody wants to know
 
-	watching atomic.Bool // look is about to be called
+	watching    atomic.Bool  // look is about to be called
+	narrowUntil atomic.Int64 // Unix time in nanoseconds; until then the link counts as narrow
 
-	mu    sync.Mutex             // guards the following
-	data  map[*carrier]*progress // the data connections
-	ours  progress               // of the session's own connection
-	since time.Time              // when look was last called; zero: not since watching began
-	total int64                  // what all connections together have, smoothed, in bytes a second
-	rate  int64                  // of all data connections together, in bytes a second; 0: unbounded
+	mu       sync.Mutex             // guards the following; taken after session.mu
+	data     map[*carrier]*progress // the data connections
+	ours     progress               // of the session's own connection
+	lastLook time.Time              // zero: the next look has nothing to compare with
+	waited   bool                   // the session's own connection had to wait at the last look
+	arrival  int64                  // what arrives, smoothed, in bytes a second; 0: not known
+	capacity int64                  // the most that arrival was of late
+	rate     int64                  // bound of all data connections together, in bytes a second; 0: none
 }
 
-// progress is what the kernel told of a connection when it was last asked.
+// progress is what the kernel told of a connection at the last look.
 type progress struct {
-	acked   uint64        // bytes that have arrived
-	waiting time.Duration // how long the connection has waited for the network
-	known   bool
-	paced   int64 // the bound that the kernel has, in bytes a second; 0: none
+	sending
+	known bool
+	bound int64 // that the kernel was told, in bytes a second; 0: none
 }
 
 const (
-	// paceInterval is how often the pacer looks while data connections send.
+	// paceInterval is how often the pacer looks.
 	paceInterval = 500 * time.Millisecond
-	// leastPace is what all data connections together may always send, in bytes a second.
-	leastPace = 1 << 10
-	// paceSmooth is the part of a new measurement in the smoothed one.
-	paceSmooth = 4
-	// paceGrowth is the part by which their rate grows in each interval without trouble.
+	// leastPace is what a data connection may always send, in bytes a second. The kernel sends two
+	// segments at a time: some 2.8 KiB every 8 s. The queueing discipline fq drops packets that are
+	// scheduled more than 10 s ahead.
+	leastPace = 384
+	// paceGrowth: the bound grows by one part in so many at each look that finds no need for it.
 	paceGrowth = 8
-	// pacedBackoff takes the place of dataBackoff: where most packets are lost, the kernel would give
-	// up after a minute. It tries for more than four with a tcp_retries2 of 15.
-	pacedBackoff = 30 * time.Second
-	// longTrip is how much longer than the link's own a round trip is where queues are too long.
+	// arrivalSmooth: a new measurement of what arrives counts for one part in so many.
+	arrivalSmooth = 4
+	// capacityDecay: the capacity shrinks by one part in so many at each look.
+	capacityDecay = 16
+	// longTrip: a round trip that is longer than the shortest by this much shows a long queue.
 	longTrip = time.Second
-	// manyRetries is how often in a row the kernel has sent a packet again in vain.
+	// manyRetries: the kernel has sent the oldest packet again so often, and got no answer.
 	manyRetries = 2
+	// narrowTime is how long a link counts as narrow after a bound.
+	narrowTime = time.Minute
 )
 
 // add begins to watch a data connection.
@@ -69,158 +74,161 @@ func (p *pacer) add(c *carrier) {
 	c.pacer = p
 }
 
+// remove ends that.
 func (p *pacer) remove(c *carrier) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.data, c)
 }
 
-// paces reports whether data connections are slowed down now.
-func (p *pacer) paces() bool {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	return p.rate > 0
+// narrow reports whether the link was too narrow for its data connections within narrowTime.
+func (p *pacer) narrow() bool {
+	until := p.narrowUntil.Load()
+	return until > 0 && time.Now().UnixNano() < until
 }
 
-// sends notes that a data connection sends.
+// sends notes that a data connection sends, and has look called.
 func (p *pacer) sends() {
 	if !p.watching.Load() && !p.watching.Swap(true) {
 		time.AfterFunc(paceInterval, p.guard(p.look))
 	}
 }
 
-// look asks the kernel how the connections fare, and bounds the data connections' rate or lifts the
-// bound. It has itself called again while a data connection waits for the network.
 func (p *pacer) look() {
 	if p.lookOnce() && p.began != nil {
 		p.began()
 	}
 }
 
-// lookOnce reports whether the bound is a new one.
+// lookOnce asks the kernel how the connections fare. It bounds the data connections' rate, or lifts
+// the bound, and has look called again while a data connection waits for the network. began reports
+// whether there was no bound before.
 func (p *pacer) lookOnce() (began bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.watching.Store(false) // from here on sends has look called again
 	now := time.Now()
-	took := now.Sub(p.since)
-	fresh := p.since.IsZero() // then what has happened is of an unknown time
-	p.since = now
+	took, first := now.Sub(p.lastLook), p.lastLook.IsZero()
+	p.lastLook = now
 
-	total, waited, state := p.ours.read(p.own)
-	own := none
+	arrived, waits := p.ours.update(p.own, took)
+	need := none
 	switch {
-	case state.starves():
-		own = starves
-	case waited >= took/2:
-		own = waits
+	case !waits || first:
+	case p.ours.retries >= manyRetries || p.ours.trip >= p.ours.shortestTrip+longTrip:
+		need = starving
+	case p.waited:
+		need = waiting
 	}
-	busy, pending := 0, false
+	p.waited = waits && !first
+	var busy []*progress
 	for c, of := range p.data {
-		acked, waited, state := of.read(c)
-		total += acked
-		if waited >= took/2 {
-			busy++
-		}
-		pending = pending || state.pending
-	}
-	if fresh {
-		p.total = 0
-	} else {
-		rate := int64(float64(total) / took.Seconds())
-		if p.total == 0 {
-			p.total = rate
-		}
-		p.total += (rate - p.total) / paceSmooth
-		was := p.rate
-		p.rate = nextPace(p.rate, p.total, busy, own)
-		began = was == 0 && p.rate > 0
-		for c, of := range p.data {
-			of.bound(c, p.rate, busy)
+		n, waits := of.update(c, took)
+		arrived += n
+		if waits {
+			busy = append(busy, of)
 		}
 	}
-	if !pending && p.rate == 0 {
-		p.since = time.Time{}
-		return began
+	// Where nothing arrives the link is cut, which says nothing of its capacity.
+	if !first && arrived > 0 {
+		arrival := int64(float64(arrived) / took.Seconds())
+		if p.arrival == 0 {
+			p.arrival = arrival
+		}
+		p.arrival += (arrival - p.arrival) / arrivalSmooth
+		p.capacity = max(p.capacity-p.capacity/capacityDecay, p.arrival)
+		rate := nextPace(p.rate, p.capacity, need)
+		began = p.rate == 0 && rate > 0 && len(busy) > 0
+		p.rate = rate
 	}
-	p.sends()
+	if len(busy) == 0 {
+		p.rate = 0
+	}
+	for c, of := range p.data {
+		of.setBound(c, p.boundOf(of, busy))
+	}
+	switch {
+	case p.rate > 0:
+		p.narrowUntil.Store(now.Add(narrowTime).UnixNano())
+		p.sends()
+	case len(busy) > 0 || first && len(p.data) > 0:
+		p.sends()
+	default:
+		p.lastLook, p.arrival, p.capacity = time.Time{}, 0, 0
+	}
 	return began
 }
 
-// nextPace returns the rate that all data connections together may have from now on; 0: any. They
-// had rate until now. All connections of the session have total, in bytes a second. So many data
-// connections wait for the network, and the session's own does as well or not.
-func nextPace(rate, total int64, busy int, own need) int64 {
-	limit := int64(math.MaxInt64)
-	switch own {
-	case waits:
-		limit = max(leastPace, total/2)
-	case starves:
-		limit = max(leastPace, total/4)
-	}
-	switch {
-	case busy == 0 || rate == 0 && (own == none || total >= narrowRate) || total >= 2*narrowRate:
-		return 0
-	case rate == 0:
-		return limit
-	case own == none && rate >= narrowRate:
-		return 0
-	}
-	return min(rate+rate/paceGrowth, limit)
-}
-
-// read asks the kernel about a connection. It returns how many bytes have arrived since it was last
-// asked, and how long the connection has waited for the network meanwhile.
-func (p *progress) read(c *carrier) (acked uint64, waited time.Duration, state sending) {
-	if c.tcp == nil {
-		return 0, 0, sending{}
-	}
-	before := *p
-	c.raw.Control(func(fd uintptr) { //nolint:errcheck // c is closed, and sends nothing
-		var ok bool
-		if state, ok = sendingOf(fd); ok {
-			p.acked, p.waiting, p.known = state.acked, state.waiting, true
+// boundOf returns the bound of one data connection. One that sends little needs none.
+func (p *pacer) boundOf(of *progress, busy []*progress) int64 {
+	if p.rate > 0 {
+		for _, one := range busy {
+			if one == of {
+				return max(leastPace, p.rate/int64(len(busy)))
+			}
 		}
-	})
-	if !before.known {
-		return 0, 0, state
 	}
-	return p.acked - before.acked, p.waiting - before.waiting, state
-}
-
-// bound has the kernel send no faster than one of n connections may that share a rate.
-func (p *progress) bound(c *carrier, rate int64, n int) {
-	if rate > 0 {
-		rate = max(1, rate/int64(max(1, n)))
-	}
-	if p.paced == rate {
-		return
-	}
-	p.paced = rate
-	backoff := dataBackoff
-	if rate > 0 {
-		backoff = pacedBackoff
-	}
-	c.raw.Control(func(fd uintptr) { //nolint:errcheck // c is closed, and sends nothing
-		boundRate(fd, rate)
-		boundBackoff(fd, backoff)
-	})
+	return 0
 }
 
 // need is what the session's own connection lacks.
 type need int
 
 const (
-	none need = iota
-	// waits: it has something to send, and waits for the network.
-	waits
-	// starves: what it sends does not get through, or only after a long wait in a queue on the way.
-	starves
+	none     need = iota
+	waiting       // it has something to send that the network does not take
+	starving      // its packets are lost, or stand in a long queue
 )
 
-func (s sending) starves() bool {
-	return s.retries >= manyRetries || s.trip >= s.leastTrip+longTrip
+// nextPace returns the bound of all data connections together, in bytes a second; 0: none. rate is
+// the bound until now, and capacity what the link can take.
+func nextPace(rate, capacity int64, own need) int64 {
+	switch {
+	case rate == 0 && (own == none || capacity >= narrowRate), capacity >= 2*narrowRate:
+		return 0
+	case own == none && rate >= narrowRate:
+		return 0
+	case own == none:
+		return rate + rate/paceGrowth + 1
+	}
+	share := capacity / 2
+	if own == starving {
+		share = capacity / 4
+	}
+	if rate == 0 {
+		return max(1, share)
+	}
+	return min(rate+rate/paceGrowth+1, max(1, share))
 }
 
-// isNarrow reports whether the link is too narrow for data connections.
-func (s *session) isNarrow() bool { return s.own.narrow.Load() || s.pacer.paces() }
+// update asks the kernel about a connection. It returns how many bytes have arrived since the last
+// time, and whether the connection waits for the network: it did so for at least half of the
+// interval, and has bytes that it cannot send or that were lost.
+func (p *progress) update(c *carrier, interval time.Duration) (arrived int64, waits bool) {
+	if c.tcp == nil {
+		return 0, false
+	}
+	last, known := p.sending, p.known
+	c.raw.Control(func(fd uintptr) { //nolint:errcheck // c is closed, and sends nothing
+		if s, ok := sendingOf(fd); ok {
+			p.sending, p.known = s, true
+		}
+	})
+	if !known {
+		return 0, false
+	}
+	p.shortestTrip = min(p.shortestTrip, last.shortestTrip) // the kernel forgets it after five minutes
+	waits = p.busy-last.busy >= interval/2 && (p.unsent > 0 || p.retries > 0)
+	return max(0, p.arrived-last.arrived), waits
+}
+
+// setBound has the kernel send no faster.
+func (p *progress) setBound(c *carrier, rate int64) {
+	if p.bound != rate {
+		p.bound = rate
+		c.raw.Control(func(fd uintptr) { boundRate(fd, rate) }) //nolint:errcheck // c is closed, and sends nothing
+	}
+}
+
+// isNarrow reports whether the link is too narrow for more data connections.
+func (s *session) isNarrow() bool { return s.own.narrow.Load() || s.pacer.narrow() }

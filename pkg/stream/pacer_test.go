@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"io"
 	"testing"
 	"time"
 
@@ -11,26 +12,24 @@ import (
 func TestNextPace(t *testing.T) {
 	const unbounded = 0
 	for name, c := range map[string]struct {
-		rate, total int64
-		busy        int
-		own         need
-		want        int64
+		rate, capacity int64
+		own            need
+		want           int64
 	}{
-		"a wide link":                                {unbounded, narrowRate, 16, starves, unbounded},
-		"nobody else needs a narrow link":            {unbounded, 12_000, 16, none, unbounded},
-		"no data connection sends":                   {unbounded, 12_000, 0, starves, unbounded},
-		"both wait":                                  {unbounded, 12_000, 16, waits, 6_000},
-		"the session's own starves":                  {unbounded, 12_000, 16, starves, 3_000},
-		"it starves although they have half":         {6_000, 12_000, 16, starves, 3_000},
-		"it starves although they have next to none": {leastPace, 100, 16, starves, leastPace},
-		"it is better, and they get more":            {3_000, 12_000, 16, waits, 3_000 + 3_000/paceGrowth},
-		"they get half at most":                      {6_000, 12_000, 16, waits, 6_000},
-		"it needs nothing, and they get more":        {6_000, 6_000, 16, none, 6_000 + 6_000/paceGrowth},
-		"it needs nothing for long":                  {narrowRate, narrowRate, 16, none, unbounded},
-		"the link has become wide":                   {16_000, 2 * narrowRate, 16, waits, unbounded},
-		"they have ended":                            {3_000, 12_000, 0, starves, unbounded},
+		"a wide link":                            {unbounded, narrowRate, starving, unbounded},
+		"nobody else needs a narrow link":        {unbounded, 12_000, none, unbounded},
+		"the session's own waits":                {unbounded, 12_000, waiting, 6_000},
+		"the session's own starves":              {unbounded, 12_000, starving, 3_000},
+		"it starves although they have half":     {6_000, 12_000, starving, 3_000},
+		"nothing is known to arrive":             {unbounded, 0, starving, 1},
+		"it is better, and they get more":        {3_000, 12_000, waiting, 3_000 + 3_000/paceGrowth + 1},
+		"they get half at most":                  {6_000, 12_000, waiting, 6_000},
+		"it needs nothing, and they get more":    {6_000, 6_000, none, 6_000 + 6_000/paceGrowth + 1},
+		"it needs nothing for long":              {narrowRate, narrowRate, none, unbounded},
+		"the link has become wide":               {16_000, 2 * narrowRate, waiting, unbounded},
+		"it has become wide and the own starves": {16_000, 2 * narrowRate, starving, unbounded},
 	} {
-		if got := nextPace(c.rate, c.total, c.busy, c.own); got != c.want {
+		if got := nextPace(c.rate, c.capacity, c.own); got != c.want {
 			t.Errorf("%s: %d bytes a second, want %d", name, got, c.want)
 		}
 	}
@@ -44,32 +43,75 @@ func TestPacerTellsTheKernel(t *testing.T) {
 	var p pacer
 	p.add(c)
 	of := p.data[c]
-	for _, step := range []struct {
-		rate  int64
-		n     int
-		want  int64
-		retry time.Duration
-	}{
-		{6_000, 3, 2_000, pacedBackoff},
-		{6_000, 6, 1_000, pacedBackoff},
-		{1, 16, 1, pacedBackoff},
-		{0, 0, -1, dataBackoff},
-	} {
-		of.bound(c, step.rate, step.n)
+	for _, want := range []int64{6_000, 1_000, leastPace, 0} {
+		of.setBound(c, want)
 		var rate uint64
-		var retry int
-		var err, unknown error
+		var err error
 		if cerr := c.raw.Control(func(fd uintptr) {
 			rate, err = unix.GetsockoptUint64(int(fd), unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE)
-			retry, unknown = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS)
 		}); cerr != nil || err != nil {
 			t.Fatal(cerr, err)
 		}
-		if int64(rate) != step.want { //nolint:gosec // that is how the kernel says unbounded
-			t.Errorf("%d bytes a second for %d: the kernel has %d, want %d", step.rate, step.n, rate, step.want)
+		if want == 0 {
+			want = -1 // no bound
 		}
-		if unknown == nil && time.Duration(retry)*time.Millisecond != step.retry {
-			t.Errorf("%d bytes a second: the kernel sends again after %d ms at most, want %v", step.rate, retry, step.retry)
+		if int64(rate) != want { //nolint:gosec // no bound is all ones
+			t.Errorf("the kernel has %d bytes a second, want %d", int64(rate), want) //nolint:gosec // likewise
+		}
+	}
+}
+
+// A data connection that sends little is not slowed down beside one that sends much, and none gets
+// less than a little.
+func TestBoundOf(t *testing.T) {
+	p := pacer{rate: 3_000}
+	little, much, more := &progress{}, &progress{}, &progress{}
+	busy := []*progress{much, more}
+	for of, want := range map[*progress]int64{little: 0, much: 1_500, more: 1_500} {
+		if got := p.boundOf(of, busy); got != want {
+			t.Errorf("a bound of %d, want %d", got, want)
+		}
+	}
+	p.rate = 10
+	if got := p.boundOf(much, busy); got != leastPace {
+		t.Errorf("a bound of %d, want %d", got, leastPace)
+	}
+}
+
+// A data connection over a wide link is never slowed down, however much it sends beside the
+// session's own, and the pacer stops when nobody sends.
+func TestPacerOnAWideLink(t *testing.T) {
+	var own, data *carrier
+	for _, c := range []**carrier{&own, &data} {
+		a, b := tcpPair(t)
+		*c, _ = carry(a, time.Hour)
+		go io.Copy(io.Discard, b) //nolint:errcheck // it ends with the test
+	}
+	data.alone()
+	p := pacer{own: own, guard: func(f func()) func() { return f }}
+	p.add(data)
+	for end := time.Now().Add(5 * paceInterval); time.Now().Before(end); {
+		for _, c := range []*carrier{own, data} {
+			if _, err := c.Write(blob(64 << 10)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		p.mu.Lock()
+		rate := p.rate
+		p.mu.Unlock()
+		if rate > 0 || p.narrow() {
+			t.Fatalf("a bound of %d bytes a second", rate)
+		}
+	}
+	p.mu.Lock()
+	looked := p.data[data].known
+	p.mu.Unlock()
+	if !looked {
+		t.Error("nobody has looked")
+	}
+	for late := time.Now().Add(10 * paceInterval); p.watching.Load(); time.Sleep(paceInterval / 10) {
+		if time.Now().After(late) {
+			t.Fatal("it looks although nobody sends")
 		}
 	}
 }

@@ -2,7 +2,6 @@ package stream
 
 import (
 	"errors"
-	"math"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -80,11 +79,11 @@ func acksIn(info *unix.TCPInfo) acks {
 
 // sending is what the kernel knows of what a TCP connection sends.
 type sending struct {
-	acked           uint64        // bytes that have arrived
-	waiting         time.Duration // how long it had something to send and waited for the network, not for its reader
-	retries         int           // how often in a row the oldest packet was sent again in vain
-	pending         bool          // it has something to send
-	trip, leastTrip time.Duration // round trips: smoothed, and the shortest
+	arrived            int64         // bytes that the other end's kernel has, those behind a lost packet by estimate
+	busy               time.Duration // how long bytes were under way, other than for a reader that took none
+	unsent             int           // bytes that the kernel holds and cannot send yet
+	retries            int           // how often in a row the oldest packet was sent again in vain
+	trip, shortestTrip time.Duration // round trips: smoothed, and the shortest
 }
 
 // sendingOf asks the kernel (TCP_INFO). ok is false if it does not tell.
@@ -94,19 +93,19 @@ func sendingOf(fd uintptr) (s sending, ok bool) {
 		return sending{}, false
 	}
 	return sending{
-		acked:     info.Bytes_acked,
-		waiting:   time.Duration(info.Busy_time-info.Rwnd_limited-info.Sndbuf_limited) * time.Microsecond, //nolint:gosec // parts of it
-		retries:   int(info.Retransmits),
-		pending:   info.Unacked > 0 || info.Notsent_bytes > 0,
-		trip:      time.Duration(info.Rtt) * time.Microsecond,
-		leastTrip: time.Duration(info.Min_rtt) * time.Microsecond,
+		arrived:      int64(info.Bytes_acked) + int64(info.Sacked)*int64(info.Snd_mss),                       //nolint:gosec // less than 63 bits
+		busy:         time.Duration(info.Busy_time-info.Rwnd_limited-info.Sndbuf_limited) * time.Microsecond, //nolint:gosec // parts of it
+		unsent:       int(info.Notsent_bytes),
+		retries:      int(info.Retransmits),
+		trip:         time.Duration(info.Rtt) * time.Microsecond,
+		shortestTrip: time.Duration(info.Min_rtt) * time.Microsecond,
 	}, true
 }
 
 // boundRate bounds how fast a connection sends, in bytes a second (SO_MAX_PACING_RATE in
 // socket(7)); 0: no bound.
 func boundRate(fd uintptr, rate int64) {
-	value := int(min(rate, math.MaxInt32))
+	value := int(rate)
 	if rate == 0 {
 		value = -1 // the kernel's word for no bound
 	}

@@ -31,11 +31,10 @@ type acks struct {
 func acksOf(uintptr) (acks, bool) { return acks{}, false }
 
 type sending struct {
-	acked           uint64
-	waiting         time.Duration
-	retries         int
-	pending         bool
-	trip, leastTrip time.Duration
+	arrived            int64
+	busy               time.Duration
+	unsent, retries    int
+	trip, shortestTrip time.Duration
 }
 
 func sendingOf(uintptr) (sending, bool) { return sending{}, false }

@@ -60,6 +60,15 @@ type far struct {
 	sunk []*atomic.Int64 // bytes that each conn to the sink has brought
 }
 
+// congestion is the congestion control of both ends: the one that a network of one's own may always
+// have, or that of TUNNEL_CONGESTION.
+func congestion() string {
+	if name := os.Getenv("TUNNEL_CONGESTION"); name != "" {
+		return name
+	}
+	return "reno"
+}
+
 // newFar starts both and waits for the session.
 func newFar(t *testing.T) *far { return newFarOver(t, good) }
 
@@ -80,6 +89,12 @@ func newFarOver(t *testing.T, q rig.Quality) *far {
 			t.Fatal(err)
 		}
 		t.Cleanup(n.Close)
+		// What most kernels have is reno's kin; this machine's own may be another.
+		if err := n.Do(func() error {
+			return os.WriteFile("/proc/sys/net/ipv4/tcp_congestion_control", []byte(congestion()), 0)
+		}); err != nil {
+			t.Fatal(err)
+		}
 		networks[i] = n
 	}
 	f.cloud, f.edge = networks[0], networks[1]
