@@ -312,7 +312,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	if err != nil {
 		return nil, err
 	}
-	cc, own, hangUp, err := connect(ctx, c.cfg.Address, conf, c.cfg.Software, c.cfg.Dial, c.cfg.farTrip)
+	cc, own, hangUp, err := connect(ctx, c.cfg.Address, conf, shown, c.cfg.Software, c.cfg.Dial, c.cfg.farTrip)
 	if err != nil {
 		return nil, err
 	}

@@ -9,8 +9,8 @@ import (
 	"io"
 	"net"
 	"slices"
-	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"google.golang.org/grpc"
@@ -30,8 +30,8 @@ type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error
 // The ClientConn never connects again: a second connection could reach another
 // replica, while the session lives on the first. hangUp closes both; gRPC by itself
 // closes only a connection that it has asked for, which it does at the first call. trip is
-// from where the cloud is far.
-func connect(ctx context.Context, address string, conf *tls.Config, software string, dialer dialFunc, trip time.Duration) (cc *grpc.ClientConn, own *carrier, hangUp func(), err error) {
+// from where the cloud is far. h gets the error of a TLS handshake that fails.
+func connect(ctx context.Context, address string, conf *tls.Config, h *handshake, software string, dialer dialFunc, trip time.Duration) (cc *grpc.ClientConn, own *carrier, hangUp func(), err error) {
 	dctx, cancel := context.WithTimeout(ctx, joinTimeout)
 	defer cancel()
 	raw, err := dialCloud(dctx, dialer, address)
@@ -47,7 +47,7 @@ func connect(ctx context.Context, address string, conf *tls.Config, software str
 	}
 	opts := append(dialOptions(isFar),
 		grpc.WithContextDialer(dial),
-		grpc.WithTransportCredentials(credentials.NewTLS(conf)),
+		grpc.WithTransportCredentials(handshakeCredentials{credentials.NewTLS(conf), h}),
 		grpc.WithUserAgent(software),
 	)
 	cc, err = grpc.NewClient("passthrough:///"+address, opts...)
@@ -193,39 +193,40 @@ var errJoinTimeout = fmt.Errorf("the cloud did not answer within %s: is that add
 
 // explain adds to an error what a person can do about it.
 func (c *Client) explain(err error, h *handshake) error {
+	err = h.cause(err)
 	if r := c.cfg.replica; r != nil {
 		return r.hint(err)
 	}
 	if c.cfg.Token == nil && h != nil && status.Code(err) == codes.Unauthenticated {
-		return fmt.Errorf("%w (%s)", err, h.hint(err.Error()))
+		return fmt.Errorf("%w (%s)", err, h.hint(err))
 	}
 	return explain(err)
 }
 
 func explain(err error) error {
 	var hint string
-	switch msg := fmt.Sprint(err); {
+	switch {
 	case err == nil:
 		return nil
 	case errors.Is(err, errNoCertificate):
 		hint = "set token, tokenfile or nodecert in [mode.edge.stream.client]; `tunnel join` gets a certificate"
-	case status.Code(err) == codes.Unauthenticated && strings.Contains(msg, "has expired"):
+	case status.Code(err) == codes.Unauthenticated && reasonOf(err) == reasonExpired:
 		hint = "put a new token in the place of this node's; the one in a tokenfile is read again every minute"
 	case status.Code(err) == codes.Unauthenticated:
 		hint = "check that this node's line in the cloud's token file matches the token here"
 	case status.Code(err) == codes.Aborted:
 		hint = "is another edge running with this node's name and token, or certificate?"
-	case strings.Contains(msg, "certificate signed by unknown authority"):
+	case isUnknownAuthority(err):
 		hint = "cert in [mode.edge.stream.client] must be the CA that signed the cloud's certificate"
-	case strings.Contains(msg, "x509: certificate is"), strings.Contains(msg, "x509: cannot validate certificate"):
+	case isOtherName(err):
 		hint = "dns in [mode.edge.stream.client] must be a name in the cloud's certificate"
-	case strings.Contains(msg, "certificate has expired or is not yet valid"):
+	case isOutOfDate(err):
 		hint = "check this machine's clock, then the cloud's certificate"
-	case strings.Contains(msg, "first record does not look like a TLS handshake"):
+	case isNotTLS(err):
 		hint = "servername in [mode.edge.stream.client] must be the cloud's grpcport, which speaks TLS; something else answers there"
-	case strings.Contains(msg, "connection refused"):
+	case errors.Is(err, syscall.ECONNREFUSED):
 		hint = "is the cloud running, and is servername in [mode.edge.stream.client] its address?"
-	case strings.Contains(msg, "no such host"):
+	case isNoSuchHost(err):
 		hint = "check servername in [mode.edge.stream.client]"
 	default:
 		return err

@@ -8,8 +8,8 @@ import (
 	"fmt"
 	"net"
 	"slices"
-	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"google.golang.org/grpc"
@@ -122,10 +122,11 @@ type Enrolled struct {
 func Enroll(ctx context.Context, cfg EnrollConfig) (Enrolled, error) {
 	ctx, cancel := context.WithTimeout(ctx, signTimeout)
 	defer cancel()
+	h := &handshake{}
 	fail := func(err error) (Enrolled, error) {
-		return Enrolled{}, explainEnroll(fmt.Errorf("getting a certificate for node %s: %w", cfg.Node, err))
+		return Enrolled{}, explainEnroll(h.cause(fmt.Errorf("getting a certificate for node %s: %w", cfg.Node, err)))
 	}
-	cc, _, hangUp, err := connect(ctx, cfg.Address, cfg.TLS, cfg.Software, cfg.Dial, farTrip)
+	cc, _, hangUp, err := connect(ctx, cfg.Address, cfg.TLS, h, cfg.Software, cfg.Dial, farTrip)
 	if err != nil {
 		return fail(err)
 	}
@@ -144,16 +145,16 @@ func Enroll(ctx context.Context, cfg EnrollConfig) (Enrolled, error) {
 // explainEnroll adds to an error what a person can do about it.
 func explainEnroll(err error) error {
 	var hint string
-	switch msg := err.Error(); {
+	switch {
 	case status.Code(err) == codes.Unauthenticated:
 		hint = "the join token is wrong, has expired or was revoked: have `tunnel token create` make another one on the cloud"
-	case status.Code(err) == codes.Unimplemented && strings.Contains(msg, "unknown"):
+	case status.Code(err) == codes.Unimplemented && reasonOf(err) != reasonNoIssuer:
 		hint = "the cloud is of an older release, or something else answers at that address"
-	case strings.Contains(msg, "certificate has expired or is not yet valid"):
+	case isOutOfDate(err):
 		hint = "check this machine's clock, then the cloud's certificate"
-	case strings.Contains(msg, "first record does not look like a TLS handshake"):
+	case isNotTLS(err):
 		hint = "the address must be the cloud's grpcport, which speaks TLS; something else answers there"
-	case strings.Contains(msg, "connection refused"):
+	case errors.Is(err, syscall.ECONNREFUSED):
 		hint = "is the cloud running, and is that its address?"
 	default:
 		return err

@@ -2,13 +2,18 @@ package stream
 
 import (
 	"bytes"
+	"context"
 	"crypto/tls"
 	"crypto/x509"
 	"fmt"
-	"strings"
+	"net"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/status"
 )
 
 // tickets are the TLS sessions of a client that can be resumed, which costs neither end a
@@ -25,8 +30,51 @@ type tickets struct {
 
 // handshake is what is known of one that a person may have to be told.
 type handshake struct {
-	leaf  *x509.Certificate // that is shown when the cloud asks; nil: none
-	asked atomic.Bool       // it has
+	leaf   *x509.Certificate     // that is shown when the cloud asks; nil: none
+	asked  atomic.Bool           // it has
+	failed atomic.Pointer[error] // why the TLS handshake failed; nil: it has not
+}
+
+// cause returns err with the error of a failed TLS handshake behind it. gRPC passes on the text of
+// that error, and not the error.
+func (h *handshake) cause(err error) error {
+	if h == nil || status.Code(err) != codes.Unavailable {
+		return err
+	}
+	if cause := h.failed.Load(); cause != nil {
+		return &handshakeError{error: err, cause: *cause}
+	}
+	return err
+}
+
+// handshakeError is a gRPC error whose cause is that of a TLS handshake. Its text is that of the gRPC
+// error, which has the text of the cause in it.
+type handshakeError struct {
+	error
+	cause error
+}
+
+// Unwrap returns both, for errors.Is and errors.As.
+func (e *handshakeError) Unwrap() []error { return []error{e.error, e.cause} }
+
+// handshakeCredentials are TLS credentials that note in the handshake why it failed.
+type handshakeCredentials struct {
+	credentials.TransportCredentials
+	handshake *handshake
+}
+
+// ClientHandshake implements credentials.TransportCredentials.
+func (c handshakeCredentials) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+	conn, info, err := c.TransportCredentials.ClientHandshake(ctx, authority, raw)
+	if err != nil {
+		c.handshake.failed.Store(&err)
+	}
+	return conn, info, err
+}
+
+// Clone implements credentials.TransportCredentials.
+func (c handshakeCredentials) Clone() credentials.TransportCredentials {
+	return handshakeCredentials{c.TransportCredentials.Clone(), c.handshake}
 }
 
 // tlsConfig returns how to make the next connection. It may be called by several goroutines.
@@ -86,12 +134,12 @@ func samePool(a, b *x509.CertPool) bool {
 	return a.Equal(b)
 }
 
-// hint says what a person can do who reads that the cloud does not take the certificate.
-func (h *handshake) hint(msg string) string {
-	switch {
-	case strings.Contains(msg, "revoked"):
+// hint says what a person can do about err: the cloud does not accept the certificate.
+func (h *handshake) hint(err error) string {
+	switch reason := reasonOf(err); {
+	case reason == reasonRevoked:
 		return "this node's certificate was revoked; with a new join token, `tunnel join` gets another one"
-	case strings.Contains(msg, "has expired"), time.Now().After(h.leaf.NotAfter):
+	case reason == reasonExpired, time.Now().After(h.leaf.NotAfter):
 		return fmt.Sprintf("this node's certificate has expired on %s; check this machine's clock, or get another one by `tunnel join` with a new join token",
 			h.leaf.NotAfter.UTC().Format(time.RFC3339))
 	case !h.asked.Load():

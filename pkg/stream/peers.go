@@ -396,16 +396,16 @@ func (p *Peers) hint(err error) error {
 	if err == nil {
 		return nil
 	}
-	switch msg := err.Error(); {
-	case isSecond(err) && strings.Contains(msg, errSelf.Error()):
+	switch {
+	case isSecond(err) && reasonOf(err) == reasonSelf:
 		return errSelf
 	case isSecond(err), status.Code(err) == codes.Aborted: // Aborted: both came at the same time
 		return errTwice
 	case status.Code(err) == codes.Unauthenticated:
 		return fmt.Errorf("%w (its log says why; ca and servername of [mode.cloud.stream.peers] must be the same on all replicas, and their certificates must allow client authentication)", err)
-	case strings.Contains(msg, "certificate signed by unknown authority"):
+	case isUnknownAuthority(err):
 		return fmt.Errorf("%w (ca in [mode.cloud.stream.peers] must have signed the replicas' certificates)", err)
-	case strings.Contains(msg, "x509: certificate is"), strings.Contains(msg, "x509: cannot validate certificate"):
+	case isOtherName(err):
 		return fmt.Errorf("%w (servername in [mode.cloud.stream.peers] must stand in the replicas' certificates)", err)
 	}
 	return err

@@ -116,16 +116,16 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 		return refuse(codes.InvalidArgument, "joining: the identifiers of an edge have %d bytes at most", maxReach)
 	}
 	id := uuid.NewString()
-	again := ""
+	var again error
 	switch p := s.cfg.Peers; {
 	case p == nil:
 	case peer == p.id:
-		again = errSelf.Error()
+		again = withReason(codes.AlreadyExists, reasonSelf, errSelf.Error())
 	case slices.Contains(hello.GetHave(), p.id):
-		again = "this replica has a session of this process already"
+		again = status.Error(codes.AlreadyExists, "this replica has a session of this process already")
 	}
-	if again != "" {
-		return nil, &refusedJoin{node: string(node), told: status.Error(codes.AlreadyExists, again), again: true}
+	if again != nil {
+		return nil, &refusedJoin{node: string(node), told: again, again: true}
 	}
 	cs := &cloudSession{transport: t, proven: make(chan struct{}, 1), instance: text(hello.GetInstance()), all: hello.GetAll()}
 	cs.pub = &tunnel.Session{ID: id, Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Reach: hello.GetReach(), Link: cs}

@@ -39,8 +39,8 @@ const (
 
 // What a session ends with whose proof is no longer good.
 var (
-	errRevoked = status.Error(codes.Unauthenticated, "the credential of this node was revoked")
-	errExpired = status.Error(codes.Unauthenticated, "the credential of this node has expired")
+	errRevoked = withReason(codes.Unauthenticated, reasonRevoked, "the credential of this node was revoked")
+	errExpired = withReason(codes.Unauthenticated, reasonExpired, "the credential of this node has expired")
 )
 
 // standOn puts p in the place of the proof that there was.

@@ -168,7 +168,7 @@ func (s *Server) signed(t *transport, node tunnel.NodeName, chain []byte) (*pb.S
 }
 
 var (
-	errNoIssuer    = status.Error(codes.Unimplemented, "this cloud issues no certificates: set ca and cakey in [mode.cloud.join] there")
+	errNoIssuer    = withReason(codes.Unimplemented, reasonNoIssuer, "this cloud issues no certificates: set ca and cakey in [mode.cloud.join] there")
 	errSessionOver = status.Error(codes.Unavailable, "the session has ended")
 	errOneAtATime  = status.Error(codes.ResourceExhausted, "one certificate at a time")
 )
