@@ -415,8 +415,13 @@ func (s *session) dropLocked(d *dataConn) {
 	}
 }
 
-// dropLost ends the data connections whose other end cannot be reached, and their conns.
+// dropLost ends the data connections whose other end cannot be reached, and their conns. Over a narrow
+// link most packets of a connection may be lost for that long; there the kernel decides, which takes
+// some minute (dataBackoff).
 func (s *session) dropLost() {
+	if s.pacer.narrow() {
+		return
+	}
 	s.mu.Lock()
 	var lost []*dataConn
 	for d := range s.data {
