@@ -6,6 +6,7 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/time/rate"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
@@ -90,53 +91,49 @@ func (l EdgeLimits) orDefault() EdgeLimits {
 	return EdgeLimits{Conns: cmp.Or(l.Conns, d.Conns), Dials: cmp.Or(l.Dials, d.Dials)}
 }
 
-// bucket lets something happen rate times a second, burst times at once, and as often as
-// allow was called besides.
+// bucket limits how often something may happen: at a steady rate with bursts, and as often again as
+// allow has granted.
 type bucket struct {
-	rate, burst float64 // set once
-	most        float64 // of what allow adds; set once
+	steady *rate.Limiter
+	most   float64 // bound of granted; set once
 
 	mu      sync.Mutex // guards the following
-	left    float64    // at last
-	last    time.Time
-	allowed float64 // what is left of what allow has added
+	granted float64    // what allow has granted and nobody has used; fractions add up
 }
 
-// burst is what a bucket holds of its rate.
+// burst is how long a bucket that was not used saves up its rate.
 const burst = 2 * time.Second
 
-// newBucket returns a full bucket.
-func newBucket(rate int) *bucket {
-	most := float64(rate) * burst.Seconds()
-	return &bucket{rate: float64(rate), burst: most, left: most, last: time.Now()}
+// newBucket returns a full bucket of so many a second.
+func newBucket(perSecond int) *bucket {
+	full := perSecond * int(burst/time.Second)
+	return &bucket{steady: rate.NewLimiter(rate.Limit(perSecond), full), most: float64(full)}
 }
 
 // take reports whether it may happen once more.
 func (b *bucket) take() bool { return b.wait() == 0 }
 
-// wait takes one and returns 0, or returns how long it takes until there is one.
+// wait takes one and returns 0, or takes none and returns how long it is until there is one.
 func (b *bucket) wait() time.Duration {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	now := time.Now()
-	b.left = min(b.burst, b.left+b.rate*now.Sub(b.last).Seconds())
-	b.last = now
-	switch {
-	case b.allowed >= 1:
-		b.allowed--
-	case b.left >= 1:
-		b.left--
-	default:
-		return max(1, time.Duration((1-b.left)/b.rate*float64(time.Second)))
+	if b.granted >= 1 {
+		b.granted--
+		return 0
 	}
-	return 0
+	one := b.steady.Reserve()
+	delay := one.Delay()
+	if delay > 0 {
+		one.Cancel()
+	}
+	return delay
 }
 
-// allow lets it happen n times more, whenever that is.
+// allow lets it happen n times more, at any time.
 func (b *bucket) allow(n float64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.allowed = min(b.most, b.allowed+n)
+	b.granted = min(b.most, b.granted+n)
 }
 
 // limitError ends the session of an edge that does more than it may.
