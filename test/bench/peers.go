@@ -54,26 +54,18 @@ func playRole(all bool, role string, args []string) error {
 		return err
 	}
 	var serve func(net.Conn)
-	said := port(ln)
 	switch role {
 	case "target": // CERTIFICATE KEY
 		serve, err = target(args[0], args[1])
 	case "relay": // SIDE-THAT-SPEAKS-TLS ADDRESS CERTIFICATE KEY
 		serve, ln, err = relay(args, ln)
-	case "yamux-cloud": // CERTIFICATE KEY
-		var carrier net.Listener
-		if carrier, serve, err = yamuxCloud(ip, args[0], args[1]); err == nil {
-			said += " " + port(carrier)
-		}
-	case "yamux-edge": // CARRIER TARGET
-		serve, err = nil, yamuxEdge(args[0], args[1], said)
 	default:
 		err = fmt.Errorf("there is no role %q", role)
 	}
 	if err != nil {
 		return err
 	}
-	fmt.Println(said)
+	fmt.Println(port(ln))
 	for {
 		c, err := ln.Accept()
 		if err != nil {

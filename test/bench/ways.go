@@ -5,7 +5,7 @@ import (
 	"io"
 	"net"
 	"os"
-	"runtime/debug"
+	"path/filepath"
 	"slices"
 	"strconv"
 	"strings"
@@ -144,12 +144,16 @@ func (b *bench) peer(l *line, host rig.Host, role string, args ...string) (ports
 	if err != nil {
 		return nil, err
 	}
-	args = append([]string{role}, args...)
+	return b.relay(l, host, self, append([]string{role}, args...)...)
+}
+
+// relay starts a program that belongs to the line, and returns the ports that its first line names.
+func (b *bench) relay(l *line, host rig.Host, path string, args ...string) (ports []int, err error) {
 	if host.Network != nil {
 		args = append([]string{"-all"}, args...)
 	}
 	log := new(rig.Log)
-	if _, err = l.run(host, log, self, args...); err != nil {
+	if _, err = l.run(host, log, path, args...); err != nil {
 		return nil, err
 	}
 	return ports, eventually(func() error {
@@ -161,7 +165,7 @@ func (b *bench) peer(l *line, host rig.Host, role string, args ...string) (ports
 			}
 		}
 		if !ok || len(ports) == 0 {
-			return fmt.Errorf("the %s does not say where it listens: %s", role, log)
+			return fmt.Errorf("%s %s does not say where it listens: %s", filepath.Base(path), args, log)
 		}
 		return nil
 	})
@@ -190,7 +194,11 @@ func hops(first, second string) func(b *bench, l *line) error {
 
 // startYamux starts two relays with one TLS connection between them, which the edge dials.
 func startYamux(b *bench, l *line) error {
-	ports, err := b.peer(l, l.at.cloud, "yamux-cloud", b.file("relay.crt"), b.file("relay.key"))
+	program, err := b.foreign("./yamux")
+	if err != nil {
+		return err
+	}
+	ports, err := b.relay(l, l.at.cloud, program, "cloud", b.file("relay.crt"), b.file("relay.key"))
 	if err != nil {
 		return err
 	}
@@ -198,23 +206,14 @@ func startYamux(b *bench, l *line) error {
 		return fmt.Errorf("the relay listens at %d ports, want 2", len(ports))
 	}
 	l.cloud, l.carrier, l.dial = l.last(), ports[1], through(l.at.cloud.Network, loopback(ports[0]))
-	if _, err = b.peer(l, l.at.edge, "yamux-edge", l.at.cloud.Address(l.carrier), l.target); err != nil {
+	if _, err = b.relay(l, l.at.edge, program, "edge", l.at.cloud.Address(l.carrier), l.target); err != nil {
 		return err
 	}
 	l.edge = l.last()
 	return nil
 }
 
-func yamuxVersion(*bench) string {
-	if info, ok := debug.ReadBuildInfo(); ok {
-		for _, m := range info.Deps {
-			if m.Path == "github.com/hashicorp/yamux" {
-				return m.Version
-			}
-		}
-	}
-	return "unknown"
-}
+func yamuxVersion(b *bench) string { return b.versionOf("github.com/hashicorp/yamux") }
 
 func portOf(addr string) int {
 	tcp, err := net.ResolveTCPAddr("tcp", addr)

@@ -86,22 +86,28 @@ func connect(socket, target string) (net.Conn, error) {
 	return c, nil
 }
 
-// konnectivity builds both programs, in the module that has them among its requirements.
+// konnectivity builds both programs.
 func (b *bench) konnectivity() (server, agent string, err error) {
-	server, agent = b.file("server"), b.file("agent")
-	if _, err = os.Stat(agent); err == nil {
-		return server, agent, nil
+	if server, err = b.foreign(konnectivityModule + "/cmd/server"); err == nil {
+		agent, err = b.foreign(konnectivityModule + "/cmd/agent")
 	}
-	for _, path := range []string{server, agent} {
-		if _, err = b.goTool("build", "-o", path, konnectivityModule+"/cmd/"+filepath.Base(path)); err != nil {
-			return "", "", err
-		}
-	}
-	return server, agent, nil
+	return server, agent, err
 }
 
-func konnectivityVersion(b *bench) string {
-	out, err := b.goTool("list", "-m", "-f", "{{.Version}}", konnectivityModule)
+func konnectivityVersion(b *bench) string { return b.versionOf(konnectivityModule) }
+
+// foreign builds a program that is not ours, once, in the module that has it among its requirements.
+func (b *bench) foreign(pkg string) (program string, err error) {
+	program = b.file(filepath.Base(pkg))
+	if _, err = os.Stat(program); err != nil {
+		_, err = b.goTool("build", "-o", program, pkg)
+	}
+	return program, err
+}
+
+// versionOf returns the version of a module that is not ours.
+func (b *bench) versionOf(module string) string {
+	out, err := b.goTool("list", "-m", "-f", "{{.Version}}", module)
 	if err != nil {
 		return "unknown"
 	}

@@ -3,6 +3,7 @@ module tunnel/test/interop
 go 1.26.2
 
 require (
+	github.com/hashicorp/yamux v0.1.2
 	google.golang.org/grpc v1.85.0
 	sigs.k8s.io/apiserver-network-proxy/konnectivity-client v0.37.0
 	tunnel v0.0.0
