@@ -11,6 +11,8 @@ LDFLAGS := -s -w -X main.version=$(VERSION)
 PKGS    := ./...
 
 GOLANGCI    := go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
+# v3.22.0 is the newest release whose requirements are all published versions.
+VALE        := go run github.com/vale-cli/vale/v3/cmd/vale@v3.22.0
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.6.0
 CYCLONEDX   := github.com/CycloneDX/cyclonedx-gomod@v1.10.0
 FUZZTIME    ?= 60s
@@ -60,11 +62,12 @@ fuzz: ## fuzz every target for FUZZTIME (60s each: 20 minutes), and keep inputs 
 	@go run ./test/fuzzall -time $(FUZZTIME) -keep $(KEEP) $(PKGS)
 
 .PHONY: lint
-lint: ## golangci-lint, formatting, and that go.mod is in order
+lint: ## golangci-lint, formatting, that go.mod is in order, and the sentences of the pages (test/prose)
 	@$(GOLANGCI) run $(PKGS)
 	@$(GOLANGCI) fmt --diff
 	@go mod verify >/dev/null
 	@go mod tidy -diff
+	@$(VALE) --config test/prose/vale.ini --output=line README.md CHANGELOG.md docs
 
 # The daemons are for Linux. The commands that a newcomer types build everywhere. Tests use
 # Linux, so on other systems only the code itself is vetted.

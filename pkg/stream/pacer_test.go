@@ -85,7 +85,7 @@ func TestPacerOnAWideLink(t *testing.T) {
 	for _, c := range []**carrier{&own, &data} {
 		a, b := tcpPair(t)
 		*c, _ = carry(a, time.Hour)
-		go io.Copy(io.Discard, b) //nolint:errcheck // it ends with the test
+		go io.Copy(io.Discard, b) // it ends with the test
 	}
 	data.alone()
 	p := pacer{own: own, guard: func(f func()) func() { return f }}
