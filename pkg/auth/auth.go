@@ -1,9 +1,9 @@
-// Package auth decides who may join as which node, who may call a front door, and
-// what an edge may dial.
+// Package auth decides which node may join, who may call a front door, and which targets an
+// edge may dial.
 //
-// Joining: the cloud has one [Gate], which knows the three proofs of a node (a token of
-// the token file, a node certificate, a Kubernetes ServiceAccount token) and what
-// revokes them. Who has a session asks it once, and listens.
+// Joining: the cloud has one [Gate]. The Gate accepts three proofs of a node: a token of the
+// token file, a node certificate, and a Kubernetes ServiceAccount token. It also knows what
+// revokes each proof. A session calls Authenticate once and then waits for the end of its grant:
 //
 //	tokens, err := auth.NewTokens(auth.TokensConfig{Path: "/etc/tunnel/tokens", Log: log}) // fatal when bad
 //	gate := auth.NewGate(auth.GateConfig{Tokens: tokens, NodeCA: pool.Pool, Backdate: auth.Backdate, Log: log})
@@ -12,45 +12,47 @@
 //	c, err := auth.DecodeToken(bearer)      // what the edge sent; or Credential{Node, Chain}
 //	g, err := gate.Authenticate(ctx, c)     // ctx: the session's own
 //	select {
-//	case <-g.Revoked:                       // the line has left the file: end the session
+//	case <-g.Revoked:                       // the credential was revoked: end the session
 //	case <-time.After(time.Until(g.Expires)): // unless it is zero
 //	case <-ctx.Done():
 //	}
 //
-// Certificates: an [Issuer] gives a node its first one by a join token and the next ones
-// by its session; a [Signer] writes them, [FileSigner] with a CA in files.
+// Certificates: an [Issuer] issues the first certificate of a node for a join token, and later
+// ones for a session that a certificate opened. A [Signer] signs them; [FileSigner] is a Signer
+// whose CA is in files.
 //
 //	signer, err := auth.NewFileSigner("nodes-ca.crt", "nodes-ca.key", 0) // fatal when bad
 //	issuer := auth.NewIssuer(gate, signer)
 //	node, chain, err := issuer.First(ctx, c, request)
 //
-// An edge reads its [JoinToken], makes sure that the cloud is the one that the token
-// names, has its first certificate signed, and from then on renews it:
+// An edge reads its [JoinToken] and verifies that it talks to the cloud that the token names.
+// Then it requests its first certificate, and from then on renews it:
 //
 //	t, err := auth.ParseJoinToken(line)
-//	tlsConfig, ca := auth.PinnedTLS(t)      // no secret is sent to anybody else
+//	tlsConfig, ca := auth.PinnedTLS(t)      // the secret is sent to this cloud only
 //	key, request, err := auth.NewRequest(t.Node)
 //	…                                       // send the request with t.Secret
 //	err = auth.WriteNodeFile("node.pem", chain, key)
 //	go auth.NewRenewal(auth.RenewalConfig{Node: t.Node, File: "node.pem", Renew: client.Renew, Log: log}).Run(ctx)
 //
-// The token file is changed by [AddToken] and [RevokeNode] and shown by [List], which
-// work on its content.
+// [AddToken] and [RevokeNode] edit the token file, and [List] lists it. All three work on the
+// content of the file; reading and writing the file is left to the caller.
 //
 // Calling a front door: [Sources] is a list of networks that may connect.
 //
-// Dialling on the edge: [Policy] resolves a target, checks the addresses that came
-// out, and dials one of those, so that a name cannot change its mind in between.
+// Dialling on the edge: [Policy] resolves a target, checks the addresses of the answer, and
+// dials one of the checked addresses. The name is resolved once, so DNS cannot change the
+// address between check and dial.
 //
 // [CA] makes certificates for a demo, a test or a small installation, and can be stored.
-// [Secret] keeps a token out of everything that is printed.
+// [Secret] is a token whose printed form is always ***.
 //
-// The package opens no listener and starts no goroutine of its own except inside
-// Run. It speaks no TLS itself: the handshake has proven that a peer has the key of its
-// certificate. Nodes' certificates are verified here; those of a front door's callers
-// are the business of the front door. It knows no Kubernetes but what a [Reviewer], a
-// [Signer] and a [Nodes] tell. It makes no statement about what an
-// authenticated node may do beyond being that node.
+// The package opens no listener. It starts goroutines inside Run only, apart from the short
+// ones with which [Gate] forgets a grant (context.AfterFunc). It runs no TLS handshake: its
+// caller does, and the handshake proves that the peer holds the key of its certificate. The
+// package verifies the certificates of nodes; each front door verifies its own callers. It
+// reaches Kubernetes only through a [Reviewer], a [Signer] and [Nodes]. An authenticated node
+// is that node and nothing more: what the node may do is not decided here.
 package auth
 
 import (
@@ -63,79 +65,81 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Credential is what an edge presents when it joins: a token, or the certificate of its
+// Credential is what an edge presents when it joins: a token, or the certificate chain of its
 // TLS connection.
 type Credential struct {
-	Node  string // a claim, to be checked against the proof
+	Node  string // the name that the edge claims; it must match the proof
 	Token Secret // "": the proof is a certificate
 	// Chain is the client certificate of the connection, leaf first. The handshake has
-	// proven that the edge has its key; nothing else of it has been looked at.
+	// proven that the edge has its key. Everything else is still unverified.
 	Chain []*x509.Certificate
-	// From is the address of a stranger who shows it. What strangers may have reviewed at
-	// once is bounded. Zero: somebody who has joined already shows a new one.
+	// From is the address of an edge that has not joined yet (a stranger). The Gate bounds
+	// the token reviews of strangers. The zero address means that a joined edge presents a
+	// new credential.
 	From netip.Addr
 }
 
-// Grant is the answer to a good credential.
+// Grant is the Gate's answer to a good credential.
 type Grant struct {
 	Node    tunnel.NodeName // proven
-	By      string          // what has proven it, for people: "token", "certificate 3f…", "service account ns/name"
-	Expires time.Time       // when the credential stops being good by itself; zero: never
-	// Revoked is closed when the credential stops being good before that. It is never
-	// closed once the context that was given to Authenticate is done.
+	By      string          // the proof, for people: "token", "certificate 3f…", "service account ns/name"
+	Expires time.Time       // when the credential expires by itself; zero: never
+	// Revoked is closed when the credential stops being good before Expires. The Gate forgets
+	// the grant once the context of Authenticate is done, and then leaves Revoked open.
 	Revoked <-chan struct{}
 }
 
 // Authenticator turns a credential into the node that it proves.
 type Authenticator interface {
-	// Authenticate checks c. ctx is the context of the session that the grant is
-	// for: when it is done the grant is forgotten, so nothing needs to be released.
-	// A credential that is not good gives an error that is ErrUnauthenticated and
-	// whose text is the reason, for the log alone; any other error means that the
-	// question could not be answered now.
+	// Authenticate checks c. ctx is the context of the session that gets the grant. When ctx
+	// is done, the grant is forgotten, so the caller has nothing to release.
+	//
+	// A bad credential gives an error that is ErrUnauthenticated. Its text is the reason, for
+	// the log only. Any other error means that the credential cannot be checked now.
 	Authenticate(ctx context.Context, c Credential) (Grant, error)
 }
 
 // Signer makes certificates for nodes.
 type Signer interface {
-	// Sign returns a certificate for node with the key of the request (PKCS #10, DER),
-	// which ParseRequest has accepted for that node: the chain in PEM, leaf first.
+	// Sign returns a certificate for node, with the key of the request (PKCS #10, DER).
+	// ParseRequest has already accepted the request for node. The result is the chain in
+	// PEM, leaf first.
 	Sign(ctx context.Context, node tunnel.NodeName, request []byte) (chain []byte, err error)
 }
 
-// Reviewer asks Kubernetes whose a ServiceAccount token is.
+// Reviewer asks Kubernetes to which ServiceAccount a token belongs.
 type Reviewer interface {
-	// Review returns what the token proves. An error means that the question could not
-	// be answered; a token that is not good has a Review without Authenticated.
+	// Review returns what the token proves. An error means that Kubernetes gave no answer.
+	// For a bad token, Review returns a Review without Authenticated and no error.
 	Review(ctx context.Context, token Secret) (Review, error)
 }
 
-// Review is what Kubernetes says of a ServiceAccount token for our audience.
+// Review is the answer of Kubernetes about a ServiceAccount token for our audience.
 type Review struct {
 	Authenticated bool
 	User          string // "system:serviceaccount:NAMESPACE:NAME"
-	Node          string // that the pod runs on, to which the token is bound; "": it says none
+	Node          string // node of the pod to which the token is bound; "": the token names none
 }
 
-// Nodes tells which nodes there are in Kubernetes.
+// Nodes lists the nodes of Kubernetes.
 type Nodes interface {
-	// May reports whether there is a node of that name; known is false until the names
-	// have been read once.
+	// May reports whether Kubernetes has a node of that name. known is false until the
+	// names have been read once.
 	May(node tunnel.NodeName) (may, known bool)
-	// Changed returns a channel that is closed at the next change of any name.
+	// Changed returns a channel that is closed at the next change of the set of names.
 	Changed() <-chan struct{}
 }
 
-// ErrUnauthenticated is the one refusal of every credential that is not good. It
-// says the same for an unknown node, a wrong token and a malformed name: the reason
-// is for the log of the side that refuses, not for a stranger. Send a stranger this
-// text, never that of an error that is ErrUnauthenticated (errors.Is).
+// ErrUnauthenticated is the one refusal of every bad credential. Its text is the same for an
+// unknown node, a wrong token and a malformed name. The reason is for the log of the side
+// that refuses, since it would help an attacker. To the peer, send this text, and never the
+// text of an error that wraps ErrUnauthenticated.
 var ErrUnauthenticated = errors.New("node name and token were not accepted; the cloud's log says why")
 
-// refusal is why a credential is not good. It is ErrUnauthenticated.
+// refusal is the reason why a credential is bad. It wraps ErrUnauthenticated.
 type refusal string
 
 func (r refusal) Error() string { return string(r) }
 
-// Unwrap makes it ErrUnauthenticated for errors.Is.
+// Unwrap makes errors.Is(r, ErrUnauthenticated) true.
 func (refusal) Unwrap() error { return ErrUnauthenticated }

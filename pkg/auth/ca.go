@@ -15,26 +15,27 @@ import (
 	"time"
 )
 
-// CA is a certificate authority. It lives in memory: unless KeyPEM has been written
-// somewhere, nobody can issue in its name any more when it is dropped.
+// CA is a certificate authority. It exists in memory only. The caller stores CertPEM and
+// KeyPEM if it wants to issue more certificates later.
 type CA struct {
 	key     crypto.Signer
 	cert    *x509.Certificate
 	certPEM []byte
 }
 
-// Leaf says what a certificate is for.
+// Leaf describes a certificate to issue.
 type Leaf struct {
 	CommonName   string
 	Organization []string
 	DNSNames     []string
 	IPs          []net.IP
-	Server       bool          // may be presented by a server
-	Client       bool          // may be presented by a client
-	TTL          time.Duration // 0, or beyond the CA's end: as long as the CA
+	Server       bool          // extended key usage: server authentication
+	Client       bool          // extended key usage: client authentication
+	TTL          time.Duration // 0: until the CA expires; a longer TTL is cut to that as well
 }
 
-// NewCA makes an authority whose certificate bears name and lives for ttl.
+// NewCA makes an authority with a new P-256 key. Its certificate has the common name name and
+// is valid for ttl.
 func NewCA(name string, ttl time.Duration) (*CA, error) {
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -47,10 +48,10 @@ func NewCA(name string, ttl time.Duration) (*CA, error) {
 		NotAfter:              now.Add(ttl),
 		IsCA:                  true,
 		BasicConstraintsValid: true,
-		MaxPathLenZero:        true, // it signs leaves, no other authority
+		MaxPathLenZero:        true, // it signs leaf certificates, no other authority
 		KeyUsage:              x509.KeyUsageCertSign | x509.KeyUsageCRLSign,
 	}
-	// Without a serial in the template x509 makes a random one of 159 bits.
+	// The template has no serial number, so x509 makes a random one of 159 bits.
 	der, err := x509.CreateCertificate(rand.Reader, tmpl, tmpl, key.Public(), key)
 	if err != nil {
 		return nil, fmt.Errorf("signing the certificate of CA %s: %w", name, err)
@@ -62,10 +63,10 @@ func NewCA(name string, ttl time.Duration) (*CA, error) {
 	return &CA{key: key, cert: cert, certPEM: encodePEM("CERTIFICATE", der)}, nil
 }
 
-// LoadCA returns the authority of a certificate and its key in PEM, of which the first
-// each count. It refuses one that cannot sign certificates.
+// LoadCA returns the authority of a certificate and its key, both in PEM. Only the first
+// block of each is used. It refuses a certificate that may not sign others.
 func LoadCA(certPEM, keyPEM []byte) (*CA, error) {
-	pair, err := tls.X509KeyPair(certPEM, keyPEM) // they fit each other
+	pair, err := tls.X509KeyPair(certPEM, keyPEM) // verifies that key and certificate match
 	if err != nil {
 		return nil, fmt.Errorf("the CA's certificate and key: %w", err)
 	}
@@ -75,7 +76,8 @@ func LoadCA(certPEM, keyPEM []byte) (*CA, error) {
 		return nil, fmt.Errorf("the key of CA %s cannot sign", cert.Subject)
 	}
 	if !cert.IsCA || cert.KeyUsage&x509.KeyUsageCertSign == 0 {
-		return nil, fmt.Errorf("the certificate of %s may not sign others (CA:TRUE, keyCertSign): give that of a CA", cert.Subject)
+		return nil, fmt.Errorf("the certificate of %s may not sign others (CA:TRUE, keyCertSign): give that of a CA",
+			cert.Subject)
 	}
 	return &CA{key: key, cert: cert, certPEM: encodePEM("CERTIFICATE", cert.Raw)}, nil
 }
@@ -83,16 +85,17 @@ func LoadCA(certPEM, keyPEM []byte) (*CA, error) {
 // CertPEM returns the authority's own certificate.
 func (ca *CA) CertPEM() []byte { return ca.certPEM }
 
-// KeyPEM returns the authority's key, which is as secret as all that it signs.
+// KeyPEM returns the authority's private key (PKCS #8). Keep it as secret as the keys of all
+// certificates that it signs.
 func (ca *CA) KeyPEM() []byte {
 	der, err := x509.MarshalPKCS8PrivateKey(ca.key)
 	if err != nil {
-		panic(err) // NewCA and LoadCA have keys of no other kinds than those that encode
+		panic(err) // NewCA and LoadCA accept only kinds of keys that PKCS #8 can encode
 	}
 	return encodePEM("PRIVATE KEY", der)
 }
 
-// Issue makes a key and a certificate for it.
+// Issue makes a new P-256 key and a certificate for it.
 func (ca *CA) Issue(l Leaf) (certPEM, keyPEM []byte, err error) {
 	tmpl := &x509.Certificate{
 		Subject:               pkix.Name{CommonName: l.CommonName, Organization: l.Organization},
@@ -113,7 +116,7 @@ func (ca *CA) Issue(l Leaf) (certPEM, keyPEM []byte, err error) {
 		tmpl.ExtKeyUsage = append(tmpl.ExtKeyUsage, x509.ExtKeyUsageClientAuth)
 	}
 	if len(tmpl.ExtKeyUsage) == 0 {
-		// No usage at all would mean every usage.
+		// Without an extended key usage a certificate would be good for every usage.
 		return nil, nil, errors.New("issuing a certificate: it is for neither a server nor a client")
 	}
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)

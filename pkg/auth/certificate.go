@@ -14,13 +14,14 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Backdate is how long before its issue the NotBefore of a certificate of ours lies, for
-// clocks that are a little slow. Kubernetes' signers use 5 minutes.
+// Backdate is the time between NotBefore of our certificates and the moment of their issue. It
+// lets peers whose clocks are slightly slow accept a new certificate. Kubernetes' signers use
+// 5 minutes.
 const Backdate = time.Minute
 
-// NodeOf returns the node that a certificate names. It says whether the certificate has
-// the form of a node's, down to the last name and usage; who has signed it and when it
-// is good is another question.
+// NodeOf returns the node that a certificate names. It checks that the certificate has exactly
+// the form of a node certificate: subject, names and usages. It checks neither the signature
+// nor the validity period.
 func NodeOf(cert *x509.Certificate) (tunnel.NodeName, error) {
 	node, err := nodeIn(cert.Subject)
 	if err != nil {
@@ -29,7 +30,8 @@ func NodeOf(cert *x509.Certificate) (tunnel.NodeName, error) {
 	switch {
 	case slices.ContainsFunc(cert.Extensions, isSAN):
 		return "", errors.New("the certificate has alternative names; a node's has none")
-	case len(cert.ExtKeyUsage) != 1 || cert.ExtKeyUsage[0] != x509.ExtKeyUsageClientAuth || len(cert.UnknownExtKeyUsage) != 0:
+	case len(cert.ExtKeyUsage) != 1 || cert.ExtKeyUsage[0] != x509.ExtKeyUsageClientAuth ||
+		len(cert.UnknownExtKeyUsage) != 0:
 		return "", errors.New("the certificate is not for clients alone")
 	case cert.IsCA || cert.KeyUsage != x509.KeyUsageDigitalSignature:
 		return "", errors.New("the certificate's key may do something else than sign a handshake")
@@ -37,30 +39,32 @@ func NodeOf(cert *x509.Certificate) (tunnel.NodeName, error) {
 	return node, nil
 }
 
+// isSAN reports whether e is the subject alternative name extension.
 func isSAN(e pkix.Extension) bool {
 	return e.Id.Equal(asn1.ObjectIdentifier{2, 5, 29, 17}) // RFC 5280 section 4.2.1.6
 }
 
-// verify checks that a chain, leaf first, is of the CA and good for a client now. It
-// returns until when.
+// verify checks that roots have signed the chain (leaf first) and that a client may use it now.
+// until is when the chain expires: of each verified chain the first NotAfter, and of those the
+// latest.
 func verify(chain []*x509.Certificate, roots *x509.CertPool) (until time.Time, err error) {
-	if roots == nil { // which would mean the system's
+	if roots == nil { // x509 would use the system's roots
 		roots = x509.NewCertPool()
 	}
-	between := x509.NewCertPool()
+	intermediates := x509.NewCertPool()
 	for _, c := range chain[1:] {
-		between.AddCert(c)
+		intermediates.AddCert(c)
 	}
-	ways, err := chain[0].Verify(x509.VerifyOptions{
+	paths, err := chain[0].Verify(x509.VerifyOptions{
 		Roots:         roots,
-		Intermediates: between,
+		Intermediates: intermediates,
 		KeyUsages:     []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth},
 	})
 	if err != nil {
 		return time.Time{}, err
 	}
-	for _, way := range ways {
-		first := slices.MinFunc(way, func(a, b *x509.Certificate) int { return a.NotAfter.Compare(b.NotAfter) })
+	for _, path := range paths {
+		first := slices.MinFunc(path, func(a, b *x509.Certificate) int { return a.NotAfter.Compare(b.NotAfter) })
 		if first.NotAfter.After(until) {
 			until = first.NotAfter
 		}
@@ -68,7 +72,7 @@ func verify(chain []*x509.Certificate, roots *x509.CertPool) (until time.Time, e
 	return until, nil
 }
 
-// parseChain reads certificates in PEM, and nothing else, leaf first.
+// parseChain reads a chain of certificates in PEM, leaf first. It skips blocks of other types.
 func parseChain(text []byte) ([]*x509.Certificate, error) {
 	var chain []*x509.Certificate
 	for len(text) > 0 {
@@ -91,8 +95,8 @@ func parseChain(text []byte) ([]*x509.Certificate, error) {
 	return chain, nil
 }
 
-// checkIssued says whether a chain that somebody has issued, in PEM, fits the node and the
-// public key that it was asked for, and returns its leaf.
+// checkIssued checks that an issued chain (PEM, leaf first) is for the requested node and public
+// key, and returns its leaf. It does not verify the signature: the CA may be unknown here.
 func checkIssued(text []byte, node tunnel.NodeName, public crypto.PublicKey) (*x509.Certificate, error) {
 	chain, err := parseChain(text)
 	if err != nil {

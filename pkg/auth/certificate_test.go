@@ -80,17 +80,17 @@ func certify(t testing.TB, tmpl, parent *x509.Certificate, public crypto.PublicK
 }
 
 // certified returns a Gate with a token file and a CA.
-func certified(t testing.TB, content string, ca nodeCA, more func(*GateConfig)) (*Gate, *journal) {
+func newCertificateGate(t testing.TB, content string, ca nodeCA, more func(*GateConfig)) (*Gate, *journal) {
 	t.Helper()
 	log, j := newLog()
-	cfg := GateConfig{Tokens: tokensOf(t, content), NodeCA: func() *x509.CertPool { return ca.pool }, Backdate: Backdate, Log: log}
+	cfg := GateConfig{Tokens: newTokens(t, content), NodeCA: func() *x509.CertPool { return ca.pool }, Backdate: Backdate, Log: log}
 	if more != nil {
 		more(&cfg)
 	}
 	return NewGate(cfg), j
 }
 
-func tokensOf(t testing.TB, content string) *Tokens {
+func newTokens(t testing.TB, content string) *Tokens {
 	t.Helper()
 	log, _ := newLog()
 	tokens, err := NewTokens(TokensConfig{Path: tokenFile(t, content), MayBeEmpty: true, Log: log})
@@ -101,7 +101,7 @@ func tokensOf(t testing.TB, content string) *Tokens {
 }
 
 // change gives the Gate another token file, as if it had been read again.
-func change(t testing.TB, g *Gate, content string) {
+func setTokens(t testing.TB, g *Gate, content string) {
 	t.Helper()
 	tb, err := parseTokens("tokens", content, false, true)
 	if err != nil {
@@ -111,25 +111,25 @@ func change(t testing.TB, g *Gate, content string) {
 }
 
 // after is a time from now as the token file has it.
-func after(d time.Duration) string { return time.Now().Add(d).UTC().Format(time.RFC3339) }
+func timeAfter(d time.Duration) string { return time.Now().Add(d).UTC().Format(time.RFC3339) }
 
-func byCert(node string, chain ...*x509.Certificate) Credential {
+func certCredential(node string, chain ...*x509.Certificate) Credential {
 	return Credential{Node: node, Chain: chain}
 }
 
 func TestNodeCertificate(t *testing.T) {
 	ca := newNodeCA(t)
-	gate, _ := certified(t, "", ca, nil)
+	gate, _ := newCertificateGate(t, "", ca, nil)
 	cert := ca.sign(t, "edge1", nil)
-	g, err := gate.Authenticate(t.Context(), byCert("edge1", cert))
+	g, err := gate.Authenticate(t.Context(), certCredential("edge1", cert))
 	if err != nil {
 		t.Fatal(err)
 	}
 	if g.Node != "edge1" || !g.Expires.Equal(cert.NotAfter) || !strings.HasPrefix(g.By, "certificate ") {
 		t.Errorf("grant %+v", g)
 	}
-	gate, _ = certified(t, "edge1:revoked before="+after(-2*time.Second), ca, nil)
-	if _, err := gate.Authenticate(t.Context(), byCert("edge1", cert)); err != nil {
+	gate, _ = newCertificateGate(t, "edge1:revoked before="+timeAfter(-2*time.Second), ca, nil)
+	if _, err := gate.Authenticate(t.Context(), certCredential("edge1", cert)); err != nil {
 		t.Errorf("a certificate that was issued since the revocation: %v", err)
 	}
 }
@@ -149,35 +149,35 @@ func TestNodeCertificateOfAnIntermediate(t *testing.T) {
 		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
 	}, root.cert, key.Public(), root.key)
 	leaf := nodeCA{&CA{key: key, cert: cert}, nil}.sign(t, "edge1", nil)
-	gate, _ := certified(t, "", root, nil)
-	g, err := gate.Authenticate(t.Context(), byCert("edge1", leaf, cert))
+	gate, _ := newCertificateGate(t, "", root, nil)
+	g, err := gate.Authenticate(t.Context(), certCredential("edge1", leaf, cert))
 	if err != nil {
 		t.Fatal(err)
 	}
 	if !g.Expires.Equal(cert.NotAfter) {
 		t.Errorf("expires %v; the intermediate does at %v", g.Expires, cert.NotAfter)
 	}
-	if _, err := gate.Authenticate(t.Context(), byCert("edge1", leaf)); !errors.Is(err, ErrUnauthenticated) {
+	if _, err := gate.Authenticate(t.Context(), certCredential("edge1", leaf)); !errors.Is(err, ErrUnauthenticated) {
 		t.Errorf("without the intermediate: %v", err)
 	}
 }
 
 func TestHostileCertificates(t *testing.T) {
 	ca, other := newNodeCA(t), newNodeCA(t)
-	gate, _ := certified(t, "", ca, nil)
+	gate, _ := newCertificateGate(t, "", ca, nil)
 	refused := func(name string, gate *Gate, c Credential) {
 		t.Helper()
 		if _, err := gate.Authenticate(t.Context(), c); !errors.Is(err, ErrUnauthenticated) {
 			t.Errorf("%s: %v", name, err)
 		}
-		if grantsOf(gate) != 0 {
+		if grantCount(gate) != 0 {
 			t.Errorf("%s: it has a grant", name)
 		}
 	}
-	refused("another CA's", gate, byCert("edge1", other.sign(t, "edge1", nil)))
-	refused("another CA's, with ours behind it", gate, byCert("edge1", other.sign(t, "edge1", nil), ca.cert))
-	refused("another node's", gate, byCert("edge1", ca.sign(t, "edge2", nil)))
-	refused("the CA's own", gate, byCert("edge1", ca.cert))
+	refused("another CA's", gate, certCredential("edge1", other.sign(t, "edge1", nil)))
+	refused("another CA's, with ours behind it", gate, certCredential("edge1", other.sign(t, "edge1", nil), ca.cert))
+	refused("another node's", gate, certCredential("edge1", ca.sign(t, "edge2", nil)))
+	refused("the CA's own", gate, certCredential("edge1", ca.cert))
 	commonName := []int{2, 5, 4, 3}
 	for name, change := range map[string]func(*x509.Certificate){
 		"server usage only":    func(c *x509.Certificate) { c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth} },
@@ -206,32 +206,32 @@ func TestHostileCertificates(t *testing.T) {
 		"expired":          func(c *x509.Certificate) { c.NotAfter = time.Now().Add(-time.Second) },
 		"not yet valid":    func(c *x509.Certificate) { c.NotBefore = time.Now().Add(time.Minute) },
 	} {
-		refused(name, gate, byCert("edge1", ca.sign(t, "edge1", change)))
+		refused(name, gate, certCredential("edge1", ca.sign(t, "edge1", change)))
 	}
 	cert := ca.sign(t, "edge1", nil)
-	refused("no claim", gate, byCert("", cert))
+	refused("no claim", gate, certCredential("", cert))
 	refused("neither token nor certificate", gate, Credential{Node: "edge1"})
-	gate, _ = certified(t, "edge1:token\n", ca, nil)
+	gate, _ = newCertificateGate(t, "edge1:token\n", ca, nil)
 	refused("a wrong token beside it", gate, Credential{Node: "edge1", Token: "wrong", Chain: []*x509.Certificate{cert}})
 	for name, more := range map[string]func(*GateConfig){
 		"no CA":   func(c *GateConfig) { c.NodeCA = nil },
 		"no pool": func(c *GateConfig) { c.NodeCA = func() *x509.CertPool { return nil } },
 		"no Node": func(c *GateConfig) { c.Nodes = newNodes("edge2") },
-		"revoked": func(c *GateConfig) { c.Tokens = tokensOf(t, "edge1:revoked\n") },
-		"too old": func(c *GateConfig) { c.Tokens = tokensOf(t, "edge1:revoked before="+after(2*time.Second)) },
+		"revoked": func(c *GateConfig) { c.Tokens = newTokens(t, "edge1:revoked\n") },
+		"too old": func(c *GateConfig) { c.Tokens = newTokens(t, "edge1:revoked before="+timeAfter(2*time.Second)) },
 		"revoked twice": func(c *GateConfig) {
-			c.Tokens = tokensOf(t, "edge1:revoked\nedge1:revoked before=2000-01-01T00:00:00Z\n")
+			c.Tokens = newTokens(t, "edge1:revoked\nedge1:revoked before=2000-01-01T00:00:00Z\n")
 		},
 		"the later counts": func(c *GateConfig) {
-			c.Tokens = tokensOf(t, "edge1:revoked before="+after(time.Minute)+"\nedge1:revoked before=2000-01-01T00:00:00Z\n")
+			c.Tokens = newTokens(t, "edge1:revoked before="+timeAfter(time.Minute)+"\nedge1:revoked before=2000-01-01T00:00:00Z\n")
 		},
 		"no backdate": func(c *GateConfig) {
 			c.Backdate = 0
-			c.Tokens = tokensOf(t, "edge1:revoked before="+after(-30*time.Second))
+			c.Tokens = newTokens(t, "edge1:revoked before="+timeAfter(-30*time.Second))
 		},
 	} {
-		gate, _ := certified(t, "", ca, more)
-		refused(name, gate, byCert("edge1", cert))
+		gate, _ := newCertificateGate(t, "", ca, more)
+		refused(name, gate, certCredential("edge1", cert))
 	}
 }
 

@@ -16,35 +16,37 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// GateConfig is what a Gate decides by.
+// GateConfig configures a Gate.
 type GateConfig struct {
-	Tokens *Tokens // the file: tokens and revocations
-	// NodeCA returns who signs nodes' certificates; nil: there are none. It is asked
-	// often and returns the same pool until it changes.
+	Tokens *Tokens // the token file: tokens and revocations
+	// NodeCA returns the CAs that sign node certificates; nil: node certificates are refused.
+	// The Gate calls it often. NodeCA must return the same pool until the CAs change.
 	NodeCA func() *x509.CertPool
-	// Backdate is how long before its issue the NotBefore of a node's certificate lies.
-	// One that is too long keeps a certificate good that was issued just before its
-	// node's were revoked.
+	// Backdate is the time between NotBefore of a node certificate and its issue. The Gate
+	// adds it to NotBefore to get the time of issue. If it is too long, a certificate that was
+	// issued just before a revocation stays good.
 	Backdate        time.Duration
 	Reviewer        Reviewer // nil: no ServiceAccount tokens
-	ServiceAccounts []string // "namespace/name": whose tokens are taken
-	Nodes           Nodes    // nil: any node may join; else only those that Kubernetes knows
+	ServiceAccounts []string // "namespace/name": the accounts whose tokens are accepted
+	Nodes           Nodes    // nil: any node may join; else only the nodes of Kubernetes
 	Hosts           []string // names that no node may have, such as the API server's
 	Log             *slog.Logger
 }
 
-// Gate is the one Authenticator of the cloud: it knows the three proofs of a node, a
-// token of the file, a node certificate and a Kubernetes ServiceAccount token, and what
-// holds for all of them. It remembers the grants that it gives, for as long as their
-// sessions last, and looks at each of them again whenever something has changed.
+// Gate is the Authenticator of the cloud. It accepts three proofs of a node: a token of the
+// file, a node certificate and a Kubernetes ServiceAccount token. Rules for all three, such as
+// a revoked node, are applied here. The Gate remembers each grant for as long as its session
+// lives, and decides again about every grant when one of its inputs changes.
 type Gate struct {
 	// Set once.
 	cfg     GateConfig
 	reviews *reviews // nil: no ServiceAccount tokens
 
-	unsigned atomic.Bool // the Issuer's Signer has failed the last time
+	signingFailed atomic.Bool // the last call of the Issuer's Signer failed; set by Issuer, read by Note
 
-	mu     sync.Mutex // guards the following
+	mu sync.Mutex // guards the following
+	// grants are the live grants. admit adds one; recheck, recheckCA and the end of the
+	// session's context remove it.
 	grants map[*grant]struct{}
 }
 
@@ -53,31 +55,32 @@ var (
 	_ tunnel.Module = (*Gate)(nil)
 )
 
-// grant is what the Gate remembers of a Grant. It never changes.
+// grant is the Gate's record of a Grant. It never changes.
 type grant struct {
 	node    tunnel.NodeName
 	proof   proof
 	expires time.Time
-	revoked chan struct{} // closed by end, under the Gate's mu, when the proof is no longer good
+	revoked chan struct{} // no sends; endLocked closes it when the proof is no longer good
 }
 
-// proof is what a credential is, once it has been found genuine: what is left is to ask
-// the file, which changes.
+// proof is what a credential proves, after the checks that need no token file. validUntil makes the
+// checks against the token file. The Gate repeats them whenever the file changes.
 type proof interface {
-	// standing says whether tb lets the proof stand for node, and until when (zero: no
-	// end is known).
-	standing(tb *table, node tunnel.NodeName, now time.Time) (until time.Time, err error)
-	// String says what it is, for people.
+	// validUntil checks the proof of node against tb. It returns until when the proof is good;
+	// zero: no expiry.
+	validUntil(tb *table, node tunnel.NodeName, now time.Time) (until time.Time, err error)
+	// String describes the proof, for people.
 	String() string
 }
 
-// NewGate returns the Gate. It follows the file and Kubernetes while Run runs.
+// NewGate returns a Gate. It follows its inputs only while Run runs. It becomes the listener of
+// cfg.Tokens, so each Tokens belongs to one Gate.
 func NewGate(cfg GateConfig) *Gate {
 	g := &Gate{cfg: cfg, grants: make(map[*grant]struct{})}
 	if cfg.Reviewer != nil {
 		g.reviews = newReviews(cfg.Reviewer, cfg.Log)
 	}
-	cfg.Tokens.adopted = g.recheck
+	cfg.Tokens.onChange = g.recheck
 	return g
 }
 
@@ -87,8 +90,8 @@ func (*Gate) Name() string { return "auth" }
 // Routes implements tunnel.Module: there are none.
 func (*Gate) Routes() map[string]tunnel.Handler { return nil }
 
-// Run follows what the Gate decides by until ctx is done, and ends the grants that a
-// change does not bear out.
+// Run follows the token file, the nodes of Kubernetes and the node CA until ctx is done. It ends
+// each grant that is no longer good after a change.
 func (g *Gate) Run(ctx context.Context) error {
 	children, ctx := errgroup.WithContext(ctx)
 	children.Go(func() error { return g.cfg.Tokens.Run(ctx) })
@@ -101,10 +104,10 @@ func (g *Gate) Run(ctx context.Context) error {
 	return children.Wait()
 }
 
-// followNodes looks at the grants again whenever Kubernetes has other nodes.
+// followNodes decides about all grants again whenever the nodes of Kubernetes change.
 func (g *Gate) followNodes(ctx context.Context) error {
 	for {
-		changed := g.cfg.Nodes.Changed() // before the look, so that no change is missed
+		changed := g.cfg.Nodes.Changed() // taken before the check, so that no change is missed
 		if n := g.recheck(); n > 0 {
 			g.cfg.Log.Info("nodes have left Kubernetes", "sessions_ended", n)
 		}
@@ -116,11 +119,11 @@ func (g *Gate) followNodes(ctx context.Context) error {
 	}
 }
 
-// Authenticate implements Authenticator. A token counts before a certificate. ctx is the
-// session's; for a grant that takes the place of another, give each a context of its own,
-// so that the Gate can forget the one that is replaced.
+// Authenticate implements Authenticator. If c has a token, its certificate is ignored. ctx is
+// the session's context. When a session replaces its credential, give each grant a context of
+// its own, so that the Gate can forget the old grant.
 func (g *Gate) Authenticate(ctx context.Context, c Credential) (Grant, error) {
-	node, err := g.claimed(c)
+	node, err := g.claimedNode(c)
 	switch {
 	case err != nil:
 		return Grant{}, err
@@ -132,8 +135,8 @@ func (g *Gate) Authenticate(ctx context.Context, c Credential) (Grant, error) {
 	return Grant{}, refusal("there is neither a token nor a certificate")
 }
 
-// claimed returns the node that a credential claims, if a node may have that name.
-func (g *Gate) claimed(c Credential) (tunnel.NodeName, error) {
+// claimedNode returns the node name that a credential claims. It refuses names that no node may have.
+func (g *Gate) claimedNode(c Credential) (tunnel.NodeName, error) {
 	node, err := tunnel.ParseNodeName(c.Node)
 	if err != nil {
 		return "", refusal("the claimed node name is not RFC 1123")
@@ -144,14 +147,14 @@ func (g *Gate) claimed(c Credential) (tunnel.NodeName, error) {
 	return node, nil
 }
 
-// byToken admits node by a token of the file or of Kubernetes.
+// byToken admits node by a token of the file, or else by a ServiceAccount token.
 func (g *Gate) byToken(ctx context.Context, node tunnel.NodeName, secret Secret, from netip.Addr) (Grant, error) {
 	got, err := g.admit(ctx, node, tokenProof(sha256.Sum256([]byte(secret))))
 	if err == nil || g.reviews == nil || !looksLikeJWT(secret) {
 		return got, err
 	}
-	// Also for a node that may not join: a stranger must not learn which ones may by
-	// how long the refusal takes.
+	// Nodes that may not join are reviewed as well. Otherwise the time until the refusal
+	// would tell a stranger which nodes may join.
 	account, err := g.byReview(ctx, node, secret, from)
 	if err != nil {
 		return Grant{}, err
@@ -159,19 +162,19 @@ func (g *Gate) byToken(ctx context.Context, node tunnel.NodeName, secret Secret,
 	return g.admit(ctx, node, account)
 }
 
-// byCertificate admits node by the certificate of its connection.
+// byCertificate admits node by the certificate chain of its connection.
 func (g *Gate) byCertificate(ctx context.Context, node tunnel.NodeName, chain []*x509.Certificate) (Grant, error) {
-	p, err := g.genuine(node, chain)
+	p, err := g.verifiedProof(node, chain)
 	if err != nil {
 		return Grant{}, err
 	}
 	return g.admit(ctx, node, p)
 }
 
-// Enroll returns the node that may get a certificate by a join token. The token is good
-// for nothing else, and no other proof is good for this.
+// Enroll returns the node whose join token c holds, if that node may get a certificate. A join
+// token is good for nothing else, and Enroll accepts no other proof.
 func (g *Gate) Enroll(_ context.Context, c Credential) (tunnel.NodeName, error) {
-	node, err := g.claimed(c)
+	node, err := g.claimedNode(c)
 	switch {
 	case err != nil:
 		return "", err
@@ -184,17 +187,17 @@ func (g *Gate) Enroll(_ context.Context, c Credential) (tunnel.NodeName, error) 
 	return node, nil
 }
 
-// decide says whether p lets node in now, and until when.
+// decide checks whether p lets node in now, and returns until when.
 func (g *Gate) decide(node tunnel.NodeName, p proof) (until time.Time, err error) {
-	return g.decideBy(g.cfg.Tokens.table.Load(), node, p)
+	return g.decideWith(g.cfg.Tokens.table.Load(), node, p)
 }
 
-// decideNow says whether all of proofs let node in, by the file as it is at this moment as
-// well.
+// decideNow checks whether every one of proofs lets node in. It checks the table in force and
+// also the content of the token file at this moment.
 func (g *Gate) decideNow(node tunnel.NodeName, proofs ...proof) error {
-	for _, tb := range g.cfg.Tokens.asOfNow() {
+	for _, tb := range g.cfg.Tokens.currentTables() {
 		for _, p := range proofs {
-			if _, err := g.decideBy(tb, node, p); err != nil {
+			if _, err := g.decideWith(tb, node, p); err != nil {
 				return err
 			}
 		}
@@ -202,9 +205,11 @@ func (g *Gate) decideNow(node tunnel.NodeName, proofs ...proof) error {
 	return nil
 }
 
-func (g *Gate) decideBy(tb *table, node tunnel.NodeName, p proof) (until time.Time, err error) {
-	// The proof first: only who has one learns, by the time it takes, about the node.
-	if until, err = p.standing(tb, node, time.Now()); err != nil {
+// decideWith checks p and node against tb, the revocations and the nodes of Kubernetes.
+func (g *Gate) decideWith(tb *table, node tunnel.NodeName, p proof) (until time.Time, err error) {
+	// Check the proof first. Only a caller with a good proof may learn about the node from the
+	// time that the refusal takes.
+	if until, err = p.validUntil(tb, node, time.Now()); err != nil {
 		return time.Time{}, err
 	}
 	if all, _ := tb.revoked(node); all {
@@ -212,19 +217,20 @@ func (g *Gate) decideBy(tb *table, node tunnel.NodeName, p proof) (until time.Ti
 	}
 	if g.cfg.Nodes != nil {
 		if may, known := g.cfg.Nodes.May(node); known && !may {
-			return time.Time{}, refusal("Kubernetes has no node of this name; set anynode = true under [mode.cloud.join] if it need not have one")
+			return time.Time{}, refusal("Kubernetes has no node of this name; " +
+				"set anynode = true under [mode.cloud.join] if it need not have one")
 		}
 	}
 	return until, nil
 }
 
-// admit grants node what p proves.
+// admit checks p and grants node what p proves. The grant lasts until ctx is done.
 func (g *Gate) admit(ctx context.Context, node tunnel.NodeName, p proof) (Grant, error) {
 	gr := &grant{node: node, proof: p, revoked: make(chan struct{})}
 	g.mu.Lock()
 	var err error
 	if gr.expires, err = g.decide(node, p); err == nil {
-		// Under the same lock as the decision: whatever changes then sees the grant.
+		// Decision and registration hold the same lock, so that no later change misses the grant.
 		g.grants[gr] = struct{}{}
 	}
 	g.mu.Unlock()
@@ -239,8 +245,8 @@ func (g *Gate) admit(ctx context.Context, node tunnel.NodeName, p proof) (Grant,
 	return Grant{Node: node, By: p.String(), Expires: gr.expires, Revoked: gr.revoked}, nil
 }
 
-// recheck decides about every grant again, and returns how many it has ended. It ends
-// those too that would now expire earlier: the session knows only of the old time.
+// recheck decides about every grant again, and returns how many it has ended. It also ends a
+// grant that would now expire earlier, since its session knows only the old time.
 func (g *Gate) recheck() (revoked int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -254,20 +260,19 @@ func (g *Gate) recheck() (revoked int) {
 	return revoked
 }
 
-// endLocked ends a grant. The caller holds mu.
+// endLocked ends a grant: its session sees Revoked closed. The caller holds mu.
 func (g *Gate) endLocked(gr *grant) {
 	delete(g.grants, gr)
 	close(gr.revoked)
 }
 
-// Note says, for people who look at the health of the replica, what is wrong with what
-// the Gate decides by; "" is nothing.
+// Note describes the Gate's current problem, for the health page of the replica; "": none.
 func (g *Gate) Note() string {
 	if fault := g.cfg.Tokens.fault.Load(); fault != nil {
-		first, _, _ := strings.Cut((*fault).Error(), "\n") // there may be one for each line
+		first, _, _ := strings.Cut((*fault).Error(), "\n") // the error may have one line per bad line
 		return "the token file is bad, and what was read before it stays in force: " + first
 	}
-	if g.unsigned.Load() {
+	if g.signingFailed.Load() {
 		return "the last certificate that a node asked for could not be signed; the log says why"
 	}
 	if g.reviews != nil {
@@ -276,33 +281,33 @@ func (g *Gate) Note() string {
 	return ""
 }
 
-// tokenProof is the sum of a token that should open a session.
+// tokenProof is the SHA-256 of a token that should open a session.
 type tokenProof sum
 
-func (p tokenProof) standing(tb *table, node tunnel.NodeName, now time.Time) (time.Time, error) {
+func (p tokenProof) validUntil(tb *table, node tunnel.NodeName, now time.Time) (time.Time, error) {
 	t, err := tb.token(node, sum(p), false, now)
 	return t.expires, err
 }
 
 func (tokenProof) String() string { return "token" }
 
-// joinProof is the sum of a token that should get a certificate.
+// joinProof is the SHA-256 of a token that should get a certificate.
 type joinProof sum
 
-func (p joinProof) standing(tb *table, node tunnel.NodeName, now time.Time) (time.Time, error) {
+func (p joinProof) validUntil(tb *table, node tunnel.NodeName, now time.Time) (time.Time, error) {
 	t, err := tb.token(node, sum(p), true, now)
 	return t.expires, err
 }
 
 func (joinProof) String() string { return "join token" }
 
-// accountProof is a ServiceAccount whose token Kubernetes has found good for the node.
+// accountProof is a ServiceAccount whose token Kubernetes has accepted for the node.
 type accountProof struct {
-	account string // "namespace/name"
-	until   time.Time
+	account string    // "namespace/name"
+	until   time.Time // end of the token; zero: unknown
 }
 
-func (p accountProof) standing(_ *table, _ tunnel.NodeName, now time.Time) (time.Time, error) {
+func (p accountProof) validUntil(_ *table, _ tunnel.NodeName, now time.Time) (time.Time, error) {
 	if !p.until.IsZero() && !now.Before(p.until) {
 		return time.Time{}, refusal("the ServiceAccount token has expired")
 	}

@@ -10,22 +10,22 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// certificateProof is a certificate of the node.
+// certificateProof is a verified certificate of the node.
 type certificateProof struct {
-	chain  []*x509.Certificate
-	issued time.Time
-	until  time.Time
-	roots  *x509.CertPool // guarded by the Gate's mu: with which it was last found good
+	chain  []*x509.Certificate // leaf first
+	issued time.Time           // time of issue: NotBefore plus the backdate of the signer
+	until  time.Time           // when the chain expires
+	roots  *x509.CertPool      // guarded by the Gate's mu: the CAs of the last successful verification
 }
 
-// newCertificateProof returns what a chain proves until its leaf expires.
+// newCertificateProof returns the proof of an unverified chain. It expires with the leaf.
 func newCertificateProof(backdate time.Duration, chain ...*x509.Certificate) *certificateProof {
 	return &certificateProof{chain: chain, issued: chain[0].NotBefore.Add(backdate), until: chain[0].NotAfter}
 }
 
-// genuine returns what a chain proves that is of node and of the CA. What the file says of
-// it is another question.
-func (g *Gate) genuine(node tunnel.NodeName, chain []*x509.Certificate) (*certificateProof, error) {
+// verifiedProof verifies that the chain is a certificate of node and signed by the CA. It returns the
+// proof, which the caller still has to check against the token file.
+func (g *Gate) verifiedProof(node tunnel.NodeName, chain []*x509.Certificate) (*certificateProof, error) {
 	if g.cfg.NodeCA == nil {
 		return nil, refusal("there is no token, and no [mode.cloud.join] ca to check certificates with")
 	}
@@ -47,9 +47,10 @@ func (g *Gate) genuine(node tunnel.NodeName, chain []*x509.Certificate) (*certif
 	return p, nil
 }
 
-func (p *certificateProof) standing(tb *table, node tunnel.NodeName, now time.Time) (time.Time, error) {
+func (p *certificateProof) validUntil(tb *table, node tunnel.NodeName, now time.Time) (time.Time, error) {
 	if _, before := tb.revoked(node); p.issued.Before(before) {
-		return time.Time{}, refusal("the token file revokes the certificates of this node that were issued before " + before.Format(time.RFC3339))
+		return time.Time{}, refusal("the token file revokes the certificates of this node that were issued before " +
+			before.Format(time.RFC3339))
 	}
 	if !now.Before(p.until) {
 		return time.Time{}, refusal("the certificate has expired")
@@ -61,12 +62,13 @@ func (p *certificateProof) String() string {
 	return fmt.Sprintf("certificate %x", p.chain[0].SerialNumber)
 }
 
-// poolPoll is how often the CA is looked at: it comes from a file, which says nothing.
-const poolPoll = 500 * time.Millisecond
+// caPollInterval is the interval at which the Gate compares the CA pool with the one before. The pool
+// follows a file and announces no change.
+const caPollInterval = 500 * time.Millisecond
 
-// followCA looks at the grants by certificate again whenever the CA is another.
+// followCA verifies the grants by certificate again whenever the CA pool has changed.
 func (g *Gate) followCA(ctx context.Context) error {
-	tick := time.NewTicker(poolPoll)
+	tick := time.NewTicker(caPollInterval)
 	defer tick.Stop()
 	for {
 		select {
@@ -80,7 +82,7 @@ func (g *Gate) followCA(ctx context.Context) error {
 	}
 }
 
-// recheckCA verifies the certificates that were not verified with roots, and returns how
+// recheckCA verifies again every certificate that was not verified with roots, and returns how
 // many grants it has ended.
 func (g *Gate) recheckCA(roots *x509.CertPool) (revoked int) {
 	var stale []*grant
@@ -91,7 +93,7 @@ func (g *Gate) recheckCA(roots *x509.CertPool) (revoked int) {
 		}
 	}
 	g.mu.Unlock()
-	// Not under the lock: ten thousand take a second.
+	// Verify without the lock: 10,000 verifications take a second.
 	stale = slices.DeleteFunc(stale, func(gr *grant) bool {
 		_, err := verify(gr.proof.(*certificateProof).chain, roots)
 		if err == nil {

@@ -160,12 +160,12 @@ func TestExpiry(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		end := time.Now().Add(time.Hour).UTC()
 		line := "edge1:t expires=" + end.Format(time.RFC3339)
-		gate, _ := certified(t, line, newNodeCA(t), nil)
+		gate, _ := newCertificateGate(t, line, newNodeCA(t), nil)
 		g := grantFor(t, gate, "edge1", "t")
 		if !g.Expires.Equal(end) {
 			t.Errorf("expires %v, want %v", g.Expires, end)
 		}
-		change(t, gate, line+"\nedge2:x\n")
+		setTokens(t, gate, line+"\nedge2:x\n")
 		wantLive(t, g)
 		time.Sleep(time.Hour)
 		if _, err := gate.Authenticate(t.Context(), Credential{Node: "edge1", Token: "t"}); !errors.Is(err, ErrUnauthenticated) {
@@ -175,9 +175,9 @@ func TestExpiry(t *testing.T) {
 }
 
 func TestEarlierExpiryEndsAGrant(t *testing.T) {
-	gate, _ := certified(t, "edge1:t\nedge2:t expires=2999-01-02T03:04:05Z", newNodeCA(t), nil)
+	gate, _ := newCertificateGate(t, "edge1:t\nedge2:t expires=2999-01-02T03:04:05Z", newNodeCA(t), nil)
 	one, two := grantFor(t, gate, "edge1", "t"), grantFor(t, gate, "edge2", "t")
-	change(t, gate, "edge1:t expires=2998-01-02T03:04:05Z\nedge2:t")
+	setTokens(t, gate, "edge1:t expires=2998-01-02T03:04:05Z\nedge2:t")
 	wantRevoked(t, one) // its session knows of no end
 	wantLive(t, two)
 }
@@ -187,7 +187,7 @@ func TestEveryProofIsRevoked(t *testing.T) {
 	known := newNodes()
 	var roots atomic.Pointer[x509.CertPool]
 	token := Credential{Node: "edge1", Token: "t"}
-	cert := byCert("edge1", ca.sign(t, "edge1", nil))
+	cert := certCredential("edge1", ca.sign(t, "edge1", nil))
 	account := Credential{Node: "edge1", Token: jwt(time.Now().Add(time.Hour).Unix())}
 	file := func(content string) func(*testing.T, *Gate) {
 		return func(t *testing.T, g *Gate) { writeFile(t, g.cfg.Tokens.path, content) }
@@ -201,7 +201,7 @@ func TestEveryProofIsRevoked(t *testing.T) {
 		"token, for join now":        {token, file("edge1:t join")},
 		"token by its Node":          {token, node},
 		"certificate":                {cert, file("edge1:revoked")},
-		"certificate by its time":    {cert, file("edge1:revoked before=" + after(time.Minute))},
+		"certificate by its time":    {cert, file("edge1:revoked before=" + timeAfter(time.Minute))},
 		"certificate by its Node":    {cert, node},
 		"certificate by its CA":      {cert, func(t *testing.T, _ *Gate) { roots.Store(newNodeCA(t).pool) }},
 		"ServiceAccount":             {account, file("edge1:revoked")},
@@ -210,14 +210,14 @@ func TestEveryProofIsRevoked(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			known.set("edge1", "edge2")
 			roots.Store(ca.pool)
-			gate, _ := certified(t, "edge1:t\n", ca, func(c *GateConfig) {
+			gate, _ := newCertificateGate(t, "edge1:t\n", ca, func(c *GateConfig) {
 				c.Nodes, c.Reviewer, c.ServiceAccounts, c.NodeCA = known, &reviewer{node: "edge1"}, []string{"ns/edge"}, roots.Load
 			})
 			g, err := gate.Authenticate(t.Context(), tc.credential)
 			if err != nil {
 				t.Fatal(err)
 			}
-			following(t, gate)
+			runGate(t, gate)
 			wantLive(t, g)
 			tc.revoke(t, gate)
 			wantRevoked(t, g)
@@ -230,8 +230,8 @@ func TestEveryProofIsRevoked(t *testing.T) {
 
 func TestAnotherCABesideTheOldOneKeepsTheGrant(t *testing.T) {
 	ca := newNodeCA(t)
-	gate, _ := certified(t, "", ca, nil)
-	g, err := gate.Authenticate(t.Context(), byCert("edge1", ca.sign(t, "edge1", nil)))
+	gate, _ := newCertificateGate(t, "", ca, nil)
+	g, err := gate.Authenticate(t.Context(), certCredential("edge1", ca.sign(t, "edge1", nil)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -243,17 +243,17 @@ func TestAnotherCABesideTheOldOneKeepsTheGrant(t *testing.T) {
 
 func TestWhileNodesAreNotKnownEverybodyMayJoin(t *testing.T) {
 	known := &nodes{changed: make(chan struct{})}
-	gate, _ := certified(t, "edge1:t\nedge2:t\n", newNodeCA(t), func(c *GateConfig) { c.Nodes = known })
+	gate, _ := newCertificateGate(t, "edge1:t\nedge2:t\n", newNodeCA(t), func(c *GateConfig) { c.Nodes = known })
 	one, two := grantFor(t, gate, "edge1", "t"), grantFor(t, gate, "edge2", "t")
-	following(t, gate)
+	runGate(t, gate)
 	known.set("edge2")
 	wantRevoked(t, one)
 	wantLive(t, two)
 }
 
 func TestNoteSaysThatTheFileIsBad(t *testing.T) {
-	gate, _ := certified(t, "edge1:t\n", newNodeCA(t), nil)
-	following(t, gate)
+	gate, _ := newCertificateGate(t, "edge1:t\n", newNodeCA(t), nil)
+	runGate(t, gate)
 	if note := gate.Note(); note != "" {
 		t.Errorf("note %q", note)
 	}
@@ -271,7 +271,7 @@ func BenchmarkRecheck(b *testing.B) {
 		fmt.Fprintf(&file, "edge%d:%s\n", i, Secret(fmt.Sprint(i)).Hashed())
 		known.names[tunnel.NodeName(fmt.Sprintf("edge%d", i))] = true
 	}
-	gate, _ := certified(b, file.String(), newNodeCA(b), func(c *GateConfig) { c.Nodes = known })
+	gate, _ := newCertificateGate(b, file.String(), newNodeCA(b), func(c *GateConfig) { c.Nodes = known })
 	for i := range n {
 		if _, err := gate.Authenticate(b.Context(), Credential{Node: fmt.Sprintf("edge%d", i), Token: Secret(fmt.Sprint(i))}); err != nil {
 			b.Fatal(err)

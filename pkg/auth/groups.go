@@ -2,9 +2,9 @@ package auth
 
 import "net/netip"
 
-// Group returns what counts as one source when strangers are counted: an IPv4
-// address, in either of its forms, or an IPv6 /64, which is what one machine gets.
-// Everything that is not an IP address is one group.
+// Group returns the source to which an address belongs when strangers are counted. A source is
+// an IPv4 address, in either of its two forms, or an IPv6 /64, the usual network of one machine.
+// Everything that is not an IP address belongs to one group, the zero prefix.
 func Group(a netip.Addr) netip.Prefix {
 	a = a.Unmap()
 	bits := a.BitLen()

@@ -10,29 +10,32 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Issuer gives nodes their certificates: the first by a join token, later ones by a
-// session that a certificate has opened.
+// Issuer issues certificates to nodes: the first for a join token, later ones for a session that
+// a certificate opened.
 type Issuer struct {
 	// Set once.
 	gate   *Gate
 	signer Signer
 
 	mu      sync.Mutex                   // guards the following
-	signing map[tunnel.NodeName]struct{} // nodes whose first certificate is being made
+	signing map[tunnel.NodeName]struct{} // nodes whose first certificate is being signed
 }
 
-// ErrSigning refuses a node a first certificate while another one is being made for it. Who
-// has one join token cannot take all places of a signer that has few.
+// ErrSigning refuses a node a first certificate while another one is being signed for it. So the
+// holder of one join token cannot occupy all workers of a signer that has few.
 var ErrSigning = errors.New("a certificate of this node is being made")
 
-// NewIssuer returns an Issuer that asks g who may have a certificate, and s for it.
+// NewIssuer returns an Issuer. Gate g decides who may have a certificate; s signs it.
 func NewIssuer(g *Gate, s Signer) *Issuer {
 	return &Issuer{gate: g, signer: s, signing: make(map[tunnel.NodeName]struct{})}
 }
 
-// First issues the certificate of the node whose join token c is. Its errors are as those
-// of Authenticate: one that is ErrUnauthenticated for the log alone; or ErrSigning.
-func (i *Issuer) First(ctx context.Context, c Credential, request []byte) (node tunnel.NodeName, chain []byte, err error) {
+// First issues the certificate of the node whose join token c holds. An error that is
+// ErrUnauthenticated holds the reason, for the log only. ErrSigning means that another request
+// of the node is in progress.
+func (i *Issuer) First(
+	ctx context.Context, c Credential, request []byte,
+) (node tunnel.NodeName, chain []byte, err error) {
 	if node, err = i.gate.Enroll(ctx, c); err != nil {
 		return "", nil, err
 	}
@@ -44,7 +47,8 @@ func (i *Issuer) First(ctx context.Context, c Credential, request []byte) (node 
 	return node, chain, err
 }
 
-// begin reports whether nobody is making a first certificate for node. end undoes it.
+// begin marks node as being signed for. It reports false if node is marked already; end removes
+// the mark.
 func (i *Issuer) begin(node tunnel.NodeName) bool {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -59,11 +63,11 @@ func (i *Issuer) end(node tunnel.NodeName) {
 	delete(i.signing, node)
 }
 
-// Again issues another certificate for the node whose certificate c is; a session stands
-// on that. Its errors are as those of First.
+// Again issues another certificate for the node whose certificate c holds. The node's session
+// was opened by that certificate. Errors are as for First, without ErrSigning.
 func (i *Issuer) Again(ctx context.Context, c Credential, request []byte) (chain []byte, err error) {
 	node := tunnel.NodeName(c.Node)
-	p, err := i.gate.genuine(node, c.Chain)
+	p, err := i.gate.verifiedProof(node, c.Chain)
 	if err != nil {
 		return nil, err
 	}
@@ -73,21 +77,22 @@ func (i *Issuer) Again(ctx context.Context, c Credential, request []byte) (chain
 	if chain, err = i.sign(ctx, node, p, request); err != nil {
 		return nil, err
 	}
-	if _, err = i.gate.genuine(node, c.Chain); err != nil { // the CA may be another one now
+	if _, err = i.gate.verifiedProof(node, c.Chain); err != nil { // the CA may have changed meanwhile
 		return nil, err
 	}
 	return chain, nil
 }
 
-// sign has a certificate signed for node, which p has proven.
+// sign checks the request, has the certificate signed for node, and checks the result. p is the
+// proof of node.
 func (i *Issuer) sign(ctx context.Context, node tunnel.NodeName, p proof, request []byte) (chain []byte, err error) {
 	r, err := ParseRequest(node, request)
 	if err != nil {
 		return nil, err
 	}
 	chain, err = i.signer.Sign(ctx, node, request)
-	if err == nil || ctx.Err() == nil { // else who asked has gone: no fault of the signer
-		i.gate.unsigned.Store(err != nil)
+	if err == nil || ctx.Err() == nil { // if the caller has gone, the error is not the signer's fault
+		i.gate.signingFailed.Store(err != nil)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("signing the certificate of node %s: %w", node, err)
@@ -96,16 +101,17 @@ func (i *Issuer) sign(ctx context.Context, node tunnel.NodeName, p proof, reques
 	if err != nil {
 		return nil, fmt.Errorf("what was signed for node %s is not what was asked for: %w", node, err)
 	}
-	// A revocation tells certificates by their age, so a new one must not come of what was
-	// revoked, not even in the moment before the file is read again. It is looked at behind
-	// the signing: a time that is written later than that is later than the certificate's.
+	// A revocation with before=TIME tells certificates apart by their time of issue. So a revoked
+	// proof must not get a newer certificate, not even before the file is read again. Check after
+	// signing: a revocation that is written after this check has a later time than the certificate.
 	if err := i.gate.decideNow(node, p); err != nil {
 		return nil, err
 	}
-	// Times in certificates are whole seconds: better a refusal now than a certificate that
-	// opens nothing.
+	// Times in certificates are whole seconds, so a new certificate can fall under a revocation of
+	// the same second. Refuse now: the node could not join with such a certificate.
 	if err := i.gate.decideNow(node, newCertificateProof(i.gate.cfg.Backdate, leaf)); err != nil {
-		return nil, fmt.Errorf("the certificate that was just signed for node %s is good for nothing, try again: %w", node, err)
+		return nil, fmt.Errorf("the certificate that was just signed for node %s is good for nothing, try again: %w",
+			node, err)
 	}
 	return chain, nil
 }

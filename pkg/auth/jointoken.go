@@ -12,25 +12,25 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// JoinToken is what an edge needs to join: where the cloud is, how to know it, and a
-// secret that gets one node a certificate. Its text is pasted by people.
+// JoinToken is what an edge needs to join: the cloud's address, how to recognise the cloud, and a
+// secret for which one node gets a certificate. People copy and paste its text form.
 type JoinToken struct {
 	Address    string   // host:port that the edge dials
-	ServerName string   // of the cloud's certificate
-	CA         [32]byte // SHA-256 of the DER of the certificate that has signed the cloud's
+	ServerName string   // name in the cloud's certificate
+	CA         [32]byte // SHA-256 of the DER of the CA certificate that signed the cloud's
 	Node       tunnel.NodeName
-	Secret     Secret // of a line of the token file with the attribute join
+	Secret     Secret // the token of a line with the attribute join in the token file
 }
 
 const (
-	// joinPrefix tells a join token, and this version of it, from anything else that
-	// might be pasted in its place.
+	// joinPrefix marks a text as a join token of this version. Other texts that people paste by
+	// mistake do not start with it.
 	joinPrefix = "tunnel1."
-	// maxJoinToken is the longest text, in bytes. Ours have about 300.
+	// maxJoinToken is the longest text that is parsed, in bytes. Real join tokens have about 300.
 	maxJoinToken = 2 << 10
 )
 
-// joinWire is the JSON inside.
+// joinWire is the JSON object inside a join token.
 type joinWire struct {
 	Address    string `json:"address"`
 	ServerName string `json:"servername"`
@@ -39,7 +39,7 @@ type joinWire struct {
 	Secret     string `json:"secret"`
 }
 
-// Encode returns the text.
+// Encode returns the text form: the prefix and the JSON object in unpadded base64url.
 func (t JoinToken) Encode() Secret {
 	text, err := json.Marshal(joinWire{t.Address, t.ServerName, t.CA[:], string(t.Node), t.Secret.Reveal()})
 	if err != nil {
@@ -48,16 +48,18 @@ func (t JoinToken) Encode() Secret {
 	return Secret(joinPrefix + base64.RawURLEncoding.EncodeToString(text))
 }
 
-// ParseJoinToken reads what Encode made, and nothing that Encode would have written
-// another way. Its errors hold nothing of the text.
+// ParseJoinToken reads the text form. It accepts only the exact text that Encode would write. Its
+// errors hold no part of the text.
 func ParseJoinToken(text string) (JoinToken, error) {
 	if len(text) > maxJoinToken {
 		return JoinToken{}, fmt.Errorf("the join token is %d bytes long; %d are allowed", len(text), maxJoinToken)
 	}
-	damaged := errors.New("the join token is damaged or not whole; paste all of the line that tunnel token create printed")
+	damaged := errors.New("the join token is damaged or not whole; " +
+		"paste all of the line that tunnel token create printed")
 	body, ok := strings.CutPrefix(text, joinPrefix)
 	if !ok {
-		return JoinToken{}, fmt.Errorf("this is no join token: one begins with %s; make it on the cloud with tunnel token create", joinPrefix)
+		return JoinToken{}, fmt.Errorf("this is no join token: one begins with %s; "+
+			"make it on the cloud with tunnel token create", joinPrefix)
 	}
 	inner, err := base64.RawURLEncoding.Strict().DecodeString(body)
 	if err != nil {
@@ -80,13 +82,14 @@ func ParseJoinToken(text string) (JoinToken, error) {
 	if err := t.check(); err != nil {
 		return JoinToken{}, err
 	}
-	// A field twice, in another case, unknown, or bytes behind the object.
+	// Refuses a repeated or unknown field, a field name in another case, and bytes after the object.
 	if t.Encode() != Secret(text) {
 		return JoinToken{}, damaged
 	}
 	return t, nil
 }
 
+// check checks address, server name and secret. Its errors hold no part of them.
 func (t JoinToken) check() error {
 	host, port, err := net.SplitHostPort(t.Address)
 	if err != nil || !isHost(host) {
@@ -109,6 +112,6 @@ func isHost(s string) bool {
 	if net.ParseIP(s) != nil {
 		return true
 	}
-	_, err := tunnel.ParseNodeName(strings.ToLower(s)) // the same form as a host's name
+	_, err := tunnel.ParseNodeName(strings.ToLower(s)) // host names and node names have the same form
 	return err == nil
 }

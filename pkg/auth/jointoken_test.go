@@ -11,14 +11,14 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-func someJoinToken() JoinToken {
+func testJoinToken() JoinToken {
 	return JoinToken{Address: "tunnel.example.com:9000", ServerName: "tunnel.example.com", CA: [32]byte{1, 2, 31: 3}, Node: "edge1", Secret: NewToken()}
 }
 
 func TestJoinToken(t *testing.T) {
 	for _, address := range []string{"tunnel.example.com:9000", "10.0.0.1:1", "[fd00::1]:65535", "Cloud.Example:443"} {
 		for _, name := range []string{"tunnel.example.com", "10.0.0.1", "fd00::1", "TUNNEL"} {
-			want := someJoinToken()
+			want := testJoinToken()
 			want.Address, want.ServerName = address, name
 			got, err := ParseJoinToken(want.Encode().Reveal())
 			if err != nil || got != want {
@@ -26,7 +26,7 @@ func TestJoinToken(t *testing.T) {
 			}
 		}
 	}
-	token := someJoinToken()
+	token := testJoinToken()
 	if s := fmt.Sprintf("%v %+v %#v %s", token, token, token, token.Encode()); strings.Contains(s, token.Secret.Reveal()) || strings.Count(s, redacted) != 4 {
 		t.Errorf("printed as %s", s)
 	}
@@ -53,7 +53,7 @@ func TestJoinTokenProperty(t *testing.T) {
 func TestBadJoinTokens(t *testing.T) {
 	const canary = "c4n4ry"
 	wrap := func(text string) string { return joinPrefix + base64.RawURLEncoding.EncodeToString([]byte(text)) }
-	good := someJoinToken()
+	good := testJoinToken()
 	good.Secret = canary
 	text := good.Encode().Reveal()
 	inner, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(text, joinPrefix))
@@ -110,7 +110,7 @@ func TestBadJoinTokens(t *testing.T) {
 }
 
 func FuzzParseJoinToken(f *testing.F) {
-	f.Add(someJoinToken().Encode().Reveal())
+	f.Add(testJoinToken().Encode().Reveal())
 	f.Add(joinPrefix + "e30")
 	f.Fuzz(func(t *testing.T, s string) {
 		token, err := ParseJoinToken(s)

@@ -4,5 +4,5 @@ package auth
 
 import "syscall"
 
-// resetOnDeath does nothing: edges run on Unix.
+// resetOnDeath does nothing: edges run on Unix only.
 func resetOnDeath(string, string, syscall.RawConn) error { return nil }

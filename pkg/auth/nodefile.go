@@ -12,11 +12,14 @@ import (
 	"syscall"
 )
 
-// WriteNodeFile writes a node's certificate, its chain in PEM, and its key into one file
-// that its owner alone can read, at once or not at all. A file that is there keeps its
-// owner; where the path is a symbolic link, what it leads to is replaced. In a folder of
-// another user, which only root can write to, neither is so: that user could have put
-// anything there. The file becomes that user's, and a link is replaced itself.
+// WriteNodeFile writes a node's certificate chain (PEM) and its key into one file with mode 0600.
+// It replaces the file atomically.
+//
+// An existing file keeps its owner. If path is a symbolic link, the target of the link is replaced.
+//
+// A folder that belongs to another user, or that everybody may write to, is not trusted: other
+// users could have put any file or link there. In such a folder a link itself is replaced, and
+// root gives the new file to the owner of the folder.
 func WriteNodeFile(path string, chainPEM []byte, key crypto.Signer) error {
 	der, err := x509.MarshalPKCS8PrivateKey(key)
 	if err != nil {
@@ -26,9 +29,9 @@ func WriteNodeFile(path string, chainPEM []byte, key crypto.Signer) error {
 	if _, err = tls.X509KeyPair(chainPEM, keyPEM); err != nil {
 		return fmt.Errorf("the node's certificate and key: %w", err)
 	}
-	path, like, err := followLinks(path)
+	path, reference, err := followLinks(path)
 	if err == nil {
-		err = replaceSecret(path, like, append(chainPEM[:len(chainPEM):len(chainPEM)], keyPEM...))
+		err = replaceSecret(path, reference, append(chainPEM[:len(chainPEM):len(chainPEM)], keyPEM...))
 	}
 	if err != nil {
 		return fmt.Errorf("writing the node's certificate and key: %w", err)
@@ -36,12 +39,13 @@ func WriteNodeFile(path string, chainPEM []byte, key crypto.Signer) error {
 	return nil
 }
 
-// maxLinks is how many symbolic links may lead to a file, as in Linux.
+// maxLinks is how many symbolic links followLinks follows at most, as in Linux (path_resolution(7)).
 const maxLinks = 40
 
-// followLinks returns what is to be replaced at path, and whose it is to be afterwards; nil:
-// ours. A link counts if nobody can have made it but we and root.
-func followLinks(path string) (to string, like fs.FileInfo, err error) {
+// followLinks returns the path of the file to replace, and the file or folder whose owner the new
+// file shall have; nil: our own user. A link is followed only if nobody but root and our own user
+// can have made it.
+func followLinks(path string) (to string, reference fs.FileInfo, err error) {
 	for range maxLinks {
 		folder, err := filepath.EvalSymlinks(filepath.Dir(path))
 		if err != nil {
@@ -53,7 +57,7 @@ func followLinks(path string) (to string, like fs.FileInfo, err error) {
 		}
 		path = filepath.Join(folder, filepath.Base(path))
 		if uid, _, ok := fileOwner(dir); ok && uid != os.Geteuid() && uid != 0 || dir.Mode()&0o002 != 0 {
-			if os.Geteuid() != 0 { // who could not give it away
+			if os.Geteuid() != 0 { // only root can give files away
 				dir = nil
 			}
 			return path, dir, nil
@@ -79,8 +83,8 @@ func followLinks(path string) (to string, like fs.FileInfo, err error) {
 	return "", nil, syscall.ELOOP
 }
 
-// replaceSecret writes a file beside path and puts it in its place.
-func replaceSecret(path string, like fs.FileInfo, content []byte) (err error) {
+// replaceSecret writes a temporary file beside path, with mode 0600, and renames it over path.
+func replaceSecret(path string, reference fs.FileInfo, content []byte) (err error) {
 	f, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+"-*") // mode 0600
 	if err != nil {
 		return err
@@ -88,29 +92,30 @@ func replaceSecret(path string, like fs.FileInfo, content []byte) (err error) {
 	defer func() {
 		f.Close()
 		if err != nil {
-			os.Remove(f.Name()) //nolint:errcheck // the error that is returned says more
+			os.Remove(f.Name()) //nolint:errcheck // the returned error says more
 		}
 	}()
-	if err := sameOwner(f, like); err != nil {
+	if err := sameOwner(f, reference); err != nil {
 		return err
 	}
 	if _, err := f.Write(content); err != nil {
 		return err
 	}
-	// A machine that loses its power now must not come back with an empty file.
+	// Without fsync, a power loss after the rename could leave an empty file.
 	if err := f.Sync(); err != nil {
 		return err
 	}
 	return os.Rename(f.Name(), path)
 }
 
-// sameOwner gives f to the owner of like, if there is one.
-func sameOwner(f *os.File, like fs.FileInfo) error {
-	if like == nil {
+// sameOwner gives f to the owner and group of reference; nil: f stays as it is. The files of our
+// own user need no change.
+func sameOwner(f *os.File, reference fs.FileInfo) error {
+	if reference == nil {
 		return nil
 	}
-	uid, gid, ok := fileOwner(like)
-	if !ok || uid == os.Geteuid() && (gid == os.Getegid() || like.IsDir()) {
+	uid, gid, ok := fileOwner(reference)
+	if !ok || uid == os.Geteuid() && (gid == os.Getegid() || reference.IsDir()) {
 		return nil
 	}
 	return f.Chown(uid, gid)

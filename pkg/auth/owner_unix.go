@@ -7,7 +7,7 @@ import (
 	"syscall"
 )
 
-// fileOwner returns whose file it is.
+// fileOwner returns the owner and the group of a file.
 func fileOwner(info fs.FileInfo) (uid, gid int, ok bool) {
 	st, ok := info.Sys().(*syscall.Stat_t)
 	if !ok {

@@ -9,34 +9,35 @@ import (
 	"sync/atomic"
 )
 
-// ErrPin is a server that is not the one that a join token is for.
+// ErrPin refuses a server that is not the server of the join token.
 var ErrPin = errors.New("the server's certificate is not of the CA that the join token names: " +
-	"the token is another cloud's, its CA is a new one, or somebody stands between; make a new token on the cloud, and let nothing on the way end TLS")
+	"the token is another cloud's, its CA is a new one, or somebody stands between; " +
+	"make a new token on the cloud, and let nothing on the way end TLS")
 
-// PinnedTLS returns how to connect to the cloud of a join token: the server has to show
-// the CA certificate whose hash the token has, and one for the server's name that this CA
-// has signed. Who is not that server is refused within the handshake, before anything
-// else is sent. (A pinned certificate may be the server's own.)
+// PinnedTLS returns the TLS configuration for the cloud of a join token. The server must present
+// the CA certificate whose hash is in the token, and a certificate for the token's server name
+// that this CA has signed. The pinned certificate may also be the server's own. Any other server
+// is refused within the handshake, so that it receives no data.
 //
-// ca returns the CA's certificate in PEM, nil until a handshake has succeeded.
+// ca returns the CA certificate in PEM; nil before the first successful handshake.
 func PinnedTLS(t JoinToken) (cfg *tls.Config, ca func() []byte) {
-	var seen atomic.Pointer[x509.Certificate]
+	var verified atomic.Pointer[x509.Certificate]
 	cfg = &tls.Config{
 		MinVersion: tls.VersionTLS12,
 		ServerName: t.ServerName,
-		// The standard verification knows no CA; VerifyConnection takes its place.
+		// The system's CAs do not sign the cloud. VerifyConnection verifies the chain instead.
 		InsecureSkipVerify: true,
 		VerifyConnection: func(s tls.ConnectionState) error {
 			root, err := verifyPinned(t, s.PeerCertificates)
 			if err != nil {
 				return err
 			}
-			seen.Store(root)
+			verified.Store(root)
 			return nil
 		},
 	}
 	return cfg, func() []byte {
-		root := seen.Load()
+		root := verified.Load()
 		if root == nil {
 			return nil
 		}
@@ -44,19 +45,19 @@ func PinnedTLS(t JoinToken) (cfg *tls.Config, ca func() []byte) {
 	}
 }
 
-// verifyPinned verifies a server's chain, leaf first, and returns the pinned one of it.
+// verifyPinned verifies a server's chain, leaf first, and returns the pinned certificate in it.
 func verifyPinned(t JoinToken, chain []*x509.Certificate) (*x509.Certificate, error) {
 	if len(chain) == 0 {
 		return nil, ErrPin
 	}
 	var root *x509.Certificate
-	roots, between := x509.NewCertPool(), x509.NewCertPool()
+	roots, intermediates := x509.NewCertPool(), x509.NewCertPool()
 	for _, c := range chain {
 		if sha256.Sum256(c.Raw) == t.CA {
 			root = c
 			roots.AddCert(c)
 		} else {
-			between.AddCert(c)
+			intermediates.AddCert(c)
 		}
 	}
 	if root == nil {
@@ -64,15 +65,16 @@ func verifyPinned(t JoinToken, chain []*x509.Certificate) (*x509.Certificate, er
 	}
 	_, err := chain[0].Verify(x509.VerifyOptions{
 		Roots:         roots,
-		Intermediates: between,
+		Intermediates: intermediates,
 		DNSName:       t.ServerName,
 		KeyUsages:     []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
 	})
 	if _, stranger := errors.AsType[x509.UnknownAuthorityError](err); stranger {
-		return nil, ErrPin // who shows the CA of another
+		return nil, ErrPin // the pinned CA is in the chain, but has not signed the server's certificate
 	}
 	if err != nil {
-		return nil, fmt.Errorf("the CA is the one that the join token names, but the server's certificate is not good for %s: %w", t.ServerName, err)
+		return nil, fmt.Errorf("the CA is the one that the join token names, "+
+			"but the server's certificate is not good for %s: %w", t.ServerName, err)
 	}
 	return root, nil
 }

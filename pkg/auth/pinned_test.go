@@ -10,7 +10,7 @@ import (
 )
 
 // serverOf returns a server's certificate with the CA's behind it, as a cloud shows them.
-func serverOf(t *testing.T, ca *CA, l Leaf) tls.Certificate {
+func serverPair(t *testing.T, ca *CA, l Leaf) tls.Certificate {
 	t.Helper()
 	certPEM, keyPEM, err := ca.Issue(l)
 	if err != nil {
@@ -26,7 +26,7 @@ func serverOf(t *testing.T, ca *CA, l Leaf) tls.Certificate {
 
 // shake connects with cfg to a server that has cert, sends something, and returns what
 // came of the handshake and how many bytes the server has read.
-func shake(t *testing.T, cfg *tls.Config, cert tls.Certificate, version uint16) (read int, err error) {
+func handshake(t *testing.T, cfg *tls.Config, cert tls.Certificate, version uint16) (read int, err error) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -66,10 +66,10 @@ func TestPinnedTLS(t *testing.T) {
 	client, expired := server, server
 	client.Server, client.Client = false, true
 	expired.TTL = -time.Second
-	good := serverOf(t, ca.CA, server)
+	good := serverPair(t, ca.CA, server)
 	alone := good
 	alone.Certificate = good.Certificate[:1]
-	stranger := serverOf(t, other.CA, server)
+	stranger := serverPair(t, other.CA, server)
 	stranger.Certificate = append(stranger.Certificate, ca.cert.Raw) // the CA's can be had by anyone
 	for _, tc := range []struct {
 		name string
@@ -83,17 +83,17 @@ func TestPinnedTLS(t *testing.T) {
 		{"good by IP", good, ca.cert.Raw, "10.0.0.1", true, false},
 		{"the server's own is pinned", alone, good.Certificate[0], "cloud.example", true, false},
 		{"another name", good, ca.cert.Raw, "other.example", false, false},
-		{"another CA", serverOf(t, other.CA, server), ca.cert.Raw, "cloud.example", false, true},
+		{"another CA", serverPair(t, other.CA, server), ca.cert.Raw, "cloud.example", false, true},
 		{"another CA that shows ours", stranger, ca.cert.Raw, "cloud.example", false, true},
 		{"no CA shown", alone, ca.cert.Raw, "cloud.example", false, true},
-		{"a client's certificate", serverOf(t, ca.CA, client), ca.cert.Raw, "cloud.example", false, false},
-		{"expired", serverOf(t, ca.CA, expired), ca.cert.Raw, "cloud.example", false, false},
+		{"a client's certificate", serverPair(t, ca.CA, client), ca.cert.Raw, "cloud.example", false, false},
+		{"expired", serverPair(t, ca.CA, expired), ca.cert.Raw, "cloud.example", false, false},
 	} {
 		for _, version := range []uint16{tls.VersionTLS12, tls.VersionTLS13} {
-			token := someJoinToken()
+			token := testJoinToken()
 			token.CA, token.ServerName = sha256.Sum256(tc.pin), tc.as
 			cfg, seen := PinnedTLS(token)
-			read, err := shake(t, cfg, tc.cert, version)
+			read, err := handshake(t, cfg, tc.cert, version)
 			if (err == nil) != tc.ok || errors.Is(err, ErrPin) != tc.pins {
 				t.Errorf("%s: %v", tc.name, err)
 			}
@@ -105,7 +105,7 @@ func TestPinnedTLS(t *testing.T) {
 			}
 		}
 	}
-	if _, err := verifyPinned(someJoinToken(), nil); !errors.Is(err, ErrPin) {
+	if _, err := verifyPinned(testJoinToken(), nil); !errors.Is(err, ErrPin) {
 		t.Errorf("no certificate at all: %v", err)
 	}
 }

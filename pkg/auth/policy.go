@@ -15,53 +15,56 @@ import (
 )
 
 const (
-	// dialTimeout bounds resolving a target and connecting to it, all its addresses
-	// together. It is shorter than kube-apiserver's patience with a kubelet (30 s).
+	// dialTimeout bounds resolving a target and connecting to it, over all its addresses. It is
+	// shorter than the 30 s that kube-apiserver waits for a kubelet.
 	dialTimeout = 10 * time.Second
-	// attemptLeast is how long one address may at least take while others are left,
-	// as in net.Dialer.
-	attemptLeast = 2 * time.Second
+	// minAttemptTimeout is the least time for one address while other addresses remain, as in
+	// net.Dialer.
+	minAttemptTimeout = 2 * time.Second
 
-	// selfWord stands in an entry for all addresses of the machine itself.
-	selfWord = "self"
+	// selfHost stands in an entry for all addresses of the machine itself.
+	selfHost = "self"
 )
 
-// Policy is what an edge may dial. It never changes.
+// Policy lists what an edge may dial. It never changes.
 //
-// Without entries an edge may dial itself: loopback and the addresses of its own
-// interfaces, any port. Entries change that in one of two ways:
+// Without entries an edge may dial every port of its own machine: loopback and the addresses of
+// its interfaces. Entries change that in one of two ways:
 //
-//   - entries about others ("10.0.0.0/8:443") are added: the edge may still dial
-//     itself;
-//   - an entry about the machine itself, that is one inside 127.0.0.0/8, ::1, or
-//     "self:PORT", which stands for loopback and all interface addresses, takes the
-//     place of the default: what is listed is then all that may be dialled.
+//   - An entry about other machines ("10.0.0.0/8:443") adds to the default: the edge may still
+//     dial its own machine.
+//   - An entry about the own machine replaces the default: only the listed entries may be dialled.
+//     Such an entry is inside 127.0.0.0/8, or ::1, or "self:PORT". "self" stands for loopback and
+//     all interface addresses.
 //
-// So ["127.0.0.1:10250"] permits the kubelet and nothing else, ["10.0.0.0/8:443"]
-// permits the machine and those, and ["self:10250", "10.0.0.0/8:443"] the machine's
-// kubelet by any of its addresses and those.
+// Examples:
 //
-// What is checked is the address that will be connected to, after the name has been
-// resolved. A name in an entry would be no check and is an error.
+//   - ["127.0.0.1:10250"] permits the kubelet and nothing else.
+//   - ["10.0.0.0/8:443"] permits the own machine, and port 443 in 10.0.0.0/8.
+//   - ["self:10250", "10.0.0.0/8:443"] permits the kubelet at any address of the own machine, and
+//     port 443 in 10.0.0.0/8.
 //
-// The metadata services of clouds, such as 169.254.169.254, hand out credentials of the
-// machine. A wide entry such as "0.0.0.0/0:*" does not permit them: see guarded.
+// The policy checks the address to which the edge connects, after the name has been resolved. A
+// name in an entry could not be checked, so it is an error.
+//
+// Metadata services of clouds, such as 169.254.169.254, hand out credentials of the machine. A wide
+// entry such as "0.0.0.0/0:*" does not permit them: see metadataNetworks.
 type Policy struct {
 	rules []rule
-	also  func(netip.Addr) bool // permits addresses beside rules, any port; nil: none
+	extra func(netip.Addr) bool // permits addresses beside rules, at any port; nil: none
 
-	// Seams for tests; set once.
+	// Replaced by tests; set once.
 	lookup   func(ctx context.Context, host string) ([]netip.Addr, error)
 	dial     func(ctx context.Context, to netip.AddrPort) (net.Conn, error)
 	ownAddrs func() ([]net.Addr, error)
 }
 
-// guarded are networks where clouds have their metadata services, and nothing else that an
-// edge is for. An entry permits their addresses only if it lies within one of them, as
+// metadataNetworks are networks of the clouds' metadata services. An edge has no other use for
+// them. An entry permits an address in one of them only if the entry lies within that network, as
 // "169.254.169.254:80" does.
 //
 //nolint:gochecknoglobals // a constant table
-var guarded = []netip.Prefix{
+var metadataNetworks = []netip.Prefix{
 	netip.MustParsePrefix("169.254.0.0/16"),      // link-local: AWS, Azure, Google, OpenStack and others
 	netip.MustParsePrefix("fd00:ec2::/32"),       // AWS
 	netip.MustParsePrefix("fd20:ce::254/128"),    // Google
@@ -71,24 +74,24 @@ var guarded = []netip.Prefix{
 	netip.MustParsePrefix("fd00:c1::/32"),        // Oracle
 }
 
-// translated are networks of IPv6 whose addresses hold one of IPv4 behind the prefix: what is
-// sent to such an address may arrive at that one.
+// ipv4InIPv6 are IPv6 networks whose addresses hold an IPv4 address behind the prefix. A packet to
+// such an address may be delivered to the IPv4 address.
 //
 //nolint:gochecknoglobals // a constant table
-var translated = []netip.Prefix{
+var ipv4InIPv6 = []netip.Prefix{
 	netip.MustParsePrefix("64:ff9b::/96"), // NAT64, RFC 6052
 	netip.MustParsePrefix("2002::/16"),    // 6to4, RFC 3056
 }
 
-// rule permits port at the addresses of prefix, or of the machine itself.
+// rule permits one port, or all ports, at the addresses of prefix or of the machine itself.
 type rule struct {
 	self   bool
-	prefix netip.Prefix // when not self
+	prefix netip.Prefix // set if self is false
 	port   uint16       // 0: any
 }
 
-// ParsePolicy parses entries of the form ADDRESS:PORT, CIDR:PORT or self:PORT, where
-// PORT may be * and IPv6 stands in brackets: "127.0.0.1:10250", "[fd00::/8]:*".
+// ParsePolicy parses entries of the form ADDRESS:PORT, CIDR:PORT or self:PORT. PORT may be *, and
+// IPv6 stands in brackets: "127.0.0.1:10250", "[fd00::/8]:*".
 func ParsePolicy(entries []string) (*Policy, error) {
 	p := &Policy{
 		lookup: func(ctx context.Context, host string) ([]netip.Addr, error) {
@@ -114,11 +117,11 @@ func ParsePolicy(entries []string) (*Policy, error) {
 	return p, nil
 }
 
-// Also returns a policy that permits what p does, and every port of the addresses for which
-// f is true.
+// Also returns a policy that permits what p permits, and also every port of the addresses for which
+// f returns true. f cannot permit metadata services.
 func (p *Policy) Also(f func(netip.Addr) bool) *Policy {
 	more := *p
-	more.also = f
+	more.extra = f
 	return &more
 }
 
@@ -136,7 +139,7 @@ func parseRule(e string) (rule, error) {
 		}
 		r.port = port
 	}
-	if host == selfWord {
+	if host == selfHost {
 		r.self = true
 		return r, nil
 	}
@@ -164,12 +167,12 @@ func parsePort(s string) (uint16, error) {
 	return uint16(n), nil
 }
 
-// loopbackOnly reports whether every address of p is a loopback address.
+// loopbackOnly reports whether p holds loopback addresses only.
 func loopbackOnly(p netip.Prefix) bool {
 	return p.Addr().IsLoopback() && (p.Addr().Is6() || p.Bits() >= 8)
 }
 
-// String returns the entries in force, as a start-up line shows them.
+// String returns the rules in force, for a start-up line in the log.
 func (p *Policy) String() string {
 	words := make([]string, len(p.rules))
 	for i, r := range p.rules {
@@ -178,13 +181,13 @@ func (p *Policy) String() string {
 	return strings.Join(words, ",")
 }
 
-// String returns the rule as its entry is written.
+// String returns the rule in the form of an entry.
 func (r rule) String() string {
 	port := "*"
 	if r.port != 0 {
 		port = strconv.Itoa(int(r.port))
 	}
-	host := selfWord
+	host := selfHost
 	switch {
 	case r.self:
 	case r.prefix.IsSingleIP():
@@ -198,53 +201,54 @@ func (r rule) String() string {
 	return host + ":" + port
 }
 
-// Permits reports whether the edge may dial to.
+// Permits reports whether the edge may dial to. A zone does not matter.
 func (p *Policy) Permits(to netip.AddrPort) bool {
 	a := to.Addr().Unmap().WithZone("")
 	if a.IsUnspecified() {
-		return false // the kernel would connect to loopback instead, unseen by any rule
+		return false // the kernel would connect to loopback instead, and no rule would have checked that
 	}
 	for _, r := range p.rules {
 		if r.port != 0 && r.port != to.Port() {
 			continue
 		}
-		if r.self && p.own(a) || !r.self && r.names(a) {
+		if r.self && p.isOwn(a) || !r.self && r.covers(a) {
 			return true
 		}
 	}
-	return p.also != nil && p.also(a) && guard(a) == netip.Prefix{}
+	return p.extra != nil && p.extra(a) && metadataNetwork(a) == netip.Prefix{}
 }
 
-// names reports whether the rule's prefix has a, and is narrow enough if a is guarded.
-func (r rule) names(a netip.Addr) bool {
-	g := guard(a)
+// covers reports whether the rule's prefix holds a. If a is in a metadata network, the prefix must
+// lie within that network.
+func (r rule) covers(a netip.Addr) bool {
+	g := metadataNetwork(a)
 	return r.prefix.Contains(a) && (g == netip.Prefix{} || g.Bits() <= r.prefix.Bits())
 }
 
-// guard returns the guarded network that has a, or its counterpart in a translated network;
-// none is the zero prefix.
-func guard(a netip.Addr) netip.Prefix {
-	for _, g := range guarded {
+// metadataNetwork returns the metadata network that holds a, or else the zero prefix. For an address
+// that embeds an IPv4 address, it returns the same network in its embedded form.
+func metadataNetwork(a netip.Addr) netip.Prefix {
+	for _, g := range metadataNetworks {
 		if g.Contains(a) {
 			return g
 		}
 	}
-	for _, t := range translated {
+	for _, t := range ipv4InIPv6 {
 		if !t.Contains(a) {
 			continue
 		}
 		b := a.As16()
 		v4 := netip.AddrFrom4([4]byte(b[t.Bits()/8:]))
-		if g := guard(v4); g.IsValid() {
+		if g := metadataNetwork(v4); g.IsValid() {
 			return netip.PrefixFrom(a, t.Bits()+g.Bits()).Masked()
 		}
 	}
 	return netip.Prefix{}
 }
 
-// own reports whether a is an address of this machine. Interfaces come and go, so
-// they are looked up each time; loopback, the usual case, needs no look.
-func (p *Policy) own(a netip.Addr) bool {
+// isOwn reports whether a is an address of this machine. Interfaces come and go, so they are listed
+// at each call, except for loopback, the most frequent case.
+func (p *Policy) isOwn(a netip.Addr) bool {
 	if a.IsLoopback() {
 		return true
 	}
@@ -262,10 +266,10 @@ func (p *Policy) own(a netip.Addr) bool {
 	return false
 }
 
-// Dial connects to addr, a host:port, if the policy permits it. A name is resolved
-// once; addresses that are not permitted are left out, and the others are tried in
-// the resolver's order. An error is a *tunnel.Refusal. Only the network "tcp" is
-// known. The conn has the keep-alive of net.Dialer.
+// Dial connects to addr, a host:port, if the policy permits it. A name is resolved once. Addresses
+// that are not permitted are skipped; the others are tried in the resolver's order. An error is a
+// *tunnel.Refusal. The only network is "tcp". The connection has the keep-alive settings of
+// net.Dialer.
 func (p *Policy) Dial(ctx context.Context, network, addr string) (net.Conn, error) {
 	if network != "tcp" {
 		return nil, tunnel.Refusef(tunnel.Denied, "network %q cannot be dialled; only tcp can", network)
@@ -285,19 +289,19 @@ func (p *Policy) Dial(ctx context.Context, network, addr string) (net.Conn, erro
 	if err != nil {
 		return nil, refusalOf(ctx, addr, err)
 	}
-	permitted, denied := p.divide(ips, port)
+	permitted, denied := p.partition(ips, port)
 	if len(permitted) == 0 {
-		return nil, denial(addr, denied[0])
+		return nil, denialOf(addr, denied[0])
 	}
 	return p.dialAny(ctx, addr, permitted)
 }
 
-// DialRequest is Dial as a tunnel.DialFunc, for modules that dial plain TCP.
+// DialRequest is Dial in the form of a tunnel.DialFunc, for modules that dial plain TCP.
 func (p *Policy) DialRequest(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	return p.Dial(ctx, r.Network, r.Addr)
 }
 
-// resolve returns at least one address, or an error.
+// resolve returns at least one address, or an error. An IP address needs no lookup.
 func (p *Policy) resolve(ctx context.Context, host string) ([]netip.Addr, error) {
 	if ip, err := netip.ParseAddr(host); err == nil {
 		return []netip.Addr{ip}, nil
@@ -309,9 +313,10 @@ func (p *Policy) resolve(ctx context.Context, host string) ([]netip.Addr, error)
 	return ips, err
 }
 
-func (p *Policy) divide(ips []netip.Addr, port uint16) (permitted, denied []netip.AddrPort) {
+// partition splits the addresses into those that the policy permits at port, and the others.
+func (p *Policy) partition(ips []netip.Addr, port uint16) (permitted, denied []netip.AddrPort) {
 	for _, ip := range ips {
-		// Unmapped, so that the family that was checked is the family that is dialled.
+		// Unmap first, so that the dialled address has the same family as the checked one.
 		to := netip.AddrPortFrom(ip.Unmap(), port)
 		if p.Permits(to) {
 			permitted = append(permitted, to)
@@ -322,15 +327,18 @@ func (p *Policy) divide(ips []netip.Addr, port uint16) (permitted, denied []neti
 	return permitted, denied
 }
 
-// denial says which line would permit what was asked for. What a name resolves to on the
-// edge's network stays on the edge.
-func denial(addr string, to netip.AddrPort) error {
+// denialOf returns the refusal of addr, with the entry that would permit it. For a name, that entry
+// goes to the edge's log only: the cloud must not learn what names resolve to on the edge's network.
+func denialOf(addr string, to netip.AddrPort) error {
 	if to.Addr().IsUnspecified() {
-		return tunnel.Refusef(tunnel.Denied, "%s is not an address of one machine; name 127.0.0.1 or ::1 to reach this one", addr)
+		return tunnel.Refusef(tunnel.Denied,
+			"%s is not an address of one machine; name 127.0.0.1 or ::1 to reach this one", addr)
 	}
-	permit := fmt.Sprintf("to permit it, add %q to allow under [mode.edge]", netip.AddrPortFrom(to.Addr().WithZone(""), to.Port()))
-	if !literal(addr) {
-		r := tunnel.Refusef(tunnel.Denied, "the edge may not dial %s; its log says what to add to allow under [mode.edge] to permit it", addr)
+	permit := fmt.Sprintf("to permit it, add %q to allow under [mode.edge]",
+		netip.AddrPortFrom(to.Addr().WithZone(""), to.Port()))
+	if !isIPLiteral(addr) {
+		r := tunnel.Refusef(tunnel.Denied,
+			"the edge may not dial %s; its log says what to add to allow under [mode.edge] to permit it", addr)
 		r.Detail = fmt.Sprintf("%s is %s; %s", addr, to, permit)
 		return r
 	}
@@ -341,49 +349,50 @@ func denial(addr string, to netip.AddrPort) error {
 	return tunnel.Refusef(tunnel.Denied, "the edge may not dial %s; %s", what, permit)
 }
 
-// literal reports whether the host of addr is an IP address, not a name.
-func literal(addr string) bool {
+// isIPLiteral reports whether the host of addr is an IP address, not a name.
+func isIPLiteral(addr string) bool {
 	host, _, _ := net.SplitHostPort(addr)
 	_, err := netip.ParseAddr(host)
 	return err == nil
 }
 
-// dialAny connects to the first of the addresses that answers. When none does, the
-// error is the first that says more than "unreachable".
+// dialAny connects to the first of the addresses that answers. If none does, it returns the first
+// error with a code other than Unreachable, or else the last one.
 func (p *Policy) dialAny(ctx context.Context, addr string, to []netip.AddrPort) (net.Conn, error) {
-	var worst *tunnel.Refusal
+	var failure *tunnel.Refusal
 	for i, ap := range to {
 		c, err := p.dialOne(ctx, ap, len(to)-i)
 		if err == nil {
 			return c, nil
 		}
 		r := refusalOf(ctx, addr, err)
-		if worst == nil || worst.Code == tunnel.Unreachable {
-			worst = r
+		if failure == nil || failure.Code == tunnel.Unreachable {
+			failure = r
 		}
 		if ctx.Err() != nil {
 			break
 		}
 	}
-	return nil, worst
+	return nil, failure
 }
 
-// dialOne gives an address its share of the time that ctx leaves.
-func (p *Policy) dialOne(ctx context.Context, to netip.AddrPort, left int) (net.Conn, error) {
-	deadline, _ := ctx.Deadline() // Dial has set one
-	share := max(time.Until(deadline)/time.Duration(left), attemptLeast)
+// dialOne dials one address. remaining addresses, this one included, share the time until the
+// deadline of ctx.
+func (p *Policy) dialOne(ctx context.Context, to netip.AddrPort, remaining int) (net.Conn, error) {
+	deadline, _ := ctx.Deadline() // set by Dial
+	share := max(time.Until(deadline)/time.Duration(remaining), minAttemptTimeout)
 	ctx, cancel := context.WithTimeout(ctx, share)
 	defer cancel()
 	return p.dial(ctx, to)
 }
 
-// refusalOf turns an error of resolving or connecting into a code. ctx is that of
-// the whole dial.
+// refusalOf turns an error of resolving or connecting into a refusal with a code. ctx is the context
+// of the whole dial.
 func refusalOf(ctx context.Context, addr string, err error) *tunnel.Refusal {
 	code := tunnel.Internal
 	timeout, isNet := errors.AsType[net.Error](err)
 	dns, isDNS := errors.AsType[*net.DNSError](err)
-	is := func(errnos ...syscall.Errno) bool {
+	isErrno := func(errnos ...syscall.Errno) bool {
 		for _, e := range errnos {
 			if errors.Is(err, e) {
 				return true
@@ -394,19 +403,19 @@ func refusalOf(ctx context.Context, addr string, err error) *tunnel.Refusal {
 	switch {
 	case errors.Is(ctx.Err(), context.Canceled):
 		return tunnel.Refusef(tunnel.Gone, "dialling %s: the caller has gone", addr)
-	case is(syscall.ECONNREFUSED, syscall.ECONNRESET):
+	case isErrno(syscall.ECONNREFUSED, syscall.ECONNRESET):
 		code = tunnel.Refused
-	case is(syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM):
-		code = tunnel.Overloaded // the edge itself is short of descriptors or memory
+	case isErrno(syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM):
+		code = tunnel.Overloaded // the edge has run out of descriptors or memory
 	case isNet && timeout.Timeout(), errors.Is(err, context.DeadlineExceeded):
 		code = tunnel.Timeout
 	case isDNS,
-		is(syscall.ENETUNREACH, syscall.EHOSTUNREACH, syscall.ENETDOWN, syscall.EHOSTDOWN, syscall.EINVAL),
-		is(syscall.EAFNOSUPPORT, syscall.EADDRNOTAVAIL), // ::1 where IPv6 is off
-		is(syscall.EACCES, syscall.EPERM):               // a firewall of the edge itself
+		isErrno(syscall.ENETUNREACH, syscall.EHOSTUNREACH, syscall.ENETDOWN, syscall.EHOSTDOWN, syscall.EINVAL),
+		isErrno(syscall.EAFNOSUPPORT, syscall.EADDRNOTAVAIL), // such as ::1 where IPv6 is off
+		isErrno(syscall.EACCES, syscall.EPERM):               // the edge's own firewall
 		code = tunnel.Unreachable
 	}
-	if isDNS { // it names the edge's resolver
+	if isDNS { // the error names the edge's resolver, so its text goes to the edge's log only
 		why := "the edge cannot resolve the name now; its log says why"
 		if dns.IsNotFound {
 			why = "no such host"

@@ -44,7 +44,7 @@ func leafOf(t *testing.T, path string) *x509.Certificate {
 }
 
 // renewing runs a Renewal until the end of the test.
-func renewing(t *testing.T, path string, renew func(ctx context.Context, request []byte) ([]byte, error), changed func()) (*Renewal, *journal) {
+func runRenewal(t *testing.T, path string, renew func(ctx context.Context, request []byte) ([]byte, error), changed func()) (*Renewal, *journal) {
 	t.Helper()
 	log, j := newLog()
 	r := NewRenewal(RenewalConfig{Node: "edge1", File: path, Renew: renew, Changed: changed, Log: log})
@@ -79,7 +79,7 @@ func TestRenewalAtTwoThirds(t *testing.T) {
 		var mu sync.Mutex
 		var at []time.Duration // since the last
 		last, changes := time.Now(), 0
-		r, _ := renewing(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
+		r, _ := runRenewal(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
 			mu.Lock()
 			defer mu.Unlock()
 			at = append(at, time.Since(last))
@@ -131,7 +131,7 @@ func TestRenewalThatFails(t *testing.T) {
 		var mu sync.Mutex
 		var at []time.Time
 		down := true
-		r, j := renewing(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
+		r, j := runRenewal(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
 			mu.Lock()
 			defer mu.Unlock()
 			at = append(at, time.Now())
@@ -188,7 +188,7 @@ func TestRenewalOfAnotherFile(t *testing.T) {
 		}
 		long, short := fileSigner(t, ca, 30*days), fileSigner(t, ca, 10*time.Minute)
 		path := nodeFile(t, long)
-		_, j := renewing(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
+		_, j := runRenewal(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
 			return short.Sign(ctx, "edge1", request)
 		}, nil)
 		time.Sleep(time.Minute)
@@ -250,7 +250,7 @@ func TestRenewalTakesNoOtherAnswer(t *testing.T) {
 				if err != nil {
 					t.Fatal(err)
 				}
-				_, j := renewing(t, path, func(_ context.Context, request []byte) ([]byte, error) {
+				_, j := runRenewal(t, path, func(_ context.Context, request []byte) ([]byte, error) {
 					return answer(t, s, request), nil
 				}, func() { t.Error("it says that the certificate is new") })
 				time.Sleep(21 * days)
@@ -275,7 +275,7 @@ func TestRenewalOfACAThatIsAboutToExpire(t *testing.T) {
 		path := nodeFile(t, s)
 		var mu sync.Mutex
 		n := 0
-		renewing(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
+		runRenewal(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
 			mu.Lock()
 			defer mu.Unlock()
 			n++

@@ -15,31 +15,31 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// The subject of a node's certificate: CN=tunnel:node:NODE, O=tunnel:nodes. Kubernetes
-// takes a subject for a user and its groups; nobody has given these any rights.
+// The subject of a node certificate: CN=tunnel:node:NODE, O=tunnel:nodes. For Kubernetes the subject
+// is a user and its groups. Nobody has given these any rights.
 const (
 	nodePrefix = "tunnel:node:"
 	nodeGroup  = "tunnel:nodes"
 )
 
 const (
-	// maxRequest is the largest certificate request, in bytes: several times what an
-	// RSA key of maxRSA bits needs.
+	// maxRequest is the largest certificate request, in bytes. A request with an RSA key of maxRSA
+	// bits is several times smaller.
 	maxRequest = 16 << 10
 	minRSA     = 2048 // bits
-	// maxRSA, in bits, bounds the work that a stranger's key makes.
+	// maxRSA, in bits, bounds the CPU time for checking a stranger's signature.
 	maxRSA = 8192
 )
 
-// NodeSubject returns the subject of the certificates of node.
+// NodeSubject returns the subject of node's certificates.
 func NodeSubject(node tunnel.NodeName) pkix.Name {
 	return pkix.Name{CommonName: nodePrefix + string(node), Organization: []string{nodeGroup}}
 }
 
-// nodeIn returns the node of a subject that is exactly what NodeSubject makes.
+// nodeIn returns the node of a subject. The subject must be exactly what NodeSubject makes.
 func nodeIn(subject pkix.Name) (tunnel.NodeName, error) {
 	name, ok := strings.CutPrefix(subject.CommonName, nodePrefix)
-	// Names has every attribute; the other fields have the last one of a kind.
+	// Names holds every attribute. CommonName holds only the last of several.
 	if !ok || len(subject.Names) != 2 || len(subject.Organization) != 1 || subject.Organization[0] != nodeGroup {
 		return "", fmt.Errorf("the subject is not exactly CN=%sNODE, O=%s", nodePrefix, nodeGroup)
 	}
@@ -50,7 +50,7 @@ func nodeIn(subject pkix.Name) (tunnel.NodeName, error) {
 	return node, nil
 }
 
-// NewRequest makes a key for node and a request for its certificate (PKCS #10, DER).
+// NewRequest makes a P-256 key for node and a request for its certificate (PKCS #10, DER).
 func NewRequest(node tunnel.NodeName) (key *ecdsa.PrivateKey, der []byte, err error) {
 	key, err = ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
@@ -63,10 +63,10 @@ func NewRequest(node tunnel.NodeName) (key *ecdsa.PrivateKey, der []byte, err er
 	return key, der, nil
 }
 
-// ParseRequest reads a request for a certificate of node. It takes none that asks for
-// anything but that: another subject, a name, an extension. What is asked for decides
-// nothing in the end, since the signer writes the certificate; a request that asks for
-// more is a mistake or an attempt, and neither should succeed quietly.
+// ParseRequest reads a request for a certificate of node and verifies its signature. It refuses a
+// request for anything else: another subject, a name, an extension. The signer alone decides what
+// the certificate holds. So a request for more would have no effect, but it is a mistake or an
+// attack, and must fail visibly.
 func ParseRequest(node tunnel.NodeName, der []byte) (*x509.CertificateRequest, error) {
 	if len(der) > maxRequest {
 		return nil, fmt.Errorf("the certificate request is %d bytes long; %d are allowed", len(der), maxRequest)
@@ -82,9 +82,10 @@ func ParseRequest(node tunnel.NodeName, der []byte) (*x509.CertificateRequest, e
 	case asked != node:
 		return nil, fmt.Errorf("the certificate request is for node %s, not %s", asked, node)
 	case len(r.Extensions) != 0:
-		return nil, errors.New("the certificate request asks for names or other extensions; a node's certificate has none")
+		return nil, errors.New("the certificate request asks for names or other extensions; " +
+			"a node's certificate has none")
 	}
-	// Before the signature, which takes a large key long to check.
+	// Check the key before the signature, since verifying with a huge key takes long.
 	if err := checkKey(r.PublicKey); err != nil {
 		return nil, fmt.Errorf("certificate request: %w", err)
 	}
@@ -94,7 +95,7 @@ func ParseRequest(node tunnel.NodeName, der []byte) (*x509.CertificateRequest, e
 	return r, nil
 }
 
-// checkKey says whether a node may have a key of that kind.
+// checkKey returns an error if a node may not have a key of that kind and size.
 func checkKey(public any) error {
 	switch key := public.(type) {
 	case *ecdsa.PublicKey:

@@ -18,98 +18,105 @@ import (
 )
 
 const (
-	// Thousands of edges that come back at once must not take the API server with them
+	// When thousands of edges reconnect at once, their reviews must not overload the API server
 	// (kubernetes/kubernetes#102784: 11 minutes for 5,000 nodes).
-	maxReviews  = 32                   // at once
-	reviewEvery = 5 * time.Millisecond // 200 a second
-	reviewMost  = 10 * time.Second     // for one answer
-	// Each stranger who waits for an answer costs memory, and behind a long queue none of
-	// them is served in time. Who finds it full tries again later.
+	maxReviews     = 32                   // in progress at once
+	reviewInterval = 5 * time.Millisecond // between the starts of two reviews: 200 a second
+	reviewTimeout  = 10 * time.Second     // for the answer to one review
+	// Each waiting stranger costs memory, and at the end of a long queue a stranger would time out
+	// anyway. So the queue is bounded, and strangers beyond it try again later.
 	maxStrangers          = maxReviews + 64
-	maxStrangersOfASource = maxStrangers / 4
-	keepUnknown           = time.Minute      // a good answer about a token that says no end
-	keepBad               = 10 * time.Second // a bad answer
-	maxKept               = 1 << 16          // answers; a token's is some 200 bytes
-	accountUser           = "system:serviceaccount:"
+	maxStrangersPerSource = maxStrangers / 4
+
+	cacheNoExpiry    = time.Minute      // how long to cache a good answer for a token without expiry
+	cacheRejected    = 10 * time.Second // how long to cache the answer for a bad token
+	maxCachedAnswers = 1 << 16          // each takes some 200 bytes
+
+	accountUser = "system:serviceaccount:" // the user name of a ServiceAccount starts with it
 )
 
-// errUnavailable is the question that could not be answered now.
+// errUnavailable means that the token cannot be checked now. It is not a refusal.
 var errUnavailable = errors.New("no answer from Kubernetes about ServiceAccount tokens")
 
-// errManyReviews is the question that was not asked, since too many wait.
-var errManyReviews = fmt.Errorf("%w: too many of them wait for a review", errUnavailable)
+// errTooManyReviews means that the token was not checked, because too many strangers wait already.
+var errTooManyReviews = fmt.Errorf("%w: too many of them wait for a review", errUnavailable)
 
-// reviews asks the Reviewer, and remembers what it has said.
+// reviews asks the Reviewer about tokens, and caches its answers.
 type reviews struct {
 	// Set once.
 	reviewer Reviewer
 	log      *slog.Logger
-	busy     chan struct{} // holds a value per review under way
-	total    *prometheus.CounterVec
+	// slots is a semaphore of maxReviews. A review puts a value in when it starts, and takes one out
+	// when it ends. Never closed.
+	slots chan struct{}
+	total *prometheus.CounterVec // reviews by result
 
 	mu        sync.Mutex           // guards the following
-	strangers int                  // who wait for an answer
-	sources   map[netip.Prefix]int // of them, by source
-	kept      map[sum]answer
-	asking    map[sum]chan struct{} // closed, under mu, when nobody asks about that token any more
-	next      time.Time             // when the next review may start
-	fault     string                // why the last one had no answer, "" when it had one
+	strangers int                  // strangers that wait for an answer
+	sources   map[netip.Prefix]int // the same, by source; no zero counts
+	cache     map[sum]answer       // by SHA-256 of the token; at most maxCachedAnswers
+	// inFlight has an entry for each token under review. No sends; the caller that asks closes the
+	// channel and removes the entry, under mu, when its review is over.
+	inFlight map[sum]chan struct{}
+	next     time.Time // when the next review may start
+	fault    string    // error of the last review; "": Kubernetes answered
 }
 
-// answer is what the Reviewer has said. It never changes.
+// answer is the Reviewer's answer about one token. It never changes.
 type answer struct {
-	review Review
-	until  time.Time // of the token; zero: it says no end
-	keep   time.Time // how long the answer is good
+	review      Review
+	until       time.Time // end of the token; zero: the token has no usable expiry
+	cachedUntil time.Time // until when the answer is cached
 }
 
 func newReviews(r Reviewer, log *slog.Logger) *reviews {
 	return &reviews{
 		reviewer: r,
 		log:      log,
-		busy:     make(chan struct{}, maxReviews),
+		slots:    make(chan struct{}, maxReviews),
 		total: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tunnel_auth_reviews_total",
-			Help: "ServiceAccount tokens looked at: good and bad by a review, error without an answer, cached without a review, full without one because too many strangers wait.",
+			Help: "ServiceAccount tokens looked at: good and bad by a review, error without an answer, " +
+				"cached without a review, full without one because too many strangers wait.",
 		}, []string{"result"}),
-		sources: make(map[netip.Prefix]int),
-		kept:    make(map[sum]answer),
-		asking:  make(map[sum]chan struct{}),
+		sources:  make(map[netip.Prefix]int),
+		cache:    make(map[sum]answer),
+		inFlight: make(map[sum]chan struct{}),
 	}
 }
 
-// ask returns the answer about a token, from memory or from Kubernetes. One caller at a
-// time asks about the same token; an error is that of this caller alone, and the next
-// one asks again. A caller from an address is a stranger.
+// ask returns the answer about a token, from the cache or from Kubernetes. Callers with the same
+// token wait for one review. If that review fails, only the caller that asked gets its error, and
+// the next caller asks again. A valid from marks the caller as a stranger.
 func (r *reviews) ask(ctx context.Context, token Secret, from netip.Addr) (answer, error) {
 	key := sha256.Sum256([]byte(token))
 	counted := false
 	for {
 		r.mu.Lock()
-		if a, ok := r.kept[key]; ok && time.Now().Before(a.keep) {
+		if a, ok := r.cache[key]; ok && time.Now().Before(a.cachedUntil) {
 			r.mu.Unlock()
 			r.total.WithLabelValues("cached").Inc()
 			return a, nil
 		}
 		if from.IsValid() && !counted {
-			if !r.enterLocked(Group(from)) {
+			if !r.admitLocked(Group(from)) {
 				r.mu.Unlock()
 				r.total.WithLabelValues("full").Inc()
-				return answer{}, errManyReviews
+				return answer{}, errTooManyReviews
 			}
 			counted = true
-			defer r.leave(Group(from))
+			defer r.release(Group(from))
 		}
-		other, asked := r.asking[key]
-		if !asked {
-			r.asking[key] = make(chan struct{})
+		ended, underWay := r.inFlight[key]
+		if !underWay {
+			r.inFlight[key] = make(chan struct{})
 		}
 		r.mu.Unlock()
-		if !asked {
+		if !underWay {
 			break
 		}
 		select {
-		case <-other:
+		case <-ended:
 		case <-ctx.Done():
 			return answer{}, fmt.Errorf("%w: %w", errUnavailable, context.Cause(ctx))
 		}
@@ -117,21 +124,21 @@ func (r *reviews) ask(ctx context.Context, token Secret, from netip.Addr) (answe
 	defer func() {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		close(r.asking[key])
-		delete(r.asking, key)
+		close(r.inFlight[key])
+		delete(r.inFlight, key)
 	}()
 	a, err := r.review(ctx, token)
 	if err == nil {
 		r.mu.Lock()
 		defer r.mu.Unlock()
-		r.keepLocked(key, a)
+		r.cacheLocked(key, a)
 	}
 	return a, err
 }
 
-// enterLocked counts a stranger who waits, unless that is one too many. The caller holds mu.
-func (r *reviews) enterLocked(source netip.Prefix) bool {
-	if r.strangers >= maxStrangers || r.sources[source] >= maxStrangersOfASource {
+// admitLocked counts a waiting stranger. It reports false at a limit. The caller holds mu.
+func (r *reviews) admitLocked(source netip.Prefix) bool {
+	if r.strangers >= maxStrangers || r.sources[source] >= maxStrangersPerSource {
 		return false
 	}
 	r.strangers++
@@ -139,7 +146,8 @@ func (r *reviews) enterLocked(source netip.Prefix) bool {
 	return true
 }
 
-func (r *reviews) leave(source netip.Prefix) {
+// release ends the wait of a stranger.
+func (r *reviews) release(source netip.Prefix) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.strangers--
@@ -148,26 +156,27 @@ func (r *reviews) leave(source netip.Prefix) {
 	}
 }
 
-// review asks Kubernetes when it is this one's turn.
+// review asks Kubernetes, after waiting for a free place and for its start time.
 func (r *reviews) review(ctx context.Context, token Secret) (answer, error) {
 	select {
-	case r.busy <- struct{}{}:
-		defer func() { <-r.busy }()
+	case r.slots <- struct{}{}:
+		defer func() { <-r.slots }()
 	case <-ctx.Done():
 		return answer{}, fmt.Errorf("%w: %w", errUnavailable, context.Cause(ctx))
 	}
 	select {
-	case <-time.After(r.turn()):
+	case <-time.After(r.nextDelay()):
 	case <-ctx.Done():
 		return answer{}, fmt.Errorf("%w: %w", errUnavailable, context.Cause(ctx))
 	}
-	asking, cancel := context.WithTimeout(ctx, reviewMost)
+	reviewCtx, cancel := context.WithTimeout(ctx, reviewTimeout)
 	defer cancel()
-	review, err := r.reviewer.Review(asking, token)
+	review, err := r.reviewer.Review(reviewCtx, token)
 	if err != nil && ctx.Err() != nil {
-		return answer{}, fmt.Errorf("%w: %w", errUnavailable, err) // who asked has gone: no fault of Kubernetes
+		// The caller has gone, so the error says nothing about Kubernetes.
+		return answer{}, fmt.Errorf("%w: %w", errUnavailable, err)
 	}
-	r.heard(err)
+	r.recordOutcome(err)
 	now := time.Now()
 	switch {
 	case err != nil:
@@ -175,18 +184,18 @@ func (r *reviews) review(ctx context.Context, token Secret) (answer, error) {
 		return answer{}, fmt.Errorf("%w: %w", errUnavailable, err)
 	case !review.Authenticated:
 		r.total.WithLabelValues("bad").Inc()
-		return answer{keep: now.Add(keepBad)}, nil
+		return answer{cachedUntil: now.Add(cacheRejected)}, nil
 	}
 	r.total.WithLabelValues("good").Inc()
-	a := answer{review: review, until: expiryOfJWT(token), keep: now.Add(keepUnknown)}
+	a := answer{review: review, until: expiryOfJWT(token), cachedUntil: now.Add(cacheNoExpiry)}
 	if !a.until.IsZero() {
-		a.keep = a.until
+		a.cachedUntil = a.until
 	}
 	return a, nil
 }
 
-// turn returns how long to wait for the next review.
-func (r *reviews) turn() time.Duration {
+// nextDelay returns how long to wait before the next review may start, and reserves that moment.
+func (r *reviews) nextDelay() time.Duration {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := time.Now()
@@ -194,31 +203,32 @@ func (r *reviews) turn() time.Duration {
 		r.next = now
 	}
 	wait := r.next.Sub(now)
-	r.next = r.next.Add(reviewEvery)
+	r.next = r.next.Add(reviewInterval)
 	return wait
 }
 
-// keepLocked remembers an answer. The caller holds mu.
-func (r *reviews) keepLocked(key sum, a answer) {
-	if len(r.kept) >= maxKept {
+// cacheLocked caches an answer. It evicts expired answers, then any others, to make room. The caller
+// holds mu.
+func (r *reviews) cacheLocked(key sum, a answer) {
+	if len(r.cache) >= maxCachedAnswers {
 		now := time.Now()
-		for k, old := range r.kept {
-			if !now.Before(old.keep) {
-				delete(r.kept, k)
+		for k, old := range r.cache {
+			if !now.Before(old.cachedUntil) {
+				delete(r.cache, k)
 			}
 		}
 	}
-	for k := range r.kept { // any one makes room: it is only asked again
-		if len(r.kept) < maxKept {
+	for k := range r.cache { // evict in any order: an evicted token is only reviewed again
+		if len(r.cache) < maxCachedAnswers {
 			break
 		}
-		delete(r.kept, k)
+		delete(r.cache, k)
 	}
-	r.kept[key] = a
+	r.cache[key] = a
 }
 
-// heard notes whether Kubernetes has answered, and logs the change.
-func (r *reviews) heard(err error) {
+// recordOutcome records whether Kubernetes answered the last review, and logs when that changes.
+func (r *reviews) recordOutcome(err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	switch {
@@ -227,12 +237,14 @@ func (r *reviews) heard(err error) {
 		r.log.Info("Kubernetes answers about ServiceAccount tokens again")
 	case err != nil:
 		if r.fault == "" {
-			r.log.Error("no answer from Kubernetes about ServiceAccount tokens; the edges that have one wait", "err", err)
+			r.log.Error("no answer from Kubernetes about ServiceAccount tokens; the edges that have one wait",
+				"err", err)
 		}
 		r.fault = err.Error()
 	}
 }
 
+// note describes why the last review had no answer; "": it had one.
 func (r *reviews) note() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -242,8 +254,10 @@ func (r *reviews) note() string {
 	return fmt.Sprintf("%v: %s", errUnavailable, r.fault)
 }
 
-// byReview turns a ServiceAccount token into the proof that it is for node.
-func (g *Gate) byReview(ctx context.Context, node tunnel.NodeName, token Secret, from netip.Addr) (accountProof, error) {
+// byReview reviews a ServiceAccount token and returns the proof that it is for node.
+func (g *Gate) byReview(
+	ctx context.Context, node tunnel.NodeName, token Secret, from netip.Addr,
+) (accountProof, error) {
 	a, err := g.reviews.ask(ctx, token, from)
 	if err != nil {
 		return accountProof{}, err
@@ -256,9 +270,11 @@ func (g *Gate) byReview(ctx context.Context, node tunnel.NodeName, token Secret,
 	})
 	switch {
 	case i < 0:
-		return accountProof{}, refusal(fmt.Sprintf("the token is of %q, which is not in serviceaccounts of [mode.cloud.join]", a.review.User))
+		return accountProof{}, refusal(fmt.Sprintf(
+			"the token is of %q, which is not in serviceaccounts of [mode.cloud.join]", a.review.User))
 	case a.review.Node == "":
-		return accountProof{}, refusal("the ServiceAccount token names no node; it must be projected into the pod (serviceAccountToken), by Kubernetes 1.32 or later")
+		return accountProof{}, refusal("the ServiceAccount token names no node; " +
+			"it must be projected into the pod (serviceAccountToken), by Kubernetes 1.32 or later")
 	case a.review.Node != string(node):
 		return accountProof{}, refusal("the ServiceAccount token is of a pod on another node")
 	}
@@ -268,7 +284,7 @@ func (g *Gate) byReview(ctx context.Context, node tunnel.NodeName, token Secret,
 // Collector returns the metrics of the Gate.
 func (g *Gate) Collector() prometheus.Collector {
 	if g.reviews == nil {
-		return newReviews(nil, g.cfg.Log).total // with nothing in it
+		return newReviews(nil, g.cfg.Log).total // no reviews: the metric exists and stays empty
 	}
 	return g.reviews.total
 }

@@ -17,22 +17,22 @@ import (
 
 // reviewer is a Kubernetes that answers what a test says.
 type reviewer struct {
-	mu        sync.Mutex // guards the following
-	node      string     // that the pod runs on
-	user      string     // "": system:serviceaccount:ns:edge
-	bad       bool       // the token is not good: of another audience, expired, forged
-	err       error
-	takes     time.Duration
-	underWay  int
-	mostAtOne int
-	at        []time.Time // of each review
+	mu          sync.Mutex // guards the following
+	node        string     // that the pod runs on
+	user        string     // "": system:serviceaccount:ns:edge
+	bad         bool       // the token is not good: of another audience, expired, forged
+	err         error
+	takes       time.Duration
+	underWay    int
+	maxUnderWay int
+	at          []time.Time // of each review
 }
 
 func (r *reviewer) Review(ctx context.Context, _ Secret) (Review, error) {
 	r.mu.Lock()
 	r.at = append(r.at, time.Now())
 	r.underWay++
-	r.mostAtOne = max(r.mostAtOne, r.underWay)
+	r.maxUnderWay = max(r.maxUnderWay, r.underWay)
 	takes := r.takes
 	r.mu.Unlock()
 	if takes > 0 {
@@ -63,7 +63,7 @@ func (r *reviewer) set(f func(*reviewer)) {
 	f(r)
 }
 
-func (r *reviewer) asked() int {
+func (r *reviewer) calls() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	return len(r.at)
@@ -75,9 +75,9 @@ func jwt(exp any) Secret {
 	return Secret(enc([]byte(`{"alg":"RS256"}`)) + "." + enc(fmt.Appendf(nil, `{"aud":["tunnel"],"exp":%v}`, exp)) + ".c2lnbmF0dXJl")
 }
 
-func reviewing(t *testing.T, r *reviewer, file string) *Gate {
+func newReviewGate(t *testing.T, r *reviewer, file string) *Gate {
 	t.Helper()
-	gate, _ := certified(t, file, nodeCA{}, func(c *GateConfig) {
+	gate, _ := newCertificateGate(t, file, nodeCA{}, func(c *GateConfig) {
 		c.NodeCA, c.Reviewer, c.ServiceAccounts = nil, r, []string{"ns/edge", "ns/other"}
 	})
 	return gate
@@ -108,7 +108,7 @@ func TestServiceAccounts(t *testing.T) {
 		r     *reviewer
 		file  string
 		ok    bool
-		asked int
+		calls int
 	}{
 		{"good", &reviewer{node: "edge1"}, "", true, 1},
 		{"beside a line of the file", &reviewer{node: "edge1"}, "edge1:t", true, 1},
@@ -124,7 +124,7 @@ func TestServiceAccounts(t *testing.T) {
 		{"revoked: refused as slowly as any", &reviewer{node: "edge1"}, "edge1:revoked", false, 1},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			gate := reviewing(t, tc.r, tc.file)
+			gate := newReviewGate(t, tc.r, tc.file)
 			end := time.Now().Add(time.Hour).Unix()
 			c := Credential{Node: "edge1", Token: jwt(end)}
 			g, err := gate.Authenticate(t.Context(), c)
@@ -134,8 +134,8 @@ func TestServiceAccounts(t *testing.T) {
 			if tc.ok && (g.By != "service account ns/edge" || g.Expires.Unix() != end || g.Node != "edge1") {
 				t.Errorf("grant %+v", g)
 			}
-			if n := tc.r.asked(); n != tc.asked {
-				t.Errorf("asked %d times, want %d", n, tc.asked)
+			if n := tc.r.calls(); n != tc.calls {
+				t.Errorf("asked %d times, want %d", n, tc.calls)
 			}
 			if _, err := gate.Enroll(t.Context(), c); !errors.Is(err, ErrUnauthenticated) {
 				t.Errorf("it gets a certificate: %v", err)
@@ -143,11 +143,11 @@ func TestServiceAccounts(t *testing.T) {
 		})
 	}
 	r := &reviewer{node: "edge1"}
-	gate := reviewing(t, r, "edge1:t\n")
+	gate := newReviewGate(t, r, "edge1:t\n")
 	for _, token := range []Secret{"x", "a.b.c", "eyJ.eyJ.", "eyJ.eyJ", "eyJ.x.y", "eyJ.eyJ.a.b", "..", "t"} {
 		gate.Authenticate(t.Context(), Credential{Node: "edge1", Token: token})
 	}
-	if n := r.asked(); n != 0 {
+	if n := r.calls(); n != 0 {
 		t.Errorf("Kubernetes was asked %d times about what is no JWT", n)
 	}
 }
@@ -155,15 +155,15 @@ func TestServiceAccounts(t *testing.T) {
 func TestReviewsAreRemembered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &reviewer{node: "edge1"}
-		gate := reviewing(t, r, "")
+		gate := newReviewGate(t, r, "")
 		ask := func(token Secret) error {
 			_, err := gate.Authenticate(t.Context(), Credential{Node: "edge1", Token: token})
 			return err
 		}
-		want := func(why string, asked int) {
+		want := func(why string, calls int) {
 			t.Helper()
-			if n := r.asked(); n != asked {
-				t.Errorf("%s: asked %d times, want %d", why, n, asked)
+			if n := r.calls(); n != calls {
+				t.Errorf("%s: asked %d times, want %d", why, n, calls)
 			}
 		}
 		token := jwt(time.Now().Add(time.Hour).Unix())
@@ -183,7 +183,7 @@ func TestReviewsAreRemembered(t *testing.T) {
 		if err := ask(forever); err != nil {
 			t.Fatal(err)
 		}
-		time.Sleep(keepUnknown - time.Second)
+		time.Sleep(cacheNoExpiry - time.Second)
 		ask(forever)
 		want("one whose end is absurd is good for a minute", 3)
 		time.Sleep(2 * time.Second)
@@ -198,7 +198,7 @@ func TestReviewsAreRemembered(t *testing.T) {
 			}
 		}
 		want("a refusal is remembered as well", 5)
-		time.Sleep(keepBad + time.Second)
+		time.Sleep(cacheRejected + time.Second)
 		r.set(func(r *reviewer) { r.bad = false })
 		if err := ask(bad); err != nil {
 			t.Errorf("a refusal is remembered for ever: %v", err)
@@ -209,14 +209,14 @@ func TestReviewsAreRemembered(t *testing.T) {
 func TestNoAnswerIsNoRefusal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &reviewer{node: "edge1", err: errors.New("connection refused")}
-		gate := reviewing(t, r, "edge2:t")
+		gate := newReviewGate(t, r, "edge2:t")
 		account := Credential{Node: "edge1", Token: jwt(time.Now().Add(time.Hour).Unix())}
 		for range 2 {
 			if _, err := gate.Authenticate(t.Context(), account); err == nil || errors.Is(err, ErrUnauthenticated) {
 				t.Errorf("got %v", err)
 			}
 		}
-		if r.asked() != 2 {
+		if r.calls() != 2 {
 			t.Error("no answer is remembered as one")
 		}
 		if note := gate.Note(); !strings.Contains(note, "connection refused") {
@@ -227,7 +227,7 @@ func TestNoAnswerIsNoRefusal(t *testing.T) {
 		}
 		r.set(func(r *reviewer) { r.err, r.takes = nil, time.Hour })
 		start := time.Now()
-		if _, err := gate.Authenticate(t.Context(), account); err == nil || errors.Is(err, ErrUnauthenticated) || time.Since(start) > 2*reviewMost {
+		if _, err := gate.Authenticate(t.Context(), account); err == nil || errors.Is(err, ErrUnauthenticated) || time.Since(start) > 2*reviewTimeout {
 			t.Errorf("an answer that takes an hour: %v after %v", err, time.Since(start))
 		}
 		r.set(func(r *reviewer) { r.takes = 0 })
@@ -243,7 +243,7 @@ func TestNoAnswerIsNoRefusal(t *testing.T) {
 func TestOneReviewPerToken(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &reviewer{node: "edge1", takes: time.Second}
-		gate := reviewing(t, r, "")
+		gate := newReviewGate(t, r, "")
 		c := Credential{Node: "edge1", Token: jwt(time.Now().Add(time.Hour).Unix())}
 		leaves, leave := context.WithCancel(t.Context())
 		var all sync.WaitGroup
@@ -263,11 +263,11 @@ func TestOneReviewPerToken(t *testing.T) {
 		time.Sleep(time.Second / 2)
 		leave()
 		all.Wait()
-		if n := r.asked(); n != 2 {
+		if n := r.calls(); n != 2 {
 			t.Errorf("asked %d times: want once by the one that has left, and once by another", n)
 		}
-		if len(gate.reviews.asking) != 0 || gate.Note() != "" {
-			t.Errorf("left: %d that ask, note %q", len(gate.reviews.asking), gate.Note())
+		if len(gate.reviews.inFlight) != 0 || gate.Note() != "" {
+			t.Errorf("left: %d that ask, note %q", len(gate.reviews.inFlight), gate.Note())
 		}
 	})
 }
@@ -276,7 +276,7 @@ func TestStormOfReviews(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const edges, second = 1000, 200
 		r := &reviewer{node: "edge1", takes: 100 * time.Millisecond}
-		gate := reviewing(t, r, "")
+		gate := newReviewGate(t, r, "")
 		start := time.Now()
 		var all sync.WaitGroup
 		for i := range edges {
@@ -294,8 +294,8 @@ func TestStormOfReviews(t *testing.T) {
 			t.Errorf("one that cannot wait for its turn: %v", err)
 		}
 		all.Wait()
-		if r.mostAtOne > maxReviews {
-			t.Errorf("%d at once", r.mostAtOne)
+		if r.maxUnderWay > maxReviews {
+			t.Errorf("%d at once", r.maxUnderWay)
 		}
 		for i := second; i < len(r.at); i++ {
 			if d := r.at[i].Sub(r.at[i-second]); d < time.Second {
@@ -313,7 +313,7 @@ func TestStormOfReviews(t *testing.T) {
 func TestStrangersReviews(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &reviewer{node: "edge1", takes: time.Second}
-		gate := reviewing(t, r, "")
+		gate := newReviewGate(t, r, "")
 		var all sync.WaitGroup
 		var n int64
 		show := func(from string) error {
@@ -337,7 +337,7 @@ func TestStrangersReviews(t *testing.T) {
 		}
 		refused := func(count int, from string) (refused int) {
 			for range count {
-				if err := show(from); errors.Is(err, errManyReviews) && !errors.Is(err, ErrUnauthenticated) {
+				if err := show(from); errors.Is(err, errTooManyReviews) && !errors.Is(err, ErrUnauthenticated) {
 					refused++
 				} else if err != nil {
 					t.Errorf("from %q: %v", from, err)
@@ -377,36 +377,36 @@ func TestKeptAnswersAreBounded(t *testing.T) {
 	log, _ := newLog()
 	r := newReviews(&reviewer{}, log)
 	now := time.Now()
-	for i := range maxKept + 100 {
-		r.keepLocked(sum{byte(i), byte(i >> 8), byte(i >> 16)}, answer{keep: now.Add(time.Hour)})
+	for i := range maxCachedAnswers + 100 {
+		r.cacheLocked(sum{byte(i), byte(i >> 8), byte(i >> 16)}, answer{cachedUntil: now.Add(time.Hour)})
 	}
-	if len(r.kept) > maxKept {
-		t.Errorf("%d answers are kept", len(r.kept))
+	if len(r.cache) > maxCachedAnswers {
+		t.Errorf("%d answers are kept", len(r.cache))
 	}
-	for k, a := range r.kept {
-		a.keep = now.Add(-time.Second)
-		r.kept[k] = a
+	for k, a := range r.cache {
+		a.cachedUntil = now.Add(-time.Second)
+		r.cache[k] = a
 	}
-	r.keepLocked(sum{255, 255, 255}, answer{keep: now.Add(time.Hour)})
-	if len(r.kept) != 1 {
-		t.Errorf("%d answers are kept, of which one is good", len(r.kept))
+	r.cacheLocked(sum{255, 255, 255}, answer{cachedUntil: now.Add(time.Hour)})
+	if len(r.cache) != 1 {
+		t.Errorf("%d answers are kept, of which one is good", len(r.cache))
 	}
 }
 
 func TestNodeRevokedWhileItsReviewIsUnderWay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		gate := reviewing(t, &reviewer{node: "edge1", takes: time.Second}, "")
+		gate := newReviewGate(t, &reviewer{node: "edge1", takes: time.Second}, "")
 		done := make(chan error)
 		go func() {
 			_, err := gate.Authenticate(t.Context(), Credential{Node: "edge1", Token: jwt(time.Now().Add(time.Hour).Unix())})
 			done <- err
 		}()
 		time.Sleep(time.Second / 2)
-		change(t, gate, "edge1:revoked")
+		setTokens(t, gate, "edge1:revoked")
 		if err := <-done; !errors.Is(err, ErrUnauthenticated) {
 			t.Errorf("got %v", err)
 		}
-		if grantsOf(gate) != 0 {
+		if grantCount(gate) != 0 {
 			t.Error("there is a grant")
 		}
 	})
@@ -449,7 +449,7 @@ func FuzzExpiryOfJWT(f *testing.F) {
 	f.Add("eyJ.eyJleHAiOjFlMzA4fQ.x")
 	f.Fuzz(func(t *testing.T, s string) {
 		exp := expiryOfJWT(Secret(s))
-		if !exp.IsZero() && (exp.Unix() < 0 || time.Until(exp) > jwtMost+time.Minute) {
+		if !exp.IsZero() && (exp.Unix() < 0 || time.Until(exp) > maxJWTExpiry+time.Minute) {
 			t.Fatalf("%q ends at %v", s, exp)
 		}
 	})

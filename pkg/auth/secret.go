@@ -10,19 +10,18 @@ import (
 	"log/slog"
 )
 
-// Secret is a token. Every printed form of it is ***, so that it can stand in a
-// configuration or a credential that somebody logs one day. Two places know
-// no methods and show it all the same: an unexported field printed by fmt, and a key
-// of a map encoded as JSON. Keep secrets out of both.
+// Secret is a token. All its printed forms are ***, so a configuration or a credential that holds one
+// can be logged. Two places call no methods and reveal it: an unexported field printed by fmt, and a
+// map key encoded as JSON. Keep secrets out of both.
 type Secret string
 
-// redacted is what a secret looks like. It says nothing, not even how long it is.
+// redacted is the printed form of a secret. It does not reveal the length either.
 const redacted = "***"
 
-// tokenBytes is how much randomness a new token has.
+// tokenBytes is the number of random bytes in a new token.
 const tokenBytes = 32
 
-// NewToken makes a token of 256 random bits, in letters, digits, '-' and '_'.
+// NewToken makes a token of 256 random bits, encoded in unpadded base64url.
 func NewToken() Secret {
 	b := make([]byte, tokenBytes)
 	rand.Read(b)
@@ -32,7 +31,7 @@ func NewToken() Secret {
 // Reveal returns the token itself, for sending it or writing it to its file.
 func (s Secret) Reveal() string { return string(s) }
 
-// Hashed returns the token as the token file should hold it: sha256:HEX.
+// Hashed returns the form in which the token file should hold the token: sha256:HEX.
 func (s Secret) Hashed() string {
 	digest := sha256.Sum256([]byte(s))
 	return hashPrefix + hex.EncodeToString(digest[:])
@@ -45,7 +44,9 @@ func (Secret) String() string { return redacted }
 func (Secret) GoString() string { return redacted }
 
 // Format implements fmt.Formatter, so that %x and %d reveal no more than %s.
-func (Secret) Format(f fmt.State, _ rune) { io.WriteString(f, redacted) } //nolint:errcheck // fmt.State takes everything
+func (Secret) Format(f fmt.State, _ rune) {
+	io.WriteString(f, redacted) //nolint:errcheck // fmt.State takes everything
+}
 
 // MarshalText implements encoding.TextMarshaler.
 func (Secret) MarshalText() ([]byte, error) { return []byte(redacted), nil }

@@ -12,20 +12,20 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// nodeLifetime is how long a node's certificate is good unless somebody says otherwise.
+// nodeLifetime is the default lifetime of a node certificate.
 const nodeLifetime = 30 * 24 * time.Hour
 
-// FileSigner signs with a CA whose certificate and key are in files. It reads them each
-// time, which is once in weeks for each node, so that a CA that changes is taken up.
+// FileSigner signs with a CA whose certificate and key are in files. It reads the files at each
+// signature, so a replaced CA is used at once. Each node needs a signature once in weeks only.
 type FileSigner struct {
-	certFile, keyFile string
-	lifetime          time.Duration
+	certFile, keyFile string        // PEM
+	lifetime          time.Duration // of the certificates; cut to the life of the CA
 }
 
 var _ Signer = (*FileSigner)(nil)
 
-// NewFileSigner returns a FileSigner whose certificates are good for lifetime; 0 is 30
-// days. A CA that cannot sign certificates for clients is an error.
+// NewFileSigner returns a FileSigner whose certificates are valid for lifetime; 0: 30 days. It
+// returns an error if the CA cannot sign certificates for clients now.
 func NewFileSigner(certFile, keyFile string, lifetime time.Duration) (*FileSigner, error) {
 	if lifetime == 0 {
 		lifetime = nodeLifetime
@@ -37,7 +37,7 @@ func NewFileSigner(certFile, keyFile string, lifetime time.Duration) (*FileSigne
 	return s, nil
 }
 
-// load reads the CA.
+// load reads the CA and checks that it may sign certificates for clients now.
 func (s *FileSigner) load() (*CA, error) {
 	certPEM, err := os.ReadFile(s.certFile)
 	if err != nil {
@@ -51,8 +51,11 @@ func (s *FileSigner) load() (*CA, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s and %s: %w", s.certFile, s.keyFile, err)
 	}
-	forClients := func(u x509.ExtKeyUsage) bool { return u == x509.ExtKeyUsageClientAuth || u == x509.ExtKeyUsageAny }
-	if usages := ca.cert.ExtKeyUsage; len(usages) > 0 && !slices.ContainsFunc(usages, forClients) { // none is any
+	forClients := func(u x509.ExtKeyUsage) bool {
+		return u == x509.ExtKeyUsageClientAuth || u == x509.ExtKeyUsageAny
+	}
+	// A CA without extended key usages may sign for every usage.
+	if usages := ca.cert.ExtKeyUsage; len(usages) > 0 && !slices.ContainsFunc(usages, forClients) {
 		return nil, fmt.Errorf("%s: the CA may not sign certificates for clients (extended key usage)", s.certFile)
 	}
 	if now := time.Now(); now.Before(ca.cert.NotBefore) || now.After(ca.cert.NotAfter) {
@@ -62,7 +65,7 @@ func (s *FileSigner) load() (*CA, error) {
 	return ca, nil
 }
 
-// Sign implements Signer. Only the key is the request's; all else is decided here.
+// Sign implements Signer. Only the key comes from the request; all other fields are set here.
 func (s *FileSigner) Sign(_ context.Context, node tunnel.NodeName, request []byte) ([]byte, error) {
 	r, err := ParseRequest(node, request)
 	if err != nil {

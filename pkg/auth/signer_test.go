@@ -182,7 +182,7 @@ func (f signerFunc) Sign(_ context.Context, node tunnel.NodeName, request []byte
 func TestIssuer(t *testing.T) {
 	ca := newNodeCA(t)
 	signer := fileSigner(t, ca.CA, time.Hour)
-	gate, _ := certified(t, "edge1:j join\nedge1:t\nedge2:j2 join expires=2020-01-01T00:00:00Z\n", ca, nil)
+	gate, _ := newCertificateGate(t, "edge1:j join\nedge1:t\nedge2:j2 join expires=2020-01-01T00:00:00Z\n", ca, nil)
 	issuer := NewIssuer(gate, signer)
 	_, request, err := NewRequest("edge1")
 	if err != nil {
@@ -199,7 +199,7 @@ func TestIssuer(t *testing.T) {
 	if _, err := gate.Authenticate(t.Context(), Credential{Node: "edge1", Chain: certs}); err != nil {
 		t.Errorf("the certificate that was issued: %v", err)
 	}
-	if _, err := issuer.Again(t.Context(), byCert("edge1", certs...), request); err != nil {
+	if _, err := issuer.Again(t.Context(), certCredential("edge1", certs...), request); err != nil {
 		t.Errorf("again: %v", err)
 	}
 	for name, c := range map[string]Credential{
@@ -212,7 +212,7 @@ func TestIssuer(t *testing.T) {
 			t.Errorf("%s: %v", name, err)
 		}
 	}
-	if _, err := issuer.Again(t.Context(), byCert("edge2", certs...), request); err == nil {
+	if _, err := issuer.Again(t.Context(), certCredential("edge2", certs...), request); err == nil {
 		t.Error("edge2's session gets a certificate of edge1")
 	}
 	if _, _, err := issuer.First(t.Context(), Credential{Node: "edge1", Token: "j"}, nil); err == nil || errors.Is(err, ErrUnauthenticated) {
@@ -232,13 +232,13 @@ func TestIssuer(t *testing.T) {
 		"is down":       func(tunnel.NodeName, []byte) ([]byte, error) { return nil, errors.New("down") },
 		"signs nothing": func(tunnel.NodeName, []byte) ([]byte, error) { return []byte("\n"), nil },
 	} {
-		if _, err := NewIssuer(gate, s).Again(t.Context(), byCert("edge1", certs...), request); err == nil {
+		if _, err := NewIssuer(gate, s).Again(t.Context(), certCredential("edge1", certs...), request); err == nil {
 			t.Errorf("a signer that %s: accepted", name)
 		}
 	}
 	// A node that is revoked while its certificate is signed gets none.
 	late := signerFunc(func(node tunnel.NodeName, request []byte) ([]byte, error) {
-		change(t, gate, "edge1:revoked\n")
+		setTokens(t, gate, "edge1:revoked\n")
 		return signer.Sign(t.Context(), node, request)
 	})
 	if _, _, err := NewIssuer(gate, late).First(t.Context(), Credential{Node: "edge1", Token: "j"}, request); err == nil {
@@ -251,8 +251,8 @@ func TestIssuer(t *testing.T) {
 func TestSignerDown(t *testing.T) {
 	ca := newNodeCA(t)
 	signer := fileSigner(t, ca.CA, time.Hour)
-	gate, _ := certified(t, "edge1:t\n", ca, nil)
-	edge1 := byCert("edge1", ca.sign(t, "edge1", nil))
+	gate, _ := newCertificateGate(t, "edge1:t\n", ca, nil)
+	edge1 := certCredential("edge1", ca.sign(t, "edge1", nil))
 	_, request, err := NewRequest("edge1")
 	if err != nil {
 		t.Fatal(err)
@@ -294,14 +294,14 @@ func TestRevokedGetsNoCertificate(t *testing.T) {
 		"nothing has changed":        {lines + "# a comment\n", nil, true, true},
 		"a bad file":                 {lines + "edge1\n", nil, true, true},
 		"the node":                   {lines + "edge1:revoked\n", nil, false, false},
-		"its certificates":           {lines + "edge1:revoked before=" + after(-time.Second) + "\n", nil, false, true},
+		"its certificates":           {lines + "edge1:revoked before=" + timeAfter(-time.Second) + "\n", nil, false, true},
 		"the join token":             {"edge1:other join\n", nil, true, false},
 		"the CA":                     {lines, next.pool, false, true},
-		"certificates, with a token": {"edge1:revoked before=" + after(-time.Second) + "\nedge1:" + Secret("j").Hashed() + " join\n", nil, false, true},
+		"certificates, with a token": {"edge1:revoked before=" + timeAfter(-time.Second) + "\nedge1:" + Secret("j").Hashed() + " join\n", nil, false, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			pool := ca.pool
-			gate, _ := certified(t, lines, ca, func(c *GateConfig) { c.NodeCA = func() *x509.CertPool { return pool } })
+			gate, _ := newCertificateGate(t, lines, ca, func(c *GateConfig) { c.NodeCA = func() *x509.CertPool { return pool } })
 			files := fileSigner(t, ca.CA, time.Hour)
 			signer := signerFunc(func(node tunnel.NodeName, request []byte) ([]byte, error) {
 				writeFile(t, gate.cfg.Tokens.path, c.content)
@@ -314,7 +314,7 @@ func TestRevokedGetsNoCertificate(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			old := byCert("edge1", ca.sign(t, "edge1", func(c *x509.Certificate) { c.NotBefore = time.Now().Add(-time.Hour) }))
+			old := certCredential("edge1", ca.sign(t, "edge1", func(c *x509.Certificate) { c.NotBefore = time.Now().Add(-time.Hour) }))
 			if _, err := gate.Authenticate(t.Context(), old); err != nil {
 				t.Fatal(err)
 			}

@@ -7,8 +7,8 @@ import (
 	"strings"
 )
 
-// Sources is a list of networks whose addresses may connect. The empty list permits
-// nobody. A []netip.Prefix converts to it.
+// Sources is a list of networks that may connect. The empty list permits nobody. A []netip.Prefix
+// converts to it.
 type Sources []netip.Prefix
 
 // ParseSources parses addresses and CIDR networks, such as "10.0.0.0/8" and "::1".
@@ -24,8 +24,8 @@ func ParseSources(entries []string) (Sources, error) {
 	return s, nil
 }
 
-// Permits reports whether a is in one of the networks. An IPv4 address is the same
-// in its IPv6 form (::ffff:10.0.0.1), and a zone does not matter.
+// Permits reports whether a is in one of the networks. The IPv6 form of an IPv4 address
+// (::ffff:10.0.0.1) counts as that address, and a zone does not matter.
 func (s Sources) Permits(a netip.Addr) bool {
 	for _, p := range s {
 		if contains(p, a) {
@@ -35,7 +35,7 @@ func (s Sources) Permits(a netip.Addr) bool {
 	return false
 }
 
-// String returns the list as a log line shows it.
+// String returns the list for a log line.
 func (s Sources) String() string {
 	words := make([]string, len(s))
 	for i, p := range s {
@@ -44,11 +44,12 @@ func (s Sources) String() string {
 	return strings.Join(words, ",")
 }
 
+// contains reports whether p holds a, both in their IPv4 form if they have one.
 func contains(p netip.Prefix, a netip.Addr) bool {
 	return unmapPrefix(p).Contains(a.Unmap().WithZone(""))
 }
 
-// unmapPrefix returns the IPv4 network that ::ffff:a.b.c.d/n stands for.
+// unmapPrefix returns the IPv4 network for ::ffff:a.b.c.d/n, and other prefixes unchanged.
 func unmapPrefix(p netip.Prefix) netip.Prefix {
 	if p.Addr().Is4In6() && p.Bits() >= 96 {
 		return netip.PrefixFrom(p.Addr().Unmap(), p.Bits()-96)
@@ -60,7 +61,7 @@ func errNotNetwork() error {
 	return errors.New("not an IP address or a CIDR network such as 10.0.0.0/8")
 }
 
-// parsePrefix parses an address or a CIDR network.
+// parsePrefix parses an address or a CIDR network. IPv4-mapped IPv6 forms become IPv4.
 func parsePrefix(s string) (netip.Prefix, error) {
 	if !strings.Contains(s, "/") {
 		a, err := netip.ParseAddr(s)
@@ -79,8 +80,10 @@ func parsePrefix(s string) (netip.Prefix, error) {
 	}
 	p = unmapPrefix(p)
 	if p != p.Masked() {
-		// One of the two is a slip, and the wrong guess opens a whole network.
-		return netip.Prefix{}, fmt.Errorf("the address has bits outside its network; write %s for the network or %s for the address", p.Masked(), p.Addr())
+		// Either the address or the length is a mistake. A wrong guess could permit a whole network.
+		return netip.Prefix{}, fmt.Errorf(
+			"the address has bits outside its network; write %s for the network or %s for the address",
+			p.Masked(), p.Addr())
 	}
 	return p, nil
 }

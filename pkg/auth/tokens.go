@@ -13,8 +13,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Tokens is the token file: which token proves which node, and which node is revoked. It
-// follows its file while Run runs; a [Gate] does that for it.
+// Tokens is the token file. It says which token proves which node, and which nodes are revoked. It
+// follows its file while Run runs; a [Gate] calls Run.
 //
 //	# node:token, better node:sha256:HEX
 //	edge1:sha256:3f5c…
@@ -22,57 +22,59 @@ import (
 //	edge2:sha256:07de…      a second line for a node: both are good, for rotation
 //	edge3:sha256:5b1e… join expires=2026-11-22T10:00:00Z
 //	                        gets a certificate until then, and opens no session
-//	edge4:revoked           nothing proves this node
+//	edge4:revoked           no proof of this node is good
 //	edge5:revoked before=2026-11-21T09:30:00Z
 //	                        certificates issued earlier do not prove this node
 //	default:correct-horse   any node without a line of its own; only with allowshared
 //
-// (What stands on the right is no part of the file: a comment has a line of its own.) It
-// holds sums, never tokens. A line whose time has come is good for nothing, but its node
-// still has a line of its own.
+// (The explanations on the right are not part of the file: a comment needs a line of its own.)
+// Tokens keeps the SHA-256 sums of tokens in memory, never tokens. The token of an expired line is
+// good for nothing, but its node still counts as one with a line of its own.
 type Tokens struct {
 	// Set once.
 	path        string
 	allowShared bool
 	mayBeEmpty  bool
 	log         *slog.Logger
-	// adopted is told of every change, and says how many grants it has ended. The Gate
-	// sets it before Run.
-	adopted func() (revoked int)
+	// onChange is called after each change of table. It returns how many grants it has ended.
+	// NewGate sets it, before Run.
+	onChange func() (revoked int)
 
-	// Owned by Run, and by NewTokens before it.
-	content [sha256.Size]byte // of the content that table was made from
-	badness string            // what has been logged about the file, "" while it is good
+	// Owned by Run's goroutine, and by NewTokens before Run.
+	content     [sha256.Size]byte // SHA-256 of the content that table was made from
+	loggedFault string            // identifies the fault that was logged last; "": the file is good
 
-	table atomic.Pointer[table]
-	fault atomic.Pointer[error] // what is wrong with the file now; nil: nothing
+	table atomic.Pointer[table] // the content in force; replaced as a whole by adopt
+	fault atomic.Pointer[error] // what is wrong with the file now; nil: nothing. Stored by Run's goroutine
 }
 
+// sum is the SHA-256 of a token.
 type sum = [sha256.Size]byte
 
-// TokensConfig is what Tokens needs.
+// TokensConfig configures Tokens.
 type TokensConfig struct {
 	Path        string
-	AllowShared bool // default: lines are allowed
-	// MayBeEmpty allows a file without a token, for a cloud that has other proofs of a
-	// node. It must be there, for that is where nodes are revoked.
+	AllowShared bool // permits default: lines
+	// MayBeEmpty permits a file without a token, for a cloud that accepts other proofs of a node.
+	// The file itself must exist: nodes are revoked there.
 	MayBeEmpty bool
 	Log        *slog.Logger
 }
 
-// NewTokens reads the token file. A file that is missing, empty or malformed is an
-// error that names the line and what to do; it never shows a token.
+// NewTokens reads the token file. If the file is missing, empty or malformed, the error names the
+// line and what to do. An error never holds a token.
 func NewTokens(cfg TokensConfig) (*Tokens, error) {
 	t := &Tokens{
 		path:        cfg.Path,
 		allowShared: cfg.AllowShared,
 		mayBeEmpty:  cfg.MayBeEmpty,
 		log:         cfg.Log,
-		adopted:     func() int { return 0 },
+		onChange:    func() int { return 0 },
 	}
 	content, _, err := readSecretFile(t.path, maxTokenFile, t.log)
 	if err != nil {
-		return nil, fmt.Errorf("token file: %w; create it with a line node:sha256:HEX for each edge, readable by its owner alone", err)
+		return nil, fmt.Errorf("token file: %w; "+
+			"create it with a line node:sha256:HEX for each edge, readable by its owner alone", err)
 	}
 	tb, err := parseTokens(t.path, string(content), t.allowShared, t.mayBeEmpty)
 	if err != nil {
@@ -84,16 +86,16 @@ func NewTokens(cfg TokensConfig) (*Tokens, error) {
 	return t, nil
 }
 
-// adopt makes tb the truth and ends the grants that it does not bear out.
+// adopt puts tb in force, and ends the grants that are no longer good. It returns how many.
 func (t *Tokens) adopt(tb *table) (revoked int) {
 	t.table.Store(tb)
-	return t.adopted()
+	return t.onChange()
 }
 
-// asOfNow returns what decides about something that outlives the next look at the file:
-// what is in force, and what the file holds at this moment if that is something else, and
-// good. It is not adopted here: somebody may be writing it.
-func (t *Tokens) asOfNow() []*table {
+// currentTables returns the tables for a decision that outlives the next reload, such as the issue of
+// a certificate. They are the table in force and, if the file has changed and is good, the file's
+// content at this moment. The new content is not put in force: somebody may still be writing it.
+func (t *Tokens) currentTables() []*table {
 	content, _, err := readSecretFile(t.path, maxTokenFile, slog.New(slog.DiscardHandler))
 	inForce := t.table.Load()
 	if err != nil || sha256.Sum256(content) == inForce.digest {
@@ -106,41 +108,41 @@ func (t *Tokens) asOfNow() []*table {
 	return []*table{inForce, next}
 }
 
-// table is a parsed token file. It never changes.
+// table is the parsed token file. It never changes.
 type table struct {
-	digest [sha256.Size]byte // of the content that it was made from
-	own    map[tunnel.NodeName]*entry
-	shared []token // good for every node that has no token in own
-	short  []int   // numbers of the lines with short tokens
-	most   int     // the most tokens that one node has: how many are compared every time
+	digest    [sha256.Size]byte          // SHA-256 of the content that it was made from
+	byNode    map[tunnel.NodeName]*entry // nodes that have lines of their own
+	shared    []token                    // good for every node without a token in byNode
+	short     []int                      // numbers of the lines with short tokens
+	maxTokens int                        // the largest number of tokens of one node; each check compares as many
 }
 
-// entry is what the file says of one node.
+// entry is what the file says about one node.
 type entry struct {
 	tokens  []token
-	revoked bool
-	before  time.Time // certificates issued earlier are not good; zero: any may be
+	revoked bool      // no proof of the node is good
+	before  time.Time // certificates issued earlier are revoked; zero: none
 }
 
-// add takes a line while the table is made.
+// add adds a line while the table is being built.
 func (tb *table) add(l line) {
 	if l.short {
 		tb.short = append(tb.short, l.number)
 	}
 	if l.node == "" {
 		tb.shared = append(tb.shared, l.token)
-		tb.most = max(tb.most, len(tb.shared))
+		tb.maxTokens = max(tb.maxTokens, len(tb.shared))
 		return
 	}
-	e := tb.own[l.node]
+	e := tb.byNode[l.node]
 	if e == nil {
 		e = new(entry)
-		tb.own[l.node] = e
+		tb.byNode[l.node] = e
 	}
 	switch {
 	case !l.revoked:
 		e.tokens = append(e.tokens, l.token)
-		tb.most = max(tb.most, len(e.tokens))
+		tb.maxTokens = max(tb.maxTokens, len(e.tokens))
 	case l.before.IsZero():
 		e.revoked = true
 	case l.before.After(e.before):
@@ -148,33 +150,33 @@ func (tb *table) add(l line) {
 	}
 }
 
-// revoked says whether nothing proves node, and before when certificates were issued
-// that do not.
+// revoked returns whether every proof of node is revoked, and the time before which certificates of
+// node are revoked.
 func (tb *table) revoked(node tunnel.NodeName) (all bool, before time.Time) {
-	if e := tb.own[node]; e != nil {
+	if e := tb.byNode[node]; e != nil {
 		return e.revoked, e.before
 	}
 	return false, time.Time{}
 }
 
-// token finds the token of node with the sum s that is for joining, or not, and good for
-// the longest time from now. It compares sums, in constant time and as many of them for
-// an unknown node as for a known one.
+// token returns the token of node that has the sum s and is, or is not, for joining. Of several it
+// returns the one that expires last, among those that are good at now. To reveal nothing by its
+// running time, it compares in constant time, and makes as many comparisons for an unknown node.
 func (tb *table) token(node tunnel.NodeName, s sum, join bool, now time.Time) (token, error) {
 	tokens := tb.shared
-	if e := tb.own[node]; e != nil && len(e.tokens) > 0 {
-		// A node with a line of its own cannot be had with the shared token.
+	if e := tb.byNode[node]; e != nil && len(e.tokens) > 0 {
+		// The shared token is not good for a node with a line of its own.
 		tokens = e.tokens
 	}
 	var best token
 	found, fits, ok := false, false, false
-	for i := range tb.most {
+	for i := range tb.maxTokens {
 		var t token
-		there := 0
+		present := 0
 		if i < len(tokens) {
-			t, there = tokens[i], 1
+			t, present = tokens[i], 1
 		}
-		if there&subtle.ConstantTimeCompare(t.sum[:], s[:]) == 0 {
+		if present&subtle.ConstantTimeCompare(t.sum[:], s[:]) == 0 {
 			continue
 		}
 		found = true
@@ -196,27 +198,30 @@ func (tb *table) token(node tunnel.NodeName, s sum, join bool, now time.Time) (t
 	case fits:
 		return token{}, refusal("the token has expired; make another with tunnel token create")
 	case join:
-		return token{}, refusal("the token opens sessions; for a certificate there must be a join token (tunnel token create)")
+		return token{}, refusal("the token opens sessions; " +
+			"for a certificate there must be a join token (tunnel token create)")
 	}
 	return token{}, refusal("a join token opens no session; run tunnel join with it")
 }
 
-// outlasts reports whether a is later than b, where zero is never.
+// outlasts reports whether a is later than b; zero is never.
 func outlasts(a, b time.Time) bool {
 	return !b.IsZero() && (a.IsZero() || a.After(b))
 }
 
-// warn logs what is allowed in a token file but not wise.
+// warn logs a warning about short tokens, and about a token that two nodes share.
 func (tb *table) warn(log *slog.Logger) {
 	if n := len(tb.short); n > 0 {
-		log.Warn(fmt.Sprintf("lines of the token file have tokens of fewer than %d characters, which may be guessed; make others with tunnel token create", longEnough),
+		log.Warn(fmt.Sprintf("lines of the token file have tokens of fewer than %d characters, "+
+			"which may be guessed; make others with tunnel token create", minTokenChars),
 			"lines", tb.short[:min(n, maxProblems)], "count", n)
 	}
 	owner := make(map[sum]tunnel.NodeName)
-	for _, node := range slices.Sorted(maps.Keys(tb.own)) {
-		for _, t := range tb.own[node].tokens {
+	for _, node := range slices.Sorted(maps.Keys(tb.byNode)) {
+		for _, t := range tb.byNode[node].tokens {
 			if first, taken := owner[t.sum]; taken && first != node {
-				log.Warn("two nodes have the same token and can join as each other; give each its own", "node", first, "other", node)
+				log.Warn("two nodes have the same token and can join as each other; give each its own",
+					"node", first, "other", node)
 				return
 			}
 			owner[t.sum] = node

@@ -11,11 +11,10 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// The functions of this file change the content of a token file for the tools, and leave
-// what they are not asked about as it is: comments, order, line ends. Content that is
-// malformed is an error that names the line.
+// The functions of this file edit the content of a token file, for the command line. They leave other
+// lines as they are: comments, order, line ends. Malformed content is an error that names the line.
 
-// Kind is what a line of the token file is for.
+// Kind is the purpose of a line of the token file.
 type Kind string
 
 // The kinds of lines.
@@ -23,38 +22,41 @@ const (
 	KindToken         Kind = "token"          // opens sessions of its node
 	KindJoin          Kind = "join token"     // gets a certificate for its node
 	KindShared        Kind = "shared"         // a default: line, for any node
-	KindRevoked       Kind = "revoked"        // nothing proves the node
-	KindRevokedBefore Kind = "revoked before" // certificates issued earlier do not prove it
+	KindRevoked       Kind = "revoked"        // no proof of the node is good
+	KindRevokedBefore Kind = "revoked before" // certificates issued earlier are revoked
 )
 
-// Line is one line of a token file, as far as it may be shown.
+// Line is one line of a token file, without its secret.
 type Line struct {
-	Number  int
-	Node    tunnel.NodeName // "": any, a default: line
+	Number  int             // from 1
+	Node    tunnel.NodeName // "": any node, a default: line
 	Kind    Kind
-	ID      string    // the first 8 digits of the token's SHA-256; "": no token
-	Hashed  bool      // the file holds the sum, not the token
+	ID      string    // the first 8 hexadecimal digits of the token's SHA-256; "": no token
+	Hashed  bool      // the file holds the SHA-256, not the token
 	Expires time.Time // zero: never
-	Before  time.Time // of KindRevokedBefore
+	Before  time.Time // set for KindRevokedBefore: certificates issued earlier are revoked
 }
 
-// TokenLine is a line that AddToken adds.
+// TokenLine is a line for AddToken to add.
 type TokenLine struct {
 	Node    tunnel.NodeName
 	Secret  Secret
-	Join    bool      // it gets a certificate and opens no session
+	Join    bool      // gets a certificate and opens no session
 	Expires time.Time // zero: never
 }
 
-// List returns the lines that say something, in order.
+// List returns the lines of the file in order, without comments and blank lines.
 func List(content string) ([]Line, error) {
-	parsed, err := wholeFile(content)
+	parsed, err := parseAll(content)
 	if err != nil {
 		return nil, err
 	}
 	lines := make([]Line, len(parsed))
 	for i, l := range parsed {
-		lines[i] = Line{Number: l.number, Node: l.node, Kind: l.kind(), Hashed: l.hashed, Expires: l.token.expires, Before: l.before}
+		lines[i] = Line{
+			Number: l.number, Node: l.node, Kind: l.kind(),
+			Hashed: l.hashed, Expires: l.token.expires, Before: l.before,
+		}
 		if !l.revoked {
 			lines[i].ID = hex.EncodeToString(l.token.sum[:4])
 		}
@@ -62,6 +64,7 @@ func List(content string) ([]Line, error) {
 	return lines, nil
 }
 
+// kind returns the kind of a parsed line.
 func (l line) kind() Kind {
 	switch {
 	case l.revoked && l.before.IsZero():
@@ -76,10 +79,10 @@ func (l line) kind() Kind {
 	return KindToken
 }
 
-// AddToken adds a line, behind the last one of its node. A node that was revoked may join
-// again by the new token, but not by a certificate from before now.
+// AddToken adds a line behind the last line of its node. If the node was revoked, it can join with the
+// new token, but not with a certificate from before now.
 func AddToken(content string, t TokenLine, now time.Time) (string, error) {
-	lines, err := wholeFile(content)
+	lines, err := parseAll(content)
 	if err != nil {
 		return "", err
 	}
@@ -91,10 +94,10 @@ func AddToken(content string, t TokenLine, now time.Time) (string, error) {
 	}
 	text := string(t.Node) + ":" + t.Secret.Hashed()
 	if t.Join {
-		text += " " + wordJoin
+		text += " " + keywordJoin
 	}
 	if !t.Expires.IsZero() {
-		text += " " + wordExpires + t.Expires.UTC().Format(time.RFC3339)
+		text += " " + keywordExpires + t.Expires.UTC().Format(time.RFC3339)
 	}
 	e := newEdit(content)
 	at := len(e.lines)
@@ -111,18 +114,16 @@ func AddToken(content string, t TokenLine, now time.Time) (string, error) {
 	return e.String(), nil
 }
 
-// revokedBefore is the line that makes certificates bad which were issued before now. Times
-// in certificates are whole seconds, so that those of the second that has begun are among
-// them.
+// revokedBefore returns the line that revokes certificates issued before now. Times in certificates are
+// whole seconds, so the time in the line is rounded up: it includes the current second.
 func revokedBefore(node tunnel.NodeName, now time.Time) string {
 	next := now.UTC().Truncate(time.Second).Add(time.Second)
-	return string(node) + ":" + wordRevoked + " " + wordBefore + next.Format(time.RFC3339)
+	return string(node) + ":" + keywordRevoked + " " + keywordBefore + next.Format(time.RFC3339)
 }
 
-// RevokeNode revokes a node: its tokens leave the file, and nothing else proves it any
-// more.
+// RevokeNode revokes a node: it removes the node's lines and adds a line that revokes every proof.
 func RevokeNode(content string, node tunnel.NodeName) (string, error) {
-	lines, err := wholeFile(content)
+	lines, err := parseAll(content)
 	if err != nil {
 		return "", err
 	}
@@ -137,12 +138,12 @@ func RevokeNode(content string, node tunnel.NodeName) (string, error) {
 			e.remove(l.number)
 		}
 	}
-	e.insert(at, string(node)+":"+wordRevoked)
+	e.insert(at, string(node)+":"+keywordRevoked)
 	return e.String(), nil
 }
 
-// wholeFile reads every line; default: ones are somebody else's question.
-func wholeFile(content string) ([]line, error) {
+// parseAll parses every line. It permits default: lines: the cloud decides whether they are allowed.
+func parseAll(content string) ([]line, error) {
 	var problems []error
 	lines := parseLines(content, func(number int, err error) bool {
 		problems = append(problems, fmt.Errorf("line %d: %w", number, err))
@@ -151,26 +152,26 @@ func wholeFile(content string) ([]line, error) {
 	return lines, errors.Join(problems...)
 }
 
-// edit is a file's lines, with their ends.
+// edit holds the lines of a file, each with its line end.
 type edit struct {
-	lines []string
-	end   string // of new lines: what the first one has
+	lines   []string
+	newline string // line end for new lines, as in the first line
 }
 
 func newEdit(content string) *edit {
-	e := &edit{lines: slices.Collect(strings.Lines(content)), end: "\n"}
+	e := &edit{lines: slices.Collect(strings.Lines(content)), newline: "\n"}
 	if len(e.lines) > 0 && strings.HasSuffix(e.lines[0], "\r\n") {
-		e.end = "\r\n"
+		e.newline = "\r\n"
 	}
 	if n := len(e.lines); n > 0 && !strings.HasSuffix(e.lines[n-1], "\n") {
-		e.lines[n-1] += e.end
+		e.lines[n-1] += e.newline
 	}
 	return e
 }
 
-// replace, insert and remove count lines from 1; insert does so behind that line.
-func (e *edit) replace(n int, text string) { e.lines[n-1] = text + e.end }
-func (e *edit) insert(n int, text string)  { e.lines = slices.Insert(e.lines, n, text+e.end) }
+// replace, insert and remove take line numbers from 1. insert adds text behind line n.
+func (e *edit) replace(n int, text string) { e.lines[n-1] = text + e.newline }
+func (e *edit) insert(n int, text string)  { e.lines = slices.Insert(e.lines, n, text+e.newline) }
 func (e *edit) remove(n int)               { e.lines = slices.Delete(e.lines, n-1, n) }
 
 func (e *edit) String() string { return strings.Join(e.lines, "") }

@@ -142,10 +142,10 @@ func TestEditsProperty(t *testing.T) {
 			if all, _ := tb.revoked(node); all == add {
 				t.Fatalf("revoked: %v in %q", all, edited)
 			}
-			if i := slices.IndexFunc(tb.own[node].tokens, func(k token) bool { return hashPrefix+fmt.Sprintf("%x", k.sum) == secret.Hashed() }); (i >= 0) != add {
+			if i := slices.IndexFunc(tb.byNode[node].tokens, func(k token) bool { return hashPrefix+fmt.Sprintf("%x", k.sum) == secret.Hashed() }); (i >= 0) != add {
 				t.Fatalf("the token is at %d in %q", i, edited)
 			}
-			if !add && len(tb.own[node].tokens) != 0 {
+			if !add && len(tb.byNode[node].tokens) != 0 {
 				t.Fatalf("tokens are left in %q", edited)
 			}
 			content = edited
@@ -172,7 +172,7 @@ func FuzzTokenEdits(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if tb, err := parseTokens("tokens", revoked, true, true); err != nil || !tb.own["edge1"].revoked || len(tb.own["edge1"].tokens) != 0 {
+		if tb, err := parseTokens("tokens", revoked, true, true); err != nil || !tb.byNode["edge1"].revoked || len(tb.byNode["edge1"].tokens) != 0 {
 			t.Fatalf("%q became %q: %v", added, revoked, err)
 		}
 	})

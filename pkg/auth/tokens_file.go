@@ -19,32 +19,32 @@ import (
 )
 
 const (
-	// maxTokenFile is the largest token file, in bytes: room for 100,000 nodes.
+	// maxTokenFile is the largest token file, in bytes. It holds the tokens of 100,000 nodes.
 	maxTokenFile = 16 << 20
-	// maxToken is the longest token, in bytes. Twice that (every byte escaped), a
-	// node name and the field names still fit maxWire.
-	// A projected ServiceAccount token has 1 to 2 KiB.
+	// maxToken is the longest token, in bytes. Twice that (if JSON escapes every byte) still fits into
+	// maxWire, together with a node name and the field names. A projected ServiceAccount token has 1
+	// to 2 KiB.
 	maxToken = 3584
-	// maxProblems is how many faults of a file are reported at once.
+	// maxProblems is how many problems of a file are reported at once.
 	maxProblems = 10
 
-	hashPrefix = "sha256:"
-	sharedName = "default"
+	hashPrefix = "sha256:" // stands before the SHA-256 of a token
+	sharedName = "default" // stands in place of a node, for any node
 )
 
-// parseTokens parses a token file. name stands before the line number in errors.
-// mayBeEmpty says whether a file in which there is no token is a good one.
+// parseTokens parses a token file. name stands before the line number in errors. mayBeEmpty permits a
+// file without a token.
 func parseTokens(name, content string, allowShared, mayBeEmpty bool) (*table, error) {
 	var problems []error
-	bad := func(number int, err error) bool {
+	report := func(number int, err error) bool {
 		problems = append(problems, fmt.Errorf("%s:%d: %w", name, number, err))
 		return len(problems) < maxProblems
 	}
-	lines := parseLines(content, bad)
-	tb := &table{digest: sha256.Sum256([]byte(content)), own: make(map[tunnel.NodeName]*entry)}
+	lines := parseLines(content, report)
+	tb := &table{digest: sha256.Sum256([]byte(content)), byNode: make(map[tunnel.NodeName]*entry)}
 	for _, l := range lines {
 		if l.node == "" && !allowShared && len(problems) < maxProblems {
-			bad(l.number, errors.New("a default: line lets every holder of its token join as any node; "+
+			report(l.number, errors.New("a default: line lets every holder of its token join as any node; "+
 				"give each node a line of its own, or set allowshared = true under [mode.cloud.stream.server]"))
 		}
 		tb.add(l)
@@ -52,23 +52,24 @@ func parseTokens(name, content string, allowShared, mayBeEmpty bool) (*table, er
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
 	}
-	if tb.most == 0 && !mayBeEmpty {
+	if tb.maxTokens == 0 && !mayBeEmpty {
 		return nil, fmt.Errorf("%s: no token in it: nobody could join; add a line node:sha256:HEX for each edge", name)
 	}
 	return tb, nil
 }
 
-// parseSum returns the sum of a token that a file holds as it is or hashed.
+// parseSum returns the SHA-256 of a token that the file holds in plain or hashed form.
 func parseSum(token string) (s sum, err error) {
 	digits, hashed := strings.CutPrefix(token, hashPrefix)
 	if !hashed {
-		if isSlip(token) {
-			return s, errors.New("where the token should be there stands something like revoked, join, expires=TIME or sha256:, which would be a token that anybody guesses; " +
+		if isMisplacedKeyword(token) {
+			return s, errors.New("where the token should be there stands something like revoked, join, " +
+				"expires=TIME or sha256:, which would be a token that anybody guesses; " +
 				"write node:revoked in lower case, or node:sha256:HEX and the attributes behind it")
 		}
 		return sha256.Sum256([]byte(token)), checkToken(token)
 	}
-	// Decoded into a larger buffer, so that too many digits are noticed.
+	// hex.DecodeString decodes any number of digits, so that too many digits are noticed.
 	b, err := hex.DecodeString(digits)
 	if err != nil || len(b) != len(s) {
 		return s, fmt.Errorf("after %s there must be %d hexadecimal digits", hashPrefix, 2*len(s))
@@ -76,16 +77,17 @@ func parseSum(token string) (s sum, err error) {
 	return sum(b), nil
 }
 
-// isSlip reports whether a plain token is one of the words of a line, misspelt or where
-// the token was forgotten.
-func isSlip(token string) bool {
+// isMisplacedKeyword reports whether a plain token is probably a misplaced or misspelt keyword: the token was
+// forgotten.
+func isMisplacedKeyword(token string) bool {
 	token = strings.ToLower(token)
-	return token == wordJoin || slices.ContainsFunc([]string{"revoke", wordBefore, wordExpires, hashPrefix}, func(word string) bool {
-		return strings.HasPrefix(token, word)
-	})
+	return token == keywordJoin ||
+		slices.ContainsFunc([]string{"revoke", keywordBefore, keywordExpires, hashPrefix}, func(word string) bool {
+			return strings.HasPrefix(token, word)
+		})
 }
 
-// checkToken says whether a token survives the way over the wire and through files.
+// checkToken returns an error if a token cannot be sent over the wire or stored in a token file.
 func checkToken(token string) error {
 	switch {
 	case token == "":
@@ -103,8 +105,8 @@ func checkToken(token string) error {
 	return nil
 }
 
-// ReadTokenFile reads an edge's token file, which holds the token alone. One newline
-// at the end is not part of the token. A file that others can read is a warning.
+// ReadTokenFile reads an edge's token file, which holds the token and nothing else. One newline at the
+// end is not part of the token. It logs a warning if other users can read the file.
 func ReadTokenFile(path string, log *slog.Logger) (Secret, error) {
 	content, _, err := readSecretFile(path, maxToken+2, log)
 	if err != nil {
@@ -117,10 +119,10 @@ func ReadTokenFile(path string, log *slog.Logger) (Secret, error) {
 	return Secret(token), nil
 }
 
-// othersMay are the permission bits that a secret file should not have.
-const othersMay fs.FileMode = 0o077
+// groupOtherBits are the permission bits of group and others. A secret file should have none of them.
+const groupOtherBits fs.FileMode = 0o077
 
-// readSecretFile reads a file of at most limit bytes and warns when others may read it.
+// readSecretFile reads a regular file of at most limit bytes, and warns if other users can read it.
 func readSecretFile(path string, limit int64, log *slog.Logger) ([]byte, fs.FileInfo, error) {
 	f, err := os.Open(path)
 	if err != nil {
@@ -141,14 +143,14 @@ func readSecretFile(path string, limit int64, log *slog.Logger) ([]byte, fs.File
 	if int64(len(content)) > limit {
 		return nil, nil, fmt.Errorf("%s is longer than %d bytes", path, limit)
 	}
-	warnOthers(path, st, log)
+	warnIfExposed(path, st, log)
 	return content, st, nil
 }
 
-// warnOthers warns when others may read a secret file. On Windows access lists decide, and
-// the mode says nothing.
-func warnOthers(path string, st fs.FileInfo, log *slog.Logger) {
-	if runtime.GOOS != "windows" && st.Mode().Perm()&othersMay != 0 {
+// warnIfExposed warns if other users can read a secret file. On Windows access lists decide, and Go's mode
+// bits say nothing.
+func warnIfExposed(path string, st fs.FileInfo, log *slog.Logger) {
+	if runtime.GOOS != "windows" && st.Mode().Perm()&groupOtherBits != 0 {
 		log.Warn(fmt.Sprintf("%s can be read by others (mode %04o); chmod 600 it", path, st.Mode().Perm()))
 	}
 }

@@ -37,7 +37,7 @@ func newGate(t *testing.T, content string, shared bool) (*Gate, *journal) {
 }
 
 // grantsOf returns how many grants the Gate remembers.
-func grantsOf(g *Gate) int {
+func grantCount(g *Gate) int {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return len(g.grants)
@@ -98,7 +98,7 @@ func TestAuthenticate(t *testing.T) {
 				}
 			}
 			cancel()
-			eventually(t, "the grant is forgotten when its context is done", func() bool { return grantsOf(gate) == 0 })
+			eventually(t, "the grant is forgotten when its context is done", func() bool { return grantCount(gate) == 0 })
 		})
 	}
 }
@@ -175,7 +175,7 @@ func TestShortTokensAreAWarning(t *testing.T) {
 	if err := os.WriteFile(path, []byte("edge1:"+long+"\n\nedge2:"+short+"\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	tokens.adopted = func() int { return 0 }
+	tokens.onChange = func() int { return 0 }
 	tokens.reload()
 	if s := j.String(); strings.Count(s, "may be guessed") != 2 || !strings.Contains(s, "lines=[3]") {
 		t.Errorf("the log is:\n%s", s)
@@ -212,7 +212,7 @@ func TestReadTokenFile(t *testing.T) {
 }
 
 // following runs gate until the end of the test.
-func following(t *testing.T, gate *Gate) {
+func runGate(t *testing.T, gate *Gate) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)
@@ -275,7 +275,7 @@ func TestRevocation(t *testing.T) {
 			t.Parallel()
 			gate, _ := newGate(t, "edge1:one\nedge2:two\n", false)
 			gone, stays := grantFor(t, gate, "edge1", "one"), grantFor(t, gate, "edge2", "two")
-			following(t, gate)
+			runGate(t, gate)
 			change(t, gate.cfg.Tokens.path, "edge2:two\nedge3:three\n")
 			wantRevoked(t, gone)
 			wantLive(t, stays)
@@ -314,7 +314,7 @@ func TestRevocationBySecretSwap(t *testing.T) {
 	}
 	gate := NewGate(GateConfig{Tokens: tokens, Log: log})
 	gone, stays := grantFor(t, gate, "edge1", "one"), grantFor(t, gate, "edge2", "two")
-	following(t, gate)
+	runGate(t, gate)
 	version("..2", "edge2:two\n")
 	wantRevoked(t, gone)
 	wantLive(t, stays)
@@ -323,7 +323,7 @@ func TestRevocationBySecretSwap(t *testing.T) {
 func TestBadReloadKeepsTheLastGoodStateAndTriesAgain(t *testing.T) {
 	gate, j := newGate(t, "edge1:one\nedge2:two\n", false)
 	g := grantFor(t, gate, "edge1", "one")
-	following(t, gate)
+	runGate(t, gate)
 	bad := func(n int) func() bool {
 		return func() bool { return strings.Count(j.String(), "token file is bad") == n }
 	}
@@ -356,7 +356,7 @@ func TestUnreadableFileIsTriedAgain(t *testing.T) {
 	if err := os.Mkdir(gate.cfg.Tokens.path, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	following(t, gate)
+	runGate(t, gate)
 	eventually(t, "the fault is logged", func() bool { return strings.Contains(j.String(), "token file is bad") })
 	if err := os.Remove(gate.cfg.Tokens.path); err != nil {
 		t.Fatal(err)
@@ -376,7 +376,7 @@ func TestGrantsAreForgotten(t *testing.T) {
 		}
 		cancel()
 	}
-	eventually(t, "no grant is left", func() bool { return grantsOf(gate) == 0 })
+	eventually(t, "no grant is left", func() bool { return grantCount(gate) == 0 })
 }
 
 func TestUnknownNodeCostsAsMuchAsAKnownOne(t *testing.T) {
@@ -385,11 +385,11 @@ func TestUnknownNodeCostsAsMuchAsAKnownOne(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if tb.most != 3 {
-		t.Errorf("compares %d sums for every node, want 3", tb.most)
+	if tb.maxTokens != 3 {
+		t.Errorf("compares %d sums for every node, want 3", tb.maxTokens)
 	}
 	// A node without a token must not be had with the sum that fills the gap.
-	if _, err := (&table{most: 3}).token("edge9", sum{}, false, time.Now()); err == nil {
+	if _, err := (&table{maxTokens: 3}).token("edge9", sum{}, false, time.Now()); err == nil {
 		t.Error("an unknown node is accepted with the zero sum")
 	}
 }
@@ -405,7 +405,7 @@ func FuzzTokenFile(f *testing.F) {
 		if !shared && len(tb.shared) > 0 {
 			t.Fatal("a shared token without allowshared")
 		}
-		for node := range tb.own {
+		for node := range tb.byNode {
 			if _, err := tb.token(node, sha256.Sum256(nil), false, time.Now()); err == nil {
 				t.Fatalf("%q: an empty token is accepted", content)
 			}

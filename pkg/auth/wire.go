@@ -10,22 +10,22 @@ import (
 	"unicode/utf8"
 )
 
-// maxWire is the longest token on the wire, in bytes: half of what a peer's metadata may
-// have in all. A longer one is refused before anything is allocated for it.
+// maxWire is the longest access token on the wire, in bytes: half of the default limit for a peer's
+// metadata (16 KiB). A longer token is refused before anything is allocated for it.
 const maxWire = 8 << 10
 
-// The names of the two JSON fields. They are SuperEdge's.
+// The names of the two JSON fields, as in SuperEdge.
 const (
 	wireNode  = "nodename"
 	wireToken = "token"
 )
 
-// EncodeToken returns the OAuth2 access token by which node presents token: the JSON
-// object {"nodename":…,"token":…}.
+// EncodeToken returns the OAuth2 access token with which node presents token. It is the JSON object
+// {"nodename":…,"token":…}.
 func EncodeToken(node string, token Secret) string {
 	var b bytes.Buffer
 	enc := json.NewEncoder(&b)
-	enc.SetEscapeHTML(false) // it is no HTML, and escapes make a token six times as long
+	enc.SetEscapeHTML(false) // HTML escapes would make the token up to six times as long
 	err := enc.Encode(struct {
 		Node  string `json:"nodename"`
 		Token string `json:"token"`
@@ -36,9 +36,9 @@ func EncodeToken(node string, token Secret) string {
 	return strings.TrimSuffix(b.String(), "\n")
 }
 
-// DecodeToken parses what EncodeToken made. It is strict, because it reads what
-// strangers send: both fields once, nothing else, nothing empty, nothing behind the
-// object. Its errors hold nothing of the input. Neither field has been checked.
+// DecodeToken parses the result of EncodeToken. It is strict, because strangers send its input: each
+// field exactly once and not empty, no other fields, and nothing behind the object. Its errors hold no
+// part of the input. It checks neither the node name nor the token.
 func DecodeToken(s string) (Credential, error) {
 	if len(s) > maxWire {
 		return Credential{}, fmt.Errorf("access token is %d bytes long; %d are allowed", len(s), maxWire)
@@ -46,8 +46,8 @@ func DecodeToken(s string) (Credential, error) {
 	if !utf8.ValidString(s) {
 		return Credential{}, errors.New("access token is not UTF-8")
 	}
-	// The fields are taken token by token: json.Unmarshal would accept a field twice
-	// and in another case.
+	// The fields are read one by one. json.Unmarshal would accept a repeated field, and a field name in
+	// another case.
 	dec := json.NewDecoder(strings.NewReader(s))
 	if t, err := dec.Token(); err != nil || t != json.Delim('{') {
 		return Credential{}, errors.New("access token is not a JSON object")
@@ -82,6 +82,7 @@ func DecodeToken(s string) (Credential, error) {
 	return Credential{Node: fields[wireNode], Token: Secret(fields[wireToken])}, nil
 }
 
+// jsonString reads the next JSON token, which must be a string.
 func jsonString(dec *json.Decoder) (string, error) {
 	t, err := dec.Token()
 	if err != nil {
