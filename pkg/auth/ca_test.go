@@ -29,7 +29,10 @@ func TestCA(t *testing.T) {
 		}
 		return pair.Leaf
 	}
-	server := issue(Leaf{CommonName: "cloud", DNSNames: []string{"tunnel.cloud.io"}, IPs: []net.IP{net.IPv6loopback}, Server: true, TTL: time.Minute})
+	server := issue(Leaf{
+		CommonName: "cloud", DNSNames: []string{"tunnel.cloud.io"}, IPs: []net.IP{net.IPv6loopback},
+		Server: true, TTL: time.Minute,
+	})
 	client := issue(Leaf{CommonName: "caller", Organization: []string{"system:masters"}, Client: true})
 
 	for _, name := range []string{"tunnel.cloud.io", "::1"} {

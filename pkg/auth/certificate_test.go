@@ -22,7 +22,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// nodeCA is an authority for nodes, and what a test makes certificates with.
+// nodeCA is a CA for node certificates, with the pool that trusts it.
 type nodeCA struct {
 	*CA
 	pool *x509.CertPool
@@ -45,7 +45,7 @@ func poolOf(certs ...*x509.Certificate) *x509.CertPool {
 	return pool
 }
 
-// sign makes a certificate of node as the signers do, but for what change changes.
+// sign makes a certificate of node as the signers do. change edits the template first; nil: no edit.
 func (ca nodeCA) sign(t testing.TB, node tunnel.NodeName, change func(*x509.Certificate)) *x509.Certificate {
 	t.Helper()
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -66,7 +66,10 @@ func (ca nodeCA) sign(t testing.TB, node tunnel.NodeName, change func(*x509.Cert
 	return certify(t, tmpl, ca.cert, key.Public(), ca.key)
 }
 
-func certify(t testing.TB, tmpl, parent *x509.Certificate, public crypto.PublicKey, key crypto.Signer) *x509.Certificate {
+// certify signs tmpl with key, the key of parent.
+func certify(
+	t testing.TB, tmpl, parent *x509.Certificate, public crypto.PublicKey, key crypto.Signer,
+) *x509.Certificate {
 	t.Helper()
 	der, err := x509.CreateCertificate(rand.Reader, tmpl, parent, public, key)
 	if err != nil {
@@ -79,11 +82,13 @@ func certify(t testing.TB, tmpl, parent *x509.Certificate, public crypto.PublicK
 	return cert
 }
 
-// certified returns a Gate with a token file and a CA.
+// newCertificateGate returns a Gate with a token file and a node CA. more edits its configuration.
 func newCertificateGate(t testing.TB, content string, ca nodeCA, more func(*GateConfig)) (*Gate, *journal) {
 	t.Helper()
 	log, j := newLog()
-	cfg := GateConfig{Tokens: newTokens(t, content), NodeCA: func() *x509.CertPool { return ca.pool }, Backdate: Backdate, Log: log}
+	cfg := GateConfig{
+		Tokens: newTokens(t, content), NodeCA: func() *x509.CertPool { return ca.pool }, Backdate: Backdate, Log: log,
+	}
 	if more != nil {
 		more(&cfg)
 	}
@@ -100,7 +105,7 @@ func newTokens(t testing.TB, content string) *Tokens {
 	return tokens
 }
 
-// change gives the Gate another token file, as if it had been read again.
+// setTokens puts another content of the token file in force, as after a reload.
 func setTokens(t testing.TB, g *Gate, content string) {
 	t.Helper()
 	tb, err := parseTokens("tokens", content, false, true)
@@ -110,7 +115,7 @@ func setTokens(t testing.TB, g *Gate, content string) {
 	g.cfg.Tokens.adopt(tb)
 }
 
-// after is a time from now as the token file has it.
+// timeAfter returns the time d from now, as the token file writes it.
 func timeAfter(d time.Duration) string { return time.Now().Add(d).UTC().Format(time.RFC3339) }
 
 func certCredential(node string, chain ...*x509.Certificate) Credential {
@@ -136,7 +141,7 @@ func TestNodeCertificate(t *testing.T) {
 
 func TestNodeCertificateOfAnIntermediate(t *testing.T) {
 	root := newNodeCA(t)
-	self := *root.cert // NewCA's own may sign leaves alone
+	self := *root.cert // NewCA's certificate may sign only leaves; this CA signs an intermediate
 	self.MaxPathLenZero, self.MaxPathLen = false, -1
 	root.cert = certify(t, &self, &self, root.key.Public(), root.key)
 	root.pool = poolOf(root.cert)
@@ -145,7 +150,8 @@ func TestNodeCertificateOfAnIntermediate(t *testing.T) {
 		t.Fatal(err)
 	}
 	cert := certify(t, &x509.Certificate{
-		Subject: pkix.Name{CommonName: "between"}, NotBefore: time.Now().Add(-time.Minute), NotAfter: time.Now().Add(time.Minute),
+		Subject:   pkix.Name{CommonName: "between"},
+		NotBefore: time.Now().Add(-time.Minute), NotAfter: time.Now().Add(time.Minute),
 		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
 	}, root.cert, key.Public(), root.key)
 	leaf := nodeCA{&CA{key: key, cert: cert}, nil}.sign(t, "edge1", nil)
@@ -180,22 +186,32 @@ func TestHostileCertificates(t *testing.T) {
 	refused("the CA's own", gate, certCredential("edge1", ca.cert))
 	commonName := []int{2, 5, 4, 3}
 	for name, change := range map[string]func(*x509.Certificate){
-		"server usage only":    func(c *x509.Certificate) { c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth} },
-		"server usage as well": func(c *x509.Certificate) { c.ExtKeyUsage = append(c.ExtKeyUsage, x509.ExtKeyUsageServerAuth) },
-		"any usage":            func(c *x509.Certificate) { c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageAny} },
-		"no usage":             func(c *x509.Certificate) { c.ExtKeyUsage = nil },
-		"unknown usage":        func(c *x509.Certificate) { c.UnknownExtKeyUsage = append(c.UnknownExtKeyUsage, []int{1, 2, 3}) },
-		"a key that encrypts":  func(c *x509.Certificate) { c.KeyUsage |= x509.KeyUsageKeyEncipherment },
-		"a CA":                 func(c *x509.Certificate) { c.IsCA, c.KeyUsage = true, c.KeyUsage|x509.KeyUsageCertSign },
-		"DNS name":             func(c *x509.Certificate) { c.DNSNames = []string{"edge1"} },
-		"IP":                   func(c *x509.Certificate) { c.IPAddresses = []net.IP{{10, 0, 0, 1}} },
-		"mail":                 func(c *x509.Certificate) { c.EmailAddresses = []string{"a@b"} },
-		"URI":                  func(c *x509.Certificate) { c.URIs = []*url.URL{{Scheme: "spiffe", Host: "edge1"}} },
-		"system:masters":       func(c *x509.Certificate) { c.Subject.Organization = []string{"system:masters"} },
-		"system:masters too":   func(c *x509.Certificate) { c.Subject.Organization = append(c.Subject.Organization, "system:masters") },
-		"no organization":      func(c *x509.Certificate) { c.Subject.Organization = nil },
+		"server usage only": func(c *x509.Certificate) {
+			c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
+		},
+		"server usage as well": func(c *x509.Certificate) {
+			c.ExtKeyUsage = append(c.ExtKeyUsage, x509.ExtKeyUsageServerAuth)
+		},
+		"any usage": func(c *x509.Certificate) { c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageAny} },
+		"no usage":  func(c *x509.Certificate) { c.ExtKeyUsage = nil },
+		"unknown usage": func(c *x509.Certificate) {
+			c.UnknownExtKeyUsage = append(c.UnknownExtKeyUsage, []int{1, 2, 3})
+		},
+		"a key that encrypts": func(c *x509.Certificate) { c.KeyUsage |= x509.KeyUsageKeyEncipherment },
+		"a CA":                func(c *x509.Certificate) { c.IsCA = true; c.KeyUsage |= x509.KeyUsageCertSign },
+		"DNS name":            func(c *x509.Certificate) { c.DNSNames = []string{"edge1"} },
+		"IP":                  func(c *x509.Certificate) { c.IPAddresses = []net.IP{{10, 0, 0, 1}} },
+		"mail":                func(c *x509.Certificate) { c.EmailAddresses = []string{"a@b"} },
+		"URI":                 func(c *x509.Certificate) { c.URIs = []*url.URL{{Scheme: "spiffe", Host: "edge1"}} },
+		"system:masters":      func(c *x509.Certificate) { c.Subject.Organization = []string{"system:masters"} },
+		"system:masters too": func(c *x509.Certificate) {
+			c.Subject.Organization = append(c.Subject.Organization, "system:masters")
+		},
+		"no organization": func(c *x509.Certificate) { c.Subject.Organization = nil },
 		"two common names": func(c *x509.Certificate) {
-			c.Subject.ExtraNames = []pkix.AttributeTypeAndValue{{Type: commonName, Value: "tunnel:node:edge2"}, {Type: commonName, Value: "tunnel:node:edge1"}}
+			c.Subject.ExtraNames = []pkix.AttributeTypeAndValue{
+				{Type: commonName, Value: "tunnel:node:edge2"}, {Type: commonName, Value: "tunnel:node:edge1"},
+			}
 		},
 		"a unit": func(c *x509.Certificate) { c.Subject.OrganizationalUnit = []string{"x"} },
 		"a kubelet's": func(c *x509.Certificate) {
@@ -212,7 +228,8 @@ func TestHostileCertificates(t *testing.T) {
 	refused("no claim", gate, certCredential("", cert))
 	refused("neither token nor certificate", gate, Credential{Node: "edge1"})
 	gate, _ = newCertificateGate(t, "edge1:token\n", ca, nil)
-	refused("a wrong token beside it", gate, Credential{Node: "edge1", Token: "wrong", Chain: []*x509.Certificate{cert}})
+	refused("a wrong token beside it", gate,
+		Credential{Node: "edge1", Token: "wrong", Chain: []*x509.Certificate{cert}})
 	for name, more := range map[string]func(*GateConfig){
 		"no CA":   func(c *GateConfig) { c.NodeCA = nil },
 		"no pool": func(c *GateConfig) { c.NodeCA = func() *x509.CertPool { return nil } },
@@ -223,7 +240,8 @@ func TestHostileCertificates(t *testing.T) {
 			c.Tokens = newTokens(t, "edge1:revoked\nedge1:revoked before=2000-01-01T00:00:00Z\n")
 		},
 		"the later counts": func(c *GateConfig) {
-			c.Tokens = newTokens(t, "edge1:revoked before="+timeAfter(time.Minute)+"\nedge1:revoked before=2000-01-01T00:00:00Z\n")
+			c.Tokens = newTokens(t, "edge1:revoked before="+timeAfter(time.Minute)+"\n"+
+				"edge1:revoked before=2000-01-01T00:00:00Z\n")
 		},
 		"no backdate": func(c *GateConfig) {
 			c.Backdate = 0
@@ -237,7 +255,8 @@ func TestHostileCertificates(t *testing.T) {
 
 func TestRequest(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		node := tunnel.NodeName(rapid.StringMatching(`[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?(\.[a-z0-9]{1,10}){0,3}`).Draw(t, "node"))
+		name := rapid.StringMatching(`[a-z0-9]([a-z0-9-]{0,20}[a-z0-9])?(\.[a-z0-9]{1,10}){0,3}`)
+		node := tunnel.NodeName(name.Draw(t, "node"))
 		key, der, err := NewRequest(node)
 		if err != nil {
 			t.Fatal(err)
@@ -256,7 +275,7 @@ func TestRequest(t *testing.T) {
 }
 
 func TestRequests(t *testing.T) {
-	t.Setenv("GODEBUG", "rsa1024min=0") // who attacks may set it as well
+	t.Setenv("GODEBUG", "rsa1024min=0") // an attacker can set it as well, to make small RSA keys
 	rsaKey := func(bits int) crypto.Signer {
 		key, err := rsa.GenerateKey(rand.Reader, bits)
 		if err != nil {
@@ -301,19 +320,27 @@ func TestRequests(t *testing.T) {
 	}
 	usage := pkix.Extension{Id: []int{2, 5, 29, 15}, Value: []byte{3, 2, 1, 6}}
 	for name, der := range map[string][]byte{
-		"nothing":          nil,
-		"wrong signature":  forged,
-		"bytes behind":     append(append([]byte(nil), good...), 0),
-		"DNS name":         request(p256, x509.CertificateRequest{Subject: subject, DNSNames: []string{"edge1"}}),
-		"IP":               request(p256, x509.CertificateRequest{Subject: subject, IPAddresses: []net.IP{{10, 0, 0, 1}}}),
-		"key usage":        request(p256, x509.CertificateRequest{Subject: subject, ExtraExtensions: []pkix.Extension{usage}}),
-		"another node":     request(p256, x509.CertificateRequest{Subject: NodeSubject("edge2")}),
-		"system:masters":   request(p256, x509.CertificateRequest{Subject: pkix.Name{CommonName: subject.CommonName, Organization: []string{"system:masters"}}}),
-		"no subject":       request(p256, x509.CertificateRequest{}),
-		"RSA 1024":         request(rsaKey(1024), x509.CertificateRequest{Subject: subject}),
-		"ECDSA P-224":      request(ecKey(elliptic.P224()), x509.CertificateRequest{Subject: subject}),
-		"a megabyte":       make([]byte, 1<<20),
-		"a megabyte of CN": request(p256, x509.CertificateRequest{Subject: pkix.Name{CommonName: strings.Repeat("x", 1<<20)}}),
+		"nothing":         nil,
+		"wrong signature": forged,
+		"bytes behind":    append(append([]byte(nil), good...), 0),
+		"DNS name":        request(p256, x509.CertificateRequest{Subject: subject, DNSNames: []string{"edge1"}}),
+		"IP": request(p256, x509.CertificateRequest{
+			Subject: subject, IPAddresses: []net.IP{{10, 0, 0, 1}},
+		}),
+		"key usage": request(p256, x509.CertificateRequest{
+			Subject: subject, ExtraExtensions: []pkix.Extension{usage},
+		}),
+		"another node": request(p256, x509.CertificateRequest{Subject: NodeSubject("edge2")}),
+		"system:masters": request(p256, x509.CertificateRequest{
+			Subject: pkix.Name{CommonName: subject.CommonName, Organization: []string{"system:masters"}},
+		}),
+		"no subject":  request(p256, x509.CertificateRequest{}),
+		"RSA 1024":    request(rsaKey(1024), x509.CertificateRequest{Subject: subject}),
+		"ECDSA P-224": request(ecKey(elliptic.P224()), x509.CertificateRequest{Subject: subject}),
+		"a megabyte":  make([]byte, 1<<20),
+		"a megabyte of CN": request(p256, x509.CertificateRequest{
+			Subject: pkix.Name{CommonName: strings.Repeat("x", 1<<20)},
+		}),
 	} {
 		if _, err := ParseRequest("edge1", der); err == nil {
 			t.Errorf("%s is accepted", name)
@@ -335,7 +362,8 @@ func FuzzParseRequest(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if node, err := nodeIn(r.Subject); err != nil || node != "edge1" || r.CheckSignature() != nil || len(r.Extensions) != 0 {
+		node, err := nodeIn(r.Subject)
+		if err != nil || node != "edge1" || r.CheckSignature() != nil || len(r.Extensions) != 0 {
 			t.Fatalf("accepted %x", der)
 		}
 	})

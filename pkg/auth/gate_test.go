@@ -14,7 +14,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// nodes is a Nodes that a test changes.
+// nodes is a Nodes with names that a test sets.
 type nodes struct {
 	mu      sync.Mutex // guards the following
 	names   map[tunnel.NodeName]bool
@@ -54,29 +54,29 @@ func (n *nodes) Changed() <-chan struct{} {
 func TestLinesWithAttributes(t *testing.T) {
 	const past, future = "2020-01-02T03:04:05Z", "2999-01-02T03:04:05+01:00"
 	for _, tc := range []struct {
-		name, file      string
-		opens, enrolls  bool
-		knowsItsOwnTime bool
+		name, file     string
+		opens, enrolls bool
+		hasExpiry      bool
 	}{
 		{"plain", "edge1:t", true, false, false},
 		{"join", "edge1:t join", false, true, false},
-		{"until later", "edge1:t expires=" + future, true, false, true},
-		{"join until later", "edge1:t\texpires=" + future + "  join", false, true, false},
+		{"expires later", "edge1:t expires=" + future, true, false, true},
+		{"join, expires later", "edge1:t\texpires=" + future + "  join", false, true, false},
 		{"expired", "edge1:t expires=" + past, false, false, false},
-		{"expired join", "edge1:t join expires=" + past, false, false, false},
-		{"both", "edge1:t\nedge1:t join", true, true, false},
-		{"expired and not", "edge1:t expires=" + past + "\nedge1:t expires=" + future, true, false, true},
-		{"until later and for ever", "edge1:t expires=" + future + "\nedge1:t", true, false, false},
+		{"join, expired", "edge1:t join expires=" + past, false, false, false},
+		{"a plain token and a join token", "edge1:t\nedge1:t join", true, true, false},
+		{"one expired, one expires later", "edge1:t expires=" + past + "\nedge1:t expires=" + future, true, false, true},
+		{"one expires later, one never", "edge1:t expires=" + future + "\nedge1:t", true, false, false},
 		{"revoked", "edge1:t\nedge1:revoked", false, false, false},
-		{"revoked join", "edge1:revoked\nedge1:t join", false, false, false},
+		{"join, revoked", "edge1:revoked\nedge1:t join", false, false, false},
 		{"certificates revoked", "edge1:revoked before=" + future + "\nedge1:t\n", true, false, false},
 		{"certificates revoked, join", "edge1:revoked before=" + future + "\nedge1:t join\n", false, true, false},
 		{"shared", "default:t", true, false, false},
 		{"shared join", "default:t join", false, true, false},
 		{"shared, revoked", "default:t\nedge1:revoked", false, false, false},
 		{"shared, certificates revoked", "default:t\nedge1:revoked before=" + future, true, false, false},
-		{"shared, own expired", "default:t\nedge1:x expires=" + past, false, false, false},
-		{"shared, own join", "default:t\nedge1:x join", false, false, false},
+		{"shared, own line expired", "default:t\nedge1:x expires=" + past, false, false, false},
+		{"shared, own line for joining", "default:t\nedge1:x join", false, false, false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			log, _ := newLog()
@@ -87,10 +87,13 @@ func TestLinesWithAttributes(t *testing.T) {
 			gate := NewGate(GateConfig{Tokens: tokens, Hosts: []string{"api.example.com"}, Log: log})
 			c := Credential{Node: "edge1", Token: "t"}
 			g, err := gate.Authenticate(t.Context(), c)
-			if (err == nil) != tc.opens || err != nil && !errors.Is(err, ErrUnauthenticated) || !g.Expires.IsZero() != tc.knowsItsOwnTime {
+			if (err == nil) != tc.opens || err != nil && !errors.Is(err, ErrUnauthenticated) ||
+				!g.Expires.IsZero() != tc.hasExpiry {
 				t.Errorf("opens a session: %+v, %v", g, err)
 			}
-			if node, err := gate.Enroll(t.Context(), c); (err == nil) != tc.enrolls || err != nil && !errors.Is(err, ErrUnauthenticated) || err == nil && node != "edge1" {
+			node, err := gate.Enroll(t.Context(), c)
+			if (err == nil) != tc.enrolls || err != nil && !errors.Is(err, ErrUnauthenticated) ||
+				err == nil && node != "edge1" {
 				t.Errorf("gets a certificate: %v", err)
 			}
 			for _, reserved := range []string{"10.0.0.1", "kubernetes", "kubernetes.default.svc", "api.example.com"} {
@@ -101,7 +104,9 @@ func TestLinesWithAttributes(t *testing.T) {
 					t.Errorf("%s may join: %v, %v", reserved, err, err2)
 				}
 			}
-			for _, bad := range []Credential{{}, {Node: "edge1"}, {Node: "edge1", Token: "T"}, {Node: "Edge1", Token: "t"}} {
+			for _, bad := range []Credential{
+				{}, {Node: "edge1"}, {Node: "edge1", Token: "T"}, {Node: "Edge1", Token: "t"},
+			} {
 				if _, err := gate.Enroll(t.Context(), bad); !errors.Is(err, ErrUnauthenticated) {
 					t.Errorf("Enroll %v: %v", bad, err)
 				}
@@ -110,12 +115,14 @@ func TestLinesWithAttributes(t *testing.T) {
 	}
 }
 
-// A word in the token's place is no token: whoever has misspelt a revocation must not have
-// opened the node to all who guess so.
-func TestMisplacedWords(t *testing.T) {
+// A keyword in place of the token is refused. If it were a token, a misspelt revocation would open
+// the node to everybody who guesses the word.
+func TestMisplacedKeywords(t *testing.T) {
 	for _, bad := range []string{
-		"edge1:Revoked", "edge1:REVOKED before=2020-01-02T03:04:05Z", "edge1:revoke", "edge1:revoked,", "edge1:revoked: yes", "default:revoke",
-		"edge1:join", "edge1: join expires=2020-01-02T03:04:05Z", "edge1:expires=2020-01-02T03:04:05Z join", "edge1:before=2020-01-02T03:04:05Z",
+		"edge1:Revoked", "edge1:REVOKED before=2020-01-02T03:04:05Z", "edge1:revoke", "edge1:revoked,",
+		"edge1:revoked: yes", "default:revoke",
+		"edge1:join", "edge1: join expires=2020-01-02T03:04:05Z", "edge1:expires=2020-01-02T03:04:05Z join",
+		"edge1:before=2020-01-02T03:04:05Z",
 		"edge1:SHA256:" + strings.Repeat("ab", 32), "edge1:Join",
 	} {
 		_, err := parseTokens("tokens", "edge1:good\n"+bad, true, false)
@@ -130,7 +137,8 @@ func TestBadAttributes(t *testing.T) {
 	for _, bad := range []string{
 		"edge1:c4n4ry joins", "edge1:c4n4ry join join", "edge1:c4n4ry expires=tomorrow", "edge1:c4n4ry expires=",
 		"edge1:c4n4ry expires=2020-01-02T03:04:05", "edge1:c4n4ry expires=" + when + " expires=" + when,
-		"edge1:c4n4ry expires=0001-01-01T00:00:00Z", "edge1:c4n4ry before=" + when, "edge1:c4n4ry revoked", "edge1:c4n4ry c4n4ry",
+		"edge1:c4n4ry expires=0001-01-01T00:00:00Z", "edge1:c4n4ry before=" + when, "edge1:c4n4ry revoked",
+		"edge1:c4n4ry c4n4ry",
 		"edge1:revoked c4n4ry", "edge1:revoked join", "edge1:revoked before=x", "edge1:revoked expires=" + when,
 		"edge1:revoked before=" + when + " before=" + when, "default:revoked", "default:revoked before=" + when,
 	} {
@@ -168,7 +176,8 @@ func TestExpiry(t *testing.T) {
 		setTokens(t, gate, line+"\nedge2:x\n")
 		wantLive(t, g)
 		time.Sleep(time.Hour)
-		if _, err := gate.Authenticate(t.Context(), Credential{Node: "edge1", Token: "t"}); !errors.Is(err, ErrUnauthenticated) {
+		_, err := gate.Authenticate(t.Context(), Credential{Node: "edge1", Token: "t"})
+		if !errors.Is(err, ErrUnauthenticated) {
 			t.Errorf("an expired token: %v", err)
 		}
 	})
@@ -178,7 +187,7 @@ func TestEarlierExpiryEndsAGrant(t *testing.T) {
 	gate, _ := newCertificateGate(t, "edge1:t\nedge2:t expires=2999-01-02T03:04:05Z", newNodeCA(t), nil)
 	one, two := grantFor(t, gate, "edge1", "t"), grantFor(t, gate, "edge2", "t")
 	setTokens(t, gate, "edge1:t expires=2998-01-02T03:04:05Z\nedge2:t")
-	wantRevoked(t, one) // its session knows of no end
+	wantRevoked(t, one) // its session knows no expiry
 	wantLive(t, two)
 }
 
@@ -197,21 +206,22 @@ func TestEveryProofIsRevoked(t *testing.T) {
 		credential Credential
 		revoke     func(*testing.T, *Gate)
 	}{
-		"token":                      {token, file("edge1:revoked\nedge1:t")},
-		"token, for join now":        {token, file("edge1:t join")},
-		"token by its Node":          {token, node},
-		"certificate":                {cert, file("edge1:revoked")},
-		"certificate by its time":    {cert, file("edge1:revoked before=" + timeAfter(time.Minute))},
-		"certificate by its Node":    {cert, node},
-		"certificate by its CA":      {cert, func(t *testing.T, _ *Gate) { roots.Store(newNodeCA(t).pool) }},
-		"ServiceAccount":             {account, file("edge1:revoked")},
-		"ServiceAccount by its Node": {account, node},
+		"token":                                 {token, file("edge1:revoked\nedge1:t")},
+		"token becomes a join token":            {token, file("edge1:t join")},
+		"token, Node deleted":                   {token, node},
+		"certificate":                           {cert, file("edge1:revoked")},
+		"certificate older than the revocation": {cert, file("edge1:revoked before=" + timeAfter(time.Minute))},
+		"certificate, Node deleted":             {cert, node},
+		"certificate, CA replaced":              {cert, func(t *testing.T, _ *Gate) { roots.Store(newNodeCA(t).pool) }},
+		"ServiceAccount":                        {account, file("edge1:revoked")},
+		"ServiceAccount, Node deleted":          {account, node},
 	} {
 		t.Run(name, func(t *testing.T) {
 			known.set("edge1", "edge2")
 			roots.Store(ca.pool)
 			gate, _ := newCertificateGate(t, "edge1:t\n", ca, func(c *GateConfig) {
-				c.Nodes, c.Reviewer, c.ServiceAccounts, c.NodeCA = known, &reviewer{node: "edge1"}, []string{"ns/edge"}, roots.Load
+				c.Nodes, c.NodeCA = known, roots.Load
+				c.Reviewer, c.ServiceAccounts = &reviewer{node: "edge1"}, []string{"ns/edge"}
 			})
 			g, err := gate.Authenticate(t.Context(), tc.credential)
 			if err != nil {
@@ -273,7 +283,8 @@ func BenchmarkRecheck(b *testing.B) {
 	}
 	gate, _ := newCertificateGate(b, file.String(), newNodeCA(b), func(c *GateConfig) { c.Nodes = known })
 	for i := range n {
-		if _, err := gate.Authenticate(b.Context(), Credential{Node: fmt.Sprintf("edge%d", i), Token: Secret(fmt.Sprint(i))}); err != nil {
+		c := Credential{Node: fmt.Sprintf("edge%d", i), Token: Secret(fmt.Sprint(i))}
+		if _, err := gate.Authenticate(b.Context(), c); err != nil {
 			b.Fatal(err)
 		}
 	}

@@ -12,7 +12,10 @@ import (
 )
 
 func testJoinToken() JoinToken {
-	return JoinToken{Address: "tunnel.example.com:9000", ServerName: "tunnel.example.com", CA: [32]byte{1, 2, 31: 3}, Node: "edge1", Secret: NewToken()}
+	return JoinToken{
+		Address: "tunnel.example.com:9000", ServerName: "tunnel.example.com",
+		CA: [32]byte{1, 2, 31: 3}, Node: "edge1", Secret: NewToken(),
+	}
 }
 
 func TestJoinToken(t *testing.T) {
@@ -27,7 +30,8 @@ func TestJoinToken(t *testing.T) {
 		}
 	}
 	token := testJoinToken()
-	if s := fmt.Sprintf("%v %+v %#v %s", token, token, token, token.Encode()); strings.Contains(s, token.Secret.Reveal()) || strings.Count(s, redacted) != 4 {
+	s := fmt.Sprintf("%v %+v %#v %s", token, token, token, token.Encode())
+	if strings.Contains(s, token.Secret.Reveal()) || strings.Count(s, redacted) != 4 {
 		t.Errorf("printed as %s", s)
 	}
 	if n := len(token.Encode()); n > 400 {
@@ -37,9 +41,10 @@ func TestJoinToken(t *testing.T) {
 
 func TestJoinTokenProperty(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
+		host := rapid.StringMatching(`[a-z0-9]{1,20}(\.[a-z0-9]{1,20}){0,3}`)
 		want := JoinToken{
-			Address:    fmt.Sprintf("%s:%d", rapid.StringMatching(`[a-z0-9]{1,20}(\.[a-z0-9]{1,20}){0,3}`).Draw(t, "host"), rapid.IntRange(1, 65535).Draw(t, "port")),
-			ServerName: rapid.StringMatching(`[a-z0-9]{1,20}(\.[a-z0-9]{1,20}){0,3}`).Draw(t, "name"),
+			Address:    fmt.Sprintf("%s:%d", host.Draw(t, "host"), rapid.IntRange(1, 65535).Draw(t, "port")),
+			ServerName: host.Draw(t, "name"),
 			CA:         [32]byte(rapid.SliceOfN(rapid.Byte(), 32, 32).Draw(t, "ca")),
 			Node:       tunnel.NodeName(rapid.StringMatching(`[a-z0-9]{1,20}`).Draw(t, "node")),
 			Secret:     Secret(rapid.StringMatching(`[!-~]{1,150}`).Draw(t, "secret")),

@@ -12,7 +12,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// journal is what a test reads a log from.
+// journal collects the log of a test. Its methods are safe for concurrent use.
 type journal struct {
 	mu  sync.Mutex // guards the following
 	buf bytes.Buffer
@@ -35,7 +35,7 @@ func newLog() (*slog.Logger, *journal) {
 	return slog.New(slog.NewTextHandler(j, &slog.HandlerOptions{Level: slog.LevelDebug})), j
 }
 
-// eventually waits until ok, or fails the test.
+// eventually waits until ok returns true. It fails the test after 5 s.
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	tick := time.NewTicker(5 * time.Millisecond)

@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// serverOf returns a server's certificate with the CA's behind it, as a cloud shows them.
+// serverPair returns a server's certificate, with the CA's behind it, as a cloud presents them.
 func serverPair(t *testing.T, ca *CA, l Leaf) tls.Certificate {
 	t.Helper()
 	certPEM, keyPEM, err := ca.Issue(l)
@@ -24,8 +24,8 @@ func serverPair(t *testing.T, ca *CA, l Leaf) tls.Certificate {
 	return pair
 }
 
-// shake connects with cfg to a server that has cert, sends something, and returns what
-// came of the handshake and how many bytes the server has read.
+// handshake connects with cfg to a server with certificate cert, and writes something. It returns the
+// error of the handshake, and how many bytes the server has read.
 func handshake(t *testing.T, cfg *tls.Config, cert tls.Certificate, version uint16) (read int, err error) {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -70,14 +70,14 @@ func TestPinnedTLS(t *testing.T) {
 	alone := good
 	alone.Certificate = good.Certificate[:1]
 	stranger := serverPair(t, other.CA, server)
-	stranger.Certificate = append(stranger.Certificate, ca.cert.Raw) // the CA's can be had by anyone
+	stranger.Certificate = append(stranger.Certificate, ca.cert.Raw) // the CA certificate is public
 	for _, tc := range []struct {
 		name string
 		cert tls.Certificate
 		pin  []byte
 		as   string
 		ok   bool
-		pins bool // the failure is that of the pin
+		pins bool // the error is ErrPin
 	}{
 		{"good", good, ca.cert.Raw, "cloud.example", true, false},
 		{"good by IP", good, ca.cert.Raw, "10.0.0.1", true, false},
@@ -100,7 +100,8 @@ func TestPinnedTLS(t *testing.T) {
 			if !tc.ok && read != 0 {
 				t.Errorf("%s: the server has read %d bytes", tc.name, read)
 			}
-			if want := string(encodePEM("CERTIFICATE", tc.pin)); tc.ok && string(seen()) != want || !tc.ok && seen() != nil {
+			want := string(encodePEM("CERTIFICATE", tc.pin))
+			if tc.ok && string(seen()) != want || !tc.ok && seen() != nil {
 				t.Errorf("%s: the CA is\n%s", tc.name, seen())
 			}
 		}

@@ -20,11 +20,11 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// fakeNet is a machine with the addresses 10.1.1.1 and fd00::1 that knows a few
-// names and never really dials.
+// fakeNet is a machine with the addresses 10.1.1.1 and fd00::1. It resolves a few names and records
+// each lookup and dial without making it.
 type fakeNet struct {
 	names  map[string][]string
-	answer map[string]error // by address; absent: the dial succeeds
+	answer map[string]error // result of a dial, by address; absent: the dial succeeds
 	dialed []string
 	looked []string
 }
@@ -78,15 +78,17 @@ func TestPolicyPermits(t *testing.T) {
 	}{
 		{
 			entries: "",
-			yes:     "127.0.0.1:1 127.9.9.9:22 [::1]:10250 10.1.1.1:10250 [fd00::1]:22 [::ffff:127.0.0.1]:22 [::ffff:10.1.1.1]:22",
-			no:      "10.1.1.2:22 8.8.8.8:53 [fd00::2]:22 169.254.169.254:80 0.0.0.0:22 [::]:22 [::ffff:0.0.0.0]:22 [::ffff:8.8.8.8]:53",
+			yes: "127.0.0.1:1 127.9.9.9:22 [::1]:10250 10.1.1.1:10250 [fd00::1]:22 " +
+				"[::ffff:127.0.0.1]:22 [::ffff:10.1.1.1]:22",
+			no: "10.1.1.2:22 8.8.8.8:53 [fd00::2]:22 169.254.169.254:80 0.0.0.0:22 [::]:22 " +
+				"[::ffff:0.0.0.0]:22 [::ffff:8.8.8.8]:53",
 		},
-		{ // entries about others add
+		{ // entries about other machines add to the default
 			entries: "10.0.0.0/8:443",
 			yes:     "127.0.0.1:22 10.1.1.1:22 10.200.0.1:443 [::1]:22",
 			no:      "10.200.0.1:80 11.0.0.1:443",
 		},
-		{ // the machine's own network is "others" too
+		{ // an entry about the machine's own network is about other machines
 			entries: "10.1.1.0/24:443",
 			yes:     "127.0.0.1:22 10.1.1.1:22 10.1.1.9:443",
 			no:      "10.1.1.9:22",
@@ -172,20 +174,45 @@ func TestPolicyDial(t *testing.T) {
 		{name: "address", addr: "127.0.0.1:22", dialed: "127.0.0.1:22"},
 		{name: "bracketed", addr: "[::1]:22", dialed: "[::1]:22"},
 		{name: "name", addr: "both:22", dialed: "[::1]:22"},
-		{name: "next address after a refusal", addr: "both:22", answer: map[string]error{"::1": syscall.ECONNREFUSED}, dialed: "[::1]:22 127.0.0.1:22"},
-		{name: "next address after a timeout", addr: "two:22", answer: map[string]error{"10.1.1.1": slow}, dialed: "10.1.1.1:22 127.0.0.1:22"},
+		{
+			name: "next address after a refusal", addr: "both:22",
+			answer: map[string]error{"::1": syscall.ECONNREFUSED}, dialed: "[::1]:22 127.0.0.1:22",
+		},
+		{
+			name: "next address after a timeout", addr: "two:22",
+			answer: map[string]error{"10.1.1.1": slow}, dialed: "10.1.1.1:22 127.0.0.1:22",
+		},
 		{name: "denied addresses of a name are left out", addr: "mixed:22", dialed: "127.0.0.1:22"},
 		{name: "what was checked is what is dialled", addr: "mapped:22", dialed: "127.0.0.1:22"},
 		{name: "denied", addr: "8.8.8.8:53", code: tunnel.Denied, text: `add "8.8.8.8:53" to allow under [mode.edge]`},
 		{name: "denied name", addr: "away:53", code: tunnel.Denied, text: "may not dial away:53; its log says"},
 		{name: "denied IPv6", addr: "[2001:db8::1]:53", code: tunnel.Denied, text: `add "[2001:db8::1]:53"`},
 		{name: "unspecified", addr: "0.0.0.0:22", code: tunnel.Denied, text: "127.0.0.1"},
-		{name: "refused", addr: "both:22", answer: map[string]error{"::1": syscall.EADDRNOTAVAIL, "127.0.0.1": syscall.ECONNREFUSED}, dialed: "[::1]:22 127.0.0.1:22", code: tunnel.Refused, text: "both:22"},
-		{name: "unreachable", addr: "10.1.1.1:22", answer: map[string]error{"10.1.1.1": syscall.EHOSTUNREACH}, dialed: "10.1.1.1:22", code: tunnel.Unreachable, text: "no route to host"},
-		{name: "timeout", addr: "10.1.1.1:22", answer: map[string]error{"10.1.1.1": slow}, dialed: "10.1.1.1:22", code: tunnel.Timeout, text: "10.1.1.1:22"},
-		{name: "kernel's timeout", addr: "10.1.1.1:22", answer: map[string]error{"10.1.1.1": syscall.ETIMEDOUT}, dialed: "10.1.1.1:22", code: tunnel.Timeout},
-		{name: "no descriptors", addr: "127.0.0.1:22", answer: map[string]error{"127.0.0.1": syscall.EMFILE}, dialed: "127.0.0.1:22", code: tunnel.Overloaded},
-		{name: "something else", addr: "127.0.0.1:22", answer: map[string]error{"127.0.0.1": errors.New("odd")}, dialed: "127.0.0.1:22", code: tunnel.Internal},
+		{
+			name: "refused", addr: "both:22",
+			answer: map[string]error{"::1": syscall.EADDRNOTAVAIL, "127.0.0.1": syscall.ECONNREFUSED},
+			dialed: "[::1]:22 127.0.0.1:22", code: tunnel.Refused, text: "both:22",
+		},
+		{
+			name: "unreachable", addr: "10.1.1.1:22", answer: map[string]error{"10.1.1.1": syscall.EHOSTUNREACH},
+			dialed: "10.1.1.1:22", code: tunnel.Unreachable, text: "no route to host",
+		},
+		{
+			name: "timeout", addr: "10.1.1.1:22", answer: map[string]error{"10.1.1.1": slow},
+			dialed: "10.1.1.1:22", code: tunnel.Timeout, text: "10.1.1.1:22",
+		},
+		{
+			name: "kernel's timeout", addr: "10.1.1.1:22", answer: map[string]error{"10.1.1.1": syscall.ETIMEDOUT},
+			dialed: "10.1.1.1:22", code: tunnel.Timeout,
+		},
+		{
+			name: "no descriptors", addr: "127.0.0.1:22", answer: map[string]error{"127.0.0.1": syscall.EMFILE},
+			dialed: "127.0.0.1:22", code: tunnel.Overloaded,
+		},
+		{
+			name: "something else", addr: "127.0.0.1:22", answer: map[string]error{"127.0.0.1": errors.New("odd")},
+			dialed: "127.0.0.1:22", code: tunnel.Internal,
+		},
 		{name: "unknown name", addr: "nowhere:22", code: tunnel.Unreachable, text: "no such host"},
 		{name: "no port", addr: "127.0.0.1", code: tunnel.Unreachable, text: "not host:port"},
 		{name: "named port", addr: "127.0.0.1:ssh", code: tunnel.Unreachable, text: "1 to 65535"},
@@ -220,7 +247,7 @@ func TestPolicyDial(t *testing.T) {
 	}
 }
 
-// A name that resolves differently the second time (DNS rebinding) is asked once.
+// DNS rebinding: a name may resolve differently the second time, so it is resolved once.
 func TestPolicyResolvesOnce(t *testing.T) {
 	n := &fakeNet{names: map[string][]string{"both": {"127.0.0.1"}}}
 	c, err := n.policy(t).Dial(t.Context(), "tcp", "both:22")
@@ -241,19 +268,22 @@ func TestPolicyDialIsBoundedByItsCaller(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), 3*time.Second)
 		defer cancel()
 		start := time.Now()
-		if _, err := p.Dial(ctx, "tcp", "127.0.0.1:1"); tunnel.CodeOf(err) != tunnel.Timeout || time.Since(start) != 3*time.Second {
+		_, err := p.Dial(ctx, "tcp", "127.0.0.1:1")
+		if tunnel.CodeOf(err) != tunnel.Timeout || time.Since(start) != 3*time.Second {
 			t.Errorf("with a deadline of 3 s: %v after %v", err, time.Since(start))
 		}
 
 		ctx, cancel = context.WithCancel(t.Context())
 		time.AfterFunc(time.Second, cancel)
 		start = time.Now()
-		if _, err := p.Dial(ctx, "tcp", "127.0.0.1:1"); tunnel.CodeOf(err) != tunnel.Gone || time.Since(start) != time.Second {
+		_, err = p.Dial(ctx, "tcp", "127.0.0.1:1")
+		if tunnel.CodeOf(err) != tunnel.Gone || time.Since(start) != time.Second {
 			t.Errorf("cancelled after 1 s: %v after %v", err, time.Since(start))
 		}
 
 		start = time.Now()
-		if _, err := p.Dial(t.Context(), "tcp", "127.0.0.1:1"); tunnel.CodeOf(err) != tunnel.Timeout || time.Since(start) != dialTimeout {
+		_, err = p.Dial(t.Context(), "tcp", "127.0.0.1:1")
+		if tunnel.CodeOf(err) != tunnel.Timeout || time.Since(start) != dialTimeout {
 			t.Errorf("with no deadline: %v after %v", err, time.Since(start))
 		}
 	})
@@ -285,8 +315,8 @@ func TestPolicyDialsForReal(t *testing.T) {
 	}
 }
 
-// A dial that its caller gives up when the connection has just been made ends by a reset. By
-// a clean end the target would take it for an empty conn.
+// If the caller gives up a dial just after the connection was made, the connection ends with a reset.
+// After a clean end the target would see an empty connection.
 func TestPolicyDialGivenUp(t *testing.T) {
 	p, err := ParsePolicy(nil)
 	if err != nil {
@@ -316,7 +346,7 @@ func TestPolicyDialGivenUp(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		go cancel()
 		if c, err := p.Dial(ctx, "tcp", ln.Addr().String()); err == nil {
-			c.(*net.TCPConn).SetLinger(0) // this one was not given up
+			c.(*net.TCPConn).SetLinger(0) // the dial won the race; end this connection with a reset as well
 			c.Close()
 		}
 		cancel()
@@ -346,7 +376,9 @@ func TestSources(t *testing.T) {
 	if (Sources{}).Permits(netip.MustParseAddr("127.0.0.1")) || s.Permits(netip.Addr{}) {
 		t.Error("the empty list permits somebody, or the empty address is permitted")
 	}
-	for _, bad := range []string{"", "localhost", "10.0.0.0/8/8", "10.0.0.1/8", "10.0.0.1:80", "fe80::1%eth0", " 10.0.0.1"} {
+	for _, bad := range []string{
+		"", "localhost", "10.0.0.0/8/8", "10.0.0.1/8", "10.0.0.1:80", "fe80::1%eth0", " 10.0.0.1",
+	} {
 		if _, err := ParseSources([]string{bad}); err == nil || !strings.Contains(err.Error(), fmt.Sprintf("%q", bad)) {
 			t.Errorf("%q: error %v", bad, err)
 		}
@@ -354,7 +386,9 @@ func TestSources(t *testing.T) {
 }
 
 func FuzzPolicy(f *testing.F) {
-	for _, e := range []string{"127.0.0.1:10250", "10.0.0.0/8:443", "[fd00::/8]:*", "[::1]:*", "self:22", "[::ffff:1.2.3.4]:1"} {
+	for _, e := range []string{
+		"127.0.0.1:10250", "10.0.0.0/8:443", "[fd00::/8]:*", "[::1]:*", "self:22", "[::ffff:1.2.3.4]:1",
+	} {
 		f.Add(e)
 	}
 	f.Fuzz(func(t *testing.T, entry string) {
@@ -369,8 +403,8 @@ func FuzzPolicy(f *testing.F) {
 	})
 }
 
-// A refusal does not tell the cloud what the edge's own DNS says. The edge's log has all of
-// it.
+// A refusal does not tell the cloud what the edge's own DNS answers. The edge's log has the whole
+// answer.
 func TestPolicyKeepsItsDNS(t *testing.T) {
 	n := &fakeNet{names: map[string][]string{"away.corp": {"10.9.8.7"}}}
 	p := n.policy(t, "0.0.0.0/0:80")
@@ -378,13 +412,24 @@ func TestPolicyKeepsItsDNS(t *testing.T) {
 	found := p.lookup
 	for _, tc := range []struct {
 		name string
-		err  *net.DNSError // of the lookup; nil: it is found
+		err  *net.DNSError // error of the lookup; nil: the name is found
 		code tunnel.Code
 		logs []string
 	}{
 		{"away.corp:22", nil, tunnel.Denied, []string{"10.9.8.7:22", `add \"10.9.8.7:22\" to allow under [mode.edge]`}},
-		{"nowhere.corp:22", &net.DNSError{Err: "no such host", Name: "nowhere.corp", Server: resolver, IsNotFound: true}, tunnel.Unreachable, []string{resolver, "no such host"}},
-		{"away.corp:22", &net.DNSError{Err: "read udp 10.9.8.6:4711->" + resolver + ": i/o timeout", Name: "away.corp", Server: resolver, IsTimeout: true}, tunnel.Timeout, []string{resolver, "i/o timeout"}},
+		{
+			"nowhere.corp:22",
+			&net.DNSError{Err: "no such host", Name: "nowhere.corp", Server: resolver, IsNotFound: true},
+			tunnel.Unreachable, []string{resolver, "no such host"},
+		},
+		{
+			"away.corp:22",
+			&net.DNSError{
+				Err: "read udp 10.9.8.6:4711->" + resolver + ": i/o timeout", Name: "away.corp",
+				Server: resolver, IsTimeout: true,
+			},
+			tunnel.Timeout, []string{resolver, "i/o timeout"},
+		},
 	} {
 		p.lookup = found
 		if tc.err != nil {
@@ -434,7 +479,7 @@ func TestPolicyGuardsMetadata(t *testing.T) {
 		{"[fe80::/10]:*", "[fe80::a9fe:a9fe%eth0]:80", false},
 		{"[fe80::/10]:*", "[fe80::a9fe:a9ff%eth0]:80", true},
 		{"[fe80::a9fe:a9fe]:80", "[fe80::a9fe:a9fe%eth0]:80", true},
-		// An IPv4 address within one of IPv6: a translator, or a tunnel's end, leads there.
+		// IPv6 addresses that embed an IPv4 address: a translator or a tunnel endpoint delivers to it.
 		{"0.0.0.0/0:* [::/0]:*", "[64:ff9b::a9fe:a9fe]:80", false},
 		{"0.0.0.0/0:* [64:ff9b::/96]:*", "[64:ff9b::a83f:8110]:80", false},
 		{"0.0.0.0/0:* [64:ff9b::/96]:*", "[64:ff9b::a00:5]:80", true},
@@ -450,7 +495,8 @@ func TestPolicyGuardsMetadata(t *testing.T) {
 		}
 	}
 	for _, addr := range []string{"169.254.169.254:80", "[64:ff9b::a9fe:a9fe]:80"} {
-		if p := new(fakeNet).policy(t).Also(func(netip.Addr) bool { return true }); p.Permits(netip.MustParseAddrPort(addr)) {
+		p := new(fakeNet).policy(t).Also(func(netip.Addr) bool { return true })
+		if p.Permits(netip.MustParseAddrPort(addr)) {
 			t.Errorf("what a node's pods may be reached at includes a metadata service, %s", addr)
 		}
 	}

@@ -16,7 +16,7 @@ import (
 	"time"
 )
 
-// nodeFile makes a node's file with a certificate that signer has signed.
+// nodeFile writes the file of edge1, with a certificate that s has signed.
 func nodeFile(t *testing.T, s Signer) string {
 	t.Helper()
 	key, request, err := NewRequest("edge1")
@@ -43,8 +43,10 @@ func leafOf(t *testing.T, path string) *x509.Certificate {
 	return pair.Leaf
 }
 
-// renewing runs a Renewal until the end of the test.
-func runRenewal(t *testing.T, path string, renew func(ctx context.Context, request []byte) ([]byte, error), changed func()) (*Renewal, *journal) {
+// runRenewal runs a Renewal until the end of the test.
+func runRenewal(
+	t *testing.T, path string, renew func(ctx context.Context, request []byte) ([]byte, error), changed func(),
+) (*Renewal, *journal) {
 	t.Helper()
 	log, j := newLog()
 	r := NewRenewal(RenewalConfig{Node: "edge1", File: path, Renew: renew, Changed: changed, Log: log})
@@ -60,7 +62,7 @@ func runRenewal(t *testing.T, path string, renew func(ctx context.Context, reque
 	return r, j
 }
 
-// The CA of these tests is made inside the bubble: its clock is the bubble's.
+// The tests with synctest make their CA inside the bubble, so that it has the bubble's clock.
 const days = 24 * time.Hour
 
 func bubbleSigner(t *testing.T) *FileSigner {
@@ -77,7 +79,7 @@ func TestRenewalAtTwoThirds(t *testing.T) {
 		s := bubbleSigner(t)
 		path := nodeFile(t, s)
 		var mu sync.Mutex
-		var at []time.Duration // since the last
+		var at []time.Duration // of each renewal: time since the one before
 		last, changes := time.Now(), 0
 		r, _ := runRenewal(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
 			mu.Lock()
@@ -120,7 +122,7 @@ func TestRenewalAtTwoThirds(t *testing.T) {
 	})
 }
 
-func TestRenewalThatFails(t *testing.T) {
+func TestRenewalFails(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := bubbleSigner(t)
 		path := nodeFile(t, s)
@@ -145,7 +147,10 @@ func TestRenewalThatFails(t *testing.T) {
 		if len(at) < 100 {
 			t.Fatalf("tried %d times", len(at))
 		}
-		for i, want := range []time.Duration{10 * time.Second, 20 * time.Second, 40 * time.Second, 80 * time.Second, 160 * time.Second, 320 * time.Second, 10 * time.Minute, 10 * time.Minute} {
+		for i, want := range []time.Duration{
+			10 * time.Second, 20 * time.Second, 40 * time.Second, 80 * time.Second, 160 * time.Second,
+			320 * time.Second, 10 * time.Minute, 10 * time.Minute,
+		} {
 			if got := at[i+1].Sub(at[i]); got != want {
 				t.Errorf("wait %d was %v, want %v", i, got, want)
 			}
@@ -172,14 +177,15 @@ func TestRenewalThatFails(t *testing.T) {
 		down = false
 		mu.Unlock()
 		time.Sleep(11 * time.Minute)
-		if r.Note() != "" || !strings.HasPrefix(r.Status(), "the node's certificate is good until ") || strings.Contains(r.Status(), "failed") {
+		if r.Note() != "" || !strings.HasPrefix(r.Status(), "the node's certificate is good until ") ||
+			strings.Contains(r.Status(), "failed") {
 			t.Errorf("renewed at last: note %q, status %q", r.Note(), r.Status())
 		}
 	})
 }
 
-// TestRenewalOfAnotherFile: a certificate that somebody has put into the place of one that
-// lives for longer is renewed in time, and where it cannot be kept it is said why.
+// TestRenewalOfAnotherFile: if somebody replaces the certificate by one with a shorter life, the new
+// one is renewed in time. If it cannot be written, the log says why.
 func TestRenewalOfAnotherFile(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ca, err := NewCA("nodes", 1000*days)
@@ -201,7 +207,7 @@ func TestRenewalOfAnotherFile(t *testing.T) {
 				t.Fatalf("it has expired at %v", leaf.NotAfter)
 			}
 		}
-		// Root may write to a folder of any mode, but to none that is not there.
+		// Root may write to a folder with any mode, so the folder itself is moved away.
 		dir := filepath.Dir(path)
 		if err := os.Rename(dir, dir+".away"); err != nil {
 			t.Fatal(err)
@@ -213,7 +219,7 @@ func TestRenewalOfAnotherFile(t *testing.T) {
 	})
 }
 
-func TestRenewalTakesNoOtherAnswer(t *testing.T) {
+func TestRenewalRefusesWrongCertificates(t *testing.T) {
 	for name, answer := range map[string]func(t *testing.T, s Signer, request []byte) []byte{
 		"another node's": func(t *testing.T, s Signer, _ []byte) []byte {
 			_, request, err := NewRequest("edge2")
@@ -265,7 +271,7 @@ func TestRenewalTakesNoOtherAnswer(t *testing.T) {
 	}
 }
 
-func TestRenewalOfACAThatIsAboutToExpire(t *testing.T) {
+func TestRenewalWhileCAExpires(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ca, err := NewCA("nodes", time.Hour)
 		if err != nil {
@@ -360,8 +366,8 @@ func TestWriteNodeFile(t *testing.T) {
 	}
 }
 
-// Who owns the folder that root writes a node's certificate to must not choose which other
-// file is replaced, or given away.
+// If root writes a node's certificate into a folder of another user, that user must not choose which
+// other file is replaced or given away.
 func TestWriteNodeFileInAnothersFolder(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root writes to folders of others")
@@ -378,10 +384,12 @@ func TestWriteNodeFileInAnothersFolder(t *testing.T) {
 	}
 	for _, direct := range []bool{true, false} {
 		dir := t.TempDir()
-		shadow, theirs, outer := filepath.Join(dir, "shadow"), filepath.Join(dir, "theirs"), filepath.Join(dir, "node.pem")
+		shadow, theirs := filepath.Join(dir, "shadow"), filepath.Join(dir, "theirs")
+		outer := filepath.Join(dir, "node.pem")
 		path := filepath.Join(theirs, "node.pem")
 		writeFile(t, shadow, "root's")
-		if err := errors.Join(os.Mkdir(theirs, 0o700), os.Chown(theirs, somebody, somebody), os.Symlink(shadow, path), os.Symlink("theirs/node.pem", outer)); err != nil {
+		if err := errors.Join(os.Mkdir(theirs, 0o700), os.Chown(theirs, somebody, somebody),
+			os.Symlink(shadow, path), os.Symlink("theirs/node.pem", outer)); err != nil {
 			t.Fatal(err)
 		}
 		to := path

@@ -15,17 +15,17 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// reviewer is a Kubernetes that answers what a test says.
+// reviewer is a Kubernetes whose answers a test sets.
 type reviewer struct {
 	mu          sync.Mutex // guards the following
-	node        string     // that the pod runs on
+	node        string     // node of the pod
 	user        string     // "": system:serviceaccount:ns:edge
-	bad         bool       // the token is not good: of another audience, expired, forged
+	bad         bool       // the token is bad: of another audience, expired, forged
 	err         error
-	takes       time.Duration
-	underWay    int
+	takes       time.Duration // time until an answer
+	underWay    int           // reviews under way
 	maxUnderWay int
-	at          []time.Time // of each review
+	at          []time.Time // start of each review
 }
 
 func (r *reviewer) Review(ctx context.Context, _ Secret) (Review, error) {
@@ -69,10 +69,11 @@ func (r *reviewer) calls() int {
 	return len(r.at)
 }
 
-// jwt makes something like a ServiceAccount token that ends at exp.
+// jwt returns a token in the form of a ServiceAccount token that expires at exp.
 func jwt(exp any) Secret {
 	enc := base64.RawURLEncoding.EncodeToString
-	return Secret(enc([]byte(`{"alg":"RS256"}`)) + "." + enc(fmt.Appendf(nil, `{"aud":["tunnel"],"exp":%v}`, exp)) + ".c2lnbmF0dXJl")
+	payload := fmt.Appendf(nil, `{"aud":["tunnel"],"exp":%v}`, exp)
+	return Secret(enc([]byte(`{"alg":"RS256"}`)) + "." + enc(payload) + ".c2lnbmF0dXJl")
 }
 
 func newReviewGate(t *testing.T, r *reviewer, file string) *Gate {
@@ -83,7 +84,7 @@ func newReviewGate(t *testing.T, r *reviewer, file string) *Gate {
 	return gate
 }
 
-// counted returns how many reviews with that result the metrics show.
+// counted returns the metric's count of reviews with that result.
 func counted(t *testing.T, gate *Gate, result string) float64 {
 	t.Helper()
 	r := prometheus.NewPedanticRegistry()
@@ -112,16 +113,16 @@ func TestServiceAccounts(t *testing.T) {
 	}{
 		{"good", &reviewer{node: "edge1"}, "", true, 1},
 		{"beside a line of the file", &reviewer{node: "edge1"}, "edge1:t", true, 1},
-		{"beside certificates that are revoked", &reviewer{node: "edge1"}, "edge1:revoked before=2999-01-01T00:00:00Z", true, 1},
+		{"beside revoked certificates", &reviewer{node: "edge1"}, "edge1:revoked before=2999-01-01T00:00:00Z", true, 1},
 		{"another audience", &reviewer{node: "edge1", bad: true}, "", false, 1},
 		{"another namespace", &reviewer{node: "edge1", user: "system:serviceaccount:default:edge"}, "", false, 1},
 		{"another name", &reviewer{node: "edge1", user: "system:serviceaccount:ns:default"}, "", false, 1},
-		{"one name in another", &reviewer{node: "edge1", user: "system:serviceaccount:ns:edge:x"}, "", false, 1},
-		{"a user", &reviewer{node: "edge1", user: "ns:edge"}, "", false, 1},
-		{"a user that looks like it", &reviewer{node: "edge1", user: "system:serviceaccount:ns/edge"}, "", false, 1},
+		{"account name with a suffix", &reviewer{node: "edge1", user: "system:serviceaccount:ns:edge:x"}, "", false, 1},
+		{"a user that is no ServiceAccount", &reviewer{node: "edge1", user: "ns:edge"}, "", false, 1},
+		{"a user with a slash", &reviewer{node: "edge1", user: "system:serviceaccount:ns/edge"}, "", false, 1},
 		{"no node", &reviewer{}, "", false, 1},
 		{"another node", &reviewer{node: "edge2"}, "", false, 1},
-		{"revoked: refused as slowly as any", &reviewer{node: "edge1"}, "edge1:revoked", false, 1},
+		{"revoked: reviewed all the same", &reviewer{node: "edge1"}, "edge1:revoked", false, 1},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			gate := newReviewGate(t, tc.r, tc.file)
@@ -206,7 +207,7 @@ func TestReviewsAreRemembered(t *testing.T) {
 	})
 }
 
-func TestNoAnswerIsNoRefusal(t *testing.T) {
+func TestFailedReviewIsNoRefusal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &reviewer{node: "edge1", err: errors.New("connection refused")}
 		gate := newReviewGate(t, r, "edge2:t")
@@ -227,7 +228,8 @@ func TestNoAnswerIsNoRefusal(t *testing.T) {
 		}
 		r.set(func(r *reviewer) { r.err, r.takes = nil, time.Hour })
 		start := time.Now()
-		if _, err := gate.Authenticate(t.Context(), account); err == nil || errors.Is(err, ErrUnauthenticated) || time.Since(start) > 2*reviewTimeout {
+		_, err := gate.Authenticate(t.Context(), account)
+		if err == nil || errors.Is(err, ErrUnauthenticated) || time.Since(start) > 2*reviewTimeout {
 			t.Errorf("an answer that takes an hour: %v after %v", err, time.Since(start))
 		}
 		r.set(func(r *reviewer) { r.takes = 0 })
@@ -252,7 +254,7 @@ func TestOneReviewPerToken(t *testing.T) {
 				t.Errorf("the one that leaves: %v", err)
 			}
 		})
-		synctest.Wait() // it is the one that asks
+		synctest.Wait() // now its review is under way
 		for range 100 {
 			all.Go(func() {
 				if _, err := gate.Authenticate(t.Context(), c); err != nil {
@@ -290,7 +292,8 @@ func TestStormOfReviews(t *testing.T) {
 		synctest.Wait()
 		impatient, cancel := context.WithTimeout(t.Context(), time.Millisecond)
 		defer cancel()
-		if _, err := gate.Authenticate(impatient, Credential{Node: "edge1", Token: jwt(4e9)}); err == nil || errors.Is(err, ErrUnauthenticated) {
+		_, err := gate.Authenticate(impatient, Credential{Node: "edge1", Token: jwt(4e9)})
+		if err == nil || errors.Is(err, ErrUnauthenticated) {
 			t.Errorf("one that cannot wait for its turn: %v", err)
 		}
 		all.Wait()
@@ -308,8 +311,8 @@ func TestStormOfReviews(t *testing.T) {
 	})
 }
 
-// Of strangers so many wait for reviews, and so many of one source; others are told at once
-// to come again. Who has joined before, and shows a new token, always waits for its turn.
+// The number of strangers that wait for a review is bounded, in all and per source. Further strangers
+// are refused at once and try again later. A joined edge with a new token always gets its review.
 func TestStrangersReviews(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := &reviewer{node: "edge1", takes: time.Second}
@@ -332,7 +335,7 @@ func TestStrangersReviews(t *testing.T) {
 			case err := <-ended:
 				return err
 			default:
-				return nil // it waits
+				return nil // it is waiting
 			}
 		}
 		refused := func(count int, from string) (refused int) {
@@ -373,7 +376,7 @@ func TestStrangersReviews(t *testing.T) {
 	})
 }
 
-func TestKeptAnswersAreBounded(t *testing.T) {
+func TestCacheIsBounded(t *testing.T) {
 	log, _ := newLog()
 	r := newReviews(&reviewer{}, log)
 	now := time.Now()
@@ -398,7 +401,8 @@ func TestNodeRevokedWhileItsReviewIsUnderWay(t *testing.T) {
 		gate := newReviewGate(t, &reviewer{node: "edge1", takes: time.Second}, "")
 		done := make(chan error)
 		go func() {
-			_, err := gate.Authenticate(t.Context(), Credential{Node: "edge1", Token: jwt(time.Now().Add(time.Hour).Unix())})
+			c := Credential{Node: "edge1", Token: jwt(time.Now().Add(time.Hour).Unix())}
+			_, err := gate.Authenticate(t.Context(), c)
 			done <- err
 		}()
 		time.Sleep(time.Second / 2)

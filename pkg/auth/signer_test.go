@@ -18,7 +18,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// caFiles writes a CA into files.
+// caFiles writes the certificate and the key of a CA into files.
 func caFiles(t testing.TB, ca *CA) (certFile, keyFile string) {
 	t.Helper()
 	dir := t.TempDir()
@@ -48,7 +48,10 @@ func TestFileSigner(t *testing.T) {
 	}
 	pool := x509.NewCertPool()
 	pool.AddCert(ca.cert)
-	for lifetime, want := range map[time.Duration]time.Duration{0: 30 * 24 * time.Hour, time.Hour: time.Hour, 200 * 24 * time.Hour: 100 * 24 * time.Hour} {
+	const day = 24 * time.Hour
+	for lifetime, want := range map[time.Duration]time.Duration{
+		0: 30 * day, time.Hour: time.Hour, 200 * day: 100 * day,
+	} {
 		s := fileSigner(t, ca, lifetime)
 		key, request, err := NewRequest("edge1")
 		if err != nil {
@@ -103,7 +106,8 @@ func TestCAThatCannotSign(t *testing.T) {
 			t.Fatal(err)
 		}
 		tmpl := &x509.Certificate{
-			Subject: pkix.Name{CommonName: "ca"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
+			Subject:   pkix.Name{CommonName: "ca"},
+			NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
 			IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
 		}
 		change(tmpl)
@@ -117,18 +121,22 @@ func TestCAThatCannotSign(t *testing.T) {
 		}
 		return &CA{key: key, cert: cert, certPEM: encodePEM("CERTIFICATE", der)}
 	}
-	certFile, keyFile := caFiles(t, made(func(c *x509.Certificate) { c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth} }))
+	certFile, keyFile := caFiles(t, made(func(c *x509.Certificate) {
+		c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth}
+	}))
 	if _, err := NewFileSigner(certFile, keyFile, 0); err != nil {
 		t.Errorf("a CA for clients: %v", err)
 	}
 	other := newNodeCA(t)
 	for name, ca := range map[string]*CA{
-		"a leaf":            made(func(c *x509.Certificate) { c.IsCA, c.KeyUsage = false, x509.KeyUsageDigitalSignature }),
-		"no certSign":       made(func(c *x509.Certificate) { c.KeyUsage = x509.KeyUsageCRLSign }),
-		"for servers alone": made(func(c *x509.Certificate) { c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth} }),
-		"expired":           made(func(c *x509.Certificate) { c.NotAfter = time.Now().Add(-time.Minute) }),
-		"not yet good":      made(func(c *x509.Certificate) { c.NotBefore = time.Now().Add(time.Minute) }),
-		"another key":       {key: good.key, cert: other.cert, certPEM: other.certPEM},
+		"a leaf":      made(func(c *x509.Certificate) { c.IsCA, c.KeyUsage = false, x509.KeyUsageDigitalSignature }),
+		"no certSign": made(func(c *x509.Certificate) { c.KeyUsage = x509.KeyUsageCRLSign }),
+		"for servers alone": made(func(c *x509.Certificate) {
+			c.ExtKeyUsage = []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}
+		}),
+		"expired":      made(func(c *x509.Certificate) { c.NotAfter = time.Now().Add(-time.Minute) }),
+		"not yet good": made(func(c *x509.Certificate) { c.NotBefore = time.Now().Add(time.Minute) }),
+		"another key":  {key: good.key, cert: other.cert, certPEM: other.certPEM},
 	} {
 		certFile, keyFile := caFiles(t, ca)
 		if _, err := NewFileSigner(certFile, keyFile, 0); err == nil || !strings.Contains(err.Error(), certFile) {
@@ -146,7 +154,10 @@ func TestStoredCA(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	tmpl := &x509.Certificate{Subject: pkix.Name{CommonName: "ca"}, NotAfter: time.Now().Add(time.Hour), IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign}
+	tmpl := &x509.Certificate{
+		Subject: pkix.Name{CommonName: "ca"}, NotAfter: time.Now().Add(time.Hour),
+		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
+	}
 	der, err := x509.CreateCertificate(rand.Reader, tmpl, tmpl, ed.Public(), ed)
 	if err != nil {
 		t.Fatal(err)
@@ -172,7 +183,7 @@ func TestStoredCA(t *testing.T) {
 	}
 }
 
-// signerFunc is a Signer of a test.
+// signerFunc is a Signer made of a function.
 type signerFunc func(node tunnel.NodeName, request []byte) ([]byte, error)
 
 func (f signerFunc) Sign(_ context.Context, node tunnel.NodeName, request []byte) ([]byte, error) {
@@ -215,7 +226,8 @@ func TestIssuer(t *testing.T) {
 	if _, err := issuer.Again(t.Context(), certCredential("edge2", certs...), request); err == nil {
 		t.Error("edge2's session gets a certificate of edge1")
 	}
-	if _, _, err := issuer.First(t.Context(), Credential{Node: "edge1", Token: "j"}, nil); err == nil || errors.Is(err, ErrUnauthenticated) {
+	_, _, err = issuer.First(t.Context(), Credential{Node: "edge1", Token: "j"}, nil)
+	if err == nil || errors.Is(err, ErrUnauthenticated) {
 		t.Errorf("no request: %v", err)
 	}
 	for name, s := range map[string]signerFunc{
@@ -236,18 +248,18 @@ func TestIssuer(t *testing.T) {
 			t.Errorf("a signer that %s: accepted", name)
 		}
 	}
-	// A node that is revoked while its certificate is signed gets none.
+	// A node that is revoked while its certificate is being signed gets no certificate.
 	late := signerFunc(func(node tunnel.NodeName, request []byte) ([]byte, error) {
 		setTokens(t, gate, "edge1:revoked\n")
 		return signer.Sign(t.Context(), node, request)
 	})
-	if _, _, err := NewIssuer(gate, late).First(t.Context(), Credential{Node: "edge1", Token: "j"}, request); err == nil {
+	_, _, err = NewIssuer(gate, late).First(t.Context(), Credential{Node: "edge1", Token: "j"}, request)
+	if err == nil {
 		t.Error("a node that was revoked meanwhile has a certificate")
 	}
 }
 
-// A signer that is down is told of until it signs again; a caller that went away says
-// nothing about it.
+// Note reports a failing signer until it signs again. A request whose caller has gone does not count.
 func TestSignerDown(t *testing.T) {
 	ca := newNodeCA(t)
 	signer := fileSigner(t, ca.CA, time.Hour)
@@ -267,7 +279,7 @@ func TestSignerDown(t *testing.T) {
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
 	for _, step := range []struct {
-		ctx  context.Context //nolint:containedctx // who asks, in a table
+		ctx  context.Context //nolint:containedctx // context of the caller, in a table
 		down bool
 		note string
 	}{{gone, true, ""}, {t.Context(), true, "could not be signed"}, {t.Context(), false, ""}} {
@@ -281,27 +293,32 @@ func TestSignerDown(t *testing.T) {
 	}
 }
 
-// What was revoked gets no certificate, not even before the file is read again: that one
+// A revoked proof gets no certificate, not even before the file is read again: the new certificate
 // would be younger than the revocation.
 func TestRevokedGetsNoCertificate(t *testing.T) {
 	const lines = "edge1:j join\nedge2:t\n"
 	ca, next := newNodeCA(t), newNodeCA(t)
 	for name, c := range map[string]struct {
-		content      string // of the file, which nobody reads again
+		content      string // of the file; nobody reloads it
 		pool         *x509.CertPool
-		again, first bool // whether the certificate, and the join token, get one
+		again, first bool // whether the certificate, and the join token, get a new certificate
 	}{
-		"nothing has changed":        {lines + "# a comment\n", nil, true, true},
-		"a bad file":                 {lines + "edge1\n", nil, true, true},
-		"the node":                   {lines + "edge1:revoked\n", nil, false, false},
-		"its certificates":           {lines + "edge1:revoked before=" + timeAfter(-time.Second) + "\n", nil, false, true},
-		"the join token":             {"edge1:other join\n", nil, true, false},
-		"the CA":                     {lines, next.pool, false, true},
-		"certificates, with a token": {"edge1:revoked before=" + timeAfter(-time.Second) + "\nedge1:" + Secret("j").Hashed() + " join\n", nil, false, true},
+		"nothing has changed": {lines + "# a comment\n", nil, true, true},
+		"a bad file":          {lines + "edge1\n", nil, true, true},
+		"the node":            {lines + "edge1:revoked\n", nil, false, false},
+		"its certificates":    {lines + "edge1:revoked before=" + timeAfter(-time.Second) + "\n", nil, false, true},
+		"the join token":      {"edge1:other join\n", nil, true, false},
+		"the CA":              {lines, next.pool, false, true},
+		"certificates, with a token": {
+			"edge1:revoked before=" + timeAfter(-time.Second) + "\nedge1:" + Secret("j").Hashed() + " join\n",
+			nil, false, true,
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			pool := ca.pool
-			gate, _ := newCertificateGate(t, lines, ca, func(c *GateConfig) { c.NodeCA = func() *x509.CertPool { return pool } })
+			gate, _ := newCertificateGate(t, lines, ca, func(c *GateConfig) {
+				c.NodeCA = func() *x509.CertPool { return pool }
+			})
 			files := fileSigner(t, ca.CA, time.Hour)
 			signer := signerFunc(func(node tunnel.NodeName, request []byte) ([]byte, error) {
 				writeFile(t, gate.cfg.Tokens.path, c.content)
@@ -314,7 +331,9 @@ func TestRevokedGetsNoCertificate(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			old := certCredential("edge1", ca.sign(t, "edge1", func(c *x509.Certificate) { c.NotBefore = time.Now().Add(-time.Hour) }))
+			old := certCredential("edge1", ca.sign(t, "edge1", func(c *x509.Certificate) {
+				c.NotBefore = time.Now().Add(-time.Hour)
+			}))
 			if _, err := gate.Authenticate(t.Context(), old); err != nil {
 				t.Fatal(err)
 			}

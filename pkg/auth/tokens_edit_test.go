@@ -31,12 +31,27 @@ func TestAddToken(t *testing.T) {
 	}{
 		{"empty", "", TokenLine{Node: "edge1", Secret: "s"}, "edge1:" + sum + "\n"},
 		{"the end has no newline", "# c", TokenLine{Node: "edge1", Secret: "s"}, "# c\nedge1:" + sum + "\n"},
-		{"join", "", TokenLine{Node: "edge1", Secret: "s", Join: true, Expires: now.Add(time.Hour)}, "edge1:" + sum + " join expires=2026-11-21T10:30:00Z\n"},
-		{"another zone", "", TokenLine{Node: "edge1", Secret: "s", Expires: now.In(time.FixedZone("", 7200))}, "edge1:" + sum + " expires=2026-11-21T09:30:00Z\n"},
-		{"behind its node's", "edge1:a\n# about edge2\nedge2:b\n", TokenLine{Node: "edge1", Secret: "s"}, "edge1:a\nedge1:" + sum + "\n# about edge2\nedge2:b\n"},
+		{
+			"join", "", TokenLine{Node: "edge1", Secret: "s", Join: true, Expires: now.Add(time.Hour)},
+			"edge1:" + sum + " join expires=2026-11-21T10:30:00Z\n",
+		},
+		{
+			"another zone", "", TokenLine{Node: "edge1", Secret: "s", Expires: now.In(time.FixedZone("", 7200))},
+			"edge1:" + sum + " expires=2026-11-21T09:30:00Z\n",
+		},
+		{
+			"behind its node's", "edge1:a\n# about edge2\nedge2:b\n", TokenLine{Node: "edge1", Secret: "s"},
+			"edge1:a\nedge1:" + sum + "\n# about edge2\nedge2:b\n",
+		},
 		{"line ends", "edge2:b\r\n", TokenLine{Node: "edge1", Secret: "s"}, "edge2:b\r\nedge1:" + sum + "\r\n"},
-		{"revoked", "a:x\nedge1:revoked\nb:y\n", TokenLine{Node: "edge1", Secret: "s", Join: true}, "a:x\nedge1:revoked before=2026-11-21T09:30:01Z\nedge1:" + sum + " join\nb:y\n"},
-		{"revoked before", "edge1:revoked before=2020-01-01T00:00:00Z\n", TokenLine{Node: "edge1", Secret: "s"}, "edge1:revoked before=2020-01-01T00:00:00Z\nedge1:" + sum + "\n"},
+		{
+			"revoked", "a:x\nedge1:revoked\nb:y\n", TokenLine{Node: "edge1", Secret: "s", Join: true},
+			"a:x\nedge1:revoked before=2026-11-21T09:30:01Z\nedge1:" + sum + " join\nb:y\n",
+		},
+		{
+			"revoked before", "edge1:revoked before=2020-01-01T00:00:00Z\n", TokenLine{Node: "edge1", Secret: "s"},
+			"edge1:revoked before=2020-01-01T00:00:00Z\nedge1:" + sum + "\n",
+		},
 		{"default stays", "default:x\n", TokenLine{Node: "edge1", Secret: "s"}, "default:x\nedge1:" + sum + "\n"},
 	} {
 		got, err := AddToken(tc.file, tc.line, now)
@@ -45,13 +60,15 @@ func TestAddToken(t *testing.T) {
 		}
 	}
 	for name, line := range map[string]TokenLine{
-		"no node": {Secret: "s"}, "default": {Node: "Default", Secret: "s"}, "no token": {Node: "edge1"}, "a line more": {Node: "edge1", Secret: "s\nx:y"},
+		"no node": {Secret: "s"}, "default": {Node: "Default", Secret: "s"}, "no token": {Node: "edge1"},
+		"a line more": {Node: "edge1", Secret: "s\nx:y"},
 	} {
 		if got, err := AddToken("", line, now); err == nil {
 			t.Errorf("%s: %q", name, got)
 		}
 	}
-	if _, err := AddToken("edge1:x\nc4n4ry\n", TokenLine{Node: "edge1", Secret: "s"}, now); err == nil || !strings.Contains(err.Error(), "line 2") || strings.Contains(err.Error(), "c4n4ry") {
+	_, err := AddToken("edge1:x\nc4n4ry\n", TokenLine{Node: "edge1", Secret: "s"}, now)
+	if err == nil || !strings.Contains(err.Error(), "line 2") || strings.Contains(err.Error(), "c4n4ry") {
 		t.Errorf("a malformed file: %v", err)
 	}
 }
@@ -78,13 +95,15 @@ func TestRevokeNode(t *testing.T) {
 }
 
 func TestList(t *testing.T) {
-	lines, err := List("# c\nedge1:" + Secret("s").Hashed() + " join expires=2026-11-21T10:30:00Z\n\nedge2:c4n4ry\ndefault:x\nedge3:revoked\nedge3:revoked before=2026-11-21T10:30:00Z")
+	lines, err := List("# c\nedge1:" + Secret("s").Hashed() + " join expires=2026-11-21T10:30:00Z\n\n" +
+		"edge2:c4n4ry\ndefault:x\nedge3:revoked\nedge3:revoked before=2026-11-21T10:30:00Z")
 	if err != nil {
 		t.Fatal(err)
 	}
 	var got []string
 	for _, l := range lines {
-		got = append(got, fmt.Sprintf("%d %s %s %s %v %v %v", l.Number, l.Node, l.Kind, l.ID, l.Hashed, !l.Expires.IsZero(), !l.Before.IsZero()))
+		got = append(got, fmt.Sprintf("%d %s %s %s %v %v %v",
+			l.Number, l.Node, l.Kind, l.ID, l.Hashed, !l.Expires.IsZero(), !l.Before.IsZero()))
 	}
 	id := func(s Secret) string { return strings.TrimPrefix(s.Hashed(), hashPrefix)[:8] }
 	want := []string{
@@ -102,10 +121,13 @@ func TestList(t *testing.T) {
 	}
 }
 
-// What the tools write is read, means what it should, and leaves the rest as it was.
+// The result of each edit parses, means what the edit says, and keeps all other lines.
 func TestEditsProperty(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		pick := rapid.SampledFrom([]string{"# a comment", "", "a:x", "b:y expires=2999-01-01T00:00:00Z", "a:revoked", "b:revoked before=2020-01-01T00:00:00Z", " c : z ", "default:d", "b:" + Secret("q").Hashed() + " join"})
+		pick := rapid.SampledFrom([]string{
+			"# a comment", "", "a:x", "b:y expires=2999-01-01T00:00:00Z", "a:revoked",
+			"b:revoked before=2020-01-01T00:00:00Z", " c : z ", "default:d", "b:" + Secret("q").Hashed() + " join",
+		})
 		end := rapid.SampledFrom([]string{"\n", "\r\n"}).Draw(t, "end")
 		content := strings.Join(rapid.SliceOfN(pick, 0, 12).Draw(t, "lines"), end)
 		others := func(content string, node tunnel.NodeName) []string {
@@ -125,7 +147,10 @@ func TestEditsProperty(t *testing.T) {
 			add := rapid.Bool().Draw(t, "add")
 			secret := NewToken()
 			if add {
-				edited, err = AddToken(content, TokenLine{Node: node, Secret: secret, Join: rapid.Bool().Draw(t, "join"), Expires: now.Add(time.Hour)}, now)
+				line := TokenLine{
+					Node: node, Secret: secret, Join: rapid.Bool().Draw(t, "join"), Expires: now.Add(time.Hour),
+				}
+				edited, err = AddToken(content, line, now)
 			} else {
 				edited, err = RevokeNode(content, node)
 			}
@@ -142,7 +167,10 @@ func TestEditsProperty(t *testing.T) {
 			if all, _ := tb.revoked(node); all == add {
 				t.Fatalf("revoked: %v in %q", all, edited)
 			}
-			if i := slices.IndexFunc(tb.byNode[node].tokens, func(k token) bool { return hashPrefix+fmt.Sprintf("%x", k.sum) == secret.Hashed() }); (i >= 0) != add {
+			i := slices.IndexFunc(tb.byNode[node].tokens, func(k token) bool {
+				return hashPrefix+fmt.Sprintf("%x", k.sum) == secret.Hashed()
+			})
+			if (i >= 0) != add {
 				t.Fatalf("the token is at %d in %q", i, edited)
 			}
 			if !add && len(tb.byNode[node].tokens) != 0 {
@@ -154,7 +182,8 @@ func TestEditsProperty(t *testing.T) {
 }
 
 func FuzzTokenEdits(f *testing.F) {
-	f.Add("edge1:token join\n# c\n\nedge2:revoked before=2020-01-01T00:00:00Z\r\ndefault:x expires=2020-01-01T00:00:00Z")
+	f.Add("edge1:token join\n# c\n\nedge2:revoked before=2020-01-01T00:00:00Z\r\n" +
+		"default:x expires=2020-01-01T00:00:00Z")
 	f.Add("edge1:revoked\nedge1:x")
 	f.Fuzz(func(t *testing.T, content string) {
 		lines, err := List(content)
@@ -172,7 +201,8 @@ func FuzzTokenEdits(f *testing.F) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if tb, err := parseTokens("tokens", revoked, true, true); err != nil || !tb.byNode["edge1"].revoked || len(tb.byNode["edge1"].tokens) != 0 {
+		tb, err := parseTokens("tokens", revoked, true, true)
+		if err != nil || !tb.byNode["edge1"].revoked || len(tb.byNode["edge1"].tokens) != 0 {
 			t.Fatalf("%q became %q: %v", added, revoked, err)
 		}
 	})

@@ -25,7 +25,7 @@ func tokenFile(t testing.TB, content string) string {
 	return path
 }
 
-// newGate returns a Gate that knows a token file alone.
+// newGate returns a Gate with a token file and no other proof.
 func newGate(t *testing.T, content string, shared bool) (*Gate, *journal) {
 	t.Helper()
 	log, j := newLog()
@@ -36,7 +36,7 @@ func newGate(t *testing.T, content string, shared bool) (*Gate, *journal) {
 	return NewGate(GateConfig{Tokens: tokens, Log: log}), j
 }
 
-// grantsOf returns how many grants the Gate remembers.
+// grantCount returns how many grants the Gate remembers.
 func grantCount(g *Gate) int {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -80,7 +80,7 @@ func TestAuthenticate(t *testing.T) {
 				content += "default:everyone\n"
 			}
 			gate, j := newGate(t, content, tc.shared)
-			before := j.String() // the file's own warnings
+			before := j.String() // the warnings about the file
 			ctx, cancel := context.WithCancel(t.Context())
 			g, err := gate.Authenticate(ctx, Credential{Node: tc.node, Token: tc.token})
 			if tc.ok && (err != nil || string(g.Node) != tc.node || g.Revoked == nil) {
@@ -98,7 +98,9 @@ func TestAuthenticate(t *testing.T) {
 				}
 			}
 			cancel()
-			eventually(t, "the grant is forgotten when its context is done", func() bool { return grantCount(gate) == 0 })
+			eventually(t, "the grant is forgotten when its context is done", func() bool {
+				return grantCount(gate) == 0
+			})
 		})
 	}
 }
@@ -136,7 +138,9 @@ func TestBadTokenFiles(t *testing.T) {
 		})
 	}
 	log, _ := newLog()
-	for name, path := range map[string]string{"missing": filepath.Join(t.TempDir(), "none"), "a directory": t.TempDir()} {
+	for name, path := range map[string]string{
+		"missing": filepath.Join(t.TempDir(), "none"), "a directory": t.TempDir(),
+	} {
 		if _, err := NewTokens(TokensConfig{Path: path, Log: log}); err == nil || !strings.Contains(err.Error(), path) {
 			t.Errorf("%s: error %v does not name the file", name, err)
 		}
@@ -159,17 +163,19 @@ func TestTokenFileThatOthersCanReadIsAWarning(t *testing.T) {
 	}
 }
 
-// Tokens that may be guessed are told of by their lines, at the start and when the file
-// changes, and never shown.
+// The log names the lines of tokens that may be guessed, at the start and after a change. It never
+// shows a token.
 func TestShortTokensAreAWarning(t *testing.T) {
 	const short, long = "correct-horse", "MzQ1Njc4OTAxMjM0NTY3OD"
 	log, j := newLog()
-	path := tokenFile(t, "# a comment\nedge1:"+short+"\nedge2:"+long+"\nedge3:"+Secret(short).Hashed()+"\nedge4:"+short+"4 join\nedge5:revoked\n")
+	path := tokenFile(t, "# a comment\nedge1:"+short+"\nedge2:"+long+"\nedge3:"+Secret(short).Hashed()+"\n"+
+		"edge4:"+short+"4 join\nedge5:revoked\n")
 	tokens, err := NewTokens(TokensConfig{Path: path, Log: log})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if s := j.String(); strings.Count(s, "may be guessed") != 1 || !strings.Contains(s, `lines="[2 5]"`) || !strings.Contains(s, "count=2") || strings.Contains(s, short) {
+	if s := j.String(); strings.Count(s, "may be guessed") != 1 || !strings.Contains(s, `lines="[2 5]"`) ||
+		!strings.Contains(s, "count=2") || strings.Contains(s, short) {
 		t.Errorf("the log is:\n%s", s)
 	}
 	if err := os.WriteFile(path, []byte("edge1:"+long+"\n\nedge2:"+short+"\n"), 0o600); err != nil {
@@ -181,7 +187,8 @@ func TestShortTokensAreAWarning(t *testing.T) {
 		t.Errorf("the log is:\n%s", s)
 	}
 	many, j := newLog()
-	if _, err := NewTokens(TokensConfig{Path: tokenFile(t, strings.Repeat("edge1:x\n", 1000)), Log: many}); err != nil || len(j.String()) > 1000 || !strings.Contains(j.String(), "count=1000") {
+	_, err = NewTokens(TokensConfig{Path: tokenFile(t, strings.Repeat("edge1:x\n", 1000)), Log: many})
+	if err != nil || len(j.String()) > 1000 || !strings.Contains(j.String(), "count=1000") {
 		t.Errorf("%v; the log is:\n%s", err, j.String())
 	}
 }
@@ -211,7 +218,7 @@ func TestReadTokenFile(t *testing.T) {
 	}
 }
 
-// following runs gate until the end of the test.
+// runGate runs gate until the end of the test.
 func runGate(t *testing.T, gate *Gate) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -234,7 +241,7 @@ func grantFor(t *testing.T, gate *Gate, node string, token Secret) Grant {
 	return g
 }
 
-// wantRevoked waits for a revocation for the second that is promised.
+// wantRevoked waits for a revocation for one second, the promised maximum.
 func wantRevoked(t *testing.T, g Grant) {
 	t.Helper()
 	select {
@@ -254,7 +261,7 @@ func wantLive(t *testing.T, g Grant) {
 }
 
 func TestRevocation(t *testing.T) {
-	// Each way replaces the file's content, as an administrator or a kubelet would.
+	// Each way replaces the content of the file as an administrator or a kubelet does.
 	ways := map[string]func(t testing.TB, path, content string){
 		"written in place": writeFile,
 		"renamed over": func(t testing.TB, path, content string) {
@@ -288,7 +295,8 @@ func TestRevocation(t *testing.T) {
 }
 
 func TestRevocationBySecretSwap(t *testing.T) {
-	// A kubelet's layout: tokens -> ..data/tokens, ..data -> ..1; the swap renames ..data.
+	// The layout of a kubelet's volume: tokens -> ..data/tokens, ..data -> ..1. An update renames a new
+	// link over ..data.
 	dir := t.TempDir()
 	version := func(name, content string) {
 		if err := os.Mkdir(filepath.Join(dir, name), 0o700); err != nil {
@@ -332,7 +340,7 @@ func TestBadReloadKeepsTheLastGoodStateAndTriesAgain(t *testing.T) {
 	wantLive(t, g)
 	grantFor(t, gate, "edge2", "two")
 
-	writeFile(t, gate.cfg.Tokens.path, "edge1\n") // touched, the same fault: no second line
+	writeFile(t, gate.cfg.Tokens.path, "edge1\n") // written again with the same fault: not logged again
 	if err := os.Remove(gate.cfg.Tokens.path); err != nil {
 		t.Fatal(err)
 	}
@@ -348,8 +356,8 @@ func TestUnreadableFileIsTriedAgain(t *testing.T) {
 	g := grantFor(t, gate, "edge1", "one")
 	good := gate.cfg.Tokens.path + ".good"
 	writeFile(t, good, "edge2:two\n")
-	// The path is a directory for a while: it can be seen but not read, like a file
-	// for which there is no descriptor.
+	// For a while the path is a directory. It exists but cannot be read, as a file when no descriptor
+	// is left.
 	if err := os.Remove(gate.cfg.Tokens.path); err != nil {
 		t.Fatal(err)
 	}
@@ -380,7 +388,7 @@ func TestGrantsAreForgotten(t *testing.T) {
 }
 
 func TestUnknownNodeCostsAsMuchAsAKnownOne(t *testing.T) {
-	// What the table compares is what can be asserted; times on a busy machine cannot.
+	// The test asserts the number of comparisons: times on a busy machine would vary.
 	tb, err := parseTokens("tokens", "edge1:a\nedge1:b\nedge1:c\nedge2:d\ndefault:e\n", true, false)
 	if err != nil {
 		t.Fatal(err)
@@ -388,7 +396,7 @@ func TestUnknownNodeCostsAsMuchAsAKnownOne(t *testing.T) {
 	if tb.maxTokens != 3 {
 		t.Errorf("compares %d sums for every node, want 3", tb.maxTokens)
 	}
-	// A node without a token must not be had with the sum that fills the gap.
+	// A node without a token must not be accepted with the zero sum, which fills missing comparisons.
 	if _, err := (&table{maxTokens: 3}).token("edge9", sum{}, false, time.Now()); err == nil {
 		t.Error("an unknown node is accepted with the zero sum")
 	}

@@ -49,8 +49,8 @@ func TestTokenOnTheWire(t *testing.T) {
 }
 
 func TestLongestTokenFitsTheWire(t *testing.T) {
-	// What gRPC lets a peer's metadata have, by pkg/stream, counted as RFC 9113 section
-	// 6.5.2 does; the rest of it has some 500 bytes.
+	// 16 KiB is the default limit for a peer's metadata in pkg/stream, counted as in RFC 9113 section
+	// 6.5.2. Other metadata takes some 500 bytes.
 	if len("authorization"+"Bearer ")+32+maxWire+500 > 16<<10 {
 		t.Errorf("an access token of %d bytes leaves no room for other metadata", maxWire)
 	}
