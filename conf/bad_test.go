@@ -9,7 +9,7 @@ import (
 	"testing"
 )
 
-// bad is a file, and every problem that a user would read, without the file's name.
+// bad is a file that does not load. want has every problem as the user reads it, without the file's name.
 type bad struct {
 	name string
 	text string
@@ -30,7 +30,7 @@ func (b bad) run(t *testing.T, load func(path string) error) {
 	})
 }
 
-// TestSyntax: what the parser or the types refuse, with the line.
+// TestSyntax: what the parser or the type check refuses is reported with its line.
 func TestSyntax(t *testing.T) {
 	inDir(t)
 	for _, b := range []bad{
@@ -39,8 +39,10 @@ func TestSyntax(t *testing.T) {
 		{"no quotes", "[mode.cloud.stream.server]\ncert = a.crt\n", []string{
 			`2: mode.cloud.stream.server.cert: not valid TOML: expected value but found "a" instead`}},
 		{"a key twice", server + "grpcport = 1\n", []string{
-			`6: mode.cloud.stream.server.grpcport: not valid TOML: key 'mode.cloud.stream.server.grpcport' has already been defined`}},
-		{"no text", "\xff\xfea\x00", []string{`1: not valid TOML: files cannot contain NULL bytes; probably using UTF-16; TOML files must be UTF-8`}},
+			`6: mode.cloud.stream.server.grpcport: not valid TOML: ` +
+				`key 'mode.cloud.stream.server.grpcport' has already been defined`}},
+		{"not UTF-8", "\xff\xfea\x00", []string{`1: not valid TOML: ` +
+			`files cannot contain NULL bytes; probably using UTF-16; TOML files must be UTF-8`}},
 		{"all types at once", `[mode.cloud.stream.server]
 grpcport = "9000"
 cert = 1
@@ -62,8 +64,10 @@ addr = []
 			`5: mode.cloud.stream.server.tokenfile: expected a string, found a table`,
 			`6: mode.cloud.stream.server.allowshared: expected true or false, found a string: write it without quotes`,
 			`7: mode.cloud.stream.server.logport: expected a whole number, found a number with a fraction`,
-			`9: mode.cloud.https.clientnames: expected an array of strings, found a string: write it in brackets, ["…"]`,
-			`10: mode.cloud.https.allowfrom: expected an array of strings, found an array that holds something else: write every element in double quotes`,
+			`9: mode.cloud.https.clientnames: expected an array of strings, found a string: ` +
+				`write it in brackets, ["…"]`,
+			`10: mode.cloud.https.allowfrom: expected an array of strings, ` +
+				`found an array that holds something else: write every element in double quotes`,
 			`11: mode.cloud.https.tls: expected a string, found a date: write it in double quotes`,
 			`12: mode.cloud.https.addr: expected a table, found an array of strings`,
 			`13: mode.cloud.tcp: expected a table, found an array of tables: write [name], not [[name]]`,
@@ -74,26 +78,29 @@ addr = []
 "127.0.0.1:1" = "10.0.0.0/8"
 `, []string{
 			`7: mode.cloud.tcp."127.0.0.1:1": expected a string, found a whole number: write it in double quotes`,
-			`9: mode.cloud.tcpallow."127.0.0.1:1": expected an array of strings, found a string: write it in brackets, ["…"]`,
+			`9: mode.cloud.tcpallow."127.0.0.1:1": expected an array of strings, found a string: ` +
+				`write it in brackets, ["…"]`,
 		}},
 	} {
 		b.run(t, func(path string) error { _, err := LoadCloud(path, testEnv()); return err })
 	}
 }
 
-// TestUnknown: a key that is not there names the one that was meant.
+// TestUnknown: the problem of an unknown key suggests the key that was probably meant.
 func TestUnknown(t *testing.T) {
 	inDir(t)
 	for _, b := range []bad{
-		{"a slip", strings.Replace(server, "grpcport", "grpcprot", 1), []string{
+		{"a spelling mistake", strings.Replace(server, "grpcport", "grpcprot", 1), []string{
 			`2: mode.cloud.stream.server.grpcprot: unknown key: did you mean grpcport?`}},
 		{"case", strings.Replace(server, "tokenfile", "TokenFile", 1), []string{
 			`5: mode.cloud.stream.server.TokenFile: unknown key: did you mean tokenfile?`}},
 		{"a wrong table", server + "[mode.cloud.stream]\nlogport = 1\n[mode.cloud]\nclientnames = []\n", []string{
 			`7: mode.cloud.stream.logport: unknown key here: logport belongs in [mode.cloud.stream.server]`,
-			`9: mode.cloud.clientnames: unknown key here: clientnames belongs in [mode.cloud.https] or [mode.cloud.egress]`}},
-		{"nothing like it", server + "[mode.cloud.https.kubelet]\npassword = 1\n", []string{
-			`7: mode.cloud.https.kubelet.password: unknown key: [mode.cloud.https.kubelet] has ca, cert, insecure, key`}},
+			`9: mode.cloud.clientnames: unknown key here: ` +
+				`clientnames belongs in [mode.cloud.https] or [mode.cloud.egress]`}},
+		{"no similar key", server + "[mode.cloud.https.kubelet]\npassword = 1\n", []string{
+			`7: mode.cloud.https.kubelet.password: unknown key: ` +
+				`[mode.cloud.https.kubelet] has ca, cert, insecure, key`}},
 		{"a table", server + "[mode.cloud.streams.x.y]\nz = 1\n", []string{
 			`6: mode.cloud.streams: unknown table: did you mean stream?`}},
 		{"a table without its parent", server + "[https.addr]\n\"10250\" = \"x\"\n[cloud]\n[other]\n", []string{
@@ -110,8 +117,9 @@ x"""
 			`7: mode.cloud.https.kubelet.insecur: unknown key: did you mean insecure?`,
 			`9: mode.edge.stream.client.tokn: unknown key: did you mean token?`,
 			`11: mode.edge."no de": unknown key: did you mean node?`}},
-		{"both names", server + "grpc_port = 9000\n", []string{
-			`6: mode.cloud.stream.server.grpc_port: this is SuperEdge's newer name of grpcport, which is there as well: remove one of them`}},
+		{"the names of SuperEdge and of ours", server + "grpc_port = 9000\n", []string{
+			`6: mode.cloud.stream.server.grpc_port: this is SuperEdge's newer name of grpcport, ` +
+				`which is there as well: remove one of them`}},
 	} {
 		b.run(t, func(path string) error { _, err := LoadCloud(path, testEnv()); return err })
 	}
@@ -130,7 +138,8 @@ func TestBadCloud(t *testing.T) {
 			`1: mode.cloud.stream.server.grpcport: missing: write the port that edges dial, such as grpcport = 9000`,
 			`1: mode.cloud.stream.server.cert: missing: write the server's certificate, such as cert = "cloud.crt"`,
 			`1: mode.cloud.stream.server.key: missing: write the certificate's private key, such as key = "cloud.key"`,
-			`1: mode.cloud.stream.server.tokenfile: missing: without tokens nobody can join: write tokenfile = "tokens", a file with a line node:token for each edge`}},
+			`1: mode.cloud.stream.server.tokenfile: missing: without tokens nobody can join: ` +
+				`write tokenfile = "tokens", a file with a line node:token for each edge`}},
 		{"server", `[mode.cloud.stream.server]
 grpcport = 65536
 cert = "dir"
@@ -144,7 +153,8 @@ channelzaddr = "10.0.0.1:7001"
 			`4: mode.cloud.stream.server.key: fifo is not a regular file: name one`,
 			`5: mode.cloud.stream.server.tokenfile: file crt/tokens cannot be opened: not a directory`,
 			`6: mode.cloud.stream.server.logport: -1 is not a port: write a number from 1 to 65535`,
-			`7: mode.cloud.stream.server.channelzaddr: "10.0.0.1:7001" is not an address on loopback: write one such as "127.0.0.1:7001", or remove it`}},
+			`7: mode.cloud.stream.server.channelzaddr: "10.0.0.1:7001" is not an address on loopback: ` +
+				`write one such as "127.0.0.1:7001", or remove it`}},
 
 		{"https addresses", server + `[mode.cloud.https]
 listen = "0.0.0.0:10250"
@@ -159,32 +169,52 @@ allowfrom = []
 "10253" = "10.0.0.256:1"
 "10254" = "a host:1"
 `, []string{
-			`7: mode.cloud.https.listen: "0.0.0.0:10250" is not an IP address: write one without a port, such as "127.0.0.1"; the ports are in [mode.cloud.https.addr]`,
+			`7: mode.cloud.https.listen: "0.0.0.0:10250" is not an IP address: ` +
+				`write one without a port, such as "127.0.0.1"; the ports are in [mode.cloud.https.addr]`,
 			`8: mode.cloud.https.tls: "Auto" is none of "auto", "passthrough", "terminate": write one of them`,
-			`9: mode.cloud.https.clientnames: the list is empty or holds an empty name: name who may call, or remove it for the default, ["kube-apiserver-kubelet-client"]`,
-			`10: mode.cloud.https.allowfrom: the list is empty, and nobody could connect: write networks such as "10.0.0.0/8", or remove it`,
+			`9: mode.cloud.https.clientnames: the list is empty or holds an empty name: ` +
+				`name who may call, or remove it for the default, ["kube-apiserver-kubelet-client"]`,
+			`10: mode.cloud.https.allowfrom: the list is empty, and nobody could connect: ` +
+				`write networks such as "10.0.0.0/8", or remove it`,
 			`12: mode.cloud.https.addr.https: the key is not a port from 1 to 65535: write "10250" = "127.0.0.1:10250"`,
-			`13: mode.cloud.https.addr.010250: the key is not a port from 1 to 65535: write "10250" = "127.0.0.1:10250"`,
+			`13: mode.cloud.https.addr.010250: the key is not a port from 1 to 65535: ` +
+				`write "10250" = "127.0.0.1:10250"`,
 			`14: mode.cloud.https.addr.10251: "10250" is not host:port: write an address such as "127.0.0.1:10250"`,
-			`15: mode.cloud.https.addr.10252: "127.0.0.1:" is not host:port: write an address such as "127.0.0.1:10250"`,
-			`16: mode.cloud.https.addr.10253: "10.0.0.256:1" is not host:port: write an address such as "127.0.0.1:10250"`,
-			`17: mode.cloud.https.addr.10254: "a host:1" is not host:port: write an address such as "127.0.0.1:10250"`}},
-		{"networks", server + "[mode.cloud.https]\nallowfrom = [\"10.0.0.1/8\", \"factory\", \"10.0.0.0/33\"]\n", []string{
-			`7: mode.cloud.https.allowfrom: source "10.0.0.1/8": the address has bits outside its network; write 10.0.0.0/8 for the network or 10.0.0.1 for the address`,
+			`15: mode.cloud.https.addr.10252: "127.0.0.1:" is not host:port: ` +
+				`write an address such as "127.0.0.1:10250"`,
+			`16: mode.cloud.https.addr.10253: "10.0.0.256:1" is not host:port: ` +
+				`write an address such as "127.0.0.1:10250"`,
+			`17: mode.cloud.https.addr.10254: "a host:1" is not host:port: ` +
+				`write an address such as "127.0.0.1:10250"`}},
+		{"networks", server + "[mode.cloud.https]\n" +
+			"allowfrom = [\"10.0.0.1/8\", \"factory\", \"10.0.0.0/33\"]\n", []string{
+			`7: mode.cloud.https.allowfrom: source "10.0.0.1/8": ` +
+				`the address has bits outside its network; ` +
+				`write 10.0.0.0/8 for the network or 10.0.0.1 for the address`,
 			`7: mode.cloud.https.allowfrom: source "factory": not an IP address or a CIDR network such as 10.0.0.0/8`,
-			`7: mode.cloud.https.allowfrom: source "10.0.0.0/33": not an IP address or a CIDR network such as 10.0.0.0/8`}},
-		{"terminate alone", server + "[mode.cloud.https]\ntls = \"terminate\"\naddr.10250 = \"127.0.0.1:10250\"\n", []string{
-			`6: mode.cloud.https.clientca: tls = "terminate" needs it, or anybody could call the kubelets: write the CA that signs the callers' certificates`,
-			`6: mode.cloud.https.cert: tls = "terminate" needs a certificate to terminate connections with: write cert and key`}},
+			`7: mode.cloud.https.allowfrom: source "10.0.0.0/33": ` +
+				`not an IP address or a CIDR network such as 10.0.0.0/8`}},
+		{"terminate without a CA", server + "[mode.cloud.https]\ntls = \"terminate\"\n" +
+			"addr.10250 = \"127.0.0.1:10250\"\n", []string{
+			`6: mode.cloud.https.clientca: tls = "terminate" needs it, or anybody could call the kubelets: ` +
+				`write the CA that signs the callers' certificates`,
+			`6: mode.cloud.https.cert: tls = "terminate" needs a certificate to terminate connections with: ` +
+				`write cert and key`}},
 		{"auto without a certificate", server + "[mode.cloud.https]\nclientca = \"ca\"\n", []string{
-			`6: mode.cloud.https.cert: clientca needs a certificate to terminate connections with: write cert and key`}},
-		{"halves of pairs", server + "[mode.cloud.https]\ncert = \"crt\"\nkubelet.key = \"key\"\n", []string{
+			`6: mode.cloud.https.cert: clientca needs a certificate to terminate connections with: ` +
+				`write cert and key`}},
+		{"certificates and keys without each other", server + "[mode.cloud.https]\ncert = \"crt\"\n" +
+			"kubelet.key = \"key\"\n", []string{
 			`6: mode.cloud.https.key: missing: cert is useless without its private key, write key or remove cert`,
-			`8: mode.cloud.https.kubelet.cert: missing: key is useless without its certificate, write cert or remove key`}},
+			`8: mode.cloud.https.kubelet.cert: missing: ` +
+				`key is useless without its certificate, write cert or remove key`}},
 		{"kubelet not verified", server + "[mode.cloud.https.kubelet]\ncert = \"crt\"\nkey = \"key\"\n", []string{
-			`6: mode.cloud.https.kubelet.ca: missing: write the CA that signs the kubelets' certificates, or insecure = true if they sign their own`}},
-		{"kubelet verified and not", server + "[mode.cloud.https.kubelet]\ncert = \"crt\"\nkey = \"key\"\nca = \"ca\"\ninsecure = true\n", []string{
-			`10: mode.cloud.https.kubelet.insecure: the kubelet's certificate is either verified with ca or not at all: remove one of them`}},
+			`6: mode.cloud.https.kubelet.ca: missing: write the CA that signs the kubelets' certificates, ` +
+				`or insecure = true if they sign their own`}},
+		{"kubelet with ca and insecure", server + "[mode.cloud.https.kubelet]\ncert = \"crt\"\nkey = \"key\"\n" +
+			"ca = \"ca\"\ninsecure = true\n", []string{
+			`10: mode.cloud.https.kubelet.insecure: the kubelet's certificate is either verified with ca or not at ` +
+				`all: remove one of them`}},
 		{"kubelet without a certificate", server + "[mode.cloud.https.kubelet]\nca = \"nowhere\"\n", []string{
 			`6: mode.cloud.https.kubelet.cert: missing: write the client certificate that kubelets accept, and its key`,
 			`7: mode.cloud.https.kubelet.ca: file nowhere does not exist: create it, or correct the path`}},
@@ -197,12 +227,16 @@ allowfrom = []
 "127.0.0.1:3" = "/127.0.0.1:22"
 "127.0.0.1:4" = "tcp://127.0.0.1:22"
 `, []string{
-			`7: mode.cloud.tcp.6443: the key is not an address to listen on: write "host:port" with a port from 1 to 65535, such as "127.0.0.1:6443"`,
-			`8: mode.cloud.tcp."127.0.0.1:0": the key is not an address to listen on: write "host:port" with a port from 1 to 65535, such as "127.0.0.1:6443"`,
-			`9: mode.cloud.tcp."127.0.0.1:1": node name "Edge1" is not an RFC 1123 subdomain: use lower-case letters, digits, '-' and '.': write "node/host:port", or "host:port" for any node`,
+			`7: mode.cloud.tcp.6443: the key is not an address to listen on: ` +
+				`write "host:port" with a port from 1 to 65535, such as "127.0.0.1:6443"`,
+			`8: mode.cloud.tcp."127.0.0.1:0": the key is not an address to listen on: ` +
+				`write "host:port" with a port from 1 to 65535, such as "127.0.0.1:6443"`,
+			`9: mode.cloud.tcp."127.0.0.1:1": node name "Edge1" is not an RFC 1123 subdomain: ` +
+				`use lower-case letters, digits, '-' and '.': write "node/host:port", or "host:port" for any node`,
 			`10: mode.cloud.tcp."127.0.0.1:2": "22" is not host:port: write an address such as "127.0.0.1:10250"`,
 			`11: mode.cloud.tcp."127.0.0.1:3": node name is empty: write "node/host:port", or "host:port" for any node`,
-			`12: mode.cloud.tcp."127.0.0.1:4": node name "tcp:" is not an RFC 1123 subdomain: use lower-case letters, digits, '-' and '.': write "node/host:port", or "host:port" for any node`}},
+			`12: mode.cloud.tcp."127.0.0.1:4": node name "tcp:" is not an RFC 1123 subdomain: ` +
+				`use lower-case letters, digits, '-' and '.': write "node/host:port", or "host:port" for any node`}},
 		{"tcp open to all", server + `[mode.cloud.tcp]
 "0.0.0.0:1" = "127.0.0.1:1"
 ":2" = "127.0.0.1:1"
@@ -215,14 +249,22 @@ allowfrom = []
 [mode.cloud.tcpallow]
 "0.0.0.0:8" = []
 `, []string{
-			`7: mode.cloud.tcp."0.0.0.0:1": it is not on loopback, and nobody is allowed to connect: add "0.0.0.0:1" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
-			`8: mode.cloud.tcp.":2": it is not on loopback, and nobody is allowed to connect: add ":2" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
-			`9: mode.cloud.tcp."[::]:3": it is not on loopback, and nobody is allowed to connect: add "[::]:3" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
-			`10: mode.cloud.tcp."cloud.example:4": it is not on loopback, and nobody is allowed to connect: add "cloud.example:4" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
-			`16: mode.cloud.tcpallow."0.0.0.0:8": the list is empty, and nobody could connect: write networks such as "10.0.0.0/8", or remove it`}},
-		{"tcpallow for nothing", server + "[mode.cloud.tcp]\n\"127.0.0.1:6443\" = \"127.0.0.1:1\"\n[mode.cloud.tcpallow]\n\"127.0.0.1:6444\" = [\"::1\"]\n\"[::]:80\" = [\"::1\"]\n", []string{
-			`9: mode.cloud.tcpallow."127.0.0.1:6444": [mode.cloud.tcp] has no such listener: did you mean "127.0.0.1:6443"?`,
-			`10: mode.cloud.tcpallow."[::]:80": [mode.cloud.tcp] has no such listener: add it there, or remove this line`}},
+			`7: mode.cloud.tcp."0.0.0.0:1": it is not on loopback, and nobody is allowed to connect: ` +
+				`add "0.0.0.0:1" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
+			`8: mode.cloud.tcp.":2": it is not on loopback, and nobody is allowed to connect: ` +
+				`add ":2" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
+			`9: mode.cloud.tcp."[::]:3": it is not on loopback, and nobody is allowed to connect: ` +
+				`add "[::]:3" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
+			`10: mode.cloud.tcp."cloud.example:4": it is not on loopback, and nobody is allowed to connect: ` +
+				`add "cloud.example:4" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
+			`16: mode.cloud.tcpallow."0.0.0.0:8": the list is empty, and nobody could connect: ` +
+				`write networks such as "10.0.0.0/8", or remove it`}},
+		{"tcpallow without a listener", server + "[mode.cloud.tcp]\n\"127.0.0.1:6443\" = \"127.0.0.1:1\"\n" +
+			"[mode.cloud.tcpallow]\n\"127.0.0.1:6444\" = [\"::1\"]\n\"[::]:80\" = [\"::1\"]\n", []string{
+			`9: mode.cloud.tcpallow."127.0.0.1:6444": [mode.cloud.tcp] has no such listener: ` +
+				`did you mean "127.0.0.1:6443"?`,
+			`10: mode.cloud.tcpallow."[::]:80": [mode.cloud.tcp] has no such listener: ` +
+				`add it there, or remove this line`}},
 
 		{"ports taken", server + `logport = 9000
 channelzaddr = "127.0.0.1:10250"
@@ -238,23 +280,32 @@ listen = "127.0.0.1:9000"
 "127.0.0.2:1000" = "127.0.0.1:1"
 "localhost:1000" = "127.0.0.1:1"
 `, []string{
-			`6: mode.cloud.stream.server.logport: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
+			`6: mode.cloud.stream.server.logport: port 9000 is taken by mode.cloud.stream.server.grpcport: ` +
+				`choose another`,
 			`9: mode.cloud.stream.dns.listen: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
-			`11: mode.cloud.https.addr.10250: port 10250 is taken by mode.cloud.stream.server.channelzaddr: choose another`,
+			`11: mode.cloud.https.addr.10250: port 10250 is taken by mode.cloud.stream.server.channelzaddr: ` +
+				`choose another`,
 			`12: mode.cloud.https.addr.9000: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
-			`14: mode.cloud.tcp."127.0.0.1:10250": port 10250 is taken by mode.cloud.stream.server.channelzaddr: choose another`,
-			`18: mode.cloud.tcp."localhost:1000": port 1000 is taken by mode.cloud.tcp."127.0.0.1:1000": choose another`}},
+			`14: mode.cloud.tcp."127.0.0.1:10250": port 10250 is taken by mode.cloud.stream.server.channelzaddr: ` +
+				`choose another`,
+			`18: mode.cloud.tcp."localhost:1000": port 1000 is taken by mode.cloud.tcp."127.0.0.1:1000": ` +
+				`choose another`}},
 
 		{"peers", server + `[mode.cloud.stream.peers]
 service = "tunnel-cloud-peers"
 addresses = ["10.0.0.2"]
 cert = "crt"
 `, []string{
-			`6: mode.cloud.stream.peers.ca: missing: write the CA that signs the replicas' certificates: without it anybody could be one`,
-			`6: mode.cloud.stream.peers.servername: missing: write the name that stands in the replicas' certificates, and in no other that ca signs`,
-			`6: mode.cloud.stream.peers.key: missing: cert is useless without its private key, write key or remove cert`,
-			`7: mode.cloud.stream.peers.service: "tunnel-cloud-peers" is not host:port: write an address such as "tunnel-cloud-peers:9000"`,
-			`8: mode.cloud.stream.peers.addresses: "10.0.0.2" is not host:port: write an address such as "10.0.0.2:9000"`}},
+			`6: mode.cloud.stream.peers.ca: missing: write the CA that signs the replicas' certificates: ` +
+				`without it anybody could be one`,
+			`6: mode.cloud.stream.peers.servername: missing: ` +
+				`write the name that stands in the replicas' certificates, and in no other that ca signs`,
+			`6: mode.cloud.stream.peers.key: missing: cert is useless without its private key, ` +
+				`write key or remove cert`,
+			`7: mode.cloud.stream.peers.service: "tunnel-cloud-peers" is not host:port: ` +
+				`write an address such as "tunnel-cloud-peers:9000"`,
+			`8: mode.cloud.stream.peers.addresses: "10.0.0.2" is not host:port: ` +
+				`write an address such as "10.0.0.2:9000"`}},
 		{"egress", server + `[mode.cloud.egress]
 grpc = ["unix://egress.sock", "tls://:8090", "127.0.0.1:8091", "unix:///run/` + strings.Repeat("x", 103) + `"]
 httpconnect = ["tls://:8090", "tls://0.0.0.0:9000", "tls://10.0.0.1"]
@@ -263,24 +314,34 @@ clientnames = []
 strategies = ["desthost", "cidr", "default", "cidr"]
 `, []string{
 			`6: mode.cloud.egress.key: missing: cert is useless without its private key, write key or remove cert`,
-			`6: mode.cloud.egress.clientca: missing: anybody who reaches tls:// could reach every node: write the CA that signs the callers' certificates`,
-			`7: mode.cloud.egress.grpc: "unix://egress.sock" has no absolute path: write one such as "unix:///run/tunnel/egress.sock"`,
-			`7: mode.cloud.egress.grpc: "127.0.0.1:8091" is neither unix:///PATH nor tls://HOST:PORT: write one of them`,
-			`7: mode.cloud.egress.grpc: "/run/` + strings.Repeat("x", 103) + `" is too long for a socket: 107 bytes are allowed`,
+			`6: mode.cloud.egress.clientca: missing: anybody who reaches tls:// could reach every node: ` +
+				`write the CA that signs the callers' certificates`,
+			`7: mode.cloud.egress.grpc: "unix://egress.sock" has no absolute path: ` +
+				`write one such as "unix:///run/tunnel/egress.sock"`,
+			`7: mode.cloud.egress.grpc: "127.0.0.1:8091" is neither unix:///PATH nor tls://HOST:PORT: ` +
+				`write one of them`,
+			`7: mode.cloud.egress.grpc: "/run/` + strings.Repeat("x", 103) + `" is too long for a socket: ` +
+				`107 bytes are allowed`,
 			`8: mode.cloud.egress.httpconnect: "tls://:8090" is there twice: each listener needs an address of its own`,
-			`8: mode.cloud.egress.httpconnect: "tls://10.0.0.1" has no address to listen on: write one such as "tls://0.0.0.0:8090"`,
+			`8: mode.cloud.egress.httpconnect: "tls://10.0.0.1" has no address to listen on: ` +
+				`write one such as "tls://0.0.0.0:8090"`,
 			`8: mode.cloud.egress.httpconnect: port 8090 is taken by mode.cloud.egress.grpc: choose another`,
 			`8: mode.cloud.egress.httpconnect: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`,
-			`10: mode.cloud.egress.clientnames: the list is empty or holds an empty name: write the common names of the callers' certificates, such as ["kube-apiserver"]`,
-			`11: mode.cloud.egress.strategies: "desthost" is not known: write some of "destHost", "cidr", "defaultRoute", "default"`,
-			`11: mode.cloud.egress.strategies: "cidr" is there twice: each is asked once, in the order in which they stand`}},
-		{"egress for anybody whom a CA has signed", server + `[mode.cloud.egress]
+			`10: mode.cloud.egress.clientnames: the list is empty or holds an empty name: ` +
+				`write the common names of the callers' certificates, such as ["kube-apiserver"]`,
+			`11: mode.cloud.egress.strategies: "desthost" is not known: ` +
+				`write some of "destHost", "cidr", "defaultRoute", "default"`,
+			`11: mode.cloud.egress.strategies: "cidr" is there twice: ` +
+				`each is asked once, in the order in which they stand`}},
+		{"egress without clientnames", server + `[mode.cloud.egress]
 httpconnect = ["tls://0.0.0.0:8090"]
 cert = "crt"
 key = "key"
 clientca = "ca"
 `, []string{
-			`6: mode.cloud.egress.clientnames: missing: whoever has a client certificate of clientca could reach every node: write the common names of the callers' certificates, such as ["kube-apiserver"]`}},
+			`6: mode.cloud.egress.clientnames: missing: ` +
+				`whoever has a client certificate of clientca could reach every node: ` +
+				`write the common names of the callers' certificates, such as ["kube-apiserver"]`}},
 		{"agents", server + `[mode.cloud.egress]
 httpconnect = ["unix:///run/x.sock"]
 agentport = 9000
@@ -294,11 +355,16 @@ agentport = 9000
 func TestBadEdge(t *testing.T) {
 	inDir(t)
 	for _, b := range []bad{
-		{"nothing said", "[mode.edge]\n", []string{
-			`1: mode.edge.stream.client.servername: missing: write the address of the cloud to dial, such as servername = "tunnel.example.com:9000"`,
-			`1: mode.edge.stream.client.dns: missing: write the name that the cloud's certificate is made out to, such as dns = "tunnel.cloud.io"`,
-			`1: mode.edge.stream.client.cert: missing: write the CA that signed the cloud's certificate, such as cert = "ca.crt"`,
-			`1: mode.edge.stream.client.tokenfile: missing: run tunnel join, which writes all of this; or write tokenfile, a file that holds this node's token alone, or token, or nodecert`}},
+		{"empty", "[mode.edge]\n", []string{
+			`1: mode.edge.stream.client.servername: missing: ` +
+				`write the address of the cloud to dial, such as servername = "tunnel.example.com:9000"`,
+			`1: mode.edge.stream.client.dns: missing: write the name that the cloud's certificate is made out to, ` +
+				`such as dns = "tunnel.cloud.io"`,
+			`1: mode.edge.stream.client.cert: missing: ` +
+				`write the CA that signed the cloud's certificate, such as cert = "ca.crt"`,
+			`1: mode.edge.stream.client.tokenfile: missing: ` +
+				`run tunnel join, which writes all of this; ` +
+				`or write tokenfile, a file that holds this node's token alone, or token, or nodecert`}},
 		{"client", `[mode.edge.stream.client]
 servername = "tunnel.example.com"
 dns = "tunnel.cloud.io:9000"
@@ -310,25 +376,33 @@ connections = 65
 logport = 7011
 channelzaddr = "0.0.0.0:7011"
 `, []string{
-			`2: mode.edge.stream.client.servername: "tunnel.example.com" is not host:port: write an address such as "127.0.0.1:10250"`,
-			`3: mode.edge.stream.client.dns: "tunnel.cloud.io:9000" is neither a name nor an address: write the one that the cloud's certificate is made out to, without a port`,
+			`2: mode.edge.stream.client.servername: "tunnel.example.com" is not host:port: ` +
+				`write an address such as "127.0.0.1:10250"`,
+			`3: mode.edge.stream.client.dns: "tunnel.cloud.io:9000" is neither a name nor an address: ` +
+				`write the one that the cloud's certificate is made out to, without a port`,
 			`4: mode.edge.stream.client.cert: file nowhere.crt does not exist: create it, or correct the path`,
 			`6: mode.edge.stream.client.tokenfile: there is a token as well: remove one of them`,
 			`7: mode.edge.stream.client.sessions: "two" is neither "one" nor "all": write one of them`,
-			`8: mode.edge.stream.client.connections: 65 is not from 1 to 64: write a number between them, or remove it for the default`,
-			`10: mode.edge.stream.client.channelzaddr: port 7011 is taken by mode.edge.stream.client.logport: choose another`}},
-		{"allow", client + "[mode.edge]\nallow = [\"10.0.0.0/8\", \"kubelet:10250\", \"self:10250\", \"10.0.0.0/8:99999\"]\n", []string{
+			`8: mode.edge.stream.client.connections: 65 is not from 1 to 64: ` +
+				`write a number between them, or remove it for the default`,
+			`10: mode.edge.stream.client.channelzaddr: port 7011 is taken by mode.edge.stream.client.logport: ` +
+				`choose another`}},
+		{"allow", client + "[mode.edge]\n" +
+			"allow = [\"10.0.0.0/8\", \"kubelet:10250\", \"self:10250\", \"10.0.0.0/8:99999\"]\n", []string{
 			`7: mode.edge.allow: allow entry "10.0.0.0/8": no port; write 10.0.0.0/8:PORT, or 10.0.0.0/8:* for any`,
 			`7: mode.edge.allow: allow entry "kubelet:10250": not an IP address or a CIDR network such as 10.0.0.0/8`,
-			`7: mode.edge.allow: allow entry "10.0.0.0/8:99999": port "99999" is not a number from 1 to 65535 (or * for any)`}},
-		{"half a pair", client + "[mode.edge.https]\nkey = \"key\"\n", []string{
+			`7: mode.edge.allow: allow entry "10.0.0.0/8:99999": ` +
+				`port "99999" is not a number from 1 to 65535 (or * for any)`}},
+		{"a key without a certificate", client + "[mode.edge.https]\nkey = \"key\"\n", []string{
 			`6: mode.edge.https.cert: missing: key is useless without its certificate, write cert or remove key`}},
 		{"proxy-servers", client + `[mode.edge.konnectivity]
 servers = ["10.0.0.1:8091", "tls://10.0.0.1", "tls://10.0.0.2:8091", "tls://10.0.0.2:8091"]
 ca = "nowhere.crt"
 `, []string{
-			`6: mode.edge.konnectivity.cert: missing: a proxy-server takes a client certificate or a token, write cert and key, or tokenfile`,
-			`7: mode.edge.konnectivity.servers: "10.0.0.1:8091" is not tls://HOST:PORT: write one such as "tls://10.0.0.1:8091"`,
+			`6: mode.edge.konnectivity.cert: missing: a proxy-server takes a client certificate or a token, ` +
+				`write cert and key, or tokenfile`,
+			`7: mode.edge.konnectivity.servers: "10.0.0.1:8091" is not tls://HOST:PORT: ` +
+				`write one such as "tls://10.0.0.1:8091"`,
 			`7: mode.edge.konnectivity.servers: "10.0.0.1" is not host:port: write an address such as "10.0.0.1:8091"`,
 			`7: mode.edge.konnectivity.servers: "tls://10.0.0.2:8091" is there twice: remove one of them`,
 			`8: mode.edge.konnectivity.ca: file nowhere.crt does not exist: create it, or correct the path`}},
@@ -337,7 +411,7 @@ ca = "nowhere.crt"
 	}
 }
 
-// TestTokenStaysSecret: whatever is wrong around a token, no message shows it.
+// TestTokenStaysSecret: no message shows a token, whatever mistake is near it.
 func TestTokenStaysSecret(t *testing.T) {
 	inDir(t)
 	for _, line := range []string{
@@ -366,10 +440,11 @@ func TestTokenStaysSecret(t *testing.T) {
 	}
 }
 
-// TestUnreadable: root reads everything, so the error is made up.
+// TestUnreadable: the test may run as root, which reads everything, so the error is made up.
 func TestUnreadable(t *testing.T) {
-	got := unusable("key", nil, &fs.PathError{Op: "open", Path: "key", Err: syscall.EACCES}, "create it")
-	if want := "file key may not be read by this user: run this as its owner, such as with sudo, or change its mode"; got != want {
+	got := fileProblem("key", nil, &fs.PathError{Op: "open", Path: "key", Err: syscall.EACCES}, "create it")
+	if want := "file key may not be read by this user: " +
+		"run this as its owner, such as with sudo, or change its mode"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
 }

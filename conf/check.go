@@ -12,25 +12,26 @@ import (
 	"strings"
 )
 
-// Checks that both modes share. A key that ends in '.' is a table.
+// Checks for both modes. A parameter table is the prefix of keys, and ends in '.'.
 
-// required reports an empty value.
+// required reports an empty value. fix says what to write.
 func (r *report) required(key, value, fix string) {
 	if value == "" {
 		r.add(key, "missing: %s", fix)
 	}
 }
 
+// port reports a number that is not a port.
 func (r *report) port(key string, port int) {
 	if port < 1 || port > 65535 {
 		r.add(key, "%d is not a port: write a number from 1 to 65535", port)
 	}
 }
 
-// target reports an address that nobody could dial.
+// target reports an address that cannot be dialled.
 func (r *report) target(key, addr string) { r.address(key, addr, "127.0.0.1:10250") }
 
-// address is target with an example.
+// address is target with its own example for the message.
 func (r *report) address(key, addr, example string) {
 	host, port, err := net.SplitHostPort(addr)
 	_, ok := parsePort(port)
@@ -39,8 +40,8 @@ func (r *report) address(key, addr, example string) {
 	}
 }
 
-// pair reports a certificate without a key or the other way round, and files that
-// cannot be opened.
+// pair reports a certificate without a key, a key without a certificate, and files that cannot be
+// opened. It warns if other users can read the key.
 func (r *report) pair(table, cert, key string) {
 	switch {
 	case cert != "" && key == "":
@@ -53,10 +54,10 @@ func (r *report) pair(table, cert, key string) {
 	r.secret(table+"key", key)
 }
 
-// secret warns about a file that others may read and that holds what key is about.
+// secret warns if other users can read a file with a secret.
 func (r *report) secret(key, path string) {
 	const others = 0o077
-	if path == "" || runtime.GOOS == "windows" { // where access lists decide, and the mode says nothing
+	if path == "" || runtime.GOOS == "windows" { // Windows has access lists; Go's mode bits say nothing
 		return
 	}
 	if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() && info.Mode().Perm()&others != 0 {
@@ -67,32 +68,35 @@ func (r *report) secret(key, path string) {
 // file reports a file that cannot be opened.
 func (r *report) file(key, path string) { r.fileMadeBy(key, path, "create it") }
 
-// fileMadeBy is file with what to do about one that is missing.
+// fileMadeBy is file with its own advice for a missing file.
 func (r *report) fileMadeBy(key, path, create string) {
 	if path == "" {
 		return
 	}
+	// Stat first, to tell folders and pipes from files. Then open the file, the only sure test of
+	// permissions.
 	info, err := os.Stat(path)
-	if err == nil && info.Mode().IsRegular() { // opening a pipe would wait for its writer
+	if err == nil && info.Mode().IsRegular() { // opening a named pipe would block until it has a writer
 		var f *os.File
 		if f, err = os.Open(path); err == nil { //nolint:gosec // the operator names the file
 			f.Close()
 		}
 	}
-	if text := unusable(path, info, err, create); text != "" {
+	if text := fileProblem(path, info, err, create); text != "" {
 		r.add(key, "%s", text)
 	}
 }
 
-// unusable says why a file is none that a certificate could be read from, or "".
-func unusable(path string, info fs.FileInfo, err error, create string) string {
+// fileProblem returns why a file cannot be used; "": it can. info and err come from os.Stat or os.Open.
+func fileProblem(path string, info fs.FileInfo, err error, create string) string {
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		return fmt.Sprintf("file %s does not exist: %s, or correct the path", path, create)
 	case errors.Is(err, fs.ErrPermission):
-		return fmt.Sprintf("file %s may not be read by this user: run this as its owner, such as with sudo, or change its mode", path)
+		return fmt.Sprintf("file %s may not be read by this user: "+
+			"run this as its owner, such as with sudo, or change its mode", path)
 	case err != nil:
-		return fmt.Sprintf("file %s cannot be opened: %s", path, reason(err))
+		return fmt.Sprintf("file %s cannot be opened: %s", path, withoutPath(err))
 	case info.IsDir():
 		return path + " is a directory: name a file in it"
 	case !info.Mode().IsRegular():
@@ -102,21 +106,25 @@ func unusable(path string, info fs.FileInfo, err error, create string) string {
 	}
 }
 
-// channelz returns where to serve it. It shows every connection to whoever asks, so
-// it is served on loopback; SuperEdge's files say 0.0.0.0 and are to be accepted.
+// channelz returns the address on which to serve channelz. channelz shows every connection and asks for
+// no credentials, so it is served on loopback. SuperEdge's files have 0.0.0.0, which becomes loopback
+// with a warning.
 func (r *report) channelz(key, addr string) string {
+	// A bad address passes unchanged: loopback reports it.
 	host, port, ok := splitListen(addr)
 	if ip, err := netip.ParseAddr(host); ok && (host == "" || err == nil && ip.IsUnspecified()) {
 		local := net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
 		if err == nil && ip.Is6() {
 			local = net.JoinHostPort("::1", strconv.Itoa(port))
 		}
-		r.warn(key, "channelz shows every connection to whoever asks, so it is served on loopback only: write %q", local)
+		r.warn(key, "channelz shows every connection to whoever asks, so it is served on loopback only: write %q",
+			local)
 		return local
 	}
 	return addr
 }
 
+// loopback reports an address that is not on loopback. "" is allowed.
 func (r *report) loopback(key, addr string) {
 	if addr == "" {
 		return
@@ -126,24 +134,26 @@ func (r *report) loopback(key, addr string) {
 	}
 }
 
-// listener is something that opens a port.
+// listener is a TCP port that a replica or an edge opens.
 type listener struct {
-	key  string
-	host string // "" is all interfaces
-	port int
+	key  string // names the listener in problems
+	host string // "": all interfaces
+	port int    // 0: off
 }
 
+// listenerOf returns the listener of a host:port; port 0 if addr is bad.
 func listenerOf(key, addr string) listener {
 	host, port, _ := splitListen(addr)
 	return listener{key, host, port}
 }
 
-// ports reports listeners that would find their port taken.
+// ports reports each listener whose port an earlier listener takes.
 func (r *report) ports(ls []listener) {
 	for i, l := range ls {
 		if l.port == 0 {
-			continue // off, or reported already
+			continue // off, or reported as bad already
 		}
+		// One collision per listener is enough: resolving it changes the port.
 		for _, before := range ls[:i] {
 			if before.port == l.port && overlap(before.host, l.host) {
 				r.add(l.key, "port %d is taken by %s: choose another", l.port, before.key)
@@ -153,23 +163,25 @@ func (r *report) ports(ls []listener) {
 	}
 }
 
-// overlap reports whether one port cannot be opened on both hosts.
+// overlap reports whether two hosts cannot both listen on the same port.
 func overlap(a, b string) bool {
+	// The answer must be certain: a false report would forbid a working configuration.
 	x, xOK := parseHost(a)
 	y, yOK := parseHost(b)
 	switch {
 	case a == b:
 		return true
-	case !xOK || !yOK: // a name that only a resolver knows
+	case !xOK || !yOK: // a name; what it resolves to is unknown here
 		return x.IsUnspecified() || y.IsUnspecified()
-	case x == y, x == netip.IPv6Unspecified(), y == netip.IPv6Unspecified(): // Go opens IPv4 as well on ::
+	case x == y, x == netip.IPv6Unspecified(), y == netip.IPv6Unspecified(): // a Go listener on :: takes IPv4 as well
 		return true
 	default:
+		// 0.0.0.0 collides with every IPv4 address, and with no IPv6 address.
 		return x.Is4() == y.Is4() && (x.IsUnspecified() || y.IsUnspecified())
 	}
 }
 
-// parseHost returns the address that a host to listen on stands for.
+// parseHost returns the address of a host to listen on. It reports false for other names than localhost.
 func parseHost(host string) (netip.Addr, bool) {
 	switch host {
 	case "":
@@ -181,12 +193,13 @@ func parseHost(host string) (netip.Addr, bool) {
 	return ip.Unmap(), err == nil
 }
 
-// splitListen reads an address to listen on; an empty host is all interfaces.
+// splitListen parses an address to listen on. An empty host means all interfaces.
 func splitListen(addr string) (host string, port int, ok bool) {
 	host, text, err := net.SplitHostPort(addr)
 	if err != nil {
 		return "", 0, false
 	}
+	// net.SplitHostPort also accepts service names and any text as a port.
 	port, ok = parsePort(text)
 	if !ok || host != "" && !IsHost(host) {
 		return "", 0, false
@@ -194,22 +207,24 @@ func splitListen(addr string) (host string, port int, ok bool) {
 	return host, port, true
 }
 
-// parsePort accepts 1 to 65535 in their one spelling.
+// parsePort accepts the numbers from 1 to 65535 in their canonical spelling.
 func parsePort(s string) (int, bool) {
 	n, err := strconv.ParseUint(s, 10, 16)
 	return int(n), err == nil && n > 0 && strconv.FormatUint(n, 10) == s
 }
 
+// isLoopback reports whether host is localhost or a loopback address.
 func isLoopback(host string) bool {
 	ip, ok := parseHost(host)
 	return ok && ip.IsLoopback()
 }
 
-// IsHost accepts an IP address, or what may be a name in some resolver.
+// IsHost reports whether s is an IP address, or may be a name that some resolver knows.
 func IsHost(s string) bool {
 	if _, err := netip.ParseAddr(s); err == nil {
 		return true
 	}
+	// 253 bytes is the longest DNS name in text form (RFC 1035 section 2.3.4 has 255 on the wire).
 	if s == "" || len(s) > 253 {
 		return false
 	}
@@ -220,9 +235,10 @@ func IsHost(s string) bool {
 		}
 		last = label
 	}
-	return strings.Trim(last, "0123456789") != "" // 10.0.0.256 is a slip, not a name
+	return strings.Trim(last, "0123456789") != "" // a numeric last label, as in 10.0.0.256, is a mistyped address
 }
 
+// notInName reports whether c may not stand in a host name. Underscores may.
 func notInName(c rune) bool {
 	return c != '-' && c != '_' && (c < '0' || c > '9') && (c < 'a' || c > 'z') && (c < 'A' || c > 'Z')
 }

@@ -17,9 +17,10 @@ import (
 
 // Cloud is the configuration of a replica, [mode.cloud].
 type Cloud struct {
-	Warnings []string // what is accepted but should not stay so
+	// Warnings are for the log: settings that are accepted but should be changed.
+	Warnings []string
 
-	Server      Server        // where edges dial, [mode.cloud.stream.server]
+	Server      Server        // [mode.cloud.stream.server]: the port that edges dial
 	DNS         DNS           // [mode.cloud.stream.dns]
 	Peers       Peers         // [mode.cloud.stream.peers]
 	Join        Join          // [mode.cloud.join]
@@ -27,33 +28,38 @@ type Cloud struct {
 	TCP         []TCPListener // [mode.cloud.tcp] and [mode.cloud.tcpallow], in the order of Listen
 	Limits      Limits        // [mode.cloud.limits]
 	Egress      Egress        // [mode.cloud.egress]
-	AdminSocket string        // [mode.cloud.admin] socket; "" is off
+	AdminSocket string        // [mode.cloud.admin] socket, a path; "": off
 
-	src *source
+	src *source // nil if the value was made by hand
 }
 
-// Server is the gRPC server.
+// Server configures the gRPC server that edges dial, and the ports for the operator.
 type Server struct {
-	GRPCPort     int    // on all interfaces
-	Cert, Key    string // files
-	TokenFile    string
-	AllowShared  bool   // the token file's default: line counts
-	LogPort      int    // /healthz /readyz /metrics on all interfaces; 0 is off
-	ChannelzAddr string // on loopback; "" is off
+	// Edges dial GRPCPort, and so do other replicas ([Peers]). Cert must be good for the name that edges
+	// verify (dns in the edge's file). The files are read again when they change.
+	GRPCPort    int    // on all interfaces
+	Cert, Key   string // files: the server's certificate and its key
+	TokenFile   string // file with the tokens and revocations of nodes, see auth.Tokens
+	AllowShared bool   // accept default: lines in TokenFile
+	// For the operator. The ports have no authentication.
+	LogPort      int    // port for /healthz /readyz /metrics on all interfaces; 0: off
+	ChannelzAddr string // where channelz is served, on loopback; "": off
 }
 
-// TLSMode says what becomes of a connection to an HTTPS port.
+// TLSMode says what the https front door does with a TLS connection.
 type TLSMode int
 
-// The modes. Auto passes a connection through when its SNI is a node's name, and
-// terminates the others if there is a ClientCA.
+// The modes. TLSPassthrough forwards the TLS connection to the kubelet. TLSTerminate ends it here.
+// TLSAuto passes a connection through if its SNI is the name of a node. Otherwise it terminates the
+// connection if there is a ClientCA, and else closes it.
 const (
+	// TLSAuto is the zero value, the default of the key.
 	TLSAuto TLSMode = iota
 	TLSPassthrough
 	TLSTerminate
 )
 
-// String returns the mode as the file spells it.
+// String returns the mode as it is written in the file.
 func (m TLSMode) String() string {
 	switch m {
 	case TLSAuto:
@@ -67,64 +73,72 @@ func (m TLSMode) String() string {
 	}
 }
 
-// HTTPS is the front door that looks like a kubelet. Without Ports it is off.
+// HTTPS configures the front door that looks like a kubelet. Without Ports it is off.
 type HTTPS struct {
-	Ports     map[string]string // port here → host:port as the edge sees it
-	Listen    string            // IP address to listen on; "" is 0.0.0.0
-	TLS       TLSMode
-	AllowFrom auth.Sources // who may connect; empty is anyone
+	Ports  map[string]string // port to listen on → host:port that the edge dials
+	Listen string            // IP address to listen on; "": 0.0.0.0
+	TLS    TLSMode
+	// AllowFrom are the networks that may connect. Empty: any. Listed networks are exempt from
+	// Limits.ConnsPerAddress.
+	AllowFrom auth.Sources
 
-	// For connections that are terminated.
-	Cert, Key   string   // files
-	ClientCA    string   // file
-	ClientNames []string // common names of callers; empty is kube-apiserver-kubelet-client
-	Callers     []Caller // callers that may do some things only
-	Kubernetes  *bool    // Kubernetes is asked which node has a pod; nil: if something else here needs Kubernetes
-	Kubelet     Kubelet
+	// For terminated connections.
+	Cert, Key string // files: the certificate that callers see, and its key
+	ClientCA  string // file with the CAs of callers' certificates; "": no connection is terminated
+	// Callers are told apart by the common name of their client certificate. ClientNames and Callers
+	// must not overlap.
+	ClientNames []string // common names that may send any request; empty: kube-apiserver-kubelet-client
+	Callers     []Caller // common names that may send some requests only
+	// Kubernetes says whether to ask Kubernetes for the node of a pod. nil: yes if another setting
+	// uses Kubernetes.
+	Kubernetes *bool
+	Kubelet    Kubelet
 }
 
-// Caller is a caller that may not do everything.
+// Caller is a caller of the https front door that may send some requests only.
 type Caller struct {
-	Name string // common name
-	May  []auth.Class
+	Name string       // common name of its certificate
+	May  []auth.Class // requests that it may send
 }
 
-// Kubelet is how the cloud presents itself to a kubelet on behalf of a caller. With
-// no Cert that is left to the edge ([Edge] HTTPS).
+// Kubelet configures the connection from the cloud to a kubelet, for a terminated connection. Without
+// Cert, the edge speaks TLS to the kubelet, with its own certificate ([Edge] HTTPS).
 type Kubelet struct {
-	Cert, Key string // files
-	CA        string // file
+	Cert, Key string // files: client certificate that kubelets accept, and its key
+	CA        string // file with the CAs of kubelets' certificates
 	Insecure  bool   // do not verify the kubelet's certificate
 }
 
-// The defaults are the front door's own; here they are only spoken of.
+// Defaults of pkg/https, for messages and for the check of ports.
 const (
 	defaultClientName  = "kube-apiserver-kubelet-client"
 	defaultHTTPSListen = "0.0.0.0"
 )
 
-// Terminates reports whether any connection is terminated here.
+// Terminates reports whether the front door terminates connections.
 func (h HTTPS) Terminates() bool { return h.TLS != TLSPassthrough && h.ClientCA != "" }
 
-// MayAskKubernetes reports whether Kubernetes is asked for the node of a pod, if something here
-// needs Kubernetes.
+// MayAskKubernetes reports whether Kubernetes is asked for the node of a pod, provided that another
+// setting uses Kubernetes.
 func (h HTTPS) MayAskKubernetes() bool {
 	return len(h.Ports) > 0 && h.Terminates() && (h.Kubernetes == nil || *h.Kubernetes)
 }
 
-// AsksKubernetes reports whether Kubernetes is needed to find the node of a pod.
+// AsksKubernetes reports whether this table alone makes the cloud use Kubernetes.
 func (h HTTPS) AsksKubernetes() bool { return h.MayAskKubernetes() && h.Kubernetes != nil }
 
 // TCPListener is one line of [mode.cloud.tcp].
 type TCPListener struct {
-	Listen string
-	Node   tunnel.NodeName // "" is any connected node of Among
-	Among  tunnel.Selector // empty is all
-	Target string          // host:port as the edge sees it
-	Allow  auth.Sources    // who may connect; empty, on loopback only, is anyone
+	Listen string          // host:port
+	Node   tunnel.NodeName // "": any connected node of Among
+	// At most one of Node and Among is set. A selector protects from stolen edges: with neither, any edge
+	// may receive the connection.
+	Among  tunnel.Selector // the nodes to choose from; empty: all
+	Target string          // host:port that the edge dials
+	Allow  auth.Sources    // networks that may connect; empty: any, which is allowed on loopback only
 }
 
-// The tables, as problems name them.
+// The prefixes of keys, as problems name them.
 const (
 	serverTable  = "mode.cloud.stream.server."
 	dnsTable     = "mode.cloud.stream.dns."
@@ -132,11 +146,13 @@ const (
 	kubeletTable = "mode.cloud.https.kubelet."
 )
 
+// addrKey, tcpKey and allowKey return the keys of lines whose names the operator chooses.
 func addrKey(port string) string    { return httpsTable + toml.Key{"addr", port}.String() }
 func tcpKey(listen string) string   { return toml.Key{"mode", "cloud", "tcp", listen}.String() }
 func allowKey(listen string) string { return toml.Key{"mode", "cloud", "tcpallow", listen}.String() }
 
-// newCloud reads what the values mean. What a value alone cannot tell is left to check.
+// newCloud makes a Cloud from the tables. It reports values that are wrong by themselves; check reports
+// the rest.
 func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 	s, peers, h := t.Stream.Server, t.Stream.Peers, t.HTTPS
 	path := r.src.path
@@ -164,7 +180,10 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 			ClientNames: r.clientNames(h.ClientNames),
 			Callers:     r.callers(h.Callers, h.ClientNames),
 			Kubernetes:  h.Kubernetes,
-			Kubelet:     Kubelet{Cert: path(h.Kubelet.Cert), Key: path(h.Kubelet.Key), CA: path(h.Kubelet.CA), Insecure: h.Kubelet.Insecure},
+			Kubelet: Kubelet{
+				Cert: path(h.Kubelet.Cert), Key: path(h.Kubelet.Key),
+				CA: path(h.Kubelet.CA), Insecure: h.Kubelet.Insecure,
+			},
 		},
 		TCP:         r.tcpListeners(t.TCP, t.TCPAllow),
 		Limits:      newLimits(&t.Limits, r),
@@ -174,7 +193,7 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 	}
 }
 
-// path resolves a relative path of the file.
+// path resolves a path of the file, relative to the file's folder. "" stays "".
 func (s *source) path(p string) string {
 	if p == "" || filepath.IsAbs(p) {
 		return p
@@ -182,6 +201,7 @@ func (s *source) path(p string) string {
 	return filepath.Join(filepath.Dir(s.file), p)
 }
 
+// tlsMode parses the key tls.
 func (r *report) tlsMode(s string) TLSMode {
 	switch s {
 	case "", "auto":
@@ -196,18 +216,20 @@ func (r *report) tlsMode(s string) TLSMode {
 	}
 }
 
-// clientNames refuses a list without a name: whether it means the default, anyone or
-// nobody is not for us to guess.
+// clientNames reports an empty list or an empty name. An empty list could mean the default, anybody or
+// nobody.
 func (r *report) clientNames(names []string) []string {
 	if names != nil && (len(names) == 0 || slices.Contains(names, "")) {
-		r.add(httpsTable+"clientnames", "the list is empty or holds an empty name: name who may call, or remove it for the default, [%q]", defaultClientName)
+		r.add(httpsTable+"clientnames", "the list is empty or holds an empty name: "+
+			"name who may call, or remove it for the default, [%q]", defaultClientName)
 	}
 	return names
 }
 
-// callers reads the list of callers that may do some things only.
+// callers parses the key callers. names is the list of clientnames, whose members need no line here.
 func (r *report) callers(lines []callerKeys, names []string) []Caller {
 	const key = httpsTable + "callers"
+	// pkg/https uses the default name if the list is empty, so a caller must not have that name either.
 	if len(names) == 0 {
 		names = []string{defaultClientName}
 	}
@@ -215,10 +237,12 @@ func (r *report) callers(lines []callerKeys, names []string) []Caller {
 	for _, l := range lines {
 		switch {
 		case l.Name == "":
-			r.add(key, `a caller has no name: write {name = "metrics-server", may = ["metrics"]}, with the common name of its certificate`)
+			r.add(key, `a caller has no name: write {name = "metrics-server", may = ["metrics"]}, `+
+				`with the common name of its certificate`)
 			continue
 		case slices.Contains(names, l.Name):
-			r.add(key, "%q is in clientnames, and may do everything: remove it here or there (clientnames is [%q] where it is not written)", l.Name, defaultClientName)
+			r.add(key, "%q is in clientnames, and may do everything: "+
+				"remove it here or there (clientnames is [%q] where it is not written)", l.Name, defaultClientName)
 		case slices.ContainsFunc(all, func(c Caller) bool { return c.Name == l.Name }):
 			r.add(key, "%q is there twice: write one line with all that it may do", l.Name)
 		}
@@ -237,12 +261,14 @@ func (r *report) callers(lines []callerKeys, names []string) []Caller {
 	return all
 }
 
-// sources reads a list of networks.
+// sources parses a list of networks. It reports an empty list.
 func (r *report) sources(key string, list []string) auth.Sources {
+	// An empty list could mean nobody or, as for a missing key, everybody.
 	if list != nil && len(list) == 0 {
 		r.add(key, "the list is empty, and nobody could connect: write networks such as \"10.0.0.0/8\", or remove it")
 	}
 	var all auth.Sources
+	// One entry at a time, so that all bad entries are reported.
 	for _, entry := range list {
 		one, err := auth.ParseSources([]string{entry})
 		if err != nil {
@@ -254,8 +280,9 @@ func (r *report) sources(key string, list []string) auth.Sources {
 	return all
 }
 
-// tcpListeners reads [mode.cloud.tcp] and [mode.cloud.tcpallow].
+// tcpListeners parses [mode.cloud.tcp] and [mode.cloud.tcpallow].
 func (r *report) tcpListeners(lines map[string]string, allow map[string][]string) []TCPListener {
+	// Sorted by address, since the order of a map is random. Problems and log lines then keep their order.
 	var ls []TCPListener
 	for _, listen := range slices.Sorted(maps.Keys(lines)) {
 		l := TCPListener{Listen: listen, Target: lines[listen]}
@@ -263,6 +290,7 @@ func (r *report) tcpListeners(lines map[string]string, allow map[string][]string
 			l.Target = target
 			var name tunnel.NodeName
 			var err error
+			// "edge1,gw-*" is a selector; "edge1" is one node.
 			if strings.ContainsAny(node, ",*") {
 				l.Among, err = tunnel.ParseSelector(node)
 			} else {
@@ -277,7 +305,7 @@ func (r *report) tcpListeners(lines map[string]string, allow map[string][]string
 		if list, ok := allow[listen]; ok {
 			l.Allow = r.sources(allowKey(listen), list)
 			if len(l.Allow) == 0 {
-				r.mute(tcpKey(listen)) // the line is there; what is wrong with it has been said
+				r.mute(tcpKey(listen)) // a problem of the allow line was reported; do not report it as missing
 			}
 		}
 		ls = append(ls, l)
@@ -286,6 +314,7 @@ func (r *report) tcpListeners(lines map[string]string, allow map[string][]string
 		if _, ok := lines[listen]; ok || r.muted[tcpKey(listen)] {
 			continue
 		}
+		// An allow line without its listener is probably mistyped, and its listener lacks the networks.
 		if near, ok := nearest(listen, slices.Sorted(maps.Keys(lines))); ok {
 			r.add(allowKey(listen), "[mode.cloud.tcp] has no such listener: did you mean %q?", near)
 			continue
@@ -295,14 +324,14 @@ func (r *report) tcpListeners(lines map[string]string, allow map[string][]string
 	return ls
 }
 
-// Validate reports everything that is wrong, as [Problems]. It changes nothing, but
-// it opens the files that are named.
+// Validate returns all problems, as [Problems]. It changes nothing, but it opens the configured files.
 func (c *Cloud) Validate() error {
 	r := newReport(c.src)
 	c.check(r)
 	return r.err()
 }
 
+// check reports all problems that can be found without the tables of the file.
 func (c *Cloud) check(r *report) {
 	c.Server.check(r)
 	c.DNS.check(r)
@@ -316,8 +345,10 @@ func (c *Cloud) check(r *report) {
 	r.ports(c.listeners())
 }
 
+// check reports problems of [mode.cloud.stream.server].
 func (s Server) check(r *report) {
 	const t = serverTable
+	// 0 is the value of a missing key, so it gets its own message.
 	if s.GRPCPort == 0 {
 		r.add(t+"grpcport", "missing: write the port that edges dial, such as grpcport = 9000")
 	} else {
@@ -335,14 +366,18 @@ func (s Server) check(r *report) {
 	r.loopback(t+"channelzaddr", s.ChannelzAddr)
 }
 
+// checkTokenFile is the only check that ReadCloud makes.
 func (s Server) checkTokenFile(r *report) {
 	const k = serverTable + "tokenfile"
-	r.required(k, s.TokenFile, `without tokens nobody can join: write tokenfile = "tokens", a file with a line node:token for each edge`)
+	r.required(k, s.TokenFile, `without tokens nobody can join: `+
+		`write tokenfile = "tokens", a file with a line node:token for each edge`)
 	r.file(k, s.TokenFile)
 }
 
+// check reports problems of [mode.cloud.https] and its sub-tables.
 func (h HTTPS) check(r *report) {
 	const t = httpsTable
+	// The keys of this table are ports that the operator chose, so decode has accepted any text.
 	for _, port := range slices.Sorted(maps.Keys(h.Ports)) {
 		if _, ok := parsePort(port); !ok {
 			r.add(addrKey(port), "the key is not a port from 1 to 65535: write \"10250\" = \"127.0.0.1:10250\"")
@@ -350,33 +385,43 @@ func (h HTTPS) check(r *report) {
 		r.target(addrKey(port), h.Ports[port])
 	}
 	if _, err := netip.ParseAddr(h.Listen); err != nil && h.Listen != "" {
-		r.add(t+"listen", "%q is not an IP address: write one without a port, such as \"127.0.0.1\"; the ports are in [mode.cloud.https.addr]", h.Listen)
+		r.add(t+"listen", "%q is not an IP address: write one without a port, such as \"127.0.0.1\"; "+
+			"the ports are in [mode.cloud.https.addr]", h.Listen)
 	}
 	r.pair(t, h.Cert, h.Key)
 	r.file(t+"clientca", h.ClientCA)
+	// Only a by-hand value can be out of range.
 	if h.TLS < TLSAuto || h.TLS > TLSTerminate {
 		r.add(t+"tls", "there is no %v", h.TLS)
 	}
 	h.checkTLS(r)
 	h.Kubelet.check(r)
+	// Settings without a port have no effect. Somebody probably forgot the table addr.
 	if h.configured() && len(h.Ports) == 0 {
-		r.warn(t+"addr", `no port is opened, so [mode.cloud.https] is off: write "10250" = "127.0.0.1:10250" in [mode.cloud.https.addr]`)
+		r.warn(t+"addr", `no port is opened, so [mode.cloud.https] is off: `+
+			`write "10250" = "127.0.0.1:10250" in [mode.cloud.https.addr]`)
 	}
 }
 
-// checkTLS finds combinations that would not do what the file seems to ask for.
+// checkTLS reports combinations of settings that would not do what the file seems to ask for.
 func (h HTTPS) checkTLS(r *report) {
 	const t = httpsTable
 	switch {
 	case h.TLS == TLSTerminate && h.ClientCA == "":
-		r.add(t+"clientca", `tls = "terminate" needs it, or anybody could call the kubelets: write the CA that signs the callers' certificates`)
+		r.add(t+"clientca", `tls = "terminate" needs it, or anybody could call the kubelets: `+
+			`write the CA that signs the callers' certificates`)
 	case h.TLS == TLSPassthrough && (h.ClientCA != "" || len(h.ClientNames)+len(h.Callers) > 0):
-		r.warn(t+"tls", `with "passthrough" callers are verified by the kubelet alone: clientca, clientnames and callers do not count`)
+		r.warn(t+"tls", `with "passthrough" callers are verified by the kubelet alone: `+
+			`clientca, clientnames and callers do not count`)
 	case h.Kubernetes != nil && *h.Kubernetes && !h.Terminates():
-		r.warn(t+"kubernetes", "not used: no connection is terminated without clientca, and a connection that is passed through names its node")
+		r.warn(t+"kubernetes", "not used: no connection is terminated without clientca, "+
+			"and a connection that is passed through names its node")
 	case h.TLS == TLSAuto && h.ClientCA == "" && h.Cert != "":
-		r.warn(t+"clientca", "missing, so cert is not used: connections whose SNI is a node's name are passed through, all others are closed (kubectl exec without --kubelet-certificate-authority among them)")
+		r.warn(t+"clientca", "missing, so cert is not used: "+
+			"connections whose SNI is a node's name are passed through, "+
+			"all others are closed (kubectl exec without --kubelet-certificate-authority among them)")
 	}
+	// A terminated connection needs a server certificate.
 	if (h.TLS == TLSTerminate || h.Terminates()) && h.Cert == "" && h.Key == "" {
 		what := "clientca"
 		if h.TLS == TLSTerminate {
@@ -384,6 +429,7 @@ func (h HTTPS) checkTLS(r *report) {
 		}
 		r.add(t+"cert", "%s needs a certificate to terminate connections with: write cert and key", what)
 	}
+	// Callers are known by the names in their client certificates, which need a CA to verify.
 	if h.TLS == TLSAuto && h.ClientCA == "" {
 		for key, n := range map[string]int{"clientnames": len(h.ClientNames), "callers": len(h.Callers)} {
 			if n > 0 {
@@ -391,11 +437,13 @@ func (h HTTPS) checkTLS(r *report) {
 			}
 		}
 	}
+	// Only terminated connections are sent on to a kubelet by the cloud itself.
 	if !h.Terminates() && h.TLS != TLSTerminate && h.Kubelet != (Kubelet{}) {
 		r.warn(kubeletTable[:len(kubeletTable)-1], "not used: no connection is terminated without clientca")
 	}
 }
 
+// check reports problems of [mode.cloud.https.kubelet].
 func (k Kubelet) check(r *report) {
 	const t = kubeletTable
 	r.pair(t, k.Cert, k.Key)
@@ -405,36 +453,46 @@ func (k Kubelet) check(r *report) {
 		r.add(t+"cert", "missing: write the client certificate that kubelets accept, and its key")
 	case k.CA != "" && k.Insecure:
 		r.add(t+"insecure", "the kubelet's certificate is either verified with ca or not at all: remove one of them")
+	// Kubelets sign their own certificates by default. Not verifying them must be a decision.
 	case k.Cert != "" && k.CA == "" && !k.Insecure:
-		r.add(t+"ca", "missing: write the CA that signs the kubelets' certificates, or insecure = true if they sign their own")
+		r.add(t+"ca", "missing: write the CA that signs the kubelets' certificates, "+
+			"or insecure = true if they sign their own")
 	}
 }
 
-// configured reports whether anything beside the ports is set.
+// configured reports whether any key besides addr is set.
 func (h HTTPS) configured() bool {
-	return len(h.ClientNames)+len(h.Callers) > 0 || h.Kubernetes != nil || h.Cert != "" || h.ClientCA != "" || h.TLS != TLSAuto || h.Listen != "" || len(h.AllowFrom) > 0 || h.Kubelet != (Kubelet{})
+	return len(h.ClientNames)+len(h.Callers) > 0 || h.Kubernetes != nil || h.Cert != "" || h.ClientCA != "" ||
+		h.TLS != TLSAuto || h.Listen != "" || len(h.AllowFrom) > 0 || h.Kubelet != (Kubelet{})
 }
 
+// check reports a bad address, a bad target, and a port that is open to other machines without an allow
+// line.
 func (l TCPListener) check(r *report) {
 	key := tcpKey(l.Listen)
 	host, _, ok := splitListen(l.Listen)
 	if !ok {
-		r.add(key, "the key is not an address to listen on: write \"host:port\" with a port from 1 to 65535, such as \"127.0.0.1:6443\"")
+		r.add(key, "the key is not an address to listen on: "+
+			"write \"host:port\" with a port from 1 to 65535, such as \"127.0.0.1:6443\"")
 		return
 	}
 	r.target(key, l.Target)
+	// The front door does not authenticate TCP callers, so a port that is open to other machines needs an
+	// explicit list.
 	if len(l.Allow) == 0 && !isLoopback(host) {
-		r.add(key, "it is not on loopback, and nobody is allowed to connect: add %q = [\"10.0.0.0/8\"] (who may connect) to [mode.cloud.tcpallow]", l.Listen)
+		r.add(key, "it is not on loopback, and nobody is allowed to connect: "+
+			"add %q = [\"10.0.0.0/8\"] (who may connect) to [mode.cloud.tcpallow]", l.Listen)
 	}
 }
 
-// listeners lists everything that is opened, in the order of the documentation.
+// listeners returns every port that the cloud opens, in the order of cloud.toml. If two collide, the
+// problem is that of the later one.
 func (c *Cloud) listeners() []listener {
 	ls := []listener{
 		{serverTable + "grpcport", "", c.Server.GRPCPort},
 		{serverTable + "logport", "", c.Server.LogPort},
 		listenerOf(serverTable+"channelzaddr", c.Server.ChannelzAddr),
-		listenerOf(dnsTable+"listen", c.DNS.Listen), // UDP and TCP
+		listenerOf(dnsTable+"listen", c.DNS.Listen), // UDP and TCP, so it collides with TCP ports too
 	}
 	for _, text := range slices.Sorted(maps.Keys(c.HTTPS.Ports)) {
 		port, _ := parsePort(text)

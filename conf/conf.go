@@ -9,18 +9,29 @@
 //	}
 //	ln, err := net.Listen("tcp", fmt.Sprintf(":%d", c.Server.GRPCPort))
 //
-// The keys are those of SuperEdge's tunnel, and ours beside them; cloud.toml and
-// edge.toml in this directory hold every one of them, with its default. A key that
-// nobody knows, a value of the wrong type, a file that cannot be opened and two
-// listeners on one port are errors, and all of them are reported together; [Check]
-// does no more than that, for whatever a file configures. A
-// [Cloud] or [Edge] can also be made by hand: its zero values mean the documented
-// defaults, and Validate checks it as it checks a loaded one.
+// The keys are those of SuperEdge's tunnel, plus our own. cloud.toml and edge.toml in this directory
+// show every key with its default. Errors are: an unknown key, a value of the wrong type, a file that
+// cannot be opened, two listeners on one port, and the like. All errors of a file are reported
+// together. [Check] reports the errors of a file and does nothing else, for both modes.
 //
-// Paths in the result are relative to the working directory, not to the file any
-// more. Certificates, keys and tokens are looked at only as far as opening them:
-// their owners parse them, and reload them. The package reads no environment
-// variable and keeps no state.
+// A [Cloud] or [Edge] can also be made by hand. Its zero values mean the documented defaults. Validate
+// makes the same checks as for a loaded one, except those of single values when a file is read, such as
+// the range of a limit.
+//
+// Relative paths in a file are relative to that file. In the result they are relative to the working
+// directory. The package opens certificates, keys and token files only to see that it can; their users
+// parse and reload them. The package reads no environment variables and keeps no state.
+//
+// A file passes through three steps, each in files of its own:
+//
+//   - decode (decode.go, superedge.go) parses the TOML into tables (tables.go). It reports unknown keys
+//     and wrong types, in the tables of both modes.
+//   - newCloud and newEdge (cloud.go, edge.go, and one file per table) convert the tables of one mode.
+//     They resolve paths, parse values, and report each value that is wrong by itself.
+//   - The check methods report everything else: missing values, combinations, files and ports. They need
+//     no tables, so Validate runs them on values that were made by hand.
+//
+// All steps add to one report (problem.go), so that a user sees all problems at once.
 package conf
 
 import (
@@ -30,16 +41,16 @@ import (
 	"os"
 )
 
-// Env is what cmd has read from the environment.
+// Env holds what cmd has read from the environment.
 type Env struct {
 	NodeName     string // NODE_NAME
-	PodIP        string // POD_IP: an address, or one of each family with a comma between
+	PodIP        string // POD_IP: one address, or one of each family, separated by a comma
 	PodName      string // POD_NAME
 	PodNamespace string // POD_NAMESPACE
-	HostName     string // what the kernel calls this machine
+	HostName     string // the kernel's host name of this machine
 }
 
-// LoadCloud reads and checks the cloud's part of a file. The error is a [Problems].
+// LoadCloud reads and checks the cloud's part of a file. Its error is a [Problems].
 func LoadCloud(path string, env Env) (*Cloud, error) {
 	c, r := readCloud(path, env)
 	if c == nil {
@@ -53,8 +64,8 @@ func LoadCloud(path string, env Env) (*Cloud, error) {
 	return c, nil
 }
 
-// ReadCloud is LoadCloud with no check but of the token file: a node must be shut out
-// though a certificate is missing.
+// ReadCloud reads the cloud's part of a file like LoadCloud, but checks only the token file. So a node
+// can be revoked even if, for instance, a certificate is missing.
 func ReadCloud(path string, env Env) (*Cloud, error) {
 	c, r := readCloud(path, env)
 	if c != nil {
@@ -66,19 +77,20 @@ func ReadCloud(path string, env Env) (*Cloud, error) {
 	return c, nil
 }
 
+// readCloud reads the cloud's part of a file without checking it. It returns nil if the file has none.
 func readCloud(path string, env Env) (*Cloud, *report) {
 	d, r := read(path)
 	if d == nil {
 		return nil, r
 	}
 	if d.Mode.Cloud == nil {
-		r.mode(d, "cloud")
+		r.wrongMode(d, "cloud")
 		return nil, r
 	}
 	return newCloud(d.Mode.Cloud, env, r), r
 }
 
-// LoadEdge reads and checks the edge's part of a file. The error is a [Problems].
+// LoadEdge reads and checks the edge's part of a file. Its error is a [Problems].
 func LoadEdge(path string, env Env) (*Edge, error) {
 	e, r := readEdge(path, env)
 	if e == nil {
@@ -92,19 +104,20 @@ func LoadEdge(path string, env Env) (*Edge, error) {
 	return e, nil
 }
 
-// ReadEdge is LoadEdge without the check: files that it names may be missing.
+// ReadEdge reads the edge's part of a file like LoadEdge, without the checks: files may be missing.
 func ReadEdge(path string, env Env) (*Edge, error) {
 	e, r := readEdge(path, env)
 	return e, r.err()
 }
 
+// readEdge reads the edge's part of a file without checking it. It returns nil if the file has none.
 func readEdge(path string, env Env) (*Edge, *report) {
 	d, r := read(path)
 	if d == nil {
 		return nil, r
 	}
 	if d.Mode.Edge == nil {
-		r.mode(d, "edge")
+		r.wrongMode(d, "edge")
 		return nil, r
 	}
 	return newEdge(d.Mode.Edge, env, r), r
@@ -112,12 +125,13 @@ func readEdge(path string, env Env) (*Edge, *report) {
 
 // Checked is what a file configures: a cloud, an edge, or both.
 type Checked struct {
-	Cloud    *Cloud
-	Edge     *Edge
-	Warnings []string // of both
+	Cloud    *Cloud   // nil: the file configures no cloud
+	Edge     *Edge    // nil: the file configures no edge
+	Warnings []string // of both modes, in the order of the file
 }
 
-// Check reads a file and checks whatever it configures. The error is a [Problems].
+// Check reads a file and checks both modes, as far as the file configures them. Its error is a
+// [Problems].
 func Check(path string, env Env) (Checked, error) {
 	d, r := read(path)
 	if d == nil {
@@ -133,11 +147,12 @@ func Check(path string, env Env) (Checked, error) {
 		k.Edge.check(r)
 	}
 	if k.Cloud == nil && k.Edge == nil {
-		r.mode(d, "")
+		r.wrongMode(d, "")
 	}
 	if err := r.err(); err != nil {
 		return Checked{}, err
 	}
+	// The report does not tell apart the warnings of the two modes, so both get all of them.
 	k.Warnings = r.warnings()
 	if k.Cloud != nil {
 		k.Cloud.Warnings = k.Warnings
@@ -148,7 +163,7 @@ func Check(path string, env Env) (Checked, error) {
 	return k, nil
 }
 
-// read returns the file's tables, or nil when there is nothing to look at.
+// read returns the file's tables. It returns nil if the file cannot be read or is not valid TOML.
 func read(path string) (*tables, *report) {
 	r := newReport(&source{file: path})
 	data, err := os.ReadFile(path) //nolint:gosec // the operator names the file
@@ -160,21 +175,21 @@ func read(path string) (*tables, *report) {
 		r.add("", "this user may not read the file: run this as its owner, such as with sudo, or change its mode")
 		return nil, r
 	case err != nil:
-		r.add("", "the file cannot be read: %s", reason(err))
+		r.add("", "the file cannot be read: %s", withoutPath(err))
 		return nil, r
 	}
 	return decode(data, r), r
 }
 
-// mode adds what is wrong with a file that does not configure the wanted mode.
-func (r *report) mode(d *tables, want string) {
+// wrongMode adds the problem of a file that does not configure the wanted mode.
+func (r *report) wrongMode(d *tables, want string) {
 	switch {
 	case want == "cloud" && d.Mode.Edge != nil:
 		r.add("", "this file configures an edge: run tunnel edge -c %s, or give the cloud's file", r.src.file)
 	case want == "edge" && d.Mode.Cloud != nil:
 		r.add("", "this file configures a cloud: run tunnel cloud -c %s, or give the edge's file", r.src.file)
 	case r.err() != nil:
-		// The unknown key may be the misspelt mode.
+		// The unknown key may be the misspelt mode, so the problems say enough.
 	case want == "":
 		r.add("", "this file configures nothing: it has neither [mode.cloud] nor [mode.edge]")
 	default:
@@ -182,8 +197,8 @@ func (r *report) mode(d *tables, want string) {
 	}
 }
 
-// reason is err without the path, which the problem names already.
-func reason(err error) string {
+// withoutPath returns the text of err without the path, since the problem names the path already.
+func withoutPath(err error) string {
 	if pe, ok := errors.AsType[*fs.PathError](err); ok {
 		return pe.Err.Error()
 	}

@@ -14,11 +14,11 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// testEnv is that of a machine which has been told nothing.
+// testEnv is the environment outside of Kubernetes: only the host name is known.
 func testEnv() Env { return Env{HostName: "Edge1"} }
 
-// inDir makes a directory with the files that the tests' configurations name, and
-// goes there, so that problems have short paths.
+// inDir makes a folder with the files that the tests' configurations name, and makes it the working
+// directory, so that problems have short paths.
 func inDir(t testing.TB) {
 	t.Helper()
 	t.Chdir(t.TempDir())
@@ -37,7 +37,7 @@ func write(t testing.TB, path, content string) {
 	}
 }
 
-// The least that a cloud and an edge need. The cases append to it.
+// The smallest valid configurations of a cloud and an edge. Tests append to them.
 const (
 	server = `[mode.cloud.stream.server]
 grpcport = 9000
@@ -110,13 +110,19 @@ kubelet.insecure = true
 		HTTPS: HTTPS{
 			Ports:  map[string]string{"10250": "127.0.0.1:10250", "9100": "node-exporter:9100"},
 			Listen: "::1", TLS: TLSTerminate,
-			AllowFrom: auth.Sources{netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("::1/128"), netip.MustParsePrefix("192.168.1.1/32")},
-			Cert:      "crt", Key: "key", ClientCA: "ca", ClientNames: []string{"me"},
+			AllowFrom: auth.Sources{
+				netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("::1/128"),
+				netip.MustParsePrefix("192.168.1.1/32"),
+			},
+			Cert: "crt", Key: "key", ClientCA: "ca", ClientNames: []string{"me"},
 			Kubelet: Kubelet{Cert: "crt", Key: "key", Insecure: true},
 		},
 		TCP: []TCPListener{
 			{Listen: "127.0.0.1:6443", Target: "127.0.0.1:6443"},
-			{Listen: ":2222", Node: "edge-1.example", Target: "[::1]:22", Allow: auth.Sources{netip.MustParsePrefix("10.0.0.0/8")}},
+			{
+				Listen: ":2222", Node: "edge-1.example", Target: "[::1]:22",
+				Allow: auth.Sources{netip.MustParsePrefix("10.0.0.0/8")},
+			},
 		},
 	}
 	if !reflect.DeepEqual(c, want) {
@@ -154,8 +160,9 @@ key = "key"
 	}
 	e.src = nil
 	want := &Edge{
-		Warnings: []string{"edge.toml:14: mode.edge.https.cert: a key that every kubelet obeys lies on this edge: keep it on the cloud, in [mode.cloud.https.kubelet], if you can"},
-		Node:     "edge1", NodeFrom: "node in [mode.edge]",
+		Warnings: []string{"edge.toml:14: mode.edge.https.cert: a key that every kubelet obeys lies on this edge: " +
+			"keep it on the cloud, in [mode.cloud.https.kubelet], if you can"},
+		Node: "edge1", NodeFrom: "node in [mode.edge]",
 		Allow: []string{"self:10250", "10.0.0.0/8:443", "[fd00::/8]:*"},
 		Addr:  "tunnel.example.com:9000", ServerName: "tunnel.cloud.io", CA: "ca", Token: "canary",
 		LogPort: 7010, ChannelzAddr: "127.0.0.1:7011",
@@ -166,7 +173,7 @@ key = "key"
 	}
 }
 
-// TestNode: who says which node an edge is.
+// TestNode: the node's name comes from the file, NODE_NAME or the host name, in this order.
 func TestNode(t *testing.T) {
 	inDir(t)
 	for _, c := range []struct {
@@ -174,13 +181,27 @@ func TestNode(t *testing.T) {
 		env              Env
 		node, from, fail string
 	}{
-		{name: "the file wins", own: "a", env: Env{NodeName: "b", HostName: "c"}, node: "a", from: "node in [mode.edge]"},
+		{
+			name: "the file wins", own: "a", env: Env{NodeName: "b", HostName: "c"},
+			node: "a", from: "node in [mode.edge]",
+		},
 		{name: "then the environment", env: Env{NodeName: "b", HostName: "c"}, node: "b", from: "NODE_NAME"},
-		{name: "then the host name, in lower case", env: Env{HostName: "Factory-7.LAN"}, node: "factory-7.lan", from: "the host name"},
-		{name: "none", fail: `edge.toml: mode.edge.node: missing, and neither NODE_NAME nor the host name is set: write node = "edge1", the node's name in Kubernetes`},
-		{name: "bad host name", env: Env{HostName: "my_pc"}, fail: `edge.toml: mode.edge.node: node name "my_pc" is not an RFC 1123 subdomain: use lower-case letters, digits, '-' and '.' (it comes from the host name): write node = "edge1", the node's name in Kubernetes`},
-		{name: "bad environment", env: Env{NodeName: "Edge1", HostName: "c"}, fail: `edge.toml: mode.edge.node: node name "Edge1" is not an RFC 1123 subdomain: use lower-case letters, digits, '-' and '.' (it comes from NODE_NAME): write node = "edge1", the node's name in Kubernetes`},
-		{name: "bad file", own: "Edge1", env: Env{NodeName: "b"}, fail: `edge.toml:2: mode.edge.node: node name "Edge1" is not an RFC 1123 subdomain: use lower-case letters, digits, '-' and '.'`},
+		{
+			name: "then the host name, in lower case", env: Env{HostName: "Factory-7.LAN"},
+			node: "factory-7.lan", from: "the host name",
+		},
+		{name: "none", fail: `edge.toml: mode.edge.node: missing, and neither NODE_NAME nor the host name is set: ` +
+			`write node = "edge1", the node's name in Kubernetes`},
+		{name: "bad host name", env: Env{HostName: "my_pc"}, fail: `edge.toml: mode.edge.node: ` +
+			`node name "my_pc" is not an RFC 1123 subdomain: ` +
+			`use lower-case letters, digits, '-' and '.' (it comes from the host name): ` +
+			`write node = "edge1", the node's name in Kubernetes`},
+		{name: "bad environment", env: Env{NodeName: "Edge1", HostName: "c"}, fail: `edge.toml: mode.edge.node: ` +
+			`node name "Edge1" is not an RFC 1123 subdomain: ` +
+			`use lower-case letters, digits, '-' and '.' (it comes from NODE_NAME): ` +
+			`write node = "edge1", the node's name in Kubernetes`},
+		{name: "bad file", own: "Edge1", env: Env{NodeName: "b"}, fail: `edge.toml:2: mode.edge.node: ` +
+			`node name "Edge1" is not an RFC 1123 subdomain: use lower-case letters, digits, '-' and '.'`},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			text := client
@@ -190,7 +211,7 @@ func TestNode(t *testing.T) {
 			write(t, "edge.toml", text)
 			e, err := LoadEdge("edge.toml", c.env)
 			if c.fail != "" {
-				// Without the key, the line is that of the first table of [mode.edge].
+				// If the key is missing, the line is that of the first table of [mode.edge].
 				got := strings.Replace(fmt.Sprint(err), "edge.toml:1:", "edge.toml:", 1)
 				if got != c.fail {
 					t.Errorf("got  %s\nwant %s", got, c.fail)
@@ -237,7 +258,9 @@ func TestMode(t *testing.T) {
 	_, err = LoadCloud(".", testEnv())
 	fails(err, ".: the file cannot be read: is a directory")
 
-	for file, want := range map[string][2]bool{"cloud.toml": {true, false}, "edge.toml": {false, true}, "both.toml": {true, true}} {
+	for file, want := range map[string][2]bool{
+		"cloud.toml": {true, false}, "edge.toml": {false, true}, "both.toml": {true, true},
+	} {
 		k, err := Check(file, testEnv())
 		if err != nil {
 			t.Errorf("%s: %v", file, err)
@@ -248,8 +271,7 @@ func TestMode(t *testing.T) {
 	}
 }
 
-// TestByHand: a value that was not loaded is checked in the same way, and its zero
-// values are the defaults.
+// TestByHand: a value that was made by hand is checked as well, and its zero values mean the defaults.
 func TestByHand(t *testing.T) {
 	inDir(t)
 	c := &Cloud{Server: Server{GRPCPort: 9000, Cert: "crt", Key: "key", TokenFile: "tokens"}}
@@ -258,7 +280,8 @@ func TestByHand(t *testing.T) {
 	}
 	c.Server.Key = ""
 	c.HTTPS.TLS = 7
-	want := "mode.cloud.stream.server.key: missing: write the certificate's private key, such as key = \"cloud.key\"\n" +
+	want := "mode.cloud.stream.server.key: missing: write the certificate's private key, " +
+		"such as key = \"cloud.key\"\n" +
 		"mode.cloud.https.tls: there is no tls mode 7"
 	if err := c.Validate(); err == nil || err.Error() != want {
 		t.Errorf("got  %v\nwant %s", err, want)
@@ -273,16 +296,17 @@ func TestByHand(t *testing.T) {
 	}
 }
 
-// TestSuperEdge loads the files of SuperEdge's repository: its documentation's, and
-// its deployments' of version 0.2 to 0.8.0 (one form) and from 0.8.2 on.
+// TestSuperEdge loads files from SuperEdge's repository: those of its documentation, and those of its
+// deployments, in the form of versions 0.2 to 0.8.0 and in the form since 0.8.2.
 func TestSuperEdge(t *testing.T) {
 	gone := func(key, path string) string {
 		return fmt.Sprintf("%s: file %s does not exist: create it, or correct the path", key, path)
 	}
 	const (
 		etc   = "/etc/superedge/tunnel/"
-		allow = `mode.cloud.tcp."0.0.0.0:6443": it is not on loopback, and nobody is allowed to connect: add "0.0.0.0:6443" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`
-		dns   = "mode.cloud.stream.dns.configmap: POD_"
+		allow = `mode.cloud.tcp."0.0.0.0:6443": it is not on loopback, and nobody is allowed to connect: ` +
+			`add "0.0.0.0:6443" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`
+		dns = "mode.cloud.stream.dns.configmap: POD_"
 	)
 	for file, want := range map[string][]string{
 		"cloud-docs.toml": {
@@ -297,23 +321,31 @@ func TestSuperEdge(t *testing.T) {
 			"8: " + gone("mode.cloud.stream.server.key", etc+"certs/tunnel-cloud-server.key"),
 			"9: " + gone("mode.cloud.stream.server.cert", etc+"certs/tunnel-cloud-server.crt"),
 			"10: " + gone("mode.cloud.stream.server.tokenfile", etc+"token/token"),
-			"12: " + dns + "NAMESPACE does not say in which namespace it is: set it from the pod's metadata.namespace, or set debug = true to do without Kubernetes",
-			"12: " + dns + "IP does not say which address the names are to lead to: set it from the pod's status.podIP or status.podIPs",
+			"12: " + dns + "NAMESPACE does not say in which namespace it is: " +
+				"set it from the pod's metadata.namespace, or set debug = true to do without Kubernetes",
+			"12: " + dns + "IP does not say which address the names are to lead to: " +
+				"set it from the pod's status.podIP or status.podIPs",
 			"16: " + allow,
 			"18: " + gone("mode.cloud.https.cert", etc+"certs/apiserver-kubelet-server.crt"),
 			"19: " + gone("mode.cloud.https.key", etc+"certs/apiserver-kubelet-server.key"),
 			"24: " + gone("mode.cloud.egress.cert", etc+"certs/tunnel-server.crt"),
 			"25: " + gone("mode.cloud.egress.key", etc+"certs/tunnel-server.key"),
-			`26: mode.cloud.egress.egressport: SuperEdge's egress port is a line of grpc here: write grpc = ["tls://0.0.0.0:PORT"]`,
+			`26: mode.cloud.egress.egressport: SuperEdge's egress port is a line of grpc here: ` +
+				`write grpc = ["tls://0.0.0.0:PORT"]`,
 		},
 		"cloud-v0.9.toml": {
 			`6: mode.cloud.stream.server.cert: missing: write the server's certificate, such as cert = "cloud.crt"`,
 			`6: mode.cloud.stream.server.key: missing: write the certificate's private key, such as key = "cloud.key"`,
-			`6: mode.cloud.stream.server.tokenfile: missing: without tokens nobody can join: write tokenfile = "tokens", a file with a line node:token for each edge`,
-			`11: mode.cloud.stream.register: SuperEdge's [mode.cloud.stream.register] is [mode.cloud.stream.dns] here: write configmap, hosts and service there`,
-			`14: mode.cloud.egress.port: SuperEdge's egress port is a line of grpc here: write grpc = ["tls://0.0.0.0:PORT"]`,
-			`15: mode.cloud.http_proxy: there is no such proxy here: remove it; [mode.cloud.egress] httpconnect is what speaks HTTP CONNECT`,
-			`17: mode.cloud.ssh: there is no such proxy here: remove it, and write a line per node in [mode.cloud.tcp], "127.0.0.1:2222" = "NODE/127.0.0.1:22"`,
+			`6: mode.cloud.stream.server.tokenfile: missing: without tokens nobody can join: ` +
+				`write tokenfile = "tokens", a file with a line node:token for each edge`,
+			`11: mode.cloud.stream.register: SuperEdge's [mode.cloud.stream.register] is [mode.cloud.stream.dns] ` +
+				`here: write configmap, hosts and service there`,
+			`14: mode.cloud.egress.port: SuperEdge's egress port is a line of grpc here: ` +
+				`write grpc = ["tls://0.0.0.0:PORT"]`,
+			`15: mode.cloud.http_proxy: there is no such proxy here: ` +
+				`remove it; [mode.cloud.egress] httpconnect is what speaks HTTP CONNECT`,
+			`17: mode.cloud.ssh: there is no such proxy here: ` +
+				`remove it, and write a line per node in [mode.cloud.tcp], "127.0.0.1:2222" = "NODE/127.0.0.1:22"`,
 		},
 		"edge-v0.7.toml": {
 			"6: " + gone("mode.edge.stream.client.cert", "superedge/certs/cluster-ca.crt"),
@@ -321,8 +353,10 @@ func TestSuperEdge(t *testing.T) {
 			"13: " + gone("mode.edge.https.key", "superedge/certs/apiserver-kubelet-client.key"),
 		},
 		"edge-v0.9.toml": {
-			`4: mode.edge.stream.client.cert: missing: write the CA that signed the cloud's certificate, such as cert = "ca.crt"`,
-			"9: mode.edge.http_proxy: there is no such proxy here, and an edge dials nothing through the cloud: remove it",
+			`4: mode.edge.stream.client.cert: missing: ` +
+				`write the CA that signed the cloud's certificate, such as cert = "ca.crt"`,
+			"9: mode.edge.http_proxy: there is no such proxy here, and an edge dials nothing through the cloud: " +
+				"remove it",
 		},
 	} {
 		t.Run(file, func(t *testing.T) {
@@ -339,8 +373,8 @@ func TestSuperEdge(t *testing.T) {
 	}
 }
 
-// TestSuperEdgeRuns: with its files in place and a line for who may connect, a
-// migrated file loads, and its warnings say what to tidy up.
+// TestSuperEdgeRuns: a migrated file loads if its files exist and it says who may connect. Warnings name
+// what should be changed.
 func TestSuperEdgeRuns(t *testing.T) {
 	docs, err := os.ReadFile("testdata/superedge/cloud-docs.toml")
 	if err != nil {
@@ -368,11 +402,14 @@ func TestSuperEdgeRuns(t *testing.T) {
 	if c.Server.ChannelzAddr != "127.0.0.1:6000" {
 		t.Errorf("channelz is served on %s", c.Server.ChannelzAddr)
 	}
-	same(t, c.Warnings, []string{
-		`a/b/cloud.toml:7: mode.cloud.stream.server.channelzaddr: channelz shows every connection to whoever asks, so it is served on loopback only: write "127.0.0.1:6000"`,
-		`a/b/cloud.toml:18: mode.cloud.https.clientca: missing, so cert is not used: connections whose SNI is a node's name are passed through, all others are closed (kubectl exec without --kubelet-certificate-authority among them)`,
+	wantEqual(t, c.Warnings, []string{
+		`a/b/cloud.toml:7: mode.cloud.stream.server.channelzaddr: ` +
+			`channelz shows every connection to whoever asks, so it is served on loopback only: write "127.0.0.1:6000"`,
+		`a/b/cloud.toml:18: mode.cloud.https.clientca: missing, so cert is not used: ` +
+			`connections whose SNI is a node's name are passed through, ` +
+			`all others are closed (kubectl exec without --kubelet-certificate-authority among them)`,
 	})
-	// A file with a secret in it, the token here, should be its owner's alone.
+	// The file holds a token, so others should not be able to read it.
 	if err = os.Chmod("a/b/edge.toml", 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -380,7 +417,8 @@ func TestSuperEdgeRuns(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if all := strings.Join(e.Warnings, "\n"); !strings.Contains(all, "client.token: a/b/edge.toml can be read by others (mode 0644)") {
+	if all := strings.Join(e.Warnings, "\n"); !strings.Contains(all, "client.token: "+
+		"a/b/edge.toml can be read by others (mode 0644)") {
 		t.Errorf("warnings:\n%s", all)
 	}
 	if e.Node != "edge1" || e.Token.Reveal() != "6ff2a1ea0f1611eb9896362096106d9d" {
@@ -388,14 +426,14 @@ func TestSuperEdgeRuns(t *testing.T) {
 	}
 }
 
-func same(t *testing.T, got, want []string) {
+func wantEqual(t *testing.T, got, want []string) {
 	t.Helper()
 	if !slices.Equal(got, want) {
 		t.Errorf("got\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
 	}
 }
 
-// Callers that may do some things only: every mistake is said, with what there is.
+// Every mistake in the list of callers is reported, with the words that are allowed.
 func TestCallers(t *testing.T) {
 	for _, c := range []struct {
 		lines string
@@ -404,16 +442,26 @@ func TestCallers(t *testing.T) {
 		{`callers = [{name = "metrics-server", may = ["metrics"]}, {name = "b", may = ["logs", "all"]}]`, nil},
 		{"[[mode.cloud.https.callers]]\nname = \"metrics-server\"\nmay = [\"metrics\"]", nil},
 		{`callers = []`, nil},
-		{`callers = [{name = "a", may = ["metric"]}]`, []string{`"a" may do "metric", which is not known: write some of ["metrics" "health" "pods" "logs" "exec" "all"]`}},
+		{`callers = [{name = "a", may = ["metric"]}]`, []string{`"a" may do "metric", which is not known: ` +
+			`write some of ["metrics" "health" "pods" "logs" "exec" "all"]`}},
 		{`callers = [{name = "a", may = []}]`, []string{`"a" may do nothing`}},
 		{`callers = [{name = "a"}]`, []string{`"a" may do nothing`}},
 		{`callers = [{may = ["metrics"]}]`, []string{`a caller has no name`}},
 		{`callers = [{name = "a", may = ["logs"]}, {name = "a", may = ["metrics"]}]`, []string{`"a" is there twice`}},
-		{`callers = [{name = "kube-apiserver-kubelet-client", may = ["logs"]}]`, []string{`"kube-apiserver-kubelet-client" is in clientnames`}},
-		{"clientnames = [\"a\"]\ncallers = [{name = \"a\", may = [\"logs\"]}, {name = \"kube-apiserver-kubelet-client\", may = [\"logs\"]}]", []string{`"a" is in clientnames`}},
+		{
+			`callers = [{name = "kube-apiserver-kubelet-client", may = ["logs"]}]`,
+			[]string{`"kube-apiserver-kubelet-client" is in clientnames`},
+		},
+		{"clientnames = [\"a\"]\n" +
+			"callers = [{name = \"a\", may = [\"logs\"]}, {name = \"kube-apiserver-kubelet-client\", " +
+			"may = [\"logs\"]}]", []string{`"a" is in clientnames`}},
 		{`callers = [{name = "a", can = ["logs"]}]`, []string{`unknown key`, `"a" may do nothing`}},
-		{`callers = [{name = "a", may = "logs"}]`, []string{`expected an array of strings, found a string`, `"a" may do nothing`}},
-		{`callers = ["a"]`, []string{`expected an array of tables, found an array of strings: write every element in braces`}},
+		{
+			`callers = [{name = "a", may = "logs"}]`,
+			[]string{`expected an array of strings, found a string`, `"a" may do nothing`},
+		},
+		{`callers = ["a"]`, []string{`expected an array of tables, found an array of strings: ` +
+			`write every element in braces`}},
 		{`callers = "a"`, []string{`expected an array of tables, found a string`}},
 	} {
 		r := newReport(&source{file: "cloud.toml"})
@@ -435,11 +483,12 @@ func TestCallers(t *testing.T) {
 	}
 }
 
-// A TCP port may lead to any of some nodes.
+// A TCP port may lead to one node, to any of a list of nodes, or to any node.
 func TestAmong(t *testing.T) {
 	r := newReport(&source{file: "cloud.toml"})
 	got := r.tcpListeners(map[string]string{
-		":1": "host:1", ":2": "edge1/host:1", ":3": "edge1,gw-*/host:1", ":4": "*/host:1", ":5": "edge1,,b/host:1", ":6": "Edge*/host:1",
+		":1": "host:1", ":2": "edge1/host:1", ":3": "edge1,gw-*/host:1", ":4": "*/host:1",
+		":5": "edge1,,b/host:1", ":6": "Edge*/host:1",
 	}, nil)
 	want := []TCPListener{
 		{Listen: ":1", Target: "host:1"}, {Listen: ":2", Node: "edge1", Target: "host:1"},
@@ -449,14 +498,17 @@ func TestAmong(t *testing.T) {
 	if !reflect.DeepEqual(got, want) {
 		t.Errorf("got  %+v\nwant %+v", got, want)
 	}
-	if err := r.err(); err == nil || strings.Count(err.Error(), "\n") != 1 || !strings.Contains(err.Error(), `"Edge*" is not a node's name or a pattern such as "gw-*"`) {
+	if err := r.err(); err == nil || strings.Count(err.Error(), "\n") != 1 ||
+		!strings.Contains(err.Error(), `"Edge*" is not a node's name or a pattern such as "gw-*"`) {
 		t.Error(err)
 	}
 }
 
-// A node has no name by which callers reach something else.
+// A node may not have a name by which callers reach something else.
 func TestReservedNode(t *testing.T) {
-	for node, want := range map[tunnel.NodeName]string{"edge1": "", "10.0.0.1": "is an IP address", "localhost": "is reserved"} {
+	for node, want := range map[tunnel.NodeName]string{
+		"edge1": "", "10.0.0.1": "is an IP address", "localhost": "is reserved",
+	} {
 		err := (&Edge{Node: node}).Validate()
 		if got := err != nil && strings.Contains(err.Error(), "node name "+string(node)+" "+want); got != (want != "") {
 			t.Errorf("%s: %v", node, err)
@@ -464,11 +516,11 @@ func TestReservedNode(t *testing.T) {
 	}
 }
 
-// What https does with Kubernetes: only where it terminates connections of some port, and not where the
-// file says so.
+// The https front door uses Kubernetes only if it terminates connections of some port and the file does
+// not forbid it.
 func TestHTTPSAsksKubernetes(t *testing.T) {
 	const ca, port = "clientca = \"ca\"\n", "[mode.cloud.https.addr]\n\"10250\" = \"127.0.0.1:10250\"\n"
-	for text, want := range map[string][2]bool{ // asks, and may ask
+	for text, want := range map[string][2]bool{ // AsksKubernetes, MayAskKubernetes
 		ca + port:                             {false, true},
 		ca + "kubernetes = true\n" + port:     {true, true},
 		ca + "kubernetes = false\n" + port:    {false, false},
@@ -485,16 +537,19 @@ func TestHTTPSAsksKubernetes(t *testing.T) {
 	}
 }
 
-// A list of callers is for connections that are terminated.
+// Lists of callers have no effect if no connection is terminated.
 func TestCallersWithoutCA(t *testing.T) {
 	inDir(t)
 	const port = "[mode.cloud.https.addr]\n\"10250\" = \"127.0.0.1:10250\"\n"
-	for key, line := range map[string]string{"callers": `callers = [{name = "a", may = ["logs"]}]`, "clientnames": `clientnames = ["a"]`} {
+	for key, line := range map[string]string{
+		"callers": `callers = [{name = "a", may = ["logs"]}]`, "clientnames": `clientnames = ["a"]`,
+	} {
 		write(t, "f.toml", server+"[mode.cloud.https]\n"+line+"\n"+port)
 		c, err := LoadCloud("f.toml", testEnv())
 		if err != nil {
 			t.Fatal(err)
 		}
-		same(t, c.Warnings, []string{"f.toml:7: mode.cloud.https." + key + ": not used without clientca: no connection is terminated, so no caller is known by name"})
+		wantEqual(t, c.Warnings, []string{"f.toml:7: mode.cloud.https." + key + ": not used without clientca: " +
+			"no connection is terminated, so no caller is known by name"})
 	}
 }

@@ -12,13 +12,12 @@ import (
 	"github.com/BurntSushi/toml"
 )
 
-// decode reads data into tables. It reports every unknown key and every value of
-// the wrong type, each with its line; after a syntax error there is nothing to look
-// at and it returns nil.
+// decode parses data into tables. It reports each unknown key and each value of the wrong type with its
+// line. After a syntax error it returns nil.
 //
-// The library's own decoder stops at the first wrong type, lets the case of a key
-// pass and gives no line for a key that it has not decoded, so the values are set
-// here; parsing is the library's.
+// The library only parses. Its own decoder does not suffice, so this file sets the values: the decoder
+// stops at the first wrong type, ignores the case of keys, and gives no line for a key that it has not
+// decoded.
 func decode(data []byte, r *report) *tables {
 	var root map[string]toml.Primitive
 	md, err := toml.Decode(string(data), &root)
@@ -33,7 +32,7 @@ func decode(data []byte, r *report) *tables {
 	return &t
 }
 
-// syntax adds the parser's error.
+// syntax adds the parser's error as a problem.
 func (r *report) syntax(err error) {
 	pe, ok := errors.AsType[toml.ParseError](err)
 	if !ok {
@@ -43,12 +42,13 @@ func (r *report) syntax(err error) {
 	text := "not valid TOML: " + lowerFirst(strings.TrimSuffix(pe.Message, "."))
 	p := Problem{File: r.src.file, Line: pe.Position.Line, Key: pe.LastKey, Text: text}
 	if strings.HasSuffix(pe.LastKey, "token") {
-		// The parser quotes what it stumbled over, and that is the token.
+		// The parser's message quotes the text at the error, which may be the token.
 		p.Text = `not valid TOML: write the token in double quotes, on one line`
 	}
 	r.problems = append(r.problems, p)
 }
 
+// lowerFirst returns s with its first byte in lower case.
 func lowerFirst(s string) string {
 	if s == "" {
 		return s
@@ -56,18 +56,19 @@ func lowerFirst(s string) string {
 	return strings.ToLower(s[:1]) + s[1:]
 }
 
+// decoder sets the fields of tables from parsed values.
 type decoder struct {
-	md toml.MetaData
-	r  *report
+	md toml.MetaData // decodes a Primitive
+	r  *report       // gets the problems, and in src.lines the line of each key
 }
 
-// table sets the fields of the struct v.
+// table sets the fields of struct v from the keys of the table at path. It reports unknown keys.
 func (d *decoder) table(path toml.Key, prims map[string]toml.Primitive, v reflect.Value) {
 	for _, name := range slices.Sorted(maps.Keys(prims)) {
 		p, key := prims[name], join(path, name)
 		d.r.src.lines[key.String()] = d.line(p)
-		if rule, ok := superEdge(key.String()); ok {
-			d.foreign(path, prims, name, rule, v)
+		if rule, ok := superEdgeRule(key.String()); ok {
+			d.superEdgeKey(path, prims, name, rule, v)
 			continue
 		}
 		f, ok := field(v, name)
@@ -79,8 +80,10 @@ func (d *decoder) table(path toml.Key, prims map[string]toml.Primitive, v reflec
 	}
 }
 
-// foreign follows the rule for a key that only SuperEdge has.
-func (d *decoder) foreign(path toml.Key, prims map[string]toml.Primitive, name string, rule rule, v reflect.Value) {
+// superEdgeKey follows the rule for a key that only SuperEdge has.
+func (d *decoder) superEdgeKey(
+	path toml.Key, prims map[string]toml.Primitive, name string, rule rule, v reflect.Value,
+) {
 	key := join(path, name).String()
 	switch {
 	case rule.refuse != "":
@@ -89,10 +92,13 @@ func (d *decoder) foreign(path toml.Key, prims map[string]toml.Primitive, name s
 		d.r.warn(key, "ignored: %s", rule.ignore)
 	default:
 		if _, both := prims[rule.rename]; both {
-			d.r.add(key, "this is SuperEdge's newer name of %s, which is there as well: remove one of them", rule.rename)
+			d.r.add(key, "this is SuperEdge's newer name of %s, which is there as well: remove one of them",
+				rule.rename)
 			return
 		}
 		d.r.warn(key, "this is SuperEdge's name of %s: it is accepted, but write %s", rule.rename, rule.rename)
+		// Decode the value under our name, with the line of SuperEdge's name, so that problems of the value
+		// name a key that the documentation has.
 		now := join(path, rule.rename)
 		d.r.src.lines[now.String()] = d.r.src.lines[key]
 		f, _ := field(v, rule.rename)
@@ -100,11 +106,12 @@ func (d *decoder) foreign(path toml.Key, prims map[string]toml.Primitive, name s
 	}
 }
 
-// value sets v, or reports that it is of the wrong type.
+// value sets v from p, or reports that p is of the wrong type and mutes key.
 func (d *decoder) value(key toml.Key, p toml.Primitive, v reflect.Value) {
 	raw := d.raw(p)
 	ok := false
 	switch v.Kind() {
+	// A pointer stands for a table or a bool that the file may leave out. nil means that it does.
 	case reflect.Pointer:
 		v.Set(reflect.New(v.Type().Elem()))
 		d.value(key, p, v.Elem())
@@ -113,9 +120,10 @@ func (d *decoder) value(key toml.Key, p toml.Primitive, v reflect.Value) {
 		if _, ok = raw.(map[string]any); ok {
 			d.table(key, d.children(p), v)
 		}
+	// The operator chooses the keys, such as the addresses to listen on in [mode.cloud.tcp].
 	case reflect.Map:
 		if _, ok = raw.(map[string]any); ok {
-			d.lines(key, p, v)
+			d.freeTable(key, p, v)
 		}
 	case reflect.String:
 		var s string
@@ -134,7 +142,7 @@ func (d *decoder) value(key toml.Key, p toml.Primitive, v reflect.Value) {
 		}
 	case reflect.Slice:
 		if v.Type().Elem().Kind() == reflect.Struct {
-			ok = d.tables(key, p, v)
+			ok = d.arrayOfTables(key, p, v)
 			break
 		}
 		var list []string
@@ -142,20 +150,22 @@ func (d *decoder) value(key toml.Key, p toml.Primitive, v reflect.Value) {
 			v.Set(reflect.ValueOf(list))
 		}
 	default:
-		panic("conf: no way to decode into " + v.Type().String()) // a field of tables that this package's tests would have met
+		// The tests decode every field of tables, so no other kind gets here.
+		panic("conf: no way to decode into " + v.Type().String())
 	}
 	if !ok {
-		d.r.add(key.String(), "expected %s, found %s%s", kindWord(v), found(raw), hint(v, raw))
+		d.r.add(key.String(), "expected %s, found %s%s", expectedKind(v), describe(raw), hint(v, raw))
 		d.r.mute(key.String())
 	}
 }
 
-// tables sets v, a slice of structs, from an array of tables. It reports whether p is one.
-func (d *decoder) tables(key toml.Key, p toml.Primitive, v reflect.Value) bool {
+// arrayOfTables sets v, a slice of structs. It reports false if p is not an array of tables.
+func (d *decoder) arrayOfTables(key toml.Key, p toml.Primitive, v reflect.Value) bool {
 	var elems []toml.Primitive
 	if d.md.PrimitiveDecode(p, &elems) != nil {
 		return false
 	}
+	// All elements must be tables. The library also decodes an array of other values into elems.
 	for _, e := range elems {
 		if _, ok := d.raw(e).(map[string]any); !ok {
 			return false
@@ -168,8 +178,8 @@ func (d *decoder) tables(key toml.Key, p toml.Primitive, v reflect.Value) bool {
 	return true
 }
 
-// lines fills a map whose keys the operator chooses.
-func (d *decoder) lines(path toml.Key, p toml.Primitive, v reflect.Value) {
+// freeTable sets v, a map whose keys the operator chooses. It skips values of the wrong type.
+func (d *decoder) freeTable(path toml.Key, p toml.Primitive, v reflect.Value) {
 	v.Set(reflect.MakeMap(v.Type()))
 	prims := d.children(p)
 	for _, name := range slices.Sorted(maps.Keys(prims)) {
@@ -183,9 +193,8 @@ func (d *decoder) lines(path toml.Key, p toml.Primitive, v reflect.Value) {
 	}
 }
 
-// looksLikeKey reports whether a name that no table has may be shown. A secret that was
-// written to the left of the equals sign may not, and all that it is sure to have is that
-// it is long, or not made of letters.
+// looksLikeKey reports whether the name of an unknown key may be shown. Somebody may have written a
+// secret to the left of the equals sign. Most secrets are long, or hold more than letters.
 func looksLikeKey(name string) bool {
 	const longest = 24
 	for _, r := range name {
@@ -196,27 +205,33 @@ func looksLikeKey(name string) bool {
 	return len(name) <= longest
 }
 
-// unknown reports a key that no table has here, and what was probably meant.
+// unknown reports a key that the table at path does not have. It suggests the table that has such a key,
+// or the key with the most similar name.
 func (d *decoder) unknown(path toml.Key, name string, p toml.Primitive, v reflect.Value) {
+	// Advice in this order: the same key in another table, a similar key in this table, all keys of this
+	// table. Only in the last case the name may be a secret: in the others it equals or resembles a key.
 	key, what := join(path, name), "key"
 	if _, ok := d.raw(p).(map[string]any); ok {
 		what = "table"
 	}
-	if homes := homesOf(path, name); len(homes) > 0 && len(homes) <= 3 {
+	// A name in more than three tables, such as the cloud's cert, does not tell which one was meant.
+	if owners := tablesWithKey(path, name); len(owners) > 0 && len(owners) <= 3 {
 		if what == "table" {
-			home := strings.TrimSuffix(homes[0], "]")
-			d.r.add(key.String(), "unknown table here: write %s.%s]", home, name)
+			owner := strings.TrimSuffix(owners[0], "]")
+			d.r.add(key.String(), "unknown table here: write %s.%s]", owner, name)
 			return
 		}
-		d.r.add(key.String(), "unknown key here: %s belongs in %s", name, strings.Join(homes, " or "))
+		d.r.add(key.String(), "unknown key here: %s belongs in %s", name, strings.Join(owners, " or "))
 		return
 	}
+	// No other table suggests itself: look for a spelling mistake.
 	known := names(v.Type())
 	if near, ok := nearest(name, known); ok {
-		d.r.mute(join(path, near).String()) // it is not missing as well
+		d.r.mute(join(path, near).String()) // the suggested key must not be reported as missing as well
 		d.r.add(key.String(), "unknown %s: did you mean %s?", what, near)
 		return
 	}
+	// Problems look up their line by key, so the masked key gets a line.
 	if !looksLikeKey(name) {
 		key = join(path, "***")
 		d.r.src.lines[key.String()] = d.line(p)
@@ -228,32 +243,34 @@ func (d *decoder) unknown(path toml.Key, name string, p toml.Primitive, v reflec
 	d.r.add(key.String(), "unknown %s: %s has %s", what, here, strings.Join(known, ", "))
 }
 
-// raw returns the value as the parser made it.
+// raw returns the value of p with the types of the parser.
 func (d *decoder) raw(p toml.Primitive) any {
 	var raw any
 	if err := d.md.PrimitiveDecode(p, &raw); err != nil {
-		return nil // into any, it has no reason to fail
+		return nil // decoding into any does not fail
 	}
 	return raw
 }
 
+// children returns the keys and values of a table.
 func (d *decoder) children(p toml.Primitive) map[string]toml.Primitive {
 	var prims map[string]toml.Primitive
 	if err := d.md.PrimitiveDecode(p, &prims); err != nil {
-		return nil // only called on tables, for which it has no reason to fail
+		return nil // decoding a table does not fail, and p is one
 	}
 	return prims
 }
 
-// line asks the library where a value stands. Its positions are private, but an
-// unmarshaler's error is given the place of the value that it was called for.
+// line returns the line of a value. The library keeps positions private. But it adds the position of the
+// value to the error of an Unmarshaler, so line calls an Unmarshaler that always fails.
 func (d *decoder) line(p toml.Primitive) int {
 	pe, _ := errors.AsType[toml.ParseError](d.md.PrimitiveDecode(p, new(probe)))
+	// The library wraps probe's error in a ParseError with the position of the value; 0: it has none.
 	line := pe.Position.Line
 	if _, ok := d.raw(p).(map[string]any); !ok || line > 0 {
 		return line
 	}
-	for _, child := range d.children(p) { // [a.b] makes an a that stands nowhere itself
+	for _, child := range d.children(p) { // the header [a.b] creates table a, which has no line
 		if n := d.line(child); n > 0 && (line == 0 || n < line) {
 			line = n
 		}
@@ -261,16 +278,17 @@ func (d *decoder) line(p toml.Primitive) int {
 	return line
 }
 
+// probe is the Unmarshaler that always fails, for line.
 type probe struct{}
 
 func (*probe) UnmarshalTOML(any) error { return errors.New("where is this?") }
 
-// join appends without sharing the array of path.
+// join returns path with name appended. It copies path, so results never share an array.
 func join(path toml.Key, name string) toml.Key {
 	return append(slices.Clip(slices.Clone(path)), name)
 }
 
-// field returns the field of the struct v for the TOML key name. Case matters.
+// field returns the field of struct v whose TOML key is name. Case matters.
 func field(v reflect.Value, name string) (reflect.Value, bool) {
 	for i := range v.NumField() {
 		if v.Type().Field(i).Tag.Get("toml") == name {
@@ -280,7 +298,7 @@ func field(v reflect.Value, name string) (reflect.Value, bool) {
 	return reflect.Value{}, false
 }
 
-// names lists the keys of a table, sorted.
+// names returns the keys of a table, sorted.
 func names(t reflect.Type) []string {
 	var list []string
 	for f := range t.Fields() {
@@ -290,19 +308,20 @@ func names(t reflect.Type) []string {
 	return list
 }
 
-// homesOf lists the tables of the same mode that do have a key of that name.
-func homesOf(path toml.Key, name string) []string {
-	var homes []string
+// tablesWithKey returns the tables that have a key of that name. If path is in a mode, it returns only
+// tables of that mode.
+func tablesWithKey(path toml.Key, name string) []string {
+	var owners []string
 	var walk func(at toml.Key, t reflect.Type)
 	walk = func(at toml.Key, t reflect.Type) {
 		for f := range t.Fields() {
 			key := f.Tag.Get("toml")
 			sub := join(at, key)
 			if len(path) > 1 && len(sub) == 2 && sub[1] != path[1] {
-				continue // the other mode
+				continue // a table of the other mode
 			}
 			if key == name && len(at) > 0 {
-				homes = append(homes, "["+at.String()+"]")
+				owners = append(owners, "["+at.String()+"]")
 			}
 			ft := f.Type
 			if ft.Kind() == reflect.Pointer {
@@ -314,23 +333,25 @@ func homesOf(path toml.Key, name string) []string {
 		}
 	}
 	walk(nil, reflect.TypeFor[tables]())
-	return homes
+	return owners
 }
 
-// nearest returns the known name with the fewest edits from name, when that is near
-// enough to be meant: a third of the letters and one more.
+// nearest returns the known name with the smallest edit distance from name. The distance must be at most
+// a third of the length of name, plus one.
 func nearest(name string, known []string) (string, bool) {
-	best, least := "", 2+len(name)/3
+	// Short names allow few edits: for three letters the distance may be two.
+	best, bestDistance := "", 2+len(name)/3
 	for _, k := range known {
-		if n := edits(strings.ToLower(name), k); n < least {
-			best, least = k, n
+		if n := editDistance(strings.ToLower(name), k); n < bestDistance {
+			best, bestDistance = k, n
 		}
 	}
 	return best, best != ""
 }
 
-// edits is the Levenshtein distance of a and b.
-func edits(a, b string) int {
+// editDistance is the Levenshtein distance of a and b.
+func editDistance(a, b string) int {
+	// One row of the dynamic programming matrix: row[j] is the distance of a[:i] and b[:j].
 	row := make([]int, len(b)+1)
 	for j := range row {
 		row[j] = j
@@ -350,7 +371,7 @@ func edits(a, b string) int {
 	return row[len(b)]
 }
 
-// stringList accepts an array of strings, empty or not.
+// stringList returns raw as a list of strings. It reports false if raw is something else.
 func stringList(raw any) ([]string, bool) {
 	elems, ok := raw.([]any)
 	if !ok {
@@ -365,7 +386,8 @@ func stringList(raw any) ([]string, bool) {
 	return list, true
 }
 
-func kindWord(v reflect.Value) string {
+// expectedKind describes the TOML type of a field.
+func expectedKind(v reflect.Value) string {
 	switch v.Kind() {
 	case reflect.String:
 		return "a string"
@@ -383,8 +405,8 @@ func kindWord(v reflect.Value) string {
 	}
 }
 
-// found describes a value without showing it: it may be a secret.
-func found(raw any) string {
+// describe describes the type of a value. It does not show the value, which may be a secret.
+func describe(raw any) string {
 	switch raw := raw.(type) {
 	case string:
 		return "a string"
@@ -410,13 +432,14 @@ func found(raw any) string {
 	}
 }
 
-// hint says how to write the value, where that is plain.
+// hint says how to write the value, if the mistake is a common one; else "".
 func hint(v reflect.Value, raw any) string {
 	_, isString := raw.(string)
 	_, isArray := raw.([]any)
 	_, isTable := raw.(map[string]any)
 	_, isTables := raw.([]map[string]any)
 	switch k := v.Kind(); {
+	// Slices of structs come first, so the later cases for slices are about lists of strings.
 	case k == reflect.Slice && v.Type().Elem().Kind() == reflect.Struct:
 		return ": write every element in braces, [{…}]"
 	case (k == reflect.Int || k == reflect.Bool) && isString:

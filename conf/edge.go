@@ -9,50 +9,61 @@ import (
 
 // Edge is the configuration of an edge, [mode.edge].
 type Edge struct {
-	Warnings []string // what is accepted but should not stay so
+	// Warnings are for the log: settings that are accepted but should be changed.
+	Warnings []string
 
-	Node     tunnel.NodeName // which node this is
-	NodeFrom string          // where the name came from, for a log line
-	Allow    []string        // what may be dialled, for auth.ParsePolicy
+	// [mode.edge]
+	Node     tunnel.NodeName // the name of this node
+	NodeFrom string          // the source of the name, for a log line
+	Allow    []string        // entries for auth.ParsePolicy: what this edge may dial
 
-	// [mode.edge.stream.client]
-	Addr         string      // of the cloud, host:port (servername in the file)
-	ServerName   string      // to verify in the cloud's certificate (dns in the file)
-	CA           string      // file that signs it (cert in the file)
-	Token        auth.Secret // either this
-	TokenFile    string      // or a file that holds the token alone
-	NodeCert     string      // or a file with this node's certificate and, without NodeKey, its key
-	NodeKey      string      // file
-	AllReplicas  bool        // a session with every replica, not with one
-	Connections  int         // of a session, its own included; 0: the default
-	LogPort      int         // /healthz /readyz /metrics on all interfaces; 0 is off
-	ChannelzAddr string      // on loopback; "" is off
+	// [mode.edge.stream.client]: how to reach the cloud.
+	Addr       string // host:port of the cloud (servername in the file)
+	ServerName string // the name to verify in the cloud's certificate (dns in the file)
+	CA         string // file with the CA that signs the cloud's certificate (cert in the file)
+
+	// The edge's proof is one of Token, TokenFile and NodeCert.
+	Token     auth.Secret
+	TokenFile string // file that holds the token alone
+	// NodeCert is a file with this node's certificate. Without NodeKey it also holds the key, and the
+	// edge renews it. With NodeKey somebody else renews both files.
+	NodeCert string
+	NodeKey  string
+
+	AllReplicas  bool   // open a session with every replica, not with one
+	Connections  int    // TCP connections of a session, its own included; 0: the default
+	LogPort      int    // port for /healthz /readyz /metrics on all interfaces; 0: off
+	ChannelzAddr string // where channelz is served, on loopback; "": off
 
 	HTTPS             EdgeHTTPS    // [mode.edge.https]
 	Limits            EdgeLimits   // [mode.edge.limits]
-	EgressIdentifiers string       // [mode.edge.egress] identifiers
+	EgressIdentifiers string       // [mode.edge.egress] identifiers: what this edge reaches
 	Konnectivity      Konnectivity // [mode.edge.konnectivity]
-	AdminSocket       string       // [mode.edge.admin] socket; "" is off
+	AdminSocket       string       // [mode.edge.admin] socket, a path; "": off
 
 	src *source
 }
 
-// EdgeHTTPS is the client certificate for kubelets where the edge holds it, as
-// SuperEdge has it. Better is [Kubelet], on the cloud.
+// EdgeHTTPS is the client certificate for kubelets, if the edge holds it, as with SuperEdge. It is
+// safer on the cloud: see [Kubelet].
 type EdgeHTTPS struct {
-	Cert, Key string // files
+	Cert, Key string // files; "": no certificate
 }
 
-// MaxConnections is the most connections of a session that can be configured.
+// MaxConnections is the largest value of connections in [mode.edge.stream.client].
 const MaxConnections = 64
 
 const (
+	// Prefixes of keys, as problems name them.
 	edgeTablePrefix = "mode.edge."
 	clientTable     = "mode.edge.stream.client."
 )
 
+// newEdge makes an Edge from the tables. It reports values that are wrong by themselves; check reports
+// the rest.
 func newEdge(t *edgeTable, env Env, r *report) *Edge {
 	c, k := t.Stream.Client, t.Konnectivity
+	// Paths in the file are relative to the file.
 	path := r.src.path
 	e := &Edge{
 		Allow:        t.Allow,
@@ -69,12 +80,15 @@ func newEdge(t *edgeTable, env Env, r *report) *Edge {
 		HTTPS:             EdgeHTTPS{Cert: path(t.HTTPS.Cert), Key: path(t.HTTPS.Key)},
 		Limits:            newEdgeLimits(&t.Limits, r),
 		EgressIdentifiers: t.Egress.Identifiers,
-		Konnectivity:      Konnectivity{Servers: k.Servers, CA: path(k.CA), Cert: path(k.Cert), Key: path(k.Key), TokenFile: path(k.TokenFile)},
-		AdminSocket:       path(t.Admin.Socket),
-		src:               r.src,
+		Konnectivity: Konnectivity{
+			Servers: k.Servers, CA: path(k.CA), Cert: path(k.Cert), Key: path(k.Key), TokenFile: path(k.TokenFile),
+		},
+		AdminSocket: path(t.Admin.Socket),
+		src:         r.src,
 	}
 	if n := c.Connections; n < 0 || n > MaxConnections {
-		r.add(clientTable+"connections", "%d is not from 1 to %d: write a number between them, or remove it for the default", n, MaxConnections)
+		r.add(clientTable+"connections",
+			"%d is not from 1 to %d: write a number between them, or remove it for the default", n, MaxConnections)
 	} else {
 		e.Connections = n
 	}
@@ -89,9 +103,11 @@ func newEdge(t *edgeTable, env Env, r *report) *Edge {
 	return e
 }
 
-// node decides which node this is, and says where it looked.
+// node returns the name of this node, and its source. The file comes first, then NODE_NAME, then the
+// host name in lower case.
 func (r *report) node(own string, env Env) (tunnel.NodeName, string) {
 	const k = edgeTablePrefix + "node"
+	// Kernel host names may have upper case; names of Kubernetes nodes have none.
 	name, from := strings.ToLower(env.HostName), "the host name"
 	switch {
 	case own != "":
@@ -99,11 +115,13 @@ func (r *report) node(own string, env Env) (tunnel.NodeName, string) {
 	case env.NodeName != "":
 		name, from = env.NodeName, "NODE_NAME"
 	}
+	// The key has the wrong type. Its problem is reported; do not fall back to another source.
 	if r.muted[k] {
 		return "", from
 	}
 	if name == "" {
-		r.add(k, "missing, and neither NODE_NAME nor the host name is set: write node = \"edge1\", the node's name in Kubernetes")
+		r.add(k, "missing, and neither NODE_NAME nor the host name is set: "+
+			"write node = \"edge1\", the node's name in Kubernetes")
 		r.mute(k)
 		return "", from
 	}
@@ -119,14 +137,14 @@ func (r *report) node(own string, env Env) (tunnel.NodeName, string) {
 	return n, from
 }
 
-// Validate reports everything that is wrong, as [Problems]. It changes nothing, but
-// it opens the files that are named.
+// Validate returns all problems, as [Problems]. It changes nothing, but it opens the configured files.
 func (e *Edge) Validate() error {
 	r := newReport(e.src)
 	e.check(r)
 	return r.err()
 }
 
+// check reports all problems that can be found without the tables of the file.
 func (e *Edge) check(r *report) {
 	const t = clientTable
 	if n, err := tunnel.ParseNodeName(string(e.Node)); err != nil {
@@ -134,6 +152,7 @@ func (e *Edge) check(r *report) {
 	} else if err = n.MayJoin(); err != nil {
 		r.add(edgeTablePrefix+"node", "%v", err)
 	}
+	// One entry at a time, so that all bad entries are reported.
 	for _, entry := range e.Allow {
 		if _, err := auth.ParsePolicy([]string{entry}); err != nil {
 			r.add(edgeTablePrefix+"allow", "%v", err)
@@ -147,41 +166,48 @@ func (e *Edge) check(r *report) {
 
 	r.pair(edgeTablePrefix+"https.", e.HTTPS.Cert, e.HTTPS.Key)
 	if e.HTTPS.Cert != "" {
-		r.warn(edgeTablePrefix+"https.cert", "a key that every kubelet obeys lies on this edge: keep it on the cloud, in [mode.cloud.https.kubelet], if you can")
+		r.warn(edgeTablePrefix+"https.cert", "a key that every kubelet obeys lies on this edge: "+
+			"keep it on the cloud, in [mode.cloud.https.kubelet], if you can")
 	}
 	e.Konnectivity.check(r)
 	r.ports([]listener{{t + "logport", "", e.LogPort}, listenerOf(t+"channelzaddr", e.ChannelzAddr)})
 }
 
-// checkClient checks what is needed to join a cloud.
+// checkClient checks the settings for joining a cloud.
 func (e *Edge) checkClient(r *report) {
 	const t = clientTable
 	switch {
 	case e.Addr == "":
-		r.add(t+"servername", "missing: write the address of the cloud to dial, such as servername = \"tunnel.example.com:9000\"")
+		r.add(t+"servername", "missing: write the address of the cloud to dial, "+
+			"such as servername = \"tunnel.example.com:9000\"")
 	default:
 		r.target(t+"servername", e.Addr)
 	}
 	switch {
 	case e.ServerName == "":
-		r.add(t+"dns", "missing: write the name that the cloud's certificate is made out to, such as dns = \"tunnel.cloud.io\"")
+		r.add(t+"dns", "missing: write the name that the cloud's certificate is made out to, "+
+			"such as dns = \"tunnel.cloud.io\"")
 	case !IsHost(e.ServerName):
-		r.add(t+"dns", "%q is neither a name nor an address: write the one that the cloud's certificate is made out to, without a port", e.ServerName)
+		r.add(t+"dns", "%q is neither a name nor an address: "+
+			"write the one that the cloud's certificate is made out to, without a port", e.ServerName)
 	}
 	r.required(t+"cert", e.CA, `write the CA that signed the cloud's certificate, such as cert = "ca.crt"`)
 	r.file(t+"cert", e.CA)
 	switch {
+	// The edge must have exactly one proof.
 	case e.Token != "" && e.TokenFile != "":
 		r.add(t+"tokenfile", "there is a token as well: remove one of them")
 	case e.NodeCert != "" && (e.Token != "" || e.TokenFile != ""):
 		r.add(t+"nodecert", "there is a token as well: remove one of them")
 	case e.Token == "" && e.TokenFile == "" && e.NodeCert == "":
-		r.add(t+"tokenfile", "missing: run tunnel join, which writes all of this; or write tokenfile, a file that holds this node's token alone, or token, or nodecert")
+		r.add(t+"tokenfile", "missing: run tunnel join, which writes all of this; "+
+			"or write tokenfile, a file that holds this node's token alone, or token, or nodecert")
 	}
 	if e.NodeKey != "" && e.NodeCert == "" {
 		r.add(t+"nodecert", "missing: nodekey is useless without its certificate, write nodecert or remove nodekey")
 	}
 	r.file(t+"tokenfile", e.TokenFile)
+	// Without nodekey, tunnel join makes the file and the edge renews it, so the advice is to join again.
 	if e.NodeKey == "" {
 		r.fileMadeBy(t+"nodecert", e.NodeCert, "with a new join token, tunnel join writes it")
 		r.secret(t+"nodecert", e.NodeCert)
@@ -190,6 +216,7 @@ func (e *Edge) checkClient(r *report) {
 		r.file(t+"nodekey", e.NodeKey)
 		r.secret(t+"nodekey", e.NodeKey)
 	}
+	// A token in the configuration makes the configuration a secret file.
 	if e.Token != "" && e.src != nil {
 		r.secret(t+"token", e.src.file)
 	}

@@ -8,42 +8,52 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Egress is the front door for kube-apiserver's egress selector. Without listeners it is off.
+// Egress configures the front door for kube-apiserver's egress selector, [mode.cloud.egress]. Without
+// GRPC and HTTPConnect it is off.
 type Egress struct {
-	GRPC, HTTPConnect   []string        // unix:///path or tls://host:port
-	Cert, Key, ClientCA string          // files, for tls://
-	ClientNames         []string        // common names of callers over tls://, which needs some
-	Strategies          []string        // empty is all of them
-	DefaultNodes        tunnel.Selector // whom the strategy default takes; empty is any node
-	Kubernetes          bool            // what nodes reach stands in their Node objects; else edges say it
-	KonnectivityMetrics bool            // under the names of its server, too
-	AgentPort           int             // where stock konnectivity agents join, on all interfaces; 0 is off
+	// GRPC and HTTPConnect are the listeners of the two protocols: unix:///path or tls://host:port.
+	GRPC, HTTPConnect []string
+
+	// For tls:// listeners, which need all four.
+	Cert, Key, ClientCA string   // files: our certificate and key, and the CAs of callers' certificates
+	ClientNames         []string // common names of callers' certificates
+
+	Strategies   []string        // how to find the node for an address, in this order; empty: all strategies
+	DefaultNodes tunnel.Selector // the nodes from which strategy "default" chooses; empty: all
+	// Kubernetes says that the Node objects tell what each node reaches. If false, the edges tell it.
+	Kubernetes          bool
+	KonnectivityMetrics bool // export metrics under Konnectivity's names as well
+	AgentPort           int  // port for stock konnectivity agents, on all interfaces; 0: off
 }
 
 const egressTable = "mode.cloud.egress."
 
+// newEgress makes an Egress from the keys. It reports values that are wrong by themselves.
 func newEgress(t *egressKeys, r *report) Egress {
 	path := r.src.path
 	if t.ClientNames != nil && (len(t.ClientNames) == 0 || slices.Contains(t.ClientNames, "")) {
-		r.add(egressTable+"clientnames", "the list is empty or holds an empty name: write the common names of the callers' certificates, such as [\"kube-apiserver\"]")
+		r.add(egressTable+"clientnames", "the list is empty or holds an empty name: "+
+			"write the common names of the callers' certificates, such as [\"kube-apiserver\"]")
 	}
 	e := Egress{
 		GRPC: t.GRPC, HTTPConnect: t.HTTPConnect, Cert: path(t.Cert), Key: path(t.Key), ClientCA: path(t.ClientCA),
-		ClientNames: t.ClientNames, Strategies: t.Strategies, Kubernetes: t.Kubernetes, KonnectivityMetrics: t.OldMetrics, AgentPort: t.AgentPort,
+		ClientNames: t.ClientNames, Strategies: t.Strategies, Kubernetes: t.Kubernetes,
+		KonnectivityMetrics: t.OldMetrics, AgentPort: t.AgentPort,
 	}
+	// A missing key means all nodes. An empty list is reported by selector.
 	if t.DefaultNodes != nil {
 		e.DefaultNodes = r.selector(egressTable+"defaultnodes", t.DefaultNodes)
 	}
 	return e
 }
 
-// selector reads a list of nodes. An empty list does not mean every node, as an empty Selector
-// does.
+// selector parses a list of nodes. It reports an empty list: an empty Selector would mean every node.
 func (r *report) selector(key string, names []string) tunnel.Selector {
 	if len(names) == 0 {
 		r.add(key, `the list is empty: name nodes, or remove "default" from strategies`)
 		return nil
 	}
+	// ParseSelector splits at commas, so one entry with a comma would become two names.
 	if i := slices.IndexFunc(names, func(n string) bool { return strings.Contains(n, ",") }); i >= 0 {
 		r.add(key, "%q holds a comma: put each name into quotes of its own", names[i])
 		return nil
@@ -58,23 +68,27 @@ func (r *report) selector(key string, names []string) tunnel.Selector {
 // Configured reports whether there is a listener.
 func (e Egress) Configured() bool { return len(e.GRPC)+len(e.HTTPConnect) > 0 }
 
-// AsksKubernetes reports whether Node objects say what nodes reach, and somebody dials by that.
+// AsksKubernetes reports whether the front door is on and takes what nodes reach from Node objects.
 func (e Egress) AsksKubernetes() bool { return e.Configured() && e.Kubernetes }
 
-// UsesTLS reports whether one of them is for TLS.
+// UsesTLS reports whether a listener uses TLS.
 func (e Egress) UsesTLS() bool {
-	return slices.ContainsFunc(slices.Concat(e.GRPC, e.HTTPConnect), func(u string) bool { return strings.HasPrefix(u, schemeTLS) })
+	return slices.ContainsFunc(slices.Concat(e.GRPC, e.HTTPConnect), func(u string) bool {
+		return strings.HasPrefix(u, schemeTLS)
+	})
 }
 
 const (
-	schemeTLS  = "tls://"
-	schemeUnix = "unix://"
-	// longestSocket is how long the path of a unix socket may be (sun_path in unix(7)).
-	longestSocket = 107
+	schemeTLS  = "tls://"  // host:port follows
+	schemeUnix = "unix://" // an absolute path follows
+	// maxSocketPath is the longest path of a unix socket, in bytes (sun_path in unix(7)).
+	maxSocketPath = 107
 )
 
+// check reports all problems of the table.
 func (e Egress) check(r *report) {
 	const t = egressTable
+	// One set for both protocols: two listeners cannot share an address.
 	seen := make(map[string]bool)
 	check := func(key string, urls []string) {
 		for _, u := range urls {
@@ -93,14 +107,19 @@ func (e Egress) check(r *report) {
 			continue
 		}
 		if !slices.Contains([]string{"destHost", "cidr", "defaultRoute", "default"}, s) {
-			r.add(t+"strategies", "%q is not known: write some of \"destHost\", \"cidr\", \"defaultRoute\", \"default\"", s)
+			r.add(t+"strategies",
+				"%q is not known: write some of \"destHost\", \"cidr\", \"defaultRoute\", \"default\"", s)
 		}
 	}
+	// DefaultNodes without its strategy has no effect.
 	if len(e.DefaultNodes) > 0 && len(e.Strategies) > 0 && !slices.Contains(e.Strategies, "default") {
 		r.warn(t+"defaultnodes", "not used: strategies has no \"default\"")
 	}
+	// A warning, not an error: without Kubernetes there is no other source.
 	if e.Configured() && !e.Kubernetes {
-		r.warn(t+"kubernetes", "missing: what edges say they reach is believed, and one that lies attracts what is meant for others; write kubernetes = true where nodes have Node objects")
+		r.warn(t+"kubernetes", "missing: what edges say they reach is believed, "+
+			"and one that lies attracts what is meant for others; "+
+			"write kubernetes = true where nodes have Node objects")
 	}
 	if e.AgentPort != 0 {
 		r.port(t+"agentport", e.AgentPort)
@@ -108,15 +127,22 @@ func (e Egress) check(r *report) {
 	r.pair(t, e.Cert, e.Key)
 	r.file(t+"clientca", e.ClientCA)
 	switch {
+	// Whoever may call reaches every node, so tls:// needs a CA and a list of names.
 	case e.UsesTLS():
 		r.required(t+"cert", e.Cert, "tls:// needs a certificate: write cert and key")
-		r.required(t+"clientca", e.ClientCA, "anybody who reaches tls:// could reach every node: write the CA that signs the callers' certificates")
+		r.required(t+"clientca", e.ClientCA, "anybody who reaches tls:// could reach every node: "+
+			"write the CA that signs the callers' certificates")
 		if e.ClientNames == nil {
-			r.add(t+"clientnames", "missing: whoever has a client certificate of clientca could reach every node: write the common names of the callers' certificates, such as [\"kube-apiserver\"]")
+			r.add(t+"clientnames", "missing: whoever has a client certificate of clientca could reach every node: "+
+				"write the common names of the callers' certificates, such as [\"kube-apiserver\"]")
 		}
+	// Only unix sockets: the file system's permissions decide who may call.
 	case e.Configured() && (e.Cert != "" || e.ClientCA != "" || len(e.ClientNames) > 0):
-		r.warn(t+"cert", "not used: cert, key, clientca and clientnames are for tls://, and callers of a unix socket are known by its permissions")
-	case !e.Configured() && (len(e.Strategies)+len(e.ClientNames)+len(e.DefaultNodes) > 0 || e.Kubernetes || e.KonnectivityMetrics || e.Cert != "" || e.ClientCA != ""):
+		r.warn(t+"cert", "not used: cert, key, clientca and clientnames are for tls://, "+
+			"and callers of a unix socket are known by its permissions")
+	// No listener at all, but settings for one. agentport alone is fine: it needs none of them.
+	case !e.Configured() && (len(e.Strategies)+len(e.ClientNames)+len(e.DefaultNodes) > 0 ||
+		e.Kubernetes || e.KonnectivityMetrics || e.Cert != "" || e.ClientCA != ""):
 		what := "off"
 		if e.AgentPort != 0 {
 			what = "agentport alone: what else stands here is for callers"
@@ -125,13 +151,14 @@ func (e Egress) check(r *report) {
 	}
 }
 
-// listener reports a URL that nobody could listen on.
+// listener reports a URL that is not valid for a listener.
 func (r *report) listener(key, u string) {
 	switch path, unix := strings.CutPrefix(u, schemeUnix); {
+	// A relative path would depend on the working directory of the process.
 	case unix && !filepath.IsAbs(path):
 		r.add(key, "%q has no absolute path: write one such as \"unix:///run/tunnel/egress.sock\"", u)
-	case unix && len(path) > longestSocket:
-		r.add(key, "%q is too long for a socket: %d bytes are allowed", path, longestSocket)
+	case unix && len(path) > maxSocketPath:
+		r.add(key, "%q is too long for a socket: %d bytes are allowed", path, maxSocketPath)
 	case unix:
 	case !strings.HasPrefix(u, schemeTLS):
 		r.add(key, "%q is neither unix:///PATH nor tls://HOST:PORT: write one of them", u)
@@ -142,8 +169,9 @@ func (r *report) listener(key, u string) {
 	}
 }
 
-// listeners lists the ports.
+// listeners returns the TCP ports that the table opens.
 func (e Egress) listeners() []listener {
+	// Listeners on unix sockets take no port.
 	ls := []listener{{egressTable + "agentport", "", e.AgentPort}}
 	add := func(key string, urls []string) {
 		for _, u := range urls {

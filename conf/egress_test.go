@@ -2,32 +2,38 @@ package conf
 
 import "testing"
 
-// Whose word the cloud takes is said at each start, and what is there for nobody.
+// A warning says if the cloud believes edges about what they reach, and which settings have no effect.
 func TestEgressWarnings(t *testing.T) {
 	inDir(t)
 	const table = server + "[mode.cloud.egress]\n"
 	const door = table + "grpc = [\"unix:///run/x.sock\"]\n"
 	const off = `f.toml:6: mode.cloud.egress: off: write grpc = ["unix:///run/tunnel/egress-grpc.sock"], or httpconnect`
 	for text, want := range map[string][]string{
-		door + "kubernetes = true\n":           nil,
-		door:                                   {"f.toml:6: mode.cloud.egress.kubernetes: missing: what edges say they reach is believed, and one that lies attracts what is meant for others; write kubernetes = true where nodes have Node objects"},
+		door + "kubernetes = true\n": nil,
+		door: {"f.toml:6: mode.cloud.egress.kubernetes: missing: " +
+			"what edges say they reach is believed, and one that lies attracts what is meant for others; " +
+			"write kubernetes = true where nodes have Node objects"},
 		table + "kubernetes = true\n":          {off},
 		table + "clientnames = [\"a\"]\n":      {off},
 		table + "konnectivitymetrics = true\n": {off},
 		table + "agentport = 8091\n":           nil,
-		table + "agentport = 8091\nkubernetes = true\nclientnames = [\"a\"]\n": {`f.toml:6: mode.cloud.egress: agentport alone: what else stands here is for callers: write grpc = ["unix:///run/tunnel/egress-grpc.sock"], or httpconnect`},
-		door + "kubernetes = true\nclientnames = [\"a\"]\n":                    {"f.toml:6: mode.cloud.egress.cert: not used: cert, key, clientca and clientnames are for tls://, and callers of a unix socket are known by its permissions"},
+		table + "agentport = 8091\nkubernetes = true\nclientnames = [\"a\"]\n": {`f.toml:6: mode.cloud.egress: ` +
+			`agentport alone: what else stands here is for callers: ` +
+			`write grpc = ["unix:///run/tunnel/egress-grpc.sock"], or httpconnect`},
+		door + "kubernetes = true\nclientnames = [\"a\"]\n": {"f.toml:6: mode.cloud.egress.cert: " +
+			"not used: cert, key, clientca and clientnames are for tls://, " +
+			"and callers of a unix socket are known by its permissions"},
 	} {
 		write(t, "f.toml", text)
 		c, err := LoadCloud("f.toml", testEnv())
 		if err != nil {
 			t.Fatal(err)
 		}
-		same(t, c.Warnings, want)
+		wantEqual(t, c.Warnings, want)
 	}
 }
 
-// A list that chooses no node, or more than its author may think, is refused.
+// A list that selects no node, or more nodes than its author may expect, is refused.
 func TestDefaultNodes(t *testing.T) {
 	inDir(t)
 	const door = server + "[mode.cloud.egress]\ngrpc = [\"unix:///run/x.sock\"]\nkubernetes = true\ndefaultnodes = "

@@ -11,11 +11,10 @@ import (
 	"github.com/BurntSushi/toml"
 )
 
-// commented is a key or table of an example file that is switched off.
+// commented matches a key or table of an example file that is commented out.
 var commented = regexp.MustCompile(`(?m)^#(\S)`)
 
-// TestExamples: the example files say what they are meant to, every key that they
-// show is one, and every key that there is, they show.
+// TestExamples: every key in the example files exists, and every key that exists is in an example file.
 func TestExamples(t *testing.T) {
 	shown := make(map[string]bool)
 	for _, file := range []string{"cloud.toml", "edge.toml"} {
@@ -50,7 +49,7 @@ func TestExamples(t *testing.T) {
 	walk(nil, reflect.TypeFor[tables]())
 }
 
-// TestExamplesLoad loads the example files as they are, with dev-certs' files there.
+// TestExamplesLoad loads the example files unchanged, with empty files in place of dev-certs' files.
 func TestExamplesLoad(t *testing.T) {
 	examples := make(map[string][]byte)
 	for _, file := range []string{"cloud.toml", "edge.toml"} {
@@ -74,7 +73,7 @@ func TestExamplesLoad(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	same(t, c.Warnings, nil)
+	wantEqual(t, c.Warnings, nil)
 	if !c.HTTPS.Terminates() || c.TCP[0].Node != "edge1" {
 		t.Errorf("cloud.toml configures %+v", c)
 	}
@@ -82,20 +81,22 @@ func TestExamplesLoad(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	same(t, e.Warnings, nil)
+	wantEqual(t, e.Warnings, nil)
 	if e.Node != "edge1" {
 		t.Errorf("edge.toml configures %+v", e)
 	}
 }
 
-// TestRules: every rule for a foreign key says one thing, and leads somewhere.
+// TestRules: each rule that renames a key of SuperEdge does only that, and leads to a key that exists.
 func TestRules(t *testing.T) {
 	for _, key := range []string{
-		"mode.cloud.stream.server.grpc_port", "mode.cloud.stream.server.log_port", "mode.cloud.stream.server.channelz_addr",
+		"mode.cloud.stream.server.grpc_port", "mode.cloud.stream.server.log_port",
+		"mode.cloud.stream.server.channelz_addr",
 		"mode.cloud.egress.servercert", "mode.cloud.egress.serverkey",
-		"mode.edge.stream.client.server_name", "mode.edge.stream.client.log_port", "mode.edge.stream.client.channelz_addr",
+		"mode.edge.stream.client.server_name", "mode.edge.stream.client.log_port",
+		"mode.edge.stream.client.channelz_addr",
 	} {
-		rule, ok := superEdge(key)
+		rule, ok := superEdgeRule(key)
 		if !ok || rule.rename == "" || rule.ignore != "" || rule.refuse != "" {
 			t.Errorf("%s: %+v", key, rule)
 			continue

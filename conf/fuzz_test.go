@@ -6,8 +6,7 @@ import (
 	"testing"
 )
 
-// FuzzLoad: no file makes the package panic, a problem names what is wrong, and what
-// has been loaded stays valid.
+// FuzzLoad: no file makes the package panic, each problem has a text, and what was loaded stays valid.
 func FuzzLoad(f *testing.F) {
 	seeds, err := filepath.Glob("testdata/superedge/*.toml")
 	if err != nil {
@@ -23,10 +22,13 @@ func FuzzLoad(f *testing.F) {
 	}
 	f.Add([]byte(server), "")
 	f.Add([]byte(client), "")
-	f.Add([]byte(server+"[mode.cloud.tcp]\n\"127.0.0.1:1\" = \"n/[::1]:1\"\n[mode.cloud.tcpallow]\n\"127.0.0.1:1\" = [\"::1\"]\n"), "")
+	f.Add([]byte(server+"[mode.cloud.tcp]\n\"127.0.0.1:1\" = \"n/[::1]:1\"\n[mode.cloud.tcpallow]\n"+
+		"\"127.0.0.1:1\" = [\"::1\"]\n"), "")
 	f.Add([]byte("a.b = {c = [1, {d = 2}]}\n[[x]]\n[[x.y]]\nz = 1979-05-27\n"), "")
-	f.Add([]byte(server+dns+"configmap = \"n\"\nservice = \"s\"\nhosts = \"h\"\nnodeselector = \"a in (b, c),!d\"\n"), "fd00::5, 10.0.0.5")
-	f.Add([]byte(server+dns+"listen = \"[::]:53\"\nupstream = [\"fd00::1\", \"[fe80::1%eth0]:53\", \"::ffff:10.96.0.10\"]\n"), "::ffff:10.0.0.5")
+	f.Add([]byte(server+dns+"configmap = \"n\"\nservice = \"s\"\nhosts = \"h\"\n"+
+		"nodeselector = \"a in (b, c),!d\"\n"), "fd00::5, 10.0.0.5")
+	f.Add([]byte(server+dns+"listen = \"[::]:53\"\n"+
+		"upstream = [\"fd00::1\", \"[fe80::1%eth0]:53\", \"::ffff:10.96.0.10\"]\n"), "::ffff:10.0.0.5")
 	f.Add([]byte(server+dns+"listen = \"10.0.0.5:53\"\nupstream = [\"10.0.0.5\"]\n"), "")
 	f.Add([]byte(server+dns+"debug = true\nconfigmap = \"N\"\nlisten = \":53\"\n"), "fe80::1%eth0,")
 
@@ -47,18 +49,18 @@ func FuzzLoad(f *testing.F) {
 		if d.Mode.Cloud != nil {
 			c := newCloud(d.Mode.Cloud, Env{PodIP: podIP, PodName: "tunnel-0", PodNamespace: "tunnel"}, r)
 			c.check(r)
-			settled(t, r, c.Validate)
+			checkValid(t, r, c.Validate)
 		}
 		r = newReport(r.src)
 		if d.Mode.Edge != nil {
 			e := newEdge(d.Mode.Edge, testEnv(), r)
 			e.check(r)
-			settled(t, r, e.Validate)
+			checkValid(t, r, e.Validate)
 		}
 	})
 }
 
-func settled(t *testing.T, r *report, validate func() error) {
+func checkValid(t *testing.T, r *report, validate func() error) {
 	t.Helper()
 	if err := r.err(); err != nil {
 		if err.Error() == "" {

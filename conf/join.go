@@ -7,29 +7,35 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Join says who may join besides the lines of the token file, [mode.cloud.join].
+// Join says which edges may join besides those of the token file, [mode.cloud.join].
 type Join struct {
-	CA, CAKey  string        // files; who signs nodes' certificates. Without CA there are none
-	Kubernetes bool          // the cluster's signer signs, not CAKey
-	SignerName string        // of the cluster's signer; "" is kubernetes.io/kube-apiserver-client
-	Lifetime   time.Duration // of nodes' certificates; 0 is 30 days
-	Address    string        // for join tokens: what edges dial
-	CloudCA    string        // for join tokens: file, who signed the server's certificate
+	// Certificates of nodes.
+	CA, CAKey  string        // files: the CA of nodes' certificates, and its key. Without CA there are none
+	Kubernetes bool          // the cluster's signer signs, instead of CAKey
+	SignerName string        // name of the cluster's signer; "": kubernetes.io/kube-apiserver-client
+	Lifetime   time.Duration // of nodes' certificates; 0: 30 days
 
-	ServiceAccounts []string // whose pods may join, "namespace/name"
-	Audience        string   // of their tokens; "" is tunnel
-	AnyNode         bool     // nodes need not exist in Kubernetes
+	// For the join tokens that tunnel token create makes.
+	Address string // host:port that edges dial
+	CloudCA string // file with the CA that signed the server's certificate
+
+	// ServiceAccount tokens of pods.
+	ServiceAccounts []string // "namespace/name": their pods may join
+	Audience        string   // audience of their tokens; "": tunnel
+	AnyNode         bool     // a node may join even if Kubernetes has no Node of its name
 }
 
+// joinTable is the prefix of keys, as problems name them.
 const joinTable = "mode.cloud.join."
 
 const (
-	// leastLifetime is kube-controller-manager's, too (CertificateSigningRequest
-	// spec.expirationSeconds).
-	leastLifetime = 10 * time.Minute
-	mostLifetime  = 10 * 365 * 24 * time.Hour
+	// minLifetime is also the minimum of kube-controller-manager (spec.expirationSeconds of a
+	// CertificateSigningRequest).
+	minLifetime = 10 * time.Minute
+	maxLifetime = 10 * 365 * 24 * time.Hour // ten years
 )
 
+// newJoin makes a Join from the keys. It reports values that are wrong by themselves.
 func newJoin(t *joinKeys, r *report) Join {
 	path := r.src.path
 	j := Join{
@@ -38,6 +44,7 @@ func newJoin(t *joinKeys, r *report) Join {
 		Address:    t.Address, CloudCA: path(t.CloudCA),
 		ServiceAccounts: t.ServiceAccounts, Audience: t.Audience, AnyNode: t.AnyNode,
 	}
+	// The words become the bool Kubernetes, so check could not report them.
 	switch t.Signer {
 	case "", "file":
 	case "kubernetes":
@@ -56,12 +63,13 @@ func newJoin(t *joinKeys, r *report) Join {
 	return j
 }
 
-// Signs reports whether nodes get their certificates here.
+// Signs reports whether this cloud issues certificates to nodes.
 func (j Join) Signs() bool { return j.Kubernetes || j.CAKey != "" }
 
 // AsksKubernetes reports whether Kubernetes is needed to decide who may join.
 func (j Join) AsksKubernetes() bool { return j.Kubernetes || len(j.ServiceAccounts) > 0 }
 
+// check reports all problems of the table.
 func (j Join) check(r *report) {
 	const t = joinTable
 	r.file(t+"ca", j.CA)
@@ -71,15 +79,17 @@ func (j Join) check(r *report) {
 	switch {
 	case j.CA == "" && j.Signs():
 		r.add(t+"ca", "missing: write the certificate of the CA that signs nodes' certificates")
+	// The cluster's signer has the key, so a key here means a misunderstanding.
 	case j.Kubernetes && j.CAKey != "":
 		r.add(t+"cakey", `with signer = "kubernetes" the cluster signs: remove it, or remove signer`)
 	}
-	if j.Lifetime != 0 && (j.Lifetime < leastLifetime || j.Lifetime > mostLifetime) {
+	if j.Lifetime != 0 && (j.Lifetime < minLifetime || j.Lifetime > maxLifetime) {
 		r.add(t+"lifetime", "nodes' certificates are good for 10m at least and ten years at most, not %v", j.Lifetime)
 	}
 	if j.Address != "" {
 		r.address(t+"address", j.Address, "tunnel.example.com:9000")
 	}
+	// tunnel token create needs both for a join token.
 	if (j.Address == "") != (j.CloudCA == "") {
 		missing, there := "address", "cloudca"
 		if j.Address != "" {
@@ -94,8 +104,8 @@ func (j Join) check(r *report) {
 	}
 }
 
-// isName reports whether s may be the name of a namespace or a ServiceAccount; they follow
-// the same rule as those of nodes.
+// isName reports whether s may be the name of a namespace or a ServiceAccount. Their rule is the same as
+// for names of nodes.
 func isName(s string) bool {
 	_, err := tunnel.ParseNodeName(s)
 	return err == nil

@@ -2,13 +2,15 @@ package conf
 
 import "strings"
 
-// Konnectivity is how to join stock proxy-servers as an agent. Without Servers it is off.
+// Konnectivity configures an edge as an agent of stock proxy-servers, [mode.edge.konnectivity]. Without
+// Servers it is off.
 type Konnectivity struct {
 	Servers       []string // tls://host:port
-	CA, Cert, Key string   // files
-	TokenFile     string
+	CA, Cert, Key string   // files: the CA of the servers' certificates; the agent's certificate and key
+	TokenFile     string   // file with the agent's token; needed if Cert is not set
 }
 
+// check reports all problems of the table.
 func (k Konnectivity) check(r *report) {
 	const t = edgeTablePrefix + "konnectivity."
 	seen := make(map[string]bool)
@@ -27,10 +29,12 @@ func (k Konnectivity) check(r *report) {
 	r.file(t+"ca", k.CA)
 	r.file(t+"tokenfile", k.TokenFile)
 	switch {
+	// A proxy-server can open connections to this edge's targets, so its certificate is always verified.
 	case len(k.Servers) > 0:
 		r.required(t+"ca", k.CA, "write the CA that signed the certificates of the proxy-servers")
 		if k.Cert == "" && k.TokenFile == "" {
-			r.add(t+"cert", "missing: a proxy-server takes a client certificate or a token, write cert and key, or tokenfile")
+			r.add(t+"cert", "missing: a proxy-server takes a client certificate or a token, "+
+				"write cert and key, or tokenfile")
 		}
 	case k.CA != "" || k.Cert != "" || k.TokenFile != "":
 		r.warn(t[:len(t)-1], `off: write servers = ["tls://10.0.0.1:8091"]`)

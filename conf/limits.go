@@ -2,102 +2,113 @@ package conf
 
 import "time"
 
-// Limits bound what strangers, edges and callers may cost a replica, [mode.cloud.limits].
-// A field that is 0 is the default of whoever keeps to it.
+// Limits bound what strangers, edges and callers may cost a replica, [mode.cloud.limits]. A stranger
+// is a peer that has not proven its identity yet. A field that is 0 means the default, which belongs to
+// the package that enforces the limit. docs/limits.md lists all of them.
 type Limits struct {
-	// Who dials grpcport.
-	Joining           int           // connections without a session at once
-	JoiningPerAddress int           // of them, of one address
-	JoinTimeout       time.Duration // how long one may go without
-	Metadata          int           // bytes
+	// Connections to grpcport. An address is an IPv4 address or an IPv6 /64.
+	// At a limit the replica closes a connection: see docs/limits.md for which one.
+	Joining           int           // connections without a session, at once
+	JoiningPerAddress int           // the same, of one address
+	JoinTimeout       time.Duration // from TCP accept to the session
+	Metadata          int           // bytes of metadata of a gRPC stream
 
-	// What callers may ask of one node.
-	Conns int // at once
-	Opens int // in a second
-	Dials int // not answered yet
+	// What callers may ask of one node. Most further opens wait: see docs/limits.md.
+	Conns int // conns at once
+	Opens int // opens per second, with bursts of twice as many
+	Dials int // opens that the node has not answered
 
-	// Who calls the https ports.
-	Strangers           int           // connections at once that have not said who they are
-	StrangersPerAddress int           // of them, of one address
-	HandshakeTimeout    time.Duration // how long one may take for each step of saying it
-	ConnsPerAddress     int           // passed through to one node, of one address
-	Headers             int           // bytes
+	// Connections to the https ports, and to each tls:// listener of egress.
+	Strangers           int           // connections of strangers at once
+	StrangersPerAddress int           // the same, of one address
+	HandshakeTimeout    time.Duration // for each step: the ClientHello, the handshake, a request header
+	ConnsPerAddress     int           // passed-through connections of one address to one node
+	Headers             int           // bytes of the header of a request or a response
 
 	DNS     int // TCP connections to the DNS port at once
-	Lookups int // DNS queries that wait for an upstream
+	Lookups int // DNS queries at once that wait for an upstream
 	Health  int // connections to logport at once
 }
 
-// EdgeLimits bound what clouds may have an edge do, [mode.edge.limits].
+// EdgeLimits bound what clouds may ask of an edge, [mode.edge.limits]. They count for the whole process,
+// over the sessions with all replicas. A field that is 0 means the default.
 type EdgeLimits struct {
-	Conns  int // at once
+	Conns  int // conns at once, those being dialled included
 	Dials  int // targets being dialled at once
 	Health int // connections to logport at once
 }
 
 const (
+	// Prefixes of keys, as problems name them.
 	limitsTable     = "mode.cloud.limits."
 	edgeLimitsTable = "mode.edge.limits."
 )
 
-// Bounds of the bounds: below them nothing works, above them nothing is bounded.
+// The range of each limit. A smaller value would break normal use; a larger one would bound nothing.
 const (
-	mostAtOnce    = 1 << 16 // as many ports as an address has
-	mostPerSecond = 1_000_000
-	mostSeconds   = 300
-	leastKiB      = 4 // a ServiceAccount's token has 2 KiB
-	mostKiB       = 1024
+	maxCount     = 1 << 16   // for counts: the number of ports of an address
+	maxPerSecond = 1_000_000 // for rates
+	maxSeconds   = 300       // for timeouts
+	minKiB       = 4         // for sizes: a ServiceAccount token has 2 KiB
+	maxKiB       = 1024
 )
 
+// newLimits converts the keys of [mode.cloud.limits], and reports values out of range.
 func newLimits(t *limitsKeys, r *report) Limits {
 	l := limitsReader{limitsTable, r}
 	return Limits{
-		Joining:             l.number("joining", t.Joining, 1, mostAtOnce),
-		JoiningPerAddress:   l.number("joiningperaddress", t.JoiningPerAddress, 1, mostAtOnce),
+		Joining:             l.number("joining", t.Joining, 1, maxCount),
+		JoiningPerAddress:   l.number("joiningperaddress", t.JoiningPerAddress, 1, maxCount),
 		JoinTimeout:         l.seconds("jointimeout", t.JoinTimeout),
 		Metadata:            l.kib("metadata", t.Metadata),
-		Conns:               l.number("conns", t.Conns, 1, mostAtOnce),
-		Opens:               l.number("opens", t.Opens, 1, mostPerSecond),
-		Dials:               l.number("dials", t.Dials, 1, mostAtOnce),
-		Strangers:           l.number("strangers", t.Strangers, 1, mostAtOnce),
-		StrangersPerAddress: l.number("strangersperaddress", t.StrangersPerAddress, 1, mostAtOnce),
+		Conns:               l.number("conns", t.Conns, 1, maxCount),
+		Opens:               l.number("opens", t.Opens, 1, maxPerSecond),
+		Dials:               l.number("dials", t.Dials, 1, maxCount),
+		Strangers:           l.number("strangers", t.Strangers, 1, maxCount),
+		StrangersPerAddress: l.number("strangersperaddress", t.StrangersPerAddress, 1, maxCount),
 		HandshakeTimeout:    l.seconds("handshaketimeout", t.HandshakeTimeout),
-		ConnsPerAddress:     l.number("connsperaddress", t.ConnsPerAddress, 1, mostAtOnce),
+		ConnsPerAddress:     l.number("connsperaddress", t.ConnsPerAddress, 1, maxCount),
 		Headers:             l.kib("headers", t.Headers),
-		DNS:                 l.number("dns", t.DNS, 1, mostAtOnce),
-		Lookups:             l.number("lookups", t.Lookups, 1, mostAtOnce),
-		Health:              l.number("health", t.Health, 1, mostAtOnce),
+		DNS:                 l.number("dns", t.DNS, 1, maxCount),
+		Lookups:             l.number("lookups", t.Lookups, 1, maxCount),
+		Health:              l.number("health", t.Health, 1, maxCount),
 	}
 }
 
+// newEdgeLimits converts the keys of [mode.edge.limits], and reports values out of range.
 func newEdgeLimits(t *edgeLimitsKeys, r *report) EdgeLimits {
 	l := limitsReader{edgeLimitsTable, r}
 	return EdgeLimits{
-		Conns:  l.number("conns", t.Conns, 1, mostAtOnce),
-		Dials:  l.number("dials", t.Dials, 1, mostAtOnce),
-		Health: l.number("health", t.Health, 1, mostAtOnce),
+		Conns:  l.number("conns", t.Conns, 1, maxCount),
+		Dials:  l.number("dials", t.Dials, 1, maxCount),
+		Health: l.number("health", t.Health, 1, maxCount),
 	}
 }
 
-// limitsReader reads a table of limits. What is wrong with a value can be said of the
-// value alone.
+// limitsReader checks and converts the values of one table of limits. Each value is checked by itself.
 type limitsReader struct {
-	table string
+	table string // prefix of its keys
 	r     *report
 }
 
-func (l limitsReader) number(key string, n, least, most int) int {
-	if n != 0 && (n < least || n > most) {
-		l.r.add(l.table+key, "%d is not from %d to %d: write a number between them, or remove it for the default", n, least, most)
+// number returns n if n is in the range. 0, a missing key, means the default. For a value out of range
+// it reports a problem and returns 0.
+func (l limitsReader) number(key string, n, low, high int) int {
+	// 0 is the value of a missing key.
+	if n != 0 && (n < low || n > high) {
+		l.r.add(l.table+key,
+			"%d is not from %d to %d: write a number between them, or remove it for the default", n, low, high)
 		return 0
 	}
 	return n
 }
 
+// seconds converts a timeout in seconds.
 func (l limitsReader) seconds(key string, n int) time.Duration {
-	return time.Duration(l.number(key, n, 1, mostSeconds)) * time.Second
+	return time.Duration(l.number(key, n, 1, maxSeconds)) * time.Second
 }
 
+// kib converts a size in KiB to bytes.
 func (l limitsReader) kib(key string, n int) int {
-	return l.number(key, n, leastKiB, mostKiB) << 10
+	return l.number(key, n, minKiB, maxKiB) << 10
 }

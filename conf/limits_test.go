@@ -30,7 +30,8 @@ health = 15
 	}
 	if want := (Limits{
 		Joining: 1, JoiningPerAddress: 2, JoinTimeout: 3 * time.Second, Metadata: 4 << 10, Conns: 5, Opens: 6, Dials: 7,
-		Strangers: 8, StrangersPerAddress: 9, HandshakeTimeout: 10 * time.Second, ConnsPerAddress: 11, Headers: 12 << 10,
+		Strangers: 8, StrangersPerAddress: 9, HandshakeTimeout: 10 * time.Second,
+		ConnsPerAddress: 11, Headers: 12 << 10,
 		DNS: 13, Lookups: 14, Health: 15,
 	}); c.Limits != want {
 		t.Errorf("got %+v, want %+v", c.Limits, want)
@@ -48,7 +49,7 @@ health = 15
 	if c, err = LoadCloud("f.toml", testEnv()); err != nil {
 		t.Fatal(err)
 	}
-	if c.Limits != (Limits{}) { // 0 and absent: the default of whoever keeps to it
+	if c.Limits != (Limits{}) { // 0 and a missing key mean the default
 		t.Errorf("got %+v, want zeros", c.Limits)
 	}
 }
@@ -64,15 +65,22 @@ dials = 65537
 headers = 1025
 conn = 5
 `, []string{
-		`7: mode.cloud.limits.joining: -1 is not from 1 to 65536: write a number between them, or remove it for the default`,
-		`8: mode.cloud.limits.jointimeout: 301 is not from 1 to 300: write a number between them, or remove it for the default`,
-		`9: mode.cloud.limits.metadata: 1 is not from 4 to 1024: write a number between them, or remove it for the default`,
-		`10: mode.cloud.limits.opens: 1000001 is not from 1 to 1000000: write a number between them, or remove it for the default`,
-		`11: mode.cloud.limits.dials: 65537 is not from 1 to 65536: write a number between them, or remove it for the default`,
-		`12: mode.cloud.limits.headers: 1025 is not from 4 to 1024: write a number between them, or remove it for the default`,
+		`7: mode.cloud.limits.joining: -1 is not from 1 to 65536: ` +
+			`write a number between them, or remove it for the default`,
+		`8: mode.cloud.limits.jointimeout: 301 is not from 1 to 300: ` +
+			`write a number between them, or remove it for the default`,
+		`9: mode.cloud.limits.metadata: 1 is not from 4 to 1024: ` +
+			`write a number between them, or remove it for the default`,
+		`10: mode.cloud.limits.opens: 1000001 is not from 1 to 1000000: ` +
+			`write a number between them, or remove it for the default`,
+		`11: mode.cloud.limits.dials: 65537 is not from 1 to 65536: ` +
+			`write a number between them, or remove it for the default`,
+		`12: mode.cloud.limits.headers: 1025 is not from 4 to 1024: ` +
+			`write a number between them, or remove it for the default`,
 		`13: mode.cloud.limits.conn: unknown key: did you mean conns?`,
 	}}.run(t, func(path string) error { _, err := LoadCloud(path, testEnv()); return err })
 	bad{"edge", client + "[mode.edge.limits]\nconns = 65537\n", []string{
-		`7: mode.edge.limits.conns: 65537 is not from 1 to 65536: write a number between them, or remove it for the default`,
+		`7: mode.edge.limits.conns: 65537 is not from 1 to 65536: ` +
+			`write a number between them, or remove it for the default`,
 	}}.run(t, func(path string) error { _, err := LoadEdge(path, testEnv()); return err })
 }

@@ -2,12 +2,13 @@ package conf
 
 import "cmp"
 
-// Peers says who else is a replica of this cloud.
+// Peers says which other replicas this cloud has, [mode.cloud.stream.peers]. Without Service and
+// Addresses this replica is alone.
 type Peers struct {
-	Service       string   // host:port; every address behind the name is a replica
-	Addresses     []string // host:port
-	CA, Cert, Key string   // files; Cert and Key are the server's own when not set
-	ServerName    string   // stands in the certificates of all replicas
+	Service       string   // host:port; every address to which the name resolves is a replica
+	Addresses     []string // host:port of each replica
+	CA, Cert, Key string   // files; without Cert and Key, those of [Server] are used
+	ServerName    string   // a name in the certificates of all replicas, and of nobody else
 }
 
 const peersTable = "mode.cloud.stream.peers."
@@ -15,11 +16,13 @@ const peersTable = "mode.cloud.stream.peers."
 // Configured reports whether there may be other replicas.
 func (p Peers) Configured() bool { return p.Service != "" || len(p.Addresses) > 0 }
 
+// check reports an incomplete table.
 func (p Peers) check(r *report) {
 	const t = peersTable
 	if !p.Configured() {
 		if p.CA != "" || p.Cert != "" || p.Key != "" || p.ServerName != "" {
-			r.warn(t[:len(t)-1], `not used: write service = "NAME:9000", a headless Service of the replicas, or addresses`)
+			r.warn(t[:len(t)-1],
+				`not used: write service = "NAME:9000", a headless Service of the replicas, or addresses`)
 		}
 		return
 	}
@@ -29,13 +32,16 @@ func (p Peers) check(r *report) {
 	for _, a := range p.Addresses {
 		r.address(t+"addresses", a, "10.0.0.2:9000")
 	}
+	// Without these two, any holder of a certificate could act as a replica and receive conns.
 	r.required(t+"ca", p.CA, "write the CA that signs the replicas' certificates: without it anybody could be one")
-	r.required(t+"servername", p.ServerName, "write the name that stands in the replicas' certificates, and in no other that ca signs")
+	r.required(t+"servername", p.ServerName,
+		"write the name that stands in the replicas' certificates, and in no other that ca signs")
 	r.file(t+"ca", p.CA)
 	r.pair(t, p.Cert, p.Key)
 }
 
-// Pair returns the certificate that this replica shows the others, and its key.
+// Pair returns the files of the certificate that this replica presents to other replicas, and of its
+// key.
 func (c *Cloud) Pair() (cert, key string) {
 	return cmp.Or(c.Peers.Cert, c.Server.Cert), cmp.Or(c.Peers.Key, c.Server.Key)
 }

@@ -7,12 +7,12 @@ import (
 	"strings"
 )
 
-// Problem is one thing that is wrong, and what to do about it.
+// Problem is one mistake in a configuration, and how to correct it.
 type Problem struct {
-	File string // as it was given; "" when the configuration was not loaded
-	Line int    // from 1; 0 when the problem has no place
-	Key  string // dotted and quoted as in TOML; "" when it concerns the whole file
-	Text string
+	File string // the path as the caller gave it; "": the configuration was not loaded from a file
+	Line int    // from 1; 0: no line is known
+	Key  string // dotted and quoted as in TOML; "": the problem concerns the whole file
+	Text string // the mistake and its correction
 }
 
 // Error returns "file:line: key: text".
@@ -31,8 +31,7 @@ func (p Problem) Error() string {
 	return b.String() + p.Text
 }
 
-// Problems is everything that is wrong, in the order of the file. It is never empty
-// where it is an error.
+// Problems is all problems of a configuration, in the order of the file. As an error it is never empty.
 type Problems []Problem
 
 // Error returns one problem per line.
@@ -53,14 +52,16 @@ func (ps Problems) Unwrap() []error {
 	return errs
 }
 
-// source tells where a key stands. A nil source is that of a value made by hand.
+// source maps keys to lines of the file. A nil source belongs to a value that was made by hand.
 type source struct {
-	file  string
-	lines map[string]int // by dotted key; values made of a missing key have none
+	file  string         // path of the file
+	lines map[string]int // by dotted key; a key that is missing in the file has no entry
 }
 
-// line returns the line of a key, or of the table that it is missing from.
+// line returns the line of a key. For a missing key it returns the line of the nearest table above.
 func (s *source) line(key string) int {
+	// Cut the last part off until a known key remains. A quoted part may hold dots itself; its pieces are
+	// then cut one by one, and are no known keys.
 	for key != "" {
 		if n := s.lines[key]; n > 0 {
 			return n
@@ -70,33 +71,37 @@ func (s *source) line(key string) int {
 	return 0
 }
 
-// report collects problems and warnings while a configuration is read and checked.
+// report collects problems and warnings while a configuration is read and checked. One goroutine uses
+// it at a time.
 type report struct {
 	src      *source
 	problems Problems
 	warned   Problems
-	muted    map[string]bool // keys whose value could not be read: nothing more is said of them
+	muted    map[string]bool // keys with a problem that makes further problems of them meaningless
 }
 
+// newReport returns an empty report. src gives each problem its line; nil: problems have no lines.
 func newReport(src *source) *report {
 	return &report{src: src, muted: make(map[string]bool)}
 }
 
-// add reports what is wrong with key, unless its value could not even be read.
+// add adds a problem of key, unless key is muted.
 func (r *report) add(key, format string, args ...any) {
 	if !r.muted[key] {
 		r.problems = append(r.problems, r.problem(key, format, args...))
 	}
 }
 
-// mute says that a problem of key is on the list already, so that what follows from
-// it is not another one.
+// mute suppresses further problems of key. Callers mute a key whose reported problem causes others,
+// such as a value that could not be read.
 func (r *report) mute(key string) { r.muted[key] = true }
 
+// warn adds a warning about key. Warnings do not make the configuration invalid.
 func (r *report) warn(key, format string, args ...any) {
 	r.warned = append(r.warned, r.problem(key, format, args...))
 }
 
+// problem makes a Problem with the file and the line of key.
 func (r *report) problem(key, format string, args ...any) Problem {
 	p := Problem{Key: key, Text: fmt.Sprintf(format, args...)}
 	if r.src != nil {
@@ -105,23 +110,25 @@ func (r *report) problem(key, format string, args ...any) Problem {
 	return p
 }
 
-// err returns the problems in the order of the file, or nil.
+// err returns the problems as a [Problems], in the order of the file; nil if there are none.
 func (r *report) err() error {
 	if len(r.problems) == 0 {
 		return nil
 	}
-	return inOrder(r.problems)
+	return sortedByLine(r.problems)
 }
 
+// warnings returns the texts of the warnings, in the order of the file.
 func (r *report) warnings() []string {
 	var ws []string
-	for _, p := range inOrder(r.warned) {
+	for _, p := range sortedByLine(r.warned) {
 		ws = append(ws, p.Error())
 	}
 	return ws
 }
 
-func inOrder(ps Problems) Problems {
+// sortedByLine returns a copy of ps that is sorted by line. Problems of one line keep their order.
+func sortedByLine(ps Problems) Problems {
 	ps = slices.Clone(ps)
 	slices.SortStableFunc(ps, func(a, b Problem) int { return cmp.Compare(a.Line, b.Line) })
 	return ps

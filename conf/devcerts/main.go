@@ -1,12 +1,11 @@
-// Devcerts makes the certificates and tokens that conf/cloud.toml and conf/edge.toml
-// name, so that a cloud and an edge start on one machine:
+// Devcerts makes the certificates and tokens that conf/cloud.toml and conf/edge.toml name, so that a
+// cloud and an edge can be started on one machine:
 //
 //	go run ./conf/devcerts [-force] [DIR]
 //
-// DIR is conf/dev unless given. The files are for trying the tunnel out: their
-// authority exists only while this program runs, so that what is to be added later
-// means making all of them again (-force). An installation takes its certificates
-// from its own authority, or from cert-manager.
+// The default for DIR is conf/dev. The files are for trials only. The key of their CA is never stored, so
+// a certificate cannot be added later: -force makes all files again. An installation takes its
+// certificates from its own CA, or from cert-manager.
 package main
 
 import (
@@ -26,14 +25,14 @@ import (
 
 const (
 	defaultDir = "conf/dev"
-	node       = "edge1" // the edge of conf/edge.toml
+	node       = "edge1" // the node of conf/edge.toml
 	lifetime   = 365 * 24 * time.Hour
 
-	public = 0o644
-	secret = 0o600
+	public = 0o644 // mode of certificates
+	secret = 0o600 // mode of keys and tokens
 )
 
-// Exit codes, as those of tunnel itself.
+// Exit codes, the same as tunnel's.
 const (
 	exitRuntime = 1
 	exitUsage   = 2
@@ -41,11 +40,13 @@ const (
 
 func main() { os.Exit(run(os.Args[1:], os.Stdout, os.Stderr)) }
 
+// run makes the files and returns the exit code.
 func run(args []string, stdout, stderr io.Writer) int {
 	flags := flag.NewFlagSet("devcerts", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	flags.Usage = func() {
-		fmt.Fprintf(stderr, "usage: devcerts [-force] [DIR]\n\nmakes throwaway certificates and tokens in DIR (%s)\n", defaultDir)
+		fmt.Fprintf(stderr, "usage: devcerts [-force] [DIR]\n\n"+
+			"makes throwaway certificates and tokens in DIR (%s)\n", defaultDir)
 		flags.PrintDefaults()
 	}
 	force := flags.Bool("force", false, "replace files that are there already")
@@ -80,21 +81,22 @@ func run(args []string, stdout, stderr io.Writer) int {
 			"  go run ./cmd/tunnel cloud -c conf/cloud.toml\n"+
 			"  go run ./cmd/tunnel edge -c conf/edge.toml\n")
 	} else {
-		fmt.Fprint(stdout, "\nnow name these files in your configuration (conf/cloud.toml and conf/edge.toml show where), and check it:\n"+
+		fmt.Fprint(stdout, "\nnow name these files in your configuration "+
+			"(conf/cloud.toml and conf/edge.toml show where), and check it:\n"+
 			"  go run ./cmd/tunnel config check -c FILE\n")
 	}
 	return 0
 }
 
-// file is one file to be written.
+// file is a file to write.
 type file struct {
-	name    string
-	what    string // for people
+	name    string // within DIR
+	what    string // its purpose, for people
 	mode    fs.FileMode
 	content []byte
 }
 
-// makeFiles makes everything, in memory.
+// makeFiles makes the content of all files, in memory.
 func makeFiles() ([]file, error) {
 	ca, err := auth.NewCA("tunnel development CA", lifetime)
 	if err != nil {
@@ -139,8 +141,7 @@ func makeFiles() ([]file, error) {
 	), nil
 }
 
-// write puts files into dir. Unless force, a file that is there stops it before
-// anything is written.
+// write writes files to dir. Without force, it writes nothing if one of them exists.
 func write(dir string, files []file, force bool) error {
 	if !force {
 		var there []string
@@ -167,8 +168,8 @@ func write(dir string, files []file, force bool) error {
 	return nil
 }
 
-// replace writes a file beside path and renames it over path: a cloud that runs sees
-// the old file or the new one, and an old file's mode does not stay.
+// replace writes a temporary file beside path and renames it over path. A running cloud sees the old
+// file or the new one, and the mode of the old file is not kept.
 func replace(path string, f file) error {
 	tmp, err := os.CreateTemp(filepath.Dir(path), "."+f.name+".*") // mode 0600
 	if err != nil {
@@ -180,7 +181,7 @@ func replace(path string, f file) error {
 		err = os.Rename(tmp.Name(), path)
 	}
 	if err != nil {
-		os.Remove(tmp.Name()) //nolint:errcheck // the first error is the one to report
+		os.Remove(tmp.Name()) //nolint:errcheck // the first error is reported
 		return fmt.Errorf("writing %s: %w", path, err)
 	}
 	return nil

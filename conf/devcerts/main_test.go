@@ -56,7 +56,8 @@ func TestDevcerts(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if _, err := pair.Leaf.Verify(x509.VerifyOptions{Roots: roots, DNSName: tc.name, KeyUsages: []x509.ExtKeyUsage{tc.usage}}); err != nil {
+		opts := x509.VerifyOptions{Roots: roots, DNSName: tc.name, KeyUsages: []x509.ExtKeyUsage{tc.usage}}
+		if _, err := pair.Leaf.Verify(opts); err != nil {
 			t.Errorf("%s for %q: %v", tc.file, tc.name, err)
 		}
 	}
@@ -86,13 +87,14 @@ func TestDevcertsDoesNotOverwrite(t *testing.T) {
 		t.Fatal(err)
 	}
 	var out, errs strings.Builder
-	if code := run([]string{dir}, &out, &errs); code != exitRuntime || !strings.Contains(errs.String(), mine) || !strings.Contains(errs.String(), "-force") {
+	code := run([]string{dir}, &out, &errs)
+	if code != exitRuntime || !strings.Contains(errs.String(), mine) || !strings.Contains(errs.String(), "-force") {
 		t.Errorf("exit %d: %s", code, errs.String())
 	}
 	if entries, _ := os.ReadDir(dir); len(entries) != 1 {
 		t.Errorf("something was written: %v", entries)
 	}
-	if code := run([]string{"-force", dir}, &out, &errs); code != 0 {
+	if code = run([]string{"-force", dir}, &out, &errs); code != 0 {
 		t.Fatalf("-force: exit %d: %s", code, errs.String())
 	}
 	if st, err := os.Stat(mine); err != nil || st.Mode().Perm() != secret {
