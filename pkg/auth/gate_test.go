@@ -65,7 +65,7 @@ func TestLinesWithAttributes(t *testing.T) {
 		{"expired", "edge1:t expires=" + past, false, false, false},
 		{"join, expired", "edge1:t join expires=" + past, false, false, false},
 		{"a plain token and a join token", "edge1:t\nedge1:t join", true, true, false},
-		{"one expired, one expires later", "edge1:t expires=" + past + "\nedge1:t expires=" + future, true, false, true},
+		{"one expired, one later", "edge1:t expires=" + past + "\nedge1:t expires=" + future, true, false, true},
 		{"one expires later, one never", "edge1:t expires=" + future + "\nedge1:t", true, false, false},
 		{"revoked", "edge1:t\nedge1:revoked", false, false, false},
 		{"join, revoked", "edge1:revoked\nedge1:t join", false, false, false},
