@@ -2,5 +2,5 @@ package listen
 
 import "syscall"
 
-// more returns the errors of connections that only Linux has.
-func more() []syscall.Errno { return []syscall.Errno{syscall.ENONET} }
+// platformErrnos returns the per-connection accept errors that exist on Linux only.
+func platformErrnos() []syscall.Errno { return []syscall.Errno{syscall.ENONET} }

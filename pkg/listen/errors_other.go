@@ -4,5 +4,5 @@ package listen
 
 import "syscall"
 
-// more returns the errors of connections that only Linux has.
-func more() []syscall.Errno { return nil }
+// platformErrnos returns the per-connection accept errors that exist on Linux only: here none.
+func platformErrnos() []syscall.Errno { return nil }

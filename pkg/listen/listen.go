@@ -1,4 +1,4 @@
-// Package listen holds what every listener of ours needs, whatever protocol it serves.
+// Package listen holds what every listener of the tunnel needs, for any protocol.
 //
 //	strangers := listen.NewStrangers(1024, 128)
 //	s, full := strangers.Admit(conn, func() { conn.Close() })
@@ -7,9 +7,10 @@
 //	}
 //	defer s.Release()
 //
-// [Strangers] bounds the connections of peers that have not proven who they are.
+// [Strangers] bounds the connections of peers that have not authenticated yet.
 //
-// accept(2) also reports errors of the connection that it would have returned: a route that was
-// lost during the handshake, for instance. net/http and grpc-go end at most of them. [Steady]
-// keeps a listener accepting; [Transient] is for accept loops of their own.
+// accept(2) also reports errors of the connection that it would have returned, for instance a route
+// that was lost during the handshake. net/http and grpc-go stop serving at most of these errors.
+// [Steady] keeps such a listener accepting. [Transient] is for packages with an accept loop of
+// their own.
 package listen

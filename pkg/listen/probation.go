@@ -7,9 +7,10 @@ import (
 	"time"
 )
 
-// Probation is a connection of a stranger: until Met it has a place among the strangers,
-// has to be done in time, and may send so many bytes. What it sends beyond them waits in
-// the kernel, and so with the sender, whatever the protocol's own windows allow.
+// Probation is a connection whose peer has not authenticated yet. Until Met is called, the
+// connection occupies a place in [Strangers], has a deadline, and may send a limited number of
+// bytes. Further bytes wait in the kernel, and then at the sender, even if the protocol's own
+// flow-control windows are larger.
 //
 // The owner closes the connection and then calls Release.
 type Probation struct {
@@ -18,27 +19,29 @@ type Probation struct {
 	terms Terms
 	place *Stranger
 
-	left   int           // bytes that may still be read; owned by Read
-	spoken atomic.Bool   // something has been read
-	over   atomic.Bool   // no bound applies any more; set under mu
-	ended  chan struct{} // closed when over is set
+	budget        int           // bytes that Read may still return; owned by Read
+	firstByteRead atomic.Bool   // at least one byte has been read
+	ended         atomic.Bool   // the limits no longer apply; set under mu
+	done          chan struct{} // closed when ended is set; frees a Read that has used up its bytes
 
-	mu    sync.Mutex // guards the following
-	end   time.Time  // when its time is over
+	mu       sync.Mutex // guards the following
+	deadline time.Time  // deadline for Met
+	// nil until Probation has admitted the connection. It fires first after FirstByte, then at
+	// deadline.
 	timer *time.Timer
 }
 
-// Terms are what a stranger's connection may cost.
+// Terms limit what a connection of an unauthenticated peer may cost.
 type Terms struct {
-	Time    time.Duration // until Met; the first byte has FirstByte, if that is less
-	Bytes   int           // that may be read until Met
-	Late    func()        // called when the time is over, before the connection is closed
-	Evicted func()        // called when a newcomer has taken the place, likewise
+	Time    time.Duration // from admission to Met; the first byte has FirstByte if that is shorter
+	Bytes   int           // how many may be read before Met
+	Late    func()        // called at the deadline, before the connection is closed
+	Evicted func()        // called when a newcomer takes the place, before the connection is closed
 }
 
-// Probation admits a connection, or says why there is no place.
+// Probation admits a connection. If there is no place, it returns nil and the reason.
 func (s *Strangers) Probation(c net.Conn, t Terms) (*Probation, Full) {
-	p := &Probation{conn: c, terms: t, end: time.Now().Add(t.Time), left: t.Bytes, ended: make(chan struct{})}
+	p := &Probation{conn: c, terms: t, deadline: time.Now().Add(t.Time), budget: t.Bytes, done: make(chan struct{})}
 	place, full := s.Admit(c, p.evict)
 	if place == nil {
 		return nil, full
@@ -50,79 +53,79 @@ func (s *Strangers) Probation(c net.Conn, t Terms) (*Probation, Full) {
 	return p, Full{}
 }
 
-// expire closes the connection if it is silent, or if its time is over.
+// expire closes the connection if its peer has sent nothing, or if the deadline has passed.
 func (p *Probation) expire() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if left := time.Until(p.end); left > 0 && !p.over.Load() && (p.spoken.Load() || Unread(p.conn)) {
-		p.place.Spoke() // also if its bytes have not been read yet
+	if left := time.Until(p.deadline); left > 0 && !p.ended.Load() && (p.firstByteRead.Load() || Unread(p.conn)) {
+		p.place.Spoke() // also when the first bytes are still unread in the kernel
 		p.timer.Reset(left)
 		return
 	}
-	p.settleLocked(func() {
+	p.finishLocked(func() {
 		p.place.Release()
 		p.terms.Late()
 		p.conn.Close()
 	})
 }
 
-// Read reads from the connection.
+// Read reads from the connection. After Terms.Bytes bytes it blocks until the probation ends.
 func (p *Probation) Read(b []byte) (int, error) {
-	if p.over.Load() {
+	if p.ended.Load() {
 		return p.conn.Read(b)
 	}
-	if p.left == 0 {
-		<-p.ended
+	if p.budget == 0 {
+		<-p.done
 		return p.conn.Read(b)
 	}
-	n, err := p.conn.Read(b[:min(len(b), p.left)])
-	p.left -= n
-	if n > 0 && !p.spoken.Swap(true) {
+	n, err := p.conn.Read(b[:min(len(b), p.budget)])
+	p.budget -= n
+	if n > 0 && !p.firstByteRead.Swap(true) {
 		p.place.Spoke()
 	}
 	return n, err
 }
 
-// Extend puts the end off: it comes after d, from now.
+// Extend moves the deadline to d from now.
 func (p *Probation) Extend(d time.Duration) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if !p.over.Load() {
-		p.end = time.Now().Add(d)
+	if !p.ended.Load() {
+		p.deadline = time.Now().Add(d)
 		p.timer.Reset(d)
 	}
 }
 
-// Met ends it: the other side has proven who it is, and its source is known.
-func (p *Probation) Met() { p.settle(p.place.Met) }
+// Met ends the probation: the peer has authenticated. Its source address is known from now on.
+func (p *Probation) Met() { p.finish(p.place.Met) }
 
-// Release ends it: the connection is closed, or is about to be.
-func (p *Probation) Release() { p.settle(p.place.Release) }
+// Release ends the probation: the connection is closed, or is about to be.
+func (p *Probation) Release() { p.finish(p.place.Release) }
 
-// evict closes the connection, unless the probation is over.
+// evict closes the connection, unless the probation has ended.
 func (p *Probation) evict() {
-	p.settle(func() {
+	p.finish(func() {
 		p.terms.Evicted()
 		p.conn.Close()
 	})
 }
 
-// settle ends the probation and calls how, unless it has ended before.
-func (p *Probation) settle(how func()) {
+// finish ends the probation and calls action. It does nothing if the probation has already ended.
+func (p *Probation) finish(action func()) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.settleLocked(how)
+	p.finishLocked(action)
 }
 
-// settleLocked is settle. The caller holds mu.
-func (p *Probation) settleLocked(how func()) {
-	if p.over.Load() {
+// finishLocked is finish. The caller holds mu.
+func (p *Probation) finishLocked(action func()) {
+	if p.ended.Load() {
 		return
 	}
-	if p.timer != nil { // nil: another goroutine evicts a connection that was just admitted
+	if p.timer != nil { // nil: another goroutine evicts a connection that was admitted a moment ago
 		p.timer.Stop()
 	}
-	how()
-	p.over.Store(true)
-	close(p.ended)
+	action()
+	p.ended.Store(true)
+	close(p.done)
 }

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// approach connects a stranger, whose bytes are taken one by one.
+// approach connects an unauthenticated peer over a net.Pipe, which buffers nothing.
 func approach(s *Strangers, terms Terms) (stranger net.Conn, p *Probation, full Full) {
 	if terms.Late == nil {
 		terms.Late = func() {}
@@ -23,7 +23,7 @@ func approach(s *Strangers, terms Terms) (stranger net.Conn, p *Probation, full 
 	return stranger, p, full
 }
 
-// What a stranger sends beyond its bytes waits with it until it is met.
+// Bytes beyond Terms.Bytes wait at the sender until Met.
 func TestProbationBytes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const may, all = 1000, 5000
@@ -58,8 +58,8 @@ func TestProbationBytes(t *testing.T) {
 	})
 }
 
-// A stranger is hung up on when its first byte or its proof comes too late, and whoever
-// reads it is told, also while it has sent too much.
+// The connection is closed when the first byte or the authentication comes too late. Its reader
+// gets an error, even when the peer has sent more bytes than it may.
 func TestProbationTime(t *testing.T) {
 	for _, tc := range []struct {
 		name  string
@@ -79,7 +79,8 @@ func TestProbationTime(t *testing.T) {
 				go stranger.Write(make([]byte, tc.sends))
 				_, err := io.Copy(io.Discard, readerFunc(p.Read))
 				if d := time.Since(start); err == nil || d != tc.after || late != 1 || s.Len() != 0 {
-					t.Errorf("it ended after %s with %v, was counted %d times, and %d places are taken; want %s, an error, once and none", d, err, late, s.Len(), tc.after)
+					t.Errorf("it ended after %s with %v, was counted %d times, and %d places are taken; "+
+						"want %s, an error, once and none", d, err, late, s.Len(), tc.after)
 				}
 				p.Release()
 				time.Sleep(time.Minute)
@@ -96,13 +97,14 @@ type readerFunc func([]byte) (int, error)
 
 func (f readerFunc) Read(b []byte) (int, error) { return f(b) }
 
-// Whoever is met, or has been closed, is not hung up on later.
-func TestProbationIsOver(t *testing.T) {
+// After Met or Release, the deadline no longer closes the connection.
+func TestProbationEnds(t *testing.T) {
 	for name, end := range map[string]func(*Probation){"met": (*Probation).Met, "released": (*Probation).Release} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				s := NewStrangers(1, 1)
-				stranger, p, _ := approach(s, Terms{Time: 5 * time.Second, Bytes: 1, Late: func() { t.Error("counted as late") }})
+				late := func() { t.Error("counted as late") }
+				stranger, p, _ := approach(s, Terms{Time: 5 * time.Second, Bytes: 1, Late: late})
 				go stranger.Write([]byte("ab"))
 				for range 2 {
 					if _, err := p.Read(make([]byte, 1)); err != nil {
@@ -121,12 +123,15 @@ func TestProbationIsOver(t *testing.T) {
 	}
 }
 
-// Who loses its place is closed, and counted once, and its reader is told.
+// An evicted connection is closed and counted once, and its reader gets an error.
 func TestProbationEvicted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := NewStrangers(1, 1)
 		evicted := 0
-		stranger, p, _ := approach(s, Terms{Time: time.Minute, Bytes: 10, Evicted: func() { evicted++ }, Late: func() { t.Error("counted as late") }})
+		stranger, p, _ := approach(s, Terms{
+			Time: time.Minute, Bytes: 10,
+			Evicted: func() { evicted++ }, Late: func() { t.Error("counted as late") },
+		})
 		defer stranger.Close()
 		read := make(chan error, 1)
 		go func() {
@@ -151,8 +156,8 @@ func TestProbationEvicted(t *testing.T) {
 	})
 }
 
-// A connection that is met before its eviction takes effect, or before it is extended, stays open.
-func TestProbationStaysOver(t *testing.T) {
+// A connection stays open when Met comes before the eviction takes effect, or before Extend.
+func TestEndedProbationIgnoresEviction(t *testing.T) {
 	for name, late := range map[string]func(*Probation){
 		"evicted":  func(p *Probation) { p.place.evict() },
 		"extended": func(p *Probation) { p.Extend(time.Second) },
@@ -160,7 +165,8 @@ func TestProbationStaysOver(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				never := func() { t.Error("counted") }
-				stranger, p, _ := approach(NewStrangers(1, 1), Terms{Time: 5 * time.Second, Bytes: 1, Late: never, Evicted: never})
+				terms := Terms{Time: 5 * time.Second, Bytes: 1, Late: never, Evicted: never}
+				stranger, p, _ := approach(NewStrangers(1, 1), terms)
 				defer stranger.Close()
 				p.Met()
 				late(p)

@@ -12,71 +12,75 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Transient reports whether an error of Accept says nothing about the listener: the next
+// Transient reports whether an error of Accept says nothing about the listener itself: the next
 // call may succeed.
-func Transient(err error) bool { return short(err) || ofConnection(err) }
+func Transient(err error) bool { return isShortage(err) || isOfConn(err) }
 
-// short reports whether the process or the machine has run out of something.
-func short(err error) bool {
-	return isOne(err, syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM)
+// isShortage reports whether the process or the machine has run out of descriptors or memory.
+func isShortage(err error) bool {
+	return isOneOf(err, syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM)
 }
 
-// ofConnection reports whether err concerns the connection that Accept would have
-// returned: accept(2), "Error handling", and a firewall's refusal (EPERM).
-func ofConnection(err error) bool {
-	return isOne(err, append(more(),
+// isOfConn reports whether err concerns the connection that Accept would have returned. These are
+// the errors of accept(2), section "Error handling", and a firewall's refusal (EPERM).
+func isOfConn(err error) bool {
+	return isOneOf(err, append(platformErrnos(),
 		syscall.ECONNABORTED, syscall.ECONNRESET, syscall.EINTR, syscall.ETIMEDOUT, syscall.EPERM, syscall.EPROTO,
-		syscall.ENETDOWN, syscall.ENETUNREACH, syscall.EHOSTDOWN, syscall.EHOSTUNREACH, syscall.ENOPROTOOPT, syscall.EOPNOTSUPP)...)
+		syscall.ENETDOWN, syscall.ENETUNREACH, syscall.EHOSTDOWN, syscall.EHOSTUNREACH,
+		syscall.ENOPROTOOPT, syscall.EOPNOTSUPP)...)
 }
 
-func isOne(err error, of ...syscall.Errno) bool {
+func isOneOf(err error, errnos ...syscall.Errno) bool {
 	e, ok := errors.AsType[syscall.Errno](err)
-	return ok && slices.Contains(of, e)
+	return ok && slices.Contains(errnos, e)
 }
 
 const (
-	// A pause after an error is firstPause, then twice the one before, up to longestPause.
-	firstPause   = 5 * time.Millisecond
-	longestPause = time.Second
-	// mostAtOnce is how many errors of connections in a row are followed by no pause: a
-	// sender of bad connections must not slow down the good ones. Beyond that the listener
-	// itself may be the cause.
-	mostAtOnce = 100
+	// The first pause after an error is minPause. Each further pause is twice as long, up to
+	// maxPause.
+	minPause = 5 * time.Millisecond
+	maxPause = time.Second
+	// maxWithoutPause is how many errors of connections in a row cause no pause: a sender of bad
+	// connections must not slow down the good ones. After more errors the listener itself may be
+	// the cause.
+	maxWithoutPause = 100
 )
 
-// Steady returns ln with an Accept that retries after a transient error. It warns once a
-// minute. After Close it returns ln's own error.
+// Steady returns ln with an Accept that retries after a transient error. It logs one warning a
+// minute at most. After Close, Accept returns ln's own error.
 func Steady(ln net.Listener, log *slog.Logger) net.Listener {
 	return &steady{Listener: ln, log: log, closed: make(chan struct{})}
 }
 
+// steady is the listener that Steady returns.
 type steady struct {
 	net.Listener
-	log    *slog.Logger
-	tired  tunnel.Limiter
-	once   sync.Once
-	closed chan struct{}
+	log      *slog.Logger
+	warnings tunnel.Limiter // limits the warning to one a minute
+	once     sync.Once      // closes closed once
+	closed   chan struct{}  // closed by Close; ends a pause
 }
 
 // Accept implements net.Listener.
 func (s *steady) Accept() (net.Conn, error) {
-	pause := firstPause
-	for inARow := 1; ; inARow++ {
+	pause := minPause
+	for failures := 1; ; failures++ {
 		c, err := s.Listener.Accept()
 		if err == nil || !Transient(err) {
 			return c, err
 		}
-		if skipped, ok := s.tired.Allow(); ok {
-			s.log.Warn("cannot accept a connection, trying again", "frontend", s.Addr().String(), "err", err, "skipped", skipped)
+		if skipped, ok := s.warnings.Allow(); ok {
+			s.log.Warn("cannot accept a connection, trying again",
+				"frontend", s.Addr().String(), "err", err, "skipped", skipped)
 		}
-		if ofConnection(err) && inARow < mostAtOnce {
+		if isOfConn(err) && failures < maxWithoutPause {
 			continue
 		}
 		select {
 		case <-time.After(pause):
-		case <-s.closed: // then Accept says so
+		case <-s.closed: // the next Accept returns the error of the closed listener
 		}
-		pause = min(2*pause, longestPause)
+		pause = min(2*pause, maxPause)
 	}
 }
 

@@ -13,7 +13,7 @@ import (
 	"time"
 )
 
-// script is a listener whose Accept returns what it is told, then connections.
+// script is a listener whose Accept returns the errors in errs, and after them connections.
 type script struct {
 	net.Listener
 	errs   []error
@@ -48,17 +48,17 @@ func errs(n int, all ...error) (list []error) {
 func TestSteady(t *testing.T) {
 	for name, tc := range map[string]struct {
 		errs []error
-		want error         // in place of a connection
-		took time.Duration // in pauses
+		want error         // returned by Accept instead of a connection
+		took time.Duration // total length of the pauses
 	}{
 		"nothing is wrong": {nil, nil, 0},
 		"accept(2)'s errors of a connection": {[]error{
 			syscall.ENETDOWN, syscall.EPROTO, syscall.ENOPROTOOPT, syscall.EHOSTDOWN,
 			syscall.EHOSTUNREACH, syscall.EOPNOTSUPP, syscall.ENETUNREACH, syscall.ECONNABORTED, syscall.EPERM,
 		}, nil, 0},
-		"many of them":   {errs(mostAtOnce+1, syscall.EHOSTUNREACH), nil, 2*firstPause + firstPause},
-		"a shortage":     {[]error{syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM}, nil, 15 * firstPause},
-		"a long one":     {errs(10, syscall.EMFILE), nil, 255*firstPause + 2*longestPause},
+		"many of them":   {errs(maxWithoutPause+1, syscall.EHOSTUNREACH), nil, 2*minPause + minPause},
+		"a shortage":     {[]error{syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM}, nil, 15 * minPause},
+		"a long one":     {errs(10, syscall.EMFILE), nil, 255*minPause + 2*maxPause},
 		"a bad listener": {[]error{syscall.EHOSTUNREACH, syscall.EINVAL}, syscall.EINVAL, 0},
 		"not a socket":   {[]error{syscall.ENOTSOCK}, syscall.ENOTSOCK, 0},
 	} {
@@ -81,16 +81,16 @@ func TestSteady(t *testing.T) {
 	}
 }
 
-// The errors that only this system has are among them.
-func TestMore(t *testing.T) {
-	for _, e := range more() {
+// Transient knows the errors that exist on this platform only.
+func TestPlatformErrnos(t *testing.T) {
+	for _, e := range platformErrnos() {
 		if err := os.NewSyscallError("accept4", e); !Transient(err) {
 			t.Error(err)
 		}
 	}
 }
 
-// Close ends a pause.
+// Close interrupts a pause.
 func TestSteadyClose(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{errs: errs(100, syscall.EMFILE)}

@@ -9,90 +9,97 @@ import (
 )
 
 const (
-	// FirstByte is how long a new connection may stay silent. A caller sends its first byte
-	// when TCP's handshake is done; a lost packet costs one second, a satellite 0.6 s.
+	// FirstByte is how long a new connection may stay silent. A caller normally sends its first
+	// byte as soon as TCP's handshake is done. A lost packet delays it by one second, a satellite
+	// link by 0.6 s.
 	FirstByte = 2 * time.Second
-	// evictAfter is how long a connection stays silent before a newcomer may take its place.
+	// evictAfter is how long a connection must have been silent before a newcomer may take its
+	// place.
 	evictAfter = time.Second
-	// remembered bounds the sources that are known, in each of two generations.
-	remembered = 8192
+	// maxKnown bounds the known sources of each of the two generations (see Strangers.recent).
+	maxKnown = 8192
 )
 
 // Full says why a newcomer got no place.
 type Full struct {
-	// Source says that the newcomer's own source holds as many places as it may. Otherwise all
+	// Source: the newcomer's own source already holds as many places as it may. If false, all
 	// places are taken.
 	Source bool
 }
 
-// Strangers counts the connections of peers that have not proven who they are, and decides
-// who gets a place. A source is an IPv4 address or an IPv6 /64. One source has perSource
-// places, an IPv6 /56 twice as many, a /48 four times as many.
+// Strangers counts the connections of peers that have not authenticated yet, and decides which of
+// them get a place. A source is an IPv4 address or an IPv6 /64. One source may hold perSource
+// places, an IPv6 /56 twice as many, an IPv6 /48 four times as many.
 //
-// When all places are taken, a newcomer takes one from a connection that has been silent
-// for a second, or else from the source that holds most. Sources of which one has proven
-// itself before are known: for them there is a quarter more places, and a newcomer that is
-// not known takes none from them.
+// When all places are taken, a newcomer evicts a connection that has been silent for a second. If
+// there is none, it evicts a connection of the source that holds the most places. A source becomes
+// known when one of its peers authenticates. Known sources may use a quarter more places, and an
+// unknown newcomer never evicts a connection of a known source.
 type Strangers struct {
-	most, perSource int // set once
+	maxTotal, maxPerSource int // places in all, places of one source; set once
 
-	mu            sync.Mutex // guards the following
-	all           list.List  // of *Stranger, by since
-	unknown       int        // how many of them are not known
-	held          map[netip.Prefix]*count
-	recent, older map[netip.Prefix]struct{} // known sources
+	mu      sync.Mutex // guards the following
+	all     list.List  // of *Stranger, ordered by Stranger.since, the oldest first
+	unknown int        // how many of all came from unknown sources
+	// Places that each range holds now; ranges that hold none have no entry.
+	taken map[netip.Prefix]*count
+	// Known sources, in two generations. When recent is full it becomes older, and the previous
+	// older is forgotten.
+	recent, older map[netip.Prefix]struct{}
 }
 
-// count is how many places the addresses below a prefix hold.
+// count is how many places a range of addresses holds. All places of the range share it.
 type count struct{ n int }
 
-// NewStrangers returns a counter with most places, perSource of them for one source.
-func NewStrangers(most, perSource int) *Strangers {
+// NewStrangers returns a counter with total places, perSource of them for one source.
+func NewStrangers(total, perSource int) *Strangers {
 	return &Strangers{
-		most: most, perSource: perSource,
-		held: make(map[netip.Prefix]*count), recent: make(map[netip.Prefix]struct{}),
+		maxTotal: total, maxPerSource: perSource,
+		taken: make(map[netip.Prefix]*count), recent: make(map[netip.Prefix]struct{}),
 	}
 }
 
 // Stranger is one connection that has a place.
 type Stranger struct {
-	of     *Strangers
-	scopes []scope
-	conn   net.Conn
-	known  bool   // set once
-	evict  func() // closes the connection
+	// Set once.
+	strangers *Strangers
+	scopes    []scope
+	conn      net.Conn
+	known     bool   // its source was known when the connection came
+	evict     func() // closes the connection
 
-	// Guarded by of.mu.
-	place  *list.Element // nil: it has none any more
+	// Guarded by strangers.mu.
+	place *list.Element // element of strangers.all; nil after Release or eviction
+	// The peer has sent nothing yet, or waits between two requests. See Spoke and Silent.
 	silent bool
-	since  time.Time // it was admitted, or was last silent or not
+	since  time.Time // when silent was last set
 }
 
-// scope is a range of addresses that is bounded together.
+// scope is a range of addresses with a common limit.
 type scope struct {
 	prefix netip.Prefix
-	most   int
-	held   *count
+	max    int    // how many places the range may hold
+	taken  *count // how many it holds now; set by admit
 }
 
-// scopes returns what a counts against, from narrow to wide. Everything that is not an IP
-// address is one source.
+// scopes returns the ranges that contain a, from narrow to wide. All peers without an IP address
+// form one source.
 func (s *Strangers) scopes(a netip.Addr) []scope {
 	a = a.Unmap().WithZone("")
 	if !a.Is6() {
-		p, _ := a.Prefix(a.BitLen()) // the zero address has the zero prefix
-		return []scope{{prefix: p, most: s.perSource}}
+		p, _ := a.Prefix(a.BitLen()) // the zero address gives the zero prefix
+		return []scope{{prefix: p, max: s.maxPerSource}}
 	}
 	scopes := make([]scope, 0, 3)
 	for i, bits := range []int{64, 56, 48} {
 		p, _ := a.Prefix(bits)
-		scopes = append(scopes, scope{prefix: p, most: s.perSource << i})
+		scopes = append(scopes, scope{prefix: p, max: s.maxPerSource << i})
 	}
 	return scopes
 }
 
-// AddrOf returns the IP address of a, the remote address of a connection; the zero address
-// if it has none.
+// AddrOf returns the IP address of a, the remote address of a connection. If a has none, it returns
+// the zero address.
 func AddrOf(a net.Addr) netip.Addr {
 	if t, ok := a.(*net.TCPAddr); ok {
 		return t.AddrPort().Addr().Unmap().WithZone("")
@@ -100,14 +107,17 @@ func AddrOf(a net.Addr) netip.Addr {
 	return netip.Addr{}
 }
 
-// Admit gives the connection c a place, silent as it is, or says why there is none. The
-// connection keeps it until Release or Met. If a newcomer takes it before, evict is called,
-// by the goroutine that admits the newcomer.
+// Admit gives the connection c a place, or says why there is none. The connection counts as silent
+// until Spoke. It keeps its place until Release or Met. If a newcomer takes the place before that,
+// the goroutine that admits the newcomer calls evict.
 func (s *Strangers) Admit(c net.Conn, evict func()) (*Stranger, Full) {
-	st := &Stranger{of: s, scopes: s.scopes(AddrOf(c.RemoteAddr())), conn: c, evict: evict, silent: true, since: time.Now()}
-	loser, full, ok := s.admit(st)
-	if loser != nil {
-		loser.evict()
+	st := &Stranger{
+		strangers: s, scopes: s.scopes(AddrOf(c.RemoteAddr())), conn: c, evict: evict,
+		silent: true, since: time.Now(),
+	}
+	victim, full, ok := s.admit(st)
+	if victim != nil {
+		victim.evict()
 	}
 	if !ok {
 		return nil, full
@@ -115,111 +125,115 @@ func (s *Strangers) Admit(c net.Conn, evict func()) (*Stranger, Full) {
 	return st, Full{}
 }
 
-// admit gives st a place. It returns the connection that has lost its own to st, if any;
-// there is one at most, since it frees a place in every wider range, too.
-func (s *Strangers) admit(st *Stranger) (loser *Stranger, full Full, ok bool) {
+// admit gives st a place. It returns the connection that lost its place to st, if any. There is at
+// most one victim: evicting it frees a place in every wider range, too.
+func (s *Strangers) admit(st *Stranger) (victim *Stranger, full Full, ok bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	st.known = s.knownLocked(st.scopes[0].prefix)
 	for i := range st.scopes {
 		sc := &st.scopes[i]
-		if sc.held = s.held[sc.prefix]; sc.held == nil {
-			sc.held = new(count)
+		if sc.taken = s.taken[sc.prefix]; sc.taken == nil {
+			sc.taken = new(count)
 		}
-		if sc.held.n >= sc.most {
-			if loser = s.loserLocked(func() *Stranger { return s.silentLocked(st, sc.held) }); loser == nil {
+		if sc.taken.n >= sc.max {
+			if victim = s.victimLocked(func() *Stranger { return s.silentLocked(st, sc.taken) }); victim == nil {
 				return nil, Full{Source: true}, false
 			}
-			s.removeLocked(loser)
+			s.removeLocked(victim)
 		}
 	}
 	if s.fullLocked(st) {
-		if loser = s.loserLocked(func() *Stranger { return s.silentLocked(st, nil) }); loser == nil {
-			loser = s.loserLocked(func() *Stranger { return s.largestLocked(st) })
+		if victim = s.victimLocked(func() *Stranger { return s.silentLocked(st, nil) }); victim == nil {
+			victim = s.victimLocked(func() *Stranger { return s.largestLocked(st) })
 		}
-		if loser == nil {
+		if victim == nil {
 			return nil, Full{}, false
 		}
-		s.removeLocked(loser)
+		s.removeLocked(victim)
 	}
 	for i := range st.scopes {
 		sc := &st.scopes[i]
-		s.held[sc.prefix] = sc.held // again, if the loser was the last one of it
-		sc.held.n++
+		s.taken[sc.prefix] = sc.taken // again: the victim may have been the last one of this range
+		sc.taken.n++
 	}
 	if !st.known {
 		s.unknown++
 	}
 	st.place = s.all.PushBack(st)
-	return loser, Full{}, true
+	return victim, Full{}, true
 }
 
-// wide is the widest range that st counts against. Between ranges places are shared evenly.
-func (st *Stranger) wide() *count { return st.scopes[len(st.scopes)-1].held }
+// widest returns the count of the widest range that contains st. Ranges of this size share the
+// places evenly.
+func (st *Stranger) widest() *count { return st.scopes[len(st.scopes)-1].taken }
 
-// fullLocked reports whether there is no place for st. The caller holds mu.
+// fullLocked reports whether there is no free place for st. The caller holds mu.
 func (s *Strangers) fullLocked(st *Stranger) bool {
 	if st.known {
-		return s.all.Len() >= s.most+s.most/4
+		return s.all.Len() >= s.maxTotal+s.maxTotal/4
 	}
-	return s.unknown >= s.most
+	return s.unknown >= s.maxTotal
 }
 
-// loserLocked returns the connection that find chooses. A silent one whose bytes wait to be read
-// is silent no more, and find chooses again: at most once for each connection. The caller holds mu.
-func (s *Strangers) loserLocked(find func() *Stranger) *Stranger {
+// victimLocked returns the connection that find chooses. If that connection counts as silent but
+// has bytes waiting in the kernel, it is marked as not silent, and find chooses again. This happens
+// at most once for each connection. The caller holds mu.
+func (s *Strangers) victimLocked(find func() *Stranger) *Stranger {
 	for {
-		loser := find()
-		if loser == nil || !loser.silent || !Unread(loser.conn) {
-			return loser
+		victim := find()
+		if victim == nil || !victim.silent || !Unread(victim.conn) {
+			return victim
 		}
-		s.setSilentLocked(loser, false)
+		s.setSilentLocked(victim, false)
 	}
 }
 
-// silentLocked returns the connection that has been silent longest and may lose its place
-// to st, if there is one; of those that count against within, nil for all. The caller
-// holds mu.
+// silentLocked returns the connection that has been silent longest, if st may evict it and the
+// silence has lasted for evictAfter. It considers only connections that count against within; nil
+// means all. The caller holds mu.
 func (s *Strangers) silentLocked(st *Stranger, within *count) *Stranger {
 	for e := s.all.Front(); e != nil; e = e.Next() {
 		other := e.Value.(*Stranger)
 		if st.since.Sub(other.since) < evictAfter {
-			return nil // the rest is younger
+			return nil // all further ones are younger
 		}
-		if other.silent && other.mayLose(st) && (within == nil || other.counts(within)) {
+		if other.silent && other.evictableBy(st) && (within == nil || other.countsAgainst(within)) {
 			return other
 		}
 	}
 	return nil
 }
 
-// largestLocked returns the connection of the source that holds most which may lose its
-// place to st: the oldest one that is silent, or else the oldest. st's own source must
-// hold less even with the place. The caller holds mu.
-func (s *Strangers) largestLocked(st *Stranger) (loser *Stranger) {
-	most := st.wide().n + 1
+// largestLocked returns a connection, which st may evict, of the source that holds the most places:
+// the oldest silent connection, or else the oldest one. Places of IPv6 sources are summed up for
+// each /48. st's own source must hold fewer places, even after st gets one. The caller holds mu.
+func (s *Strangers) largestLocked(st *Stranger) (victim *Stranger) {
+	maxHeld := st.widest().n + 1
 	for e := s.all.Front(); e != nil; e = e.Next() {
 		other := e.Value.(*Stranger)
-		n := other.wide().n
-		if other.mayLose(st) && (n > most || loser != nil && n == most && other.silent && !loser.silent) {
-			loser, most = other, n
+		n := other.widest().n
+		if other.evictableBy(st) && (n > maxHeld || victim != nil && n == maxHeld && other.silent && !victim.silent) {
+			victim, maxHeld = other, n
 		}
 	}
-	return loser
+	return victim
 }
 
-func (st *Stranger) mayLose(newcomer *Stranger) bool { return newcomer.known || !st.known }
+// evictableBy reports whether newcomer may take st's place.
+func (st *Stranger) evictableBy(newcomer *Stranger) bool { return newcomer.known || !st.known }
 
-func (st *Stranger) counts(against *count) bool {
+// countsAgainst reports whether st is in the range of c.
+func (st *Stranger) countsAgainst(c *count) bool {
 	for _, sc := range st.scopes {
-		if sc.held == against {
+		if sc.taken == c {
 			return true
 		}
 	}
 	return false
 }
 
-// removeLocked takes st's place. The caller holds mu.
+// removeLocked takes st's place away. The caller holds mu.
 func (s *Strangers) removeLocked(st *Stranger) {
 	s.all.Remove(st.place)
 	st.place = nil
@@ -227,26 +241,26 @@ func (s *Strangers) removeLocked(st *Stranger) {
 		s.unknown--
 	}
 	for _, sc := range st.scopes {
-		if sc.held.n--; sc.held.n == 0 {
-			delete(s.held, sc.prefix)
+		if sc.taken.n--; sc.taken.n == 0 {
+			delete(s.taken, sc.prefix)
 		}
 	}
 }
 
-// Spoke says that the peer has sent something: it is not silent any more.
+// Spoke says that the peer has sent something: it is no longer silent.
 func (st *Stranger) Spoke() { st.setSilent(false) }
 
-// Silent says that the peer has had its answer, and keeps the connection for another
+// Silent says that the peer has received its response and keeps the connection open for another
 // request.
 func (st *Stranger) Silent() { st.setSilent(true) }
 
 func (st *Stranger) setSilent(silent bool) {
-	st.of.mu.Lock()
-	defer st.of.mu.Unlock()
-	st.of.setSilentLocked(st, silent)
+	st.strangers.mu.Lock()
+	defer st.strangers.mu.Unlock()
+	st.strangers.setSilentLocked(st, silent)
 }
 
-// setSilentLocked notes that st is silent, or is not. The caller holds mu.
+// setSilentLocked marks st as silent or as not silent. The caller holds mu.
 func (s *Strangers) setSilentLocked(st *Stranger, silent bool) {
 	if st.place != nil && st.silent != silent {
 		st.silent, st.since = silent, time.Now()
@@ -254,16 +268,15 @@ func (s *Strangers) setSilentLocked(st *Stranger, silent bool) {
 	}
 }
 
-// Met gives the place back because the peer has proven who it is. Its source is known from
-// now on.
+// Met gives the place back because the peer has authenticated. Its source is known from now on.
 func (st *Stranger) Met() {
-	st.of.remember(st.scopes[0].prefix)
+	st.strangers.remember(st.scopes[0].prefix)
 	st.Release()
 }
 
-// Release gives the place back. More calls do nothing.
+// Release gives the place back. Further calls do nothing.
 func (st *Stranger) Release() {
-	s := st.of
+	s := st.strangers
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if st.place != nil {
@@ -280,12 +293,13 @@ func (s *Strangers) remember(source netip.Prefix) {
 	if _, ok := s.recent[source]; ok {
 		return
 	}
-	if len(s.recent) >= remembered {
+	if len(s.recent) >= maxKnown {
 		s.older, s.recent = s.recent, make(map[netip.Prefix]struct{})
 	}
 	s.recent[source] = struct{}{}
 }
 
+// knownLocked reports whether source is known. The caller holds mu.
 func (s *Strangers) knownLocked(source netip.Prefix) bool {
 	_, recently := s.recent[source]
 	_, before := s.older[source]

@@ -9,14 +9,14 @@ import (
 	"time"
 )
 
-// lab is a counter, and who has lost a place.
+// lab is a Strangers that counts evictions.
 type lab struct {
 	t *testing.T
 	*Strangers
-	evicted map[string]int // by address
+	evicted map[string]int // evictions by address
 }
 
-// fromConn is a connection that has a remote address, and nothing else.
+// fromConn is a connection that has a remote address and nothing else.
 type fromConn struct {
 	net.Conn
 	addr net.Addr
@@ -28,15 +28,15 @@ func connFrom(a netip.Addr) net.Conn {
 	return fromConn{addr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(a, 1))}
 }
 
-func newLab(t *testing.T, most, perSource int) *lab {
-	return &lab{t, NewStrangers(most, perSource), make(map[string]int)}
+func newLab(t *testing.T, total, perSource int) *lab {
+	return &lab{t, NewStrangers(total, perSource), make(map[string]int)}
 }
 
 func (l *lab) admit(a string) (*Stranger, Full) {
 	return l.Admit(connFrom(netip.MustParseAddr(a)), func() { l.evicted[a]++ })
 }
 
-// admitted admits so many from each address.
+// admitted admits n connections from each address.
 func (l *lab) admitted(n int, from ...string) (all []*Stranger) {
 	l.t.Helper()
 	for range n {
@@ -80,18 +80,18 @@ func TestPlacesOfASource(t *testing.T) {
 	l.wantFull("::ffff:10.0.0.1", Full{Source: true})
 	other := l.admitted(1, "10.0.0.2")
 	all[0].Release()
-	all[0].Release() // counts once
+	all[0].Release() // a second Release does nothing
 	all = append(all, l.admitted(1, "10.0.0.1")...)
 	l.wantFull("10.0.0.1", Full{Source: true})
 	for _, st := range append(all, other...) {
 		st.Release()
 	}
-	if l.Len() != 0 || len(l.held) != 0 || l.unknown != 0 {
-		t.Errorf("%d places are taken, %d ranges are remembered, %d are not known", l.Len(), len(l.held), l.unknown)
+	if l.Len() != 0 || len(l.taken) != 0 || l.unknown != 0 {
+		t.Errorf("%d places are taken, %d ranges are remembered, %d are not known", l.Len(), len(l.taken), l.unknown)
 	}
 }
 
-// A customer has a /56 or a /48 of IPv6, and so thousands of /64.
+// A customer has a /56 or a /48 of IPv6, and so thousands of /64 ranges.
 func TestPlacesOfWidePrefixes(t *testing.T) {
 	l := newLab(t, 1000, 4)
 	admit := func(format string) (n int) {
@@ -120,8 +120,8 @@ func TestPlacesOfWidePrefixes(t *testing.T) {
 	}
 }
 
-// As many as there are places come from few sources. Whoever comes from another one
-// has a place at once, whether the others have said something or not.
+// A few sources take all places. A newcomer from another source gets a place at once, whether the
+// connections of those few are silent or not.
 func TestFewSourcesLeaveRoom(t *testing.T) {
 	for name, spoken := range map[string]bool{"silent": false, "in the middle of something": true} {
 		t.Run(name, func(t *testing.T) {
@@ -132,7 +132,7 @@ func TestFewSourcesLeaveRoom(t *testing.T) {
 					st.Spoke()
 				}
 			}
-			l.wantFull(attackers[3], Full{}) // it holds its share
+			l.wantFull(attackers[3], Full{}) // its source already holds its share
 			for i := range 256 {
 				l.admitted(1, fmt.Sprintf("192.0.2.%d", i))
 			}
@@ -149,8 +149,8 @@ func TestFewSourcesLeaveRoom(t *testing.T) {
 	}
 }
 
-// The silent ones of the source that holds most go before those that have spoken.
-func TestSilentOnesGoFirst(t *testing.T) {
+// A silent connection of the largest source is evicted before one that has sent something.
+func TestSilentConnsAreEvictedFirst(t *testing.T) {
 	l := newLab(t, 4, 4)
 	all := l.admitted(4, "10.0.0.1")
 	lost := -1
@@ -170,8 +170,8 @@ func TestSilentOnesGoFirst(t *testing.T) {
 	}
 }
 
-// After a second of silence a connection loses its place to any newcomer, the oldest first.
-func TestSilenceLosesThePlace(t *testing.T) {
+// After a second of silence any newcomer may evict a connection, the oldest first.
+func TestSilentConnIsEvicted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		l := newLab(t, 4, 2)
 		all := l.admitted(1, addresses(4)...)
@@ -179,7 +179,7 @@ func TestSilenceLosesThePlace(t *testing.T) {
 		time.Sleep(evictAfter / 2)
 		all[0].Spoke()
 		all[1].Spoke()
-		all[1].Silent() // it has had an answer
+		all[1].Silent() // it has received a response
 		time.Sleep(evictAfter / 2)
 		l.admitted(1, "192.0.2.1", "192.0.2.2")
 		l.wantEvicted(map[string]int{"10.0.0.2": 1, "10.0.0.3": 1})
@@ -188,7 +188,7 @@ func TestSilenceLosesThePlace(t *testing.T) {
 		l.admitted(1, "192.0.2.3")
 		l.wantEvicted(map[string]int{"10.0.0.1": 1, "10.0.0.2": 1, "10.0.0.3": 1})
 
-		// So does one to a newcomer of its own source that holds all that it may.
+		// A newcomer may also evict a silent connection of its own source when that source is full.
 		l = newLab(t, 100, 2)
 		l.admitted(2, "10.0.0.1")
 		l.admitted(1, "10.0.0.2")
@@ -199,8 +199,7 @@ func TestSilenceLosesThePlace(t *testing.T) {
 	})
 }
 
-// A source of which one has proven itself before has a place when many sources have taken
-// all others, and keeps it.
+// A known source gets a place when many other sources have taken all places, and keeps it.
 func TestPlacesOfKnownSources(t *testing.T) {
 	l := newLab(t, 100, 10)
 	l.admitted(1, "192.0.2.1")[0].Met()
@@ -212,7 +211,7 @@ func TestPlacesOfKnownSources(t *testing.T) {
 	l.wantFull("192.0.2.3", Full{})
 	l.wantEvicted(nil)
 	l.Know(netip.MustParseAddr("192.0.2.4"))
-	l.admitted(5, "192.0.2.4") // there are 125 places
+	l.admitted(5, "192.0.2.4") // now 125 places are taken: all, and the quarter for known sources
 	l.wantEvicted(nil)
 	l.admitted(1, "192.0.2.4")
 	if l.evicted["192.0.2.1"] != 1 || len(l.evicted) != 1 {
@@ -220,18 +219,18 @@ func TestPlacesOfKnownSources(t *testing.T) {
 	}
 }
 
-// What is known is bounded; a source that comes again and again is not forgotten.
+// The known sources are bounded. A source that comes again and again is not forgotten.
 func TestKnownSourcesAreBounded(t *testing.T) {
 	s := NewStrangers(1, 1)
 	regular := netip.MustParseAddr("192.0.2.1")
-	for i := range 5 * remembered {
+	for i := range 5 * maxKnown {
 		s.Know(netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}))
-		if i%(remembered/2) == 0 {
+		if i%(maxKnown/2) == 0 {
 			s.Know(regular)
 		}
 	}
-	if n := len(s.recent) + len(s.older); n > 2*remembered {
-		t.Errorf("%d sources are known, want %d at most", n, 2*remembered)
+	if n := len(s.recent) + len(s.older); n > 2*maxKnown {
+		t.Errorf("%d sources are known, want %d at most", n, 2*maxKnown)
 	}
 	if st, _ := s.Admit(connFrom(regular), nil); st == nil || !st.known {
 		t.Error("a source that comes again and again is forgotten")
@@ -239,7 +238,7 @@ func TestKnownSourcesAreBounded(t *testing.T) {
 }
 
 func TestAddrOf(t *testing.T) {
-	// A socket for both families reports IPv4 callers in the long form.
+	// A socket for both families reports IPv4 callers as IPv4-mapped IPv6 addresses.
 	if a := AddrOf(&net.TCPAddr{IP: net.IPv4(10, 0, 0, 1).To16(), Port: 5}); a != netip.MustParseAddr("10.0.0.1") {
 		t.Errorf("an IPv4 address is %s", a)
 	}
@@ -247,14 +246,14 @@ func TestAddrOf(t *testing.T) {
 		t.Errorf("an address with a zone is %s", a)
 	}
 	l := newLab(t, 10, 1)
-	for i, want := range []bool{true, false} { // what is no IP address is one source
+	for i, want := range []bool{true, false} { // peers without an IP address are one source
 		if st, _ := l.Admit(fromConn{addr: &net.UnixAddr{Name: fmt.Sprint(i)}}, nil); (st != nil) != want {
 			t.Errorf("unix socket %d is admitted: %t", i, st != nil)
 		}
 	}
 }
 
-// Admitting is quick also when the largest source has to be found.
+// Admitting stays fast when the largest source has to be found.
 func BenchmarkAdmitWhenFull(b *testing.B) {
 	s := NewStrangers(1024, 128)
 	for i := range 1024 {

@@ -7,8 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Unread reports whether the kernel holds received bytes of c that this process has not read:
-// a busy machine reads late. It returns false where it cannot tell.
+// Unread reports whether the kernel holds received bytes of c that this process has not read yet: a
+// busy process reads late. It returns false where it cannot tell.
 func Unread(c net.Conn) bool {
 	socket, ok := c.(syscall.Conn)
 	if !ok {
@@ -19,7 +19,7 @@ func Unread(c net.Conn) bool {
 		return false
 	}
 	n := 0
-	raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when c is closed
+	raw.Control(func(fd uintptr) { //nolint:errcheck // fails only when c is closed
 		n, err = unix.IoctlGetInt(int(fd), unix.SIOCINQ)
 	})
 	return err == nil && n > 0

@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// unreadConn returns a TCP connection whose peer has sent bytes that nobody has read.
+// unreadConn returns a TCP connection whose peer has sent bytes that have not been read.
 func unreadConn(t *testing.T) net.Conn {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -40,14 +40,14 @@ func unreadConn(t *testing.T) net.Conn {
 	return c
 }
 
-// A connection whose bytes this process has not read yet, being late, is not silent: it keeps its
-// place, and has its full time.
+// A connection is not silent when its bytes wait in the kernel because this process reads late. It
+// keeps its place and has its full time.
 func TestUnreadConnIsNotSilent(t *testing.T) {
 	const all = 10 * time.Second
 	for _, tc := range []struct {
-		name            string
-		most, perSource int
-		from            string // of the newcomer
+		name             string
+		total, perSource int
+		from             string // address of the newcomer
 	}{
 		{"among all", 1, 1, "192.0.2.1"},
 		{"of one source", 10, 1, "127.0.0.1"},
@@ -55,11 +55,14 @@ func TestUnreadConnIsNotSilent(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			c := unreadConn(t)
 			synctest.Test(t, func(t *testing.T) {
-				lab := newLab(t, tc.most, tc.perSource)
+				lab := newLab(t, tc.total, tc.perSource)
 				var late atomic.Int32
-				p, _ := lab.Probation(c, Terms{Time: all, Bytes: 10, Late: func() { late.Add(1) }, Evicted: func() { t.Error("evicted") }})
+				p, _ := lab.Probation(c, Terms{
+					Time: all, Bytes: 10,
+					Late: func() { late.Add(1) }, Evicted: func() { t.Error("evicted") },
+				})
 				time.Sleep(evictAfter)
-				lab.wantFull(tc.from, Full{Source: tc.perSource < tc.most})
+				lab.wantFull(tc.from, Full{Source: tc.perSource < tc.total})
 				time.Sleep(FirstByte)
 				synctest.Wait()
 				if late.Load() != 0 {

@@ -4,5 +4,5 @@ package listen
 
 import "net"
 
-// Unread returns false: it can tell on Linux only.
+// Unread returns false: only Linux can tell.
 func Unread(net.Conn) bool { return false }
