@@ -15,46 +15,49 @@ import (
 )
 
 const (
-	// mode lets our own user in, groupMode the group of the socket as well. It is what a
-	// socket has when it appears.
-	mode      = 0o600
+	// ownMode lets only our own user connect, groupMode also the socket's group. The file has this
+	// ownMode from the moment it appears.
+	ownMode   = 0o600
 	groupMode = 0o660
-	// maxPath is the longest path, in bytes: sun_path of unix(7) ends with a zero.
+	// maxPath is the longest path, in bytes: sun_path of unix(7) has 108 and ends with a zero byte.
 	maxPath = 107
-	// answerTimeout is how long a living process may take to accept a connection.
+	// answerTimeout bounds the dial that finds out whether a live process owns the socket.
 	answerTimeout = time.Second
-	// lockTimeout is how long others may take that are about to listen in the same folder.
+	// lockTimeout is how long other processes that are about to listen in the same folder may hold
+	// its lock; lockInterval is how often we try to get it.
 	lockTimeout  = 5 * time.Second
 	lockInterval = 10 * time.Millisecond
 )
 
 func listenOwn(ctx context.Context, path string) (net.Listener, error) {
-	return open(ctx, path, mode)
+	return open(ctx, path, ownMode)
 }
 
 func listenGroup(ctx context.Context, path string) (net.Listener, error) {
-	if dir, err := os.Stat(filepath.Dir(path)); err == nil && dir.Mode()&fs.ModeSetgid != 0 && dir.Mode().Perm()&0o022 == 0 {
+	dir, err := os.Stat(filepath.Dir(path))
+	if err == nil && dir.Mode()&fs.ModeSetgid != 0 && dir.Mode().Perm()&0o022 == 0 {
 		return open(ctx, path, groupMode)
 	}
-	return open(ctx, path, mode)
+	return open(ctx, path, ownMode)
 }
 
 func open(ctx context.Context, path string, mode fs.FileMode) (net.Listener, error) {
 	if len(path) > maxPath {
-		return nil, fmt.Errorf("%s: the path has %d bytes, and a socket's may have %d: choose a shorter one", path, len(path), maxPath)
+		return nil, fmt.Errorf("%s: the path has %d bytes, and a socket's may have %d: choose a shorter one",
+			path, len(path), maxPath)
 	}
 	unlock, err := lock(ctx, filepath.Dir(path))
 	if err != nil {
 		return nil, err
 	}
 	defer unlock()
-	if err = clear(ctx, path); err != nil {
+	if err = removeStale(ctx, path); err != nil {
 		return nil, err
 	}
 	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
-		// The file gets the permissions that the socket has when it is bound (unix(7)), so
-		// there is no moment in which others could connect. Where the kernel does not do
-		// so, the Chmod below comes a moment later.
+		// On bind the file gets the permissions of the socket (unix(7)), so there is no moment in
+		// which others could connect. Where the kernel ignores them, the Chmod below follows a
+		// moment later.
 		return c.Control(func(fd uintptr) { syscall.Fchmod(int(fd), uint32(mode)) }) //nolint:errcheck // see above
 	}}
 	ln, err := lc.Listen(ctx, "unix", path)
@@ -68,13 +71,14 @@ func open(ctx context.Context, path string, mode fs.FileMode) (net.Listener, err
 	return ln, nil
 }
 
-// lock keeps other processes that are about to listen in the same folder waiting: one
-// could remove what the other has just made.
-// Whoever may read the folder may hold the lock, so it is not waited for long.
+// lock makes other processes that are about to listen in the same folder wait. Otherwise one could
+// remove the socket that another has just created. Every user who may read the folder can hold the
+// lock, so lock waits for lockTimeout at most.
 func lock(ctx context.Context, dir string) (unlock func(), err error) {
-	d, err := os.Open(dir) //nolint:gosec // the operator names it
+	d, err := os.Open(dir) //nolint:gosec // the operator chose the path
 	if errors.Is(err, fs.ErrNotExist) {
-		return nil, fmt.Errorf("%w; create the folder, for the user that this runs as: install -d -m 0700 -o USER %s", err, dir)
+		return nil, fmt.Errorf("%w; create the folder, for the user that this runs as: install -d -m 0700 -o USER %s",
+			err, dir)
 	}
 	if err != nil {
 		return nil, err
@@ -99,8 +103,9 @@ func lock(ctx context.Context, dir string) (unlock func(), err error) {
 	}
 }
 
-// clear removes the socket of a process that is dead.
-func clear(ctx context.Context, path string) error {
+// removeStale removes the socket of a dead process. A live process, or a file that is no socket, is an
+// error.
+func removeStale(ctx context.Context, path string) error {
 	info, err := os.Lstat(path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
@@ -116,7 +121,7 @@ func clear(ctx context.Context, path string) error {
 	if err == nil {
 		c.Close()
 	}
-	if !errors.Is(err, syscall.ECONNREFUSED) { // which says that nobody has it open
+	if !errors.Is(err, syscall.ECONNREFUSED) { // connection refused: no process has the socket open
 		return fmt.Errorf("%s belongs to another process that runs: stop that one, or choose another path", path)
 	}
 	return os.Remove(path)

@@ -1,16 +1,16 @@
-// Package socket listens on unix sockets that nobody but our own user (and root) can
-// connect to, from their first moment on; or, where the operator has said so, a group.
+// Package socket listens on unix sockets. From the first moment only our own user (and root) can
+// connect; with [ListenGroup] also a group that the operator chose.
 //
 //	ln, err := socket.Listen(ctx, "/run/tunnel/cloud.sock")
-//	ln, err := socket.ListenGroup(ctx, "/run/egress/grpc.sock") // of the folder, if that is setgid
+//	ln, err := socket.ListenGroup(ctx, "/run/egress/grpc.sock") // the folder's group, if the folder is setgid
 //	defer ln.Close() // removes the file
 //
-// What a process that was killed has left behind is replaced; the socket of one that is
-// alive, and a file that is no socket, are errors. Who may connect is decided by the
-// file's permissions alone. The package creates no folder: whoever may write there could
-// put another socket in the place of ours, so that is for the operator to choose.
+// The socket that a killed process has left behind is replaced. The socket of a live process, or a
+// file that is not a socket, is an error. The file's permissions alone decide who may connect. The
+// package creates no folder, because the operator must choose it: whoever may write to the folder
+// could replace our socket with another one.
 //
-// On Windows file permissions keep nobody away, so both functions fail there.
+// On Windows file permissions do not keep other users away, so both functions fail there.
 package socket
 
 import (
@@ -18,12 +18,13 @@ import (
 	"net"
 )
 
-// Listen opens a socket at path. Close removes it.
+// Listen opens a socket at path for our own user. Close removes it.
 func Listen(ctx context.Context, path string) (net.Listener, error) { return listenOwn(ctx, path) }
 
-// ListenGroup is Listen, but where the folder has its setgid bit, by which files in it are of
-// its group and not of ours (inode(7)), that group may connect, too. Not where somebody else
-// may write, as to a volume that Kubernetes has given a group (fsGroup) or to /var/local.
+// ListenGroup is Listen, and also lets the folder's group connect if the folder has its setgid bit:
+// new files in it then belong to the folder's group (inode(7)). It does not if the group or others
+// may write to the folder, for example to /var/local or to a volume that Kubernetes gave a group
+// (fsGroup).
 func ListenGroup(ctx context.Context, path string) (net.Listener, error) {
 	return listenGroup(ctx, path)
 }

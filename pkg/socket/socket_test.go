@@ -15,7 +15,7 @@ import (
 	"time"
 )
 
-// at returns a path in a folder of its own. t.TempDir's is too long for a socket.
+// at returns a path in a new folder. t.TempDir's path is too long for a socket.
 func at(t *testing.T, name string) string {
 	t.Helper()
 	dir, err := os.MkdirTemp("", "sock")
@@ -36,7 +36,7 @@ func listen(t *testing.T, path string) net.Listener {
 	return ln
 }
 
-// Who holds the folder's lock for ever does not hold us up for ever.
+// Listen gives up when another process holds the folder's lock for ever.
 func TestLocked(t *testing.T) {
 	path := at(t, "s")
 	dir, err := os.Open(filepath.Dir(path))
@@ -58,7 +58,7 @@ func TestLocked(t *testing.T) {
 }
 
 func TestPermissions(t *testing.T) {
-	old := syscall.Umask(0) // a careless operator's
+	old := syscall.Umask(0) // as set by a careless operator
 	defer syscall.Umask(old)
 	path := at(t, "s")
 	ln := listen(t, path)
@@ -66,7 +66,7 @@ func TestPermissions(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if info.Mode() != fs.ModeSocket|mode {
+	if info.Mode() != fs.ModeSocket|ownMode {
 		t.Errorf("the socket is %v", info.Mode())
 	}
 	c, err := net.Dial("unix", path)
@@ -80,7 +80,7 @@ func TestPermissions(t *testing.T) {
 	}
 }
 
-// A group that the operator has given the folder to may connect, and nobody else has it.
+// The group of a setgid folder may connect, unless others than the owner may write to the folder.
 func TestGroup(t *testing.T) {
 	old := syscall.Umask(0)
 	defer syscall.Umask(old)
@@ -89,18 +89,19 @@ func TestGroup(t *testing.T) {
 		listen func(context.Context, string) (net.Listener, error)
 		want   fs.FileMode
 	}{
-		"a folder like any other":  {0o770, ListenGroup, mode},
+		"a folder like any other":  {0o770, ListenGroup, ownMode},
 		"setgid":                   {fs.ModeSetgid | 0o750, ListenGroup, groupMode},
-		"setgid, others may write": {fs.ModeSetgid | 0o777, ListenGroup, mode},
-		"setgid, group may write":  {fs.ModeSetgid | 0o770, ListenGroup, mode},
-		"setgid, not asked for":    {fs.ModeSetgid | 0o750, Listen, mode},
+		"setgid, others may write": {fs.ModeSetgid | 0o777, ListenGroup, ownMode},
+		"setgid, group may write":  {fs.ModeSetgid | 0o770, ListenGroup, ownMode},
+		"setgid, not asked for":    {fs.ModeSetgid | 0o750, Listen, ownMode},
 	} {
 		path := at(t, "s")
 		group := os.Getegid()
-		if os.Geteuid() == 0 { // who may give a folder away
+		if os.Geteuid() == 0 { // only root may give the folder to another group
 			group = 12345
 		}
-		if err := errors.Join(os.Chown(filepath.Dir(path), -1, group), os.Chmod(filepath.Dir(path), tc.folder)); err != nil {
+		dir := filepath.Dir(path)
+		if err := errors.Join(os.Chown(dir, -1, group), os.Chmod(dir, tc.folder)); err != nil {
 			t.Fatal(err)
 		}
 		ln, err := tc.listen(t.Context(), path)
@@ -111,7 +112,8 @@ func TestGroup(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if gid := int(info.Sys().(*syscall.Stat_t).Gid); info.Mode() != fs.ModeSocket|tc.want || tc.want == groupMode && gid != group {
+		gid := int(info.Sys().(*syscall.Stat_t).Gid)
+		if info.Mode() != fs.ModeSocket|tc.want || tc.want == groupMode && gid != group {
 			t.Errorf("%s: the socket is %v, of group %d", name, info.Mode(), gid)
 		}
 		ln.Close()
@@ -133,7 +135,7 @@ func TestNoMomentForOthers(t *testing.T) {
 				return
 			default:
 			}
-			if info, err := os.Lstat(path); err == nil && info.Mode().Perm() != mode {
+			if info, err := os.Lstat(path); err == nil && info.Mode().Perm() != ownMode {
 				wide.Add(1)
 			}
 		}
@@ -158,7 +160,7 @@ func TestStale(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	dead.(*net.UnixListener).SetUnlinkOnClose(false) // as a kill does
+	dead.(*net.UnixListener).SetUnlinkOnClose(false) // as if the process were killed
 	dead.Close()
 	listen(t, path)
 }
@@ -188,14 +190,14 @@ func TestRefused(t *testing.T) {
 	if b, err := os.ReadFile(file); err != nil || string(b) != "mine" {
 		t.Error("the file was touched")
 	}
-	if c, err := live.Accept(); err != nil { // of the question whether it lives
+	if c, err := live.Accept(); err != nil { // the connection by which Listen checked whether the socket is in use
 		t.Error(err)
 	} else {
 		c.Close()
 	}
 }
 
-// Of those that start at once one wins.
+// Of several processes that start at once, exactly one listens.
 func TestRace(t *testing.T) {
 	path := at(t, "s")
 	var won atomic.Int64

@@ -15,7 +15,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// callers is a listener whose connections come from a network that nobody has allowed.
+// callers is a listener whose connections come from a network that is not allowed.
 type callers struct {
 	net.Listener // nil: no other method is called
 	conns        chan net.Conn
@@ -33,26 +33,27 @@ type outsider struct{ net.Conn }
 
 func (outsider) RemoteAddr() net.Addr { return &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 7} }
 
-// A caller that tcpallow denies is in the log once a minute, however often it comes.
+// A caller that tcpallow denies is logged once a minute, however often it connects.
 func TestDenialsAreLogged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer
 		f := New(nil, nil, slog.New(slog.NewTextHandler(&log, nil)))
-		p := newPort(f, Listener{Listen: "0.0.0.0:1", Target: "127.0.0.1:1", Allow: auth.Sources{netip.MustParsePrefix("10.0.0.0/8")}})
+		allow := auth.Sources{netip.MustParsePrefix("10.0.0.0/8")}
+		p := newPort(f, Listener{Listen: "0.0.0.0:1", Target: "127.0.0.1:1", Allow: allow})
 		l := callers{conns: make(chan net.Conn)}
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
 		go func() { done <- p.accept(ctx, l, func(net.Conn) { t.Error("it is served") }) }()
-		come := func(times int) {
+		connect := func(times int) {
 			for range times {
 				ours, theirs := net.Pipe()
 				l.conns <- outsider{theirs}
-				ours.Read(make([]byte, 1)) // it is closed
+				ours.Read(make([]byte, 1)) // returns when the connection is closed
 			}
 		}
-		come(100)
+		connect(100)
 		time.Sleep(time.Minute)
-		come(100)
+		connect(100)
 		cancel()
 		close(l.conns)
 		if err := <-done; err != nil {
@@ -72,13 +73,14 @@ func (overloaded) Dial(context.Context, tunnel.Request) (net.Conn, error) {
 	return nil, tunnel.Refusef(tunnel.Overloaded, "limit conns: node edge1 has 1 conns")
 }
 
-// The log calls a limit by its name, and does not send the operator to a target that is fine.
+// The log names the limit, and does not claim that the target cannot be reached.
 func TestLimitIsLogged(t *testing.T) {
 	var log bytes.Buffer
 	p := newPort(New(nil, overloaded{}, slog.New(slog.NewTextHandler(&log, nil))), Listener{Target: "127.0.0.1:1"})
 	_, theirs := net.Pipe()
 	p.serve(t.Context(), outsider{theirs})
-	if s := log.String(); !strings.Contains(s, "limit conns") || !strings.Contains(s, "a limit is reached") || strings.Contains(s, "target cannot be reached") {
+	if s := log.String(); !strings.Contains(s, "limit conns") || !strings.Contains(s, "a limit is reached") ||
+		strings.Contains(s, "target cannot be reached") {
 		t.Errorf("the log has\n%s", s)
 	}
 }

@@ -6,12 +6,12 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Edge is the edge's module: it dials what the cloud's front door asks for.
+// Edge is the edge's module: it dials the targets that the cloud's front door asks for.
 type Edge struct {
 	dial tunnel.DialFunc
 }
 
-// NewEdge returns the module. dial decides what may be dialled.
+// NewEdge returns the module. dial decides which targets are permitted.
 func NewEdge(dial tunnel.DialFunc) *Edge { return &Edge{dial: dial} }
 
 // Name implements tunnel.Module.
@@ -26,7 +26,7 @@ func (e *Edge) Routes() map[string]tunnel.Handler {
 	}
 }
 
-// Run implements tunnel.Module. The sessions do the work and wait for it.
+// Run implements tunnel.Module. The sessions own the conns and wait for them.
 func (e *Edge) Run(ctx context.Context) error {
 	<-ctx.Done()
 	return nil

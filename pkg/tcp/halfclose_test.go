@@ -6,14 +6,14 @@ import (
 	"testing"
 )
 
-// A client that closes its side and then resets leaves nothing behind, though its
-// target is silent and keeps its own side open: the door's Run can return.
+// A client half-closes and then resets, while its target sends nothing and keeps its own side open.
+// The conn ends all the same, and Run can return.
 func TestHalfCloseThenReset(t *testing.T) {
 	ended, release := make(chan struct{}), make(chan struct{})
 	addr := target(t, func(c *net.TCPConn) {
-		io.Copy(io.Discard, c) // to the half-close
+		io.Copy(io.Discard, c) // returns at the half-close
 		close(ended)
-		<-release // and says nothing
+		<-release // sends nothing and keeps its side open
 	})
 	defer close(release)
 	r := run(t, Listener{Target: addr}, new(tunnelDouble))

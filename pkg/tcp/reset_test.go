@@ -40,10 +40,10 @@ func TestResetWhileTheClientSends(t *testing.T) {
 	t.Logf("%d of 200 resets came as a clean end", bad)
 }
 
-// A client that has sent all it has and closed answers later bytes with a reset. What
-// it sent before its FIN still arrives, and ends cleanly.
+// A client that has closed completely answers later bytes with a reset. The bytes that it sent
+// before its FIN still arrive at the target and end cleanly.
 func TestCloseThenReset(t *testing.T) {
-	const sent = 16 << 10 // less than the first window, so that the FIN is not kept back
+	const sent = 16 << 10 // less than the first window, so that the FIN is not delayed
 	type result struct {
 		n   int
 		err error

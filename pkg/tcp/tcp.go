@@ -1,23 +1,23 @@
-// Package tcp is the front door for TCP ports: what connects to a port of the cloud
-// is connected to a target behind an edge, byte for byte.
+// Package tcp is the front door for TCP ports. It connects each caller of a port of the cloud to a
+// target behind an edge, byte for byte.
 //
 //	door := tcp.New([]tcp.Listener{
-//		{Listen: "127.0.0.1:6443", Target: "127.0.0.1:6443"},                 // any connected node, by chance
+//		{Listen: "127.0.0.1:6443", Target: "127.0.0.1:6443"},                 // any connected node, at random
 //		{Listen: "127.0.0.1:2222", Node: "edge1", Target: "127.0.0.1:22"},    // a named node
 //		{Listen: "10.0.0.5:502", Node: "plc", Target: "192.168.0.9:502", Allow: office},
 //	}, directory, log)
 //	err := door.Run(ctx)
 //
-// The cloud runs a [FrontDoor], the edge an [Edge]. They are modules of one name, so
-// that the open request of one is handled by the other.
+// The cloud runs a [FrontDoor], the edge an [Edge]. Both modules have the same name, so the edge's
+// module handles the open requests of the cloud's.
 //
-// A conn behaves like one TCP connection: half-closes and resets pass through both
-// ways, and a target that cannot be had is a reset for the client.
+// A conn behaves like one TCP connection: half-closes and resets pass through in both directions.
+// If the target cannot be reached, the client gets a reset.
 //
-// The front door owns its listeners and the client's conn; the tunnel's conn is its
-// own from Dial on. It knows its callers by their source address alone. Who may pass
-// is Listener.Allow; a listener without one must be on loopback. It has no TLS, no
-// PROXY protocol and no idle timeout: a quiet connection is a connection.
+// The front door owns its listeners, the client's connection and, once Dial has returned, the
+// tunnel's conn. It identifies callers by their source address alone. Listener.Allow lists the
+// sources that may connect; a listener without Allow must be on loopback. The package has no TLS,
+// no PROXY protocol and no idle timeout: an idle connection stays open.
 package tcp
 
 import (
@@ -42,37 +42,39 @@ import (
 const name = "tcp"
 
 const (
-	// dialTimeout bounds a dial through the tunnel, the edge's own dial included.
+	// dialTimeout bounds a dial through the tunnel, including the edge's own dial.
 	dialTimeout = 10 * time.Second
-	// Accept is tried again after backoffFirst, then twice that, up to backoffMost.
-	backoffFirst = 5 * time.Millisecond
-	backoffMost  = time.Second
+	// The first pause after a transient error of Accept is minBackoff. Each further pause is twice
+	// as long, up to maxBackoff.
+	minBackoff = 5 * time.Millisecond
+	maxBackoff = time.Second
 )
 
 // Listener is one port of the front door.
 type Listener struct {
 	Listen string          // host:port; also the key in [mode.cloud.tcp]
-	Node   tunnel.NodeName // empty: any connected node of Among, by chance
-	Among  tunnel.Selector // empty: all
-	Target string          // host:port, as the edge sees it
-	Allow  auth.Sources    // who may connect; empty: loopback, and then Listen must be loopback
+	Node   tunnel.NodeName // empty: any connected node that Among selects, at random
+	Among  tunnel.Selector // empty: all nodes
+	Target string          // host:port, dialled by the edge
+	Allow  auth.Sources    // sources that may connect; empty: loopback only, and then Listen must be loopback
 }
 
 // FrontDoor is the cloud's module.
 type FrontDoor struct {
-	// Counters counts panics; New makes one, and it may be replaced before Run.
+	// Counters counts panics. New sets it; the caller may replace it before Run.
 	Counters *tunnel.Counters
 
 	// Set once.
 	listeners []Listener
 	dialer    tunnel.Dialer
 	log       *slog.Logger
-	grace     time.Duration
-	listen    func(ctx context.Context, network, addr string) (net.Listener, error)
+	grace     time.Duration // how long conns may go on after Run's ctx is done
+	// listen opens a listener; tests replace it.
+	listen func(ctx context.Context, network, addr string) (net.Listener, error)
 
-	mu   sync.Mutex // guards the following
-	up   bool
-	open []net.Listener // in the order of listeners, while up
+	mu   sync.Mutex     // guards the following
+	up   bool           // all listeners are open
+	open []net.Listener // in the order of listeners; nil unless up
 }
 
 var (
@@ -80,7 +82,7 @@ var (
 	_ tunnel.Module = (*Edge)(nil)
 )
 
-// New returns a front door with these listeners, which dials through dialer.
+// New returns a front door with these listeners. It dials targets through dialer.
 func New(listeners []Listener, dialer tunnel.Dialer, log *slog.Logger) *FrontDoor {
 	return &FrontDoor{
 		listeners: listeners,
@@ -95,7 +97,7 @@ func New(listeners []Listener, dialer tunnel.Dialer, log *slog.Logger) *FrontDoo
 // Name implements tunnel.Module.
 func (f *FrontDoor) Name() string { return name }
 
-// Routes implements tunnel.Module. The cloud handles no message: an edge may not open.
+// Routes implements tunnel.Module. It is empty: an edge may not open conns to the cloud.
 func (f *FrontDoor) Routes() map[string]tunnel.Handler { return nil }
 
 // Ready returns nil while all listeners are open.
@@ -108,8 +110,8 @@ func (f *FrontDoor) Ready() error {
 	return nil
 }
 
-// Addrs returns the addresses that the listeners have, in the order of New's, or nil
-// while they are not open.
+// Addrs returns the addresses of the open listeners in the order that New got them, or nil while
+// they are closed.
 func (f *FrontDoor) Addrs() []net.Addr {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -120,9 +122,9 @@ func (f *FrontDoor) Addrs() []net.Addr {
 	return addrs
 }
 
-// Run opens every listener, or none, and serves until ctx is done. Then the
-// listeners close at once, and conns may go on for tunnel.GracePeriod before they are
-// reset. It returns when the last conn has ended.
+// Run opens all listeners, or none if one fails, and serves until ctx is done. Then it closes the
+// listeners at once, and resets the conns that are left after tunnel.GracePeriod. It returns when
+// the last conn has ended.
 func (f *FrontDoor) Run(ctx context.Context) error {
 	open, err := f.openAll(ctx)
 	if err != nil {
@@ -130,16 +132,17 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	}
 	f.setOpen(open, true)
 
-	conns, endConns := tunnel.Grace(ctx, f.grace)
+	connCtx, endConns := tunnel.Grace(ctx, f.grace)
 	defer endConns()
-	var live sync.WaitGroup
+	var conns sync.WaitGroup
 	g, gctx := errgroup.WithContext(ctx)
 	for i, ln := range open {
 		g.Go(func() error {
 			p := newPort(f, f.listeners[i])
 			return p.accept(gctx, ln, func(c net.Conn) {
-				live.Go(func() {
-					if tunnel.Guard(p.log, f.Counters, "the connection ends", func() error { p.serve(conns, c); return nil }) != nil {
+				conns.Go(func() {
+					serve := func() error { p.serve(connCtx, c); return nil }
+					if tunnel.Guard(p.log, f.Counters, "the connection ends", serve) != nil {
 						tunnel.Reset(c)
 					}
 				})
@@ -153,9 +156,9 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 		return nil
 	})
 	if err = g.Wait(); err != nil {
-		endConns() // ctx goes on, so nothing else would end them
+		endConns() // ctx is not done, so nothing else would end them
 	}
-	live.Wait()
+	conns.Wait()
 	return err
 }
 
@@ -165,8 +168,8 @@ func (f *FrontDoor) setOpen(open []net.Listener, up bool) {
 	f.open, f.up = open, up
 }
 
-// openAll opens every listener. All that are in the way of that are reported in one
-// error, and then nothing stays open.
+// openAll opens all listeners. If any of them fails, it closes the others and returns all failures
+// in one error.
 func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
 	var open []net.Listener
 	var errs []error
@@ -186,18 +189,19 @@ func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
 }
 
 func (f *FrontDoor) openOne(ctx context.Context, l Listener) (net.Listener, error) {
-	// Resolved here, so that the address that is checked is the one that is opened.
+	// Resolved here, so that the address checked below is the address that is opened.
 	addr, err := net.ResolveTCPAddr("tcp", l.Listen)
 	if err != nil {
 		return nil, fmt.Errorf("%w; write an address and a port, such as 127.0.0.1:6443", err)
 	}
 	if len(l.Allow) == 0 && !addr.IP.IsLoopback() {
 		return nil, fmt.Errorf("anybody who reaches this address could reach %s on the edge; "+
-			"say who may connect with %q = [\"10.0.0.0/8\"] under [mode.cloud.tcpallow], or listen on 127.0.0.1", l.Target, l.Listen)
+			"say who may connect with %q = [\"10.0.0.0/8\"] under [mode.cloud.tcpallow], or listen on 127.0.0.1",
+			l.Target, l.Listen)
 	}
 	network := "tcp"
 	if addr.IP.To4() != nil {
-		network = "tcp4" // else 0.0.0.0 would open every IPv6 address too
+		network = "tcp4" // otherwise 0.0.0.0 would also open every IPv6 address
 	}
 	ln, err := f.listen(ctx, network, addr.String())
 	switch {
@@ -217,14 +221,15 @@ func closeAll(open []net.Listener) {
 	}
 }
 
-// port is an open listener at work.
+// port serves one open listener.
 type port struct {
 	Listener
 	dialer tunnel.Dialer
 	log    *slog.Logger
 
-	// Of warnings, one a minute each, so that one kind of trouble does not hide another.
-	denied, failed, full, tired tunnel.Limiter
+	// One warning a minute each, so that one kind of failure does not hide another: caller not
+	// allowed, dial warnFailed, limit reached, Accept warnFailed.
+	warnDenied, warnFailed, warnFull, warnAccept tunnel.Limiter
 }
 
 func newPort(f *FrontDoor, l Listener) *port {
@@ -241,33 +246,34 @@ func newPort(f *FrontDoor, l Listener) *port {
 	}
 }
 
-// accept gives every conn that may come in to serve, until ctx is done.
+// accept gives each permitted connection to serve, until ctx is done.
 func (p *port) accept(ctx context.Context, ln net.Listener, serve func(net.Conn)) error {
-	backoff := backoffFirst
+	backoff := minBackoff
 	for {
 		c, err := ln.Accept()
 		switch {
 		case err == nil:
-			backoff = backoffFirst
+			backoff = minBackoff
 		case ctx.Err() != nil:
 			return nil
 		case listen.Transient(err):
-			if n, ok := p.tired.Allow(); ok {
+			if n, ok := p.warnAccept.Allow(); ok {
 				p.log.Warn("cannot accept, trying again", "err", err, "skipped", n)
 			}
 			select {
 			case <-time.After(backoff):
 			case <-ctx.Done():
 			}
-			backoff = min(2*backoff, backoffMost)
+			backoff = min(2*backoff, maxBackoff)
 			continue
 		default:
 			return fmt.Errorf("accepting on %q of [mode.cloud.tcp]: %w", p.Listen, err)
 		}
 		if !p.permits(c.RemoteAddr()) {
 			tunnel.Reset(c)
-			if n, ok := p.denied.Allow(); ok {
-				p.log.Warn("caller denied by [mode.cloud.tcpallow]", "caller", c.RemoteAddr(), "allow", p.Allow, "skipped", n)
+			if n, ok := p.warnDenied.Allow(); ok {
+				p.log.Warn("caller denied by [mode.cloud.tcpallow]",
+					"caller", c.RemoteAddr(), "allow", p.Allow, "skipped", n)
 			}
 			continue
 		}
@@ -275,25 +281,27 @@ func (p *port) accept(ctx context.Context, ln net.Listener, serve func(net.Conn)
 	}
 }
 
+// permits reports whether Allow contains the address of peer.
 func (p *port) permits(peer net.Addr) bool {
 	a, ok := peer.(*net.TCPAddr)
 	return ok && p.Allow.Permits(a.AddrPort().Addr())
 }
 
-// serve connects c to the target until both have ended, or ctx is done.
+// serve connects c to the target until both have ended, or until ctx is done.
 func (p *port) serve(ctx context.Context, c net.Conn) {
 	start := time.Now()
-	caller := c.RemoteAddr() // not in a logger of the conn's own: making one costs, and it seldom writes
+	caller := c.RemoteAddr() // no logger per conn: creating one is expensive, and few conns log anything
 	tunnel.ResetOnDeath(c)
 	target, err := p.dial(ctx, caller.String())
 	if err != nil {
 		tunnel.Reset(c)
 		p.log.Debug("conn refused", "caller", caller, "node", p.Node, "dur", time.Since(start), "err", err)
 		if tunnel.CodeOf(err) == tunnel.Overloaded {
-			if n, ok := p.full.Allow(); ok {
-				p.log.Warn("conn refused: a limit is reached, see docs/limits.md", "node", p.Node, "err", err, "skipped", n)
+			if n, ok := p.warnFull.Allow(); ok {
+				p.log.Warn("conn refused: a limit is reached, see docs/limits.md",
+					"node", p.Node, "err", err, "skipped", n)
 			}
-		} else if n, ok := p.failed.Allow(); ok {
+		} else if n, ok := p.warnFailed.Allow(); ok {
 			p.log.Warn("the target cannot be reached", "node", p.Node, "err", err, "skipped", n)
 		}
 		return

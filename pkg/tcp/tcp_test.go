@@ -24,7 +24,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience is how long anything on loopback may take, on a busy machine.
+// patience bounds every wait on loopback, on a busy machine.
 const patience = 10 * time.Second
 
 // tunnelDouble stands for the tunnel: it dials the target itself.
@@ -64,14 +64,14 @@ func (j *journal) String() string {
 	return j.buf.String()
 }
 
-// running is a front door with one listener, at work.
+// running is a front door with one listener, in operation.
 type running struct {
 	t    *testing.T
 	door *FrontDoor
 	log  *journal
 	stop context.CancelFunc
 	done chan struct{} // closed when Run has returned
-	err  error         // what it returned; read after done
+	err  error         // Run's result; read it after done
 }
 
 func run(t *testing.T, l Listener, d tunnel.Dialer, with ...func(*FrontDoor)) *running {
@@ -136,7 +136,7 @@ func eventually(t *testing.T, what string, ok func() bool) {
 	}
 }
 
-// target serves each conn with serve and returns its address.
+// target is a server that handles each conn with serve. It returns the address.
 func target(t *testing.T, serve func(*net.TCPConn)) string {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -173,7 +173,7 @@ func wantReset(t *testing.T, c net.Conn, why string) {
 	}
 }
 
-// wantTurnedAway connects and wants no more than a reset, which may come at once.
+// wantTurnedAway connects and expects only a reset, which may come during the dial.
 func (r *running) wantTurnedAway(why string) {
 	r.t.Helper()
 	c, err := net.Dial("tcp", r.door.Addrs()[0].String())
@@ -207,8 +207,8 @@ func TestRequest(t *testing.T) {
 }
 
 func TestHalfClose(t *testing.T) {
-	// The target answers when it has everything: it must see the end of the request
-	// while the way back stays open.
+	// The target answers when it has the whole request: it must see the end of the request while
+	// the other direction stays open.
 	addr := target(t, func(c *net.TCPConn) {
 		b, _ := io.ReadAll(c)
 		c.Write(bytes.ToUpper(b))
@@ -243,7 +243,7 @@ func TestHalfCloseByTheTarget(t *testing.T) {
 func TestBytesBeforeACloseArrive(t *testing.T) {
 	sent := make([]byte, 4<<20)
 	rand.Read(sent)
-	addr := target(t, func(c *net.TCPConn) { c.Write(sent) }) // and closes
+	addr := target(t, func(c *net.TCPConn) { c.Write(sent) }) // and then closes
 	c := run(t, Listener{Target: addr}, new(tunnelDouble)).connect()
 	if b, err := io.ReadAll(c); err != nil || !bytes.Equal(b, sent) {
 		t.Errorf("%d of %d bytes, %v", len(b), len(sent), err)
@@ -280,11 +280,12 @@ func TestResetByTheClient(t *testing.T) {
 
 func TestRefusalIsAReset(t *testing.T) {
 	for _, code := range tunnel.Codes() {
-		r := run(t, Listener{Target: "127.0.0.1:1", Node: "edge1"}, &tunnelDouble{refuse: tunnel.Refusef(code, "because")})
+		refusing := &tunnelDouble{refuse: tunnel.Refusef(code, "because")}
+		r := run(t, Listener{Target: "127.0.0.1:1", Node: "edge1"}, refusing)
 		for range 3 {
 			r.wantTurnedAway(code.String())
 		}
-		// The first failure is a warning that names what was wanted; others wait.
+		// The first failure is a warning that names the reason. Further ones are counted.
 		eventually(t, "a warning", func() bool { return strings.Contains(r.log.String(), "because") })
 		if s := r.log.String(); strings.Count(s, "level=WARN") != 1 || !strings.Contains(s, "node=edge1") {
 			t.Errorf("%v: log is %s", code, s)
@@ -303,7 +304,8 @@ func TestAllow(t *testing.T) {
 		return p
 	}
 	t.Run("permitted", func(t *testing.T) {
-		c := run(t, Listener{Listen: "0.0.0.0:0", Target: addr, Allow: allow("127.0.0.0/8")}, new(tunnelDouble)).connect()
+		l := Listener{Listen: "0.0.0.0:0", Target: addr, Allow: allow("127.0.0.0/8")}
+		c := run(t, l, new(tunnelDouble)).connect()
 		io.WriteString(c, "x")
 		if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
 			t.Error(err)
@@ -341,7 +343,8 @@ func TestListenersThatCannotOpen(t *testing.T) {
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			var opened []string
-			door := New([]Listener{{Listen: "127.0.0.1:0"}, {Listen: tc.listen, Target: "127.0.0.1:22"}}, new(tunnelDouble), slog.New(slog.DiscardHandler))
+			listeners := []Listener{{Listen: "127.0.0.1:0"}, {Listen: tc.listen, Target: "127.0.0.1:22"}}
+			door := New(listeners, new(tunnelDouble), slog.New(slog.DiscardHandler))
 			listen := door.listen
 			door.listen = func(ctx context.Context, network, addr string) (net.Listener, error) {
 				ln, err := listen(ctx, network, addr)
@@ -391,7 +394,7 @@ func TestDrain(t *testing.T) {
 	if r.door.Ready() == nil {
 		t.Error("it is ready while it drains")
 	}
-	say() // the live conn goes on
+	say() // the open conn continues
 	select {
 	case <-r.done:
 		t.Fatal("Run has returned with a conn alive")
@@ -404,7 +407,8 @@ func TestDrain(t *testing.T) {
 }
 
 func TestDrainEndsAfterTheGracePeriod(t *testing.T) {
-	r := run(t, Listener{Target: target(t, echo)}, new(tunnelDouble), func(f *FrontDoor) { f.grace = 20 * time.Millisecond })
+	shortGrace := func(f *FrontDoor) { f.grace = 20 * time.Millisecond }
+	r := run(t, Listener{Target: target(t, echo)}, new(tunnelDouble), shortGrace)
 	c := r.connect()
 	io.WriteString(c, "x")
 	io.ReadFull(c, make([]byte, 1))
@@ -415,34 +419,34 @@ func TestDrainEndsAfterTheGracePeriod(t *testing.T) {
 	}
 }
 
-// tired is a listener whose Accept fails before it works.
-type tired struct {
+// failing is a listener whose Accept fails a few times before it works.
+type failing struct {
 	net.Listener
 	err   error
 	times atomic.Int64
 }
 
-func (l *tired) Accept() (net.Conn, error) {
+func (l *failing) Accept() (net.Conn, error) {
 	if l.times.Add(-1) >= 0 {
 		return nil, &net.OpError{Op: "accept", Net: "tcp", Err: l.err}
 	}
 	return l.Listener.Accept()
 }
 
-func listenTired(err error, times int64) func(*FrontDoor) {
+func listenFailing(err error, times int64) func(*FrontDoor) {
 	return func(f *FrontDoor) {
 		listen := f.listen
 		f.listen = func(ctx context.Context, network, addr string) (net.Listener, error) {
 			ln, e := listen(ctx, network, addr)
-			l := &tired{Listener: ln, err: err}
+			l := &failing{Listener: ln, err: err}
 			l.times.Store(times)
 			return l, e
 		}
 	}
 }
 
-func TestAcceptOutlivesAShortage(t *testing.T) {
-	r := run(t, Listener{Target: target(t, echo)}, new(tunnelDouble), listenTired(syscall.EMFILE, 4))
+func TestAcceptRetriesWithoutDescriptors(t *testing.T) {
+	r := run(t, Listener{Target: target(t, echo)}, new(tunnelDouble), listenFailing(syscall.EMFILE, 4))
 	c := r.connect()
 	io.WriteString(c, "x")
 	if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
@@ -455,14 +459,15 @@ func TestAcceptOutlivesAShortage(t *testing.T) {
 }
 
 func TestBrokenListenerReachesMain(t *testing.T) {
-	door := New([]Listener{{Listen: "127.0.0.1:0"}, {Listen: "127.0.0.1:0"}}, new(tunnelDouble), slog.New(slog.DiscardHandler))
-	listenTired(syscall.EINVAL, 1)(door)
+	listeners := []Listener{{Listen: "127.0.0.1:0"}, {Listen: "127.0.0.1:0"}}
+	door := New(listeners, new(tunnelDouble), slog.New(slog.DiscardHandler))
+	listenFailing(syscall.EINVAL, 1)(door)
 	if err := door.Run(t.Context()); !errors.Is(err, syscall.EINVAL) {
 		t.Errorf("Run: %v", err)
 	}
 }
 
-// link records what an edge's session is asked to serve.
+// link records which message a session is asked to serve, and with which dial func.
 type link struct {
 	tunnel.Link
 	served *tunnel.Message
