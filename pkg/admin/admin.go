@@ -1,5 +1,4 @@
-// Package admin is what operators look at: health, metrics, and gRPC's own view of
-// its connections.
+// Package admin serves health, metrics and gRPC's channelz to operators.
 //
 //	reg := admin.NewRegistry(version, counters, directory.Sessions)
 //	health := admin.New(":7000", []admin.Check{
@@ -8,22 +7,21 @@
 //	}, reg, log)
 //	err := health.Run(ctx)
 //
-// [Server] answers on every interface, to anybody, so it shows nothing secret and
-// nothing that names a node:
+// [Server] usually listens on every interface and answers any caller, so it shows no secret and no
+// node's name:
 //
 //	/healthz   200 while the process is alive
-//	/readyz    200 when every check passes, else 503; which ones do not, and which
-//	           have something to say, is listed. ?verbose lists them always
+//	/readyz    200 when every check passes, else 503; lists the checks if one
+//	           fails or has a note. ?verbose always lists them
 //	/metrics   Prometheus
 //
-// [Channelz] shows every connection, so it answers on loopback alone. [Debug] has pprof
-// and the log level besides, on a unix socket that is our own user's.
+// [Channelz] shows every connection, so it listens on loopback only. [Debug] also serves pprof and
+// the log level, on a unix socket of our own user.
 //
-// While the other modules drain, /readyz says 503 by their checks and /metrics is of
-// interest still: give Run a context that ends after theirs have returned.
+// While the other modules drain, their checks make /readyz answer 503, and /metrics is still of
+// interest. So give Run a context that ends after the other modules have returned.
 //
-// The package counts nothing itself, and the local API of the command line tools is not
-// here.
+// The package counts nothing itself. The local API of the command line tools is elsewhere.
 package admin
 
 import (
@@ -46,36 +44,36 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Strangers may connect, so everything they can hold is bounded. A kubelet's probe
-// and a scrape need little of it.
+// Any caller may connect, so everything that a caller can hold is bounded. A kubelet's probe and a
+// scrape need little of it.
 const (
 	maxHeader      = 64 << 10 // bytes
-	maxScrapes     = 4        // at a time; more are answered 503
+	maxScrapes     = 4        // at a time; further ones are answered with 503
 	headerTimeout  = 2 * time.Second
-	readTimeout    = 10 * time.Second // headers and a body, which nobody needs to send
+	readTimeout    = 10 * time.Second // header and body; no request here needs a body
 	scrapeTimeout  = 10 * time.Second // Prometheus' own default
 	writeTimeout   = 30 * time.Second
-	idleTimeout    = 10 * time.Second // a scraper may have to connect again; that costs it little
-	shutdownWithin = time.Second
+	idleTimeout    = 10 * time.Second // a scraper may then have to connect again, which is cheap
+	shutdownWithin = time.Second      // after it, responses that are still being read are cut off
 )
 
 // DefaultConns is how many connections the health port serves at once.
 const DefaultConns = 256
 
-// Check is one line of /readyz. Its functions may be nil. They answer at once, for any
-// goroutine, and what they say holds no secret and names no node: everybody can read it.
+// Check is one line of /readyz. Each of its functions may be nil. They return at once, may be
+// called by any goroutine, and return no secret and no node's name: everybody can read the result.
 type Check struct {
 	Name string
-	// Ready returns nil, or why not.
+	// Ready returns nil when the module can serve, or the reason why it cannot.
 	Ready func() error
-	// Note says what is degraded and needs somebody, though not so that clients should
-	// be sent elsewhere; "" when nothing is.
+	// Note says what is degraded and needs an operator, though clients need not be sent elsewhere.
+	// It returns "" when nothing is degraded.
 	Note func() string
-	// Status says how well it goes when all is well.
+	// Status says how well the module works while nothing is wrong.
 	Status func() string
 }
 
-// line returns the check's line, and whether it passes and has nothing to note.
+// line returns the check's line. passed: Ready returned nil. quiet: passed, and there is no note.
 func (c Check) line() (line string, passed, quiet bool) {
 	if c.Ready != nil {
 		if err := c.Ready(); err != nil {
@@ -96,7 +94,7 @@ func (c Check) line() (line string, passed, quiet bool) {
 	return line, true, true
 }
 
-// oneLine joins the lines of what errors.Join, for one, has put below each other.
+// oneLine replaces line breaks, such as those of errors.Join, by semicolons.
 func oneLine(s string) string {
 	lines := strings.FieldsFunc(s, func(r rune) bool { return r == '\n' || r == '\r' })
 	return strings.Join(lines, "; ")
@@ -105,14 +103,18 @@ func oneLine(s string) string {
 // Server serves health and metrics. It is the module "admin".
 type Server struct {
 	// Set once.
-	listen  string
-	checks  []Check
+	listen string
+	checks []Check
+	// metrics answers /metrics.
 	metrics http.Handler
 	log     *slog.Logger
 
 	// Set before Run.
-	Conns    int              // connections at once, an eighth of them of one source, see listen.Strangers; 0: DefaultConns
-	Counters *tunnel.Counters // counts further ones, which are closed; nil: nobody looks
+	// Conns bounds the open connections; 0: DefaultConns. One source gets an eighth of them, see
+	// listen.Strangers.
+	Conns int
+	// Counters counts the connections closed because of that limit; nil: not counted.
+	Counters *tunnel.Counters
 
 	addr atomic.Pointer[net.Addr] // nil while not listening
 }
@@ -126,7 +128,7 @@ func New(listen string, checks []Check, reg prometheus.Gatherer, log *slog.Logge
 		checks: checks,
 		metrics: promhttp.HandlerFor(reg, promhttp.HandlerOpts{
 			ErrorLog:            slog.NewLogLogger(log.Handler(), slog.LevelWarn),
-			ErrorHandling:       promhttp.ContinueOnError, // one bad number hides no other
+			ErrorHandling:       promhttp.ContinueOnError, // one bad metric does not hide the others
 			MaxRequestsInFlight: maxScrapes,
 			Timeout:             scrapeTimeout,
 		}),
@@ -169,17 +171,17 @@ func (s *Server) Run(ctx context.Context) error {
 		ConnState:                    noteState,
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
 	}
-	served := make(chan error, 1) // one send, whether or not it is waited for
+	served := make(chan error, 1) // capacity 1: the goroutine ends even if the result is not read
 	go func() { served <- srv.Serve(s.newStrangerListener(listen.Steady(ln, s.log))) }()
 	select {
 	case err := <-served:
 		return fmt.Errorf("serving health and metrics on %s: %w", addr, err)
 	case <-ctx.Done():
 	}
-	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWithin)
+	shutdownCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWithin)
 	defer cancel()
-	if err := srv.Shutdown(last); err != nil {
-		srv.Close() //nolint:errcheck // somebody reads slowly; nothing is lost
+	if err := srv.Shutdown(shutdownCtx); err != nil {
+		srv.Close() //nolint:errcheck // a client reads slowly; nothing is lost
 	}
 	if err := <-served; !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("serving health and metrics on %s: %w", addr, err)
@@ -187,7 +189,7 @@ func (s *Server) Run(ctx context.Context) error {
 	return nil
 }
 
-// openPort opens addr, or says what to do.
+// openPort opens addr. If that fails, the error says what to do.
 func openPort(ctx context.Context, addr string) (net.Listener, error) {
 	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
 	switch {
@@ -199,9 +201,10 @@ func openPort(ctx context.Context, addr string) (net.Listener, error) {
 	return ln, err
 }
 
-// strangerListener bounds the connections. Who asks is never known, so all of them are
-// strangers, and those that wait for a request are silent. This machine's own connections
-// have places of their own: a kubelet probes a pod of the node's network from there.
+// strangerListener bounds the open connections. Callers never authenticate, so all of them are
+// strangers; a connection that waits for a request is silent. This machine's own connections count
+// as known and have places of their own: a kubelet probes a pod in the host network from the same
+// address.
 type strangerListener struct {
 	net.Listener
 	strangers *listen.Strangers
@@ -246,10 +249,10 @@ type strangerConn struct {
 	place *listen.Stranger
 }
 
-// noteState is told by net/http what a connection does.
+// noteState is net/http's ConnState hook: it tells the place whether the connection is silent.
 func noteState(c net.Conn, state http.ConnState) {
 	switch state {
-	case http.StateActive: // the first byte of a request has come
+	case http.StateActive: // the first byte of a request has arrived
 		c.(strangerConn).place.Spoke()
 	case http.StateIdle:
 		c.(strangerConn).place.Silent()
@@ -268,6 +271,7 @@ func (s *Server) handler() http.Handler {
 	return mux
 }
 
+// register adds the handlers that Server and Debug share.
 func (s *Server) register(mux *http.ServeMux) {
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, http.StatusOK, "ok")
@@ -276,8 +280,8 @@ func (s *Server) register(mux *http.ServeMux) {
 	mux.Handle("GET /metrics", s.metrics)
 }
 
-// ready answers as kube-apiserver does: "ok", or the list of checks when one fails or
-// has a note, or ?verbose asks for it.
+// ready answers as kube-apiserver does: "ok", or the list of checks if one of them fails or has a
+// note, or if ?verbose asks for the list.
 func (s *Server) ready(w http.ResponseWriter, r *http.Request) {
 	var list strings.Builder
 	ready, short := true, !r.URL.Query().Has("verbose")
@@ -302,5 +306,5 @@ func answer(w http.ResponseWriter, status int, body string) {
 	h.Set("X-Content-Type-Options", "nosniff")
 	h.Set("Cache-Control", "no-store")
 	w.WriteHeader(status)
-	w.Write([]byte(body)) //nolint:errcheck // the caller has gone
+	w.Write([]byte(body)) //nolint:errcheck // fails only when the caller has gone
 }

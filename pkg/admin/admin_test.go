@@ -69,7 +69,7 @@ func start(t *testing.T, m module) string {
 
 func discard() *slog.Logger { return slog.New(slog.DiscardHandler) }
 
-// get returns the status and the body of a request on a conn of its own.
+// get sends a request on a new connection and returns the response's status and body.
 func get(t *testing.T, method, url string) (int, string) {
 	t.Helper()
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}, Timeout: patience}
@@ -125,7 +125,7 @@ func TestHealth(t *testing.T) {
 	want("OPTIONS", "/metrics", 405, "")
 }
 
-// TestNote: what is degraded is said, and takes nothing out of service.
+// A note is listed, and does not make /readyz fail.
 func TestNote(t *testing.T) {
 	var fault, note, status string
 	s := New("127.0.0.1:0", []Check{
@@ -173,7 +173,8 @@ func TestNote(t *testing.T) {
 func TestDegraded(t *testing.T) {
 	note := ""
 	reg := prometheus.NewPedanticRegistry()
-	reg.MustRegister(NewDegradedCollector([]Check{{Name: "quiet"}, {Name: "auth", Note: func() string { return note }}}))
+	checks := []Check{{Name: "quiet"}, {Name: "auth", Note: func() string { return note }}}
+	reg.MustRegister(NewDegradedCollector(checks))
 	for _, want := range []float64{0, 1, 0} {
 		families, err := reg.Gather()
 		if err != nil || len(families) != 1 || len(families[0].GetMetric()) != 1 {
@@ -279,8 +280,8 @@ func TestPortTaken(t *testing.T) {
 	}
 }
 
-// A host that parks more keep-alives than there are places does not make a probe from
-// another address fail, and is let go of after a while.
+// One host opens more idle keep-alive connections than it may have places. A probe from another
+// address still succeeds, and idle connections are closed after a while.
 func TestParkedConnectionsLeaveRoom(t *testing.T) {
 	s := New("127.0.0.1:0", nil, prometheus.NewRegistry(), discard())
 	s.Counters = new(tunnel.Counters)
@@ -304,7 +305,8 @@ func TestParkedConnectionsLeaveRoom(t *testing.T) {
 		parked = append(parked, c)
 	}
 	if len(parked) != DefaultConns/8 || closed != DefaultConns+10-DefaultConns/8 {
-		t.Errorf("%d connections of one address are served and %d closed, want %d to be served", len(parked), closed, DefaultConns/8)
+		t.Errorf("%d connections of one address are served and %d closed, want %d to be served",
+			len(parked), closed, DefaultConns/8)
 	}
 	if n := s.Counters.LimitedBy(tunnel.LimitHealth); n != uint64(closed) {
 		t.Errorf("the limit is counted %d times, want %d", n, closed)
@@ -321,7 +323,7 @@ func TestParkedConnectionsLeaveRoom(t *testing.T) {
 	if idleTimeout > 10*time.Second {
 		t.Errorf("an idle connection is kept for %s", idleTimeout)
 	}
-	// A place that is given back is free again.
+	// A released place is free again.
 	parked[0].Close()
 	late := time.After(patience)
 	for {
@@ -343,10 +345,14 @@ func TestParkedConnectionsLeaveRoom(t *testing.T) {
 	}
 }
 
-// Few addresses that hold all places, silent, in the middle of a header or behind an
-// answer, do not make a probe from another address wait.
+// A few addresses hold all places: silent, in the middle of a header, or idle after a response. A
+// probe from another address does not have to wait.
 func TestFewAddressesLeaveRoom(t *testing.T) {
-	for name, begin := range map[string]string{"silent": "", "half a header": "GET /metrics HTTP/1.1\r\n", "behind an answer": "GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n"} {
+	for name, begin := range map[string]string{
+		"silent":           "",
+		"half a header":    "GET /metrics HTTP/1.1\r\n",
+		"behind an answer": "GET /healthz HTTP/1.1\r\nHost: x\r\n\r\n",
+	} {
 		t.Run(name, func(t *testing.T) {
 			s := New("127.0.0.1:0", nil, prometheus.NewRegistry(), discard())
 			addr := start(t, s)
@@ -364,7 +370,8 @@ func TestFewAddressesLeaveRoom(t *testing.T) {
 				io.WriteString(c, begin)
 			}
 			other := from(2)
-			probe := &http.Client{Timeout: patience, Transport: &http.Transport{DisableKeepAlives: true, DialContext: other.DialContext}}
+			transport := &http.Transport{DisableKeepAlives: true, DialContext: other.DialContext}
+			probe := &http.Client{Timeout: patience, Transport: transport}
 			for range 20 {
 				begun := time.Now()
 				resp, err := probe.Get("http://" + addr + "/healthz")
@@ -389,7 +396,7 @@ func TestHugeHeaderIsRefused(t *testing.T) {
 	defer c.Close()
 	c.SetDeadline(time.Now().Add(patience))
 	io.WriteString(c, "GET /healthz HTTP/1.1\r\nHost: x\r\n")
-	go func() { // ends when the server closes, or with c
+	go func() { // ends when the server closes the connection, or when c is closed
 		line := "X: " + strings.Repeat("x", 1000) + "\r\n"
 		for range 1000 {
 			if _, err := io.WriteString(c, line); err != nil {
@@ -398,7 +405,7 @@ func TestHugeHeaderIsRefused(t *testing.T) {
 		}
 	}()
 	b := make([]byte, 12)
-	// The answer may be overtaken by the reset that follows it.
+	// The reset that follows the response may overtake it.
 	if _, err := io.ReadFull(c, b); err == nil && string(b) != "HTTP/1.1 431" {
 		t.Errorf("answered %q", b)
 	}
@@ -419,7 +426,8 @@ func TestChannelzIsOnLoopbackOnly(t *testing.T) {
 func TestChannelz(t *testing.T) {
 	addr := start(t, NewChannelz("127.0.0.1:0", discard()))
 	ask := func(opts ...grpc.DialOption) (*channelz.GetServersResponse, error) {
-		conn, err := grpc.NewClient("passthrough:///"+addr, append(opts, grpc.WithTransportCredentials(insecure.NewCredentials()))...)
+		opts = append(opts, grpc.WithTransportCredentials(insecure.NewCredentials()))
+		conn, err := grpc.NewClient("passthrough:///"+addr, opts...)
 		if err != nil {
 			t.Fatal(err)
 		}

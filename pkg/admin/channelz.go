@@ -19,18 +19,19 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// What a client of channelz may hold.
+// Limits of a channelz client.
 const (
 	channelzStreams   = 16       // per connection
-	channelzRequest   = 4 << 10  // bytes; requests are a few numbers
+	channelzRequest   = 4 << 10  // bytes; a request holds a few numbers
 	channelzHeader    = 16 << 10 // bytes
 	channelzHandshake = 5 * time.Second
 )
 
-// Channelz serves gRPC's channelz service, for tools such as grpcdebug. It shows the
-// address of every peer and asks nobody who they are, so it answers on loopback only.
-// It is the module "channelz".
+// Channelz serves gRPC's channelz service, for tools such as grpcdebug. It shows the address of
+// every peer and does not authenticate callers, so it listens on loopback only. It is the module
+// "channelz".
 type Channelz struct {
+	// Set once.
 	listen string
 	log    *slog.Logger
 
@@ -58,16 +59,16 @@ func (z *Channelz) Addr() net.Addr {
 	return nil
 }
 
-// Run listens and serves until ctx is done. An address that is not on loopback is an
-// error.
+// Run listens and serves until ctx is done. An address that is not on loopback is an error.
 func (z *Channelz) Run(ctx context.Context) error {
-	// Resolved here, so that the address that is checked is the one that is opened.
+	// Resolved here, so that the address checked below is the address that is opened.
 	addr, err := net.ResolveTCPAddr("tcp", z.listen)
 	if err != nil {
 		return fmt.Errorf("channelzaddr %q: %w; write an address and a port, such as 127.0.0.1:7001", z.listen, err)
 	}
 	if !addr.IP.IsLoopback() {
-		return fmt.Errorf("channelzaddr %q: channelz shows every connection to whoever asks, so it is served on loopback only; write 127.0.0.1:%d", z.listen, addr.Port)
+		return fmt.Errorf("channelzaddr %q: channelz shows every connection to whoever asks, "+
+			"so it is served on loopback only; write 127.0.0.1:%d", z.listen, addr.Port)
 	}
 	ln, err := openPort(ctx, addr.String())
 	if err != nil {
@@ -86,19 +87,19 @@ func (z *Channelz) Run(ctx context.Context) error {
 		grpc.WaitForHandlers(true),
 	)
 	service.RegisterChannelzServiceToServer(srv)
-	// Stop, not GracefulStop: nothing is lost, and a reader need not be waited for.
+	// Stop, not GracefulStop: nothing is lost, and a slow reader must not delay the end.
 	stop := context.AfterFunc(ctx, srv.Stop)
 	defer stop()
 	if err := srv.Serve(listen.Steady(ln, z.log)); err != nil && ctx.Err() == nil {
 		return fmt.Errorf("serving channelz on %s: %w", a, err)
 	}
-	srv.Stop() // waits until handlers have returned, whoever stopped it first
+	srv.Stop() // returns when all handlers have returned, also if AfterFunc called it first
 	return nil
 }
 
-// localAuthority answers only those who asked for this machine by a name of its own.
-// A web page in a browser on this machine cannot: it would come with its own name,
-// however that name resolves.
+// localAuthority answers only callers whose :authority is a name or an address of loopback. A web
+// page in a browser on this machine cannot pass: its requests carry the page's own host name, even
+// if that name resolves to loopback.
 func localAuthority(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
 	md, _ := metadata.FromIncomingContext(ctx)
 	for _, authority := range md.Get(":authority") {
@@ -109,6 +110,7 @@ func localAuthority(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next 
 	return next(ctx, req)
 }
 
+// isLocal reports whether authority, with or without a port, is localhost or a loopback address.
 func isLocal(authority string) bool {
 	host, _, err := net.SplitHostPort(authority)
 	if err != nil {

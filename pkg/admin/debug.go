@@ -19,26 +19,26 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// What a client of the socket may hold. It is our own user or root, so this is against
-// mistakes.
+// Limits of a client of the socket. The client is our own user or root, so they protect against
+// mistakes only.
 const (
-	debugConns = 16
+	debugConns = 16 // at a time
 	maxLevel   = 16 // bytes of a log level
 )
 
-// Debug serves what is for the operator of this machine alone, on a unix socket:
+// Debug serves the operator of this machine alone, on a unix socket:
 //
 //	curl --unix-socket /run/tunnel/cloud.sock http://localhost/loglevel
 //	curl --unix-socket /run/tunnel/cloud.sock -X PUT -d debug http://localhost/loglevel
 //	curl --unix-socket /run/tunnel/cloud.sock -o heap http://localhost/debug/pprof/heap
 //
-// and /healthz, /readyz and /metrics as [Server] does. Who may connect is decided by the
-// socket's permissions: the user that the process runs as. It is the module "debug".
+// and /healthz, /readyz and /metrics as [Server] does. The socket's permissions decide who may
+// connect: the user that the process runs as. It is the module "debug".
 type Debug struct {
 	// Set once.
 	path   string
-	health *Server // whose answers are served here, too; it need not run
-	level  *slog.LevelVar
+	health *Server        // its responses are served here, too; it need not run
+	level  *slog.LevelVar // of the process's log
 	log    *slog.Logger
 
 	addr atomic.Pointer[net.Addr] // nil while not listening
@@ -46,7 +46,7 @@ type Debug struct {
 
 var _ tunnel.Module = (*Debug)(nil)
 
-// NewDebug returns a server for the socket path. level is that of the process's log.
+// NewDebug returns a server for the socket path. level is the level of the process's log.
 func NewDebug(path string, health *Server, level *slog.LevelVar, log *slog.Logger) *Debug {
 	return &Debug{path: path, health: health, level: level, log: log}
 }
@@ -79,19 +79,19 @@ func (d *Debug) Run(ctx context.Context) error {
 		ReadHeaderTimeout: headerTimeout,
 		IdleTimeout:       idleTimeout,
 		MaxHeaderBytes:    maxHeader,
-		// No write timeout: a profile takes as long as was asked for.
+		// No write timeout: the client chooses how long a profile takes.
 		ErrorLog: slog.NewLogLogger(d.log.Handler(), slog.LevelDebug),
 	}
-	served := make(chan error, 1) // one send, whether or not it is waited for
+	served := make(chan error, 1) // capacity 1: the goroutine ends even if the result is not read
 	go func() { served <- srv.Serve(netutil.LimitListener(listen.Steady(ln, d.log), debugConns)) }()
 	select {
 	case err := <-served:
 		return fmt.Errorf("serving operators on %s: %w", d.path, err)
 	case <-ctx.Done():
 	}
-	last, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWithin)
+	shutdownCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWithin)
 	defer cancel()
-	if err := srv.Shutdown(last); err != nil {
+	if err := srv.Shutdown(shutdownCtx); err != nil {
 		srv.Close() //nolint:errcheck // a profile is cut short; nothing is lost
 	}
 	if err := <-served; !errors.Is(err, http.ErrServerClosed) {
@@ -107,7 +107,7 @@ func (d *Debug) handler() http.Handler {
 		answer(w, http.StatusOK, strings.ToLower(d.level.Level().String())+"\n")
 	})
 	mux.HandleFunc("PUT /loglevel", d.setLevel)
-	mux.HandleFunc("GET /debug/pprof/", pprof.Index) // the named profiles as well
+	mux.HandleFunc("GET /debug/pprof/", pprof.Index) // also serves the named profiles
 	mux.HandleFunc("GET /debug/pprof/cmdline", pprof.Cmdline)
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
 	mux.HandleFunc("GET /debug/pprof/symbol", pprof.Symbol)
@@ -115,7 +115,7 @@ func (d *Debug) handler() http.Handler {
 	return mux
 }
 
-// setLevel changes what is logged from now on.
+// setLevel changes the level of the process's log.
 func (d *Debug) setLevel(w http.ResponseWriter, r *http.Request) {
 	text, err := io.ReadAll(http.MaxBytesReader(w, r.Body, maxLevel))
 	var level slog.Level
@@ -126,8 +126,10 @@ func (d *Debug) setLevel(w http.ResponseWriter, r *http.Request) {
 		answer(w, http.StatusBadRequest, "the body is debug, info, warn or error\n")
 		return
 	}
-	was := d.level.Level()
+	previous := d.level.Level()
 	d.level.Set(level)
-	d.log.Log(r.Context(), max(level, slog.LevelInfo), "log level changed", "from", was.String(), "to", level.String()) // it is to be seen at the new level
+	// At least at the new level, so that the new level does not hide it.
+	d.log.Log(r.Context(), max(level, slog.LevelInfo), "log level changed",
+		"from", previous.String(), "to", level.String())
 	answer(w, http.StatusOK, strings.ToLower(level.String())+"\n")
 }

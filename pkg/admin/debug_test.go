@@ -14,9 +14,9 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// TestDebug asks everything that the socket has.
+// Debug serves health, metrics, the log level and pprof, and removes its socket at the end.
 func TestDebug(t *testing.T) {
-	dir, err := os.MkdirTemp("", "sock") // t.TempDir's is too long for a socket
+	dir, err := os.MkdirTemp("", "sock") // t.TempDir's path is too long for a socket
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -49,7 +49,8 @@ func TestDebug(t *testing.T) {
 			{"GET", "/debug/pprof/cmdline", "", 200, "admin"},
 			{"GET", "/debug/pprof/no-such", "", 404, ""},
 		} {
-			req, err := http.NewRequestWithContext(t.Context(), c.method, "http://localhost"+c.path, strings.NewReader(c.body))
+			url := "http://localhost" + c.path
+			req, err := http.NewRequestWithContext(t.Context(), c.method, url, strings.NewReader(c.body))
 			if err != nil {
 				t.Fatal(err)
 			}

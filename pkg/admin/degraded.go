@@ -2,11 +2,12 @@ package admin
 
 import "github.com/prometheus/client_golang/prometheus"
 
-// NewDegradedCollector shows for each check that may have something to note whether it has,
-// so that an alert can be made of what /readyz?verbose says in words.
+// NewDegradedCollector returns a gauge for each check that has a Note func: 1 while there is a
+// note. Operators can then alert on what /readyz?verbose says in words.
 func NewDegradedCollector(checks []Check) prometheus.Collector {
 	return degraded{checks, prometheus.NewDesc("tunnel_degraded",
-		"1 while the module needs somebody's attention: the line [~] of /readyz?verbose says why.", []string{"module"}, nil)}
+		"1 while the module needs somebody's attention: the line [~] of /readyz?verbose says why.",
+		[]string{"module"}, nil)}
 }
 
 type degraded struct {

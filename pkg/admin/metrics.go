@@ -10,9 +10,9 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// NewRegistry returns a registry with what every process of the tunnel shows: the Go
-// runtime, the process, tunnel_build_info, and the core's counters. sessions returns
-// the live ones; nil when there are none to show.
+// NewRegistry returns a registry with the metrics of every process of the tunnel: the Go runtime,
+// the process, tunnel_build_info, and the core's counters. sessions returns the live sessions; nil
+// if the process has none.
 func NewRegistry(version string, c *tunnel.Counters, sessions func() []*tunnel.Session) *prometheus.Registry {
 	reg := prometheus.NewRegistry()
 	reg.MustRegister(
@@ -24,7 +24,7 @@ func NewRegistry(version string, c *tunnel.Counters, sessions func() []*tunnel.S
 	return reg
 }
 
-// buildInfo returns the gauge that is always 1 and says by its labels what runs.
+// buildInfo returns the gauge that is always 1. Its labels say which build is running.
 func buildInfo(version string) prometheus.Collector {
 	revision := "unknown"
 	if info, ok := debug.ReadBuildInfo(); ok {
@@ -43,9 +43,10 @@ func buildInfo(version string) prometheus.Collector {
 	return g
 }
 
-// collector reads the core's counters when it is asked, so that the core itself knows
-// no Prometheus. No label names a node: there may be 10,000.
+// collector reads the core's counters at each scrape, so that the core does not depend on
+// Prometheus. No label names a node: there may be 10,000.
 type collector struct {
+	// Set once.
 	sessions func() []*tunnel.Session
 	counts   []count
 	c        *tunnel.Counters
@@ -59,28 +60,36 @@ type count struct {
 	load func() uint64
 }
 
-// NewCollector shows c, and how many sessions and conns there are now.
+// NewCollector returns a collector of c, and of the current numbers of sessions and conns.
 func NewCollector(c *tunnel.Counters, sessions func() []*tunnel.Session) prometheus.Collector {
 	return &collector{
 		sessions: sessions,
 		c:        c,
 		counts: []count{
 			{desc("tunnel_sessions_established_total", "Sessions established."), c.Sessions.Load},
-			{desc("tunnel_sessions_replaced_total", "Sessions that a newer one of the same node ended."), c.Replaced.Load},
+			{desc("tunnel_sessions_replaced_total",
+				"Sessions that a newer one of the same node ended."), c.Replaced.Load},
 			{desc("tunnel_joins_refused_total", "Joins refused before they became sessions."), c.JoinsRefused.Load},
 			{desc("tunnel_conns_opened_total", "Conns opened."), c.Conns.Load},
-			{desc("tunnel_conns_by_data_connection_total", "Of the conns opened, those that went by a data connection."), c.DataConns.Load},
-			{desc("tunnel_data_connections_opened_total", "TCP connections opened beside the session's own, to carry one conn at a time."), c.Connections.Load},
+			{desc("tunnel_conns_by_data_connection_total",
+				"Of the conns opened, those that went by a data connection."), c.DataConns.Load},
+			{desc("tunnel_data_connections_opened_total",
+				"TCP connections opened beside the session's own, to carry one conn at a time."), c.Connections.Load},
 			{desc("tunnel_conns_reset_total", "Conns that ended by a reset."), c.Resets.Load},
 			{desc("tunnel_sent_bytes_total", "Payload bytes of conns handed to the other side."), c.BytesSent.Load},
-			{desc("tunnel_received_bytes_total", "Payload bytes of conns that came from the other side."), c.BytesReceived.Load},
-			{desc("tunnel_unknown_messages_total", "Control messages that nobody handles, from a newer peer or a hostile one."), c.UnknownMessages.Load},
-			{desc("tunnel_contested_pods_total", "Requests for a pod that were refused because two nodes claim the pod."), c.ContestedPods.Load},
-			{desc("tunnel_panics_total", "Panics that ended one session, connection or request. Each is a bug."), c.Panics.Load},
+			{desc("tunnel_received_bytes_total",
+				"Payload bytes of conns that came from the other side."), c.BytesReceived.Load},
+			{desc("tunnel_unknown_messages_total",
+				"Control messages that nobody handles, from a newer peer or a hostile one."), c.UnknownMessages.Load},
+			{desc("tunnel_contested_pods_total",
+				"Requests for a pod that were refused because two nodes claim the pod."), c.ContestedPods.Load},
+			{desc("tunnel_panics_total",
+				"Panics that ended one session, connection or request. Each is a bug."), c.Panics.Load},
 		},
-		live:    desc("tunnel_sessions", "Sessions now."),
-		conns:   desc("tunnel_conns", "Conns now, those being dialled included."),
-		data:    desc("tunnel_data_connections", "TCP connections now beside the sessions' own, with a conn or waiting for one."),
+		live:  desc("tunnel_sessions", "Sessions now."),
+		conns: desc("tunnel_conns", "Conns now, those being dialled included."),
+		data: desc("tunnel_data_connections",
+			"TCP connections now beside the sessions' own, with a conn or waiting for one."),
 		refused: desc("tunnel_conns_refused_total", "Conns that were not opened, by the code of the refusal.", "code"),
 		limited: desc("tunnel_limited_total", "How often a limit of docs/limits.md was reached.", "limit"),
 		waiting: desc("tunnel_opens_waiting", "Opens now that wait for the limits conns, opens or dials."),
@@ -91,15 +100,18 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 	return prometheus.NewDesc(name, help, labels, nil)
 }
 
-// NewRelayCollector shows what is relayed between this replica and others, whose number
-// replicas returns. A relayed conn is one of the holder's own as well.
+// NewRelayCollector returns a collector of what is relayed between this replica and others.
+// replicas returns how many others have joined. The replica that holds a node also counts each
+// relayed conn as one of its own.
 func NewRelayCollector(c *tunnel.Counters, replicas func() int) prometheus.Collector {
 	return &relayCollector{c: c, replicas: replicas, counts: []count{
 		{desc("tunnel_relay_conns_opened_total", "Conns opened to or for another replica."), c.Conns.Load},
 		{desc("tunnel_relay_conns_reset_total", "Such conns that ended by a reset."), c.Resets.Load},
 		{desc("tunnel_relay_sent_bytes_total", "Payload bytes handed to other replicas."), c.BytesSent.Load},
-		{desc("tunnel_relay_received_bytes_total", "Payload bytes that came from other replicas."), c.BytesReceived.Load},
-		{desc("tunnel_relay_panics_total", "Panics that ended a session with another replica, or a conn of one. Each is a bug."), c.Panics.Load},
+		{desc("tunnel_relay_received_bytes_total",
+			"Payload bytes that came from other replicas."), c.BytesReceived.Load},
+		{desc("tunnel_relay_panics_total",
+			"Panics that ended a session with another replica, or a conn of one. Each is a bug."), c.Panics.Load},
 	}}
 }
 
@@ -117,15 +129,20 @@ func (c *relayCollector) Collect(ch chan<- prometheus.Metric) {
 	for _, n := range c.counts {
 		ch <- prometheus.MustNewConstMetric(n.desc, prometheus.CounterValue, float64(n.load()))
 	}
-	refused := desc("tunnel_relay_conns_refused_total", "Conns that were refused to or by another replica, by the code of the refusal.", "code")
+	refused := desc("tunnel_relay_conns_refused_total",
+		"Conns that were refused to or by another replica, by the code of the refusal.", "code")
 	for _, code := range tunnel.Codes() {
-		ch <- prometheus.MustNewConstMetric(refused, prometheus.CounterValue, float64(c.c.Refusals(code)), code.String())
+		ch <- prometheus.MustNewConstMetric(refused, prometheus.CounterValue,
+			float64(c.c.Refusals(code)), code.String())
 	}
-	limited := desc("tunnel_relay_limited_total", "How often a limit of docs/limits.md was reached by a session with another replica.", "limit")
-	for _, l := range []tunnel.Limit{tunnel.LimitConns, tunnel.LimitMessage, tunnel.LimitOutbox} { // a replica has no other
+	limited := desc("tunnel_relay_limited_total",
+		"How often a limit of docs/limits.md was reached by a session with another replica.", "limit")
+	// Sessions with replicas have no other limits.
+	for _, l := range []tunnel.Limit{tunnel.LimitConns, tunnel.LimitMessage, tunnel.LimitOutbox} {
 		ch <- prometheus.MustNewConstMetric(limited, prometheus.CounterValue, float64(c.c.LimitedBy(l)), l.String())
 	}
-	ch <- prometheus.MustNewConstMetric(desc("tunnel_replicas", "Other replicas that have joined this one."), prometheus.GaugeValue, float64(c.replicas()))
+	joined := desc("tunnel_replicas", "Other replicas that have joined this one.")
+	ch <- prometheus.MustNewConstMetric(joined, prometheus.GaugeValue, float64(c.replicas()))
 }
 
 // Describe implements prometheus.Collector.
@@ -146,9 +163,10 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for _, n := range c.counts {
 		ch <- prometheus.MustNewConstMetric(n.desc, prometheus.CounterValue, float64(n.load()))
 	}
-	// All codes, those that never happened too: an alert on a rate needs the zero.
+	// All codes, also those that never occurred: an alert on a rate needs the zero.
 	for _, code := range tunnel.Codes() {
-		ch <- prometheus.MustNewConstMetric(c.refused, prometheus.CounterValue, float64(c.c.Refusals(code)), code.String())
+		ch <- prometheus.MustNewConstMetric(c.refused, prometheus.CounterValue,
+			float64(c.c.Refusals(code)), code.String())
 	}
 	for _, l := range tunnel.Limits() {
 		ch <- prometheus.MustNewConstMetric(c.limited, prometheus.CounterValue, float64(c.c.LimitedBy(l)), l.String())
