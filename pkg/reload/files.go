@@ -11,43 +11,44 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Files is all the certificate files of a process, as the module "certificates". It is built
-// by one goroutine, and not added to once it runs.
+// Files holds all certificate files of a process. It is the module "certificates". One goroutine
+// builds it; nothing is added after Run has started.
 type Files struct {
+	// Set before Run.
 	log *slog.Logger
-	all []use
+	all []entry
 }
 
-// use is where some files are configured, and the files.
-type use struct {
+// entry is the place in the configuration that names some files, and the files.
+type entry struct {
 	name string
 	*followed
 }
 
 var _ tunnel.Module = (*Files)(nil)
 
-// NewFiles returns no files yet.
+// NewFiles returns an empty set of files.
 func NewFiles(log *slog.Logger) *Files { return &Files{log: log} }
 
-// Pair adds a certificate and its key. name is where they are configured, such as
-// "mode.cloud.https": it stands in errors, in notes and in metrics, so it names neither
-// a node nor a path.
+// Pair adds a certificate and its key. name says where the configuration names the files, such as
+// "mode.cloud.https". It appears in errors, notes and metrics, so it must name neither a node nor a
+// path.
 func (f *Files) Pair(name, certFile, keyFile string) (*Pair, error) {
 	p, err := NewPair(certFile, keyFile, f.log.With("module", f.Name(), "use", name))
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", name, err)
 	}
-	f.all = append(f.all, use{name, &p.followed})
+	f.all = append(f.all, entry{name, &p.followed})
 	return p, nil
 }
 
-// Pool adds the certificates of authorities. name is as for Pair.
+// Pool adds the certificates of authorities (CAs). name is as for Pair.
 func (f *Files) Pool(name, file string) (*Pool, error) {
 	p, err := NewPool(file, f.log.With("module", f.Name(), "use", name))
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", name, err)
 	}
-	f.all = append(f.all, use{name, &p.followed})
+	f.all = append(f.all, entry{name, &p.followed})
 	return p, nil
 }
 
@@ -57,7 +58,7 @@ func (f *Files) Name() string { return "certificates" }
 // Routes implements tunnel.Module.
 func (f *Files) Routes() map[string]tunnel.Handler { return nil }
 
-// Run implements tunnel.Module: it follows the files until ctx is done.
+// Run implements tunnel.Module. It follows the files until ctx is done.
 func (f *Files) Run(ctx context.Context) error {
 	var all []*followed
 	for _, u := range f.all {
@@ -67,7 +68,7 @@ func (f *Files) Run(ctx context.Context) error {
 	return nil
 }
 
-// Note says which files are bad, or hold what is about to expire; "" if none.
+// Note says which files are bad or hold a certificate that expires soon; "" if there are none.
 func (f *Files) Note() string {
 	var notes []string
 	for _, u := range f.all {
@@ -78,9 +79,11 @@ func (f *Files) Note() string {
 	return strings.Join(notes, "; ")
 }
 
-// expiration is named as Kubernetes' components and cert-manager name theirs.
-var expiration = prometheus.NewDesc("tunnel_certificate_expiration_timestamp_seconds", //nolint:gochecknoglobals // it never changes
-	"When the certificate in use expires (of authorities: the last of them), by where its file is configured. Unix time.", []string{"use"}, nil)
+// expiration has a name like the same metrics of Kubernetes' components and of cert-manager.
+var expiration = prometheus.NewDesc( //nolint:gochecknoglobals // never changes
+	"tunnel_certificate_expiration_timestamp_seconds",
+	"When the certificate in use expires (of authorities: the last of them), "+
+		"by where its file is configured. Unix time.", []string{"use"}, nil)
 
 // Collector returns the metrics of the files.
 func (f *Files) Collector() prometheus.Collector { return collector{f} }

@@ -20,7 +20,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// journal is what a test reads a log from.
+// journal collects a log, for a test to read.
 type journal struct {
 	mu  sync.Mutex // guards the following
 	buf bytes.Buffer
@@ -57,7 +57,7 @@ func rename(t *testing.T, from, to string) {
 	}
 }
 
-// certify returns a certificate that signs itself, and its key.
+// certify returns a self-signed certificate and its key.
 func certify(t *testing.T, name string, from time.Time, life time.Duration) (cert, key []byte) {
 	t.Helper()
 	k, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
@@ -76,19 +76,20 @@ func certify(t *testing.T, name string, from time.Time, life time.Duration) (cer
 	if err != nil {
 		t.Fatal(err)
 	}
-	return pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: keyDER})
+	cert = pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der})
+	return cert, pem.EncodeToMemory(&pem.Block{Type: "PRIVATE KEY", Bytes: keyDER})
 }
 
 const year = 365 * 24 * time.Hour
 
-// good returns a pair that is good for a year.
+// good returns a pair that is valid for a year.
 func good(t *testing.T, name string) (cert, key []byte) {
 	t.Helper()
 	return certify(t, name, time.Now().Add(-time.Minute), year)
 }
 
-// version is one state of a folder that is swapped as a kubelet does it for a Secret:
-// ..data leads to it, and the files lead through ..data.
+// version adds one state of a folder and switches to it as a kubelet does for a Secret: the link
+// ..data points to the state's folder, and each file is a link through ..data.
 func version(t *testing.T, dir, name string, files map[string][]byte) {
 	t.Helper()
 	if err := os.Mkdir(filepath.Join(dir, name), 0o700); err != nil {
@@ -106,7 +107,7 @@ func version(t *testing.T, dir, name string, files map[string][]byte) {
 	rename(t, filepath.Join(dir, "..data_tmp"), filepath.Join(dir, "..data"))
 }
 
-// eventually waits until ok, or fails the test.
+// eventually waits until ok returns true, or fails the test.
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	tick := time.NewTicker(5 * time.Millisecond)

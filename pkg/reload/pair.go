@@ -12,40 +12,40 @@ import (
 // Pair is a certificate and its key, in two files or in one.
 type Pair struct {
 	followed
-	now atomic.Pointer[tls.Certificate]
+	current atomic.Pointer[tls.Certificate] // in use; replaced as a whole
 }
 
-// NewPair reads a certificate with its intermediates, and its key, in PEM. The same
-// file may hold both. It is an error if they do not fit each other. Nothing is followed
-// before Run.
+// NewPair reads a certificate with its intermediates, and its key, in PEM. One file may hold both.
+// It is an error if certificate and key do not match. The files are followed only while Run runs.
 func NewPair(certFile, keyFile string, log *slog.Logger) (*Pair, error) {
 	p := &Pair{followed: followed{paths: []string{certFile, keyFile}, log: log, watch: Watch}}
 	if certFile == keyFile {
 		p.paths = p.paths[:1]
 	}
-	p.adopt = p.take
-	if err := p.first(); err != nil {
+	p.adopt = p.adoptPair
+	if err := p.load(); err != nil {
 		return nil, fmt.Errorf("cert %s with key %s: %w", certFile, keyFile, err)
 	}
 	return p, nil
 }
 
-func (p *Pair) take(contents [][]byte) (validity, error) {
+// adoptPair puts a new pair into use, if its key matches its certificate.
+func (p *Pair) adoptPair(contents [][]byte) (validity, error) {
 	pair, err := tls.X509KeyPair(contents[0], contents[len(contents)-1])
 	if err != nil {
 		return validity{}, err
 	}
 	v := validity{pair.Leaf.NotBefore, pair.Leaf.NotAfter}
-	// At the start there is no better one, and somebody has to see what is wrong.
-	if old := p.now.Load(); old != nil && !v.at(time.Now()) && p.valid.at(time.Now()) {
+	// When the process starts there is no better pair, and the operator has to see what is wrong.
+	if old := p.current.Load(); old != nil && !v.at(time.Now()) && p.valid.at(time.Now()) {
 		return validity{}, errors.New("the new certificate is not valid at this time, and the one in use is")
 	}
-	p.now.Store(&pair)
+	p.current.Store(&pair)
 	return v, nil
 }
 
-// Certificate returns the pair that is in use now. It never changes.
-func (p *Pair) Certificate() *tls.Certificate { return p.now.Load() }
+// Certificate returns the pair that is in use now. The returned value never changes.
+func (p *Pair) Certificate() *tls.Certificate { return p.current.Load() }
 
 // GetCertificate is for tls.Config.
 func (p *Pair) GetCertificate(*tls.ClientHelloInfo) (*tls.Certificate, error) {

@@ -10,37 +10,38 @@ import (
 	"sync/atomic"
 )
 
-// Pool is the certificates of authorities, in one file.
+// Pool holds the certificates of authorities (CAs), in one file.
 type Pool struct {
 	followed
-	now atomic.Pointer[x509.CertPool]
+	current atomic.Pointer[x509.CertPool] // in use; replaced as a whole
 }
 
-// NewPool reads certificates in PEM. Nothing is followed before Run.
+// NewPool reads certificates in PEM. The file is followed only while Run runs.
 func NewPool(file string, log *slog.Logger) (*Pool, error) {
 	p := &Pool{followed: followed{paths: []string{file}, log: log, watch: Watch}}
-	p.adopt = p.take
-	if err := p.first(); err != nil {
+	p.adopt = p.adoptPool
+	if err := p.load(); err != nil {
 		return nil, fmt.Errorf("ca %s: %w", file, err)
 	}
 	return p, nil
 }
 
-func (p *Pool) take(contents [][]byte) (validity, error) {
+// adoptPool puts a new pool into use, if all certificates in the file can be parsed.
+func (p *Pool) adoptPool(contents [][]byte) (validity, error) {
 	pool, v, err := parsePool(contents[0])
 	if err == nil {
-		p.now.Store(pool)
+		p.current.Store(pool)
 	}
 	return v, err
 }
 
-// Pool returns the certificates that are in use now. They never change, so that two
-// answers are the same pool if nothing has changed between them.
-func (p *Pool) Pool() *x509.CertPool { return p.now.Load() }
+// Pool returns the certificates that are in use now. The returned pool never changes: two calls
+// return the same pointer if the file has not changed between them.
+func (p *Pool) Pool() *x509.CertPool { return p.current.Load() }
 
-// parsePool parses a bundle. x509.CertPool.AppendCertsFromPEM passes over what it does
-// not understand, and so would take the half of a file that is being written for all.
-// A pool is of use as long as one of its certificates is.
+// parsePool parses a bundle. x509.CertPool.AppendCertsFromPEM skips what it does not understand, so
+// it would accept the first half of a file that is still being written. The validity returned is
+// that of the certificate that expires last: until then the pool is of use.
 func parsePool(content []byte) (*x509.CertPool, validity, error) {
 	pool, v, n := x509.NewCertPool(), validity{}, 0
 	for {

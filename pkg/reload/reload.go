@@ -1,6 +1,6 @@
-// Package reload keeps up with certificate files that change while the process runs:
-// what renews a certificate (cert-manager, a kubelet that mounts a Secret, certbot, a
-// script) replaces its files and tells nobody.
+// Package reload keeps up with certificate files that change while the process runs. A tool that
+// renews a certificate (cert-manager, a kubelet that mounts a Secret, certbot, a script) replaces
+// its files and does not notify the process.
 //
 //	files := reload.NewFiles(log)
 //	pair, err := files.Pair("mode.cloud.https", "https.crt", "https.key") // fatal when bad
@@ -8,21 +8,21 @@
 //	go files.Run(ctx) // follows them
 //	…
 //	tls.Config{GetCertificate: pair.GetCertificate}
-//	pool.Pool() // what to verify the next caller with
+//	pool.Pool() // verifies the next caller
 //
-// Who uses a [Pair] or a [Pool] asks it for each connection, and holds on to nothing
-// that it has said: connections that are open already go on, new ones see the new state.
+// Users of a [Pair] or a [Pool] ask it for each new connection and keep no result. Open connections
+// are not affected by a change; new ones use the new state.
 //
-// A new state is adopted when it is good as a whole: a certificate and the key that
-// fits it, or nothing but certificates. Until then the last good one stays in use, one
-// line in the log says why, [Files.Note] says so too, and the files are read again and
-// again. A certificate that is about to expire has a line as well, and a metric.
+// A new state is adopted only if all of it is good: a certificate and the key that matches it, or a
+// bundle whose certificates can all be parsed. Until then the last good state stays in use, and the
+// files are read again and again. One line in the log says why, and [Files.Note] says that the files
+// are bad. A certificate that is about to expire causes a log line as well; a metric shows when each
+// one expires.
 //
-// [Watch] is what is under it, for other files: it tells when one changes, within a
-// second, on file systems without notifications as well.
+// [Watch] does the watching, also for other files: it reports a change within a second, even on
+// file systems without notifications.
 //
-// The package verifies no certificate and decides nothing about who may call. It does
-// not renew anything.
+// The package verifies no certificate, decides nothing about who may call, and renews nothing.
 package reload
 
 import (
@@ -38,24 +38,26 @@ import (
 )
 
 const (
-	// maxFile is the largest certificate or key file, in bytes: a system's bundle of
-	// all public authorities has a quarter of it.
+	// maxFile is the largest certificate or key file, in bytes. A system's bundle of all public
+	// authorities is about a quarter of that.
 	maxFile = 1 << 20
-	// expiryInterval is how often certificates in use are looked at.
+	// expiryInterval is how often the certificates in use are checked for expiry.
 	expiryInterval = time.Minute
-	// soon is when a certificate that has not been renewed is worth a warning.
-	soon = 24 * time.Hour
-	// soonPart is the same for those that live for hours or days only: what is left is
-	// less than this part of their life.
-	soonPart = 6
+	// warnBefore is how long before its end a certificate that has not been renewed causes a
+	// warning.
+	warnBefore = 24 * time.Hour
+	// warnFraction replaces warnBefore for certificates that live for hours or days only: they
+	// cause the warning when less than 1/warnFraction of their lifetime is left.
+	warnFraction = 6
 )
 
-// validity is when a certificate is good.
+// validity is the time span in which a certificate is valid.
 type validity struct{ from, until time.Time }
 
+// at reports whether the certificate is valid at now.
 func (v validity) at(now time.Time) bool { return !now.Before(v.from) && !now.After(v.until) }
 
-// state says how a certificate stands.
+// state says whether a certificate is about to expire or has expired.
 type state int
 
 const (
@@ -68,30 +70,29 @@ func (v validity) state(now time.Time) state {
 	switch left := v.until.Sub(now); {
 	case left < 0:
 		return expired
-	case left < min(soon, v.until.Sub(v.from)/soonPart):
+	case left < min(warnBefore, v.until.Sub(v.from)/warnFraction):
 		return expiring
 	}
 	return fine
 }
 
-// followed is the part that Pair and Pool have in common: files, and what was last good
-// in them.
+// followed is the common part of Pair and Pool: files, and the last good state read from them.
 type followed struct {
 	// Set once.
 	paths []string
 	log   *slog.Logger
-	// adopt makes what the files hold the state in use, or says why not.
+	// adopt puts the files' contents into use, or returns why it cannot.
 	adopt func(contents [][]byte) (validity, error)
-	watch watchFunc // Watch, except in tests
+	watch watchFunc // Watch; replaced in tests
 
-	// Owned by Run, and by the constructor before it.
-	digest  [sha256.Size]byte // of the contents in use
-	suspect string            // why the last look found nothing to use
-	warned  state             // what has been logged about the certificate in use
+	// Owned by Run, and by the constructor before Run.
+	digest    [sha256.Size]byte // of the contents in use
+	lastError string            // error of the last look that found nothing to use; "": none
+	warned    state             // the worst state of the certificate in use that has been logged
 
 	mu    sync.Mutex // guards the following
-	fault string     // why the files are not what is in use; "": they are
-	valid validity   // of what is in use
+	fault string     // why the files differ from the state in use; "": they do not
+	valid validity   // validity of the state in use
 }
 
 // Run follows the files until ctx is done. It never returns an error.
@@ -100,8 +101,8 @@ func (f *followed) Run(ctx context.Context) error {
 	return nil
 }
 
-// follow follows the files of all until ctx is done, by one watch: a process may not
-// have many.
+// follow follows the files of all until ctx is done. It uses one watch for all of them, because a
+// process may have only a few.
 func follow(ctx context.Context, watch watchFunc, log *slog.Logger, all ...*followed) {
 	var paths []string
 	for _, f := range all {
@@ -109,13 +110,15 @@ func follow(ctx context.Context, watch watchFunc, log *slog.Logger, all ...*foll
 	}
 	var watching sync.WaitGroup
 	defer watching.Wait()
-	look := make(chan chan bool) // sent by the watch, which waits for the answer
+	// Each value is a channel for the result. The watch sends it and waits; the loop below looks and
+	// answers. It is unbuffered and never closed: both sides also select on ctx.
+	look := make(chan chan bool)
 	watching.Go(func() {
 		watch(ctx, paths, log, func() bool {
-			again := make(chan bool, 1)
+			result := make(chan bool, 1) // the loop below sends once and does not wait
 			select {
-			case look <- again:
-				return <-again
+			case look <- result:
+				return <-result
 			case <-ctx.Done():
 				return false
 			}
@@ -125,13 +128,13 @@ func follow(ctx context.Context, watch watchFunc, log *slog.Logger, all ...*foll
 	defer tick.Stop()
 	for {
 		select {
-		case answer := <-look:
-			again := false
+		case result := <-look:
+			retry := false
 			for _, f := range all {
-				again = f.look() || again
+				retry = f.look() || retry
 				f.warn()
 			}
-			answer <- again
+			result <- retry
 		case <-tick.C:
 			for _, f := range all {
 				f.warn()
@@ -142,8 +145,8 @@ func follow(ctx context.Context, watch watchFunc, log *slog.Logger, all ...*foll
 	}
 }
 
-// first reads the files for the first time.
-func (f *followed) first() error {
+// load reads the files for the load time.
+func (f *followed) load() error {
 	contents, err := f.read()
 	if err != nil {
 		return err
@@ -155,52 +158,53 @@ func (f *followed) first() error {
 	return nil
 }
 
-// look reads the files and adopts what is in them if it is good. It reports whether it
-// is to be tried again, though nothing changes: a file that cannot be read now may be
-// read later, and a half-written pair is completed by a write that may not be seen. It
-// is a fault when it is still there at the next look: somebody may be writing.
-func (f *followed) look() (again bool) {
+// look reads the files and puts their contents into use if they are good. It reports whether it
+// must be called again even if no change is noticed: an unreadable file may become readable, and
+// the write that completes a half-written pair may go unnoticed. An error becomes a fault only if
+// the next look finds the same error, because a writer may not have finished.
+func (f *followed) look() (retry bool) {
 	contents, err := f.read()
 	if err == nil {
 		d := digest(contents)
 		if d == f.digest {
-			f.suspect = ""
-			if f.note("") {
+			f.lastError = ""
+			if f.setFault("") {
 				f.log.Info("certificate files hold again what is in use", "files", f.paths)
 			}
 			return false
 		}
 		var v validity
 		if v, err = f.adopt(contents); err == nil {
-			f.digest, f.suspect, f.warned = d, "", fine
+			f.digest, f.lastError, f.warned = d, "", fine
 			f.mu.Lock()
 			f.valid = v
 			f.mu.Unlock()
-			f.note("")
+			f.setFault("")
 			f.log.Info("certificate files read again", "files", f.paths, "expires", v.until.UTC().Format(time.RFC3339))
 			return false
 		}
 	}
-	if text := err.Error(); text != f.suspect {
-		f.suspect = text
+	if text := err.Error(); text != f.lastError {
+		f.lastError = text
 		return true
 	}
-	if f.note(f.suspect) {
-		f.log.Error("certificate files are bad; what was read before stays in use until they are good", "files", f.paths, "err", err)
+	if f.setFault(f.lastError) {
+		f.log.Error("certificate files are bad; what was read before stays in use until they are good",
+			"files", f.paths, "err", err)
 	}
 	return true
 }
 
-// note remembers what is wrong with the files, and reports whether that is news.
-func (f *followed) note(fault string) (news bool) {
+// setFault stores what is wrong with the files, and reports whether that is new.
+func (f *followed) setFault(fault string) (isNew bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	news = f.fault != fault
+	isNew = f.fault != fault
 	f.fault = fault
-	return news
+	return isNew
 }
 
-// warn logs, once each, that the certificate in use is about to expire and that it has.
+// warn logs, once each, that the certificate in use expires soon and that it has expired.
 func (f *followed) warn() {
 	v := f.validity()
 	s := v.state(time.Now())
@@ -212,7 +216,7 @@ func (f *followed) warn() {
 		"files", f.paths, "expires", v.until.UTC().Format(time.RFC3339))
 }
 
-// String says what is the matter with a certificate.
+// String describes the state; it is "" for fine.
 func (s state) String() string {
 	switch s {
 	case expiring:
@@ -224,8 +228,8 @@ func (s state) String() string {
 	}
 }
 
-// Note says what is wrong with the files or with what is in use, "" if nothing is. It
-// names neither: anybody may read it.
+// Note says what is wrong with the files or with the state in use; "" if nothing is. It names
+// neither file nor certificate: everybody may read it.
 func (f *followed) Note() string {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -241,7 +245,7 @@ func (f *followed) validity() validity {
 	return f.valid
 }
 
-// read returns what the files hold.
+// read returns the contents of the files.
 func (f *followed) read() (contents [][]byte, err error) {
 	for _, path := range f.paths {
 		content, err := readFile(path)
@@ -254,7 +258,7 @@ func (f *followed) read() (contents [][]byte, err error) {
 }
 
 func readFile(path string) ([]byte, error) {
-	f, err := os.Open(path) //nolint:gosec // the operator names the file
+	f, err := os.Open(path) //nolint:gosec // the operator chose the path
 	if err != nil {
 		return nil, err
 	}
@@ -278,7 +282,7 @@ func readFile(path string) ([]byte, error) {
 	return content, nil
 }
 
-// digest tells contents apart without keeping a key twice.
+// digest identifies contents, so that no second copy of a key is kept.
 func digest(contents [][]byte) (d [sha256.Size]byte) {
 	h := sha256.New()
 	for _, c := range contents {

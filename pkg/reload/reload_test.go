@@ -18,14 +18,14 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// polling is Watch on a file system that notifies nobody, which bubbles need.
+// polling is Watch on a file system without notifications; synctest bubbles need that.
 func polling(ctx context.Context, paths []string, log *slog.Logger, changed func() bool) {
-	(&watcher{paths: paths, log: log, changed: changed, notify: func([]string) (notices, error) {
-		return notices{}, errors.New("no notifications here")
+	(&watcher{paths: paths, log: log, changed: changed, notify: func([]string) (notifications, error) {
+		return notifications{}, errors.New("no notifications here")
 	}}).run(ctx)
 }
 
-// hourly is Watch for tests that last a month.
+// hourly is Watch for tests that cover a month.
 func hourly(ctx context.Context, _ []string, _ *slog.Logger, changed func() bool) {
 	for ctx.Err() == nil {
 		changed()
@@ -36,7 +36,7 @@ func hourly(ctx context.Context, _ []string, _ *slog.Logger, changed func() bool
 	}
 }
 
-// running runs what follows files until the end of the test.
+// running calls run in a goroutine until the end of the test.
 func running(t *testing.T, run func(context.Context) error) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(context.WithoutCancel(t.Context()))
@@ -50,10 +50,10 @@ func running(t *testing.T, run func(context.Context) error) {
 	})
 }
 
-// nameIn returns whose certificate a pair is.
+// nameIn returns the common name of p's certificate.
 func nameIn(p *Pair) string { return p.Certificate().Leaf.Subject.CommonName }
 
-// pairFiles is a pair on disk.
+// pairFiles is the path of a certificate and of its key.
 type pairFiles struct{ dir, cert, key string }
 
 func newPairFiles(t *testing.T) pairFiles {
@@ -78,7 +78,8 @@ func TestPairFollowsItsFiles(t *testing.T) {
 		"swapped as a Secret": func(t *testing.T, f pairFiles, cert, key []byte) {
 			os.Remove(f.cert)
 			os.Remove(f.key)
-			version(t, f.dir, fmt.Sprintf("..%x", sha256.Sum256(cert)), map[string][]byte{"tls.crt": cert, "tls.key": key})
+			name := fmt.Sprintf("..%x", sha256.Sum256(cert))
+			version(t, f.dir, name, map[string][]byte{"tls.crt": cert, "tls.key": key})
 		},
 	}
 	for name, change := range ways {
@@ -130,11 +131,11 @@ func TestHalfWrittenPairIsNotAdopted(t *testing.T) {
 		}
 		p.watch = polling
 		running(t, p.Run)
-		synctest.Wait() // it has looked at the files
+		synctest.Wait() // the first look is done
 		cert, key = good(t, "second")
 
 		writeFile(t, f.cert, cert)
-		time.Sleep(pollInterval + settleMost)
+		time.Sleep(pollInterval + maxQuietWait)
 		if nameIn(p) != "first" || p.Note() != "" || strings.Contains(j.String(), "are bad") {
 			t.Errorf("the key may be written any moment: %q in use, note %q, log:\n%s", nameIn(p), p.Note(), j)
 		}
@@ -185,7 +186,7 @@ func TestPairThatIsNotValidNow(t *testing.T) {
 		}
 		p.watch = polling
 		running(t, p.Run)
-		synctest.Wait() // it has looked at the files
+		synctest.Wait() // the first look is done
 		goodCert, goodKey := good(t, "first")
 		f.write(t, goodCert, goodKey)
 		time.Sleep(time.Second)
@@ -229,8 +230,10 @@ func TestExpiryIsLoggedOnce(t *testing.T) {
 				running(t, p.Run)
 				lines := func(want string, soon, late int) {
 					t.Helper()
-					if s, l := strings.Count(j.String(), "expires soon"), strings.Count(j.String(), "has expired"); s != soon || l != late {
-						t.Errorf("%s: %d lines that it expires soon and %d that it has, want %d and %d:\n%s", want, s, l, soon, late, j)
+					s, l := strings.Count(j.String(), "expires soon"), strings.Count(j.String(), "has expired")
+					if s != soon || l != late {
+						t.Errorf("%s: %d lines that it expires soon and %d that it has, want %d and %d:\n%s",
+							want, s, l, soon, late, j)
 					}
 				}
 				time.Sleep(tc.life - tc.warns - 2*expiryInterval)
@@ -261,6 +264,7 @@ func TestExpiryIsLoggedOnce(t *testing.T) {
 }
 
 func TestPoolFollowsItsFile(t *testing.T) {
+	const notDER = "-----BEGIN CERTIFICATE-----\naGVsbG8=\n-----END CERTIFICATE-----\n"
 	synctest.Test(t, func(t *testing.T) {
 		file := filepath.Join(t.TempDir(), "ca.crt")
 		one, _ := good(t, "one")
@@ -288,7 +292,7 @@ func TestPoolFollowsItsFile(t *testing.T) {
 		for what, content := range map[string][]byte{
 			"empty": nil, "no PEM": []byte("hello"), "no certificate": key,
 			"cut off": append(bytes.Clone(one), two[:len(two)/2]...),
-			"rubbish": bytes.Join([][]byte{one, []byte("-----BEGIN CERTIFICATE-----\naGVsbG8=\n-----END CERTIFICATE-----\n")}, nil),
+			"rubbish": bytes.Join([][]byte{one, []byte(notDER)}, nil),
 		} {
 			writeFile(t, file, content)
 			time.Sleep(2 * time.Second)
@@ -324,7 +328,8 @@ func TestBadFilesAtTheStart(t *testing.T) {
 	} {
 		f.write(t, tc.cert, tc.key)
 		_, err := files.Pair("mode.cloud.https", f.cert, f.key)
-		if err == nil || !strings.Contains(err.Error(), tc.want) || !strings.Contains(err.Error(), "mode.cloud.https: cert "+f.cert) {
+		if err == nil || !strings.Contains(err.Error(), tc.want) ||
+			!strings.Contains(err.Error(), "mode.cloud.https: cert "+f.cert) {
 			t.Errorf("%s: %v", what, err)
 		}
 	}
@@ -332,7 +337,8 @@ func TestBadFilesAtTheStart(t *testing.T) {
 	if _, err := files.Pair("x", f.dir, f.key); err == nil || !strings.Contains(err.Error(), "not a regular file") {
 		t.Error(err)
 	}
-	if _, err := files.Pool("mode.cloud.https clientca", f.key); err == nil || !strings.Contains(err.Error(), "mode.cloud.https clientca: ca "+f.key) {
+	_, err := files.Pool("mode.cloud.https clientca", f.key)
+	if err == nil || !strings.Contains(err.Error(), "mode.cloud.https clientca: ca "+f.key) {
 		t.Error(err)
 	}
 	if len(files.all) > 0 {

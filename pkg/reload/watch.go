@@ -13,89 +13,91 @@ import (
 	"github.com/fsnotify/fsnotify"
 )
 
-// A change is to take effect within a second: pollInterval and settleMost together
-// leave room for the reading.
+// A change takes effect within a second: pollInterval plus maxQuietWait leaves time to read the
+// files.
 const (
-	// pollInterval is how often the files are looked at (opened, not read) beside the
-	// notifications, which network file systems do not give and a full inotify
-	// queue loses.
+	// pollInterval is how often the files are checked (opened, not read) in addition to
+	// notifications. Network file systems send none, and a full inotify queue loses some.
 	pollInterval = 500 * time.Millisecond
-	// settleQuiet is how long the files must be left alone before they are read: an
-	// editor that writes in place leaves half a file behind for a moment, and two files
-	// that belong together are written one after the other.
-	settleQuiet = 50 * time.Millisecond
-	// settleMost bounds that wait when the directory is never quiet.
-	settleMost = 250 * time.Millisecond
+	// quietPeriod is how long the files must stay unchanged before they are read. An editor that
+	// writes in place leaves half a file for a moment, and the two files of a pair are written one
+	// after the other.
+	quietPeriod = 50 * time.Millisecond
+	// maxQuietWait bounds that wait if writes to the directory never stop.
+	maxQuietWait = 250 * time.Millisecond
 )
 
-// Watch calls changed until ctx is done: once at the start, since the files may have
-// changed after they were read, and whenever any of them is another one, or in another
-// state, than before; within a second, and when nobody has written to them for a
-// moment. A file may be missing for a while, or behind symbolic links that are swapped.
-// While changed returns true it is called again, twice a second: the files could not be
-// read, or not be used yet. It is called by the goroutine that Watch was.
-func Watch(ctx context.Context, paths []string, log *slog.Logger, changed func() (again bool)) {
+// Watch calls changed once at the start, since the files may have changed after they were read, and
+// then whenever one of the files has been replaced or modified, until ctx is done. It does so
+// within a second, and after the files have been left alone for a moment. A file may be missing for
+// a while, or be reached through symbolic links that are swapped. changed returns true when the
+// files cannot be read or used yet; it is then called again, twice a second, until it returns
+// false. Watch calls it in its own caller's goroutine.
+func Watch(ctx context.Context, paths []string, log *slog.Logger, changed func() (retry bool)) {
 	(&watcher{paths: paths, log: log, changed: changed, notify: notifyDirs}).run(ctx)
 }
 
-type watchFunc func(ctx context.Context, paths []string, log *slog.Logger, changed func() (again bool))
+// watchFunc is the type of Watch; tests pass another one.
+type watchFunc func(ctx context.Context, paths []string, log *slog.Logger, changed func() (retry bool))
 
 // watcher is one call of Watch.
 type watcher struct {
 	// Set once.
 	paths   []string
 	log     *slog.Logger
-	changed func() (again bool)
-	notify  func(dirs []string) (notices, error) // notifyDirs, except in tests
+	changed func() (retry bool)
+	notify  func(dirs []string) (notifications, error) // notifyDirs; replaced in tests
 
 	// Owned by run.
-	seen  []fileID // the files as they were before changed was last called
-	again bool     // changed wants to be called again
+	seen  []fileID // identities of the files just before the last call of changed
+	retry bool     // the last call of changed returned true
 }
 
-// notices is what a file system says about directories.
-type notices struct {
+// notifications are a file system's events about directories.
+type notifications struct {
 	events <-chan fsnotify.Event
 	errs   <-chan error
 	stop   func() error
 }
 
-// notifyDirs watches the directories of files, not the files: a Secret's file changes
-// when a symbolic link beside it is replaced.
-func notifyDirs(dirs []string) (notices, error) {
+// notifyDirs watches the directories of the files, not the files: a Secret's file changes when a
+// symbolic link in its directory is replaced.
+func notifyDirs(dirs []string) (notifications, error) {
 	w, err := fsnotify.NewWatcher()
 	if err != nil {
-		return notices{}, err
+		return notifications{}, err
 	}
 	for _, dir := range dirs {
 		if err := w.Add(dir); err != nil {
 			w.Close()
-			return notices{}, err
+			return notifications{}, err
 		}
 	}
-	return notices{w.Events, w.Errors, w.Close}, nil
+	return notifications{w.Events, w.Errors, w.Close}, nil
 }
 
+// run is Watch. It owns the watcher.
 func (w *watcher) run(ctx context.Context) {
 	n, err := w.notify(w.dirs())
 	if err != nil {
 		w.log.Info("no file notifications, polling", "files", w.paths, "err", err, "every", pollInterval)
 	} else {
-		defer n.stop() //nolint:errcheck // nothing more is asked of it
+		defer n.stop() //nolint:errcheck // nothing more is expected of it
 	}
 	tick := time.NewTicker(pollInterval)
 	defer tick.Stop()
 
-	// Set while a change is waiting to be read: since when, and the end of the wait.
-	var since time.Time
+	// Set while a change waits to be read: the time of the first change, and the end of the wait.
+	var firstChange time.Time
 	var settled <-chan time.Time
-	touched := func() {
+	// schedule starts the wait for the quiet period, or extends it up to maxQuietWait.
+	schedule := func() {
 		now := time.Now()
 		if settled == nil {
-			since = now
+			firstChange = now
 		}
-		if now.Sub(since) < settleMost-settleQuiet {
-			settled = time.After(settleQuiet)
+		if now.Sub(firstChange) < maxQuietWait-quietPeriod {
+			settled = time.After(quietPeriod)
 		}
 	}
 	w.call()
@@ -104,16 +106,16 @@ func (w *watcher) run(ctx context.Context) {
 		case <-ctx.Done():
 			return
 		case e := <-n.events:
-			// Another name in the directory matters when it is part of a symlink
-			// swap, which shows in the files' own identity.
-			if w.ours(e.Name) || w.differs() {
-				touched()
+			// An event for another name in the directory matters only if it is part of a swap of
+			// symbolic links. The identity of our files shows that.
+			if w.isWatched(e.Name) || w.differs() {
+				schedule()
 			}
-		case <-n.errs: //nolint:errcheck // notifications were lost, whatever the reason: look
-			touched()
+		case <-n.errs: //nolint:errcheck // notifications were lost, for whatever reason: look
+			schedule()
 		case <-tick.C:
-			if settled == nil && (w.again || w.differs()) {
-				touched()
+			if settled == nil && (w.retry || w.differs()) {
+				schedule()
 			}
 		case <-settled:
 			settled = nil
@@ -122,14 +124,14 @@ func (w *watcher) run(ctx context.Context) {
 	}
 }
 
-// call calls changed.
+// call remembers the identities of the files and calls changed.
 func (w *watcher) call() {
-	// The identities from before the reading: a write during it is a change again.
+	// Identified before the files are read, so that a write during the reading counts as a change.
 	w.seen = w.identify()
-	w.again = w.changed()
+	w.retry = w.changed()
 }
 
-// dirs returns where the files are, each directory once.
+// dirs returns the directories of the files, each once.
 func (w *watcher) dirs() (all []string) {
 	for _, p := range w.paths {
 		if dir := filepath.Dir(p); !slices.Contains(all, dir) {
@@ -139,16 +141,17 @@ func (w *watcher) dirs() (all []string) {
 	return all
 }
 
-// ours reports whether name is one of the files, and not only beside one.
-func (w *watcher) ours(name string) bool {
+// isWatched reports whether name is one of the files, rather than a neighbour in its directory.
+func (w *watcher) isWatched(name string) bool {
 	name = filepath.Clean(name)
 	return slices.ContainsFunc(w.paths, func(p string) bool { return filepath.Clean(p) == name })
 }
 
-// differs reports whether a path leads to another file, or another state of it, than
-// when it was last read.
+// differs reports whether a path leads to another file, or to another state of its file, than at
+// the last call.
 func (w *watcher) differs() bool { return !slices.EqualFunc(w.seen, w.identify(), fileID.equal) }
 
+// identify returns the identities of all files.
 func (w *watcher) identify() []fileID {
 	all := make([]fileID, len(w.paths))
 	for i, p := range w.paths {
@@ -157,10 +160,11 @@ func (w *watcher) identify() []fileID {
 	return all
 }
 
-// identify opens the file, since that asks the server of a network file system, which a
-// stat alone may not do for a minute (nfs(5), close-to-open).
+// identify opens the file, because that makes a network file system ask its server. A stat alone
+// may be answered from a cache for up to a minute (nfs(5), close-to-open).
 func identify(path string) fileID {
-	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) //nolint:gosec // the operator names the file; a pipe must not hold us up
+	// O_NONBLOCK: opening a pipe must not block.
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) //nolint:gosec // the operator chose the path
 	if err != nil {
 		return fileID{}
 	}
@@ -172,7 +176,7 @@ func identify(path string) fileID {
 	return fileID{st}
 }
 
-// fileID tells two states of a path apart without reading it.
+// fileID distinguishes states of a path without reading the file.
 type fileID struct{ fs.FileInfo } // nil: there was no file
 
 func (a fileID) equal(b fileID) bool {

@@ -14,25 +14,25 @@ import (
 	"github.com/fsnotify/fsnotify"
 )
 
-// watched is a watcher in a bubble, whose file system says what the test says.
+// watched is a watcher in a synctest bubble; the test sends the file system's notifications.
 type watched struct {
 	path   string
-	events chan fsnotify.Event // nil: the file system says nothing
+	events chan fsnotify.Event // nil: no notifications
 
 	mu    sync.Mutex      // guards the following
-	calls []time.Duration // when changed was called, from the start
-	again bool            // what it answers
+	calls []time.Duration // times of the calls of changed, since the start
+	retry bool            // what changed returns
 }
 
 // watch runs a watcher of one file until the end of the bubble.
 func watch(t *testing.T, notifies bool) *watched {
 	w := &watched{path: filepath.Join(t.TempDir(), "file")}
 	writeFile(t, w.path, []byte("1"))
-	notify := func([]string) (notices, error) { return notices{}, errors.New("no notifications here") }
+	notify := func([]string) (notifications, error) { return notifications{}, errors.New("no notifications here") }
 	if notifies {
 		w.events = make(chan fsnotify.Event)
-		notify = func([]string) (notices, error) {
-			return notices{events: w.events, stop: func() error { return nil }}, nil
+		notify = func([]string) (notifications, error) {
+			return notifications{events: w.events, stop: func() error { return nil }}, nil
 		}
 	}
 	started := time.Now()
@@ -44,7 +44,7 @@ func watch(t *testing.T, notifies bool) *watched {
 			w.mu.Lock()
 			defer w.mu.Unlock()
 			w.calls = append(w.calls, time.Since(started))
-			return w.again
+			return w.retry
 		}}).run(ctx)
 	}()
 	t.Cleanup(func() {
@@ -55,7 +55,7 @@ func watch(t *testing.T, notifies bool) *watched {
 	return w
 }
 
-// wantCalls checks how often changed has been called since the last time it was asked.
+// wantCalls checks how often changed has been called since the last wantCalls.
 func (w *watched) wantCalls(t *testing.T, why string, n int) {
 	t.Helper()
 	synctest.Wait()
@@ -67,11 +67,11 @@ func (w *watched) wantCalls(t *testing.T, why string, n int) {
 	w.calls = nil
 }
 
-// answers sets what changed answers from now on.
-func (w *watched) answers(again bool) {
+// answers sets what changed returns from now on.
+func (w *watched) answers(retry bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	w.again = again
+	w.retry = retry
 }
 
 func TestWatchWithoutNotifications(t *testing.T) {
@@ -100,18 +100,18 @@ func TestWatchWithoutNotifications(t *testing.T) {
 	})
 }
 
-func TestWatchCallsAgainWhenItIsAskedTo(t *testing.T) {
+func TestWatchRetriesOnRequest(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := watch(t, true)
 		w.wantCalls(t, "at the start", 1)
 		w.answers(true)
 		w.events <- fsnotify.Event{Name: w.path, Op: fsnotify.Write}
-		time.Sleep(settleQuiet)
+		time.Sleep(quietPeriod)
 		w.wantCalls(t, "a notification", 1)
 		time.Sleep(10 * pollInterval)
 		w.wantCalls(t, "it could not be used", 10)
 		w.answers(false)
-		time.Sleep(pollInterval + settleQuiet)
+		time.Sleep(pollInterval + quietPeriod)
 		w.wantCalls(t, "once more", 1)
 		time.Sleep(time.Minute)
 		w.wantCalls(t, "it could", 0)
@@ -124,14 +124,14 @@ func TestWatchWaitsForTheWriter(t *testing.T) {
 		w.wantCalls(t, "at the start", 1)
 		for range 4 {
 			w.events <- fsnotify.Event{Name: w.path, Op: fsnotify.Write}
-			time.Sleep(settleQuiet - time.Millisecond)
+			time.Sleep(quietPeriod - time.Millisecond)
 		}
 		w.wantCalls(t, "it is being written", 0)
-		time.Sleep(settleQuiet)
+		time.Sleep(quietPeriod)
 		w.wantCalls(t, "the writer has left it alone", 1)
 
 		began := time.Now()
-		for time.Since(began) < settleMost {
+		for time.Since(began) < maxQuietWait {
 			w.events <- fsnotify.Event{Name: w.path, Op: fsnotify.Write}
 			time.Sleep(time.Millisecond)
 		}
@@ -139,7 +139,7 @@ func TestWatchWaitsForTheWriter(t *testing.T) {
 	})
 }
 
-func TestWatchPassesOverOtherFiles(t *testing.T) {
+func TestWatchIgnoresOtherFiles(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := watch(t, true)
 		w.wantCalls(t, "at the start", 1)
@@ -149,13 +149,13 @@ func TestWatchPassesOverOtherFiles(t *testing.T) {
 		w.wantCalls(t, "the file is the same", 0)
 		writeFile(t, w.path, []byte("22"))
 		w.events <- other
-		time.Sleep(settleQuiet)
+		time.Sleep(quietPeriod)
 		w.wantCalls(t, "another name, and the path leads to something else", 1)
 	})
 }
 
-// The real notifications, through the links of a Secret.
-func TestWatchSeesASwap(t *testing.T) {
+// With the kernel's notifications: a swap of a Secret's links is noticed.
+func TestWatchNoticesSwappedLinks(t *testing.T) {
 	dir := t.TempDir()
 	version(t, dir, "..1", map[string][]byte{"a": []byte("1"), "b": []byte("1")})
 	calls := make(chan struct{}, 100)
