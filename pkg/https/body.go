@@ -12,37 +12,36 @@ import (
 	"golang.org/x/net/http/httpguts"
 )
 
-// requestBody is the body of a request on its way to a target. It adds to what
-// httputil.ReverseProxy does with one:
+// requestBody is the body of a request on its way to a target. It adds two things to what
+// httputil.ReverseProxy does with a body:
 //
-//   - trailers are passed on;
-//   - the answer may end before the body has. The transport may then still be reading
-//     from a caller that sends nothing, and net/http's own Close would wait for that
-//     read; [requestBody.finish] interrupts it.
+//   - It passes trailers on.
+//   - [requestBody.finish] interrupts a Read in progress. The response may end before the request's
+//     body. The transport may then still be reading from a caller that sends nothing, and
+//     net/http's own Close would wait for that read.
 type requestBody struct {
 	// Set once.
-	in   io.ReadCloser
+	in   io.ReadCloser // the caller's body
 	r    *http.Request
 	w    http.ResponseWriter
 	conn *clientConn
 
 	reading sync.Mutex // held during a Read of in
 
-	last bool // the answer is the last on its connection; owned by the handler
+	closeAfter bool // the response is the last one on its connection; owned by the handler
 
-	mu     sync.Mutex // guards the following
-	to     http.Header
-	ended  bool  // in's end was seen, or there is nothing in it
-	err    error // what ended in before its time
-	closed bool
+	mu       sync.Mutex  // guards the following
+	trailers http.Header // trailers of the outgoing request, which recordEnd fills in; nil: none
+	ended    bool        // in has returned io.EOF, or is empty
+	err      error       // error of in other than io.EOF
+	closed   bool        // Read fails from now on
 }
 
 func newRequestBody(w http.ResponseWriter, r *http.Request, c *clientConn) *requestBody {
 	return &requestBody{in: r.Body, r: r, w: w, conn: c, ended: r.Body == nil || r.Body == http.NoBody}
 }
 
-// passTrailers makes out carry the trailers of the request, those too that were not
-// announced.
+// passTrailers makes out carry the request's trailers, also those that were not announced.
 func (b *requestBody) passTrailers(out *http.Request) {
 	if out.Body == nil {
 		return
@@ -54,11 +53,11 @@ func (b *requestBody) passTrailers(out *http.Request) {
 		}
 	}
 	if len(out.Trailer) > 0 {
-		out.ContentLength = -1 // HTTP/1.1 has trailers on chunked bodies only
+		out.ContentLength = -1 // in HTTP/1.1 only chunked bodies have trailers
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	b.to = out.Trailer
+	b.trailers = out.Trailer
 }
 
 func (b *requestBody) Read(p []byte) (int, error) {
@@ -69,7 +68,7 @@ func (b *requestBody) Read(p []byte) (int, error) {
 	}
 	n, err := b.in.Read(p)
 	if err != nil {
-		b.end(err)
+		b.recordEnd(err)
 	}
 	return n, err
 }
@@ -80,9 +79,9 @@ func (b *requestBody) isClosed() bool {
 	return b.closed
 }
 
-// end records how in ended. The trailers are complete now, and the transport, which
-// called Read, has yet to write them.
-func (b *requestBody) end(err error) {
+// recordEnd records the error with which in ended. The trailers are complete now; the transport,
+// which called Read, writes them afterwards.
+func (b *requestBody) recordEnd(err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if !errors.Is(err, io.EOF) {
@@ -90,17 +89,17 @@ func (b *requestBody) end(err error) {
 		return
 	}
 	b.ended = true
-	if b.to == nil {
+	if b.trailers == nil {
 		return
 	}
 	for _, k := range slices.Collect(maps.Keys(b.r.Trailer)) {
 		if httpguts.ValidTrailerHeader(k) {
-			b.to[k] = b.r.Trailer[k]
+			b.trailers[k] = b.r.Trailer[k]
 		}
 	}
 }
 
-// failure returns why the body could not be read to its end, if that was so.
+// failure returns the error that prevented reading the body to its end; nil if there was none.
 func (b *requestBody) failure() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -110,7 +109,7 @@ func (b *requestBody) failure() error {
 	return b.err
 }
 
-// Close says that nobody will read on. It does not wait for a Read in flight.
+// Close makes later Reads fail. It does not wait for a Read in progress.
 func (b *requestBody) Close() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -118,22 +117,22 @@ func (b *requestBody) Close() error {
 	return nil
 }
 
-// closing is called before the answer's header is written. An answer that comes
-// before the end of the request's body is the last one on its HTTP/1 connection: what
-// is left of the body must not be taken for a request. With HTTP/2 the last answer
-// goes with a GOAWAY, and net/http ends the connection after the requests in flight.
-func (b *requestBody) closing() {
+// markLast is called before the response's header is written. If the response comes before the end
+// of the request's body, it is the last one on its HTTP/1 connection, because the rest of the body
+// must not be taken for a request. With HTTP/2, "Connection: close" makes net/http send a GOAWAY
+// with the last response; net/http closes the connection when the requests in flight have ended.
+func (b *requestBody) markLast() {
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if b.last || !b.ended && b.r.ProtoMajor == 1 {
+	if b.closeAfter || !b.ended && b.r.ProtoMajor == 1 {
 		b.w.Header().Set("Connection", "close")
 	}
 }
 
-// finish is called when the answer is complete. It returns when nobody reads the
-// body, and lets nobody do so again.
+// finish is called when the response is complete. It returns when no Read is in progress, and later
+// Reads fail.
 func (b *requestBody) finish() {
-	b.Close() //nolint:errcheck // it returns none
+	b.Close() //nolint:errcheck // always nil
 	b.mu.Lock()
 	ended := b.ended
 	b.mu.Unlock()
@@ -141,8 +140,8 @@ func (b *requestBody) finish() {
 		return
 	}
 	if b.r.ProtoMajor == 1 {
-		b.conn.lingers.Store(true)
-		http.NewResponseController(b.w).SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // then the connection has gone
+		b.conn.mustLinger.Store(true)
+		http.NewResponseController(b.w).SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // fails if the conn has ended
 	} else {
 		b.in.Close()
 	}

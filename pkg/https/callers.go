@@ -9,14 +9,15 @@ import (
 	"tunnel/pkg/auth"
 )
 
-// Caller is a caller that may send some kinds of requests only.
+// Caller is a caller that may send only some classes of requests.
 type Caller struct {
-	Name string // common name, compared exactly
-	May  []auth.Class
+	Name string       // common name, compared exactly
+	May  []auth.Class // classes of requests that it may send
 }
 
-// may returns what a verified certificate of that name may ask for; nothing: it may not call.
-func (f *FrontDoor) may(name string) []auth.Class {
+// classesOf returns the classes of requests that the owner of a verified certificate with this
+// common name may send; none: it may not call.
+func (f *FrontDoor) classesOf(name string) []auth.Class {
 	if slices.Contains(f.cfg.clientNames(), name) {
 		return []auth.Class{auth.ClassAll}
 	}
@@ -26,17 +27,16 @@ func (f *FrontDoor) may(name string) []auth.Class {
 	return nil
 }
 
-// permits reports whether a caller that may ask for those classes may send a request of
-// class c.
-func permits(may []auth.Class, c auth.Class) bool {
-	return slices.Contains(may, auth.ClassAll) || slices.Contains(may, c)
+// permits reports whether a caller with these classes may send a request of class c.
+func permits(classes []auth.Class, c auth.Class) bool {
+	return slices.Contains(classes, auth.ClassAll) || slices.Contains(classes, c)
 }
 
 // classOf returns the class of a request. The path decides, never the method: an exec over
-// WebSocket is a GET. A path that a kubelet could read differently from us is in
-// auth.ClassAll, as is every path that is not listed here.
+// WebSocket is a GET. auth.ClassAll is the class of paths that are not listed here, and of paths
+// that a kubelet could interpret differently.
 func classOf(u *url.URL) auth.Class {
-	// RawPath is set where Path has lost something: an encoded slash or letter.
+	// RawPath is set if decoding the path to Path loses information: an encoded slash or letter.
 	if u.RawPath != "" || !isCanonical(u.Path) {
 		return auth.ClassAll
 	}
@@ -56,9 +56,9 @@ func classOf(u *url.URL) auth.Class {
 	return auth.ClassAll
 }
 
-// isCanonical reports whether no two readers of p could disagree: it has no dots, empty
-// segments, backslashes, percent signs (it is decoded already) or control characters that one of
-// them might take away.
+// isCanonical reports whether all readers agree on the meaning of p. So p must not have dot or
+// empty segments, backslashes, percent signs (p is decoded already) or control characters, which
+// some reader could remove or resolve.
 func isCanonical(p string) bool {
 	clean := path.Clean(p)
 	if strings.HasSuffix(p, "/") && clean != "/" {

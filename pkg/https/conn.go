@@ -13,37 +13,37 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// clientConn is an accepted TCP connection whose first bytes have been read and will
-// be read again. It does not embed *net.TCPConn, whose WriteTo would leave them out.
+// clientConn is an accepted TCP connection whose first bytes have been read and will be read again.
+// It does not embed *net.TCPConn, because WriteTo would skip those bytes.
 type clientConn struct {
 	net.Conn
-	again []byte // owned by the reader
+	replay []byte // bytes that Read returns first; owned by the reader
 
-	// Set before it is handed on, and never changed afterwards.
+	// Set before the connection is handed on, and never changed afterwards.
 	port    int    // index of FrontDoor.ports
-	target  string // that port's target on the edge
-	sni     string
-	refused error // why it could not be passed through to the node that sni names
+	target  string // the port's target on the edge
+	sni     string // server name of the ClientHello, in lower case; "" without SNI
+	passErr error  // why it could not be passed through to the node that sni names; nil: not tried
 
-	framed  *framedConn   // HTTP/1 over it; nil with HTTP/2
-	unwatch func() bool   // ends the watch that resets it when the front door's time is over
-	ended   chan struct{} // closed when net/http has done with it
+	framed    *framedConn   // HTTP/1 over it; nil with HTTP/2
+	stopWatch func() bool   // ends the AfterFunc that resets it when the front door's grace period is over
+	done      chan struct{} // closed when net/http has closed or hijacked it
 
-	lingers atomic.Bool // the caller is still sending: Close must not destroy our last bytes
+	mustLinger atomic.Bool // the caller may still be sending, so Close must not destroy our last bytes
 }
 
 func (c *clientConn) Read(p []byte) (int, error) {
-	if len(c.again) > 0 {
-		n := copy(p, c.again)
-		if c.again = c.again[n:]; len(c.again) == 0 {
-			c.again = nil // it may be 64 KiB
+	if len(c.replay) > 0 {
+		n := copy(p, c.replay)
+		if c.replay = c.replay[n:]; len(c.replay) == 0 {
+			c.replay = nil // up to 64 KiB: let it be collected
 		}
 		return n, nil
 	}
 	return c.Conn.Read(p)
 }
 
-// The ways to end a TCP connection, for tunnel.Splice.
+// tunnel.Splice uses the following methods to end a TCP connection.
 
 func (c *clientConn) CloseWrite() error { return closeWrite(c.Conn) }
 
@@ -60,8 +60,9 @@ func (c *clientConn) Reset() error {
 	return nil
 }
 
-// SetLinger and SyscallConn are the socket's own: by them tunnel.Splice has the kernel
-// reset it should we be killed, and tells the caller's reset from a clean end.
+// SetLinger and SyscallConn are those of the socket. With them tunnel.Splice makes the kernel reset
+// the connection should this process be killed, and distinguishes the caller's reset from a clean
+// end.
 
 func (c *clientConn) SetLinger(sec int) error { return setLinger(c.Conn, sec) }
 
@@ -81,29 +82,29 @@ func syscallConn(c net.Conn) (syscall.RawConn, error) {
 	return nil, errors.ErrUnsupported
 }
 
-// Close closes the connection. If the caller may still be sending, it is heard out
-// for a moment: a close with unread bytes is a reset, which can overtake our answer.
+// Close closes the connection. If the caller may still be sending, Close first reads for a moment:
+// a close with unread bytes sends a reset, which can overtake our response.
 func (c *clientConn) Close() error {
-	if c.lingers.Load() {
-		c.part()
+	if c.mustLinger.Load() {
+		c.lingeringClose()
 		return nil
 	}
 	return c.Conn.Close()
 }
 
-// partTime is as long as net/http waits in the same situation.
-const partTime = 500 * time.Millisecond
+// lingerTime is how long lingeringClose waits for the caller; net/http waits as long.
+const lingerTime = 500 * time.Millisecond
 
-// part closes the connection so that what was written last is read by the caller.
-func (c *clientConn) part() {
-	c.Conn.SetDeadline(time.Now().Add(partTime)) //nolint:errcheck // then the read below fails at once
+// lingeringClose closes the connection after giving the caller time to read what was written last.
+func (c *clientConn) lingeringClose() {
+	c.Conn.SetDeadline(time.Now().Add(lingerTime)) //nolint:errcheck // if it fails, so does the read below
 	if c.CloseWrite() == nil {
-		io.Copy(io.Discard, c.Conn) //nolint:errcheck // nobody is interested
+		io.Copy(io.Discard, c.Conn) //nolint:errcheck // the bytes are not needed
 	}
 	c.Conn.Close()
 }
 
-// TLS alerts that say why a connection is not served (RFC 8446 section 6).
+// TLS alerts that tell why a connection is not served (RFC 8446 section 6).
 const (
 	alertAccessDenied     = 49
 	alertInternalError    = 80
@@ -123,30 +124,29 @@ func alertOf(err error) byte {
 	}
 }
 
-// alert ends the connection with a fatal TLS alert, in the clear, as it is before
-// keys exist.
+// alert ends the connection with a fatal TLS alert. It is sent in plaintext: there are no keys yet.
 func (c *clientConn) alert(desc byte) {
 	const fatal = 2
-	c.Conn.SetWriteDeadline(time.Now().Add(partTime)) //nolint:errcheck // then the write fails at once
-	c.Conn.Write([]byte{21, 3, 1, 0, 2, fatal, desc}) //nolint:errcheck // said out of kindness
-	c.part()
+	c.Conn.SetWriteDeadline(time.Now().Add(lingerTime)) //nolint:errcheck // if it fails, so does the write below
+	c.Conn.Write([]byte{21, 3, 1, 0, 2, fatal, desc})   //nolint:errcheck // best effort
+	c.lingeringClose()
 }
 
-// tlsConn is TLS over raw. It keeps what tls.Conn alone cannot do: it can be aborted,
-// and closing it does not wait for a peer that takes nothing.
+// tlsConn is TLS over raw. Unlike tls.Conn it can be aborted, and Close does not wait for a peer
+// that does not read.
 type tlsConn struct {
 	*tls.Conn
-	raw   net.Conn
-	again []byte // read first: what net/http had read too much; owned by the reader
+	raw    net.Conn
+	replay []byte // bytes that net/http read too early: Read returns them first; owned by the reader
 }
 
-// closeTime is how long a close may try to say goodbye.
+// closeTime bounds how long Close tries to send TLS's close-notify alert.
 const closeTime = time.Second
 
 func (c *tlsConn) Read(p []byte) (int, error) {
-	if len(c.again) > 0 {
-		n := copy(p, c.again)
-		c.again = c.again[n:]
+	if len(c.replay) > 0 {
+		n := copy(p, c.replay)
+		c.replay = c.replay[n:]
 		return n, nil
 	}
 	return c.Conn.Read(p)
@@ -158,11 +158,11 @@ func (c *tlsConn) Reset() error {
 	return nil
 }
 
-// ResetBehind aborts the connection underneath, behind what was written.
+// ResetBehind aborts the connection underneath, after the bytes written so far.
 func (c *tlsConn) ResetBehind() { tunnel.ResetBehind(c.raw) }
 
-// SetLinger and SyscallConn are those of the socket underneath. TLS reports a reset that a
-// write has got as a clean end to the next read, as the kernel does.
+// SetLinger and SyscallConn are those of the socket underneath. When a write has failed with a
+// reset, TLS, like the kernel, reports a clean end to the next read; Splice then asks the socket.
 
 func (c *tlsConn) SetLinger(sec int) error { return setLinger(c.raw, sec) }
 
@@ -174,35 +174,35 @@ func (c *tlsConn) Close() error {
 	return c.Conn.Close()
 }
 
-// trackedConn is a conn to a target. Its end is told to whoever waits for it.
+// trackedConn is a conn to a target that calls onClose when it ends.
 type trackedConn struct {
 	net.Conn
-	ended func() // called once
-	once  sync.Once
+	onClose func() // called once
+	once    sync.Once
 }
 
 func (c *trackedConn) Close() error {
-	defer c.once.Do(c.ended)
+	defer c.once.Do(c.onClose)
 	return c.Conn.Close()
 }
 
 // Reset aborts the connection.
 func (c *trackedConn) Reset() error {
-	defer c.once.Do(c.ended)
+	defer c.once.Do(c.onClose)
 	tunnel.Reset(c.Conn)
 	return nil
 }
 
-// ResetBehind aborts the connection behind what was written.
+// ResetBehind aborts the conn after the bytes written so far.
 func (c *trackedConn) ResetBehind() {
-	defer c.once.Do(c.ended)
+	defer c.once.Do(c.onClose)
 	tunnel.ResetBehind(c.Conn)
 }
 
-// CloseWrite ends our direction.
+// CloseWrite half-closes the conn: we send nothing more.
 func (c *trackedConn) CloseWrite() error { return closeWrite(c.Conn) }
 
-// closeWrite half-closes c if it can.
+// closeWrite half-closes c if c supports that.
 func closeWrite(c net.Conn) error {
 	if cw, ok := c.(interface{ CloseWrite() error }); ok {
 		return cw.CloseWrite()

@@ -424,7 +424,7 @@ func TestStrangersWithACertificate(t *testing.T) {
 		t.Run(proto, func(t *testing.T) {
 			r := newRig(t, nil, nil)
 			if proto == "h2" {
-				r.door.hearing = 2 * time.Second
+				r.door.strangerTimeout = 2 * time.Second
 			}
 			r.start()
 			count := r.door.strangers.Len
@@ -520,9 +520,9 @@ func TestPassedPerSource(t *testing.T) {
 			eventually(t, "another address passes through", func() bool { return r.tunnel.openConns() == DefaultLimits().ConnsPerAddress+2 })
 			r.tunnel.resetAll()
 			eventually(t, "all are forgotten", func() bool {
-				r.door.passed.mu.Lock()
-				defer r.door.passed.mu.Unlock()
-				return len(r.door.passed.count) == 0
+				r.door.passthroughs.mu.Lock()
+				defer r.door.passthroughs.mu.Unlock()
+				return len(r.door.passthroughs.counts) == 0
 			})
 		})
 	}

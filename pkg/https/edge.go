@@ -13,35 +13,32 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Edge is the edge's module "https": it dials what the front door asks for.
+// Edge is the edge's module "https". It dials the targets that the front door asks for.
 type Edge struct {
 	// Set once.
-	dial tunnel.DialFunc
-	cert func() *tls.Certificate // nil without a client certificate
-	ca   *x509.CertPool
-	own  func() ([]net.Addr, error)
+	dial       tunnel.DialFunc
+	cert       func() *tls.Certificate    // nil without a client certificate
+	ca         *x509.CertPool             // nil: targets are not verified, see NewEdge
+	localAddrs func() ([]net.Addr, error) // this machine's addresses; replaced in tests
 }
 
 var _ tunnel.Module = (*Edge)(nil)
 
-// NewEdge returns the edge's module. dial opens TCP conns and decides what may be
-// dialled.
+// NewEdge returns the edge's module. dial opens TCP conns and decides which targets are permitted.
 //
-// cert returns a kubelet client certificate, for each conn the one to show on it; it may
-// be nil. With one, the cloud may ask for the
-// network "tls": SuperEdge's way, where the edge speaks TLS to the kubelet and the
-// cloud needs no key. It puts a key that opens kubelets on a machine that stands on a
-// factory floor: prefer [mode.cloud.https.kubelet] on the cloud.
+// cert returns the kubelet client certificate to use for the next conn; it may be nil. With cert,
+// the cloud may ask for the network "tls". That is SuperEdge's way: the edge speaks TLS to the
+// kubelet, and the cloud needs no key. It puts a key that every kubelet accepts on a machine that
+// may stand on a factory floor, so prefer [mode.cloud.https.kubelet] on the cloud.
 //
-// ca verifies the target's certificate for the node's name. Without it, only targets
-// on this machine's own addresses are spoken to, whatever their certificate: a
-// kubelet's default one is self-signed. That is sound because such bytes never leave
-// the machine: what a stranger on the network could do without a CA, answer in the
-// target's place, only a process on the node itself can do, by listening on the
-// target's port while the kubelet does not. The private key does not leave us in
-// either case.
+// ca verifies the target's certificate for the node's name. If ca is nil, the module accepts any
+// certificate, because a kubelet's default one is self-signed, but only from targets on this
+// machine's own addresses. That is sound because such bytes never leave the machine. To answer in
+// the target's place, an attacker needs a process on the node itself that listens on the target's
+// port while the kubelet does not; an attacker on the network cannot. The private key does not
+// leave this process in either case.
 func NewEdge(dial tunnel.DialFunc, cert func() *tls.Certificate, ca *x509.CertPool) *Edge {
-	return &Edge{dial: dial, cert: cert, ca: ca, own: net.InterfaceAddrs}
+	return &Edge{dial: dial, cert: cert, ca: ca, localAddrs: net.InterfaceAddrs}
 }
 
 // Name implements tunnel.Module.
@@ -56,7 +53,7 @@ func (e *Edge) Routes() map[string]tunnel.Handler {
 	}
 }
 
-// Run implements tunnel.Module. The conns belong to their sessions.
+// Run implements tunnel.Module. The sessions own the conns.
 func (e *Edge) Run(ctx context.Context) error {
 	<-ctx.Done()
 	return nil
@@ -74,9 +71,12 @@ func (e *Edge) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	}
 }
 
+// dialTLS dials r.Addr and does a TLS handshake with the edge's client certificate.
 func (e *Edge) dialTLS(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	if e.cert == nil {
-		return nil, tunnel.Refusef(tunnel.Denied, "this edge has no client certificate for %s: set cert and key in [mode.edge.https], or [mode.cloud.https.kubelet] on the cloud", r.Addr)
+		return nil, tunnel.Refusef(tunnel.Denied,
+			"this edge has no client certificate for %s: "+
+				"set cert and key in [mode.edge.https], or [mode.cloud.https.kubelet] on the cloud", r.Addr)
 	}
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
@@ -94,7 +94,7 @@ func (e *Edge) dialTLS(ctx context.Context, r tunnel.Request) (net.Conn, error) 
 		MinVersion:         tls.VersionTLS12,
 		Certificates:       []tls.Certificate{*e.cert()},
 		RootCAs:            e.ca,
-		InsecureSkipVerify: e.ca == nil, // see NewEdge; mayTrust has decided
+		InsecureSkipVerify: e.ca == nil, // see NewEdge; mayTrust has checked the address
 		ServerName:         cmp.Or(string(r.Node), host),
 		NextProtos:         []string{"http/1.1"},
 	})
@@ -105,8 +105,8 @@ func (e *Edge) dialTLS(ctx context.Context, r tunnel.Request) (net.Conn, error) 
 	return &tlsConn{Conn: tc, raw: raw}, nil
 }
 
-// mayTrust returns nil if a target at a may show any certificate, or if its
-// certificate will be verified.
+// mayTrust returns nil if the target at a may show any certificate, or if its certificate will be
+// verified. Otherwise it returns a refusal.
 func (e *Edge) mayTrust(a net.Addr) error {
 	if e.ca != nil {
 		return nil
@@ -119,19 +119,20 @@ func (e *Edge) mayTrust(a net.Addr) error {
 	if ip.IsLoopback() {
 		return nil
 	}
-	own, err := e.own()
+	addrs, err := e.localAddrs()
 	if err != nil {
 		return tunnel.Refusef(tunnel.Internal, "listing this machine's addresses: %v", err)
 	}
-	for _, o := range own {
-		if p, err := netip.ParsePrefix(o.String()); err == nil && p.Addr().Unmap().WithZone("") == ip {
+	for _, addr := range addrs {
+		if p, err := netip.ParsePrefix(addr.String()); err == nil && p.Addr().Unmap().WithZone("") == ip {
 			return nil
 		}
 	}
-	return tunnel.Refusef(tunnel.Denied, "%s is not an address of this machine, and there is no CA to verify its certificate with", ip)
+	return tunnel.Refusef(tunnel.Denied,
+		"%s is not an address of this machine, and there is no CA to verify its certificate with", ip)
 }
 
-// handshakeRefusal says why there is no TLS with a target.
+// handshakeRefusal returns the refusal for a TLS handshake with a target that failed with err.
 func handshakeRefusal(ctx context.Context, r tunnel.Request, err error) error {
 	err = fmt.Errorf("TLS handshake with %s: %w", r.Addr, err)
 	if _, ok := errors.AsType[*tls.CertificateVerificationError](err); ok {

@@ -134,7 +134,7 @@ func TestEdgeTrust(t *testing.T) {
 		here, there := net.Pipe()
 		there.Close()
 		e := NewEdge(func(context.Context, tunnel.Request) (net.Conn, error) { return addrConn{here, addr}, nil }, always(newCA(t, "ca").issue("c")), nil)
-		e.own = own
+		e.localAddrs = own
 		_, err := e.Dial(context.Background(), tunnel.Request{Network: "tls", Addr: addr})
 		if denied := tunnel.CodeOf(err) == tunnel.Denied; denied == want {
 			t.Errorf("%s: %v", addr, err)

@@ -19,66 +19,67 @@ import (
 
 // This file answers one question: which connected node has a pod?
 //
-// Kubernetes knows, and where it can be asked (Config.Pods) nobody else is. Without it the
-// kubelets are asked, and any of them may belong to a thief. So all are asked, and a
-// node gets the request only if it alone claims the pod:
+// Kubernetes knows. If it can be asked (Config.Pods), its answer alone counts. Otherwise all
+// kubelets are asked. A stolen node could claim pods of others, so a node gets the request only if
+// it alone claims the pod:
 //
-//   - Two nodes claim the pod: neither gets it.
-//   - A node that does not answer could be the owner. For a minute after its first silence
-//     no other node gets a pod, unless that node had the pod before. Then its silence
-//     counts as no, or one broken kubelet would block every pod for ever.
+//   - If two nodes claim the pod, neither gets the request.
+//   - A node that does not answer could be the owner. For a minute after its first missing answer
+//     no other node gets a pod, unless that node had the pod before. After that minute a missing
+//     answer counts as no; otherwise one broken kubelet would block every pod for ever.
 //
-// docs/security.md says what this leaves open.
+// docs/security.md says which attacks this leaves possible.
 
 const (
-	// findTimeout bounds a search for a pod. kubectl's user is waiting.
+	// findTimeout bounds a search for a pod, since the user of kubectl is waiting.
 	findTimeout = 5 * time.Second
-	// answerTimeout is how long a kubelet may take to say whether it has a pod. It leaves
-	// time to answer the caller.
-	answerTimeout = 4 * time.Second
-	// silentTimeout is answerTimeout for a kubelet that did not answer the last time.
-	silentTimeout = time.Second
-	// silentFor is how long a kubelet that does not answer keeps pods from other nodes. A
-	// restart of a kubelet or a hand-over of its uplink is over by then.
-	silentFor = time.Minute
-	// hintFor is how long after a search its result saves the next search for that pod.
-	hintFor = 10 * time.Second
-	// maxProbes bounds the kubelets that one search asks at a time.
+	// probeTimeout is how long a kubelet may take to say whether it has a pod. It is below
+	// findTimeout so that there is time to answer the caller.
+	probeTimeout = 4 * time.Second
+	// silentProbeTimeout replaces probeTimeout for a kubelet that did not answer the last time.
+	silentProbeTimeout = time.Second
+	// maxSilence is how long a kubelet that does not answer keeps pods from other nodes. Restarting
+	// a kubelet, or switching its uplink, takes less time.
+	maxSilence = time.Minute
+	// hintTTL is how long the result of a search saves further searches for the same pod.
+	hintTTL = 10 * time.Second
+	// maxProbes bounds how many kubelets one search asks at a time.
 	maxProbes = 64
-	// maxHints bounds the remembered pods. One is some 200 bytes.
+	// maxHints bounds the remembered pods. Each takes about 200 bytes.
 	maxHints = 4096
 )
 
 // Pods tells which node a pod is bound to.
 type Pods interface {
-	// NodeOf returns spec.nodeName of a pod; "" if there is no such pod, or it is not bound
-	// to a node yet. An error says that Kubernetes cannot be asked.
+	// NodeOf returns the spec.nodeName of a pod; "" if there is no such pod, or if it is not bound
+	// to a node yet. An error means that Kubernetes cannot be asked.
 	NodeOf(ctx context.Context, namespace, name string) (tunnel.NodeName, error)
 }
 
-// finder remembers what searches have found. The zero value is ready.
+// finder remembers results of searches. The zero value is ready to use.
 type finder struct {
-	flights singleflight.Group // one search at a time per pod and caller
+	flights singleflight.Group // one search at a time for each pod and caller
 
-	mu     sync.Mutex // guards the following
-	hints  map[podRef]hint
-	silent map[tunnel.NodeName]time.Time // connected nodes that did not answer the last time, and since when
+	mu     sync.Mutex                    // guards the following
+	hints  map[podRef]hint               // last result for each pod, at most maxHints
+	silent map[tunnel.NodeName]time.Time // since when a connected node has not answered; no entry: it has
 }
 
-// hint is the node that alone claimed a pod in a search.
+// hint is a search's result: only this node claimed the pod.
 type hint struct {
 	node tunnel.NodeName
 	at   time.Time
 }
 
-// hint returns where ref was last. The zero hint says that nobody knows.
+// hint returns the last result for ref; the zero hint if there is none.
 func (f *finder) hint(ref podRef) hint {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.hints[ref]
 }
 
-// remember notes the node of a pod. When the memory is full, it forgets some other pod.
+// remember stores the node of a pod. If maxHints pods are stored, it forgets an arbitrary other
+// one.
 func (f *finder) remember(ref podRef, n tunnel.NodeName) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -94,25 +95,26 @@ func (f *finder) remember(ref podRef, n tunnel.NodeName) {
 	f.hints[ref] = hint{n, time.Now()}
 }
 
+// forget removes the hint for ref.
 func (f *finder) forget(ref podRef) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	delete(f.hints, ref)
 }
 
-// patience returns how long node n may take to answer.
-func (f *finder) patience(n tunnel.NodeName) time.Duration {
+// timeoutFor returns how long node n may take to answer.
+func (f *finder) timeoutFor(n tunnel.NodeName) time.Duration {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if _, silent := f.silent[n]; silent {
-		return silentTimeout
+		return silentProbeTimeout
 	}
-	return answerTimeout
+	return probeTimeout
 }
 
-// heard notes whether node n has answered. It reports whether n may still have a pod that
-// others claim.
-func (f *finder) heard(n tunnel.NodeName, answered bool) (may bool) {
+// recordAnswer records whether node n has answered. It reports whether n may have a pod that
+// another node claims, because it has been silent for less than maxSilence.
+func (f *finder) recordAnswer(n tunnel.NodeName, answered bool) (mayHave bool) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if answered {
@@ -127,7 +129,7 @@ func (f *finder) heard(n tunnel.NodeName, answered bool) (may bool) {
 		since = time.Now()
 		f.silent[n] = since
 	}
-	return time.Since(since) < silentFor
+	return time.Since(since) < maxSilence
 }
 
 // prune forgets the silence of nodes that are not connected.
@@ -141,8 +143,9 @@ func (f *finder) prune(holds func(tunnel.NodeName) bool) {
 	}
 }
 
-// findPod returns the connected node that has a pod. Those who ask while a search is on its
-// way get its result; so it outlives the caller who started it.
+// findPod returns the connected node that has a pod, or the response to give instead. Requests that
+// arrive during a search get its result. So the search does not end with the caller that started
+// it.
 func (p *proxy) findPod(ctx context.Context, ref podRef, caller string) (tunnel.NodeName, *answer) {
 	type result struct {
 		node   tunnel.NodeName
@@ -152,10 +155,11 @@ func (p *proxy) findPod(ctx context.Context, ref podRef, caller string) (tunnel.
 	if p.f.cfg.Pods != nil {
 		find = p.lookUp
 	}
-	// The caller's name comes last: it may hold any character.
+	// The caller's name comes last, because it may contain any character.
 	key := fmt.Sprintf("%d/%s/%s", ref.port, ref, caller)
 	v, _, _ := p.finder.flights.Do(key, func() (any, error) {
-		// The end of the front door ends every conn, and with it this.
+		// No link to the front door's context is needed: its end closes all conns, and so the
+		// search.
 		sctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), findTimeout)
 		defer cancel()
 		var r result
@@ -169,29 +173,32 @@ func (p *proxy) findPod(ctx context.Context, ref podRef, caller string) (tunnel.
 	return r.node, r.answer
 }
 
-// lookUp asks Kubernetes. Its answer is not kept: kube-apiserver looks the pod up for each
-// such request, too, and the next pod of that name may be on another node.
+// lookUp asks Kubernetes. The result is not kept: kube-apiserver looks up the pod for each such
+// request, too, and the next pod with this name may be on another node.
 func (p *proxy) lookUp(ctx context.Context, ref podRef, _ string) (tunnel.NodeName, *answer) {
 	node, err := p.f.cfg.Pods.NodeOf(ctx, ref.namespace, ref.name)
 	switch {
 	case err != nil:
 		p.f.warn(denyPods, "Kubernetes cannot be asked which node has a pod", "err", err)
-		return "", answerf(http.StatusServiceUnavailable, 0, "Kubernetes cannot be asked which node has pod %s: %v", ref, err)
+		return "", answerf(http.StatusServiceUnavailable, 0,
+			"Kubernetes cannot be asked which node has pod %s: %v", ref, err)
 	case node == "":
-		return "", answerf(http.StatusBadGateway, tunnel.NoSuchNode, "Kubernetes has no pod %s that is bound to a node", ref)
+		return "", answerf(http.StatusBadGateway, tunnel.NoSuchNode,
+			"Kubernetes has no pod %s that is bound to a node", ref)
 	case !p.f.nodes.Holds(node):
-		return "", answerf(http.StatusBadGateway, tunnel.NoSuchNode, "node %s, which has pod %s, is not connected", node, ref)
+		return "", answerf(http.StatusBadGateway, tunnel.NoSuchNode,
+			"node %s, which has pod %s, is not connected", node, ref)
 	}
 	return node, nil
 }
 
-// search asks the kubelets of all connected nodes for a pod. (A pod that was deleted by
-// force can be on two nodes for a while. Then neither gets it.)
+// search asks the kubelets of all connected nodes for a pod. (A pod that was deleted by force can
+// be on two nodes for a while. Then neither gets the request.)
 func (p *proxy) search(ctx context.Context, ref podRef, caller string) (tunnel.NodeName, *answer) {
 	last := p.finder.hint(ref)
-	if last.node != "" && time.Since(last.at) < hintFor && p.f.nodes.Holds(last.node) {
-		hctx, cancel := context.WithTimeout(ctx, silentTimeout)
-		err := p.ask(hctx, last.node, ref, caller)
+	if last.node != "" && time.Since(last.at) < hintTTL && p.f.nodes.Holds(last.node) {
+		hctx, cancel := context.WithTimeout(ctx, silentProbeTimeout)
+		err := p.probeNode(hctx, last.node, ref, caller)
 		cancel()
 		if err == nil {
 			return last.node, nil
@@ -199,59 +206,69 @@ func (p *proxy) search(ctx context.Context, ref podRef, caller string) (tunnel.N
 	}
 	p.finder.prune(p.f.nodes.Holds)
 	nodes := p.f.nodes.Connected()
-	said := p.askAll(ctx, nodes, ref, caller)
+	results := p.probeAll(ctx, nodes, ref, caller)
 	switch {
-	case len(said.have) > 1:
+	case len(results.claims) > 1:
 		p.finder.forget(ref)
 		p.f.cfg.Counters.ContestedPods.Add(1)
-		p.f.warn(denyContested, "two nodes claim one pod: nobody gets it", "pod", ref.String(), "nodes", fmt.Sprint(said.have))
-		return "", answerf(http.StatusConflict, tunnel.Denied, "nodes %s and %s both claim pod %s: one of them lies, or the pod was deleted by force; find out which, and revoke that node or wait for its kubelet",
-			said.have[0], said.have[1], ref)
-	case len(said.have) == 1 && len(said.mayHave) > 0 && said.have[0] != last.node:
-		p.f.warn(denySilent, "nodes that do not answer may have a pod that another node claims: nobody gets it", "pod", ref.String(), "nodes", fmt.Sprint(first(said.mayHave)))
-		return "", answerf(http.StatusServiceUnavailable, tunnel.Timeout, "node %s claims pod %s, but node %s has not answered and may have it: try again in %v, or end the session of %s",
-			said.have[0], ref, said.mayHave[0], silentFor, said.mayHave[0])
-	case len(said.have) == 1 && len(said.unasked) > 0 && said.have[0] != last.node:
-		p.f.warn(denySilent, "nodes that were not asked in time may have a pod that another node claims: nobody gets it", "pod", ref.String(), "nodes", fmt.Sprint(first(said.unasked)))
-		return "", answerf(http.StatusServiceUnavailable, tunnel.Timeout, "node %s claims pod %s, but node %s was not asked in time and may have it: try again",
-			said.have[0], ref, said.unasked[0])
-	case len(said.have) == 1:
-		p.finder.remember(ref, said.have[0])
-		return said.have[0], nil
+		p.f.warn(denyContested, "two nodes claim one pod: nobody gets it",
+			"pod", ref.String(), "nodes", fmt.Sprint(results.claims))
+		return "", answerf(http.StatusConflict, tunnel.Denied,
+			"nodes %s and %s both claim pod %s: one of them lies, or the pod was deleted by force; "+
+				"find out which, and revoke that node or wait for its kubelet",
+			results.claims[0], results.claims[1], ref)
+	case len(results.claims) == 1 && len(results.mayHave) > 0 && results.claims[0] != last.node:
+		p.f.warn(denySilent, "nodes that do not answer may have a pod that another node claims: nobody gets it",
+			"pod", ref.String(), "nodes", fmt.Sprint(firstFew(results.mayHave)))
+		return "", answerf(http.StatusServiceUnavailable, tunnel.Timeout,
+			"node %s claims pod %s, but node %s has not answered and may have it: "+
+				"try again in %v, or end the session of %s",
+			results.claims[0], ref, results.mayHave[0], maxSilence, results.mayHave[0])
+	case len(results.claims) == 1 && len(results.notAsked) > 0 && results.claims[0] != last.node:
+		p.f.warn(denySilent,
+			"nodes that were not asked in time may have a pod that another node claims: nobody gets it",
+			"pod", ref.String(), "nodes", fmt.Sprint(firstFew(results.notAsked)))
+		return "", answerf(http.StatusServiceUnavailable, tunnel.Timeout,
+			"node %s claims pod %s, but node %s was not asked in time and may have it: try again",
+			results.claims[0], ref, results.notAsked[0])
+	case len(results.claims) == 1:
+		p.finder.remember(ref, results.claims[0])
+		return results.claims[0], nil
 	case len(nodes) == 0:
 		return "", answerf(http.StatusBadGateway, tunnel.NoSuchNode, "no node is connected")
 	}
-	text := fmt.Sprintf("no connected node has pod %s: its node may not be connected (%d asked", ref, len(nodes)-len(said.unasked))
-	if said.silent > 0 {
-		text += fmt.Sprintf(", %d did not answer", said.silent)
+	text := fmt.Sprintf("no connected node has pod %s: its node may not be connected (%d asked",
+		ref, len(nodes)-len(results.notAsked))
+	if results.unanswered > 0 {
+		text += fmt.Sprintf(", %d did not answer", results.unanswered)
 	}
-	if n := len(said.unasked); n > 0 {
+	if n := len(results.notAsked); n > 0 {
 		text += fmt.Sprintf(", %d were not asked in time", n)
 	}
-	if said.denied > 0 {
-		text += fmt.Sprintf(", %d did not let us ask: see the log", said.denied)
+	if results.denied > 0 {
+		text += fmt.Sprintf(", %d did not let us ask: see the log", results.denied)
 	}
 	text += ")"
-	if said.late {
-		return "", answerf(http.StatusGatewayTimeout, tunnel.Timeout, "after %v: %s", answerTimeout, text)
+	if results.timedOut {
+		return "", answerf(http.StatusGatewayTimeout, tunnel.Timeout, "after %v: %s", probeTimeout, text)
 	}
 	return "", answerf(http.StatusBadGateway, tunnel.NoSuchNode, "%s", text)
 }
 
-// said is what kubelets have said about a pod.
-type said struct {
-	have    []tunnel.NodeName // claim it, sorted
-	mayHave []tunnel.NodeName // have not answered, and may have it, sorted
-	unasked []tunnel.NodeName // the search ended before their turn, sorted
-	silent  int               // have not answered
-	denied  int               // do not let us ask, and so would not let us exec
-	late    bool              // time was over for one of the silent, or before all were asked
+// probeResults are the kubelets' answers about a pod.
+type probeResults struct {
+	claims     []tunnel.NodeName // they claim the pod; sorted
+	mayHave    []tunnel.NodeName // they have not answered and may have the pod; sorted
+	notAsked   []tunnel.NodeName // the search ended before they were asked; sorted
+	unanswered int               // how many have not answered
+	denied     int               // how many do not let us ask; they would not let us exec either
+	timedOut   bool              // a kubelet exceeded its time, or some were not asked in time
 }
 
-// askAll asks the kubelets of nodes for a pod.
-func (p *proxy) askAll(ctx context.Context, nodes []tunnel.NodeName, ref podRef, caller string) said {
+// probeAll asks the kubelets of nodes for a pod, maxProbes at a time.
+func (p *proxy) probeAll(ctx context.Context, nodes []tunnel.NodeName, ref podRef, caller string) probeResults {
 	var mu sync.Mutex // guards the following
-	var s said
+	var s probeResults
 	var g errgroup.Group
 	g.SetLimit(maxProbes)
 	for _, n := range nodes {
@@ -259,55 +276,56 @@ func (p *proxy) askAll(ctx context.Context, nodes []tunnel.NodeName, ref podRef,
 			var err error
 			asked := ctx.Err() == nil
 			if asked {
-				actx, cancel := context.WithTimeout(ctx, p.finder.patience(n))
+				actx, cancel := context.WithTimeout(ctx, p.finder.timeoutFor(n))
 				defer cancel()
-				err = p.ask(actx, n, ref, caller)
+				err = p.probeNode(actx, n, ref, caller)
 			}
 			mu.Lock()
 			defer mu.Unlock()
 			switch {
 			case !asked:
-				s.late = true
-				s.unasked = append(s.unasked, n)
+				s.timedOut = true
+				s.notAsked = append(s.notAsked, n)
 			case err == nil:
-				p.finder.heard(n, true)
-				s.have = append(s.have, n)
+				p.finder.recordAnswer(n, true)
+				s.claims = append(s.claims, n)
 			case errors.Is(err, errNoPod):
-				p.finder.heard(n, true)
+				p.finder.recordAnswer(n, true)
 			case errors.Is(err, errDenied):
-				p.finder.heard(n, true)
+				p.finder.recordAnswer(n, true)
 				s.denied++
-			case tunnel.CodeOf(err) == tunnel.NoSuchNode: // it has left meanwhile
-				s.silent++
+			case tunnel.CodeOf(err) == tunnel.NoSuchNode: // it has disconnected meanwhile
+				s.unanswered++
 			default:
-				s.silent++
-				s.late = s.late || errors.Is(err, context.DeadlineExceeded) || tunnel.CodeOf(err) == tunnel.Timeout
-				if p.finder.heard(n, false) {
+				s.unanswered++
+				s.timedOut = s.timedOut || errors.Is(err, context.DeadlineExceeded) ||
+					tunnel.CodeOf(err) == tunnel.Timeout
+				if p.finder.recordAnswer(n, false) {
 					s.mayHave = append(s.mayHave, n)
 				}
 			}
 			return nil
 		})
 	}
-	g.Wait() //nolint:errcheck // it returns none
-	slices.Sort(s.have)
+	g.Wait() //nolint:errcheck // always nil
+	slices.Sort(s.claims)
 	slices.Sort(s.mayHave)
-	slices.Sort(s.unasked)
+	slices.Sort(s.notAsked)
 	return s
 }
 
-// first returns the first few of nodes, for a log line.
-func first(nodes []tunnel.NodeName) []tunnel.NodeName { return nodes[:min(len(nodes), 8)] }
+// firstFew returns the first eight nodes, for a log line.
+func firstFew(nodes []tunnel.NodeName) []tunnel.NodeName { return nodes[:min(len(nodes), 8)] }
 
-// What a probe may find.
+// Results of a probe.
 var (
 	errNoPod  = errors.New("the kubelet does not have the pod")
 	errDenied = errors.New("the kubelet does not let us ask for pods")
 )
 
-// probe returns nil if the kubelet of node n says that it has the pod. It asks for a
-// port-forward without asking for an upgrade: a kubelet looks for the pod first (404), and
-// then misses the upgrade (400); nothing has been started.
+// probe returns nil if the kubelet of node n says that it has the pod. It asks for a port-forward
+// without asking for an upgrade. A kubelet first looks for the pod (404 if there is none), and then
+// rejects the missing upgrade (400). Nothing has been started by then.
 func (p *proxy) probe(ctx context.Context, n tunnel.NodeName, ref podRef, caller string) error {
 	u := url.URL{Scheme: p.scheme(), Host: string(n), Path: "/portForward/" + ref.namespace + "/" + ref.name}
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, u.String(), nil)
@@ -322,16 +340,18 @@ func (p *proxy) probe(ctx context.Context, n tunnel.NodeName, ref podRef, caller
 		return err
 	}
 	defer res.Body.Close()
-	io.CopyN(io.Discard, res.Body, 4<<10) //nolint:errcheck // so that the conn can be used again
+	io.CopyN(io.Discard, res.Body, 4<<10) //nolint:errcheck // makes the conn reusable
 	switch s := res.StatusCode; {
 	case s == http.StatusUnauthorized, s == http.StatusForbidden, s == http.StatusMethodNotAllowed:
 		why := "grant the certificate of [mode.cloud.https.kubelet], or the edge's, the verb get on nodes/proxy"
 		if s == http.StatusMethodNotAllowed {
-			why = "set enableDebuggingHandlers in the kubelet's configuration" // without, it says so of every pod
+			// Without that setting a kubelet answers so for every pod.
+			why = "set enableDebuggingHandlers in the kubelet's configuration"
 		}
-		p.f.warn(denyProbe, "a kubelet does not tell whether it has a pod", "node", string(n), "err", fmt.Sprintf("%s: %s", res.Status, why))
+		p.f.warn(denyProbe, "a kubelet does not tell whether it has a pod",
+			"node", string(n), "err", fmt.Sprintf("%s: %s", res.Status, why))
 		return errDenied
-	case s == http.StatusNotFound, s < 400: // below 400 whatever listens there is not a kubelet
+	case s == http.StatusNotFound, s < 400: // below 400: the listener is not a kubelet
 		return errNoPod
 	case s == http.StatusTooManyRequests, s >= 500:
 		return fmt.Errorf("the kubelet of node %s answers %s", n, res.Status)

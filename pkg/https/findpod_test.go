@@ -107,7 +107,7 @@ func TestSilentNode(t *testing.T) {
 		logs := new(syncBuffer)
 		f, err := New(Config{}, k, k, slog.New(slog.NewTextHandler(logs, nil)))
 		must(t, err)
-		p := &proxy{f: f, ask: k.ask}
+		p := &proxy{f: f, probeNode: k.ask}
 		want := func(why, pod string, node tunnel.NodeName, status int, within time.Duration) {
 			t.Helper()
 			start := time.Now()
@@ -126,29 +126,29 @@ func TestSilentNode(t *testing.T) {
 		want("all answer", "one", "good", 0, 0)
 
 		k.have["evil"], k.silent["good"] = "ns/three", true
-		want("the silent one may be the owner", "three", "", 503, answerTimeout)
+		want("the silent one may be the owner", "three", "", 503, probeTimeout)
 		if s := logs.String(); !strings.Contains(s, "level=WARN") || !strings.Contains(s, "pod=ns/three nodes=[good]") {
 			t.Errorf("the log does not name the silent node: %s", s)
 		}
-		want("and is waited for less the next time", "three", "", 503, silentTimeout)
+		want("and is waited for less the next time", "three", "", 503, silentProbeTimeout)
 		k.silent["good"] = false
 		want("it has answered: the pod is not its own", "three", "evil", 0, 0)
 
 		k.have["evil"], k.silent["good"] = "ns/one", true
-		time.Sleep(hintFor)
-		want("the owner is silent", "one", "", 503, answerTimeout)
+		time.Sleep(hintTTL)
+		want("the owner is silent", "one", "", 503, probeTimeout)
 		k.silent["good"] = false
 		want("both claim it", "one", "", 409, 0)
 		k.have["evil"] = ""
 		want("one claims it", "one", "good", 0, 0)
 
 		k.silent["other"] = true
-		time.Sleep(hintFor)
-		want("found before, beside a silent node", "one", "good", 0, answerTimeout)
+		time.Sleep(hintTTL)
+		want("found before, beside a silent node", "one", "good", 0, probeTimeout)
 		k.have["good"] = "ns/four"
-		want("new, beside a silent node", "four", "", 503, silentTimeout)
-		time.Sleep(silentFor)
-		want("new, beside a node that has been silent for long", "four", "good", 0, silentTimeout)
+		want("new, beside a silent node", "four", "", 503, silentProbeTimeout)
+		time.Sleep(maxSilence)
+		want("new, beside a node that has been silent for long", "four", "good", 0, silentProbeTimeout)
 		k.set(func(f *fakeTunnel) { f.nodes["other"] = false })
 		want("new, without it", "four", "good", 0, 0)
 	})
@@ -168,7 +168,7 @@ func TestNodesNotAskedInTime(t *testing.T) {
 		logs := new(syncBuffer)
 		f, err := New(Config{}, k, k, slog.New(slog.NewTextHandler(logs, nil)))
 		must(t, err)
-		p := &proxy{f: f, ask: k.ask}
+		p := &proxy{f: f, probeNode: k.ask}
 		want := func(pod, text string) {
 			t.Helper()
 			if _, a := p.findPod(t.Context(), podRef{0, "ns", pod}, "caller"); a == nil || !strings.Contains(a.text, text) {
@@ -178,9 +178,9 @@ func TestNodesNotAskedInTime(t *testing.T) {
 		want("none", "(129 asked, 128 did not answer, 384 were not asked in time)")
 		want("one", "node 0good claims pod ns/one, but node slow000 has not answered")
 		for n := range k.silent { // for long
-			p.finder.heard(n, false)
+			p.finder.recordAnswer(n, false)
 		}
-		time.Sleep(silentFor)
+		time.Sleep(maxSilence)
 		want("one", "was not asked in time and may have it: try again")
 		if s := logs.String(); !strings.Contains(s, `nodes that were not asked in time may have a pod that another node claims: nobody gets it" module=https pod=ns/one nodes="[slow`) {
 			t.Errorf("the log does not name them: %s", s)

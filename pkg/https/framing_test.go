@@ -29,7 +29,7 @@ func TestFraming(t *testing.T) {
 	} {
 		for _, step := range []int{1, 7, 1 << 20} {
 			t.Run(fmt.Sprintf("%s/%d", name, step), func(t *testing.T) {
-				f := framing{most: DefaultLimits().mostHeaders()}
+				f := framing{maxHead: DefaultLimits().maxHeaderBytes()}
 				for in := []byte(test.in); len(in) > 0; {
 					n := f.next(in[:min(step, len(in))])
 					if n == 0 {
@@ -52,7 +52,7 @@ func FuzzFraming(f *testing.F) {
 	f.Add([]byte("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"))
 	f.Add([]byte("\r\nGET / HTTP/1.0\nTransfer-Encoding : chunked\n\n"))
 	f.Fuzz(func(t *testing.T, in []byte) {
-		fr := framing{most: DefaultLimits().mostHeaders()}
+		fr := framing{maxHead: DefaultLimits().maxHeaderBytes()}
 		for p := in; len(p) > 0; {
 			n := fr.next(p)
 			if n <= 0 || n > len(p) {

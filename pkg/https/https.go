@@ -1,5 +1,5 @@
-// Package https is the front door that looks like a kubelet: HTTPS ports on the cloud
-// whose connections reach a port of the node that the caller names.
+// Package https is the front door that looks like a kubelet. It opens HTTPS ports on the cloud and
+// connects each caller to a port of the node that the caller names.
 //
 //	door, err := https.New(https.Config{
 //		Ports:       map[string]string{"10250": "127.0.0.1:10250"},
@@ -8,30 +8,30 @@
 //	}, directory, directory, log)
 //	err = door.Run(ctx) // as a tunnel.Module
 //
-// Two ways lead through it, and the ClientHello decides (see [Mode]):
+// It handles a connection in one of two ways, chosen by the ClientHello (see [Mode]):
 //
-//	passthrough  the SNI names a node: the bytes go through untouched. The caller and
-//	             the kubelet authenticate each other, and we hold no key.
-//	terminate    no such SNI (kube-apiserver without --kubelet-certificate-authority
-//	             sends none on upgrades): we verify the caller's client certificate,
-//	             and each request goes to the node that its Host, the SNI or its path
-//	             names (whichnode.go), over TLS through the tunnel, with a client
-//	             certificate of our own.
+//	passthrough  The SNI names a connected node: the bytes go through unchanged. The caller
+//	             and the kubelet authenticate each other, and we hold no key.
+//	terminate    There is no such SNI (kube-apiserver without
+//	             --kubelet-certificate-authority sends none on upgrades): we verify the
+//	             caller's client certificate. Each request goes to the node that its Host,
+//	             the SNI or its path names (whichnode.go), over TLS through the tunnel, with
+//	             a client certificate of our own.
 //
-// On the edge the module is [Edge]: it dials the target and, if it is asked for the
-// network "tls" (SuperEdge's way, see [NewEdge]), speaks TLS to it.
+// On the edge the module is [Edge]. It dials the target and, if the cloud asks for the network
+// "tls" (SuperEdge's way, see [NewEdge]), speaks TLS to it.
 //
-// A connection belongs to one goroutine from accept on, until it is spliced (which
-// owns both ends) or handed to net/http (which owns it until a handler hijacks it).
-// [FrontDoor.Run] returns after all of them have ended.
+// One goroutine owns a connection from accept on. It hands the connection over to Splice, which
+// owns both ends, or to net/http, which owns it until a handler hijacks it. [FrontDoor.Run] returns
+// after all connections have ended.
 //
-// It does not: follow redirects, cache, rewrite paths or bodies, compress, add
-// forwarding headers (those that a client sends are stripped), upgrade to anything
-// but SPDY/3.1 and websocket, authenticate a caller that is passed through (the
-// kubelet does; [Config.AllowFrom] narrows who may try), or parse HTTP by itself
-// (framing.go only looks for heads that say twice how long their body is). To a caller
-// of HTTP/2 that asks for 100-continue it says so before the target has: net/http does
-// not tell a handler that it was asked.
+// The package does not follow redirects, cache, rewrite paths or bodies, compress, or add
+// forwarding headers (it strips those that a client sends). It upgrades to SPDY/3.1 and websocket
+// only. It does not authenticate a caller that is passed through: the kubelet does, and
+// [Config.AllowFrom] limits who may try. It does not parse HTTP itself, except that framing.go
+// looks for heads that state the length of their body twice. A caller of HTTP/2 that expects
+// 100-continue receives it before the target has sent it: net/http does not tell a handler about
+// the expectation.
 package https
 
 import (
@@ -53,22 +53,22 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Name is the front door's name and the category that its edge module owns.
+// Name is the front door's name and the category that its edge module handles.
 const Name = "https"
 
-// Mode says what happens to a connection.
+// Mode says how connections are handled.
 type Mode int
 
 const (
-	// Auto passes through what names a connected node by SNI and terminates the rest.
+	// Auto passes a connection through if its SNI names a connected node, and terminates others.
 	Auto Mode = iota
-	// Passthrough never terminates.
+	// Passthrough never terminates a connection.
 	Passthrough
-	// Terminate always does.
+	// Terminate terminates every connection.
 	Terminate
 )
 
-// String returns the mode as the configuration writes it.
+// String returns the mode as it is written in the configuration.
 func (m Mode) String() string {
 	switch m {
 	case Passthrough:
@@ -80,49 +80,51 @@ func (m Mode) String() string {
 	}
 }
 
-// DefaultListen is the address that the ports are opened on.
+// DefaultListen is the IP address on which the ports are opened.
 const DefaultListen = "0.0.0.0"
 
-// DefaultClientName is the common name that kubeadm gives to the certificate with
-// which kube-apiserver calls kubelets.
+// DefaultClientName is the common name of kube-apiserver's client certificate for kubelets, as
+// kubeadm creates it.
 const DefaultClientName = "kube-apiserver-kubelet-client"
 
-// Config is what [New] needs. It is not changed afterwards.
+// Config is the configuration of a FrontDoor. It does not change after [New].
 type Config struct {
 	Mode   Mode
 	Listen string            // IP address; empty: DefaultListen
-	Ports  map[string]string // port here → host:port on the edge
+	Ports  map[string]string // port on the cloud → host:port on the edge
 
-	// For connections that we terminate. Auto without ClientCA passes through only. Both
-	// are asked for every new connection; those that are open have been let in.
+	// Our certificate, and the CAs of callers, for connections that we terminate. Auto without
+	// ClientCA only passes through. Both are called for each new connection; open connections are
+	// not affected when their results change.
 	Certificate func() *tls.Certificate
 	ClientCA    func() *x509.CertPool
 	ClientNames []string // common names that may send any request, compared exactly; empty: DefaultClientName
-	Callers     []Caller // others that may call
+	Callers     []Caller // other callers, which may send some classes of requests
 	Kubelet     Kubelet
 
-	// AllowFrom says who may connect; nil: anyone. Who is in it may also have more than
-	// Limits.ConnsPerAddress.
+	// AllowFrom lists the sources that may connect; nil: any. Its sources may exceed
+	// Limits.ConnsPerAddress, except those that only a network of all addresses contains.
 	AllowFrom auth.Sources
 
-	// Pods says which node a pod is on, where the path alone names the pod; nil: the
-	// kubelets are asked.
+	// Pods finds a pod's node if only the path names the pod; nil: the kubelets are asked.
 	Pods Pods
 
 	Limits Limits
 
-	Counters *tunnel.Counters // counts panics, limits and callers of nodes that are not connected; nil: nobody looks
+	// Counters counts panics, limits, and callers of nodes that are not connected; nil: not
+	// counted.
+	Counters *tunnel.Counters
 }
 
-// Kubelet says how we speak to the kubelet behind a terminated connection. Its funcs are
-// asked for every new conn to one; those that are pooled go on.
+// Kubelet says how we speak to the kubelet behind a terminated connection. Its functions are called
+// for each new conn to a kubelet; pooled conns are not affected when their results change.
 type Kubelet struct {
-	// Certificate is our client certificate. Without one the edge's module https
-	// speaks TLS to the kubelet with its own, and the two fields below do not count.
+	// Certificate is our client certificate. If it is nil, the edge's module https speaks TLS to
+	// the kubelet with its own certificate, and CA and Insecure are ignored.
 	Certificate func() *tls.Certificate
 	// CA verifies the kubelet's certificate for its node's name.
 	CA func() *x509.CertPool
-	// Insecure takes any certificate when there is no CA.
+	// Insecure accepts any certificate if there is no CA.
 	Insecure bool
 }
 
@@ -140,19 +142,19 @@ func (c *Config) terminates() bool {
 	return c.Mode != Passthrough && c.Certificate != nil && c.ClientCA != nil
 }
 
-// validate returns all that is wrong with c.
+// validate returns all errors in c.
 func (c *Config) validate() error {
 	var errs []error
 	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
 	if _, err := netip.ParseAddr(c.listen()); err != nil {
 		bad("listen = %q in [mode.cloud.https] is not an IP address", c.Listen)
 	}
-	for here, target := range c.Ports {
-		if _, err := strconv.ParseUint(here, 10, 16); err != nil {
-			bad("%q in [mode.cloud.https.addr] is not a port number", here)
+	for number, target := range c.Ports {
+		if _, err := strconv.ParseUint(number, 10, 16); err != nil {
+			bad("%q in [mode.cloud.https.addr] is not a port number", number)
 		}
 		if _, port, err := net.SplitHostPort(target); err != nil || port == "" {
-			bad("%q = %q in [mode.cloud.https.addr]: the target is not host:port", here, target)
+			bad("%q = %q in [mode.cloud.https.addr]: the target is not host:port", number, target)
 		}
 	}
 	switch {
@@ -164,31 +166,33 @@ func (c *Config) validate() error {
 		bad("clientca in [mode.cloud.https] is of no use without cert and key: set them, or tls = \"passthrough\"")
 	}
 	if c.Mode == Terminate && c.ClientCA == nil {
-		bad(`tls = "terminate" needs clientca in [mode.cloud.https]: without it anyone who reaches the port would be a cluster administrator`)
+		bad(`tls = "terminate" needs clientca in [mode.cloud.https]: ` +
+			"without it anyone who reaches the port would be a cluster administrator")
 	}
 	if k := c.Kubelet; c.terminates() && k.Certificate != nil && k.CA == nil && !k.Insecure {
-		bad("set ca in [mode.cloud.https.kubelet] (who signed the kubelets' serving certificates), or insecure = true to take any")
+		bad("set ca in [mode.cloud.https.kubelet] (who signed the kubelets' serving certificates), " +
+			"or insecure = true to take any")
 	}
 	return errors.Join(errs...)
 }
 
-// port is one line of Config.Ports.
-type port struct{ here, target string }
+// port is one line of Config.Ports: the port on the cloud, and host:port on the edge.
+type port struct{ number, target string }
 
 // FrontDoor is the cloud's module "https".
 type FrontDoor struct {
 	// Set once.
-	cfg     Config
-	ports   []port // by port number; the index is part of a pooled connection's key (proxy.go)
-	dialer  tunnel.Dialer
-	nodes   tunnel.Nodes
-	log     *slog.Logger
-	grace   time.Duration
-	hearing time.Duration // Limits.HandshakeTimeout
+	cfg             Config
+	ports           []port // by port number; the index is part of a pooled connection's key (see hop)
+	dialer          tunnel.Dialer
+	nodes           tunnel.Nodes
+	log             *slog.Logger
+	grace           time.Duration // how long connections may go on after Run's ctx is done
+	strangerTimeout time.Duration // how long a caller that may not call stays connected: Limits.HandshakeTimeout
 
-	strangers *listen.Strangers
-	passed    passed
-	denials   [denyKinds]tunnel.Limiter // one for each kind, so that one does not hide another
+	strangers    *listen.Strangers         // connections whose callers have not authenticated yet
+	passthroughs passthroughCounter        // connections that are passed through, by source and node
+	denials      [denyKinds]tunnel.Limiter // limits warnings; one for each kind, so that one kind does not hide another
 
 	mu    sync.Mutex // guards the following
 	addrs []net.Addr // of the open listeners, in the order of ports; nil unless all are open
@@ -197,7 +201,7 @@ type FrontDoor struct {
 
 var _ tunnel.Module = (*FrontDoor)(nil)
 
-// New checks cfg and returns the front door. It opens nothing: [FrontDoor.Run] does.
+// New checks cfg and returns the front door. It opens nothing; [FrontDoor.Run] does.
 func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger) (*FrontDoor, error) {
 	if err := cfg.validate(); err != nil {
 		return nil, err
@@ -207,20 +211,20 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 	}
 	cfg.Limits = cfg.Limits.orDefault()
 	f := &FrontDoor{
-		cfg:     cfg,
-		dialer:  dialer,
-		nodes:   nodes,
-		log:     log,
-		grace:   tunnel.GracePeriod,
-		hearing: cfg.Limits.HandshakeTimeout,
+		cfg:             cfg,
+		dialer:          dialer,
+		nodes:           nodes,
+		log:             log,
+		grace:           tunnel.GracePeriod,
+		strangerTimeout: cfg.Limits.HandshakeTimeout,
 	}
 	f.strangers = listen.NewStrangers(cfg.Limits.Strangers, cfg.Limits.StrangersPerAddress)
-	f.passed.most = cfg.Limits.ConnsPerAddress
-	for here, target := range cfg.Ports {
-		f.ports = append(f.ports, port{here, target})
+	f.passthroughs.max = cfg.Limits.ConnsPerAddress
+	for number, target := range cfg.Ports {
+		f.ports = append(f.ports, port{number, target})
 	}
 	slices.SortFunc(f.ports, func(a, b port) int {
-		return cmp.Or(cmp.Compare(len(a.here), len(b.here)), cmp.Compare(a.here, b.here))
+		return cmp.Or(cmp.Compare(len(a.number), len(b.number)), cmp.Compare(a.number, b.number))
 	})
 	return f, nil
 }
@@ -228,10 +232,10 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 // Name implements tunnel.Module.
 func (f *FrontDoor) Name() string { return Name }
 
-// Routes implements tunnel.Module. Edges have nothing to ask of a front door.
+// Routes implements tunnel.Module. It is empty: an edge may not ask a front door for anything.
 func (f *FrontDoor) Routes() map[string]tunnel.Handler { return nil }
 
-// Ready returns nil while every port is open, else what is missing.
+// Ready returns nil while every port is open, otherwise an error.
 func (f *FrontDoor) Ready() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -241,8 +245,8 @@ func (f *FrontDoor) Ready() error {
 	return nil
 }
 
-// Addrs returns the addresses of the open listeners, in the order of their port
-// numbers, or nil before they are open.
+// Addrs returns the addresses of the open listeners, ordered by port number; nil unless all are
+// open.
 func (f *FrontDoor) Addrs() []net.Addr {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -261,8 +265,8 @@ func (f *FrontDoor) setWeb(w *web) {
 	f.web = w
 }
 
-// hops returns how many targets of nodes the front door has a request or an open conn
-// to, on behalf of callers that it terminates: tests see that none is kept.
+// hops returns to how many targets there is a request or an open conn on behalf of terminated
+// callers. Tests use it to check that no target is kept for ever.
 func (f *FrontDoor) hops() int {
 	f.mu.Lock()
 	w := f.web

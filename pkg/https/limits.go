@@ -6,32 +6,32 @@ import (
 	"time"
 )
 
-// Limits bound what callers may cost. A zero field is the default, which fits 1,000 nodes
-// on two processors. docs/limits.md says what happens at each.
+// Limits bound what callers may cost. A zero field means the default, which fits 1,000 nodes on two
+// processors. docs/limits.md says what happens when each limit is reached.
 type Limits struct {
-	// Strangers bounds connections that have not finished their handshake. Each costs a
+	// Strangers bounds the connections that have not finished their handshake. Each costs a
 	// descriptor, a goroutine and up to maxHello bytes.
 	Strangers           int
-	StrangersPerAddress int // of them, of one source, see listen.Strangers
-	// HandshakeTimeout is how long a caller may take for its ClientHello, as long again for
-	// its handshake, and for the header of each request; and one that may not call, to be
-	// told so.
+	StrangersPerAddress int // the same for one source, see listen.Strangers
+	// HandshakeTimeout bounds the time for a caller's ClientHello, again for its handshake, and
+	// again for the header of each request. It is also how long a caller that may not call stays
+	// connected, to be told so.
 	HandshakeTimeout time.Duration
-	// ConnsPerAddress bounds the connections that one source has to one node through us.
-	// Whether a caller that is passed through has any credential, we cannot tell.
+	// ConnsPerAddress bounds the connections passed through from one source to one node. We cannot
+	// tell whether such a caller has any credential.
 	ConnsPerAddress int
-	Headers         int // bytes, both ways
+	Headers         int // bytes of a request's or a response's header
 }
 
-// DefaultLimits returns what zero fields stand for.
+// DefaultLimits returns the values that zero fields stand for.
 func DefaultLimits() Limits {
 	return Limits{
 		Strangers: 1024,
-		// It leaves room for others, and is not smaller because behind a balancer everybody
-		// comes from its address.
+		// It leaves room for other sources. It is not smaller because all callers behind a load
+		// balancer share the balancer's address.
 		StrangersPerAddress: 256,
 		HandshakeTimeout:    10 * time.Second,
-		// A quarter of a node's conns. kube-apiserver needs few: it multiplexes requests by
+		// A quarter of a node's conns. kube-apiserver needs few: it multiplexes requests over
 		// HTTP/2.
 		ConnsPerAddress: 256,
 		Headers:         64 << 10,
@@ -49,11 +49,11 @@ func (l Limits) orDefault() Limits {
 	}
 }
 
-// mostHeaders is what net/http takes of a caller. It answers what is longer without
-// telling us, so we look at what is shorter, too (proxy.ServeHTTP).
-func (l Limits) mostHeaders() int { return 2 * l.Headers }
+// maxHeaderBytes is net/http's limit for a request's header. It is twice ours, because net/http
+// answers longer headers without telling us; proxy.ServeHTTP applies and counts our own limit.
+func (l Limits) maxHeaderBytes() int { return 2 * l.Headers }
 
-// headerSize returns the bytes of a request's header, as HTTP/1 writes it.
+// headerSize returns the size of a request's header in bytes, as written in HTTP/1.
 func headerSize(r *http.Request) int {
 	size := len(r.Method) + len(r.RequestURI) + len(r.Host)
 	for k, values := range r.Header {

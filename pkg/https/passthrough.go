@@ -12,77 +12,89 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// dialTimeout bounds the dialling of a target, its TLS handshake included. It is
-// below the 15 s after which a caller must know that its node does not answer.
+// dialTimeout bounds dialling a target, including its TLS handshake. It is below the 15 s after
+// which a caller must have learned that its node does not answer.
 const dialTimeout = 10 * time.Second
 
-// decision is what becomes of a connection.
+// decision says how a connection is handled.
 type decision struct {
-	what   Mode            // Auto: it is closed
-	node   tunnel.NodeName // Passthrough: to here
+	mode   Mode            // Auto: it is closed
+	node   tunnel.NodeName // Passthrough: the node
 	reason string          // closed: why, and what to do
-	alert  byte            // closed: how the caller is told
+	alert  byte            // closed: the TLS alert for the caller
 }
 
-// decide says what becomes of a connection that started with h.
+// decide decides how a connection that started with h is handled.
 func (f *FrontDoor) decide(h hello) decision {
 	if f.cfg.Mode == Terminate {
-		return decision{what: Terminate}
+		return decision{mode: Terminate}
 	}
 	node, err := tunnel.ParseNodeName(h.serverName)
 	if err == nil && f.nodes.Holds(node) {
-		return decision{what: Passthrough, node: node}
+		return decision{mode: Passthrough, node: node}
 	}
 	switch {
 	case f.cfg.terminates():
-		return decision{what: Terminate}
+		return decision{mode: Terminate}
 	case f.cfg.Mode == Passthrough && h.serverName == "":
-		return decision{reason: `it has no SNI, and tls = "passthrough" in [mode.cloud.https] terminates nothing`, alert: alertMissingExtension}
+		return decision{
+			reason: `it has no SNI, and tls = "passthrough" in [mode.cloud.https] terminates nothing`,
+			alert:  alertMissingExtension,
+		}
 	case h.serverName == "":
-		return decision{reason: "it has no SNI and there is nothing to terminate it with: set clientca, cert and key in [mode.cloud.https], or give kube-apiserver --kubelet-certificate-authority", alert: alertMissingExtension}
+		return decision{
+			reason: "it has no SNI and there is nothing to terminate it with: " +
+				"set clientca, cert and key in [mode.cloud.https], " +
+				"or give kube-apiserver --kubelet-certificate-authority",
+			alert: alertMissingExtension,
+		}
 	default:
-		f.cfg.Counters.Refuse(tunnel.NoSuchNode) // nobody dials, so nobody else counts it
-		return decision{reason: fmt.Sprintf("its SNI %q is not a connected node", h.serverName), alert: alertUnrecognizedName}
+		f.cfg.Counters.Refuse(tunnel.NoSuchNode) // no dial follows that would count it
+		return decision{
+			reason: fmt.Sprintf("its SNI %q is not a connected node", h.serverName),
+			alert:  alertUnrecognizedName,
+		}
 	}
 }
 
-// passed counts the connections that are passed through.
-type passed struct {
-	most int // of one source to one node; set once
+// passthroughCounter counts the connections that are passed through.
+type passthroughCounter struct {
+	max int // from one source to one node; set once
 
-	mu    sync.Mutex
-	count map[passedKey]int // only those that are not 0
+	mu     sync.Mutex             // guards the following
+	counts map[passthroughKey]int // never 0
 }
 
-type passedKey struct {
+// passthroughKey is a source and a node.
+type passthroughKey struct {
 	source netip.Prefix // see auth.Group
 	node   tunnel.NodeName
 }
 
-// admit counts one more connection from a to node, unless that is one too many.
-// release is called once, when the connection has ended.
-func (p *passed) admit(a netip.Addr, node tunnel.NodeName) (release func(), ok bool) {
-	key := passedKey{auth.Group(a), node}
+// admit counts one more connection from a to node, unless the limit is reached. The caller calls
+// release once, when the connection has ended.
+func (p *passthroughCounter) admit(a netip.Addr, node tunnel.NodeName) (release func(), ok bool) {
+	key := passthroughKey{auth.Group(a), node}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.count[key] >= p.most {
+	if p.counts[key] >= p.max {
 		return nil, false
 	}
-	if p.count == nil {
-		p.count = make(map[passedKey]int)
+	if p.counts == nil {
+		p.counts = make(map[passthroughKey]int)
 	}
-	p.count[key]++
+	p.counts[key]++
 	return func() {
 		p.mu.Lock()
 		defer p.mu.Unlock()
-		if p.count[key]--; p.count[key] == 0 {
-			delete(p.count, key)
+		if p.counts[key]--; p.counts[key] == 0 {
+			delete(p.counts, key)
 		}
 	}, true
 }
 
-// trusts reports whether the operator named the source a in allowfrom. A network of all
-// addresses names nobody.
+// trusts reports whether the operator listed the source a in allowfrom. A network of all addresses
+// does not count: it names no particular source.
 func (f *FrontDoor) trusts(a netip.Addr) bool {
 	for _, p := range f.cfg.AllowFrom {
 		if p.Bits() > 0 && p.Contains(a) {
@@ -92,17 +104,22 @@ func (f *FrontDoor) trusts(a netip.Addr) bool {
 	return false
 }
 
-// pass splices c, which came from source, to a target of node. An error means that
-// nothing has been done with c; otherwise it has ended.
-func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr, node tunnel.NodeName, target string, log *slog.Logger) error {
+// pass splices c, which came from source, to a target of node. If it returns an error, c has not
+// been used; otherwise c has ended.
+func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr, node tunnel.NodeName,
+	target string, log *slog.Logger) error {
 	start := time.Now()
 	if !f.trusts(source) {
-		release, ok := f.passed.admit(source, node)
+		release, ok := f.passthroughs.admit(source, node)
 		if !ok {
 			f.cfg.Counters.Limited(tunnel.LimitConnsPerAddress)
-			f.warn(denyPassed, "https connection denied", "frontend", c.LocalAddr().String(), "node", string(node),
-				"err", fmt.Sprintf("%s: its address has %d connections to the node: put it into allowfrom of [mode.cloud.https] if it may have more", c.RemoteAddr(), f.passed.most))
-			return tunnel.Refusef(tunnel.Overloaded, "limit connsperaddress: %d connections from one address to node %s are open", f.passed.most, node)
+			f.warn(denyConnsPerAddress, "https connection denied",
+				"frontend", c.LocalAddr().String(), "node", string(node),
+				"err", fmt.Sprintf("%s: its address has %d connections to the node: "+
+					"put it into allowfrom of [mode.cloud.https] if it may have more",
+					c.RemoteAddr(), f.passthroughs.max))
+			return tunnel.Refusef(tunnel.Overloaded,
+				"limit connsperaddress: %d connections from one address to node %s are open", f.passthroughs.max, node)
 		}
 		defer release()
 	}
@@ -119,11 +136,12 @@ func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr,
 		return dialError(ctx, err)
 	}
 	in, out, err := tunnel.Splice(live, c, conn)
-	log.Debug("https connection passed through", "node", string(node), "bytes", in+out, "dur", time.Since(start), "err", err)
+	log.Debug("https connection passed through",
+		"node", string(node), "bytes", in+out, "dur", time.Since(start), "err", err)
 	return nil
 }
 
-// dialError makes a timeout of our own a refusal like that of the other side.
+// dialError turns our own timeout into a refusal, as if the edge had refused.
 func dialError(ctx context.Context, err error) error {
 	if ctx.Err() == context.DeadlineExceeded && tunnel.CodeOf(err) != tunnel.Overloaded {
 		return tunnel.Refusef(tunnel.Timeout, "no answer within %v: %v", dialTimeout, err)

@@ -15,8 +15,8 @@ import (
 )
 
 const (
-	// maxHello bounds the bytes read before a ClientHello is complete. It is the
-	// longest handshake message that crypto/tls takes.
+	// maxHello bounds the bytes read before a ClientHello is complete. It is the length of the
+	// longest handshake message that crypto/tls accepts.
 	maxHello = 64 << 10
 )
 
@@ -25,19 +25,19 @@ var (
 	errHelloTooLong = fmt.Errorf("no ClientHello in the first %d bytes", maxHello)
 )
 
-// hello is what we want to know from a ClientHello.
+// hello is the part of a ClientHello that we use.
 type hello struct {
-	serverName string // lower case; empty when there is no SNI
+	serverName string // lower case; empty without SNI
 }
 
-// peekHello reads a ClientHello from r and returns it together with every byte it
-// took from r, which may be more than the hello. crypto/tls does the parsing: it is
-// run as a server that gives up as soon as it has told us what it saw.
+// peekHello reads a ClientHello from r. It returns the hello and every byte read from r, which may
+// be more than the hello. crypto/tls parses it: we run a TLS server that gives up once it has
+// parsed the hello.
 func peekHello(r io.Reader) (h hello, read []byte, err error) {
 	peeked := &helloReader{r: r}
 	var seen *tls.ClientHelloInfo
 	err = tls.Server(peeked, &tls.Config{
-		MinVersion: tls.VersionTLS10, // whom we serve is decided later
+		MinVersion: tls.VersionTLS10, // decide and terminate choose what we serve
 		GetConfigForClient: func(info *tls.ClientHelloInfo) (*tls.Config, error) {
 			seen = info
 			return nil, errHelloSeen
@@ -45,20 +45,20 @@ func peekHello(r io.Reader) (h hello, read []byte, err error) {
 	}).Handshake()
 	if seen == nil {
 		if peeked.err != nil {
-			err = peeked.err // crypto/tls wraps it in words about a handshake
+			err = peeked.err // without crypto/tls' text about a handshake
 		}
 		return hello{}, peeked.read, err
 	}
 	return hello{serverName: strings.ToLower(seen.ServerName)}, peeked.read, nil
 }
 
-// helloReader is the conn that crypto/tls reads a ClientHello from. It remembers what
-// was read and swallows what crypto/tls answers.
+// helloReader is the conn from which crypto/tls reads a ClientHello. It records the bytes read and
+// discards what crypto/tls writes.
 type helloReader struct {
 	net.Conn // nil: no other method is called
 	r        io.Reader
-	read     []byte
-	err      error
+	read     []byte // bytes returned by Read so far, at most maxHello
+	err      error  // last error of Read
 }
 
 func (h *helloReader) Read(p []byte) (int, error) {
@@ -83,18 +83,20 @@ func (h *helloReader) SetWriteDeadline(time.Time) error { return nil }
 func (h *helloReader) LocalAddr() net.Addr              { return nil }
 func (h *helloReader) RemoteAddr() net.Addr             { return nil }
 
-// peek reads the ClientHello; what it read will be read again. It gives up after
-// timeout, when no byte has come within listen.FirstByte, or when ctx is done. It calls
-// spoke at the first byte.
-func (c *clientConn) peek(ctx context.Context, timeout time.Duration, spoke func()) (hello, error) {
-	begun := time.Now()
-	if err := c.Conn.SetReadDeadline(begun.Add(min(timeout, listen.FirstByte))); err != nil {
+// peek reads the ClientHello; Read will return the same bytes again. It gives up after timeout,
+// when no byte has come within listen.FirstByte, or when ctx is done. It calls onFirstByte at the
+// first byte.
+func (c *clientConn) peek(ctx context.Context, timeout time.Duration, onFirstByte func()) (hello, error) {
+	start := time.Now()
+	if err := c.Conn.SetReadDeadline(start.Add(min(timeout, listen.FirstByte))); err != nil {
 		return hello{}, err
 	}
-	stop := context.AfterFunc(ctx, func() { c.Conn.SetReadDeadline(time.Unix(1, 0)) }) //nolint:errcheck // the read ends by its timeout, then
+	stop := context.AfterFunc(ctx, func() {
+		c.Conn.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // if it fails, the read ends at its deadline
+	})
 	h, read, err := peekHello(&firstByte{c.Conn, func() {
-		spoke()
-		c.Conn.SetReadDeadline(begun.Add(timeout)) //nolint:errcheck // the next read fails, then
+		onFirstByte()
+		c.Conn.SetReadDeadline(start.Add(timeout)) //nolint:errcheck // if it fails, so does the next read
 		if ctx.Err() != nil {
 			c.Conn.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // likewise
 		}
@@ -105,26 +107,26 @@ func (c *clientConn) peek(ctx context.Context, timeout time.Duration, spoke func
 	if err != nil {
 		return hello{}, err
 	}
-	c.again = read
+	c.replay = read
 	return h, c.Conn.SetReadDeadline(time.Time{})
 }
 
-// firstByte calls seen once, when the first byte has come.
+// firstByte calls onFirst once, when the first byte has come.
 type firstByte struct {
 	net.Conn
-	seen func() // nil when it has been called
+	onFirst func() // nil after the call
 }
 
 func (f *firstByte) Read(p []byte) (int, error) {
 	n, err := f.Conn.Read(p)
-	if f.seen == nil {
+	if f.onFirst == nil {
 		return n, err
 	}
-	// A read after its deadline fails also while bytes wait in the kernel: this process was late.
+	// A Read after its deadline fails even if bytes wait in the kernel: this process was late.
 	late := errors.Is(err, os.ErrDeadlineExceeded) && listen.Unread(f.Conn)
 	if n > 0 || late {
-		f.seen() // sets the next deadline
-		f.seen = nil
+		f.onFirst() // also sets the next deadline
+		f.onFirst = nil
 	}
 	if late {
 		return f.Conn.Read(p)
@@ -132,8 +134,8 @@ func (f *firstByte) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// isPlainHTTP reports whether err says that the caller spoke HTTP without TLS, by
-// the same signs as net/http.
+// isPlainHTTP reports whether err means that the caller spoke HTTP without TLS. It uses the same
+// signs as net/http.
 func isPlainHTTP(err error) bool {
 	re, ok := errors.AsType[tls.RecordHeaderError](err)
 	if !ok {

@@ -13,11 +13,11 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// RefusalHeader tells an answer of the tunnel from one of the kubelet. Its value is a
+// RefusalHeader marks a response of the tunnel, as opposed to one of the kubelet. Its value is a
 // [tunnel.Code].
 const RefusalHeader = "Tunnel-Refusal"
 
-// respond writes an answer of our own. Its text says what was wrong and what to do.
+// respond writes a response of our own. text says what was wrong and what to do.
 func respond(w http.ResponseWriter, r *http.Request, status int, code, text string) {
 	text = "tunnel: " + text
 	contentType, body := "text/plain; charset=utf-8", []byte(text+"\n")
@@ -31,16 +31,16 @@ func respond(w http.ResponseWriter, r *http.Request, status int, code, text stri
 		h.Set(RefusalHeader, code)
 	}
 	w.WriteHeader(status)
-	w.Write(body) //nolint:errcheck // then the caller has gone
+	w.Write(body) //nolint:errcheck // fails only when the caller has gone
 }
 
-// wantsStatus reports whether whoever sent r reads a metav1.Status better than text.
+// wantsStatus reports whether the sender of r should get a metav1.Status rather than plain text.
 //
-// The answer to an upgrade reaches kubectl as it is (apimachinery/pkg/util/proxy,
-// tryUpgrade), and kubectl decodes it as a Status, from JSON or from YAML. A text with
-// a colon in it is YAML, too: a Status without a message, and the user reads
-// "error upgrading connection: ". Other requests of kube-apiserver's own, such as that
-// for logs, do not accept JSON, and it puts the text into a Status itself.
+// The response to an upgrade reaches kubectl unchanged (apimachinery/pkg/util/proxy, tryUpgrade),
+// and kubectl decodes it as a Status, from JSON or from YAML. A text that contains a colon is valid
+// YAML, too. It decodes to a Status without a message, and the user reads "error upgrading
+// connection: ". Other requests of kube-apiserver's own, such as those for logs, do not accept
+// JSON; kube-apiserver puts the text into a Status itself.
 func wantsStatus(r *http.Request) bool {
 	if httpguts.HeaderValuesContainsToken(r.Header["Connection"], "Upgrade") {
 		return true
@@ -53,11 +53,11 @@ func wantsStatus(r *http.Request) bool {
 	return false
 }
 
-// maxStatus is what kubectl reads of the answer to a websocket upgrade
-// (gorilla/websocket, Dialer.DialContext). What is longer does not decode.
+// maxStatus is how many bytes kubectl reads of the response to a websocket upgrade
+// (gorilla/websocket, Dialer.DialContext). A longer Status is cut off and does not decode.
 const maxStatus = 1024
 
-// kubeStatus returns a metav1.Status as JSON, in maxStatus bytes.
+// kubeStatus returns a metav1.Status as JSON, at most maxStatus bytes long.
 func kubeStatus(status int, text string) []byte {
 	s := struct {
 		Kind       string   `json:"kind"`
@@ -73,13 +73,13 @@ func kubeStatus(status int, text string) []byte {
 		e := json.NewEncoder(&b)
 		e.SetEscapeHTML(false)
 		if err := e.Encode(s); err != nil {
-			return []byte(fmt.Sprintf("%q", text)) // strings and a number always encode
+			return []byte(fmt.Sprintf("%q", text)) // cannot happen: strings and a number always encode
 		}
 		over := b.Len() - maxStatus
 		if over <= 0 {
 			return b.Bytes()
 		}
-		// A byte may have become up to six. Cutting too little costs another round.
+		// JSON encodes one byte as six at most. If too little is cut, the loop runs again.
 		keep := max(0, len(text)-max(over/6, 1)-len("…"))
 		for keep > 0 && !utf8.RuneStart(text[keep]) {
 			keep--
@@ -89,7 +89,7 @@ func kubeStatus(status int, text string) []byte {
 	}
 }
 
-// kubeReason is the metav1.StatusReason that goes with an HTTP status, if there is one.
+// kubeReason returns the metav1.StatusReason for an HTTP status; "" if there is none.
 func kubeReason(status int) string {
 	switch status {
 	case http.StatusBadRequest:
@@ -107,7 +107,7 @@ func kubeReason(status int) string {
 	}
 }
 
-// statusOf is the HTTP status of a conn that was not opened.
+// statusOf returns the HTTP status for a conn that was refused with code c.
 func statusOf(c tunnel.Code) int {
 	switch c {
 	case tunnel.Timeout:

@@ -183,7 +183,7 @@ func (r *rig) start() *rig {
 		if n := r.tunnel.openConns(); n != 0 {
 			r.t.Errorf("%d conns through the tunnel are left open", n)
 		}
-		if n := len(r.door.passed.count); n != 0 {
+		if n := len(r.door.passthroughs.counts); n != 0 {
 			r.t.Errorf("connections of %d sources still count as passed through", n)
 		}
 		if n := r.door.strangers.Len(); n != 0 {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"os"
 	"runtime/debug"
@@ -17,8 +18,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Run opens the ports and serves them until ctx is done. Then it accepts nothing
-// more, gives what is in flight the grace period to end, and resets the rest.
+// Run opens the ports and serves them until ctx is done. Then it stops accepting, gives open
+// connections the grace period to end, and resets the rest.
 func (f *FrontDoor) Run(ctx context.Context) error {
 	listeners, addrs, err := f.listen(ctx)
 	if err != nil {
@@ -28,10 +29,11 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	defer f.setAddrs(nil)
 	f.log.Info("https front door is open", "module", Name, "frontend", fmt.Sprint(addrs), "type", f.cfg.Mode.String())
 	if f.cfg.Mode == Auto && !f.cfg.terminates() {
-		f.log.Info("https connections without a node's name in their SNI will be closed: set clientca, cert and key in [mode.cloud.https] to serve them", "module", Name)
+		f.log.Info("https connections without a node's name in their SNI will be closed: "+
+			"set clientca, cert and key in [mode.cloud.https] to serve them", "module", Name)
 	}
 
-	live, kill := tunnel.Grace(ctx, f.grace) // how long a connection may live
+	live, kill := tunnel.Grace(ctx, f.grace) // done when open connections must end
 	defer kill()
 	var web *web
 	if f.cfg.terminates() {
@@ -39,7 +41,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 		f.setWeb(web)
 		defer f.setWeb(nil)
 	}
-	// accepting ends with ctx, or when a listener fails.
+	// gctx is done with ctx, or when a listener fails.
 	accepting, gctx := errgroup.WithContext(ctx)
 	var conns sync.WaitGroup
 	for i, l := range listeners {
@@ -55,7 +57,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 		<-ctx.Done()
 	}
 	if err = accepting.Wait(); err != nil {
-		kill() // no drain: nobody asked for it, and the process is about to end
+		kill() // no grace period: nobody asked us to stop, and the process is about to end
 	}
 	if web != nil {
 		web.stop(live)
@@ -68,14 +70,16 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	return err
 }
 
-// listen opens every port, or none.
+// listen opens all ports, or none if one fails.
 func (f *FrontDoor) listen(ctx context.Context) (listeners []net.Listener, addrs []net.Addr, err error) {
-	// A caller that vanished without a word is found after about a minute. A quiet
-	// `kubectl logs -f` that is still there answers the probes.
-	lc := net.ListenConfig{KeepAliveConfig: net.KeepAliveConfig{Enable: true, Idle: 30 * time.Second, Interval: 10 * time.Second, Count: 4}}
+	// A caller that vanished silently is detected after about a minute. An idle `kubectl logs -f`
+	// that is still there answers the probes.
+	lc := net.ListenConfig{KeepAliveConfig: net.KeepAliveConfig{
+		Enable: true, Idle: 30 * time.Second, Interval: 10 * time.Second, Count: 4,
+	}}
 	var errs []error
 	for _, p := range f.ports {
-		l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(f.cfg.listen(), p.here))
+		l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(f.cfg.listen(), p.number))
 		if err != nil {
 			errs = append(errs, f.listenError(p, err))
 			continue
@@ -92,16 +96,20 @@ func (f *FrontDoor) listen(ctx context.Context) (listeners []net.Listener, addrs
 	return listeners, addrs, nil
 }
 
-// listenError says what to do about a port that cannot be opened.
+// listenError adds to err what to do about a port that cannot be opened.
 func (f *FrontDoor) listenError(p port, err error) error {
-	at := fmt.Sprintf("port %s of [mode.cloud.https.addr] on %s", p.here, f.cfg.listen())
+	at := fmt.Sprintf("port %s of [mode.cloud.https.addr] on %s", p.number, f.cfg.listen())
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
-		return fmt.Errorf("%s is taken: stop what listens there (ss -ltnp 'sport = :%s' names it) or choose another port: %w", at, p.here, err)
+		return fmt.Errorf("%s is taken: stop what listens there (ss -ltnp 'sport = :%s' names it) "+
+			"or choose another port: %w",
+			at, p.number, err)
 	case errors.Is(err, syscall.EACCES):
 		return fmt.Errorf("%s may not be opened: choose a port above 1023 or grant CAP_NET_BIND_SERVICE: %w", at, err)
 	case errors.Is(err, syscall.EADDRNOTAVAIL):
-		return fmt.Errorf("%s cannot be opened: this machine does not have the address that listen in [mode.cloud.https] names: %w", at, err)
+		return fmt.Errorf("%s cannot be opened: "+
+			"this machine does not have the address that listen in [mode.cloud.https] names: %w",
+			at, err)
 	default:
 		return fmt.Errorf("%s cannot be opened: %w", at, err)
 	}
@@ -112,8 +120,8 @@ const (
 	maxBackoff = time.Second
 )
 
-// accept gives connections to serve until ctx is done. Running out of descriptors is
-// waited out: the listener is fine, and connections end.
+// accept gives connections to serve until ctx is done. After a transient error, such as running out
+// of descriptors, it retries: the listener itself is fine.
 func (f *FrontDoor) accept(ctx context.Context, l net.Listener, serve func(net.Conn)) error {
 	backoff := minBackoff
 	for {
@@ -139,8 +147,12 @@ func (f *FrontDoor) accept(ctx context.Context, l net.Listener, serve func(net.C
 	}
 }
 
-// serve owns one accepted connection. ctx ends when the front door stops accepting:
-// until then a caller may say what it wants; live bounds what comes of that.
+// plainHTTPAnswer is what net/http answers to plain HTTP on an HTTPS port.
+const plainHTTPAnswer = "HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n"
+
+// serve owns one accepted connection. ctx is done when the front door stops accepting; the caller
+// must have sent its ClientHello and finished its handshake by then. live bounds the connection
+// after that.
 func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, index int) {
 	p := f.ports[index]
 	defer func() {
@@ -163,7 +175,7 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 	if !ok {
 		return
 	}
-	defer place.Release() // or earlier, when the caller has said who it is
+	defer place.Release() // often released earlier: see pass and terminate
 
 	c := &clientConn{Conn: raw, port: index, target: p.target}
 	h, err := c.peek(ctx, f.cfg.Limits.HandshakeTimeout, place.Spoke)
@@ -173,8 +185,8 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 		}
 		log.Debug("https connection closed: no ClientHello", "err", fmt.Errorf("%s: %w", remote, err))
 		if isPlainHTTP(err) {
-			c.Write([]byte("HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n")) //nolint:errcheck // said out of kindness
-			c.part()
+			io.WriteString(c, plainHTTPAnswer) //nolint:errcheck // best effort
+			c.lingeringClose()
 			return
 		}
 		tunnel.Reset(raw)
@@ -182,20 +194,21 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 	}
 	c.sni = h.serverName
 
-	switch d := f.decide(h); d.what {
+	switch d := f.decide(h); d.mode {
 	case Passthrough:
 		place.Release()
 		err = f.pass(live, c, source, d.node, p.target, log)
 		if err == nil {
 			return
 		}
-		log.Debug("https connection not passed through", "node", string(d.node), "err", fmt.Errorf("%s: %w", remote, err))
+		log.Debug("https connection not passed through",
+			"node", string(d.node), "err", fmt.Errorf("%s: %w", remote, err))
 		if !f.cfg.terminates() || f.cfg.Mode == Passthrough {
 			c.alert(alertOf(err))
 			return
 		}
-		// The caller may read the reason as an HTTP answer.
-		c.refused = err
+		// The caller may read the reason as an HTTP response.
+		c.passErr = err
 		again, ok := f.admit(raw)
 		if !ok {
 			return
@@ -211,8 +224,9 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 	}
 }
 
-// panicked records a panic that has ended one connection or request.
+// panicked counts and logs a panic that has ended one connection or request.
 func (f *FrontDoor) panicked(v any) {
 	f.cfg.Counters.Panics.Add(1)
-	f.log.Error("panic in the https front door; the connection was closed", "module", Name, "err", fmt.Sprintf("%v\n%s", v, debug.Stack()))
+	f.log.Error("panic in the https front door; the connection was closed",
+		"module", Name, "err", fmt.Sprintf("%v\n%s", v, debug.Stack()))
 }

@@ -8,8 +8,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// admit returns the place of a connection whose caller we do not know yet, or resets the
-// connection and says why.
+// admit gives a place to a connection whose caller has not authenticated yet. If there is none, it
+// resets the connection and logs why.
 func (f *FrontDoor) admit(raw net.Conn) (*listen.Stranger, bool) {
 	place, full := f.strangers.Admit(raw, func() {
 		f.cfg.Counters.Limited(tunnel.LimitStrangers)
@@ -24,12 +24,13 @@ func (f *FrontDoor) admit(raw net.Conn) (*listen.Stranger, bool) {
 	}
 	f.cfg.Counters.Limited(reached)
 	f.warn(denyStrangers, "https connection denied", "frontend", raw.LocalAddr().String(),
-		"err", raw.RemoteAddr().String()+": too many connections have not finished their TLS handshake: limit "+reached.String())
+		"err", raw.RemoteAddr().String()+": too many connections have not finished their TLS handshake: "+
+			"limit "+reached.String())
 	tunnel.Reset(raw)
 	return nil, false
 }
 
-// denial is a kind of warning that a stranger can cause as often as he likes.
+// denial is a kind of warning that a caller can cause as often as it likes.
 type denial int
 
 const (
@@ -44,11 +45,11 @@ const (
 	denyPods
 	denyContested
 	denySilent
-	denyPassed
-	denyKinds // how many there are
+	denyConnsPerAddress
+	denyKinds // number of kinds
 )
 
-// warn writes a warning of kind k at most once a minute, and at level debug always.
+// warn logs a warning of kind k at most once a minute, and at level debug otherwise.
 func (f *FrontDoor) warn(k denial, msg string, args ...any) {
 	args = append([]any{"module", Name}, args...)
 	skipped, ok := f.denials[k].Allow()

@@ -15,37 +15,37 @@ import (
 )
 
 const (
-	// idleTimeout ends a connection without requests. It is longer than the 90 s
-	// for which kube-apiserver pools one, so that the caller is who closes it.
+	// idleTimeout ends a connection without requests. It is longer than the 90 s for which
+	// kube-apiserver pools a connection, so that the caller closes it first.
 	idleTimeout = 3 * time.Minute
 )
 
-// An HTTP/2 connection's window holds what all of its streams may send, so that a
-// target that does not read stops its own upload and no other.
+// An HTTP/2 connection's window, in bytes, has room for what all its streams may send. So a target
+// that does not read stops its own upload only.
 const (
 	maxStreams   = 256
 	streamWindow = 256 << 10
 	connWindow   = maxStreams * streamWindow
 )
 
-// serverTLS is how we meet the next caller.
+// serverTLS returns the TLS configuration for the next caller.
 func (c *Config) serverTLS() *tls.Config {
 	return &tls.Config{
 		MinVersion:   tls.VersionTLS12,
 		Certificates: []tls.Certificate{*c.Certificate()},
-		ClientAuth:   tls.RequireAndVerifyClientCert, // for the usage client auth
+		ClientAuth:   tls.RequireAndVerifyClientCert, // also checks the key usage client auth
 		ClientCAs:    c.ClientCA(),
 		NextProtos:   []string{"h2", "http/1.1"},
-		// A resumed session would carry a client certificate that was verified once, by
-		// an authority that may not be ours any more.
+		// A resumed session would bring a client certificate that was verified earlier, by an
+		// authority that may have been removed since.
 		SessionTicketsDisabled: true,
 	}
 }
 
-// terminate does the TLS handshake with a caller and gives the connection to web.
-// release is called when the caller has proven that it may call. One that has only
-// proven who it is stays a stranger: it is heard, so that it can be told what is wrong,
-// and terminate returns when its connection has ended.
+// terminate does the TLS handshake with a caller and gives the connection to web. It calls release
+// when the caller has proven that it may call. A caller with a valid certificate that may not call
+// keeps its place among the strangers. It can still send a request, to be told what is wrong, and
+// terminate returns when its connection has ended.
 func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn, release func(), log *slog.Logger) {
 	hctx, cancel := context.WithTimeout(ctx, f.cfg.Limits.HandshakeTimeout)
 	defer cancel()
@@ -54,48 +54,52 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 		if hctx.Err() == context.DeadlineExceeded {
 			f.cfg.Counters.Limited(tunnel.LimitHandshakeTimeout)
 		}
-		f.warn(denyHandshake, "https handshake failed", "frontend", c.LocalAddr().String(), "err", fmt.Errorf("%s: %w", c.RemoteAddr(), err))
-		c.part() // the alert that says why must arrive
+		f.warn(denyHandshake, "https handshake failed", "frontend", c.LocalAddr().String(),
+			"err", fmt.Errorf("%s: %w", c.RemoteAddr(), err))
+		c.lingeringClose() // the TLS alert that says why must arrive
 		return
 	}
-	known := len(f.may(callerOf(tc.ConnectionState()))) > 0
-	if known {
+	mayCall := len(f.classesOf(callerOf(tc.ConnectionState()))) > 0
+	if mayCall {
 		release()
 	}
-	log.Debug("https connection terminated", "err", c.refused)
-	// A Close of net/http would wait for each caller that takes nothing.
-	c.unwatch = context.AfterFunc(live, func() { c.Reset() }) //nolint:errcheck // it returns none
-	var nc net.Conn = tc                                      // net/http takes HTTP/2 from a *tls.Conn only
+	log.Debug("https connection terminated", "err", c.passErr)
+	// At the end net/http's Close would wait for each caller that does not read.
+	c.stopWatch = context.AfterFunc(live, func() { c.Reset() }) //nolint:errcheck // always nil
+	var nc net.Conn = tc                                        // net/http speaks HTTP/2 only with a *tls.Conn
 	if tc.ConnectionState().NegotiatedProtocol != "h2" {
-		c.framed = &framedConn{Conn: tc, counters: f.cfg.Counters, frame: framing{most: f.cfg.Limits.mostHeaders()}}
+		c.framed = &framedConn{
+			Conn: tc, counters: f.cfg.Counters,
+			frame: framing{maxHead: f.cfg.Limits.maxHeaderBytes()},
+		}
 		nc = c.framed
 	}
-	c.ended = make(chan struct{})
-	given := time.Now()
+	c.done = make(chan struct{})
+	handedOver := time.Now()
 	if !web.handoff.give(nc) {
-		c.unwatch()
+		c.stopWatch()
 		c.Close() //nolint:errcheck // the front door is closing
 		return
 	}
-	if !known {
-		t := time.AfterFunc(f.hearing, func() { c.Reset() }) //nolint:errcheck // it returns none
+	if !mayCall {
+		t := time.AfterFunc(f.strangerTimeout, func() { c.Reset() }) //nolint:errcheck // always nil
 		defer t.Stop()
-		<-c.ended
-		if time.Since(given) >= f.hearing { // web may have been the one to hang up
+		<-c.done
+		if time.Since(handedOver) >= f.strangerTimeout { // net/http may have closed it because of its own timeout
 			f.cfg.Counters.Limited(tunnel.LimitHandshakeTimeout)
 		}
 	}
 }
 
-// callerOf returns the name in a client certificate that TLS has verified.
+// callerOf returns the common name of the client certificate that TLS has verified.
 func callerOf(s tls.ConnectionState) string { return s.PeerCertificates[0].Subject.CommonName }
 
-// web is the HTTP server behind the connections that we terminate.
+// web is the HTTP server behind terminated connections.
 type web struct {
 	server  *http.Server
 	proxy   *proxy
-	handoff *handoff
-	serving sync.WaitGroup // the server's accept loop
+	handoff *handoff       // passes connections from terminate to server
+	serving sync.WaitGroup // server's accept loop
 	conns   sync.WaitGroup // connections that net/http owns
 }
 
@@ -109,13 +113,17 @@ func (f *FrontDoor) startWeb(live context.Context) *web {
 	protocols.SetHTTP1(true)
 	protocols.SetHTTP2(true)
 	w.server = &http.Server{
-		Handler:           w.proxy,
-		Protocols:         protocols,
-		HTTP2:             &http.HTTP2Config{MaxConcurrentStreams: maxStreams, MaxReceiveBufferPerStream: streamWindow, MaxReceiveBufferPerConnection: connWindow},
+		Handler:   w.proxy,
+		Protocols: protocols,
+		HTTP2: &http.HTTP2Config{
+			MaxConcurrentStreams:          maxStreams,
+			MaxReceiveBufferPerStream:     streamWindow,
+			MaxReceiveBufferPerConnection: connWindow,
+		},
 		ReadHeaderTimeout: f.cfg.Limits.HandshakeTimeout,
 		IdleTimeout:       idleTimeout,
-		MaxHeaderBytes:    f.cfg.Limits.mostHeaders(),
-		// No read or write timeout: `kubectl logs -f` is quiet for hours.
+		MaxHeaderBytes:    f.cfg.Limits.maxHeaderBytes(),
+		// No read or write timeout: `kubectl logs -f` may be idle for hours.
 		BaseContext: func(net.Listener) context.Context { return live },
 		ConnContext: func(ctx context.Context, nc net.Conn) context.Context {
 			return context.WithValue(ctx, connKey{}, clientOf(nc))
@@ -123,12 +131,12 @@ func (f *FrontDoor) startWeb(live context.Context) *web {
 		ConnState: func(nc net.Conn, s http.ConnState) {
 			switch s {
 			case http.StateNew:
-				// Called by the accept loop, which ends before anyone waits.
+				// Called by the accept loop, which has ended before wait waits for conns.
 				w.conns.Add(1)
 			case http.StateClosed, http.StateHijacked:
 				c := clientOf(nc)
-				c.unwatch()
-				close(c.ended)
+				c.stopWatch()
+				close(c.done)
 				w.conns.Done()
 			}
 		},
@@ -142,12 +150,12 @@ func (f *FrontDoor) startWeb(live context.Context) *web {
 	return w
 }
 
-// stop lets what is in flight end. It returns when it has, or when live ends.
+// stop lets requests in flight end. It returns when they have ended, or when live is done.
 func (w *web) stop(live context.Context) {
-	w.server.Shutdown(live) //nolint:errcheck // wait ends what is left
+	w.server.Shutdown(live) //nolint:errcheck // wait ends the rest
 }
 
-// wait returns when nothing of w runs any more. live has ended.
+// wait returns when nothing of w is running any more. live must be done.
 func (w *web) wait() {
 	w.server.Close() //nolint:errcheck // its listener is closed already
 	w.serving.Wait()
@@ -155,23 +163,22 @@ func (w *web) wait() {
 	w.proxy.wait()
 }
 
-// connKey is the key of the *clientConn in a request's context.
+// connKey is the context key of a request's *clientConn.
 type connKey struct{}
 
-// clientOf returns what is under a conn that terminate gave to net/http.
+// clientOf returns the clientConn under a conn that terminate gave to net/http.
 func clientOf(nc net.Conn) *clientConn {
 	return nc.(interface{ NetConn() net.Conn }).NetConn().(*clientConn)
 }
 
-// handoff is the listener through which connections reach net/http after their
-// handshake.
+// handoff is the listener through which net/http gets connections after their handshake.
 type handoff struct {
-	conns  chan net.Conn // sent by give, never closed; unbuffered, so that none is forgotten in it
+	conns  chan net.Conn // sent by give, never closed; unbuffered, so that no connection is left in it
 	closed chan struct{} // closed by Close
-	once   sync.Once
+	once   sync.Once     // makes Close close closed only once
 }
 
-// give reports whether the server has taken c.
+// give reports whether the server has accepted c.
 func (h *handoff) give(c net.Conn) bool {
 	select {
 	case h.conns <- c:

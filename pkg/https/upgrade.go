@@ -16,24 +16,24 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// upgradeOf returns the protocol that r asks to switch to, or nothing when it is not
-// one that kubelets speak: others are ignored, and the request is an ordinary one.
+// upgradeOf returns the protocol to which r asks to switch. It returns "" if kubelets do not speak
+// that protocol; the request is then an ordinary one.
 func upgradeOf(r *http.Request) string {
 	u := r.Header["Upgrade"]
 	if r.ProtoMajor != 1 || len(u) != 1 || !httpguts.HeaderValuesContainsToken(r.Header["Connection"], "Upgrade") {
 		return ""
 	}
-	for _, known := range []string{"SPDY/3.1", "websocket"} {
-		if strings.EqualFold(u[0], known) {
+	for _, supported := range []string{"SPDY/3.1", "websocket"} {
+		if strings.EqualFold(u[0], supported) {
 			return u[0]
 		}
 	}
 	return ""
 }
 
-// switched leaves httputil.ReverseProxy on its error path: the target has answered
-// 101, and from here on the conn carries bytes that are not HTTP. (ReverseProxy's own
-// upgrade knows neither half-close nor reset.)
+// switched is the error by which a 101 response leaves httputil.ReverseProxy: from here on the conn
+// carries bytes that are not HTTP. (ReverseProxy's own upgrade supports neither half-close nor
+// reset.)
 type switched struct {
 	res  *http.Response
 	conn net.Conn // to the target
@@ -41,14 +41,15 @@ type switched struct {
 
 func (s *switched) Error() string { return "switched protocols" }
 
-// upgrader returns a round tripper for one request that asks to switch to protocol,
-// on a conn of its own. Any answer but 101 comes back as usual.
+// upgrader returns a round tripper for one request that asks to switch to protocol. It uses a conn
+// of its own. A response other than 101 is returned as usual.
 func (p *proxy) upgrader(h hop, protocol string) roundTripper {
 	return func(out *http.Request) (*http.Response, error) {
-		var conn net.Conn // written before RoundTrip returns
+		var conn net.Conn // set before RoundTrip returns
 		t := new(http.Transport)
 		configureTransport(t, p.pool.headers, func(ctx context.Context, _, _ string) (net.Conn, error) {
-			// The request's own context ends the dialling, too: this conn is for nobody else.
+			// The end of the request's own context also ends the dial: no other request uses this
+			// conn.
 			ctx, cancel := context.WithCancel(ctx)
 			defer cancel()
 			defer context.AfterFunc(out.Context(), cancel)()
@@ -59,7 +60,7 @@ func (p *proxy) upgrader(h hop, protocol string) roundTripper {
 			conn = c
 			return c, nil
 		})
-		t.MaxIdleConnsPerHost = -1 // it ends with its answer
+		t.MaxIdleConnsPerHost = -1 // the conn ends after its response
 		res, err := t.RoundTrip(out)
 		if err != nil || res.StatusCode != http.StatusSwitchingProtocols {
 			return res, err
@@ -72,7 +73,7 @@ func (p *proxy) upgrader(h hop, protocol string) roundTripper {
 	}
 }
 
-// splice gives the 101 to the caller, and then the bytes. It owns both conns.
+// splice sends the 101 to the caller, and then splices both conns, which it owns.
 func (s *switched) splice(w http.ResponseWriter, out *http.Request, log *slog.Logger) {
 	start := time.Now()
 	nc, rw, err := http.NewResponseController(w).Hijack()
@@ -82,14 +83,14 @@ func (s *switched) splice(w http.ResponseWriter, out *http.Request, log *slog.Lo
 		return
 	}
 	fc := nc.(*framedConn)
-	client := &tlsConn{Conn: fc.Conn, raw: fc.NetConn(), again: append(buffered(rw.Reader), fc.held...)}
+	client := &tlsConn{Conn: fc.Conn, raw: fc.NetConn(), replay: append(buffered(rw.Reader), fc.buffered...)}
 	if err = s.writeHead(client); err != nil {
 		tunnel.Reset(client)
 		tunnel.Reset(s.conn)
 		log.Debug("https connection not upgraded", "err", err)
 		return
 	}
-	// The response's body is the conn, after what the transport had read too much.
+	// The response's body is the conn, preceded by the bytes that the transport read too early.
 	target := &upgradedConn{Conn: s.conn, r: s.res.Body}
 	in, outBytes, err := tunnel.Splice(out.Context(), client, target)
 	log.Debug("https connection upgraded", "bytes", in+outBytes, "dur", time.Since(start), "err", err)
@@ -98,25 +99,27 @@ func (s *switched) splice(w http.ResponseWriter, out *http.Request, log *slog.Lo
 // writeHead writes the 101 and its headers.
 func (s *switched) writeHead(w io.Writer) error {
 	h := s.res.Header.Clone()
-	for _, hop := range []string{"Keep-Alive", "Proxy-Connection", "Te", "Trailer", "Transfer-Encoding", "Content-Length"} {
+	for _, hop := range []string{
+		"Keep-Alive", "Proxy-Connection", "Te", "Trailer", "Transfer-Encoding", "Content-Length",
+	} {
 		h.Del(hop)
 	}
 	h.Set("Connection", "Upgrade")
 	bw := bufio.NewWriter(w)
 	fmt.Fprintf(bw, "HTTP/1.1 101 %s\r\n", http.StatusText(http.StatusSwitchingProtocols))
-	h.Write(bw)                //nolint:errcheck // likewise
+	h.Write(bw)                //nolint:errcheck // Flush returns the error
 	io.WriteString(bw, "\r\n") //nolint:errcheck // likewise
 	return bw.Flush()
 }
 
-// buffered returns what r has read and nobody has asked for.
+// buffered returns the bytes that r holds.
 func buffered(r *bufio.Reader) []byte {
 	b := make([]byte, r.Buffered())
-	io.ReadFull(r, b) //nolint:errcheck // it has them
+	io.ReadFull(r, b) //nolint:errcheck // they are in the buffer
 	return b
 }
 
-// upgradedConn is a conn to a target of which the transport has read the head.
+// upgradedConn is a conn to a target; the transport has read the response's head from it.
 type upgradedConn struct {
 	net.Conn
 	r io.Reader
@@ -124,10 +127,10 @@ type upgradedConn struct {
 
 func (c *upgradedConn) Read(p []byte) (int, error) { return c.r.Read(p) }
 
-// CloseWrite ends our direction.
+// CloseWrite half-closes the conn: we send nothing more.
 func (c *upgradedConn) CloseWrite() error { return closeWrite(c.Conn) }
 
-// ResetBehind aborts the conn behind what was written.
+// ResetBehind aborts the conn after the bytes written so far.
 func (c *upgradedConn) ResetBehind() { tunnel.ResetBehind(c.Conn) }
 
 // Reset aborts the conn.

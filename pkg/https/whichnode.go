@@ -12,11 +12,11 @@ import (
 
 // This file answers one question: which node is a terminated request for?
 //
-// kube-apiserver does not always say. Without --kubelet-certificate-authority it sends
-// no SNI on upgrades, and for port-forward, and for exec and attach by SPDY, the Host
-// is the one that kubectl used for kube-apiserver itself: newThrottledUpgradeAwareProxyHandler
-// (kubernetes/pkg/registry/core/pod/rest/subresources.go) leaves UseLocationHost unset.
-// Then the path alone says what is wanted, and findpod.go finds the node of that pod.
+// kube-apiserver does not always say. Without --kubelet-certificate-authority it sends no SNI on
+// upgrades. For port-forward, and for exec and attach by SPDY, the Host is the one that kubectl
+// used for kube-apiserver itself: newThrottledUpgradeAwareProxyHandler
+// (kubernetes/pkg/registry/core/pod/rest/subresources.go) leaves UseLocationHost unset. Then only
+// the path names the pod, and findpod.go finds its node.
 
 // podRef names a pod on the targets of one port.
 type podRef struct {
@@ -38,7 +38,7 @@ func podOf(path string) (ref podRef, ok bool) {
 	default:
 		return podRef{}, false
 	}
-	// Names of namespaces and pods follow the rules for those of nodes, or stricter ones.
+	// Names of namespaces and pods follow the same rules as names of nodes, or stricter ones.
 	for _, name := range s[2:4] {
 		if _, err := tunnel.ParseNodeName(name); err != nil {
 			return podRef{}, false
@@ -47,10 +47,10 @@ func podOf(path string) (ref podRef, ok bool) {
 	return podRef{namespace: s[2], name: s[3]}, true
 }
 
-// answer is one of our own, instead of the target's.
+// answer is a response of our own, in place of the target's.
 type answer struct {
 	status int
-	code   tunnel.Code // 0: none
+	code   tunnel.Code // of the refusal; 0: none
 	text   string
 }
 
@@ -58,40 +58,45 @@ func answerf(status int, code tunnel.Code, format string, args ...any) *answer {
 	return &answer{status, code, fmt.Sprintf(format, args...)}
 }
 
-// whichNode returns the node that r, which came over c from a caller that has been
-// verified, is for, or the answer to give instead:
+// whichNode returns the node for which r is meant, or the answer to give instead. r came over c
+// from a verified caller. The first of these that exists is the node:
 //
-//  1. the node that Host names, if it is connected. Only a connected one counts: any
-//     name of kube-apiserver's own could be a node's;
-//  2. the node that the connection's SNI names: the caller opened it for that one;
-//  3. the connected node that has the pod which the path names.
+//  1. the node that Host names, if it is connected. (A name that is not a connected node may be a
+//     name of kube-apiserver itself.)
+//  2. the node that the connection's SNI names, since the caller opened the connection for it.
+//  3. the connected node that has the pod in the path.
 //
-// Where Kubernetes can be asked it decides about pods before Host does: Host may be a
-// name of kube-apiserver that a node has taken for its own. If Host is another connected node,
-// nobody gets the request.
+// If Kubernetes can be asked, and the SNI names no connected node, Kubernetes decides about pods
+// before Host does: a node may have taken a name of kube-apiserver for its own.
+//
+// No node gets the request if Host names a connected node, and the SNI or Kubernetes names another.
 func (p *proxy) whichNode(r *http.Request, c *clientConn, caller string) (tunnel.NodeName, *answer) {
 	host, hostErr := nodeOf(r.Host)
 	sni, err := tunnel.ParseNodeName(c.sni)
-	named := err == nil
+	hasSNI := err == nil
 	ref, ofPod := podOf(r.URL.Path)
 	ref.port = c.port
 	switch {
-	case ofPod && p.f.cfg.Pods != nil && !(named && p.f.nodes.Holds(sni)):
+	case ofPod && p.f.cfg.Pods != nil && !(hasSNI && p.f.nodes.Holds(sni)):
 		node, a := p.findPod(r.Context(), ref, caller)
 		if a == nil && hostErr == nil && host != node && p.f.nodes.Holds(host) {
-			return "", answerf(http.StatusMisdirectedRequest, 0, "the request's Host names node %s, and Kubernetes has pod %s on node %s: call the pod's node", host, ref, node)
+			return "", answerf(http.StatusMisdirectedRequest, 0,
+				"the request's Host names node %s, and Kubernetes has pod %s on node %s: call the pod's node",
+				host, ref, node)
 		}
 		return node, a
 	case hostErr == nil && p.f.nodes.Holds(host):
-		if named && sni != host && p.f.nodes.Holds(sni) {
-			return "", answerf(http.StatusMisdirectedRequest, 0, "this connection was opened for node %s and the request is for %s: open another", sni, host)
+		if hasSNI && sni != host && p.f.nodes.Holds(sni) {
+			return "", answerf(http.StatusMisdirectedRequest, 0,
+				"this connection was opened for node %s and the request is for %s: open another", sni, host)
 		}
 		return host, nil
-	case named && p.f.nodes.Holds(sni):
+	case hasSNI && p.f.nodes.Holds(sni):
 		return sni, nil
-	case named && (hostErr != nil || host != sni):
-		return "", p.noSuchNode("node %s is not connected (the connection's SNI names it; the request's Host %q is not a connected node)", sni, r.Host)
-	case named:
+	case hasSNI && (hostErr != nil || host != sni):
+		return "", p.noSuchNode("node %s is not connected (the connection's SNI names it; "+
+			"the request's Host %q is not a connected node)", sni, r.Host)
+	case hasSNI:
 		return "", p.noSuchNode("node %s is not connected", sni)
 	}
 	if ofPod {
@@ -107,8 +112,8 @@ func (p *proxy) whichNode(r *http.Request, c *clientConn, caller string) (tunnel
 	return "", p.noSuchNode("node %s is not connected", host)
 }
 
-// noSuchNode counts a call of a node that is not connected: nobody dials, so nobody
-// else does.
+// noSuchNode counts a request for a node that is not connected. No dial follows that would count
+// it.
 func (p *proxy) noSuchNode(format string, args ...any) *answer {
 	p.f.cfg.Counters.Refuse(tunnel.NoSuchNode)
 	return answerf(http.StatusBadGateway, tunnel.NoSuchNode, format, args...)
@@ -122,6 +127,7 @@ func nodeOf(host string) (tunnel.NodeName, error) {
 	return tunnel.ParseNodeName(strings.ToLower(strings.TrimSuffix(host, ".")))
 }
 
+// isIP reports whether n is an IP address.
 func isIP(n tunnel.NodeName) bool {
 	_, err := netip.ParseAddr(string(n))
 	return err == nil

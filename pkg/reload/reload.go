@@ -145,7 +145,7 @@ func follow(ctx context.Context, watch watchFunc, log *slog.Logger, all ...*foll
 	}
 }
 
-// load reads the files for the load time.
+// load reads the files for the first time.
 func (f *followed) load() error {
 	contents, err := f.read()
 	if err != nil {

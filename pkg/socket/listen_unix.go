@@ -16,7 +16,7 @@ import (
 
 const (
 	// ownMode lets only our own user connect, groupMode also the socket's group. The file has this
-	// ownMode from the moment it appears.
+	// mode from the moment it appears.
 	ownMode   = 0o600
 	groupMode = 0o660
 	// maxPath is the longest path, in bytes: sun_path of unix(7) has 108 and ends with a zero byte.

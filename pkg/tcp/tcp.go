@@ -228,7 +228,7 @@ type port struct {
 	log    *slog.Logger
 
 	// One warning a minute each, so that one kind of failure does not hide another: caller not
-	// allowed, dial warnFailed, limit reached, Accept warnFailed.
+	// allowed, dial failed, limit reached, Accept failed.
 	warnDenied, warnFailed, warnFull, warnAccept tunnel.Limiter
 }
 
