@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
 	"os"
 	"runtime/debug"
@@ -175,7 +176,7 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 	if !ok {
 		return
 	}
-	defer place.Release() // often released earlier: see pass and terminate
+	defer place.Release() // often earlier: before pass, and by terminate
 
 	c := &clientConn{Conn: raw, port: index, target: p.target}
 	h, err := c.peek(ctx, f.cfg.Limits.HandshakeTimeout, place.Spoke)
@@ -197,31 +198,35 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 	switch d := f.decide(h); d.mode {
 	case Passthrough:
 		place.Release()
-		err = f.pass(live, c, source, d.node, p.target, log)
-		if err == nil {
-			return
+		if err = f.pass(live, c, source, d.node, p.target, log); err != nil {
+			log.Debug("https connection not passed through",
+				"node", string(d.node), "err", fmt.Errorf("%s: %w", remote, err))
+			f.notPassed(ctx, live, web, c, err, log)
 		}
-		log.Debug("https connection not passed through",
-			"node", string(d.node), "err", fmt.Errorf("%s: %w", remote, err))
-		if !f.cfg.terminates() || f.cfg.Mode == Passthrough {
-			c.alert(alertOf(err))
-			return
-		}
-		// The caller may read the reason as an HTTP response.
-		c.passErr = err
-		again, ok := f.admit(raw)
-		if !ok {
-			return
-		}
-		defer again.Release()
-		again.Spoke()
-		f.terminate(ctx, live, web, c, again.Met, log)
 	case Terminate:
-		f.terminate(ctx, live, web, c, place.Met, log)
+		f.terminate(ctx, live, web, c, place, log)
 	default:
 		f.warn(denySNI, "https connection denied", "frontend", raw.LocalAddr().String(), "err", remote+": "+d.reason)
 		c.alert(d.alert)
 	}
+}
+
+// notPassed tells a caller why its connection was not passed through: by an HTTP response after a
+// handshake or, if we cannot terminate, by a TLS alert. For the handshake the connection needs a
+// place among the strangers again: serve has released its first one.
+func (f *FrontDoor) notPassed(ctx, live context.Context, web *web, c *clientConn, err error, log *slog.Logger) {
+	if !f.cfg.terminates() {
+		c.alert(alertOf(err))
+		return
+	}
+	place, ok := f.admit(c.Conn)
+	if !ok {
+		return
+	}
+	defer place.Release()
+	place.Spoke() // its ClientHello
+	c.passErr = err
+	f.terminate(ctx, live, web, c, place, log)
 }
 
 // panicked counts and logs a panic that has ended one connection or request.

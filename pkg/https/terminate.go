@@ -11,6 +11,7 @@ import (
 	"sync"
 	"time"
 
+	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -42,11 +43,12 @@ func (c *Config) serverTLS() *tls.Config {
 	}
 }
 
-// terminate does the TLS handshake with a caller and gives the connection to web. It calls release
-// when the caller has proven that it may call. A caller with a valid certificate that may not call
-// keeps its place among the strangers. It can still send a request, to be told what is wrong, and
-// terminate returns when its connection has ended.
-func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn, release func(), log *slog.Logger) {
+// terminate does the TLS handshake with a caller and gives the connection to web. A caller that has
+// proven that it may call gives its place among the strangers back. A caller with a valid
+// certificate that may not call keeps its place. It can still send a request, to be told what is
+// wrong, and terminate returns when its connection has ended.
+func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn, place *listen.Stranger,
+	log *slog.Logger) {
 	hctx, cancel := context.WithTimeout(ctx, f.cfg.Limits.HandshakeTimeout)
 	defer cancel()
 	tc := tls.Server(c, f.cfg.serverTLS())
@@ -61,7 +63,7 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 	}
 	mayCall := len(f.classesOf(callerOf(tc.ConnectionState()))) > 0
 	if mayCall {
-		release()
+		place.Met()
 	}
 	log.Debug("https connection terminated", "err", c.passErr)
 	// At the end net/http's Close would wait for each caller that does not read.
