@@ -13,6 +13,7 @@ import (
 	"tunnel/conf"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/egress"
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/kube"
 	"tunnel/pkg/reload"
 	"tunnel/pkg/stream"
@@ -67,7 +68,7 @@ func (d *daemon) addAgents(c *conf.Cloud, shown func(*tls.ClientHelloInfo) (*tls
 		return
 	}
 	l, byDefault := c.Limits, stream.DefaultLimits()
-	cfg := egress.AgentsConfig{
+	cfg := konnectivity.AgentsConfig{
 		Listen: fmt.Sprintf(":%d", c.Egress.AgentPort),
 		TLS:    &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: shown},
 		Auth:   gate, Conns: cmp.Or(l.Conns, byDefault.Conns), Dials: cmp.Or(l.Dials, byDefault.Dials),
@@ -77,7 +78,7 @@ func (d *daemon) addAgents(c *conf.Cloud, shown func(*tls.ClientHelloInfo) (*tls
 	if peers != nil {
 		cfg.Replicas = peers.Replicas
 	}
-	agents := egress.NewAgents(cfg, directory)
+	agents := konnectivity.NewAgents(cfg, directory)
 	d.add(agents, agents.Ready, cfg.Listen)
 }
 
@@ -113,10 +114,10 @@ func egressCallers(c conf.Egress, files *reload.Files) (*tls.Config, error) {
 type nodeReaches struct{ *kube.Reaches }
 
 // Identifiers implements egress.Source.
-func (n nodeReaches) Identifiers() map[tunnel.NodeName]egress.Identifiers {
-	all := make(map[tunnel.NodeName]egress.Identifiers)
+func (n nodeReaches) Identifiers() map[tunnel.NodeName]konnectivity.Identifiers {
+	all := make(map[tunnel.NodeName]konnectivity.Identifiers)
 	for name, r := range n.All() {
-		all[name] = egress.Identifiers{Hosts: r.Hosts, Networks: r.PodCIDRs, Refused: r.Refused}
+		all[name] = konnectivity.Identifiers{Hosts: r.Hosts, Networks: r.PodCIDRs, Refused: r.Refused}
 	}
 	return all
 }

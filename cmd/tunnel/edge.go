@@ -16,6 +16,7 @@ import (
 	"tunnel/pkg/auth"
 	"tunnel/pkg/egress"
 	"tunnel/pkg/https"
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/reload"
 	"tunnel/pkg/stream"
 	"tunnel/pkg/tcp"
@@ -81,7 +82,7 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 		tcp.NewEdge(policy.DialRequest),
 		egressEdge,
 	}
-	if _, err = egress.ParseIdentifiers(e.EgressIdentifiers); err != nil {
+	if _, err = konnectivity.ParseIdentifiers(e.EgressIdentifiers); err != nil {
 		return nil, fmt.Errorf("mode.edge.egress identifiers: %w", err)
 	}
 	client, err := stream.NewClient(stream.ClientConfig{

@@ -7,13 +7,13 @@ import (
 
 	"tunnel/conf"
 	"tunnel/pkg/auth"
-	"tunnel/pkg/egress"
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/reload"
 	"tunnel/pkg/tunnel"
 )
 
 // addKonnectivity adds the agent of stock proxy-servers, if there are some. What they ask for counts with what clouds do.
-func (d *daemon) addKonnectivity(e *conf.Edge, files *reload.Files, dial tunnel.DialFunc, budget egress.Budget, counters *tunnel.Counters, log *slog.Logger) error {
+func (d *daemon) addKonnectivity(e *conf.Edge, files *reload.Files, dial tunnel.DialFunc, budget konnectivity.Budget, counters *tunnel.Counters, log *slog.Logger) error {
 	k := e.Konnectivity
 	if len(k.Servers) == 0 {
 		return nil
@@ -28,7 +28,7 @@ func (d *daemon) addKonnectivity(e *conf.Edge, files *reload.Files, dial tunnel.
 			return err
 		}
 	}
-	cfg := egress.AgentConfig{
+	cfg := konnectivity.AgentConfig{
 		Servers: k.Servers, Node: e.Node, Identifiers: e.EgressIdentifiers, Dial: dial, Budget: budget, Counters: counters, Log: log,
 		TLS: func() *tls.Config {
 			c := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool.Pool()}
@@ -45,7 +45,7 @@ func (d *daemon) addKonnectivity(e *conf.Edge, files *reload.Files, dial tunnel.
 		quiet := slog.New(slog.DiscardHandler) // who may read the file has been said once
 		cfg.Token = func() (auth.Secret, error) { return auth.ReadTokenFile(k.TokenFile, quiet) }
 	}
-	agent, err := egress.NewAgent(cfg)
+	agent, err := konnectivity.NewAgent(cfg)
 	if err != nil {
 		return fmt.Errorf("mode.edge.egress identifiers: %w", err)
 	}

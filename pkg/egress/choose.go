@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
 
@@ -173,7 +174,7 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 		}
 		return nil, tunnel.Refusef(tunnel.Denied, "%s %s, which does not count: it is not the Node's name; have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)", who, host)
 	}
-	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	ctx, cancel := context.WithTimeout(ctx, konnectivity.DialTimeout)
 	defer cancel()
 	last := error(tunnel.Refusef(tunnel.NoSuchNode, "%v", errNoNode))
 	var away []tunnel.NodeName // whose address it is; the first strategy knows best

@@ -15,6 +15,8 @@ import (
 	"syscall"
 	"time"
 
+	"tunnel/pkg/konnectivity"
+	ports "tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
 
@@ -70,8 +72,8 @@ func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, caller
 			raw.Close()
 			return
 		}
-		if s, ok := raw.(*stranger); ok {
-			s.met()
+		if s, ok := raw.(*ports.Conn); ok {
+			s.Met()
 		}
 		c.Conn = t
 	}
@@ -97,7 +99,7 @@ func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, caller
 		return
 	}
 	c.apart.answered = time.Now()
-	_, c.noHalfClose = target.(*muxConn)
+	_, c.noHalfClose = target.(*konnectivity.Conn)
 	f.splice(conns, doorConnect, addr, c, target)
 	c.awaiting.Wait()
 }

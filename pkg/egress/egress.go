@@ -38,6 +38,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"tunnel/pkg/konnectivity"
 	ports "tunnel/pkg/listen"
 	"tunnel/pkg/socket"
 	"tunnel/pkg/tunnel"
@@ -45,10 +46,6 @@ import (
 
 // name is the name of both modules, and the category of their messages.
 const name = "egress"
-
-// dialTimeout bounds a dial through the tunnel, all nodes that are tried together. It is
-// shorter than the 30 s that kube-apiserver and konnectivity-client wait.
-const dialTimeout = 20 * time.Second
 
 // Config is what a [FrontDoor] needs.
 type Config struct {
@@ -70,7 +67,7 @@ type Config struct {
 // Source says what nodes reach.
 type Source interface {
 	// Identifiers returns it for the nodes that are known; they need not be connected.
-	Identifiers() map[tunnel.NodeName]Identifiers
+	Identifiers() map[tunnel.NodeName]konnectivity.Identifiers
 	// Known reports whether it is known yet.
 	Known() bool
 	// Changed returns a channel that is closed when either has become something else. To miss
@@ -234,5 +231,8 @@ func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) 
 	if err != nil {
 		return nil, err
 	}
-	return newStrangerListener(ports.Steady(ln, f.log), f.cfg.Strangers, f.cfg.StrangersPerAddress, f.cfg.Counters), nil
+	return ports.NewListener(ports.Steady(ln, f.log), ports.ListenerConfig{
+		Max: f.cfg.Strangers, MaxPerSource: f.cfg.StrangersPerAddress, Timeout: requestTimeout, Bytes: konnectivity.StrangerBytes,
+		Counters: f.cfg.Counters, OverMax: tunnel.LimitStrangers, OverMaxPerSource: tunnel.LimitStrangersPerAddress, TooLate: tunnel.LimitHandshakeTimeout,
+	}), nil
 }

@@ -16,13 +16,6 @@ func hasEnded(fd uintptr) (ended, known bool) {
 	return n <= 0, !errors.Is(err, unix.EAGAIN)
 }
 
-// boundQueue bounds how many bytes a socket takes that its reader has not.
-func boundQueue(fd uintptr) {
-	if unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, socketQueue) != nil {
-		unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_SNDBUF, socketQueue) //nolint:errcheck // it is slower to notice, then
-	}
-}
-
 // driverOf asks the kernel (ethtool -i). Who made a device chose its name, and sysfs does not
 // say of every kind what it is.
 func driverOf(device string) string {

@@ -8,6 +8,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
 
@@ -176,7 +177,7 @@ func (k *konnectivityMetrics) dialled(ctx context.Context, seconds float64, err 
 		reason = reasonNoNode
 	case code == tunnel.Gone:
 		reason = reasonLost
-	case code == tunnel.Timeout && seconds >= dialTimeout.Seconds():
+	case code == tunnel.Timeout && seconds >= konnectivity.DialTimeout.Seconds():
 		reason = reasonTimeout // we have given up; sooner it is the node's own answer
 	}
 	k.failures.WithLabelValues(reason).Inc()

@@ -13,6 +13,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
 
@@ -108,7 +109,7 @@ func TestKonnectivityReasons(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				n := &nodes{reach: map[tunnel.NodeName]Identifiers{}, changed: make(chan struct{})}
+				n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{}, changed: make(chan struct{})}
 				f, err := New(Config{Identifiers: n, KonnectivityMetrics: true}, dialFunc(tc.dial), n, slog.New(slog.DiscardHandler))
 				if err != nil {
 					t.Fatal(err)

@@ -19,6 +19,7 @@ import (
 
 	"google.golang.org/protobuf/encoding/protowire"
 
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
 
@@ -42,18 +43,30 @@ func encodeNetworks(all []netip.Prefix) []byte {
 	return b
 }
 
+var errNotNetworks = errors.New("networks: not a protobuf")
+
 func decodeNetworks(b []byte) ([]netip.Prefix, error) {
 	var all []netip.Prefix
 	for len(b) > 0 {
-		n, _, body, rest := field(b)
-		if rest == nil {
-			return nil, errors.New("networks: not a protobuf")
+		n, t, size := protowire.ConsumeTag(b)
+		if size < 0 {
+			return nil, errNotNetworks
 		}
-		b = rest
-		if n != 1 {
+		b = b[size:]
+		var cidr []byte
+		if t == protowire.BytesType {
+			cidr, size = protowire.ConsumeBytes(b)
+		} else {
+			size = protowire.ConsumeFieldValue(n, t, b)
+		}
+		if size < 0 {
+			return nil, errNotNetworks
+		}
+		b = b[size:]
+		if n != 1 || t != protowire.BytesType && t != protowire.VarintType {
 			continue
 		}
-		p, err := netip.ParsePrefix(string(body))
+		p, err := netip.ParsePrefix(string(cidr))
 		if err != nil {
 			return nil, fmt.Errorf("networks: %w", err)
 		}
@@ -93,7 +106,7 @@ func (f *FrontDoor) tell(ctx context.Context) error {
 
 // tellNow tells those who have not been told what is so now, and returns what all have been.
 func (f *FrontDoor) tellNow(told map[*tunnel.Session][]netip.Prefix) map[*tunnel.Session][]netip.Prefix {
-	var all map[tunnel.NodeName]Identifiers
+	var all map[tunnel.NodeName]konnectivity.Identifiers
 	if f.cfg.Kubernetes {
 		all = f.chooser.source.Identifiers()
 	}

@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
 
@@ -240,7 +241,7 @@ func TestTell(t *testing.T) {
 	dir.Attach(&tunnel.Session{Node: "a", Link: a})
 	change := func(networks []netip.Prefix) {
 		n.mu.Lock()
-		n.unknown, n.reach = false, map[tunnel.NodeName]Identifiers{"a": {Networks: networks}, "b": {}}
+		n.unknown, n.reach = false, map[tunnel.NodeName]konnectivity.Identifiers{"a": {Networks: networks}, "b": {}}
 		before := n.changed
 		n.changed = make(chan struct{})
 		n.mu.Unlock()
@@ -267,7 +268,7 @@ func TestTell(t *testing.T) {
 // What an edge claims to reach, it must not be told that it may dial.
 func TestClaimsAreNotTold(t *testing.T) {
 	dir := new(tunnel.Directory)
-	n := &nodes{reach: map[tunnel.NodeName]Identifiers{"a": {Networks: prefixes("10.88.1.0/24")}}, changed: make(chan struct{})}
+	n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{"a": {Networks: prefixes("10.88.1.0/24")}}, changed: make(chan struct{})}
 	end := teller(t, false, n, dir)
 	a := newLink()
 	dir.Attach(&tunnel.Session{Node: "a", Link: a})

@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"log/slog"
 	"net"
 	"sync"
 	"sync/atomic"
@@ -21,6 +20,7 @@ import (
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
 
@@ -32,18 +32,14 @@ const (
 	// Write was given as one packet, whatever its size.
 	mostData = 64 << 20
 	// mostPacket is the longest packet that is accepted.
-	mostPacket = mostData + mostHead
+	mostPacket = mostData + konnectivity.MaxHead
 	// proxyWindow is what a stream may have in flight.
 	proxyWindow = 1 << 20
 	// proxyStreams bounds the streams of a gRPC connection: the conns of a caller that
 	// shares one. kube-apiserver has a connection for each.
 	proxyStreams = 1024
-	// proxyHeaders bounds the metadata of a stream, in bytes.
-	proxyHeaders = 16 << 10
 	// proxyHandshake is how long a caller may take to shake hands.
 	proxyHandshake = 10 * time.Second
-	// dataSize is how much one packet of ours carries: it fills a buffer of 32 KiB.
-	dataSize = 32<<10 - mostHead
 	// theConn is the id of the one connection that a stream has.
 	theConn = 1
 )
@@ -54,15 +50,15 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 	defer endConns()
 	p := &proxies{door: f, conns: conns}
 	opts := []grpc.ServerOption{
-		grpc.ForceServerCodecV2(newCodec()),
+		grpc.ForceServerCodecV2(konnectivity.NewCodec()),
 		grpc.MaxRecvMsgSize(mostPacket),
 		grpc.MaxConcurrentStreams(proxyStreams),
-		grpc.MaxHeaderListSize(proxyHeaders),
+		grpc.MaxHeaderListSize(konnectivity.MaxHeaders),
 		grpc.ConnectionTimeout(proxyHandshake),
 		grpc.StaticStreamWindowSize(proxyWindow),
 		grpc.StaticConnWindowSize(16 * proxyWindow),
 		grpc.WaitForHandlers(true),
-		grpc.StreamInterceptor(guarded(f.log, f.cfg.Counters)),
+		grpc.StreamInterceptor(konnectivity.GuardStreams(f.log, f.cfg.Counters)),
 		// Its own clients ask once an hour; those of others may ask more often.
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
@@ -96,16 +92,6 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 	return err
 }
 
-// guarded has a panic in a handler end its stream, and nothing else.
-func guarded(log *slog.Logger, counters *tunnel.Counters) grpc.StreamServerInterceptor {
-	return func(srv any, stream grpc.ServerStream, _ *grpc.StreamServerInfo, handler grpc.StreamHandler) (answer error) {
-		if tunnel.Guard(log, counters, "the stream ends", func() error { answer = handler(srv, stream); return nil }) != nil {
-			return status.Error(codes.Internal, "internal error")
-		}
-		return answer
-	}
-}
-
 // proxies is a gRPC server's streams.
 type proxies struct {
 	door    *FrontDoor
@@ -124,13 +110,13 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 		var r received
 		r.err = s.guard("the stream ends", func() (err error) { r.packet, err = s.receive(); return err })
 		asked <- r
-		if r.err != nil || r.packet.typ != packetDialReq {
+		if r.err != nil || r.packet.Type != konnectivity.PacketDialReq {
 			return
 		}
 		// Until the target is there, all that may come is that it is not wanted any more.
 		r = received{}
 		r.err = s.guard("the stream ends", func() (err error) { r.packet, err = s.receive(); return err })
-		if r.err != nil || r.packet.typ == packetDialCls || r.packet.typ == packetCloseReq {
+		if r.err != nil || r.packet.Type == konnectivity.PacketDialCls || r.packet.Type == konnectivity.PacketCloseReq {
 			cancel()
 		}
 		s.first <- r
@@ -139,20 +125,20 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	if err != nil || req == nil {
 		return err
 	}
-	target, err := p.door.dial(ctx, doorGRPC, req.address, caller(stream.Context()))
+	target, err := p.door.dial(ctx, doorGRPC, req.Address, caller(stream.Context()))
 	if err != nil {
-		p.door.log.Debug("dial refused", "target", req.address, "err", err)
-		return s.send(&packet{typ: packetDialRsp, random: req.random, err: tellable(err)})
+		p.door.log.Debug("dial refused", "target", req.Address, "err", err)
+		return s.send(&konnectivity.Packet{Type: konnectivity.PacketDialRsp, Random: req.Random, Err: tellable(err)})
 	}
 	s.apart.answered = time.Now()
-	if err := s.send(&packet{typ: packetDialRsp, random: req.random, connID: theConn}); err != nil {
+	if err := s.send(&konnectivity.Packet{Type: konnectivity.PacketDialRsp, Random: req.Random, ConnID: theConn}); err != nil {
 		tunnel.Reset(target)
 		return err
 	}
 	done := make(chan struct{})
 	p.working.Go(func() {
 		defer close(done)
-		if s.guard("the conn ends", func() error { p.door.splice(p.conns, doorGRPC, req.address, s, target); return nil }) != nil {
+		if s.guard("the conn ends", func() error { p.door.splice(p.conns, doorGRPC, req.Address, s, target); return nil }) != nil {
 			s.Reset() //nolint:errcheck // it has none
 			tunnel.Reset(target)
 		}
@@ -212,7 +198,7 @@ type proxyStream struct {
 	onStop  func()
 
 	// Owned by who receives.
-	packet packet // what is left of its data comes next
+	packet konnectivity.Packet // what is left of its data comes next
 	ended  error
 	begun  bool // first has been taken
 }
@@ -223,13 +209,13 @@ const closeWait = 5 * time.Second
 
 // received is a packet, or why there is none.
 type received struct {
-	packet packet
+	packet konnectivity.Packet
 	err    error
 }
 
 // request waits for the first packet, which is to be a dial request. Any other ends the
 // stream. The request is nil when there is nothing to dial.
-func (s *proxyStream) request(first <-chan received) (*packet, error) {
+func (s *proxyStream) request(first <-chan received) (*konnectivity.Packet, error) {
 	late := time.NewTimer(requestTimeout)
 	defer late.Stop()
 	var r received
@@ -245,26 +231,26 @@ func (s *proxyStream) request(first <-chan received) (*packet, error) {
 		return nil, r.err
 	}
 	p := &r.packet
-	p.free()
-	switch p.typ {
-	case packetDialReq:
-		if p.protocol != "tcp" {
-			return nil, s.send(&packet{typ: packetDialRsp, random: p.random, err: fmt.Sprintf("protocol %q cannot be dialled; only tcp can", p.protocol)})
+	p.Free()
+	switch p.Type {
+	case konnectivity.PacketDialReq:
+		if p.Protocol != "tcp" {
+			return nil, s.send(&konnectivity.Packet{Type: konnectivity.PacketDialRsp, Random: p.Random, Err: fmt.Sprintf("protocol %q cannot be dialled; only tcp can", p.Protocol)})
 		}
 		return p, nil
-	case packetData, packetCloseReq:
-		return nil, s.send(&packet{typ: packetCloseRsp, connID: p.connID, err: "backend not initialized"})
+	case konnectivity.PacketData, konnectivity.PacketCloseReq:
+		return nil, s.send(&konnectivity.Packet{Type: konnectivity.PacketCloseRsp, ConnID: p.ConnID, Err: "backend not initialized"})
 	}
 	return nil, nil
 }
 
-func (s *proxyStream) receive() (packet, error) {
-	var p packet
+func (s *proxyStream) receive() (konnectivity.Packet, error) {
+	var p konnectivity.Packet
 	err := s.stream.RecvMsg(&p)
 	return p, err
 }
 
-func (s *proxyStream) send(p *packet) error {
+func (s *proxyStream) send(p *konnectivity.Packet) error {
 	s.sendMu.Lock()
 	defer s.sendMu.Unlock()
 	return s.stream.SendMsg(p)
@@ -272,8 +258,8 @@ func (s *proxyStream) send(p *packet) error {
 
 // next has s.packet hold data, or returns why there is no more.
 func (s *proxyStream) next() error {
-	for s.ended == nil && len(s.packet.data) == 0 {
-		s.packet.free()
+	for s.ended == nil && len(s.packet.Data) == 0 {
+		s.packet.Free()
 		var err error
 		if s.begun {
 			s.packet, err = s.receive()
@@ -287,13 +273,13 @@ func (s *proxyStream) next() error {
 			s.ended = io.EOF // both sides have said that it is over
 		case err != nil:
 			s.ended = tunnel.ErrReset
-		case s.packet.typ == packetCloseReq || s.packet.typ == packetDialCls:
+		case s.packet.Type == konnectivity.PacketCloseReq || s.packet.Type == konnectivity.PacketDialCls:
 			s.ended = io.EOF
 			s.deaf.Store(true)
 			s.endSoon() // should it not read what is on the way, either
 			s.stop()
-		case s.packet.typ != packetData || s.packet.connID != theConn || s.discarding():
-			s.packet.data = nil
+		case s.packet.Type != konnectivity.PacketData || s.packet.ConnID != theConn || s.discarding():
+			s.packet.Data = nil
 		}
 	}
 	return s.ended
@@ -308,8 +294,8 @@ func (s *proxyStream) Read(b []byte) (int, error) {
 	if err := s.next(); err != nil {
 		return 0, err
 	}
-	n := copy(b, s.packet.data)
-	s.packet.data = s.packet.data[n:]
+	n := copy(b, s.packet.Data)
+	s.packet.Data = s.packet.Data[n:]
 	return n, nil
 }
 
@@ -356,7 +342,7 @@ func (s *proxyStream) CloseRead() error {
 func (s *proxyStream) discardLocked() {
 	s.reading = true
 	s.working.Go(func() {
-		s.packet.data = nil
+		s.packet.Data = nil
 		err := s.guard("the conn ends", s.next)
 		if err != nil && !errors.Is(err, io.EOF) {
 			s.stop() // nobody else sees that
@@ -387,11 +373,11 @@ func (s *proxyStream) Write(b []byte) (n int, err error) {
 	defer s.sendMu.Unlock()
 	for len(b) > 0 {
 		if s.closed || s.deaf.Load() {
-			return n, &net.OpError{Op: "write", Net: streamAddr{}.Network(), Err: syscall.EPIPE}
+			return n, &net.OpError{Op: "write", Net: konnectivity.Addr{}.Network(), Err: syscall.EPIPE}
 		}
-		part := b[:min(len(b), dataSize)]
-		if err := s.stream.SendMsg(&packet{typ: packetData, connID: theConn, data: part}); err != nil {
-			return n, &net.OpError{Op: "write", Net: streamAddr{}.Network(), Err: tunnel.ErrReset}
+		part := b[:min(len(b), konnectivity.DataSize)]
+		if err := s.stream.SendMsg(&konnectivity.Packet{Type: konnectivity.PacketData, ConnID: theConn, Data: part}); err != nil {
+			return n, &net.OpError{Op: "write", Net: konnectivity.Addr{}.Network(), Err: tunnel.ErrReset}
 		}
 		n += len(part)
 		b = b[len(part):]
@@ -405,13 +391,13 @@ func (s *proxyStream) WriteSlice(data mem.BufferSlice) error {
 	s.apart.wait()
 	s.sendMu.Lock()
 	defer s.sendMu.Unlock()
-	p := &packet{typ: packetData, connID: theConn, slice: data}
-	defer p.free()
+	p := &konnectivity.Packet{Type: konnectivity.PacketData, ConnID: theConn, Slice: data}
+	defer p.Free()
 	if s.closed || s.deaf.Load() {
-		return &net.OpError{Op: "write", Net: streamAddr{}.Network(), Err: syscall.EPIPE}
+		return &net.OpError{Op: "write", Net: konnectivity.Addr{}.Network(), Err: syscall.EPIPE}
 	}
 	if err := s.stream.SendMsg(p); err != nil {
-		return &net.OpError{Op: "write", Net: streamAddr{}.Network(), Err: tunnel.ErrReset}
+		return &net.OpError{Op: "write", Net: konnectivity.Addr{}.Network(), Err: tunnel.ErrReset}
 	}
 	return nil
 }
@@ -426,7 +412,7 @@ func (s *proxyStream) CloseWrite() error {
 	}
 	s.closed = true
 	s.endSoon()
-	return s.stream.SendMsg(&packet{typ: packetCloseRsp, connID: theConn})
+	return s.stream.SendMsg(&konnectivity.Packet{Type: konnectivity.PacketCloseRsp, ConnID: theConn})
 }
 
 func (s *proxyStream) isClosed() bool {
@@ -454,19 +440,13 @@ func (s *proxyStream) endSoon() {
 func (s *proxyStream) end() { s.ending.Do(func() { close(s.over) }) }
 
 // LocalAddr implements net.Conn.
-func (s *proxyStream) LocalAddr() net.Addr { return streamAddr{} }
+func (s *proxyStream) LocalAddr() net.Addr { return konnectivity.Addr{} }
 
 // RemoteAddr implements net.Conn.
-func (s *proxyStream) RemoteAddr() net.Addr { return streamAddr{} }
+func (s *proxyStream) RemoteAddr() net.Addr { return konnectivity.Addr{} }
 
 // The deadlines of net.Conn; the stream has none.
 
 func (s *proxyStream) SetDeadline(time.Time) error      { return errors.ErrUnsupported }
 func (s *proxyStream) SetReadDeadline(time.Time) error  { return errors.ErrUnsupported }
 func (s *proxyStream) SetWriteDeadline(time.Time) error { return errors.ErrUnsupported }
-
-// streamAddr is the address of a stream, which has none.
-type streamAddr struct{}
-
-func (streamAddr) Network() string { return "grpc" }
-func (streamAddr) String() string  { return "stream" }

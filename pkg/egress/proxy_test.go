@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
 
@@ -26,18 +27,18 @@ func TestProxyEcho(t *testing.T) {
 	id := c.dial(listen(t, echo))
 	sent := random(1 << 20)
 	for part := sent; len(part) > 0; part = part[min(len(part), 100_000):] {
-		c.send(packet{typ: packetData, connID: id, data: part[:min(len(part), 100_000)]})
+		c.send(konnectivity.Packet{Type: konnectivity.PacketData, ConnID: id, Data: part[:min(len(part), 100_000)]})
 		var got []byte
 		for len(got) < min(len(part), 100_000) {
-			p := c.want(packetData, "the target echoes")
-			got = append(got, p.data...)
-			p.free()
+			p := c.want(konnectivity.PacketData, "the target echoes")
+			got = append(got, p.Data...)
+			p.Free()
 		}
 		if !bytes.Equal(got, part[:len(got)]) {
 			t.Fatal("other bytes came back")
 		}
 	}
-	c.send(packet{typ: packetCloseReq, connID: id})
+	c.send(konnectivity.Packet{Type: konnectivity.PacketCloseReq, ConnID: id})
 	if rest := c.data(id); len(rest) != 0 {
 		t.Errorf("%d bytes after the close request", len(rest))
 	}
@@ -62,9 +63,9 @@ func TestProxyLosesNothing(t *testing.T) {
 			got <- b
 		}))
 		for part := sent; len(part) > 0; part = part[min(len(part), 64<<10):] {
-			c.send(packet{typ: packetData, connID: id, data: part[:min(len(part), 64<<10)]})
+			c.send(konnectivity.Packet{Type: konnectivity.PacketData, ConnID: id, Data: part[:min(len(part), 64<<10)]})
 		}
-		c.send(packet{typ: packetCloseReq, connID: id})
+		c.send(konnectivity.Packet{Type: konnectivity.PacketCloseReq, ConnID: id})
 		if b := <-got; !bytes.Equal(b, sent) {
 			t.Errorf("%d of %d bytes arrived", len(b), len(sent))
 		}
@@ -86,8 +87,8 @@ func TestProxyLosesNothing(t *testing.T) {
 			got <- b
 		}))
 		big := random(20 << 20)
-		c.send(packet{typ: packetData, connID: id, data: big})
-		c.send(packet{typ: packetCloseReq, connID: id})
+		c.send(konnectivity.Packet{Type: konnectivity.PacketData, ConnID: id, Data: big})
+		c.send(konnectivity.Packet{Type: konnectivity.PacketCloseReq, ConnID: id})
 		if b := <-got; !bytes.Equal(b, big) {
 			t.Errorf("%d of %d bytes arrived", len(b), len(big))
 		}
@@ -107,8 +108,8 @@ func TestProxyCloseWhileTargetSends(t *testing.T) {
 			}
 		}
 	}))
-	c.want(packetData, "the target sends")
-	c.send(packet{typ: packetCloseReq, connID: id})
+	c.want(konnectivity.PacketData, "the target sends")
+	c.send(konnectivity.Packet{Type: konnectivity.PacketCloseReq, ConnID: id})
 	c.ended() // with a close response, or an error: Linux resets a socket that is shut both ways and still gets data
 	<-ended
 }
@@ -128,7 +129,7 @@ func TestProxyTargetResets(t *testing.T) {
 				tunnel.Reset(conn)
 				close(reset)
 			}))
-			c.send(packet{typ: packetData, connID: id, data: []byte("x")})
+			c.send(konnectivity.Packet{Type: konnectivity.PacketData, ConnID: id, Data: []byte("x")})
 			<-reset
 			if err := c.ended(); status.Code(err) != codes.Aborted {
 				t.Errorf("the stream ended with %v", err)
@@ -154,9 +155,9 @@ func TestProxyRefusals(t *testing.T) {
 		"with a new line": {"tcp", "a\nb:80", ""},
 	} {
 		c := r.client(t)
-		c.send(packet{typ: packetDialReq, protocol: tc.protocol, address: tc.addr, random: 9})
-		rsp := c.want(packetDialRsp, name)
-		if rsp.err == "" && tc.want != "" || !strings.Contains(rsp.err, tc.want) || rsp.random != 9 || rsp.err != "" && rsp.connID != 0 {
+		c.send(konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: tc.protocol, Address: tc.addr, Random: 9})
+		rsp := c.want(konnectivity.PacketDialRsp, name)
+		if rsp.Err == "" && tc.want != "" || !strings.Contains(rsp.Err, tc.want) || rsp.Random != 9 || rsp.Err != "" && rsp.ConnID != 0 {
 			t.Errorf("%s: %+v", name, rsp)
 		}
 		if tc.want != "" {
@@ -167,14 +168,14 @@ func TestProxyRefusals(t *testing.T) {
 		c.cancel()
 	}
 	c := r.client(t)
-	c.send(packet{typ: packetData, connID: 5, data: []byte("too early")})
-	if rsp := c.want(packetCloseRsp, "nothing has been dialled"); rsp.connID != 5 || rsp.err == "" {
+	c.send(konnectivity.Packet{Type: konnectivity.PacketData, ConnID: 5, Data: []byte("too early")})
+	if rsp := c.want(konnectivity.PacketCloseRsp, "nothing has been dialled"); rsp.ConnID != 5 || rsp.Err == "" {
 		t.Errorf("%+v", rsp)
 	}
 	r.nodes.refuse[""] = tunnel.Refusef(tunnel.NoSuchNode, "no node is connected")
 	c = r.client(t)
-	c.send(packet{typ: packetDialReq, protocol: "tcp", address: "10.0.0.1:1"})
-	if rsp := c.want(packetDialRsp, "there is no node"); rsp.err != "No agent available" {
+	c.send(konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: "tcp", Address: "10.0.0.1:1"})
+	if rsp := c.want(konnectivity.PacketDialRsp, "there is no node"); rsp.Err != "No agent available" {
 		t.Errorf("%+v", rsp)
 	}
 }
@@ -182,7 +183,7 @@ func TestProxyRefusals(t *testing.T) {
 // A dial that is not wanted any more is cancelled.
 func TestProxyCancelsDials(t *testing.T) {
 	for name, leave := range map[string]func(c *client){
-		"by a packet":            func(c *client) { c.send(packet{typ: packetDialCls, random: 3}) },
+		"by a packet":            func(c *client) { c.send(konnectivity.Packet{Type: konnectivity.PacketDialCls, Random: 3}) },
 		"by the stream's end":    func(c *client) { c.cancel() },
 		"by closing the sending": func(c *client) { c.stream.CloseSend() },
 	} {
@@ -191,7 +192,7 @@ func TestProxyCancelsDials(t *testing.T) {
 			cancelled := make(chan struct{})
 			r.nodes.hang = cancelled
 			c := r.client(t)
-			c.send(packet{typ: packetDialReq, protocol: "tcp", address: "10.0.0.1:1", random: 3})
+			c.send(konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: "tcp", Address: "10.0.0.1:1", Random: 3})
 			time.Sleep(10 * time.Millisecond) // so that it hangs; sooner is as well
 			leave(c)
 			<-cancelled
@@ -208,7 +209,7 @@ func TestProxyClientVanishes(t *testing.T) {
 		_, err := io.Copy(io.Discard, conn)
 		ended <- err
 	}))
-	c.send(packet{typ: packetData, connID: id, data: []byte("half of a sente")})
+	c.send(konnectivity.Packet{Type: konnectivity.PacketData, ConnID: id, Data: []byte("half of a sente")})
 	c.cancel()
 	if err := <-ended; err == nil {
 		t.Error("the target saw a clean end of half a message")
@@ -218,7 +219,7 @@ func TestProxyClientVanishes(t *testing.T) {
 // packets is a stream whose client is the test. It notes when two receive at once.
 type packets struct {
 	grpc.ServerStream
-	from      chan packet // of the client; closed: it has left
+	from      chan konnectivity.Packet // of the client; closed: it has left
 	receivers atomic.Int32
 	tooMany   atomic.Bool
 }
@@ -234,7 +235,7 @@ func (p *packets) RecvMsg(m any) error {
 	if !ok {
 		return io.EOF
 	}
-	*m.(*packet) = in
+	*m.(*konnectivity.Packet) = in
 	return nil
 }
 
@@ -254,21 +255,23 @@ func TestProxyCloseRead(t *testing.T) {
 			return s.CloseRead()
 		},
 	} {
-		for end, leave := range map[string]func(from chan packet){
-			"with a close request": func(from chan packet) { from <- packet{typ: packetCloseReq, connID: theConn} },
-			"without a word":       func(from chan packet) { close(from) },
+		for end, leave := range map[string]func(from chan konnectivity.Packet){
+			"with a close request": func(from chan konnectivity.Packet) {
+				from <- konnectivity.Packet{Type: konnectivity.PacketCloseReq, ConnID: theConn}
+			},
+			"without a word": func(from chan konnectivity.Packet) { close(from) },
 		} {
 			t.Run(name+", "+end, func(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
-					in := &packets{from: make(chan packet)}
+					in := &packets{from: make(chan konnectivity.Packet)}
 					var working sync.WaitGroup
 					s := &proxyStream{stream: in, working: &working, guard: func(_ string, do func() error) error { return do() }, over: make(chan struct{}), apart: newApart(), begun: true}
 					stopped := make(chan struct{})
 					s.OnStop(func() { close(stopped) })
 					working.Go(func() {
-						in.from <- packet{typ: packetData, connID: theConn, data: []byte("first")}
+						in.from <- konnectivity.Packet{Type: konnectivity.PacketData, ConnID: theConn, Data: []byte("first")}
 						time.Sleep(2 * time.Second)
-						in.from <- packet{typ: packetData, connID: theConn, data: []byte("unwanted")}
+						in.from <- konnectivity.Packet{Type: konnectivity.PacketData, ConnID: theConn, Data: []byte("unwanted")}
 						leave(in.from)
 					})
 					if b := make([]byte, 9); read(t, s, b) != "first" {
@@ -298,4 +301,16 @@ func read(t *testing.T, c net.Conn, b []byte) string {
 		t.Error(err)
 	}
 	return string(b[:n])
+}
+
+// What a client may write at once fits, whatever the number of its conn.
+func TestMostDataFits(t *testing.T) {
+	wire, err := konnectivity.NewCodec().Marshal(&konnectivity.Packet{Type: konnectivity.PacketData, ConnID: -1, Data: make([]byte, mostData)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer wire.Free()
+	if n := wire.Len(); n > mostPacket {
+		t.Errorf("%d bytes, and %d are accepted", n, mostPacket)
+	}
 }

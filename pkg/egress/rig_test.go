@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
 
@@ -29,8 +30,8 @@ type rig struct {
 // nodes are a dialer, the directory and a source at once. Every node dials as this machine does.
 type nodes struct {
 	mu      sync.Mutex
-	reach   map[tunnel.NodeName]Identifiers // of those that are connected
-	asked   []tunnel.NodeName               // in order
+	reach   map[tunnel.NodeName]konnectivity.Identifiers // of those that are connected
+	asked   []tunnel.NodeName                            // in order
 	refuse  map[tunnel.NodeName]error
 	fault   bool          // dials panic
 	hang    chan struct{} // not nil: dials wait until their context ends, and close it then
@@ -48,7 +49,7 @@ func (n *nodes) Holds(node tunnel.NodeName) bool {
 
 func (n *nodes) Connected() []tunnel.NodeName { return nil }
 
-func (n *nodes) Identifiers() map[tunnel.NodeName]Identifiers {
+func (n *nodes) Identifiers() map[tunnel.NodeName]konnectivity.Identifiers {
 	n.mu.Lock()
 	defer n.mu.Unlock()
 	return n.reach
@@ -101,7 +102,7 @@ func newRig(t *testing.T) *rig {
 	dir := t.TempDir()
 	r := &rig{
 		grpc: filepath.Join(dir, "grpc"), connect: filepath.Join(dir, "connect"),
-		nodes: &nodes{reach: map[tunnel.NodeName]Identifiers{}, refuse: map[tunnel.NodeName]error{}, changed: make(chan struct{})},
+		nodes: &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{}, refuse: map[tunnel.NodeName]error{}, changed: make(chan struct{})},
 	}
 	door, err := New(Config{GRPC: []string{"unix://" + r.grpc}, HTTPConnect: []string{"unix://" + r.connect}, Identifiers: r.nodes, KonnectivityMetrics: true}, r.nodes, r.nodes, slog.New(slog.DiscardHandler))
 	if err != nil {
@@ -175,7 +176,7 @@ type client struct {
 func (r *rig) client(t *testing.T) *client {
 	t.Helper()
 	cc, err := grpc.NewClient("unix://"+r.grpc, grpc.WithTransportCredentials(insecure.NewCredentials()),
-		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec())))
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(konnectivity.NewCodec())))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -189,22 +190,22 @@ func (r *rig) client(t *testing.T) *client {
 	return &client{t, stream, cancel}
 }
 
-func (c *client) send(p packet) {
+func (c *client) send(p konnectivity.Packet) {
 	c.t.Helper()
 	if err := c.stream.SendMsg(&p); err != nil {
-		c.t.Fatalf("sending %v: %v", p.typ, err)
+		c.t.Fatalf("sending %v: %v", p.Type, err)
 	}
 }
 
 // want receives a packet of that type.
-func (c *client) want(typ packetType, why string) packet {
+func (c *client) want(typ konnectivity.PacketType, why string) konnectivity.Packet {
 	c.t.Helper()
-	var p packet
+	var p konnectivity.Packet
 	if err := c.stream.RecvMsg(&p); err != nil {
 		c.t.Fatalf("waiting for %v, since %s: %v", typ, why, err)
 	}
-	if p.typ != typ {
-		c.t.Fatalf("got %v %q, want %v, since %s", p.typ, p.err, typ, why)
+	if p.Type != typ {
+		c.t.Fatalf("got %v %q, want %v, since %s", p.Type, p.Err, typ, why)
 	}
 	return p
 }
@@ -212,12 +213,12 @@ func (c *client) want(typ packetType, why string) packet {
 // dial has a connection opened and returns its id.
 func (c *client) dial(addr string) int64 {
 	c.t.Helper()
-	c.send(packet{typ: packetDialReq, protocol: "tcp", address: addr, random: 7})
-	rsp := c.want(packetDialRsp, "a dial was asked for")
-	if rsp.err != "" || rsp.random != 7 || rsp.connID == 0 {
+	c.send(konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: "tcp", Address: addr, Random: 7})
+	rsp := c.want(konnectivity.PacketDialRsp, "a dial was asked for")
+	if rsp.Err != "" || rsp.Random != 7 || rsp.ConnID == 0 {
 		c.t.Fatalf("dial response %+v", rsp)
 	}
-	return rsp.connID
+	return rsp.ConnID
 }
 
 // data returns what comes until the close response.
@@ -225,21 +226,21 @@ func (c *client) data(id int64) []byte {
 	c.t.Helper()
 	var all []byte
 	for {
-		var p packet
+		var p konnectivity.Packet
 		if err := c.stream.RecvMsg(&p); err != nil {
 			c.t.Fatalf("after %d bytes: %v", len(all), err)
 		}
-		if p.connID != id {
-			c.t.Fatalf("%v of connection %d, not %d", p.typ, p.connID, id)
+		if p.ConnID != id {
+			c.t.Fatalf("%v of connection %d, not %d", p.Type, p.ConnID, id)
 		}
-		switch p.typ {
-		case packetData:
-			all = append(all, p.data...)
-			p.free()
-		case packetCloseRsp:
+		switch p.Type {
+		case konnectivity.PacketData:
+			all = append(all, p.Data...)
+			p.Free()
+		case konnectivity.PacketCloseRsp:
 			return all
 		default:
-			c.t.Fatalf("unexpected %v", p.typ)
+			c.t.Fatalf("unexpected %v", p.Type)
 		}
 	}
 }
@@ -247,10 +248,10 @@ func (c *client) data(id int64) []byte {
 // ended waits for the end of the stream.
 func (c *client) ended() error {
 	for {
-		var p packet
+		var p konnectivity.Packet
 		if err := c.stream.RecvMsg(&p); err != nil {
 			return err
 		}
-		p.free()
+		p.Free()
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"log/slog"
 	"slices"
 
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
 
@@ -34,15 +35,15 @@ type believed struct {
 func (b *believed) Known() bool { return true }
 
 // Identifiers implements Source.
-func (b *believed) Identifiers() map[tunnel.NodeName]Identifiers {
-	all := make(map[tunnel.NodeName]Identifiers)
+func (b *believed) Identifiers() map[tunnel.NodeName]konnectivity.Identifiers {
+	all := make(map[tunnel.NodeName]konnectivity.Identifiers)
 	said := b.Reach()
 	connected := make(map[tunnel.NodeName]bool)
 	for _, n := range b.Connected() {
 		connected[n] = true
 	}
 	for n := range connected {
-		id, err := ParseIdentifiers(said[n])
+		id, err := konnectivity.ParseIdentifiers(said[n])
 		if err != nil {
 			// Its own start-up has said so; only another program gets here.
 			if skipped, ok := b.wrong.Allow(); ok {

@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/credentials"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/konnectivity"
 	ports "tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
@@ -107,7 +108,7 @@ func freePort(t *testing.T) string {
 // dial asks for a conn over gRPC.
 func (o overTLS) dial(t *testing.T, conf *tls.Config, addr string) error {
 	t.Helper()
-	cc, err := grpc.NewClient(o.grpc, grpc.WithTransportCredentials(credentials.NewTLS(conf)), grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec())))
+	cc, err := grpc.NewClient(o.grpc, grpc.WithTransportCredentials(credentials.NewTLS(conf)), grpc.WithDefaultCallOptions(grpc.ForceCodecV2(konnectivity.NewCodec())))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -118,10 +119,10 @@ func (o overTLS) dial(t *testing.T, conf *tls.Config, addr string) error {
 	if err != nil {
 		return err
 	}
-	if err = stream.SendMsg(&packet{typ: packetDialReq, protocol: "tcp", address: addr}); err != nil {
+	if err = stream.SendMsg(&konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: "tcp", Address: addr}); err != nil {
 		return err
 	}
-	return stream.RecvMsg(new(packet))
+	return stream.RecvMsg(new(konnectivity.Packet))
 }
 
 // ask asks for a conn over HTTP CONNECT.

@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
 
@@ -138,11 +139,11 @@ func TestProxyBeforeTheDial(t *testing.T) {
 	if held > 16<<20 {
 		t.Errorf("%d MiB are held for a caller that has dialled nothing", held>>20)
 	}
-	other.send(packet{typ: packetData, connID: id, data: []byte("still here")})
-	if p := other.want(packetData, "another connection goes on"); string(p.data) != "still here" {
-		t.Errorf("%q", p.data)
+	other.send(konnectivity.Packet{Type: konnectivity.PacketData, ConnID: id, Data: []byte("still here")})
+	if p := other.want(konnectivity.PacketData, "another connection goes on"); string(p.Data) != "still here" {
+		t.Errorf("%q", p.Data)
 	}
-	other.send(packet{typ: packetCloseReq, connID: id})
+	other.send(konnectivity.Packet{Type: konnectivity.PacketCloseReq, ConnID: id})
 	other.data(id)
 	if n := r.door.cfg.Counters.LimitedBy(tunnel.LimitMessage); n != 1 {
 		t.Errorf("counted %d times", n)
@@ -152,7 +153,7 @@ func TestProxyBeforeTheDial(t *testing.T) {
 // The first packet of a stream has a deadline, and is a dial request.
 func TestProxyFirstPacket(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		in := &packets{from: make(chan packet)}
+		in := &packets{from: make(chan konnectivity.Packet)}
 		p := &proxies{door: new(FrontDoor), conns: context.Background()}
 		start := time.Now()
 		err := p.handle(nil, in)
@@ -164,8 +165,8 @@ func TestProxyFirstPacket(t *testing.T) {
 	})
 	r := newRig(t)
 	c := r.client(t)
-	c.send(packet{typ: packetData, connID: 5, data: []byte("too early")})
-	c.want(packetCloseRsp, "nothing has been dialled")
+	c.send(konnectivity.Packet{Type: konnectivity.PacketData, ConnID: 5, Data: []byte("too early")})
+	c.want(konnectivity.PacketCloseRsp, "nothing has been dialled")
 	if err := c.ended(); !errors.Is(err, io.EOF) {
 		t.Errorf("the stream ends with %v", err)
 	}

@@ -9,7 +9,7 @@ import (
 )
 
 // A Client is the budget of its edge: who else has the edge dial asks it, too
-// (egress.Budget), and all of them share Limits.
+// (konnectivity.Budget), and all of them share Limits.
 
 // Admit waits for room for a dial, and counts it with the conn that comes of it.
 func (c *Client) Admit(ctx context.Context, r tunnel.Request) *tunnel.Refusal {

@@ -15,7 +15,7 @@ type Session struct {
 	Node   NodeName  // proven at join
 	Remote string    // the peer's address, as the transport saw it
 	Since  time.Time // when the session was established
-	Reach  string    // what the edge says it reaches (pkg/egress); nobody has looked at it
+	Reach  string    // what the edge says it reaches (pkg/konnectivity); nobody has looked at it
 	Link             // the transport
 
 	// Written by the transport, read by anyone.

@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"tunnel/pkg/egress"
+	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 	"tunnel/test/rig"
 )
@@ -123,20 +124,20 @@ func BenchmarkEgress(b *testing.B) {
 	}
 }
 
-// konnectivity is a stock server and agent.
-type konnectivity struct {
+// stockPair is a stock server and agent.
+type stockPair struct {
 	ways map[string]dialer
 	ends [2]*rig.Process
 }
 
-func (k *konnectivity) stop() {
+func (k *stockPair) stop() {
 	for _, p := range k.ends {
 		p.Kill()
 	}
 }
 
 // startKonnectivity starts them and waits until a dial gets through.
-func (o *ours) startKonnectivity(b *testing.B, server, agent, mode string, target *benchTarget) *konnectivity {
+func (o *ours) startKonnectivity(b *testing.B, server, agent, mode string, target *benchTarget) *stockPair {
 	b.Helper()
 	s := o.startServer(b, server, mode, "stock", 1, port(b))
 	log := new(rig.Log)
@@ -147,7 +148,7 @@ func (o *ours) startKonnectivity(b *testing.B, server, agent, mode string, targe
 		b.Fatal(err)
 	}
 	b.Cleanup(a.Kill)
-	k := &konnectivity{ends: [2]*rig.Process{s.process, a}}
+	k := &stockPair{ends: [2]*rig.Process{s.process, a}}
 	first := "single use"
 	if mode == "grpc" {
 		k.ways = ways(b, s.socket, "")
@@ -298,7 +299,7 @@ func (itself) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 // nobody are the nodes of a front door that has none.
 type nobody struct{}
 
-func (nobody) Identifiers() map[tunnel.NodeName]egress.Identifiers { return nil }
+func (nobody) Identifiers() map[tunnel.NodeName]konnectivity.Identifiers { return nil }
 func (nobody) Known() bool                                         { return true }
 func (nobody) Changed() <-chan struct{}                            { return nil }
 func (nobody) Holds(tunnel.NodeName) bool                          { return false }

@@ -1,4 +1,4 @@
-package egress
+package konnectivity
 
 import (
 	"bytes"
@@ -162,7 +162,7 @@ func (r *agentsRig) agent(t *testing.T, node tunnel.NodeName, dial tunnel.DialFu
 
 func (r *agentsRig) dial(t *testing.T, node tunnel.NodeName, addr string) net.Conn {
 	t.Helper()
-	c, err := r.dir.Dial(t.Context(), tunnel.Request{Node: node, Category: name, Network: "tcp", Addr: addr})
+	c, err := r.dir.Dial(t.Context(), tunnel.Request{Node: node, Category: category, Network: "tcp", Addr: addr})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -188,7 +188,7 @@ func TestAgentConns(t *testing.T) {
 	var all sync.WaitGroup
 	for i := range 50 {
 		all.Go(func() {
-			c, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Category: name, Network: "tcp", Addr: addr})
+			c, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Category: category, Network: "tcp", Addr: addr})
 			if err != nil {
 				t.Error(err)
 				return
@@ -254,7 +254,7 @@ func TestAgentDialFails(t *testing.T) {
 		return nil, ctx.Err()
 	})
 	dial := func(ctx context.Context, addr string) error {
-		_, err := r.dir.Dial(ctx, tunnel.Request{Node: "n1", Category: name, Network: "tcp", Addr: addr})
+		_, err := r.dir.Dial(ctx, tunnel.Request{Node: "n1", Category: category, Network: "tcp", Addr: addr})
 		return err
 	}
 	if err := dial(t.Context(), "no:1"); err == nil || tunnel.CodeOf(err) != tunnel.Denied {
@@ -395,7 +395,7 @@ func TestAgentLost(t *testing.T) {
 	c := r.dial(t, "n1", listen(t, echo))
 	pending := make(chan error, 1)
 	go func() {
-		_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Category: name, Network: "tcp", Addr: "hang:1"})
+		_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Category: category, Network: "tcp", Addr: "hang:1"})
 		pending <- err
 	}()
 	<-asked
@@ -531,7 +531,7 @@ func (r *agentsRig) raw(t *testing.T, md ...string) (grpc.ClientStream, context.
 	t.Helper()
 	const window = 64 << 10
 	cc, err := grpc.NewClient(r.addr, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12})),
-		grpc.WithStaticStreamWindowSize(window), grpc.WithStaticConnWindowSize(window), grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec())))
+		grpc.WithStaticStreamWindowSize(window), grpc.WithStaticConnWindowSize(window), grpc.WithDefaultCallOptions(grpc.ForceCodecV2(NewCodec())))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -553,7 +553,7 @@ func TestWhoMayBeAnAgent(t *testing.T) {
 		s, _ := r.raw(t, md...)
 		h, err := s.Header()
 		if err == nil {
-			err = s.RecvMsg(new(packet))
+			err = s.RecvMsg(new(Packet))
 		}
 		if len(h.Get("serverid"))+len(h.Get("servercount")) != 0 {
 			t.Errorf("%v: a header %v before the refusal %v", md, h, err)
@@ -602,7 +602,7 @@ func TestWhoMayBeAnAgent(t *testing.T) {
 	}
 	eventually(t, "the agent is a node", func() bool { return r.dir.Holds("n1") })
 	close(r.revoked)
-	if err := s.RecvMsg(new(packet)); status.Code(err) != codes.Unauthenticated {
+	if err := s.RecvMsg(new(Packet)); status.Code(err) != codes.Unauthenticated {
 		t.Errorf("revoked: %v", err)
 	}
 }
@@ -676,7 +676,7 @@ func TestAgentStreams(t *testing.T) {
 		eventually(t, "the agent joins", func() bool { return count() == i+1 })
 	}
 	s, _ := r.raw(t, md...)
-	if err := s.RecvMsg(new(packet)); status.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "limit agentstreams: ") {
+	if err := s.RecvMsg(new(Packet)); status.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "limit agentstreams: ") {
 		t.Errorf("one too many: %v", err)
 	}
 	if n := r.cfg.Counters.LimitedBy(tunnel.LimitAgentStreams); n != 1 {
@@ -698,7 +698,7 @@ func TestAgentStreams(t *testing.T) {
 func TestAgentDoesNotRead(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
-	for s.SendMsg(&packet{typ: packetData, connID: 9, data: []byte("x")}) == nil { // twenty thousand times
+	for s.SendMsg(&Packet{Type: PacketData, ConnID: 9, Data: []byte("x")}) == nil { // twenty thousand times
 	}
 	if n := r.cfg.Counters.LimitedBy(tunnel.LimitOutbox); n != 1 {
 		t.Errorf("counted %d times", n)
@@ -753,14 +753,14 @@ func TestAgentRefusedConnection(t *testing.T) {
 		if err != nil {
 			return err
 		}
-		return s.RecvMsg(new(packet))
+		return s.RecvMsg(new(Packet))
 	}
 	for name, tc := range map[string]struct {
 		first func(cc *grpc.ClientConn) error
 		want  codes.Code
 	}{
 		"a wrong token":  {func(cc *grpc.ClientConn) error { return join(cc, "wrong") }, codes.Unauthenticated},
-		"something else": {func(cc *grpc.ClientConn) error { return cc.Invoke(ctx, "/no.such/Method", new(packet), new(packet)) }, codes.Unimplemented},
+		"something else": {func(cc *grpc.ClientConn) error { return cc.Invoke(ctx, "/no.such/Method", new(Packet), new(Packet)) }, codes.Unimplemented},
 	} {
 		raw, err := net.Dial("tcp", r.addr)
 		if err != nil {
@@ -768,7 +768,7 @@ func TestAgentRefusedConnection(t *testing.T) {
 		}
 		var once sync.Once
 		cc, err := grpc.NewClient("passthrough:///"+r.addr, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12, ServerName: "127.0.0.1"})),
-			grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec())),
+			grpc.WithDefaultCallOptions(grpc.ForceCodecV2(NewCodec())),
 			grpc.WithContextDialer(func(context.Context, string) (conn net.Conn, err error) {
 				err = errors.New("connected once")
 				once.Do(func() { conn, err = raw, nil })
@@ -796,7 +796,7 @@ func TestAgentBesideEdge(t *testing.T) {
 	if h, err := s.Header(); err != nil || len(h.Get("serverid")) != 0 {
 		t.Errorf("a header %v, %v, of who has not joined", h, err)
 	}
-	if err := s.RecvMsg(new(packet)); status.Code(err) != codes.AlreadyExists {
+	if err := s.RecvMsg(new(Packet)); status.Code(err) != codes.AlreadyExists {
 		t.Error(err)
 	}
 	if r.dir.Lookup("n1") != edge {
@@ -815,10 +815,10 @@ func TestAgentBeforeEdge(t *testing.T) {
 	eventually(t, "the second takes over", func() bool { return r.dir.Lookup("n1") != first })
 	edge := &tunnel.Session{Node: "n1", Link: &strangerLink{}}
 	r.dir.Attach(edge).Close(status.Error(codes.Aborted, "replaced")) // as the server of edges does
-	if err := newer.RecvMsg(new(packet)); status.Code(err) != codes.Aborted {
+	if err := newer.RecvMsg(new(Packet)); status.Code(err) != codes.Aborted {
 		t.Errorf("the second stream: %v", err)
 	}
-	if err := older.RecvMsg(new(packet)); status.Code(err) != codes.AlreadyExists {
+	if err := older.RecvMsg(new(Packet)); status.Code(err) != codes.AlreadyExists {
 		t.Errorf("the first stream: %v", err)
 	}
 	if r.dir.Lookup("n1") != edge {
@@ -839,30 +839,30 @@ func TestAgentLateAnswer(t *testing.T) {
 		_, err := r.dir.Dial(ctx, tunnel.Request{Node: "n1", Network: "tcp", Addr: "x:1"})
 		failed <- err
 	}()
-	want := func(typ packetType) packet {
+	want := func(typ PacketType) Packet {
 		t.Helper()
-		var p packet
-		if err := s.RecvMsg(&p); err != nil || p.typ != typ {
-			t.Fatalf("%v %v, want %v", p.typ, err, typ)
+		var p Packet
+		if err := s.RecvMsg(&p); err != nil || p.Type != typ {
+			t.Fatalf("%v %v, want %v", p.Type, err, typ)
 		}
 		return p
 	}
-	req := want(packetDialReq)
+	req := want(PacketDialReq)
 	cancel()
 	if err := <-failed; tunnel.CodeOf(err) != tunnel.Gone {
 		t.Error(err)
 	}
-	want(packetDialCls)
-	s.SendMsg(&packet{typ: packetDialRsp, random: req.random, connID: 5})
-	if p := want(packetCloseReq); p.connID != 5 {
-		t.Errorf("conn %d is closed", p.connID)
+	want(PacketDialCls)
+	s.SendMsg(&Packet{Type: PacketDialRsp, Random: req.Random, ConnID: 5})
+	if p := want(PacketCloseReq); p.ConnID != 5 {
+		t.Errorf("conn %d is closed", p.ConnID)
 	}
-	s.SendMsg(&packet{typ: packetData, connID: 9, data: []byte("x")})
-	if p := want(packetCloseReq); p.connID != 9 {
-		t.Errorf("conn %d is closed", p.connID)
+	s.SendMsg(&Packet{Type: PacketData, ConnID: 9, Data: []byte("x")})
+	if p := want(PacketCloseReq); p.ConnID != 9 {
+		t.Errorf("conn %d is closed", p.ConnID)
 	}
-	s.SendMsg(&packet{typ: packetDialRsp, random: req.random, connID: 5})
-	if err := s.RecvMsg(new(packet)); err == nil {
+	s.SendMsg(&Packet{Type: PacketDialRsp, Random: req.Random, ConnID: 5})
+	if err := s.RecvMsg(new(Packet)); err == nil {
 		t.Error("an id that is taken does not end the stream")
 	}
 }
@@ -895,7 +895,7 @@ func TestAgentDrainAnswers(t *testing.T) {
 			dial := func(addr string) {
 				dials.Go(func() {
 					// As a stock server does: the session is used as long as there is no other.
-					c, err := l.Link.Dial(t.Context(), tunnel.Request{Node: "n1", Category: name, Network: "tcp", Addr: addr})
+					c, err := l.Link.Dial(t.Context(), tunnel.Request{Node: "n1", Category: category, Network: "tcp", Addr: addr})
 					switch {
 					case err == nil:
 						answered.Add(1)

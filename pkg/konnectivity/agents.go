@@ -1,4 +1,4 @@
-package egress
+package konnectivity
 
 import (
 	"context"
@@ -123,20 +123,22 @@ func (a *Agents) Run(ctx context.Context) error {
 	a.mu.Unlock()
 	conf := a.cfg.TLS.Clone()
 	conf.ClientAuth = tls.RequestClientCert // whose it is is looked at when somebody joins
-	strangers := newStrangerListener(ports.Steady(ln, a.log), a.cfg.Joining, a.cfg.JoiningPerAddress, a.cfg.Counters)
-	strangers.all, strangers.perAddress, strangers.late, strangers.timeout = tunnel.LimitJoining, tunnel.LimitJoiningPerAddress, tunnel.LimitJoinTimeout, a.cfg.JoinTimeout
+	strangers := ports.NewListener(ports.Steady(ln, a.log), ports.ListenerConfig{
+		Max: a.cfg.Joining, MaxPerSource: a.cfg.JoiningPerAddress, Timeout: a.cfg.JoinTimeout, Bytes: StrangerBytes,
+		Counters: a.cfg.Counters, OverMax: tunnel.LimitJoining, OverMaxPerSource: tunnel.LimitJoiningPerAddress, TooLate: tunnel.LimitJoinTimeout,
+	})
 	s := &agentService{agents: a}
 	server := grpc.NewServer(
 		grpc.Creds(agentCreds{credentials.NewTLS(conf)}),
-		grpc.ForceServerCodecV2(newCodec()),
+		grpc.ForceServerCodecV2(NewCodec()),
 		grpc.MaxRecvMsgSize(mostAgentPacket),
 		grpc.MaxConcurrentStreams(agentStreams),
-		grpc.MaxHeaderListSize(proxyHeaders),
+		grpc.MaxHeaderListSize(MaxHeaders),
 		grpc.ConnectionTimeout(a.cfg.JoinTimeout+time.Second), // the listener is first, and counts
 		grpc.StaticStreamWindowSize(agentWindow),
 		grpc.StaticConnWindowSize(agentWindow),
 		grpc.WaitForHandlers(true),
-		grpc.StreamInterceptor(guarded(a.log, a.cfg.Counters)),
+		grpc.StreamInterceptor(GuardStreams(a.log, a.cfg.Counters)),
 		grpc.UnknownServiceHandler(unknownMethod),
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: agentPing, Timeout: agentAnswer, MaxConnectionIdle: time.Minute}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
@@ -320,7 +322,7 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 		return err
 	}
 	defer a.leave(l)
-	t.conn.met()
+	t.conn.Met()
 	// The header goes before any packet, since nothing sends yet: the agent waits for it.
 	if err = stream.SendHeader(metadata.Pairs("serverid", a.id, "servercount", strconv.Itoa(a.count()))); err != nil {
 		l.end(err)

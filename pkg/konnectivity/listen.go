@@ -1,4 +1,4 @@
-package egress
+package konnectivity
 
 import (
 	"context"
@@ -9,13 +9,15 @@ import (
 
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
+
+	ports "tunnel/pkg/listen"
 )
 
 // agentTransport is a connection at the agents' port. gRPC hands it to every stream that
 // arrives on it, so a stream finds its own, and no other.
 type agentTransport struct {
 	credentials.TLSInfo
-	conn  *stranger
+	conn  *ports.Conn
 	tried atomic.Bool // somebody has tried to join
 }
 
@@ -32,7 +34,7 @@ func (c agentCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 		return nil, nil, err
 	}
 	tlsInfo, ok := info.(credentials.TLSInfo)
-	s, ok2 := raw.(*stranger)
+	s, ok2 := raw.(*ports.Conn)
 	if !ok || !ok2 {
 		conn.Close()
 		return nil, nil, errors.New("not a TLS connection of this listener")

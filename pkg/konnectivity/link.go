@@ -1,4 +1,4 @@
-package egress
+package konnectivity
 
 import (
 	"context"
@@ -25,7 +25,7 @@ type agentLink struct {
 
 // answer is what has become of a dial.
 type answer struct {
-	conn *muxConn
+	conn *Conn
 	err  error
 }
 
@@ -45,7 +45,7 @@ func (l *agentLink) Done() <-chan struct{} { return l.ended }
 
 // Dial implements tunnel.Link.
 func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
-	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	ctx, cancel := context.WithTimeout(ctx, DialTimeout)
 	defer cancel()
 	conn, err := l.enter(ctx, r)
 	if err != nil {
@@ -60,7 +60,7 @@ func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error
 }
 
 // enter dials when it is the turn of r.
-func (l *agentLink) enter(ctx context.Context, r tunnel.Request) (conn *muxConn, err error) {
+func (l *agentLink) enter(ctx context.Context, r tunnel.Request) (conn *Conn, err error) {
 	if r.Network != "tcp" {
 		return nil, tunnel.Refusef(tunnel.Denied, "node %s has joined as a konnectivity agent, which dials tcp only", r.Node)
 	}
@@ -77,9 +77,9 @@ func (l *agentLink) enter(ctx context.Context, r tunnel.Request) (conn *muxConn,
 	return l.dial(ctx, r)
 }
 
-func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*muxConn, error) {
+func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*Conn, error) {
 	id, answered := l.newDial()
-	l.send(&packet{typ: packetDialReq, protocol: r.Network, address: r.Addr, random: id})
+	l.send(&Packet{Type: PacketDialReq, Protocol: r.Network, Address: r.Addr, Random: id})
 	var a answer
 	select {
 	case a = <-answered:
@@ -92,7 +92,7 @@ func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*muxConn, error
 			a = <-answered // it came meanwhile
 			break
 		}
-		l.send(&packet{typ: packetDialCls, random: id}) // a stock agent goes on; see answer
+		l.send(&Packet{Type: PacketDialCls, Random: id}) // a stock agent goes on; see answer
 	case <-l.ended:
 		a.err = tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", r.Node)
 		if l.takeDial(id) == nil {
@@ -132,7 +132,7 @@ func (l *agentLink) takeDial(id int64) chan answer {
 // receiveLoop takes what the agent sends, until the stream ends.
 func (l *agentLink) receiveLoop() {
 	for {
-		var p packet
+		var p Packet
 		if err := l.stream.RecvMsg(&p); err != nil {
 			l.end(errors.New("the agent has gone"))
 			return
@@ -144,46 +144,46 @@ func (l *agentLink) receiveLoop() {
 	}
 }
 
-func (l *agentLink) receive(p *packet) error {
-	switch p.typ {
-	case packetData:
-		id := p.connID
+func (l *agentLink) receive(p *Packet) error {
+	switch p.Type {
+	case PacketData:
+		id := p.ConnID
 		if !l.deliver(p) && id != 0 {
-			l.send(&packet{typ: packetCloseReq, connID: id})
+			l.send(&Packet{Type: PacketCloseReq, ConnID: id})
 		}
 		return nil
-	case packetDialRsp:
+	case PacketDialRsp:
 		return l.answered(p)
-	case packetDialCls:
-		if c := l.takeDial(p.random); c != nil {
+	case PacketDialCls:
+		if c := l.takeDial(p.Random); c != nil {
 			c <- answer{err: tunnel.Refusef(tunnel.Gone, "the agent has given up")}
 		}
-	case packetCloseRsp:
-		l.peerClosed(p.connID, p.err)
-	case packetDrain:
+	case PacketCloseRsp:
+		l.peerClosed(p.ConnID, p.Err)
+	case PacketDrain:
 		l.agents.drains(l)
 	}
-	p.free()
+	p.Free()
 	return nil
 }
 
 // answered takes a dial response. Its conn is filed here, before any of its data can come.
-func (l *agentLink) answered(p *packet) error {
-	waiting := l.takeDial(p.random)
+func (l *agentLink) answered(p *Packet) error {
+	waiting := l.takeDial(p.Random)
 	switch {
-	case p.err != "" || p.connID == 0:
+	case p.Err != "" || p.ConnID == 0:
 		if waiting != nil {
-			waiting <- answer{err: refusalOf(p.err)}
+			waiting <- answer{err: refusalOf(p.Err)}
 		}
 		return nil
 	case waiting == nil: // the dial was given up
-		c, err := l.add(p.connID, func() {})
+		c, err := l.add(p.ConnID, func() {})
 		if err == nil {
 			c.Reset() //nolint:errcheck // it has none
 		}
 		return err
 	}
-	c, err := l.add(p.connID, l.connOver)
+	c, err := l.add(p.ConnID, l.connOver)
 	waiting <- answer{conn: c, err: err}
 	return err
 }

@@ -1,4 +1,4 @@
-package egress
+package konnectivity
 
 import (
 	"context"
@@ -269,7 +269,7 @@ type agentStream struct {
 // join opens a stream with whatever server the address leads to now.
 func (w *way) join(ctx context.Context) (_ *agentStream, err error) {
 	a := w.agent
-	addr := strings.TrimPrefix(w.url, tlsScheme)
+	addr := strings.TrimPrefix(w.url, "tls://")
 	md := metadata.Pairs("agentid", string(a.cfg.Node), "agentidentifiers", a.identifiers)
 	if a.cfg.Token != nil {
 		var token auth.Secret
@@ -281,9 +281,9 @@ func (w *way) join(ctx context.Context) (_ *agentStream, err error) {
 	// Every stream has a connection of its own: the next one may lead to another server.
 	cc, err := grpc.NewClient("passthrough:///"+addr,
 		grpc.WithTransportCredentials(credentials.NewTLS(a.cfg.TLS())),
-		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(newCodec()), grpc.MaxCallRecvMsgSize(mostServerPacket)),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(NewCodec()), grpc.MaxCallRecvMsgSize(mostServerPacket)),
 		grpc.WithDisableRetry(),
-		grpc.WithMaxHeaderListSize(proxyHeaders),
+		grpc.WithMaxHeaderListSize(MaxHeaders),
 		// A stock server hangs up on an agent that pings more often than every 30 s. gRPC makes Timeout
 		// TCP's, too (TCP_USER_TIMEOUT): a link may be cut for 10 s.
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 40 * time.Second, Timeout: 15 * time.Second}),
@@ -311,7 +311,7 @@ func (w *way) join(ctx context.Context) (_ *agentStream, err error) {
 	}
 	ids, counts := header.Get("serverid"), header.Get("servercount")
 	if len(ids) == 0 && len(counts) == 0 { // it has ended: the status says why
-		if err = stream.RecvMsg(new(packet)); err != nil {
+		if err = stream.RecvMsg(new(Packet)); err != nil {
 			return nil, err
 		}
 	}
@@ -363,7 +363,7 @@ const quietTime = time.Second
 // leave has the server take other agents for new dials, answers the dials that still come,
 // and waits for the conns.
 func (s *agentStream) leave() {
-	s.send(&packet{typ: packetDrain})
+	s.send(&Packet{Type: PacketDrain})
 	s.dialMu.Lock()
 	s.lastDial = time.Now() // as if one had come
 	s.dialMu.Unlock()
@@ -417,7 +417,7 @@ func (s *agentStream) activity() (busy bool, quiet time.Duration) {
 
 func (s *agentStream) receiveLoop() {
 	for {
-		var p packet
+		var p Packet
 		if err := s.stream.RecvMsg(&p); err != nil {
 			if errors.Is(err, io.EOF) {
 				err = errors.New("the server has ended the stream")
@@ -430,36 +430,36 @@ func (s *agentStream) receiveLoop() {
 }
 
 // receive answers as the stock agent does.
-func (s *agentStream) receive(p *packet) {
-	switch p.typ {
-	case packetDialReq:
+func (s *agentStream) receive(p *Packet) {
+	switch p.Type {
+	case PacketDialReq:
 		s.nextID++
 		s.dial(*p, s.nextID)
-	case packetDialCls:
+	case PacketDialCls:
 		s.dialMu.Lock()
-		if cancel := s.dials[p.random]; cancel != nil {
+		if cancel := s.dials[p.Random]; cancel != nil {
 			cancel()
 		}
 		s.dialMu.Unlock()
-	case packetData:
-		id := p.connID
+	case PacketData:
+		id := p.ConnID
 		if !s.deliver(p) && id != 0 {
-			s.send(&packet{typ: packetCloseRsp, connID: id, err: "unrecognized connectID"})
+			s.send(&Packet{Type: PacketCloseRsp, ConnID: id, Err: "unrecognized connectID"})
 		}
 		return
-	case packetCloseReq:
-		if !s.peerClosed(p.connID, "") {
-			s.send(&packet{typ: packetCloseRsp, connID: p.connID, err: "Unknown connectID"})
+	case PacketCloseReq:
+		if !s.peerClosed(p.ConnID, "") {
+			s.send(&Packet{Type: PacketCloseRsp, ConnID: p.ConnID, Err: "Unknown connectID"})
 		}
 	}
-	p.free()
+	p.Free()
 }
 
 // dial opens a conn in a goroutine of its own. id is its id if that succeeds.
-func (s *agentStream) dial(p packet, id int64) {
+func (s *agentStream) dial(p Packet, id int64) {
 	a := s.way.agent
 	refuse := func(text string) {
-		s.send(&packet{typ: packetDialRsp, random: p.random, err: text})
+		s.send(&Packet{Type: PacketDialRsp, Random: p.Random, Err: text})
 	}
 	ctx, cancel := context.WithCancel(s.way.conns)
 	s.dialMu.Lock()
@@ -471,25 +471,25 @@ func (s *agentStream) dial(p packet, id int64) {
 		refuse(tunnel.Refusef(tunnel.Draining, "node %s is stopping", a.cfg.Node).Error())
 		return
 	}
-	if s.dials[p.random] != nil {
+	if s.dials[p.Random] != nil {
 		s.dialMu.Unlock()
 		cancel()
 		refuse("this dial is under way already")
 		return
 	}
-	s.dials[p.random] = cancel
+	s.dials[p.Random] = cancel
 	s.busy++
 	s.dialMu.Unlock()
 	s.working.Go(func() {
 		defer s.notBusy()
 		defer cancel()
-		target, err := a.dial(ctx, tunnel.Request{Node: a.cfg.Node, Category: name, Network: p.protocol, Addr: p.address, Caller: "proxy-server " + s.server})
+		target, err := a.dial(ctx, tunnel.Request{Node: a.cfg.Node, Category: category, Network: p.Protocol, Addr: p.Address, Caller: "proxy-server " + s.server})
 		s.dialMu.Lock()
-		delete(s.dials, p.random)
+		delete(s.dials, p.Random)
 		s.dialMu.Unlock()
 		if err != nil {
 			a.cfg.Counters.Refuse(tunnel.CodeOf(err))
-			a.log.Debug("dial refused", "target", p.address, "err", err)
+			a.log.Debug("dial refused", "target", p.Address, "err", err)
 			refuse(err.Error())
 			return
 		}
@@ -505,16 +505,16 @@ func (s *agentStream) dial(p packet, id int64) {
 			return
 		}
 		a.cfg.Counters.Conns.Add(1)
-		s.send(&packet{typ: packetDialRsp, random: p.random, connID: id})
+		s.send(&Packet{Type: PacketDialRsp, Random: p.Random, ConnID: id})
 		var in, out int64
 		err = a.guard("the conn ends", func() (err error) { in, out, err = tunnel.Splice(ctx, conn, target); return err })
-		a.log.Debug("conn ended", "target", p.address, "bytes", in+out, "err", err)
+		a.log.Debug("conn ended", "target", p.Address, "bytes", in+out, "err", err)
 	})
 }
 
 // dial waits for its turn and dials. With a target, the caller owes Budget.Over.
 func (a *Agent) dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
-	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	ctx, cancel := context.WithTimeout(ctx, DialTimeout)
 	defer cancel()
 	if refusal := a.cfg.Budget.Admit(ctx, r); refusal != nil {
 		return nil, refusal

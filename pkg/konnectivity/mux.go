@@ -1,4 +1,4 @@
-package egress
+package konnectivity
 
 import (
 	"bytes"
@@ -68,18 +68,18 @@ type mux struct {
 	room     chan struct{} // capacity 1: a reader has taken something
 
 	mu      sync.Mutex // guards the following, and all of the conns
-	conns   map[int64]*muxConn
-	readers map[*muxConn]struct{} // those that have something unread, also when the peer has closed them
-	unread  int                   // cost of what waits for readers
-	out     []outgoing            // to be sent in this order
-	control int                   // packets without data that have not been sent
-	err     error                 // why it has ended
+	conns   map[int64]*Conn
+	readers map[*Conn]struct{} // those that have something unread, also when the peer has closed them
+	unread  int                // cost of what waits for readers
+	out     []outgoing         // to be sent in this order
+	control int                // packets without data that have not been sent
+	err     error              // why it has ended
 }
 
 // outgoing is a packet on its way out.
 type outgoing struct {
-	packet *packet
-	conn   *muxConn     // whose data it is, or whose close that keeps its distance to them; or nil
+	packet *Packet
+	conn   *Conn        // whose data it is, or whose close that keeps its distance to them; or nil
 	last   func() error // in place of a packet: what ends the sending
 }
 
@@ -87,7 +87,7 @@ func newMux(stream packetStream, agent bool, counters *tunnel.Counters, log *slo
 	return &mux{
 		stream: stream, agent: agent, halfOpen: halfOpen, counters: counters, log: log,
 		ended: make(chan struct{}), wake: make(chan struct{}, 1), room: make(chan struct{}, 1),
-		conns: make(map[int64]*muxConn), readers: make(map[*muxConn]struct{}),
+		conns: make(map[int64]*Conn), readers: make(map[*Conn]struct{}),
 	}
 }
 
@@ -101,7 +101,7 @@ func (m *mux) guarded(f func()) func() {
 }
 
 // send queues a packet. It never waits: a peer that does not read loses the stream.
-func (m *mux) send(p *packet) {
+func (m *mux) send(p *Packet) {
 	m.mu.Lock()
 	m.sendLocked(p, nil)
 	flood := m.err == nil && m.control > mostControl
@@ -112,7 +112,7 @@ func (m *mux) send(p *packet) {
 	}
 }
 
-func (m *mux) sendLocked(p *packet, c *muxConn) {
+func (m *mux) sendLocked(p *Packet, c *Conn) {
 	if m.err != nil {
 		return
 	}
@@ -155,7 +155,7 @@ func (m *mux) sendLoop() {
 				o.last() //nolint:errcheck // the stream is over, then
 				return
 			}
-			if o.conn != nil && o.packet.typ == packetCloseReq {
+			if o.conn != nil && o.packet.Type == PacketCloseReq {
 				time.AfterFunc(lingerTime, m.guarded(func() { m.send(o.packet) }))
 				continue
 			}
@@ -167,8 +167,8 @@ func (m *mux) sendLoop() {
 			if o.conn == nil {
 				m.control--
 			} else {
-				m.counters.BytesSent.Add(uint64(len(o.packet.data)))
-				o.conn.unsent -= len(o.packet.data) + packetCost
+				m.counters.BytesSent.Add(uint64(len(o.packet.Data)))
+				o.conn.unsent -= len(o.packet.Data) + packetCost
 				o.conn.sent = time.Now()
 				o.conn.cond.Broadcast()
 			}
@@ -200,7 +200,7 @@ func (m *mux) end(err error) {
 
 // add files a new conn, unless its id is taken or the mux has ended. over is called once,
 // when the conn is over.
-func (m *mux) add(id int64, over func()) (*muxConn, error) {
+func (m *mux) add(id int64, over func()) (*Conn, error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	switch {
@@ -211,7 +211,7 @@ func (m *mux) add(id int64, over func()) (*muxConn, error) {
 	case len(m.conns) >= mostIDs:
 		return nil, errors.New("the other side does not say that conns are over")
 	}
-	c := &muxConn{m: m, id: id, over: sync.OnceFunc(over)}
+	c := &Conn{m: m, id: id, over: sync.OnceFunc(over)}
 	c.cond.L = &m.mu
 	m.conns[id] = c
 	return c, nil
@@ -219,15 +219,15 @@ func (m *mux) add(id int64, over func()) (*muxConn, error) {
 
 // deliver takes a received DATA, and waits until there is room for it. It returns false when
 // there is no such conn.
-func (m *mux) deliver(p *packet) (known bool) {
+func (m *mux) deliver(p *Packet) (known bool) {
 	m.mu.Lock()
-	c := m.conns[p.connID]
+	c := m.conns[p.ConnID]
 	if c == nil {
 		m.mu.Unlock()
-		p.free()
+		p.Free()
 		return false
 	}
-	cost := len(p.data) + packetCost
+	cost := len(p.Data) + packetCost
 	for held := m.holderLocked(c, cost); held != nil && c.wantsLocked(); held = m.holderLocked(c, cost) {
 		if wait := patience - time.Since(held.took); wait > 0 {
 			m.mu.Unlock()
@@ -246,11 +246,11 @@ func (m *mux) deliver(p *packet) (known bool) {
 		m.mu.Lock()
 	}
 	defer m.mu.Unlock()
-	if !c.wantsLocked() || len(p.data) == 0 {
-		p.free()
+	if !c.wantsLocked() || len(p.Data) == 0 {
+		p.Free()
 		return true
 	}
-	m.counters.BytesReceived.Add(uint64(len(p.data)))
+	m.counters.BytesReceived.Add(uint64(len(p.Data)))
 	if len(c.in) == 0 {
 		c.took = time.Now()
 		m.readers[c] = struct{}{}
@@ -264,7 +264,7 @@ func (m *mux) deliver(p *packet) (known bool) {
 
 // holderLocked returns whose reader has to take something before c has room for so much; nil:
 // there is room. It is c, or for the whole of the stream the one that has most unread.
-func (m *mux) holderLocked(c *muxConn, cost int) (held *muxConn) {
+func (m *mux) holderLocked(c *Conn, cost int) (held *Conn) {
 	switch {
 	case c.unread > 0 && c.unread+cost > mostUnread:
 		return c
@@ -288,7 +288,7 @@ func (m *mux) peerClosed(id int64, why string) (known bool) {
 	}
 	delete(m.conns, id)
 	if m.agent {
-		m.sendLocked(&packet{typ: packetCloseRsp, connID: id}, nil)
+		m.sendLocked(&Packet{Type: PacketCloseRsp, ConnID: id}, nil)
 	}
 	var tell func()
 	if why != "" && !c.closed {
@@ -311,7 +311,7 @@ func (m *mux) peerClosed(id int64, why string) (known bool) {
 // muxConn is a conn of a mux. The protocol has one end for both directions; this is what is
 // made of it: at a server, CloseWrite says nothing until the other direction has ended
 // or is silent for halfOpen. At an agent it is the end of the conn.
-type muxConn struct {
+type Conn struct {
 	// Set once.
 	m    *mux
 	id   int64
@@ -319,7 +319,7 @@ type muxConn struct {
 
 	// Guarded by m.mu.
 	cond      sync.Cond // anything below has changed
-	in        []packet  // not read yet
+	in        []Packet  // not read yet
 	unread    int       // the cost of that
 	took      time.Time // when the reader last took something, or had nothing to take
 	unsent    int       // the cost of what is ours and has not been sent
@@ -345,12 +345,12 @@ type deadline struct {
 func (d *deadline) passed() bool { return !d.at.IsZero() && !time.Now().Before(d.at) }
 
 // wantsLocked reports whether anybody is to read what still comes.
-func (c *muxConn) wantsLocked() bool { return !c.noRead && !c.aborted && !c.closed && !c.peerEnded }
+func (c *Conn) wantsLocked() bool { return !c.noRead && !c.aborted && !c.closed && !c.peerEnded }
 
 // dropLocked throws away what has not been read.
-func (c *muxConn) dropLocked() {
+func (c *Conn) dropLocked() {
 	for i := range c.in {
-		c.in[i].free()
+		c.in[i].Free()
 	}
 	c.m.unread -= c.unread
 	c.in, c.unread = nil, 0
@@ -359,7 +359,7 @@ func (c *muxConn) dropLocked() {
 }
 
 // abortLocked ends the conn as a reset does, and returns what is to be called without mu.
-func (c *muxConn) abortLocked() func() {
+func (c *Conn) abortLocked() func() {
 	reset := c.onReset
 	if c.aborted || c.noRead && c.noWrite {
 		reset = nil // who had the conn has done with it
@@ -376,7 +376,7 @@ func (c *muxConn) abortLocked() func() {
 }
 
 // sendCloseLocked says that the conn is over, unless it has been said.
-func (c *muxConn) sendCloseLocked(why string) {
+func (c *Conn) sendCloseLocked(why string) {
 	if c.closed {
 		return
 	}
@@ -388,10 +388,10 @@ func (c *muxConn) sendCloseLocked(why string) {
 	case c.peerEnded:
 	case c.m.agent:
 		delete(c.m.conns, c.id)
-		c.m.sendLocked(&packet{typ: packetCloseRsp, connID: c.id, err: why}, nil)
+		c.m.sendLocked(&Packet{Type: PacketCloseRsp, ConnID: c.id, Err: why}, nil)
 	default:
 		// The id stays ours until the agent has answered.
-		request := &packet{typ: packetCloseReq, connID: c.id}
+		request := &Packet{Type: PacketCloseReq, ConnID: c.id}
 		if c.aborted || c.unsent == 0 && time.Since(c.sent) >= lingerTime {
 			c.m.sendLocked(request, nil)
 		} else {
@@ -402,7 +402,7 @@ func (c *muxConn) sendCloseLocked(why string) {
 
 // endSilentLocked has a conn of which one side has ended reset when nothing has moved in
 // it for halfOpen. What has not been read may wait as long as there is somebody to send more.
-func (c *muxConn) endSilentLocked() {
+func (c *Conn) endSilentLocked() {
 	c.silent = time.AfterFunc(c.m.halfOpen, c.m.guarded(func() {
 		tell := func() {}
 		c.m.mu.Lock()
@@ -422,23 +422,23 @@ func (c *muxConn) endSilentLocked() {
 }
 
 // Read implements net.Conn.
-func (c *muxConn) Read(b []byte) (int, error) {
+func (c *Conn) Read(b []byte) (int, error) {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	for {
 		switch {
 		case c.aborted:
-			return 0, &net.OpError{Op: "read", Net: streamAddr{}.Network(), Err: tunnel.ErrReset}
+			return 0, &net.OpError{Op: "read", Net: Addr{}.Network(), Err: tunnel.ErrReset}
 		case c.readBy.passed():
 			return 0, os.ErrDeadlineExceeded
 		case len(c.in) > 0:
 			p := &c.in[0]
-			n := copy(b, p.data)
-			if p.data = p.data[n:]; len(p.data) > 0 {
+			n := copy(b, p.Data)
+			if p.Data = p.Data[n:]; len(p.Data) > 0 {
 				c.tookLocked(n)
 				return n, nil
 			}
-			p.free()
+			p.Free()
 			c.in = c.in[1:]
 			c.tookLocked(n + packetCost)
 			return n, nil
@@ -449,7 +449,7 @@ func (c *muxConn) Read(b []byte) (int, error) {
 	}
 }
 
-func (c *muxConn) tookLocked(cost int) {
+func (c *Conn) tookLocked(cost int) {
 	c.took = time.Now()
 	c.unread -= cost
 	c.m.unread -= cost
@@ -461,34 +461,34 @@ func (c *muxConn) tookLocked(cost int) {
 
 // WriteTo implements io.WriterTo, which [tunnel.Splice] uses. A socket is kept from hiding in
 // a large buffer that its reader takes something.
-func (c *muxConn) WriteTo(w io.Writer) (int64, error) {
+func (c *Conn) WriteTo(w io.Writer) (int64, error) {
 	if s, ok := w.(syscall.Conn); ok {
 		if raw, err := s.SyscallConn(); err == nil {
 			raw.Control(boundQueue) //nolint:errcheck // then it is closed
 		}
 	}
-	return io.CopyBuffer(struct{ io.Writer }{w}, struct{ io.Reader }{c}, make([]byte, dataSize))
+	return io.CopyBuffer(struct{ io.Writer }{w}, struct{ io.Reader }{c}, make([]byte, DataSize))
 }
 
 // Write implements net.Conn.
-func (c *muxConn) Write(b []byte) (n int, err error) {
+func (c *Conn) Write(b []byte) (n int, err error) {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	for len(b) > 0 {
 		switch {
 		case c.aborted:
-			return n, &net.OpError{Op: "write", Net: streamAddr{}.Network(), Err: tunnel.ErrReset}
+			return n, &net.OpError{Op: "write", Net: Addr{}.Network(), Err: tunnel.ErrReset}
 		case c.peerEnded || c.noWrite || c.closed:
-			return n, &net.OpError{Op: "write", Net: streamAddr{}.Network(), Err: syscall.EPIPE}
+			return n, &net.OpError{Op: "write", Net: Addr{}.Network(), Err: syscall.EPIPE}
 		case c.writeBy.passed():
 			return n, os.ErrDeadlineExceeded
 		case c.unsent >= mostUnsent:
 			c.cond.Wait()
 			continue
 		}
-		part := bytes.Clone(b[:min(len(b), dataSize)])
+		part := bytes.Clone(b[:min(len(b), DataSize)])
 		c.unsent += len(part) + packetCost
-		c.m.sendLocked(&packet{typ: packetData, connID: c.id, data: part}, c)
+		c.m.sendLocked(&Packet{Type: PacketData, ConnID: c.id, Data: part}, c)
 		n += len(part)
 		b = b[len(part):]
 	}
@@ -496,7 +496,7 @@ func (c *muxConn) Write(b []byte) (n int, err error) {
 }
 
 // CloseWrite ends our direction, as far as the protocol can say that.
-func (c *muxConn) CloseWrite() error {
+func (c *Conn) CloseWrite() error {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	if c.noWrite || c.aborted {
@@ -513,7 +513,7 @@ func (c *muxConn) CloseWrite() error {
 }
 
 // CloseRead says that nothing more is read. The peer cannot be told so.
-func (c *muxConn) CloseRead() error {
+func (c *Conn) CloseRead() error {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	c.noRead = true
@@ -526,7 +526,7 @@ func (c *muxConn) CloseRead() error {
 }
 
 // Close implements net.Conn.
-func (c *muxConn) Close() error {
+func (c *Conn) Close() error {
 	c.CloseRead()  //nolint:errcheck // it has none
 	c.CloseWrite() //nolint:errcheck // likewise
 	c.over()
@@ -534,7 +534,7 @@ func (c *muxConn) Close() error {
 }
 
 // Reset ends the conn at once.
-func (c *muxConn) Reset() error {
+func (c *Conn) Reset() error {
 	c.m.mu.Lock()
 	c.onReset = nil
 	if !c.aborted {
@@ -548,7 +548,7 @@ func (c *muxConn) Reset() error {
 }
 
 // OnReset has f called when the conn is aborted by the other side.
-func (c *muxConn) OnReset(f func()) {
+func (c *Conn) OnReset(f func()) {
 	c.m.mu.Lock()
 	c.onReset = f
 	now := c.aborted
@@ -559,7 +559,7 @@ func (c *muxConn) OnReset(f func()) {
 }
 
 // OnStop has f called when the other side takes no more bytes.
-func (c *muxConn) OnStop(f func()) {
+func (c *Conn) OnStop(f func()) {
 	c.m.mu.Lock()
 	c.onStop = f
 	now := c.peerEnded
@@ -570,23 +570,23 @@ func (c *muxConn) OnStop(f func()) {
 }
 
 // LocalAddr implements net.Conn.
-func (c *muxConn) LocalAddr() net.Addr { return streamAddr{} }
+func (c *Conn) LocalAddr() net.Addr { return Addr{} }
 
 // RemoteAddr implements net.Conn.
-func (c *muxConn) RemoteAddr() net.Addr { return streamAddr{} }
+func (c *Conn) RemoteAddr() net.Addr { return Addr{} }
 
 // SetDeadline implements net.Conn.
-func (c *muxConn) SetDeadline(t time.Time) error {
+func (c *Conn) SetDeadline(t time.Time) error {
 	return errors.Join(c.SetReadDeadline(t), c.SetWriteDeadline(t))
 }
 
 // SetReadDeadline implements net.Conn.
-func (c *muxConn) SetReadDeadline(t time.Time) error { return c.setDeadline(&c.readBy, t) }
+func (c *Conn) SetReadDeadline(t time.Time) error { return c.setDeadline(&c.readBy, t) }
 
 // SetWriteDeadline implements net.Conn.
-func (c *muxConn) SetWriteDeadline(t time.Time) error { return c.setDeadline(&c.writeBy, t) }
+func (c *Conn) SetWriteDeadline(t time.Time) error { return c.setDeadline(&c.writeBy, t) }
 
-func (c *muxConn) setDeadline(d *deadline, t time.Time) error {
+func (c *Conn) setDeadline(d *deadline, t time.Time) error {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	if d.timer != nil {
@@ -610,4 +610,4 @@ var _ interface {
 	io.WriterTo
 	CloseWrite() error
 	CloseRead() error
-} = (*muxConn)(nil)
+} = (*Conn)(nil)

@@ -1,4 +1,4 @@
-package egress
+package konnectivity
 
 import (
 	"bytes"
@@ -17,19 +17,19 @@ import (
 )
 
 // fakeStream takes packets, and has none.
-type fakeStream struct{ sent func(*packet) }
+type fakeStream struct{ sent func(*Packet) }
 
 func (s fakeStream) RecvMsg(any) error { panic("the owner of the mux receives") }
 
 func (s fakeStream) SendMsg(m any) error {
 	if s.sent != nil {
-		s.sent(m.(*packet))
+		s.sent(m.(*Packet))
 	}
 	return nil
 }
 
 // testMux is a mux whose peer is the test.
-func testMux(t *testing.T, agent bool, sent func(*packet)) *mux {
+func testMux(t *testing.T, agent bool, sent func(*Packet)) *mux {
 	m := newMux(fakeStream{sent}, agent, new(tunnel.Counters), slog.New(slog.DiscardHandler))
 	ended := make(chan struct{})
 	go func() {
@@ -43,7 +43,7 @@ func testMux(t *testing.T, agent bool, sent func(*packet)) *mux {
 	return m
 }
 
-func (m *mux) testConn(t *testing.T, id int64) *muxConn {
+func (m *mux) testConn(t *testing.T, id int64) *Conn {
 	t.Helper()
 	c, err := m.add(id, func() {})
 	if err != nil {
@@ -54,21 +54,21 @@ func (m *mux) testConn(t *testing.T, id int64) *muxConn {
 
 // receive delivers data, in packets.
 func (m *mux) receive(id int64, data []byte) {
-	for part := range slices.Chunk(data, dataSize) {
-		m.deliver(&packet{typ: packetData, connID: id, data: part})
+	for part := range slices.Chunk(data, DataSize) {
+		m.deliver(&Packet{Type: PacketData, ConnID: id, Data: part})
 	}
 }
 
 func (m *mux) cut() uint64 { return m.counters.LimitedBy(tunnel.LimitUnread) }
 
-func (c *muxConn) lastTook() time.Time {
+func (c *Conn) lastTook() time.Time {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
 	return c.took
 }
 
 // behindSocket splices a conn with a socket, and returns its other end.
-func behindSocket(t *testing.T, network string, c *muxConn) (far net.Conn, spliced <-chan error) {
+func behindSocket(t *testing.T, network string, c *Conn) (far net.Conn, spliced <-chan error) {
 	t.Helper()
 	addr := "127.0.0.1:0"
 	if network == "unix" {
@@ -139,7 +139,7 @@ func TestMuxSteadyReader(t *testing.T) {
 			eventually(t, "the queue and the socket are full", func() bool {
 				m.mu.Lock()
 				defer m.mu.Unlock()
-				return c.unread > mostUnread-2*dataSize && time.Since(c.took) > 100*time.Millisecond
+				return c.unread > mostUnread-2*DataSize && time.Since(c.took) > 100*time.Millisecond
 			})
 			before := c.lastTook()
 			got := make([]byte, part)
@@ -197,8 +197,8 @@ func TestMuxCloseBehindData(t *testing.T) {
 // silent, what it got does not look whole.
 func TestMuxHalfOpen(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var sent []packetType
-		m := testMux(t, false, func(p *packet) { sent = append(sent, p.typ) })
+		var sent []PacketType
+		m := testMux(t, false, func(p *Packet) { sent = append(sent, p.Type) })
 		c := m.testConn(t, 1)
 		c.CloseWrite()
 		b := make([]byte, 9)
@@ -221,7 +221,7 @@ func TestMuxHalfOpen(t *testing.T) {
 			t.Errorf("the answer of a target that is silent ends with %q, %v", b[:n], err)
 		}
 		synctest.Wait()
-		if !slices.Equal(sent, []packetType{packetCloseReq}) {
+		if !slices.Equal(sent, []PacketType{PacketCloseReq}) {
 			t.Errorf("the agent is told %v", sent)
 		}
 	})
@@ -231,16 +231,16 @@ func TestMuxHalfOpen(t *testing.T) {
 func TestMuxCloseKeepsItsDistance(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var last, closed time.Time
-		m := testMux(t, false, func(p *packet) {
+		m := testMux(t, false, func(p *Packet) {
 			time.Sleep(3 * lingerTime)
-			if p.typ == packetData {
+			if p.Type == PacketData {
 				last = time.Now()
 			} else {
 				closed = time.Now().Add(-3 * lingerTime)
 			}
 		})
 		c := m.testConn(t, 1)
-		c.Write(make([]byte, 2*dataSize))
+		c.Write(make([]byte, 2*DataSize))
 		c.Close()
 		time.Sleep(time.Minute)
 		synctest.Wait()
@@ -257,7 +257,7 @@ func TestMuxFullTogether(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			m := testMux(t, false, nil)
 			data := make([]byte, mostUnread*31/32)
-			var stalled []*muxConn
+			var stalled []*Conn
 			for id := int64(1); m.unread+mostUnread/4 < mostUnreadOfAll; id++ {
 				c := m.testConn(t, id)
 				m.receive(id, data[:min(len(data), mostUnreadOfAll-m.unread-mostUnread/8)])
@@ -266,7 +266,7 @@ func TestMuxFullTogether(t *testing.T) {
 				}
 				stalled = append(stalled, c)
 			}
-			whole := func(c *muxConn, n int) {
+			whole := func(c *Conn, n int) {
 				t.Helper()
 				if got, err := io.ReadAll(c); err != nil || len(got) != n {
 					t.Errorf("a conn beside stalled ones has %d bytes of %d, %v", len(got), n, err)

@@ -1,0 +1,105 @@
+package konnectivity
+
+import (
+	"context"
+	"log/slog"
+	"net"
+	"strings"
+	"testing"
+	"unicode/utf8"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"tunnel/pkg/auth"
+	ports "tunnel/pkg/listen"
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// faulty panics when it is asked about node bad.
+type faulty struct{ auth.Authenticator }
+
+func (f faulty) Authenticate(ctx context.Context, c auth.Credential) (auth.Grant, error) {
+	if c.Node == "bad" {
+		panic("a fault in authentication")
+	}
+	return f.Authenticator.Authenticate(ctx, c)
+}
+
+// A panic while an agent joins, or in one of its loops, ends that agent's stream and no other.
+func TestPanicInAnAgent(t *testing.T) {
+	r := newAgentsRig(t, func(c *AgentsConfig) { c.Auth = faulty{c.Auth} })
+	r.agent(t, "n1", nil)
+	s, _ := r.raw(t, "agentid", "bad", "authorization", "Bearer token of bad")
+	if err := s.RecvMsg(new(Packet)); status.Code(err) != codes.Internal || strings.Contains(err.Error(), "authentication") {
+		t.Errorf("joining: %v", err)
+	}
+	r.raw(t, "agentid", "n2", "authorization", "Bearer token of n2")
+	eventually(t, "n2 joins", func() bool { return r.dir.Holds("n2") })
+	l := r.dir.Lookup("n2").Link.(*agentLink)
+	l.mu.Lock()
+	l.out = append(l.out, outgoing{}) // sendLoop cannot stand that
+	ping(l.wake)
+	l.mu.Unlock()
+	<-l.ended
+	eventually(t, "n2 has gone", func() bool { return !r.dir.Holds("n2") })
+	if n := r.cfg.Counters.Panics.Load(); n != 2 || !r.dir.Holds("n1") {
+		t.Errorf("%d panics counted, want 2; n1 is there: %v", n, r.dir.Holds("n1"))
+	}
+}
+
+// A panic in a dial of the edge refuses that dial, and the proxy-server's other conns go on.
+func TestPanicInADialOfAnAgent(t *testing.T) {
+	r := newAgentsRig(t, nil)
+	a, _ := r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
+		if q.Addr == "bad:1" {
+			panic("a fault in a dial")
+		}
+		return new(net.Dialer).DialContext(ctx, q.Network, q.Addr)
+	})
+	first := r.dir.Lookup("n1")
+	if _, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Category: category, Network: "tcp", Addr: "bad:1"}); err == nil {
+		t.Error("the dial has succeeded")
+	}
+	r.dial(t, "n1", listen(t, echo))
+	if n := a.cfg.Counters.Panics.Load(); n != 1 || r.dir.Lookup("n1") != first {
+		t.Errorf("%d panics counted, want 1; the session lives: %v", n, r.dir.Lookup("n1") == first)
+	}
+	eventually(t, "no dial is counted any more", func() bool { return r.budget.dialled.Load() == 0 })
+}
+
+// Whatever metadata an agent sends, what comes of it can be told to the other replicas, and
+// is one of the identifiers of which FuzzParseIdentifiers (pkg/egress) makes a table.
+func FuzzAgentMetadata(f *testing.F) {
+	f.Add("n1", "token of n1", "host=edge1&cidr=10.1.0.0/16")
+	f.Add("n1", "token of n1", "host=x\xff")
+	f.Add("n\xff", "token of n\xff", "host=%ff")
+	f.Fuzz(func(t *testing.T, id, token, identifiers string) {
+		a := NewAgents(AgentsConfig{Auth: names{}, Log: slog.New(slog.DiscardHandler)}, new(tunnel.Directory))
+		md := metadata.Pairs("agentid", id, "authorization", "Bearer "+token, "agentidentifiers", identifiers)
+		grant, told, err := a.authenticate(t.Context(), &agentTransport{conn: &ports.Conn{TCPConn: new(net.TCPConn)}}, md)
+		if err != nil {
+			if status.Code(told) != codes.Unauthenticated {
+				t.Errorf("refused with %v", told)
+			}
+			a.refused("remote", id, err)
+			return
+		}
+		reach, err := reachOf(md)
+		if err != nil {
+			return
+		}
+		if _, err := tunnel.ParseNodeName(string(grant.Node)); err == nil { // any other has no credential
+			if _, err := proto.Marshal(&pb.Nodes{Held: []*pb.Held{{Node: string(grant.Node), Reach: reach}}}); err != nil {
+				t.Errorf("%q cannot be told: %v", reach, err)
+			}
+		}
+		said, err := ParseIdentifiers(reach)
+		if err != nil || !utf8.ValidString(strings.Join(said.Hosts, "")) {
+			t.Errorf("%q, %v", said.Hosts, err)
+		}
+	})
+}

@@ -1,0 +1,95 @@
+package listen
+
+import (
+	"cmp"
+	"errors"
+	"net"
+	"time"
+
+	"tunnel/pkg/tunnel"
+)
+
+const (
+	// DefaultMax is how many strangers a [Listener] has by default.
+	DefaultMax = 1024
+	// DefaultMaxPerSource is how many of them may come from one source by default.
+	DefaultMaxPerSource = 256
+)
+
+// ListenerConfig bounds the strangers among the connections that a [Listener] accepts.
+type ListenerConfig struct {
+	Max, MaxPerSource int           // strangers, in all and of one source; 0: the default
+	Timeout           time.Duration // how long a connection may stay a stranger
+	Bytes             int           // how many bytes a stranger may send
+
+	// Each rejected or expired connection is counted under the limit that it has reached.
+	Counters                           *tunnel.Counters
+	OverMax, OverMaxPerSource, TooLate tunnel.Limit
+}
+
+// Listener accepts TCP connections, each of which is a stranger until its peer has proven who it
+// is. A connection that finds no place is reset at once: nothing waits.
+type Listener struct {
+	net.Listener
+	cfg       ListenerConfig
+	strangers *Strangers
+}
+
+// NewListener returns a Listener that accepts from ln.
+func NewListener(ln net.Listener, cfg ListenerConfig) *Listener {
+	return &Listener{
+		Listener: ln, cfg: cfg,
+		strangers: NewStrangers(cmp.Or(cfg.Max, DefaultMax), cmp.Or(cfg.MaxPerSource, DefaultMaxPerSource)),
+	}
+}
+
+// Accept implements net.Listener. The connection is a [*Conn].
+func (l *Listener) Accept() (net.Conn, error) {
+	for {
+		raw, err := l.Listener.Accept()
+		if err != nil {
+			return nil, err
+		}
+		tcp, ok := raw.(*net.TCPConn)
+		if !ok {
+			raw.Close()
+			return nil, errors.New("not a TCP connection")
+		}
+		p, full := l.strangers.Probation(tcp, Terms{
+			Time: l.cfg.Timeout, Bytes: l.cfg.Bytes,
+			Late:    func() { l.cfg.Counters.Limited(l.cfg.TooLate) },
+			Evicted: func() { l.reset(tcp, l.cfg.OverMax) },
+		})
+		switch {
+		case p != nil:
+			return &Conn{TCPConn: tcp, probation: p}, nil
+		case full.Source:
+			l.reset(raw, l.cfg.OverMaxPerSource)
+		default:
+			l.reset(raw, l.cfg.OverMax)
+		}
+	}
+}
+
+func (l *Listener) reset(c net.Conn, limit tunnel.Limit) {
+	l.cfg.Counters.Limited(limit)
+	tunnel.Reset(c)
+}
+
+// Conn is a connection that a [Listener] has accepted.
+type Conn struct {
+	*net.TCPConn
+	probation *Probation // until the peer has proven who it is
+}
+
+// Read implements net.Conn.
+func (c *Conn) Read(b []byte) (int, error) { return c.probation.Read(b) }
+
+// Met says that the peer has proven who it is.
+func (c *Conn) Met() { c.probation.Met() }
+
+// Close implements net.Conn.
+func (c *Conn) Close() error {
+	c.probation.Release()
+	return c.TCPConn.Close()
+}
