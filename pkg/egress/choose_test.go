@@ -39,14 +39,14 @@ func FuzzParseIdentifiers(f *testing.F) {
 			}
 		}
 		for _, p := range id.Networks {
-			if len(tb.network(p.Addr().String())) == 0 {
+			if len(tb.narrowestNetwork(p.Addr().String())) == 0 {
 				t.Errorf("%v is not found", p)
 			}
 		}
 	})
 }
 
-// The narrowest network wins, as a look at every one of them finds it.
+// narrowestNetwork finds the same nodes as a search of all networks.
 func TestLongestPrefix(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		addr := rapid.Custom(func(t *rapid.T) netip.Addr {
@@ -85,7 +85,7 @@ func TestLongestPrefix(t *testing.T) {
 			}
 		}
 		got := map[tunnel.NodeName]bool{}
-		for _, n := range newTable(all).network(to.String()) {
+		for _, n := range newTable(all).narrowestNetwork(to.String()) {
 			got[n] = true
 		}
 		if !maps.Equal(got, want) {
@@ -113,7 +113,7 @@ func TestChoose(t *testing.T) {
 		addr       string
 		gone       []tunnel.NodeName
 		refuse     map[tunnel.NodeName]tunnel.Code
-		want       []tunnel.NodeName // asked, in order
+		want       []tunnel.NodeName // nodes that are dialled, in order
 		fails      bool
 	}{
 		"by name":                          {addr: "a:80", want: []tunnel.NodeName{"a"}},
@@ -186,7 +186,7 @@ func TestChoose(t *testing.T) {
 	}
 }
 
-// However its own is spelt, it is one node's, and found in every spelling.
+// Different spellings of one name or address are one entry, which every spelling finds.
 func TestSpellings(t *testing.T) {
 	network := netip.MustParsePrefix("10.88.1.0/24")
 	tb := newTable(map[tunnel.NodeName]konnectivity.Identifiers{"edge1": {
@@ -198,14 +198,13 @@ func TestSpellings(t *testing.T) {
 		}
 	}
 	for _, addr := range []string{"10.88.1.9", "::ffff:10.88.1.9"} {
-		if got := tb.network(addr); !slices.Equal(got, []tunnel.NodeName{"edge1"}) {
+		if got := tb.narrowestNetwork(addr); !slices.Equal(got, []tunnel.NodeName{"edge1"}) {
 			t.Errorf("%s belongs to %q", addr, got)
 		}
 	}
 }
 
-// Whoever fails is told whose address it is, not what a node that it does not belong to
-// makes of it.
+// The error of a failed dial names the owner of the address, not only the answer of another node.
 func TestAwayIsNamed(t *testing.T) {
 	all := map[tunnel.NodeName]konnectivity.Identifiers{
 		"a":  identifiers(t, "host=a&ipv4=10.0.0.1&cidr=10.88.1.0/24"),
@@ -218,14 +217,14 @@ func TestAwayIsNamed(t *testing.T) {
 		"10.0.0.1:80":       "no-such-node: No agent available: a is not connected; by way of another node: so it is",
 		"a:80":              "no-such-node: No agent available: a is not connected; by way of another node: so it is",
 		"10.88.1.7:80":      "no-such-node: No agent available: a is not connected; by way of another node: so it is",
-		"10.0.0.9:80":       "denied: so it is", // nobody's
+		"10.0.0.9:80":       "denied: so it is", // no node declares it
 		"10.0.0.2:80":       "no-such-node: No agent available: b is not connected",
 		"10.88.2.7:80":      "denied: nodes b and b2 both claim 10.88.2.7 (status.addresses or podCIDRs of their Nodes), so nobody is asked: correct one of them, or dial the node by its name",
 		"c.example.com:80":  "denied: node c claims c.example.com, which does not count: it is not the Node's name; have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)",
 		"lb.example.com:80": "denied: nodes c and c2 both claim lb.example.com, which does not count: it is not the Node's name; have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)",
 	} {
 		n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{}, refuse: map[tunnel.NodeName]error{"": tunnel.Refusef(tunnel.Denied, "so it is")}}
-		// With Kubernetes nobody else is asked.
+		// With Kubernetes no other node is tried.
 		c, err := newChooser(Config{Identifiers: n, Kubernetes: !strings.Contains(want, "so it is")}, n, n)
 		if err != nil {
 			t.Fatal(err)
@@ -236,7 +235,7 @@ func TestAwayIsNamed(t *testing.T) {
 			t.Errorf("%s: %v, want %s", addr, err, want)
 		}
 	}
-	// Nobody can tell yet.
+	// The identifiers are not known yet.
 	u := &nodes{unknown: true, reach: all}
 	unknown, err := newChooser(Config{Identifiers: u, Kubernetes: true}, u, u)
 	if err != nil {
@@ -245,7 +244,7 @@ func TestAwayIsNamed(t *testing.T) {
 	if _, err := unknown.dial(t.Context(), "10.0.0.9:80", "test"); err == nil || err.Error() != "no-such-node: No agent available: the cluster's Nodes have not been read yet" || u.asked != nil {
 		t.Errorf("asked %q; %v", u.asked, err)
 	}
-	// It is there, and full: not what is said by a node that is not asked.
+	// The owner is connected, and full. Fallbacks are not tried.
 	n := &nodes{reach: all, refuse: map[tunnel.NodeName]error{"a": tunnel.Refusef(tunnel.Overloaded, "node a is full"), "": tunnel.Refusef(tunnel.Denied, "so it is")}}
 	c, err := newChooser(Config{Identifiers: n}, n, n)
 	if err != nil {
@@ -255,7 +254,7 @@ func TestAwayIsNamed(t *testing.T) {
 	if _, err = c.dial(t.Context(), "10.0.0.1:80", "test"); err == nil || err.Error() != "overloaded: node a is full" {
 		t.Error(err)
 	}
-	// It was connected a moment ago.
+	// The owner has left after the table was made.
 	n = &nodes{reach: all, refuse: map[tunnel.NodeName]error{"a": tunnel.Refusef(tunnel.NoSuchNode, "gone"), "": tunnel.Refusef(tunnel.NoSuchNode, "gone")}}
 	if c, err = newChooser(Config{Identifiers: n}, n, n); err != nil {
 		t.Fatal(err)

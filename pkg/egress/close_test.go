@@ -26,21 +26,22 @@ func (d toAgent) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	return d.Directory.Dial(ctx, r)
 }
 
-// anybody lets an agent in as the node that it says it is.
+// anybody authenticates every agent as the node that it claims.
 type anybody struct{}
 
 func (anybody) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, error) {
 	return auth.Grant{Node: tunnel.NodeName(c.Node), By: "token"}, nil
 }
 
-// unbounded is a budget for everything.
+// unbounded is a budget without limits.
 type unbounded struct{}
 
 func (unbounded) Admit(context.Context, tunnel.Request) *tunnel.Refusal { return nil }
 func (unbounded) Dialled(tunnel.Request, error)                         {}
 func (unbounded) Over()                                                 {}
 
-// behindAgent runs agents' port and a konnectivity agent of node n1 that has joined there.
+// behindAgent runs konnectivity.Agents and an agent of node n1 that has joined them. It returns a dialer
+// for that node.
 func behindAgent(t *testing.T) toAgent {
 	t.Helper()
 	ca, err := auth.NewCA("agents", time.Hour)
@@ -91,8 +92,8 @@ func behindAgent(t *testing.T) toAgent {
 	return toAgent{dir}
 }
 
-// Over TLS a target behind a konnectivity agent sees the end of an upload when the caller
-// closes its connection. A caller that only ends its direction gets the answer.
+// Over TLS, a target behind a konnectivity agent sees the end of an upload when the caller closes its
+// connection. A caller that half-closes its connection still gets the answer.
 func TestAgentCallerCloses(t *testing.T) {
 	o := newOverTLSTo(t, behindAgent(t), &nodes{refuse: map[tunnel.NodeName]error{}, changed: make(chan struct{})})
 	connect := func(serve func(c *net.TCPConn)) *tls.Conn {
@@ -121,7 +122,7 @@ func TestAgentCallerCloses(t *testing.T) {
 		if g != "upload<nil>" {
 			t.Errorf("the target sees %s", g)
 		}
-	case <-time.After(5 * time.Second): // half of what a conn waits that it knows to be half-closed
+	case <-time.After(5 * time.Second): // half the idle timeout of a half-closed konnectivity.Conn
 		t.Error("the target waits for the end of the upload")
 	}
 	c = connect(func(c *net.TCPConn) {

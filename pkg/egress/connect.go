@@ -20,14 +20,14 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// HTTP CONNECT (RFC 9110 section 9.3.6), as kube-apiserver speaks it: HTTP/1.1, one
-// connection for each conn.
+// This file serves HTTP CONNECT (RFC 9110 section 9.3.6) as kube-apiserver speaks it: over HTTP/1.1, with
+// one connection for each conn.
 
 const (
-	// requestTimeout is how long a caller may take to shake hands and to ask.
+	// requestTimeout bounds the TLS handshake and the request of a caller together.
 	requestTimeout = 10 * time.Second
-	// mostRequest bounds the head of a request, in bytes.
-	mostRequest = 64 << 10
+	// maxRequest bounds the header section of a request, in bytes.
+	maxRequest = 64 << 10
 )
 
 // serveConnect serves HTTP CONNECT on ln until ctx is done.
@@ -46,7 +46,7 @@ func (f *FrontDoor) serveConnect(ctx context.Context, ln net.Listener, callers *
 		switch {
 		case err == nil:
 			live.Go(func() {
-				if f.guard("the connection ends", func() error { f.serveOne(ctx, conns, c, callers); return nil }) != nil {
+				if f.guard("the connection ends", func() error { f.serveConn(ctx, conns, c, callers); return nil }) != nil {
 					tunnel.Reset(c)
 				}
 			})
@@ -59,12 +59,13 @@ func (f *FrontDoor) serveConnect(ctx context.Context, ln net.Listener, callers *
 	}
 }
 
-// serveOne serves one connection: its request until asking is done, the conn until conns is.
-func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, callers *tls.Config) {
-	raw.SetDeadline(time.Now().Add(requestTimeout)) //nolint:errcheck // then reading fails at once
+// serveConn serves one connection. asking is the context of its request, conns that of its conn; either
+// ends its part early.
+func (f *FrontDoor) serveConn(asking, conns context.Context, raw net.Conn, callers *tls.Config) {
+	raw.SetDeadline(time.Now().Add(requestTimeout)) //nolint:errcheck // on an error the next read fails
 	late := context.AfterFunc(asking, func() { raw.Close() })
 	defer late()
-	c := &connectConn{Conn: raw, apart: newApart(), guard: f.guard}
+	c := &connectConn{Conn: raw, gap: newAnswerGap(), guard: f.guard}
 	if callers != nil {
 		t := tls.Server(raw, callers)
 		if err := t.Handshake(); err != nil {
@@ -79,14 +80,14 @@ func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, caller
 	}
 	addr, err := c.request()
 	if !late() {
-		return // we are stopping
+		return // the front door is stopping
 	}
 	if err != nil {
 		c.refuse(err)
 		return
 	}
-	target, err := c.whileHere(conns, f.guard, func(ctx context.Context) (net.Conn, error) {
-		return f.dial(ctx, doorConnect, addr, c.caller())
+	target, err := c.dialWhileConnected(conns, f.guard, func(ctx context.Context) (net.Conn, error) {
+		return f.dial(ctx, doorConnect, addr, c.callerName())
 	})
 	if err != nil {
 		f.log.Debug("dial refused", "target", addr, "err", err)
@@ -98,52 +99,54 @@ func (f *FrontDoor) serveOne(asking, conns context.Context, raw net.Conn, caller
 		tunnel.Reset(target)
 		return
 	}
-	c.apart.answered = time.Now()
+	c.gap.answered = time.Now()
 	_, c.noHalfClose = target.(*konnectivity.Conn)
 	f.splice(conns, doorConnect, addr, c, target)
 	c.awaiting.Wait()
 }
 
-// connectConn is a caller's connection, whose first bytes were read with its request.
+// connectConn is a caller's connection. Bytes after the request that were read with it are read again.
 type connectConn struct {
 	net.Conn
-	again []byte // read first; owned by the reader
-	apart apart
+	buffered []byte // read before Conn; owned by the reader
+	gap      answerGap
 
-	noHalfClose bool   // the target's conn has one end for both directions; set before the splice
-	onStop      func() // likewise
-	awaiting    sync.WaitGroup
-	watched     atomic.Bool // by awaitFIN; a second reader of the socket would wait for the first
+	noHalfClose bool           // the target's conn has no half-close; set before the splice
+	onStop      func()         // see awaitFIN; set before the splice
+	awaiting    sync.WaitGroup // the goroutine of awaitFIN
+	watched     atomic.Bool    // awaitFIN reads the socket; a second reader would block behind it
 	guard       func(what string, do func() error) error
 }
 
-// errMethod is for every request that is none of ours.
+// errMethod is the refusal of every method but CONNECT.
 var errMethod = errors.New("this proxy only supports CONNECT passthrough")
 
-// request reads the head of a request, and returns the target. That stands in the request
+// request reads a request without its content, and returns the target. The target is in the request
 // line; the Host of kube-apiserver is always 127.0.0.1.
 func (c *connectConn) request() (addr string, err error) {
-	limited := &io.LimitedReader{R: c.Conn, N: mostRequest}
+	limited := &io.LimitedReader{R: c.Conn, N: maxRequest}
 	r := bufio.NewReader(limited)
 	req, err := http.ReadRequest(r)
 	switch {
 	case limited.N <= 0:
-		return "", fmt.Errorf("the head of the request is longer than %d bytes", mostRequest)
+		return "", fmt.Errorf("the head of the request is longer than %d bytes", maxRequest)
 	case err != nil:
 		return "", fmt.Errorf("not a request: %w", err)
 	case req.Method != http.MethodConnect:
 		return "", errMethod
 	}
-	c.again = make([]byte, r.Buffered())
-	io.ReadFull(r, c.again) //nolint:errcheck // it has them
+	c.buffered = make([]byte, r.Buffered())
+	io.ReadFull(r, c.buffered) //nolint:errcheck // r has that many bytes
 	return req.RequestURI, nil
 }
 
-// whileHere dials; a caller that leaves meanwhile ends it.
-func (c *connectConn) whileHere(ctx context.Context, guard func(what string, do func() error) error, dial func(context.Context) (net.Conn, error)) (net.Conn, error) {
+// dialWhileConnected dials, and gives the dial up when the caller leaves.
+func (c *connectConn) dialWhileConnected(
+	ctx context.Context, guard func(what string, do func() error) error, dial func(context.Context) (net.Conn, error),
+) (net.Conn, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	c.SetDeadline(time.Time{}) //nolint:errcheck // then reading fails at once
+	c.SetDeadline(time.Time{}) //nolint:errcheck // on an error the next read fails
 	early := make([]byte, 4<<10)
 	var n int
 	var watching sync.WaitGroup
@@ -156,20 +159,20 @@ func (c *connectConn) whileHere(ctx context.Context, guard func(what string, do 
 	c.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // likewise
 	watching.Wait()
 	c.SetReadDeadline(time.Time{}) //nolint:errcheck // likewise
-	c.again = append(c.again, early[:n]...)
+	c.buffered = append(c.buffered, early[:n]...)
 	return target, err
 }
 
-// caller says who asks, for the edge's eyes.
-func (c *connectConn) caller() string {
+// callerName names the caller, for the policy and the log of the edge.
+func (c *connectConn) callerName() string {
 	if t, ok := c.Conn.(*tls.Conn); ok {
-		return t.ConnectionState().PeerCertificates[0].Subject.CommonName // verified: there is one
+		return t.ConnectionState().PeerCertificates[0].Subject.CommonName // verified, so there is one
 	}
 	return c.RemoteAddr().Network()
 }
 
-// refuse answers with an error and closes the connection. The codes are those of
-// Konnectivity's server.
+// refuse answers with an error and closes the connection. The status codes are those of Konnectivity's
+// server.
 func (c *connectConn) refuse(err error) {
 	status, text := http.StatusBadGateway, err.Error()
 	r, refused := errors.AsType[*tunnel.Refusal](err)
@@ -184,52 +187,54 @@ func (c *connectConn) refuse(err error) {
 	case r.Code == tunnel.Overloaded:
 		status = http.StatusServiceUnavailable
 	}
-	c.SetDeadline(time.Now().Add(partTime)) //nolint:errcheck // then the write fails at once
-	fmt.Fprintf(c.Conn, "HTTP/1.1 %d %s\r\nConnection: close\r\nContent-Type: text/plain; charset=utf-8\r\n\r\n%s\n", status, phrase(text), text)
-	// A close with unread bytes is a reset, which can overtake our answer.
+	c.SetDeadline(time.Now().Add(refusalTime)) //nolint:errcheck // on an error the write fails
+	const head = "HTTP/1.1 %d %s\r\nConnection: close\r\nContent-Type: text/plain; charset=utf-8\r\n\r\n"
+	fmt.Fprintf(c.Conn, head+"%s\n", status, phrase(text), text)
+	// Closing a socket with unread bytes resets it, and the reset can overtake our answer.
 	if c.CloseWrite() == nil {
-		io.Copy(io.Discard, c.Conn) //nolint:errcheck // nobody is interested
+		io.Copy(io.Discard, c.Conn) //nolint:errcheck // the bytes are discarded
 	}
 	c.Conn.Close()
 }
 
-// phrase is a text as the reason phrase of a status line (RFC 9112 section 4). kube-apiserver
-// shows its user that, and not the body.
+// phrase returns a text as the reason phrase of a status line (RFC 9112 section 4). kube-apiserver shows
+// its user the reason phrase, and not the content.
 func phrase(text string) string {
-	const most = 500
+	const limit = 500
 	return strings.Map(func(r rune) rune {
 		if r < ' ' || r > '~' {
 			return ' '
 		}
 		return r
-	}, text[:min(len(text), most)])
+	}, text[:min(len(text), limit)])
 }
 
-// partTime is how long a refused caller may take to read why.
-const partTime = 500 * time.Millisecond
+// refusalTime is how long a refused caller may take to read our answer.
+const refusalTime = 500 * time.Millisecond
 
 // Read implements net.Conn.
 func (c *connectConn) Read(b []byte) (int, error) {
-	if len(c.again) > 0 {
-		n := copy(b, c.again)
-		c.again = c.again[n:]
+	if len(c.buffered) > 0 {
+		n := copy(b, c.buffered)
+		c.buffered = c.buffered[n:]
 		return n, nil
 	}
 	n, err := c.Conn.Read(b)
-	c.apart.said()
+	c.gap.callerSpoke()
 	if errors.Is(err, io.EOF) {
 		c.awaitFIN()
 	}
 	return n, err
 }
 
-// OnStop has f called when the caller is seen to read no more; see awaitFIN.
+// OnStop sets f, to be called when the caller is found to read no more; see awaitFIN.
 func (c *connectConn) OnStop(f func()) { c.onStop = f }
 
-// awaitFIN is called when the caller has ended its direction. Over TLS a close_notify alone
-// is a half-close, and what the target still says reaches the caller (RFC 8446 section 6.1). A
-// FIN behind it is a close, though TCP does not tell that from a half-close. It counts where the
-// target's conn knows no half-close: the target would wait for the end of an upload.
+// awaitFIN is called when the caller has ended its direction. Over TLS, a close_notify alone is a
+// half-close: bytes of the target still reach the caller (RFC 8446 section 6.1). A FIN after the
+// close_notify means that the caller has closed the connection, although TCP cannot tell that from a
+// half-close. awaitFIN waits for a FIN if the target's conn has no half-close: that target would
+// otherwise wait for the end of an upload.
 func (c *connectConn) awaitFIN() {
 	if _, ok := c.Conn.(*tls.Conn); !ok || !c.noHalfClose || c.onStop == nil {
 		return
@@ -241,7 +246,7 @@ func (c *connectConn) awaitFIN() {
 	stop := c.onStop
 	c.onStop = nil
 	c.watched.Store(true)
-	c.awaiting.Go(func() { // until a FIN or a reset comes, or the splice has ended and closes the socket
+	c.awaiting.Go(func() { // ends with a FIN, a reset, or when the splice closes the socket
 		ended := false
 		err := raw.Read(func(fd uintptr) bool {
 			var known bool
@@ -249,26 +254,25 @@ func (c *connectConn) awaitFIN() {
 			return known
 		})
 		if err == nil && ended {
-			c.guard("the conn is not ended early", func() error { stop(); return nil }) //nolint:errcheck // it ends later
+			//nolint:errcheck // the conn ends later, by its timeout
+			c.guard("the conn is not ended early", func() error { stop(); return nil })
 		}
 	})
 }
 
 // Write implements net.Conn.
 func (c *connectConn) Write(b []byte) (int, error) {
-	c.apart.wait()
+	c.gap.wait()
 	return c.Conn.Write(b)
 }
 
 // WriteBuffers writes several pieces in one system call.
 func (c *connectConn) WriteBuffers(v *net.Buffers) (int64, error) {
-	c.apart.wait()
+	c.gap.wait()
 	return v.WriteTo(c.Conn)
 }
 
-// The ways to end a connection, for tunnel.Splice.
-
-// CloseWrite ends our direction.
+// CloseWrite ends our direction. tunnel.Splice uses it, CloseRead and Reset.
 func (c *connectConn) CloseWrite() error {
 	if cw, ok := c.Conn.(interface{ CloseWrite() error }); ok {
 		return cw.CloseWrite()
@@ -276,7 +280,7 @@ func (c *connectConn) CloseWrite() error {
 	return errors.ErrUnsupported
 }
 
-// CloseRead says that nothing more is read, where the connection can say that.
+// CloseRead stops reading, if the connection can.
 func (c *connectConn) CloseRead() error {
 	if cr, ok := c.Conn.(interface{ CloseRead() error }); ok {
 		return cr.CloseRead()
@@ -290,7 +294,7 @@ func (c *connectConn) Reset() error {
 	return nil
 }
 
-// socket is what the connection is at the bottom.
+// socket returns the connection without TLS.
 func (c *connectConn) socket() net.Conn {
 	if t, ok := c.Conn.(*tls.Conn); ok {
 		return t.NetConn()
@@ -298,8 +302,8 @@ func (c *connectConn) socket() net.Conn {
 	return c.Conn
 }
 
-// SetLinger and SyscallConn are the socket's own: by them tunnel.Splice has the kernel
-// reset it should we be killed, and tells the caller's reset from a clean end.
+// SetLinger and SyscallConn are those of the socket. tunnel.Splice uses them for two things: the kernel
+// resets the connection if our process is killed, and a reset by the caller is told from a clean end.
 
 // SetLinger implements net.TCPConn's.
 func (c *connectConn) SetLinger(sec int) error {

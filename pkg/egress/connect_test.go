@@ -17,7 +17,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// ask sends a request, and what is to come right behind it, and returns the answer.
+// ask sends a request, and any bytes right after it, and returns the answer.
 func (r *rig) ask(t *testing.T, request string) (*net.UnixConn, *bufio.Reader, *http.Response) {
 	t.Helper()
 	c, err := net.Dial("unix", r.connect)
@@ -35,7 +35,7 @@ func (r *rig) ask(t *testing.T, request string) (*net.UnixConn, *bufio.Reader, *
 	return c.(*net.UnixConn), br, res
 }
 
-// connect is a request as kube-apiserver makes it.
+// connect returns a request as kube-apiserver sends it.
 func connect(addr string) string {
 	return fmt.Sprintf("CONNECT %s HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", addr)
 }
@@ -43,7 +43,7 @@ func connect(addr string) string {
 func TestConnectHalfClose(t *testing.T) {
 	r := newRig(t)
 	sent := random(4<<20 + 3)
-	// The target answers when it has heard everything.
+	// The target answers after the end of the request.
 	addr := listen(t, func(c *net.TCPConn) {
 		b, _ := io.ReadAll(c)
 		c.Write(b)
@@ -61,7 +61,7 @@ func TestConnectHalfClose(t *testing.T) {
 	}
 }
 
-// The answer is exactly what kube-apiserver expects, and nothing of the target's is glued to it.
+// The answer is exactly what kube-apiserver expects. It comes without bytes of the target.
 func TestConnectAnswerStandsAlone(t *testing.T) {
 	r := newRig(t)
 	addr := listen(t, func(c *net.TCPConn) {
@@ -122,14 +122,14 @@ func TestConnectRefusals(t *testing.T) {
 		tc.before()
 		_, br, res := r.ask(t, tc.request)
 		body, _ := io.ReadAll(br)
-		// kube-apiserver shows its user the status line alone.
+		// kube-apiserver shows its user only the status line.
 		if res.StatusCode != tc.status || !strings.Contains(string(body), tc.text) || !strings.Contains(res.Status, tc.text) {
 			t.Errorf("%s: %s, %q", name, res.Status, body)
 		}
 	}
 }
 
-// No text can end the status line.
+// A reason phrase has no control characters, which could end the status line.
 func TestPhrase(t *testing.T) {
 	for text, want := range map[string]string{
 		"so it is":                        "so it is",
@@ -151,12 +151,12 @@ func TestConnectCancelsDials(t *testing.T) {
 		t.Fatal(err)
 	}
 	io.WriteString(c, connect("10.0.0.1:1"))
-	time.Sleep(10 * time.Millisecond) // so that it hangs; sooner is as well
+	time.Sleep(10 * time.Millisecond) // so that the dial waits; the test also holds without
 	c.Close()
 	<-cancelled
 }
 
-// The target's reset reaches the caller as one: over TCP, which knows it.
+// A reset by the target becomes a reset of the caller's TCP connection.
 func TestConnectReset(t *testing.T) {
 	o := newOverTLS(t)
 	reset := make(chan struct{})
@@ -184,7 +184,7 @@ func TestConnectReset(t *testing.T) {
 	}
 }
 
-// said is a connection on which everything has been said already.
+// said is a connection whose bytes have all been received already.
 type said struct {
 	net.Conn
 	*bytes.Reader
@@ -192,7 +192,7 @@ type said struct {
 
 func (s said) Read(b []byte) (int, error) { return s.Reader.Read(b) }
 
-// What is taken for a request names a target, and what came behind it is kept.
+// An accepted request contains its target, and bytes after the request are kept.
 func FuzzConnect(f *testing.F) {
 	f.Add([]byte(connect("10.0.0.1:80") + "more"))
 	f.Add([]byte("CONNECT [::1]:80 HTTP/1.1\nHost: x\n\n"))
@@ -207,8 +207,8 @@ func FuzzConnect(f *testing.F) {
 		if !bytes.Contains(b, []byte("CONNECT "+addr)) {
 			t.Fatalf("%q was taken from %q", addr, b)
 		}
-		if !bytes.HasSuffix(b, c.again) {
-			t.Fatalf("%q does not end with %q", b, c.again)
+		if !bytes.HasSuffix(b, c.buffered) {
+			t.Fatalf("%q does not end with %q", b, c.buffered)
 		}
 	})
 }

@@ -8,16 +8,16 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Edge is the edge's module: it dials what the cloud's front door asks for.
+// Edge is the edge's module. It dials targets for the cloud's front door.
 type Edge struct {
 	policy *auth.Policy
 	pods   *pods
 }
 
-// NewEdge returns the module. policy decides what may be dialled, beside the pods of this
-// node where the cloud knows them (networks.go).
+// NewEdge returns the module. It may dial targets that policy permits, and pods of this node, if the
+// cloud has told which networks they have (networks.go).
 func NewEdge(policy *auth.Policy) *Edge {
-	p := &pods{routes: readRoutes, devices: theDevices()}
+	p := &pods{routes: readRoutes, devices: systemDevices()}
 	return &Edge{policy: policy.Also(p.has), pods: p}
 }
 
@@ -30,16 +30,16 @@ func (e *Edge) Routes() map[string]tunnel.Handler {
 		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
 			return from.Serve(m, e.Dial)
 		},
-		typeNetworks: e.pods.hear,
+		typeNetworks: e.pods.setNetworks,
 	}
 }
 
-// Dial dials what this edge may, a tunnel.DialFunc.
+// Dial dials a target that is permitted. It is a tunnel.DialFunc.
 func (e *Edge) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	return e.policy.DialRequest(ctx, r)
 }
 
-// Run implements tunnel.Module. The sessions do the work and wait for it.
+// Run implements tunnel.Module. It only waits: sessions call the module, and own its conns.
 func (e *Edge) Run(ctx context.Context) error {
 	<-ctx.Done()
 	return nil

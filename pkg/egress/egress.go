@@ -1,28 +1,32 @@
-// Package egress is the front door that kube-apiserver's egress selector and the clients
-// of Konnectivity speak: they name an address, and reach it through a node.
+// Package egress is the front door for kube-apiserver's egress selector and other clients of
+// Konnectivity. A caller names an address, and reaches it through a node.
 //
 //	door, err := egress.New(egress.Config{
 //		GRPC:        []string{"unix:///run/tunnel/egress-grpc.sock"},
 //		HTTPConnect: []string{"unix:///run/tunnel/egress-connect.sock", "tls://0.0.0.0:8090"},
-//		TLS:         callers,                      // of tls://
-//		Identifiers: identifiers,                  // what each node reaches
-//	}, directory, log)
+//		TLS:         callers,     // required by tls://
+//		Identifiers: identifiers, // what each node reaches
+//	}, directory, directory, log)
 //	err = door.Run(ctx)
 //
-// The cloud runs a [FrontDoor], the edge an [Edge]. One request's way: proxy.go or
-// connect.go takes a caller's connection and the address that it wants, choose.go finds
-// the nodes that reach the address, one of them is dialled, and tunnel.Splice does the
-// rest. packet.go is Konnectivity's wire.
+// The cloud runs a [FrontDoor], the edge an [Edge]. A request passes these files:
 //
-// Which node it is: strategies are asked in order, until one knows a node that is
-// connected (choose.go). A node that cannot serve just now passes the dial on to the next.
+//  1. proxy.go or connect.go accepts the caller and its address. proxy.go speaks Konnectivity's gRPC, in
+//     the packets of package konnectivity; connect.go speaks HTTP CONNECT.
+//  2. choose.go finds the nodes that reach the address, by the table of table.go, and dials one. Each
+//     strategy is tried in order. If a node cannot serve now, the next one is tried.
+//  3. tunnel.Splice copies bytes between caller and target.
 //
-// A conn is what the caller's protocol can make of it. Over HTTP CONNECT it is a TCP
-// connection with all its ends. Konnectivity's gRPC knows no half-close: when either side
-// has ended, what has been written still arrives, and then the conn is over.
+// networks.go lets an edge dial the pods of its own node.
 //
-// Callers are known by the permissions of a unix socket, or by a client certificate.
-// The package does not decide what an edge may dial; the edge does (pkg/auth).
+// Over HTTP CONNECT a conn behaves as a TCP connection, half-closes included. Konnectivity's gRPC has no
+// half-close: after either side has ended, the bytes in flight still arrive, and then the conn is over.
+//
+// Callers are authenticated by the permissions of a unix socket, or by a client certificate.
+//
+// The package does not carry bytes to nodes: a [tunnel.Dialer] does. Nodes may be edges, or stock agents
+// of Konnectivity that have joined our cloud (package konnectivity). It does not decide what an edge may
+// dial; the edge does (package auth).
 package egress
 
 import (
@@ -44,38 +48,41 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// name is the name of both modules, and the category of their messages.
+// name is the name of both modules, and the category of their dials and messages.
 const name = "egress"
 
-// Config is what a [FrontDoor] needs.
+// Config configures a [FrontDoor].
 type Config struct {
-	GRPC        []string        // where Konnectivity's ProxyService is served: unix:///path or tls://host:port
-	HTTPConnect []string        // where HTTP CONNECT is
-	TLS         *tls.Config     // for tls://: our certificate, and who may call
-	Strategies  []Strategy      // none: all of them
-	Among       tunnel.Selector // whom Default takes; empty: any node
+	GRPC        []string        // listeners of ProxyService: unix:///path or tls://host:port
+	HTTPConnect []string        // listeners of HTTP CONNECT, likewise
+	TLS         *tls.Config     // for tls://: our certificate, and the CAs of callers
+	Strategies  []Strategy      // in order; none: all, in the order of [Strategies]
+	Among       tunnel.Selector // nodes that Default may choose; empty: any node
 	Counters    *tunnel.Counters
-	// KonnectivityMetrics adds some under the names that its server has.
+	// KonnectivityMetrics adds metrics under the names of Konnectivity's server.
 	KonnectivityMetrics bool
 
-	Strangers, StrangersPerAddress int      // over TLS; 0: the default
-	Identifiers                    Source   // what each node reaches
-	Kubernetes                     bool     // Identifiers are those of Node objects, not what edges claim
-	Sessions                       Sessions // whose edges are told the networks of their pods; nil: none is
+	// Callers over TLS that have not finished their handshake, for each listener: in all, and of one
+	// address. 0: the default of package listen.
+	Strangers, StrangersPerAddress int
+
+	Identifiers Source   // what each node reaches
+	Kubernetes  bool     // Identifiers come from Node objects, not from claims of edges
+	Sessions    Sessions // edges that are told the networks of their pods; nil: none
 }
 
-// Source says what nodes reach.
+// Source knows what nodes reach.
 type Source interface {
-	// Identifiers returns it for the nodes that are known; they need not be connected.
+	// Identifiers returns the identifiers of all known nodes, whether connected or not.
 	Identifiers() map[tunnel.NodeName]konnectivity.Identifiers
-	// Known reports whether it is known yet.
+	// Known reports whether the source has been read. Until then every dial fails.
 	Known() bool
-	// Changed returns a channel that is closed when either has become something else. To miss
-	// nothing, ask for it before them.
+	// Changed returns a channel that is closed at the next change of Identifiers or Known. Call it
+	// before them, so as to miss no change.
 	Changed() <-chan struct{}
 }
 
-// FrontDoor is the cloud's module.
+// FrontDoor is the cloud's module: it accepts callers, and dials for them.
 type FrontDoor struct {
 	// Set once.
 	cfg       Config
@@ -87,7 +94,7 @@ type FrontDoor struct {
 	grace     time.Duration
 
 	mu sync.Mutex // guards the following
-	up bool
+	up bool       // all listeners are open
 }
 
 var (
@@ -97,12 +104,13 @@ var (
 
 // listener is one address of the front door.
 type listener struct {
-	url   string // as it is configured
-	tls   *tls.Config
-	serve func(ctx context.Context, ln net.Listener, callers *tls.Config) error // until ctx is done
+	url string      // as configured
+	tls *tls.Config // nil: callers are authenticated by the permissions of the socket
+	// serve serves ln until ctx is done.
+	serve func(ctx context.Context, ln net.Listener, callers *tls.Config) error
 }
 
-// New returns a front door that dials through dialer, and asks nodes who is connected.
+// New returns a front door that dials through dialer. nodes knows which nodes are connected.
 func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger) (*FrontDoor, error) {
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
@@ -111,7 +119,10 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 	if err != nil {
 		return nil, err
 	}
-	f := &FrontDoor{cfg: cfg, chooser: c, metrics: newMetrics(), sessions: cfg.Sessions, log: log.With("module", name), grace: tunnel.GracePeriod}
+	f := &FrontDoor{
+		cfg: cfg, chooser: c, metrics: newMetrics(), sessions: cfg.Sessions,
+		log: log.With("module", name), grace: tunnel.GracePeriod,
+	}
 	if cfg.KonnectivityMetrics {
 		f.metrics.old = newKonnectivityMetrics(f.metrics, c)
 	}
@@ -124,7 +135,7 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 	return f, nil
 }
 
-// callers returns how callers at an address are known; nil: by the permissions of its socket.
+// callers returns the TLS configuration of a listener, or nil for a unix socket.
 func (c Config) callers(url string) *tls.Config {
 	if strings.HasPrefix(url, unixScheme) {
 		return nil
@@ -140,7 +151,7 @@ const (
 // Name implements tunnel.Module.
 func (f *FrontDoor) Name() string { return name }
 
-// Routes implements tunnel.Module. The cloud handles no message: an edge may not open.
+// Routes implements tunnel.Module. There are none: an edge may not open conns on the cloud.
 func (f *FrontDoor) Routes() map[string]tunnel.Handler { return nil }
 
 // Ready returns nil while all listeners are open.
@@ -153,8 +164,8 @@ func (f *FrontDoor) Ready() error {
 	return nil
 }
 
-// Run opens every listener, or none, and serves until ctx is done. Then the listeners
-// close at once, and conns may go on for tunnel.GracePeriod before they are reset.
+// Run opens all listeners, or fails and opens none. It serves until ctx is done. Then the listeners close
+// at once, and conns may go on for tunnel.GracePeriod before they are reset.
 func (f *FrontDoor) Run(ctx context.Context) error {
 	open, err := f.openAll(ctx)
 	if err != nil {
@@ -165,7 +176,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	g, ctx := errgroup.WithContext(ctx)
 	g.Go(func() error { return f.chooser.run(ctx, f.guard) })
 	if f.sessions != nil {
-		g.Go(func() error { return f.tell(ctx) })
+		g.Go(func() error { return f.announceNetworks(ctx) })
 	}
 	for i, ln := range open {
 		g.Go(func() error {
@@ -184,14 +195,14 @@ func (f *FrontDoor) setUp(up bool) {
 	f.up = up
 }
 
-// guard calls do, which handles what a peer has said. A panic in it ends what names, and
-// nothing else.
+// guard calls do, which handles a peer's input. A panic in do becomes an error; what says for the log
+// what the panic ends.
 func (f *FrontDoor) guard(what string, do func() error) error {
 	return tunnel.Guard(f.log, f.cfg.Counters, what, do)
 }
 
-// openAll opens every listener. All that is in the way of that is reported in one error,
-// and then nothing stays open.
+// openAll opens all listeners. If some fail, all their failures are in the error, and no listener stays
+// open.
 func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
 	var open []net.Listener
 	var errs []error
@@ -232,7 +243,9 @@ func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) 
 		return nil, err
 	}
 	return ports.NewListener(ports.Steady(ln, f.log), ports.ListenerConfig{
-		Max: f.cfg.Strangers, MaxPerSource: f.cfg.StrangersPerAddress, Timeout: requestTimeout, Bytes: konnectivity.StrangerBytes,
-		Counters: f.cfg.Counters, OverMax: tunnel.LimitStrangers, OverMaxPerSource: tunnel.LimitStrangersPerAddress, TooLate: tunnel.LimitHandshakeTimeout,
+		Max: f.cfg.Strangers, MaxPerSource: f.cfg.StrangersPerAddress,
+		Timeout: requestTimeout, Bytes: konnectivity.StrangerBytes, Counters: f.cfg.Counters,
+		OverMax: tunnel.LimitStrangers, OverMaxPerSource: tunnel.LimitStrangersPerAddress,
+		TooLate: tunnel.LimitHandshakeTimeout,
 	}), nil
 }

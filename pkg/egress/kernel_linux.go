@@ -6,8 +6,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// hasEnded reports whether a socket has a FIN or a reset next. It is not known while nothing
-// is there.
+// hasEnded reports whether a FIN or a reset is next to be read from a socket. While the socket has
+// nothing to read, known is false.
 func hasEnded(fd uintptr) (ended, known bool) {
 	n, _, err := unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
 	for errors.Is(err, unix.EINTR) {
@@ -16,8 +16,8 @@ func hasEnded(fd uintptr) (ended, known bool) {
 	return n <= 0, !errors.Is(err, unix.EAGAIN)
 }
 
-// driverOf asks the kernel (ethtool -i). Who made a device chose its name, and sysfs does not
-// say of every kind what it is.
+// driverOf returns the driver of a network device, from the kernel (as ethtool -i does), or "". Names of
+// devices are chosen freely, and sysfs does not show every kind of device.
 func driverOf(device string) string {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {

@@ -2,8 +2,9 @@
 
 package egress
 
-// hasEnded knows nothing: the target of a caller that has closed waits for halfOpen.
+// hasEnded knows nothing. The target of a caller that has closed its connection sees the end only when
+// the conn has been idle for a while (konnectivity.Conn).
 func hasEnded(uintptr) (ended, known bool) { return false, true }
 
-// driverOf knows no device. There are no routes of Linux to ask it about, either.
+// driverOf knows no device. Without Linux there are no routes to ask about, either.
 func driverOf(string) string { return "" }

@@ -12,51 +12,55 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// resultOK is what metrics call a dial that led to a conn; the others have the code of the
-// refusal.
+// resultOK is the result label of a successful dial. A failed dial has the code of its refusal.
 const resultOK = "ok"
 
-// The protocols of the front door, as metrics show them.
+// The protocols of the front door, as values of the label door.
 const (
 	doorGRPC    = "grpc"
 	doorConnect = "httpconnect"
 )
 
-// metrics counts what comes in. Its labels hold nothing that a caller can choose.
+// metrics counts dials and conns of the front door. No label has a value that callers choose.
 type metrics struct {
 	dials    *prometheus.CounterVec
 	duration *prometheus.HistogramVec
-	now      map[string]*inFlight // by door; set once
+	now      map[string]*inFlight // by protocol; set once
 	gauges   []prometheus.Collector
-	old      *konnectivityMetrics // nil: not wanted
+	old      *konnectivityMetrics // nil: not configured
 }
 
-// inFlight is what a door has to do with now.
+// inFlight counts the dials and conns of a protocol that are under way.
 type inFlight struct{ dials, conns atomic.Int64 }
 
-// buckets are for dials, in seconds: from a node next door to kube-apiserver's patience.
+// buckets are those of dial durations, in seconds: from a node nearby to DialTimeout.
 func buckets() []float64 { return []float64{0.002, 0.005, 0.025, 0.1, 0.5, 2.5, 10, 20} }
 
 func newMetrics() *metrics {
 	m := &metrics{
 		now: map[string]*inFlight{doorGRPC: {}, doorConnect: {}},
 		dials: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "tunnel_egress_dials_total", Help: "Dials that callers of the egress front door have asked for, by what came of them: ok, or the code of the refusal.",
+			Name: "tunnel_egress_dials_total",
+			Help: "Dials that callers of the egress front door have asked for, by what came of them: " +
+				"ok, or the code of the refusal.",
 		}, []string{"door", "result"}),
 		duration: prometheus.NewHistogramVec(prometheus.HistogramOpts{
-			Name: "tunnel_egress_dial_duration_seconds", Help: "How long dials took that led to a conn.", Buckets: buckets(),
+			Name: "tunnel_egress_dial_duration_seconds",
+			Help: "How long dials took that led to a conn.", Buckets: buckets(),
 		}, []string{"door"}),
 	}
 	for door, now := range m.now {
-		// All results, those that never happened too: an alert on a rate needs the zero.
+		// Every result exists from the start: an alert on a rate needs the zero.
 		m.dials.WithLabelValues(door, resultOK)
 		for _, code := range tunnel.Codes() {
 			m.dials.WithLabelValues(door, code.String())
 		}
 		label := prometheus.Labels{"door": door}
 		m.gauges = append(m.gauges,
-			gauge("tunnel_egress_dials_pending", "Dials under way.", label, func() float64 { return float64(now.dials.Load()) }),
-			gauge("tunnel_egress_conns", "Conns that are open.", label, func() float64 { return float64(now.conns.Load()) }))
+			gauge("tunnel_egress_dials_pending", "Dials under way.", label,
+				func() float64 { return float64(now.dials.Load()) }),
+			gauge("tunnel_egress_conns", "Conns that are open.", label,
+				func() float64 { return float64(now.conns.Load()) }))
 	}
 	return m
 }
@@ -80,10 +84,10 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// Collector shows what comes in.
+// Collector returns the metrics of the front door.
 func (f *FrontDoor) Collector() prometheus.Collector { return f.metrics }
 
-// dial is the chooser's, counted.
+// dial calls the chooser's dial, and counts it.
 func (f *FrontDoor) dial(ctx context.Context, door, addr, caller string) (net.Conn, error) {
 	m := f.metrics
 	m.now[door].dials.Add(1)
@@ -104,7 +108,7 @@ func (f *FrontDoor) dial(ctx context.Context, door, addr, caller string) (net.Co
 	return c, err
 }
 
-// splice joins a caller with its target until both have ended.
+// splice copies between a caller and its target until both have ended, and counts the conn.
 func (f *FrontDoor) splice(ctx context.Context, door, addr string, caller, target net.Conn) {
 	conns := &f.metrics.now[door].conns
 	conns.Add(1)
@@ -113,16 +117,16 @@ func (f *FrontDoor) splice(ctx context.Context, door, addr string, caller, targe
 	f.log.Debug("conn ended", "frontend", door, "target", addr, "bytes", in+out, "err", err)
 }
 
-// konnectivityMetrics are some of the same under the names that Konnectivity's server has
-// (apiserver-network-proxy, pkg/server/metrics), for the alerts that there are.
+// konnectivityMetrics are some of the same metrics under the names of Konnectivity's server
+// (apiserver-network-proxy, pkg/server/metrics), so that existing alerts go on working.
 type konnectivityMetrics struct {
 	duration prometheus.Histogram
 	failures *prometheus.CounterVec
-	gauges   []prometheus.Collector // read from the others
+	gauges   []prometheus.Collector // functions of the counts in metrics
 }
 
-// Why dials fail, as Konnectivity's server says it. It has two more reasons, which are faults
-// of its own protocol.
+// Reasons why dials fail, from Konnectivity's server. It has two more reasons, for faults of its own
+// protocol.
 const (
 	reasonError   = "error_response"
 	reasonCaller  = "frontend_close"
@@ -135,14 +139,29 @@ func newKonnectivityMetrics(m *metrics, c *chooser) *konnectivityMetrics {
 	const prefix = "konnectivity_network_proxy_server_"
 	overGRPC, overHTTP := m.now[doorGRPC], m.now[doorConnect]
 	nodes := func() float64 { return float64(len(c.nodes.Connected())) }
+	open := func(in ...*inFlight) func() float64 {
+		return func() (sum float64) {
+			for _, n := range in {
+				sum += float64(n.conns.Load())
+			}
+			return sum
+		}
+	}
+	pending := func() float64 { return float64(overGRPC.dials.Load() + overHTTP.dials.Load()) }
+	proxy := prometheus.Labels{"service_method": "Proxy"}
 	k := &konnectivityMetrics{
-		duration: prometheus.NewHistogram(prometheus.HistogramOpts{Name: prefix + "dial_duration_seconds", Help: "As tunnel_egress_dial_duration_seconds.", Buckets: buckets()}),
-		failures: prometheus.NewCounterVec(prometheus.CounterOpts{Name: prefix + "dial_failure_count", Help: "Dials that failed, by Konnectivity's reasons."}, []string{"reason"}),
+		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
+			Name: prefix + "dial_duration_seconds",
+			Help: "As tunnel_egress_dial_duration_seconds.", Buckets: buckets(),
+		}),
+		failures: prometheus.NewCounterVec(prometheus.CounterOpts{
+			Name: prefix + "dial_failure_count", Help: "Dials that failed, by Konnectivity's reasons.",
+		}, []string{"reason"}),
 		gauges: []prometheus.Collector{
-			gauge(prefix+"established_connections", "Conns that are open.", nil, func() float64 { return float64(overGRPC.conns.Load() + overHTTP.conns.Load()) }),
-			gauge(prefix+"pending_backend_dials", "Dials under way.", nil, func() float64 { return float64(overGRPC.dials.Load() + overHTTP.dials.Load()) }),
-			gauge(prefix+"grpc_connections", "Conns over gRPC.", prometheus.Labels{"service_method": "Proxy"}, func() float64 { return float64(overGRPC.conns.Load()) }),
-			gauge(prefix+"http_connections", "Conns over HTTP CONNECT.", nil, func() float64 { return float64(overHTTP.conns.Load()) }),
+			gauge(prefix+"established_connections", "Conns that are open.", nil, open(overGRPC, overHTTP)),
+			gauge(prefix+"pending_backend_dials", "Dials under way.", nil, pending),
+			gauge(prefix+"grpc_connections", "Conns over gRPC.", proxy, open(overGRPC)),
+			gauge(prefix+"http_connections", "Conns over HTTP CONNECT.", nil, open(overHTTP)),
 			gauge(prefix+"ready_backend_connections", "Nodes that are connected.", nil, nodes),
 		},
 	}
@@ -150,7 +169,8 @@ func newKonnectivityMetrics(m *metrics, c *chooser) *konnectivityMetrics {
 		k.failures.WithLabelValues(reason)
 	}
 	for _, s := range c.strategies {
-		k.gauges = append(k.gauges, gauge(prefix+"ready_backends", "Nodes that are connected.", prometheus.Labels{"proxy_strategy": string(s)}, nodes))
+		label := prometheus.Labels{"proxy_strategy": string(s)}
+		k.gauges = append(k.gauges, gauge(prefix+"ready_backends", "Nodes that are connected.", label, nodes))
 	}
 	return k
 }
@@ -163,7 +183,7 @@ func (k *konnectivityMetrics) collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// dialled counts a dial. ctx is the caller's.
+// dialled counts a dial that took so many seconds. ctx is the caller's.
 func (k *konnectivityMetrics) dialled(ctx context.Context, seconds float64, err error) {
 	if err == nil {
 		k.duration.Observe(seconds)
@@ -178,7 +198,7 @@ func (k *konnectivityMetrics) dialled(ctx context.Context, seconds float64, err 
 	case code == tunnel.Gone:
 		reason = reasonLost
 	case code == tunnel.Timeout && seconds >= konnectivity.DialTimeout.Seconds():
-		reason = reasonTimeout // we have given up; sooner it is the node's own answer
+		reason = reasonTimeout // the front door has given up; a sooner timeout is the node's own answer
 	}
 	k.failures.WithLabelValues(reason).Inc()
 }

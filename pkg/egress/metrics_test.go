@@ -17,7 +17,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Every door counts what comes of its dials, under our names and under Konnectivity's.
+// Both protocols count the results of their dials, under our names and those of Konnectivity.
 func TestMetrics(t *testing.T) {
 	r := newRig(t)
 	hold := make(chan struct{})
@@ -42,12 +42,12 @@ func TestMetrics(t *testing.T) {
 		"tunnel_egress_dials_pending door=grpc 0",
 		"konnectivity_network_proxy_server_established_connections 2",
 		"konnectivity_network_proxy_server_dial_failure_count reason=no_agent 1",
-		"konnectivity_network_proxy_server_dial_failure_count reason=backend_dial_timeout 0", // never happened: an alert on a rate needs the zero
+		"konnectivity_network_proxy_server_dial_failure_count reason=backend_dial_timeout 0", // exists before the first failure
 		"tunnel_egress_dials_total door=grpc result=no-such-node 0",
 		"konnectivity_network_proxy_server_dial_duration_seconds 2",
 		"konnectivity_network_proxy_server_ready_backends proxy_strategy=destHost 0",
 	} {
-		// A conn counts a moment after its caller has been told.
+		// A conn is counted just after its caller has received the answer.
 		var all string
 		for late := time.Now().Add(10 * time.Second); !strings.Contains(all, want+"\n"); all = shown(t, reg) {
 			if time.Now().After(late) {
@@ -57,7 +57,7 @@ func TestMetrics(t *testing.T) {
 	}
 }
 
-// shown returns all metrics, a line each.
+// shown returns all metrics, one per line.
 func shown(t *testing.T, reg *prometheus.Registry) string {
 	t.Helper()
 	families, err := reg.Gather()
@@ -77,8 +77,8 @@ func shown(t *testing.T, reg *prometheus.Registry) string {
 	return all.String()
 }
 
-// Why a dial failed is counted as Konnectivity's server does: what a node answers, whatever
-// it is, is an error response, and a dial that the caller gives up is the caller's doing.
+// Failed dials are counted by the reasons of Konnectivity's server. Any answer of a node is an
+// error_response. A dial that the caller gives up is a frontend_close.
 func TestKonnectivityReasons(t *testing.T) {
 	answers := func(code tunnel.Code) func(context.Context) error {
 		return func(context.Context) error { return tunnel.Refusef(code, "so it is") }
@@ -96,7 +96,7 @@ func TestKonnectivityReasons(t *testing.T) {
 	}
 	for name, tc := range map[string]struct {
 		dial   func(context.Context) error
-		caller time.Duration // when it cancels; 0: never
+		caller time.Duration // cancels after this time; 0: never
 		want   string
 	}{
 		"refused":                            {answers(tunnel.Refused), 0, reasonError},
@@ -139,7 +139,7 @@ func TestKonnectivityReasons(t *testing.T) {
 	}
 }
 
-// dialFunc is a dialer that has no conns to give.
+// dialFunc is a dialer that always fails.
 type dialFunc func(ctx context.Context) error
 
 func (d dialFunc) Dial(ctx context.Context, _ tunnel.Request) (net.Conn, error) { return nil, d(ctx) }

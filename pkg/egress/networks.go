@@ -23,17 +23,19 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// In a cluster an edge may dial the pods of its own node without being configured for it. It
-// takes two to permit that: the cloud tells the edge which networks Kubernetes has given its
-// pods, and the edge looks whether such an address is on this machine. So neither can a
-// cloud reach the network around the edge, nor does every container on it lie open.
+// In a cluster an edge may dial the pods of its own node without any configuration. Both sides must agree:
+//
+//   - The cloud tells the edge the networks that Kubernetes has assigned to the pods of its node. So
+//     containers that are not pods stay closed.
+//   - The edge checks that such an address is routed to containers of this machine. So a cloud cannot
+//     reach the network around the edge.
 
-// typeNetworks tells an edge the networks of its pods. The data is the protobuf
+// typeNetworks is the type of the message with the networks of an edge's pods. Its data is the protobuf
 // message { repeated string cidr = 1; }.
 const typeNetworks = "networks"
 
-// mostNetworks is how many an edge looks at: a Node has one of each family.
-const mostNetworks = 16
+// maxNetworks bounds the networks in a message. A Node has one of each address family.
+const maxNetworks = 16
 
 func encodeNetworks(all []netip.Prefix) []byte {
 	var b []byte
@@ -63,6 +65,7 @@ func decodeNetworks(b []byte) ([]netip.Prefix, error) {
 			return nil, errNotNetworks
 		}
 		b = b[size:]
+		// Other fields are skipped. A varint as field 1 leaves cidr empty, which is refused below.
 		if n != 1 || t != protowire.BytesType && t != protowire.VarintType {
 			continue
 		}
@@ -70,30 +73,32 @@ func decodeNetworks(b []byte) ([]netip.Prefix, error) {
 		if err != nil {
 			return nil, fmt.Errorf("networks: %w", err)
 		}
-		if len(all) == mostNetworks {
-			return nil, fmt.Errorf("networks: more than %d", mostNetworks)
+		if len(all) == maxNetworks {
+			return nil, fmt.Errorf("networks: more than %d", maxNetworks)
 		}
 		all = append(all, p)
 	}
 	return all, nil
 }
 
-// Sessions are those of the nodes that are connected here.
+// Sessions are the sessions of nodes that are connected to this replica.
 type Sessions interface {
 	Sessions() []*tunnel.Session
+	// Changed returns a channel that is closed at the next change.
 	Changed() <-chan struct{}
 }
 
-// tell tells every edge the networks of its pods, and again when they have changed, until
-// ctx is done. They are what Kubernetes says, never what an edge has claimed: it would dial
-// what somebody else wrote into its identifiers. An edge that has none is told so once,
-// since it remembers what it was told in a session before.
-func (f *FrontDoor) tell(ctx context.Context) error {
+// announceNetworks tells every edge the networks of its pods, now and after each change, until ctx is done.
+// The networks come from Kubernetes, never from claims of edges: otherwise an edge would permit what
+// somebody has written to its identifiers. An edge without networks is told so once, since it remembers
+// the networks of an earlier session.
+func (f *FrontDoor) announceNetworks(ctx context.Context) error {
 	told := make(map[*tunnel.Session][]netip.Prefix)
 	for {
 		came, changed := f.sessions.Changed(), f.chooser.source.Changed()
 		if f.chooser.source.Known() {
-			f.guard("edges are not told of their pods", func() error { told = f.tellNow(told); return nil }) //nolint:errcheck // the next change tries again
+			//nolint:errcheck // the next change tries again
+			f.guard("edges are not told of their pods", func() error { told = f.announceOnce(told); return nil })
 		}
 		select {
 		case <-came:
@@ -104,8 +109,9 @@ func (f *FrontDoor) tell(ctx context.Context) error {
 	}
 }
 
-// tellNow tells those who have not been told what is so now, and returns what all have been.
-func (f *FrontDoor) tellNow(told map[*tunnel.Session][]netip.Prefix) map[*tunnel.Session][]netip.Prefix {
+// announceOnce tells the sessions whose networks differ from told. It returns the networks that every live
+// session has now been told.
+func (f *FrontDoor) announceOnce(told map[*tunnel.Session][]netip.Prefix) map[*tunnel.Session][]netip.Prefix {
 	var all map[tunnel.NodeName]konnectivity.Identifiers
 	if f.cfg.Kubernetes {
 		all = f.chooser.source.Identifiers()
@@ -114,50 +120,51 @@ func (f *FrontDoor) tellNow(told map[*tunnel.Session][]netip.Prefix) map[*tunnel
 	for _, s := range f.sessions.Sessions() {
 		now := all[s.Node].Networks
 		if before, ok := told[s]; !ok || !slices.Equal(before, now) {
-			s.Send(&tunnel.Message{Category: name, Type: typeNetworks, Data: encodeNetworks(now)}) //nolint:errcheck // it ends only with the session
+			m := &tunnel.Message{Category: name, Type: typeNetworks, Data: encodeNetworks(now)}
+			s.Send(m) //nolint:errcheck // it fails only if the session has ended
 		}
 		live[s] = now
 	}
 	return live
 }
 
-// pods is what an edge knows of the networks of its pods.
+// pods decides at an edge which addresses are pods of its node.
 type pods struct {
-	told    atomic.Pointer[[]netip.Prefix]
-	routes  func() ([]route, error)
-	devices devices
+	networks atomic.Pointer[[]netip.Prefix] // as the cloud has told; nil: not yet
+	routes   func() ([]route, error)
+	devices  devices
 }
 
-// hear takes what the cloud says.
-func (p *pods) hear(_ context.Context, _ *tunnel.Session, m *tunnel.Message) error {
+// setNetworks handles a message of the cloud.
+func (p *pods) setNetworks(_ context.Context, _ *tunnel.Session, m *tunnel.Message) error {
 	all, err := decodeNetworks(m.Data)
 	if err != nil {
 		return err
 	}
-	p.told.Store(&all)
+	p.networks.Store(&all)
 	return nil
 }
 
 // has reports whether a is the address of a pod of this node.
 func (p *pods) has(a netip.Addr) bool {
-	told := p.told.Load()
+	told := p.networks.Load()
 	if told == nil || !slices.ContainsFunc(*told, func(n netip.Prefix) bool { return n.Contains(a) }) {
 		return false
 	}
 	routes, err := p.routes()
-	return err == nil && onThisMachine(a, routes, p.devices.leadInside)
+	return err == nil && routedToContainers(a, routes, p.devices.leadsToContainers)
 }
 
-// route is a line of the kernel's routing table.
+// route is an entry of the kernel's routing table.
 type route struct {
-	to     netip.Prefix
-	direct bool // there is no gateway, or it is an address of this machine
+	to     netip.Prefix // the destination
+	direct bool         // without a gateway, or the gateway is an address of this machine
 	device string
 }
 
-// onThisMachine reports whether packets to a stay on this machine: the narrowest route goes
-// straight to a device that leads to containers and not out of the machine otherwise.
-func onThisMachine(a netip.Addr, routes []route, inside func(device string) bool) bool {
+// routedToContainers reports whether packets to a stay on this machine. They do if the narrowest route is
+// direct, inside holds for its device, and the device has no default route out of the machine.
+func routedToContainers(a netip.Addr, routes []route, inside func(device string) bool) bool {
 	best := -1
 	for i, r := range routes {
 		if r.to.Contains(a) && (best < 0 || r.to.Bits() > routes[best].to.Bits()) {
@@ -186,10 +193,12 @@ func readRoutes() ([]route, error) {
 		}
 	}
 	var all []route
-	for file, parse := range map[string]func([]string) (route, netip.Addr, bool){"/proc/net/route": parseRoute4, "/proc/net/ipv6_route": parseRoute6} {
+	for file, parse := range map[string]func([]string) (route, netip.Addr, bool){
+		"/proc/net/route": parseRoute4, "/proc/net/ipv6_route": parseRoute6,
+	} {
 		f, err := os.Open(file)
 		if err != nil {
-			continue // without IPv6, say
+			continue // for example without IPv6
 		}
 		routes := parseRoutes(f, parse, own)
 		f.Close()
@@ -201,18 +210,18 @@ func readRoutes() ([]route, error) {
 	return all, nil
 }
 
-// devices knows what the network devices of this machine are.
+// devices knows the kinds of network devices of this machine.
 type devices struct {
-	sysfs  string                     // where they are listed
-	driver func(device string) string // "": nothing is known
+	sysfs  string                     // the folder with an entry for each device
+	driver func(device string) string // "" for an unknown device
 }
 
-func theDevices() devices { return devices{sysfs: "/sys/class/net", driver: driverOf} }
+func systemDevices() devices { return devices{sysfs: "/sys/class/net", driver: driverOf} }
 
-// leadInside reports whether a device leads to containers alone: one end of a pair, or a
-// bridge of such. Everything else may be a wire with another name: a VLAN, a bond, a VPN, the
-// bridge of virtual machines.
-func (d devices) leadInside(device string) bool {
+// leadsToContainers reports whether a device leads to containers only. It does if it is one end of a
+// virtual pair, or a bridge whose ports all are. Every other device may lead out of the machine: a VLAN, a
+// bond, a VPN, a bridge of virtual machines.
+func (d devices) leadsToContainers(device string) bool {
 	isPair := func(device string) bool {
 		driver := d.driver(device)
 		return driver == "veth" || driver == "netkit"
@@ -227,6 +236,7 @@ func (d devices) leadInside(device string) bool {
 	return err == nil && !slices.ContainsFunc(ports, func(p os.DirEntry) bool { return !isPair(p.Name()) })
 }
 
+// parseRoutes reads routes from in. own are the addresses of this machine.
 func parseRoutes(in io.Reader, parse func([]string) (route, netip.Addr, bool), own map[netip.Addr]bool) []route {
 	var all []route
 	lines := bufio.NewScanner(in)
@@ -245,8 +255,8 @@ const (
 	routeReject = 0x200
 )
 
-// parseRoute4: Iface Destination Gateway Flags RefCnt Use Metric Mask …; addresses are
-// hexadecimal as the machine holds them.
+// parseRoute4 parses the fields Iface Destination Gateway Flags RefCnt Use Metric Mask …. Addresses are
+// hexadecimal in the byte order of the machine. It reports whether the route is in use.
 func parseRoute4(f []string) (route, netip.Addr, bool) {
 	if len(f) < 8 {
 		return route{}, netip.Addr{}, false
@@ -272,8 +282,8 @@ func addr4(s string) (netip.Addr, bool) {
 	return netip.AddrFrom4(b), true
 }
 
-// parseRoute6: destination, its length, source, its length, next hop, metric, references,
-// use, flags, device; addresses are hexadecimal in network order.
+// parseRoute6 parses the fields destination, its length, source, its length, next hop, metric, references,
+// use, flags, device. Addresses are hexadecimal in network byte order.
 func parseRoute6(f []string) (route, netip.Addr, bool) {
 	if len(f) < 10 {
 		return route{}, netip.Addr{}, false

@@ -33,13 +33,13 @@ func FuzzNetworks(f *testing.F) {
 			return
 		}
 		again, err := decodeNetworks(encodeNetworks(all))
-		if err != nil || !slices.Equal(all, again) || len(all) > mostNetworks {
+		if err != nil || !slices.Equal(all, again) || len(all) > maxNetworks {
 			t.Fatalf("%v became %v: %v", all, again, err)
 		}
 	})
 }
 
-// The lines are those of kernels, little-endian: flannel's bridge and calico's host routes.
+// Routing tables of real kernels, little-endian: flannel's bridge and calico's host routes.
 const (
 	routes4 = `Iface	Destination	Gateway 	Flags	RefCnt	Use	Metric	Mask		MTU	Window	IRTT
 eth0	00000000	010200C0	0003	0	0	0	00000000	0	0	0
@@ -63,7 +63,7 @@ func testRoutes() ([]route, error) {
 	return all, nil
 }
 
-// testDevices are those that testRoutes go to; cni0 has a port.
+// testDevices are the devices of testRoutes. The bridge cni0 has the ports veth1 and cni0port.
 func testDevices(t *testing.T, cni0port string) devices {
 	t.Helper()
 	d := devices{sysfs: t.TempDir(), driver: func(device string) string {
@@ -82,25 +82,26 @@ func testDevices(t *testing.T, cni0port string) devices {
 	return d
 }
 
-// What is no container's may be a wire: sysfs knows no hardware behind the most of these.
+// Only virtual pairs, and bridges of them, lead to containers. Most of the other devices have no hardware
+// in sysfs, and still lead out of the machine.
 func TestLeadInside(t *testing.T) {
 	d := testDevices(t, "netkit1")
 	for device, want := range map[string]bool{
 		"cali1": true, "netkit1": true, "cni0": true,
 		"eth0": false, "eth0.100": false, "bond0": false, "wg0": false, "tun0": false, "vxlan1": false, "": false, "unknown": false,
 	} {
-		if d.leadInside(device) != want {
+		if d.leadsToContainers(device) != want {
 			t.Errorf("%s: %v", device, !want)
 		}
 	}
 	for _, port := range []string{"eth1", "eth0.100", "bond0", "vxlan1", "tap1", "unknown"} {
-		if testDevices(t, port).leadInside("cni0") {
+		if testDevices(t, port).leadsToContainers("cni0") {
 			t.Errorf("a bridge with %s leads inside", port)
 		}
 	}
 }
 
-// The kernel is asked in the right way: loopback has no driver, and hardware is no pair.
+// driverOf asks the kernel correctly: loopback has no driver, and hardware is no virtual pair.
 func TestDriver(t *testing.T) {
 	all, err := net.Interfaces()
 	if err != nil {
@@ -108,7 +109,7 @@ func TestDriver(t *testing.T) {
 	}
 	for _, i := range all {
 		_, err := os.Stat(filepath.Join("/sys/class/net", i.Name, "device"))
-		if hardware := err == nil; hardware && (driverOf(i.Name) == "" || theDevices().leadInside(i.Name)) || i.Flags&net.FlagLoopback != 0 && theDevices().leadInside(i.Name) {
+		if hardware := err == nil; hardware && (driverOf(i.Name) == "" || systemDevices().leadsToContainers(i.Name)) || i.Flags&net.FlagLoopback != 0 && systemDevices().leadsToContainers(i.Name) {
 			t.Errorf("%s is driven by %q", i.Name, driverOf(i.Name))
 		}
 	}
@@ -123,37 +124,36 @@ func TestOnThisMachine(t *testing.T) {
 	for addr, want := range map[string]bool{
 		"10.88.1.7": true,  // on a bridge
 		"10.88.2.5": true,  // a host route
-		"10.88.2.6": false, // no such: the default route's
-		"10.88.3.9": true,  // by way of our own address
-		"10.88.4.9": false, // by way of another machine
-		"10.88.5.9": false, // on a wire
-		"10.88.6.9": false, // nowhere
-		"192.0.2.9": false, // next to us
+		"10.88.2.6": false, // no route but the default route
+		"10.88.3.9": true,  // the gateway is our own address
+		"10.88.4.9": false, // the gateway is another machine
+		"10.88.5.9": false, // a hardware device
+		"10.88.6.9": false, // a reject route
+		"192.0.2.9": false, // a neighbour on our network
 		"8.8.8.8":   false,
 		"fd00:1::7": true,
 		"fd00:2::7": false,
 		"10.88.1.0": true,
-		"127.0.0.1": false, // the rules' business
+		"127.0.0.1": false, // permitted by rules only
 	} {
-		if got := onThisMachine(netip.MustParseAddr(addr), routes, devices.leadInside); got != want {
+		if got := routedToContainers(netip.MustParseAddr(addr), routes, devices.leadsToContainers); got != want {
 			t.Errorf("%s: %v", addr, got)
 		}
 	}
 }
 
-// The real tables can be read, and loopback is no pod.
+// The routing tables of this machine can be read, and no other machine is a container.
 func TestReadRoutes(t *testing.T) {
 	routes, err := readRoutes()
 	if err != nil {
 		t.Skip("no routing table here: ", err)
 	}
-	if onThisMachine(netip.MustParseAddr("198.51.100.1"), routes, theDevices().leadInside) {
+	if routedToContainers(netip.MustParseAddr("198.51.100.1"), routes, systemDevices().leadsToContainers) {
 		t.Errorf("a documentation address is on this machine: %+v", routes)
 	}
 }
 
-// An address is dialled when the cloud has named its network and it is here: not one of the
-// two alone.
+// An edge dials an address only if the cloud has named its network, and it is routed to containers here.
 func TestPods(t *testing.T) {
 	policy, err := auth.ParsePolicy([]string{"127.0.0.1:1"})
 	if err != nil {
@@ -171,8 +171,8 @@ func TestPods(t *testing.T) {
 	}
 	for addr, want := range map[string]bool{
 		"10.88.1.7:80": true, "[fd00:1::7]:80": true, "[::ffff:10.88.1.7]:80": true,
-		"10.88.3.9:80": false, // here, and not named
-		"192.0.2.9:80": false, // named, and not here
+		"10.88.3.9:80": false, // routed to containers, but not named
+		"192.0.2.9:80": false, // named, but not routed to containers
 		"127.0.0.1:1":  true,
 		"127.0.0.1:2":  false,
 	} {
@@ -191,7 +191,7 @@ func TestPods(t *testing.T) {
 	}
 }
 
-// link is a session that notes what it is sent.
+// link is the transport of a session that records the messages sent to it.
 type link struct {
 	tunnel.Link
 	sent chan *tunnel.Message
@@ -204,7 +204,7 @@ func (l link) Send(m *tunnel.Message) error {
 	return nil
 }
 
-// teller is a front door that tells edges their networks. end ends it.
+// teller runs announceNetworks of a front door until end is called.
 func teller(t *testing.T, kubernetes bool, n *nodes, dir *tunnel.Directory) (end func()) {
 	t.Helper()
 	door, err := New(Config{Identifiers: n, Kubernetes: kubernetes, Sessions: dir}, n, n, slog.New(slog.DiscardHandler))
@@ -215,7 +215,7 @@ func teller(t *testing.T, kubernetes bool, n *nodes, dir *tunnel.Directory) (end
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
-		door.tell(ctx)
+		door.announceNetworks(ctx)
 	}()
 	return func() {
 		cancel()
@@ -223,7 +223,7 @@ func teller(t *testing.T, kubernetes bool, n *nodes, dir *tunnel.Directory) (end
 	}
 }
 
-// is waits for what an edge is told next.
+// is waits for the next message to an edge.
 func (l link) is(t *testing.T, why string, networks []netip.Prefix) {
 	t.Helper()
 	m := <-l.sent
@@ -265,7 +265,7 @@ func TestTell(t *testing.T) {
 	}
 }
 
-// What an edge claims to reach, it must not be told that it may dial.
+// Networks that an edge claims are never announced to it.
 func TestClaimsAreNotTold(t *testing.T) {
 	dir := new(tunnel.Directory)
 	n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{"a": {Networks: prefixes("10.88.1.0/24")}}, changed: make(chan struct{})}

@@ -11,7 +11,7 @@ import (
 	"tunnel/pkg/konnectivity"
 )
 
-// A panic while one caller is served ends what that caller asked for, and is counted.
+// A panic in a dial ends that caller's stream or connection only, and is counted.
 func TestPanicInADial(t *testing.T) {
 	r := newRig(t)
 	addr := listen(t, echo)

@@ -24,24 +24,24 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Konnectivity's ProxyService: a stream for each connection, on which the client asks for
-// a dial, sends data and closes. Many streams may share one gRPC connection.
+// This file serves Konnectivity's ProxyService. The client opens a stream for each connection, on which it
+// asks for a dial, sends data and closes. Many streams may share one gRPC connection.
 
 const (
-	// mostData is the most data that is accepted in one packet: the client sends what one
-	// Write was given as one packet, whatever its size.
-	mostData = 64 << 20
-	// mostPacket is the longest packet that is accepted.
-	mostPacket = mostData + konnectivity.MaxHead
-	// proxyWindow is what a stream may have in flight.
+	// maxData is the most data that we accept in one packet, in bytes. The client sends the bytes of one
+	// Write as one packet, however many they are.
+	maxData = 64 << 20
+	// maxPacket is the longest packet that we accept, in bytes.
+	maxPacket = maxData + konnectivity.MaxHead
+	// proxyWindow is the flow-control window of a stream, in bytes.
 	proxyWindow = 1 << 20
-	// proxyStreams bounds the streams of a gRPC connection: the conns of a caller that
-	// shares one. kube-apiserver has a connection for each.
+	// proxyStreams bounds the streams of a gRPC connection, and thus the conns of a caller that shares
+	// one. kube-apiserver opens a connection for each conn.
 	proxyStreams = 1024
-	// proxyHandshake is how long a caller may take to shake hands.
+	// proxyHandshake bounds a caller's handshakes, of TLS and HTTP/2.
 	proxyHandshake = 10 * time.Second
-	// theConn is the id of the one connection that a stream has.
-	theConn = 1
+	// onlyConn is the id of the one conn of a stream.
+	onlyConn = 1
 )
 
 // serveGRPC serves ProxyService on ln until ctx is done.
@@ -51,7 +51,7 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 	p := &proxies{door: f, conns: conns}
 	opts := []grpc.ServerOption{
 		grpc.ForceServerCodecV2(konnectivity.NewCodec()),
-		grpc.MaxRecvMsgSize(mostPacket),
+		grpc.MaxRecvMsgSize(maxPacket),
 		grpc.MaxConcurrentStreams(proxyStreams),
 		grpc.MaxHeaderListSize(konnectivity.MaxHeaders),
 		grpc.ConnectionTimeout(proxyHandshake),
@@ -59,7 +59,7 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 		grpc.StaticConnWindowSize(16 * proxyWindow),
 		grpc.WaitForHandlers(true),
 		grpc.StreamInterceptor(konnectivity.GuardStreams(f.log, f.cfg.Counters)),
-		// Its own clients ask once an hour; those of others may ask more often.
+		// Konnectivity's client pings once an hour; other clients may ping more often.
 		grpc.KeepaliveParams(keepalive.ServerParameters{Time: 30 * time.Second, Timeout: 10 * time.Second}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
 	}
@@ -70,9 +70,11 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 	}
 	server := grpc.NewServer(opts...)
 	server.RegisterService(&grpc.ServiceDesc{
-		ServiceName: "ProxyService", // in no package
+		ServiceName: "ProxyService", // without a protobuf package
 		HandlerType: (*any)(nil),
-		Streams:     []grpc.StreamDesc{{StreamName: "Proxy", Handler: p.handle, ServerStreams: true, ClientStreams: true}},
+		Streams: []grpc.StreamDesc{
+			{StreamName: "Proxy", Handler: p.handle, ServerStreams: true, ClientStreams: true},
+		},
 	}, p)
 	stopped := make(chan struct{})
 	hurry := context.AfterFunc(conns, server.Stop)
@@ -81,7 +83,7 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 		server.GracefulStop()
 	})
 	err := server.Serve(ln)
-	if stop() { // it has failed by itself
+	if stop() { // Serve has failed before ctx was done
 		server.Stop()
 	} else {
 		<-stopped
@@ -92,17 +94,20 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 	return err
 }
 
-// proxies is a gRPC server's streams.
+// proxies handles the streams of a gRPC server.
 type proxies struct {
 	door    *FrontDoor
-	conns   context.Context // outlives the front door's by the grace period
-	working sync.WaitGroup  // what gRPC frees only when a stream's handler has returned
+	conns   context.Context // of the conns; outlives the context of the front door by the grace period
+	working sync.WaitGroup  // goroutines that gRPC may block until the stream's handler has returned
 }
 
-// handle is one stream. It returns when the conn is over, or to make it so: gRPC then frees
-// who waits for the client.
+// handle handles one stream. It returns when the conn is over, or to end it: gRPC then unblocks goroutines
+// that wait for the client.
 func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
-	s := &proxyStream{stream: stream, working: &p.working, guard: p.door.guard, first: make(chan received, 1), over: make(chan struct{}), apart: newApart()}
+	s := &proxyStream{
+		stream: stream, working: &p.working, guard: p.door.guard,
+		first: make(chan received, 1), over: make(chan struct{}), gap: newAnswerGap(),
+	}
 	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
 	asked := make(chan received, 1)
@@ -113,7 +118,7 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 		if r.err != nil || r.packet.Type != konnectivity.PacketDialReq {
 			return
 		}
-		// Until the target is there, all that may come is that it is not wanted any more.
+		// Until the dial is answered, the client can only give it up. The next packet says so, or is kept.
 		r = received{}
 		r.err = s.guard("the stream ends", func() (err error) { r.packet, err = s.receive(); return err })
 		if r.err != nil || r.packet.Type == konnectivity.PacketDialCls || r.packet.Type == konnectivity.PacketCloseReq {
@@ -125,21 +130,26 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	if err != nil || req == nil {
 		return err
 	}
-	target, err := p.door.dial(ctx, doorGRPC, req.Address, caller(stream.Context()))
+	target, err := p.door.dial(ctx, doorGRPC, req.Address, callerName(stream.Context()))
 	if err != nil {
 		p.door.log.Debug("dial refused", "target", req.Address, "err", err)
 		return s.send(&konnectivity.Packet{Type: konnectivity.PacketDialRsp, Random: req.Random, Err: tellable(err)})
 	}
-	s.apart.answered = time.Now()
-	if err := s.send(&konnectivity.Packet{Type: konnectivity.PacketDialRsp, Random: req.Random, ConnID: theConn}); err != nil {
+	s.gap.answered = time.Now()
+	answer := &konnectivity.Packet{Type: konnectivity.PacketDialRsp, Random: req.Random, ConnID: onlyConn}
+	if err := s.send(answer); err != nil {
 		tunnel.Reset(target)
 		return err
 	}
 	done := make(chan struct{})
 	p.working.Go(func() {
 		defer close(done)
-		if s.guard("the conn ends", func() error { p.door.splice(p.conns, doorGRPC, req.Address, s, target); return nil }) != nil {
-			s.Reset() //nolint:errcheck // it has none
+		err := s.guard("the conn ends", func() error {
+			p.door.splice(p.conns, doorGRPC, req.Address, s, target)
+			return nil
+		})
+		if err != nil {
+			s.Reset() //nolint:errcheck // it never fails
 			tunnel.Reset(target)
 		}
 	})
@@ -153,8 +163,8 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	return nil
 }
 
-// tellable is what a caller is told of an error: Konnectivity's own words first where it has
-// some.
+// tellable returns the text of an error for the caller. Where Konnectivity's server has words of its own,
+// the text begins with them.
 func tellable(err error) string {
 	if r, ok := errors.AsType[*tunnel.Refusal](err); ok && r.Code == tunnel.NoSuchNode {
 		return r.Text
@@ -162,8 +172,8 @@ func tellable(err error) string {
 	return err.Error()
 }
 
-// caller says who has asked, for the edge's eyes.
-func caller(ctx context.Context) string {
+// callerName names the caller, for the policy and the log of the edge.
+func callerName(ctx context.Context) string {
 	p, ok := peer.FromContext(ctx)
 	if !ok {
 		return ""
@@ -171,40 +181,44 @@ func caller(ctx context.Context) string {
 	if t, ok := p.AuthInfo.(credentials.TLSInfo); ok && len(t.State.PeerCertificates) > 0 {
 		return t.State.PeerCertificates[0].Subject.CommonName
 	}
-	return p.Addr.Network() // of a unix socket, whose peers have no address
+	return p.Addr.Network() // "unix": peers of a unix socket have no address
 }
 
-// proxyStream is a stream as the conn that it stands for. A close request is the end of
-// the client's bytes, and says that it reads no more; the end of the target's bytes is a
-// close response.
+// proxyStream is a stream as a net.Conn, the caller's end of a conn.
+//
+//   - A close request of the client ends its bytes, and means that it reads no more.
+//   - The end of the target's bytes becomes a close response.
+//
+// The splice reads and writes. After CloseRead, a goroutine of the stream goes on receiving for the
+// client's close request. At most one goroutine receives at a time: readMu passes that right on.
 type proxyStream struct {
 	stream  grpc.ServerStream
-	working *sync.WaitGroup
+	working *sync.WaitGroup // see proxies
 	guard   func(what string, do func() error) error
-	first   chan received // the first packet after the request; capacity 1, so that nobody waits to send
+	first   chan received // the packet after the dial request; capacity 1, so that sending never blocks
 
-	apart   apart
-	over    chan struct{} // closed when the handler is to return
-	ending  sync.Once     // closes it
-	aborted atomic.Bool   // because of a reset
-	deaf    atomic.Bool   // the client reads no more
+	gap        answerGap
+	over       chan struct{} // closed to make the handler return
+	ending     sync.Once     // closes over
+	aborted    atomic.Bool   // over is closed because of a reset
+	readClosed atomic.Bool   // the client reads no more
 
-	sendMu sync.Mutex // guards sending, and the following
+	sendMu sync.Mutex // guards SendMsg, and the following
 	closed bool       // the close response has been sent
 
 	readMu  sync.Mutex // guards the following
-	reading bool       // somebody receives
-	discard bool       // nobody wants the data
-	onStop  func()
+	reading bool       // a goroutine receives
+	discard bool       // received data are discarded
+	onStop  func()     // see OnStop
 
-	// Owned by who receives.
-	packet konnectivity.Packet // what is left of its data comes next
-	ended  error
-	begun  bool // first has been taken
+	// Owned by the goroutine that receives.
+	packet konnectivity.Packet // its remaining data are read next
+	ended  error               // why there is no more to read
+	begun  bool                // the packet in first has been taken
 }
 
-// closeWait is how long a client may take to end a stream after either side has closed. The
-// stock one does it at once.
+// closeWait is how long a client may take to end its stream after either side has closed. The stock client
+// ends it at once.
 const closeWait = 5 * time.Second
 
 // received is a packet, or why there is none.
@@ -213,8 +227,8 @@ type received struct {
 	err    error
 }
 
-// request waits for the first packet, which is to be a dial request. Any other ends the
-// stream. The request is nil when there is nothing to dial.
+// request waits for the first packet, which must be a dial request. After any other packet it answers the
+// client, and returns nil: the stream ends.
 func (s *proxyStream) request(first <-chan received) (*konnectivity.Packet, error) {
 	late := time.NewTimer(requestTimeout)
 	defer late.Stop()
@@ -235,11 +249,16 @@ func (s *proxyStream) request(first <-chan received) (*konnectivity.Packet, erro
 	switch p.Type {
 	case konnectivity.PacketDialReq:
 		if p.Protocol != "tcp" {
-			return nil, s.send(&konnectivity.Packet{Type: konnectivity.PacketDialRsp, Random: p.Random, Err: fmt.Sprintf("protocol %q cannot be dialled; only tcp can", p.Protocol)})
+			return nil, s.send(&konnectivity.Packet{
+				Type: konnectivity.PacketDialRsp, Random: p.Random,
+				Err: fmt.Sprintf("protocol %q cannot be dialled; only tcp can", p.Protocol),
+			})
 		}
 		return p, nil
 	case konnectivity.PacketData, konnectivity.PacketCloseReq:
-		return nil, s.send(&konnectivity.Packet{Type: konnectivity.PacketCloseRsp, ConnID: p.ConnID, Err: "backend not initialized"})
+		return nil, s.send(&konnectivity.Packet{
+			Type: konnectivity.PacketCloseRsp, ConnID: p.ConnID, Err: "backend not initialized",
+		})
 	}
 	return nil, nil
 }
@@ -256,7 +275,7 @@ func (s *proxyStream) send(p *konnectivity.Packet) error {
 	return s.stream.SendMsg(p)
 }
 
-// next has s.packet hold data, or returns why there is no more.
+// next receives until s.packet has data, or returns why there are no more.
 func (s *proxyStream) next() error {
 	for s.ended == nil && len(s.packet.Data) == 0 {
 		s.packet.Free()
@@ -267,18 +286,18 @@ func (s *proxyStream) next() error {
 			r := <-s.first
 			s.packet, err, s.begun = r.packet, r.err, true
 		}
-		s.apart.said()
+		s.gap.callerSpoke()
 		switch {
 		case err != nil && s.isClosed():
-			s.ended = io.EOF // both sides have said that it is over
+			s.ended = io.EOF // both sides have closed
 		case err != nil:
 			s.ended = tunnel.ErrReset
 		case s.packet.Type == konnectivity.PacketCloseReq || s.packet.Type == konnectivity.PacketDialCls:
 			s.ended = io.EOF
-			s.deaf.Store(true)
-			s.endSoon() // should it not read what is on the way, either
+			s.readClosed.Store(true)
+			s.endSoon() // the client may also not read the bytes in flight
 			s.stop()
-		case s.packet.Type != konnectivity.PacketData || s.packet.ConnID != theConn || s.discarding():
+		case s.packet.Type != konnectivity.PacketData || s.packet.ConnID != onlyConn || s.discarding():
 			s.packet.Data = nil
 		}
 	}
@@ -288,7 +307,7 @@ func (s *proxyStream) next() error {
 // Read implements net.Conn.
 func (s *proxyStream) Read(b []byte) (int, error) {
 	if !s.mayRead() {
-		return 0, io.EOF // CloseRead has come between two reads
+		return 0, io.EOF // CloseRead was called between two reads
 	}
 	defer s.hasRead()
 	if err := s.next(); err != nil {
@@ -299,8 +318,7 @@ func (s *proxyStream) Read(b []byte) (int, error) {
 	return n, nil
 }
 
-// mayRead makes the caller the one who receives, of whom there is never a second, until it
-// has called hasRead.
+// mayRead gives its caller the right to receive, until it calls hasRead.
 func (s *proxyStream) mayRead() bool {
 	s.readMu.Lock()
 	defer s.readMu.Unlock()
@@ -311,11 +329,12 @@ func (s *proxyStream) mayRead() bool {
 	return true
 }
 
+// hasRead gives the right to receive back.
 func (s *proxyStream) hasRead() {
 	s.readMu.Lock()
 	defer s.readMu.Unlock()
 	s.reading = false
-	if s.discard { // since then, and whoever called us reads no more
+	if s.discard { // CloseRead was called meanwhile
 		s.discardLocked()
 	}
 }
@@ -326,8 +345,8 @@ func (s *proxyStream) discarding() bool {
 	return s.discard
 }
 
-// CloseRead throws away what still comes: the client cannot be told that it is not wanted.
-// Somebody goes on receiving, for its close request.
+// CloseRead discards the data that still come, since the client cannot be told to stop. The stream goes on
+// receiving, for the client's close request.
 func (s *proxyStream) CloseRead() error {
 	s.readMu.Lock()
 	defer s.readMu.Unlock()
@@ -338,19 +357,19 @@ func (s *proxyStream) CloseRead() error {
 	return nil
 }
 
-// discardLocked receives until the end. The caller holds readMu, and nobody else receives.
+// discardLocked receives until the end, in a goroutine. The caller holds readMu, and nothing else receives.
 func (s *proxyStream) discardLocked() {
 	s.reading = true
 	s.working.Go(func() {
 		s.packet.Data = nil
 		err := s.guard("the conn ends", s.next)
 		if err != nil && !errors.Is(err, io.EOF) {
-			s.stop() // nobody else sees that
+			s.stop() // a reset; the splice no longer reads, and would miss it
 		}
 	})
 }
 
-// OnStop has f called when the client reads no more.
+// OnStop sets f, to be called when the client reads no more.
 func (s *proxyStream) OnStop(f func()) {
 	s.readMu.Lock()
 	defer s.readMu.Unlock()
@@ -368,15 +387,16 @@ func (s *proxyStream) stop() {
 
 // Write implements net.Conn.
 func (s *proxyStream) Write(b []byte) (n int, err error) {
-	s.apart.wait()
+	s.gap.wait()
 	s.sendMu.Lock()
 	defer s.sendMu.Unlock()
 	for len(b) > 0 {
-		if s.closed || s.deaf.Load() {
+		if s.closed || s.readClosed.Load() {
 			return n, &net.OpError{Op: "write", Net: konnectivity.Addr{}.Network(), Err: syscall.EPIPE}
 		}
 		part := b[:min(len(b), konnectivity.DataSize)]
-		if err := s.stream.SendMsg(&konnectivity.Packet{Type: konnectivity.PacketData, ConnID: theConn, Data: part}); err != nil {
+		p := &konnectivity.Packet{Type: konnectivity.PacketData, ConnID: onlyConn, Data: part}
+		if err := s.stream.SendMsg(p); err != nil {
 			return n, &net.OpError{Op: "write", Net: konnectivity.Addr{}.Network(), Err: tunnel.ErrReset}
 		}
 		n += len(part)
@@ -385,15 +405,15 @@ func (s *proxyStream) Write(b []byte) (n int, err error) {
 	return n, nil
 }
 
-// WriteSlice sends what a conn of the tunnel has received, uncopied and as one packet. It
-// takes data over.
+// WriteSlice sends the bytes of data as one packet, without a copy. It takes data over. Conns of package
+// stream call it with bytes that they have received.
 func (s *proxyStream) WriteSlice(data mem.BufferSlice) error {
-	s.apart.wait()
+	s.gap.wait()
 	s.sendMu.Lock()
 	defer s.sendMu.Unlock()
-	p := &konnectivity.Packet{Type: konnectivity.PacketData, ConnID: theConn, Slice: data}
+	p := &konnectivity.Packet{Type: konnectivity.PacketData, ConnID: onlyConn, Slice: data}
 	defer p.Free()
-	if s.closed || s.deaf.Load() {
+	if s.closed || s.readClosed.Load() {
 		return &net.OpError{Op: "write", Net: konnectivity.Addr{}.Network(), Err: syscall.EPIPE}
 	}
 	if err := s.stream.SendMsg(p); err != nil {
@@ -402,9 +422,9 @@ func (s *proxyStream) WriteSlice(data mem.BufferSlice) error {
 	return nil
 }
 
-// CloseWrite says that the target has ended. The protocol knows nothing less.
+// CloseWrite tells the client that the target has ended. The protocol has no half-close, so the conn ends.
 func (s *proxyStream) CloseWrite() error {
-	s.apart.wait()
+	s.gap.wait()
 	s.sendMu.Lock()
 	defer s.sendMu.Unlock()
 	if s.closed {
@@ -412,7 +432,7 @@ func (s *proxyStream) CloseWrite() error {
 	}
 	s.closed = true
 	s.endSoon()
-	return s.stream.SendMsg(&konnectivity.Packet{Type: konnectivity.PacketCloseRsp, ConnID: theConn})
+	return s.stream.SendMsg(&konnectivity.Packet{Type: konnectivity.PacketCloseRsp, ConnID: onlyConn})
 }
 
 func (s *proxyStream) isClosed() bool {
@@ -431,7 +451,7 @@ func (s *proxyStream) Reset() error {
 	return nil
 }
 
-// endSoon gives the client a while to end the stream.
+// endSoon ends the stream after closeWait, unless the client ends it before.
 func (s *proxyStream) endSoon() {
 	late := time.AfterFunc(closeWait, s.end)
 	context.AfterFunc(s.stream.Context(), func() { late.Stop() })
@@ -445,7 +465,7 @@ func (s *proxyStream) LocalAddr() net.Addr { return konnectivity.Addr{} }
 // RemoteAddr implements net.Conn.
 func (s *proxyStream) RemoteAddr() net.Addr { return konnectivity.Addr{} }
 
-// The deadlines of net.Conn; the stream has none.
+// A stream has no deadlines.
 
 func (s *proxyStream) SetDeadline(time.Time) error      { return errors.ErrUnsupported }
 func (s *proxyStream) SetReadDeadline(time.Time) error  { return errors.ErrUnsupported }

@@ -47,7 +47,7 @@ func TestProxyEcho(t *testing.T) {
 	}
 }
 
-// What was written before either side closes arrives, whole.
+// All bytes written before a close arrive, whichever side closes.
 func TestProxyLosesNothing(t *testing.T) {
 	r := newRig(t)
 	sent := random(4<<20 + 17)
@@ -55,7 +55,7 @@ func TestProxyLosesNothing(t *testing.T) {
 		got := make(chan []byte, 1)
 		c := r.client(t)
 		id := c.dial(listen(t, func(conn *net.TCPConn) {
-			time.Sleep(50 * time.Millisecond) // so that all of it is on the way
+			time.Sleep(50 * time.Millisecond) // so that all bytes are in flight
 			b, err := io.ReadAll(conn)
 			if err != nil {
 				t.Error(err)
@@ -95,7 +95,7 @@ func TestProxyLosesNothing(t *testing.T) {
 	})
 }
 
-// A close request is the end of both directions, also while the target talks on.
+// A close request ends both directions, also while the target still sends.
 func TestProxyCloseWhileTargetSends(t *testing.T) {
 	r := newRig(t)
 	c := r.client(t)
@@ -110,7 +110,9 @@ func TestProxyCloseWhileTargetSends(t *testing.T) {
 	}))
 	c.want(konnectivity.PacketData, "the target sends")
 	c.send(konnectivity.Packet{Type: konnectivity.PacketCloseReq, ConnID: id})
-	c.ended() // with a close response, or an error: Linux resets a socket that is shut both ways and still gets data
+	// The stream ends with a close response or an error: Linux resets a socket that is shut down in both
+	// directions and receives data.
+	c.ended()
 	<-ended
 }
 
@@ -121,7 +123,7 @@ func TestProxyTargetResets(t *testing.T) {
 			c := r.client(t)
 			reset := make(chan struct{})
 			id := c.dial(listen(t, func(conn *net.TCPConn) {
-				io.ReadFull(conn, make([]byte, 1)) // it is connected
+				io.ReadFull(conn, make([]byte, 1)) // the conn is open
 				if stalled {
 					conn.SetWriteDeadline(time.Now().Add(300 * time.Millisecond))
 					conn.Write(make([]byte, 64<<20))
@@ -180,7 +182,7 @@ func TestProxyRefusals(t *testing.T) {
 	}
 }
 
-// A dial that is not wanted any more is cancelled.
+// A dial is cancelled when its caller gives it up.
 func TestProxyCancelsDials(t *testing.T) {
 	for name, leave := range map[string]func(c *client){
 		"by a packet":            func(c *client) { c.send(konnectivity.Packet{Type: konnectivity.PacketDialCls, Random: 3}) },
@@ -193,14 +195,14 @@ func TestProxyCancelsDials(t *testing.T) {
 			r.nodes.hang = cancelled
 			c := r.client(t)
 			c.send(konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: "tcp", Address: "10.0.0.1:1", Random: 3})
-			time.Sleep(10 * time.Millisecond) // so that it hangs; sooner is as well
+			time.Sleep(10 * time.Millisecond) // so that the dial waits; the test also holds without
 			leave(c)
 			<-cancelled
 		})
 	}
 }
 
-// Who leaves without a word resets the target.
+// A stream that ends without a close request resets the target.
 func TestProxyClientVanishes(t *testing.T) {
 	r := newRig(t)
 	c := r.client(t)
@@ -216,10 +218,10 @@ func TestProxyClientVanishes(t *testing.T) {
 	}
 }
 
-// packets is a stream whose client is the test. It notes when two receive at once.
+// packets is a stream whose client is the test. It detects concurrent calls of RecvMsg.
 type packets struct {
 	grpc.ServerStream
-	from      chan konnectivity.Packet // of the client; closed: it has left
+	from      chan konnectivity.Packet // sent by the client; closed: the client has left
 	receivers atomic.Int32
 	tooMany   atomic.Bool
 }
@@ -239,8 +241,7 @@ func (p *packets) RecvMsg(m any) error {
 	return nil
 }
 
-// When nobody wants the client's bytes any more, one goes on receiving, and no second, at
-// whatever moment of a read that is said.
+// After CloseRead exactly one goroutine goes on receiving, at whatever moment of a Read the call comes.
 func TestProxyCloseRead(t *testing.T) {
 	for name, say := range map[string]func(s *proxyStream) error{
 		"between two reads": (*proxyStream).CloseRead,
@@ -257,7 +258,7 @@ func TestProxyCloseRead(t *testing.T) {
 	} {
 		for end, leave := range map[string]func(from chan konnectivity.Packet){
 			"with a close request": func(from chan konnectivity.Packet) {
-				from <- konnectivity.Packet{Type: konnectivity.PacketCloseReq, ConnID: theConn}
+				from <- konnectivity.Packet{Type: konnectivity.PacketCloseReq, ConnID: onlyConn}
 			},
 			"without a word": func(from chan konnectivity.Packet) { close(from) },
 		} {
@@ -265,13 +266,13 @@ func TestProxyCloseRead(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
 					in := &packets{from: make(chan konnectivity.Packet)}
 					var working sync.WaitGroup
-					s := &proxyStream{stream: in, working: &working, guard: func(_ string, do func() error) error { return do() }, over: make(chan struct{}), apart: newApart(), begun: true}
+					s := &proxyStream{stream: in, working: &working, guard: func(_ string, do func() error) error { return do() }, over: make(chan struct{}), gap: newAnswerGap(), begun: true}
 					stopped := make(chan struct{})
 					s.OnStop(func() { close(stopped) })
 					working.Go(func() {
-						in.from <- konnectivity.Packet{Type: konnectivity.PacketData, ConnID: theConn, Data: []byte("first")}
+						in.from <- konnectivity.Packet{Type: konnectivity.PacketData, ConnID: onlyConn, Data: []byte("first")}
 						time.Sleep(2 * time.Second)
-						in.from <- konnectivity.Packet{Type: konnectivity.PacketData, ConnID: theConn, Data: []byte("unwanted")}
+						in.from <- konnectivity.Packet{Type: konnectivity.PacketData, ConnID: onlyConn, Data: []byte("unwanted")}
 						leave(in.from)
 					})
 					if b := make([]byte, 9); read(t, s, b) != "first" {
@@ -281,7 +282,7 @@ func TestProxyCloseRead(t *testing.T) {
 					if n, late := s.Read(make([]byte, 9)); n != 0 || !errors.Is(late, io.EOF) {
 						t.Errorf("after that, %d bytes and %v were read", n, late)
 					}
-					if !errors.Is(err, tunnel.ErrReset) { // of which the splice knows itself
+					if !errors.Is(err, tunnel.ErrReset) { // on a reset, the splice sees it in Read
 						<-stopped
 					}
 					working.Wait()
@@ -303,14 +304,14 @@ func read(t *testing.T, c net.Conn, b []byte) string {
 	return string(b[:n])
 }
 
-// What a client may write at once fits, whatever the number of its conn.
+// A packet with maxData bytes of data is accepted, whatever the id of its conn.
 func TestMostDataFits(t *testing.T) {
-	wire, err := konnectivity.NewCodec().Marshal(&konnectivity.Packet{Type: konnectivity.PacketData, ConnID: -1, Data: make([]byte, mostData)})
+	wire, err := konnectivity.NewCodec().Marshal(&konnectivity.Packet{Type: konnectivity.PacketData, ConnID: -1, Data: make([]byte, maxData)})
 	if err != nil {
 		t.Fatal(err)
 	}
 	defer wire.Free()
-	if n := wire.Len(); n > mostPacket {
-		t.Errorf("%d bytes, and %d are accepted", n, mostPacket)
+	if n := wire.Len(); n > maxPacket {
+		t.Errorf("%d bytes, and %d are accepted", n, maxPacket)
 	}
 }

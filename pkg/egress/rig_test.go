@@ -20,24 +20,24 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// rig is a front door on two sockets, whose nodes dial for themselves.
+// rig is a front door on two unix sockets. Its nodes dial from this machine.
 type rig struct {
-	grpc, connect string // paths
+	grpc, connect string // paths of the sockets
 	nodes         *nodes
 	door          *FrontDoor
 }
 
-// nodes are a dialer, the directory and a source at once. Every node dials as this machine does.
+// nodes are the dialer, the directory and the source of a front door. Every node dials from this machine.
 type nodes struct {
 	mu      sync.Mutex
-	reach   map[tunnel.NodeName]konnectivity.Identifiers // of those that are connected
-	asked   []tunnel.NodeName                            // in order
+	reach   map[tunnel.NodeName]konnectivity.Identifiers // of connected nodes
+	asked   []tunnel.NodeName                            // nodes that were dialled, in order; with " waits" if the dial may wait
 	refuse  map[tunnel.NodeName]error
 	fault   bool          // dials panic
-	hang    chan struct{} // not nil: dials wait until their context ends, and close it then
+	hang    chan struct{} // if set, a dial waits for the end of its context, and then closes hang
 	changed chan struct{}
-	unknown bool   // what they reach is not known yet
-	target  string // dialled in place of every address; "": the address
+	unknown bool   // identifiers are not known yet
+	target  string // dialled instead of every address; "": the address itself
 }
 
 func (n *nodes) Holds(node tunnel.NodeName) bool {
@@ -197,7 +197,7 @@ func (c *client) send(p konnectivity.Packet) {
 	}
 }
 
-// want receives a packet of that type.
+// want receives a packet, which must have type typ.
 func (c *client) want(typ konnectivity.PacketType, why string) konnectivity.Packet {
 	c.t.Helper()
 	var p konnectivity.Packet
@@ -210,7 +210,7 @@ func (c *client) want(typ konnectivity.PacketType, why string) konnectivity.Pack
 	return p
 }
 
-// dial has a connection opened and returns its id.
+// dial opens a conn, and returns its id.
 func (c *client) dial(addr string) int64 {
 	c.t.Helper()
 	c.send(konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: "tcp", Address: addr, Random: 7})
@@ -221,7 +221,7 @@ func (c *client) dial(addr string) int64 {
 	return rsp.ConnID
 }
 
-// data returns what comes until the close response.
+// data returns the bytes until the close response.
 func (c *client) data(id int64) []byte {
 	c.t.Helper()
 	var all []byte

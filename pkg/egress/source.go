@@ -8,19 +8,19 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Claims is what edges say that they reach.
+// Claims are the identifiers that edges send about themselves.
 type Claims interface {
-	// Reach returns it in Konnectivity's form, for the nodes that say anything.
+	// Reach returns the identifiers of nodes that sent some, in the form of konnectivity.ParseIdentifiers.
 	Reach() map[tunnel.NodeName]string
-	// Connected returns the nodes that are connected.
+	// Connected returns the connected nodes.
 	Connected() []tunnel.NodeName
-	// Changed returns a channel that is closed when a node has come or gone.
+	// Changed returns a channel that is closed when a node has connected or left.
 	Changed() <-chan struct{}
 }
 
-// Believed is a source that believes what edges say, beside their names. It is for where
-// nobody else knows better: an edge that lies attracts what is meant for others. Only the
-// name of another node that is connected is not believed.
+// Believed returns a source that trusts the claims of edges. The name of a node is its own identifier
+// always, and no other node may claim it while the node is connected. All other claims are accepted: an
+// edge that lies attracts traffic for others. Use it only where no better source exists.
 func Believed(c Claims, log *slog.Logger) Source {
 	return &believed{c, log.With("module", name), new(tunnel.Limiter)}
 }
@@ -28,7 +28,7 @@ func Believed(c Claims, log *slog.Logger) Source {
 type believed struct {
 	Claims
 	log   *slog.Logger
-	wrong *tunnel.Limiter
+	wrong *tunnel.Limiter // of log lines about wrong claims
 }
 
 // Known implements Source.
@@ -45,7 +45,7 @@ func (b *believed) Identifiers() map[tunnel.NodeName]konnectivity.Identifiers {
 	for n := range connected {
 		id, err := konnectivity.ParseIdentifiers(said[n])
 		if err != nil {
-			// Its own start-up has said so; only another program gets here.
+			// An edge checks its identifiers at start, so another program has sent these.
 			if skipped, ok := b.wrong.Allow(); ok {
 				b.log.Warn("what an edge says it reaches does not count", "node", n, "err", err, "skipped", skipped)
 			}

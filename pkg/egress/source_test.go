@@ -7,13 +7,13 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// An edge may claim what it likes, but not the name of another that is connected.
+// An edge may claim anything but the name of another connected node.
 func TestNamesAreNotClaimed(t *testing.T) {
 	var dir tunnel.Directory
 	for node, reach := range map[tunnel.NodeName]string{
 		"a":        "host=B&host=b.&host=::ffff:10.0.0.9&host=a.lan&host=away&ipv4=10.0.0.1",
 		"b":        "host=b&cidr=10.88.2.0/24",
-		"10.0.0.9": "", // whoever lets it join
+		"10.0.0.9": "", // a node whose name is an address
 	} {
 		dir.Attach(&tunnel.Session{Node: node, Reach: reach, Link: newLink()})
 	}

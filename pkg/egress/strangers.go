@@ -8,7 +8,8 @@ import (
 	ports "tunnel/pkg/listen"
 )
 
-// strangerCreds are TLS for gRPC: who has shaken hands is no stranger.
+// strangerCreds are TLS credentials for gRPC. A caller stops being a stranger with its handshake, which
+// verifies its certificate.
 type strangerCreds struct {
 	credentials.TransportCredentials
 }

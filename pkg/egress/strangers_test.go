@@ -27,12 +27,12 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// overTLS is a front door with client certificates, and how a caller of it is configured.
+// overTLS is a front door that requires client certificates.
 type overTLS struct {
 	grpc, connect string // host:port
 	counters      *tunnel.Counters
 	caller        *tls.Config
-	stranger      *tls.Config // of another CA
+	stranger      *tls.Config // a caller with a certificate of another CA
 }
 
 func newOverTLS(t *testing.T) overTLS {
@@ -163,7 +163,7 @@ func TestCallersOverTLS(t *testing.T) {
 	}
 }
 
-// Strangers are bounded, and who has shaken hands is none.
+// Strangers are bounded. A caller that has finished its handshake is no longer a stranger.
 func TestStrangers(t *testing.T) {
 	o := newOverTLS(t)
 	addr := listen(t, echo)
@@ -179,7 +179,7 @@ func TestStrangers(t *testing.T) {
 			silent = append(silent, c)
 		}
 		one, err := net.Dial("tcp", door)
-		if err == nil { // else it was reset before we knew it
+		if err == nil { // otherwise it was reset during Dial
 			defer one.Close()
 			one.SetDeadline(time.Now().Add(20 * time.Second))
 			_, err = one.Read(make([]byte, 1))
@@ -205,14 +205,14 @@ func TestStrangers(t *testing.T) {
 	}
 }
 
-// Strangers from a few addresses that hold all places do not keep a caller out.
+// A caller can connect while strangers from a few addresses hold all places.
 func TestStrangersFromFewAddresses(t *testing.T) {
 	o := newOverTLS(t)
 	addr := listen(t, echo)
 	for _, door := range []string{o.grpc, o.connect} {
 		for i := range 8 * 3 {
 			c, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, byte(10+i%8))}}).Dial("tcp", door)
-			if err == nil { // else there was no place for it
+			if err == nil { // otherwise it was reset during Dial
 				defer c.Close()
 			}
 		}
@@ -227,7 +227,7 @@ func TestStrangersFromFewAddresses(t *testing.T) {
 	}
 }
 
-// Who connects and is silent is hung up on after two seconds.
+// A stranger that sends nothing is disconnected after two seconds.
 func TestSilentStranger(t *testing.T) {
 	o := newOverTLS(t)
 	for _, door := range []string{o.grpc, o.connect} {
@@ -250,7 +250,7 @@ func TestSilentStranger(t *testing.T) {
 	}
 }
 
-// watchedContext counts what waits for its end.
+// watchedContext counts the functions that wait for its end.
 type watchedContext struct {
 	context.Context
 	done    chan struct{}
@@ -259,19 +259,19 @@ type watchedContext struct {
 
 func (c *watchedContext) Done() <-chan struct{} { return c.done }
 
-// AfterFunc is what context.AfterFunc calls.
+// AfterFunc is called by context.AfterFunc.
 func (c *watchedContext) AfterFunc(func()) func() bool {
 	c.waiting.Add(1)
 	return sync.OnceValue(func() bool { return c.waiting.Add(-1) >= 0 })
 }
 
-// A stranger who fails to shake hands leaves nothing behind.
+// A failed handshake leaves no function waiting for the end of the front door.
 func TestFailedHandshakeIsForgotten(t *testing.T) {
 	f := &FrontDoor{log: slog.New(slog.DiscardHandler)}
 	ctx := &watchedContext{Context: context.Background(), done: make(chan struct{})}
 	ours, theirs := net.Pipe()
 	theirs.Close()
-	f.serveOne(ctx, ctx, ours, &tls.Config{})
+	f.serveConn(ctx, ctx, ours, &tls.Config{})
 	if n := ctx.waiting.Load(); n != 0 {
 		t.Errorf("%d still wait for the end of the front door", n)
 	}

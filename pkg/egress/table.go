@@ -9,29 +9,33 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// table answers which nodes reach an address. It never changes.
+// table answers which nodes reach an address. It never changes after newTable.
 type table struct {
-	hosts    map[string][]tunnel.NodeName
+	hosts    map[string][]tunnel.NodeName // by canonical name or address
 	networks map[netip.Prefix][]tunnel.NodeName
-	lengths  [2][]int // that prefixes in networks have, longest first: of IPv4, of IPv6
-	refused  map[string][]tunnel.NodeName
-	defaults []tunnel.NodeName
+	lengths  [2][]int                     // prefix lengths in networks, longest first: IPv4, IPv6
+	refused  map[string][]tunnel.NodeName // by canonical name; see konnectivity.Identifiers
+	defaults []tunnel.NodeName            // with a default route
 }
 
 func newTable(all map[tunnel.NodeName]konnectivity.Identifiers) *table {
-	t := &table{hosts: make(map[string][]tunnel.NodeName), networks: make(map[netip.Prefix][]tunnel.NodeName), refused: make(map[string][]tunnel.NodeName)}
+	t := &table{
+		hosts:    make(map[string][]tunnel.NodeName),
+		networks: make(map[netip.Prefix][]tunnel.NodeName),
+		refused:  make(map[string][]tunnel.NodeName),
+	}
 	for node, id := range all {
 		for _, h := range id.Hosts {
-			give(t.hosts, canonical(h), node)
+			addOwner(t.hosts, canonical(h), node)
 		}
 		for _, n := range id.Networks {
-			give(t.networks, n, node)
+			addOwner(t.networks, n, node)
 			if l := &t.lengths[family(n.Addr())]; !slices.Contains(*l, n.Bits()) {
 				*l = append(*l, n.Bits())
 			}
 		}
 		for _, h := range id.Refused {
-			give(t.refused, canonical(h), node)
+			addOwner(t.refused, canonical(h), node)
 		}
 		if id.DefaultRoute {
 			t.defaults = append(t.defaults, node)
@@ -43,13 +47,15 @@ func newTable(all map[tunnel.NodeName]konnectivity.Identifiers) *table {
 	return t
 }
 
-// give makes node one of those that have k. Nodes come one after the other.
-func give[K comparable](owners map[K][]tunnel.NodeName, k K, node tunnel.NodeName) {
+// addOwner adds node to the owners of k. All keys of a node are added before those of the next node, so
+// a duplicate can only be the last owner.
+func addOwner[K comparable](owners map[K][]tunnel.NodeName, k K, node tunnel.NodeName) {
 	if all := owners[k]; len(all) == 0 || all[len(all)-1] != node {
 		owners[k] = append(all, node)
 	}
 }
 
+// family returns the index of an address family in table.lengths.
 func family(a netip.Addr) int {
 	if a.Is4() {
 		return 0
@@ -57,10 +63,10 @@ func family(a netip.Addr) int {
 	return 1
 }
 
-// host returns the nodes that answer to a name or an address.
+// host returns the nodes with a name or an address of their own.
 func (t *table) host(host string) []tunnel.NodeName { return t.hosts[canonical(host)] }
 
-// canonical is a name or an address in the one way to write it.
+// canonical returns the one spelling of a name or an address under which the table has it.
 func canonical(host string) string {
 	if a, ok := address(host); ok {
 		return a.String()
@@ -68,14 +74,14 @@ func canonical(host string) string {
 	return strings.ToLower(strings.TrimSuffix(host, "."))
 }
 
-// address returns the address that host is. Another machine's zone says nothing.
+// address returns host as an address. It drops an IPv6 zone, which has no meaning on another machine.
 func address(host string) (netip.Addr, bool) {
 	a, err := netip.ParseAddr(strings.TrimSuffix(host, "."))
 	return a.WithZone("").Unmap(), err == nil
 }
 
-// holders returns the nodes with any network that holds the address.
-func (t *table) holders(host string) (all []tunnel.NodeName) {
+// allNetworks returns the nodes with any network that contains the address.
+func (t *table) allNetworks(host string) (all []tunnel.NodeName) {
 	a, ok := address(host)
 	if !ok {
 		return nil
@@ -88,8 +94,8 @@ func (t *table) holders(host string) (all []tunnel.NodeName) {
 	return all
 }
 
-// network returns the nodes with the narrowest network that holds the address.
-func (t *table) network(host string) []tunnel.NodeName {
+// narrowestNetwork returns the nodes with the narrowest network that contains the address.
+func (t *table) narrowestNetwork(host string) []tunnel.NodeName {
 	a, ok := address(host)
 	if !ok {
 		return nil

@@ -11,33 +11,33 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Until a stream of ProxyService has been answered, its client has nothing to send but the
-// dial request, or a close. gRPC cannot bound that: its longest message is the same for a
-// whole server, and it buffers a message before anybody sees it. So the frames of HTTP/2
-// (RFC 9113 section 4.1) are counted on their way.
+// Before we answer a stream of ProxyService, its client has only a dial request or a close to send. gRPC
+// cannot bound these bytes: the maximum message size applies to a whole server, and gRPC buffers a
+// message before a handler sees it. So this file counts the bytes of HTTP/2 frames (RFC 9113 section
+// 4.1) in each connection.
 
 const (
-	// mostUnanswered is how many bytes a stream may send before our first data: a dial
-	// request has some 300.
-	mostUnanswered = 64 << 10
+	// maxUnanswered is how many bytes of data a stream may send before our answer. A dial request has
+	// about 300.
+	maxUnanswered = 64 << 10
 
 	frameHead    = 9  // bytes
-	prefaceSize  = 24 // of a client, RFC 9113 section 3.4
+	prefaceSize  = 24 // bytes that a client sends first, RFC 9113 section 3.4
 	frameData    = 0x0
 	frameHeaders = 0x1
 	frameReset   = 0x3
 	flagEnd      = 0x1 // END_STREAM
 )
 
-// frames finds the heads of frames in a stream of bytes.
+// frames finds the frame headers in a stream of bytes.
 type frames struct {
-	skip int // bytes to the next head
+	skip int // bytes to the next frame header
 	head [frameHead]byte
-	have int // of head
+	have int // bytes of head that have been read
 }
 
-// take calls found for each frame whose head ends in b.
-func (f *frames) take(b []byte, found func(typ, flags byte, stream uint32, length int)) {
+// feed reads the next bytes b of the stream, and calls found for each frame header that ends in b.
+func (f *frames) feed(b []byte, found func(typ, flags byte, stream uint32, length int)) {
 	for len(b) > 0 {
 		if f.skip > 0 {
 			n := min(f.skip, len(b))
@@ -56,16 +56,16 @@ func (f *frames) take(b []byte, found func(typ, flags byte, stream uint32, lengt
 
 var errUnanswered = errors.New("more bytes than a dial request has came before the answer")
 
-// unansweredConn is a caller's connection that fails when a stream sends more than
-// mostUnanswered before it is answered.
+// unansweredConn is a caller's connection. Reading fails after a stream has sent more than maxUnanswered
+// bytes before our answer.
 type unansweredConn struct {
 	net.Conn
 	counters *tunnel.Counters
-	in       frames // owned by the reader
-	out      frames // owned by the writer
+	in       frames // from the caller; owned by the reader
+	out      frames // to the caller; owned by the writer
 
 	mu      sync.Mutex     // guards the following
-	streams map[uint32]int // those that have not been answered: the bytes that have come
+	streams map[uint32]int // unanswered streams by id, with the bytes of data that each has sent
 }
 
 func newUnansweredConn(c net.Conn, counters *tunnel.Counters) *unansweredConn {
@@ -78,7 +78,7 @@ func (c *unansweredConn) Read(b []byte) (int, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	tooMany := false
-	c.in.take(b[:n], func(typ, _ byte, stream uint32, length int) {
+	c.in.feed(b[:n], func(typ, _ byte, stream uint32, length int) {
 		switch typ {
 		case frameHeaders:
 			if _, known := c.streams[stream]; !known {
@@ -89,7 +89,7 @@ func (c *unansweredConn) Read(b []byte) (int, error) {
 		case frameData:
 			if came, unanswered := c.streams[stream]; unanswered {
 				c.streams[stream] = came + length
-				tooMany = tooMany || came+length > mostUnanswered
+				tooMany = tooMany || came+length > maxUnanswered
 			}
 		}
 	})
@@ -103,7 +103,7 @@ func (c *unansweredConn) Read(b []byte) (int, error) {
 // Write implements net.Conn.
 func (c *unansweredConn) Write(b []byte) (int, error) {
 	c.mu.Lock()
-	c.out.take(b, func(typ, flags byte, stream uint32, _ int) {
+	c.out.feed(b, func(typ, flags byte, stream uint32, _ int) {
 		if typ == frameData || typ == frameReset || typ == frameHeaders && flags&flagEnd != 0 {
 			delete(c.streams, stream)
 		}
@@ -112,7 +112,7 @@ func (c *unansweredConn) Write(b []byte) (int, error) {
 	return c.Conn.Write(b)
 }
 
-// unansweredListener accepts connections without TLS.
+// unansweredListener accepts callers without TLS as unansweredConns.
 type unansweredListener struct {
 	net.Listener
 	counters *tunnel.Counters
@@ -127,7 +127,7 @@ func (l unansweredListener) Accept() (net.Conn, error) {
 	return newUnansweredConn(c, l.counters), nil
 }
 
-// unansweredCreds are those of connections with TLS.
+// unansweredCreds make unansweredConns of callers over TLS, above the encryption.
 type unansweredCreds struct {
 	credentials.TransportCredentials
 	counters *tunnel.Counters

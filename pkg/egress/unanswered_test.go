@@ -23,8 +23,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// hog opens streams on one connection and sends on each the beginning of a message that
-// never ends, most bytes of it, as fast as it is let. It returns what was sent.
+// hog opens streams on one connection. On each it sends the first most bytes of a message that never ends,
+// as fast as flow control allows. It returns the number of bytes sent.
 func hog(t *testing.T, c net.Conn, streams, most int) (sent int) {
 	t.Helper()
 	io.WriteString(c, http2.ClientPreface)
@@ -81,7 +81,7 @@ func hog(t *testing.T, c net.Conn, streams, most int) (sent int) {
 			enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
 		}
 		f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: head.Bytes(), EndHeaders: true})
-		f.WriteData(id, false, binary.BigEndian.AppendUint32([]byte{0}, uint32(most+1))) // uncompressed, so long
+		f.WriteData(id, false, binary.BigEndian.AppendUint32([]byte{0}, uint32(most+1))) // uncompressed, and its length
 		window[id] = initial - 5
 		left[id] = most
 		conn -= 5
@@ -119,7 +119,7 @@ func hog(t *testing.T, c net.Conn, streams, most int) (sent int) {
 	return sent
 }
 
-// A caller that has not asked for a dial cannot make the cloud hold what it sends.
+// A caller that has not asked for a dial cannot fill the memory of the cloud.
 func TestProxyBeforeTheDial(t *testing.T) {
 	r := newRig(t)
 	other := r.client(t)
@@ -150,7 +150,7 @@ func TestProxyBeforeTheDial(t *testing.T) {
 	}
 }
 
-// The first packet of a stream has a deadline, and is a dial request.
+// The first packet of a stream has a deadline, and must be a dial request.
 func TestProxyFirstPacket(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		in := &packets{from: make(chan konnectivity.Packet)}
@@ -172,8 +172,7 @@ func TestProxyFirstPacket(t *testing.T) {
 	}
 }
 
-// A stream that has been answered may send whatever it likes; frames are found wherever
-// reads and writes cut them.
+// Only streams without an answer are bounded. Frames are found however reads and writes split them.
 func TestUnansweredConn(t *testing.T) {
 	frame := func(typ, flags byte, stream uint32, length int) []byte {
 		b := []byte{byte(length >> 16), byte(length >> 8), byte(length), typ, flags}
@@ -184,13 +183,13 @@ func TestUnansweredConn(t *testing.T) {
 	in = append(in, frame(0x4, 0, 0, 18)...) // settings
 	for stream := uint32(1); stream <= 3; stream += 2 {
 		in = append(in, frame(frameHeaders, 0x4, stream, 50)...)
-		in = append(in, frame(frameData, 0, stream, mostUnanswered)...)
+		in = append(in, frame(frameData, 0, stream, maxUnanswered)...)
 	}
 	for _, piece := range []int{1, 7, 9, 1000, 1 << 20} {
 		for name, tc := range map[string]struct {
-			answer []byte // written before more comes
+			answer []byte // written before more is read
 			more   []byte
-			want   bool // that it goes on
+			want   bool // the connection goes on
 		}{
 			"answered":            {frame(frameData, 0, 1, 20), frame(frameData, 0, 1, 1<<20), true},
 			"ended by us":         {frame(frameHeaders, flagEnd, 1, 20), frame(frameData, 0, 1, 1), true},
@@ -218,7 +217,7 @@ func TestUnansweredConn(t *testing.T) {
 	}
 }
 
-// pieces is a conn that reads rest by piece.
+// pieces is a connection whose Reads return at most piece bytes of rest.
 type pieces struct {
 	net.Conn
 	rest  []byte

@@ -27,62 +27,66 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// AgentsConfig is what [Agents] need.
+// AgentsConfig configures [Agents].
 type AgentsConfig struct {
 	Listen   string             // host:port
 	TLS      *tls.Config        // our certificate
 	Auth     auth.Authenticator // who may join as which node
-	Replicas func() int         // how many other replicas there are; nil: none
-	Conns    int                // conns of a node at once; 0: no bound
-	Dials    int                // dials of a node that it has not answered; 0: no bound
+	Replicas func() int         // how many other replicas of this cloud there are; nil: none
+	Conns    int                // the most conns of a node at once; 0: no bound
+	Dials    int                // the most unanswered dials of a node; 0: no bound
 
-	Joining, JoiningPerAddress int           // connections without a session, in all and of one source
-	JoinTimeout                time.Duration // how long one may go without
+	Joining, JoiningPerAddress int           // the most connections without a session, in all and of one source
+	JoinTimeout                time.Duration // how long a connection may be without a session
 
 	Counters *tunnel.Counters
 	Log      *slog.Logger
 }
 
-// Agents is the cloud's module that stock konnectivity agents join (AgentService of
-// Konnectivity). An agent is a session of the node that its credential proves, as an edge
-// is; its agent id must be that node's name.
+// Agents is the cloud's module that stock konnectivity agents join: it serves AgentService as a
+// proxy-server does. Each stream of an agent is a session of the node that its credential proves, as
+// each stream of an edge is. The agent id must be the name of that node.
+//
+// The newest stream of a node is attached to the directory and takes new dials. Older streams keep
+// their conns. An edge with the name of the node takes precedence: agents never replace an edge.
 type Agents struct {
 	// Set once.
 	cfg   AgentsConfig
-	id    string // of this replica
+	id    string // of this replica, for serverid
 	dir   *tunnel.Directory
 	log   *slog.Logger
 	grace time.Duration
 
-	refusals tunnel.Limiter
+	refusals tunnel.Limiter // of log lines about refused agents
 
 	mu       sync.Mutex // guards the following
 	addr     net.Addr   // nil: not listening
 	stopping bool
-	nodes    map[tunnel.NodeName][]*agentLink // live streams, in the order in which they came
+	nodes    map[tunnel.NodeName][]*agentLink // live streams, oldest first
 }
 
 var _ tunnel.Module = (*Agents)(nil)
 
-// Bounds of agents beside those of the configuration.
+// Bounds of agents, besides those of the configuration.
 const (
-	agentStreams    = 4         // of one connection; an agent has one
-	mostReach       = 4 << 10   // bytes of identifiers
-	mostAgentPacket = 256 << 10 // a stock agent's data has 4 KiB, ours 32
-	agentWindow     = 1 << 20
-	// The server pings an agent that has sent nothing for agentPing. A link may be cut for 10 s, and
-	// the answer still comes within agentAnswer; one that is lost is noticed within the 15 s of both.
-	agentPing   = 3 * time.Second
-	agentAnswer = 12 * time.Second
-	// settled is how long a second stream of a node must last before it counts: the stock
-	// agent looks for other replicas in this way, and hangs up when it finds the same.
-	settled = 2 * time.Second
-	// agentLinks is how many streams a node may have. An agent has one; while it comes back
-	// there may be some that we have not missed yet.
-	agentLinks = 8
+	maxStreamsPerConnection = 4         // an agent needs one
+	maxReach                = 4 << 10   // bytes of agentidentifiers
+	maxAgentPacket          = 256 << 10 // bytes; a stock agent sends data of 4 KiB, ours of 32 KiB
+	agentStreamWindow       = 1 << 20   // bytes in flight, of a stream and of its connection
+	// The server pings an agent that has sent nothing for pingInterval, and waits pingTimeout for the
+	// answer. A stream thus survives a link that is cut for 10 s, and a lost agent is noticed within
+	// 15 s.
+	pingInterval = 3 * time.Second
+	pingTimeout  = 12 * time.Second
+	// settleTime is how long a further stream of a node must live before it takes new dials. The stock
+	// agent opens such streams to look for other replicas, and closes one that led to the same replica.
+	settleTime = 2 * time.Second
+	// maxStreamsPerNode bounds the streams of a node. An agent needs one; after a reconnect there may
+	// be lost streams that we have not yet noticed.
+	maxStreamsPerNode = 8
 )
 
-// NewAgents returns the module. Its sessions are put into dir.
+// NewAgents returns the module. It attaches its sessions to dir.
 func NewAgents(cfg AgentsConfig, dir *tunnel.Directory) *Agents {
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
@@ -111,42 +115,48 @@ func (a *Agents) Ready() error {
 	return nil
 }
 
-// Run implements tunnel.Module: it listens until ctx is done. Then conns have the grace
-// period to end.
+// Run implements tunnel.Module. It listens until ctx is done; then conns may go on for the grace period.
 func (a *Agents) Run(ctx context.Context) error {
 	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", a.cfg.Listen)
 	if err != nil {
-		return fmt.Errorf("listening for agents: %w (is another process on that port? see agentport in [mode.cloud.egress])", err)
+		const advice = "is another process on that port? see agentport in [mode.cloud.egress]"
+		return fmt.Errorf("listening for agents: %w (%s)", err, advice)
 	}
 	a.mu.Lock()
 	a.addr = ln.Addr()
 	a.mu.Unlock()
 	conf := a.cfg.TLS.Clone()
-	conf.ClientAuth = tls.RequestClientCert // whose it is is looked at when somebody joins
+	conf.ClientAuth = tls.RequestClientCert // authenticate verifies it, if the agent shows no token
 	strangers := ports.NewListener(ports.Steady(ln, a.log), ports.ListenerConfig{
-		Max: a.cfg.Joining, MaxPerSource: a.cfg.JoiningPerAddress, Timeout: a.cfg.JoinTimeout, Bytes: StrangerBytes,
-		Counters: a.cfg.Counters, OverMax: tunnel.LimitJoining, OverMaxPerSource: tunnel.LimitJoiningPerAddress, TooLate: tunnel.LimitJoinTimeout,
+		Max: a.cfg.Joining, MaxPerSource: a.cfg.JoiningPerAddress,
+		Timeout: a.cfg.JoinTimeout, Bytes: StrangerBytes, Counters: a.cfg.Counters,
+		OverMax: tunnel.LimitJoining, OverMaxPerSource: tunnel.LimitJoiningPerAddress,
+		TooLate: tunnel.LimitJoinTimeout,
 	})
 	s := &agentService{agents: a}
 	server := grpc.NewServer(
 		grpc.Creds(agentCreds{credentials.NewTLS(conf)}),
 		grpc.ForceServerCodecV2(NewCodec()),
-		grpc.MaxRecvMsgSize(mostAgentPacket),
-		grpc.MaxConcurrentStreams(agentStreams),
+		grpc.MaxRecvMsgSize(maxAgentPacket),
+		grpc.MaxConcurrentStreams(maxStreamsPerConnection),
 		grpc.MaxHeaderListSize(MaxHeaders),
-		grpc.ConnectionTimeout(a.cfg.JoinTimeout+time.Second), // the listener is first, and counts
-		grpc.StaticStreamWindowSize(agentWindow),
-		grpc.StaticConnWindowSize(agentWindow),
+		grpc.ConnectionTimeout(a.cfg.JoinTimeout+time.Second), // the listener times out first, and counts
+		grpc.StaticStreamWindowSize(agentStreamWindow),
+		grpc.StaticConnWindowSize(agentStreamWindow),
 		grpc.WaitForHandlers(true),
 		grpc.StreamInterceptor(GuardStreams(a.log, a.cfg.Counters)),
 		grpc.UnknownServiceHandler(unknownMethod),
-		grpc.KeepaliveParams(keepalive.ServerParameters{Time: agentPing, Timeout: agentAnswer, MaxConnectionIdle: time.Minute}),
+		grpc.KeepaliveParams(keepalive.ServerParameters{
+			Time: pingInterval, Timeout: pingTimeout, MaxConnectionIdle: time.Minute,
+		}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
 	)
 	server.RegisterService(&grpc.ServiceDesc{
-		ServiceName: "AgentService", // in no package
+		ServiceName: "AgentService", // without a protobuf package
 		HandlerType: (*any)(nil),
-		Streams:     []grpc.StreamDesc{{StreamName: "Connect", Handler: s.handle, ServerStreams: true, ClientStreams: true}},
+		Streams: []grpc.StreamDesc{
+			{StreamName: "Connect", Handler: s.handle, ServerStreams: true, ClientStreams: true},
+		},
 	}, s)
 	served := make(chan error, 1)
 	go func() { served <- server.Serve(strangers) }()
@@ -157,8 +167,8 @@ func (a *Agents) Run(ctx context.Context) error {
 		a.mu.Lock()
 		a.stopping = true
 		a.mu.Unlock()
-		strangers.Close() // no more agents; those that there are go on
-		<-served          //nolint:errcheck // because of that
+		strangers.Close() // no new agents; live streams go on
+		<-served          //nolint:errcheck // Close is the reason
 		a.drain()
 	}
 	for _, l := range a.links() {
@@ -169,6 +179,7 @@ func (a *Agents) Run(ctx context.Context) error {
 	return err
 }
 
+// links returns all live streams.
 func (a *Agents) links() []*agentLink {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -179,7 +190,7 @@ func (a *Agents) links() []*agentLink {
 	return all
 }
 
-// drain waits until no conn is left, for the grace period at most.
+// drain waits until no conn is left, at most for the grace period.
 func (a *Agents) drain() {
 	late := time.After(a.grace)
 	for {
@@ -194,15 +205,15 @@ func (a *Agents) drain() {
 	}
 }
 
-// count returns how many replicas an agent should find.
-func (a *Agents) count() int {
+// replicas returns how many replicas an agent should join, for servercount.
+func (a *Agents) replicas() int {
 	if a.cfg.Replicas == nil {
 		return 1
 	}
 	return 1 + a.cfg.Replicas()
 }
 
-// attach makes l the session of its node, if it still lives. An edge is never displaced.
+// attach makes l the session of its node, if l is still live.
 func (a *Agents) attach(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -212,24 +223,25 @@ func (a *Agents) attach(l *agentLink) {
 	a.attachLocked(l)
 }
 
-// attachLocked is attach. The caller holds mu. Another stream of the agent stays, for its
-// conns.
+// attachLocked attaches l. The stream that was attached before goes on for its conns. If an edge is
+// attached, l ends. The caller holds mu.
 func (a *Agents) attachLocked(l *agentLink) {
 	if !a.dir.AttachUnless(l.pub, isEdge) {
-		l.end(errTaken(l.pub.Node))
+		l.end(errEdgeJoined(l.pub.Node))
 	}
 }
 
+// isEdge reports whether s is the session of an edge.
 func isEdge(s *tunnel.Session) bool {
 	_, agent := s.Link.(*agentLink)
 	return !agent
 }
 
-func errTaken(node tunnel.NodeName) error {
+func errEdgeJoined(node tunnel.NodeName) error {
 	return status.Errorf(codes.AlreadyExists, "an edge has joined as node %s: stop it, or this agent", node)
 }
 
-// join files a stream that has just come.
+// join registers a new stream, and attaches it at once if it is the first of its node.
 func (a *Agents) join(l *agentLink) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -237,20 +249,21 @@ func (a *Agents) join(l *agentLink) error {
 	switch other := a.dir.Lookup(n); {
 	case a.stopping:
 		return status.Error(codes.Unavailable, "this replica is stopping")
-	case len(a.nodes[n]) >= agentLinks:
+	case len(a.nodes[n]) >= maxStreamsPerNode:
 		a.cfg.Counters.Limited(tunnel.LimitAgentStreams)
-		return status.Errorf(codes.ResourceExhausted, "limit agentstreams: node %s has %d streams here", n, agentLinks)
+		const text = "limit agentstreams: node %s has %d streams here"
+		return status.Errorf(codes.ResourceExhausted, text, n, maxStreamsPerNode)
 	case other != nil && !isEdge(other):
-		time.AfterFunc(settled, l.guarded(func() { a.attach(l) }))
+		time.AfterFunc(settleTime, l.guarded(func() { a.attach(l) }))
 	case !a.dir.AttachUnless(l.pub, isEdge):
-		return errTaken(n)
+		return errEdgeJoined(n)
 	}
 	a.nodes[n] = append(a.nodes[n], l)
 	return nil
 }
 
-// leave undoes join. Another stream of the node takes over; behind an edge that has taken
-// the place of this one it ends.
+// leave unregisters a stream. If it was attached, the newest other stream of the node takes over. If an
+// edge has replaced it, that other stream ends.
 func (a *Agents) leave(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -266,7 +279,7 @@ func (a *Agents) leave(l *agentLink) {
 	}
 }
 
-// drains has another stream of the node take the new dials, if there is one.
+// drains marks l as leaving, and attaches the newest stream of the node that is not.
 func (a *Agents) drains(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -282,14 +295,14 @@ func (a *Agents) drains(l *agentLink) {
 	}
 }
 
-// agentService is the gRPC server's streams.
+// agentService handles the streams of the gRPC server.
 type agentService struct {
 	agents  *Agents
-	working sync.WaitGroup // what gRPC frees only when a stream's handler has returned
+	working sync.WaitGroup // sendLoops and receiveLoops: gRPC may block them until the stream's handler has returned
 }
 
-// handle is one stream. It returns when the session is over, or to make it so. A connection
-// is good for one attempt to join, and for one session.
+// handle handles one stream. It returns when the session has ended, or to end it. A connection allows
+// one attempt to join, and thus one session.
 func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	a := s.agents
 	ctx := stream.Context()
@@ -297,8 +310,8 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	if err != nil {
 		return status.Error(codes.Internal, err.Error())
 	}
-	if t.tried.Swap(true) {
-		return uniform()
+	if t.attempted.Swap(true) {
+		return errUnauthenticated()
 	}
 	defer t.closeSoon()
 	remote := t.conn.RemoteAddr().String()
@@ -313,9 +326,12 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 		a.refused(remote, string(grant.Node), err)
 		return err
 	}
-	l := &agentLink{agents: a, mux: newMux(stream, false, a.cfg.Counters, a.log), dials: make(map[int64]chan answer)}
-	l.pub = &tunnel.Session{ID: uuid.NewString(), Node: grant.Node, Remote: remote, Since: time.Now(), Reach: reach, Link: l}
-	l.queue.Name, l.queue.Conns, l.queue.Dials, l.queue.Counters = "node "+string(grant.Node), a.cfg.Conns, a.cfg.Dials, a.cfg.Counters
+	l := &agentLink{agents: a, mux: newMux(stream, false, a.cfg.Counters, a.log), dials: make(map[int64]chan dialResult)}
+	l.pub = &tunnel.Session{
+		ID: uuid.NewString(), Node: grant.Node, Remote: remote, Since: time.Now(), Reach: reach, Link: l,
+	}
+	l.queue.Name, l.queue.Counters = "node "+string(grant.Node), a.cfg.Counters
+	l.queue.Conns, l.queue.Dials = a.cfg.Conns, a.cfg.Dials
 	log := a.log.With("node", grant.Node, "session", l.pub.ID)
 	if err = a.join(l); err != nil {
 		a.refused(remote, string(grant.Node), err)
@@ -323,8 +339,8 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	}
 	defer a.leave(l)
 	t.conn.Met()
-	// The header goes before any packet, since nothing sends yet: the agent waits for it.
-	if err = stream.SendHeader(metadata.Pairs("serverid", a.id, "servercount", strconv.Itoa(a.count()))); err != nil {
+	// The agent waits for the header. No packet precedes it, since sendLoop has not started.
+	if err = stream.SendHeader(metadata.Pairs("serverid", a.id, "servercount", strconv.Itoa(a.replicas()))); err != nil {
 		l.end(err)
 		return err
 	}
@@ -343,9 +359,9 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	case <-ctx.Done():
 		l.end(errors.New("the agent has gone"))
 	case <-grant.Revoked:
-		l.end(uniform())
+		l.end(errUnauthenticated())
 	case <-expired:
-		l.end(uniform())
+		l.end(errUnauthenticated())
 	}
 	l.mu.Lock()
 	err = l.err
@@ -354,23 +370,27 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	return err
 }
 
-// unknownMethod answers calls of what is not served here. A stranger has had its attempt.
+// unknownMethod answers calls of unknown methods. Such a call is the one attempt of its connection.
 func unknownMethod(_ any, stream grpc.ServerStream) error {
-	if t, err := agentTransportOf(stream.Context()); err == nil && !t.tried.Swap(true) {
+	if t, err := agentTransportOf(stream.Context()); err == nil && !t.attempted.Swap(true) {
 		t.closeSoon()
 	}
 	return status.Error(codes.Unimplemented, "there is no such method here")
 }
 
-// uniform is what a stranger is told whatever was wrong.
-func uniform() error { return status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error()) }
+// errUnauthenticated is the one answer to every unauthenticated peer, so that it does not help to guess.
+func errUnauthenticated() error {
+	return status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
+}
 
-// authenticate returns the node that a stream's credential proves, or what the agent is
-// told, and why. The name that it gives itself must be that node's. Nothing else of what it
-// says is looked at before.
-func (a *Agents) authenticate(ctx context.Context, t *agentTransport, md metadata.MD) (_ auth.Grant, told, err error) {
+// authenticate returns the grant for the credential in a stream's metadata. The agent id must be the
+// node of the grant. On failure, told is the answer to the agent, and err the reason for the log. No
+// other metadata is read before.
+func (a *Agents) authenticate(
+	ctx context.Context, t *agentTransport, md metadata.MD,
+) (_ auth.Grant, told, err error) {
 	refuse := func(format string, args ...any) (auth.Grant, error, error) {
-		return auth.Grant{}, uniform(), fmt.Errorf(format, args...)
+		return auth.Grant{}, errUnauthenticated(), fmt.Errorf(format, args...)
 	}
 	ids, bearers := md.Get("agentid"), md.Get("authorization")
 	if len(ids) != 1 || ids[0] == "" {
@@ -399,18 +419,18 @@ func (a *Agents) authenticate(ctx context.Context, t *agentTransport, md metadat
 	return grant, nil, nil
 }
 
-// reachOf returns what an agent says that it reaches.
+// reachOf returns the identifiers in the metadata of an agent, which it checks.
 func reachOf(md metadata.MD) (reach string, err error) {
 	all := md.Get("agentidentifiers")
 	if len(all) > 1 {
 		return "", status.Error(codes.InvalidArgument, "agentidentifiers stands there twice")
 	}
 	reach = strings.Join(all, "")
-	if !utf8.ValidString(reach) { // gRPC lets any byte through
+	if !utf8.ValidString(reach) { // gRPC accepts any byte in metadata
 		return "", status.Error(codes.InvalidArgument, "agentidentifiers is not UTF-8")
 	}
-	if len(reach) > mostReach {
-		return "", status.Errorf(codes.InvalidArgument, "agentidentifiers: %d bytes are allowed", mostReach)
+	if len(reach) > maxReach {
+		return "", status.Errorf(codes.InvalidArgument, "agentidentifiers: %d bytes are allowed", maxReach)
 	}
 	if _, err = ParseIdentifiers(reach); err != nil {
 		return "", status.Errorf(codes.InvalidArgument, "agentidentifiers: %v", err)
@@ -418,7 +438,7 @@ func reachOf(md metadata.MD) (reach string, err error) {
 	return reach, nil
 }
 
-// refused counts and logs a refusal, whose number strangers decide on.
+// refused counts and logs a refusal. The log is limited, since strangers cause refusals at any rate.
 func (a *Agents) refused(remote, node string, err error) {
 	a.cfg.Counters.JoinsRefused.Add(1)
 	if skipped, ok := a.refusals.Allow(); ok {

@@ -28,7 +28,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// names lets any node in whose token is "token of NODE", or that has a node's certificate.
+// names authenticates nodes whose token is "token of NODE", or that have a node's certificate.
 type names struct{ revoked chan struct{} }
 
 func (n names) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, error) {
@@ -42,7 +42,7 @@ func (n names) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, e
 	return auth.Grant{Node: tunnel.NodeName(c.Node), By: "token", Revoked: n.revoked}, nil
 }
 
-// agentsRig is a door for agents.
+// agentsRig runs Agents.
 type agentsRig struct {
 	*Agents
 	dir     *tunnel.Directory
@@ -50,11 +50,11 @@ type agentsRig struct {
 	pool    *x509.CertPool
 	addr    string
 	revoked chan struct{}
-	budget  budget // of the edges that join
+	budget  budget // of the agents that join
 	stop    func()
 }
 
-// budget is one dial at a time, unless it is wide.
+// budget allows one dial at a time, or any number if wide.
 type budget struct {
 	wide           bool
 	dialled, conns atomic.Int64
@@ -124,7 +124,7 @@ func eventually(t *testing.T, what string, is func() bool) {
 	}
 }
 
-// agent has an edge join, and returns what ends it.
+// agent runs an Agent until it has joined. stop ends it.
 func (r *agentsRig) agent(t *testing.T, node tunnel.NodeName, dial tunnel.DialFunc) (a *Agent, stop func()) {
 	t.Helper()
 	if dial == nil {
@@ -170,7 +170,7 @@ func (r *agentsRig) dial(t *testing.T, node tunnel.NodeName, addr string) net.Co
 	return c
 }
 
-// conns returns how many conns of a node are counted.
+// conns returns the number of open conns of a node.
 func (r *agentsRig) conns(node tunnel.NodeName) int64 {
 	if s := r.dir.Lookup(node); s != nil {
 		return s.Conns.Load()
@@ -212,7 +212,7 @@ func TestAgentConns(t *testing.T) {
 	})
 }
 
-// The end of the target's bytes comes behind all of them.
+// All bytes of a target arrive before its end.
 func TestAgentTargetEnds(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	r.agent(t, "n1", nil)
@@ -226,7 +226,7 @@ func TestAgentTargetEnds(t *testing.T) {
 	}
 }
 
-// A caller that has ended its direction still gets the answer.
+// A caller that has half-closed its conn still gets the answer.
 func TestAgentHalfClose(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	r.agent(t, "n1", nil)
@@ -271,7 +271,7 @@ func TestAgentDialFails(t *testing.T) {
 	}
 }
 
-// Targets that do not answer leave room for other targets of an agent's node.
+// Targets that do not answer leave room for dials to other targets of the node.
 func TestAgentBlackHoles(t *testing.T) {
 	r := newAgentsRig(t, func(c *AgentsConfig) { c.Dials = 16 })
 	r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
@@ -298,7 +298,7 @@ func TestAgentBlackHoles(t *testing.T) {
 	callers.Wait()
 }
 
-// What servers ask for counts against the limits of the edge.
+// Dials of proxy-servers count against the limits of the edge.
 func TestAgentBudget(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	r.budget.wide = false
@@ -329,30 +329,30 @@ func TestAgentBudget(t *testing.T) {
 	eventually(t, "the conn is over", func() bool { return r.budget.conns.Load() == 0 })
 }
 
-// However many servers there seem to be, so many are held.
+// At most maxServers servers are joined behind an address, however many the servers announce.
 func TestAgentServers(t *testing.T) {
-	w := &way{servers: make(map[string]bool), want: 1, lost: make(chan struct{}, 1)}
-	if err := w.hold(strings.Repeat("x", mostServerID+1), 1); err == nil {
+	w := &endpoint{servers: make(map[string]bool), want: 1, lost: make(chan struct{}, 1)}
+	if err := w.add(strings.Repeat("x", maxServerID+1), 1); err == nil {
 		t.Error("a long id is held")
 	}
-	for i := range mostServers {
-		if err := w.hold(fmt.Sprint("s", i), 1<<30); err != nil {
+	for i := range maxServers {
+		if err := w.add(fmt.Sprint("s", i), 1<<30); err != nil {
 			t.Fatalf("server %d: %v", i, err)
 		}
 	}
-	if err := w.hold("s0", 1<<30); !errors.Is(err, errHeld) {
+	if err := w.add("s0", 1<<30); !errors.Is(err, errDuplicate) {
 		t.Errorf("the same server: %v", err)
 	}
-	if err := w.hold("another", 1<<30); err == nil || !w.full() {
+	if err := w.add("another", 1<<30); err == nil || !w.full() {
 		t.Errorf("one too many is held (%v), or it looks for more", err)
 	}
-	w.drop("s0")
-	if err := w.hold("another", 1<<30); err != nil {
+	w.remove("s0")
+	if err := w.add("another", 1<<30); err != nil {
 		t.Errorf("in the place of one that is lost: %v", err)
 	}
 }
 
-// What counts of an agent's text is what went wrong, not the name of the target.
+// The refusal follows from the cause in an agent's error text, not from words in a target's name.
 func TestAgentRefusal(t *testing.T) {
 	for text, want := range map[string]tunnel.Code{
 		"dial tcp 10.0.0.1:80: connect: connection refused":                             tunnel.Refused,
@@ -376,7 +376,7 @@ func TestAgentRefusal(t *testing.T) {
 	if r := refusalOf("denied: not that"); r.Error() != "denied: not that" {
 		t.Errorf("our own edge is said to say %q", r)
 	}
-	if r := refusalOf(strings.Repeat("ü", mostReason)); len(r.Text) > mostReason || !utf8.ValidString(r.Text) {
+	if r := refusalOf(strings.Repeat("ü", maxReason)); len(r.Text) > maxReason || !utf8.ValidString(r.Text) {
 		t.Errorf("a long text becomes %q", r.Text)
 	}
 }
@@ -411,8 +411,7 @@ func TestAgentLost(t *testing.T) {
 	eventually(t, "the agent has gone", func() bool { return !r.dir.Holds("n1") })
 }
 
-// A target that is slow to take what came before a close does not keep the agent from joining
-// the server again.
+// An agent joins the server again while a slow target still receives bytes of a closed conn.
 func TestAgentLostBehindClose(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	addr := listen(t, func(c *net.TCPConn) {
@@ -447,7 +446,7 @@ func closed(c <-chan struct{}) bool {
 	}
 }
 
-// A reader that takes nothing loses its conn; the others go on.
+// A reader without progress loses its conn; the others go on.
 func TestAgentStalledReader(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	r.agent(t, "n1", nil)
@@ -473,7 +472,7 @@ func TestAgentStalledReader(t *testing.T) {
 	}
 }
 
-// A reader that is merely slow gets everything.
+// A slow reader gets all bytes.
 func TestAgentSlowReader(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	r.agent(t, "n1", nil)
@@ -516,7 +515,7 @@ func TestAgentDrains(t *testing.T) {
 			t.Error("a dial of any node went to the one that leaves")
 		}
 	}
-	r.dial(t, "n1", addr).Close() // nobody else is n1
+	r.dial(t, "n1", addr).Close() // by the leaving agent: no other has node n1
 	io.WriteString(c, "still there")
 	if _, err := io.ReadFull(c, make([]byte, 11)); err != nil {
 		t.Errorf("a conn of an agent that leaves: %v", err)
@@ -525,8 +524,8 @@ func TestAgentDrains(t *testing.T) {
 	<-ended
 }
 
-// raw is an agent by hand. Its windows are fixed: those that grow take megabytes from us
-// before anything waits for who does not read.
+// raw opens a stream of AgentService. Its windows are fixed: dynamic ones would accept megabytes from us
+// before a peer that does not read blocks us.
 func (r *agentsRig) raw(t *testing.T, md ...string) (grpc.ClientStream, context.CancelFunc) {
 	t.Helper()
 	const window = 64 << 10
@@ -545,8 +544,8 @@ func (r *agentsRig) raw(t *testing.T, md ...string) (grpc.ClientStream, context.
 	return s, cancel
 }
 
-// Strangers are refused in one way, whatever was wrong: nothing tells them what we look at,
-// and in which order. What a node is told that has proven who it is may be of use.
+// Unauthenticated peers get one and the same refusal, which does not tell them what was checked, and in
+// which order. An authenticated node is told what is wrong.
 func TestWhoMayBeAnAgent(t *testing.T) {
 	r := newAgentsRig(t, func(c *AgentsConfig) { c.Replicas = func() int { return 2 } })
 	refusal := func(md ...string) *status.Status {
@@ -574,7 +573,7 @@ func TestWhoMayBeAnAgent(t *testing.T) {
 		"a wrong token":                    {"agentid", "n1", "authorization", "Bearer x"},
 		"a wrong token, bad identifiers":   {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers", "x=1"},
 		"a wrong token, identifiers twice": {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers", "", "agentidentifiers", ""},
-		"a wrong token, long identifiers":  {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers", strings.Repeat("host=n&", mostReach/7+1)},
+		"a wrong token, long identifiers":  {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers", strings.Repeat("host=n&", maxReach/7+1)},
 	}
 	for name, md := range strangers {
 		if got := refusal(md...); got.Code() != want.Code() || got.Message() != want.Message() {
@@ -585,7 +584,7 @@ func TestWhoMayBeAnAgent(t *testing.T) {
 		"bad identifiers":         {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "x=1"},
 		"a host that no name has": {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "host=%ff"},
 		"identifiers twice":       {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "", "agentidentifiers", ""},
-		"long identifiers":        {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", strings.Repeat("host=n&", mostReach/7+1)},
+		"long identifiers":        {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", strings.Repeat("host=n&", maxReach/7+1)},
 	}
 	for name, md := range known {
 		if got := refusal(md...); got.Code() != codes.InvalidArgument || !strings.Contains(got.Message(), "agentidentifiers") {
@@ -607,7 +606,7 @@ func TestWhoMayBeAnAgent(t *testing.T) {
 	}
 }
 
-// Who has joined takes no stranger's place; who has not loses its own.
+// A joined agent no longer holds a stranger's place. A peer that does not join in time is disconnected.
 func TestAgentStrangers(t *testing.T) {
 	r := newAgentsRig(t, func(c *AgentsConfig) { c.JoiningPerAddress = 1 })
 	conf := &tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12, NextProtos: []string{"h2"}}
@@ -643,7 +642,8 @@ func TestAgentStrangers(t *testing.T) {
 	}
 }
 
-// A stock agent opens more streams, to look for other replicas, and hangs up at once.
+// A stock agent opens further streams to look for other replicas, and ends them at once. They do not
+// replace the first stream.
 func TestAgentSecondStream(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	md := []string{"agentid", "n1", "authorization", "Bearer token of n1"}
@@ -658,20 +658,20 @@ func TestAgentSecondStream(t *testing.T) {
 	if r.dir.Lookup("n1") != first {
 		t.Error("a stream that came and went took the place of another")
 	}
-	r.raw(t, md...) // an agent that has started again, before the old stream was missed
+	r.raw(t, md...) // an agent that has restarted before its old stream was found dead
 	eventually(t, "the third takes over", func() bool { s := r.dir.Lookup("n1"); return s != nil && s != first })
 	if closed(first.Done()) {
 		t.Error("the first stream was ended")
 	}
 }
 
-// A node has so many streams, whoever opens them, and a place is free when one has ended.
+// A node may have maxStreamsPerNode streams. A stream that ends makes room for another.
 func TestAgentStreams(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	md := []string{"agentid", "n1", "authorization", "Bearer token of n1"}
 	count := func() int { r.mu.Lock(); defer r.mu.Unlock(); return len(r.nodes["n1"]) }
 	var hangUp context.CancelFunc
-	for i := range agentLinks {
+	for i := range maxStreamsPerNode {
 		_, hangUp = r.raw(t, md...)
 		eventually(t, "the agent joins", func() bool { return count() == i+1 })
 	}
@@ -687,25 +687,25 @@ func TestAgentStreams(t *testing.T) {
 		t.Errorf("another node: %v, %v", h, err)
 	}
 	hangUp()
-	eventually(t, "one has gone", func() bool { return count() == agentLinks-1 })
+	eventually(t, "one has gone", func() bool { return count() == maxStreamsPerNode-1 })
 	s, _ = r.raw(t, md...)
 	if h, err := s.Header(); err != nil || len(h.Get("serverid")) != 1 {
 		t.Errorf("in the place of one that has gone: %v, %v", h, err)
 	}
 }
 
-// Whoever has us answer and does not read loses the stream.
+// An agent that makes us answer and does not read loses its stream.
 func TestAgentDoesNotRead(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
-	for s.SendMsg(&Packet{Type: PacketData, ConnID: 9, Data: []byte("x")}) == nil { // twenty thousand times
+	for s.SendMsg(&Packet{Type: PacketData, ConnID: 9, Data: []byte("x")}) == nil { // about 20,000 times
 	}
 	if n := r.cfg.Counters.LimitedBy(tunnel.LimitOutbox); n != 1 {
 		t.Errorf("counted %d times", n)
 	}
 }
 
-// A client certificate proves the name that stands in it, and no other.
+// A client certificate proves only the node that it names.
 func TestAgentByCertificate(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	certPEM, keyPEM, err := r.ca.Issue(auth.Leaf{CommonName: "tunnel:node:n1", Organization: []string{"tunnel:nodes"}, Client: true})
@@ -742,7 +742,7 @@ func TestAgentByCertificate(t *testing.T) {
 	}
 }
 
-// A connection has one attempt, whatever that is.
+// A connection allows one attempt to join, whatever the first call was.
 func TestAgentRefusedConnection(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Second)
@@ -787,7 +787,7 @@ func TestAgentRefusedConnection(t *testing.T) {
 	}
 }
 
-// An edge is not displaced.
+// An agent does not replace an edge.
 func TestAgentBesideEdge(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	edge := &tunnel.Session{Node: "n1", Link: &strangerLink{}}
@@ -804,7 +804,7 @@ func TestAgentBesideEdge(t *testing.T) {
 	}
 }
 
-// An edge that comes ends all streams of the agent.
+// An edge that joins ends all streams of the agent.
 func TestAgentBeforeEdge(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	md := []string{"agentid", "n1", "authorization", "Bearer token of n1"}
@@ -814,7 +814,7 @@ func TestAgentBeforeEdge(t *testing.T) {
 	newer, _ := r.raw(t, md...)
 	eventually(t, "the second takes over", func() bool { return r.dir.Lookup("n1") != first })
 	edge := &tunnel.Session{Node: "n1", Link: &strangerLink{}}
-	r.dir.Attach(edge).Close(status.Error(codes.Aborted, "replaced")) // as the server of edges does
+	r.dir.Attach(edge).Close(status.Error(codes.Aborted, "replaced")) // as stream.Server does
 	if err := newer.RecvMsg(new(Packet)); status.Code(err) != codes.Aborted {
 		t.Errorf("the second stream: %v", err)
 	}
@@ -828,7 +828,7 @@ func TestAgentBeforeEdge(t *testing.T) {
 
 type strangerLink struct{ tunnel.Link }
 
-// A dial that was given up is closed when its answer comes. An id that is taken ends the stream.
+// The late answer to a dial that was given up gets its conn closed. An id in use ends the stream.
 func TestAgentLateAnswer(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
@@ -867,7 +867,7 @@ func TestAgentLateAnswer(t *testing.T) {
 	}
 }
 
-// A dial that comes while an edge drains is answered or refused, whatever the edge is doing.
+// A dial during the drain of an agent is always answered.
 func TestAgentDrainAnswers(t *testing.T) {
 	for name, hold := range map[string]bool{"until it is quiet": false, "until the grace period is over": true} {
 		t.Run(name, func(t *testing.T) {
@@ -894,7 +894,7 @@ func TestAgentDrainAnswers(t *testing.T) {
 			var lost, answered atomic.Int32
 			dial := func(addr string) {
 				dials.Go(func() {
-					// As a stock server does: the session is used as long as there is no other.
+					// A stock server uses a leaving agent as long as there is no other.
 					c, err := l.Link.Dial(t.Context(), tunnel.Request{Node: "n1", Category: category, Network: "tcp", Addr: addr})
 					switch {
 					case err == nil:

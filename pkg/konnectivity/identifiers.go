@@ -10,30 +10,33 @@ import (
 	"unicode/utf8"
 )
 
-// Identifiers say what a node can reach.
+// Identifiers say which addresses a node can reach.
 type Identifiers struct {
-	Hosts        []string       // names and addresses that it answers to, exactly as they are dialled
-	Networks     []netip.Prefix // in which it reaches every address
-	DefaultRoute bool           // it reaches what nobody else does
-	Refused      []string       // names that it claims and that do not count: they may not be dialled, unless they are another's
+	Hosts        []string       // names and addresses of the node, exactly as callers dial them
+	Networks     []netip.Prefix // networks in which the node reaches every address
+	DefaultRoute bool           // the node also reaches addresses that no node declares
+	// Refused are names that the node claims without a right to them. Dials to a refused name fail,
+	// unless another node owns the name. No agent sends it; Kubernetes Nodes have it.
+	Refused []string
 }
 
-// ParseIdentifiers parses Konnectivity's form, a URL query:
+// ParseIdentifiers parses the form of Konnectivity's agents (--agent-identifiers), a URL query:
 //
 //	host=edge1&ipv4=10.0.0.5&ipv6=fd00::5&cidr=10.88.1.0/24&default-route=true
 //
-// A key that nobody knows is an error, as it is for its agent.
+// An unknown key is an error, as it is for the stock agent.
 func ParseIdentifiers(s string) (Identifiers, error) {
 	var id Identifiers
 	query, err := url.ParseQuery(s)
 	if err != nil {
-		return id, fmt.Errorf("%q is no list of identifiers: write them as %q", s, "host=edge1&ipv4=10.0.0.5&cidr=10.88.1.0/24")
+		const example = "host=edge1&ipv4=10.0.0.5&cidr=10.88.1.0/24"
+		return id, fmt.Errorf("%q is no list of identifiers: write them as %q", s, example)
 	}
 	keys := make([]string, 0, len(query))
 	for key := range query {
 		keys = append(keys, key)
 	}
-	slices.Sort(keys)
+	slices.Sort(keys) // the same input always gives the same error
 	for _, key := range keys {
 		for _, v := range query[key] {
 			if err := id.add(key, v); err != nil {
@@ -50,7 +53,8 @@ func (id *Identifiers) add(key, v string) error {
 		if v == "" {
 			return fmt.Errorf("identifier host is empty: write the name that is dialled, such as host=edge1")
 		}
-		if !utf8.ValidString(v) || strings.ContainsFunc(v, func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }) {
+		unprintable := func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }
+		if !utf8.ValidString(v) || strings.ContainsFunc(v, unprintable) {
 			return fmt.Errorf("identifier host=%q is no name: remove what cannot be printed, and spaces", v)
 		}
 		id.Hosts = append(id.Hosts, strings.ToLower(v))

@@ -2,5 +2,5 @@
 
 package konnectivity
 
-// boundQueue does nothing: the front door is slower to notice that a reader takes something.
-func boundQueue(uintptr) {}
+// limitSocketBuffer does nothing: progress of a slow reader is seen later than on Linux.
+func limitSocketBuffer(uintptr) {}

@@ -11,30 +11,32 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// agentLink is one stream of an agent, as the transport of a session. Ids of dials and of
-// conns mean nothing outside of it.
+// agentLink is the server's end of an agent's stream, and the [tunnel.Link] of its session. Ids of
+// dials and of conns are valid on this stream only.
 type agentLink struct {
 	*mux
 	agents *Agents
-	pub    *tunnel.Session
-	queue  tunnel.Queue // of dials
+	pub    *tunnel.Session // attached to the directory
+	queue  tunnel.Queue    // admits dials, within the node's limits
 
-	dialMu sync.Mutex            // guards the following
-	dials  map[int64]chan answer // that wait for one; capacity 1, so that nobody waits to send
+	dialMu sync.Mutex // guards the following
+	// dials are the unanswered dials by id. The channel of each gets at most one result; its capacity of
+	// 1 means that sending never blocks.
+	dials map[int64]chan dialResult
 }
 
-// answer is what has become of a dial.
-type answer struct {
+// dialResult is the outcome of a dial.
+type dialResult struct {
 	conn *Conn
 	err  error
 }
 
 var _ tunnel.Link = (*agentLink)(nil)
 
-// Send implements tunnel.Link: a stock agent knows no messages of ours.
+// Send implements tunnel.Link. It drops the message: a stock agent knows none of ours.
 func (l *agentLink) Send(*tunnel.Message) error { return nil }
 
-// Serve implements tunnel.Link: an agent may not open.
+// Serve implements tunnel.Link. An agent may not open conns.
 func (l *agentLink) Serve(*tunnel.Message, tunnel.DialFunc) error { return errors.ErrUnsupported }
 
 // Close implements tunnel.Link.
@@ -47,10 +49,10 @@ func (l *agentLink) Done() <-chan struct{} { return l.ended }
 func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, DialTimeout)
 	defer cancel()
-	conn, err := l.enter(ctx, r)
+	conn, err := l.admitAndDial(ctx, r)
 	if err != nil {
 		if r.NoWait && tunnel.CodeOf(err) == tunnel.Overloaded {
-			return nil, err // not the last word
+			return nil, err // not final: the caller tries other nodes, and may come back
 		}
 		l.counters.Refuse(tunnel.CodeOf(err))
 		return nil, err
@@ -59,28 +61,32 @@ func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error
 	return conn, nil
 }
 
-// enter dials when it is the turn of r.
-func (l *agentLink) enter(ctx context.Context, r tunnel.Request) (conn *Conn, err error) {
+// admitAndDial waits until the queue admits r, and dials.
+func (l *agentLink) admitAndDial(ctx context.Context, r tunnel.Request) (conn *Conn, err error) {
 	if r.Network != "tcp" {
-		return nil, tunnel.Refusef(tunnel.Denied, "node %s has joined as a konnectivity agent, which dials tcp only", r.Node)
+		const text = "node %s has joined as a konnectivity agent, which dials tcp only"
+		return nil, tunnel.Refusef(tunnel.Denied, text, r.Node)
 	}
 	if refusal := l.queue.Enter(ctx, l.ended, r); refusal != nil {
 		return nil, refusal
 	}
 	l.pub.Conns.Add(1)
-	defer func() { // also when dial panics
-		l.queue.Dialled(r.Addr, conn != nil || err != nil && (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered())
-		if conn == nil { // else the mux does it
+	defer func() { // runs also if dial panics
+		answered := conn != nil || err != nil && (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered()
+		l.queue.Dialled(r.Addr, answered)
+		if conn == nil { // otherwise the mux calls it, at the end of the conn
 			l.connOver()
 		}
 	}()
 	return l.dial(ctx, r)
 }
 
+// dial asks the agent to dial, and waits for its answer. If the caller leaves or the time is up, the
+// agent is told to give up.
 func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*Conn, error) {
 	id, answered := l.newDial()
 	l.send(&Packet{Type: PacketDialReq, Protocol: r.Network, Address: r.Addr, Random: id})
-	var a answer
+	var a dialResult
 	select {
 	case a = <-answered:
 	case <-ctx.Done():
@@ -88,40 +94,42 @@ func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*Conn, error) {
 		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 			a.err = tunnel.Refusef(tunnel.Timeout, "the agent of node %s did not answer in time", r.Node)
 		}
-		if l.takeDial(id) == nil {
-			a = <-answered // it came meanwhile
+		if l.claimDial(id) == nil {
+			a = <-answered // the answer came in the same moment
 			break
 		}
-		l.send(&Packet{Type: PacketDialCls, Random: id}) // a stock agent goes on; see answer
+		l.send(&Packet{Type: PacketDialCls, Random: id}) // a stock agent dials on; see dialAnswered
 	case <-l.ended:
 		a.err = tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", r.Node)
-		if l.takeDial(id) == nil {
+		if l.claimDial(id) == nil {
 			a = <-answered
 		}
 	}
 	return a.conn, a.err
 }
 
+// connOver counts the end of a conn, or of an admitted dial that failed.
 func (l *agentLink) connOver() {
 	l.pub.Conns.Add(-1)
 	l.queue.Over()
 }
 
-// newDial returns the id of a new dial.
-func (l *agentLink) newDial() (int64, chan answer) {
+// newDial registers a dial, and returns its id and the channel of its result.
+func (l *agentLink) newDial() (int64, chan dialResult) {
 	l.dialMu.Lock()
 	defer l.dialMu.Unlock()
 	for {
-		id := rand.Int64() //nolint:gosec // as the stock server does; nobody else sees it
+		id := rand.Int64() //nolint:gosec // not a secret: the agent alone sees it
 		if id != 0 && l.dials[id] == nil {
-			l.dials[id] = make(chan answer, 1)
+			l.dials[id] = make(chan dialResult, 1)
 			return id, l.dials[id]
 		}
 	}
 }
 
-// takeDial returns who waits for a dial, once; nil: nobody does.
-func (l *agentLink) takeDial(id int64) chan answer {
+// claimDial unregisters a dial, and returns the channel for its result, or nil if the dial was claimed
+// before. A dial thus gets one result, or is given up.
+func (l *agentLink) claimDial(id int64) chan dialResult {
 	l.dialMu.Lock()
 	defer l.dialMu.Unlock()
 	c := l.dials[id]
@@ -129,7 +137,7 @@ func (l *agentLink) takeDial(id int64) chan answer {
 	return c
 }
 
-// receiveLoop takes what the agent sends, until the stream ends.
+// receiveLoop handles packets until the stream ends.
 func (l *agentLink) receiveLoop() {
 	for {
 		var p Packet
@@ -144,6 +152,7 @@ func (l *agentLink) receiveLoop() {
 	}
 }
 
+// receive handles one packet, which it frees. After an error the stream must end.
 func (l *agentLink) receive(p *Packet) error {
 	switch p.Type {
 	case PacketData:
@@ -153,10 +162,10 @@ func (l *agentLink) receive(p *Packet) error {
 		}
 		return nil
 	case PacketDialRsp:
-		return l.answered(p)
+		return l.dialAnswered(p)
 	case PacketDialCls:
-		if c := l.takeDial(p.Random); c != nil {
-			c <- answer{err: tunnel.Refusef(tunnel.Gone, "the agent has given up")}
+		if c := l.claimDial(p.Random); c != nil {
+			c <- dialResult{err: tunnel.Refusef(tunnel.Gone, "the agent has given up")}
 		}
 	case PacketCloseRsp:
 		l.peerClosed(p.ConnID, p.Err)
@@ -167,35 +176,35 @@ func (l *agentLink) receive(p *Packet) error {
 	return nil
 }
 
-// answered takes a dial response. Its conn is filed here, before any of its data can come.
-func (l *agentLink) answered(p *Packet) error {
-	waiting := l.takeDial(p.Random)
+// dialAnswered handles a dial response. It registers the conn before any of its data can be received.
+func (l *agentLink) dialAnswered(p *Packet) error {
+	waiting := l.claimDial(p.Random)
 	switch {
 	case p.Err != "" || p.ConnID == 0:
 		if waiting != nil {
-			waiting <- answer{err: refusalOf(p.Err)}
+			waiting <- dialResult{err: refusalOf(p.Err)}
 		}
 		return nil
-	case waiting == nil: // the dial was given up
+	case waiting == nil: // the dial was given up: close its conn
 		c, err := l.add(p.ConnID, func() {})
 		if err == nil {
-			c.Reset() //nolint:errcheck // it has none
+			c.Reset() //nolint:errcheck // it never fails
 		}
 		return err
 	}
 	c, err := l.add(p.ConnID, l.connOver)
-	waiting <- answer{conn: c, err: err}
+	waiting <- dialResult{conn: c, err: err}
 	return err
 }
 
-// mostReason is how much of an agent's text counts, in bytes.
-const mostReason = 512
+// maxReason is how much of an agent's error text we use, in bytes.
+const maxReason = 512
 
-// refusalOf returns what an agent means by the text of a failed dial. An edge of ours says
-// its code first. Of an error of Go's, what went wrong stands last: what is before it may hold the
-// name of a target, which can be anything.
+// refusalOf returns the refusal for an agent's error text. Our own edge begins the text with the code.
+// A stock agent sends the text of a Go error, whose cause stands last. Text before the cause may hold
+// the name of a target, and thus any words.
 func refusalOf(text string) *tunnel.Refusal {
-	text = strings.ToValidUTF8(text[:min(len(text), mostReason)], "")
+	text = strings.ToValidUTF8(text[:min(len(text), maxReason)], "")
 	first, rest, _ := strings.Cut(text, ": ")
 	for _, code := range tunnel.Codes() {
 		if first == code.String() {

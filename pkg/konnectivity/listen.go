@@ -13,16 +13,16 @@ import (
 	ports "tunnel/pkg/listen"
 )
 
-// agentTransport is a connection at the agents' port. gRPC hands it to every stream that
-// arrives on it, so a stream finds its own, and no other.
+// agentTransport is a connection at the agents' port. gRPC passes it to every stream on that
+// connection, so that a stream finds its own connection.
 type agentTransport struct {
 	credentials.TLSInfo
-	conn  *ports.Conn
-	tried atomic.Bool // somebody has tried to join
+	conn      *ports.Conn
+	attempted atomic.Bool // a stream has tried to join; there is one attempt per connection
 }
 
-// agentCreds are TLS whose AuthInfo is an *agentTransport. Whoever has shaken hands is a
-// stranger until it has joined.
+// agentCreds are TLS credentials whose AuthInfo is an *agentTransport. After the handshake the
+// connection still counts as a stranger, until an agent has joined on it.
 type agentCreds struct {
 	credentials.TransportCredentials
 }
@@ -34,12 +34,12 @@ func (c agentCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 		return nil, nil, err
 	}
 	tlsInfo, ok := info.(credentials.TLSInfo)
-	s, ok2 := raw.(*ports.Conn)
+	accepted, ok2 := raw.(*ports.Conn)
 	if !ok || !ok2 {
 		conn.Close()
 		return nil, nil, errors.New("not a TLS connection of this listener")
 	}
-	return conn, &agentTransport{TLSInfo: tlsInfo, conn: s}, nil
+	return conn, &agentTransport{TLSInfo: tlsInfo, conn: accepted}, nil
 }
 
 // Clone implements credentials.TransportCredentials.
@@ -47,7 +47,7 @@ func (c agentCreds) Clone() credentials.TransportCredentials {
 	return agentCreds{c.TransportCredentials.Clone()}
 }
 
-// agentTransportOf returns the connection that a stream arrived on.
+// agentTransportOf returns the connection of a stream, from the stream's context.
 func agentTransportOf(ctx context.Context) (*agentTransport, error) {
 	if p, ok := peer.FromContext(ctx); ok {
 		if t, ok := p.AuthInfo.(*agentTransport); ok {
@@ -57,8 +57,8 @@ func agentTransportOf(ctx context.Context) (*agentTransport, error) {
 	return nil, errors.New("a stream without TLS")
 }
 
-// closeSoon closes the connection when a status has had time to leave. It may be stuck
-// behind what the other side does not read.
+// closeSoon closes the connection after a second, in which gRPC can send the final status. The
+// status may wait longer than that if the peer does not read.
 func (t *agentTransport) closeSoon() {
 	time.AfterFunc(time.Second, func() { t.conn.Close() }) //nolint:errcheck // it is being thrown away
 }

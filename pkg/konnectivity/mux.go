@@ -1,97 +1,92 @@
 package konnectivity
 
 import (
-	"bytes"
 	"errors"
-	"io"
 	"log/slog"
-	"net"
-	"os"
 	"sync"
-	"syscall"
 	"time"
 
 	"tunnel/pkg/tunnel"
 )
 
-// The conns of an agent share one stream with its server, in packets that know neither
-// windows nor half-closes. A mux is such a stream, at either end: agents.go is a server's,
-// agent.go an agent's.
+// All conns of an agent share one gRPC stream with its proxy-server. A mux is one end of such a
+// stream: Agents have the server's end (link.go), Agent has the agent's end (agent.go).
 //
-// Nothing tells the sender of a packet to wait, but that the stream is not read. So what
-// has come waits in a queue of its conn. When that is full, the stream waits for a reader
-// that still takes something, as TCP would. One that takes nothing loses its conn: what
-// counts is the time since it last took something.
+// The protocol has no flow control per conn. A receiver can only stop reading the stream, and that
+// stops every conn. So received data waits in a queue of its conn. When the queue is full, the stream
+// waits while the conn's reader makes progress, as TCP would. A reader that has made no progress for
+// stallTimeout loses its conn, so that the other conns go on.
 
 const (
-	// mostUnread is what the queue of a conn holds, in bytes, and mostUnreadOfAll those of
-	// a stream together.
-	mostUnread      = 4 << 20
-	mostUnreadOfAll = 64 << 20
-	// packetCost is what a packet costs beside its data.
+	// maxUnread bounds the receive queue of a conn, and maxUnreadOfStream those of all conns of a
+	// stream together. Both are in bytes, and include packetCost for each packet.
+	maxUnread         = 4 << 20
+	maxUnreadOfStream = 64 << 20
+	// packetCost is the memory of a queued packet beside its data, in bytes, about.
 	packetCost = 256
-	// patience is how long a reader may take nothing while the stream waits for it.
-	patience = 3 * time.Second
-	// socketQueue is what may wait in a socket that reads from a conn, about: the kernel says
-	// that there is room when a part of its buffer is free, which may have megabytes.
-	socketQueue = 64 << 10
-	// mostUnsent is what a conn may have waiting to be sent, in bytes and what they cost.
-	mostUnsent = 256 << 10
-	// mostControl is how many packets without data may wait to be sent, and mostIDs how
-	// many ids may be in use: more than a peer that keeps to the protocol makes us need.
-	mostControl = 16 << 10
-	mostIDs     = 64 << 10
-	// halfOpen is how long nothing may move in a conn of which one side has ended.
-	halfOpen = 10 * time.Second
-	// lingerTime is how long a close waits when the data before it have been sent: the stock
-	// agent throws away what it has not written yet.
-	lingerTime = 500 * time.Millisecond
+	// stallTimeout is how long a reader may make no progress while the stream waits for it.
+	stallTimeout = 3 * time.Second
+	// socketBuffer bounds the bytes in the socket that a conn is spliced to, about. By default the
+	// buffer may grow to megabytes, and the kernel reports it writable only after a large part has
+	// been read. A slow reader would seem stalled for too long.
+	socketBuffer = 64 << 10
+	// maxUnsent bounds the send queue of a conn, in bytes, packetCost included.
+	maxUnsent = 256 << 10
+	// maxControl bounds the queued packets without data, and maxIDs the conns of a stream. A peer
+	// that follows the protocol reaches neither.
+	maxControl = 16 << 10
+	maxIDs     = 64 << 10
+	// halfClosedTimeout is how long a conn may be idle after one side has closed.
+	halfClosedTimeout = 10 * time.Second
+	// closeDelay is the time between a conn's last data and its close request. On a close request the
+	// stock agent discards data that it has not yet written to the target.
+	closeDelay = 500 * time.Millisecond
 )
 
-// packetStream is a gRPC stream of packets.
+// packetStream is a gRPC stream of [*Packet]. One goroutine at a time may send, another may receive.
 type packetStream interface {
 	SendMsg(m any) error
 	RecvMsg(m any) error
 }
 
-// mux is a stream whose conns are told apart by their ids. Its owner receives, and calls
-// deliver and peerClosed; sendLoop sends.
+// mux is one end of a stream with many conns, which have ids. sendLoop alone sends on the stream. The
+// owner of the mux receives, and hands packets to deliver and peerClosed.
 type mux struct {
 	// Set once.
-	stream   packetStream
-	agent    bool // we are the agent: a conn of ours ends with a close response
-	halfOpen time.Duration
-	counters *tunnel.Counters
-	log      *slog.Logger
-	ended    chan struct{} // closed by end
-	wake     chan struct{} // capacity 1: there is something in out
-	room     chan struct{} // capacity 1: a reader has taken something
+	stream            packetStream
+	agent             bool // this end is the agent: it closes a conn by a close response, not a request
+	halfClosedTimeout time.Duration
+	counters          *tunnel.Counters
+	log               *slog.Logger
+	ended             chan struct{} // closed by end, once
+	wake              chan struct{} // signals sendLoop that out has grown; capacity 1, so that signals merge
+	progress          chan struct{} // signals deliver that a reader has made progress; capacity 1, likewise
 
-	mu      sync.Mutex // guards the following, and all of the conns
+	mu      sync.Mutex // guards the following, and the state of all conns
 	conns   map[int64]*Conn
-	readers map[*Conn]struct{} // those that have something unread, also when the peer has closed them
-	unread  int                // cost of what waits for readers
-	out     []outgoing         // to be sent in this order
-	control int                // packets without data that have not been sent
-	err     error              // why it has ended
+	readers map[*Conn]struct{} // conns with unread data, also after the peer has closed them
+	unread  int                // bytes in the receive queues, packetCost included
+	out     []outgoing         // send queue, in order
+	control int                // packets without data in out or being sent
+	err     error              // why the mux has ended; nil while it lives
 }
 
-// outgoing is a packet on its way out.
+// outgoing is an entry of the send queue.
 type outgoing struct {
 	packet *Packet
-	conn   *Conn        // whose data it is, or whose close that keeps its distance to them; or nil
-	last   func() error // in place of a packet: what ends the sending
+	conn   *Conn        // of data, or of a close request that is to wait for closeDelay; else nil
+	last   func() error // in place of a packet: ends the sending side of the stream
 }
 
 func newMux(stream packetStream, agent bool, counters *tunnel.Counters, log *slog.Logger) *mux {
 	return &mux{
-		stream: stream, agent: agent, halfOpen: halfOpen, counters: counters, log: log,
-		ended: make(chan struct{}), wake: make(chan struct{}, 1), room: make(chan struct{}, 1),
+		stream: stream, agent: agent, halfClosedTimeout: halfClosedTimeout, counters: counters, log: log,
+		ended: make(chan struct{}), wake: make(chan struct{}, 1), progress: make(chan struct{}, 1),
 		conns: make(map[int64]*Conn), readers: make(map[*Conn]struct{}),
 	}
 }
 
-// guarded returns f under a guard. A panic ends this stream and no other.
+// guarded returns f with a guard: a panic in f ends this stream, and no other.
 func (m *mux) guarded(f func()) func() {
 	return func() {
 		if err := tunnel.Guard(m.log, m.counters, "the stream ends", func() error { f(); return nil }); err != nil {
@@ -100,11 +95,12 @@ func (m *mux) guarded(f func()) func() {
 	}
 }
 
-// send queues a packet. It never waits: a peer that does not read loses the stream.
+// send queues a packet without data, and never blocks. A peer that does not read, so that more than
+// maxControl packets wait, loses the stream.
 func (m *mux) send(p *Packet) {
 	m.mu.Lock()
 	m.sendLocked(p, nil)
-	flood := m.err == nil && m.control > mostControl
+	flood := m.err == nil && m.control > maxControl
 	m.mu.Unlock()
 	if flood {
 		m.counters.Limited(tunnel.LimitOutbox)
@@ -112,6 +108,7 @@ func (m *mux) send(p *Packet) {
 	}
 }
 
+// sendLocked queues a packet. c is nil, or the conn that accounts for it; see outgoing.
 func (m *mux) sendLocked(p *Packet, c *Conn) {
 	if m.err != nil {
 		return
@@ -120,25 +117,26 @@ func (m *mux) sendLocked(p *Packet, c *Conn) {
 		m.control++
 	}
 	m.out = append(m.out, outgoing{packet: p, conn: c})
-	ping(m.wake)
+	notify(m.wake)
 }
 
-// finish has end called behind all that is queued; nothing is sent after that.
+// finish calls end after all queued packets have been sent. Nothing is sent after that.
 func (m *mux) finish(end func() error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.out = append(m.out, outgoing{last: end})
-	ping(m.wake)
+	notify(m.wake)
 }
 
-func ping(c chan struct{}) {
+// notify signals c unless a signal is pending. c has capacity 1.
+func notify(c chan struct{}) {
 	select {
 	case c <- struct{}{}:
 	default:
 	}
 }
 
-// sendLoop sends what is queued, until the mux or the stream ends.
+// sendLoop sends the queued packets until the mux or the stream ends.
 func (m *mux) sendLoop() {
 	for {
 		select {
@@ -152,11 +150,11 @@ func (m *mux) sendLoop() {
 		m.mu.Unlock()
 		for _, o := range out {
 			if o.last != nil {
-				o.last() //nolint:errcheck // the stream is over, then
+				o.last() //nolint:errcheck // on an error the stream is over, too
 				return
 			}
 			if o.conn != nil && o.packet.Type == PacketCloseReq {
-				time.AfterFunc(lingerTime, m.guarded(func() { m.send(o.packet) }))
+				time.AfterFunc(closeDelay, m.guarded(func() { m.send(o.packet) }))
 				continue
 			}
 			if err := m.stream.SendMsg(o.packet); err != nil {
@@ -169,7 +167,7 @@ func (m *mux) sendLoop() {
 			} else {
 				m.counters.BytesSent.Add(uint64(len(o.packet.Data)))
 				o.conn.unsent -= len(o.packet.Data) + packetCost
-				o.conn.sent = time.Now()
+				o.conn.lastSent = time.Now()
 				o.conn.cond.Broadcast()
 			}
 			m.mu.Unlock()
@@ -177,7 +175,7 @@ func (m *mux) sendLoop() {
 	}
 }
 
-// end ends the mux. Conns that are not over are reset.
+// end ends the mux for the reason err, and resets its conns. Only the first call counts.
 func (m *mux) end(err error) {
 	m.mu.Lock()
 	if m.err != nil {
@@ -186,19 +184,19 @@ func (m *mux) end(err error) {
 	}
 	m.err = err
 	m.out = nil
-	var tell []func()
+	var callbacks []func()
 	for _, c := range m.conns {
-		tell = append(tell, c.abortLocked())
+		callbacks = append(callbacks, c.abortLocked())
 	}
 	clear(m.conns)
 	close(m.ended)
 	m.mu.Unlock()
-	for _, f := range tell {
+	for _, f := range callbacks {
 		f()
 	}
 }
 
-// add files a new conn, unless its id is taken or the mux has ended. over is called once,
+// add registers a new conn. It fails if the id is in use, or the mux has ended. over is called once,
 // when the conn is over.
 func (m *mux) add(id int64, over func()) (*Conn, error) {
 	m.mu.Lock()
@@ -208,17 +206,17 @@ func (m *mux) add(id int64, over func()) (*Conn, error) {
 		return nil, m.err
 	case id == 0 || m.conns[id] != nil:
 		return nil, errors.New("the id of the connection is taken")
-	case len(m.conns) >= mostIDs:
+	case len(m.conns) >= maxIDs:
 		return nil, errors.New("the other side does not say that conns are over")
 	}
-	c := &Conn{m: m, id: id, over: sync.OnceFunc(over)}
+	c := &Conn{m: m, id: id, onOver: sync.OnceFunc(over)}
 	c.cond.L = &m.mu
 	m.conns[id] = c
 	return c, nil
 }
 
-// deliver takes a received DATA, and waits until there is room for it. It returns false when
-// there is no such conn.
+// deliver queues a received DATA packet, which it takes over. It blocks, and with it the stream,
+// until there is room in the queue. known is false if the stream has no such conn.
 func (m *mux) deliver(p *Packet) (known bool) {
 	m.mu.Lock()
 	c := m.conns[p.ConnID]
@@ -228,57 +226,59 @@ func (m *mux) deliver(p *Packet) (known bool) {
 		return false
 	}
 	cost := len(p.Data) + packetCost
-	for held := m.holderLocked(c, cost); held != nil && c.wantsLocked(); held = m.holderLocked(c, cost) {
-		if wait := patience - time.Since(held.took); wait > 0 {
+	for blocker := m.blockerLocked(c, cost); blocker != nil && c.wantsDataLocked(); blocker = m.blockerLocked(c, cost) {
+		if wait := stallTimeout - time.Since(blocker.lastRead); wait > 0 {
 			m.mu.Unlock()
 			select {
-			case <-m.room:
+			case <-m.progress:
 			case <-m.ended:
 			case <-time.After(wait):
 			}
 		} else {
 			m.counters.Limited(tunnel.LimitUnread)
-			tell := held.abortLocked()
-			held.sendCloseLocked("its reader takes nothing")
+			callback := blocker.abortLocked()
+			blocker.sendCloseLocked("its reader takes nothing")
 			m.mu.Unlock()
-			tell()
+			callback()
 		}
 		m.mu.Lock()
 	}
 	defer m.mu.Unlock()
-	if !c.wantsLocked() || len(p.Data) == 0 {
+	if !c.wantsDataLocked() || len(p.Data) == 0 {
 		p.Free()
 		return true
 	}
 	m.counters.BytesReceived.Add(uint64(len(p.Data)))
-	if len(c.in) == 0 {
-		c.took = time.Now()
+	if len(c.queue) == 0 {
+		c.lastRead = time.Now()
 		m.readers[c] = struct{}{}
 	}
-	c.in = append(c.in, *p)
+	c.queue = append(c.queue, *p)
 	c.unread += cost
 	m.unread += cost
 	c.cond.Broadcast()
 	return true
 }
 
-// holderLocked returns whose reader has to take something before c has room for so much; nil:
-// there is room. It is c, or for the whole of the stream the one that has most unread.
-func (m *mux) holderLocked(c *Conn, cost int) (held *Conn) {
+// blockerLocked returns the conn whose reader must make progress before c has room for cost more
+// bytes, or nil if there is room. It is c itself if its own queue is full. If the queues of the
+// stream are full together, it is the conn with the most unread bytes.
+func (m *mux) blockerLocked(c *Conn, cost int) (blocker *Conn) {
 	switch {
-	case c.unread > 0 && c.unread+cost > mostUnread:
+	case c.unread > 0 && c.unread+cost > maxUnread:
 		return c
-	case m.unread+cost > mostUnreadOfAll:
+	case m.unread+cost > maxUnreadOfStream:
 		for r := range m.readers {
-			if held == nil || r.unread > held.unread {
-				held = r
+			if blocker == nil || r.unread > blocker.unread {
+				blocker = r
 			}
 		}
 	}
-	return held
+	return blocker
 }
 
-// peerClosed takes a received close. It returns false when there is no such conn.
+// peerClosed handles a received close request or response. why is the peer's error: a reset. known is
+// false if the stream has no such conn.
 func (m *mux) peerClosed(id int64, why string) (known bool) {
 	m.mu.Lock()
 	c := m.conns[id]
@@ -290,324 +290,20 @@ func (m *mux) peerClosed(id int64, why string) (known bool) {
 	if m.agent {
 		m.sendLocked(&Packet{Type: PacketCloseRsp, ConnID: id}, nil)
 	}
-	var tell func()
-	if why != "" && !c.closed {
-		tell = c.abortLocked()
+	var callback func()
+	if why != "" && !c.closeSent {
+		callback = c.abortLocked()
 	} else {
-		c.peerEnded = true
+		c.closeReceived = true
 		c.cond.Broadcast()
-		tell = c.onStop
+		callback = c.onStop
 		if m.agent {
-			c.endSilentLocked()
+			c.resetWhenIdleLocked()
 		}
 	}
 	m.mu.Unlock()
-	if tell != nil {
-		tell()
+	if callback != nil {
+		callback()
 	}
 	return true
 }
-
-// muxConn is a conn of a mux. The protocol has one end for both directions; this is what is
-// made of it: at a server, CloseWrite says nothing until the other direction has ended
-// or is silent for halfOpen. At an agent it is the end of the conn.
-type Conn struct {
-	// Set once.
-	m    *mux
-	id   int64
-	over func() // called when it is over
-
-	// Guarded by m.mu.
-	cond      sync.Cond // anything below has changed
-	in        []Packet  // not read yet
-	unread    int       // the cost of that
-	took      time.Time // when the reader last took something, or had nothing to take
-	unsent    int       // the cost of what is ours and has not been sent
-	sent      time.Time // when something of that was sent last
-	peerEnded bool      // the peer has closed: in is the rest
-	noWrite   bool      // CloseWrite was called
-	noRead    bool      // CloseRead was called
-	closed    bool      // our close has been said, or needs not be
-	aborted   bool
-	silent    *time.Timer // of endSilentLocked
-	onReset   func()
-	onStop    func()
-
-	readBy, writeBy deadline
-}
-
-// deadline is when an operation fails; both are guarded by m.mu.
-type deadline struct {
-	at    time.Time
-	timer *time.Timer
-}
-
-func (d *deadline) passed() bool { return !d.at.IsZero() && !time.Now().Before(d.at) }
-
-// wantsLocked reports whether anybody is to read what still comes.
-func (c *Conn) wantsLocked() bool { return !c.noRead && !c.aborted && !c.closed && !c.peerEnded }
-
-// dropLocked throws away what has not been read.
-func (c *Conn) dropLocked() {
-	for i := range c.in {
-		c.in[i].Free()
-	}
-	c.m.unread -= c.unread
-	c.in, c.unread = nil, 0
-	delete(c.m.readers, c)
-	ping(c.m.room)
-}
-
-// abortLocked ends the conn as a reset does, and returns what is to be called without mu.
-func (c *Conn) abortLocked() func() {
-	reset := c.onReset
-	if c.aborted || c.noRead && c.noWrite {
-		reset = nil // who had the conn has done with it
-	}
-	c.aborted = true
-	c.dropLocked()
-	c.cond.Broadcast()
-	return func() {
-		if reset != nil {
-			reset()
-		}
-		c.over()
-	}
-}
-
-// sendCloseLocked says that the conn is over, unless it has been said.
-func (c *Conn) sendCloseLocked(why string) {
-	if c.closed {
-		return
-	}
-	c.closed = true
-	if c.silent != nil {
-		c.silent.Stop()
-	}
-	switch {
-	case c.peerEnded:
-	case c.m.agent:
-		delete(c.m.conns, c.id)
-		c.m.sendLocked(&Packet{Type: PacketCloseRsp, ConnID: c.id, Err: why}, nil)
-	default:
-		// The id stays ours until the agent has answered.
-		request := &Packet{Type: PacketCloseReq, ConnID: c.id}
-		if c.aborted || c.unsent == 0 && time.Since(c.sent) >= lingerTime {
-			c.m.sendLocked(request, nil)
-		} else {
-			c.m.sendLocked(request, c)
-		}
-	}
-}
-
-// endSilentLocked has a conn of which one side has ended reset when nothing has moved in
-// it for halfOpen. What has not been read may wait as long as there is somebody to send more.
-func (c *Conn) endSilentLocked() {
-	c.silent = time.AfterFunc(c.m.halfOpen, c.m.guarded(func() {
-		tell := func() {}
-		c.m.mu.Lock()
-		switch wait := c.m.halfOpen - min(time.Since(c.took), time.Since(c.sent)); {
-		case c.closed || c.aborted || c.peerEnded && !c.m.agent:
-		case len(c.in) > 0 && !c.peerEnded:
-			c.silent.Reset(c.m.halfOpen)
-		case wait > 0:
-			c.silent.Reset(wait)
-		default:
-			tell = c.abortLocked()
-			c.sendCloseLocked("")
-		}
-		c.m.mu.Unlock()
-		tell()
-	}))
-}
-
-// Read implements net.Conn.
-func (c *Conn) Read(b []byte) (int, error) {
-	c.m.mu.Lock()
-	defer c.m.mu.Unlock()
-	for {
-		switch {
-		case c.aborted:
-			return 0, &net.OpError{Op: "read", Net: Addr{}.Network(), Err: tunnel.ErrReset}
-		case c.readBy.passed():
-			return 0, os.ErrDeadlineExceeded
-		case len(c.in) > 0:
-			p := &c.in[0]
-			n := copy(b, p.Data)
-			if p.Data = p.Data[n:]; len(p.Data) > 0 {
-				c.tookLocked(n)
-				return n, nil
-			}
-			p.Free()
-			c.in = c.in[1:]
-			c.tookLocked(n + packetCost)
-			return n, nil
-		case c.peerEnded || c.noRead || c.closed:
-			return 0, io.EOF
-		}
-		c.cond.Wait()
-	}
-}
-
-func (c *Conn) tookLocked(cost int) {
-	c.took = time.Now()
-	c.unread -= cost
-	c.m.unread -= cost
-	if c.unread == 0 {
-		delete(c.m.readers, c)
-	}
-	ping(c.m.room)
-}
-
-// WriteTo implements io.WriterTo, which [tunnel.Splice] uses. A socket is kept from hiding in
-// a large buffer that its reader takes something.
-func (c *Conn) WriteTo(w io.Writer) (int64, error) {
-	if s, ok := w.(syscall.Conn); ok {
-		if raw, err := s.SyscallConn(); err == nil {
-			raw.Control(boundQueue) //nolint:errcheck // then it is closed
-		}
-	}
-	return io.CopyBuffer(struct{ io.Writer }{w}, struct{ io.Reader }{c}, make([]byte, DataSize))
-}
-
-// Write implements net.Conn.
-func (c *Conn) Write(b []byte) (n int, err error) {
-	c.m.mu.Lock()
-	defer c.m.mu.Unlock()
-	for len(b) > 0 {
-		switch {
-		case c.aborted:
-			return n, &net.OpError{Op: "write", Net: Addr{}.Network(), Err: tunnel.ErrReset}
-		case c.peerEnded || c.noWrite || c.closed:
-			return n, &net.OpError{Op: "write", Net: Addr{}.Network(), Err: syscall.EPIPE}
-		case c.writeBy.passed():
-			return n, os.ErrDeadlineExceeded
-		case c.unsent >= mostUnsent:
-			c.cond.Wait()
-			continue
-		}
-		part := bytes.Clone(b[:min(len(b), DataSize)])
-		c.unsent += len(part) + packetCost
-		c.m.sendLocked(&Packet{Type: PacketData, ConnID: c.id, Data: part}, c)
-		n += len(part)
-		b = b[len(part):]
-	}
-	return n, nil
-}
-
-// CloseWrite ends our direction, as far as the protocol can say that.
-func (c *Conn) CloseWrite() error {
-	c.m.mu.Lock()
-	defer c.m.mu.Unlock()
-	if c.noWrite || c.aborted {
-		return nil
-	}
-	c.noWrite = true
-	if c.m.agent || c.noRead || c.peerEnded {
-		c.sendCloseLocked("")
-	} else {
-		c.endSilentLocked()
-	}
-	c.cond.Broadcast()
-	return nil
-}
-
-// CloseRead says that nothing more is read. The peer cannot be told so.
-func (c *Conn) CloseRead() error {
-	c.m.mu.Lock()
-	defer c.m.mu.Unlock()
-	c.noRead = true
-	c.dropLocked()
-	if c.noWrite && !c.aborted {
-		c.sendCloseLocked("")
-	}
-	c.cond.Broadcast()
-	return nil
-}
-
-// Close implements net.Conn.
-func (c *Conn) Close() error {
-	c.CloseRead()  //nolint:errcheck // it has none
-	c.CloseWrite() //nolint:errcheck // likewise
-	c.over()
-	return nil
-}
-
-// Reset ends the conn at once.
-func (c *Conn) Reset() error {
-	c.m.mu.Lock()
-	c.onReset = nil
-	if !c.aborted {
-		c.m.counters.Resets.Add(1)
-	}
-	tell := c.abortLocked()
-	c.sendCloseLocked("reset")
-	c.m.mu.Unlock()
-	tell()
-	return nil
-}
-
-// OnReset has f called when the conn is aborted by the other side.
-func (c *Conn) OnReset(f func()) {
-	c.m.mu.Lock()
-	c.onReset = f
-	now := c.aborted
-	c.m.mu.Unlock()
-	if now {
-		f()
-	}
-}
-
-// OnStop has f called when the other side takes no more bytes.
-func (c *Conn) OnStop(f func()) {
-	c.m.mu.Lock()
-	c.onStop = f
-	now := c.peerEnded
-	c.m.mu.Unlock()
-	if now {
-		f()
-	}
-}
-
-// LocalAddr implements net.Conn.
-func (c *Conn) LocalAddr() net.Addr { return Addr{} }
-
-// RemoteAddr implements net.Conn.
-func (c *Conn) RemoteAddr() net.Addr { return Addr{} }
-
-// SetDeadline implements net.Conn.
-func (c *Conn) SetDeadline(t time.Time) error {
-	return errors.Join(c.SetReadDeadline(t), c.SetWriteDeadline(t))
-}
-
-// SetReadDeadline implements net.Conn.
-func (c *Conn) SetReadDeadline(t time.Time) error { return c.setDeadline(&c.readBy, t) }
-
-// SetWriteDeadline implements net.Conn.
-func (c *Conn) SetWriteDeadline(t time.Time) error { return c.setDeadline(&c.writeBy, t) }
-
-func (c *Conn) setDeadline(d *deadline, t time.Time) error {
-	c.m.mu.Lock()
-	defer c.m.mu.Unlock()
-	if d.timer != nil {
-		d.timer.Stop()
-	}
-	d.at = t
-	if wait := time.Until(t); !t.IsZero() && wait > 0 {
-		d.timer = time.AfterFunc(wait, func() {
-			c.m.mu.Lock()
-			defer c.m.mu.Unlock()
-			c.cond.Broadcast()
-		})
-	}
-	c.cond.Broadcast()
-	return nil
-}
-
-var _ interface {
-	net.Conn
-	tunnel.Resetter
-	io.WriterTo
-	CloseWrite() error
-	CloseRead() error
-} = (*Conn)(nil)

@@ -16,7 +16,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// fakeStream takes packets, and has none.
+// fakeStream records sent packets, and has none to receive.
 type fakeStream struct{ sent func(*Packet) }
 
 func (s fakeStream) RecvMsg(any) error { panic("the owner of the mux receives") }
@@ -28,7 +28,7 @@ func (s fakeStream) SendMsg(m any) error {
 	return nil
 }
 
-// testMux is a mux whose peer is the test.
+// testMux returns a mux whose peer is the test.
 func testMux(t *testing.T, agent bool, sent func(*Packet)) *mux {
 	m := newMux(fakeStream{sent}, agent, new(tunnel.Counters), slog.New(slog.DiscardHandler))
 	ended := make(chan struct{})
@@ -61,13 +61,13 @@ func (m *mux) receive(id int64, data []byte) {
 
 func (m *mux) cut() uint64 { return m.counters.LimitedBy(tunnel.LimitUnread) }
 
-func (c *Conn) lastTook() time.Time {
+func (c *Conn) lastReadAt() time.Time {
 	c.m.mu.Lock()
 	defer c.m.mu.Unlock()
-	return c.took
+	return c.lastRead
 }
 
-// behindSocket splices a conn with a socket, and returns its other end.
+// behindSocket splices c with a socket, and returns the other end of the socket.
 func behindSocket(t *testing.T, network string, c *Conn) (far net.Conn, spliced <-chan error) {
 	t.Helper()
 	addr := "127.0.0.1:0"
@@ -104,7 +104,7 @@ func behindSocket(t *testing.T, network string, c *Conn) (far net.Conn, spliced 
 	return far, ended
 }
 
-// slowly reads n bytes at so many a second.
+// slowly reads n bytes, rate of them per second.
 func slowly(r io.Reader, n, rate int) ([]byte, error) {
 	all := make([]byte, n)
 	for part := range slices.Chunk(all, rate/50) {
@@ -116,8 +116,8 @@ func slowly(r io.Reader, n, rate int) ([]byte, error) {
 	return all, nil
 }
 
-// A reader behind a socket that is slow but steady keeps its conn: what it takes shows, and
-// soon enough, although the kernel wakes a writer only when much has been taken.
+// A slow but steady reader behind a socket keeps its conn. Its progress is seen in time, although the
+// kernel wakes a writer only after much of the socket's buffer has been read.
 func TestMuxSteadyReader(t *testing.T) {
 	for network, part := range map[string]int{"tcp": 512 << 10, "unix": 128 << 10} {
 		t.Run(network, func(t *testing.T) {
@@ -125,7 +125,7 @@ func TestMuxSteadyReader(t *testing.T) {
 			m := testMux(t, false, nil)
 			c := m.testConn(t, 1)
 			far, _ := behindSocket(t, network, c)
-			want := random(2 * mostUnread)
+			want := random(2 * maxUnread)
 			delivered := make(chan struct{})
 			go func() {
 				m.receive(1, want)
@@ -139,14 +139,14 @@ func TestMuxSteadyReader(t *testing.T) {
 			eventually(t, "the queue and the socket are full", func() bool {
 				m.mu.Lock()
 				defer m.mu.Unlock()
-				return c.unread > mostUnread-2*DataSize && time.Since(c.took) > 100*time.Millisecond
+				return c.unread > maxUnread-2*DataSize && time.Since(c.lastRead) > 100*time.Millisecond
 			})
-			before := c.lastTook()
+			before := c.lastReadAt()
 			got := make([]byte, part)
 			if _, err := io.ReadFull(far, got); err != nil {
 				t.Fatal(err)
 			}
-			eventually(t, "what was taken shows", func() bool { return c.lastTook().After(before) || m.cut() > 0 })
+			eventually(t, "what was taken shows", func() bool { return c.lastReadAt().After(before) || m.cut() > 0 })
 			more, err := slowly(far, 300<<10, 200<<10)
 			if err != nil {
 				t.Fatalf("a steady reader, after %d bytes: %v", len(got), err)
@@ -159,14 +159,14 @@ func TestMuxSteadyReader(t *testing.T) {
 	}
 }
 
-// What was written before the close reaches a target that is slow but steady, however long
-// that takes. One that takes nothing is reset.
+// All bytes written before a close reach a slow but steady target, however long that takes. A target that
+// reads nothing is reset.
 func TestMuxCloseBehindData(t *testing.T) {
 	want := random(1 << 20)
 	closed := func(t *testing.T, wait time.Duration) (far net.Conn, spliced <-chan error) {
 		t.Parallel()
 		m := testMux(t, true, nil)
-		m.halfOpen = wait
+		m.halfClosedTimeout = wait
 		far, spliced = behindSocket(t, "tcp", m.testConn(t, 1))
 		m.receive(1, want)
 		m.peerClosed(1, "")
@@ -193,8 +193,8 @@ func TestMuxCloseBehindData(t *testing.T) {
 	})
 }
 
-// A caller that has ended its direction gets an answer however slow; when the target falls
-// silent, what it got does not look whole.
+// A caller that has half-closed its conn gets the whole answer, however slow. If the target falls silent,
+// the caller sees a reset: the answer may be incomplete.
 func TestMuxHalfOpen(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var sent []PacketType
@@ -203,9 +203,9 @@ func TestMuxHalfOpen(t *testing.T) {
 		c.CloseWrite()
 		b := make([]byte, 9)
 		for range 5 {
-			time.Sleep(halfOpen - time.Second)
+			time.Sleep(halfClosedTimeout - time.Second)
 			m.receive(1, []byte("part of an answer"))
-			time.Sleep(halfOpen - time.Second)
+			time.Sleep(halfClosedTimeout - time.Second)
 			for range 2 {
 				if _, err := c.Read(b); err != nil {
 					t.Fatal(err)
@@ -213,7 +213,7 @@ func TestMuxHalfOpen(t *testing.T) {
 			}
 		}
 		m.receive(1, []byte("the last"))
-		time.Sleep(2 * halfOpen) // its reader takes its time
+		time.Sleep(2 * halfClosedTimeout) // the reader is slow
 		if n, err := c.Read(b); err != nil || string(b[:n]) != "the last" {
 			t.Fatalf("%q, %v", b[:n], err)
 		}
@@ -227,16 +227,16 @@ func TestMuxHalfOpen(t *testing.T) {
 	})
 }
 
-// The stock agent has time to pass on what stands before a close, however slow the stream is.
+// A close request follows the last data after closeDelay, however slow the stream is.
 func TestMuxCloseKeepsItsDistance(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var last, closed time.Time
 		m := testMux(t, false, func(p *Packet) {
-			time.Sleep(3 * lingerTime)
+			time.Sleep(3 * closeDelay)
 			if p.Type == PacketData {
 				last = time.Now()
 			} else {
-				closed = time.Now().Add(-3 * lingerTime)
+				closed = time.Now().Add(-3 * closeDelay)
 			}
 		})
 		c := m.testConn(t, 1)
@@ -244,23 +244,23 @@ func TestMuxCloseKeepsItsDistance(t *testing.T) {
 		c.Close()
 		time.Sleep(time.Minute)
 		synctest.Wait()
-		if d := closed.Sub(last); d < lingerTime {
+		if d := closed.Sub(last); d < closeDelay {
 			t.Errorf("the close follows after %v", d)
 		}
 	})
 }
 
-// When the stream's queues are full together, the reader that holds most is cut off, not who
-// comes by; also when its peer has closed. As long as it takes something, the stream waits.
+// If the queues of a stream are full together, the reader with the most unread bytes loses its conn, also
+// after its peer has closed. While that reader makes progress, the stream waits.
 func TestMuxFullTogether(t *testing.T) {
 	for _, closed := range []bool{false, true} {
 		synctest.Test(t, func(t *testing.T) {
 			m := testMux(t, false, nil)
-			data := make([]byte, mostUnread*31/32)
+			data := make([]byte, maxUnread*31/32)
 			var stalled []*Conn
-			for id := int64(1); m.unread+mostUnread/4 < mostUnreadOfAll; id++ {
+			for id := int64(1); m.unread+maxUnread/4 < maxUnreadOfStream; id++ {
 				c := m.testConn(t, id)
-				m.receive(id, data[:min(len(data), mostUnreadOfAll-m.unread-mostUnread/8)])
+				m.receive(id, data[:min(len(data), maxUnreadOfStream-m.unread-maxUnread/8)])
 				if closed {
 					m.peerClosed(id, "")
 				}
@@ -274,25 +274,25 @@ func TestMuxFullTogether(t *testing.T) {
 			}
 			other := m.testConn(t, 100)
 			go func() {
-				m.receive(100, data[:mostUnread/2])
+				m.receive(100, data[:maxUnread/2])
 				m.peerClosed(100, "")
 			}()
-			time.Sleep(patience / 2)
+			time.Sleep(stallTimeout / 2)
 			for _, c := range stalled {
 				c.Read(make([]byte, 1))
 			}
-			time.Sleep(patience - time.Millisecond)
-			whole(other, mostUnread/2)
+			time.Sleep(stallTimeout - time.Millisecond)
+			whole(other, maxUnread/2)
 			if m.cut() != 0 {
 				t.Error("a reader that takes something is cut off")
 			}
-			time.Sleep(patience)
+			time.Sleep(stallTimeout)
 			start := time.Now()
 			for id := int64(101); id < 110; id++ {
 				c := m.testConn(t, id)
-				m.receive(id, data[:mostUnread/2])
+				m.receive(id, data[:maxUnread/2])
 				m.peerClosed(id, "")
-				defer whole(c, mostUnread/2)
+				defer whole(c, maxUnread/2)
 			}
 			if d := time.Since(start); d != 0 || m.cut() < 3 {
 				t.Errorf("the stream waits %v for readers that are known to take nothing, and cuts off %d", d, m.cut())

@@ -8,23 +8,24 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 )
 
-// The wire of Konnectivity (apiserver-network-proxy, konnectivity-client/proto/client):
-// both of its services are streams of one message, Packet. It is written and read by
-// hand: its own generated code registers names in the empty proto package, which only
-// one library of a process can do, and would copy every byte once more.
+// The wire format is konnectivity-client/proto/client/client.proto of apiserver-network-proxy. Both
+// services are streams of the message Packet. This file encodes and decodes the message by hand.
+// The generated code would register names in the empty proto package, which only one library of a
+// process can do. It would also copy every byte once more.
 
-// PacketType says what a packet is; the oneof of its payload is not looked at. A type
-// that is not listed is ignored by everybody.
+// PacketType is the type of a packet. It selects the payload; the oneof in the message is ignored.
+// Every implementation ignores packets of unknown types.
 type PacketType int32
 
+// The types of packets.
 const (
-	PacketDialReq  PacketType = 0 // absent on the wire
-	PacketDialRsp  PacketType = 1
-	PacketCloseReq PacketType = 2
-	PacketCloseRsp PacketType = 3
-	PacketData     PacketType = 4
-	PacketDialCls  PacketType = 5
-	PacketDrain    PacketType = 6
+	PacketDialReq  PacketType = 0 // towards the target: dial Address; as zero it is absent on the wire
+	PacketDialRsp  PacketType = 1 // towards the caller: the dial has led to ConnID, or failed with Err
+	PacketCloseReq PacketType = 2 // towards the target: close the conn
+	PacketCloseRsp PacketType = 3 // towards the caller: the conn is closed
+	PacketData     PacketType = 4 // in both directions: bytes of a conn
+	PacketDialCls  PacketType = 5 // in both directions: the dial is given up
+	PacketDrain    PacketType = 6 // from the agent: send new dials to other agents
 )
 
 func (t PacketType) String() string {
@@ -35,21 +36,21 @@ func (t PacketType) String() string {
 	return fmt.Sprintf("packet type %d", int32(t))
 }
 
-// packet is a Packet with the fields of all its payloads.
+// Packet is one message, with the fields of all payloads.
 type Packet struct {
 	Type     PacketType
 	Protocol string // DIAL_REQ
 	Address  string // DIAL_REQ
-	Random   int64  // DIAL_REQ, DIAL_RSP, DIAL_CLS: which dial
-	ConnID   int64  // DIAL_RSP, DATA, CLOSE_REQ, CLOSE_RSP: which connection of the stream
+	Random   int64  // DIAL_REQ, DIAL_RSP, DIAL_CLS: id of the dial, chosen by the caller
+	ConnID   int64  // DIAL_RSP, DATA, CLOSE_REQ, CLOSE_RSP: id of the conn on its stream
 	Err      string // DIAL_RSP, CLOSE_RSP
-	Data     []byte // DATA; part of buffer when it was received
+	Data     []byte // DATA; in a received packet, part of buffer
 
-	buffer mem.Buffer      // received: what holds Data, until Free
-	Slice  mem.BufferSlice // to be sent in place of Data, uncopied; until it is encoded
+	buffer mem.Buffer      // of a received packet: the memory of Data, until Free
+	Slice  mem.BufferSlice // sent in place of Data without a copy; encode takes it over
 }
 
-// Free gives back what the data of a packet is in.
+// Free returns the memory of the data to its pool. A second call does nothing.
 func (p *Packet) Free() {
 	if p.buffer != nil {
 		p.buffer.Free()
@@ -58,11 +59,11 @@ func (p *Packet) Free() {
 	p.buffer, p.Data, p.Slice = nil, nil, nil
 }
 
-// length is how many bytes of data it has.
+// length returns how many bytes of data the packet has.
 func (p *Packet) length() int { return len(p.Data) + p.Slice.Len() }
 
-// The payloads of a packet: the number of the field in Packet, and of the fields in the
-// payload; 0 where it has none.
+// payload holds protobuf field numbers: of the payload in Packet, and of the fields in the payload.
+// 0: the payload lacks that field.
 type payload struct {
 	field                                        protowire.Number
 	protocol, address, random, connID, err, data protowire.Number
@@ -81,7 +82,7 @@ var payloads = [...]payload{
 
 const typeField = 1
 
-// head encodes everything of p but the bytes of its data, which come right behind.
+// head appends the encoding of p to b, without the bytes of its data. These follow right after.
 func (p *Packet) head(b []byte) []byte {
 	l := payloads[p.Type]
 	var in []byte
@@ -92,7 +93,8 @@ func (p *Packet) head(b []byte) []byte {
 	}
 	num := func(n protowire.Number, v int64) {
 		if n != 0 && v != 0 {
-			in = protowire.AppendVarint(protowire.AppendTag(in, n, protowire.VarintType), uint64(v)) //nolint:gosec // as protobuf has it
+			in = protowire.AppendTag(in, n, protowire.VarintType)
+			in = protowire.AppendVarint(in, uint64(v)) //nolint:gosec // protobuf encodes int64 so
 		}
 	}
 	str(l.protocol, p.Protocol)
@@ -105,17 +107,18 @@ func (p *Packet) head(b []byte) []byte {
 		in = protowire.AppendVarint(protowire.AppendTag(in, l.data, protowire.BytesType), uint64(n))
 	}
 	if p.Type != 0 {
-		b = protowire.AppendVarint(protowire.AppendTag(b, typeField, protowire.VarintType), uint64(p.Type)) //nolint:gosec // a few
+		b = protowire.AppendTag(b, typeField, protowire.VarintType)
+		b = protowire.AppendVarint(b, uint64(p.Type)) //nolint:gosec // at most 6
 	}
 	b = protowire.AppendVarint(protowire.AppendTag(b, l.field, protowire.BytesType), uint64(len(in)+n))
 	return append(b, in...)
 }
 
-// mostHead is enough for the head of a packet with data.
+// MaxHead is the most bytes that a packet with data needs beside its data.
 const MaxHead = 48
 
-// encode copies p into a buffer of pool, since gRPC may send it later, and has its slice
-// follow.
+// encode copies p to a buffer of pool, since gRPC may send it after the caller has reused Data. The
+// result takes p.Slice over without a copy.
 func (p *Packet) encode(pool mem.BufferPool) mem.BufferSlice {
 	var small [MaxHead]byte
 	head := p.head(small[:0])
@@ -128,8 +131,8 @@ func (p *Packet) encode(pool mem.BufferPool) mem.BufferSlice {
 
 var errPacket = errors.New("not a packet of Konnectivity")
 
-// decode reads a packet. It keeps a reference to what holds the data. Fields that are not
-// known are skipped; the last of several wins.
+// decode reads a packet, and keeps a reference to the memory of its data. Unknown fields are
+// skipped. If a field occurs several times, the last one counts, as in protobuf.
 func (p *Packet) decode(in mem.BufferSlice, pool mem.BufferPool) error {
 	*p = Packet{}
 	buf := in.MaterializeToBuffer(pool)
@@ -153,7 +156,7 @@ func (p *Packet) decode(in mem.BufferSlice, pool mem.BufferPool) error {
 	}
 	if p.Type < 0 || int(p.Type) >= len(payloads) {
 		buf.Free()
-		return nil // somebody newer than us
+		return nil // a type of a newer version
 	}
 	if !p.body(payloads[p.Type], bodies[p.Type]) {
 		buf.Free()
@@ -167,7 +170,7 @@ func (p *Packet) decode(in mem.BufferSlice, pool mem.BufferPool) error {
 	return nil
 }
 
-// body reads the payload of p.
+// body reads the payload of p, and reports whether it is well-formed.
 func (p *Packet) body(l payload, b []byte) bool {
 	for len(b) > 0 {
 		n, v, body, rest := field(b)
@@ -184,9 +187,9 @@ func (p *Packet) body(l payload, b []byte) bool {
 		case l.err:
 			p.Err = string(body)
 		case l.random:
-			p.Random = int64(v) //nolint:gosec // as protobuf has it
+			p.Random = int64(v) //nolint:gosec // protobuf decodes int64 so
 		case l.connID:
-			p.ConnID = int64(v) //nolint:gosec // as protobuf has it
+			p.ConnID = int64(v) //nolint:gosec // protobuf decodes int64 so
 		case l.data:
 			p.Data = body
 		}
@@ -194,7 +197,8 @@ func (p *Packet) body(l payload, b []byte) bool {
 	return true
 }
 
-// field reads one field: a number, or bytes (not nil then). rest is nil when b is none.
+// field reads one protobuf field from b: its number n, and its value as a varint v, or as bytes (then
+// body is not nil). A field of another wire type has n = 0. rest is nil if b is malformed.
 func field(b []byte) (n protowire.Number, v uint64, body, rest []byte) {
 	n, t, size := protowire.ConsumeTag(b)
 	if size < 0 {
@@ -216,24 +220,25 @@ func field(b []byte) (n protowire.Number, v uint64, body, rest []byte) {
 	return n, v, body, b[size:]
 }
 
-// codec is a gRPC codec for packets. The wire is plain protobuf.
+// Codec is a gRPC codec for [*Packet]. The encoding is plain protobuf.
 type Codec struct{ pool mem.BufferPool }
 
-// NewCodec returns a codec whose buffers are at most twice as long as what they hold, up to
-// 1 MiB. gRPC's own pool has none between 32 KiB and that: it clears 1 MiB for every packet
-// that is a little longer, and a queue of such packets would hold far more than it counts.
+// NewCodec returns a codec with a buffer pool of its own, whose sizes are the powers of two from
+// 256 bytes to 1 MiB. A buffer is thus at most twice as long as its content. gRPC's default pool has
+// no size between 32 KiB and 1 MiB. It would clear 1 MiB for each packet just above 32 KiB, and a
+// queue of such packets would hold far more memory than it counts.
 func NewCodec() Codec {
 	pool, err := mem.NewBinaryTieredBufferPool(8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20)
 	if err != nil {
-		panic(err) // one of these is no exponent
+		panic(err) // an exponent is out of range
 	}
 	return Codec{pool}
 }
 
-// Name returns the content-subtype, which is that of plain protobuf.
+// Name returns the content-subtype of plain protobuf.
 func (Codec) Name() string { return "proto" }
 
-// Marshal encodes a *packet; its data may be changed afterwards.
+// Marshal encodes a *Packet. The caller may change Data afterwards; Slice is taken over.
 func (c Codec) Marshal(v any) (mem.BufferSlice, error) {
 	p, ok := v.(*Packet)
 	if !ok {
@@ -242,7 +247,7 @@ func (c Codec) Marshal(v any) (mem.BufferSlice, error) {
 	return p.encode(c.pool), nil
 }
 
-// Unmarshal decodes into a *packet, which the receiver frees.
+// Unmarshal decodes into a *Packet. The receiver calls Free.
 func (c Codec) Unmarshal(b mem.BufferSlice, v any) error {
 	p, ok := v.(*Packet)
 	if !ok {

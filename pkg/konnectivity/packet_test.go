@@ -10,7 +10,7 @@ import (
 	"pgregory.net/rapid"
 )
 
-// The wire, byte by byte: type, then the payload of that type
+// The encoding, byte by byte: the type, then the payload of that type
 // (konnectivity-client/proto/client/client.proto).
 func TestPacketWire(t *testing.T) {
 	for want, p := range map[string]Packet{
@@ -44,7 +44,7 @@ func same(a, b Packet) bool {
 		a.ConnID == b.ConnID && a.Err == b.Err && bytes.Equal(a.Data, b.Data)
 }
 
-// What is written is read again, however it is cut in two on the way.
+// Every packet is decoded from its encoding, wherever that is split in two.
 func TestPacketRoundTrip(t *testing.T) {
 	pool := mem.DefaultBufferPool()
 	rapid.Check(t, func(t *rapid.T) {
@@ -74,7 +74,7 @@ func TestPacketRoundTrip(t *testing.T) {
 	})
 }
 
-// What a queue counts for a packet is about what the packet holds.
+// A packet holds at most about twice the memory that a queue counts for it.
 func TestPacketHolds(t *testing.T) {
 	c := NewCodec()
 	for _, n := range []int{1 << 10, 16<<10 + 22, 32 << 10, 33 << 10, 200 << 10, 256 << 10} {
@@ -83,7 +83,7 @@ func TestPacketHolds(t *testing.T) {
 			t.Fatal(err)
 		}
 		var p Packet
-		if err := c.Unmarshal(split(wire.Materialize(), 16384), &p); err != nil { // over a frame's edge
+		if err := c.Unmarshal(split(wire.Materialize(), 16384), &p); err != nil { // split between two HTTP/2 frames
 			t.Fatal(err)
 		}
 		if held := cap(p.buffer.ReadOnlyData()); held > 2*(n+MaxHead) {
@@ -114,7 +114,7 @@ func FuzzPacket(f *testing.F) {
 	})
 }
 
-// What is sent uncopied looks as if it had been copied.
+// Data sent by Slice have the same encoding as data sent by Data.
 func TestPacketSlice(t *testing.T) {
 	pool := mem.DefaultBufferPool()
 	for _, parts := range [][]string{{"one"}, {"some", "more"}, {"", strings.Repeat("x", 40000)}} {

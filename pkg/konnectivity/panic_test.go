@@ -19,7 +19,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// faulty panics when it is asked about node bad.
+// faulty panics when it authenticates node bad.
 type faulty struct{ auth.Authenticator }
 
 func (f faulty) Authenticate(ctx context.Context, c auth.Credential) (auth.Grant, error) {
@@ -29,7 +29,7 @@ func (f faulty) Authenticate(ctx context.Context, c auth.Credential) (auth.Grant
 	return f.Authenticator.Authenticate(ctx, c)
 }
 
-// A panic while an agent joins, or in one of its loops, ends that agent's stream and no other.
+// A panic while an agent joins, or in a loop of its stream, ends that stream and no other.
 func TestPanicInAnAgent(t *testing.T) {
 	r := newAgentsRig(t, func(c *AgentsConfig) { c.Auth = faulty{c.Auth} })
 	r.agent(t, "n1", nil)
@@ -41,8 +41,8 @@ func TestPanicInAnAgent(t *testing.T) {
 	eventually(t, "n2 joins", func() bool { return r.dir.Holds("n2") })
 	l := r.dir.Lookup("n2").Link.(*agentLink)
 	l.mu.Lock()
-	l.out = append(l.out, outgoing{}) // sendLoop cannot stand that
-	ping(l.wake)
+	l.out = append(l.out, outgoing{}) // without a packet, sendLoop panics
+	notify(l.wake)
 	l.mu.Unlock()
 	<-l.ended
 	eventually(t, "n2 has gone", func() bool { return !r.dir.Holds("n2") })
@@ -51,7 +51,7 @@ func TestPanicInAnAgent(t *testing.T) {
 	}
 }
 
-// A panic in a dial of the edge refuses that dial, and the proxy-server's other conns go on.
+// A panic in a dial of an Agent refuses that dial. The stream and its other conns go on.
 func TestPanicInADialOfAnAgent(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	a, _ := r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
@@ -71,8 +71,8 @@ func TestPanicInADialOfAnAgent(t *testing.T) {
 	eventually(t, "no dial is counted any more", func() bool { return r.budget.dialled.Load() == 0 })
 }
 
-// Whatever metadata an agent sends, what comes of it can be told to the other replicas, and
-// is one of the identifiers of which FuzzParseIdentifiers (pkg/egress) makes a table.
+// Whatever metadata an agent sends, accepted identifiers can be encoded for other replicas, and parsed.
+// FuzzParseIdentifiers in package egress makes a table of any parsed identifiers.
 func FuzzAgentMetadata(f *testing.F) {
 	f.Add("n1", "token of n1", "host=edge1&cidr=10.1.0.0/16")
 	f.Add("n1", "token of n1", "host=x\xff")
@@ -92,7 +92,7 @@ func FuzzAgentMetadata(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if _, err := tunnel.ParseNodeName(string(grant.Node)); err == nil { // any other has no credential
+		if _, err := tunnel.ParseNodeName(string(grant.Node)); err == nil { // no credential proves another name
 			if _, err := proto.Marshal(&pb.Nodes{Held: []*pb.Held{{Node: string(grant.Node), Reach: reach}}}); err != nil {
 				t.Errorf("%q cannot be told: %v", reach, err)
 			}
