@@ -95,6 +95,11 @@ func TestLongestPrefix(t *testing.T) {
 }
 
 func TestChoose(t *testing.T) {
+	type (
+		names = []tunnel.NodeName
+		codes = map[tunnel.NodeName]tunnel.Code
+		only  = []Strategy
+	)
 	all := map[tunnel.NodeName]konnectivity.Identifiers{
 		"a": identifiers(t, "host=a&ipv4=10.0.0.1&cidr=10.88.1.0/24"),
 		"b": identifiers(t, "host=b&ipv4=10.0.0.2&cidr=10.88.0.0/16"),
@@ -116,48 +121,60 @@ func TestChoose(t *testing.T) {
 		want       []tunnel.NodeName // nodes that are dialled, in order
 		fails      bool
 	}{
-		"by name":                          {addr: "a:80", want: []tunnel.NodeName{"a"}},
-		"by name, other case":              {addr: "A:80", want: []tunnel.NodeName{"a"}},
-		"by address":                       {addr: "10.0.0.2:80", want: []tunnel.NodeName{"b"}},
-		"by narrowest network":             {addr: "10.88.1.9:80", want: []tunnel.NodeName{"a"}},
-		"by wider network":                 {addr: "10.88.2.9:80", want: []tunnel.NodeName{"b"}},
-		"by default route":                 {addr: "192.168.0.1:80", want: []tunnel.NodeName{"c"}},
-		"by default route, v6":             {addr: "[fd00::1]:80", want: []tunnel.NodeName{"c"}},
-		"any":                              {addr: "192.168.0.1:80", gone: []tunnel.NodeName{"c"}, want: []tunnel.NodeName{""}},
-		"away: asked of the next strategy": {addr: "a:80", gone: []tunnel.NodeName{"a"}, want: []tunnel.NodeName{"c"}},
-		"draining: asked of the next":      {addr: "10.0.0.4:80", refuse: map[tunnel.NodeName]tunnel.Code{"d": tunnel.Draining}, want: []tunnel.NodeName{"d", "e"}},
-		"draining: nobody guesses":         {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Draining}, want: []tunnel.NodeName{"a"}, fails: true},
-		"full: nobody guesses":             {addr: "10.0.0.2:80", refuse: map[tunnel.NodeName]tunnel.Code{"b": tunnel.Overloaded}, want: []tunnel.NodeName{"b", "b waits"}, fails: true},
-		"full: the next is asked first":    {addr: "10.0.0.4:80", refuse: map[tunnel.NodeName]tunnel.Code{"d": tunnel.Overloaded}, want: []tunnel.NodeName{"d", "e"}},
-		"all full: the first one waits":    {addr: "10.0.0.4:80", refuse: map[tunnel.NodeName]tunnel.Code{"d": tunnel.Overloaded, "e": tunnel.Overloaded}, want: []tunnel.NodeName{"d", "e", "d waits"}, fails: true},
-		"full: any, which it is not":       {addr: "192.168.0.1:80", refuse: map[tunnel.NodeName]tunnel.Code{"c": tunnel.Overloaded}, want: []tunnel.NodeName{"c", ""}},
-		"gone meanwhile":                   {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Gone}, want: []tunnel.NodeName{"a", "c"}},
-		"denied: that is the answer":       {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Denied}, want: []tunnel.NodeName{"a"}, fails: true},
-		"refused: that is the answer":      {addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Refused}, want: []tunnel.NodeName{"a"}, fails: true},
-		"Node away: nobody else":           {kubernetes: true, addr: "a:80", gone: []tunnel.NodeName{"a"}, fails: true},
-		"Node away, in another spelling":   {kubernetes: true, addr: "[::ffff:10.0.0.1]:80", gone: []tunnel.NodeName{"a"}, fails: true},
-		"its pod: nobody else":             {kubernetes: true, addr: "10.88.1.9:80", gone: []tunnel.NodeName{"a"}, fails: true},
-		"Node gone meanwhile":              {kubernetes: true, addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.Gone}, want: []tunnel.NodeName{"a"}, fails: true},
-		"Node gone before":                 {kubernetes: true, addr: "a:80", refuse: map[tunnel.NodeName]tunnel.Code{"a": tunnel.NoSuchNode}, want: []tunnel.NodeName{"a"}, fails: true},
-		"Node draining":                    {kubernetes: true, addr: "10.66.0.2:80", refuse: map[tunnel.NodeName]tunnel.Code{"i": tunnel.Draining}, want: []tunnel.NodeName{"i"}, fails: true},
-		"no Node's: any":                   {kubernetes: true, addr: "10.96.0.1:443", gone: []tunnel.NodeName{"c"}, want: []tunnel.NodeName{""}},
-		"two Nodes claim it":               {kubernetes: true, addr: "10.0.0.9:80", fails: true},
-		"two Nodes' pods overlap":          {kubernetes: true, addr: "10.99.1.9:80", fails: true},
-		"a Node, and another's pods":       {kubernetes: true, addr: "10.66.0.1:80", fails: true},
-		"the same, by network alone":       {kubernetes: true, strategies: []Strategy{CIDR, Default}, addr: "10.66.0.1:80", fails: true},
-		"the same, by address alone":       {kubernetes: true, strategies: []Strategy{DestHost}, addr: "10.66.0.1:80", want: []tunnel.NodeName{"h"}},
-		"a Node in its own pods' network":  {kubernetes: true, addr: "10.66.0.2:80", want: []tunnel.NodeName{"i"}},
-		"by name, with a dot":              {kubernetes: true, addr: "A.:80", want: []tunnel.NodeName{"a"}},
-		"by address, with a dot":           {kubernetes: true, addr: "10.66.0.2.:80", want: []tunnel.NodeName{"i"}},
-		"its pod, with a dot":              {kubernetes: true, addr: "10.66.0.3.:80", want: []tunnel.NodeName{"i"}},
-		"a name that does not count":       {kubernetes: true, addr: "j.example.com:80", fails: true},
-		"the same, with a dot":             {kubernetes: true, addr: "j.example.com.:80", fails: true},
-		"the same, and names are not used": {kubernetes: true, strategies: []Strategy{CIDR, Default}, addr: "j.example.com:80", want: []tunnel.NodeName{""}},
-		"another's name, away":             {kubernetes: true, addr: "a:80", gone: []tunnel.NodeName{"a"}, fails: true},
-		"other pods of that network":       {kubernetes: true, addr: "10.66.0.3:80", want: []tunnel.NodeName{"i"}},
-		"two say so: either":               {addr: "10.99.1.9:80", want: []tunnel.NodeName{"g"}},
-		"Node away, and only any is asked": {kubernetes: true, strategies: []Strategy{Default}, addr: "a:80", gone: []tunnel.NodeName{"a"}, want: []tunnel.NodeName{""}},
-		"strategies as configured":         {strategies: []Strategy{CIDR}, addr: "a:80", fails: true},
+		"by name":                          {addr: "a:80", want: names{"a"}},
+		"by name, other case":              {addr: "A:80", want: names{"a"}},
+		"by address":                       {addr: "10.0.0.2:80", want: names{"b"}},
+		"by narrowest network":             {addr: "10.88.1.9:80", want: names{"a"}},
+		"by wider network":                 {addr: "10.88.2.9:80", want: names{"b"}},
+		"by default route":                 {addr: "192.168.0.1:80", want: names{"c"}},
+		"by default route, v6":             {addr: "[fd00::1]:80", want: names{"c"}},
+		"any":                              {addr: "192.168.0.1:80", gone: names{"c"}, want: names{""}},
+		"away: asked of the next strategy": {addr: "a:80", gone: names{"a"}, want: names{"c"}},
+		"draining: asked of the next":      {addr: "10.0.0.4:80", refuse: codes{"d": tunnel.Draining}, want: names{"d", "e"}},
+		"draining: nobody guesses": {addr: "a:80", refuse: codes{"a": tunnel.Draining}, want: names{"a"},
+			fails: true},
+		"full: nobody guesses": {addr: "10.0.0.2:80", refuse: codes{"b": tunnel.Overloaded},
+			want: names{"b", "b waits"}, fails: true},
+		"full: the next is asked first": {addr: "10.0.0.4:80", refuse: codes{"d": tunnel.Overloaded},
+			want: names{"d", "e"}},
+		"all full: the first one waits": {addr: "10.0.0.4:80",
+			refuse: codes{"d": tunnel.Overloaded, "e": tunnel.Overloaded}, want: names{"d", "e", "d waits"}, fails: true},
+		"full: any, which it is not": {addr: "192.168.0.1:80", refuse: codes{"c": tunnel.Overloaded},
+			want: names{"c", ""}},
+		"gone meanwhile":                 {addr: "a:80", refuse: codes{"a": tunnel.Gone}, want: names{"a", "c"}},
+		"denied: that is the answer":     {addr: "a:80", refuse: codes{"a": tunnel.Denied}, want: names{"a"}, fails: true},
+		"refused: that is the answer":    {addr: "a:80", refuse: codes{"a": tunnel.Refused}, want: names{"a"}, fails: true},
+		"Node away: nobody else":         {kubernetes: true, addr: "a:80", gone: names{"a"}, fails: true},
+		"Node away, in another spelling": {kubernetes: true, addr: "[::ffff:10.0.0.1]:80", gone: names{"a"}, fails: true},
+		"its pod: nobody else":           {kubernetes: true, addr: "10.88.1.9:80", gone: names{"a"}, fails: true},
+		"Node gone meanwhile": {kubernetes: true, addr: "a:80", refuse: codes{"a": tunnel.Gone},
+			want: names{"a"}, fails: true},
+		"Node gone before": {kubernetes: true, addr: "a:80", refuse: codes{"a": tunnel.NoSuchNode},
+			want: names{"a"}, fails: true},
+		"Node draining": {kubernetes: true, addr: "10.66.0.2:80", refuse: codes{"i": tunnel.Draining},
+			want: names{"i"}, fails: true},
+		"no Node's: any":             {kubernetes: true, addr: "10.96.0.1:443", gone: names{"c"}, want: names{""}},
+		"two Nodes claim it":         {kubernetes: true, addr: "10.0.0.9:80", fails: true},
+		"two Nodes' pods overlap":    {kubernetes: true, addr: "10.99.1.9:80", fails: true},
+		"a Node, and another's pods": {kubernetes: true, addr: "10.66.0.1:80", fails: true},
+		"the same, by network alone": {kubernetes: true, strategies: only{CIDR, Default}, addr: "10.66.0.1:80",
+			fails: true},
+		"the same, by address alone": {kubernetes: true, strategies: only{DestHost}, addr: "10.66.0.1:80",
+			want: names{"h"}},
+		"a Node in its own pods' network": {kubernetes: true, addr: "10.66.0.2:80", want: names{"i"}},
+		"by name, with a dot":             {kubernetes: true, addr: "A.:80", want: names{"a"}},
+		"by address, with a dot":          {kubernetes: true, addr: "10.66.0.2.:80", want: names{"i"}},
+		"its pod, with a dot":             {kubernetes: true, addr: "10.66.0.3.:80", want: names{"i"}},
+		"a name that does not count":      {kubernetes: true, addr: "j.example.com:80", fails: true},
+		"the same, with a dot":            {kubernetes: true, addr: "j.example.com.:80", fails: true},
+		"the same, and names are not used": {kubernetes: true, strategies: only{CIDR, Default}, addr: "j.example.com:80",
+			want: names{""}},
+		"another's name, away":       {kubernetes: true, addr: "a:80", gone: names{"a"}, fails: true},
+		"other pods of that network": {kubernetes: true, addr: "10.66.0.3:80", want: names{"i"}},
+		"two say so: either":         {addr: "10.99.1.9:80", want: names{"g"}},
+		"Node away, and only any is asked": {kubernetes: true, strategies: only{Default}, addr: "a:80", gone: names{"a"},
+			want: names{""}},
+		"strategies as configured": {strategies: only{CIDR}, addr: "a:80", fails: true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := &nodes{reach: maps.Clone(all), refuse: map[tunnel.NodeName]error{}, target: listen(t, func(*net.TCPConn) {})}
@@ -181,7 +198,7 @@ func TestChoose(t *testing.T) {
 			}
 		})
 	}
-	if _, err := newChooser(Config{Strategies: []Strategy{"desthost"}}, nil, nil); err == nil {
+	if _, err := newChooser(Config{Strategies: only{"desthost"}}, nil, nil); err == nil {
 		t.Error("a misspelt strategy is accepted")
 	}
 }
@@ -190,9 +207,12 @@ func TestChoose(t *testing.T) {
 func TestSpellings(t *testing.T) {
 	network := netip.MustParsePrefix("10.88.1.0/24")
 	tb := newTable(map[tunnel.NodeName]konnectivity.Identifiers{"edge1": {
-		Hosts: []string{"edge1", "Edge1", "10.0.0.1", "::ffff:10.0.0.1", "FE80::1%eth0", "edge1."}, Networks: []netip.Prefix{network, network},
+		Hosts:    []string{"edge1", "Edge1", "10.0.0.1", "::ffff:10.0.0.1", "FE80::1%eth0", "edge1."},
+		Networks: []netip.Prefix{network, network},
 	}})
-	for _, host := range []string{"EDGE1", "edge1.", "10.0.0.1", "10.0.0.1.", "::ffff:10.0.0.1", "fe80::1", "fe80:0::1%eth1"} {
+	for _, host := range []string{
+		"EDGE1", "edge1.", "10.0.0.1", "10.0.0.1.", "::ffff:10.0.0.1", "fe80::1", "fe80:0::1%eth1",
+	} {
 		if got := tb.host(host); !slices.Equal(got, []tunnel.NodeName{"edge1"}) {
 			t.Errorf("%s belongs to %q", host, got)
 		}
@@ -214,16 +234,20 @@ func TestAwayIsNamed(t *testing.T) {
 		"c2": {Refused: []string{"lb.example.com"}},
 	}
 	for addr, want := range map[string]string{
-		"10.0.0.1:80":       "no-such-node: No agent available: a is not connected; by way of another node: so it is",
-		"a:80":              "no-such-node: No agent available: a is not connected; by way of another node: so it is",
-		"10.88.1.7:80":      "no-such-node: No agent available: a is not connected; by way of another node: so it is",
-		"10.0.0.9:80":       "denied: so it is", // no node declares it
-		"10.0.0.2:80":       "no-such-node: No agent available: b is not connected",
-		"10.88.2.7:80":      "denied: nodes b and b2 both claim 10.88.2.7 (status.addresses or podCIDRs of their Nodes), so nobody is asked: correct one of them, or dial the node by its name",
-		"c.example.com:80":  "denied: node c claims c.example.com, which does not count: it is not the Node's name; have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)",
-		"lb.example.com:80": "denied: nodes c and c2 both claim lb.example.com, which does not count: it is not the Node's name; have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)",
+		"10.0.0.1:80":  "no-such-node: No agent available: a is not connected; by way of another node: so it is",
+		"a:80":         "no-such-node: No agent available: a is not connected; by way of another node: so it is",
+		"10.88.1.7:80": "no-such-node: No agent available: a is not connected; by way of another node: so it is",
+		"10.0.0.9:80":  "denied: so it is", // no node declares it
+		"10.0.0.2:80":  "no-such-node: No agent available: b is not connected",
+		"10.88.2.7:80": "denied: nodes b and b2 both claim 10.88.2.7 (status.addresses or podCIDRs of their Nodes), " +
+			"so nobody is asked: correct one of them, or dial the node by its name",
+		"c.example.com:80": "denied: node c claims c.example.com, which does not count: " +
+			"it is not the Node's name; have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)",
+		"lb.example.com:80": "denied: nodes c and c2 both claim lb.example.com, which does not count: " +
+			"it is not the Node's name; have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)",
 	} {
-		n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{}, refuse: map[tunnel.NodeName]error{"": tunnel.Refusef(tunnel.Denied, "so it is")}}
+		n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{},
+			refuse: map[tunnel.NodeName]error{"": tunnel.Refusef(tunnel.Denied, "so it is")}}
 		// With Kubernetes no other node is tried.
 		c, err := newChooser(Config{Identifiers: n, Kubernetes: !strings.Contains(want, "so it is")}, n, n)
 		if err != nil {
@@ -241,11 +265,13 @@ func TestAwayIsNamed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := unknown.dial(t.Context(), "10.0.0.9:80", "test"); err == nil || err.Error() != "no-such-node: No agent available: the cluster's Nodes have not been read yet" || u.asked != nil {
+	if _, err := unknown.dial(t.Context(), "10.0.0.9:80", "test"); err == nil ||
+		err.Error() != "no-such-node: No agent available: the cluster's Nodes have not been read yet" || u.asked != nil {
 		t.Errorf("asked %q; %v", u.asked, err)
 	}
 	// The owner is connected, and full. Fallbacks are not tried.
-	n := &nodes{reach: all, refuse: map[tunnel.NodeName]error{"a": tunnel.Refusef(tunnel.Overloaded, "node a is full"), "": tunnel.Refusef(tunnel.Denied, "so it is")}}
+	n := &nodes{reach: all, refuse: map[tunnel.NodeName]error{"a": tunnel.Refusef(tunnel.Overloaded, "node a is full"),
+		"": tunnel.Refusef(tunnel.Denied, "so it is")}}
 	c, err := newChooser(Config{Identifiers: n}, n, n)
 	if err != nil {
 		t.Fatal(err)
@@ -255,12 +281,14 @@ func TestAwayIsNamed(t *testing.T) {
 		t.Error(err)
 	}
 	// The owner has left after the table was made.
-	n = &nodes{reach: all, refuse: map[tunnel.NodeName]error{"a": tunnel.Refusef(tunnel.NoSuchNode, "gone"), "": tunnel.Refusef(tunnel.NoSuchNode, "gone")}}
+	n = &nodes{reach: all, refuse: map[tunnel.NodeName]error{"a": tunnel.Refusef(tunnel.NoSuchNode, "gone"),
+		"": tunnel.Refusef(tunnel.NoSuchNode, "gone")}}
 	if c, err = newChooser(Config{Identifiers: n}, n, n); err != nil {
 		t.Fatal(err)
 	}
 	c.table.Store(newTable(all))
-	if _, err = c.dial(t.Context(), "a:80", "test"); err == nil || err.Error() != "no-such-node: No agent available: a is not connected" {
+	if _, err = c.dial(t.Context(), "a:80", "test"); err == nil ||
+		err.Error() != "no-such-node: No agent available: a is not connected" {
 		t.Error(err)
 	}
 }

@@ -84,7 +84,8 @@ func behindAgent(t *testing.T) toAgent {
 			t.Error(err)
 		}
 	})
-	for late := time.Now().Add(20 * time.Second); agent.Ready() != nil || !dir.Holds("n1"); time.Sleep(5 * time.Millisecond) {
+	joined := func() bool { return agent.Ready() == nil && dir.Holds("n1") }
+	for late := time.Now().Add(20 * time.Second); !joined(); time.Sleep(5 * time.Millisecond) {
 		if time.Now().After(late) {
 			t.Fatal("the agent does not join")
 		}

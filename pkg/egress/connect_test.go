@@ -108,14 +108,17 @@ func TestConnectRefusals(t *testing.T) {
 		status  int
 		text    string
 	}{
-		"another method":   {nothing, "GET / HTTP/1.1\r\nHost: x\r\n\r\n", 405, "this proxy only supports CONNECT passthrough"},
-		"no node":          {refuse(tunnel.NoSuchNode), connect("10.0.0.1:1"), 500, "currently no tunnels available: No agent available"},
-		"timeout":          {refuse(tunnel.Timeout), connect("10.0.0.1:1"), 504, "so it is"},
-		"overloaded":       {refuse(tunnel.Overloaded), connect("10.0.0.1:1"), 503, "so it is"},
-		"denied":           {refuse(tunnel.Denied), connect("10.0.0.1:1"), 502, "so it is"},
-		"not an address":   {nothing, connect("nowhere"), 502, "not host:port"},
-		"no HTTP":          {nothing, "SSH-2.0-hello\r\n\r\n", 502, "not a request"},
-		"a head of 1 MB":   {nothing, "CONNECT 10.0.0.1:1 HTTP/1.1\r\nX: " + strings.Repeat("x", 1<<20) + "\r\n\r\n", 502, "longer than"},
+		"another method": {nothing, "GET / HTTP/1.1\r\nHost: x\r\n\r\n", 405,
+			"this proxy only supports CONNECT passthrough"},
+		"no node": {refuse(tunnel.NoSuchNode), connect("10.0.0.1:1"), 500,
+			"currently no tunnels available: No agent available"},
+		"timeout":        {refuse(tunnel.Timeout), connect("10.0.0.1:1"), 504, "so it is"},
+		"overloaded":     {refuse(tunnel.Overloaded), connect("10.0.0.1:1"), 503, "so it is"},
+		"denied":         {refuse(tunnel.Denied), connect("10.0.0.1:1"), 502, "so it is"},
+		"not an address": {nothing, connect("nowhere"), 502, "not host:port"},
+		"no HTTP":        {nothing, "SSH-2.0-hello\r\n\r\n", 502, "not a request"},
+		"a head of 1 MB": {nothing, "CONNECT 10.0.0.1:1 HTTP/1.1\r\nX: " + strings.Repeat("x", 1<<20) + "\r\n\r\n", 502,
+			"longer than"},
 		"a target of 1 MB": {nothing, connect(strings.Repeat("x", 1<<20) + ":1"), 502, "longer than"},
 	} {
 		delete(r.nodes.refuse, "")

@@ -42,7 +42,8 @@ func TestMetrics(t *testing.T) {
 		"tunnel_egress_dials_pending door=grpc 0",
 		"konnectivity_network_proxy_server_established_connections 2",
 		"konnectivity_network_proxy_server_dial_failure_count reason=no_agent 1",
-		"konnectivity_network_proxy_server_dial_failure_count reason=backend_dial_timeout 0", // exists before the first failure
+		// These exist before the first failure.
+		"konnectivity_network_proxy_server_dial_failure_count reason=backend_dial_timeout 0",
 		"tunnel_egress_dials_total door=grpc result=no-such-node 0",
 		"konnectivity_network_proxy_server_dial_duration_seconds 2",
 		"konnectivity_network_proxy_server_ready_backends proxy_strategy=destHost 0",
@@ -71,7 +72,8 @@ func shown(t *testing.T, reg *prometheus.Registry) string {
 			for _, l := range m.GetLabel() {
 				fmt.Fprintf(&all, " %s=%s", l.GetName(), l.GetValue())
 			}
-			fmt.Fprintf(&all, " %v\n", m.GetCounter().GetValue()+m.GetGauge().GetValue()+float64(m.GetHistogram().GetSampleCount()))
+			samples := float64(m.GetHistogram().GetSampleCount())
+			fmt.Fprintf(&all, " %v\n", m.GetCounter().GetValue()+m.GetGauge().GetValue()+samples)
 		}
 	}
 	return all.String()
@@ -110,7 +112,8 @@ func TestKonnectivityReasons(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{}, changed: make(chan struct{})}
-				f, err := New(Config{Identifiers: n, KonnectivityMetrics: true}, dialFunc(tc.dial), n, slog.New(slog.DiscardHandler))
+				f, err := New(Config{Identifiers: n, KonnectivityMetrics: true}, dialFunc(tc.dial), n,
+					slog.New(slog.DiscardHandler))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -130,7 +133,8 @@ func TestKonnectivityReasons(t *testing.T) {
 					if reason == tc.want {
 						n = 1
 					}
-					if want := fmt.Sprintf("konnectivity_network_proxy_server_dial_failure_count reason=%s %d\n", reason, n); !strings.Contains(all, want) {
+					const count = "konnectivity_network_proxy_server_dial_failure_count"
+					if want := fmt.Sprintf("%s reason=%s %d\n", count, reason, n); !strings.Contains(all, want) {
 						t.Errorf("there is no %s", want)
 					}
 				}

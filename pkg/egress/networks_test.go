@@ -59,7 +59,8 @@ nonsense
 
 func testRoutes() ([]route, error) {
 	own := map[netip.Addr]bool{netip.MustParseAddr("10.88.3.1"): true}
-	all := append(parseRoutes(strings.NewReader(routes4), parseRoute4, own), parseRoutes(strings.NewReader(routes6), parseRoute6, own)...)
+	all := append(parseRoutes(strings.NewReader(routes4), parseRoute4, own),
+		parseRoutes(strings.NewReader(routes6), parseRoute6, own)...)
 	return all, nil
 }
 
@@ -67,7 +68,8 @@ func testRoutes() ([]route, error) {
 func testDevices(t *testing.T, cni0port string) devices {
 	t.Helper()
 	d := devices{sysfs: t.TempDir(), driver: func(device string) string {
-		return map[string]string{"eth0": "e1000e", "eth1": "igb", "cni0": "bridge", "cali1": "veth", "cil": "veth", "veth1": "veth", "netkit1": "netkit", "tun0": "tun",
+		return map[string]string{"eth0": "e1000e", "eth1": "igb", "cni0": "bridge", "cali1": "veth", "cil": "veth",
+			"veth1": "veth", "netkit1": "netkit", "tun0": "tun",
 			"eth0.100": "802.1Q VLAN Support", "bond0": "bonding", "wg0": "wireguard", "vxlan1": "vxlan", "tap1": "tun"}[device]
 	}}
 	ports := filepath.Join(d.sysfs, "cni0", "brif")
@@ -88,7 +90,8 @@ func TestLeadInside(t *testing.T) {
 	d := testDevices(t, "netkit1")
 	for device, want := range map[string]bool{
 		"cali1": true, "netkit1": true, "cni0": true,
-		"eth0": false, "eth0.100": false, "bond0": false, "wg0": false, "tun0": false, "vxlan1": false, "": false, "unknown": false,
+		"eth0": false, "eth0.100": false, "bond0": false, "wg0": false, "tun0": false, "vxlan1": false, "": false,
+		"unknown": false,
 	} {
 		if d.leadsToContainers(device) != want {
 			t.Errorf("%s: %v", device, !want)
@@ -109,7 +112,8 @@ func TestDriver(t *testing.T) {
 	}
 	for _, i := range all {
 		_, err := os.Stat(filepath.Join("/sys/class/net", i.Name, "device"))
-		if hardware := err == nil; hardware && (driverOf(i.Name) == "" || systemDevices().leadsToContainers(i.Name)) || i.Flags&net.FlagLoopback != 0 && systemDevices().leadsToContainers(i.Name) {
+		if hardware := err == nil; hardware && (driverOf(i.Name) == "" || systemDevices().leadsToContainers(i.Name)) ||
+			i.Flags&net.FlagLoopback != 0 && systemDevices().leadsToContainers(i.Name) {
 			t.Errorf("%s is driven by %q", i.Name, driverOf(i.Name))
 		}
 	}
@@ -166,7 +170,8 @@ func TestPods(t *testing.T) {
 		t.Error("a pod is dialled before the cloud has named its network")
 	}
 	hear := e.Routes()[typeNetworks]
-	if err := hear(t.Context(), nil, &tunnel.Message{Data: encodeNetworks(prefixes("10.88.1.0/24", "192.0.2.0/24", "fd00:1::/64"))}); err != nil {
+	named := encodeNetworks(prefixes("10.88.1.0/24", "192.0.2.0/24", "fd00:1::/64"))
+	if err := hear(t.Context(), nil, &tunnel.Message{Data: named}); err != nil {
 		t.Fatal(err)
 	}
 	for addr, want := range map[string]bool{
@@ -227,7 +232,8 @@ func teller(t *testing.T, kubernetes bool, n *nodes, dir *tunnel.Directory) (end
 func (l link) is(t *testing.T, why string, networks []netip.Prefix) {
 	t.Helper()
 	m := <-l.sent
-	if got, err := decodeNetworks(m.Data); err != nil || m.Category != "egress" || m.Type != "networks" || !slices.Equal(got, networks) {
+	if got, err := decodeNetworks(m.Data); err != nil || m.Category != "egress" || m.Type != "networks" ||
+		!slices.Equal(got, networks) {
 		t.Errorf("%s: %+v, %v", why, m, err)
 	}
 }
@@ -268,7 +274,8 @@ func TestTell(t *testing.T) {
 // Networks that an edge claims are never announced to it.
 func TestClaimsAreNotTold(t *testing.T) {
 	dir := new(tunnel.Directory)
-	n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{"a": {Networks: prefixes("10.88.1.0/24")}}, changed: make(chan struct{})}
+	n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{"a": {Networks: prefixes("10.88.1.0/24")}},
+		changed: make(chan struct{})}
 	end := teller(t, false, n, dir)
 	a := newLink()
 	dir.Attach(&tunnel.Session{Node: "a", Link: a})

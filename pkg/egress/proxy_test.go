@@ -159,7 +159,8 @@ func TestProxyRefusals(t *testing.T) {
 		c := r.client(t)
 		c.send(konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: tc.protocol, Address: tc.addr, Random: 9})
 		rsp := c.want(konnectivity.PacketDialRsp, name)
-		if rsp.Err == "" && tc.want != "" || !strings.Contains(rsp.Err, tc.want) || rsp.Random != 9 || rsp.Err != "" && rsp.ConnID != 0 {
+		if rsp.Err == "" && tc.want != "" || !strings.Contains(rsp.Err, tc.want) || rsp.Random != 9 ||
+			rsp.Err != "" && rsp.ConnID != 0 {
 			t.Errorf("%s: %+v", name, rsp)
 		}
 		if tc.want != "" {
@@ -185,7 +186,9 @@ func TestProxyRefusals(t *testing.T) {
 // A dial is cancelled when its caller gives it up.
 func TestProxyCancelsDials(t *testing.T) {
 	for name, leave := range map[string]func(c *client){
-		"by a packet":            func(c *client) { c.send(konnectivity.Packet{Type: konnectivity.PacketDialCls, Random: 3}) },
+		"by a packet": func(c *client) {
+			c.send(konnectivity.Packet{Type: konnectivity.PacketDialCls, Random: 3})
+		},
 		"by the stream's end":    func(c *client) { c.cancel() },
 		"by closing the sending": func(c *client) { c.stream.CloseSend() },
 	} {
@@ -266,7 +269,8 @@ func TestProxyCloseRead(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
 					in := &packets{from: make(chan konnectivity.Packet)}
 					var working sync.WaitGroup
-					s := &proxyStream{stream: in, working: &working, guard: func(_ string, do func() error) error { return do() }, over: make(chan struct{}), gap: newAnswerGap(), begun: true}
+					s := &proxyStream{stream: in, working: &working, guard: noGuard, over: make(chan struct{}),
+						gap: newAnswerGap(), begun: true}
 					stopped := make(chan struct{})
 					s.OnStop(func() { close(stopped) })
 					working.Go(func() {
@@ -295,6 +299,8 @@ func TestProxyCloseRead(t *testing.T) {
 	}
 }
 
+func noGuard(_ string, do func() error) error { return do() }
+
 func read(t *testing.T, c net.Conn, b []byte) string {
 	t.Helper()
 	n, err := c.Read(b)
@@ -306,7 +312,8 @@ func read(t *testing.T, c net.Conn, b []byte) string {
 
 // A packet with maxData bytes of data is accepted, whatever the id of its conn.
 func TestMostDataFits(t *testing.T) {
-	wire, err := konnectivity.NewCodec().Marshal(&konnectivity.Packet{Type: konnectivity.PacketData, ConnID: -1, Data: make([]byte, maxData)})
+	p := &konnectivity.Packet{Type: konnectivity.PacketData, ConnID: -1, Data: make([]byte, maxData)}
+	wire, err := konnectivity.NewCodec().Marshal(p)
 	if err != nil {
 		t.Fatal(err)
 	}

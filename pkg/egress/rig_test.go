@@ -29,9 +29,10 @@ type rig struct {
 
 // nodes are the dialer, the directory and the source of a front door. Every node dials from this machine.
 type nodes struct {
-	mu      sync.Mutex
-	reach   map[tunnel.NodeName]konnectivity.Identifiers // of connected nodes
-	asked   []tunnel.NodeName                            // nodes that were dialled, in order; with " waits" if the dial may wait
+	mu    sync.Mutex
+	reach map[tunnel.NodeName]konnectivity.Identifiers // of connected nodes
+	// asked are the nodes that were dialled, in order; with " waits" if the dial may wait.
+	asked   []tunnel.NodeName
 	refuse  map[tunnel.NodeName]error
 	fault   bool          // dials panic
 	hang    chan struct{} // if set, a dial waits for the end of its context, and then closes hang
@@ -102,9 +103,11 @@ func newRig(t *testing.T) *rig {
 	dir := t.TempDir()
 	r := &rig{
 		grpc: filepath.Join(dir, "grpc"), connect: filepath.Join(dir, "connect"),
-		nodes: &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{}, refuse: map[tunnel.NodeName]error{}, changed: make(chan struct{})},
+		nodes: &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{}, refuse: map[tunnel.NodeName]error{},
+			changed: make(chan struct{})},
 	}
-	door, err := New(Config{GRPC: []string{"unix://" + r.grpc}, HTTPConnect: []string{"unix://" + r.connect}, Identifiers: r.nodes, KonnectivityMetrics: true}, r.nodes, r.nodes, slog.New(slog.DiscardHandler))
+	door, err := New(Config{GRPC: []string{"unix://" + r.grpc}, HTTPConnect: []string{"unix://" + r.connect},
+		Identifiers: r.nodes, KonnectivityMetrics: true}, r.nodes, r.nodes, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}

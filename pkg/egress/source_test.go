@@ -18,7 +18,8 @@ func TestNamesAreNotClaimed(t *testing.T) {
 		dir.Attach(&tunnel.Session{Node: node, Reach: reach, Link: newLink()})
 	}
 	all := newTable(Believed(&dir, slog.New(slog.DiscardHandler)).Identifiers())
-	for host, want := range map[string]tunnel.NodeName{"a": "a", "b": "b", "B": "b", "b.": "b", "10.0.0.9": "10.0.0.9", "a.lan": "a", "10.0.0.1": "a", "away": "a"} {
+	for host, want := range map[string]tunnel.NodeName{"a": "a", "b": "b", "B": "b", "b.": "b", "10.0.0.9": "10.0.0.9",
+		"a.lan": "a", "10.0.0.1": "a", "away": "a"} {
 		if got := all.host(host); len(got) != 1 || got[0] != want {
 			t.Errorf("%s is %q, want %q", host, got, want)
 		}

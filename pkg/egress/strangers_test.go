@@ -68,13 +68,18 @@ func newOverTLSTo(t *testing.T, dialer tunnel.Dialer, n *nodes) overTLS {
 		into **tls.Config
 		ca   *auth.CA
 	}{{&o.caller, cas[0]}, {&o.stranger, cas[1]}} {
-		*c.into = &tls.Config{RootCAs: pool, ServerName: "egress", Certificates: []tls.Certificate{issue(c.ca, auth.Leaf{CommonName: "me", Client: true})}}
+		*c.into = &tls.Config{RootCAs: pool, ServerName: "egress",
+			Certificates: []tls.Certificate{issue(c.ca, auth.Leaf{CommonName: "me", Client: true})}}
 	}
 	ports := []string{freePort(t), freePort(t)}
 	o.grpc, o.connect = ports[0], ports[1]
 	door, err := New(Config{
-		GRPC: []string{"tls://" + o.grpc}, HTTPConnect: []string{"tls://" + o.connect}, Identifiers: n, Counters: o.counters, Strangers: 16, StrangersPerAddress: 3,
-		TLS: &tls.Config{Certificates: []tls.Certificate{issue(cas[0], auth.Leaf{DNSNames: []string{"egress"}, Server: true})}, ClientCAs: pool, ClientAuth: tls.RequireAndVerifyClientCert},
+		GRPC: []string{"tls://" + o.grpc}, HTTPConnect: []string{"tls://" + o.connect}, Identifiers: n,
+		Counters: o.counters, Strangers: 16, StrangersPerAddress: 3,
+		TLS: &tls.Config{
+			Certificates: []tls.Certificate{issue(cas[0], auth.Leaf{DNSNames: []string{"egress"}, Server: true})},
+			ClientCAs:    pool, ClientAuth: tls.RequireAndVerifyClientCert,
+		},
 	}, dialer, n, slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
@@ -108,7 +113,8 @@ func freePort(t *testing.T) string {
 // dial asks for a conn over gRPC.
 func (o overTLS) dial(t *testing.T, conf *tls.Config, addr string) error {
 	t.Helper()
-	cc, err := grpc.NewClient(o.grpc, grpc.WithTransportCredentials(credentials.NewTLS(conf)), grpc.WithDefaultCallOptions(grpc.ForceCodecV2(konnectivity.NewCodec())))
+	cc, err := grpc.NewClient(o.grpc, grpc.WithTransportCredentials(credentials.NewTLS(conf)),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(konnectivity.NewCodec())))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -119,7 +125,8 @@ func (o overTLS) dial(t *testing.T, conf *tls.Config, addr string) error {
 	if err != nil {
 		return err
 	}
-	if err = stream.SendMsg(&konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: "tcp", Address: addr}); err != nil {
+	request := &konnectivity.Packet{Type: konnectivity.PacketDialReq, Protocol: "tcp", Address: addr}
+	if err = stream.SendMsg(request); err != nil {
 		return err
 	}
 	return stream.RecvMsg(new(konnectivity.Packet))
@@ -153,7 +160,9 @@ func TestCallersOverTLS(t *testing.T) {
 	}
 	nameless := o.caller.Clone()
 	nameless.Certificates = nil
-	for name, conf := range map[string]*tls.Config{"without a certificate": nameless, "with one of another CA": o.stranger} {
+	for name, conf := range map[string]*tls.Config{
+		"without a certificate": nameless, "with one of another CA": o.stranger,
+	} {
 		if err := o.dial(t, conf, addr); err == nil {
 			t.Errorf("%s over gRPC: served", name)
 		}

@@ -77,7 +77,8 @@ func hog(t *testing.T, c net.Conn, streams, most int) (sent int) {
 	for i := range streams {
 		id := uint32(2*i + 1)
 		head.Reset()
-		for _, h := range [][2]string{{":method", "POST"}, {":scheme", "http"}, {":path", "/ProxyService/Proxy"}, {":authority", "x"}, {"content-type", "application/grpc"}, {"te", "trailers"}} {
+		for _, h := range [][2]string{{":method", "POST"}, {":scheme", "http"}, {":path", "/ProxyService/Proxy"},
+			{":authority", "x"}, {"content-type", "application/grpc"}, {"te", "trailers"}} {
 			enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
 		}
 		f.WriteHeaders(http2.HeadersFrameParam{StreamID: id, BlockFragment: head.Bytes(), EndHeaders: true})
@@ -207,7 +208,8 @@ func TestUnansweredConn(t *testing.T) {
 				c.Write(part)
 			}
 			c.Conn.(*pieces).rest = tc.more
-			if _, err := io.Copy(io.Discard, c); (err == nil) != tc.want || err != nil && !strings.Contains(err.Error(), errUnanswered.Error()) {
+			if _, err := io.Copy(io.Discard, c); (err == nil) != tc.want ||
+				err != nil && !strings.Contains(err.Error(), errUnanswered.Error()) {
 				t.Errorf("%s, by %d: %v", name, piece, err)
 			}
 			if len(c.streams) > 2 {

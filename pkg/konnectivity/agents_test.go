@@ -88,10 +88,13 @@ func newAgentsRig(t *testing.T, change func(*AgentsConfig)) *agentsRig {
 	}
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(ca.CertPEM())
-	r := &agentsRig{dir: new(tunnel.Directory), ca: ca, pool: pool, revoked: make(chan struct{}), budget: budget{wide: true}}
+	r := &agentsRig{dir: new(tunnel.Directory), ca: ca, pool: pool, revoked: make(chan struct{}),
+		budget: budget{wide: true}}
 	cfg := AgentsConfig{
-		Listen: "127.0.0.1:0", TLS: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{cert}}, Auth: names{r.revoked},
-		Joining: 100, JoiningPerAddress: 50, JoinTimeout: 10 * time.Second, Counters: new(tunnel.Counters), Log: slog.New(slog.DiscardHandler),
+		Listen: "127.0.0.1:0", TLS: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{cert}},
+		Auth:    names{r.revoked},
+		Joining: 100, JoiningPerAddress: 50, JoinTimeout: 10 * time.Second, Counters: new(tunnel.Counters),
+		Log: slog.New(slog.DiscardHandler),
 	}
 	if change != nil {
 		change(&cfg)
@@ -316,7 +319,8 @@ func TestAgentBudget(t *testing.T) {
 	defer cancel()
 	go r.dir.Dial(ctx, tunnel.Request{Node: "n1", Network: "tcp", Addr: "hang:1"})
 	<-asked
-	if _, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Network: "tcp", Addr: addr}); tunnel.CodeOf(err) != tunnel.Overloaded {
+	request := tunnel.Request{Node: "n1", Network: "tcp", Addr: addr}
+	if _, err := r.dir.Dial(t.Context(), request); tunnel.CodeOf(err) != tunnel.Overloaded {
 		t.Errorf("a dial that is one too many: %v", err)
 	}
 	cancel()
@@ -529,15 +533,18 @@ func TestAgentDrains(t *testing.T) {
 func (r *agentsRig) raw(t *testing.T, md ...string) (grpc.ClientStream, context.CancelFunc) {
 	t.Helper()
 	const window = 64 << 10
-	cc, err := grpc.NewClient(r.addr, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12})),
-		grpc.WithStaticStreamWindowSize(window), grpc.WithStaticConnWindowSize(window), grpc.WithDefaultCallOptions(grpc.ForceCodecV2(NewCodec())))
+	conf := &tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12}
+	cc, err := grpc.NewClient(r.addr, grpc.WithTransportCredentials(credentials.NewTLS(conf)),
+		grpc.WithStaticStreamWindowSize(window), grpc.WithStaticConnWindowSize(window),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(NewCodec())))
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { cc.Close() })
 	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Minute)
 	t.Cleanup(cancel)
-	s, err := cc.NewStream(metadata.NewOutgoingContext(ctx, metadata.Pairs(md...)), &grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, "/AgentService/Connect")
+	s, err := cc.NewStream(metadata.NewOutgoingContext(ctx, metadata.Pairs(md...)),
+		&grpc.StreamDesc{ClientStreams: true, ServerStreams: true}, "/AgentService/Connect")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -561,19 +568,22 @@ func TestWhoMayBeAnAgent(t *testing.T) {
 	}
 	want := status.New(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
 	strangers := map[string][]string{
-		"nobody":                           {"agentid", "n1"},
-		"no metadata":                      {},
-		"no name":                          {"authorization", "Bearer token of n1"},
-		"an empty name":                    {"agentid", "", "authorization", "Bearer token of n1"},
-		"two names":                        {"agentid", "n1", "agentid", "n2", "authorization", "Bearer token of n1"},
-		"another's name":                   {"agentid", "n2", "authorization", "Bearer token of n1"},
-		"no bearer":                        {"agentid", "n1", "authorization", "token of n1"},
-		"an empty bearer":                  {"agentid", "n1", "authorization", "Bearer "},
-		"two bearers":                      {"agentid", "n1", "authorization", "Bearer token of n1", "authorization", "Bearer token of n1"},
-		"a wrong token":                    {"agentid", "n1", "authorization", "Bearer x"},
-		"a wrong token, bad identifiers":   {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers", "x=1"},
-		"a wrong token, identifiers twice": {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers", "", "agentidentifiers", ""},
-		"a wrong token, long identifiers":  {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers", strings.Repeat("host=n&", maxReach/7+1)},
+		"nobody":          {"agentid", "n1"},
+		"no metadata":     {},
+		"no name":         {"authorization", "Bearer token of n1"},
+		"an empty name":   {"agentid", "", "authorization", "Bearer token of n1"},
+		"two names":       {"agentid", "n1", "agentid", "n2", "authorization", "Bearer token of n1"},
+		"another's name":  {"agentid", "n2", "authorization", "Bearer token of n1"},
+		"no bearer":       {"agentid", "n1", "authorization", "token of n1"},
+		"an empty bearer": {"agentid", "n1", "authorization", "Bearer "},
+		"two bearers": {"agentid", "n1", "authorization", "Bearer token of n1", "authorization",
+			"Bearer token of n1"},
+		"a wrong token":                  {"agentid", "n1", "authorization", "Bearer x"},
+		"a wrong token, bad identifiers": {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers", "x=1"},
+		"a wrong token, identifiers twice": {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers", "",
+			"agentidentifiers", ""},
+		"a wrong token, long identifiers": {"agentid", "n1", "authorization", "Bearer x", "agentidentifiers",
+			strings.Repeat("host=n&", maxReach/7+1)},
 	}
 	for name, md := range strangers {
 		if got := refusal(md...); got.Code() != want.Code() || got.Message() != want.Message() {
@@ -583,11 +593,14 @@ func TestWhoMayBeAnAgent(t *testing.T) {
 	known := map[string][]string{
 		"bad identifiers":         {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "x=1"},
 		"a host that no name has": {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "host=%ff"},
-		"identifiers twice":       {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "", "agentidentifiers", ""},
-		"long identifiers":        {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", strings.Repeat("host=n&", maxReach/7+1)},
+		"identifiers twice": {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers", "",
+			"agentidentifiers", ""},
+		"long identifiers": {"agentid", "n1", "authorization", "Bearer token of n1", "agentidentifiers",
+			strings.Repeat("host=n&", maxReach/7+1)},
 	}
 	for name, md := range known {
-		if got := refusal(md...); got.Code() != codes.InvalidArgument || !strings.Contains(got.Message(), "agentidentifiers") {
+		if got := refusal(md...); got.Code() != codes.InvalidArgument ||
+			!strings.Contains(got.Message(), "agentidentifiers") {
 			t.Errorf("%s: %v", name, got)
 		}
 	}
@@ -676,7 +689,8 @@ func TestAgentStreams(t *testing.T) {
 		eventually(t, "the agent joins", func() bool { return count() == i+1 })
 	}
 	s, _ := r.raw(t, md...)
-	if err := s.RecvMsg(new(Packet)); status.Code(err) != codes.ResourceExhausted || !strings.Contains(err.Error(), "limit agentstreams: ") {
+	if err := s.RecvMsg(new(Packet)); status.Code(err) != codes.ResourceExhausted ||
+		!strings.Contains(err.Error(), "limit agentstreams: ") {
 		t.Errorf("one too many: %v", err)
 	}
 	if n := r.cfg.Counters.LimitedBy(tunnel.LimitAgentStreams); n != 1 {
@@ -708,7 +722,8 @@ func TestAgentDoesNotRead(t *testing.T) {
 // A client certificate proves only the node that it names.
 func TestAgentByCertificate(t *testing.T) {
 	r := newAgentsRig(t, nil)
-	certPEM, keyPEM, err := r.ca.Issue(auth.Leaf{CommonName: "tunnel:node:n1", Organization: []string{"tunnel:nodes"}, Client: true})
+	certPEM, keyPEM, err := r.ca.Issue(auth.Leaf{CommonName: "tunnel:node:n1", Organization: []string{"tunnel:nodes"},
+		Client: true})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -759,15 +774,19 @@ func TestAgentRefusedConnection(t *testing.T) {
 		first func(cc *grpc.ClientConn) error
 		want  codes.Code
 	}{
-		"a wrong token":  {func(cc *grpc.ClientConn) error { return join(cc, "wrong") }, codes.Unauthenticated},
-		"something else": {func(cc *grpc.ClientConn) error { return cc.Invoke(ctx, "/no.such/Method", new(Packet), new(Packet)) }, codes.Unimplemented},
+		"a wrong token": {func(cc *grpc.ClientConn) error { return join(cc, "wrong") }, codes.Unauthenticated},
+		"something else": {func(cc *grpc.ClientConn) error {
+			return cc.Invoke(ctx, "/no.such/Method", new(Packet), new(Packet))
+		}, codes.Unimplemented},
 	} {
 		raw, err := net.Dial("tcp", r.addr)
 		if err != nil {
 			t.Fatal(err)
 		}
 		var once sync.Once
-		cc, err := grpc.NewClient("passthrough:///"+r.addr, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12, ServerName: "127.0.0.1"})),
+		cc, err := grpc.NewClient("passthrough:///"+r.addr,
+			grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12,
+				ServerName: "127.0.0.1"})),
 			grpc.WithDefaultCallOptions(grpc.ForceCodecV2(NewCodec())),
 			grpc.WithContextDialer(func(context.Context, string) (conn net.Conn, err error) {
 				err = errors.New("connected once")

@@ -34,7 +34,8 @@ func TestPanicInAnAgent(t *testing.T) {
 	r := newAgentsRig(t, func(c *AgentsConfig) { c.Auth = faulty{c.Auth} })
 	r.agent(t, "n1", nil)
 	s, _ := r.raw(t, "agentid", "bad", "authorization", "Bearer token of bad")
-	if err := s.RecvMsg(new(Packet)); status.Code(err) != codes.Internal || strings.Contains(err.Error(), "authentication") {
+	if err := s.RecvMsg(new(Packet)); status.Code(err) != codes.Internal ||
+		strings.Contains(err.Error(), "authentication") {
 		t.Errorf("joining: %v", err)
 	}
 	r.raw(t, "agentid", "n2", "authorization", "Bearer token of n2")
@@ -61,7 +62,8 @@ func TestPanicInADialOfAnAgent(t *testing.T) {
 		return new(net.Dialer).DialContext(ctx, q.Network, q.Addr)
 	})
 	first := r.dir.Lookup("n1")
-	if _, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Category: category, Network: "tcp", Addr: "bad:1"}); err == nil {
+	if _, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Category: category, Network: "tcp",
+		Addr: "bad:1"}); err == nil {
 		t.Error("the dial has succeeded")
 	}
 	r.dial(t, "n1", listen(t, echo))
