@@ -141,7 +141,7 @@ func (b *requestBody) finish() {
 	}
 	if b.r.ProtoMajor == 1 {
 		b.conn.mustLinger.Store(true)
-		http.NewResponseController(b.w).SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // fails if the conn has ended
+		http.NewResponseController(b.w).SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // fails after its end
 	} else {
 		b.in.Close()
 	}

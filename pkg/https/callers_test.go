@@ -13,7 +13,8 @@ import (
 	"tunnel/pkg/auth"
 )
 
-// A caller of metrics gets metrics, and nothing by another method, protocol or spelling.
+// A caller with the class metrics gets metrics and nothing else, whatever method, protocol or
+// spelling of the path it uses.
 func TestCallersClasses(t *testing.T) {
 	var reached []string
 	r := newRig(t, http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -21,7 +22,8 @@ func TestCallersClasses(t *testing.T) {
 		io.WriteString(w, "pong")
 	}), func(_ *rig, c *Config) {
 		c.Mode = Terminate
-		c.Callers = []Caller{{"metrics-server", []auth.Class{auth.ClassMetrics}}, {"collector", []auth.Class{auth.ClassLogs, auth.ClassPods}}, {"root", []auth.Class{auth.ClassAll}}}
+		c.Callers = []Caller{{"metrics-server", []auth.Class{auth.ClassMetrics}},
+			{"collector", []auth.Class{auth.ClassLogs, auth.ClassPods}}, {"root", []auth.Class{auth.ClassAll}}}
 	}).start()
 	as := func(name string) *tls.Config {
 		cfg := r.caller("edge1")
@@ -76,7 +78,8 @@ func TestCallersClasses(t *testing.T) {
 		b, err := io.ReadAll(res.Body)
 		must(t, err)
 		c.Close()
-		if res.StatusCode != test.status || test.status == 403 && (len(reached) != 0 || !strings.Contains(string(b), "needs the class "+test.needs+" ")) {
+		if res.StatusCode != test.status || test.status == 403 &&
+			(len(reached) != 0 || !strings.Contains(string(b), "needs the class "+test.needs+" ")) {
 			t.Errorf("%s: %s: %d %s; %q reached the kubelet", test.caller, test.line, res.StatusCode, b, reached)
 		}
 		if strings.Contains(string(b), "add it") {
@@ -85,10 +88,13 @@ func TestCallersClasses(t *testing.T) {
 	}
 }
 
-// Whatever is forwarded, a kubelet that cleans paths sees a path of the same class, or we
-// have refused it to all but those who may do everything.
+// A kubelet that cleans the path of a forwarded request sees a path of the same class; otherwise
+// the request is in auth.ClassAll.
 func FuzzClass(f *testing.F) {
-	for _, s := range []string{"/metrics", "/metrics/../exec/a", "//exec", "/metrics%2f..", "/stats/%20", "/logs/", "x:exec", "*", "/metrics/.", "/metrics\\..\\exec", "/metrics/%2e"} {
+	for _, s := range []string{
+		"/metrics", "/metrics/../exec/a", "//exec", "/metrics%2f..", "/stats/%20", "/logs/",
+		"x:exec", "*", "/metrics/.", "/metrics\\..\\exec", "/metrics/%2e",
+	} {
 		f.Add(s)
 	}
 	f.Fuzz(func(t *testing.T, uri string) {

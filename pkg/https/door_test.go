@@ -30,8 +30,10 @@ func TestNewComplains(t *testing.T) {
 		change func(*Config)
 		want   string
 	}{
-		"no clientca":     {func(c *Config) { c.Mode, c.ClientCA = Terminate, nil }, "needs clientca in [mode.cloud.https]"},
-		"no certificate":  {func(c *Config) { c.Mode, c.Certificate = Terminate, nil }, "needs cert and key in [mode.cloud.https]"},
+		"no clientca": {func(c *Config) { c.Mode, c.ClientCA = Terminate, nil },
+			"needs clientca in [mode.cloud.https]"},
+		"no certificate": {func(c *Config) { c.Mode, c.Certificate = Terminate, nil },
+			"needs cert and key in [mode.cloud.https]"},
 		"useless CA":      {func(c *Config) { c.Certificate = nil }, "of no use without cert and key"},
 		"no kubelet CA":   {func(c *Config) { c.Kubelet.CA = nil }, "insecure = true"},
 		"listen":          {func(c *Config) { c.Listen = "localhost" }, `"localhost"`},
@@ -43,7 +45,9 @@ func TestNewComplains(t *testing.T) {
 		"SuperEdge's own": {func(c *Config) { *c = Config{Certificate: cert, Ports: c.Ports} }, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
-			cfg := Config{Certificate: cert, ClientCA: always(ca.pool), Ports: map[string]string{"10250": "127.0.0.1:10250"}, Kubelet: Kubelet{Certificate: cert, CA: always(ca.pool)}}
+			cfg := Config{Certificate: cert, ClientCA: always(ca.pool),
+				Ports:   map[string]string{"10250": "127.0.0.1:10250"},
+				Kubelet: Kubelet{Certificate: cert, CA: always(ca.pool)}}
 			test.change(&cfg)
 			_, err := New(cfg, &fakeTunnel{}, &fakeTunnel{}, slog.New(slog.DiscardHandler))
 			if (err == nil) != (test.want == "") || err != nil && !strings.Contains(err.Error(), test.want) {
@@ -66,7 +70,9 @@ func TestPortTaken(t *testing.T) {
 		c.Ports = map[string]string{freePort: "127.0.0.1:1", takenPort: "127.0.0.1:2"}
 	})
 	err = r.door.Run(context.Background())
-	if err == nil || !errors.Is(err, syscall.EADDRINUSE) || !strings.Contains(err.Error(), "port "+takenPort+" of [mode.cloud.https.addr]") || !strings.Contains(err.Error(), "choose another port") {
+	if err == nil || !errors.Is(err, syscall.EADDRINUSE) ||
+		!strings.Contains(err.Error(), "port "+takenPort+" of [mode.cloud.https.addr]") ||
+		!strings.Contains(err.Error(), "choose another port") {
 		t.Errorf("error %v", err)
 	}
 	if r.door.Ready() == nil || r.door.Addrs() != nil {
@@ -79,7 +85,7 @@ func TestPortTaken(t *testing.T) {
 	again.Close()
 }
 
-// alertIn tells which TLS alert ended a handshake.
+// alertIn returns the TLS alert that ended a handshake.
 func alertIn(err error) tls.AlertError {
 	var op *net.OpError
 	if errors.As(err, &op) {
@@ -101,7 +107,7 @@ func TestDecisions(t *testing.T) {
 		configure  func(*rig, *Config)
 		serverName string
 		alert      tls.AlertError // 0: the handshake succeeds
-		by         string         // whose certificate was seen
+		by         string         // common name of the certificate that the caller saw
 		log        string
 	}{
 		"auto, held":                   {nil, "edge1", 0, "system:node:edge1", ""},
@@ -130,7 +136,8 @@ func TestDecisions(t *testing.T) {
 					t.Errorf("the handshake ended with %v, want %v", err, test.alert)
 				}
 				eventually(t, "the log says why", func() bool { return strings.Contains(r.logs.String(), test.log) })
-				if n := r.door.cfg.Counters.Refusals(tunnel.NoSuchNode); (n == 1) != (test.alert == alertUnrecognizedName) {
+				n := r.door.cfg.Counters.Refusals(tunnel.NoSuchNode)
+				if (n == 1) != (test.alert == alertUnrecognizedName) {
 					t.Errorf("%d calls of an unknown node were counted", n)
 				}
 				return
@@ -143,8 +150,8 @@ func TestDecisions(t *testing.T) {
 	}
 }
 
-// What the dialler refuses is an alert to who is passed through, and an HTTP answer
-// to who is terminated.
+// A refusal of the dialler reaches callers that are passed through as an alert, and terminated
+// callers as an HTTP response.
 func TestRefusals(t *testing.T) {
 	for _, test := range []struct {
 		err    error
@@ -175,7 +182,8 @@ func TestRefusals(t *testing.T) {
 			check(r, r.client(r.caller("127.0.0.1"), false))
 			check(r, r.client(r.caller("127.0.0.1"), true))
 
-			// A caller that named the node by SNI is told in HTTP, if it takes our certificate.
+			// A caller that named the node by SNI gets an HTTP response if it accepts our
+			// certificate.
 			before := len(r.tunnel.requests())
 			check(r, r.client(r.caller("edge1"), false))
 			if n := len(r.tunnel.requests()) - before; n != 1 {
@@ -228,7 +236,8 @@ func TestCallers(t *testing.T) {
 		}
 	}
 	eventually(t, "the log says why", func() bool {
-		return strings.Contains(r.logs.String(), "didn't provide a certificate") && strings.Contains(r.logs.String(), "see callers")
+		return strings.Contains(r.logs.String(), "didn't provide a certificate") &&
+			strings.Contains(r.logs.String(), "see callers")
 	})
 	if n := len(r.tunnel.requests()); n != 2 {
 		t.Errorf("%d conns were dialled", n)
@@ -273,27 +282,30 @@ func TestHosts(t *testing.T) {
 	}
 }
 
-// Raw requests that no client library sends.
+// Raw requests, such as no client library sends.
 func TestRawRequests(t *testing.T) {
 	r := newRig(t, nil, nil).start()
 	for name, test := range map[string]struct {
 		request string
 		status  int
 	}{
-		"no host":        {"GET / HTTP/1.1\r\n\r\n", 400},
-		"empty host":     {"GET / HTTP/1.1\r\nHost:\r\n\r\n", 400},
-		"two hosts":      {"GET / HTTP/1.1\r\nHost: edge1\r\nHost: edge2\r\n\r\n", 400},
-		"absolute form":  {"GET https://edge9/ HTTP/1.1\r\nHost: edge1\r\n\r\n", 502},
-		"CONNECT":        {"CONNECT edge1:22 HTTP/1.1\r\nHost: edge1:22\r\n\r\n", 405},
-		"two lengths":    {"POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", 400},
-		"TE twice":       {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501},
-		"TE obfuscated":  {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 501},
-		"TE with space":  {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n", 400},
-		"bad chunk":      {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400},
-		"header too big": {"GET / HTTP/1.1\r\nHost: edge1\r\nX: " + strings.Repeat("x", DefaultLimits().Headers+8<<10) + "\r\n\r\n", 431},
-		"upgrade, body":  {strings.Replace(upgradeRequest("websocket", "x"), "Content-Length: 0", "Content-Length: 1", 1), 400},
-		"expectation":    {"GET / HTTP/1.1\r\nHost: edge1\r\nExpect: miracles\r\n\r\n", 417},
-		"HTTP/1.0":       {"GET / HTTP/1.0\r\nHost: edge1\r\n\r\n", 200},
+		"no host":       {"GET / HTTP/1.1\r\n\r\n", 400},
+		"empty host":    {"GET / HTTP/1.1\r\nHost:\r\n\r\n", 400},
+		"two hosts":     {"GET / HTTP/1.1\r\nHost: edge1\r\nHost: edge2\r\n\r\n", 400},
+		"absolute form": {"GET https://edge9/ HTTP/1.1\r\nHost: edge1\r\n\r\n", 502},
+		"CONNECT":       {"CONNECT edge1:22 HTTP/1.1\r\nHost: edge1:22\r\n\r\n", 405},
+		"two lengths":   {"POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", 400},
+		"TE twice": {"POST / HTTP/1.1\r\nHost: edge1\r\n" +
+			"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501},
+		"TE obfuscated": {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n", 501},
+		"TE with space": {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding : chunked\r\n\r\n0\r\n\r\n", 400},
+		"bad chunk":     {"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n", 400},
+		"header too big": {"GET / HTTP/1.1\r\nHost: edge1\r\nX: " +
+			strings.Repeat("x", DefaultLimits().Headers+8<<10) + "\r\n\r\n", 431},
+		"upgrade, body": {
+			strings.Replace(upgradeRequest("websocket", "x"), "Content-Length: 0", "Content-Length: 1", 1), 400},
+		"expectation": {"GET / HTTP/1.1\r\nHost: edge1\r\nExpect: miracles\r\n\r\n", 417},
+		"HTTP/1.0":    {"GET / HTTP/1.0\r\nHost: edge1\r\n\r\n", 200},
 	} {
 		t.Run(name, func(t *testing.T) {
 			c := r.raw(r.caller("127.0.0.1"))
@@ -324,8 +336,9 @@ func TestKubeletCertificate(t *testing.T) {
 	}{
 		"verified":   {"edge1", nil, 200, "pong"},
 		"other name": {"edge2", nil, 502, "not edge2"},
-		"other CA":   {"edge1", func(r *rig, c *Config) { c.Kubelet.CA = always(r.frontCA.pool) }, 502, "[mode.cloud.https.kubelet]"},
-		"insecure":   {"edge2", func(_ *rig, c *Config) { c.Kubelet.CA, c.Kubelet.Insecure = nil, true }, 200, "pong"},
+		"other CA": {"edge1", func(r *rig, c *Config) { c.Kubelet.CA = always(r.frontCA.pool) },
+			502, "[mode.cloud.https.kubelet]"},
+		"insecure": {"edge2", func(_ *rig, c *Config) { c.Kubelet.CA, c.Kubelet.Insecure = nil, true }, 200, "pong"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, nil, test.configure).start()
@@ -355,8 +368,8 @@ func TestPlainHTTP(t *testing.T) {
 	wantStatus(t, res, string(b), 400, "HTTP request to an HTTPS server")
 }
 
-// Strangers that say nothing do not keep callers from other addresses out, and their
-// places are free again when they have gone.
+// Silent strangers do not keep callers from other addresses out. Their places are free again when
+// they have gone.
 func TestStrangers(t *testing.T) {
 	r := newRig(t, nil, nil).start()
 	var silent []net.Conn
@@ -379,14 +392,17 @@ func TestStrangers(t *testing.T) {
 	must(t, tls.Client(r.tcp(), r.caller("127.0.0.1")).Handshake())
 }
 
-// Strangers from a few addresses that hold all places, silent or with half a ClientHello,
-// do not keep a caller out.
+// Strangers from a few addresses hold all places, silent or with half a ClientHello. Another caller
+// is admitted all the same.
 func TestStrangersFromFewAddresses(t *testing.T) {
 	for name, begin := range map[string][]byte{"silent": nil, "half a ClientHello": helloBytes(t, "edge1")[:100]} {
 		t.Run(name, func(t *testing.T) {
-			r := newRig(t, nil, func(_ *rig, c *Config) { c.Limits.Strangers, c.Limits.StrangersPerAddress = 64, 16 }).start()
+			r := newRig(t, nil, func(_ *rig, c *Config) {
+				c.Limits.Strangers, c.Limits.StrangersPerAddress = 64, 16
+			}).start()
 			for i := range 4 * 16 {
-				c, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, byte(10+i%4))}}).Dial("tcp", r.addr)
+				d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, byte(10+i%4))}}
+				c, err := d.Dial("tcp", r.addr)
 				must(t, err)
 				defer c.Close()
 				_, err = c.Write(begin)
@@ -402,7 +418,7 @@ func TestStrangersFromFewAddresses(t *testing.T) {
 	}
 }
 
-// Who connects and is silent is hung up on after two seconds.
+// A silent caller is disconnected after two seconds.
 func TestSilentStranger(t *testing.T) {
 	r := newRig(t, nil, nil).start()
 	begun := time.Now()
@@ -417,8 +433,8 @@ func TestSilentStranger(t *testing.T) {
 	r.wantLimited(tunnel.LimitHandshakeTimeout, 1)
 }
 
-// A certificate of clientca alone makes nobody more than a stranger: its connections
-// are counted until they end, which is when they have been told why, or soon.
+// A caller with a certificate of clientca that may not call remains a stranger. Its connections
+// count until they end: when it has been told why, or after strangerTimeout.
 func TestStrangersWithACertificate(t *testing.T) {
 	for _, proto := range []string{"h2", "http/1.1"} {
 		t.Run(proto, func(t *testing.T) {
@@ -450,8 +466,9 @@ func TestStrangersWithACertificate(t *testing.T) {
 					t.Errorf("the answer is %q, %v", b, err)
 				}
 			} else {
-				// It asks for nothing: a preface and SETTINGS.
-				_, err := io.WriteString(mallory, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00")
+				// No request: an HTTP/2 preface and SETTINGS.
+				const preface, settings = "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+				_, err := io.WriteString(mallory, preface+settings)
 				must(t, err)
 				if _, err := io.Copy(io.Discard, mallory); !errors.Is(err, syscall.ECONNRESET) {
 					t.Errorf("the connection ended with %v, want a reset", err)
@@ -462,9 +479,9 @@ func TestStrangersWithACertificate(t *testing.T) {
 	}
 }
 
-// One address cannot take all conns of a node: others still pass through, it still
-// reaches other nodes, and who is named in allowfrom is not counted.
-func TestPassedPerSource(t *testing.T) {
+// One address cannot take all conns of a node. Others still pass through, the address still reaches
+// other nodes, and sources in allowfrom are not counted.
+func TestConnsPerAddress(t *testing.T) {
 	must2 := func(s auth.Sources, err error) auth.Sources {
 		t.Helper()
 		must(t, err)
@@ -480,7 +497,7 @@ func TestPassedPerSource(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, nil, func(_ *rig, c *Config) { c.Mode, c.AllowFrom = Passthrough, test.from })
-			sink, err := net.Listen("tcp", "127.0.0.1:0") // takes connections and says nothing
+			sink, err := net.Listen("tcp", "127.0.0.1:0") // accepts connections and sends nothing
 			must(t, err)
 			defer sink.Close()
 			r.tunnel.at = map[tunnel.NodeName]string{"edge1": sink.Addr().String()}
@@ -490,14 +507,15 @@ func TestPassedPerSource(t *testing.T) {
 			for i := range DefaultLimits().ConnsPerAddress {
 				_, err = r.tcp().Write(hello)
 				must(t, err)
-				if i%64 == 63 { // the sink's backlog is not asked for much at once
+				if i%64 == 63 { // limits the pressure on the sink's backlog
 					eventually(t, "they pass through", func() bool { return r.tunnel.openConns() == i+1 })
 				}
 			}
 			if test.trusted {
 				_, err = r.tcp().Write(hello)
 				must(t, err)
-				eventually(t, "one more passes through", func() bool { return r.tunnel.openConns() == DefaultLimits().ConnsPerAddress+1 })
+				eventually(t, "one more passes through",
+					func() bool { return r.tunnel.openConns() == DefaultLimits().ConnsPerAddress+1 })
 				return
 			}
 			for range 3 {
@@ -517,7 +535,8 @@ func TestPassedPerSource(t *testing.T) {
 			defer other.Close()
 			_, err = other.Write(hello)
 			must(t, err)
-			eventually(t, "another address passes through", func() bool { return r.tunnel.openConns() == DefaultLimits().ConnsPerAddress+2 })
+			eventually(t, "another address passes through",
+				func() bool { return r.tunnel.openConns() == DefaultLimits().ConnsPerAddress+2 })
 			r.tunnel.resetAll()
 			eventually(t, "all are forgotten", func() bool {
 				r.door.passthroughs.mu.Lock()
@@ -539,7 +558,7 @@ func TestWarnings(t *testing.T) {
 		if n := strings.Count(logs.String(), "\n"); n != 2 {
 			t.Errorf("%d lines:\n%s", n, &logs)
 		}
-		time.Sleep(time.Minute) // of the test's own clock
+		time.Sleep(time.Minute) // in the synctest bubble's clock
 		f.warn(denySNI, "no name")
 		if !strings.Contains(logs.String(), "and 99 more") {
 			t.Errorf("log:\n%s", &logs)
@@ -547,8 +566,8 @@ func TestWarnings(t *testing.T) {
 	})
 }
 
-// What tunnel.Splice does to sockets it does to callers that are passed through.
-func TestCallerIsASocket(t *testing.T) {
+// tunnel.Splice can set socket options of callers that are passed through.
+func TestPassedThroughCallerIsASocket(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	must(t, err)
 	defer ln.Close()
@@ -562,20 +581,22 @@ func TestCallerIsASocket(t *testing.T) {
 		t.Errorf("SyscallConn: %v", err)
 	}
 	tunnel.ResetOnDeath(c)
-	here.Close() // as the kernel would for a killed process
+	here.Close() // as the kernel does when the process is killed
 	must(t, there.SetDeadline(time.Now().Add(patience)))
 	if _, err := there.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("the caller saw %v, want a reset", err)
 	}
 }
 
-// Running out of descriptors is waited out; a broken listener is an error.
+// Accept is retried after running out of descriptors; a broken listener is an error.
 func TestAcceptErrors(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := &FrontDoor{log: slog.New(slog.DiscardHandler)}
 		here, there := net.Pipe()
 		defer there.Close()
-		l := &scriptedListener{script: []any{syscall.EMFILE, syscall.ENETDOWN, syscall.ECONNABORTED, here, errors.New("broken")}}
+		l := &scriptedListener{script: []any{
+			syscall.EMFILE, syscall.ENETDOWN, syscall.ECONNABORTED, here, errors.New("broken"),
+		}}
 		served := 0
 		start := time.Now()
 		err := f.accept(context.Background(), l, func(c net.Conn) {
@@ -607,7 +628,7 @@ func (l *scriptedListener) Accept() (net.Conn, error) {
 	return nil, &net.OpError{Op: "accept", Err: next.(error)}
 }
 
-// A panic ends its own connection, is counted, and is logged.
+// A panic ends only its own connection or request, is counted, and is logged.
 func TestPanics(t *testing.T) {
 	r := newRig(t, nil, nil).start()
 	r.tunnel.set(func(f *fakeTunnel) {
@@ -627,20 +648,20 @@ func TestPanics(t *testing.T) {
 	p := &proxy{f: door}
 	func() {
 		defer func() {
-			if v := recover(); v != http.ErrAbortHandler { //nolint:errorlint // net/http compares as well
+			if v := recover(); v != http.ErrAbortHandler { //nolint:errorlint // net/http compares in the same way
 				t.Errorf("net/http sees %v", v)
 			}
 		}()
 		req, err := http.NewRequest("GET", "/", nil)
 		must(t, err)
-		p.ServeHTTP(nil, req) // no conn in the context
+		p.ServeHTTP(nil, req) // panics: there is no conn in the context
 	}()
 	if n := door.cfg.Counters.Panics.Load(); n != 2 || !strings.Contains(r.logs.String(), "on purpose") {
 		t.Errorf("%d panics are counted", n)
 	}
 }
 
-// A drain lets what is in flight end, whichever way it came in.
+// A drain lets connections of every kind end.
 func TestDrain(t *testing.T) {
 	release := make(chan struct{})
 	started := make(chan struct{}, 1)
@@ -676,7 +697,7 @@ func TestDrain(t *testing.T) {
 				t.Errorf("got %q, %v", b, err)
 			}
 			eventually(t, "the end of Run", func() bool {
-				c.CloseIdleConnections() // those passed through are the caller's to close
+				c.CloseIdleConnections() // those passed through belong to the caller
 				select {
 				case err := <-r.done:
 					close(r.done)
@@ -692,8 +713,8 @@ func TestDrain(t *testing.T) {
 	}
 }
 
-// What does not end within the grace period is reset.
-func TestDrainGivesUp(t *testing.T) {
+// Connections that do not end within the grace period are reset.
+func TestDrainResetsAfterTheGracePeriod(t *testing.T) {
 	started := make(chan struct{}, 8)
 	h := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.Header.Get("Upgrade") != "" {
@@ -722,24 +743,26 @@ func TestDrainGivesUp(t *testing.T) {
 	must(t, err)
 	br := bufio.NewReader(up)
 	readResponse(t, br, "POST")
-	silent := r.tcp() // has not said anything
+	silent := r.tcp() // sends nothing
 	for range 3 {
 		within(t, "the request", patience, started)
 	}
 	r.stop()
 	within(t, "the end of Run", 5*time.Second, r.done)
 	close(r.done)
-	for name, body := range map[string]io.Reader{"terminated": res.Body, "passed through": passed.Body, "upgraded": br, "silent": silent} {
+	for name, body := range map[string]io.Reader{
+		"terminated": res.Body, "passed through": passed.Body, "upgraded": br, "silent": silent,
+	} {
 		if _, err := io.Copy(io.Discard, body); err == nil {
 			t.Errorf("%s: the end was a clean one", name)
 		}
 	}
 }
 
-// A dial that does not end is a timeout, not a hang.
+// A dial that does not end is answered with a timeout.
 func TestSlowDial(t *testing.T) {
 	if testing.Short() {
-		return // it takes dialTimeout
+		return // the dial lasts until dialTimeout
 	}
 	r := newRig(t, nil, nil).start()
 	r.tunnel.set(func(f *fakeTunnel) {

@@ -12,7 +12,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// tlsTarget answers each TLS connection with the caller's name.
+// tlsTarget is a TLS server that answers each connection with the caller's name.
 func tlsTarget(t *testing.T, at string, cfg *tls.Config) string {
 	t.Helper()
 	l, err := tls.Listen("tcp", at, cfg)
@@ -44,7 +44,10 @@ func TestEdge(t *testing.T) {
 	ca, other := newCA(t, "ca"), newCA(t, "other")
 	client := always(ca.issue("edge-client"))
 	target := func(t *testing.T) string {
-		return tlsTarget(t, "127.0.0.1:0", &tls.Config{Certificates: []tls.Certificate{*ca.issue("edge1", "edge1")}, ClientAuth: tls.RequireAnyClientCert})
+		return tlsTarget(t, "127.0.0.1:0", &tls.Config{
+			Certificates: []tls.Certificate{*ca.issue("edge1", "edge1")},
+			ClientAuth:   tls.RequireAnyClientCert,
+		})
 	}
 	talk := func(t *testing.T, e *Edge, node tunnel.NodeName) error {
 		t.Helper()
@@ -77,7 +80,8 @@ func TestEdge(t *testing.T) {
 		wantCode(t, talk(t, NewEdge(dialTCP, client, other.pool), "edge1"), tunnel.Denied, "unknown authority")
 	})
 	t.Run("no certificate", func(t *testing.T) {
-		wantCode(t, talk(t, NewEdge(dialTCP, nil, nil), "edge1"), tunnel.Denied, "set cert and key in [mode.edge.https]")
+		wantCode(t, talk(t, NewEdge(dialTCP, nil, nil), "edge1"), tunnel.Denied,
+			"set cert and key in [mode.edge.https]")
 	})
 	t.Run("unknown network", func(t *testing.T) {
 		_, err := NewEdge(dialTCP, nil, nil).Dial(context.Background(), tunnel.Request{Network: "udp"})
@@ -108,13 +112,15 @@ func TestEdge(t *testing.T) {
 				c.Close()
 			}
 		}()
-		_, err = NewEdge(dialTCP, client, nil).Dial(context.Background(), tunnel.Request{Network: "tls", Addr: l.Addr().String()})
+		_, err = NewEdge(dialTCP, client, nil).Dial(context.Background(),
+			tunnel.Request{Network: "tls", Addr: l.Addr().String()})
 		wantCode(t, err, tunnel.Internal, "does not look like a TLS handshake")
 	})
 	t.Run("silent", func(t *testing.T) {
 		here, there := net.Pipe()
 		defer there.Close()
-		e := NewEdge(func(context.Context, tunnel.Request) (net.Conn, error) { return addrConn{here, "127.0.0.1:1"}, nil }, client, nil)
+		dial := func(context.Context, tunnel.Request) (net.Conn, error) { return addrConn{here, "127.0.0.1:1"}, nil }
+		e := NewEdge(dial, client, nil)
 		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Millisecond)
 		defer cancel()
 		_, err := e.Dial(ctx, tunnel.Request{Network: "tls", Addr: "127.0.0.1:1"})
@@ -122,18 +128,23 @@ func TestEdge(t *testing.T) {
 	})
 }
 
-// Without a CA only this machine's own addresses are trusted.
+// Without a CA only targets on this machine's own addresses are trusted.
 func TestEdgeTrust(t *testing.T) {
 	own := func() ([]net.Addr, error) {
-		return []net.Addr{&net.IPNet{IP: net.IPv4(10, 0, 0, 5), Mask: net.CIDRMask(8, 32)}, &net.IPNet{IP: net.ParseIP("fd00::5"), Mask: net.CIDRMask(64, 128)}}, nil
+		return []net.Addr{
+			&net.IPNet{IP: net.IPv4(10, 0, 0, 5), Mask: net.CIDRMask(8, 32)},
+			&net.IPNet{IP: net.ParseIP("fd00::5"), Mask: net.CIDRMask(64, 128)},
+		}, nil
 	}
 	for addr, want := range map[string]bool{
-		"127.0.0.1:10250": true, "[::1]:10250": true, "10.0.0.5:10250": true, "[fd00::5]:10250": true, "[::ffff:10.0.0.5]:10250": true,
+		"127.0.0.1:10250": true, "[::1]:10250": true, "10.0.0.5:10250": true,
+		"[fd00::5]:10250": true, "[::ffff:10.0.0.5]:10250": true,
 		"10.0.0.6:10250": false, "[fd00::6]:10250": false, "[fe80::1%eth0]:1": false, "pipe": false,
 	} {
 		here, there := net.Pipe()
 		there.Close()
-		e := NewEdge(func(context.Context, tunnel.Request) (net.Conn, error) { return addrConn{here, addr}, nil }, always(newCA(t, "ca").issue("c")), nil)
+		dial := func(context.Context, tunnel.Request) (net.Conn, error) { return addrConn{here, addr}, nil }
+		e := NewEdge(dial, always(newCA(t, "ca").issue("c")), nil)
 		e.localAddrs = own
 		_, err := e.Dial(context.Background(), tunnel.Request{Network: "tls", Addr: addr})
 		if denied := tunnel.CodeOf(err) == tunnel.Denied; denied == want {
@@ -154,7 +165,7 @@ func TestEdgeIsAModule(t *testing.T) {
 	must(t, e.Run(ctx))
 }
 
-// addrConn is a conn to somewhere else than it says.
+// addrConn is a conn with a made-up remote address.
 type addrConn struct {
 	net.Conn
 	at string

@@ -25,7 +25,7 @@ func thief(w http.ResponseWriter, r *http.Request) {
 	io.WriteString(w, "stolen")
 }
 
-// behind makes the way to a node longer by d.
+// behind delays each dial to node by d.
 func (f *fakeTunnel) behind(node tunnel.NodeName, d time.Duration) {
 	f.set(func(f *fakeTunnel) {
 		f.hook = func(ctx context.Context, q tunnel.Request) error {
@@ -42,8 +42,8 @@ func (f *fakeTunnel) behind(node tunnel.NodeName, d time.Duration) {
 	})
 }
 
-// execs asks for an exec in ns/two, which edge2 has, n times, each on a connection of its
-// own. It returns how many went to the thief.
+// execs asks n times for an exec in ns/two, which edge2 has, each time on a new connection. It
+// returns how many requests went to the thief.
 func execs(t *testing.T, r *rig, n, status int, words ...string) (stolen int) {
 	t.Helper()
 	for range n {
@@ -57,7 +57,7 @@ func execs(t *testing.T, r *rig, n, status int, words ...string) (stolen int) {
 	return stolen
 }
 
-// A node does not get the exec of another node's pod by claiming the pod.
+// A node that claims another node's pod does not get its exec.
 func TestContestedPod(t *testing.T) {
 	r, _, _ := podRig(t, nil)
 	r.addKubelet("evil", http.HandlerFunc(thief))
@@ -71,16 +71,16 @@ func TestContestedPod(t *testing.T) {
 	if !strings.Contains(r.logs.String(), `level=WARN msg="two nodes claim one pod`) {
 		t.Error("the log does not say so")
 	}
-	// When the thief has been revoked, nothing is left of its claim.
+	// After the thief has been revoked, its claim has no effect.
 	r.hold("evil", false)
 	if n := execs(t, r, 1, 200, "edge2"); n > 0 {
 		t.Error("the thief is remembered")
 	}
 }
 
-// kubelets answer without a network: at once, or never.
+// kubelets simulates kubelets without a network. They answer at once or never.
 type kubelets struct {
-	*fakeTunnel // who is connected
+	*fakeTunnel // which nodes are connected
 	have        map[tunnel.NodeName]string
 	silent      map[tunnel.NodeName]bool
 }
@@ -96,8 +96,8 @@ func (k *kubelets) ask(ctx context.Context, n tunnel.NodeName, ref podRef, _ str
 	return nil
 }
 
-// A thief does not win because the owner is silent; and a node that stays silent does not
-// keep others from their pods.
+// A thief does not get a pod because its owner is silent. A node that stays silent does not keep
+// pods from others for ever.
 func TestSilentNode(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		k := &kubelets{
@@ -154,7 +154,7 @@ func TestSilentNode(t *testing.T) {
 	})
 }
 
-// Of nodes that nobody has asked it is not said that they are silent.
+// Nodes that were not asked in time are not reported as silent.
 func TestNodesNotAskedInTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		k := &kubelets{
@@ -171,24 +171,27 @@ func TestNodesNotAskedInTime(t *testing.T) {
 		p := &proxy{f: f, probeNode: k.ask}
 		want := func(pod, text string) {
 			t.Helper()
-			if _, a := p.findPod(t.Context(), podRef{0, "ns", pod}, "caller"); a == nil || !strings.Contains(a.text, text) {
+			_, a := p.findPod(t.Context(), podRef{0, "ns", pod}, "caller")
+			if a == nil || !strings.Contains(a.text, text) {
 				t.Errorf("%s: %+v, want %q", pod, a, text)
 			}
 		}
 		want("none", "(129 asked, 128 did not answer, 384 were not asked in time)")
 		want("one", "node 0good claims pod ns/one, but node slow000 has not answered")
-		for n := range k.silent { // for long
+		for n := range k.silent { // make them silent for long
 			p.finder.recordAnswer(n, false)
 		}
 		time.Sleep(maxSilence)
 		want("one", "was not asked in time and may have it: try again")
-		if s := logs.String(); !strings.Contains(s, `nodes that were not asked in time may have a pod that another node claims: nobody gets it" module=https pod=ns/one nodes="[slow`) {
+		line := "nodes that were not asked in time may have a pod that another node claims: nobody gets it" +
+			`" module=https pod=ns/one nodes="[slow`
+		if s := logs.String(); !strings.Contains(s, line) {
 			t.Errorf("the log does not name them: %s", s)
 		}
 	})
 }
 
-// bound is Kubernetes that knows where pods are.
+// bound is a Kubernetes that knows the nodes of pods.
 type bound struct {
 	mu    sync.Mutex // guards the following
 	nodes map[string]tunnel.NodeName
@@ -201,8 +204,8 @@ func (b *bound) NodeOf(_ context.Context, namespace, name string) (tunnel.NodeNa
 	return b.nodes[namespace+"/"+name], b.err
 }
 
-// Where Kubernetes can be asked, no kubelet is, and no name that a caller uses for
-// kube-apiserver leads to a node of that name.
+// If Kubernetes can be asked, no kubelet is asked. A name that a caller uses for kube-apiserver
+// does not lead to a node of that name.
 func TestPodByKubernetes(t *testing.T) {
 	b := &bound{nodes: map[string]tunnel.NodeName{"ns/two": "edge2", "ns/away": "edge9"}}
 	r, k1, k2 := podRig(t, func(_ *rig, c *Config) { c.Mode, c.Pods = Terminate, b })
@@ -215,14 +218,14 @@ func TestPodByKubernetes(t *testing.T) {
 		status          int
 		want            string
 	}{
-		{"127.0.0.1", "apiserver.example:6443", "/exec/ns/two/c", 200, "edge2"}, // what kubectl used for kube-apiserver
+		{"127.0.0.1", "apiserver.example:6443", "/exec/ns/two/c", 200, "edge2"}, // the name that kubectl used
 		{"127.0.0.1", "edge2", "/exec/ns/two/c", 200, "edge2"},
-		{"127.0.0.1", "edge9", "/exec/ns/two/c", 200, "edge2"}, // not connected
+		{"127.0.0.1", "edge9", "/exec/ns/two/c", 200, "edge2"}, // edge9 is not connected
 		{"127.0.0.1", "edge1", "/exec/ns/two/c", 421, "names node edge1, and Kubernetes has pod ns/two on node edge2"},
 		{"127.0.0.1", "evil", "/exec/ns/two/c", 421, "names node evil"},
 		{"away", "evil", "/exec/ns/two/c", 421, "names node evil"},
-		{"edge2", "10.77.0.1", "/exec/ns/two/c", 200, "edge2"}, // kube-apiserver says it
-		{"127.0.0.1", "edge1", "/pods", 200, "edge1"},          // of no pod
+		{"edge2", "10.77.0.1", "/exec/ns/two/c", 200, "edge2"}, // kube-apiserver named the node
+		{"127.0.0.1", "edge1", "/pods", 200, "edge1"},          // not about a pod
 		{"127.0.0.1", "10.77.0.1", "/exec/ns/none/c", 502, "Kubernetes has no pod ns/none"},
 		{"127.0.0.1", "10.77.0.1", "/exec/ns/away/c", 502, "node edge9, which has pod ns/away, is not connected"},
 	} {
@@ -230,7 +233,8 @@ func TestPodByKubernetes(t *testing.T) {
 		cfg.InsecureSkipVerify = true // the door's certificate is for edge1
 		res, body := ask(t, r.client(cfg, false), test.host, test.path)
 		if res.StatusCode != test.status || !strings.Contains(body, test.want) {
-			t.Errorf("SNI %s, Host %s, %s: %d %q, want %d %q", test.sni, test.host, test.path, res.StatusCode, body, test.status, test.want)
+			t.Errorf("SNI %s, Host %s, %s: %d %q, want %d %q",
+				test.sni, test.host, test.path, res.StatusCode, body, test.status, test.want)
 		}
 	}
 	if n := k1.probes.Load() + k2.probes.Load(); n != 0 {

@@ -12,7 +12,8 @@ import (
 
 func TestFraming(t *testing.T) {
 	get := "GET / HTTP/1.1\r\nHost: edge1\r\n\r\n"
-	post := "POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 44\r\n\r\nContent-Length: 1\r\nTransfer-Encoding: x\r\n\r\n??"
+	post := "POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 44\r\n\r\n" +
+		"Content-Length: 1\r\nTransfer-Encoding: x\r\n\r\n??"
 	both := "POST / HTTP/1.1\r\nHost: edge1\r\ncontent-length: 3\r\nTransfer-Encoding: chunked\r\n\r\n"
 	for name, test := range map[string]struct {
 		in   string
@@ -23,9 +24,11 @@ func TestFraming(t *testing.T) {
 		"both":          {both, true},
 		"both, bare LF": {strings.ReplaceAll(both, "\r\n", "\n"), true},
 		"both, later":   {get + post + "\r\n" + both + "0\r\n\r\n", true},
-		"chunked":       {strings.Replace(both, "content-length: 3\r\n", "", 1) + "0\r\n\r\n" + both, false}, // closed after it
-		"bad length":    {strings.Replace(post, "44", "-1", 1) + both, false},                                // refused by net/http
-		"endless":       {"GET / HTTP/1.1\r\nX: " + strings.Repeat("x", 4*DefaultLimits().Headers), false},
+		// The connection closes after a chunked body.
+		"chunked": {strings.Replace(both, "content-length: 3\r\n", "", 1) + "0\r\n\r\n" + both, false},
+		// net/http refuses a bad length.
+		"bad length": {strings.Replace(post, "44", "-1", 1) + both, false},
+		"endless":    {"GET / HTTP/1.1\r\nX: " + strings.Repeat("x", 4*DefaultLimits().Headers), false},
 	} {
 		for _, step := range []int{1, 7, 1 << 20} {
 			t.Run(fmt.Sprintf("%s/%d", name, step), func(t *testing.T) {
@@ -45,8 +48,8 @@ func TestFraming(t *testing.T) {
 	}
 }
 
-// What net/http reads of one connection, framing must see the same way: if it says
-// that no head had both, then the parser of net/http has not forgotten a length.
+// framing interprets a connection's bytes as net/http does: if it reports no head with both fields,
+// then net/http's parser has not dropped a Content-Length.
 func FuzzFraming(f *testing.F) {
 	f.Add([]byte("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\n\r\nabcGET / HTTP/1.1\r\nHost: a\r\n\r\n"))
 	f.Add([]byte("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"))
@@ -65,7 +68,8 @@ func FuzzFraming(f *testing.F) {
 		if err != nil {
 			return
 		}
-		if len(r.TransferEncoding) > 0 && bytes.Contains(bytes.ToLower(in[:len(in)-br.Buffered()]), []byte("\ncontent-length:")) && !fr.both {
+		parsed := bytes.ToLower(in[:len(in)-br.Buffered()])
+		if len(r.TransferEncoding) > 0 && bytes.Contains(parsed, []byte("\ncontent-length:")) && !fr.both {
 			t.Error("a request with both was not seen")
 		}
 	})
@@ -73,10 +77,16 @@ func FuzzFraming(f *testing.F) {
 
 func TestBothLengths(t *testing.T) {
 	r := newRig(t, nil, nil).start()
-	for _, first := range []string{"", "GET / HTTP/1.1\r\nHost: edge1\r\n\r\n", "POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 3\r\n\r\nabc"} {
+	for _, first := range []string{
+		"",
+		"GET / HTTP/1.1\r\nHost: edge1\r\n\r\n",
+		"POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 3\r\n\r\nabc",
+	} {
 		c := r.raw(r.caller("127.0.0.1"))
 		br := bufio.NewReader(c)
-		_, err := io.WriteString(c, first+"POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: edge1\r\n\r\n")
+		_, err := io.WriteString(c, first+
+			"POST / HTTP/1.1\r\nHost: edge1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"+
+			"0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: edge1\r\n\r\n")
 		must(t, err)
 		if first != "" {
 			res := readResponse(t, br, "GET")
@@ -92,7 +102,7 @@ func TestBothLengths(t *testing.T) {
 	}
 }
 
-// HTTP/1.0 knows no Transfer-Encoding, and net/http ignores it there.
+// HTTP/1.0 has no Transfer-Encoding, and net/http ignores it there.
 func TestBothLengthsInHTTP10(t *testing.T) {
 	r := newRig(t, nil, nil).start()
 	for head, words := range map[string]string{
@@ -103,7 +113,8 @@ func TestBothLengthsInHTTP10(t *testing.T) {
 	} {
 		c := r.raw(r.caller("127.0.0.1"))
 		br := bufio.NewReader(c)
-		_, err := io.WriteString(c, "POST / HTTP/1.0\r\nHost: edge1\r\nConnection: keep-alive\r\n"+head+"\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: edge1\r\n\r\n")
+		_, err := io.WriteString(c, "POST / HTTP/1.0\r\nHost: edge1\r\nConnection: keep-alive\r\n"+head+
+			"\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: edge1\r\n\r\n")
 		must(t, err)
 		res := readResponse(t, br, "POST")
 		b, err := io.ReadAll(res.Body)
@@ -115,11 +126,12 @@ func TestBothLengthsInHTTP10(t *testing.T) {
 	}
 }
 
-func TestChunkedIsTheLast(t *testing.T) {
+func TestChunkedRequestIsTheLast(t *testing.T) {
 	r := newRig(t, nil, nil).start()
 	c := r.raw(r.caller("127.0.0.1"))
 	br := bufio.NewReader(c)
-	_, err := io.WriteString(c, "POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n")
+	_, err := io.WriteString(c, "POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: chunked\r\n\r\n"+
+		"3\r\nabc\r\n0\r\n\r\n")
 	must(t, err)
 	res := readResponse(t, br, "POST")
 	b, err := io.ReadAll(res.Body)

@@ -24,8 +24,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// ways are the ways through the door. Each must be HTTP as the standard library
-// does it.
+// ways are the ways through the front door. HTTP must work in each as with the standard library
+// alone.
 var ways = []struct {
 	name      string
 	configure func(*rig, *Config)
@@ -35,19 +35,20 @@ var ways = []struct {
 	{"passthrough/h1", func(_ *rig, c *Config) { c.Mode = Passthrough }, direct, false},
 	{"passthrough/h2", nil, direct, true},
 	{"terminate/h1", nil, func(r *rig) *tls.Config { return r.caller("127.0.0.1") }, false},
-	{"terminate/h2", func(_ *rig, c *Config) { c.Mode = Terminate }, func(r *rig) *tls.Config { return r.caller("front.example") }, true},
+	{"terminate/h2", func(_ *rig, c *Config) { c.Mode = Terminate },
+		func(r *rig) *tls.Config { return r.caller("front.example") }, true},
 	{"edge/h1", edgeTLS, func(r *rig) *tls.Config { return r.caller("127.0.0.1") }, false},
 	{"edge/h2", edgeTLS, func(r *rig) *tls.Config { return r.caller("127.0.0.1") }, true},
 }
 
-// direct is a caller that authenticates the kubelet itself.
+// direct is the TLS configuration of a caller that authenticates the kubelet itself.
 func direct(r *rig) *tls.Config {
 	c := r.caller("edge1")
 	c.RootCAs = r.kubeletCA.pool
 	return c
 }
 
-// edgeTLS is SuperEdge's way: the client certificate is on the edge.
+// edgeTLS configures SuperEdge's way: the client certificate is on the edge.
 func edgeTLS(r *rig, c *Config) {
 	c.Kubelet = Kubelet{}
 	r.tunnel.edge = NewEdge(dialTCP, always(r.clientCA.issue("edge-client")), nil)
@@ -63,7 +64,7 @@ func eachWay(t *testing.T, h http.Handler, test func(t *testing.T, r *rig, c *ht
 	}
 }
 
-// h1 reports whether the caller of a subtest of eachWay speaks HTTP/1.1.
+// h1 reports whether the caller in a subtest of eachWay speaks HTTP/1.1.
 func h1(t *testing.T) bool { return strings.HasSuffix(t.Name(), "/h1") }
 
 func TestStatuses(t *testing.T) {
@@ -79,7 +80,10 @@ func TestStatuses(t *testing.T) {
 		}
 	})
 	eachWay(t, h, func(t *testing.T, _ *rig, c *http.Client) {
-		for _, code := range []int{200, 201, 202, 204, 206, 301, 302, 304, 307, 308, 400, 401, 403, 404, 409, 429, 500, 502, 503, 504, 599} {
+		for _, code := range []int{
+			200, 201, 202, 204, 206, 301, 302, 304, 307, 308,
+			400, 401, 403, 404, 409, 429, 500, 502, 503, 504, 599,
+		} {
 			res, body := get(t, c, fmt.Sprintf("https://edge1:10250/%d", code))
 			want := "body"
 			if code == 204 || code == 304 {
@@ -95,7 +99,7 @@ func TestStatuses(t *testing.T) {
 func TestHead(t *testing.T) {
 	h := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.Header().Set("Content-Length", "12345") })
 	eachWay(t, h, func(t *testing.T, _ *rig, c *http.Client) {
-		for range 2 { // the second on the same connection
+		for range 2 { // the second one on the same connection
 			res, err := c.Head("https://edge1/")
 			must(t, err)
 			b, err := io.ReadAll(res.Body)
@@ -149,7 +153,7 @@ func TestHeadersAndPath(t *testing.T) {
 		}
 		want := []string{"X-Multi", "Accept-Encoding"}
 		if !strings.HasPrefix(r.tunnel.requests()[0].Caller, DefaultClientName) {
-			want = append(want, "X-Forwarded-For") // passed through: not ours to strip
+			want = append(want, "X-Forwarded-For") // passed through, so we do not strip it
 		}
 		for k := range maps.Keys(got.Header) {
 			if !slices.Contains(want, k) && k != "User-Agent" {
@@ -187,7 +191,7 @@ func TestInformational(t *testing.T) {
 		})
 		req, err := http.NewRequestWithContext(ctx, "POST", "https://edge1/", strings.NewReader("hello"))
 		must(t, err)
-		if h1(t) { // net/http's HTTP/2 client waits in vain for a 100 after a 103
+		if h1(t) { // after a 103, net/http's HTTP/2 client waits for a 100 that never comes
 			req.Header.Set("Expect", "100-continue")
 		}
 		res, err := c.Do(req)
@@ -195,7 +199,8 @@ func TestInformational(t *testing.T) {
 		b, err := io.ReadAll(res.Body)
 		must(t, err)
 		res.Body.Close()
-		if string(b) != "hello" || got100 != h1(t) || len(hints) != 1 || hints[0] == "" || res.Header.Get("Link") != "" {
+		if string(b) != "hello" || got100 != h1(t) || len(hints) != 1 || hints[0] == "" ||
+			res.Header.Get("Link") != "" {
 			t.Errorf("body %q, 100-continue %v, early hints %q, Link %q", b, got100, hints, res.Header.Get("Link"))
 		}
 	})
@@ -205,10 +210,11 @@ func TestExpectRefused(t *testing.T) {
 	h := http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { w.WriteHeader(http.StatusForbidden) })
 	eachWay(t, h, func(t *testing.T, _ *rig, c *http.Client) {
 		if !h1(t) {
-			return // net/http's HTTP/2 server does not tell its handler that 100-continue was asked for
+			return // net/http's HTTP/2 server does not tell its handler about 100-continue
 		}
 		read := false
-		req, err := http.NewRequest("POST", "https://edge1/", readerFunc(func([]byte) (int, error) { read = true; return 0, io.EOF }))
+		body := readerFunc(func([]byte) (int, error) { read = true; return 0, io.EOF })
+		req, err := http.NewRequest("POST", "https://edge1/", body)
 		must(t, err)
 		req.ContentLength = 1 << 20
 		req.Header.Set("Expect", "100-continue")
@@ -251,7 +257,7 @@ func TestTrailers(t *testing.T) {
 	})
 }
 
-// hundredMB is what is moved, as the acceptance test of `kubectl cp` has it.
+// hundredMB is the size of the transfers, as in the acceptance test of `kubectl cp`.
 const hundredMB = 100 << 20
 
 func TestBigBodies(t *testing.T) {
@@ -275,17 +281,18 @@ func TestBigBodies(t *testing.T) {
 		n, err := io.Copy(got, res.Body)
 		must(t, err)
 		if n != size || !bytes.Equal(sent.Sum(nil), got.Sum(nil)) {
-			t.Errorf("%d of %d bytes, hash %s, want %s", n, size, hex.EncodeToString(got.Sum(nil)), hex.EncodeToString(sent.Sum(nil)))
+			t.Errorf("%d of %d bytes, hash %s, want %s",
+				n, size, hex.EncodeToString(got.Sum(nil)), hex.EncodeToString(sent.Sum(nil)))
 		}
 	})
 }
 
-// Every line of an upload or of `logs -f` arrives before the next is written.
-func TestNothingIsHeldBack(t *testing.T) {
+// Every line of an upload or of `logs -f` arrives before the next one is written.
+func TestEveryLineIsFlushed(t *testing.T) {
 	h := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		rc := http.NewResponseController(w)
 		rc.EnableFullDuplex()
-		rc.Flush() // the header alone
+		rc.Flush() // sends the header alone
 		lines := bufio.NewReader(r.Body)
 		for {
 			line, err := lines.ReadString('\n')
@@ -316,7 +323,8 @@ func TestNothingIsHeldBack(t *testing.T) {
 						t.Errorf("got %q, want %q", got, want)
 					}
 				}
-				// net/http's HTTP/2 client keeps the last bytes of a known length back until the end.
+				// net/http's HTTP/2 client holds the last bytes of a body of known length until it
+				// ends.
 				io.WriteString(pw, "end\n")
 				pw.Close()
 				if rest, err := io.ReadAll(lines); err != nil || string(rest) != "end\n" {
@@ -327,7 +335,7 @@ func TestNothingIsHeldBack(t *testing.T) {
 	}
 }
 
-// A whole answer reaches a caller that still has a body to send and sends nothing.
+// A caller that still has a body to send, and sends nothing, receives the whole response.
 func TestEarlyAnswer(t *testing.T) {
 	h := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		http.NewResponseController(w).EnableFullDuplex()
@@ -366,7 +374,10 @@ func TestEarlyAnswer(t *testing.T) {
 			within(t, "the answer", 2*time.Second, answered)
 			pw.Close()
 		}
-		eventually(t, "no conn is left in use", func() bool { c.CloseIdleConnections(); return r.tunnel.openConns() <= 1 })
+		eventually(t, "no conn is left in use", func() bool {
+			c.CloseIdleConnections()
+			return r.tunnel.openConns() <= 1
+		})
 	})
 }
 
@@ -419,7 +430,7 @@ func TestTargetGone(t *testing.T) {
 	})
 }
 
-// A lost session must not fail the requests that come after it.
+// Requests after the loss of a session do not fail.
 func TestSessionLost(t *testing.T) {
 	eachWay(t, nil, func(t *testing.T, r *rig, c *http.Client) {
 		for i := range 5 {
@@ -428,7 +439,7 @@ func TestSessionLost(t *testing.T) {
 			}
 			r.tunnel.resetAll()
 			if strings.Contains(t.Name(), "passthrough") {
-				c.CloseIdleConnections() // they are the caller's own
+				c.CloseIdleConnections() // they belong to the caller
 			}
 		}
 	})
@@ -451,7 +462,7 @@ func TestSessionLostMidAnswer(t *testing.T) {
 	})
 }
 
-// Nodes that come, fail and go leave nothing in the pool.
+// Nodes that connect, fail and disconnect leave nothing in the pool.
 func TestPoolForgets(t *testing.T) {
 	r := newRig(t, nil, func(_ *rig, c *Config) { c.Kubelet.CA, c.Kubelet.Insecure = nil, true }).start()
 	c := r.client(r.caller("127.0.0.1"), true)
@@ -473,13 +484,13 @@ func TestPoolForgets(t *testing.T) {
 	eventually(t, "all nodes are forgotten", func() bool { return r.door.hops() == 0 })
 }
 
-// A target that does not read its upload stops nobody else's.
+// A target that does not read its upload does not stop the uploads of others.
 func TestStalledUpload(t *testing.T) {
 	stalled, resume := make(chan struct{}, 8), make(chan struct{})
 	h := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/stall" {
 			stalled <- struct{}{}
-			<-resume // net/http does not notice that a caller has gone before it has read its body
+			<-resume // net/http notices that the caller has gone only after reading its body
 			return
 		}
 		io.Copy(io.Discard, r.Body)
@@ -487,13 +498,14 @@ func TestStalledUpload(t *testing.T) {
 	})
 	eachWay(t, h, func(t *testing.T, _ *rig, c *http.Client) {
 		if strings.Contains(t.Name(), "passthrough/h2") {
-			return // the kubelet's own HTTP/2 server decides
+			return // the kubelet's own HTTP/2 server decides here
 		}
 		ctx, cancel := context.WithCancel(context.Background())
 		var wg sync.WaitGroup
 		for range 4 {
 			wg.Go(func() {
-				req, err := http.NewRequestWithContext(ctx, "POST", "https://edge1/stall", readerFunc(func(p []byte) (int, error) { return len(p), ctx.Err() }))
+				body := readerFunc(func(p []byte) (int, error) { return len(p), ctx.Err() })
+				req, err := http.NewRequestWithContext(ctx, "POST", "https://edge1/stall", body)
 				if err != nil {
 					t.Error(err)
 					return
@@ -506,7 +518,8 @@ func TestStalledUpload(t *testing.T) {
 		for range 4 {
 			within(t, "the stalled upload", patience, stalled)
 		}
-		res, err := c.Post("https://edge1/", "", io.LimitReader(readerFunc(func(p []byte) (int, error) { return len(p), nil }), 8<<20))
+		endless := readerFunc(func(p []byte) (int, error) { return len(p), nil })
+		res, err := c.Post("https://edge1/", "", io.LimitReader(endless, 8<<20))
 		must(t, err)
 		b, err := io.ReadAll(res.Body)
 		must(t, err)

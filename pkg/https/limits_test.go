@@ -20,8 +20,8 @@ func (r *rig) wantLimited(l tunnel.Limit, n uint64) {
 	}
 }
 
-// A header that is longer than it may be is answered 431 and counted, by either protocol;
-// in HTTP/1 also where net/http ends it.
+// A header above the limit is answered with 431 and counted, in both protocols; in HTTP/1 also when
+// net/http refuses it.
 func TestHeadersLimit(t *testing.T) {
 	r := newRig(t, nil, func(_ *rig, c *Config) { c.Limits.Headers = 8 << 10 }).start()
 	for _, h2 := range []bool{false, true} {
@@ -47,7 +47,8 @@ func TestHeadersLimit(t *testing.T) {
 	r.wantLimited(tunnel.LimitHeaders, 3)
 }
 
-// Whoever takes too long to say who it is, or what it wants, is hung up on and counted.
+// A caller that does not finish its ClientHello, handshake or header in time is disconnected and
+// counted; so is one that may not call.
 func TestHandshakeTimeout(t *testing.T) {
 	for name, dawdle := range map[string]func(r *rig) io.Reader{
 		"no ClientHello": func(r *rig) io.Reader { return r.tcp() },
@@ -71,7 +72,7 @@ func TestHandshakeTimeout(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, nil, func(_ *rig, c *Config) { c.Limits.HandshakeTimeout = 500 * time.Millisecond }).start()
-			io.Copy(io.Discard, dawdle(r)) // ends when it is hung up on
+			io.Copy(io.Discard, dawdle(r)) // returns when the door closes the connection
 			r.wantLimited(tunnel.LimitHandshakeTimeout, 1)
 		})
 	}

@@ -17,8 +17,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// A reset of a TLS connection is one on the other side, also where a write gets it first.
-func TestResetOfTLSIsNoEnd(t *testing.T) {
+// A reset of a TLS connection resets the other side, also if a write gets the error first.
+func TestTLSResetIsNotACleanEnd(t *testing.T) {
 	ca := newCA(t, "ca")
 	server := &tls.Config{Certificates: []tls.Certificate{*ca.issue("here", "here")}}
 	roots := x509.NewCertPool()
@@ -71,7 +71,7 @@ type zeros struct{}
 
 func (zeros) Read(p []byte) (int, error) { return len(p), nil }
 
-// tcpPair is a TCP connection on loopback.
+// tcpPair returns both ends of a TCP connection on loopback.
 func tcpPair(t *testing.T) (dialled, accepted *net.TCPConn) {
 	l, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -95,8 +95,9 @@ func tcpPair(t *testing.T) (dialled, accepted *net.TCPConn) {
 	return c.(*net.TCPConn), a.(*net.TCPConn)
 }
 
-// target is a conn to a target. It takes nothing until it is let go, ends its own bytes when it
-// is told to, and notes how the caller's bytes end.
+// target is a conn to a target. Its first Write closes waits and blocks until letGo is closed. Its
+// Read returns io.EOF when ends is closed. ended receives how the caller's bytes ended; capacity 1,
+// for the first end.
 type target struct {
 	net.Conn
 	waits, letGo, ends chan struct{}
@@ -131,8 +132,8 @@ func (c *target) Reset() error                    { return c.note("by a reset") 
 func (c *target) Close() error                    { return c.note("by a close") }
 func (c *target) SetReadDeadline(time.Time) error { return nil }
 
-// The close_notify of TLS is a write, and may be the one that gets a caller's reset. The
-// caller's upload is cut off all the same.
+// TLS's close_notify is a write, and may be the write that gets the caller's reset. The caller's
+// upload still ends with a reset.
 func TestCloseNotifyGetsTheReset(t *testing.T) {
 	ca := newCA(t, "ca")
 	server := &tls.Config{Certificates: []tls.Certificate{*ca.issue("here", "here")}}
@@ -141,7 +142,10 @@ func TestCloseNotifyGetsTheReset(t *testing.T) {
 	callerRaw, nearRaw := tcpPair(t)
 	near := &tlsConn{Conn: tls.Server(nearRaw, server), raw: nearRaw}
 	caller := tls.Client(callerRaw, &tls.Config{RootCAs: roots, ServerName: "here"})
-	far := &target{waits: make(chan struct{}), letGo: make(chan struct{}), ends: make(chan struct{}), ended: make(chan string, 1)}
+	far := &target{
+		waits: make(chan struct{}), letGo: make(chan struct{}), ends: make(chan struct{}),
+		ended: make(chan string, 1),
+	}
 	spliced := make(chan struct{})
 	go func() {
 		tunnel.Splice(context.Background(), near, far)
@@ -152,13 +156,13 @@ func TestCloseNotifyGetsTheReset(t *testing.T) {
 	tunnel.Reset(callerRaw)
 	raw, err := nearRaw.SyscallConn()
 	must(t, err)
-	for reset := false; !reset; time.Sleep(time.Millisecond) { // until the reset is here
+	for reset := false; !reset; time.Sleep(time.Millisecond) { // until the reset has arrived
 		must(t, raw.Control(func(fd uintptr) {
 			info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
 			reset = err == nil && info.State == unix.BPF_TCP_CLOSE
 		}))
 	}
-	close(far.ends) // the close_notify goes out
+	close(far.ends) // makes Splice send the close_notify
 	eventually(t, "the close_notify has got the reset", func() bool {
 		var pending int16
 		raw.Control(func(fd uintptr) {

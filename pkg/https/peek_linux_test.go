@@ -9,7 +9,7 @@ import (
 	"tunnel/pkg/listen"
 )
 
-// lateConn is a connection of a busy machine: its first read comes after its deadline.
+// lateConn is a connection in a busy process: the first read comes after its deadline.
 type lateConn struct {
 	*net.TCPConn
 	deadlines int
@@ -22,8 +22,8 @@ func (c *lateConn) SetReadDeadline(at time.Time) error {
 	return c.TCPConn.SetReadDeadline(at)
 }
 
-// A ClientHello that has arrived is read, also if this process comes late.
-func TestPeekComesLate(t *testing.T) {
+// A ClientHello that has arrived is read, even if this process reads it after the deadline.
+func TestPeekAfterItsDeadline(t *testing.T) {
 	there, here := tcpPair(t)
 	defer there.Close()
 	defer here.Close()

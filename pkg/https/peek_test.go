@@ -11,7 +11,7 @@ import (
 	"time"
 )
 
-// helloBytes returns the ClientHello of crypto/tls for a server name.
+// helloBytes returns crypto/tls's ClientHello for a server name.
 func helloBytes(t testing.TB, serverName string) []byte {
 	t.Helper()
 	var sent bytes.Buffer
@@ -20,7 +20,7 @@ func helloBytes(t testing.TB, serverName string) []byte {
 	return sent.Bytes()
 }
 
-// recorder is a conn that records what is written and answers nothing.
+// recorder is a conn that records what is written. Reading returns io.EOF.
 type recorder struct {
 	net.Conn
 	w io.Writer
@@ -33,7 +33,7 @@ func (r *recorder) SetDeadline(time.Time) error      { return nil }
 func (r *recorder) SetWriteDeadline(time.Time) error { return nil }
 
 func TestPeekHello(t *testing.T) {
-	long := append([]byte{22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xff}, make([]byte, 1<<14-4)...) // a hello of 64 KiB
+	long := append([]byte{22, 3, 1, 0x40, 0, 1, 0, 0xff, 0xff}, make([]byte, 1<<14-4)...) // a ClientHello of 64 KiB
 	for range 8 {
 		long = append(append(long, 22, 3, 1, 0x40, 0), make([]byte, 1<<14)...)
 	}
@@ -74,7 +74,7 @@ func TestPeekHello(t *testing.T) {
 	}
 }
 
-// iotestOneByte gives one byte at a time.
+// iotestOneByte returns one byte at a time.
 type iotestOneByte struct{ r io.Reader }
 
 func (r iotestOneByte) Read(p []byte) (int, error) { return r.r.Read(p[:min(1, len(p))]) }
@@ -100,7 +100,8 @@ func TestPeekGivesUp(t *testing.T) {
 		defer there.Close()
 		c := &clientConn{Conn: here}
 		var timeout net.Error
-		if _, err := c.peek(context.Background(), 10*time.Millisecond, func() {}); !errors.As(err, &timeout) || !timeout.Timeout() {
+		_, err := c.peek(context.Background(), 10*time.Millisecond, func() {})
+		if !errors.As(err, &timeout) || !timeout.Timeout() {
 			t.Errorf("error %v is not a timeout", err)
 		}
 	})

@@ -13,10 +13,13 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// The edge shows the certificate of its files as they are to each new conn's target.
+// For each new conn to a target the edge uses the certificate that is in its files at that time.
 func TestEdgeCertificateChanges(t *testing.T) {
 	ca := newCA(t, "ca")
-	target := tlsTarget(t, "127.0.0.1:0", &tls.Config{Certificates: []tls.Certificate{*ca.issue("edge1", "edge1")}, ClientAuth: tls.RequireAnyClientCert})
+	target := tlsTarget(t, "127.0.0.1:0", &tls.Config{
+		Certificates: []tls.Certificate{*ca.issue("edge1", "edge1")},
+		ClientAuth:   tls.RequireAnyClientCert,
+	})
 	cert := changingFrom(ca.issue("first"))
 	e := NewEdge(dialTCP, cert.Load, nil)
 	for _, name := range []string{"first", "second"} {
@@ -34,7 +37,7 @@ func TestEdgeCertificateChanges(t *testing.T) {
 	}
 }
 
-// changing is a certificate, or some, that the test replaces.
+// changing is a certificate or a pool that the test replaces.
 type changing[T any] struct{ atomic.Pointer[T] }
 
 func changingFrom[T any](v *T) *changing[T] {
@@ -43,9 +46,8 @@ func changingFrom[T any](v *T) *changing[T] {
 	return c
 }
 
-// An authority is taken out of clientca and the certificates are renewed: connections
-// that are open go on, and new ones meet the new state, whatever the caller remembers of
-// old ones.
+// A CA is removed from clientca, and the certificates are renewed. Open connections continue. New
+// ones use the new state, even if the caller tries to resume an old session.
 func TestCertificatesChange(t *testing.T) {
 	for _, version := range []uint16{tls.VersionTLS12, tls.VersionTLS13} {
 		t.Run(tls.VersionName(version), func(t *testing.T) {
@@ -55,7 +57,8 @@ func TestCertificatesChange(t *testing.T) {
 				io.WriteString(w, r.TLS.PeerCertificates[0].Subject.CommonName)
 			})
 			r := newRig(t, h, func(_ *rig, c *Config) {
-				cert, clientCA, kubelet = changingFrom(c.Certificate()), changingFrom(c.ClientCA()), changingFrom(c.Kubelet.Certificate())
+				cert, clientCA = changingFrom(c.Certificate()), changingFrom(c.ClientCA())
+				kubelet = changingFrom(c.Kubelet.Certificate())
 				c.ClientNames = []string{DefaultClientName, "new caller"}
 				c.Certificate, c.ClientCA, c.Kubelet.Certificate = cert.Load, clientCA.Load, kubelet.Load
 			}).start()
@@ -64,7 +67,9 @@ func TestCertificatesChange(t *testing.T) {
 				cfg := r.caller("127.0.0.1")
 				cfg.Certificates = nil
 				own := ca.issue(DefaultClientName)
-				cfg.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return own, nil }
+				cfg.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
+					return own, nil
+				}
 				cfg.MinVersion, cfg.MaxVersion = version, version
 				cfg.ClientSessionCache = tls.NewLRUClientSessionCache(10)
 				return cfg
@@ -80,7 +85,7 @@ func TestCertificatesChange(t *testing.T) {
 			kubelet.Store(r.clientCA.issue("tunnel-cloud-renewed"))
 
 			res, body = get(t, open, "https://edge1/")
-			wantStatus(t, res, body, 200, "tunnel-cloud") // over the pooled conn, which was opened for this caller
+			wantStatus(t, res, body, 200, "tunnel-cloud") // over the pooled conn that was opened for this caller
 			refused := func() error {
 				c := tls.Client(r.tcp(), old)
 				if _, err := fmt.Fprint(c, "GET / HTTP/1.1\r\nHost: edge1\r\n\r\n"); err != nil {
@@ -101,7 +106,7 @@ func TestCertificatesChange(t *testing.T) {
 				}
 				return nil
 			}
-			// Another name is another hop, and so a new conn to the kubelet.
+			// Another name is another hop, and so gets a new conn to the kubelet.
 			certs := other.issue("new caller")
 			cfg.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return certs, nil }
 			for range 2 {

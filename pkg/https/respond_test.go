@@ -10,7 +10,7 @@ import (
 	"testing"
 )
 
-// wantKubeStatus fails unless b is a metav1.Status that says words.
+// wantKubeStatus fails unless b is a metav1.Status with this code, whose message contains words.
 func wantKubeStatus(t *testing.T, b []byte, code int, words string) {
 	t.Helper()
 	var s struct {
@@ -20,12 +20,13 @@ func wantKubeStatus(t *testing.T, b []byte, code int, words string) {
 	if err := json.Unmarshal(b, &s); err != nil {
 		t.Errorf("%q is not JSON: %v", b, err)
 	}
-	if s.Kind != "Status" || s.APIVersion != "v1" || s.Status != "Failure" || s.Code != code || !strings.Contains(s.Message, words) {
+	if s.Kind != "Status" || s.APIVersion != "v1" || s.Status != "Failure" ||
+		s.Code != code || !strings.Contains(s.Message, words) {
 		t.Errorf("status %+v, want one that says %q", s, words)
 	}
 }
 
-// The reason reaches the user: kubectl as a Status, curl as text.
+// The reason reaches the user: as a Status with kubectl, as text with curl.
 func TestRefusalBodies(t *testing.T) {
 	r := newRig(t, nil, nil).start()
 	c := r.client(r.caller("127.0.0.1"), false)
@@ -57,7 +58,8 @@ func TestRefusalBodies(t *testing.T) {
 				t.Errorf("%s: %q", RefusalHeader, h)
 			}
 			if !test.json {
-				if !strings.HasPrefix(string(b), "tunnel: node edge9 is not connected") || res.Header.Get("Content-Type") != "text/plain; charset=utf-8" {
+				if !strings.HasPrefix(string(b), "tunnel: node edge9 is not connected") ||
+					res.Header.Get("Content-Type") != "text/plain; charset=utf-8" {
 					t.Errorf("%s %q", res.Header.Get("Content-Type"), b)
 				}
 				return
@@ -70,7 +72,7 @@ func TestRefusalBodies(t *testing.T) {
 	}
 }
 
-// What the dialler says reaches kubectl, too.
+// The dialler's reason reaches kubectl, too.
 func TestUpgradeNotDialled(t *testing.T) {
 	r := newRig(t, nil, func(r *rig, _ *Config) { r.tunnel.fail = io.ErrUnexpectedEOF }).start()
 	c := r.raw(r.caller("127.0.0.1"))
@@ -82,9 +84,12 @@ func TestUpgradeNotDialled(t *testing.T) {
 	wantKubeStatus(t, b, 502, "node edge1: unexpected EOF")
 }
 
-// A Status is never longer than what kubectl reads of one.
+// A Status is never longer than kubectl reads.
 func TestLongStatus(t *testing.T) {
-	for _, text := range []string{strings.Repeat("x", 5000), strings.Repeat("\x01", 3000), strings.Repeat("ä", 3000), strings.Repeat("<\"", 3000), ""} {
+	for _, text := range []string{
+		strings.Repeat("x", 5000), strings.Repeat("\x01", 3000), strings.Repeat("ä", 3000),
+		strings.Repeat("<\"", 3000), "",
+	} {
 		b := kubeStatus(504, "tunnel: "+text)
 		if len(b) > maxStatus || len(text) > 0 && len(b) < maxStatus/2 {
 			t.Errorf("%d bytes", len(b))
@@ -93,17 +98,18 @@ func TestLongStatus(t *testing.T) {
 	}
 }
 
-// A kubelet's words are for its caller, and not for the log.
+// What a kubelet wrote is for its caller only; the log must not contain it.
 func TestUnquoted(t *testing.T) {
-	for said, want := range map[string]string{
-		`net/http: HTTP/1.x transport connection broken: malformed HTTP status code "canary"`:            `net/http: HTTP/1.x transport connection broken: malformed HTTP status code "…"`,
-		`bad Content-Length "a \"canary\" b" of "canary"`:                                                `bad Content-Length "…" of "…"`,
-		`net/http: HTTP/1.x transport connection broken: malformed MIME header line: canary`:             `net/http: HTTP/1.x transport connection broken: malformed MIME header`,
-		`net/http: HTTP/1.x transport connection broken: malformed MIME header: missing colon: "canary"`: `net/http: HTTP/1.x transport connection broken: malformed MIME header`,
-		`dialing 127.0.0.1:10250: connection refused`:                                                    `dialing 127.0.0.1:10250: connection refused`,
+	const broken = "net/http: HTTP/1.x transport connection broken: "
+	for text, want := range map[string]string{
+		broken + `malformed HTTP status code "canary"`:            broken + `malformed HTTP status code "…"`,
+		`bad Content-Length "a \"canary\" b" of "canary"`:         `bad Content-Length "…" of "…"`,
+		broken + `malformed MIME header line: canary`:             broken + `malformed MIME header`,
+		broken + `malformed MIME header: missing colon: "canary"`: broken + `malformed MIME header`,
+		`dialing 127.0.0.1:10250: connection refused`:             `dialing 127.0.0.1:10250: connection refused`,
 	} {
-		if got := unquoted(errors.New(said)); got != want {
-			t.Errorf("%s: %s, want %s", said, got, want)
+		if got := unquoted(errors.New(text)); got != want {
+			t.Errorf("%s: %s, want %s", text, got, want)
 		}
 	}
 }

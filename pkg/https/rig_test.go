@@ -31,7 +31,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience bounds every wait of a test.
+// patience bounds every wait in the tests.
 const patience = 15 * time.Second
 
 // testCA issues certificates.
@@ -60,10 +60,10 @@ func newCA(t testing.TB, name string) *testCA {
 	return &testCA{t, cert, key, pool}
 }
 
-// always is for certificates that do not change.
+// always returns a func for a value that does not change.
 func always[T any](v T) func() T { return func() T { return v } }
 
-// issue makes a certificate for both usages; names may hold IP addresses.
+// issue creates a certificate for clients and servers. names may contain IP addresses.
 func (ca *testCA) issue(cn string, names ...string) *tls.Certificate {
 	return ca.issueFor(cn, []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth}, names...)
 }
@@ -89,7 +89,7 @@ func (ca *testCA) issueFor(cn string, usage []x509.ExtKeyUsage, names ...string)
 	return &tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}
 }
 
-// rig is a front door with a fake tunnel behind it, which dials a kubelet directly.
+// rig is a front door with a fake tunnel, which dials a kubelet directly.
 type rig struct {
 	t         testing.TB
 	clientCA  *testCA // signs callers and our client certificate
@@ -104,10 +104,14 @@ type rig struct {
 	done      chan error
 }
 
-// newRig starts a kubelet that serves h, and a door as configure leaves it.
+// newRig starts a kubelet that serves h, and creates a door; configure may change its
+// configuration.
 func newRig(t testing.TB, h http.Handler, configure func(*rig, *Config)) *rig {
 	t.Helper()
-	r := &rig{t: t, clientCA: newCA(t, "clients"), frontCA: newCA(t, "front"), kubeletCA: newCA(t, "kubelets"), logs: &syncBuffer{}}
+	r := &rig{
+		t: t, clientCA: newCA(t, "clients"), frontCA: newCA(t, "front"), kubeletCA: newCA(t, "kubelets"),
+		logs: &syncBuffer{},
+	}
 	if h == nil {
 		h = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "pong") })
 	}
@@ -133,14 +137,15 @@ func newRig(t testing.TB, h http.Handler, configure func(*rig, *Config)) *rig {
 	if configure != nil {
 		configure(r, &cfg)
 	}
-	door, err := New(cfg, r.tunnel, r.tunnel, slog.New(slog.NewTextHandler(r.logs, &slog.HandlerOptions{Level: slog.LevelDebug})))
+	log := slog.New(slog.NewTextHandler(r.logs, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	door, err := New(cfg, r.tunnel, r.tunnel, log)
 	must(t, err)
 	door.grace = 2 * time.Second
 	r.door = door
 	return r
 }
 
-// addKubelet connects a node with a kubelet of its own.
+// addKubelet connects a node that has its own kubelet.
 func (r *rig) addKubelet(node tunnel.NodeName, h http.Handler) {
 	r.t.Helper()
 	k := httptest.NewUnstartedServer(h)
@@ -157,12 +162,12 @@ func (r *rig) addKubelet(node tunnel.NodeName, h http.Handler) {
 	})
 }
 
-// hold connects a node, or disconnects it.
+// hold connects or disconnects a node.
 func (r *rig) hold(node tunnel.NodeName, held bool) {
 	r.tunnel.set(func(f *fakeTunnel) { f.nodes[node] = held })
 }
 
-// start runs the door until the test ends.
+// start runs the door until the end of the test.
 func (r *rig) start() *rig {
 	r.t.Helper()
 	ctx, cancel := context.WithCancel(context.Background())
@@ -196,7 +201,7 @@ func (r *rig) start() *rig {
 	return r
 }
 
-// caller is a TLS configuration of kube-apiserver.
+// caller returns a TLS configuration like kube-apiserver's.
 func (r *rig) caller(serverName string) *tls.Config {
 	return &tls.Config{
 		RootCAs: r.frontCA.pool, ServerName: serverName,
@@ -204,7 +209,7 @@ func (r *rig) caller(serverName string) *tls.Config {
 	}
 }
 
-// client is an HTTP client whose every host is the door.
+// client returns an HTTP client that dials the door for every host.
 func (r *rig) client(cfg *tls.Config, h2 bool) *http.Client {
 	p := new(http.Protocols)
 	p.SetHTTP1(!h2)
@@ -216,7 +221,9 @@ func (r *rig) client(cfg *tls.Config, h2 bool) *http.Client {
 		},
 	}
 	r.t.Cleanup(t.CloseIdleConnections)
-	return &http.Client{Transport: t, CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse }}
+	return &http.Client{Transport: t, CheckRedirect: func(*http.Request, []*http.Request) error {
+		return http.ErrUseLastResponse
+	}}
 }
 
 // raw opens a TLS connection to the door.
@@ -257,11 +264,11 @@ type fakeTunnel struct {
 
 	mu    sync.Mutex // guards the following
 	nodes map[tunnel.NodeName]bool
-	at    map[tunnel.NodeName]string // targets of nodes that have one of their own
+	at    map[tunnel.NodeName]string // targets of nodes that have their own
 	asked []tunnel.Request
 	conns map[*fakeConn]bool
 	fail  error
-	edge  *Edge // dials when it is set
+	edge  *Edge // dials instead, if set
 	hook  func(context.Context, tunnel.Request) error
 }
 
@@ -346,7 +353,7 @@ func (f *fakeTunnel) requests() []tunnel.Request {
 	return append([]tunnel.Request(nil), f.asked...)
 }
 
-// resetAll is the end of a session.
+// resetAll resets all conns, as when a session ends.
 func (f *fakeTunnel) resetAll() {
 	f.mu.Lock()
 	var all []*fakeConn
@@ -359,7 +366,7 @@ func (f *fakeTunnel) resetAll() {
 	}
 }
 
-// fakeConn is what a conn through the tunnel is: it has CloseWrite, CloseRead, Reset.
+// fakeConn has the methods of a conn through the tunnel: CloseWrite, CloseRead, Reset.
 type fakeConn struct {
 	net.Conn
 	f *fakeTunnel
@@ -416,7 +423,7 @@ func must(t testing.TB, err error) {
 	}
 }
 
-// eventually waits until ok, and fails with what was waited for.
+// eventually waits until ok returns true; it fails with what.
 func eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()
 	deadline := time.Now().Add(patience)
@@ -430,7 +437,7 @@ func eventually(t testing.TB, what string, ok func() bool) {
 	}
 }
 
-// within fails unless c is closed or sent to in time.
+// within fails unless c is closed or receives a value in time.
 func within[T any](t testing.TB, what string, d time.Duration, c <-chan T) {
 	t.Helper()
 	select {
@@ -440,7 +447,7 @@ func within[T any](t testing.TB, what string, d time.Duration, c <-chan T) {
 	}
 }
 
-// get asks for a path of a node and returns the answer with its body read.
+// get requests url and returns the response with its body.
 func get(t testing.TB, c *http.Client, url string) (*http.Response, string) {
 	t.Helper()
 	res, err := c.Get(url)
@@ -463,7 +470,7 @@ func wantStatus(t testing.TB, res *http.Response, body string, status int, words
 	}
 }
 
-// readResponse reads one answer from a raw connection.
+// readResponse reads one response from a raw connection.
 func readResponse(t testing.TB, br *bufio.Reader, method string) *http.Response {
 	t.Helper()
 	res, err := http.ReadResponse(br, &http.Request{Method: method})

@@ -15,14 +15,14 @@ import (
 	"time"
 )
 
-// upgradeWays are those in which the door itself switches protocols.
+// upgradeWays are the ways in which the door itself switches protocols.
 var upgradeWays = []struct {
 	name      string
 	configure func(*rig, *Config)
 }{{"terminate", nil}, {"edge", edgeTLS}}
 
-// hijacked serves an upgrade request by hand: answer is written as it is, then serve
-// owns the connection.
+// hijacked serves an upgrade request by hand: it writes answer unchanged; then serve owns the
+// connection.
 func hijacked(t *testing.T, answer string, serve func(net.Conn, *bufio.Reader)) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		c, rw, err := http.NewResponseController(w).Hijack()
@@ -39,11 +39,14 @@ func hijacked(t *testing.T, answer string, serve func(net.Conn, *bufio.Reader)) 
 }
 
 func upgradeRequest(protocol, more string) string {
-	return "POST /exec?command=sh HTTP/1.1\r\nHost: edge1:10250\r\nConnection: keep-alive, Upgrade\r\nUpgrade: " + protocol +
-		"\r\nX-Stream-Protocol-Version: v4.channel.k8s.io\r\nX-Stream-Protocol-Version: v3.channel.k8s.io\r\nContent-Length: 0\r\n\r\n" + more
+	return "POST /exec?command=sh HTTP/1.1\r\nHost: edge1:10250\r\n" +
+		"Connection: keep-alive, Upgrade\r\nUpgrade: " + protocol + "\r\n" +
+		"X-Stream-Protocol-Version: v4.channel.k8s.io\r\nX-Stream-Protocol-Version: v3.channel.k8s.io\r\n" +
+		"Content-Length: 0\r\n\r\n" + more
 }
 
-const switching = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: %s\r\nX-Stream-Protocol-Version: v4.channel.k8s.io\r\n\r\n"
+const switching = "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: %s\r\n" +
+	"X-Stream-Protocol-Version: v4.channel.k8s.io\r\n\r\n"
 
 func TestUpgrade(t *testing.T) {
 	for _, way := range upgradeWays {
@@ -55,12 +58,13 @@ func TestUpgrade(t *testing.T) {
 				})
 				r := newRig(t, echo, way.configure).start()
 				c := r.raw(r.caller("" + "127.0.0.1"))
-				// The first bytes come in one packet with the request.
+				// The first bytes arrive in the same packet as the request.
 				_, err := io.WriteString(c, upgradeRequest(protocol, "pipelined "))
 				must(t, err)
 				br := bufio.NewReader(c)
 				res := readResponse(t, br, "POST")
-				if res.StatusCode != 101 || res.Header.Get("Upgrade") != protocol || res.Header.Get("X-Stream-Protocol-Version") != "v4.channel.k8s.io" {
+				if res.StatusCode != 101 || res.Header.Get("Upgrade") != protocol ||
+					res.Header.Get("X-Stream-Protocol-Version") != "v4.channel.k8s.io" {
 					t.Fatalf("answer %d %v", res.StatusCode, res.Header)
 				}
 				payload := bytes.Repeat([]byte("0123456789abcdef"), 1<<16)
@@ -79,7 +83,7 @@ func TestUpgrade(t *testing.T) {
 	}
 }
 
-// Both directions of an upgraded conn end with either side's reset.
+// A reset by either side resets the other side of an upgraded conn.
 func TestUpgradeReset(t *testing.T) {
 	for _, way := range upgradeWays {
 		t.Run(way.name+"/caller", func(t *testing.T) {
@@ -126,7 +130,7 @@ func TestUpgradeReset(t *testing.T) {
 	}
 }
 
-// An answer other than 101 is an answer, and what follows is not a tunnel.
+// A response other than 101 is an ordinary response; the bytes after it are not tunnelled.
 func TestUpgradeRefused(t *testing.T) {
 	h := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("X-Path", r.URL.Path)
@@ -154,7 +158,7 @@ func TestUpgradeRefused(t *testing.T) {
 	}
 }
 
-// A 101 that nobody asked for opens nothing.
+// A 101 without an upgrade request opens no tunnel.
 func TestUpgradeUnasked(t *testing.T) {
 	for name, test := range map[string]struct{ request, answer string }{
 		"plain request":    {"GET / HTTP/1.1\r\nHost: edge1\r\n\r\n", fmt.Sprintf(switching, "SPDY/3.1")},
@@ -175,7 +179,7 @@ func TestUpgradeUnasked(t *testing.T) {
 	}
 }
 
-// Other protocols are not offered to the target.
+// Other protocols are not passed to the target.
 func TestUpgradeIgnored(t *testing.T) {
 	h := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		fmt.Fprintf(w, "%q %q", r.Header["Upgrade"], r.Header["Connection"])
@@ -201,7 +205,7 @@ func TestUpgradeNodeGone(t *testing.T) {
 	wantStatus(t, res, string(b), 502, "node edge2 is not connected")
 }
 
-// A passed-through conn is half-closed and reset as TCP is.
+// A conn that is passed through is half-closed and reset like TCP.
 func TestPassthroughEnds(t *testing.T) {
 	target, err := net.Listen("tcp", "127.0.0.1:0")
 	must(t, err)

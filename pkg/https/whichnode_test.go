@@ -11,12 +11,12 @@ import (
 	"testing"
 )
 
-// podKubelet is a kubelet that has some pods and says its name.
+// podKubelet is a kubelet that has some pods and answers with its name.
 type podKubelet struct {
 	name   string
-	denies atomic.Int64 // a status for whoever asks for a pod; 0: none
+	denies atomic.Int64 // status for each probe of a pod; 0: none
 	probes atomic.Int64
-	slow   chan struct{} // nil, or what a probe waits for
+	slow   chan struct{} // a probe waits until it is closed; nil: no wait
 
 	mu   sync.Mutex // guards the following
 	pods map[string]bool
@@ -28,7 +28,7 @@ func newPodKubelet(name string, pods ...string) *podKubelet {
 	return k
 }
 
-// put makes pods those that k has.
+// put sets the pods that k has.
 func (k *podKubelet) put(pods ...string) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -44,10 +44,11 @@ func (k *podKubelet) has(pod string) bool {
 	return k.pods[pod]
 }
 
-// ServeHTTP answers as getPortForward and proxyStream of a kubelet do.
+// ServeHTTP answers like getPortForward and proxyStream of a kubelet.
 func (k *podKubelet) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	ref, ok := podOf(r.URL.Path)
-	if r.Method == http.MethodGet && strings.HasPrefix(r.URL.Path, "/portForward/") && r.Header.Get("Upgrade") == "" && r.Header.Get("X-Test") == "" {
+	if r.Method == http.MethodGet && strings.HasPrefix(r.URL.Path, "/portForward/") &&
+		r.Header.Get("Upgrade") == "" && r.Header.Get("X-Test") == "" {
 		k.probes.Add(1)
 		if k.slow != nil {
 			select {
@@ -71,8 +72,7 @@ func (k *podKubelet) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	io.WriteString(w, k.name)
 }
 
-// podRig is a rig with the nodes edge1, which has the pod ns/one, and edge2, which has
-// ns/two.
+// podRig returns a rig with the nodes edge1, which has the pod ns/one, and edge2, which has ns/two.
 func podRig(t *testing.T, configure func(*rig, *Config)) (r *rig, k1, k2 *podKubelet) {
 	t.Helper()
 	k1, k2 = newPodKubelet("edge1", "ns/one"), newPodKubelet("edge2", "ns/two")
@@ -81,7 +81,7 @@ func podRig(t *testing.T, configure func(*rig, *Config)) (r *rig, k1, k2 *podKub
 	return r.start(), k1, k2
 }
 
-// ask sends a request as kube-apiserver does and returns the answer.
+// ask sends a request as kube-apiserver does and returns the response.
 func ask(t testing.TB, c *http.Client, host, path string) (*http.Response, string) {
 	t.Helper()
 	req, err := http.NewRequest("GET", "https://door"+path, nil)
@@ -96,8 +96,8 @@ func ask(t testing.TB, c *http.Client, host, path string) (*http.Response, strin
 	return res, string(b)
 }
 
-// Which node a request reaches, by all that may name one. "away" is a node that is not
-// connected; apiserver is any name or address that kubectl used.
+// Which node a request reaches, by SNI, Host and path. "away" is a node that is not connected;
+// apiserver is a name or an address that kubectl used.
 func TestWhichNode(t *testing.T) {
 	const noSNI, ip = "127.0.0.1", "10.77.0.1:6443"
 	for _, way := range []struct {
@@ -117,12 +117,12 @@ func TestWhichNode(t *testing.T) {
 				// Host names a connected node.
 				{noSNI, "edge1:10250", "/pods", 200, "edge1"},
 				{noSNI, "EDGE2.", "/pods", 200, "edge2"},
-				{noSNI, "edge2", "/exec/ns/one/c", 404, "does not exist"}, // Host is believed
+				{noSNI, "edge2", "/exec/ns/one/c", 404, "does not exist"}, // Host wins over the path
 				{"edge2", "edge2", "/pods", 200, "edge2"},
 				{"away", "edge2", "/pods", 200, "edge2"},
 				{"front.example", "edge2", "/pods", 200, "edge2"},
 				{"edge1", "edge2", "/pods", 421, "opened for node edge1"},
-				// It does not: SNI.
+				// Host does not: the SNI decides.
 				{"edge1", ip, "/pods", 200, "edge1"},
 				{"edge2", ip, "/exec/ns/two/c", 200, "edge2"},
 				{"edge2", "[::1]:6443", "/pods", 200, "edge2"},
@@ -132,7 +132,7 @@ func TestWhichNode(t *testing.T) {
 				{"away", ip, "/exec/ns/one/c", 502, "node away is not connected"},
 				{"away", "away", "/pods", 502, "node away is not connected"},
 				{"away", "apiserver", "/pods", 502, "node away is not connected"},
-				// Neither does: the path.
+				// Neither Host nor SNI does: the path decides.
 				{noSNI, ip, "/portForward/ns/one", 200, "edge1"},
 				{noSNI, ip, "/portForward/ns/two", 200, "edge2"},
 				{noSNI, ip, "/portForward/ns/two/uid", 200, "edge2"},
@@ -141,7 +141,7 @@ func TestWhichNode(t *testing.T) {
 				{noSNI, "a_b", "/run/ns/one/c", 200, "edge1"},
 				{noSNI, ip, "/exec/ns/none/c", 502, "no connected node has pod ns/none"},
 				{noSNI, "away", "/exec/ns/none/c", 502, "node away is not connected"},
-				// Nothing does.
+				// None of them does.
 				{noSNI, ip, "/pods", 502, "node 10.77.0.1 is not connected"},
 				{noSNI, ip, "/exec/ns", 502, "is not connected"},
 				{noSNI, ip, "/exec/NS/one/c", 502, "is not connected"},
@@ -153,7 +153,8 @@ func TestWhichNode(t *testing.T) {
 				cfg.InsecureSkipVerify = true // the door's certificate is for edge1
 				res, body := ask(t, r.client(cfg, false), test.host, test.path)
 				if res.StatusCode != test.status || !strings.Contains(body, test.want) {
-					t.Errorf("SNI %s, Host %s, %s: %d %q, want %d %q", test.sni, test.host, test.path, res.StatusCode, body, test.status, test.want)
+					t.Errorf("SNI %s, Host %s, %s: %d %q, want %d %q",
+						test.sni, test.host, test.path, res.StatusCode, body, test.status, test.want)
 				}
 				if code := res.Header.Get(RefusalHeader); (code == "no-such-node") != (test.status == 502) {
 					t.Errorf("SNI %s, Host %s, %s: %s %q", test.sni, test.host, test.path, RefusalHeader, code)
@@ -163,7 +164,7 @@ func TestWhichNode(t *testing.T) {
 	}
 }
 
-// A search is repeated where the pod was, and starts anew when it has moved.
+// A search asks the pod's last node first, and asks all nodes again when the pod has moved.
 func TestPodMoves(t *testing.T) {
 	r, k1, k2 := podRig(t, nil)
 	c := r.client(r.caller("127.0.0.1"), false)
@@ -183,12 +184,13 @@ func TestPodMoves(t *testing.T) {
 	k2.put()
 	want("edge1")
 	r.hold("edge1", false)
-	if res, body := ask(t, c, "10.77.0.1", "/portForward/ns/two"); res.StatusCode != 502 || !strings.Contains(body, "1 asked") {
+	res, body := ask(t, c, "10.77.0.1", "/portForward/ns/two")
+	if res.StatusCode != 502 || !strings.Contains(body, "1 asked") {
 		t.Errorf("answer %d %q for a pod on a node that has gone", res.StatusCode, body)
 	}
 }
 
-// Many who ask for one pod at the same time ask each kubelet once.
+// Many simultaneous requests for one pod ask each kubelet once.
 func TestPodBurst(t *testing.T) {
 	k1, k2 := newPodKubelet("edge1"), newPodKubelet("edge2", "ns/two")
 	k2.slow = make(chan struct{})
@@ -222,13 +224,13 @@ func TestPodBurst(t *testing.T) {
 			t.Errorf("answer %q", a)
 		}
 	}
-	// Those who came after the search's end each ask the node that had the pod.
+	// Requests after the end of the search ask the node that had the pod.
 	if n := k1.probes.Load(); n > 1 {
 		t.Errorf("edge1 was asked %d times", n)
 	}
 }
 
-// A kubelet that does not let us ask is not taken for one that has the pod.
+// A kubelet that denies the probe does not count as having the pod.
 func TestPodDenied(t *testing.T) {
 	for _, status := range []int64{401, 403, 405} {
 		t.Run(fmt.Sprint(status), func(t *testing.T) {
@@ -249,8 +251,8 @@ func TestPodDenied(t *testing.T) {
 	}
 }
 
-// Nobody who may not call makes us ask kubelets.
-func TestPodStranger(t *testing.T) {
+// A caller that may not call cannot make us ask kubelets.
+func TestPodAskedByDeniedCaller(t *testing.T) {
 	r, k1, k2 := podRig(t, nil)
 	cfg := r.caller("127.0.0.1")
 	cfg.Certificates = []tls.Certificate{*r.clientCA.issue("mallory")}
@@ -275,8 +277,8 @@ func TestHints(t *testing.T) {
 	}
 }
 
-// A connection that was terminated because its node was away is not kept when the node
-// is back, and what is in flight on it ends as it should.
+// A connection was terminated because its node was away. When the node is back, the connection is
+// closed, and requests in flight on it end normally.
 func TestNodeComesBack(t *testing.T) {
 	for _, h2 := range []bool{false, true} {
 		t.Run(fmt.Sprintf("h2=%v", h2), func(t *testing.T) {
@@ -294,10 +296,10 @@ func TestNodeComesBack(t *testing.T) {
 			r.hold("edge2", true) // with edge1's kubelet
 			r.door.cfg.Kubelet.CA = nil
 			cfg := r.caller("edge1")
-			cfg.InsecureSkipVerify = true // the door's certificate, then the kubelet's
+			cfg.InsecureSkipVerify = true // the certificate is the door's, later the kubelet's
 			c := r.client(cfg, h2)
 
-			// While it is away, a request is in flight to another node.
+			// While it is away, a request to another node is in flight.
 			req, err := http.NewRequest("GET", "https://door/logs", nil)
 			must(t, err)
 			req.Host = "edge2"
@@ -325,7 +327,7 @@ func TestNodeComesBack(t *testing.T) {
 	}
 }
 
-// A connection that is pooled when its node comes back serves one more answer.
+// A connection that is in a pool when its node comes back serves one more response.
 func TestTerminatedWhileAway(t *testing.T) {
 	for _, h2 := range []bool{false, true} {
 		t.Run(fmt.Sprintf("h2=%v", h2), func(t *testing.T) {
@@ -351,8 +353,9 @@ func TestTerminatedWhileAway(t *testing.T) {
 			if cn := by("10.77.0.1"); cn != "front" {
 				t.Errorf("met %q on the pooled connection", cn)
 			}
-			if h2 { // the GOAWAY may still be on its way
-				eventually(t, "the caller passes through", func() bool { return by("10.77.0.1") == "system:node:edge1" })
+			if h2 { // the GOAWAY may still be under way
+				eventually(t, "the caller passes through",
+					func() bool { return by("10.77.0.1") == "system:node:edge1" })
 			} else if cn := by("10.77.0.1"); cn != "system:node:edge1" {
 				t.Errorf("met %q when edge1 was back", cn)
 			}
@@ -360,9 +363,9 @@ func TestTerminatedWhileAway(t *testing.T) {
 	}
 }
 
-// A caller that is only ever passed through is told what is the matter while its node
-// is away, and no more than that.
-func TestAwayBeforeClientNames(t *testing.T) {
+// A caller that can only be passed through is told what is wrong while its node is away, and
+// nothing else.
+func TestPassthroughOnlyCallerWhileAway(t *testing.T) {
 	r := newRig(t, nil, nil).start()
 	r.hold("edge1", false)
 	r.hold("edge2", true)
@@ -405,7 +408,7 @@ func TestAwayBeforeClientNames(t *testing.T) {
 	res, body = ask(t, as("edge1"), "edge1", "/")
 	wantStatus(t, res, body, 200, "pong")
 
-	// With tls = "terminate" nothing is ever passed through.
+	// With tls = "terminate" nothing is passed through.
 	r = newRig(t, nil, func(_ *rig, c *Config) { c.Mode = Terminate }).start()
 	r.hold("edge1", false)
 	res, body = ask(t, as("edge1"), "edge1", "/")
