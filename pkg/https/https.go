@@ -106,7 +106,8 @@ type Config struct {
 	// Limits.ConnsPerAddress, except those that only a network of all addresses contains.
 	AllowFrom auth.Sources
 
-	// Pods finds a pod's node if only the path names the pod; nil: the kubelets are asked.
+	// Pods finds the node of the pod that a request's path names, unless the SNI names a connected
+	// node (see proxy.whichNode); nil: the kubelets are asked.
 	Pods Pods
 
 	Limits Limits
