@@ -223,6 +223,7 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 			ownerKnown = ownerKnown || !s.fallback() && (c.allNodesKnown || !left)
 		}
 	}
+	// Every node that was tried has refused at once (NoWait). If one was full, the dial waits there.
 	if full == nil {
 		return nil, explainAway(away, last)
 	}

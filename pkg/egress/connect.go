@@ -86,6 +86,7 @@ func (f *FrontDoor) serveConn(asking, conns context.Context, raw net.Conn, calle
 		c.refuse(err)
 		return
 	}
+	// From here on, the end of the front door no longer closes the connection at once.
 	target, err := c.dialWhileConnected(conns, f.guard, func(ctx context.Context) (net.Conn, error) {
 		return f.dial(ctx, doorConnect, addr, c.callerName())
 	})
@@ -156,6 +157,7 @@ func (c *connectConn) dialWhileConnected(
 		}
 	})
 	target, err := dial(ctx)
+	// The past deadline ends the Read above. Bytes that it got are read again later.
 	c.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // likewise
 	watching.Wait()
 	c.SetReadDeadline(time.Time{}) //nolint:errcheck // likewise

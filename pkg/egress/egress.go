@@ -173,7 +173,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	}
 	f.setUp(true)
 	defer f.setUp(false)
-	g, ctx := errgroup.WithContext(ctx)
+	g, ctx := errgroup.WithContext(ctx) // a listener that fails stops the others
 	g.Go(func() error { return f.chooser.run(ctx, f.guard) })
 	if f.sessions != nil {
 		g.Go(func() error { return f.announceNetworks(ctx) })

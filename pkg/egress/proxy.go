@@ -110,6 +110,7 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	}
 	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
+	// asked gets the first packet, or why there is none; capacity 1, so that sending never blocks.
 	asked := make(chan received, 1)
 	p.working.Go(func() {
 		var r received

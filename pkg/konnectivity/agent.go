@@ -68,7 +68,7 @@ func NewAgent(cfg AgentConfig) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	query.Add("host", string(cfg.Node))
+	query.Add("host", string(cfg.Node)) // callers dial the node by its name
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
 	}
@@ -182,7 +182,7 @@ func (e *endpoint) run(ctx context.Context) {
 		low, high := retryMin, retryMax
 		switch c := status.Code(err); {
 		case err == nil:
-			bound = 0
+			bound = 0 // the next server, if there is one, is tried within retryMin
 			e.agent.count(e.url, 1)
 			log.Info("proxy-server joined", "id", s.server, "servers", s.count)
 			live.Go(func() {

@@ -70,6 +70,7 @@ func (e *endpoint) join(ctx context.Context) (_ *agentStream, err error) {
 	if err != nil {
 		return nil, err
 	}
+	// The stream outlives ctx by the grace period. Until join returns, ctx still cancels it.
 	streamCtx, cancel := context.WithCancel(metadata.NewOutgoingContext(context.WithoutCancel(ctx), md))
 	defer func() {
 		if err != nil {
@@ -148,6 +149,7 @@ func (s *agentStream) drain() {
 	s.dialMu.Lock()
 	s.lastDial = time.Now() // the quiet period begins now
 	s.dialMu.Unlock()
+	// First, conns and dials go on until the stream is idle and quiet, or the grace period is over.
 	for stopping := false; !stopping; {
 		busy, quiet := s.activity()
 		left := s.endpoint.agent.quiet - quiet
@@ -170,6 +172,7 @@ func (s *agentStream) drain() {
 	s.dialMu.Lock()
 	s.stopping = true
 	s.dialMu.Unlock()
+	// Then new dials are refused, and the answers to earlier ones are sent.
 	late := time.After(flushTimeout)
 	for busy, _ := s.activity(); busy; busy, _ = s.activity() {
 		select { // every dial under way is answered before the stream ends

@@ -59,6 +59,7 @@ type Agents struct {
 
 	refusals tunnel.Limiter // of log lines about refused agents
 
+	// mu is locked before the mutexes of the directory and of a mux.
 	mu       sync.Mutex // guards the following
 	addr     net.Addr   // nil: not listening
 	stopping bool
@@ -310,7 +311,7 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	if err != nil {
 		return status.Error(codes.Internal, err.Error())
 	}
-	if t.attempted.Swap(true) {
+	if t.attempted.Swap(true) { // one attempt a connection, whatever its credential
 		return errUnauthenticated()
 	}
 	defer t.closeSoon()
@@ -354,6 +355,7 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 		defer t.Stop()
 		expired = t.C
 	}
+	// The session ends with its stream, or when the credential is no longer valid.
 	select {
 	case <-l.ended:
 	case <-ctx.Done():

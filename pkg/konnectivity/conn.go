@@ -187,6 +187,7 @@ func (c *Conn) WriteTo(w io.Writer) (int64, error) {
 			raw.Control(limitSocketBuffer) //nolint:errcheck // on an error the socket is closed
 		}
 	}
+	// The wrappers hide Conn.WriteTo, which io.CopyBuffer would call again, and the ReadFrom of w.
 	return io.CopyBuffer(struct{ io.Writer }{w}, struct{ io.Reader }{c}, make([]byte, DataSize))
 }
 
@@ -206,6 +207,7 @@ func (c *Conn) Write(b []byte) (n int, err error) {
 			c.cond.Wait()
 			continue
 		}
+		// sendLoop sends after Write has returned, when the caller may reuse b.
 		part := bytes.Clone(b[:min(len(b), DataSize)])
 		c.unsent += len(part) + packetCost
 		c.m.sendLocked(&Packet{Type: PacketData, ConnID: c.id, Data: part}, c)

@@ -70,8 +70,8 @@ func (l *agentLink) admitAndDial(ctx context.Context, r tunnel.Request) (conn *C
 	if refusal := l.queue.Enter(ctx, l.ended, r); refusal != nil {
 		return nil, refusal
 	}
-	l.pub.Conns.Add(1)
-	defer func() { // runs also if dial panics
+	l.pub.Conns.Add(1) // a dial counts as a conn
+	defer func() {     // runs also if dial panics
 		answered := conn != nil || err != nil && (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered()
 		l.queue.Dialled(r.Addr, answered)
 		if conn == nil { // otherwise the mux calls it, at the end of the conn

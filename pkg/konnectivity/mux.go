@@ -154,6 +154,7 @@ func (m *mux) sendLoop() {
 				return
 			}
 			if o.conn != nil && o.packet.Type == PacketCloseReq {
+				// Packets of other conns pass the close request meanwhile.
 				time.AfterFunc(closeDelay, m.guarded(func() { m.send(o.packet) }))
 				continue
 			}
@@ -161,6 +162,7 @@ func (m *mux) sendLoop() {
 				m.end(errors.New("the stream takes no more"))
 				return
 			}
+			// Only now is the packet no longer queued: SendMsg blocks while the peer does not read.
 			m.mu.Lock()
 			if o.conn == nil {
 				m.control--
@@ -184,6 +186,7 @@ func (m *mux) end(err error) {
 	}
 	m.err = err
 	m.out = nil
+	// Callbacks belong to owners of conns, and may call the mux. They run without mu.
 	var callbacks []func()
 	for _, c := range m.conns {
 		callbacks = append(callbacks, c.abortLocked())
@@ -235,6 +238,7 @@ func (m *mux) deliver(p *Packet) (known bool) {
 			case <-time.After(wait):
 			}
 		} else {
+			// Without this conn the stream goes on. Its queue is freed, so c may have room now.
 			m.counters.Limited(tunnel.LimitUnread)
 			callback := blocker.abortLocked()
 			blocker.sendCloseLocked("its reader takes nothing")
@@ -287,7 +291,7 @@ func (m *mux) peerClosed(id int64, why string) (known bool) {
 		return false
 	}
 	delete(m.conns, id)
-	if m.agent {
+	if m.agent { // the server keeps the id in use until this answer
 		m.sendLocked(&Packet{Type: PacketCloseRsp, ConnID: id}, nil)
 	}
 	var callback func()

@@ -300,10 +300,10 @@ func (itself) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 type nobody struct{}
 
 func (nobody) Identifiers() map[tunnel.NodeName]konnectivity.Identifiers { return nil }
-func (nobody) Known() bool                                         { return true }
-func (nobody) Changed() <-chan struct{}                            { return nil }
-func (nobody) Holds(tunnel.NodeName) bool                          { return false }
-func (nobody) Connected() []tunnel.NodeName                        { return nil }
+func (nobody) Known() bool                                               { return true }
+func (nobody) Changed() <-chan struct{}                                  { return nil }
+func (nobody) Holds(tunnel.NodeName) bool                                { return false }
+func (nobody) Connected() []tunnel.NodeName                              { return nil }
 
 // order asks the target for a transfer. Whoever sends does not close: what is on the way then
 // is not what is measured.
