@@ -46,6 +46,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	accepting, gctx := errgroup.WithContext(ctx)
 	var conns sync.WaitGroup
 	for i, l := range listeners {
+		l := listen.Steady(l, f.log.With("module", Name))
 		accepting.Go(func() error {
 			stop := context.AfterFunc(gctx, func() { l.Close() })
 			defer stop()
@@ -116,35 +117,18 @@ func (f *FrontDoor) listenError(p port, err error) error {
 	}
 }
 
-const (
-	minBackoff = 5 * time.Millisecond // as net/http does
-	maxBackoff = time.Second
-)
-
-// accept gives connections to serve until ctx is done. After a transient error, such as running out
-// of descriptors, it retries: the listener itself is fine.
+// accept gives connections to serve until ctx is done, or l fails.
 func (f *FrontDoor) accept(ctx context.Context, l net.Listener, serve func(net.Conn)) error {
-	backoff := minBackoff
 	for {
 		c, err := l.Accept()
 		switch {
 		case err == nil:
-			backoff = minBackoff
 			serve(c)
-			continue
 		case ctx.Err() != nil:
 			return nil
-		case !listen.Transient(err):
+		default:
 			return fmt.Errorf("accepting on %s: %w", l.Addr(), err)
 		}
-		f.warn(denyAccept, "cannot accept connections; trying again", "frontend", l.Addr().String(), "err", err)
-		t := time.NewTimer(backoff)
-		select {
-		case <-t.C:
-		case <-ctx.Done():
-		}
-		t.Stop()
-		backoff = min(2*backoff, maxBackoff)
 	}
 }
 

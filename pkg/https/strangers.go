@@ -34,8 +34,7 @@ func (f *FrontDoor) admit(raw net.Conn) (*listen.Stranger, bool) {
 type denial int
 
 const (
-	denyAccept denial = iota
-	denySource
+	denySource denial = iota
 	denyStrangers
 	denySNI
 	denyHandshake

@@ -44,10 +44,6 @@ const name = "tcp"
 const (
 	// dialTimeout bounds a dial through the tunnel, including the edge's own dial.
 	dialTimeout = 10 * time.Second
-	// The first pause after a transient error of Accept is minBackoff. Each further pause is twice
-	// as long, up to maxBackoff.
-	minBackoff = 5 * time.Millisecond
-	maxBackoff = time.Second
 )
 
 // Listener is one port of the front door.
@@ -179,7 +175,7 @@ func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
 			errs = append(errs, fmt.Errorf("listening on %q of [mode.cloud.tcp]: %w", l.Listen, err))
 			continue
 		}
-		open = append(open, ln)
+		open = append(open, listen.Steady(ln, f.log))
 	}
 	if err := errors.Join(errs...); err != nil {
 		closeAll(open)
@@ -229,7 +225,7 @@ type port struct {
 
 	// One warning a minute each, so that one kind of failure does not hide another: caller not
 	// allowed, dial failed, limit reached, Accept failed.
-	warnDenied, warnFailed, warnFull, warnAccept tunnel.Limiter
+	warnDenied, warnFailed, warnFull tunnel.Limiter
 }
 
 func newPort(f *FrontDoor, l Listener) *port {
@@ -248,24 +244,12 @@ func newPort(f *FrontDoor, l Listener) *port {
 
 // accept gives each permitted connection to serve, until ctx is done.
 func (p *port) accept(ctx context.Context, ln net.Listener, serve func(net.Conn)) error {
-	backoff := minBackoff
 	for {
 		c, err := ln.Accept()
 		switch {
 		case err == nil:
-			backoff = minBackoff
 		case ctx.Err() != nil:
 			return nil
-		case listen.Transient(err):
-			if n, ok := p.warnAccept.Allow(); ok {
-				p.log.Warn("cannot accept, trying again", "err", err, "skipped", n)
-			}
-			select {
-			case <-time.After(backoff):
-			case <-ctx.Done():
-			}
-			backoff = min(2*backoff, maxBackoff)
-			continue
 		default:
 			return fmt.Errorf("accepting on %q of [mode.cloud.tcp]: %w", p.Listen, err)
 		}
