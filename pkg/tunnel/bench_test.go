@@ -7,7 +7,9 @@ import (
 
 func BenchmarkRouter(b *testing.B) {
 	routes := map[string]Handler{"hello": ignore, "open": ignore, "refused": ignore, "cancel": ignore}
-	r, err := NewRouter(&module{name: "stream", routes: routes}, &module{name: "https", routes: routes}, &module{name: "tcp", routes: routes})
+	r, err := NewRouter(
+		&module{name: "stream", routes: routes}, &module{name: "https", routes: routes}, &module{name: "tcp", routes: routes},
+	)
 	if err != nil {
 		b.Fatal(err)
 	}
@@ -20,10 +22,9 @@ func BenchmarkRouter(b *testing.B) {
 	}
 }
 
-// BenchmarkDirectory measures a directory that holds 10,000 nodes. join is a session that
-// replaces another one, end one that ends and one that begins; sessions and connected
-// are what everybody is asked for who tells others about all nodes; dialAny is a front
-// door that names no node.
+// BenchmarkDirectory measures a directory that holds 10,000 nodes. join: a session replaces
+// another one. end: a session ends and another one starts. sessions and connected: all nodes
+// are listed, as for another replica. dialAny: a front door dials without naming a node.
 func BenchmarkDirectory(b *testing.B) {
 	const n = 10_000
 	var d Directory

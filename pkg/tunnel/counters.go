@@ -2,29 +2,30 @@ package tunnel
 
 import "sync/atomic"
 
-// Counters counts what happened since the process started. Its zero value is ready,
-// and every field may be added to from any goroutine. pkg/admin shows them.
+// Counters counts events since the process started, and holds two gauges. The zero
+// value is ready to use. Any goroutine may change any field. pkg/admin shows them as
+// metrics.
 type Counters struct {
 	Sessions        atomic.Uint64 // sessions established
-	Replaced        atomic.Uint64 // sessions that a newer one of the same node ended
+	Replaced        atomic.Uint64 // sessions that a newer session of the same node ended
 	JoinsRefused    atomic.Uint64 // control streams refused before they became sessions
 	Conns           atomic.Uint64 // conns opened
-	DataConns       atomic.Uint64 // of them, those that went by a data connection
+	DataConns       atomic.Uint64 // conns opened over a data connection; Conns counts them, too
 	Connections     atomic.Uint64 // data connections opened
-	DataConnections atomic.Int64  // data connections that there are
-	Waiting         atomic.Int64  // opens that wait for a limit
+	DataConnections atomic.Int64  // gauge: data connections that are open now
+	Waiting         atomic.Int64  // gauge: opens that wait for a limit now
 	Resets          atomic.Uint64 // conns that ended by a reset
-	BytesSent       atomic.Uint64 // payload bytes handed to the other side
-	BytesReceived   atomic.Uint64 // payload bytes that came from the other side
+	BytesSent       atomic.Uint64 // payload bytes sent to the other side
+	BytesReceived   atomic.Uint64 // payload bytes received from the other side
 	UnknownMessages atomic.Uint64 // messages without a handler
 	ContestedPods   atomic.Uint64 // searches for a pod that two nodes claim
 	Panics          atomic.Uint64 // panics that ended one session, connection or request
 
-	refusals [len(codeNames)]atomic.Uint64
-	limited  [limits]atomic.Uint64
+	refusals [len(codeNames)]atomic.Uint64 // by Code
+	limited  [numLimits]atomic.Uint64      // by Limit
 }
 
-// Refuse counts a refusal.
+// Refuse counts a refusal. It counts an unknown code as Internal.
 func (c *Counters) Refuse(code Code) {
 	if int(code) >= len(c.refusals) || codeNames[code] == "" {
 		code = Internal

@@ -13,11 +13,13 @@ import (
 
 // Directory maps a node to its live session. The zero value is empty and ready.
 type Directory struct {
-	Counters *Counters // set before use; counts nodes that are not connected; nil: nobody looks
+	// Counters counts refusals for nodes that are not connected. Set it before use. nil: they are
+	// not counted.
+	Counters *Counters
 
-	mu       sync.RWMutex
+	mu       sync.RWMutex          // guards the following
 	sessions map[NodeName]*Session // at most one per node: the newest
-	changed  chan struct{}         // closed at the next change; nil while nobody waits for one
+	changed  chan struct{}         // closed at the next change, never sent to; nil: nobody waits for a change
 }
 
 var (
@@ -25,20 +27,20 @@ var (
 	_ Nodes  = (*Directory)(nil)
 )
 
-// Attach makes s the session of its node and returns the one it replaced, or nil.
-// The caller closes the replaced one.
+// Attach makes s the session of its node. It returns the session that s replaced, or
+// nil. The caller must close the replaced session.
 func (d *Directory) Attach(s *Session) (replaced *Session) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.attachLocked(s)
 }
 
-// AttachUnless is Attach, unless stays says of the session that is there that it does.
-// Then nothing changes, and ok is false.
-func (d *Directory) AttachUnless(s *Session, stays func(*Session) bool) (ok bool) {
+// AttachUnless attaches s unless the node already has a session for which keep returns
+// true. It reports whether s was attached. keep is called with the directory locked.
+func (d *Directory) AttachUnless(s *Session, keep func(*Session) bool) (ok bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if there := d.sessions[s.Node]; there != nil && stays(there) {
+	if current := d.sessions[s.Node]; current != nil && keep(current) {
 		return false
 	}
 	d.attachLocked(s)
@@ -52,12 +54,12 @@ func (d *Directory) attachLocked(s *Session) (replaced *Session) {
 	}
 	replaced = d.sessions[s.Node]
 	d.sessions[s.Node] = s
-	d.noteLocked()
+	d.notifyLocked()
 	return replaced
 }
 
-// Detach removes s and reports whether it was there. The end of a session that has
-// been replaced leaves its successor alone: sessions are compared, not names.
+// Detach removes s and reports whether s was attached. It compares sessions, not node
+// names: when a replaced session ends, its successor stays attached.
 func (d *Directory) Detach(s *Session) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -65,12 +67,12 @@ func (d *Directory) Detach(s *Session) bool {
 		return false
 	}
 	delete(d.sessions, s.Node)
-	d.noteLocked()
+	d.notifyLocked()
 	return true
 }
 
-// Changed returns a channel that is closed when a node has come, gone, or got another
-// session. To miss nothing, ask for it before asking who is connected.
+// Changed returns a channel that is closed when a node connects, disconnects, or gets
+// another session. To miss no change, call Changed before Connected or Lookup.
 func (d *Directory) Changed() <-chan struct{} {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -80,8 +82,8 @@ func (d *Directory) Changed() <-chan struct{} {
 	return d.changed
 }
 
-// noteLocked tells who waits that a session has changed. The caller holds mu.
-func (d *Directory) noteLocked() {
+// notifyLocked wakes the callers that wait for a change. The caller holds mu.
+func (d *Directory) notifyLocked() {
 	if d.changed != nil {
 		close(d.changed)
 		d.changed = nil
@@ -112,7 +114,7 @@ func (d *Directory) Len() int {
 	return len(d.sessions)
 }
 
-// Sessions returns the live sessions in the order of their nodes' names.
+// Sessions returns the live sessions, sorted by node name.
 func (d *Directory) Sessions() []*Session {
 	d.mu.RLock()
 	all := make([]*Session, 0, len(d.sessions))
@@ -124,7 +126,7 @@ func (d *Directory) Sessions() []*Session {
 	return all
 }
 
-// Reach returns what each connected node says it reaches, without those that say nothing.
+// Reach returns Session.Reach of each connected node that has one.
 func (d *Directory) Reach() map[NodeName]string {
 	d.mu.RLock()
 	defer d.mu.RUnlock()
@@ -137,11 +139,10 @@ func (d *Directory) Reach() map[NodeName]string {
 	return all
 }
 
-// Dial opens a conn through the session of r.Node. When r names no node it takes one of
-// r.Among by chance: a node that could attract conns, by having few or by answering fast,
-// could attract them all. One that cannot serve just now, because it is
-// draining, full or gone, passes the request on to the next. When all are full or gone, the
-// request waits at the first one that is full.
+// Dial opens a conn through the session of r.Node. If r names no node, Dial takes a random node
+// of r.Among. The choice is random so that no node can attract all conns by having few conns or
+// by answering fast. If the node is draining, full or gone, Dial tries the next one. If every
+// node is, and at least one is full, the request waits at the first full node.
 func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 	if r.Node != "" {
 		s := d.Lookup(r.Node)
@@ -153,8 +154,8 @@ func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 	err := error(nil)
 	waits := !r.NoWait
 	r.NoWait = true
-	var full *Session // the first that is at a limit
-	for _, s := range d.byChance(r.Among) {
+	var full *Session // the first session that is at a limit
+	for _, s := range d.shuffled(r.Among) {
 		r.Node = s.Node
 		var c net.Conn
 		if c, err = s.Dial(ctx, r); err == nil {
@@ -177,6 +178,7 @@ func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 	return nil, err
 }
 
+// noSuchNode returns a NoSuchNode refusal and counts it.
 func (d *Directory) noSuchNode(format string, args ...any) *Refusal {
 	if d.Counters != nil {
 		d.Counters.Refuse(NoSuchNode)
@@ -184,7 +186,7 @@ func (d *Directory) noSuchNode(format string, args ...any) *Refusal {
 	return Refusef(NoSuchNode, format, args...)
 }
 
-// among names the nodes of a selector, for an error.
+// among returns the text about a selector for an error; "" if it chooses every node.
 func among(s Selector) string {
 	if len(s) == 0 {
 		return ""
@@ -192,9 +194,9 @@ func among(s Selector) string {
 	return "of " + strings.Join(s, ", ") + " "
 }
 
-// byChance returns the sessions of the nodes that among chooses, in a random order, and last
-// those that leave.
-func (d *Directory) byChance(among Selector) []*Session {
+// shuffled returns the sessions of the nodes that among chooses, in random order. Sessions that
+// are leaving come last.
+func (d *Directory) shuffled(among Selector) []*Session {
 	d.mu.RLock()
 	sessions := make([]*Session, 0, len(d.sessions))
 	for n, s := range d.sessions {
@@ -203,7 +205,7 @@ func (d *Directory) byChance(among Selector) []*Session {
 		}
 	}
 	d.mu.RUnlock()
-	// The order of a map is not random enough: it begins at a random place.
+	// The iteration order of a map is not random enough: only its start is random.
 	rand.Shuffle(len(sessions), func(i, j int) { sessions[i], sessions[j] = sessions[j], sessions[i] })
 	slices.SortStableFunc(sessions, func(a, b *Session) int {
 		switch al, bl := a.Leaving.Load(), b.Leaving.Load(); {

@@ -14,12 +14,12 @@ import (
 	"pgregory.net/rapid"
 )
 
-// link is a transport that answers a dial with the name of its session.
+// link is a transport whose conns carry the name of its session.
 type link struct {
 	Link
 	name    string
-	refusal error
-	last    atomic.Pointer[Request]
+	refusal error                   // what Dial returns; nil: a conn
+	last    atomic.Pointer[Request] // the last request that Dial got
 }
 
 type namedConn struct {
@@ -39,7 +39,7 @@ func session(node NodeName, id string) *Session {
 	return &Session{ID: id, Node: node, Link: &link{name: id}}
 }
 
-// The end of a session that was replaced leaves its successor alone.
+// When a replaced session ends, its successor stays attached.
 func TestDetachIsByIdentity(t *testing.T) {
 	var d Directory
 	old, new := session("n1", "old"), session("n1", "new")
@@ -50,10 +50,10 @@ func TestDetachIsByIdentity(t *testing.T) {
 		t.Errorf("the second replaces %v, want the first", r)
 	}
 	if d.Detach(old) || d.Lookup("n1") != new {
-		t.Error("the end of the old session has thrown off the new one")
+		t.Error("the end of the old session detaches the new one")
 	}
 	if !d.Detach(new) || d.Holds("n1") || d.Detach(new) {
-		t.Error("the end of the new one does not detach it, once")
+		t.Error("the end of the new session does not detach it exactly once")
 	}
 }
 
@@ -65,7 +65,7 @@ func TestAttachUnless(t *testing.T) {
 		t.Error("the first is not attached")
 	}
 	if d.AttachUnless(second, isFirst) || d.Lookup("n1") != first {
-		t.Error("the first is replaced, which stays")
+		t.Error("the first is replaced, although it must be kept")
 	}
 	if !d.AttachUnless(second, func(*Session) bool { return false }) || d.Lookup("n1") != second {
 		t.Error("the second does not replace the first")
@@ -85,8 +85,8 @@ func TestConnected(t *testing.T) {
 	}
 }
 
-// Whatever comes and goes in whatever order, the directory holds the newest live
-// session of each node and nothing else.
+// After any sequence of attach and detach, the directory holds exactly the newest live
+// session of each node.
 func TestDirectoryProperty(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		var d Directory
@@ -104,7 +104,7 @@ func TestDirectoryProperty(t *testing.T) {
 			},
 			"attach again": func(t *rapid.T) {
 				if len(all) == 0 {
-					t.Skip("none yet")
+					t.Skip("no session yet")
 				}
 				s := rapid.SampledFrom(all).Draw(t, "session")
 				d.Attach(s)
@@ -112,7 +112,7 @@ func TestDirectoryProperty(t *testing.T) {
 			},
 			"detach": func(t *rapid.T) {
 				if len(all) == 0 {
-					t.Skip("none yet")
+					t.Skip("no session yet")
 				}
 				s := rapid.SampledFrom(all).Draw(t, "session")
 				live := want[s.Node] == s
@@ -172,7 +172,7 @@ func TestDirectoryDial(t *testing.T) {
 	}
 }
 
-// Any node is one by chance: a node does not attract conns by having none.
+// Without a node name, Dial takes a random node: an idle node does not attract more conns.
 func TestDirectoryDialAny(t *testing.T) {
 	const dials, nodes = 3000, 3
 	var d Directory
@@ -204,14 +204,15 @@ func TestDirectoryDialAny(t *testing.T) {
 	if got := share(Selector{"n1", "n2"}); !maps.Equal(got, map[string]int{"n2": dials}) {
 		t.Errorf("while n1 leaves: %v", got)
 	}
-	if _, err := d.Dial(t.Context(), Request{Among: Selector{"gw-*", "y"}}); CodeOf(err) != NoSuchNode || err.Error() != "no-such-node: no node of gw-*, y is connected" {
+	_, err := d.Dial(t.Context(), Request{Among: Selector{"gw-*", "y"}})
+	if CodeOf(err) != NoSuchNode || err.Error() != "no-such-node: no node of gw-*, y is connected" {
 		t.Error(err)
 	}
 }
 
-// A node that cannot serve just now draws no connection to itself by having none: the
-// next one is asked. What the target says is an answer, and no reason to ask another.
-func TestDirectoryDialAsksTheNext(t *testing.T) {
+// If a node cannot serve now, Dial tries the next one, so an idle node that refuses does not
+// attract conns. An answer of the target is final: Dial then tries no other node.
+func TestDirectoryDialTriesNextNode(t *testing.T) {
 	for _, tt := range []struct {
 		code Code
 		next bool
@@ -223,24 +224,25 @@ func TestDirectoryDialAsksTheNext(t *testing.T) {
 		d.Attach(first)
 		d.Attach(second)
 		c, err := d.Dial(t.Context(), Request{Addr: "a:1"})
-		if asked := err == nil && c.(namedConn).name == "second"; asked != tt.next {
-			t.Errorf("the first says %v: the second is asked: %t, want %t (%v)", tt.code, asked, tt.next, err)
+		if tried := err == nil && c.(namedConn).name == "second"; tried != tt.next {
+			t.Errorf("the first node refuses with %v: the second is tried: %t, want %t (%v)", tt.code, tried, tt.next, err)
 		}
 		d.Detach(second)
 		if _, err := d.Dial(t.Context(), Request{Addr: "a:1"}); CodeOf(err) != tt.code {
-			t.Errorf("the only node says %v, the caller hears %v", tt.code, err)
+			t.Errorf("the only node refuses with %v, the caller gets %v", tt.code, err)
 		}
 		if n := d.Counters.Refusals(NoSuchNode); n != 0 {
-			t.Errorf("%d callers of nodes that are not connected", n)
+			t.Errorf("%d dials to nodes that are not connected are counted", n)
 		}
-		if _, err := d.Dial(t.Context(), Request{Node: "n9"}); CodeOf(err) != NoSuchNode || d.Counters.Refusals(NoSuchNode) != 1 {
+		_, err = d.Dial(t.Context(), Request{Node: "n9"})
+		if CodeOf(err) != NoSuchNode || d.Counters.Refusals(NoSuchNode) != 1 {
 			t.Errorf("a node that is not connected: %v, counted %d times", err, d.Counters.Refusals(NoSuchNode))
 		}
 	}
 }
 
-// A request for any node waits for a limit only when every node is at one, and at one node.
-func TestDirectoryDialWaitsLast(t *testing.T) {
+// A request for any node waits for a limit only if every node is at a limit, and only at one node.
+func TestDirectoryDialWaitsOnlyIfAllAreFull(t *testing.T) {
 	var d Directory
 	full, free := session("n1", "full"), session("n2", "free")
 	d.Attach(full)
@@ -272,8 +274,8 @@ func TestDirectoryDialWaitsLast(t *testing.T) {
 	}
 }
 
-// Any goroutine may ask and change it at any time.
-func TestDirectoryIsSafe(t *testing.T) {
+// Any goroutine may call any method at any time. The race detector checks this.
+func TestDirectoryConcurrentUse(t *testing.T) {
 	var d Directory
 	var wg sync.WaitGroup
 	for i := range 8 {
@@ -294,9 +296,12 @@ func TestDirectoryIsSafe(t *testing.T) {
 	}
 }
 
-// Codes have the names that documents use, and travel inside wrapped errors.
+// Codes have the names that the documents use, and CodeOf finds them in wrapped errors.
 func TestCodes(t *testing.T) {
-	want := []string{"denied", "refused", "unreachable", "timeout", "no-such-node", "overloaded", "draining", "gone", "wrong-session", "internal"}
+	want := []string{
+		"denied", "refused", "unreachable", "timeout", "no-such-node", "overloaded", "draining", "gone", "wrong-session",
+		"internal",
+	}
 	var got []string
 	for _, c := range Codes() {
 		got = append(got, c.String())
@@ -315,7 +320,9 @@ func TestCodes(t *testing.T) {
 			t.Errorf("%d is called %q, want %q", uint8(c), c, want)
 		}
 	}
-	for want, r := range map[string]*Refusal{"denied": {Code: Denied}, "denied: 50% sure": Refusef(Denied, "%d%% sure", 50)} {
+	for want, r := range map[string]*Refusal{
+		"denied": {Code: Denied}, "denied: 50% sure": Refusef(Denied, "%d%% sure", 50),
+	} {
 		if r.Error() != want {
 			t.Errorf("%q, want %q", r, want)
 		}
@@ -358,12 +365,12 @@ func TestDirectoryChanged(t *testing.T) {
 	}
 	d.Attach(a)
 	if !changed(c) {
-		t.Error("a node came, and nobody was told")
+		t.Error("a node connected, and the channel is not closed")
 	}
 	c = d.Changed()
 	d.Attach(b)
 	if !changed(c) {
-		t.Error("a node has another session, and nobody was told")
+		t.Error("a node has another session, and the channel is not closed")
 	}
 	c = d.Changed()
 	d.Detach(a)
@@ -372,6 +379,6 @@ func TestDirectoryChanged(t *testing.T) {
 	}
 	d.Detach(b)
 	if !changed(c) {
-		t.Error("a node went, and nobody was told")
+		t.Error("a node disconnected, and the channel is not closed")
 	}
 }

@@ -8,9 +8,9 @@ import (
 )
 
 // Guard calls f and returns a panic in f as an error. It counts the panic and logs its
-// stack; what names the thing that ends because of it, such as "the session ends". Every
-// goroutine that handles a peer's input runs under a guard, since an unguarded panic ends
-// the process.
+// stack. what says in the log what ends because of the panic, such as "the session ends".
+// Every goroutine that handles a peer's input runs under Guard, since a panic that nothing
+// recovers ends the process.
 func Guard(log *slog.Logger, counters *Counters, what string, f func() error) (err error) {
 	defer func() {
 		if p := recover(); p != nil {
@@ -22,11 +22,13 @@ func Guard(log *slog.Logger, counters *Counters, what string, f func() error) (e
 	return f()
 }
 
-// panics takes a panic from the goroutine in which it happens to the one that waits for
-// it, which has a guard.
-type panics struct{ first atomic.Pointer[string] }
+// panics carries a panic from the goroutine in which it happens to the goroutine that waits
+// for it and runs under Guard.
+type panics struct {
+	first atomic.Pointer[string] // the first panic with its stack; nil: there was none
+}
 
-// catch is deferred. After a panic it calls end.
+// catch must be deferred. After a panic it stores the panic and calls end.
 func (p *panics) catch(end func()) {
 	if v := recover(); v != nil {
 		text := fmt.Sprintf("%v\n%s", v, debug.Stack())
@@ -35,7 +37,7 @@ func (p *panics) catch(end func()) {
 	}
 }
 
-// again panics if there was a panic.
+// again panics with the stored panic, if there is one.
 func (p *panics) again() {
 	if text := p.first.Load(); text != nil {
 		panic(*text)

@@ -5,20 +5,20 @@ import (
 	"time"
 )
 
-// Limiter bounds the log lines that somebody else decides on: it lets a few events
-// through in each interval and counts the others. The zero value lets one through a
-// minute.
+// Limiter limits log lines that a peer can cause. It allows a few events in each interval
+// and counts the others. The zero value allows one event a minute.
 type Limiter struct {
 	Every time.Duration // the interval; 0: a minute
-	Burst int           // events in each; 0: one
+	Burst int           // events allowed in each interval; 0: one
 
 	mu      sync.Mutex // guards the following
-	until   time.Time  // the end of the interval; the next one begins with an event
-	passed  int        // in the interval
-	skipped int
+	until   time.Time  // the end of the interval; the first event after it starts the next interval
+	allowed int        // events allowed in this interval
+	skipped int        // events not allowed since the last allowed one
 }
 
-// Allow reports whether to log now, and how many were skipped since the last time.
+// Allow reports whether to log now. If so, it also returns how many events were skipped
+// since the last allowed one.
 func (l *Limiter) Allow() (skipped int, ok bool) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -28,13 +28,13 @@ func (l *Limiter) Allow() (skipped int, ok bool) {
 		if every == 0 {
 			every = time.Minute
 		}
-		l.until, l.passed = now.Add(every), 0
+		l.until, l.allowed = now.Add(every), 0
 	}
-	if l.passed >= max(1, l.Burst) {
+	if l.allowed >= max(1, l.Burst) {
 		l.skipped++
 		return 0, false
 	}
-	l.passed++
+	l.allowed++
 	skipped, l.skipped = l.skipped, 0
 	return skipped, true
 }

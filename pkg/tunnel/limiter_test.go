@@ -19,19 +19,20 @@ func TestLimiter(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				l := tc.limiter
 				for round := range 3 {
-					passed, skipped := 0, 0
+					allowed, skipped := 0, 0
 					for range 1000 {
 						if n, ok := l.Allow(); ok {
-							passed++
+							allowed++
 							skipped += n
 						}
 					}
-					want := 1000 - tc.burst // of the round before
+					want := 1000 - tc.burst // skipped in the round before
 					if round == 0 {
 						want = 0
 					}
-					if passed != tc.burst || skipped != want {
-						t.Errorf("round %d: %d passed, %d reported as skipped; want %d and %d", round, passed, skipped, tc.burst, want)
+					if allowed != tc.burst || skipped != want {
+						t.Errorf("round %d: %d allowed, %d reported as skipped; want %d and %d",
+							round, allowed, skipped, tc.burst, want)
 					}
 					time.Sleep(tc.every)
 				}

@@ -2,15 +2,15 @@ package tunnel
 
 import "fmt"
 
-// Limit names a bound on what somebody else may cost this process: a stranger, a caller,
-// or the other side of a session. docs/limits.md lists them.
+// Limit identifies one bound on the resources that a stranger, a caller, or the other side
+// of a session may use. docs/limits.md lists the limits.
 type Limit uint8
 
-// The limits, in the order in which somebody meets them.
+// The limits, roughly in the order in which a peer reaches them.
 const (
 	LimitJoining             Limit = iota // connections at the gRPC port without a session
-	LimitJoiningPerAddress                // those of one source
-	LimitJoinTimeout                      // how long one may go without
+	LimitJoiningPerAddress                // connections of one source at the gRPC port without a session
+	LimitJoinTimeout                      // how long a connection at the gRPC port may have no session
 	LimitMetadata                         // bytes of metadata of a gRPC stream
 	LimitMessage                          // bytes of a gRPC message
 	LimitMessages                         // control messages that an edge sends in a second
@@ -20,21 +20,21 @@ const (
 	LimitConns                            // conns of a node at once
 	LimitOpens                            // opens of a node in a second
 	LimitDials                            // opens of a node that have not been answered
-	LimitStrangers                        // connections at an https port that have not said who they are
-	LimitStrangersPerAddress              // those of one source
-	LimitHandshakeTimeout                 // how long one may take to say it
+	LimitStrangers                        // connections at an https port that have not identified themselves
+	LimitStrangersPerAddress              // connections of one source at an https port that have not done so
+	LimitHandshakeTimeout                 // how long a connection may take to identify itself
 	LimitConnsPerAddress                  // connections of one source that are passed through to one node
 	LimitHeaders                          // bytes of the header of an HTTP request
 	LimitHealth                           // connections of one source to the health port
 	LimitDNS                              // connections to the DNS port
 	LimitLookups                          // DNS queries that wait for an upstream
 	LimitAgentStreams                     // streams of a node that has joined as a konnectivity agent
-	LimitUnread                           // bytes of a conn of a konnectivity stream that nobody reads
-	limits                                // how many there are
+	LimitUnread                           // unread bytes of a conn on a konnectivity stream
+	numLimits                             // the number of limits
 )
 
 //nolint:gochecknoglobals // a constant table
-var limitNames = [limits]string{
+var limitNames = [numLimits]string{
 	LimitJoining:             "joining",
 	LimitJoiningPerAddress:   "joiningperaddress",
 	LimitJoinTimeout:         "jointimeout",
@@ -61,16 +61,17 @@ var limitNames = [limits]string{
 
 // Limits lists every limit.
 func Limits() []Limit {
-	all := make([]Limit, limits)
+	all := make([]Limit, numLimits)
 	for i := range all {
 		all[i] = Limit(i) //nolint:gosec // two dozen
 	}
 	return all
 }
 
-// String returns the limit as metrics show it, and the configuration where it has a key.
+// String returns the name of the limit: the value of a metric's label, and the key in the
+// configuration if the limit has one.
 func (l Limit) String() string {
-	if l < limits {
+	if l < numLimits {
 		return limitNames[l]
 	}
 	return fmt.Sprintf("limit-%d", uint8(l))
@@ -78,14 +79,14 @@ func (l Limit) String() string {
 
 // Limited counts that a limit was reached.
 func (c *Counters) Limited(l Limit) {
-	if l < limits {
+	if l < numLimits {
 		c.limited[l].Add(1)
 	}
 }
 
 // LimitedBy returns how often a limit was reached.
 func (c *Counters) LimitedBy(l Limit) uint64 {
-	if l >= limits {
+	if l >= numLimits {
 		return 0
 	}
 	return c.limited[l].Load()

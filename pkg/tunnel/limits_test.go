@@ -2,7 +2,7 @@ package tunnel
 
 import "testing"
 
-func TestEveryLimitHasANameOfItsOwn(t *testing.T) {
+func TestLimitNamesAreUnique(t *testing.T) {
 	var c Counters
 	seen := make(map[string]bool)
 	for _, l := range Limits() {
@@ -16,7 +16,7 @@ func TestEveryLimitHasANameOfItsOwn(t *testing.T) {
 			t.Errorf("%s was reached once and counted %d times", l, n)
 		}
 	}
-	unknown := limits
+	unknown := numLimits
 	c.Limited(unknown)
 	if c.LimitedBy(unknown) != 0 || seen[unknown.String()] {
 		t.Error("a limit that does not exist is counted")

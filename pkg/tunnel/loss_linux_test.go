@@ -12,7 +12,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// giveUpSoon has the kernel give c up, with ETIMEDOUT, when its peer takes nothing for a moment.
+// giveUpSoon makes the kernel abandon c with ETIMEDOUT when its peer acknowledges nothing for
+// 300 ms.
 func giveUpSoon(t *testing.T, c *net.TCPConn) {
 	t.Helper()
 	raw, err := c.SyscallConn()
@@ -27,9 +28,9 @@ func giveUpSoon(t *testing.T, c *net.TCPConn) {
 	}
 }
 
-// A connection that the kernel gives up is lost, whatever the error: its bytes must not end
-// cleanly on the other side. The kernel tells the write of the one half, and the read of the
-// other half then looks like a clean end.
+// A connection that the kernel abandons is lost, whatever the error: the other side must not see a
+// clean end. The kernel reports the error only once, to the write of one half. The read of the
+// other half then returns what looks like a clean end.
 func TestSpliceTimeout(t *testing.T) {
 	for name, swap := range map[string]bool{"of the client": false, "of the server": true} {
 		t.Run(name, func(t *testing.T) {
@@ -66,7 +67,7 @@ func TestSpliceTimeout(t *testing.T) {
 	}
 }
 
-// A side that has closed its half and then vanishes leaves nothing behind.
+// Splice returns if a side closes its half and then vanishes.
 func TestSpliceTimeoutAfterHalfClose(t *testing.T) {
 	client, a := tcpPair(t)
 	server, b := tcpPair(t)
@@ -79,7 +80,8 @@ func TestSpliceTimeoutAfterHalfClose(t *testing.T) {
 	if _, err := server.Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
 		t.Fatalf("the server reads %v behind the half-close", err)
 	}
-	// Enough that the kernel holds what the client does not take, and no write waits.
+	// So many bytes that some stay in the kernel, since the client does not read, and so few that
+	// no write waits.
 	server.Write(data[:256<<10])
 	wait(t, done)
 }
@@ -107,9 +109,9 @@ func (s *stuck) Close() error {
 	return nil
 }
 
-// A reset is noticed although the half that would read it waits in a write, and nothing comes
-// the other way.
-func TestSpliceLooksAtWhatNobodyReads(t *testing.T) {
+// Splice notices a reset although the half that would read it waits in a write, and no bytes
+// arrive in the other direction.
+func TestSpliceNoticesResetOfUnreadConn(t *testing.T) {
 	t.Parallel()
 	client, a := tcpPair(t)
 	a.SetDeadline(time.Time{})
@@ -118,12 +120,12 @@ func TestSpliceLooksAtWhatNobodyReads(t *testing.T) {
 	client.Write(data[:1000])
 	<-s.writes
 	Reset(client)
-	if r := wait(t, done); r.aToB != 0 || r.err == nil { // within patience: lookInterval and resetTime
+	if r := wait(t, done); r.aToB != 0 || r.err == nil { // within testTimeout: lookInterval and resetTime
 		t.Errorf("Splice returns %+v", r)
 	}
 }
 
-// What a side sent before it was reset arrives, although the write of the other half gets the
+// Bytes that a side sent before its reset arrive, although the write of the other half gets the
 // reset.
 func TestSpliceBytesBeforeReset(t *testing.T) {
 	for range 50 {
@@ -139,12 +141,13 @@ func TestSpliceBytesBeforeReset(t *testing.T) {
 	}
 }
 
-// slow takes 32 KiB in 60 ms, as a conn over a slow link does, and sends a little now and then.
+// slow is a conn over a slow link: each Write takes 60 ms, and each Read returns 4 bytes after
+// 20 ms.
 type slow struct {
 	net.Conn
-	got    int
+	got    int // bytes written
 	once   sync.Once
-	closed chan struct{}
+	closed chan struct{} // closed by Reset or Close
 }
 
 func (s *slow) Write(p []byte) (int, error) {
@@ -172,21 +175,21 @@ func (s *slow) CloseWrite() error               { return nil }
 func (s *slow) Reset() error                    { s.once.Do(func() { close(s.closed) }); return nil }
 func (s *slow) Close() error                    { return s.Reset() }
 
-// A target answers early and closes with unread input. The caller gets all of the answer that
-// our kernel has, also when that takes longer than resetTime.
+// A target answers early and closes with unread input. The caller gets all bytes of the answer
+// that our kernel has, also if that takes longer than resetTime.
 func TestSpliceSlowBytesBeforeReset(t *testing.T) {
 	t.Parallel()
 	server, b := tcpPair(t)
 	b.SetDeadline(time.Time{})
 	b.SetReadBuffer(8 << 20)
 	server.Write(data)
-	if !allAcked(server, patience) {
+	if !allAcked(server, testTimeout) {
 		t.Fatal("the kernel has not taken the answer")
 	}
 	s := &slow{closed: make(chan struct{})}
 	done := splice(t, t.Context(), s, b)
 	io.ReadFull(server, make([]byte, 4))
-	for unread := 0; unread == 0; { // until a write meets the reset
+	for unread := 0; unread == 0; { // the target must have unread bytes, so that its close is a reset
 		raw, _ := server.SyscallConn()
 		raw.Control(func(fd uintptr) { unread, _ = unix.IoctlGetInt(int(fd), unix.SIOCINQ) })
 	}

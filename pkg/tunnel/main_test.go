@@ -9,5 +9,5 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// patience is how long a test waits for what must happen.
-const patience = 10 * time.Second
+// testTimeout is how long a test waits for an event that must happen.
+const testTimeout = 10 * time.Second

@@ -10,8 +10,8 @@ import (
 	"time"
 )
 
-// Queue bounds the opens of a node and the conns that come of them. An open that finds no
-// room waits, as a TCP connection waits in a backlog:
+// Queue limits the opens and the conns of a node. An open that finds no room waits, as a TCP
+// connection waits in a backlog:
 //
 //	if refusal := q.Enter(ctx, s.Done(), r); refusal != nil {
 //		return refusal
@@ -21,52 +21,62 @@ import (
 //	…
 //	q.Over() // the conn has ended, or the dial has failed
 //
-// Opens of one source wait in order, and sources take turns, so that a flood of one source
-// delays the others by one open each. An open is refused only where waiting is pointless:
-// its time is over, the queue is full, or its target or the node has used up its share of
-// Dials and does not answer.
+// Opens of one source wait in order. Sources take turns, so a flood from one source delays each
+// other source by one open. An open is refused only where waiting is pointless: its context has
+// ended, the queue is full, or its target or the node has used up its share of Dials and does
+// not answer.
 //
-// Set the fields before the first Enter. Any goroutine may call the methods.
+// Set the exported fields before the first Enter. Any goroutine may call the methods.
 type Queue struct {
-	Name     string               // in refusals, "node edge1" for example
-	Conns    int                  // conns at once, those being dialled included; 0: no limit. Twice as many may wait
-	Dials    int                  // opens without an answer, half of them for targets that have not answered yet; 0: no limit
-	Take     func() time.Duration // counts one open of this second and returns 0, or returns how long until there is one; nil: no limit
+	Name string // for the texts of refusals, "node edge1" for example
+	// Conns is how many conns may exist at once, conns that are being dialled included; 0: no
+	// limit. At most twice the larger of Conns and Dials may wait.
+	Conns int
+	// Dials is how many opens may be unanswered at once; 0: no limit. Targets that have not
+	// answered yet may have half of them.
+	Dials int
+	// Take applies the limit of opens per second. It either counts one open and returns 0, or it
+	// returns how long to wait until the next open is allowed. Queue calls it with mu held. nil:
+	// no limit.
+	Take     func() time.Duration
 	Counters *Counters
 
-	mu      sync.Mutex // guards the following
-	conns   int
-	all     unanswered // opens of the node
-	doubts  int        // of all targets
-	targets map[string]*target
-	idle    list.List // of *target: those without opens and waiters; the first is forgotten first
-	sources map[origin]*source
-	turns   list.List   // of *source; the first has the next turn
-	waiting int         // waiters of all sources
-	enough  int         // so much must be left of Dials before a waiter may fit that Dials had no room for
-	late    bool        // the first waiter waits for Take
-	wake    *time.Timer // calls tick at wakeAt; nil: nothing waits for time to pass
-	wakeAt  time.Time
+	mu       sync.Mutex         // guards the following
+	conns    int                // opens that Enter let in and for which Over was not called yet
+	all      unanswered         // the node's unanswered opens, of all targets
+	unproven int                // sum of target.unproven
+	targets  map[string]*target // by address
+	idle     list.List          // of *target: targets without opens and waiters; evicted from the front
+	sources  map[origin]*source // sources that have waiters
+	turns    list.List          // of *source; the front source has the next turn
+	waiting  int                // waiters of all sources
+	// minDialsFree is how much of Dials must be free before any waiter that Dials kept out can
+	// get in.
+	minDialsFree int
+	rateLimited  bool        // Take has refused the next waiter; tickLocked clears it
+	wake         *time.Timer // calls tickLocked at wakeAt; nil: no tick is needed
+	wakeAt       time.Time
 }
 
 const (
-	// silence is how long a target, or a node, may leave all its opens without an answer
-	// before opens beyond its share are refused. A far link (600 ms), a retransmission and
-	// a TCP handshake of the edge pass in less.
-	silence = 2 * time.Second
-	// trust is how long a target that has answered is believed to answer again.
-	trust = 10 * time.Minute
-	// tries is how many opens a target may leave without an answer before its first answer.
-	tries = 2
-	// mostIdle is how many targets without opens are remembered, or twice Dials if that is more.
-	mostIdle = 1024
+	// silenceTimeout is how long a target or a node may answer none of its opens before opens
+	// beyond its share are refused. A link with a round trip of 600 ms, a retransmission and the
+	// edge's TCP handshake together take less.
+	silenceTimeout = 2 * time.Second
+	// trustPeriod is how long after an answer a target keeps the share of a target that answers.
+	trustPeriod = 10 * time.Minute
+	// newTargetOpens is how many unanswered opens a target may have before its first answer.
+	newTargetOpens = 2
+	// maxIdleTargets is how many targets without opens are remembered, or twice Dials if that is
+	// more.
+	maxIdleTargets = 1024
 )
 
-// unanswered counts opens without an answer, of a node or of a target.
+// unanswered counts the unanswered opens of a node or of a target.
 type unanswered struct {
-	n     int
-	since time.Time // of the last answer, or of the first of the n opens
-	heard time.Time // of the last answer; zero: there was none
+	n          int       // unanswered opens
+	since      time.Time // the time of the last answer, or when n became 1 if that was later
+	lastAnswer time.Time // zero: no answer yet
 }
 
 func (u *unanswered) add(now time.Time) {
@@ -77,65 +87,69 @@ func (u *unanswered) add(now time.Time) {
 
 func (u *unanswered) remove(now time.Time, answered bool) {
 	if u.n--; answered {
-		u.since, u.heard = now, now
+		u.since, u.lastAnswer = now, now
 	}
 }
 
-// quiet reports whether opens wait, and none was answered for a while.
-func (u *unanswered) quiet(now time.Time) bool { return u.n > 0 && now.Sub(u.since) >= silence }
+// quiet reports whether there are unanswered opens and no answer came for silenceTimeout.
+func (u *unanswered) quiet(now time.Time) bool { return u.n > 0 && now.Sub(u.since) >= silenceTimeout }
 
-// target is what is known of an address.
+// target is what the queue knows about an address. Queue.mu guards it.
 type target struct {
 	unanswered
-	addr    string
-	doubts  int           // of its opens: those that were let in while it had no more than a small share
-	mute    bool          // the last open has ended in silence, though the node answered others
-	waiting int           // waiters
-	idle    *list.Element // of Queue.idle
+	addr string
+	// unproven counts its opens that were let in while its share was limited, see shareLocked.
+	unproven int
+	// fellSilent: an open ended without an answer while the node answered opens of other
+	// targets. The next answer clears it.
+	fellSilent bool
+	waiting    int           // its waiters
+	idle       *list.Element // in Queue.idle; nil: the target has opens or waiters
 }
 
-// origin is where opens come from: an address, or a name where there is no address.
+// origin identifies the caller of an open: its address range, or its name if the caller is
+// not given as an address.
 type origin struct {
 	group netip.Prefix
 	name  string
 }
 
-// source is an origin that has waiters.
+// source is an origin that has waiters. Queue.mu guards it.
 type source struct {
 	origin  origin
 	waiters list.List     // of *waiter, in order of arrival
-	turn    *list.Element // of Queue.turns
+	turn    *list.Element // in Queue.turns
 }
 
-// waiter is an open that waits.
+// waiter is a waiting open. Queue.mu guards it.
 type waiter struct {
 	target  *target
 	from    *source
-	place   *list.Element // of from.waiters
-	settled bool
-	refusal *Refusal      // why it does not get in; set before ready is closed
-	ready   chan struct{} // closed when settled
+	place   *list.Element // in from.waiters
+	settled bool          // it was let in or refused
+	refusal *Refusal      // nil: it was let in; set before ready is closed
+	ready   chan struct{} // settleLocked closes it; nothing is sent, so it has no buffer
 }
 
 // Enter waits for room for an open, until ctx is done or the channel ended is closed. When
-// it returns nil, the caller owes one call of Dialled and one of Over.
+// Enter returns nil, the caller must call Dialled once and Over once.
 func (q *Queue) Enter(ctx context.Context, ended <-chan struct{}, r Request) *Refusal {
 	began := time.Now()
 	w := &waiter{ready: make(chan struct{})}
 	q.mu.Lock()
-	q.joinLocked(w, r)
-	if w.target.waiting == 1 && q.roomLocked() && q.fitsLocked(w.target, began) { // else others wait for the same
+	q.enqueueLocked(w, r)
+	if w.target.waiting == 1 && q.roomLocked() && q.fitsLocked(w.target, began) { // earlier waiters of the target go first
 		q.admitLocked(w, began)
 	}
 	if !w.settled {
-		switch most := 2 * max(q.Conns, q.Dials); {
+		switch maxWaiting := 2 * max(q.Conns, q.Dials); {
 		case r.NoWait:
 			_, text := q.limitLocked(w.target, began)
-			q.settleLocked(w, Refusef(Overloaded, "%s", text)) // not counted: the caller asks elsewhere
+			q.settleLocked(w, Refusef(Overloaded, "%s", text)) // not counted: the caller tries another node
 		case q.hopelessLocked(w.target, began):
-			q.refuseLocked(w, began, "; no answer has come for %s", silence)
-		case q.waiting > most:
-			q.refuseLocked(q.lastLocked(w.from), began, "; %d more opens wait", most)
+			q.refuseLocked(w, began, "; no answer has come for %s", silenceTimeout)
+		case q.waiting > maxWaiting:
+			q.refuseLocked(q.evicteeLocked(w.from), began, "; %d more opens wait", maxWaiting)
 		}
 		q.watchLocked()
 	}
@@ -161,52 +175,53 @@ func (q *Queue) Enter(ctx context.Context, ended <-chan struct{}, r Request) *Re
 	return w.refusal
 }
 
-// Dialled ends the dial of an open that Enter let in. answered says that its target is
-// there, or that the edge knows why not.
+// Dialled ends the dial of an open that Enter let in. answered: the target has accepted, or the
+// edge knows why it has not.
 func (q *Queue) Dialled(addr string, answered bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	now := time.Now()
-	t := q.targets[addr] // it has an open
+	t := q.targets[addr] // not nil: the target has an open
 	if !answered && q.silentLocked(t) {
-		t.mute = true
+		t.fellSilent = true
 	}
 	t.remove(now, answered)
 	q.all.remove(now, answered)
-	full := q.doubtsFullLocked()
+	full := q.unprovenFullLocked()
 	if answered {
-		t.mute = false
+		t.fellSilent = false
 	}
-	if t.doubts > 0 {
-		t.doubts--
-		q.doubts--
+	if t.unproven > 0 {
+		t.unproven--
+		q.unproven--
 	}
-	of := t // what others wait for is as it was
-	if full && !q.doubtsFullLocked() || q.Dials-q.all.n >= q.enough {
-		of = nil
+	only := t // for waiters of other targets nothing has changed
+	if full && !q.unprovenFullLocked() || q.Dials-q.all.n >= q.minDialsFree {
+		only = nil
 	}
-	q.advanceLocked(now, of)
-	q.restLocked(t)
+	q.advanceLocked(now, only)
+	q.setIdleLocked(t)
 }
 
-// Over makes room for another conn.
+// Over ends a conn that Enter let in, or one whose dial has failed.
 func (q *Queue) Over() {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if q.conns--; q.conns == q.Conns-1 { // else nobody has waited for it
+	if q.conns--; q.conns == q.Conns-1 { // only at the limit do opens wait for a conn to end
 		q.advanceLocked(time.Now(), nil)
 	}
 }
 
-// InUse returns how many conns there are, and how many of them are being dialled.
+// InUse returns the number of conns, and how many of them are being dialled.
 func (q *Queue) InUse() (conns, dials int) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	return q.conns, q.all.n
 }
 
-// joinLocked appends w to the waiters of its source.
-func (q *Queue) joinLocked(w *waiter, r Request) {
+// enqueueLocked appends w to the waiters of its source. The caller holds mu, as for every method
+// whose name ends in Locked.
+func (q *Queue) enqueueLocked(w *waiter, r Request) {
 	o := origin{name: r.Caller}
 	if a, err := netip.ParseAddrPort(r.Caller); err == nil {
 		o = origin{group: group(a.Addr())}
@@ -234,18 +249,19 @@ func (q *Queue) joinLocked(w *waiter, r Request) {
 	q.Counters.Waiting.Add(1)
 }
 
-// group returns what counts as one source: an IPv4 address, or an IPv6 /64.
+// group returns the range of addresses that counts as one source: an IPv4 address, or an IPv6
+// /64.
 func group(a netip.Addr) netip.Prefix {
 	a = a.Unmap().WithZone("")
 	bits := 32
 	if a.Is6() {
 		bits = 64
 	}
-	p, _ := a.Prefix(bits) // it has so many
+	p, _ := a.Prefix(bits) // no error: an address of this family has at least that many bits
 	return p
 }
 
-// settleLocked decides about a waiter: a refusal, or nil lets it in.
+// settleLocked removes w from the queue: with a refusal, or let in if refusal is nil.
 func (q *Queue) settleLocked(w *waiter, refusal *Refusal) {
 	w.settled, w.refusal = true, refusal
 	close(w.ready)
@@ -258,40 +274,40 @@ func (q *Queue) settleLocked(w *waiter, refusal *Refusal) {
 		delete(q.sources, s.origin)
 	}
 	w.target.waiting--
-	q.restLocked(w.target)
+	q.setIdleLocked(w.target)
 }
 
-// restLocked puts a target aside that has no opens and no waiters. A target that has not
-// answered is forgotten before those that have.
-func (q *Queue) restLocked(t *target) {
+// setIdleLocked moves t to the idle targets if it has no opens and no waiters, and evicts one
+// idle target if there are too many. Targets that never answered are evicted first.
+func (q *Queue) setIdleLocked(t *target) {
 	switch {
 	case t.n > 0 || t.waiting > 0 || t.idle != nil:
 		return
-	case !t.heard.IsZero():
+	case !t.lastAnswer.IsZero():
 		t.idle = q.idle.PushBack(t)
-	case t.mute:
+	case t.fellSilent:
 		t.idle = q.idle.PushFront(t)
-	default: // nothing is known of it
+	default: // nothing is known about it
 		delete(q.targets, t.addr)
 	}
-	if q.idle.Len() > max(mostIdle, 2*q.Dials) {
+	if q.idle.Len() > max(maxIdleTargets, 2*q.Dials) {
 		old := q.idle.Remove(q.idle.Front()).(*target)
 		delete(q.targets, old.addr)
 	}
 }
 
-// refuseLocked refuses a waiter because of the limit that it waits for, and counts that.
+// refuseLocked refuses w, naming the limit that w waits for, and counts that limit.
 func (q *Queue) refuseLocked(w *waiter, now time.Time, why string, args ...any) {
 	limit, text := q.limitLocked(w.target, now)
 	q.Counters.Limited(limit)
 	q.settleLocked(w, Refusef(Overloaded, "%s", text+fmt.Sprintf(why, args...)))
 }
 
-// advanceLocked lets in all waiters that there is room for, each source in its turn. of is
-// the only target whose waiters may fit, nil if all may.
-func (q *Queue) advanceLocked(now time.Time, of *target) {
+// advanceLocked lets in waiters while there is room, each source in its turn. only is the one
+// target whose waiters may fit; nil: any target's waiters may fit.
+func (q *Queue) advanceLocked(now time.Time, only *target) {
 	for {
-		w := q.nextLocked(now, of)
+		w := q.nextLocked(now, only)
 		if w == nil || !q.admitLocked(w, now) {
 			break
 		}
@@ -299,57 +315,62 @@ func (q *Queue) advanceLocked(now time.Time, of *target) {
 	q.watchLocked()
 }
 
-// admitLocked lets a waiter in, unless the rate is reached.
+// admitLocked lets w in, unless Take says that the limit of opens per second is reached. It
+// reports whether w is in.
 func (q *Queue) admitLocked(w *waiter, now time.Time) bool {
 	if q.Take != nil {
 		if wait := q.Take(); wait > 0 {
-			q.late = true
+			q.rateLimited = true
 			q.wakeLocked(wait)
 			return false
 		}
 	}
 	t := w.target
-	if _, doubt := q.shareLocked(t, now); doubt {
-		t.doubts++
-		q.doubts++
+	if _, unproven := q.shareLocked(t, now); unproven {
+		t.unproven++
+		q.unproven++
 	}
 	q.conns++
 	q.all.add(now)
 	t.add(now)
-	q.turns.MoveToBack(w.from.turn) // the other sources come first now
+	q.turns.MoveToBack(w.from.turn) // the other sources have their turns first
 	q.settleLocked(w, nil)
 	return true
 }
 
-// watchLocked has tick look whether the target or the node of a waiter falls silent.
+// watchLocked schedules tickLocked while opens wait for answers. tickLocked refuses waiters whose
+// target or node has become silent.
 func (q *Queue) watchLocked() {
 	if q.waiting > 0 && (q.Conns == 0 || q.conns < q.Conns) {
-		q.wakeLocked(silence / 4)
+		q.wakeLocked(silenceTimeout / 4)
 	}
 }
 
-// roomLocked reports whether an open may be let in, of some target.
+// roomLocked reports whether the node has room for one more open, whatever its target.
 func (q *Queue) roomLocked() bool {
 	if q.Dials > 0 && q.all.n >= q.Dials {
-		q.enough = 1
+		q.minDialsFree = 1
 		return false
 	}
-	return !q.late && (q.Conns == 0 || q.conns < q.Conns)
+	return !q.rateLimited && (q.Conns == 0 || q.conns < q.Conns)
 }
 
-// nextLocked returns the waiter who is the next to get in; nil: there is no room.
-func (q *Queue) nextLocked(now time.Time, of *target) *waiter {
-	if q.waiting == 0 || of != nil && (of.waiting == 0 || !q.fitsLocked(of, now)) || !q.roomLocked() {
+// nextLocked returns the waiter that gets in next; nil: there is room for none. If only is not
+// nil, only waiters of that target are considered.
+func (q *Queue) nextLocked(now time.Time, only *target) *waiter {
+	if q.waiting == 0 || only != nil && (only.waiting == 0 || !q.fitsLocked(only, now)) || !q.roomLocked() {
 		return nil
 	}
-	if of == nil {
-		q.enough = q.Dials
+	if only == nil {
+		q.minDialsFree = q.Dials // fitsLocked lowers it below
 	}
 	for e := q.turns.Front(); e != nil; e = e.Next() {
-		var full *target // that was looked at last: neighbours often have the same
+		// full is the last target without room. Neighbouring waiters often have the same target,
+		// so this saves most calls of fitsLocked.
+		var full *target
 		for f := e.Value.(*source).waiters.Front(); f != nil; f = f.Next() {
 			w := f.Value.(*waiter)
-			if w.target == of || of == nil && w.target != full && q.fitsLocked(w.target, now) {
+			if w.target == only || only == nil && w.target != full && q.fitsLocked(w.target, now) {
 				return w
 			}
 			full = w.target
@@ -358,47 +379,50 @@ func (q *Queue) nextLocked(now time.Time, of *target) *waiter {
 	return nil
 }
 
-// silentLocked reports whether a target leaves its opens without an answer while the node
-// answers others. Where nothing is answered, the link may be slow or cut.
-func (q *Queue) silentLocked(t *target) bool { return t.n > 0 && q.all.heard.Sub(t.since) >= silence }
+// silentLocked reports whether a target answers none of its opens while the node answers opens
+// of other targets. If the node answers nothing at all, no target counts as silent: the link may
+// be slow or cut.
+func (q *Queue) silentLocked(t *target) bool {
+	return t.n > 0 && q.all.lastAnswer.Sub(t.since) >= silenceTimeout
+}
 
-// shareLocked returns how many unanswered opens a target may have, and whether they are
-// doubts: all doubts have half of Dials together.
-func (q *Queue) shareLocked(t *target, now time.Time) (share int, doubt bool) {
-	known := !t.mute && !t.heard.IsZero() && now.Sub(t.heard) < trust
+// shareLocked returns how many unanswered opens a target may have, and whether the next one
+// counts as unproven. Unproven opens of all targets together may use half of Dials.
+func (q *Queue) shareLocked(t *target, now time.Time) (share int, unproven bool) {
+	known := !t.fellSilent && !t.lastAnswer.IsZero() && now.Sub(t.lastAnswer) < trustPeriod
 	switch silent := q.silentLocked(t); {
 	case known && !silent:
 		return q.Dials, false
 	case known:
-		return max(tries, q.Dials/8), true
-	case t.mute || silent:
+		return max(newTargetOpens, q.Dials/8), true
+	case t.fellSilent || silent:
 		return 1, true
 	}
-	return tries, true
+	return newTargetOpens, true
 }
 
-func (q *Queue) doubtsFullLocked() bool { return q.doubts >= (q.Dials+1)/2 }
+func (q *Queue) unprovenFullLocked() bool { return q.unproven >= (q.Dials+1)/2 }
 
-// fitsLocked reports whether Dials has room for one more open of a target. A target may have
-// as many unanswered opens as there is room left: one target uses half of Dials. So targets
-// that never answer leave room for those that do.
+// fitsLocked reports whether Dials has room for one more open of a target. A target may have at
+// most as many unanswered opens as Dials has free, so one target alone uses half of Dials.
+// Targets that never answer therefore leave room for targets that do.
 func (q *Queue) fitsLocked(t *target, now time.Time) bool {
 	if q.Dials == 0 {
 		return true
 	}
-	share, doubt := q.shareLocked(t, now)
+	share, unproven := q.shareLocked(t, now)
 	switch left := q.Dials - q.all.n; {
-	case t.n >= share || doubt && q.doubtsFullLocked():
+	case t.n >= share || unproven && q.unprovenFullLocked():
 		return false
 	case t.n >= left:
-		q.enough = min(q.enough, t.n+1)
+		q.minDialsFree = min(q.minDialsFree, t.n+1)
 		return false
 	}
 	return true
 }
 
-// hopelessLocked reports whether an open would wait for answers that do not come: of its
-// target where that has used up its share, else of the node.
+// hopelessLocked reports whether an open would wait for answers that do not come: answers of its
+// target if the target has used up its share, else answers of the node.
 func (q *Queue) hopelessLocked(t *target, now time.Time) bool {
 	if q.fitsLocked(t, now) {
 		return false
@@ -409,7 +433,7 @@ func (q *Queue) hopelessLocked(t *target, now time.Time) bool {
 	return q.all.quiet(now)
 }
 
-// limitLocked returns what an open of t waits for.
+// limitLocked returns the limit that an open of t waits for, and a text about it.
 func (q *Queue) limitLocked(t *target, now time.Time) (l Limit, text string) {
 	switch {
 	case q.Conns > 0 && q.conns >= q.Conns:
@@ -424,9 +448,9 @@ func (q *Queue) limitLocked(t *target, now time.Time) (l Limit, text string) {
 	return l, fmt.Sprintf("limit %s: %s", l, text)
 }
 
-// lastLocked returns the waiter who goes when the queue is full: the last one of the source
-// that has most, or of s if that has as many.
-func (q *Queue) lastLocked(s *source) *waiter {
+// evicteeLocked returns the waiter that a full queue refuses: the newest one of the source with
+// the most waiters. If s has as many as any other source, it is s.
+func (q *Queue) evicteeLocked(s *source) *waiter {
 	for e := q.turns.Front(); e != nil; e = e.Next() {
 		if o := e.Value.(*source); o.waiters.Len() > s.waiters.Len() {
 			s = o
@@ -435,7 +459,7 @@ func (q *Queue) lastLocked(s *source) *waiter {
 	return s.waiters.Back().Value.(*waiter)
 }
 
-// wakeLocked has tick called after a while, or earlier.
+// wakeLocked schedules tickLocked after in, unless an earlier tick is already scheduled.
 func (q *Queue) wakeLocked(in time.Duration) {
 	in = max(in, time.Millisecond)
 	at := time.Now().Add(in)
@@ -443,7 +467,9 @@ func (q *Queue) wakeLocked(in time.Duration) {
 		if !at.Before(q.wakeAt) {
 			return
 		}
-		q.wake.Stop() // its tick may wait for mu already, and finds that it is not the one
+		// If the old timer's function already waits for mu, it finds that q.wake is another timer
+		// and does nothing.
+		q.wake.Stop()
 	}
 	q.wakeAt = at
 	var own *time.Timer
@@ -457,9 +483,10 @@ func (q *Queue) wakeLocked(in time.Duration) {
 	q.wake = own
 }
 
-// tickLocked looks at the waiters again because time has passed.
+// tickLocked refuses waiters that became hopeless with time, and lets in waiters that the limit
+// of opens per second held back.
 func (q *Queue) tickLocked() {
-	q.wake, q.late = nil, false
+	q.wake, q.rateLimited = nil, false
 	now := time.Now()
 	for e := q.turns.Front(); e != nil; {
 		s := e.Value.(*source)
@@ -468,7 +495,7 @@ func (q *Queue) tickLocked() {
 			w := f.Value.(*waiter)
 			f = f.Next()
 			if q.hopelessLocked(w.target, now) {
-				q.refuseLocked(w, now, "; no answer has come for %s", silence)
+				q.refuseLocked(w, now, "; no answer has come for %s", silenceTimeout)
 			}
 		}
 	}

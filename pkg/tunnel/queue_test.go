@@ -12,14 +12,14 @@ import (
 	"time"
 )
 
-// door opens conns through a queue, as callers of one node do.
+// door opens conns through a queue, as the callers of one node do.
 type door struct {
 	t *testing.T
 	*Queue
-	mu   sync.Mutex // guards the following
-	got  []string   // callers, in the order in which they were let in
-	lost []*Refusal // in the order in which they came
-	all  sync.WaitGroup
+	mu       sync.Mutex     // guards the following
+	admitted []string       // callers that were let in since the last look, in order
+	refused  []*Refusal     // refusals since the last look, in order
+	all      sync.WaitGroup // the goroutines that call has started
 }
 
 func newDoor(t *testing.T, q *Queue) *door {
@@ -27,7 +27,7 @@ func newDoor(t *testing.T, q *Queue) *door {
 	return &door{t: t, Queue: q}
 }
 
-// call enters for a caller in a goroutine of its own.
+// call enters the queue for a caller, in a goroutine of its own.
 func (d *door) call(caller, addr string) {
 	d.all.Go(func() {
 		ctx, cancel := context.WithTimeout(d.t.Context(), 10*time.Second)
@@ -36,51 +36,53 @@ func (d *door) call(caller, addr string) {
 		d.mu.Lock()
 		defer d.mu.Unlock()
 		if refusal != nil {
-			d.lost = append(d.lost, refusal)
+			d.refused = append(d.refused, refusal)
 		} else {
-			d.got = append(d.got, caller)
+			d.admitted = append(d.admitted, caller)
 		}
 	})
-	synctest.Wait() // so that the order is that of the calls
+	synctest.Wait() // so that opens enter in the order of the calls
 }
 
-func (d *door) in() string {
+// takeAdmitted returns the callers that were let in since the last call.
+func (d *door) takeAdmitted() string {
 	synctest.Wait()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	got := strings.Join(d.got, " ")
-	d.got = nil
+	got := strings.Join(d.admitted, " ")
+	d.admitted = nil
 	return got
 }
 
-// want checks who was let in since it was called last, in order.
-func (d *door) want(why, callers string) {
+// wantAdmitted checks which callers were let in since the last look, and their order.
+func (d *door) wantAdmitted(why, callers string) {
 	d.t.Helper()
-	if got := d.in(); got != callers {
+	if got := d.takeAdmitted(); got != callers {
 		d.t.Errorf("%s: %q were let in, want %q", why, got, callers)
 	}
 }
 
-// wantLost checks how many were refused, since the last time, and that each is told why.
-func (d *door) wantLost(why string, n int, says ...string) {
+// wantRefused checks how many opens were refused since the last look, and that each refusal says
+// why.
+func (d *door) wantRefused(why string, n int, says ...string) {
 	d.t.Helper()
 	synctest.Wait()
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if len(d.lost) != n {
-		d.t.Errorf("%s: %d opens were refused, want %d: %v", why, len(d.lost), n, d.lost)
+	if len(d.refused) != n {
+		d.t.Errorf("%s: %d opens were refused, want %d: %v", why, len(d.refused), n, d.refused)
 	}
-	for _, r := range d.lost {
+	for _, r := range d.refused {
 		for _, s := range says {
 			if r.Code != Overloaded || !strings.Contains(r.Text, s) {
 				d.t.Errorf("%s: %v, want %q", why, r, s)
 			}
 		}
 	}
-	d.lost = nil
+	d.refused = nil
 }
 
-// done waits for all callers, and checks that nothing is left of them.
+// done waits for all callers, and checks that the queue keeps nothing of them.
 func (d *door) done() {
 	d.t.Helper()
 	d.all.Wait()
@@ -91,21 +93,22 @@ func (d *door) done() {
 	}
 }
 
-// The opens of one source wait in order, and each conn that ends lets in one.
+// The opens of one source wait in order. Each conn that ends lets in one open.
 func TestQueueIsInOrder(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDoor(t, &Queue{Conns: 2})
 		for i := range 5 {
 			d.call(fmt.Sprint("1.1.1.1:", i), "a:1")
 		}
-		d.want("there is room for two", "1.1.1.1:0 1.1.1.1:1")
+		d.wantAdmitted("there is room for two", "1.1.1.1:0 1.1.1.1:1")
 		d.Over()
-		d.want("a conn has ended", "1.1.1.1:2")
+		d.wantAdmitted("a conn has ended", "1.1.1.1:2")
 		time.Sleep(9 * time.Second)
 		d.Over()
-		d.want("another one has", "1.1.1.1:3")
+		d.wantAdmitted("another one has", "1.1.1.1:3")
 		time.Sleep(2 * time.Second)
-		d.wantLost("the last one has waited for 10 s", 1, "limit conns: node edge1 has 2 conns; this open has waited for 10s")
+		d.wantRefused("the last one has waited for 10 s", 1,
+			"limit conns: node edge1 has 2 conns; this open has waited for 10s")
 		if n := d.Counters.LimitedBy(LimitConns); n != 1 {
 			t.Errorf("the limit is counted %d times, want 1", n)
 		}
@@ -113,8 +116,8 @@ func TestQueueIsInOrder(t *testing.T) {
 	})
 }
 
-// A flood of one source delays the others by one open each. Ports make no difference, nor do
-// the lower half of IPv6 addresses.
+// A flood from one source delays each other source by one open. A source is an address without
+// its port, and for IPv6 only the upper half of the address.
 func TestQueueTakesTurns(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDoor(t, &Queue{Conns: 1, Dials: 10})
@@ -125,12 +128,12 @@ func TestQueueTakesTurns(t *testing.T) {
 		d.call("1.1.1.1:1", "a:1")
 		d.call("1.1.1.1:2", "a:1")
 		d.call("kube-apiserver", "b:1")
-		d.want("there is room for one", "first")
+		d.wantAdmitted("there is room for one", "first")
 		var got []string
 		for range 6 {
 			d.Dialled("a:1", true)
 			d.Over()
-			got = append(got, d.in())
+			got = append(got, d.takeAdmitted())
 		}
 		want := "[2001:db8::0]:0 1.1.1.1:1 kube-apiserver [2001:db8::1]:1 1.1.1.1:2 [2001:db8::2]:2"
 		if s := strings.Join(got, " "); s != want {
@@ -141,29 +144,29 @@ func TestQueueTakesTurns(t *testing.T) {
 	})
 }
 
-// When the queue is full, the source that has most waiters there loses the last one.
+// When the queue is full, the source with the most waiters loses its newest one.
 func TestQueueIsBounded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDoor(t, &Queue{Conns: 3})
 		for range 3 + 6 {
 			d.call("1.1.1.1:1", "a:1")
 		}
-		d.wantLost("so many may wait", 0)
+		d.wantRefused("so many may wait", 0)
 		d.call("1.1.1.1:2", "a:1")
-		d.wantLost("one more of the same source", 1, "limit conns: node edge1 has 3 conns; 6 more opens wait")
+		d.wantRefused("one more of the same source", 1, "limit conns: node edge1 has 3 conns; 6 more opens wait")
 		d.call("1.1.1.2:1", "a:1")
-		d.wantLost("one of another source", 1, "limit conns: ")
-		d.in()
+		d.wantRefused("one of another source", 1, "limit conns: ")
+		d.takeAdmitted()
 		d.Over()
-		d.want("the first turn", "1.1.1.1:1")
+		d.wantAdmitted("the first turn", "1.1.1.1:1")
 		d.Over()
-		d.want("the second turn", "1.1.1.2:1")
+		d.wantAdmitted("the second turn", "1.1.1.2:1")
 		time.Sleep(10 * time.Second)
 		d.done()
 	})
 }
 
-// Opens beyond the rate wait for it.
+// Opens beyond the limit of opens per second wait.
 func TestQueueWaitsForTheRate(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		next := time.Now()
@@ -177,26 +180,26 @@ func TestQueueWaitsForTheRate(t *testing.T) {
 		for i := range 50 {
 			d.call(fmt.Sprint("1.1.1.1:", i), "a:1")
 		}
-		d.want("one at once", "1.1.1.1:0")
+		d.wantAdmitted("one at once", "1.1.1.1:0")
 		time.Sleep(time.Second)
-		if got := len(strings.Fields(d.in())); got != 10 {
+		if got := len(strings.Fields(d.takeAdmitted())); got != 10 {
 			t.Errorf("%d more in a second, want 10", got)
 		}
 		time.Sleep(4 * time.Second)
-		d.wantLost("all have come in", 0)
+		d.wantRefused("all have come in", 0)
 		d.done()
 	})
 }
 
-// A timer that was replaced when its time had come does not begin a second row of ticks.
-func TestQueueTicksOnce(t *testing.T) {
+// A timer that fires while it is being replaced does not start a second series of ticks.
+func TestQueueReplacedTimerDoesNotTick(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		took := 0
 		d := newDoor(t, &Queue{Conns: 100, Take: func() time.Duration { took++; return time.Hour }})
 		d.call("1.1.1.1:1", "a:1")
 		d.Queue.mu.Lock()
 		d.wakeLocked(time.Millisecond)
-		time.Sleep(time.Millisecond) // its tick waits for mu
+		time.Sleep(time.Millisecond) // the timer's function now waits for mu
 		d.wakeAt = d.wakeAt.Add(time.Hour)
 		d.wakeLocked(time.Millisecond)
 		took = 0
@@ -212,7 +215,7 @@ func TestQueueTicksOnce(t *testing.T) {
 	})
 }
 
-// Whoever can ask another node does not wait, and its refusal is not counted.
+// An open with NoWait does not wait, and its refusal is not counted: the caller tries another node.
 func TestQueueNoWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDoor(t, &Queue{Conns: 1})
@@ -229,8 +232,8 @@ func TestQueueNoWait(t *testing.T) {
 	})
 }
 
-// A waiter whose caller leaves, or whose session ends, is out at once, and takes no place.
-func TestQueueIsLeft(t *testing.T) {
+// A waiter whose caller leaves, or whose session ends, leaves the queue at once and takes no room.
+func TestQueueWaiterLeaves(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDoor(t, &Queue{Conns: 1})
 		d.call("1.1.1.1:1", "a:1")
@@ -251,14 +254,14 @@ func TestQueueIsLeft(t *testing.T) {
 		}
 		d.Over()
 		d.call("1.1.1.1:2", "a:1")
-		d.want("there is room for the next", "1.1.1.1:1 1.1.1.1:2")
+		d.wantAdmitted("there is room for the next", "1.1.1.1:1 1.1.1.1:2")
 		d.done()
 	})
 }
 
 // A target that never answers uses two dials at first and one later, however many callers it
-// has. Targets that answer go on. An open of a silent target that finds no room is refused after
-// two seconds, not after ten.
+// has. Targets that answer are not affected. An open of a silent target that finds no room is
+// refused after two seconds, not after ten.
 func TestQueueSilentTargets(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const dials, targets = 300, 64
@@ -267,7 +270,7 @@ func TestQueueSilentTargets(t *testing.T) {
 		good := func(why, addr string) {
 			t.Helper()
 			d.call("1.1.1.2:1", addr)
-			d.want(why, "1.1.1.2:1")
+			d.wantAdmitted(why, "1.1.1.2:1")
 			d.Dialled(addr, true)
 			d.Over()
 		}
@@ -277,16 +280,17 @@ func TestQueueSilentTargets(t *testing.T) {
 					d.call("1.1.1.1:1", black(i))
 				}
 			}
-			return len(strings.Fields(d.in()))
+			return len(strings.Fields(d.takeAdmitted()))
 		}
-		good("a target that nobody knows", "good:1")
+		good("a target that was not dialled before", "good:1")
 		in := flood()
-		if in != tries*targets {
+		if in != newTargetOpens*targets {
 			t.Errorf("%d opens of targets that do not answer were let in, want two each", in)
 		}
 		good("a target that has answered", "good:1")
-		time.Sleep(silence + time.Second)
-		d.wantLost("the targets are silent", 20*targets-in, "limit dials: node edge1 has 128 opens to answer", "no answer has come for 2s")
+		time.Sleep(silenceTimeout + time.Second)
+		d.wantRefused("the targets are silent", 20*targets-in,
+			"limit dials: node edge1 has 128 opens to answer", "no answer has come for 2s")
 		good("a target that has answered", "good:1")
 
 		d.Queue.mu.Lock()
@@ -297,67 +301,68 @@ func TestQueueSilentTargets(t *testing.T) {
 			}
 		}
 		d.Queue.mu.Unlock()
-		for _, addr := range open { // the edge gives up
+		for _, addr := range open { // the edge's dials time out
 			d.Dialled(addr, false)
 			d.Over()
 		}
-		d.in()
+		d.takeAdmitted()
 		if in = flood(); in != targets {
 			t.Errorf("%d opens were let in then, want one for each target", in)
 		}
-		good("a target that nobody knows", "good:2")
+		good("a target that was not dialled before", "good:2")
 		d.Dialled(black(1), true)
-		d.in()
+		d.takeAdmitted()
 		d.call("1.1.1.2:1", black(1))
-		d.want("it has answered", "1.1.1.2:1")
+		d.wantAdmitted("it has answered", "1.1.1.2:1")
 		time.Sleep(10 * time.Second)
 		d.done()
 	})
 }
 
-// One target has as many dials as there are left; what is more waits, and goes on with each
-// answer.
+// One target may have as many unanswered dials as the node has free. Further opens wait, and each
+// answer lets one in.
 func TestQueueShareOfATarget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDoor(t, &Queue{Dials: 5})
 		d.call("1.1.1.1:1", "a:1")
 		d.Dialled("a:1", true)
-		d.want("it answers", "1.1.1.1:1")
+		d.wantAdmitted("it answers", "1.1.1.1:1")
 		for i := range 6 {
 			d.call(fmt.Sprint("1.1.1.1:", i), "a:1")
 		}
-		d.want("three of five for one", "1.1.1.1:0 1.1.1.1:1 1.1.1.1:2")
+		d.wantAdmitted("three of five for one", "1.1.1.1:0 1.1.1.1:1 1.1.1.1:2")
 		d.call("1.1.1.1:7", "b:1")
-		d.want("another target is asked at once", "1.1.1.1:7")
+		d.wantAdmitted("another target is asked at once", "1.1.1.1:7")
 		d.Dialled("b:1", true)
 		time.Sleep(time.Second)
 		d.Dialled("a:1", true)
-		d.want("an answer", "1.1.1.1:3")
+		d.wantAdmitted("an answer", "1.1.1.1:3")
 		time.Sleep(time.Second)
 		d.Dialled("a:1", true)
-		d.want("an answer", "1.1.1.1:4")
+		d.wantAdmitted("an answer", "1.1.1.1:4")
 		time.Sleep(3 * time.Second)
-		d.wantLost("the target is silent since", 1, "limit dials: node edge1 has 3 opens to answer, 3 of them of a:1; no answer has come for 2s")
+		d.wantRefused("the target is silent since then", 1,
+			"limit dials: node edge1 has 3 opens to answer, 3 of them of a:1; no answer has come for 2s")
 		d.done()
 	})
 }
 
-// An edge that hangs is not waited for: within seconds all its callers are refused, and
-// later ones at once.
+// Callers do not wait for an edge that hangs: within seconds all waiting callers are refused, and
+// later callers are refused at once.
 func TestQueueHungNode(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDoor(t, &Queue{Conns: 100, Dials: 10})
-		for i := range 30 { // that is also what a scan looks like
+		for i := range 30 { // a scan of many addresses looks the same
 			d.call("1.1.1.1:1", fmt.Sprintf("10.0.0.%d:80", i))
 		}
-		if n := len(strings.Fields(d.in())); n != 5 {
+		if n := len(strings.Fields(d.takeAdmitted())); n != 5 {
 			t.Errorf("%d were let in, want 5", n)
 		}
-		time.Sleep(silence + time.Second)
-		d.wantLost("nothing is answered", 25, "limit dials: node edge1 has 5 opens to answer; no answer has come for 2s")
+		time.Sleep(silenceTimeout + time.Second)
+		d.wantRefused("nothing is answered", 25, "limit dials: node edge1 has 5 opens to answer; no answer has come for 2s")
 		start := time.Now()
 		d.call("1.1.1.1:1", "10.0.1.1:80")
-		d.wantLost("a later one", 1, "no answer has come")
+		d.wantRefused("a later one", 1, "no answer has come")
 		if took := time.Since(start); took > 0 {
 			t.Errorf("it has waited for %s", took)
 		}
@@ -365,9 +370,9 @@ func TestQueueHungNode(t *testing.T) {
 	})
 }
 
-// A target that has answered is asked on while it is silent: the link may be slow or cut. So
-// long as nothing is answered, opens of it wait for an answer, up to the half of Dials that
-// one target has; only the next one is refused at once.
+// A target that has answered before may be dialled further while the whole node is silent: the
+// link may be slow or cut. Opens of the target wait for an answer, up to its half of Dials. Only
+// an open beyond that is refused at once.
 func TestQueueCutLink(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDoor(t, &Queue{Conns: 100, Dials: 16})
@@ -377,31 +382,33 @@ func TestQueueCutLink(t *testing.T) {
 			d.Dialled(addr, true)
 		}
 		d.call("1.1.1.1:1", kubelet)
-		d.in()
-		time.Sleep(silence + time.Second/10)
+		d.takeAdmitted()
+		time.Sleep(silenceTimeout + time.Second/10)
 		for range 7 {
 			d.call("1.1.1.1:1", kubelet)
 		}
 		d.call("1.1.1.1:2", ssh)
-		d.want("nothing is answered, and there is room", strings.TrimSpace(strings.Repeat("1.1.1.1:1 ", 7))+" 1.1.1.1:2")
+		d.wantAdmitted("nothing is answered, and there is room",
+			strings.TrimSpace(strings.Repeat("1.1.1.1:1 ", 7))+" 1.1.1.1:2")
 		d.call("1.1.1.1:1", kubelet)
-		d.wantLost("half of Dials is in use", 1, "limit dials: node edge1 has 9 opens to answer, 8 of them of 127.0.0.1:10250; no answer has come for 2s")
-		for range 8 { // their time is over
+		d.wantRefused("half of Dials is in use", 1,
+			"limit dials: node edge1 has 9 opens to answer, 8 of them of 127.0.0.1:10250; no answer has come for 2s")
+		for range 8 { // they time out
 			d.Dialled(kubelet, false)
 		}
 		d.Dialled(ssh, false)
 		for range 8 {
 			d.call("1.1.1.1:1", kubelet)
 		}
-		if n := len(strings.Fields(d.in())); n != 8 {
+		if n := len(strings.Fields(d.takeAdmitted())); n != 8 {
 			t.Errorf("%d opens were let in after a cut, want 8 as before it", n)
 		}
 		d.done()
 	})
 }
 
-// A target that hangs while its node answers others has an eighth of Dials if it has answered
-// before, and one open once its opens have ended in silence.
+// A target that hangs while its node answers opens of others may have an eighth of Dials if it has
+// answered before. After its opens have ended without an answer, it may have one open.
 func TestQueueHungTarget(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDoor(t, &Queue{Dials: 64})
@@ -410,58 +417,58 @@ func TestQueueHungTarget(t *testing.T) {
 			d.Dialled(addr, true)
 		}
 		d.call("1.1.1.1:1", "hangs:1")
-		time.Sleep(silence)
+		time.Sleep(silenceTimeout)
 		d.call("1.1.1.1:1", "good:1")
 		d.Dialled("good:1", true)
-		d.in()
+		d.takeAdmitted()
 		for range 10 {
 			d.call("1.1.1.1:1", "hangs:1")
 		}
-		if n := len(strings.Fields(d.in())); n != 7 {
+		if n := len(strings.Fields(d.takeAdmitted())); n != 7 {
 			t.Errorf("%d opens were let in beside one, want 7: eight of 64", n)
 		}
-		d.wantLost("the share is used up", 3, "8 of them of hangs:1; no answer has come for 2s")
+		d.wantRefused("the share is used up", 3, "8 of them of hangs:1; no answer has come for 2s")
 		for range 8 {
 			d.Dialled("hangs:1", false)
 		}
 		d.call("1.1.1.1:1", "hangs:1")
 		d.call("1.1.1.1:2", "hangs:1")
-		d.want("it was silent", "1.1.1.1:1")
+		d.wantAdmitted("it was silent", "1.1.1.1:1")
 		d.Dialled("hangs:1", true)
-		d.want("it answers again", "1.1.1.1:2")
+		d.wantAdmitted("it answers again", "1.1.1.1:2")
 		d.done()
 	})
 }
 
-// A target that nobody has asked before is not silent because another one is.
+// A new target does not count as silent because another target is silent.
 func TestQueueNewTargetBesideASilentOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDoor(t, &Queue{Dials: 64})
 		d.call("1.1.1.1:1", "hangs:1")
-		time.Sleep(silence + time.Second)
-		d.in()
+		time.Sleep(silenceTimeout + time.Second)
+		d.takeAdmitted()
 		for i := range 3 {
 			d.call(fmt.Sprint("1.1.1.1:", i), "new:1")
 		}
-		d.want("two tries", "1.1.1.1:0 1.1.1.1:1")
+		d.wantAdmitted("two tries", "1.1.1.1:0 1.1.1.1:1")
 		d.Dialled("new:1", true)
-		d.want("it answers", "1.1.1.1:2")
-		d.wantLost("nobody", 0)
+		d.wantAdmitted("it answers", "1.1.1.1:2")
+		d.wantRefused("no open is refused", 0)
 		d.done()
 	})
 }
 
-// A scan does not make the cloud forget the targets that answer.
+// A scan of many addresses does not make the cloud forget the targets that answer.
 func TestQueueRemembersThroughAScan(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		d := newDoor(t, &Queue{Conns: 100_000, Dials: 2048})
 		good := func(why string) {
 			t.Helper()
 			d.call("1.1.1.2:1", "good:1")
-			d.want(why, "1.1.1.2:1")
+			d.wantAdmitted(why, "1.1.1.2:1")
 			d.Dialled("good:1", true)
 		}
-		good("a target that nobody knows")
+		good("a target that was not dialled before")
 		for round := range 6 {
 			var scanned []string
 			for i := range 1100 {
@@ -476,11 +483,11 @@ func TestQueueRemembersThroughAScan(t *testing.T) {
 					}
 				}()
 			}
-			d.want("the good target is not asked", "")
+			d.wantAdmitted("no open of the good target has entered", "")
 			good("a target that has answered")
-			time.Sleep(silence + time.Second)
-			good("and again") // so that those that were scanned are silent
-			time.Sleep(silence + time.Second)
+			time.Sleep(silenceTimeout + time.Second)
+			good("and again") // so that the scanned targets count as silent
+			time.Sleep(silenceTimeout + time.Second)
 			d.Queue.mu.Lock()
 			if n, idle := len(d.targets), d.idle.Len(); n > 4096 || idle != n {
 				t.Errorf("after %d addresses %d are remembered, %d of them idle", len(scanned)*(round+1), n, idle)
@@ -491,7 +498,7 @@ func TestQueueRemembersThroughAScan(t *testing.T) {
 	})
 }
 
-// An open that meets no limit costs the same however many wait for others.
+// An open that reaches no limit costs the same however many opens wait for other targets.
 func BenchmarkQueueBesideWaiters(b *testing.B) {
 	for _, sources := range []int{1, 100} {
 		b.Run(fmt.Sprint(sources, "sources"), func(b *testing.B) {
@@ -509,7 +516,9 @@ func BenchmarkQueueBesideWaiters(b *testing.B) {
 			open()
 			for i := range 9000 {
 				all.Go(func() {
-					q.Enter(ctx, nil, Request{Addr: fmt.Sprintf("10.1.0.%d:80", i%600), Caller: fmt.Sprintf("10.0.0.%d:5", i%sources)})
+					q.Enter(ctx, nil, Request{
+						Addr: fmt.Sprintf("10.1.0.%d:80", i%600), Caller: fmt.Sprintf("10.0.0.%d:5", i%sources),
+					})
 				})
 			}
 			for q.Counters.Waiting.Load() < 7900 {
@@ -526,8 +535,8 @@ func BenchmarkQueueBesideWaiters(b *testing.B) {
 	}
 }
 
-// Whatever ends and comes, nobody waits for room that there is.
-func TestQueueLeavesNoRoom(t *testing.T) {
+// In no order of events does an open wait although there is room for it.
+func TestQueueUsesAllRoom(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		for seed := range uint64(200) {
 			random := rand.New(rand.NewPCG(seed, 0))
@@ -587,8 +596,9 @@ func TestQueueLeavesNoRoom(t *testing.T) {
 			}
 			d.done()
 			d.Queue.mu.Lock()
-			if d.Queue.conns != 0 || d.Queue.all.n != 0 || d.doubts != 0 || d.idle.Len() != len(d.targets) {
-				t.Errorf("seed %d: %d conns, %d dials, %d doubts, %d of %d targets idle", seed, d.Queue.conns, d.Queue.all.n, d.doubts, d.idle.Len(), len(d.targets))
+			if d.Queue.conns != 0 || d.Queue.all.n != 0 || d.unproven != 0 || d.idle.Len() != len(d.targets) {
+				t.Errorf("seed %d: %d conns, %d dials, %d unproven, %d of %d targets idle",
+					seed, d.Queue.conns, d.Queue.all.n, d.unproven, d.idle.Len(), len(d.targets))
 			}
 			d.Queue.mu.Unlock()
 		}

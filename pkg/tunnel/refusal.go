@@ -6,21 +6,21 @@ import (
 	"log/slog"
 )
 
-// Code says why a conn was not opened. Codes go over the wire as numbers and are
-// what a program branches on; the text beside them is for people.
+// Code is the reason why a conn was not opened. Codes go over the wire as numbers.
+// Programs branch on the code; the text beside it is for people.
 type Code uint8
 
 // The numbers are those of the protobuf enum Code (docs/protocol.md).
 const (
-	Denied       Code = 1  // policy says no
+	Denied       Code = 1  // a policy does not allow the dial
 	Refused      Code = 2  // the target answered with a reset: nothing listens there
 	Unreachable  Code = 3  // no route to the target, or its name does not resolve
 	Timeout      Code = 4  // the target, or the edge, did not answer in time
-	NoSuchNode   Code = 5  // no session of that node lives
+	NoSuchNode   Code = 5  // the node has no live session
 	Overloaded   Code = 6  // a limit on conns is reached
 	Draining     Code = 7  // the other side is about to stop
 	Gone         Code = 8  // the request was cancelled, or its session ended
-	WrongSession Code = 9  // a conn arrived on another connection than its session's
+	WrongSession Code = 9  // a conn arrived on a connection that is not its session's
 	Internal     Code = 10 // anything else
 )
 
@@ -38,7 +38,7 @@ var codeNames = [...]string{
 	Internal:     "internal",
 }
 
-// Codes lists every code, in the order of their numbers.
+// Codes returns all codes, sorted by number.
 func Codes() []Code {
 	codes := make([]Code, 0, len(codeNames)-1)
 	for c := Denied; int(c) < len(codeNames); c++ {
@@ -47,7 +47,7 @@ func Codes() []Code {
 	return codes
 }
 
-// String returns the code as documents and logs write it.
+// String returns the name of the code in documents, logs and metrics.
 func (c Code) String() string {
 	if int(c) < len(codeNames) && codeNames[c] != "" {
 		return codeNames[c]
@@ -59,12 +59,12 @@ func (c Code) String() string {
 type Refusal struct {
 	Code Code
 	Text string
-	// Detail is for the log of the side that refuses, which must not tell the other side:
-	// addresses behind a name, for example. It never crosses the wire.
+	// Detail is only for the log of the refusing side. It holds what the other side must not
+	// learn, for example the addresses behind a name. It never goes over the wire.
 	Detail string
 }
 
-// Refusef makes a refusal.
+// Refusef returns a refusal with a formatted text.
 func Refusef(c Code, format string, args ...any) *Refusal {
 	return &Refusal{Code: c, Text: fmt.Sprintf(format, args...)}
 }
@@ -85,13 +85,13 @@ func (r *Refusal) LogValue() slog.Value {
 	return slog.StringValue(r.Error() + " (" + r.Detail + ")")
 }
 
-// Answered reports whether a dial that ended so was answered: there is a conn (nil), or the
-// other side knows why not. No answer came where the target or the edge was silent, or
-// where the dial was given up.
+// Answered reports whether the dial that ended with r got an answer: there is a conn (r is nil),
+// or the other side knows why there is none. There was no answer if the target or the edge
+// stayed silent, or if the dial was abandoned.
 func (r *Refusal) Answered() bool { return r == nil || r.Code != Timeout && r.Code != Gone }
 
-// CodeOf returns the code of the refusal in err's chain, or Internal when there is
-// none. It must not be asked about a nil error.
+// CodeOf returns the code of the refusal in err's chain, or Internal if there is
+// none. err must not be nil.
 func CodeOf(err error) Code {
 	if r, ok := errors.AsType[*Refusal](err); ok {
 		return r.Code

@@ -7,16 +7,17 @@ import (
 	"strings"
 )
 
-// MayJoin returns why no node may have the name n, or nil. A request finds its node by the
-// name that its caller uses, so a node must not have a name by which callers reach
-// something else: an IP address, the API server's names inside a cluster, the machine
-// itself, or one of others (the host of the API server, for example).
+// MayJoin returns nil if a node may have the name n, else an error with the reason. A request
+// finds its node by the name that the caller uses. So a node must not have a name by which
+// callers reach another machine: an IP address, the API server's names inside a cluster,
+// localhost, or one of others (for example the host of the API server).
 func (n NodeName) MayJoin(others ...string) error {
 	name := string(n)
 	_, notIP := netip.ParseAddr(name)
 	switch {
 	case notIP == nil:
-		return fmt.Errorf("node name %s is an IP address: requests for that address would go to the node; give the node another name", n)
+		return fmt.Errorf("node name %s is an IP address: requests for that address would go to the node; "+
+			"give the node another name", n)
 	case slices.Contains([]string{"localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc"}, name),
 		strings.HasPrefix(name, "kubernetes.default.svc."), strings.HasSuffix(name, ".localhost"):
 		return fmt.Errorf("node name %s is reserved: callers reach another machine by it; give the node another name", n)

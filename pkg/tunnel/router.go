@@ -8,16 +8,16 @@ import (
 	"slices"
 )
 
-// Router finds the handler of a message by its category and type. It never changes
-// after NewRouter, so it needs no lock.
+// Router finds the handler of a message by category and type. It does not change after
+// NewRouter, so it needs no lock.
 type Router struct {
 	routes map[route]Handler
 }
 
 type route struct{ category, typ string }
 
-// NewRouter reads the routes of every module. All conflicts (two modules of one
-// name, a route without a handler) are reported in one error.
+// NewRouter reads the routes of all modules. It reports all conflicts in one error: two
+// modules with one name, or a route without a handler, for example.
 func NewRouter(mods ...Module) (*Router, error) {
 	r := &Router{routes: make(map[route]Handler)}
 	seen := make(map[string]bool)
@@ -50,8 +50,8 @@ func NewRouter(mods ...Module) (*Router, error) {
 	return r, nil
 }
 
-// Handle gives m to its handler. known is false when nobody handles such a message:
-// the caller counts that and goes on, so that a newer peer does no harm.
+// Handle calls the handler of m. known is false if m has no handler. The caller then
+// counts m and continues, since a newer peer may send types that this version lacks.
 func (r *Router) Handle(ctx context.Context, from *Session, m *Message) (known bool, err error) {
 	h, known := r.routes[route{m.Category, m.Type}]
 	if !known {
@@ -63,7 +63,7 @@ func (r *Router) Handle(ctx context.Context, from *Session, m *Message) (known b
 	return true, nil
 }
 
-// Routes lists "category/type" of every route, sorted, for the start-up line.
+// Routes returns "category/type" of every route, sorted, for the log line at start-up.
 func (r *Router) Routes() []string {
 	var names []string
 	for rt := range maps.Keys(r.routes) {

@@ -10,7 +10,7 @@ import (
 	"time"
 )
 
-// module is a module that the test writes.
+// module is a Module whose methods the test sets.
 type module struct {
 	name   string
 	routes map[string]Handler
@@ -23,7 +23,7 @@ func (m *module) Run(ctx context.Context) error { return m.run(ctx) }
 
 func ignore(context.Context, *Session, *Message) error { return nil }
 
-// Whoever wires modules wrongly sees everything that is wrong at once.
+// NewRouter reports everything that is wrong with the modules in one error.
 func TestRouterReportsEveryConflict(t *testing.T) {
 	r, err := NewRouter(
 		&module{name: "a", routes: map[string]Handler{"ok": ignore, "none": nil, "": ignore}},
@@ -52,11 +52,13 @@ func TestRouter(t *testing.T) {
 	}
 	broken := errors.New("broken")
 	routes := map[string]Handler{"x": note, "bad": func(context.Context, *Session, *Message) error { return broken }}
-	r, err := NewRouter(&module{name: "a", routes: routes}, &module{name: "b", routes: map[string]Handler{"x": note}}, &module{name: "c"})
+	r, err := NewRouter(
+		&module{name: "a", routes: routes}, &module{name: "b", routes: map[string]Handler{"x": note}}, &module{name: "c"},
+	)
 	if err != nil {
 		t.Fatal(err)
 	}
-	delete(routes, "x") // routes are read once
+	delete(routes, "x") // no effect: NewRouter has read the routes
 	from := &Session{Node: "n1"}
 	for _, c := range []struct {
 		category, typ string
@@ -86,7 +88,7 @@ func TestRouter(t *testing.T) {
 	}
 }
 
-// A module that returns takes its siblings down, is waited for, and is named.
+// When one module returns, Run stops the others, waits for them, and names the first in its error.
 func TestRun(t *testing.T) {
 	broken := errors.New("port taken")
 	for name, c := range map[string]struct {
@@ -115,7 +117,7 @@ func TestRun(t *testing.T) {
 			})
 		})
 	}
-	t.Run("asked to", func(t *testing.T) {
+	t.Run("context done", func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		wait := &module{name: "a", run: func(ctx context.Context) error { <-ctx.Done(); return nil }}
 		time.AfterFunc(time.Millisecond, cancel)
@@ -125,8 +127,7 @@ func TestRun(t *testing.T) {
 	})
 }
 
-// Grace goes on for its time after the context has ended, and no longer than anybody
-// needs it.
+// The context of Grace ends its grace period after the first context ended, or when it is cancelled.
 func TestGrace(t *testing.T) {
 	type key struct{}
 	synctest.Test(t, func(t *testing.T) {
@@ -139,7 +140,7 @@ func TestGrace(t *testing.T) {
 		time.Sleep(time.Hour)
 		synctest.Wait()
 		if graced.Err() != nil {
-			t.Error("done although nobody has asked")
+			t.Error("done although neither context was cancelled")
 		}
 		cancel()
 		time.Sleep(time.Minute - 1)
@@ -161,7 +162,7 @@ func TestGrace(t *testing.T) {
 		start := time.Now()
 		end()
 		<-graced.Done()
-		synctest.Wait() // and nothing is left that would wait for an hour
+		synctest.Wait() // no goroutine may be left that waits for an hour
 		if d := time.Since(start); d != 0 {
 			t.Errorf("cancel takes effect after %s", d)
 		}

@@ -8,12 +8,12 @@ import (
 	"strings"
 )
 
-// Selector chooses nodes by their names. Each entry is a name, in which "*" stands for any
+// Selector chooses nodes by name. Each entry is a name in which "*" stands for any number of
 // characters: "gw-*". An empty Selector chooses every node.
 type Selector []string
 
-// ParseSelector reads names that are separated by commas, and spaces perhaps. A lone "*" is the
-// empty Selector.
+// ParseSelector parses names that are separated by commas; spaces around a name are allowed. A
+// lone "*" is the empty Selector.
 func ParseSelector(s string) (Selector, error) {
 	all := Selector(strings.Split(s, ","))
 	for i, pattern := range all {
@@ -25,8 +25,8 @@ func ParseSelector(s string) (Selector, error) {
 		case pattern == "*":
 			return nil, errors.New(`"*" is every node: write it alone, or remove it`)
 		}
-		// Without its stars a pattern must look like a name; this also keeps out whatever else means
-		// something to path.Match.
+		// With a letter for each star, a pattern must be a node name. This also rejects the other
+		// special characters of path.Match.
 		if _, err := ParseNodeName(strings.ReplaceAll(pattern, "*", "x")); err != nil {
 			return nil, fmt.Errorf("%q is not a node's name or a pattern such as \"gw-*\"", pattern)
 		}

@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// rawConn returns the socket of c, or nil where c is none.
+// rawConn returns the socket of c, or nil if c is not a socket.
 func rawConn(c net.Conn) syscall.RawConn {
 	sc, ok := c.(syscall.Conn)
 	if !ok {
@@ -20,8 +20,8 @@ func rawConn(c net.Conn) syscall.RawConn {
 	return raw
 }
 
-// unacked returns how many bytes of a socket its peer has not acknowledged, a FIN included;
-// -1: the socket is of a kind that cannot tell.
+// unacked returns how many bytes that were written to a socket its peer has not acknowledged yet,
+// a FIN included. It returns -1 if this kind of socket cannot tell.
 func unacked(fd uintptr) int {
 	n, err := unix.IoctlGetInt(int(fd), unix.SIOCOUTQ)
 	if err != nil {
@@ -30,10 +30,11 @@ func unacked(fd uintptr) int {
 	return n
 }
 
-// hungUp reports whether a socket is over in both directions, for whatever reason. It does not
-// take the socket's error, which the kernel tells once (POLLHUP and POLLERR in poll(2)).
+// hungUp reports whether both directions of a socket have ended, for any reason (POLLHUP and
+// POLLERR in poll(2)). It does not consume the socket's error, which the kernel reports only once.
 func hungUp(fd uintptr) bool { return polled(fd) != 0 }
 
+// polled returns which of POLLHUP and POLLERR the socket has now.
 func polled(fd uintptr) int16 {
 	fds := []unix.PollFd{{Fd: int32(fd)}} //nolint:gosec // a descriptor
 	if n, err := unix.Poll(fds, 0); err != nil || n == 0 {
@@ -42,23 +43,23 @@ func polled(fd uintptr) int16 {
 	return fds[0].Revents & (unix.POLLHUP | unix.POLLERR)
 }
 
-// pollHangUp reports whether a socket is over in both directions, and whether it has an error
-// that neither a read nor a write has been told yet.
+// pollHangUp reports whether both directions of a socket have ended, and whether the socket has
+// an error that the kernel has not yet reported to a read or a write.
 func pollHangUp(raw syscall.RawConn) (over, failed bool) {
-	raw.Control(func(fd uintptr) { //nolint:errcheck // closed: whoever closed it knows why
+	raw.Control(func(fd uintptr) { //nolint:errcheck // it fails only if the socket was closed here
 		events := polled(fd)
 		over, failed = events != 0, events&unix.POLLERR != 0
 	})
 	return over, failed
 }
 
-// pendingError takes the error of a socket that neither a read nor a write has been told yet;
-// nil: there is none, or the socket is closed. SO_ERROR alone would also show soft errors,
-// such as those of a link that is away for a moment, which TCP survives (RFC 1122 section
-// 4.2.3.9).
+// pendingError consumes the error of a socket that the kernel has not yet reported to a read or a
+// write. It returns nil if there is none, or if the socket is closed. It checks POLLERR first:
+// SO_ERROR alone would also show soft errors, for example of a link that is down for a moment.
+// TCP survives soft errors (RFC 1122 section 4.2.3.9).
 func pendingError(raw syscall.RawConn) error {
 	var code int
-	raw.Control(func(fd uintptr) { //nolint:errcheck // closed: whoever closed it knows why
+	raw.Control(func(fd uintptr) { //nolint:errcheck // it fails only if the socket was closed here
 		if polled(fd)&unix.POLLERR != 0 {
 			code, _ = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_ERROR)
 		}

@@ -7,8 +7,9 @@ import (
 	"syscall"
 )
 
-// rawConn returns nil: only the Linux build looks at a socket while other goroutines read and
-// write it. Elsewhere Splice learns of a reset from reads and writes alone.
+// rawConn returns nil: only the Linux build inspects a socket while other goroutines read and
+// write it. On other systems Splice learns of a reset from reads and writes alone. The functions
+// below are never called there, since they need a rawConn.
 func rawConn(net.Conn) syscall.RawConn { return nil }
 
 func unacked(uintptr) int { return -1 }

@@ -13,25 +13,25 @@ import (
 )
 
 // ErrReset is the read error of a conn that the other end aborted, or whose session
-// was lost: what was in flight may be missing. It is ECONNRESET, so that callers
-// who know TCP need not know the tunnel.
+// was lost. Bytes that were in flight may be missing. It is ECONNRESET, so callers that
+// handle TCP resets handle it, too.
 const ErrReset = syscall.ECONNRESET
 
-// copySize is how much one read takes on the way from a conn that has no faster way:
-// two TLS records.
+// copySize is the buffer size, in bytes, for conns without a faster way to copy: two TLS
+// records.
 const copySize = 32 << 10
 
-// Splice copies between a and b, both ways at once, as if they were one TCP
-// connection, and closes both. It returns when both directions have ended:
+// Splice copies between a and b in both directions, as if they were one TCP connection,
+// and closes both. It returns when both directions have ended:
 //
-//   - the end of a's bytes closes b's write side (half-close), and the other way round;
-//   - a reset of one resets the other, behind the bytes that arrived before it; the same goes
-//     for any other error by which the kernel gives a connection up;
-//   - when b takes no more bytes, a is told so (CloseRead) and b's remaining bytes
-//     still reach a.
+//   - when a's bytes end, Splice closes b's write side (half-close), and the other way round;
+//   - when one side is reset, Splice resets the other, behind the bytes that arrived before the
+//     reset; so it does for any other error by which the kernel abandons a connection;
+//   - when b takes no more bytes, Splice shuts down reading from a (CloseRead), and b's
+//     remaining bytes still reach a.
 //
-// When ctx ends first, both are reset, and so they are when this process dies: see
-// ResetOnDeath. err is why a direction ended before its time.
+// If ctx ends first, Splice resets both. If this process dies, the kernel resets both: see
+// ResetOnDeath. err says why a direction ended early; nil: both ended cleanly.
 func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	resetBoth := func() {
 		Reset(a)
@@ -40,7 +40,8 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	stop := context.AfterFunc(ctx, resetBoth)
 	ResetOnDeath(a)
 	ResetOnDeath(b)
-	// Half of a conn may have ended cleanly, and nobody be reading it, when a reset comes.
+	// One direction of a conn may have ended cleanly, so that nothing reads the conn when a reset
+	// arrives.
 	onReset(a, func() { Reset(b) })
 	onReset(b, func() { Reset(a) })
 
@@ -48,7 +49,8 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	var wg sync.WaitGroup
 	dog := &watchdog{resetBoth: resetBoth}
 	ab, ba := newDirection(a, dog), newDirection(b, dog)
-	// A direction that waits for a silent source learns only here that its bytes are unwanted.
+	// A direction that waits for a silent source learns only by this callback that its
+	// destination takes no more bytes.
 	onStop(b, func() { ab.stop(a) })
 	onStop(a, func() { ba.stop(b) })
 	dog.start(ab, ba)
@@ -64,7 +66,8 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	wg.Wait()
 	dog.stop()
 
-	// Neither close can lose bytes: both directions have ended. Nor may the end of ctx.
+	// Closing loses no bytes now, since both directions have ended. From here on, the end of ctx
+	// must not reset either conn.
 	stop()
 	panicked.again()
 	closeCleanly(a, ab.stopped.Load())
@@ -72,7 +75,7 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	return aToB, bToA, errors.Join(errAB, errBA)
 }
 
-// abort resets both ends after a panic in the half of d.
+// abort resets both conns after a panic in the half of d.
 func abort(a, b net.Conn, d *direction) {
 	Reset(a)
 	Reset(b)
@@ -81,44 +84,46 @@ func abort(a, b net.Conn, d *direction) {
 	}
 }
 
-// ResetOnDeath makes the kernel reset c when it closes it because this process has
-// been killed. By itself it would end c as if nothing were missing, and half an
-// answer would look like a whole one. Splice does this; a conn that waits to be
-// spliced is in the same danger.
+// ResetOnDeath makes the kernel reset c if this process is killed. By default the kernel
+// would close c cleanly, and a peer could take half an answer for a complete one. Splice
+// calls ResetOnDeath. Call it also for a conn that waits to be spliced.
 func ResetOnDeath(c net.Conn) {
 	if l, ok := c.(lingerer); ok {
-		l.SetLinger(0) //nolint:errcheck // then c has ended, and nothing can be cut off
+		l.SetLinger(0) //nolint:errcheck // it fails only if c has ended: nothing can be cut off then
 	}
 }
 
-// lingerer is a *net.TCPConn, alone or as part of something else.
+// lingerer is a *net.TCPConn, or a type that embeds one.
 type lingerer interface{ SetLinger(sec int) error }
 
-// closeCleanly undoes ResetOnDeath, which would make the close a reset, and closes c. With
-// unwanted, c's peer may still be sending, to nobody: then a reset is what a close should
-// be (RFC 9293 section 3.10.4), and Linux makes it one only if something unread lies
-// there. A sender that waits for a window would wait for a minute.
+// closeCleanly undoes ResetOnDeath, which would turn the close into a reset, and closes c.
+//
+// unwanted: the peer of c may still be sending bytes that nothing reads. Then a close should
+// send a reset (RFC 9293 section 3.10.4), but Linux sends one only if unread bytes are in the
+// socket. Without a reset, a peer that waits for window space would wait for a minute. So if the
+// peer has acknowledged all bytes, closeCleanly does not undo ResetOnDeath.
 func closeCleanly(c net.Conn, unwanted bool) {
 	if l, ok := c.(lingerer); ok && !(unwanted && allAcked(c, ackTime)) {
-		l.SetLinger(-1) //nolint:errcheck // c has ended, and Close says so
+		l.SetLinger(-1) //nolint:errcheck // it fails only if c has ended; Close returns the same error
 	}
 	c.Close()
 }
 
 const (
-	// ackTime is how long a clean close waits until the peer has acknowledged everything.
+	// ackTime is how long a clean close waits at most for the peer to acknowledge all bytes.
 	ackTime = 100 * time.Millisecond
-	// resetTime is how long a reset waits behind the bytes that were sent before it.
+	// resetTime is how long a reset waits at most for the bytes that were sent before it.
 	resetTime = time.Second
-	// lookInterval is how often Splice looks at connections that nobody may be reading.
+	// lookInterval is how often Splice asks the kernel about connections that no goroutine may
+	// be reading.
 	lookInterval = 5 * time.Second
 )
 
-// allAcked waits until the peer of a socket has acknowledged everything that was written to
-// it, and reports whether it has.
+// allAcked waits at most limit until the peer of socket c has acknowledged all bytes written to
+// c, and reports whether it has.
 func allAcked(c net.Conn, limit time.Duration) bool {
 	raw := rawConn(c)
-	if raw == nil || c.LocalAddr().Network() == "unix" { // a close of a unix socket takes nothing from the peer
+	if raw == nil || c.LocalAddr().Network() == "unix" { // closing a unix socket takes no bytes from the peer
 		return false
 	}
 	late := time.Now().Add(limit)
@@ -134,28 +139,29 @@ func allAcked(c net.Conn, limit time.Duration) bool {
 	}
 }
 
-// direction is how one half of a splice has ended, for the other half to see.
+// direction is one half of a splice: the copying from one conn to the other. It tells the other
+// half how this half has ended.
 type direction struct {
-	src    syscall.RawConn // the socket that the half reads; nil: none
-	dog    *watchdog
-	done   chan struct{} // closed when the half copies no more
-	passed chan struct{} // closed when a clean end has been passed on
-	rerr   error         // why it could not read; read after done
-	werr   error         // why it could not write; likewise
+	src    syscall.RawConn // the socket that the half reads; nil: the source is not a socket; set once
+	dog    *watchdog       // shared by both directions; set once
+	done   chan struct{}   // end closes it when the half stops copying; nothing is sent
+	passed chan struct{}   // half closes it after it passed on a clean end; nothing is sent
+	rerr   error           // why reading failed; other goroutines read it after done is closed
+	werr   error           // why writing failed; likewise
 
-	stopped atomic.Bool  // its bytes are not wanted any more
-	reads   atomic.Int64 // reads of src
-	srcLost bool         // the kernel has given src up; guarded by watchdog.mu
+	stopped atomic.Bool  // the destination takes no more bytes; any goroutine may set it
+	reads   atomic.Int64 // how often src was read; watchdog looks at it
+	srcLost bool         // the kernel has abandoned src; guarded by watchdog.mu
 
 	mu   sync.Mutex // guards then
-	then func()     // called after done
+	then func()     // called once, after done is closed; nil: nothing to call
 }
 
 func newDirection(src net.Conn, dog *watchdog) *direction {
 	return &direction{src: rawConn(src), dog: dog, done: make(chan struct{}), passed: make(chan struct{})}
 }
 
-// end says that the half copies no more.
+// end records how the half ended, and calls the function that afterwards has set.
 func (d *direction) end(rerr, werr error) {
 	d.rerr, d.werr = rerr, werr
 	close(d.done)
@@ -167,10 +173,11 @@ func (d *direction) end(rerr, werr error) {
 	}
 }
 
-// copiedAll reports whether the half has, to its source's end.
+// copiedAll reports whether the half has ended after it copied all bytes of its source.
 func (d *direction) copiedAll() bool { return isClosed(d.done) && d.rerr == nil && d.werr == nil }
 
-// afterwards calls f when the half copies no more. It is called once.
+// afterwards calls f when the half has stopped copying, or at once if it already has. It may be
+// used only once per direction.
 func (d *direction) afterwards(f func()) {
 	d.mu.Lock()
 	ended := isClosed(d.done)
@@ -183,25 +190,27 @@ func (d *direction) afterwards(f func()) {
 	}
 }
 
-// stop ends the direction: its destination takes no more bytes of src.
+// stop ends the direction, since its destination takes no more bytes of src.
 func (d *direction) stop(src net.Conn) {
 	d.stopped.Store(true)
 	if !closeRead(src) {
-		src.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // src has ended, then
+		src.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // it fails only if src has ended
 	}
 }
 
-// half copies src to dst until one of them ends, and passes that end on. own is this
-// direction and back the other.
+// half copies src to dst until one of them ends, and passes that end on to the other conn. own
+// is this direction, back the opposite one.
 func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 	n, rerr, werr := transfer(dst, src, &own.reads)
 	if own.stopped.Load() && werr == nil && (!isLost(rerr) || back.copiedAll()) {
-		// The read was made to fail, or to end. Where both directions were shut down here, and the
-		// peer goes on, our own kernel makes that a reset (RFC 1122 section 4.2.2.13).
+		// stop made the read fail or end, so the error says nothing about the source. Even a reset
+		// may be our own: if both directions of a socket were shut down here and the peer continues
+		// to send, our kernel resets the connection (RFC 1122 section 4.2.2.13).
 		rerr, werr = nil, syscall.EPIPE
 	}
 	if isLost(werr) {
-		// back reads what dst had sent before it was lost. It then resets src behind those bytes.
+		// back still reads the bytes that dst sent before it was lost. Then back resets src behind
+		// these bytes.
 		back.dog.lose(back)
 	}
 	own.end(rerr, werr)
@@ -217,7 +226,7 @@ func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 		closeRead(src)
 		return n, werr
 	default:
-		if isLost(closeWrite(dst)) { // TLS writes a close_notify, which may be the write that gets the error
+		if isLost(closeWrite(dst)) { // TLS writes a close_notify here; that write may get the kernel's error
 			back.dog.lose(back)
 		}
 		close(own.passed)
@@ -226,16 +235,16 @@ func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 	}
 }
 
-// watch waits until back has ended. Meanwhile it looks after src, whose bytes have
-// ended and which nobody reads any more: when its peer resets it, nobody is left to
-// take back's bytes, and back may be waiting for a silent dst.
+// watch waits until back has ended. Meanwhile it watches src, whose bytes have ended so
+// that no goroutine reads it. If the peer resets src, no peer is left to take the bytes of
+// back. back may be waiting for a silent dst, so watch then stops back.
 func watch(src, dst net.Conn, back *direction) {
 	raw := rawConn(src)
 	if raw == nil || isClosed(back.done) {
 		return
 	}
 	back.afterwards(func() {
-		src.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // then src has ended, and Read says so
+		src.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // it fails only if src has ended; then Read fails, too
 	})
 	if raw.Read(hungUp) == nil {
 		back.stop(dst)
@@ -243,17 +252,18 @@ func watch(src, dst net.Conn, back *direction) {
 	<-back.done
 }
 
-// endedByLoss tells the end of src's bytes from the loss of src: a reset, a timeout, a host
-// that cannot be reached. The kernel tells such an error once. When a write of the other half
-// gets it, a read sees a clean end, and a cut-off upload would look complete. EPIPE is no loss:
-// the peer had sent its FIN before the reset (tcp_reset in net/ipv4/tcp_input.c).
+// endedByLoss reports whether src was lost (a reset, a timeout, a host that cannot be reached)
+// although a read of src returned a clean end. The kernel reports the error of a lost connection
+// only once. If a write of the other half gets the error, the next read returns a clean end, and
+// a cut-off upload would look complete. EPIPE is no loss: the peer sent its FIN before the reset
+// (tcp_reset in net/ipv4/tcp_input.c).
 func endedByLoss(src net.Conn, own, back *direction) bool {
 	if !isClosed(back.passed) && own.src != nil && src.LocalAddr().Network() != "unix" {
 		over, failed := pollHangUp(own.src)
 		if failed {
-			return false // the error is still there, so the read saw a FIN
+			return false // the error is not reported yet, so the read saw a FIN
 		}
-		if over { // a write may have taken the error: then that half is about to end
+		if over { // a write of the other half may have got the error: then that half is about to end
 			late := time.NewTimer(resetTime)
 			defer late.Stop()
 			for _, c := range []chan struct{}{back.done, back.passed} {
@@ -270,25 +280,26 @@ func endedByLoss(src net.Conn, own, back *direction) bool {
 	return own.dog.hasLost(own)
 }
 
-// isLost reports whether err means that the kernel has given a connection up: ECONNRESET,
-// ETIMEDOUT, EHOSTUNREACH, ENETUNREACH, ECONNABORTED and the like. EPIPE only says that this
-// side can write no more.
+// isLost reports whether err means that the kernel has abandoned a connection: ECONNRESET,
+// ETIMEDOUT, EHOSTUNREACH, ENETUNREACH, ECONNABORTED and the like. EPIPE says only that this
+// side can no longer write.
 func isLost(err error) bool {
 	errno, ok := errors.AsType[syscall.Errno](err)
 	return ok && errno != syscall.EPIPE
 }
 
-// watchdog knows which connections of a Splice are lost. Nobody reads a connection while its
-// half waits in a write, so the watchdog looks at both from time to time.
+// watchdog records which connections of a Splice are lost. While a half waits in a write, no
+// goroutine reads its source, so the watchdog asks the kernel about both sockets every
+// lookInterval.
 type watchdog struct {
-	resetBoth func()
-	both      []*direction // set by start
+	resetBoth func()       // set once
+	both      []*direction // set by start, before any other call
 
-	mu       sync.Mutex // guards the following and direction.srcLost
-	check    *time.Timer
-	deadline *time.Timer // nil until a connection is lost
-	reads    int64       // of lost sources when deadline was set
-	stopped  bool
+	mu       sync.Mutex  // guards the following and direction.srcLost
+	check    *time.Timer // calls look; nil: neither source is a socket
+	deadline *time.Timer // calls expire; nil until a connection is lost
+	reads    int64       // of lost sources, when deadline was last set
+	stopped  bool        // Splice is about to return
 }
 
 func (w *watchdog) start(both ...*direction) {
@@ -311,7 +322,7 @@ func (w *watchdog) stop() {
 	}
 }
 
-// look asks the kernel about both sockets.
+// look asks the kernel whether either socket is lost.
 func (w *watchdog) look() {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -326,15 +337,16 @@ func (w *watchdog) look() {
 	w.check.Reset(lookInterval)
 }
 
-// lose notes that the kernel has given the source of d up.
+// lose records that the kernel has abandoned the source of d.
 func (w *watchdog) lose(d *direction) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.loseLocked(d)
 }
 
-// loseLocked starts the deadline by which the loss must have been passed on, behind the bytes
-// that came before it. A half that waits for a peer which does not read cannot pass it on.
+// loseLocked records the loss and starts the deadline for passing it on, behind the bytes that
+// came before it. The deadline is needed because a half that waits for a peer that does not read
+// cannot pass the loss on. The caller holds mu.
 func (w *watchdog) loseLocked(d *direction) {
 	d.srcLost = true
 	if w.deadline == nil && !w.stopped {
@@ -343,7 +355,8 @@ func (w *watchdog) loseLocked(d *direction) {
 	}
 }
 
-// expire resets both connections if nothing of the lost one was read for resetTime.
+// expire resets both connections if no bytes of a lost one were read for resetTime. Otherwise it
+// extends the deadline.
 func (w *watchdog) expire() {
 	w.mu.Lock()
 	reads := w.readsLocked()
@@ -358,6 +371,7 @@ func (w *watchdog) expire() {
 	}
 }
 
+// readsLocked returns how often lost sources were read. The caller holds mu.
 func (w *watchdog) readsLocked() (n int64) {
 	for _, d := range w.both {
 		if d.srcLost {
@@ -367,6 +381,7 @@ func (w *watchdog) readsLocked() (n int64) {
 	return n
 }
 
+// hasLost reports whether the source of d is lost.
 func (w *watchdog) hasLost(d *direction) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -382,8 +397,8 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-// transfer copies src to dst, by the tunnel conn's own loop where one of them has
-// it, and tells a failed read from a failed write.
+// transfer copies src to dst. If src or dst is a tunnel conn, it uses that conn's own
+// copy loop. It returns read errors and write errors separately.
 func transfer(dst, src net.Conn, reads *atomic.Int64) (n int64, rerr, werr error) {
 	var err error
 	if to, ok := src.(interface {
@@ -414,12 +429,12 @@ func transfer(dst, src net.Conn, reads *atomic.Int64) (n int64, rerr, werr error
 	return n, nil, werr
 }
 
-// reader counts reads, and remembers the error of a read, so that it is not taken for one of a
-// write.
+// reader counts reads and keeps the error of a read, so that transfer does not take it for the
+// error of a write.
 type reader struct {
 	r     io.Reader
-	reads *atomic.Int64
-	err   error
+	reads *atomic.Int64 // direction.reads
+	err   error         // of a read; nil: none, or io.EOF
 }
 
 func (r *reader) Read(p []byte) (int, error) {
@@ -431,7 +446,7 @@ func (r *reader) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// isWriteError reports whether err came from writing to an operating system socket.
+// isWriteError reports whether err is from a write to a socket of the operating system.
 func isWriteError(err error) bool {
 	op, ok := errors.AsType[*net.OpError](err)
 	return ok && (op.Op == "write" || op.Op == "writev")
@@ -439,28 +454,29 @@ func isWriteError(err error) bool {
 
 // Resetter is a conn that can be aborted so that its peer sees a reset.
 type Resetter interface {
-	// Reset aborts both directions. What was written may not arrive.
+	// Reset aborts both directions. Bytes that were written before may be lost.
 	Reset() error
 }
 
-// Reset aborts c: the peer sees a reset where c can do that, else a close.
+// Reset aborts c. The peer sees a reset if c can send one, else a close.
 func Reset(c net.Conn) {
 	switch c := c.(type) {
 	case Resetter:
-		c.Reset() //nolint:errcheck // it is being thrown away
+		c.Reset() //nolint:errcheck // c is not used any more
 	case lingerer:
 		c.SetLinger(0) //nolint:errcheck // likewise
 		c.(net.Conn).Close()
 	case interface{ NetConn() net.Conn }: // *tls.Conn
-		// Its Close would tell the peer of a clean end, and wait for a peer that is stuck.
+		// Close of a TLS connection would report a clean end to the peer, and it would wait for a
+		// peer that does not read.
 		Reset(c.NetConn())
 	default:
 		c.Close()
 	}
 }
 
-// ResetBehind aborts c behind the bytes that were written to it: the peer gets those first,
-// unless it takes them for longer than resetTime.
+// ResetBehind aborts c after the bytes that were written to c have arrived. It waits for these
+// bytes for resetTime at most.
 func ResetBehind(c net.Conn) {
 	if r, ok := c.(interface{ ResetBehind() }); ok {
 		r.ResetBehind()
@@ -470,20 +486,21 @@ func ResetBehind(c net.Conn) {
 	Reset(c)
 }
 
-// onReset has f called when c, a tunnel conn, is aborted.
+// onReset registers f to be called when c is aborted, if c is a tunnel conn.
 func onReset(c net.Conn, f func()) {
 	if r, ok := c.(interface{ OnReset(f func()) }); ok {
 		r.OnReset(f)
 	}
 }
 
-// onStop has f called when the peer of c, a tunnel conn, takes no more bytes.
+// onStop registers f to be called when the peer of c takes no more bytes, if c is a tunnel conn.
 func onStop(c net.Conn, f func()) {
 	if s, ok := c.(interface{ OnStop(f func()) }); ok {
 		s.OnStop(f)
 	}
 }
 
+// closeWrite closes the write side of c, or all of c if c cannot half-close.
 func closeWrite(c net.Conn) error {
 	if cw, ok := c.(interface{ CloseWrite() error }); ok {
 		return cw.CloseWrite()
@@ -491,11 +508,11 @@ func closeWrite(c net.Conn) error {
 	return c.Close()
 }
 
-// closeRead returns false when c cannot do that.
+// closeRead shuts down reading from c. It returns false if c cannot do that.
 func closeRead(c net.Conn) bool {
 	cr, ok := c.(interface{ CloseRead() error })
 	if ok {
-		cr.CloseRead() //nolint:errcheck // the peer has gone; the other direction will notice
+		cr.CloseRead() //nolint:errcheck // it fails if the peer has left; the other direction notices that
 	}
 	return ok
 }

@@ -15,7 +15,7 @@ import (
 	"time"
 )
 
-// tcpPair is a TCP connection on loopback.
+// tcpPair returns both ends of a TCP connection on loopback.
 func tcpPair(t *testing.T) (a, b *net.TCPConn) {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -33,7 +33,7 @@ func tcpPair(t *testing.T) (a, b *net.TCPConn) {
 	}
 	a, b = dialled.(*net.TCPConn), accepted.(*net.TCPConn)
 	for _, c := range []*net.TCPConn{a, b} {
-		c.SetDeadline(time.Now().Add(patience))
+		c.SetDeadline(time.Now().Add(testTimeout))
 		t.Cleanup(func() { c.Close() })
 	}
 	return a, b
@@ -45,12 +45,12 @@ type result struct {
 	err        error
 }
 
-// spliced joins two TCP connections in the middle and returns their outer ends.
+// spliced splices two TCP connections and returns their outer ends.
 func spliced(t *testing.T, ctx context.Context) (client, server *net.TCPConn, done chan result) {
 	t.Helper()
 	client, a := tcpPair(t)
 	server, b := tcpPair(t)
-	// The middle has no deadline of its own, which would be mistaken for an end.
+	// The spliced conns must have no deadline: Splice would take the timeout for an end.
 	a.SetDeadline(time.Time{})
 	b.SetDeadline(time.Time{})
 	return client, server, splice(t, ctx, a, b)
@@ -72,7 +72,7 @@ func wait(t *testing.T, done chan result) result {
 	select {
 	case r := <-done:
 		return r
-	case <-time.After(patience):
+	case <-time.After(testTimeout):
 		t.Fatal("Splice does not return")
 		return result{}
 	}
@@ -80,7 +80,7 @@ func wait(t *testing.T, done chan result) result {
 
 var data = bytes.Repeat([]byte("0123456789abcdef"), 64<<10) // 1 MiB
 
-// Each direction ends by itself, either first, and every byte arrives.
+// Each direction ends on its own, in either order, and every byte arrives.
 func TestSpliceHalfClose(t *testing.T) {
 	for name, swap := range map[string]bool{"client first": false, "server first": true} {
 		t.Run(name, func(t *testing.T) {
@@ -115,8 +115,8 @@ func TestSpliceHalfClose(t *testing.T) {
 	}
 }
 
-// A reset is a reset at the other side, whichever side it comes from and whatever the
-// other does, and never a clean end.
+// A reset of one side becomes a reset of the other, never a clean end, whichever side is
+// reset and whatever the other side does.
 func TestSpliceReset(t *testing.T) {
 	for name, swap := range map[string]bool{"by the client": false, "by the server": true} {
 		t.Run(name, func(t *testing.T) {
@@ -144,7 +144,7 @@ func TestSpliceReset(t *testing.T) {
 					}
 					Reset(from)
 					_, err := io.Copy(io.Discard, to)
-					if other == "writes" { // Linux tells of a reset once: the writer or the reader
+					if other == "writes" { // Linux reports a reset once: to the write or to the read
 						err = errors.Join(err, <-written)
 					}
 					if !errors.Is(err, syscall.ECONNRESET) {
@@ -159,11 +159,12 @@ func TestSpliceReset(t *testing.T) {
 	}
 }
 
+// endless is a reader that never ends.
 type endless struct{}
 
 func (endless) Read(p []byte) (int, error) { return len(p), nil }
 
-// The end of the context resets both sides, also where nothing moves.
+// The end of the context resets both sides, also while no bytes move.
 func TestSpliceContextDone(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	client, server, done := spliced(t, ctx)
@@ -180,7 +181,7 @@ func TestSpliceContextDone(t *testing.T) {
 	}
 }
 
-// A context that was done before moves nothing.
+// With a context that is already done, Splice copies nothing.
 func TestSpliceContextDoneBefore(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -191,7 +192,7 @@ func TestSpliceContextDoneBefore(t *testing.T) {
 	wait(t, done)
 }
 
-// fake is a tunnel conn: what it is told and asked is written down.
+// fake is a tunnel conn that records its callbacks and the calls of Reset.
 type fake struct {
 	net.Conn
 	mu      sync.Mutex // guards the following
@@ -200,7 +201,7 @@ type fake struct {
 	resets  int
 }
 
-// CloseWrite implements what the tests with a TCP conn inside need.
+// CloseWrite half-closes the inner conn if that is a TCP conn.
 func (f *fake) CloseWrite() error { return closeOutput(f.Conn) }
 
 func closeOutput(c net.Conn) error {
@@ -223,7 +224,7 @@ func (f *fake) Reset() error {
 // call waits until Splice has registered its callback, and calls it.
 func (f *fake) call(t *testing.T, which func() func()) {
 	t.Helper()
-	for end := time.Now().Add(patience); time.Now().Before(end); time.Sleep(time.Millisecond) {
+	for end := time.Now().Add(testTimeout); time.Now().Before(end); time.Sleep(time.Millisecond) {
 		f.mu.Lock()
 		g := which()
 		f.mu.Unlock()
@@ -235,7 +236,7 @@ func (f *fake) call(t *testing.T, which func() func()) {
 	t.Fatal("Splice has registered nothing")
 }
 
-// A tunnel conn that is aborted while nobody reads it resets the other side.
+// When a tunnel conn is aborted while no goroutine reads it, Splice resets the other side.
 func TestSpliceOnReset(t *testing.T) {
 	client, a := tcpPair(t)
 	far, near := net.Pipe()
@@ -251,8 +252,8 @@ func TestSpliceOnReset(t *testing.T) {
 	}
 }
 
-// A tunnel conn that takes no more bytes ends the read of a silent peer, one with
-// CloseRead and one without; what it still sends arrives, and nobody is reset.
+// When a tunnel conn takes no more bytes, Splice stops reading from the silent peer, with and
+// without CloseRead. Bytes that the tunnel conn still sends arrive, and neither side is reset.
 func TestSpliceOnStop(t *testing.T) {
 	for name, wrap := range map[string]func(net.Conn) net.Conn{
 		"with CloseRead":    func(c net.Conn) net.Conn { return c },
@@ -282,8 +283,8 @@ type halfCloser interface {
 	CloseWrite() error
 }
 
-// Where one side has no halves, the end of the other's bytes closes it: what was sent
-// has arrived, and an answer that may be missing shows as a reset.
+// If one side cannot half-close, Splice closes it when the other side's bytes end. The bytes have
+// arrived, and the other side gets a reset, since an answer may be missing.
 func TestSpliceWithoutCloseWrite(t *testing.T) {
 	client, a := tcpPair(t)
 	far, near := net.Pipe()
@@ -303,8 +304,8 @@ func TestSpliceWithoutCloseWrite(t *testing.T) {
 	}
 }
 
-// When the server has gone for good, the client's upload fails, and what the server
-// said before still arrives.
+// When the server has closed, the client's upload fails, and the bytes that the server
+// sent before still arrive.
 func TestSpliceWriteFails(t *testing.T) {
 	client, server, done := spliced(t, t.Context())
 	server.Write([]byte("too large"))
@@ -313,7 +314,8 @@ func TestSpliceWriteFails(t *testing.T) {
 		t.Fatal(err)
 	}
 	server.Close()
-	if _, err := io.Copy(struct{ io.Writer }{client}, endless{}); !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
+	_, err := io.Copy(struct{ io.Writer }{client}, endless{})
+	if !errors.Is(err, syscall.EPIPE) && !errors.Is(err, syscall.ECONNRESET) {
 		t.Errorf("the upload ends with %v", err)
 	}
 	if r := wait(t, done); r.bToA != 9 || !errors.Is(r.err, syscall.EPIPE) && !errors.Is(r.err, syscall.ECONNRESET) {
@@ -321,8 +323,8 @@ func TestSpliceWriteFails(t *testing.T) {
 	}
 }
 
-// The reset of a TLS connection is one for its peer, not an alert that says that all
-// is well, and waits for nobody.
+// Reset of a TLS connection sends a TCP reset, not a close_notify alert, and does not wait for
+// the peer.
 func TestResetOfTLS(t *testing.T) {
 	raw, far := tcpPair(t)
 	start := time.Now()

@@ -1,19 +1,19 @@
-// Package tunnel holds the words that every other package speaks: a [Message]
-// on a node's control stream, the [Module] that owns a category of messages, the
-// [Router] that brings the two together, the [Session] a message came from, the
-// [Directory] of live sessions, and the [Dialer] that front doors ask for a
-// connection to something behind a node.
+// Package tunnel defines the types that all other packages share: a [Message] on
+// a node's control stream, the [Module] that owns a category of messages, the
+// [Router] that finds the handler of a message, the [Session] that a message came
+// from, the [Directory] of live sessions, and the [Dialer] by which front doors
+// get a connection to a target behind a node.
 //
-// One forwarded connection, seen from here:
+// How one forwarded connection uses them:
 //
 //	front door ── Dialer.Dial(Request{Node: "edge1", Category: "tcp", Addr: "127.0.0.1:22"})
 //	                └─ Directory: edge1 → Session ── Session.Dial ──▶ (transport)
 //	edge router ◀── Message{Category: "tcp", Type: "open"} ◀────────── (transport)
 //	  └─ the edge's tcp module: Session.Serve(m, dial) ── dials, or refuses with a Code
 //
-// The package knows no module and no transport: gRPC lives in pkg/stream, and
-// another transport can stand beside it by implementing [Link]. It keeps no
-// package-level state, and it neither listens nor dials by itself.
+// The package knows no module and no transport: gRPC is in pkg/stream, and another
+// transport can be added by implementing [Link]. The package keeps no package-level
+// state. It neither listens nor dials.
 package tunnel
 
 import (
@@ -27,11 +27,11 @@ import (
 )
 
 // NodeName is the Kubernetes name of an edge node: an RFC 1123 subdomain. Values
-// come from [ParseNodeName], so that a NodeName can be put into a hosts file, a
-// log line or a metric without being looked at again.
+// come from [ParseNodeName], so code may write a NodeName into a hosts file, a log
+// line or a metric without another check.
 type NodeName string
 
-// maxNodeName is the longest DNS name (RFC 1035 section 2.3.4).
+// maxNodeName is the longest DNS name, in bytes (RFC 1035 section 2.3.4).
 const maxNodeName = 253
 
 // ParseNodeName returns s as a node name. It follows Kubernetes'
@@ -53,6 +53,7 @@ func ParseNodeName(s string) (NodeName, error) {
 	return NodeName(s), nil
 }
 
+// isLabel reports whether s can be one label of a node name.
 func isLabel(s string) bool {
 	if s == "" || s[0] == '-' || s[len(s)-1] == '-' {
 		return false
@@ -69,11 +70,11 @@ func isLabel(s string) bool {
 
 // Message is one message on a control stream. It never carries forwarded bytes.
 type Message struct {
-	Category string // the module that handles it
-	Type     string // what it asks of that module
-	Topic    string // ties an open request, its answer and its conn together
-	Data     []byte // a protobuf that belongs to Type
-	Addr     string // the target of an open
+	Category string // the name of the module that handles it
+	Type     string // what the module shall do; selects the handler
+	Topic    string // a UUID, the same in an open, its answer and its conn
+	Data     []byte // a protobuf message; its schema depends on Type
+	Addr     string // the target of an open, host:port
 }
 
 // Types of message that more than one module knows.
@@ -84,53 +85,53 @@ const (
 )
 
 // Handler handles one message. It runs on the session's receive loop, so it must
-// not dial, wait for the network, or wait to send: work that takes time goes to
+// not dial, wait for the network, or wait to send. Work that takes time goes to
 // [Session.Serve] or to a goroutine that the session waits for. An error ends the
-// session. The node is from.Node; a name inside the message is never believed.
+// session. The sender is from.Node; a node name inside the message is not trusted.
 type Handler func(ctx context.Context, from *Session, m *Message) error
 
 // Module is one part of the process, owner of one category of messages.
 type Module interface {
 	// Name is the module's name and the category it owns.
 	Name() string
-	// Routes maps message types to handlers. It is read once, before traffic.
+	// Routes maps message types to handlers. NewRouter calls it once, before the first message.
 	Routes() map[string]Handler
-	// Run listens and serves until ctx is done, then drains and returns nil. It
-	// returns an error when the module cannot do its work; that stops the process.
+	// Run listens and serves until ctx is done, then drains and returns nil. If the
+	// module cannot do its work, Run returns an error, and the process stops.
 	Run(ctx context.Context) error
 }
 
-// Request says what a front door wants dialled.
+// Request describes one dial that a front door asks for.
 type Request struct {
-	Node     NodeName // empty: any connected node, by chance
-	Among    Selector // without Node: which nodes may be taken
+	Node     NodeName // empty: any connected node, chosen at random
+	Among    Selector // if Node is empty: the nodes to choose from
 	Category string   // the edge module that dials
-	Network  string   // "tcp", or "tls" when the edge's https module is to speak TLS to the target
-	Addr     string   // host:port, as the edge sees it
-	Caller   string   // who asked, for policy and for the operator's eyes
-	Relayed  bool     // it came from another replica, and goes no further
-	NoWait   bool     // refuse it at once where it would wait for a limit (see Queue): the caller can ask another node
+	Network  string   // "tcp"; "tls": the edge's https module speaks TLS to the target
+	Addr     string   // host:port; the edge resolves the name
+	Caller   string   // the caller's address or name, for policy and for logs
+	Relayed  bool     // another replica sent it; it must not be relayed again
+	NoWait   bool     // refuse instead of waiting for a limit (see Queue): the caller can try another node
 }
 
-// Dialer is the one thing that every front door needs.
+// Dialer opens conns. Every front door needs one.
 type Dialer interface {
 	// Dial opens a conn to r.Addr through r.Node. The conn behaves like TCP: it
 	// has CloseWrite, CloseRead and Reset beside net.Conn's methods (see [Splice]).
-	// An error that the other side or the tunnel decided on is a *[Refusal].
-	// The caller owns the conn, and ctx bounds the dialling only.
+	// If the other side or the tunnel refuses, the error is a *[Refusal].
+	// The caller owns the conn. ctx bounds the dialling only.
 	Dial(ctx context.Context, r Request) (net.Conn, error)
 }
 
-// Nodes tells which nodes can be reached now.
+// Nodes lists the nodes that can be reached now.
 type Nodes interface {
-	// Holds reports whether a session of that node lives.
+	// Holds reports whether the node has a live session.
 	Holds(NodeName) bool
-	// Connected returns the names of all such nodes, sorted.
+	// Connected returns the names of all nodes that have a live session, sorted.
 	Connected() []NodeName
 }
 
-// Run runs every module until ctx is done or one of them returns, then waits for
-// all of them. A module that returns before ctx is done stops its siblings.
+// Run runs all modules until ctx is done or one module returns. It then stops the
+// other modules and returns after all of them have returned.
 func Run(ctx context.Context, mods ...Module) error {
 	g, gctx := errgroup.WithContext(ctx)
 	for _, m := range mods {
