@@ -17,41 +17,42 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// This file decides what counts of what Nodes say.
+// This file decides which addresses and names that Node objects claim are accepted.
 //
-// A kubelet writes the status of its own Node, and a stolen one can write any address there.
-// So an address counts only if nobody else has it:
+// A kubelet writes the status of its own Node, and a stolen kubelet can write any address there.
+// These rules prevent a Node from taking addresses of others:
 //
-//   - An address of the control plane or of a Service never counts.
-//   - An address that two Nodes claim counts for both: pkg/egress then refuses to dial it, and
-//     can name them. A Node claims the addresses in its status and those of its pods' networks.
-//   - Of a Node's addresses the first 64 count, so that none makes work for all.
-//   - A name counts only if it is the Node's own. pkg/egress refuses to dial any other name that
-//     a Node claims, unless another Node has it as its own.
+//   - An edge's Node never gets an address of the control plane or of a Service.
+//   - An address that two Nodes claim is accepted for both: pkg/egress then refuses to dial it, and
+//     can name both. A Node claims the addresses in its status and those of its pods' networks.
+//   - Only the first 64 addresses of a Node are accepted, so that no Node causes work for all.
+//   - A name is accepted only if it is the Node's own. pkg/egress refuses to dial any other name
+//     that a Node claims, unless it is the own name of another Node.
 //
-// A kubelet can also set spec.podCIDRs of its own Node, once, before kube-controller-manager
-// does. So neither an address nor a pods' network is believed against the other: what is in both
-// is nobody's, and the rest of the network still counts. A network that holds addresses of
-// Services or of the control plane, or is too wide for one Node, does not count.
+// A kubelet can also set spec.podCIDRs of its own Node, once, before kube-controller-manager sets
+// it. So neither a Node's address nor a pods' network overrides the other: no Node gets an address
+// that is both, and the rest of the network is accepted. A network is rejected if it holds
+// addresses of Services or of the control plane, or is too wide for one Node.
 
-// mostAddresses is how many entries of a Node's status.addresses are looked at. Machines have
-// a few; a status has room for tens of thousands.
-const mostAddresses = 64
+// maxAddresses is how many entries of a Node's status.addresses are read. Machines have a few, but
+// a status has room for tens of thousands.
+const maxAddresses = 64
 
-// node is what a Node says.
+// node is the part of a Node object that this package uses.
 type node struct {
 	controlPlane bool
-	addresses    []nodeAddress // mostAddresses at most
-	left         int           // how many more there are
-	first        string        // the first of them
+	addresses    []nodeAddress // at most maxAddresses
+	skipped      int           // how many addresses beyond maxAddresses the Node has
+	firstSkipped string        // the first of the skipped addresses
 	podCIDRs     []netip.Prefix
 }
 
 func (n node) equal(other node) bool {
-	return n.controlPlane == other.controlPlane && n.left == other.left && n.first == other.first && slices.Equal(n.addresses, other.addresses) && slices.Equal(n.podCIDRs, other.podCIDRs)
+	return n.controlPlane == other.controlPlane && n.skipped == other.skipped && n.firstSkipped == other.firstSkipped &&
+		slices.Equal(n.addresses, other.addresses) && slices.Equal(n.podCIDRs, other.podCIDRs)
 }
 
-// nodeOf reads a Node. What is no network in it is left out: it is not ours to complain.
+// nodeOf reads a Node object. It leaves out podCIDRs that are not valid networks, without an error.
 func nodeOf(o any) (tunnel.NodeName, node, error) {
 	object, ok := o.(*nodeObject)
 	if !ok {
@@ -62,9 +63,9 @@ func nodeOf(o any) (tunnel.NodeName, node, error) {
 		return "", node{}, err
 	}
 	n := node{controlPlane: isControlPlane(object.Labels), addresses: object.Status.Addresses}
-	if left := len(n.addresses) - mostAddresses; left > 0 {
-		n.left, n.first = left, n.addresses[mostAddresses].Address
-		n.addresses = slices.Clone(n.addresses[:mostAddresses]) // so that the others are not kept
+	if skipped := len(n.addresses) - maxAddresses; skipped > 0 {
+		n.skipped, n.firstSkipped = skipped, n.addresses[maxAddresses].Address
+		n.addresses = slices.Clone(n.addresses[:maxAddresses]) // frees the memory of the skipped ones
 	}
 	for _, text := range object.Spec.PodCIDRs {
 		if p, err := netip.ParsePrefix(text); err == nil {
@@ -74,7 +75,7 @@ func nodeOf(o any) (tunnel.NodeName, node, error) {
 	return name, n, nil
 }
 
-// unmapped returns a network in IPv4's form if it is one of IPv4.
+// unmapped returns p as an IPv4 network if it is an IPv4-mapped IPv6 network, else p.
 func unmapped(p netip.Prefix) netip.Prefix {
 	if a := p.Addr(); a.Is4In6() && p.Bits() >= 96 {
 		p = netip.PrefixFrom(a.Unmap(), p.Bits()-96)
@@ -82,31 +83,30 @@ func unmapped(p netip.Prefix) netip.Prefix {
 	return p.Masked()
 }
 
-// settled is what counts.
-type settled struct {
-	reach     map[tunnel.NodeName]Reach
-	contested []contested // sorted by node and address
+// claims is the result of resolveClaims.
+type claims struct {
+	reach     map[tunnel.NodeName]Reach // the accepted claims of each node
+	contested []contested               // sorted by node and address
 }
 
-// The widest network that the pods of one Node can need; usual are /24 and /64. So a Node
-// that lies about its pods makes no more addresses than these nobody's.
+// The shortest prefix that a network for the pods of one Node may have, in bits; usual are /24 and
+// /64. The limit bounds how many addresses a Node can block by a false claim.
 const (
-	widest4 = 16
-	widest6 = 48
+	minPodBits4 = 16 // IPv4
+	minPodBits6 = 48 // IPv6
 )
 
-// contested is an address, or a network of pods, that does not count, or that two Nodes
-// claim.
+// contested is an address, or a network of pods, that is not accepted, or that two Nodes claim.
 type contested struct {
 	node    tunnel.NodeName
 	address string
-	why     string
+	reason  string
 }
 
-// settle decides what counts of what nodes say. services are the networks of Services; api is
-// the host of the API server.
-func settle(nodes map[tunnel.NodeName]node, services []netip.Prefix, api string) *settled {
-	s := &settled{reach: make(map[tunnel.NodeName]Reach, len(nodes))}
+// resolveClaims decides which claims of nodes are accepted. services are the networks of Services.
+// api is the host of the API server.
+func resolveClaims(nodes map[tunnel.NodeName]node, services []netip.Prefix, api string) *claims {
+	result := &claims{reach: make(map[tunnel.NodeName]Reach, len(nodes))}
 	reserved := map[netip.Addr]bool{}
 	if ip, ok := parseAddr(api); ok {
 		reserved[ip] = true
@@ -122,64 +122,69 @@ func settle(nodes map[tunnel.NodeName]node, services []netip.Prefix, api string)
 	for name, n := range nodes {
 		r := Reach{}
 		for _, p := range n.podCIDRs {
-			widest := widest4
+			minBits := minPodBits4
 			if p.Addr().Is6() {
-				widest = widest6
+				minBits = minPodBits6
 			}
 			switch {
-			case n.controlPlane: // its pods may be reached in another way: nobody may be asked for them here
-			case p.Bits() < widest:
-				s.refuse(name, p.String(), fmt.Sprintf("it is wider than the pods of one Node can need: /%d at most", widest))
+			case n.controlPlane: // no node is dialled for its pods, which may be reached in another way
+			case p.Bits() < minBits:
+				result.contest(name, p.String(),
+					fmt.Sprintf("it is wider than the pods of one Node can need: /%d at most", minBits))
 			case slices.ContainsFunc(services, p.Overlaps):
-				s.refuse(name, p.String(), "it holds addresses of Services")
+				result.contest(name, p.String(), "it holds addresses of Services")
 			case holdsAny(p, reserved):
-				s.refuse(name, p.String(), "it holds an address of the control plane")
+				result.contest(name, p.String(), "it holds an address of the control plane")
 			default:
 				r.PodCIDRs = append(r.PodCIDRs, p)
 				networks[p] = append(networks[p], name)
 			}
 		}
-		s.reach[name] = r
+		result.reach[name] = r
 	}
 	lengths := networks.lengths()
 	owners := make(map[netip.Addr]tunnel.NodeName)
 	for name, n := range nodes {
-		r := s.reach[name]
-		if n.left > 0 {
-			s.refuse(name, n.first, fmt.Sprintf("a Node may have %d addresses: this one and the %d behind it do not count", mostAddresses, n.left-1))
+		r := result.reach[name]
+		if n.skipped > 0 {
+			result.contest(name, n.firstSkipped, fmt.Sprintf(
+				"a Node may have %d addresses: this one and the %d behind it do not count", maxAddresses, n.skipped-1))
 		}
 		for _, p := range r.PodCIDRs {
 			if other := networks.other(p.Addr(), lengths, name); other != "" {
-				s.refuse(name, p.String(), fmt.Sprintf("the network of the pods of %s overlaps it: nobody has the addresses in both", other))
+				result.contest(name, p.String(),
+					fmt.Sprintf("the network of the pods of %s overlaps it: nobody has the addresses in both", other))
 			}
 		}
-		// A name that looks like an address is a claim like others.
+		// The Node's own name comes first. If it looks like an address, it is a claim like any other.
 		for _, a := range append([]nodeAddress{{"Hostname", string(name)}}, n.addresses...) {
 			ip, isIP := parseAddr(a.Address)
-			called := tunnel.NodeName(strings.ToLower(strings.TrimSuffix(a.Address, ".")))
-			why := ""
+			dnsName := tunnel.NodeName(strings.ToLower(strings.TrimSuffix(a.Address, ".")))
+			reason := ""
 			switch {
 			case slices.Contains(r.Hosts, a.Address):
 				continue
 			case n.controlPlane:
-			case !isIP && called == name:
+			case !isIP && dnsName == name:
 			case !isIP:
-				if called.MayJoin(api) == nil { // else it is another machine's, which this Node does not keep anybody from
+				// MayJoin fails for names by which callers reach other machines. A Node must not be able
+				// to block such a name.
+				if dnsName.MayJoin(api) == nil {
 					r.Refused = append(r.Refused, a.Address)
 				}
 				if a.Type != "Hostname" {
-					continue // a cloud provider's; nobody means harm
+					continue // a name from the cloud provider: usual, so it is not reported
 				}
-				why = "it is not the name of the Node"
+				reason = "it is not the name of the Node"
 			case !ip.IsGlobalUnicast():
-				why = "every machine has such an address"
+				reason = "every machine has such an address"
 			case reserved[ip]:
-				why = "it is an address of the control plane"
+				reason = "it is an address of the control plane"
 			case slices.ContainsFunc(services, func(p netip.Prefix) bool { return p.Contains(ip) }):
-				why = "it is an address of Services"
+				reason = "it is an address of Services"
 			}
-			if why != "" {
-				s.refuse(name, a.Address, why)
+			if reason != "" {
+				result.contest(name, a.Address, reason)
 				continue
 			}
 			r.Hosts = append(r.Hosts, a.Address)
@@ -187,31 +192,35 @@ func settle(nodes map[tunnel.NodeName]node, services []netip.Prefix, api string)
 				continue
 			}
 			if other := networks.other(ip, lengths, name); other != "" {
-				s.refuse(name, a.Address, fmt.Sprintf("it is in the network of the pods of %s: nobody has it", other))
+				result.contest(name, a.Address,
+					fmt.Sprintf("it is in the network of the pods of %s: nobody has it", other))
 			}
 			if other, taken := owners[ip]; taken && other != name {
-				s.refuse(max(name, other), a.Address, fmt.Sprintf("%s claims it as well: nobody has it", min(name, other)))
+				result.contest(max(name, other), a.Address,
+					fmt.Sprintf("%s claims it as well: nobody has it", min(name, other)))
 			}
 			owners[ip] = name
 		}
-		s.reach[name] = r
+		result.reach[name] = r
 	}
-	slices.SortFunc(s.contested, func(a, b contested) int {
+	slices.SortFunc(result.contested, func(a, b contested) int {
 		return cmp.Or(cmp.Compare(a.node, b.node), cmp.Compare(a.address, b.address))
 	})
-	return s
+	return result
 }
 
-func (s *settled) refuse(node tunnel.NodeName, address, why string) {
-	s.contested = append(s.contested, contested{node, address, why})
+// contest records a claim that is not accepted, or that two Nodes make.
+func (c *claims) contest(node tunnel.NodeName, address, reason string) {
+	c.contested = append(c.contested, contested{node, address, reason})
 }
 
-// parseAddr reads an address as pkg/egress does.
+// parseAddr parses an address in the same way as pkg/egress.
 func parseAddr(s string) (netip.Addr, bool) {
 	a, err := netip.ParseAddr(strings.TrimSuffix(s, "."))
 	return a.WithZone("").Unmap(), err == nil
 }
 
+// holdsAny reports whether p contains any of the addresses.
 func holdsAny(p netip.Prefix, all map[netip.Addr]bool) bool {
 	for a := range all {
 		if p.Contains(a) {
@@ -221,10 +230,10 @@ func holdsAny(p netip.Prefix, all map[netip.Addr]bool) bool {
 	return false
 }
 
-// podNetworks are networks and whose pods are in them.
+// podNetworks maps each network of pods to the nodes that claim it.
 type podNetworks map[netip.Prefix][]tunnel.NodeName
 
-// lengths returns the lengths of prefixes that there are.
+// lengths returns the prefix lengths of the networks, each once.
 func (n podNetworks) lengths() []int {
 	var all []int
 	for p := range n {
@@ -235,12 +244,13 @@ func (n podNetworks) lengths() []int {
 	return all
 }
 
-// other returns a node besides name that has a network which holds a; "" if there is none.
+// other returns a node other than name whose network contains a; "" if there is none. lengths are
+// those of n.
 func (n podNetworks) other(a netip.Addr, lengths []int, name tunnel.NodeName) tunnel.NodeName {
 	for _, bits := range lengths {
 		p, err := a.Prefix(bits)
 		if err != nil {
-			continue // a length of the other family
+			continue // a prefix length of IPv6, and a is IPv4
 		}
 		for _, owner := range n[p] {
 			if owner != name {
@@ -251,7 +261,7 @@ func (n podNetworks) other(a netip.Addr, lengths []int, name tunnel.NodeName) tu
 	return ""
 }
 
-// Hostname returns the name or the address of the API server, without a port.
+// Hostname returns the host name or the address of the API server, without a port.
 func (c *Client) Hostname() string {
 	if u, err := url.Parse(c.host); err == nil && u.Host != "" {
 		return u.Hostname()
@@ -263,16 +273,16 @@ func (c *Client) Hostname() string {
 }
 
 const (
-	// serviceCIDRsEvery is how often the networks of Services are read. They change when an
-	// administrator adds one.
-	serviceCIDRsEvery = time.Minute
-	// serviceCIDRsAgain is how long after a failure.
-	serviceCIDRsAgain = 5 * time.Second
+	// serviceCIDRsInterval is how often the networks of Services are read. They change only when
+	// an administrator adds or removes one.
+	serviceCIDRsInterval = time.Minute
+	// serviceCIDRsRetry is how long to wait after a failure.
+	serviceCIDRsRetry = 5 * time.Second
 
 	serviceCIDRs = "/apis/networking.k8s.io/v1/servicecidrs"
 )
 
-// serviceCIDRList is the list, as far as we look (k8s.io/api/networking/v1).
+// serviceCIDRList holds the fields that are used of a ServiceCIDRList (k8s.io/api/networking/v1).
 type serviceCIDRList struct {
 	Items []struct {
 		Spec struct {
@@ -295,11 +305,11 @@ func (r *Reaches) followServices(ctx context.Context) {
 			}
 		}
 		if ctx.Err() == nil {
-			r.heardServices(all, err)
+			r.setServices(all, err)
 		}
-		pause := serviceCIDRsEvery
+		pause := serviceCIDRsInterval
 		if err != nil && !apierrors.IsNotFound(err) {
-			pause = serviceCIDRsAgain
+			pause = serviceCIDRsRetry
 		}
 		t := time.NewTimer(pause)
 		select {
@@ -310,35 +320,37 @@ func (r *Reaches) followServices(ctx context.Context) {
 	}
 }
 
-// heardServices takes the networks of Services, or why they cannot be read. Without the
-// right to read them, or on a cluster that has none to read (before Kubernetes 1.33),
-// everything else goes on.
-func (r *Reaches) heardServices(all []netip.Prefix, err error) {
+// setServices stores the networks of Services, or the error why they cannot be read. If the right
+// to read them is missing, or the cluster has no ServiceCIDRs (before Kubernetes 1.33), Reaches
+// works without them.
+func (r *Reaches) setServices(all []netip.Prefix, err error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	first, was := !r.asked, r.errCIDRs
+	changed, before := !r.servicesKnown, r.errServices
 	switch {
 	case apierrors.IsNotFound(err):
-		if first {
-			r.log.Info("this cluster has no ServiceCIDRs (Kubernetes 1.33 has): a Node that claims the address of a Service cannot be told from others")
+		if changed {
+			r.log.Info("this cluster has no ServiceCIDRs (Kubernetes 1.33 has): " +
+				"a Node that claims the address of a Service cannot be told from others")
 		}
-		r.asked, r.errCIDRs = true, nil
+		r.servicesKnown, r.errServices = true, nil
 	case err != nil:
-		r.errCIDRs = err
-		r.asked = r.asked || ReasonFor(err) == Forbidden
-		if was == nil {
-			r.log.Warn("the networks of Services cannot be read; a Node that claims the address of a Service may not be noticed", "err", Explain(err))
+		r.errServices = err
+		r.servicesKnown = r.servicesKnown || ReasonFor(err) == Forbidden
+		if before == nil {
+			r.log.Warn("the networks of Services cannot be read; a Node that claims the address of a Service may not be noticed",
+				"err", Explain(err))
 		}
 	default:
-		r.asked, r.errCIDRs = true, nil
-		if was != nil {
+		r.servicesKnown, r.errServices = true, nil
+		if before != nil {
 			r.log.Info("the networks of Services can be read again")
 		}
 		if !slices.Equal(all, r.services) {
-			r.services, first = all, true
+			r.services, changed = all, true
 		}
 	}
-	if first && r.asked {
-		(*reachStore)(r).noteLocked()
+	if changed && r.servicesKnown {
+		(*reachStore)(r).notifyLocked()
 	}
 }

@@ -18,32 +18,34 @@ import (
 	"time"
 )
 
-// server is an API server that says what the test wants, and notes what it is asked.
+// server is an API server whose answers the test sets. It records all requests.
 type server struct {
 	*Client
-	mu    sync.Mutex // guards the following
-	asked []string   // method, path, query, and of a change its type and body
-	say   http.HandlerFunc
+	mu       sync.Mutex // guards the following
+	requests []string   // method and path, and for a change its content type and body
+	handler  http.HandlerFunc
 }
 
-func serve(t *testing.T, say http.HandlerFunc) *server {
+// serve starts a server, and creates a Client for it.
+func serve(t *testing.T, handler http.HandlerFunc) *server {
 	t.Helper()
-	s := &server{say: say}
+	s := &server{handler: handler}
 	h := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		line := r.Method + " " + r.URL.Path
 		if body, _ := io.ReadAll(r.Body); len(body) > 0 {
 			line += " " + r.Header.Get("Content-Type") + " " + string(body)
 		}
 		s.mu.Lock()
-		s.asked = append(s.asked, line)
-		say := s.say
+		s.requests = append(s.requests, line)
+		handler := s.handler
 		s.mu.Unlock()
 		w.Header().Set("Content-Type", "application/json")
-		say(w, r)
+		handler(w, r)
 	}))
 	t.Cleanup(h.Close)
 	file := filepath.Join(t.TempDir(), "kubeconfig")
-	config := `{"apiVersion": "v1", "kind": "Config", "current-context": "c", "contexts": [{"name": "c", "context": {"cluster": "c"}}],
+	config := `{"apiVersion": "v1", "kind": "Config", "current-context": "c",
+		"contexts": [{"name": "c", "context": {"cluster": "c"}}],
 		"clusters": [{"name": "c", "cluster": {"server": "` + h.URL + `"}}]}`
 	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
 		t.Fatal(err)
@@ -56,18 +58,20 @@ func serve(t *testing.T, say http.HandlerFunc) *server {
 	return s
 }
 
-func (s *server) from(say http.HandlerFunc) {
+// setHandler replaces the answers and forgets the recorded requests.
+func (s *server) setHandler(handler http.HandlerFunc) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.say, s.asked = say, nil
+	s.handler, s.requests = handler, nil
 }
 
-func (s *server) wantAsked(t *testing.T, want ...string) {
+// wantRequests checks all requests since the last call of setHandler.
+func (s *server) wantRequests(t *testing.T, want ...string) {
 	t.Helper()
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if !slices.Equal(s.asked, want) {
-		t.Errorf("asked\n%s\nwant\n%s", strings.Join(s.asked, "\n"), strings.Join(want, "\n"))
+	if !slices.Equal(s.requests, want) {
+		t.Errorf("the requests are\n%s\nwant\n%s", strings.Join(s.requests, "\n"), strings.Join(want, "\n"))
 	}
 }
 
@@ -81,13 +85,13 @@ func text(status int, body string) http.HandlerFunc {
 
 // refusal answers with a Status.
 func refusal(code int, reason, details string) http.HandlerFunc {
-	return text(code, fmt.Sprintf(`{"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "no", "code": %d, "reason": %q, "details": {%s}}`, code, reason, details))
+	return text(code, fmt.Sprintf(`{"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "no",
+		"code": %d, "reason": %q, "details": {%s}}`, code, reason, details))
 }
 
 const mapPath = "/api/v1/namespaces/ns/configmaps/nodes"
 
-// A patch holds the version that was read and our key, and so nothing that could touch
-// anything else.
+// A patch holds only the version that was read and our key, so it cannot change other keys.
 func TestConfigMap(t *testing.T) {
 	s := serve(t, refusal(404, "NotFound", ""))
 	m := s.ConfigMap("ns", "nodes", "hosts")
@@ -95,52 +99,57 @@ func TestConfigMap(t *testing.T) {
 	if err != nil || old != (Content{}) {
 		t.Errorf("one that is not there is %+v, %v", old, err)
 	}
-	s.from(text(201, `{"metadata": {"resourceVersion": "7"}}`))
+	s.setHandler(text(201, `{"metadata": {"resourceVersion": "7"}}`))
 	now, err := m.Save(t.Context(), old, "a\n")
 	if want := (Content{Text: "a\n", Version: "7"}); err != nil || now != want {
 		t.Errorf("created: %+v, %v; want %+v", now, err, want)
 	}
-	s.wantAsked(t, `POST /api/v1/namespaces/ns/configmaps application/json {"metadata":{"name":"nodes","namespace":"ns"},"data":{"hosts":"a\n"}}`)
+	s.wantRequests(t, `POST /api/v1/namespaces/ns/configmaps application/json `+
+		`{"metadata":{"name":"nodes","namespace":"ns"},"data":{"hosts":"a\n"}}`)
 
-	s.from(text(200, `{"metadata": {"resourceVersion": "8"}, "data": {"hosts": "b\n", "theirs": "12345"}, "binaryData": {"raw": "AAEC"}}`))
+	s.setHandler(text(200, `{"metadata": {"resourceVersion": "8"}, "data": {"hosts": "b\n", "theirs": "12345"},
+		"binaryData": {"raw": "AAEC"}}`))
 	old, err = m.Load(t.Context())
 	if want := (Content{Text: "b\n", Others: 8, Version: "8"}); err != nil || old != want {
 		t.Errorf("read: %+v, %v; want %+v", old, err, want)
 	}
-	s.from(text(200, `{"metadata": {"resourceVersion": "9"}}`))
+	s.setHandler(text(200, `{"metadata": {"resourceVersion": "9"}}`))
 	now, err = m.Save(t.Context(), old, "")
 	if want := (Content{Others: 8, Version: "9"}); err != nil || now != want {
 		t.Errorf("written: %+v, %v; want %+v", now, err, want)
 	}
-	s.wantAsked(t, `PATCH `+mapPath+` application/merge-patch+json {"metadata":{"name":"nodes","namespace":"ns","resourceVersion":"8"},"data":{"hosts":""}}`)
+	s.wantRequests(t, `PATCH `+mapPath+` application/merge-patch+json `+
+		`{"metadata":{"name":"nodes","namespace":"ns","resourceVersion":"8"},"data":{"hosts":""}}`)
 }
 
-// Why a request failed, what the operator reads, and that it is made once: whoever asked
-// decides when to ask again.
+// A failed request has a reason, and a text for the operator. It is sent only once: the caller
+// decides when to try again.
 func TestRefusals(t *testing.T) {
 	for _, c := range []struct {
-		what  string
-		say   http.HandlerFunc
-		want  Reason
-		after time.Duration
-		says  string
+		what    string
+		handler http.HandlerFunc
+		want    Reason
+		after   time.Duration
+		says    string
 	}{
 		{"changed", refusal(409, "Conflict", ""), Conflict, 0, "no"},
 		{"created by somebody else", refusal(409, "AlreadyExists", ""), Conflict, 0, "no"},
 		{"deleted", refusal(404, "NotFound", ""), Conflict, 0, "no"},
 		{"no rights", refusal(403, "Forbidden", ""), Forbidden, 0, "deployment/cloud-rbac.yaml"},
-		{"unknown", refusal(401, "Unauthorized", ""), Forbidden, 0, "is the service account or the kubeconfig up to date?"},
-		{"too much to do", func(w http.ResponseWriter, r *http.Request) {
+		{"credential not accepted", refusal(401, "Unauthorized", ""), Forbidden, 0,
+			"is the service account or the kubeconfig up to date?"},
+		{"too many requests", func(w http.ResponseWriter, r *http.Request) {
 			w.Header().Set("Retry-After", "1")
 			refusal(429, "TooManyRequests", `"retryAfterSeconds": 1`)(w, r)
 		}, Throttled, time.Second, "overloaded"},
-		{"the object is too large", refusal(422, "Invalid", `"causes": [{"reason": "FieldValueTooLong"}]`), TooLarge, 0, "make room"},
+		{"the object is too large", refusal(422, "Invalid", `"causes": [{"reason": "FieldValueTooLong"}]`), TooLarge, 0,
+			"make room"},
 		{"the request is too large", refusal(413, "RequestEntityTooLarge", ""), TooLarge, 0, "make room"},
-		{"something else", refusal(422, "Invalid", `"causes": [{"reason": "FieldValueInvalid"}]`), Failed, 0, "no"},
+		{"another failure", refusal(422, "Invalid", `"causes": [{"reason": "FieldValueInvalid"}]`), Failed, 0, "no"},
 		{"no JSON", text(200, "hello"), Failed, 0, "invalid character"},
 		{"no answer", func(w http.ResponseWriter, _ *http.Request) { panic(http.ErrAbortHandler) }, Failed, 0, "EOF"},
 	} {
-		s := serve(t, c.say)
+		s := serve(t, c.handler)
 		_, err := s.ConfigMap("ns", "nodes", "hosts").Save(t.Context(), Content{Version: "1"}, "")
 		if got := ReasonFor(err); got != c.want || RetryAfter(err) != c.after {
 			t.Errorf("%s: %q after %v, want %q after %v", c.what, got, RetryAfter(err), c.want, c.after)
@@ -149,23 +158,25 @@ func TestRefusals(t *testing.T) {
 			t.Errorf("%s: %v, want %q in it", c.what, Explain(err), c.says)
 		}
 		s.mu.Lock()
-		if len(s.asked) != 1 {
-			t.Errorf("%s: asked %d times", c.what, len(s.asked))
+		if len(s.requests) != 1 {
+			t.Errorf("%s: %d requests were sent, want 1", c.what, len(s.requests))
 		}
 		s.mu.Unlock()
 	}
 }
 
-// watched answers a list with items, then a watch with events until ctx is done.
-func watched(ctx context.Context, t *testing.T, items []string, events <-chan string) http.HandlerFunc {
-	return watchedList(ctx, t, `{"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1", "metadata": {"resourceVersion": "1"}, "items": [`+strings.Join(items, ", ")+`]}`, events)
+// listAndWatchMetadata answers a list request with items, then a watch with events until ctx is
+// done.
+func listAndWatchMetadata(ctx context.Context, t *testing.T, items []string, events <-chan string) http.HandlerFunc {
+	return listAndWatch(ctx, t, `{"kind": "PartialObjectMetadataList", "apiVersion": "meta.k8s.io/v1",
+		"metadata": {"resourceVersion": "1"}, "items": [`+strings.Join(items, ", ")+`]}`, events)
 }
 
-// watchedList is watched with a list of any kind.
-func watchedList(ctx context.Context, t *testing.T, list string, events <-chan string) http.HandlerFunc {
+// listAndWatch is listAndWatchMetadata for a list of any kind.
+func listAndWatch(ctx context.Context, t *testing.T, list string, events <-chan string) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		switch q := r.URL.Query(); {
-		case q.Get("sendInitialEvents") != "": // as an old API server
+		case q.Get("sendInitialEvents") != "": // an old API server does not support it
 			refusal(422, "Invalid", "")(w, r)
 		case q.Get("watch") == "":
 			text(200, list)(w, r)
@@ -188,24 +199,26 @@ func watchedList(ctx context.Context, t *testing.T, list string, events <-chan s
 	}
 }
 
-// partial is an object as far as it is watched.
-func partial(name, version string) string {
-	return fmt.Sprintf(`{"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", "metadata": {"name": %q, "resourceVersion": %q}}`, name, version)
+// metadataJSON returns the metadata of an object.
+func metadataJSON(name, version string) string {
+	return fmt.Sprintf(`{"kind": "PartialObjectMetadata", "apiVersion": "meta.k8s.io/v1", `+
+		`"metadata": {"name": %q, "resourceVersion": %q}}`, name, version)
 }
 
+// event returns a watch event.
 func event(kind, name, version string) string {
-	return fmt.Sprintf(`{"type": %q, "object": %s}`, kind, partial(name, version))
+	return fmt.Sprintf(`{"type": %q, "object": %s}`, kind, metadataJSON(name, version))
 }
 
 func TestConfigMapFollow(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	events := make(chan string)
 	s := serve(t, nil)
-	s.from(func(w http.ResponseWriter, r *http.Request) {
+	s.setHandler(func(w http.ResponseWriter, r *http.Request) {
 		if got := r.URL.Query().Get("fieldSelector"); got != "metadata.name=nodes" {
-			t.Errorf("all of %q are followed", got) // which the rights are not for
+			t.Errorf("the field selector is %q", got) // our rights cover only this one ConfigMap
 		}
-		watched(ctx, t, []string{partial("nodes", "5")}, events)(w, r)
+		listAndWatchMetadata(ctx, t, []string{metadataJSON("nodes", "5")}, events)(w, r)
 	})
 	versions := make(chan string)
 	done := make(chan struct{})
@@ -214,12 +227,14 @@ func TestConfigMapFollow(t *testing.T) {
 		s.ConfigMap("ns", "nodes", "hosts").Follow(ctx, func(v string) { versions <- v }, func(error) {})
 	}()
 	if v := <-versions; v != "5" {
-		t.Errorf("at first it is %q", v)
+		t.Errorf("the first version is %q", v)
 	}
-	for _, c := range []struct{ kind, version, want string }{{"MODIFIED", "6", "6"}, {"DELETED", "7", ""}, {"ADDED", "8", "8"}} {
+	for _, c := range []struct{ kind, version, want string }{
+		{"MODIFIED", "6", "6"}, {"DELETED", "7", ""}, {"ADDED", "8", "8"},
+	} {
 		events <- event(c.kind, "nodes", c.version)
 		if v := <-versions; v != c.want {
-			t.Errorf("%s %s is told as %q", c.kind, c.version, v)
+			t.Errorf("%s %s is reported as %q", c.kind, c.version, v)
 		}
 	}
 	cancel()
@@ -230,21 +245,23 @@ func TestNodes(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	events := make(chan string)
 	s := serve(t, nil)
-	s.from(func(w http.ResponseWriter, r *http.Request) {
-		if got, want := r.URL.Query().Get("labelSelector"), "edge=,!node-role.kubernetes.io/control-plane,!node-role.kubernetes.io/master"; got != want {
-			t.Errorf("asked for %q, want %q", got, want)
+	s.setHandler(func(w http.ResponseWriter, r *http.Request) {
+		const want = "edge=,!node-role.kubernetes.io/control-plane,!node-role.kubernetes.io/master"
+		if got := r.URL.Query().Get("labelSelector"); got != want {
+			t.Errorf("the label selector is %q, want %q", got, want)
 		}
-		watched(ctx, t, []string{partial("edge1", "1"), partial("edge2", "1")}, events)(w, r)
+		listAndWatchMetadata(ctx, t, []string{metadataJSON("edge1", "1"), metadataJSON("edge2", "1")}, events)(w, r)
 	})
-	if _, err := s.Nodes("a=b=c", slog.New(slog.DiscardHandler)); err == nil || !strings.Contains(err.Error(), "label selector") {
-		t.Errorf("a selector that is none: %v", err)
+	_, err := s.Nodes("a=b=c", slog.New(slog.DiscardHandler))
+	if err == nil || !strings.Contains(err.Error(), "label selector") {
+		t.Errorf("a selector that is not valid: %v", err)
 	}
 	n, err := s.Nodes("edge=", slog.New(slog.DiscardHandler))
 	if err != nil {
 		t.Fatal(err)
 	}
 	if may, known := n.May("edge1"); may || known {
-		t.Error("known before anybody was asked")
+		t.Error("known before Run")
 	}
 	changed := n.Changed()
 	done := make(chan struct{})
@@ -284,11 +301,11 @@ func TestNodes(t *testing.T) {
 	}
 }
 
-// What stands in the way of reading the nodes is said, once, and no name is known.
+// If the nodes cannot be read, the log says why, once, and no name is known.
 func TestNodesForbidden(t *testing.T) {
 	s := serve(t, refusal(403, "Forbidden", ""))
-	var said transcript
-	n, err := s.Nodes("", slog.New(slog.NewTextHandler(&said, nil)))
+	var log logBuffer
+	n, err := s.Nodes("", slog.New(slog.NewTextHandler(&log, nil)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -306,12 +323,12 @@ func TestNodesForbidden(t *testing.T) {
 	}
 	cancel()
 	<-done
-	if got := said.String(); strings.Count(got, "\n") != 1 || !strings.Contains(got, "cloud-rbac.yaml") {
-		t.Errorf("said %q", got)
+	if got := log.String(); strings.Count(got, "\n") != 1 || !strings.Contains(got, "cloud-rbac.yaml") {
+		t.Errorf("logged %q", got)
 	}
 }
 
-// Pods count whether they are ready or not, in all slices of both families.
+// Replicas returns all pods, ready or not, of all slices and of both address families.
 func TestReplicas(t *testing.T) {
 	var query string
 	s := serve(t, nil)
@@ -326,7 +343,7 @@ func TestReplicas(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s.from(func(w http.ResponseWriter, r *http.Request) {
+	s.setHandler(func(w http.ResponseWriter, r *http.Request) {
 		query = r.URL.RawQuery
 		w.Write(list)
 	})
@@ -335,13 +352,13 @@ func TestReplicas(t *testing.T) {
 	if err != nil || !slices.Equal(got, want) {
 		t.Errorf("%v, %v; want %v", got, err, want)
 	}
-	s.wantAsked(t, "GET /apis/discovery.k8s.io/v1/namespaces/ns/endpointslices")
+	s.wantRequests(t, "GET /apis/discovery.k8s.io/v1/namespaces/ns/endpointslices")
 	if query != "labelSelector=kubernetes.io%2Fservice-name%3Dcloud" {
-		t.Errorf("asked for %s", query)
+		t.Errorf("the query is %s", query)
 	}
 }
 
-// Where there is no API server, the error says what to set.
+// Without a configured API server, the error says what to set.
 func TestNoCluster(t *testing.T) {
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 	if _, err := New("", "test"); err == nil || !strings.Contains(err.Error(), "KUBECONFIG") {

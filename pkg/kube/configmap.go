@@ -11,35 +11,36 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 )
 
-// ConfigMap is one key of a ConfigMap. The others are never read or written by it.
+// ConfigMap is one key of a ConfigMap. It never writes other keys, and of their values it uses
+// only the size. Its fields are set once; any goroutine may use it.
 type ConfigMap struct {
 	client               *Client
 	namespace, name, key string
 }
 
-// Content is what the key held at one time.
+// Content is the value of the key at one resource version.
 type Content struct {
 	Text    string
-	Others  int    // bytes of the values of all other keys
-	Version string // "" when there was no such ConfigMap
+	Others  int    // total size in bytes of the values of all other keys
+	Version string // the resource version; "": there was no such ConfigMap
 }
 
-// ConfigMap returns a key of a ConfigMap that need not exist.
+// ConfigMap returns one key of a ConfigMap. Neither needs to exist.
 func (c *Client) ConfigMap(namespace, name, key string) *ConfigMap {
 	return &ConfigMap{c, namespace, name, key}
 }
 
-// String returns how kubectl would be told of it.
+// String returns the ConfigMap as "configmap NAMESPACE/NAME".
 func (m *ConfigMap) String() string { return "configmap " + m.namespace + "/" + m.name }
 
-// configMap is the object, as far as we look (k8s.io/api/core/v1).
+// configMap holds the fields that are used of a ConfigMap (k8s.io/api/core/v1).
 type configMap struct {
 	object
 	Data       map[string]string `json:"data,omitempty"`
 	BinaryData map[string][]byte `json:"binaryData,omitempty"`
 }
 
-// Load reads the key. That there is no such ConfigMap, or no such key, is no error.
+// Load reads the key. A missing ConfigMap or a missing key is no error.
 func (m *ConfigMap) Load(ctx context.Context) (Content, error) {
 	var cm configMap
 	err := m.client.objects.get(ctx, path.Join(configMaps(m.namespace), m.name), &cm)
@@ -61,8 +62,8 @@ func (m *ConfigMap) Load(ctx context.Context) (Content, error) {
 	return now, nil
 }
 
-// Save makes text the key's value, if the ConfigMap is still as old says; it creates
-// one that was not there. It returns what is now there.
+// Save sets the key's value to text if the ConfigMap still has the version of old. If old
+// has no version, Save creates the ConfigMap. It returns the new content.
 func (m *ConfigMap) Save(ctx context.Context, old Content, text string) (Content, error) {
 	write := configMap{object: named(m.namespace, m.name, old.Version), Data: map[string]string{m.key: text}}
 	var err error
@@ -78,16 +79,17 @@ func (m *ConfigMap) Save(ctx context.Context, old Content, text string) (Content
 	return Content{Text: text, Others: old.Others, Version: now.Metadata.ResourceVersion}, nil
 }
 
-// Follow calls changed with each version that the ConfigMap gets from now on, "" when
-// it is deleted, until ctx is done. It may skip versions, and it may call changed with
-// one that Save has returned. said gets what stands in its way, nil when nothing does.
-func (m *ConfigMap) Follow(ctx context.Context, changed func(version string), said func(error)) {
+// Follow calls changed with the current version of the ConfigMap and with each new one until
+// ctx is done; "" means that there is no ConfigMap. It may skip versions, and it may call
+// changed with a version that Save has returned. It calls report with the outcome of each
+// request: nil, or why it failed.
+func (m *ConfigMap) Follow(ctx context.Context, changed func(version string), report func(error)) {
 	m.client.follow(ctx, schema.GroupVersionResource{Version: "v1", Resource: "configmaps"}, m.namespace,
 		metav1.ListOptions{FieldSelector: fields.OneTermEqualSelector("metadata.name", m.name).String()},
-		versionStore(changed), said)
+		versionStore(changed), report)
 }
 
-// versionStore is what a reflector writes to when only the version counts.
+// versionStore is the store of a reflector. It passes on only the version.
 type versionStore func(version string)
 
 func (s versionStore) Add(o any) error    { s(version(o)); return nil }
@@ -105,6 +107,7 @@ func (s versionStore) Replace(all []any, _ string) error {
 	return nil
 }
 
+// version returns the resource version of an object.
 func version(o any) string {
 	if m, ok := o.(metav1.Object); ok {
 		return m.GetResourceVersion()

@@ -11,20 +11,20 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// Reason is why a request failed, as far as somebody would act on it differently.
+// Reason is why a request failed. Callers or operators react differently to each reason.
 type Reason string
 
-// The reasons. Their values are those of a metric's label.
+// The reasons. Their values are also the values of a metric's label.
 const (
 	OK        Reason = "ok"
-	Conflict  Reason = "conflict"  // somebody else changed the object since it was read: read it again
-	Forbidden Reason = "forbidden" // the rights are missing
-	Throttled Reason = "throttled" // 429: the server has too much to do
-	TooLarge  Reason = "too_large"
-	Failed    Reason = "failed" // everything else, a server that cannot be reached among it
+	Conflict  Reason = "conflict"  // another writer changed the object since it was read: read it again
+	Forbidden Reason = "forbidden" // the rights are missing, or the credential is not accepted
+	Throttled Reason = "throttled" // 429: the server is overloaded
+	TooLarge  Reason = "too_large" // the object or the request is too large
+	Failed    Reason = "failed"    // any other failure, also a server that cannot be reached
 )
 
-// Reasons returns all of them.
+// Reasons returns all reasons.
 func Reasons() []Reason { return []Reason{OK, Conflict, Forbidden, Throttled, TooLarge, Failed} }
 
 // ReasonFor returns why a request of this package failed.
@@ -32,7 +32,7 @@ func ReasonFor(err error) Reason {
 	switch {
 	case err == nil:
 		return OK
-	// Created by somebody else meanwhile, or deleted: what was read is out of date.
+	// Another writer has created or deleted the object meanwhile: read it again.
 	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err), apierrors.IsNotFound(err):
 		return Conflict
 	case apierrors.IsForbidden(err), apierrors.IsUnauthorized(err):
@@ -46,7 +46,8 @@ func ReasonFor(err error) Reason {
 	}
 }
 
-// RetryAfter returns how long the server asks to be left alone; 0 if it does not say.
+// RetryAfter returns how long the server asks the client to wait before the next request; 0 if
+// it does not say.
 func RetryAfter(err error) time.Duration {
 	seconds, ok := apierrors.SuggestsClientDelay(err)
 	if !ok {
@@ -55,12 +56,13 @@ func RetryAfter(err error) time.Duration {
 	return time.Duration(seconds) * time.Second
 }
 
-// Explain adds to an error of this package what an operator can do about it.
+// Explain adds to an error of this package what an operator can do about the error.
 func Explain(err error) error {
 	var timeout net.Error
 	switch {
 	case apierrors.IsUnauthorized(err):
-		return fmt.Errorf("%w: the API server does not know our credential; is the service account or the kubeconfig up to date?", err)
+		return fmt.Errorf("%w: the API server does not know our credential; "+
+			"is the service account or the kubeconfig up to date?", err)
 	case apierrors.IsForbidden(err):
 		return fmt.Errorf("%w: grant it (deployment/cloud-rbac.yaml holds all rights that are needed)", err)
 	case apierrors.IsTooManyRequests(err):

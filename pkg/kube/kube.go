@@ -1,21 +1,22 @@
-// Package kube is the little of Kubernetes that the cloud needs: the names of the
-// nodes ([Nodes]), one key of a ConfigMap ([ConfigMap]), a Lease to elect a writer
-// ([Lease]), where a Service's pods are ([Client.Replicas]), whose a token is
-// ([Client.ReviewToken]), certificates for nodes ([Signer]), and the node of a pod
-// ([Pods]).
+// Package kube is a client for the parts of Kubernetes that the cloud needs: the names
+// of the nodes ([Nodes]), the addresses that each node reaches ([Reaches]), one key of a
+// ConfigMap ([ConfigMap]), a Lease to elect a writer ([Lease]), the addresses of a
+// Service's pods ([Client.Replicas]), the owner of a token ([Client.ReviewToken]),
+// certificates for nodes ([Signer]), and the node of a pod ([Pods]).
 //
 //	c, err := kube.New(os.Getenv("KUBECONFIG"), "tunnel/v1.2.3")
 //	cm := c.ConfigMap("tunnel-system", "tunnel-nodes", "hosts")
 //	old, err := cm.Load(ctx)
-//	now, err := cm.Save(ctx, old, text) // ReasonFor(err) == Conflict: somebody was faster
+//	now, err := cm.Save(ctx, old, text) // ReasonFor(err) == Conflict: another writer was faster
 //
-// It is client-go's REST client, metadata client and reflector, and none of the typed
-// API, which would cost more than all of them together. Objects are changed by merge
-// patches that carry the version they were read at, so that nothing is touched that is
-// not ours, and two writers never overwrite each other. Requests are not repeated in
-// here: a caller that waits in its own way can also say what it waits for.
+// It uses client-go's REST client, metadata client and reflector. It does not use the
+// typed API, which would cost more than these three together. Objects are changed by
+// merge patches that carry the resource version at which they were read. So a patch
+// touches only our own fields, and two writers never overwrite each other. The package
+// does not retry requests, so that a caller can choose its own backoff and report what
+// it waits for. Exceptions: [Nodes], [Pods], [Reaches] and [Lease] retry while they run.
 //
-// What the rights are for is in deployment/cloud-rbac.yaml.
+// deployment/cloud-rbac.yaml says what each right is for.
 package kube
 
 import (
@@ -36,37 +37,40 @@ import (
 )
 
 const (
-	// requestTimeout bounds one request, watches excepted. A Lease must be renewed
-	// within renewDeadline, so two attempts have to fit.
+	// requestTimeout bounds one request, except watches. A Lease must be renewed within
+	// renewDeadline, so two requests must fit into it.
 	requestTimeout = 4 * time.Second
 
-	// A guard against our own mistakes, not a pace: what runs in here asks once or twice
-	// a second.
+	// The rate limit of all requests without a limit of their own. It guards against
+	// mistakes in our own code: normal use is one or two requests a second.
 	requestsPerSecond = 20
 	requestBurst      = 40
 
-	// What nodes cause by joining has a guard of its own: thousands may come back at once,
-	// and must neither wait at the pace above nor make a Lease wait.
+	// The rate limit of requests that joining nodes cause: token reviews and certificates.
+	// Thousands of nodes may come back at once. They must not wait for the limit above, and
+	// must not delay a Lease.
 	joinsPerSecond = 200
 	joinBurst      = 400
 
-	// Reads of pods have a rate limit of their own.
+	// The rate limit of reads of pods.
 	podsPerSecond = 100
 	podBurst      = 200
 )
 
-// Client is a connection to a Kubernetes API server. It is for any goroutine.
+// Client is a client of one Kubernetes API server. Any goroutine may use it. Its fields are
+// set once. Each kind of request has a client of its own where it needs its own rate limit.
 type Client struct {
-	objects objects
-	joins   objects          // for reviews and certificates
-	pods    objects          // for Pods
-	nodes   *rest.RESTClient // for Reaches
-	watches metadata.Interface
-	host    string
+	objects objects            // for ConfigMaps, Leases, EndpointSlices and ServiceCIDRs
+	joins   objects            // for token reviews and certificates
+	pods    objects            // for Pods
+	nodes   *rest.RESTClient   // for Reaches
+	watches metadata.Interface // for watches of metadata
+	host    string             // of the API server, as the configuration has it
 }
 
-// New returns a client for the API server that the file kubeconfig names, or, when it
-// is empty, for the one of the pod that we run in. It does not connect yet.
+// New returns a client for the API server that the file kubeconfig names. If kubeconfig is
+// empty, New uses the service account of the pod in which the process runs. It does not
+// connect yet.
 func New(kubeconfig, userAgent string) (*Client, error) {
 	config, err := restConfig(kubeconfig)
 	if err != nil {
@@ -74,10 +78,10 @@ func New(kubeconfig, userAgent string) (*Client, error) {
 	}
 	config.UserAgent = userAgent
 	config.QPS, config.Burst = requestsPerSecond, requestBurst
-	config.WarningHandlerWithContext = rest.NoWarnings{} // of deprecated APIs; we ask for none
+	config.WarningHandlerWithContext = rest.NoWarnings{} // they are about deprecated APIs, and none is used here
 
 	scheme := runtime.NewScheme()
-	metav1.AddToGroupVersion(scheme, v1) // for the Status of a refusal
+	metav1.AddToGroupVersion(scheme, v1) // for the Status object of a failed request
 	client, err := restClient(config, scheme)
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
@@ -100,10 +104,13 @@ func New(kubeconfig, userAgent string) (*Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
 	}
-	return &Client{objects: restObjects{client}, joins: restObjects{joins}, pods: restObjects{pods}, nodes: nodes, watches: watches, host: config.Host}, nil
+	return &Client{
+		objects: restObjects{client}, joins: restObjects{joins}, pods: restObjects{pods},
+		nodes: nodes, watches: watches, host: config.Host,
+	}, nil
 }
 
-// restClient is a client that knows the types of a scheme.
+// restClient returns a REST client for the types of a scheme.
 func restClient(config *rest.Config, scheme *runtime.Scheme) (*rest.RESTClient, error) {
 	config = rest.CopyConfig(config)
 	config.NegotiatedSerializer = serializer.NewCodecFactory(scheme).WithoutConversion()
@@ -111,9 +118,10 @@ func restClient(config *rest.Config, scheme *runtime.Scheme) (*rest.RESTClient, 
 	return rest.UnversionedRESTClientFor(config)
 }
 
-// Host returns the address of the API server, for the operator's eyes.
+// Host returns the address of the API server, for logs.
 func (c *Client) Host() string { return c.host }
 
+// restConfig reads the file kubeconfig, or the pod's service account if kubeconfig is empty.
 func restConfig(kubeconfig string) (*rest.Config, error) {
 	if kubeconfig != "" {
 		config, err := clientcmd.BuildConfigFromFlags("", kubeconfig)
@@ -125,15 +133,18 @@ func restConfig(kubeconfig string) (*rest.Config, error) {
 	config, err := rest.InClusterConfig()
 	switch {
 	case errors.Is(err, rest.ErrNotInCluster):
-		return nil, errors.New("this is no pod, and KUBECONFIG is not set: set it to the file that names the API server, or run without Kubernetes: without configmap in [mode.cloud.stream.dns], serviceaccounts and signer in [mode.cloud.join], and kubernetes in [mode.cloud.https] and [mode.cloud.egress]")
+		return nil, errors.New("this is no pod, and KUBECONFIG is not set: set it to the file that names the API server, " +
+			"or run without Kubernetes: without configmap in [mode.cloud.stream.dns], " +
+			"serviceaccounts and signer in [mode.cloud.join], " +
+			"and kubernetes in [mode.cloud.https] and [mode.cloud.egress]")
 	case err != nil:
 		return nil, fmt.Errorf("reading the pod's service account (is automountServiceAccountToken off?): %w", err)
 	}
 	return config, nil
 }
 
-// objects is what is asked of an API server; tests have one in memory. Errors are those
-// of apimachinery's api/errors.
+// objects are the operations on an API server that this package needs. Tests implement them
+// in memory. Errors are those of apimachinery's api/errors.
 type objects interface {
 	// get reads the object at a path into out.
 	get(ctx context.Context, path string, out any) error
@@ -141,12 +152,14 @@ type objects interface {
 	list(ctx context.Context, path, selector string, out any) error
 	// create posts an object to the path of its collection.
 	create(ctx context.Context, path string, object, out any) error
-	// patch merges (RFC 7386) into the object at a path; out gets its new metadata only.
+	// patch applies a merge patch (RFC 7386) to the object at a path; out gets only the object's
+	// new metadata.
 	patch(ctx context.Context, path string, patch, out any) error
 	// delete removes the object at a path.
 	delete(ctx context.Context, path string) error
 }
 
+// restObjects implements objects with a REST client.
 type restObjects struct{ client *rest.RESTClient }
 
 func (o restObjects) get(ctx context.Context, path string, out any) error {
@@ -178,6 +191,7 @@ func (o restObjects) delete(ctx context.Context, path string) error {
 	return do(ctx, o.client.Delete().AbsPath(path), new(struct{}))
 }
 
+// do sends a request once, within requestTimeout, and decodes the answer into out.
 func do(ctx context.Context, r *rest.Request, out any) error {
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
@@ -192,7 +206,7 @@ func do(ctx context.Context, r *rest.Request, out any) error {
 	return json.Unmarshal(body, out)
 }
 
-// object is what all objects have, as far as we look.
+// object holds the fields of every object that this package uses.
 type object struct {
 	Metadata struct {
 		Name            string `json:"name,omitempty"`
@@ -201,8 +215,9 @@ type object struct {
 	} `json:"metadata"`
 }
 
-// named returns an object's metadata for a create or a patch. A patch with a version is
-// refused as a conflict when the object has changed since, or is another one of that name.
+// named returns an object's metadata for a create or a patch. The API server answers a patch
+// with a version by a conflict if the object has changed since, or was replaced by another
+// object of the same name.
 func named(namespace, name, version string) object {
 	var o object
 	o.Metadata.Namespace, o.Metadata.Name, o.Metadata.ResourceVersion = namespace, name, version

@@ -13,16 +13,24 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// The defaults of Kubernetes' own components (k8s.io/client-go/tools/leaderelection).
 const (
-	leaseDuration = 15 * time.Second // a holder that has not renewed for this long has lost it
-	renewDeadline = 10 * time.Second // a holder that could not renew for this long stops by itself, before others may begin
-	retryPeriod   = 2 * time.Second  // between attempts of anyone; up to a fifth more, so that replicas do not march in step
-	releaseWithin = 2 * time.Second
+	// The first three values are the defaults of Kubernetes' own components
+	// (k8s.io/client-go/tools/leaderelection).
+
+	// leaseDuration is how long a lease lasts after a renewal. Then another process may take it.
+	leaseDuration = 15 * time.Second
+	// renewDeadline is how long a holder that cannot renew goes on. It is less than leaseDuration,
+	// so the holder stops before another process may start.
+	renewDeadline = 10 * time.Second
+	// retryPeriod is the pause between attempts of any process. A process without the lease adds
+	// up to a fifth at random, so that replicas do not try at the same time.
+	retryPeriod = 2 * time.Second
+	// releaseTimeout bounds the request that gives the lease back at the end.
+	releaseTimeout = 2 * time.Second
 )
 
-// Lease elects one of several processes by an object of coordination.k8s.io. It does
-// what client-go's leaderelection does, which would bring the typed API with it.
+// Lease elects one of several processes by an object of coordination.k8s.io. It works like
+// client-go's leaderelection, but without the typed API, which that package needs.
 type Lease struct {
 	// Set once.
 	objects         objects
@@ -31,14 +39,17 @@ type Lease struct {
 	log             *slog.Logger
 
 	// Owned by Run.
-	seen   lease     // as last read or written
-	seenAt time.Time // when it last changed, by our clock: the holder's is not compared with ours
+	seen lease // the object as last read or written
+	// seenAt is when the object last changed, by our own clock. The holder's clock is not used,
+	// since it may differ from ours.
+	seenAt time.Time
 
+	// Written by Run, read by any goroutine.
 	held atomic.Bool
-	err  atomic.Pointer[error] // of the last attempt; nil: none
+	err  atomic.Pointer[error] // of the last attempt; nil: no error
 }
 
-// lease is the object, as far as we look (k8s.io/api/coordination/v1).
+// lease holds the fields that are used of a Lease (k8s.io/api/coordination/v1).
 type lease struct {
 	object
 	Spec leaseSpec `json:"spec"`
@@ -52,8 +63,8 @@ type leaseSpec struct {
 	Transitions int               `json:"leaseTransitions"`
 }
 
-// Lease returns the Lease of that name for a process that calls itself identity, which
-// no other may do.
+// Lease returns the Lease of that name for the process with that identity. No other process
+// may use the same identity.
 func (c *Client) Lease(namespace, name, identity string, log *slog.Logger) *Lease {
 	return &Lease{objects: c.objects, namespace: namespace, name: name, identity: identity, log: log}
 }
@@ -61,8 +72,8 @@ func (c *Client) Lease(namespace, name, identity string, log *slog.Logger) *Leas
 // Held reports whether this process holds the lease.
 func (l *Lease) Held() bool { return l.held.Load() }
 
-// Err returns why the last attempt to get or renew the lease failed; nil when it did
-// not, or when somebody else holds the lease.
+// Err returns why the last attempt to get or renew the lease failed. It returns nil if the
+// attempt did not fail, or if another process holds the lease.
 func (l *Lease) Err() error {
 	if err := l.err.Load(); err != nil {
 		return *err
@@ -70,9 +81,9 @@ func (l *Lease) Err() error {
 	return nil
 }
 
-// Run calls lead whenever this process holds the lease, and ends lead's context when it
-// no longer does, before anyone else can hold it. Run returns when ctx is done, lead has
-// returned, and the lease has been given back.
+// Run calls lead whenever this process gets the lease. It ends the context of lead before
+// another process can get the lease. Run returns when ctx is done, lead has returned, and the
+// lease has been given back.
 func (l *Lease) Run(ctx context.Context, lead func(ctx context.Context)) {
 	for ctx.Err() == nil {
 		if l.attempt(ctx) {
@@ -83,12 +94,12 @@ func (l *Lease) Run(ctx context.Context, lead func(ctx context.Context)) {
 	}
 }
 
-// lead runs lead until ctx is done, the lease is somebody else's, or it has not been
-// renewed for renewDeadline.
+// lead calls the function lead. It stops it when ctx is done, when another process holds the
+// lease, or when the lease was not renewed for renewDeadline.
 func (l *Lease) lead(ctx context.Context, lead func(ctx context.Context)) {
 	l.log.Info("this replica writes from now on", "lease", l.namespace+"/"+l.name)
 	leading, stop := context.WithCancel(ctx)
-	done := make(chan struct{}) // closed when lead has returned
+	done := make(chan struct{}) // closed when lead has returned; nothing is sent
 	l.held.Store(true)
 	go func() {
 		defer close(done)
@@ -98,7 +109,7 @@ func (l *Lease) lead(ctx context.Context, lead func(ctx context.Context)) {
 	for ctx.Err() == nil && time.Since(renewed) < renewDeadline {
 		sleep(ctx, min(retryPeriod, renewDeadline-time.Since(renewed)))
 		if time.Since(renewed) >= renewDeadline {
-			break // an attempt now would only hide why the ones before failed
+			break // another attempt would time out at once and replace the error of the earlier ones
 		}
 		attempt, cancel := context.WithDeadline(ctx, renewed.Add(renewDeadline))
 		if l.attempt(attempt) {
@@ -116,10 +127,11 @@ func (l *Lease) lead(ctx context.Context, lead func(ctx context.Context)) {
 		l.release(context.WithoutCancel(ctx))
 		return
 	}
-	l.log.Warn("this replica writes no longer", "lease", l.namespace+"/"+l.name, "holder", l.seen.Spec.Holder, "err", l.Err())
+	l.log.Warn("this replica writes no longer",
+		"lease", l.namespace+"/"+l.name, "holder", l.seen.Spec.Holder, "err", l.Err())
 }
 
-// attempt gets or renews the lease and reports whether it is ours for another
+// attempt gets or renews the lease. It reports whether this process holds the lease for another
 // leaseDuration.
 func (l *Lease) attempt(ctx context.Context) bool {
 	ours, err := l.try(ctx)
@@ -127,7 +139,7 @@ func (l *Lease) attempt(ctx context.Context) bool {
 		return false
 	}
 	if apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err) {
-		err = nil // somebody was faster: the next attempt reads who
+		err = nil // another process was faster; the next attempt reads which one
 	}
 	before := l.Err()
 	if err == nil {
@@ -136,14 +148,16 @@ func (l *Lease) attempt(ctx context.Context) bool {
 		l.err.Store(&err)
 	}
 	if err != nil && before == nil {
-		l.log.Warn("the lease that says which replica writes cannot be used", "lease", l.namespace+"/"+l.name, "err", Explain(err))
+		l.log.Warn("the lease that says which replica writes cannot be used",
+			"lease", l.namespace+"/"+l.name, "err", Explain(err))
 	}
 	return ours
 }
 
+// try is attempt without the handling of errors.
 func (l *Lease) try(ctx context.Context) (ours bool, err error) {
-	// A holder renews what it wrote itself; if anything has happened since, that is a
-	// conflict, and the lease is read.
+	// A holder renews without reading the lease first. If another process has changed the lease,
+	// the write ends in a conflict, and then the lease is read.
 	if !l.mine() {
 		if err := l.read(ctx); err != nil {
 			return false, err
@@ -164,7 +178,7 @@ func (l *Lease) try(ctx context.Context) (ours bool, err error) {
 	spec.Seconds, spec.Renewed = int(leaseDuration.Seconds()), &now
 	if err := l.write(ctx, spec); err != nil {
 		if apierrors.IsConflict(err) || apierrors.IsNotFound(err) {
-			l.seen.Metadata.ResourceVersion = "" // out of date: read it the next time
+			l.seen.Metadata.ResourceVersion = "" // out of date; if this read fails, the next attempt reads again
 			return false, l.read(ctx)
 		}
 		return false, err
@@ -172,12 +186,12 @@ func (l *Lease) try(ctx context.Context) (ours bool, err error) {
 	return true, nil
 }
 
-// mine reports whether what was last seen of the lease is what we wrote.
+// mine reports whether the lease as last seen is the one that this process wrote.
 func (l *Lease) mine() bool {
 	return l.held.Load() && l.seen.Spec.Holder == l.identity && l.seen.Metadata.ResourceVersion != ""
 }
 
-// read looks who holds the lease. That there is none is no error.
+// read reads the lease. A missing lease is no error.
 func (l *Lease) read(ctx context.Context) error {
 	var now lease
 	err := l.objects.get(ctx, l.path(), &now)
@@ -191,6 +205,7 @@ func (l *Lease) read(ctx context.Context) error {
 	return nil
 }
 
+// write creates or updates the lease at the version last seen.
 func (l *Lease) write(ctx context.Context, spec leaseSpec) error {
 	write := lease{object: named(l.namespace, l.name, l.seen.Metadata.ResourceVersion), Spec: spec}
 	var now object
@@ -208,17 +223,18 @@ func (l *Lease) write(ctx context.Context, spec leaseSpec) error {
 	return nil
 }
 
-// release gives the lease back, so that another replica need not wait until it expires.
+// release gives the lease back, so that another replica does not have to wait until it expires.
 func (l *Lease) release(ctx context.Context) {
 	if l.seen.Spec.Holder != l.identity {
 		return
 	}
-	ctx, cancel := context.WithTimeout(ctx, releaseWithin)
+	ctx, cancel := context.WithTimeout(ctx, releaseTimeout)
 	defer cancel()
 	spec := l.seen.Spec
 	spec.Holder, spec.Seconds = "", 1
 	if err := l.write(ctx, spec); err != nil && !apierrors.IsConflict(err) {
-		l.log.Warn("the lease was not given back; another replica takes it when it expires", "lease", l.namespace+"/"+l.name, "err", err)
+		l.log.Warn("the lease was not given back; another replica takes it when it expires",
+			"lease", l.namespace+"/"+l.name, "err", err)
 	}
 }
 

@@ -19,38 +19,39 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 )
 
-// memory is an API server of any kind of object, in memory. Each client has its own
-// view of it, which can be cut off.
+// memory is an in-memory API server for any kind of object. Each client has its own view of
+// it, which can be disconnected.
 type memory struct {
-	mu      sync.Mutex // guards the following
-	objects map[string]map[string]any
-	version int
-	patches int
+	mu      sync.Mutex                // guards the following
+	objects map[string]map[string]any // by path
+	version int                       // the last resource version
+	patches int                       // how many patches were applied
 
-	said transcript // what all clients log
+	log logBuffer // of all clients
 }
 
-// transcript collects a log.
-type transcript struct {
+// logBuffer collects a log.
+type logBuffer struct {
 	mu   sync.Mutex // guards the following
 	text strings.Builder
 }
 
-func (s *transcript) Write(p []byte) (int, error) {
+func (s *logBuffer) Write(p []byte) (int, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.text.Write(p)
 }
 
-func (s *transcript) String() string {
+func (s *logBuffer) String() string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.text.String()
 }
 
+// view is one client's connection to memory.
 type view struct {
 	*memory
-	down *atomic.Bool
+	down *atomic.Bool // disconnected
 }
 
 func newMemory() *memory { return &memory{objects: make(map[string]map[string]any)} }
@@ -61,7 +62,7 @@ var resource = schema.GroupResource{Resource: "leases"}
 
 var errDown = errors.New("connection refused")
 
-// reach fails when there is no way, or no time.
+// reach returns an error if the view is disconnected, or ctx is done.
 func (v view) reach(ctx context.Context) error {
 	if v.down.Load() && ctx.Err() == nil {
 		return errDown
@@ -175,20 +176,22 @@ func (m *memory) spec() map[string]any {
 	return o["spec"].(map[string]any)
 }
 
-// candidate is one process that would like to lead.
+// candidate is one process that competes for the lease.
 type candidate struct {
 	view
 	*Lease
-	leading *atomic.Int32 // how many lead now, of all
-	terms   atomic.Int32
+	leading *atomic.Int32 // how many candidates lead now
+	terms   atomic.Int32  // how often this one has started to lead
 	stop    context.CancelFunc
-	done    chan struct{}
+	done    chan struct{} // closed when Run has returned
 }
 
 func (m *memory) candidate(ctx context.Context, t *testing.T, name string, leading *atomic.Int32) *candidate {
 	v := m.view()
-	c := &candidate{view: v, leading: leading, done: make(chan struct{}),
-		Lease: (&Client{objects: v}).Lease("ns", "nodes", name, slog.New(slog.NewTextHandler(&m.said, nil)))}
+	c := &candidate{
+		view: v, leading: leading, done: make(chan struct{}),
+		Lease: (&Client{objects: v}).Lease("ns", "nodes", name, slog.New(slog.NewTextHandler(&m.log, nil))),
+	}
 	ctx, c.stop = context.WithCancel(ctx)
 	go func() {
 		defer close(c.done)
@@ -204,6 +207,7 @@ func (m *memory) candidate(ctx context.Context, t *testing.T, name string, leadi
 	return c
 }
 
+// election runs a test in a bubble of synctest. stand starts a candidate.
 func election(t *testing.T, test func(t *testing.T, m *memory, stand func(name string) *candidate)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
@@ -242,7 +246,7 @@ func TestLeaseHasOneHolder(t *testing.T) {
 		if m.patches < 250 || m.patches > 320 {
 			t.Errorf("renewed %d times in 10 minutes, want once in %v", m.patches, retryPeriod)
 		}
-		a.stop() // a clean end gives it back
+		a.stop() // a clean end gives the lease back
 		after(2*retryPeriod + time.Second)
 		if a.Held() || !b.Held() || m.spec()["holderIdentity"] != "b" || m.spec()["leaseTransitions"] != 1.0 {
 			t.Errorf("after a has ended: %v", m.spec())
@@ -250,7 +254,7 @@ func TestLeaseHasOneHolder(t *testing.T) {
 	})
 }
 
-// A holder that is cut off stops before another one begins.
+// A holder that is disconnected stops before another one starts.
 func TestLeaseExpires(t *testing.T) {
 	election(t, func(t *testing.T, m *memory, stand func(string) *candidate) {
 		a := stand("a")
@@ -262,8 +266,8 @@ func TestLeaseExpires(t *testing.T) {
 		if a.Held() || b.Held() || a.Err() == nil {
 			t.Errorf("%v after the cut: a holds: %v (%v), b holds: %v", renewDeadline+time.Second, a.Held(), a.Err(), b.Held())
 		}
-		if said := m.said.String(); !regexp.MustCompile(`writes no longer.*` + errDown.Error()).MatchString(said) {
-			t.Errorf("the log does not say why a stopped:\n%s", said)
+		if log := m.log.String(); !regexp.MustCompile(`writes no longer.*` + errDown.Error()).MatchString(log) {
+			t.Errorf("the log does not say why a stopped:\n%s", log)
 		}
 		after(leaseDuration)
 		if !b.Held() {
@@ -277,23 +281,23 @@ func TestLeaseExpires(t *testing.T) {
 	})
 }
 
-// One that is killed and starts again under its own name goes on at once.
+// A process that is killed and starts again under the same name leads at once.
 func TestLeaseOfTheSameName(t *testing.T) {
 	election(t, func(t *testing.T, m *memory, stand func(string) *candidate) {
 		a := stand("a")
 		after(time.Minute)
-		a.down.Store(true) // so that it cannot give it back
+		a.down.Store(true) // so that it cannot give the lease back
 		a.stop()
 		after(time.Second)
 		again := stand("a")
 		after(time.Second)
 		if !again.Held() {
-			t.Error("it waits for itself")
+			t.Error("it waits for its own lease to expire")
 		}
 	})
 }
 
-// Who deletes or takes the Lease by hand ends the term.
+// When an operator takes the Lease by hand, the holder stops. A deleted Lease is created again.
 func TestLeaseTakenAway(t *testing.T) {
 	election(t, func(t *testing.T, m *memory, stand func(string) *candidate) {
 		a := stand("a")
@@ -304,18 +308,18 @@ func TestLeaseTakenAway(t *testing.T) {
 		m.mu.Unlock()
 		after(retryPeriod + time.Second)
 		if a.Held() {
-			t.Error("a leads with somebody else's lease")
+			t.Error("a leads although another process holds the lease")
 		}
 		after(leaseDuration + 2*retryPeriod)
 		if !a.Held() {
-			t.Error("nobody renews it, and a does not take it")
+			t.Error("the lease has expired, and a does not take it")
 		}
 		m.mu.Lock()
 		delete(m.objects, leasePath)
 		m.mu.Unlock()
 		after(3 * retryPeriod)
 		if !a.Held() || m.spec() == nil {
-			t.Error("a deleted lease is not made again")
+			t.Error("a deleted lease is not created again")
 		}
 	})
 }

@@ -14,37 +14,42 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// notControlPlane leaves out the machines of the control plane, by the labels that
-// kubeadm gives them. The kubelet of a node may not set them (NodeRestriction).
+// notControlPlane is a label selector that excludes the machines of the control plane. It uses
+// the labels that kubeadm sets. A kubelet may not set them on its own Node (NodeRestriction).
 const notControlPlane = "!" + controlPlane + ",!" + oldControlPlane
 
+// The labels of control-plane machines: the current one, and the one of older clusters.
 const controlPlane, oldControlPlane = "node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master"
 
+// isControlPlane reports whether the labels of a Node mark a machine of the control plane.
 func isControlPlane(labels map[string]string) bool {
 	_, is := labels[controlPlane]
 	_, was := labels[oldControlPlane]
 	return is || was
 }
 
-// Nodes are the names of the cluster's nodes, those of the control plane apart.
+// Nodes follows the names of the cluster's nodes, without those of the control plane.
 type Nodes struct {
 	// Set once.
 	client   *Client
-	selector string
+	selector string // of labels; it excludes the control plane
 	log      *slog.Logger
 
-	mu      sync.RWMutex // guards the following
-	names   map[tunnel.NodeName]struct{}
-	known   bool          // whether names have ever been complete; it stays so, since an old list is better than none
-	changed chan struct{} // closed at the next change; nil while nobody waits
-	err     error         // why names may be out of date
+	mu    sync.RWMutex // guards the following
+	names map[tunnel.NodeName]struct{}
+	// known is true once names has been complete. It stays true, since an old list is better than
+	// none.
+	known   bool
+	changed chan struct{} // closed at the next change, never sent to; nil: nobody waits for a change
+	err     error         // why names may be out of date; nil: they are up to date
 }
 
-// Nodes returns the nodes that match a label selector (Kubernetes' syntax); "" are all.
-// Nothing is known of them before Run.
+// Nodes returns the nodes that match a label selector (Kubernetes' syntax); "" matches all.
+// The names are unknown before Run.
 func (c *Client) Nodes(selector string, log *slog.Logger) (*Nodes, error) {
 	if _, err := labels.Parse(selector); err != nil {
-		return nil, fmt.Errorf("%q is not a label selector: write one such as \"node-role.kubernetes.io/edge=\": %w", selector, err)
+		return nil, fmt.Errorf(
+			"%q is not a label selector: write one such as \"node-role.kubernetes.io/edge=\": %w", selector, err)
 	}
 	if selector != "" {
 		selector += ","
@@ -55,12 +60,12 @@ func (c *Client) Nodes(selector string, log *slog.Logger) (*Nodes, error) {
 // Run follows the nodes until ctx is done.
 func (n *Nodes) Run(ctx context.Context) error {
 	n.client.follow(ctx, schema.GroupVersionResource{Version: "v1", Resource: "nodes"}, "",
-		metav1.ListOptions{LabelSelector: n.selector}, (*nodeStore)(n), n.said)
+		metav1.ListOptions{LabelSelector: n.selector}, (*nodeStore)(n), n.noteResult)
 	return nil
 }
 
-// May reports whether a node of that name may be told of. known is false until the
-// names have been read once.
+// May reports whether Kubernetes has a matching node of that name, so that clients may be told
+// about it. known is false until the names have been read once.
 func (n *Nodes) May(name tunnel.NodeName) (may, known bool) {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
@@ -68,7 +73,7 @@ func (n *Nodes) May(name tunnel.NodeName) (may, known bool) {
 	return may, n.known
 }
 
-// Changed returns a channel that is closed at the next change of any name.
+// Changed returns a channel that is closed when the next name is added or removed.
 func (n *Nodes) Changed() <-chan struct{} {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -78,15 +83,16 @@ func (n *Nodes) Changed() <-chan struct{} {
 	return n.changed
 }
 
-// Err returns why the names may be out of date, or nil.
+// Err returns why the names may be out of date; nil: they are up to date.
 func (n *Nodes) Err() error {
 	n.mu.RLock()
 	defer n.mu.RUnlock()
 	return n.err
 }
 
-// said notes the outcome of a request and logs when it has become another.
-func (n *Nodes) said(err error) {
+// noteResult stores the outcome of a request. It logs the first failure and the first success
+// after a failure.
+func (n *Nodes) noteResult(err error) {
 	n.mu.Lock()
 	before := n.err
 	n.err = err
@@ -99,7 +105,7 @@ func (n *Nodes) said(err error) {
 	}
 }
 
-// nodeStore is Nodes as a reflector writes to it. Only names are kept.
+// nodeStore is Nodes as the store of a reflector. It keeps only the names.
 type nodeStore Nodes
 
 func (s *nodeStore) Add(o any) error    { return s.set(o, true) }
@@ -107,7 +113,7 @@ func (s *nodeStore) Update(o any) error { return s.set(o, true) }
 func (s *nodeStore) Delete(o any) error { return s.set(o, false) }
 func (s *nodeStore) Resync() error      { return nil }
 
-// Replace takes the whole list.
+// Replace replaces all names: the reflector calls it with each complete list.
 func (s *nodeStore) Replace(all []any, _ string) error {
 	names := make(map[tunnel.NodeName]struct{}, len(all))
 	for _, o := range all {
@@ -120,37 +126,39 @@ func (s *nodeStore) Replace(all []any, _ string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.names, s.known = names, true
-	s.noteLocked()
+	s.notifyLocked()
 	return nil
 }
 
-func (s *nodeStore) set(o any, there bool) error {
+// set adds or removes the name of one node.
+func (s *nodeStore) set(o any, present bool) error {
 	name, err := nodeName(o)
 	if err != nil {
 		return err
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if _, was := s.names[name]; was == there {
-		return nil // its status or its annotations, which change all the time
+	if _, was := s.names[name]; was == present {
+		return nil // a change of its status or annotations, which are frequent
 	}
-	if there {
+	if present {
 		s.names[name] = struct{}{}
 	} else {
 		delete(s.names, name)
 	}
-	s.noteLocked()
+	s.notifyLocked()
 	return nil
 }
 
-// noteLocked tells who waits. The caller holds mu.
-func (s *nodeStore) noteLocked() {
+// notifyLocked wakes the callers that wait for a change. The caller holds mu.
+func (s *nodeStore) notifyLocked() {
 	if s.changed != nil {
 		close(s.changed)
 		s.changed = nil
 	}
 }
 
+// nodeName returns the name of a Node.
 func nodeName(o any) (tunnel.NodeName, error) {
 	m, ok := o.(metav1.Object)
 	if !ok {

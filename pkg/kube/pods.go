@@ -12,42 +12,42 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// podsAgain is how long after a failure the API server is asked again whether pods can be read.
-const podsAgain = 30 * time.Second
+// podsRetryInterval is how long after a failure Run tries again to read pods.
+const podsRetryInterval = 30 * time.Second
 
-// Pods tells which node a pod is bound to, and whether the API server lets us ask.
+// Pods finds the node of a pod, and notes whether the API server lets us read pods.
 type Pods struct {
 	// Set once.
 	client *Client
 	log    *slog.Logger
 
 	mu     sync.Mutex    // guards the following
-	err    error         // why the last request failed, or nil
-	failed chan struct{} // closed when err is set; nil while nobody waits
+	err    error         // why the last request failed; nil: it did not
+	failed chan struct{} // closed when err is set, never sent to; nil: Run does not wait
 }
 
-// Pods returns the pods of the cluster. Nothing is asked before Run or NodeOf.
+// Pods returns the pods of the cluster. It sends no request before Run or NodeOf.
 func (c *Client) Pods(log *slog.Logger) *Pods { return &Pods{client: c, log: log} }
 
-// pod is a Pod, as far as we look (k8s.io/api/core/v1).
+// pod holds the fields that are used of a Pod (k8s.io/api/core/v1).
 type pod struct {
 	Spec struct {
 		NodeName string `json:"nodeName"`
 	} `json:"spec"`
 }
 
-// NodeOf returns the node that a pod is bound to; "" if there is no such pod, or it is not
-// bound yet. A node cannot take the pod of another: spec.nodeName of a pod does not change once it
-// is set, and the API server sends an exec to the kubelet that the same field names. (A kubelet
-// may create mirror pods, which are bound to its own node.)
+// NodeOf returns the node that a pod is bound to; "" if there is no such pod, or if it is not
+// bound yet. A node cannot claim the pod of another node: spec.nodeName of a pod does not change
+// once it is set, and the API server itself sends an exec to the kubelet that this field names.
+// (A kubelet may create mirror pods, but these are bound to its own node.)
 func (p *Pods) NodeOf(ctx context.Context, namespace, name string) (tunnel.NodeName, error) {
 	var got pod
 	err := p.client.pods.get(ctx, path.Join("/api/v1/namespaces", namespace, "pods", name), &got)
 	if apierrors.IsNotFound(err) {
 		err = nil
 	}
-	if ctx.Err() == nil { // else it says nothing about the API server
-		p.said(err)
+	if ctx.Err() == nil { // otherwise the outcome says nothing about the API server
+		p.noteResult(err)
 	}
 	if err != nil {
 		return "", Explain(err)
@@ -55,24 +55,24 @@ func (p *Pods) NodeOf(ctx context.Context, namespace, name string) (tunnel.NodeN
 	return tunnel.NodeName(got.Spec.NodeName), nil
 }
 
-// Run asks once whether pods can be read, and after a failure again until they can, so that
-// missing rights show before somebody needs them. The pod that it asks for need not exist.
+// Run reads a pod once. After any failure it tries again until pods can be read. So missing rights
+// show in Note and in the log before a caller needs them. The pod does not have to exist.
 func (p *Pods) Run(ctx context.Context) error {
 	for {
-		p.NodeOf(ctx, "default", "tunnel") //nolint:errcheck // said notes it
-		if !p.await(ctx) {
+		p.NodeOf(ctx, "default", "tunnel") //nolint:errcheck // noteResult stores the error
+		if !p.awaitFailure(ctx) {
 			return nil
 		}
 		select {
-		case <-time.After(podsAgain):
+		case <-time.After(podsRetryInterval):
 		case <-ctx.Done():
 			return nil
 		}
 	}
 }
 
-// await waits until pods cannot be read. It reports false when ctx is done first.
-func (p *Pods) await(ctx context.Context) bool {
+// awaitFailure waits until the last request has failed. It returns false if ctx is done first.
+func (p *Pods) awaitFailure(ctx context.Context) bool {
 	p.mu.Lock()
 	if p.err != nil {
 		p.mu.Unlock()
@@ -91,8 +91,9 @@ func (p *Pods) await(ctx context.Context) bool {
 	}
 }
 
-// said notes the outcome of a request and logs when it has become another.
-func (p *Pods) said(err error) {
+// noteResult stores the outcome of a request. It logs the first failure and the first success
+// after a failure.
+func (p *Pods) noteResult(err error) {
 	p.mu.Lock()
 	before := p.err
 	p.err = err
@@ -103,13 +104,14 @@ func (p *Pods) said(err error) {
 	p.mu.Unlock()
 	switch {
 	case err != nil && before == nil:
-		p.log.Warn("pods cannot be read: an exec, attach or port-forward that does not name its node fails", "err", Explain(err))
+		p.log.Warn("pods cannot be read: an exec, attach or port-forward that does not name its node fails",
+			"err", Explain(err))
 	case err == nil && before != nil:
 		p.log.Info("pods can be read again")
 	}
 }
 
-// Note says why pods cannot be read; "" if they can.
+// Note returns why pods cannot be read; "" if they can.
 func (p *Pods) Note() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -17,35 +17,42 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Reach is what a node reaches, by what its Node says and others do not contradict.
+// Reach holds the addresses that a node reaches: the claims of its Node object that were accepted.
 type Reach struct {
 	Hosts    []string       // its name, and its own addresses
-	PodCIDRs []netip.Prefix // of its pods
-	Refused  []string       // names that it claims and that do not count: they may not be dialled, unless they are another's
+	PodCIDRs []netip.Prefix // the networks of its pods
+	// Refused are names that the Node claims and that were not accepted. They must not be dialled,
+	// unless a name is another Node's own.
+	Refused []string
 }
 
-// Reaches follows what the nodes reach: what their Nodes say, and what counts of that
-// (claims.go). Whole Node objects are watched for it, which costs
-// an API server more than their names do: a kubelet writes its Node every five minutes.
+// Reaches follows the addresses that the nodes reach. claims.go decides which claims of the Node
+// objects are accepted. Reaches watches whole Node objects. That costs an API server more than
+// watching their names, since a kubelet writes its Node every five minutes.
 type Reaches struct {
 	// Set once.
 	client *Client
 	log    *slog.Logger
-	denied tunnel.Limiter
+	denied tunnel.Limiter // of log lines about claims that are not accepted
 
-	mu       sync.Mutex // guards the following
-	nodes    map[tunnel.NodeName]node
-	known    bool           // whether nodes has ever been complete; it stays so, since an old list is better than none
+	mu    sync.Mutex // guards the following
+	nodes map[tunnel.NodeName]node
+	// known is true once nodes has been complete. It stays true, since an old list is better than
+	// none.
+	known    bool
 	services []netip.Prefix // the networks of Services
-	asked    bool           // whether services has been read, or the cluster has none to read
-	settled  *settled       // what counts of nodes; nil: not looked at yet
-	changed  chan struct{}  // closed at the next change; nil while nobody waits
-	err      error          // why nodes may be out of date
-	errCIDRs error          // why services may be
+	// servicesKnown: services has been read, or cannot be read because the cluster has no
+	// ServiceCIDRs or the right to read them is missing.
+	servicesKnown bool
+	claims        *claims       // of nodes and services; nil: to be computed again
+	changed       chan struct{} // closed at the next change, never sent to; nil: nobody waits for a change
+	err           error         // why nodes may be out of date; nil: up to date
+	errServices   error         // why services may be out of date; nil: up to date
 }
 
-// Reaches returns what all nodes reach; of those of the control plane, which may not join,
-// the nodes themselves without their pods. Nothing is known before Run.
+// Reaches returns the addresses that all nodes reach. For nodes of the control plane, which may
+// not join, it has the nodes' own addresses without those of their pods. Nothing is known before
+// Run.
 func (c *Client) Reaches(log *slog.Logger) *Reaches {
 	return &Reaches{client: c, log: log, nodes: make(map[tunnel.NodeName]node)}
 }
@@ -64,43 +71,48 @@ func (r *Reaches) Run(ctx context.Context) error {
 			o.Watch = true
 			return r.client.nodesRequest(o).Watch(ctx)
 		},
-	}, metav1.ListOptions{}, &nodeObject{}, (*reachStore)(r), r.said)
+	}, metav1.ListOptions{}, &nodeObject{}, (*reachStore)(r), r.noteResult)
 	return nil
 }
 
+// nodesRequest returns a request for Node objects.
 func (c *Client) nodesRequest(o metav1.ListOptions) *rest.Request {
 	return c.nodes.Get().AbsPath("/api/v1/nodes").SpecificallyVersionedParams(&o, metav1.ParameterCodec, v1)
 }
 
-// All returns what each node reaches. The map may be kept and does not change.
+// All returns the addresses that each node reaches. The caller may keep the map; it does not
+// change.
 func (r *Reaches) All() map[tunnel.NodeName]Reach {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.settleLocked().reach
+	return r.claimsLocked().reach
 }
 
-// Contested returns how many addresses of Nodes do not count, or count for nobody, because
-// they belong to others or two Nodes claim them.
+// Contested returns how many claims of Nodes are not accepted, or are useless because two Nodes
+// claim the same address.
 func (r *Reaches) Contested() int {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return len(r.settleLocked().contested)
+	return len(r.claimsLocked().contested)
 }
 
-// settleLocked looks at what has changed. The caller holds mu.
-func (r *Reaches) settleLocked() *settled {
-	if r.settled == nil {
-		r.settled = settle(r.nodes, r.services, r.client.Hostname())
-		for _, c := range r.settled.contested {
+// claimsLocked returns the resolved claims, and resolves them again after a change. The caller
+// holds mu.
+func (r *Reaches) claimsLocked() *claims {
+	if r.claims == nil {
+		r.claims = resolveClaims(r.nodes, r.services, r.client.Hostname())
+		for _, c := range r.claims.contested {
 			if skipped, ok := r.denied.Allow(); ok {
-				r.log.Warn("an address that a Node claims does not count", "node", string(c.node), "target", c.address, "err", c.why, "skipped", skipped)
+				r.log.Warn("an address that a Node claims does not count",
+					"node", string(c.node), "target", c.address, "err", c.reason, "skipped", skipped)
 			}
 		}
 	}
-	return r.settled
+	return r.claims
 }
 
-// Known reports whether the nodes have been read once.
+// Known reports whether the nodes have been read once, and the networks of Services, too, if they
+// can be read.
 func (r *Reaches) Known() bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -108,14 +120,14 @@ func (r *Reaches) Known() bool {
 }
 
 // knownLocked is Known. The caller holds mu.
-func (r *Reaches) knownLocked() bool { return r.known && r.asked }
+func (r *Reaches) knownLocked() bool { return r.known && r.servicesKnown }
 
-// Ready returns an error until the nodes have been read, or cannot be, which is Note's to
-// say: all but the egress front door does without them.
+// Ready returns an error until reading the nodes has succeeded or failed. It returns nil after a
+// failure, since only the egress front door needs the nodes. Note reports the failure.
 func (r *Reaches) Ready() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if !r.knownLocked() && r.err == nil && r.errCIDRs == nil {
+	if !r.knownLocked() && r.err == nil && r.errServices == nil {
 		return errors.New("what the nodes reach has not been read yet")
 	}
 	return nil
@@ -131,21 +143,22 @@ func (r *Reaches) Changed() <-chan struct{} {
 	return r.changed
 }
 
-// Note says why what is known may be out of date; "" if it is not.
+// Note returns why the addresses may be out of date; "" if they are up to date.
 func (r *Reaches) Note() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.err != nil {
 		return "what the nodes reach cannot be read: " + Explain(r.err).Error()
 	}
-	if r.errCIDRs != nil {
-		return "the networks of Services cannot be read: " + Explain(r.errCIDRs).Error()
+	if r.errServices != nil {
+		return "the networks of Services cannot be read: " + Explain(r.errServices).Error()
 	}
 	return ""
 }
 
-// said notes the outcome of a request and logs when it has become another.
-func (r *Reaches) said(err error) {
+// noteResult stores the outcome of a request for nodes. It logs the first failure and the first
+// success after a failure.
+func (r *Reaches) noteResult(err error) {
 	r.mu.Lock()
 	before := r.err
 	r.err = err
@@ -158,7 +171,7 @@ func (r *Reaches) said(err error) {
 	}
 }
 
-// nodeObject is a Node, as far as somebody here looks at it.
+// nodeObject holds the fields that are used of a Node (k8s.io/api/core/v1).
 type nodeObject struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata"`
@@ -171,12 +184,13 @@ type nodeObject struct {
 	} `json:"status"`
 }
 
+// nodeAddress is an entry of status.addresses of a Node.
 type nodeAddress struct {
 	Type    string `json:"type"`
 	Address string `json:"address"`
 }
 
-// nodeList is a list of them.
+// nodeList is a list of Nodes.
 type nodeList struct {
 	metav1.TypeMeta `json:",inline"`
 	metav1.ListMeta `json:"metadata"`
@@ -204,7 +218,7 @@ func (l *nodeList) DeepCopyObject() runtime.Object {
 
 var v1 = schema.GroupVersion{Version: "v1"} //nolint:gochecknoglobals // a constant
 
-// nodesClient is a REST client that knows these types.
+// nodesClient returns a REST client that decodes Node and NodeList into the types above.
 func nodesClient(config *rest.Config) (*rest.RESTClient, error) {
 	scheme := runtime.NewScheme()
 	metav1.AddToGroupVersion(scheme, v1)
@@ -213,7 +227,7 @@ func nodesClient(config *rest.Config) (*rest.RESTClient, error) {
 	return restClient(config, scheme)
 }
 
-// reachStore is Reaches as a reflector writes to it.
+// reachStore is Reaches as the store of a reflector.
 type reachStore Reaches
 
 func (s *reachStore) Add(o any) error    { return s.set(o, true) }
@@ -221,7 +235,7 @@ func (s *reachStore) Update(o any) error { return s.set(o, true) }
 func (s *reachStore) Delete(o any) error { return s.set(o, false) }
 func (s *reachStore) Resync() error      { return nil }
 
-// Replace takes the whole list.
+// Replace replaces all nodes: the reflector calls it with each complete list.
 func (s *reachStore) Replace(objects []any, _ string) error {
 	all := make(map[tunnel.NodeName]node, len(objects))
 	for _, o := range objects {
@@ -234,11 +248,12 @@ func (s *reachStore) Replace(objects []any, _ string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.nodes, s.known = all, true
-	s.noteLocked()
+	s.notifyLocked()
 	return nil
 }
 
-func (s *reachStore) set(o any, there bool) error {
+// set adds, changes or removes one node.
+func (s *reachStore) set(o any, present bool) error {
 	name, n, err := nodeOf(o)
 	if err != nil {
 		return err
@@ -246,21 +261,22 @@ func (s *reachStore) set(o any, there bool) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	before, was := s.nodes[name]
-	if was == there && before.equal(n) {
-		return nil // a heartbeat
+	if was == present && before.equal(n) {
+		return nil // a heartbeat of the kubelet
 	}
-	if there {
+	if present {
 		s.nodes[name] = n
 	} else {
 		delete(s.nodes, name)
 	}
-	s.noteLocked()
+	s.notifyLocked()
 	return nil
 }
 
-// noteLocked tells who waits. The caller holds mu.
-func (s *reachStore) noteLocked() {
-	s.settled = nil
+// notifyLocked discards the resolved claims, and wakes the callers that wait for a change once
+// everything is known. The caller holds mu.
+func (s *reachStore) notifyLocked() {
+	s.claims = nil
 	if s.changed != nil && (*Reaches)(s).knownLocked() {
 		close(s.changed)
 		s.changed = nil

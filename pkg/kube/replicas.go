@@ -7,7 +7,8 @@ import (
 	"k8s.io/apimachinery/pkg/labels"
 )
 
-// endpointSliceList is the list, as far as we look (k8s.io/api/discovery/v1).
+// endpointSliceList holds the fields that are used of an EndpointSliceList
+// (k8s.io/api/discovery/v1).
 type endpointSliceList struct {
 	Items []struct {
 		Endpoints []struct {
@@ -16,8 +17,8 @@ type endpointSliceList struct {
 	} `json:"items"`
 }
 
-// Replicas returns the addresses of a Service's pods, also of those that are not ready
-// or are about to end: a pod that is in none of the Service's EndpointSlices is gone.
+// Replicas returns the addresses of a Service's pods, including pods that are not ready or
+// are terminating. A pod that is in none of the Service's EndpointSlices no longer exists.
 func (c *Client) Replicas(ctx context.Context, namespace, service string) ([]netip.Addr, error) {
 	var list endpointSliceList
 	match := labels.Set{"kubernetes.io/service-name": service}.String() // discoveryv1.LabelServiceName
@@ -28,7 +29,7 @@ func (c *Client) Replicas(ctx context.Context, namespace, service string) ([]net
 	for _, slice := range list.Items {
 		for _, e := range slice.Endpoints {
 			for _, text := range e.Addresses {
-				if a, err := netip.ParseAddr(text); err == nil { // else a name (addressType FQDN), no pod of ours
+				if a, err := netip.ParseAddr(text); err == nil { // else it is a name (addressType FQDN), not a pod
 					all = append(all, a.Unmap())
 				}
 			}

@@ -5,20 +5,21 @@ import (
 	"slices"
 )
 
-// TokenReview is what Kubernetes says of a token.
+// TokenReview is Kubernetes' answer about a token.
 type TokenReview struct {
-	Authenticated bool   // it is good, and for the audience that was asked for
+	Authenticated bool   // the token is valid, and for the audience of the request
 	User          string // "system:serviceaccount:NAMESPACE:NAME"
-	Node          string // that the pod runs on, to which the token is bound; "": none, or not one alone
+	Node          string // the node of the pod to which the token is bound; "": no node, or more than one
 }
 
-// nodeClaim holds the node of a bound token (k8s.io/apiserver/pkg/authentication/serviceaccount).
+// nodeClaim is the key of the extra user info that holds the node of a bound token
+// (k8s.io/apiserver/pkg/authentication/serviceaccount).
 const nodeClaim = "authentication.kubernetes.io/node-name"
 
 const tokenReviews = "/apis/authentication.k8s.io/v1/tokenreviews"
 
-// tokenReview is the object, as far as we look (k8s.io/api/authentication/v1). It is
-// answered and not kept.
+// tokenReview holds the fields that are used of a TokenReview (k8s.io/api/authentication/v1).
+// The API server answers it and does not store it.
 type tokenReview struct {
 	Spec   tokenReviewSpec   `json:"spec"`
 	Status tokenReviewStatus `json:"status,omitzero"`
@@ -38,16 +39,16 @@ type tokenReviewStatus struct {
 	} `json:"user,omitzero"`
 }
 
-// ReviewToken asks whose token this is. An error means that there is no answer, and
-// never holds the token; [Explain] says what is to be done. A token that is not good, or
-// not for the audience, has a review that is not authenticated and says nothing else.
+// ReviewToken asks Kubernetes whose token this is. An error means that there is no answer. The
+// error never contains the token; [Explain] adds what to do about it. For an invalid token, or a
+// token for another audience, ReviewToken returns a zero TokenReview and no error.
 func (c *Client) ReviewToken(ctx context.Context, token, audience string) (TokenReview, error) {
 	var got tokenReview
 	ask := tokenReview{Spec: tokenReviewSpec{Token: token, Audiences: []string{audience}}}
 	if err := c.joins.create(ctx, tokenReviews, ask, &got); err != nil {
 		return TokenReview{}, err
 	}
-	// A server that knows no audiences names none, and would accept any token.
+	// A server that does not support audiences returns none, and accepts tokens for any audience.
 	if !got.Status.Authenticated || !slices.Contains(got.Status.Audiences, audience) {
 		return TokenReview{}, nil
 	}

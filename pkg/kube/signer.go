@@ -23,33 +23,35 @@ const (
 	defaultSignerName = "kubernetes.io/kube-apiserver-client" // certificatesv1.KubeAPIServerClientSignerName
 	defaultLifetime   = 30 * 24 * time.Hour
 
-	// signWithin bounds one request from its creation on. kube-controller-manager needs
-	// well under a second.
-	signWithin = 25 * time.Second
-	// How long to wait before the certificate is looked for again; doubled each time.
-	firstLook, lastLook = 100 * time.Millisecond, 2 * time.Second
-	// signAtOnce bounds the requests in flight: each is five calls and as many writes of
-	// etcd. Who comes later waits.
-	signAtOnce = 8
+	// signTimeout bounds the time from the creation of a request to its certificate.
+	// kube-controller-manager needs well under a second.
+	signTimeout = 25 * time.Second
+	// The pause before the certificate is polled: the first one, which doubles each time, and the
+	// longest one.
+	firstPoll, maxPoll = 100 * time.Millisecond, 2 * time.Second
+	// maxSigning bounds the requests in flight: each takes five API calls and as many writes of
+	// etcd. Further requests wait.
+	maxSigning = 8
 )
 
 const certificateRequests = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
 
-// Signer has nodes' certificates signed by a signer of the cluster. It is for any
-// goroutine.
+// Signer requests certificates for nodes from a signer of the cluster. Any goroutine may use it.
 type Signer struct {
 	// Set once.
 	objects  objects
-	name     string // of the signer
-	lifetime time.Duration
+	name     string        // of the signer in Kubernetes
+	lifetime time.Duration // that a request asks for
 	log      *slog.Logger
 
-	slots chan struct{} // holds one for each request in flight; a bound, nobody closes it
+	// slots bounds the requests in flight: Sign sends one element at the start and receives one at
+	// the end. Its capacity is maxSigning. It is never closed.
+	slots chan struct{}
 }
 
-// Signer returns the cluster's signer of that name; "" is
-// kubernetes.io/kube-apiserver-client, which kube-controller-manager answers for. lifetime
-// is what is asked for, 0 is 30 days; the signer may give less.
+// Signer returns the cluster's signer of that name. "" means
+// kubernetes.io/kube-apiserver-client, whose requests kube-controller-manager signs. lifetime
+// is the lifetime that a request asks for; 0 means 30 days. The signer may grant less.
 func (c *Client) Signer(name string, lifetime time.Duration, log *slog.Logger) *Signer {
 	if name == "" {
 		name = defaultSignerName
@@ -57,10 +59,11 @@ func (c *Client) Signer(name string, lifetime time.Duration, log *slog.Logger) *
 	if lifetime == 0 {
 		lifetime = defaultLifetime
 	}
-	return &Signer{objects: c.joins, name: name, lifetime: lifetime, log: log, slots: make(chan struct{}, signAtOnce)}
+	return &Signer{objects: c.joins, name: name, lifetime: lifetime, log: log, slots: make(chan struct{}, maxSigning)}
 }
 
-// certificateRequest is the object, as far as we look (k8s.io/api/certificates/v1).
+// certificateRequest holds the fields that are used of a CertificateSigningRequest
+// (k8s.io/api/certificates/v1).
 type certificateRequest struct {
 	object
 	Spec   certificateRequestSpec   `json:"spec,omitzero"`
@@ -87,9 +90,9 @@ type condition struct {
 }
 
 // Sign returns a certificate for node with the key and the subject of the request (PKCS
-// #10, DER): the chain in PEM, leaf first. Whether node may have it, the caller has
-// decided: the request is approved here. Errors say what is to be done; they are of this
-// package ([ReasonFor]) where the API server has refused.
+// #10, DER): the chain in PEM, leaf first. Sign approves the request, so the caller must
+// have checked that node may have the certificate. Errors say what to do. If the API server
+// has refused, [ReasonFor] gives the reason.
 func (s *Signer) Sign(ctx context.Context, node tunnel.NodeName, request []byte) (chain []byte, err error) {
 	want, err := x509.ParseCertificateRequest(request)
 	if err != nil {
@@ -108,29 +111,30 @@ func (s *Signer) Sign(ctx context.Context, node tunnel.NodeName, request []byte)
 	if err != nil {
 		return nil, fmt.Errorf("by signer %s of Kubernetes: %w", s.name, Explain(err))
 	}
-	if chain, err = checked(signed, want); err != nil {
+	if chain, err = checkChain(signed, want); err != nil {
 		return nil, fmt.Errorf("by signer %s of Kubernetes: %w", s.name, err)
 	}
 	return chain, nil
 }
 
-// sign takes one request through its life and returns what the signer has made of it.
+// sign creates a request, approves it, waits for the certificate, and deletes the request. It
+// returns the certificate as the signer has issued it.
 func (s *Signer) sign(ctx context.Context, node tunnel.NodeName, request []byte) ([]byte, error) {
-	// The name is nobody else's: what is deleted, and what is approved, is ours.
+	// The name is random and unique, so sign approves and deletes only its own request.
 	r := certificateRequest{object: named("", "tunnel-"+strings.ToLower(rand.Text()), ""), Spec: certificateRequestSpec{
 		Request:    pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: request}),
 		SignerName: s.name,
-		Seconds:    int32(s.lifetime / time.Second), //nolint:gosec // conf bounds it to ten years
+		Seconds:    int32(s.lifetime / time.Second), //nolint:gosec // conf limits it to ten years
 		Usages:     []string{"digital signature", "client auth"},
 	}}
-	at := path.Join(certificateRequests, r.Metadata.Name)
-	limited, cancel := context.WithTimeout(ctx, signWithin)
+	objectPath := path.Join(certificateRequests, r.Metadata.Name)
+	limited, cancel := context.WithTimeout(ctx, signTimeout)
 	defer cancel()
 
 	var created object
 	err := s.objects.create(limited, certificateRequests, r, &created)
-	if reason := ReasonFor(err); reason == OK || reason == Failed { // without an answer it may be there all the same
-		defer s.remove(context.WithoutCancel(ctx), at)
+	if reason := ReasonFor(err); reason == OK || reason == Failed { // without an answer it may have been created
+		defer s.remove(context.WithoutCancel(ctx), objectPath)
 	}
 	if err != nil {
 		return nil, err
@@ -140,26 +144,30 @@ func (s *Signer) sign(ctx context.Context, node tunnel.NodeName, request []byte)
 		Type: "Approved", Status: "True", Reason: "NodeProven",
 		Message: "the cloud of the tunnel has seen that it comes from node " + string(node),
 	}}
-	// A conflict: somebody else has had a word already, and the object says which.
-	if err := s.objects.patch(limited, path.Join(at, "approval"), approval, new(object)); err != nil && !apierrors.IsConflict(err) {
+	// On a conflict, another approver has already approved or denied the request; wait reads which.
+	err = s.objects.patch(limited, path.Join(objectPath, "approval"), approval, new(object))
+	if err != nil && !apierrors.IsConflict(err) {
 		return nil, err
 	}
-	return s.wait(limited, at)
+	return s.wait(limited, objectPath)
 }
 
-// wait looks until the request at a path is signed or refused, or ctx is done.
-func (s *Signer) wait(ctx context.Context, at string) ([]byte, error) {
-	var failed error // of the last look
-	for pause := firstLook; ; pause = min(2*pause, lastLook) {
+// wait polls the request at objectPath until it is signed or refused, or ctx is done.
+func (s *Signer) wait(ctx context.Context, objectPath string) ([]byte, error) {
+	var failed error // why the last poll failed; nil: it did not
+	for pause := firstPoll; ; pause = min(2*pause, maxPoll) {
 		sleep(ctx, max(pause, RetryAfter(failed)))
 		if ctx.Err() != nil {
 			if failed != nil {
 				return nil, failed
 			}
-			return nil, fmt.Errorf("no certificate within %v: nobody answers for this signer. For the names kubernetes.io/* it is kube-controller-manager, started with --cluster-signing-cert-file and --cluster-signing-key-file; for any other name, see that its own controller runs", signWithin)
+			return nil, fmt.Errorf("no certificate within %v: nobody answers for this signer. "+
+				"For the names kubernetes.io/* it is kube-controller-manager, "+
+				"started with --cluster-signing-cert-file and --cluster-signing-key-file; "+
+				"for any other name, see that its own controller runs", signTimeout)
 		}
 		var now certificateRequest
-		err := s.objects.get(ctx, at, &now)
+		err := s.objects.get(ctx, objectPath, &now)
 		switch {
 		case apierrors.IsNotFound(err):
 			return nil, fmt.Errorf("somebody has deleted it before it was signed: %w", err)
@@ -180,15 +188,17 @@ func (s *Signer) wait(ctx context.Context, at string) ([]byte, error) {
 	}
 }
 
-// remove deletes the request at a path. Kubernetes would keep a signed one for an hour.
-func (s *Signer) remove(ctx context.Context, at string) {
-	if err := s.objects.delete(ctx, at); err != nil && !apierrors.IsNotFound(err) {
-		s.log.Warn("a certificate request that is no longer needed was not deleted; Kubernetes will, within a day", "target", at, "err", Explain(err))
+// remove deletes the request at objectPath. Kubernetes would keep a signed request for an hour.
+func (s *Signer) remove(ctx context.Context, objectPath string) {
+	if err := s.objects.delete(ctx, objectPath); err != nil && !apierrors.IsNotFound(err) {
+		s.log.Warn("a certificate request that is no longer needed was not deleted; Kubernetes will, within a day",
+			"target", objectPath, "err", Explain(err))
 	}
 }
 
-// checked returns the certificates in what a signer has made, if they are for the request.
-func checked(signed []byte, want *x509.CertificateRequest) ([]byte, error) {
+// checkChain returns the certificates in signed, in PEM. It returns an error if they are not for
+// the request want.
+func checkChain(signed []byte, want *x509.CertificateRequest) ([]byte, error) {
 	var chain bytes.Buffer
 	for rest := signed; ; {
 		var b *pem.Block
@@ -207,7 +217,8 @@ func checked(signed []byte, want *x509.CertificateRequest) ([]byte, error) {
 				return nil, errors.New("it has another key than the request; see what the signer does")
 			}
 			if got := leaf.Subject.String(); got != want.Subject.String() {
-				return nil, fmt.Errorf("it names %q, the request %q: this signer does not fit; another one is chosen with signername", got, want.Subject)
+				return nil, fmt.Errorf("it names %q, the request %q: this signer does not fit; "+
+					"another one is chosen with signername", got, want.Subject)
 			}
 		}
 		if err := pem.Encode(&chain, &pem.Block{Type: b.Type, Bytes: b.Bytes}); err != nil {

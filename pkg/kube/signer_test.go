@@ -26,7 +26,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 )
 
-// authority signs what it is given, as kube-controller-manager does.
+// authority signs every request that it gets, as kube-controller-manager does.
 type authority struct {
 	t    *testing.T
 	key  *ecdsa.PrivateKey
@@ -44,10 +44,12 @@ func newKey(t *testing.T) *ecdsa.PrivateKey {
 
 func newAuthority(t *testing.T) *authority {
 	a := &authority{t: t, key: newKey(t)}
-	a.cert = a.make(&x509.Certificate{Subject: pkix.Name{CommonName: "ca"}, IsCA: true, BasicConstraintsValid: true}, &a.key.PublicKey)
+	template := &x509.Certificate{Subject: pkix.Name{CommonName: "ca"}, IsCA: true, BasicConstraintsValid: true}
+	a.cert = a.make(template, &a.key.PublicKey)
 	return a
 }
 
+// make creates a certificate from a template, signed by the authority.
 func (a *authority) make(template *x509.Certificate, key any) *x509.Certificate {
 	a.t.Helper()
 	template.SerialNumber, template.NotAfter = big.NewInt(1), time.Now().Add(time.Hour)
@@ -66,7 +68,7 @@ func (a *authority) make(template *x509.Certificate, key any) *x509.Certificate 
 	return cert
 }
 
-// sign answers a request, in PEM.
+// sign returns the certificate for a request; both are in PEM.
 func (a *authority) sign(request []byte) []byte {
 	a.t.Helper()
 	b, _ := pem.Decode(request)
@@ -89,7 +91,7 @@ func inPEM(certs ...*x509.Certificate) (all []byte) {
 	return all
 }
 
-// request returns a certificate request of edge1, in DER.
+// request returns a certificate request for edge1, in DER.
 func request(t *testing.T) []byte {
 	t.Helper()
 	return requestFor(t, newKey(t))
@@ -106,15 +108,15 @@ func requestFor(t *testing.T, key *ecdsa.PrivateKey) []byte {
 
 var edge1 = pkix.Name{CommonName: "tunnel:node:edge1", Organization: []string{"tunnel:nodes"}}
 
-// signing is an API server in memory with a signer behind it.
+// signing is an in-memory API server with a signer.
 type signing struct {
 	view
-	answer func(r certificateRequest) certificateRequestStatus // to an approved request; empty: none
-	fail   map[string][]error                                  // by verb: what the next ones are told instead
+	answer func(r certificateRequest) certificateRequestStatus // of the signer to an approved request; empty: no answer
+	fail   map[string][]error                                  // by verb: the errors of the next calls; guarded by mu
 
-	mu    sync.Mutex // guards the following
-	verbs []string
-	most  int // requests that were there at once
+	mu         sync.Mutex // guards the following
+	verbs      []string   // of all calls
+	maxObjects int        // the largest number of certificate requests at one time
 }
 
 func newSigning(answer func(r certificateRequest) certificateRequestStatus) *signing {
@@ -122,9 +124,10 @@ func newSigning(answer func(r certificateRequest) certificateRequestStatus) *sig
 }
 
 func (s *signing) signer() *Signer {
-	return (&Client{joins: s}).Signer("", 0, slog.New(slog.NewTextHandler(&s.said, nil)))
+	return (&Client{joins: s}).Signer("", 0, slog.New(slog.NewTextHandler(&s.log, nil)))
 }
 
+// next records a call. It returns the error that the call shall fail with, or nil.
 func (s *signing) next(verb string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -143,7 +146,7 @@ func (s *signing) create(ctx context.Context, p string, in, out any) error {
 	err := s.view.create(ctx, p, in, out)
 	s.view.mu.Lock()
 	defer s.view.mu.Unlock()
-	s.most = max(s.most, len(s.objects))
+	s.maxObjects = max(s.maxObjects, len(s.objects))
 	return err
 }
 
@@ -188,24 +191,24 @@ func (s *signing) delete(ctx context.Context, p string) error {
 	return s.view.delete(ctx, p)
 }
 
-// left returns how many requests there are.
+// left returns how many certificate requests exist.
 func (s *signing) left() int {
 	s.view.mu.Lock()
 	defer s.view.mu.Unlock()
 	return len(s.objects)
 }
 
-// What is asked of the API server, and that the certificate comes back as it is.
+// Sign sends the right requests to the API server, and returns the certificate unchanged.
 func TestSign(t *testing.T) {
 	ca := newAuthority(t)
 	s := serve(t, nil)
 	var created certificateRequest
 	var signed []byte
-	s.from(func(w http.ResponseWriter, r *http.Request) {
+	s.setHandler(func(w http.ResponseWriter, r *http.Request) {
 		switch {
 		case r.Method == http.MethodPost:
 			s.mu.Lock()
-			_, body, _ := strings.Cut(s.asked[0], "application/json ")
+			_, body, _ := strings.Cut(s.requests[0], "application/json ")
 			s.mu.Unlock()
 			if err := json.Unmarshal([]byte(body), &created); err != nil {
 				t.Error(err)
@@ -215,13 +218,15 @@ func TestSign(t *testing.T) {
 			signed = ca.sign(created.Spec.Request)
 			text(200, `{"status": {"conditions": [{"type": "Approved", "status": "True"}]}}`)(w, r)
 		case r.Method == http.MethodGet:
-			text(200, `{"status": {"certificate": "`+base64.StdEncoding.EncodeToString(append(signed, inPEM(ca.cert)...))+`"}}`)(w, r)
+			chain := base64.StdEncoding.EncodeToString(append(signed, inPEM(ca.cert)...))
+			text(200, `{"status": {"certificate": "`+chain+`"}}`)(w, r)
 		default:
 			text(200, `{"kind": "Status", "status": "Success"}`)(w, r)
 		}
 	})
 	der := request(t)
-	got, err := s.Signer("example.com/nodes", 12*time.Hour, slog.New(slog.DiscardHandler)).Sign(t.Context(), "edge1", der)
+	signer := s.Signer("example.com/nodes", 12*time.Hour, slog.New(slog.DiscardHandler))
+	got, err := signer.Sign(t.Context(), "edge1", der)
 	if want := append(signed, inPEM(ca.cert)...); err != nil || !bytes.Equal(got, want) {
 		t.Errorf("%s, %v; want\n%s", got, err, want)
 	}
@@ -234,21 +239,22 @@ func TestSign(t *testing.T) {
 		t.Fatal(err)
 	}
 	const all = "/apis/certificates.k8s.io/v1/certificatesigningrequests"
-	s.wantAsked(t,
+	s.wantRequests(t,
 		`POST `+all+` application/json {"metadata":{"name":"`+name+`"},"spec":{"request":`+string(inside)+
 			`,"signerName":"example.com/nodes","expirationSeconds":43200,"usages":["digital signature","client auth"]}}`,
 		`PATCH `+all+`/`+name+`/approval application/merge-patch+json {"metadata":{"name":"`+name+`","resourceVersion":"7"},`+
-			`"status":{"conditions":[{"type":"Approved","status":"True","reason":"NodeProven","message":"the cloud of the tunnel has seen that it comes from node edge1"}]}}`,
+			`"status":{"conditions":[{"type":"Approved","status":"True","reason":"NodeProven",`+
+			`"message":"the cloud of the tunnel has seen that it comes from node edge1"}]}}`,
 		`GET `+all+`/`+name, `GET `+all+`/`+name, `DELETE `+all+`/`+name)
 }
 
-// Whatever comes of a request, an error says it and nothing stays behind.
+// Whatever happens to a request, the error says what failed, and no request object stays behind.
 func TestSignFails(t *testing.T) {
 	ca := newAuthority(t)
 	good := func(r certificateRequest) certificateRequestStatus {
 		return certificateRequestStatus{Certificate: ca.sign(r.Spec.Request)}
 	}
-	says := func(kind, reason, message string) func(certificateRequest) certificateRequestStatus {
+	refuses := func(kind, reason, message string) func(certificateRequest) certificateRequestStatus {
 		return func(certificateRequest) certificateRequestStatus {
 			return certificateRequestStatus{Conditions: []condition{{kind, "True", reason, message}}}
 		}
@@ -258,7 +264,8 @@ func TestSignFails(t *testing.T) {
 			return certificateRequestStatus{Certificate: certificate}
 		}
 	}
-	forbidden := apierrors.NewForbidden(resource, "x", errors.New(`user not permitted to approve requests with signerName "s"`))
+	forbidden := apierrors.NewForbidden(resource, "x",
+		errors.New(`user not permitted to approve requests with signerName "s"`))
 	down := apierrors.NewServiceUnavailable("etcd is")
 	der := requestFor(t, newKey(t))
 	for _, c := range []struct {
@@ -268,24 +275,33 @@ func TestSignFails(t *testing.T) {
 		says   string // "": no error
 		left   int
 	}{
-		{"denied", says("Denied", "Policy", "not on Sundays"), nil, "denied: Policy: not on Sundays", 0},
-		{"failed", says("Failed", "SignerValidationFailure", "no such usage"), nil, "failed: SignerValidationFailure: no such usage", 0},
+		{"denied", refuses("Denied", "Policy", "not on Sundays"), nil, "denied: Policy: not on Sundays", 0},
+		{"failed", refuses("Failed", "SignerValidationFailure", "no such usage"), nil,
+			"failed: SignerValidationFailure: no such usage", 0},
 		{"never signed", gives(nil), nil, "no certificate within 25s: nobody answers for this signer", 0},
 		{"may not create", good, map[string][]error{"create": {forbidden}}, "deployment/cloud-rbac.yaml", 0},
-		{"may not approve", good, map[string][]error{"approve": {forbidden}}, `approve requests with signerName "s": grant it (deployment/cloud-rbac.yaml`, 0},
-		{"may not look", good, map[string][]error{"get": {forbidden}}, "deployment/cloud-rbac.yaml", 0},
+		{"may not approve", good, map[string][]error{"approve": {forbidden}},
+			`approve requests with signerName "s": grant it (deployment/cloud-rbac.yaml`, 0},
+		{"may not get", good, map[string][]error{"get": {forbidden}}, "deployment/cloud-rbac.yaml", 0},
 		{"may not delete", good, map[string][]error{"delete": {forbidden}}, "", 1},
 		{"no answer to create", good, map[string][]error{"create": {errDown}}, errDown.Error(), 0},
-		{"overloaded while it waits", good, map[string][]error{"get": {apierrors.NewTooManyRequests("later", 3), down, errDown}}, "", 0},
-		{"gone while it waits", good, map[string][]error{"get": {apierrors.NewNotFound(resource, "x")}}, "somebody has deleted it", 0},
-		{"no answer for long", good, map[string][]error{"get": many(down, 100)}, "etcd is", 0},
-		{"somebody else's word", gives(nil), map[string][]error{"approve": {apierrors.NewConflict(resource, "x", errors.New("changed"))}}, "no certificate within", 0},
+		{"overloaded while it waits", good,
+			map[string][]error{"get": {apierrors.NewTooManyRequests("later", 3), down, errDown}}, "", 0},
+		{"deleted while it waits", good,
+			map[string][]error{"get": {apierrors.NewNotFound(resource, "x")}}, "somebody has deleted it", 0},
+		{"no answer for long", good, map[string][]error{"get": repeated(down, 100)}, "etcd is", 0},
+		{"approved by another client", gives(nil),
+			map[string][]error{"approve": {apierrors.NewConflict(resource, "x", errors.New("changed"))}},
+			"no certificate within", 0},
 		{"no certificate", gives([]byte("hello")), nil, "no PEM block CERTIFICATE", 0},
-		{"nonsense", gives(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: []byte("hello")})), nil, "x509", 0},
-		{"another key", gives(inPEM(ca.make(&x509.Certificate{Subject: edge1}, newKey(t).Public()))), nil, "another key", 0},
+		{"not a certificate", gives(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: []byte("hello")})), nil,
+			"x509", 0},
+		{"another key", gives(inPEM(ca.make(&x509.Certificate{Subject: edge1}, newKey(t).Public()))), nil,
+			"another key", 0},
 		{"another name", func(r certificateRequest) certificateRequestStatus {
 			parsed, _ := x509.ParseCertificateRequest(der)
-			return certificateRequestStatus{Certificate: inPEM(ca.make(&x509.Certificate{Subject: pkix.Name{CommonName: "tunnel:node:edge2"}}, parsed.PublicKey))}
+			edge2 := &x509.Certificate{Subject: pkix.Name{CommonName: "tunnel:node:edge2"}}
+			return certificateRequestStatus{Certificate: inPEM(ca.make(edge2, parsed.PublicKey))}
 		}, nil, `it names "CN=tunnel:node:edge2"`, 0},
 	} {
 		t.Run(c.what, func(t *testing.T) {
@@ -299,25 +315,25 @@ func TestSignFails(t *testing.T) {
 				case c.says != "" && (err == nil || !strings.Contains(err.Error(), c.says)):
 					t.Errorf("%v, want %q in it", err, c.says)
 				}
-				if got := s.left(); got != c.left || strings.Count(s.said.String(), "\n") != c.left {
-					t.Errorf("%d requests are left, and it is said that\n%s", got, s.said.String())
+				if got := s.left(); got != c.left || strings.Count(s.log.String(), "\n") != c.left {
+					t.Errorf("%d requests are left, and the log is\n%s", got, s.log.String())
 				}
 				if len(s.verbs) > 20 {
-					t.Errorf("asked %d times: %v", len(s.verbs), s.verbs)
+					t.Errorf("%d calls: %v", len(s.verbs), s.verbs)
 				}
 			})
 		})
 	}
 }
 
-func many(err error, n int) (all []error) {
+func repeated(err error, n int) (all []error) {
 	for range n {
 		all = append(all, err)
 	}
 	return all
 }
 
-// Who asked has gone: the request is deleted nevertheless.
+// When the caller cancels, the request is deleted nevertheless.
 func TestSignIsCancelled(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := newSigning(func(certificateRequest) (none certificateRequestStatus) { return none })
@@ -332,8 +348,8 @@ func TestSignIsCancelled(t *testing.T) {
 	})
 }
 
-// However many nodes ask, few requests are there at once.
-func TestSignHasABound(t *testing.T) {
+// However many nodes ask for certificates, at most maxSigning requests exist at a time.
+func TestSignLimitsRequestsInFlight(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ca := newAuthority(t)
 		s := newSigning(func(r certificateRequest) certificateRequestStatus {
@@ -341,7 +357,7 @@ func TestSignHasABound(t *testing.T) {
 		})
 		signer, der := s.signer(), request(t)
 		var all sync.WaitGroup
-		for range 5 * signAtOnce {
+		for range 5 * maxSigning {
 			all.Go(func() {
 				if _, err := signer.Sign(t.Context(), "edge1", der); err != nil {
 					t.Error(err)
@@ -349,8 +365,8 @@ func TestSignHasABound(t *testing.T) {
 			})
 		}
 		all.Wait()
-		if s.most != signAtOnce || s.left() != 0 {
-			t.Errorf("%d requests at once, want %d; %d are left", s.most, signAtOnce, s.left())
+		if s.maxObjects != maxSigning || s.left() != 0 {
+			t.Errorf("%d requests at once, want %d; %d are left", s.maxObjects, maxSigning, s.left())
 		}
 	})
 }
