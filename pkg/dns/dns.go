@@ -1,23 +1,23 @@
-// Package dns makes a node's name lead to the tunnel.
+// Package dns makes the names of nodes resolve to addresses of the tunnel.
 //
-// What is true, which replica holds which node ([Truth]), and who may appear at all
-// ([Names]) is told in two ways:
+// [Truth] says which replica holds which node, and [Names] which names may be published.
+// The package publishes the result in two ways:
 //
 //	                    ┌─▶ Responder   answers DNS itself, at once, on every replica
 //	Truth, Names ───────┤
 //	                    └─▶ Writer      keeps the lines of a ConfigMap that CoreDNS mounts; one replica at a time
-//	                                      └─▶ kubelet, CoreDNS … ─▶ HostsFile   says what CoreDNS really sees, and how late
+//	                                      └─▶ kubelet, CoreDNS … ─▶ HostsFile   reports what CoreDNS sees, and its lag
 //
-// A ConfigMap takes a minute to reach a mounted volume, the responder none; they say
-// the same. Every replica serves every node, so an answer that is out of date costs a
-// hop and breaks nothing.
+// Both publish the same names. A change of the ConfigMap takes about a minute to reach a
+// mounted volume; the Responder answers with the change at once. Every replica serves every
+// node, so an outdated answer costs one more hop and breaks nothing.
 //
-// [Hosts] is the file that the Writer keeps. It is text in, text out: nothing in there
-// that it did not write is ever changed.
+// [Hosts] parses and prints the file that the Writer keeps. It never changes lines that
+// the Writer did not write.
 //
-// The package decides nothing about who may join: a name gets here with a session
-// whose node was proven. It speaks to Kubernetes through pkg/kube alone, and needs
-// none for the Responder.
+// The package does not decide which nodes may join: a name gets here only with a session
+// whose node was proven. It uses Kubernetes through pkg/kube alone. The Responder needs no
+// Kubernetes.
 package dns
 
 import (
@@ -28,39 +28,39 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Truth says where each node is held. Its methods are for any goroutine and answer at
-// once.
+// Truth says which replica holds each node, that is, has its session. Any goroutine may call
+// its methods. They return at once.
 type Truth interface {
-	// Lookup returns the addresses of the replica that holds n; none when nobody does.
+	// Lookup returns the addresses of the replica that holds n; none if no replica does.
 	Lookup(n tunnel.NodeName) []netip.Addr
-	// Records returns every node that is held, sorted by name. The caller may keep it,
-	// and changes nothing in it.
+	// Records returns every node that a replica holds, sorted by name. The caller may keep
+	// the slice but must not change it.
 	Records() []Record
-	// Hears reports whether Records covers the replica at that address. Of a replica
-	// that is not heard, nobody knows what it holds.
+	// Hears reports whether Records includes the nodes of the replica at that address. If it
+	// does not, it is unknown which nodes that replica holds.
 	Hears(replica netip.Addr) bool
-	// Changed returns a channel that is closed at the next change. To miss nothing, ask
-	// for it before asking for anything else.
+	// Changed returns a channel that is closed at the next change. To miss no change, call
+	// Changed before any other method.
 	Changed() <-chan struct{}
 }
 
 // Record says which addresses lead to a node.
 type Record struct {
 	Node  tunnel.NodeName
-	Addrs []netip.Addr // of the replica that holds it, as usable returns them
+	Addrs []netip.Addr // of the replica that holds the node; at most one per family, IPv4 first
 }
 
-// Names says which names may appear: those of the Nodes that Kubernetes knows. Without
-// Kubernetes there is no Names, and every connected node may.
+// Names says which names may be published: those of the Nodes that Kubernetes knows. Without
+// Kubernetes there is no Names, and the names of all connected nodes are published.
 type Names interface {
-	// May reports whether n may appear. known is false until Kubernetes has said which
-	// may; then nothing is told to anybody rather than something untrue.
+	// May reports whether n may be published. known is false until the list of Nodes has been
+	// read from Kubernetes. Until then nothing is published, since it could be wrong.
 	May(n tunnel.NodeName) (may, known bool)
-	// Changed is as Truth has it.
+	// Changed is like Truth.Changed.
 	Changed() <-chan struct{}
 }
 
-// Local is the truth of a replica that is alone: it holds what is connected to it.
+// Local is the Truth of a single replica: it holds the nodes that are connected to it.
 type Local struct {
 	Nodes interface {
 		tunnel.Nodes
@@ -97,15 +97,15 @@ func (l Local) Hears(replica netip.Addr) bool {
 // Changed implements Truth.
 func (l Local) Changed() <-chan struct{} { return l.Nodes.Changed() }
 
-// Merged is the truth of several replicas, which tell each other what they hold.
+// Merged is the Truth of several replicas, which tell each other which nodes they hold.
 type Merged struct {
 	Replicas interface {
 		// Addrs returns the addresses of the replica that holds a node.
 		Addrs(n tunnel.NodeName) []netip.Addr
-		// All returns the same for every node that is held anywhere.
+		// All returns the same for every node that any replica holds.
 		All() map[tunnel.NodeName][]netip.Addr
-		Hears(replica netip.Addr) bool
-		Changed() <-chan struct{}
+		Hears(replica netip.Addr) bool // see Truth
+		Changed() <-chan struct{}      // see Truth
 	}
 }
 
@@ -130,15 +130,15 @@ func (m Merged) Hears(replica netip.Addr) bool { return m.Replicas.Hears(replica
 // Changed implements Truth.
 func (m Merged) Changed() <-chan struct{} { return m.Replicas.Changed() }
 
-// usable returns what names may lead to, of the addresses that another replica has told of
-// itself: one of each family, IPv4 first, and none with a zone, which can hold anything,
-// a line break too.
-func usable(told []netip.Addr) []netip.Addr {
+// usable returns the addresses to publish, of the addresses that another replica has reported as
+// its own: one of each family, IPv4 first. It drops addresses with a zone, since a zone can be any
+// text, even one with a line break.
+func usable(reported []netip.Addr) []netip.Addr {
 	var addrs []netip.Addr
-	for _, a := range told {
+	for _, a := range reported {
 		a = a.Unmap()
-		another := func(b netip.Addr) bool { return b.Is4() == a.Is4() }
-		if a.IsValid() && a.Zone() == "" && !slices.ContainsFunc(addrs, another) {
+		sameFamily := func(b netip.Addr) bool { return b.Is4() == a.Is4() }
+		if a.IsValid() && a.Zone() == "" && !slices.ContainsFunc(addrs, sameFamily) {
 			addrs = append(addrs, a)
 		}
 	}

@@ -14,24 +14,29 @@ import (
 )
 
 const (
-	perUpstream  = 2 * time.Second // then the next is asked
-	allUpstreams = 5 * time.Second // a stub resolver's own patience (resolv.conf(5), timeout)
+	// upstreamTimeout bounds one exchange with one upstream. Then the next upstream is tried.
+	upstreamTimeout = 2 * time.Second
+	// forwardTimeout bounds the exchanges of one query with all upstreams. It is the default
+	// timeout of a stub resolver (resolv.conf(5), timeout).
+	forwardTimeout = 5 * time.Second
 )
 
-// forwarder asks other servers. It answers nothing itself and remembers nothing.
+// forwarder sends queries to upstream servers. It has no answers of its own and no cache.
 //
-// A query keeps its transport: what is asked over UDP is asked upstream over UDP, a
-// truncated answer is passed on as one, and the asker comes again over TCP.
+// A query keeps its transport: a query over UDP goes upstream over UDP. A truncated answer is
+// passed on truncated, and the client then repeats the query over TCP.
 //
-// An upstream that asks us in turn makes a loop. Each turn of it holds an exchange, so
-// that after ResponderConfig.Lookups the next is answered SERVFAIL at once; that is an answer, no
-// reason to ask the next upstream, and so it goes all the way back to the asker. A loop
-// that loses packets ends with allUpstreams.
+// If an upstream forwards queries to this responder, there is a loop. Each round of the loop
+// occupies one of ResponderConfig.Lookups. When all are in use, the next query gets SERVFAIL
+// at once. That is an answer, so no further upstream is tried, and it returns through the
+// loop to the client. A loop that loses packets ends after forwardTimeout.
 type forwarder struct {
 	// Set once.
-	upstream []netip.AddrPort
+	upstream []netip.AddrPort // tried in order
 	dial     func(ctx context.Context, network, addr string) (net.Conn, error)
-	slots    chan struct{} // holds one for each exchange; whoever is admitted takes it out again
+	// slots bounds the exchanges: admit sends one element, and its release function receives one.
+	// Its capacity is ResponderConfig.Lookups. It is never closed.
+	slots chan struct{}
 }
 
 func newForwarder(upstream []netip.AddrPort, lookups int) forwarder {
@@ -42,8 +47,8 @@ func newForwarder(upstream []netip.AddrPort, lookups int) forwarder {
 	}
 }
 
-// admit takes the place of one exchange until release is called; ok is false when all
-// are taken.
+// admit takes a slot for one exchange until release is called. ok is false if all slots are
+// taken. Further calls of release have no effect.
 func (f *forwarder) admit() (release func(), ok bool) {
 	select {
 	case f.slots <- struct{}{}:
@@ -53,9 +58,9 @@ func (f *forwarder) admit() (release func(), ok bool) {
 	}
 }
 
-// resolve returns the first upstream's answer that can be had, as a reply to q.
+// resolve returns the answer of the first upstream that answers, as a reply to q.
 func (f *forwarder) resolve(ctx context.Context, q *query) (*dns.Msg, error) {
-	ctx, cancel := context.WithTimeout(ctx, allUpstreams)
+	ctx, cancel := context.WithTimeout(ctx, forwardTimeout)
 	defer cancel()
 	var errs []error
 	for _, up := range f.upstream {
@@ -71,12 +76,12 @@ func (f *forwarder) resolve(ctx context.Context, q *query) (*dns.Msg, error) {
 	return nil, errors.Join(errs...)
 }
 
-// exchange asks one upstream.
+// exchange sends q to one upstream and returns its answer.
 func (f *forwarder) exchange(ctx context.Context, up netip.AddrPort, q *query) (*dns.Msg, error) {
-	ctx, cancel := context.WithTimeoutCause(ctx, perUpstream, fmt.Errorf("no answer within %v", perUpstream))
+	ctx, cancel := context.WithTimeoutCause(ctx, upstreamTimeout, fmt.Errorf("no answer within %v", upstreamTimeout))
 	defer cancel()
-	// A socket for each: its port is random, and the kernel lets nobody answer but whom
-	// we ask.
+	// Each exchange has its own connected socket. So its port is random, and the kernel drops
+	// packets from any other address than up.
 	c, err := f.dial(ctx, string(q.via), up.String())
 	if err != nil {
 		return nil, err
@@ -85,9 +90,9 @@ func (f *forwarder) exchange(ctx context.Context, up netip.AddrPort, q *query) (
 	defer context.AfterFunc(ctx, func() { c.Close() })()
 
 	conn := &dns.Conn{Conn: c, UDPSize: maxQuery}
-	sent := q.upstream()
+	sent := q.forUpstream()
 	if err = conn.WriteMsg(sent); err != nil {
-		return nil, because(ctx, err)
+		return nil, ctxCause(ctx, err)
 	}
 	for {
 		packet, err := conn.ReadMsgHeader(nil)
@@ -95,38 +100,41 @@ func (f *forwarder) exchange(ctx context.Context, up netip.AddrPort, q *query) (
 			continue
 		}
 		if err != nil {
-			return nil, because(ctx, err)
+			return nil, ctxCause(ctx, err)
 		}
-		if m := accept(packet, sent); m != nil {
-			return q.adopt(m), nil
+		if m := parseReply(packet, sent); m != nil {
+			return q.asReply(m), nil
 		}
 		if q.via == overTCP {
 			return nil, errors.New("the answer is not to what was asked")
 		}
-		// Over UDP it may be an older one, or nobody's; ours may still come.
+		// Over UDP the packet may be the answer to an older query, or forged. The right answer may
+		// still come.
 	}
 }
 
-// because returns why ctx has ended when it has, since then that is what failed.
-func because(ctx context.Context, err error) error {
+// ctxCause returns the cause of ctx if ctx has ended, since err is then only its consequence.
+// Otherwise it returns err.
+func ctxCause(ctx context.Context, err error) error {
 	if ctx.Err() != nil {
 		return context.Cause(ctx)
 	}
 	return err
 }
 
-// upstream returns q as we ask it: under an id that nobody can guess, in the asker's
-// spelling, with EDNS if the asker has it. Its options, such as a cookie, are between the
-// asker and us (RFC 6891 section 6.1.1).
-func (q *query) upstream() *dns.Msg {
+// forUpstream returns the query to send upstream for q: with a random id that a forger cannot
+// guess, the client's spelling of the name, and EDNS if the client uses EDNS. It leaves out the
+// client's EDNS options, such as a cookie: they apply only between the client and us (RFC 6891
+// section 6.1.1).
+func (q *query) forUpstream() *dns.Msg {
 	m := &dns.Msg{
 		MsgHdr: dns.MsgHdr{
 			Id:                dns.Id(),
-			RecursionDesired:  q.head.RecursionDesired,
-			CheckingDisabled:  q.head.CheckingDisabled,
+			RecursionDesired:  q.header.RecursionDesired,
+			CheckingDisabled:  q.header.CheckingDisabled,
 			AuthenticatedData: q.ad,
 		},
-		Question: []dns.Question{q.ask},
+		Question: []dns.Question{q.question},
 	}
 	if q.opt != nil {
 		m.SetEdns0(min(max(q.opt.UDPSize(), dns.MinMsgSize), maxUDP), q.opt.Do())
@@ -134,8 +142,8 @@ func (q *query) upstream() *dns.Msg {
 	return m
 }
 
-// accept returns the message in packet if it answers what was sent, else nil.
-func accept(packet []byte, sent *dns.Msg) *dns.Msg {
+// parseReply returns the message in packet if it is an answer to sent, else nil.
+func parseReply(packet []byte, sent *dns.Msg) *dns.Msg {
 	m := new(dns.Msg)
 	err := m.Unpack(packet)
 	if !m.Response || m.Id != sent.Id || m.Opcode != dns.OpcodeQuery || len(m.Question) != 1 {
@@ -148,21 +156,21 @@ func accept(packet []byte, sent *dns.Msg) *dns.Msg {
 	switch {
 	case err == nil:
 		return m
-	case m.Truncated: // some cut within a record; the rest is asked for over TCP
+	case m.Truncated: // some servers cut within a record; the client repeats the query over TCP
 		m.Answer, m.Ns, m.Extra = nil, nil, nil
-		m.Rcode &= 0xf // the rest of it was in the OPT
+		m.Rcode &= 0xf // its upper bits belong to the OPT record, which is removed
 		return m
 	}
 	return nil
 }
 
-// adopt makes m, which answers q.upstream(), a reply to q.
-func (q *query) adopt(m *dns.Msg) *dns.Msg {
-	m.Id = q.head.Id
-	m.Question[0] = q.ask
-	m.RecursionDesired = q.head.RecursionDesired
+// asReply turns m, the answer to q.forUpstream(), into a reply to q.
+func (q *query) asReply(m *dns.Msg) *dns.Msg {
+	m.Id = q.header.Id
+	m.Question[0] = q.question
+	m.RecursionDesired = q.header.RecursionDesired
 	if q.opt == nil {
-		m.Rcode &= 0xf // the asker cannot read more of it
+		m.Rcode &= 0xf // without EDNS a client cannot read the upper bits
 	}
 	return m
 }

@@ -19,9 +19,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// upstream runs a DNS server that says what the test wants: each message that say
-// returns, in order.
-func upstream(t testing.TB, say func(q *dns.Msg, network string) [][]byte) netip.AddrPort {
+// upstream runs a DNS server. It sends the messages that replies returns for a query, in order.
+func upstream(t testing.TB, replies func(q *dns.Msg, network string) [][]byte) netip.AddrPort {
 	t.Helper()
 	udp, tcp, err := openBoth(context.Background(), "127.0.0.1:0")
 	if err != nil {
@@ -36,7 +35,7 @@ func upstream(t testing.TB, say func(q *dns.Msg, network string) [][]byte) netip
 	unpack := func(packet []byte) *dns.Msg {
 		m := new(dns.Msg)
 		if err := m.Unpack(packet); err != nil {
-			t.Errorf("the upstream is asked %x: %v", packet, err)
+			t.Errorf("the upstream gets %x: %v", packet, err)
 		}
 		return m
 	}
@@ -47,7 +46,7 @@ func upstream(t testing.TB, say func(q *dns.Msg, network string) [][]byte) netip
 			if err != nil {
 				return
 			}
-			for _, p := range say(unpack(buf[:n]), "udp") {
+			for _, p := range replies(unpack(buf[:n]), "udp") {
 				udp.WriteTo(p, from)
 			}
 		}
@@ -64,17 +63,17 @@ func upstream(t testing.TB, say func(q *dns.Msg, network string) [][]byte) netip
 				if err != nil {
 					return
 				}
-				for _, p := range say(unpack(packet), "tcp") {
+				for _, p := range replies(unpack(packet), "tcp") {
 					writeTCP(c, p)
 				}
-				c.Read(make([]byte, 1)) // until the asker has gone
+				c.Read(make([]byte, 1)) // waits until the client closes the connection
 			})
 		}
 	})
 	return udp.LocalAddr().(*net.UDPAddr).AddrPort()
 }
 
-// reply returns the answer to q with these records, in the text of a zone file.
+// reply returns a reply to q with these records, written as in a zone file.
 func reply(t testing.TB, q *dns.Msg, records ...string) *dns.Msg {
 	m := new(dns.Msg).SetReply(q)
 	m.RecursionAvailable = true
@@ -97,8 +96,8 @@ func pack(t testing.TB, m *dns.Msg) []byte {
 	return b
 }
 
-// deadEnd is an address where nobody listens.
-func deadEnd(t testing.TB) netip.AddrPort {
+// unusedAddr returns an address at which no server listens.
+func unusedAddr(t testing.TB) netip.AddrPort {
 	udp, tcp, err := openBoth(context.Background(), "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -108,8 +107,8 @@ func deadEnd(t testing.TB) netip.AddrPort {
 	return udp.LocalAddr().(*net.UDPAddr).AddrPort()
 }
 
-// An upstream is asked for some and not for others, over both transports. Nodes are
-// answered to everybody.
+// Queries of some clients are forwarded and of others not, over both transports. Queries for nodes
+// are answered for all clients.
 func TestAllowFrom(t *testing.T) {
 	asked := make(chan string, 100)
 	up := upstream(t, func(q *dns.Msg, _ string) [][]byte {
@@ -135,46 +134,47 @@ func TestAllowFrom(t *testing.T) {
 			}
 		}
 	}
-	if s := logs.String(); strings.Count(s, "level=WARN") != 1 || !strings.Contains(s, "127.0.0.3") || !strings.Contains(s, "allowfrom") {
-		t.Errorf("the log is %q, want one warning with the asker and the key", s)
+	s := logs.String()
+	if strings.Count(s, "level=WARN") != 1 || !strings.Contains(s, "127.0.0.3") || !strings.Contains(s, "allowfrom") {
+		t.Errorf("the log is %q, want one warning with the client and the key", s)
 	}
 	if n := len(asked); n != 2 {
-		t.Errorf("the upstream was asked %d times, want 2", n)
+		t.Errorf("the upstream got %d queries, want 2", n)
 	}
 }
 
-// By default an upstream is asked for networks that are our own.
+// By default, queries from private networks are forwarded.
 func TestAllowFromByDefault(t *testing.T) {
 	r := NewResponder(ResponderConfig{})
 	for from, want := range map[string]bool{
-		"127.0.0.1": true, "::1": true, "10.1.2.3": true, "::ffff:10.1.2.3": true, "172.31.0.1": true, "192.168.1.1": true, "100.64.0.1": true,
-		"169.254.1.1": true, "fd00::1": true, "fe80::1%eth0": true,
+		"127.0.0.1": true, "::1": true, "10.1.2.3": true, "::ffff:10.1.2.3": true, "172.31.0.1": true,
+		"192.168.1.1": true, "100.64.0.1": true, "169.254.1.1": true, "fd00::1": true, "fe80::1%eth0": true,
 		"8.8.8.8": false, "172.32.0.1": false, "100.128.0.1": false, "2001:db8::1": false, "::ffff:8.8.8.8": false,
 	} {
 		if got := r.cfg.AllowFrom.Permits(netip.MustParseAddr(from)); got != want {
-			t.Errorf("an upstream is asked for %s: %t, want %t", from, got, want)
+			t.Errorf("queries of %s are forwarded: %t, want %t", from, got, want)
 		}
 	}
 }
 
-// What is no node's is asked upstream, with the asker's EDNS and transport, and what is
-// said there comes back.
+// Queries for names that are not a node's go upstream, with the client's EDNS and transport, and the
+// upstream's answer comes back.
 func TestForward(t *testing.T) {
-	type heard struct {
+	type upstreamQuery struct {
 		name, network, edns string
 		rd, cd, ad          bool
 		id                  uint16
 	}
 	var mu sync.Mutex // guards the following
-	var all []heard
+	var all []upstreamQuery
 	up := upstream(t, func(q *dns.Msg, network string) [][]byte {
-		h := heard{q.Question[0].Name, network, "", q.RecursionDesired, q.CheckingDisabled, q.AuthenticatedData, q.Id}
+		h := upstreamQuery{q.Question[0].Name, network, "", q.RecursionDesired, q.CheckingDisabled, q.AuthenticatedData, q.Id}
 		m := reply(t, q, q.Question[0].Name+" 77 IN A 192.0.2.1")
-		m.Question[0].Name = strings.ToLower(m.Question[0].Name) // some do
+		m.Question[0].Name = strings.ToLower(m.Question[0].Name) // some servers do this
 		if opt := q.IsEdns0(); opt != nil {
 			h.edns = strings.Join(strings.Fields(opt.String()), " ")
 		}
-		m.SetEdns0(4096, true) // even to an asker without
+		m.SetEdns0(4096, true) // even if the client uses no EDNS
 		m.IsEdns0().Option = []dns.EDNS0{
 			&dns.EDNS0_COOKIE{Code: dns.EDNS0COOKIE, Cookie: "0102030405060708090a0b0c0d0e0f10"},
 			&dns.EDNS0_EDE{InfoCode: dns.ExtendedErrorCodeStaleAnswer, ExtraText: "old"},
@@ -184,8 +184,11 @@ func TestForward(t *testing.T) {
 		all = append(all, h)
 		return [][]byte{pack(t, m)}
 	})
-	names := listed{known: true, names: map[tunnel.NodeName]bool{"edge1": true}}
-	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5", "stranger 10.0.0.9"), Names: names, Upstream: []netip.AddrPort{up}})
+	r := respond(t, ResponderConfig{
+		Truth:    newHeld("edge1 10.0.0.5", "stranger 10.0.0.9"),
+		Names:    listed{known: true, names: map[tunnel.NodeName]bool{"edge1": true}},
+		Upstream: []netip.AddrPort{up},
+	})
 
 	const opt = " | OPT 1232 do=true version=0"
 	for _, tc := range []struct {
@@ -193,20 +196,27 @@ func TestForward(t *testing.T) {
 		qtype      uint16
 		do         func(*dns.Msg)
 		want       string
-		asked      *heard // nil: nobody upstream is asked
+		asked      *upstreamQuery // what the upstream gets; nil: nothing
 	}{
 		{"a node", "edge1.", dns.TypeA, nil, "NOERROR aa ra rd | edge1. 2 IN A 10.0.0.5", nil},
 		{"a node's other types", "edge1.", dns.TypeAAAA, nil, "NOERROR aa ra rd" + theSOA, nil},
 		{"a transfer", "example.com.", dns.TypeAXFR, nil, "REFUSED ra rd", nil},
-		{"a name", "Example.com.", dns.TypeA, nil, "NOERROR ra rd | Example.com. 77 IN A 192.0.2.1", &heard{name: "Example.com.", rd: true}},
-		{"one that may not appear", "stranger.", dns.TypeA, nil, "NOERROR ra rd | stranger. 77 IN A 192.0.2.1", &heard{name: "stranger.", rd: true}},
-		{"an address", "5.0.0.10.in-addr.arpa.", dns.TypePTR, nil, "NOERROR ra rd | 5.0.0.10.in-addr.arpa. 77 IN A 192.0.2.1", &heard{name: "5.0.0.10.in-addr.arpa.", rd: true}},
-		{"flags", "a.", dns.TypeA, func(m *dns.Msg) { m.RecursionDesired, m.CheckingDisabled, m.AuthenticatedData = false, true, true },
-			"NOERROR ra cd | a. 77 IN A 192.0.2.1", &heard{name: "a.", cd: true, ad: true}},
+		{"another name", "Example.com.", dns.TypeA, nil,
+			"NOERROR ra rd | Example.com. 77 IN A 192.0.2.1", &upstreamQuery{name: "Example.com.", rd: true}},
+		{"a node that may not be published", "stranger.", dns.TypeA, nil,
+			"NOERROR ra rd | stranger. 77 IN A 192.0.2.1", &upstreamQuery{name: "stranger.", rd: true}},
+		{"an address", "5.0.0.10.in-addr.arpa.", dns.TypePTR, nil,
+			"NOERROR ra rd | 5.0.0.10.in-addr.arpa. 77 IN A 192.0.2.1",
+			&upstreamQuery{name: "5.0.0.10.in-addr.arpa.", rd: true}},
+		{"flags", "a.", dns.TypeA,
+			func(m *dns.Msg) { m.RecursionDesired, m.CheckingDisabled, m.AuthenticatedData = false, true, true },
+			"NOERROR ra cd | a. 77 IN A 192.0.2.1", &upstreamQuery{name: "a.", cd: true, ad: true}},
 		{"EDNS", "a.", dns.TypeA, func(m *dns.Msg) {
 			m.SetEdns0(4096, true)
 			m.IsEdns0().Option = []dns.EDNS0{&dns.EDNS0_COOKIE{Code: dns.EDNS0COOKIE, Cookie: "0102030405060708"}}
-		}, "NOERROR ra rd | a. 77 IN A 192.0.2.1" + opt, &heard{name: "a.", rd: true, edns: ";; OPT PSEUDOSECTION: ; EDNS: version 0; flags: do; udp: 1232"}},
+		}, "NOERROR ra rd | a. 77 IN A 192.0.2.1" + opt, &upstreamQuery{
+			name: "a.", rd: true, edns: ";; OPT PSEUDOSECTION: ; EDNS: version 0; flags: do; udp: 1232",
+		}},
 	} {
 		for _, network := range []string{"udp", "tcp"} {
 			q := question(tc.name, tc.qtype)
@@ -226,35 +236,35 @@ func TestForward(t *testing.T) {
 			if m.Question[0] != q.Question[0] {
 				t.Errorf("%s over %s: the question comes back as %v", tc.what, network, m.Question)
 			}
-			var want []heard
+			var want []upstreamQuery
 			if tc.asked != nil {
 				h := *tc.asked
 				h.network = network
-				want = []heard{h}
+				want = []upstreamQuery{h}
 			}
 			mu.Lock()
 			for i := range all {
-				if all[i].id == q.Id { // once in 65,536
-					t.Errorf("%s over %s: the upstream is asked under the asker's own id", tc.what, network)
+				if all[i].id == q.Id { // by chance in one of 65,536 runs
+					t.Errorf("%s over %s: the upstream gets the client's own id", tc.what, network)
 				}
 				all[i].id = 0
 			}
 			if !slices.Equal(all, want) {
-				t.Errorf("%s over %s: the upstream hears\n %+v\nwant\n %+v", tc.what, network, all, want)
+				t.Errorf("%s over %s: the upstream gets\n %+v\nwant\n %+v", tc.what, network, all, want)
 			}
 			mu.Unlock()
 		}
 	}
 }
 
-// What an upstream says besides the answer is passed over; what it cannot say is asked
-// elsewhere.
-func TestForwardLies(t *testing.T) {
+// Over UDP, packets that are not the answer are ignored, and the right answer is taken. Over TCP a
+// wrong answer ends the exchange, and the next upstream is tried.
+func TestForwardIgnoresWrongAnswers(t *testing.T) {
 	good := "x. 1 IN A 192.0.2.1"
 	const want = "NOERROR ra rd | x. 1 IN A 192.0.2.1"
 	for _, tc := range []struct {
-		what string
-		say  func(q *dns.Msg) [][]byte // before the right answer
+		what    string
+		replies func(q *dns.Msg) [][]byte // before the right answer
 	}{
 		{"nothing", func(*dns.Msg) [][]byte { return nil }},
 		{"an empty packet, and a short one", func(*dns.Msg) [][]byte { return [][]byte{{}, {1, 2, 3}} }},
@@ -296,11 +306,11 @@ func TestForwardLies(t *testing.T) {
 		}},
 	} {
 		liar := upstream(t, func(q *dns.Msg, _ string) [][]byte {
-			return append(tc.say(q), pack(t, reply(t, q, good)))
+			return append(tc.replies(q), pack(t, reply(t, q, good)))
 		})
 		honest := upstream(t, func(q *dns.Msg, network string) [][]byte {
 			if network == "udp" {
-				t.Errorf("%s: the next upstream is asked, and ours has answered", tc.what)
+				t.Errorf("%s: the next upstream is tried although the first has answered", tc.what)
 			}
 			return [][]byte{pack(t, reply(t, q, good))}
 		})
@@ -313,8 +323,10 @@ func TestForwardLies(t *testing.T) {
 	}
 }
 
-func TestForwardToTheNext(t *testing.T) {
-	good := upstream(t, func(q *dns.Msg, _ string) [][]byte { return [][]byte{pack(t, reply(t, q, "x. 1 IN A 192.0.2.1"))} })
+func TestForwardTriesNextUpstream(t *testing.T) {
+	good := upstream(t, func(q *dns.Msg, _ string) [][]byte {
+		return [][]byte{pack(t, reply(t, q, "x. 1 IN A 192.0.2.1"))}
+	})
 	refuses := upstream(t, func(q *dns.Msg, _ string) [][]byte {
 		m := reply(t, q)
 		m.Rcode = dns.RcodeServerFailure
@@ -327,9 +339,11 @@ func TestForwardToTheNext(t *testing.T) {
 		want     string
 		as       outcome
 	}{
-		{"the second lives", []netip.AddrPort{deadEnd(t), good}, "NOERROR ra rd | x. 1 IN A 192.0.2.1", toldForwarded},
-		{"none lives", []netip.AddrPort{deadEnd(t), deadEnd(t)}, "SERVFAIL ra rd", toldFailed},
-		{"the first says no", []netip.AddrPort{refuses, good}, "SERVFAIL ra rd", toldForwarded}, // an answer is an answer
+		{"only the second is there", []netip.AddrPort{unusedAddr(t), good},
+			"NOERROR ra rd | x. 1 IN A 192.0.2.1", outcomeForwarded},
+		{"none is there", []netip.AddrPort{unusedAddr(t), unusedAddr(t)}, "SERVFAIL ra rd", outcomeFailed},
+		// SERVFAIL is an answer, so no other upstream is tried.
+		{"the first answers SERVFAIL", []netip.AddrPort{refuses, good}, "SERVFAIL ra rd", outcomeForwarded},
 	} {
 		r := respond(t, ResponderConfig{Truth: newHeld(), Upstream: tc.upstream, Log: log})
 		for i, network := range []string{"udp", "tcp"} {
@@ -342,16 +356,18 @@ func TestForwardToTheNext(t *testing.T) {
 		}
 	}
 	if n := strings.Count(journal.String(), "no DNS upstream answers"); n != 1 {
-		t.Errorf("said %d times that no upstream answers, want once a minute:\n%s", n, journal)
+		t.Errorf("logged %d times that no upstream answers, want once a minute:\n%s", n, journal)
 	}
 }
 
-// An answer is no longer than its asker takes, and says when there is more.
+// A forwarded answer is not longer than the client accepts, and it has the TC flag if it is cut.
 func TestForwardTruncation(t *testing.T) {
 	up := upstream(t, func(q *dns.Msg, network string) [][]byte {
 		m := reply(t, q)
 		for i := range 100 {
-			m.Answer = append(m.Answer, &dns.A{Hdr: dns.RR_Header{Name: "x.", Rrtype: dns.TypeA, Class: 1}, A: net.IPv4(192, 0, 2, byte(i))})
+			m.Answer = append(m.Answer, &dns.A{
+				Hdr: dns.RR_Header{Name: "x.", Rrtype: dns.TypeA, Class: 1}, A: net.IPv4(192, 0, 2, byte(i)),
+			})
 		}
 		m.Compress = true
 		p := pack(t, m)
@@ -368,7 +384,7 @@ func TestForwardTruncation(t *testing.T) {
 	})
 	r := respond(t, ResponderConfig{Truth: newHeld(), Upstream: []netip.AddrPort{up}})
 	for _, name := range []string{"long.", "tc.", "cut."} {
-		c := dns.Client{Net: "udp", Timeout: 5 * time.Second} // which reads 512 bytes
+		c := dns.Client{Net: "udp", Timeout: 5 * time.Second} // it accepts 512 bytes
 		m, _, err := c.Exchange(question(name, dns.TypeA), r.Addr().String())
 		if err != nil || !m.Truncated {
 			t.Errorf("%s over UDP: %v, %v, want it truncated", name, m, err)
@@ -379,15 +395,15 @@ func TestForwardTruncation(t *testing.T) {
 	}
 }
 
-// datagrams makes a pipe look like UDP to dns.Conn.
+// datagrams makes a pipe look like a UDP socket to dns.Conn.
 type datagrams struct{ net.Conn }
 
 func (datagrams) ReadFrom([]byte) (int, net.Addr, error)    { panic("not connected") }
 func (datagrams) WriteTo([]byte, net.Addr) (n int, e error) { panic("not connected") }
 
-// silent returns a responder of upstreams that take every query and never answer, but
-// for those whose number is in answers. A test runs it in a bubble.
-func silent(t *testing.T, n int, answers ...int) *Responder {
+// silentUpstreams returns a responder with n upstreams that take queries and never answer, except
+// those whose numbers are in answers. It must be used in a bubble of synctest.
+func silentUpstreams(t *testing.T, n int, answers ...int) *Responder {
 	var list []netip.AddrPort
 	for i := range n {
 		list = append(list, netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(i)}), 53))
@@ -412,15 +428,15 @@ func silent(t *testing.T, n int, answers ...int) *Responder {
 			if slices.Contains(answers, i) {
 				conn.WriteMsg(reply(t, q, "x. 1 IN A 192.0.2.1"))
 			}
-			conn.ReadMsg() // until the asker has gone
+			conn.ReadMsg() // waits until the client closes the connection
 		}()
 		return wrap(ours), nil
 	}
 	return r
 }
 
-// opened returns the question for x. as the responder hands it on.
-func opened(t testing.TB, r *Responder, via transport) *query {
+// pendingQuery returns the query for "x." that the responder would forward.
+func pendingQuery(t testing.TB, r *Responder, via transport) *query {
 	_, q := r.answer(pack(t, question("x.", dns.TypeA)), via)
 	if q == nil {
 		t.Fatal("answered without the upstream")
@@ -428,7 +444,7 @@ func opened(t testing.TB, r *Responder, via transport) *query {
 	return q
 }
 
-func TestForwardPatience(t *testing.T) {
+func TestForwardTimeouts(t *testing.T) {
 	for _, tc := range []struct {
 		upstreams int
 		answers   []int
@@ -443,10 +459,10 @@ func TestForwardPatience(t *testing.T) {
 	} {
 		for _, via := range []transport{overUDP, overTCP} {
 			synctest.Test(t, func(t *testing.T) {
-				r := silent(t, tc.upstreams, tc.answers...)
+				r := silentUpstreams(t, tc.upstreams, tc.answers...)
 				start := time.Now()
 				var m dns.Msg
-				if err := m.Unpack(r.resolve(t.Context(), opened(t, r, via))); err != nil {
+				if err := m.Unpack(r.resolve(t.Context(), pendingQuery(t, r, via))); err != nil {
 					t.Fatal(err)
 				}
 				if took := time.Since(start); took != tc.after || m.Rcode != tc.rcode {
@@ -457,15 +473,15 @@ func TestForwardPatience(t *testing.T) {
 	}
 }
 
-// Nobody waits for an upstream once Run is to end.
+// When the context of Run ends, an exchange with an upstream ends at once.
 func TestForwardIsAborted(t *testing.T) {
 	for _, via := range []transport{overUDP, overTCP} {
 		synctest.Test(t, func(t *testing.T) {
-			r := silent(t, 2)
+			r := silentUpstreams(t, 2)
 			ctx, cancel := context.WithCancel(t.Context())
 			start := time.Now()
 			time.AfterFunc(time.Second, cancel)
-			r.resolve(ctx, opened(t, r, via))
+			r.resolve(ctx, pendingQuery(t, r, via))
 			if took := time.Since(start); took != time.Second {
 				t.Errorf("over %s the exchange ends %v after it began, want 1 s", via, took)
 			}
@@ -473,10 +489,11 @@ func TestForwardIsAborted(t *testing.T) {
 	}
 }
 
-// Queries that wait are bounded; one more fails at once, nodes are answered as ever, and
-// the end of Run ends them all.
+// At most DefaultLookups queries wait for an upstream. One more fails at once. Queries for nodes are
+// answered as always, and the end of Run ends all waiting queries.
 func TestForwardIsBounded(t *testing.T) {
-	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5"), Upstream: []netip.AddrPort{upstream(t, func(*dns.Msg, string) [][]byte { return nil })}})
+	silent := upstream(t, func(*dns.Msg, string) [][]byte { return nil })
+	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5"), Upstream: []netip.AddrPort{silent}})
 	var releases []func()
 	for range DefaultLookups - 2 {
 		release, ok := r.admit()
@@ -512,28 +529,29 @@ func TestForwardIsBounded(t *testing.T) {
 	}
 	for _, release := range releases {
 		release()
-		release() // counts once
+		release() // the second call has no effect
 	}
 	if n := len(r.forward.slots); n > 2 {
 		t.Errorf("%d wait after the others were released", n)
 	}
 }
 
-// Two responders that hand everything to each other end that by themselves, and the
-// asker hears of it.
+// A loop of two responders that forward to each other ends by itself, and the client gets SERVFAIL.
 func TestForwardLoop(t *testing.T) {
-	at := deadEnd(t)
+	at := unusedAddr(t)
 	first := respond(t, ResponderConfig{Truth: newHeld(), Upstream: []netip.AddrPort{at, at}})
-	second := respond(t, ResponderConfig{Listen: at.String(), Truth: newHeld(), Upstream: []netip.AddrPort{first.Addr().(*net.UDPAddr).AddrPort()}})
+	second := respond(t, ResponderConfig{
+		Listen: at.String(), Truth: newHeld(), Upstream: []netip.AddrPort{first.Addr().(*net.UDPAddr).AddrPort()},
+	})
 	if got := show(ask(t, first.Addr(), "udp", question("x.", dns.TypeA))); got != "SERVFAIL ra rd" {
-		t.Errorf("the asker hears %s", got)
+		t.Errorf("the client gets %s", got)
 	}
-	eventually(t, "nobody waits", func() bool { return len(first.forward.slots)+len(second.forward.slots) == 0 })
+	eventually(t, "no query waits", func() bool { return len(first.forward.slots)+len(second.forward.slots) == 0 })
 }
 
-// The simplest loop is refused.
+// A responder refuses to start with itself as an upstream.
 func TestUpstreamIsSelf(t *testing.T) {
-	at := deadEnd(t)
+	at := unusedAddr(t)
 	for _, tc := range []struct {
 		listen   string
 		upstream netip.AddrPort
@@ -547,13 +565,17 @@ func TestUpstreamIsSelf(t *testing.T) {
 		{netip.AddrPortFrom(netip.IPv4Unspecified(), at.Port()).String(), netip.MustParseAddrPort("192.0.2.1:53"), false},
 	} {
 		ctx, cancel := context.WithCancel(t.Context())
-		r := NewResponder(ResponderConfig{Listen: tc.listen, Truth: newHeld(), Upstream: []netip.AddrPort{netip.MustParseAddrPort("192.0.2.9:53"), tc.upstream}, Log: quiet})
+		r := NewResponder(ResponderConfig{
+			Listen: tc.listen, Truth: newHeld(), Log: quiet,
+			Upstream: []netip.AddrPort{netip.MustParseAddrPort("192.0.2.9:53"), tc.upstream},
+		})
 		done := make(chan error, 1)
 		go func() { done <- r.Run(ctx) }()
 		eventually(t, "the responder is ready, or has returned", func() bool { return r.Ready() == nil || len(done) == 1 })
 		cancel()
 		err := <-done
-		if refused := err != nil && strings.Contains(err.Error(), "this responder itself"); refused != tc.self || !tc.self && err != nil {
+		refused := err != nil && strings.Contains(err.Error(), "this responder itself")
+		if refused != tc.self || !tc.self && err != nil {
 			t.Errorf("listening on %s, upstream %s: %v", tc.listen, tc.upstream, err)
 		}
 	}
@@ -561,27 +583,29 @@ func TestUpstreamIsSelf(t *testing.T) {
 
 func TestExchangeSaysWhatFailed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		r := silent(t, 1)
-		_, err := r.forward.resolve(t.Context(), opened(t, r, overUDP))
+		r := silentUpstreams(t, 1)
+		_, err := r.forward.resolve(t.Context(), pendingQuery(t, r, overUDP))
 		if err == nil || err.Error() != "asking 10.0.0.0:53 over udp: no answer within 2s" {
 			t.Errorf("the error is %v", err)
 		}
 		r.forward.dial = func(context.Context, string, string) (net.Conn, error) { return nil, errors.New("no way") }
-		_, err = r.forward.resolve(t.Context(), opened(t, r, overUDP))
+		_, err = r.forward.resolve(t.Context(), pendingQuery(t, r, overUDP))
 		if err == nil || err.Error() != "asking 10.0.0.0:53 over udp: no way" {
 			t.Errorf("the error is %v", err)
 		}
 	})
 }
 
-// FuzzForward: whatever an upstream sends, the asker gets an answer to its own question
-// that it can read, or nothing.
+// FuzzForward checks that whatever an upstream sends, the client gets nothing, or an answer to its own
+// question that it can read.
 func FuzzForward(f *testing.F) {
 	q := question("x.example.", dns.TypeA)
 	for _, m := range []*dns.Msg{
 		reply(f, q, "x.example. 1 IN A 192.0.2.1"),
-		reply(f, q, "x.example. 1 IN CNAME y.example.", "y.example. 1 IN TXT a b c", "y.example. 1 IN SVCB 1 . alpn=h2 port=443"),
-		reply(f, q, "x.example. 1 IN MX 5 y.example.", "x.example. 1 IN RRSIG A 8 2 1 20300101000000 20200101000000 1 example. AAAA").SetEdns0(4096, true),
+		reply(f, q, "x.example. 1 IN CNAME y.example.", "y.example. 1 IN TXT a b c",
+			"y.example. 1 IN SVCB 1 . alpn=h2 port=443"),
+		reply(f, q, "x.example. 1 IN MX 5 y.example.",
+			"x.example. 1 IN RRSIG A 8 2 1 20300101000000 20200101000000 1 example. AAAA").SetEdns0(4096, true),
 		reply(f, q, slices.Repeat([]string{"x.example. 1 IN A 192.0.2.1"}, 100)...),
 	} {
 		for _, compress := range []bool{false, true} {
@@ -591,7 +615,10 @@ func FuzzForward(f *testing.F) {
 		}
 	}
 	var counters tunnel.Counters
-	r := NewResponder(ResponderConfig{Truth: newHeld(), Upstream: []netip.AddrPort{netip.MustParseAddrPort("192.0.2.1:53")}, Log: quiet, Counters: &counters})
+	r := NewResponder(ResponderConfig{
+		Truth: newHeld(), Upstream: []netip.AddrPort{netip.MustParseAddrPort("192.0.2.1:53")},
+		Log: quiet, Counters: &counters,
+	})
 	f.Fuzz(func(t *testing.T, packet []byte, stream bool, size uint16) {
 		asked := question("X.example.", dns.TypeA)
 		if size > 0 {
@@ -602,15 +629,15 @@ func FuzzForward(f *testing.F) {
 			via = overTCP
 		}
 		_, q := r.answer(pack(t, asked), via)
-		sent := q.upstream()
-		if len(packet) >= 2 { // it knows the id, or little would come of it
+		sent := q.forUpstream()
+		if len(packet) >= 2 { // with a wrong id the packet would be ignored
 			binary.BigEndian.PutUint16(packet, sent.Id)
 		}
-		m := accept(packet, sent)
+		m := parseReply(packet, sent)
 		if m == nil {
 			return
 		}
-		reply := q.pack(q.adopt(m))
+		reply := q.pack(q.asReply(m))
 		if reply == nil {
 			t.Fatal("no reply")
 		}

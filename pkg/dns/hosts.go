@@ -9,33 +9,33 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// marker ends every line that is ours. It is a comment to whoever reads the file
+// marker ends every line that the Writer has written. Resolvers take it for a comment
 // (hosts(5); CoreDNS cuts a line at '#').
 const marker = "# tunnel"
 
-// Entry is one line of ours: a name and one of its addresses.
+// Entry is one line of the Writer: a name and one of its addresses.
 type Entry struct {
-	Addr netip.Addr // never with a zone, never IPv4 mapped into IPv6
+	Addr netip.Addr // has no zone, and is not IPv4 mapped into IPv6
 	Node tunnel.NodeName
 }
 
-// compare orders entries by name, then address: a node that comes or goes is one line
-// of a diff.
+// compare orders entries by name, then by address, so that adding or removing a node changes
+// adjacent lines only.
 func (e Entry) compare(f Entry) int {
 	return cmp.Or(cmp.Compare(e.Node, f.Node), e.Addr.Compare(f.Addr))
 }
 
-// line returns the entry as it stands in the file, with its newline.
+// line returns the entry as a line of the file, with its newline.
 func (e Entry) line() string { return e.Addr.String() + "    " + string(e.Node) + " " + marker + "\n" }
 
-// Hosts is a hosts file (hosts(5)) taken apart into what is ours and what is not.
+// Hosts is a parsed hosts file (hosts(5)): the lines of the Writer, and all other lines.
 type Hosts struct {
-	Foreign string  // every other line, byte for byte and in order
-	Own     []Entry // sorted, each once
+	Foreign string  // all lines of other writers, unchanged and in order
+	Own     []Entry // the lines of the Writer, sorted and without duplicates
 }
 
-// ParseHosts takes a hosts file apart. There is no bad one: a line that is not exactly
-// as we write it is foreign.
+// ParseHosts parses a hosts file. It never fails: a line that is not as the Writer writes it
+// is foreign.
 func ParseHosts(text string) Hosts {
 	var h Hosts
 	var foreign strings.Builder
@@ -52,7 +52,8 @@ func ParseHosts(text string) Hosts {
 	return h
 }
 
-// parseOwn reads a line that we wrote, whatever its white space has become since.
+// parseOwn parses a line that the Writer has written. White space may have changed since. It
+// returns false if the line is foreign.
 func parseOwn(line string) (Entry, bool) {
 	line, ok := strings.CutSuffix(strings.TrimSpace(line), marker)
 	if !ok {
@@ -73,13 +74,13 @@ func parseOwn(line string) (Entry, bool) {
 	return Entry{addr, node}, true
 }
 
-// String puts the file together again: what is foreign as it was, then ours. Own must
-// be sorted.
+// String returns the file: the foreign lines unchanged, then the Writer's lines. Own must be
+// sorted.
 func (h Hosts) String() string {
 	var b strings.Builder
 	b.WriteString(h.Foreign)
 	if len(h.Own) > 0 && h.Foreign != "" && !strings.HasSuffix(h.Foreign, "\n") {
-		b.WriteByte('\n') // or our first line would become part of theirs
+		b.WriteByte('\n') // otherwise our first line would be appended to the last foreign line
 	}
 	for _, e := range h.Own {
 		b.WriteString(e.line())
@@ -87,8 +88,8 @@ func (h Hosts) String() string {
 	return b.String()
 }
 
-// readNames returns what a resolver reads in a hosts file: names in lower case, without
-// a final dot, and their addresses, whoever wrote them.
+// readNames returns the names and addresses that a resolver finds in a hosts file, whoever has
+// written the lines. Names are in lower case and without a final dot.
 func readNames(text string) map[string][]netip.Addr {
 	names := make(map[string][]netip.Addr)
 	for line := range strings.Lines(text) {

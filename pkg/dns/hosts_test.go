@@ -22,12 +22,15 @@ func TestParseHosts(t *testing.T) {
 	}{
 		{"empty", "", "", nil},
 		{"ours", ours, "", []Entry{{addr("10.0.0.1"), "edge1"}}},
-		{"ours, sorted and once", "fd00::1    b # tunnel\n" + ours + ours, "",
+		{"ours, sorted and without duplicates", "fd00::1    b # tunnel\n" + ours + ours, "",
 			[]Entry{{addr("fd00::1"), "b"}, {addr("10.0.0.1"), "edge1"}}},
-		{"white space of an editor", "10.0.0.1\tedge1   # tunnel \r\n", "", []Entry{{addr("10.0.0.1"), "edge1"}}},
+		{"white space changed by an editor", "10.0.0.1\tedge1   # tunnel \r\n", "", []Entry{{addr("10.0.0.1"), "edge1"}}},
 		{"no newline at the end", strings.TrimSpace(ours), "", []Entry{{addr("10.0.0.1"), "edge1"}}},
-		{"foreign between ours", ours + "# by hand\n10.0.0.9 db\n" + "10.0.0.2    edge2 # tunnel\n", "# by hand\n10.0.0.9 db\n",
-			[]Entry{{addr("10.0.0.1"), "edge1"}, {addr("10.0.0.2"), "edge2"}}},
+		{
+			"foreign between ours",
+			ours + "# by hand\n10.0.0.9 db\n" + "10.0.0.2    edge2 # tunnel\n", "# by hand\n10.0.0.9 db\n",
+			[]Entry{{addr("10.0.0.1"), "edge1"}, {addr("10.0.0.2"), "edge2"}},
+		},
 		{"an alias was added: no longer ours", "10.0.0.1 edge1 alias # tunnel\n", "10.0.0.1 edge1 alias # tunnel\n", nil},
 		{"no name", "10.0.0.1 # tunnel\n", "10.0.0.1 # tunnel\n", nil},
 		{"a name that we would not write", "10.0.0.1 Edge_1 # tunnel\n", "10.0.0.1 Edge_1 # tunnel\n", nil},
@@ -57,9 +60,8 @@ func TestHostsKeepsLinesApart(t *testing.T) {
 	}
 }
 
-// FuzzHosts holds what must be true of any file: what is foreign stays, in its order;
-// taking apart and putting together once more changes nothing; nobody reads in our lines
-// what we did not mean.
+// FuzzHosts checks properties of any file. Foreign lines stay, in their order. Parsing and printing
+// a printed file changes nothing. A resolver reads our lines as we meant them.
 func FuzzHosts(f *testing.F) {
 	f.Add("")
 	f.Add("10.0.0.1    edge1 # tunnel\n10.0.0.9 db # x\n\n#\nfd00::1 a b c")
@@ -81,7 +83,7 @@ func FuzzHosts(f *testing.F) {
 		}
 		again := ParseHosts(out)
 		if !slices.Equal(again.Own, h.Own) || again.String() != out {
-			t.Fatalf("%q taken apart once more is %q", out, again.String())
+			t.Fatalf("%q parsed and printed again is %q", out, again.String())
 		}
 		names := readNames(strings.TrimPrefix(out, h.Foreign))
 		for _, e := range h.Own {
@@ -92,16 +94,16 @@ func FuzzHosts(f *testing.F) {
 	})
 }
 
-// everyone lets every name appear.
+// everyone is a Names that lets every name be published.
 type everyone struct{ known bool }
 
 func (e everyone) May(tunnel.NodeName) (may, known bool) { return true, e.known }
 func (everyone) Changed() <-chan struct{}                { return nil }
 
-// fixed is a truth that does not change.
+// fixed is a Truth that does not change.
 type fixed struct {
 	records []Record
-	replica []netip.Addr
+	replica []netip.Addr // the addresses for which Hears returns true
 }
 
 func (f fixed) Lookup(n tunnel.NodeName) []netip.Addr {
@@ -126,7 +128,9 @@ var (
 	})
 	drawEntry = rapid.Custom(func(t *rapid.T) Entry { return Entry{drawAddr.Draw(t, "addr"), drawNode.Draw(t, "node")} })
 	drawFile  = rapid.Custom(func(t *rapid.T) string {
-		foreign := rapid.SampledFrom([]string{"# by hand\n", "\n", "10.9.9.9 db\n", "10.9.9.9 edge6\n", "junk\n", "10.0.0.1 edge1 x # tunnel\n"})
+		foreign := rapid.SampledFrom([]string{
+			"# by hand\n", "\n", "10.9.9.9 db\n", "10.9.9.9 edge6\n", "junk\n", "10.0.0.1 edge1 x # tunnel\n",
+		})
 		var b strings.Builder
 		for range rapid.IntRange(0, 12).Draw(t, "lines") {
 			if rapid.Bool().Draw(t, "own") {

@@ -19,47 +19,49 @@ import (
 )
 
 const (
-	// hostsPoll is how often the file is read beside the notifications, which some
-	// file systems do not give.
+	// hostsPoll is how often the file is read without a notification. Some file systems give
+	// none.
 	hostsPoll = 10 * time.Second
-	// hostsPause is the least time between two looks, however much changes.
-	hostsPause = time.Second
-	// hostsLimit is the largest file, in bytes. A ConfigMap is half of it at most.
-	hostsLimit = 2 << 20
+	// hostsMinInterval is the shortest time between two comparisons, however often the file or
+	// the truth changes.
+	hostsMinInterval = time.Second
+	// maxHostsSize is the size of the largest file that is read, in bytes: twice the limit of a
+	// ConfigMap.
+	maxHostsSize = 2 << 20
 )
 
-// HostsFile reads the hosts file that CoreDNS mounts and says how far it lags behind the
-// truth. What cannot be read counts as it was read last, and as empty before that. It is
-// the module "dns-hosts".
+// HostsFile reads the hosts file that CoreDNS mounts and reports how far it lags behind the
+// truth. If the file cannot be read, HostsFile uses what it read last, or an empty file before
+// the first successful read. It is the module "dns-hosts".
 type HostsFile struct {
 	// Set once.
 	path   string
 	truth  Truth
-	names  Names // nil: every name may appear
+	names  Names // nil: every name may be published
 	log    *slog.Logger
-	notify func(dir string) (*fsnotify.Watcher, error)
+	notify func(dir string) (*fsnotify.Watcher, error) // watchDir, except in tests
 
 	// Owned by Run.
-	digest [sha256.Size]byte // of what hosts was made from
-	hosts  Hosts
-	said   bool // that the file is late
+	digest     [sha256.Size]byte // of the text from which hosts was parsed
+	hosts      Hosts             // the file as read last
+	lateLogged bool              // the last log line about the lag said that the file is late
 
-	mu    sync.Mutex // guards the following, which Run alone writes
+	mu    sync.Mutex // guards state. Only Run writes it, so Run reads it without mu
 	state hostsState
 }
 
-// hostsState is what a look has found.
+// hostsState is the result of the last read and the last comparison.
 type hostsState struct {
-	looked  bool                          // at all
-	err     error                         // why the file could not be read
-	waiting bool                          // nobody has said yet which names may appear
-	differs map[tunnel.NodeName]time.Time // see differences; never changed, only replaced
+	readTried    bool                          // Run has tried to read the file
+	err          error                         // why the last read failed; nil: it did not
+	namesUnknown bool                          // Names does not know yet which names may be published
+	differs      map[tunnel.NodeName]time.Time // from differences; replaced as a whole, never changed
 }
 
 var _ tunnel.Module = (*HostsFile)(nil)
 
-// NewHostsFile returns a reader of the file at path; names may be nil. Nothing is read
-// before Run.
+// NewHostsFile returns a reader of the file at path. names may be nil. It reads nothing before
+// Run.
 func NewHostsFile(path string, truth Truth, names Names, log *slog.Logger) *HostsFile {
 	return &HostsFile{path: path, truth: truth, names: names, log: log, notify: watchDir}
 }
@@ -67,11 +69,11 @@ func NewHostsFile(path string, truth Truth, names Names, log *slog.Logger) *Host
 // Name implements tunnel.Module.
 func (h *HostsFile) Name() string { return "dns-hosts" }
 
-// Routes implements tunnel.Module. No peer may ask for any of this.
+// Routes implements tunnel.Module. The module takes no messages from peers.
 func (h *HostsFile) Routes() map[string]tunnel.Handler { return nil }
 
-// Run follows the file and the truth until ctx is done. It never returns an error: what
-// is wrong with the file is said by Note and in the log.
+// Run follows the file and the truth until ctx is done. It never returns an error: Note and the
+// log report problems with the file.
 func (h *HostsFile) Run(ctx context.Context) error {
 	var events <-chan fsnotify.Event
 	var errs <-chan error
@@ -85,40 +87,40 @@ func (h *HostsFile) Run(ctx context.Context) error {
 	tick := time.NewTicker(hostsPoll)
 	defer tick.Stop()
 
-	for file, facts := true, true; ; {
-		// Asked for before anything is looked at, so that no change is missed.
+	for mustRead, mustCompare := true, true; ; {
+		// Get these channels before reading anything, so that no change is missed.
 		truth, names := h.truth.Changed(), (<-chan struct{})(nil)
 		if h.names != nil {
 			names = h.names.Changed()
 		}
-		if file && h.read() || facts {
+		if mustRead && h.read() || mustCompare {
 			h.compare(time.Now())
 		}
-		h.warn(time.Now())
+		h.logLag(time.Now())
 
-		file, facts = false, false
-		for rest := time.After(hostsPause); rest != nil || !file && !facts; {
+		mustRead, mustCompare = false, false
+		for pause := time.After(hostsMinInterval); pause != nil || !mustRead && !mustCompare; {
 			select {
 			case <-ctx.Done():
 				return nil
-			case <-rest:
-				rest = nil
+			case <-pause:
+				pause = nil
 			case <-events: // any name in the directory may be part of a symlink swap
-				file = true
-			case <-errs: //nolint:errcheck // notifications were lost, whatever the reason: look
-				file = true
+				mustRead = true
+			case <-errs: //nolint:errcheck // for whatever reason, notifications were lost: read the file
+				mustRead = true
 			case <-tick.C:
-				file = true
+				mustRead = true
 			case <-truth:
-				truth, facts = nil, true
+				truth, mustCompare = nil, true
 			case <-names:
-				names, facts = nil, true
+				names, mustCompare = nil, true
 			}
 		}
 	}
 }
 
-// watchDir watches the directory, not the file: kubelet changes a ConfigMap's file by
+// watchDir watches the directory instead of the file: kubelet updates a ConfigMap's file by
 // replacing a symlink beside it.
 func watchDir(dir string) (*fsnotify.Watcher, error) {
 	w, err := fsnotify.NewWatcher()
@@ -132,16 +134,18 @@ func watchDir(dir string) (*fsnotify.Watcher, error) {
 	return w, nil
 }
 
-// read reads the file and reports whether it says something else than before.
+// read reads the file and reports whether its text has changed. It logs the first failure and the
+// first success after a failure.
 func (h *HostsFile) read() bool {
 	text, err := readHosts(h.path)
 	h.mu.Lock()
 	before := h.state.err
-	h.state.looked, h.state.err = true, err
+	h.state.readTried, h.state.err = true, err
 	h.mu.Unlock()
 	switch {
 	case err != nil && (before == nil || before.Error() != err.Error()):
-		h.log.Warn("the hosts file that CoreDNS mounts cannot be read; its lag is that of what was read last", "target", h.path, "err", err)
+		h.log.Warn("the hosts file that CoreDNS mounts cannot be read; its lag is that of what was read last",
+			"target", h.path, "err", err)
 	case err == nil && before != nil:
 		h.log.Info("the hosts file can be read again", "target", h.path)
 	}
@@ -156,13 +160,13 @@ func (h *HostsFile) read() bool {
 	return true
 }
 
-// readHosts returns what is in the file. Its errors do not name it.
+// readHosts returns the text of the file. Its errors do not contain the path.
 func readHosts(path string) ([]byte, error) {
 	info, err := os.Stat(path)
 	if err != nil {
 		return nil, withoutPath(err)
 	}
-	if !info.Mode().IsRegular() { // opening a pipe would wait for its writer
+	if !info.Mode().IsRegular() { // opening a named pipe would wait for a writer
 		return nil, errors.New("it is not a regular file")
 	}
 	f, err := os.Open(path) //nolint:gosec // the operator names the file
@@ -170,16 +174,17 @@ func readHosts(path string) ([]byte, error) {
 		return nil, withoutPath(err)
 	}
 	defer f.Close()
-	text, err := io.ReadAll(io.LimitReader(f, hostsLimit+1))
+	text, err := io.ReadAll(io.LimitReader(f, maxHostsSize+1))
 	if err != nil {
 		return nil, withoutPath(err)
 	}
-	if len(text) > hostsLimit {
-		return nil, fmt.Errorf("it is longer than %d bytes, and a ConfigMap is not", hostsLimit)
+	if len(text) > maxHostsSize {
+		return nil, fmt.Errorf("it is longer than %d bytes, and a ConfigMap is not", maxHostsSize)
 	}
 	return text, nil
 }
 
+// withoutPath removes the operation and the path from an error of package os.
 func withoutPath(err error) error {
 	if pe, ok := errors.AsType[*fs.PathError](err); ok {
 		return pe.Err

@@ -11,26 +11,27 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// hostsLate is how old a difference must be to be worth a word: kubelet's sync and
-// CoreDNS's reload together take most of it.
-const hostsLate = 2 * time.Minute
+// maxLag is the age from which on a difference is reported. The sync of kubelet and the reload
+// of CoreDNS together normally take most of this time.
+const maxLag = 2 * time.Minute
 
-// differences returns the nodes of which the file says something else than the truth,
-// and since when that counts. Whoever was missed before is counted since then.
+// differences returns the nodes for which the file differs from the truth, and the time from which
+// on each difference counts. A node that is also in before keeps its time there, if that is
+// earlier.
 //
-// It agrees with the Writer about what is right: a name that somebody else wrote a line
-// for is theirs, what a replica holds that the truth does not hear nobody knows, and the
-// line of a node that is gone may stay for goneGrace.
+// differences uses the same rules as the Writer. If another writer has written a line for a name,
+// that line wins. If the truth does not cover a replica, it is unknown which nodes the replica
+// holds, so its lines are no difference. The line of a node that is gone may stay for goneGrace.
 func differences(file Hosts, f facts, before map[tunnel.NodeName]time.Time) map[tunnel.NodeName]time.Time {
 	foreign := readNames(file.Foreign)
-	there := make(map[tunnel.NodeName][]netip.Addr)
+	inFile := make(map[tunnel.NodeName][]netip.Addr)
 	for _, e := range file.Own {
 		if _, taken := foreign[string(e.Node)]; !taken {
-			there[e.Node] = append(there[e.Node], e.Addr) // IPv4 first, as in a Record
+			inFile[e.Node] = append(inFile[e.Node], e.Addr) // IPv4 first, as in a Record
 		}
 	}
 	differs := make(map[tunnel.NodeName]time.Time)
-	note := func(n tunnel.NodeName, since time.Time) {
+	add := func(n tunnel.NodeName, since time.Time) {
 		if b, ok := before[n]; ok && b.Before(since) {
 			since = b
 		}
@@ -40,23 +41,23 @@ func differences(file Hosts, f facts, before map[tunnel.NodeName]time.Time) map[
 		if _, taken := foreign[string(r.Node)]; taken || !f.may(r.Node) {
 			continue
 		}
-		if !slices.Equal(r.Addrs, there[r.Node]) {
-			note(r.Node, f.now)
+		if !slices.Equal(r.Addrs, inFile[r.Node]) {
+			add(r.Node, f.now)
 		}
-		delete(there, r.Node)
+		delete(inFile, r.Node)
 	}
-	for n, addrs := range there {
+	for n, addrs := range inFile {
 		switch {
 		case !f.may(n):
-			note(n, f.now)
+			add(n, f.now)
 		case slices.ContainsFunc(addrs, f.truth.Hears):
-			note(n, f.now.Add(goneGrace))
+			add(n, f.now.Add(goneGrace))
 		}
 	}
 	return differs
 }
 
-// compare looks where the file and the truth differ.
+// compare updates the state with the differences between the file and the truth.
 func (h *HostsFile) compare(now time.Time) {
 	var differs map[tunnel.NodeName]time.Time
 	known := true
@@ -68,31 +69,32 @@ func (h *HostsFile) compare(now time.Time) {
 	}
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	h.state.differs, h.state.waiting = differs, !known
+	h.state.differs, h.state.namesUnknown = differs, !known
 }
 
-// warn says in the log when the file is late, and when it no longer is. The log may name
-// nodes; Note, which everybody can read, does not.
-func (h *HostsFile) warn(now time.Time) {
-	lag, nodes := h.look().lag(now)
-	switch late := lag >= hostsLate; {
-	case late && !h.said:
+// logLag logs when the file becomes late, and when it is no longer late. The log may contain the
+// names of nodes. Note, which anyone can read, does not contain them.
+func (h *HostsFile) logLag(now time.Time) {
+	lag, nodes := h.snapshot().lag(now)
+	switch late := lag >= maxLag; {
+	case late && !h.lateLogged:
 		slices.Sort(nodes)
 		h.log.Warn("the hosts file that CoreDNS mounts is late", "target", h.path, "dur", lag.Round(time.Second),
 			"nodes", len(nodes), "first", nodes[:min(len(nodes), 3)])
-	case !late && h.said:
+	case !late && h.lateLogged:
 		h.log.Info("the hosts file that CoreDNS mounts is not late any more", "target", h.path)
 	}
-	h.said = lag >= hostsLate
+	h.lateLogged = lag >= maxLag
 }
 
-func (h *HostsFile) look() hostsState {
+// snapshot returns a copy of the state.
+func (h *HostsFile) snapshot() hostsState {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	return h.state
 }
 
-// lag returns for how long the file has not said the truth, and about which nodes.
+// lag returns the age of the oldest difference, and the nodes that differ.
 func (s hostsState) lag(now time.Time) (lag time.Duration, nodes []tunnel.NodeName) {
 	for n, since := range s.differs {
 		if age := now.Sub(since); age >= 0 {
@@ -103,28 +105,30 @@ func (s hostsState) lag(now time.Time) (lag time.Duration, nodes []tunnel.NodeNa
 	return lag, nodes
 }
 
-// Note says what is wrong with the file or with its way to here; "" when nothing is.
+// Note returns what is wrong with the file, and what to do; "" if nothing is wrong.
 func (h *HostsFile) Note() string {
-	s := h.look()
+	s := h.snapshot()
 	if s.err != nil {
-		return fmt.Sprintf("%s cannot be read: %v; mount the ConfigMap there as CoreDNS mounts it, or correct hosts in [mode.cloud.stream.dns]", h.path, s.err)
+		return fmt.Sprintf("%s cannot be read: %v; mount the ConfigMap there as CoreDNS mounts it, "+
+			"or correct hosts in [mode.cloud.stream.dns]", h.path, s.err)
 	}
 	lag, nodes := s.lag(time.Now())
-	if lag < hostsLate {
+	if lag < maxLag {
 		return ""
 	}
-	return fmt.Sprintf("%s has been late for %v about %d nodes (the log names some): see whether the ConfigMap is right (dns-configmap), then whether kubelet updates the volume",
+	return fmt.Sprintf("%s has been late for %v about %d nodes (the log names some): "+
+		"see whether the ConfigMap is right (dns-configmap), then whether kubelet updates the volume",
 		h.path, lag.Round(time.Second), len(nodes))
 }
 
-// Status says how late the file is.
+// Status returns the lag of the file, for operators.
 func (h *HostsFile) Status() string {
-	s := h.look()
+	s := h.snapshot()
 	lag, nodes := s.lag(time.Now())
 	switch {
-	case !s.looked:
+	case !s.readTried:
 		return "not read yet"
-	case s.waiting:
+	case s.namesUnknown:
 		return "nothing to compare with before Kubernetes has said which nodes there are"
 	default:
 		return fmt.Sprintf("lag %v, %d nodes differ", lag.Round(time.Second), len(nodes))
@@ -137,12 +141,14 @@ func (h *HostsFile) Collector() prometheus.Collector {
 		h: h,
 		lag: prometheus.NewDesc("tunnel_dns_hosts_lag_seconds",
 			"For how long the hosts file that CoreDNS mounts has not said which nodes are connected; 0 when it does.", nil, nil),
-		differs:  prometheus.NewDesc("tunnel_dns_hosts_differences", "Nodes of which that file says something else than what is true.", nil, nil),
-		readable: prometheus.NewDesc("tunnel_dns_hosts_readable", "1 when that file can be read; else the two others are about what was read last.", nil, nil),
+		differs: prometheus.NewDesc("tunnel_dns_hosts_differences",
+			"Nodes of which that file says something else than what is true.", nil, nil),
+		readable: prometheus.NewDesc("tunnel_dns_hosts_readable",
+			"1 when that file can be read; else the two others are about what was read last.", nil, nil),
 	}
 }
 
-// hostsCollector reads the state when it is asked.
+// hostsCollector reads the state at each scrape.
 type hostsCollector struct {
 	h                      *HostsFile
 	lag, differs, readable *prometheus.Desc
@@ -157,10 +163,10 @@ func (c hostsCollector) Describe(ch chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (c hostsCollector) Collect(ch chan<- prometheus.Metric) {
-	s := c.h.look()
+	s := c.h.snapshot()
 	lag, nodes := s.lag(time.Now())
 	readable := 0.0
-	if s.looked && s.err == nil {
+	if s.readTried && s.err == nil {
 		readable = 1
 	}
 	ch <- prometheus.MustNewConstMetric(c.lag, prometheus.GaugeValue, lag.Seconds())

@@ -22,23 +22,26 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// stage is a truth that a test sets, and names that it allows.
-type stage struct {
-	mu      sync.Mutex // guards the following
-	records []Record
-	heard   []netip.Addr
-	known   bool
-	banned  tunnel.NodeName
-	changed chan struct{}
-	asked   int           // for Records
-	told    chan struct{} // closed when known or banned change
+// fakeTruth is a Truth and the state of a Names that a test sets.
+type fakeTruth struct {
+	mu           sync.Mutex // guards the following
+	records      []Record
+	replicas     []netip.Addr    // for which Hears returns true; set once
+	known        bool            // Names knows which names may be published
+	banned       tunnel.NodeName // the only name that may not be published
+	changed      chan struct{}   // closed when records changes
+	recordsCalls int             // calls of Records
+	namesChanged chan struct{}   // closed when known changes
 }
 
-func newStage(records ...Record) *stage {
-	return &stage{records: records, heard: []netip.Addr{here4, here6}, known: true, changed: make(chan struct{}), told: make(chan struct{})}
+func newFakeTruth(records ...Record) *fakeTruth {
+	return &fakeTruth{
+		records: records, replicas: []netip.Addr{here4, here6}, known: true,
+		changed: make(chan struct{}), namesChanged: make(chan struct{}),
+	}
 }
 
-func (s *stage) set(records ...Record) {
+func (s *fakeTruth) set(records ...Record) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.records = records
@@ -46,44 +49,44 @@ func (s *stage) set(records ...Record) {
 	s.changed = make(chan struct{})
 }
 
-func (s *stage) know(known bool) {
+func (s *fakeTruth) setKnown(known bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.known = known
-	close(s.told)
-	s.told = make(chan struct{})
+	close(s.namesChanged)
+	s.namesChanged = make(chan struct{})
 }
 
-func (s *stage) Lookup(tunnel.NodeName) []netip.Addr { panic("nobody asks") }
+func (s *fakeTruth) Lookup(tunnel.NodeName) []netip.Addr { panic("not used here") }
 
-func (s *stage) Records() []Record {
+func (s *fakeTruth) Records() []Record {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.asked++
+	s.recordsCalls++
 	return s.records
 }
 
-func (s *stage) Hears(a netip.Addr) bool { return slices.Contains(s.heard, a) }
+func (s *fakeTruth) Hears(a netip.Addr) bool { return slices.Contains(s.replicas, a) }
 
-func (s *stage) Changed() <-chan struct{} {
+func (s *fakeTruth) Changed() <-chan struct{} {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.changed
 }
 
-// stageNames is the stage as Names.
-type stageNames struct{ *stage }
+// fakeNames is a fakeTruth as Names.
+type fakeNames struct{ *fakeTruth }
 
-func (s stageNames) May(n tunnel.NodeName) (may, known bool) {
+func (s fakeNames) May(n tunnel.NodeName) (may, known bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.known && n != s.banned, s.known
 }
 
-func (s stageNames) Changed() <-chan struct{} {
+func (s fakeNames) Changed() <-chan struct{} {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.told
+	return s.namesChanged
 }
 
 var (
@@ -93,8 +96,8 @@ var (
 )
 
 const (
-	says1 = "10.0.0.1    edge1 # tunnel\n"
-	says2 = "10.0.0.1    edge2 # tunnel\nfd00::1    edge2 # tunnel\n"
+	hosts1 = "10.0.0.1    edge1 # tunnel\n"
+	hosts2 = "10.0.0.1    edge2 # tunnel\nfd00::1    edge2 # tunnel\n"
 )
 
 func TestDifferences(t *testing.T) {
@@ -109,26 +112,51 @@ func TestDifferences(t *testing.T) {
 		want    since
 	}{
 		{name: "nothing"},
-		{name: "as it should be", file: says1 + says2, records: []Record{edge1, edge2}},
-		{name: "white space and order", file: "fd00::1 edge2 # tunnel\r\n\t10.0.0.1\tedge2\t# tunnel", records: []Record{edge2}},
-		{name: "missing", file: says1, records: []Record{edge1, edge2}, want: since{"edge2": now}},
+		{name: "as it should be", file: hosts1 + hosts2, records: []Record{edge1, edge2}},
+		{
+			name: "white space and order",
+			file: "fd00::1 edge2 # tunnel\r\n\t10.0.0.1\tedge2\t# tunnel", records: []Record{edge2},
+		},
+		{name: "missing", file: hosts1, records: []Record{edge1, edge2}, want: since{"edge2": now}},
 		{name: "half missing", file: "10.0.0.1 edge2 # tunnel\n", records: []Record{edge2}, want: since{"edge2": now}},
 		{name: "moved here", file: "10.0.0.9 edge1 # tunnel\n", records: []Record{edge1}, want: since{"edge1": now}},
-		{name: "one address too many", file: says1 + "10.0.0.9 edge1 # tunnel\n", records: []Record{edge1}, want: since{"edge1": now}},
-		{name: "gone", file: says1, want: since{"edge1": soon}},
-		{name: "held by one that is not heard", file: "10.0.0.9 edge1 # tunnel\n"},
-		{name: "may not appear, and does not", records: []Record{{"banned", edge1.Addrs}}},
-		{name: "may not appear", file: "10.0.0.1 banned # tunnel\n", records: []Record{{"banned", edge1.Addrs}}, want: since{"banned": now}},
-		{name: "may not appear, wherever it is", file: "10.0.0.9 banned # tunnel\n", want: since{"banned": now}},
-		{name: "somebody else's lines", file: "10.0.0.1 tunnel-cloud.example\n10.0.0.9 EDGE1. x\n" + says2, records: []Record{edge1, edge2}},
-		{name: "still missing", records: []Record{edge1}, before: since{"edge1": ago, "edge2": ago}, want: since{"edge1": ago}},
-		{name: "still gone", file: says1, before: since{"edge1": now.Add(time.Second)}, want: since{"edge1": now.Add(time.Second)}},
-		{name: "gone, and then elsewhere", file: says1, records: []Record{{"edge1", []netip.Addr{here6}}}, before: since{"edge1": soon}, want: since{"edge1": now}},
+		{
+			name: "one address too many",
+			file: hosts1 + "10.0.0.9 edge1 # tunnel\n", records: []Record{edge1}, want: since{"edge1": now},
+		},
+		{name: "gone", file: hosts1, want: since{"edge1": soon}},
+		{name: "held by a replica that the truth does not cover", file: "10.0.0.9 edge1 # tunnel\n"},
+		{name: "may not be published, and is not", records: []Record{{"banned", edge1.Addrs}}},
+		{
+			name: "may not be published",
+			file: "10.0.0.1 banned # tunnel\n", records: []Record{{"banned", edge1.Addrs}}, want: since{"banned": now},
+		},
+		{
+			name: "may not be published, by whichever replica",
+			file: "10.0.0.9 banned # tunnel\n", want: since{"banned": now},
+		},
+		{
+			name: "foreign lines",
+			file: "10.0.0.1 tunnel-cloud.example\n10.0.0.9 EDGE1. x\n" + hosts2, records: []Record{edge1, edge2},
+		},
+		{
+			name:    "still missing",
+			records: []Record{edge1}, before: since{"edge1": ago, "edge2": ago}, want: since{"edge1": ago},
+		},
+		{
+			name: "still gone",
+			file: hosts1, before: since{"edge1": now.Add(time.Second)}, want: since{"edge1": now.Add(time.Second)},
+		},
+		{
+			name: "gone, and then at another address",
+			file: hosts1, records: []Record{{"edge1", []netip.Addr{here6}}}, before: since{"edge1": soon},
+			want: since{"edge1": now},
+		},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
-			s := newStage(tt.records...)
+			s := newFakeTruth(tt.records...)
 			s.banned = "banned"
-			got := differences(ParseHosts(tt.file), facts{truth: s, names: stageNames{s}, now: now}, tt.before)
+			got := differences(ParseHosts(tt.file), facts{truth: s, names: fakeNames{s}, now: now}, tt.before)
 			if !maps.Equal(got, tt.want) {
 				t.Errorf("got %v, want %v", got, tt.want)
 			}
@@ -136,13 +164,13 @@ func TestDifferences(t *testing.T) {
 	}
 }
 
-// TestWriterLeavesNoDifference: what the Writer has made of any file differs from the
-// truth in nothing, and before that it was what the Writer changed.
+// A file that the Writer has written has no differences from the truth. Every difference before
+// that is one that the Writer has changed.
 func TestWriterLeavesNoDifference(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		f := facts{truth: fixed{drawRecords.Draw(t, "records"), replicas}, alive: anybody, now: time.Unix(1000, 0)}
+		f := facts{truth: fixed{drawRecords.Draw(t, "records"), replicas}, alive: alwaysAlive, now: time.Unix(1000, 0)}
 		l, file := new(ledger), ParseHosts(drawFile.Draw(t, "file"))
-		l.decide(file, 0, f) // since when what is gone is missed
+		l.decide(file, 0, f) // so that the ledger notes which nodes are gone
 		early := f
 		f.now = f.now.Add(goneGrace)
 		d := l.decide(file, 0, f)
@@ -155,22 +183,23 @@ func TestWriterLeavesNoDifference(t *testing.T) {
 			old := slices.DeleteFunc(slices.Clone(file.Own), func(e Entry) bool { return e.Node != n })
 			own := slices.DeleteFunc(slices.Clone(d.hosts.Own), func(e Entry) bool { return e.Node != n })
 			if slices.Equal(own, old) {
-				t.Fatalf("%s differs in\n%s\nand the Writer is content (foreign: %v)", n, file.String(), foreign[string(n)])
+				t.Fatalf("%s differs in\n%s\nand the Writer does not change it (foreign: %v)",
+					n, file.String(), foreign[string(n)])
 			}
 		}
 	})
 }
 
-// plays runs a HostsFile that has no notifications, in a bubble. At first edge1 is held,
-// and the file says so.
-func plays(t *testing.T, test func(t *testing.T, s *stage, h *HostsFile, j *journal)) {
+// runHostsFile runs a test with a HostsFile without notifications, in a bubble of synctest. At the
+// start edge1 is connected, and the file has its line.
+func runHostsFile(t *testing.T, test func(t *testing.T, s *fakeTruth, h *HostsFile, j *journal)) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "hosts")
-	put(t, path, says1)
+	put(t, path, hosts1)
 	synctest.Test(t, func(t *testing.T) {
 		log, j := newLog()
-		s := newStage(edge1)
-		h := NewHostsFile(path, s, stageNames{s}, log)
+		s := newFakeTruth(edge1)
+		h := NewHostsFile(path, s, fakeNames{s}, log)
 		h.notify = func(string) (*fsnotify.Watcher, error) { return nil, errors.New("switched off") }
 		done := make(chan error)
 		go func() { done <- h.Run(t.Context()) }()
@@ -179,12 +208,13 @@ func plays(t *testing.T, test func(t *testing.T, s *stage, h *HostsFile, j *jour
 				t.Error(err)
 			}
 		})
-		pass(5 * time.Second) // so that no tick coincides with what the test does
+		advance(5 * time.Second) // so that no tick coincides with an action of the test
 		test(t, s, h, j)
 	})
 }
 
-func pass(d time.Duration) {
+// advance lets time pass in the bubble.
+func advance(d time.Duration) {
 	time.Sleep(d)
 	synctest.Wait()
 }
@@ -196,10 +226,13 @@ func put(t testing.TB, path, text string) {
 	}
 }
 
-// wantMetrics checks all metrics.
+// wantMetrics checks the values of all metrics.
 func wantMetrics(t *testing.T, h *HostsFile, lag, differences, readable float64) {
 	t.Helper()
-	want := map[string]float64{"tunnel_dns_hosts_lag_seconds": lag, "tunnel_dns_hosts_differences": differences, "tunnel_dns_hosts_readable": readable}
+	want := map[string]float64{
+		"tunnel_dns_hosts_lag_seconds": lag, "tunnel_dns_hosts_differences": differences,
+		"tunnel_dns_hosts_readable": readable,
+	}
 	if got := gauges(t, h); !maps.Equal(got, want) {
 		t.Errorf("metrics %v, want %v", got, want)
 	}
@@ -220,7 +253,8 @@ func gauges(t *testing.T, h *HostsFile) map[string]float64 {
 	return values
 }
 
-func wantSaid(t *testing.T, h *HostsFile, status, note string) {
+// wantStatus checks Status and Note. In note, PATH stands for the path of the file.
+func wantStatus(t *testing.T, h *HostsFile, status, note string) {
 	t.Helper()
 	if got := h.Status(); got != status {
 		t.Errorf("status %q, want %q", got, status)
@@ -230,66 +264,66 @@ func wantSaid(t *testing.T, h *HostsFile, status, note string) {
 	}
 }
 
-// TestLag: the lag is the age of the oldest difference, from the change on to the moment
-// in which the file says so.
+// The lag is the age of the oldest difference: from the change until the file has it.
 func TestLag(t *testing.T) {
-	plays(t, func(t *testing.T, s *stage, h *HostsFile, j *journal) {
-		wantSaid(t, h, "lag 0s, 0 nodes differ", "")
+	runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, j *journal) {
+		wantStatus(t, h, "lag 0s, 0 nodes differ", "")
 		wantMetrics(t, h, 0, 0, 1)
 
-		pass(time.Minute)
+		advance(time.Minute)
 		s.set(edge1, edge2)
-		pass(50 * time.Second)
-		wantSaid(t, h, "lag 50s, 1 nodes differ", "")
+		advance(50 * time.Second)
+		wantStatus(t, h, "lag 50s, 1 nodes differ", "")
 		wantMetrics(t, h, 50, 1, 1)
-		s.set(edge2) // edge1 is gone: its line may stay for a while
-		pass(20 * time.Second)
+		s.set(edge2) // edge1 is gone, and its line may stay for goneGrace
+		advance(20 * time.Second)
 		wantMetrics(t, h, 70, 1, 1)
-		pass(49 * time.Second)
-		wantSaid(t, h, "lag 1m59s, 2 nodes differ", "")
+		advance(49 * time.Second)
+		wantStatus(t, h, "lag 1m59s, 2 nodes differ", "")
 		if strings.Contains(j.String(), "is late") {
-			t.Errorf("it is logged already:\n%s", j)
+			t.Errorf("the lag is logged too early:\n%s", j)
 		}
-		pass(11 * time.Second)
-		wantSaid(t, h, "lag 2m10s, 2 nodes differ",
-			"PATH has been late for 2m10s about 2 nodes (the log names some): see whether the ConfigMap is right (dns-configmap), then whether kubelet updates the volume")
-		pass(time.Hour)
+		advance(11 * time.Second)
+		wantStatus(t, h, "lag 2m10s, 2 nodes differ",
+			"PATH has been late for 2m10s about 2 nodes (the log names some): "+
+				"see whether the ConfigMap is right (dns-configmap), then whether kubelet updates the volume")
+		advance(time.Hour)
 		if got := strings.Count(j.String(), "is late"); got != 1 || !strings.Contains(j.String(), "first=\"[edge1 edge2]\"") {
-			t.Errorf("it is logged %d times that it is late, want once, with names:\n%s", got, j)
+			t.Errorf("the lag is logged %d times, want once, with names:\n%s", got, j)
 		}
 
-		put(t, h.path, says1+says2) // the older of the two is over
-		pass(hostsPoll)
-		wantSaid(t, h, "lag 1h1m0s, 1 nodes differ", h.Note())
-		put(t, h.path, says2)
-		pass(hostsPoll)
-		wantSaid(t, h, "lag 0s, 0 nodes differ", "")
+		put(t, h.path, hosts1+hosts2) // the older of the two differences has ended
+		advance(hostsPoll)
+		wantStatus(t, h, "lag 1h1m0s, 1 nodes differ", h.Note())
+		put(t, h.path, hosts2)
+		advance(hostsPoll)
+		wantStatus(t, h, "lag 0s, 0 nodes differ", "")
 		wantMetrics(t, h, 0, 0, 1)
 		if !strings.Contains(j.String(), "not late any more") {
-			t.Errorf("nobody says that it is over:\n%s", j)
+			t.Errorf("the end of the lag is not logged:\n%s", j)
 		}
 	})
 }
 
-// TestFlapping: a node that comes back in time is no difference.
+// A node that comes back within goneGrace is no difference.
 func TestFlapping(t *testing.T) {
-	plays(t, func(t *testing.T, s *stage, h *HostsFile, _ *journal) {
+	runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, _ *journal) {
 		for range 20 {
 			s.set()
-			pass(goneGrace - 2*time.Second)
+			advance(goneGrace - 2*time.Second)
 			wantMetrics(t, h, 0, 0, 1)
 			s.set(edge1)
-			pass(10 * time.Second)
+			advance(10 * time.Second)
 			wantMetrics(t, h, 0, 0, 1)
 		}
 	})
 }
 
-// TestHostsUnreadable: it is said once, in all places, what is the matter with the file.
+// If the file cannot be read, the log (once), Note and the metrics report why.
 func TestHostsUnreadable(t *testing.T) {
 	const fix = "; mount the ConfigMap there as CoreDNS mounts it, or correct hosts in [mode.cloud.stream.dns]"
 	for what, c := range map[string]struct {
-		spoil func(path string) error
+		spoil func(path string) error // makes the file unreadable
 		why   string
 	}{
 		"missing": {os.Remove, "no such file or directory"},
@@ -300,75 +334,76 @@ func TestHostsUnreadable(t *testing.T) {
 			return errors.Join(os.Remove(path), syscall.Mkfifo(path, 0o600))
 		}, "it is not a regular file"},
 		"too large": {func(path string) error {
-			return os.WriteFile(path, make([]byte, hostsLimit+1), 0o600)
+			return os.WriteFile(path, make([]byte, maxHostsSize+1), 0o600)
 		}, "it is longer than 2097152 bytes, and a ConfigMap is not"},
 	} {
 		t.Run(what, func(t *testing.T) {
-			plays(t, func(t *testing.T, s *stage, h *HostsFile, j *journal) {
+			runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, j *journal) {
 				wantMetrics(t, h, 0, 0, 1)
 				if err := c.spoil(h.path); err != nil {
 					t.Fatal(err)
 				}
-				pass(5 * hostsPoll)
-				wantSaid(t, h, "lag 0s, 0 nodes differ", "PATH cannot be read: "+c.why+fix)
-				s.set(edge1, edge2) // what was read last is behind
-				pass(time.Minute)
+				advance(5 * hostsPoll)
+				wantStatus(t, h, "lag 0s, 0 nodes differ", "PATH cannot be read: "+c.why+fix)
+				s.set(edge1, edge2) // the content that was read last now lags behind
+				advance(time.Minute)
 				wantMetrics(t, h, 60, 1, 0)
 				if got := strings.Count(j.String(), "cannot be read"); got != 1 {
-					t.Errorf("it is logged %d times, want once:\n%s", got, j)
+					t.Errorf("the failure is logged %d times, want once:\n%s", got, j)
 				}
 				if err := os.Remove(h.path); err != nil && what != "missing" {
 					t.Fatal(err)
 				}
-				put(t, h.path, says1+says2)
-				pass(hostsPoll)
-				wantSaid(t, h, "lag 0s, 0 nodes differ", "")
+				put(t, h.path, hosts1+hosts2)
+				advance(hostsPoll)
+				wantStatus(t, h, "lag 0s, 0 nodes differ", "")
 				wantMetrics(t, h, 0, 0, 1)
 				if got := strings.Count(j.String(), "can be read again"); got != 1 {
-					t.Errorf("it is logged %d times that it is over, want once:\n%s", got, j)
+					t.Errorf("the end of the failure is logged %d times, want once:\n%s", got, j)
 				}
 			})
 		})
 	}
 }
 
-// TestNamesUnknown: before anybody knows what may appear, nothing differs.
+// While it is unknown which names may be published, there is no difference.
 func TestNamesUnknown(t *testing.T) {
-	plays(t, func(t *testing.T, s *stage, h *HostsFile, _ *journal) {
-		s.know(false)
-		put(t, h.path, says2)
-		pass(time.Hour)
-		wantSaid(t, h, "nothing to compare with before Kubernetes has said which nodes there are", "")
+	runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, _ *journal) {
+		s.setKnown(false)
+		put(t, h.path, hosts2)
+		advance(time.Hour)
+		wantStatus(t, h, "nothing to compare with before Kubernetes has said which nodes there are", "")
 		wantMetrics(t, h, 0, 0, 1)
-		s.know(true)
-		pass(2 * time.Second) // edge2 is gone, and was when nobody counted
+		s.setKnown(true)
+		// The lag of edge1, whose line is missing, starts now. The line of edge2 may stay for goneGrace.
+		advance(2 * time.Second)
 		wantMetrics(t, h, 2, 1, 1)
 	})
 }
 
-// TestLooksOnceASecond: however much happens, there is one look a second, and none
-// while nothing happens.
-func TestLooksOnceASecond(t *testing.T) {
-	plays(t, func(t *testing.T, s *stage, h *HostsFile, _ *journal) {
-		before := s.asked
+// However often the truth changes, the file is compared once a second. Without changes it is not
+// compared.
+func TestComparesOnceASecond(t *testing.T) {
+	runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, _ *journal) {
+		before := s.recordsCalls
 		for range 1000 {
 			s.set(edge1)
-			pass(10 * time.Millisecond)
+			advance(10 * time.Millisecond)
 		}
-		if looks := s.asked - before; looks < 9 || looks > 11 {
-			t.Errorf("%d looks in 10 s, want 10", looks)
+		if n := s.recordsCalls - before; n < 9 || n > 11 {
+			t.Errorf("%d comparisons in 10 s, want 10", n)
 		}
-		pass(2 * hostsPause)
-		before = s.asked
-		pass(time.Hour)
-		if looks := s.asked - before; looks != 0 {
-			t.Errorf("%d looks while nothing has changed", looks)
+		advance(2 * hostsMinInterval)
+		before = s.recordsCalls
+		advance(time.Hour)
+		if n := s.recordsCalls - before; n != 0 {
+			t.Errorf("%d comparisons while nothing has changed", n)
 		}
 	})
 }
 
-// TestSymlinkSwap: the file as kubelet mounts it. Were the notifications not heard, it
-// would take hostsPoll, and the test's patience is half of it.
+// HostsFile notices an update of the file as kubelet does it. Without notifications that would take
+// hostsPoll, and the test waits only half as long.
 func TestSymlinkSwap(t *testing.T) {
 	dir := t.TempDir()
 	mount := func(version, text string) {
@@ -384,12 +419,12 @@ func TestSymlinkSwap(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	mount("..v1", says1)
+	mount("..v1", hosts1)
 	path := filepath.Join(dir, "hosts")
 	if err := os.Symlink("..data/hosts", path); err != nil {
 		t.Fatal(err)
 	}
-	s := newStage(edge1)
+	s := newFakeTruth(edge1)
 	log, j := newLog()
 	h := NewHostsFile(path, s, nil, log)
 	run(t, h)
@@ -400,8 +435,8 @@ func TestSymlinkSwap(t *testing.T) {
 			return strings.HasSuffix(h.Status(), fmt.Sprintf(" %d nodes differ", n)) && h.Note() == ""
 		}
 	}
-	eventually(t, "the new node is missed", differ(1))
-	mount("..v2", says1+says2)
+	eventually(t, "the new node is missing in the file", differ(1))
+	mount("..v2", hosts1+hosts2)
 	if err := os.RemoveAll(filepath.Join(dir, "..v1")); err != nil {
 		t.Fatal(err)
 	}
@@ -423,17 +458,17 @@ func run(t *testing.T, h *HostsFile) {
 	})
 }
 
-// TestHostsAsked: whoever asks, asks at any time.
-func TestHostsAsked(t *testing.T) {
-	s := newStage()
+// Any goroutine may call the methods at any time. The race detector checks this.
+func TestHostsFileConcurrentUse(t *testing.T) {
+	s := newFakeTruth()
 	log, _ := newLog()
-	h := NewHostsFile(filepath.Join(t.TempDir(), "hosts"), s, stageNames{s}, log)
-	wantSaid(t, h, "not read yet", "")
+	h := NewHostsFile(filepath.Join(t.TempDir(), "hosts"), s, fakeNames{s}, log)
+	wantStatus(t, h, "not read yet", "")
 	wantMetrics(t, h, 0, 0, 0)
 	run(t, h)
-	var askers sync.WaitGroup
+	var readers sync.WaitGroup
 	for range 4 {
-		askers.Go(func() {
+		readers.Go(func() {
 			for range 200 {
 				h.Note()
 				h.Status()
@@ -444,10 +479,10 @@ func TestHostsAsked(t *testing.T) {
 	for i := range 200 {
 		s.set([]Record{edge1, edge2}[:i%3]...)
 	}
-	askers.Wait()
+	readers.Wait()
 }
 
-// A look at 10,000 nodes of which half differ.
+// BenchmarkDifferences measures a comparison of 10,000 nodes, half of which differ.
 func BenchmarkDifferences(b *testing.B) {
 	var records []Record
 	var file strings.Builder
@@ -458,12 +493,12 @@ func BenchmarkDifferences(b *testing.B) {
 			file.WriteString(Entry{a, r.Node}.line())
 		}
 	}
-	s := newStage(records...)
+	s := newFakeTruth(records...)
 	hosts, now := ParseHosts(file.String()), time.Now()
 	var before map[tunnel.NodeName]time.Time
 	b.ReportAllocs()
 	for b.Loop() {
-		before = differences(hosts, facts{truth: s, names: stageNames{s}, now: now}, before)
+		before = differences(hosts, facts{truth: s, names: fakeNames{s}, now: now}, before)
 	}
 	if len(before) != 5_000 {
 		b.Fatal(len(before))

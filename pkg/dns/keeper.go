@@ -11,88 +11,102 @@ import (
 )
 
 const (
-	writePause    = time.Second            // between two writes: what happens meanwhile goes into the next
-	lookPause     = 100 * time.Millisecond // between two looks that led to no write
-	idleLook      = 5 * time.Minute        // when nothing is known to have changed
-	firstRetry    = time.Second            // after a failure; it doubles
-	firstConflict = 100 * time.Millisecond // after a write that somebody else's came before; it doubles, too
-	maxRetry      = 15 * time.Second
-	maxRetryAfter = 5 * time.Minute  // however long the API server asks to be left alone
-	askReplicas   = 30 * time.Second // how old an answer about which replicas live may be
-	ownVersions   = 16               // remembered: more than the watch lags behind at a write a second
+	// minWriteInterval is the pause after a write. Changes meanwhile go into the next write.
+	minWriteInterval = time.Second
+	// minReconcileInterval is the pause after a reconciliation without a write.
+	minReconcileInterval = 100 * time.Millisecond
+	// resyncInterval is how often the keeper reconciles although no change was reported.
+	resyncInterval = 5 * time.Minute
+	// minRetry is the pause after a first failure. It doubles with each further failure, up to
+	// maxRetry.
+	minRetry = time.Second
+	// minConflictRetry is the pause after a first conflict with another writer. It doubles, too.
+	minConflictRetry = 100 * time.Millisecond
+	maxRetry         = 15 * time.Second
+	// maxRetryAfter is the longest pause if the API server asks for one.
+	maxRetryAfter = 5 * time.Minute
+	// replicasMaxAge is how long the list of replicas that exist may be used.
+	replicasMaxAge = 30 * time.Second
+	// maxOwnVersions is how many of our own versions are remembered. At one write a second, the
+	// watch lags behind by fewer.
+	maxOwnVersions = 16
 )
 
-// A keeper keeps the file for one term of a leader. It is owned by Writer.lead.
+// A keeper keeps the file up to date for one term of a leader. The goroutine of Writer.lead owns
+// it.
 type keeper struct {
 	w      *Writer
 	ledger ledger
 
-	file   *kube.Content // as last read or written; nil: to be read
-	hosts  Hosts         // the same, taken apart
-	saved  []string      // versions that we made: no news when they are followed
-	failed int           // attempts in a row
+	file        *kube.Content // as last read or written; nil: to be read again
+	hosts       Hosts         // file.Text, parsed
+	ownVersions []string      // versions that our own writes made; the watch reports them, too
+	failures    int           // failed attempts in a row
 
-	unheard bool         // whether a line is of a replica that the truth does not hear
-	alive   []netip.Addr // the replicas, as of asked; none: nobody knows
-	asked   time.Time
+	hasUnknownReplica bool         // the file has a line of a replica that the truth does not cover
+	aliveReplicas     []netip.Addr // addresses of the replicas that exist; empty: unknown
+	replicasAt        time.Time    // when aliveReplicas was read
 }
 
-// changed notes a version of the file and reports whether it is news.
-func (k *keeper) changed(version string) bool {
-	if k.file == nil || k.file.Version == version || slices.Contains(k.saved, version) {
+// fileChanged handles a version of the file that the watch has reported. It returns true if
+// another writer has changed the file, which must then be read again.
+func (k *keeper) fileChanged(version string) bool {
+	if k.file == nil || k.file.Version == version || slices.Contains(k.ownVersions, version) {
 		return false
 	}
 	k.file = nil
 	return true
 }
 
-// look compares the file with the truth, and writes if they differ. It returns when to
-// look again though nothing has changed, and before when not to look at all.
-func (k *keeper) look(ctx context.Context) (again, notBefore time.Time) {
+// reconcile compares the file with the truth, and writes the file if they differ. again is when
+// to reconcile even if nothing changes. notBefore is the earliest time for the next call.
+func (k *keeper) reconcile(ctx context.Context) (again, notBefore time.Time) {
 	now := time.Now()
 	if !k.w.namesKnown() {
-		return now.Add(idleLook), now
+		return now.Add(resyncInterval), now
 	}
-	d, wrote, err := k.keep(ctx, now)
+	d, wrote, err := k.sync(ctx, now)
 	if ctx.Err() != nil {
 		return now, now
 	}
 	now = time.Now()
 	if err != nil {
-		k.failed++
-		k.file = nil // whatever it was: it is read before the next attempt
-		k.w.failed(err)
+		k.failures++
+		k.file = nil // after any error the next attempt reads the file first
+		k.w.noteFailure(err)
 		retry := now.Add(k.delay(err))
 		return retry, retry
 	}
-	k.failed = 0
-	k.w.kept(d, *k.file)
-	again = now.Add(idleLook)
+	k.failures = 0
+	k.w.noteSynced(d, *k.file)
+	again = now.Add(resyncInterval)
 	if !d.again.IsZero() && d.again.Before(again) {
 		again = d.again
 	}
-	if ask := k.asked.Add(askReplicas); k.unheard && ask.Before(again) {
-		again = ask
+	if expiry := k.replicasAt.Add(replicasMaxAge); k.hasUnknownReplica && expiry.Before(again) {
+		again = expiry
 	}
 	if wrote {
-		return again, now.Add(writePause)
+		return again, now.Add(minWriteInterval)
 	}
-	return again, now.Add(lookPause)
+	return again, now.Add(minReconcileInterval)
 }
 
-// delay is how long to wait after a failure. A conflict is somebody else's success, and
-// the sooner we try again, the better; but not for ever at that pace.
+// delay returns how long to wait after a failure. After a conflict the first retries come sooner,
+// since another writer was only faster. The delay doubles with each failure, so that retries do
+// not stay that frequent.
 func (k *keeper) delay(err error) time.Duration {
-	d := firstRetry
+	d := minRetry
 	if kube.ReasonFor(err) == kube.Conflict {
-		d = firstConflict
+		d = minConflictRetry
 	}
-	d = min(d<<min(k.failed-1, 10), maxRetry)
+	d = min(d<<min(k.failures-1, 10), maxRetry)
 	return max(d, min(kube.RetryAfter(err), maxRetryAfter))
 }
 
-// keep reads the file unless it is known, and writes it if it has to change.
-func (k *keeper) keep(ctx context.Context, now time.Time) (d decision, wrote bool, _ error) {
+// sync reads the file unless its content is known, and writes it if it has to change. wrote
+// reports whether it was written.
+func (k *keeper) sync(ctx context.Context, now time.Time) (d decision, wrote bool, _ error) {
 	store := k.w.cfg.Store
 	if k.file == nil {
 		loaded, err := store.Load(ctx)
@@ -102,10 +116,11 @@ func (k *keeper) keep(ctx context.Context, now time.Time) (d decision, wrote boo
 		k.file, k.hosts = &loaded, ParseHosts(loaded.Text)
 	}
 	d = k.ledger.decide(k.hosts, k.file.Others, facts{
-		truth: k.w.cfg.Truth, names: k.w.cfg.Names, alive: k.lives(ctx, now), now: now,
+		truth: k.w.cfg.Truth, names: k.w.cfg.Names, alive: k.replicaAlive(ctx, now), now: now,
 	})
 	text := d.hosts.String()
-	if text == k.file.Text && k.file.Version != "" { // an empty one is made: pods that mount it wait for it
+	// A missing ConfigMap is created even if it stays empty: pods that mount it wait for it.
+	if text == k.file.Text && k.file.Version != "" {
 		return d, false, nil
 	}
 	file, err := store.Save(ctx, *k.file, text)
@@ -113,31 +128,34 @@ func (k *keeper) keep(ctx context.Context, now time.Time) (d decision, wrote boo
 		return d, false, err
 	}
 	k.file, k.hosts = &file, d.hosts
-	k.saved = append(k.saved[max(0, len(k.saved)-ownVersions+1):], file.Version)
-	k.w.wrote(len(text))
+	k.ownVersions = append(k.ownVersions[max(0, len(k.ownVersions)-maxOwnVersions+1):], file.Version)
+	k.w.countWrite(len(text))
 	return d, true, nil
 }
 
-// lives returns who is a replica. It asks only while a line is of one that is not heard.
-func (k *keeper) lives(ctx context.Context, now time.Time) func(netip.Addr) bool {
-	ask := k.w.cfg.Replicas
-	if ask == nil {
+// replicaAlive returns a function that reports whether a replica at an address may still exist. It
+// reads the list of replicas only while the file has a line of a replica that the truth does not
+// cover.
+func (k *keeper) replicaAlive(ctx context.Context, now time.Time) func(netip.Addr) bool {
+	list := k.w.cfg.Replicas
+	if list == nil {
 		return func(netip.Addr) bool { return false }
 	}
 	hears := k.w.cfg.Truth.Hears
-	k.unheard = slices.ContainsFunc(k.hosts.Own, func(e Entry) bool { return !hears(e.Addr) })
+	k.hasUnknownReplica = slices.ContainsFunc(k.hosts.Own, func(e Entry) bool { return !hears(e.Addr) })
 	switch {
-	case !k.unheard: // no line depends on who lives
-		k.w.note(func(s *writerState) { s.replicasErr = nil })
-	case now.Sub(k.asked) >= askReplicas:
-		alive, err := ask(ctx)
+	case !k.hasUnknownReplica: // no line depends on the list
+		k.w.update(func(s *writerState) { s.replicasErr = nil })
+	case now.Sub(k.replicasAt) >= replicasMaxAge:
+		alive, err := list(ctx)
 		if err == nil && !slices.ContainsFunc(alive, hears) {
-			alive, err = nil, errors.New("this replica is none of them: is service in [mode.cloud.stream.dns] the right one, and POD_IP the pod's address?")
+			alive, err = nil, errors.New("this replica is none of them: "+
+				"is service in [mode.cloud.stream.dns] the right one, and POD_IP the pod's address?")
 		}
 		if ctx.Err() == nil {
-			k.w.note(func(s *writerState) { s.replicasErr = err })
+			k.w.update(func(s *writerState) { s.replicasErr = err })
 		}
-		k.alive, k.asked = alive, now
+		k.aliveReplicas, k.replicasAt = alive, now
 	}
-	return func(a netip.Addr) bool { return len(k.alive) == 0 || slices.Contains(k.alive, a) }
+	return func(a netip.Addr) bool { return len(k.aliveReplicas) == 0 || slices.Contains(k.aliveReplicas, a) }
 }

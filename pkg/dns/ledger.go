@@ -9,44 +9,44 @@ import (
 )
 
 const (
-	// goneGrace is how long a node's line outlives the node: one that comes back within
-	// it changes nothing in the file. It is longer than an edge takes to reconnect.
+	// goneGrace is how long the line of a node stays after the node has disconnected. If the node
+	// comes back meanwhile, the file does not change. An edge needs less time to reconnect.
 	goneGrace = 30 * time.Second
 
-	// sizeLimit is where no more nodes are added. What is left up to fullSize is for
-	// others, and for the lines of nodes that move.
+	// sizeLimit is the size in bytes from which on no nodes are added. The rest up to fullSize is
+	// for other writers, and for the lines of nodes that move to another replica.
 	sizeLimit = 900 << 10
 
-	// fullSize is what Kubernetes lets all values of a ConfigMap take together
-	// (ValidateConfigMap, pkg/apis/core/validation).
+	// fullSize is the limit of Kubernetes for the size of all values of a ConfigMap together, in
+	// bytes (ValidateConfigMap, pkg/apis/core/validation).
 	fullSize = 1 << 20
 )
 
-// A ledger decides which lines of ours the file holds. All it remembers is since when
-// it has missed what.
+// A ledger decides which lines of the Writer the file shall have. Its only state is since when
+// each line has had no node.
 type ledger struct {
-	gone map[Entry]time.Time // entries of nodes that nobody holds; since when
+	gone map[Entry]time.Time // entries whose node no replica holds; since when
 }
 
-// facts are what a decision is made from.
+// facts are the input of a decision.
 type facts struct {
 	truth Truth
-	names Names                 // nil: every name may appear; else they are known
-	alive func(netip.Addr) bool // whether a replica that the truth does not hear may still live
+	names Names                 // nil: every name may be published; else the names are known
+	alive func(netip.Addr) bool // whether a replica that truth does not cover may still exist
 	now   time.Time
 }
 
-// decision is the file as it should be, and what is to be said about it.
+// decision is the content that the file shall have, and numbers for the operator.
 type decision struct {
 	hosts    Hosts
-	omitted  int       // nodes that have no line because the file is full
-	shadowed int       // nodes that have no line of ours because somebody else wrote one
-	withheld int       // nodes that are held and may not appear
-	again    time.Time // when the same facts would lead to another decision; zero: never
+	omitted  int       // nodes without a line because the file is full
+	shadowed int       // nodes without a line of the Writer because another writer has written one
+	withheld int       // connected nodes that may not be published
+	again    time.Time // when the same facts will lead to another decision; zero: never
 }
 
-// decide returns what the file should hold, given what it holds and how many bytes
-// there are beside it. What is foreign stays as it is.
+// decide returns the content that the file shall have. file is its present content, and others the
+// size in bytes of the other values of the ConfigMap. Foreign lines stay unchanged.
 func (l *ledger) decide(file Hosts, others int, f facts) decision {
 	d := decision{hosts: Hosts{Foreign: file.Foreign}}
 	foreign := readNames(file.Foreign)
@@ -64,7 +64,7 @@ func (l *ledger) decide(file Hosts, others int, f facts) decision {
 		}
 	}
 
-	had := make(map[tunnel.NodeName]bool, len(file.Own)) // nodes that have had a line
+	had := make(map[tunnel.NodeName]bool, len(file.Own)) // nodes that have a line now
 	gone := make(map[Entry]time.Time)
 	for _, e := range file.Own {
 		had[e.Node] = true
@@ -75,10 +75,10 @@ func (l *ledger) decide(file Hosts, others int, f facts) decision {
 			continue
 		case held:
 			if !slices.Contains(addrs, e.Addr) {
-				continue // another replica has it now
+				continue // the node has moved to another replica
 			}
 		case !f.truth.Hears(e.Addr) && f.alive(e.Addr):
-			// Its replica may hold it still: not for us to say.
+			// Its replica may still hold the node; this replica cannot know.
 		default:
 			since, ok := l.gone[e]
 			if !ok {
@@ -99,6 +99,7 @@ func (l *ledger) decide(file Hosts, others int, f facts) decision {
 	return d
 }
 
+// may reports whether the name n may be published.
 func (f facts) may(n tunnel.NodeName) bool {
 	if f.names == nil {
 		return true
@@ -107,9 +108,12 @@ func (f facts) may(n tunnel.NodeName) bool {
 	return may
 }
 
-// add adds what is wanted and not there, while there is room: first the nodes that have
-// moved, since they had a line before and are not to lose it, then the new ones.
-func (l *ledger) add(d *decision, others int, order []tunnel.NodeName, wanted map[tunnel.NodeName][]netip.Addr, had map[tunnel.NodeName]bool) {
+// add adds the missing entries of wanted while there is room. Nodes that have moved come first,
+// since they had a line and must not lose it. New nodes come last.
+func (l *ledger) add(
+	d *decision, others int, order []tunnel.NodeName, wanted map[tunnel.NodeName][]netip.Addr,
+	had map[tunnel.NodeName]bool,
+) {
 	size := others + len(d.hosts.Foreign) + 1
 	there := make(map[Entry]bool, len(d.hosts.Own))
 	for _, e := range d.hosts.Own {

@@ -16,17 +16,17 @@ import (
 
 var replicas = []netip.Addr{addr("10.0.0.1"), addr("10.0.0.2"), addr("10.0.0.3"), addr("fd00::1")}
 
-func nobody(netip.Addr) bool  { return false }
-func anybody(netip.Addr) bool { return true }
+func neverAlive(netip.Addr) bool  { return false }
+func alwaysAlive(netip.Addr) bool { return true }
 
-// merge returns the file after one decision of a ledger that has seen nothing before.
+// merge returns the file after one decision of a new ledger.
 func merge(text string, records []Record) string {
-	d := new(ledger).decide(ParseHosts(text), 0, facts{truth: fixed{records, replicas}, alive: nobody, now: time.Unix(1000, 0)})
-	return d.hosts.String()
+	f := facts{truth: fixed{records, replicas}, alive: neverAlive, now: time.Unix(1000, 0)}
+	return new(ledger).decide(ParseHosts(text), 0, f).hosts.String()
 }
 
-// Merging is idempotent, and the order in which replicas' records arrive, or in which
-// the lines stood, makes no difference.
+// Merging is idempotent. The order in which the replicas' records arrive, and the order of the
+// lines in the file, make no difference.
 func TestMergeProperties(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		text, a, b := drawFile.Draw(t, "file"), drawRecords.Draw(t, "a"), drawRecords.Draw(t, "b")
@@ -36,10 +36,11 @@ func TestMergeProperties(t *testing.T) {
 			t.Fatalf("not idempotent: %q, then %q", once, twice)
 		}
 		if ab, ba := merge(merge(text, a), both), merge(merge(text, b), both); ab != ba || ab != once {
-			// A node that has moved leaves no trace of where it was.
+			// After a move, the file has no line for the node's previous replica.
 			t.Fatalf("not commutative: a first %q, b first %q, at once %q", ab, ba, once)
 		}
-		if got, want := ParseHosts(once).Foreign, ParseHosts(text).Foreign; strings.TrimSuffix(got, "\n") != strings.TrimSuffix(want, "\n") {
+		got, want := ParseHosts(once).Foreign, ParseHosts(text).Foreign
+		if strings.TrimSuffix(got, "\n") != strings.TrimSuffix(want, "\n") {
 			t.Fatalf("foreign lines %q became %q", want, got)
 		}
 		lines := ParseHosts(once).Own
@@ -66,7 +67,8 @@ func union(a, b []Record) []Record {
 	return recordsOf(held)
 }
 
-// Whatever comes and goes, in the end the file says what is true and nothing else of ours.
+// After any sequence of changes, and goneGrace later, the file has exactly one line of ours for each
+// connected node without a foreign line.
 func TestLedgerConverges(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
 		l, now := new(ledger), time.Unix(1000, 0)
@@ -75,11 +77,11 @@ func TestLedgerConverges(t *testing.T) {
 		for range rapid.IntRange(1, 8).Draw(t, "steps") {
 			records = drawRecords.Draw(t, "records")
 			now = now.Add(time.Duration(rapid.IntRange(0, 40).Draw(t, "seconds")) * time.Second)
-			d := l.decide(ParseHosts(text), 0, facts{truth: fixed{records, replicas}, alive: nobody, now: now})
+			d := l.decide(ParseHosts(text), 0, facts{truth: fixed{records, replicas}, alive: neverAlive, now: now})
 			text = d.hosts.String()
 		}
 		now = now.Add(goneGrace)
-		text = l.decide(ParseHosts(text), 0, facts{truth: fixed{records, replicas}, alive: nobody, now: now}).hosts.String()
+		text = l.decide(ParseHosts(text), 0, facts{truth: fixed{records, replicas}, alive: neverAlive, now: now}).hosts.String()
 		foreign := readNames(ParseHosts(text).Foreign)
 		var want []Entry
 		for _, r := range records {
@@ -96,7 +98,7 @@ func TestLedgerConverges(t *testing.T) {
 func TestLedgerGone(t *testing.T) {
 	e1, e2, other := Entry{addr("10.0.0.1"), "edge1"}, Entry{addr("10.0.0.1"), "edge2"}, Entry{addr("10.0.0.2"), "edge3"}
 	full := Hosts{Own: []Entry{e1, e2, other}}
-	file := full // what the step before has left
+	file := full // the result of the previous step
 	start := time.Unix(1000, 0)
 	us := []netip.Addr{addr("10.0.0.1")}
 	one := fixed{[]Record{{"edge1", us}}, us}
@@ -111,35 +113,35 @@ func TestLedgerGone(t *testing.T) {
 	}
 
 	l := new(ledger)
-	d := step(l, 0, one, anybody, e1, e2, other)
+	d := step(l, 0, one, alwaysAlive, e1, e2, other)
 	if want := start.Add(goneGrace); !d.again.Equal(want) {
 		t.Errorf("edge2's line is due at %v, not %v", want, d.again)
 	}
-	step(l, goneGrace-1, one, anybody, e1, e2, other)
-	step(l, goneGrace, one, anybody, e1, other)
-	// The other replica is not heard: as long as its pod is there, its lines are its own.
-	step(l, time.Hour, one, anybody, e1, other)
-	step(l, time.Hour, one, nobody, e1, other) // its pod has gone: from now on
-	step(l, time.Hour+goneGrace, one, nobody, e1)
+	step(l, goneGrace-1, one, alwaysAlive, e1, e2, other)
+	step(l, goneGrace, one, alwaysAlive, e1, other)
+	// The truth does not cover the other replica: its lines stay as long as its pod exists.
+	step(l, time.Hour, one, alwaysAlive, e1, other)
+	step(l, time.Hour, one, neverAlive, e1, other) // its pod is gone, so goneGrace starts
+	step(l, time.Hour+goneGrace, one, neverAlive, e1)
 
-	t.Run("a node that comes back begins anew", func(t *testing.T) {
+	t.Run("for a node that comes back, goneGrace starts again", func(t *testing.T) {
 		l := new(ledger)
 		file = full
 		both := fixed{[]Record{{"edge1", us}, {"edge2", us}}, us}
-		step(l, 0, one, anybody, e1, e2, other)
-		step(l, goneGrace-1, both, anybody, e1, e2, other)
-		step(l, goneGrace, one, anybody, e1, e2, other)
-		step(l, 2*goneGrace-1, one, anybody, e1, e2, other)
-		step(l, 2*goneGrace, one, anybody, e1, other)
+		step(l, 0, one, alwaysAlive, e1, e2, other)
+		step(l, goneGrace-1, both, alwaysAlive, e1, e2, other)
+		step(l, goneGrace, one, alwaysAlive, e1, e2, other)
+		step(l, 2*goneGrace-1, one, alwaysAlive, e1, e2, other)
+		step(l, 2*goneGrace, one, alwaysAlive, e1, other)
 	})
 	t.Run("a node that has moved has one line", func(t *testing.T) {
 		file = full
 		moved := fixed{[]Record{{"edge1", us}, {"edge2", us}, {"edge3", us}}, us}
-		step(new(ledger), 0, moved, anybody, e1, e2, Entry{addr("10.0.0.1"), "edge3"})
+		step(new(ledger), 0, moved, alwaysAlive, e1, e2, Entry{addr("10.0.0.1"), "edge3"})
 	})
 }
 
-// only lets some names appear.
+// only is a Names that lets only these names be published.
 type only []tunnel.NodeName
 
 func (o only) May(n tunnel.NodeName) (may, known bool) { return slices.Contains(o, n), true }
@@ -149,7 +151,7 @@ func TestLedgerWithholds(t *testing.T) {
 	us := []netip.Addr{addr("10.0.0.1"), addr("fd00::1")}
 	truth := fixed{[]Record{{"edge1", us}, {"kubernetes.default.svc", us}, {"metrics-server", us}}, us}
 	file := Hosts{Own: []Entry{{us[0], "metrics-server"}}}
-	d := new(ledger).decide(file, 0, facts{truth: truth, names: only{"edge1"}, alive: anybody, now: time.Unix(1000, 0)})
+	d := new(ledger).decide(file, 0, facts{truth: truth, names: only{"edge1"}, alive: alwaysAlive, now: time.Unix(1000, 0)})
 	if got, want := d.hosts.String(), "10.0.0.1    edge1 # tunnel\nfd00::1    edge1 # tunnel\n"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}
@@ -158,8 +160,8 @@ func TestLedgerWithholds(t *testing.T) {
 	}
 }
 
-// A full file loses nobody: nodes that have a line keep it, also when they move; new ones
-// wait; as soon as there is room they get in.
+// In a full file, nodes that have a line keep it, also when they move. New nodes get no line until
+// there is room.
 func TestLedgerFull(t *testing.T) {
 	us, them := []netip.Addr{addr("10.0.0.1")}, []netip.Addr{addr("10.0.0.2")}
 	var old, all []Record
@@ -170,7 +172,7 @@ func TestLedgerFull(t *testing.T) {
 			old = append(old, r)
 		}
 	}
-	f := facts{alive: nobody, now: time.Unix(1000, 0)}
+	f := facts{alive: neverAlive, now: time.Unix(1000, 0)}
 	f.truth = fixed{old, replicas}
 	before := new(ledger).decide(Hosts{}, 0, f)
 	if before.omitted != 0 || len(before.hosts.Own) != len(old) {
@@ -208,20 +210,22 @@ func TestLedgerFull(t *testing.T) {
 		return slices.Sorted(maps.Keys(set))
 	}
 	if !slices.Equal(names(after.hosts), names(d.hosts)) {
-		t.Errorf("after all nodes moved, others have a line than before: %d, then %d", len(names(d.hosts)), len(names(after.hosts)))
+		t.Errorf("after all nodes moved, other nodes have a line than before: %d, then %d",
+			len(names(d.hosts)), len(names(after.hosts)))
 	}
-	// Others have filled it beyond our limit since: that takes no line from those that move.
+	// Other writers have filled the ConfigMap beyond our limit. Nodes that move keep their lines.
 	after = new(ledger).decide(d.hosts, fullSize-sizeLimit-100, f)
 	if !slices.Equal(names(after.hosts), names(d.hosts)) {
-		t.Errorf("after all nodes moved in a ConfigMap past the limit, %d of %d still have a line", len(names(after.hosts)), len(names(d.hosts)))
+		t.Errorf("after all nodes moved in a ConfigMap past the limit, %d of %d still have a line",
+			len(names(after.hosts)), len(names(d.hosts)))
 	}
 	if big := new(ledger).decide(Hosts{}, sizeLimit, f); len(big.hosts.Own) != 0 || big.omitted != len(all) {
 		t.Errorf("the other keys of the ConfigMap count, too: %d lines", len(big.hosts.Own))
 	}
 }
 
-// BenchmarkDecide measures the merge of what replicas hold into the hosts file, at 10,000
-// nodes; full is what it costs at 100,000, of which the file takes as many as fit (lines).
+// BenchmarkDecide measures a decision about the hosts file at 10,000 nodes. full measures it at
+// 100,000 nodes, more than the file can hold; its metric lines is how many it holds.
 func BenchmarkDecide(b *testing.B) {
 	f := factsOf(10_000)
 	text := new(ledger).decide(Hosts{}, 0, f).hosts.String()
@@ -265,17 +269,17 @@ func BenchmarkDecide(b *testing.B) {
 	})
 }
 
-// factsOf are the facts of n nodes that one replica holds.
+// factsOf returns facts about n nodes that one replica holds.
 func factsOf(n int) facts {
 	us := []netip.Addr{addr("10.0.0.1")}
 	var records []Record
 	for i := range n {
 		records = append(records, Record{tunnel.NodeName(fmt.Sprintf("edge-%05d", i)), us})
 	}
-	return facts{truth: fixed{records, us}, alive: nobody, now: time.Unix(1000, 0)}
+	return facts{truth: fixed{records, us}, alive: neverAlive, now: time.Unix(1000, 0)}
 }
 
-// mapped is what replicas tell each other, as Peers has it.
+// mapped holds the addresses for each node, as stream.Peers returns them.
 type mapped map[tunnel.NodeName][]netip.Addr
 
 func mappedOf(records []Record) mapped {

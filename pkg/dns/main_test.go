@@ -12,7 +12,7 @@ import (
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 
-// journal is what a test reads a log from.
+// journal collects a log.
 type journal struct {
 	mu  sync.Mutex // guards the following
 	buf bytes.Buffer
@@ -30,12 +30,13 @@ func (j *journal) String() string {
 	return j.buf.String()
 }
 
+// newLog returns a logger, and the journal into which it writes.
 func newLog() (*slog.Logger, *journal) {
 	j := new(journal)
 	return slog.New(slog.NewTextHandler(j, &slog.HandlerOptions{Level: slog.LevelDebug})), j
 }
 
-// eventually waits until ok, or fails the test.
+// eventually waits until ok returns true. After 5 s it fails the test.
 func eventually(t *testing.T, what string, ok func() bool) {
 	t.Helper()
 	tick := time.NewTicker(5 * time.Millisecond)

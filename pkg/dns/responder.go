@@ -22,77 +22,82 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Strangers may ask, so everything they can hold is bounded.
+// Anyone may send queries, so every resource that a client can use is bounded.
 const (
-	maxConnQueries = 128              // on one TCP connection; then the asker connects again
-	maxQuery       = 4 << 10          // bytes; longer ones are no questions
+	maxConnQueries = 128              // queries on one TCP connection; then the client must connect again
+	maxQuery       = 4 << 10          // bytes; longer packets are not answered
 	idleTimeout    = 10 * time.Second // of a TCP connection (RFC 7766 section 6.2.3: a few seconds)
-	writeTimeout   = 2 * time.Second  // of an answer over TCP
-	// A socket's receive buffer in bytes: the queries of a burst that we have not read
-	// yet. The kernel gives less where net.core.rmem_max says so.
+	writeTimeout   = 2 * time.Second  // of one answer over TCP
+	// receiveBuffer is the size in bytes of the UDP socket's receive buffer. It holds the queries of
+	// a burst until they are read. The kernel limits it to net.core.rmem_max.
 	receiveBuffer = 1 << 20
-	// Accepting and reading are tried again after backoffFirst, then twice that, up to
-	// backoffMost.
-	backoffFirst = 5 * time.Millisecond
-	backoffMost  = time.Second
+	// After a failed read or accept, the responder waits for minBackoff. The pause doubles with
+	// each further failure, up to maxBackoff.
+	minBackoff = 5 * time.Millisecond
+	maxBackoff = time.Second
 )
 
-// ResponderConfig says what a Responder answers.
+// ResponderConfig configures a Responder.
 type ResponderConfig struct {
-	Listen   string           // host:port, UDP and TCP
-	Upstream []netip.AddrPort // asked in order for names that are no node's; empty: NXDOMAIN
-	// AllowFrom is for whom an upstream is asked: others are refused, since the answers are
-	// up to 31 times as long as the questions, and the asker's address may be forged. Empty:
-	// private addresses and loopback.
+	Listen   string           // host:port, for UDP and TCP
+	Upstream []netip.AddrPort // tried in order for names that are not a node's; empty: NXDOMAIN
+	// AllowFrom are the networks whose queries are forwarded to an upstream. Queries from others
+	// are refused, since an answer can be 31 times as long as its query, and the client's address
+	// may be forged. Empty: private addresses and loopback.
 	AllowFrom auth.Sources
 	Truth     Truth
-	Names     Names            // nil: every connected node may appear
-	Counters  *tunnel.Counters // counts panics and limits; nil: nobody looks
+	Names     Names            // nil: every connected node may be published
+	Counters  *tunnel.Counters // counts panics and limits; nil: they are not counted
 	Log       *slog.Logger
-	Conns     int // TCP connections at once, an eighth of them of one source, see listen.Strangers; 0: DefaultConns
-	Lookups   int // queries that wait for an upstream; further ones fail at once; 0: DefaultLookups
+	// Conns is how many TCP connections may be open at once, an eighth of them from one source;
+	// see listen.Strangers. 0: DefaultConns.
+	Conns int
+	// Lookups is how many queries may wait for an upstream at once. Further ones fail at once. 0:
+	// DefaultLookups.
+	Lookups int
 }
 
-// What zero fields stand for.
+// The values that replace zero fields of ResponderConfig.
 const (
 	DefaultConns   = 512
 	DefaultLookups = 512
 )
 
-// Responder answers DNS queries for the names of nodes, and hands the others on. It is
+// Responder answers DNS queries for the names of nodes, and forwards other queries. It is
 // the module "dns".
 //
 //	r := dns.NewResponder(dns.ResponderConfig{Listen: "10.0.0.5:5353", Truth: truth, Log: log})
 //	err := r.Run(ctx)
 //
-// A node's name is a whole domain name: edge1 is "edge1.". What is true is asked at
-// every query; nothing is remembered, so a node that has gone is gone with the next
-// query, plus what the asker itself remembers (see ttl).
+// A node's name is a complete domain name: edge1 is "edge1.". The responder asks Truth for
+// every query and caches nothing. So a node that disconnects is gone at the next query, except
+// for what the client itself caches (see ttl).
 //
-//	a node that may appear   its addresses; NODATA when it has none of that kind
-//	... not known yet        SERVFAIL: late is better than untrue
-//	any other name           what the upstream says; without one NXDOMAIN, REFUSED for PTR
+//	a node that may be published   its addresses; NODATA if it has none of that type
+//	... unknown whether it may     SERVFAIL: a late answer is better than a wrong one
+//	any other name                 the upstream's answer; without an upstream NXDOMAIN, REFUSED for PTR
 //
 // The responder has no zone transfer, no DNSSEC, no recursion of its own and no cache.
-// Whoever reaches it may ask for nodes; for other names ResponderConfig.AllowFrom decides.
+// Anyone who reaches it may query nodes. ResponderConfig.AllowFrom decides who may query other
+// names.
 //
-// The messages are those of github.com/miekg/dns. The loops are not its Server, which
-// has a goroutine for every packet however many come, unpacks outside of any recover,
-// and writes to a TCP connection without a deadline.
+// Messages are parsed and packed by github.com/miekg/dns. The responder does not use the Server
+// of that package: it starts a goroutine for every packet without a limit, unpacks without a
+// recover, and writes to TCP connections without a deadline.
 type Responder struct {
 	// Set once.
 	cfg     ResponderConfig
 	forward forwarder
 
-	addr  atomic.Pointer[net.Addr] // nil while not listening
+	addr  atomic.Pointer[net.Addr] // nil while not listening; written by Run
 	stats responderStats
 
-	tired, unanswered, panicked, denied tunnel.Limiter // of log lines, one a minute each
+	ioErrors, upstreamErrors, panics, denials tunnel.Limiter // of log lines, one a minute each
 }
 
 var _ tunnel.Module = (*Responder)(nil)
 
-// NewResponder returns a responder. It opens nothing before Run.
+// NewResponder returns a responder. It opens no socket before Run.
 func NewResponder(cfg ResponderConfig) *Responder {
 	cfg.Conns, cfg.Lookups = cmp.Or(cfg.Conns, DefaultConns), cmp.Or(cfg.Lookups, DefaultLookups)
 	if len(cfg.AllowFrom) == 0 {
@@ -104,12 +109,13 @@ func NewResponder(cfg ResponderConfig) *Responder {
 	return &Responder{cfg: cfg, forward: newForwarder(cfg.Upstream, cfg.Lookups)}
 }
 
-// privateSources returns loopback and the addresses that are not routed on the Internet: a
-// packet from there comes from a network of ours.
+// privateSources returns loopback and the addresses that are not routed on the Internet. A
+// packet from these addresses comes from the operator's own networks.
 func privateSources() auth.Sources {
 	return auth.Sources{
 		netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128"),
-		netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("192.168.0.0/16"), // RFC 1918
+		// RFC 1918
+		netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("192.168.0.0/16"),
 		netip.MustParsePrefix("100.64.0.0/10"),                                      // RFC 6598
 		netip.MustParsePrefix("fc00::/7"),                                           // RFC 4193
 		netip.MustParsePrefix("169.254.0.0/16"), netip.MustParsePrefix("fe80::/10"), // link-local
@@ -119,7 +125,7 @@ func privateSources() auth.Sources {
 // Name implements tunnel.Module.
 func (r *Responder) Name() string { return "dns" }
 
-// Routes implements tunnel.Module. No peer may ask for any of this.
+// Routes implements tunnel.Module. The module takes no messages from peers.
 func (r *Responder) Routes() map[string]tunnel.Handler { return nil }
 
 // Ready returns nil while queries are answered.
@@ -139,29 +145,29 @@ func (r *Responder) Addr() net.Addr {
 	return nil
 }
 
-// Run listens and answers until ctx is done. Then it is silent at once: who waits for
-// an upstream's answer asks another server.
+// Run listens and answers queries until ctx is done. Then it stops at once. A client that still
+// waits for an upstream's answer gets none, and asks another server.
 func (r *Responder) Run(ctx context.Context) error {
 	udp, tcp, err := openBoth(ctx, r.cfg.Listen)
 	if err != nil {
 		return fmt.Errorf("listening on %s for DNS: %w", r.cfg.Listen, err)
 	}
-	if err = r.refuseSelf(udp.LocalAddr()); err != nil {
-		udp.Close() //nolint:errcheck // nobody has asked yet
+	if err = r.checkUpstreams(udp.LocalAddr()); err != nil {
+		udp.Close() //nolint:errcheck // no query has been read yet
 		tcp.Close()
 		return err
 	}
 	g, ctx := errgroup.WithContext(ctx)
 	defer context.AfterFunc(ctx, func() {
-		udp.Close() //nolint:errcheck // an answer that is lost is asked for again
+		udp.Close() //nolint:errcheck // a client that misses its answer repeats the query
 		tcp.Close()
 	})()
 	addr := udp.LocalAddr()
 	r.addr.Store(&addr)
 	defer r.addr.Store(nil)
 
-	// A packet at a time each: what a query costs is the processor's time, so more
-	// would only wait for each other.
+	// One goroutine per processor, and each handles one packet at a time. A query costs only
+	// processor time, so more goroutines would only wait for each other.
 	for range runtime.GOMAXPROCS(0) {
 		g.Go(func() error { r.serveUDP(ctx, g, udp); return nil })
 	}
@@ -172,31 +178,32 @@ func (r *Responder) Run(ctx context.Context) error {
 	return g.Wait()
 }
 
-// refuseSelf refuses an upstream that is the responder itself, listening at local: each
-// query would come back until ResponderConfig.Lookups are waiting.
-func (r *Responder) refuseSelf(local net.Addr) error {
+// checkUpstreams returns an error if an upstream is the responder itself, which listens at local.
+// Each forwarded query would come back until ResponderConfig.Lookups queries wait.
+func (r *Responder) checkUpstreams(local net.Addr) error {
 	self := netip.MustParseAddrPort(local.String())
 	for _, up := range r.cfg.Upstream {
 		if up.Port() != self.Port() {
 			continue
 		}
-		if up.Addr().Unmap() == self.Addr().Unmap() || self.Addr().IsUnspecified() && isOurs(up.Addr()) {
+		if up.Addr().Unmap() == self.Addr().Unmap() || self.Addr().IsUnspecified() && isLocal(up.Addr()) {
 			return fmt.Errorf("the DNS upstream %s is this responder itself, listening on %s; "+
-				"name the server that knows the other names, such as the nameserver of the machine's /etc/resolv.conf", up, r.cfg.Listen)
+				"name the server that knows the other names, such as the nameserver of the machine's /etc/resolv.conf",
+				up, r.cfg.Listen)
 		}
 	}
 	return nil
 }
 
-// isOurs reports whether a leads to this machine.
-func isOurs(a netip.Addr) bool {
+// isLocal reports whether a is an address of this machine.
+func isLocal(a netip.Addr) bool {
 	a = a.Unmap()
 	if a.IsLoopback() || a.IsUnspecified() {
 		return true
 	}
 	ours, err := net.InterfaceAddrs()
 	if err != nil {
-		return false // the bound of exchanges is left
+		return false // a loop is then bounded by ResponderConfig.Lookups only
 	}
 	for _, o := range ours {
 		if p, err := netip.ParsePrefix(o.String()); err == nil && p.Addr().Unmap() == a.WithZone("") {
@@ -206,13 +213,14 @@ func isOurs(a netip.Addr) bool {
 	return false
 }
 
-// openBoth opens addr for UDP and TCP, or says what to do.
+// openBoth opens addr for UDP and TCP. Its errors say what to do.
 func openBoth(ctx context.Context, addr string) (*net.UDPConn, net.Listener, error) {
 	at, err := net.ResolveUDPAddr("udp", addr)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%w; write an address and a port, such as 127.0.0.1:5353", err)
 	}
-	// Port 0 is one that is free for UDP; it may be taken for TCP, another is not.
+	// With port 0 the kernel chooses a port that is free for UDP. It may be in use for TCP, so
+	// another one is tried then.
 	for tries := 0; ; tries++ {
 		udp, tcp, err := tryBoth(ctx, at)
 		switch {
@@ -229,36 +237,38 @@ func openBoth(ctx context.Context, addr string) (*net.UDPConn, net.Listener, err
 	}
 }
 
+// tryBoth opens one UDP socket, and a TCP socket with the same port.
 func tryBoth(ctx context.Context, at *net.UDPAddr) (*net.UDPConn, net.Listener, error) {
 	family := ""
 	if at.IP.To4() != nil {
-		family = "4" // else 0.0.0.0 would open every IPv6 address too
+		family = "4" // without it, 0.0.0.0 would open all IPv6 addresses, too
 	}
 	conn, err := new(net.ListenConfig).ListenPacket(ctx, "udp"+family, at.String())
 	if err != nil {
 		return nil, nil, err
 	}
 	udp := conn.(*net.UDPConn)
-	if err = prepare(udp, at.IP); err == nil {
+	if err = setSocketOptions(udp, at.IP); err == nil {
 		var tcp net.Listener
 		if tcp, err = new(net.ListenConfig).Listen(ctx, "tcp"+family, udp.LocalAddr().String()); err == nil {
 			return udp, tcp, nil
 		}
 	}
-	udp.Close() //nolint:errcheck // nobody has asked yet
+	udp.Close() //nolint:errcheck // no query has been read yet
 	return nil, nil, err
 }
 
-// prepare sets the options of the socket, bound to ip.
-func prepare(udp *net.UDPConn, ip net.IP) error {
+// setSocketOptions sets the options of the UDP socket that is bound to ip.
+func setSocketOptions(udp *net.UDPConn, ip net.IP) error {
 	if err := udp.SetReadBuffer(receiveBuffer); err != nil {
 		return err
 	}
 	if ip != nil && !ip.IsUnspecified() {
 		return nil
 	}
-	// A socket for all addresses learns which one was asked, and answers from that one:
-	// an asker takes no answer from another. One of IPv6 does it for both families.
+	// A socket that is bound to all addresses must answer from the address to which the query was
+	// sent, since clients ignore answers from any other address. These options give the packet's
+	// destination address. An IPv6 socket does so for both families.
 	err4 := ipv4.NewPacketConn(udp).SetControlMessage(ipv4.FlagDst, true)
 	err6 := ipv6.NewPacketConn(udp).SetControlMessage(ipv6.FlagDst, true)
 	if err4 != nil && err6 != nil {

@@ -13,21 +13,22 @@ import (
 )
 
 const (
-	// ttl is for how many seconds an asker may remember an address. A node that goes is
-	// noticed within 10 s and must be forgotten 15 s after; and a replica that is to stop
-	// goes on for 3 s after its names lead elsewhere.
+	// ttl is how long a client may cache an address, in seconds. The loss of a node is noticed
+	// within 15 s, and caches must have forgotten its address 15 s later. A replica that stops
+	// serves for 3 s after its names lead to other replicas.
 	ttl = 2
-	// negativeTTL is for how many seconds it may remember that there is nothing (RFC
-	// 2308 section 5). Who asks for a node just before it joins should not wait for it.
+	// negativeTTL is how long a client may cache that a name or a record does not exist, in
+	// seconds (RFC 2308 section 5). It is short, so that a client that queries a node just before
+	// the node joins does not wait.
 	negativeTTL = 1
-	// maxUDP is the longest answer over UDP, in bytes: it fits into every path's packet,
-	// so that none is fragmented (RFC 9715 section 3, DNS flag day 2020).
+	// maxUDP is the longest answer over UDP, in bytes. It fits into one packet on every path, so
+	// no answer is fragmented (RFC 9715 section 3, DNS flag day 2020).
 	maxUDP     = 1232
-	maxTCP     = dns.MaxMsgSize - 1 // what the length of two bytes can say
+	maxTCP     = dns.MaxMsgSize - 1 // bytes: the largest value of the two-byte length
 	headerSize = 12                 // bytes (RFC 1035 section 4.1.1)
 )
 
-// transport is how a query has come, and how it is handed on.
+// transport is the transport by which a query arrived, and by which it is forwarded.
 type transport string
 
 const (
@@ -35,28 +36,28 @@ const (
 	overTCP transport = "tcp"
 )
 
-// query is a question and how to answer it.
+// query is a question, and what is needed to answer it.
 type query struct {
-	ask   dns.Question // in the asker's spelling, which the answer repeats
-	head  dns.MsgHdr   // of an answer: the asker's id, opcode, RD and CD; whether we have RA
-	ad    bool         // the asker wants to know what is authenticated (RFC 6840 section 5.7)
-	opt   *dns.OPT     // the asker's; nil: it knows no EDNS, and must not see it
-	limit int          // bytes that the asker takes
-	via   transport
+	question dns.Question // in the client's spelling, which the answer must repeat
+	header   dns.MsgHdr   // for the answer: the client's id, opcode, RD and CD; RA if there is an upstream
+	ad       bool         // the client asks whether the answer is authenticated (RFC 6840 section 5.7)
+	opt      *dns.OPT     // the client's OPT record; nil: the client does not use EDNS, so the answer must not
+	limit    int          // bytes of the longest answer that the client accepts
+	via      transport
 }
 
-// answer returns the reply to a packet; nil when there is to be none. What is to be
-// asked upstream, with resolve, it returns as open; then there is no reply yet.
-func (r *Responder) answer(packet []byte, via transport) (reply []byte, open *query) {
-	defer r.survive()
-	// A reply is never replied to: two servers would never end.
+// answer returns the reply to a packet; nil: the packet gets no reply. If an upstream must be
+// asked, answer returns the query as pending and no reply; resolve then gets the answer.
+func (r *Responder) answer(packet []byte, via transport) (reply []byte, pending *query) {
+	defer r.recoverPanic()
+	// Never reply to a reply: otherwise two servers would reply to each other for ever.
 	if len(packet) < headerSize || packet[2]&0x80 != 0 {
 		return nil, nil
 	}
-	q, rcode := read(packet, via)
-	q.head.RecursionAvailable = len(r.cfg.Upstream) > 0
+	q, rcode := parseQuery(packet, via)
+	q.header.RecursionAvailable = len(r.cfg.Upstream) > 0
 	if rcode != dns.RcodeSuccess {
-		r.stats.count(toldRefused)
+		r.stats.count(outcomeRefused)
 		return q.pack(q.reply(rcode)), nil
 	}
 	m, as := r.decide(q)
@@ -67,25 +68,26 @@ func (r *Responder) answer(packet []byte, via transport) (reply []byte, open *qu
 	return q.pack(m), nil
 }
 
-// read takes a query apart. Unless the code is success, it is the whole answer.
-func read(packet []byte, via transport) (q *query, rcode int) {
+// parseQuery parses a query. If rcode is not success, the answer to the query is rcode alone.
+func parseQuery(packet []byte, via transport) (q *query, rcode int) {
 	q = &query{limit: dns.MinMsgSize, via: via}
 	if via == overTCP {
 		q.limit = maxTCP
 	}
 	bits := binary.BigEndian.Uint16(packet[2:])
-	q.head = dns.MsgHdr{
+	q.header = dns.MsgHdr{
 		Id:               binary.BigEndian.Uint16(packet),
 		Response:         true,
 		Opcode:           int(bits >> 11 & 0xf),
 		RecursionDesired: bits>>8&1 == 1,
 		CheckingDisabled: bits>>4&1 == 1,
 	}
-	if q.head.Opcode != dns.OpcodeQuery {
+	if q.header.Opcode != dns.OpcodeQuery {
 		return q, dns.RcodeNotImplemented
 	}
-	// One question (RFC 9619) and no answer. What else there may be is an SOA (IXFR),
-	// an OPT and a signature; more would cost time to read.
+	// A query has one question (RFC 9619) and no answer. It may also have one authority record (the
+	// SOA of IXFR) and two additional records (OPT and a signature). More records would only cost
+	// time to parse.
 	counts := packet[4:headerSize]
 	if binary.BigEndian.Uint16(counts) != 1 || binary.BigEndian.Uint16(counts[2:]) != 0 ||
 		binary.BigEndian.Uint16(counts[4:]) > 1 || binary.BigEndian.Uint16(counts[6:]) > 2 {
@@ -95,7 +97,7 @@ func read(packet []byte, via transport) (q *query, rcode int) {
 	if m.Unpack(packet) != nil || len(m.Question) != 1 {
 		return q, dns.RcodeFormatError
 	}
-	q.ask, q.ad = m.Question[0], m.AuthenticatedData
+	q.question, q.ad = m.Question[0], m.AuthenticatedData
 	for _, rr := range m.Extra {
 		opt, ok := rr.(*dns.OPT)
 		if !ok {
@@ -118,108 +120,109 @@ func read(packet []byte, via transport) (q *query, rcode int) {
 	return q, dns.RcodeSuccess
 }
 
-// decide returns the reply to q and what it counts as; nil when an upstream is to be
-// asked.
+// decide returns the reply to q and its outcome for the metrics. The reply is nil if an upstream
+// must be asked.
 func (r *Responder) decide(q *query) (*dns.Msg, outcome) {
-	if q.ask.Qclass != dns.ClassINET || isMeta(q.ask.Qtype) {
-		return q.reply(dns.RcodeRefused), toldRefused
+	if q.question.Qclass != dns.ClassINET || isMeta(q.question.Qtype) {
+		return q.reply(dns.RcodeRefused), outcomeRefused
 	}
-	// What is no letter, digit, '-' or '.' of a node's name is escaped here, and so
-	// never part of one (RFC 1035 section 5.1).
-	name := tunnel.NodeName(strings.ToLower(strings.TrimSuffix(q.ask.Name, ".")))
+	// In q.question.Name, bytes other than letters, digits, '-' and '.' are escaped (RFC 1035
+	// section 5.1). So a name with such bytes never equals a node's name.
+	name := tunnel.NodeName(strings.ToLower(strings.TrimSuffix(q.question.Name, ".")))
 	if addrs := r.cfg.Truth.Lookup(name); len(addrs) > 0 {
 		may, known := true, true
 		if r.cfg.Names != nil {
 			may, known = r.cfg.Names.May(name)
 		}
 		if !known {
-			return q.reply(dns.RcodeServerFailure), toldUnknown
+			return q.reply(dns.RcodeServerFailure), outcomeUnknown
 		}
 		if may {
-			return r.tell(q, addrs)
+			return r.nodeReply(q, addrs)
 		}
 	}
 	switch {
 	case len(r.cfg.Upstream) > 0:
-		return nil, toldForwarded
-	case dns.IsSubDomain("in-addr.arpa.", q.ask.Name), dns.IsSubDomain("ip6.arpa.", q.ask.Name):
-		// We have no names of addresses, and do not say that there are none.
-		return q.reply(dns.RcodeRefused), toldRefused
+		return nil, outcomeForwarded
+	case dns.IsSubDomain("in-addr.arpa.", q.question.Name), dns.IsSubDomain("ip6.arpa.", q.question.Name):
+		// The responder has no names of addresses, and must not say that there are none.
+		return q.reply(dns.RcodeRefused), outcomeRefused
 	case name == "":
-		// The root is no name that is missing. CoreDNS asks for it to see that we live.
-		return r.deny(q, dns.RcodeSuccess), toldNoData
+		// The root always exists. CoreDNS queries it as a health check.
+		return r.negativeReply(q, dns.RcodeSuccess), outcomeNoData
 	}
-	return r.deny(q, dns.RcodeNameError), toldNXDomain
+	return r.negativeReply(q, dns.RcodeNameError), outcomeNXDomain
 }
 
-// isMeta reports whether a type asks for something else than records of a name: zone
-// transfers above all (RFC 6895 section 3.1).
+// isMeta reports whether a type asks for something other than records of a name, above all for a
+// zone transfer (RFC 6895 section 3.1). ANY does not count.
 func isMeta(qtype uint16) bool {
 	return qtype == dns.TypeOPT || 128 <= qtype && qtype < dns.TypeANY
 }
 
-// tell answers with the addresses of a node: those of the kind that is asked for.
-func (r *Responder) tell(q *query, addrs []netip.Addr) (*dns.Msg, outcome) {
-	m := r.own(q, dns.RcodeSuccess)
+// nodeReply answers with the addresses of a node, of the family that the query asks for.
+func (r *Responder) nodeReply(q *query, addrs []netip.Addr) (*dns.Msg, outcome) {
+	m := r.authoritativeReply(q, dns.RcodeSuccess)
 	for _, a := range addrs {
 		a = a.Unmap()
-		rr := dns.RR_Header{Name: q.ask.Name, Class: dns.ClassINET, Ttl: ttl}
+		rr := dns.RR_Header{Name: q.question.Name, Class: dns.ClassINET, Ttl: ttl}
 		switch {
-		case a.Is4() && (q.ask.Qtype == dns.TypeA || q.ask.Qtype == dns.TypeANY):
+		case a.Is4() && (q.question.Qtype == dns.TypeA || q.question.Qtype == dns.TypeANY):
 			rr.Rrtype = dns.TypeA
 			m.Answer = append(m.Answer, &dns.A{Hdr: rr, A: a.AsSlice()})
-		case a.Is6() && (q.ask.Qtype == dns.TypeAAAA || q.ask.Qtype == dns.TypeANY):
+		case a.Is6() && (q.question.Qtype == dns.TypeAAAA || q.question.Qtype == dns.TypeANY):
 			rr.Rrtype = dns.TypeAAAA
 			m.Answer = append(m.Answer, &dns.AAAA{Hdr: rr, AAAA: a.AsSlice()})
 		}
 	}
 	if len(m.Answer) == 0 {
-		return r.deny(q, dns.RcodeSuccess), toldNoData
+		return r.negativeReply(q, dns.RcodeSuccess), outcomeNoData
 	}
-	return m, toldNode
+	return m, outcomeNode
 }
 
-// deny answers that there is nothing: no such name, or, with success, none of that type.
+// negativeReply answers that there is no such name, or, if rcode is success, that the name has no
+// record of that type.
 //
-// The SOA says for how long. Its owner is the root: there is one zone, it holds the
-// nodes, and so one SOA is above every name. That a name does not exist should mean that
-// none below it does (RFC 8020), and "example.com" is denied even while edge1.example.com
-// is held: to know better, every query would have to look at every node. An asker that
-// draws that conclusion does so for negativeTTL.
-func (r *Responder) deny(q *query, rcode int) *dns.Msg {
-	m := r.own(q, rcode)
+// The SOA record says how long a client may cache the answer. Its owner is the root: there is one
+// zone with all nodes, so one SOA is above every name. If a name does not exist, no name below it
+// should exist (RFC 8020). But "example.com" is denied even while edge1.example.com is connected:
+// otherwise every query would have to check all nodes. A client that draws that conclusion does
+// so for negativeTTL only.
+func (r *Responder) negativeReply(q *query, rcode int) *dns.Msg {
+	m := r.authoritativeReply(q, rcode)
 	m.Ns = []dns.RR{&dns.SOA{
 		Hdr: dns.RR_Header{Name: ".", Rrtype: dns.TypeSOA, Class: dns.ClassINET, Ttl: negativeTTL},
-		Ns:  ".", Mbox: ".", // no server to send an update to, nobody to write to
-		Serial: 1, Refresh: 1, Retry: 1, Expire: 1, // nobody copies the zone
+		Ns:  ".", Mbox: ".", // no server takes updates, and no mailbox exists
+		Serial: 1, Refresh: 1, Retry: 1, Expire: 1, // unused, since there are no zone transfers
 		Minttl: negativeTTL,
 	}}
 	return m
 }
 
-// own returns a reply that is ours to give.
-func (r *Responder) own(q *query, rcode int) *dns.Msg {
+// authoritativeReply returns a reply with the AA flag.
+func (r *Responder) authoritativeReply(q *query, rcode int) *dns.Msg {
 	m := q.reply(rcode)
 	m.Authoritative = true
 	return m
 }
 
-// resolve returns what an upstream answers to q. The caller has been admitted.
+// resolve forwards q to an upstream and returns the answer. The caller must have called admit.
 func (r *Responder) resolve(ctx context.Context, q *query) (reply []byte) {
-	defer r.survive()
+	defer r.recoverPanic()
 	m, err := r.forward.resolve(ctx, q)
 	if err != nil {
-		if n, ok := r.unanswered.Allow(); ok && ctx.Err() == nil {
+		if n, ok := r.upstreamErrors.Allow(); ok && ctx.Err() == nil {
 			r.cfg.Log.Warn("no DNS upstream answers", "err", err, "skipped", n)
 		}
-		return r.fail(q)
+		return r.servfail(q)
 	}
-	r.stats.count(toldForwarded)
+	r.stats.count(outcomeForwarded)
 	return q.pack(m)
 }
 
-// admit counts one more exchange with an upstream until release is called, unless that
-// is one too many.
+// admit takes one of ResponderConfig.Lookups until release is called. ok is false if all are
+// taken.
 func (r *Responder) admit() (release func(), ok bool) {
 	release, ok = r.forward.admit()
 	if !ok {
@@ -229,24 +232,24 @@ func (r *Responder) admit() (release func(), ok bool) {
 	return release, ok
 }
 
-// fail answers that we cannot answer.
-func (r *Responder) fail(q *query) []byte {
-	r.stats.count(toldFailed)
+// servfail returns the answer SERVFAIL, and counts it.
+func (r *Responder) servfail(q *query) []byte {
+	r.stats.count(outcomeFailed)
 	return q.pack(q.reply(dns.RcodeServerFailure))
 }
 
-// reply returns a reply to q without any record.
+// reply returns a reply to q without records.
 func (q *query) reply(rcode int) *dns.Msg {
-	m := &dns.Msg{MsgHdr: q.head}
+	m := &dns.Msg{MsgHdr: q.header}
 	m.Rcode = rcode
-	if q.ask.Name != "" {
-		m.Question = []dns.Question{q.ask}
+	if q.question.Name != "" {
+		m.Question = []dns.Question{q.question}
 	}
 	return m
 }
 
-// pack returns m as it is sent: with EDNS if the asker has it, and cut to what the asker
-// takes. It changes m.
+// pack returns m as bytes to send: with EDNS if the client uses it, and truncated to the length
+// that the client accepts. It changes m.
 func (q *query) pack(m *dns.Msg) []byte {
 	q.setEDNS(m)
 	m.Truncate(q.limit)
@@ -254,8 +257,8 @@ func (q *query) pack(m *dns.Msg) []byte {
 	if err == nil && len(b) <= q.limit {
 		return b
 	}
-	// An upstream's answer that cannot be written again, or not within what Truncate
-	// has reckoned. Without its records it can.
+	// The upstream's answer cannot be packed, or it is longer than Truncate has calculated. A reply
+	// without its records can be packed.
 	bare := q.reply(dns.RcodeServerFailure)
 	q.setEDNS(bare)
 	b, err = bare.Pack()
@@ -265,19 +268,19 @@ func (q *query) pack(m *dns.Msg) []byte {
 	return b
 }
 
-// setEDNS makes the OPT of a reply ours: there is one when the asker has sent one. Of an
-// upstream's, only why something failed is passed on (RFC 8914).
+// setEDNS replaces the OPT record of a reply by our own, or removes it if the client has sent
+// none. Of the upstream's options it keeps only extended errors (RFC 8914).
 func (q *query) setEDNS(m *dns.Msg) {
-	var why []dns.EDNS0
+	var extendedErrors []dns.EDNS0
 	m.Extra = slices.DeleteFunc(m.Extra, func(rr dns.RR) bool {
 		opt, ok := rr.(*dns.OPT)
 		if ok {
-			why = slices.DeleteFunc(opt.Option, func(o dns.EDNS0) bool { return o.Option() != dns.EDNS0EDE })
+			extendedErrors = slices.DeleteFunc(opt.Option, func(o dns.EDNS0) bool { return o.Option() != dns.EDNS0EDE })
 		}
 		return ok
 	})
 	if q.opt != nil {
 		m.SetEdns0(maxUDP, q.opt.Do())
-		m.IsEdns0().Option = why
+		m.IsEdns0().Option = extendedErrors
 	}
 }

@@ -21,15 +21,15 @@ import (
 
 const (
 	benchNodes = 10_000
-	// loadEnv makes the benchmark the one that asks: it holds the responder's address
-	// and the number of queries.
+	// loadEnv makes a process the client of the benchmark. It holds the responder's address and the
+	// number of queries.
 	loadEnv = "TUNNEL_DNS_LOAD"
-	// window is how many queries are on their way at a time. They fit into the socket's
-	// receive buffer, so that none is lost.
+	// window is how many queries are in flight at a time. They fit into the socket's receive buffer,
+	// so none is lost.
 	window = 64
 )
 
-// tenThousand is a Truth of 10,000 nodes, as a Directory and Local hold them.
+// tenThousand returns a Truth with 10,000 nodes, made of a Directory and Local.
 func tenThousand() Truth {
 	d := new(tunnel.Directory)
 	for i := range benchNodes {
@@ -40,7 +40,7 @@ func tenThousand() Truth {
 
 func benchNode(i int) tunnel.NodeName { return tunnel.NodeName(fmt.Sprintf("edge-%05d", i)) }
 
-// allListed is a Names that has all of them.
+// allListed returns a Names that lets all these nodes be published.
 func allListed() Names {
 	l := listed{known: true, names: make(map[tunnel.NodeName]bool)}
 	for i := range benchNodes {
@@ -49,10 +49,10 @@ func allListed() Names {
 	return l
 }
 
-// BenchmarkResponder measures the whole way, over real UDP: the responder has one core
-// (GOMAXPROCS=1), and another process asks it. queries/s is what that asker got;
-// queries/cpu-s is what a second of the responder's processor time was good for, in user
-// and kernel (getrusage), the socket's part included.
+// BenchmarkResponder measures queries over real UDP. The responder has one core (GOMAXPROCS=1), and
+// another process is the client. queries/s is the rate that the client gets. queries/cpu-s is the
+// number of queries per second of the responder's processor time, in user space and kernel
+// (getrusage), including the work for the socket.
 //
 //	go test -run '^$' -bench 'BenchmarkResponder$' -benchtime 200000x ./pkg/dns
 func BenchmarkResponder(b *testing.B) {
@@ -66,13 +66,14 @@ func BenchmarkResponder(b *testing.B) {
 	if err != nil {
 		b.Fatal(err)
 	}
-	asker := exec.CommandContext(b.Context(), self, "-test.run=^$", "-test.bench=^BenchmarkResponder$", "-test.benchtime=1x")
-	asker.Env = append(os.Environ(), loadEnv+"="+r.Addr().String()+" "+strconv.Itoa(b.N), "GOMAXPROCS=1")
+	client := exec.CommandContext(b.Context(), self,
+		"-test.run=^$", "-test.bench=^BenchmarkResponder$", "-test.benchtime=1x")
+	client.Env = append(os.Environ(), loadEnv+"="+r.Addr().String()+" "+strconv.Itoa(b.N), "GOMAXPROCS=1")
 	before := cpu(b)
-	out, err := asker.CombinedOutput()
+	out, err := client.CombinedOutput()
 	used := cpu(b) - before
 	if err != nil {
-		b.Fatalf("the asker: %v\n%s", err, out)
+		b.Fatalf("the client: %v\n%s", err, out)
 	}
 	var took time.Duration
 	for line := range strings.Lines(string(out)) {
@@ -81,9 +82,9 @@ func BenchmarkResponder(b *testing.B) {
 		}
 	}
 	if err != nil || took == 0 {
-		b.Fatalf("the asker says %s, %v", out, err)
+		b.Fatalf("the client prints %s, %v", out, err)
 	}
-	if n := r.stats.answers[toldNode].Load(); n < uint64(b.N) {
+	if n := r.stats.answers[outcomeNode].Load(); n < uint64(b.N) {
 		b.Fatalf("%d of %d queries were answered", n, b.N)
 	}
 	b.ReportMetric(float64(b.N)/took.Seconds(), "queries/s")
@@ -99,8 +100,8 @@ func cpu(b *testing.B) time.Duration {
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
 
-// generate asks the responder for all nodes in turn, window queries at a time, and
-// prints how long it took. Each answer must be the node's.
+// generate queries all nodes in turn, window queries at a time, and prints how long it took. Each
+// answer must have the node's address.
 func generate(b *testing.B, load string) {
 	addr, number, _ := strings.Cut(load, " ")
 	n, err := strconv.Atoi(number)
@@ -139,13 +140,16 @@ func generate(b *testing.B, load string) {
 	fmt.Printf("\ntook %v\n", time.Since(start))
 }
 
-// BenchmarkAnswer measures what an answer costs without the socket.
+// BenchmarkAnswer measures the cost of an answer without the socket.
 func BenchmarkAnswer(b *testing.B) {
 	r := NewResponder(ResponderConfig{Truth: tenThousand(), Names: allListed(), Log: quiet})
 	for _, tc := range []struct {
 		what, name string
 		qtype      uint16
-	}{{"A", "edge-00042.", dns.TypeA}, {"AAAA", "edge-00042.", dns.TypeAAAA}, {"nodata", "edge-00042.", dns.TypeTXT}, {"nxdomain", "x.example.com.", dns.TypeA}} {
+	}{
+		{"A", "edge-00042.", dns.TypeA}, {"AAAA", "edge-00042.", dns.TypeAAAA},
+		{"nodata", "edge-00042.", dns.TypeTXT}, {"nxdomain", "x.example.com.", dns.TypeA},
+	} {
 		packet := pack(b, question(tc.name, tc.qtype).SetEdns0(1232, false))
 		b.Run(tc.what, func(b *testing.B) {
 			b.ReportAllocs()

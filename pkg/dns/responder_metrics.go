@@ -6,50 +6,53 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// outcome is what became of a query.
+// outcome is the result of a query, for the metrics.
 type outcome int
 
 const (
-	toldNode      outcome = iota // the addresses of a node
-	toldNoData                   // a node has nothing of that type
-	toldNXDomain                 // no such name
-	toldForwarded                // an upstream has answered
-	toldUnknown                  // held, and not known whether it may appear
-	toldRefused                  // not a question that we answer
-	toldFailed                   // no upstream has answered
-	outcomes                     // how many there are
+	outcomeNode      outcome = iota // the answer has the addresses of a node
+	outcomeNoData                   // the name has no record of that type
+	outcomeNXDomain                 // no such name
+	outcomeForwarded                // an upstream has answered
+	outcomeUnknown                  // the node is connected, but it is unknown whether it may be published
+	outcomeRefused                  // the responder does not answer such a query, or not for this client
+	outcomeFailed                   // no upstream has answered, or too many queries wait for one
+	numOutcomes                     // the number of outcomes
 )
 
-// String returns the outcome as metrics show it.
+// String returns the value of the metric's label.
 func (o outcome) String() string {
-	return [outcomes]string{"node", "nodata", "nxdomain", "forwarded", "unknown", "refused", "failed"}[o]
+	return [numOutcomes]string{"node", "nodata", "nxdomain", "forwarded", "unknown", "refused", "failed"}[o]
 }
 
 // responderStats counts queries. The zero value is ready.
 type responderStats struct {
-	answers    [outcomes]atomic.Uint64
-	overloaded atomic.Uint64
+	answers    [numOutcomes]atomic.Uint64 // by outcome
+	overloaded atomic.Uint64              // queries and TCP connections refused because of a limit
 }
 
+// count counts one query.
 func (s *responderStats) count(o outcome) { s.answers[o].Add(1) }
 
-// responderCollector reads the stats when it is asked. No label holds anything that an asker
-// can choose.
+// responderCollector reads the stats at each scrape. No label has a value that a client can
+// choose.
 type responderCollector struct {
 	stats               *responderStats
 	queries, overloaded *prometheus.Desc
 }
 
-// Collector shows how many queries were answered how.
+// Collector returns the responder's metrics.
 func (r *Responder) Collector() prometheus.Collector {
 	return &responderCollector{
 		stats: &r.stats,
 		queries: prometheus.NewDesc("tunnel_dns_queries_total",
-			"DNS queries, by what the answer was: a node's addresses; no address of that kind (nodata); no such name (nxdomain); "+
+			"DNS queries, by what the answer was: a node's addresses; no address of that kind (nodata); "+
+				"no such name (nxdomain); "+
 				"the upstream's (forwarded); none before Kubernetes has said which nodes there are (unknown); "+
 				"not a question for this server (refused); no upstream answered (failed).", []string{"answer"}, nil),
 		overloaded: prometheus.NewDesc("tunnel_dns_overloaded_total",
-			"DNS queries that failed at once because too many waited for an upstream, and TCP connections that were one too many.", nil, nil),
+			"DNS queries that failed at once because too many waited for an upstream, "+
+				"and TCP connections that were one too many.", nil, nil),
 	}
 }
 
@@ -61,9 +64,11 @@ func (c *responderCollector) Describe(ch chan<- *prometheus.Desc) {
 
 // Collect implements prometheus.Collector.
 func (c *responderCollector) Collect(ch chan<- prometheus.Metric) {
-	// All of them, those that never happened too: an alert on a rate needs the zero.
-	for o := range outcomes {
-		ch <- prometheus.MustNewConstMetric(c.queries, prometheus.CounterValue, float64(c.stats.answers[o].Load()), o.String())
+	// All outcomes, also those that never happened: an alert on a rate needs the zero.
+	for o := range numOutcomes {
+		n := float64(c.stats.answers[o].Load())
+		ch <- prometheus.MustNewConstMetric(c.queries, prometheus.CounterValue, n, o.String())
 	}
-	ch <- prometheus.MustNewConstMetric(c.overloaded, prometheus.CounterValue, float64(c.stats.overloaded.Load()))
+	overloaded := float64(c.stats.overloaded.Load())
+	ch <- prometheus.MustNewConstMetric(c.overloaded, prometheus.CounterValue, overloaded)
 }

@@ -17,74 +17,75 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// serveUDP answers what comes in at conn, one packet at a time, until ctx is done. What
-// has to wait for an upstream waits in a goroutine of g.
+// serveUDP answers the queries that arrive at conn, one packet at a time, until ctx is done. A
+// query for an upstream waits for its answer in a goroutine of g.
 func (r *Responder) serveUDP(ctx context.Context, g *errgroup.Group, conn *net.UDPConn) {
-	packet := make([]byte, maxQuery+1) // one more, to see that one is too long
-	backoff := backoffFirst
+	packet := make([]byte, maxQuery+1) // the additional byte shows that a packet is too long
+	backoff := minBackoff
 	for {
-		n, asker, err := dns.ReadFromSessionUDP(conn, packet)
+		n, client, err := dns.ReadFromSessionUDP(conn, packet)
 		if err != nil {
-			if !r.again(ctx, "cannot read DNS queries, trying again", err, &backoff) {
+			if !r.retry(ctx, "cannot read DNS queries, trying again", err, &backoff) {
 				return
 			}
 			continue
 		}
-		backoff = backoffFirst
+		backoff = minBackoff
 		if n > maxQuery {
 			continue
 		}
-		reply, open := r.answer(packet[:n], overUDP)
-		if open == nil {
-			send(conn, asker, reply)
+		reply, pending := r.answer(packet[:n], overUDP)
+		if pending == nil {
+			send(conn, client, reply)
 			continue
 		}
-		from, _ := asker.RemoteAddr().(*net.UDPAddr)
+		from, _ := client.RemoteAddr().(*net.UDPAddr)
 		if addr := from.AddrPort().Addr(); !r.cfg.AllowFrom.Permits(addr) {
-			send(conn, asker, r.refuse(open, addr))
+			send(conn, client, r.refuse(pending, addr))
 			continue
 		}
 		release, ok := r.admit()
 		if !ok {
-			send(conn, asker, r.fail(open))
+			send(conn, client, r.servfail(pending))
 			continue
 		}
 		g.Go(func() error {
 			defer release()
-			send(conn, asker, r.resolve(ctx, open))
+			send(conn, client, r.resolve(ctx, pending))
 			return nil
 		})
 	}
 }
 
-// send sends a reply, if there is one. One that is lost is asked for again.
-func send(conn *net.UDPConn, asker *dns.SessionUDP, reply []byte) {
+// send sends a reply, unless it is nil. It ignores errors: a client that gets no answer repeats
+// the query.
+func send(conn *net.UDPConn, client *dns.SessionUDP, reply []byte) {
 	if reply != nil {
-		_, _ = dns.WriteToSessionUDP(conn, reply, asker)
+		_, _ = dns.WriteToSessionUDP(conn, reply, client)
 	}
 }
 
-// serveTCP answers what comes in over the connections of ln until ctx is done, and
-// returns when all of them have ended.
-func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, askers *listen.Strangers) {
+// serveTCP answers the queries that arrive on connections of ln until ctx is done. It returns
+// after all connections have ended.
+func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, clients *listen.Strangers) {
 	var conns sync.WaitGroup
 	defer conns.Wait()
-	backoff := backoffFirst
+	backoff := minBackoff
 	for {
 		c, err := ln.Accept()
 		if err != nil {
-			if !r.again(ctx, "cannot accept DNS connections, trying again", err, &backoff) {
+			if !r.retry(ctx, "cannot accept DNS connections, trying again", err, &backoff) {
 				return
 			}
 			continue
 		}
-		backoff = backoffFirst
+		backoff = minBackoff
 		overloaded := func() {
 			r.stats.overloaded.Add(1)
 			r.cfg.Counters.Limited(tunnel.LimitDNS)
 			c.Close()
 		}
-		place, _ := askers.Admit(c, overloaded)
+		place, _ := clients.Admit(c, overloaded)
 		if place == nil {
 			overloaded()
 			continue
@@ -96,25 +97,25 @@ func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, askers *liste
 	}
 }
 
-// again reports whether to try again, after a while, what has failed with err. Not when
-// ctx is done, which is why it failed then.
-func (r *Responder) again(ctx context.Context, what string, err error, backoff *time.Duration) bool {
+// retry logs err, waits for backoff and doubles it. It reports whether the caller shall try again.
+// It returns false if ctx is done, which is then also the cause of err.
+func (r *Responder) retry(ctx context.Context, what string, err error, backoff *time.Duration) bool {
 	if ctx.Err() != nil {
 		return false
 	}
-	if n, ok := r.tired.Allow(); ok {
+	if n, ok := r.ioErrors.Allow(); ok {
 		r.cfg.Log.Warn(what, "err", err, "skipped", n)
 	}
 	select {
 	case <-time.After(*backoff):
 	case <-ctx.Done():
 	}
-	*backoff = min(2**backoff, backoffMost)
+	*backoff = min(2**backoff, maxBackoff)
 	return ctx.Err() == nil
 }
 
-// serveConn answers the queries of a TCP connection, one after the other, and closes it.
-// While it waits for a query it counts as silent.
+// serveConn answers the queries of a TCP connection, one after the other, and closes it. While it
+// waits for a query, the connection counts as silent (see listen.Stranger).
 func (r *Responder) serveConn(ctx context.Context, c net.Conn, place *listen.Stranger) {
 	defer c.Close()
 	defer context.AfterFunc(ctx, func() { c.Close() })()
@@ -125,41 +126,45 @@ func (r *Responder) serveConn(ctx context.Context, c net.Conn, place *listen.Str
 			return
 		}
 		place.Spoke()
-		reply, open := r.answer(packet, overTCP)
+		reply, pending := r.answer(packet, overTCP)
 		switch {
-		case open == nil:
+		case pending == nil:
 		case r.cfg.AllowFrom.Permits(listen.AddrOf(c.RemoteAddr())):
-			reply = r.resolveTCP(ctx, open)
+			reply = r.resolveTCP(ctx, pending)
 		default:
-			reply = r.refuse(open, listen.AddrOf(c.RemoteAddr()))
+			reply = r.refuse(pending, listen.AddrOf(c.RemoteAddr()))
 		}
 		if reply == nil || writeTCP(c, reply) != nil {
-			return // who sends what is no question has no second one
+			return // after a packet that is not a query, the connection is closed
 		}
 		place.Silent()
 	}
 }
 
-// refuse answers an asker for whom no upstream is asked.
-func (r *Responder) refuse(q *query, asker netip.Addr) []byte {
-	if n, ok := r.denied.Allow(); ok {
-		r.cfg.Log.Warn("a DNS query for a name that is no node's is refused: add the asker's network to allowfrom of [mode.cloud.stream.dns] if it may ask", "remote", asker.Unmap().String(), "skipped", n)
+// refuse returns the answer REFUSED for a client that AllowFrom does not permit, and logs a
+// warning.
+func (r *Responder) refuse(q *query, client netip.Addr) []byte {
+	if n, ok := r.denials.Allow(); ok {
+		r.cfg.Log.Warn("a DNS query for a name that is no node's is refused: "+
+			"add the asker's network to allowfrom of [mode.cloud.stream.dns] if it may ask",
+			"remote", client.Unmap().String(), "skipped", n)
 	}
-	r.stats.count(toldRefused)
+	r.stats.count(outcomeRefused)
 	return q.pack(q.reply(dns.RcodeRefused))
 }
 
-// resolveTCP is resolve within the bound of exchanges.
+// resolveTCP calls resolve, or returns SERVFAIL if all of ResponderConfig.Lookups are taken.
 func (r *Responder) resolveTCP(ctx context.Context, q *query) []byte {
 	release, ok := r.admit()
 	if !ok {
-		return r.fail(q)
+		return r.servfail(q)
 	}
 	defer release()
 	return r.resolve(ctx, q)
 }
 
-// readTCP reads a message and its length (RFC 1035 section 4.2.2) into buf.
+// readTCP reads a message with its length prefix (RFC 1035 section 4.2.2) into buf. It returns the
+// message without the prefix.
 func readTCP(c net.Conn, buf []byte) ([]byte, error) {
 	if err := c.SetReadDeadline(time.Now().Add(idleTimeout)); err != nil {
 		return nil, err
@@ -175,25 +180,27 @@ func readTCP(c net.Conn, buf []byte) ([]byte, error) {
 	return buf[:n], err
 }
 
+// writeTCP writes a message with its length prefix.
 func writeTCP(c net.Conn, reply []byte) error {
 	if err := c.SetWriteDeadline(time.Now().Add(writeTimeout)); err != nil {
 		return err
 	}
-	framed := make([]byte, 2, 2+len(reply)) // one write, so that it is one segment
+	framed := make([]byte, 2, 2+len(reply)) // one write, so that prefix and message share a segment
 	binary.BigEndian.PutUint16(framed, uint16(len(reply)))
 	_, err := c.Write(append(framed, reply...))
 	return err
 }
 
-// survive ends the panic of one query, if there is one, so that it ends nothing else.
-// It is a bug; the asker hears nothing.
-func (r *Responder) survive() {
+// recoverPanic must be deferred. It stops a panic, so that the panic ends only one query, and logs
+// it as a bug. The client gets no answer.
+func (r *Responder) recoverPanic() {
 	p := recover()
 	if p == nil {
 		return
 	}
 	r.cfg.Counters.Panics.Add(1)
-	if n, ok := r.panicked.Allow(); ok {
-		r.cfg.Log.Error("a DNS query has ended in a panic; this is a bug", "err", p, "stack", string(debug.Stack()), "skipped", n)
+	if n, ok := r.panics.Allow(); ok {
+		r.cfg.Log.Error("a DNS query has ended in a panic; this is a bug",
+			"err", p, "stack", string(debug.Stack()), "skipped", n)
 	}
 }

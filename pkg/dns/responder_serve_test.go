@@ -17,17 +17,17 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Whoever holds a connection and does not use it loses it.
+// A TCP connection that its client does not use is closed.
 func TestConnTimeouts(t *testing.T) {
 	packet := pack(t, question("edge1.", dns.TypeA))
 	for _, tc := range []struct {
-		what  string
-		asker func(net.Conn)
-		after time.Duration
+		what   string
+		client func(net.Conn)
+		after  time.Duration // when the connection is closed
 	}{
-		{"says nothing", func(net.Conn) {}, idleTimeout},
-		{"says half of something", func(c net.Conn) { c.Write([]byte{0, 40, 1}) }, idleTimeout},
-		{"says a byte a second", func(c net.Conn) {
+		{"sends nothing", func(net.Conn) {}, idleTimeout},
+		{"sends half of a query", func(c net.Conn) { c.Write([]byte{0, 40, 1}) }, idleTimeout},
+		{"sends a byte a second", func(c net.Conn) {
 			for _, b := range append([]byte{0, byte(len(packet))}, packet...) {
 				if _, err := c.Write([]byte{b}); err != nil {
 					return
@@ -35,7 +35,7 @@ func TestConnTimeouts(t *testing.T) {
 				time.Sleep(time.Second)
 			}
 		}, idleTimeout},
-		{"asks once, and then nothing", func(c net.Conn) {
+		{"sends one query, and then nothing", func(c net.Conn) {
 			time.Sleep(3 * time.Second)
 			conn := dns.Conn{Conn: c}
 			conn.Write(packet)
@@ -44,32 +44,32 @@ func TestConnTimeouts(t *testing.T) {
 		{"does not read the answer", func(c net.Conn) {
 			(&dns.Conn{Conn: c}).Write(packet)
 		}, writeTimeout},
-		{"says what is too long", func(c net.Conn) { c.Write([]byte{0xff, 0xff}) }, 0},
-		{"goes", func(c net.Conn) { c.Close() }, 0},
+		{"announces too long a query", func(c net.Conn) { c.Write([]byte{0xff, 0xff}) }, 0},
+		{"closes the connection", func(c net.Conn) { c.Close() }, 0},
 	} {
 		synctest.Test(t, func(t *testing.T) {
 			r := NewResponder(ResponderConfig{Truth: newHeld("edge1 10.0.0.5"), Log: quiet})
 			ours, theirs := net.Pipe()
 			defer theirs.Close()
-			var asker sync.WaitGroup
-			defer asker.Wait()
-			asker.Go(func() { tc.asker(theirs) })
+			var client sync.WaitGroup
+			defer client.Wait()
+			client.Go(func() { tc.client(theirs) })
 			start := time.Now()
-			r.serveConn(t.Context(), ours, someplace())
+			r.serveConn(t.Context(), ours, anyPlace())
 			if took := time.Since(start); took != tc.after {
-				t.Errorf("an asker that %s has its connection for %v, want %v", tc.what, took, tc.after)
+				t.Errorf("a client that %s has its connection for %v, want %v", tc.what, took, tc.after)
 			}
 		})
 	}
 }
 
-// someplace is the place of a connection among others.
-func someplace() *listen.Stranger {
+// anyPlace returns the place of a connection that serveConn needs.
+func anyPlace() *listen.Stranger {
 	place, _ := listen.NewStrangers(1, 1).Admit(new(net.TCPConn), nil)
 	return place
 }
 
-// The end of Run does not wait for those who hold a connection.
+// Run does not wait for clients that hold a connection open.
 func TestConnEndsWithRun(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		r := NewResponder(ResponderConfig{Truth: newHeld(), Log: quiet})
@@ -78,14 +78,14 @@ func TestConnEndsWithRun(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		time.AfterFunc(time.Second, cancel)
 		start := time.Now()
-		r.serveConn(ctx, ours, someplace())
+		r.serveConn(ctx, ours, anyPlace())
 		if took := time.Since(start); took != time.Second {
 			t.Errorf("the connection ends after %v, want 1 s", took)
 		}
 	})
 }
 
-// Many sources together hold no more connections than there are for all.
+// Many sources together hold at most DefaultConns connections.
 func TestConnsInAll(t *testing.T) {
 	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5")})
 	var parked []net.Conn
@@ -105,10 +105,15 @@ func TestConnsInAll(t *testing.T) {
 			parked = append(parked, c)
 		}
 	}
-	eventually(t, "those that are too many have been closed", func() bool { return r.stats.overloaded.Load() == DefaultConns/8 })
-	other := dns.Client{Net: "tcp", Timeout: 5 * time.Second, Dialer: &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 1, sources)}}}
+	eventually(t, "the connections beyond the limit have been closed", func() bool {
+		return r.stats.overloaded.Load() == DefaultConns/8
+	})
+	other := dns.Client{
+		Net: "tcp", Timeout: 5 * time.Second,
+		Dialer: &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 1, sources)}},
+	}
 	if m, _, err := other.Exchange(question("edge1.", dns.TypeA), r.Addr().String()); err != nil || len(m.Answer) != 1 {
-		t.Errorf("another source over TCP, while a few hold all places: %v, %v", m, err)
+		t.Errorf("another source over TCP, while a few sources hold all places: %v, %v", m, err)
 	}
 	if n := r.cfg.Counters.LimitedBy(tunnel.LimitDNS); n != DefaultConns/8+1 {
 		t.Errorf("the limit is counted %d times, want %d", n, DefaultConns/8+1)
@@ -116,8 +121,8 @@ func TestConnsInAll(t *testing.T) {
 	if m := ask(t, r.Addr(), "udp", question("edge1.", dns.TypeA)); len(m.Answer) != 1 {
 		t.Errorf("over UDP: %s", show(m))
 	}
-	// Those that were closed count for nobody: when the others have gone, the last
-	// source has as much room as any.
+	// Closed connections do not count for their source: after the others have closed theirs, the
+	// last source has as much room as any.
 	for _, c := range parked {
 		c.Close()
 	}
@@ -129,15 +134,15 @@ func TestConnsInAll(t *testing.T) {
 	})
 }
 
-// What cannot be read is tried again, ever more slowly, and said once a minute.
-func TestAgain(t *testing.T) {
+// After a failed read the responder tries again, with growing pauses, and logs once a minute.
+func TestRetry(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		log, journal := newLog()
 		r := NewResponder(ResponderConfig{Log: log})
 		ctx, cancel := context.WithCancel(t.Context())
-		backoff, start := backoffFirst, time.Now()
+		backoff, start := minBackoff, time.Now()
 		for i, want := range []time.Duration{5, 15, 35, 75, 155, 315, 635, 1275, 2275, 3275} {
-			if !r.again(ctx, "cannot read", errors.New("no memory"), &backoff) {
+			if !r.retry(ctx, "cannot read", errors.New("no memory"), &backoff) {
 				t.Fatal("given up")
 			}
 			if waited := time.Since(start); waited != want*time.Millisecond {
@@ -145,28 +150,31 @@ func TestAgain(t *testing.T) {
 			}
 		}
 		cancel()
-		if r.again(ctx, "cannot read", net.ErrClosed, &backoff) {
+		if r.retry(ctx, "cannot read", net.ErrClosed, &backoff) {
 			t.Error("tried again after the end")
 		}
 		if n := strings.Count(journal.String(), "no memory"); n != 1 || strings.Contains(journal.String(), "closed") {
-			t.Errorf("said %d times:\n%s", n, journal)
+			t.Errorf("logged %d times:\n%s", n, journal)
 		}
 	})
 }
 
-func TestIsOurs(t *testing.T) {
+func TestIsLocal(t *testing.T) {
 	addrs, err := net.InterfaceAddrs()
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, a := range addrs {
-		if p := netip.MustParsePrefix(a.String()); !isOurs(p.Addr()) {
-			t.Errorf("%s is not ours", p.Addr())
+		if p := netip.MustParsePrefix(a.String()); !isLocal(p.Addr()) {
+			t.Errorf("%s is not local", p.Addr())
 		}
 	}
-	for s, want := range map[string]bool{"127.0.0.9": true, "::1": true, "::ffff:127.0.0.1": true, "0.0.0.0": true, "192.0.2.1": false, "2001:db8::1": false} {
-		if got := isOurs(netip.MustParseAddr(s)); got != want {
-			t.Errorf("%s is ours: %t, want %t", s, got, want)
+	for s, want := range map[string]bool{
+		"127.0.0.9": true, "::1": true, "::ffff:127.0.0.1": true, "0.0.0.0": true,
+		"192.0.2.1": false, "2001:db8::1": false,
+	} {
+		if got := isLocal(netip.MustParseAddr(s)); got != want {
+			t.Errorf("%s is local: %t, want %t", s, got, want)
 		}
 	}
 }

@@ -24,14 +24,15 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// held is a Truth that a test writes.
-type held struct {
+// heldNodes is a Truth that a test sets.
+type heldNodes struct {
 	mu    sync.RWMutex // guards the following
 	nodes map[tunnel.NodeName][]netip.Addr
 }
 
-func newHeld(lines ...string) *held {
-	h := &held{nodes: make(map[tunnel.NodeName][]netip.Addr)}
+// newHeld returns a Truth. Each line is a node and its addresses.
+func newHeld(lines ...string) *heldNodes {
+	h := &heldNodes{nodes: make(map[tunnel.NodeName][]netip.Addr)}
 	for _, l := range lines {
 		f := strings.Fields(l)
 		for _, a := range f[1:] {
@@ -42,28 +43,28 @@ func newHeld(lines ...string) *held {
 	return h
 }
 
-func (h *held) Lookup(n tunnel.NodeName) []netip.Addr {
+func (h *heldNodes) Lookup(n tunnel.NodeName) []netip.Addr {
 	if n == "panic" {
-		panic("as the test wants it")
+		panic("wanted by the test")
 	}
 	h.mu.RLock()
 	defer h.mu.RUnlock()
 	return h.nodes[n]
 }
 
-func (h *held) drop(n tunnel.NodeName) {
+func (h *heldNodes) drop(n tunnel.NodeName) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	delete(h.nodes, n)
 }
 
-func (h *held) Records() []Record        { return nil }
-func (h *held) Hears(netip.Addr) bool    { return true }
-func (h *held) Changed() <-chan struct{} { return nil }
+func (h *heldNodes) Records() []Record        { return nil }
+func (h *heldNodes) Hears(netip.Addr) bool    { return true }
+func (h *heldNodes) Changed() <-chan struct{} { return nil }
 
-// listed is a Names that a test writes.
+// listed is a Names that a test sets.
 type listed struct {
-	names map[tunnel.NodeName]bool // true: may appear
+	names map[tunnel.NodeName]bool // true: may be published
 	known bool
 }
 
@@ -86,7 +87,7 @@ func respond(t testing.TB, cfg ResponderConfig) *Responder {
 		t.Error("ready before Run")
 	}
 	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1) // one send
+	done := make(chan error, 1) // gets the result of Run; one element, so that Run need not wait
 	go func() { done <- r.Run(ctx) }()
 	t.Cleanup(func() {
 		cancel()
@@ -126,18 +127,21 @@ func question(name string, qtype uint16) *dns.Msg {
 	return new(dns.Msg).SetQuestion(name, qtype)
 }
 
-// show returns what a test looks at: code, flags, records.
+// show returns what a test compares: code, flags, records.
 func show(m *dns.Msg) string {
 	var b strings.Builder
 	if m.Rcode == dns.RcodeBadVers {
-		b.WriteString("BADVERS") // the map has another name of 16, which TSIG uses
+		b.WriteString("BADVERS") // RcodeToString has the other name of code 16, which TSIG uses
 	} else {
 		b.WriteString(dns.RcodeToString[m.Rcode])
 	}
 	for _, f := range []struct {
 		on   bool
 		name string
-	}{{m.Authoritative, "aa"}, {m.RecursionAvailable, "ra"}, {m.Truncated, "tc"}, {m.RecursionDesired, "rd"}, {m.CheckingDisabled, "cd"}} {
+	}{
+		{m.Authoritative, "aa"}, {m.RecursionAvailable, "ra"}, {m.Truncated, "tc"},
+		{m.RecursionDesired, "rd"}, {m.CheckingDisabled, "cd"},
+	} {
 		if f.on {
 			b.WriteString(" " + f.name)
 		}
@@ -159,8 +163,10 @@ const theSOA = ` | . 1 IN SOA . . 1 1 1 1 1`
 func TestAnswers(t *testing.T) {
 	truth := newHeld("edge1 10.0.0.5", "edge.with.dots 10.0.0.6", "six fd00::6", "both 10.0.0.7 fd00::7",
 		"mapped ::ffff:10.0.0.8", "stranger 10.0.0.9", "1.0.0.10.in-addr.arpa 10.0.0.10")
-	names := listed{known: true, names: map[tunnel.NodeName]bool{"edge1": true, "edge.with.dots": true, "six": true, "both": true,
-		"mapped": true, "gone": true, "1.0.0.10.in-addr.arpa": true}}
+	names := listed{known: true, names: map[tunnel.NodeName]bool{
+		"edge1": true, "edge.with.dots": true, "six": true, "both": true,
+		"mapped": true, "gone": true, "1.0.0.10.in-addr.arpa": true,
+	}}
 	r := respond(t, ResponderConfig{Truth: truth, Names: names})
 	for _, tc := range []struct {
 		name  string
@@ -168,40 +174,40 @@ func TestAnswers(t *testing.T) {
 		want  string
 		as    outcome
 	}{
-		{"edge1.", dns.TypeA, "NOERROR aa rd | edge1. 2 IN A 10.0.0.5", toldNode},
-		{"eDGe1.", dns.TypeA, "NOERROR aa rd | eDGe1. 2 IN A 10.0.0.5", toldNode},
-		{"edge1.", dns.TypeAAAA, "NOERROR aa rd" + theSOA, toldNoData},
-		{"edge1.", dns.TypeTXT, "NOERROR aa rd" + theSOA, toldNoData},
-		{"edge1.", dns.TypePTR, "NOERROR aa rd" + theSOA, toldNoData},
-		{"edge1.", dns.TypeSOA, "NOERROR aa rd" + theSOA, toldNoData},
-		{"edge1.", dns.TypeHTTPS, "NOERROR aa rd" + theSOA, toldNoData},
-		{"edge1.", 64000, "NOERROR aa rd" + theSOA, toldNoData},
-		{"edge1.", dns.TypeANY, "NOERROR aa rd | edge1. 2 IN A 10.0.0.5", toldNode},
-		{"edge.with.dots.", dns.TypeA, "NOERROR aa rd | edge.with.dots. 2 IN A 10.0.0.6", toldNode},
-		{"with.dots.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},
-		{`edge\.with.dots.`, dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},
-		{`edge1\000.`, dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},
-		{"sub.edge1.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},
-		{"edge1.svc.cluster.local.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},
-		{"six.", dns.TypeAAAA, "NOERROR aa rd | six. 2 IN AAAA fd00::6", toldNode},
-		{"six.", dns.TypeA, "NOERROR aa rd" + theSOA, toldNoData},
-		{"both.", dns.TypeA, "NOERROR aa rd | both. 2 IN A 10.0.0.7", toldNode},
-		{"both.", dns.TypeAAAA, "NOERROR aa rd | both. 2 IN AAAA fd00::7", toldNode},
-		{"both.", dns.TypeANY, "NOERROR aa rd | both. 2 IN A 10.0.0.7 | both. 2 IN AAAA fd00::7", toldNode},
-		{"mapped.", dns.TypeA, "NOERROR aa rd | mapped. 2 IN A 10.0.0.8", toldNode},
-		{"mapped.", dns.TypeAAAA, "NOERROR aa rd" + theSOA, toldNoData},
-		{"stranger.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain}, // held, but no node of the cluster
-		{"gone.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},     // a node of the cluster, but not held
-		{"example.com.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, toldNXDomain},
-		{".", dns.TypeNS, "NOERROR aa rd" + theSOA, toldNoData},
-		{"5.0.0.10.in-addr.arpa.", dns.TypePTR, "REFUSED rd", toldRefused},
-		{"5.0.0.10.IN-addr.ARPA.", dns.TypePTR, "REFUSED rd", toldRefused},
-		{"8.b.d.0.1.0.0.2.ip6.arpa.", dns.TypePTR, "REFUSED rd", toldRefused},
-		{"1.0.0.10.in-addr.arpa.", dns.TypePTR, "NOERROR aa rd" + theSOA, toldNoData}, // that is a node's name
-		{"edge1.", dns.TypeAXFR, "REFUSED rd", toldRefused},
-		{"edge1.", dns.TypeIXFR, "REFUSED rd", toldRefused},
-		{"edge1.", dns.TypeOPT, "REFUSED rd", toldRefused},
-		{"edge1.", dns.TypeMAILB, "REFUSED rd", toldRefused},
+		{"edge1.", dns.TypeA, "NOERROR aa rd | edge1. 2 IN A 10.0.0.5", outcomeNode},
+		{"eDGe1.", dns.TypeA, "NOERROR aa rd | eDGe1. 2 IN A 10.0.0.5", outcomeNode},
+		{"edge1.", dns.TypeAAAA, "NOERROR aa rd" + theSOA, outcomeNoData},
+		{"edge1.", dns.TypeTXT, "NOERROR aa rd" + theSOA, outcomeNoData},
+		{"edge1.", dns.TypePTR, "NOERROR aa rd" + theSOA, outcomeNoData},
+		{"edge1.", dns.TypeSOA, "NOERROR aa rd" + theSOA, outcomeNoData},
+		{"edge1.", dns.TypeHTTPS, "NOERROR aa rd" + theSOA, outcomeNoData},
+		{"edge1.", 64000, "NOERROR aa rd" + theSOA, outcomeNoData},
+		{"edge1.", dns.TypeANY, "NOERROR aa rd | edge1. 2 IN A 10.0.0.5", outcomeNode},
+		{"edge.with.dots.", dns.TypeA, "NOERROR aa rd | edge.with.dots. 2 IN A 10.0.0.6", outcomeNode},
+		{"with.dots.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, outcomeNXDomain},
+		{`edge\.with.dots.`, dns.TypeA, "NXDOMAIN aa rd" + theSOA, outcomeNXDomain},
+		{`edge1\000.`, dns.TypeA, "NXDOMAIN aa rd" + theSOA, outcomeNXDomain},
+		{"sub.edge1.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, outcomeNXDomain},
+		{"edge1.svc.cluster.local.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, outcomeNXDomain},
+		{"six.", dns.TypeAAAA, "NOERROR aa rd | six. 2 IN AAAA fd00::6", outcomeNode},
+		{"six.", dns.TypeA, "NOERROR aa rd" + theSOA, outcomeNoData},
+		{"both.", dns.TypeA, "NOERROR aa rd | both. 2 IN A 10.0.0.7", outcomeNode},
+		{"both.", dns.TypeAAAA, "NOERROR aa rd | both. 2 IN AAAA fd00::7", outcomeNode},
+		{"both.", dns.TypeANY, "NOERROR aa rd | both. 2 IN A 10.0.0.7 | both. 2 IN AAAA fd00::7", outcomeNode},
+		{"mapped.", dns.TypeA, "NOERROR aa rd | mapped. 2 IN A 10.0.0.8", outcomeNode},
+		{"mapped.", dns.TypeAAAA, "NOERROR aa rd" + theSOA, outcomeNoData},
+		{"stranger.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, outcomeNXDomain}, // connected, but not a node of the cluster
+		{"gone.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, outcomeNXDomain},     // a node of the cluster, but not connected
+		{"example.com.", dns.TypeA, "NXDOMAIN aa rd" + theSOA, outcomeNXDomain},
+		{".", dns.TypeNS, "NOERROR aa rd" + theSOA, outcomeNoData},
+		{"5.0.0.10.in-addr.arpa.", dns.TypePTR, "REFUSED rd", outcomeRefused},
+		{"5.0.0.10.IN-addr.ARPA.", dns.TypePTR, "REFUSED rd", outcomeRefused},
+		{"8.b.d.0.1.0.0.2.ip6.arpa.", dns.TypePTR, "REFUSED rd", outcomeRefused},
+		{"1.0.0.10.in-addr.arpa.", dns.TypePTR, "NOERROR aa rd" + theSOA, outcomeNoData}, // this is a node's name
+		{"edge1.", dns.TypeAXFR, "REFUSED rd", outcomeRefused},
+		{"edge1.", dns.TypeIXFR, "REFUSED rd", outcomeRefused},
+		{"edge1.", dns.TypeOPT, "REFUSED rd", outcomeRefused},
+		{"edge1.", dns.TypeMAILB, "REFUSED rd", outcomeRefused},
 	} {
 		for _, network := range []string{"udp", "tcp"} {
 			before := r.stats.answers[tc.as].Load()
@@ -220,7 +226,7 @@ func TestAnswers(t *testing.T) {
 	}
 }
 
-// What a query asks for beside its name.
+// The responder handles flags, EDNS, classes, opcodes and unusual sections of queries.
 func TestQueries(t *testing.T) {
 	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5")})
 	const a, opt = " | edge1. 2 IN A 10.0.0.5", " | OPT 1232 do=false version=0"
@@ -237,10 +243,14 @@ func TestQueries(t *testing.T) {
 	}{
 		{"no recursion desired", func(m *dns.Msg) { m.RecursionDesired = false }, "NOERROR aa" + a},
 		{"checking disabled", func(m *dns.Msg) { m.CheckingDisabled = true }, "NOERROR aa rd cd" + a},
-		{"an asker that sets what only replies have", func(m *dns.Msg) { m.Authoritative, m.RecursionAvailable, m.Zero, m.Rcode = true, true, true, 5 }, "NOERROR aa rd" + a},
+		{"flags set that only replies have", func(m *dns.Msg) {
+			m.Authoritative, m.RecursionAvailable, m.Zero, m.Rcode = true, true, true, 5
+		}, "NOERROR aa rd" + a},
 		{"EDNS", edns(func(*dns.OPT) {}), "NOERROR aa rd" + a + opt},
 		{"EDNS, DNSSEC", edns(func(o *dns.OPT) { o.SetDo() }), "NOERROR aa rd" + a + " | OPT 1232 do=true version=0"},
-		{"EDNS, options unknown", edns(func(o *dns.OPT) { o.Option = []dns.EDNS0{&dns.EDNS0_LOCAL{Code: 65001, Data: []byte("x")}} }), "NOERROR aa rd" + a + opt},
+		{"EDNS, options unknown", edns(func(o *dns.OPT) {
+			o.Option = []dns.EDNS0{&dns.EDNS0_LOCAL{Code: 65001, Data: []byte("x")}}
+		}), "NOERROR aa rd" + a + opt},
 		{"EDNS version 1", edns(func(o *dns.OPT) { o.SetVersion(1) }), "BADVERS rd" + opt},
 		{"EDNS twice", func(m *dns.Msg) { m.SetEdns0(512, false).SetEdns0(4096, false) }, "FORMERR rd" + opt},
 		{"EDNS of a name", edns(func(o *dns.OPT) { o.Hdr.Name = "edge1." }), "FORMERR rd"},
@@ -248,7 +258,9 @@ func TestQueries(t *testing.T) {
 		{"class ANY", func(m *dns.Msg) { m.Question[0].Qclass = dns.ClassANY }, "REFUSED rd"},
 		{"no question", func(m *dns.Msg) { m.Question = nil }, "FORMERR rd"},
 		{"two questions", func(m *dns.Msg) { m.Question = append(m.Question, m.Question[0]) }, "FORMERR rd"},
-		{"an answer", func(m *dns.Msg) { m.Answer = []dns.RR{&dns.A{Hdr: dns.RR_Header{Name: "x.", Rrtype: dns.TypeA}}} }, "FORMERR rd"},
+		{"an answer", func(m *dns.Msg) {
+			m.Answer = []dns.RR{&dns.A{Hdr: dns.RR_Header{Name: "x.", Rrtype: dns.TypeA}}}
+		}, "FORMERR rd"},
 		{"opcode NOTIFY", func(m *dns.Msg) { m.Opcode = dns.OpcodeNotify }, "NOTIMP rd"},
 		{"opcode UPDATE", func(m *dns.Msg) { m.Opcode = dns.OpcodeUpdate }, "NOTIMP rd"},
 		{"opcode STATUS", func(m *dns.Msg) { m.Opcode = dns.OpcodeStatus }, "NOTIMP rd"},
@@ -273,8 +285,9 @@ func TestQueries(t *testing.T) {
 	}
 }
 
-// What is no query gets no answer: the next one gets the first.
-func TestSilence(t *testing.T) {
+// A packet that is not a query gets no reply. On UDP, the first reply is to the query after it; a TCP
+// connection is closed.
+func TestNoReplyToNonQueries(t *testing.T) {
 	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5"), Counters: new(tunnel.Counters)})
 	reply := question("edge1.", dns.TypeA)
 	reply.Response = true
@@ -294,11 +307,11 @@ func TestSilence(t *testing.T) {
 	long := append(slices.Clone(goodPacked), make([]byte, maxQuery)...)
 	long[0]++ // another id
 	for what, packet := range map[string][]byte{
-		"a reply":            packed,
-		"nothing":            {},
-		"half a header":      packed[:11],
-		"too long":           long,
-		"one that panics us": panics,
+		"a reply":                 packed,
+		"nothing":                 {},
+		"half a header":           packed[:11],
+		"too long":                long,
+		"one that causes a panic": panics,
 	} {
 		udp, err := net.Dial("udp", r.Addr().String())
 		if err != nil {
@@ -333,8 +346,8 @@ func TestSilence(t *testing.T) {
 	}
 }
 
-// Before Kubernetes has said which nodes there are, nothing is told of those that are
-// held; everything else is as ever.
+// Before the names are known from Kubernetes, queries for connected nodes get SERVFAIL. Other
+// queries are answered as always.
 func TestNamesNotKnownYet(t *testing.T) {
 	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5"), Names: listed{}})
 	for name, want := range map[string]string{"edge1.": "SERVFAIL rd", "edge2.": "NXDOMAIN aa rd" + theSOA} {
@@ -344,7 +357,7 @@ func TestNamesNotKnownYet(t *testing.T) {
 			}
 		}
 	}
-	if n := r.stats.answers[toldUnknown].Load(); n != 3 {
+	if n := r.stats.answers[outcomeUnknown].Load(); n != 3 {
 		t.Errorf("%d are counted as unknown, want 3", n)
 	}
 }
@@ -353,15 +366,15 @@ func TestNodeLeaves(t *testing.T) {
 	truth := newHeld("edge1 10.0.0.5")
 	r := respond(t, ResponderConfig{Truth: truth})
 	if m := ask(t, r.Addr(), "udp", question("edge1.", dns.TypeA)); len(m.Answer) != 1 {
-		t.Fatalf("held: %s", show(m))
+		t.Fatalf("connected: %s", show(m))
 	}
 	truth.drop("edge1")
 	if m := ask(t, r.Addr(), "udp", question("edge1.", dns.TypeA)); m.Rcode != dns.RcodeNameError {
-		t.Errorf("the first query after it has gone: %s", show(m))
+		t.Errorf("the first query after the node has left: %s", show(m))
 	}
 }
 
-// An answer is no longer than the asker takes over UDP; over TCP it is whole.
+// Over UDP an answer is not longer than the client accepts. Over TCP it is complete.
 func TestTruncation(t *testing.T) {
 	truth := newHeld()
 	for i := range 200 {
@@ -404,13 +417,14 @@ func TestTruncation(t *testing.T) {
 		}
 		if len(packet) > tc.limit || m.Truncated == tc.whole || tc.whole != (len(m.Answer) == 200) || len(m.Answer) == 0 ||
 			(m.IsEdns0() != nil) != (tc.asked > 0) {
-			t.Errorf("%+v: %d bytes, truncated %t, %d answers, EDNS %v", tc, len(packet), m.Truncated, len(m.Answer), m.IsEdns0())
+			t.Errorf("%+v: %d bytes, truncated %t, %d answers, EDNS %v",
+				tc, len(packet), m.Truncated, len(m.Answer), m.IsEdns0())
 		}
 	}
 }
 
-// A socket for all addresses answers from the one that was asked.
-func TestAnswersFromTheAddressAsked(t *testing.T) {
+// A socket for all addresses answers from the address to which the query was sent.
+func TestAnswersFromQueriedAddress(t *testing.T) {
 	for _, listen := range []string{"0.0.0.0:0", ":0"} {
 		r := respond(t, ResponderConfig{Listen: listen, Truth: newHeld("edge1 10.0.0.5")})
 		_, port, err := net.SplitHostPort(r.Addr().String())
@@ -419,7 +433,7 @@ func TestAnswersFromTheAddressAsked(t *testing.T) {
 		}
 		for _, host := range []string{"127.0.0.1", "127.0.0.2", "::1"} {
 			if host == "::1" && listen == "0.0.0.0:0" {
-				// That is what IPv4 calls all addresses; none of IPv6 was asked for.
+				// 0.0.0.0 means all IPv4 addresses only.
 				if c, err := net.Dial("tcp", net.JoinHostPort(host, port)); err == nil {
 					c.Close()
 					t.Errorf("listening on %s, %s is open too", listen, host)
@@ -433,7 +447,8 @@ func TestAnswersFromTheAddressAsked(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// A connected socket, as this is, hears nobody but whom it has asked.
+			// The client's socket is connected, so it gets answers only from the address that it has
+			// queried.
 			for _, network := range []string{"udp", "tcp"} {
 				if m := ask(t, addr, network, question("edge1.", dns.TypeA)); len(m.Answer) != 1 {
 					t.Errorf("%s asked at %s over %s: %s", listen, host, network, show(m))
@@ -443,7 +458,7 @@ func TestAnswersFromTheAddressAsked(t *testing.T) {
 	}
 }
 
-// Connections that one source parks leave room for other sources, and UDP alone.
+// Idle connections of one source leave room for other sources, and do not affect UDP.
 func TestConnsPerSource(t *testing.T) {
 	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5")})
 	var parked []net.Conn
@@ -459,7 +474,9 @@ func TestConnsPerSource(t *testing.T) {
 		}
 		parked = append(parked, c)
 	}
-	eventually(t, "those that are too many have been closed", func() bool { return r.stats.overloaded.Load() == 200-(DefaultConns/8) })
+	eventually(t, "the connections beyond the limit have been closed", func() bool {
+		return r.stats.overloaded.Load() == 200-(DefaultConns/8)
+	})
 	other := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}, Timeout: 5 * time.Second}
 	c := dns.Client{Net: "tcp", Dialer: &other, Timeout: 5 * time.Second}
 	if m, _, err := c.Exchange(question("edge1.", dns.TypeA), r.Addr().String()); err != nil || len(m.Answer) != 1 {
@@ -468,7 +485,7 @@ func TestConnsPerSource(t *testing.T) {
 	if m := ask(t, r.Addr(), "udp", question("edge1.", dns.TypeA)); len(m.Answer) != 1 {
 		t.Errorf("the source itself over UDP: %s", show(m))
 	}
-	// When they have gone, their places are free.
+	// After they are closed, their places are free.
 	for _, c := range parked {
 		c.Close()
 	}
@@ -479,7 +496,7 @@ func TestConnsPerSource(t *testing.T) {
 	})
 }
 
-// A connection takes one query after the other, and so many of them.
+// A connection takes one query after the other, at most maxConnQueries.
 func TestQueriesPerConn(t *testing.T) {
 	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5")})
 	c, err := net.Dial("tcp", r.Addr().String())
@@ -503,7 +520,7 @@ func TestQueriesPerConn(t *testing.T) {
 	}
 }
 
-// What cannot be listened on says what to do, and leaves nothing open.
+// If listening fails, the error says what to do, and no socket stays open.
 func TestListenFails(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
@@ -556,13 +573,17 @@ func TestResponderMetrics(t *testing.T) {
 	}
 }
 
-// Whatever Truth and Names say, a name gets addresses only while it is held and may
-// appear, and then those that Truth says.
+// For any Truth and Names, a name gets addresses only while a replica holds the node and the name may
+// be published. The addresses are those of Truth.
 func TestOnlyWhatMayAppears(t *testing.T) {
 	rapid.Check(t, func(t *rapid.T) {
-		name := rapid.SampledFrom([]tunnel.NodeName{"edge1", "edge2", "kubernetes.default.svc", "a.b", "b", "line\nbreak", "", "x."})
-		addr := rapid.SampledFrom([]netip.Addr{netip.MustParseAddr("10.0.0.5"), netip.MustParseAddr("fd00::5"), netip.MustParseAddr("::ffff:10.0.0.6"), {}})
-		truth := &held{nodes: rapid.MapOf(name, rapid.SliceOfN(addr, 0, 3)).Draw(t, "held")}
+		name := rapid.SampledFrom([]tunnel.NodeName{
+			"edge1", "edge2", "kubernetes.default.svc", "a.b", "b", "line\nbreak", "", "x.",
+		})
+		addr := rapid.SampledFrom([]netip.Addr{
+			netip.MustParseAddr("10.0.0.5"), netip.MustParseAddr("fd00::5"), netip.MustParseAddr("::ffff:10.0.0.6"), {},
+		})
+		truth := &heldNodes{nodes: rapid.MapOf(name, rapid.SliceOfN(addr, 0, 3)).Draw(t, "held")}
 		names := listed{names: rapid.MapOf(name, rapid.Bool()).Draw(t, "nodes"), known: rapid.Bool().Draw(t, "known")}
 		cfg := ResponderConfig{Truth: truth, Log: quiet}
 		if rapid.Bool().Draw(t, "kubernetes") {
@@ -582,10 +603,10 @@ func TestOnlyWhatMayAppears(t *testing.T) {
 		if err != nil {
 			t.Skip("not a name")
 		}
-		reply, open := r.answer(packet, overUDP)
+		reply, pending := r.answer(packet, overUDP)
 		var m dns.Msg
-		if err := m.Unpack(reply); err != nil || open != nil {
-			t.Fatalf("reply %x, open %v: %v", reply, open, err)
+		if err := m.Unpack(reply); err != nil || pending != nil {
+			t.Fatalf("reply %x, open %v: %v", reply, pending, err)
 		}
 		asked = tunnel.NodeName(strings.TrimSuffix(string(asked), "."))
 		may := cfg.Names == nil || names.known && names.names[asked]
@@ -597,26 +618,26 @@ func TestOnlyWhatMayAppears(t *testing.T) {
 			case *dns.AAAA:
 				a, _ = netip.AddrFromSlice(rr.AAAA)
 			}
-			told := false
+			ofTruth := false
 			for _, h := range truth.nodes[asked] {
-				told = told || h.IsValid() && h.Unmap() == a
+				ofTruth = ofTruth || h.IsValid() && h.Unmap() == a
 			}
-			if !may || !told {
-				t.Fatalf("%q is told as %v; may appear: %t, held: %v", asked, rr, may, truth.nodes[asked])
+			if !may || !ofTruth {
+				t.Fatalf("%q is answered with %v; may be published: %t, held: %v", asked, rr, may, truth.nodes[asked])
 			}
 		}
-		// And one that may does.
+		// A node that may be published gets an answer.
 		v4 := false
 		for _, h := range truth.nodes[asked] {
 			v4 = v4 || h.Unmap().Is4()
 		}
 		if asked != "line\nbreak" && may && v4 && qtype == dns.TypeA && len(m.Answer) == 0 {
-			t.Fatalf("%q is held and may appear: %s", asked, show(&m))
+			t.Fatalf("%q is held and may be published: %s", asked, show(&m))
 		}
 	})
 }
 
-// FuzzResponder: whatever packet comes, the answer is to it, and no longer than allowed.
+// FuzzResponder checks that for any packet, the reply is to that packet, and not longer than allowed.
 func FuzzResponder(f *testing.F) {
 	for _, m := range []*dns.Msg{
 		question("edge1.", dns.TypeA), question("eDge1.", dns.TypeANY).SetEdns0(1400, true),
@@ -628,7 +649,7 @@ func FuzzResponder(f *testing.F) {
 		if err != nil {
 			f.Fatal(err)
 		}
-		for _, p := range [][]byte{packet, packet[:headerSize], packet[:len(packet)-1]} { // whole, and cut
+		for _, p := range [][]byte{packet, packet[:headerSize], packet[:len(packet)-1]} { // complete, and cut off
 			f.Add(p, true)
 			f.Add(p, false)
 		}
@@ -646,9 +667,9 @@ func FuzzResponder(f *testing.F) {
 			via = overTCP
 		}
 		for _, r := range []*Responder{alone, before} {
-			reply, open := r.answer(packet, via)
-			if open != nil {
-				t.Fatal("open without an upstream")
+			reply, pending := r.answer(packet, via)
+			if pending != nil {
+				t.Fatal("pending without an upstream")
 			}
 			if counters.Panics.Load() > 0 {
 				t.Fatal("a panic")
@@ -664,7 +685,7 @@ func FuzzResponder(f *testing.F) {
 	})
 }
 
-// checkReply fails the test unless reply is one to packet that its asker takes.
+// checkReply fails the test unless reply is a reply to packet that the client accepts.
 func checkReply(t *testing.T, packet, reply []byte, via transport) {
 	t.Helper()
 	var q, m dns.Msg
@@ -692,6 +713,6 @@ func checkReply(t *testing.T, packet, reply []byte, via transport) {
 		t.Fatalf("no question, and yet %s", show(&m))
 	}
 	if qerr == nil && q.IsEdns0() == nil && m.IsEdns0() != nil {
-		t.Fatal("EDNS that nobody asked for")
+		t.Fatal("EDNS although the query has none")
 	}
 }

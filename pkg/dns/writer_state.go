@@ -10,14 +10,14 @@ import (
 	"tunnel/pkg/kube"
 )
 
-// manyConflicts is how many attempts in a row others may come before us until it is
-// worth a word.
-const manyConflicts = 8
+// conflictsToReport is the number of conflicts in a row from which on they are reported as a
+// failure. Fewer are normal.
+const conflictsToReport = 8
 
-// writerStats counts what the writer did.
+// writerStats counts the attempts to write, and the bytes written.
 type writerStats struct {
-	attempts map[kube.Reason]*atomic.Uint64 // the map is set once
-	bytes    *atomic.Uint64
+	attempts map[kube.Reason]*atomic.Uint64 // by result; the map is set once
+	bytes    *atomic.Uint64                 // of the key, whole at each write
 }
 
 func newWriterStats() writerStats {
@@ -28,47 +28,52 @@ func newWriterStats() writerStats {
 	return s
 }
 
-func (w *Writer) note(change func(*writerState)) {
+// update changes the state under the lock.
+func (w *Writer) update(change func(*writerState)) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	change(&w.state)
 }
 
-// wrote counts a write.
-func (w *Writer) wrote(bytes int) {
+// countWrite counts a successful write.
+func (w *Writer) countWrite(bytes int) {
 	w.stats.attempts[kube.OK].Add(1)
 	w.stats.bytes.Add(uint64(bytes)) //nolint:gosec // a length
 	w.log.Debug("written", "target", w.cfg.Store.String(), "bytes", bytes)
 }
 
-// failed notes an attempt that failed, and says so once.
-func (w *Writer) failed(err error) {
+// noteFailure counts a failed attempt and stores its error, but a conflict only from the
+// conflictsToReport-th in a row on. It logs the error unless the one stored before has the same
+// reason.
+func (w *Writer) noteFailure(err error) {
 	reason := kube.ReasonFor(err)
 	w.stats.attempts[reason].Add(1)
-	say := false
-	w.note(func(s *writerState) {
+	warn := false
+	w.update(func(s *writerState) {
 		if reason == kube.Conflict {
-			if s.conflicts++; s.conflicts < manyConflicts {
+			if s.conflicts++; s.conflicts < conflictsToReport {
 				return
 			}
 		}
-		say = s.err == nil || kube.ReasonFor(s.err) != reason
+		warn = s.err == nil || kube.ReasonFor(s.err) != reason
 		s.err = err
 	})
-	if say {
-		w.log.Warn("the nodes' names cannot be written; what is there stays, and it is tried again", "target", w.cfg.Store.String(), "err", kube.Explain(err))
+	if warn {
+		w.log.Warn("the nodes' names cannot be written; what is there stays, and it is tried again",
+			"target", w.cfg.Store.String(), "err", kube.Explain(err))
 	}
 }
 
-// kept notes that the file is as it should be.
-func (w *Writer) kept(d decision, file kube.Content) {
+// noteSynced stores that the file has the content of d, and logs what has changed since the last
+// time.
+func (w *Writer) noteSynced(d decision, file kube.Content) {
 	var before writerState
-	w.note(func(s *writerState) {
+	w.update(func(s *writerState) {
 		before = *s
 		s.err, s.conflicts = nil, 0
 		s.entries, s.size = len(d.hosts.Own), file.Others+len(file.Text)
 		s.decision = d
-		s.hosts = Hosts{} // it may be large, and nobody asks for it
+		s.hosts = Hosts{} // it may be large, and it is not used
 	})
 	target := w.cfg.Store.String()
 	if before.err != nil {
@@ -76,17 +81,19 @@ func (w *Writer) kept(d decision, file kube.Content) {
 	}
 	switch {
 	case d.omitted > 0 && before.omitted == 0:
-		w.log.Error("full: new nodes get no line there; use the responder (listen in [mode.cloud.stream.dns]), which has no such limit",
+		w.log.Error("full: new nodes get no line there; "+
+			"use the responder (listen in [mode.cloud.stream.dns]), which has no such limit",
 			"target", target, "bytes", file.Others+len(file.Text), "limit", sizeLimit, "omitted", d.omitted)
 	case d.omitted == 0 && before.omitted > 0:
 		w.log.Info("there is room again for all nodes", "target", target)
 	}
 	if d.shadowed > before.shadowed {
-		w.log.Warn("somebody else's lines name nodes that are connected; they are left as they are, and ours are left out", "target", target, "nodes", d.shadowed)
+		w.log.Warn("somebody else's lines name nodes that are connected; "+
+			"they are left as they are, and ours are left out", "target", target, "nodes", d.shadowed)
 	}
 }
 
-// Note says what keeps the file from being what it should be; "" if nothing does.
+// Note returns why the file does not have the content that it should have; "" if it has.
 func (w *Writer) Note() string {
 	var notes []string
 	add := func(format string, args ...any) { notes = append(notes, fmt.Sprintf(format, args...)) }
@@ -106,18 +113,20 @@ func (w *Writer) Note() string {
 		add("cannot be written: %v", kube.Explain(s.err))
 	}
 	if s.omitted > 0 {
-		add("full (%d of %d bytes): %d nodes have no line; use the responder (listen), which has no such limit", s.size, sizeLimit, s.omitted)
+		add("full (%d of %d bytes): %d nodes have no line; use the responder (listen), which has no such limit",
+			s.size, sizeLimit, s.omitted)
 	}
 	if s.watchErr != nil {
 		add("changes by others are seen late: %v", kube.Explain(s.watchErr))
 	}
 	if s.replicasErr != nil {
-		add("lines of other replicas stay, since the pods of the Service are not known: %v", kube.Explain(s.replicasErr))
+		add("lines of other replicas stay, since the pods of the Service are not known: %v",
+			kube.Explain(s.replicasErr))
 	}
 	return strings.Join(notes, "; ")
 }
 
-// Status says in a few words how things are.
+// Status returns a summary of the writer's state, for operators.
 func (w *Writer) Status() string {
 	if !w.leading.Load() {
 		return "this replica does not write"
@@ -128,12 +137,14 @@ func (w *Writer) Status() string {
 		w.state.entries, w.state.size, sizeLimit, w.state.withheld, w.state.shadowed)
 }
 
-// Collector returns the writer's metrics. All replicas have them; those of the file are
-// 0 on the ones that do not write.
+// Collector returns the writer's metrics. All replicas have them. On replicas that do not write,
+// the metrics of the file are 0.
 func (w *Writer) Collector() prometheus.Collector { return writerCollector{w} }
 
+// writerCollector reads the state at each scrape.
 type writerCollector struct{ w *Writer }
 
+// desc describes a metric.
 func desc(name, help string, labels ...string) *prometheus.Desc {
 	return prometheus.NewDesc(name, help, labels, nil)
 }
@@ -156,16 +167,21 @@ func (c writerCollector) Collect(ch chan<- prometheus.Metric) {
 	gauge := func(name, help string, value int) {
 		ch <- prometheus.MustNewConstMetric(desc(name, help), prometheus.GaugeValue, float64(value))
 	}
-	writes := desc("tunnel_dns_configmap_writes_total", "Attempts to write the ConfigMap, by what came of them; reading it first is part of the attempt.", "result")
+	writes := desc("tunnel_dns_configmap_writes_total",
+		"Attempts to write the ConfigMap, by what came of them; reading it first is part of the attempt.", "result")
 	for _, r := range kube.Reasons() {
-		ch <- prometheus.MustNewConstMetric(writes, prometheus.CounterValue, float64(w.stats.attempts[r].Load()), string(r))
+		n := float64(w.stats.attempts[r].Load())
+		ch <- prometheus.MustNewConstMetric(writes, prometheus.CounterValue, n, string(r))
 	}
-	ch <- prometheus.MustNewConstMetric(desc("tunnel_dns_configmap_written_bytes_total", "Bytes of the key that were written, whole each time."),
-		prometheus.CounterValue, float64(w.stats.bytes.Load()))
+	written := desc("tunnel_dns_configmap_written_bytes_total", "Bytes of the key that were written, whole each time.")
+	ch <- prometheus.MustNewConstMetric(written, prometheus.CounterValue, float64(w.stats.bytes.Load()))
 	gauge("tunnel_dns_configmap_leader", "1 on the replica that writes the ConfigMap.", leader)
 	gauge("tunnel_dns_configmap_entries", "Lines of ours in the ConfigMap.", s.entries)
-	gauge("tunnel_dns_configmap_size_bytes", "Bytes of all values of the ConfigMap; from 921600 on no node is added.", s.size)
+	gauge("tunnel_dns_configmap_size_bytes",
+		"Bytes of all values of the ConfigMap; from 921600 on no node is added.", s.size)
 	gauge("tunnel_dns_configmap_omitted_nodes", "Nodes without a line because the ConfigMap is full.", s.omitted)
-	gauge("tunnel_dns_configmap_shadowed_nodes", "Nodes without a line of ours because somebody else wrote one.", s.shadowed)
-	gauge("tunnel_dns_withheld_nodes", "Connected nodes that may not appear: no such Node, of the control plane, or not selected.", s.withheld)
+	gauge("tunnel_dns_configmap_shadowed_nodes",
+		"Nodes without a line of ours because somebody else wrote one.", s.shadowed)
+	gauge("tunnel_dns_withheld_nodes",
+		"Connected nodes that may not appear: no such Node, of the control plane, or not selected.", s.withheld)
 }

@@ -18,31 +18,31 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// cabinet is a Store in memory, with the rules of an API server.
-type cabinet struct {
+// memStore is an in-memory Store with the rules of an API server.
+type memStore struct {
 	mu       sync.Mutex // guards the following
 	file     kube.Content
-	version  int
-	fail     error // what every request gets
-	race     func(f *kube.Content)
-	loads    int
-	saves    []time.Time // attempts
-	bytes    int
-	follower func(version string)
+	version  int                   // the last resource version
+	fail     error                 // the error of every request; nil: none
+	race     func(f *kube.Content) // a write by another writer before every Save; nil: none
+	loads    int                   // calls of Load
+	saves    []time.Time           // the times of the calls of Save
+	bytes    int                   // bytes that Save has written
+	follower func(version string)  // gets every new version; nil: nobody follows
 }
 
 var configMapResource = schema.GroupResource{Resource: "configmaps"}
 
-func (c *cabinet) String() string { return "configmap test/nodes" }
+func (c *memStore) String() string { return "configmap test/nodes" }
 
-func (c *cabinet) Load(context.Context) (kube.Content, error) {
+func (c *memStore) Load(context.Context) (kube.Content, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.loads++
 	return c.file, c.fail
 }
 
-func (c *cabinet) Save(_ context.Context, old kube.Content, text string) (kube.Content, error) {
+func (c *memStore) Save(_ context.Context, old kube.Content, text string) (kube.Content, error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.saves = append(c.saves, time.Now())
@@ -62,7 +62,7 @@ func (c *cabinet) Save(_ context.Context, old kube.Content, text string) (kube.C
 	return c.file, nil
 }
 
-func (c *cabinet) Follow(ctx context.Context, changed func(version string), _ func(error)) {
+func (c *memStore) Follow(ctx context.Context, changed func(version string), _ func(error)) {
 	versions := make(chan string, 1000)
 	c.mu.Lock()
 	c.follower = func(v string) { versions <- v }
@@ -77,7 +77,8 @@ func (c *cabinet) Follow(ctx context.Context, changed func(version string), _ fu
 	}
 }
 
-func (c *cabinet) changeLocked() {
+// changeLocked gives the file a new version. The caller holds mu.
+func (c *memStore) changeLocked() {
 	c.version++
 	c.file.Version = fmt.Sprint(c.version)
 	if c.follower != nil {
@@ -85,27 +86,27 @@ func (c *cabinet) changeLocked() {
 	}
 }
 
-// foreign is a write by somebody else.
-func (c *cabinet) foreign(text string) {
+// writeForeign changes the file as another writer does.
+func (c *memStore) writeForeign(text string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.file.Text = text
 	c.changeLocked()
 }
 
-func (c *cabinet) failWith(err error) {
+func (c *memStore) failWith(err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.fail = err
 }
 
-func (c *cabinet) text() string {
+func (c *memStore) text() string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.file.Text
 }
 
-func (c *cabinet) requests() (loads, saves int) {
+func (c *memStore) requests() (loads, saves int) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.loads, len(c.saves)
@@ -131,7 +132,7 @@ func (f *fleet) join(names ...tunnel.NodeName) {
 
 func (f *fleet) leave(n tunnel.NodeName) { f.directory.Detach(f.directory.Lookup(n)) }
 
-// elected is an election that has ended, or will when it says so.
+// elected is an Election that this replica wins: at once, or when later becomes true.
 type elected struct{ later *atomic.Bool }
 
 func (e elected) Run(ctx context.Context, lead func(context.Context)) {
@@ -143,8 +144,8 @@ func (e elected) Run(ctx context.Context, lead func(context.Context)) {
 
 func (elected) Err() error { return nil }
 
-// keeps runs a writer in a bubble with a clock of its own.
-func keeps(t *testing.T, cfg WriterConfig, test func(t *testing.T, w *Writer)) {
+// runWriter runs a test with a Writer in a bubble of synctest.
+func runWriter(t *testing.T, cfg WriterConfig, test func(t *testing.T, w *Writer)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
@@ -166,12 +167,13 @@ func keeps(t *testing.T, cfg WriterConfig, test func(t *testing.T, w *Writer)) {
 	})
 }
 
+// after lets time pass in the bubble.
 func after(d time.Duration) {
 	time.Sleep(d)
 	synctest.Wait()
 }
 
-func wantFile(t *testing.T, c *cabinet, want string) {
+func wantFile(t *testing.T, c *memStore, want string) {
 	t.Helper()
 	if got := c.text(); got != want {
 		t.Errorf("the file is %q, want %q", got, want)
@@ -184,28 +186,28 @@ const (
 )
 
 func TestWriterFollowsTheTruth(t *testing.T) {
-	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
-	keeps(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
+	f, c := newFleet(addr("10.0.0.1")), new(memStore)
+	runWriter(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
 		wantFile(t, c, "")
 		if _, saves := c.requests(); saves != 1 {
-			t.Errorf("%d writes before any node; pods that mount the ConfigMap wait for one", saves)
+			t.Errorf("%d writes before any node, want 1: pods that mount the ConfigMap wait for it", saves)
 		}
-		after(writePause)
+		after(minWriteInterval)
 		f.join("edge1")
-		after(lookPause)
+		after(minReconcileInterval)
 		wantFile(t, c, line1) // at once
 		f.join("edge2")
-		after(writePause)
+		after(minWriteInterval)
 		wantFile(t, c, line1+line2)
 		f.leave("edge1")
 		after(goneGrace - time.Second)
 		wantFile(t, c, line1+line2)
-		after(time.Second + writePause) // it was noticed after the pause
+		after(time.Second + minWriteInterval) // the Writer noticed the end of edge1 after its pause
 		wantFile(t, c, line2)
 		loads, saves := c.requests()
 		after(24 * time.Hour)
 		if l, s := c.requests(); l != loads || s != saves {
-			t.Errorf("a day in which nothing happens took %d reads and %d writes", l-loads, s-saves)
+			t.Errorf("a day without changes took %d reads and %d writes", l-loads, s-saves)
 		}
 		if w.Note() != "" || !strings.HasPrefix(w.Status(), "this replica writes: 1 lines") {
 			t.Errorf("note %q, status %q", w.Note(), w.Status())
@@ -214,14 +216,14 @@ func TestWriterFollowsTheTruth(t *testing.T) {
 }
 
 func TestWriterCoalesces(t *testing.T) {
-	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
-	keeps(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
+	f, c := newFleet(addr("10.0.0.1")), new(memStore)
+	runWriter(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
 		const nodes = 600
 		for i := range nodes {
 			f.join(tunnel.NodeName(fmt.Sprintf("edge-%05d", i)))
 			after(100 * time.Millisecond)
 		}
-		after(writePause)
+		after(minWriteInterval)
 		if got := len(ParseHosts(c.text()).Own); got != nodes {
 			t.Fatalf("%d nodes have a line, want %d", got, nodes)
 		}
@@ -230,25 +232,25 @@ func TestWriterCoalesces(t *testing.T) {
 			t.Errorf("a minute of joins took %d writes", saves)
 		}
 		for i := 1; i < saves; i++ {
-			if gap := c.saves[i].Sub(c.saves[i-1]); gap < writePause {
+			if gap := c.saves[i].Sub(c.saves[i-1]); gap < minWriteInterval {
 				t.Fatalf("two writes within %v", gap)
 			}
 		}
 	})
 }
 
-func TestWriterLeavesWhatIsNotOurs(t *testing.T) {
-	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
-	c.foreign("# by hand\n10.9.9.9 db\n")
-	keeps(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
+func TestWriterKeepsForeignLines(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(memStore)
+	c.writeForeign("# by hand\n10.9.9.9 db\n")
+	runWriter(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
 		f.join("edge1")
-		after(writePause)
+		after(minWriteInterval)
 		wantFile(t, c, "# by hand\n10.9.9.9 db\n"+line1)
-		c.foreign("10.9.9.9 db\n10.9.9.8 cache\n") // a careless one: our line is gone
-		after(writePause)
+		c.writeForeign("10.9.9.9 db\n10.9.9.8 cache\n") // another writer has removed our line
+		after(minWriteInterval)
 		wantFile(t, c, "10.9.9.9 db\n10.9.9.8 cache\n"+line1)
-		c.foreign("10.9.9.9 edge1\n") // and one who knows better
-		after(writePause)
+		c.writeForeign("10.9.9.9 edge1\n") // a foreign line for our node wins
+		after(minWriteInterval)
 		wantFile(t, c, "10.9.9.9 edge1\n")
 		if !strings.Contains(w.Status(), "1 left to lines of others") {
 			t.Errorf("status %q", w.Status())
@@ -256,11 +258,11 @@ func TestWriterLeavesWhatIsNotOurs(t *testing.T) {
 	})
 }
 
-// A write that loses a race is made again on what has become of the file, quickly, and
-// not for ever as quickly.
+// After a conflict the Writer reads the file and tries again soon. The pauses grow with each further
+// conflict.
 func TestWriterConflicts(t *testing.T) {
-	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
-	keeps(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
+	f, c := newFleet(addr("10.0.0.1")), new(memStore)
+	runWriter(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, w *Writer) {
 		n := 0
 		c.mu.Lock()
 		c.race = func(file *kube.Content) { n++; file.Text = fmt.Sprintf("10.9.9.9 v%d\n", n) }
@@ -277,7 +279,7 @@ func TestWriterConflicts(t *testing.T) {
 		c.mu.Lock()
 		c.race = nil
 		c.mu.Unlock()
-		after(maxRetry + writePause)
+		after(maxRetry + minWriteInterval)
 		wantFile(t, c, fmt.Sprintf("10.9.9.9 v%d\n", n)+line1)
 		if w.Note() != "" {
 			t.Errorf("note %q", w.Note())
@@ -291,34 +293,34 @@ func TestWriterWaitsOutFailures(t *testing.T) {
 	for _, c := range []struct {
 		name     string
 		err      error
-		most     int // attempts in a minute
-		recovers time.Duration
-		says     string
+		max      int           // requests in a minute
+		recovers time.Duration // how long after the failure the file is written at the latest
+		says     string        // in the note
 	}{
 		{"rights withdrawn", forbidden, 8, maxRetry, "deployment/cloud-rbac.yaml"},
 		{"429", throttled, 3, 40 * time.Second, "overloaded"},
 		{"no answer", context.DeadlineExceeded, 8, maxRetry, "no answer from the API server"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			f, store := newFleet(addr("10.0.0.1")), new(cabinet)
-			keeps(t, WriterConfig{Truth: f, Store: store}, func(t *testing.T, w *Writer) {
+			f, store := newFleet(addr("10.0.0.1")), new(memStore)
+			runWriter(t, WriterConfig{Truth: f, Store: store}, func(t *testing.T, w *Writer) {
 				f.join("edge1")
-				after(writePause)
+				after(minWriteInterval)
 				store.failWith(c.err)
 				loads, saves := store.requests()
-				for i := range 60 { // what happens meanwhile hurries nothing
+				for i := range 60 { // new nodes must not shorten the pauses
 					f.join(tunnel.NodeName(fmt.Sprint("late", i)))
 					after(time.Second)
 				}
 				l, s := store.requests()
-				if n := l - loads + s - saves; n == 0 || n > c.most {
-					t.Errorf("%d requests in a minute, want at most %d", n, c.most)
+				if n := l - loads + s - saves; n == 0 || n > c.max {
+					t.Errorf("%d requests in a minute, want at most %d", n, c.max)
 				}
 				if !strings.Contains(w.Note(), c.says) {
 					t.Errorf("note %q, want %q", w.Note(), c.says)
 				}
 				store.failWith(nil)
-				after(c.recovers + writePause)
+				after(c.recovers + minWriteInterval)
 				if got := len(ParseHosts(store.text()).Own); got != 61 {
 					t.Errorf("%d lines, want 61", got)
 				}
@@ -330,31 +332,31 @@ func TestWriterWaitsOutFailures(t *testing.T) {
 	}
 }
 
-// All that has changed while nothing could be written is said when it can be again.
-func TestWriterSaysWhatItMissed(t *testing.T) {
-	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+// When the file can be written again, the log reports what has changed meanwhile.
+func TestWriterLogsChangesAfterFailure(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(memStore)
 	c.failWith(fmt.Errorf("no route to host"))
-	log, said := newLog()
-	keeps(t, WriterConfig{Truth: f, Store: c, Log: log}, func(t *testing.T, _ *Writer) {
+	log, logged := newLog()
+	runWriter(t, WriterConfig{Truth: f, Store: c, Log: log}, func(t *testing.T, _ *Writer) {
 		f.join("edge1", "edge2")
 		after(time.Minute)
 		c.failWith(nil)
 		c.file.Others = sizeLimit
-		c.foreign("10.9.9.9 edge2\n")
+		c.writeForeign("10.9.9.9 edge2\n")
 		after(maxRetry)
 		for _, want := range []string{"can be written again", "full: new nodes get no line", "somebody else's lines"} {
-			if strings.Count(said.String(), want) != 1 {
-				t.Errorf("%q is not said once in\n%s", want, said)
+			if strings.Count(logged.String(), want) != 1 {
+				t.Errorf("%q is not exactly once in\n%s", want, logged)
 			}
 		}
 	})
 }
 
-// An API server that asks to be left alone for a year is asked again sooner.
-func TestWriterPatience(t *testing.T) {
-	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+// If the API server asks for a pause of a year, the Writer tries again after maxRetryAfter.
+func TestWriterCapsRetryAfter(t *testing.T) {
+	f, c := newFleet(addr("10.0.0.1")), new(memStore)
 	c.failWith(apierrors.NewTooManyRequests("go away", 365*24*3600))
-	keeps(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, _ *Writer) {
+	runWriter(t, WriterConfig{Truth: f, Store: c}, func(t *testing.T, _ *Writer) {
 		f.join("edge1")
 		after(time.Second)
 		c.failWith(nil)
@@ -364,30 +366,30 @@ func TestWriterPatience(t *testing.T) {
 }
 
 func TestWriterWaitsForNames(t *testing.T) {
-	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
-	keeps(t, WriterConfig{Truth: f, Names: everyone{known: false}, Store: c}, func(t *testing.T, w *Writer) {
+	f, c := newFleet(addr("10.0.0.1")), new(memStore)
+	runWriter(t, WriterConfig{Truth: f, Names: everyone{known: false}, Store: c}, func(t *testing.T, w *Writer) {
 		f.join("edge1")
 		after(time.Hour)
 		if loads, saves := c.requests(); loads+saves > 0 {
-			t.Errorf("%d reads, %d writes before anybody said who may appear", loads, saves)
+			t.Errorf("%d reads, %d writes while the names are unknown", loads, saves)
 		}
 		if w.Note() == "" {
-			t.Error("and nobody is told why")
+			t.Error("the note does not say why")
 		}
 	})
 }
 
-// Lines of a replica that is not heard stay while its pod is there.
+// Lines of a replica that the truth does not cover stay while its pod exists.
 func TestWriterAsksForReplicas(t *testing.T) {
-	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
+	f, c := newFleet(addr("10.0.0.1")), new(memStore)
 	const theirs = "10.0.0.2    edge7 # tunnel\n"
-	c.foreign(theirs)
+	c.writeForeign(theirs)
 	var mu sync.Mutex
-	alive, err, asked := []netip.Addr{addr("10.0.0.1"), addr("10.0.0.2")}, error(nil), 0
-	ask := func(context.Context) ([]netip.Addr, error) {
+	alive, err, calls := []netip.Addr{addr("10.0.0.1"), addr("10.0.0.2")}, error(nil), 0
+	list := func(context.Context) ([]netip.Addr, error) {
 		mu.Lock()
 		defer mu.Unlock()
-		asked++
+		calls++
 		return alive, err
 	}
 	set := func(a []netip.Addr, e error) {
@@ -395,19 +397,20 @@ func TestWriterAsksForReplicas(t *testing.T) {
 		defer mu.Unlock()
 		alive, err = a, e
 	}
-	keeps(t, WriterConfig{Truth: f, Store: c, Replicas: ask}, func(t *testing.T, w *Writer) {
+	runWriter(t, WriterConfig{Truth: f, Store: c, Replicas: list}, func(t *testing.T, w *Writer) {
 		f.join("edge1")
 		after(10 * time.Minute)
 		wantFile(t, c, line1+theirs)
-		if asked > 21 {
-			t.Errorf("asked %d times in ten minutes", asked)
+		if calls > 21 {
+			t.Errorf("the replicas were listed %d times in ten minutes", calls)
 		}
 		for _, unknown := range []struct {
 			alive []netip.Addr
 			err   error
 		}{
 			{nil, fmt.Errorf("forbidden")},
-			{nil, nil}, // cannot be true, and no more can what is without us: another Service's pods
+			// Both answers must be wrong, since this replica is missing: the Service is another one.
+			{nil, nil},
 			{[]netip.Addr{addr("10.8.8.8")}, nil},
 		} {
 			set(unknown.alive, unknown.err)
@@ -417,34 +420,34 @@ func TestWriterAsksForReplicas(t *testing.T) {
 				t.Errorf("note %q", w.Note())
 			}
 		}
-		f.join("edge7") // which has moved here: nobody's line depends on the answer any more
-		after(askReplicas + writePause)
+		f.join("edge7") // it moves to this replica, so no line depends on the list any more
+		after(replicasMaxAge + minWriteInterval)
 		if w.Note() != "" {
-			t.Errorf("note %q of lines that are not there", w.Note())
+			t.Errorf("note %q about lines that do not exist", w.Note())
 		}
 		f.leave("edge7")
-		after(goneGrace + writePause)
-		c.foreign(line1 + theirs)
-		after(writePause)
+		after(goneGrace + minWriteInterval)
+		c.writeForeign(line1 + theirs)
+		after(minWriteInterval)
 		wantFile(t, c, line1+theirs)
 		set([]netip.Addr{addr("10.0.0.1")}, nil)
-		after(askReplicas + goneGrace)
+		after(replicasMaxAge + goneGrace)
 		wantFile(t, c, line1)
-		before := asked
+		before := calls
 		after(10 * time.Minute)
-		if asked != before {
-			t.Error("it goes on asking for replicas of which there is no line")
+		if calls != before {
+			t.Error("the replicas are listed although no line depends on them")
 		}
 	})
 }
 
-// Only the leader writes; the one that follows it takes over its lines and changes none
-// of them before their nodes have had the time to come back.
+// Only the leader writes. The next leader takes over its lines, and changes none of them before
+// their nodes have had time to come back.
 func TestWriterTakesOver(t *testing.T) {
-	f, c := newFleet(addr("10.0.0.1")), new(cabinet)
-	c.foreign(line1 + line2)
+	f, c := newFleet(addr("10.0.0.1")), new(memStore)
+	c.writeForeign(line1 + line2)
 	later := new(atomic.Bool)
-	keeps(t, WriterConfig{Truth: f, Store: c, Election: elected{later}}, func(t *testing.T, w *Writer) {
+	runWriter(t, WriterConfig{Truth: f, Store: c, Election: elected{later}}, func(t *testing.T, w *Writer) {
 		f.join("edge3")
 		after(time.Hour)
 		if loads, saves := c.requests(); loads+saves > 0 || w.Status() != "this replica does not write" {
