@@ -16,6 +16,7 @@ import (
 	"tunnel/pkg/dns"
 	"tunnel/pkg/https"
 	"tunnel/pkg/reload"
+	"tunnel/pkg/setup"
 	"tunnel/pkg/stream"
 	"tunnel/pkg/tcp"
 	"tunnel/pkg/tunnel"
@@ -56,7 +57,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	counters := new(tunnel.Counters)
 	directory := &tunnel.Directory{Counters: counters}
 
-	warnings, err := checkTrust(c)
+	warnings, err := setup.CheckTrust(c)
 	if err != nil {
 		return nil, err
 	}
@@ -83,7 +84,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if peers != nil {
 		reach = peers
 	}
-	certificate, err := serverCertificate(c, files, cert, log)
+	certificate, err := setup.ServerCertificate(c, files, cert, log)
 	if err != nil {
 		return nil, err
 	}

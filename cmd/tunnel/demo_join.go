@@ -9,6 +9,7 @@ import (
 
 	"tunnel/conf"
 	"tunnel/pkg/auth"
+	"tunnel/pkg/setup"
 )
 
 // demoGuest is a second node, which joins as a person has one join.
@@ -21,28 +22,24 @@ func (d *demo) checkJoin(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	created, err := createToken(c, demoGuest, leastTTL)
+	created, err := setup.CreateToken(c, host(), demoGuest, setup.LeastTTL)
 	if err != nil {
 		return err
 	}
-	if err = created.change.unwritten(c); err != nil {
+	if err = created.Unwritten(); err != nil {
 		return err
 	}
-	select {
-	case <-time.After(adoption):
-	case <-ctx.Done():
-		return ctx.Err()
-	}
+	created.Adopted(ctx)
 	token, err := auth.ParseJoinToken(created.Token)
 	if err != nil {
 		return err
 	}
 	var steps bytes.Buffer
-	j := &joining{flags: joinFlags{dir: d.path(demoGuest)}, token: token, out: &steps}
-	if err = j.run(ctx); err != nil {
+	err = setup.Join(ctx, setup.JoinConfig{Token: token, Dir: d.path(demoGuest), Host: host(), Out: &steps})
+	if err != nil {
 		return fmt.Errorf("%w:\n%s", err, steps.String())
 	}
-	e, err := conf.LoadEdge(d.path(demoGuest+"/"+edgeFile), environment())
+	e, err := conf.LoadEdge(d.path(demoGuest+"/"+"edge.toml"), environment())
 	if err != nil {
 		return err
 	}

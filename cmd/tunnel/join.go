@@ -1,20 +1,11 @@
 package main
 
 import (
-	"bufio"
-	"cmp"
-	"context"
 	"errors"
-	"fmt"
-	"io"
-	"os"
-	"path/filepath"
-	"strings"
 
 	"github.com/spf13/cobra"
-	"golang.org/x/term"
 
-	"tunnel/pkg/auth"
+	"tunnel/pkg/setup"
 )
 
 // joinFlags are the flags of `tunnel join`.
@@ -42,195 +33,23 @@ Exit codes: 0 ok, 1 a step failed, 2 wrong command line or no token, 4 refused b
 			return nil
 		},
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			token, err := readJoinToken(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr(), flags.tokenFile)
+			token, err := setup.ReadJoinToken(cmd.Context(), cmd.InOrStdin(), cmd.ErrOrStderr(), flags.tokenFile)
 			switch {
 			case cmd.Context().Err() != nil:
-				return &exitError{exitRuntime, errInterrupted}
+				return &exitError{exitRuntime, setup.ErrInterrupted}
 			case err != nil:
 				return &exitError{exitUsage, err}
 			}
-			j := &joining{flags: flags, token: token, out: cmd.OutOrStdout()}
-			return j.run(cmd.Context())
+			return setupError(setup.Join(cmd.Context(), setup.JoinConfig{
+				Token: token, Dir: flags.dir, Force: flags.force, Systemd: flags.systemd,
+				Host: host(), Out: cmd.OutOrStdout(),
+			}))
 		},
 	}
 	f := cmd.Flags()
-	f.StringVar(&flags.dir, "dir", defaultDir, "folder to put the files into")
+	f.StringVar(&flags.dir, "dir", setup.DefaultDir, "folder to put the files into")
 	f.StringVar(&flags.tokenFile, "token-file", "", "read the token from this `file`, not from standard input")
 	f.BoolVar(&flags.force, "force", false, "replace the files of another node, or of another cloud")
 	f.BoolVar(&flags.systemd, "systemd", false, "have systemd start the edge, now and with the machine")
 	return cmd
-}
-
-// maxJoinText bounds what is read as a token, in bytes: more than a token has, and
-// whatever was pasted around it.
-const maxJoinText = 8 << 10
-
-// readJoinToken reads the token from a file, a pipe, or a terminal without showing it. No
-// error holds any of it.
-func readJoinToken(ctx context.Context, in io.Reader, prompt io.Writer, file string) (auth.JoinToken, error) {
-	var text []byte
-	var err error
-	terminal, isFile := in.(*os.File)
-	switch {
-	case strings.HasPrefix(file, joinPrefix):
-		return auth.JoinToken{}, errors.New("--token-file is the name of a file, and a token on a command line is seen by every user of this machine: make another one, and pipe it")
-	case file != "":
-		var f *os.File
-		if f, err = os.Open(file); err == nil { //nolint:gosec // the operator names the file
-			text, err = io.ReadAll(io.LimitReader(f, maxJoinText))
-			f.Close()
-		}
-	case isFile && term.IsTerminal(int(terminal.Fd())):
-		fmt.Fprint(prompt, "Token (it is not shown): ")
-		text, err = readHidden(ctx, int(terminal.Fd()))
-		fmt.Fprintln(prompt)
-	default:
-		// A line, so that a program that writes one need not close its end.
-		text, err = interruptible(ctx, func() ([]byte, error) {
-			return bufio.NewReader(io.LimitReader(in, maxJoinText)).ReadBytes('\n')
-		})
-		if errors.Is(err, io.EOF) {
-			err = nil
-		}
-	}
-	if err != nil {
-		return auth.JoinToken{}, fmt.Errorf("reading the token: %w", err)
-	}
-	word := strings.Trim(strings.TrimSpace(string(text)), `'"`)
-	switch {
-	case word == "" && file != "":
-		return auth.JoinToken{}, fmt.Errorf("%s is empty: it is to hold the token, tunnel1.…, that `tunnel token create` prints on the cloud", file)
-	case word == "":
-		return auth.JoinToken{}, errors.New("there is no token on standard input: paste the line that `tunnel token create` prints on the cloud, such as echo 'tunnel1.…' | sudo tunnel join")
-	}
-	token, err := auth.ParseJoinToken(word)
-	if err != nil {
-		return auth.JoinToken{}, err // it says what to paste
-	}
-	return token, nil
-}
-
-var errInterrupted = errors.New("interrupted; it may be run again")
-
-// readHidden reads a line from a terminal that does not show it. However that ends, the
-// terminal then shows again what is typed.
-func readHidden(ctx context.Context, fd int) ([]byte, error) {
-	before, err := term.GetState(fd)
-	if err != nil {
-		return nil, err
-	}
-	defer term.Restore(fd, before) //nolint:errcheck // there is nothing else to try
-	return interruptible(ctx, func() ([]byte, error) { return term.ReadPassword(fd) })
-}
-
-// interruptible waits for what is read, or for ctx. A read that nobody waits for any more
-// goes on until the process ends, which is soon: nothing else ends it.
-func interruptible(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
-	type result struct {
-		text []byte
-		err  error
-	}
-	done := make(chan result, 1)
-	go func() {
-		text, err := read()
-		done <- result{text, err}
-	}()
-	select {
-	case r := <-done:
-		return r.text, r.err
-	case <-ctx.Done():
-		return nil, errInterrupted
-	}
-}
-
-// joinPrefix is how every join token begins.
-const joinPrefix = "tunnel1."
-
-// joining is one run of join.
-type joining struct {
-	flags joinFlags
-	token auth.JoinToken
-	out   io.Writer
-}
-
-// stepError is why a step failed, and what to do about it.
-type stepError struct {
-	step string
-	err  error
-	fix  string
-	code int // 0: exitRuntime
-}
-
-func (e *stepError) Error() string { return e.err.Error() }
-func (e *stepError) Unwrap() error { return e.err }
-
-// errReported is a failure that the output shows already.
-var errReported = errors.New("not joined")
-
-func (j *joining) run(ctx context.Context) error {
-	err := j.steps(ctx)
-	if ctx.Err() != nil {
-		return &exitError{exitRuntime, errInterrupted}
-	}
-	failed, ok := errors.AsType[*stepError](err)
-	switch {
-	case err == nil:
-		return nil
-	case !ok:
-		return &exitError{exitRuntime, err}
-	}
-	fmt.Fprintf(j.out, "FAIL  %s: %v\n      %s\n", failed.step, failed.err, failed.fix)
-	return &exitError{cmp.Or(failed.code, exitRuntime), errReported}
-}
-
-// ok prints that a step has succeeded.
-func (j *joining) ok(step, format string, args ...any) {
-	fmt.Fprintf(j.out, "ok    %-7s %s\n", step, fmt.Sprintf(format, args...))
-}
-
-// steps looks at the folder first, so that nothing is asked of the cloud in vain.
-func (j *joining) steps(ctx context.Context) error {
-	files, err := newNodeFiles(j.flags, j.token)
-	if err != nil {
-		return err
-	}
-	var unit *systemdUnit
-	if j.flags.systemd {
-		unit, err = newSystemdUnit(files)
-		if err != nil && !errors.Is(err, errNoSystemd) {
-			return err
-		}
-	}
-	way := &way{token: j.token, ok: j.ok}
-	if err = way.check(ctx); err != nil {
-		return err
-	}
-	enrolled, err := way.enroll(ctx)
-	if err != nil {
-		return err
-	}
-	written, err := files.write(enrolled)
-	if err != nil {
-		return err
-	}
-	j.ok("files", "%s", strings.Join(written, ", "))
-	if unit == nil {
-		j.explain(files)
-		return nil
-	}
-	if err = unit.install(ctx); err != nil {
-		return err
-	}
-	j.ok("systemd", "%s runs now, and starts with the machine: journalctl -u %s", unitName, unitName)
-	return nil
-}
-
-// explain says how to start the edge.
-func (j *joining) explain(files *nodeFiles) {
-	fmt.Fprintf(j.out, "\nNode %s has joined. Start its edge:\n  %stunnel edge -c %s\n", j.token.Node, sudo(), shellQuote(filepath.Join(files.dir, edgeFile)))
-	if j.flags.systemd {
-		fmt.Fprintln(j.out, "There is no systemctl here: have that command started the way that other services of this machine are.")
-		return
-	}
-	fmt.Fprintln(j.out, "or, to have systemd start it now and with the machine, run the same join once more with --systemd.")
 }

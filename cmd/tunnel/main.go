@@ -24,6 +24,7 @@ import (
 	"github.com/spf13/pflag"
 
 	"tunnel/conf"
+	"tunnel/pkg/auth"
 )
 
 // Exit codes.
@@ -114,7 +115,7 @@ func noArgs(cmd *cobra.Command, args []string) error {
 }
 
 // joinTokens finds join tokens wherever somebody has pasted them: into --node, say.
-var joinTokens = regexp.MustCompile(regexp.QuoteMeta(joinPrefix) + `[A-Za-z0-9_-]{8,}`)
+var joinTokens = regexp.MustCompile(regexp.QuoteMeta(auth.JoinPrefix) + `[A-Za-z0-9_-]{8,}`)
 
 // withoutSecrets takes from a text the arguments that could be a token. A secret has no
 // place among arguments, but somebody will paste one there, and what we print is kept.

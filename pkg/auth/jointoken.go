@@ -23,9 +23,9 @@ type JoinToken struct {
 }
 
 const (
-	// joinPrefix marks a text as a join token of this version. Other texts that people paste by
+	// JoinPrefix marks a text as a join token of this version. Other texts that people paste by
 	// mistake do not start with it.
-	joinPrefix = "tunnel1."
+	JoinPrefix = "tunnel1."
 	// maxJoinToken is the longest text that is parsed, in bytes. Real join tokens have about 300.
 	maxJoinToken = 2 << 10
 )
@@ -45,7 +45,7 @@ func (t JoinToken) Encode() Secret {
 	if err != nil {
 		panic(err) // strings and bytes always encode
 	}
-	return Secret(joinPrefix + base64.RawURLEncoding.EncodeToString(text))
+	return Secret(JoinPrefix + base64.RawURLEncoding.EncodeToString(text))
 }
 
 // ParseJoinToken reads the text form. It accepts only the exact text that Encode would write. Its
@@ -56,10 +56,10 @@ func ParseJoinToken(text string) (JoinToken, error) {
 	}
 	damaged := errors.New("the join token is damaged or not whole; " +
 		"paste all of the line that tunnel token create printed")
-	body, ok := strings.CutPrefix(text, joinPrefix)
+	body, ok := strings.CutPrefix(text, JoinPrefix)
 	if !ok {
 		return JoinToken{}, fmt.Errorf("this is no join token: one begins with %s; "+
-			"make it on the cloud with tunnel token create", joinPrefix)
+			"make it on the cloud with tunnel token create", JoinPrefix)
 	}
 	inner, err := base64.RawURLEncoding.Strict().DecodeString(body)
 	if err != nil {

@@ -57,11 +57,11 @@ func TestJoinTokenProperty(t *testing.T) {
 
 func TestBadJoinTokens(t *testing.T) {
 	const canary = "c4n4ry"
-	wrap := func(text string) string { return joinPrefix + base64.RawURLEncoding.EncodeToString([]byte(text)) }
+	wrap := func(text string) string { return JoinPrefix + base64.RawURLEncoding.EncodeToString([]byte(text)) }
 	good := testJoinToken()
 	good.Secret = canary
 	text := good.Encode().Reveal()
-	inner, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(text, joinPrefix))
+	inner, err := base64.RawURLEncoding.DecodeString(strings.TrimPrefix(text, JoinPrefix))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -74,12 +74,12 @@ func TestBadJoinTokens(t *testing.T) {
 		"empty":             "",
 		"a plain token":     canary,
 		"another version":   strings.Replace(text, "tunnel1", "tunnel2", 1),
-		"nothing behind it": joinPrefix,
+		"nothing behind it": JoinPrefix,
 		"cut short":         text[:len(text)-4],
 		"a blank":           text + " ",
 		"a newline":         text[:50] + "\n" + text[50:],
 		"padding":           text + "=",
-		"standard base64":   joinPrefix + "+/+/",
+		"standard base64":   JoinPrefix + "+/+/",
 		"no JSON":           wrap(canary),
 		"array":             wrap("[]"),
 		"null":              wrap("null"),
@@ -103,7 +103,7 @@ func TestBadJoinTokens(t *testing.T) {
 		"no secret":         with(func(t *JoinToken) { t.Secret = "" }),
 		"a secret in two":   with(func(t *JoinToken) { t.Secret = canary + " " + canary }),
 		"too long":          with(func(t *JoinToken) { t.Secret = Secret(strings.Repeat(canary, 300)) }),
-		"a megabyte":        joinPrefix + strings.Repeat("A", 1<<20),
+		"a megabyte":        JoinPrefix + strings.Repeat("A", 1<<20),
 	} {
 		_, err := ParseJoinToken(in)
 		if err == nil {
@@ -116,7 +116,7 @@ func TestBadJoinTokens(t *testing.T) {
 
 func FuzzParseJoinToken(f *testing.F) {
 	f.Add(testJoinToken().Encode().Reveal())
-	f.Add(joinPrefix + "e30")
+	f.Add(JoinPrefix + "e30")
 	f.Fuzz(func(t *testing.T, s string) {
 		token, err := ParseJoinToken(s)
 		if err != nil {

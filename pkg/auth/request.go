@@ -18,7 +18,7 @@ import (
 // The subject of a node certificate: CN=tunnel:node:NODE, O=tunnel:nodes. For Kubernetes the subject
 // is a user and its groups. Nobody has given these any rights.
 const (
-	nodePrefix = "tunnel:node:"
+	NodePrefix = "tunnel:node:"
 	nodeGroup  = "tunnel:nodes"
 )
 
@@ -33,15 +33,15 @@ const (
 
 // NodeSubject returns the subject of node's certificates.
 func NodeSubject(node tunnel.NodeName) pkix.Name {
-	return pkix.Name{CommonName: nodePrefix + string(node), Organization: []string{nodeGroup}}
+	return pkix.Name{CommonName: NodePrefix + string(node), Organization: []string{nodeGroup}}
 }
 
 // nodeIn returns the node of a subject. The subject must be exactly what NodeSubject makes.
 func nodeIn(subject pkix.Name) (tunnel.NodeName, error) {
-	name, ok := strings.CutPrefix(subject.CommonName, nodePrefix)
+	name, ok := strings.CutPrefix(subject.CommonName, NodePrefix)
 	// Names holds every attribute. CommonName holds only the last of several.
 	if !ok || len(subject.Names) != 2 || len(subject.Organization) != 1 || subject.Organization[0] != nodeGroup {
-		return "", fmt.Errorf("the subject is not exactly CN=%sNODE, O=%s", nodePrefix, nodeGroup)
+		return "", fmt.Errorf("the subject is not exactly CN=%sNODE, O=%s", NodePrefix, nodeGroup)
 	}
 	node, err := tunnel.ParseNodeName(name)
 	if err != nil {

@@ -41,6 +41,7 @@ var arrows = []arrow{
 	{"pkg/kube", []string{"pkg/tunnel"}, "what is asked of Kubernetes is for modules to decide; it knows none"},
 	{"pkg/socket", nil, "a unix socket is a listener like any other; whose it is it does not know"},
 	{"pkg/admin", []string{"pkg/listen", "pkg/socket", "pkg/tunnel"}, "health and metrics are told what to show; they reach into nobody"},
+	{"pkg/setup", []string{"conf", "pkg/auth", "pkg/reload", "pkg/stream", "pkg/tunnel"}, "it reads and writes configuration files and joins as an edge does; no daemon's module is in it"},
 	{"test", []string{"conf", "pkg", "test"}, "what needs two ends may use every package but cmd, which it runs as a process"},
 }
 

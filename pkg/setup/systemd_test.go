@@ -1,4 +1,4 @@
-package main
+package setup
 
 import (
 	"os"
@@ -13,7 +13,7 @@ func TestUnitIsTheOneOfTheDeployment(t *testing.T) {
 		t.Fatal(err)
 	}
 	if string(text) != unitText {
-		t.Error("cmd/tunnel/tunnel-edge.service differs from deployment/systemd/tunnel-edge.service")
+		t.Error("pkg/setup/tunnel-edge.service differs from deployment/systemd/tunnel-edge.service")
 	}
 	for _, what := range []string{"ExecStart=" + unitProgram + " edge -c " + unitDir + "/" + edgeFile + "\n", "StateDirectory=" + strings.TrimPrefix(stateDir, "/var/lib/") + "\n"} {
 		if strings.Count(unitText, what) != 1 {

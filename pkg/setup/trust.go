@@ -1,4 +1,4 @@
-package main
+package setup
 
 import (
 	"crypto/x509"
@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"tunnel/conf"
+	"tunnel/pkg/auth"
 )
 
 // Whom to trust is a matter of several files: what they are for each other is looked at
@@ -89,12 +90,9 @@ func cloudRoot(c *conf.Cloud) (*x509.Certificate, error) {
 	return nil, fmt.Errorf("%s is not signed by %s, which is cloudca in [mode.cloud.join], so no edge could join (%w): name the CA that signed it", c.Server.Cert, c.Join.CloudCA, err)
 }
 
-// nodePrefix is how the common name of a node's certificate begins.
-const nodePrefix = "tunnel:node:"
-
-// checkTrust refuses authorities that could make more than they are for: who signs nodes
+// CheckTrust refuses authorities that could make more than they are for: who signs nodes
 // must make neither replicas nor callers.
-func checkTrust(c *conf.Cloud) (warnings []string, err error) {
+func CheckTrust(c *conf.Cloud) (warnings []string, err error) {
 	j := c.Join
 	if j.Address != "" && j.CloudCA != "" {
 		if _, rootErr := cloudRoot(c); rootErr != nil {
@@ -167,7 +165,7 @@ func (d callers) checkTrust(c *conf.Cloud, nodes []*x509.Certificate) (warning s
 	if err != nil || !common(nodes, cas) {
 		return "", err
 	}
-	if i := slices.IndexFunc(d.clientNames, func(n string) bool { return strings.HasPrefix(n, nodePrefix) }); i >= 0 {
+	if i := slices.IndexFunc(d.clientNames, func(n string) bool { return strings.HasPrefix(n, auth.NodePrefix) }); i >= 0 {
 		return "", fmt.Errorf("%s: clientnames, callers: %q is the name of a node, and its certificate comes from clientca: a node could call %s; remove the name", d.table, d.clientNames[i], d.reach)
 	}
 	if c.Join.Kubernetes { // the cluster's CA signs for kube-apiserver too, by another signer

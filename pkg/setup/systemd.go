@@ -1,4 +1,4 @@
-package main
+package setup
 
 import (
 	"context"
@@ -22,7 +22,7 @@ const (
 
 	// What the unit's text says, and a machine may have elsewhere.
 	unitProgram = "/usr/local/bin/tunnel"
-	unitDir     = defaultDir
+	unitDir     = DefaultDir
 )
 
 // systemdUnit is the unit for one machine.
@@ -54,7 +54,7 @@ func newSystemdUnit(files *nodeFiles) (*systemdUnit, error) {
 		failed.fix = "Install the program first: sudo install -m 755 " + shellQuote(program) + " " + unitProgram
 	case hidden(files.dir):
 		failed.err = fmt.Errorf("the unit does not see %s: it has no home and no /tmp", files.dir)
-		failed.fix = "Leave --dir out: the files go to " + defaultDir + "."
+		failed.fix = "Leave --dir out: the files go to " + DefaultDir + "."
 	case !enterable(files.dir):
 		failed.err = fmt.Errorf("the unit's user, which is not root, may not enter %s", files.dir)
 		failed.fix = "chmod 755 " + shellQuote(files.dir) + ": what is secret in it has a mode of its own."

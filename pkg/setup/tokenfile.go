@@ -1,4 +1,4 @@
-package main
+package setup
 
 import (
 	"errors"
@@ -9,45 +9,58 @@ import (
 	"strings"
 	"time"
 
+	"tunnel/conf"
 	"tunnel/pkg/auth"
 )
 
 // errMounted is why a token file is left as it is: what it shows is kept somewhere else.
 var errMounted = errors.New("it is a symbolic link, as in a mounted Secret")
 
+// tokenFile is the token file of a cloud.
+type tokenFile struct {
+	path      string
+	replicas  bool   // the cloud has others, and each reads a file of its own
+	namespace string // in which the cloud runs; "": unknown
+}
+
+func tokenFileOf(c *conf.Cloud, h Host) tokenFile {
+	return tokenFile{path: c.Server.TokenFile, replicas: c.Peers.Configured(), namespace: h.Env.PodNamespace}
+}
+
 // tokenChange is what a token file should become.
 type tokenChange struct {
+	file           tokenFile
 	added, removed []string // lines
 	failed         error    // why the file is as it was; nil: it has been changed
 }
 
-// editTokenFile replaces a token file with what edit makes of it, one process at a time.
+// edit replaces a token file with what edit makes of it, one process at a time.
 // A cloud that follows the file sees the old one or the new one. Mode and owner stay. An
 // error means that there is nothing to write; a file that cannot be written is a change
 // that has failed.
-func editTokenFile(path string, edit func(content string) (string, error)) (tokenChange, error) {
-	held, err := lock(filepath.Dir(path), lockTimeout)
+func (f tokenFile) edit(edit func(content string) (string, error)) (tokenChange, error) {
+	held, err := lock(filepath.Dir(f.path), lockTimeout)
 	if err != nil {
 		return tokenChange{}, err
 	}
-	defer held.Close()                // gives the lock back
-	content, err := os.ReadFile(path) //nolint:gosec // the configuration names it
+	defer held.Close()                  // gives the lock back
+	content, err := os.ReadFile(f.path) //nolint:gosec // the configuration names it
 	if err != nil {
 		return tokenChange{}, err
 	}
 	edited, err := edit(string(content))
 	if err != nil {
-		return tokenChange{}, fmt.Errorf("%s: %w", path, err)
+		return tokenChange{}, fmt.Errorf("%s: %w", f.path, err)
 	}
-	c := tokenChange{added: missing(edited, string(content)), removed: missing(string(content), edited)}
-	info, err := os.Lstat(path)
+	c := tokenChange{file: f, added: missing(edited, string(content)), removed: missing(string(content), edited)}
+	info, err := os.Lstat(f.path)
 	switch {
 	case err != nil:
 		return tokenChange{}, err
 	case info.Mode()&fs.ModeSymlink != 0:
 		c.failed = errMounted
 	default:
-		c.failed = replaceFile(path, []byte(edited), info)
+		c.failed = replaceFile(f.path, []byte(edited), info)
 	}
 	return c, nil
 }

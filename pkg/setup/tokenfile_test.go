@@ -1,4 +1,4 @@
-package main
+package setup
 
 import (
 	"os"
@@ -23,13 +23,13 @@ func TestChangeShowsNoToken(t *testing.T) {
 	if err := os.Symlink("real", path); err != nil {
 		t.Fatal(err)
 	}
-	change, err := editTokenFile(path, func(content string) (string, error) { return auth.RevokeNode(content, "edge1") })
+	change, err := tokenFile{path: path}.edit(func(content string) (string, error) { return auth.RevokeNode(content, "edge1") })
 	if err != nil || change.failed == nil || len(change.removed) != 3 {
 		t.Fatal(change, err)
 	}
 	var shown strings.Builder
 	change.show(&shown)
-	command := change.kubectl("tokens")
+	command := change.kubectl()
 	if text := shown.String() + command; strings.Contains(text, "c4n4ry") {
 		t.Errorf("it shows a token:\n%s", text)
 	}

@@ -1,4 +1,4 @@
-package main
+package setup
 
 import (
 	"bytes"
@@ -36,18 +36,19 @@ type nodeFiles struct {
 	certPath string
 	force    bool
 	token    auth.JoinToken
+	env      conf.Env
 	keep     bool   // edge.toml is this node's, for this cloud, and may have been edited
 	moveFrom string // where edge.toml has the certificate, if that is to be certPath now
 }
 
 // newNodeFiles sees that the files may be written, without writing them.
-func newNodeFiles(flags joinFlags, token auth.JoinToken) (*nodeFiles, error) {
-	dir, err := filepath.Abs(flags.dir)
+func newNodeFiles(cfg JoinConfig) (*nodeFiles, error) {
+	dir, err := filepath.Abs(cfg.Dir)
 	if err != nil {
 		return nil, err
 	}
-	f := &nodeFiles{dir: dir, certPath: filepath.Join(dir, certFile), force: flags.force, token: token}
-	if flags.systemd {
+	f := &nodeFiles{dir: dir, certPath: filepath.Join(dir, certFile), force: cfg.Force, token: cfg.Token, env: cfg.Host.Env}
+	if cfg.Systemd {
 		f.certPath = filepath.Join(stateDir, certFile)
 	}
 	if !f.force {
@@ -197,7 +198,7 @@ func (f *nodeFiles) write(e *enrolled) (written []string, err error) {
 		written = append(written, what)
 	}
 	// What the edge will say when it starts is better heard now.
-	if _, err = conf.LoadEdge(filepath.Join(f.dir, edgeFile), environment()); err != nil {
+	if _, err = conf.LoadEdge(filepath.Join(f.dir, edgeFile), f.env); err != nil {
 		return nil, fmt.Errorf("the edge would not start: %w", err)
 	}
 	if f.moveFrom != "" {

@@ -1,4 +1,4 @@
-package main
+package setup
 
 import (
 	"context"
@@ -33,8 +33,9 @@ const (
 // way is the way to the cloud, looked at step by step, so that what is wrong has a name.
 // The token's secret is not sent before all of it is good.
 type way struct {
-	token auth.JoinToken
-	ok    func(step, format string, args ...any)
+	token    auth.JoinToken
+	software string // how this program names itself
+	ok       func(step, format string, args ...any)
 
 	ca func() []byte // of the last good handshake, PEM
 }
@@ -50,7 +51,7 @@ type enrolled struct {
 func (w *way) check(ctx context.Context) error {
 	host, port, err := net.SplitHostPort(w.token.Address)
 	if err != nil {
-		return &stepError{step: "token", err: errors.New("the address in it is not host:port"), fix: "make another one with `tunnel token create`", code: exitUsage}
+		return &stepError{step: "token", err: errors.New("the address in it is not host:port"), fix: "make another one with `tunnel token create`", kind: KindUsage}
 	}
 	ips, err := w.resolve(ctx, host)
 	if err != nil {
@@ -168,7 +169,7 @@ func (w *way) enroll(ctx context.Context) (*enrolled, error) {
 	}
 	cfg, ca := auth.PinnedTLS(w.token)
 	answer, err := stream.Enroll(ctx, stream.EnrollConfig{
-		Address: w.token.Address, TLS: cfg, Node: w.token.Node, Token: w.token.Secret, Request: request, Software: software(),
+		Address: w.token.Address, TLS: cfg, Node: w.token.Node, Token: w.token.Secret, Request: request, Software: w.software,
 	})
 	if err != nil {
 		return nil, refusedToken(w.token, err)
@@ -182,18 +183,18 @@ func (w *way) enroll(ctx context.Context) (*enrolled, error) {
 
 // refusedToken says what it means that the cloud gave no certificate.
 func refusedToken(token auth.JoinToken, err error) error {
-	failed := &stepError{step: "token", code: exitRefused}
+	failed := &stepError{step: "token", kind: KindRefused}
 	s := statusOf(err)
 	switch s.Code() {
 	case codes.Unauthenticated:
 		failed.err = fmt.Errorf("the cloud does not accept it for node %s: it has expired, or was revoked, or is not in the token file (any more)", token.Node)
 		failed.fix = "Make another one on the cloud: tunnel token create -c cloud.toml --node " + string(token.Node) + ". The cloud's log says which it was."
 	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled, codes.Unknown, codes.Internal:
-		failed.code = exitRuntime
+		failed.kind = KindFailed
 		failed.err = fmt.Errorf("the cloud could not answer now: %s", s.Message())
 		failed.fix = "Try again in a minute; the token stays good until it expires. The cloud's log says more."
 	case codes.ResourceExhausted:
-		failed.code = exitRuntime
+		failed.kind = KindFailed
 		failed.err = fmt.Errorf("the cloud is busy: %s", s.Message())
 		failed.fix = "Try again in a minute."
 	default:
@@ -217,9 +218,9 @@ func statusOf(err error) *status.Status {
 // ahead says how far a clock is from the right time.
 func ahead(off time.Duration) string {
 	if off < 0 {
-		return spell(-off) + " behind"
+		return Spell(-off) + " behind"
 	}
-	return spell(off) + " ahead of"
+	return Spell(off) + " ahead of"
 }
 
 // oneLine is err on one line, for a table.

@@ -1,0 +1,306 @@
+package setup
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"text/tabwriter"
+	"time"
+
+	"tunnel/conf"
+	"tunnel/pkg/auth"
+	"tunnel/pkg/tunnel"
+)
+
+// The time that a join token is good for.
+const (
+	DefaultTTL = 24 * time.Hour
+	LeastTTL   = time.Minute
+	MaxTTL     = 365 * 24 * time.Hour
+	// adoption is how long a running cloud takes to see that the token file has changed.
+	adoption = time.Second
+)
+
+// Token is a new token. It is printed once.
+type Token struct {
+	Node    tunnel.NodeName `json:"node"`
+	ID      string          `json:"id"`
+	Expires time.Time       `json:"expires"`
+	Token   string          `json:"token"`
+	Command string          `json:"command"` // to paste on the edge
+	Lines   []string        `json:"lines"`   // of the token file
+	Written bool            `json:"written"` // whether they are there
+
+	ttl    time.Duration
+	change tokenChange
+}
+
+// CreateToken makes a join token and writes it to the token file.
+func CreateToken(c *conf.Cloud, h Host, node tunnel.NodeName, ttl time.Duration) (*Token, error) {
+	if err := node.MayJoin(); err != nil {
+		return nil, &Error{KindUsage, fmt.Errorf("--node: %w", err)}
+	}
+	if !c.Join.Signs() {
+		return nil, configError(errors.New("this cloud gives no certificates to nodes: write ca and cakey (tunnel init makes them) or signer = \"kubernetes\" in [mode.cloud.join]"))
+	}
+	if c.Join.Address == "" {
+		return nil, configError(errors.New("mode.cloud.join: address is missing: write what edges dial, such as address = \"tunnel.example.com:9000\", and cloudca, the CA that signed cert in [mode.cloud.stream.server]"))
+	}
+	root, err := cloudRoot(c)
+	if err != nil {
+		return nil, configError(err)
+	}
+	host, _, err := splitAddress(c.Join.Address)
+	if err != nil {
+		return nil, configError(fmt.Errorf("mode.cloud.join: address: %w", err))
+	}
+	now := time.Now()
+	secret := auth.NewToken()
+	t := &Token{Node: node, Expires: now.Add(ttl).UTC().Truncate(time.Second), ttl: ttl}
+	t.Token = auth.JoinToken{
+		Address: c.Join.Address, ServerName: host, CA: sha256.Sum256(root.Raw), Node: node, Secret: secret,
+	}.Encode().Reveal()
+	t.Command = "echo '" + t.Token + "' | sudo tunnel join"
+	line := auth.TokenLine{Node: node, Secret: secret, Join: true, Expires: t.Expires}
+	t.change, err = tokenFileOf(c, h).edit(func(content string) (string, error) {
+		// A time from before a wait for the lock would spare the certificates made meanwhile.
+		return auth.AddToken(content, line, time.Now())
+	})
+	if err != nil {
+		return nil, err
+	}
+	if errors.Is(t.change.failed, fs.ErrPermission) {
+		return nil, t.Unwritten() // who runs it again gets another one
+	}
+	t.ID = strings.TrimPrefix(secret.Hashed(), "sha256:")[:8]
+	t.Lines, t.Written = t.change.added, t.change.failed == nil
+	return t, nil
+}
+
+// Unwritten returns an error if the token file could not be written. It says what to do.
+func (t *Token) Unwritten() error { return t.change.unwritten() }
+
+// Adopted waits until a running cloud has read the token, or until ctx is done.
+func (t *Token) Adopted(ctx context.Context) {
+	if !t.Written {
+		return
+	}
+	select {
+	case <-time.After(adoption):
+	case <-ctx.Done():
+	}
+}
+
+// Explain prints the line to paste to out, and the rest to notes.
+func (t *Token) Explain(out, notes io.Writer) {
+	fmt.Fprintf(notes, "A token for node %s, good until %s (%s). It is a secret: who has it can be that node.\n", t.Node, when(t.Expires), Spell(t.ttl))
+	fmt.Fprintf(notes, "On the edge, paste (the blank at its start keeps it out of most shells' history):\n\n")
+	fmt.Fprintf(out, "  %s\n", t.Command)
+	fmt.Fprintf(notes, "\nWith --systemd behind it, the edge starts then and there, and with the machine.\n")
+	if t.Written {
+		t.change.tellReplicas(notes)
+	}
+}
+
+// tellReplicas says what a change means where there are several token files.
+func (c tokenChange) tellReplicas(notes io.Writer) {
+	if !c.file.replicas {
+		return
+	}
+	fmt.Fprintf(notes, "\nThis cloud has other replicas, and each reads a token file of its own. Unless %s is shared, change theirs as well:\n\n", c.file.path)
+	c.show(notes)
+}
+
+// show prints the lines of a change.
+func (c tokenChange) show(w io.Writer) {
+	for _, l := range c.removed {
+		fmt.Fprintf(w, "  remove  %s\n", shownLine(l))
+	}
+	for _, l := range c.added {
+		fmt.Fprintf(w, "  add     %s\n", l)
+	}
+}
+
+// unwritten says what to do when the token file could not be written.
+func (c tokenChange) unwritten() error {
+	if c.failed == nil {
+		return nil
+	}
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s was NOT changed: %v.\n", c.file.path, reasonOf(c.failed))
+	if errors.Is(c.failed, fs.ErrPermission) {
+		b.WriteString("Run this again as its owner, such as with sudo.")
+		return errors.New(b.String())
+	}
+	b.WriteString("Nothing has happened until somebody changes it:\n\n")
+	c.show(&b)
+	if errors.Is(c.failed, errMounted) || errors.Is(c.failed, syscall.EROFS) {
+		b.WriteString("\n" + c.kubectl())
+	}
+	return errors.New(strings.TrimRight(b.String(), "\n"))
+}
+
+// reasonOf is err without the names of temporary files.
+func reasonOf(err error) error {
+	if pe, ok := errors.AsType[*fs.PathError](err); ok {
+		return pe.Err
+	}
+	return err
+}
+
+// kubectl returns shell commands that make the change in one key of a Secret. What the
+// Secret holds stands in no command line.
+func (c tokenChange) kubectl() string {
+	key, namespace := filepath.Base(c.file.path), cmp.Or(c.file.namespace, "tunnel-system")
+	filter := ""
+	for _, l := range c.removed {
+		f := " | grep -vxF '" + l + "'"
+		if node, plain := plainToken(l); plain { // a change that removes one removes all of its node
+			f = " | grep -v '^[[:blank:]]*" + strings.ReplaceAll(node, ".", "[.]") + "[[:blank:]]*:'"
+		}
+		if !strings.Contains(filter, f) {
+			filter += f
+		}
+	}
+	return fmt.Sprintf(`If it comes from a Secret, this does it (correct the two names first):
+
+  NS=%s SECRET=tunnel-tokens
+  { kubectl -n $NS get secret $SECRET -o jsonpath='{.data.%s}' | base64 -d%s; echo; printf '%%s\n' '%s'; } |
+    base64 -w0 | sed 's|.*|{"data":{"%s":"&"}}|' | kubectl -n $NS patch secret $SECRET --patch-file /dev/stdin
+
+A pod sees it about a minute later.`, namespace, strings.ReplaceAll(key, ".", `\.`), filter, strings.Join(c.added, "' '"), key)
+}
+
+// when writes a time for people.
+func when(t time.Time) string { return t.UTC().Format("2006-01-02 15:04 UTC") }
+
+// Spell writes a duration as people do: 24h, 10m, 1h30m.
+func Spell(d time.Duration) string {
+	s := d.Round(time.Second).String()
+	if strings.HasSuffix(s, "m0s") {
+		s = strings.TrimSuffix(s, "0s")
+	}
+	if strings.HasSuffix(s, "h0m") {
+		s = strings.TrimSuffix(s, "0m")
+	}
+	return s
+}
+
+// ListedToken is a line of the table.
+type ListedToken struct {
+	Node    string     `json:"node"` // or "default"
+	Kind    string     `json:"kind"`
+	ID      string     `json:"id,omitempty"`
+	Expires *time.Time `json:"expires,omitempty"`
+	State   string     `json:"state"`
+}
+
+// The kinds in the table. A token that a file holds as it is has no ID: it may be short,
+// and then its sum says what it is.
+const (
+	listedPlain      = "token, not hashed"
+	listedRevocation = "revocation"
+)
+
+// ListTokens returns what the token file of a cloud holds.
+func ListTokens(c *conf.Cloud) ([]ListedToken, error) {
+	content, err := os.ReadFile(c.Server.TokenFile)
+	if err != nil {
+		return nil, err
+	}
+	lines, err := listTokens(string(content), time.Now())
+	if err != nil {
+		return nil, configError(fmt.Errorf("%s: %w", c.Server.TokenFile, err))
+	}
+	return lines, nil
+}
+
+func listTokens(content string, now time.Time) ([]ListedToken, error) {
+	lines, err := auth.List(content)
+	if err != nil {
+		return nil, err
+	}
+	revoked := make(map[tunnel.NodeName]bool)
+	for _, l := range lines {
+		revoked[l.Node] = revoked[l.Node] || l.Kind == auth.KindRevoked
+	}
+	table := make([]ListedToken, len(lines))
+	for i, l := range lines {
+		row := ListedToken{Node: cmp.Or(string(l.Node), "default"), Kind: string(l.Kind), State: "good"}
+		if l.Hashed {
+			row.ID = l.ID
+		} else if l.ID != "" {
+			row.Kind = listedPlain
+		}
+		if !l.Expires.IsZero() {
+			row.Expires = &l.Expires
+		}
+		switch {
+		case l.Kind == auth.KindRevoked:
+			row.Kind, row.State = listedRevocation, "nothing proves this node"
+		case l.Kind == auth.KindRevokedBefore:
+			row.Kind, row.State = listedRevocation, "certificates from before "+when(l.Before)+" are bad"
+		case l.Node != "" && revoked[l.Node]:
+			row.State = "revoked"
+		case row.Expires != nil && !now.Before(l.Expires):
+			row.State = "expired"
+		}
+		table[i] = row
+	}
+	return table, nil
+}
+
+// PrintTokens prints a table of the token file of the cloud that config configures.
+func PrintTokens(out io.Writer, c *conf.Cloud, config string, lines []ListedToken) error {
+	if len(lines) == 0 {
+		fmt.Fprintf(out, "%s holds no token: tunnel token create -c %s --node NAME\n", c.Server.TokenFile, shellQuote(config))
+		return nil
+	}
+	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
+	fmt.Fprintln(w, "NODE\tKIND\tID\tEXPIRES\tSTATE")
+	for _, l := range lines {
+		expires := "never"
+		if l.Expires != nil {
+			expires = when(*l.Expires)
+		}
+		if l.Kind == listedRevocation {
+			expires = "-"
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", l.Node, l.Kind, cmp.Or(l.ID, "-"), expires, l.State)
+	}
+	return w.Flush()
+}
+
+// Revoke writes that nothing proves a node.
+func Revoke(c *conf.Cloud, h Host, node tunnel.NodeName, out, notes io.Writer) error {
+	var known bool
+	change, err := tokenFileOf(c, h).edit(func(content string) (string, error) {
+		lines, err := auth.List(content)
+		if err != nil {
+			return "", err
+		}
+		known = slices.ContainsFunc(lines, func(l auth.Line) bool { return l.Node == node })
+		return auth.RevokeNode(content, node)
+	})
+	switch {
+	case err != nil:
+		return err
+	case change.failed != nil:
+		return change.unwritten()
+	}
+	fmt.Fprintf(out, "Node %s is revoked: no token and no certificate proves it any more, and a cloud that runs ends its session now.\n", node)
+	if !known {
+		fmt.Fprintf(notes, "No line of %s was about %s before: is the name right?\n", c.Server.TokenFile, node)
+	}
+	change.tellReplicas(notes)
+	return nil
+}
