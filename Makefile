@@ -75,9 +75,9 @@ lint: ## golangci-lint, formatting, that go.mod is in order, and the sentences o
 cross: ## that everything builds for darwin and windows, for linux/arm64, and with 32 bits (linux/arm)
 	@export CGO_ENABLED=0; for platform in linux/arm linux/arm64 darwin/arm64 windows/amd64; do \
 		echo $$platform; export GOOS=$${platform%/*} GOARCH=$${platform#*/}; \
-		go build ./cmd/... ./pkg/... ./conf/...; \
+		go build ./cmd/... ./internal/... ./pkg/... ./conf/...; \
 		if [ $$GOOS = linux ]; then go vet $(PKGS); continue; fi; \
-		go list -f '{{range .GoFiles}}{{$$.Dir}}/{{.}} {{end}}' ./cmd/... ./pkg/... ./conf/... | while read -r files; do go vet $$files; done; \
+		go list -f '{{range .GoFiles}}{{$$.Dir}}/{{.}} {{end}}' ./cmd/... ./internal/... ./pkg/... ./conf/... | while read -r files; do go vet $$files; done; \
 	done
 
 .PHONY: vuln

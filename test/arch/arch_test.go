@@ -25,7 +25,7 @@ type arrow struct {
 }
 
 var arrows = []arrow{
-	{"cmd", []string{"conf", "pkg"}, "cmd wires everything; it knows modules, and modules know nothing of each other"},
+	{"cmd", []string{"conf", "internal", "pkg"}, "cmd wires everything; it knows modules, and modules know nothing of each other"},
 	{"conf", []string{"pkg/auth", "pkg/tunnel"}, "the configuration knows words and formats; cmd translates it for the modules"},
 	{"pkg/tunnel", nil, "the core words know no module and no transport, so that anything can be built on them"},
 	{"pkg/auth", []string{"pkg/reload", "pkg/tunnel"}, "who may do what is asked by modules and asks none of them"},
@@ -42,6 +42,7 @@ var arrows = []arrow{
 	{"pkg/socket", nil, "a unix socket is a listener like any other; whose it is it does not know"},
 	{"pkg/admin", []string{"pkg/listen", "pkg/socket", "pkg/tunnel"}, "health and metrics are told what to show; they reach into nobody"},
 	{"pkg/setup", []string{"conf", "pkg/auth", "pkg/reload", "pkg/stream", "pkg/tunnel"}, "it reads and writes configuration files and joins as an edge does; no daemon's module is in it"},
+	{"internal/demo", []string{"pkg/auth", "pkg/reload", "pkg/stream"}, "it runs the program itself for each end; only a stranger with a wrong token is its own"},
 	{"test", []string{"conf", "pkg", "test"}, "what needs two ends may use every package but cmd, which it runs as a process"},
 }
 

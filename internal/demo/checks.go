@@ -1,4 +1,4 @@
-package main
+package demo
 
 import (
 	"bufio"
@@ -11,88 +11,25 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"sync"
 	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/auth"
 	"tunnel/pkg/reload"
+	"tunnel/pkg/stream"
 )
 
-// demoServices are the two services behind the edge. They run in the demo's own
-// process, which is neither the cloud nor the edge.
-type demoServices struct {
-	page *http.Server
-	echo net.Listener
-	wg   sync.WaitGroup
-}
-
-// serve makes the authority and starts the services.
-func (d *demo) serve() (*demoServices, error) {
-	var err error
-	if d.ca, err = auth.NewCA("tunnel demo", demoLifetime); err != nil {
-		return nil, err
-	}
-	cert, key, err := d.ca.Issue(auth.Leaf{CommonName: demoNode, DNSNames: []string{demoNode}, Server: true})
-	if err != nil {
-		return nil, err
-	}
-	pair, err := tls.X509KeyPair(cert, key)
-	if err != nil {
-		return nil, err
-	}
-	page, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		return nil, err
-	}
-	echo, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		page.Close()
-		return nil, err
-	}
-	d.Page, d.Echo = page.Addr().String(), echo.Addr().String()
-	s := &demoServices{echo: echo, page: &http.Server{
-		Handler:           http.HandlerFunc(demoPage),
-		TLSConfig:         &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}},
-		ReadHeaderTimeout: 5 * time.Second,
-	}}
-	s.wg.Go(func() { s.page.ServeTLS(page, "", "") }) //nolint:errcheck // it ends when it is closed
-	s.wg.Go(func() {
-		for {
-			c, err := echo.Accept()
-			if err != nil {
-				return
-			}
-			go func() {
-				defer c.Close()
-				io.Copy(c, c) //nolint:errcheck // likewise
-			}()
-		}
-	})
-	return s, nil
-}
-
-func (s *demoServices) close() {
-	s.page.Close() //nolint:errcheck // the demo ends
-	s.echo.Close()
-	s.wg.Wait()
-}
-
-func demoPage(w http.ResponseWriter, r *http.Request) {
-	w.Header().Set("Content-Type", "text/plain; charset=utf-8")
-	w.Header().Set("Trailer", "Demo-End")
-	fmt.Fprintf(w, "hello from node %s, behind its NAT: %s %s\n", demoNode, r.Method, r.URL.Path)
-	w.Header().Set("Demo-End", "all of it")
-}
-
-// demoCheck is one thing that the demo proves.
-type demoCheck struct {
+// check is one proof that the tunnel works. Its name is part of the output of demo --once.
+type check struct {
 	name string
 	run  func(ctx context.Context) error
 }
 
 // checkAll runs every check, prints a line for each, and returns how many failed.
 func (d *demo) checkAll(ctx context.Context) (failed int) {
-	checks := []demoCheck{
+	checks := []check{
 		{"tcp", d.checkTCP},
 		{"https-passthrough", d.checkPassthrough},
 		{"https-terminate", d.checkTerminate},
@@ -101,8 +38,8 @@ func (d *demo) checkAll(ctx context.Context) (failed int) {
 		{"wrong-token-refused", d.checkWrongToken},
 		{"join-by-token", d.checkJoin},
 	}
-	if d.flags.target != "" {
-		checks = append(checks, demoCheck{"own-target", d.checkOwn})
+	if d.flags.Target != "" {
+		checks = append(checks, check{"own-target", d.checkOwn})
 	}
 	for _, c := range checks {
 		cctx, cancel := context.WithTimeout(ctx, 10*time.Second)
@@ -147,18 +84,18 @@ func (d *demo) checkTCP(ctx context.Context) error {
 	return nil
 }
 
-// ownQuiet is how long a target of one's own must not reset a connection. It may be
-// silent, so there may be nothing else to see.
+// ownQuiet is how long a connection to --target must stay open. A target may be silent, so
+// a reset within this time is the only sign of a target that the edge cannot reach.
 const ownQuiet = 300 * time.Millisecond
 
 // checkOwn connects to --target through the tunnel.
 func (d *demo) checkOwn(ctx context.Context) error {
 	unreachable := func(err error) error {
-		return fmt.Errorf("%s cannot be reached from this machine: %w", d.flags.target, err)
+		return fmt.Errorf("%s cannot be reached from this machine: %w", d.flags.Target, err)
 	}
 	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", fmt.Sprintf("127.0.0.1:%d", d.Own))
 	if err != nil {
-		return unreachable(err) // a reset may be there before the connect has returned
+		return unreachable(err) // a reset may arrive before connect returns
 	}
 	defer c.Close()
 	if err = c.SetDeadline(time.Now().Add(ownQuiet)); err != nil {
@@ -171,10 +108,11 @@ func (d *demo) checkOwn(ctx context.Context) error {
 	return unreachable(err)
 }
 
-// client returns an HTTP client for the HTTPS front door. With serverName its
-// connections carry that name as SNI; without, none.
+// client returns an HTTP client whose connections all go to the HTTPS front door. A
+// serverName that is a DNS name is sent as SNI; an IP address never is (RFC 6066 section 3).
+// With certificate the client shows the certificate of kube-apiserver.
 func (d *demo) client(serverName string, certificate bool) (*http.Client, error) {
-	quiet := slog.New(slog.DiscardHandler) // nothing changes
+	quiet := slog.New(slog.DiscardHandler) // the files do not change
 	ca, err := reload.NewPool(d.path("ca.crt"), quiet)
 	if err != nil {
 		return nil, err
@@ -197,24 +135,26 @@ func (d *demo) client(serverName string, certificate bool) (*http.Client, error)
 	}}, nil
 }
 
+// checkPassthrough sends the node's name as SNI, so the cloud passes TLS through to the service.
 func (d *demo) checkPassthrough(ctx context.Context) error {
-	client, err := d.client(demoNode, false)
+	client, err := d.client(nodeName, false)
 	if err != nil {
 		return err
 	}
-	return wantPage(get(ctx, client, fmt.Sprintf("https://%s:%d/", demoNode, d.HTTPS)))
+	return wantPage(get(ctx, client, fmt.Sprintf("https://%s:%d/", nodeName, d.HTTPS)))
 }
 
+// checkTerminate calls without SNI, as kube-apiserver does for exec and attach.
 func (d *demo) checkTerminate(ctx context.Context) error {
-	client, err := d.client("127.0.0.1", true) // an address is never sent as SNI
+	client, err := d.client("127.0.0.1", true) // no SNI, so the cloud terminates TLS
 	if err != nil {
 		return err
 	}
-	return wantPage(get(ctx, client, fmt.Sprintf("https://%s:%d/", demoNode, d.HTTPS)))
+	return wantPage(get(ctx, client, fmt.Sprintf("https://%s:%d/", nodeName, d.HTTPS)))
 }
 
 func wantPage(body string, err error) error {
-	const want = "hello from node " + demoNode
+	const want = "hello from node " + nodeName
 	if err != nil {
 		return err
 	}
@@ -224,17 +164,19 @@ func wantPage(body string, err error) error {
 	return nil
 }
 
+// checkStranger calls without SNI and without a client certificate. The cloud must refuse.
 func (d *demo) checkStranger(ctx context.Context) error {
 	client, err := d.client("127.0.0.1", false)
 	if err != nil {
 		return err
 	}
-	if body, err := get(ctx, client, fmt.Sprintf("https://%s:%d/", demoNode, d.HTTPS)); err == nil {
+	if body, err := get(ctx, client, fmt.Sprintf("https://%s:%d/", nodeName, d.HTTPS)); err == nil {
 		return fmt.Errorf("a caller without a client certificate got %q", body)
 	}
 	return nil
 }
 
+// checkUnknownNode asks for a node that has no session.
 func (d *demo) checkUnknownNode(ctx context.Context) error {
 	client, err := d.client("127.0.0.1", true)
 	if err != nil {
@@ -267,7 +209,7 @@ type statusError struct {
 
 func (e *statusError) Error() string { return fmt.Sprintf("HTTP %d: %s", e.code, e.body) }
 
-// get returns the body of a page, whole.
+// get returns the whole body of a page.
 func get(ctx context.Context, client *http.Client, url string) (string, error) {
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, nil)
 	if err != nil {
@@ -287,3 +229,45 @@ func get(ctx context.Context, client *http.Client, url string) (string, error) {
 	}
 	return string(body), nil
 }
+
+// joinWithWrongToken tries to join as the demo's node with a new token, until the cloud has
+// answered once.
+func (d *demo) joinWithWrongToken(ctx context.Context) error {
+	ca, err := reload.NewPool(d.path("ca.crt"), slog.New(slog.DiscardHandler))
+	if err != nil {
+		return err
+	}
+	conf := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: ca.Pool(), ServerName: cloudName}
+	client, err := stream.NewClient(stream.ClientConfig{
+		Address: fmt.Sprintf("127.0.0.1:%d", d.GRPC),
+		TLS:     func() *tls.Config { return conf },
+		Node:    nodeName,
+		Token:   func() (auth.Secret, error) { return auth.NewToken(), nil },
+		Log:     slog.New(slog.DiscardHandler),
+	})
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		client.Run(ctx) //nolint:errcheck // Ready returns the reason
+	}()
+	defer func() {
+		cancel()
+		<-ended
+	}()
+	for {
+		err := client.Ready()
+		if err == nil || isUnauthenticated(err) || ctx.Err() != nil {
+			return errors.Join(err, ctx.Err())
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(10 * time.Millisecond):
+		}
+	}
+}
+
+func isUnauthenticated(err error) bool { return status.Code(err) == codes.Unauthenticated }
