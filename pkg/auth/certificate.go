@@ -72,22 +72,31 @@ func verify(chain []*x509.Certificate, roots *x509.CertPool) (until time.Time, e
 	return until, nil
 }
 
-// parseChain reads a chain of certificates in PEM, leaf first. It skips blocks of other types.
-func parseChain(text []byte) ([]*x509.Certificate, error) {
-	var chain []*x509.Certificate
-	for len(text) > 0 {
-		block, rest := pem.Decode(text)
-		if block == nil {
-			break
+// ParseCertificates returns the certificates of a PEM text, in their order. It skips blocks of
+// other types, such as keys. An error is about the certificate that follows those returned. A
+// text without a certificate is no error: the caller can say better what the text should be.
+func ParseCertificates(text []byte) (certs []*x509.Certificate, err error) {
+	for {
+		var block *pem.Block
+		if block, text = pem.Decode(text); block == nil {
+			return certs, nil
 		}
-		if text = rest; block.Type != "CERTIFICATE" {
+		if block.Type != "CERTIFICATE" {
 			continue
 		}
 		c, err := x509.ParseCertificate(block.Bytes)
 		if err != nil {
-			return nil, fmt.Errorf("certificate %d of the chain: %w", len(chain)+1, err)
+			return certs, err
 		}
-		chain = append(chain, c)
+		certs = append(certs, c)
+	}
+}
+
+// parseChain reads a chain of certificates in PEM, leaf first.
+func parseChain(text []byte) ([]*x509.Certificate, error) {
+	chain, err := ParseCertificates(text)
+	if err != nil {
+		return nil, fmt.Errorf("certificate %d of the chain: %w", len(chain)+1, err)
 	}
 	if len(chain) == 0 {
 		return nil, errors.New("no certificate in it")

@@ -368,3 +368,33 @@ func FuzzParseRequest(f *testing.F) {
 		}
 	})
 }
+
+// ParseCertificates skips what is no certificate, and says where it stopped.
+func TestParseCertificates(t *testing.T) {
+	ca, err := NewCA("ca", time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	good, bad := string(ca.CertPEM()), string(encodePEM("CERTIFICATE", []byte("junk")))
+	for name, tt := range map[string]struct {
+		text string
+		want int
+		err  bool
+	}{
+		"nothing":                    {"", 0, false},
+		"no PEM":                     {"junk", 0, false},
+		"a key":                      {string(ca.KeyPEM()), 0, false},
+		"text and a key around one":  {"# mine\n" + string(ca.KeyPEM()) + good + string(ca.KeyPEM()) + "behind", 1, false},
+		"two":                        {good + good, 2, false},
+		"junk in a certificate":      {bad + good, 0, true},
+		"junk behind a good one":     {good + bad, 1, true},
+		"a certificate cut in two":   {good + good[:len(good)/2], 1, false},
+		"a block of another type":    {string(encodePEM("X509 CRL", []byte("junk"))) + good, 1, false},
+		"trusted, which is not PKIX": {string(encodePEM("TRUSTED CERTIFICATE", []byte("junk"))), 0, false},
+	} {
+		certs, err := ParseCertificates([]byte(tt.text))
+		if len(certs) != tt.want || (err != nil) != tt.err {
+			t.Errorf("%s: %d certificates, %v; want %d, an error: %t", name, len(certs), err, tt.want, tt.err)
+		}
+	}
+}

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"crypto/sha256"
 	"crypto/x509"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -164,20 +163,14 @@ func abs(path string) string {
 
 // nodeOfPEM returns the node of the first certificate of a file.
 func nodeOfPEM(text []byte) (tunnel.NodeName, error) {
-	for {
-		block, rest := pem.Decode(text)
-		if block == nil {
-			return "", errors.New("no certificate")
-		}
-		if block.Type == "CERTIFICATE" {
-			cert, err := x509.ParseCertificate(block.Bytes)
-			if err != nil {
-				return "", err
-			}
-			return auth.NodeOf(cert)
-		}
-		text = rest
+	certs, err := auth.ParseCertificates(text)
+	if len(certs) > 0 { // an error is about a later one
+		return auth.NodeOf(certs[0])
 	}
+	if err == nil {
+		err = errors.New("no certificate")
+	}
+	return "", err
 }
 
 // write writes what is not there yet, and returns the paths.

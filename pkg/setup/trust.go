@@ -2,7 +2,6 @@ package setup
 
 import (
 	"crypto/x509"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"net"
@@ -20,24 +19,13 @@ import (
 
 // readCertificates reads the certificates of a PEM file.
 func readCertificates(key, file string) ([]*x509.Certificate, error) {
-	rest, err := os.ReadFile(file) //nolint:gosec // the operator names the file
+	text, err := os.ReadFile(file) //nolint:gosec // the operator names the file
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", key, err)
 	}
-	var all []*x509.Certificate
-	for {
-		var block *pem.Block
-		if block, rest = pem.Decode(rest); block == nil {
-			break
-		}
-		if block.Type != "CERTIFICATE" {
-			continue
-		}
-		cert, err := x509.ParseCertificate(block.Bytes)
-		if err != nil {
-			return nil, fmt.Errorf("%s: %s: %w", key, file, err)
-		}
-		all = append(all, cert)
+	all, err := auth.ParseCertificates(text)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %s: %w", key, file, err)
 	}
 	if len(all) == 0 {
 		return nil, fmt.Errorf("%s: %s holds no certificate: it must be PEM, with BEGIN CERTIFICATE", key, file)

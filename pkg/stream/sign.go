@@ -3,7 +3,6 @@ package stream
 import (
 	"context"
 	"crypto/x509"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"time"
@@ -205,17 +204,9 @@ func notSigned(node string, request []byte, err error) *refusedJoin {
 
 // parseChain reads certificates in PEM, leaf first.
 func parseChain(text []byte) ([]*x509.Certificate, error) {
-	var chain []*x509.Certificate
-	for {
-		var block *pem.Block
-		if block, text = pem.Decode(text); block == nil {
-			break
-		}
-		c, err := x509.ParseCertificate(block.Bytes)
-		if err != nil {
-			return nil, fmt.Errorf("the new certificate: %w", err)
-		}
-		chain = append(chain, c)
+	chain, err := auth.ParseCertificates(text)
+	if err != nil {
+		return nil, fmt.Errorf("the new certificate: %w", err)
 	}
 	if len(chain) == 0 {
 		return nil, errors.New("the new certificate: there is none in what the signer has returned")
