@@ -9,11 +9,13 @@ import (
 	"net"
 	"slices"
 
+	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
 
 	"tunnel/conf"
 	"tunnel/pkg/admin"
-	"tunnel/pkg/dns"
+	"tunnel/pkg/auth"
+	"tunnel/pkg/egress"
 	"tunnel/pkg/https"
 	"tunnel/pkg/reload"
 	"tunnel/pkg/setup"
@@ -52,174 +54,202 @@ func runCloud(ctx context.Context, file string, log *slog.Logger, level *slog.Le
 	return d.run(ctx)
 }
 
-// newCloud wires a replica together.
-func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
-	counters := new(tunnel.Counters)
-	directory := &tunnel.Directory{Counters: counters}
+// cloudWiring is a cloud that newCloud wires together. Each method adds one kind of module, and
+// takes all that it needs from the fields.
+type cloudWiring struct {
+	*daemon
 
+	// Set in this order by newCloud, before any add method runs.
+	conf        *conf.Cloud
+	counters    *tunnel.Counters
+	directory   *tunnel.Directory
+	files       *reload.Files
+	pair        *reload.Pair // of [mode.cloud.stream.server]
+	cluster     cluster
+	gate        *auth.Gate
+	issuer      stream.Issuer    // nil: the cloud makes no certificates
+	peers       *stream.Peers    // the other replicas; nil: none
+	relayed     *tunnel.Counters // what is relayed to and from peers; nil without peers
+	reach       everywhere
+	certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error) // shown on grpcport and agentport
+
+	collectors []prometheus.Collector // of the modules
+}
+
+// everywhere reaches nodes through this replica, and through it the other replicas.
+type everywhere interface {
+	tunnel.Dialer
+	egress.Claims
+	Holds(tunnel.NodeName) bool
+}
+
+// newCloud wires a replica together. It opens no listener and connects to nothing.
+func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	warnings, err := setup.CheckTrust(c)
 	if err != nil {
 		return nil, err
 	}
 	warn(log, warnings)
-	files := reload.NewFiles(log)
-	cert, err := files.Pair("mode.cloud.stream.server", c.Server.Cert, c.Server.Key)
-	if err != nil {
-		return nil, err
+	counters := new(tunnel.Counters)
+	w := &cloudWiring{
+		daemon: &daemon{mode: "cloud", log: log}, conf: c, counters: counters,
+		directory: &tunnel.Directory{Counters: counters}, files: reload.NewFiles(log),
 	}
-	k, err := newCluster(c, log)
-	if err != nil {
-		return nil, err
-	}
-	gate, issuer, err := newGate(c, files, k, log)
-	if err != nil {
-		return nil, err
-	}
-	peers, relayed, err := newPeers(c, files, cert, directory, log)
-	if err != nil {
-		return nil, err
-	}
-	// What front doors ask: this replica, and through it the others.
-	var reach everywhere = directory
-	if peers != nil {
-		reach = peers
-	}
-	certificate, err := setup.ServerCertificate(c, files, cert, log)
-	if err != nil {
+	if err = w.identify(); err != nil {
 		return nil, err
 	}
 	server, err := stream.NewServer(stream.ServerConfig{
 		Listen:       fmt.Sprintf(":%d", c.Server.GRPCPort),
 		Limits:       streamLimits(c.Limits),
-		TLS:          &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: certificate},
-		Auth:         gate,
+		TLS:          &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: w.certificate},
+		Auth:         w.gate,
 		Certificates: c.Join.CA != "",
-		Issuer:       issuer,
-		Counters:     counters,
+		Issuer:       w.issuer,
+		Counters:     w.counters,
 		Log:          log,
 		Software:     software(),
-		Peers:        peers,
-	}, directory)
+		Peers:        w.peers,
+	}, w.directory)
 	if err != nil {
 		return nil, err
 	}
+	w.routes, w.leave = server.Router().Routes(), server.Leave
 
-	d := &daemon{mode: "cloud", log: log, routes: server.Router().Routes(), leave: server.Leave}
-	d.add(server, server.Ready, fmt.Sprintf(":%d", c.Server.GRPCPort))
-	d.add(gate, nil)
-	d.add(files, nil)
-	k.add(d)
-	if peers != nil {
-		d.add(peers, peers.Ready)
+	// The modules of a cloud, in order.
+	w.add(server, server.Ready, fmt.Sprintf(":%d", c.Server.GRPCPort))
+	w.add(w.gate, nil)
+	w.add(w.files, nil)
+	w.cluster.add(w.daemon)
+	if w.peers != nil {
+		w.add(w.peers, w.peers.Ready)
 	}
-	d.addTCP(c.TCP, reach, counters)
-	if err = d.addHTTPS(c, files, k, reach, counters); err != nil {
+	w.addTCP()
+	if err = w.addHTTPS(); err != nil {
 		return nil, err
 	}
-	collectors, err := d.addEgress(c.Egress, c.Limits, counters, files, k, reach, directory, log)
-	if err != nil {
+	if err = w.addEgress(); err != nil {
 		return nil, err
 	}
-	d.addAgents(c, certificate, gate, peers, directory, counters, log)
-	collectors = append(collectors, d.addDNS(c.DNS, c.Limits, k, truthOf(c.DNS, directory, peers), counters)...)
-	if peers != nil {
-		collectors = append(collectors, admin.NewRelayCollector(relayed, peers.Replicas))
+	w.addAgents()
+	w.addDNS()
+	if w.peers != nil {
+		w.collectors = append(w.collectors, admin.NewRelayCollector(w.relayed, w.peers.Replicas))
 	}
 	if c.Server.ChannelzAddr != "" {
-		d.add(admin.NewChannelz(c.Server.ChannelzAddr, log), nil, c.Server.ChannelzAddr)
+		w.add(admin.NewChannelz(c.Server.ChannelzAddr, log), nil, c.Server.ChannelzAddr)
 	}
-	d.serveHealth(shown{
+	w.serveHealth(shown{
 		port: c.Server.LogPort, socket: c.AdminSocket, conns: c.Limits.Health,
-		counters: counters, sessions: directory.Sessions,
-		collectors: append(collectors, files.Collector(), gate.Collector()),
+		counters: w.counters, sessions: w.directory.Sessions,
+		collectors: append(w.collectors, w.files.Collector(), w.gate.Collector()),
 	})
-	return d, nil
+	return w.daemon, nil
 }
 
-// newPeers returns the other replicas and the counters of what is relayed to and from
-// them; nil when this one is alone. server is what it shows to edges.
-func newPeers(c *conf.Cloud, files *reload.Files, server *reload.Pair, directory *tunnel.Directory, log *slog.Logger) (*stream.Peers, *tunnel.Counters, error) {
+// identify sets who this replica is, who may join it, and who the other replicas are.
+func (w *cloudWiring) identify() (err error) {
+	w.pair, err = w.files.Pair("mode.cloud.stream.server", w.conf.Server.Cert, w.conf.Server.Key)
+	if err != nil {
+		return err
+	}
+	if w.cluster, err = newCluster(w.conf, w.log); err != nil {
+		return err
+	}
+	if err = w.newGate(); err != nil {
+		return err
+	}
+	if err = w.newPeers(); err != nil {
+		return err
+	}
+	w.reach = w.directory
+	if w.peers != nil {
+		w.reach = w.peers
+	}
+	w.certificate, err = setup.ServerCertificate(w.conf, w.files, w.pair, w.log)
+	return err
+}
+
+// newPeers sets peers and relayed, if the configuration names other replicas.
+func (w *cloudWiring) newPeers() error {
+	c := w.conf
 	if !c.Peers.Configured() {
-		return nil, nil, nil
-	}
-	pair := server
-	if certFile, keyFile := c.Pair(); certFile != c.Server.Cert || keyFile != c.Server.Key {
-		var err error
-		if pair, err = files.Pair("mode.cloud.stream.peers", certFile, keyFile); err != nil {
-			return nil, nil, err
-		}
-	}
-	pool, err := files.Pool("mode.cloud.stream.peers ca", c.Peers.CA)
-	if err != nil {
-		return nil, nil, err
-	}
-	conf := func() *tls.Config {
-		return &tls.Config{MinVersion: tls.VersionTLS12, GetClientCertificate: pair.GetClientCertificate, RootCAs: pool.Pool(), ServerName: c.Peers.ServerName}
-	}
-	relayed := new(tunnel.Counters)
-	peers, err := stream.NewPeers(stream.PeersConfig{
-		Service: c.Peers.Service, Addresses: c.Peers.Addresses, Addrs: c.DNS.Addrs,
-		TLS:      conf,
-		Counters: relayed, Log: log, Software: software(),
-	}, directory)
-	if err != nil {
-		return nil, nil, fmt.Errorf("mode.cloud.stream.peers: %w", err)
-	}
-	return peers, relayed, nil
-}
-
-// truthOf returns where each node is held: here, and on the other replicas if there are any.
-func truthOf(c conf.DNS, directory *tunnel.Directory, peers *stream.Peers) dns.Truth {
-	if peers != nil {
-		return dns.Merged{Replicas: peers}
-	}
-	return dns.Local{Nodes: directory, Addrs: c.Addrs}
-}
-
-func (d *daemon) addTCP(lines []conf.TCPListener, reach everywhere, counters *tunnel.Counters) {
-	if len(lines) == 0 {
-		return
-	}
-	var listeners []tcp.Listener
-	var addrs []string
-	for _, l := range lines {
-		listeners = append(listeners, tcp.Listener(l))
-		addrs = append(addrs, l.Listen)
-	}
-	door := tcp.New(listeners, reach, d.log)
-	door.Counters = counters
-	d.add(door, door.Ready, addrs...)
-}
-
-func (d *daemon) addHTTPS(c *conf.Cloud, files *reload.Files, k cluster, reach everywhere, counters *tunnel.Counters) error {
-	if len(c.HTTPS.Ports) == 0 {
 		return nil
 	}
-	cfg, err := httpsConfig(c.HTTPS, files)
+	pair := w.pair
+	if certFile, keyFile := c.Pair(); certFile != c.Server.Cert || keyFile != c.Server.Key {
+		var err error
+		if pair, err = w.files.Pair("mode.cloud.stream.peers", certFile, keyFile); err != nil {
+			return err
+		}
+	}
+	pool, err := w.files.Pool("mode.cloud.stream.peers ca", c.Peers.CA)
 	if err != nil {
 		return err
 	}
-	cfg.Limits, cfg.Counters = httpsLimits(c.Limits), counters
-	if k.pods != nil {
-		cfg.Pods = k.pods
-	}
-	door, err := https.New(cfg, reach, reach, d.log)
+	w.relayed = new(tunnel.Counters)
+	w.peers, err = stream.NewPeers(stream.PeersConfig{
+		Service: c.Peers.Service, Addresses: c.Peers.Addresses, Addrs: c.DNS.Addrs,
+		TLS: func() *tls.Config {
+			return &tls.Config{
+				MinVersion: tls.VersionTLS12, GetClientCertificate: pair.GetClientCertificate,
+				RootCAs: pool.Pool(), ServerName: c.Peers.ServerName,
+			}
+		},
+		Counters: w.relayed, Log: w.log, Software: software(),
+	}, w.directory)
 	if err != nil {
-		return err
-	}
-	listen := cmp.Or(c.HTTPS.Listen, https.DefaultListen)
-	var addrs []string
-	for port := range c.HTTPS.Ports {
-		addrs = append(addrs, net.JoinHostPort(listen, port))
-	}
-	slices.Sort(addrs)
-	d.add(door, door.Ready, addrs...)
-	if !net.ParseIP(listen).IsLoopback() && len(c.HTTPS.AllowFrom) == 0 {
-		d.log.Warn("anyone may connect to the https ports, though not past the kubelet: name kube-apiserver's network in allowfrom of [mode.cloud.https]")
+		return fmt.Errorf("mode.cloud.stream.peers: %w", err)
 	}
 	return nil
 }
 
+func (w *cloudWiring) addTCP() {
+	if len(w.conf.TCP) == 0 {
+		return
+	}
+	var listeners []tcp.Listener
+	var addrs []string
+	for _, l := range w.conf.TCP {
+		listeners = append(listeners, tcp.Listener(l))
+		addrs = append(addrs, l.Listen)
+	}
+	door := tcp.New(listeners, w.reach, w.log)
+	door.Counters = w.counters
+	w.add(door, door.Ready, addrs...)
+}
+
+func (w *cloudWiring) addHTTPS() error {
+	c := w.conf.HTTPS
+	if len(c.Ports) == 0 {
+		return nil
+	}
+	cfg, err := httpsConfig(c, w.files)
+	if err != nil {
+		return err
+	}
+	cfg.Limits, cfg.Counters = httpsLimits(w.conf.Limits), w.counters
+	if w.cluster.pods != nil {
+		cfg.Pods = w.cluster.pods
+	}
+	door, err := https.New(cfg, w.reach, w.reach, w.log)
+	if err != nil {
+		return err
+	}
+	listen := cmp.Or(c.Listen, https.DefaultListen)
+	var addrs []string
+	for port := range c.Ports {
+		addrs = append(addrs, net.JoinHostPort(listen, port))
+	}
+	slices.Sort(addrs)
+	w.add(door, door.Ready, addrs...)
+	if !net.ParseIP(listen).IsLoopback() && len(c.AllowFrom) == 0 {
+		w.log.Warn("anyone may connect to the https ports, though not past the kubelet: " +
+			"name kube-apiserver's network in allowfrom of [mode.cloud.https]")
+	}
+	return nil
+}
+
+// httpsConfig translates the configuration of the HTTPS front door, and reads its files.
 func httpsConfig(c conf.HTTPS, files *reload.Files) (https.Config, error) {
 	cfg := https.Config{
 		Mode: https.Mode(c.TLS), Listen: c.Listen, Ports: c.Ports,

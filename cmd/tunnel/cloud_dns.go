@@ -4,48 +4,52 @@ import (
 	"context"
 	"net/netip"
 
-	"github.com/prometheus/client_golang/prometheus"
-
-	"tunnel/conf"
 	"tunnel/pkg/dns"
-	"tunnel/pkg/kube"
-	"tunnel/pkg/tunnel"
 )
 
 // hostsKey is the key of the ConfigMap that holds the hosts file.
 const hostsKey = "hosts"
 
-// addDNS adds what makes nodes' names lead to this replica, and returns its metrics.
-func (d *daemon) addDNS(c conf.DNS, limits conf.Limits, k cluster, truth dns.Truth, counters *tunnel.Counters) []prometheus.Collector {
-	var names dns.Names // nil without Kubernetes: then every connected node may appear
-	var collectors []prometheus.Collector
+// addDNS adds the modules that make the names of nodes resolve to this replica.
+func (w *cloudWiring) addDNS() {
+	c, limits := w.conf.DNS, w.conf.Limits
+	truth := w.truth()
+	var names dns.Names // nil without Kubernetes: DNS serves every connected node
 	if c.ConfigMap != "" {
-		names = k.names
-		writer := newDNSWriter(c, k.client, truth, names, d)
-		d.add(writer, nil)
-		collectors = append(collectors, writer.Collector())
+		names = w.cluster.names
+		writer := w.newDNSWriter(truth, names)
+		w.add(writer, nil)
+		w.collectors = append(w.collectors, writer.Collector())
 	}
 	if c.Hosts != "" {
-		file := dns.NewHostsFile(c.Hosts, truth, names, d.log)
-		d.add(file, nil)
-		collectors = append(collectors, file.Collector())
+		file := dns.NewHostsFile(c.Hosts, truth, names, w.log)
+		w.add(file, nil)
+		w.collectors = append(w.collectors, file.Collector())
 	}
 	if c.Listen != "" {
 		responder := dns.NewResponder(dns.ResponderConfig{
-			Listen: c.Listen, Upstream: c.Upstream, AllowFrom: c.AllowFrom, Truth: truth, Names: names, Counters: counters, Log: d.log,
-			Conns: limits.DNS, Lookups: limits.Lookups,
+			Listen: c.Listen, Upstream: c.Upstream, AllowFrom: c.AllowFrom, Truth: truth, Names: names,
+			Counters: w.counters, Log: w.log, Conns: limits.DNS, Lookups: limits.Lookups,
 		})
-		d.add(responder, responder.Ready, c.Listen)
-		collectors = append(collectors, responder.Collector())
+		w.add(responder, responder.Ready, c.Listen)
+		w.collectors = append(w.collectors, responder.Collector())
 	}
-	return collectors
 }
 
-func newDNSWriter(c conf.DNS, client *kube.Client, truth dns.Truth, names dns.Names, d *daemon) *dns.Writer {
+// truth returns where each node is connected: here, or on another replica if there are any.
+func (w *cloudWiring) truth() dns.Truth {
+	if w.peers != nil {
+		return dns.Merged{Replicas: w.peers}
+	}
+	return dns.Local{Nodes: w.directory, Addrs: w.conf.DNS.Addrs}
+}
+
+func (w *cloudWiring) newDNSWriter(truth dns.Truth, names dns.Names) *dns.Writer {
+	c, client := w.conf.DNS, w.cluster.client
 	cfg := dns.WriterConfig{
-		Truth: truth, Names: names, Log: d.log,
+		Truth: truth, Names: names, Log: w.log,
 		Store:    client.ConfigMap(c.Namespace, c.ConfigMap, hostsKey),
-		Election: client.Lease(c.Namespace, c.ConfigMap, c.Identity, d.log),
+		Election: client.Lease(c.Namespace, c.ConfigMap, c.Identity, w.log),
 	}
 	if c.Service != "" {
 		cfg.Replicas = func(ctx context.Context) ([]netip.Addr, error) {

@@ -5,13 +5,11 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"fmt"
-	"log/slog"
 	"slices"
 
 	"github.com/prometheus/client_golang/prometheus"
 
 	"tunnel/conf"
-	"tunnel/pkg/auth"
 	"tunnel/pkg/egress"
 	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/kube"
@@ -20,69 +18,70 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// everywhere is this replica, and through it the others.
-type everywhere interface {
-	tunnel.Dialer
-	egress.Claims
-	Holds(tunnel.NodeName) bool
-}
-
-// addEgress adds the egress front door, if there is one, and returns its metrics.
-func (d *daemon) addEgress(c conf.Egress, limits conf.Limits, counters *tunnel.Counters, files *reload.Files, k cluster, all everywhere, directory *tunnel.Directory, log *slog.Logger) ([]prometheus.Collector, error) {
+// addEgress adds the egress front door, if the configuration has one.
+func (w *cloudWiring) addEgress() error {
+	c, limits := w.conf.Egress, w.conf.Limits
 	if !c.Configured() {
-		return nil, nil
+		return nil
 	}
-	cfg := egress.Config{GRPC: c.GRPC, HTTPConnect: c.HTTPConnect, Sessions: directory, Counters: counters, KonnectivityMetrics: c.KonnectivityMetrics, Strangers: limits.Strangers, StrangersPerAddress: limits.StrangersPerAddress}
+	cfg := egress.Config{
+		GRPC: c.GRPC, HTTPConnect: c.HTTPConnect, Sessions: w.directory, Counters: w.counters,
+		KonnectivityMetrics: c.KonnectivityMetrics,
+		Strangers:           limits.Strangers, StrangersPerAddress: limits.StrangersPerAddress,
+	}
 	cfg.Among = c.DefaultNodes
 	for _, s := range c.Strategies {
 		cfg.Strategies = append(cfg.Strategies, egress.Strategy(s))
 	}
 	if c.UsesTLS() {
 		var err error
-		if cfg.TLS, err = egressCallers(c, files); err != nil {
-			return nil, err
+		if cfg.TLS, err = egressCallers(c, w.files); err != nil {
+			return err
 		}
 	}
-	if k.reaches != nil {
-		cfg.Identifiers, cfg.Kubernetes = nodeReaches{k.reaches}, true
+	reaches := w.cluster.reaches
+	if reaches != nil {
+		cfg.Identifiers, cfg.Kubernetes = nodeReaches{reaches}, true
 	} else {
-		cfg.Identifiers = egress.Believed(all, log)
+		cfg.Identifiers = egress.Believed(w.reach, w.log)
 	}
-	door, err := egress.New(cfg, all, all, log)
+	door, err := egress.New(cfg, w.reach, w.reach, w.log)
 	if err != nil {
-		return nil, fmt.Errorf("mode.cloud.egress: %w", err)
+		return fmt.Errorf("mode.cloud.egress: %w", err)
 	}
-	d.add(door, door.Ready, slices.Concat(c.GRPC, c.HTTPConnect)...)
-	collectors := []prometheus.Collector{door.Collector()}
-	if k.reaches != nil {
-		collectors = append(collectors, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
-			Name: "tunnel_egress_contested_addresses", Help: "Addresses and pod networks of Nodes that do not count, because they belong to others or two Nodes claim them.",
-		}, func() float64 { return float64(k.reaches.Contested()) }))
+	w.add(door, door.Ready, slices.Concat(c.GRPC, c.HTTPConnect)...)
+	w.collectors = append(w.collectors, door.Collector())
+	if reaches != nil {
+		w.collectors = append(w.collectors, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
+			Name: "tunnel_egress_contested_addresses",
+			Help: "Addresses and pod networks of Nodes that do not count, because they belong to others or two Nodes claim them.",
+		}, func() float64 { return float64(reaches.Contested()) }))
 	}
-	return collectors, nil
+	return nil
 }
 
-// addAgents adds the door of stock konnectivity agents, if there is one. shown is our certificate.
-func (d *daemon) addAgents(c *conf.Cloud, shown func(*tls.ClientHelloInfo) (*tls.Certificate, error), gate *auth.Gate, peers *stream.Peers, directory *tunnel.Directory, counters *tunnel.Counters, log *slog.Logger) {
-	if c.Egress.AgentPort == 0 {
+// addAgents adds the port for stock konnectivity agents, if the configuration has one.
+func (w *cloudWiring) addAgents() {
+	if w.conf.Egress.AgentPort == 0 {
 		return
 	}
-	l, byDefault := c.Limits, stream.DefaultLimits()
+	l, byDefault := w.conf.Limits, stream.DefaultLimits()
 	cfg := konnectivity.AgentsConfig{
-		Listen: fmt.Sprintf(":%d", c.Egress.AgentPort),
-		TLS:    &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: shown},
-		Auth:   gate, Conns: cmp.Or(l.Conns, byDefault.Conns), Dials: cmp.Or(l.Dials, byDefault.Dials),
-		Joining: cmp.Or(l.Joining, byDefault.Joining), JoiningPerAddress: cmp.Or(l.JoiningPerAddress, byDefault.JoiningPerAddress),
-		JoinTimeout: cmp.Or(l.JoinTimeout, byDefault.JoinTimeout), Counters: counters, Log: log,
+		Listen: fmt.Sprintf(":%d", w.conf.Egress.AgentPort),
+		TLS:    &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: w.certificate},
+		Auth:   w.gate, Conns: cmp.Or(l.Conns, byDefault.Conns), Dials: cmp.Or(l.Dials, byDefault.Dials),
+		Joining:           cmp.Or(l.Joining, byDefault.Joining),
+		JoiningPerAddress: cmp.Or(l.JoiningPerAddress, byDefault.JoiningPerAddress),
+		JoinTimeout:       cmp.Or(l.JoinTimeout, byDefault.JoinTimeout), Counters: w.counters, Log: w.log,
 	}
-	if peers != nil {
-		cfg.Replicas = peers.Replicas
+	if w.peers != nil {
+		cfg.Replicas = w.peers.Replicas
 	}
-	agents := konnectivity.NewAgents(cfg, directory)
-	d.add(agents, agents.Ready, cfg.Listen)
+	agents := konnectivity.NewAgents(cfg, w.directory)
+	w.add(agents, agents.Ready, cfg.Listen)
 }
 
-// egressCallers returns how callers over TLS are known.
+// egressCallers returns the TLS configuration that admits callers by their client certificate.
 func egressCallers(c conf.Egress, files *reload.Files) (*tls.Config, error) {
 	pair, err := files.Pair("mode.cloud.egress", c.Cert, c.Key)
 	if err != nil {
@@ -92,11 +91,11 @@ func egressCallers(c conf.Egress, files *reload.Files) (*tls.Config, error) {
 	if err != nil {
 		return nil, err
 	}
-	now := func() *tls.Config {
+	now := func() *tls.Config { // with the files as they are now
 		return &tls.Config{
 			MinVersion: tls.VersionTLS12, GetCertificate: pair.GetCertificate,
 			ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool.Pool(),
-			SessionTicketsDisabled: true, // they would outlive a CA that is taken back
+			SessionTicketsDisabled: true, // a ticket would outlive a CA that the operator removes
 			VerifyPeerCertificate: func(_ [][]byte, chains [][]*x509.Certificate) error {
 				if name := chains[0][0].Subject.CommonName; !slices.Contains(c.ClientNames, name) {
 					return fmt.Errorf("%q is not in clientnames of [mode.cloud.egress]", name)
@@ -110,7 +109,7 @@ func egressCallers(c conf.Egress, files *reload.Files) (*tls.Config, error) {
 	return conf, nil
 }
 
-// nodeReaches is what Kubernetes says that nodes reach.
+// nodeReaches tells the egress front door what each node reaches, as Kubernetes has it.
 type nodeReaches struct{ *kube.Reaches }
 
 // Identifiers implements egress.Source.

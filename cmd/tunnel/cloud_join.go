@@ -19,16 +19,16 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// cluster is what a cloud asks of Kubernetes. Without Kubernetes all of it is nil.
+// cluster is what a cloud reads from Kubernetes. Without Kubernetes every field is nil.
 type cluster struct {
 	client  *kube.Client
-	names   *kube.Nodes   // that may appear in DNS
-	joining *kube.Nodes   // that may join; nil: any
-	reaches *kube.Reaches // what nodes reach; nil: nobody asks
-	pods    *kube.Pods    // where https finds the node of a pod; nil: it asks kubelets
+	names   *kube.Nodes   // nodes that may appear in DNS
+	joining *kube.Nodes   // nodes that may join; nil: any node
+	reaches *kube.Reaches // the addresses that each node reaches; nil: no module reads them
+	pods    *kube.Pods    // the node of each pod, for https; nil: https asks the kubelets
 }
 
-// newCluster connects to nothing yet.
+// newCluster makes the clients of Kubernetes that the configuration needs. None connects yet.
 func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 	key := "mode.cloud.stream.dns.configmap"
 	if c.DNS.ConfigMap == "" {
@@ -42,7 +42,7 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 			return cluster{}, nil
 		}
 	}
-	klog.SetSlogLogger(log) // what client-go has to say
+	klog.SetSlogLogger(log) // client-go logs there
 	if k.client, err = kube.New(os.Getenv("KUBECONFIG"), "tunnel/"+software()); err != nil {
 		return cluster{}, fmt.Errorf("%s: %w", key, err)
 	}
@@ -59,7 +59,7 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 	}
 	switch {
 	case c.Join.AnyNode:
-	// That https asks for pods does not change who may join.
+	// Asking for pods alone does not change who may join.
 	case k.names == nil && k.reaches == nil && !c.Join.AsksKubernetes():
 	case k.names != nil && c.DNS.NodeSelector == "":
 		k.joining = k.names
@@ -71,7 +71,7 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 	return k, nil
 }
 
-// add adds what follows Kubernetes.
+// add adds the modules that watch Kubernetes.
 func (k cluster) add(d *daemon) {
 	if k.client == nil {
 		return
@@ -91,7 +91,7 @@ func (k cluster) add(d *daemon) {
 	}
 }
 
-// newTokens reads the token file.
+// newTokens reads the token file, which may be empty if nodes can prove themselves otherwise.
 func newTokens(c *conf.Cloud, log *slog.Logger) (*auth.Tokens, error) {
 	return auth.NewTokens(auth.TokensConfig{
 		Path: c.Server.TokenFile, AllowShared: c.Server.AllowShared, Log: log,
@@ -99,11 +99,11 @@ func newTokens(c *conf.Cloud, log *slog.Logger) (*auth.Tokens, error) {
 	})
 }
 
-// kubernetesBackdate is how long before its issue a certificate of Kubernetes' signers
-// begins (kubernetes/pkg/controller/certificates/signer/signer.go).
+// kubernetesBackdate is how far Kubernetes' own signers backdate a certificate
+// (kubernetes/pkg/controller/certificates/signer/signer.go).
 const kubernetesBackdate = 5 * time.Minute
 
-// backdate is how long before its issue a node's certificate begins.
+// backdate returns how long before its issue the NotBefore of a node's certificate lies.
 func backdate(j conf.Join) time.Duration {
 	switch {
 	case !j.Kubernetes:
@@ -111,23 +111,24 @@ func backdate(j conf.Join) time.Duration {
 	case j.SignerName == "" || strings.HasPrefix(j.SignerName, "kubernetes.io/"):
 		return kubernetesBackdate
 	}
-	// Nobody knows of others. Too much would keep certificates good that were issued before
-	// a revocation; too little has a node wait that joins again at once after one.
+	// The backdating of any other signer is unknown. A value too large would keep certificates
+	// good that were issued before a revocation. With a value too small, a node that joins again
+	// right after a revocation has to wait.
 	return 0
 }
 
-// newGate returns who decides about joining, and who makes nodes their certificates, nil if
-// nobody does.
-func newGate(c *conf.Cloud, files *reload.Files, k cluster, log *slog.Logger) (*auth.Gate, stream.Issuer, error) {
-	tokens, err := newTokens(c, log)
+// newGate sets gate and issuer.
+func (w *cloudWiring) newGate() error {
+	c, k := w.conf, w.cluster
+	tokens, err := newTokens(c, w.log)
 	if err != nil {
-		return nil, nil, err
+		return err
 	}
-	cfg := auth.GateConfig{Tokens: tokens, Backdate: backdate(c.Join), Log: log}
+	cfg := auth.GateConfig{Tokens: tokens, Backdate: backdate(c.Join), Log: w.log}
 	if c.Join.CA != "" {
 		var pool *reload.Pool
-		if pool, err = files.Pool("mode.cloud.join ca", c.Join.CA); err != nil {
-			return nil, nil, err
+		if pool, err = w.files.Pool("mode.cloud.join ca", c.Join.CA); err != nil {
+			return err
 		}
 		cfg.NodeCA = pool.Pool
 	}
@@ -141,29 +142,31 @@ func newGate(c *conf.Cloud, files *reload.Files, k cluster, log *slog.Logger) (*
 	if k.joining != nil {
 		cfg.Nodes = k.joining
 	}
-	gate := auth.NewGate(cfg)
-	issuer, err := newIssuer(c, gate, k, log)
-	return gate, issuer, err
+	w.gate = auth.NewGate(cfg)
+	w.issuer, err = w.newIssuer()
+	return err
 }
 
-func newIssuer(c *conf.Cloud, gate *auth.Gate, k cluster, log *slog.Logger) (stream.Issuer, error) {
+// newIssuer returns who makes certificates for nodes, or nil if nobody does.
+func (w *cloudWiring) newIssuer() (stream.Issuer, error) {
+	c := w.conf.Join
 	switch {
-	case c.Join.Kubernetes:
-		return auth.NewIssuer(gate, k.client.Signer(c.Join.SignerName, c.Join.Lifetime, log)), nil
-	case c.Join.CAKey != "":
-		signer, err := auth.NewFileSigner(c.Join.CA, c.Join.CAKey, c.Join.Lifetime)
+	case c.Kubernetes:
+		return auth.NewIssuer(w.gate, w.cluster.client.Signer(c.SignerName, c.Lifetime, w.log)), nil
+	case c.CAKey != "":
+		signer, err := auth.NewFileSigner(c.CA, c.CAKey, c.Lifetime)
 		if err != nil {
 			return nil, fmt.Errorf("mode.cloud.join: %w", err)
 		}
-		return auth.NewIssuer(gate, signer), nil
+		return auth.NewIssuer(w.gate, signer), nil
 	}
 	return nil, nil
 }
 
-// defaultAudience is that of ServiceAccount tokens which are for us.
+// defaultAudience is the audience of the ServiceAccount tokens that a cloud accepts.
 const defaultAudience = "tunnel"
 
-// reviewer is Kubernetes as auth asks it.
+// reviewer has Kubernetes review ServiceAccount tokens.
 type reviewer struct {
 	client   *kube.Client
 	audience string
@@ -178,7 +181,7 @@ func (r reviewer) Review(ctx context.Context, token auth.Secret) (auth.Review, e
 	return auth.Review{Authenticated: got.Authenticated, User: got.User, Node: got.Node}, nil
 }
 
-// nodeNames is the module that follows which nodes there are.
+// nodeNames is a module that watches the names of the cluster's nodes.
 type nodeNames struct {
 	name string
 	*kube.Nodes
@@ -187,7 +190,7 @@ type nodeNames struct {
 func (n nodeNames) Name() string                    { return n.name }
 func (nodeNames) Routes() map[string]tunnel.Handler { return nil }
 
-// Note says why the names may be out of date.
+// Note says why the names may be stale, for /readyz.
 func (n nodeNames) Note() string {
 	if err := n.Err(); err != nil {
 		return "the names of the nodes cannot be read: " + kube.Explain(err).Error()
@@ -195,7 +198,7 @@ func (n nodeNames) Note() string {
 	return ""
 }
 
-// podNodes is the module that sees whether pods can be read.
+// podNodes is the module that checks, for /readyz, whether Kubernetes lets the cloud read pods.
 type podNodes struct{ *kube.Pods }
 
 func (podNodes) Name() string                      { return "pods" }

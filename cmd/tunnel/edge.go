@@ -52,96 +52,117 @@ func runEdge(ctx context.Context, file string, log *slog.Logger, level *slog.Lev
 	return d.run(ctx)
 }
 
-// newEdge wires an edge together.
+// edgeWiring is an edge that newEdge wires together. Set once, by newEdge.
+type edgeWiring struct {
+	*daemon
+
+	conf     *conf.Edge
+	counters *tunnel.Counters
+	files    *reload.Files
+	policy   *auth.Policy
+	egress   *egress.Edge
+	dialers  []tunnel.Module // each dials targets for one front door
+	client   *stream.Client
+}
+
+// newEdge wires an edge together. It opens no listener and connects to nothing.
 func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
-	counters := new(tunnel.Counters)
-	policy, err := auth.ParsePolicy(e.Allow)
-	if err != nil {
+	named := log.With("node", e.Node)
+	w := &edgeWiring{
+		daemon: &daemon{mode: "edge", log: named}, conf: e,
+		counters: new(tunnel.Counters), files: reload.NewFiles(named),
+	}
+	var err error
+	if w.policy, err = auth.ParsePolicy(e.Allow); err != nil {
 		return nil, fmt.Errorf("mode.edge allow: %w", err)
 	}
-	files := reload.NewFiles(log.With("node", e.Node))
-	pool, err := files.Pool("mode.edge.stream.client cert", e.CA)
-	if err != nil {
+	if err = w.newClient(log); err != nil {
 		return nil, err
+	}
+	w.routes = w.client.Router().Routes()
+	w.about = []any{"node_from", e.NodeFrom, "cloud", e.Addr, "allow", w.policy.String()}
+
+	// The modules of an edge, in order.
+	w.add(w.client, w.client.Ready)
+	w.add(w.files, nil)
+	if e.NodeCert != "" && e.NodeKey == "" {
+		w.add(auth.NewRenewal(auth.RenewalConfig{Node: e.Node, File: e.NodeCert, Renew: w.client.Renew, Log: w.log}), nil)
+	}
+	for _, m := range w.dialers {
+		w.add(m, nil)
+	}
+	if err = w.addKonnectivity(); err != nil {
+		return nil, err
+	}
+	if e.ChannelzAddr != "" {
+		w.add(admin.NewChannelz(e.ChannelzAddr, w.log), nil, e.ChannelzAddr)
+	}
+	w.serveHealth(shown{
+		port: e.LogPort, socket: e.AdminSocket, conns: e.Limits.Health,
+		counters: w.counters,
+		sessions: func() []*tunnel.Session {
+			if s := w.client.Session(); s != nil {
+				return []*tunnel.Session{s}
+			}
+			return nil
+		},
+		collectors: []prometheus.Collector{w.files.Collector()},
+	})
+	return w.daemon, nil
+}
+
+// newClient sets dialers and client. log is without the node, which the client adds.
+func (w *edgeWiring) newClient(log *slog.Logger) error {
+	e := w.conf
+	pool, err := w.files.Pool("mode.edge.stream.client cert", e.CA)
+	if err != nil {
+		return err
 	}
 	var kubelet func() *tls.Certificate
 	if e.HTTPS.Cert != "" {
 		var pair *reload.Pair
-		if pair, err = files.Pair("mode.edge.https", e.HTTPS.Cert, e.HTTPS.Key); err != nil {
-			return nil, err
+		if pair, err = w.files.Pair("mode.edge.https", e.HTTPS.Cert, e.HTTPS.Key); err != nil {
+			return err
 		}
 		kubelet = pair.Certificate
 	}
-	proof, err := newProof(e, files, log)
+	proof, err := newProof(e, w.files, log)
 	if err != nil {
-		return nil, err
+		return err
 	}
-	egressEdge := egress.NewEdge(policy)
-	dialers := []tunnel.Module{
-		https.NewEdge(policy.DialRequest, kubelet, nil),
-		tcp.NewEdge(policy.DialRequest),
-		egressEdge,
+	w.egress = egress.NewEdge(w.policy)
+	w.dialers = []tunnel.Module{
+		https.NewEdge(w.policy.DialRequest, kubelet, nil),
+		tcp.NewEdge(w.policy.DialRequest),
+		w.egress,
 	}
 	if _, err = konnectivity.ParseIdentifiers(e.EgressIdentifiers); err != nil {
-		return nil, fmt.Errorf("mode.edge.egress identifiers: %w", err)
+		return fmt.Errorf("mode.edge.egress identifiers: %w", err)
 	}
-	client, err := stream.NewClient(stream.ClientConfig{
+	w.client, err = stream.NewClient(stream.ClientConfig{
 		Address:  e.Addr,
 		Limits:   edgeLimits(e.Limits),
 		TLS:      func() *tls.Config { return proof.tls(e.ServerName, pool.Pool()) },
 		Node:     e.Node,
 		Token:    proof.token,
-		Counters: counters,
+		Counters: w.counters,
 		Log:      log,
 		Software: software(),
 		All:      e.AllReplicas,
 
 		Connections: cmp.Or(e.Connections, stream.DefaultConnections),
 		Reach:       e.EgressIdentifiers,
-	}, dialers...)
-	if err != nil {
-		return nil, err
-	}
-
-	log = log.With("node", e.Node)
-	d := &daemon{mode: "edge", log: log, routes: client.Router().Routes(), about: []any{
-		"node_from", e.NodeFrom, "cloud", e.Addr, "allow", policy.String(),
-	}}
-	d.add(client, client.Ready)
-	d.add(files, nil)
-	if e.NodeCert != "" && e.NodeKey == "" {
-		d.add(auth.NewRenewal(auth.RenewalConfig{Node: e.Node, File: e.NodeCert, Renew: client.Renew, Log: log}), nil)
-	}
-	for _, m := range dialers {
-		d.add(m, nil)
-	}
-	if err = d.addKonnectivity(e, files, egressEdge.Dial, client, counters, log); err != nil {
-		return nil, err
-	}
-	if e.ChannelzAddr != "" {
-		d.add(admin.NewChannelz(e.ChannelzAddr, log), nil, e.ChannelzAddr)
-	}
-	d.serveHealth(shown{
-		port: e.LogPort, socket: e.AdminSocket, conns: e.Limits.Health,
-		counters: counters,
-		sessions: func() []*tunnel.Session {
-			if s := client.Session(); s != nil {
-				return []*tunnel.Session{s}
-			}
-			return nil
-		},
-		collectors: []prometheus.Collector{files.Collector()},
-	})
-	return d, nil
+	}, w.dialers...)
+	return err
 }
 
-// proof is what proves to the cloud which node this is: a token or a certificate.
+// proof is the credential that proves to the cloud which node this is: a token or a certificate.
 type proof struct {
-	token func() (auth.Secret, error) // nil: the certificate
-	pair  *reload.Pair
+	token func() (auth.Secret, error) // nil: pair is the credential
+	pair  *reload.Pair                // nil: token is the credential
 }
 
-// tls returns how to dial the cloud.
+// tls returns the TLS configuration of the next connection to the cloud.
 func (p proof) tls(serverName string, roots *x509.CertPool) *tls.Config {
 	cfg := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: roots, ServerName: serverName}
 	if p.pair != nil {
@@ -150,6 +171,7 @@ func (p proof) tls(serverName string, roots *x509.CertPool) *tls.Config {
 	return cfg
 }
 
+// newProof returns the credential that the configuration names, and reads its files once.
 func newProof(e *conf.Edge, files *reload.Files, log *slog.Logger) (proof, error) {
 	switch {
 	case e.NodeCert != "":
@@ -163,16 +185,18 @@ func newProof(e *conf.Edge, files *reload.Files, log *slog.Logger) (proof, error
 		node, err := auth.NodeOf(pair.Certificate().Leaf)
 		switch {
 		case err != nil:
-			return proof{}, fmt.Errorf("mode.edge.stream.client: nodecert: %s is no node's certificate: %w; tunnel join makes one", e.NodeCert, err)
+			return proof{}, fmt.Errorf("mode.edge.stream.client: nodecert: %s is no node's certificate: %w; "+
+				"tunnel join makes one", e.NodeCert, err)
 		case node != e.Node:
-			return proof{}, fmt.Errorf("mode.edge.stream.client: nodecert: %s is of node %s, and this is node %s (%s): set node in [mode.edge], or join as %s", e.NodeCert, node, e.Node, e.NodeFrom, e.Node)
+			return proof{}, fmt.Errorf("mode.edge.stream.client: nodecert: %s is of node %s, and this is node %s (%s): "+
+				"set node in [mode.edge], or join as %s", e.NodeCert, node, e.Node, e.NodeFrom, e.Node)
 		}
 		return proof{pair: pair}, nil
 	case e.TokenFile != "":
 		if _, err := auth.ReadTokenFile(e.TokenFile, log); err != nil {
 			return proof{}, err
 		}
-		quiet := slog.New(slog.DiscardHandler) // who may read the file has been said once
+		quiet := slog.New(slog.DiscardHandler) // the line above has warned about the mode of the file
 		return proof{token: func() (auth.Secret, error) { return auth.ReadTokenFile(e.TokenFile, quiet) }}, nil
 	}
 	return proof{token: func() (auth.Secret, error) { return e.Token, nil }}, nil

@@ -5,31 +5,31 @@ import (
 	"fmt"
 	"log/slog"
 
-	"tunnel/conf"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/reload"
-	"tunnel/pkg/tunnel"
 )
 
-// addKonnectivity adds the agent of stock proxy-servers, if there are some. What they ask for counts with what clouds do.
-func (d *daemon) addKonnectivity(e *conf.Edge, files *reload.Files, dial tunnel.DialFunc, budget konnectivity.Budget, counters *tunnel.Counters, log *slog.Logger) error {
-	k := e.Konnectivity
+// addKonnectivity adds an agent of stock konnectivity servers, if the configuration names any.
+// The dials that these servers ask for share the edge's budget with those of the cloud.
+func (w *edgeWiring) addKonnectivity() error {
+	k := w.conf.Konnectivity
 	if len(k.Servers) == 0 {
 		return nil
 	}
-	pool, err := files.Pool("mode.edge.konnectivity ca", k.CA)
+	pool, err := w.files.Pool("mode.edge.konnectivity ca", k.CA)
 	if err != nil {
 		return err
 	}
 	var pair *reload.Pair
 	if k.Cert != "" {
-		if pair, err = files.Pair("mode.edge.konnectivity", k.Cert, k.Key); err != nil {
+		if pair, err = w.files.Pair("mode.edge.konnectivity", k.Cert, k.Key); err != nil {
 			return err
 		}
 	}
 	cfg := konnectivity.AgentConfig{
-		Servers: k.Servers, Node: e.Node, Identifiers: e.EgressIdentifiers, Dial: dial, Budget: budget, Counters: counters, Log: log,
+		Servers: k.Servers, Node: w.conf.Node, Identifiers: w.conf.EgressIdentifiers,
+		Dial: w.egress.Dial, Budget: w.client, Counters: w.counters, Log: w.log,
 		TLS: func() *tls.Config {
 			c := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool.Pool()}
 			if pair != nil {
@@ -39,16 +39,16 @@ func (d *daemon) addKonnectivity(e *conf.Edge, files *reload.Files, dial tunnel.
 		},
 	}
 	if k.TokenFile != "" {
-		if _, err = auth.ReadTokenFile(k.TokenFile, log); err != nil {
+		if _, err = auth.ReadTokenFile(k.TokenFile, w.log); err != nil {
 			return fmt.Errorf("mode.edge.konnectivity tokenfile: %w", err)
 		}
-		quiet := slog.New(slog.DiscardHandler) // who may read the file has been said once
+		quiet := slog.New(slog.DiscardHandler) // the line above has warned about the mode of the file
 		cfg.Token = func() (auth.Secret, error) { return auth.ReadTokenFile(k.TokenFile, quiet) }
 	}
 	agent, err := konnectivity.NewAgent(cfg)
 	if err != nil {
 		return fmt.Errorf("mode.edge.egress identifiers: %w", err)
 	}
-	d.add(agent, agent.Ready)
+	w.add(agent, agent.Ready)
 	return nil
 }
