@@ -1,44 +1,56 @@
 package main
 
 import (
+	"math"
 	"os"
 	"runtime"
+	"runtime/debug"
 	"runtime/metrics"
 )
 
-// roomyHeap lets a small heap grow by twice cloudBallast before garbage is collected. Go
-// alone would collect each time that it has doubled: with a handful of nodes a dozen times
-// a second under a flood of small requests, and each time for milliseconds on half of two
-// processors, which others wait for.
+// spareHeap is how many bytes of garbage a small heap may hold beyond what Go's default allows.
+const spareHeap = 32 << 20
+
+// roomyHeap lets a small heap hold more garbage before Go collects it. By default Go collects
+// when the heap has doubled. A cloud with a handful of nodes would then collect a dozen times
+// a second under a flood of small requests. Each collection takes half of two processors for
+// milliseconds, and delays other callers.
 //
-// To that end there is a piece of memory that counts as live. Nobody ever touches it, so it
-// takes up addresses and nothing else. When the heap is so large that there is room anyway,
-// it goes: garbage would be memory that has no use. GOGC in the environment stands against
-// all that: then it alone counts.
+// Above 4*spareHeap bytes of live memory the default is roomy enough, and stays from then on.
+// If GOGC is set in the environment, it alone decides.
 func roomyHeap() {
 	if os.Getenv("GOGC") != "" {
 		return
 	}
-	ballast := make([]byte, cloudBallast)
-	live := []metrics.Sample{{Name: "/gc/heap/live:bytes"}}
-	untilDone(func() (done bool) {
-		metrics.Read(live)
-		done = live[0].Value.Uint64() > 4*cloudBallast
-		if !done {
-			runtime.KeepAlive(ballast)
-		}
-		return done
+	debug.SetGCPercent(gcPercent(0, 0))
+	size := []metrics.Sample{
+		{Name: "/gc/heap/live:bytes"}, {Name: "/gc/scan/stack:bytes"}, {Name: "/gc/scan/globals:bytes"},
+	}
+	afterEachGC(func() (done bool) {
+		metrics.Read(size)
+		live := size[0].Value.Uint64()
+		debug.SetGCPercent(gcPercent(live, size[1].Value.Uint64()+size[2].Value.Uint64()))
+		return live > 4*spareHeap
 	})
 }
 
-const cloudBallast = 32 << 20
+// gcPercent returns the GOGC that lets spareHeap bytes of garbage be beyond what 100 does. The
+// runtime starts a collection at live + (live + roots) * GOGC/100 bytes of heap; roots are
+// stacks and globals (https://go.dev/doc/gc-guide).
+func gcPercent(live, roots uint64) int {
+	const least = 4 << 20 // bytes: below, the runtime collects at least * GOGC/100
+	if live > 4*spareHeap {
+		return 100
+	}
+	return 100 + int(math.Round(100*spareHeap/float64(max(live+roots, least))))
+}
 
-// untilDone calls f after every garbage collection until it returns true.
-func untilDone(f func() (done bool)) {
-	type marker struct{ _ *byte } // not of those that Go packs together and frees late
+// afterEachGC calls f after every garbage collection until f returns true.
+func afterEachGC(f func() (done bool)) {
+	type marker struct{ _ *byte } // a pointer keeps it out of the tiny allocator, which frees late
 	runtime.AddCleanup(new(marker), func(f func() bool) {
 		if !f() {
-			untilDone(f)
+			afterEachGC(f)
 		}
 	}, f)
 }
