@@ -7,7 +7,7 @@ import (
 	"tunnel/pkg/dns"
 )
 
-// hostsKey is the key of the ConfigMap that holds the hosts file.
+// hostsKey is the key under which the ConfigMap holds the hosts file.
 const hostsKey = "hosts"
 
 // addDNS adds the modules that make the names of nodes resolve to this replica.

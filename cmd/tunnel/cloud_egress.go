@@ -54,7 +54,8 @@ func (w *cloudWiring) addEgress() error {
 	if reaches != nil {
 		w.collectors = append(w.collectors, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "tunnel_egress_contested_addresses",
-			Help: "Addresses and pod networks of Nodes that do not count, because they belong to others or two Nodes claim them.",
+			Help: "Addresses and pod networks of Nodes that do not count, " +
+				"because they belong to others or two Nodes claim them.",
 		}, func() float64 { return float64(reaches.Contested()) }))
 	}
 	return nil

@@ -14,8 +14,8 @@ import (
 	"tunnel/pkg/reload"
 )
 
-// Who may call the egress front door over TLS: those whom clientca has signed, and of them
-// those in clientnames.
+// The egress front door admits a caller over TLS whose certificate clientca has signed, if
+// clientnames has its name.
 func TestEgressCallers(t *testing.T) {
 	var cas [2]*auth.CA
 	for i := range cas {
@@ -60,7 +60,9 @@ func TestEgressCallers(t *testing.T) {
 		"no certificate":       {[]string{"kube-apiserver"}, nil, false},
 		"nobody is named":      {nil, caller(cas[0], "another"), false},
 	} {
-		server, err := egressCallers(conf.Egress{Cert: path["cert"], Key: path["key"], ClientCA: path["ca"], ClientNames: tc.names}, reload.NewFiles(slog.New(slog.DiscardHandler)))
+		server, err := egressCallers(conf.Egress{
+			Cert: path["cert"], Key: path["key"], ClientCA: path["ca"], ClientNames: tc.names,
+		}, reload.NewFiles(slog.New(slog.DiscardHandler)))
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -69,7 +71,8 @@ func TestEgressCallers(t *testing.T) {
 		go func() {
 			defer close(ended)
 			defer there.Close()
-			c := tls.Client(there, &tls.Config{InsecureSkipVerify: true, Certificates: tc.caller}) //nolint:gosec // it is about the caller
+			cfg := &tls.Config{InsecureSkipVerify: true, Certificates: tc.caller} //nolint:gosec // only the caller matters
+			c := tls.Client(there, cfg)
 			if c.Handshake() == nil {
 				c.Read(make([]byte, 1)) // the server's verdict, or its end
 			}

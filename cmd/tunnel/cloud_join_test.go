@@ -21,8 +21,8 @@ users: [{name: u, user: {token: t}}]
 current-context: c
 `
 
-// A signer of which nothing is known does not backdate: else what it has issued just before
-// a revocation would be good behind it.
+// An unknown signer counts as one that does not backdate. Otherwise a certificate that it issued
+// just before a revocation would stay good.
 func TestBackdate(t *testing.T) {
 	for name, tt := range map[string]struct {
 		join conf.Join
@@ -39,7 +39,7 @@ func TestBackdate(t *testing.T) {
 	}
 }
 
-// Kubernetes is asked for what is configured, and for nothing twice.
+// A cloud asks Kubernetes for what is configured, and for nothing twice.
 func TestCluster(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "kubeconfig")
 	if err := os.WriteFile(file, []byte(kubeconfig), 0o600); err != nil {
@@ -54,35 +54,41 @@ func TestCluster(t *testing.T) {
 		return conf.HTTPS{Ports: map[string]string{"10250": "a:1"}, ClientCA: "ca", Kubernetes: asks}
 	}
 	egress := conf.Egress{GRPC: []string{"unix:///s"}, Kubernetes: true}
+	type cloud = conf.Cloud
+	type join = conf.Join
+	anyAccount := join{ServiceAccounts: accounts, AnyNode: true}
+	closed := conf.HTTPS{ClientCA: "ca", Kubernetes: &yes}
 	for name, tt := range map[string]struct {
 		cloud                              conf.Cloud
 		client, names, joining, same, pods bool
 	}{
-		"no Kubernetes":                {conf.Cloud{Join: conf.Join{CA: "ca", CAKey: "key"}}, false, false, false, false, false},
-		"DNS":                          {conf.Cloud{DNS: dns}, true, true, true, true, false},
-		"DNS with a selector":          {conf.Cloud{DNS: selecting}, true, true, true, false, false},
-		"DNS, and any node may join":   {conf.Cloud{DNS: dns, Join: conf.Join{AnyNode: true}}, true, true, false, false, false},
-		"ServiceAccounts":              {conf.Cloud{Join: conf.Join{ServiceAccounts: accounts}}, true, false, true, false, false},
-		"ServiceAccounts of any nodes": {conf.Cloud{Join: conf.Join{ServiceAccounts: accounts, AnyNode: true}}, true, false, false, false, false},
-		"Kubernetes signs":             {conf.Cloud{Join: conf.Join{Kubernetes: true}}, true, false, true, false, false},
-		"https":                        {conf.Cloud{HTTPS: https(&yes)}, true, false, false, false, true},
-		"https by itself":              {conf.Cloud{HTTPS: https(nil)}, false, false, false, false, false},
-		"https without a port":         {conf.Cloud{HTTPS: conf.HTTPS{ClientCA: "ca", Kubernetes: &yes}}, false, false, false, false, false},
-		"https beside egress":          {conf.Cloud{HTTPS: https(nil), Egress: egress}, true, false, true, false, true},
-		"https without, and egress":    {conf.Cloud{HTTPS: https(&no), Egress: egress}, true, false, true, false, false},
-		"https beside DNS":             {conf.Cloud{HTTPS: https(&yes), DNS: dns}, true, true, true, true, true},
+		"no Kubernetes":                {cloud{Join: join{CA: "ca", CAKey: "key"}}, false, false, false, false, false},
+		"DNS":                          {cloud{DNS: dns}, true, true, true, true, false},
+		"DNS with a selector":          {cloud{DNS: selecting}, true, true, true, false, false},
+		"DNS, and any node may join":   {cloud{DNS: dns, Join: join{AnyNode: true}}, true, true, false, false, false},
+		"ServiceAccounts":              {cloud{Join: join{ServiceAccounts: accounts}}, true, false, true, false, false},
+		"ServiceAccounts of any nodes": {cloud{Join: anyAccount}, true, false, false, false, false},
+		"Kubernetes signs":             {cloud{Join: join{Kubernetes: true}}, true, false, true, false, false},
+		"https":                        {cloud{HTTPS: https(&yes)}, true, false, false, false, true},
+		"https by itself":              {cloud{HTTPS: https(nil)}, false, false, false, false, false},
+		"https without a port":         {cloud{HTTPS: closed}, false, false, false, false, false},
+		"https beside egress":          {cloud{HTTPS: https(nil), Egress: egress}, true, false, true, false, true},
+		"https without, and egress":    {cloud{HTTPS: https(&no), Egress: egress}, true, false, true, false, false},
+		"https beside DNS":             {cloud{HTTPS: https(&yes), DNS: dns}, true, true, true, true, true},
 	} {
 		k, err := newCluster(&tt.cloud, slog.New(slog.DiscardHandler))
 		if err != nil {
 			t.Errorf("%s: %v", name, err)
 			continue
 		}
-		if (k.client != nil) != tt.client || (k.names != nil) != tt.names || (k.joining != nil) != tt.joining || k.names != nil && (k.names == k.joining) != tt.same || (k.pods != nil) != tt.pods {
+		if (k.client != nil) != tt.client || (k.names != nil) != tt.names || (k.joining != nil) != tt.joining ||
+			k.names != nil && (k.names == k.joining) != tt.same || (k.pods != nil) != tt.pods {
 			t.Errorf("%s: %+v", name, k)
 		}
 		d := new(daemon)
 		k.add(d)
-		if shows := slices.ContainsFunc(d.checks, func(c admin.Check) bool { return c.Name == "pods" && c.Note != nil }); shows != tt.pods {
+		ofPods := func(c admin.Check) bool { return c.Name == "pods" && c.Note != nil }
+		if shows := slices.ContainsFunc(d.checks, ofPods); shows != tt.pods {
 			t.Errorf("%s: /readyz tells of pods: %t, want %t", name, shows, tt.pods)
 		}
 	}

@@ -11,25 +11,25 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// daemon is a cloud or an edge, wired together and not yet running.
+// daemon is a cloud or an edge. newCloud or newEdge sets its fields; run then only reads them.
 type daemon struct {
 	mode      string
 	log       *slog.Logger
-	routes    []string
-	modules   []tunnel.Module
-	checks    []admin.Check
-	listeners []string
-	health    *admin.Server // nil without a logport
-	socket    string        // of admin.Debug; "" is none
-	operators *admin.Server // what the socket shows, too
+	routes    []string        // message types, for the start-up line
+	modules   []tunnel.Module // in the order in which they start
+	checks    []admin.Check   // of /readyz
+	listeners []string        // for the start-up line
+	health    *admin.Server   // nil without a logport
+	socket    string          // path for admin.Debug; "": none
+	operators *admin.Server   // health and metrics, served on socket, too
 	level     *slog.LevelVar
-	// leave is what comes before the modules are stopped, while they go on; nil: nothing.
+	// leave runs before the modules stop, while they still serve; nil: nothing to do.
 	leave func(ctx context.Context)
-	about []any // more for the start-up line
+	about []any // more keys and values for the start-up line
 }
 
-// add appends a module. In /readyz it has a line if ready is not nil, or if it has a
-// Note or a Status of its own (admin.Check).
+// add appends a module. The module has a line in /readyz if ready is not nil, or if it has a
+// method Note or Status (admin.Check).
 func (d *daemon) add(m tunnel.Module, ready func() error, listeners ...string) {
 	d.modules = append(d.modules, m)
 	check := admin.Check{Name: m.Name(), Ready: ready}
@@ -49,17 +49,17 @@ func (d *daemon) add(m tunnel.Module, ready func() error, listeners ...string) {
 	}
 }
 
-// shown is what health and metrics are of, and where they are served.
+// shown says what health and metrics show, and where the daemon serves them.
 type shown struct {
-	port       int    // 0: none
-	socket     string // for operators; "": none
-	conns      int    // at once on the port
+	port       int    // of all interfaces; 0: none
+	socket     string // unix socket for operators; "": none
+	conns      int    // most connections at once on port; 0: the default
 	counters   *tunnel.Counters
 	sessions   func() []*tunnel.Session
 	collectors []prometheus.Collector
 }
 
-// serveHealth adds health and metrics. It is called last: it shows the modules' checks.
+// serveHealth adds health and metrics. Call it last, since it shows the checks of all modules.
 func (d *daemon) serveHealth(s shown) {
 	if s.port == 0 && s.socket == "" {
 		return
@@ -79,7 +79,7 @@ func (d *daemon) serveHealth(s shown) {
 	}
 }
 
-// observe runs what shows how it goes, until ctx is done.
+// observe serves health, metrics and the operators' socket until ctx is done.
 func (d *daemon) observe(ctx context.Context) error {
 	var observers []tunnel.Module
 	if d.health != nil {
@@ -91,10 +91,11 @@ func (d *daemon) observe(ctx context.Context) error {
 	return tunnel.Run(ctx, observers...)
 }
 
-// run runs the modules until ctx is done and they have drained, and health a little
-// longer, so that an operator sees the draining.
+// run runs the modules until ctx is done and they have drained. Health and metrics stay a
+// little longer, so that an operator sees the draining.
 func (d *daemon) run(ctx context.Context) error {
-	d.log.With(d.about...).Info("starting", "mode", d.mode, "version", software(), "listeners", d.listeners, "routes", d.routes)
+	d.log.With(d.about...).Info("starting", "mode", d.mode, "version", software(),
+		"listeners", d.listeners, "routes", d.routes)
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	healthCtx, stopHealth := context.WithCancel(context.WithoutCancel(ctx))
@@ -109,7 +110,8 @@ func (d *daemon) run(ctx context.Context) error {
 	running, stopModules := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopModules()
 	leaving := context.AfterFunc(ctx, func() {
-		if d.leave != nil && context.Cause(ctx) == context.Canceled { //nolint:errorlint // asked to stop; else something has failed
+		// Any other cause is a failure, which leaves no time to drain.
+		if d.leave != nil && context.Cause(ctx) == context.Canceled { //nolint:errorlint // the sentinel itself
 			d.leave(running)
 		}
 		stopModules()
@@ -118,7 +120,7 @@ func (d *daemon) run(ctx context.Context) error {
 	err := tunnel.Run(running, d.modules...)
 	stopHealth()
 	<-ended
-	if err == nil && context.Cause(ctx) != context.Canceled { //nolint:errorlint // the cause is the sentinel itself
+	if err == nil && context.Cause(ctx) != context.Canceled { //nolint:errorlint // the sentinel itself
 		err = context.Cause(ctx)
 	}
 	if err != nil {

@@ -21,7 +21,7 @@ type telling struct{ quiet }
 
 func (telling) Status() string { return "lag 3s" }
 
-// TestAddFindsWhatIsSaid: a module is in /readyz when it has anything to say there.
+// TestAddFindsWhatIsSaid: add finds the methods with which a module speaks in /readyz.
 func TestAddFindsWhatIsSaid(t *testing.T) {
 	var d daemon
 	d.add(quiet{}, nil)

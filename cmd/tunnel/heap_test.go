@@ -18,7 +18,7 @@ func TestRoomyHeap(t *testing.T) {
 	}
 	for _, c := range []struct {
 		gogc              string
-		roomy, roomyLater bool // before and while much lives
+		roomy, roomyLater bool // with a small heap, and with a large one
 	}{{"", true, false}, {"100", false, false}} {
 		t.Run("GOGC="+c.gogc, func(t *testing.T) {
 			cmd := exec.Command(os.Args[0], "-test.run=^TestRoomyHeap$")
@@ -44,8 +44,8 @@ func TestRoomyHeap(t *testing.T) {
 	}
 }
 
-// printHeap prints at how many bytes Go collects: at first, while spareHeap bytes live, and
-// while so much lives that roomyHeap leaves Go its default.
+// printHeap prints the size of a large heap, and the heap sizes at which Go collects: at first,
+// with spareHeap live bytes, and with the large heap, for which roomyHeap does nothing.
 func printHeap() {
 	roomyHeap()
 	collect()

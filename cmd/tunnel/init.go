@@ -29,7 +29,7 @@ func setupError(err error) error {
 	return &exitError{code, err}
 }
 
-// host is this process, as pkg/setup wants to know it.
+// host returns what pkg/setup needs to know of this process.
 func host() setup.Host {
 	return setup.Host{Env: environment(), Sudo: os.Getenv("SUDO_USER") != "", Software: software()}
 }
@@ -55,7 +55,8 @@ Kubernetes. It never replaces a file.
 			return nil
 		},
 	}
-	cmd.Flags().StringVar(&address, "address", "", "where edges will dial, `host:port`: a name or an address of this machine")
+	cmd.Flags().StringVar(&address, "address", "",
+		"where edges will dial, `host:port`: a name or an address of this machine")
 	cmd.Flags().StringVar(&dir, "dir", setup.DefaultDir, "folder to put the files into")
 	if err := cmd.MarkFlagRequired("address"); err != nil {
 		panic(err) // the flag was added above

@@ -27,8 +27,9 @@ sent only to the cloud that made it. It may be run again: for the same node noth
 
 Exit codes: 0 ok, 1 a step failed, 2 wrong command line or no token, 4 refused by the cloud.`,
 		Args: func(_ *cobra.Command, args []string) error {
-			if len(args) > 0 { // cobra's own error would show it
-				return errors.New("join takes no arguments: a token on a command line is seen by every user of this machine; make another one, and pipe it: echo '…' | tunnel join")
+			if len(args) > 0 { // cobra's own error would show the token
+				return errors.New("join takes no arguments: a token on a command line is seen by every user of this " +
+					"machine; make another one, and pipe it: echo '…' | tunnel join")
 			}
 			return nil
 		},

@@ -6,7 +6,7 @@ import (
 	"tunnel/pkg/stream"
 )
 
-// What is 0 in the configuration is 0 for the packages: they know their defaults.
+// A limit of 0 in the configuration stays 0 here: the packages have the defaults.
 
 func streamLimits(l conf.Limits) stream.Limits {
 	return stream.Limits{

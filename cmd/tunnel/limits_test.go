@@ -18,7 +18,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// The defaults of the tables, as docs/limits.md writes them.
+// defaultLimits returns the defaults of both tables, as docs/limits.md writes them.
 func defaultLimits() (cloud, edge map[string]string) {
 	s, e, h := stream.DefaultLimits(), stream.DefaultEdgeLimits(), https.DefaultLimits()
 	seconds := func(d time.Duration) string { return fmt.Sprintf("%.0f s", d.Seconds()) }
@@ -48,9 +48,9 @@ func defaultLimits() (cloud, edge map[string]string) {
 	return cloud, edge
 }
 
-// TestLimitsPage: docs/limits.md lists every key with its default, and every metric; and
-// the example files show the same defaults. That every key of a table is in its example
-// file, and no other, is for conf's tests.
+// TestLimitsPage: docs/limits.md lists every key with its default, and every metric. The example
+// files show the same defaults. The tests of conf check that an example file has exactly the
+// keys of the table.
 func TestLimitsPage(t *testing.T) {
 	cloud, edge := defaultLimits()
 	page := read(t, "../../docs/limits.md")
@@ -100,7 +100,7 @@ func read(t *testing.T, file string) string {
 	return string(b)
 }
 
-// examples returns the keys and values that an example file shows, switched off, in a table.
+// examples returns the keys and values of a table that an example file shows as comments.
 func examples(t *testing.T, file, table string) map[string]string {
 	t.Helper()
 	_, text, ok := strings.Cut(read(t, file), "#["+table+"]\n")
@@ -115,7 +115,7 @@ func examples(t *testing.T, file, table string) map[string]string {
 	return shown
 }
 
-// The configuration allows what a cloud asks for, and the example shows the default.
+// An edge may configure as many connections as a cloud asks for. The example shows the default.
 func TestConnections(t *testing.T) {
 	if conf.MaxConnections != stream.MaxConnections {
 		t.Errorf("%d connections can be configured, and a cloud asks for %d", conf.MaxConnections, stream.MaxConnections)
@@ -129,7 +129,7 @@ func TestConnections(t *testing.T) {
 	}
 }
 
-// numbers leaves out the units.
+// numbers returns limits without their units.
 func numbers(limits map[string]string) map[string]string {
 	only := make(map[string]string)
 	for key, text := range limits {

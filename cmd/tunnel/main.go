@@ -48,8 +48,8 @@ func (e *exitError) Unwrap() error { return e.err }
 func configError(err error) error { return &exitError{exitConfig, err} }
 
 func main() {
-	// The standard library says here what it has no better place for, such as the bytes
-	// that a kubelet has sent unasked. They may be anything.
+	// Libraries log here what has no other place, such as bytes that a kubelet sends unasked
+	// (net/http). The bytes may be anything, so they are dropped.
 	log.SetOutput(io.Discard)
 	ctx, stop := stopOnSignal(context.Background(), os.Stderr)
 	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
@@ -57,17 +57,17 @@ func main() {
 	os.Exit(code)
 }
 
-// doubled is how close two signals are that are one: `timeout`, for one, signals a
-// process and then its group.
+// doubled is the time within which two signals count as one. timeout(1), for example, signals
+// a process and then its group.
 const doubled = 250 * time.Millisecond
 
-// stopOnSignal returns a context that ends with the first SIGINT, SIGTERM or SIGHUP
-// (the terminal has gone), which means: drain. The second one stops the process.
+// stopOnSignal returns a context that ends with the first SIGINT, SIGTERM or SIGHUP (the
+// terminal is gone); then the daemons drain. A second signal stops the process at once.
 func stopOnSignal(ctx context.Context, stderr io.Writer) (context.Context, func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
-	if !signal.Ignored(syscall.SIGHUP) { // else nohup has started us
+	if !signal.Ignored(syscall.SIGHUP) { // nohup(1) has a process ignore SIGHUP
 		signal.Notify(signals, syscall.SIGHUP)
 	}
 	go func() {
@@ -94,7 +94,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	}
 	chosen, ok := errors.AsType[*exitError](err)
 	if !ok {
-		// What cobra itself reports is about the command line.
+		// Every error of cobra's own is about the command line.
 		chosen = &exitError{exitUsage, errors.New(withoutSecrets(err.Error(), args))}
 	}
 	for line := range strings.SplitSeq(joinTokens.ReplaceAllString(chosen.Error(), "***"), "\n") {
@@ -114,13 +114,13 @@ func noArgs(cmd *cobra.Command, args []string) error {
 	return nil
 }
 
-// joinTokens finds join tokens wherever somebody has pasted them: into --node, say.
+// joinTokens finds join tokens in an error, such as one that was pasted into --node.
 var joinTokens = regexp.MustCompile(regexp.QuoteMeta(auth.JoinPrefix) + `[A-Za-z0-9_-]{8,}`)
 
-// withoutSecrets takes from a text the arguments that could be a token. A secret has no
-// place among arguments, but somebody will paste one there, and what we print is kept.
+// withoutSecrets replaces in a text every argument that could be a token. A secret does not
+// belong on a command line, but operators paste one there, and logs keep printed text.
 func withoutSecrets(text string, args []string) string {
-	const longest, shortest = 24, 8 // bytes: of a mistyped word, and of a token
+	const longest, shortest = 24, 8 // bytes: a mistyped word is no longer, a token no shorter
 	for _, a := range args {
 		if len(a) > longest || len(a) >= shortest && strings.ContainsAny(a, "0123456789") {
 			text = strings.ReplaceAll(text, a, "***")
@@ -159,8 +159,8 @@ Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configur
 	root.CompletionOptions.DisableDefaultCmd = true
 	logs := new(logFlags)
 	logs.register(root)
-	root.AddCommand(newCloudCommand(logs), newEdgeCommand(logs), newConfigCommand(logs), newDemoCommand(), newVersionCommand(),
-		newInitCommand(), newTokenCommand(), newJoinCommand())
+	root.AddCommand(newCloudCommand(logs), newEdgeCommand(logs), newConfigCommand(logs), newDemoCommand(),
+		newVersionCommand(), newInitCommand(), newTokenCommand(), newJoinCommand())
 	old.logs = logs
 	return root
 }
@@ -179,7 +179,7 @@ func (o *superedgeFlags) register(root *cobra.Command) {
 	for _, name := range []string{"c", "conf"} {
 		f.StringVar(&o.file, name, "", "configuration file (SuperEdge's way to say it)")
 	}
-	// Flags of its logging library, which its manifests set.
+	// SuperEdge's manifests set these flags of its logging library.
 	f.String("log-dir", "", "ignored")
 	f.Bool("alsologtostderr", false, "ignored")
 	f.Bool("logtostderr", false, "ignored")
@@ -201,10 +201,10 @@ func (o *superedgeFlags) run(cmd *cobra.Command, _ []string) error {
 	return &exitError{exitUsage, fmt.Errorf("--m is cloud or edge, not %q", o.mode)}
 }
 
-// logFlags say how to log.
+// logFlags are the flags for logging.
 type logFlags struct {
 	level, format string
-	now           slog.LevelVar // of the loggers, while they run
+	now           slog.LevelVar // the level of the loggers; the admin socket changes it
 }
 
 func (l *logFlags) register(root *cobra.Command) {
@@ -227,7 +227,7 @@ func (l *logFlags) check() error {
 func (l *logFlags) logger(w io.Writer) *slog.Logger {
 	opts := &slog.HandlerOptions{Level: &l.now}
 	var level slog.Level
-	if err := level.UnmarshalText([]byte(l.level)); err == nil { // check has been there
+	if err := level.UnmarshalText([]byte(l.level)); err == nil { // else unreachable: check has run
 		l.now.Set(level)
 	}
 	if l.format == "json" {
@@ -236,11 +236,11 @@ func (l *logFlags) logger(w io.Writer) *slog.Logger {
 	return slog.New(slog.NewTextHandler(w, opts))
 }
 
-// environment is what the process was told besides its configuration file.
+// environment returns the settings that a process has beside its configuration file.
 func environment() conf.Env {
 	host, err := os.Hostname()
 	if err != nil {
-		host = "" // conf asks for a name then
+		host = "" // if the name is needed, conf reports that it is missing
 	}
 	return conf.Env{
 		NodeName: os.Getenv("NODE_NAME"), HostName: host,
@@ -256,10 +256,10 @@ func fileFlag(cmd *cobra.Command, file *string) {
 	}
 }
 
-// newGroup returns a command that does nothing but hold others.
+// newGroup returns a command that only holds other commands.
 func newGroup(name, short string) *cobra.Command {
 	return &cobra.Command{
-		Use: name, Short: short, Args: cobra.NoArgs, // without it any word is taken for good
+		Use: name, Short: short, Args: cobra.NoArgs, // else cobra accepts any word
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 }
@@ -279,7 +279,7 @@ func newConfigCommand(logs *logFlags) *cobra.Command {
 			for _, w := range checked.Warnings {
 				fmt.Fprintln(cmd.ErrOrStderr(), "warning: "+w)
 			}
-			// What the files hold is looked at by who uses them. Nothing is opened.
+			// The modules check the content of their files. Wiring them opens no listener.
 			log := logs.logger(cmd.ErrOrStderr())
 			var modes []string
 			var errs []error

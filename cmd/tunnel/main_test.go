@@ -18,8 +18,8 @@ import (
 	"time"
 )
 
-// runMain makes the test binary behave as tunnel itself, so that tests run real
-// processes without building anything.
+// runMain in the environment makes the test binary run main. Tests start real processes of
+// tunnel so, and build nothing.
 const runMain = "TUNNEL_TEST_RUN_MAIN"
 
 func TestMain(m *testing.M) {
@@ -29,7 +29,7 @@ func TestMain(m *testing.M) {
 	os.Exit(m.Run())
 }
 
-// process is tunnel, running.
+// process is a running tunnel.
 type process struct {
 	t    *testing.T
 	cmd  *exec.Cmd
@@ -54,7 +54,7 @@ func start(t *testing.T, args ...string) *process {
 	return p
 }
 
-// wait returns the exit code and what was printed.
+// wait returns the exit code and the output.
 func (p *process) wait() (code int, output string) {
 	p.t.Helper()
 	select {
@@ -76,7 +76,7 @@ func tunnelMain(t *testing.T, args ...string) (code int, output string) {
 	return start(t, args...).wait()
 }
 
-// The exit codes and messages of everything a person may get wrong on the command line.
+// Each mistake on a command line has its exit code and its message.
 func TestCommandLine(t *testing.T) {
 	dir := t.TempDir()
 	bad := filepath.Join(dir, "bad.toml")
@@ -97,11 +97,13 @@ func TestCommandLine(t *testing.T) {
 		{[]string{"cloud", "--frobnicate"}, exitUsage, "unknown flag"},
 		{[]string{"cloud", "-c", "x", "--log-level", "loud"}, exitUsage, "--log-level is"},
 		{[]string{"cloud", "-c", filepath.Join(dir, "none.toml")}, exitConfig, "does not exist"},
-		{[]string{"cloud", "-c", bad}, exitConfig, `bad.toml:2: mode.cloud.stream.server.grpcprot: unknown key: did you mean grpcport?`},
+		{[]string{"cloud", "-c", bad}, exitConfig,
+			`bad.toml:2: mode.cloud.stream.server.grpcprot: unknown key: did you mean grpcport?`},
 		{[]string{"config", "check", "-c", bad}, exitConfig, "did you mean grpcport"},
 		{[]string{"edge", "-c", bad}, exitConfig, "this file configures a cloud"},
 		{[]string{"--m=cloud", "--c=" + bad}, exitConfig, "did you mean grpcport"},
-		{[]string{"--mode=cloud", "--conf=" + bad, "--alsologtostderr", "--v=2", "--log-dir=/x"}, exitConfig, "did you mean grpcport"},
+		{[]string{"--mode=cloud", "--conf=" + bad, "--alsologtostderr", "--v=2", "--log-dir=/x"}, exitConfig,
+			"did you mean grpcport"},
 		{[]string{"--m=clowd", "--c=" + bad}, exitUsage, "--m is cloud or edge"},
 		{[]string{"--m=cloud"}, exitUsage, "--m needs --c"},
 		{[]string{"demo", "--target", "nonsense"}, exitUsage, "--target is host:port"},
@@ -111,12 +113,13 @@ func TestCommandLine(t *testing.T) {
 	} {
 		code, output := tunnelMain(t, tt.args...)
 		if code != tt.code || !strings.Contains(output, tt.want) {
-			t.Errorf("tunnel %s: exit code %d and\n%s\nwant %d and %q", strings.Join(tt.args, " "), code, output, tt.code, tt.want)
+			t.Errorf("tunnel %s: exit code %d and\n%s\nwant %d and %q",
+				strings.Join(tt.args, " "), code, output, tt.code, tt.want)
 		}
 	}
 }
 
-// The demo proves what it says, and leaves neither a file nor a process behind.
+// Every check of the demo passes. The demo leaves neither a file nor a process behind.
 func TestDemoOnce(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	p := start(t, "demo", "--once")
@@ -132,9 +135,9 @@ func TestDemoOnce(t *testing.T) {
 	wantNothingLeft(t)
 }
 
-// A target of one's own is reached through the tunnel, or the demo says that it is not.
+// The demo reaches --target through the tunnel, or says that it cannot.
 func TestDemoTarget(t *testing.T) {
-	ln, err := net.Listen("tcp", "127.0.0.1:0") // takes connections and says nothing
+	ln, err := net.Listen("tcp", "127.0.0.1:0") // accepts connections and sends nothing
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -161,7 +164,7 @@ func TestDemoTarget(t *testing.T) {
 	}
 }
 
-// Ctrl-C ends a demo that stays up, and what it started.
+// Ctrl-C ends a demo without --once, and its processes.
 func TestDemoInterrupted(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	_, port, _ := net.SplitHostPort(echo(t))
@@ -181,7 +184,7 @@ func TestDemoInterrupted(t *testing.T) {
 	wantNothingLeft(t)
 }
 
-// So do a terminal that goes away, and a pipe that nobody reads any more.
+// A hangup of the terminal ends the demo, and so does a pipe that loses its reader.
 func TestDemoAbandoned(t *testing.T) {
 	for name, abandon := range map[string]func(*exec.Cmd, io.Closer){
 		"hangup":      func(cmd *exec.Cmd, _ io.Closer) { cmd.Process.Signal(syscall.SIGHUP) },
@@ -197,14 +200,14 @@ func TestDemoAbandoned(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			// What we handle is not ignored by who we start, as it is under nohup(1).
+			// A child does not inherit a handler. It would inherit SIG_IGN, as under nohup(1).
 			hangups := make(chan os.Signal, 1)
 			signal.Notify(hangups, syscall.SIGHUP)
 			defer signal.Stop(hangups)
 			if err := cmd.Start(); err != nil {
 				t.Fatal(err)
 			}
-			io.ReadFull(out, make([]byte, 1)) // it prints only when both ends are ready
+			io.ReadFull(out, make([]byte, 1)) // the demo prints nothing before both ends are ready
 			abandon(cmd, out)
 			if err := cmd.Wait(); err != nil {
 				t.Errorf("the demo ended with %v", err)
@@ -214,7 +217,7 @@ func TestDemoAbandoned(t *testing.T) {
 	}
 }
 
-// Signals that come together are one; the process drains, and ends well.
+// Two signals at once count as one: the process drains and exits with 0.
 func TestDoubledSignal(t *testing.T) {
 	t.Setenv("TMPDIR", t.TempDir())
 	cmd := exec.Command(os.Args[0], "demo")
@@ -242,7 +245,7 @@ func wantNothingLeft(t *testing.T) {
 	if err != nil || len(left) != 0 {
 		t.Errorf("left behind: %v, %v", left, err)
 	}
-	// A child's command line names a file of the demo.
+	// The command line of each child names a file in the demo's folder.
 	procs, err := filepath.Glob("/proc/[0-9]*/cmdline")
 	if err != nil {
 		t.Fatal(err)
@@ -254,7 +257,7 @@ func wantNothingLeft(t *testing.T) {
 	}
 }
 
-// echo is a TCP service that sends back what it gets.
+// echo starts a TCP service that sends every byte back, and returns its address.
 func echo(t *testing.T) string {
 	t.Helper()
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -295,8 +298,8 @@ func ready(port int) bool {
 	return resp.StatusCode == http.StatusOK
 }
 
-// The example configurations run as they are, next to what `make dev-certs` makes.
-// Their ports may be taken on this machine, so the test has a network of its own.
+// The example configurations run unchanged beside the files of `make dev-certs`. Other
+// processes may use the examples' ports, so the test has a network of its own.
 func TestExampleFiles(t *testing.T) {
 	if !inOwnNetwork(t) {
 		return
@@ -311,7 +314,8 @@ func TestExampleFiles(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	if out, err := exec.Command("go", "run", "tunnel/conf/devcerts", filepath.Join(dir, "dev")).CombinedOutput(); err != nil {
+	devcerts := exec.Command("go", "run", "tunnel/conf/devcerts", filepath.Join(dir, "dev"))
+	if out, err := devcerts.CombinedOutput(); err != nil {
 		t.Fatalf("devcerts: %v\n%s", err, out)
 	}
 	check := []string{"config", "check", "-c", filepath.Join(dir, "cloud.toml")}
@@ -345,7 +349,7 @@ func TestExampleFiles(t *testing.T) {
 	}
 }
 
-// A second signal does not wait for the first one's draining.
+// A second signal ends the process while it drains.
 func TestSecondSignal(t *testing.T) {
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
 	defer cancel()
@@ -359,7 +363,7 @@ func TestSecondSignal(t *testing.T) {
 		t.Fatal(err)
 	}
 	buf := make([]byte, 1)
-	io.ReadFull(out, buf) // it prints only when both ends are ready
+	io.ReadFull(out, buf) // the demo prints nothing before both ends are ready
 	cmd.Process.Signal(syscall.SIGTERM)
 	cmd.Process.Signal(syscall.SIGTERM)
 	go io.Copy(io.Discard, out)

@@ -20,7 +20,7 @@ func newTokenCommand() *cobra.Command {
 	return token
 }
 
-// nodeFlag adds --node, without which the command does nothing.
+// nodeFlag adds --node, which the command requires.
 func nodeFlag(cmd *cobra.Command, node *string) {
 	cmd.Flags().StringVar(node, "node", "", "the node's `name` in Kubernetes, or any other of that form")
 	if err := cmd.MarkFlagRequired("node"); err != nil {
@@ -35,7 +35,8 @@ func parseNode(text string) (tunnel.NodeName, error) {
 	case err != nil:
 		return "", &exitError{exitUsage, fmt.Errorf("--node: %w", err)}
 	case text == "default":
-		return "", &exitError{exitUsage, errors.New("--node: in a token file default means any node, so that no node can have this name")}
+		return "", &exitError{exitUsage, errors.New("--node: in a token file default means any node, " +
+			"so that no node can have this name")}
 	}
 	return node, nil
 }
@@ -58,9 +59,9 @@ it expires; the line is all of the standard output, so that it can be piped as w
 			if err != nil {
 				return err
 			}
-			if ttl < setup.LeastTTL || ttl > setup.MaxTTL {
+			if ttl < setup.MinTTL || ttl > setup.MaxTTL {
 				return &exitError{exitUsage, fmt.Errorf("--ttl is from %s to %s, not %s",
-					setup.Spell(setup.LeastTTL), setup.Spell(setup.MaxTTL), setup.Spell(ttl))}
+					setup.Spell(setup.MinTTL), setup.Spell(setup.MaxTTL), setup.Spell(ttl))}
 			}
 			c, err := loadToCreate(file)
 			if err != nil {
@@ -70,7 +71,7 @@ it expires; the line is all of the standard output, so that it can be piped as w
 			if err != nil {
 				return setupError(err)
 			}
-			created.Adopted(cmd.Context()) // the line may be pasted, or piped, as soon as it is seen
+			created.Adopted(cmd.Context()) // the edge may use the token as soon as it is printed
 			if asJSON {
 				err = json.NewEncoder(cmd.OutOrStdout()).Encode(created)
 			} else {
@@ -81,13 +82,15 @@ it expires; the line is all of the standard output, so that it can be piped as w
 	}
 	fileFlag(cmd, &file)
 	nodeFlag(cmd, &node)
-	cmd.Flags().DurationVar(&ttl, "ttl", setup.DefaultTTL, "how long the token is good for, such as 72h or 10m; the certificate that it gets is renewed by the edge")
-	cmd.Flags().BoolVar(&asJSON, "json", false, "print an object with node, id, expires, token, command, lines and written")
+	cmd.Flags().DurationVar(&ttl, "ttl", setup.DefaultTTL, "how long the token is good for, such as 72h or 10m; "+
+		"the certificate that it gets is renewed by the edge")
+	cmd.Flags().BoolVar(&asJSON, "json", false,
+		"print an object with node, id, expires, token, command, lines and written")
 	return cmd
 }
 
-// loadToCreate reads the configuration of a cloud that could run: what is wrong with it
-// would keep a node from joining.
+// loadToCreate reads the configuration of a cloud, and its token file. It fails if the cloud
+// could not start: then no node could join either.
 func loadToCreate(file string) (*conf.Cloud, error) {
 	c, err := conf.LoadCloud(file, environment())
 	if err != nil {

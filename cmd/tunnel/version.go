@@ -14,7 +14,7 @@ import (
 // version is set by the Makefile: -ldflags "-X main.version=…".
 var version string
 
-// software is how this build names itself to its peer, in metrics and to people.
+// software returns the version of this build: for its peers, metrics, logs and operators.
 func software() string {
 	v := version
 	if info, ok := debug.ReadBuildInfo(); ok && v == "" && info.Main.Version != "(devel)" {

@@ -11,23 +11,26 @@ import (
 	"tunnel/pkg/reload"
 )
 
-// rooted is the server's certificate with the authority behind it that join tokens pin:
-// an edge that has nothing but a sum finds it there.
+// rooted appends to the server's certificate the CA that join tokens pin. An edge that joins
+// has only the SHA-256 of this CA, and finds the CA itself in the chain.
 type rooted struct {
 	// Set once.
 	pair *reload.Pair
-	cas  *reload.Pool // is another pool when the file has changed
-	file string       // of cas
+	cas  *reload.Pool // cas.Pool() returns another pool after the file has changed
+	file string       // the file of cas
 	log  *slog.Logger
 
-	mu  sync.Mutex // guards the following
-	of  *tls.Certificate
-	by  *x509.CertPool
-	now *tls.Certificate // made of both
+	mu    sync.Mutex // guards the following
+	leaf  *tls.Certificate
+	pool  *x509.CertPool
+	chain *tls.Certificate // made of leaf and pool
 }
 
-// ServerCertificate returns what the gRPC port shows, for tls.Config.GetCertificate.
-func ServerCertificate(c *conf.Cloud, files *reload.Files, pair *reload.Pair, log *slog.Logger) (func(*tls.ClientHelloInfo) (*tls.Certificate, error), error) {
+// ServerCertificate returns the GetCertificate of the gRPC port's tls.Config. With cloudca in
+// [mode.cloud.join] the certificate has the CA behind it that join tokens pin.
+func ServerCertificate(
+	c *conf.Cloud, files *reload.Files, pair *reload.Pair, log *slog.Logger,
+) (func(*tls.ClientHelloInfo) (*tls.Certificate, error), error) {
 	if c.Join.CloudCA == "" {
 		return pair.GetCertificate, nil
 	}
@@ -38,25 +41,28 @@ func ServerCertificate(c *conf.Cloud, files *reload.Files, pair *reload.Pair, lo
 	return (&rooted{pair: pair, cas: cas, file: c.Join.CloudCA, log: log}).get, nil
 }
 
+// get makes the chain again if the certificate or cloudca has changed.
 func (r *rooted) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	pair, pool := r.pair.Certificate(), r.cas.Pool()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.of == pair && r.by == pool {
-		return r.now, nil
+	if r.leaf == pair && r.pool == pool {
+		return r.chain, nil
 	}
-	r.of, r.by, r.now = pair, pool, pair
+	r.leaf, r.pool, r.chain = pair, pool, pair
 	cas, err := readCertificates("mode.cloud.join: cloudca", r.file)
 	if err == nil {
-		r.now, err = withRoot(pair, cas)
+		r.chain, err = withRoot(pair, cas)
 	}
 	if err != nil {
-		r.log.Error("no edge can join by a join token: cloudca in [mode.cloud.join] must be the CA that signed the server's certificate", "err", err)
+		r.log.Error("no edge can join by a join token: "+
+			"cloudca in [mode.cloud.join] must be the CA that signed the server's certificate", "err", err)
 	}
-	return r.now, nil
+	return r.chain, nil
 }
 
-// withRoot appends the authority that a certificate leads to, unless it is there.
+// withRoot appends the CA that a chain leads to, unless the chain holds it. On an error it
+// returns pair.
 func withRoot(pair *tls.Certificate, cas []*x509.Certificate) (*tls.Certificate, error) {
 	var chain []*x509.Certificate
 	for _, der := range pair.Certificate {

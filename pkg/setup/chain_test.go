@@ -10,7 +10,7 @@ import (
 	"tunnel/pkg/auth"
 )
 
-// An edge that has nothing but a sum finds the authority behind the certificate, once.
+// The chain ends with the CA that the certificate leads to, once.
 func TestWithRoot(t *testing.T) {
 	ca, err := auth.NewCA("one", time.Hour)
 	if err != nil {

@@ -19,11 +19,11 @@ import (
 	"tunnel/pkg/auth"
 )
 
-// DefaultDir is where init and join put their files.
+// DefaultDir is the folder for the files of init and of join.
 const DefaultDir = "/etc/tunnel"
 
-// caLifetime is that of the authorities that init makes, and of the cloud's certificate:
-// nothing of it is renewed by itself.
+// caLifetime is the lifetime of the certificate authorities that Init makes, and of the
+// cloud's certificate. No program renews them.
 const caLifetime = 10 * 365 * 24 * time.Hour
 
 // CloudFolder is a folder that Init has filled.
@@ -50,7 +50,7 @@ func Init(dir, address string) (*CloudFolder, error) {
 	return &CloudFolder{dir, port, files}, nil
 }
 
-// splitAddress reads what edges are to dial.
+// splitAddress checks and splits the address that edges dial. Its errors are about --address.
 func splitAddress(address string) (host string, port int, err error) {
 	host, text, err := net.SplitHostPort(address)
 	if err != nil {
@@ -58,10 +58,12 @@ func splitAddress(address string) (host string, port int, err error) {
 	}
 	n, err := strconv.ParseUint(text, 10, 16)
 	if err != nil || n == 0 {
-		return "", 0, fmt.Errorf("--address has no port from 1 to 65535: write host:port, such as tunnel.example.com:9000, not %q", address)
+		return "", 0, fmt.Errorf("--address has no port from 1 to 65535: "+
+			"write host:port, such as tunnel.example.com:9000, not %q", address)
 	}
 	if ip, errIP := netip.ParseAddr(host); errIP == nil && (ip.IsUnspecified() || ip.Zone() != "") {
-		return "", 0, fmt.Errorf("%s leads nowhere from another machine: --address is what edges dial, a name or an address of this one", host)
+		return "", 0, fmt.Errorf("%s leads nowhere from another machine: "+
+			"--address is what edges dial, a name or an address of this one", host)
 	}
 	if !conf.IsHost(host) {
 		return "", 0, fmt.Errorf("--address: %q is neither a name nor an IP address", host)
@@ -69,11 +71,11 @@ func splitAddress(address string) (host string, port int, err error) {
 	return host, int(n), nil
 }
 
-// newFile is a file to be written.
+// newFile is a file that Init or Join writes.
 type newFile struct {
 	name    string
-	what    string // for people; "" for what another line speaks of
-	mode    fs.FileMode
+	what    string      // shown to the operator by CloudFolder.Explain; "" for the files of Join
+	mode    fs.FileMode // whatever the umask is
 	content []byte
 }
 
@@ -82,18 +84,18 @@ const (
 	secretFile fs.FileMode = 0o600
 )
 
-// initFiles makes everything, in memory.
+// initFiles makes the files of a cloud, in memory.
 func initFiles(address, host string, port int) ([]newFile, error) {
 	cloudCA, err := auth.NewCA("tunnel cloud CA", caLifetime)
 	if err != nil {
 		return nil, err
 	}
-	// An authority of its own: what it signs can never pass for a cloud or a replica.
+	// Nodes have a CA of their own. No certificate that it signs can pass for a cloud or a replica.
 	nodesCA, err := auth.NewCA("tunnel nodes CA", caLifetime)
 	if err != nil {
 		return nil, err
 	}
-	leaf := auth.Leaf{CommonName: host, Server: true, Client: true} // a client of other replicas
+	leaf := auth.Leaf{CommonName: host, Server: true, Client: true} // a replica is a client of the others
 	if ip := net.ParseIP(host); ip != nil {
 		leaf.IPs = []net.IP{ip}
 	} else {
@@ -109,7 +111,8 @@ func initFiles(address, host string, port int) ([]newFile, error) {
 	}
 	return []newFile{
 		{"ca.crt", "the authority of the cloud's certificate; edges are told its sum", publicFile, cloudCA.CertPEM()},
-		{"ca.key", "its key: needed for another certificate only, so keep it somewhere else", secretFile, cloudCA.KeyPEM()},
+		{"ca.key", "its key: needed for another certificate only, so keep it somewhere else",
+			secretFile, cloudCA.KeyPEM()},
 		{"cloud.crt", "the cloud's certificate, for " + host, publicFile, cert},
 		{"cloud.key", "its key", secretFile, key},
 		{"nodes-ca.crt", "the authority that signs nodes' certificates", publicFile, nodesCA.CertPEM()},
@@ -119,8 +122,10 @@ func initFiles(address, host string, port int) ([]newFile, error) {
 	}, nil
 }
 
+// emptyTokens is the token file of a new cloud.
 const emptyTokens = "# Who may join, a line for each token. `tunnel token create` adds them.\n"
 
+// cloudConfig returns the content of cloud.toml.
 func cloudConfig(address, host string, port int) ([]byte, error) {
 	var b bytes.Buffer
 	err := template.Must(template.New("cloud.toml").Parse(initTOML)).Execute(&b, struct {
@@ -167,7 +172,7 @@ cloudca = "ca.crt"
 #servername = "{{.Host}}"
 `
 
-// createFiles writes files into dir, all or none. A file that is there stops it.
+// createFiles writes all files into dir, or none. If one exists, createFiles writes none.
 func createFiles(dir string, files []newFile) (err error) {
 	var there []string
 	for _, f := range files {
@@ -179,7 +184,8 @@ func createFiles(dir string, files []newFile) (err error) {
 		}
 	}
 	if there != nil {
-		return fmt.Errorf("%s holds %s already, and nothing was written: another cloud may be using it; choose another --dir, or remove the files", dir, strings.Join(there, ", "))
+		return fmt.Errorf("%s holds %s already, and nothing was written: another cloud may be using it; "+
+			"choose another --dir, or remove the files", dir, strings.Join(there, ", "))
 	}
 	if err = makeDir(dir); err != nil {
 		return notWritable(dir, err)
@@ -190,7 +196,7 @@ func createFiles(dir string, files []newFile) (err error) {
 			return
 		}
 		for _, path := range written {
-			os.Remove(path) //nolint:errcheck // the first error is the one to report
+			os.Remove(path) //nolint:errcheck // the caller reports the first error
 		}
 	}()
 	for _, f := range files {
@@ -203,29 +209,30 @@ func createFiles(dir string, files []newFile) (err error) {
 	return nil
 }
 
-// createFile writes a file that is not there.
+// createFile writes a new file. It fails if path exists.
 func createFile(path string, f newFile) error {
-	file, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, f.mode) //nolint:gosec // the operator names the folder
+	const flags = os.O_WRONLY | os.O_CREATE | os.O_EXCL
+	file, err := os.OpenFile(path, flags, f.mode) //nolint:gosec // the operator names the folder
 	if err != nil {
 		return err
 	}
 	_, err = file.Write(f.content)
-	return errors.Join(err, file.Chmod(f.mode), file.Close()) // whatever the umask is
+	return errors.Join(err, file.Chmod(f.mode), file.Close()) // Chmod: the umask may have cut f.mode
 }
 
-// makeDir makes a folder that everybody may enter, unless it is there: what is secret in
-// it has a mode of its own, and the edge may run as another user.
+// makeDir makes a folder that every user may enter, unless it exists. The edge may run as
+// another user; secret files in the folder have a mode of their own.
 func makeDir(dir string) error {
 	if _, err := os.Stat(dir); !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // see above
+	if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // the comment above says why
 		return err
 	}
-	return os.Chmod(dir, 0o755) //nolint:gosec // whatever the umask is
+	return os.Chmod(dir, 0o755) //nolint:gosec // the umask may have cut the mode
 }
 
-// notWritable adds what to do about a folder that we may not write to.
+// notWritable adds advice to an error about permissions for a folder.
 func notWritable(dir string, err error) error {
 	if errors.Is(err, fs.ErrPermission) {
 		return fmt.Errorf("%s cannot be written to: %w; use sudo, or another folder with --dir", dir, reasonOf(err))
@@ -233,7 +240,7 @@ func notWritable(dir string, err error) error {
 	return err
 }
 
-// Explain prints what Init wrote, and what comes next.
+// Explain prints the files that Init wrote, and the next commands.
 func (c *CloudFolder) Explain(out io.Writer, h Host) {
 	for _, f := range c.files {
 		fmt.Fprintf(out, "%-28s %s\n", filepath.Join(c.dir, f.name), f.what)
@@ -249,10 +256,11 @@ Next:
 `, c.port, h.sudo(), config)
 }
 
-// shellQuote makes a word of a POSIX shell.
+// shellQuote returns s as one word of a POSIX shell.
 func shellQuote(s string) string {
 	plain := strings.IndexFunc(s, func(c rune) bool {
-		return !('a' <= c && c <= 'z' || 'A' <= c && c <= 'Z' || '0' <= c && c <= '9' || strings.ContainsRune("/._-:=@%+,", c))
+		return !('a' <= c && c <= 'z' || 'A' <= c && c <= 'Z' || '0' <= c && c <= '9' ||
+			strings.ContainsRune("/._-:=@%+,", c))
 	}) < 0
 	if plain && s != "" {
 		return s

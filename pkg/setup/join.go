@@ -15,19 +15,20 @@ import (
 	"tunnel/pkg/auth"
 )
 
-// maxJoinText bounds what is read as a token, in bytes: more than a token has, and
-// whatever was pasted around it.
+// maxJoinText is how many bytes ReadJoinToken reads at most: a token, and text that was pasted
+// around it.
 const maxJoinText = 8 << 10
 
-// ReadJoinToken reads the token from a file, a pipe, or a terminal without showing it. No
-// error holds any of it.
+// ReadJoinToken reads a join token: from file, or if that is "" from in. A terminal does not
+// show the token. No error holds any part of the token.
 func ReadJoinToken(ctx context.Context, in io.Reader, prompt io.Writer, file string) (auth.JoinToken, error) {
 	var text []byte
 	var err error
 	terminal, isFile := in.(*os.File)
 	switch {
 	case strings.HasPrefix(file, auth.JoinPrefix):
-		return auth.JoinToken{}, errors.New("--token-file is the name of a file, and a token on a command line is seen by every user of this machine: make another one, and pipe it")
+		return auth.JoinToken{}, errors.New("--token-file is the name of a file, and a token on a command line " +
+			"is seen by every user of this machine: make another one, and pipe it")
 	case file != "":
 		var f *os.File
 		if f, err = os.Open(file); err == nil { //nolint:gosec // the operator names the file
@@ -39,7 +40,7 @@ func ReadJoinToken(ctx context.Context, in io.Reader, prompt io.Writer, file str
 		text, err = readHidden(ctx, int(terminal.Fd()))
 		fmt.Fprintln(prompt)
 	default:
-		// A line, so that a program that writes one need not close its end.
+		// One line: a program may write the token and leave its end of the pipe open.
 		text, err = interruptible(ctx, func() ([]byte, error) {
 			return bufio.NewReader(io.LimitReader(in, maxJoinText)).ReadBytes('\n')
 		})
@@ -53,33 +54,35 @@ func ReadJoinToken(ctx context.Context, in io.Reader, prompt io.Writer, file str
 	word := strings.Trim(strings.TrimSpace(string(text)), `'"`)
 	switch {
 	case word == "" && file != "":
-		return auth.JoinToken{}, fmt.Errorf("%s is empty: it is to hold the token, tunnel1.…, that `tunnel token create` prints on the cloud", file)
+		return auth.JoinToken{}, fmt.Errorf("%s is empty: it is to hold the token, tunnel1.…, "+
+			"that `tunnel token create` prints on the cloud", file)
 	case word == "":
-		return auth.JoinToken{}, errors.New("there is no token on standard input: paste the line that `tunnel token create` prints on the cloud, such as echo 'tunnel1.…' | sudo tunnel join")
+		return auth.JoinToken{}, errors.New("there is no token on standard input: paste the line that " +
+			"`tunnel token create` prints on the cloud, such as echo 'tunnel1.…' | sudo tunnel join")
 	}
 	token, err := auth.ParseJoinToken(word)
 	if err != nil {
-		return auth.JoinToken{}, err // it says what to paste
+		return auth.JoinToken{}, err // the error says what to paste
 	}
 	return token, nil
 }
 
-// ErrInterrupted says that the caller of Join or ReadJoinToken has given up.
+// ErrInterrupted is returned by Join and ReadJoinToken when their context is done.
 var ErrInterrupted = errors.New("interrupted; it may be run again")
 
-// readHidden reads a line from a terminal that does not show it. However that ends, the
-// terminal then shows again what is typed.
+// readHidden reads a line from a terminal without echo. Afterwards the terminal echoes again,
+// also after an error or an interrupt.
 func readHidden(ctx context.Context, fd int) ([]byte, error) {
 	before, err := term.GetState(fd)
 	if err != nil {
 		return nil, err
 	}
-	defer term.Restore(fd, before) //nolint:errcheck // there is nothing else to try
+	defer term.Restore(fd, before) //nolint:errcheck // no other way to restore the terminal
 	return interruptible(ctx, func() ([]byte, error) { return term.ReadPassword(fd) })
 }
 
-// interruptible waits for what is read, or for ctx. A read that nobody waits for any more
-// goes on until the process ends, which is soon: nothing else ends it.
+// interruptible waits for read, or for ctx. After ctx is done, the goroutine of read stays until
+// the process ends: no call ends a blocked read of a terminal or a pipe.
 func interruptible(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
 	type result struct {
 		text []byte
@@ -111,7 +114,7 @@ type JoinConfig struct {
 // joining is one run of Join.
 type joining struct{ JoinConfig }
 
-// stepError is why a step failed, and what to do about it.
+// stepError is the reason why a step of Join failed, and what the operator can do.
 type stepError struct {
 	step string
 	err  error
@@ -122,7 +125,7 @@ type stepError struct {
 func (e *stepError) Error() string { return e.err.Error() }
 func (e *stepError) Unwrap() error { return e.err }
 
-// errReported is a failure that the output shows already.
+// errReported stands for a failure that JoinConfig.Out shows already.
 var errReported = errors.New("not joined")
 
 // Join checks the way to the cloud, gets a certificate, and writes the edge's files.
@@ -143,12 +146,13 @@ func Join(ctx context.Context, cfg JoinConfig) error {
 	return &Error{failed.kind, errReported}
 }
 
-// ok prints that a step has succeeded.
+// ok prints the line of a step that succeeded.
 func (j *joining) ok(step, format string, args ...any) {
 	fmt.Fprintf(j.Out, "ok    %-7s %s\n", step, fmt.Sprintf(format, args...))
 }
 
-// steps looks at the folder first, so that nothing is asked of the cloud in vain.
+// steps checks the folder and systemd before it contacts the cloud: if the files cannot be
+// written, the cloud must not have made a certificate, and the token is unused.
 func (j *joining) steps(ctx context.Context) error {
 	files, err := newNodeFiles(j.JoinConfig)
 	if err != nil {
@@ -185,12 +189,15 @@ func (j *joining) steps(ctx context.Context) error {
 	return nil
 }
 
-// explain says how to start the edge.
+// explain prints the command that starts the edge.
 func (j *joining) explain(files *nodeFiles) {
-	fmt.Fprintf(j.Out, "\nNode %s has joined. Start its edge:\n  %stunnel edge -c %s\n", j.Token.Node, j.Host.sudo(), shellQuote(filepath.Join(files.dir, edgeFile)))
+	fmt.Fprintf(j.Out, "\nNode %s has joined. Start its edge:\n  %stunnel edge -c %s\n",
+		j.Token.Node, j.Host.sudo(), shellQuote(filepath.Join(files.dir, edgeFile)))
 	if j.Systemd {
-		fmt.Fprintln(j.Out, "There is no systemctl here: have that command started the way that other services of this machine are.")
+		fmt.Fprintln(j.Out, "There is no systemctl here: "+
+			"have that command started the way that other services of this machine are.")
 		return
 	}
-	fmt.Fprintln(j.Out, "or, to have systemd start it now and with the machine, run the same join once more with --systemd.")
+	fmt.Fprintln(j.Out, "or, to have systemd start it now and with the machine, "+
+		"run the same join once more with --systemd.")
 }

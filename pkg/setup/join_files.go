@@ -18,35 +18,38 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// The files of a node.
+// The names of a node's files.
 const (
 	edgeFile = "edge.toml"
 	caFile   = "ca.crt"
 	certFile = "node.pem"
 )
 
-// stateDir is where node.pem is when systemd runs the edge: the unit's user may write
-// there, and nowhere else.
+// stateDir is the folder of node.pem if systemd runs the edge. The unit's user may write
+// nowhere else.
 const stateDir = "/var/lib/tunnel-edge"
 
-// nodeFiles is where a node's files are, and what is there already.
+// nodeFiles are the files of a node, to be written or kept.
 type nodeFiles struct {
 	dir      string // absolute
 	certPath string
 	force    bool
 	token    auth.JoinToken
 	env      conf.Env
-	keep     bool   // edge.toml is this node's, for this cloud, and may have been edited
-	moveFrom string // where edge.toml has the certificate, if that is to be certPath now
+	keep     bool   // edge.toml exists and is this node's, for this cloud; an operator may have edited it
+	moveFrom string // certificate of an existing edge.toml that is elsewhere than certPath; "": none
 }
 
-// newNodeFiles sees that the files may be written, without writing them.
+// newNodeFiles checks that Join may write the files. It writes none of them.
 func newNodeFiles(cfg JoinConfig) (*nodeFiles, error) {
 	dir, err := filepath.Abs(cfg.Dir)
 	if err != nil {
 		return nil, err
 	}
-	f := &nodeFiles{dir: dir, certPath: filepath.Join(dir, certFile), force: cfg.Force, token: cfg.Token, env: cfg.Host.Env}
+	f := &nodeFiles{
+		dir: dir, certPath: filepath.Join(dir, certFile),
+		force: cfg.Force, token: cfg.Token, env: cfg.Host.Env,
+	}
 	if cfg.Systemd {
 		f.certPath = filepath.Join(stateDir, certFile)
 	}
@@ -54,13 +57,15 @@ func newNodeFiles(cfg JoinConfig) (*nodeFiles, error) {
 		if err := f.look(); err != nil {
 			return nil, &stepError{
 				step: "files", err: err,
-				fix: "Choose another --dir, or replace them with --force. Nothing has been changed, and the token not been sent.",
+				fix: "Choose another --dir, or replace them with --force. " +
+					"Nothing has been changed, and the token not been sent.",
 			}
 		}
 	}
 	for _, d := range []string{dir, filepath.Dir(f.certPath)} {
 		if err := tryWriting(d); err != nil {
-			return nil, &stepError{step: "files", err: fmt.Errorf("%s cannot be written to: %w", d, reasonOf(err)), fix: unwritableFix(err)}
+			failed := fmt.Errorf("%s cannot be written to: %w", d, reasonOf(err))
+			return nil, &stepError{step: "files", err: failed, fix: unwritableFix(err)}
 		}
 	}
 	return f, nil
@@ -73,7 +78,7 @@ func unwritableFix(err error) string {
 	return "Choose another folder with --dir."
 }
 
-// tryWriting makes a folder, and a file in it for a moment.
+// tryWriting makes the folder if it does not exist, and makes and removes a file in it.
 func tryWriting(dir string) error {
 	if err := makeDir(dir); err != nil {
 		return err
@@ -85,7 +90,7 @@ func tryWriting(dir string) error {
 	return errors.Join(tmp.Close(), os.Remove(tmp.Name()))
 }
 
-// look reports files that are not this node's.
+// look returns an error for a file that belongs to another node or another cloud.
 func (f *nodeFiles) look() error {
 	config := filepath.Join(f.dir, edgeFile)
 	if _, err := os.Lstat(config); err == nil {
@@ -109,17 +114,18 @@ func (f *nodeFiles) look() error {
 	return nil
 }
 
+// lookAtCert returns an error if path holds anything but a certificate of this node.
 func (f *nodeFiles) lookAtCert(path string) error {
 	text, err := os.ReadFile(path) //nolint:gosec // the operator names the folder
 	switch {
-	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR): // the latter shows when it is written
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR): // ENOTDIR shows again when Join writes the file
 		return nil
 	case err != nil:
 		return err
 	}
 	node, err := nodeOfPEM(text)
 	switch {
-	case err != nil && f.keep: // edge.toml says that it is to be this node's: it is broken
+	case err != nil && f.keep: // a damaged file, since edge.toml is this node's
 		return nil
 	case err != nil:
 		return fmt.Errorf("%s is there, and is no node's certificate", path)
@@ -129,9 +135,10 @@ func (f *nodeFiles) lookAtCert(path string) error {
 	return nil
 }
 
-// lookAtConfig reports an edge.toml that is not what we would write, as far as it matters.
+// lookAtConfig returns an error if edge.toml is for another node or cloud, or names other files
+// than Join writes. Other differences are an operator's edits, which stay.
 func (f *nodeFiles) lookAtConfig(config string) error {
-	// Files that it names may be missing, which is another reason to join again.
+	// ReadEdge takes a file that names missing files: then the operator joins to restore them.
 	is, err := conf.ReadEdge(config, conf.Env{HostName: "none"})
 	if err != nil {
 		return fmt.Errorf("%s is there and cannot be read: %w", config, oneLine(err))
@@ -145,7 +152,7 @@ func (f *nodeFiles) lookAtConfig(config string) error {
 		return fmt.Errorf("%s is for the cloud %s, and the token for %s", config, is.Addr, f.token.Address)
 	case abs(is.CA) != ca || cert != own && cert != state:
 		return fmt.Errorf("%s names other files than %s (cert) and %s (nodecert)", config, ca, f.certPath)
-	case cert == state: // it was joined with --systemd, and stays so
+	case cert == state: // the node joined with --systemd before
 		f.certPath = state
 	case cert != f.certPath:
 		f.moveFrom = cert
@@ -153,7 +160,7 @@ func (f *nodeFiles) lookAtConfig(config string) error {
 	return nil
 }
 
-// abs is path from the root, if there is one.
+// abs returns path as an absolute path; "" stays "".
 func abs(path string) string {
 	if p, err := filepath.Abs(path); err == nil && path != "" {
 		return p
@@ -161,7 +168,7 @@ func abs(path string) string {
 	return path
 }
 
-// nodeOfPEM returns the node of the first certificate of a file.
+// nodeOfPEM returns the node of the first certificate in a PEM text.
 func nodeOfPEM(text []byte) (tunnel.NodeName, error) {
 	certs, err := auth.ParseCertificates(text)
 	if len(certs) > 0 { // an error is about a later one
@@ -173,9 +180,10 @@ func nodeOfPEM(text []byte) (tunnel.NodeName, error) {
 	return "", err
 }
 
-// write writes what is not there yet, and returns the paths.
+// write writes the files, and returns their paths with a remark for each that stays.
 func (f *nodeFiles) write(e *enrolled) (written []string, err error) {
-	if err = auth.WriteNodeFile(f.certPath, e.chain, e.key); err != nil { // it becomes the folder's owner's: under systemd that is not root
+	// The file gets the folder's owner: under systemd that is not root.
+	if err = auth.WriteNodeFile(f.certPath, e.chain, e.key); err != nil {
 		return nil, fmt.Errorf("writing %s: %w", f.certPath, err)
 	}
 	config, err := f.config()
@@ -183,14 +191,17 @@ func (f *nodeFiles) write(e *enrolled) (written []string, err error) {
 		return nil, err
 	}
 	written = append(written, f.certPath)
-	for _, file := range []newFile{{name: caFile, mode: publicFile, content: e.ca}, {name: edgeFile, mode: publicFile, content: config}} {
+	for _, file := range []newFile{
+		{name: caFile, mode: publicFile, content: e.ca},
+		{name: edgeFile, mode: publicFile, content: config},
+	} {
 		var what string
 		if what, err = f.update(file); err != nil {
 			return nil, err
 		}
 		written = append(written, what)
 	}
-	// What the edge will say when it starts is better heard now.
+	// An error that the edge would report when it starts is one of Join, too.
 	if _, err = conf.LoadEdge(filepath.Join(f.dir, edgeFile), f.env); err != nil {
 		return nil, fmt.Errorf("the edge would not start: %w", err)
 	}
@@ -200,10 +211,11 @@ func (f *nodeFiles) write(e *enrolled) (written []string, err error) {
 	return written, err
 }
 
-// update replaces a file that holds something else, and says what it has done.
+// update writes a file unless it holds the content already. It returns the path and a remark.
 func (f *nodeFiles) update(file newFile) (what string, _ error) {
 	path := filepath.Join(f.dir, file.name)
-	if old, err := os.ReadFile(path); err == nil && bytes.Equal(old, file.content) { //nolint:gosec // likewise
+	old, err := os.ReadFile(path) //nolint:gosec // the operator names the folder
+	if err == nil && bytes.Equal(old, file.content) {
 		return path + " (as it was)", nil
 	}
 	if err := overwrite(path, file); err != nil {
@@ -212,7 +224,7 @@ func (f *nodeFiles) update(file newFile) (what string, _ error) {
 	return path, nil
 }
 
-// overwrite replaces a file whole.
+// overwrite writes a file beside path, and renames it to path.
 func overwrite(path string, f newFile) error {
 	tmp := path + ".new"
 	if err := os.Remove(tmp); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -225,17 +237,18 @@ func overwrite(path string, f newFile) error {
 	return os.Rename(tmp, path)
 }
 
-// config returns what edge.toml is to hold. What an operator has changed stays.
+// config returns the content of edge.toml. The edits of an operator stay.
 func (f *nodeFiles) config() ([]byte, error) {
 	if f.keep {
 		path := filepath.Join(f.dir, edgeFile)
-		text, err := os.ReadFile(path) //nolint:gosec // likewise
+		text, err := os.ReadFile(path) //nolint:gosec // the operator names the folder
 		if err != nil || f.moveFrom == "" {
 			return text, err
 		}
 		old := fmt.Sprintf("nodecert = %q", certFile)
 		if strings.Count(string(text), old) != 1 {
-			return nil, fmt.Errorf("the certificate is in %s now, and %s does not say nodecert = %q, which could be changed: write nodecert = %q", f.certPath, path, certFile, f.certPath)
+			return nil, fmt.Errorf("the certificate is in %s now, and %s does not say nodecert = %q, "+
+				"which could be changed: write nodecert = %q", f.certPath, path, certFile, f.certPath)
 		}
 		return []byte(strings.Replace(string(text), old, fmt.Sprintf("nodecert = %q", f.certPath), 1)), nil
 	}
@@ -270,7 +283,7 @@ nodecert = "{{.Cert}}"
 #logport = 7010
 `
 
-// pinned reports whether one of certs is the authority that a token names.
+// pinned reports whether one of certs has the SHA-256 that a join token pins.
 func pinned(certs []*x509.Certificate, sum [32]byte) bool {
 	for _, c := range certs {
 		if sha256.Sum256(c.Raw) == sum {

@@ -22,36 +22,37 @@ import (
 )
 
 const (
-	// stepTimeout bounds each step on the way to the cloud.
+	// stepTimeout is the longest time for one step on the way to the cloud.
 	stepTimeout = 10 * time.Second
-	// enrollTimeout is longer: Kubernetes may have to sign.
+	// enrollTimeout is longer, since Kubernetes may sign the certificate.
 	enrollTimeout = 60 * time.Second
-	// clockSlack is how far apart two clocks may be before somebody should look.
+	// clockSlack is the difference of two clocks above which Join prints advice.
 	clockSlack = time.Minute
 )
 
-// way is the way to the cloud, looked at step by step, so that what is wrong has a name.
-// The token's secret is not sent before all of it is good.
+// way checks the way to the cloud step by step, so that each failure names its step. It sends
+// the token's secret only after every step has succeeded.
 type way struct {
 	token    auth.JoinToken
 	software string // how this program names itself
 	ok       func(step, format string, args ...any)
-
-	ca func() []byte // of the last good handshake, PEM
 }
 
-// enrolled is what the cloud has given.
+// enrolled is the cloud's answer to a join token, and the key that stays on this machine.
 type enrolled struct {
 	chain []byte // PEM, leaf first
-	ca    []byte // PEM, who signs the cloud's certificate
+	ca    []byte // PEM, the CA that signed the cloud's certificate
 	key   *ecdsa.PrivateKey
 }
 
-// check resolves, connects and shakes hands.
+// check resolves the cloud's name, connects, and makes a TLS handshake.
 func (w *way) check(ctx context.Context) error {
 	host, port, err := net.SplitHostPort(w.token.Address)
 	if err != nil {
-		return &stepError{step: "token", err: errors.New("the address in it is not host:port"), fix: "make another one with `tunnel token create`", kind: KindUsage}
+		return &stepError{
+			step: "token", err: errors.New("the address in it is not host:port"),
+			fix: "make another one with `tunnel token create`", kind: KindUsage,
+		}
 	}
 	ips, err := w.resolve(ctx, host)
 	if err != nil {
@@ -80,7 +81,8 @@ func (w *way) resolve(ctx context.Context, host string) ([]string, error) {
 		}
 		return nil, &stepError{
 			step: "dns", err: fmt.Errorf("the cloud's name %s cannot be resolved: %s", host, reason),
-			fix: "Check this machine's resolver (/etc/resolv.conf), or name the cloud in /etc/hosts; the name comes from address in the cloud's [mode.cloud.join].",
+			fix: "Check this machine's resolver (/etc/resolv.conf), or name the cloud in /etc/hosts; " +
+				"the name comes from address in the cloud's [mode.cloud.join].",
 		}
 	}
 	w.ok("dns", "%s is %s", host, strings.Join(ips, ", "))
@@ -110,35 +112,40 @@ func (w *way) connect(ctx context.Context, ips []string, port string) (net.Conn,
 	return nil, &stepError{step: "tcp", err: fmt.Errorf("no connection to the cloud: %w", oneLine(err)), fix: fix}
 }
 
-// handshake proves to us that the other side is the cloud that made the token.
+// handshake checks that the other side is the cloud that made the token.
 func (w *way) handshake(ctx context.Context, conn net.Conn) error {
 	ctx, cancel := context.WithTimeout(ctx, stepTimeout)
 	defer cancel()
 	var cfg *tls.Config
-	cfg, w.ca = auth.PinnedTLS(w.token)
+	cfg, _ = auth.PinnedTLS(w.token)
 	cfg.NextProtos = []string{"h2"}
 	tc := tls.Client(conn, cfg)
 	if err := tc.HandshakeContext(ctx); err != nil {
 		return w.explain(err)
 	}
 	leaf := tc.ConnectionState().PeerCertificates[0]
-	w.ok("tls", "it is the cloud that made the token: %s, authority sha256:%s…", w.token.ServerName, hex.EncodeToString(w.token.CA[:8]))
-	w.ok("clock", "%s here, and the cloud's certificate is good until %s", when(time.Now()), leaf.NotAfter.UTC().Format(time.DateOnly))
+	w.ok("tls", "it is the cloud that made the token: %s, authority sha256:%s…",
+		w.token.ServerName, hex.EncodeToString(w.token.CA[:8]))
+	w.ok("clock", "%s here, and the cloud's certificate is good until %s",
+		when(time.Now()), leaf.NotAfter.UTC().Format(time.DateOnly))
 	return nil
 }
 
-// explain says what a failed handshake means. Nothing but a ClientHello has been sent.
+// explain makes advice of a failed handshake. This machine has sent nothing but a ClientHello.
 func (w *way) explain(err error) error {
 	failed := &stepError{step: "tls", err: err}
 	if e, ok := errors.AsType[x509.CertificateInvalidError](err); ok && e.Reason == x509.Expired {
 		failed.step = "clock"
-		failed.err = fmt.Errorf("this machine's clock says %s, and the cloud's certificate is good from %s to %s", when(time.Now()), when(e.Cert.NotBefore), when(e.Cert.NotAfter))
-		failed.fix = "If the clock is wrong, set it (timedatectl set-ntp true). If it is right, the cloud needs another certificate."
+		failed.err = fmt.Errorf("this machine's clock says %s, and the cloud's certificate is good from %s to %s",
+			when(time.Now()), when(e.Cert.NotBefore), when(e.Cert.NotAfter))
+		failed.fix = "If the clock is wrong, set it (timedatectl set-ntp true). " +
+			"If it is right, the cloud needs another certificate."
 		return failed
 	}
 	if e, ok := errors.AsType[x509.HostnameError](err); ok {
 		failed.err = fmt.Errorf("the certificate is not made out to %s: %w", w.token.ServerName, e)
-		failed.fix = "The cloud's certificate and address in its [mode.cloud.join] must be for the same name; correct one of them, and make another token."
+		failed.fix = "The cloud's certificate and address in its [mode.cloud.join] must be for the same name; " +
+			"correct one of them, and make another token."
 		return failed
 	}
 	if _, ok := errors.AsType[tls.RecordHeaderError](err); ok {
@@ -148,18 +155,21 @@ func (w *way) explain(err error) error {
 	}
 	switch {
 	case errors.Is(err, auth.ErrPin):
-		failed.err = errors.New("what answers there is not the cloud that made this token: its certificate is by another authority")
-		failed.fix = "Your secret has not been sent. Either the address leads to something else, or something in between opens TLS, or the cloud has a new authority: then make another token."
+		failed.err = errors.New("what answers there is not the cloud that made this token: " +
+			"its certificate is by another authority")
+		failed.fix = "Your secret has not been sent. Either the address leads to something else, " +
+			"or something in between opens TLS, or the cloud has a new authority: then make another token."
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET):
 		failed.err = fmt.Errorf("the connection is open, and nothing on it speaks TLS: %w", oneLine(err))
-		failed.fix = "Is the port the cloud's grpcport? A proxy or a firewall in between may accept connections in its place."
+		failed.fix = "Is the port the cloud's grpcport? " +
+			"A proxy or a firewall in between may accept connections in its place."
 	default:
 		failed.fix = "The port must be the cloud's grpcport, and nothing in between may open TLS."
 	}
 	return failed
 }
 
-// enroll sends the token, and gets a certificate for it.
+// enroll sends the token, and receives a certificate.
 func (w *way) enroll(ctx context.Context) (*enrolled, error) {
 	ctx, cancel := context.WithTimeout(ctx, enrollTimeout)
 	defer cancel()
@@ -169,7 +179,8 @@ func (w *way) enroll(ctx context.Context) (*enrolled, error) {
 	}
 	cfg, ca := auth.PinnedTLS(w.token)
 	answer, err := stream.Enroll(ctx, stream.EnrollConfig{
-		Address: w.token.Address, TLS: cfg, Node: w.token.Node, Token: w.token.Secret, Request: request, Software: w.software,
+		Address: w.token.Address, TLS: cfg, Node: w.token.Node, Token: w.token.Secret,
+		Request: request, Software: w.software,
 	})
 	if err != nil {
 		return nil, refusedToken(w.token, err)
@@ -181,14 +192,16 @@ func (w *way) enroll(ctx context.Context) (*enrolled, error) {
 	return &enrolled{chain: answer.Chain, ca: ca(), key: key}, nil
 }
 
-// refusedToken says what it means that the cloud gave no certificate.
+// refusedToken makes advice of the cloud's refusal, or of its silence.
 func refusedToken(token auth.JoinToken, err error) error {
 	failed := &stepError{step: "token", kind: KindRefused}
 	s := statusOf(err)
 	switch s.Code() {
 	case codes.Unauthenticated:
-		failed.err = fmt.Errorf("the cloud does not accept it for node %s: it has expired, or was revoked, or is not in the token file (any more)", token.Node)
-		failed.fix = "Make another one on the cloud: tunnel token create -c cloud.toml --node " + string(token.Node) + ". The cloud's log says which it was."
+		failed.err = fmt.Errorf("the cloud does not accept it for node %s: "+
+			"it has expired, or was revoked, or is not in the token file (any more)", token.Node)
+		failed.fix = "Make another one on the cloud: tunnel token create -c cloud.toml --node " + string(token.Node) +
+			". The cloud's log says which it was."
 	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled, codes.Unknown, codes.Internal:
 		failed.kind = KindFailed
 		failed.err = fmt.Errorf("the cloud could not answer now: %s", s.Message())
@@ -204,7 +217,7 @@ func refusedToken(token auth.JoinToken, err error) error {
 	return failed
 }
 
-// statusOf returns what the cloud itself has said.
+// statusOf returns the gRPC status in err, without the texts that wrap it.
 func statusOf(err error) *status.Status {
 	if e, ok := errors.AsType[interface {
 		error
@@ -215,7 +228,7 @@ func statusOf(err error) *status.Status {
 	return status.New(codes.Unknown, err.Error())
 }
 
-// ahead says how far a clock is from the right time.
+// ahead spells the offset of this machine's clock from the cloud's.
 func ahead(off time.Duration) string {
 	if off < 0 {
 		return Spell(-off) + " behind"
@@ -223,7 +236,7 @@ func ahead(off time.Duration) string {
 	return Spell(off) + " ahead of"
 }
 
-// oneLine is err on one line, for a table.
+// oneLine returns err with its text on one line, for the output of a step.
 func oneLine(err error) error {
 	return errors.New(strings.ReplaceAll(err.Error(), "\n", "; "))
 }

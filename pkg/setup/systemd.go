@@ -11,7 +11,7 @@ import (
 	"strings"
 )
 
-// unitText is the unit, the same as deployment/systemd/tunnel-edge.service.
+// unitText is the unit for the edge. A test holds it to deployment/systemd/tunnel-edge.service.
 //
 //go:embed tunnel-edge.service
 var unitText string
@@ -20,18 +20,18 @@ const (
 	unitName = "tunnel-edge"
 	unitFile = "/etc/systemd/system/tunnel-edge.service"
 
-	// What the unit's text says, and a machine may have elsewhere.
+	// Paths in unitText, which newSystemdUnit replaces by those of this machine.
 	unitProgram = "/usr/local/bin/tunnel"
 	unitDir     = DefaultDir
 )
 
-// systemdUnit is the unit for one machine.
+// systemdUnit is the unit for this machine, and the path of systemctl.
 type systemdUnit struct{ text, systemctl string }
 
-// errNoSystemd is a machine that another program starts services on.
+// errNoSystemd says that this machine has no systemd.
 var errNoSystemd = errors.New("there is no systemctl here")
 
-// newSystemdUnit sees that systemd could run the edge with these files.
+// newSystemdUnit checks that systemd could run the edge with these files. It installs nothing.
 func newSystemdUnit(files *nodeFiles) (*systemdUnit, error) {
 	program, err := os.Executable()
 	if err != nil {
@@ -69,7 +69,7 @@ func newSystemdUnit(files *nodeFiles) (*systemdUnit, error) {
 	return nil, failed
 }
 
-// hidden reports whether ProtectHome and PrivateTmp keep a path from the unit.
+// hidden reports whether the unit cannot see path, because of ProtectHome or PrivateTmp.
 func hidden(path string) bool {
 	for _, dir := range []string{"/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/"} {
 		if strings.HasPrefix(path+"/", dir) {
@@ -79,22 +79,24 @@ func hidden(path string) bool {
 	return false
 }
 
-// enterable reports whether everybody may enter a folder.
+// enterable reports whether every user may read and enter a folder.
 func enterable(dir string) bool {
 	info, err := os.Stat(dir)
 	return err == nil && info.Mode().Perm()&0o005 == 0o005
 }
 
-// install writes the unit and has systemd start it. What runs already is restarted, since
-// it may hold another certificate.
+// install writes the unit, and has systemd start it now and at boot. A running edge is
+// restarted, since it may hold another certificate.
 func (u *systemdUnit) install(ctx context.Context) error {
 	if err := overwrite(unitFile, newFile{mode: publicFile, content: []byte(u.text)}); err != nil {
 		return &stepError{step: "systemd", err: err, fix: "This machine has joined; only the unit is missing."}
 	}
 	for _, args := range [][]string{{"daemon-reload"}, {"enable", unitName}, {"restart", unitName}} {
-		if out, err := exec.CommandContext(ctx, u.systemctl, args...).CombinedOutput(); err != nil { //nolint:gosec // the words are above
+		out, err := exec.CommandContext(ctx, u.systemctl, args...).CombinedOutput() //nolint:gosec // constant arguments
+		if err != nil {
+			err = fmt.Errorf("systemctl %s: %w: %s", strings.Join(args, " "), err, strings.TrimSpace(string(out)))
 			return &stepError{
-				step: "systemd", err: fmt.Errorf("systemctl %s: %w: %s", strings.Join(args, " "), err, strings.TrimSpace(string(out))),
+				step: "systemd", err: err,
 				fix: "This machine has joined; the unit is " + unitFile + ", and journalctl -u " + unitName + " says more.",
 			}
 		}

@@ -6,7 +6,7 @@ import (
 	"testing"
 )
 
-// The unit that join installs is the one that packages have.
+// Join installs the same unit as the packages, and can replace the paths in it.
 func TestUnitIsTheOneOfTheDeployment(t *testing.T) {
 	text, err := os.ReadFile("../../deployment/systemd/tunnel-edge.service")
 	if err != nil {
@@ -15,7 +15,10 @@ func TestUnitIsTheOneOfTheDeployment(t *testing.T) {
 	if string(text) != unitText {
 		t.Error("pkg/setup/tunnel-edge.service differs from deployment/systemd/tunnel-edge.service")
 	}
-	for _, what := range []string{"ExecStart=" + unitProgram + " edge -c " + unitDir + "/" + edgeFile + "\n", "StateDirectory=" + strings.TrimPrefix(stateDir, "/var/lib/") + "\n"} {
+	for _, what := range []string{
+		"ExecStart=" + unitProgram + " edge -c " + unitDir + "/" + edgeFile + "\n",
+		"StateDirectory=" + strings.TrimPrefix(stateDir, "/var/lib/") + "\n",
+	} {
 		if strings.Count(unitText, what) != 1 {
 			t.Errorf("the unit does not hold %q once", what)
 		}

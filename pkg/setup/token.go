@@ -21,39 +21,45 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// The time that a join token is good for.
+// The lifetime of a join token.
 const (
 	DefaultTTL = 24 * time.Hour
-	LeastTTL   = time.Minute
+	MinTTL     = time.Minute
 	MaxTTL     = 365 * 24 * time.Hour
-	// adoption is how long a running cloud takes to see that the token file has changed.
-	adoption = time.Second
 )
 
-// Token is a new token. It is printed once.
+// adoption is the time within which a running cloud reads a changed token file.
+const adoption = time.Second
+
+// Token is a new join token. Its exported fields are the JSON output of `tunnel token create`.
 type Token struct {
 	Node    tunnel.NodeName `json:"node"`
 	ID      string          `json:"id"`
 	Expires time.Time       `json:"expires"`
 	Token   string          `json:"token"`
-	Command string          `json:"command"` // to paste on the edge
-	Lines   []string        `json:"lines"`   // of the token file
-	Written bool            `json:"written"` // whether they are there
+	Command string          `json:"command"` // the operator pastes it on the edge
+	Lines   []string        `json:"lines"`   // that the token file needs
+	Written bool            `json:"written"` // the token file holds Lines
 
 	ttl    time.Duration
 	change tokenChange
 }
 
-// CreateToken makes a join token and writes it to the token file.
+// CreateToken makes a join token for node and writes its line to the token file of c. Without
+// permission to write there, CreateToken returns an error and no token. Any other reason not
+// to write makes a Token that is not Written; Unwritten says what to do.
 func CreateToken(c *conf.Cloud, h Host, node tunnel.NodeName, ttl time.Duration) (*Token, error) {
 	if err := node.MayJoin(); err != nil {
 		return nil, &Error{KindUsage, fmt.Errorf("--node: %w", err)}
 	}
 	if !c.Join.Signs() {
-		return nil, configError(errors.New("this cloud gives no certificates to nodes: write ca and cakey (tunnel init makes them) or signer = \"kubernetes\" in [mode.cloud.join]"))
+		return nil, configError(errors.New("this cloud gives no certificates to nodes: " +
+			"write ca and cakey (tunnel init makes them) or signer = \"kubernetes\" in [mode.cloud.join]"))
 	}
 	if c.Join.Address == "" {
-		return nil, configError(errors.New("mode.cloud.join: address is missing: write what edges dial, such as address = \"tunnel.example.com:9000\", and cloudca, the CA that signed cert in [mode.cloud.stream.server]"))
+		return nil, configError(errors.New("mode.cloud.join: address is missing: " +
+			"write what edges dial, such as address = \"tunnel.example.com:9000\", " +
+			"and cloudca, the CA that signed cert in [mode.cloud.stream.server]"))
 	}
 	root, err := cloudRoot(c)
 	if err != nil {
@@ -72,21 +78,22 @@ func CreateToken(c *conf.Cloud, h Host, node tunnel.NodeName, ttl time.Duration)
 	t.Command = "echo '" + t.Token + "' | sudo tunnel join"
 	line := auth.TokenLine{Node: node, Secret: secret, Join: true, Expires: t.Expires}
 	t.change, err = tokenFileOf(c, h).edit(func(content string) (string, error) {
-		// A time from before a wait for the lock would spare the certificates made meanwhile.
+		// For a revoked node, AddToken revokes the certificates from before this time. The wait for
+		// the lock is over here, so certificates that were issued during the wait count, too.
 		return auth.AddToken(content, line, time.Now())
 	})
 	if err != nil {
 		return nil, err
 	}
 	if errors.Is(t.change.failed, fs.ErrPermission) {
-		return nil, t.Unwritten() // who runs it again gets another one
+		return nil, t.Unwritten() // the next attempt makes another token
 	}
 	t.ID = strings.TrimPrefix(secret.Hashed(), "sha256:")[:8]
 	t.Lines, t.Written = t.change.added, t.change.failed == nil
 	return t, nil
 }
 
-// Unwritten returns an error if the token file could not be written. It says what to do.
+// Unwritten returns an error with instructions if the token file could not be written.
 func (t *Token) Unwritten() error { return t.change.unwritten() }
 
 // Adopted waits until a running cloud has read the token, or until ctx is done.
@@ -100,9 +107,10 @@ func (t *Token) Adopted(ctx context.Context) {
 	}
 }
 
-// Explain prints the line to paste to out, and the rest to notes.
+// Explain prints the line to paste to out, and everything else to notes.
 func (t *Token) Explain(out, notes io.Writer) {
-	fmt.Fprintf(notes, "A token for node %s, good until %s (%s). It is a secret: who has it can be that node.\n", t.Node, when(t.Expires), Spell(t.ttl))
+	fmt.Fprintf(notes, "A token for node %s, good until %s (%s). It is a secret: who has it can be that node.\n",
+		t.Node, when(t.Expires), Spell(t.ttl))
 	fmt.Fprintf(notes, "On the edge, paste (the blank at its start keeps it out of most shells' history):\n\n")
 	fmt.Fprintf(out, "  %s\n", t.Command)
 	fmt.Fprintf(notes, "\nWith --systemd behind it, the edge starts then and there, and with the machine.\n")
@@ -111,16 +119,17 @@ func (t *Token) Explain(out, notes io.Writer) {
 	}
 }
 
-// tellReplicas says what a change means where there are several token files.
+// tellReplicas prints the change for the token files of the other replicas, if there are any.
 func (c tokenChange) tellReplicas(notes io.Writer) {
 	if !c.file.replicas {
 		return
 	}
-	fmt.Fprintf(notes, "\nThis cloud has other replicas, and each reads a token file of its own. Unless %s is shared, change theirs as well:\n\n", c.file.path)
+	fmt.Fprintf(notes, "\nThis cloud has other replicas, and each reads a token file of its own. "+
+		"Unless %s is shared, change theirs as well:\n\n", c.file.path)
 	c.show(notes)
 }
 
-// show prints the lines of a change.
+// show prints the lines of a change, without any token.
 func (c tokenChange) show(w io.Writer) {
 	for _, l := range c.removed {
 		fmt.Fprintf(w, "  remove  %s\n", shownLine(l))
@@ -130,7 +139,7 @@ func (c tokenChange) show(w io.Writer) {
 	}
 }
 
-// unwritten says what to do when the token file could not be written.
+// unwritten returns an error with instructions if the token file could not be written.
 func (c tokenChange) unwritten() error {
 	if c.failed == nil {
 		return nil
@@ -149,7 +158,7 @@ func (c tokenChange) unwritten() error {
 	return errors.New(strings.TrimRight(b.String(), "\n"))
 }
 
-// reasonOf is err without the names of temporary files.
+// reasonOf returns err without the path in it, which may be that of a temporary file.
 func reasonOf(err error) error {
 	if pe, ok := errors.AsType[*fs.PathError](err); ok {
 		return pe.Err
@@ -157,14 +166,14 @@ func reasonOf(err error) error {
 	return err
 }
 
-// kubectl returns shell commands that make the change in one key of a Secret. What the
-// Secret holds stands in no command line.
+// kubectl returns shell commands that make the change in one key of a Secret. The Secret's
+// content goes through pipes, so that it is in no command line.
 func (c tokenChange) kubectl() string {
 	key, namespace := filepath.Base(c.file.path), cmp.Or(c.file.namespace, "tunnel-system")
 	filter := ""
 	for _, l := range c.removed {
 		f := " | grep -vxF '" + l + "'"
-		if node, plain := plainToken(l); plain { // a change that removes one removes all of its node
+		if node, plain := plainToken(l); plain { // such a change removes every line of the node
 			f = " | grep -v '^[[:blank:]]*" + strings.ReplaceAll(node, ".", "[.]") + "[[:blank:]]*:'"
 		}
 		if !strings.Contains(filter, f) {
@@ -177,13 +186,14 @@ func (c tokenChange) kubectl() string {
   { kubectl -n $NS get secret $SECRET -o jsonpath='{.data.%s}' | base64 -d%s; echo; printf '%%s\n' '%s'; } |
     base64 -w0 | sed 's|.*|{"data":{"%s":"&"}}|' | kubectl -n $NS patch secret $SECRET --patch-file /dev/stdin
 
-A pod sees it about a minute later.`, namespace, strings.ReplaceAll(key, ".", `\.`), filter, strings.Join(c.added, "' '"), key)
+A pod sees it about a minute later.`,
+		namespace, strings.ReplaceAll(key, ".", `\.`), filter, strings.Join(c.added, "' '"), key)
 }
 
-// when writes a time for people.
+// when writes a time for operators.
 func when(t time.Time) string { return t.UTC().Format("2006-01-02 15:04 UTC") }
 
-// Spell writes a duration as people do: 24h, 10m, 1h30m.
+// Spell writes a duration without zero units: 24h, 10m, 1h30m.
 func Spell(d time.Duration) string {
 	s := d.Round(time.Second).String()
 	if strings.HasSuffix(s, "m0s") {
@@ -195,7 +205,7 @@ func Spell(d time.Duration) string {
 	return s
 }
 
-// ListedToken is a line of the table.
+// ListedToken is a line of the token file, as `tunnel token list` shows it.
 type ListedToken struct {
 	Node    string     `json:"node"` // or "default"
 	Kind    string     `json:"kind"`
@@ -204,8 +214,8 @@ type ListedToken struct {
 	State   string     `json:"state"`
 }
 
-// The kinds in the table. A token that a file holds as it is has no ID: it may be short,
-// and then its sum says what it is.
+// Kinds that auth.Kind does not have. A token that the file holds in plain text gets no ID:
+// if the token is short, its SHA-256 gives it away.
 const (
 	listedPlain      = "token, not hashed"
 	listedRevocation = "revocation"
@@ -259,10 +269,11 @@ func listTokens(content string, now time.Time) ([]ListedToken, error) {
 	return table, nil
 }
 
-// PrintTokens prints a table of the token file of the cloud that config configures.
+// PrintTokens prints lines as a table. config is the path of the cloud's configuration file.
 func PrintTokens(out io.Writer, c *conf.Cloud, config string, lines []ListedToken) error {
 	if len(lines) == 0 {
-		fmt.Fprintf(out, "%s holds no token: tunnel token create -c %s --node NAME\n", c.Server.TokenFile, shellQuote(config))
+		fmt.Fprintf(out, "%s holds no token: tunnel token create -c %s --node NAME\n",
+			c.Server.TokenFile, shellQuote(config))
 		return nil
 	}
 	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
@@ -280,7 +291,8 @@ func PrintTokens(out io.Writer, c *conf.Cloud, config string, lines []ListedToke
 	return w.Flush()
 }
 
-// Revoke writes that nothing proves a node.
+// Revoke removes the tokens of a node from the token file, and writes there that nothing
+// proves the node. It prints the result to out, and remarks to notes.
 func Revoke(c *conf.Cloud, h Host, node tunnel.NodeName, out, notes io.Writer) error {
 	var known bool
 	change, err := tokenFileOf(c, h).edit(func(content string) (string, error) {
@@ -297,7 +309,8 @@ func Revoke(c *conf.Cloud, h Host, node tunnel.NodeName, out, notes io.Writer) e
 	case change.failed != nil:
 		return change.unwritten()
 	}
-	fmt.Fprintf(out, "Node %s is revoked: no token and no certificate proves it any more, and a cloud that runs ends its session now.\n", node)
+	fmt.Fprintf(out, "Node %s is revoked: no token and no certificate proves it any more, "+
+		"and a cloud that runs ends its session now.\n", node)
 	if !known {
 		fmt.Fprintf(notes, "No line of %s was about %s before: is the name right?\n", c.Server.TokenFile, node)
 	}

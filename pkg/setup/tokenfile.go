@@ -13,38 +13,38 @@ import (
 	"tunnel/pkg/auth"
 )
 
-// errMounted is why a token file is left as it is: what it shows is kept somewhere else.
+// errMounted is why edit changes no symbolic link: the content comes from another place.
 var errMounted = errors.New("it is a symbolic link, as in a mounted Secret")
 
 // tokenFile is the token file of a cloud.
 type tokenFile struct {
 	path      string
-	replicas  bool   // the cloud has others, and each reads a file of its own
-	namespace string // in which the cloud runs; "": unknown
+	replicas  bool   // the cloud has other replicas, and each reads a token file of its own
+	namespace string // of the cloud's pod; "": unknown
 }
 
 func tokenFileOf(c *conf.Cloud, h Host) tokenFile {
 	return tokenFile{path: c.Server.TokenFile, replicas: c.Peers.Configured(), namespace: h.Env.PodNamespace}
 }
 
-// tokenChange is what a token file should become.
+// tokenChange is a change of a token file, made or failed.
 type tokenChange struct {
 	file           tokenFile
 	added, removed []string // lines
-	failed         error    // why the file is as it was; nil: it has been changed
+	failed         error    // why the file did not change; nil: it has changed
 }
 
-// edit replaces a token file with what edit makes of it, one process at a time.
-// A cloud that follows the file sees the old one or the new one. Mode and owner stay. An
-// error means that there is nothing to write; a file that cannot be written is a change
-// that has failed.
+// edit replaces the content of the token file with the result of edit. A lock on the folder
+// lets one process at a time do so. A cloud that watches the file sees the old content or the
+// new, never a part. Mode and owner stay. An error means that there is no change; a file that
+// cannot be written makes a tokenChange that has failed.
 func (f tokenFile) edit(edit func(content string) (string, error)) (tokenChange, error) {
 	held, err := lock(filepath.Dir(f.path), lockTimeout)
 	if err != nil {
 		return tokenChange{}, err
 	}
-	defer held.Close()                  // gives the lock back
-	content, err := os.ReadFile(f.path) //nolint:gosec // the configuration names it
+	defer held.Close()                  // releases the lock
+	content, err := os.ReadFile(f.path) //nolint:gosec // the operator's configuration names the file
 	if err != nil {
 		return tokenChange{}, err
 	}
@@ -65,14 +65,14 @@ func (f tokenFile) edit(edit func(content string) (string, error)) (tokenChange,
 	return c, nil
 }
 
-// lockTimeout is how long other processes may take that change the same file.
+// lockTimeout is how long edit waits for other processes that change the same file.
 const lockTimeout = 10 * time.Second
 
 // errLocked says that another process holds a lock.
 var errLocked = errors.New("another process holds the lock")
 
-// lock locks a folder until the file that it returns is closed. Whoever may read the folder may
-// hold the lock, so lock does not wait for long: a revocation must not hang.
+// lock locks a folder until the returned file is closed. Any user who may read the folder can
+// hold the lock for ever, so lock gives up after within: a revocation must not hang.
 func lock(folder string, within time.Duration) (held *os.File, err error) {
 	for late := time.Now().Add(within); ; time.Sleep(10 * time.Millisecond) {
 		held, err := tryLock(folder)
@@ -82,12 +82,13 @@ func lock(folder string, within time.Duration) (held *os.File, err error) {
 		case !errors.Is(err, errLocked):
 			return nil, fmt.Errorf("locking %s: %w", folder, err)
 		case time.Now().After(late):
-			return nil, fmt.Errorf("another process holds the lock of %s: %s, end it, and run this again", folder, findHolder(folder))
+			return nil, fmt.Errorf("another process holds the lock of %s: %s, end it, and run this again",
+				folder, findHolder(folder))
 		}
 	}
 }
 
-// missing returns the lines of a that b does not have.
+// missing returns the lines of a that are not in b.
 func missing(a, b string) (lines []string) {
 	there := make(map[string]bool)
 	for l := range strings.Lines(b) {
@@ -101,19 +102,19 @@ func missing(a, b string) (lines []string) {
 	return lines
 }
 
-// plainToken reports whether a line of a token file holds a token as it is, and not its
-// sum, and of which node.
+// plainToken reports whether a line of a token file holds a token in plain text, not its
+// SHA-256, and returns the line's node.
 func plainToken(text string) (node string, plain bool) {
 	lines, err := auth.List(text)
 	if err != nil || len(lines) != 1 {
-		return "", false // it has been read as a line of a good file
+		return "", false // unreachable: auth.List took the whole file
 	}
 	l := lines[0]
 	return string(l.Node), l.ID != "" && !l.Hashed
 }
 
-// shownLine is a line of a token file as it may be shown: other replicas may still take a
-// token that is removed here.
+// shownLine returns a line of a token file without the token. A token that was removed here may
+// still be good for another replica.
 func shownLine(text string) string {
 	if node, plain := plainToken(text); plain {
 		return node + ":*** (every line with a token of this node that is not hashed)"
@@ -121,8 +122,8 @@ func shownLine(text string) string {
 	return text
 }
 
-// replaceFile writes content beside path and renames it over path. Mode and owner are
-// those of like.
+// replaceFile writes content to a temporary file beside path, gives that file the mode and the
+// owner of like, and renames it to path.
 func replaceFile(path string, content []byte, like fs.FileInfo) error {
 	tmp, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*") // mode 0600
 	if err != nil {
@@ -137,7 +138,7 @@ func replaceFile(path string, content []byte, like fs.FileInfo) error {
 		err = os.Rename(tmp.Name(), path)
 	}
 	if err != nil {
-		os.Remove(tmp.Name()) //nolint:errcheck // the first error is the one to report
+		os.Remove(tmp.Name()) //nolint:errcheck // the caller reports the first error
 	}
 	return err
 }

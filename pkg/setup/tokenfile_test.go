@@ -11,7 +11,7 @@ import (
 	"tunnel/pkg/auth"
 )
 
-// What is to be changed by hand shows no token, and the command for a Secret does it.
+// A printed change shows no token, and the printed command makes the change in a Secret.
 func TestChangeShowsNoToken(t *testing.T) {
 	hashed := "edge1:" + auth.Secret("h").Hashed()
 	content := "# c\nedge1:c4n4ry\n edge1 : c4n4ry'2 expires=2999-01-01T00:00:00Z\n" + hashed + "\nedge10:x\nedge1.a:y\n"
@@ -23,7 +23,9 @@ func TestChangeShowsNoToken(t *testing.T) {
 	if err := os.Symlink("real", path); err != nil {
 		t.Fatal(err)
 	}
-	change, err := tokenFile{path: path}.edit(func(content string) (string, error) { return auth.RevokeNode(content, "edge1") })
+	change, err := tokenFile{path: path}.edit(func(content string) (string, error) {
+		return auth.RevokeNode(content, "edge1")
+	})
 	if err != nil || change.failed == nil || len(change.removed) != 3 {
 		t.Fatal(change, err)
 	}
@@ -45,7 +47,7 @@ func TestChangeShowsNoToken(t *testing.T) {
 	}
 }
 
-// Who holds the folder's lock for ever does not hold us up for ever.
+// A process that holds the folder's lock for ever delays others for a limited time only.
 func TestLocked(t *testing.T) {
 	path := t.TempDir()
 	first, err := lock(path, 0)

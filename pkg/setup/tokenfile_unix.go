@@ -11,7 +11,7 @@ import (
 
 // tryLock locks a folder, or returns errLocked at once.
 func tryLock(folder string) (*os.File, error) {
-	dir, err := os.Open(folder) //nolint:gosec // the configuration names it
+	dir, err := os.Open(folder) //nolint:gosec // the operator's configuration names the folder
 	if err != nil {
 		return nil, err
 	}
@@ -26,10 +26,10 @@ func tryLock(folder string) (*os.File, error) {
 	return nil, err
 }
 
-// findHolder says how to find the process that holds a lock.
+// findHolder returns advice to find the process that holds the lock.
 func findHolder(folder string) string { return "see which (fuser " + folder + ")" }
 
-// own gives a new file the owner of another one, or of a folder.
+// own gives f the owner and the group of like.
 func own(f *os.File, like fs.FileInfo) error {
 	want, ok := like.Sys().(*syscall.Stat_t)
 	if !ok {

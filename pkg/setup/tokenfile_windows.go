@@ -9,7 +9,8 @@ import (
 	"golang.org/x/sys/windows"
 )
 
-// lockFile stands in a locked folder: Windows locks no folders. It goes with its last handle.
+// lockFile is in a locked folder, since Windows cannot lock a folder itself. Windows deletes the
+// file when its last handle is closed.
 const lockFile = ".tunnel-lock"
 
 // tryLock locks a folder, or returns errLocked at once.
@@ -19,8 +20,9 @@ func tryLock(folder string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	const share = 0 // nobody else opens the file
-	handle, err := windows.CreateFile(name, windows.GENERIC_WRITE, share, nil, windows.OPEN_ALWAYS, windows.FILE_FLAG_DELETE_ON_CLOSE, 0)
+	const share = 0 // no other process may open the file
+	handle, err := windows.CreateFile(name, windows.GENERIC_WRITE, share, nil,
+		windows.OPEN_ALWAYS, windows.FILE_FLAG_DELETE_ON_CLOSE, 0)
 	if errors.Is(err, windows.ERROR_SHARING_VIOLATION) {
 		return nil, errLocked
 	}
@@ -30,10 +32,10 @@ func tryLock(folder string) (*os.File, error) {
 	return os.NewFile(uintptr(handle), path), nil
 }
 
-// findHolder says how to find the process that holds a lock.
+// findHolder returns advice to find the process that holds the lock.
 func findHolder(folder string) string {
 	return "see which has " + filepath.Join(folder, lockFile) + " open (Resource Monitor)"
 }
 
-// own does nothing: a new file gets the access list of its folder.
+// own does nothing: a new file inherits the access list of its folder.
 func own(*os.File, fs.FileInfo) error { return nil }

@@ -14,10 +14,11 @@ import (
 	"tunnel/pkg/auth"
 )
 
-// Whom to trust is a matter of several files: what they are for each other is looked at
-// here, before anything listens.
+// This file checks the certificate files of a cloud against each other, before the cloud
+// listens.
 
-// readCertificates reads the certificates of a PEM file.
+// readCertificates reads the certificates of a PEM file. Its errors begin with key, the key of
+// the configuration that names the file.
 func readCertificates(key, file string) ([]*x509.Certificate, error) {
 	text, err := os.ReadFile(file) //nolint:gosec // the operator names the file
 	if err != nil {
@@ -33,8 +34,8 @@ func readCertificates(key, file string) ([]*x509.Certificate, error) {
 	return all, nil
 }
 
-// rootOf returns the authority among cas that a server's chain leads to for host. It is
-// what a join token pins.
+// rootOf returns the CA among cas that a server's chain leads to, if its leaf is good for host;
+// "" is any host. A join token pins this CA.
 func rootOf(chain, cas []*x509.Certificate, host string) (*x509.Certificate, error) {
 	roots, between := x509.NewCertPool(), x509.NewCertPool()
 	for _, c := range cas {
@@ -50,12 +51,12 @@ func rootOf(chain, cas []*x509.Certificate, host string) (*x509.Certificate, err
 	return chains[0][len(chains[0])-1], nil
 }
 
-// cloudRoot returns the authority that join tokens pin. An error says why no edge could
-// join by one.
+// cloudRoot returns the CA that join tokens pin. An error says why no edge could join by a
+// token.
 func cloudRoot(c *conf.Cloud) (*x509.Certificate, error) {
 	host, _, err := net.SplitHostPort(c.Join.Address)
 	if err != nil {
-		return nil, err // conf has looked at it
+		return nil, err // unreachable: conf has checked the address
 	}
 	chain, err := readCertificates("mode.cloud.stream.server: cert", c.Server.Cert)
 	if err != nil {
@@ -70,16 +71,18 @@ func cloudRoot(c *conf.Cloud) (*x509.Certificate, error) {
 		return root, nil
 	}
 	if _, ok := errors.AsType[x509.HostnameError](err); ok {
-		return nil, fmt.Errorf("%s is not made out to %s, which is address in [mode.cloud.join], so no edge could join (%w): have it made out to that name, or correct address", c.Server.Cert, host, err)
+		return nil, fmt.Errorf("%s is not made out to %s, which is address in [mode.cloud.join], "+
+			"so no edge could join (%w): have it made out to that name, or correct address", c.Server.Cert, host, err)
 	}
 	if e, ok := errors.AsType[x509.CertificateInvalidError](err); ok && e.Reason == x509.Expired {
 		return nil, fmt.Errorf("no edge could join: %w; replace %s, or check this machine's clock", err, c.Server.Cert)
 	}
-	return nil, fmt.Errorf("%s is not signed by %s, which is cloudca in [mode.cloud.join], so no edge could join (%w): name the CA that signed it", c.Server.Cert, c.Join.CloudCA, err)
+	return nil, fmt.Errorf("%s is not signed by %s, which is cloudca in [mode.cloud.join], "+
+		"so no edge could join (%w): name the CA that signed it", c.Server.Cert, c.Join.CloudCA, err)
 }
 
-// CheckTrust refuses authorities that could make more than they are for: who signs nodes
-// must make neither replicas nor callers.
+// CheckTrust refuses certificate authorities (CAs) that could sign more than they are for: the
+// CA of the nodes must make neither replicas nor callers of a front door.
 func CheckTrust(c *conf.Cloud) (warnings []string, err error) {
 	j := c.Join
 	if j.Address != "" && j.CloudCA != "" {
@@ -96,10 +99,13 @@ func CheckTrust(c *conf.Cloud) (warnings []string, err error) {
 	}
 	for _, ca := range nodes {
 		if !ca.IsCA {
-			return nil, fmt.Errorf("mode.cloud.join: ca: %s is no authority's certificate (%s): name the one that signs nodes' certificates", j.CA, ca.Subject)
+			return nil, fmt.Errorf("mode.cloud.join: ca: %s is no authority's certificate (%s): "+
+				"name the one that signs nodes' certificates", j.CA, ca.Subject)
 		}
-		if left := time.Until(ca.NotAfter); left < 30*24*time.Hour {
-			warnings = append(warnings, fmt.Sprintf("%s, which signs nodes' certificates, ends at %s: replace it before that, with the old one beside the new one in the file for a while", j.CA, ca.NotAfter.Format(time.DateOnly)))
+		if left := time.Until(ca.NotAfter); left < expiryWarning {
+			warnings = append(warnings, fmt.Sprintf("%s, which signs nodes' certificates, ends at %s: "+
+				"replace it before that, with the old one beside the new one in the file for a while",
+				j.CA, ca.NotAfter.Format(time.DateOnly)))
 		}
 	}
 	if err = checkPeersTrust(c, nodes); err != nil {
@@ -124,7 +130,10 @@ func CheckTrust(c *conf.Cloud) (warnings []string, err error) {
 	return warnings, nil
 }
 
-// checkPeersTrust refuses replicas that the authority of the nodes could make.
+// expiryWarning is the time before the end of the nodes' CA from which CheckTrust warns.
+const expiryWarning = 30 * 24 * time.Hour
+
+// checkPeersTrust refuses a CA that signs both nodes and replicas.
 func checkPeersTrust(c *conf.Cloud, nodes []*x509.Certificate) error {
 	if !c.Peers.Configured() {
 		return nil
@@ -133,18 +142,21 @@ func checkPeersTrust(c *conf.Cloud, nodes []*x509.Certificate) error {
 	if err != nil || !common(nodes, peers) {
 		return err
 	}
-	return fmt.Errorf("mode.cloud.join: ca: %s signs the replicas' certificates as well (ca in [mode.cloud.stream.peers]), and who signs nodes must not make replicas: name an authority of its own, such as the nodes-ca.crt of tunnel init", c.Join.CA)
+	return fmt.Errorf("mode.cloud.join: ca: %s signs the replicas' certificates as well "+
+		"(ca in [mode.cloud.stream.peers]), and who signs nodes must not make replicas: "+
+		"name an authority of its own, such as the nodes-ca.crt of tunnel init", c.Join.CA)
 }
 
-// callers are those of a front door that knows them by a client certificate.
+// callers are the callers of a front door that identifies them by a client certificate.
 type callers struct {
-	used            bool
-	table, clientCA string
+	used            bool   // the front door is configured, with client certificates
+	table, clientCA string // the table of the configuration, and its clientca
 	clientNames     []string
-	reach           string // what they may call
+	reach           string // what callers may call, for messages
 }
 
-// checkTrust refuses callers that are nodes, and warns where only names keep them apart.
+// checkTrust refuses a clientname that is a node's if one CA signs nodes and callers. It warns
+// if only names tell the callers of such a CA from nodes.
 func (d callers) checkTrust(c *conf.Cloud, nodes []*x509.Certificate) (warning string, err error) {
 	if !d.used {
 		return "", nil
@@ -153,16 +165,21 @@ func (d callers) checkTrust(c *conf.Cloud, nodes []*x509.Certificate) (warning s
 	if err != nil || !common(nodes, cas) {
 		return "", err
 	}
-	if i := slices.IndexFunc(d.clientNames, func(n string) bool { return strings.HasPrefix(n, auth.NodePrefix) }); i >= 0 {
-		return "", fmt.Errorf("%s: clientnames, callers: %q is the name of a node, and its certificate comes from clientca: a node could call %s; remove the name", d.table, d.clientNames[i], d.reach)
+	isNode := func(name string) bool { return strings.HasPrefix(name, auth.NodePrefix) }
+	if i := slices.IndexFunc(d.clientNames, isNode); i >= 0 {
+		return "", fmt.Errorf("%s: clientnames, callers: %q is the name of a node, and its certificate comes from "+
+			"clientca: a node could call %s; remove the name", d.table, d.clientNames[i], d.reach)
 	}
-	if c.Join.Kubernetes { // the cluster's CA signs for kube-apiserver too, by another signer
+	if c.Join.Kubernetes { // the cluster's CA signs for kube-apiserver, too, through another signer
 		return "", nil
 	}
-	return fmt.Sprintf("%s signs nodes' certificates, and is clientca in [%s]: with cakey this cloud could make callers of %s; name an authority of its own in [mode.cloud.join]", c.Join.CA, d.table, d.reach), nil
+	return fmt.Sprintf("%s signs nodes' certificates, and is clientca in [%s]: "+
+		"with cakey this cloud could make callers of %s; name an authority of its own in [mode.cloud.join]",
+		c.Join.CA, d.table, d.reach), nil
 }
 
-// common reports whether two lists share an authority: its key, whatever its certificate.
+// common reports whether two lists share a CA. The key decides: a CA may have several
+// certificates.
 func common(a, b []*x509.Certificate) bool {
 	return slices.ContainsFunc(a, func(x *x509.Certificate) bool {
 		return slices.ContainsFunc(b, func(y *x509.Certificate) bool {
