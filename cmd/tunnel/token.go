@@ -71,7 +71,7 @@ it expires; the line is all of the standard output, so that it can be piped as w
 			if err != nil {
 				return setupError(err)
 			}
-			created.Adopted(cmd.Context()) // the edge may use the token as soon as it is printed
+			created.AwaitAdoption(cmd.Context()) // the edge may use the token as soon as it is printed
 			if asJSON {
 				err = json.NewEncoder(cmd.OutOrStdout()).Encode(created)
 			} else {

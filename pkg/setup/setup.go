@@ -33,15 +33,15 @@ func (h Host) sudo() string {
 	return ""
 }
 
-// Kind says what must change before a failed call can succeed. Exit codes follow from it.
+// Kind says where the cause of an error lies. cmd makes the exit code of it.
 type Kind int
 
 // The kinds of errors. An error that is no Error is of KindFailed.
 const (
 	KindFailed  Kind = iota // a step failed while it ran
-	KindUsage               // the command line
-	KindConfig              // the configuration
-	KindRefused             // the cloud's mind: it refused
+	KindUsage               // the command line is wrong
+	KindConfig              // the configuration is wrong
+	KindRefused             // the cloud refused
 )
 
 // Error is an error with a kind.

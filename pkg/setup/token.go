@@ -96,8 +96,8 @@ func CreateToken(c *conf.Cloud, h Host, node tunnel.NodeName, ttl time.Duration)
 // Unwritten returns an error with instructions if the token file could not be written.
 func (t *Token) Unwritten() error { return t.change.unwritten() }
 
-// Adopted waits until a running cloud has read the token, or until ctx is done.
-func (t *Token) Adopted(ctx context.Context) {
+// AwaitAdoption waits until a running cloud has read the token, or until ctx is done.
+func (t *Token) AwaitAdoption(ctx context.Context) {
 	if !t.Written {
 		return
 	}
