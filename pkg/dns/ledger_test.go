@@ -81,7 +81,8 @@ func TestLedgerConverges(t *testing.T) {
 			text = d.hosts.String()
 		}
 		now = now.Add(goneGrace)
-		text = l.decide(ParseHosts(text), 0, facts{truth: fixed{records, replicas}, alive: neverAlive, now: now}).hosts.String()
+		f := facts{truth: fixed{records, replicas}, alive: neverAlive, now: now}
+		text = l.decide(ParseHosts(text), 0, f).hosts.String()
 		foreign := readNames(ParseHosts(text).Foreign)
 		var want []Entry
 		for _, r := range records {
@@ -151,7 +152,8 @@ func TestLedgerWithholds(t *testing.T) {
 	us := []netip.Addr{addr("10.0.0.1"), addr("fd00::1")}
 	truth := fixed{[]Record{{"edge1", us}, {"kubernetes.default.svc", us}, {"metrics-server", us}}, us}
 	file := Hosts{Own: []Entry{{us[0], "metrics-server"}}}
-	d := new(ledger).decide(file, 0, facts{truth: truth, names: only{"edge1"}, alive: alwaysAlive, now: time.Unix(1000, 0)})
+	f := facts{truth: truth, names: only{"edge1"}, alive: alwaysAlive, now: time.Unix(1000, 0)}
+	d := new(ledger).decide(file, 0, f)
 	if got, want := d.hosts.String(), "10.0.0.1    edge1 # tunnel\nfd00::1    edge1 # tunnel\n"; got != want {
 		t.Errorf("got %q, want %q", got, want)
 	}

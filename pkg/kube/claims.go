@@ -30,9 +30,9 @@ import (
 //     that a Node claims, unless it is the own name of another Node.
 //
 // A kubelet can also set spec.podCIDRs of its own Node, once, before kube-controller-manager sets
-// it. So neither a Node's address nor a pods' network overrides the other: no Node gets an address
-// that is both, and the rest of the network is accepted. A network is rejected if it holds
-// addresses of Services or of the control plane, or is too wide for one Node.
+// it. So neither a Node's address nor a pods' network overrides the other: pkg/egress refuses to
+// dial an address that is both, and the rest of the network counts. A network is rejected if it
+// holds addresses of Services or of the control plane, or is too wide for one Node.
 
 // maxAddresses is how many entries of a Node's status.addresses are read. Machines have a few, but
 // a status has room for tens of thousands.
@@ -75,7 +75,8 @@ func nodeOf(o any) (tunnel.NodeName, node, error) {
 	return name, n, nil
 }
 
-// unmapped returns p as an IPv4 network if it is an IPv4-mapped IPv6 network, else p.
+// unmapped returns p as an IPv4 network if it is an IPv4-mapped IPv6 network, else p. It clears the
+// bits behind the prefix.
 func unmapped(p netip.Prefix) netip.Prefix {
 	if a := p.Addr(); a.Is4In6() && p.Bits() >= 96 {
 		p = netip.PrefixFrom(a.Unmap(), p.Bits()-96)

@@ -1,8 +1,15 @@
-// Package kube is a client for the parts of Kubernetes that the cloud needs: the names
-// of the nodes ([Nodes]), the addresses that each node reaches ([Reaches]), one key of a
-// ConfigMap ([ConfigMap]), a Lease to elect a writer ([Lease]), the addresses of a
-// Service's pods ([Client.Replicas]), the owner of a token ([Client.ReviewToken]),
-// certificates for nodes ([Signer]), and the node of a pod ([Pods]).
+// Package kube is a client for the parts of Kubernetes that the cloud needs:
+//
+//   - [Nodes]: the names of the nodes
+//   - [Reaches]: the addresses that each node reaches
+//   - [Pods]: the node of a pod
+//   - [ConfigMap]: one key of a ConfigMap
+//   - [Lease]: a Lease to elect a writer
+//   - [Signer]: certificates for nodes
+//   - [Client.Replicas]: the addresses of a Service's pods
+//   - [Client.ReviewToken]: the owner of a token
+//
+// For example:
 //
 //	c, err := kube.New(os.Getenv("KUBECONFIG"), "tunnel/v1.2.3")
 //	cm := c.ConfigMap("tunnel-system", "tunnel-nodes", "hosts")
@@ -215,9 +222,8 @@ type object struct {
 	} `json:"metadata"`
 }
 
-// named returns an object's metadata for a create or a patch. The API server answers a patch
-// with a version by a conflict if the object has changed since, or was replaced by another
-// object of the same name.
+// named returns an object's metadata for a create or a patch. A patch with a version fails with a
+// conflict if the object has changed since. It also fails so if another object now has the name.
 func named(namespace, name, version string) object {
 	var o object
 	o.Metadata.Namespace, o.Metadata.Name, o.Metadata.ResourceVersion = namespace, name, version

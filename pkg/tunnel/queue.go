@@ -60,8 +60,8 @@ type Queue struct {
 
 const (
 	// silenceTimeout is how long a target or a node may answer none of its opens before opens
-	// beyond its share are refused. A link with a round trip of 600 ms, a retransmission and the
-	// edge's TCP handshake together take less.
+	// beyond its share are refused. A distant link (600 ms), a retransmission and the edge's TCP
+	// handshake together take less.
 	silenceTimeout = 2 * time.Second
 	// trustPeriod is how long after an answer a target keeps the share of a target that answers.
 	trustPeriod = 10 * time.Minute

@@ -1,8 +1,11 @@
-// Package tunnel defines the types that all other packages share: a [Message] on
-// a node's control stream, the [Module] that owns a category of messages, the
-// [Router] that finds the handler of a message, the [Session] that a message came
-// from, the [Directory] of live sessions, and the [Dialer] by which front doors
-// get a connection to a target behind a node.
+// Package tunnel defines the types that all other packages share:
+//
+//   - [Message]: one message on a node's control stream
+//   - [Module]: the owner of one category of messages
+//   - [Router]: it finds the handler of a message
+//   - [Session]: the session that a message came from
+//   - [Directory]: the live sessions, by node
+//   - [Dialer]: by it, front doors get a connection to a target behind a node
 //
 // How one forwarded connection uses them:
 //
