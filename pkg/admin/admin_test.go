@@ -192,7 +192,7 @@ func TestMetrics(t *testing.T) {
 	c.Sessions.Store(3)
 	c.Replaced.Store(1)
 	c.JoinsRefused.Store(7)
-	c.Conns.Store(20)
+	c.ConnsOpened.Store(20)
 	c.Resets.Store(2)
 	c.BytesSent.Store(1 << 30)
 	c.BytesReceived.Store(5)

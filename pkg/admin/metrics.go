@@ -70,11 +70,11 @@ func NewCollector(c *tunnel.Counters, sessions func() []*tunnel.Session) prometh
 			{desc("tunnel_sessions_replaced_total",
 				"Sessions that a newer one of the same node ended."), c.Replaced.Load},
 			{desc("tunnel_joins_refused_total", "Joins refused before they became sessions."), c.JoinsRefused.Load},
-			{desc("tunnel_conns_opened_total", "Conns opened."), c.Conns.Load},
+			{desc("tunnel_conns_opened_total", "Conns opened."), c.ConnsOpened.Load},
 			{desc("tunnel_conns_by_data_connection_total",
-				"Of the conns opened, those that went by a data connection."), c.DataConns.Load},
+				"Of the conns opened, those that went by a data connection."), c.ConnsOverData.Load},
 			{desc("tunnel_data_connections_opened_total",
-				"TCP connections opened beside the session's own, to carry one conn at a time."), c.Connections.Load},
+				"TCP connections opened beside the session's own, to carry one conn at a time."), c.DataOpened.Load},
 			{desc("tunnel_conns_reset_total", "Conns that ended by a reset."), c.Resets.Load},
 			{desc("tunnel_sent_bytes_total", "Payload bytes of conns handed to the other side."), c.BytesSent.Load},
 			{desc("tunnel_received_bytes_total",
@@ -105,7 +105,7 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 // relayed conn as one of its own.
 func NewRelayCollector(c *tunnel.Counters, replicas func() int) prometheus.Collector {
 	return &relayCollector{c: c, replicas: replicas, counts: []count{
-		{desc("tunnel_relay_conns_opened_total", "Conns opened to or for another replica."), c.Conns.Load},
+		{desc("tunnel_relay_conns_opened_total", "Conns opened to or for another replica."), c.ConnsOpened.Load},
 		{desc("tunnel_relay_conns_reset_total", "Such conns that ended by a reset."), c.Resets.Load},
 		{desc("tunnel_relay_sent_bytes_total", "Payload bytes handed to other replicas."), c.BytesSent.Load},
 		{desc("tunnel_relay_received_bytes_total",
@@ -182,5 +182,5 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	ch <- prometheus.MustNewConstMetric(c.live, prometheus.GaugeValue, float64(len(live)))
 	ch <- prometheus.MustNewConstMetric(c.conns, prometheus.GaugeValue, float64(conns))
-	ch <- prometheus.MustNewConstMetric(c.data, prometheus.GaugeValue, float64(c.c.DataConnections.Load()))
+	ch <- prometheus.MustNewConstMetric(c.data, prometheus.GaugeValue, float64(c.c.DataLive.Load()))
 }

@@ -292,7 +292,7 @@ func (s *agentStream) dial(p Packet, id int64) {
 			tunnel.Reset(target)
 			return
 		}
-		a.cfg.Counters.Conns.Add(1)
+		a.cfg.Counters.ConnsOpened.Add(1)
 		s.send(&Packet{Type: PacketDialRsp, Random: p.Random, ConnID: id})
 		var in, out int64
 		err = a.guard("the conn ends", func() (err error) { in, out, err = tunnel.Splice(ctx, conn, target); return err })

@@ -57,7 +57,7 @@ func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error
 		l.counters.Refuse(tunnel.CodeOf(err))
 		return nil, err
 	}
-	l.counters.Conns.Add(1)
+	l.counters.ConnsOpened.Add(1)
 	return conn, nil
 }
 

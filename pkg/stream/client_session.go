@@ -316,11 +316,11 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	})
 	if by := s.rideOf(name); by != nil {
 		by.carries.Store(c)
-		s.counters.DataConns.Add(1)
+		s.counters.ConnsOverData.Add(1)
 	}
 	stop := c.watch(ctx)
 	defer stop()
-	s.counters.Conns.Add(1)
+	s.counters.ConnsOpened.Add(1)
 	received, sent, err := tunnel.Splice(ctx, c, target)
 	<-gone
 	s.log.Debug("conn ended", "topic", name, "target", r.Addr, "bytes", received+sent, "err", err, "dur", time.Since(started).Round(time.Microsecond))

@@ -393,7 +393,7 @@ func (s *session) hold(d *dataConn) bool {
 	if c, ok := d.raw.(*carrier); ok {
 		s.pacer.add(c)
 	}
-	s.counters.DataConnections.Add(1)
+	s.counters.DataLive.Add(1)
 	return true
 }
 
@@ -411,7 +411,7 @@ func (s *session) dropLocked(d *dataConn) {
 		if c, ok := d.raw.(*carrier); ok {
 			s.pacer.remove(c)
 		}
-		s.counters.DataConnections.Add(-1)
+		s.counters.DataLive.Add(-1)
 	}
 }
 

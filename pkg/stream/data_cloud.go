@@ -158,7 +158,7 @@ func (s *Server) tryAttach(c *tls.Conn, j *joiningConn) error {
 		return err
 	}
 	j.dispatched()
-	cs.counters.Connections.Add(1)
+	cs.counters.DataOpened.Add(1)
 	cs.log.Debug("data connection", "remote", j.RemoteAddr().String())
 	cs.spare(d)
 	return nil
@@ -336,7 +336,7 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn {
 	}
 	s.topics[name] = c
 	d.carries.Store(c)
-	s.counters.DataConns.Add(1)
+	s.counters.ConnsOverData.Add(1)
 	return c
 }
 

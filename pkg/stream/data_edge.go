@@ -79,7 +79,7 @@ func (s *edgeSession) serveData(ticket string) error {
 		return nil
 	}
 	defer s.drop(d)
-	s.counters.Connections.Add(1)
+	s.counters.DataOpened.Add(1)
 	err = s.serveConns(d)
 	s.log.Debug("data connection ended", "err", err)
 	return nil

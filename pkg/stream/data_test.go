@@ -100,7 +100,7 @@ func TestDataConnectionsFollowDemand(t *testing.T) {
 		c.Close()
 	}
 	r.idle(e)
-	if n := r.counters.Connections.Load(); n != 2 || cs.dataConns() != 2 {
+	if n := r.counters.DataOpened.Load(); n != 2 || cs.dataConns() != 2 {
 		t.Errorf("%d data connections were opened, %d are there; want 2", n, cs.dataConns())
 	}
 }
@@ -218,7 +218,7 @@ func TestDataConnectionIsUsedAgain(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			r, e := newDataRig(t, 1)
 			r.haveSpare("edge1")
-			before := r.counters.Connections.Load()
+			before := r.counters.DataOpened.Load()
 			for range 20 {
 				if end == nil {
 					if _, err := r.dial("edge1", "127.0.0.1:1"); tunnel.CodeOf(err) != tunnel.Refused {
@@ -231,7 +231,7 @@ func TestDataConnectionIsUsedAgain(t *testing.T) {
 				r.idle(e)
 				far.Close()
 			}
-			if n := r.counters.Connections.Load() - before; n != 0 {
+			if n := r.counters.DataOpened.Load() - before; n != 0 {
 				t.Errorf("20 conns took %d more data connections", n)
 			}
 		})

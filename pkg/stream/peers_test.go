@@ -535,7 +535,7 @@ func TestSessionWithEveryReplica(t *testing.T) {
 		c, far := a.pair("edge1")
 		c.Close()
 		far.Close()
-		if a.relays.Conns.Load() != 0 {
+		if a.relays.ConnsOpened.Load() != 0 {
 			t.Errorf("replica %d relays to others what it holds itself", i)
 		}
 		a.front = nil

@@ -94,7 +94,7 @@ func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 		}
 		return nil, refusal
 	}
-	s.counters.Conns.Add(1)
+	s.counters.ConnsOpened.Add(1)
 	return c, nil
 }
 

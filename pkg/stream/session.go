@@ -101,7 +101,7 @@ func (s *session) Close(reason error) {
 	}
 	for d := range data {
 		d.abort()
-		s.counters.DataConnections.Add(-1)
+		s.counters.DataLive.Add(-1)
 	}
 }
 

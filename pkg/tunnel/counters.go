@@ -9,10 +9,10 @@ type Counters struct {
 	Sessions        atomic.Uint64 // sessions established
 	Replaced        atomic.Uint64 // sessions that a newer session of the same node ended
 	JoinsRefused    atomic.Uint64 // control streams refused before they became sessions
-	Conns           atomic.Uint64 // conns opened
-	DataConns       atomic.Uint64 // conns opened over a data connection; Conns counts them, too
-	Connections     atomic.Uint64 // data connections opened
-	DataConnections atomic.Int64  // gauge: data connections that are open now
+	ConnsOpened     atomic.Uint64 // conns opened
+	ConnsOverData   atomic.Uint64 // conns opened over a data connection; ConnsOpened counts them, too
+	DataOpened      atomic.Uint64 // data connections opened
+	DataLive        atomic.Int64  // gauge: data connections that are open now
 	Waiting         atomic.Int64  // gauge: opens that wait for a limit now
 	Resets          atomic.Uint64 // conns that ended by a reset
 	BytesSent       atomic.Uint64 // payload bytes sent to the other side
