@@ -26,7 +26,7 @@ type pacer struct {
 	data     map[*carrier]*progress // the data connections
 	ours     progress               // of the session's own connection
 	lastLook time.Time              // zero: the next look has nothing to compare with
-	waited   bool                   // the session's own connection had to wait at the last look
+	needed   int                    // at how many looks in a row the session's own connection lacked something
 	arrival  int64                  // what arrives, smoothed, in bytes a second; 0: not known
 	capacity int64                  // the most that arrival was of late
 	rate     int64                  // bound of all data connections together, in bytes a second; 0: none
@@ -42,12 +42,15 @@ type progress struct {
 const (
 	// paceInterval is how often the pacer looks.
 	paceInterval = 500 * time.Millisecond
+	// sureLooks is at how many looks in a row the session's own connection lacks something before a
+	// bound begins: a link that was cut for a moment is slow for a moment.
+	sureLooks = 4
 	// leastPace is what a data connection may always send, in bytes a second. The kernel sends two
 	// segments at a time: some 2.8 KiB every 8 s. The queueing discipline fq drops packets that are
 	// scheduled more than 10 s ahead.
 	leastPace = 384
 	// paceGrowth: the bound grows by one part in so many at each look that finds no need for it.
-	paceGrowth = 8
+	paceGrowth = 4
 	// arrivalSmooth: a new measurement of what arrives counts for one part in so many.
 	arrivalSmooth = 4
 	// capacityDecay: the capacity shrinks by one part in so many at each look.
@@ -117,10 +120,9 @@ func (p *pacer) lookOnce() (began bool) {
 	case !waits || first:
 	case p.ours.retries >= manyRetries || p.ours.trip >= p.ours.shortestTrip+longTrip:
 		need = starving
-	case p.waited:
+	default:
 		need = waiting
 	}
-	p.waited = waits && !first
 	var busy []*progress
 	for c, of := range p.data {
 		n, waits := of.update(c, took)
@@ -130,6 +132,11 @@ func (p *pacer) lookOnce() (began bool) {
 		}
 	}
 	// Where nothing arrives the link is cut, which says nothing of its capacity.
+	if need == none || arrived == 0 {
+		p.needed = 0
+	} else {
+		p.needed++
+	}
 	if !first && arrived > 0 {
 		arrival := int64(float64(arrived) / took.Seconds())
 		if p.arrival == 0 {
@@ -137,6 +144,9 @@ func (p *pacer) lookOnce() (began bool) {
 		}
 		p.arrival += (arrival - p.arrival) / arrivalSmooth
 		p.capacity = max(p.capacity-p.capacity/capacityDecay, p.arrival)
+		if p.rate == 0 && p.needed < sureLooks {
+			need = none
+		}
 		rate := nextPace(p.rate, p.capacity, need)
 		began = p.rate == 0 && rate > 0 && len(busy) > 0
 		p.rate = rate
