@@ -8,6 +8,8 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+
+	"tunnel/pkg/conn"
 )
 
 // A session's conns share one TCP connection. How far it leads is known when it has been
@@ -59,7 +61,7 @@ type carrier struct {
 	heard atomic.Int64 // when bytes last came: nanoseconds after since
 
 	// Of the connection that carries a session.
-	turns  turns
+	turns  conn.Turns
 	narrow atomic.Bool // see narrowRate
 
 	pacer *pacer // of a data connection; set before its first conn
@@ -177,8 +179,8 @@ func (c *carrier) Write(b []byte) (int, error) {
 		}
 		return c.Conn.Write(b)
 	}
-	c.turns.busy.Store(true)
-	defer c.turns.busy.Store(false)
+	c.turns.SetBusy(true)
+	defer c.turns.SetBusy(false)
 	if c.thin(len(b)) {
 		// poll(2) also has the kernel tell when there is room again, as a write in vain would.
 		if err := c.raw.Write(hasRoom); err != nil {
@@ -225,7 +227,7 @@ func (c *carrier) thin(n int) bool {
 			c.isThin = rate > 0 && rate < thinRate
 			// The kernel's rate may be of long ago, and the link may have become thin since. So
 			// the turns' rate grows with what the link has taken.
-			c.turns.rate.Store(min(rate, max(c.far.sizes().firstRate, growth*wrote)))
+			c.turns.SetRate(min(rate, max(c.far.sizes().firstRate, growth*wrote)))
 			if path.unsent >= c.unsent/2 { // else the rate is what was asked of it
 				c.narrow.Store(rate > 0 && rate < narrowRate)
 			}

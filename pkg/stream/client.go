@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -67,7 +68,7 @@ type Client struct {
 	// Set once.
 	cfg      ClientConfig
 	router   *tunnel.Router
-	blocks   *blocks
+	blocks   *conn.Blocks
 	log      *slog.Logger
 	instance string // of this process
 
@@ -117,7 +118,7 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	if cfg.replica != nil {
 		cfg.Limits = EdgeLimits{Conns: maxConnsHere} // each node has its own, where it is held
 	}
-	c := &Client{cfg: cfg, blocks: new(blocks), log: cfg.Log.With("module", category, "node", cfg.Node), instance: uuid.NewString()}
+	c := &Client{cfg: cfg, blocks: new(conn.Blocks), log: cfg.Log.With("module", category, "node", cfg.Node), instance: uuid.NewString()}
 	if cfg.replica != nil {
 		c.log = cfg.Log.With("module", category, "remote", cfg.Address)
 	}

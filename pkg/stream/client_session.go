@@ -11,6 +11,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -28,13 +29,13 @@ type edgeSession struct {
 	remoteInstance string          // of the replica at the other end; "" if the cloud has but one
 
 	// Guarded by session.mu.
-	beats       []time.Time      // when heartbeats were sent that wait for their echo, the oldest first
-	opening     int              // data connections that are being opened
-	misses      int              // of the cloud's askings for one, in a row
-	noMoreUntil time.Time        // none is opened
-	early       [64]string       // topics of the last cancels that found no open
-	nextEarly   int              // where in early the next one goes
-	by          map[string]*ride // topics of opens that came by one, until the cloud has all of the conn
+	beats       []time.Time           // when heartbeats were sent that wait for their echo, the oldest first
+	opening     int                   // data connections that are being opened
+	misses      int                   // of the cloud's askings for one, in a row
+	noMoreUntil time.Time             // none is opened
+	early       [64]string            // topics of the last cancels that found no open
+	nextEarly   int                   // where in early the next one goes
+	by          map[string]*edgeLease // topics of opens that came by a data connection, until the cloud has all of the conn
 }
 
 var _ tunnel.Link = (*edgeSession)(nil)
@@ -189,12 +190,12 @@ func (s *edgeSession) Dial(context.Context, tunnel.Request) (net.Conn, error) {
 // its conn.
 type serving struct{ cancel context.CancelFunc }
 
-func (s *serving) abort() { s.cancel() }
+func (s *serving) Abort() { s.cancel() }
 
 // cancelTopic gives up what a topic stands for: the cloud's caller has gone.
 func (s *edgeSession) cancelTopic(m *tunnel.Message) error {
 	if t := s.lookup(m.Topic); t != nil {
-		t.abort()
+		t.Abort()
 		return nil
 	}
 	s.mu.Lock()
@@ -235,7 +236,7 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 	if refusal == nil && s.cancelledEarly(m.Topic) {
 		cancel()
 	}
-	by := s.rideOf(m.Topic)
+	by := s.leaseOf(m.Topic)
 	if by != nil {
 		by.settle() // not before: the session may be about to end with its last conn
 	}
@@ -246,9 +247,11 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 	}
 	serve := func() {
 		defer func() {
-			if by == nil || !by.unsaid() {
-				s.remove(m.Topic)
+			if by != nil && by.EndAwaited() {
+				by.endAwaited = true // serveConns removes the topic
+				return
 			}
+			s.remove(m.Topic)
 		}()
 		defer cancel()
 		if err := s.guard(func() error { return s.serve(ctx, m.Topic, r, dial) }); err != nil {
@@ -304,21 +307,17 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 		return nil
 	}
 	gone := make(chan struct{})
-	c := newConn(connConfig{
-		stream: way.stream, turns: way.turns, isEdge: true, ordered: s.ordered, blocks: s.blocks, counters: s.counters, log: s.log,
-		local: addr(s.pub.Node), remote: addr(r.Caller),
-		ended: func(err error) {
+	c := way.conn(s, conn.Config{
+		IsEdge: true, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Log: s.log,
+		Local: conn.Addr(s.pub.Node), Remote: conn.Addr(r.Caller),
+		Ended: func(err error) {
 			if err != nil {
 				way.reset()
 			}
 		},
-		gone: func() { close(gone) },
+		Gone: func() { close(gone) },
 	})
-	if by := s.rideOf(name); by != nil {
-		by.carries.Store(c)
-		s.counters.ConnsOverData.Add(1)
-	}
-	stop := c.watch(ctx)
+	stop := c.Watch(ctx)
 	defer stop()
 	s.counters.ConnsOpened.Add(1)
 	received, sent, err := tunnel.Splice(ctx, c, target)
@@ -353,8 +352,8 @@ func (s *edgeSession) refuse(name string, err error) {
 	}
 	s.counters.Refuse(code)
 	refused := &pb.Refused{Code: pb.Code(code), Text: text(words)}
-	if by := s.rideOf(name); by != nil {
-		by.sendMessage(frameRefused, refused) //nolint:errcheck // whoever reads there will see it
+	if by := s.leaseOf(name); by != nil {
+		by.data.Send(conn.FrameRefused, encode(refused)) //nolint:errcheck // whoever reads there will see it
 		return
 	}
 	s.post(message(typeRefused, name, refused))

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/pkg/conn"
 	"tunnel/pkg/tunnel"
 )
 
@@ -17,7 +18,7 @@ func TestResetStaysBehindTheBytes(t *testing.T) { eachWay(t, resetStaysBehindThe
 
 func resetStaysBehindTheBytes(t *testing.T, r *rig) {
 	e := r.join("edge1", direct)
-	want := blob(maxPayload + 100)
+	want := blob(conn.MaxPayload + 100)
 	const rounds = 50
 	lost := 0
 	for range rounds {
@@ -56,7 +57,7 @@ func resetStaysBehindTheBytes(t *testing.T, r *rig) {
 func TestCallersResetStaysBehindTheBytes(t *testing.T) {
 	eachWay(t, func(t *testing.T, r *rig) {
 		e := r.join("edge1", direct)
-		want := blob(maxPayload + 100)
+		want := blob(conn.MaxPayload + 100)
 		for range 50 {
 			c, far := r.pair("edge1")
 			caller, near := socketPair(t)
@@ -140,21 +141,7 @@ func TestResetBehindBytesThatNobodyTakes(t *testing.T) {
 	})
 }
 
-// A peer of an older release is sent no chunk that it does not know.
-func TestNoAbortToAnOlderPeer(t *testing.T) {
-	for range 20 {
-		p := newFakeConns()
-		p.edge.ordered = false
-		if _, err := p.edge.Write([]byte("x")); err != nil {
-			t.Fatal(err)
-		}
-		eventually(t, "a chunk is on its way", func() bool { return len(p.call.up) == 1 })
-		p.edge.ResetBehind()
-		eventually(t, "the edge's end is over", func() bool { return isClosed(p.edge.over) })
-		if p.edge.err == nil || p.edge.resetSent {
-			t.Fatalf("the edge's conn ends with %v, abort sent: %t", p.edge.err, p.edge.resetSent)
-		}
-		p.cloud.Reset()
-		eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
-	}
-}
+// endless gives bytes without end.
+type endless struct{}
+
+func (endless) Read(p []byte) (int, error) { return len(p), nil }

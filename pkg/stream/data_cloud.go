@@ -12,6 +12,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -134,11 +135,11 @@ func (s *Server) attach(c *tls.Conn, j *joiningConn) error {
 
 func (s *Server) tryAttach(c *tls.Conn, j *joiningConn) error {
 	d := newDataConn(c, j.Conn, s.blocks)
-	typ, ticket, err := d.receive(mostTicket)
+	typ, ticket, err := d.Receive(mostTicket)
 	if err != nil {
 		return err
 	}
-	if typ != frameAttach {
+	if typ != conn.FrameAttach {
 		return fmt.Errorf("it begins with a frame of type %#x", typ)
 	}
 	cs := s.asked.take(string(ticket))
@@ -152,8 +153,8 @@ func (s *Server) tryAttach(c *tls.Conn, j *joiningConn) error {
 	if carrier, ok := j.Conn.(*carrier); ok {
 		carrier.alone()
 	}
-	d.rests()
-	if err := d.send(frameAttach, nil); err != nil {
+	d.armUserTimeout()
+	if err := d.Send(conn.FrameAttach, nil); err != nil {
 		cs.drop(d)
 		return err
 	}
@@ -173,7 +174,7 @@ func (s *cloudSession) spare(d *dataConn) {
 		return
 	}
 	s.spares = append(s.spares, d)
-	if d.owesEnd {
+	if d.OwesEnd() {
 		d.saying = time.AfterFunc(endTime, s.guarded(func() { s.sayEnd(d) }))
 	}
 }
@@ -202,19 +203,19 @@ func (s *cloudSession) tend() {
 	s.dropLost()
 }
 
-// dropSpares ends those of which which says so.
-func (s *cloudSession) dropSpares(which func(*dataConn) bool) {
+// dropSpares closes every data connection that waits for a conn and for which match returns true.
+func (s *cloudSession) dropSpares(match func(*dataConn) bool) {
 	s.mu.Lock()
-	var those []*dataConn
+	var matched []*dataConn
 	s.spares = slices.DeleteFunc(s.spares, func(d *dataConn) bool {
-		is := which(d)
+		is := match(d)
 		if is {
-			those = append(those, d)
+			matched = append(matched, d)
 		}
 		return is
 	})
 	s.mu.Unlock()
-	for _, d := range those {
+	for _, d := range matched {
 		s.drop(d)
 	}
 }
@@ -223,18 +224,17 @@ func (s *cloudSession) dropSpares(which func(*dataConn) bool) {
 // comes on the session's own connection settles it.
 type asking struct{}
 
-// abort implements topic: the end of the session is that of the data connection.
-func (asking) abort() {}
+// Abort implements topic: the end of the session is that of the data connection.
+func (asking) Abort() {}
 
 // dialOver is dial by a data connection. lost says that it was not fit for use: the edge has
 // not answered, and can be asked in another way.
-func (s *cloudSession) dialOver(ctx context.Context, d *dataConn, r tunnel.Request, m *tunnel.Message) (c *conn, refusal *tunnel.Refusal, lost bool) {
+func (s *cloudSession) dialOver(ctx context.Context, d *dataConn, r tunnel.Request, m *tunnel.Message) (c *conn.Conn, refusal *tunnel.Refusal, lost bool) {
 	if refusal = s.add(m.Topic, asking{}); refusal != nil {
 		s.spare(d)
 		return nil, refusal, false
 	}
-	d.owesEnd = false // the open says it
-	stop := context.AfterFunc(ctx, d.interrupt)
+	stop := context.AfterFunc(ctx, d.Interrupt)
 	data, err := s.ask(d, m)
 	waited := stop() // else d is no longer to be used: it has been interrupted, or is about to be
 	switch {
@@ -245,6 +245,7 @@ func (s *cloudSession) dialOver(ctx context.Context, d *dataConn, r tunnel.Reque
 		refusal = s.gaveUp(ctx, r)
 	case waited && err == nil:
 		if refusal, err = refusalOf(data); err == nil {
+			d.Refused()
 			s.remove(m.Topic)
 			s.spare(d)
 			return nil, refusal, false
@@ -266,16 +267,16 @@ func (s *cloudSession) dialOver(ctx context.Context, d *dataConn, r tunnel.Reque
 
 // ask sends an open and waits for the answer: nil if there is a conn, else a refusal.
 func (s *cloudSession) ask(d *dataConn, m *tunnel.Message) (refused []byte, err error) {
-	if err = d.sendMessage(frameOpen, s.onWire(m)); err != nil {
+	if err = d.Ask(encode(s.onWire(m))); err != nil {
 		return nil, err
 	}
-	typ, data, err := d.receive(maxControlFrame)
+	typ, data, err := d.Receive(conn.MaxControlFrame)
 	switch {
 	case err != nil:
 		return nil, err
-	case typ == frameOpened && len(data) == 0:
+	case typ == conn.FrameOpened && len(data) == 0:
 		return nil, nil
-	case typ == frameRefused && len(data) > 0:
+	case typ == conn.FrameRefused && len(data) > 0:
 		return data, nil
 	}
 	return nil, fmt.Errorf("a frame of type %#x with %d bytes answers an open", typ, len(data))
@@ -283,46 +284,35 @@ func (s *cloudSession) ask(d *dataConn, m *tunnel.Message) (refused []byte, err 
 
 // carry makes an open request that d's edge has answered a conn on it, nil if the session
 // has ended meanwhile.
-func (s *cloudSession) carry(name string, d *dataConn) *conn {
-	d.works()
-	by := &ride{dataConn: d}
+func (s *cloudSession) carry(name string, d *dataConn) *conn.Conn {
+	d.disarmUserTimeout()
+	lease := d.LendAtCloud()
 	since := time.Now()
-	var c *conn
-	c = newConn(connConfig{
-		stream: by, ordered: s.ordered, blocks: s.blocks, counters: s.counters, log: s.log,
-		local: "cloud", remote: addr(s.pub.Node),
-		ended: func(err error) {
-			if err != nil {
-				if c.mustCancel() {
-					s.post(message(typeCancel, name, nil)) // for an edge that does not read
-				}
-				s.drop(d)
+	var c *conn.Conn
+	c = conn.OverLease(lease, conn.Config{
+		Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Log: s.log,
+		Local: "cloud", Remote: conn.Addr(s.pub.Node),
+		Ended: func(err error) {
+			if err == nil {
+				lease.End(c.PeerStopped())
 				return
 			}
-			if by.endGot.Load() {
-				by.stopReceiving()
-			} else {
-				by.interrupt() // there may be a receiver: an edge may stop after its fin
+			if c.MustCancel() {
+				s.post(message(typeCancel, name, nil)) // for an edge that does not read
 			}
-			c.mu.Lock()
-			stopped := c.stopGot
-			c.mu.Unlock()
-			if stopped { // there may be a sender, and an edge that does not throw away what it sends
-				d.raw.SetWriteDeadline(time.Now().Add(stopTimeout)) //nolint:errcheck // it fails when d is closed
-			}
+			s.drop(d)
 		},
-		gone: func() {
+		Gone: func() {
 			release := func() {
 				defer s.connOver(name, since)
-				if err := guard(s.log, s.counters, "the data connection ends", func() error { return s.release(c, by) }); err != nil {
+				if err := guard(s.log, s.counters, "the data connection ends", func() error { return s.release(d, lease) }); err != nil {
 					s.drop(d)
 				}
 			}
 			switch {
-			case c.err != nil:
+			case c.Err() != nil:
 				s.connOver(name, since)
-			case by.endGot.Load() && c.sendMu.TryLock(): // else the caller of this may have it
-				c.sendMu.Unlock()
+			case lease.ReturnsAtOnce():
 				release()
 			default:
 				s.wg.Go(release) // it has to wait for the edge
@@ -340,39 +330,15 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn {
 	return c
 }
 
-// release is what comes after the clean end of a conn: its data connection waits for the
-// next one, when all that was sent has been taken at the edge, and nothing more comes from
-// there. That may take as long as a target likes, and so long the conn counts. With an error,
-// the connection is of no more use.
-func (s *cloudSession) release(c *conn, by *ride) error {
-	d := by.dataConn
+// release has a data connection wait for the next conn, after the clean end of its conn. It waits
+// for as long as the edge's target takes to read, and the conn counts until then. After an error the
+// data connection is of no more use.
+func (s *cloudSession) release(d *dataConn, lease *conn.Lease) error {
 	d.carries.Store(nil)
-	by.recvMu.Lock() // whoever was in WriteTo has been interrupted
-	by.over.Store(true)
-	by.recvMu.Unlock()
-	by.resume()
-	c.sendMu.Lock() // somebody in ReadFrom may be sending still
-	ended := by.endGot.Load()
-	var err error
-	if !ended && !by.endSent.Load() {
-		err = d.sendEnd()
-		by.endSent.Store(true)
-	}
-	c.sendMu.Unlock()
-	if err != nil {
+	if err := lease.ReturnAtCloud(); err != nil {
 		return err
 	}
-	d.raw.SetWriteDeadline(time.Time{}) //nolint:errcheck // it fails when d is closed
-	if d.broken.Load() {
-		return errors.New("it has lost its way")
-	}
-	if !ended {
-		if err := d.skipToEnd(); err != nil {
-			return err
-		}
-	}
-	d.rests()
-	d.owesEnd = !by.endSent.Load()
+	d.armUserTimeout()
 	s.spare(d)
 	return nil
 }
@@ -382,7 +348,7 @@ func (s *cloudSession) release(c *conn, by *ride) error {
 func (s *cloudSession) sayEnd(d *dataConn) {
 	s.mu.Lock()
 	at := slices.Index(s.spares, d)
-	due := at >= 0 && d.owesEnd
+	due := at >= 0 && d.OwesEnd()
 	if due {
 		s.spares = slices.Delete(s.spares, at, at+1)
 	}
@@ -390,30 +356,11 @@ func (s *cloudSession) sayEnd(d *dataConn) {
 	if !due {
 		return
 	}
-	if d.sendEnd() != nil {
+	if d.SayEnd() != nil {
 		s.drop(d)
 		return
 	}
-	d.owesEnd = false
 	s.spare(d)
-}
-
-// skipToEnd throws away what still comes of a conn that has ended.
-func (d *dataConn) skipToEnd() error {
-	for {
-		typ, n, err := d.next()
-		switch {
-		case err != nil:
-			return err
-		case !isChunk(typ, n):
-			return fmt.Errorf("a frame of type %#x with %d bytes behind a conn", typ, n)
-		case typ&flagAbort != 0:
-			return errors.New("its conn was aborted")
-		}
-		if err := d.skip(n); err != nil || typ&flagEnd != 0 {
-			return err
-		}
-	}
 }
 
 // refusalOf reads what a Refused says.

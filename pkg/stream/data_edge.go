@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -131,12 +132,12 @@ func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, er
 		return nil, err
 	}
 	d := newDataConn(c, raw, s.blocks)
-	err = d.send(frameAttach, []byte(ticket))
+	err = d.Send(conn.FrameAttach, []byte(ticket))
 	var typ byte
 	if err == nil {
-		typ, _, err = d.receive(0)
+		typ, _, err = d.Receive(0)
 	}
-	if err == nil && (typ != frameAttach || !stop()) {
+	if err == nil && (typ != conn.FrameAttach || !stop()) {
 		err = errors.New("the cloud's answer makes no sense, or comes late")
 	}
 	if err != nil {
@@ -149,9 +150,20 @@ func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, er
 // never is a round trip from which no link is far.
 const never = time.Hour
 
+// edgeLease is the edge's lease of a data connection, for one open that has come by it and its conn.
+type edgeLease struct {
+	conn.Lease
+	data *dataConn
+
+	// Owned by the goroutine that serves the data connection.
+	topic      string
+	settle     func() // the topic before is no longer needed
+	endAwaited bool   // the conn has ended here, and the cloud has not said that it has all of it
+}
+
 // serveConns serves the conns that come by a data connection, one after the other.
 func (s *edgeSession) serveConns(d *dataConn) error {
-	var ended *ride // whose conn has ended here, and the cloud has not said so
+	var ended *edgeLease // whose end is awaited
 	said := func() {
 		if ended != nil {
 			s.left(ended)
@@ -161,16 +173,16 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 	}
 	defer said()
 	for {
-		typ, data, err := d.receive(maxControlFrame)
+		typ, data, err := d.Receive(conn.MaxControlFrame)
 		if err != nil {
 			return err
 		}
-		if ended != nil && len(data) == 0 && isChunk(typ, 0) && typ&flagEnd != 0 {
+		if ended != nil && conn.IsEnd(typ, data) {
 			said()
 			continue
 		}
 		var in pb.StreamMsg
-		if typ != frameOpen {
+		if typ != conn.FrameOpen {
 			return fmt.Errorf("a frame of type %#x where there is no conn", typ)
 		}
 		if err = proto.Unmarshal(data, &in); err != nil {
@@ -180,14 +192,15 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		if m.Type != tunnel.TypeOpen {
 			return fmt.Errorf("%s/%s came by a data connection", text(m.Category), text(m.Type))
 		}
-		by := &ride{dataConn: d, isEdge: true, topic: m.Topic, settle: said}
+		by := &edgeLease{data: d, topic: m.Topic, settle: said}
+		d.LendAtEdge(&by.Lease)
 		if !s.came(m.Topic, by) {
 			return fmt.Errorf("topic %s is in use, or the connection is not", text(m.Topic))
 		}
 		err = s.handle(s.ctx, m)
 		said()
 		d.carries.Store(nil)
-		if by.unsaid() {
+		if by.endAwaited {
 			ended = by
 		} else {
 			s.left(by)
@@ -195,28 +208,20 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		if err != nil {
 			return err
 		}
-		if by.over.Load() {
-			return errors.New("its conn was reset")
-		}
-		switch {
-		case by.endSent.Load():
-			by.resume()
-		case by.opened:
-			if err := d.sendEnd(); err != nil {
-				return err
-			}
+		if err := by.ReturnAtEdge(); err != nil {
+			return err
 		}
 	}
 }
 
 // came notes by which data connection an open has come.
-func (s *edgeSession) came(topic string, by *ride) bool {
+func (s *edgeSession) came(topic string, by *edgeLease) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.by == nil {
-		s.by = make(map[string]*ride)
+		s.by = make(map[string]*edgeLease)
 	}
-	if _, held := s.data[by.dataConn]; !held || s.by[topic] != nil {
+	if _, held := s.data[by.data]; !held || s.by[topic] != nil {
 		return false
 	}
 	s.by[topic] = by
@@ -224,7 +229,7 @@ func (s *edgeSession) came(topic string, by *ride) bool {
 }
 
 // left undoes came.
-func (s *edgeSession) left(by *ride) {
+func (s *edgeSession) left(by *edgeLease) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.by, by.topic)
@@ -238,7 +243,7 @@ func (s *edgeSession) dropIdle() {
 	defer s.mu.Unlock()
 	busy := make(map[*dataConn]bool)
 	for _, by := range s.by {
-		busy[by.dataConn] = true
+		busy[by.data] = true
 	}
 	for d := range s.data {
 		if !busy[d] {
@@ -248,9 +253,9 @@ func (s *edgeSession) dropIdle() {
 	}
 }
 
-// rideOf returns the data connection by which an open has come, nil if it came by the control
-// stream.
-func (s *edgeSession) rideOf(topic string) *ride {
+// leaseOf returns the lease of the data connection by which an open has come, nil if it came by the
+// control stream.
+func (s *edgeSession) leaseOf(topic string) *edgeLease {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.by[topic]
@@ -258,14 +263,25 @@ func (s *edgeSession) rideOf(topic string) *ride {
 
 // wayBack is how an open that led to a target is answered: what its conn is made of.
 type wayBack struct {
-	stream messageStream
-	turns  *turns // nil: by a data connection
+	stream conn.Stream // nil: by a data connection
+	lease  *edgeLease  // nil: by a stream
 	reset  func()
+}
+
+// conn makes the edge's end of the conn.
+func (w wayBack) conn(s *edgeSession, cfg conn.Config) *conn.Conn {
+	if w.lease == nil {
+		return conn.OverStream(w.stream, &s.own.turns, cfg)
+	}
+	c := conn.OverLease(&w.lease.Lease, cfg)
+	w.lease.data.carries.Store(c)
+	s.counters.ConnsOverData.Add(1)
+	return c
 }
 
 // answer says that the target of an open is there.
 func (s *edgeSession) answer(ctx context.Context, name string) (wayBack, error) {
-	by := s.rideOf(name)
+	by := s.leaseOf(name)
 	if by == nil {
 		sctx, end := context.WithCancel(ctx)
 		stream, err := s.client.Connect(metadata.AppendToOutgoingContext(sctx, topicKey, name))
@@ -278,16 +294,14 @@ func (s *edgeSession) answer(ctx context.Context, name string) (wayBack, error) 
 			end()
 			return wayBack{}, err
 		}
-		return wayBack{stream, &s.own.turns, end}, nil
+		return wayBack{stream: stream, reset: end}, nil
 	}
-	by.opened = true
-	if err := by.send(frameOpened, nil); err != nil {
-		by.over.Store(true)
+	if err := by.Accept(); err != nil {
 		return wayBack{}, err
 	}
-	return wayBack{by, nil, func() {
-		by.over.Store(true)
+	return wayBack{lease: by, reset: func() {
+		by.Revoke()
 		s.post(message(typeCancel, name, nil)) // for a cloud that does not read
-		by.abort()
+		by.data.abort()
 	}}, nil
 }

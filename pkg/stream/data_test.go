@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/rand"
 	"crypto/tls"
+	"encoding/binary"
 	"errors"
 	"io"
 	"net"
@@ -20,6 +21,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -45,9 +47,32 @@ func (s *session) dataConns() int {
 	return len(s.data)
 }
 
-func byData(c net.Conn) bool {
-	_, is := c.(*conn).stream.(*ride)
-	return is
+// byData reports whether c goes by one of the session's data connections.
+func (s *session) byData(c net.Conn) bool { return s.dataOf(c) != nil }
+
+// dataOf returns the data connection that carries c, or nil.
+func (s *session) dataOf(c net.Conn) *dataConn {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for d := range s.data {
+		if own := d.carries.Load(); own != nil && own == c {
+			return d
+		}
+	}
+	return nil
+}
+
+// What goes over a data connection, as docs/protocol.md has it.
+const (
+	frameChunk = 0x00
+	flagFin    = 1 << 0
+	flagStop   = 1 << 1
+	flagEnd    = 1 << 2
+)
+
+// header is the header of a frame.
+func header(typ byte, n int) []byte {
+	return binary.BigEndian.AppendUint32(nil, uint32(typ)<<24|uint32(n))
 }
 
 // A node that nobody dials has no data connection. The first conn has the edge open one,
@@ -83,7 +108,7 @@ func TestDataConnectionsFollowDemand(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if got := byData(c); got != want {
+		if got := cs.byData(c); got != want {
 			t.Errorf("that conn %d goes by a data connection is %v", i, got)
 		}
 		conns = append(conns, c)
@@ -155,7 +180,7 @@ func TestDataConnectionsOfShortConns(t *testing.T) {
 				t.Fatal(err)
 			}
 			conns = append(conns, c)
-			if got := byData(c); got != want {
+			if got := r.cloudEnd("edge1").byData(c); got != want {
 				t.Errorf("%s: that it goes by a data connection is %v", what, got)
 			}
 			return c
@@ -349,7 +374,7 @@ func TestResetOvertakesData(t *testing.T) {
 	r, e := newDataRig(t, 2)
 	c, far := r.pair("edge1")
 	told := make(chan struct{})
-	c.(*conn).OnReset(func() { close(told) })
+	c.(*conn.Conn).OnReset(func() { close(told) })
 	far.SetWriteDeadline(time.Now().Add(300 * time.Millisecond))
 	if n, err := io.Copy(struct{ io.Writer }{far}, rand.Reader); !errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Fatalf("writing to a reader that stalls: %d bytes, error %v; want a timeout", n, err)
@@ -357,7 +382,7 @@ func TestResetOvertakesData(t *testing.T) {
 	es := e.client.Session().Link.(*edgeSession)
 	es.mu.Lock()
 	for _, topic := range es.topics {
-		go topic.abort()
+		go topic.Abort()
 	}
 	es.mu.Unlock()
 	select {
@@ -444,7 +469,7 @@ func (r *rig) dataDial() *dataConn {
 	r.t.Cleanup(func() { raw.Close() })
 	c := tls.Client(raw, &tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud", NextProtos: []string{dataProtocol}})
 	c.SetDeadline(time.Now().Add(patience))
-	return newDataConn(c, raw, new(blocks))
+	return newDataConn(c, raw, new(conn.Blocks))
 }
 
 // strangerWithSpare has a stranger join as edge1, with a data connection that waits for a conn.
@@ -456,8 +481,8 @@ func (r *rig) strangerWithSpare(edge *stranger) (*strangerControl, *dataConn) {
 	s.say(typeRefused, open.GetTopic(), &pb.Refused{Code: pb.Code_CODE_REFUSED})
 	<-first
 	d := r.dataDial()
-	d.send(frameAttach, []byte(ticket))
-	if _, _, err := d.receive(maxControlFrame); err != nil {
+	d.Send(conn.FrameAttach, []byte(ticket))
+	if _, _, err := d.Receive(conn.MaxControlFrame); err != nil {
 		r.t.Fatal(err)
 	}
 	cs := r.cloudEnd("edge1")
@@ -488,25 +513,25 @@ func TestDataTicket(t *testing.T) {
 	refused := func(what string, typ byte, data []byte) {
 		t.Helper()
 		d := r.dataDial()
-		if err := d.send(typ, data); err != nil {
+		if err := d.Send(typ, data); err != nil {
 			return
 		}
-		if _, _, err := d.receive(maxControlFrame); err == nil {
+		if _, _, err := d.Receive(conn.MaxControlFrame); err == nil {
 			t.Errorf("%s: is answered", what)
 		}
 	}
-	refused("no ticket", frameAttach, nil)
-	refused("another ticket", frameAttach, []byte("x"+ticket))
-	refused("an open", frameOpen, []byte(ticket))
-	refused("too much", frameAttach, make([]byte, maxControlFrame+1))
+	refused("no ticket", conn.FrameAttach, nil)
+	refused("another ticket", conn.FrameAttach, []byte("x"+ticket))
+	refused("an open", conn.FrameOpen, []byte(ticket))
+	refused("too much", conn.FrameAttach, make([]byte, conn.MaxControlFrame+1))
 	d := r.dataDial()
-	if err := d.send(frameAttach, []byte(ticket)); err != nil {
+	if err := d.Send(conn.FrameAttach, []byte(ticket)); err != nil {
 		t.Fatal(err)
 	}
-	if typ, _, err := d.receive(maxControlFrame); err != nil || typ != frameAttach {
+	if typ, _, err := d.Receive(conn.MaxControlFrame); err != nil || typ != conn.FrameAttach {
 		t.Fatalf("the right ticket is answered with %#x, %v", typ, err)
 	}
-	refused("the same ticket", frameAttach, []byte(ticket))
+	refused("the same ticket", conn.FrameAttach, []byte(ticket))
 	if n := r.cloudEnd("edge1").dataConns(); n != 1 {
 		t.Errorf("there are %d data connections", n)
 	}
@@ -521,7 +546,7 @@ func TestDataConnectionSilent(t *testing.T) {
 	if err := d.Conn.(*tls.Conn).Handshake(); err != nil {
 		t.Fatal(err)
 	}
-	if _, _, err := d.receive(maxControlFrame); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
+	if _, _, err := d.Receive(conn.MaxControlFrame); err == nil || errors.Is(err, os.ErrDeadlineExceeded) {
 		t.Errorf("the cloud waits, or answers: %v", err)
 	}
 }
@@ -531,19 +556,19 @@ func TestDataConnectionSilent(t *testing.T) {
 func TestEdgeBreaksTheDataProtocol(t *testing.T) {
 	for name, says := range map[string][]byte{
 		"a chunk":                    append(header(frameChunk, 3), "abc"...),
-		"an open":                    header(frameOpen, 0),
+		"an open":                    header(conn.FrameOpen, 0),
 		"an end":                     header(frameChunk|flagEnd, 0),
-		"opened, and more":           append(header(frameOpened, 2), "xx"...),
-		"refused, with no reason":    header(frameRefused, 0),
-		"refused, in garbage":        append(header(frameRefused, 1), 0x08),
-		"a frame that is too long":   header(frameRefused, maxControlFrame+1),
+		"opened, and more":           append(header(conn.FrameOpened, 2), "xx"...),
+		"refused, with no reason":    header(conn.FrameRefused, 0),
+		"refused, in garbage":        append(header(conn.FrameRefused, 1), 0x08),
+		"a frame that is too long":   header(conn.FrameRefused, conn.MaxControlFrame+1),
 		"an unknown frame":           header(0xf0, 0),
-		"half a frame":               header(frameOpened, 0)[:2],
+		"half a frame":               header(conn.FrameOpened, 0)[:2],
 		"a stop":                     header(frameChunk|flagStop, 0),
 		"a stop with bytes":          append(header(frameChunk|flagStop, 1), 'x'),
-		"opened, and then an attach": append(header(frameOpened, 0), header(frameAttach, 0)...),
-		"opened, and an end":         append(header(frameOpened, 0), header(frameChunk|flagEnd, 0)...),
-		"opened, and a long chunk":   append(header(frameOpened, 0), header(frameChunk, maxPayload+1)...),
+		"opened, and then an attach": append(header(conn.FrameOpened, 0), header(conn.FrameAttach, 0)...),
+		"opened, and an end":         append(header(conn.FrameOpened, 0), header(frameChunk|flagEnd, 0)...),
+		"opened, and a long chunk":   append(header(conn.FrameOpened, 0), header(frameChunk, conn.MaxPayload+1)...),
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t)
@@ -559,7 +584,7 @@ func TestEdgeBreaksTheDataProtocol(t *testing.T) {
 					return
 				}
 			}()
-			if typ, _, err := d.receive(maxControlFrame); err != nil || typ != frameOpen {
+			if typ, _, err := d.Receive(conn.MaxControlFrame); err != nil || typ != conn.FrameOpen {
 				t.Fatalf("got %#x, %v; want an open", typ, err)
 			}
 			d.Write(says)
@@ -594,48 +619,31 @@ func TestEdgeEndsEarly(t *testing.T) {
 			r := newRig(t)
 			_, d := r.strangerWithSpare(r.stranger())
 			result := r.dialLater("edge1")
-			if typ, _, err := d.receive(maxControlFrame); err != nil || typ != frameOpen {
+			if typ, _, err := d.Receive(conn.MaxControlFrame); err != nil || typ != conn.FrameOpen {
 				t.Fatalf("got %#x, %v; want an open", typ, err)
 			}
-			d.send(frameOpened, nil)
+			d.Send(conn.FrameOpened, nil)
 			d.Write(says)
 			got := <-result
 			if got.err != nil {
 				t.Fatal(got.err)
 			}
+			held := r.cloudEnd("edge1").dataOf(got.conn)
 			reset, done := make(chan struct{}), make(chan struct{})
-			got.conn.(*conn).OnReset(func() { close(reset) })
+			got.conn.(*conn.Conn).OnReset(func() { close(reset) })
 			go func() {
 				defer close(done)
-				got.conn.(*conn).WriteTo(io.Discard)
+				got.conn.(*conn.Conn).WriteTo(io.Discard)
 			}()
 			if name == "wholly" {
 				r.eventually("the conn is reset", func() bool { return isClosed(reset) })
 			} else {
-				r.eventually("it waits for the rest", got.conn.(*conn).by.endGot.Load)
+				r.eventually("it waits for the rest", held.EndGot)
 			}
 			got.conn.Close()
 			r.eventually("nobody waits", func() bool { return isClosed(done) })
 			r.dir.Lookup("edge1").Close(errors.New("over"))
 		})
-	}
-}
-
-// The cloud may open the next conn before the edge has noted that it has said end.
-func TestOpenOvertakesTheEnd(t *testing.T) {
-	near, far := net.Pipe()
-	defer near.Close()
-	d := newDataConn(near, near, new(blocks))
-	go func() {
-		far.Write(append(header(frameOpen, 2), "xx"...))
-		far.Close()
-	}()
-	by := &ride{dataConn: d, isEdge: true}
-	if err := by.RecvMsg(new(incoming)); err != io.EOF { //nolint:errorlint // it is that itself
-		t.Errorf("the conn before it gets %v, want EOF", err)
-	}
-	if typ, data, err := d.receive(maxControlFrame); typ != frameOpen || string(data) != "xx" || err != nil {
-		t.Errorf("the next one gets %#x, %q, %v", typ, data, err)
 	}
 }
 
@@ -672,8 +680,8 @@ func TestRefusedDialsOweTheEnd(t *testing.T) {
 // An edge that answers an open twice, by both ways, gets nothing out of it.
 func TestEdgeAnswersTwice(t *testing.T) {
 	for name, answer := range map[string]func(d *dataConn){
-		"refused": func(d *dataConn) { d.sendMessage(frameRefused, &pb.Refused{Code: pb.Code_CODE_REFUSED}) },
-		"opened":  func(d *dataConn) { d.send(frameOpened, nil) },
+		"refused": func(d *dataConn) { d.Send(conn.FrameRefused, encode(&pb.Refused{Code: pb.Code_CODE_REFUSED})) },
+		"opened":  func(d *dataConn) { d.Send(conn.FrameOpened, nil) },
 		"nothing": func(d *dataConn) { d.abort() },
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -682,7 +690,7 @@ func TestEdgeAnswersTwice(t *testing.T) {
 			s, d := r.strangerWithSpare(edge)
 			cs := r.cloudEnd("edge1")
 			result := r.dialLater("edge1")
-			_, data, err := d.receive(maxControlFrame)
+			_, data, err := d.Receive(conn.MaxControlFrame)
 			var m pb.StreamMsg
 			if err != nil || proto.Unmarshal(data, &m) != nil {
 				t.Fatalf("no open: %v", err)
@@ -727,7 +735,7 @@ func TestSlowTargetAfterTheEnd(t *testing.T) {
 			written <- err
 			return true
 		default:
-			return c.(*conn).counters.BytesSent.Load() > 256<<10
+			return r.counters.BytesSent.Load() > 256<<10
 		}
 	})
 	c2, far2 := r.pair("edge1")
@@ -912,43 +920,4 @@ func TestDataConnectionIsLost(t *testing.T) {
 			t.Errorf("%s: is lost: %v", name, is)
 		}
 	}
-}
-
-// FuzzFrames has both ends receive what they like.
-func FuzzFrames(f *testing.F) {
-	f.Add([]byte{}, true)
-	f.Add(append(header(frameChunk|flagFin, 3), "abc"...), true)
-	f.Add(append(header(frameOpen, 2), 0x12, 0x00), false)
-	f.Add(header(frameChunk|flagEnd, 0), true)
-	f.Fuzz(func(t *testing.T, data []byte, chunks bool) {
-		near, far := net.Pipe()
-		defer near.Close()
-		go func() {
-			far.Write(data)
-			far.Close()
-		}()
-		near.SetDeadline(time.Now().Add(patience))
-		r := &ride{dataConn: newDataConn(near, near, new(blocks))}
-		left := len(data)
-		for {
-			n, err := 0, error(nil)
-			if chunks {
-				var in incoming
-				err = r.RecvMsg(&in)
-				n = in.data.Len()
-				in.free()
-			} else {
-				var b []byte
-				_, b, err = r.receive(maxControlFrame)
-				n = len(b)
-			}
-			left -= frameHeader + n
-			if err != nil {
-				break
-			}
-			if left < 0 {
-				t.Fatal("more came out than went in")
-			}
-		}
-	})
 }

@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tunnel/pkg/conn"
 	"tunnel/pkg/tunnel"
 )
 
@@ -58,7 +59,7 @@ func (l Limits) orDefault() Limits {
 // joiningBytes is how many bytes an edge may send before it has a session: two handshake
 // messages of TLS, of which one may hold certificates, the metadata of a stream and one
 // message. gRPC's windows would allow a stranger megabytes.
-func (l Limits) joiningBytes() int { return 32<<10 + 2*l.Metadata + maxMessage }
+func (l Limits) joiningBytes() int { return 32<<10 + 2*l.Metadata + conn.MaxMessage }
 
 // relayed is how many conns another replica may ask for at once.
 func (l Limits) relayed() int { return 4 * l.Conns }

@@ -25,6 +25,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -616,18 +617,18 @@ func TestMessageLimit(t *testing.T) {
 	s := r.stranger()
 	c := s.join("edge1")
 	open, result := r.asked(c, "edge1")
-	conn := s.connect(open.GetTopic())
+	chunks := s.connect(open.GetTopic())
 	d := <-result
 	if d.err != nil {
 		t.Fatal(d.err)
 	}
 	defer d.conn.Close()
-	conn.Send(&pb.Chunk{Data: make([]byte, 2*maxMessage)})
+	chunks.Send(&pb.Chunk{Data: make([]byte, 2*conn.MaxMessage)})
 	if _, err := d.conn.Read(make([]byte, 1)); !errors.Is(err, tunnel.ErrReset) {
 		t.Errorf("the conn ends with %v, want a reset", err)
 	}
 	r.wantLimited(tunnel.LimitMessage, 1)
-	c.send(&pb.StreamMsg{Category: category, Type: typeRefused, Data: make([]byte, 2*maxMessage)})
+	c.send(&pb.StreamMsg{Category: category, Type: typeRefused, Data: make([]byte, 2*conn.MaxMessage)})
 	if err := c.end(); status.Code(err) != codes.ResourceExhausted {
 		t.Errorf("the session ends with %v", err)
 	}

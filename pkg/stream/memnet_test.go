@@ -8,6 +8,8 @@ import (
 	"sync/atomic"
 	"syscall"
 	"time"
+
+	"tunnel/pkg/conn"
 )
 
 // memNet is a network in memory with one listener. It works on the fake clock of
@@ -49,7 +51,7 @@ func (l memListener) Accept() (net.Conn, error) {
 	}
 }
 
-func (l memListener) Addr() net.Addr { return addr("cloud:9000") }
+func (l memListener) Addr() net.Addr { return conn.Addr("cloud:9000") }
 
 func (l memListener) Close() error {
 	l.once.Do(func() { close(l.closed) })

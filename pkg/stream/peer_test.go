@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -97,7 +98,7 @@ func TestEdgeBreaksTheProtocol(t *testing.T) {
 		"bad refusal":   {Category: category, Type: typeRefused, Data: garbage},
 		"bad drain":     {Category: category, Type: typeDrain, Data: garbage},
 		"bad proof":     {Category: category, Type: typeCredential, Data: garbage},
-		"huge message":  {Category: category, Type: typeHeartbeat, Data: blob(maxMessage)},
+		"huge message":  {Category: category, Type: typeHeartbeat, Data: blob(conn.MaxMessage)},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t)
@@ -193,8 +194,8 @@ func TestTwoSessionsOnOneConnection(t *testing.T) {
 func TestConnBreaksTheProtocol(t *testing.T) {
 	for name, chunks := range map[string][]*pb.Chunk{
 		"bytes after fin": {{Data: []byte("a"), Fin: true}, {Data: []byte("b")}},
-		"a huge chunk":    {{Data: blob(maxIncoming + 1)}},
-		"a huge message":  {{Data: blob(2 * maxMessage)}},
+		"a huge chunk":    {{Data: blob(conn.MaxIncoming + 1)}},
+		"a huge message":  {{Data: blob(2 * conn.MaxMessage)}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t)
@@ -473,7 +474,7 @@ func TestPanicInAConn(t *testing.T) {
 	for name, use := range map[string]func(c net.Conn) error{
 		"sender": func(c net.Conn) error {
 			c.Write([]byte("x"))
-			<-c.(*conn).over
+			<-c.(*conn.Conn).Done()
 			_, err := c.Write([]byte("x"))
 			return err
 		},
@@ -486,9 +487,9 @@ func TestPanicInAConn(t *testing.T) {
 			var log journal
 			counters := new(tunnel.Counters)
 			gone := make(chan struct{})
-			c := newConn(connConfig{
-				stream: badStream{}, blocks: new(blocks), counters: counters, log: log.logger(),
-				ended: func(error) {}, gone: func() { close(gone) },
+			c := conn.OverStream(badStream{}, nil, conn.Config{
+				Blocks: new(conn.Blocks), Counters: counters, Log: log.logger(),
+				Ended: func(error) {}, Gone: func() { close(gone) },
 			})
 			wantErr(t, "its user", use(c), syscall.ECONNRESET)
 			<-gone

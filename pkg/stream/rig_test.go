@@ -350,8 +350,10 @@ func (r *rig) mustDial(node, addr string) net.Conn {
 		r.t.Fatal(err)
 	}
 	r.t.Cleanup(func() { c.Close() })
-	if _, ok := c.(*conn).stream.(*ride); ok != (r.spares > 0) && r.front == nil {
-		r.t.Errorf("that it goes by a data connection is %v", ok)
+	if r.front == nil {
+		if ok := r.cloudEnd(tunnel.NodeName(node)).byData(c); ok != (r.spares > 0) {
+			r.t.Errorf("that it goes by a data connection is %v", ok)
+		}
 	}
 	return c
 }

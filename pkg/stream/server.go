@@ -20,6 +20,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/conn"
 	"tunnel/pkg/listen"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
@@ -52,7 +53,7 @@ type Server struct {
 	cfg    ServerConfig
 	dir    *tunnel.Directory
 	router *tunnel.Router
-	blocks *blocks
+	blocks *conn.Blocks
 	log    *slog.Logger
 	listen func(network, address string) (net.Listener, error) // net.Listen, except in tests
 
@@ -85,7 +86,7 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 			return nil, fmt.Errorf("mode.cloud.stream.peers: %w", err)
 		}
 	}
-	s := &Server{cfg: cfg, quotas: quotas{limits: cfg.Limits, counters: cfg.Counters}, dir: dir, leaving: make(chan struct{}), blocks: new(blocks), log: cfg.Log.With("module", category), listen: net.Listen}
+	s := &Server{cfg: cfg, quotas: quotas{limits: cfg.Limits, counters: cfg.Counters}, dir: dir, leaving: make(chan struct{}), blocks: new(conn.Blocks), log: cfg.Log.With("module", category), listen: net.Listen}
 	s.joinWarnings.Every, s.joinWarnings.Burst = time.Second, 10
 	router, err := tunnel.NewRouter(append([]tunnel.Module{s}, mods...)...)
 	if err != nil {

@@ -18,6 +18,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -63,7 +64,7 @@ type pending struct {
 }
 
 type opened struct {
-	conn    *conn
+	conn    *conn.Conn
 	refusal *tunnel.Refusal
 }
 
@@ -75,7 +76,7 @@ func (p *pending) settle(o opened) bool {
 	return true
 }
 
-func (p *pending) abort() {
+func (p *pending) Abort() {
 	p.settle(opened{refusal: tunnel.Refusef(tunnel.Gone, "the session of the node has ended")})
 }
 
@@ -98,7 +99,7 @@ func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 	return c, nil
 }
 
-func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn, refusal *tunnel.Refusal) {
+func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn.Conn, refusal *tunnel.Refusal) {
 	// A caller may have chosen the address, and a message that cannot be sent, or that
 	// the edge does not accept, would cost the whole session.
 	if len(r.Addr) > maxAddr || !utf8.ValidString(r.Addr) {
@@ -126,7 +127,7 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn, ref
 }
 
 // open sends an open, and waits for its conn.
-func (s *cloudSession) open(ctx context.Context, r tunnel.Request) (*conn, *tunnel.Refusal) {
+func (s *cloudSession) open(ctx context.Context, r tunnel.Request) (*conn.Conn, *tunnel.Refusal) {
 	m := &tunnel.Message{Category: r.Category, Type: tunnel.TypeOpen, Topic: uuid.NewString(), Addr: r.Addr}
 	open := &pb.Open{Network: r.Network, Caller: text(r.Caller), Relayed: r.Relayed, NoWait: r.NoWait}
 	if s.peers != nil {
@@ -145,7 +146,7 @@ func (s *cloudSession) open(ctx context.Context, r tunnel.Request) (*conn, *tunn
 
 // dialByControl sends an open on the control stream, and waits for its conn to come on the
 // session's own connection.
-func (s *cloudSession) dialByControl(ctx context.Context, r tunnel.Request, m *tunnel.Message) (*conn, *tunnel.Refusal) {
+func (s *cloudSession) dialByControl(ctx context.Context, r tunnel.Request, m *tunnel.Message) (*conn.Conn, *tunnel.Refusal) {
 	name := m.Topic
 	p := &pending{result: make(chan opened, 1)}
 	if refusal := s.add(name, p); refusal != nil {
@@ -220,25 +221,25 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 		return errGone
 	}
 	since := time.Now()
-	var c *conn
-	c = newConn(connConfig{
-		stream: stream, turns: &s.own.turns, ordered: s.ordered, blocks: s.blocks, counters: s.counters, log: s.log,
-		local: "cloud", remote: addr(s.pub.Node),
-		ended: func(err error) {
-			if err != nil && c.mustCancel() {
+	var c *conn.Conn
+	c = conn.OverStream(stream, &s.own.turns, conn.Config{
+		Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Log: s.log,
+		Local: "cloud", Remote: conn.Addr(s.pub.Node),
+		Ended: func(err error) {
+			if err != nil && c.MustCancel() {
 				// The status waits behind data that a stalled edge does not read; this does not.
 				s.post(message(typeCancel, name, nil))
 			}
 		},
-		gone: func() { s.connOver(name, since) },
+		Gone: func() { s.connOver(name, since) },
 	})
 	if !s.promote(name, p, c) {
 		return errGone
 	}
-	stop := c.watch(ctx)
+	stop := c.Watch(ctx)
 	defer stop()
-	<-c.over
-	if c.err != nil {
+	<-c.Done()
+	if c.Err() != nil {
 		return status.Error(codes.Aborted, "reset")
 	}
 	return nil
@@ -246,7 +247,7 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 
 // promote makes an open request a conn. It fails when the request was settled
 // meanwhile. The topic changes hands first: the conn may be over as soon as Dial has it.
-func (s *cloudSession) promote(name string, p *pending, c *conn) bool {
+func (s *cloudSession) promote(name string, p *pending, c *conn.Conn) bool {
 	s.mu.Lock()
 	if s.err != nil || s.topics[name] != topic(p) || p.settled.Swap(true) {
 		s.mu.Unlock()
@@ -278,9 +279,6 @@ const short = 250 * time.Millisecond
 // caller has gone while the edge dialled.
 var errGone = status.Error(codes.NotFound, "gone: nobody waits for this conn")
 
-// abort implements topic.
-func (c *conn) abort() { c.end(tunnel.ErrReset) }
-
 // heartbeat sends an edge's heartbeat back.
 func (s *cloudSession) heartbeat(m *tunnel.Message) error {
 	var h pb.Heartbeat
@@ -297,8 +295,8 @@ func (s *cloudSession) heartbeat(m *tunnel.Message) error {
 // cancelConn takes an edge's word that a conn which it carries by a data connection was
 // reset: nobody may be reading there.
 func (s *cloudSession) cancelConn(m *tunnel.Message) error {
-	if c, ok := s.lookup(m.Topic).(*conn); ok {
-		c.endedByPeer()
+	if c, ok := s.lookup(m.Topic).(*conn.Conn); ok {
+		c.EndedByPeer()
 	}
 	return nil
 }

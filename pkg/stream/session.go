@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/proto"
 	"google.golang.org/protobuf/reflect/protoreflect"
 
+	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -25,7 +26,7 @@ type session struct {
 	log      *slog.Logger
 	router   *tunnel.Router
 	counters *tunnel.Counters
-	blocks   *blocks
+	blocks   *conn.Blocks
 	stream   controlStream
 	own      *carrier // the session's own connection
 	pacer    pacer    // of the data connections
@@ -55,8 +56,8 @@ type session struct {
 // topic is what a topic stands for: an open request that waits for its answer, or a
 // conn.
 type topic interface {
-	// abort ends it, because its session has ended or the peer has cancelled it.
-	abort()
+	// Abort ends it, because its session has ended or the peer has cancelled it.
+	Abort()
 }
 
 // controlStream is the part that client and server streams have in common.
@@ -97,7 +98,7 @@ func (s *session) Close(reason error) {
 	}
 	s.mu.Unlock()
 	for _, t := range topics {
-		t.abort()
+		t.Abort()
 	}
 	for d := range data {
 		d.abort()
@@ -434,4 +435,14 @@ func text(s string) string {
 		s = s[:longest]
 	}
 	return strings.ToValidUTF8(s, "?")
+}
+
+// isClosed reports whether c is closed.
+func isClosed(c <-chan struct{}) bool {
+	select {
+	case <-c:
+		return true
+	default:
+		return false
+	}
 }

@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/auth"
+	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -100,7 +101,7 @@ func TestEnrollRefused(t *testing.T) {
 		"garbage":          {lines: join, token: "token-edge1", request: []byte("garbage"), code: codes.InvalidArgument, says: "PKCS #10"},
 		"an empty request": {lines: join, token: "token-edge1", request: []byte{}, code: codes.InvalidArgument, says: "PKCS #10"},
 		"a long request":   {lines: join, token: "token-edge1", request: blob(maxRequest + 1), code: codes.InvalidArgument, says: "16384 are allowed"},
-		"a huge request":   {lines: join, token: "token-edge1", request: blob(2 * maxMessage), code: codes.ResourceExhausted, says: "larger than max"},
+		"a huge request":   {lines: join, token: "token-edge1", request: blob(2 * conn.MaxMessage), code: codes.ResourceExhausted, says: "larger than max"},
 		"another node's":   {lines: join, token: "token-edge1", request: requestFor(t, "edge2"), code: codes.InvalidArgument, says: "edge2"},
 	} {
 		t.Run(name, func(t *testing.T) {

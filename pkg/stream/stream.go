@@ -14,12 +14,12 @@
 // the edge on the same HTTP/2 connection, so that HTTP/2 gives it its own flow
 // control; or it has a TLS connection for itself. Nothing of our own multiplexes bytes.
 //
-// Where things are: transport.go accepts connections and knows which session came on
-// which, carrier.go how its TCP connection is used; session.go is what both ends of a session share; server.go and client.go are
-// the two ends, server_join.go and client_join.go how a session begins, server_proof.go
-// and client_proof.go what it stands on, sign.go and client_tls.go certificates; conn.go, conn_send.go and conn_recv.go are a forwarded connection;
-// codec.go is the wire of its chunks; data.go is the other way that a conn may go, a connection of
-// its own, and data_cloud.go and data_edge.go the ends of that.
+// Where things are: transport.go accepts connections and knows which session came on which,
+// carrier.go how its TCP connection is used; session.go is what both ends of a session share;
+// server.go and client.go are the two ends, server_join.go and client_join.go how a session begins,
+// server_proof.go and client_proof.go what it stands on, sign.go and client_tls.go certificates;
+// data.go is the session's data connections, data_cloud.go and data_edge.go the two ends of those,
+// pacer.go slows them down. A forwarded connection itself, whatever carries it, is package conn.
 //
 // A session owns its conns and its goroutines: when it ends, they end, and its
 // module's Run returns only after all of them have.
@@ -37,6 +37,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/keepalive"
 
+	"tunnel/pkg/conn"
 	"tunnel/pkg/tunnel"
 )
 
@@ -163,14 +164,14 @@ const (
 // public port: unlimited streams, headers of 16 MiB, handshakes of two minutes.
 func serverOptions(maxConns int, l Limits, link far) []grpc.ServerOption {
 	return []grpc.ServerOption{
-		grpc.ForceServerCodecV2(newCodec()),
+		grpc.ForceServerCodecV2(conn.NewCodec()),
 		// Conns are bounded by the session, with a refusal; were this limit ever
 		// reached, the edge would wait without a word. Twice, since a cancelled conn
 		// may overlap with its successor.
 		grpc.MaxConcurrentStreams(uint32(2*maxConns + 8)),
 		// What is longer is reset without a word, and cannot be counted: see metadataFits.
 		grpc.MaxHeaderListSize(uint32(2 * l.Metadata)),
-		grpc.MaxRecvMsgSize(maxMessage),
+		grpc.MaxRecvMsgSize(conn.MaxMessage),
 		grpc.ConnectionTimeout(l.JoinTimeout + time.Second), // joinListener is first, and counts
 		grpc.StaticStreamWindowSize(link.sizes().streamWindow),
 		grpc.StaticConnWindowSize(link.sizes().sessionWindow),
@@ -186,8 +187,8 @@ func serverOptions(maxConns int, l Limits, link far) []grpc.ServerOption {
 func dialOptions(link far) []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithDefaultCallOptions(
-			grpc.ForceCodecV2(newCodec()),
-			grpc.MaxCallRecvMsgSize(maxMessage),
+			grpc.ForceCodecV2(conn.NewCodec()),
+			grpc.MaxCallRecvMsgSize(conn.MaxMessage),
 			// grpc-go keeps what was sent for a transparent retry until the server has
 			// answered, also without retries. Nothing is ever sent twice here.
 			grpc.MaxRetryRPCBufferSize(0),

@@ -1,4 +1,4 @@
-package stream
+package conn
 
 import (
 	"testing"
@@ -11,14 +11,14 @@ import (
 // thinTurns is a link of so many bytes a second, and n conns on it that each have a chunk waiting
 // for its turn, behind those that gRPC has.
 type thinTurns struct {
-	*turns
+	*Turns
 	t     *testing.T
 	done  chan struct{}
 	order chan *flow // those that have had a turn
 }
 
 func newThinTurns(t *testing.T, rate int64) *thinTurns {
-	tt := &thinTurns{turns: new(turns), t: t, done: make(chan struct{}), order: make(chan *flow, 1000)}
+	tt := &thinTurns{Turns: new(Turns), t: t, done: make(chan struct{}), order: make(chan *flow, 1000)}
 	tt.rate.Store(rate)
 	return tt
 }
@@ -37,8 +37,8 @@ func (tt *thinTurns) ask(f *flow, n int) {
 }
 
 func (tt *thinTurns) flow() *flow {
-	f := &flow{turns: tt.turns}
-	f.init(new(blocks))
+	f := &flow{turns: tt.Turns}
+	f.init(new(Blocks))
 	return f
 }
 
@@ -65,19 +65,19 @@ func TestTurnsOnThinLink(t *testing.T) {
 		for range 100 {
 			f := tt.flow()
 			bulk = append(bulk, f)
-			tt.ask(f, maxPayload)
+			tt.ask(f, MaxPayload)
 		}
 		if n := len(tt.order); n != fewest {
 			t.Fatalf("gRPC has %d chunks, want %d", n, fewest)
 		}
 		sending := <-tt.order
-		tt.ask(<-tt.order, maxPayload)
+		tt.ask(<-tt.order, MaxPayload)
 		keystroke := tt.flow()
 		tt.ask(keystroke, 1)
 		if f := tt.next(sending); f != keystroke {
 			t.Fatal("a keystroke waits for bulk transfers")
 		}
-		tt.ask(sending, maxPayload)
+		tt.ask(sending, MaxPayload)
 		sending = keystroke
 		turns := map[*flow]int{}
 		for range 300 {
@@ -86,7 +86,7 @@ func TestTurnsOnThinLink(t *testing.T) {
 				t.Fatal("nobody has a turn")
 			}
 			turns[f]++
-			tt.ask(f, maxPayload)
+			tt.ask(f, MaxPayload)
 			sending = f
 		}
 		for i, f := range bulk {
@@ -103,7 +103,7 @@ func TestTurnsOnFastLink(t *testing.T) {
 		tt := newThinTurns(t, 12500)
 		defer close(tt.done)
 		for range 10 {
-			tt.ask(tt.flow(), maxPayload)
+			tt.ask(tt.flow(), MaxPayload)
 		}
 		sending := <-tt.order
 		tt.rate.Store(sharedRate)
@@ -124,11 +124,11 @@ func TestTurnsBehindStalledReaders(t *testing.T) {
 		for range fewest {
 			f := tt.flow()
 			stalled = append(stalled, f)
-			tt.ask(f, maxPayload)
+			tt.ask(f, MaxPayload)
 			<-tt.order
 		}
 		other := tt.flow()
-		tt.ask(other, maxPayload)
+		tt.ask(other, MaxPayload)
 		tt.busy.Store(true)
 		time.Sleep(time.Minute)
 		synctest.Wait()
@@ -159,10 +159,10 @@ func TestTurnsOfConnThatEnds(t *testing.T) {
 		defer close(tt.done)
 		first := tt.flow()
 		for range fewest {
-			tt.ask(first, maxPayload)
+			tt.ask(first, MaxPayload)
 			<-tt.order
 		}
-		tt.ask(tt.flow(), maxPayload)
+		tt.ask(tt.flow(), MaxPayload)
 		first.leave()
 		synctest.Wait()
 		if len(tt.order) != 1 {
@@ -174,7 +174,7 @@ func TestTurnsOfConnThatEnds(t *testing.T) {
 // A conn that has had its turn and then may not send gives its place to others at once.
 func TestTurnOfConnThatMayNotSend(t *testing.T) {
 	tt := newThinTurns(t, 12500)
-	c := newConn(connConfig{turns: tt.turns, blocks: new(blocks), counters: new(tunnel.Counters)})
+	c := OverStream(nil, tt.Turns, Config{Blocks: new(Blocks), Counters: new(tunnel.Counters)})
 	block := c.blocks.get()
 	if n := c.flow.turn(1, nil); n != 1 || tt.held != 1 {
 		t.Fatalf("%d bytes have their turn, %d chunks are counted", n, tt.held)

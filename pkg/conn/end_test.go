@@ -1,4 +1,4 @@
-package stream
+package conn
 
 import (
 	"bytes"
@@ -12,7 +12,6 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -47,7 +46,7 @@ var errCallEnded = errors.New("the call has ended")
 
 // sendInto does what gRPC does with a chunk: it takes the block and gives it back.
 func (f *fakeCall) sendInto(window chan []byte, m any, ended error) error {
-	buffers, err := newCodec().Marshal(m)
+	buffers, err := NewCodec().Marshal(m)
 	if err != nil {
 		return err
 	}
@@ -72,7 +71,7 @@ func (f fakeCloud) SendMsg(m any) error { return f.sendInto(f.down, m, errCallEn
 func (f fakeCloud) RecvMsg(m any) error {
 	select {
 	case wire := <-f.up:
-		return newCodec().Unmarshal(mem.BufferSlice{mem.SliceBuffer(wire)}, m)
+		return NewCodec().Unmarshal(mem.BufferSlice{mem.SliceBuffer(wire)}, m)
 	case <-f.returned:
 	case <-f.cancelled:
 	}
@@ -102,33 +101,36 @@ func (f fakeEdge) RecvMsg(m any) error {
 			return f.status
 		}
 	}
-	return newCodec().Unmarshal(mem.BufferSlice{mem.SliceBuffer(wire)}, m)
+	return NewCodec().Unmarshal(mem.BufferSlice{mem.SliceBuffer(wire)}, m)
 }
 
 // fakeConns is a conn, both ends of it, over a fakeCall.
 type fakeConns struct {
 	call        *fakeCall
-	cloud, edge *conn
+	cloud, edge *Conn
 	gone        atomic.Int32 // ends whose goroutines have all ended; wants 2
 }
 
 // newFakeConns does what the two sessions do around their conns.
 func newFakeConns() *fakeConns {
 	p := &fakeConns{call: newFakeCall()}
-	blocks, counters := new(blocks), new(tunnel.Counters)
-	gone := func() { p.gone.Add(1) }
-	p.edge = newConn(connConfig{stream: fakeEdge{p.call}, isEdge: true, blocks: blocks, counters: counters, log: slog.New(slog.DiscardHandler), gone: gone,
-		ended: func(err error) {
-			if err != nil {
-				p.call.cancel()
-			}
-		}})
-	p.cloud = newConn(connConfig{stream: fakeCloud{p.call}, blocks: blocks, counters: counters, log: slog.New(slog.DiscardHandler), gone: gone,
-		ended: func(err error) {
-			if err != nil {
-				go p.edge.end(tunnel.ErrReset) // the cancel on the control stream
-			}
-		}})
+	cfg := Config{
+		Blocks: new(Blocks), Counters: new(tunnel.Counters), Log: slog.New(slog.DiscardHandler),
+		Gone: func() { p.gone.Add(1) },
+	}
+	edge, cloud := cfg, cfg
+	edge.IsEdge = true
+	edge.Ended = func(err error) {
+		if err != nil {
+			p.call.cancel()
+		}
+	}
+	cloud.Ended = func(err error) {
+		if err != nil {
+			go p.edge.end(tunnel.ErrReset) // the cancel on the control stream
+		}
+	}
+	p.edge, p.cloud = OverStream(fakeEdge{p.call}, nil, edge), OverStream(fakeCloud{p.call}, nil, cloud)
 	go func() { // the Connect handler
 		select {
 		case <-p.call.cancelled:
@@ -157,11 +159,11 @@ type script struct {
 func drawScript(t *rapid.T, name string) script {
 	ends := rapid.SampledFrom([]string{"closeWrite", "closeWrite", "close", "reset"})
 	return script{
-		writes:   rapid.SliceOfN(rapid.SampledFrom([]int{1, 100, maxPayload, maxPayload + 1, 5 * maxPayload}), 0, 5).Draw(t, name+" writes"),
+		writes:   rapid.SliceOfN(rapid.SampledFrom([]int{1, 100, MaxPayload, MaxPayload + 1, 5 * MaxPayload}), 0, 5).Draw(t, name+" writes"),
 		pause:    rapid.SampledFrom([]time.Duration{0, time.Microsecond, time.Millisecond}).Draw(t, name+" pause"),
 		fast:     rapid.Bool().Draw(t, name+" fast"),
 		then:     ends.Draw(t, name+" then"),
-		reads:    rapid.SampledFrom([]int{-1, -1, -1, 0, 1, 3 * maxPayload}).Draw(t, name+" reads"),
+		reads:    rapid.SampledFrom([]int{-1, -1, -1, 0, 1, 3 * MaxPayload}).Draw(t, name+" reads"),
 		readLag:  rapid.SampledFrom([]time.Duration{0, time.Microsecond, time.Millisecond, 5 * time.Millisecond}).Draw(t, name+" lag"),
 		stopWith: rapid.SampledFrom([]string{"closeRead", "close", "reset"}).Draw(t, name+" stop"),
 	}
@@ -177,7 +179,7 @@ func (s script) closes() bool {
 	return s.then == "close" || s.reads >= 0 && s.stopWith == "close"
 }
 
-func finish(c *conn, how string) {
+func finish(c *Conn, how string) {
 	switch how {
 	case "closeWrite":
 		c.CloseWrite()
@@ -199,7 +201,7 @@ type scripted struct {
 	atEnd    bool  // it read a clean end
 }
 
-func (s script) run(c *conn, data []byte) (r *scripted, done chan struct{}) {
+func (s script) run(c *Conn, data []byte) (r *scripted, done chan struct{}) {
 	r, done = &scripted{}, make(chan struct{})
 	var both sync.WaitGroup
 	both.Go(func() {
@@ -285,7 +287,7 @@ func (l *limitedWriter) Write(p []byte) (int, error) {
 // was sent, a clean end means that all of it has arrived, nobody sees a reset unless
 // somebody made one, and nothing is left of the conn when both ends have closed.
 func TestEveryEndOfAConn(t *testing.T) {
-	data := blob(40 * maxPayload)
+	data := blob(40 * MaxPayload)
 	rapid.Check(t, func(rt *rapid.T) {
 		cloud, edge := drawScript(rt, "cloud"), drawScript(rt, "edge")
 		for _, w := range runScripts(cloud, edge, data) {
@@ -352,9 +354,9 @@ func runScripts(cloud, edge script, data []byte) (wrong []string) {
 // A peer that sends on after fin harms its own conn and nothing else. (It brought the
 // process down: the reader's queue is closed by then.)
 func TestBytesAfterFin(t *testing.T) {
-	for name, read := range map[string]func(c *conn) error{
-		"Read":    func(c *conn) error { _, err := io.ReadAll(struct{ io.Reader }{c}); return err },
-		"WriteTo": func(c *conn) error { _, err := c.WriteTo(io.Discard); return err },
+	for name, read := range map[string]func(c *Conn) error{
+		"Read":    func(c *Conn) error { _, err := io.ReadAll(struct{ io.Reader }{c}); return err },
+		"WriteTo": func(c *Conn) error { _, err := c.WriteTo(io.Discard); return err },
 	} {
 		t.Run(name, func(t *testing.T) {
 			p := newFakeConns()
@@ -462,7 +464,7 @@ func TestSpliceOfACallerThatCloses(t *testing.T) {
 			close(spliced)
 		}()
 		go io.Copy(target.says, endless{})
-		want := blob(3 * maxPayload)
+		want := blob(3 * MaxPayload)
 		if _, err := p.cloud.Write(want); err != nil {
 			t.Fatal(err)
 		}
@@ -507,39 +509,21 @@ func (h *halves) Reset() error {
 	return h.Close()
 }
 
-func TestDeadline(t *testing.T) {
-	bubble(t, func(t *testing.T) {
-		d := newDeadline()
-		first := d.wait()
-		d.set(time.Now().Add(time.Minute))
-		time.Sleep(time.Minute - 1)
-		synctest.Wait()
-		if isClosed(first) {
-			t.Error("passed before its time")
+// A peer of an older release is sent no chunk that it does not know.
+func TestNoAbortToAnOlderPeer(t *testing.T) {
+	for range 20 {
+		p := newFakeConns()
+		p.edge.ordered = false
+		if _, err := p.edge.Write([]byte("x")); err != nil {
+			t.Fatal(err)
 		}
-		d.set(time.Now().Add(time.Minute)) // moved at the last moment
-		time.Sleep(time.Minute - 1)
-		synctest.Wait()
-		if isClosed(first) {
-			t.Error("the old time counts after it was moved")
+		eventually(t, "a chunk is on its way", func() bool { return len(p.call.up) == 1 })
+		p.edge.ResetBehind()
+		eventually(t, "the edge's end is over", func() bool { return isClosed(p.edge.over) })
+		if p.edge.err == nil || p.edge.resetSent {
+			t.Fatalf("the edge's conn ends with %v, abort sent: %t", p.edge.err, p.edge.resetSent)
 		}
-		time.Sleep(time.Nanosecond)
-		synctest.Wait()
-		if !isClosed(first) {
-			t.Error("has not passed at its time")
-		}
-		d.set(time.Now().Add(-1))
-		if !isClosed(d.wait()) {
-			t.Error("one in the past has not passed")
-		}
-		d.set(time.Time{})
-		if isClosed(d.wait()) {
-			t.Error("has passed although there is none")
-		}
-		time.Sleep(time.Hour)
-		synctest.Wait()
-		if isClosed(d.wait()) {
-			t.Error("a cancelled timer has fired")
-		}
-	})
+		p.cloud.Reset()
+		eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+	}
 }

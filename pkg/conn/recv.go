@@ -1,4 +1,4 @@
-package stream
+package conn
 
 import (
 	"io"
@@ -12,7 +12,7 @@ import (
 )
 
 // Read reads what has arrived, or waits for it.
-func (c *conn) Read(p []byte) (n int, err error) {
+func (c *Conn) Read(p []byte) (n int, err error) {
 	c.readMu.Lock()
 	defer c.readMu.Unlock()
 	expired := c.readDeadline.wait()
@@ -43,7 +43,7 @@ func (c *conn) Read(p []byte) (n int, err error) {
 }
 
 // take moves bytes of the current chunk to p; caller holds readMu.
-func (c *conn) take(p []byte) (n int) {
+func (c *Conn) take(p []byte) (n int) {
 	for len(c.current) > 0 && n < len(p) {
 		m, rest := mem.ReadUnsafe(p[n:], c.current[0])
 		n += m
@@ -57,7 +57,7 @@ func (c *conn) take(p []byte) (n int) {
 }
 
 // endOfInput is the error of a Read when nothing more will come: io.EOF after fin.
-func (c *conn) endOfInput() error {
+func (c *Conn) endOfInput() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.finGot {
@@ -67,13 +67,13 @@ func (c *conn) endOfInput() error {
 }
 
 // startReceiver starts the receiver goroutine unless somebody receives already.
-func (c *conn) startReceiver() {
+func (c *Conn) startReceiver() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.startReceiverLocked()
 }
 
-func (c *conn) startReceiverLocked() {
+func (c *Conn) startReceiverLocked() {
 	if c.receiving {
 		return
 	}
@@ -88,7 +88,7 @@ func (c *conn) startReceiverLocked() {
 // receiveLoop passes chunks to Read until fin, and throws away what comes when
 // nobody reads any more. It ends with the stream. open says that in is not closed;
 // the loop closes it.
-func (c *conn) receiveLoop(open bool) {
+func (c *Conn) receiveLoop(open bool) {
 	defer func() {
 		if open {
 			close(c.in)
@@ -96,7 +96,7 @@ func (c *conn) receiveLoop(open bool) {
 	}()
 	for {
 		var m incoming
-		if err := c.stream.RecvMsg(&m); err != nil {
+		if err := c.way.RecvMsg(&m); err != nil {
 			c.streamError(err)
 			return
 		}
@@ -116,7 +116,7 @@ func (c *conn) receiveLoop(open bool) {
 
 // pass hands the bytes of a chunk to Read. It returns false when the conn is over:
 // bytes were lost, so a fin that comes behind them must not look like a clean end.
-func (c *conn) pass(m *incoming, open bool) bool {
+func (c *Conn) pass(m *incoming, open bool) bool {
 	if len(m.data) == 0 {
 		return true
 	}
@@ -138,7 +138,7 @@ func (c *conn) pass(m *incoming, open bool) bool {
 }
 
 // received counts bytes that have come.
-func (c *conn) received(n int) {
+func (c *Conn) received(n int) {
 	c.counters.BytesReceived.Add(uint64(n)) //nolint:gosec // a length
 	if !c.heard.Load() {
 		c.heard.Store(true)
@@ -147,7 +147,7 @@ func (c *conn) received(n int) {
 
 // note takes the ends of directions that a chunk announced and reports whether fin
 // was among them. It comes after the chunk's data has been handed on.
-func (c *conn) note(fin, stop bool) bool {
+func (c *Conn) note(fin, stop bool) bool {
 	if !fin && !stop {
 		return false
 	}
@@ -175,7 +175,7 @@ func (c *conn) note(fin, stop bool) bool {
 
 // WriteTo writes what arrives to w until fin. It receives by itself when no Read has
 // come before. Errors are w's own, or ErrReset.
-func (c *conn) WriteTo(w io.Writer) (n int64, err error) {
+func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 	c.mu.Lock()
 	inline := !c.receiving && !isClosed(c.over) && !isClosed(c.readDone)
 	if inline {
@@ -189,7 +189,7 @@ func (c *conn) WriteTo(w io.Writer) (n int64, err error) {
 	var vec net.Buffers
 	for {
 		var m incoming
-		if err := c.stream.RecvMsg(&m); err != nil {
+		if err := c.way.RecvMsg(&m); err != nil {
 			c.streamError(err)
 			if isClosed(c.readDone) {
 				return n, c.opError("read", net.ErrClosed)
@@ -261,8 +261,8 @@ func writeChunk(w io.Writer, m *incoming, vec *net.Buffers) (int64, error) {
 
 // receiveRest lets a goroutine receive what WriteTo did not: a stop that comes after
 // fin, what arrives after a failed write, the end of the stream.
-func (c *conn) receiveRest() {
-	ended := c.by != nil && c.by.hasEnded()
+func (c *Conn) receiveRest() {
+	ended := c.way.inputOver()
 	if ended {
 		defer c.streamError(io.EOF)
 	}
@@ -273,26 +273,24 @@ func (c *conn) receiveRest() {
 		return
 	}
 	close(c.in)
-	switch {
-	case ended || isClosed(c.over):
-	case c.by == nil || c.bothEndedLocked():
-		c.goLocked(func() { c.receiveLoop(false) })
-	default:
-		c.rest = time.AfterFunc(restAfter, func() {
-			c.mu.Lock()
-			defer c.mu.Unlock()
-			c.goLocked(func() { c.receiveLoop(false) })
-		})
+	if ended || isClosed(c.over) {
+		return
 	}
+	pause := c.way.pauseAfterFin()
+	if pause == 0 || c.bothEndedLocked() {
+		c.goLocked(func() { c.receiveLoop(false) })
+		return
+	}
+	c.rest = time.AfterFunc(pause, func() {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		c.goLocked(func() { c.receiveLoop(false) })
+	})
 }
 
-// restAfter is how long after fin nobody receives from a data connection: most conns have ended
-// by then.
-const restAfter = 20 * time.Millisecond
-
 // writeQueued is WriteTo for a conn that has been read before.
-func (c *conn) writeQueued(w io.Writer) (n int64, err error) {
-	buf := make([]byte, maxPayload)
+func (c *Conn) writeQueued(w io.Writer) (n int64, err error) {
+	buf := make([]byte, MaxPayload)
 	for {
 		m, rerr := c.Read(buf)
 		if m > 0 {

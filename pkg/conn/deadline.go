@@ -1,4 +1,4 @@
-package stream
+package conn
 
 import (
 	"sync"
@@ -14,7 +14,7 @@ type deadline struct {
 	passed  bool          // expired is closed
 }
 
-func newDeadline() deadline { return deadline{expired: make(chan struct{})} }
+func (d *deadline) init() { d.expired = make(chan struct{}) }
 
 // set moves the deadline to t; the zero time means none.
 func (d *deadline) set(t time.Time) {

@@ -1,4 +1,4 @@
-package stream
+package conn
 
 import (
 	"bytes"
@@ -16,7 +16,7 @@ import (
 // pooled gives the codec a block with that payload, as a conn does.
 func pooled(t testing.TB, payloadBytes []byte, fin, stop bool) *outgoing {
 	t.Helper()
-	b := new(blocks)
+	b := new(Blocks)
 	block := b.get()
 	n := copy(payload(block), payloadBytes)
 	if n != len(payloadBytes) {
@@ -30,11 +30,11 @@ func pooled(t testing.TB, payloadBytes []byte, fin, stop bool) *outgoing {
 
 // What the codec writes, protobuf reads, and the other way round.
 func TestChunkIsProtobuf(t *testing.T) {
-	for _, n := range []int{0, 1, 127, 128, 1 << 10, 1<<14 - 1, 1 << 14, maxPayload} {
+	for _, n := range []int{0, 1, 127, 128, 1 << 10, 1<<14 - 1, 1 << 14, MaxPayload} {
 		for _, fin := range []bool{false, true} {
 			for _, stop := range []bool{false, true} {
 				want := &pb.Chunk{Data: blob(n), Fin: fin, Stop: stop}
-				wire, err := newCodec().Marshal(pooled(t, want.GetData(), fin, stop))
+				wire, err := NewCodec().Marshal(pooled(t, want.GetData(), fin, stop))
 				if err != nil {
 					t.Fatal(err)
 				}
@@ -52,7 +52,7 @@ func TestChunkIsProtobuf(t *testing.T) {
 					t.Fatal(err)
 				}
 				var in incoming
-				if err := newCodec().Unmarshal(mem.BufferSlice{mem.SliceBuffer(theirs)}, &in); err != nil {
+				if err := NewCodec().Unmarshal(mem.BufferSlice{mem.SliceBuffer(theirs)}, &in); err != nil {
 					t.Errorf("%d bytes, fin %t, stop %t: protobuf's chunk: %v", n, fin, stop, err)
 				} else if !bytes.Equal(in.data.Materialize(), want.GetData()) || in.fin != fin || in.stop != stop {
 					t.Errorf("%d bytes, fin %t, stop %t: read %d bytes, fin %t, stop %t", n, fin, stop, in.data.Len(), in.fin, in.stop)
@@ -77,16 +77,16 @@ func TestChunkGolden(t *testing.T) {
 		{"hi", true, true, "0a 82 80 00 68 69 10 01 18 01"},
 		{strings.Repeat("x", 300), false, false, "0a ac 82 00" + strings.Repeat(" 78", 300)},
 	} {
-		wire, err := newCodec().Marshal(pooled(t, []byte(c.data), c.fin, c.stop))
+		wire, err := NewCodec().Marshal(pooled(t, []byte(c.data), c.fin, c.stop))
 		if got := fmt.Sprintf("% x", wire.Materialize()); err != nil || got != c.wire {
 			t.Errorf("%.5q fin %t stop %t: %s, error %v; want %s", c.data, c.fin, c.stop, got, err, c.wire)
 		}
 	}
 }
 
-// A full chunk is two full HTTP/2 frames, or the sizes in codec.go have gone apart.
+// A full chunk is two full HTTP/2 frames, or the sizes in chunk.go have gone apart.
 func TestFullChunkFillsItsFrames(t *testing.T) {
-	wire, err := newCodec().Marshal(pooled(t, blob(maxPayload), false, false))
+	wire, err := NewCodec().Marshal(pooled(t, blob(MaxPayload), false, false))
 	if n := grpcHeader + wire.Len(); err != nil || n != 2*16384 {
 		t.Errorf("a full chunk takes %d bytes, error %v; want %d", n, err, 2*16384)
 	}
@@ -125,14 +125,14 @@ func TestChunkFromOthers(t *testing.T) {
 		{name: "field number 0", wire: "\x00\x01", err: "chunk"},
 		{name: "wire type 7", wire: "\x27\x01", err: "chunk"},
 		{name: "group without end", wire: "\x23\x28\x01", err: "chunk"},
-		{name: "as long as allowed", wire: "\x0a\x80\x80\x04" + strings.Repeat("x", maxIncoming), data: strings.Repeat("x", maxIncoming)},
-		{name: "too long", wire: "\x0a\x81\x80\x04" + strings.Repeat("x", maxIncoming+1), err: "65537 bytes; 65536 are allowed"},
-		{name: "too long beside an unknown field", wire: "\x20\x01\x0a\x81\x80\x04" + strings.Repeat("x", maxIncoming+1), err: "65536 are allowed"},
+		{name: "as long as allowed", wire: "\x0a\x80\x80\x04" + strings.Repeat("x", MaxIncoming), data: strings.Repeat("x", MaxIncoming)},
+		{name: "too long", wire: "\x0a\x81\x80\x04" + strings.Repeat("x", MaxIncoming+1), err: "65537 bytes; 65536 are allowed"},
+		{name: "too long beside an unknown field", wire: "\x20\x01\x0a\x81\x80\x04" + strings.Repeat("x", MaxIncoming+1), err: "65536 are allowed"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			for _, pieces := range []int{len(c.wire) + 1, 1, 2, 3, 7} {
 				var in incoming
-				err := newCodec().Unmarshal(split([]byte(c.wire), pieces), &in)
+				err := NewCodec().Unmarshal(split([]byte(c.wire), pieces), &in)
 				switch {
 				case c.err != "" && (err == nil || !strings.Contains(err.Error(), c.err)):
 					t.Errorf("in buffers of %d: error %v, want %q", pieces, err, c.err)
@@ -223,15 +223,15 @@ func FuzzChunk(f *testing.F) {
 // The rest of the protocol goes through the library.
 func TestOtherMessagesAreLeftToTheLibrary(t *testing.T) {
 	want := &pb.StreamMsg{Category: "tcp", Type: "open", Topic: "t", Data: []byte("d"), Addr: "a:1"}
-	wire, err := newCodec().Marshal(want)
+	wire, err := NewCodec().Marshal(want)
 	if err != nil {
 		t.Fatal(err)
 	}
 	var got pb.StreamMsg
-	if err := newCodec().Unmarshal(wire, &got); err != nil || !proto.Equal(&got, want) {
+	if err := NewCodec().Unmarshal(wire, &got); err != nil || !proto.Equal(&got, want) {
 		t.Errorf("got %v, error %v; want %v", &got, err, want)
 	}
-	if _, err := newCodec().Marshal("no message"); err == nil {
+	if _, err := NewCodec().Marshal("no message"); err == nil {
 		t.Error("a string goes over the wire")
 	}
 }
@@ -239,15 +239,15 @@ func TestOtherMessagesAreLeftToTheLibrary(t *testing.T) {
 // codecRun is one chunk's way through the codec: block, wire, and Read at the other end.
 type codecRun struct {
 	flow  flow
-	codec codec
-	c     conn
+	codec Codec
+	c     Conn
 	into  []byte
 	n     int
 }
 
 func newCodecRun(n int) *codecRun {
-	r := &codecRun{codec: newCodec(), into: make([]byte, n), n: n}
-	r.flow.init(new(blocks))
+	r := &codecRun{codec: NewCodec(), into: make([]byte, n), n: n}
+	r.flow.init(new(Blocks))
 	return r
 }
 
@@ -269,7 +269,7 @@ func (r *codecRun) once() error {
 	return nil
 }
 
-var codecSizes = []int{16, 1 << 10, maxPayload}
+var codecSizes = []int{16, 1 << 10, MaxPayload}
 
 // A chunk of any size costs a few small allocations at both ends together, and never
 // one of the size of its payload.

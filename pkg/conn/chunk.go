@@ -1,4 +1,4 @@
-package stream
+package conn
 
 import (
 	"encoding/binary"
@@ -35,43 +35,43 @@ const (
 	chunkTrailer = 6
 	// grpcHeader is gRPC's message prefix (compressed flag and length).
 	grpcHeader = 5
-	// maxPayload makes a full chunk exactly two HTTP/2 DATA frames of the 16,384
+	// MaxPayload makes a full chunk exactly two HTTP/2 DATA frames of the 16,384
 	// bytes that grpc-go sends at most.
-	maxPayload = 2*16384 - grpcHeader - chunkHeader
-	// maxIncoming is the longest payload that is accepted. It leaves peers room to
+	MaxPayload = 2*16384 - grpcHeader - chunkHeader
+	// MaxIncoming is the longest payload that is accepted. It leaves peers room to
 	// choose another size than ours.
-	maxIncoming = 64 << 10
-	// maxMessage bounds every gRPC message, control messages included.
-	maxMessage = maxIncoming + 1024
+	MaxIncoming = 64 << 10
+	// MaxMessage bounds every gRPC message, control messages included.
+	MaxMessage = MaxIncoming + 1024
 )
 
-// blocks is a pool of buffers, each with room for one chunk. It is shared by all the
+// Blocks is a pool of buffers, each with room for one chunk. It is shared by all the
 // conns of a process.
-type blocks struct{ pool sync.Pool }
+type Blocks struct{ pool sync.Pool }
 
-var _ mem.BufferPool = (*blocks)(nil)
+var _ mem.BufferPool = (*Blocks)(nil)
 
 // Get implements mem.BufferPool.
-func (b *blocks) Get(int) *[]byte { return b.get() }
+func (b *Blocks) Get(int) *[]byte { return b.get() }
 
 // Put implements mem.BufferPool.
-func (b *blocks) Put(p *[]byte) { b.put(p) }
+func (b *Blocks) Put(p *[]byte) { b.put(p) }
 
-func (b *blocks) get() *[]byte {
+func (b *Blocks) get() *[]byte {
 	if p, ok := b.pool.Get().(*[]byte); ok {
 		return p
 	}
-	p := make([]byte, chunkHeader+maxPayload+chunkTrailer)
+	p := make([]byte, chunkHeader+MaxPayload+chunkTrailer)
 	return &p
 }
 
-func (b *blocks) put(p *[]byte) {
+func (b *Blocks) put(p *[]byte) {
 	*p = (*p)[:cap(*p)]
 	b.pool.Put(p)
 }
 
 // payload is the part of a block that holds forwarded bytes.
-func payload(p *[]byte) []byte { return (*p)[chunkHeader : chunkHeader+maxPayload] }
+func payload(p *[]byte) []byte { return (*p)[chunkHeader : chunkHeader+MaxPayload] }
 
 // outgoing is a chunk to be sent: a block whose payload is in place.
 type outgoing struct {
@@ -118,17 +118,17 @@ type incoming struct {
 	fin, stop, abort bool
 }
 
-// codec is a gRPC codec for both planes: chunks by hand, everything else as the
+// Codec is a gRPC codec for both planes: chunks by hand, everything else as the
 // registered protobuf codec does it.
-type codec struct{ proto encoding.CodecV2 }
+type Codec struct{ proto encoding.CodecV2 }
 
-func newCodec() codec { return codec{encoding.GetCodecV2("proto")} }
+func NewCodec() Codec { return Codec{encoding.GetCodecV2("proto")} }
 
 // Name returns the content-subtype, which is that of plain protobuf.
-func (codec) Name() string { return "proto" }
+func (Codec) Name() string { return "proto" }
 
 // Marshal encodes an *outgoing without copying its payload, or a protobuf message.
-func (c codec) Marshal(v any) (mem.BufferSlice, error) {
+func (c Codec) Marshal(v any) (mem.BufferSlice, error) {
 	if o, ok := v.(*outgoing); ok {
 		return o.encode(), nil
 	}
@@ -137,7 +137,7 @@ func (c codec) Marshal(v any) (mem.BufferSlice, error) {
 
 // Unmarshal decodes into an *incoming, which then holds references to data's
 // buffers, or into a protobuf message.
-func (c codec) Unmarshal(data mem.BufferSlice, v any) error {
+func (c Codec) Unmarshal(data mem.BufferSlice, v any) error {
 	if in, ok := v.(*incoming); ok {
 		return in.decode(data)
 	}
@@ -212,8 +212,8 @@ func (in *incoming) decodeStrange(data mem.BufferSlice) error {
 }
 
 func checkLength(n int) error {
-	if n > maxIncoming {
-		return fmt.Errorf("chunk holds %d bytes; %d are allowed", n, maxIncoming)
+	if n > MaxIncoming {
+		return fmt.Errorf("chunk holds %d bytes; %d are allowed", n, MaxIncoming)
 	}
 	return nil
 }

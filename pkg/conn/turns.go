@@ -1,4 +1,4 @@
-package stream
+package conn
 
 import (
 	"slices"
@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// turns shares a session's connection among the conns that have streams on it, while the link
+// Turns shares a session's connection among the conns that have streams on it, while the link
 // is slower than they are.
 //
 // gRPC sends round robin what its streams have queued, up to 16 KiB of each in a round, and the
@@ -17,9 +17,9 @@ import (
 //
 // A conn goes first that has less than a chunk to send, and has sent less than one since the
 // others had their last turn: a request, or a keystroke.
-type turns struct {
-	rate atomic.Int64 // of the link, in bytes a second; 0: unknown, and nobody waits. The carrier sets it
-	busy atomic.Bool  // the connection takes nothing now. The carrier sets it
+type Turns struct {
+	rate atomic.Int64 // see SetRate
+	busy atomic.Bool  // see SetBusy
 
 	mu    sync.Mutex // guards the following, and flow.round
 	held  int        // chunks that gRPC has and has not written
@@ -57,27 +57,33 @@ const (
 	stallTime = 200 * time.Millisecond
 )
 
+// SetRate notes how many bytes a second the link takes; 0: unknown, and nobody waits.
+func (t *Turns) SetRate(bytesPerSecond int64) { t.rate.Store(bytesPerSecond) }
+
+// SetBusy notes whether the connection is in a write, which may wait for the link.
+func (t *Turns) SetBusy(busy bool) { t.busy.Store(busy) }
+
 // chunk returns how many bytes a chunk should have at most.
-func (t *turns) chunk() int {
+func (t *Turns) chunk() int {
 	if t == nil {
-		return maxPayload
+		return MaxPayload
 	}
 	rate := t.rate.Load()
 	if rate == 0 || rate >= sharedRate {
-		return maxPayload
+		return MaxPayload
 	}
-	return int(min(max(leastChunk, rate*int64(chunkTime)/int64(time.Second)), maxPayload))
+	return int(min(max(leastChunk, rate*int64(chunkTime)/int64(time.Second)), MaxPayload))
 }
 
 // isFreeLocked reports whether another chunk may go to gRPC.
-func (t *turns) isFreeLocked() bool {
+func (t *Turns) isFreeLocked() bool {
 	rate := t.rate.Load()
 	return rate == 0 || rate >= sharedRate ||
 		t.held < int(min(max(fewest, rate*int64(heldTime)/int64(time.Second)/int64(t.chunk())), most))
 }
 
 // wait returns when some of n bytes may be sent, and how many; all of them when done is closed.
-func (t *turns) wait(f *flow, n int, done <-chan struct{}) int {
+func (t *Turns) wait(f *flow, n int, done <-chan struct{}) int {
 	if rate := t.rate.Load(); n == 0 || rate == 0 || rate >= sharedRate {
 		return n
 	}
@@ -112,7 +118,7 @@ func (t *turns) wait(f *flow, n int, done <-chan struct{}) int {
 }
 
 // grantLocked counts a chunk of n bytes for f, or of as many as a chunk may have now.
-func (t *turns) grantLocked(f *flow, n int, fresh bool) int {
+func (t *Turns) grantLocked(f *flow, n int, fresh bool) int {
 	n = min(n, t.chunk())
 	f.had = max(f.had, t.now)
 	if !fresh {
@@ -129,7 +135,7 @@ func (t *turns) grantLocked(f *flow, n int, fresh bool) int {
 }
 
 // serveLocked lets those go who may.
-func (t *turns) serveLocked() {
+func (t *Turns) serveLocked() {
 	for len(t.fresh)+len(t.rest) > 0 && t.isFreeLocked() {
 		from, fresh := &t.rest, false
 		if len(t.fresh) > 0 && (len(t.rest) == 0 || t.ahead < freshInRow) {
@@ -146,7 +152,7 @@ func (t *turns) serveLocked() {
 }
 
 // settle gives back the places of f for which gRPC has no chunk any more.
-func (t *turns) settle(f *flow) {
+func (t *Turns) settle(f *flow) {
 	if t == nil || f.places.Load() == 0 {
 		return
 	}
@@ -164,7 +170,7 @@ func (t *turns) settle(f *flow) {
 }
 
 // stalled looks whether gRPC has chunks that it cannot write. They hold up nobody.
-func (t *turns) stalled() {
+func (t *Turns) stalled() {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if len(t.fresh)+len(t.rest) == 0 {

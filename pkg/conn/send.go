@@ -1,4 +1,4 @@
-package stream
+package conn
 
 import (
 	"io"
@@ -12,7 +12,7 @@ import (
 
 // Write queues p and returns when all of it is queued: it waits while more than one
 // chunk is.
-func (c *conn) Write(p []byte) (n int, err error) {
+func (c *Conn) Write(p []byte) (n int, err error) {
 	c.writeMu.Lock()
 	defer c.writeMu.Unlock()
 	for {
@@ -38,7 +38,7 @@ func (c *conn) Write(p []byte) (n int, err error) {
 }
 
 // queue appends to the tail what fits.
-func (c *conn) queue(p []byte) (n int, err error) {
+func (c *Conn) queue(p []byte) (n int, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if isClosed(c.writeDone) {
@@ -57,7 +57,7 @@ func (c *conn) queue(p []byte) (n int, err error) {
 }
 
 // startSenderLocked wakes the sender, or starts it.
-func (c *conn) startSenderLocked() {
+func (c *Conn) startSenderLocked() {
 	if !c.sending {
 		c.sending = true
 		c.goLocked(c.sendLoop)
@@ -69,7 +69,7 @@ func (c *conn) startSenderLocked() {
 }
 
 // sendLoop sends what Write, CloseWrite and CloseRead leave for it.
-func (c *conn) sendLoop() {
+func (c *Conn) sendLoop() {
 	for {
 		select {
 		case <-c.wake:
@@ -97,7 +97,7 @@ func (c *conn) sendLoop() {
 }
 
 // sendOnce is sendPending, with so many bytes of the tail at most; 0: all.
-func (c *conn) sendOnce(most int) (sent bool, err error) {
+func (c *Conn) sendOnce(most int) (sent bool, err error) {
 	c.sendMu.Lock()
 	defer c.sendMu.Unlock() // whatever happens, a ReadFrom may wait for it
 	c.mu.Lock()
@@ -114,7 +114,7 @@ func (c *conn) sendOnce(most int) (sent bool, err error) {
 
 // sendPending sends the tail and the ends of directions that are due. Caller holds
 // sendMu. sent is false when there was nothing.
-func (c *conn) sendPending() (sent bool, err error) {
+func (c *Conn) sendPending() (sent bool, err error) {
 	c.mu.Lock()
 	o := &outgoing{
 		block: c.tail, n: c.tailLen,
@@ -149,10 +149,10 @@ func (c *conn) sendPending() (sent bool, err error) {
 // send sends one chunk; caller holds sendMu. It waits while the other side's window
 // is full. An error says that the stream has ended; whether that was a reset, the
 // receiver learns from the status.
-func (c *conn) send(o *outgoing) error {
+func (c *Conn) send(o *outgoing) error {
 	o.pool = &c.flow
 	c.flow.add()
-	if err := c.stream.SendMsg(o); err != nil {
+	if err := c.way.SendMsg(o); err != nil {
 		if !o.taken {
 			c.flow.Put(o.block)
 			o.forwarded.Free()
@@ -174,15 +174,15 @@ func (c *conn) send(o *outgoing) error {
 
 // finish is called when both directions have ended. The cloud ends the stream; the edge waits for
 // that end, which tells it that the cloud has everything, unless it has said so itself.
-func (c *conn) finish() {
-	if !c.isEdge || c.by != nil && c.by.endSent.Load() {
+func (c *Conn) finish() {
+	if !c.isEdge || c.way.endSaid() {
 		c.end(nil)
 	}
 }
 
 // ReadFrom sends what src gives until its end: read into a block, sent from there.
 // Errors are src's own, or say that this conn takes no more.
-func (c *conn) ReadFrom(src io.Reader) (n int64, err error) {
+func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 	var pace pace
 	for {
 		if !c.flow.wait(c.writeDone) {
@@ -263,7 +263,7 @@ func (p *pace) gathers(n int, heard *atomic.Bool) bool {
 
 // WriteSlice sends the payload of a chunk that another conn has received, uncopied. It
 // takes data over. On a thin link it is too much for one chunk.
-func (c *conn) WriteSlice(data mem.BufferSlice) error {
+func (c *Conn) WriteSlice(data mem.BufferSlice) error {
 	if data.Len() > c.flow.turns.chunk() {
 		r := data.Reader()
 		data.Free()     // r has it
@@ -284,7 +284,7 @@ func (c *conn) WriteSlice(data mem.BufferSlice) error {
 
 // sendInTurns sends a block when it is its turn: in parts, when the link has become thin since it
 // was read.
-func (c *conn) sendInTurns(block *[]byte, n int) error {
+func (c *Conn) sendInTurns(block *[]byte, n int) error {
 	turn := c.flow.turn(n, c.writeDone)
 	if turn == n {
 		return c.sendBlock(block, n)
@@ -304,12 +304,12 @@ func (c *conn) sendInTurns(block *[]byte, n int) error {
 }
 
 // sendBlock sends a block behind everything that Write has queued.
-func (c *conn) sendBlock(block *[]byte, n int) error {
+func (c *Conn) sendBlock(block *[]byte, n int) error {
 	return c.sendBehind(&outgoing{block: block, n: n})
 }
 
 // sendBehind sends o behind everything that Write has queued.
-func (c *conn) sendBehind(o *outgoing) error {
+func (c *Conn) sendBehind(o *outgoing) error {
 	c.sendMu.Lock()
 	defer c.sendMu.Unlock()
 	_, err := c.sendPending()
@@ -328,7 +328,7 @@ func (c *conn) sendBehind(o *outgoing) error {
 
 // writeError says why this side can write no more. EPIPE is also the answer while the
 // reason is not known yet; the end that follows brings it.
-func (c *conn) writeError() error {
+func (c *Conn) writeError() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.writeErr == nil {
@@ -346,11 +346,11 @@ const maxInFlight = 4
 // flow counts the blocks of a conn that gRPC has not written yet. It is the
 // mem.BufferPool to which gRPC returns them.
 type flow struct {
-	blocks   *blocks
+	blocks   *Blocks
 	inFlight atomic.Int32
 	room     chan struct{} // one token: a block came back
 
-	turns  *turns       // of the session's connection; nil: the conn has one for itself
+	turns  *Turns       // of the session's connection; nil: the conn has one for itself
 	places atomic.Int32 // chunks that are counted in turns.held; changed by its owner
 	round  int          // of turns, in which places are; guarded by turns.mu
 	had    int64        // what turns.now is to others; guarded by turns.mu
@@ -358,7 +358,7 @@ type flow struct {
 
 var _ mem.BufferPool = (*flow)(nil)
 
-func (f *flow) init(b *blocks) {
+func (f *flow) init(b *Blocks) {
 	f.blocks = b
 	f.room = make(chan struct{}, 1)
 }

@@ -1,4 +1,31 @@
-package stream
+// Package conn is one forwarded connection: a net.Conn whose other end is in another process, at the
+// other end of a session between an edge and the cloud. Conn behaves like a TCP connection, with
+// half-closes, deadlines and resets.
+//
+// A conn goes by one of two ways, and does not know which: an HTTP/2 stream of its own (OverStream),
+// or a data connection, which is a TLS connection that carries one conn after the other
+// (OverLease).
+//
+// Where things are: conn.go is the conn's life, send.go and recv.go its two directions, way.go what it
+// needs of its way; chunk.go is the wire format of its chunks, and the gRPC codec for them; data.go
+// and lease.go are the data connection; turns.go shares one connection among many streams.
+//
+// Lock order, outermost first; "try" takes a lock only if it is free:
+//
+//	pkg/stream's session.mu → Data.mu
+//	Conn.readMu, Conn.writeMu → deadline.mu, Conn.mu
+//	Conn.sendMu → Lease.sendMu → Data.mu; try Lease.recvMu
+//	Conn.sendMu → Conn.mu; try Conn.sendMu
+//	Conn.sendMu → Turns.mu
+//	Lease.recvMu → Data.mu
+//
+// Conn.mu, Data.mu, Turns.mu and deadline.mu are innermost. Config.Ended and Config.Gone are called
+// with no lock held but Conn.sendMu, and may take session.mu. So nobody who holds session.mu may call
+// a method of Conn that ends or sends.
+//
+// The package does not open connections, does not know sessions, and decides neither by which way a
+// conn goes nor when a data connection is closed: pkg/stream does.
+package conn
 
 import (
 	"context"
@@ -19,35 +46,32 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// conn is one end of a forwarded connection: a net.Conn over one Connect stream, or over a
-// data connection, which stands in for one (ride). It
-// behaves like TCP: each direction ends by itself (fin), a side that takes no more
-// bytes says so (stop), and an abort shows as a reset.
+// Conn is one end of a forwarded connection: a net.Conn over a way. It behaves like TCP: each
+// direction ends by itself (fin), a side that takes no more bytes says so (stop), and an abort shows
+// as a reset.
 //
-// A direction has ended when its sender has sent fin or its receiver has said stop.
-// When both have, the cloud's handler returns OK, which ends the stream (for a ride see
-// flagEnd). Until then somebody receives: Read's goroutine, WriteTo, or a goroutine that
-// throws away what arrives after the direction's end (for a ride 20 ms later); so no stop is
-// missed and no sender hangs on flow control for a conn that is not read any more.
+// A direction has ended when its sender has sent fin or its receiver has said stop. When both have,
+// the cloud's handler returns OK, which ends the stream; over a data connection see flagEnd. Until
+// then somebody receives: Read's goroutine, WriteTo, or a goroutine that throws away what arrives
+// after the direction's end (way.pauseAfterFin). So no stop is missed, and no sender hangs on flow
+// control for a conn that nobody reads any more.
 //
-// gRPC frees a SendMsg that waits for flow control only when the stream ends. So
-// nothing that must not block calls it: Write hands its bytes to the sender
-// goroutine, and small writes that come while it is busy leave in one chunk. ReadFrom
-// and WriteTo, which Splice uses, do without the goroutines, and so does the fin of a ride
-// that has sent little.
-type conn struct {
+// gRPC frees a SendMsg that waits for flow control only when the stream ends. So nothing that must
+// not block calls it: Write hands its bytes to the sender goroutine, and small writes that come while
+// that is busy leave in one chunk. ReadFrom and WriteTo, which Splice uses, do without the goroutines,
+// and so does a fin where way.sendsAtOnce.
+type Conn struct {
 	// Set once.
-	stream   messageStream
-	by       *ride           // the same, if it is one
-	ended    func(err error) // the session's part of the end; called once, nil for a clean end
+	way      way
+	ended    func(err error) // see Config.Ended
 	isEdge   bool
-	ordered  bool // the peer has capabilityAbort
-	blocks   *blocks
+	ordered  bool // see Config.Ordered
+	blocks   *Blocks
 	counters *tunnel.Counters
 	log      *slog.Logger
-	local    addr
-	remote   addr
-	gone     func() // called once when the stream has ended and no goroutine is left
+	local    Addr
+	remote   Addr
+	gone     func() // see Config.Gone
 
 	readDeadline  deadline
 	writeDeadline deadline
@@ -91,86 +115,101 @@ type conn struct {
 	onStop                 []func()
 }
 
-// messageStream is what a conn needs of a grpc.ClientStream or grpc.ServerStream, or a ride.
-type messageStream interface {
-	SendMsg(m any) error
-	RecvMsg(m any) error
-}
+// Addr is the address of one end of a conn.
+type Addr string
 
-// addr is the address of one end of a conn.
-type addr string
+// Network implements net.Addr.
+func (Addr) Network() string { return "tunnel" }
 
-func (addr) Network() string  { return "tunnel" }
-func (a addr) String() string { return string(a) }
+// String implements net.Addr.
+func (a Addr) String() string { return string(a) }
 
 // receiveQueue is how many chunks wait for a Read beside the one being read, so that
 // the receiver and the reader overlap. Everything else waits in gRPC's window.
 const receiveQueue = 1
 
-type connConfig struct {
-	stream        messageStream
-	turns         *turns // of the session's connection, if the stream is on it
-	isEdge        bool
-	ordered       bool
-	blocks        *blocks
-	counters      *tunnel.Counters
-	log           *slog.Logger
-	local, remote addr
-	ended         func(err error)
-	gone          func()
+// Config is what a conn needs beside its way.
+type Config struct {
+	IsEdge        bool // this is the edge's end
+	Ordered       bool // the other side takes chunks with abort
+	Blocks        *Blocks
+	Counters      *tunnel.Counters
+	Log           *slog.Logger
+	Local, Remote Addr
+	// Ended is called once when the conn is over, with nil for a clean end: the owner's part of the
+	// end. It must not wait.
+	Ended func(err error)
+	// Gone is called once, after Ended, when the conn is over and none of its goroutines is left. It
+	// must not wait.
+	Gone func()
 }
 
-func newConn(cfg connConfig) *conn {
-	c := &conn{
-		stream: cfg.stream, isEdge: cfg.isEdge, ordered: cfg.ordered, blocks: cfg.blocks, counters: cfg.counters, log: cfg.log,
-		local: cfg.local, remote: cfg.remote, ended: cfg.ended, gone: cfg.gone,
-		readDeadline:  newDeadline(),
-		writeDeadline: newDeadline(),
-		over:          make(chan struct{}),
-		readDone:      make(chan struct{}),
-		writeDone:     make(chan struct{}),
-		wake:          make(chan struct{}, 1),
-		space:         make(chan struct{}, 1),
-		in:            make(chan mem.BufferSlice, receiveQueue),
-	}
-	c.by, _ = cfg.stream.(*ride)
-	c.flow.init(cfg.blocks)
-	c.flow.turns = cfg.turns
+// OverStream returns one end of a conn over an HTTP/2 stream. turns are those of the connection that
+// the stream is on; nil: nobody waits for a turn.
+func OverStream(s Stream, turns *Turns, cfg Config) *Conn {
+	both := &struct { // one allocation
+		conn Conn
+		way  streamWay
+	}{way: streamWay{s, cfg.IsEdge}}
+	both.conn.init(&both.way, turns, cfg)
+	return &both.conn
+}
+
+// OverLease returns one end of a conn over a data connection.
+func OverLease(l *Lease, cfg Config) *Conn {
+	c := new(Conn)
+	c.init(l, nil, cfg)
 	return c
 }
 
+func (c *Conn) init(w way, turns *Turns, cfg Config) {
+	c.way, c.isEdge, c.ordered = w, cfg.IsEdge, cfg.Ordered
+	c.blocks, c.counters, c.log = cfg.Blocks, cfg.Counters, cfg.Log
+	c.local, c.remote, c.ended, c.gone = cfg.Local, cfg.Remote, cfg.Ended, cfg.Gone
+	c.readDeadline.init()
+	c.writeDeadline.init()
+	c.over = make(chan struct{})
+	c.readDone = make(chan struct{})
+	c.writeDone = make(chan struct{})
+	c.wake = make(chan struct{}, 1)
+	c.space = make(chan struct{}, 1)
+	c.in = make(chan mem.BufferSlice, receiveQueue)
+	c.flow.init(cfg.Blocks)
+	c.flow.turns = turns
+}
+
 var (
-	_ net.Conn        = (*conn)(nil)
-	_ tunnel.Resetter = (*conn)(nil)
-	_ io.ReaderFrom   = (*conn)(nil)
-	_ io.WriterTo     = (*conn)(nil)
+	_ net.Conn        = (*Conn)(nil)
+	_ tunnel.Resetter = (*Conn)(nil)
+	_ io.ReaderFrom   = (*Conn)(nil)
+	_ io.WriterTo     = (*Conn)(nil)
 )
 
-func (c *conn) LocalAddr() net.Addr  { return c.local }
-func (c *conn) RemoteAddr() net.Addr { return c.remote }
+func (c *Conn) LocalAddr() net.Addr  { return c.local }
+func (c *Conn) RemoteAddr() net.Addr { return c.remote }
 
 // SetDeadline sets both deadlines.
-func (c *conn) SetDeadline(t time.Time) error {
+func (c *Conn) SetDeadline(t time.Time) error {
 	c.readDeadline.set(t)
 	c.writeDeadline.set(t)
 	return nil
 }
 
 // SetReadDeadline sets when a Read gives up.
-func (c *conn) SetReadDeadline(t time.Time) error {
+func (c *Conn) SetReadDeadline(t time.Time) error {
 	c.readDeadline.set(t)
 	return nil
 }
 
 // SetWriteDeadline sets when a Write gives up.
-func (c *conn) SetWriteDeadline(t time.Time) error {
+func (c *Conn) SetWriteDeadline(t time.Time) error {
 	c.writeDeadline.set(t)
 	return nil
 }
 
 // Close ends both directions and returns at once. What was written before still
 // arrives; what arrives afterwards is thrown away.
-func (c *conn) Close() error {
+func (c *Conn) Close() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.endWriteLocked(net.ErrClosed) {
@@ -181,10 +220,10 @@ func (c *conn) Close() error {
 }
 
 // CloseWrite says that nothing more will be written. What was written still arrives.
-func (c *conn) CloseWrite() error {
+func (c *Conn) CloseWrite() error {
 	c.mu.Lock()
 	due := c.endWriteLocked(syscall.EPIPE)
-	inline := due && c.by != nil && c.sent <= finInline && !c.sending && !isClosed(c.over) && c.sendMu.TryLock()
+	inline := due && !c.sending && c.way.sendsAtOnce(c.sent) && !isClosed(c.over) && c.sendMu.TryLock()
 	switch {
 	case inline:
 		c.goroutines++ // as if this were one
@@ -200,12 +239,8 @@ func (c *conn) CloseWrite() error {
 	return nil
 }
 
-// finInline is how much a conn may have sent for its fin to go without the sender goroutine: a
-// socket takes so much without waiting, and all of the conn before has been taken from it.
-const finInline = 4 << 10
-
 // CloseRead says that nothing more will be read; the other side's writes will fail.
-func (c *conn) CloseRead() error {
+func (c *Conn) CloseRead() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.endReadLocked()
@@ -213,7 +248,7 @@ func (c *conn) CloseRead() error {
 }
 
 // Reset aborts the conn: the other side sees a reset.
-func (c *conn) Reset() error {
+func (c *Conn) Reset() error {
 	c.end(tunnel.ErrReset)
 	return nil
 }
@@ -223,8 +258,8 @@ const abortTime = time.Second
 
 // ResetBehind aborts the conn in order: the other side gets the bytes that were written, and
 // then sees a reset. A Reset could overtake those bytes. ResetBehind aborts at once, as Reset
-// does, when the other side takes longer than abortTime or lacks capabilityAbort.
-func (c *conn) ResetBehind() {
+// does, when the other side takes longer than abortTime or does not take them (Config.Ordered).
+func (c *Conn) ResetBehind() {
 	c.mu.Lock()
 	inOrder := c.ordered && !c.finWanted && !c.stopGot && !isClosed(c.over)
 	if inOrder && !c.resetWanted {
@@ -245,7 +280,7 @@ func (c *conn) ResetBehind() {
 // endBehind ends the conn because the other side's ResetBehind has arrived. Only the reader of
 // the bytes before it calls it. The reader passes the reset on behind those bytes, so the
 // OnReset callbacks are not called.
-func (c *conn) endBehind() error {
+func (c *Conn) endBehind() error {
 	c.mu.Lock()
 	c.onReset = nil
 	c.mu.Unlock()
@@ -254,7 +289,7 @@ func (c *conn) endBehind() error {
 }
 
 // OnReset calls f when the conn is aborted, at once if it already is.
-func (c *conn) OnReset(f func()) {
+func (c *Conn) OnReset(f func()) {
 	c.mu.Lock()
 	if !isClosed(c.over) {
 		c.onReset = append(c.onReset, f)
@@ -269,7 +304,7 @@ func (c *conn) OnReset(f func()) {
 }
 
 // OnStop calls f when the other side reads no more, at once if it already has said so.
-func (c *conn) OnStop(f func()) {
+func (c *Conn) OnStop(f func()) {
 	c.mu.Lock()
 	stopped := c.stopGot
 	if !stopped {
@@ -282,7 +317,7 @@ func (c *conn) OnStop(f func()) {
 }
 
 // endWriteLocked reports whether fin is due.
-func (c *conn) endWriteLocked(err error) bool {
+func (c *Conn) endWriteLocked(err error) bool {
 	if isClosed(c.writeDone) {
 		return false
 	}
@@ -292,7 +327,7 @@ func (c *conn) endWriteLocked(err error) bool {
 	return c.finWanted
 }
 
-func (c *conn) endReadLocked() {
+func (c *Conn) endReadLocked() {
 	if isClosed(c.readDone) {
 		return
 	}
@@ -305,13 +340,13 @@ func (c *conn) endReadLocked() {
 }
 
 // bothEndedLocked reports whether both directions have ended.
-func (c *conn) bothEndedLocked() bool {
+func (c *Conn) bothEndedLocked() bool {
 	return !c.resetWanted && (c.finSent || c.stopGot) && (c.finGot || c.stopSent)
 }
 
 // end makes the conn over: cleanly when err is nil, else by a reset. Only the first
 // call counts.
-func (c *conn) end(err error) {
+func (c *Conn) end(err error) {
 	c.mu.Lock()
 	if isClosed(c.over) {
 		c.mu.Unlock()
@@ -348,7 +383,7 @@ func (c *conn) end(err error) {
 }
 
 // oneLess counts a goroutine that has ended.
-func (c *conn) oneLess() {
+func (c *Conn) oneLess() {
 	c.mu.Lock()
 	c.goroutines--
 	last := c.goroutines == 0 && isClosed(c.over)
@@ -360,13 +395,13 @@ func (c *conn) oneLess() {
 
 // goLocked runs f in a goroutine that gone waits for; caller holds mu. Nothing is
 // started once the conn is over. A panic ends this conn and no other.
-func (c *conn) goLocked(f func()) {
+func (c *Conn) goLocked(f func()) {
 	if isClosed(c.over) {
 		return
 	}
 	c.goroutines++
 	go func() {
-		if err := guard(c.log, c.counters, "the conn ends", func() error { f(); return nil }); err != nil {
+		if err := tunnel.Guard(c.log, c.counters, "the conn ends", func() error { f(); return nil }); err != nil {
 			c.end(tunnel.ErrReset)
 		}
 		c.oneLess()
@@ -375,7 +410,7 @@ func (c *conn) goLocked(f func()) {
 
 // opError wraps err as the net package does, so that callers who know TCP's errors
 // (timeouts, net.ErrClosed, ECONNRESET, EPIPE) find them.
-func (c *conn) opError(op string, err error) error {
+func (c *Conn) opError(op string, err error) error {
 	return &net.OpError{Op: op, Net: c.local.Network(), Source: c.local, Addr: c.remote, Err: err}
 }
 
@@ -387,7 +422,7 @@ var errTimeout = os.ErrDeadlineExceeded
 // the cloud may answer our fin before our SendMsg has returned. At the cloud io.EOF
 // only says that the edge has closed its side of the stream. Everything else is a
 // reset, and so is an end that comes too early: bytes may be missing.
-func (c *conn) streamError(err error) {
+func (c *Conn) streamError(err error) {
 	c.mu.Lock()
 	inputEnded := c.finGot || c.stopWanted
 	clean := inputEnded && (c.finWanted || c.stopGot)
@@ -395,32 +430,52 @@ func (c *conn) streamError(err error) {
 	switch eof := errors.Is(err, io.EOF); {
 	case eof && c.isEdge && clean:
 		c.end(nil)
-	case eof && !c.isEdge && (clean || c.by == nil && inputEnded):
+	case eof && !c.isEdge && (clean || inputEnded && !c.way.eofEndsBoth()):
 	default:
 		if !c.isEdge && status.Code(err) == codes.ResourceExhausted { // gRPC's own
 			c.counters.Limited(tunnel.LimitMessage)
 		}
-		c.endedByPeer()
+		c.EndedByPeer()
 	}
 }
 
-// watch ends the conn when ctx, which is the stream's, is done.
-func (c *conn) watch(ctx context.Context) (stop func() bool) {
-	return context.AfterFunc(ctx, c.endedByPeer)
+// Watch ends the conn when ctx, which is the stream's, is done.
+func (c *Conn) Watch(ctx context.Context) (stop func() bool) {
+	return context.AfterFunc(ctx, c.EndedByPeer)
 }
 
-// endedByPeer ends the conn because the other side has ended the stream, or says that it has.
-func (c *conn) endedByPeer() {
+// EndedByPeer ends the conn because the other side has ended it, or says that it has.
+func (c *Conn) EndedByPeer() {
 	c.mu.Lock()
 	c.resetTaken = c.resetSent
 	c.mu.Unlock()
 	c.end(tunnel.ErrReset)
 }
 
-// mustCancel reports whether a conn that ended by a reset needs a cancel on the control stream,
-// which also reaches an edge that does not read the conn.
-func (c *conn) mustCancel() bool {
+// MustCancel reports whether a conn that ended by a reset needs a cancel on the control stream,
+// which also reaches a peer that does not read the conn.
+func (c *Conn) MustCancel() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return !c.resetTaken
+}
+
+// Abort ends the conn by a reset, because its session has ended or the peer has cancelled it.
+func (c *Conn) Abort() { c.end(tunnel.ErrReset) }
+
+// Done returns a channel that is closed when the conn is over.
+func (c *Conn) Done() <-chan struct{} { return c.over }
+
+// Err returns why the conn is over, nil for a clean end. Done says when it is.
+func (c *Conn) Err() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.err
+}
+
+// PeerStopped reports whether the other side has said that it reads no more.
+func (c *Conn) PeerStopped() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.stopGot
 }

@@ -1,0 +1,275 @@
+package conn
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"time"
+)
+
+// A data connection is a TLS connection beside the session's own. It carries one conn at a time and
+// nothing else: TCP gives that conn its flow control, and a lost packet delays no other conn. Cloud
+// and edge are at its two ends, as they are at the two ends of a Connect stream. When its conn has
+// ended, the data connection serves the next conn, which then costs no handshake.
+//
+// data.go is its frames and phases, lease.go one conn's use of it. When data connections are opened,
+// used and closed is for pkg/stream to decide.
+//
+// Each end of a data connection is in one phase. "Edge" and "cloud" name the end that takes the step;
+// steps without a name are the same at both ends.
+//
+//	          cloud: Ask; edge: LendAtEdge
+//	   idle ---------------------------------> asked
+//	    ^ ^                                     | |
+//	    | |  cloud: Refused                     | |  cloud: LendAtCloud
+//	    | |  edge: ReturnAtEdge                 | |  edge: Accept
+//	    | +-------------------------------------+ v
+//	    |                                      carrying
+//	    |                  flagEnd is sent      |    |      flagEnd comes
+//	    |                       +---------------+    +--------------+
+//	    |                       v                                   v
+//	    |                    endSent                              endGot
+//	    |                       |  flagEnd comes   flagEnd is sent  |
+//	    |                       +-------------> ended <-------------+
+//	    |                       |                 |                 |
+//	    +<----------------------+-----------------+                 |
+//	    |   ReturnAtCloud, ReturnAtEdge                             |
+//	    |                                                           |
+//	    +<----- edge: ReturnAtEdge, which sends flagEnd ------------+
+//	    |                                                           |
+//	    |  cloud: SayEnd, or the next Ask                           |
+//	    +<---------------------- owing <--- cloud: ReturnAtCloud ---+
+//
+//	 asked, or any phase below: edge: Revoke; a frame that breaks the protocol ----> dead
+//
+// From carrying and endSent ReturnAtCloud waits for flagEnd. From endSent ReturnAtEdge does not: the
+// edge's session remembers that the cloud's flagEnd, or its next open, is still to come.
+
+// Types of frames. A frame is a header of four bytes, its type and the length of what follows as 24
+// bits, and what follows.
+const (
+	frameChunk   = 0x00 // a chunk of the conn, with flags; edge and cloud
+	FrameAttach  = 0x10 // edge: the ticket that the cloud has asked with; cloud: the ticket is good
+	FrameOpen    = 0x20 // cloud: a StreamMsg, as on the control stream
+	FrameOpened  = 0x30 // edge: the target is there, and chunks follow
+	FrameRefused = 0x40 // edge: a Refused, as on the control stream
+)
+
+// Flags of a chunk. Each takes effect behind the chunk's bytes.
+const (
+	flagFin  = 1 << 0
+	flagStop = 1 << 1
+	// flagEnd: this side has finished. Both directions have ended and every received byte was handed
+	// on. Each side sends it once per conn; the cloud normally sends it first and the edge replies.
+	// If the edge's fin comes last, the edge sets flagEnd on that chunk without waiting. The cloud's
+	// next open acknowledges it, or else an empty chunk with flagEnd (SayEnd).
+	flagEnd = 1 << 2
+	// flagAbort: the conn is aborted here. The receiver ends the data connection. Only a peer that
+	// has announced that it knows the flag gets it.
+	flagAbort = 1 << 3
+)
+
+const (
+	// frameHeader is the length of a header. In a block it stands where chunkHeader does.
+	frameHeader = chunkHeader
+	// chunkOverhead is what stands around a chunk's bytes: the header, and what TLS 1.3 adds to a
+	// record.
+	chunkOverhead = frameHeader + 5 + 1 + 16
+	// MaxControlFrame bounds frames that are no chunks: they hold what a control message does.
+	MaxControlFrame = MaxMessage
+)
+
+// phase is where one end of a data connection stands. The drawing is at the top of data.go.
+type phase int
+
+const (
+	phaseIdle     phase = iota // no conn
+	phaseAsked                 // an open is on its way, or has arrived and has no answer
+	phaseCarrying              // the conn is open, and neither side has finished
+	phaseEndSent               // this side has sent flagEnd, the other one has not
+	phaseEndGot                // the other side has sent flagEnd, this one has not
+	phaseEnded                 // both have
+	phaseOwing                 // cloud: idle, and the edge waits to hear that the cloud has finished
+	phaseDead                  // no conn may use it any more
+)
+
+// Data is one end of a data connection.
+type Data struct {
+	// Set once.
+	net.Conn          // over TLS
+	raw      net.Conn // below it: its deadlines reach callers that wait in TLS
+	blocks   *Blocks
+
+	// Owned by the receiver: by the caller of Receive, or by the holder of lease.recvMu.
+	header [frameHeader]byte
+	have   int // bytes of header that have come
+	rest   int // bytes of the last frame that have not come: its reader was interrupted
+
+	mu          sync.Mutex // guards the following; innermost, never held while waiting
+	phase       phase
+	lease       *Lease // the lease that holds the data connection; nil: none
+	interrupted bool   // the lease's receiver was interrupted: the read deadline is in the past
+}
+
+// NewData makes c, a TLS connection over raw, one end of a data connection. Nothing is read or
+// written.
+func NewData(c, raw net.Conn, b *Blocks) *Data { return &Data{Conn: c, raw: raw, blocks: b} }
+
+// Interrupt makes callers that wait for a frame give up. No bytes are lost: Resume lets the next
+// caller go on in the middle of a frame.
+func (d *Data) Interrupt() { d.raw.SetReadDeadline(time.Unix(1, 0)) } //nolint:errcheck // it fails when d is closed
+
+// Resume undoes Interrupt.
+func (d *Data) Resume() { d.raw.SetReadDeadline(time.Time{}) } //nolint:errcheck // likewise
+
+// Ask sends the cloud's open for the next conn. It also tells the edge that the conn before has
+// ended here. The edge's answer follows, FrameOpened or FrameRefused.
+func (d *Data) Ask(open []byte) error {
+	d.mu.Lock()
+	d.phase = phaseAsked
+	d.mu.Unlock()
+	return d.Send(FrameOpen, open)
+}
+
+// Refused notes at the cloud that the edge has refused the open: there is no conn.
+func (d *Data) Refused() {
+	d.mu.Lock()
+	d.phase = phaseIdle
+	d.mu.Unlock()
+}
+
+// OwesEnd reports whether the edge waits to hear that its last conn has ended at the cloud. Unless
+// an open follows soon, the cloud calls SayEnd.
+func (d *Data) OwesEnd() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.phase == phaseOwing
+}
+
+// EndGot reports whether the other side has said that the conn which d carries has ended there.
+func (d *Data) EndGot() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.phase == phaseEndGot || d.phase == phaseEnded
+}
+
+// SayEnd tells the edge that its last conn has ended at the cloud.
+func (d *Data) SayEnd() error {
+	if err := d.sendEnd(); err != nil {
+		return err
+	}
+	d.mu.Lock()
+	d.phase = phaseIdle
+	d.mu.Unlock()
+	return nil
+}
+
+// IsEnd reports whether a frame that Receive has returned is what SayEnd sends.
+func IsEnd(typ byte, data []byte) bool {
+	return len(data) == 0 && isChunk(typ, 0) && typ&flagEnd != 0
+}
+
+// Send sends a frame that is no chunk.
+func (d *Data) Send(typ byte, data []byte) error {
+	_, err := d.Write(append(header(typ, len(data)), data...))
+	return err
+}
+
+// sendEnd sends an empty chunk with flagEnd.
+func (d *Data) sendEnd() error { return d.Send(frameChunk|flagEnd, nil) }
+
+// writeChunk sends a chunk whose payload is in the block.
+func (d *Data) writeChunk(block *[]byte, n int, flags byte) error {
+	b := (*block)[:chunkHeader+n]
+	binary.BigEndian.PutUint32(b, uint32(frameChunk|flags)<<24|uint32(n)) //nolint:gosec // less than 24 bits
+	_, err := d.Write(b)
+	return err
+}
+
+func header(typ byte, n int) []byte {
+	return binary.BigEndian.AppendUint32(nil, uint32(typ)<<24|uint32(n)) //nolint:gosec // less than 24 bits
+}
+
+// isChunk reports whether a frame is a chunk with known flags and a length that is allowed.
+func isChunk(typ byte, n int) bool {
+	return typ&^(flagFin|flagStop|flagEnd|flagAbort) == frameChunk && n <= MaxPayload
+}
+
+// Receive waits for a frame that is no chunk, and holds at most limit bytes.
+func (d *Data) Receive(limit int) (typ byte, data []byte, err error) {
+	typ, n, err := d.next()
+	if err != nil || n == 0 {
+		return typ, nil, err
+	}
+	if n > limit {
+		return 0, nil, fmt.Errorf("a frame of type %#x holds %d bytes; %d are allowed", typ, n, limit)
+	}
+	data = make([]byte, n)
+	return typ, data, d.fill(data)
+}
+
+// next waits for a frame and returns what its header says. It may be interrupted, and called again.
+func (d *Data) next() (typ byte, n int, err error) {
+	if err := d.skip(d.rest); err != nil {
+		return 0, 0, err
+	}
+	for d.have < frameHeader {
+		m, err := d.Read(d.header[d.have:])
+		d.have += m
+		if err != nil && d.have < frameHeader {
+			return 0, 0, notClean(err)
+		}
+	}
+	d.have = 0
+	v := binary.BigEndian.Uint32(d.header[:])
+	return byte(v >> 24), int(v & 0xffffff), nil
+}
+
+// putBack has next return the header once more that it returned last.
+func (d *Data) putBack() { d.have = frameHeader }
+
+// fill reads the rest of a frame, or a part of it.
+func (d *Data) fill(b []byte) error {
+	n, err := io.ReadFull(d.Conn, b)
+	d.rest = len(b) - n
+	return notClean(err)
+}
+
+// skip throws away n bytes of a frame.
+func (d *Data) skip(n int) error {
+	if n == 0 {
+		return nil
+	}
+	m, err := io.CopyN(io.Discard, d.Conn, int64(n))
+	d.rest = n - int(m)
+	return notClean(err)
+}
+
+// skipToEnd throws away what still comes of a conn that has ended here, to the peer's flagEnd.
+func (d *Data) skipToEnd() error {
+	for {
+		typ, n, err := d.next()
+		switch {
+		case err != nil:
+			return err
+		case !isChunk(typ, n):
+			return fmt.Errorf("a frame of type %#x with %d bytes behind a conn", typ, n)
+		case typ&flagAbort != 0:
+			return errors.New("its conn was aborted")
+		}
+		if err := d.skip(n); err != nil || typ&flagEnd != 0 {
+			return err
+		}
+	}
+}
+
+// notClean makes the end of a connection an error: conns end by frames.
+func notClean(err error) error {
+	if err == io.EOF { //nolint:errorlint // TLS returns io.EOF itself
+		return io.ErrUnexpectedEOF
+	}
+	return err
+}
