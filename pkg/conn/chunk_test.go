@@ -262,7 +262,7 @@ func (r *codecRun) once() error {
 		return err
 	}
 	wire.Free()
-	r.c.current = in.data
+	r.c.in.current = in.data
 	if n := r.c.take(r.into); n != r.n || r.flow.inFlight.Load() != 0 {
 		return errors.New("the chunk did not come through whole, or its block did not come back")
 	}

@@ -35,12 +35,10 @@ import (
 	"net"
 	"os"
 	"sync"
-	"sync/atomic"
 	"syscall"
 	"time"
 
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/mem"
 	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/tunnel"
@@ -73,47 +71,24 @@ type Conn struct {
 	remote   Addr
 	gone     func() // see Config.Gone
 
-	readDeadline  deadline
-	writeDeadline deadline
+	over chan struct{} // closed when the conn is to end, or has ended; then err is set
+	out  sendHalf
+	in   recvHalf
 
-	over      chan struct{} // closed when the stream is to end, or has; then err is set
-	readDone  chan struct{} // closed when this side reads no more
-	writeDone chan struct{} // closed when this side writes no more; then writeErr is set
-	wake      chan struct{} // to the sender: there is something to send; one token is enough
-	space     chan struct{} // to Write: the tail was taken; one token is enough
-	in        chan mem.BufferSlice
-	flow      flow
-	heard     atomic.Bool // bytes have come since pace.gathers last asked
-
-	readMu  sync.Mutex      // one Read at a time; guards current
-	current mem.BufferSlice // what Read has not taken of the last chunk
-
-	writeMu sync.Mutex // one Write at a time
-	sendMu  sync.Mutex // held around SendMsg, which takes one caller at a time
-
-	mu         sync.Mutex // guards the following; never held while waiting
-	tail       *[]byte    // bytes that Write took and the sender has not
-	tailLen    int
-	finWanted  bool // our side has written all
-	stopWanted bool // our side reads no more
-	finSent    bool
-	stopSent   bool
-	finGot     bool
-	stopGot    bool
-	sending    bool // the sender goroutine runs
-	// Of ResetBehind; nothing is sent behind a reset.
-	resetWanted, resetSent bool
-	resetTaken             bool        // the other side has ended the stream after it; a cancel could overtake it there
-	resetLate              *time.Timer // ends the conn, since the peer has not; nil until resetWanted
-	receiving              bool        // somebody calls RecvMsg, or everything has been received
-	goroutines             int
-	sent                   int         // bytes, with what a data connection puts around them
-	rest                   *time.Timer // until somebody receives what comes after fin
-	err                    error       // why the conn is over; nil for a clean end
-	writeErr               error
-	onReset                []func()
-	onStop                 []func()
+	mu         sync.Mutex // guards the following, and what the halves say; never held while waiting
+	goroutines int        // of the conn, and callers that Gone waits for as for one
+	err        error      // why the conn is over; nil for a clean end
+	onReset    []func()   // called when the conn is aborted
 }
+
+// notice is how far this side has told the other one something that is told once.
+type notice int
+
+const (
+	noticeNone notice = iota // there is nothing to tell
+	noticeDue                // the sender is to tell it
+	noticeSent
+)
 
 // Addr is the address of one end of a conn.
 type Addr string
@@ -123,10 +98,6 @@ func (Addr) Network() string { return "tunnel" }
 
 // String implements net.Addr.
 func (a Addr) String() string { return string(a) }
-
-// receiveQueue is how many chunks wait for a Read beside the one being read, so that
-// the receiver and the reader overlap. Everything else waits in gRPC's window.
-const receiveQueue = 1
 
 // Config is what a conn needs beside its way.
 type Config struct {
@@ -166,16 +137,9 @@ func (c *Conn) init(w way, turns *Turns, cfg Config) {
 	c.way, c.isEdge, c.ordered = w, cfg.IsEdge, cfg.Ordered
 	c.blocks, c.counters, c.log = cfg.Blocks, cfg.Counters, cfg.Log
 	c.local, c.remote, c.ended, c.gone = cfg.Local, cfg.Remote, cfg.Ended, cfg.Gone
-	c.readDeadline.init()
-	c.writeDeadline.init()
 	c.over = make(chan struct{})
-	c.readDone = make(chan struct{})
-	c.writeDone = make(chan struct{})
-	c.wake = make(chan struct{}, 1)
-	c.space = make(chan struct{}, 1)
-	c.in = make(chan mem.BufferSlice, receiveQueue)
-	c.flow.init(cfg.Blocks)
-	c.flow.turns = turns
+	c.out.init(cfg.Blocks, turns)
+	c.in.init()
 }
 
 var (
@@ -190,20 +154,20 @@ func (c *Conn) RemoteAddr() net.Addr { return c.remote }
 
 // SetDeadline sets both deadlines.
 func (c *Conn) SetDeadline(t time.Time) error {
-	c.readDeadline.set(t)
-	c.writeDeadline.set(t)
+	c.in.deadline.set(t)
+	c.out.deadline.set(t)
 	return nil
 }
 
 // SetReadDeadline sets when a Read gives up.
 func (c *Conn) SetReadDeadline(t time.Time) error {
-	c.readDeadline.set(t)
+	c.in.deadline.set(t)
 	return nil
 }
 
 // SetWriteDeadline sets when a Write gives up.
 func (c *Conn) SetWriteDeadline(t time.Time) error {
-	c.writeDeadline.set(t)
+	c.out.deadline.set(t)
 	return nil
 }
 
@@ -219,73 +183,10 @@ func (c *Conn) Close() error {
 	return nil
 }
 
-// CloseWrite says that nothing more will be written. What was written still arrives.
-func (c *Conn) CloseWrite() error {
-	c.mu.Lock()
-	due := c.endWriteLocked(syscall.EPIPE)
-	inline := due && !c.sending && c.way.sendsAtOnce(c.sent) && !isClosed(c.over) && c.sendMu.TryLock()
-	switch {
-	case inline:
-		c.goroutines++ // as if this were one
-	case due:
-		c.startSenderLocked()
-	}
-	c.mu.Unlock()
-	if inline {
-		defer c.oneLess()
-		defer c.sendMu.Unlock()
-		c.sendPending() //nolint:errcheck // the receiver is told why the stream has ended
-	}
-	return nil
-}
-
-// CloseRead says that nothing more will be read; the other side's writes will fail.
-func (c *Conn) CloseRead() error {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.endReadLocked()
-	return nil
-}
-
 // Reset aborts the conn: the other side sees a reset.
 func (c *Conn) Reset() error {
 	c.end(tunnel.ErrReset)
 	return nil
-}
-
-// abortTime is how long the other side may take to get what was sent before an abort.
-const abortTime = time.Second
-
-// ResetBehind aborts the conn in order: the other side gets the bytes that were written, and
-// then sees a reset. A Reset could overtake those bytes. ResetBehind aborts at once, as Reset
-// does, when the other side takes longer than abortTime or does not take them (Config.Ordered).
-func (c *Conn) ResetBehind() {
-	c.mu.Lock()
-	inOrder := c.ordered && !c.finWanted && !c.stopGot && !isClosed(c.over)
-	if inOrder && !c.resetWanted {
-		c.resetWanted = true
-		c.resetLate = time.AfterFunc(abortTime, func() { c.end(tunnel.ErrReset) })
-		if !isClosed(c.writeDone) {
-			c.writeErr = tunnel.ErrReset
-			close(c.writeDone)
-		}
-		c.startSenderLocked()
-	}
-	c.mu.Unlock()
-	if !inOrder {
-		c.end(tunnel.ErrReset)
-	}
-}
-
-// endBehind ends the conn because the other side's ResetBehind has arrived. Only the reader of
-// the bytes before it calls it. The reader passes the reset on behind those bytes, so the
-// OnReset callbacks are not called.
-func (c *Conn) endBehind() error {
-	c.mu.Lock()
-	c.onReset = nil
-	c.mu.Unlock()
-	c.end(tunnel.ErrReset)
-	return c.opError("read", tunnel.ErrReset)
 }
 
 // OnReset calls f when the conn is aborted, at once if it already is.
@@ -303,45 +204,9 @@ func (c *Conn) OnReset(f func()) {
 	}
 }
 
-// OnStop calls f when the other side reads no more, at once if it already has said so.
-func (c *Conn) OnStop(f func()) {
-	c.mu.Lock()
-	stopped := c.stopGot
-	if !stopped {
-		c.onStop = append(c.onStop, f)
-	}
-	c.mu.Unlock()
-	if stopped {
-		f()
-	}
-}
-
-// endWriteLocked reports whether fin is due.
-func (c *Conn) endWriteLocked(err error) bool {
-	if isClosed(c.writeDone) {
-		return false
-	}
-	c.writeErr = err
-	close(c.writeDone)
-	c.finWanted = !c.stopGot
-	return c.finWanted
-}
-
-func (c *Conn) endReadLocked() {
-	if isClosed(c.readDone) {
-		return
-	}
-	close(c.readDone)
-	c.startReceiverLocked()
-	if !c.finGot {
-		c.stopWanted = true
-		c.startSenderLocked()
-	}
-}
-
 // bothEndedLocked reports whether both directions have ended.
 func (c *Conn) bothEndedLocked() bool {
-	return !c.resetWanted && (c.finSent || c.stopGot) && (c.finGot || c.stopSent)
+	return c.out.reset == noticeNone && (c.out.fin == noticeSent || c.out.stopGot) && (c.in.finGot || c.in.stop == noticeSent)
 }
 
 // end makes the conn over: cleanly when err is nil, else by a reset. Only the first
@@ -353,15 +218,15 @@ func (c *Conn) end(err error) {
 		return
 	}
 	c.err = err
-	if !isClosed(c.writeDone) {
-		c.writeErr = err
+	if !isClosed(c.out.done) {
+		c.out.err = err
 		if err == nil {
-			c.writeErr = syscall.EPIPE
+			c.out.err = syscall.EPIPE
 		}
-		close(c.writeDone)
+		close(c.out.done)
 	}
 	close(c.over)
-	for _, t := range []*time.Timer{c.rest, c.resetLate} {
+	for _, t := range []*time.Timer{c.in.rest, c.out.resetLate} {
 		if t != nil {
 			t.Stop()
 		}
@@ -371,7 +236,7 @@ func (c *Conn) end(err error) {
 	c.goroutines++ // as if this were one: gone comes after ended
 	c.mu.Unlock()
 
-	c.flow.leave()
+	c.out.flow.leave()
 	c.ended(err)
 	if err != nil {
 		c.counters.Resets.Add(1)
@@ -424,8 +289,8 @@ var errTimeout = os.ErrDeadlineExceeded
 // reset, and so is an end that comes too early: bytes may be missing.
 func (c *Conn) streamError(err error) {
 	c.mu.Lock()
-	inputEnded := c.finGot || c.stopWanted
-	clean := inputEnded && (c.finWanted || c.stopGot)
+	inputEnded := c.in.finGot || c.in.stop != noticeNone
+	clean := inputEnded && (c.out.fin != noticeNone || c.out.stopGot)
 	c.mu.Unlock()
 	switch eof := errors.Is(err, io.EOF); {
 	case eof && c.isEdge && clean:
@@ -447,7 +312,7 @@ func (c *Conn) Watch(ctx context.Context) (stop func() bool) {
 // EndedByPeer ends the conn because the other side has ended it, or says that it has.
 func (c *Conn) EndedByPeer() {
 	c.mu.Lock()
-	c.resetTaken = c.resetSent
+	c.out.resetTaken = c.out.reset == noticeSent
 	c.mu.Unlock()
 	c.end(tunnel.ErrReset)
 }
@@ -457,7 +322,7 @@ func (c *Conn) EndedByPeer() {
 func (c *Conn) MustCancel() bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return !c.resetTaken
+	return !c.out.resetTaken
 }
 
 // Abort ends the conn by a reset, because its session has ended or the peer has cancelled it.
@@ -471,11 +336,4 @@ func (c *Conn) Err() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return c.err
-}
-
-// PeerStopped reports whether the other side has said that it reads no more.
-func (c *Conn) PeerStopped() bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.stopGot
 }

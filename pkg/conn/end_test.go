@@ -288,18 +288,19 @@ func (l *limitedWriter) Write(p []byte) (int, error) {
 // somebody made one, and nothing is left of the conn when both ends have closed.
 func TestEveryEndOfAConn(t *testing.T) {
 	data := blob(40 * MaxPayload)
-	rapid.Check(t, func(rt *rapid.T) {
-		cloud, edge := drawScript(rt, "cloud"), drawScript(rt, "edge")
-		for _, w := range runScripts(cloud, edge, data) {
-			rt.Error(w)
-		}
+	eachWay(t, func(t *testing.T, newConns func() *fakeConns) {
+		rapid.Check(t, func(rt *rapid.T) {
+			cloud, edge := drawScript(rt, "cloud"), drawScript(rt, "edge")
+			for _, w := range runScripts(newConns(), cloud, edge, data) {
+				rt.Error(w)
+			}
+		})
 	})
 }
 
-func runScripts(cloud, edge script, data []byte) (wrong []string) {
+func runScripts(p *fakeConns, cloud, edge script, data []byte) (wrong []string) {
 	bad := func(format string, args ...any) { wrong = append(wrong, fmt.Sprintf(format, args...)) }
 	cloud.writes, edge.writes = append([]int(nil), cloud.writes...), append([]int(nil), edge.writes...)
-	p := newFakeConns()
 	c, cDone := cloud.run(p.cloud, data)
 	e, eDone := edge.run(p.edge, data)
 
@@ -379,7 +380,7 @@ func TestResetBeforeFin(t *testing.T) {
 		p := newFakeConns()
 		p.call.up <- []byte{keyData, 1, '1'} // fills the reader's queue
 		p.cloud.startReceiver()
-		eventually(t, "the first chunk waits for a Read", func() bool { return len(p.cloud.in) == 1 })
+		eventually(t, "the first chunk waits for a Read", func() bool { return len(p.cloud.in.queue) == 1 })
 		p.call.up <- []byte{keyData, 1, '2'}
 		p.call.up <- []byte{keyFin, 1}
 		eventually(t, "the second is in the receiver's hands", func() bool { return len(p.call.up) == 1 })
@@ -520,8 +521,8 @@ func TestNoAbortToAnOlderPeer(t *testing.T) {
 		eventually(t, "a chunk is on its way", func() bool { return len(p.call.up) == 1 })
 		p.edge.ResetBehind()
 		eventually(t, "the edge's end is over", func() bool { return isClosed(p.edge.over) })
-		if p.edge.err == nil || p.edge.resetSent {
-			t.Fatalf("the edge's conn ends with %v, abort sent: %t", p.edge.err, p.edge.resetSent)
+		if p.edge.err == nil || p.edge.out.reset == noticeSent {
+			t.Fatalf("the edge's conn ends with %v, abort sent: %t", p.edge.err, p.edge.out.reset == noticeSent)
 		}
 		p.cloud.Reset()
 		eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })

@@ -3,6 +3,8 @@ package conn
 import (
 	"io"
 	"net"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -11,12 +13,41 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
+// receiveQueue is how many chunks wait for a Read beside the one being read, so that
+// the receiver and the reader overlap. Everything else waits in gRPC's window.
+const receiveQueue = 1
+
+// recvHalf is the direction in which this side reads.
+type recvHalf struct {
+	// Set once.
+	done  chan struct{}        // closed when this side reads no more
+	queue chan mem.BufferSlice // from the receiver, which closes it, to Read
+
+	deadline deadline    // of Read
+	heard    atomic.Bool // bytes have come since pace.gathers last asked
+
+	readMu  sync.Mutex      // held by Read: one at a time; guards current
+	current mem.BufferSlice // what Read has not taken of the last chunk
+
+	// Guarded by Conn.mu.
+	receiving bool        // somebody calls way.RecvMsg, or everything has been received
+	finGot    bool        // the other side has written all
+	stop      notice      // this side reads no more
+	rest      *time.Timer // until somebody receives what comes after fin; nil: nobody waits
+}
+
+func (h *recvHalf) init() {
+	h.done = make(chan struct{})
+	h.queue = make(chan mem.BufferSlice, receiveQueue)
+	h.deadline.init()
+}
+
 // Read reads what has arrived, or waits for it.
 func (c *Conn) Read(p []byte) (n int, err error) {
-	c.readMu.Lock()
-	defer c.readMu.Unlock()
-	expired := c.readDeadline.wait()
-	if isClosed(c.readDone) {
+	c.in.readMu.Lock()
+	defer c.in.readMu.Unlock()
+	expired := c.in.deadline.wait()
+	if isClosed(c.in.done) {
 		return 0, c.opError("read", net.ErrClosed)
 	}
 	if isClosed(expired) {
@@ -25,15 +56,15 @@ func (c *Conn) Read(p []byte) (n int, err error) {
 	if len(p) == 0 {
 		return 0, nil
 	}
-	if len(c.current) == 0 {
+	if len(c.in.current) == 0 {
 		c.startReceiver()
 		select {
-		case chunk, ok := <-c.in:
+		case chunk, ok := <-c.in.queue:
 			if !ok {
 				return 0, c.endOfInput()
 			}
-			c.current = chunk
-		case <-c.readDone:
+			c.in.current = chunk
+		case <-c.in.done:
 			return 0, c.opError("read", net.ErrClosed)
 		case <-expired:
 			return 0, c.opError("read", errTimeout)
@@ -44,14 +75,14 @@ func (c *Conn) Read(p []byte) (n int, err error) {
 
 // take moves bytes of the current chunk to p; caller holds readMu.
 func (c *Conn) take(p []byte) (n int) {
-	for len(c.current) > 0 && n < len(p) {
-		m, rest := mem.ReadUnsafe(p[n:], c.current[0])
+	for len(c.in.current) > 0 && n < len(p) {
+		m, rest := mem.ReadUnsafe(p[n:], c.in.current[0])
 		n += m
 		if rest != nil {
-			c.current[0] = rest
+			c.in.current[0] = rest
 			break
 		}
-		c.current = c.current[1:]
+		c.in.current = c.in.current[1:]
 	}
 	return n
 }
@@ -60,7 +91,7 @@ func (c *Conn) take(p []byte) (n int) {
 func (c *Conn) endOfInput() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.finGot {
+	if c.in.finGot {
 		return io.EOF
 	}
 	return c.opError("read", tunnel.ErrReset)
@@ -74,12 +105,12 @@ func (c *Conn) startReceiver() {
 }
 
 func (c *Conn) startReceiverLocked() {
-	if c.receiving {
+	if c.in.receiving {
 		return
 	}
-	c.receiving = true
+	c.in.receiving = true
 	if isClosed(c.over) {
-		close(c.in)
+		close(c.in.queue)
 		return
 	}
 	c.goLocked(func() { c.receiveLoop(true) })
@@ -91,7 +122,7 @@ func (c *Conn) startReceiverLocked() {
 func (c *Conn) receiveLoop(open bool) {
 	defer func() {
 		if open {
-			close(c.in)
+			close(c.in.queue)
 		}
 	}()
 	for {
@@ -108,7 +139,7 @@ func (c *Conn) receiveLoop(open bool) {
 			return
 		}
 		if c.note(m.fin, m.stop) && open {
-			close(c.in)
+			close(c.in.queue)
 			open = false
 		}
 	}
@@ -127,8 +158,8 @@ func (c *Conn) pass(m *incoming, open bool) bool {
 	}
 	c.received(m.data.Len())
 	select {
-	case c.in <- m.data:
-	case <-c.readDone:
+	case c.in.queue <- m.data:
+	case <-c.in.done:
 		m.free()
 	case <-c.over:
 		m.free()
@@ -140,8 +171,8 @@ func (c *Conn) pass(m *incoming, open bool) bool {
 // received counts bytes that have come.
 func (c *Conn) received(n int) {
 	c.counters.BytesReceived.Add(uint64(n)) //nolint:gosec // a length
-	if !c.heard.Load() {
-		c.heard.Store(true)
+	if !c.in.heard.Load() {
+		c.in.heard.Store(true)
 	}
 }
 
@@ -152,14 +183,14 @@ func (c *Conn) note(fin, stop bool) bool {
 		return false
 	}
 	c.mu.Lock()
-	c.finGot = c.finGot || fin
+	c.in.finGot = c.in.finGot || fin
 	var callbacks []func()
-	if stop && !c.stopGot {
-		c.stopGot = true
-		callbacks, c.onStop = c.onStop, nil
-		if !isClosed(c.writeDone) {
-			c.writeErr = syscall.EPIPE
-			close(c.writeDone)
+	if stop && !c.out.stopGot {
+		c.out.stopGot = true
+		callbacks, c.out.onStop = c.out.onStop, nil
+		if !isClosed(c.out.done) {
+			c.out.err = syscall.EPIPE
+			close(c.out.done)
 		}
 	}
 	finished := c.bothEndedLocked()
@@ -177,9 +208,9 @@ func (c *Conn) note(fin, stop bool) bool {
 // come before. Errors are w's own, or ErrReset.
 func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 	c.mu.Lock()
-	inline := !c.receiving && !isClosed(c.over) && !isClosed(c.readDone)
+	inline := !c.in.receiving && !isClosed(c.over) && !isClosed(c.in.done)
 	if inline {
-		c.receiving = true
+		c.in.receiving = true
 	}
 	c.mu.Unlock()
 	if !inline {
@@ -191,7 +222,7 @@ func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 		var m incoming
 		if err := c.way.RecvMsg(&m); err != nil {
 			c.streamError(err)
-			if isClosed(c.readDone) {
+			if isClosed(c.in.done) {
 				return n, c.opError("read", net.ErrClosed)
 			}
 			return n, c.opError("read", tunnel.ErrReset)
@@ -215,7 +246,7 @@ func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 		if c.note(m.fin, m.stop) {
 			return n, nil
 		}
-		if isClosed(c.readDone) {
+		if isClosed(c.in.done) {
 			return n, c.opError("read", net.ErrClosed)
 		}
 	}
@@ -268,11 +299,11 @@ func (c *Conn) receiveRest() {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !c.finGot && !isClosed(c.over) {
+	if !c.in.finGot && !isClosed(c.over) {
 		c.goLocked(func() { c.receiveLoop(true) })
 		return
 	}
-	close(c.in)
+	close(c.in.queue)
 	if ended || isClosed(c.over) {
 		return
 	}
@@ -281,7 +312,7 @@ func (c *Conn) receiveRest() {
 		c.goLocked(func() { c.receiveLoop(false) })
 		return
 	}
-	c.rest = time.AfterFunc(pause, func() {
+	c.in.rest = time.AfterFunc(pause, func() {
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		c.goLocked(func() { c.receiveLoop(false) })
@@ -307,4 +338,35 @@ func (c *Conn) writeQueued(w io.Writer) (n int64, err error) {
 			return n, rerr
 		}
 	}
+}
+
+// CloseRead says that nothing more will be read; the other side's writes will fail.
+func (c *Conn) CloseRead() error {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.endReadLocked()
+	return nil
+}
+
+func (c *Conn) endReadLocked() {
+	if isClosed(c.in.done) {
+		return
+	}
+	close(c.in.done)
+	c.startReceiverLocked()
+	if !c.in.finGot {
+		c.in.stop = noticeDue
+		c.startSenderLocked()
+	}
+}
+
+// endBehind ends the conn because the other side's ResetBehind has arrived. Only the reader of
+// the bytes before it calls it. The reader passes the reset on behind those bytes, so the
+// OnReset callbacks are not called.
+func (c *Conn) endBehind() error {
+	c.mu.Lock()
+	c.onReset = nil
+	c.mu.Unlock()
+	c.end(tunnel.ErrReset)
+	return c.opError("read", tunnel.ErrReset)
 }

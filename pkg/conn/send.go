@@ -2,22 +2,58 @@ package conn
 
 import (
 	"io"
-	"math"
-	"sync/atomic"
+	"sync"
 	"syscall"
 	"time"
 
 	"google.golang.org/grpc/mem"
+
+	"tunnel/pkg/tunnel"
 )
+
+// sendHalf is the direction in which this side writes.
+type sendHalf struct {
+	// Set once.
+	done  chan struct{} // closed when this side writes no more; then err is set
+	wake  chan struct{} // to the sender: there is something to send; one token is enough
+	space chan struct{} // to Write: the tail was taken; one token is enough
+
+	deadline deadline   // of Write
+	flow     flow       // bounds what SendMsg has taken and not written
+	writeMu  sync.Mutex // held by Write: one at a time
+	sendMu   sync.Mutex // held around way.SendMsg, which takes one caller at a time
+
+	// Guarded by Conn.mu.
+	tail       *[]byte     // bytes that Write took and the sender has not; nil: none
+	tailLen    int         // how many
+	sending    bool        // the sender goroutine runs
+	sent       int         // bytes, with what a data connection puts around them
+	fin        notice      // this side has written all
+	stopGot    bool        // the other side reads no more
+	reset      notice      // of ResetBehind; nothing is sent behind it
+	resetTaken bool        // the other side has ended the conn after it; a cancel could overtake it there
+	resetLate  *time.Timer // ends the conn, since the other side has not; nil until ResetBehind
+	err        error       // why this side writes no more
+	onStop     []func()    // called when stopGot becomes true
+}
+
+func (h *sendHalf) init(b *Blocks, turns *Turns) {
+	h.done = make(chan struct{})
+	h.wake = make(chan struct{}, 1)
+	h.space = make(chan struct{}, 1)
+	h.deadline.init()
+	h.flow.init(b)
+	h.flow.turns = turns
+}
 
 // Write queues p and returns when all of it is queued: it waits while more than one
 // chunk is.
 func (c *Conn) Write(p []byte) (n int, err error) {
-	c.writeMu.Lock()
-	defer c.writeMu.Unlock()
+	c.out.writeMu.Lock()
+	defer c.out.writeMu.Unlock()
 	for {
 		// The deadline comes first: one in the past fails even where there is room.
-		expired := c.writeDeadline.wait()
+		expired := c.out.deadline.wait()
 		if isClosed(expired) {
 			return n, c.opError("write", errTimeout)
 		}
@@ -30,9 +66,9 @@ func (c *Conn) Write(p []byte) (n int, err error) {
 			return n, nil
 		}
 		select {
-		case <-c.space:
+		case <-c.out.space:
 		case <-expired:
-		case <-c.writeDone:
+		case <-c.out.done:
 		}
 	}
 }
@@ -41,29 +77,29 @@ func (c *Conn) Write(p []byte) (n int, err error) {
 func (c *Conn) queue(p []byte) (n int, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if isClosed(c.writeDone) {
-		return 0, c.writeErr
+	if isClosed(c.out.done) {
+		return 0, c.out.err
 	}
 	if len(p) == 0 {
 		return 0, nil
 	}
-	if c.tail == nil {
-		c.tail = c.blocks.get()
+	if c.out.tail == nil {
+		c.out.tail = c.blocks.get()
 	}
-	n = copy(payload(c.tail)[c.tailLen:max(c.tailLen, c.flow.turns.chunk())], p)
-	c.tailLen += n
+	n = copy(payload(c.out.tail)[c.out.tailLen:max(c.out.tailLen, c.out.flow.turns.chunk())], p)
+	c.out.tailLen += n
 	c.startSenderLocked()
 	return n, nil
 }
 
 // startSenderLocked wakes the sender, or starts it.
 func (c *Conn) startSenderLocked() {
-	if !c.sending {
-		c.sending = true
+	if !c.out.sending {
+		c.out.sending = true
 		c.goLocked(c.sendLoop)
 	}
 	select {
-	case c.wake <- struct{}{}:
+	case c.out.wake <- struct{}{}:
 	default:
 	}
 }
@@ -72,24 +108,24 @@ func (c *Conn) startSenderLocked() {
 func (c *Conn) sendLoop() {
 	for {
 		select {
-		case <-c.wake:
+		case <-c.out.wake:
 		case <-c.over:
 			return
 		}
 		for {
-			if !c.flow.wait(c.over) {
+			if !c.out.flow.wait(c.over) {
 				return
 			}
 			c.mu.Lock()
-			n := c.tailLen
+			n := c.out.tailLen
 			c.mu.Unlock()
-			sent, err := c.sendOnce(c.flow.turn(n, c.over))
+			sent, err := c.sendOnce(c.out.flow.turn(n, c.over))
 			if err != nil {
 				// The receiver is told why the stream has ended.
 				return
 			}
 			if !sent {
-				c.flow.turns.settle(&c.flow) // a ReadFrom has sent the tail
+				c.out.flow.turns.settle(&c.out.flow) // a ReadFrom has sent the tail
 				break
 			}
 		}
@@ -98,16 +134,16 @@ func (c *Conn) sendLoop() {
 
 // sendOnce is sendPending, with so many bytes of the tail at most; 0: all.
 func (c *Conn) sendOnce(most int) (sent bool, err error) {
-	c.sendMu.Lock()
-	defer c.sendMu.Unlock() // whatever happens, a ReadFrom may wait for it
+	c.out.sendMu.Lock()
+	defer c.out.sendMu.Unlock() // whatever happens, a ReadFrom may wait for it
 	c.mu.Lock()
-	if most == 0 || most >= c.tailLen {
+	if most == 0 || most >= c.out.tailLen {
 		c.mu.Unlock()
 		return c.sendPending()
 	}
 	part := c.blocks.get()
-	copy(payload(part), payload(c.tail)[:most])
-	c.tailLen = copy(payload(c.tail), payload(c.tail)[most:c.tailLen])
+	copy(payload(part), payload(c.out.tail)[:most])
+	c.out.tailLen = copy(payload(c.out.tail), payload(c.out.tail)[most:c.out.tailLen])
 	c.mu.Unlock()
 	return true, c.send(&outgoing{block: part, n: most})
 }
@@ -117,27 +153,27 @@ func (c *Conn) sendOnce(most int) (sent bool, err error) {
 func (c *Conn) sendPending() (sent bool, err error) {
 	c.mu.Lock()
 	o := &outgoing{
-		block: c.tail, n: c.tailLen,
-		fin:   c.finWanted && !c.finSent && !c.resetWanted,
-		stop:  c.stopWanted && !c.stopSent,
-		abort: c.resetWanted,
+		block: c.out.tail, n: c.out.tailLen,
+		fin:   c.out.fin == noticeDue && c.out.reset == noticeNone,
+		stop:  c.in.stop == noticeDue,
+		abort: c.out.reset != noticeNone,
 	}
-	if c.resetSent || o.n == 0 && !o.fin && !o.stop && !o.abort {
+	if c.out.reset == noticeSent || o.n == 0 && !o.fin && !o.stop && !o.abort {
 		c.mu.Unlock()
 		return false, nil
 	}
-	c.tail, c.tailLen = nil, 0
-	c.resetSent = o.abort // before SendMsg, whose answer may be quicker than its return
+	c.out.tail, c.out.tailLen = nil, 0
 	switch {
 	case o.abort:
+		c.out.reset = noticeSent // before SendMsg, whose answer may be quicker than its return
 	case c.isEdge:
-		o.last = o.fin && c.finGot // what came before it has been handed on
+		o.last = o.fin && c.in.finGot // what came before it has been handed on
 	default:
-		o.last = (o.fin || c.finSent || c.stopGot) && (o.stop || c.stopSent || c.finGot)
+		o.last = (o.fin || c.out.fin == noticeSent || c.out.stopGot) && (o.stop || c.in.stop == noticeSent || c.in.finGot)
 	}
 	c.mu.Unlock()
 	select {
-	case c.space <- struct{}{}:
+	case c.out.space <- struct{}{}:
 	default:
 	}
 	if o.block == nil {
@@ -150,20 +186,24 @@ func (c *Conn) sendPending() (sent bool, err error) {
 // is full. An error says that the stream has ended; whether that was a reset, the
 // receiver learns from the status.
 func (c *Conn) send(o *outgoing) error {
-	o.pool = &c.flow
-	c.flow.add()
+	o.pool = &c.out.flow
+	c.out.flow.add()
 	if err := c.way.SendMsg(o); err != nil {
 		if !o.taken {
-			c.flow.Put(o.block)
+			c.out.flow.Put(o.block)
 			o.forwarded.Free()
 		}
 		return c.writeError()
 	}
 	c.counters.BytesSent.Add(uint64(o.n))
 	c.mu.Lock()
-	c.sent += o.n + chunkOverhead
-	c.finSent = c.finSent || o.fin
-	c.stopSent = c.stopSent || o.stop
+	c.out.sent += o.n + chunkOverhead
+	if o.fin {
+		c.out.fin = noticeSent
+	}
+	if o.stop {
+		c.in.stop = noticeSent
+	}
 	finished := (o.fin || o.stop) && c.bothEndedLocked()
 	c.mu.Unlock()
 	if finished {
@@ -185,11 +225,11 @@ func (c *Conn) finish() {
 func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 	var pace pace
 	for {
-		if !c.flow.wait(c.writeDone) {
+		if !c.out.flow.wait(c.out.done) {
 			return n, c.opError("write", c.writeError())
 		}
 		block := c.blocks.get()
-		m, rerr := src.Read(payload(block)[:c.flow.turns.chunk()])
+		m, rerr := src.Read(payload(block)[:c.out.flow.turns.chunk()])
 		if m == 0 {
 			c.blocks.put(block)
 		} else {
@@ -204,78 +244,27 @@ func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 		if rerr != nil {
 			return n, rerr
 		}
-		if pace.gathers(m, &c.heard) {
+		if pace.gathers(m, &c.in.heard) {
 			time.Sleep(gatherTime)
 		}
 	}
 }
 
-// What is written in small pieces, one after the other and with no answer between them, as a
-// log is that somebody follows, costs a packet each and twice its bytes. So it is read with
-// short pauses, in which it gathers in the socket.
-const (
-	gatherTime = 2 * time.Millisecond
-	// gatherBelow is what a small piece is, in bytes: two of them still fit into a packet.
-	gatherBelow = 700
-	// gatherAfter is how many must have come so. Who asks and waits for an answer gets there
-	// never.
-	gatherAfter = 8
-	// gatherVain is how many pauses in a row may have gathered nothing: some sources give
-	// piece by piece whatever waits behind.
-	gatherVain = 4
-)
-
-// pace says when to pause.
-type pace struct {
-	small int       // pieces, one after the other
-	bytes int       // of the first gatherAfter of them
-	last  time.Time // when one was read
-	vain  int       // pauses in a row in which nothing has gathered
-}
-
-// gathers takes that n bytes were read. heard says whether any have come the other way since
-// it was last called, and is reset.
-func (p *pace) gathers(n int, heard *atomic.Bool) bool {
-	if n == 0 || n >= gatherBelow || p.vain == gatherVain || heard.Swap(false) {
-		if p.small > gatherAfter && p.vain < gatherVain {
-			p.vain = 0 // it has gathered more than a little, or is answered
-		}
-		p.small, p.bytes = 0, 0
-		return false
-	}
-	now := time.Now()
-	if now.Sub(p.last) > 2*gatherTime {
-		p.small, p.bytes = 0, 0
-	}
-	p.small, p.last = p.small+1, now
-	if p.small <= gatherAfter {
-		p.bytes += n
-		return false
-	}
-	if p.small > gatherAfter+1 { // there was a pause
-		p.vain++
-		if n*gatherAfter > p.bytes { // more than those on average
-			p.vain = 0
-		}
-	}
-	return p.vain < gatherVain
-}
-
 // WriteSlice sends the payload of a chunk that another conn has received, uncopied. It
 // takes data over. On a thin link it is too much for one chunk.
 func (c *Conn) WriteSlice(data mem.BufferSlice) error {
-	if data.Len() > c.flow.turns.chunk() {
+	if data.Len() > c.out.flow.turns.chunk() {
 		r := data.Reader()
 		data.Free()     // r has it
 		defer r.Close() //nolint:errcheck // it never fails
 		_, err := c.ReadFrom(r)
 		return err
 	}
-	if !c.flow.wait(c.writeDone) {
+	if !c.out.flow.wait(c.out.done) {
 		data.Free()
 		return c.opError("write", c.writeError())
 	}
-	c.flow.turn(data.Len(), c.writeDone)
+	c.out.flow.turn(data.Len(), c.out.done)
 	if err := c.sendBehind(&outgoing{block: c.blocks.get(), n: data.Len(), forwarded: data}); err != nil {
 		return c.opError("write", err)
 	}
@@ -285,7 +274,7 @@ func (c *Conn) WriteSlice(data mem.BufferSlice) error {
 // sendInTurns sends a block when it is its turn: in parts, when the link has become thin since it
 // was read.
 func (c *Conn) sendInTurns(block *[]byte, n int) error {
-	turn := c.flow.turn(n, c.writeDone)
+	turn := c.out.flow.turn(n, c.out.done)
 	if turn == n {
 		return c.sendBlock(block, n)
 	}
@@ -296,10 +285,10 @@ func (c *Conn) sendInTurns(block *[]byte, n int) error {
 		if err := c.sendBlock(part, turn); err != nil || len(rest) == 0 {
 			return err
 		}
-		if !c.flow.wait(c.writeDone) {
+		if !c.out.flow.wait(c.out.done) {
 			return c.writeError()
 		}
-		turn = c.flow.turn(len(rest), c.writeDone)
+		turn = c.out.flow.turn(len(rest), c.out.done)
 	}
 }
 
@@ -310,17 +299,17 @@ func (c *Conn) sendBlock(block *[]byte, n int) error {
 
 // sendBehind sends o behind everything that Write has queued.
 func (c *Conn) sendBehind(o *outgoing) error {
-	c.sendMu.Lock()
-	defer c.sendMu.Unlock()
+	c.out.sendMu.Lock()
+	defer c.out.sendMu.Unlock()
 	_, err := c.sendPending()
 	// Only now: what was pending may have been fin, and nothing goes behind that.
-	if err == nil && isClosed(c.writeDone) {
+	if err == nil && isClosed(c.out.done) {
 		err = c.writeError()
 	}
 	if err != nil {
 		c.blocks.put(o.block)
 		o.forwarded.Free()
-		c.flow.turns.settle(&c.flow) // the turn that o had is for others
+		c.out.flow.turns.settle(&c.out.flow) // the turn that o had is for others
 		return err
 	}
 	return c.send(o)
@@ -331,78 +320,86 @@ func (c *Conn) sendBehind(o *outgoing) error {
 func (c *Conn) writeError() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.writeErr == nil {
+	if c.out.err == nil {
 		return syscall.EPIPE
 	}
-	return c.writeErr
+	return c.out.err
 }
 
-// maxInFlight is how many chunks of a conn may be on their way from SendMsg to the
-// socket. While that many are, nothing is read from the source, so that what comes
-// in small pieces leaves in large ones when the link is the bottleneck. When it is
-// not, nothing waits. Bulk transfers stay below it: gRPC takes 64 KiB per stream.
-const maxInFlight = 4
-
-// flow counts the blocks of a conn that gRPC has not written yet. It is the
-// mem.BufferPool to which gRPC returns them.
-type flow struct {
-	blocks   *Blocks
-	inFlight atomic.Int32
-	room     chan struct{} // one token: a block came back
-
-	turns  *Turns       // of the session's connection; nil: the conn has one for itself
-	places atomic.Int32 // chunks that are counted in turns.held; changed by its owner
-	round  int          // of turns, in which places are; guarded by turns.mu
-	had    int64        // what turns.now is to others; guarded by turns.mu
-}
-
-var _ mem.BufferPool = (*flow)(nil)
-
-func (f *flow) init(b *Blocks) {
-	f.blocks = b
-	f.room = make(chan struct{}, 1)
-}
-
-func (f *flow) add() { f.inFlight.Add(1) }
-
-// Get implements mem.BufferPool. gRPC never calls it on the pool of a buffer.
-func (f *flow) Get(int) *[]byte { return f.blocks.get() }
-
-// Put implements mem.BufferPool: gRPC has written the block.
-func (f *flow) Put(block *[]byte) {
-	f.blocks.put(block)
-	f.inFlight.Add(-1)
-	f.turns.settle(f)
-	select {
-	case f.room <- struct{}{}:
-	default:
+// CloseWrite says that nothing more will be written. What was written still arrives.
+func (c *Conn) CloseWrite() error {
+	c.mu.Lock()
+	due := c.endWriteLocked(syscall.EPIPE)
+	inline := due && !c.out.sending && c.way.sendsAtOnce(c.out.sent) && !isClosed(c.over) && c.out.sendMu.TryLock()
+	switch {
+	case inline:
+		c.goroutines++ // as if this were one
+	case due:
+		c.startSenderLocked()
 	}
-}
-
-// turn waits until some of n bytes may be sent, or done is closed. It returns how many.
-func (f *flow) turn(n int, done <-chan struct{}) int {
-	if f.turns == nil {
-		return n
+	c.mu.Unlock()
+	if inline {
+		defer c.oneLess()
+		defer c.out.sendMu.Unlock()
+		c.sendPending() //nolint:errcheck // the receiver is told why the stream has ended
 	}
-	return f.turns.wait(f, n, done)
+	return nil
 }
 
-// leave gives up the places of a conn that has ended: gRPC may throw its chunks away.
-func (f *flow) leave() {
-	f.inFlight.Store(math.MinInt32 / 2)
-	f.turns.settle(f)
+// endWriteLocked reports whether fin is due.
+func (c *Conn) endWriteLocked(err error) bool {
+	if isClosed(c.out.done) {
+		return false
+	}
+	c.out.err = err
+	close(c.out.done)
+	if c.out.stopGot {
+		return false
+	}
+	c.out.fin = noticeDue
+	return true
 }
 
-// wait returns true when another chunk may be sent, and false when done is closed.
-// ReadFrom and the sender may both wait. One token is enough for two: when it lets
-// one of them pass, maxInFlight-1 blocks are still to come back.
-func (f *flow) wait(done <-chan struct{}) bool {
-	for f.inFlight.Load() >= maxInFlight {
-		select {
-		case <-f.room:
-		case <-done:
-			return false
+// abortTime is how long the other side may take to get what was sent before an abort.
+const abortTime = time.Second
+
+// ResetBehind aborts the conn in order: the other side gets the bytes that were written, and
+// then sees a reset. A Reset could overtake those bytes. ResetBehind aborts at once, as Reset
+// does, when the other side takes longer than abortTime or does not take them (Config.Ordered).
+func (c *Conn) ResetBehind() {
+	c.mu.Lock()
+	inOrder := c.ordered && c.out.fin == noticeNone && !c.out.stopGot && !isClosed(c.over)
+	if inOrder && c.out.reset == noticeNone {
+		c.out.reset = noticeDue
+		c.out.resetLate = time.AfterFunc(abortTime, func() { c.end(tunnel.ErrReset) })
+		if !isClosed(c.out.done) {
+			c.out.err = tunnel.ErrReset
+			close(c.out.done)
 		}
+		c.startSenderLocked()
 	}
-	return !isClosed(done)
+	c.mu.Unlock()
+	if !inOrder {
+		c.end(tunnel.ErrReset)
+	}
+}
+
+// OnStop calls f when the other side reads no more, at once if it already has said so.
+func (c *Conn) OnStop(f func()) {
+	c.mu.Lock()
+	stopped := c.out.stopGot
+	if !stopped {
+		c.out.onStop = append(c.out.onStop, f)
+	}
+	c.mu.Unlock()
+	if stopped {
+		f()
+	}
+}
+
+// PeerStopped reports whether the other side has said that it reads no more.
+func (c *Conn) PeerStopped() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.out.stopGot
 }

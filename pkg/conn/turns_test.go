@@ -176,10 +176,10 @@ func TestTurnOfConnThatMayNotSend(t *testing.T) {
 	tt := newThinTurns(t, 12500)
 	c := OverStream(nil, tt.Turns, Config{Blocks: new(Blocks), Counters: new(tunnel.Counters)})
 	block := c.blocks.get()
-	if n := c.flow.turn(1, nil); n != 1 || tt.held != 1 {
+	if n := c.out.flow.turn(1, nil); n != 1 || tt.held != 1 {
 		t.Fatalf("%d bytes have their turn, %d chunks are counted", n, tt.held)
 	}
-	close(c.writeDone)
+	close(c.out.done)
 	if err := c.sendBlock(block, 1); err == nil {
 		t.Fatal("it may send")
 	}
