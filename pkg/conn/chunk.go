@@ -14,9 +14,9 @@ import (
 	pb "tunnel/pkg/stream/tunnelv1"
 )
 
-// The codec writes and reads tunnel.v1.Chunk by hand, so that forwarded bytes are
-// copied once, from the socket into a pooled block, and never again on the sending
-// side; the receiving side hands out gRPC's own buffers. The wire is plain protobuf.
+// The codec writes and reads tunnel.v1.Chunk by hand. So the sending side copies forwarded bytes once,
+// from the socket into a pooled block, and the receiving side hands out gRPC's own buffers. The wire
+// is plain protobuf.
 
 // Protobuf keys of Chunk's fields: number<<3 | wire type (2: bytes, 0: varint).
 const (
@@ -27,9 +27,9 @@ const (
 )
 
 const (
-	// chunkHeader is what stands before the payload in a block: the key of data and
-	// its length as a varint of three bytes. A varint may be longer than it needs to
-	// be, so the length can be filled in after the payload has been read into place.
+	// chunkHeader is the length of the header before the payload in a block: the key of data, and its
+	// length as a varint of three bytes. A varint may be longer than necessary, so the length can be
+	// filled in after the payload has been read into place.
 	chunkHeader = 1 + 3
 	// chunkTrailer is room for fin, stop and abort behind the payload.
 	chunkTrailer = 6
@@ -38,15 +38,15 @@ const (
 	// MaxPayload makes a full chunk exactly two HTTP/2 DATA frames of the 16,384
 	// bytes that grpc-go sends at most.
 	MaxPayload = 2*16384 - grpcHeader - chunkHeader
-	// MaxIncoming is the longest payload that is accepted. It leaves peers room to
-	// choose another size than ours.
+	// MaxIncoming is the longest payload that is accepted, in bytes. It leaves peers room to choose
+	// another size than ours.
 	MaxIncoming = 64 << 10
-	// MaxMessage bounds every gRPC message, control messages included.
+	// MaxMessage bounds every gRPC message, control messages included, in bytes.
 	MaxMessage = MaxIncoming + 1024
 )
 
-// Blocks is a pool of buffers, each with room for one chunk. It is shared by all the
-// conns of a process.
+// Blocks is a pool of buffers, each with room for one chunk. All conns of a process share one. The zero
+// value is ready.
 type Blocks struct{ pool sync.Pool }
 
 var _ mem.BufferPool = (*Blocks)(nil)
@@ -79,16 +79,16 @@ type outgoing struct {
 	n         int // bytes of payload
 	fin, stop bool
 	abort     bool           // the conn is aborted behind these bytes
-	last      bool           // the conn ends with it, at this side; what carries it may say so
-	pool      mem.BufferPool // where the block goes when gRPC has written it
-	taken     bool           // Marshal has given the block to gRPC
-	// forwarded is the payload in place of the block's, as another conn has received it;
-	// then the block holds the header alone.
+	last      bool           // this side has finished with the chunk; the way may say so
+	pool      mem.BufferPool // gets the block back when the way has written it
+	taken     bool           // the way has the block, and gives it back
+	// forwarded is the payload, as another conn has received it, in place of the block's. Then the
+	// block holds the header alone.
 	forwarded mem.BufferSlice
 }
 
-// encode finishes the block around its payload and returns it as one buffer, with what
-// is forwarded behind it.
+// encode finishes the block around its payload and returns it as one buffer, followed by the forwarded
+// ones.
 func (o *outgoing) encode() mem.BufferSlice {
 	b := (*o.block)[:chunkHeader]
 	if o.forwarded == nil {
@@ -112,7 +112,7 @@ func (o *outgoing) encode() mem.BufferSlice {
 	return append(mem.BufferSlice{mem.NewBuffer(o.block, o.pool)}, o.forwarded...)
 }
 
-// incoming is a chunk that was received. Whoever takes data frees it.
+// incoming is a chunk that was received. Its receiver owns data and frees it.
 type incoming struct {
 	data             mem.BufferSlice
 	fin, stop, abort bool
@@ -146,9 +146,8 @@ func (c Codec) Unmarshal(data mem.BufferSlice, v any) error {
 
 var errTruncated = errors.New("chunk is cut short")
 
-// decode parses a Chunk as the protobuf encoding has it
-// (protobuf.dev/programming-guides/encoding): fields in any order, the last of
-// several wins.
+// decode parses a Chunk as the protobuf encoding has it (protobuf.dev/programming-guides/encoding):
+// fields in any order, and the last one of several wins.
 func (in *incoming) decode(data mem.BufferSlice) (err error) {
 	*in = incoming{}
 	defer func() {
@@ -193,8 +192,8 @@ func (in *incoming) decode(data mem.BufferSlice) (err error) {
 	return nil
 }
 
-// decodeStrange decodes a chunk with fields that are not ours, as a newer peer may
-// send it. It copies, and leaves the many ways to skip a field to the library.
+// decodeStrange decodes a chunk with unknown fields, as a newer peer may send it. It copies the bytes,
+// and leaves the many ways to skip a field to the library.
 func (in *incoming) decodeStrange(data mem.BufferSlice) error {
 	in.free()
 	var chunk pb.Chunk

@@ -44,7 +44,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Conn is one end of a forwarded connection: a net.Conn over a way. It behaves like TCP: each
+// Conn is one end of a forwarded connection: a net.Conn over a way. It behaves like a TCP connection: each
 // direction ends by itself (fin), a side that takes no more bytes says so (stop), and an abort shows
 // as a reset.
 //
@@ -171,8 +171,8 @@ func (c *Conn) SetWriteDeadline(t time.Time) error {
 	return nil
 }
 
-// Close ends both directions and returns at once. What was written before still
-// arrives; what arrives afterwards is thrown away.
+// Close ends both directions and returns at once. Bytes that were written before still arrive; bytes
+// that come afterwards are thrown away.
 func (c *Conn) Close() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -206,11 +206,12 @@ func (c *Conn) OnReset(f func()) {
 
 // bothEndedLocked reports whether both directions have ended.
 func (c *Conn) bothEndedLocked() bool {
-	return c.out.reset == noticeNone && (c.out.fin == noticeSent || c.out.stopGot) && (c.in.finGot || c.in.stop == noticeSent)
+	out := c.out.fin == noticeSent || c.out.stopGot
+	in := c.in.finGot || c.in.stop == noticeSent
+	return out && in && c.out.reset == noticeNone
 }
 
-// end makes the conn over: cleanly when err is nil, else by a reset. Only the first
-// call counts.
+// end ends the conn: cleanly when err is nil, else by a reset. Only the first call counts.
 func (c *Conn) end(err error) {
 	c.mu.Lock()
 	if isClosed(c.over) {
@@ -233,7 +234,7 @@ func (c *Conn) end(err error) {
 	}
 	callbacks := c.onReset
 	c.onReset = nil
-	c.goroutines++ // as if this were one: gone comes after ended
+	c.goroutines++ // as if this call were one: gone comes after ended
 	c.mu.Unlock()
 
 	c.out.flow.leave()
@@ -258,8 +259,8 @@ func (c *Conn) oneLess() {
 	}
 }
 
-// goLocked runs f in a goroutine that gone waits for; caller holds mu. Nothing is
-// started once the conn is over. A panic ends this conn and no other.
+// goLocked runs f in a goroutine that gone waits for; caller holds mu. It starts nothing once the
+// conn is over. A panic ends this conn and no other.
 func (c *Conn) goLocked(f func()) {
 	if isClosed(c.over) {
 		return
@@ -273,21 +274,23 @@ func (c *Conn) goLocked(f func()) {
 	}()
 }
 
-// opError wraps err as the net package does, so that callers who know TCP's errors
-// (timeouts, net.ErrClosed, ECONNRESET, EPIPE) find them.
+// opError wraps err as the net package does, so that callers find TCP's errors: timeouts,
+// net.ErrClosed, ECONNRESET, EPIPE.
 func (c *Conn) opError(op string, err error) error {
 	return &net.OpError{Op: op, Net: c.local.Network(), Source: c.local, Addr: c.remote, Err: err}
 }
 
-// errTimeout is what an expired deadline gives: its Timeout method says true.
+// errTimeout is the error of an expired deadline: its Timeout method returns true.
 var errTimeout = os.ErrDeadlineExceeded
 
-// streamError takes the error of RecvMsg. At the edge io.EOF is the cloud's OK: a
-// clean end if both directions have ended. The wanted ends count, not the sent ones:
-// the cloud may answer our fin before our SendMsg has returned. At the cloud io.EOF
-// only says that the edge has closed its side of the stream. Everything else is a
-// reset, and so is an end that comes too early: bytes may be missing.
-func (c *Conn) streamError(err error) {
+// receiveError takes the error of way.RecvMsg.
+//
+// At the edge io.EOF is the cloud's OK: a clean end if both directions have ended. Notices that are
+// due count as much as sent ones: the cloud may answer our fin before our SendMsg has returned. At the
+// cloud io.EOF is fine when the edge's direction has ended, or both where way.eofEndsBoth; the conn
+// itself ends in finish. Everything else is a reset. So is an end that comes too early: bytes may be
+// missing.
+func (c *Conn) receiveError(err error) {
 	c.mu.Lock()
 	inputEnded := c.in.finGot || c.in.stop != noticeNone
 	clean := inputEnded && (c.out.fin != noticeNone || c.out.stopGot)
@@ -304,12 +307,12 @@ func (c *Conn) streamError(err error) {
 	}
 }
 
-// Watch ends the conn when ctx, which is the stream's, is done.
+// Watch ends the conn by a reset when ctx is done. stop stops watching.
 func (c *Conn) Watch(ctx context.Context) (stop func() bool) {
 	return context.AfterFunc(ctx, c.EndedByPeer)
 }
 
-// EndedByPeer ends the conn because the other side has ended it, or says that it has.
+// EndedByPeer ends the conn by a reset, because the other side has ended it or says so.
 func (c *Conn) EndedByPeer() {
 	c.mu.Lock()
 	c.out.resetTaken = c.out.reset == noticeSent

@@ -5,12 +5,12 @@ import (
 	"time"
 )
 
-// deadline is a point in time that a blocked Read or Write can wait for and that
-// can be moved meanwhile.
+// deadline is a point in time that a blocked Read or Write can wait for, and that can be moved
+// meanwhile.
 type deadline struct {
-	mu      sync.Mutex
-	timer   *time.Timer
-	expired chan struct{} // closed when the deadline has passed; replaced when it is moved
+	mu      sync.Mutex    // guards the following
+	timer   *time.Timer   // calls passLocked; nil: there is no deadline, or it has passed
+	expired chan struct{} // closed when the deadline has passed; replaced when the deadline is moved then
 	passed  bool          // expired is closed
 }
 

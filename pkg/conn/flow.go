@@ -7,23 +7,25 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// maxInFlight is how many chunks of a conn may be on their way from SendMsg to the
-// socket. While that many are, nothing is read from the source, so that what comes
-// in small pieces leaves in large ones when the link is the bottleneck. When it is
-// not, nothing waits. Bulk transfers stay below it: gRPC takes 64 KiB per stream.
+// maxInFlight is how many chunks of a conn may be on their way from SendMsg to the socket. While so
+// many are, nobody reads from the source. So small pieces leave as large ones when the link is the
+// bottleneck, and nothing waits when it is not. Bulk transfers stay below it: gRPC takes 64 KiB per
+// stream.
 const maxInFlight = 4
 
-// flow counts the blocks of a conn that gRPC has not written yet. It is the
-// mem.BufferPool to which gRPC returns them.
+// flow counts the blocks of a conn that its way has taken and not written yet. It is the
+// mem.BufferPool to which the way returns them.
 type flow struct {
-	blocks   *Blocks
-	inFlight atomic.Int32
-	room     chan struct{} // one token: a block came back
+	// Set once.
+	blocks *Blocks
+	turns  *Turns        // of the session's connection; nil: the conn has a connection for itself
+	room   chan struct{} // to wait: a block came back; one token is enough
 
-	turns  *Turns       // of the session's connection; nil: the conn has one for itself
-	places atomic.Int32 // chunks that are counted in turns.held; changed by its owner
-	round  int          // of turns, in which places are; guarded by turns.mu
-	had    int64        // what turns.now is to others; guarded by turns.mu
+	inFlight atomic.Int32 // blocks that the way has
+
+	places atomic.Int32 // chunks that are counted in turns.held; written under turns.mu
+	round  int          // the round of turns that places belongs to; guarded by turns.mu
+	had    int64        // how many bytes the conn has had, on the scale of turns.now; guarded by turns.mu
 }
 
 var _ mem.BufferPool = (*flow)(nil)
@@ -38,7 +40,7 @@ func (f *flow) add() { f.inFlight.Add(1) }
 // Get implements mem.BufferPool. gRPC never calls it on the pool of a buffer.
 func (f *flow) Get(int) *[]byte { return f.blocks.get() }
 
-// Put implements mem.BufferPool: gRPC has written the block.
+// Put implements mem.BufferPool: the way has written the block.
 func (f *flow) Put(block *[]byte) {
 	f.blocks.put(block)
 	f.inFlight.Add(-1)
@@ -49,7 +51,7 @@ func (f *flow) Put(block *[]byte) {
 	}
 }
 
-// turn waits until some of n bytes may be sent, or done is closed. It returns how many.
+// turn waits until some of n bytes may be sent, or done is closed. It returns how many may.
 func (f *flow) turn(n int, done <-chan struct{}) int {
 	if f.turns == nil {
 		return n
@@ -57,15 +59,15 @@ func (f *flow) turn(n int, done <-chan struct{}) int {
 	return f.turns.wait(f, n, done)
 }
 
-// leave gives up the places of a conn that has ended: gRPC may throw its chunks away.
+// leave gives up the places of a conn that has ended: gRPC may throw its chunks away without a Put.
 func (f *flow) leave() {
 	f.inFlight.Store(math.MinInt32 / 2)
 	f.turns.settle(f)
 }
 
-// wait returns true when another chunk may be sent, and false when done is closed.
-// ReadFrom and the sender may both wait. One token is enough for two: when it lets
-// one of them pass, maxInFlight-1 blocks are still to come back.
+// wait returns true when another chunk may be sent, and false when done is closed. ReadFrom and the
+// sender may both wait. One token is enough for the two: when it lets one of them pass, maxInFlight-1
+// blocks are still to come back.
 func (f *flow) wait(done <-chan struct{}) bool {
 	for f.inFlight.Load() >= maxInFlight {
 		select {

@@ -5,35 +5,36 @@ import (
 	"time"
 )
 
-// What is written in small pieces, one after the other and with no answer between them, as a
-// log is that somebody follows, costs a packet each and twice its bytes. So it is read with
-// short pauses, in which it gathers in the socket.
+// A source that writes small pieces in a row, with no answer between them, costs a packet for each
+// piece and twice its bytes. A log that is followed does so. ReadFrom reads such a source with short
+// pauses, in which the pieces gather in the socket.
 const (
+	// gatherTime is how long a pause is.
 	gatherTime = 2 * time.Millisecond
-	// gatherBelow is what a small piece is, in bytes: two of them still fit into a packet.
+	// gatherBelow is below how many bytes a piece is small: two such pieces still fit into a packet.
 	gatherBelow = 700
-	// gatherAfter is how many must have come so. Who asks and waits for an answer gets there
-	// never.
+	// gatherAfter is how many small reads in a row start the pauses. Request/response traffic never
+	// reaches it: any reply resets the count.
 	gatherAfter = 8
-	// gatherVain is how many pauses in a row may have gathered nothing: some sources give
-	// piece by piece whatever waits behind.
+	// gatherVain is how many pauses in a row may gather nothing before they stop: some sources give
+	// one piece a read, whatever waits behind it.
 	gatherVain = 4
 )
 
-// pace says when to pause.
+// pace decides when ReadFrom pauses. ReadFrom owns it.
 type pace struct {
-	small int       // pieces, one after the other
-	bytes int       // of the first gatherAfter of them
-	last  time.Time // when one was read
-	vain  int       // pauses in a row in which nothing has gathered
+	small int       // small reads in a row
+	bytes int       // bytes of the first gatherAfter of these reads
+	last  time.Time // when the last small read was
+	vain  int       // pauses in a row that gathered nothing
 }
 
-// gathers takes that n bytes were read. heard says whether any have come the other way since
-// it was last called, and is reset.
+// gathers notes a read of n bytes and reports whether to pause before the next one. heard says
+// whether bytes have come in the other direction since the last call; gathers resets it.
 func (p *pace) gathers(n int, heard *atomic.Bool) bool {
 	if n == 0 || n >= gatherBelow || p.vain == gatherVain || heard.Swap(false) {
 		if p.small > gatherAfter && p.vain < gatherVain {
-			p.vain = 0 // it has gathered more than a little, or is answered
+			p.vain = 0 // a pause has gathered a large read, or the other side has answered
 		}
 		p.small, p.bytes = 0, 0
 		return false
@@ -47,9 +48,9 @@ func (p *pace) gathers(n int, heard *atomic.Bool) bool {
 		p.bytes += n
 		return false
 	}
-	if p.small > gatherAfter+1 { // there was a pause
+	if p.small > gatherAfter+1 { // a pause came before this read
 		p.vain++
-		if n*gatherAfter > p.bytes { // more than those on average
+		if n*gatherAfter > p.bytes { // larger than the mean of the first gatherAfter reads: the pause has gathered
 			p.vain = 0
 		}
 	}

@@ -106,7 +106,7 @@ func (l *Lease) End(stopped bool) {
 		l.interrupt()
 	}
 	if stopped {
-		l.data.raw.SetWriteDeadline(time.Now().Add(stopTimeout)) //nolint:errcheck // it fails when the data connection is closed
+		l.data.raw.SetWriteDeadline(time.Now().Add(stopTimeout)) //nolint:errcheck // it fails when closed
 	}
 }
 

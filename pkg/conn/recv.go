@@ -13,8 +13,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// receiveQueue is how many chunks wait for a Read beside the one being read, so that
-// the receiver and the reader overlap. Everything else waits in gRPC's window.
+// receiveQueue is how many chunks wait for a Read beside the one being read, so that the receiver and
+// the reader overlap. Further chunks wait in the way: in the stream's window, or in the socket.
 const receiveQueue = 1
 
 // recvHalf is the direction in which this side reads.
@@ -42,7 +42,7 @@ func (h *recvHalf) init() {
 	h.deadline.init()
 }
 
-// Read reads what has arrived, or waits for it.
+// Read reads bytes that have arrived, or waits for some.
 func (c *Conn) Read(p []byte) (n int, err error) {
 	c.in.readMu.Lock()
 	defer c.in.readMu.Unlock()
@@ -87,7 +87,7 @@ func (c *Conn) take(p []byte) (n int) {
 	return n
 }
 
-// endOfInput is the error of a Read when nothing more will come: io.EOF after fin.
+// endOfInput is the error of a Read when no byte will come any more: io.EOF after fin, else a reset.
 func (c *Conn) endOfInput() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -97,7 +97,7 @@ func (c *Conn) endOfInput() error {
 	return c.opError("read", tunnel.ErrReset)
 }
 
-// startReceiver starts the receiver goroutine unless somebody receives already.
+// startReceiver starts the receiver goroutine, unless somebody receives already.
 func (c *Conn) startReceiver() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -116,9 +116,9 @@ func (c *Conn) startReceiverLocked() {
 	c.goLocked(func() { c.receiveLoop(true) })
 }
 
-// receiveLoop passes chunks to Read until fin, and throws away what comes when
-// nobody reads any more. It ends with the stream. open says that in is not closed;
-// the loop closes it.
+// receiveLoop passes chunks to Read until fin, and throws away bytes that come when nobody reads any
+// more. It returns when the way has no more. open says that the queue is not closed; the loop closes
+// it.
 func (c *Conn) receiveLoop(open bool) {
 	defer func() {
 		if open {
@@ -128,7 +128,7 @@ func (c *Conn) receiveLoop(open bool) {
 	for {
 		var m incoming
 		if err := c.way.RecvMsg(&m); err != nil {
-			c.streamError(err)
+			c.receiveError(err)
 			return
 		}
 		if !c.pass(&m, open) {
@@ -145,15 +145,15 @@ func (c *Conn) receiveLoop(open bool) {
 	}
 }
 
-// pass hands the bytes of a chunk to Read. It returns false when the conn is over:
-// bytes were lost, so a fin that comes behind them must not look like a clean end.
+// pass hands the bytes of a chunk to Read. It returns false when the conn is over: bytes were lost, so
+// a fin behind them must not look like a clean end.
 func (c *Conn) pass(m *incoming, open bool) bool {
 	if len(m.data) == 0 {
 		return true
 	}
 	if !open {
 		m.free()
-		c.end(tunnel.ErrReset) // bytes after fin: the peer has lost its way
+		c.end(tunnel.ErrReset) // bytes after fin break the protocol
 		return false
 	}
 	c.received(m.data.Len())
@@ -168,7 +168,7 @@ func (c *Conn) pass(m *incoming, open bool) bool {
 	return true
 }
 
-// received counts bytes that have come.
+// received counts n bytes that have come.
 func (c *Conn) received(n int) {
 	c.counters.BytesReceived.Add(uint64(n)) //nolint:gosec // a length
 	if !c.in.heard.Load() {
@@ -176,8 +176,8 @@ func (c *Conn) received(n int) {
 	}
 }
 
-// note takes the ends of directions that a chunk announced and reports whether fin
-// was among them. It comes after the chunk's data has been handed on.
+// note takes the notices of a chunk and returns fin. It is called after the chunk's bytes were handed
+// on.
 func (c *Conn) note(fin, stop bool) bool {
 	if !fin && !stop {
 		return false
@@ -204,8 +204,8 @@ func (c *Conn) note(fin, stop bool) bool {
 	return fin
 }
 
-// WriteTo writes what arrives to w until fin. It receives by itself when no Read has
-// come before. Errors are w's own, or ErrReset.
+// WriteTo writes the bytes that arrive to w, until fin. It receives by itself unless a Read has started
+// the receiver goroutine. Errors are w's own, or say that the conn was closed or reset.
 func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 	c.mu.Lock()
 	inline := !c.in.receiving && !isClosed(c.over) && !isClosed(c.in.done)
@@ -221,7 +221,7 @@ func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 	for {
 		var m incoming
 		if err := c.way.RecvMsg(&m); err != nil {
-			c.streamError(err)
+			c.receiveError(err)
 			if isClosed(c.in.done) {
 				return n, c.opError("read", net.ErrClosed)
 			}
@@ -252,19 +252,19 @@ func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 	}
 }
 
-// sliceWriter is a conn that takes gRPC's buffers over, whether it fails or not: on the way
-// from one replica to another, or to a caller that speaks gRPC.
+// sliceWriter takes received buffers over, whether it fails or not: a conn to another replica, or one
+// to a caller that speaks gRPC.
 type sliceWriter interface {
 	WriteSlice(data mem.BufferSlice) error
 }
 
-// buffersWriter is a conn that stands before a socket.
+// buffersWriter is a conn that wraps a socket and can hand it several buffers at once.
 type buffersWriter interface {
 	WriteBuffers(v *net.Buffers) (int64, error)
 }
 
-// writeChunk writes the buffers of a chunk, in one system call where w is a socket. vec is
-// memory to be used again.
+// writeChunk writes the buffers of a chunk, in one system call where w is a socket. vec is memory that
+// writeChunk uses again at the next call.
 func writeChunk(w io.Writer, m *incoming, vec *net.Buffers) (int64, error) {
 	data := m.data
 	if s, ok := w.(sliceWriter); ok {
@@ -290,12 +290,13 @@ func writeChunk(w io.Writer, m *incoming, vec *net.Buffers) (int64, error) {
 	return v.WriteTo(w)
 }
 
-// receiveRest lets a goroutine receive what WriteTo did not: a stop that comes after
-// fin, what arrives after a failed write, the end of the stream.
+// receiveRest lets a goroutine receive what WriteTo has left: a stop after fin, bytes after a failed
+// write, the end of the stream. Where the way allows a pause, most conns end before the goroutine is
+// needed.
 func (c *Conn) receiveRest() {
 	ended := c.way.inputOver()
 	if ended {
-		defer c.streamError(io.EOF)
+		defer c.receiveError(io.EOF)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -319,7 +320,7 @@ func (c *Conn) receiveRest() {
 	})
 }
 
-// writeQueued is WriteTo for a conn that has been read before.
+// writeQueued is WriteTo for a conn whose receiver goroutine runs, or has run.
 func (c *Conn) writeQueued(w io.Writer) (n int64, err error) {
 	buf := make([]byte, MaxPayload)
 	for {
@@ -340,7 +341,7 @@ func (c *Conn) writeQueued(w io.Writer) (n int64, err error) {
 	}
 }
 
-// CloseRead says that nothing more will be read; the other side's writes will fail.
+// CloseRead ends the direction in which this side reads: the other side's writes will fail.
 func (c *Conn) CloseRead() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -348,6 +349,7 @@ func (c *Conn) CloseRead() error {
 	return nil
 }
 
+// endReadLocked is CloseRead; caller holds mu.
 func (c *Conn) endReadLocked() {
 	if isClosed(c.in.done) {
 		return

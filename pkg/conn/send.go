@@ -46,8 +46,8 @@ func (h *sendHalf) init(b *Blocks, turns *Turns) {
 	h.flow.turns = turns
 }
 
-// Write queues p and returns when all of it is queued: it waits while more than one
-// chunk is.
+// Write queues p and returns when all of it is queued. It waits while the queue, of one chunk, is
+// full.
 func (c *Conn) Write(p []byte) (n int, err error) {
 	c.out.writeMu.Lock()
 	defer c.out.writeMu.Unlock()
@@ -73,7 +73,7 @@ func (c *Conn) Write(p []byte) (n int, err error) {
 	}
 }
 
-// queue appends to the tail what fits.
+// queue appends to the tail as much of p as fits.
 func (c *Conn) queue(p []byte) (n int, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -121,7 +121,7 @@ func (c *Conn) sendLoop() {
 			c.mu.Unlock()
 			sent, err := c.sendOnce(c.out.flow.turn(n, c.over))
 			if err != nil {
-				// The receiver is told why the stream has ended.
+				// The receiver is told why the conn has ended.
 				return
 			}
 			if !sent {
@@ -132,7 +132,7 @@ func (c *Conn) sendLoop() {
 	}
 }
 
-// sendOnce is sendPending, with so many bytes of the tail at most; 0: all.
+// sendOnce is sendPending, with at most so many bytes of the tail; 0: with all of them.
 func (c *Conn) sendOnce(most int) (sent bool, err error) {
 	c.out.sendMu.Lock()
 	defer c.out.sendMu.Unlock() // whatever happens, a ReadFrom may wait for it
@@ -148,8 +148,8 @@ func (c *Conn) sendOnce(most int) (sent bool, err error) {
 	return true, c.send(&outgoing{block: part, n: most})
 }
 
-// sendPending sends the tail and the ends of directions that are due. Caller holds
-// sendMu. sent is false when there was nothing.
+// sendPending sends the tail, and the notices that are due. Caller holds sendMu. sent is false when
+// there was nothing to send.
 func (c *Conn) sendPending() (sent bool, err error) {
 	c.mu.Lock()
 	o := &outgoing{
@@ -167,7 +167,7 @@ func (c *Conn) sendPending() (sent bool, err error) {
 	case o.abort:
 		c.out.reset = noticeSent // before SendMsg, whose answer may be quicker than its return
 	case c.isEdge:
-		o.last = o.fin && c.in.finGot // what came before it has been handed on
+		o.last = o.fin && c.in.finGot // every byte before the peer's fin has been handed on
 	default:
 		o.last = (o.fin || c.out.fin == noticeSent || c.out.stopGot) && (o.stop || c.in.stop == noticeSent || c.in.finGot)
 	}
@@ -182,9 +182,8 @@ func (c *Conn) sendPending() (sent bool, err error) {
 	return true, c.send(o)
 }
 
-// send sends one chunk; caller holds sendMu. It waits while the other side's window
-// is full. An error says that the stream has ended; whether that was a reset, the
-// receiver learns from the status.
+// send sends one chunk; caller holds sendMu. It waits while the other side's window is full. An error
+// says that the conn has ended; whether by a reset, the receiver learns from way.RecvMsg.
 func (c *Conn) send(o *outgoing) error {
 	o.pool = &c.out.flow
 	c.out.flow.add()
@@ -212,15 +211,15 @@ func (c *Conn) send(o *outgoing) error {
 	return nil
 }
 
-// finish is called when both directions have ended. The cloud ends the stream; the edge waits for
-// that end, which tells it that the cloud has everything, unless it has said so itself.
+// finish is called when both directions have ended. The cloud ends the conn. The edge waits for that
+// end, which tells it that the cloud has every byte, unless it has said itself that it has finished.
 func (c *Conn) finish() {
 	if !c.isEdge || c.way.endSaid() {
 		c.end(nil)
 	}
 }
 
-// ReadFrom sends what src gives until its end: read into a block, sent from there.
+// ReadFrom sends the bytes of src until its end. It reads them into a block and sends that block.
 // Errors are src's own, or say that this conn takes no more.
 func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 	var pace pace
@@ -250,8 +249,8 @@ func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 	}
 }
 
-// WriteSlice sends the payload of a chunk that another conn has received, uncopied. It
-// takes data over. On a thin link it is too much for one chunk.
+// WriteSlice sends the payload of a chunk that another conn has received. It takes data over, whether
+// it fails or not. The bytes are not copied, unless they are too many for a chunk on a thin link.
 func (c *Conn) WriteSlice(data mem.BufferSlice) error {
 	if data.Len() > c.out.flow.turns.chunk() {
 		r := data.Reader()
@@ -271,8 +270,8 @@ func (c *Conn) WriteSlice(data mem.BufferSlice) error {
 	return nil
 }
 
-// sendInTurns sends a block when it is its turn: in parts, when the link has become thin since it
-// was read.
+// sendInTurns sends a block when it is the conn's turn. It sends the block in parts if the link has
+// become thin since the block was read.
 func (c *Conn) sendInTurns(block *[]byte, n int) error {
 	turn := c.out.flow.turn(n, c.out.done)
 	if turn == n {
@@ -302,21 +301,21 @@ func (c *Conn) sendBehind(o *outgoing) error {
 	c.out.sendMu.Lock()
 	defer c.out.sendMu.Unlock()
 	_, err := c.sendPending()
-	// Only now: what was pending may have been fin, and nothing goes behind that.
+	// Not before sendPending: it may have sent fin, and nothing goes behind fin.
 	if err == nil && isClosed(c.out.done) {
 		err = c.writeError()
 	}
 	if err != nil {
 		c.blocks.put(o.block)
 		o.forwarded.Free()
-		c.out.flow.turns.settle(&c.out.flow) // the turn that o had is for others
+		c.out.flow.turns.settle(&c.out.flow) // o's turn is for others
 		return err
 	}
 	return c.send(o)
 }
 
-// writeError says why this side can write no more. EPIPE is also the answer while the
-// reason is not known yet; the end that follows brings it.
+// writeError says why this side can write no more. It is EPIPE while the reason is not known yet: the
+// end of the conn, which follows, brings it.
 func (c *Conn) writeError() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -326,14 +325,14 @@ func (c *Conn) writeError() error {
 	return c.out.err
 }
 
-// CloseWrite says that nothing more will be written. What was written still arrives.
+// CloseWrite ends the direction in which this side writes. Bytes that were written still arrive.
 func (c *Conn) CloseWrite() error {
 	c.mu.Lock()
 	due := c.endWriteLocked(syscall.EPIPE)
 	inline := due && !c.out.sending && c.way.sendsAtOnce(c.out.sent) && !isClosed(c.over) && c.out.sendMu.TryLock()
 	switch {
 	case inline:
-		c.goroutines++ // as if this were one
+		c.goroutines++ // as if this call were one
 	case due:
 		c.startSenderLocked()
 	}
@@ -341,12 +340,13 @@ func (c *Conn) CloseWrite() error {
 	if inline {
 		defer c.oneLess()
 		defer c.out.sendMu.Unlock()
-		c.sendPending() //nolint:errcheck // the receiver is told why the stream has ended
+		c.sendPending() //nolint:errcheck // the receiver is told why the conn has ended
 	}
 	return nil
 }
 
-// endWriteLocked reports whether fin is due.
+// endWriteLocked ends the direction in which this side writes; err is for later writes. It reports
+// whether fin is now due.
 func (c *Conn) endWriteLocked(err error) bool {
 	if isClosed(c.out.done) {
 		return false
@@ -365,7 +365,7 @@ const abortTime = time.Second
 
 // ResetBehind aborts the conn in order: the other side gets the bytes that were written, and
 // then sees a reset. A Reset could overtake those bytes. ResetBehind aborts at once, as Reset
-// does, when the other side takes longer than abortTime or does not take them (Config.Ordered).
+// does, if the other side knows no abort (Config.Ordered), and after abortTime if it has not taken all.
 func (c *Conn) ResetBehind() {
 	c.mu.Lock()
 	inOrder := c.ordered && c.out.fin == noticeNone && !c.out.stopGot && !isClosed(c.over)
@@ -384,7 +384,7 @@ func (c *Conn) ResetBehind() {
 	}
 }
 
-// OnStop calls f when the other side reads no more, at once if it already has said so.
+// OnStop calls f when the other side says that it reads no more; at once if it has said so.
 func (c *Conn) OnStop(f func()) {
 	c.mu.Lock()
 	stopped := c.out.stopGot

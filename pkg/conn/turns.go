@@ -7,53 +7,53 @@ import (
 	"time"
 )
 
-// Turns shares a session's connection among the conns that have streams on it, while the link
-// is slower than they are.
+// Turns shares a session's connection among the conns that have streams on it, while the link is
+// slower than they are. The zero value is ready: nobody waits until SetRate.
 //
-// gRPC sends round robin what its streams have queued, up to 16 KiB of each in a round, and the
-// control stream is one of them: behind a hundred bulk transfers over 1 Mbit/s it would wait for
-// 15 s. So gRPC gets few and small chunks at a time, and further ones wait here. A control
-// message never waits here.
+// gRPC sends round robin what its streams have queued, up to 16 KiB of each stream in a round. The
+// control stream is one of them: behind a hundred bulk transfers over 1 Mbit/s a control message would
+// wait for 15 s. So gRPC gets few and small chunks at a time, and further chunks wait here. Control
+// messages never wait here.
 //
-// A conn goes first that has less than a chunk to send, and has sent less than one since the
-// others had their last turn: a request, or a keystroke.
+// A conn is fresh, and goes first, if it has less than a chunk to send and has sent less than a chunk
+// since the others had their last turn: it sends a request, or a keystroke.
 type Turns struct {
 	rate atomic.Int64 // see SetRate
 	busy atomic.Bool  // see SetBusy
 
-	mu    sync.Mutex // guards the following, and flow.round
-	held  int        // chunks that gRPC has and has not written
-	round int        // of forgiving: chunks of earlier rounds are not in held
-	now   int64      // how many bytes a conn has had that always has more to send
-	fresh []*turn    // waiting conns that go first
-	rest  []*turn    // other waiting conns
-	ahead int        // turns of fresh ones in a row
-	moved bool       // a chunk was written since stalled last looked
-	timer *time.Timer
+	mu    sync.Mutex  // guards the following, and flow.round and flow.had
+	held  int         // chunks that gRPC has and has not written
+	round int         // goes up when stalled forgives chunks: held counts only those of this round
+	now   int64       // how many bytes a conn has had that always has more to send
+	fresh []*turn     // waiting conns that are fresh, the first one first
+	rest  []*turn     // other waiting conns, likewise
+	ahead int         // turns of fresh conns in a row
+	moved bool        // gRPC has written a chunk since stalled last looked
+	timer *time.Timer // calls stalled; nil while nobody waits
 }
 
-// turn is n bytes that wait.
+// turn is one conn's wait for its turn.
 type turn struct {
 	flow    *flow
-	n       int           // then, how many of them may be sent
-	granted chan struct{} // closed when they may
+	n       int           // bytes that wait; once granted, how many of them may be sent
+	granted chan struct{} // closed when they may; serveLocked closes it
 }
 
 const (
-	// sharedRate is from what rate nobody waits, in bytes a second.
+	// sharedRate is the rate from which nobody waits, in bytes a second.
 	sharedRate = 16 << 20
-	// leastChunk bounds the overhead: a chunk has some 50 bytes of it.
+	// leastChunk is the smallest chunk, in bytes: each chunk has some 50 bytes of overhead.
 	leastChunk = 1 << 10
 	// chunkTime is how long the link may take for a chunk.
 	chunkTime = 16 * time.Millisecond
-	// heldTime is how long the link may take for all that gRPC has.
+	// heldTime is how long the link may take for all chunks that gRPC has.
 	heldTime = 4 * chunkTime
-	// fewest and most are how many chunks gRPC has, whatever the link's rate is.
+	// fewest and most bound how many chunks gRPC has, whatever the link's rate is.
 	fewest, most = 2, 32
-	// freshInRow is how many fresh conns may go before one of the others.
+	// freshInRow is how many fresh conns may go before one of the others goes.
 	freshInRow = 3
-	// stallTime is how long gRPC may have chunks and write none, although the connection would
-	// take them: then their streams' windows are closed.
+	// stallTime is how long gRPC may have chunks and write none although the connection would take
+	// them. After that the windows of their streams must be closed, and they are forgiven.
 	stallTime = 200 * time.Millisecond
 )
 
@@ -82,7 +82,7 @@ func (t *Turns) isFreeLocked() bool {
 		t.held < int(min(max(fewest, rate*int64(heldTime)/int64(time.Second)/int64(t.chunk())), most))
 }
 
-// wait returns when some of n bytes may be sent, and how many; all of them when done is closed.
+// wait waits until some of n bytes of f may be sent, and returns how many may; n when done is closed.
 func (t *Turns) wait(f *flow, n int, done <-chan struct{}) int {
 	if rate := t.rate.Load(); n == 0 || rate == 0 || rate >= sharedRate {
 		return n
@@ -117,7 +117,8 @@ func (t *Turns) wait(f *flow, n int, done <-chan struct{}) int {
 	return n
 }
 
-// grantLocked counts a chunk of n bytes for f, or of as many as a chunk may have now.
+// grantLocked counts a chunk for f, of n bytes or of as many as a chunk may have now. It returns how
+// many bytes the chunk has.
 func (t *Turns) grantLocked(f *flow, n int, fresh bool) int {
 	n = min(n, t.chunk())
 	f.had = max(f.had, t.now)
@@ -134,7 +135,7 @@ func (t *Turns) grantLocked(f *flow, n int, fresh bool) int {
 	return n
 }
 
-// serveLocked lets those go who may.
+// serveLocked grants turns while another chunk may go to gRPC.
 func (t *Turns) serveLocked() {
 	for len(t.fresh)+len(t.rest) > 0 && t.isFreeLocked() {
 		from, fresh := &t.rest, false
@@ -169,7 +170,8 @@ func (t *Turns) settle(f *flow) {
 	}
 }
 
-// stalled looks whether gRPC has chunks that it cannot write. They hold up nobody.
+// stalled runs every stallTime while somebody waits. It forgives chunks that gRPC cannot write: they
+// no longer count as held, so that stalled readers hold up nobody else.
 func (t *Turns) stalled() {
 	t.mu.Lock()
 	defer t.mu.Unlock()

@@ -229,7 +229,9 @@ func (asking) Abort() {}
 
 // dialOver is dial by a data connection. lost says that it was not fit for use: the edge has
 // not answered, and can be asked in another way.
-func (s *cloudSession) dialOver(ctx context.Context, d *dataConn, r tunnel.Request, m *tunnel.Message) (c *conn.Conn, refusal *tunnel.Refusal, lost bool) {
+func (s *cloudSession) dialOver(
+	ctx context.Context, d *dataConn, r tunnel.Request, m *tunnel.Message,
+) (c *conn.Conn, refusal *tunnel.Refusal, lost bool) {
 	if refusal = s.add(m.Topic, asking{}); refusal != nil {
 		s.spare(d)
 		return nil, refusal, false
@@ -282,8 +284,8 @@ func (s *cloudSession) ask(d *dataConn, m *tunnel.Message) (refused []byte, err 
 	return nil, fmt.Errorf("a frame of type %#x with %d bytes answers an open", typ, len(data))
 }
 
-// carry makes an open request that d's edge has answered a conn on it, nil if the session
-// has ended meanwhile.
+// carry makes a conn over d of the open request that the edge has answered there. It returns nil if the
+// session has ended meanwhile.
 func (s *cloudSession) carry(name string, d *dataConn) *conn.Conn {
 	d.disarmUserTimeout()
 	lease := d.LendAtCloud()
@@ -305,7 +307,8 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn.Conn {
 		Gone: func() {
 			release := func() {
 				defer s.connOver(name, since)
-				if err := guard(s.log, s.counters, "the data connection ends", func() error { return s.release(d, lease) }); err != nil {
+				give := func() error { return s.release(d, lease) }
+				if err := guard(s.log, s.counters, "the data connection ends", give); err != nil {
 					s.drop(d)
 				}
 			}
@@ -343,8 +346,8 @@ func (s *cloudSession) release(d *dataConn, lease *conn.Lease) error {
 	return nil
 }
 
-// sayEnd has the edge know that a conn which it has ended has ended here, too: until then it does
-// not stop, since there might be something on the way.
+// sayEnd tells the edge that the conn has ended at the cloud, too. An edge that has ended its last conn
+// does not stop before, since bytes or an open may be on the way.
 func (s *cloudSession) sayEnd(d *dataConn) {
 	s.mu.Lock()
 	at := slices.Index(s.spares, d)

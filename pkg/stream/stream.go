@@ -2,12 +2,14 @@
 // and a [Client] on the edge that keeps one session with it.
 //
 //	dir := &tunnel.Directory{}
-//	srv, err := stream.NewServer(stream.ServerConfig{Listen: ":9000", TLS: cert, Auth: tokens}, dir, mods...)
-//	err = tunnel.Run(ctx, srv, mods...)             // until ctx is done
+//	srv, err := stream.NewServer(stream.ServerConfig{Listen: ":9000", TLS: cert, Auth: tokens, Log: log}, dir, mods...)
+//	err = tunnel.Run(ctx, append(mods, srv)...)     // until ctx is done
 //	conn, err := dir.Dial(ctx, tunnel.Request{…})   // from any front door
 //
 //	cl, err := stream.NewClient(stream.ClientConfig{Address: "cloud:9000", …}, mods...)
-//	err = tunnel.Run(ctx, cl, mods...)
+//	err = tunnel.Run(ctx, append(mods, cl)...)
+//
+// The package's example is a whole one.
 //
 // There are two planes (docs/protocol.md). A session is one TunnelStreaming stream
 // and carries messages; each forwarded connection is one Connect stream, opened by
