@@ -33,7 +33,7 @@ bench-long: iproute2 ## the same at length, with everybody over every link; into
 bench-ci: ## one row of it, to see that it can be measured (half a minute)
 	go run ./test/bench -part speed -rows '^download, 1 conn$$' -ways tunnel,tls -rounds 1
 
-bench-compare: ## the Go micro-benchmarks of this tree beside those of BASE, by benchstat (BASE=main; two minutes; BENCH=Codec ARGS=./pkg/stream for some)
+bench-compare: ## the Go micro-benchmarks of this tree beside those of BASE, by benchstat (BASE=main; two minutes; BENCH=Codec ARGS=./pkg/conn for some)
 	@test/compare/compare.sh "$(BASE)" $(ARGS)
 
 bench-egress: ## what the egress front door costs, beside Konnectivity's server and agent with the same clients (two minutes)

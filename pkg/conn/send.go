@@ -222,7 +222,7 @@ func (c *Conn) finish() {
 // ReadFrom sends the bytes of src until its end. It reads them into a block and sends that block.
 // Errors are src's own, or say that this conn takes no more.
 func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
-	var pace pace
+	var gather pace
 	for {
 		if !c.out.flow.wait(c.out.done) {
 			return n, c.opError("write", c.writeError())
@@ -243,7 +243,7 @@ func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 		if rerr != nil {
 			return n, rerr
 		}
-		if pace.gathers(m, &c.in.heard) {
+		if gather.gathers(m, &c.in.heard) {
 			time.Sleep(gatherTime)
 		}
 	}
