@@ -45,8 +45,8 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	// gctx is done with ctx, or when a listener fails.
 	accepting, gctx := errgroup.WithContext(ctx)
 	var conns sync.WaitGroup
-	for i, l := range listeners {
-		l := listen.Steady(l, f.log.With("module", Name))
+	for i, opened := range listeners {
+		l := listen.Steady(opened, f.log.With("module", Name))
 		accepting.Go(func() error {
 			stop := context.AfterFunc(gctx, func() { l.Close() })
 			defer stop()
