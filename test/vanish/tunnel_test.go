@@ -118,7 +118,31 @@ func newTunnel(t *testing.T, w way, gone end) *tunnel {
 		t.Fatal(err)
 	}
 	tn.start(edge)
+	if w.replicas > 1 {
+		tn.awaitRelay()
+	}
 	return tn
+}
+
+// awaitRelay waits until the first replica has heard that another one holds the node.
+func (tn *tunnel) awaitRelay() {
+	tn.t.Helper()
+	err := eventually(takes, func() error {
+		raw, err := tn.inside.Dial(tn.t.Context(), "tcp", tn.door)
+		if err != nil {
+			return err
+		}
+		defer raw.Close()
+		tn.ln.(*net.TCPListener).SetDeadline(time.Now().Add(time.Second))
+		accepted, err := tn.ln.Accept()
+		if err == nil {
+			accepted.Close()
+		}
+		return err
+	})
+	if err != nil {
+		tn.t.Fatalf("the replicas do not relay: %v", err)
+	}
 }
 
 // egress writes the certificates of the egress front door, and returns its table.
