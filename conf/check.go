@@ -110,7 +110,7 @@ func fileProblem(path string, info fs.FileInfo, err error, create string) string
 // no credentials, so it is served on loopback. SuperEdge's files have 0.0.0.0, which becomes loopback
 // with a warning.
 func (r *report) channelz(key, addr string) string {
-	// A bad address passes unchanged: loopback reports it.
+	// A bad address passes unchanged: the method loopback, called next, reports it.
 	host, port, ok := splitListen(addr)
 	if ip, err := netip.ParseAddr(host); ok && (host == "" || err == nil && ip.IsUnspecified()) {
 		local := net.JoinHostPort("127.0.0.1", strconv.Itoa(port))

@@ -179,7 +179,7 @@ func (o *superedgeFlags) register(root *cobra.Command) {
 	for _, name := range []string{"c", "conf"} {
 		f.StringVar(&o.file, name, "", "configuration file (SuperEdge's way to say it)")
 	}
-	// SuperEdge's manifests set these flags of its logging library.
+	// SuperEdge's manifests set the flags of SuperEdge's logging library. tunnel accepts and ignores them.
 	f.String("log-dir", "", "ignored")
 	f.Bool("alsologtostderr", false, "ignored")
 	f.Bool("logtostderr", false, "ignored")

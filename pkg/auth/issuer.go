@@ -47,8 +47,8 @@ func (i *Issuer) First(
 	return node, chain, err
 }
 
-// begin marks node as being signed for. It reports false if node is marked already; end removes
-// the mark.
+// begin notes that a certificate for node is being made. It reports false if one is being made
+// already. end removes the note.
 func (i *Issuer) begin(node tunnel.NodeName) bool {
 	i.mu.Lock()
 	defer i.mu.Unlock()

@@ -81,12 +81,12 @@ type Conn struct {
 	onReset    []func()   // called when the conn is aborted
 }
 
-// notice is how far this side has told the other one something that is told once.
+// notice is the state of something that this side tells the other side once.
 type notice int
 
 const (
 	noticeNone notice = iota // there is nothing to tell
-	noticeDue                // the sender is to tell it
+	noticeDue                // the sender goroutine has to send it
 	noticeSent
 )
 

@@ -23,9 +23,9 @@ type flow struct {
 
 	inFlight atomic.Int32 // blocks that the way has
 
-	places atomic.Int32 // chunks that are counted in turns.held; written under turns.mu
+	places atomic.Int32 // how many of the chunks in turns.held are this conn's; written under turns.mu
 	round  int          // the round of turns that places belongs to; guarded by turns.mu
-	had    int64        // how many bytes the conn has had, on the scale of turns.now; guarded by turns.mu
+	had    int64        // bytes the conn was allowed to send, comparable with turns.now; guarded by turns.mu
 }
 
 var _ mem.BufferPool = (*flow)(nil)

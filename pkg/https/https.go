@@ -266,8 +266,8 @@ func (f *FrontDoor) setWeb(w *web) {
 	f.web = w
 }
 
-// hops returns to how many targets there is a request or an open conn on behalf of terminated
-// callers. Tests use it to check that no target is kept for ever.
+// hops returns the number of targets that have a request or an open conn now. It counts only callers
+// whose TLS ends here. Tests use it to check that no target is kept for ever.
 func (f *FrontDoor) hops() int {
 	f.mu.Lock()
 	w := f.web

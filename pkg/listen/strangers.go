@@ -108,8 +108,9 @@ func AddrOf(a net.Addr) netip.Addr {
 }
 
 // Admit gives the connection c a place, or says why there is none. The connection counts as silent
-// until Spoke. It keeps its place until Release or Met. If a newcomer takes the place before that,
-// the goroutine that admits the newcomer calls evict.
+// until the caller calls Spoke. It keeps its place until the caller calls Release, or Met when the
+// peer has authenticated. If a newcomer takes the place before that, the goroutine that admits the
+// newcomer calls evict.
 func (s *Strangers) Admit(c net.Conn, evict func()) (*Stranger, Full) {
 	st := &Stranger{
 		strangers: s, scopes: s.scopes(AddrOf(c.RemoteAddr())), conn: c, evict: evict,

@@ -130,7 +130,7 @@ func CheckTrust(c *conf.Cloud) (warnings []string, err error) {
 	return warnings, nil
 }
 
-// expiryWarning is the time before the end of the nodes' CA from which CheckTrust warns.
+// CheckTrust begins to warn expiryWarning before the nodes' CA expires.
 const expiryWarning = 30 * 24 * time.Hour
 
 // checkPeersTrust refuses a CA that signs both nodes and replicas.

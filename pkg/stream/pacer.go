@@ -84,7 +84,7 @@ func (p *pacer) remove(c *carrier) {
 	delete(p.data, c)
 }
 
-// narrow reports whether the link was too narrow for its data connections within narrowTime.
+// narrow reports whether the data connections were slowed down during the last narrowTime.
 func (p *pacer) narrow() bool {
 	until := p.narrowUntil.Load()
 	return until > 0 && time.Now().UnixNano() < until

@@ -19,13 +19,14 @@ import (
 // A session lives no longer than what has proven its node. The edge may put another proof
 // in its place: a token by a message, a certificate by having one made (sign.go).
 
-// proof is what a session stands on. It never changes.
+// proof says how a node has proven its identity. The session ends when the proof is no longer good.
+// A proof never changes.
 type proof struct {
 	grant       auth.Grant
 	release     func()              // makes the authenticator forget the grant
-	certificate bool                // and no token
-	chain       []*x509.Certificate // of the certificate
-	token       [sha256.Size]byte   // its sum
+	certificate bool                // the node has shown a certificate, not a token
+	chain       []*x509.Certificate // the certificate and those that signed it
+	token       [sha256.Size]byte   // SHA-256 of the token
 }
 
 const (

@@ -30,7 +30,7 @@ type cloudSession struct {
 	instance  string   // of the edge
 	all       bool     // the edge keeps a session with every replica
 	peers     *Peers   // the session is another replica's; nil: a node's
-	replica   *replica // whose; set when it is attached
+	replica   *replica // the other replica; set when the session is attached
 
 	// Of a node's session; see server_proof.go.
 	authenticate func(auth.Credential) (*proof, *refusedJoin) // for as long as the session lives
@@ -88,7 +88,7 @@ func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 			return nil, refusal // not the last word
 		}
 		s.counters.Refuse(refusal.Code)
-		if refusal.Code == tunnel.Denied && s.peers == nil { // else the holder of the node has said it
+		if refusal.Code == tunnel.Denied && s.peers == nil { // else the replica that holds the node logs the denial
 			if skipped, ok := s.denials.Allow(); ok {
 				s.log.Warn("the edge has denied a dial", "target", r.Addr, "caller", text(r.Caller), "err", refusal, "skipped", skipped)
 			}

@@ -13,7 +13,7 @@ type Counters struct {
 	ConnsOverData   atomic.Uint64 // conns opened over a data connection; ConnsOpened counts them, too
 	DataOpened      atomic.Uint64 // data connections opened
 	DataLive        atomic.Int64  // gauge: data connections that are open now
-	Waiting         atomic.Int64  // gauge: opens that wait for a limit now
+	Waiting         atomic.Int64  // gauge: open requests that wait now, because a limit is reached
 	Resets          atomic.Uint64 // conns that ended by a reset
 	BytesSent       atomic.Uint64 // payload bytes sent to the other side
 	BytesReceived   atomic.Uint64 // payload bytes received from the other side
