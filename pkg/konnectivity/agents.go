@@ -242,8 +242,8 @@ func errEdgeJoined(node tunnel.NodeName) error {
 	return status.Errorf(codes.AlreadyExists, "an edge has joined as node %s: stop it, or this agent", node)
 }
 
-// join registers a new stream, and attaches it at once if it is the first of its node.
-func (a *Agents) join(l *agentLink) error {
+// register adds a new stream, and attaches it at once if it is the first of its node.
+func (a *Agents) register(l *agentLink) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	n := l.pub.Node
@@ -263,9 +263,9 @@ func (a *Agents) join(l *agentLink) error {
 	return nil
 }
 
-// leave unregisters a stream. If it was attached, the newest other stream of the node takes over. If an
+// unregister removes a stream. If it was attached, the newest other stream of the node takes over. If an
 // edge has replaced it, that other stream ends.
-func (a *Agents) leave(l *agentLink) {
+func (a *Agents) unregister(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	n := l.pub.Node
@@ -334,11 +334,11 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	l.queue.Name, l.queue.Counters = "node "+string(grant.Node), a.cfg.Counters
 	l.queue.Conns, l.queue.Dials = a.cfg.Conns, a.cfg.Dials
 	log := a.log.With("node", grant.Node, "session", l.pub.ID)
-	if err = a.join(l); err != nil {
+	if err = a.register(l); err != nil {
 		a.refused(remote, string(grant.Node), err)
 		return err
 	}
-	defer a.leave(l)
+	defer a.unregister(l)
 	t.conn.Met()
 	// The agent waits for the header. No packet precedes it, since sendLoop has not started.
 	if err = stream.SendHeader(metadata.Pairs("serverid", a.id, "servercount", strconv.Itoa(a.replicas()))); err != nil {

@@ -102,7 +102,7 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, own *carri
 	s.stream, s.unknown, s.hangUp, s.own, s.remote = stream, s.nobody, stream.CloseSend, own, own.RemoteAddr().String()
 	s.init()
 	// Idle data connections of a narrow link go, else the cloud would open conns by them.
-	s.pacer.began = s.dropIdle
+	s.pacer.began = s.dropUnused
 	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have(), Reach: c.cfg.Reach, Connections: uint32(c.cfg.Connections - 1), Capabilities: capabilities()} //nolint:gosec // a few
 	if r := c.cfg.replica; r != nil {
 		hello.Replica, hello.Have = r.hello, r.have()

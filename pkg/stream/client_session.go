@@ -110,7 +110,7 @@ func (s *edgeSession) beat() {
 			tend = now.Add(heartbeatInterval)
 			s.dropLost()
 			if s.isNarrow() {
-				s.dropIdle()
+				s.dropUnused()
 			}
 		}
 		if beats {

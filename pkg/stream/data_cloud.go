@@ -197,8 +197,8 @@ func (s *cloudSession) takeSpare() *dataConn {
 	return d
 }
 
-// tend ends data connections that have waited for long, or are lost.
-func (s *cloudSession) tend() {
+// dropIdleAndLost ends data connections that have waited for long, or are lost.
+func (s *cloudSession) dropIdleAndLost() {
 	s.dropSpares(func(d *dataConn) bool { return time.Since(d.since) >= dataIdle || d.lost() })
 	s.dropLost()
 }

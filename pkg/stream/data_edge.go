@@ -235,10 +235,10 @@ func (s *edgeSession) left(by *edgeLease) {
 	delete(s.by, by.topic)
 }
 
-// dropIdle ends the data connections that carry nothing. One is busy until the cloud has said that
+// dropUnused ends the data connections that carry nothing. One is busy until the cloud has said that
 // the conn has ended: before that the kernel may hold the last bytes of a download. An open on its
 // way to an idle one is sent again on the control stream.
-func (s *edgeSession) dropIdle() {
+func (s *edgeSession) dropUnused() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	busy := make(map[*dataConn]bool)

@@ -341,14 +341,14 @@ func TestIdleDataConnectionsHaveSaidAll(t *testing.T) {
 			time.Sleep(200 * time.Microsecond) // slower than the edge sends
 		}
 	}
-	es.dropIdle()
+	es.dropUnused()
 	rest, err := io.Copy(io.Discard, c)
 	if err != nil || got+int(rest) != all {
 		t.Errorf("the caller has %d of %d bytes (%v), %d of them when the edge had sent all", got+int(rest), all, err, got)
 	}
 	c.Close()
 	r.idle(e)
-	es.dropIdle()
+	es.dropUnused()
 	if n := es.dataConns(); n != 0 {
 		t.Errorf("%d idle data connections are kept", n)
 	}

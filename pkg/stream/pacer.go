@@ -98,15 +98,15 @@ func (p *pacer) sends() {
 }
 
 func (p *pacer) look() {
-	if p.lookOnce() && p.began != nil {
+	if p.adjust() && p.began != nil {
 		p.began()
 	}
 }
 
-// lookOnce asks the kernel how the connections fare. It bounds the data connections' rate, or lifts
+// adjust asks the kernel how the connections fare. It bounds the data connections' rate, or lifts
 // the bound, and has look called again while a data connection waits for the network. began reports
 // whether there was no bound before.
-func (p *pacer) lookOnce() (began bool) {
+func (p *pacer) adjust() (began bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.watching.Store(false) // from here on sends has look called again

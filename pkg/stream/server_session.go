@@ -288,7 +288,7 @@ func (s *cloudSession) heartbeat(m *tunnel.Message) error {
 	}
 	s.pub.RTT.Store(max(0, h.GetRoundTrip()))
 	s.post(message(typeHeartbeat, "", &h))
-	s.tend()
+	s.dropIdleAndLost()
 	return nil
 }
 
