@@ -3,35 +3,36 @@
 //
 //	go run ./test/fuzzall -time 10s ./...
 //
-// What the fuzzer finds worth trying lies in Go's cache. With -keep N the N shortest inputs
-// of each target are copied to its testdata/fuzz, where every `go test` tries them.
+// Go's build cache keeps the inputs that reach new code, in the folder "fuzz" of `go env GOCACHE`.
+// The next run continues from these inputs, on a developer's machine and in a CI that keeps the
+// cache. They do not belong in the repository.
+//
+// An input that fails is different. The fuzzer writes it to the target's testdata/fuzz, and every
+// `go test` tries it from then on. Rename the file after the fault that it shows, for example
+// FuzzHosts/carriage-return-ends-a-name, and commit it with the fix.
 package main
 
 import (
 	"bytes"
-	"cmp"
 	"flag"
 	"fmt"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"regexp"
-	"slices"
 	"strings"
 	"time"
 )
 
 func main() {
 	each := flag.Duration("time", 10*time.Second, "how long to fuzz each target")
-	most := flag.Int("keep", 0, "how many inputs of each target to copy to testdata/fuzz")
 	flag.Parse()
-	if err := run(*each, *most, flag.Args()); err != nil {
+	if err := run(*each, flag.Args()); err != nil {
 		fmt.Fprintln(os.Stderr, "fuzzall:", err)
 		os.Exit(1)
 	}
 }
 
-func run(each time.Duration, most int, patterns []string) error {
+func run(each time.Duration, patterns []string) error {
 	packages, err := output("go", append([]string{"list"}, patterns...)...)
 	if err != nil {
 		return err
@@ -54,64 +55,12 @@ func run(each time.Duration, most int, patterns []string) error {
 			if out, err := cmd.CombinedOutput(); err != nil && !timeIsUp(string(out)) {
 				return fmt.Errorf("%s/%s: %w\n%s", pkg, target, err, out)
 			}
-			if err := keep(pkg, target, most); err != nil {
-				return fmt.Errorf("keeping inputs of %s/%s: %w", pkg, target, err)
-			}
 		}
 	}
 	if found == 0 {
 		return fmt.Errorf("no fuzz target in %s", strings.Join(patterns, " "))
 	}
 	fmt.Printf("fuzz  %d targets, nothing found\n", found)
-	return nil
-}
-
-// keep copies the shortest inputs of a target from Go's cache to its package.
-func keep(pkg, target string, most int) error {
-	if most == 0 {
-		return nil
-	}
-	found, err := output("go", "env", "GOCACHE")
-	if err != nil {
-		return err
-	}
-	dir, err := output("go", "list", "-f", "{{.Dir}}", pkg)
-	if err != nil {
-		return err
-	}
-	inputs, err := filepath.Glob(filepath.Join(found[0], "fuzz", pkg, target, "*"))
-	if err != nil {
-		return err
-	}
-	content := make(map[string][]byte)
-	var newest time.Time
-	values := 0
-	for _, f := range inputs {
-		info, err := os.Stat(f)
-		if err != nil {
-			return err
-		}
-		if content[f], err = os.ReadFile(f); err != nil {
-			return err
-		}
-		if info.ModTime().After(newest) {
-			newest, values = info.ModTime(), bytes.Count(content[f], []byte("\n"))
-		}
-	}
-	// The cache remembers inputs from when the target had other parameters.
-	inputs = slices.DeleteFunc(inputs, func(f string) bool { return bytes.Count(content[f], []byte("\n")) != values })
-	slices.SortFunc(inputs, func(a, b string) int {
-		return cmp.Or(len(content[a])-len(content[b]), strings.Compare(a, b))
-	})
-	to := filepath.Join(dir[0], "testdata", "fuzz", target)
-	if err := os.MkdirAll(to, 0o755); err != nil {
-		return err
-	}
-	for _, f := range inputs[:min(most, len(inputs))] {
-		if err := os.WriteFile(filepath.Join(to, filepath.Base(f)), content[f], 0o644); err != nil {
-			return err
-		}
-	}
 	return nil
 }
 
