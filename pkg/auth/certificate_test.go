@@ -19,6 +19,7 @@ import (
 
 	"pgregory.net/rapid"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -83,9 +84,9 @@ func certify(
 }
 
 // newCertificateGate returns a Gate with a token file and a node CA. more edits its configuration.
-func newCertificateGate(t testing.TB, content string, ca nodeCA, more func(*GateConfig)) (*Gate, *journal) {
+func newCertificateGate(t testing.TB, content string, ca nodeCA, more func(*GateConfig)) (*Gate, *testkit.Log) {
 	t.Helper()
-	log, j := newLog()
+	log, j := testkit.NewLog()
 	cfg := GateConfig{
 		Tokens: newTokens(t, content), NodeCA: func() *x509.CertPool { return ca.pool }, Backdate: Backdate, Log: log,
 	}
@@ -97,7 +98,7 @@ func newCertificateGate(t testing.TB, content string, ca nodeCA, more func(*Gate
 
 func newTokens(t testing.TB, content string) *Tokens {
 	t.Helper()
-	log, _ := newLog()
+	log, _ := testkit.NewLog()
 	tokens, err := NewTokens(TokensConfig{Path: tokenFile(t, content), MayBeEmpty: true, Log: log})
 	if err != nil {
 		t.Fatal(err)

@@ -11,6 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -79,7 +80,7 @@ func TestLinesWithAttributes(t *testing.T) {
 		{"shared, own line for joining", "default:t\nedge1:x join", false, false, false},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			log, _ := newLog()
+			log, _ := testkit.NewLog()
 			tokens, err := NewTokens(TokensConfig{Path: tokenFile(t, tc.file), AllowShared: true, Log: log})
 			if err != nil {
 				t.Fatal(err)
@@ -158,7 +159,7 @@ func TestFileWithoutTokens(t *testing.T) {
 			t.Errorf("%q: %v", content, err)
 		}
 	}
-	log, _ := newLog()
+	log, _ := testkit.NewLog()
 	if _, err := NewTokens(TokensConfig{Path: "/nonexistent/tokens", MayBeEmpty: true, Log: log}); err == nil {
 		t.Error("a file that is not there is accepted")
 	}
@@ -268,9 +269,9 @@ func TestNoteSaysThatTheFileIsBad(t *testing.T) {
 		t.Errorf("note %q", note)
 	}
 	writeFile(t, gate.cfg.Tokens.path, "edge1\n")
-	eventually(t, "the note says so", func() bool { return strings.Contains(gate.Note(), ":1: no colon") })
+	testkit.Eventually(t, "the note says so", func() bool { return strings.Contains(gate.Note(), ":1: no colon") })
 	writeFile(t, gate.cfg.Tokens.path, "edge1:t\n")
-	eventually(t, "the note is gone", func() bool { return gate.Note() == "" })
+	testkit.Eventually(t, "the note is gone", func() bool { return gate.Note() == "" })
 }
 
 func BenchmarkRecheck(b *testing.B) {

@@ -14,6 +14,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"tunnel/internal/testkit"
 )
 
 // nodeFile writes the file of edge1, with a certificate that s has signed.
@@ -46,9 +48,9 @@ func leafOf(t *testing.T, path string) *x509.Certificate {
 // runRenewal runs a Renewal until the end of the test.
 func runRenewal(
 	t *testing.T, path string, renew func(ctx context.Context, request []byte) ([]byte, error), changed func(),
-) (*Renewal, *journal) {
+) (*Renewal, *testkit.Log) {
 	t.Helper()
-	log, j := newLog()
+	log, j := testkit.NewLog()
 	r := NewRenewal(RenewalConfig{Node: "edge1", File: path, Renew: renew, Changed: changed, Log: log})
 	ctx, cancel := context.WithCancel(context.Background())
 	done := make(chan error, 1)

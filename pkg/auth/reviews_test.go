@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+
+	"tunnel/internal/testkit"
 )
 
 // reviewer is a Kubernetes whose answers a test sets.
@@ -377,7 +379,7 @@ func TestStrangersReviews(t *testing.T) {
 }
 
 func TestCacheIsBounded(t *testing.T) {
-	log, _ := newLog()
+	log, _ := testkit.NewLog()
 	r := newReviews(&reviewer{}, log)
 	now := time.Now()
 	for i := range maxCachedAnswers + 100 {

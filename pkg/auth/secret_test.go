@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+
+	"tunnel/internal/testkit"
 )
 
 func TestSecretIsNeverPrinted(t *testing.T) {
@@ -13,7 +15,7 @@ func TestSecretIsNeverPrinted(t *testing.T) {
 	hexed := fmt.Sprintf("%x", canary)
 	s := Secret(canary)
 	c := Credential{Node: "edge1", Token: s}
-	log, j := newLog()
+	log, j := testkit.NewLog()
 	log.Info("x", "secret", s, "credential", c, "pointer", &c, "slice", []Secret{s})
 	out := []string{j.String()}
 	for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%q", "%x", "%X", "%d", "%08b", "%T", "%!"} {

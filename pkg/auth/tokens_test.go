@@ -9,6 +9,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"tunnel/internal/testkit"
 )
 
 func writeFile(t testing.TB, path, content string) {
@@ -26,9 +28,9 @@ func tokenFile(t testing.TB, content string) string {
 }
 
 // newGate returns a Gate with a token file and no other proof.
-func newGate(t *testing.T, content string, shared bool) (*Gate, *journal) {
+func newGate(t *testing.T, content string, shared bool) (*Gate, *testkit.Log) {
 	t.Helper()
-	log, j := newLog()
+	log, j := testkit.NewLog()
 	tokens, err := NewTokens(TokensConfig{Path: tokenFile(t, content), AllowShared: shared, Log: log})
 	if err != nil {
 		t.Fatal(err)
@@ -98,7 +100,7 @@ func TestAuthenticate(t *testing.T) {
 				}
 			}
 			cancel()
-			eventually(t, "the grant is forgotten when its context is done", func() bool {
+			testkit.Eventually(t, "the grant is forgotten when its context is done", func() bool {
 				return grantCount(gate) == 0
 			})
 		})
@@ -124,7 +126,7 @@ func TestBadTokenFiles(t *testing.T) {
 		{"two faults", "a\nedge1:x\nb\n", "tokens:3: no colon"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
-			log, j := newLog()
+			log, j := testkit.NewLog()
 			_, err := NewTokens(TokensConfig{Path: tokenFile(t, tc.content), Log: log})
 			if err == nil {
 				t.Fatal("accepted")
@@ -137,7 +139,7 @@ func TestBadTokenFiles(t *testing.T) {
 			}
 		})
 	}
-	log, _ := newLog()
+	log, _ := testkit.NewLog()
 	for name, path := range map[string]string{
 		"missing": filepath.Join(t.TempDir(), "none"), "a directory": t.TempDir(),
 	} {
@@ -153,7 +155,7 @@ func TestTokenFileThatOthersCanReadIsAWarning(t *testing.T) {
 		if err := os.Chmod(path, mode); err != nil {
 			t.Fatal(err)
 		}
-		log, j := newLog()
+		log, j := testkit.NewLog()
 		if _, err := NewTokens(TokensConfig{Path: path, Log: log}); err != nil {
 			t.Fatal(err)
 		}
@@ -167,7 +169,7 @@ func TestTokenFileThatOthersCanReadIsAWarning(t *testing.T) {
 // shows a token.
 func TestShortTokensAreAWarning(t *testing.T) {
 	const short, long = "correct-horse", "MzQ1Njc4OTAxMjM0NTY3OD"
-	log, j := newLog()
+	log, j := testkit.NewLog()
 	path := tokenFile(t, "# a comment\nedge1:"+short+"\nedge2:"+long+"\nedge3:"+Secret(short).Hashed()+"\n"+
 		"edge4:"+short+"4 join\nedge5:revoked\n")
 	tokens, err := NewTokens(TokensConfig{Path: path, Log: log})
@@ -186,7 +188,7 @@ func TestShortTokensAreAWarning(t *testing.T) {
 	if s := j.String(); strings.Count(s, "may be guessed") != 2 || !strings.Contains(s, "lines=[3]") {
 		t.Errorf("the log is:\n%s", s)
 	}
-	many, j := newLog()
+	many, j := testkit.NewLog()
 	_, err = NewTokens(TokensConfig{Path: tokenFile(t, strings.Repeat("edge1:x\n", 1000)), Log: many})
 	if err != nil || len(j.String()) > 1000 || !strings.Contains(j.String(), "count=1000") {
 		t.Errorf("%v; the log is:\n%s", err, j.String())
@@ -201,7 +203,7 @@ func TestSameTokenForTwoNodesIsAWarning(t *testing.T) {
 }
 
 func TestReadTokenFile(t *testing.T) {
-	log, _ := newLog()
+	log, _ := testkit.NewLog()
 	for content, want := range map[string]string{"abc": "abc", "abc\n": "abc", "abc\r\n": "abc"} {
 		if got, err := ReadTokenFile(tokenFile(t, content), log); err != nil || got.Reveal() != want {
 			t.Errorf("%q: %q, %v", content, got.Reveal(), err)
@@ -315,7 +317,7 @@ func TestRevocationBySecretSwap(t *testing.T) {
 	if err := os.Symlink(filepath.Join("..data", "tokens"), path); err != nil {
 		t.Fatal(err)
 	}
-	log, _ := newLog()
+	log, _ := testkit.NewLog()
 	tokens, err := NewTokens(TokensConfig{Path: path, Log: log})
 	if err != nil {
 		t.Fatal(err)
@@ -336,7 +338,7 @@ func TestBadReloadKeepsTheLastGoodStateAndTriesAgain(t *testing.T) {
 		return func() bool { return strings.Count(j.String(), "token file is bad") == n }
 	}
 	writeFile(t, gate.cfg.Tokens.path, "edge1\n")
-	eventually(t, "the bad file is logged", bad(1))
+	testkit.Eventually(t, "the bad file is logged", bad(1))
 	wantLive(t, g)
 	grantFor(t, gate, "edge2", "two")
 
@@ -344,7 +346,7 @@ func TestBadReloadKeepsTheLastGoodStateAndTriesAgain(t *testing.T) {
 	if err := os.Remove(gate.cfg.Tokens.path); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the missing file is logged", bad(2))
+	testkit.Eventually(t, "the missing file is logged", bad(2))
 	wantLive(t, g)
 
 	writeFile(t, gate.cfg.Tokens.path, "edge2:two\n")
@@ -365,7 +367,7 @@ func TestUnreadableFileIsTriedAgain(t *testing.T) {
 		t.Fatal(err)
 	}
 	runGate(t, gate)
-	eventually(t, "the fault is logged", func() bool { return strings.Contains(j.String(), "token file is bad") })
+	testkit.Eventually(t, "the fault is logged", func() bool { return strings.Contains(j.String(), "token file is bad") })
 	if err := os.Remove(gate.cfg.Tokens.path); err != nil {
 		t.Fatal(err)
 	}
@@ -384,7 +386,7 @@ func TestGrantsAreForgotten(t *testing.T) {
 		}
 		cancel()
 	}
-	eventually(t, "no grant is left", func() bool { return grantCount(gate) == 0 })
+	testkit.Eventually(t, "no grant is left", func() bool { return grantCount(gate) == 0 })
 }
 
 func TestUnknownNodeCostsAsMuchAsAKnownOne(t *testing.T) {

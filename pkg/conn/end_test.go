@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc/status"
 	"pgregory.net/rapid"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -366,9 +367,9 @@ func TestBytesAfterFin(t *testing.T) {
 				t.Fatalf("reading to fin: %v", err)
 			}
 			p.call.up <- []byte{keyData, 1, 'y'}
-			eventually(t, "the conn is reset", func() bool { return isClosed(p.cloud.over) && p.cloud.err != nil })
+			testkit.Eventually(t, "the conn is reset", func() bool { return isClosed(p.cloud.over) && p.cloud.err != nil })
 			p.edge.end(tunnel.ErrReset)
-			eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+			testkit.Eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
 		})
 	}
 }
@@ -380,16 +381,16 @@ func TestResetBeforeFin(t *testing.T) {
 		p := newFakeConns()
 		p.call.up <- []byte{keyData, 1, '1'} // fills the reader's queue
 		p.cloud.startReceiver()
-		eventually(t, "the first chunk waits for a Read", func() bool { return len(p.cloud.in.queue) == 1 })
+		testkit.Eventually(t, "the first chunk waits for a Read", func() bool { return len(p.cloud.in.queue) == 1 })
 		p.call.up <- []byte{keyData, 1, '2'}
 		p.call.up <- []byte{keyFin, 1}
-		eventually(t, "the second is in the receiver's hands", func() bool { return len(p.call.up) == 1 })
+		testkit.Eventually(t, "the second is in the receiver's hands", func() bool { return len(p.call.up) == 1 })
 		p.cloud.Reset()
 		got, err := io.ReadAll(struct{ io.Reader }{p.cloud})
 		if err == nil && string(got) != "12" {
 			t.Fatalf("a clean end after %q of \"12\"", got)
 		}
-		eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+		testkit.Eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
 	}
 }
 
@@ -414,14 +415,14 @@ func TestCloseWriteDuringReadFrom(t *testing.T) {
 			}
 			got <- n
 		}()
-		eventually(t, "bytes flow", func() bool { return p.edge.counters.BytesReceived.Load() > 0 })
+		testkit.Eventually(t, "bytes flow", func() bool { return p.edge.counters.BytesReceived.Load() > 0 })
 		p.cloud.CloseWrite()
 		if n, m := <-sent, <-got; n != m {
 			t.Fatalf("%d bytes sent, %d received", n, m)
 		}
 		p.cloud.Close()
 		p.edge.Close()
-		eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+		testkit.Eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
 	}
 }
 
@@ -439,14 +440,14 @@ func TestWriterIsToldThatNobodyReads(t *testing.T) {
 			_, err := p.cloud.ReadFrom(endless{})
 			result <- err
 		}()
-		eventually(t, "the window is full", func() bool { return len(p.call.down) == cap(p.call.down) })
+		testkit.Eventually(t, "the window is full", func() bool { return len(p.call.down) == cap(p.call.down) })
 		go p.cloud.WriteTo(io.Discard)
 		p.edge.Close() // stop and fin
 		if err := <-result; !errors.Is(err, syscall.EPIPE) || errors.Is(err, syscall.ECONNRESET) {
 			t.Fatalf("ReadFrom ends with %v, want a broken pipe", err)
 		}
 		p.cloud.Close()
-		eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+		testkit.Eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
 		if p.cloud.err != nil || p.edge.err != nil {
 			t.Fatalf("cloud %v, edge %v; want two clean ends", p.cloud.err, p.edge.err)
 		}
@@ -474,7 +475,7 @@ func TestSpliceOfACallerThatCloses(t *testing.T) {
 			t.Fatalf("%d of %d bytes written before the close arrive, %v", len(got), len(want), err)
 		}
 		<-spliced
-		eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+		testkit.Eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
 	}
 }
 
@@ -518,13 +519,13 @@ func TestNoAbortToAnOlderPeer(t *testing.T) {
 		if _, err := p.edge.Write([]byte("x")); err != nil {
 			t.Fatal(err)
 		}
-		eventually(t, "a chunk is on its way", func() bool { return len(p.call.up) == 1 })
+		testkit.Eventually(t, "a chunk is on its way", func() bool { return len(p.call.up) == 1 })
 		p.edge.ResetBehind()
-		eventually(t, "the edge's end is over", func() bool { return isClosed(p.edge.over) })
+		testkit.Eventually(t, "the edge's end is over", func() bool { return isClosed(p.edge.over) })
 		if p.edge.err == nil || p.edge.out.reset == noticeSent {
 			t.Fatalf("the edge's conn ends with %v, abort sent: %t", p.edge.err, p.edge.out.reset == noticeSent)
 		}
 		p.cloud.Reset()
-		eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+		testkit.Eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
 	}
 }

@@ -15,17 +15,6 @@ func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
 // patience is how long a test waits for what must happen.
 const patience = 10 * time.Second
 
-// eventually waits for something that happens soon in another goroutine.
-func eventually(t *testing.T, what string, ok func() bool) {
-	t.Helper()
-	for end := time.Now().Add(patience); !ok(); {
-		if time.Now().After(end) {
-			t.Fatalf("not within %s: %s", patience, what)
-		}
-		time.Sleep(time.Millisecond)
-	}
-}
-
 // bubble is synctest.Test on one processor: where two run timers of a bubble at once, Go 1.26's
 // race detector crashes (runtime's timer.unlockAndRun has one race context for all of them).
 func bubble(t *testing.T, test func(t *testing.T)) {

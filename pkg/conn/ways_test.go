@@ -10,6 +10,7 @@ import (
 
 	"golang.org/x/net/nettest"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -209,7 +210,7 @@ func TestDataConnectionServesTheNextConn(t *testing.T) {
 			t.Fatalf("conn %d: %v", i, err)
 		}
 		first.Close()
-		eventually(t, "nothing is left of the conn", func() bool { return f.gone.Load() == 2 })
+		testkit.Eventually(t, "nothing is left of the conn", func() bool { return f.gone.Load() == 2 })
 		if !p.idle() {
 			t.Fatalf("conn %d: the data connection is not idle: cloud in phase %d, edge in %d", i, p.cloud.phase, p.edge.phase)
 		}
@@ -224,7 +225,7 @@ func TestLeaseThatIsOver(t *testing.T) {
 	old := f.cloud.way.(*Lease)
 	f.cloud.Close()
 	f.edge.Close()
-	eventually(t, "nothing is left of the conn", func() bool { return f.gone.Load() == 2 })
+	testkit.Eventually(t, "nothing is left of the conn", func() bool { return f.gone.Load() == 2 })
 	f = p.next()
 	late := &outgoing{block: p.blocks.get(), n: 1, pool: &p.blocks}
 	if err := old.SendMsg(late); err == nil {
@@ -243,5 +244,5 @@ func TestLeaseThatIsOver(t *testing.T) {
 	}
 	f.cloud.Abort()
 	f.edge.Abort()
-	eventually(t, "nothing is left of the conn", func() bool { return f.gone.Load() == 2 })
+	testkit.Eventually(t, "nothing is left of the conn", func() bool { return f.gone.Load() == 2 })
 }

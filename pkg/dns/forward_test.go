@@ -15,6 +15,7 @@ import (
 
 	"github.com/miekg/dns"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
@@ -115,7 +116,7 @@ func TestAllowFrom(t *testing.T) {
 		asked <- q.Question[0].Name
 		return [][]byte{pack(t, reply(t, q, "a. 77 IN A 192.0.2.1"))}
 	})
-	log, logs := newLog()
+	log, logs := testkit.NewLog()
 	r := respond(t, ResponderConfig{
 		Log: log, Truth: newHeld("edge1 10.0.0.5"), Upstream: []netip.AddrPort{up},
 		AllowFrom: auth.Sources{netip.MustParsePrefix("127.0.0.2/32")},
@@ -332,7 +333,7 @@ func TestForwardTriesNextUpstream(t *testing.T) {
 		m.Rcode = dns.RcodeServerFailure
 		return [][]byte{pack(t, m)}
 	})
-	log, journal := newLog()
+	log, journal := testkit.NewLog()
 	for _, tc := range []struct {
 		what     string
 		upstream []netip.AddrPort
@@ -512,7 +513,7 @@ func TestForwardIsBounded(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	eventually(t, "two wait", func() bool { return len(r.forward.slots) == DefaultLookups })
+	testkit.Eventually(t, "two wait", func() bool { return len(r.forward.slots) == DefaultLookups })
 	for i, network := range []string{"udp", "tcp"} {
 		if got := show(ask(t, r.Addr(), network, question("x.", dns.TypeA))); got != "SERVFAIL ra rd" {
 			t.Errorf("one more over %s: %s", network, got)
@@ -546,7 +547,7 @@ func TestForwardLoop(t *testing.T) {
 	if got := show(ask(t, first.Addr(), "udp", question("x.", dns.TypeA))); got != "SERVFAIL ra rd" {
 		t.Errorf("the client gets %s", got)
 	}
-	eventually(t, "no query waits", func() bool { return len(first.forward.slots)+len(second.forward.slots) == 0 })
+	testkit.Eventually(t, "no query waits", func() bool { return len(first.forward.slots)+len(second.forward.slots) == 0 })
 }
 
 // A responder refuses to start with itself as an upstream.
@@ -571,7 +572,7 @@ func TestUpstreamIsSelf(t *testing.T) {
 		})
 		done := make(chan error, 1)
 		go func() { done <- r.Run(ctx) }()
-		eventually(t, "the responder is ready, or has returned", func() bool { return r.Ready() == nil || len(done) == 1 })
+		testkit.Eventually(t, "the responder is ready, or has returned", func() bool { return r.Ready() == nil || len(done) == 1 })
 		cancel()
 		err := <-done
 		refused := err != nil && strings.Contains(err.Error(), "this responder itself")

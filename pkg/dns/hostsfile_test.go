@@ -19,6 +19,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"pgregory.net/rapid"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -192,12 +193,12 @@ func TestWriterLeavesNoDifference(t *testing.T) {
 
 // runHostsFile runs a test with a HostsFile without notifications, in a bubble of synctest. At the
 // start edge1 is connected, and the file has its line.
-func runHostsFile(t *testing.T, test func(t *testing.T, s *fakeTruth, h *HostsFile, j *journal)) {
+func runHostsFile(t *testing.T, test func(t *testing.T, s *fakeTruth, h *HostsFile, j *testkit.Log)) {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "hosts")
 	put(t, path, hosts1)
 	synctest.Test(t, func(t *testing.T) {
-		log, j := newLog()
+		log, j := testkit.NewLog()
 		s := newFakeTruth(edge1)
 		h := NewHostsFile(path, s, fakeNames{s}, log)
 		h.notify = func(string) (*fsnotify.Watcher, error) { return nil, errors.New("switched off") }
@@ -266,7 +267,7 @@ func wantStatus(t *testing.T, h *HostsFile, status, note string) {
 
 // The lag is the age of the oldest difference: from the change until the file has it.
 func TestLag(t *testing.T) {
-	runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, j *journal) {
+	runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, j *testkit.Log) {
 		wantStatus(t, h, "lag 0s, 0 nodes differ", "")
 		wantMetrics(t, h, 0, 0, 1)
 
@@ -307,7 +308,7 @@ func TestLag(t *testing.T) {
 
 // A node that comes back within goneGrace is no difference.
 func TestFlapping(t *testing.T) {
-	runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, _ *journal) {
+	runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, _ *testkit.Log) {
 		for range 20 {
 			s.set()
 			advance(goneGrace - 2*time.Second)
@@ -338,7 +339,7 @@ func TestHostsUnreadable(t *testing.T) {
 		}, "it is longer than 2097152 bytes, and a ConfigMap is not"},
 	} {
 		t.Run(what, func(t *testing.T) {
-			runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, j *journal) {
+			runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, j *testkit.Log) {
 				wantMetrics(t, h, 0, 0, 1)
 				if err := c.spoil(h.path); err != nil {
 					t.Fatal(err)
@@ -368,7 +369,7 @@ func TestHostsUnreadable(t *testing.T) {
 
 // While it is unknown which names may be published, there is no difference.
 func TestNamesUnknown(t *testing.T) {
-	runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, _ *journal) {
+	runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, _ *testkit.Log) {
 		s.setKnown(false)
 		put(t, h.path, hosts2)
 		advance(time.Hour)
@@ -384,7 +385,7 @@ func TestNamesUnknown(t *testing.T) {
 // However often the truth changes, the file is compared once a second. Without changes it is not
 // compared.
 func TestComparesOnceASecond(t *testing.T) {
-	runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, _ *journal) {
+	runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, _ *testkit.Log) {
 		before := s.recordsCalls
 		for range 1000 {
 			s.set(edge1)
@@ -425,22 +426,22 @@ func TestSymlinkSwap(t *testing.T) {
 		t.Fatal(err)
 	}
 	s := newFakeTruth(edge1)
-	log, j := newLog()
+	log, j := testkit.NewLog()
 	h := NewHostsFile(path, s, nil, log)
 	run(t, h)
-	eventually(t, "the file is read", func() bool { return h.Status() == "lag 0s, 0 nodes differ" })
+	testkit.Eventually(t, "the file is read", func() bool { return h.Status() == "lag 0s, 0 nodes differ" })
 	s.set(edge1, edge2)
 	differ := func(n int) func() bool {
 		return func() bool {
 			return strings.HasSuffix(h.Status(), fmt.Sprintf(" %d nodes differ", n)) && h.Note() == ""
 		}
 	}
-	eventually(t, "the new node is missing in the file", differ(1))
+	testkit.Eventually(t, "the new node is missing in the file", differ(1))
 	mount("..v2", hosts1+hosts2)
 	if err := os.RemoveAll(filepath.Join(dir, "..v1")); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "the new file is read", differ(0))
+	testkit.Eventually(t, "the new file is read", differ(0))
 	if j.String() != "" {
 		t.Errorf("logged:\n%s", j)
 	}
@@ -461,7 +462,7 @@ func run(t *testing.T, h *HostsFile) {
 // Any goroutine may call the methods at any time. The race detector checks this.
 func TestHostsFileConcurrentUse(t *testing.T) {
 	s := newFakeTruth()
-	log, _ := newLog()
+	log, _ := testkit.NewLog()
 	h := NewHostsFile(filepath.Join(t.TempDir(), "hosts"), s, fakeNames{s}, log)
 	wantStatus(t, h, "not read yet", "")
 	wantMetrics(t, h, 0, 0, 0)

@@ -13,6 +13,7 @@ import (
 
 	"github.com/miekg/dns"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
 )
@@ -105,7 +106,7 @@ func TestConnsInAll(t *testing.T) {
 			parked = append(parked, c)
 		}
 	}
-	eventually(t, "the connections beyond the limit have been closed", func() bool {
+	testkit.Eventually(t, "the connections beyond the limit have been closed", func() bool {
 		return r.stats.overloaded.Load() == DefaultConns/8
 	})
 	other := dns.Client{
@@ -126,7 +127,7 @@ func TestConnsInAll(t *testing.T) {
 	for _, c := range parked {
 		c.Close()
 	}
-	eventually(t, "the last source is admitted", func() bool {
+	testkit.Eventually(t, "the last source is admitted", func() bool {
 		c := dns.Client{Net: "tcp", Timeout: 5 * time.Second,
 			Dialer: &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 1, sources-1)}}}
 		_, _, err := c.Exchange(question("edge1.", dns.TypeA), r.Addr().String())
@@ -137,7 +138,7 @@ func TestConnsInAll(t *testing.T) {
 // After a failed read the responder tries again, with growing pauses, and logs once a minute.
 func TestRetry(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		log, journal := newLog()
+		log, journal := testkit.NewLog()
 		r := NewResponder(ResponderConfig{Log: log})
 		ctx, cancel := context.WithCancel(t.Context())
 		backoff, start := minBackoff, time.Now()

@@ -21,6 +21,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"pgregory.net/rapid"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -474,7 +475,7 @@ func TestConnsPerSource(t *testing.T) {
 		}
 		parked = append(parked, c)
 	}
-	eventually(t, "the connections beyond the limit have been closed", func() bool {
+	testkit.Eventually(t, "the connections beyond the limit have been closed", func() bool {
 		return r.stats.overloaded.Load() == 200-(DefaultConns/8)
 	})
 	other := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}, Timeout: 5 * time.Second}
@@ -489,7 +490,7 @@ func TestConnsPerSource(t *testing.T) {
 	for _, c := range parked {
 		c.Close()
 	}
-	eventually(t, "the source is admitted again", func() bool {
+	testkit.Eventually(t, "the source is admitted again", func() bool {
 		c := dns.Client{Net: "tcp", Timeout: 5 * time.Second}
 		_, _, err := c.Exchange(question("edge1.", dns.TypeA), r.Addr().String())
 		return err == nil

@@ -14,6 +14,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/kube"
 	"tunnel/pkg/tunnel"
 )
@@ -150,7 +151,7 @@ func runWriter(t *testing.T, cfg WriterConfig, test func(t *testing.T, w *Writer
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		if cfg.Log == nil {
-			cfg.Log, _ = newLog()
+			cfg.Log, _ = testkit.NewLog()
 		}
 		if cfg.Election == nil {
 			cfg.Election = elected{}
@@ -336,7 +337,7 @@ func TestWriterWaitsOutFailures(t *testing.T) {
 func TestWriterLogsChangesAfterFailure(t *testing.T) {
 	f, c := newFleet(addr("10.0.0.1")), new(memStore)
 	c.failWith(fmt.Errorf("no route to host"))
-	log, logged := newLog()
+	log, logged := testkit.NewLog()
 	runWriter(t, WriterConfig{Truth: f, Store: c, Log: log}, func(t *testing.T, _ *Writer) {
 		f.join("edge1", "edge2")
 		after(time.Minute)

@@ -18,6 +18,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/listen"
 	"tunnel/pkg/tunnel"
@@ -135,7 +136,7 @@ func TestDecisions(t *testing.T) {
 				if alertIn(err) != test.alert {
 					t.Errorf("the handshake ended with %v, want %v", err, test.alert)
 				}
-				eventually(t, "the log says why", func() bool { return strings.Contains(r.logs.String(), test.log) })
+				testkit.Eventually(t, "the log says why", func() bool { return strings.Contains(r.logs.String(), test.log) })
 				n := r.door.cfg.Counters.Refusals(tunnel.NoSuchNode)
 				if (n == 1) != (test.alert == alertUnrecognizedName) {
 					t.Errorf("%d calls of an unknown node were counted", n)
@@ -235,7 +236,7 @@ func TestCallers(t *testing.T) {
 			t.Errorf("%s: status %d", name, res.StatusCode)
 		}
 	}
-	eventually(t, "the log says why", func() bool {
+	testkit.Eventually(t, "the log says why", func() bool {
 		return strings.Contains(r.logs.String(), "didn't provide a certificate") &&
 			strings.Contains(r.logs.String(), "see callers")
 	})
@@ -354,7 +355,7 @@ func TestAllowFrom(t *testing.T) {
 		c.AllowFrom = auth.Sources{netip.MustParsePrefix("10.0.0.0/8")}
 	}).start()
 	r.wantReset()
-	eventually(t, "the log says why", func() bool { return strings.Contains(r.logs.String(), "allowfrom") })
+	testkit.Eventually(t, "the log says why", func() bool { return strings.Contains(r.logs.String(), "allowfrom") })
 }
 
 func TestPlainHTTP(t *testing.T) {
@@ -377,7 +378,7 @@ func TestStrangers(t *testing.T) {
 		silent = append(silent, r.tcp())
 	}
 	count := r.door.strangers.Len
-	eventually(t, "all are counted", func() bool { return count() == DefaultLimits().StrangersPerAddress })
+	testkit.Eventually(t, "all are counted", func() bool { return count() == DefaultLimits().StrangersPerAddress })
 	r.wantReset()
 	r.wantLimited(tunnel.LimitStrangersPerAddress, 1)
 	from2 := &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 2)}}
@@ -388,7 +389,7 @@ func TestStrangers(t *testing.T) {
 	for _, c := range silent {
 		c.Close()
 	}
-	eventually(t, "all are forgotten", func() bool { return count() == 0 })
+	testkit.Eventually(t, "all are forgotten", func() bool { return count() == 0 })
 	must(t, tls.Client(r.tcp(), r.caller("127.0.0.1")).Handshake())
 }
 
@@ -408,7 +409,7 @@ func TestStrangersFromFewAddresses(t *testing.T) {
 				_, err = c.Write(begin)
 				must(t, err)
 			}
-			eventually(t, "all are counted", func() bool { return r.door.strangers.Len() == 64 })
+			testkit.Eventually(t, "all are counted", func() bool { return r.door.strangers.Len() == 64 })
 			for range 20 {
 				c := r.tcp()
 				must(t, tls.Client(c, r.caller("127.0.0.1")).Handshake())
@@ -451,9 +452,9 @@ func TestStrangersWithACertificate(t *testing.T) {
 				return r.raw(cfg)
 			}
 			raw(DefaultClientName)
-			eventually(t, "a known caller is not counted", func() bool { return count() == 0 })
+			testkit.Eventually(t, "a known caller is not counted", func() bool { return count() == 0 })
 			mallory := raw("mallory")
-			eventually(t, "the other is given to net/http", func() bool {
+			testkit.Eventually(t, "the other is given to net/http", func() bool {
 				return strings.Count(r.logs.String(), "https connection terminated") == 2
 			})
 			if n := count(); n != 1 {
@@ -474,7 +475,7 @@ func TestStrangersWithACertificate(t *testing.T) {
 					t.Errorf("the connection ended with %v, want a reset", err)
 				}
 			}
-			eventually(t, "its place is free again", func() bool { return count() == 0 })
+			testkit.Eventually(t, "its place is free again", func() bool { return count() == 0 })
 		})
 	}
 }
@@ -508,13 +509,13 @@ func TestConnsPerAddress(t *testing.T) {
 				_, err = r.tcp().Write(hello)
 				must(t, err)
 				if i%64 == 63 { // limits the pressure on the sink's backlog
-					eventually(t, "they pass through", func() bool { return r.tunnel.openConns() == i+1 })
+					testkit.Eventually(t, "they pass through", func() bool { return r.tunnel.openConns() == i+1 })
 				}
 			}
 			if test.trusted {
 				_, err = r.tcp().Write(hello)
 				must(t, err)
-				eventually(t, "one more passes through",
+				testkit.Eventually(t, "one more passes through",
 					func() bool { return r.tunnel.openConns() == DefaultLimits().ConnsPerAddress+1 })
 				return
 			}
@@ -535,10 +536,10 @@ func TestConnsPerAddress(t *testing.T) {
 			defer other.Close()
 			_, err = other.Write(hello)
 			must(t, err)
-			eventually(t, "another address passes through",
+			testkit.Eventually(t, "another address passes through",
 				func() bool { return r.tunnel.openConns() == DefaultLimits().ConnsPerAddress+2 })
 			r.tunnel.resetAll()
-			eventually(t, "all are forgotten", func() bool {
+			testkit.Eventually(t, "all are forgotten", func() bool {
 				r.door.passthroughs.mu.Lock()
 				defer r.door.passthroughs.mu.Unlock()
 				return len(r.door.passthroughs.counts) == 0
@@ -549,7 +550,7 @@ func TestConnsPerAddress(t *testing.T) {
 
 func TestWarnings(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var logs syncBuffer
+		var logs testkit.Log
 		f := &FrontDoor{log: slog.New(slog.NewTextHandler(&logs, nil))}
 		for range 100 {
 			f.warn(denySNI, "no name")
@@ -685,7 +686,7 @@ func TestDrain(t *testing.T) {
 			defer res.Body.Close()
 			within(t, "the request", patience, started)
 			r.stop()
-			eventually(t, "the door is closed", func() bool {
+			testkit.Eventually(t, "the door is closed", func() bool {
 				n, err := net.Dial("tcp", r.addr)
 				if err == nil {
 					n.Close()
@@ -697,7 +698,7 @@ func TestDrain(t *testing.T) {
 			if err != nil || string(b) != "first last" {
 				t.Errorf("got %q, %v", b, err)
 			}
-			eventually(t, "the end of Run", func() bool {
+			testkit.Eventually(t, "the end of Run", func() bool {
 				c.CloseIdleConnections() // those passed through belong to the caller
 				select {
 				case err := <-r.done:

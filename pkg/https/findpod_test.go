@@ -13,6 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -104,7 +105,7 @@ func TestSilentNode(t *testing.T) {
 			fakeTunnel: &fakeTunnel{nodes: map[tunnel.NodeName]bool{"evil": true, "good": true, "other": true}},
 			have:       map[tunnel.NodeName]string{"good": "ns/one"}, silent: make(map[tunnel.NodeName]bool),
 		}
-		logs := new(syncBuffer)
+		logs := new(testkit.Log)
 		f, err := New(Config{}, k, k, slog.New(slog.NewTextHandler(logs, nil)))
 		must(t, err)
 		p := &proxy{f: f, probeNode: k.ask}
@@ -165,7 +166,7 @@ func TestNodesNotAskedInTime(t *testing.T) {
 			n := tunnel.NodeName(fmt.Sprintf("slow%03d", i))
 			k.nodes[n], k.silent[n] = true, true
 		}
-		logs := new(syncBuffer)
+		logs := new(testkit.Log)
 		f, err := New(Config{}, k, k, slog.New(slog.NewTextHandler(logs, nil)))
 		must(t, err)
 		p := &proxy{f: f, probeNode: k.ask}

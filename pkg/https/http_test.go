@@ -21,6 +21,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -374,7 +375,7 @@ func TestEarlyAnswer(t *testing.T) {
 			within(t, "the answer", 2*time.Second, answered)
 			pw.Close()
 		}
-		eventually(t, "no conn is left in use", func() bool {
+		testkit.Eventually(t, "no conn is left in use", func() bool {
 			c.CloseIdleConnections()
 			return r.tunnel.openConns() <= 1
 		})
@@ -475,13 +476,13 @@ func TestPoolForgets(t *testing.T) {
 		wantStatus(t, res, body, 502, "not connected")
 		r.tunnel.set(func(f *fakeTunnel) { f.fail = tunnel.Refusef(tunnel.Refused, "nobody there") })
 		r.tunnel.resetAll()
-		eventually(t, "the node refuses", func() bool {
+		testkit.Eventually(t, "the node refuses", func() bool {
 			res, _ := get(t, c, "https://"+string(node)+"/")
 			return res.StatusCode == 502
 		})
 		r.tunnel.set(func(f *fakeTunnel) { f.fail = nil })
 	}
-	eventually(t, "all nodes are forgotten", func() bool { return r.door.hops() == 0 })
+	testkit.Eventually(t, "all nodes are forgotten", func() bool { return r.door.hops() == 0 })
 }
 
 // A target that does not read its upload does not stop the uploads of others.
@@ -544,7 +545,7 @@ func TestPool(t *testing.T) {
 		t.Errorf("10 requests made %d conns", n)
 	}
 	r.tunnel.resetAll()
-	eventually(t, "the conn is forgotten", func() bool { return r.tunnel.openConns() == 0 })
+	testkit.Eventually(t, "the conn is forgotten", func() bool { return r.tunnel.openConns() == 0 })
 }
 
 type readerFunc func([]byte) (int, error)

@@ -9,12 +9,13 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
 func (r *rig) wantLimited(l tunnel.Limit, n uint64) {
 	r.t.Helper()
-	eventually(r.t, "limit "+l.String()+" is counted", func() bool { return r.door.cfg.Counters.LimitedBy(l) >= n })
+	testkit.Eventually(r.t, "limit "+l.String()+" is counted", func() bool { return r.door.cfg.Counters.LimitedBy(l) >= n })
 	if got := r.door.cfg.Counters.LimitedBy(l); got != n {
 		r.t.Errorf("limit %s was counted %d times, want %d", l, got, n)
 	}

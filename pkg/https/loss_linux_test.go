@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -163,7 +164,7 @@ func TestCloseNotifyGetsTheReset(t *testing.T) {
 		}))
 	}
 	close(far.ends) // makes Splice send the close_notify
-	eventually(t, "the close_notify has got the reset", func() bool {
+	testkit.Eventually(t, "the close_notify has got the reset", func() bool {
 		var pending int16
 		raw.Control(func(fd uintptr) {
 			fds := []unix.PollFd{{Fd: int32(fd)}}

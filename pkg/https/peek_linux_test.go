@@ -6,6 +6,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/listen"
 )
 
@@ -29,7 +30,7 @@ func TestPeekAfterItsDeadline(t *testing.T) {
 	defer here.Close()
 	_, err := there.Write(helloBytes(t, "edge1"))
 	must(t, err)
-	eventually(t, "the ClientHello arrives", func() bool { return listen.Unread(here) })
+	testkit.Eventually(t, "the ClientHello arrives", func() bool { return listen.Unread(here) })
 	c := &clientConn{Conn: &lateConn{TCPConn: here}}
 	spoke := 0
 	h, err := c.peek(context.Background(), patience, func() { spoke++ })

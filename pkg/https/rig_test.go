@@ -2,7 +2,6 @@ package https
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"crypto/ecdsa"
 	"crypto/elliptic"
@@ -26,6 +25,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -99,7 +99,7 @@ type rig struct {
 	tunnel    *fakeTunnel
 	door      *FrontDoor
 	addr      string // of the door's first port
-	logs      *syncBuffer
+	logs      *testkit.Log
 	stop      context.CancelFunc
 	done      chan error
 }
@@ -110,7 +110,7 @@ func newRig(t testing.TB, h http.Handler, configure func(*rig, *Config)) *rig {
 	t.Helper()
 	r := &rig{
 		t: t, clientCA: newCA(t, "clients"), frontCA: newCA(t, "front"), kubeletCA: newCA(t, "kubelets"),
-		logs: &syncBuffer{},
+		logs: &testkit.Log{},
 	}
 	if h == nil {
 		h = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { io.WriteString(w, "pong") })
@@ -173,7 +173,7 @@ func (r *rig) start() *rig {
 	ctx, cancel := context.WithCancel(context.Background())
 	r.stop, r.done = cancel, make(chan error, 1)
 	go func() { r.done <- r.door.Run(ctx) }()
-	eventually(r.t, "the door opens", func() bool { return r.door.Ready() == nil })
+	testkit.Eventually(r.t, "the door opens", func() bool { return r.door.Ready() == nil })
 	r.addr = r.door.Addrs()[0].String()
 	r.t.Cleanup(func() {
 		cancel()
@@ -398,42 +398,10 @@ func (c *fakeConn) CloseRead() error {
 	return nil
 }
 
-// syncBuffer collects a log.
-type syncBuffer struct {
-	mu sync.Mutex
-	b  bytes.Buffer
-}
-
-func (s *syncBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.Write(p)
-}
-
-func (s *syncBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.b.String()
-}
-
 func must(t testing.TB, err error) {
 	t.Helper()
 	if err != nil {
 		t.Fatal(err)
-	}
-}
-
-// eventually waits until ok returns true; it fails with what.
-func eventually(t testing.TB, what string, ok func() bool) {
-	t.Helper()
-	deadline := time.Now().Add(patience)
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	for !ok() {
-		if time.Now().After(deadline) {
-			t.Fatalf("in vain: %s", what)
-		}
-		<-tick.C
 	}
 }
 

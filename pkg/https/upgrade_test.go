@@ -13,6 +13,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"tunnel/internal/testkit"
 )
 
 // upgradeWays are the ways in which the door itself switches protocols.
@@ -77,7 +79,7 @@ func TestUpgrade(t *testing.T) {
 				if want := "early pipelined " + string(payload) + " bye"; string(got) != want {
 					t.Errorf("%d bytes, want %d", len(got), len(want))
 				}
-				eventually(t, "the conn ends", func() bool { return r.tunnel.openConns() == 0 })
+				testkit.Eventually(t, "the conn ends", func() bool { return r.tunnel.openConns() == 0 })
 			})
 		}
 	}

@@ -9,6 +9,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+
+	"tunnel/internal/testkit"
 )
 
 // podKubelet is a kubelet that has some pods and answers with its name.
@@ -217,7 +219,7 @@ func TestPodBurst(t *testing.T) {
 			answers <- string(b)
 		}()
 	}
-	eventually(t, "edge2 is asked", func() bool { return k2.probes.Load() == 1 })
+	testkit.Eventually(t, "edge2 is asked", func() bool { return k2.probes.Load() == 1 })
 	close(k2.slow)
 	for range burst {
 		if a := <-answers; a != "edge2" {
@@ -354,7 +356,7 @@ func TestTerminatedWhileAway(t *testing.T) {
 				t.Errorf("met %q on the pooled connection", cn)
 			}
 			if h2 { // the GOAWAY may still be under way
-				eventually(t, "the caller passes through",
+				testkit.Eventually(t, "the caller passes through",
 					func() bool { return by("10.77.0.1") == "system:node:edge1" })
 			} else if cn := by("10.77.0.1"); cn != "system:node:edge1" {
 				t.Errorf("met %q when edge1 was back", cn)

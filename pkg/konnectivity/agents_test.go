@@ -24,6 +24,7 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
@@ -111,20 +112,11 @@ func newAgentsRig(t *testing.T, change func(*AgentsConfig)) *agentsRig {
 		}
 	})
 	t.Cleanup(r.stop)
-	eventually(t, "the door is open", func() bool { return r.Ready() == nil })
+	testkit.Eventually(t, "the door is open", func() bool { return r.Ready() == nil })
 	r.mu.Lock()
 	r.addr = r.Agents.addr.String()
 	r.mu.Unlock()
 	return r
-}
-
-func eventually(t *testing.T, what string, is func() bool) {
-	t.Helper()
-	for late := time.Now().Add(20 * time.Second); !is(); time.Sleep(5 * time.Millisecond) {
-		if time.Now().After(late) {
-			t.Fatalf("it does not come to pass that %s", what)
-		}
-	}
 }
 
 // agent runs an Agent until it has joined. stop ends it.
@@ -159,7 +151,7 @@ func (r *agentsRig) agent(t *testing.T, node tunnel.NodeName, dial tunnel.DialFu
 		}
 	})
 	t.Cleanup(stop)
-	eventually(t, "the agent joins", func() bool { return a.Ready() == nil && r.dir.Holds(node) })
+	testkit.Eventually(t, "the agent joins", func() bool { return a.Ready() == nil && r.dir.Holds(node) })
 	return a, stop
 }
 
@@ -206,9 +198,9 @@ func TestAgentConns(t *testing.T) {
 		})
 	}
 	all.Wait()
-	eventually(t, "no conn is left", func() bool { return r.conns("n1") == 0 })
+	testkit.Eventually(t, "no conn is left", func() bool { return r.conns("n1") == 0 })
 	l := r.dir.Lookup("n1").Link.(*agentLink)
-	eventually(t, "no id is left", func() bool {
+	testkit.Eventually(t, "no id is left", func() bool {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		return len(l.conns) == 0 && l.unread == 0
@@ -293,7 +285,7 @@ func TestAgentBlackHoles(t *testing.T) {
 			r.dir.Dial(ctx, tunnel.Request{Node: "n1", Network: "tcp", Addr: fmt.Sprintf("hang%d:1", i%8)})
 		})
 	}
-	eventually(t, "so many dials wait as may", func() bool { return r.cfg.Counters.Waiting.Load() > 0 })
+	testkit.Eventually(t, "so many dials wait as may", func() bool { return r.cfg.Counters.Waiting.Load() > 0 })
 	for range 10 {
 		r.dial(t, "n1", addr).Close()
 	}
@@ -324,13 +316,13 @@ func TestAgentBudget(t *testing.T) {
 		t.Errorf("a dial that is one too many: %v", err)
 	}
 	cancel()
-	eventually(t, "the dial has ended", func() bool { return r.budget.dialled.Load() == 0 && r.budget.conns.Load() == 0 })
+	testkit.Eventually(t, "the dial has ended", func() bool { return r.budget.dialled.Load() == 0 && r.budget.conns.Load() == 0 })
 	c := r.dial(t, "n1", addr)
 	if d, n := r.budget.dialled.Load(), r.budget.conns.Load(); d != 0 || n != 1 {
 		t.Errorf("with a conn: %d dials, %d conns", d, n)
 	}
 	c.Close()
-	eventually(t, "the conn is over", func() bool { return r.budget.conns.Load() == 0 })
+	testkit.Eventually(t, "the conn is over", func() bool { return r.budget.conns.Load() == 0 })
 }
 
 // At most maxServers servers are joined behind an address, however many the servers announce.
@@ -410,9 +402,9 @@ func TestAgentLost(t *testing.T) {
 	if err := <-pending; err == nil || tunnel.CodeOf(err) != tunnel.Gone {
 		t.Errorf("a dial whose agent is lost: %v", err)
 	}
-	eventually(t, "the agent is back", func() bool { s := r.dir.Lookup("n1"); return s != nil && !closed(s.Done()) })
+	testkit.Eventually(t, "the agent is back", func() bool { s := r.dir.Lookup("n1"); return s != nil && !closed(s.Done()) })
 	stop()
-	eventually(t, "the agent has gone", func() bool { return !r.dir.Holds("n1") })
+	testkit.Eventually(t, "the agent has gone", func() bool { return !r.dir.Holds("n1") })
 }
 
 // An agent joins the server again while a slow target still receives bytes of a closed conn.
@@ -432,13 +424,13 @@ func TestAgentLostBehindClose(t *testing.T) {
 	}
 	c.Close()
 	l := r.dir.Lookup("n1").Link.(*agentLink)
-	eventually(t, "the agent knows that the conn is closed", func() bool {
+	testkit.Eventually(t, "the agent knows that the conn is closed", func() bool {
 		l.mu.Lock()
 		defer l.mu.Unlock()
 		return len(l.conns) == 0
 	})
 	l.Close(errors.New("cut"))
-	eventually(t, "the agent is back", func() bool { s := r.dir.Lookup("n1"); return s != nil && s.Link != l })
+	testkit.Eventually(t, "the agent is back", func() bool { s := r.dir.Lookup("n1"); return s != nil && s.Link != l })
 }
 
 func closed(c <-chan struct{}) bool {
@@ -464,7 +456,7 @@ func TestAgentStalledReader(t *testing.T) {
 	})
 	stalled := r.dial(t, "n1", endless)
 	other := r.dial(t, "n1", listen(t, echo))
-	eventually(t, "the stalled conn is ended", func() bool { return r.cfg.Counters.LimitedBy(tunnel.LimitUnread) == 1 })
+	testkit.Eventually(t, "the stalled conn is ended", func() bool { return r.cfg.Counters.LimitedBy(tunnel.LimitUnread) == 1 })
 	want := random(1 << 20)
 	go other.Write(want)
 	got := make([]byte, len(want))
@@ -510,7 +502,7 @@ func TestAgentDrains(t *testing.T) {
 	ended := make(chan struct{})
 	go func() { stop(); close(ended) }()
 	first := r.dir.Lookup("n1")
-	eventually(t, "the agent leaves", func() bool { return first.Leaving.Load() })
+	testkit.Eventually(t, "the agent leaves", func() bool { return first.Leaving.Load() })
 	n2 := r.dir.Lookup("n2")
 	for range 5 {
 		before := n2.Conns.Load()
@@ -612,7 +604,7 @@ func TestWhoMayBeAnAgent(t *testing.T) {
 	if err != nil || fmt.Sprint(h.Get("serverid"), h.Get("servercount")) != "["+r.id+"] [3]" {
 		t.Errorf("header %v, %v", h, err)
 	}
-	eventually(t, "the agent is a node", func() bool { return r.dir.Holds("n1") })
+	testkit.Eventually(t, "the agent is a node", func() bool { return r.dir.Holds("n1") })
 	close(r.revoked)
 	if err := s.RecvMsg(new(Packet)); status.Code(err) != codes.Unauthenticated {
 		t.Errorf("revoked: %v", err)
@@ -661,18 +653,18 @@ func TestAgentSecondStream(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	md := []string{"agentid", "n1", "authorization", "Bearer token of n1"}
 	r.raw(t, md...)
-	eventually(t, "the first is there", func() bool { return r.dir.Holds("n1") })
+	testkit.Eventually(t, "the first is there", func() bool { return r.dir.Holds("n1") })
 	first := r.dir.Lookup("n1")
 	_, hangUp := r.raw(t, md...)
 	streams := func() int { r.mu.Lock(); defer r.mu.Unlock(); return len(r.nodes["n1"]) }
-	eventually(t, "the second is there", func() bool { return streams() == 2 })
+	testkit.Eventually(t, "the second is there", func() bool { return streams() == 2 })
 	hangUp()
-	eventually(t, "the second has gone", func() bool { return streams() == 1 })
+	testkit.Eventually(t, "the second has gone", func() bool { return streams() == 1 })
 	if r.dir.Lookup("n1") != first {
 		t.Error("a stream that came and went took the place of another")
 	}
 	r.raw(t, md...) // an agent that has restarted before its old stream was found dead
-	eventually(t, "the third takes over", func() bool { s := r.dir.Lookup("n1"); return s != nil && s != first })
+	testkit.Eventually(t, "the third takes over", func() bool { s := r.dir.Lookup("n1"); return s != nil && s != first })
 	if closed(first.Done()) {
 		t.Error("the first stream was ended")
 	}
@@ -686,7 +678,7 @@ func TestAgentStreams(t *testing.T) {
 	var hangUp context.CancelFunc
 	for i := range maxStreamsPerNode {
 		_, hangUp = r.raw(t, md...)
-		eventually(t, "the agent joins", func() bool { return count() == i+1 })
+		testkit.Eventually(t, "the agent joins", func() bool { return count() == i+1 })
 	}
 	s, _ := r.raw(t, md...)
 	if err := s.RecvMsg(new(Packet)); status.Code(err) != codes.ResourceExhausted ||
@@ -701,7 +693,7 @@ func TestAgentStreams(t *testing.T) {
 		t.Errorf("another node: %v, %v", h, err)
 	}
 	hangUp()
-	eventually(t, "one has gone", func() bool { return count() == maxStreamsPerNode-1 })
+	testkit.Eventually(t, "one has gone", func() bool { return count() == maxStreamsPerNode-1 })
 	s, _ = r.raw(t, md...)
 	if h, err := s.Header(); err != nil || len(h.Get("serverid")) != 1 {
 		t.Errorf("in the place of one that has gone: %v, %v", h, err)
@@ -745,9 +737,9 @@ func TestAgentByCertificate(t *testing.T) {
 		ended := make(chan error, 1)
 		go func() { ended <- a.Run(ctx) }()
 		if good {
-			eventually(t, "the agent joins", func() bool { return r.dir.Holds(node) })
+			testkit.Eventually(t, "the agent joins", func() bool { return r.dir.Holds(node) })
 		} else {
-			eventually(t, "the agent is refused", func() bool { return r.cfg.Counters.JoinsRefused.Load() > 0 })
+			testkit.Eventually(t, "the agent is refused", func() bool { return r.cfg.Counters.JoinsRefused.Load() > 0 })
 		}
 		if r.dir.Holds(node) != good {
 			t.Errorf("node %s is there: %v", node, !good)
@@ -828,10 +820,10 @@ func TestAgentBeforeEdge(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	md := []string{"agentid", "n1", "authorization", "Bearer token of n1"}
 	older, _ := r.raw(t, md...)
-	eventually(t, "the first is there", func() bool { return r.dir.Holds("n1") })
+	testkit.Eventually(t, "the first is there", func() bool { return r.dir.Holds("n1") })
 	first := r.dir.Lookup("n1")
 	newer, _ := r.raw(t, md...)
-	eventually(t, "the second takes over", func() bool { return r.dir.Lookup("n1") != first })
+	testkit.Eventually(t, "the second takes over", func() bool { return r.dir.Lookup("n1") != first })
 	edge := &tunnel.Session{Node: "n1", Link: &strangerLink{}}
 	r.dir.Attach(edge).Close(status.Error(codes.Aborted, "replaced")) // as stream.Server does
 	if err := newer.RecvMsg(new(Packet)); status.Code(err) != codes.Aborted {
@@ -851,7 +843,7 @@ type strangerLink struct{ tunnel.Link }
 func TestAgentLateAnswer(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	s, _ := r.raw(t, "agentid", "n1", "authorization", "Bearer token of n1")
-	eventually(t, "the agent is there", func() bool { return r.dir.Holds("n1") })
+	testkit.Eventually(t, "the agent is there", func() bool { return r.dir.Holds("n1") })
 	ctx, cancel := context.WithCancel(t.Context())
 	failed := make(chan error, 1)
 	go func() {
@@ -908,7 +900,7 @@ func TestAgentDrainAnswers(t *testing.T) {
 				defer close(stopped)
 				stop()
 			}()
-			eventually(t, "the edge drains", l.Leaving.Load)
+			testkit.Eventually(t, "the edge drains", l.Leaving.Load)
 			var dials sync.WaitGroup
 			var lost, answered atomic.Int32
 			dial := func(addr string) {

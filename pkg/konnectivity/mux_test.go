@@ -13,6 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -136,7 +137,7 @@ func TestMuxSteadyReader(t *testing.T) {
 				far.Close()
 				<-delivered
 			}()
-			eventually(t, "the queue and the socket are full", func() bool {
+			testkit.Eventually(t, "the queue and the socket are full", func() bool {
 				m.mu.Lock()
 				defer m.mu.Unlock()
 				return c.unread > maxUnread-2*DataSize && time.Since(c.lastRead) > 100*time.Millisecond
@@ -146,7 +147,7 @@ func TestMuxSteadyReader(t *testing.T) {
 			if _, err := io.ReadFull(far, got); err != nil {
 				t.Fatal(err)
 			}
-			eventually(t, "what was taken shows", func() bool { return c.lastReadAt().After(before) || m.cut() > 0 })
+			testkit.Eventually(t, "what was taken shows", func() bool { return c.lastReadAt().After(before) || m.cut() > 0 })
 			more, err := slowly(far, 300<<10, 200<<10)
 			if err != nil {
 				t.Fatalf("a steady reader, after %d bytes: %v", len(got), err)

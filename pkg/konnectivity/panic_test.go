@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	ports "tunnel/pkg/listen"
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -39,14 +40,14 @@ func TestPanicInAnAgent(t *testing.T) {
 		t.Errorf("joining: %v", err)
 	}
 	r.raw(t, "agentid", "n2", "authorization", "Bearer token of n2")
-	eventually(t, "n2 joins", func() bool { return r.dir.Holds("n2") })
+	testkit.Eventually(t, "n2 joins", func() bool { return r.dir.Holds("n2") })
 	l := r.dir.Lookup("n2").Link.(*agentLink)
 	l.mu.Lock()
 	l.out = append(l.out, outgoing{}) // without a packet, sendLoop panics
 	notify(l.wake)
 	l.mu.Unlock()
 	<-l.ended
-	eventually(t, "n2 has gone", func() bool { return !r.dir.Holds("n2") })
+	testkit.Eventually(t, "n2 has gone", func() bool { return !r.dir.Holds("n2") })
 	if n := r.cfg.Counters.Panics.Load(); n != 2 || !r.dir.Holds("n1") {
 		t.Errorf("%d panics counted, want 2; n1 is there: %v", n, r.dir.Holds("n1"))
 	}
@@ -70,7 +71,7 @@ func TestPanicInADialOfAnAgent(t *testing.T) {
 	if n := a.cfg.Counters.Panics.Load(); n != 1 || r.dir.Lookup("n1") != first {
 		t.Errorf("%d panics counted, want 1; the session lives: %v", n, r.dir.Lookup("n1") == first)
 	}
-	eventually(t, "no dial is counted any more", func() bool { return r.budget.dialled.Load() == 0 })
+	testkit.Eventually(t, "no dial is counted any more", func() bool { return r.budget.dialled.Load() == 0 })
 }
 
 // Whatever metadata an agent sends, accepted identifiers can be encoded for other replicas, and parsed.

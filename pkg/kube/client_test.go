@@ -16,6 +16,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"tunnel/internal/testkit"
 )
 
 // server is an API server whose answers the test sets. It records all requests.
@@ -304,7 +306,7 @@ func TestNodes(t *testing.T) {
 // If the nodes cannot be read, the log says why, once, and no name is known.
 func TestNodesForbidden(t *testing.T) {
 	s := serve(t, refusal(403, "Forbidden", ""))
-	var log logBuffer
+	var log testkit.Log
 	n, err := s.Nodes("", slog.New(slog.NewTextHandler(&log, nil)))
 	if err != nil {
 		t.Fatal(err)

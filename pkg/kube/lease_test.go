@@ -8,7 +8,6 @@ import (
 	"log/slog"
 	"path"
 	"regexp"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -17,6 +16,8 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	"tunnel/internal/testkit"
 )
 
 // memory is an in-memory API server for any kind of object. Each client has its own view of
@@ -27,25 +28,7 @@ type memory struct {
 	version int                       // the last resource version
 	patches int                       // how many patches were applied
 
-	log logBuffer // of all clients
-}
-
-// logBuffer collects a log.
-type logBuffer struct {
-	mu   sync.Mutex // guards the following
-	text strings.Builder
-}
-
-func (s *logBuffer) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.text.Write(p)
-}
-
-func (s *logBuffer) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.text.String()
+	log testkit.Log // of all clients
 }
 
 // view is one client's connection to memory.

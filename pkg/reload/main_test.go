@@ -1,17 +1,14 @@
 package reload
 
 import (
-	"bytes"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
-	"log/slog"
 	"os"
 	"path/filepath"
-	"sync"
 	"testing"
 	"time"
 
@@ -19,29 +16,6 @@ import (
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
-
-// journal collects a log, for a test to read.
-type journal struct {
-	mu  sync.Mutex // guards the following
-	buf bytes.Buffer
-}
-
-func (j *journal) Write(p []byte) (int, error) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.buf.Write(p)
-}
-
-func (j *journal) String() string {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.buf.String()
-}
-
-func newLog() (*slog.Logger, *journal) {
-	j := new(journal)
-	return slog.New(slog.NewTextHandler(j, nil)), j
-}
 
 func writeFile(t *testing.T, path string, content []byte) {
 	t.Helper()
@@ -105,19 +79,4 @@ func version(t *testing.T, dir, name string, files map[string][]byte) {
 		t.Fatal(err)
 	}
 	rename(t, filepath.Join(dir, "..data_tmp"), filepath.Join(dir, "..data"))
-}
-
-// eventually waits until ok returns true, or fails the test.
-func eventually(t *testing.T, what string, ok func() bool) {
-	t.Helper()
-	tick := time.NewTicker(5 * time.Millisecond)
-	defer tick.Stop()
-	late := time.After(10 * time.Second)
-	for !ok() {
-		select {
-		case <-tick.C:
-		case <-late:
-			t.Fatalf("not within 10 s: %s", what)
-		}
-	}
 }

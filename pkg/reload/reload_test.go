@@ -16,6 +16,8 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+
+	"tunnel/internal/testkit"
 )
 
 // polling is Watch on a file system without notifications; synctest bubbles need that.
@@ -89,7 +91,7 @@ func TestPairFollowsItsFiles(t *testing.T) {
 				f := newPairFiles(t)
 				cert, key := good(t, "first")
 				change(t, f, cert, key)
-				log, j := newLog()
+				log, j := testkit.NewLog()
 				p, err := NewPair(f.cert, f.key, log)
 				if err != nil {
 					t.Fatal(err)
@@ -100,9 +102,9 @@ func TestPairFollowsItsFiles(t *testing.T) {
 				running(t, p.Run)
 				cert, key = good(t, "second")
 				change(t, f, cert, key)
-				eventually(t, "the new certificate is in use", func() bool { return nameIn(p) == "second" })
-				eventually(t, "all is well", func() bool { return p.Note() == "" })
-				eventually(t, "it is logged", func() bool { return strings.Contains(j.String(), "read again") })
+				testkit.Eventually(t, "the new certificate is in use", func() bool { return nameIn(p) == "second" })
+				testkit.Eventually(t, "all is well", func() bool { return p.Note() == "" })
+				testkit.Eventually(t, "it is logged", func() bool { return strings.Contains(j.String(), "read again") })
 			})
 		}
 	}
@@ -112,7 +114,7 @@ func TestPairInOneFile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "node.pem")
 	cert, key := good(t, "node")
 	writeFile(t, file, append(cert, key...))
-	log, _ := newLog()
+	log, _ := testkit.NewLog()
 	p, err := NewPair(file, file, log)
 	if err != nil || nameIn(p) != "node" || len(p.paths) != 1 {
 		t.Fatalf("%v, %v", p, err)
@@ -124,7 +126,7 @@ func TestHalfWrittenPairIsNotAdopted(t *testing.T) {
 		f := newPairFiles(t)
 		cert, key := good(t, "first")
 		f.write(t, cert, key)
-		log, j := newLog()
+		log, j := testkit.NewLog()
 		p, err := NewPair(f.cert, f.key, log)
 		if err != nil {
 			t.Fatal(err)
@@ -177,7 +179,7 @@ func TestHalfWrittenPairIsNotAdopted(t *testing.T) {
 func TestPairThatIsNotValidNow(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := newPairFiles(t)
-		log, j := newLog()
+		log, j := testkit.NewLog()
 		cert, key := certify(t, "old", time.Now().Add(-year), year/2)
 		f.write(t, cert, key)
 		p, err := NewPair(f.cert, f.key, log)
@@ -221,7 +223,7 @@ func TestExpiryIsLoggedOnce(t *testing.T) {
 				f := newPairFiles(t)
 				cert, key := certify(t, "first", time.Now(), tc.life)
 				f.write(t, cert, key)
-				log, j := newLog()
+				log, j := testkit.NewLog()
 				p, err := NewPair(f.cert, f.key, log)
 				if err != nil {
 					t.Fatal(err)
@@ -270,7 +272,7 @@ func TestPoolFollowsItsFile(t *testing.T) {
 		one, _ := good(t, "one")
 		two, key := good(t, "two")
 		writeFile(t, file, one)
-		log, j := newLog()
+		log, j := testkit.NewLog()
 		p, err := NewPool(file, log)
 		if err != nil {
 			t.Fatal(err)
@@ -315,7 +317,7 @@ func TestBadFilesAtTheStart(t *testing.T) {
 	f := newPairFiles(t)
 	cert, key := good(t, "one")
 	other, _ := good(t, "other")
-	log, _ := newLog()
+	log, _ := testkit.NewLog()
 	files := NewFiles(log)
 	for what, tc := range map[string]struct {
 		cert, key []byte
@@ -351,7 +353,7 @@ func TestFiles(t *testing.T) {
 	from := time.Now().Add(-time.Minute).Truncate(time.Second)
 	cert, key := certify(t, "one", from, year)
 	f.write(t, cert, key)
-	log, j := newLog()
+	log, j := testkit.NewLog()
 	files := NewFiles(log)
 	if _, err := files.Pair("mode.cloud.https", f.cert, f.key); err != nil {
 		t.Fatal(err)
@@ -373,7 +375,7 @@ func TestFiles(t *testing.T) {
 		}
 	}
 	writeFile(t, f.key, []byte("hello"))
-	eventually(t, "the fault is noted", func() bool {
+	testkit.Eventually(t, "the fault is noted", func() bool {
 		return strings.HasPrefix(files.Note(), "mode.cloud.https: its files are bad")
 	})
 	if !strings.Contains(j.String(), "use=mode.cloud.https ") || strings.Contains(files.Note(), "clientca") {

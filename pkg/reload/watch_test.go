@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/fsnotify/fsnotify"
+
+	"tunnel/internal/testkit"
 )
 
 // watched is a watcher in a synctest bubble; the test sends the file system's notifications.
@@ -163,7 +165,7 @@ func TestWatchNoticesSwappedLinks(t *testing.T) {
 	ended := make(chan struct{})
 	go func() {
 		defer close(ended)
-		log, _ := newLog()
+		log, _ := testkit.NewLog()
 		Watch(ctx, []string{filepath.Join(dir, "a"), filepath.Join(dir, "b")}, log, func() bool {
 			calls <- struct{}{}
 			return false

@@ -20,6 +20,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
@@ -420,7 +421,7 @@ func TestRenewEverywhere(t *testing.T) {
 		}
 		return found
 	}
-	eventually(t, "the edge has a session with each replica", func() bool { return len(proofs()) == 2 && len(e.client.live()) == 2 })
+	testkit.Eventually(t, "the edge has a session with each replica", func() bool { return len(proofs()) == 2 && len(e.client.live()) == 2 })
 	before := proofs()
 	if _, err := e.client.Renew(t.Context(), requestFor(t, "edge1")); err != nil {
 		t.Fatal(err)

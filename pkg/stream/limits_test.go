@@ -24,6 +24,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -671,7 +672,7 @@ func TestRelayedOpensCountAtTheHolder(t *testing.T) {
 	holder, other := all[0], all[1]
 	holder.server.quotas.limits.Opens = 1
 	holder.join("edge1", refuses)
-	eventually(t, "the other replica hears of the node", func() bool { return other.peers.Holds("edge1") })
+	testkit.Eventually(t, "the other replica hears of the node", func() bool { return other.peers.Holds("edge1") })
 	dial := func(noWait bool) error {
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()

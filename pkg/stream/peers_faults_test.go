@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
@@ -146,7 +147,7 @@ func TestPauseEndsWithTheLastSession(t *testing.T) {
 		defer close(paused)
 		c.pause(t.Context(), time.Hour)
 	}()
-	eventually(t, "the pause ends", func() bool { // whenever it began to wait
+	testkit.Eventually(t, "the pause ends", func() bool { // whenever it began to wait
 		c.mu.Lock()
 		defer c.mu.Unlock()
 		if len(c.links) == 0 {
@@ -312,7 +313,7 @@ func TestEdgesHearTheNewest(t *testing.T) {
 	p.dir.Attach(s)
 	var wg sync.WaitGroup
 	wg.Go(func() { p.attach(uuid.NewString(), nil, &cloudSession{}) })
-	eventually(t, "the first is being told", func() bool { return edge.n.Load() > 0 })
+	testkit.Eventually(t, "the first is being told", func() bool { return edge.n.Load() > 0 })
 	wg.Go(func() { p.attach(uuid.NewString(), nil, &cloudSession{}) })
 	wg.Wait()
 	var r pb.Replicas

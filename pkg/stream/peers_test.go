@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
@@ -69,7 +70,7 @@ func places(t *testing.T, n int) (ca *auth.CA, listeners []net.Listener, address
 func (all fleet) meet(t *testing.T) {
 	t.Helper()
 	for _, a := range all {
-		eventually(t, "the replicas have joined each other", func() bool { return len(a.peers.sessions()) == len(all)-1 })
+		testkit.Eventually(t, "the replicas have joined each other", func() bool { return len(a.peers.sessions()) == len(all)-1 })
 	}
 }
 
@@ -233,7 +234,7 @@ func TestNewerSessionWins(t *testing.T) {
 	old := all[0].join("edge1", direct)
 	was := old.client.Session()
 	since := all[0].dir.Lookup("edge1").Since
-	eventually(t, "it is clearly older", func() bool { return time.Since(since) > sameTime })
+	testkit.Eventually(t, "it is clearly older", func() bool { return time.Since(since) > sameTime })
 	all[1].join("edge1", direct)
 	select {
 	case <-was.Done():

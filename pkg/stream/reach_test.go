@@ -6,6 +6,8 @@ import (
 
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	"tunnel/internal/testkit"
 )
 
 // What an edge says it reaches is known to every replica, and goes with it.
@@ -19,14 +21,14 @@ func TestReach(t *testing.T) {
 	all[0].start(long, direct)
 	all[0].join("n3", direct) // says nothing
 	for _, r := range all {
-		eventually(t, "the replica knows what both reach", func() bool {
+		testkit.Eventually(t, "the replica knows what both reach", func() bool {
 			reach := r.peers.Reach()
 			return reach["n1"] == cfg.Reach && reach["n2"] == long.Reach
 		})
 	}
 	e.halt(t)
 	for _, r := range all {
-		eventually(t, "the replica has forgotten it", func() bool { return r.peers.Reach()["n1"] == "" })
+		testkit.Eventually(t, "the replica has forgotten it", func() bool { return r.peers.Reach()["n1"] == "" })
 	}
 	cfg.Reach = strings.Repeat("x", maxReach+1)
 	c, err := NewClient(cfg)

@@ -1,7 +1,6 @@
 package stream
 
 import (
-	"bytes"
 	"context"
 	"crypto/tls"
 	"crypto/x509"
@@ -20,6 +19,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
@@ -95,9 +95,9 @@ func (a *fakeAuth) revoke(n tunnel.NodeName) {
 
 // journal is the log of a rig, for a test to read; TUNNEL_TEST_LOG=1 shows it.
 type journal struct {
+	testkit.Log
+
 	name string
-	mu   sync.Mutex // guards text
-	text bytes.Buffer
 }
 
 func (j *journal) logger() *slog.Logger {
@@ -108,16 +108,12 @@ func (j *journal) Write(p []byte) (int, error) {
 	if os.Getenv("TUNNEL_TEST_LOG") != "" {
 		fmt.Fprintf(os.Stderr, "%s: %s", j.name, p)
 	}
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.text.Write(p)
+	return j.Log.Write(p)
 }
 
 // lines returns the lines that hold every one of words.
 func (j *journal) lines(words ...string) (found []string) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	for line := range strings.Lines(j.text.String()) {
+	for line := range strings.Lines(j.String()) {
 		missing := func(w string) bool { return !strings.Contains(line, w) }
 		if !slices.ContainsFunc(words, missing) {
 			found = append(found, line)
@@ -200,17 +196,13 @@ func (r *rig) serve() {
 	r.eventually("the server listens", func() bool { return r.server.Addr() != nil })
 }
 
-// eventually waits for something that happens soon in another goroutine.
+// eventually is testkit.Eventually for the rig's test.
 func (r *rig) eventually(what string, ok func() bool) {
 	r.t.Helper()
-	eventually(r.t, what, ok)
+	testkit.Eventually(r.t, what, ok)
 }
 
-func eventually(t *testing.T, what string, ok func() bool) {
-	t.Helper()
-	within(t, patience, what, ok)
-}
-
+// within waits up to d until ok returns true, on the real clock or on a fake one.
 func within(t *testing.T, d time.Duration, what string, ok func() bool) {
 	t.Helper()
 	for end := time.Now().Add(d); !ok(); {

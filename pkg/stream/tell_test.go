@@ -7,6 +7,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/internal/testkit"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -25,7 +26,7 @@ func TestTellAnything(t *testing.T) {
 		all[0].dir.Attach(s)
 		defer all[0].dir.Detach(s)
 	}
-	eventually(t, "the other replica knows all of them", func() bool { return len(all[1].peers.Reach()) == 3 })
+	testkit.Eventually(t, "the other replica knows all of them", func() bool { return len(all[1].peers.Reach()) == 3 })
 	if got := all[1].peers.Reach(); got["n1"] != "host=x?" || got["n3"] != "host=fine" {
 		t.Errorf("%q", got)
 	}

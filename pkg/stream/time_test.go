@@ -18,6 +18,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/listen"
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -142,7 +143,7 @@ func TestStrangersAreHungUpOn(t *testing.T) {
 			if d := time.Since(start); d > joinTimeout+time.Second {
 				t.Errorf("hung up on after %s, want %s", d, joinTimeout)
 			}
-			eventually(t, "it is counted", func() bool { return r.counters.JoinsRefused.Load() == 1 })
+			testkit.Eventually(t, "it is counted", func() bool { return r.counters.JoinsRefused.Load() == 1 })
 			if r.dir.Len() != 0 {
 				t.Error("a stranger without hello has a session")
 			}

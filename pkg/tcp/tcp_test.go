@@ -18,6 +18,7 @@ import (
 
 	"go.uber.org/goleak"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
@@ -47,28 +48,11 @@ func (d *tunnelDouble) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 	return new(net.Dialer).DialContext(ctx, r.Network, r.Addr)
 }
 
-type journal struct {
-	mu  sync.Mutex // guards the following
-	buf bytes.Buffer
-}
-
-func (j *journal) Write(p []byte) (int, error) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.buf.Write(p)
-}
-
-func (j *journal) String() string {
-	j.mu.Lock()
-	defer j.mu.Unlock()
-	return j.buf.String()
-}
-
 // running is a front door with one listener, in operation.
 type running struct {
 	t    *testing.T
 	door *FrontDoor
-	log  *journal
+	log  *testkit.Log
 	stop context.CancelFunc
 	done chan struct{} // closed when Run has returned
 	err  error         // Run's result; read it after done
@@ -79,7 +63,7 @@ func run(t *testing.T, l Listener, d tunnel.Dialer, with ...func(*FrontDoor)) *r
 	if l.Listen == "" {
 		l.Listen = "127.0.0.1:0"
 	}
-	r := &running{t: t, log: new(journal), done: make(chan struct{})}
+	r := &running{t: t, log: new(testkit.Log), done: make(chan struct{})}
 	r.door = New([]Listener{l}, d, slog.New(slog.NewTextHandler(r.log, nil)))
 	for _, w := range with {
 		w(r.door)
@@ -96,7 +80,7 @@ func run(t *testing.T, l Listener, d tunnel.Dialer, with ...func(*FrontDoor)) *r
 			t.Errorf("Run: %v", err)
 		}
 	})
-	eventually(t, "the listeners are open", func() bool { return r.door.Ready() == nil })
+	testkit.Eventually(t, "the listeners are open", func() bool { return r.door.Ready() == nil })
 	return r
 }
 
@@ -120,20 +104,6 @@ func (r *running) connect() *net.TCPConn {
 	r.t.Cleanup(func() { c.Close() })
 	c.SetDeadline(time.Now().Add(patience))
 	return c.(*net.TCPConn)
-}
-
-func eventually(t *testing.T, what string, ok func() bool) {
-	t.Helper()
-	tick := time.NewTicker(2 * time.Millisecond)
-	defer tick.Stop()
-	late := time.After(patience)
-	for !ok() {
-		select {
-		case <-tick.C:
-		case <-late:
-			t.Fatalf("not within %v: %s", patience, what)
-		}
-	}
 }
 
 // target is a server that handles each conn with serve. It returns the address.
@@ -286,7 +256,7 @@ func TestRefusalIsAReset(t *testing.T) {
 			r.wantTurnedAway(code.String())
 		}
 		// The first failure is a warning that names the reason. Further ones are counted.
-		eventually(t, "a warning", func() bool { return strings.Contains(r.log.String(), "because") })
+		testkit.Eventually(t, "a warning", func() bool { return strings.Contains(r.log.String(), "because") })
 		if s := r.log.String(); strings.Count(s, "level=WARN") != 1 || !strings.Contains(s, "node=edge1") {
 			t.Errorf("%v: log is %s", code, s)
 		}
@@ -384,7 +354,7 @@ func TestDrain(t *testing.T) {
 	say()
 	addr := r.door.Addrs()[0].String()
 	r.stop()
-	eventually(t, "nobody can connect any more", func() bool {
+	testkit.Eventually(t, "nobody can connect any more", func() bool {
 		late, err := net.Dial("tcp", addr)
 		if err == nil {
 			late.Close()

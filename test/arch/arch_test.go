@@ -44,6 +44,7 @@ var arrows = []arrow{
 	{"pkg/admin", []string{"pkg/listen", "pkg/socket", "pkg/tunnel"}, "health and metrics are told what to show; they reach into nobody"},
 	{"pkg/setup", []string{"conf", "pkg/auth", "pkg/reload", "pkg/stream", "pkg/tunnel"}, "it reads and writes configuration files and joins as an edge does; no daemon's module is in it"},
 	{"internal/demo", []string{"pkg/auth", "pkg/reload", "pkg/stream"}, "it runs the program itself for each end; only a stranger with a wrong token is its own"},
+	{"internal/testkit", nil, "waiting and logs are the same in every test; a test of any package may use it, so it knows none of them"},
 	{"test", []string{"conf", "pkg", "test"}, "what needs two ends may use every package but cmd, which it runs as a process"},
 }
 
@@ -157,6 +158,20 @@ func TestNothingImportsCmd(t *testing.T) {
 				}
 			}
 		}
+	}
+}
+
+// Only tests import internal/testkit: it imports testing, which a program must not link.
+func TestOnlyTestsImportTestkit(t *testing.T) {
+	all, used := packages(t), false
+	for name, p := range all {
+		if file := p.imports["internal/testkit"]; file != "" {
+			t.Errorf("%s of %s imports internal/testkit: it is for files named _test.go", file, name)
+		}
+		used = used || p.testImports["internal/testkit"] != ""
+	}
+	if !used {
+		t.Error("no test imports internal/testkit; this test would never fail")
 	}
 }
 

@@ -1,0 +1,83 @@
+// Package testkit is what the tests of several packages share: waiting for a condition, and reading
+// a log.
+//
+//	log, text := testkit.NewLog()
+//	go door.Run(ctx, log)
+//	testkit.Eventually(t, "the log says why", func() bool { return strings.Contains(text.String(), "refused") })
+//
+// Only tests import it (test/arch). It starts no goroutine and knows no other package of this
+// module; test/rig starts processes.
+package testkit
+
+import (
+	"bytes"
+	"log/slog"
+	"sync"
+	"testing"
+	"time"
+)
+
+const (
+	// patience is how long Eventually waits. Conditions on loopback hold within milliseconds; the
+	// rest is for a busy machine and the race detector.
+	patience = 10 * time.Second
+	// poll is for conditions that read the memory of the test's own process.
+	poll = time.Millisecond
+	// pollSlowly is for conditions that ask other processes or the network. Polling must not slow
+	// down the processes under test.
+	pollSlowly = 20 * time.Millisecond
+)
+
+// Eventually waits until ok returns true. After 10 s it fails the test with what. It works on the
+// fake clock of testing/synctest as well.
+func Eventually(t testing.TB, what string, ok func() bool) {
+	t.Helper()
+	for started := time.Now(); !ok(); time.Sleep(poll) {
+		if time.Since(started) > patience {
+			t.Fatalf("not within %s: %s", patience, what)
+		}
+	}
+}
+
+// Within waits until check returns nil, and returns how long that took. When check still fails
+// after limit, Within fails the test with what and check's last error. It calls check at least once.
+func Within(t testing.TB, limit time.Duration, what string, check func() error) time.Duration {
+	t.Helper()
+	for started := time.Now(); ; time.Sleep(pollSlowly) {
+		err := check()
+		took := time.Since(started)
+		if err == nil {
+			return took
+		}
+		if took > limit {
+			t.Fatalf("not within %s: %s: %v", limit, what, err)
+		}
+	}
+}
+
+// Log collects everything written to it, for a test to read. The zero value is empty and ready for
+// use. Its methods are safe for concurrent use.
+type Log struct {
+	mu   sync.Mutex // guards the following
+	text bytes.Buffer
+}
+
+// NewLog returns a logger for records of every level, and the Log that collects them.
+func NewLog() (*slog.Logger, *Log) {
+	l := new(Log)
+	return slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug})), l
+}
+
+// Write implements io.Writer.
+func (l *Log) Write(p []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(p)
+}
+
+// String returns everything written so far.
+func (l *Log) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
