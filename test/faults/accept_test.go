@@ -11,6 +11,7 @@ import (
 	"strings"
 	"testing"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -97,7 +98,7 @@ socket = "%s/a"
 				}
 				return nil
 			}
-			eventually(t, 2*backWithin, "cloud and edge are ready", func() error {
+			testkit.Within(t, 2*backWithin, "cloud and edge are ready", func() error {
 				if !p.cloud.Alive() {
 					t.Fatalf("the cloud has ended with code %d", p.cloud.ExitCode())
 				}

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -51,7 +52,7 @@ func TestKilledWhileDialling(t *testing.T) {
 	defer cancel()
 	for range kills {
 		before := taken.Load()
-		eventually(t, backWithin, "callers reach the target", func() error {
+		testkit.Within(t, backWithin, "callers reach the target", func() error {
 			if taken.Load() < before+100 {
 				return errors.New("fewer than 100 have")
 			}

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -159,7 +160,7 @@ func (p *pair) start() {
 // waitReady waits until the edge has a session and the cloud its listeners.
 func (p *pair) waitReady(limit time.Duration) {
 	p.t.Helper()
-	eventually(p.t, limit, "cloud and edge are ready", func() error {
+	testkit.Within(p.t, limit, "cloud and edge are ready", func() error {
 		return errors.Join(rig.Ready(p.CloudHealth()), rig.Ready(p.EdgeHealth()))
 	})
 }
@@ -184,24 +185,6 @@ func (p *pair) sessions(want float64) error {
 		err = fmt.Errorf("the cloud has %v sessions, want %v", n, want)
 	}
 	return err
-}
-
-// eventually polls until check returns nil, and returns how long that took. When
-// limit has passed the test ends with check's last error.
-func eventually(t *testing.T, limit time.Duration, what string, check func() error) time.Duration {
-	t.Helper()
-	started := time.Now()
-	for {
-		err := check()
-		took := time.Since(started)
-		if err == nil {
-			return took
-		}
-		if took > limit {
-			t.Fatalf("not within %s: %s: %v", limit, what, err)
-		}
-		time.Sleep(poll)
-	}
 }
 
 // weight is what a process holds that it must give back.
@@ -267,7 +250,7 @@ func (p *pair) baseline() (b baseline) {
 // back waits until neither holds more than b, and returns how long that took.
 func (p *pair) back(b baseline) time.Duration {
 	p.t.Helper()
-	return eventually(p.t, quietWithin, "goroutines and descriptors are back at their baseline", func() error {
+	return testkit.Within(p.t, quietWithin, "goroutines and descriptors are back at their baseline", func() error {
 		cloud, err1 := weigh(p.cloud, p.CloudHealth(), 0)
 		edge, err2 := weigh(p.edge, p.EdgeHealth(), 1)
 		if err := errors.Join(err1, err2); err != nil {

@@ -18,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/test/rig"
 )
@@ -152,7 +153,7 @@ func TestRenewedCertificates(t *testing.T) {
 	for i := range 3 {
 		files := secret()
 		p.mount(fmt.Sprintf("..%d", i+1), files)
-		took := eventually(t, seenWithin, "the new certificates are shown", func() error {
+		took := testkit.Within(t, seenWithin, "the new certificates are shown", func() error {
 			return errors.Join(
 				shows(p.GRPC(), serialOf(t, files["cloud.crt"])),
 				shows(p.HTTPSDoor(), serialOf(t, files["https.crt"])))
@@ -201,13 +202,13 @@ func TestAnotherAuthority(t *testing.T) {
 	}
 	cert, key := issue(t, other, rig.CloudLeaf())
 	p.mount("..1", map[string][]byte{"cloud.crt": cert, "cloud.key": key})
-	eventually(t, seenWithin, "the new certificate is shown", func() error { return shows(p.GRPC(), serialOf(t, cert)) })
+	testkit.Within(t, seenWithin, "the new certificate is shown", func() error { return shows(p.GRPC(), serialOf(t, cert)) })
 	if err = tryEcho(t.Context(), p.Door("echo")); err != nil {
 		t.Errorf("the session that is there is not of that certificate, and does not go on: %v", err)
 	}
 	p.cloud.Kill()
 	p.startCloud()
-	eventually(t, backWithin, "the edge does not trust it", func() error {
+	testkit.Within(t, backWithin, "the edge does not trust it", func() error {
 		if !strings.Contains(p.EdgeLog.String(), "certificate signed by unknown authority") {
 			return errors.New("its log does not say so")
 		}
@@ -274,7 +275,7 @@ func TestCallersOfAnotherAuthority(t *testing.T) {
 	}
 
 	p.replace("callers.crt", other.CertPEM())
-	eventually(t, seenWithin, "the new caller is let in", func() error { return call(client(next)) })
+	testkit.Within(t, seenWithin, "the new caller is let in", func() error { return call(client(next)) })
 	for range 3 {
 		err := call(client(old))
 		if err == nil {
@@ -305,7 +306,7 @@ func TestBadCertificateFiles(t *testing.T) {
 	} {
 		p.replace("cloud.crt", content)
 		faults++
-		eventually(t, atOnce, what+" is noted", func() error {
+		testkit.Within(t, atOnce, what+" is noted", func() error {
 			page, err := readyz(p.CloudHealth())
 			if err == nil && !strings.Contains(page, noted) {
 				err = fmt.Errorf("/readyz says %q", page)
@@ -322,7 +323,7 @@ func TestBadCertificateFiles(t *testing.T) {
 
 	p.replace("cloud.crt", cert)
 	p.replace("cloud.key", key)
-	eventually(t, atOnce, "the pair that fits is in use", func() error {
+	testkit.Within(t, atOnce, "the pair that fits is in use", func() error {
 		page, err := readyz(p.CloudHealth())
 		if err == nil && strings.Contains(page, "[~]") {
 			err = fmt.Errorf("/readyz says %q", page)

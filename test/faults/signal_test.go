@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -61,7 +62,7 @@ func (p *pair) terminate(side string, process *rig.Process) {
 	if err := process.Signal(syscall.SIGTERM); err != nil {
 		p.t.Fatal(err)
 	}
-	eventually(p.t, atOnce, "a new conn is refused while the "+side+" drains", func() error {
+	testkit.Within(p.t, atOnce, "a new conn is refused while the "+side+" drains", func() error {
 		if err := tryEcho(context.Background(), p.Door("echo")); err == nil {
 			return errors.New("a new conn was served")
 		}
@@ -87,7 +88,7 @@ func TestTerminateDrains(t *testing.T) {
 		var arrived atomic.Int64
 		ended := make(chan error, 1)
 		go func() { ended <- x.run(c, func(n int64) { arrived.Store(n) }) }()
-		eventually(t, atOnce, "the transfer is running", func() error {
+		testkit.Within(t, atOnce, "the transfer is running", func() error {
 			if n := arrived.Load(); n < 1<<20 {
 				return fmt.Errorf("%d bytes have arrived", n)
 			}
@@ -162,7 +163,7 @@ func TestSilentEdge(t *testing.T) {
 	if err := p.edge.Signal(syscall.SIGSTOP); err != nil {
 		t.Fatal(err)
 	}
-	noticed := eventually(t, noticeWithin, "the cloud gives the session up", func() error { return p.sessions(0) })
+	noticed := testkit.Within(t, noticeWithin, "the cloud gives the session up", func() error { return p.sessions(0) })
 	time.Sleep(time.Until(fault.Add(20 * time.Second)))
 	mended := time.Now()
 	if err := p.edge.Signal(syscall.SIGCONT); err != nil {
@@ -182,7 +183,7 @@ func TestEdgeBeforeCloud(t *testing.T) {
 	t.Parallel()
 	p := newPair(t)
 	p.startEdge()
-	eventually(t, atOnce, "the edge says that it is alive and why it is not ready", func() error {
+	testkit.Within(t, atOnce, "the edge says that it is alive and why it is not ready", func() error {
 		err := rig.Ready(p.EdgeHealth())
 		if err == nil || !strings.Contains(err.Error(), "is the cloud running") {
 			return fmt.Errorf("readyz says: %w", err)

@@ -15,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -154,7 +155,7 @@ func (k *kind) firstSuccess(t time.Time) (at time.Time, err error) {
 func (tr *traffic) wait(t time.Time, limit time.Duration) (took time.Duration) {
 	tr.t.Helper()
 	for _, k := range tr.kinds {
-		eventually(tr.t, time.Until(t.Add(limit)), k.name+" works", func() error {
+		testkit.Within(tr.t, time.Until(t.Add(limit)), k.name+" works", func() error {
 			at, err := k.firstSuccess(t)
 			if err == nil {
 				took = max(took, at.Sub(t))

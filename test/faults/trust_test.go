@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -27,7 +28,7 @@ func TestStrangeCloud(t *testing.T) {
 		t.Fatal(err)
 	}
 	p.startCloud()
-	eventually(t, backWithin, "the edge says why it does not join", func() error {
+	testkit.Within(t, backWithin, "the edge says why it does not join", func() error {
 		log := p.EdgeLog.String()
 		for _, want := range []string{"certificate signed by unknown authority", "cert in [mode.edge.stream.client]"} {
 			if !strings.Contains(log, want) {
@@ -78,11 +79,11 @@ func TestRevokedToken(t *testing.T) {
 	case <-time.After(atOnce):
 		t.Fatal("a conn of the revoked node goes on")
 	}
-	eventually(t, atOnce, "the session is gone", func() error { return p.sessions(0) })
+	testkit.Within(t, atOnce, "the session is gone", func() error { return p.sessions(0) })
 
 	// The first new attempt comes 5 to 10 s later and is refused, the next one 10 to
 	// 20 s after that.
-	refused := eventually(t, backWithin, "the edge tries again", func() error {
+	refused := testkit.Within(t, backWithin, "the edge tries again", func() error {
 		n, err := metric(p.CloudHealth(), "tunnel_joins_refused_total")
 		if err == nil && n == 0 {
 			err = errors.New("no join was refused")
@@ -188,7 +189,7 @@ func TestHangingTarget(t *testing.T) {
 			ended <- orHang(err)
 		}()
 	}
-	eventually(t, atOnce, "the edge dials the target that hangs", func() error {
+	testkit.Within(t, atOnce, "the edge dials the target that hangs", func() error {
 		n, err := metric(p.EdgeHealth(), "tunnel_conns")
 		if err == nil && n < tries {
 			err = fmt.Errorf("%v conns", n)

@@ -15,6 +15,7 @@ import (
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/test/rig"
 )
@@ -53,7 +54,7 @@ func TestHostileAgent(t *testing.T) {
 		replicas = append(replicas, p)
 	}
 	for _, r := range f.Replicas {
-		eventually(t, "the replicas have joined each other", func() error {
+		testkit.Within(t, readyWithin, "the replicas have joined each other", func() error {
 			if text, err := page(r.Health() + "/readyz?verbose"); err != nil || !strings.Contains(text, "1 others joined, 1 have joined here") {
 				return fmt.Errorf("%w: %s", err, text)
 			}

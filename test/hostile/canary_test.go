@@ -32,6 +32,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/metadata"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/test/rig"
@@ -292,7 +293,7 @@ func (c *cage) run() {
 		t.Fatal(err)
 	}
 	defer c.edge.Kill()
-	eventually(t, "cloud and edge are ready", func() error { return rig.Ready(c.EdgeHealth()) })
+	testkit.Within(t, readyWithin, "cloud and edge are ready", func() error { return rig.Ready(c.EdgeHealth()) })
 	c.joins()
 	c.requests()
 	c.conns()
@@ -526,7 +527,7 @@ func (c *cage) newcomers() {
 		c.t.Fatal(err)
 	}
 	defer p.Kill()
-	eventually(c.t, "the newcomer has a session", func() error {
+	testkit.Within(c.t, readyWithin, "the newcomer has a session", func() error {
 		if !strings.Contains(log.String(), "session started") {
 			return fmt.Errorf("its log: %s", log.String())
 		}
@@ -535,7 +536,7 @@ func (c *cage) newcomers() {
 	for _, args := range [][]string{{"token", "list", "-c", cloud}, {"token", "revoke", "-c", cloud, "--node", "evil3"}, {"token", "list", "-c", cloud}} {
 		c.tell("what tunnel token says", "", args...)
 	}
-	eventually(c.t, "the newcomer is revoked", func() error {
+	testkit.Within(c.t, readyWithin, "the newcomer is revoked", func() error {
 		if !strings.Contains(log.String(), "revoked") && !strings.Contains(log.String(), "no session") {
 			return fmt.Errorf("its log: %s", log.String())
 		}
@@ -570,7 +571,7 @@ func (c *cage) badTokenFiles() {
 		if err := os.WriteFile(path, []byte(bad), 0o600); err != nil {
 			c.t.Fatal(err)
 		}
-		eventually(c.t, "the cloud has seen that its token file is wrong", func() error {
+		testkit.Within(c.t, readyWithin, "the cloud has seen that its token file is wrong", func() error {
 			if log := c.CloudLog.String(); !strings.Contains(log[seen:], "token") {
 				return fmt.Errorf("nothing is said of it")
 			}
@@ -789,7 +790,7 @@ func (c *cage) strangeEdges() {
 		if err != nil {
 			c.t.Fatal(err)
 		}
-		eventually(c.t, name+" is refused", func() error {
+		testkit.Within(c.t, readyWithin, name+" is refused", func() error {
 			if !strings.Contains(log.String(), "no session") {
 				return fmt.Errorf("its log: %s", log.String())
 			}

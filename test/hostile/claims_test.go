@@ -22,6 +22,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/stream"
 	"tunnel/pkg/tunnel"
@@ -83,7 +84,7 @@ func newClaims(t *testing.T, kube *apiServer, lines string) *claims {
 		seen = stolen()
 		return seen - before
 	}
-	eventually(t, "the cloud is ready and has both edges", func() error {
+	testkit.Within(t, readyWithin, "the cloud is ready and has both edges", func() error {
 		if err := rig.Ready(c.CloudHealth()); err != nil {
 			return err
 		}

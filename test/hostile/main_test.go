@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -110,7 +111,7 @@ func newLab(t *testing.T) *lab {
 	if l.edge, err = l.StartEdge(); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "cloud and edge are ready", func() error {
+	testkit.Within(t, readyWithin, "cloud and edge are ready", func() error {
 		return errors.Join(rig.Ready(l.CloudHealth()), rig.Ready(l.EdgeHealth()))
 	})
 	return l
@@ -128,20 +129,6 @@ func (l *lab) end() {
 		if log := p.Log().String(); strings.Contains(log, "panic") || l.t.Failed() {
 			lines := strings.Split(log, "\n")
 			l.t.Errorf("log of the %s, its end:\n%s", name, strings.Join(lines[max(0, len(lines)-30):], "\n"))
-		}
-	}
-}
-
-// eventually polls until check returns nil.
-func eventually(t *testing.T, what string, check func() error) {
-	t.Helper()
-	for started := time.Now(); ; time.Sleep(poll) {
-		err := check()
-		if err == nil {
-			return
-		}
-		if time.Since(started) > readyWithin {
-			t.Fatalf("not within %s: %s: %v", readyWithin, what, err)
 		}
 	}
 }

@@ -25,6 +25,7 @@ import (
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/test/rig"
@@ -194,7 +195,7 @@ func TestHostileReviews(t *testing.T) {
 		t.Fatal(err)
 	}
 	cloud := launch(t, p.StartCloud)
-	eventually(t, "the cloud is ready", func() error { return rig.Ready(p.CloudHealth()) })
+	testkit.Within(t, readyWithin, "the cloud is ready", func() error { return rig.Ready(p.CloudHealth()) })
 	v := &victim{Addr: map[string]string{"grpc": p.GRPC()}, Token: map[string]string{evils[0]: p.Token(evils[0]).Reveal()}, Dir: p.Path("")}
 	if err := joinFrom(nil, net.IPv4(127, 0, 0, 3), v, evils[0]); err != nil {
 		t.Fatal(err)
@@ -267,7 +268,7 @@ func TestHostileAskers(t *testing.T) {
 	at := net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
 	insert(t, p, "cloud.toml", "mode.cloud.stream.dns", fmt.Sprintf("listen = %q\nupstream = [%q]\nallowfrom = [\"127.0.0.2/32\"]", at, upstream))
 	launch(t, p.StartCloud)
-	eventually(t, "the cloud is ready", func() error { return rig.Ready(p.CloudHealth()) })
+	testkit.Within(t, readyWithin, "the cloud is ready", func() error { return rig.Ready(p.CloudHealth()) })
 	ask := func(network, from, name string) string {
 		t.Helper()
 		ip := net.ParseIP(from)
@@ -375,7 +376,7 @@ func TestHostileMetadata(t *testing.T) {
 			insert(t, p, "edge.toml", "mode.edge", "allow = "+tc.allow)
 			cloud := launch(t, p.StartCloud)
 			edge := launch(t, p.StartEdge)
-			eventually(t, "cloud and edge are ready", func() error {
+			testkit.Within(t, readyWithin, "cloud and edge are ready", func() error {
 				here := net.IPv4(127, 0, 0, 1)
 				return errors.Join(getFrom(network, here, p.CloudHealth(), "http://cloud/readyz", nil), getFrom(network, here, p.EdgeHealth(), "http://edge/readyz", nil))
 			})
@@ -392,7 +393,7 @@ func TestHostileMetadata(t *testing.T) {
 				t.Fatalf("it is dialled %d times: %v; want a denial", n, err)
 			}
 			for _, log := range []*rig.Log{cloud.Log(), edge.Log()} {
-				eventually(t, "cloud and edge log the denial", func() error {
+				testkit.Within(t, readyWithin, "cloud and edge log the denial", func() error {
 					if !strings.Contains(log.String(), "may not dial "+metadata) {
 						return errors.New("there is none")
 					}
@@ -436,7 +437,7 @@ func TestHostileNames(t *testing.T) {
 	insert(t, p, "edge.toml", "mode.edge", `allow = ["self:4"]`)
 	cloud := launch(t, p.StartCloud)
 	edge := launch(t, p.StartEdge)
-	eventually(t, "cloud and edge are ready", func() error {
+	testkit.Within(t, readyWithin, "cloud and edge are ready", func() error {
 		return errors.Join(rig.Ready(p.CloudHealth()), rig.Ready(p.EdgeHealth()))
 	})
 	denied := "may not dial " + name + ":" + port
@@ -462,13 +463,13 @@ func TestHostileNames(t *testing.T) {
 			if door == "egress" && !strings.Contains(string(answer), denied) {
 				t.Errorf("want the denial")
 			}
-			eventually(t, "the cloud logs the denial", func() error {
+			testkit.Within(t, readyWithin, "the cloud logs the denial", func() error {
 				if !strings.Contains(cloud.Log().String()[seen:], denied) {
 					return errors.New("it does not")
 				}
 				return nil
 			})
-			eventually(t, "the edge logs the address", func() error {
+			testkit.Within(t, readyWithin, "the edge logs the address", func() error {
 				if !address.MatchString(edge.Log().String()[seenByEdge:]) {
 					return errors.New("it does not")
 				}
@@ -501,7 +502,7 @@ func TestHostileGuesses(t *testing.T) {
 	write("# nodes\nedge2:" + long + "\n" + rig.Node + ":" + first + "\n")
 	cloud := launch(t, p.StartCloud)
 	edge := launch(t, p.StartEdge)
-	eventually(t, "cloud and edge are ready", func() error {
+	testkit.Within(t, readyWithin, "cloud and edge are ready", func() error {
 		return errors.Join(rig.Ready(p.CloudHealth()), rig.Ready(p.EdgeHealth()))
 	})
 	const warning = "may be guessed"
@@ -517,7 +518,7 @@ func TestHostileGuesses(t *testing.T) {
 		t.Error(err)
 	}
 	write(rig.Node + ":" + first + "\nedge2:" + long + "\nedge3:" + second + "\nedge4:" + long + "4\n")
-	eventually(t, "the cloud warns of the changed file", func() error { return warned(`lines="[1 3]"`) })
+	testkit.Within(t, readyWithin, "the cloud warns of the changed file", func() error { return warned(`lines="[1 3]"`) })
 	if n := strings.Count(cloud.Log().String(), warning); n != 2 {
 		t.Errorf("there are %d warnings, want 2", n)
 	}

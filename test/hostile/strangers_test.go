@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 
+	"tunnel/internal/testkit"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/test/rig"
 )
@@ -267,7 +268,7 @@ func TestHostilePrefix(t *testing.T) {
 	probe := func() error {
 		return getFrom(network, ips[0], v.Addr["health"], "http://cloud/healthz", nil)
 	}
-	eventually(t, "the cloud is up", probe)
+	testkit.Within(t, readyWithin, "the cloud is up", probe)
 	for _, tc := range []struct {
 		door, begin string
 		within      time.Duration

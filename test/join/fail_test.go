@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/test/rig"
 )
@@ -129,7 +130,7 @@ func TestRefused(t *testing.T) {
 	refused := func(token auth.JoinToken, inTheLog string) {
 		t.Helper()
 		s.want(4, s.join(token, dir), "FAIL  token: ", "tunnel token create")
-		eventually(t, "the cloud's log says why", func() error { return says(&s.log, inTheLog) })
+		testkit.Within(t, soon, "the cloud's log says why", func() error { return says(&s.log, inTheLog) })
 	}
 	with := func(change func(*auth.JoinToken)) auth.JoinToken {
 		token := good
@@ -454,7 +455,7 @@ func (s *site) reads() int { return strings.Count(s.log.String(), "token file re
 
 func (s *site) waitRead(before int) {
 	s.t.Helper()
-	eventually(s.t, "the cloud has read the token file", func() error {
+	testkit.Within(s.t, soon, "the cloud has read the token file", func() error {
 		if n := s.reads(); n == before {
 			return fmt.Errorf("it has done so %d times", n)
 		}

@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -41,15 +42,15 @@ func TestNewcomer(t *testing.T) {
 
 	revoked := time.Now()
 	s.want(0, s.tunnel("", "token", "revoke", "-c", s.path("cloud.toml"), "--node", "edge1"), "Node edge1 is revoked")
-	eventually(t, "the session is gone", edge.lost)
+	testkit.Within(t, soon, "the session is gone", edge.lost)
 	t.Logf("the session was gone %s after the command was started", time.Since(revoked).Round(time.Millisecond))
-	eventually(t, "the node is refused", func() error { return says(&s.log, "revokes this node") })
+	testkit.Within(t, soon, "the node is refused", func() error { return says(&s.log, "revokes this node") })
 	s.want(0, s.tunnel("", "token", "list", "-c", s.path("cloud.toml")), "edge1", "nothing proves this node")
 
 	// What it had does not come back with a new token; it does.
 	line, _ = s.create("edge1")
 	s.want(0, s.tunnel("", "token", "list", "-c", s.path("cloud.toml")), "certificates from before", "join token", "good")
-	eventually(t, "it joins again", func() error {
+	testkit.Within(t, soon, "it joins again", func() error {
 		// A certificate of the second in which the older ones were revoked is none.
 		if a := s.shell(line + " --dir " + edgeDir + "\n"); a.code != 0 {
 			return fmt.Errorf("%s", a)
@@ -136,7 +137,7 @@ func (e *edgeOf) restart() {
 
 func (e *edgeOf) waitReady() {
 	e.s.t.Helper()
-	eventually(e.s.t, "the edge has a session", func() error { return rig.Ready(e.health) })
+	testkit.Within(e.s.t, soon, "the edge has a session", func() error { return rig.Ready(e.health) })
 }
 
 // lost returns nil when the edge has no session.

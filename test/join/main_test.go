@@ -16,6 +16,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/test/rig"
 )
@@ -24,8 +25,6 @@ const (
 	// soon is for what happens without waiting for anything, on a machine that is busy
 	// with other things.
 	soon = 15 * time.Second
-	// poll is how often a condition is looked at.
-	poll = 20 * time.Millisecond
 	// hangs is when a command is taken to hang.
 	hangs = 60 * time.Second
 )
@@ -206,7 +205,7 @@ func (s *site) start() {
 	if err != nil {
 		s.t.Fatal(err)
 	}
-	eventually(s.t, "the cloud listens", func() error {
+	testkit.Within(s.t, soon, "the cloud listens", func() error {
 		c, err := net.Dial("tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(s.port)))
 		if err == nil {
 			c.Close()
@@ -249,20 +248,6 @@ func (s *site) join(token auth.JoinToken, dir string, args ...string) answer {
 	word := token.Encode().Reveal()
 	s.secret(word, token)
 	return s.tunnel(word+"\n", append([]string{"join", "--dir", dir}, args...)...)
-}
-
-// eventually polls until check returns nil.
-func eventually(t *testing.T, what string, check func() error) {
-	t.Helper()
-	for started := time.Now(); ; time.Sleep(poll) {
-		err := check()
-		if err == nil {
-			return
-		}
-		if time.Since(started) > soon {
-			t.Fatalf("not within %s: %s: %v", soon, what, err)
-		}
-	}
 }
 
 // says returns nil when a log holds a text.

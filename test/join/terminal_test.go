@@ -1,7 +1,6 @@
 package join
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -9,11 +8,11 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
-	"sync"
 	"testing"
 
 	"golang.org/x/sys/unix"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 )
 
@@ -38,9 +37,9 @@ func TestTerminal(t *testing.T) {
 		if err := cmd.Start(); err != nil {
 			t.Fatal(err)
 		}
-		shown := new(screen)
+		shown := new(testkit.Log)
 		go io.Copy(shown, master) // until the terminal is closed
-		eventually(t, "it asks, and hides what is typed", func() error {
+		testkit.Within(t, soon, "it asks, and hides what is typed", func() error {
 			if !strings.Contains(shown.String(), "Token (it is not shown): ") || echoes(t, slave) {
 				return errors.New("it does not")
 			}
@@ -51,7 +50,7 @@ func TestTerminal(t *testing.T) {
 		if code := cmd.ProcessState.ExitCode(); code != want.code {
 			t.Errorf("exit code %d, want %d", code, want.code)
 		}
-		eventually(t, "it says what is wrong", func() error {
+		testkit.Within(t, soon, "it says what is wrong", func() error {
 			if !strings.Contains(shown.String(), want.says) {
 				return fmt.Errorf("it says %q", strings.ReplaceAll(shown.String(), text, "THE TOKEN"))
 			}
@@ -64,24 +63,6 @@ func TestTerminal(t *testing.T) {
 			t.Error("the terminal has shown the token")
 		}
 	}
-}
-
-// screen is what a terminal shows.
-type screen struct {
-	mu   sync.Mutex // guards the following
-	text bytes.Buffer
-}
-
-func (s *screen) Write(p []byte) (int, error) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.text.Write(p)
-}
-
-func (s *screen) String() string {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.text.String()
 }
 
 func echoes(t *testing.T, terminal *os.File) bool {

@@ -6,6 +6,7 @@ import (
 	"strings"
 	"testing"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -28,7 +29,7 @@ func TestAuthority(t *testing.T) {
 		}
 		changes++
 		for _, r := range f.Replicas {
-			eventually(t, atOnce, r.Name+" has read "+what, func() error {
+			testkit.Within(t, atOnce, r.Name+" has read "+what, func() error {
 				if n := strings.Count(r.Log.String(), "certificate files read again"); n < changes {
 					return fmt.Errorf("it has read %d changes, want %d", n, changes)
 				}

@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -84,7 +85,7 @@ func (f *fleet) startLong(replica int, o order) (ended chan error) {
 			})
 		}()
 	}
-	eventually(f.t, hangs, "the transfers run", func() error {
+	testkit.Within(f.t, hangs, "the transfers run", func() error {
 		if n := running.Load(); n < 2 {
 			return fmt.Errorf("%d of 2 do", n)
 		}
@@ -112,7 +113,7 @@ func (f *fleet) terminate(r *rig.Replica) {
 	if err := f.process(&r.Member).Signal(syscall.SIGTERM); err != nil {
 		f.t.Fatal(err)
 	}
-	eventually(f.t, atOnce, r.Name+" says that it is not ready any more", func() error {
+	testkit.Within(f.t, atOnce, r.Name+" says that it is not ready any more", func() error {
 		if rig.Ready(r.Health()) == nil {
 			return errors.New("/readyz is 200")
 		}

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -85,7 +86,7 @@ func newFleet(t *testing.T, s size) *fleet {
 		f.start(&r.Member)
 	}
 	f.joined(len(f.Replicas) - 1)
-	eventually(t, readyWithin, "the balancer knows all replicas", func() error {
+	testkit.Within(t, readyWithin, "the balancer knows all replicas", func() error {
 		if n := len(f.balancer.order()); n < len(f.Replicas) {
 			return fmt.Errorf("it knows %d", n)
 		}
@@ -167,7 +168,7 @@ func (f *fleet) forget(m *rig.Member) {
 // joined waits until each replica that runs is ready and so many others have joined it.
 func (f *fleet) joined(others int) time.Duration {
 	f.t.Helper()
-	return eventually(f.t, healWithin, "the replicas have joined each other", func() error {
+	return testkit.Within(f.t, healWithin, "the replicas have joined each other", func() error {
 		for _, r := range f.Replicas {
 			if f.process(&r.Member) == nil {
 				continue
@@ -193,7 +194,7 @@ func (f *fleet) reachable(limit time.Duration) time.Duration {
 		}
 		for n := range f.nodes {
 			left := max(poll, limit-time.Since(started))
-			eventually(f.t, left, f.nodes[n]+" is reached through "+r.Name, func() error {
+			testkit.Within(f.t, left, f.nodes[n]+" is reached through "+r.Name, func() error {
 				return f.do(f.t.Context(), request{node: n, replica: i})
 			})
 		}
@@ -209,7 +210,7 @@ const sessionsWithin = time.Minute
 // sessions waits until the replicas that run have so many sessions together.
 func (f *fleet) sessions(want int) time.Duration {
 	f.t.Helper()
-	return eventually(f.t, sessionsWithin, fmt.Sprint(want, " sessions in all"), func() error {
+	return testkit.Within(f.t, sessionsWithin, fmt.Sprint(want, " sessions in all"), func() error {
 		sum := 0
 		for _, r := range f.Replicas {
 			if f.process(&r.Member) == nil {

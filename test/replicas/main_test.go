@@ -75,21 +75,3 @@ func beside(t *testing.T) {
 		t.Parallel()
 	}
 }
-
-// eventually polls until check returns nil, and returns how long that took. When
-// limit has passed the test ends with check's last error.
-func eventually(t *testing.T, limit time.Duration, what string, check func() error) time.Duration {
-	t.Helper()
-	started := time.Now()
-	for {
-		err := check()
-		took := time.Since(started)
-		if err == nil {
-			return took
-		}
-		if took > limit {
-			t.Fatalf("not within %s: %s: %v", limit, what, err)
-		}
-		time.Sleep(poll)
-	}
-}

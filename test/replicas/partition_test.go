@@ -7,6 +7,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -104,7 +105,7 @@ func (f *fleet) apart(l *lab, a, b rig.Host) {
 
 	cut := time.Now()
 	mend := l.cut(a, b)
-	eventually(t, noticeWithin, "both replicas notice", func() error {
+	testkit.Within(t, noticeWithin, "both replicas notice", func() error {
 		for _, r := range f.Replicas {
 			if n, err := metric(r, "tunnel_replicas"); err != nil || n != 0 {
 				return fmt.Errorf("%s: %v replicas (%w)", r.Name, n, err)
@@ -134,7 +135,7 @@ func (f *fleet) apart(l *lab, a, b rig.Host) {
 	f.balancer.lead(to)
 	f.kill(f.edges[0])
 	f.start(f.edges[0])
-	eventually(t, readyWithin, "a node has changed sides", func() error {
+	testkit.Within(t, readyWithin, "a node has changed sides", func() error {
 		return f.do(t.Context(), request{node: 0, replica: to})
 	})
 	f.balancer.lead(balanced)
@@ -164,7 +165,7 @@ func (f *fleet) cutOff(l *lab, edges, replica rig.Host) {
 	})
 	cut := time.Now()
 	mend := l.cut(edges, replica)
-	eventually(t, noticeWithin, "the replica notices", func() error {
+	testkit.Within(t, noticeWithin, "the replica notices", func() error {
 		n, err := metric(f.Replicas[0], "tunnel_sessions")
 		if err == nil && n != 0 {
 			err = fmt.Errorf("it has %v sessions", n)

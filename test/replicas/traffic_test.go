@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
 )
 
@@ -159,7 +160,7 @@ func (l *load) want(must func(result) bool) {
 	l.t.Helper()
 	if !soak() { // other tests want the processors as well: then it takes longer
 		meant := int(float64(l.rate) * time.Since(l.started).Seconds())
-		eventually(l.t, time.Minute, "as many requests are sent as were meant to be", func() error {
+		testkit.Within(l.t, time.Minute, "as many requests are sent as were meant to be", func() error {
 			if n := l.sent(); n < meant {
 				return fmt.Errorf("%d of %d", n, meant)
 			}
@@ -269,7 +270,7 @@ func (f *fleet) startStreams(n int, o order, next func(i int) request) *streams 
 		})
 	}
 	f.t.Cleanup(s.end)
-	eventually(f.t, hangs, "all streams run", func() error {
+	testkit.Within(f.t, hangs, "all streams run", func() error {
 		s.mu.Lock()
 		defer s.mu.Unlock()
 		if s.arrived < n {
