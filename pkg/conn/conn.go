@@ -14,7 +14,8 @@
 //
 //	pkg/stream's session.mu → Data.mu
 //	Conn.readMu, Conn.writeMu → deadline.mu, Conn.mu
-//	Conn.sendMu → Lease.sendMu → Data.mu; try Lease.recvMu
+//	Conn.sendMu → Lease.sendMu → Data.mu
+//	Conn.sendMu → Lease.recvMu, pkg/stream's session.mu (Config.Gone may give the lease back)
 //	Conn.sendMu → Conn.mu; try Conn.sendMu
 //	Conn.sendMu → Turns.mu
 //	Lease.recvMu → Data.mu

@@ -74,9 +74,9 @@ func (d *dataConn) abort() {
 }
 
 // lost reports whether the kernel has ended the connection, or has sent something again and
-// again for lostAfter and nothing has come back. A peer that does not read answers all the same.
+// again for limit, and nothing has come back. A peer that does not read answers all the same.
 // It is asked every heartbeatInterval; the caller holds session.mu.
-func (d *dataConn) lost() (is bool) {
+func (d *dataConn) lost(limit time.Duration) (is bool) {
 	if d.tcp == nil {
 		return false
 	}
@@ -86,19 +86,19 @@ func (d *dataConn) lost() (is bool) {
 	}
 	raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when d is closed
 		acks, ok := acksOf(fd)
-		is = ok && d.isLost(acks, time.Now())
+		is = ok && d.isLost(acks, time.Now(), limit)
 	})
 	return is
 }
 
-func (d *dataConn) isLost(a acks, now time.Time) bool {
+func (d *dataConn) isLost(a acks, now time.Time, limit time.Duration) bool {
 	switch heard := now.Add(-a.last); {
 	case !a.missing:
 		d.unheard = time.Time{}
 	case d.unheard.IsZero(), heard.After(d.unheard):
 		d.unheard = now // that the last answer is long ago says nothing of a conn that was idle
 	}
-	return a.ended || a.missing && now.Sub(d.unheard) >= lostAfter
+	return a.ended || a.missing && now.Sub(d.unheard) >= limit
 }
 
 // hold makes a data connection one of the session's. It fails when the session has ended.
@@ -138,16 +138,16 @@ func (s *session) dropLocked(d *dataConn) {
 }
 
 // dropLost ends the data connections whose other end cannot be reached, and their conns. Over a narrow
-// link most packets of a connection may be lost for that long; there the kernel decides, which takes
-// some minute (dataBackoff).
+// link most packets of a connection may be lost for a while.
 func (s *session) dropLost() {
+	limit := lostAfter
 	if s.pacer.narrow() {
-		return
+		limit = lostOverNarrow
 	}
 	s.mu.Lock()
 	var lost []*dataConn
 	for d := range s.data {
-		if d.lost() {
+		if d.lost(limit) {
 			lost = append(lost, d)
 		}
 	}

@@ -199,7 +199,7 @@ func (s *cloudSession) takeSpare() *dataConn {
 
 // dropIdleAndLost ends data connections that have waited for long, or are lost.
 func (s *cloudSession) dropIdleAndLost() {
-	s.dropSpares(func(d *dataConn) bool { return time.Since(d.since) >= dataIdle || d.lost() })
+	s.dropSpares(func(d *dataConn) bool { return time.Since(d.since) >= dataIdle || d.lost(lostAfter) })
 	s.dropLost()
 }
 

@@ -913,7 +913,7 @@ func TestDataConnectionIsLost(t *testing.T) {
 	} {
 		d, now, is := &dataConn{}, time.Now(), false
 		for _, info := range c.looks {
-			is = d.isLost(acksIn(&info), now)
+			is = d.isLost(acksIn(&info), now, lostAfter)
 			now = now.Add(heartbeatInterval)
 		}
 		if is != c.is {

@@ -26,10 +26,15 @@ type pacer struct {
 	data     map[*carrier]*progress // the data connections
 	ours     progress               // of the session's own connection
 	lastLook time.Time              // zero: the next look has nothing to compare with
-	needed   int                    // at how many looks in a row the session's own connection lacked something
+	needed   int                    // at how many looks the session's own connection lacked something, since it last lacked nothing
 	arrival  int64                  // what arrives, smoothed, in bytes a second; 0: not known
+	ownRate  int64                  // what arrives of the session's own connection, smoothed
+	before   int64                  // ownRate when the bound began
+	bounded  int                    // at how many looks there was a bound
+	notUntil time.Time              // until then no bound begins: the last one did not help
 	capacity int64                  // the most that arrival was of late
 	rate     int64                  // bound of all data connections together, in bytes a second; 0: none
+	quiet    int                    // at how many looks in a row nobody needed the bound
 }
 
 // progress is what the kernel told of a connection at the last look.
@@ -45,6 +50,14 @@ const (
 	// sureLooks is at how many looks in a row the session's own connection lacks something before a
 	// bound begins: a link that was cut for a moment is slow for a moment.
 	sureLooks = 4
+	// helpLooks is at how many looks the session's own connection may lack something under a bound
+	// before the bound must have helped.
+	helpLooks = 8
+	// wideRate is from what rate on a link counts as wide, whatever it carries, in bytes a second.
+	wideRate = 3 * narrowRate
+	// leastTrip is the shortest round trip at which there is a bound. Below it the kernel sends up to
+	// 64 KiB at a time, and at a low rate then nothing for minutes (tcp_tso_autosize).
+	leastTrip = 3 * time.Millisecond
 	// leastPace is what a data connection may always send, in bytes a second. The kernel sends two
 	// segments at a time: some 2.8 KiB every 8 s. The queueing discipline fq drops packets that are
 	// scheduled more than 10 s ahead.
@@ -59,6 +72,8 @@ const (
 	longTrip = time.Second
 	// manyRetries: the kernel has sent the oldest packet again so often, and got no answer.
 	manyRetries = 2
+	// lostOverNarrow takes the place of lostAfter while the link is narrow.
+	lostOverNarrow = time.Minute
 	// narrowTime is how long a link counts as narrow after a bound.
 	narrowTime = time.Minute
 )
@@ -114,7 +129,7 @@ func (p *pacer) adjust() (began bool) {
 	took, first := now.Sub(p.lastLook), p.lastLook.IsZero()
 	p.lastLook = now
 
-	arrived, waits := p.ours.update(p.own, took)
+	ownArrived, waits := p.ours.update(p.own, took)
 	need := none
 	switch {
 	case !waits || first:
@@ -123,37 +138,28 @@ func (p *pacer) adjust() (began bool) {
 	default:
 		need = waiting
 	}
+	arrived, moves := ownArrived, false
 	var busy []*progress
 	for c, of := range p.data {
 		n, waits := of.update(c, took)
 		arrived += n
 		if waits {
 			busy = append(busy, of)
+			moves = moves || n > 0
 		}
 	}
-	// Where nothing arrives the link is cut, which says nothing of its capacity.
-	if need == none || arrived == 0 {
+	switch {
+	case need == none:
 		p.needed = 0
-	} else {
+	case moves: // else the link may be cut, which says nothing of its capacity
 		p.needed++
 	}
-	if !first && arrived > 0 {
-		arrival := int64(float64(arrived) / took.Seconds())
-		if p.arrival == 0 {
-			p.arrival = arrival
-		}
-		p.arrival += (arrival - p.arrival) / arrivalSmooth
-		p.capacity = max(p.capacity-p.capacity/capacityDecay, p.arrival)
-		if p.rate == 0 && p.needed < sureLooks {
-			need = none
-		}
-		rate := nextPace(p.rate, p.capacity, need)
-		began = p.rate == 0 && rate > 0 && len(busy) > 0
-		p.rate = rate
+	was := p.rate
+	if !first {
+		p.measure(arrived, ownArrived, took)
+		p.decide(need, arrived > 0, len(busy), now)
 	}
-	if len(busy) == 0 {
-		p.rate = 0
-	}
+	began = was == 0 && p.rate > 0
 	for c, of := range p.data {
 		of.setBound(c, p.boundOf(of, busy))
 	}
@@ -164,9 +170,56 @@ func (p *pacer) adjust() (began bool) {
 	case len(busy) > 0 || first && len(p.data) > 0:
 		p.sends()
 	default:
-		p.lastLook, p.arrival, p.capacity = time.Time{}, 0, 0
+		p.lastLook, p.arrival, p.ownRate, p.capacity = time.Time{}, 0, 0, 0
 	}
 	return began
+}
+
+// measure notes what has arrived. More than a few times narrowRate makes no difference: a link that was
+// fast counts as narrow soon after it has become so.
+func (p *pacer) measure(all, own int64, took time.Duration) {
+	if all == 0 {
+		return
+	}
+	second := func(n int64) int64 { return min(int64(float64(n)/took.Seconds()), wideRate) }
+	if p.arrival == 0 {
+		p.arrival, p.ownRate = second(all), second(own)
+	}
+	p.arrival += (second(all) - p.arrival) / arrivalSmooth
+	p.ownRate += (second(own) - p.ownRate) / arrivalSmooth
+	p.capacity = max(p.capacity-p.capacity/capacityDecay, p.arrival)
+}
+
+// decide sets the bound. arrives says that something has arrived since the last look.
+func (p *pacer) decide(need need, arrives bool, busy int, now time.Time) {
+	switch {
+	case busy == 0 || p.ours.shortestTrip < leastTrip:
+		p.rate = 0
+	case p.rate == 0:
+		if p.needed >= sureLooks && !now.Before(p.notUntil) {
+			p.rate = nextPace(0, p.capacity, need)
+			p.before, p.bounded, p.quiet = p.ownRate, 0, 0
+		}
+	case need == none:
+		if p.quiet++; p.quiet > sureLooks {
+			p.rate *= 2
+		}
+		p.rate = nextPace(p.rate, p.capacity, need)
+	default:
+		p.quiet = 0
+		if p.bounded++; p.bounded == helpLooks && p.ownRate < 2*p.before && p.ownRate < p.capacity/4 {
+			// The loss is not of our making.
+			p.rate, p.notUntil = 0, now.Add(narrowTime)
+			p.narrowUntil.Store(0)
+			return
+		}
+		if arrives {
+			p.rate = nextPace(p.rate, p.capacity, need)
+		}
+	}
+	if p.rate > 0 {
+		p.rate = max(p.rate, int64(busy)*leastPace) // what boundOf gives them
+	}
 }
 
 // boundOf returns the bound of one data connection. One that sends little needs none.

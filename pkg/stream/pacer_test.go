@@ -115,3 +115,59 @@ func TestPacerOnAWideLink(t *testing.T) {
 		}
 	}
 }
+
+// The bound ends soon once nobody needs it, and where it does not help.
+func TestPacerDecides(t *testing.T) {
+	now := time.Now()
+	fresh := func() *pacer {
+		p := &pacer{arrival: 12_000, ownRate: 1_000, capacity: 12_000, needed: sureLooks}
+		p.ours.shortestTrip = 50 * time.Millisecond
+		p.decide(starving, true, 8, now)
+		if p.rate != max(3_000, 8*leastPace) {
+			t.Fatalf("the bound is %d", p.rate)
+		}
+		return p
+	}
+	p := fresh()
+	looks := 0
+	for ; p.rate > 0 && looks < 100; looks++ {
+		p.decide(none, false, 8, now) // even where nothing arrives
+	}
+	if took := time.Duration(looks) * paceInterval; took > 5*time.Second {
+		t.Errorf("nobody needs the bound, and it ends after %v", took)
+	}
+
+	p = fresh()
+	for range helpLooks {
+		p.decide(starving, true, 8, now)
+	}
+	if p.rate > 0 || p.narrow() {
+		t.Error("the bound has not helped, and stays")
+	}
+	p.needed = sureLooks
+	if p.decide(starving, true, 8, now.Add(narrowTime/2)); p.rate > 0 {
+		t.Error("another one begins soon after")
+	}
+	if p.decide(starving, true, 8, now.Add(narrowTime)); p.rate == 0 {
+		t.Error("none begins ever after")
+	}
+
+	p = fresh()
+	p.ownRate = 6_000
+	for range 2 * helpLooks {
+		p.decide(starving, true, 8, now)
+	}
+	if p.rate == 0 {
+		t.Error("the bound has helped, and ends")
+	}
+
+	p = &pacer{arrival: 12_000, capacity: 12_000, needed: sureLooks - 1}
+	p.ours.shortestTrip = 50 * time.Millisecond
+	if p.decide(starving, true, 8, now); p.rate > 0 {
+		t.Error("a bound begins before it is sure")
+	}
+	p.needed, p.ours.shortestTrip = sureLooks, leastTrip/2
+	if p.decide(starving, true, 8, now); p.rate > 0 {
+		t.Error("a bound begins over a short way")
+	}
+}
