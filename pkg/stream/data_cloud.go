@@ -27,6 +27,10 @@ const mostTicket = 64
 // open says it.
 const endTime = 50 * time.Millisecond
 
+// askPause is how long an unanswered request for a data connection holds up the next one. An edge does
+// not answer while its own limit is used up by data connections that are still ending there.
+const askPause = time.Second
+
 // askTime is how long the edge may take to answer the cloud's asking.
 const askTime = joinTimeout
 
@@ -61,9 +65,11 @@ func (a *asked) take(ticket string) *cloudSession {
 // as long as many opens, which would wait for it.
 func (s *cloudSession) askForMore() {
 	s.mu.Lock()
-	more := s.err == nil && !s.toldDrain.Load() && s.asking <= len(s.data) && len(s.data)+s.asking < s.mostDataLocked()
+	due := s.asking <= len(s.data) || time.Since(s.lastAsk) >= askPause
+	more := s.err == nil && !s.toldDrain.Load() && due && len(s.data)+s.asking < s.mostDataLocked()
 	if more {
 		s.asking++
+		s.lastAsk = time.Now()
 	}
 	s.mu.Unlock()
 	if !more {

@@ -26,7 +26,7 @@ type pacer struct {
 	data     map[*carrier]*progress // the data connections
 	ours     progress               // of the session's own connection
 	lastLook time.Time              // zero: the next look has nothing to compare with
-	needed   int                    // at how many looks the session's own connection lacked something, since it last lacked nothing
+	needed   int                    // looks at which the session's own connection lacked something, since one without
 	arrival  int64                  // what arrives, smoothed, in bytes a second; 0: not known
 	ownRate  int64                  // what arrives of the session's own connection, smoothed
 	before   int64                  // ownRate when the bound began

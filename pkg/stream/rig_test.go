@@ -326,9 +326,9 @@ func (r *rig) haveSpare(node tunnel.NodeName) {
 	cs := s.Link.(*cloudSession)
 	r.eventually("there is a spare data connection", func() bool {
 		cs.mu.Lock()
-		n, asking := len(cs.spares), cs.asking
+		n := len(cs.spares)
 		cs.mu.Unlock()
-		if n == 0 && asking == 0 {
+		if n == 0 {
 			cs.askForMore()
 		}
 		return n > 0

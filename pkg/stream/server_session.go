@@ -49,6 +49,7 @@ type cloudSession struct {
 
 	// Guarded by session.mu.
 	asking     int         // data connections that the edge has been asked for
+	lastAsk    time.Time   // when it was asked last
 	spares     []*dataConn // those that wait for a conn, the one last used last
 	shortConns recently    // that have ended
 }
