@@ -9,22 +9,24 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// backoff says how long an edge waits before it tries again: a random part of a
-// bound that doubles ("full jitter"), so that ten thousand edges that lost their
-// replica at the same moment do not come back at the same moment.
+// backoff computes how long an edge waits before its next attempt. The wait is a random part of a
+// bound that doubles with each attempt ("full jitter"). So ten thousand edges that lost their
+// replica at the same moment do not reconnect at the same moment. After a refusal the wait is at
+// least half the bound.
 type backoff struct {
-	bound time.Duration // of the next wait; 0: none was needed yet
+	bound time.Duration // upper bound of the last wait; 0: no wait since reset
 }
 
 const (
 	backoffMin = 500 * time.Millisecond
 	backoffMax = 10 * time.Second
-	// After a refusal trying again soon is of no use, but a Secret may lag behind.
+	// After a refusal an early retry is useless. But Kubernetes may deliver a changed Secret late,
+	// so the edge keeps trying.
 	backoffRefusedMin = 10 * time.Second
 	backoffRefusedMax = 5 * time.Minute
 )
 
-// next returns the wait after err.
+// next returns how long to wait after a failure with err.
 func (b *backoff) next(err error) time.Duration {
 	low, high := backoffMin, backoffMax
 	if isRefusal(err) {
@@ -37,19 +39,20 @@ func (b *backoff) next(err error) time.Duration {
 	return rand.N(b.bound) //nolint:gosec // jitter is no secret
 }
 
-// reset is called when a session has proven itself.
+// reset makes the next wait short again. The client calls reset after a session that lived longer
+// than backoffMax, and after a pause that hurryUp ended.
 func (b *backoff) reset() { b.bound = 0 }
 
-// isRefusal reports whether the cloud has decided against this edge, so that it will
-// decide the same way again until somebody changes something.
+// isRefusal reports whether the cloud has refused this edge. The cloud will refuse the edge again
+// until a credential, a version or an address changes.
 func isRefusal(err error) bool {
-	if errors.Is(err, errSelf) { // an address of ours, until it is given to another replica
+	if errors.Is(err, errSelf) { // the address of this replica, until another replica gets the address
 		return true
 	}
 	switch status.Code(err) {
-	case codes.Unauthenticated, codes.PermissionDenied, // the token
-		codes.FailedPrecondition, codes.Unimplemented, // the version
-		codes.Aborted: // another edge uses this node's name and token
+	case codes.Unauthenticated, codes.PermissionDenied, // the token or the certificate
+		codes.FailedPrecondition, codes.Unimplemented, // the protocol version
+		codes.Aborted: // another edge uses the name and credential of this node
 		return true
 	}
 	return false

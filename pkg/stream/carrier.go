@@ -12,37 +12,39 @@ import (
 	"tunnel/pkg/conn"
 )
 
-// A session's conns share one TCP connection. How far it leads is known when it has been
-// made, and before gRPC has it.
+// All conns of a session share one TCP connection. The round trip of the TCP connection is known
+// once TCP is connected, before gRPC gets the connection.
 
-// farTrip is the round trip from which a link is far. One that is just near can have
-// 100 MB/s a conn.
+// farTrip is the round trip from which a link counts as far. A near link with a round trip just
+// below farTrip allows 100 MB/s per conn.
 const farTrip = 10 * time.Millisecond
 
-// far says whether a link is. gRPC wants to know windows before a connection begins.
+// far says whether a link has a long round trip. gRPC needs the window sizes before a connection
+// begins.
 type far bool
 
-// linkSizes are what hangs on that, in bytes.
+// linkSizes are the sizes that depend on far, in bytes unless a field says otherwise.
 type linkSizes struct {
-	// streamWindow is what a conn may have in flight, and so about what a stalled reader
-	// costs.
+	// streamWindow is how many bytes a conn may have in flight. A stalled reader costs about as
+	// much memory.
 	streamWindow int32
-	// sessionWindow bounds all conns together. grpc-go gives it back on receipt, so a
-	// stalled reader takes none of it.
+	// sessionWindow bounds the bytes in flight of all conns together. grpc-go returns this window
+	// on receipt, so a stalled reader uses none of it.
 	sessionWindow int32
-	// unsent is what the kernel takes that it can't send yet. By itself it would take
-	// megabytes, and a keystroke would wait behind all of them; what waits with gRPC
-	// instead takes turns, conn by conn.
+	// unsent is how many bytes the kernel accepts that it cannot send yet. Without a bound the
+	// kernel would accept megabytes, and a keystroke would wait behind all of them. Bytes that
+	// wait in gRPC instead take turns, conn by conn.
 	unsent int
-	// firstRate is what a link has after a pause, in bytes a second, if it has not less.
+	// firstRate is the assumed rate of a link after a pause, in bytes a second. A lower rate that
+	// the kernel reports takes precedence.
 	firstRate int64
-	// writeBuffer is what grpc-go gathers before a write. It holds the buffer while there
-	// is something to write.
+	// writeBuffer is how many bytes grpc-go gathers before a write. grpc-go holds the buffer
+	// while there is something to write.
 	writeBuffer int
 }
 
-// sizes of a far link give a conn 40 MB/s over 100 ms, which is what Linux' own limits let
-// one TCP connection have (tcp_rmem and tcp_wmem in tcp(7)).
+// sizes returns the sizes for a link. The sizes of a far link give a conn 40 MB/s over 100 ms.
+// Linux' own limits allow one TCP connection as much (tcp_rmem and tcp_wmem in tcp(7)).
 func (f far) sizes() linkSizes {
 	if f {
 		return linkSizes{streamWindow: 4 << 20, sessionWindow: 32 << 20, unsent: 8 << 10, firstRate: 256 << 10, writeBuffer: 4 << 10}
@@ -50,32 +52,32 @@ func (f far) sizes() linkSizes {
 	return linkSizes{streamWindow: 1 << 20, sessionWindow: 16 << 20, unsent: 128 << 10, firstRate: 2 << 20, writeBuffer: 32 << 10}
 }
 
-// carrier is a connection that carries a session, or that is a data connection.
+// carrier is the network connection of a session, or a data connection.
 type carrier struct {
 	net.Conn
-	tcp   *net.TCPConn    // the same; nil in tests with a network of their own
+	tcp   *net.TCPConn    // the same connection; nil in tests with a network of their own
 	raw   syscall.RawConn // of tcp
-	trip  time.Duration   // from where it is far
-	far   far             // owned by Write, once it is in use
+	trip  time.Duration   // round trip from which the link counts as far
+	far   far             // owned by Write once the connection is in use
 	since time.Time
-	heard atomic.Int64 // when bytes last came: nanoseconds after since
+	heard atomic.Int64 // when bytes last came, in nanoseconds after since
 
-	// Of the connection that carries a session.
+	// Only for the connection of a session.
 	turns  conn.Turns
 	narrow atomic.Bool // see narrowRate
 
-	pacer *pacer // of a data connection; set before its first conn
+	pacer *pacer // only for a data connection; set before its first conn
 
-	// Owned by Write, which TLS calls one at a time.
+	// Owned by Write. TLS makes one call of Write at a time.
 	isAlone bool
 	asked   time.Time
-	wrote   int // bytes since then
+	wrote   int // bytes written since asked
 	isThin  bool
-	unsent  int // what the kernel was told
+	unsent  int // the bound that the kernel was given, in bytes
 }
 
-// carry readies a new connection to carry a session. trip is from where it is far, by the round
-// trip of TCP's own handshake.
+// carry prepares a new connection for a session. trip is the round trip from which the link
+// counts as far. carry compares trip with the round trip of TCP's own handshake.
 func carry(c net.Conn, trip time.Duration) (*carrier, far) {
 	all := &carrier{Conn: c, trip: trip, since: time.Now()}
 	tcp, ok := c.(*net.TCPConn)
@@ -87,7 +89,7 @@ func carry(c net.Conn, trip time.Duration) (*carrier, far) {
 		return all, false
 	}
 	all.tcp, all.raw = tcp, raw
-	raw.Control(func(fd uintptr) { //nolint:errcheck // then c is closed, and gRPC will see that
+	raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when c is closed, and gRPC will notice that
 		if path, ok := pathOf(fd); ok {
 			all.far = far(path.trip >= trip)
 		}
@@ -98,24 +100,26 @@ func carry(c net.Conn, trip time.Duration) (*carrier, far) {
 	return all, all.far
 }
 
-// What was sent while a link was cut is sent again, at intervals that the kernel doubles up to two
-// minutes: a link that is back after 10 s would not be tried before some 13 s, or 20 s. So the
-// intervals are bounded. Linux before 6.15 cannot do that.
+// The kernel resends the bytes that were sent while a link was cut. It doubles the interval
+// between retries up to two minutes. A link that is back after 10 s would be retried only after
+// some 13 s, or 20 s. So the intervals are bounded. Linux before 6.15 cannot bound them.
 //
-// The same bound shortens how long the kernel tries at all: it works that out from the bound and
-// net.ipv4.tcp_retries2.
+// The same bound also shortens how long the kernel retries in total. The kernel computes that
+// time from the bound and net.ipv4.tcp_retries2.
 const (
-	// sessionBackoff alone would have it give up after 15 s, and after 9 s where tcp_retries2 is
-	// 8. A user timeout takes the place of that.
+	// sessionBackoff is the bound for the connection of a session. By itself it would make the
+	// kernel give up after 15 s, and after 9 s where tcp_retries2 is 8. A user timeout replaces
+	// that limit.
 	sessionBackoff = time.Second
-	// dataBackoff stands without a user timeout, which would also end a connection whose reader is
-	// stalled. It is long enough that the kernel tries for 16 s with a tcp_retries2 of 6, for 26 s
-	// with 8 and for a minute with 15, the default; with less than 6 it hardly changes anything.
+	// dataBackoff is the bound for a data connection. It is used without a user timeout, which
+	// would also end a connection whose reader is stalled. With dataBackoff and a tcp_retries2 of
+	// 6 the kernel retries for 16 s. With 8 it retries for 26 s, and with 15, the default, for a
+	// minute. If tcp_retries2 is less than 6, dataBackoff changes hardly anything.
 	dataBackoff = 5 * time.Second
 )
 
-// alone readies the connection to carry nothing but one conn at a time, which waits for no
-// other. It comes before its first conn.
+// alone prepares the connection for one conn at a time, so no conn waits for another. The caller
+// calls alone before the first conn.
 func (c *carrier) alone() {
 	c.far, c.isAlone = false, true
 	if c.tcp == nil {
@@ -128,7 +132,7 @@ func (c *carrier) alone() {
 	})
 }
 
-// boundUnsent tells the kernel how much it may take.
+// boundUnsent tells the kernel how many unsent bytes it may accept.
 func (c *carrier) boundUnsent(fd uintptr, n int) {
 	if n != c.unsent {
 		c.unsent = n
@@ -153,11 +157,11 @@ func (c *carrier) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// silence returns for how long nothing has come.
+// silence returns how long nothing has come.
 func (c *carrier) silence() time.Duration { return time.Since(c.since) - time.Duration(c.heard.Load()) }
 
-// acknowledges reports whether bytes are on their way to the other end, and its kernel has
-// acknowledged something within lostAfter.
+// acknowledges reports whether sent bytes await an acknowledgement, and the other end's kernel
+// has acknowledged something within lostAfter.
 func (c *carrier) acknowledges() (is bool) {
 	if c.tcp == nil {
 		return false
@@ -169,9 +173,9 @@ func (c *carrier) acknowledges() (is bool) {
 	return is
 }
 
-// Write implements net.Conn. The kernel fills its last packet, of up to 64 KiB, whatever it
-// has been told to hold: over a thin link that is half a second. So a thin one gets nothing
-// while it has enough.
+// Write implements net.Conn. The kernel fills its last packet, of up to 64 KiB, whatever bound it
+// was given. Over a thin link that packet takes half a second. So Write passes nothing to the
+// kernel of a thin link while the kernel holds enough.
 func (c *carrier) Write(b []byte) (int, error) {
 	if c.tcp == nil || c.isAlone {
 		if c.pacer != nil {
@@ -182,7 +186,8 @@ func (c *carrier) Write(b []byte) (int, error) {
 	c.turns.SetBusy(true)
 	defer c.turns.SetBusy(false)
 	if c.thin(len(b)) {
-		// poll(2) also has the kernel tell when there is room again, as a write in vain would.
+		// After poll(2) the kernel also reports when there is room again, as after a write that
+		// would block.
 		if err := c.raw.Write(hasRoom); err != nil {
 			return 0, err
 		}
@@ -192,43 +197,44 @@ func (c *carrier) Write(b []byte) (int, error) {
 }
 
 const (
-	// thinRate is below what a link is thin, in bytes a second.
+	// thinRate is the rate below which a link is thin, in bytes a second.
 	thinRate = 2 << 20
-	// narrowRate is below what a link is so narrow that no data connections are opened, in bytes
-	// a second. TCP gives each as much as the session's own, which would be left too little for
-	// a new conn to be open in time.
+	// narrowRate is the rate below which a link is narrow, in bytes a second. Over a narrow link
+	// no data connections are opened. TCP gives each data connection the same share as the
+	// session's own connection. The rest would be too little to open a new conn in time.
 	narrowRate = 32 << 10
-	// leastUnsent is what the kernel of a thin link may hold that it cannot send yet; unsentTime
-	// is how long the link may take for that.
+	// leastUnsent is how many unsent bytes the kernel of a thin link may hold at least.
+	// unsentTime is how long the link may take to send what the kernel holds.
 	leastUnsent = 2 << 10
 	unsentTime  = 64 * time.Millisecond
-	// growth is how much faster than in the last interval a link may be.
+	// growth is the factor by which a link may be faster than in the last interval.
 	growth = 2
-	// rateInterval is how often its rate is asked for.
+	// rateInterval is how often the kernel is asked for the link's rate, at most.
 	rateInterval = 100 * time.Millisecond
 )
 
-// thin reports whether the link carries little, or is asked to. It has the turns, and the kernel,
-// follow the link's rate, once more than a little has been written, n bytes now: pings and
-// heartbeats are not worth the question.
+// thin reports whether the link is thin: the rate that the kernel reports is low, or little was
+// sent. thin adapts the turns and the kernel's bound to the link's rate. n is how many bytes are
+// being written now. thin asks the kernel only after more than leastUnsent bytes, since pings and
+// heartbeats are not worth a system call.
 func (c *carrier) thin(n int) bool {
 	if now := time.Now(); c.wrote+n > leastUnsent && now.Sub(c.asked) >= rateInterval {
 		wrote := int64(float64(c.wrote) / now.Sub(c.asked).Seconds())
 		c.asked, c.wrote = now, 0
-		c.raw.Control(func(fd uintptr) { //nolint:errcheck // then c is closed, and Write says so
+		c.raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when c is closed, and Write reports that
 			path, ok := pathOf(fd)
 			if !ok {
 				return
 			}
 			if path.leastTrip < c.trip {
-				c.far = false // a busy machine has made the handshake slow
+				c.far = false // a busy machine made the handshake slow
 			}
 			rate := int64(min(path.rate, math.MaxInt64)) //nolint:gosec // bounded
 			c.isThin = rate > 0 && rate < thinRate
-			// The kernel's rate may be of long ago, and the link may have become thin since. So
-			// the turns' rate grows with what the link has taken.
+			// The kernel's rate may be old, and the link may have become thin since. So the
+			// turns' rate grows with what the link has accepted.
 			c.turns.SetRate(min(rate, max(c.far.sizes().firstRate, growth*wrote)))
-			if path.unsent >= c.unsent/2 { // else the rate is what was asked of it
+			if path.unsent >= c.unsent/2 { // else the rate shows only how little was sent
 				c.narrow.Store(rate > 0 && rate < narrowRate)
 			}
 			unsent := c.far.sizes().unsent
@@ -241,8 +247,8 @@ func (c *carrier) thin(n int) bool {
 	return c.isThin
 }
 
-// setUserTimeout ends a connection whose peer has not acknowledged something for so long,
-// where the kernel can do that.
+// setUserTimeout has the kernel end a connection if the peer has not acknowledged sent bytes for
+// d. It does nothing where the kernel has no such timeout.
 func setUserTimeout(c *net.TCPConn, d time.Duration) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
@@ -252,7 +258,7 @@ func setUserTimeout(c *net.TCPConn, d time.Duration) error {
 	return errors.Join(err, cerr)
 }
 
-// nearListener is a joinListener without the connections from far.
+// nearListener accepts the near connections of a joinListener. It passes far connections to far.
 type nearListener struct {
 	*joinListener
 	far *farListener
@@ -273,11 +279,11 @@ func (l nearListener) Accept() (net.Conn, error) {
 	}
 }
 
-// farListener has those.
+// farListener accepts the far connections that a nearListener passes on.
 type farListener struct {
 	addr   net.Addr
-	conns  chan net.Conn
-	closed chan struct{}
+	conns  chan net.Conn // far connections for Accept
+	closed chan struct{} // closed by Close
 	once   sync.Once
 }
 

@@ -23,88 +23,92 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// ClientConfig is what a [Client] needs.
+// ClientConfig configures a [Client].
 type ClientConfig struct {
 	Address string // of the cloud, host:port
-	// TLS returns the CA, the name to verify (ServerName), and the certificate to show if
-	// there is one. It is asked at every connection, so that files may change. Its
-	// GetClientCertificate is asked before the handshake, without what the cloud says.
+	// TLS returns the CA, the name to verify (ServerName), and the client certificate if there is
+	// one. The client calls TLS for every connection, so that files may change. The client calls
+	// GetClientCertificate before the handshake, so without the cloud's certificate request.
 	TLS  func() *tls.Config
 	Node tunnel.NodeName // this node
-	// Token is asked at every join and once a minute, so that a file may change; nil: the
-	// proof is the certificate.
+	// Token returns the token of the node. The client calls Token at every join and once a
+	// minute, so that a file may change. nil: the certificate proves the node.
 	Token    func() (auth.Secret, error)
-	Counters *tunnel.Counters // nil: nobody looks
+	Counters *tunnel.Counters // nil: the client counts for itself
 	Log      *slog.Logger
-	Grace    time.Duration // how long conns may go on when the client stops; 0: tunnel.GracePeriod
-	Software string        // what the cloud is told runs here
-	All      bool          // keep a session with every replica behind Address, not with one
-	Reach    string        // what the cloud is told that this edge reaches (Konnectivity's identifiers)
+	Grace    time.Duration // how long conns may continue when the client stops; 0: tunnel.GracePeriod
+	Software string        // name and version of this program, sent to the cloud
+	All      bool          // keep a session with every replica behind Address, not with one only
+	Reach    string        // targets that this edge reaches (Konnectivity's identifiers), sent to the cloud
 	Limits   EdgeLimits
-	// Connections is how many connections a session has at most, its own included: the others
-	// are data connections, which it opens when the cloud asks for them. 0: its own alone.
+	// Connections is how many connections a session has at most, its own connection included.
+	// The others are data connections. The edge opens a data connection when the cloud asks for
+	// one. 0: only the session's own connection.
 	Connections int
 
 	// Dial connects to Address; nil: a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
 
-	replica *asReplica    // a replica joins another one; nil: an edge joins the cloud
-	farTrip time.Duration // not 0 in tests alone
+	replica *asReplica    // set if a replica joins another replica; nil: an edge joins the cloud
+	farTrip time.Duration // 0: the constant farTrip; only tests set another value
 }
 
-// asReplica is what is different when a replica joins another one.
+// asReplica is the configuration of a replica that joins another replica.
 type asReplica struct {
 	id    string
 	hello *pb.Replica
-	have  func() []string // instances of the replicas that need not be joined once more
-	// started is told of each session. It may refuse it.
+	have  func() []string // instances of the replicas that are joined already
+	// started is called for each new session. An error refuses the session.
 	started func(*edgeSession) error
-	hint    func(error) error
+	hint    func(error) error // adds to an error what a person can do about the error
 }
 
-// Client keeps a session with the cloud, or one with each of its replicas, and makes a
-// new one whenever one is lost. It is the module "stream" of the edge.
+// Client keeps a session with the cloud, or a session with each replica of the cloud. Client
+// opens a new session whenever a session is lost. Client is the module "stream" of the edge.
 type Client struct {
 	// Set once.
 	cfg      ClientConfig
 	router   *tunnel.Router
 	blocks   *conn.Blocks
 	log      *slog.Logger
-	instance string // of this process
+	instance string // the random id of this client, another one after each start
 
 	tickets tickets
-	queue   tunnel.Queue // of opens: what cfg.Limits bounds, of all sessions
-	denials tunnel.Limiter
+	queue   tunnel.Queue   // applies cfg.Limits to the opens of all sessions
+	denials tunnel.Limiter // of log lines about denied dials
 
 	mu       sync.Mutex // guards the following
 	links    []*link    // live sessions, the newest last
-	replicas []string   // instances that the cloud has told; none: it is one replica, or has not said
-	ended    []ending   // that Run has not looked at
-	err      error      // why there is no session
-	changed  chan struct{}
+	replicas []string   // instances that the cloud has sent; none: one replica, or nothing sent yet
+	ended    []ending   // ended sessions that wanted has not read yet
+	err      error      // why the last attempt or session failed, see Ready
+	// changed is closed and replaced by noteLocked. Nothing is sent, so the channel has no buffer.
+	changed chan struct{}
 
-	hurry chan struct{} // ends a pause; capacity 1, so that nobody waits to send
+	// hurry ends a pause. Capacity 1: a sender never blocks, and a later pause still gets the call.
+	hurry chan struct{}
 }
 
-// link is a session and what has to be undone after it.
+// link is a live session with the resources to release when the session ends.
 type link struct {
 	*edgeSession
-	sctx   context.Context // outlives Run's by the grace period
-	cancel func()
-	hangUp func()
+	sctx   context.Context // outlives Run's context by the grace period and a second
+	cancel func()          // cancels sctx
+	hangUp func()          // closes the connection
 	shown  *handshake
-	token  [sha256.Size]byte // the sum of the one that it was opened with
+	token  [sha256.Size]byte // SHA-256 of the token that opened the session
 	moving bool              // the replica stops: another session takes over. Guarded by Client.mu
-	told   bool              // of another token. Owned by followToken
+	told   bool              // the edge has sent another token. Owned by followToken
 }
 
-// ending says how a session ended.
+// ending says how long a session lived and why it ended.
 type ending struct {
 	lived time.Duration
 	err   error
 }
 
-// NewClient makes a client that gives messages to the routes of mods, and to its own.
+// NewClient makes a client. The client passes messages to the routes of mods and to its own
+// routes.
 func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	if cfg.Grace == 0 {
 		cfg.Grace = tunnel.GracePeriod
@@ -116,7 +120,7 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	cfg.farTrip = cmp.Or(cfg.farTrip, farTrip)
 	cfg.Limits = cfg.Limits.orDefault()
 	if cfg.replica != nil {
-		cfg.Limits = EdgeLimits{Conns: maxConnsHere} // each node has its own, where it is held
+		cfg.Limits = EdgeLimits{Conns: maxConnsHere} // the replica with a node's session applies its limits
 	}
 	c := &Client{cfg: cfg, blocks: new(conn.Blocks), log: cfg.Log.With("module", category, "node", cfg.Node), instance: uuid.NewString()}
 	if cfg.replica != nil {
@@ -136,8 +140,8 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 // Name implements tunnel.Module.
 func (c *Client) Name() string { return category }
 
-// Routes implements tunnel.Module: what the cloud may send besides opens, which go
-// to the module that dials.
+// Routes implements tunnel.Module. It returns the handlers of the messages that the cloud may
+// send besides opens. Opens go to the module that dials.
 func (c *Client) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
 		typeHeartbeat: edgeHandler((*edgeSession).heartbeat),
@@ -149,16 +153,17 @@ func (c *Client) Routes() map[string]tunnel.Handler {
 	}
 }
 
+// edgeHandler makes a handler of a method of edgeSession.
 func edgeHandler(f func(*edgeSession, *tunnel.Message) error) tunnel.Handler {
 	return func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
 		return f(from.Link.(*edgeSession), m)
 	}
 }
 
-// Router returns the routes of this end, for the start-up line.
+// Router returns the routes of the edge, for the log line at start-up.
 func (c *Client) Router() *tunnel.Router { return c.router }
 
-// Ready returns nil while there is a session.
+// Ready returns nil while there is a live session, otherwise an error with the last failure.
 func (c *Client) Ready() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -178,8 +183,8 @@ func (c *Client) Session() *tunnel.Session {
 	return c.links[len(c.links)-1].pub
 }
 
-// Run implements tunnel.Module: it keeps its sessions until ctx is done. A lost session
-// or a refusal never ends it.
+// Run implements tunnel.Module: it keeps the sessions open until ctx is done. A lost session or
+// a refusal never ends Run.
 func (c *Client) Run(ctx context.Context) error {
 	var serving sync.WaitGroup
 	defer serving.Wait()
@@ -212,10 +217,10 @@ func (c *Client) Run(ctx context.Context) error {
 	}
 }
 
-// errNotYet is why there is no session before the first attempt.
+// errNotYet is the error that Ready reports before the first attempt.
 var errNotYet = errors.New("has not connected yet")
 
-// hurryUp ends a pause: there is reason to believe that the next attempt works.
+// hurryUp ends a pause, because the next attempt is likely to succeed.
 func (c *Client) hurryUp() {
 	select {
 	case c.hurry <- struct{}{}:
@@ -223,8 +228,8 @@ func (c *Client) hurryUp() {
 	}
 }
 
-// pause waits for d; less when the last session is lost meanwhile, since a session that
-// was to be one more is then the first, and when it is told to hurry, which it reports.
+// pause waits for d. It returns early when the last live session is lost (the next session is
+// then urgent), when ctx is done, or when hurryUp was called. hurried reports the latter.
 func (c *Client) pause(ctx context.Context, d time.Duration) (hurried bool) {
 	late := time.After(d)
 	for had := false; ; {
@@ -247,8 +252,8 @@ func (c *Client) pause(ctx context.Context, d time.Duration) (hurried bool) {
 	}
 }
 
-// wanted waits until a session is missing. It returns why the last one was lost, nil if
-// it was not, so that the next is to be opened at once.
+// wanted waits until a session is missing. It returns the error of the session that ended last.
+// nil: no session has ended since the last call, so the caller opens the next session at once.
 func (c *Client) wanted(ctx context.Context, wait *backoff) error {
 	for {
 		c.mu.Lock()
@@ -274,7 +279,8 @@ func (c *Client) wanted(ctx context.Context, wait *backoff) error {
 	}
 }
 
-// missingLocked reports whether there should be another session. The caller holds mu.
+// missingLocked reports whether the client needs another session: it has none, or cfg.All is set
+// and a replica has none. A session whose replica stops does not count. The caller holds mu.
 func (c *Client) missingLocked() bool {
 	var with []string
 	for _, l := range c.links {
@@ -288,13 +294,13 @@ func (c *Client) missingLocked() bool {
 	return c.cfg.All && slices.ContainsFunc(c.replicas, func(r string) bool { return !slices.Contains(with, r) })
 }
 
-// noteLocked wakes who waits for a change. The caller holds mu.
+// noteLocked wakes every goroutine that waits for changed. The caller holds mu.
 func (c *Client) noteLocked() {
 	close(c.changed)
 	c.changed = make(chan struct{})
 }
 
-// open connects and joins.
+// open connects to the cloud, joins, and adds the new session to links.
 func (c *Client) open(ctx context.Context) (l *link, err error) {
 	var shown *handshake
 	defer func() {
@@ -317,7 +323,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	if err != nil {
 		return nil, err
 	}
-	// The session outlives ctx by the grace period.
+	// The session outlives ctx by the grace period and a second.
 	sctx, cancel := tunnel.Grace(ctx, c.cfg.Grace+time.Second)
 	fail := func(err error) (*link, error) {
 		cancel()
@@ -337,25 +343,25 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	l = &link{edgeSession: s, sctx: sctx, cancel: cancel, hangUp: hangUp, shown: shown, token: token}
 	c.mu.Lock()
 	c.links = append(c.links, l)
-	c.replicas = nil // those that there are now are told next; none, where there are no others any more
+	c.replicas = nil // the cloud sends the current replicas next, or none if there are no others now
 	c.noteLocked()
 	c.mu.Unlock()
 	s.log.Info("session started", "remote", s.pub.Remote)
 	return l, nil
 }
 
-// serve serves a session until it ends.
+// serve serves a session until the session ends, then releases its resources.
 func (c *Client) serve(ctx context.Context, l *link) {
 	defer l.cancel()
 	err := l.guard(func() error { return l.serveUntil(ctx, l.sctx) })
-	l.Close(err) // it has ended, unless there was a panic
+	l.Close(err) // the session has ended already, unless there was a panic
 	err = c.explain(err, l.shown)
 	c.mu.Lock()
 	c.links = slices.DeleteFunc(c.links, func(other *link) bool { return other == l })
 	c.err = err
 	c.mu.Unlock()
 	l.cancel()
-	l.hangUp() // frees whatever waits for the network
+	l.hangUp() // unblocks every goroutine that waits for the network
 	l.wg.Wait()
 	lived := time.Since(l.pub.Since)
 	l.log.Info("session ended", "err", err, "dur", lived.Round(time.Millisecond))
@@ -365,8 +371,8 @@ func (c *Client) serve(ctx context.Context, l *link) {
 	c.noteLocked()
 }
 
-// moves notes that the replica of s is about to stop, and returns when another session
-// has taken over or s has ended.
+// moves marks s as moving, because its replica is about to stop. It returns when a session that
+// is not moving exists, or when s has ended.
 func (c *Client) moves(s *edgeSession) {
 	for {
 		c.mu.Lock()
@@ -394,7 +400,7 @@ func (c *Client) moves(s *edgeSession) {
 	}
 }
 
-// have returns the instances of the replicas that there is a session with.
+// have returns the instances of the replicas with which the client has a session.
 func (c *Client) have() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -407,17 +413,17 @@ func (c *Client) have() []string {
 	return all
 }
 
-// know takes what the cloud says about its replicas.
+// know stores the instances of the cloud's replicas, as the cloud has sent them.
 func (c *Client) know(instances []string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	slices.Sort(instances)
 	if !slices.Equal(instances, c.replicas) && c.cfg.All {
-		c.hurryUp() // one of them may be new
+		c.hurryUp() // a replica may be new
 	}
 	c.replicas = instances
 	c.noteLocked()
 }
 
-// isSecond reports whether a replica has refused a second session of this process.
+// isSecond reports whether err says that a replica refused a second session of this process.
 func isSecond(err error) bool { return status.Code(err) == codes.AlreadyExists }

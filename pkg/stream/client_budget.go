@@ -8,19 +8,21 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// A Client is the budget of its edge: who else has the edge dial asks it, too
-// (konnectivity.Budget), and all of them share Limits.
+// A Client is the budget of its edge and implements konnectivity.Budget. Clouds and Konnectivity's
+// proxy-servers share the Limits of the edge.
 
-// Admit waits for room for a dial, and counts it with the conn that comes of it.
+// Admit waits for room for a dial and its conn, and counts both. After a refusal neither is
+// counted.
 func (c *Client) Admit(ctx context.Context, r tunnel.Request) *tunnel.Refusal {
 	return c.queue.Enter(ctx, nil, r)
 }
 
-// Dialled says that the dial of r has ended with err, nil for a conn.
+// Dialled ends the dial of r. A nil err means that the dial made a conn. A dial that timed out or
+// was cancelled counts as unanswered by its target.
 func (c *Client) Dialled(r tunnel.Request, err error) {
 	silent := errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
 	c.queue.Dialled(r.Addr, err == nil || !silent && (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered())
 }
 
-// Over says that the conn has ended, or that there is none.
+// Over ends an admitted conn, or an admitted dial that has failed.
 func (c *Client) Over() { c.queue.Over() }

@@ -26,11 +26,13 @@ import (
 // dialFunc makes a TCP connection.
 type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error)
 
-// connect makes the one TCP connection of a session and the ClientConn around it.
-// The ClientConn never connects again: a second connection could reach another
-// replica, while the session lives on the first. hangUp closes both; gRPC by itself
-// closes only a connection that it has asked for, which it does at the first call. trip is
-// from where the cloud is far. h gets the error of a TLS handshake that fails.
+// connect makes the one TCP connection of a session and the ClientConn around the connection. The
+// ClientConn never reconnects: a second connection could reach another replica, while the
+// session lives on the first replica.
+//
+// hangUp closes the connection and the ClientConn. gRPC by itself closes only a connection that
+// gRPC has dialled, and gRPC dials at the first call. From a round trip of trip on, the cloud
+// counts as far. If the TLS handshake fails, h gets its error.
 func connect(ctx context.Context, address string, conf *tls.Config, h *handshake, software string, dialer dialFunc, trip time.Duration) (cc *grpc.ClientConn, own *carrier, hangUp func(), err error) {
 	dctx, cancel := context.WithTimeout(ctx, joinTimeout)
 	defer cancel()
@@ -61,7 +63,7 @@ func connect(ctx context.Context, address string, conf *tls.Config, h *handshake
 	}, nil
 }
 
-// dialCloud makes a TCP connection.
+// dialCloud makes a TCP connection to the cloud. dialer nil: a net.Dialer.
 func dialCloud(ctx context.Context, dialer dialFunc, address string) (net.Conn, error) {
 	if dialer == nil {
 		dialer = (&net.Dialer{}).DialContext
@@ -73,8 +75,8 @@ func dialCloud(ctx context.Context, dialer dialFunc, address string) (net.Conn, 
 	return raw, nil
 }
 
-// join opens the control stream and exchanges hellos, before ctx is done and within
-// the join timeout. The stream lives until sctx is done.
+// join opens the control stream and exchanges hellos. It fails when ctx is done or after
+// joinTimeout. The stream lives until sctx is done.
 func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, own *carrier, credential credentials.PerRPCCredentials) (*edgeSession, error) {
 	sctx, abandon := context.WithCancelCause(sctx)
 	late := time.AfterFunc(joinTimeout, func() { abandon(errJoinTimeout) })
@@ -101,14 +103,15 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, own *carri
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
 	s.stream, s.unknown, s.hangUp, s.own, s.remote = stream, s.nobody, stream.CloseSend, own, own.RemoteAddr().String()
 	s.init()
-	// Idle data connections of a narrow link go, else the cloud would open conns by them.
+	// On a narrow link the edge closes idle data connections. Otherwise the cloud would open conns
+	// on them.
 	s.pacer.began = s.dropUnused
 	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have(), Reach: c.cfg.Reach, Connections: uint32(c.cfg.Connections - 1), Capabilities: capabilities()} //nolint:gosec // a few
 	if r := c.cfg.replica; r != nil {
 		hello.Replica, hello.Have = r.hello, r.have()
 	}
 	err = s.write(message(typeHello, "", hello))
-	if err != nil && !errors.Is(err, io.EOF) { // io.EOF says that Recv knows the reason
+	if err != nil && !errors.Is(err, io.EOF) { // after io.EOF, Recv returns the reason
 		return fail(err)
 	}
 	hello, err = receiveHello(stream)
@@ -129,10 +132,11 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, own *carri
 	s.remoteInstance = hello.GetInstance()
 	s.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
 	s.pub.ID, s.pub.Since = text(hello.GetSession()), time.Now()
-	// The cloud keeps to its limit. More than twice that here, since conns that have
-	// ended at the cloud may still be ending here when their successors are asked for.
+	// The cloud keeps to its limit. The edge allows more than twice that limit: conns that have
+	// ended at the cloud may still be ending here when the cloud opens their successors.
 	s.maxConns = 2*int64(hello.GetMaxConns()) + 128
-	// The edge's own limits count, too, but opens that wait for them have topics.
+	// The edge's own limit bounds the topics, too. The factor 3 leaves room for opens that wait
+	// for that limit, because each of them has a topic.
 	if most := 3 * int64(c.cfg.Limits.Conns); hello.GetMaxConns() == 0 || s.maxConns > most {
 		s.maxConns = most
 	}
@@ -141,17 +145,19 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, own *carri
 	return s, nil
 }
 
-// maxConnsHere bounds what a replica may have another one do at once.
+// maxConnsHere is how many conns a replica may ask another replica for at once.
 const maxConnsHere = 16 * DefaultMaxConns
 
-// errNoCertificate is why an edge without a token does not even connect.
+// errNoCertificate is the error of an edge that has no token and no certificate. Such an edge does
+// not connect.
 var errNoCertificate = errors.New("this node has neither a token nor a certificate to join with")
 
-// credential returns what proves who we are, and the sum of the token if it is one.
+// credential returns the credentials for the join, and the SHA-256 of the token if a token proves
+// the node. h holds the certificate.
 func (c *Client) credential(h *handshake) (credentials.PerRPCCredentials, [sha256.Size]byte, error) {
 	none := [sha256.Size]byte{}
 	if r := c.cfg.replica; r != nil {
-		return replicaID(r.id), none, nil // the proof is our certificate
+		return replicaID(r.id), none, nil // the certificate proves the replica
 	}
 	if c.cfg.Token == nil {
 		if h.leaf == nil {
@@ -166,7 +172,7 @@ func (c *Client) credential(h *handshake) (credentials.PerRPCCredentials, [sha25
 	return accessToken(auth.EncodeToken(string(c.cfg.Node), token)), sha256.Sum256([]byte(token)), nil
 }
 
-// nodeClaim says of which node the certificate of the connection is.
+// nodeClaim names the node. The certificate of the connection proves the name.
 type nodeClaim tunnel.NodeName
 
 // GetRequestMetadata implements credentials.PerRPCCredentials.
@@ -177,8 +183,8 @@ func (n nodeClaim) GetRequestMetadata(context.Context, ...string) (map[string]st
 // RequireTransportSecurity implements credentials.PerRPCCredentials.
 func (nodeClaim) RequireTransportSecurity() bool { return true }
 
-// accessToken sends an OAuth2 access token with a call (RFC 6750 section 2.1). grpc's
-// own credentials/oauth does the same and brings Google's client libraries along.
+// accessToken sends an OAuth2 access token with a call (RFC 6750 section 2.1). The package
+// credentials/oauth of grpc does the same, but depends on Google's client libraries.
 type accessToken auth.Secret
 
 // GetRequestMetadata implements credentials.PerRPCCredentials.
@@ -189,9 +195,10 @@ func (t accessToken) GetRequestMetadata(context.Context, ...string) (map[string]
 // RequireTransportSecurity implements credentials.PerRPCCredentials.
 func (accessToken) RequireTransportSecurity() bool { return true }
 
+// errJoinTimeout is the error of a join that took longer than joinTimeout.
 var errJoinTimeout = fmt.Errorf("the cloud did not answer within %s: is that address the tunnel's gRPC port?", joinTimeout)
 
-// explain adds to an error what a person can do about it.
+// explain adds to err what a person can do about it. h may be nil.
 func (c *Client) explain(err error, h *handshake) error {
 	err = h.cause(err)
 	if r := c.cfg.replica; r != nil {
@@ -203,6 +210,7 @@ func (c *Client) explain(err error, h *handshake) error {
 	return explain(err)
 }
 
+// explain adds to the error of an edge what a person can do about it.
 func explain(err error) error {
 	var hint string
 	switch {

@@ -21,8 +21,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// followToken tells the sessions when there is another token than the one that they were
-// opened with, until ctx is done.
+// followToken reads the token once per tokenInterval until ctx is done. If the token is not the
+// token that opened a session, followToken sends the new token on that session.
 func (c *Client) followToken(ctx context.Context) {
 	if c.cfg.Token == nil || c.cfg.replica != nil {
 		return
@@ -38,7 +38,7 @@ func (c *Client) followToken(ctx context.Context) {
 		}
 		links := c.live()
 		if len(links) == 0 {
-			continue // the next join asks
+			continue // the next join reads the token
 		}
 		token, err := c.cfg.Token()
 		if err != nil {
@@ -49,8 +49,8 @@ func (c *Client) followToken(ctx context.Context) {
 		}
 		sum := sha256.Sum256([]byte(token))
 		for _, l := range links {
-			// It is said every minute, for there is no answer and the cloud may learn of the
-			// token later than we.
+			// The edge repeats the message every minute. The cloud does not answer, and may learn
+			// of the token later than the edge.
 			if sum != l.token || l.told {
 				l.told = true
 				l.post(message(typeCredential, "", &pb.Credential{AccessToken: auth.EncodeToken(string(c.cfg.Node), token)}))
@@ -59,16 +59,16 @@ func (c *Client) followToken(ctx context.Context) {
 	}
 }
 
-// live returns the live sessions.
+// live returns a copy of the list of live sessions.
 func (c *Client) live() []*link {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	return slices.Clone(c.links)
 }
 
-// Renew has the cloud sign a request (PKCS #10, DER) for another certificate of this node,
-// on every live session, since each stands on its own proof. It returns the chain of the
-// newest session that got one (PEM, leaf first).
+// Renew asks the cloud to sign a request (PKCS #10, DER) for another certificate of this node. It
+// asks on every live session, because each session has its own proof of the node. It returns the
+// certificate chain (PEM, leaf first) of the newest session on which the cloud signed.
 func (c *Client) Renew(ctx context.Context, request []byte) (chain []byte, err error) {
 	ctx, cancel := context.WithTimeout(ctx, signTimeout)
 	defer cancel()
@@ -97,14 +97,14 @@ func (c *Client) Renew(ctx context.Context, request []byte) (chain []byte, err e
 	return nil, errors.Join(errs...)
 }
 
-// EnrollConfig is what [Enroll] needs.
+// EnrollConfig configures [Enroll].
 type EnrollConfig struct {
 	Address  string // of the cloud, host:port
 	TLS      *tls.Config
 	Node     tunnel.NodeName
 	Token    auth.Secret // a join token
 	Request  []byte      // PKCS #10, DER
-	Software string      // what the cloud is told runs here
+	Software string      // name and version of this program, sent to the cloud
 
 	// Dial connects to Address; nil: a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
@@ -117,8 +117,8 @@ type Enrolled struct {
 	Time  time.Time // by the cloud's clock
 }
 
-// Enroll gets a node its first certificate, by a join token. The token is sent when the
-// TLS handshake has proven the cloud, not before.
+// Enroll gets the first certificate of a node with a join token. It sends the token only after
+// the TLS handshake has authenticated the cloud.
 func Enroll(ctx context.Context, cfg EnrollConfig) (Enrolled, error) {
 	ctx, cancel := context.WithTimeout(ctx, signTimeout)
 	defer cancel()
@@ -142,7 +142,7 @@ func Enroll(ctx context.Context, cfg EnrollConfig) (Enrolled, error) {
 	return Enrolled{Chain: answer.GetChain(), Node: cfg.Node, Time: time.UnixMilli(answer.GetTimeMs())}, nil
 }
 
-// explainEnroll adds to an error what a person can do about it.
+// explainEnroll adds to an error of Enroll what a person can do about it.
 func explainEnroll(err error) error {
 	var hint string
 	switch {

@@ -25,24 +25,24 @@ type edgeSession struct {
 
 	owner          *Client
 	ctx            context.Context // of the control stream
-	remote         string          // the address that the session's connection leads to
-	remoteInstance string          // of the replica at the other end; "" if the cloud has but one
+	remote         string          // the remote address of the session's connection
+	remoteInstance string          // of the replica at the other end; "" if the cloud has only one
 
 	// Guarded by session.mu.
-	beats       []time.Time           // when heartbeats were sent that wait for their echo, the oldest first
-	opening     int                   // data connections that are being opened
-	misses      int                   // of the cloud's askings for one, in a row
-	noMoreUntil time.Time             // none is opened
-	early       [64]string            // topics of the last cancels that found no open
-	nextEarly   int                   // where in early the next one goes
-	by          map[string]*edgeLease // topics of opens that came by a data connection, until the cloud has all of the conn
+	beats       []time.Time           // send times of the heartbeats without an echo, the oldest first
+	opening     int                   // number of data connections that are being opened
+	misses      int                   // failed attempts in a row to open a data connection
+	noMoreUntil time.Time             // until then the edge opens no data connection
+	early       [64]string            // ring buffer: topics of the last cancels that found no open
+	nextEarly   int                   // index in early of the next topic
+	by          map[string]*edgeLease // leases by topic of opens by data connection, until the cloud has all bytes
 }
 
 var _ tunnel.Link = (*edgeSession)(nil)
 
-// serveUntil serves the session until it ends. When ctx is done it drains: the cloud
-// is told, and conns may go on until sctx is done. Then this side hangs up, and the
-// cloud's end of the stream says that it has heard all.
+// serveUntil serves the session until the session ends. When ctx is done, the session drains: the
+// edge sends drain, and conns may continue until sctx is done. Then the edge closes its side of
+// the stream. The cloud closes its side when it has received every message.
 func (s *edgeSession) serveUntil(ctx, sctx context.Context) error {
 	stop := context.AfterFunc(ctx, func() {
 		s.mu.Lock()
@@ -62,22 +62,27 @@ func (s *edgeSession) serveUntil(ctx, sctx context.Context) error {
 	<-s.done
 	err := s.reason()
 	if !stop() && errors.Is(err, io.EOF) {
-		err = errStopping // the cloud's answer to our hanging up
+		err = errStopping // the cloud closed its side after the edge
 	}
 	s.abandon(err)
 	return err
 }
 
+// errCloudStops ends a session that is idle after the cloud has sent drain.
 var errCloudStops = errors.New("the cloud is stopping")
 
+// errStopping ends the sessions of an edge that stops.
 var errStopping = errors.New("this edge is stopping")
 
-// beat sends heartbeats until the session ends: every heartbeatInterval, and when nothing has come
-// for heartbeatSilence. It waits for no echo: over a slow link that may take longer than the cloud
-// waits for the next heartbeat.
+// beat sends heartbeats until the session ends: every heartbeatInterval, and when nothing was
+// received for heartbeatSilence. It does not wait for the echo: over a slow link the echo may take
+// longer than the cloud waits for the next heartbeat.
+//
+// If a heartbeat has no echo after stuckAfter, beat checks once more, then ends the session.
+// Every heartbeatInterval beat drops lost data connections, and idle ones on a narrow link.
 func (s *edgeSession) beat() {
 	stuck := false
-	tend := time.Now() // when data connections are looked at next
+	tend := time.Now() // when the next regular heartbeat and check of data connections are due
 	timer := time.NewTimer(0)
 	defer timer.Stop()
 	for {
@@ -94,7 +99,7 @@ func (s *edgeSession) beat() {
 				s.Close(fmt.Errorf("the cloud has not answered a heartbeat for %s", stuckAfter))
 				return
 			}
-			stuck = true // looks twice, as listen does
+			stuck = true // checks once more after doubtTime, as listen does
 			timer.Reset(doubtTime)
 			continue
 		}
@@ -124,7 +129,8 @@ func (s *edgeSession) beat() {
 	}
 }
 
-// heartbeat takes the echo of one. Echoes come in order, so those before it are answered, too.
+// heartbeat handles the echo of a heartbeat and stores the round trip. Echoes arrive in order, so
+// the earlier heartbeats are answered, too.
 func (s *edgeSession) heartbeat(m *tunnel.Message) error {
 	var h pb.Heartbeat
 	if err := proto.Unmarshal(m.Data, &h); err != nil {
@@ -140,10 +146,10 @@ func (s *edgeSession) heartbeat(m *tunnel.Message) error {
 	return nil
 }
 
-// cloudLeaves notes that the cloud is about to stop. It is the edge that ends the
-// session when no conn is left: only here is it known when the targets have taken
-// everything. Until then it serves what is still asked for. Where there are other
-// replicas, a session with one of them comes first.
+// cloudLeaves handles the drain of a cloud that is about to stop. The edge ends the session when no
+// conn is left, because only the edge knows when the targets have received every byte. Until then
+// the edge serves further opens. If there are other replicas, the edge first waits for a session
+// with another replica, and then for overlap.
 func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 	var d pb.Drain
 	if err := proto.Unmarshal(m.Data, &d); err != nil {
@@ -168,7 +174,7 @@ func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 	return nil
 }
 
-// cloudReplicas takes which replicas there are.
+// cloudReplicas handles the list of the cloud's replicas.
 func (s *edgeSession) cloudReplicas(m *tunnel.Message) error {
 	var r pb.Replicas
 	if err := proto.Unmarshal(m.Data, &r); err != nil {
@@ -186,13 +192,14 @@ func (s *edgeSession) Dial(context.Context, tunnel.Request) (net.Conn, error) {
 	return nil, tunnel.Refusef(tunnel.Denied, "an edge may not dial through the cloud")
 }
 
-// serving is an open request that the edge works on, from its message to the end of
-// its conn.
+// serving is an open request that the edge serves, from the open message to the end of the conn.
 type serving struct{ cancel context.CancelFunc }
 
+// Abort implements topic: it cancels the dial or the conn.
 func (s *serving) Abort() { s.cancel() }
 
-// cancelTopic gives up what a topic stands for: the cloud's caller has gone.
+// cancelTopic aborts the open or conn of a topic, because the cloud's caller has gone. It remembers
+// a topic that is not known yet, see cancelledEarly.
 func (s *edgeSession) cancelTopic(m *tunnel.Message) error {
 	if t := s.lookup(m.Topic); t != nil {
 		t.Abort()
@@ -205,16 +212,16 @@ func (s *edgeSession) cancelTopic(m *tunnel.Message) error {
 	return nil
 }
 
-// cancelledEarly reports whether the cancel of an open has come before the open: that may come by
-// a data connection, and the cancel by the control stream.
+// cancelledEarly reports whether the cancel of an open arrived before the open. The open may come
+// by a data connection, while the cancel comes by the control stream.
 func (s *edgeSession) cancelledEarly(topic string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Contains(s.early[:], topic)
 }
 
-// Serve implements tunnel.Link: it works on the open request m in a goroutine of the
-// session; where m has come by a data connection, in the one that serves it.
+// Serve implements tunnel.Link: it serves the open request m in a goroutine of the session. If m
+// came by a data connection, the goroutine that reads that connection serves m.
 func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 	var open pb.Open
 	if err := proto.Unmarshal(m.Data, &open); err != nil {
@@ -238,7 +245,7 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 	}
 	by := s.leaseOf(m.Topic)
 	if by != nil {
-		by.settle() // not before: the session may be about to end with its last conn
+		by.settle() // after add: a draining session ends when its last topic is removed
 	}
 	if refusal != nil {
 		cancel()
@@ -248,7 +255,7 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 	serve := func() {
 		defer func() {
 			if by != nil && by.EndAwaited() {
-				by.endAwaited = true // serveConns removes the topic
+				by.endAwaited = true // serveConns removes the topic later
 				return
 			}
 			s.remove(m.Topic)
@@ -259,15 +266,15 @@ func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
 		}
 	}
 	if by != nil {
-		serve() // whoever reads that data connection has nothing else to do
+		serve() // the goroutine that reads the data connection is idle until the conn ends
 	} else {
 		go serve()
 	}
 	return nil
 }
 
-// nobody answers an open request for a module that this edge does not have, so that
-// its caller need not wait in vain.
+// nobody refuses an open request for a module that this edge does not have, so that the caller does
+// not wait until its timeout. It ignores other unknown messages.
 func (s *edgeSession) nobody(m *tunnel.Message) error {
 	if m.Type == tunnel.TypeOpen {
 		s.refuse(m.Topic, tunnel.Refusef(tunnel.Internal, "node %s runs no module %q", s.pub.Node, m.Category))
@@ -275,8 +282,8 @@ func (s *edgeSession) nobody(m *tunnel.Message) error {
 	return nil
 }
 
-// serve dials the target and carries its conn. An error, which only a panic makes,
-// ends the session.
+// serve dials the target and relays bytes between the target and the conn. It returns nil. Only a
+// panic makes the guarded call return an error, and the error ends the session.
 func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, dial tunnel.DialFunc) error {
 	started := time.Now()
 	target, late, err := s.dialTarget(ctx, r, dial)
@@ -326,15 +333,15 @@ func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, 
 	return nil
 }
 
-// dialTarget waits for its turn and dials. When it returns a target, the caller owes
-// Client.Over. late says that it took too long.
+// dialTarget waits for room in the budget of the edge, and dials. If it returns a target, the
+// caller must call Client.Over. late reports that dialTimeout has passed.
 func (s *edgeSession) dialTarget(ctx context.Context, r tunnel.Request, dial tunnel.DialFunc) (target net.Conn, late bool, err error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
 	if refusal := s.owner.Admit(ctx, r); refusal != nil {
 		return nil, false, refusal
 	}
-	defer func() { // also when dial panics
+	defer func() { // runs also if dial panics
 		s.owner.Dialled(r, errors.Join(err, ctx.Err()))
 		if target == nil {
 			s.owner.Over()
@@ -344,7 +351,7 @@ func (s *edgeSession) dialTarget(ctx context.Context, r tunnel.Request, dial tun
 	return target, errors.Is(ctx.Err(), context.DeadlineExceeded), err
 }
 
-// refuse tells the cloud that a request led to no conn.
+// refuse sends the cloud the reason why a request led to no conn.
 func (s *edgeSession) refuse(name string, err error) {
 	code, words := tunnel.CodeOf(err), err.Error()
 	if r, ok := errors.AsType[*tunnel.Refusal](err); ok {
@@ -353,7 +360,7 @@ func (s *edgeSession) refuse(name string, err error) {
 	s.counters.Refuse(code)
 	refused := &pb.Refused{Code: pb.Code(code), Text: text(words)}
 	if by := s.leaseOf(name); by != nil {
-		by.data.Send(conn.FrameRefused, encode(refused)) //nolint:errcheck // whoever reads there will see it
+		by.data.Send(conn.FrameRefused, encode(refused)) //nolint:errcheck // its reader gets the error
 		return
 	}
 	s.post(message(typeRefused, name, refused))

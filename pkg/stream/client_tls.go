@@ -16,27 +16,28 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// tickets are the TLS sessions of a client that can be resumed, which costs neither end a
-// signature (RFC 8446 section 2.2). One that is resumed keeps the certificates that both
-// ends have shown when it was new. So it is good for one certificate here, and for one
-// idea of who signs the cloud's.
+// tickets holds the TLS sessions that a client can resume. Neither end needs a signature to resume
+// a session (RFC 8446 section 2.2).
+//
+// A resumed session keeps the certificates that both ends showed in the first handshake. So the
+// cache is valid only for one client certificate, one set of CAs and one name of the cloud.
 type tickets struct {
 	mu    sync.Mutex // guards the following
-	leaf  []byte     // DER; none: there is no certificate
+	leaf  []byte     // the client certificate, DER; empty: no certificate
 	roots *x509.CertPool
-	name  string
-	cache tls.ClientSessionCache
+	name  string                 // the name that the cloud's certificate must have
+	cache tls.ClientSessionCache // for leaf, roots and name; nil: not used yet
 }
 
-// handshake is what is known of one that a person may have to be told.
+// handshake records the facts of a TLS handshake that hints for people depend on.
 type handshake struct {
-	leaf   *x509.Certificate     // that is shown when the cloud asks; nil: none
-	asked  atomic.Bool           // it has
-	failed atomic.Pointer[error] // why the TLS handshake failed; nil: it has not
+	leaf   *x509.Certificate     // the certificate to show when the cloud asks; nil: none
+	asked  atomic.Bool           // the cloud has asked for a certificate
+	failed atomic.Pointer[error] // why the TLS handshake failed; nil: it has not failed
 }
 
-// cause returns err with the error of a failed TLS handshake behind it. gRPC passes on the text of
-// that error, and not the error.
+// cause returns err, wrapped together with the error of a failed TLS handshake if there is one.
+// gRPC passes on the text of the handshake error, but not the error value.
 func (h *handshake) cause(err error) error {
 	if h == nil || status.Code(err) != codes.Unavailable {
 		return err
@@ -47,17 +48,17 @@ func (h *handshake) cause(err error) error {
 	return err
 }
 
-// handshakeError is a gRPC error whose cause is that of a TLS handshake. Its text is that of the gRPC
-// error, which has the text of the cause in it.
+// handshakeError is a gRPC error with the error of a failed TLS handshake as its cause. Its text is
+// the text of the gRPC error, because that text contains the text of the cause.
 type handshakeError struct {
-	error
-	cause error
+	error       // from gRPC
+	cause error // of the TLS handshake
 }
 
-// Unwrap returns both, for errors.Is and errors.As.
+// Unwrap returns both errors, for errors.Is and errors.As.
 func (e *handshakeError) Unwrap() []error { return []error{e.error, e.cause} }
 
-// handshakeCredentials are TLS credentials that note in the handshake why it failed.
+// handshakeCredentials are TLS credentials that record in handshake why a TLS handshake failed.
 type handshakeCredentials struct {
 	credentials.TransportCredentials
 	handshake *handshake
@@ -77,10 +78,12 @@ func (c handshakeCredentials) Clone() credentials.TransportCredentials {
 	return handshakeCredentials{c.TransportCredentials.Clone(), c.handshake}
 }
 
-// tlsConfig returns how to make the next connection. It may be called by several goroutines.
+// tlsConfig returns the TLS configuration of the next connection, and a handshake that records the
+// facts of that connection. Several goroutines may call tlsConfig at once.
 func (c *Client) tlsConfig() (*tls.Config, *handshake, error) {
 	conf := c.cfg.TLS().Clone()
-	// The certificate is chosen now, so that the ticket is of the one that is shown.
+	// tlsConfig chooses the certificate now, so that the ticket belongs to the certificate that the
+	// client shows.
 	cert := new(tls.Certificate)
 	if get := conf.GetClientCertificate; get != nil {
 		var err error
@@ -107,7 +110,7 @@ func (c *Client) tlsConfig() (*tls.Config, *handshake, error) {
 	}
 	verify := conf.VerifyConnection
 	conf.VerifyConnection = func(state tls.ConnectionState) error {
-		if state.DidResume { // it was asked for when the ticket was made, if ever
+		if state.DidResume { // if the cloud asked for a certificate, it did so in the first handshake
 			h.asked.Store(true)
 		}
 		if verify != nil {
@@ -127,6 +130,7 @@ func (c *Client) tlsConfig() (*tls.Config, *handshake, error) {
 	return conf, h, nil
 }
 
+// samePool reports whether a and b are both nil, or hold the same certificates.
 func samePool(a, b *x509.CertPool) bool {
 	if a == nil || b == nil {
 		return a == b
@@ -134,7 +138,7 @@ func samePool(a, b *x509.CertPool) bool {
 	return a.Equal(b)
 }
 
-// hint says what a person can do about err: the cloud does not accept the certificate.
+// hint says what a person can do about err, if the cloud does not accept the certificate.
 func (h *handshake) hint(err error) string {
 	switch reason := reasonOf(err); {
 	case reason == reasonRevoked:

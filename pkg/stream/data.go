@@ -8,18 +8,18 @@ import (
 	"tunnel/pkg/conn"
 )
 
-// A session may have data connections beside its own connection. Each carries one conn at a time
-// (pkg/conn has their frames and phases). The edge opens one when the cloud asks for it; the cloud
-// asks when it has none to spare for an open, which then goes by the session's own connection. So an
-// idle node has none.
+// A session may have data connections beside its own connection. Each data connection carries one
+// conn at a time. Package conn defines the frames and phases. The edge opens a data connection
+// when the cloud asks for one. The cloud asks when no data connection is free for an open. That
+// open then uses the session's own connection. So an idle node has no data connections.
 //
-// data.go is what both ends do with them, data_cloud.go and data_edge.go the two ends.
+// data.go holds what both ends share. data_cloud.go is the cloud's end, data_edge.go the edge's.
 
-// dataProtocol tells a data connection from one that speaks gRPC (ALPN, RFC 7301).
+// dataProtocol distinguishes a data connection from a gRPC connection (ALPN, RFC 7301).
 const dataProtocol = "tunnel-data/1"
 
 const (
-	// dataIdle is how long a data connection is kept for the next conn.
+	// dataIdle is how long an idle data connection is kept for the next conn.
 	dataIdle = 2 * time.Minute
 	// answerTime is how long the other end's kernel may take to acknowledge an open.
 	answerTime = 5 * time.Second
@@ -28,15 +28,15 @@ const (
 // dataConn is one end of a data connection of a session.
 type dataConn struct {
 	*conn.Data
-	raw net.Conn     // below TLS
-	tcp *net.TCPConn // below that; nil in tests with a network of their own
+	raw net.Conn     // the connection below TLS
+	tcp *net.TCPConn // the connection below raw; nil in tests with a network of their own
 
-	carries atomic.Pointer[conn.Conn] // the conn that it carries now
+	carries atomic.Pointer[conn.Conn] // the current conn
 
 	// Guarded by session.mu.
 	since   time.Time   // when it was last used
-	saying  *time.Timer // calls sayEnd
-	unheard time.Time   // since when lost has seen that something is sent again; zero: nothing is
+	saying  *time.Timer // timer that calls sayEnd
+	unheard time.Time   // since when lost has seen retransmissions without an answer; zero: none
 }
 
 func newDataConn(c, raw net.Conn, b *conn.Blocks) *dataConn {
@@ -50,22 +50,23 @@ func newDataConn(c, raw net.Conn, b *conn.Blocks) *dataConn {
 	return d
 }
 
-// armUserTimeout has the kernel notice soon that the connection is lost, while nothing is under way
-// but an open: the other end's kernel acknowledges that at once.
+// armUserTimeout has the kernel notice a lost connection soon. It is used while at most an open
+// is in flight, since the other end's kernel acknowledges an open at once.
 func (d *dataConn) armUserTimeout() { d.userTimeout(answerTime) }
 
-// disarmUserTimeout undoes armUserTimeout for a conn: a reader that is stalled lets its peer wait
-// for any time, and the kernel's timeout does not tell it from a link that is cut (tcp(7)).
+// disarmUserTimeout undoes armUserTimeout before a conn starts. A stalled reader may keep its
+// peer waiting for any time. The kernel's timeout cannot distinguish a stalled reader from a cut
+// link (tcp(7)).
 func (d *dataConn) disarmUserTimeout() { d.userTimeout(0) }
 
 func (d *dataConn) userTimeout(t time.Duration) {
 	if d.tcp != nil {
-		setUserTimeout(d.tcp, t) //nolint:errcheck // it fails when d is closed, which others notice
+		setUserTimeout(d.tcp, t) //nolint:errcheck // it fails when d is closed, and other code notices that
 	}
 }
 
-// abort ends the connection and whatever waits for it, and the other end sees no clean end
-// of its conn. What has not been sent is thrown away.
+// abort closes the connection and ends every call that waits for it. The other end sees no clean
+// end of its conn. Unsent bytes are discarded.
 func (d *dataConn) abort() {
 	if d.tcp != nil {
 		d.tcp.SetLinger(0) //nolint:errcheck // it fails when d is closed
@@ -73,9 +74,9 @@ func (d *dataConn) abort() {
 	d.raw.Close()
 }
 
-// lost reports whether the kernel has ended the connection, or has sent something again and
-// again for limit, and nothing has come back. A peer that does not read answers all the same.
-// It is asked every heartbeatInterval; the caller holds session.mu.
+// lost reports whether the kernel has ended the connection, or has retransmitted for limit
+// without an answer. A peer that does not read still answers. The session calls lost every
+// heartbeatInterval. The caller holds session.mu.
 func (d *dataConn) lost(limit time.Duration) (is bool) {
 	if d.tcp == nil {
 		return false
@@ -91,17 +92,18 @@ func (d *dataConn) lost(limit time.Duration) (is bool) {
 	return is
 }
 
+// isLost is lost, given what the kernel knows at time now.
 func (d *dataConn) isLost(a acks, now time.Time, limit time.Duration) bool {
 	switch heard := now.Add(-a.last); {
 	case !a.missing:
 		d.unheard = time.Time{}
 	case d.unheard.IsZero(), heard.After(d.unheard):
-		d.unheard = now // that the last answer is long ago says nothing of a conn that was idle
+		d.unheard = now // on a conn that was idle, an old last answer proves nothing
 	}
 	return a.ended || a.missing && now.Sub(d.unheard) >= limit
 }
 
-// hold makes a data connection one of the session's. It fails when the session has ended.
+// hold adds a data connection to the session. It returns false if the session has ended.
 func (s *session) hold(d *dataConn) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -119,7 +121,7 @@ func (s *session) hold(d *dataConn) bool {
 	return true
 }
 
-// drop undoes hold and ends the connection.
+// drop undoes hold and closes the connection.
 func (s *session) drop(d *dataConn) {
 	s.mu.Lock()
 	s.dropLocked(d)
@@ -127,6 +129,7 @@ func (s *session) drop(d *dataConn) {
 	d.abort()
 }
 
+// dropLocked undoes hold. The caller holds mu, and closes the connection.
 func (s *session) dropLocked(d *dataConn) {
 	if _, held := s.data[d]; held {
 		delete(s.data, d)
@@ -137,8 +140,8 @@ func (s *session) dropLocked(d *dataConn) {
 	}
 }
 
-// dropLost ends the data connections whose other end cannot be reached, and their conns. Over a narrow
-// link most packets of a connection may be lost for a while.
+// dropLost closes the data connections whose other end cannot be reached, and ends their conns.
+// It waits longer over a narrow link, where most packets of a connection may be lost for a while.
 func (s *session) dropLost() {
 	limit := lostAfter
 	if s.pacer.narrow() {
@@ -155,7 +158,7 @@ func (s *session) dropLost() {
 	for _, d := range lost {
 		s.log.Info("a data connection is lost", "remote", d.raw.RemoteAddr().String())
 		if c := d.carries.Load(); c != nil {
-			c.Abort() // its owner may not be receiving
+			c.Abort() // the conn's owner may not be receiving
 		}
 		s.drop(d)
 	}

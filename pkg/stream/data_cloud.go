@@ -17,27 +17,28 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// MaxConnections is how many connections a session has at most, whatever the edge would open.
+// MaxConnections is how many connections a session may have, even if the edge would open more.
 const MaxConnections = 64
 
-// mostTicket bounds the first frame of a stranger, in bytes.
+// mostTicket bounds the first frame of an unknown client, in bytes.
 const mostTicket = 64
 
-// endTime is how long an edge may wait for the cloud's word that a conn has ended, where no
-// open says it.
+// endTime is how long an edge may wait until the cloud tells it that a conn has ended. It applies
+// if no open arrives first, since an open says the same.
 const endTime = 50 * time.Millisecond
 
-// askPause is how long an unanswered request for a data connection holds up the next one. An edge does
-// not answer while its own limit is used up by data connections that are still ending there.
+// askPause is how long an unanswered request for a data connection holds up the next request. An
+// edge does not answer while data connections that are still ending there use up its limit.
 const askPause = time.Second
 
-// askTime is how long the edge may take to answer the cloud's asking.
+// askTime is how long the edge may take to answer a request for a data connection.
 const askTime = joinTimeout
 
-// asked are the tickets with which a server has asked for data connections. One is good for
-// one connection: it proves which session that belongs to, since nobody has read it but the
-// edge of that session.
+// asked holds the tickets with which a server has asked for data connections. A ticket is valid
+// for one connection. It proves to which session the connection belongs, since only the edge of
+// that session has read the ticket.
 type asked struct {
+	// mu guards of, the sessions by ticket.
 	mu sync.Mutex
 	of map[string]*cloudSession
 }
@@ -51,7 +52,8 @@ func (a *asked) add(ticket string, s *cloudSession) {
 	a.of[ticket] = s
 }
 
-// take returns the session of a ticket, which then is good no longer; nil: it is not good.
+// take returns the session of a ticket and invalidates the ticket. It returns nil if the ticket
+// is not valid.
 func (a *asked) take(ticket string) *cloudSession {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -60,9 +62,10 @@ func (a *asked) take(ticket string) *cloudSession {
 	return s
 }
 
-// askForMore asks the edge for a data connection, unless there are as many as there may be. It
-// begins with one, and has no more on their way than there are: over a thin link a handshake takes
-// as long as many opens, which would wait for it.
+// askForMore asks the edge for a data connection, unless the session has as many as it may have.
+// The first request asks for one. While more requests are pending than data connections exist,
+// the next request waits for an answer or for askPause. Over a thin link a handshake takes as
+// long as many opens, and the opens would wait for it.
 func (s *cloudSession) askForMore() {
 	s.mu.Lock()
 	due := s.asking <= len(s.data) || time.Since(s.lastAsk) >= askPause
@@ -85,10 +88,10 @@ func (s *cloudSession) askForMore() {
 	s.post(message(typeConnection, ticket, nil))
 }
 
-// mostDataLocked is how many data connections may carry conns now: half of what the edge opens,
-// and more where conns come and go, since each takes a while to end. Those that stay, as logs
-// that are followed do, cost fewer bytes where they share packets.
-// None are used over a narrow link.
+// mostDataLocked returns how many data connections may carry conns now. The limit is half of what
+// the edge opens, and more after recent short conns, since each takes a while to end. It is at
+// most what the edge opens. Long conns, such as followed logs, cost fewer bytes where they share
+// packets. Over a narrow link the limit is zero. The caller holds mu.
 func (s *cloudSession) mostDataLocked() int {
 	if s.isNarrow() {
 		return 0
@@ -96,10 +99,11 @@ func (s *cloudSession) mostDataLocked() int {
 	return min(s.connections, (s.connections+1)/2+s.shortConns.count())
 }
 
-// recently counts what has happened in the last second, or two.
+// recently counts the events of the last one to two seconds.
 type recently struct {
+	// now counts the current second, before counts the second before.
 	now, before int
-	since       time.Time // of now
+	since       time.Time // when now began to count
 }
 
 func (r *recently) add() {
@@ -112,6 +116,7 @@ func (r *recently) count() int {
 	return r.now + r.before
 }
 
+// turn starts a new second when the current one is over.
 func (r *recently) turn() {
 	switch t := time.Now(); {
 	case t.Sub(r.since) >= 2*time.Second:
@@ -121,24 +126,26 @@ func (r *recently) turn() {
 	}
 }
 
-// answered undoes the counting of askForMore.
+// answered ends a request of askForMore: the request is no longer pending.
 func (s *cloudSession) answered() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.asking--
 }
 
-// attach makes an accepted TLS connection a data connection of the session that its first
-// frame proves. Nobody reads it until it has a conn to carry.
+// attach makes an accepted TLS connection a data connection. The ticket in its first frame
+// selects the session. Nobody reads the connection until it has a conn.
 func (s *Server) attach(c *tls.Conn, j *joiningConn) error {
 	err := s.tryAttach(c, j)
 	if err != nil {
-		// A balancer may have led it here instead of to the replica that has asked for it.
+		// A load balancer may have led the connection here instead of to the replica that asked
+		// for it.
 		s.log.Debug("data connection refused", "remote", j.RemoteAddr().String(), "err", err)
 	}
 	return err
 }
 
+// tryAttach is attach without the log.
 func (s *Server) tryAttach(c *tls.Conn, j *joiningConn) error {
 	d := newDataConn(c, j.Conn, s.blocks)
 	typ, ticket, err := d.Receive(mostTicket)
@@ -152,7 +159,7 @@ func (s *Server) tryAttach(c *tls.Conn, j *joiningConn) error {
 	if cs == nil {
 		return errors.New("this replica has not asked for it")
 	}
-	defer cs.answered() // not before it is spare: an open in between would ask for another one
+	defer cs.answered() // only after spare: an open in between would ask for another data connection
 	if !cs.hold(d) {
 		return errEnded
 	}
@@ -171,7 +178,7 @@ func (s *Server) tryAttach(c *tls.Conn, j *joiningConn) error {
 	return nil
 }
 
-// spare has a data connection wait for the next conn.
+// spare makes a data connection wait for the next conn.
 func (s *cloudSession) spare(d *dataConn) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -185,8 +192,8 @@ func (s *cloudSession) spare(d *dataConn) {
 	}
 }
 
-// takeSpare returns the data connection that was used last of those that wait, or nil: it is
-// the one whose congestion window is largest.
+// takeSpare returns the most recently used idle data connection, which has the largest congestion
+// window. It returns nil if none may be used.
 func (s *cloudSession) takeSpare() *dataConn {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -203,13 +210,13 @@ func (s *cloudSession) takeSpare() *dataConn {
 	return d
 }
 
-// dropIdleAndLost ends data connections that have waited for long, or are lost.
+// dropIdleAndLost closes the data connections that have been idle for dataIdle, or are lost.
 func (s *cloudSession) dropIdleAndLost() {
 	s.dropSpares(func(d *dataConn) bool { return time.Since(d.since) >= dataIdle || d.lost(lostAfter) })
 	s.dropLost()
 }
 
-// dropSpares closes every data connection that waits for a conn and for which match returns true.
+// dropSpares closes every idle data connection for which match returns true.
 func (s *cloudSession) dropSpares(match func(*dataConn) bool) {
 	s.mu.Lock()
 	var matched []*dataConn
@@ -226,15 +233,15 @@ func (s *cloudSession) dropSpares(match func(*dataConn) bool) {
 	}
 }
 
-// asking is an open request that waits for the answer on a data connection. Nothing that
-// comes on the session's own connection settles it.
+// asking is the topic of an open request that waits for its answer on a data connection. No
+// message on the session's own connection settles the request.
 type asking struct{}
 
-// Abort implements topic: the end of the session is that of the data connection.
+// Abort implements topic. It does nothing, since the data connection ends with the session.
 func (asking) Abort() {}
 
-// dialOver is dial by a data connection. lost says that it was not fit for use: the edge has
-// not answered, and can be asked in another way.
+// dialOver is dial over a data connection. lost says that the data connection was unusable: the
+// edge has not answered, and the cloud may ask it another way.
 func (s *cloudSession) dialOver(
 	ctx context.Context, d *dataConn, r tunnel.Request, m *tunnel.Message,
 ) (c *conn.Conn, refusal *tunnel.Refusal, lost bool) {
@@ -244,7 +251,7 @@ func (s *cloudSession) dialOver(
 	}
 	stop := context.AfterFunc(ctx, d.Interrupt)
 	data, err := s.ask(d, m)
-	waited := stop() // else d is no longer to be used: it has been interrupted, or is about to be
+	waited := stop() // false: d was interrupted, or is about to be, and cannot be used again
 	switch {
 	case waited && err == nil && data == nil:
 		if c = s.carry(m.Topic, d); c != nil {
@@ -261,19 +268,20 @@ func (s *cloudSession) dialOver(
 		refusal = tunnel.Refusef(tunnel.Internal, "node %s has refused in words that make no sense", r.Node)
 	case waited && s.reason() == nil:
 		s.log.Debug("a data connection is of no use", "err", err)
-		s.dropSpares(func(*dataConn) bool { return true }) // the same may have become of them
+		s.dropSpares(func(*dataConn) bool { return true }) // the other idle data connections may have failed, too
 		lost = true
 	default:
 		refusal = s.gaveUp(ctx, r)
 	}
 	s.drop(d)
 	s.remove(m.Topic)
-	// It may overtake the open, and then the edge dials in vain until it finds d closed.
+	// The cancel may overtake the open. The edge then dials in vain until it finds d closed.
 	s.post(message(typeCancel, m.Topic, nil))
 	return nil, refusal, lost
 }
 
-// ask sends an open and waits for the answer: nil if there is a conn, else a refusal.
+// ask sends an open and waits for the answer. It returns nil if the edge has opened a conn, else
+// the refusal.
 func (s *cloudSession) ask(d *dataConn, m *tunnel.Message) (refused []byte, err error) {
 	if err = d.Ask(encode(s.onWire(m))); err != nil {
 		return nil, err
@@ -290,8 +298,8 @@ func (s *cloudSession) ask(d *dataConn, m *tunnel.Message) (refused []byte, err 
 	return nil, fmt.Errorf("a frame of type %#x with %d bytes answers an open", typ, len(data))
 }
 
-// carry makes a conn over d of the open request that the edge has answered there. It returns nil if the
-// session has ended meanwhile.
+// carry makes a conn over d for the open request that the edge has answered on d. It returns nil
+// if the session has ended meanwhile.
 func (s *cloudSession) carry(name string, d *dataConn) *conn.Conn {
 	d.disarmUserTimeout()
 	lease := d.LendAtCloud()
@@ -306,7 +314,7 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn.Conn {
 				return
 			}
 			if c.MustCancel() {
-				s.post(message(typeCancel, name, nil)) // for an edge that does not read
+				s.post(message(typeCancel, name, nil)) // for an edge that does not read the conn
 			}
 			s.drop(d)
 		},
@@ -324,7 +332,7 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn.Conn {
 			case lease.ReturnsAtOnce():
 				release()
 			default:
-				s.wg.Go(release) // it has to wait for the edge
+				s.wg.Go(release) // release has to wait for the edge
 			}
 		},
 	})
@@ -339,9 +347,9 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn.Conn {
 	return c
 }
 
-// release has a data connection wait for the next conn, after the clean end of its conn. It waits
-// for as long as the edge's target takes to read, and the conn counts until then. After an error the
-// data connection is of no more use.
+// release makes a data connection wait for the next conn, after its conn has ended cleanly.
+// release waits until the edge's target has read everything, and the conn counts until then.
+// After an error the data connection cannot be used again.
 func (s *cloudSession) release(d *dataConn, lease *conn.Lease) error {
 	d.carries.Store(nil)
 	if err := lease.ReturnAtCloud(); err != nil {
@@ -352,8 +360,8 @@ func (s *cloudSession) release(d *dataConn, lease *conn.Lease) error {
 	return nil
 }
 
-// sayEnd tells the edge that the conn has ended at the cloud, too. An edge that has ended its last conn
-// does not stop before, since bytes or an open may be on the way.
+// sayEnd tells the edge that the conn has ended at the cloud, too. An edge that has ended its
+// last conn waits for this message before it stops, since bytes or an open may be in flight.
 func (s *cloudSession) sayEnd(d *dataConn) {
 	s.mu.Lock()
 	at := slices.Index(s.spares, d)
@@ -372,7 +380,7 @@ func (s *cloudSession) sayEnd(d *dataConn) {
 	s.spare(d)
 }
 
-// refusalOf reads what a Refused says.
+// refusalOf decodes a Refused message.
 func refusalOf(data []byte) (*tunnel.Refusal, error) {
 	var r pb.Refused
 	if err := proto.Unmarshal(data, &r); err != nil {

@@ -24,20 +24,21 @@ const DefaultConnections = 16
 
 const (
 	// attachTries is how often an edge tries to reach the replica that has asked for a data
-	// connection: a balancer may lead to others.
+	// connection. A load balancer may lead to other replicas.
 	attachTries = 4
-	// attachJitter is how long it waits at most before it tries again.
+	// attachJitter is the longest wait before the edge tries again.
 	attachJitter = 500 * time.Millisecond
-	// attachMisses is after how many of the cloud's askings in vain it does not try for a while.
+	// attachMisses is after how many failed requests of the cloud the edge pauses. attachPause is
+	// how long the edge then opens no data connection.
 	attachMisses = 3
 	attachPause  = time.Minute
 )
 
-// moreConnections opens a data connection, which the cloud asks for.
+// moreConnections opens a data connection, at the cloud's request.
 func (s *edgeSession) moreConnections(m *tunnel.Message) error {
 	s.mu.Lock()
-	// The cloud keeps to our limit. Here it is twice that: one that has ended there may still
-	// be ending here.
+	// The cloud keeps to the edge's limit. The edge allows twice as many, since a data connection
+	// that has ended at the cloud may still be ending here.
 	most := 2 * (s.owner.cfg.Connections - 1)
 	more := s.err == nil && !s.leaving && !s.isNarrow() && len(s.data)+s.opening < most && !time.Now().Before(s.noMoreUntil)
 	if more {
@@ -54,8 +55,8 @@ func (s *edgeSession) moreConnections(m *tunnel.Message) error {
 	return nil
 }
 
-// serveData opens a data connection and serves it until it ends. An error, which only a panic
-// makes, ends the session.
+// serveData opens a data connection and serves it until it ends. It logs failures and returns
+// nil. Only a panic becomes an error at the caller, and ends the session.
 func (s *edgeSession) serveData(ticket string) error {
 	d, err := s.openData(ticket)
 	s.mu.Lock()
@@ -94,7 +95,8 @@ func (s *edgeSession) openData(ticket string) (d *dataConn, err error) {
 		if d, err = s.tryData(ctx, ticket); err == nil || ctx.Err() != nil {
 			break
 		}
-		// What is behind one address comes from one source, whose joins must not wait for this.
+		// All edges behind one address share one source. Their joins must not wait for these
+		// retries.
 		select {
 		case <-time.After(rand.N(attachJitter)): //nolint:gosec // jitter
 		case <-ctx.Done():
@@ -110,6 +112,7 @@ func (s *edgeSession) openData(ticket string) (d *dataConn, err error) {
 	return d, nil
 }
 
+// tryData makes one attempt of openData.
 func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, error) {
 	conf, _, err := s.owner.tlsConfig()
 	if err != nil {
@@ -147,23 +150,24 @@ func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, er
 	return d, nil
 }
 
-// never is a round trip from which no link is far.
+// never is a round trip so long that no link counts as far.
 const never = time.Hour
 
-// edgeLease is the edge's lease of a data connection, for one open that has come by it and its conn.
+// edgeLease is the edge's lease of a data connection, for one open that came by the data
+// connection and for the conn of that open.
 type edgeLease struct {
 	conn.Lease
 	data *dataConn
 
 	// Owned by the goroutine that serves the data connection.
 	topic      string
-	settle     func() // the topic before is no longer needed
-	endAwaited bool   // the conn has ended here, and the cloud has not said that it has all of it
+	settle     func() // releases the previous topic, which is no longer needed
+	endAwaited bool   // the conn has ended here, and the cloud has not confirmed that it has all of it
 }
 
-// serveConns serves the conns that come by a data connection, one after the other.
+// serveConns serves the conns of a data connection, one after the other.
 func (s *edgeSession) serveConns(d *dataConn) error {
-	var ended *edgeLease // whose end is awaited
+	var ended *edgeLease // the lease whose end the cloud has not confirmed yet
 	said := func() {
 		if ended != nil {
 			s.left(ended)
@@ -214,7 +218,8 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 	}
 }
 
-// came notes by which data connection an open has come.
+// came records by which data connection an open came. It returns false if the topic is in use or
+// the session no longer has the data connection.
 func (s *edgeSession) came(topic string, by *edgeLease) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -235,9 +240,10 @@ func (s *edgeSession) left(by *edgeLease) {
 	delete(s.by, by.topic)
 }
 
-// dropUnused ends the data connections that carry nothing. One is busy until the cloud has said that
-// the conn has ended: before that the kernel may hold the last bytes of a download. An open on its
-// way to an idle one is sent again on the control stream.
+// dropUnused closes the idle data connections. A data connection is in use until the cloud has
+// confirmed the end of the conn. Before that the kernel may hold the last bytes of a download. If
+// an open is in flight to an idle data connection, the cloud sends it again on the control
+// stream.
 func (s *edgeSession) dropUnused() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -253,19 +259,19 @@ func (s *edgeSession) dropUnused() {
 	}
 }
 
-// leaseOf returns the lease of the data connection by which an open has come, nil if it came by the
-// control stream.
+// leaseOf returns the lease of the data connection by which an open came. It returns nil if the
+// open came by the control stream.
 func (s *edgeSession) leaseOf(topic string) *edgeLease {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.by[topic]
 }
 
-// wayBack is how an open that led to a target is answered: what its conn is made of.
+// wayBack is how the edge answers an open whose target it has reached. The conn is made from it.
 type wayBack struct {
-	stream conn.Stream // nil: by a data connection
-	lease  *edgeLease  // nil: by a stream
-	reset  func()
+	stream conn.Stream // nil: the conn uses a data connection
+	lease  *edgeLease  // nil: the conn uses a stream
+	reset  func()      // resets the conn
 }
 
 // conn makes the edge's end of the conn.
@@ -279,7 +285,7 @@ func (w wayBack) conn(s *edgeSession, cfg conn.Config) *conn.Conn {
 	return c
 }
 
-// answer says that the target of an open is there.
+// answer tells the cloud that the target of an open is there.
 func (s *edgeSession) answer(ctx context.Context, name string) (wayBack, error) {
 	by := s.leaseOf(name)
 	if by == nil {
@@ -287,8 +293,8 @@ func (s *edgeSession) answer(ctx context.Context, name string) (wayBack, error) 
 		stream, err := s.client.Connect(metadata.AppendToOutgoingContext(sctx, topicKey, name))
 		if err != nil {
 			if status.Code(err) == codes.Unavailable {
-				// After 805 million streams HTTP/2 has no ids for more, while those that there are
-				// go on. A new session has.
+				// After 805 million streams an HTTP/2 connection has no ids for new streams. Its
+				// existing streams go on. A new session has new ids.
 				s.Close(fmt.Errorf("the session's connection takes no more streams: %w", err))
 			}
 			end()
@@ -301,7 +307,7 @@ func (s *edgeSession) answer(ctx context.Context, name string) (wayBack, error) 
 	}
 	return wayBack{lease: by, reset: func() {
 		by.Revoke()
-		s.post(message(typeCancel, name, nil)) // for a cloud that does not read
+		s.post(message(typeCancel, name, nil)) // for a cloud that does not read the conn
 		by.data.abort()
 	}}, nil
 }

@@ -9,30 +9,31 @@ import (
 	"golang.org/x/net/http2"
 )
 
-// meteredConn is the connection of an edge below HTTP/2. It counts the frames that carry
-// nothing: SETTINGS, PING, PRIORITY, WINDOW_UPDATE, RST_STREAM, empty DATA and others. gRPC
-// takes as many of them as come, and each costs it more than the edge.
+// meteredConn is the connection of an edge, below HTTP/2. It counts the frames without payload
+// data: SETTINGS, PING, PRIORITY, WINDOW_UPDATE, RST_STREAM, empty DATA and others. gRPC accepts
+// any number of such frames, and each frame costs gRPC more than it costs the edge.
 type meteredConn struct {
 	net.Conn
-	flooded func(frames int) bool // has counted so many more; true: they are too many
+	flooded func(frames int) bool // called with the number of new frames; true: too many
 
 	// Owned by Read.
-	skip   int // bytes until the next frame's header: of the preface, or of a payload
-	header []byte
-	over   bool
+	skip   int    // bytes until the next frame's header: the rest of the preface or of a payload
+	header []byte // the part of the next frame's header that was read so far
+	over   bool   // flooded has returned true
 }
 
-// http2Header is the length of a frame's header (RFC 9113 section 4.1).
+// http2Header is the length of a frame header in bytes (RFC 9113 section 4.1).
 const http2Header = 9
 
+// errFlooded is the error of every Read after a flood.
 var errFlooded = errors.New("too many HTTP/2 frames without data")
 
 func newMeteredConn(c net.Conn, flooded func(int) bool) *meteredConn {
 	return &meteredConn{Conn: c, flooded: flooded, skip: len(http2.ClientPreface), header: make([]byte, 0, http2Header)}
 }
 
-// Read implements net.Conn. After a flood it reads nothing more, and fails when the status
-// that ends the session has had time to leave.
+// Read implements net.Conn. After a flood it reads nothing more. It fails only after lastWords, so
+// that gRPC has time to send the status that ends the session.
 func (c *meteredConn) Read(b []byte) (int, error) {
 	if c.over {
 		time.Sleep(lastWords)
@@ -45,7 +46,7 @@ func (c *meteredConn) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// count returns how many of the frames that begin in b carry nothing.
+// count returns how many frames without payload data have a header that ends in b.
 func (c *meteredConn) count(b []byte) (frames int) {
 	for len(b) > 0 {
 		if c.skip > 0 {
@@ -61,7 +62,7 @@ func (c *meteredConn) count(b []byte) (frames int) {
 			return frames
 		}
 		length, typ := int(binary.BigEndian.Uint32(c.header)>>8), http2.FrameType(c.header[3])
-		if !(typ == http2.FrameData && length > 0) && typ != http2.FrameHeaders { // headers are counted as streams
+		if !(typ == http2.FrameData && length > 0) && typ != http2.FrameHeaders { // HEADERS count as streams
 			frames++
 		}
 		c.skip, c.header = length, c.header[:0]

@@ -14,32 +14,32 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Limits bound what edges may cost a cloud, and what callers may cost a node. A zero
-// field is the default, which fits 1,000 nodes on two processors. docs/limits.md says
-// what happens at each.
+// Limits bound what edges may cost a cloud, and what callers may cost a node. A zero field means
+// the default, which fits 1,000 nodes on two processors. docs/limits.md says what happens at each
+// limit.
 type Limits struct {
 	Joining           int           // accepted connections without a session at once, see listen.Strangers
-	JoiningPerAddress int           // of them, of one source; further ones are closed
-	JoinTimeout       time.Duration // how long one may take from TCP accept to session
+	JoiningPerAddress int           // connections without a session from one source; the server closes further ones
+	JoinTimeout       time.Duration // longest time of one connection from TCP accept to session
 	Metadata          int           // bytes of metadata of a stream
 	Conns             int           // conns of a node at once
-	Opens             int           // opens of a node in a second; twice as many at once
-	Dials             int           // opens of a node that it has not answered; see tunnel.Queue for the share of a target
+	Opens             int           // opens of a node per second; a burst may have twice as many
+	Dials             int           // unanswered opens of a node; see tunnel.Queue for the share of one target
 }
 
-// DefaultLimits returns what zero fields stand for.
+// DefaultLimits returns the values of zero fields.
 func DefaultLimits() Limits {
 	return Limits{
 		Joining: 1024,
-		// It is not smaller because all edges behind one NAT or balancer are one source:
-		// when they all come at once, those that are too many are hung up on and try again
-		// with jitter, while a join takes milliseconds.
+		// All edges behind one NAT or load balancer are one source, so the limit is not smaller.
+		// When all of them connect at once, the server closes the connections above the limit.
+		// Those edges try again with jitter, and a join takes only milliseconds.
 		JoiningPerAddress: 128,
 		JoinTimeout:       joinTimeout,
 		Metadata:          16 << 10,
 		Conns:             DefaultMaxConns,
 		Opens:             5000,
-		Dials:             DefaultMaxConns / 2, // targets that do not answer leave the other conns alone
+		Dials:             DefaultMaxConns / 2, // targets that do not answer leave the other half of the conns free
 	}
 }
 
@@ -56,33 +56,33 @@ func (l Limits) orDefault() Limits {
 	}
 }
 
-// joiningBytes is how many bytes an edge may send before it has a session: two handshake
-// messages of TLS, of which one may hold certificates, the metadata of a stream and one
-// message. gRPC's windows would allow a stranger megabytes.
+// joiningBytes is how many bytes an edge may send before it has a session. They cover two handshake
+// messages of TLS, of which one may hold certificates, the metadata of a stream, and one message.
+// gRPC's windows would let a stranger send megabytes.
 func (l Limits) joiningBytes() int { return 32<<10 + 2*l.Metadata + conn.MaxMessage }
 
-// relayed is how many conns another replica may ask for at once.
+// relayed is how many conns another replica may request at once.
 func (l Limits) relayed() int { return 4 * l.Conns }
 
-// What an edge may send by itself in a second: heartbeats, its control stream, and whatever
-// a newer edge may have to say. Each open that the cloud sends allows it some more: an answer
-// and a cancel, or a stream, and once more as much for the unforeseen. An edge that opens and
-// resets streams (CVE-2023-44487) comes to its end here; before that grpc-go lets no more
-// handlers run than there may be streams.
+// In each second, an edge may send ownMessages, ownStreams and ownFrames. That covers heartbeats,
+// its control stream, and whatever a newer edge may send. Each open that the cloud sends allows
+// openMessages, openStreams and openFrames more: an answer and a cancel, or a stream, and as much
+// again as a reserve. These limits end the session of an edge that opens and resets streams
+// (CVE-2023-44487). Until then, grpc-go runs at most as many handlers as there may be streams.
 const (
 	ownMessages, openMessages = 1000, 4
 	ownStreams, openStreams   = 1000, 2
-	ownFrames, openFrames     = 8000, 4 // HTTP/2 frames that carry nothing; a gigabyte takes some 4,000 window updates
+	ownFrames, openFrames     = 8000, 4 // HTTP/2 frames without data; a gigabyte takes some 4,000 window updates
 )
 
-// EdgeLimits bound what a cloud may have an edge do. A zero field is the default.
+// EdgeLimits bound what a cloud may make an edge do. A zero field means the default.
 type EdgeLimits struct {
-	Conns int // conns at once, those being dialled included
-	Dials int // targets being dialled at once
+	Conns int // conns at once, conns that are being dialled included
+	Dials int // targets that are being dialled at once
 }
 
-// DefaultEdgeLimits returns what zero fields stand for: more than one cloud that keeps to
-// its own limits asks for, and several replicas together.
+// DefaultEdgeLimits returns the values of zero fields. One cloud that keeps to its own limits asks
+// for less, and so do several replicas together.
 func DefaultEdgeLimits() EdgeLimits {
 	return EdgeLimits{Conns: 2 * DefaultMaxConns, Dials: DefaultMaxConns}
 }
@@ -92,29 +92,30 @@ func (l EdgeLimits) orDefault() EdgeLimits {
 	return EdgeLimits{Conns: cmp.Or(l.Conns, d.Conns), Dials: cmp.Or(l.Dials, d.Dials)}
 }
 
-// bucket limits how often something may happen: at a steady rate with bursts, and as often again as
-// allow has granted.
+// bucket limits how often an event may happen: at a steady rate with bursts, plus the number of
+// times that allow has granted.
 type bucket struct {
-	steady *rate.Limiter
-	most   float64 // bound of granted; set once
+	steady *rate.Limiter // set once
+	most   float64       // upper bound of granted; set before the first use
 
 	mu      sync.Mutex // guards the following
-	granted float64    // what allow has granted and nobody has used; fractions add up
+	granted float64    // grants of allow that take and wait have not used yet; fractions add up
 }
 
-// burst is how long a bucket that was not used saves up its rate.
+// burst is how long an unused bucket saves up its rate.
 const burst = 2 * time.Second
 
-// newBucket returns a full bucket of so many a second.
+// newBucket returns a full bucket that refills by perSecond each second.
 func newBucket(perSecond int) *bucket {
 	full := perSecond * int(burst/time.Second)
 	return &bucket{steady: rate.NewLimiter(rate.Limit(perSecond), full), most: float64(full)}
 }
 
-// take reports whether it may happen once more.
+// take reports whether the event may happen now, and counts it if so.
 func (b *bucket) take() bool { return b.wait() == 0 }
 
-// wait takes one and returns 0, or takes none and returns how long it is until there is one.
+// wait counts one event and returns 0, or counts none and returns the time until the next event is
+// allowed.
 func (b *bucket) wait() time.Duration {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -130,16 +131,16 @@ func (b *bucket) wait() time.Duration {
 	return delay
 }
 
-// allow lets it happen n times more, at any time.
+// allow grants n further events, at any time. Unused grants never exceed most.
 func (b *bucket) allow(n float64) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.granted = min(b.most, b.granted+n)
 }
 
-// limitError ends the session of an edge that does more than it may.
+// limitError ends the session of an edge that exceeds a limit.
 type limitError struct {
-	limit tunnel.Limit
+	limit tunnel.Limit // the exceeded limit
 	text  string
 }
 
@@ -150,7 +151,7 @@ func limitErrorf(l tunnel.Limit, format string, args ...any) error {
 // Error names the limit.
 func (e *limitError) Error() string { return "limit " + e.limit.String() + ": " + e.text }
 
-// GRPCStatus is what the edge is told.
+// GRPCStatus returns the status that the edge gets.
 func (e *limitError) GRPCStatus() *status.Status {
 	return status.New(codes.ResourceExhausted, e.Error())
 }

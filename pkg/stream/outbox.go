@@ -6,20 +6,21 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// outbox holds the messages that wait to be written to a control stream. Putting one
-// in never waits, so that receive loops and aborts may do it. It is a slice and not a
-// channel, because it must have room for what a thousand conns may say at once and
-// cost next to nothing while a node is idle.
+// outbox holds the messages that wait for sendLoop to write them to a control stream. put never
+// blocks, so that receive loops and aborts may call it. The queue is a slice and not a channel:
+// it must have room for the messages of a thousand conns at once, and an idle node must cost almost
+// no memory.
 type outbox struct {
-	wake chan struct{} // to sendLoop: something is there; one token is enough
+	wake chan struct{} // tells sendLoop that the queue has messages; capacity 1: one signal is enough
 
-	mu    sync.Mutex // guards the following
-	queue []*tunnel.Message
+	mu    sync.Mutex        // guards the following
+	queue []*tunnel.Message // oldest first
 }
 
+// init must be called before put.
 func (o *outbox) init() { o.wake = make(chan struct{}, 1) }
 
-// put appends m, unless limit messages wait already.
+// put appends m, unless limit messages wait already. It reports whether it appended m.
 func (o *outbox) put(m *tunnel.Message, limit int) bool {
 	o.mu.Lock()
 	if len(o.queue) >= limit {
@@ -35,7 +36,7 @@ func (o *outbox) put(m *tunnel.Message, limit int) bool {
 	return true
 }
 
-// take returns all that waits, in order.
+// take removes and returns all waiting messages, the oldest first.
 func (o *outbox) take() []*tunnel.Message {
 	o.mu.Lock()
 	defer o.mu.Unlock()

@@ -6,79 +6,87 @@ import (
 	"time"
 )
 
-// pacer slows a session's data connections down while they keep the session's own connection from
-// working. TCP gives each connection the same share of a link. Where a dozen data connections send
-// over 100 kbit/s, the session's own has less than one kilobyte a second. Opens and heartbeats then
-// wait behind packets that are lost again and again.
+// pacer slows down a session's data connections while they starve the session's own connection.
+// TCP gives each connection the same share of a link. If a dozen data connections send over 100
+// kbit/s, the session's own connection gets less than one kilobyte a second. Opens and heartbeats
+// then wait behind packets that are lost again and again.
 //
-// The pacer bounds what this end sends, on narrow links alone. It looks at the connections while a
-// data connection sends.
+// The pacer bounds only what this end sends, and only on narrow links. It checks the connections
+// while a data connection sends.
 type pacer struct {
 	// Set before the first data connection.
 	own   *carrier            // the session's own connection
-	guard func(func()) func() // keeps a panic inside the session
-	began func()              // called when the link turns out to be narrow; nil: nobody wants to know
+	guard func(func()) func() // confines a panic to the session
+	began func()              // called when the link turns out to be narrow; may be nil
 
-	watching    atomic.Bool  // look is about to be called
+	watching    atomic.Bool  // a call of look is scheduled
 	narrowUntil atomic.Int64 // Unix time in nanoseconds; until then the link counts as narrow
 
-	mu       sync.Mutex             // guards the following; taken after session.mu
+	mu       sync.Mutex             // guards the fields below; locked after session.mu
 	data     map[*carrier]*progress // the data connections
-	ours     progress               // of the session's own connection
-	lastLook time.Time              // zero: the next look has nothing to compare with
-	needed   int                    // looks at which the session's own connection lacked something, since one without
-	arrival  int64                  // what arrives, smoothed, in bytes a second; 0: not known
-	ownRate  int64                  // what arrives of the session's own connection, smoothed
+	ours     progress               // progress of the session's own connection
+	lastLook time.Time              // time of the last look; zero: the next look has nothing to compare with
+	needed   int                    // looks with need since the last look without; see adjust
+	arrival  int64                  // smoothed rate of all arriving bytes, in bytes a second; 0: not known
+	ownRate  int64                  // the same for the session's own connection alone
 	before   int64                  // ownRate when the bound began
-	bounded  int                    // at how many looks there was a bound
-	notUntil time.Time              // until then no bound begins: the last one did not help
-	capacity int64                  // the most that arrival was of late
+	bounded  int                    // looks under the bound at which the session's own connection had need
+	notUntil time.Time              // no bound begins before: the last bound did not help
+	capacity int64                  // highest recent value of arrival; decays
 	rate     int64                  // bound of all data connections together, in bytes a second; 0: none
-	quiet    int                    // at how many looks in a row nobody needed the bound
+	quiet    int                    // looks in a row without need for the bound
 }
 
-// progress is what the kernel told of a connection at the last look.
+// progress is what the kernel reported about a connection at the last look.
 type progress struct {
 	sending
-	known bool
-	bound int64 // that the kernel was told, in bytes a second; 0: none
+	known bool  // false until the kernel has reported once
+	bound int64 // the bound that the kernel was given, in bytes a second; 0: none
 }
 
 const (
-	// paceInterval is how often the pacer looks.
+	// paceInterval is the time between two looks.
 	paceInterval = 500 * time.Millisecond
-	// sureLooks is at how many looks in a row the session's own connection lacks something before a
-	// bound begins: a link that was cut for a moment is slow for a moment.
+	// sureLooks is at how many looks in a row the session's own connection must have need before
+	// a bound begins. A link that was cut for a moment is slow for a moment.
 	sureLooks = 4
-	// helpLooks is at how many looks the session's own connection may lack something under a bound
+	// helpLooks is at how many looks under a bound the session's own connection may have need
 	// before the bound must have helped.
 	helpLooks = 8
-	// wideRate is from what rate on a link counts as wide, whatever it carries, in bytes a second.
+	// wideRate is the rate at which a link counts as wide, regardless of its load, in bytes a
+	// second.
 	wideRate = 3 * narrowRate
-	// leastTrip is the shortest round trip at which there is a bound. Below it the kernel sends up to
-	// 64 KiB at a time, and at a low rate then nothing for minutes (tcp_tso_autosize).
+	// leastTrip is the shortest round trip at which a bound applies. Below leastTrip the kernel
+	// sends up to 64 KiB at a time. At a low rate the kernel then sends nothing for minutes
+	// (tcp_tso_autosize).
 	leastTrip = 3 * time.Millisecond
-	// leastPace is what a data connection may always send, in bytes a second. The kernel sends two
-	// segments at a time: some 2.8 KiB every 8 s. The queueing discipline fq drops packets that are
-	// scheduled more than 10 s ahead.
+	// leastPace is the rate that every data connection keeps, in bytes a second. The kernel sends
+	// two segments at a time: some 2.8 KiB every 8 s. The queueing discipline fq drops packets
+	// that are scheduled more than 10 s ahead.
 	leastPace = 384
-	// paceGrowth: the bound grows by one part in so many at each look that finds no need for it.
+	// paceGrowth is the divisor for growth. At each look without need, the bound grows by
+	// 1/paceGrowth.
 	paceGrowth = 4
-	// arrivalSmooth: a new measurement of what arrives counts for one part in so many.
+	// arrivalSmooth is the divisor for smoothing. A new measurement of the arrival rate has the
+	// weight 1/arrivalSmooth.
 	arrivalSmooth = 4
-	// capacityDecay: the capacity shrinks by one part in so many at each look.
+	// capacityDecay is the divisor for decay. At each look the capacity shrinks by
+	// 1/capacityDecay.
 	capacityDecay = 16
-	// longTrip: a round trip that is longer than the shortest by this much shows a long queue.
+	// longTrip is how much longer than the shortest round trip a round trip must be to show a
+	// long queue.
 	longTrip = time.Second
-	// manyRetries: the kernel has sent the oldest packet again so often, and got no answer.
+	// manyRetries is how often the kernel has resent the oldest packet, without an answer, when a
+	// connection counts as starving.
 	manyRetries = 2
-	// lostOverNarrow takes the place of lostAfter while the link is narrow.
+	// lostOverNarrow replaces lostAfter while the link is narrow.
 	lostOverNarrow = time.Minute
-	// narrowTime is how long a link counts as narrow after a bound.
+	// narrowTime is how long a link counts as narrow after a bound. It is also how long no new
+	// bound begins after a bound that did not help.
 	narrowTime = time.Minute
 )
 
-// add begins to watch a data connection.
+// add starts to watch a data connection.
 func (p *pacer) add(c *carrier) {
 	if c.tcp == nil {
 		return
@@ -92,39 +100,41 @@ func (p *pacer) add(c *carrier) {
 	c.pacer = p
 }
 
-// remove ends that.
+// remove stops watching a data connection.
 func (p *pacer) remove(c *carrier) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	delete(p.data, c)
 }
 
-// narrow reports whether the data connections were slowed down during the last narrowTime.
+// narrow reports whether the pacer slowed down the data connections during the last narrowTime. A
+// bound that did not help does not count.
 func (p *pacer) narrow() bool {
 	until := p.narrowUntil.Load()
 	return until > 0 && time.Now().UnixNano() < until
 }
 
-// sends notes that a data connection sends, and has look called.
+// sends notes that a data connection sends, and schedules a call of look.
 func (p *pacer) sends() {
 	if !p.watching.Load() && !p.watching.Swap(true) {
 		time.AfterFunc(paceInterval, p.guard(p.look))
 	}
 }
 
+// look adjusts the bound. It calls began if a bound has begun.
 func (p *pacer) look() {
 	if p.adjust() && p.began != nil {
 		p.began()
 	}
 }
 
-// adjust asks the kernel how the connections fare. It bounds the data connections' rate, or lifts
-// the bound, and has look called again while a data connection waits for the network. began reports
-// whether there was no bound before.
+// adjust asks the kernel about the progress of the connections. It bounds the data connections'
+// rate, or lifts the bound. It schedules another look while a bound applies or a data connection
+// waits for the network. began reports whether a bound has begun.
 func (p *pacer) adjust() (began bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.watching.Store(false) // from here on sends has look called again
+	p.watching.Store(false) // from here on sends schedules look again
 	now := time.Now()
 	took, first := now.Sub(p.lastLook), p.lastLook.IsZero()
 	p.lastLook = now
@@ -151,7 +161,7 @@ func (p *pacer) adjust() (began bool) {
 	switch {
 	case need == none:
 		p.needed = 0
-	case moves: // else the link may be cut, which says nothing of its capacity
+	case moves: // otherwise the link may be cut, and that says nothing about its capacity
 		p.needed++
 	}
 	was := p.rate
@@ -175,8 +185,8 @@ func (p *pacer) adjust() (began bool) {
 	return began
 }
 
-// measure notes what has arrived. More than a few times narrowRate makes no difference: a link that was
-// fast counts as narrow soon after it has become so.
+// measure records what has arrived. It caps each rate at wideRate, a few times narrowRate. So a
+// link that was fast counts as narrow soon after it has become narrow.
 func (p *pacer) measure(all, own int64, took time.Duration) {
 	if all == 0 {
 		return
@@ -190,7 +200,8 @@ func (p *pacer) measure(all, own int64, took time.Duration) {
 	p.capacity = max(p.capacity-p.capacity/capacityDecay, p.arrival)
 }
 
-// decide sets the bound. arrives says that something has arrived since the last look.
+// decide sets the bound. arrives says that bytes have arrived since the last look. busy is how
+// many data connections wait for the network.
 func (p *pacer) decide(need need, arrives bool, busy int, now time.Time) {
 	switch {
 	case busy == 0 || p.ours.shortestTrip < leastTrip:
@@ -208,7 +219,7 @@ func (p *pacer) decide(need need, arrives bool, busy int, now time.Time) {
 	default:
 		p.quiet = 0
 		if p.bounded++; p.bounded == helpLooks && p.ownRate < 2*p.before && p.ownRate < p.capacity/4 {
-			// The loss is not of our making.
+			// The data connections do not cause the loss.
 			p.rate, p.notUntil = 0, now.Add(narrowTime)
 			p.narrowUntil.Store(0)
 			return
@@ -218,11 +229,11 @@ func (p *pacer) decide(need need, arrives bool, busy int, now time.Time) {
 		}
 	}
 	if p.rate > 0 {
-		p.rate = max(p.rate, int64(busy)*leastPace) // what boundOf gives them
+		p.rate = max(p.rate, int64(busy)*leastPace) // boundOf gives each of them at least leastPace
 	}
 }
 
-// boundOf returns the bound of one data connection. One that sends little needs none.
+// boundOf returns the bound of one data connection. A connection that sends little needs none.
 func (p *pacer) boundOf(of *progress, busy []*progress) int64 {
 	if p.rate > 0 {
 		for _, one := range busy {
@@ -234,17 +245,17 @@ func (p *pacer) boundOf(of *progress, busy []*progress) int64 {
 	return 0
 }
 
-// need is what the session's own connection lacks.
+// need is how badly the session's own connection lacks bandwidth.
 type need int
 
 const (
 	none     need = iota
-	waiting       // it has something to send that the network does not take
-	starving      // its packets are lost, or stand in a long queue
+	waiting       // it has bytes to send that the network does not take
+	starving      // its packets are lost, or wait in a long queue
 )
 
-// nextPace returns the bound of all data connections together, in bytes a second; 0: none. rate is
-// the bound until now, and capacity what the link can take.
+// nextPace returns the bound of all data connections together, in bytes a second; 0: none. rate
+// is the current bound, and capacity is what the link can take.
 func nextPace(rate, capacity int64, own need) int64 {
 	switch {
 	case rate == 0 && (own == none || capacity >= narrowRate), capacity >= 2*narrowRate:
@@ -264,15 +275,15 @@ func nextPace(rate, capacity int64, own need) int64 {
 	return min(rate+rate/paceGrowth+1, max(1, share))
 }
 
-// update asks the kernel about a connection. It returns how many bytes have arrived since the last
-// time, and whether the connection waits for the network: it did so for at least half of the
-// interval, and has bytes that it cannot send or that were lost.
+// update asks the kernel about a connection. arrived is how many bytes have arrived since the
+// last update. waits says that the connection waits for the network. It must have had bytes in
+// flight for at least half of the interval, and have bytes that it cannot send or that were lost.
 func (p *progress) update(c *carrier, interval time.Duration) (arrived int64, waits bool) {
 	if c.tcp == nil {
 		return 0, false
 	}
 	last, known := p.sending, p.known
-	c.raw.Control(func(fd uintptr) { //nolint:errcheck // c is closed, and sends nothing
+	c.raw.Control(func(fd uintptr) { //nolint:errcheck // if c is closed, it sends nothing
 		if s, ok := sendingOf(fd); ok {
 			p.sending, p.known = s, true
 		}
@@ -280,18 +291,18 @@ func (p *progress) update(c *carrier, interval time.Duration) (arrived int64, wa
 	if !known {
 		return 0, false
 	}
-	p.shortestTrip = min(p.shortestTrip, last.shortestTrip) // the kernel forgets it after five minutes
+	p.shortestTrip = min(p.shortestTrip, last.shortestTrip) // the kernel forgets the minimum after five minutes
 	waits = p.busy-last.busy >= interval/2 && (p.unsent > 0 || p.retries > 0)
 	return max(0, p.arrived-last.arrived), waits
 }
 
-// setBound has the kernel send no faster.
+// setBound makes the kernel send at most at rate, in bytes a second; 0: no bound.
 func (p *progress) setBound(c *carrier, rate int64) {
 	if p.bound != rate {
 		p.bound = rate
-		c.raw.Control(func(fd uintptr) { boundRate(fd, rate) }) //nolint:errcheck // c is closed, and sends nothing
+		c.raw.Control(func(fd uintptr) { boundRate(fd, rate) }) //nolint:errcheck // if c is closed, it sends nothing
 	}
 }
 
-// isNarrow reports whether the link is too narrow for more data connections.
+// isNarrow reports whether the link is too narrow for data connections.
 func (s *session) isNarrow() bool { return s.own.narrow.Load() || s.pacer.narrow() }

@@ -25,26 +25,27 @@ import (
 )
 
 const (
-	// lookupInterval is how often the Service's name is looked up.
+	// lookupInterval is how often the Service's name is resolved.
 	lookupInterval = 5 * time.Second
-	// readyAnyway is how long a replica that starts waits for the others to tell what they
-	// hold; one that hangs must not keep it from serving.
+	// readyAnyway is how long a starting replica waits until the others have told which nodes
+	// they hold. A replica that hangs must not keep this one from serving.
 	readyAnyway = 15 * time.Second
-	// forgetReplica is how long what a lost replica held is remembered: time for it to
-	// come back, or for its nodes to have gone to others.
+	// forgetReplica is how long the nodes of a lost replica are remembered. In that time the
+	// replica may come back, or its nodes may connect to other replicas.
 	forgetReplica = 15 * time.Second
 )
 
-// PeersConfig says who else is a replica of this cloud, and how they know each other.
+// PeersConfig names the other replicas of this cloud, and says how replicas authenticate each
+// other.
 type PeersConfig struct {
 	Service   string       // host:port; every address behind the name is a replica
-	Addresses []string     // and so is each of these, host:port
-	Addrs     []netip.Addr // by which clients reach this replica, for the others to tell
-	// TLS returns the certificate that this replica shows, the CA that has signed those of
-	// all (RootCAs), and the name that stands in them (ServerName). It is asked whenever
-	// they are needed, so that files may change.
+	Addresses []string     // host:port; each is the address of a replica
+	Addrs     []netip.Addr // addresses at which clients reach this replica; the other replicas publish them
+	// TLS returns this replica's certificate, the CA of all replicas' certificates (RootCAs), and
+	// the name that all of them contain (ServerName). TLS is called each time they are needed, so
+	// the files may change.
 	TLS      func() *tls.Config
-	Counters *tunnel.Counters // of relayed conns; nil: nobody looks
+	Counters *tunnel.Counters // counts relayed conns; nil: not counted
 	Log      *slog.Logger
 	Software string
 	Grace    time.Duration // how long relayed conns may go on when this replica stops; 0: tunnel.GracePeriod
@@ -53,57 +54,57 @@ type PeersConfig struct {
 	LookUp func(ctx context.Context, host string) ([]netip.Addr, error)
 }
 
-// Peers are the other replicas. It is the module "peers": each replica joins each
-// other one over mutual TLS, tells it which nodes it holds, and opens conns to them on
-// request. So what is known of another replica comes by the session that it has opened
-// here, and relayed conns are conns of that session: to it we are the cloud, and it is
-// the edge.
+// Peers represents the other replicas of this cloud. It is the module "peers". Each replica joins
+// each other replica over mutual TLS. It tells the other replica which nodes it holds, and opens
+// conns to these nodes on request. So all that is known about another replica comes by the
+// session that the other replica opened here. Relayed conns are conns of that session: in it this
+// replica is the cloud, and the other replica is the edge.
 //
 //	front door ─ Peers.Dial(edge7) ─▶ its session with us ─ open{relay, edge7} ─▶ replica B ─ Directory.Dial ─▶ edge7
 //
-// A request is relayed once: B asks its own directory.
+// A request is relayed once, since B asks only its own directory.
 type Peers struct {
 	// Set once.
 	cfg      PeersConfig
 	id       string
-	dir      *tunnel.Directory // what this replica holds
+	dir      *tunnel.Directory // the nodes that this replica holds
 	counters *tunnel.Counters
 	log      *slog.Logger
-	router   *tunnel.Router // of what other replicas send us
+	router   *tunnel.Router // routes what other replicas send to this replica
 	left     chan struct{}  // closed when this replica is about to stop
 
-	telling sync.Mutex // held while edges are told which replicas there are: the last word is the newest
+	telling sync.Mutex // held while edges are told the replicas, so that the last message is the newest
 
-	mu       sync.Mutex // guards the following
-	replicas map[string]*replica
-	links    map[string]*Client      // by address: those that we keep a session with, or try to
-	joined   map[string]*edgeSession // by id of the replica that we have joined
+	mu       sync.Mutex              // guards the fields below
+	replicas map[string]*replica     // by id: the replicas that have joined here, or were lost a moment ago
+	links    map[string]*Client      // by address: the replicas that this replica keeps a session with, or tries to
+	joined   map[string]*edgeSession // by id of the replica that this replica has joined
 	changed  chan struct{}           // closed at the next change; nil while nobody waits
-	began    time.Time               // when Run did; zero: not yet
-	complete bool                    // Ready has been nil
-	ended    bool                    // Run has returned: what is lost is forgotten at once
+	began    time.Time               // when Run began; zero: not yet
+	complete bool                    // Ready has returned nil
+	ended    bool                    // Run has returned: a lost replica is forgotten at once
 }
 
-// replica is what another replica has told us. It is guarded by Peers.mu.
+// replica is what another replica has told this one. Peers.mu guards it.
 type replica struct {
 	id     string
-	link   *cloudSession // nil: lost
-	lost   *time.Timer   // forgets it; nil while link is there
-	addrs  []netip.Addr
+	link   *cloudSession // its session with this replica; nil: lost
+	lost   *time.Timer   // timer that forgets the replica; nil while link is set
+	addrs  []netip.Addr  // its addresses for clients, at most two
 	nodes  map[tunnel.NodeName]held
-	coming map[tunnel.NodeName]held // a full set that is not complete
-	leaves bool                     // it is about to stop: names should not lead to it
+	coming map[tunnel.NodeName]held // a full set of nodes that is not complete yet
+	leaves bool                     // the replica is about to stop: names should not lead to it
 }
 
 // held is a session of a node with another replica.
 type held struct {
-	since    time.Time // by our clock
-	instance string    // of the edge; "" is a konnectivity agent, which has none
-	reach    string    // what the edge says it reaches
+	since    time.Time // by this replica's clock
+	instance string    // instance of the edge; "" for a konnectivity agent, which has none
+	reach    string    // addresses that the edge says it reaches
 }
 
-// before reports whether of two sessions of a node h counts: the later one, but an edge's
-// before an agent's.
+// before reports whether h takes precedence over another session of the node. An edge's session
+// precedes an agent's. Otherwise the later session precedes.
 func (h held) before(other held) bool {
 	if agent := h.instance == ""; agent != (other.instance == "") {
 		return !agent
@@ -117,8 +118,8 @@ var (
 	_ tunnel.Nodes  = (*Peers)(nil)
 )
 
-// NewPeers returns the other replicas of the one that holds what is in dir. Nothing is
-// known of them before Run; the [Server] has to be told of them, too.
+// NewPeers returns the other replicas of the replica whose nodes are in dir. Nothing is known
+// about them before Run. The caller also passes the result to the [Server].
 func NewPeers(cfg PeersConfig, dir *tunnel.Directory) (*Peers, error) {
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
@@ -147,10 +148,11 @@ func NewPeers(cfg PeersConfig, dir *tunnel.Directory) (*Peers, error) {
 // Name implements tunnel.Module.
 func (p *Peers) Name() string { return "peers" }
 
-// Routes implements tunnel.Module. Edges may send nothing of it.
+// Routes implements tunnel.Module. It returns nil, since edges may send no messages of this
+// module.
 func (p *Peers) Routes() map[string]tunnel.Handler { return nil }
 
-// peerRoutes are the messages that a replica may send which has joined here: those of
+// peerRoutes are the messages that a replica may send after it has joined here: the messages of
 // an edge, and the nodes that it holds.
 type peerRoutes struct{}
 
@@ -167,7 +169,7 @@ func (peerRoutes) Routes() map[string]tunnel.Handler {
 	}
 }
 
-// Run implements tunnel.Module: it looks who is there, and joins each, until ctx is done.
+// Run implements tunnel.Module. It looks up the other replicas and joins each, until ctx is done.
 func (p *Peers) Run(ctx context.Context) error {
 	defer p.forgetLost()
 	p.mu.Lock()
@@ -214,9 +216,9 @@ func (p *Peers) Run(ctx context.Context) error {
 	}
 }
 
-// handOver returns when every node that is held here is held elsewhere, too, or has
-// gone: until then the others must be able to reach it through us. The grace period is
-// the longest it takes.
+// handOver returns when each node of this replica is also held by another replica, or has gone.
+// Until then the other replicas must be able to reach the node through this one. handOver takes
+// at most the grace period.
 func (p *Peers) handOver() {
 	late := time.After(p.cfg.Grace)
 	for {
@@ -233,7 +235,8 @@ func (p *Peers) handOver() {
 	}
 }
 
-// passOn makes changes of our own directory changes of the whole, until ctx is done.
+// passOn reports each change of this replica's own directory as a change of Peers, until ctx is
+// done.
 func (p *Peers) passOn(ctx context.Context) {
 	for {
 		changed := p.dir.Changed()
@@ -248,8 +251,8 @@ func (p *Peers) passOn(ctx context.Context) {
 	}
 }
 
-// discover returns the addresses of all replicas, this one perhaps among them. With an
-// error they are not all.
+// discover returns the addresses of all replicas, perhaps including this one. If it returns an
+// error, addresses are missing.
 func (p *Peers) discover(ctx context.Context) (map[string]bool, error) {
 	all := make(map[string]bool)
 	for _, a := range p.cfg.Addresses {
@@ -271,7 +274,8 @@ func (p *Peers) discover(ctx context.Context) (map[string]bool, error) {
 	return all, err
 }
 
-// errSelf ends a link to ourselves, errTwice a second one to the same replica.
+// errSelf ends a link from this replica to itself. errTwice ends a second link to the same
+// replica.
 var (
 	errSelf  = errors.New("this address is our own")
 	errTwice = errors.New("this replica has been joined by another of its addresses")
@@ -281,7 +285,7 @@ var (
 func (p *Peers) join(ctx context.Context, address string) {
 	c, err := NewClient(ClientConfig{
 		Address: address, TLS: p.cfg.TLS, Counters: p.counters, Log: p.cfg.Log, Grace: p.cfg.Grace, Software: p.cfg.Software,
-		Connections: MaxConnections, // it carries the conns of many nodes
+		Connections: MaxConnections, // a session carries the conns of many nodes
 		replica: &asReplica{
 			id: p.id, hello: &pb.Replica{Addrs: addrStrings(p.cfg.Addrs)},
 			have:    func() []string { return p.have(address) },
@@ -289,7 +293,7 @@ func (p *Peers) join(ctx context.Context, address string) {
 		},
 	}, relayModule{p.dir})
 	if err != nil {
-		p.log.Error("cannot join another replica", "remote", address, "err", err) // the routes are wrong: a bug
+		p.log.Error("cannot join another replica", "remote", address, "err", err) // a bug: the routes are wrong
 		return
 	}
 	p.mu.Lock()
@@ -298,13 +302,13 @@ func (p *Peers) join(ctx context.Context, address string) {
 	c.Run(ctx) //nolint:errcheck // it ends with ctx
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.links[address] == c { // the address may have come back, and this one had conns to end
+	if p.links[address] == c { // the address may have come back while c still ended its conns
 		delete(p.links, address)
 	}
 }
 
-// have returns the replicas that have been joined by another address than this one. A
-// second session would replace the first.
+// have returns the ids of the replicas that this replica has joined by another address. A second
+// session would replace the first.
 func (p *Peers) have(address string) []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -317,7 +321,7 @@ func (p *Peers) have(address string) []string {
 	return all
 }
 
-// Note says which replicas we cannot join; "" if there is none.
+// Note lists the replicas that this replica cannot join; "" if there are none.
 func (p *Peers) Note() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -331,9 +335,9 @@ func (p *Peers) Note() string {
 	return strings.Join(notes, "; ")
 }
 
-// Ready returns nil once the others have told what they hold, so that a replica that has
-// just started refuses nobody whom they could serve. It waits for those that can be
-// joined, for readyAnyway at most, and only at the start.
+// Ready returns nil once the other replicas have told which nodes they hold. So a starting
+// replica refuses no caller whose node another replica holds. Ready waits only at the start, only
+// for replicas that can be joined, and for readyAnyway at most.
 func (p *Peers) Ready() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -348,7 +352,8 @@ func (p *Peers) Ready() error {
 	return nil
 }
 
-// missingLocked returns who has not told yet what it holds. The caller holds mu.
+// missingLocked returns an error that says which replica has not yet told its nodes. The caller
+// holds mu.
 func (p *Peers) missingLocked() error {
 	if len(p.links) == 0 {
 		return errors.New("the other replicas have not been looked up yet")
@@ -366,7 +371,7 @@ func (p *Peers) missingLocked() error {
 	return nil
 }
 
-// Status says how many replicas there are.
+// Status says how many other replicas there are.
 func (p *Peers) Status() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -391,7 +396,7 @@ func (p *Peers) hereLocked() int {
 	return n
 }
 
-// hint adds to an error what a person can do about it.
+// hint adds to an error what an operator can do about it.
 func (p *Peers) hint(err error) error {
 	if err == nil {
 		return nil
@@ -399,7 +404,7 @@ func (p *Peers) hint(err error) error {
 	switch {
 	case isSecond(err) && reasonOf(err) == reasonSelf:
 		return errSelf
-	case isSecond(err), status.Code(err) == codes.Aborted: // Aborted: both came at the same time
+	case isSecond(err), status.Code(err) == codes.Aborted: // Aborted: both sessions came at the same time
 		return errTwice
 	case status.Code(err) == codes.Unauthenticated:
 		return fmt.Errorf("%w (its log says why; ca and servername of [mode.cloud.stream.peers] must be the same on all replicas, and their certificates must allow client authentication)", err)
@@ -411,7 +416,7 @@ func (p *Peers) hint(err error) error {
 	return err
 }
 
-// replicaID is sent by a replica that joins another one.
+// replicaID is the id of this replica. A replica sends its id when it joins another replica.
 type replicaID string
 
 // GetRequestMetadata implements credentials.PerRPCCredentials.
@@ -422,7 +427,8 @@ func (id replicaID) GetRequestMetadata(context.Context, ...string) (map[string]s
 // RequireTransportSecurity implements credentials.PerRPCCredentials.
 func (replicaID) RequireTransportSecurity() bool { return true }
 
-// claimsReplica returns the id under which somebody wants to join as a replica, or "".
+// claimsReplica returns the id under which a client wants to join as a replica, or "" if it does
+// not.
 func claimsReplica(ctx context.Context) string {
 	if v := metadata.ValueFromIncomingContext(ctx, replicaKey); len(v) == 1 {
 		return v[0]
@@ -430,7 +436,7 @@ func claimsReplica(ctx context.Context) string {
 	return ""
 }
 
-// authenticate says whether the other end of a connection is a replica.
+// authenticate returns nil if the other end of a connection is a replica.
 func (p *Peers) authenticate(state tls.ConnectionState) error {
 	if len(state.PeerCertificates) == 0 {
 		return errors.New("it shows no certificate")
@@ -438,8 +444,8 @@ func (p *Peers) authenticate(state tls.ConnectionState) error {
 	return p.verify(state.PeerCertificates, x509.ExtKeyUsageClientAuth)
 }
 
-// verify says whether a certificate is a replica's: of our CA, good for usage, and for
-// the name that only replicas have.
+// verify returns nil if a certificate is a replica's. The replicas' CA must have signed it. It
+// must be valid for usage, and contain the name that only replicas have.
 func (p *Peers) verify(chain []*x509.Certificate, usage x509.ExtKeyUsage) error {
 	intermediates := x509.NewCertPool()
 	for _, c := range chain[1:] {
@@ -453,7 +459,7 @@ func (p *Peers) verify(chain []*x509.Certificate, usage x509.ExtKeyUsage) error 
 	return err
 }
 
-// verifyOwn makes sure that the others would accept a certificate of ours.
+// verifyOwn checks that the other replicas would accept this replica's certificate.
 func (p *Peers) verifyOwn(conf *tls.Config, usage x509.ExtKeyUsage, what string) error {
 	var own *tls.Certificate
 	var err error
@@ -493,7 +499,7 @@ func addrStrings(all []netip.Addr) []string {
 	return s
 }
 
-// noteLocked tells who waits that something has changed. The caller holds mu.
+// noteLocked tells every waiting goroutine that something has changed. The caller holds mu.
 func (p *Peers) noteLocked() {
 	if p.changed != nil {
 		close(p.changed)
@@ -506,7 +512,7 @@ func (p *Peers) attach(id string, hello *pb.Replica, cs *cloudSession) {
 	var addrs []netip.Addr
 	for _, text := range hello.GetAddrs() {
 		a, err := netip.ParseAddr(text)
-		if err == nil && a.Zone() == "" && len(addrs) < 2 { // a zone may hold anything, a line break too
+		if err == nil && a.Zone() == "" && len(addrs) < 2 { // a zone may hold anything, even a line break
 			addrs = append(addrs, a.Unmap())
 		}
 	}
@@ -524,7 +530,7 @@ func (p *Peers) attach(id string, hello *pb.Replica, cs *cloudSession) {
 	r.link, r.addrs, cs.replica = cs, addrs, r
 	p.noteLocked()
 	for _, c := range p.links {
-		c.hurryUp() // it has found us, so we shall find it
+		c.hurryUp() // the replica has found this one, so this one can probably join it now
 	}
 	p.mu.Unlock()
 	p.announce()
@@ -533,7 +539,7 @@ func (p *Peers) attach(id string, hello *pb.Replica, cs *cloudSession) {
 	}
 }
 
-// detach notes that a session with another replica has ended.
+// detach records that a session with another replica has ended.
 func (p *Peers) detach(cs *cloudSession) {
 	p.mu.Lock()
 	r := cs.replica
@@ -552,7 +558,7 @@ func (p *Peers) detach(cs *cloudSession) {
 	p.announce()
 }
 
-// leave tells the others that this replica is about to stop.
+// leave tells the other replicas that this replica is about to stop.
 func (p *Peers) leave() {
 	close(p.left)
 	p.mu.Lock()
@@ -560,7 +566,7 @@ func (p *Peers) leave() {
 	p.noteLocked()
 }
 
-// forget forgets a replica that has not come back.
+// forget removes a replica that has not come back.
 func (p *Peers) forget(r *replica) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -572,8 +578,9 @@ func (p *Peers) forget(r *replica) {
 	p.log.Info("another replica is gone for good", "replica", r.id, "nodes", len(r.nodes))
 }
 
-// forgetLost forgets the replicas that are lost, now and from now on. Those that are
-// there stay: the server has yet to let them go, and the conns between us and them.
+// forgetLost removes the lost replicas, and makes detach remove a replica at once from now on.
+// Connected replicas stay: the server has yet to end their sessions, and the conns between them
+// and this replica.
 func (p *Peers) forgetLost() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -586,7 +593,7 @@ func (p *Peers) forgetLost() {
 	}
 }
 
-// sessions returns the sessions that other replicas have with us.
+// sessions returns the sessions that other replicas have opened with this one.
 func (p *Peers) sessions() []*cloudSession {
 	p.mu.Lock()
 	defer p.mu.Unlock()

@@ -17,21 +17,21 @@ import (
 )
 
 const (
-	// tellPause gathers what happens at the same time into one message.
+	// tellPause is how long changes are gathered into one message.
 	tellPause = 20 * time.Millisecond
-	// tellBatch is how many nodes one message names: a name has 253 bytes at most, and
-	// an instance maxInstance, which fits maxMessage.
+	// tellBatch is how many nodes one message may name. A name has at most 253 bytes and an
+	// instance at most maxInstance, so a batch fits maxMessage.
 	tellBatch = 200
-	// tellReach is how many bytes of what they reach may be among them: what one edge may
-	// say fits, and with the rest of a batch the whole fits maxMessage, too.
+	// tellReach is how many bytes of reach one message may hold. The reach of any edge fits
+	// tellReach. A full batch with tellReach bytes of reach fits maxMessage.
 	tellReach = maxReach
-	// sameTime is within which two sessions count as equally old: an age has been on its
-	// way for a while, and neither may end the other.
+	// sameTime is the difference in age within which two sessions count as equally old. An age is
+	// slightly out of date on arrival, and neither session may end the other.
 	sameTime = time.Second
 )
 
-// publish tells the replica at the other end of s which nodes are held here, until s
-// has ended.
+// publish tells the replica at the other end of s which nodes this replica holds, until s has
+// ended.
 func (p *Peers) publish(s *edgeSession) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -53,6 +53,7 @@ func (p *Peers) publish(s *edgeSession) error {
 	return nil
 }
 
+// tell sends all nodes of this replica over s, then each change, until s has ended.
 func (p *Peers) tell(s *edgeSession) {
 	told := make(map[tunnel.NodeName]*tunnel.Session)
 	full, left := true, p.left
@@ -95,6 +96,7 @@ func (p *Peers) tell(s *edgeSession) {
 	}
 }
 
+// heldOf describes a session of this replica for the other replicas.
 func heldOf(s *tunnel.Session) *pb.Held {
 	h := &pb.Held{Node: string(s.Node), Reach: s.Reach, AgeMs: uint64(max(0, time.Since(s.Since).Milliseconds()))} //nolint:gosec // not negative
 	if cs, ok := s.Link.(*cloudSession); ok {
@@ -103,7 +105,7 @@ func heldOf(s *tunnel.Session) *pb.Held {
 	return h
 }
 
-// post sends news in messages that are not too long.
+// post sends news in messages of limited length.
 func post(s *edgeSession, news *pb.Nodes, full bool) {
 	for {
 		part := &pb.Nodes{Full: full, Leaving: news.Leaving}
@@ -123,7 +125,7 @@ func post(s *edgeSession, news *pb.Nodes, full bool) {
 	}
 }
 
-// peerNodes takes what another replica says about its nodes.
+// peerNodes handles another replica's message about its nodes.
 func (s *cloudSession) peerNodes(m *tunnel.Message) error {
 	var news pb.Nodes
 	if err := proto.Unmarshal(m.Data, &news); err != nil {
@@ -148,12 +150,12 @@ func (s *cloudSession) peerNodes(m *tunnel.Message) error {
 	return nil
 }
 
-// learn takes part of what a replica has told.
+// learn stores one message of what a replica has told about its nodes.
 func (p *Peers) learn(r *replica, from *cloudSession, news *pb.Nodes, claims map[tunnel.NodeName]held) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if r.link != from {
-		return nil // a newer session of the replica says it again
+		return nil // a newer session of the replica tells it again
 	}
 	if news.GetFull() {
 		r.coming = make(map[tunnel.NodeName]held, len(claims))
@@ -181,10 +183,10 @@ func (p *Peers) learn(r *replica, from *cloudSession, news *pb.Nodes, claims map
 	return nil
 }
 
-// yield ends our session of a node that another process has joined as at another
-// replica, and later: the edge has been started again, or two edges use one name. A
-// session of the same process is left alone: it may have conns that end in peace. An
-// agent ends none.
+// yield ends this replica's session of a node if another process has joined as the node at
+// another replica, and later. Either the edge was restarted, or two edges use one name. A session
+// of the same process stays, since it may have conns that are still ending. An agent's session at
+// another replica ends no session here.
 func (p *Peers) yield(n tunnel.NodeName, claim held) {
 	ours := p.dir.Lookup(n)
 	if ours == nil || !newer(claim, ours) {
@@ -199,7 +201,7 @@ func (p *Peers) yield(n tunnel.NodeName, claim held) {
 	cs.Close(status.Error(codes.Aborted, "replaced by a newer session of this node with another replica"))
 }
 
-// newer reports whether a claim of another replica is of a session that counts before ours.
+// newer reports whether another replica's claim takes precedence over this replica's session.
 func newer(claim held, ours *tunnel.Session) bool {
 	mine := held{since: ours.Since.Add(sameTime)}
 	if _, edge := ours.Link.(*cloudSession); edge {
@@ -208,8 +210,9 @@ func newer(claim held, ours *tunnel.Session) bool {
 	return claim.before(mine)
 }
 
-// hasLeft reports whether the edge of our session s has opened another one elsewhere
-// in its place, or s is an agent's and there is an edge elsewhere.
+// hasLeft reports whether the edge of this replica's session s has opened another session
+// elsewhere in its place. It also returns true if s is an agent's and another replica has an
+// edge's session.
 func (p *Peers) hasLeft(s *tunnel.Session) bool {
 	if cs, ok := s.Link.(*cloudSession); ok && cs.all {
 		return false
@@ -224,7 +227,7 @@ func (p *Peers) hasLeft(s *tunnel.Session) bool {
 	return false
 }
 
-// instances tells an edge which replicas there are.
+// instances returns a message that tells an edge which replicas there are.
 func (p *Peers) instances() *tunnel.Message {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -237,25 +240,24 @@ func (p *Peers) instances() *tunnel.Message {
 	return message(typeReplicas, "", &pb.Replicas{Instances: all})
 }
 
-// welcome tells an edge that has just been attached which replicas there are.
+// welcome tells a newly attached edge which replicas there are.
 func (p *Peers) welcome(cs *cloudSession) {
 	p.telling.Lock()
 	defer p.telling.Unlock()
 	cs.post(p.instances())
 }
 
-// announce tells all our edges which replicas there are.
+// announce tells all edges of this replica which replicas there are.
 func (p *Peers) announce() {
 	p.telling.Lock()
 	defer p.telling.Unlock()
 	m := p.instances()
 	for _, s := range p.dir.Sessions() {
-		s.Send(m) //nolint:errcheck // it ends only with the session
+		s.Send(m) //nolint:errcheck // it fails only when the session has ended
 	}
 }
 
-// holders returns the sessions of the replicas that hold n and can be asked for it, the
-// claim that counts first.
+// holders returns the sessions of the connected replicas that hold n, in order of precedence.
 func (p *Peers) holders(n tunnel.NodeName) []*cloudSession {
 	type holder struct {
 		link *cloudSession
@@ -285,8 +287,7 @@ func (p *Peers) holders(n tunnel.NodeName) []*cloudSession {
 	return links
 }
 
-// Holds implements tunnel.Nodes: a node is held when it can be reached through any
-// replica.
+// Holds implements tunnel.Nodes. A node is held if it can be reached through any replica.
 func (p *Peers) Holds(n tunnel.NodeName) bool {
 	return p.dir.Holds(n) || len(p.holders(n)) > 0
 }
@@ -309,7 +310,8 @@ func (p *Peers) Connected() []tunnel.NodeName {
 	return slices.Sorted(maps.Keys(set))
 }
 
-// Reach returns what each node says it reaches, in the session that counts.
+// Reach returns what each node says it reaches. This replica's own session comes first. Else the
+// session that takes precedence counts.
 func (p *Peers) Reach() map[tunnel.NodeName]string {
 	all := make(map[tunnel.NodeName]string)
 	best := make(map[tunnel.NodeName]held)
@@ -326,8 +328,8 @@ func (p *Peers) Reach() map[tunnel.NodeName]string {
 	return all
 }
 
-// Changed returns a channel that is closed when a node has come or gone anywhere. To
-// miss nothing, ask for it before asking who is there.
+// Changed returns a channel that is closed when a node has come or gone at any replica. To miss
+// no change, call Changed before reading the nodes.
 func (p *Peers) Changed() <-chan struct{} {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -337,7 +339,7 @@ func (p *Peers) Changed() <-chan struct{} {
 	return p.changed
 }
 
-// Addrs returns the addresses of the replica that holds n: this one if it does.
+// Addrs returns the addresses of the replica that holds n: this replica if it holds n.
 func (p *Peers) Addrs(n tunnel.NodeName) []netip.Addr {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -346,7 +348,7 @@ func (p *Peers) Addrs(n tunnel.NodeName) []netip.Addr {
 	}
 	var best held
 	var addrs []netip.Addr
-	for _, r := range p.replicas { // a replica that was just lost may be back in a moment
+	for _, r := range p.replicas { // includes lost replicas, since one may soon come back
 		if h, ok := r.nodes[n]; ok && (addrs == nil || h.before(best)) {
 			best, addrs = h, p.reach(r)
 		}
@@ -354,8 +356,9 @@ func (p *Peers) Addrs(n tunnel.NodeName) []netip.Addr {
 	return addrs
 }
 
-// reach returns the addresses that lead to what a replica holds: its own, but ours if it
-// has told none or is about to stop, since we relay.
+// reach returns the addresses that lead to a replica's nodes. These are the replica's own
+// addresses. If it has told none or is about to stop, these are this replica's addresses, since
+// this replica relays.
 func (p *Peers) reach(r *replica) []netip.Addr {
 	if len(r.addrs) == 0 || r.leaves {
 		return p.cfg.Addrs
@@ -363,8 +366,8 @@ func (p *Peers) reach(r *replica) []netip.Addr {
 	return r.addrs
 }
 
-// ownLocked returns the addresses that lead to what we hold: our own, but another
-// replica's when we are about to stop. The caller holds mu.
+// ownLocked returns the addresses that lead to this replica's nodes. These are its own addresses,
+// or another replica's when this one is about to stop. The caller holds mu.
 func (p *Peers) ownLocked() []netip.Addr {
 	if !isClosed(p.left) {
 		return p.cfg.Addrs
@@ -381,7 +384,7 @@ func (p *Peers) ownLocked() []netip.Addr {
 	return p.replicas[best].addrs
 }
 
-// All returns the addresses that lead to each node that is held anywhere.
+// All returns the addresses that lead to each node that any replica holds.
 func (p *Peers) All() map[tunnel.NodeName][]netip.Addr {
 	all := make(map[tunnel.NodeName][]netip.Addr)
 	best := make(map[tunnel.NodeName]held)

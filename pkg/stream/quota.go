@@ -8,23 +8,23 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// quota is what a node may do in a second, and callers may ask of it. It is the node's
-// and not its session's: an edge that has lost its session by a flood, and is back at
-// once, goes on where it was.
+// quota is what a node may send in a second, and what callers may ask of the node. It belongs to
+// the node, not to the session: an edge that loses its session by a flood and joins again at once
+// continues with the same quota.
 type quota struct {
-	queue                     tunnel.Queue // of opens
-	messages, streams, frames *bucket
+	queue                     tunnel.Queue // limits the opens of the node
+	messages, streams, frames *bucket      // what the edge sends; see ownMessages
 
-	sessions int // that count against it; guarded by quotas.mu
+	sessions int // live sessions of the node; guarded by quotas.mu
 }
 
-// quotas are those of the nodes that have a session, or had one a moment ago.
+// quotas holds the quota of each node that has a session, or had one within the last burst.
 type quotas struct {
 	limits   Limits           // set once
 	counters *tunnel.Counters // set once
 
-	mu sync.Mutex // guards the following
-	of map[tunnel.NodeName]*quota
+	mu sync.Mutex                 // guards the following
+	of map[tunnel.NodeName]*quota // by node name
 }
 
 // take returns the quota of a node for one more session.
@@ -52,7 +52,8 @@ func (q *quotas) take(n tunnel.NodeName) *quota {
 	return own
 }
 
-// release undoes take. The quota is forgotten when it would be full again.
+// release undoes take. After the last session, the quota is forgotten once its buckets would be
+// full again.
 func (q *quotas) release(n tunnel.NodeName) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -69,7 +70,8 @@ func (q *quotas) release(n tunnel.NodeName) {
 	})
 }
 
-// enter waits for room for an open, and allows the edge to answer it.
+// enter waits for room for an open. Then it grants the edge the messages, streams and frames to
+// answer the open.
 func (q *quota) enter(ctx context.Context, ended <-chan struct{}, r tunnel.Request) *tunnel.Refusal {
 	if refusal := q.queue.Enter(ctx, ended, r); refusal != nil {
 		return refusal

@@ -10,9 +10,9 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Dial implements tunnel.Dialer: through our own session of the node, else through the
-// replica that holds it. What is refused there because the node has just left is asked
-// of the next, since nothing has been sent yet.
+// Dial implements tunnel.Dialer. It dials through this replica's own session of the node, else
+// through a replica that holds the node. If one replica refuses because the node has just left,
+// Dial tries the next. A retry is safe, since nothing has been sent yet.
 func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	if r.Node == "" {
 		return p.dialAny(ctx, r)
@@ -22,14 +22,14 @@ func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 		ways = append(ways, link)
 	}
 	if s := p.dir.Lookup(r.Node); s != nil {
-		at := 0 // our own first,
+		at := 0 // this replica's own session comes first,
 		if p.hasLeft(s) {
-			at = len(ways) // unless the edge has turned to another replica
+			at = len(ways) // unless the edge has moved to another replica
 		}
 		ways = slices.Insert(ways, at, tunnel.Dialer(s))
 	}
 	var refusal error
-	var full tunnel.Dialer // the first way on which a limit is reached
+	var full tunnel.Dialer // the first dialer that has reached a limit
 	waits := !r.NoWait
 	for _, way := range ways {
 		r.NoWait = !waits || len(ways) > 1
@@ -47,13 +47,14 @@ func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 		return full.Dial(ctx, r)
 	}
 	if refusal == nil {
-		return p.dir.Dial(ctx, r) // counts and words the refusal
+		return p.dir.Dial(ctx, r) // counts the refusal and writes its text
 	}
 	return nil, refusal
 }
 
-// dialAny takes a node of ours by chance, else one of another replica. When all are at a
-// limit, it waits for one of ours, or for one of another replica.
+// dialAny dials a random node of this replica, else a random node of another replica. If every
+// node tried has reached a limit, dialAny waits for a node of this replica. If this replica has
+// no such node, dialAny waits for a node of another replica.
 func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	waits, again := !r.NoWait, r
 	r.NoWait = true
@@ -61,7 +62,7 @@ func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error)
 	if refusal == nil || !elsewhere(ctx, refusal) {
 		return c, refusal
 	}
-	var full func() (net.Conn, error) // dials where a limit is reached, and waits
+	var full func() (net.Conn, error) // dials where a limit was reached, and waits there
 	if tunnel.CodeOf(refusal) == tunnel.Overloaded {
 		full = func() (net.Conn, error) { return p.dir.Dial(ctx, again) }
 	}
@@ -89,7 +90,7 @@ func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error)
 	return nil, refusal
 }
 
-// elsewhere reports whether what was refused may work by another way.
+// elsewhere reports whether a dial that failed with err may succeed through another session.
 func elsewhere(ctx context.Context, err error) bool {
 	if ctx.Err() != nil {
 		return false
@@ -101,8 +102,8 @@ func elsewhere(ctx context.Context, err error) bool {
 	return false
 }
 
-// relayModule answers the requests of a replica that we have joined. It asks our own
-// directory, so a request goes no further than here.
+// relayModule answers the requests of a replica that this replica has joined. It asks only this
+// replica's own directory, so a request is relayed once.
 type relayModule struct{ dir *tunnel.Directory }
 
 func (relayModule) Name() string              { return categoryRelay }

@@ -26,52 +26,53 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// ServerConfig is what a [Server] needs.
+// ServerConfig configures a [Server].
 type ServerConfig struct {
 	Listen string             // address to listen on, such as ":9000"
 	TLS    *tls.Config        // the server's certificate
-	Auth   auth.Authenticator // who may join as which node
-	// Certificates has edges asked for the certificates of their nodes. TLS verifies none
-	// of them: that is for Auth.
+	Auth   auth.Authenticator // decides who may join as which node
+	// Certificates: the TLS handshake asks edges for the certificates of their nodes. TLS verifies
+	// none of them; Auth does.
 	Certificates bool
-	Issuer       Issuer           // makes nodes their certificates; nil (no typed one): there are none
-	Counters     *tunnel.Counters // nil: nobody looks
+	Issuer       Issuer           // issues certificates to nodes; nil, but no typed nil: the server issues none
+	Counters     *tunnel.Counters // nil: nobody reads the counters
 	Log          *slog.Logger
-	Limits       Limits
-	Grace        time.Duration // how long conns may go on when the server stops; 0: tunnel.GracePeriod
-	Software     string        // what the edges are told runs here
-	Peers        *Peers        // the other replicas; nil: this one is alone
+	Limits       Limits        // zero fields are defaults
+	Grace        time.Duration // how long conns may continue when the server stops; 0: tunnel.GracePeriod
+	Software     string        // the software name that edges are told
+	Peers        *Peers        // the other replicas; nil: this replica is alone
 
-	farTrip time.Duration // not 0 in tests alone
+	farTrip time.Duration // only tests set it; 0: the constant farTrip
 }
 
-// Server is the cloud's end of every session. It is the module "stream" of the cloud.
+// Server is the cloud's end of every session. It is the cloud's module "stream".
 type Server struct {
 	pb.UnimplementedStreamServer
 
 	// Set once.
 	cfg    ServerConfig
-	dir    *tunnel.Directory
-	router *tunnel.Router
+	dir    *tunnel.Directory // the live sessions of nodes
+	router *tunnel.Router    // the handlers of messages from edges
 	blocks *conn.Blocks
 	log    *slog.Logger
 	listen func(network, address string) (net.Listener, error) // net.Listen, except in tests
 
-	// Of warnings that strangers cause, each of its own, so that one does not hide another.
+	// Strangers can cause these warnings. Each kind has its own limiter, so that one kind does not
+	// suppress another.
 	joinWarnings, groupWarnings, splitWarnings tunnel.Limiter
-	denials                                    tunnel.Limiter // of dials that edges have denied
+	denials                                    tunnel.Limiter // limits warnings about dials that edges have denied
 
-	quotas quotas
-	asked  asked
+	quotas quotas // of the nodes
+	asked  asked  // tickets of pending data connections
 
-	addr     atomic.Pointer[net.Addr] // set while listening
+	addr     atomic.Pointer[net.Addr] // set while the server listens
 	leaving  chan struct{}            // closed by Leave
-	stopping atomic.Bool              // no more joins
-	sessions sync.WaitGroup           // added to by handlers, which gRPC waits for
+	stopping atomic.Bool              // true: no edge may join any more
+	sessions sync.WaitGroup           // live sessions; handlers add to it, and gRPC waits for the handlers
 }
 
-// NewServer makes a server that puts its sessions into dir and gives messages to the
-// routes of mods, and to its own.
+// NewServer makes a server that puts its sessions into dir. The server passes messages to the
+// routes of mods and to its own routes.
 func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (*Server, error) {
 	cfg.Limits = cfg.Limits.orDefault()
 	if cfg.Grace == 0 {
@@ -99,7 +100,8 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 // Name implements tunnel.Module.
 func (s *Server) Name() string { return category }
 
-// Routes implements tunnel.Module: what edges may send. There is no open among it.
+// Routes implements tunnel.Module. It returns the messages that edges may send. Edges may not send
+// an open.
 func (s *Server) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
 		typeHeartbeat: cloudHandler((*cloudSession).heartbeat),
@@ -112,6 +114,7 @@ func (s *Server) Routes() map[string]tunnel.Handler {
 	}
 }
 
+// cloudHandler makes a handler of f. An error of f becomes the gRPC status InvalidArgument.
 func cloudHandler(f func(*cloudSession, *tunnel.Message) error) tunnel.Handler {
 	return func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
 		if err := f(from.Link.(*cloudSession), m); err != nil {
@@ -121,10 +124,10 @@ func cloudHandler(f func(*cloudSession, *tunnel.Message) error) tunnel.Handler {
 	}
 }
 
-// Router returns the routes of this end, for the start-up line.
+// Router returns the routes of this end. The start-up line lists them.
 func (s *Server) Router() *tunnel.Router { return s.router }
 
-// Addr returns the address the server listens on, nil before it does.
+// Addr returns the address that the server listens on. It returns nil unless the server listens.
 func (s *Server) Addr() net.Addr {
 	if a := s.addr.Load(); a != nil {
 		return *a
@@ -132,7 +135,7 @@ func (s *Server) Addr() net.Addr {
 	return nil
 }
 
-// Ready returns nil while edges can join.
+// Ready returns nil while edges can join. Otherwise the error says why they cannot.
 func (s *Server) Ready() error {
 	switch {
 	case s.stopping.Load():
@@ -143,8 +146,8 @@ func (s *Server) Ready() error {
 	return nil
 }
 
-// Run implements tunnel.Module: it listens until ctx is done. Then no edge may join
-// any more, the connected ones are told, and conns have the grace period to end.
+// Run implements tunnel.Module. It listens until ctx is done. Then Run refuses new joins, tells the
+// connected edges, and gives conns the grace period to end.
 func (s *Server) Run(ctx context.Context) error {
 	ln, err := s.listen("tcp", s.cfg.Listen)
 	if err != nil {
@@ -158,7 +161,7 @@ func (s *Server) Run(ctx context.Context) error {
 	conf = conf.Clone()
 	conf.NextProtos = []string{dataProtocol} // gRPC adds its own
 	if s.asks() {
-		conf.ClientAuth = tls.RequestClientCert // whose it is is looked at when somebody joins
+		conf.ClientAuth = tls.RequestClientCert // the join checks the certificate
 	}
 	if s.cfg.Peers != nil {
 		conns = s.cfg.Limits.relayed()
@@ -190,16 +193,16 @@ func (s *Server) Run(ctx context.Context) error {
 	listening.Go(func() {
 		select {
 		case <-s.leaving:
-			joining.Close() // the sessions go on; callers have to find another replica
+			joining.Close() // the sessions continue; new connections have to find another replica
 		case <-served:
 		}
 	})
 	fromFar := newFarListener(addr)
 	listening.Go(func() {
-		forFar.Serve(fromFar) //nolint:errcheck // forNear has the error
+		forFar.Serve(fromFar) //nolint:errcheck // forNear.Serve returns the error
 	})
 	err = forNear.Serve(nearListener{joining, fromFar})
-	fromFar.Close() //nolint:errcheck // it never fails
+	fromFar.Close() //nolint:errcheck // Close never fails
 	close(served)
 	listening.Wait()
 	if isClosed(s.leaving) {
@@ -215,13 +218,14 @@ func (s *Server) Run(ctx context.Context) error {
 	return nil
 }
 
-// asks reports whether who connects is asked for a certificate.
+// asks reports whether the TLS handshake asks clients for a certificate.
 func (s *Server) asks() bool { return s.cfg.Certificates || s.cfg.Peers != nil }
 
-// Leave is what comes before a stop where other replicas go on, and is called once: no
-// edge may join here any more, those that have are asked to open a session with another
-// replica, and names no longer lead here. It returns after a while in which balancers
-// and askers have seen that; front doors should serve until then. Alone, it does nothing.
+// Leave prepares a stop while other replicas continue. Call it once, before the stop. No edge may
+// join here any more. Leave asks connected edges to open a session with another replica. Names no
+// longer lead to this replica. Leave returns after leaveFirst, when load balancers and clients that
+// resolve names have seen the change. Front doors should serve until Leave returns. On a replica
+// without live peers, Leave does nothing.
 func (s *Server) Leave(ctx context.Context) {
 	if s.cfg.Peers == nil || s.cfg.Peers.Replicas() == 0 {
 		return
@@ -241,8 +245,8 @@ func (s *Server) Leave(ctx context.Context) {
 	}
 }
 
-// stop ends gRPC servers. Every session has been told to end; an edge that does
-// not hang up within a second is cut off.
+// stop ends gRPC servers. The server has already told every session to end. Connections of edges
+// that do not close within a second are cut.
 func stop(servers ...*grpc.Server) {
 	var wg sync.WaitGroup
 	for _, server := range servers {
@@ -255,7 +259,8 @@ func stop(servers ...*grpc.Server) {
 	wg.Wait()
 }
 
-// drain tells every edge and waits for their conns, for the grace period at most.
+// drain tells every edge that the server stops. It waits for the edges' conns, for at most the
+// grace period.
 func (s *Server) drain() {
 	ctx, cancel := context.WithTimeout(context.Background(), s.grace())
 	defer cancel()
@@ -263,7 +268,7 @@ func (s *Server) drain() {
 	for _, cs := range s.live() {
 		wg.Go(func() {
 			cs.drain(ctx)
-			// The edge hangs up when its targets have taken what is on the way.
+			// The edge closes the connection when its targets have taken the bytes in flight.
 			select {
 			case <-cs.done:
 			case <-time.After(hangUpTimeout):
@@ -276,8 +281,8 @@ func (s *Server) drain() {
 	}
 }
 
-// grace returns how long conns may go on when the server stops. What Leave took is part
-// of it: Kubernetes' 30 s begin there.
+// grace returns how long conns may continue when the server stops. The time that Leave took is part
+// of the grace period, because Kubernetes' 30 s begin with Leave.
 func (s *Server) grace() time.Duration {
 	if isClosed(s.leaving) {
 		return max(0, s.cfg.Grace-leaveFirst)
@@ -285,7 +290,7 @@ func (s *Server) grace() time.Duration {
 	return s.cfg.Grace
 }
 
-// live returns all sessions, those of nodes and those of other replicas.
+// live returns all sessions: sessions of nodes and sessions of other replicas.
 func (s *Server) live() []*cloudSession {
 	var all []*cloudSession
 	for _, pub := range s.dir.Sessions() {
@@ -299,10 +304,11 @@ func (s *Server) live() []*cloudSession {
 	return all
 }
 
+// errCloudStopping ends the sessions that are still live when the server stops.
 var errCloudStopping = status.Error(codes.Unavailable, "the cloud is stopping")
 
-// tooMany notes a connection that was closed because its source has too many that
-// have not joined.
+// tooMany counts a connection that was closed because its source has too many connections that have
+// not joined. It logs a warning at a limited rate.
 func (s *Server) tooMany(remote net.Addr) {
 	s.cfg.Counters.JoinsRefused.Add(1)
 	s.cfg.Counters.Limited(tunnel.LimitJoiningPerAddress)
@@ -312,8 +318,8 @@ func (s *Server) tooMany(remote net.Addr) {
 	}
 }
 
-// intercept stands before every stream. On a connection that has been refused one, no
-// other is served. A panic ends the session that the stream belongs to and no other.
+// intercept runs before every stream. After one refused stream, a connection gets no other stream.
+// A panic ends the session of the stream, and no other session.
 func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServerInfo, next grpc.StreamHandler) error {
 	t, err := transportOf(stream.Context())
 	if err != nil {
@@ -325,7 +331,7 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	if err := s.mayOpen(t); err != nil {
 		return err
 	}
-	if t.session.Load() == nil { // else it has been looked at
+	if t.session.Load() == nil { // otherwise the session's first stream was checked
 		if err := s.metadataFits(stream.Context()); err != nil {
 			t.refuse()
 			s.refused(stream.Context(), t, &refusedJoin{told: err})
@@ -347,8 +353,9 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	return answer
 }
 
-// mayOpen counts a stream that is opened on t. One that is too many ends the session,
-// and the connection. Before there is a session, all streams but one end it anyway.
+// mayOpen counts a stream that an edge opens on t. A stream above the limit ends the session and
+// closes the connection. Before the session exists, any stream except the join closes the
+// connection anyway.
 func (s *Server) mayOpen(t *transport) error {
 	cs := t.session.Load()
 	if cs == nil || cs.quota == nil || cs.quota.streams.take() {
@@ -362,8 +369,8 @@ func (s *Server) mayOpen(t *transport) error {
 	return err
 }
 
-// frames counts frames of HTTP/2 that carry nothing and have come on t. Too many end the
-// session, and the connection. Before there is a session, few bytes are read at all.
+// frames counts HTTP/2 frames without data that have arrived on t. Too many end the session and
+// close the connection. Before the session exists, the server reads only a few bytes anyway.
 func (s *Server) frames(t *transport, n int) (tooMany bool) {
 	cs := t.session.Load()
 	if cs == nil || cs.quota == nil {
@@ -381,7 +388,8 @@ func (s *Server) frames(t *transport, n int) (tooMany bool) {
 	return false
 }
 
-// unknownMethod answers calls of what we do not serve. They are streams as any other.
+// unknownMethod answers calls of methods that the server does not have. They count as streams like
+// any other call.
 func unknownMethod(_ any, stream grpc.ServerStream) error {
 	if t, err := transportOf(stream.Context()); err == nil && t.session.Load() == nil {
 		t.refuse()
@@ -402,11 +410,11 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 		s.refused(ctx, t, refusal)
 		return refusal.told
 	}
-	// From here on every way out goes through the session's end.
+	// From here on every return path ends the session.
 	s.sessions.Add(1)
 	defer func() {
 		go func() {
-			// The loops are freed when this handler has returned.
+			// Blocked loops end only after this handler has returned.
 			cs.wg.Wait()
 			s.sessions.Done()
 		}()
@@ -415,7 +423,7 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 	defer stop()
 	cs.start(ctx)
 	if cs.proof.Load() != nil {
-		cs.whileProven() // here: a goroutine of its own is 4 KiB of every idle node
+		cs.whileProven() // here, because a goroutine of its own would cost every idle node 4 KiB
 	}
 	<-cs.done
 	err = cs.reason()
@@ -432,9 +440,11 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 	return err
 }
 
+// errLost ends a session whose control stream was cancelled, for example by a lost connection.
 var errLost = errors.New("connection lost")
 
-// detach takes a session that has ended from where it was found.
+// detach removes an ended session from the directory, or from the peers for another replica's
+// session.
 func (s *Server) detach(cs *cloudSession) {
 	if cs.peers != nil {
 		cs.peers.detach(cs)
@@ -443,8 +453,8 @@ func (s *Server) detach(cs *cloudSession) {
 	s.dir.Detach(cs.pub)
 }
 
-// Connect implements the data plane: one call is one conn, opened by an edge in
-// answer to an open request. The handler returns when the conn is over.
+// Connect implements the data plane. One call carries one conn; the edge opens it in answer to an
+// open request. The handler returns when the conn has ended.
 func (s *Server) Connect(stream pb.Stream_ConnectServer) error {
 	ctx := stream.Context()
 	t, err := transportOf(ctx)
@@ -453,7 +463,7 @@ func (s *Server) Connect(stream pb.Stream_ConnectServer) error {
 	}
 	cs := t.session.Load()
 	if cs == nil {
-		// Something between edge and cloud has split the session's connection.
+		// A proxy between edge and cloud has split the session's connection.
 		t.refuse()
 		s.cfg.Counters.Refuse(tunnel.WrongSession)
 		if skipped, ok := s.splitWarnings.Allow(); ok {

@@ -22,19 +22,19 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// refusedJoin is a join that is refused, or something else that needs a proof.
+// refusedJoin is a refused join, or another refused request that needs a proof.
 type refusedJoin struct {
-	what string // is refused, for the log; "": "join refused"
-	node string // as claimed or proven; empty: not known
-	told error  // what the edge is told, a status
-	err  error  // what the log is told; nil: the same
-	// again says that it has a session here. A balancer leads where it likes, so that is
-	// normal, and neither counted nor warned of.
+	what string // what the log says was refused; "": "join refused"
+	node string // the claimed or proven node; "": not known
+	told error  // the error that the edge gets, a gRPC status
+	err  error  // the error for the log; nil: the same as told
+	// again: the peer already has a session with this replica. A load balancer chooses the replica,
+	// so that is normal. Such a refusal is neither counted nor logged as a warning.
 	again bool
 }
 
-// refused counts and logs a refusal, the one place that does. A stranger decides how
-// often, so not every one has a line.
+// refused counts and logs a refusal. No other function does. Strangers control the number of
+// refusals, so only some get a log line.
 func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
 	what := cmp.Or(r.what, "join refused")
 	if r.again {
@@ -51,13 +51,13 @@ func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
 	case err == nil:
 		err = r.told
 	case status.Code(r.told) == codes.Unavailable:
-		level = slog.LevelError // the fault is ours
+		level = slog.LevelError // the fault is the cloud's
 	}
 	s.log.Log(ctx, level, what, "remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", err, "skipped", skipped)
 }
 
-// metadataFits counts and refuses metadata that is longer than it may be. What is longer
-// than twice that does not come so far.
+// metadataFits counts and refuses metadata longer than Limits.Metadata. gRPC already resets streams
+// with more than twice that.
 func (s *Server) metadataFits(ctx context.Context) error {
 	md, _ := metadata.FromIncomingContext(ctx)
 	size := 0
@@ -83,7 +83,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 		return nil, &refusedJoin{told: errOneProof}
 	}
 	peer := claimsReplica(ctx)
-	var proven *proof // nil: it is a replica
+	var proven *proof // nil: the peer is a replica
 	var refusal *refusedJoin
 	if peer != "" {
 		refusal = s.authenticateReplica(peer, t)
@@ -109,10 +109,10 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 			"this edge speaks version %d of the protocol and the cloud version %d: install the release of the cloud (%s) on node %s",
 			hello.GetVersion(), Version, s.cfg.Software, node)
 	}
-	if len(hello.GetInstance()) > maxInstance { // it is passed on to the other replicas
+	if len(hello.GetInstance()) > maxInstance { // the cloud passes the instance id on to the other replicas
 		return refuse(codes.InvalidArgument, "joining: an instance has %d bytes at most", maxInstance)
 	}
-	if len(hello.GetReach()) > maxReach { // likewise
+	if len(hello.GetReach()) > maxReach { // the cloud passes the list on to the other replicas
 		return refuse(codes.InvalidArgument, "joining: the identifiers of an edge have %d bytes at most", maxReach)
 	}
 	id := uuid.NewString()
@@ -132,7 +132,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.log = s.log.With("node", node, "session", id)
 	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
 	cs.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
-	cs.own = t.conn.Conn.(*carrier) //nolint:forcetypeassert // joinListener has no others
+	cs.own = t.conn.Conn.(*carrier) //nolint:forcetypeassert // joinListener wraps every connection in a carrier
 	cs.stream, cs.maxConns = stream, int64(s.cfg.Limits.Conns)
 	cs.denials = &s.denials
 	cs.asked, cs.connections = &s.asked, int(min(MaxConnections-1, hello.GetConnections()))
@@ -159,7 +159,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	t.session.Store(cs)
 	t.conn.joined()
 
-	// Our hello is the first message in the outbox, so no open can overtake it.
+	// The cloud's hello is the first message in the outbox, so no open can overtake it.
 	cs.post(message(typeHello, "", ours))
 	if peer != "" {
 		cs.log.Info("another replica has joined", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))
@@ -176,13 +176,13 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	if s.cfg.Peers != nil {
 		s.cfg.Peers.welcome(cs)
 	}
-	if isClosed(s.leaving) { // it was joining when the others were told
+	if isClosed(s.leaving) { // this session was joining when Leave told the others
 		cs.tellDrain(true)
 	}
 	return cs, nil
 }
 
-// authenticateReplica looks at the certificate of somebody who says to be a replica.
+// authenticateReplica checks the certificate of a peer that claims to be a replica.
 func (s *Server) authenticateReplica(id string, t *transport) *refusedJoin {
 	p := s.cfg.Peers
 	if p == nil {
@@ -191,21 +191,22 @@ func (s *Server) authenticateReplica(id string, t *transport) *refusedJoin {
 	if err := p.authenticate(t.State); err != nil {
 		return &refusedJoin{told: uniform(), err: fmt.Errorf("it says that it is a replica: %w", err)}
 	}
-	// Parse takes other forms as well, and in one of them any two bytes for the braces.
+	// Parse accepts other forms as well. One form allows any two bytes in place of the braces.
 	if u, err := uuid.Parse(id); err != nil || u.String() != id {
 		return &refusedJoin{told: status.Error(codes.InvalidArgument, "the id of a replica is a UUID")}
 	}
 	return nil
 }
 
-// errOneProof refuses a second control stream, or a first certificate beside one.
+// errOneProof refuses a second control stream or a second first certificate on one connection, and
+// one beside the other.
 var errOneProof = status.Error(codes.AlreadyExists, "this connection has a session already, or is about to")
 
-// uniform is what a stranger is told whatever was wrong.
+// uniform returns the error that a stranger gets, whatever was wrong with the proof.
 func uniform() error { return status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error()) }
 
-// authenticateNode looks at what proves the node of somebody who joins: the access token
-// of the call, else the certificate of the connection.
+// authenticateNode checks the proof of a joining node: the access token of the call, or else the
+// certificate of the connection.
 func (s *Server) authenticateNode(ctx context.Context, t *transport) (*proof, *refusedJoin) {
 	claims := metadata.ValueFromIncomingContext(ctx, nodeKey)
 	var c auth.Credential
@@ -233,9 +234,9 @@ func (s *Server) authenticateNode(ctx context.Context, t *transport) (*proof, *r
 	return s.authenticate(ctx, c)
 }
 
-// authenticate has a credential checked, for as long as ctx lives.
+// authenticate has Auth check a credential. The grant lives as long as ctx.
 func (s *Server) authenticate(ctx context.Context, c auth.Credential) (*proof, *refusedJoin) {
-	// The grant lives as long as its context, so that is not the one with the deadline.
+	// The grant lives as long as its context. So JoinTimeout is not a deadline of that context.
 	ctx, release := context.WithCancel(ctx)
 	late := time.AfterFunc(s.cfg.Limits.JoinTimeout, release)
 	grant, err := s.cfg.Auth.Authenticate(ctx, c)

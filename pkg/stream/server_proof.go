@@ -16,35 +16,35 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// A session lives no longer than what has proven its node. The edge may put another proof
-// in its place: a token by a message, a certificate by having one made (sign.go).
+// A session ends when the proof of its node is no longer good. The edge may replace the proof: a
+// token by sending a new one, a certificate by having a new one signed (sign.go).
 
-// proof says how a node has proven its identity. The session ends when the proof is no longer good.
-// A proof never changes.
+// proof is how a node has proven its identity. The session ends when the proof is no longer good. A
+// proof never changes.
 type proof struct {
-	grant       auth.Grant
+	grant       auth.Grant          // node, expiry and revocation of the credential
 	release     func()              // makes the authenticator forget the grant
 	certificate bool                // the node has shown a certificate, not a token
-	chain       []*x509.Certificate // the certificate and those that signed it
-	token       [sha256.Size]byte   // SHA-256 of the token
+	chain       []*x509.Certificate // the certificate and the certificates that signed it; set for a certificate
+	token       [sha256.Size]byte   // SHA-256 of the token; set for a token
 }
 
 const (
-	// clockStep is how often an expiry is compared with the clock, which may be set.
+	// clockStep is how often an expiry is compared with the clock. The clock may be set meanwhile.
 	clockStep = time.Minute
-	// An edge may have renewBurst certificates made in each renewInterval, and as many
-	// credentials looked at: a few failures in a row, and no flood.
+	// In each renewInterval, an edge may have renewBurst certificates signed, and renewBurst
+	// credentials checked. That allows a few failures in a row, but no flood.
 	renewInterval = 10 * time.Second
 	renewBurst    = 3
 )
 
-// What a session ends with whose proof is no longer good.
+// The reasons for which a session ends when its proof is no longer good.
 var (
 	errRevoked = withReason(codes.Unauthenticated, reasonRevoked, "the credential of this node was revoked")
 	errExpired = withReason(codes.Unauthenticated, reasonExpired, "the credential of this node has expired")
 )
 
-// standOn puts p in the place of the proof that there was.
+// standOn replaces the proof of the session by p.
 func (s *cloudSession) standOn(p *proof) {
 	old := s.proof.Swap(p)
 	if old == nil {
@@ -57,8 +57,8 @@ func (s *cloudSession) standOn(p *proof) {
 	}
 }
 
-// whileProven ends the session when its proof is no longer good. It returns when the
-// session has ended.
+// whileProven ends the session when its proof is no longer good. It returns when the session has
+// ended.
 func (s *cloudSession) whileProven() {
 	for {
 		p := s.proof.Load()
@@ -78,16 +78,15 @@ func (s *cloudSession) whileProven() {
 		case <-s.done:
 			return
 		}
-		if end != nil && s.proof.Load() == p { // else it stands on another one now
+		if end != nil && s.proof.Load() == p { // otherwise a new proof has replaced p
 			s.Close(end)
 			return
 		}
 	}
 }
 
-// newCredential takes a token that is to be the session's proof from now on. One that is
-// not good changes nothing. It is looked at in a goroutine of the session, since Kubernetes
-// may have to be asked.
+// newCredential checks a token that is to replace the session's proof. A bad token changes nothing.
+// A goroutine of the session checks the token, since the check may have to ask Kubernetes.
 func (s *Server) newCredential(ctx context.Context, cs *cloudSession, m *tunnel.Message) error {
 	var in pb.Credential
 	if err := proto.Unmarshal(m.Data, &in); err != nil {
@@ -103,7 +102,7 @@ func (s *Server) newCredential(ctx context.Context, cs *cloudSession, m *tunnel.
 		return nil
 	}
 	if p := cs.proof.Load(); !p.certificate && p.token == sha256.Sum256([]byte(c.Token)) && c.Node == string(cs.pub.Node) {
-		return nil // edges say it again, for a cloud that has learnt of the token late
+		return nil // edges send a token again, for a cloud that learns of the token late
 	}
 	if _, ok := cs.credentials.Allow(); !ok || cs.checking.Swap(true) {
 		cs.log.Debug("new credential ignored: too many of them")
@@ -127,7 +126,7 @@ func (s *Server) newCredential(ctx context.Context, cs *cloudSession, m *tunnel.
 	return nil
 }
 
-// prove checks a credential for the session's own node, for as long as the session lives.
+// prove checks a credential for the session's own node. The grant lives as long as the session.
 func (s *cloudSession) prove(c auth.Credential) (*proof, *refusedJoin) {
 	if c.Node != string(s.pub.Node) {
 		return nil, &refusedJoin{node: string(s.pub.Node), told: uniform(), err: fmt.Errorf("it is that of node %s", text(c.Node))}

@@ -26,49 +26,51 @@ import (
 // cloudSession is the cloud's end of a session.
 type cloudSession struct {
 	session
-	transport *transport
-	instance  string   // of the edge
-	all       bool     // the edge keeps a session with every replica
-	peers     *Peers   // the session is another replica's; nil: a node's
-	replica   *replica // the other replica; set when the session is attached
+	transport *transport // the connection that the control stream came on
+	instance  string     // instance id of the edge's process
+	all       bool       // the edge keeps a session with every replica
+	peers     *Peers     // set if the peer is another replica; nil: the peer is a node
+	replica   *replica   // the other replica; set when the session is attached
 
-	// Of a node's session; see server_proof.go.
-	authenticate func(auth.Credential) (*proof, *refusedJoin) // for as long as the session lives
+	// For sessions of nodes only; see server_proof.go.
+	authenticate func(auth.Credential) (*proof, *refusedJoin) // the grant lives as long as the session
 	proof        atomic.Pointer[proof]
-	proven       chan struct{}  // says that proof is another one; capacity 1, so that nobody waits to send
-	checking     atomic.Bool    // a credential is being looked at
-	signing      atomic.Bool    // a certificate is being made
-	credentials  tunnel.Limiter // how many are looked at
-	signatures   tunnel.Limiter // how many are made
+	proven       chan struct{}  // standOn sends after it sets proof; capacity 1, so standOn never waits
+	checking     atomic.Bool    // a goroutine checks a credential
+	signing      atomic.Bool    // a certificate is being issued
+	credentials  tunnel.Limiter // how many credentials the session may have checked
+	signatures   tunnel.Limiter // how many certificates the session may have issued
 
-	connections int    // how many data connections the edge opens at most
-	asked       *asked // the server's
+	connections int    // most data connections that the edge opens
+	asked       *asked // the server's tickets
 
-	quota   *quota          // of the node; nil: the session is another replica's, and its opens count where the node is held
-	denials *tunnel.Limiter // of warnings, the server's
+	quota   *quota          // of the node; nil for a replica's session: opens count where the node is held
+	denials *tunnel.Limiter // the server's limiter of denial warnings
 
 	// Guarded by session.mu.
-	asking     int         // data connections that the edge has been asked for
-	lastAsk    time.Time   // when it was asked last
-	spares     []*dataConn // those that wait for a conn, the one last used last
-	shortConns recently    // that have ended
+	asking     int         // unanswered requests for data connections
+	lastAsk    time.Time   // when the cloud last asked for a data connection
+	spares     []*dataConn // idle data connections; the most recently used is last
+	shortConns recently    // conns that ended recently and lasted less than short
 }
 
 var _ tunnel.Link = (*cloudSession)(nil)
 
-// pending is an open request that waits for the edge's answer. Whoever settles it
-// first decides: the edge's refusal, its Connect, the session's end, or Dial itself
-// when its context is done.
+// pending is an open request that waits for the edge's answer. The first party to settle it decides
+// the result. The parties are the edge's refusal, the edge's Connect, the end of the session, and
+// Dial when its context is done.
 type pending struct {
-	settled atomic.Bool
-	result  chan opened // the settler sends; capacity 1, so it never waits
+	settled atomic.Bool // true: one party has settled the request
+	result  chan opened // the settler sends exactly once; capacity 1, so that the send never waits
 }
 
+// opened is the result of an open request: a conn or a refusal.
 type opened struct {
-	conn    *conn.Conn
-	refusal *tunnel.Refusal
+	conn    *conn.Conn      // nil: refused
+	refusal *tunnel.Refusal // nil: conn is set, or a panic settled the request
 }
 
+// settle sends o if the request is not settled yet. It reports whether it did.
 func (p *pending) settle(o opened) bool {
 	if p.settled.Swap(true) {
 		return false
@@ -77,19 +79,20 @@ func (p *pending) settle(o opened) bool {
 	return true
 }
 
+// Abort implements topic. It settles the request because the session has ended.
 func (p *pending) Abort() {
 	p.settle(opened{refusal: tunnel.Refusef(tunnel.Gone, "the session of the node has ended")})
 }
 
-// Dial implements tunnel.Link: it asks the edge to dial and waits for the conn.
+// Dial implements tunnel.Link. It asks the edge to dial, and waits for the conn.
 func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	c, refusal := s.dial(ctx, r)
 	if refusal != nil {
 		if r.NoWait && refusal.Code == tunnel.Overloaded {
-			return nil, refusal // not the last word
+			return nil, refusal // not final: the caller may try elsewhere or wait
 		}
 		s.counters.Refuse(refusal.Code)
-		if refusal.Code == tunnel.Denied && s.peers == nil { // else the replica that holds the node logs the denial
+		if refusal.Code == tunnel.Denied && s.peers == nil { // otherwise the replica of the node logs it
 			if skipped, ok := s.denials.Allow(); ok {
 				s.log.Warn("the edge has denied a dial", "target", r.Addr, "caller", text(r.Caller), "err", refusal, "skipped", skipped)
 			}
@@ -100,9 +103,11 @@ func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 	return c, nil
 }
 
+// dial is Dial without counters and logs. For a node's session, it waits for room in the node's
+// quota.
 func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn.Conn, refusal *tunnel.Refusal) {
-	// A caller may have chosen the address, and a message that cannot be sent, or that
-	// the edge does not accept, would cost the whole session.
+	// A caller may have chosen the address. An address that cannot be encoded, or that the edge
+	// rejects, would end the whole session.
 	if len(r.Addr) > maxAddr || !utf8.ValidString(r.Addr) {
 		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not an address", text(r.Addr))
 	}
@@ -118,16 +123,17 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn.Conn
 	if refusal != nil {
 		return nil, refusal
 	}
-	defer func() { // also when open panics
+	defer func() { // runs also when open panics
 		s.quota.queue.Dialled(r.Addr, c != nil || refusal != nil && refusal.Answered())
-		if c == nil { // else connOver does it
+		if c == nil { // otherwise connOver calls Over
 			s.quota.queue.Over()
 		}
 	}()
 	return s.open(ctx, r)
 }
 
-// open sends an open, and waits for its conn.
+// open sends an open request and waits for the conn. It uses an idle data connection if there is
+// one, and otherwise the control stream.
 func (s *cloudSession) open(ctx context.Context, r tunnel.Request) (*conn.Conn, *tunnel.Refusal) {
 	m := &tunnel.Message{Category: r.Category, Type: tunnel.TypeOpen, Topic: uuid.NewString(), Addr: r.Addr}
 	open := &pb.Open{Network: r.Network, Caller: text(r.Caller), Relayed: r.Relayed, NoWait: r.NoWait}
@@ -145,20 +151,20 @@ func (s *cloudSession) open(ctx context.Context, r tunnel.Request) (*conn.Conn, 
 	return s.dialByControl(ctx, r, m)
 }
 
-// dialByControl sends an open on the control stream, and waits for its conn to come on the
-// session's own connection.
+// dialByControl sends an open request on the control stream. The conn then comes on the session's
+// own connection.
 func (s *cloudSession) dialByControl(ctx context.Context, r tunnel.Request, m *tunnel.Message) (*conn.Conn, *tunnel.Refusal) {
 	name := m.Topic
 	p := &pending{result: make(chan opened, 1)}
 	if refusal := s.add(name, p); refusal != nil {
 		return nil, refusal
 	}
-	// Were the session to end now, it would settle p.
+	// If the session ends now, Close settles p.
 	s.post(m)
 	s.askForMore()
 	var o opened
 	defer func() {
-		if o.refusal != nil || o.conn == nil && p.settle(opened{}) { // the latter after a panic
+		if o.refusal != nil || o.conn == nil && p.settle(opened{}) { // the second condition holds only after a panic
 			s.remove(name)
 		}
 	}()
@@ -167,7 +173,7 @@ func (s *cloudSession) dialByControl(ctx context.Context, r tunnel.Request, m *t
 	case <-ctx.Done():
 		p.settle(opened{refusal: s.gaveUp(ctx, r)})
 		o = <-p.result
-		if o.conn != nil { // it came just now
+		if o.conn != nil { // the conn came at the last moment
 			return o.conn, nil
 		}
 		s.post(message(typeCancel, name, nil))
@@ -175,10 +181,10 @@ func (s *cloudSession) dialByControl(ctx context.Context, r tunnel.Request, m *t
 	return o.conn, o.refusal
 }
 
-// noteTooLong counts a message that ended the session because it was too long.
+// noteTooLong counts a message whose length ended the session.
 func (s *cloudSession) noteTooLong(err error) {
 	_, ours := errors.AsType[*limitError](err)
-	if !ours && status.Code(err) == codes.ResourceExhausted { // gRPC's own
+	if !ours && status.Code(err) == codes.ResourceExhausted { // gRPC's own limit of the message size
 		s.counters.Limited(tunnel.LimitMessage)
 	}
 }
@@ -194,9 +200,9 @@ func (s *cloudSession) gaveUp(ctx context.Context, r tunnel.Request) *tunnel.Ref
 	return tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", r.Node)
 }
 
-// misdirected ends the session of an edge that says what only a cloud may. Nothing would
-// come of it, but no edge of any version does so. All else that is not known may be
-// from a newer edge.
+// misdirected ends the session of an edge that sends a message that only the cloud may send. The
+// message would have no effect, but no version of the edge sends it. Any other unknown message may
+// come from a newer edge.
 func misdirected(m *tunnel.Message) error {
 	if m.Type == tunnel.TypeOpen || m.Category == category && slices.Contains([]string{typeHello, typeReplicas, typeConnection}, m.Type) {
 		return status.Errorf(codes.PermissionDenied, "%s/%s is not for an edge to say", text(m.Category), m.Type)
@@ -204,12 +210,12 @@ func misdirected(m *tunnel.Message) error {
 	return nil
 }
 
-// Serve implements tunnel.Link. Nobody may ask the cloud to dial.
+// Serve implements tunnel.Link. An edge may not ask the cloud to dial.
 func (s *cloudSession) Serve(*tunnel.Message, tunnel.DialFunc) error {
 	return errors.New("the cloud does not dial for an edge")
 }
 
-// connect is the body of a Connect call.
+// connect is the body of a Connect call. It returns when the conn has ended.
 func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 	ctx := stream.Context()
 	topics := metadata.ValueFromIncomingContext(ctx, topicKey)
@@ -228,7 +234,8 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 		Local: "cloud", Remote: conn.Addr(s.pub.Node),
 		Ended: func(err error) {
 			if err != nil && c.MustCancel() {
-				// The status waits behind data that a stalled edge does not read; this does not.
+				// The status of the stream waits behind data that a stalled edge does not read. The
+				// control stream does not wait.
 				s.post(message(typeCancel, name, nil))
 			}
 		},
@@ -246,8 +253,8 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 	return nil
 }
 
-// promote makes an open request a conn. It fails when the request was settled
-// meanwhile. The topic changes hands first: the conn may be over as soon as Dial has it.
+// promote turns an open request into a conn. It fails if the request was already settled. promote
+// sets the topic before it sends the conn, because the conn may end as soon as Dial has it.
 func (s *cloudSession) promote(name string, p *pending, c *conn.Conn) bool {
 	s.mu.Lock()
 	if s.err != nil || s.topics[name] != topic(p) || p.settled.Swap(true) {
@@ -260,7 +267,7 @@ func (s *cloudSession) promote(name string, p *pending, c *conn.Conn) bool {
 	return true
 }
 
-// connOver notes that nothing is left of a conn.
+// connOver removes a conn that is over and has no goroutine left. since is when the conn began.
 func (s *cloudSession) connOver(name string, since time.Time) {
 	if time.Since(since) < short {
 		s.mu.Lock()
@@ -273,17 +280,17 @@ func (s *cloudSession) connOver(name string, since time.Time) {
 	}
 }
 
-// short is how long a conn lasts that comes and goes.
+// short is the duration below which an ended conn counts in shortConns.
 const short = 250 * time.Millisecond
 
-// errGone answers a Connect that nobody waits for any more, which is normal when a
-// caller has gone while the edge dialled.
+// errGone answers a Connect that no Dial waits for any more. That is normal: the caller may leave
+// while the edge dials.
 var errGone = status.Error(codes.NotFound, "gone: nobody waits for this conn")
 
-// heartbeat sends an edge's heartbeat back.
+// heartbeat sends the edge's heartbeat back, and closes idle and lost data connections.
 func (s *cloudSession) heartbeat(m *tunnel.Message) error {
 	var h pb.Heartbeat
-	// What is not known is not sent back: the outbox must stay small.
+	// Unknown fields are not sent back: the outbox must stay small.
 	if err := (proto.UnmarshalOptions{DiscardUnknown: true}).Unmarshal(m.Data, &h); err != nil {
 		return fmt.Errorf("heartbeat: %w", err)
 	}
@@ -293,8 +300,8 @@ func (s *cloudSession) heartbeat(m *tunnel.Message) error {
 	return nil
 }
 
-// cancelConn takes an edge's word that a conn which it carries by a data connection was
-// reset: nobody may be reading there.
+// cancelConn handles the edge's message that a conn on a data connection was reset. The cloud may
+// not be reading that data connection, so the message comes on the control stream.
 func (s *cloudSession) cancelConn(m *tunnel.Message) error {
 	if c, ok := s.lookup(m.Topic).(*conn.Conn); ok {
 		c.EndedByPeer()
@@ -302,7 +309,7 @@ func (s *cloudSession) cancelConn(m *tunnel.Message) error {
 	return nil
 }
 
-// refused passes an edge's refusal to the Dial that waits for it.
+// refused passes the edge's refusal to the Dial that waits for it.
 func (s *cloudSession) refused(m *tunnel.Message) error {
 	refusal, err := refusalOf(m.Data)
 	if err != nil {
@@ -310,14 +317,13 @@ func (s *cloudSession) refused(m *tunnel.Message) error {
 	}
 	p, ok := s.lookup(m.Topic).(*pending)
 	if !ok {
-		return nil // Dial did not wait for it
+		return nil // Dial did not wait for the refusal
 	}
 	p.settle(opened{refusal: refusal})
 	return nil
 }
 
-// edgeLeaves notes that the edge is about to stop: its conns go on, new ones are
-// refused.
+// edgeLeaves notes that the edge is about to stop. Its conns continue; new dials are refused.
 func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
 	var d pb.Drain
 	if err := proto.Unmarshal(m.Data, &d); err != nil {
@@ -330,8 +336,8 @@ func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
 	return nil
 }
 
-// logEnd writes that the session has ended. When the edge has said that it leaves, how
-// its connection then ended is no news.
+// logEnd logs that the session has ended. If the edge announced its stop, the log does not say how
+// the connection ended.
 func (s *cloudSession) logEnd(err error) {
 	s.mu.Lock()
 	leaving := s.leaving
@@ -344,8 +350,8 @@ func (s *cloudSession) logEnd(err error) {
 	s.log.Info("session ended", "err", err, "dur", lived)
 }
 
-// hungUp reports whether a session ended by the edge's hanging up, and not by a
-// decision here.
+// hungUp reports whether the session ended because the edge closed the connection, and not by a
+// decision of the cloud.
 func hungUp(err error) bool {
 	return errors.Is(err, io.EOF) || errors.Is(err, errLost) || errors.Is(err, context.Canceled) ||
 		status.Code(err) == codes.Canceled ||

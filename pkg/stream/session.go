@@ -18,56 +18,57 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// session is what both ends of a session share: the control stream's two loops and
-// the bookkeeping of its end. Each end embeds it in its own link.
+// session is the part of a session that both ends share: the two loops of the control stream, and
+// the bookkeeping of the session's end. Each end embeds session in its own link.
 type session struct {
 	// Set once.
-	pub      *tunnel.Session
+	pub      *tunnel.Session // the session as the directory and the handlers see it
 	log      *slog.Logger
-	router   *tunnel.Router
+	router   *tunnel.Router // the handlers of received messages
 	counters *tunnel.Counters
 	blocks   *conn.Blocks
-	stream   controlStream
-	own      *carrier // the session's own connection
-	pacer    pacer    // of the data connections
-	maxConns int64
+	stream   controlStream               // the control stream
+	own      *carrier                    // the session's own connection
+	pacer    pacer                       // slows down the data connections
+	maxConns int64                       // most topics at once
 	ordered  bool                        // the peer has capabilityAbort
-	budget   *bucket                     // of messages that the peer sends; nil: it may send as many as it likes
-	unknown  func(*tunnel.Message) error // also told of messages without a handler
-	hangUp   func() error                // closes our side of the control stream; nil: the cloud cannot
+	budget   *bucket                     // limits the messages that the peer sends; nil: no limit
+	unknown  func(*tunnel.Message) error // called with each message that has no handler
+	hangUp   func() error                // closes our side of the control stream; nil: the cloud cannot close its side
 
-	toldDrain atomic.Bool
+	toldDrain atomic.Bool // the peer was told that this side is about to stop
 
-	outbox outbox         // to sendLoop
-	leave  chan struct{}  // to sendLoop: hang up when the outbox is empty; closed by serveUntil
-	done   chan struct{}  // closed when the session has ended; then err is set
-	wg     sync.WaitGroup // conns and goroutines; added to only while not ended
+	outbox outbox         // sendLoop writes its messages
+	leave  chan struct{}  // serveUntil closes it; sendLoop then sends the rest of the outbox and calls hangUp
+	done   chan struct{}  // Close closes it when the session ends; err is then set
+	wg     sync.WaitGroup // conns and goroutines; add counts a conn only before the session has ended
 
-	mu       sync.Mutex // guards the following
-	err      error
-	leaving  bool             // the edge is about to stop: nothing new is opened
-	topics   map[string]topic // what lives inside the session; nil when it has ended
-	lastGone chan struct{}    // closed when the last topic goes; nil unless somebody waits
-	data     map[*dataConn]struct{}
-	silent   *time.Timer // calls listen
-	doubted  bool        // listen has found that nothing comes
+	mu       sync.Mutex             // guards the following
+	err      error                  // why the session has ended; nil while it lives
+	leaving  bool                   // the edge is about to stop: the session opens nothing new
+	topics   map[string]topic       // open requests and conns, by name; nil when the session has ended
+	lastGone chan struct{}          // closed when the last topic goes; nil unless a caller of idle waits
+	data     map[*dataConn]struct{} // data connections; nil when the session has ended
+	silent   *time.Timer            // calls listen
+	doubted  bool                   // listen has found the peer silent, and will look once more
 }
 
-// topic is what a topic stands for: an open request that waits for its answer, or a
-// conn.
+// topic is an open request that waits for its answer, or a conn.
 type topic interface {
-	// Abort ends it, because its session has ended or the peer has cancelled it.
+	// Abort ends the topic, because the session has ended or the peer has cancelled the conn.
 	Abort()
 }
 
-// controlStream is the part that client and server streams have in common.
+// controlStream has the methods that client and server streams share.
 type controlStream interface {
 	Send(*pb.StreamMsg) error
 	Recv() (*pb.StreamMsg, error)
 }
 
+// errEnded is the reason of a session that was closed without one.
 var errEnded = errors.New("the session has ended")
 
+// init makes the channels and the map. Each end calls it once it has set own.
 func (s *session) init() {
 	s.outbox.init()
 	s.leave = make(chan struct{})
@@ -79,7 +80,8 @@ func (s *session) init() {
 // Done implements tunnel.Link.
 func (s *session) Done() <-chan struct{} { return s.done }
 
-// Close implements tunnel.Link: it ends the session and aborts its conns.
+// Close implements tunnel.Link. It ends the session and aborts its conns. Only the first call has
+// an effect.
 func (s *session) Close(reason error) {
 	if reason == nil {
 		reason = errEnded
@@ -106,15 +108,15 @@ func (s *session) Close(reason error) {
 	}
 }
 
-// reason returns why the session has ended, nil while it lives.
+// reason returns why the session has ended. It returns nil while the session lives.
 func (s *session) reason() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.err
 }
 
-// add registers a topic. It fails when the session has ended or is about to, or when
-// it has as many conns as it may.
+// add registers a topic. It fails when the session has ended, when the edge is about to stop, or
+// when the session has maxConns topics.
 func (s *session) add(name string, t topic) *tunnel.Refusal {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -134,7 +136,7 @@ func (s *session) add(name string, t topic) *tunnel.Refusal {
 	return nil
 }
 
-// closedLocked says why the session opens nothing; nil: it does. The caller holds mu.
+// closedLocked says why the session opens nothing. nil means that it opens. The caller holds mu.
 func (s *session) closedLocked() *tunnel.Refusal {
 	switch {
 	case s.err != nil:
@@ -145,7 +147,7 @@ func (s *session) closedLocked() *tunnel.Refusal {
 	return nil
 }
 
-// lookup returns what a topic stands for, or nil.
+// lookup returns the topic with this name, or nil.
 func (s *session) lookup(name string) topic {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -164,9 +166,8 @@ func (s *session) remove(name string) {
 	s.wg.Done()
 }
 
-// Send implements tunnel.Link. When there is no room in the outbox the peer has not
-// read for longer than all its conns can explain, each with a few messages: that ends
-// the session.
+// Send implements tunnel.Link. A full outbox ends the session. The limit allows a few messages for
+// each conn, so a full outbox means that the peer does not read its control stream.
 func (s *session) Send(m *tunnel.Message) error {
 	if err := s.reason(); err != nil {
 		return err
@@ -179,9 +180,9 @@ func (s *session) Send(m *tunnel.Message) error {
 	return s.reason()
 }
 
-// post sends m; when the session has ended nobody needs it.
+// post sends m. It ignores the error: after the end of the session, no peer needs m.
 func (s *session) post(m *tunnel.Message) {
-	s.Send(m) //nolint:errcheck // it ends only with the session
+	s.Send(m) //nolint:errcheck // Send fails only when the session has ended
 }
 
 // message makes a message of category stream.
@@ -193,14 +194,14 @@ func message(typ, topic string, data proto.Message) *tunnel.Message {
 	return m
 }
 
-// encode returns the wire form of m. Protobuf refuses strings that are not UTF-8, and a
-// string may be a peer's: encode replaces its invalid bytes with "?".
+// encode returns the wire form of m. Protobuf refuses strings that are not UTF-8, and a string may
+// come from a peer. encode replaces invalid bytes with "?".
 func encode(m proto.Message) []byte {
 	b, err := proto.Marshal(m)
 	if err != nil {
 		m = proto.Clone(m)
 		clean(m.ProtoReflect())
-		b, _ = proto.Marshal(m) // nothing else in our messages can fail
+		b, _ = proto.Marshal(m) // valid strings leave no other cause of failure in our messages
 	}
 	return b
 }
@@ -249,7 +250,7 @@ func (s *session) sendLoop() error {
 	}
 }
 
-// flush writes all that waits in the outbox.
+// flush writes every message of the outbox.
 func (s *session) flush() error {
 	for _, m := range s.outbox.take() {
 		if err := s.write(m); err != nil {
@@ -261,6 +262,7 @@ func (s *session) flush() error {
 
 func (s *session) write(m *tunnel.Message) error { return s.stream.Send(s.onWire(m)) }
 
+// onWire returns m in its protobuf form, with the session's node.
 func (s *session) onWire(m *tunnel.Message) *pb.StreamMsg {
 	return &pb.StreamMsg{
 		Node: string(s.pub.Node), Category: m.Category, Type: m.Type,
@@ -268,7 +270,8 @@ func (s *session) onWire(m *tunnel.Message) *pb.StreamMsg {
 	}
 }
 
-// receiveLoop gives every message to its handler until the stream ends.
+// receiveLoop gives every message to its handler until the stream ends. A message above the budget
+// ends the session.
 func (s *session) receiveLoop(ctx context.Context) error {
 	for {
 		in, err := s.stream.Recv()
@@ -285,7 +288,8 @@ func (s *session) receiveLoop(ctx context.Context) error {
 	}
 }
 
-// handle gives a message to its handler.
+// handle gives a message to its handler. A message without a handler is counted, and passed to
+// unknown.
 func (s *session) handle(ctx context.Context, m *tunnel.Message) error {
 	known, err := s.router.Handle(ctx, s.pub, m)
 	if err != nil || known {
@@ -296,6 +300,7 @@ func (s *session) handle(ctx context.Context, m *tunnel.Message) error {
 	return s.unknown(m)
 }
 
+// messageOf returns a received message as a tunnel.Message.
 func messageOf(in *pb.StreamMsg) *tunnel.Message {
 	return &tunnel.Message{
 		Category: in.GetCategory(), Type: in.GetType(), Topic: in.GetTopic(),
@@ -303,7 +308,7 @@ func messageOf(in *pb.StreamMsg) *tunnel.Message {
 	}
 }
 
-// guard calls f. A panic ends this session and no other.
+// guard calls f. A panic ends this session, and no other.
 func (s *session) guard(f func() error) error {
 	return guard(s.log, s.counters, "the session ends", f)
 }
@@ -313,7 +318,7 @@ func guard(log *slog.Logger, counters *tunnel.Counters, what string, f func() er
 	return tunnel.Guard(log, counters, what, f)
 }
 
-// guarded returns f under a guard. A panic ends this session and no other.
+// guarded returns f under a guard. A panic ends this session, and no other.
 func (s *session) guarded(f func()) func() {
 	return func() {
 		if err := s.guard(func() error { f(); return nil }); err != nil {
@@ -322,8 +327,8 @@ func (s *session) guarded(f func()) func() {
 	}
 }
 
-// start starts the loops. They end with the session; on the cloud not before the handler
-// has returned, which frees them (wg waits).
+// start starts the two loops. They end with the session. On the cloud, a blocked Recv or Send may
+// return only after the handler has returned. wg waits for both loops.
 func (s *session) start(ctx context.Context) {
 	s.mu.Lock()
 	if s.err == nil {
@@ -342,10 +347,10 @@ func (s *session) start(ctx context.Context) {
 	}
 }
 
-// listen ends the session when nothing has come from the peer for lostAfter, by any of its
-// connections: what comes proves that the peer is there, however late an answer is. Pings have it
-// send something. It looks twice: when this process was stopped for a while, what has come
-// meanwhile is about to be read.
+// listen ends the session when nothing has come from the peer on any of its connections for
+// lostAfter. Any received bytes prove that the peer lives, however late an answer is. Pings make
+// the peer send. listen looks twice before it ends the session: if this process was paused for a
+// while, bytes that came meanwhile are about to be read.
 func (s *session) listen() {
 	s.mu.Lock()
 	silence, lost := s.silenceLocked(), false
@@ -366,7 +371,7 @@ func (s *session) listen() {
 	}
 }
 
-// silenceLocked returns for how long nothing has come. The caller holds mu.
+// silenceLocked returns for how long nothing has come on any connection. The caller holds mu.
 func (s *session) silenceLocked() time.Duration {
 	silence := s.own.silence()
 	for d := range s.data {
@@ -377,9 +382,9 @@ func (s *session) silenceLocked() time.Duration {
 	return silence
 }
 
-// acknowledgesLocked reports whether bytes are on their way to the peer, and its kernel
-// acknowledges them: what is to be answered may be behind 15 s of them. A peer that hangs is
-// noticed by gRPC's pings. The caller holds mu.
+// acknowledgesLocked reports whether bytes are on their way to the peer and the peer's kernel
+// acknowledges them. The request that the peer must answer may wait behind 15 s of such bytes.
+// gRPC's pings detect a peer that hangs. The caller holds mu.
 func (s *session) acknowledgesLocked() bool {
 	if s.own.acknowledges() {
 		return true
@@ -392,10 +397,11 @@ func (s *session) acknowledgesLocked() bool {
 	return false
 }
 
+// errSilent ends a session whose peer has been silent for lostAfter.
 var errSilent = fmt.Errorf("nothing has come from the other side for %s", lostAfter)
 
-// drain tells the peer that this side is about to stop, unless it has been told, and
-// returns when the last conn has ended, the session has, or ctx is done.
+// drain tells the peer, unless it was told before, that this side is about to stop. drain returns
+// when the last conn has ended, the session has ended, or ctx is done.
 func (s *session) drain(ctx context.Context) {
 	s.tellDrain(false)
 	select {
@@ -405,8 +411,8 @@ func (s *session) drain(ctx context.Context) {
 	}
 }
 
-// tellDrain tells the peer, once, that this side is about to stop; elsewhere says that
-// other replicas go on.
+// tellDrain tells the peer once that this side is about to stop. elsewhere: other replicas
+// continue.
 func (s *session) tellDrain(elsewhere bool) {
 	if !s.toldDrain.Swap(true) {
 		s.post(message(typeDrain, "", &pb.Drain{GraceSeconds: uint32(tunnel.GracePeriod.Seconds()), Elsewhere: elsewhere}))
@@ -428,9 +434,9 @@ func (s *session) idle() <-chan struct{} {
 	return gone
 }
 
-// text makes a string fit for protobuf and for logs: valid UTF-8, of bounded length.
+// text makes a string safe for protobuf and for logs: valid UTF-8 of at most 512 bytes.
 func text(s string) string {
-	const longest = 512 // bytes; a sentence
+	const longest = 512 // bytes, about a sentence
 	if len(s) > longest {
 		s = s[:longest]
 	}

@@ -17,14 +17,14 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Issuer makes nodes their certificates. It is auth.Issuer.
+// Issuer issues certificates to nodes. auth.Issuer implements it.
 type Issuer interface {
-	// First makes the node's first certificate, by a join token. A token that is not good
-	// is refused (auth.ErrUnauthenticated) at once: nobody else is asked. So is one whose
-	// certificate is being made (auth.ErrSigning).
+	// First issues the node's first certificate for a join token. A bad token is refused at once
+	// (auth.ErrUnauthenticated), without asking the signer. So is a token of a node whose first
+	// certificate is being signed (auth.ErrSigning).
 	First(ctx context.Context, c auth.Credential, request []byte) (node tunnel.NodeName, chain []byte, err error)
-	// Again makes another one for the node whose certificate c is. One that is no longer
-	// good is refused in the same way.
+	// Again issues another certificate for the node that holds the certificate in c. A certificate
+	// that is no longer good is refused in the same way as a bad token.
 	Again(ctx context.Context, c auth.Credential, request []byte) (chain []byte, err error)
 }
 
@@ -33,9 +33,9 @@ var _ Issuer = (*auth.Issuer)(nil)
 // maxRequest is the longest request for a certificate, in bytes.
 const maxRequest = 16 << 10
 
-// certificatesService is the service Certificates. Its one call is served as a stream of
-// one message each way, which is the same on the wire: so who calls is looked at before
-// the message is read, and the call is guarded as every stream is (intercept).
+// certificatesService is the service Certificates. Its one call is served as a stream of one
+// message each way, which is the same on the wire. So the server checks the caller before it reads
+// the message, and intercept guards the call like every stream.
 func certificatesService() *grpc.ServiceDesc {
 	return &grpc.ServiceDesc{
 		ServiceName: pb.Certificates_ServiceDesc.ServiceName,
@@ -43,14 +43,14 @@ func certificatesService() *grpc.ServiceDesc {
 		Streams: []grpc.StreamDesc{{
 			StreamName:    "Sign",
 			Handler:       func(s any, stream grpc.ServerStream) error { return s.(*Server).sign(stream) },
-			ServerStreams: true, // or grpc-go would not intercept it
+			ServerStreams: true, // otherwise grpc-go would not intercept the call
 		}},
 		Metadata: pb.Certificates_ServiceDesc.Metadata,
 	}
 }
 
-// sign has a certificate made: on a session's own connection another one, on any other
-// the first.
+// sign has a certificate issued. On a session's own connection it is another certificate; on any
+// other connection it is the node's first.
 func (s *Server) sign(stream grpc.ServerStream) error {
 	ctx, cancel := context.WithTimeout(stream.Context(), signTimeout)
 	defer cancel()
@@ -64,7 +64,7 @@ func (s *Server) sign(stream grpc.ServerStream) error {
 		answer, refusal = s.signAgain(ctx, cs, stream)
 	} else {
 		answer, refusal = s.signFirst(ctx, t, stream)
-		defer t.refuse() // whatever the answer: there is nothing else to do on this connection
+		defer t.refuse() // whatever the answer: this connection has no other use
 	}
 	if refusal != nil {
 		refusal.what = "certificate refused"
@@ -74,7 +74,7 @@ func (s *Server) sign(stream grpc.ServerStream) error {
 	return stream.SendMsg(answer)
 }
 
-// signFirst has a node's first certificate made, for a join token.
+// signFirst has a node's first certificate issued for a join token.
 func (s *Server) signFirst(ctx context.Context, t *transport, stream grpc.ServerStream) (*pb.SignResponse, *refusedJoin) {
 	switch {
 	case s.stopping.Load():
@@ -89,7 +89,7 @@ func (s *Server) signFirst(ctx context.Context, t *transport, stream grpc.Server
 	if s.cfg.Issuer == nil {
 		return nil, &refusedJoin{node: c.Node, told: errNoIssuer}
 	}
-	if t.joining.Swap(true) { // each may hold a message that never ends
+	if t.joining.Swap(true) { // each call may hold a message that never ends
 		return nil, &refusedJoin{node: c.Node, told: errOneProof}
 	}
 	request, refusal := s.receiveRequest(stream)
@@ -108,9 +108,9 @@ func (s *Server) signFirst(ctx context.Context, t *transport, stream grpc.Server
 	return s.signed(t, node, chain)
 }
 
-// signAgain has another certificate made for the node of a session, which then is the
-// session's proof. What has proven it so far has to be a certificate, too: a token that
-// is good for a session is not good for what outlives it.
+// signAgain has another certificate issued for the node of a session. That certificate becomes the
+// session's proof. The current proof must be a certificate, too: a token that is good for a session
+// is not good for a certificate that outlives the session.
 func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.ServerStream) (*pb.SignResponse, *refusedJoin) {
 	node := string(cs.pub.Node)
 	p := cs.proof.Load()
@@ -143,8 +143,8 @@ func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.Se
 	if err != nil {
 		return nil, notSigned(node, request, err)
 	}
-	// An edge must not be left with a certificate that it cannot come back with, nor one
-	// that was revoked meanwhile.
+	// The edge must not keep a certificate that it cannot join with, or one that was revoked
+	// meanwhile.
 	certificates, err := parseChain(chain)
 	if err != nil {
 		return nil, notSigned(node, request, err)
@@ -160,12 +160,13 @@ func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.Se
 	return s.signed(cs.transport, cs.pub.Node, chain)
 }
 
-// signed is the answer with a new certificate.
+// signed logs the new certificate, and returns the answer that holds it.
 func (s *Server) signed(t *transport, node tunnel.NodeName, chain []byte) (*pb.SignResponse, *refusedJoin) {
 	s.log.Info("certificate issued", "node", node, "remote", t.conn.RemoteAddr().String())
 	return &pb.SignResponse{Chain: chain, Node: string(node), TimeMs: time.Now().UnixMilli()}, nil
 }
 
+// Errors that refuse a certificate.
 var (
 	errNoIssuer    = withReason(codes.Unimplemented, reasonNoIssuer, "this cloud issues no certificates: set ca and cakey in [mode.cloud.join] there")
 	errSessionOver = status.Error(codes.Unavailable, "the session has ended")
@@ -176,7 +177,7 @@ var (
 func (s *Server) receiveRequest(stream grpc.ServerStream) ([]byte, *refusedJoin) {
 	var in pb.SignRequest
 	switch err := stream.RecvMsg(&in); {
-	case status.Code(err) == codes.ResourceExhausted: // gRPC's own: longer than any message
+	case status.Code(err) == codes.ResourceExhausted: // gRPC's own error: the message is longer than any message may be
 		s.cfg.Counters.Limited(tunnel.LimitMessage)
 		return nil, &refusedJoin{told: err}
 	case err != nil:
@@ -188,7 +189,7 @@ func (s *Server) receiveRequest(stream grpc.ServerStream) ([]byte, *refusedJoin)
 	return in.GetRequest(), nil
 }
 
-// notSigned says why there is no certificate.
+// notSigned returns the refusal for err, the reason why there is no certificate.
 func notSigned(node string, request []byte, err error) *refusedJoin {
 	if errors.Is(err, auth.ErrUnauthenticated) {
 		return &refusedJoin{node: node, told: uniform(), err: err}
@@ -202,7 +203,7 @@ func notSigned(node string, request []byte, err error) *refusedJoin {
 	return &refusedJoin{node: node, told: status.Error(codes.Unavailable, "the cloud cannot sign certificates now"), err: fmt.Errorf("cannot sign certificates now: %w", err)}
 }
 
-// parseChain reads certificates in PEM, leaf first.
+// parseChain reads certificates in PEM form, leaf first.
 func parseChain(text []byte) ([]*x509.Certificate, error) {
 	chain, err := auth.ParseCertificates(text)
 	if err != nil {

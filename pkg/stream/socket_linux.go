@@ -7,14 +7,14 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// pathInfo is what the kernel knows of the way that a TCP connection leads.
+// pathInfo is what the kernel knows about the network path of a TCP connection.
 type pathInfo struct {
 	trip, leastTrip time.Duration // round trips: smoothed, and the shortest
-	rate            uint64        // bytes a second that have arrived of late; 0: not known
+	rate            uint64        // recent delivery rate in bytes a second; 0: not known
 	unsent          int           // bytes that the kernel holds and cannot send yet
 }
 
-// pathOf asks the kernel (TCP_INFO). ok is false if it does not tell.
+// pathOf asks the kernel (TCP_INFO). ok is false if the kernel does not answer.
 func pathOf(fd uintptr) (p pathInfo, ok bool) {
 	info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
 	if err != nil {
@@ -28,13 +28,13 @@ func pathOf(fd uintptr) (p pathInfo, ok bool) {
 	}, true
 }
 
-// boundUnsent bounds how many bytes the kernel takes that it cannot send yet.
+// boundUnsent bounds how many bytes the kernel accepts that it cannot send yet.
 func boundUnsent(fd uintptr, n int) {
-	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, n) //nolint:errcheck // others wait longer, no more
+	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, n) //nolint:errcheck // on failure, others only wait longer
 }
 
-// hasRoom reports whether the kernel takes bytes. If not, it tells the poller as soon as it
-// does.
+// hasRoom reports whether the kernel accepts bytes. If not, the kernel notifies the poller as
+// soon as it does.
 func hasRoom(fd uintptr) bool {
 	n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}, 0) //nolint:gosec // a descriptor
 	return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
@@ -45,20 +45,20 @@ func userTimeout(fd uintptr, d time.Duration) error {
 	return unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(d.Milliseconds()))
 }
 
-// boundBackoff bounds the intervals at which the kernel sends again (TCP_RTO_MAX_MS).
+// boundBackoff bounds the kernel's retransmission intervals (TCP_RTO_MAX_MS).
 func boundBackoff(fd uintptr, d time.Duration) {
-	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, int(d.Milliseconds())) //nolint:errcheck // an older kernel
+	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, int(d.Milliseconds())) //nolint:errcheck // an older kernel fails
 }
 
-// acks is what the kernel knows of the other end's answers.
+// acks is what the kernel knows about the other end's acknowledgements.
 type acks struct {
 	ended    bool          // the kernel has ended the connection
-	underWay bool          // something is sent and has no answer yet
-	missing  bool          // the kernel sends again what has no answer
-	last     time.Duration // since the last answer
+	underWay bool          // sent bytes have no acknowledgement yet
+	missing  bool          // the kernel resends what has no acknowledgement
+	last     time.Duration // time since the last acknowledgement
 }
 
-// acksOf asks the kernel (TCP_INFO).
+// acksOf asks the kernel (TCP_INFO). ok is false if the kernel does not answer.
 func acksOf(fd uintptr) (a acks, ok bool) {
 	info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
 	if err != nil {
@@ -67,26 +67,28 @@ func acksOf(fd uintptr) (a acks, ok bool) {
 	return acksIn(info), true
 }
 
+// acksIn reads the acknowledgements from the kernel's answer.
 func acksIn(info *unix.TCPInfo) acks {
 	return acks{
 		ended:    info.State == unix.BPF_TCP_CLOSE,
 		underWay: info.Unacked > 0,
-		// An answer sets either back to none. Probes are those of keepalive, or of a closed window.
+		// An acknowledgement resets either counter to zero. Probes are sent by keepalive or for a
+		// closed window.
 		missing: info.Unacked > 0 && info.Retransmits > 0 || info.Probes > 1,
 		last:    time.Duration(info.Last_ack_recv) * time.Millisecond,
 	}
 }
 
-// sending is what the kernel knows of what a TCP connection sends.
+// sending is what the kernel knows about the data that a TCP connection sends.
 type sending struct {
-	arrived            int64         // bytes that the other end's kernel has, those behind a lost packet by estimate
-	busy               time.Duration // how long bytes were under way, other than for a reader that took none
+	arrived            int64         // bytes that the other end's kernel has; estimated behind a lost packet
+	busy               time.Duration // how long bytes were in flight, without the time in which the reader took none
 	unsent             int           // bytes that the kernel holds and cannot send yet
-	retries            int           // how often in a row the oldest packet was sent again in vain
+	retries            int           // how often in a row the oldest packet was resent in vain
 	trip, shortestTrip time.Duration // round trips: smoothed, and the shortest
 }
 
-// sendingOf asks the kernel (TCP_INFO). ok is false if it does not tell.
+// sendingOf asks the kernel (TCP_INFO). ok is false if the kernel does not answer.
 func sendingOf(fd uintptr) (s sending, ok bool) {
 	info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
 	if err != nil {
@@ -94,7 +96,7 @@ func sendingOf(fd uintptr) (s sending, ok bool) {
 	}
 	return sending{
 		arrived:      int64(info.Bytes_acked) + int64(info.Sacked)*int64(info.Snd_mss),                       //nolint:gosec // less than 63 bits
-		busy:         time.Duration(info.Busy_time-info.Rwnd_limited-info.Sndbuf_limited) * time.Microsecond, //nolint:gosec // parts of it
+		busy:         time.Duration(info.Busy_time-info.Rwnd_limited-info.Sndbuf_limited) * time.Microsecond, //nolint:gosec // parts of Busy_time
 		unsent:       int(info.Notsent_bytes),
 		retries:      int(info.Retransmits),
 		trip:         time.Duration(info.Rtt) * time.Microsecond,
@@ -107,7 +109,7 @@ func sendingOf(fd uintptr) (s sending, ok bool) {
 func boundRate(fd uintptr, rate int64) {
 	value := int(rate)
 	if rate == 0 {
-		value = -1 // the kernel's word for no bound
+		value = -1 // the kernel's value for no bound
 	}
-	unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, value) //nolint:errcheck // others wait longer, no more
+	unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, value) //nolint:errcheck // on failure, others only wait longer
 }

@@ -4,8 +4,8 @@ package stream
 
 import "time"
 
-// Only Linux is asked about its connections. Elsewhere every link counts as near, and pings
-// alone notice a peer that is gone.
+// Only Linux reports the state of a connection. On other systems every link counts as near, and
+// only pings detect a peer that is gone.
 
 type pathInfo struct {
 	trip, leastTrip time.Duration

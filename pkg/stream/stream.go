@@ -9,28 +9,29 @@
 //	cl, err := stream.NewClient(stream.ClientConfig{Address: "cloud:9000", …}, mods...)
 //	err = tunnel.Run(ctx, append(mods, cl)...)
 //
-// The package's example is a whole one.
+// The example of the package is a complete program.
 //
-// There are two planes (docs/protocol.md). A session is one TunnelStreaming stream
-// and carries messages; each forwarded connection is one Connect stream, opened by
-// the edge on the same HTTP/2 connection, so that HTTP/2 gives it its own flow
-// control; or it has a TLS connection for itself. Nothing of our own multiplexes bytes.
+// There are two planes (docs/protocol.md). A session is one TunnelStreaming stream that carries
+// messages. Each forwarded connection is one Connect stream, or has a TLS connection for itself.
+// The edge opens the Connect stream on the session's HTTP/2 connection, so that HTTP/2 gives the
+// stream its own flow control. The package has no multiplexer of bytes of its own.
 //
-// Where things are: transport.go accepts connections and knows which session came on which,
-// carrier.go how its TCP connection is used; session.go is what both ends of a session share;
-// server.go and client.go are the two ends, server_join.go and client_join.go how a session begins,
-// server_proof.go and client_proof.go what it stands on, sign.go and client_tls.go certificates;
-// data.go is the session's data connections, data_cloud.go and data_edge.go the two ends of those,
-// pacer.go slows them down. A forwarded connection itself, whatever carries it, is package conn.
+// Files: transport.go accepts connections and knows the session of each connection. carrier.go
+// decides how a session uses its TCP connection. session.go is the part of a session that both ends
+// share. server.go and client.go are the two ends. server_join.go and client_join.go begin a
+// session. server_proof.go and client_proof.go handle the proof that a session depends on. sign.go
+// and client_tls.go handle certificates. data.go is the session's data connections, data_cloud.go
+// and data_edge.go are their two ends, and pacer.go slows them down. Package conn is a forwarded
+// connection, whatever carries it.
 //
-// A session owns its conns and its goroutines: when it ends, they end, and its
-// module's Run returns only after all of them have.
+// A session owns its conns and its goroutines: they end when the session ends. Run of the module
+// returns only after all of them have ended.
 //
-// Several replicas: peers.go joins them, peers_nodes.go says who holds which node, and
-// relay.go dials wherever that is.
+// With several replicas, peers.go connects them, peers_nodes.go shares which replica holds which
+// node, and relay.go dials through the replica that holds the node.
 //
-// The package does not decide who may join (pkg/auth), what may be dialled (the
-// edge's modules) or who may ask (front doors).
+// The package does not decide who may join (pkg/auth), what an edge may dial (the edge's modules),
+// or who may send requests (front doors).
 package stream
 
 import (
@@ -43,55 +44,54 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Version is the version of the protocol. A session is only between equals.
+// Version is the version of the protocol. Both ends of a session must have the same version.
 const Version = 1
 
-// capabilityAbort is in the hello of a side that takes chunks with abort.
+// capabilityAbort is in the hello of a side that accepts chunks with abort.
 const capabilityAbort = "abort"
 
-// capabilities is what this release says in its hello.
+// capabilities returns the capabilities that this release lists in its hello.
 func capabilities() []string { return []string{capabilityAbort} }
 
-// category is this package's name as a module and the category of its messages.
+// category is this package's name as a module, and the category of its messages.
 const category = "stream"
 
-// Types of message in that category; each has a protobuf of the same name.
+// Types of message in that category. Each type has a protobuf of the same name.
 const (
 	typeHello     = "hello"
 	typeHeartbeat = "heartbeat"
 	typeRefused   = "refused"
-	typeCancel    = "cancel" // no protobuf: the topic says it all
+	typeCancel    = "cancel" // no protobuf: the topic names the conn or the open request
 	typeDrain     = "drain"
-	// typeCredential proves an edge's node anew.
+	// typeCredential proves the edge's node again, with a new credential.
 	typeCredential = "credential"
 )
 
 // categoryRelay is the category of open requests to another replica.
 const categoryRelay = "relay"
 
-// typeConnection asks an edge for a data connection. No protobuf: the topic is a ticket.
+// typeConnection asks an edge for a data connection. It has no protobuf: the topic is a ticket.
 const typeConnection = "connection"
 
-// typeReplicas tells an edge which replicas there are.
+// typeReplicas tells an edge which replicas exist.
 const typeReplicas = "replicas"
 
-// maxInstance is the longest instance of a process, in bytes: that of a UUID.
+// maxInstance is the longest instance id of a process, in bytes: the length of a UUID.
 const maxInstance = 36
 
-// maxReach is how long an edge's list of what it reaches may be, in bytes.
+// maxReach is the longest list of identifiers that an edge says it reaches, in bytes.
 const maxReach = 4 << 10
 
-// maxReplicas is how many there may be.
+// maxReplicas is the largest number of replicas that an edge is told of.
 const maxReplicas = 64
 
-// typeNodes tells another replica which nodes are held.
+// typeNodes tells another replica which nodes this replica holds.
 const typeNodes = "nodes"
 
-// replicaKey is the metadata key by which a replica says that it is one, and its id.
+// replicaKey is the metadata key of a replica's id. A peer that sends it claims to be a replica.
 const replicaKey = "tunnel-replica"
 
-// nodeKey is the metadata key by which an edge says which node it is whose certificate
-// it shows.
+// nodeKey is the metadata key by which an edge names its node, for the certificate that it shows.
 const nodeKey = "tunnel-node"
 
 // topicKey is the metadata key of a Connect's topic.
@@ -100,81 +100,82 @@ const topicKey = "topic"
 const (
 	// joinTimeout is how long a stranger may take from TCP accept to session.
 	joinTimeout = 10 * time.Second
-	// signTimeout is how long a certificate may take: Kubernetes' signer has 30 s.
+	// signTimeout is how long signing a certificate may take. Kubernetes' signer has 30 s.
 	signTimeout = 45 * time.Second
-	// tokenInterval is how often an edge looks whether its token is another one.
+	// tokenInterval is how often an edge checks whether its token has changed.
 	tokenInterval = time.Minute
-	// dialTimeout is how long an edge tries a target.
+	// dialTimeout is how long an edge tries to reach a target.
 	dialTimeout = 10 * time.Second
-	// hangUpTimeout is how long a stopping cloud waits for an edge to hang up once its
-	// last conn has ended.
+	// hangUpTimeout is how long a stopping cloud waits for an edge to close the connection, once
+	// the edge's last conn has ended.
 	hangUpTimeout = 2 * time.Second
-	// leaveTimeout is how long a stopping edge waits for the cloud to take its last
-	// messages.
+	// leaveTimeout is how long a stopping edge waits for the cloud to receive its last messages.
 	leaveTimeout = time.Second
-	// leaveFirst is how long a replica that is to stop goes on, while balancers and edges
-	// turn to the others. It is part of the grace period.
+	// leaveFirst is how long a replica that is about to stop continues, while load balancers and
+	// edges move to the other replicas. It is part of the grace period.
 	leaveFirst = 3 * time.Second
-	// overlap is how long an edge keeps its session with a replica that is to stop, when
-	// another one has taken over: the other replicas have to hear of that one first. It is
-	// shorter than leaveFirst.
+	// overlap is how long an edge keeps its session with a replica that is about to stop, once
+	// another replica has taken over. The other replicas must first hear of the new session.
+	// overlap is shorter than leaveFirst.
 	overlap = time.Second
-	// heartbeatInterval is how often an edge measures the round trip, at least.
+	// heartbeatInterval is the longest time between two heartbeats, by which an edge measures the
+	// round trip.
 	heartbeatInterval = 10 * time.Second
-	// stuckAfter is how long the cloud may take to answer a heartbeat while other bytes come.
-	// Over the thinnest link it takes some seconds.
+	// stuckAfter is how long the cloud may take to answer a heartbeat while other bytes come. Over
+	// the slowest link an answer takes some seconds.
 	stuckAfter = time.Minute
-	// lostAfter is how long nothing may come from the other side: then the session ends. It leaves
-	// a second for callers, which learn of a lost path within 15 s.
+	// lostAfter is how long the other side may be silent before the session ends. It leaves one
+	// second for callers, which must learn of a lost path within 15 s.
 	lostAfter = 14 * time.Second
-	// doubtTime is how long before it the session looks first.
+	// doubtTime is how long before lostAfter the session first checks for silence.
 	doubtTime = time.Second
-	// The cloud pings when nothing has come for keepaliveCloud, so that a link may be cut for
-	// 10 s and the answer still comes within lostAfter. An edge cannot ping as often, since
-	// grpc-go's clients do so after 10 s at least. It sends a heartbeat when nothing has come for
-	// heartbeatSilence: a cloud that receives a bulk transfer has no reason to ping.
+	// The cloud pings when nothing has come for keepaliveCloud. So a link may be cut for 10 s, and
+	// the answer still comes within lostAfter. An edge cannot ping as often: grpc-go's clients wait
+	// at least 10 s. Instead, the edge sends a heartbeat when nothing has come for
+	// heartbeatSilence, because a cloud that receives a bulk transfer has no reason to ping.
 	keepaliveCloud   = 2500 * time.Millisecond
 	keepaliveEdge    = 10 * time.Second
 	heartbeatSilence = keepaliveCloud + 500*time.Millisecond
-	// keepaliveTotal is how long nothing may come by the session's own connection, while data
-	// connections bring something.
+	// keepaliveTotal is how long the session's own connection may bring nothing while data
+	// connections still bring bytes.
 	keepaliveTotal = 30 * time.Second
-	// keepaliveMinTime is what a server tolerates; grpc's default of 5 minutes would
-	// answer our own clients with too_many_pings.
+	// keepaliveMinTime is the shortest interval between pings that a server tolerates. With grpc's
+	// default of 5 minutes, the server would answer our own clients with too_many_pings.
 	keepaliveMinTime = 5 * time.Second
 )
 
 const (
-	// DefaultMaxConns is how many conns a node may have at once: docs/limits.md says what
-	// they cost.
+	// DefaultMaxConns is how many conns a node may have at once. docs/limits.md says what they
+	// cost.
 	DefaultMaxConns = 4096
-	// readBuffer is none: TLS keeps what it has read and nobody has taken. A buffer above
-	// it would be one more copy, and memory of every idle node.
+	// readBuffer is 0: TLS already buffers bytes that it has read and no reader has taken. Another
+	// buffer would cost one more copy, and memory for every idle node.
 	readBuffer = 0
 	// maxHeaderList bounds the metadata of an answer, in bytes.
 	maxHeaderList = 16 << 10
-	// outboxSize and outboxPerConn say how many control messages may wait for the
-	// peer: a conn needs an open and a cancel, and its successor may follow at once. A
-	// peer that lets more pile up does not read, and its session ends.
+	// outboxSize and outboxPerConn bound how many control messages may wait for the peer. A conn
+	// needs an open and a cancel, and its successor may follow at once. A peer that lets more
+	// messages wait does not read, so its session ends.
 	outboxSize    = 256
 	outboxPerConn = 4
-	// maxAddr is the longest target, in bytes: a DNS name and a port need 259.
+	// maxAddr is the longest target, in bytes. A DNS name and a port need 259.
 	maxAddr = 512
 )
 
-// serverOptions are the settings of the gRPC server. Its defaults are too open for a
-// public port: unlimited streams, headers of 16 MiB, handshakes of two minutes.
+// serverOptions are the settings of the gRPC server. gRPC's defaults are too open for a public
+// port: unlimited streams, headers of 16 MiB, handshakes of two minutes.
 func serverOptions(maxConns int, l Limits, link far) []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.ForceServerCodecV2(conn.NewCodec()),
-		// Conns are bounded by the session, with a refusal; were this limit ever
-		// reached, the edge would wait without a word. Twice, since a cancelled conn
-		// may overlap with its successor.
+		// The session bounds conns, and refuses further ones with a reason. If this limit were
+		// reached, the edge would wait without a reason. The limit is twice maxConns, since a
+		// cancelled conn may overlap with its successor.
 		grpc.MaxConcurrentStreams(uint32(2*maxConns + 8)),
-		// What is longer is reset without a word, and cannot be counted: see metadataFits.
+		// grpc-go resets streams with longer metadata without a reason, and the server cannot count
+		// them. See metadataFits.
 		grpc.MaxHeaderListSize(uint32(2 * l.Metadata)),
 		grpc.MaxRecvMsgSize(conn.MaxMessage),
-		grpc.ConnectionTimeout(l.JoinTimeout + time.Second), // joinListener is first, and counts
+		grpc.ConnectionTimeout(l.JoinTimeout + time.Second), // joinListener's timeout comes first, and counts
 		grpc.StaticStreamWindowSize(link.sizes().streamWindow),
 		grpc.StaticConnWindowSize(link.sizes().sessionWindow),
 		grpc.ReadBufferSize(readBuffer),
@@ -191,8 +192,8 @@ func dialOptions(link far) []grpc.DialOption {
 		grpc.WithDefaultCallOptions(
 			grpc.ForceCodecV2(conn.NewCodec()),
 			grpc.MaxCallRecvMsgSize(conn.MaxMessage),
-			// grpc-go keeps what was sent for a transparent retry until the server has
-			// answered, also without retries. Nothing is ever sent twice here.
+			// grpc-go keeps sent bytes for a transparent retry until the server has answered, even
+			// when retries are disabled. The tunnel never sends anything twice.
 			grpc.MaxRetryRPCBufferSize(0),
 		),
 		grpc.WithStaticStreamWindowSize(link.sizes().streamWindow),
@@ -201,7 +202,7 @@ func dialOptions(link far) []grpc.DialOption {
 		grpc.WithWriteBufferSize(link.sizes().writeBuffer),
 		grpc.WithMaxHeaderListSize(maxHeaderList),
 		grpc.WithDisableRetry(),
-		grpc.WithDisableServiceConfig(), // nor may DNS configure us
+		grpc.WithDisableServiceConfig(), // DNS must not configure the client either
 		grpc.WithIdleTimeout(0),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{
 			Time: keepaliveEdge, Timeout: keepaliveTotal - keepaliveEdge, PermitWithoutStream: true,

@@ -15,20 +15,18 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// transport is one accepted connection of an edge. gRPC hands it to every stream
-// that arrives on it (peer.Peer.AuthInfo), so a Connect finds the session whose own
-// connection it came on, and no other.
+// transport is one accepted connection of an edge. gRPC passes the transport to every stream of the
+// connection (peer.Peer.AuthInfo). So a Connect finds only the session that owns its connection.
 type transport struct {
 	credentials.TLSInfo
 	conn    *joiningConn
-	joining atomic.Bool                  // it has had a control stream, or a first certificate: there is one at most
+	joining atomic.Bool                  // a control stream or first certificate was requested; a second one is refused
 	session atomic.Pointer[cloudSession] // set once, when the edge has joined
-	refused atomic.Bool                  // a stream was refused: no other is served
+	refused atomic.Bool                  // a stream was refused; no further stream is served
 }
 
-// refuse makes the stream that is being refused the last one that is served on the
-// connection, and closes it when a status has had time to leave. first says that none was
-// refused before.
+// refuse lets the server serve no further stream on the connection. It closes the connection once
+// the status has had time to leave. first reports whether this is the first refusal.
 func (t *transport) refuse() (first bool) {
 	if t.refused.Swap(true) {
 		return false
@@ -37,12 +35,12 @@ func (t *transport) refuse() (first bool) {
 	return true
 }
 
-// serverCreds is TLS whose AuthInfo is a *transport. A connection that is to be a data
-// connection is attached to its session, and gRPC does not see it.
+// serverCreds is TLS whose AuthInfo is a *transport. It attaches a data connection to its session,
+// and gRPC never sees that connection.
 type serverCreds struct {
 	credentials.TransportCredentials
-	attach func(*tls.Conn, *joiningConn) error
-	frames func(t *transport, frames int) bool // has counted frames that carry nothing; true: they are too many
+	attach func(*tls.Conn, *joiningConn) error // makes a connection a data connection of its session
+	frames func(t *transport, frames int) bool // counts frames without data; true: they are too many
 }
 
 // ServerHandshake implements credentials.TransportCredentials.
@@ -86,17 +84,17 @@ func transportOf(ctx context.Context) (*transport, error) {
 	return t, nil
 }
 
-// joinListener bounds what strangers cost: a connection that has not become a
-// session after Limits.JoinTimeout is closed, or is silent for listen.FirstByte, and
-// [listen.Strangers] bounds how many there are.
+// joinListener bounds what strangers cost. It closes a connection that has no session after
+// Limits.JoinTimeout, and one that is silent for listen.FirstByte. [listen.Strangers] bounds the
+// number of such connections.
 type joinListener struct {
 	net.Listener
 	counters  *tunnel.Counters
-	timeout   time.Duration
-	bytes     int // that one may send before it has a session
-	farTrip   time.Duration
-	strangers *listen.Strangers
-	refused   func(net.Addr) // told of a connection that was one too many for its source
+	timeout   time.Duration     // Limits.JoinTimeout
+	bytes     int               // how many bytes a connection may send before it has a session
+	farTrip   time.Duration     // round trip from which a link is far
+	strangers *listen.Strangers // counts the connections that have not joined
+	refused   func(net.Addr)    // called with the source of a connection that was one too many for that source
 }
 
 func newJoinListener(ln net.Listener, l Limits, trip time.Duration, counters *tunnel.Counters, refused func(net.Addr)) *joinListener {
@@ -111,8 +109,8 @@ func newJoinListener(ln net.Listener, l Limits, trip time.Duration, counters *tu
 	}
 }
 
-// Accept implements net.Listener. It closes a connection for which there is no place, and never
-// waits for one: the next connection may have a place.
+// Accept implements net.Listener. It closes a connection for which there is no place. It never
+// waits for a place, since the next connection may get one.
 func (l *joinListener) Accept() (net.Conn, error) {
 	for {
 		raw, err := l.Listener.Accept()
@@ -127,7 +125,7 @@ func (l *joinListener) Accept() (net.Conn, error) {
 	}
 }
 
-// admit takes a new connection on probation, or returns nil if there is no place.
+// admit takes a new connection on probation. It returns nil if there is no place.
 func (l *joinListener) admit(c net.Conn) *listen.Probation {
 	p, full := l.strangers.Probation(c, listen.Terms{
 		Time:    l.timeout,
@@ -148,26 +146,26 @@ func (l *joinListener) admit(c net.Conn) *listen.Probation {
 // joiningConn is an accepted connection.
 type joiningConn struct {
 	net.Conn
-	ours      atomic.Bool // gRPC has nothing to do with it any more
-	far       far
-	probation *listen.Probation // until it has a session
+	ours      atomic.Bool       // gRPC does not serve the connection any more
+	far       far               // whether the link is far
+	probation *listen.Probation // lasts until the connection has a session
 }
 
 // Read implements net.Conn.
 func (c *joiningConn) Read(b []byte) (int, error) { return c.probation.Read(b) }
 
-// joined lifts the deadline: the connection has a session.
+// joined lifts the deadline, because the connection has a session.
 func (c *joiningConn) joined() { c.probation.Met() }
 
-// dispatched says that gRPC does not serve the connection.
+// dispatched marks a connection that gRPC does not serve, and lifts its deadlines.
 func (c *joiningConn) dispatched() {
 	c.ours.Store(true)
-	c.Conn.SetDeadline(time.Time{}) //nolint:errcheck // it fails when c is closed
+	c.Conn.SetDeadline(time.Time{}) //nolint:errcheck // it fails only if c is closed
 	c.joined()
 }
 
-// SetDeadline implements net.Conn. gRPC calls it once more after a connection has been
-// dispatched.
+// SetDeadline implements net.Conn. It does nothing for a dispatched connection, since gRPC calls
+// SetDeadline once more after the dispatch.
 func (c *joiningConn) SetDeadline(t time.Time) error {
 	if c.ours.Load() {
 		return nil
@@ -175,8 +173,8 @@ func (c *joiningConn) SetDeadline(t time.Time) error {
 	return c.Conn.SetDeadline(t)
 }
 
-// extend puts the deadline off for a connection that has done its part and now waits for
-// us. It keeps its place among those that join.
+// extend postpones the deadline for a connection that has done its part and now waits for the
+// cloud. The connection keeps its place among the joining connections.
 func (c *joiningConn) extend(d time.Duration) { c.probation.Extend(d) }
 
 // Close implements net.Conn.
@@ -185,10 +183,10 @@ func (c *joiningConn) Close() error {
 	return c.Conn.Close()
 }
 
-// lastWords is how long a status has to leave.
+// lastWords is how long a status may take to leave.
 const lastWords = time.Second
 
-// closeSoon closes the connection after time enough for a last status to leave.
+// closeSoon closes the connection after lastWords, so that a last status can leave.
 func (c *joiningConn) closeSoon() {
 	time.AfterFunc(lastWords, func() { c.Close() })
 }
