@@ -132,7 +132,8 @@ func (c *Conn) sendLoop() {
 	}
 }
 
-// sendOnce is sendPending, with at most so many bytes of the tail; 0: with all of them.
+// sendOnce is sendPending, but sends at most most bytes of the tail, which is what Write has left;
+// 0: all of them.
 func (c *Conn) sendOnce(most int) (sent bool, err error) {
 	c.out.sendMu.Lock()
 	defer c.out.sendMu.Unlock() // whatever happens, a ReadFrom may wait for it

@@ -152,7 +152,7 @@ func (l *agentLink) receiveLoop() {
 	}
 }
 
-// receive handles one packet, which it frees. After an error the stream must end.
+// receive handles one packet and takes it over. After an error the stream must end.
 func (l *agentLink) receive(p *Packet) error {
 	switch p.Type {
 	case PacketData:
