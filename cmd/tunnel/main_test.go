@@ -16,6 +16,8 @@ import (
 	"syscall"
 	"testing"
 	"time"
+
+	"tunnel/internal/testkit"
 )
 
 // runMain in the environment makes the test binary run main. Tests start real processes of
@@ -282,11 +284,12 @@ func echo(t *testing.T) string {
 
 func await(t *testing.T, what string, ok func() bool) {
 	t.Helper()
-	for end := time.Now().Add(20 * time.Second); !ok(); time.Sleep(10 * time.Millisecond) {
-		if time.Now().After(end) {
-			t.Fatalf("not within 20 s: %s", what)
+	testkit.Within(t, 20*time.Second, what, func() error {
+		if !ok() {
+			return errors.New("not yet")
 		}
-	}
+		return nil
+	})
 }
 
 func ready(port int) bool {

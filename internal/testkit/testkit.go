@@ -1,12 +1,12 @@
-// Package testkit is what the tests of several packages share: waiting for a condition, and reading
-// a log.
+// Package testkit has what the tests of several packages share: waiting for a condition, reading a
+// log, and serving as a target.
 //
 //	log, text := testkit.NewLog()
 //	go door.Run(ctx, log)
 //	testkit.Eventually(t, "the log says why", func() bool { return strings.Contains(text.String(), "refused") })
 //
-// Only tests import it (test/arch). It starts no goroutine and knows no other package of this
-// module; test/rig starts processes.
+// Only tests import it (test/arch). It knows no other package of this module. test/rig starts
+// processes.
 package testkit
 
 import (

@@ -49,8 +49,8 @@ func TestTokenOnTheWire(t *testing.T) {
 }
 
 func TestLongestTokenFitsTheWire(t *testing.T) {
-	// 16 KiB is the default limit for a peer's metadata in pkg/stream, counted as in RFC 9113 section
-	// 6.5.2. Other metadata takes some 500 bytes.
+	// By default, pkg/stream accepts 16 KiB of metadata from a peer. RFC 9113 section 6.5.2 says how
+	// to count them. Metadata other than the token takes some 500 bytes.
 	if len("authorization"+"Bearer ")+32+maxWire+500 > 16<<10 {
 		t.Errorf("an access token of %d bytes leaves no room for other metadata", maxWire)
 	}

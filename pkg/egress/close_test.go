@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
@@ -98,7 +99,7 @@ func behindAgent(t *testing.T) toAgent {
 func TestAgentCallerCloses(t *testing.T) {
 	o := newOverTLSTo(t, behindAgent(t), &nodes{refuse: map[tunnel.NodeName]error{}, changed: make(chan struct{})})
 	connect := func(serve func(c *net.TCPConn)) *tls.Conn {
-		addr := listen(t, serve)
+		addr := testkit.Serve(t, serve)
 		c, err := tls.Dial("tcp", o.connect, o.caller)
 		if err != nil {
 			t.Fatal(err)

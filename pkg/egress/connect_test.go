@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -42,9 +43,9 @@ func connect(addr string) string {
 
 func TestConnectHalfClose(t *testing.T) {
 	r := newRig(t)
-	sent := random(4<<20 + 3)
+	sent := testkit.Random(4<<20 + 3)
 	// The target answers after the end of the request.
-	addr := listen(t, func(c *net.TCPConn) {
+	addr := testkit.Serve(t, func(c *net.TCPConn) {
 		b, _ := io.ReadAll(c)
 		c.Write(b)
 	})
@@ -64,7 +65,7 @@ func TestConnectHalfClose(t *testing.T) {
 // The answer is exactly what kube-apiserver expects. It comes without bytes of the target.
 func TestConnectAnswerStandsAlone(t *testing.T) {
 	r := newRig(t)
-	addr := listen(t, func(c *net.TCPConn) {
+	addr := testkit.Serve(t, func(c *net.TCPConn) {
 		io.WriteString(c, "220 I speak first")
 		io.Copy(io.Discard, c)
 	})
@@ -88,8 +89,8 @@ func TestConnectAnswerStandsAlone(t *testing.T) {
 
 func TestConnectPipelined(t *testing.T) {
 	r := newRig(t)
-	early := string(random(30_000))
-	c, br, _ := r.ask(t, connect(listen(t, echo))+early)
+	early := string(testkit.Random(30_000))
+	c, br, _ := r.ask(t, connect(testkit.Serve(t, testkit.Echo))+early)
 	c.CloseWrite()
 	if got, err := io.ReadAll(br); err != nil || string(got) != early {
 		t.Errorf("%d of %d bytes came back: %v", len(got), len(early), err)
@@ -163,7 +164,7 @@ func TestConnectCancelsDials(t *testing.T) {
 func TestConnectReset(t *testing.T) {
 	o := newOverTLS(t)
 	reset := make(chan struct{})
-	addr := listen(t, func(conn *net.TCPConn) {
+	addr := testkit.Serve(t, func(conn *net.TCPConn) {
 		io.WriteString(conn, "half of a sente")
 		<-reset
 		tunnel.Reset(conn)

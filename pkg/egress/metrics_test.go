@@ -13,6 +13,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
@@ -21,7 +22,7 @@ import (
 func TestMetrics(t *testing.T) {
 	r := newRig(t)
 	hold := make(chan struct{})
-	addr := listen(t, func(*net.TCPConn) { <-hold })
+	addr := testkit.Serve(t, func(*net.TCPConn) { <-hold })
 	defer close(hold)
 	r.client(t).dial(addr)
 	r.ask(t, connect(addr))

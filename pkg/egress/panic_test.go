@@ -8,13 +8,14 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/konnectivity"
 )
 
 // A panic in a dial ends that caller's stream or connection only, and is counted.
 func TestPanicInADial(t *testing.T) {
 	r := newRig(t)
-	addr := listen(t, echo)
+	addr := testkit.Serve(t, testkit.Echo)
 	other := r.client(t)
 	id := other.dial(addr)
 	fault := func(is bool) {

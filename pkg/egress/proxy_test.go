@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
@@ -24,8 +25,8 @@ import (
 func TestProxyEcho(t *testing.T) {
 	r := newRig(t)
 	c := r.client(t)
-	id := c.dial(listen(t, echo))
-	sent := random(1 << 20)
+	id := c.dial(testkit.Serve(t, testkit.Echo))
+	sent := testkit.Random(1 << 20)
 	for part := sent; len(part) > 0; part = part[min(len(part), 100_000):] {
 		c.send(konnectivity.Packet{Type: konnectivity.PacketData, ConnID: id, Data: part[:min(len(part), 100_000)]})
 		var got []byte
@@ -50,11 +51,11 @@ func TestProxyEcho(t *testing.T) {
 // All bytes written before a close arrive, whichever side closes.
 func TestProxyLosesNothing(t *testing.T) {
 	r := newRig(t)
-	sent := random(4<<20 + 17)
+	sent := testkit.Random(4<<20 + 17)
 	t.Run("from the client", func(t *testing.T) {
 		got := make(chan []byte, 1)
 		c := r.client(t)
-		id := c.dial(listen(t, func(conn *net.TCPConn) {
+		id := c.dial(testkit.Serve(t, func(conn *net.TCPConn) {
 			time.Sleep(50 * time.Millisecond) // so that all bytes are in flight
 			b, err := io.ReadAll(conn)
 			if err != nil {
@@ -73,7 +74,7 @@ func TestProxyLosesNothing(t *testing.T) {
 	})
 	t.Run("from the target", func(t *testing.T) {
 		c := r.client(t)
-		id := c.dial(listen(t, func(conn *net.TCPConn) { conn.Write(sent) }))
+		id := c.dial(testkit.Serve(t, func(conn *net.TCPConn) { conn.Write(sent) }))
 		time.Sleep(50 * time.Millisecond)
 		if b := c.data(id); !bytes.Equal(b, sent) {
 			t.Errorf("%d of %d bytes arrived", len(b), len(sent))
@@ -82,11 +83,11 @@ func TestProxyLosesNothing(t *testing.T) {
 	t.Run("in one packet", func(t *testing.T) {
 		c := r.client(t)
 		got := make(chan []byte, 1)
-		id := c.dial(listen(t, func(conn *net.TCPConn) {
+		id := c.dial(testkit.Serve(t, func(conn *net.TCPConn) {
 			b, _ := io.ReadAll(conn)
 			got <- b
 		}))
-		big := random(20 << 20)
+		big := testkit.Random(20 << 20)
 		c.send(konnectivity.Packet{Type: konnectivity.PacketData, ConnID: id, Data: big})
 		c.send(konnectivity.Packet{Type: konnectivity.PacketCloseReq, ConnID: id})
 		if b := <-got; !bytes.Equal(b, big) {
@@ -100,7 +101,7 @@ func TestProxyCloseWhileTargetSends(t *testing.T) {
 	r := newRig(t)
 	c := r.client(t)
 	ended := make(chan error, 1)
-	id := c.dial(listen(t, func(conn *net.TCPConn) {
+	id := c.dial(testkit.Serve(t, func(conn *net.TCPConn) {
 		for {
 			if _, err := conn.Write(make([]byte, 1000)); err != nil {
 				ended <- err
@@ -122,7 +123,7 @@ func TestProxyTargetResets(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c := r.client(t)
 			reset := make(chan struct{})
-			id := c.dial(listen(t, func(conn *net.TCPConn) {
+			id := c.dial(testkit.Serve(t, func(conn *net.TCPConn) {
 				io.ReadFull(conn, make([]byte, 1)) // the conn is open
 				if stalled {
 					conn.SetWriteDeadline(time.Now().Add(300 * time.Millisecond))
@@ -210,7 +211,7 @@ func TestProxyClientVanishes(t *testing.T) {
 	r := newRig(t)
 	c := r.client(t)
 	ended := make(chan error, 1)
-	id := c.dial(listen(t, func(conn *net.TCPConn) {
+	id := c.dial(testkit.Serve(t, func(conn *net.TCPConn) {
 		_, err := io.Copy(io.Discard, conn)
 		ended <- err
 	}))

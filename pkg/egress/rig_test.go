@@ -3,9 +3,7 @@ package egress
 import (
 	"cmp"
 	"context"
-	"crypto/rand"
 	"errors"
-	"io"
 	"log/slog"
 	"net"
 	"path/filepath"
@@ -129,44 +127,6 @@ func newRig(t *testing.T) *rig {
 		}
 	})
 	return r
-}
-
-// listen serves every connection in a goroutine of its own.
-func listen(t *testing.T, serve func(c *net.TCPConn)) (addr string) {
-	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var live sync.WaitGroup
-	live.Go(func() {
-		for {
-			c, err := ln.Accept()
-			if err != nil {
-				return
-			}
-			live.Go(func() {
-				defer c.Close()
-				serve(c.(*net.TCPConn))
-			})
-		}
-	})
-	t.Cleanup(func() {
-		ln.Close()
-		live.Wait()
-	})
-	return ln.Addr().String()
-}
-
-func echo(c *net.TCPConn) {
-	io.Copy(c, c)
-	c.CloseWrite()
-}
-
-func random(n int) []byte {
-	b := make([]byte, n)
-	rand.Read(b)
-	return b
 }
 
 // client is one stream of ProxyService.

@@ -21,6 +21,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/konnectivity"
 	ports "tunnel/pkg/listen"
@@ -151,7 +152,7 @@ func (o overTLS) ask(conf *tls.Config, addr string) (string, error) {
 
 func TestCallersOverTLS(t *testing.T) {
 	o := newOverTLS(t)
-	addr := listen(t, echo)
+	addr := testkit.Serve(t, testkit.Echo)
 	if err := o.dial(t, o.caller, addr); err != nil {
 		t.Errorf("over gRPC: %v", err)
 	}
@@ -175,7 +176,7 @@ func TestCallersOverTLS(t *testing.T) {
 // Strangers are bounded. A caller that has finished its handshake is no longer a stranger.
 func TestStrangers(t *testing.T) {
 	o := newOverTLS(t)
-	addr := listen(t, echo)
+	addr := testkit.Serve(t, testkit.Echo)
 	for _, door := range []string{o.grpc, o.connect} {
 		before := o.counters.LimitedBy(tunnel.LimitStrangersPerAddress)
 		var silent []net.Conn
@@ -217,7 +218,7 @@ func TestStrangers(t *testing.T) {
 // A caller can connect while strangers from a few addresses hold all places.
 func TestStrangersFromFewAddresses(t *testing.T) {
 	o := newOverTLS(t)
-	addr := listen(t, echo)
+	addr := testkit.Serve(t, testkit.Echo)
 	for _, door := range []string{o.grpc, o.connect} {
 		for i := range 8 * 3 {
 			c, err := (&net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, byte(10+i%8))}}).Dial("tcp", door)

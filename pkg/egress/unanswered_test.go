@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
@@ -124,7 +125,7 @@ func hog(t *testing.T, c net.Conn, streams, most int) (sent int) {
 func TestProxyBeforeTheDial(t *testing.T) {
 	r := newRig(t)
 	other := r.client(t)
-	id := other.dial(listen(t, echo))
+	id := other.dial(testkit.Serve(t, testkit.Echo))
 	c, err := net.Dial("unix", r.grpc)
 	if err != nil {
 		t.Fatal(err)

@@ -179,7 +179,7 @@ func TestAgentConns(t *testing.T) {
 	if reach := r.dir.Reach()["n1"]; reach != "cidr=10.1.0.0%2F16&host=n1" {
 		t.Errorf("the agent says that it reaches %q", reach)
 	}
-	addr := listen(t, echo)
+	addr := testkit.Serve(t, testkit.Echo)
 	var all sync.WaitGroup
 	for i := range 50 {
 		all.Go(func() {
@@ -189,7 +189,7 @@ func TestAgentConns(t *testing.T) {
 				return
 			}
 			defer c.Close()
-			want := random(1000 * i * i)
+			want := testkit.Random(1000 * i * i)
 			go c.Write(want)
 			got := make([]byte, len(want))
 			if _, err := io.ReadFull(c, got); err != nil || !bytes.Equal(got, want) {
@@ -211,8 +211,8 @@ func TestAgentConns(t *testing.T) {
 func TestAgentTargetEnds(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	r.agent(t, "n1", nil)
-	want := random(3 << 20)
-	c := r.dial(t, "n1", listen(t, func(c *net.TCPConn) { c.Write(want) }))
+	want := testkit.Random(3 << 20)
+	c := r.dial(t, "n1", testkit.Serve(t, func(c *net.TCPConn) { c.Write(want) }))
 	if got, err := io.ReadAll(c); err != nil || !bytes.Equal(got, want) {
 		t.Errorf("%d bytes of %d, %v", len(got), len(want), err)
 	}
@@ -225,7 +225,7 @@ func TestAgentTargetEnds(t *testing.T) {
 func TestAgentHalfClose(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	r.agent(t, "n1", nil)
-	c := r.dial(t, "n1", listen(t, func(c *net.TCPConn) {
+	c := r.dial(t, "n1", testkit.Serve(t, func(c *net.TCPConn) {
 		io.ReadFull(c, make([]byte, 4))
 		time.Sleep(100 * time.Millisecond)
 		io.WriteString(c, "answer")
@@ -276,7 +276,7 @@ func TestAgentBlackHoles(t *testing.T) {
 		}
 		return new(net.Dialer).DialContext(ctx, q.Network, q.Addr)
 	})
-	addr := listen(t, echo)
+	addr := testkit.Serve(t, testkit.Echo)
 	r.dial(t, "n1", addr).Close()
 	ctx, cancel := context.WithCancel(t.Context())
 	var callers sync.WaitGroup
@@ -306,7 +306,7 @@ func TestAgentBudget(t *testing.T) {
 		}
 		return new(net.Dialer).DialContext(ctx, q.Network, q.Addr)
 	})
-	addr := listen(t, echo)
+	addr := testkit.Serve(t, testkit.Echo)
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	go r.dir.Dial(ctx, tunnel.Request{Node: "n1", Network: "tcp", Addr: "hang:1"})
@@ -388,7 +388,7 @@ func TestAgentLost(t *testing.T) {
 		}
 		return new(net.Dialer).DialContext(ctx, q.Network, q.Addr)
 	})
-	c := r.dial(t, "n1", listen(t, echo))
+	c := r.dial(t, "n1", testkit.Serve(t, testkit.Echo))
 	pending := make(chan error, 1)
 	go func() {
 		_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Category: category, Network: "tcp", Addr: "hang:1"})
@@ -410,7 +410,7 @@ func TestAgentLost(t *testing.T) {
 // An agent joins the server again while a slow target still receives bytes of a closed conn.
 func TestAgentLostBehindClose(t *testing.T) {
 	r := newAgentsRig(t, nil)
-	addr := listen(t, func(c *net.TCPConn) {
+	addr := testkit.Serve(t, func(c *net.TCPConn) {
 		for b := make([]byte, 1<<10); t.Context().Err() == nil; time.Sleep(50 * time.Millisecond) {
 			if _, err := c.Read(b); err != nil {
 				return
@@ -446,7 +446,7 @@ func closed(c <-chan struct{}) bool {
 func TestAgentStalledReader(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	r.agent(t, "n1", nil)
-	endless := listen(t, func(c *net.TCPConn) {
+	endless := testkit.Serve(t, func(c *net.TCPConn) {
 		b := make([]byte, 64<<10)
 		for {
 			if _, err := c.Write(b); err != nil {
@@ -455,9 +455,9 @@ func TestAgentStalledReader(t *testing.T) {
 		}
 	})
 	stalled := r.dial(t, "n1", endless)
-	other := r.dial(t, "n1", listen(t, echo))
+	other := r.dial(t, "n1", testkit.Serve(t, testkit.Echo))
 	testkit.Eventually(t, "the stalled conn is ended", func() bool { return r.cfg.Counters.LimitedBy(tunnel.LimitUnread) == 1 })
-	want := random(1 << 20)
+	want := testkit.Random(1 << 20)
 	go other.Write(want)
 	got := make([]byte, len(want))
 	if _, err := io.ReadFull(other, got); err != nil || !bytes.Equal(got, want) {
@@ -472,8 +472,8 @@ func TestAgentStalledReader(t *testing.T) {
 func TestAgentSlowReader(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	r.agent(t, "n1", nil)
-	want := random(12 << 20)
-	c := r.dial(t, "n1", listen(t, func(c *net.TCPConn) { c.Write(want) }))
+	want := testkit.Random(12 << 20)
+	c := r.dial(t, "n1", testkit.Serve(t, func(c *net.TCPConn) { c.Write(want) }))
 	var got []byte
 	b := make([]byte, 256<<10)
 	for {
@@ -497,7 +497,7 @@ func TestAgentDrains(t *testing.T) {
 	a, stop := r.agent(t, "n1", nil)
 	a.grace = 20 * time.Second
 	r.agent(t, "n2", nil)
-	addr := listen(t, echo)
+	addr := testkit.Serve(t, testkit.Echo)
 	c := r.dial(t, "n1", addr)
 	ended := make(chan struct{})
 	go func() { stop(); close(ended) }()
@@ -883,7 +883,7 @@ func TestAgentDrainAnswers(t *testing.T) {
 	for name, hold := range map[string]bool{"until it is quiet": false, "until the grace period is over": true} {
 		t.Run(name, func(t *testing.T) {
 			r := newAgentsRig(t, nil)
-			addr := listen(t, echo)
+			addr := testkit.Serve(t, testkit.Echo)
 			_, stop := r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
 				if q.Addr == "hangs:1" {
 					<-ctx.Done()

@@ -126,7 +126,7 @@ func TestMuxSteadyReader(t *testing.T) {
 			m := testMux(t, false, nil)
 			c := m.testConn(t, 1)
 			far, _ := behindSocket(t, network, c)
-			want := random(2 * maxUnread)
+			want := testkit.Random(2 * maxUnread)
 			delivered := make(chan struct{})
 			go func() {
 				m.receive(1, want)
@@ -163,7 +163,7 @@ func TestMuxSteadyReader(t *testing.T) {
 // All bytes written before a close reach a slow but steady target, however long that takes. A target that
 // reads nothing is reset.
 func TestMuxCloseBehindData(t *testing.T) {
-	want := random(1 << 20)
+	want := testkit.Random(1 << 20)
 	closed := func(t *testing.T, wait time.Duration) (far net.Conn, spliced <-chan error) {
 		t.Parallel()
 		m := testMux(t, true, nil)

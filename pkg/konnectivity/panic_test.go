@@ -67,7 +67,7 @@ func TestPanicInADialOfAnAgent(t *testing.T) {
 		Addr: "bad:1"}); err == nil {
 		t.Error("the dial has succeeded")
 	}
-	r.dial(t, "n1", listen(t, echo))
+	r.dial(t, "n1", testkit.Serve(t, testkit.Echo))
 	if n := a.cfg.Counters.Panics.Load(); n != 1 || r.dir.Lookup("n1") != first {
 		t.Errorf("%d panics counted, want 1; the session lives: %v", n, r.dir.Lookup("n1") == first)
 	}

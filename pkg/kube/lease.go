@@ -81,9 +81,8 @@ func (l *Lease) Err() error {
 	return nil
 }
 
-// Run calls lead whenever this process gets the lease. It ends the context of lead before
-// another process can get the lease. Run returns when ctx is done, lead has returned, and the
-// lease has been given back.
+// Run calls lead each time this process gets the lease. It ends the context of lead before another
+// process can get the lease. When ctx is done, Run waits for lead, gives the lease back, and returns.
 func (l *Lease) Run(ctx context.Context, lead func(ctx context.Context)) {
 	for ctx.Err() == nil {
 		if l.attempt(ctx) {

@@ -29,7 +29,7 @@ type Pods struct {
 // Pods returns the pods of the cluster. It sends no request before Run or NodeOf.
 func (c *Client) Pods(log *slog.Logger) *Pods { return &Pods{client: c, log: log} }
 
-// pod holds the fields that are used of a Pod (k8s.io/api/core/v1).
+// pod has the fields of a Kubernetes Pod that the cloud reads (k8s.io/api/core/v1).
 type pod struct {
 	Spec struct {
 		NodeName string `json:"nodeName"`

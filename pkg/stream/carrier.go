@@ -186,8 +186,8 @@ func (c *carrier) Write(b []byte) (int, error) {
 	c.turns.SetBusy(true)
 	defer c.turns.SetBusy(false)
 	if c.thin(len(b)) {
-		// After poll(2) the kernel also reports when there is room again, as after a write that
-		// would block.
+		// A write that would block makes the kernel report when there is room again. hasRoom calls
+		// poll(2), which has the same effect.
 		if err := c.raw.Write(hasRoom); err != nil {
 			return 0, err
 		}

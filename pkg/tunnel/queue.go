@@ -165,7 +165,7 @@ func (q *Queue) Enter(ctx context.Context, ended <-chan struct{}, r Request) *Re
 	defer q.mu.Unlock()
 	switch now := time.Now(); {
 	case w.settled:
-	case isDone(ended):
+	case isClosed(ended):
 		q.settleLocked(w, Refusef(Gone, "the session of %s has ended", q.Name))
 	case errors.Is(ctx.Err(), context.DeadlineExceeded):
 		q.refuseLocked(w, now, "; this open has waited for %s", now.Sub(began).Round(100*time.Millisecond))
@@ -500,13 +500,4 @@ func (q *Queue) tickLocked() {
 		}
 	}
 	q.advanceLocked(now, nil)
-}
-
-func isDone(c <-chan struct{}) bool {
-	select {
-	case <-c:
-		return true
-	default:
-		return false
-	}
 }

@@ -37,7 +37,7 @@ type Link interface {
 	// dial as a refusal. A handler may call it: Serve returns at once, unless m came by
 	// a connection of its own, whose goroutine then does the work.
 	Serve(m *Message, dial DialFunc) error
-	// Close ends the session and resets its conns. The peer gets reason.
+	// Close ends the session and resets its conns. It tells the peer why: reason.
 	Close(reason error)
 	// Done is closed when the session has ended.
 	Done() <-chan struct{}
