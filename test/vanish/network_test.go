@@ -1,6 +1,7 @@
 package vanish
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -102,9 +103,24 @@ func (n *networks) cut(s silence) {
 	n.ip(n.outside, "link set veth0 down")
 }
 
+// mend takes the link up again, and returns when the machine outside answers. For a second or more
+// the kernel inside still drops packets, ARP requests among them, and a dial fails for it.
 func (n *networks) mend() {
 	n.t.Helper()
 	n.ip(n.outside, "link set veth0 up")
+	err := eventually(takes, func() error {
+		c, err := n.inside.Dial(context.Background(), "tcp", outsideIP+":1")
+		if err == nil {
+			c.Close()
+		}
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			return nil // nobody listens there, so the machine has answered
+		}
+		return err
+	})
+	if err != nil {
+		n.t.Fatalf("the link is up again and the machine outside does not answer: %v", err)
+	}
 }
 
 // hurry lowers the keepalive times of the process's sockets that lead outside: the kernel
