@@ -124,6 +124,3 @@ func (n nodeReaches) Identifiers() map[tunnel.NodeName]konnectivity.Identifiers 
 
 // Name implements tunnel.Module.
 func (nodeReaches) Name() string { return "node-reach" }
-
-// Routes implements tunnel.Module.
-func (nodeReaches) Routes() map[string]tunnel.Handler { return nil }

@@ -16,7 +16,6 @@ import (
 	"tunnel/pkg/kube"
 	"tunnel/pkg/reload"
 	"tunnel/pkg/stream"
-	"tunnel/pkg/tunnel"
 )
 
 // cluster is what a cloud reads from Kubernetes. Without Kubernetes every field is nil.
@@ -187,8 +186,7 @@ type nodeNames struct {
 	*kube.Nodes
 }
 
-func (n nodeNames) Name() string                    { return n.name }
-func (nodeNames) Routes() map[string]tunnel.Handler { return nil }
+func (n nodeNames) Name() string { return n.name }
 
 // Note says why the names may be stale, for /readyz.
 func (n nodeNames) Note() string {
@@ -201,5 +199,4 @@ func (n nodeNames) Note() string {
 // podNodes is the module that checks, for /readyz, whether Kubernetes lets the cloud read pods.
 type podNodes struct{ *kube.Pods }
 
-func (podNodes) Name() string                      { return "pods" }
-func (podNodes) Routes() map[string]tunnel.Handler { return nil }
+func (podNodes) Name() string { return "pods" }

@@ -3,15 +3,12 @@ package main
 import (
 	"context"
 	"testing"
-
-	"tunnel/pkg/tunnel"
 )
 
 type quiet struct{}
 
-func (quiet) Name() string                      { return "quiet" }
-func (quiet) Routes() map[string]tunnel.Handler { return nil }
-func (quiet) Run(context.Context) error         { return nil }
+func (quiet) Name() string              { return "quiet" }
+func (quiet) Run(context.Context) error { return nil }
 
 type noting struct{ quiet }
 

@@ -139,9 +139,6 @@ func New(listen string, checks []Check, reg prometheus.Gatherer, log *slog.Logge
 // Name implements tunnel.Module.
 func (s *Server) Name() string { return "admin" }
 
-// Routes implements tunnel.Module. No peer may ask for any of this.
-func (s *Server) Routes() map[string]tunnel.Handler { return nil }
-
 // Addr returns the address the server listens on, nil while it does not.
 func (s *Server) Addr() net.Addr {
 	if a := s.addr.Load(); a != nil {

@@ -48,9 +48,6 @@ func NewChannelz(listen string, log *slog.Logger) *Channelz {
 // Name implements tunnel.Module.
 func (z *Channelz) Name() string { return "channelz" }
 
-// Routes implements tunnel.Module. No peer may ask for any of this.
-func (z *Channelz) Routes() map[string]tunnel.Handler { return nil }
-
 // Addr returns the address the server listens on, nil while it does not.
 func (z *Channelz) Addr() net.Addr {
 	if a := z.addr.Load(); a != nil {

@@ -54,9 +54,6 @@ func NewDebug(path string, health *Server, level *slog.LevelVar, log *slog.Logge
 // Name implements tunnel.Module.
 func (d *Debug) Name() string { return "debug" }
 
-// Routes implements tunnel.Module. No peer may ask for any of this.
-func (d *Debug) Routes() map[string]tunnel.Handler { return nil }
-
 // Addr returns the socket the server listens on, nil while it does not.
 func (d *Debug) Addr() net.Addr {
 	if a := d.addr.Load(); a != nil {

@@ -87,9 +87,6 @@ func NewGate(cfg GateConfig) *Gate {
 // Name implements tunnel.Module.
 func (*Gate) Name() string { return "auth" }
 
-// Routes implements tunnel.Module: there are none.
-func (*Gate) Routes() map[string]tunnel.Handler { return nil }
-
 // Run follows the token file, the nodes of Kubernetes and the node CA until ctx is done. It ends
 // each grant that is no longer good after a change.
 func (g *Gate) Run(ctx context.Context) error {

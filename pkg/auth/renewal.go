@@ -62,9 +62,6 @@ func NewRenewal(cfg RenewalConfig) *Renewal { return &Renewal{cfg: cfg} }
 // Name implements tunnel.Module.
 func (*Renewal) Name() string { return "renewal" }
 
-// Routes implements tunnel.Module: there are none.
-func (*Renewal) Routes() map[string]tunnel.Handler { return nil }
-
 // Run renews the certificate until ctx is done. It logs a failure and tries again, and never returns
 // an error.
 func (r *Renewal) Run(ctx context.Context) error {

@@ -69,9 +69,6 @@ func NewHostsFile(path string, truth Truth, names Names, log *slog.Logger) *Host
 // Name implements tunnel.Module.
 func (h *HostsFile) Name() string { return "dns-hosts" }
 
-// Routes implements tunnel.Module. The module takes no messages from peers.
-func (h *HostsFile) Routes() map[string]tunnel.Handler { return nil }
-
 // Run follows the file and the truth until ctx is done. It never returns an error: Note and the
 // log report problems with the file.
 func (h *HostsFile) Run(ctx context.Context) error {

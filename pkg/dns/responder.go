@@ -125,9 +125,6 @@ func privateSources() auth.Sources {
 // Name implements tunnel.Module.
 func (r *Responder) Name() string { return "dns" }
 
-// Routes implements tunnel.Module. The module takes no messages from peers.
-func (r *Responder) Routes() map[string]tunnel.Handler { return nil }
-
 // Ready returns nil while queries are answered.
 func (r *Responder) Ready() error {
 	if r.addr.Load() == nil {

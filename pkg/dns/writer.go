@@ -82,9 +82,6 @@ func NewWriter(cfg WriterConfig) *Writer {
 // Name implements tunnel.Module.
 func (w *Writer) Name() string { return "dns-configmap" }
 
-// Routes implements tunnel.Module. The module takes no messages from peers.
-func (w *Writer) Routes() map[string]tunnel.Handler { return nil }
-
 // Run keeps the file up to date until ctx is done. If a write fails, Run tries again; the log,
 // the metrics and Note report the failure.
 func (w *Writer) Run(ctx context.Context) error {

@@ -14,6 +14,8 @@ type Edge struct {
 	pods   *pods
 }
 
+var _ tunnel.Routed = (*Edge)(nil)
+
 // NewEdge returns the module. It may dial targets that policy permits, and pods of this node, if the
 // cloud has told which networks they have (networks.go).
 func NewEdge(policy *auth.Policy) *Edge {
@@ -24,13 +26,11 @@ func NewEdge(policy *auth.Policy) *Edge {
 // Name implements tunnel.Module.
 func (e *Edge) Name() string { return name }
 
-// Routes implements tunnel.Module.
+// Routes implements tunnel.Routed.
 func (e *Edge) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
-		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
-			return from.Serve(m, e.Dial)
-		},
-		typeNetworks: e.pods.setNetworks,
+		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error { return in.Serve(e.Dial) },
+		typeNetworks:    e.pods.setNetworks,
 	}
 }
 

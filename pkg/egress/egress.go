@@ -151,9 +151,6 @@ const (
 // Name implements tunnel.Module.
 func (f *FrontDoor) Name() string { return name }
 
-// Routes implements tunnel.Module. There are none: an edge may not open conns on the cloud.
-func (f *FrontDoor) Routes() map[string]tunnel.Handler { return nil }
-
 // Ready returns nil while all listeners are open.
 func (f *FrontDoor) Ready() error {
 	f.mu.Lock()

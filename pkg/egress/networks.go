@@ -136,8 +136,8 @@ type pods struct {
 }
 
 // setNetworks handles a message of the cloud.
-func (p *pods) setNetworks(_ context.Context, _ *tunnel.Session, m *tunnel.Message) error {
-	all, err := decodeNetworks(m.Data)
+func (p *pods) setNetworks(_ context.Context, in *tunnel.Incoming) error {
+	all, err := decodeNetworks(in.Data)
 	if err != nil {
 		return err
 	}

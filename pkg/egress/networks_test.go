@@ -171,7 +171,7 @@ func TestPods(t *testing.T) {
 	}
 	hear := e.Routes()[typeNetworks]
 	named := encodeNetworks(prefixes("10.88.1.0/24", "192.0.2.0/24", "fd00:1::/64"))
-	if err := hear(t.Context(), nil, &tunnel.Message{Data: named}); err != nil {
+	if err := hear(t.Context(), &tunnel.Incoming{Message: &tunnel.Message{Data: named}}); err != nil {
 		t.Fatal(err)
 	}
 	for addr, want := range map[string]bool{
@@ -188,10 +188,10 @@ func TestPods(t *testing.T) {
 	if policy.Permits(netip.MustParseAddrPort("10.88.1.7:80")) {
 		t.Error("other modules may dial pods, too")
 	}
-	if err := hear(t.Context(), nil, &tunnel.Message{Data: encodeNetworks(nil)}); err != nil || permits("10.88.1.7:80") {
+	if err := hear(t.Context(), &tunnel.Incoming{Message: &tunnel.Message{Data: encodeNetworks(nil)}}); err != nil || permits("10.88.1.7:80") {
 		t.Error("a network stays that the cloud has taken back")
 	}
-	if err := hear(t.Context(), nil, &tunnel.Message{Data: []byte{0x0a, 1, 'x'}}); err == nil {
+	if err := hear(t.Context(), &tunnel.Incoming{Message: &tunnel.Message{Data: []byte{0x0a, 1, 'x'}}}); err == nil {
 		t.Error("nonsense is accepted")
 	}
 }

@@ -22,7 +22,7 @@ type Edge struct {
 	localAddrs func() ([]net.Addr, error) // this machine's addresses; replaced in tests
 }
 
-var _ tunnel.Module = (*Edge)(nil)
+var _ tunnel.Routed = (*Edge)(nil)
 
 // NewEdge returns the edge's module. dial opens TCP conns and decides which targets are permitted.
 //
@@ -44,12 +44,10 @@ func NewEdge(dial tunnel.DialFunc, cert func() *tls.Certificate, ca *x509.CertPo
 // Name implements tunnel.Module.
 func (e *Edge) Name() string { return Name }
 
-// Routes implements tunnel.Module.
+// Routes implements tunnel.Routed.
 func (e *Edge) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
-		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
-			return from.Serve(m, e.Dial)
-		},
+		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error { return in.Serve(e.Dial) },
 	}
 }
 

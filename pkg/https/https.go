@@ -233,9 +233,6 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 // Name implements tunnel.Module.
 func (f *FrontDoor) Name() string { return Name }
 
-// Routes implements tunnel.Module. It is empty: an edge may not ask a front door for anything.
-func (f *FrontDoor) Routes() map[string]tunnel.Handler { return nil }
-
 // Ready returns nil while every port is open, otherwise an error.
 func (f *FrontDoor) Ready() error {
 	f.mu.Lock()

@@ -83,9 +83,6 @@ const agentName = "konnectivity"
 // Name implements tunnel.Module.
 func (a *Agent) Name() string { return agentName }
 
-// Routes implements tunnel.Module.
-func (a *Agent) Routes() map[string]tunnel.Handler { return nil }
-
 // Ready returns nil while at least one server behind every address is joined.
 func (a *Agent) Ready() error {
 	a.mu.Lock()

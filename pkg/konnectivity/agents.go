@@ -103,9 +103,6 @@ const agentsName = "agents"
 // Name implements tunnel.Module.
 func (a *Agents) Name() string { return agentsName }
 
-// Routes implements tunnel.Module.
-func (a *Agents) Routes() map[string]tunnel.Handler { return nil }
-
 // Ready returns nil while agents can join.
 func (a *Agents) Ready() error {
 	a.mu.Lock()
@@ -233,10 +230,7 @@ func (a *Agents) attachLocked(l *agentLink) {
 }
 
 // isEdge reports whether s is the session of an edge.
-func isEdge(s *tunnel.Session) bool {
-	_, agent := s.Link.(*agentLink)
-	return !agent
-}
+func isEdge(s *tunnel.Session) bool { return !s.Agent }
 
 func errEdgeJoined(node tunnel.NodeName) error {
 	return status.Errorf(codes.AlreadyExists, "an edge has joined as node %s: stop it, or this agent", node)
@@ -329,7 +323,8 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	}
 	l := &agentLink{agents: a, mux: newMux(stream, false, a.cfg.Counters, a.log), dials: make(map[int64]chan dialResult)}
 	l.pub = &tunnel.Session{
-		ID: uuid.NewString(), Node: grant.Node, Remote: remote, Since: time.Now(), Reach: reach, Link: l,
+		ID: uuid.NewString(), Node: grant.Node, Remote: remote, Since: time.Now(), Reach: reach,
+		Link: l, Dialer: l, Agent: true,
 	}
 	l.queue.Name, l.queue.Counters = "node "+string(grant.Node), a.cfg.Counters
 	l.queue.Conns, l.queue.Dials = a.cfg.Conns, a.cfg.Dials

@@ -11,8 +11,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// agentLink is the server's end of an agent's stream, and the [tunnel.Link] of its session. Ids of
-// dials and of conns are valid on this stream only.
+// agentLink is the server's end of an agent's stream, and the [tunnel.Link] and the
+// [tunnel.Dialer] of its session. Ids of dials and of conns are valid on this stream only.
 type agentLink struct {
 	*mux
 	agents *Agents
@@ -31,13 +31,13 @@ type dialResult struct {
 	err  error
 }
 
-var _ tunnel.Link = (*agentLink)(nil)
+var (
+	_ tunnel.Link   = (*agentLink)(nil)
+	_ tunnel.Dialer = (*agentLink)(nil)
+)
 
 // Send implements tunnel.Link. It drops the message: a stock agent knows none of ours.
 func (l *agentLink) Send(*tunnel.Message) error { return nil }
-
-// Serve implements tunnel.Link. An agent may not open conns.
-func (l *agentLink) Serve(*tunnel.Message, tunnel.DialFunc) error { return errors.ErrUnsupported }
 
 // Close implements tunnel.Link.
 func (l *agentLink) Close(reason error) { l.end(reason) }
@@ -45,7 +45,7 @@ func (l *agentLink) Close(reason error) { l.end(reason) }
 // Done implements tunnel.Link.
 func (l *agentLink) Done() <-chan struct{} { return l.ended }
 
-// Dial implements tunnel.Link.
+// Dial implements tunnel.Dialer.
 func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, DialTimeout)
 	defer cancel()

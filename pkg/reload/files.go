@@ -55,9 +55,6 @@ func (f *Files) Pool(name, file string) (*Pool, error) {
 // Name implements tunnel.Module.
 func (f *Files) Name() string { return "certificates" }
 
-// Routes implements tunnel.Module.
-func (f *Files) Routes() map[string]tunnel.Handler { return nil }
-
 // Run implements tunnel.Module. It follows the files until ctx is done.
 func (f *Files) Run(ctx context.Context) error {
 	var all []*followed

@@ -140,23 +140,15 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 // Name implements tunnel.Module.
 func (c *Client) Name() string { return category }
 
-// Routes implements tunnel.Module. It returns the handlers of the messages that the cloud may
+// Routes implements tunnel.Routed. It returns the handlers of the messages that the cloud may
 // send besides opens. Opens go to the module that dials.
 func (c *Client) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
-		typeHeartbeat: edgeHandler((*edgeSession).heartbeat),
-		typeCancel:    edgeHandler((*edgeSession).cancelTopic),
-		typeDrain:     edgeHandler((*edgeSession).cloudLeaves),
-		typeReplicas:  edgeHandler((*edgeSession).cloudReplicas),
-
-		typeConnection: edgeHandler((*edgeSession).moreConnections),
-	}
-}
-
-// edgeHandler makes a handler of a method of edgeSession.
-func edgeHandler(f func(*edgeSession, *tunnel.Message) error) tunnel.Handler {
-	return func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
-		return f(from.Link.(*edgeSession), m)
+		typeHeartbeat:  handler((*edgeSession).heartbeat),
+		typeCancel:     handler((*edgeSession).cancelTopic),
+		typeDrain:      handler((*edgeSession).cloudLeaves),
+		typeReplicas:   handler((*edgeSession).cloudReplicas),
+		typeConnection: handler((*edgeSession).moreConnections),
 	}
 }
 

@@ -101,6 +101,7 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, own *carri
 	s := &edgeSession{client: client, certificates: pb.NewCertificatesClient(cc), abandon: abandon, owner: c, ctx: sctx}
 	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s}
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
+	s.way = s
 	s.stream, s.unknown, s.hangUp, s.own, s.remote = stream, s.nobody, stream.CloseSend, own, own.RemoteAddr().String()
 	s.init()
 	// On a narrow link the edge closes idle data connections. Otherwise the cloud would open conns

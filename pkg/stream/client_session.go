@@ -38,7 +38,7 @@ type edgeSession struct {
 	by          map[string]*edgeLease // leases by topic of opens by data connection, until the cloud has all bytes
 }
 
-var _ tunnel.Link = (*edgeSession)(nil)
+var _ end = (*edgeSession)(nil)
 
 // serveUntil serves the session until the session ends. When ctx is done, the session drains: the
 // edge sends drain, and conns may continue until sctx is done. Then the edge closes its side of
@@ -187,11 +187,6 @@ func (s *edgeSession) cloudReplicas(m *tunnel.Message) error {
 	return nil
 }
 
-// Dial implements tunnel.Link. An edge cannot ask the cloud to dial.
-func (s *edgeSession) Dial(context.Context, tunnel.Request) (net.Conn, error) {
-	return nil, tunnel.Refusef(tunnel.Denied, "an edge may not dial through the cloud")
-}
-
 // serving is an open request that the edge serves, from the open message to the end of the conn.
 type serving struct{ cancel context.CancelFunc }
 
@@ -220,9 +215,9 @@ func (s *edgeSession) cancelledEarly(topic string) bool {
 	return slices.Contains(s.early[:], topic)
 }
 
-// Serve implements tunnel.Link: it serves the open request m in a goroutine of the session. If m
-// came by a data connection, the goroutine that reads that connection serves m.
-func (s *edgeSession) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
+// ServeOpen implements tunnel.Way: it serves the open in a goroutine of the session. If the open
+// came by a data connection, the goroutine that reads that connection serves it.
+func (s *edgeSession) ServeOpen(m *tunnel.Incoming, dial tunnel.DialFunc) error {
 	var open pb.Open
 	if err := proto.Unmarshal(m.Data, &open); err != nil {
 		return fmt.Errorf("open: %w", err)

@@ -28,7 +28,7 @@ func TestCancelOvertakesTheOpen(t *testing.T) {
 	}
 	open := message(tunnel.TypeOpen, "early", &pb.Open{Network: "tcp"})
 	open.Category, open.Addr = "tcp", "127.0.0.1:1"
-	if err := s.handle(s.ctx, open); err != nil {
+	if known, err := s.handle(s.ctx, open, s); !known || err != nil {
 		t.Fatal(err)
 	}
 	if err := <-dialled; err == nil {

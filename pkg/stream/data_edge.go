@@ -201,7 +201,10 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		if !s.came(m.Topic, by) {
 			return fmt.Errorf("topic %s is in use, or the connection is not", text(m.Topic))
 		}
-		err = s.handle(s.ctx, m)
+		known, err := s.handle(s.ctx, m, s)
+		if !known {
+			err = s.nobody(m)
+		}
 		said()
 		d.carries.Store(nil)
 		if by.endAwaited {

@@ -22,8 +22,8 @@ func (echo) Name() string { return "echo" }
 
 func (echo) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
-		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
-			return from.Serve(m, func(context.Context, tunnel.Request) (net.Conn, error) {
+		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error {
+			return in.Serve(func(context.Context, tunnel.Request) (net.Conn, error) {
 				near, far := net.Pipe()
 				go func() {
 					io.Copy(far, far)

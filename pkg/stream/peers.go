@@ -148,10 +148,6 @@ func NewPeers(cfg PeersConfig, dir *tunnel.Directory) (*Peers, error) {
 // Name implements tunnel.Module.
 func (p *Peers) Name() string { return "peers" }
 
-// Routes implements tunnel.Module. It returns nil, since edges may send no messages of this
-// module.
-func (p *Peers) Routes() map[string]tunnel.Handler { return nil }
-
 // peerRoutes are the messages that a replica may send after it has joined here: the messages of
 // an edge, and the nodes that it holds.
 type peerRoutes struct{}
@@ -161,11 +157,11 @@ func (peerRoutes) Run(context.Context) error { return nil }
 
 func (peerRoutes) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
-		typeHeartbeat: cloudHandler((*cloudSession).heartbeat),
-		typeRefused:   cloudHandler((*cloudSession).refused),
-		typeCancel:    cloudHandler((*cloudSession).cancelConn),
-		typeDrain:     cloudHandler((*cloudSession).edgeLeaves),
-		typeNodes:     cloudHandler((*cloudSession).peerNodes),
+		typeHeartbeat: handler((*cloudSession).heartbeat),
+		typeRefused:   handler((*cloudSession).refused),
+		typeCancel:    handler((*cloudSession).cancelConn),
+		typeDrain:     handler((*cloudSession).edgeLeaves),
+		typeNodes:     handler((*cloudSession).peerNodes),
 	}
 }
 

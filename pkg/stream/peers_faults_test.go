@@ -296,7 +296,7 @@ func TestAgentElsewhere(t *testing.T) {
 	if !p.hasLeft(s) {
 		t.Error("another edge does not take the dials")
 	}
-	if !p.hasLeft(&tunnel.Session{Node: "edge1", Since: late, Link: struct{ tunnel.Link }{}}) {
+	if !p.hasLeft(&tunnel.Session{Node: "edge1", Since: late, Agent: true}) {
 		t.Error("an edge elsewhere does not take the dials of an agent here")
 	}
 	p.yield("edge1", edge)

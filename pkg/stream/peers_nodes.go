@@ -8,8 +8,6 @@ import (
 	"slices"
 	"time"
 
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -98,11 +96,8 @@ func (p *Peers) tell(s *edgeSession) {
 
 // heldOf describes a session of this replica for the other replicas.
 func heldOf(s *tunnel.Session) *pb.Held {
-	h := &pb.Held{Node: string(s.Node), Reach: s.Reach, AgeMs: uint64(max(0, time.Since(s.Since).Milliseconds()))} //nolint:gosec // not negative
-	if cs, ok := s.Link.(*cloudSession); ok {
-		h.Instance = cs.instance
-	}
-	return h
+	age := uint64(max(0, time.Since(s.Since).Milliseconds())) //nolint:gosec // not negative
+	return &pb.Held{Node: string(s.Node), Reach: s.Reach, AgeMs: age, Instance: s.Instance}
 }
 
 // post sends news in messages of limited length.
@@ -189,22 +184,16 @@ func (p *Peers) learn(r *replica, from *cloudSession, news *pb.Nodes, claims map
 // another replica ends no session here.
 func (p *Peers) yield(n tunnel.NodeName, claim held) {
 	ours := p.dir.Lookup(n)
-	if ours == nil || !newer(claim, ours) {
+	if ours == nil || ours.Agent || ours.Instance == claim.instance || !newer(claim, ours) {
 		return
 	}
-	cs, ok := ours.Link.(*cloudSession)
-	if !ok || cs.instance == claim.instance {
-		return
-	}
-	cs.log.Warn("another process has joined as this node at another replica; this session ends. If it happens again and again, two edges use one name")
-	cs.counters.Replaced.Add(1)
-	cs.Close(status.Error(codes.Aborted, "replaced by a newer session of this node with another replica"))
+	ours.Close(errJoinedElsewhere)
 }
 
 // newer reports whether another replica's claim takes precedence over this replica's session.
 func newer(claim held, ours *tunnel.Session) bool {
 	mine := held{since: ours.Since.Add(sameTime)}
-	if _, edge := ours.Link.(*cloudSession); edge {
+	if !ours.Agent {
 		mine.instance = "an edge's"
 	}
 	return claim.before(mine)
@@ -214,7 +203,7 @@ func newer(claim held, ours *tunnel.Session) bool {
 // elsewhere in its place. It also returns true if s is an agent's and another replica has an
 // edge's session.
 func (p *Peers) hasLeft(s *tunnel.Session) bool {
-	if cs, ok := s.Link.(*cloudSession); ok && cs.all {
+	if s.All {
 		return false
 	}
 	p.mu.Lock()

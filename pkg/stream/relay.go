@@ -111,8 +111,6 @@ func (relayModule) Run(context.Context) error { return nil }
 
 func (m relayModule) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
-		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, msg *tunnel.Message) error {
-			return from.Serve(msg, m.dir.Dial)
-		},
+		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error { return in.Serve(m.dir.Dial) },
 	}
 }

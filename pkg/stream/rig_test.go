@@ -221,9 +221,9 @@ type edgeModule struct {
 
 func (e *edgeModule) Name() string { return e.name }
 func (e *edgeModule) Routes() map[string]tunnel.Handler {
-	return map[string]tunnel.Handler{tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
-		return from.Serve(m, e.dial)
-	}}
+	return map[string]tunnel.Handler{
+		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error { return in.Serve(e.dial) },
+	}
 }
 func (e *edgeModule) Run(ctx context.Context) error { <-ctx.Done(); return nil }
 

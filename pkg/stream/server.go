@@ -9,7 +9,9 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -69,6 +71,9 @@ type Server struct {
 	leaving  chan struct{}            // closed by Leave
 	stopping atomic.Bool              // true: no edge may join any more
 	sessions sync.WaitGroup           // live sessions; handlers add to it, and gRPC waits for the handlers
+
+	mu   sync.Mutex                 // guards the following
+	live map[*cloudSession]struct{} // sessions of nodes and of other replicas: join adds, detach deletes
 }
 
 // NewServer makes a server that puts its sessions into dir. The server passes messages to the
@@ -87,7 +92,11 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 			return nil, fmt.Errorf("mode.cloud.stream.peers: %w", err)
 		}
 	}
-	s := &Server{cfg: cfg, quotas: quotas{limits: cfg.Limits, counters: cfg.Counters}, dir: dir, leaving: make(chan struct{}), blocks: new(conn.Blocks), log: cfg.Log.With("module", category), listen: net.Listen}
+	s := &Server{
+		cfg: cfg, quotas: quotas{limits: cfg.Limits, counters: cfg.Counters}, dir: dir, blocks: new(conn.Blocks),
+		log: cfg.Log.With("module", category), listen: net.Listen, leaving: make(chan struct{}),
+		live: make(map[*cloudSession]struct{}),
+	}
 	s.joinWarnings.Every, s.joinWarnings.Burst = time.Second, 10
 	router, err := tunnel.NewRouter(append([]tunnel.Module{s}, mods...)...)
 	if err != nil {
@@ -100,27 +109,15 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 // Name implements tunnel.Module.
 func (s *Server) Name() string { return category }
 
-// Routes implements tunnel.Module. It returns the messages that edges may send. Edges may not send
+// Routes implements tunnel.Routed. It returns the messages that edges may send. Edges may not send
 // an open.
 func (s *Server) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
-		typeHeartbeat: cloudHandler((*cloudSession).heartbeat),
-		typeRefused:   cloudHandler((*cloudSession).refused),
-		typeDrain:     cloudHandler((*cloudSession).edgeLeaves),
-		typeCancel:    cloudHandler((*cloudSession).cancelConn),
-		typeCredential: func(ctx context.Context, from *tunnel.Session, m *tunnel.Message) error {
-			return s.newCredential(ctx, from.Link.(*cloudSession), m)
-		},
-	}
-}
-
-// cloudHandler makes a handler of f. An error of f becomes the gRPC status InvalidArgument.
-func cloudHandler(f func(*cloudSession, *tunnel.Message) error) tunnel.Handler {
-	return func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
-		if err := f(from.Link.(*cloudSession), m); err != nil {
-			return status.Error(codes.InvalidArgument, err.Error())
-		}
-		return nil
+		typeHeartbeat:  handler((*cloudSession).heartbeat),
+		typeRefused:    handler((*cloudSession).refused),
+		typeDrain:      handler((*cloudSession).edgeLeaves),
+		typeCancel:     handler((*cloudSession).cancelConn),
+		typeCredential: handler((*cloudSession).newCredential),
 	}
 }
 
@@ -234,8 +231,8 @@ func (s *Server) Leave(ctx context.Context) {
 	close(s.leaving)
 	s.cfg.Peers.leave()
 	s.log.Info("leaving: the other replicas take over", "dur", leaveFirst)
-	for _, pub := range s.dir.Sessions() {
-		if cs, ok := pub.Link.(*cloudSession); ok {
+	for _, cs := range s.allLive() {
+		if cs.peers == nil {
 			cs.tellDrain(true)
 		}
 	}
@@ -265,7 +262,7 @@ func (s *Server) drain() {
 	ctx, cancel := context.WithTimeout(context.Background(), s.grace())
 	defer cancel()
 	var wg sync.WaitGroup
-	for _, cs := range s.live() {
+	for _, cs := range s.allLive() {
 		wg.Go(func() {
 			cs.drain(ctx)
 			// The edge closes the connection when its targets have taken the bytes in flight.
@@ -276,7 +273,7 @@ func (s *Server) drain() {
 		})
 	}
 	wg.Wait()
-	for _, cs := range s.live() {
+	for _, cs := range s.allLive() {
 		cs.Close(errCloudStopping)
 	}
 }
@@ -290,18 +287,11 @@ func (s *Server) grace() time.Duration {
 	return s.cfg.Grace
 }
 
-// live returns all sessions: sessions of nodes and sessions of other replicas.
-func (s *Server) live() []*cloudSession {
-	var all []*cloudSession
-	for _, pub := range s.dir.Sessions() {
-		if cs, ok := pub.Link.(*cloudSession); ok {
-			all = append(all, cs)
-		}
-	}
-	if s.cfg.Peers != nil {
-		all = append(all, s.cfg.Peers.sessions()...)
-	}
-	return all
+// allLive returns all live sessions: sessions of nodes and sessions of other replicas.
+func (s *Server) allLive() []*cloudSession {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Collect(maps.Keys(s.live))
 }
 
 // errCloudStopping ends the sessions that are still live when the server stops.
@@ -427,7 +417,7 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 	}
 	<-cs.done
 	err = cs.reason()
-	cs.noteTooLong(err)
+	cs.noteCause(err)
 	s.detach(cs)
 	if cs.quota != nil {
 		s.quotas.release(cs.pub.Node)
@@ -443,9 +433,12 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 // errLost ends a session whose control stream was cancelled, for example by a lost connection.
 var errLost = errors.New("connection lost")
 
-// detach removes an ended session from the directory, or from the peers for another replica's
-// session.
+// detach removes an ended session from the live sessions, and from the directory, or from the peers
+// for another replica's session.
 func (s *Server) detach(cs *cloudSession) {
+	s.mu.Lock()
+	delete(s.live, cs)
+	s.mu.Unlock()
 	if cs.peers != nil {
 		cs.peers.detach(cs)
 		return

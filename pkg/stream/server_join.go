@@ -127,8 +127,11 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	if again != nil {
 		return nil, &refusedJoin{node: string(node), told: again, again: true}
 	}
-	cs := &cloudSession{transport: t, proven: make(chan struct{}, 1), instance: text(hello.GetInstance()), all: hello.GetAll()}
-	cs.pub = &tunnel.Session{ID: id, Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Reach: hello.GetReach(), Link: cs}
+	cs := &cloudSession{transport: t, proven: make(chan struct{}, 1)}
+	cs.pub = &tunnel.Session{
+		ID: id, Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Reach: hello.GetReach(),
+		Link: cs, Dialer: cs, Instance: text(hello.GetInstance()), All: hello.GetAll(),
+	}
 	cs.log = s.log.With("node", node, "session", id)
 	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
 	cs.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
@@ -137,6 +140,10 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.denials = &s.denials
 	cs.asked, cs.connections = &s.asked, int(min(MaxConnections-1, hello.GetConnections()))
 	cs.authenticate = func(c auth.Credential) (*proof, *refusedJoin) { return s.authenticate(ctx, c) }
+	cs.ignored = func(r *refusedJoin) {
+		r.what = "new credential ignored"
+		s.refused(ctx, t, r)
+	}
 	cs.signatures.Every, cs.signatures.Burst = renewInterval, renewBurst
 	cs.credentials.Every, cs.credentials.Burst = renewInterval, renewBurst
 	cs.init()
@@ -158,6 +165,9 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	}
 	t.session.Store(cs)
 	t.conn.joined()
+	s.mu.Lock()
+	s.live[cs] = struct{}{}
+	s.mu.Unlock()
 
 	// The cloud's hello is the first message in the outbox, so no open can overtake it.
 	cs.post(message(typeHello, "", ours))

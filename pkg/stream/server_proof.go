@@ -1,14 +1,12 @@
 package stream
 
 import (
-	"context"
 	"crypto/sha256"
 	"crypto/x509"
 	"fmt"
 	"time"
 
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	"tunnel/pkg/auth"
@@ -87,42 +85,33 @@ func (s *cloudSession) whileProven() {
 
 // newCredential checks a token that is to replace the session's proof. A bad token changes nothing.
 // A goroutine of the session checks the token, since the check may have to ask Kubernetes.
-func (s *Server) newCredential(ctx context.Context, cs *cloudSession, m *tunnel.Message) error {
+func (s *cloudSession) newCredential(m *tunnel.Message) error {
 	var in pb.Credential
 	if err := proto.Unmarshal(m.Data, &in); err != nil {
-		return status.Errorf(codes.InvalidArgument, "credential: %v", err)
-	}
-	ignored := func(r *refusedJoin) {
-		r.what = "new credential ignored"
-		s.refused(ctx, cs.transport, r)
+		return fmt.Errorf("credential: %w", err)
 	}
 	c, err := auth.DecodeToken(in.GetAccessToken())
 	if err != nil {
-		ignored(&refusedJoin{node: string(cs.pub.Node), told: uniform(), err: fmt.Errorf("no usable token: %w", err)})
+		s.ignored(&refusedJoin{node: string(s.pub.Node), told: uniform(), err: fmt.Errorf("no usable token: %w", err)})
 		return nil
 	}
-	if p := cs.proof.Load(); !p.certificate && p.token == sha256.Sum256([]byte(c.Token)) && c.Node == string(cs.pub.Node) {
+	if p := s.proof.Load(); !p.certificate && p.token == sha256.Sum256([]byte(c.Token)) && c.Node == string(s.pub.Node) {
 		return nil // edges send a token again, for a cloud that learns of the token late
 	}
-	if _, ok := cs.credentials.Allow(); !ok || cs.checking.Swap(true) {
-		cs.log.Debug("new credential ignored: too many of them")
+	if _, ok := s.credentials.Allow(); !ok || s.checking.Swap(true) {
+		s.log.Debug("new credential ignored: too many of them")
 		return nil
 	}
-	cs.wg.Go(func() {
-		defer cs.checking.Store(false)
-		if err := cs.guard(func() error {
-			p, refusal := cs.prove(c)
-			if refusal != nil {
-				ignored(refusal)
-				return nil
-			}
-			cs.standOn(p)
-			cs.log.Info("the session has a new proof", "by", text(p.grant.By))
-			return nil
-		}); err != nil {
-			cs.Close(err)
+	s.wg.Go(s.guarded(func() {
+		defer s.checking.Store(false)
+		p, refusal := s.prove(c)
+		if refusal != nil {
+			s.ignored(refusal)
+			return
 		}
-	})
+		s.standOn(p)
+		s.log.Info("the session has a new proof", "by", text(p.grant.By))
+	}))
 	return nil
 }
 

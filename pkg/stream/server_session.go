@@ -27,13 +27,12 @@ import (
 type cloudSession struct {
 	session
 	transport *transport // the connection that the control stream came on
-	instance  string     // instance id of the edge's process
-	all       bool       // the edge keeps a session with every replica
 	peers     *Peers     // set if the peer is another replica; nil: the peer is a node
 	replica   *replica   // the other replica; set when the session is attached
 
 	// For sessions of nodes only; see server_proof.go.
 	authenticate func(auth.Credential) (*proof, *refusedJoin) // the grant lives as long as the session
+	ignored      func(*refusedJoin)                           // counts and logs a new credential that is not accepted
 	proof        atomic.Pointer[proof]
 	proven       chan struct{}  // standOn sends after it sets proof; capacity 1, so standOn never waits
 	checking     atomic.Bool    // a goroutine checks a credential
@@ -54,7 +53,15 @@ type cloudSession struct {
 	shortConns recently    // conns that ended recently and lasted less than short
 }
 
-var _ tunnel.Link = (*cloudSession)(nil)
+var (
+	_ end           = (*cloudSession)(nil)
+	_ tunnel.Dialer = (*cloudSession)(nil)
+)
+
+// invalid implements end: it tells the peer that the message was not valid.
+func (s *cloudSession) invalid(err error) error {
+	return status.Error(codes.InvalidArgument, err.Error())
+}
 
 // pending is an open request that waits for the edge's answer. The first party to settle it decides
 // the result. The parties are the edge's refusal, the edge's Connect, the end of the session, and
@@ -84,7 +91,7 @@ func (p *pending) Abort() {
 	p.settle(opened{refusal: tunnel.Refusef(tunnel.Gone, "the session of the node has ended")})
 }
 
-// Dial implements tunnel.Link. It asks the edge to dial, and waits for the conn.
+// Dial implements tunnel.Dialer. It asks the edge to dial, and waits for the conn.
 func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	c, refusal := s.dial(ctx, r)
 	if refusal != nil {
@@ -181,8 +188,19 @@ func (s *cloudSession) dialByControl(ctx context.Context, r tunnel.Request, m *t
 	return o.conn, o.refusal
 }
 
-// noteTooLong counts a message whose length ended the session.
-func (s *cloudSession) noteTooLong(err error) {
+// errJoinedElsewhere ends the session of a node if another process has joined as the node at another
+// replica, and later.
+var errJoinedElsewhere = status.Error(codes.Aborted, "replaced by a newer session of this node with another replica")
+
+// noteCause counts two causes of a session's end: another process has joined as the node elsewhere,
+// or a message was too long. It warns of the first.
+func (s *cloudSession) noteCause(err error) {
+	if errors.Is(err, errJoinedElsewhere) {
+		s.log.Warn("another process has joined as this node at another replica; this session ends. " +
+			"If it happens again and again, two edges use one name")
+		s.counters.Replaced.Add(1)
+		return
+	}
 	_, ours := errors.AsType[*limitError](err)
 	if !ours && status.Code(err) == codes.ResourceExhausted { // gRPC's own limit of the message size
 		s.counters.Limited(tunnel.LimitMessage)
@@ -208,11 +226,6 @@ func misdirected(m *tunnel.Message) error {
 		return status.Errorf(codes.PermissionDenied, "%s/%s is not for an edge to say", text(m.Category), m.Type)
 	}
 	return nil
-}
-
-// Serve implements tunnel.Link. An edge may not ask the cloud to dial.
-func (s *cloudSession) Serve(*tunnel.Message, tunnel.DialFunc) error {
-	return errors.New("the cloud does not dial for an edge")
 }
 
 // connect is the body of a Connect call. It returns when the conn has ended.

@@ -33,7 +33,8 @@ type session struct {
 	maxConns int64                       // most topics at once
 	ordered  bool                        // the peer has capabilityAbort
 	budget   *bucket                     // limits the messages that the peer sends; nil: no limit
-	unknown  func(*tunnel.Message) error // called with each message that has no handler
+	way      tunnel.Way                  // of the opens on the control stream; nil at the cloud
+	unknown  func(*tunnel.Message) error // called with each message on the control stream that has no handler
 	hangUp   func() error                // closes our side of the control stream; nil: the cloud cannot close its side
 
 	toldDrain atomic.Bool // the peer was told that this side is about to stop
@@ -282,23 +283,48 @@ func (s *session) receiveLoop(ctx context.Context) error {
 			s.counters.Limited(tunnel.LimitMessages)
 			return limitErrorf(tunnel.LimitMessages, "more than %d control messages in a second, and %d for each open", ownMessages, openMessages)
 		}
-		if err := s.handle(ctx, messageOf(in)); err != nil {
+		m := messageOf(in)
+		known, err := s.handle(ctx, m, s.way)
+		if !known {
+			err = s.unknown(m)
+		}
+		if err != nil {
 			return err
 		}
 	}
 }
 
-// handle gives a message to its handler. A message without a handler is counted, and passed to
-// unknown.
-func (s *session) handle(ctx context.Context, m *tunnel.Message) error {
-	known, err := s.router.Handle(ctx, s.pub, m)
-	if err != nil || known {
-		return err
+// handle gives a message to its handler. way is the way that the message came, if it may be an open.
+// A message without a handler is counted.
+func (s *session) handle(ctx context.Context, m *tunnel.Message, way tunnel.Way) (known bool, err error) {
+	known, err = s.router.Handle(ctx, &tunnel.Incoming{Message: m, From: s.pub, Way: way})
+	if !known {
+		s.counters.UnknownMessages.Add(1)
+		s.log.Debug("unknown message", "module", text(m.Category), "type", text(m.Type))
 	}
-	s.counters.UnknownMessages.Add(1)
-	s.log.Debug("unknown message", "module", text(m.Category), "type", text(m.Type))
-	return s.unknown(m)
+	return known, err
 }
+
+// end is one end of a session: a cloudSession or an edgeSession.
+type end interface {
+	tunnel.Link
+	// invalid returns the error that ends the session after a message that is not valid.
+	invalid(err error) error
+}
+
+// handler makes a Handler of a method of S. The router must be that of sessions of the type S.
+func handler[S end](method func(S, *tunnel.Message) error) tunnel.Handler {
+	return func(_ context.Context, in *tunnel.Incoming) error {
+		s := in.From.Link.(S) //nolint:forcetypeassert // the end that has the router makes all its sessions
+		if err := method(s, in.Message); err != nil {
+			return s.invalid(err)
+		}
+		return nil
+	}
+}
+
+// invalid implements end.
+func (s *session) invalid(err error) error { return err }
 
 // messageOf returns a received message as a tunnel.Message.
 func messageOf(in *pb.StreamMsg) *tunnel.Message {

@@ -210,6 +210,6 @@ func dialOptions(link far) []grpc.DialOption {
 	}
 }
 
-// Both ends are modules.
-var _ tunnel.Module = (*Server)(nil)
-var _ tunnel.Module = (*Client)(nil)
+// Both ends are modules that handle messages.
+var _ tunnel.Routed = (*Server)(nil)
+var _ tunnel.Routed = (*Client)(nil)

@@ -22,7 +22,7 @@ func (mute) Send(*tunnel.Message) error { return nil }
 func TestTellAnything(t *testing.T) {
 	all := newFleet(t, 2)
 	for node, reach := range map[tunnel.NodeName]string{"n1": "host=x\xff", "n2": "\xe2\x82", "n3": "host=fine"} {
-		s := &tunnel.Session{ID: "agent", Node: node, Since: time.Now(), Reach: reach, Link: mute{}}
+		s := &tunnel.Session{ID: "agent", Node: node, Since: time.Now(), Reach: reach, Link: mute{}, Agent: true}
 		all[0].dir.Attach(s)
 		defer all[0].dir.Detach(s)
 	}
@@ -43,7 +43,7 @@ func FuzzTell(f *testing.F) {
 	f.Add("n1", "host=x\xff", "\x80", "{\xff}")
 	f.Add("n1", "host=edge1&cidr=10.0.0.0/8", "instance", "id")
 	f.Fuzz(func(t *testing.T, node, reach, instance, id string) {
-		h := heldOf(&tunnel.Session{Node: tunnel.NodeName(node), Reach: reach, Link: &cloudSession{instance: instance}})
+		h := heldOf(&tunnel.Session{Node: tunnel.NodeName(node), Reach: reach, Instance: instance})
 		m := message(typeNodes, "", &pb.Nodes{Held: []*pb.Held{h}, Gone: []string{node}})
 		var nodes pb.Nodes
 		if err := proto.Unmarshal(m.Data, &nodes); err != nil || len(nodes.GetHeld()) != 1 {

@@ -11,18 +11,18 @@ type Edge struct {
 	dial tunnel.DialFunc
 }
 
+var _ tunnel.Routed = (*Edge)(nil)
+
 // NewEdge returns the module. dial decides which targets are permitted.
 func NewEdge(dial tunnel.DialFunc) *Edge { return &Edge{dial: dial} }
 
 // Name implements tunnel.Module.
 func (e *Edge) Name() string { return name }
 
-// Routes implements tunnel.Module.
+// Routes implements tunnel.Routed.
 func (e *Edge) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
-		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
-			return from.Serve(m, e.dial)
-		},
+		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error { return in.Serve(e.dial) },
 	}
 }
 

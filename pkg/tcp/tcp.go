@@ -93,9 +93,6 @@ func New(listeners []Listener, dialer tunnel.Dialer, log *slog.Logger) *FrontDoo
 // Name implements tunnel.Module.
 func (f *FrontDoor) Name() string { return name }
 
-// Routes implements tunnel.Module. It is empty: an edge may not open conns to the cloud.
-func (f *FrontDoor) Routes() map[string]tunnel.Handler { return nil }
-
 // Ready returns nil while all listeners are open.
 func (f *FrontDoor) Ready() error {
 	f.mu.Lock()

@@ -437,15 +437,14 @@ func TestBrokenListenerReachesMain(t *testing.T) {
 	}
 }
 
-// link records which message a session is asked to serve, and with which dial func.
-type link struct {
-	tunnel.Link
+// way records which message it is asked to serve, and with which dial func.
+type way struct {
 	served *tunnel.Message
 	dial   tunnel.DialFunc
 }
 
-func (l *link) Serve(m *tunnel.Message, dial tunnel.DialFunc) error {
-	l.served, l.dial = m, dial
+func (w *way) ServeOpen(in *tunnel.Incoming, dial tunnel.DialFunc) error {
+	w.served, w.dial = in.Message, dial
 	return nil
 }
 
@@ -456,15 +455,16 @@ func TestEdgeServesOpen(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := new(link)
+	w := new(way)
 	m := &tunnel.Message{Category: "tcp", Type: tunnel.TypeOpen, Topic: "7f", Addr: "127.0.0.1:22"}
-	if known, err := router.Handle(t.Context(), &tunnel.Session{Node: "edge1", Link: l}, m); !known || err != nil {
+	in := &tunnel.Incoming{Message: m, From: &tunnel.Session{Node: "edge1"}, Way: w}
+	if known, err := router.Handle(t.Context(), in); !known || err != nil {
 		t.Fatalf("open is not handled: %v, %v", known, err)
 	}
-	if l.served != m {
+	if w.served != m {
 		t.Error("the session was not asked to serve the message")
 	}
-	if _, err := l.dial(t.Context(), tunnel.Request{}); !errors.Is(err, mark) {
+	if _, err := w.dial(t.Context(), tunnel.Request{}); !errors.Is(err, mark) {
 		t.Error("it dials with something else than the edge was given")
 	}
 	ctx, cancel := context.WithCancel(t.Context())

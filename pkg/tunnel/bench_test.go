@@ -16,7 +16,7 @@ func BenchmarkRouter(b *testing.B) {
 	from, m := &Session{Node: "edge1"}, &Message{Category: "https", Type: "open"}
 	b.ReportAllocs()
 	for b.Loop() {
-		if known, err := r.Handle(b.Context(), from, m); !known || err != nil {
+		if known, err := r.Handle(b.Context(), &Incoming{Message: m, From: from}); !known || err != nil {
 			b.Fatal(known, err)
 		}
 	}

@@ -36,7 +36,8 @@ func (l *link) Dial(_ context.Context, r Request) (net.Conn, error) {
 }
 
 func session(node NodeName, id string) *Session {
-	return &Session{ID: id, Node: node, Link: &link{name: id}}
+	l := &link{name: id}
+	return &Session{ID: id, Node: node, Link: l, Dialer: l}
 }
 
 // When a replaced session ends, its successor stays attached.

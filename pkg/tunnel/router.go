@@ -8,6 +8,20 @@ import (
 	"slices"
 )
 
+// Handler handles one message. It runs on the session's receive loop, so it must
+// not dial, wait for the network, or wait to send. Work that takes time goes to
+// [Incoming.Serve] or to a goroutine that the session waits for. An error ends the
+// session. The sender is in.From.Node; a node name inside the message is not trusted.
+type Handler func(ctx context.Context, in *Incoming) error
+
+// Routed is a module that handles the messages of its category. A peer can ask nothing of
+// another module.
+type Routed interface {
+	Module
+	// Routes maps message types to handlers. NewRouter calls it once, before the first message.
+	Routes() map[string]Handler
+}
+
 // Router finds the handler of a message by category and type. It does not change after
 // NewRouter, so it needs no lock.
 type Router struct {
@@ -16,8 +30,8 @@ type Router struct {
 
 type route struct{ category, typ string }
 
-// NewRouter reads the routes of all modules. It reports all conflicts in one error: two
-// modules with one name, or a route without a handler, for example.
+// NewRouter reads the routes of the modules that are [Routed]. It reports all conflicts in one
+// error: two modules with one name, or a route without a handler, for example.
 func NewRouter(mods ...Module) (*Router, error) {
 	r := &Router{routes: make(map[route]Handler)}
 	seen := make(map[string]bool)
@@ -33,7 +47,11 @@ func NewRouter(mods ...Module) (*Router, error) {
 			continue
 		}
 		seen[name] = true
-		for typ, h := range m.Routes() {
+		routed, ok := m.(Routed)
+		if !ok {
+			continue
+		}
+		for typ, h := range routed.Routes() {
 			switch {
 			case typ == "":
 				errs = append(errs, fmt.Errorf("module %q has a route with an empty type", name))
@@ -50,15 +68,16 @@ func NewRouter(mods ...Module) (*Router, error) {
 	return r, nil
 }
 
-// Handle calls the handler of m. known is false if m has no handler. The caller then
-// counts m and continues, since a newer peer may send types that this version lacks.
-func (r *Router) Handle(ctx context.Context, from *Session, m *Message) (known bool, err error) {
-	h, known := r.routes[route{m.Category, m.Type}]
+// Handle calls the handler of a message. known is false if the message has no handler. The
+// caller then counts the message and continues, since a newer peer may send types that this
+// version lacks.
+func (r *Router) Handle(ctx context.Context, in *Incoming) (known bool, err error) {
+	h, known := r.routes[route{in.Category, in.Type}]
 	if !known {
 		return false, nil
 	}
-	if err := h(ctx, from, m); err != nil {
-		return true, fmt.Errorf("handling %s/%s: %w", m.Category, m.Type, err)
+	if err := h(ctx, in); err != nil {
+		return true, fmt.Errorf("handling %s/%s: %w", in.Category, in.Type, err)
 	}
 	return true, nil
 }

@@ -21,7 +21,13 @@ func (m *module) Name() string                  { return m.name }
 func (m *module) Routes() map[string]Handler    { return m.routes }
 func (m *module) Run(ctx context.Context) error { return m.run(ctx) }
 
-func ignore(context.Context, *Session, *Message) error { return nil }
+func ignore(context.Context, *Incoming) error { return nil }
+
+// deaf is a module without messages.
+type deaf struct{}
+
+func (deaf) Name() string              { return "deaf" }
+func (deaf) Run(context.Context) error { return nil }
 
 // NewRouter reports everything that is wrong with the modules in one error.
 func TestRouterReportsEveryConflict(t *testing.T) {
@@ -30,13 +36,14 @@ func TestRouterReportsEveryConflict(t *testing.T) {
 		&module{name: "a"},
 		&module{name: ""},
 		&module{name: "b", routes: map[string]Handler{"none": nil}},
+		deaf{}, deaf{},
 	)
 	if r != nil || err == nil {
 		t.Fatalf("router %v, error %v", r, err)
 	}
 	for _, want := range []string{
 		"route a/none has no handler", `module "a" has a route with an empty type`,
-		`two modules are named "a"`, "a *tunnel.module has no name", "route b/none has no handler",
+		`two modules are named "a"`, `two modules are named "deaf"`, "a *tunnel.module has no name", "route b/none has no handler",
 	} {
 		if !strings.Contains(err.Error(), want) {
 			t.Errorf("%q does not say %q", err, want)
@@ -46,14 +53,14 @@ func TestRouterReportsEveryConflict(t *testing.T) {
 
 func TestRouter(t *testing.T) {
 	var got []string
-	note := func(ctx context.Context, from *Session, m *Message) error {
-		got = append(got, string(from.Node)+" "+m.Category+"/"+m.Type)
+	note := func(_ context.Context, in *Incoming) error {
+		got = append(got, string(in.From.Node)+" "+in.Category+"/"+in.Type)
 		return nil
 	}
 	broken := errors.New("broken")
-	routes := map[string]Handler{"x": note, "bad": func(context.Context, *Session, *Message) error { return broken }}
+	routes := map[string]Handler{"x": note, "bad": func(context.Context, *Incoming) error { return broken }}
 	r, err := NewRouter(
-		&module{name: "a", routes: routes}, &module{name: "b", routes: map[string]Handler{"x": note}}, &module{name: "c"},
+		&module{name: "a", routes: routes}, &module{name: "b", routes: map[string]Handler{"x": note}}, &module{name: "c"}, deaf{},
 	)
 	if err != nil {
 		t.Fatal(err)
@@ -70,9 +77,10 @@ func TestRouter(t *testing.T) {
 		{"a", "bad", true, broken},
 		{"b", "bad", false, nil}, // another module's type
 		{"c", "x", false, nil},
+		{"deaf", "x", false, nil}, // it takes no messages
 		{"", "", false, nil},
 	} {
-		known, err := r.Handle(t.Context(), from, &Message{Category: c.category, Type: c.typ})
+		known, err := r.Handle(t.Context(), &Incoming{Message: &Message{Category: c.category, Type: c.typ}, From: from})
 		if known != c.known || !errors.Is(err, c.err) {
 			t.Errorf("%s/%s: known %t, error %v; want %t, %v", c.category, c.typ, known, err, c.known, c.err)
 		}

@@ -1,8 +1,6 @@
 package tunnel
 
 import (
-	"context"
-	"net"
 	"sync/atomic"
 	"time"
 )
@@ -17,6 +15,12 @@ type Session struct {
 	Since  time.Time // when the session was established
 	Reach  string    // the addresses that the edge says it reaches, unchecked; pkg/konnectivity parses it
 	Link             // the transport
+	Dialer           // asks the edge to dial; nil at the edge, which cannot ask the cloud
+
+	// Set once, at the cloud only.
+	Instance string // the id of the edge's process, unchecked; an agent has none
+	All      bool   // the edge keeps a session with every replica
+	Agent    bool   // the peer is a konnectivity agent, not an edge
 
 	// Written by the transport, read by any goroutine.
 	Conns atomic.Int64 // conns that are open now or being dialled
@@ -30,19 +34,8 @@ type Link interface {
 	// Send queues m for the peer and returns at once. It returns an error if the
 	// session has ended.
 	Send(m *Message) error
-	// Dial asks the edge to dial r.Addr and returns the conn (cloud only).
-	Dial(ctx context.Context, r Request) (net.Conn, error)
-	// Serve answers the open request m in a goroutine of the session (edge only). It
-	// splices the conn that dial returns to the caller's conn, or sends the error of
-	// dial as a refusal. A handler may call it: Serve returns at once, unless m came by
-	// a connection of its own, whose goroutine then does the work.
-	Serve(m *Message, dial DialFunc) error
 	// Close ends the session and resets its conns. It tells the peer why: reason.
 	Close(reason error)
 	// Done is closed when the session has ended.
 	Done() <-chan struct{}
 }
-
-// DialFunc dials the target of a request from the edge. ctx is done when the caller
-// has left or the session has ended.
-type DialFunc func(ctx context.Context, r Request) (net.Conn, error)

@@ -1,9 +1,10 @@
 // Package tunnel defines the types that all other packages share:
 //
 //   - [Message]: one message on a node's control stream
-//   - [Module]: the owner of one category of messages
+//   - [Module]: one part of the process; a [Routed] module owns one category of messages
+//   - [Incoming]: a received message, with its session and the way to answer it
 //   - [Router]: it finds the handler of a message
-//   - [Session]: the session that a message came from
+//   - [Session]: one live control stream
 //   - [Directory]: the live sessions, by node
 //   - [Dialer]: by it, front doors get a connection to a target behind a node
 //
@@ -11,8 +12,8 @@
 //
 //	front door ── Dialer.Dial(Request{Node: "edge1", Category: "tcp", Addr: "127.0.0.1:22"})
 //	                └─ Directory: edge1 → Session ── Session.Dial ──▶ (transport)
-//	edge router ◀── Message{Category: "tcp", Type: "open"} ◀────────── (transport)
-//	  └─ the edge's tcp module: Session.Serve(m, dial) ── dials, or refuses with a Code
+//	edge router ◀── Incoming{Category: "tcp", Type: "open"} ◀───────── (transport)
+//	  └─ the edge's tcp module: Incoming.Serve(dial) ── dials, or refuses with a Code
 //
 // The package knows no module and no transport: gRPC is in pkg/stream, and another
 // transport can be added by implementing [Link]. The package keeps no package-level
@@ -87,18 +88,10 @@ const (
 	TypeOpen = "open"
 )
 
-// Handler handles one message. It runs on the session's receive loop, so it must
-// not dial, wait for the network, or wait to send. Work that takes time goes to
-// [Session.Serve] or to a goroutine that the session waits for. An error ends the
-// session. The sender is from.Node; a node name inside the message is not trusted.
-type Handler func(ctx context.Context, from *Session, m *Message) error
-
-// Module is one part of the process, owner of one category of messages.
+// Module is one part of the process. A module that handles messages is also [Routed].
 type Module interface {
-	// Name is the module's name and the category it owns.
+	// Name is the module's name. If the module is Routed, Name is the category that it owns.
 	Name() string
-	// Routes maps message types to handlers. NewRouter calls it once, before the first message.
-	Routes() map[string]Handler
 	// Run listens and serves until ctx is done, then drains and returns nil. If the
 	// module cannot do its work, Run returns an error, and the process stops.
 	Run(ctx context.Context) error

@@ -190,8 +190,8 @@ func (o opener) Name() string { return o.category }
 
 func (o opener) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
-		tunnel.TypeOpen: func(_ context.Context, from *tunnel.Session, m *tunnel.Message) error {
-			return from.Serve(m, func(ctx context.Context, _ tunnel.Request) (net.Conn, error) {
+		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error {
+			return in.Serve(func(ctx context.Context, _ tunnel.Request) (net.Conn, error) {
 				return new(net.Dialer).DialContext(ctx, "tcp", o.addr)
 			})
 		},
