@@ -5,13 +5,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
-	"net"
 	"slices"
 	"time"
 
 	"google.golang.org/protobuf/proto"
 
-	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -29,13 +27,12 @@ type edgeSession struct {
 	remoteInstance string          // of the replica at the other end; "" if the cloud has only one
 
 	// Guarded by session.mu.
-	beats       []time.Time           // send times of the heartbeats without an echo, the oldest first
-	opening     int                   // number of data connections that are being opened
-	misses      int                   // failed attempts in a row to open a data connection
-	noMoreUntil time.Time             // until then the edge opens no data connection
-	early       [64]string            // ring buffer: topics of the last cancels that found no open
-	nextEarly   int                   // index in early of the next topic
-	by          map[string]*edgeLease // leases by topic of opens by data connection, until the cloud has all bytes
+	beats       []time.Time // send times of the heartbeats without an echo, the oldest first
+	opening     int         // number of data connections that are being opened
+	misses      int         // failed attempts in a row to open a data connection
+	noMoreUntil time.Time   // until then the edge opens no data connection
+	early       [64]string  // ring buffer: topics of the last cancels that found no open
+	nextEarly   int         // index in early of the next topic
 }
 
 var _ end = (*edgeSession)(nil)
@@ -185,178 +182,4 @@ func (s *edgeSession) cloudReplicas(m *tunnel.Message) error {
 	}
 	s.owner.know(r.GetInstances())
 	return nil
-}
-
-// serving is an open request that the edge serves, from the open message to the end of the conn.
-type serving struct{ cancel context.CancelFunc }
-
-// Abort implements topic: it cancels the dial or the conn.
-func (s *serving) Abort() { s.cancel() }
-
-// cancelTopic aborts the open or conn of a topic, because the cloud's caller has gone. It remembers
-// a topic that is not known yet, see cancelledEarly.
-func (s *edgeSession) cancelTopic(m *tunnel.Message) error {
-	if t := s.lookup(m.Topic); t != nil {
-		t.Abort()
-		return nil
-	}
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	s.early[s.nextEarly] = m.Topic
-	s.nextEarly = (s.nextEarly + 1) % len(s.early)
-	return nil
-}
-
-// cancelledEarly reports whether the cancel of an open arrived before the open. The open may come
-// by a data connection, while the cancel comes by the control stream.
-func (s *edgeSession) cancelledEarly(topic string) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return slices.Contains(s.early[:], topic)
-}
-
-// ServeOpen implements tunnel.Way: it serves the open in a goroutine of the session. If the open
-// came by a data connection, the goroutine that reads that connection serves it.
-func (s *edgeSession) ServeOpen(m *tunnel.Incoming, dial tunnel.DialFunc) error {
-	var open pb.Open
-	if err := proto.Unmarshal(m.Data, &open); err != nil {
-		return fmt.Errorf("open: %w", err)
-	}
-	r := tunnel.Request{
-		Node: s.pub.Node, Category: m.Category, Network: open.GetNetwork(),
-		Addr: m.Addr, Caller: text(open.GetCaller()), Relayed: open.GetRelayed(), NoWait: open.GetNoWait(),
-	}
-	if m.Category == categoryRelay {
-		node, err := tunnel.ParseNodeName(open.GetNode())
-		if err != nil {
-			return fmt.Errorf("open: %w", err)
-		}
-		r.Node, r.Category, r.Relayed = node, open.GetCategory(), true
-	}
-	ctx, cancel := context.WithCancel(context.Background())
-	refusal := s.add(m.Topic, &serving{cancel})
-	if refusal == nil && s.cancelledEarly(m.Topic) {
-		cancel()
-	}
-	by := s.leaseOf(m.Topic)
-	if by != nil {
-		by.settle() // after add: a draining session ends when its last topic is removed
-	}
-	if refusal != nil {
-		cancel()
-		s.refuse(m.Topic, refusal)
-		return nil
-	}
-	serve := func() {
-		defer func() {
-			if by != nil && by.EndAwaited() {
-				by.endAwaited = true // serveConns removes the topic later
-				return
-			}
-			s.remove(m.Topic)
-		}()
-		defer cancel()
-		if err := s.guard(func() error { return s.serve(ctx, m.Topic, r, dial) }); err != nil {
-			s.Close(err)
-		}
-	}
-	if by != nil {
-		serve() // the goroutine that reads the data connection is idle until the conn ends
-	} else {
-		go serve()
-	}
-	return nil
-}
-
-// nobody refuses an open request for a module that this edge does not have, so that the caller does
-// not wait until its timeout. It ignores other unknown messages.
-func (s *edgeSession) nobody(m *tunnel.Message) error {
-	if m.Type == tunnel.TypeOpen {
-		s.refuse(m.Topic, tunnel.Refusef(tunnel.Internal, "node %s runs no module %q", s.pub.Node, m.Category))
-	}
-	return nil
-}
-
-// serve dials the target and relays bytes between the target and the conn. It returns nil. Only a
-// panic makes the guarded call return an error, and the error ends the session.
-func (s *edgeSession) serve(ctx context.Context, name string, r tunnel.Request, dial tunnel.DialFunc) error {
-	started := time.Now()
-	target, late, err := s.dialTarget(ctx, r, dial)
-	if err != nil {
-		s.log.Debug("target refused", "topic", name, "target", r.Addr, "err", err)
-		if s.owner.cfg.replica == nil && tunnel.CodeOf(err) == tunnel.Denied {
-			if skipped, ok := s.owner.denials.Allow(); ok {
-				s.log.Warn("a dial that the cloud asked for is denied", "topic", name, "target", r.Addr, "caller", r.Caller, "err", err, "skipped", skipped)
-			}
-		}
-		if _, decided := errors.AsType[*tunnel.Refusal](err); !decided {
-			switch {
-			case ctx.Err() != nil:
-				err = tunnel.Refusef(tunnel.Gone, "the caller has gone")
-			case late:
-				err = tunnel.Refusef(tunnel.Timeout, "%s did not answer within %s", r.Addr, dialTimeout)
-			}
-		}
-		s.refuse(name, err)
-		return nil
-	}
-	defer s.owner.Over()
-	way, err := s.answer(ctx, name)
-	if err != nil {
-		s.log.Debug("cannot open the conn", "topic", name, "target", r.Addr, "err", err)
-		tunnel.Reset(target)
-		s.refuse(name, tunnel.Refusef(tunnel.Internal, "node %s reached the target and cannot open the conn: %v", s.pub.Node, err))
-		return nil
-	}
-	gone := make(chan struct{})
-	c := way.conn(s, conn.Config{
-		IsEdge: true, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Log: s.log,
-		Local: conn.Addr(s.pub.Node), Remote: conn.Addr(r.Caller),
-		Ended: func(err error) {
-			if err != nil {
-				way.reset()
-			}
-		},
-		Gone: func() { close(gone) },
-	})
-	stop := c.Watch(ctx)
-	defer stop()
-	s.counters.ConnsOpened.Add(1)
-	received, sent, err := tunnel.Splice(ctx, c, target)
-	<-gone
-	s.log.Debug("conn ended", "topic", name, "target", r.Addr, "bytes", received+sent, "err", err, "dur", time.Since(started).Round(time.Microsecond))
-	return nil
-}
-
-// dialTarget waits for room in the budget of the edge, and dials. If it returns a target, the
-// caller must call Client.Over. late reports that dialTimeout has passed.
-func (s *edgeSession) dialTarget(ctx context.Context, r tunnel.Request, dial tunnel.DialFunc) (target net.Conn, late bool, err error) {
-	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
-	defer cancel()
-	if refusal := s.owner.Admit(ctx, r); refusal != nil {
-		return nil, false, refusal
-	}
-	defer func() { // runs also if dial panics
-		s.owner.Dialled(r, errors.Join(err, ctx.Err()))
-		if target == nil {
-			s.owner.Over()
-		}
-	}()
-	target, err = dial(ctx, r)
-	return target, errors.Is(ctx.Err(), context.DeadlineExceeded), err
-}
-
-// refuse sends the cloud the reason why a request led to no conn.
-func (s *edgeSession) refuse(name string, err error) {
-	code, words := tunnel.CodeOf(err), err.Error()
-	if r, ok := errors.AsType[*tunnel.Refusal](err); ok {
-		words = r.Text
-	}
-	s.counters.Refuse(code)
-	refused := &pb.Refused{Code: pb.Code(code), Text: text(words)}
-	if by := s.leaseOf(name); by != nil {
-		by.data.Send(conn.FrameRefused, encode(refused)) //nolint:errcheck // its reader gets the error
-		return
-	}
-	s.post(message(typeRefused, name, refused))
 }

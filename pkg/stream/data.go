@@ -35,6 +35,7 @@ type dataConn struct {
 
 	// Guarded by session.mu.
 	since   time.Time   // when it was last used
+	inUse   bool        // at the edge: it serves an open, or the cloud has not confirmed the end of the conn
 	saying  *time.Timer // timer that calls sayEnd
 	unheard time.Time   // since when lost has seen retransmissions without an answer; zero: none
 }

@@ -9,9 +9,6 @@ import (
 	"math/rand/v2"
 	"time"
 
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/metadata"
-	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	"tunnel/pkg/conn"
@@ -153,36 +150,24 @@ func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, er
 // never is a round trip so long that no link counts as far.
 const never = time.Hour
 
-// edgeLease is the edge's lease of a data connection, for one open that came by the data
-// connection and for the conn of that open.
-type edgeLease struct {
-	conn.Lease
-	data *dataConn
-
-	// Owned by the goroutine that serves the data connection.
-	topic      string
-	settle     func() // releases the previous topic, which is no longer needed
-	endAwaited bool   // the conn has ended here, and the cloud has not confirmed that it has all of it
-}
-
 // serveConns serves the conns of a data connection, one after the other.
 func (s *edgeSession) serveConns(d *dataConn) error {
-	var ended *edgeLease // the lease whose end the cloud has not confirmed yet
-	said := func() {
+	var ended *dataOpen // the open whose conn has ended here; the cloud has not confirmed the end
+	confirmed := func() {
 		if ended != nil {
-			s.left(ended)
 			s.remove(ended.topic)
 			ended = nil
 		}
 	}
-	defer said()
+	defer confirmed()
 	for {
 		typ, data, err := d.Receive(conn.MaxControlFrame)
 		if err != nil {
 			return err
 		}
 		if ended != nil && conn.IsEnd(typ, data) {
-			said()
+			confirmed()
+			s.setInUse(d, false)
 			continue
 		}
 		var in pb.StreamMsg
@@ -196,51 +181,39 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		if m.Type != tunnel.TypeOpen {
 			return fmt.Errorf("%s/%s came by a data connection", text(m.Category), text(m.Type))
 		}
-		by := &edgeLease{data: d, topic: m.Topic, settle: said}
-		d.LendAtEdge(&by.Lease)
-		if !s.came(m.Topic, by) {
-			return fmt.Errorf("topic %s is in use, or the connection is not", text(m.Topic))
+		if !s.setInUse(d, true) {
+			return errors.New("an open came by a data connection that is being closed")
 		}
-		known, err := s.handle(s.ctx, m, s)
+		o := &dataOpen{s: s, data: d, topic: m.Topic, confirmed: confirmed}
+		d.LendAtEdge(&o.Lease)
+		known, err := s.handle(s.ctx, m, o)
 		if !known {
-			err = s.nobody(m)
+			s.refuseUnknown(m, o)
 		}
-		said()
+		confirmed()
 		d.carries.Store(nil)
-		if by.endAwaited {
-			ended = by
+		if o.endAwaited {
+			ended = o
 		} else {
-			s.left(by)
+			s.setInUse(d, false)
 		}
 		if err != nil {
 			return err
 		}
-		if err := by.ReturnAtEdge(); err != nil {
+		if err := o.ReturnAtEdge(); err != nil {
 			return err
 		}
 	}
 }
 
-// came records by which data connection an open came. It returns false if the topic is in use or
-// the session no longer has the data connection.
-func (s *edgeSession) came(topic string, by *edgeLease) bool {
+// setInUse notes whether a data connection serves an open. It returns false if the session no longer
+// has the data connection: dropUnused or the end of the session has closed it.
+func (s *edgeSession) setInUse(d *dataConn, is bool) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.by == nil {
-		s.by = make(map[string]*edgeLease)
-	}
-	if _, held := s.data[by.data]; !held || s.by[topic] != nil {
-		return false
-	}
-	s.by[topic] = by
-	return true
-}
-
-// left undoes came.
-func (s *edgeSession) left(by *edgeLease) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.by, by.topic)
+	d.inUse = is
+	_, held := s.data[d]
+	return held
 }
 
 // dropUnused closes the idle data connections. A data connection is in use until the cloud has
@@ -250,67 +223,10 @@ func (s *edgeSession) left(by *edgeLease) {
 func (s *edgeSession) dropUnused() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	busy := make(map[*dataConn]bool)
-	for _, by := range s.by {
-		busy[by.data] = true
-	}
 	for d := range s.data {
-		if !busy[d] {
+		if !d.inUse {
 			s.dropLocked(d)
 			d.abort()
 		}
 	}
-}
-
-// leaseOf returns the lease of the data connection by which an open came. It returns nil if the
-// open came by the control stream.
-func (s *edgeSession) leaseOf(topic string) *edgeLease {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.by[topic]
-}
-
-// wayBack is how the edge answers an open whose target it has reached. The conn is made from it.
-type wayBack struct {
-	stream conn.Stream // nil: the conn uses a data connection
-	lease  *edgeLease  // nil: the conn uses a stream
-	reset  func()      // resets the conn
-}
-
-// conn makes the edge's end of the conn.
-func (w wayBack) conn(s *edgeSession, cfg conn.Config) *conn.Conn {
-	if w.lease == nil {
-		return conn.OverStream(w.stream, &s.own.turns, cfg)
-	}
-	c := conn.OverLease(&w.lease.Lease, cfg)
-	w.lease.data.carries.Store(c)
-	s.counters.ConnsOverData.Add(1)
-	return c
-}
-
-// answer tells the cloud that the target of an open is there.
-func (s *edgeSession) answer(ctx context.Context, name string) (wayBack, error) {
-	by := s.leaseOf(name)
-	if by == nil {
-		sctx, end := context.WithCancel(ctx)
-		stream, err := s.client.Connect(metadata.AppendToOutgoingContext(sctx, topicKey, name))
-		if err != nil {
-			if status.Code(err) == codes.Unavailable {
-				// After 805 million streams an HTTP/2 connection has no ids for new streams. Its
-				// existing streams go on. A new session has new ids.
-				s.Close(fmt.Errorf("the session's connection takes no more streams: %w", err))
-			}
-			end()
-			return wayBack{}, err
-		}
-		return wayBack{stream: stream, reset: end}, nil
-	}
-	if err := by.Accept(); err != nil {
-		return wayBack{}, err
-	}
-	return wayBack{lease: by, reset: func() {
-		by.Revoke()
-		s.post(message(typeCancel, name, nil)) // for a cloud that does not read the conn
-		by.data.abort()
-	}}, nil
 }

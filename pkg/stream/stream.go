@@ -19,10 +19,11 @@
 // Files: transport.go accepts connections and knows the session of each connection. carrier.go
 // decides how a session uses its TCP connection. session.go is the part of a session that both ends
 // share. server.go and client.go are the two ends. server_join.go and client_join.go begin a
-// session. server_proof.go and client_proof.go handle the proof that a session depends on. sign.go
-// and client_tls.go handle certificates. data.go is the session's data connections, data_cloud.go
-// and data_edge.go are their two ends, and pacer.go slows them down. Package conn is a forwarded
-// connection, whatever carries it.
+// session. server_session.go and client_session.go are the two ends of a live session, and
+// open_edge.go serves opens at the edge. server_proof.go and client_proof.go handle the proof that a
+// session depends on. sign.go and client_tls.go handle certificates. data.go is the session's data
+// connections, data_cloud.go and data_edge.go are their two ends, and pacer.go slows them down.
+// Package conn is a forwarded connection, whatever carries it.
 //
 // A session owns its conns and its goroutines: they end when the session ends. Run of the module
 // returns only after all of them have ended.

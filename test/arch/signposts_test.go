@@ -203,7 +203,7 @@ func TestWrongSignposts(t *testing.T) {
 		faults int
 	}{
 		{"| 7 | `pkg/stream/session.go` `sendLoop` → `receiveLoop` | the message crosses |", 0},
-		{"(`client_session.go` `edgeSession.ServeOpen`, `serve` and `beat`)", 0},
+		{"(`open_edge.go` `edgeSession.ServeOpen`, `serve` and `refuse`)", 0},
 		{"`pkg/reload` `Watch`, `followed.look`", 0},
 		{"`session.go` `sendLoop`; the message `Hello` follows", 0},
 		{"`session.go` and its `Hello`, or `pkg/stream` (`Hello`)", 0},

@@ -1,0 +1,304 @@
+package stream
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+
+	"tunnel/pkg/conn"
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// openWay is the way that one open came to the edge. The edge answers the open, and makes the conn,
+// by the same way. A controlOpen came by the control stream, a dataOpen by a data connection.
+type openWay interface {
+	// registered is called once the open is a topic of the session, or cannot be one.
+	registered()
+	// run calls serve, which serves the open until its conn has ended.
+	run(serve func())
+	// accept tells the cloud that the target is there.
+	accept(ctx context.Context) error
+	// conn makes the edge's end of the conn. It is called once, after accept.
+	conn(cfg conn.Config) *conn.Conn
+	// reset resets the conn.
+	reset()
+	// refuse tells the cloud why there is no conn.
+	refuse(refused *pb.Refused)
+	// ended is called when the open was refused by its target, or its conn has ended.
+	ended()
+}
+
+// controlOpen is an open that came by the control stream. Its conn is a stream of gRPC.
+type controlOpen struct {
+	s      *edgeSession
+	topic  string
+	stream conn.Stream        // accept sets it
+	cancel context.CancelFunc // resets stream
+}
+
+// ServeOpen implements tunnel.Way for the opens of the control stream: it serves the open in a
+// goroutine of the session.
+func (s *edgeSession) ServeOpen(in *tunnel.Incoming, dial tunnel.DialFunc) error {
+	return s.serveOpen(in.Message, &controlOpen{s: s, topic: in.Topic}, dial)
+}
+
+func (o *controlOpen) registered() {}
+
+func (o *controlOpen) run(serve func()) { go serve() }
+
+func (o *controlOpen) accept(ctx context.Context) error {
+	ctx, cancel := context.WithCancel(ctx)
+	stream, err := o.s.client.Connect(metadata.AppendToOutgoingContext(ctx, topicKey, o.topic))
+	if err != nil {
+		if status.Code(err) == codes.Unavailable {
+			// After 805 million streams an HTTP/2 connection has no ids for new streams. Its
+			// existing streams go on. A new session has new ids.
+			o.s.Close(fmt.Errorf("the session's connection takes no more streams: %w", err))
+		}
+		cancel()
+		return err
+	}
+	o.stream, o.cancel = stream, cancel
+	return nil
+}
+
+func (o *controlOpen) conn(cfg conn.Config) *conn.Conn {
+	return conn.OverStream(o.stream, &o.s.own.turns, cfg)
+}
+
+func (o *controlOpen) reset() { o.cancel() }
+
+func (o *controlOpen) refuse(r *pb.Refused) { o.s.post(message(typeRefused, o.topic, r)) }
+
+func (o *controlOpen) ended() { o.s.remove(o.topic) }
+
+// dataOpen is an open that came by a data connection. Its conn uses the lease of that connection.
+type dataOpen struct {
+	conn.Lease
+	s     *edgeSession
+	data  *dataConn
+	topic string
+
+	// Owned by the goroutine that serves the data connection.
+	confirmed  func() // removes the topic of the previous conn: this open confirms the end of that conn
+	endAwaited bool   // the conn has ended here, and the cloud has not confirmed that it has all of it
+}
+
+// ServeOpen implements tunnel.Way: the goroutine that reads the data connection serves the open.
+func (o *dataOpen) ServeOpen(in *tunnel.Incoming, dial tunnel.DialFunc) error {
+	return o.s.serveOpen(in.Message, o, dial)
+}
+
+// registered removes the previous topic only now: a draining session ends when its last topic is
+// removed.
+func (o *dataOpen) registered() { o.confirmed() }
+
+// run needs no goroutine: the one that reads the data connection is idle until the conn ends.
+func (o *dataOpen) run(serve func()) { serve() }
+
+func (o *dataOpen) accept(context.Context) error { return o.Accept() }
+
+func (o *dataOpen) conn(cfg conn.Config) *conn.Conn {
+	c := conn.OverLease(&o.Lease, cfg)
+	o.data.carries.Store(c)
+	o.s.counters.ConnsOverData.Add(1)
+	return c
+}
+
+func (o *dataOpen) reset() {
+	o.Revoke()
+	o.s.post(message(typeCancel, o.topic, nil)) // for a cloud that does not read the conn
+	o.data.abort()
+}
+
+func (o *dataOpen) refuse(r *pb.Refused) {
+	o.data.Send(conn.FrameRefused, encode(r)) //nolint:errcheck // its reader gets the error
+}
+
+func (o *dataOpen) ended() {
+	if o.EndAwaited() {
+		o.endAwaited = true // serveConns removes the topic later
+		return
+	}
+	o.s.remove(o.topic)
+}
+
+// serving is the topic of an open request that the edge serves, from the open message to the end of
+// the conn.
+type serving struct{ cancel context.CancelFunc }
+
+// Abort implements topic: it cancels the dial or the conn.
+func (s *serving) Abort() { s.cancel() }
+
+// serveOpen registers an open as a topic of the session and serves it by way, or refuses it.
+func (s *edgeSession) serveOpen(m *tunnel.Message, way openWay, dial tunnel.DialFunc) error {
+	r, err := s.requestOf(m)
+	if err != nil {
+		return fmt.Errorf("open: %w", err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	refusal := s.add(m.Topic, &serving{cancel})
+	if refusal == nil && s.cancelledEarly(m.Topic) {
+		cancel()
+	}
+	way.registered()
+	if refusal != nil {
+		cancel()
+		s.refuse(way, refusal)
+		return nil
+	}
+	way.run(func() {
+		defer way.ended()
+		defer cancel()
+		s.guarded(func() { s.serve(ctx, m.Topic, r, way, dial) })()
+	})
+	return nil
+}
+
+// requestOf returns the request of an open.
+func (s *edgeSession) requestOf(m *tunnel.Message) (r tunnel.Request, err error) {
+	var open pb.Open
+	if err := proto.Unmarshal(m.Data, &open); err != nil {
+		return r, err
+	}
+	r = tunnel.Request{
+		Node: s.pub.Node, Category: m.Category, Network: open.GetNetwork(),
+		Addr: m.Addr, Caller: text(open.GetCaller()), Relayed: open.GetRelayed(), NoWait: open.GetNoWait(),
+	}
+	if m.Category == categoryRelay {
+		if r.Node, err = tunnel.ParseNodeName(open.GetNode()); err != nil {
+			return r, err
+		}
+		r.Category, r.Relayed = open.GetCategory(), true
+	}
+	return r, nil
+}
+
+// serve dials the target and relays bytes between the target and the conn.
+func (s *edgeSession) serve(
+	ctx context.Context, name string, r tunnel.Request, way openWay, dial tunnel.DialFunc,
+) {
+	started := time.Now()
+	target, late, err := s.dialTarget(ctx, r, dial)
+	if err != nil {
+		s.log.Debug("target refused", "topic", name, "target", r.Addr, "err", err)
+		if s.owner.cfg.replica == nil && tunnel.CodeOf(err) == tunnel.Denied {
+			if skipped, ok := s.owner.denials.Allow(); ok {
+				s.log.Warn("a dial that the cloud asked for is denied",
+					"topic", name, "target", r.Addr, "caller", r.Caller, "err", err, "skipped", skipped)
+			}
+		}
+		if _, decided := errors.AsType[*tunnel.Refusal](err); !decided {
+			switch {
+			case ctx.Err() != nil:
+				err = tunnel.Refusef(tunnel.Gone, "the caller has gone")
+			case late:
+				err = tunnel.Refusef(tunnel.Timeout, "%s did not answer within %s", r.Addr, dialTimeout)
+			}
+		}
+		s.refuse(way, err)
+		return
+	}
+	defer s.owner.Over()
+	if err = way.accept(ctx); err != nil {
+		s.log.Debug("cannot open the conn", "topic", name, "target", r.Addr, "err", err)
+		tunnel.Reset(target)
+		const text = "node %s reached the target and cannot open the conn: %v"
+		s.refuse(way, tunnel.Refusef(tunnel.Internal, text, s.pub.Node, err))
+		return
+	}
+	gone := make(chan struct{})
+	c := way.conn(conn.Config{
+		IsEdge: true, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Log: s.log,
+		Local: conn.Addr(s.pub.Node), Remote: conn.Addr(r.Caller),
+		Ended: func(err error) {
+			if err != nil {
+				way.reset()
+			}
+		},
+		Gone: func() { close(gone) },
+	})
+	stop := c.Watch(ctx)
+	defer stop()
+	s.counters.ConnsOpened.Add(1)
+	received, sent, err := tunnel.Splice(ctx, c, target)
+	<-gone
+	s.log.Debug("conn ended", "topic", name, "target", r.Addr, "bytes", received+sent,
+		"err", err, "dur", time.Since(started).Round(time.Microsecond))
+}
+
+// dialTarget waits for room in the budget of the edge, and dials. If it returns a target, the
+// caller must call Client.Over. late reports that dialTimeout has passed.
+func (s *edgeSession) dialTarget(
+	ctx context.Context, r tunnel.Request, dial tunnel.DialFunc,
+) (target net.Conn, late bool, err error) {
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	if refusal := s.owner.Admit(ctx, r); refusal != nil {
+		return nil, false, refusal
+	}
+	defer func() { // runs also if dial panics
+		s.owner.Dialled(r, errors.Join(err, ctx.Err()))
+		if target == nil {
+			s.owner.Over()
+		}
+	}()
+	target, err = dial(ctx, r)
+	return target, errors.Is(ctx.Err(), context.DeadlineExceeded), err
+}
+
+// refuse sends the cloud the reason why an open led to no conn.
+func (s *edgeSession) refuse(way openWay, err error) {
+	code, words := tunnel.CodeOf(err), err.Error()
+	if r, ok := errors.AsType[*tunnel.Refusal](err); ok {
+		words = r.Text
+	}
+	s.counters.Refuse(code)
+	way.refuse(&pb.Refused{Code: pb.Code(code), Text: text(words)})
+}
+
+// refuseUnknown refuses an open for a module that this edge does not have, so that the caller does
+// not wait until its timeout.
+func (s *edgeSession) refuseUnknown(m *tunnel.Message, way openWay) {
+	s.refuse(way, tunnel.Refusef(tunnel.Internal, "node %s runs no module %q", s.pub.Node, m.Category))
+}
+
+// nobody refuses an open by the control stream for a module that this edge does not have. It ignores
+// other unknown messages.
+func (s *edgeSession) nobody(m *tunnel.Message) error {
+	if m.Type == tunnel.TypeOpen {
+		s.refuseUnknown(m, &controlOpen{s: s, topic: m.Topic})
+	}
+	return nil
+}
+
+// cancelTopic aborts the open or conn of a topic, because the cloud's caller has gone. It remembers
+// a topic that is not known yet, see cancelledEarly.
+func (s *edgeSession) cancelTopic(m *tunnel.Message) error {
+	if t := s.lookup(m.Topic); t != nil {
+		t.Abort()
+		return nil
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.early[s.nextEarly] = m.Topic
+	s.nextEarly = (s.nextEarly + 1) % len(s.early)
+	return nil
+}
+
+// cancelledEarly reports whether the cancel of an open arrived before the open. The open may come
+// by a data connection, while the cancel comes by the control stream.
+func (s *edgeSession) cancelledEarly(topic string) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Contains(s.early[:], topic)
+}
