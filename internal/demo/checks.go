@@ -57,7 +57,7 @@ func (d *demo) checkAll(ctx context.Context) (failed int) {
 
 // checkTCP sends a line to the TCP service, closes its side, and reads the line back.
 func (d *demo) checkTCP(ctx context.Context) error {
-	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", fmt.Sprintf("127.0.0.1:%d", d.TCP))
+	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", fmt.Sprintf("127.0.0.1:%d", d.tcp))
 	if err != nil {
 		return err
 	}
@@ -93,7 +93,7 @@ func (d *demo) checkOwn(ctx context.Context) error {
 	unreachable := func(err error) error {
 		return fmt.Errorf("%s cannot be reached from this machine: %w", d.flags.Target, err)
 	}
-	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", fmt.Sprintf("127.0.0.1:%d", d.Own))
+	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", fmt.Sprintf("127.0.0.1:%d", d.own))
 	if err != nil {
 		return unreachable(err) // a reset may arrive before connect returns
 	}
@@ -125,7 +125,7 @@ func (d *demo) client(serverName string, certificate bool) (*http.Client, error)
 		}
 		cfg.Certificates = []tls.Certificate{*pair.Certificate()}
 	}
-	door := fmt.Sprintf("127.0.0.1:%d", d.HTTPS)
+	door := fmt.Sprintf("127.0.0.1:%d", d.https)
 	return &http.Client{Transport: &http.Transport{
 		TLSClientConfig: cfg,
 		DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
@@ -141,7 +141,7 @@ func (d *demo) checkPassthrough(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return wantPage(get(ctx, client, fmt.Sprintf("https://%s:%d/", nodeName, d.HTTPS)))
+	return wantPage(get(ctx, client, fmt.Sprintf("https://%s:%d/", nodeName, d.https)))
 }
 
 // checkTerminate calls without SNI, as kube-apiserver does for exec and attach.
@@ -150,7 +150,7 @@ func (d *demo) checkTerminate(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	return wantPage(get(ctx, client, fmt.Sprintf("https://%s:%d/", nodeName, d.HTTPS)))
+	return wantPage(get(ctx, client, fmt.Sprintf("https://%s:%d/", nodeName, d.https)))
 }
 
 func wantPage(body string, err error) error {
@@ -170,7 +170,7 @@ func (d *demo) checkStranger(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	if body, err := get(ctx, client, fmt.Sprintf("https://%s:%d/", nodeName, d.HTTPS)); err == nil {
+	if body, err := get(ctx, client, fmt.Sprintf("https://%s:%d/", nodeName, d.https)); err == nil {
 		return fmt.Errorf("a caller without a client certificate got %q", body)
 	}
 	return nil
@@ -182,7 +182,7 @@ func (d *demo) checkUnknownNode(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	body, err := get(ctx, client, fmt.Sprintf("https://nobody:%d/", d.HTTPS))
+	body, err := get(ctx, client, fmt.Sprintf("https://nobody:%d/", d.https))
 	if answer, ok := errors.AsType[*statusError](err); ok && answer.code == http.StatusBadGateway {
 		return nil
 	}
@@ -239,7 +239,7 @@ func (d *demo) joinWithWrongToken(ctx context.Context) error {
 	}
 	conf := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: ca.Pool(), ServerName: cloudName}
 	client, err := stream.NewClient(stream.ClientConfig{
-		Address: fmt.Sprintf("127.0.0.1:%d", d.GRPC),
+		Address: fmt.Sprintf("127.0.0.1:%d", d.grpc),
 		TLS:     func() *tls.Config { return conf },
 		Node:    nodeName,
 		Token:   func() (auth.Secret, error) { return auth.NewToken(), nil },

@@ -126,7 +126,7 @@ func (d *demo) ready(ctx context.Context, cloud, edge *child) error {
 	for _, end := range []struct {
 		*child
 		port int
-	}{{cloud, d.Log}, {edge, d.EdgeLog}} {
+	}{{cloud, d.log}, {edge, d.edgeLog}} {
 		err := end.awaitReady(ctx, end.port)
 		if err == nil {
 			continue

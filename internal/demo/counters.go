@@ -50,7 +50,7 @@ func isTerminal(w any) bool {
 
 // counters returns a line made of the cloud's /metrics, or "" if the cloud does not answer.
 func (d *demo) counters(ctx context.Context) string {
-	text, err := get(ctx, http.DefaultClient, fmt.Sprintf("http://127.0.0.1:%d/metrics", d.Log))
+	text, err := get(ctx, http.DefaultClient, fmt.Sprintf("http://127.0.0.1:%d/metrics", d.log))
 	if err != nil {
 		return ""
 	}

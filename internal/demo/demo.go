@@ -70,8 +70,7 @@ const (
 	lifetime       = 24 * time.Hour    // of the certificate authorities
 )
 
-// demo is a running demonstration. Its exported fields are for the templates of the
-// configuration files. Run sets every field before it starts a process.
+// demo is a running demonstration. Run sets every field before it starts a process.
 type demo struct {
 	flags Flags
 	out   io.Writer
@@ -79,10 +78,10 @@ type demo struct {
 	ca    *auth.CA // signs every certificate but the nodes'
 
 	// Ports and addresses, all on 127.0.0.1.
-	GRPC, Log, EdgeLog, HTTPS, TCP, Own int    // ports of the cloud and of the edge
-	Page, Echo                          string // host:port of the services behind the edge
+	grpc, log, edgeLog, https, tcp, own int    // ports of the cloud and of the edge
+	page, echo                          string // host:port of the services behind the edge
 
-	Allow []string // addresses that the edge may dial beside its own
+	allow []string // addresses that the edge may dial beside its own
 }
 
 // Run runs the demonstration, and returns when ctx is done, or with Once after the checks.
@@ -99,7 +98,7 @@ func Run(ctx context.Context, flags Flags, out io.Writer) (err error) {
 		return err
 	}
 	defer behind.close()
-	if d.Allow, err = flags.allow(ctx); err != nil {
+	if d.allow, err = flags.allow(ctx); err != nil {
 		return err
 	}
 	if err := d.configure(); err != nil {
@@ -173,11 +172,11 @@ Reach the HTTPS service behind the edge, passed through by its name (SNI) …
   curl --cacert %[3]s/ca.crt --cert %[3]s/client.crt --key %[3]s/client.key -H 'Host: %[1]s' https://127.0.0.1:%[4]d/
 Reach the TCP service behind the edge (it sends back what you type):
   nc 127.0.0.1 %[5]d
-`, nodeName, d.GRPC, d.dir, d.HTTPS, d.TCP)
+`, nodeName, d.grpc, d.dir, d.https, d.tcp)
 	if d.flags.Target != "" {
-		fmt.Fprintf(d.out, "Reach %s through the tunnel:\n  127.0.0.1:%d\n", d.flags.Target, d.Own)
+		fmt.Fprintf(d.out, "Reach %s through the tunnel:\n  127.0.0.1:%d\n", d.flags.Target, d.own)
 	}
 	fmt.Fprintf(d.out,
 		"Health and metrics: http://127.0.0.1:%d/metrics (cloud), http://127.0.0.1:%d/readyz?verbose (edge)\n\n",
-		d.Log, d.EdgeLog)
+		d.log, d.edgeLog)
 }

@@ -1,14 +1,14 @@
 package demo
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"math/rand/v2"
 	"net"
 	"os"
 	"path/filepath"
-	"text/template"
+	"strconv"
+	"strings"
 
 	"tunnel/pkg/auth"
 )
@@ -43,47 +43,55 @@ func (d *demo) configure() error {
 	); err != nil {
 		return err
 	}
-	if err := freePorts(&d.GRPC, &d.Log, &d.EdgeLog, &d.HTTPS, &d.TCP, &d.Own); err != nil {
+	if err := freePorts(&d.grpc, &d.log, &d.edgeLog, &d.https, &d.tcp, &d.own); err != nil {
 		return err
 	}
-	for name, text := range map[string]string{"cloud.toml": cloudTOML, "edge.toml": edgeTOML} {
-		var b bytes.Buffer
-		if err := template.Must(template.New(name).Parse(text)).Execute(&b, d); err != nil {
-			return err
-		}
-		if err := d.write(name, b.Bytes()); err != nil {
-			return err
-		}
-	}
-	return nil
+	values := d.values()
+	return errors.Join(
+		d.write("cloud.toml", []byte(values.Replace(cloudTOML))),
+		d.write("edge.toml", []byte(values.Replace(edgeTOML))),
+	)
 }
 
-// Target returns the --target flag, for the templates.
-func (d *demo) Target() string { return d.flags.Target }
+// values replaces the names in braces in the configuration files.
+func (d *demo) values() *strings.Replacer {
+	ownPort, allow := "", `"self:*"`
+	if d.flags.Target != "" {
+		ownPort = fmt.Sprintf(`"127.0.0.1:%d" = "edge1/%s"`, d.own, d.flags.Target)
+	}
+	for _, a := range d.allow {
+		allow += fmt.Sprintf(`, "%s"`, a)
+	}
+	return strings.NewReplacer(
+		"{GRPC}", strconv.Itoa(d.grpc), "{Log}", strconv.Itoa(d.log), "{EdgeLog}", strconv.Itoa(d.edgeLog),
+		"{HTTPS}", strconv.Itoa(d.https), "{TCP}", strconv.Itoa(d.tcp),
+		"{Page}", d.page, "{Echo}", d.echo, "{OwnPort}", ownPort, "{Allow}", allow,
+	)
+}
 
 const cloudTOML = `[mode.cloud.stream.server]
-grpcport = {{.GRPC}}
+grpcport = {GRPC}
 cert = "cloud.crt"
 key = "cloud.key"
 tokenfile = "tokens"
-logport = {{.Log}}
+logport = {Log}
 [mode.cloud.stream.dns]
 debug = true
 [mode.cloud.join]
 ca = "nodes-ca.crt"
 cakey = "nodes-ca.key"
-address = "127.0.0.1:{{.GRPC}}"
+address = "127.0.0.1:{GRPC}"
 cloudca = "ca.crt"
 [mode.cloud.tcp]
-"127.0.0.1:{{.TCP}}" = "edge1/{{.Echo}}"
-{{if .Target}}"127.0.0.1:{{.Own}}" = "edge1/{{.Target}}"{{end}}
+"127.0.0.1:{TCP}" = "edge1/{Echo}"
+{OwnPort}
 [mode.cloud.https]
 listen = "127.0.0.1"
 cert = "https.crt"
 key = "https.key"
 clientca = "ca.crt"
 [mode.cloud.https.addr]
-"{{.HTTPS}}" = "{{.Page}}"
+"{HTTPS}" = "{Page}"
 [mode.cloud.https.kubelet]
 cert = "client.crt"
 key = "client.key"
@@ -92,13 +100,13 @@ ca = "ca.crt"
 
 const edgeTOML = `[mode.edge]
 node = "edge1"
-allow = ["self:*"{{range .Allow}}, "{{.}}"{{end}}]
+allow = [{Allow}]
 [mode.edge.stream.client]
-servername = "127.0.0.1:{{.GRPC}}"
+servername = "127.0.0.1:{GRPC}"
 dns = "tunnel.cloud.io"
 cert = "ca.crt"
 tokenfile = "token"
-logport = {{.EdgeLog}}
+logport = {EdgeLog}
 `
 
 func (d *demo) path(name string) string { return filepath.Join(d.dir, name) }

@@ -43,7 +43,7 @@ func (d *demo) serve() (*services, error) {
 		page.Close()
 		return nil, err
 	}
-	d.Page, d.Echo = page.Addr().String(), echo.Addr().String()
+	d.page, d.echo = page.Addr().String(), echo.Addr().String()
 	s := &services{echo: echo, page: &http.Server{
 		Handler:           http.HandlerFunc(servePage),
 		TLSConfig:         &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}},

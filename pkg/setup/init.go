@@ -1,7 +1,6 @@
 package setup
 
 import (
-	"bytes"
 	"errors"
 	"fmt"
 	"io"
@@ -12,7 +11,6 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
-	"text/template"
 	"time"
 
 	"tunnel/conf"
@@ -105,10 +103,7 @@ func initFiles(address, host string, port int) ([]newFile, error) {
 	if err != nil {
 		return nil, err
 	}
-	config, err := cloudConfig(address, host, port)
-	if err != nil {
-		return nil, err
-	}
+	config := strings.NewReplacer("{Address}", address, "{Host}", host, "{Port}", strconv.Itoa(port)).Replace(initTOML)
 	return []newFile{
 		{"ca.crt", "the authority of the cloud's certificate; edges are told its sum", publicFile, cloudCA.CertPEM()},
 		{"ca.key", "its key: needed for another certificate only, so keep it somewhere else",
@@ -118,29 +113,20 @@ func initFiles(address, host string, port int) ([]newFile, error) {
 		{"nodes-ca.crt", "the authority that signs nodes' certificates", publicFile, nodesCA.CertPEM()},
 		{"nodes-ca.key", "its key, which the cloud signs with", secretFile, nodesCA.KeyPEM()},
 		{"tokens", "who may join; `tunnel token` writes it", secretFile, []byte(emptyTokens)},
-		{"cloud.toml", "the configuration", publicFile, config},
+		{"cloud.toml", "the configuration", publicFile, []byte(config)},
 	}, nil
 }
 
 // emptyTokens is the token file of a new cloud.
 const emptyTokens = "# Who may join, a line for each token. `tunnel token create` adds them.\n"
 
-// cloudConfig returns the content of cloud.toml.
-func cloudConfig(address, host string, port int) ([]byte, error) {
-	var b bytes.Buffer
-	err := template.Must(template.New("cloud.toml").Parse(initTOML)).Execute(&b, struct {
-		Address, Host string
-		Port          int
-	}{address, host, port})
-	return b.Bytes(), err
-}
-
+// initTOML is the cloud.toml of a new cloud.
 const initTOML = `# A cloud, made by tunnel init: tunnel cloud -c cloud.toml
 # Relative paths are relative to this file. tunnel config check says what is wrong with it.
 
 # Where edges dial.
 [mode.cloud.stream.server]
-grpcport = {{.Port}}
+grpcport = {Port}
 cert = "cloud.crt"
 key = "cloud.key"
 tokenfile = "tokens"
@@ -155,7 +141,7 @@ debug = true
 [mode.cloud.join]
 ca = "nodes-ca.crt"
 cakey = "nodes-ca.key"
-address = "{{.Address}}"
+address = "{Address}"
 cloudca = "ca.crt"
 
 # TCP ports here that lead to a node: "listen" = "node/target".
@@ -167,9 +153,9 @@ cloudca = "ca.crt"
 
 # Another replica of this cloud has the same files, or a certificate of its own by ca.key.
 #[mode.cloud.stream.peers]
-#addresses = ["10.0.0.2:{{.Port}}"]
+#addresses = ["10.0.0.2:{Port}"]
 #ca = "ca.crt"
-#servername = "{{.Host}}"
+#servername = "{Host}"
 `
 
 // createFiles writes all files into dir, or none. If one exists, createFiles writes none.

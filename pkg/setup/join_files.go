@@ -11,7 +11,6 @@ import (
 	"path/filepath"
 	"strings"
 	"syscall"
-	"text/template"
 
 	"tunnel/conf"
 	"tunnel/pkg/auth"
@@ -256,29 +255,27 @@ func (f *nodeFiles) config() ([]byte, error) {
 	if f.certPath != filepath.Join(f.dir, certFile) {
 		cert = f.certPath
 	}
-	var b bytes.Buffer
-	err := template.Must(template.New(edgeFile).Parse(joinTOML)).Execute(&b, struct {
-		Node                      tunnel.NodeName
-		Address, ServerName, Cert string
-	}{f.token.Node, f.token.Address, f.token.ServerName, cert})
-	return b.Bytes(), err
+	values := strings.NewReplacer("{Node}", string(f.token.Node), "{Address}", f.token.Address,
+		"{ServerName}", f.token.ServerName, "{Cert}", cert)
+	return []byte(values.Replace(joinTOML)), nil
 }
 
+// joinTOML is the edge.toml of a new node.
 const joinTOML = `# An edge, made by tunnel join: tunnel edge -c edge.toml
 # Relative paths are relative to this file. tunnel config check says what is wrong with it.
 
 [mode.edge]
-node = "{{.Node}}"
+node = "{Node}"
 # What the cloud may have dialled besides this machine: address or network : port or *.
 #allow = ["10.0.0.0/8:443"]
 
 [mode.edge.stream.client]
 # The address to dial, the name in the cloud's certificate, and who signs that.
-servername = "{{.Address}}"
-dns = "{{.ServerName}}"
+servername = "{Address}"
+dns = "{ServerName}"
 cert = "ca.crt"
 # This node's certificate and its key. The edge renews it.
-nodecert = "{{.Cert}}"
+nodecert = "{Cert}"
 # /healthz /readyz /metrics, on all interfaces.
 #logport = 7010
 `
