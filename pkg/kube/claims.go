@@ -2,7 +2,6 @@ package kube
 
 import (
 	"cmp"
-	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -10,9 +9,6 @@ import (
 	"net/url"
 	"slices"
 	"strings"
-	"time"
-
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 
 	"tunnel/pkg/tunnel"
 )
@@ -107,112 +103,193 @@ type contested struct {
 // resolveClaims decides which claims of nodes are accepted. services are the networks of Services.
 // api is the host of the API server.
 func resolveClaims(nodes map[tunnel.NodeName]node, services []netip.Prefix, api string) *claims {
-	result := &claims{reach: make(map[tunnel.NodeName]Reach, len(nodes))}
-	reserved := map[netip.Addr]bool{}
+	r := &resolver{
+		services: services,
+		api:      api,
+		reserved: controlPlaneAddresses(nodes, api),
+		networks: make(podNetworks),
+		owners:   make(map[netip.Addr]tunnel.NodeName),
+		result:   &claims{reach: make(map[tunnel.NodeName]Reach, len(nodes))},
+	}
+	for name, n := range nodes {
+		r.result.reach[name] = Reach{PodCIDRs: r.acceptPodCIDRs(name, n)}
+	}
+	// Only after every network is known can it be compared with the other Nodes' claims.
+	r.lengths = r.networks.lengths()
+	for name, n := range nodes {
+		reach := r.result.reach[name]
+		r.reportSkipped(name, n)
+		r.reportOverlaps(name, reach.PodCIDRs)
+		reach.Hosts, reach.Refused = r.acceptAddresses(name, n)
+		r.result.reach[name] = reach
+	}
+	slices.SortFunc(r.result.contested, func(a, b contested) int {
+		return cmp.Or(cmp.Compare(a.node, b.node), cmp.Compare(a.address, b.address))
+	})
+	return r.result
+}
+
+// controlPlaneAddresses returns the address of the API server, if api is one, and the addresses of
+// the control plane's Nodes.
+func controlPlaneAddresses(nodes map[tunnel.NodeName]node, api string) map[netip.Addr]bool {
+	all := map[netip.Addr]bool{}
 	if ip, ok := parseAddr(api); ok {
-		reserved[ip] = true
+		all[ip] = true
 	}
 	for _, n := range nodes {
 		for _, a := range n.addresses {
 			if ip, ok := parseAddr(a.Address); ok && n.controlPlane {
-				reserved[ip] = true
+				all[ip] = true
 			}
 		}
 	}
-	networks := make(podNetworks)
-	for name, n := range nodes {
-		r := Reach{}
-		for _, p := range n.podCIDRs {
-			minBits := minPodBits4
-			if p.Addr().Is6() {
-				minBits = minPodBits6
-			}
-			switch {
-			case n.controlPlane: // no node is dialled for its pods, which may be reached in another way
-			case p.Bits() < minBits:
-				result.contest(name, p.String(),
-					fmt.Sprintf("it is wider than the pods of one Node can need: /%d at most", minBits))
-			case slices.ContainsFunc(services, p.Overlaps):
-				result.contest(name, p.String(), "it holds addresses of Services")
-			case holdsAny(p, reserved):
-				result.contest(name, p.String(), "it holds an address of the control plane")
-			default:
-				r.PodCIDRs = append(r.PodCIDRs, p)
-				networks[p] = append(networks[p], name)
-			}
-		}
-		result.reach[name] = r
-	}
-	lengths := networks.lengths()
-	owners := make(map[netip.Addr]tunnel.NodeName)
-	for name, n := range nodes {
-		r := result.reach[name]
-		if n.skipped > 0 {
-			result.contest(name, n.firstSkipped, fmt.Sprintf(
-				"a Node may have %d addresses: this one and the %d behind it do not count", maxAddresses, n.skipped-1))
-		}
-		for _, p := range r.PodCIDRs {
-			if other := networks.other(p.Addr(), lengths, name); other != "" {
-				result.contest(name, p.String(),
-					fmt.Sprintf("the network of the pods of %s overlaps it: nobody has the addresses in both", other))
-			}
-		}
-		// The Node's own name comes first. If it looks like an address, it is a claim like any other.
-		for _, a := range append([]nodeAddress{{"Hostname", string(name)}}, n.addresses...) {
-			ip, isIP := parseAddr(a.Address)
-			dnsName := tunnel.NodeName(strings.ToLower(strings.TrimSuffix(a.Address, ".")))
-			reason := ""
-			switch {
-			case slices.Contains(r.Hosts, a.Address):
-				continue
-			case n.controlPlane:
-			case !isIP && dnsName == name:
-			case !isIP:
-				// MayJoin fails for names by which callers reach other machines. A Node must not be able
-				// to block such a name.
-				if dnsName.MayJoin(api) == nil {
-					r.Refused = append(r.Refused, a.Address)
-				}
-				if a.Type != "Hostname" {
-					continue // a name from the cloud provider: usual, so it is not reported
-				}
-				reason = "it is not the name of the Node"
-			case !ip.IsGlobalUnicast():
-				reason = "every machine has such an address"
-			case reserved[ip]:
-				reason = "it is an address of the control plane"
-			case slices.ContainsFunc(services, func(p netip.Prefix) bool { return p.Contains(ip) }):
-				reason = "it is an address of Services"
-			}
-			if reason != "" {
-				result.contest(name, a.Address, reason)
-				continue
-			}
-			r.Hosts = append(r.Hosts, a.Address)
-			if !isIP {
-				continue
-			}
-			if other := networks.other(ip, lengths, name); other != "" {
-				result.contest(name, a.Address,
-					fmt.Sprintf("it is in the network of the pods of %s: nobody has it", other))
-			}
-			if other, taken := owners[ip]; taken && other != name {
-				result.contest(max(name, other), a.Address,
-					fmt.Sprintf("%s claims it as well: nobody has it", min(name, other)))
-			}
-			owners[ip] = name
-		}
-		result.reach[name] = r
-	}
-	slices.SortFunc(result.contested, func(a, b contested) int {
-		return cmp.Or(cmp.Compare(a.node, b.node), cmp.Compare(a.address, b.address))
-	})
-	return result
+	return all
+}
+
+// resolver holds the state of one call of resolveClaims.
+type resolver struct {
+	// Set once.
+	services []netip.Prefix
+	api      string              // host of the API server
+	reserved map[netip.Addr]bool // addresses of the control plane
+
+	networks podNetworks                    // the accepted networks of all Nodes' pods
+	lengths  []int                          // prefix lengths in networks
+	owners   map[netip.Addr]tunnel.NodeName // the last Node seen with each accepted address
+	result   *claims
 }
 
 // contest records a claim that is not accepted, or that two Nodes make.
-func (c *claims) contest(node tunnel.NodeName, address, reason string) {
-	c.contested = append(c.contested, contested{node, address, reason})
+func (r *resolver) contest(node tunnel.NodeName, address, reason string) {
+	r.result.contested = append(r.result.contested, contested{node, address, reason})
+}
+
+// acceptPodCIDRs returns the networks of a Node's pods that are accepted, and records them in
+// r.networks. A control-plane node has none: no node is dialled for its pods, which may be
+// reached in another way.
+func (r *resolver) acceptPodCIDRs(name tunnel.NodeName, n node) (accepted []netip.Prefix) {
+	if n.controlPlane {
+		return nil
+	}
+	for _, p := range n.podCIDRs {
+		if reason := r.rejectPodCIDR(p); reason != "" {
+			r.contest(name, p.String(), reason)
+			continue
+		}
+		accepted = append(accepted, p)
+		r.networks[p] = append(r.networks[p], name)
+	}
+	return accepted
+}
+
+// rejectPodCIDR returns the reason why no Node may have p for its pods; "" if one may.
+func (r *resolver) rejectPodCIDR(p netip.Prefix) string {
+	minBits := minPodBits4
+	if p.Addr().Is6() {
+		minBits = minPodBits6
+	}
+	switch {
+	case p.Bits() < minBits:
+		return fmt.Sprintf("it is wider than the pods of one Node can need: /%d at most", minBits)
+	case slices.ContainsFunc(r.services, p.Overlaps):
+		return "it holds addresses of Services"
+	case holdsAny(p, r.reserved):
+		return "it holds an address of the control plane"
+	}
+	return ""
+}
+
+// reportSkipped contests the addresses of a Node beyond maxAddresses, in one entry.
+func (r *resolver) reportSkipped(name tunnel.NodeName, n node) {
+	if n.skipped > 0 {
+		r.contest(name, n.firstSkipped, fmt.Sprintf(
+			"a Node may have %d addresses: this one and the %d behind it do not count", maxAddresses, n.skipped-1))
+	}
+}
+
+// reportOverlaps contests each network of a Node's pods whose first address is in the network of
+// another Node's pods. Of two overlapping networks, at least the narrower one is reported.
+func (r *resolver) reportOverlaps(name tunnel.NodeName, podCIDRs []netip.Prefix) {
+	for _, p := range podCIDRs {
+		if other := r.networks.other(p.Addr(), r.lengths, name); other != "" {
+			r.contest(name, p.String(),
+				fmt.Sprintf("the network of the pods of %s overlaps it: nobody has the addresses in both", other))
+		}
+	}
+}
+
+// acceptAddresses returns the names and addresses of a Node that are accepted as hosts, and the
+// names that pkg/egress refuses to dial. The Node's own name comes first. If it looks like an
+// address, it is a claim like any other.
+func (r *resolver) acceptAddresses(name tunnel.NodeName, n node) (hosts, refused []string) {
+	for _, a := range append([]nodeAddress{{"Hostname", string(name)}}, n.addresses...) {
+		if slices.Contains(hosts, a.Address) {
+			continue
+		}
+		ip, isIP := parseAddr(a.Address)
+		if !isIP {
+			switch dnsName := canonicalName(a.Address); {
+			case n.controlPlane || dnsName == name:
+				hosts = append(hosts, a.Address)
+			case r.rejectName(name, a, dnsName):
+				refused = append(refused, a.Address)
+			}
+			continue
+		}
+		if reason := r.rejectAddress(ip); reason != "" && !n.controlPlane {
+			r.contest(name, a.Address, reason)
+			continue
+		}
+		hosts = append(hosts, a.Address)
+		r.reportInPodCIDR(name, a.Address, ip)
+		r.reportSecondClaim(name, a.Address, ip)
+	}
+	return hosts, refused
+}
+
+// canonicalName returns a DNS name as node names are written.
+func canonicalName(address string) tunnel.NodeName {
+	return tunnel.NodeName(strings.ToLower(strings.TrimSuffix(address, ".")))
+}
+
+// rejectName contests an entry that is a name, but not the own name of its Node, if its type is
+// Hostname. Names of the other types come from the cloud provider: they are usual, so they are not
+// reported. It reports whether pkg/egress shall refuse to dial the name. MayJoin fails for names by
+// which callers reach other machines. A Node must not be able to block such a name.
+func (r *resolver) rejectName(name tunnel.NodeName, a nodeAddress, dnsName tunnel.NodeName) (refuse bool) {
+	if a.Type == "Hostname" {
+		r.contest(name, a.Address, "it is not the name of the Node")
+	}
+	return dnsName.MayJoin(r.api) == nil
+}
+
+// rejectAddress returns the reason why no edge's Node may have ip; "" if one may.
+func (r *resolver) rejectAddress(ip netip.Addr) string {
+	switch {
+	case !ip.IsGlobalUnicast():
+		return "every machine has such an address"
+	case r.reserved[ip]:
+		return "it is an address of the control plane"
+	case slices.ContainsFunc(r.services, func(p netip.Prefix) bool { return p.Contains(ip) }):
+		return "it is an address of Services"
+	}
+	return ""
+}
+
+// reportInPodCIDR contests an accepted address that is in the network of another Node's pods.
+func (r *resolver) reportInPodCIDR(name tunnel.NodeName, address string, ip netip.Addr) {
+	if other := r.networks.other(ip, r.lengths, name); other != "" {
+		r.contest(name, address, fmt.Sprintf("it is in the network of the pods of %s: nobody has it", other))
+	}
+}
+
+// reportSecondClaim contests an accepted address that another Node has as well. Of the two, the
+// entry is for the later name.
+func (r *resolver) reportSecondClaim(name tunnel.NodeName, address string, ip netip.Addr) {
+	if other, taken := r.owners[ip]; taken && other != name {
+		r.contest(max(name, other), address, fmt.Sprintf("%s claims it as well: nobody has it", min(name, other)))
+	}
+	r.owners[ip] = name
 }
 
 // parseAddr parses an address in the same way as pkg/egress.
@@ -271,87 +348,4 @@ func (c *Client) Hostname() string {
 		return host
 	}
 	return c.host
-}
-
-const (
-	// serviceCIDRsInterval is how often the networks of Services are read. They change only when
-	// an administrator adds or removes one.
-	serviceCIDRsInterval = time.Minute
-	// serviceCIDRsRetry is how long to wait after a failure.
-	serviceCIDRsRetry = 5 * time.Second
-
-	serviceCIDRs = "/apis/networking.k8s.io/v1/servicecidrs"
-)
-
-// serviceCIDRList holds the fields that are used of a ServiceCIDRList (k8s.io/api/networking/v1).
-type serviceCIDRList struct {
-	Items []struct {
-		Spec struct {
-			CIDRs []string `json:"cidrs"`
-		} `json:"spec"`
-	} `json:"items"`
-}
-
-// followServices keeps the networks of Services up to date until ctx is done.
-func (r *Reaches) followServices(ctx context.Context) {
-	for ctx.Err() == nil {
-		var list serviceCIDRList
-		err := r.client.objects.list(ctx, serviceCIDRs, "", &list)
-		var all []netip.Prefix
-		for _, item := range list.Items {
-			for _, text := range item.Spec.CIDRs {
-				if p, bad := netip.ParsePrefix(text); bad == nil {
-					all = append(all, unmapped(p))
-				}
-			}
-		}
-		if ctx.Err() == nil {
-			r.setServices(all, err)
-		}
-		pause := serviceCIDRsInterval
-		if err != nil && !apierrors.IsNotFound(err) {
-			pause = serviceCIDRsRetry
-		}
-		t := time.NewTimer(pause)
-		select {
-		case <-t.C:
-		case <-ctx.Done():
-		}
-		t.Stop()
-	}
-}
-
-// setServices stores the networks of Services, or the error why they cannot be read. If the right
-// to read them is missing, or the cluster has no ServiceCIDRs (before Kubernetes 1.33), Reaches
-// works without them.
-func (r *Reaches) setServices(all []netip.Prefix, err error) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	changed, before := !r.servicesKnown, r.errServices
-	switch {
-	case apierrors.IsNotFound(err):
-		if changed {
-			r.log.Info("this cluster has no ServiceCIDRs (Kubernetes 1.33 has): " +
-				"a Node that claims the address of a Service cannot be told from others")
-		}
-		r.servicesKnown, r.errServices = true, nil
-	case err != nil:
-		r.errServices = err
-		r.servicesKnown = r.servicesKnown || ReasonFor(err) == Forbidden
-		if before == nil {
-			r.log.Warn("the networks of Services cannot be read; a Node that claims the address of a Service may not be noticed",
-				"err", Explain(err))
-		}
-	default:
-		r.servicesKnown, r.errServices = true, nil
-		if before != nil {
-			r.log.Info("the networks of Services can be read again")
-		}
-		if !slices.Equal(all, r.services) {
-			r.services, changed = all, true
-		}
-	}
-	if changed && r.servicesKnown {
-		(*reachStore)(r).notifyLocked()
-	}
 }
