@@ -89,6 +89,22 @@ const (
 // check reports all problems of the table.
 func (e Egress) check(r *report) {
 	const t = egressTable
+	e.checkListeners(r)
+	e.checkStrategies(r)
+	// A warning, not an error: without Kubernetes there is no other source.
+	if e.Configured() && !e.Kubernetes {
+		r.warn(t+"kubernetes", "missing: what edges say they reach is believed, "+
+			"and one that lies attracts what is meant for others; "+
+			"write kubernetes = true where nodes have Node objects")
+	}
+	if e.AgentPort != 0 {
+		r.port(t+"agentport", e.AgentPort)
+	}
+	e.checkCallers(r)
+}
+
+// checkListeners reports listeners that are not valid, or are there twice.
+func (e Egress) checkListeners(r *report) {
 	// One set for both protocols: two listeners cannot share an address.
 	seen := make(map[string]bool)
 	check := func(key string, urls []string) {
@@ -100,8 +116,14 @@ func (e Egress) check(r *report) {
 			seen[u] = true
 		}
 	}
-	check(t+"grpc", e.GRPC)
-	check(t+"httpconnect", e.HTTPConnect)
+	check(egressTable+"grpc", e.GRPC)
+	check(egressTable+"httpconnect", e.HTTPConnect)
+}
+
+// checkStrategies reports strategies that are unknown, or are there twice, and DefaultNodes without
+// its strategy, which has no effect.
+func (e Egress) checkStrategies(r *report) {
+	const t = egressTable
 	for i, s := range e.Strategies {
 		if slices.Contains(e.Strategies[:i], s) {
 			r.add(t+"strategies", "%q is there twice: each is asked once, in the order in which they stand", s)
@@ -112,19 +134,15 @@ func (e Egress) check(r *report) {
 				"%q is not known: write some of \"destHost\", \"cidr\", \"defaultRoute\", \"default\"", s)
 		}
 	}
-	// DefaultNodes without its strategy has no effect.
 	if len(e.DefaultNodes) > 0 && len(e.Strategies) > 0 && !slices.Contains(e.Strategies, "default") {
 		r.warn(t+"defaultnodes", "not used: strategies has no \"default\"")
 	}
-	// A warning, not an error: without Kubernetes there is no other source.
-	if e.Configured() && !e.Kubernetes {
-		r.warn(t+"kubernetes", "missing: what edges say they reach is believed, "+
-			"and one that lies attracts what is meant for others; "+
-			"write kubernetes = true where nodes have Node objects")
-	}
-	if e.AgentPort != 0 {
-		r.port(t+"agentport", e.AgentPort)
-	}
+}
+
+// checkCallers reports problems of the keys that say who may call: without them tls:// would be
+// open to all, and without tls:// they have no effect.
+func (e Egress) checkCallers(r *report) {
+	const t = egressTable
 	r.pair(t, e.Cert, e.Key)
 	r.file(t+"clientca", e.ClientCA)
 	switch {
