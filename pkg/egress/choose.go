@@ -171,33 +171,18 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 	if t == nil {
 		return nil, tunnel.Refusef(tunnel.NoSuchNode, "%v: the cluster's Nodes have not been read yet", errNoNode)
 	}
-	if nodes := c.contenders(t, host); nodes != nil {
-		return nil, tunnel.Refusef(tunnel.Denied, "nodes %s and %s both claim %s "+
-			"(status.addresses or podCIDRs of their Nodes), so nobody is asked: "+
-			"correct one of them, or dial the node by its name", nodes[0], nodes[1], host)
-	}
-	if nodes := c.refused(t, host); len(nodes) > 0 {
-		who := fmt.Sprintf("node %s claims", nodes[0])
-		if len(nodes) > 1 {
-			who = fmt.Sprintf("nodes %s and %s both claim", nodes[0], nodes[1])
-		}
-		return nil, tunnel.Refusef(tunnel.Denied, "%s %s, which does not count: it is not the Node's name; "+
-			"have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)", who, host)
+	if refusal := c.refuseClaims(t, host); refusal != nil {
+		return nil, refusal
 	}
 	ctx, cancel := context.WithTimeout(ctx, konnectivity.DialTimeout)
 	defer cancel()
-	last := error(tunnel.Refusef(tunnel.NoSuchNode, "%v", errNoNode))
-	var away []tunnel.NodeName // owners that are not connected, by the first strategy that has some
-	ownerKnown := false        // a node owns the address for certain: no fallbacks
-	var full *tunnel.Request   // the first request that a limit has refused
+	a := attempt{allNodesKnown: c.allNodesKnown, last: tunnel.Refusef(tunnel.NoSuchNode, "%v", errNoNode)}
 	for _, s := range c.strategies {
-		if ownerKnown && (c.allNodesKnown || s.fallback()) {
+		if a.skips(s) {
 			continue
 		}
-		connected, others := c.candidates(t, s, host)
-		if len(away) == 0 && !ownerKnown {
-			away, ownerKnown = others, c.allNodesKnown && len(others) > 0
-		}
+		connected, away := c.candidates(t, s, host)
+		a.ownersAway(away)
 		for _, node := range connected {
 			r := tunnel.Request{
 				Node: node, Among: c.among, Category: name, Network: "tcp", Addr: addr, Caller: caller, NoWait: true,
@@ -206,33 +191,77 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 			if err == nil {
 				return conn, nil
 			}
-			if full == nil && tunnel.CodeOf(err) == tunnel.Overloaded {
-				full = &r
-			}
 			if ctx.Err() != nil || !mayRetryElsewhere(err) {
-				return nil, explainAway(away, err)
+				return nil, explainAway(a.away, err)
 			}
-			code := tunnel.CodeOf(err)
-			switch {
-			case code != tunnel.NoSuchNode:
-				last = err
-			case node != "" && !slices.Contains(away, node):
-				away = append(away, node) // it has just left
-			}
-			left := code == tunnel.NoSuchNode || code == tunnel.Gone
-			ownerKnown = ownerKnown || !s.fallback() && (c.allNodesKnown || !left)
+			a.failed(s, r, err)
 		}
 	}
 	// Every node that was tried has refused at once (NoWait). If one was full, the dial waits there.
-	if full == nil {
-		return nil, explainAway(away, last)
+	if a.full == nil {
+		return nil, explainAway(a.away, a.last)
 	}
-	full.NoWait = false
-	conn, refusal := c.dialer.Dial(ctx, *full)
+	a.full.NoWait = false
+	conn, refusal := c.dialer.Dial(ctx, *a.full)
 	if refusal != nil {
-		return nil, explainAway(away, refusal)
+		return nil, explainAway(a.away, refusal)
 	}
 	return conn, nil
+}
+
+// refuseClaims returns the refusal of a dial to a host that two nodes claim, or that a node claims without
+// a right to it; nil if the host may be dialled.
+func (c *chooser) refuseClaims(t *table, host string) error {
+	if nodes := c.contenders(t, host); nodes != nil {
+		return tunnel.Refusef(tunnel.Denied, "nodes %s and %s both claim %s "+
+			"(status.addresses or podCIDRs of their Nodes), so nobody is asked: "+
+			"correct one of them, or dial the node by its name", nodes[0], nodes[1], host)
+	}
+	if nodes := c.refused(t, host); len(nodes) > 0 {
+		who := fmt.Sprintf("node %s claims", nodes[0])
+		if len(nodes) > 1 {
+			who = fmt.Sprintf("nodes %s and %s both claim", nodes[0], nodes[1])
+		}
+		return tunnel.Refusef(tunnel.Denied, "%s %s, which does not count: it is not the Node's name; "+
+			"have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)", who, host)
+	}
+	return nil
+}
+
+// attempt is what one dial has learned from the nodes that it has tried. One goroutine owns it.
+type attempt struct {
+	allNodesKnown bool // see chooser; set once
+
+	ownerKnown bool              // a node owns the address for certain: no fallbacks
+	away       []tunnel.NodeName // owners that are not connected, by the first strategy that has some
+	full       *tunnel.Request   // the first request that a limit has refused; nil: none
+	last       error             // the answer to the caller if no node serves the dial
+}
+
+// skips reports whether strategy s is left out because a node owns the address.
+func (a *attempt) skips(s Strategy) bool { return a.ownerKnown && (a.allNodesKnown || s.fallback()) }
+
+// ownersAway notes owners of the address that are not connected, as the next strategy has found them.
+func (a *attempt) ownersAway(away []tunnel.NodeName) {
+	if len(a.away) == 0 && !a.ownerKnown {
+		a.away, a.ownerKnown = away, a.allNodesKnown && len(away) > 0
+	}
+}
+
+// failed notes that a node has refused the request r with err. Strategy s has found the node.
+func (a *attempt) failed(s Strategy, r tunnel.Request, err error) {
+	code := tunnel.CodeOf(err)
+	if a.full == nil && code == tunnel.Overloaded {
+		a.full = &r
+	}
+	switch {
+	case code != tunnel.NoSuchNode:
+		a.last = err
+	case r.Node != "" && !slices.Contains(a.away, r.Node):
+		a.away = append(a.away, r.Node) // it has just left
+	}
+	left := code == tunnel.NoSuchNode || code == tunnel.Gone
+	a.ownerKnown = a.ownerKnown || !s.fallback() && (a.allNodesKnown || !left)
 }
 
 // explainAway adds to a failure that the address belongs to nodes that are not connected. The answer of
