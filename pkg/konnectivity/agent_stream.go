@@ -48,7 +48,6 @@ type agentStream struct {
 // the error is errDuplicate.
 func (e *endpoint) join(ctx context.Context) (_ *agentStream, err error) {
 	a := e.agent
-	addr := strings.TrimPrefix(e.url, "tls://")
 	md := metadata.Pairs("agentid", string(a.cfg.Node), "agentidentifiers", a.identifiers)
 	if a.cfg.Token != nil {
 		var token auth.Secret
@@ -57,16 +56,7 @@ func (e *endpoint) join(ctx context.Context) (_ *agentStream, err error) {
 		}
 		md.Set("authorization", "Bearer "+token.Reveal())
 	}
-	// Every stream has its own connection: a load balancer may lead the next one to another server.
-	cc, err := grpc.NewClient("passthrough:///"+addr,
-		grpc.WithTransportCredentials(credentials.NewTLS(a.cfg.TLS())),
-		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(NewCodec()), grpc.MaxCallRecvMsgSize(maxServerPacket)),
-		grpc.WithDisableRetry(),
-		grpc.WithMaxHeaderListSize(MaxHeaders),
-		// A stock server closes the connection of an agent that pings more often than every 30 s. gRPC
-		// sets TCP_USER_TIMEOUT to Timeout, so the stream survives a link that is cut for 10 s.
-		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 40 * time.Second, Timeout: 15 * time.Second}),
-	)
+	cc, err := e.newClient()
 	if err != nil {
 		return nil, err
 	}
@@ -86,31 +76,55 @@ func (e *endpoint) join(ctx context.Context) (_ *agentStream, err error) {
 	if err != nil {
 		return nil, err
 	}
-	header, err := stream.Header()
+	id, count, err := readServer(stream)
 	if err != nil {
 		return nil, err
 	}
-	ids, counts := header.Get("serverid"), header.Get("servercount")
-	if len(ids) == 0 && len(counts) == 0 { // the server has ended the stream: the status says why
-		if err = stream.RecvMsg(new(Packet)); err != nil {
-			return nil, err
-		}
-	}
-	if len(ids) != 1 || len(counts) != 1 {
-		return nil, errors.New("the server does not say which it is: is it a proxy-server's agent port?")
-	}
-	count, err := strconv.Atoi(counts[0])
-	if err != nil {
-		return nil, fmt.Errorf("the server says that there are %q servers", counts[0])
-	}
-	if err = e.add(ids[0], count); err != nil {
+	if err = e.add(id, count); err != nil {
 		return nil, err
 	}
 	return &agentStream{
 		mux: newMux(stream, true, a.cfg.Counters, a.log), endpoint: e,
-		client: stream, cc: cc, cancel: cancel, server: ids[0], count: count,
+		client: stream, cc: cc, cancel: cancel, server: id, count: count,
 		dials: make(map[int64]context.CancelFunc), idle: make(chan struct{}, 1),
 	}, nil
+}
+
+// newClient returns a gRPC client for one stream. Every stream has its own connection: a load balancer
+// may lead the next one to another server.
+func (e *endpoint) newClient() (*grpc.ClientConn, error) {
+	return grpc.NewClient("passthrough:///"+strings.TrimPrefix(e.url, "tls://"),
+		grpc.WithTransportCredentials(credentials.NewTLS(e.agent.cfg.TLS())),
+		grpc.WithDefaultCallOptions(grpc.ForceCodecV2(NewCodec()), grpc.MaxCallRecvMsgSize(maxServerPacket)),
+		grpc.WithDisableRetry(),
+		grpc.WithMaxHeaderListSize(MaxHeaders),
+		// A stock server closes the connection of an agent that pings more often than every 30 s. gRPC
+		// sets TCP_USER_TIMEOUT to Timeout, so the stream survives a link that is cut for 10 s.
+		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: 40 * time.Second, Timeout: 15 * time.Second}),
+	)
+}
+
+// readServer waits for the header of a new stream. It returns the server's id, and how many servers
+// there are by the server's count.
+func readServer(stream grpc.ClientStream) (id string, count int, err error) {
+	header, err := stream.Header()
+	if err != nil {
+		return "", 0, err
+	}
+	ids, counts := header.Get("serverid"), header.Get("servercount")
+	if len(ids) == 0 && len(counts) == 0 { // the server has ended the stream: the status says why
+		if err = stream.RecvMsg(new(Packet)); err != nil {
+			return "", 0, err
+		}
+	}
+	if len(ids) != 1 || len(counts) != 1 {
+		return "", 0, errors.New("the server does not say which it is: is it a proxy-server's agent port?")
+	}
+	count, err = strconv.Atoi(counts[0])
+	if err != nil {
+		return "", 0, fmt.Errorf("the server says that there are %q servers", counts[0])
+	}
+	return ids[0], count, nil
 }
 
 // serve serves the stream until it ends, and returns why. When ctx is done it drains the stream, at the
@@ -242,62 +256,75 @@ func (s *agentStream) receive(p *Packet) {
 
 // dial dials for the request p, and serves the conn, in a goroutine of its own. The conn gets the id.
 func (s *agentStream) dial(p Packet, id int64) {
-	a := s.endpoint.agent
-	refuse := func(text string) {
-		s.send(&Packet{Type: PacketDialRsp, Random: p.Random, Err: text})
-	}
 	ctx, cancel := context.WithCancel(s.endpoint.conns)
-	s.dialMu.Lock()
-	s.lastDial = time.Now()
-	if s.stopping {
-		s.dialMu.Unlock()
+	if refusal := s.addDial(p.Random, cancel); refusal != nil {
 		cancel()
-		a.cfg.Counters.Refuse(tunnel.Draining)
-		refuse(tunnel.Refusef(tunnel.Draining, "node %s is stopping", a.cfg.Node).Error())
+		s.refuseDial(p, refusal)
 		return
 	}
-	if s.dials[p.Random] != nil {
-		s.dialMu.Unlock()
-		cancel()
-		refuse("this dial is under way already")
-		return
-	}
-	s.dials[p.Random] = cancel
-	s.busy++
-	s.dialMu.Unlock()
 	s.running.Go(func() {
 		defer s.connOver()
 		defer cancel()
-		target, err := a.dial(ctx, tunnel.Request{
-			Node: a.cfg.Node, Category: category, Network: p.Protocol, Addr: p.Address,
-			Caller: "proxy-server " + s.server,
-		})
-		s.dialMu.Lock()
-		delete(s.dials, p.Random)
-		s.dialMu.Unlock()
-		if err != nil {
-			a.cfg.Counters.Refuse(tunnel.CodeOf(err))
-			a.log.Debug("dial refused", "target", p.Address, "err", err)
-			refuse(err.Error())
-			return
-		}
-		defer a.cfg.Budget.Over()
-		if ctx.Err() != nil { // the caller has left meanwhile
-			tunnel.Reset(target)
-			refuse("the dial was given up")
-			return
-		}
-		conn, err := s.add(id, func() {})
-		if err != nil {
-			tunnel.Reset(target)
-			return
-		}
-		a.cfg.Counters.ConnsOpened.Add(1)
-		s.send(&Packet{Type: PacketDialRsp, Random: p.Random, ConnID: id})
-		var in, out int64
-		err = a.guard("the conn ends", func() (err error) { in, out, err = tunnel.Splice(ctx, conn, target); return err })
-		a.log.Debug("conn ended", "target", p.Address, "bytes", in+out, "err", err)
+		s.dialAndServe(ctx, p, id)
 	})
+}
+
+// addDial registers a dial by the id that the server gave, with the function that cancels it. It fails if
+// the stream is stopping, or the id is in use.
+func (s *agentStream) addDial(random int64, cancel context.CancelFunc) error {
+	a := s.endpoint.agent
+	s.dialMu.Lock()
+	defer s.dialMu.Unlock()
+	s.lastDial = time.Now()
+	if s.stopping {
+		a.cfg.Counters.Refuse(tunnel.Draining)
+		return tunnel.Refusef(tunnel.Draining, "node %s is stopping", a.cfg.Node)
+	}
+	if s.dials[random] != nil {
+		return errors.New("this dial is under way already")
+	}
+	s.dials[random] = cancel
+	s.busy++
+	return nil
+}
+
+// refuseDial answers the dial request p with an error.
+func (s *agentStream) refuseDial(p Packet, err error) {
+	s.send(&Packet{Type: PacketDialRsp, Random: p.Random, Err: err.Error()})
+}
+
+// dialAndServe dials for the registered request p, answers it, and serves the conn until its end.
+func (s *agentStream) dialAndServe(ctx context.Context, p Packet, id int64) {
+	a := s.endpoint.agent
+	target, err := a.dial(ctx, tunnel.Request{
+		Node: a.cfg.Node, Category: category, Network: p.Protocol, Addr: p.Address,
+		Caller: "proxy-server " + s.server,
+	})
+	s.dialMu.Lock()
+	delete(s.dials, p.Random)
+	s.dialMu.Unlock()
+	if err != nil {
+		a.cfg.Counters.Refuse(tunnel.CodeOf(err))
+		a.log.Debug("dial refused", "target", p.Address, "err", err)
+		s.refuseDial(p, err)
+		return
+	}
+	defer a.cfg.Budget.Over()
+	if ctx.Err() != nil { // the caller has left meanwhile
+		tunnel.Reset(target)
+		s.refuseDial(p, errors.New("the dial was given up"))
+		return
+	}
+	conn, err := s.add(id, func() {})
+	if err != nil {
+		tunnel.Reset(target)
+		return
+	}
+	a.cfg.Counters.ConnsOpened.Add(1)
+	s.send(&Packet{Type: PacketDialRsp, Random: p.Random, ConnID: id})
+	var in, out int64
+	err = a.guard("the conn ends", func() (err error) { in, out, err = tunnel.Splice(ctx, conn, target); return err })
+	a.log.Debug("conn ended", "target", p.Address, "bytes", in+out, "err", err)
 }
 
 // dial waits for the budget, and dials. After success the caller must call Budget.Over.

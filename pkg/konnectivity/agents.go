@@ -123,8 +123,6 @@ func (a *Agents) Run(ctx context.Context) error {
 	a.mu.Lock()
 	a.addr = ln.Addr()
 	a.mu.Unlock()
-	conf := a.cfg.TLS.Clone()
-	conf.ClientAuth = tls.RequestClientCert // authenticate verifies it, if the agent shows no token
 	strangers := ports.NewListener(ports.Steady(ln, a.log), ports.ListenerConfig{
 		Max: a.cfg.Joining, MaxPerSource: a.cfg.JoiningPerAddress,
 		Timeout: a.cfg.JoinTimeout, Bytes: StrangerBytes, Counters: a.cfg.Counters,
@@ -132,6 +130,32 @@ func (a *Agents) Run(ctx context.Context) error {
 		TooLate: tunnel.LimitJoinTimeout,
 	})
 	s := &agentService{agents: a}
+	server := a.newServer(s)
+	served := make(chan error, 1) // the result of Serve; capacity 1, so that sending never blocks
+	go func() { served <- server.Serve(strangers) }()
+	select {
+	case err = <-served:
+		err = fmt.Errorf("serving agents on %s: %w", ln.Addr(), err)
+	case <-ctx.Done():
+		a.mu.Lock()
+		a.stopping = true
+		a.mu.Unlock()
+		strangers.Close() // no new agents; live streams go on
+		<-served          //nolint:errcheck // Close is the reason
+		a.drain()
+	}
+	for _, l := range a.links() {
+		l.end(status.Error(codes.Unavailable, "this replica is stopping"))
+	}
+	server.Stop()
+	s.working.Wait()
+	return err
+}
+
+// newServer returns a gRPC server for AgentService. s handles its streams.
+func (a *Agents) newServer(s *agentService) *grpc.Server {
+	conf := a.cfg.TLS.Clone()
+	conf.ClientAuth = tls.RequestClientCert // authenticate verifies it, if the agent shows no token
 	server := grpc.NewServer(
 		grpc.Creds(agentCreds{credentials.NewTLS(conf)}),
 		grpc.ForceServerCodecV2(NewCodec()),
@@ -156,25 +180,7 @@ func (a *Agents) Run(ctx context.Context) error {
 			{StreamName: "Connect", Handler: s.handle, ServerStreams: true, ClientStreams: true},
 		},
 	}, s)
-	served := make(chan error, 1)
-	go func() { served <- server.Serve(strangers) }()
-	select {
-	case err = <-served:
-		err = fmt.Errorf("serving agents on %s: %w", ln.Addr(), err)
-	case <-ctx.Done():
-		a.mu.Lock()
-		a.stopping = true
-		a.mu.Unlock()
-		strangers.Close() // no new agents; live streams go on
-		<-served          //nolint:errcheck // Close is the reason
-		a.drain()
-	}
-	for _, l := range a.links() {
-		l.end(status.Error(codes.Unavailable, "this replica is stopping"))
-	}
-	server.Stop()
-	s.working.Wait()
-	return err
+	return server
 }
 
 // links returns all live streams.
@@ -309,17 +315,33 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 		return errUnauthenticated()
 	}
 	defer t.closeSoon()
+	l, grant, err := a.admit(ctx, stream, t)
+	if err != nil {
+		return err
+	}
+	if err = a.register(l); err != nil {
+		a.refused(l.pub.Remote, string(grant.Node), err)
+		return err
+	}
+	defer a.unregister(l)
+	t.conn.Met()
+	return s.serve(stream, l, grant)
+}
+
+// admit authenticates the agent of a new stream. It returns the server's end of the stream, which is not
+// yet registered. It has logged and counted a refusal; the error is then the answer to the agent.
+func (a *Agents) admit(ctx context.Context, stream grpc.ServerStream, t *agentTransport) (*agentLink, auth.Grant, error) {
 	remote := t.conn.RemoteAddr().String()
 	md, _ := metadata.FromIncomingContext(ctx)
-	grant, told, err := a.authenticate(ctx, t, md)
+	grant, answer, err := a.authenticate(ctx, t, md)
 	if err != nil {
 		a.refused(remote, strings.Join(md.Get("agentid"), ","), err)
-		return told
+		return nil, auth.Grant{}, answer
 	}
 	reach, err := reachOf(md)
 	if err != nil {
 		a.refused(remote, string(grant.Node), err)
-		return err
+		return nil, auth.Grant{}, err
 	}
 	l := &agentLink{agents: a, mux: newMux(stream, false, a.cfg.Counters, a.log), dials: make(map[int64]chan dialResult)}
 	l.pub = &tunnel.Session{
@@ -328,32 +350,33 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	}
 	l.queue.Name, l.queue.Counters = "node "+string(grant.Node), a.cfg.Counters
 	l.queue.Conns, l.queue.Dials = a.cfg.Conns, a.cfg.Dials
+	return l, grant, nil
+}
+
+// serve serves the session of a registered stream. The session ends with its stream, or when the
+// credential is no longer valid.
+func (s *agentService) serve(stream grpc.ServerStream, l *agentLink, grant auth.Grant) error {
+	a := s.agents
 	log := a.log.With("node", grant.Node, "session", l.pub.ID)
-	if err = a.register(l); err != nil {
-		a.refused(remote, string(grant.Node), err)
-		return err
-	}
-	defer a.unregister(l)
-	t.conn.Met()
 	// The agent waits for the header. No packet precedes it, since sendLoop has not started.
-	if err = stream.SendHeader(metadata.Pairs("serverid", a.id, "servercount", strconv.Itoa(a.replicas()))); err != nil {
+	header := metadata.Pairs("serverid", a.id, "servercount", strconv.Itoa(a.replicas()))
+	if err := stream.SendHeader(header); err != nil {
 		l.end(err)
 		return err
 	}
 	a.cfg.Counters.Sessions.Add(1)
-	log.Info("agent joined", "remote", remote, "by", grant.By)
+	log.Info("agent joined", "remote", l.pub.Remote, "by", grant.By)
 	s.working.Go(l.guarded(l.sendLoop))
 	s.working.Go(l.guarded(l.receiveLoop))
-	var expired <-chan time.Time
+	var expired <-chan time.Time // nil: the credential does not expire
 	if !grant.Expires.IsZero() {
 		t := time.NewTimer(time.Until(grant.Expires))
 		defer t.Stop()
 		expired = t.C
 	}
-	// The session ends with its stream, or when the credential is no longer valid.
 	select {
 	case <-l.ended:
-	case <-ctx.Done():
+	case <-stream.Context().Done():
 		l.end(errors.New("the agent has gone"))
 	case <-grant.Revoked:
 		l.end(errUnauthenticated())
@@ -361,7 +384,7 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 		l.end(errUnauthenticated())
 	}
 	l.mu.Lock()
-	err = l.err
+	err := l.err
 	l.mu.Unlock()
 	log.Info("agent left", "err", err)
 	return err
@@ -381,11 +404,11 @@ func errUnauthenticated() error {
 }
 
 // authenticate returns the grant for the credential in a stream's metadata. The agent id must be the
-// node of the grant. On failure, told is the answer to the agent, and err the reason for the log. No
-// other metadata is read before.
+// node of the grant. On failure, answer is for the agent, and err is the reason for the log. No other
+// metadata is read before.
 func (a *Agents) authenticate(
 	ctx context.Context, t *agentTransport, md metadata.MD,
-) (_ auth.Grant, told, err error) {
+) (_ auth.Grant, answer, err error) {
 	refuse := func(format string, args ...any) (auth.Grant, error, error) {
 		return auth.Grant{}, errUnauthenticated(), fmt.Errorf(format, args...)
 	}

@@ -83,10 +83,10 @@ func FuzzAgentMetadata(f *testing.F) {
 	f.Fuzz(func(t *testing.T, id, token, identifiers string) {
 		a := NewAgents(AgentsConfig{Auth: names{}, Log: slog.New(slog.DiscardHandler)}, new(tunnel.Directory))
 		md := metadata.Pairs("agentid", id, "authorization", "Bearer "+token, "agentidentifiers", identifiers)
-		grant, told, err := a.authenticate(t.Context(), &agentTransport{conn: &ports.Conn{TCPConn: new(net.TCPConn)}}, md)
+		grant, answer, err := a.authenticate(t.Context(), &agentTransport{conn: &ports.Conn{TCPConn: new(net.TCPConn)}}, md)
 		if err != nil {
-			if status.Code(told) != codes.Unauthenticated {
-				t.Errorf("refused with %v", told)
+			if status.Code(answer) != codes.Unauthenticated {
+				t.Errorf("refused with %v", answer)
 			}
 			a.refused("remote", id, err)
 			return
