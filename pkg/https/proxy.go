@@ -293,25 +293,10 @@ func (p *proxy) forward(w http.ResponseWriter, r *http.Request, h hop, body *req
 	}
 	rp := httputil.ReverseProxy{
 		Rewrite: func(pr *httputil.ProxyRequest) {
-			out := pr.Out
-			out.URL.Scheme = p.scheme()
-			out.URL.Host = string(h.node)         // not used for dialling
-			out.URL.RawQuery = pr.In.URL.RawQuery // unchanged; url.Values would re-encode it
-			// An upgrade to some other protocol is ignored (RFC 9110 section 7.8).
-			if upgrade == "" {
-				out.Header.Del("Connection")
-				out.Header.Del("Upgrade")
-			}
-			body.passTrailers(out)
+			p.rewrite(pr, h, upgrade)
+			body.passTrailers(pr.Out)
 		},
-		Transport: roundTripper(func(out *http.Request) (*http.Response, error) {
-			res, err := transport(out)
-			if err == nil && res.StatusCode == http.StatusSwitchingProtocols {
-				res.Body.Close()
-				return nil, errors.New("the target switched protocols without being asked to")
-			}
-			return res, err
-		}),
+		Transport: refuseSwitch(transport),
 		ModifyResponse: func(res *http.Response) error {
 			body.markLast()
 			if _, ok := res.Header["Content-Type"]; !ok {
@@ -336,6 +321,33 @@ func (p *proxy) forward(w http.ResponseWriter, r *http.Request, h hop, body *req
 		in.Body = body
 	}
 	rp.ServeHTTP(w, in)
+}
+
+// rewrite makes pr.Out the request to the target of h. upgrade is the protocol that the request upgrades
+// to; "": none.
+func (p *proxy) rewrite(pr *httputil.ProxyRequest, h hop, upgrade string) {
+	out := pr.Out
+	out.URL.Scheme = p.scheme()
+	out.URL.Host = string(h.node)         // not used for dialling
+	out.URL.RawQuery = pr.In.URL.RawQuery // unchanged; url.Values would re-encode it
+	// An upgrade to some other protocol is ignored (RFC 9110 section 7.8).
+	if upgrade == "" {
+		out.Header.Del("Connection")
+		out.Header.Del("Upgrade")
+	}
+}
+
+// refuseSwitch returns next, except that a response with status 101 becomes an error. A transport that
+// was asked for an upgrade returns *switched instead of such a response.
+func refuseSwitch(next roundTripper) roundTripper {
+	return func(out *http.Request) (*http.Response, error) {
+		res, err := next(out)
+		if err == nil && res.StatusCode == http.StatusSwitchingProtocols {
+			res.Body.Close()
+			return nil, errors.New("the target switched protocols without being asked to")
+		}
+		return res, err
+	}
 }
 
 // quotation matches what an error message quotes.
