@@ -54,7 +54,7 @@ func (w *cloudWiring) addEgress() error {
 	if reaches != nil {
 		w.collectors = append(w.collectors, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "tunnel_egress_contested_addresses",
-			Help: "Addresses and pod networks of Nodes that do not count, " +
+			Help: "Addresses and pod networks of Nodes that are not accepted, " +
 				"because they belong to others or two Nodes claim them.",
 		}, func() float64 { return float64(reaches.Contested()) }))
 	}

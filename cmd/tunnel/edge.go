@@ -185,7 +185,7 @@ func newProof(e *conf.Edge, files *reload.Files, log *slog.Logger) (proof, error
 		node, err := auth.NodeOf(pair.Certificate().Leaf)
 		switch {
 		case err != nil:
-			return proof{}, fmt.Errorf("mode.edge.stream.client: nodecert: %s is no node's certificate: %w; "+
+			return proof{}, fmt.Errorf("mode.edge.stream.client: nodecert: %s is not a node's certificate: %w; "+
 				"tunnel join makes one", e.NodeCert, err)
 		case node != e.Node:
 			return proof{}, fmt.Errorf("mode.edge.stream.client: nodecert: %s is of node %s, and this is node %s (%s): "+

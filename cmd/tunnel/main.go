@@ -109,7 +109,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 // noArgs is cobra.NoArgs for a command that has no commands below it.
 func noArgs(cmd *cobra.Command, args []string) error {
 	if len(args) > 0 {
-		return fmt.Errorf("%s takes flags alone, such as --name value, and no %q", cmd.CommandPath(), args[0])
+		return fmt.Errorf("%s takes only flags, such as --name value, not %q", cmd.CommandPath(), args[0])
 	}
 	return nil
 }
@@ -145,8 +145,8 @@ kubectl logs, exec, attach, port-forward and top, and TCP services.
   tunnel join                                         make this machine that node
   tunnel edge -c edge.toml                            run the end on a node
 
-  tunnel token list|revoke -c cloud.toml              see who may join, shut a node out
-  tunnel config check -c FILE                         say what is wrong with a configuration
+  tunnel token list|revoke -c cloud.toml              list tokens, revoke a node
+  tunnel config check -c FILE                         report the problems of a configuration
 
 Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configuration,
 4 refused by the other side.`,
@@ -174,10 +174,10 @@ type superedgeFlags struct {
 func (o *superedgeFlags) register(root *cobra.Command) {
 	f := root.Flags()
 	for _, name := range []string{"m", "mode"} {
-		f.StringVar(&o.mode, name, "", "cloud or edge (SuperEdge's way to say it)")
+		f.StringVar(&o.mode, name, "", "cloud or edge (SuperEdge's form of the command)")
 	}
 	for _, name := range []string{"c", "conf"} {
-		f.StringVar(&o.file, name, "", "configuration file (SuperEdge's way to say it)")
+		f.StringVar(&o.file, name, "", "configuration file (SuperEdge's form of the flag)")
 	}
 	// SuperEdge's manifests set the flags of SuperEdge's logging library. tunnel accepts and ignores them.
 	f.String("log-dir", "", "ignored")
@@ -269,7 +269,7 @@ func newConfigCommand(logs *logFlags) *cobra.Command {
 	config := newGroup("config", "Work with configuration files")
 	check := &cobra.Command{
 		Use:   "check -c FILE",
-		Short: "Say everything that is wrong with a configuration file and the files it names",
+		Short: "Report all problems of a configuration file and of the files it names",
 		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			checked, err := conf.Check(file, environment())

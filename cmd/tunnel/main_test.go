@@ -93,7 +93,7 @@ func TestCommandLine(t *testing.T) {
 		{nil, exitOK, "tunnel demo"},
 		{[]string{"version"}, exitOK, "protocol 1"},
 		{[]string{"token", "create", "-c", "x", "--node", "tunnel1.eyJhIjoiYiJ9"}, exitUsage, `node name "***" is not`},
-		{[]string{"edge", "-c", "x", "s3cret-token"}, exitUsage, `flags alone, such as --name value, and no "***"`},
+		{[]string{"edge", "-c", "x", "s3cret-token"}, exitUsage, `only flags, such as --name value, not "***"`},
 		{[]string{"clowd"}, exitUsage, `unknown command "clowd"`},
 		{[]string{"cloud"}, exitUsage, `"config" not set`},
 		{[]string{"cloud", "--frobnicate"}, exitUsage, "unknown flag"},

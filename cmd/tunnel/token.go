@@ -15,7 +15,7 @@ import (
 )
 
 func newTokenCommand() *cobra.Command {
-	token := newGroup("token", "Say which nodes may join a cloud")
+	token := newGroup("token", "Manage which nodes may join a cloud")
 	token.AddCommand(newTokenCreateCommand(), newTokenListCommand(), newTokenRevokeCommand())
 	return token
 }
@@ -132,10 +132,10 @@ func newTokenRevokeCommand() *cobra.Command {
 	var file, node string
 	cmd := &cobra.Command{
 		Use:   "revoke -c cloud.toml --node NAME",
-		Short: "Shut a node out: its tokens, its certificates, its session",
-		Long: `revoke writes to the token file that nothing proves the node any more, and removes its
-tokens. A running cloud ends the node's session and conns within a second.
-` + "`tunnel token create`" + ` lets the node come back, but not with what it had.`,
+		Short: "Revoke a node: its tokens, its certificates, its session",
+		Long: `revoke marks the node as revoked in the token file, and removes its tokens. A running cloud
+ends the node's session and conns within a second.
+` + "`tunnel token create`" + ` lets the node join again, but not with its old token or certificate.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			name, err := parseNode(node)

@@ -66,7 +66,7 @@ func (d *Debug) Addr() net.Addr {
 func (d *Debug) Run(ctx context.Context) error {
 	ln, err := socket.Listen(ctx, d.path)
 	if err != nil {
-		return fmt.Errorf("listening for operators (socket in [mode.cloud.admin] or [mode.edge.admin]): %w", err)
+		return fmt.Errorf("opening the admin socket (socket in [mode.cloud.admin] or [mode.edge.admin]): %w", err)
 	}
 	addr := ln.Addr()
 	d.addr.Store(&addr)
@@ -83,7 +83,7 @@ func (d *Debug) Run(ctx context.Context) error {
 	go func() { served <- srv.Serve(netutil.LimitListener(listen.Steady(ln, d.log), debugConns)) }()
 	select {
 	case err := <-served:
-		return fmt.Errorf("serving operators on %s: %w", d.path, err)
+		return fmt.Errorf("serving the admin socket %s: %w", d.path, err)
 	case <-ctx.Done():
 	}
 	shutdownCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWithin)
@@ -92,7 +92,7 @@ func (d *Debug) Run(ctx context.Context) error {
 		srv.Close() //nolint:errcheck // a profile is cut short; nothing is lost
 	}
 	if err := <-served; !errors.Is(err, http.ErrServerClosed) {
-		return fmt.Errorf("serving operators on %s: %w", d.path, err)
+		return fmt.Errorf("serving the admin socket %s: %w", d.path, err)
 	}
 	return nil
 }

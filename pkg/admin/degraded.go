@@ -6,7 +6,7 @@ import "github.com/prometheus/client_golang/prometheus"
 // note. Operators can then alert on what /readyz?verbose says in words.
 func NewDegradedCollector(checks []Check) prometheus.Collector {
 	return degraded{checks, prometheus.NewDesc("tunnel_degraded",
-		"1 while the module needs somebody's attention: the line [~] of /readyz?verbose says why.",
+		"1 while the module is degraded, else 0; its line [~] on /readyz?verbose says why.",
 		[]string{"module"}, nil)}
 }
 

@@ -36,7 +36,7 @@ func buildInfo(version string) prometheus.Collector {
 	}
 	g := prometheus.NewGauge(prometheus.GaugeOpts{
 		Name:        "tunnel_build_info",
-		Help:        "Always 1; the labels say which build this is.",
+		Help:        "Always 1; the labels name this build's version, revision and Go version.",
 		ConstLabels: prometheus.Labels{"version": version, "revision": revision, "goversion": runtime.Version()},
 	})
 	g.Set(1)
@@ -68,31 +68,31 @@ func NewCollector(c *tunnel.Counters, sessions func() []*tunnel.Session) prometh
 		counts: []count{
 			{desc("tunnel_sessions_established_total", "Sessions established."), c.Sessions.Load},
 			{desc("tunnel_sessions_replaced_total",
-				"Sessions that a newer one of the same node ended."), c.Replaced.Load},
-			{desc("tunnel_joins_refused_total", "Joins refused before they became sessions."), c.JoinsRefused.Load},
+				"Sessions that ended because the same node opened a newer one."), c.Replaced.Load},
+			{desc("tunnel_joins_refused_total", "Attempts to join that were refused."), c.JoinsRefused.Load},
 			{desc("tunnel_conns_opened_total", "Conns opened."), c.ConnsOpened.Load},
 			{desc("tunnel_conns_by_data_connection_total",
-				"Of the conns opened, those that went by a data connection."), c.ConnsOverData.Load},
+				"Conns opened on a data connection."), c.ConnsOverData.Load},
 			{desc("tunnel_data_connections_opened_total",
-				"TCP connections opened beside the session's own, to carry one conn at a time."), c.DataOpened.Load},
+				"Data connections opened: TCP connections that carry one conn at a time."), c.DataOpened.Load},
 			{desc("tunnel_conns_reset_total", "Conns that ended by a reset."), c.Resets.Load},
-			{desc("tunnel_sent_bytes_total", "Payload bytes of conns handed to the other side."), c.BytesSent.Load},
+			{desc("tunnel_sent_bytes_total", "Payload bytes of conns sent through the tunnel."), c.BytesSent.Load},
 			{desc("tunnel_received_bytes_total",
-				"Payload bytes of conns that came from the other side."), c.BytesReceived.Load},
+				"Payload bytes of conns received through the tunnel."), c.BytesReceived.Load},
 			{desc("tunnel_unknown_messages_total",
-				"Control messages that nobody handles, from a newer peer or a hostile one."), c.UnknownMessages.Load},
+				"Control messages without a handler, from a newer or a hostile peer."), c.UnknownMessages.Load},
 			{desc("tunnel_contested_pods_total",
-				"Requests for a pod that were refused because two nodes claim the pod."), c.ContestedPods.Load},
+				"Requests refused because two nodes claim the same pod."), c.ContestedPods.Load},
 			{desc("tunnel_panics_total",
 				"Panics that ended one session, connection or request. Each is a bug."), c.Panics.Load},
 		},
-		live:  desc("tunnel_sessions", "Sessions now."),
-		conns: desc("tunnel_conns", "Conns now, those being dialled included."),
+		live:  desc("tunnel_sessions", "Open sessions."),
+		conns: desc("tunnel_conns", "Open conns, including those being dialled."),
 		data: desc("tunnel_data_connections",
-			"TCP connections now beside the sessions' own, with a conn or waiting for one."),
-		refused: desc("tunnel_conns_refused_total", "Conns that were not opened, by the code of the refusal.", "code"),
-		limited: desc("tunnel_limited_total", "How often a limit of docs/limits.md was reached.", "limit"),
-		waiting: desc("tunnel_opens_waiting", "Opens now that wait for the limits conns, opens or dials."),
+			"Open data connections, in use or idle."),
+		refused: desc("tunnel_conns_refused_total", "Conns refused, by the code of the refusal.", "code"),
+		limited: desc("tunnel_limited_total", "Times that a limit of docs/limits.md was reached, by limit.", "limit"),
+		waiting: desc("tunnel_opens_waiting", "Opens that wait because the limit conns, opens or dials is reached."),
 	}
 }
 
@@ -105,13 +105,13 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 // relayed conn as one of its own.
 func NewRelayCollector(c *tunnel.Counters, replicas func() int) prometheus.Collector {
 	return &relayCollector{c: c, replicas: replicas, counts: []count{
-		{desc("tunnel_relay_conns_opened_total", "Conns opened to or for another replica."), c.ConnsOpened.Load},
-		{desc("tunnel_relay_conns_reset_total", "Such conns that ended by a reset."), c.Resets.Load},
-		{desc("tunnel_relay_sent_bytes_total", "Payload bytes handed to other replicas."), c.BytesSent.Load},
+		{desc("tunnel_relay_conns_opened_total", "Conns relayed to or for another replica."), c.ConnsOpened.Load},
+		{desc("tunnel_relay_conns_reset_total", "Relayed conns that ended by a reset."), c.Resets.Load},
+		{desc("tunnel_relay_sent_bytes_total", "Payload bytes sent to other replicas."), c.BytesSent.Load},
 		{desc("tunnel_relay_received_bytes_total",
-			"Payload bytes that came from other replicas."), c.BytesReceived.Load},
+			"Payload bytes received from other replicas."), c.BytesReceived.Load},
 		{desc("tunnel_relay_panics_total",
-			"Panics that ended a session with another replica, or a conn of one. Each is a bug."), c.Panics.Load},
+			"Panics that ended a session with another replica, or a conn of it. Each is a bug."), c.Panics.Load},
 	}}
 }
 
@@ -130,13 +130,13 @@ func (c *relayCollector) Collect(ch chan<- prometheus.Metric) {
 		ch <- prometheus.MustNewConstMetric(n.desc, prometheus.CounterValue, float64(n.load()))
 	}
 	refused := desc("tunnel_relay_conns_refused_total",
-		"Conns that were refused to or by another replica, by the code of the refusal.", "code")
+		"Relayed conns that this replica or the other one refused, by the code of the refusal.", "code")
 	for _, code := range tunnel.Codes() {
 		ch <- prometheus.MustNewConstMetric(refused, prometheus.CounterValue,
 			float64(c.c.Refusals(code)), code.String())
 	}
 	limited := desc("tunnel_relay_limited_total",
-		"How often a limit of docs/limits.md was reached by a session with another replica.", "limit")
+		"Times that a session with another replica reached a limit of docs/limits.md, by limit.", "limit")
 	// Sessions with replicas have no other limits.
 	for _, l := range []tunnel.Limit{tunnel.LimitConns, tunnel.LimitMessage, tunnel.LimitOutbox} {
 		ch <- prometheus.MustNewConstMetric(limited, prometheus.CounterValue, float64(c.c.LimitedBy(l)), l.String())

@@ -76,7 +76,7 @@ func LoadCA(certPEM, keyPEM []byte) (*CA, error) {
 		return nil, fmt.Errorf("the key of CA %s cannot sign", cert.Subject)
 	}
 	if !cert.IsCA || cert.KeyUsage&x509.KeyUsageCertSign == 0 {
-		return nil, fmt.Errorf("the certificate of %s may not sign others (CA:TRUE, keyCertSign): give that of a CA",
+		return nil, fmt.Errorf("the certificate of %s may not sign others (CA:TRUE, keyCertSign): name a CA's certificate",
 			cert.Subject)
 	}
 	return &CA{key: key, cert: cert, certPEM: encodePEM("CERTIFICATE", cert.Raw)}, nil

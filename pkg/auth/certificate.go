@@ -29,12 +29,12 @@ func NodeOf(cert *x509.Certificate) (tunnel.NodeName, error) {
 	}
 	switch {
 	case slices.ContainsFunc(cert.Extensions, isSAN):
-		return "", errors.New("the certificate has alternative names; a node's has none")
+		return "", errors.New("the certificate has subject alternative names; a node's certificate must have none")
 	case len(cert.ExtKeyUsage) != 1 || cert.ExtKeyUsage[0] != x509.ExtKeyUsageClientAuth ||
 		len(cert.UnknownExtKeyUsage) != 0:
-		return "", errors.New("the certificate is not for clients alone")
+		return "", errors.New("the certificate's extended key usage is not clientAuth alone")
 	case cert.IsCA || cert.KeyUsage != x509.KeyUsageDigitalSignature:
-		return "", errors.New("the certificate's key may do something else than sign a handshake")
+		return "", errors.New("the certificate's key usage is not digitalSignature alone")
 	}
 	return node, nil
 }

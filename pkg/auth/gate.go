@@ -267,7 +267,7 @@ func (g *Gate) endLocked(gr *grant) {
 func (g *Gate) Note() string {
 	if fault := g.cfg.Tokens.fault.Load(); fault != nil {
 		first, _, _ := strings.Cut((*fault).Error(), "\n") // the error may have one line per bad line
-		return "the token file is bad, and what was read before it stays in force: " + first
+		return "the token file is bad, and the tokens read before stay in force: " + first
 	}
 	if g.signingFailed.Load() {
 		return "the last certificate that a node asked for could not be signed; the log says why"

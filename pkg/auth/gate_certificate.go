@@ -42,7 +42,7 @@ func (g *Gate) verifiedProof(node tunnel.NodeName, chain []*x509.Certificate) (*
 		return nil, refusal("the certificate is another node's")
 	}
 	if p.until, err = verify(chain, p.roots); err != nil {
-		return nil, refusal("the certificate is not good: " + err.Error())
+		return nil, refusal("the certificate is not valid: " + err.Error())
 	}
 	return p, nil
 }

@@ -23,7 +23,7 @@ type Issuer struct {
 
 // ErrSigning refuses a node a first certificate while another one is being signed for it. So the
 // holder of one join token cannot occupy all workers of a signer that has few.
-var ErrSigning = errors.New("a certificate of this node is being made")
+var ErrSigning = errors.New("another certificate of this node is being signed")
 
 // NewIssuer returns an Issuer. Gate g decides who may have a certificate; s signs it.
 func NewIssuer(g *Gate, s Signer) *Issuer {
@@ -99,7 +99,7 @@ func (i *Issuer) sign(ctx context.Context, node tunnel.NodeName, p proof, reques
 	}
 	leaf, err := checkIssued(chain, node, r.PublicKey)
 	if err != nil {
-		return nil, fmt.Errorf("what was signed for node %s is not what was asked for: %w", node, err)
+		return nil, fmt.Errorf("the certificate signed for node %s does not match its request: %w", node, err)
 	}
 	// A revocation with before=TIME tells certificates apart by their time of issue. So a revoked
 	// proof must not get a newer certificate, not even before the file is read again. Check after
@@ -110,7 +110,7 @@ func (i *Issuer) sign(ctx context.Context, node tunnel.NodeName, p proof, reques
 	// Times in certificates are whole seconds, so a new certificate can fall under a revocation of
 	// the same second. Refuse now: the node could not join with such a certificate.
 	if err := i.gate.decideNow(node, newCertificateProof(i.gate.cfg.Backdate, leaf)); err != nil {
-		return nil, fmt.Errorf("the certificate that was just signed for node %s is good for nothing, try again: %w",
+		return nil, fmt.Errorf("the certificate just signed for node %s is refused, try again: %w",
 			node, err)
 	}
 	return chain, nil

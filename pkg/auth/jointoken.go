@@ -54,7 +54,7 @@ func ParseJoinToken(text string) (JoinToken, error) {
 	if len(text) > maxJoinToken {
 		return JoinToken{}, fmt.Errorf("the join token is %d bytes long; %d are allowed", len(text), maxJoinToken)
 	}
-	damaged := errors.New("the join token is damaged or not whole; " +
+	damaged := errors.New("the join token is damaged or incomplete; " +
 		"paste all of the line that tunnel token create printed")
 	body, ok := strings.CutPrefix(text, JoinPrefix)
 	if !ok {

@@ -10,8 +10,8 @@ import (
 )
 
 // ErrPin refuses a server that is not the server of the join token.
-var ErrPin = errors.New("the server's certificate is not of the CA that the join token names: " +
-	"the token is another cloud's, its CA is a new one, or somebody stands between; " +
+var ErrPin = errors.New("the server's certificate is not signed by the CA that the join token names: " +
+	"the token belongs to another cloud, the cloud has a new CA, or a machine on the way intercepts TLS; " +
 	"make a new token on the cloud, and let nothing on the way end TLS")
 
 // PinnedTLS returns the TLS configuration for the cloud of a join token. The server must present
@@ -74,7 +74,7 @@ func verifyPinned(t JoinToken, chain []*x509.Certificate) (*x509.Certificate, er
 	}
 	if err != nil {
 		return nil, fmt.Errorf("the CA is the one that the join token names, "+
-			"but the server's certificate is not good for %s: %w", t.ServerName, err)
+			"but the server's certificate is not valid for %s: %w", t.ServerName, err)
 	}
 	return root, nil
 }

@@ -144,13 +144,13 @@ func parseRule(e string) (rule, error) {
 		return r, nil
 	}
 	if host == "*" {
-		return rule{}, fmt.Errorf("* is no address; for anywhere write 0.0.0.0/0:%s and [::/0]:%s", portText, portText)
+		return rule{}, fmt.Errorf("* is not an address; for every address write 0.0.0.0/0:%s and [::/0]:%s", portText, portText)
 	}
 	bracketed := strings.HasPrefix(host, "[") && strings.HasSuffix(host, "]")
 	if bracketed {
 		host = host[1 : len(host)-1]
 	} else if strings.Contains(host, ":") {
-		return rule{}, errors.New("an IPv6 address or network stands in brackets: [fd00::/8]:443")
+		return rule{}, errors.New("an IPv6 address or network needs brackets: [fd00::/8]:443")
 	}
 	var err error
 	if r.prefix, err = parsePrefix(host); err != nil {
@@ -332,7 +332,7 @@ func (p *Policy) partition(ips []netip.Addr, port uint16) (permitted, denied []n
 func denialOf(addr string, to netip.AddrPort) error {
 	if to.Addr().IsUnspecified() {
 		return tunnel.Refusef(tunnel.Denied,
-			"%s is not an address of one machine; name 127.0.0.1 or ::1 to reach this one", addr)
+			"%s is not an address of one machine; dial 127.0.0.1 or ::1 to reach this machine", addr)
 	}
 	permit := fmt.Sprintf("to permit it, add %q to allow under [mode.edge]",
 		netip.AddrPortFrom(to.Addr().WithZone(""), to.Port()))

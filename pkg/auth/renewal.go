@@ -135,7 +135,7 @@ func (r *Renewal) renew(ctx context.Context) error {
 	}
 	leaf, err := checkIssued(chain, r.cfg.Node, key.Public())
 	if err != nil {
-		return fmt.Errorf("what the cloud has signed: %w", err)
+		return fmt.Errorf("the certificate from the cloud: %w", err)
 	}
 	// The new certificate is already the proof of the session that requested it. If it cannot be
 	// written, it is lost, but the session goes on: it may be the only way to this machine.

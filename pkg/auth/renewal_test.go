@@ -265,7 +265,7 @@ func TestRenewalRefusesWrongCertificates(t *testing.T) {
 				if after, err := os.ReadFile(path); err != nil || string(after) != string(before) {
 					t.Errorf("the file has changed: %v", err)
 				}
-				if !strings.Contains(j.String(), "what the cloud has signed") {
+				if !strings.Contains(j.String(), "the certificate from the cloud") {
 					t.Error("the log does not say why")
 				}
 			})

@@ -73,7 +73,7 @@ func ParseRequest(node tunnel.NodeName, der []byte) (*x509.CertificateRequest, e
 	}
 	r, err := x509.ParseCertificateRequest(der)
 	if err != nil {
-		return nil, errors.New("what is to be signed is not a certificate request (PKCS #10, DER)")
+		return nil, errors.New("the bytes to sign are not a certificate request (PKCS #10, DER)")
 	}
 	asked, err := nodeIn(r.Subject)
 	switch {

@@ -39,7 +39,7 @@ const (
 var errUnavailable = errors.New("no answer from Kubernetes about ServiceAccount tokens")
 
 // errTooManyReviews means that the token was not checked, because too many strangers wait already.
-var errTooManyReviews = fmt.Errorf("%w: too many of them wait for a review", errUnavailable)
+var errTooManyReviews = fmt.Errorf("%w: too many tokens wait for a review", errUnavailable)
 
 // reviews asks the Reviewer about tokens, and caches its answers.
 type reviews struct {
@@ -76,8 +76,8 @@ func newReviews(r Reviewer, log *slog.Logger) *reviews {
 		slots:    make(chan struct{}, maxReviews),
 		total: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tunnel_auth_reviews_total",
-			Help: "ServiceAccount tokens looked at: good and bad by a review, error without an answer, " +
-				"cached without a review, full without one because too many strangers wait.",
+			Help: "ServiceAccount tokens checked, by result: good or bad by a review, error without an answer, " +
+				"cached without a review, full because too many strangers wait for a review.",
 		}, []string{"result"}),
 		sources:  make(map[netip.Prefix]int),
 		cache:    make(map[sum]answer),
@@ -237,7 +237,7 @@ func (r *reviews) recordOutcome(err error) {
 		r.log.Info("Kubernetes answers about ServiceAccount tokens again")
 	case err != nil:
 		if r.fault == "" {
-			r.log.Error("no answer from Kubernetes about ServiceAccount tokens; the edges that have one wait",
+			r.log.Error("no answer from Kubernetes about ServiceAccount tokens; edges that join with one must wait",
 				"err", err)
 		}
 		r.fault = err.Error()

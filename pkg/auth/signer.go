@@ -59,7 +59,7 @@ func (s *FileSigner) load() (*CA, error) {
 		return nil, fmt.Errorf("%s: the CA may not sign certificates for clients (extended key usage)", s.certFile)
 	}
 	if now := time.Now(); now.Before(ca.cert.NotBefore) || now.After(ca.cert.NotAfter) {
-		return nil, fmt.Errorf("%s: the CA is good from %s to %s, not now; renew it, or set the clock", s.certFile,
+		return nil, fmt.Errorf("%s: the CA is valid from %s to %s, not now; renew it, or set the clock", s.certFile,
 			ca.cert.NotBefore.Format(time.RFC3339), ca.cert.NotAfter.Format(time.RFC3339))
 	}
 	return ca, nil

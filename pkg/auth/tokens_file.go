@@ -53,7 +53,7 @@ func parseTokens(name, content string, allowShared, mayBeEmpty bool) (*table, er
 		return nil, err
 	}
 	if tb.maxTokens == 0 && !mayBeEmpty {
-		return nil, fmt.Errorf("%s: no token in it: nobody could join; add a line node:sha256:HEX for each edge", name)
+		return nil, fmt.Errorf("%s: it holds no token, so no node could join; add a line node:sha256:HEX for each edge", name)
 	}
 	return tb, nil
 }
@@ -63,8 +63,8 @@ func parseSum(token string) (s sum, err error) {
 	digits, hashed := strings.CutPrefix(token, hashPrefix)
 	if !hashed {
 		if isMisplacedKeyword(token) {
-			return s, errors.New("where the token should be there stands something like revoked, join, " +
-				"expires=TIME or sha256:, which would be a token that anybody guesses; " +
+			return s, errors.New("the token looks like a misplaced or misspelt keyword (revoked, join, " +
+				"expires=TIME or sha256:), and anybody could guess it; " +
 				"write node:revoked in lower case, or node:sha256:HEX and the attributes behind it")
 		}
 		return sha256.Sum256([]byte(token)), checkToken(token)

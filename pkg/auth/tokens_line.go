@@ -88,7 +88,7 @@ func parseLine(text string) (line, error) {
 	}
 	if name = strings.TrimSpace(name); name != sharedName {
 		if l.node, err = tunnel.ParseNodeName(name); err != nil {
-			return line{}, errors.New("what stands before the colon is not a node name " +
+			return line{}, errors.New("the text before the colon is not a node name " +
 				"(RFC 1123: lower-case letters, digits, '-' and '.')")
 		}
 	} else if l.revoked {
@@ -110,21 +110,21 @@ func (l *line) parseAttribute(word string) error {
 	case l.revoked && isBefore && l.before.IsZero():
 		return parseTime(&l.before, keywordBefore, before)
 	case l.revoked:
-		return errors.New("behind revoked there may stand before=TIME, once; a comment needs a line of its own")
+		return errors.New("after revoked, only before=TIME may follow, once; a comment needs a line of its own")
 	case word == keywordJoin && !l.token.join:
 		l.token.join = true
 		return nil
 	case isExpires && l.token.expires.IsZero():
 		return parseTime(&l.token.expires, keywordExpires, expires)
 	}
-	return errors.New("behind the token there may stand join and expires=TIME, each once; " +
+	return errors.New("after the token, only join and expires=TIME may follow, each once; " +
 		"a comment needs a line of its own")
 }
 
 // parseTime parses the time behind keyword word into t. The zero time is refused, since it means unset.
 func parseTime(t *time.Time, word, s string) (err error) {
 	if *t, err = time.Parse(time.RFC3339, s); err != nil || t.IsZero() {
-		return fmt.Errorf("behind %s there must be a time such as 2026-01-31T15:04:05Z (RFC 3339)", word)
+		return fmt.Errorf("%s needs a time after it, such as 2026-01-31T15:04:05Z (RFC 3339)", word)
 	}
 	return nil
 }

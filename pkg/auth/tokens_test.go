@@ -110,11 +110,11 @@ func TestAuthenticate(t *testing.T) {
 func TestBadTokenFiles(t *testing.T) {
 	const canary = "c4n4ry"
 	for _, tc := range []struct{ name, content, want string }{
-		{"empty", "", "no token in it"},
-		{"comments alone", "# edge1:c4n4ry\n", "no token in it"},
+		{"empty", "", "it holds no token"},
+		{"comments alone", "# edge1:c4n4ry\n", "it holds no token"},
 		{"no colon", "edge1:x\nc4n4ry\n", "tokens:2: no colon"},
 		{"empty token", "edge1:\n", "tokens:1: the token is empty"},
-		{"node and token mixed up", "C4n4ry c4n4ry:edge1\n", "tokens:1: what stands before the colon"},
+		{"node and token mixed up", "C4n4ry c4n4ry:edge1\n", "tokens:1: the text before the colon"},
 		{"default not allowed", "edge1:x\n\ndefault:c4n4ry\n", "tokens:3: a default: line"},
 		{"default says what to set", "default:c4n4ry\n", "allowshared = true"},
 		{"short hash", "edge1:sha256:abc\n", "64 hexadecimal digits"},

@@ -27,7 +27,7 @@ func (t *Tokens) reload() (again bool) {
 	digest := sha256.Sum256(content)
 	if digest == t.content {
 		if t.loggedFault != "" {
-			t.log.Info("token file holds again what is in force")
+			t.log.Info("token file is good again; its tokens are those in force")
 		}
 		t.loggedFault = ""
 		t.fault.Store(nil)
@@ -55,5 +55,5 @@ func (t *Tokens) keepLastGood(id string, err error) {
 	}
 	t.loggedFault = id
 	t.fault.Store(&err)
-	t.log.Error("token file is bad; the tokens read before it stay in force", "err", err)
+	t.log.Error("token file is bad; the tokens read before stay in force", "err", err)
 }

@@ -141,7 +141,7 @@ func (h *HostsFile) read() bool {
 	h.mu.Unlock()
 	switch {
 	case err != nil && (before == nil || before.Error() != err.Error()):
-		h.log.Warn("the hosts file that CoreDNS mounts cannot be read; its lag is that of what was read last",
+		h.log.Warn("the hosts file that CoreDNS mounts cannot be read; the lag is that of the last content read",
 			"target", h.path, "err", err)
 	case err == nil && before != nil:
 		h.log.Info("the hosts file can be read again", "target", h.path)
@@ -176,7 +176,7 @@ func readHosts(path string) ([]byte, error) {
 		return nil, withoutPath(err)
 	}
 	if len(text) > maxHostsSize {
-		return nil, fmt.Errorf("it is longer than %d bytes, and a ConfigMap is not", maxHostsSize)
+		return nil, fmt.Errorf("it is longer than %d bytes, the most that a ConfigMap may hold", maxHostsSize)
 	}
 	return text, nil
 }

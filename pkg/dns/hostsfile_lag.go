@@ -79,10 +79,10 @@ func (h *HostsFile) logLag(now time.Time) {
 	switch late := lag >= maxLag; {
 	case late && !h.lateLogged:
 		slices.Sort(nodes)
-		h.log.Warn("the hosts file that CoreDNS mounts is late", "target", h.path, "dur", lag.Round(time.Second),
+		h.log.Warn("the hosts file that CoreDNS mounts is out of date", "target", h.path, "dur", lag.Round(time.Second),
 			"nodes", len(nodes), "first", nodes[:min(len(nodes), 3)])
 	case !late && h.lateLogged:
-		h.log.Info("the hosts file that CoreDNS mounts is not late any more", "target", h.path)
+		h.log.Info("the hosts file that CoreDNS mounts is up to date again", "target", h.path)
 	}
 	h.lateLogged = lag >= maxLag
 }
@@ -129,7 +129,7 @@ func (h *HostsFile) Status() string {
 	case !s.readTried:
 		return "not read yet"
 	case s.namesUnknown:
-		return "nothing to compare with before Kubernetes has said which nodes there are"
+		return "not compared yet: the Nodes have not been read"
 	default:
 		return fmt.Sprintf("lag %v, %d nodes differ", lag.Round(time.Second), len(nodes))
 	}
@@ -140,11 +140,12 @@ func (h *HostsFile) Collector() prometheus.Collector {
 	return hostsCollector{
 		h: h,
 		lag: prometheus.NewDesc("tunnel_dns_hosts_lag_seconds",
-			"For how long the hosts file that CoreDNS mounts has not said which nodes are connected; 0 when it does.", nil, nil),
+			"Seconds that the hosts file that CoreDNS mounts has been out of date; 0 while it is up to date.", nil, nil),
 		differs: prometheus.NewDesc("tunnel_dns_hosts_differences",
-			"Nodes of which that file says something else than what is true.", nil, nil),
+			"Nodes for which the hosts file that CoreDNS mounts is out of date.", nil, nil),
 		readable: prometheus.NewDesc("tunnel_dns_hosts_readable",
-			"1 when that file can be read; else the two others are about what was read last.", nil, nil),
+			"1 while the hosts file that CoreDNS mounts can be read; else 0, and lag and differences are "+
+				"those of its last content.", nil, nil),
 	}
 }
 

@@ -281,7 +281,7 @@ func TestLag(t *testing.T) {
 		wantMetrics(t, h, 70, 1, 1)
 		advance(49 * time.Second)
 		wantStatus(t, h, "lag 1m59s, 2 nodes differ", "")
-		if strings.Contains(j.String(), "is late") {
+		if strings.Contains(j.String(), "is out of date") {
 			t.Errorf("the lag is logged too early:\n%s", j)
 		}
 		advance(11 * time.Second)
@@ -289,7 +289,7 @@ func TestLag(t *testing.T) {
 			"PATH has been late for 2m10s about 2 nodes (the log names some): "+
 				"see whether the ConfigMap is right (dns-configmap), then whether kubelet updates the volume")
 		advance(time.Hour)
-		if got := strings.Count(j.String(), "is late"); got != 1 || !strings.Contains(j.String(), "first=\"[edge1 edge2]\"") {
+		if got := strings.Count(j.String(), "is out of date"); got != 1 || !strings.Contains(j.String(), "first=\"[edge1 edge2]\"") {
 			t.Errorf("the lag is logged %d times, want once, with names:\n%s", got, j)
 		}
 
@@ -300,7 +300,7 @@ func TestLag(t *testing.T) {
 		advance(hostsPoll)
 		wantStatus(t, h, "lag 0s, 0 nodes differ", "")
 		wantMetrics(t, h, 0, 0, 1)
-		if !strings.Contains(j.String(), "not late any more") {
+		if !strings.Contains(j.String(), "is up to date again") {
 			t.Errorf("the end of the lag is not logged:\n%s", j)
 		}
 	})
@@ -336,7 +336,7 @@ func TestHostsUnreadable(t *testing.T) {
 		}, "it is not a regular file"},
 		"too large": {func(path string) error {
 			return os.WriteFile(path, make([]byte, maxHostsSize+1), 0o600)
-		}, "it is longer than 2097152 bytes, and a ConfigMap is not"},
+		}, "it is longer than 2097152 bytes, the most that a ConfigMap may hold"},
 	} {
 		t.Run(what, func(t *testing.T) {
 			runHostsFile(t, func(t *testing.T, s *fakeTruth, h *HostsFile, j *testkit.Log) {
@@ -373,7 +373,7 @@ func TestNamesUnknown(t *testing.T) {
 		s.setKnown(false)
 		put(t, h.path, hosts2)
 		advance(time.Hour)
-		wantStatus(t, h, "nothing to compare with before Kubernetes has said which nodes there are", "")
+		wantStatus(t, h, "not compared yet: the Nodes have not been read", "")
 		wantMetrics(t, h, 0, 0, 1)
 		s.setKnown(true)
 		// The lag of edge1, whose line is missing, starts now. The line of edge2 may stay for goneGrace.

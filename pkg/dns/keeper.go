@@ -149,7 +149,7 @@ func (k *keeper) replicaAlive(ctx context.Context, now time.Time) func(netip.Add
 	case now.Sub(k.replicasAt) >= replicasMaxAge:
 		alive, err := list(ctx)
 		if err == nil && !slices.ContainsFunc(alive, hears) {
-			alive, err = nil, errors.New("this replica is none of them: "+
+			alive, err = nil, errors.New("this replica is not among the Service's pods: "+
 				"is service in [mode.cloud.stream.dns] the right one, and POD_IP the pod's address?")
 		}
 		if ctx.Err() == nil {

@@ -128,7 +128,7 @@ func (r *Responder) Name() string { return "dns" }
 // Ready returns nil while queries are answered.
 func (r *Responder) Ready() error {
 	if r.addr.Load() == nil {
-		return errors.New("the dns responder does not listen")
+		return errors.New("the DNS responder is not listening")
 	}
 	return nil
 }

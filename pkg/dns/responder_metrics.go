@@ -46,13 +46,13 @@ func (r *Responder) Collector() prometheus.Collector {
 	return &responderCollector{
 		stats: &r.stats,
 		queries: prometheus.NewDesc("tunnel_dns_queries_total",
-			"DNS queries, by what the answer was: a node's addresses; no address of that kind (nodata); "+
+			"DNS queries, by answer: a node's addresses (node); no address of that kind (nodata); "+
 				"no such name (nxdomain); "+
-				"the upstream's (forwarded); none before Kubernetes has said which nodes there are (unknown); "+
+				"the upstream's answer (forwarded); none, since the Nodes have not been read yet (unknown); "+
 				"not a question for this server (refused); no upstream answered (failed).", []string{"answer"}, nil),
 		overloaded: prometheus.NewDesc("tunnel_dns_overloaded_total",
 			"DNS queries that failed at once because too many waited for an upstream, "+
-				"and TCP connections that were one too many.", nil, nil),
+				"and TCP connections refused because too many were open.", nil, nil),
 	}
 }
 

@@ -146,7 +146,7 @@ func (r *Responder) serveConn(ctx context.Context, c net.Conn, place *listen.Str
 func (r *Responder) refuse(q *query, client netip.Addr) []byte {
 	if n, ok := r.denials.Allow(); ok {
 		r.cfg.Log.Warn("a DNS query for a name that is no node's is refused: "+
-			"add the asker's network to allowfrom of [mode.cloud.stream.dns] if it may ask",
+			"add the client's network to allowfrom of [mode.cloud.stream.dns] if it may ask",
 			"remote", client.Unmap().String(), "skipped", n)
 	}
 	r.stats.count(outcomeRefused)

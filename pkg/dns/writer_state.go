@@ -59,7 +59,7 @@ func (w *Writer) noteFailure(err error) {
 		s.err = err
 	})
 	if warn {
-		w.log.Warn("the nodes' names cannot be written; what is there stays, and it is tried again",
+		w.log.Warn("the nodes' names cannot be written; the old lines stay, and the write is tried again",
 			"target", w.cfg.Store.String(), "err", kube.Explain(err))
 	}
 }
@@ -88,8 +88,8 @@ func (w *Writer) noteSynced(d decision, file kube.Content) {
 		w.log.Info("there is room again for all nodes", "target", target)
 	}
 	if d.shadowed > before.shadowed {
-		w.log.Warn("somebody else's lines name nodes that are connected; "+
-			"they are left as they are, and ours are left out", "target", target, "nodes", d.shadowed)
+		w.log.Warn("foreign lines have the names of connected nodes; "+
+			"they stay, and these nodes get no line of this cloud", "target", target, "nodes", d.shadowed)
 	}
 }
 
@@ -98,7 +98,7 @@ func (w *Writer) Note() string {
 	var notes []string
 	add := func(format string, args ...any) { notes = append(notes, fmt.Sprintf(format, args...)) }
 	if err := w.cfg.Election.Err(); err != nil {
-		add("which replica writes cannot be settled: %v", kube.Explain(err))
+		add("no writing replica can be elected: %v", kube.Explain(err))
 	}
 	if !w.leading.Load() {
 		return strings.Join(notes, "; ")
@@ -107,7 +107,7 @@ func (w *Writer) Note() string {
 	s := w.state
 	w.mu.Unlock()
 	if !w.namesKnown() {
-		add("nothing is written before Kubernetes has said which nodes there are")
+		add("nothing is written yet: the Nodes have not been read")
 	}
 	if s.err != nil {
 		add("cannot be written: %v", kube.Explain(s.err))
@@ -117,7 +117,7 @@ func (w *Writer) Note() string {
 			s.size, sizeLimit, s.omitted)
 	}
 	if s.watchErr != nil {
-		add("changes by others are seen late: %v", kube.Explain(s.watchErr))
+		add("changes of the ConfigMap by others are noticed late: %v", kube.Explain(s.watchErr))
 	}
 	if s.replicasErr != nil {
 		add("lines of other replicas stay, since the pods of the Service are not known: %v",
@@ -133,7 +133,7 @@ func (w *Writer) Status() string {
 	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	return fmt.Sprintf("this replica writes: %d lines, %d of %d bytes, %d nodes withheld, %d left to lines of others",
+	return fmt.Sprintf("this replica writes: %d lines, %d of %d bytes, %d nodes withheld, %d shadowed by foreign lines",
 		w.state.entries, w.state.size, sizeLimit, w.state.withheld, w.state.shadowed)
 }
 
@@ -168,20 +168,21 @@ func (c writerCollector) Collect(ch chan<- prometheus.Metric) {
 		ch <- prometheus.MustNewConstMetric(desc(name, help), prometheus.GaugeValue, float64(value))
 	}
 	writes := desc("tunnel_dns_configmap_writes_total",
-		"Attempts to write the ConfigMap, by what came of them; reading it first is part of the attempt.", "result")
+		"Attempts to read and write the ConfigMap, by result.", "result")
 	for _, r := range kube.Reasons() {
 		n := float64(w.stats.attempts[r].Load())
 		ch <- prometheus.MustNewConstMetric(writes, prometheus.CounterValue, n, string(r))
 	}
-	written := desc("tunnel_dns_configmap_written_bytes_total", "Bytes of the key that were written, whole each time.")
+	written := desc("tunnel_dns_configmap_written_bytes_total",
+		"Bytes written to the ConfigMap's key; each write replaces the whole key.")
 	ch <- prometheus.MustNewConstMetric(written, prometheus.CounterValue, float64(w.stats.bytes.Load()))
-	gauge("tunnel_dns_configmap_leader", "1 on the replica that writes the ConfigMap.", leader)
-	gauge("tunnel_dns_configmap_entries", "Lines of ours in the ConfigMap.", s.entries)
+	gauge("tunnel_dns_configmap_leader", "1 on the replica that writes the ConfigMap, else 0.", leader)
+	gauge("tunnel_dns_configmap_entries", "Lines of this cloud in the ConfigMap.", s.entries)
 	gauge("tunnel_dns_configmap_size_bytes",
 		"Bytes of all values of the ConfigMap; from 921600 on no node is added.", s.size)
 	gauge("tunnel_dns_configmap_omitted_nodes", "Nodes without a line because the ConfigMap is full.", s.omitted)
 	gauge("tunnel_dns_configmap_shadowed_nodes",
-		"Nodes without a line of ours because somebody else wrote one.", s.shadowed)
+		"Nodes without a line of this cloud because a foreign line has their name.", s.shadowed)
 	gauge("tunnel_dns_withheld_nodes",
-		"Connected nodes that may not appear: no such Node, of the control plane, or not selected.", s.withheld)
+		"Connected nodes withheld from DNS: without a Node object, of the control plane, or not selected.", s.withheld)
 }

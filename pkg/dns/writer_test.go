@@ -253,7 +253,7 @@ func TestWriterKeepsForeignLines(t *testing.T) {
 		c.writeForeign("10.9.9.9 edge1\n") // a foreign line for our node wins
 		after(minWriteInterval)
 		wantFile(t, c, "10.9.9.9 edge1\n")
-		if !strings.Contains(w.Status(), "1 left to lines of others") {
+		if !strings.Contains(w.Status(), "1 shadowed by foreign lines") {
 			t.Errorf("status %q", w.Status())
 		}
 	})

@@ -78,7 +78,7 @@ func (c *chooser) run(ctx context.Context, guard func(what string, do func() err
 	for {
 		changed := c.source.Changed()
 		//nolint:errcheck // the next change tries again
-		guard("the table of what nodes reach stays as it is", func() error { c.refresh(); return nil })
+		guard("the table of the nodes' addresses stays as it is", func() error { c.refresh(); return nil })
 		select {
 		case <-changed:
 		case <-ctx.Done():
@@ -214,7 +214,7 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 func (c *chooser) refuseClaims(t *table, host string) error {
 	if nodes := c.contenders(t, host); nodes != nil {
 		return tunnel.Refusef(tunnel.Denied, "nodes %s and %s both claim %s "+
-			"(status.addresses or podCIDRs of their Nodes), so nobody is asked: "+
+			"(status.addresses or podCIDRs of their Nodes), so the dial is refused: "+
 			"correct one of them, or dial the node by its name", nodes[0], nodes[1], host)
 	}
 	if nodes := c.refused(t, host); len(nodes) > 0 {
@@ -282,9 +282,9 @@ func explainAway(away []tunnel.NodeName, err error) error {
 	case tunnel.NoSuchNode:
 		return tunnel.Refusef(code, "%s: %s", text, who)
 	case tunnel.Denied: // the policy of another node is not the cause
-		return tunnel.Refusef(tunnel.NoSuchNode, "%v: %s; by way of another node: %s", errNoNode, who, text)
+		return tunnel.Refusef(tunnel.NoSuchNode, "%v: %s; through another node: %s", errNoNode, who, text)
 	}
-	return tunnel.Refusef(code, "%s; by way of another node: %s", who, text)
+	return tunnel.Refusef(code, "%s; through another node: %s", who, text)
 }
 
 // mayRetryElsewhere reports whether another node may serve a dial that has failed with err: this node has

@@ -235,13 +235,13 @@ func TestAwayIsNamed(t *testing.T) {
 		"c2": {Refused: []string{"lb.example.com"}},
 	}
 	for addr, want := range map[string]string{
-		"10.0.0.1:80":  "no-such-node: No agent available: a is not connected; by way of another node: so it is",
-		"a:80":         "no-such-node: No agent available: a is not connected; by way of another node: so it is",
-		"10.88.1.7:80": "no-such-node: No agent available: a is not connected; by way of another node: so it is",
+		"10.0.0.1:80":  "no-such-node: No agent available: a is not connected; through another node: so it is",
+		"a:80":         "no-such-node: No agent available: a is not connected; through another node: so it is",
+		"10.88.1.7:80": "no-such-node: No agent available: a is not connected; through another node: so it is",
 		"10.0.0.9:80":  "denied: so it is", // no node declares it
 		"10.0.0.2:80":  "no-such-node: No agent available: b is not connected",
 		"10.88.2.7:80": "denied: nodes b and b2 both claim 10.88.2.7 (status.addresses or podCIDRs of their Nodes), " +
-			"so nobody is asked: correct one of them, or dial the node by its name",
+			"so the dial is refused: correct one of them, or dial the node by its name",
 		"c.example.com:80": "denied: node c claims c.example.com, which does not count: " +
 			"it is not the Node's name; have kube-apiserver prefer InternalIP (--kubelet-preferred-address-types)",
 		"lb.example.com:80": "denied: nodes c and c2 both claim lb.example.com, which does not count: " +

@@ -130,7 +130,7 @@ func (c *connectConn) request() (addr string, err error) {
 	req, err := http.ReadRequest(r)
 	switch {
 	case limited.N <= 0:
-		return "", fmt.Errorf("the head of the request is longer than %d bytes", maxRequest)
+		return "", fmt.Errorf("the header of the request is longer than %d bytes", maxRequest)
 	case err != nil:
 		return "", fmt.Errorf("not a request: %w", err)
 	case req.Method != http.MethodConnect:

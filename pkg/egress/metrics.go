@@ -41,12 +41,12 @@ func newMetrics() *metrics {
 		now: map[string]*inFlight{doorGRPC: {}, doorConnect: {}},
 		dials: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tunnel_egress_dials_total",
-			Help: "Dials that callers of the egress front door have asked for, by what came of them: " +
+			Help: "Dials by callers of the egress front door, by result: " +
 				"ok, or the code of the refusal.",
 		}, []string{"door", "result"}),
 		duration: prometheus.NewHistogramVec(prometheus.HistogramOpts{
 			Name: "tunnel_egress_dial_duration_seconds",
-			Help: "How long dials took that led to a conn.", Buckets: buckets(),
+			Help: "Duration of successful dials, in seconds.", Buckets: buckets(),
 		}, []string{"door"}),
 	}
 	for door, now := range m.now {
@@ -57,9 +57,9 @@ func newMetrics() *metrics {
 		}
 		label := prometheus.Labels{"door": door}
 		m.gauges = append(m.gauges,
-			gauge("tunnel_egress_dials_pending", "Dials under way.", label,
+			gauge("tunnel_egress_dials_pending", "Dials in progress.", label,
 				func() float64 { return float64(now.dials.Load()) }),
-			gauge("tunnel_egress_conns", "Conns that are open.", label,
+			gauge("tunnel_egress_conns", "Open conns.", label,
 				func() float64 { return float64(now.conns.Load()) }))
 	}
 	return m
@@ -152,17 +152,17 @@ func newKonnectivityMetrics(m *metrics, c *chooser) *konnectivityMetrics {
 	k := &konnectivityMetrics{
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
 			Name: prefix + "dial_duration_seconds",
-			Help: "As tunnel_egress_dial_duration_seconds.", Buckets: buckets(),
+			Help: "Duration of successful dials, in seconds; as tunnel_egress_dial_duration_seconds.", Buckets: buckets(),
 		}),
 		failures: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: prefix + "dial_failure_count", Help: "Dials that failed, by Konnectivity's reasons.",
 		}, []string{"reason"}),
 		gauges: []prometheus.Collector{
-			gauge(prefix+"established_connections", "Conns that are open.", nil, open(overGRPC, overHTTP)),
-			gauge(prefix+"pending_backend_dials", "Dials under way.", nil, pending),
-			gauge(prefix+"grpc_connections", "Conns over gRPC.", proxy, open(overGRPC)),
-			gauge(prefix+"http_connections", "Conns over HTTP CONNECT.", nil, open(overHTTP)),
-			gauge(prefix+"ready_backend_connections", "Nodes that are connected.", nil, nodes),
+			gauge(prefix+"established_connections", "Open conns.", nil, open(overGRPC, overHTTP)),
+			gauge(prefix+"pending_backend_dials", "Dials in progress.", nil, pending),
+			gauge(prefix+"grpc_connections", "Open conns over gRPC.", proxy, open(overGRPC)),
+			gauge(prefix+"http_connections", "Open conns over HTTP CONNECT.", nil, open(overHTTP)),
+			gauge(prefix+"ready_backend_connections", "Connected nodes.", nil, nodes),
 		},
 	}
 	for _, reason := range []string{reasonError, reasonCaller, reasonNoNode, reasonLost, reasonTimeout} {
@@ -170,7 +170,7 @@ func newKonnectivityMetrics(m *metrics, c *chooser) *konnectivityMetrics {
 	}
 	for _, s := range c.strategies {
 		label := prometheus.Labels{"proxy_strategy": string(s)}
-		k.gauges = append(k.gauges, gauge(prefix+"ready_backends", "Nodes that are connected.", label, nodes))
+		k.gauges = append(k.gauges, gauge(prefix+"ready_backends", "Connected nodes.", label, nodes))
 	}
 	return k
 }

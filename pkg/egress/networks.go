@@ -98,7 +98,7 @@ func (f *FrontDoor) announceNetworks(ctx context.Context) error {
 		came, changed := f.sessions.Changed(), f.chooser.source.Changed()
 		if f.chooser.source.Known() {
 			//nolint:errcheck // the next change tries again
-			f.guard("edges are not told of their pods", func() error { told = f.announceOnce(told); return nil })
+			f.guard("edges do not learn the networks of their pods", func() error { told = f.announceOnce(told); return nil })
 		}
 		select {
 		case <-came:

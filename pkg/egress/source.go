@@ -47,7 +47,7 @@ func (b *believed) Identifiers() map[tunnel.NodeName]konnectivity.Identifiers {
 		if err != nil {
 			// An edge checks its identifiers at start, so another program has sent these.
 			if skipped, ok := b.wrong.Allow(); ok {
-				b.log.Warn("what an edge says it reaches does not count", "node", n, "err", err, "skipped", skipped)
+				b.log.Warn("the identifiers of an edge are malformed, and ignored", "node", n, "err", err, "skipped", skipped)
 			}
 		}
 		id.Hosts = slices.DeleteFunc(id.Hosts, func(h string) bool {

@@ -54,7 +54,7 @@ func (f *frames) feed(b []byte, found func(typ, flags byte, stream uint32, lengt
 	}
 }
 
-var errUnanswered = errors.New("more bytes than a dial request has came before the answer")
+var errUnanswered = errors.New("the caller sent more bytes before the answer than a dial request has")
 
 // unansweredConn is a caller's connection. Reading fails after a stream has sent more than maxUnanswered
 // bytes before our answer.

@@ -35,7 +35,7 @@ func TestNewComplains(t *testing.T) {
 			"needs clientca in [mode.cloud.https]"},
 		"no certificate": {func(c *Config) { c.Mode, c.Certificate = Terminate, nil },
 			"needs cert and key in [mode.cloud.https]"},
-		"useless CA":      {func(c *Config) { c.Certificate = nil }, "of no use without cert and key"},
+		"useless CA":      {func(c *Config) { c.Certificate = nil }, "no effect without cert and key"},
 		"no kubelet CA":   {func(c *Config) { c.Kubelet.CA = nil }, "insecure = true"},
 		"listen":          {func(c *Config) { c.Listen = "localhost" }, `"localhost"`},
 		"port":            {func(c *Config) { c.Ports["https"] = "127.0.0.1:1" }, `"https"`},

@@ -111,7 +111,8 @@ func (e *Edge) mayTrust(a net.Addr) error {
 	}
 	at, err := netip.ParseAddrPort(a.String())
 	if err != nil {
-		return tunnel.Refusef(tunnel.Denied, "cannot tell where %s is, and there is no CA to verify it with", a)
+		return tunnel.Refusef(tunnel.Denied,
+			"%s is not an IP address with a port, and there is no CA to verify its certificate with", a)
 	}
 	ip := at.Addr().Unmap().WithZone("")
 	if ip.IsLoopback() {

@@ -211,14 +211,14 @@ func (p *proxy) search(ctx context.Context, ref podRef, caller string) (tunnel.N
 	case len(results.claims) > 1:
 		p.finder.forget(ref)
 		p.f.cfg.Counters.ContestedPods.Add(1)
-		p.f.warn(denyContested, "two nodes claim one pod: nobody gets it",
+		p.f.warn(denyContested, "two nodes claim one pod: the request is refused",
 			"pod", ref.String(), "nodes", fmt.Sprint(results.claims))
 		return "", answerf(http.StatusConflict, tunnel.Denied,
 			"nodes %s and %s both claim pod %s: one of them lies, or the pod was deleted by force; "+
 				"find out which, and revoke that node or wait for its kubelet",
 			results.claims[0], results.claims[1], ref)
 	case len(results.claims) == 1 && len(results.mayHave) > 0 && results.claims[0] != last.node:
-		p.f.warn(denySilent, "nodes that do not answer may have a pod that another node claims: nobody gets it",
+		p.f.warn(denySilent, "nodes that do not answer may have a pod that another node claims: the request is refused",
 			"pod", ref.String(), "nodes", fmt.Sprint(firstFew(results.mayHave)))
 		return "", answerf(http.StatusServiceUnavailable, tunnel.Timeout,
 			"node %s claims pod %s, but node %s has not answered and may have it: "+
@@ -226,7 +226,7 @@ func (p *proxy) search(ctx context.Context, ref podRef, caller string) (tunnel.N
 			results.claims[0], ref, results.mayHave[0], maxSilence, results.mayHave[0])
 	case len(results.claims) == 1 && len(results.notAsked) > 0 && results.claims[0] != last.node:
 		p.f.warn(denySilent,
-			"nodes that were not asked in time may have a pod that another node claims: nobody gets it",
+			"nodes that were not asked in time may have a pod that another node claims: the request is refused",
 			"pod", ref.String(), "nodes", fmt.Sprint(firstFew(results.notAsked)))
 		return "", answerf(http.StatusServiceUnavailable, tunnel.Timeout,
 			"node %s claims pod %s, but node %s was not asked in time and may have it: try again",
@@ -246,7 +246,7 @@ func (p *proxy) search(ctx context.Context, ref podRef, caller string) (tunnel.N
 		text += fmt.Sprintf(", %d were not asked in time", n)
 	}
 	if results.denied > 0 {
-		text += fmt.Sprintf(", %d did not let us ask: see the log", results.denied)
+		text += fmt.Sprintf(", %d denied the request: see the log", results.denied)
 	}
 	text += ")"
 	if results.timedOut {
@@ -320,7 +320,7 @@ func firstFew(nodes []tunnel.NodeName) []tunnel.NodeName { return nodes[:min(len
 // Results of a probe.
 var (
 	errNoPod  = errors.New("the kubelet does not have the pod")
-	errDenied = errors.New("the kubelet does not let us ask for pods")
+	errDenied = errors.New("the kubelet denies requests about pods")
 )
 
 // probe returns nil if the kubelet of node n says that it has the pod. It asks for a port-forward
@@ -348,7 +348,7 @@ func (p *proxy) probe(ctx context.Context, n tunnel.NodeName, ref podRef, caller
 			// Without that setting a kubelet answers so for every pod.
 			why = "set enableDebuggingHandlers in the kubelet's configuration"
 		}
-		p.f.warn(denyProbe, "a kubelet does not tell whether it has a pod",
+		p.f.warn(denyProbe, "a kubelet refuses to say whether it has a pod",
 			"node", string(n), "err", fmt.Sprintf("%s: %s", res.Status, why))
 		return errDenied
 	case s == http.StatusNotFound, s < 400: // below 400: the listener is not a kubelet

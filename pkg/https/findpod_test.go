@@ -184,7 +184,7 @@ func TestNodesNotAskedInTime(t *testing.T) {
 		}
 		time.Sleep(maxSilence)
 		want("one", "was not asked in time and may have it: try again")
-		line := "nodes that were not asked in time may have a pod that another node claims: nobody gets it" +
+		line := "nodes that were not asked in time may have a pod that another node claims: the request is refused" +
 			`" module=https pod=ns/one nodes="[slow`
 		if s := logs.String(); !strings.Contains(s, line) {
 			t.Errorf("the log does not name them: %s", s)

@@ -164,15 +164,15 @@ func (c *Config) validate() error {
 	case c.Mode == Terminate && c.Certificate == nil:
 		bad(`tls = "terminate" needs cert and key in [mode.cloud.https]`)
 	case c.Mode == Auto && c.ClientCA != nil && c.Certificate == nil:
-		bad("clientca in [mode.cloud.https] is of no use without cert and key: set them, or tls = \"passthrough\"")
+		bad("clientca in [mode.cloud.https] has no effect without cert and key: set them, or tls = \"passthrough\"")
 	}
 	if c.Mode == Terminate && c.ClientCA == nil {
 		bad(`tls = "terminate" needs clientca in [mode.cloud.https]: ` +
 			"without it anyone who reaches the port would be a cluster administrator")
 	}
 	if k := c.Kubelet; c.terminates() && k.Certificate != nil && k.CA == nil && !k.Insecure {
-		bad("set ca in [mode.cloud.https.kubelet] (who signed the kubelets' serving certificates), " +
-			"or insecure = true to take any")
+		bad("set ca in [mode.cloud.https.kubelet] (the CA that signed the kubelets' serving certificates), " +
+			"or insecure = true to accept any certificate")
 	}
 	return errors.Join(errs...)
 }

@@ -43,7 +43,7 @@ func (f *FrontDoor) decide(h hello) decision {
 		}
 	case h.serverName == "":
 		return decision{
-			reason: "it has no SNI and there is nothing to terminate it with: " +
+			reason: "it has no SNI, and this cloud cannot terminate TLS: " +
 				"set clientca, cert and key in [mode.cloud.https], " +
 				"or give kube-apiserver --kubelet-certificate-authority",
 			alert: alertMissingExtension,
@@ -116,7 +116,7 @@ func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr,
 			f.warn(denyConnsPerAddress, "https connection denied",
 				"frontend", c.LocalAddr().String(), "node", string(node),
 				"err", fmt.Sprintf("%s: its address has %d connections to the node: "+
-					"put it into allowfrom of [mode.cloud.https] if it may have more",
+					"put the address into allowfrom of [mode.cloud.https] if it may have more",
 					c.RemoteAddr(), f.passthroughs.max))
 			return tunnel.Refusef(tunnel.Overloaded,
 				"limit connsperaddress: %d connections from one address to node %s are open", f.passthroughs.max, node)

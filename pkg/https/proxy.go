@@ -253,7 +253,7 @@ func (p *proxy) denyCaller(r *http.Request, c *clientConn, sni tunnel.NodeName, 
 		return answerf(statusOf(code), code, "node %s cannot be reached: %v", sni, code)
 	case missedPassthrough && p.f.nodes.Holds(sni):
 		return answerf(http.StatusServiceUnavailable, 0,
-			"node %s was not connected when this connection came, and is now: open another", sni)
+			"node %s was not connected when this connection was opened, and is now: open another one", sni)
 	case missedPassthrough:
 		warn(fmt.Sprintf("node %s, which its SNI names, is not connected, so it was not passed through; "+
 			"and %q is not in callers of [mode.cloud.https]", sni, caller))

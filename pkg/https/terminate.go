@@ -146,7 +146,7 @@ func (f *FrontDoor) startWeb(live context.Context) *web {
 	}
 	w.serving.Go(func() {
 		if err := w.server.Serve(w.handoff); !errors.Is(err, http.ErrServerClosed) {
-			f.log.Error("https server ended by itself", "module", Name, "err", err)
+			f.log.Error("https server stopped unexpectedly", "module", Name, "err", err)
 		}
 	})
 	return w

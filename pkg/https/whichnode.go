@@ -88,7 +88,7 @@ func (p *proxy) whichNode(r *http.Request, c *clientConn, caller string) (tunnel
 	case hostErr == nil && p.f.nodes.Holds(host):
 		if hasSNI && sni != host && p.f.nodes.Holds(sni) {
 			return "", answerf(http.StatusMisdirectedRequest, 0,
-				"this connection was opened for node %s and the request is for %s: open another", sni, host)
+				"this connection was opened for node %s and the request is for %s: open another one", sni, host)
 		}
 		return host, nil
 	case hasSNI && p.f.nodes.Holds(sni):

@@ -244,9 +244,9 @@ func TestPodDenied(t *testing.T) {
 			}
 			for range 3 {
 				res, body := ask(t, c, "10.77.0.1", "/portForward/ns/one")
-				wantStatus(t, res, body, 502, "2 asked, 1 did not let us ask")
+				wantStatus(t, res, body, 502, "2 asked, 1 denied the request")
 			}
-			if n := strings.Count(r.logs.String(), "level=WARN msg=\"a kubelet does not tell"); n != 1 {
+			if n := strings.Count(r.logs.String(), "level=WARN msg=\"a kubelet refuses to say"); n != 1 {
 				t.Errorf("%d warnings, want 1", n)
 			}
 		})

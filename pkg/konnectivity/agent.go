@@ -158,7 +158,7 @@ const (
 )
 
 // errDuplicate: a load balancer has led to a server that is joined already.
-var errDuplicate = errors.New("this server is held already")
+var errDuplicate = errors.New("this server is joined already")
 
 // run joins servers until ctx is done. It returns when all their streams have ended.
 func (e *endpoint) run(ctx context.Context) {
@@ -227,7 +227,7 @@ func (e *endpoint) add(server string, count int) error {
 	case e.servers[server]:
 		return errDuplicate
 	case len(e.servers) >= maxServers:
-		return fmt.Errorf("%d servers are held", maxServers)
+		return fmt.Errorf("%d servers are joined, and more are not allowed", maxServers)
 	}
 	e.servers[server] = true
 	return nil

@@ -118,11 +118,11 @@ func readServer(stream grpc.ClientStream) (id string, count int, err error) {
 		}
 	}
 	if len(ids) != 1 || len(counts) != 1 {
-		return "", 0, errors.New("the server does not say which it is: is it a proxy-server's agent port?")
+		return "", 0, errors.New("the server did not send one serverid and one servercount: is it a proxy-server's agent port?")
 	}
 	count, err = strconv.Atoi(counts[0])
 	if err != nil {
-		return "", 0, fmt.Errorf("the server says that there are %q servers", counts[0])
+		return "", 0, fmt.Errorf("the server sent the servercount %q, which is not a number", counts[0])
 	}
 	return ids[0], count, nil
 }
@@ -281,7 +281,7 @@ func (s *agentStream) addDial(random int64, cancel context.CancelFunc) error {
 		return tunnel.Refusef(tunnel.Draining, "node %s is stopping", a.cfg.Node)
 	}
 	if s.dials[random] != nil {
-		return errors.New("this dial is under way already")
+		return errors.New("a dial with this id is in progress already")
 	}
 	s.dials[random] = cancel
 	s.busy++

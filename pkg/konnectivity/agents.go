@@ -414,18 +414,18 @@ func (a *Agents) authenticate(
 	}
 	ids, bearers := md.Get("agentid"), md.Get("authorization")
 	if len(ids) != 1 || ids[0] == "" {
-		return refuse("an agent says which node it is, in one agentid")
+		return refuse("an agent must name its node in one agentid")
 	}
 	c := auth.Credential{Node: ids[0], Chain: t.State.PeerCertificates, From: ports.AddrOf(t.conn.RemoteAddr())}
 	if len(bearers) > 0 {
 		token, ok := strings.CutPrefix(bearers[0], "Bearer ")
 		if token = strings.TrimSpace(token); !ok || token == "" || len(bearers) > 1 {
-			return refuse("the authorization is not one Bearer TOKEN")
+			return refuse("the metadata authorization must be one Bearer TOKEN")
 		}
 		c.Token, c.Chain = auth.Secret(token), nil
 	}
 	if c.Token == "" && len(c.Chain) == 0 {
-		return refuse("it shows neither a token nor a client certificate")
+		return refuse("the agent shows neither a token nor a client certificate")
 	}
 	grant, err := a.cfg.Auth.Authenticate(ctx, c)
 	switch {
@@ -443,7 +443,7 @@ func (a *Agents) authenticate(
 func reachOf(md metadata.MD) (reach string, err error) {
 	all := md.Get("agentidentifiers")
 	if len(all) > 1 {
-		return "", status.Error(codes.InvalidArgument, "agentidentifiers stands there twice")
+		return "", status.Error(codes.InvalidArgument, "agentidentifiers occurs twice")
 	}
 	reach = strings.Join(all, "")
 	if !utf8.ValidString(reach) { // gRPC accepts any byte in metadata

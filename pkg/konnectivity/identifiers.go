@@ -30,7 +30,7 @@ func ParseIdentifiers(s string) (Identifiers, error) {
 	query, err := url.ParseQuery(s)
 	if err != nil {
 		const example = "host=edge1&ipv4=10.0.0.5&cidr=10.88.1.0/24"
-		return id, fmt.Errorf("%q is no list of identifiers: write them as %q", s, example)
+		return id, fmt.Errorf("%q is not a list of identifiers: write them as %q", s, example)
 	}
 	keys := make([]string, 0, len(query))
 	for key := range query {
@@ -55,13 +55,17 @@ func (id *Identifiers) add(key, v string) error {
 		}
 		unprintable := func(r rune) bool { return unicode.IsSpace(r) || !unicode.IsPrint(r) }
 		if !utf8.ValidString(v) || strings.ContainsFunc(v, unprintable) {
-			return fmt.Errorf("identifier host=%q is no name: remove what cannot be printed, and spaces", v)
+			return fmt.Errorf("identifier host=%q is not a name: remove spaces and unprintable characters", v)
 		}
 		id.Hosts = append(id.Hosts, strings.ToLower(v))
 	case "ipv4", "ipv6":
 		a, err := netip.ParseAddr(v)
 		if err != nil || a.Is4() != (key == "ipv4") || a.Zone() != "" {
-			return fmt.Errorf("identifier %s=%s is not such an address", key, v)
+			want := "an IPv4 address"
+			if key == "ipv6" {
+				want = "an IPv6 address without a zone"
+			}
+			return fmt.Errorf("identifier %s=%s is not %s", key, v, want)
 		}
 		id.Hosts = append(id.Hosts, a.Unmap().String())
 	case "cidr":

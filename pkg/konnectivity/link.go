@@ -165,7 +165,7 @@ func (l *agentLink) receive(p *Packet) error {
 		return l.dialAnswered(p)
 	case PacketDialCls:
 		if c := l.claimDial(p.Random); c != nil {
-			c <- dialResult{err: tunnel.Refusef(tunnel.Gone, "the agent has given up")}
+			c <- dialResult{err: tunnel.Refusef(tunnel.Gone, "the agent gave up the dial")}
 		}
 	case PacketCloseRsp:
 		l.peerClosed(p.ConnID, p.Err)

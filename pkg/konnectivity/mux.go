@@ -159,7 +159,7 @@ func (m *mux) sendLoop() {
 				continue
 			}
 			if err := m.stream.SendMsg(o.packet); err != nil {
-				m.end(errors.New("the stream takes no more"))
+				m.end(errors.New("sending on the stream has failed"))
 				return
 			}
 			// Only now is the packet no longer queued: SendMsg blocks while the peer does not read.
@@ -208,9 +208,9 @@ func (m *mux) add(id int64, over func()) (*Conn, error) {
 	case m.err != nil:
 		return nil, m.err
 	case id == 0 || m.conns[id] != nil:
-		return nil, errors.New("the id of the connection is taken")
+		return nil, errors.New("the id of the connection is in use")
 	case len(m.conns) >= maxIDs:
-		return nil, errors.New("the other side does not say that conns are over")
+		return nil, errors.New("the stream has too many conns: the other side does not confirm their ends")
 	}
 	c := &Conn{m: m, id: id, onOver: sync.OnceFunc(over)}
 	c.cond.L = &m.mu
@@ -241,7 +241,7 @@ func (m *mux) deliver(p *Packet) (known bool) {
 			// Without this conn the stream goes on. Its queue is freed, so c may have room now.
 			m.counters.Limited(tunnel.LimitUnread)
 			callback := blocker.abortLocked()
-			blocker.sendCloseLocked("its reader takes nothing")
+			blocker.sendCloseLocked("its reader has stalled")
 			m.mu.Unlock()
 			callback()
 		}

@@ -242,7 +242,7 @@ func (Codec) Name() string { return "proto" }
 func (c Codec) Marshal(v any) (mem.BufferSlice, error) {
 	p, ok := v.(*Packet)
 	if !ok {
-		return nil, fmt.Errorf("%T is no packet", v)
+		return nil, fmt.Errorf("%T is not a packet", v)
 	}
 	return p.encode(c.pool), nil
 }
@@ -251,7 +251,7 @@ func (c Codec) Marshal(v any) (mem.BufferSlice, error) {
 func (c Codec) Unmarshal(b mem.BufferSlice, v any) error {
 	p, ok := v.(*Packet)
 	if !ok {
-		return fmt.Errorf("%T is no packet", v)
+		return fmt.Errorf("%T is not a packet", v)
 	}
 	return p.decode(b, c.pool)
 }

@@ -203,7 +203,7 @@ func (r *resolver) rejectPodCIDR(p netip.Prefix) string {
 func (r *resolver) reportSkipped(name tunnel.NodeName, n node) {
 	if n.skipped > 0 {
 		r.contest(name, n.firstSkipped, fmt.Sprintf(
-			"a Node may have %d addresses: this one and the %d behind it do not count", maxAddresses, n.skipped-1))
+			"a Node may have %d addresses: this one and the %d after it are ignored", maxAddresses, n.skipped-1))
 	}
 }
 
@@ -213,7 +213,7 @@ func (r *resolver) reportOverlaps(name tunnel.NodeName, podCIDRs []netip.Prefix)
 	for _, p := range podCIDRs {
 		if other := r.networks.other(p.Addr(), r.lengths, name); other != "" {
 			r.contest(name, p.String(),
-				fmt.Sprintf("the network of the pods of %s overlaps it: nobody has the addresses in both", other))
+				fmt.Sprintf("the network of the pods of %s overlaps it: no node gets the addresses in both", other))
 		}
 	}
 }
@@ -279,7 +279,7 @@ func (r *resolver) rejectAddress(ip netip.Addr) string {
 // reportInPodCIDR contests an accepted address that is in the network of another Node's pods.
 func (r *resolver) reportInPodCIDR(name tunnel.NodeName, address string, ip netip.Addr) {
 	if other := r.networks.other(ip, r.lengths, name); other != "" {
-		r.contest(name, address, fmt.Sprintf("it is in the network of the pods of %s: nobody has it", other))
+		r.contest(name, address, fmt.Sprintf("it is in the network of the pods of %s: neither node gets it", other))
 	}
 }
 
@@ -287,7 +287,7 @@ func (r *resolver) reportInPodCIDR(name tunnel.NodeName, address string, ip neti
 // entry is for the later name.
 func (r *resolver) reportSecondClaim(name tunnel.NodeName, address string, ip netip.Addr) {
 	if other, taken := r.owners[ip]; taken && other != name {
-		r.contest(max(name, other), address, fmt.Sprintf("%s claims it as well: nobody has it", min(name, other)))
+		r.contest(max(name, other), address, fmt.Sprintf("%s claims it as well: neither node gets it", min(name, other)))
 	}
 	r.owners[ip] = name
 }

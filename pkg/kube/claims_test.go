@@ -66,17 +66,17 @@ func TestClaims(t *testing.T) {
 		{
 			"a pod of another", newNode("", "InternalIP=10.88.1.7"),
 			Reach{Hosts: []string{"evil", "10.88.1.7"}},
-			"evil 10.88.1.7 it is in the network of the pods of good: nobody has it",
+			"evil 10.88.1.7 it is in the network of the pods of good: neither node gets it",
 		},
 		{
 			"the same, mapped", newNode("", "InternalIP=::ffff:10.88.1.7"),
 			Reach{Hosts: []string{"evil", "::ffff:10.88.1.7"}},
-			"evil ::ffff:10.88.1.7 it is in the network of the pods of good: nobody has it",
+			"evil ::ffff:10.88.1.7 it is in the network of the pods of good: neither node gets it",
 		},
 		{
 			"another's address as its pod", newNode("10.0.0.0/24"),
 			Reach{[]string{"evil"}, prefixes("10.0.0.0/24"), nil},
-			"good 10.0.0.1 it is in the network of the pods of evil: nobody has it",
+			"good 10.0.0.1 it is in the network of the pods of evil: neither node gets it",
 		},
 		{
 			"half of the network as its pods", newNode("10.0.0.0/15"),
@@ -152,12 +152,12 @@ func TestClaims(t *testing.T) {
 		{
 			"the address of another", newNode("", "InternalIP=10.0.0.1"),
 			Reach{Hosts: []string{"evil", "10.0.0.1"}},
-			"good 10.0.0.1 evil claims it as well: nobody has it",
+			"good 10.0.0.1 evil claims it as well: neither node gets it",
 		},
 		{
 			"some pods of another", newNode("10.88.1.7/32"),
 			Reach{[]string{"evil"}, prefixes("10.88.1.7/32"), nil},
-			"evil 10.88.1.7/32 the network of the pods of good overlaps it: nobody has the addresses in both",
+			"evil 10.88.1.7/32 the network of the pods of good overlaps it: no node gets the addresses in both",
 		},
 		{
 			"Services as its pods", newNode("10.96.0.0/24"),
@@ -176,7 +176,7 @@ func TestClaims(t *testing.T) {
 			why = fmt.Sprint(s.contested[0].node, " ", s.contested[0].address, " ", s.contested[0].reason)
 		}
 		// If both claim an address, either node may be the reported one.
-		wrongWhy := why != c.why && !strings.HasSuffix(c.why, "nobody has it") || (why == "") != (c.why == "")
+		wrongWhy := why != c.why && !strings.HasSuffix(c.why, "neither node gets it") || (why == "") != (c.why == "")
 		if got := s.reach["evil"]; !reflect.DeepEqual(got, c.want) || wrongWhy {
 			t.Errorf("%s: %v, %q; want %v, %q", c.what, got, why, c.want, c.why)
 		}

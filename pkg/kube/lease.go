@@ -147,7 +147,7 @@ func (l *Lease) attempt(ctx context.Context) bool {
 		l.err.Store(&err)
 	}
 	if err != nil && before == nil {
-		l.log.Warn("the lease that says which replica writes cannot be used",
+		l.log.Warn("the lease that elects the writing replica cannot be used",
 			"lease", l.namespace+"/"+l.name, "err", Explain(err))
 	}
 	return ours
@@ -232,7 +232,7 @@ func (l *Lease) release(ctx context.Context) {
 	spec := l.seen.Spec
 	spec.Holder, spec.Seconds = "", 1
 	if err := l.write(ctx, spec); err != nil && !apierrors.IsConflict(err) {
-		l.log.Warn("the lease was not given back; another replica takes it when it expires",
+		l.log.Warn("the lease was not released; another replica takes it when it expires",
 			"lease", l.namespace+"/"+l.name, "err", err)
 	}
 }

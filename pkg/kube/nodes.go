@@ -99,7 +99,7 @@ func (n *Nodes) noteResult(err error) {
 	n.mu.Unlock()
 	switch {
 	case err != nil && before == nil:
-		n.log.Warn("the names of the nodes cannot be read; those known already are used", "err", Explain(err))
+		n.log.Warn("the names of the nodes cannot be read; the names read before stay in use", "err", Explain(err))
 	case err == nil && before != nil:
 		n.log.Info("the names of the nodes can be read again")
 	}

@@ -103,7 +103,7 @@ func (r *Reaches) claimsLocked() *claims {
 		r.claims = resolveClaims(r.nodes, r.services, r.client.Hostname())
 		for _, c := range r.claims.contested {
 			if skipped, ok := r.denied.Allow(); ok {
-				r.log.Warn("an address that a Node claims does not count",
+				r.log.Warn("an address that a Node claims is not accepted",
 					"node", string(c.node), "target", c.address, "err", c.reason, "skipped", skipped)
 			}
 		}
@@ -128,7 +128,7 @@ func (r *Reaches) Ready() error {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if !r.knownLocked() && r.err == nil && r.errServices == nil {
-		return errors.New("what the nodes reach has not been read yet")
+		return errors.New("the addresses of the Nodes have not been read yet")
 	}
 	return nil
 }
@@ -148,7 +148,7 @@ func (r *Reaches) Note() string {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.err != nil {
-		return "what the nodes reach cannot be read: " + Explain(r.err).Error()
+		return "the addresses of the Nodes cannot be read: " + Explain(r.err).Error()
 	}
 	if r.errServices != nil {
 		return "the networks of Services cannot be read: " + Explain(r.errServices).Error()
@@ -165,9 +165,9 @@ func (r *Reaches) noteResult(err error) {
 	r.mu.Unlock()
 	switch {
 	case err != nil && before == nil:
-		r.log.Warn("what the nodes reach cannot be read; what is known already is used", "err", Explain(err))
+		r.log.Warn("the addresses of the Nodes cannot be read; the addresses read before stay in use", "err", Explain(err))
 	case err == nil && before != nil:
-		r.log.Info("what the nodes reach can be read again")
+		r.log.Info("the addresses of the Nodes can be read again")
 	}
 }
 

@@ -70,7 +70,7 @@ func (r *Reaches) setServices(all []netip.Prefix, err error) {
 	case apierrors.IsNotFound(err):
 		if changed {
 			r.log.Info("this cluster has no ServiceCIDRs (Kubernetes 1.33 has): " +
-				"a Node that claims the address of a Service cannot be told from others")
+				"a Node that claims the address of a Service cannot be noticed")
 		}
 		r.servicesKnown, r.errServices = true, nil
 	case err != nil:

@@ -161,7 +161,7 @@ func (s *Signer) wait(ctx context.Context, objectPath string) ([]byte, error) {
 			if failed != nil {
 				return nil, failed
 			}
-			return nil, fmt.Errorf("no certificate within %v: nobody answers for this signer. "+
+			return nil, fmt.Errorf("no certificate within %v: no controller answers for this signer. "+
 				"For the names kubernetes.io/* it is kube-controller-manager, "+
 				"started with --cluster-signing-cert-file and --cluster-signing-key-file; "+
 				"for any other name, see that its own controller runs", signTimeout)
@@ -170,7 +170,7 @@ func (s *Signer) wait(ctx context.Context, objectPath string) ([]byte, error) {
 		err := s.objects.get(ctx, objectPath, &now)
 		switch {
 		case apierrors.IsNotFound(err):
-			return nil, fmt.Errorf("somebody has deleted it before it was signed: %w", err)
+			return nil, fmt.Errorf("it was deleted before it was signed: %w", err)
 		case ReasonFor(err) == Forbidden:
 			return nil, err
 		}
@@ -217,8 +217,8 @@ func checkChain(signed []byte, want *x509.CertificateRequest) ([]byte, error) {
 				return nil, errors.New("it has another key than the request; see what the signer does")
 			}
 			if got := leaf.Subject.String(); got != want.Subject.String() {
-				return nil, fmt.Errorf("it names %q, the request %q: this signer does not fit; "+
-					"another one is chosen with signername", got, want.Subject)
+				return nil, fmt.Errorf("it names %q, the request %q: this signer does not suit; "+
+					"choose another one with signername", got, want.Subject)
 			}
 		}
 		if err := pem.Encode(&chain, &pem.Block{Type: b.Type, Bytes: b.Bytes}); err != nil {

@@ -79,8 +79,8 @@ func (f *Files) Note() string {
 // expiration has a name like the same metrics of Kubernetes' components and of cert-manager.
 var expiration = prometheus.NewDesc( //nolint:gochecknoglobals // never changes
 	"tunnel_certificate_expiration_timestamp_seconds",
-	"When the certificate in use expires (of authorities: the last of them), "+
-		"by where its file is configured. Unix time.", []string{"use"}, nil)
+	"Expiry of the certificate in use (of authorities: the last expiry), as Unix time in seconds, "+
+		"by the use of its file in the configuration.", []string{"use"}, nil)
 
 // Collector returns the metrics of the files.
 func (f *Files) Collector() prometheus.Collector { return collector{f} }

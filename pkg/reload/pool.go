@@ -65,7 +65,7 @@ func parsePool(content []byte) (*x509.CertPool, validity, error) {
 	}
 	switch {
 	case bytes.Contains(content, []byte("-----BEGIN")):
-		return nil, v, fmt.Errorf("what comes after its first %d certificates is cut off or not PEM", n)
+		return nil, v, fmt.Errorf("the text after its first %d certificates is cut off or not PEM", n)
 	case n == 0:
 		return nil, v, errors.New("it holds no certificate: it must be PEM, with BEGIN CERTIFICATE")
 	}

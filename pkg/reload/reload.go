@@ -169,7 +169,7 @@ func (f *followed) look() (retry bool) {
 		if d == f.digest {
 			f.lastError = ""
 			if f.setFault("") {
-				f.log.Info("certificate files hold again what is in use", "files", f.paths)
+				f.log.Info("certificate files are good again; they hold the certificates in use", "files", f.paths)
 			}
 			return false
 		}
@@ -189,7 +189,7 @@ func (f *followed) look() (retry bool) {
 		return true
 	}
 	if f.setFault(f.lastError) {
-		f.log.Error("certificate files are bad; what was read before stays in use until they are good",
+		f.log.Error("certificate files are bad; the certificates read before stay in use until the files are good",
 			"files", f.paths, "err", err)
 	}
 	return true
@@ -234,7 +234,7 @@ func (f *followed) Note() string {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.fault != "" {
-		return "its files are bad and what was read before stays in use; the log says why"
+		return "its files are bad, and the certificates read before stay in use; the log says why"
 	}
 	return f.valid.state(time.Now()).String()
 }

@@ -170,7 +170,7 @@ func TestHalfWrittenPairIsNotAdopted(t *testing.T) {
 		}
 		f.write(t, cert, key)
 		time.Sleep(time.Second)
-		if p.Note() != "" || !strings.Contains(j.String(), "hold again what is in use") {
+		if p.Note() != "" || !strings.Contains(j.String(), "are good again") {
 			t.Errorf("the files are back: note %q, log:\n%s", p.Note(), j)
 		}
 	})

@@ -57,7 +57,7 @@ func newNodeFiles(cfg JoinConfig) (*nodeFiles, error) {
 			return nil, &stepError{
 				step: "files", err: err,
 				fix: "Choose another --dir, or replace them with --force. " +
-					"Nothing has been changed, and the token not been sent.",
+					"Nothing was changed, and the token was not sent.",
 			}
 		}
 	}
@@ -107,7 +107,7 @@ func (f *nodeFiles) look() error {
 	if _, err := os.Lstat(ca); err == nil && !f.keep {
 		certs, err := readCertificates(ca, ca)
 		if err != nil || !pinned(certs, f.token.CA) {
-			return fmt.Errorf("%s is there, and is not the authority that the token names", ca)
+			return fmt.Errorf("%s exists, and is not the authority that the token names", ca)
 		}
 	}
 	return nil
@@ -127,7 +127,7 @@ func (f *nodeFiles) lookAtCert(path string) error {
 	case err != nil && f.keep: // a damaged file, since edge.toml is this node's
 		return nil
 	case err != nil:
-		return fmt.Errorf("%s is there, and is no node's certificate", path)
+		return fmt.Errorf("%s exists, and is not a node's certificate", path)
 	case node != f.token.Node:
 		return fmt.Errorf("%s is of node %s, and the token of node %s", path, node, f.token.Node)
 	}
@@ -140,7 +140,7 @@ func (f *nodeFiles) lookAtConfig(config string) error {
 	// ReadEdge takes a file that names missing files: then the operator joins to restore them.
 	is, err := conf.ReadEdge(config, conf.Env{HostName: "none"})
 	if err != nil {
-		return fmt.Errorf("%s is there and cannot be read: %w", config, oneLine(err))
+		return fmt.Errorf("%s exists and cannot be read: %w", config, oneLine(err))
 	}
 	ca, own, state := filepath.Join(f.dir, caFile), filepath.Join(f.dir, certFile), filepath.Join(stateDir, certFile)
 	cert := abs(is.NodeCert)
@@ -246,8 +246,8 @@ func (f *nodeFiles) config() ([]byte, error) {
 		}
 		old := fmt.Sprintf("nodecert = %q", certFile)
 		if strings.Count(string(text), old) != 1 {
-			return nil, fmt.Errorf("the certificate is in %s now, and %s does not say nodecert = %q, "+
-				"which could be changed: write nodecert = %q", f.certPath, path, certFile, f.certPath)
+			return nil, fmt.Errorf("the certificate is in %s now, but %s does not have exactly one nodecert = %q "+
+				"to change: write nodecert = %q", f.certPath, path, certFile, f.certPath)
 		}
 		return []byte(strings.Replace(string(text), old, fmt.Sprintf("nodecert = %q", f.certPath), 1)), nil
 	}

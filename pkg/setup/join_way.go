@@ -68,7 +68,7 @@ func (w *way) check(ctx context.Context) error {
 
 func (w *way) resolve(ctx context.Context, host string) ([]string, error) {
 	if net.ParseIP(host) != nil {
-		w.ok("dns", "%s needs none", host)
+		w.ok("dns", "%s is an address: no lookup needed", host)
 		return []string{host}, nil
 	}
 	ctx, cancel := context.WithTimeout(ctx, stepTimeout)
@@ -149,22 +149,22 @@ func (w *way) explain(err error) error {
 		return failed
 	}
 	if _, ok := errors.AsType[tls.RecordHeaderError](err); ok {
-		failed.err = errors.New("what answers there does not speak TLS")
-		failed.fix = "The port must be the cloud's grpcport, and nothing in between may take TLS off."
+		failed.err = errors.New("the server at that address does not speak TLS")
+		failed.fix = "The port must be the cloud's grpcport, and nothing in between may end TLS."
 		return failed
 	}
 	switch {
 	case errors.Is(err, auth.ErrPin):
-		failed.err = errors.New("what answers there is not the cloud that made this token: " +
-			"its certificate is by another authority")
-		failed.fix = "Your secret has not been sent. Either the address leads to something else, " +
-			"or something in between opens TLS, or the cloud has a new authority: then make another token."
+		failed.err = errors.New("the server at that address is not the cloud that made this token: " +
+			"another authority signed its certificate")
+		failed.fix = "Your secret has not been sent. Either the address leads to another server, " +
+			"or a proxy in between ends TLS, or the cloud has a new authority: then make another token."
 	case errors.Is(err, context.DeadlineExceeded), errors.Is(err, io.EOF), errors.Is(err, syscall.ECONNRESET):
-		failed.err = fmt.Errorf("the connection is open, and nothing on it speaks TLS: %w", oneLine(err))
+		failed.err = fmt.Errorf("the connection is open, but the other side does not speak TLS: %w", oneLine(err))
 		failed.fix = "Is the port the cloud's grpcport? " +
 			"A proxy or a firewall in between may accept connections in its place."
 	default:
-		failed.fix = "The port must be the cloud's grpcport, and nothing in between may open TLS."
+		failed.fix = "The port must be the cloud's grpcport, and nothing in between may end TLS."
 	}
 	return failed
 }

@@ -109,7 +109,7 @@ func (t *Token) AwaitAdoption(ctx context.Context) {
 
 // Explain prints the line to paste to out, and everything else to notes.
 func (t *Token) Explain(out, notes io.Writer) {
-	fmt.Fprintf(notes, "A token for node %s, good until %s (%s). It is a secret: who has it can be that node.\n",
+	fmt.Fprintf(notes, "A token for node %s, good until %s (%s). It is a secret: whoever has it can join as that node.\n",
 		t.Node, when(t.Expires), Spell(t.ttl))
 	fmt.Fprintf(notes, "On the edge, paste (the blank at its start keeps it out of most shells' history):\n\n")
 	fmt.Fprintf(out, "  %s\n", t.Command)
@@ -150,7 +150,7 @@ func (c tokenChange) unwritten() error {
 		b.WriteString("Run this again as its owner, such as with sudo.")
 		return errors.New(b.String())
 	}
-	b.WriteString("Nothing has happened until somebody changes it:\n\n")
+	b.WriteString("The change takes effect when the file is edited like this:\n\n")
 	c.show(&b)
 	if errors.Is(c.failed, errMounted) || errors.Is(c.failed, syscall.EROFS) {
 		b.WriteString("\n" + c.kubectl())

@@ -99,7 +99,7 @@ func CheckTrust(c *conf.Cloud) (warnings []string, err error) {
 	}
 	for _, ca := range nodes {
 		if !ca.IsCA {
-			return nil, fmt.Errorf("mode.cloud.join: ca: %s is no authority's certificate (%s): "+
+			return nil, fmt.Errorf("mode.cloud.join: ca: %s is not an authority's certificate (%s): "+
 				"name the one that signs nodes' certificates", j.CA, ca.Subject)
 		}
 		if left := time.Until(ca.NotAfter); left < expiryWarning {
@@ -143,7 +143,7 @@ func checkPeersTrust(c *conf.Cloud, nodes []*x509.Certificate) error {
 		return err
 	}
 	return fmt.Errorf("mode.cloud.join: ca: %s signs the replicas' certificates as well "+
-		"(ca in [mode.cloud.stream.peers]), and who signs nodes must not make replicas: "+
+		"(ca in [mode.cloud.stream.peers]), and the authority of nodes must not be able to make replicas: "+
 		"name an authority of its own, such as the nodes-ca.crt of tunnel init", c.Join.CA)
 }
 

@@ -58,7 +58,7 @@ func TestTheWayIsWrong(t *testing.T) {
 				l := listen(t, func(net.Conn) {})
 				token.Address = l.address
 				return l
-			}, "tls", []string{"nothing on it speaks TLS"},
+			}, "tls", []string{"the other side does not speak TLS"},
 		},
 		"another cloud": {
 			func(t *testing.T, token *auth.JoinToken) *stranger {
@@ -422,7 +422,7 @@ func TestCommandLine(t *testing.T) {
 		{"", []string{"join", "--token-file", "/nonexistent/token"}, 2, "no such file"},
 		{"", []string{"join", "--token-file", os.DevNull}, 2, "/dev/null is empty"},
 		{"", []string{"token", "create", "-c", config}, 2, "Run tunnel token create --help"},
-		{"", []string{"token", "create", "-c", config, "--node", "edge1", "--ttl", "1m1s1ms", "x"}, 2, `takes flags alone, such as --name value, and no "x"`},
+		{"", []string{"token", "create", "-c", config, "--node", "edge1", "--ttl", "1m1s1ms", "x"}, 2, `takes only flags, such as --name value, not "x"`},
 		{"", []string{"token", "creat"}, 2, `unknown command "creat"`},
 		{"", []string{"config", "chek"}, 2, `unknown command "chek"`},
 	} {

@@ -26,7 +26,7 @@ func TestMistrust(t *testing.T) {
 		code       int
 		want       string
 	}{
-		{same, "[mode.cloud.stream.peers]\naddresses = [\"10.0.0.2:9000\"]\nca = \"ca.crt\"\nservername = \"127.0.0.1\"\n", 3, "who signs nodes must not make replicas"},
+		{same, "[mode.cloud.stream.peers]\naddresses = [\"10.0.0.2:9000\"]\nca = \"ca.crt\"\nservername = \"127.0.0.1\"\n", 3, "the authority of nodes must not be able to make replicas"},
 		{same, door + "clientnames = [\"tunnel:node:edge1\"]\n" + addr, 3, "a node could call every kubelet"},
 		{same, door + addr, 0, "could make callers of every kubelet"},
 		{ours, door + addr, 0, "ok (cloud)"},
@@ -34,7 +34,7 @@ func TestMistrust(t *testing.T) {
 		{ours, dial + "clientca = \"nodes-ca.crt\"\nclientnames = [\"tunnel:node:edge1\"]\n", 3, "a node could call every node"},
 		{ours, dial + "clientca = \"nodes-ca.crt\"\nclientnames = [\"kube-apiserver\"]\n", 0, "could make callers of every node"},
 		{ours, dial + "clientca = \"ca.crt\"\nclientnames = [\"kube-apiserver\"]\n", 0, "ok (cloud)"},
-		{"ca = \"cloud.crt\"\ncakey = \"cloud.key\"", "", 3, "no authority's certificate"},
+		{"ca = \"cloud.crt\"\ncakey = \"cloud.key\"", "", 3, "not an authority's certificate"},
 		{"ca = \"nodes-ca.crt\"\ncakey = \"ca.key\"", "", 3, "mode.cloud.join"},
 	} {
 		other := s.path(strconv.Itoa(i) + ".toml")
