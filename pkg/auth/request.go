@@ -75,12 +75,12 @@ func ParseRequest(node tunnel.NodeName, der []byte) (*x509.CertificateRequest, e
 	if err != nil {
 		return nil, errors.New("the bytes to sign are not a certificate request (PKCS #10, DER)")
 	}
-	asked, err := nodeIn(r.Subject)
+	requested, err := nodeIn(r.Subject)
 	switch {
 	case err != nil:
 		return nil, fmt.Errorf("certificate request: %w", err)
-	case asked != node:
-		return nil, fmt.Errorf("the certificate request is for node %s, not %s", asked, node)
+	case requested != node:
+		return nil, fmt.Errorf("the certificate request is for node %s, not %s", requested, node)
 	case len(r.Extensions) != 0:
 		return nil, errors.New("the certificate request asks for names or other extensions; " +
 			"a node's certificate has none")

@@ -111,9 +111,9 @@ func unusedAddr(t testing.TB) netip.AddrPort {
 // Queries of some clients are forwarded and of others not, over both transports. Queries for nodes
 // are answered for all clients.
 func TestAllowFrom(t *testing.T) {
-	asked := make(chan string, 100)
+	queries := make(chan string, 100)
 	up := upstream(t, func(q *dns.Msg, _ string) [][]byte {
-		asked <- q.Question[0].Name
+		queries <- q.Question[0].Name
 		return [][]byte{pack(t, reply(t, q, "a. 77 IN A 192.0.2.1"))}
 	})
 	log, logs := testkit.NewLog()
@@ -139,7 +139,7 @@ func TestAllowFrom(t *testing.T) {
 	if strings.Count(s, "level=WARN") != 1 || !strings.Contains(s, "127.0.0.3") || !strings.Contains(s, "allowfrom") {
 		t.Errorf("the log is %q, want one warning with the client and the key", s)
 	}
-	if n := len(asked); n != 2 {
+	if n := len(queries); n != 2 {
 		t.Errorf("the upstream got %d queries, want 2", n)
 	}
 }
@@ -197,7 +197,7 @@ func TestForward(t *testing.T) {
 		qtype      uint16
 		do         func(*dns.Msg)
 		want       string
-		asked      *upstreamQuery // what the upstream gets; nil: nothing
+		forwarded  *upstreamQuery // what the upstream gets; nil: nothing
 	}{
 		{"a node", "edge1.", dns.TypeA, nil, "NOERROR aa ra rd | edge1. 2 IN A 10.0.0.5", nil},
 		{"a node's other types", "edge1.", dns.TypeAAAA, nil, "NOERROR aa ra rd" + theSOA, nil},
@@ -238,8 +238,8 @@ func TestForward(t *testing.T) {
 				t.Errorf("%s over %s: the question comes back as %v", tc.what, network, m.Question)
 			}
 			var want []upstreamQuery
-			if tc.asked != nil {
-				h := *tc.asked
+			if tc.forwarded != nil {
+				h := *tc.forwarded
 				h.network = network
 				want = []upstreamQuery{h}
 			}
@@ -621,15 +621,15 @@ func FuzzForward(f *testing.F) {
 		Log: quiet, Counters: &counters,
 	})
 	f.Fuzz(func(t *testing.T, packet []byte, stream bool, size uint16) {
-		asked := question("X.example.", dns.TypeA)
+		query := question("X.example.", dns.TypeA)
 		if size > 0 {
-			asked.SetEdns0(size, false)
+			query.SetEdns0(size, false)
 		}
 		via := overUDP
 		if stream {
 			via = overTCP
 		}
-		_, q := r.answer(pack(t, asked), via)
+		_, q := r.answer(pack(t, query), via)
 		sent := q.forUpstream()
 		if len(packet) >= 2 { // with a wrong id the packet would be ignored
 			binary.BigEndian.PutUint16(packet, sent.Id)
@@ -642,6 +642,6 @@ func FuzzForward(f *testing.F) {
 		if reply == nil {
 			t.Fatal("no reply")
 		}
-		checkReply(t, pack(t, asked), reply, via)
+		checkReply(t, pack(t, query), reply, via)
 	})
 }

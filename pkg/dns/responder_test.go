@@ -383,16 +383,16 @@ func TestTruncation(t *testing.T) {
 	}
 	r := respond(t, ResponderConfig{Truth: truth})
 	for _, tc := range []struct {
-		network      string
-		asked, limit int // asked 0: no EDNS
-		whole        bool
+		network         string
+		ednsSize, limit int // ednsSize 0: no EDNS
+		whole           bool
 	}{
 		{"udp", 0, 512, false}, {"udp", 1, 512, false}, {"udp", 512, 512, false}, {"udp", 900, 900, false},
 		{"udp", 1232, 1232, false}, {"udp", 65535, 1232, false}, {"tcp", 0, 65535, true}, {"tcp", 512, 65535, true},
 	} {
 		q := question("many.", dns.TypeA)
-		if tc.asked > 0 {
-			q.SetEdns0(uint16(tc.asked), false)
+		if tc.ednsSize > 0 {
+			q.SetEdns0(uint16(tc.ednsSize), false)
 		}
 		packet, err := q.Pack()
 		if err != nil {
@@ -417,7 +417,7 @@ func TestTruncation(t *testing.T) {
 			t.Fatal(err)
 		}
 		if len(packet) > tc.limit || m.Truncated == tc.whole || tc.whole != (len(m.Answer) == 200) || len(m.Answer) == 0 ||
-			(m.IsEdns0() != nil) != (tc.asked > 0) {
+			(m.IsEdns0() != nil) != (tc.ednsSize > 0) {
 			t.Errorf("%+v: %d bytes, truncated %t, %d answers, EDNS %v",
 				tc, len(packet), m.Truncated, len(m.Answer), m.IsEdns0())
 		}
@@ -592,8 +592,8 @@ func TestOnlyWhatMayAppears(t *testing.T) {
 		}
 		r := NewResponder(cfg)
 
-		asked := name.Draw(t, "asked")
-		spelled := []byte(asked)
+		qname := name.Draw(t, "asked")
+		spelled := []byte(qname)
 		for i, c := range spelled {
 			if 'a' <= c && c <= 'z' && rapid.Bool().Draw(t, "upper") {
 				spelled[i] -= 'a' - 'A'
@@ -609,8 +609,8 @@ func TestOnlyWhatMayAppears(t *testing.T) {
 		if err := m.Unpack(reply); err != nil || pending != nil {
 			t.Fatalf("reply %x, open %v: %v", reply, pending, err)
 		}
-		asked = tunnel.NodeName(strings.TrimSuffix(string(asked), "."))
-		may := cfg.Names == nil || names.known && names.names[asked]
+		qname = tunnel.NodeName(strings.TrimSuffix(string(qname), "."))
+		may := cfg.Names == nil || names.known && names.names[qname]
 		for _, rr := range m.Answer {
 			var a netip.Addr
 			switch rr := rr.(type) {
@@ -620,20 +620,20 @@ func TestOnlyWhatMayAppears(t *testing.T) {
 				a, _ = netip.AddrFromSlice(rr.AAAA)
 			}
 			ofTruth := false
-			for _, h := range truth.nodes[asked] {
+			for _, h := range truth.nodes[qname] {
 				ofTruth = ofTruth || h.IsValid() && h.Unmap() == a
 			}
 			if !may || !ofTruth {
-				t.Fatalf("%q is answered with %v; may be published: %t, held: %v", asked, rr, may, truth.nodes[asked])
+				t.Fatalf("%q is answered with %v; may be published: %t, held: %v", qname, rr, may, truth.nodes[qname])
 			}
 		}
 		// A node that may be published gets an answer.
 		v4 := false
-		for _, h := range truth.nodes[asked] {
+		for _, h := range truth.nodes[qname] {
 			v4 = v4 || h.Unmap().Is4()
 		}
-		if asked != "line\nbreak" && may && v4 && qtype == dns.TypeA && len(m.Answer) == 0 {
-			t.Fatalf("%q is held and may be published: %s", asked, show(&m))
+		if qname != "line\nbreak" && may && v4 && qtype == dns.TypeA && len(m.Answer) == 0 {
+			t.Fatalf("%q is held and may be published: %s", qname, show(&m))
 		}
 	})
 }

@@ -13,18 +13,18 @@ import (
 //
 // A caller that has sent something after the answer has read the answer, which ends the delay.
 type answerGap struct {
-	answered time.Time // set before anything is written
-	heard    chan struct{}
-	once     sync.Once // closes heard
+	answered   time.Time     // set before anything is written
+	callerRead chan struct{} // closed when the caller has sent something, so it has read the answer
+	once       sync.Once     // closes callerRead
 }
 
 // answerGapTime is how long to wait for a caller that sends nothing.
 const answerGapTime = 20 * time.Millisecond
 
-func newAnswerGap() answerGap { return answerGap{heard: make(chan struct{})} }
+func newAnswerGap() answerGap { return answerGap{callerRead: make(chan struct{})} }
 
-// callerSpoke notes that the caller has sent something.
-func (g *answerGap) callerSpoke() { g.once.Do(func() { close(g.heard) }) }
+// callerSent notes that the caller has sent something.
+func (g *answerGap) callerSent() { g.once.Do(func() { close(g.callerRead) }) }
 
 // wait blocks until bytes of the target may be written to the caller.
 func (g *answerGap) wait() {
@@ -33,7 +33,7 @@ func (g *answerGap) wait() {
 		return
 	}
 	select {
-	case <-g.heard:
+	case <-g.callerRead:
 	case <-time.After(left):
 	}
 }

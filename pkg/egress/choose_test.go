@@ -191,8 +191,8 @@ func TestChoose(t *testing.T) {
 			}
 			c.table.Store(newTable(all))
 			conn, err := c.dial(t.Context(), tc.addr, "test")
-			if (err != nil) != tc.fails || !slices.Equal(n.asked, tc.want) {
-				t.Errorf("asked %q, want %q; %v", n.asked, tc.want, err)
+			if (err != nil) != tc.fails || !slices.Equal(n.dialled, tc.want) {
+				t.Errorf("dialled %q, want %q; %v", n.dialled, tc.want, err)
 			}
 			if err == nil {
 				conn.Close()
@@ -267,8 +267,8 @@ func TestAwayIsNamed(t *testing.T) {
 		t.Fatal(err)
 	}
 	if _, err := unknown.dial(t.Context(), "10.0.0.9:80", "test"); err == nil ||
-		err.Error() != "no-such-node: No agent available: the cluster's Nodes have not been read yet" || u.asked != nil {
-		t.Errorf("asked %q; %v", u.asked, err)
+		err.Error() != "no-such-node: No agent available: the cluster's Nodes have not been read yet" || u.dialled != nil {
+		t.Errorf("dialled %q; %v", u.dialled, err)
 	}
 	// The owner is connected, and full. Fallbacks are not tried.
 	n := &nodes{reach: all, refuse: map[tunnel.NodeName]error{"a": tunnel.Refusef(tunnel.Overloaded, "node a is full"),

@@ -222,7 +222,7 @@ func (c *connectConn) Read(b []byte) (int, error) {
 		return n, nil
 	}
 	n, err := c.Conn.Read(b)
-	c.gap.callerSpoke()
+	c.gap.callerSent()
 	if errors.Is(err, io.EOF) {
 		c.awaitFIN()
 	}

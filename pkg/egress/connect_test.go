@@ -188,13 +188,13 @@ func TestConnectReset(t *testing.T) {
 	}
 }
 
-// said is a connection whose bytes have all been received already.
-type said struct {
+// receivedConn is a connection whose bytes have all been received already.
+type receivedConn struct {
 	net.Conn
 	*bytes.Reader
 }
 
-func (s said) Read(b []byte) (int, error) { return s.Reader.Read(b) }
+func (c receivedConn) Read(b []byte) (int, error) { return c.Reader.Read(b) }
 
 // An accepted request contains its target, and bytes after the request are kept.
 func FuzzConnect(f *testing.F) {
@@ -203,7 +203,7 @@ func FuzzConnect(f *testing.F) {
 	f.Add([]byte("GET / HTTP/1.1\r\n\r\n"))
 	f.Add([]byte("CONNECT a:1 HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		c := &connectConn{Conn: said{Reader: bytes.NewReader(b)}}
+		c := &connectConn{Conn: receivedConn{Reader: bytes.NewReader(b)}}
 		addr, err := c.request()
 		if err != nil {
 			return

@@ -93,25 +93,28 @@ type Sessions interface {
 // somebody has written to its identifiers. An edge without networks is told so once, since it remembers
 // the networks of an earlier session.
 func (f *FrontDoor) announceNetworks(ctx context.Context) error {
-	told := make(map[*tunnel.Session][]netip.Prefix)
+	announced := make(map[*tunnel.Session][]netip.Prefix)
 	for {
-		came, changed := f.sessions.Changed(), f.chooser.source.Changed()
+		sessionsChanged, reachChanged := f.sessions.Changed(), f.chooser.source.Changed()
 		if f.chooser.source.Known() {
 			//nolint:errcheck // the next change tries again
-			f.guard("edges do not learn the networks of their pods", func() error { told = f.announceOnce(told); return nil })
+			f.guard("edges do not learn the networks of their pods", func() error {
+				announced = f.announceOnce(announced)
+				return nil
+			})
 		}
 		select {
-		case <-came:
-		case <-changed:
+		case <-sessionsChanged:
+		case <-reachChanged:
 		case <-ctx.Done():
 			return nil
 		}
 	}
 }
 
-// announceOnce tells the sessions whose networks differ from told. It returns the networks that every live
+// announceOnce tells the sessions whose networks differ from those announced. It returns the networks that every live
 // session has now been told.
-func (f *FrontDoor) announceOnce(told map[*tunnel.Session][]netip.Prefix) map[*tunnel.Session][]netip.Prefix {
+func (f *FrontDoor) announceOnce(announced map[*tunnel.Session][]netip.Prefix) map[*tunnel.Session][]netip.Prefix {
 	var all map[tunnel.NodeName]konnectivity.Identifiers
 	if f.cfg.Kubernetes {
 		all = f.chooser.source.Identifiers()
@@ -119,7 +122,7 @@ func (f *FrontDoor) announceOnce(told map[*tunnel.Session][]netip.Prefix) map[*t
 	live := make(map[*tunnel.Session][]netip.Prefix)
 	for _, s := range f.sessions.Sessions() {
 		now := all[s.Node].Networks
-		if before, ok := told[s]; !ok || !slices.Equal(before, now) {
+		if before, ok := announced[s]; !ok || !slices.Equal(before, now) {
 			m := &tunnel.Message{Category: name, Type: typeNetworks, Data: encodeNetworks(now)}
 			s.Send(m) //nolint:errcheck // it fails only if the session has ended
 		}
@@ -130,7 +133,7 @@ func (f *FrontDoor) announceOnce(told map[*tunnel.Session][]netip.Prefix) map[*t
 
 // pods decides at an edge which addresses are pods of its node.
 type pods struct {
-	networks atomic.Pointer[[]netip.Prefix] // as the cloud has told; nil: not yet
+	networks atomic.Pointer[[]netip.Prefix] // from the latest message of the cloud; nil: none yet
 	routes   func() ([]route, error)
 	devices  devices
 }
@@ -147,8 +150,8 @@ func (p *pods) setNetworks(_ context.Context, in *tunnel.Incoming) error {
 
 // has reports whether a is the address of a pod of this node.
 func (p *pods) has(a netip.Addr) bool {
-	told := p.networks.Load()
-	if told == nil || !slices.ContainsFunc(*told, func(n netip.Prefix) bool { return n.Contains(a) }) {
+	networks := p.networks.Load()
+	if networks == nil || !slices.ContainsFunc(*networks, func(n netip.Prefix) bool { return n.Contains(a) }) {
 		return false
 	}
 	routes, err := p.routes()

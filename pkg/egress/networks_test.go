@@ -272,7 +272,7 @@ func TestTell(t *testing.T) {
 }
 
 // Networks that an edge claims are never announced to it.
-func TestClaimsAreNotTold(t *testing.T) {
+func TestClaimsAreNotAnnounced(t *testing.T) {
 	dir := new(tunnel.Directory)
 	n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{"a": {Networks: prefixes("10.88.1.0/24")}},
 		changed: make(chan struct{})}

@@ -106,16 +106,16 @@ type proxies struct {
 func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	s := &proxyStream{
 		stream: stream, working: &p.working, guard: p.door.guard,
-		first: make(chan received, 1), over: make(chan struct{}), gap: newAnswerGap(),
+		afterDial: make(chan received, 1), over: make(chan struct{}), gap: newAnswerGap(),
 	}
 	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
-	// asked gets the first packet, or why there is none; capacity 1, so that sending never blocks.
-	asked := make(chan received, 1)
+	// The goroutine below sends the first packet, or why there is none. Capacity 1: sending never blocks.
+	first := make(chan received, 1)
 	p.working.Go(func() {
 		var r received
 		r.err = s.guard("the stream ends", func() (err error) { r.packet, err = s.receive(); return err })
-		asked <- r
+		first <- r
 		if r.err != nil || r.packet.Type != konnectivity.PacketDialReq {
 			return
 		}
@@ -125,9 +125,9 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 		if r.err != nil || r.packet.Type == konnectivity.PacketDialCls || r.packet.Type == konnectivity.PacketCloseReq {
 			cancel()
 		}
-		s.first <- r
+		s.afterDial <- r
 	})
-	req, err := s.request(asked)
+	req, err := s.request(first)
 	if err != nil || req == nil {
 		return err
 	}
@@ -196,7 +196,8 @@ type proxyStream struct {
 	stream  grpc.ServerStream
 	working *sync.WaitGroup // see proxies
 	guard   func(what string, do func() error) error
-	first   chan received // the packet after the dial request; capacity 1, so that sending never blocks
+	// afterDial gets one value, the packet after the dial request; capacity 1, so that sending never blocks.
+	afterDial chan received
 
 	gap        answerGap
 	over       chan struct{} // closed to make the handler return
@@ -215,7 +216,7 @@ type proxyStream struct {
 	// Owned by the goroutine that receives.
 	packet konnectivity.Packet // its remaining data are read next
 	ended  error               // why there is no more to read
-	begun  bool                // the packet in first has been taken
+	begun  bool                // the packet in afterDial has been taken
 }
 
 // closeWait is how long a client may take to end its stream after either side has closed. The stock client
@@ -284,10 +285,10 @@ func (s *proxyStream) next() error {
 		if s.begun {
 			s.packet, err = s.receive()
 		} else {
-			r := <-s.first
+			r := <-s.afterDial
 			s.packet, err, s.begun = r.packet, r.err, true
 		}
-		s.gap.callerSpoke()
+		s.gap.callerSent()
 		switch {
 		case err != nil && s.isClosed():
 			s.ended = io.EOF // both sides have closed

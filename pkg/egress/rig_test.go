@@ -29,8 +29,8 @@ type rig struct {
 type nodes struct {
 	mu    sync.Mutex
 	reach map[tunnel.NodeName]konnectivity.Identifiers // of connected nodes
-	// asked are the nodes that were dialled, in order; with " waits" if the dial may wait.
-	asked   []tunnel.NodeName
+	// dialled are the nodes that were dialled, in order; with " waits" if the dial may wait.
+	dialled []tunnel.NodeName
 	refuse  map[tunnel.NodeName]error
 	fault   bool          // dials panic
 	hang    chan struct{} // if set, a dial waits for the end of its context, and then closes hang
@@ -69,9 +69,9 @@ func (n *nodes) Changed() <-chan struct{} {
 func (n *nodes) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	n.mu.Lock()
 	if !r.NoWait {
-		n.asked = append(n.asked, r.Node+" waits")
+		n.dialled = append(n.dialled, r.Node+" waits")
 	} else {
-		n.asked = append(n.asked, r.Node)
+		n.dialled = append(n.dialled, r.Node)
 	}
 	refusal, hang, fault := n.refuse[r.Node], n.hang, n.fault
 	n.mu.Unlock()

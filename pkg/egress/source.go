@@ -37,13 +37,13 @@ func (b *believed) Known() bool { return true }
 // Identifiers implements Source.
 func (b *believed) Identifiers() map[tunnel.NodeName]konnectivity.Identifiers {
 	all := make(map[tunnel.NodeName]konnectivity.Identifiers)
-	said := b.Reach()
+	declared := b.Reach()
 	connected := make(map[tunnel.NodeName]bool)
 	for _, n := range b.Connected() {
 		connected[n] = true
 	}
 	for n := range connected {
-		id, err := konnectivity.ParseIdentifiers(said[n])
+		id, err := konnectivity.ParseIdentifiers(declared[n])
 		if err != nil {
 			// An edge checks its identifiers at start, so another program has sent these.
 			if skipped, ok := b.wrong.Allow(); ok {

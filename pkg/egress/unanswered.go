@@ -87,9 +87,9 @@ func (c *unansweredConn) Read(b []byte) (int, error) {
 		case frameReset:
 			delete(c.streams, stream)
 		case frameData:
-			if came, unanswered := c.streams[stream]; unanswered {
-				c.streams[stream] = came + length
-				tooMany = tooMany || came+length > maxUnanswered
+			if sent, unanswered := c.streams[stream]; unanswered {
+				c.streams[stream] = sent + length
+				tooMany = tooMany || sent+length > maxUnanswered
 			}
 		}
 	})

@@ -274,8 +274,8 @@ func (p *proxy) probeAll(ctx context.Context, nodes []tunnel.NodeName, ref podRe
 	for _, n := range nodes {
 		g.Go(func() error {
 			var err error
-			asked := ctx.Err() == nil
-			if asked {
+			probed := ctx.Err() == nil
+			if probed {
 				actx, cancel := context.WithTimeout(ctx, p.finder.timeoutFor(n))
 				defer cancel()
 				err = p.probeNode(actx, n, ref, caller)
@@ -283,7 +283,7 @@ func (p *proxy) probeAll(ctx context.Context, nodes []tunnel.NodeName, ref podRe
 			mu.Lock()
 			defer mu.Unlock()
 			switch {
-			case !asked:
+			case !probed:
 				s.timedOut = true
 				s.notAsked = append(s.notAsked, n)
 			case err == nil:

@@ -177,9 +177,9 @@ func TestPodMoves(t *testing.T) {
 		}
 	}
 	want("edge2")
-	asked := k1.probes.Load()
+	before := k1.probes.Load()
 	want("edge2")
-	if n := k1.probes.Load(); n != asked {
+	if n := k1.probes.Load(); n != before {
 		t.Error("edge1 was asked although edge2 had the pod and still has")
 	}
 	k1.put("ns/two")

@@ -198,7 +198,7 @@ func (a *Agents) links() []*agentLink {
 func (a *Agents) drain() {
 	late := time.After(a.grace)
 	for {
-		if !slices.ContainsFunc(a.links(), func(l *agentLink) bool { return l.pub.Conns.Load() > 0 }) {
+		if !slices.ContainsFunc(a.links(), func(l *agentLink) bool { return l.session.Conns.Load() > 0 }) {
 			return
 		}
 		select {
@@ -221,7 +221,7 @@ func (a *Agents) replicas() int {
 func (a *Agents) attach(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if !slices.Contains(a.nodes[l.pub.Node], l) {
+	if !slices.Contains(a.nodes[l.session.Node], l) {
 		return
 	}
 	a.attachLocked(l)
@@ -230,8 +230,8 @@ func (a *Agents) attach(l *agentLink) {
 // attachLocked attaches l. The stream that was attached before goes on for its conns. If an edge is
 // attached, l ends. The caller holds mu.
 func (a *Agents) attachLocked(l *agentLink) {
-	if !a.dir.AttachUnless(l.pub, isEdge) {
-		l.end(errEdgeJoined(l.pub.Node))
+	if !a.dir.AttachUnless(l.session, isEdge) {
+		l.end(errEdgeJoined(l.session.Node))
 	}
 }
 
@@ -246,7 +246,7 @@ func errEdgeJoined(node tunnel.NodeName) error {
 func (a *Agents) register(l *agentLink) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	n := l.pub.Node
+	n := l.session.Node
 	switch other := a.dir.Lookup(n); {
 	case a.stopping:
 		return status.Error(codes.Unavailable, "this replica is stopping")
@@ -256,7 +256,7 @@ func (a *Agents) register(l *agentLink) error {
 		return status.Errorf(codes.ResourceExhausted, text, n, maxStreamsPerNode)
 	case other != nil && !isEdge(other):
 		time.AfterFunc(settleTime, l.guarded(func() { a.attach(l) }))
-	case !a.dir.AttachUnless(l.pub, isEdge):
+	case !a.dir.AttachUnless(l.session, isEdge):
 		return errEdgeJoined(n)
 	}
 	a.nodes[n] = append(a.nodes[n], l)
@@ -268,13 +268,13 @@ func (a *Agents) register(l *agentLink) error {
 func (a *Agents) unregister(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	n := l.pub.Node
+	n := l.session.Node
 	rest := slices.DeleteFunc(a.nodes[n], func(o *agentLink) bool { return o == l })
 	a.nodes[n] = rest
 	if len(rest) == 0 {
 		delete(a.nodes, n)
 	}
-	detached := a.dir.Detach(l.pub)
+	detached := a.dir.Detach(l.session)
 	if now := a.dir.Lookup(n); len(rest) > 0 && (detached || now != nil && isEdge(now)) {
 		a.attachLocked(rest[len(rest)-1])
 	}
@@ -284,12 +284,12 @@ func (a *Agents) unregister(l *agentLink) {
 func (a *Agents) drains(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if !l.pub.Leaving.Swap(true) {
-		a.log.Info("agent drains", "node", l.pub.Node, "session", l.pub.ID)
+	if !l.session.Leaving.Swap(true) {
+		a.log.Info("agent drains", "node", l.session.Node, "session", l.session.ID)
 	}
-	all := a.nodes[l.pub.Node]
+	all := a.nodes[l.session.Node]
 	for i := len(all) - 1; i >= 0; i-- {
-		if !all[i].pub.Leaving.Load() {
+		if !all[i].session.Leaving.Load() {
 			a.attachLocked(all[i])
 			return
 		}
@@ -320,7 +320,7 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 		return err
 	}
 	if err = a.register(l); err != nil {
-		a.refused(l.pub.Remote, string(grant.Node), err)
+		a.refused(l.session.Remote, string(grant.Node), err)
 		return err
 	}
 	defer a.unregister(l)
@@ -344,7 +344,7 @@ func (a *Agents) admit(ctx context.Context, stream grpc.ServerStream, t *agentTr
 		return nil, auth.Grant{}, err
 	}
 	l := &agentLink{agents: a, mux: newMux(stream, false, a.cfg.Counters, a.log), dials: make(map[int64]chan dialResult)}
-	l.pub = &tunnel.Session{
+	l.session = &tunnel.Session{
 		ID: uuid.NewString(), Node: grant.Node, Remote: remote, Since: time.Now(), Reach: reach,
 		Link: l, Dialer: l, Agent: true,
 	}
@@ -357,7 +357,7 @@ func (a *Agents) admit(ctx context.Context, stream grpc.ServerStream, t *agentTr
 // credential is no longer valid.
 func (s *agentService) serve(stream grpc.ServerStream, l *agentLink, grant auth.Grant) error {
 	a := s.agents
-	log := a.log.With("node", grant.Node, "session", l.pub.ID)
+	log := a.log.With("node", grant.Node, "session", l.session.ID)
 	// The agent waits for the header. No packet precedes it, since sendLoop has not started.
 	header := metadata.Pairs("serverid", a.id, "servercount", strconv.Itoa(a.replicas()))
 	if err := stream.SendHeader(header); err != nil {
@@ -365,7 +365,7 @@ func (s *agentService) serve(stream grpc.ServerStream, l *agentLink, grant auth.
 		return err
 	}
 	a.cfg.Counters.Sessions.Add(1)
-	log.Info("agent joined", "remote", l.pub.Remote, "by", grant.By)
+	log.Info("agent joined", "remote", l.session.Remote, "by", grant.By)
 	s.working.Go(l.guarded(l.sendLoop))
 	s.working.Go(l.guarded(l.receiveLoop))
 	var expired <-chan time.Time // nil: the credential does not expire

@@ -297,10 +297,10 @@ func TestAgentBlackHoles(t *testing.T) {
 func TestAgentBudget(t *testing.T) {
 	r := newAgentsRig(t, nil)
 	r.budget.wide = false
-	asked := make(chan struct{})
+	dialled := make(chan struct{})
 	r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
 		if q.Addr == "hang:1" {
-			close(asked)
+			close(dialled)
 			<-ctx.Done()
 			return nil, ctx.Err()
 		}
@@ -310,7 +310,7 @@ func TestAgentBudget(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
 	go r.dir.Dial(ctx, tunnel.Request{Node: "n1", Network: "tcp", Addr: "hang:1"})
-	<-asked
+	<-dialled
 	request := tunnel.Request{Node: "n1", Network: "tcp", Addr: addr}
 	if _, err := r.dir.Dial(t.Context(), request); tunnel.CodeOf(err) != tunnel.Overloaded {
 		t.Errorf("a dial that is one too many: %v", err)
@@ -379,10 +379,10 @@ func TestAgentRefusal(t *testing.T) {
 
 func TestAgentLost(t *testing.T) {
 	r := newAgentsRig(t, nil)
-	asked := make(chan struct{})
+	dialled := make(chan struct{})
 	_, stop := r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
 		if q.Addr == "hang:1" {
-			close(asked)
+			close(dialled)
 			<-ctx.Done()
 			return nil, ctx.Err()
 		}
@@ -394,7 +394,7 @@ func TestAgentLost(t *testing.T) {
 		_, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "n1", Category: category, Network: "tcp", Addr: "hang:1"})
 		pending <- err
 	}()
-	<-asked
+	<-dialled
 	r.dir.Lookup("n1").Close(errors.New("cut"))
 	if _, err := c.Read(make([]byte, 1)); !errors.Is(err, tunnel.ErrReset) {
 		t.Errorf("a conn whose agent is lost: %v", err)

@@ -15,9 +15,9 @@ import (
 // [tunnel.Dialer] of its session. Ids of dials and of conns are valid on this stream only.
 type agentLink struct {
 	*mux
-	agents *Agents
-	pub    *tunnel.Session // attached to the directory
-	queue  tunnel.Queue    // admits dials, within the node's limits
+	agents  *Agents
+	session *tunnel.Session // attached to the directory
+	queue   tunnel.Queue    // admits dials, within the node's limits
 
 	dialMu sync.Mutex // guards the following
 	// dials are the unanswered dials by id. The channel of each gets at most one result; its capacity of
@@ -70,8 +70,8 @@ func (l *agentLink) admitAndDial(ctx context.Context, r tunnel.Request) (conn *C
 	if refusal := l.queue.Enter(ctx, l.ended, r); refusal != nil {
 		return nil, refusal
 	}
-	l.pub.Conns.Add(1) // a dial counts as a conn
-	defer func() {     // runs also if dial panics
+	l.session.Conns.Add(1) // a dial counts as a conn
+	defer func() {         // runs also if dial panics
 		answered := conn != nil || err != nil && (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered()
 		l.queue.Dialled(r.Addr, answered)
 		if conn == nil { // otherwise the mux calls it, at the end of the conn
@@ -110,7 +110,7 @@ func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*Conn, error) {
 
 // connOver counts the end of a conn, or of an admitted dial that failed.
 func (l *agentLink) connOver() {
-	l.pub.Conns.Add(-1)
+	l.session.Conns.Add(-1)
 	l.queue.Over()
 }
 

@@ -100,9 +100,9 @@ func FuzzAgentMetadata(f *testing.F) {
 				t.Errorf("%q cannot be told: %v", reach, err)
 			}
 		}
-		said, err := ParseIdentifiers(reach)
-		if err != nil || !utf8.ValidString(strings.Join(said.Hosts, "")) {
-			t.Errorf("%q, %v", said.Hosts, err)
+		id, err := ParseIdentifiers(reach)
+		if err != nil || !utf8.ValidString(strings.Join(id.Hosts, "")) {
+			t.Errorf("%q, %v", id.Hosts, err)
 		}
 	})
 }

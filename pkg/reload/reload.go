@@ -110,14 +110,14 @@ func follow(ctx context.Context, watch watchFunc, log *slog.Logger, all ...*foll
 	}
 	var watching sync.WaitGroup
 	defer watching.Wait()
-	// Each value is a channel for the result. The watch sends it and waits; the loop below looks and
-	// answers. It is unbuffered and never closed: both sides also select on ctx.
-	look := make(chan chan bool)
+	// Each value is a channel for the result. The watch sends it and waits; the loop below checks the files
+	// and answers. It is unbuffered and never closed: both sides also select on ctx.
+	checks := make(chan chan bool)
 	watching.Go(func() {
 		watch(ctx, paths, log, func() bool {
 			result := make(chan bool, 1) // the loop below sends once and does not wait
 			select {
-			case look <- result:
+			case checks <- result:
 				return <-result
 			case <-ctx.Done():
 				return false
@@ -128,10 +128,10 @@ func follow(ctx context.Context, watch watchFunc, log *slog.Logger, all ...*foll
 	defer tick.Stop()
 	for {
 		select {
-		case result := <-look:
+		case result := <-checks:
 			retry := false
 			for _, f := range all {
-				retry = f.look() || retry
+				retry = f.check() || retry
 				f.warn()
 			}
 			result <- retry
@@ -158,11 +158,11 @@ func (f *followed) load() error {
 	return nil
 }
 
-// look reads the files and puts their contents into use if they are good. It reports whether it
+// check reads the files and puts their contents into use if they are good. It reports whether it
 // must be called again even if no change is noticed: an unreadable file may become readable, and
 // the write that completes a half-written pair may go unnoticed. An error becomes a fault only if
-// the next look finds the same error, because a writer may not have finished.
-func (f *followed) look() (retry bool) {
+// the next check finds the same error, because a writer may not have finished.
+func (f *followed) check() (retry bool) {
 	contents, err := f.read()
 	if err == nil {
 		d := digest(contents)

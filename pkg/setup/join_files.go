@@ -53,7 +53,7 @@ func newNodeFiles(cfg JoinConfig) (*nodeFiles, error) {
 		f.certPath = filepath.Join(stateDir, certFile)
 	}
 	if !f.force {
-		if err := f.look(); err != nil {
+		if err := f.checkExisting(); err != nil {
 			return nil, &stepError{
 				step: "files", err: err,
 				fix: "Choose another --dir, or replace them with --force. " +
@@ -89,11 +89,11 @@ func tryWriting(dir string) error {
 	return errors.Join(tmp.Close(), os.Remove(tmp.Name()))
 }
 
-// look returns an error for a file that belongs to another node or another cloud.
-func (f *nodeFiles) look() error {
+// checkExisting returns an error for a file that belongs to another node or another cloud.
+func (f *nodeFiles) checkExisting() error {
 	config := filepath.Join(f.dir, edgeFile)
 	if _, err := os.Lstat(config); err == nil {
-		if err := f.lookAtConfig(config); err != nil {
+		if err := f.checkConfig(config); err != nil {
 			return err
 		}
 		f.keep = true
@@ -134,9 +134,9 @@ func (f *nodeFiles) lookAtCert(path string) error {
 	return nil
 }
 
-// lookAtConfig returns an error if edge.toml is for another node or cloud, or names other files
+// checkConfig returns an error if edge.toml is for another node or cloud, or names other files
 // than Join writes. Other differences are an operator's edits, which stay.
-func (f *nodeFiles) lookAtConfig(config string) error {
+func (f *nodeFiles) checkConfig(config string) error {
 	// ReadEdge takes a file that names missing files: then the operator joins to restore them.
 	is, err := conf.ReadEdge(config, conf.Env{HostName: "none"})
 	if err != nil {
