@@ -77,7 +77,7 @@ func (m TLSMode) String() string {
 type HTTPS struct {
 	Ports  map[string]string // port to listen on → host:port that the edge dials
 	Listen string            // IP address to listen on; "": 0.0.0.0
-	TLS    TLSMode
+	TLS    TLSMode           // which connections are passed through, and which are terminated
 	// AllowFrom are the networks that may connect. Empty: any. Listed networks are exempt from
 	// Limits.ConnsPerAddress.
 	AllowFrom auth.Sources
@@ -92,7 +92,7 @@ type HTTPS struct {
 	// Kubernetes says whether to ask Kubernetes for the node of a pod. nil: yes if another setting
 	// uses Kubernetes.
 	Kubernetes *bool
-	Kubelet    Kubelet
+	Kubelet    Kubelet // [mode.cloud.https.kubelet]
 }
 
 // Caller is a caller of the https front door that may send some requests only.

@@ -23,12 +23,12 @@ type Edge struct {
 	CA         string // file with the CA that signs the cloud's certificate (cert in the file)
 
 	// The edge's proof is one of Token, TokenFile and NodeCert.
-	Token     auth.Secret
-	TokenFile string // file that holds the token alone
+	Token     auth.Secret // the token itself
+	TokenFile string      // file that holds the token alone
 	// NodeCert is a file with this node's certificate. Without NodeKey it also holds the key, and the
 	// edge renews it. With NodeKey somebody else renews both files.
 	NodeCert string
-	NodeKey  string
+	NodeKey  string // file; "": the key is in NodeCert
 
 	AllReplicas  bool   // open a session with every replica, not with one
 	Connections  int    // TCP connections of a session, its own included; 0: the default
@@ -41,7 +41,7 @@ type Edge struct {
 	Konnectivity      Konnectivity // [mode.edge.konnectivity]
 	AdminSocket       string       // [mode.edge.admin] socket, a path; "": off
 
-	src *source
+	src *source // nil if the value was made by hand
 }
 
 // EdgeHTTPS is the client certificate for kubelets, if the edge holds it, as with SuperEdge. It is

@@ -100,7 +100,7 @@ func (d *daemon) run(ctx context.Context) error {
 	defer cancel(nil)
 	healthCtx, stopHealth := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopHealth()
-	ended := make(chan struct{})
+	ended := make(chan struct{}) // closed when observe has returned; nothing is sent
 	go func() {
 		defer close(ended)
 		if err := d.observe(healthCtx); err != nil {

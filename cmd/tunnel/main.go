@@ -65,6 +65,7 @@ const doubled = 250 * time.Millisecond
 // terminal is gone); then the daemons drain. A second signal stops the process at once.
 func stopOnSignal(ctx context.Context, stderr io.Writer) (context.Context, func()) {
 	ctx, cancel := context.WithCancel(ctx)
+	// Capacity 2: signal.Notify never blocks, and drops a signal that finds no room. Never closed.
 	signals := make(chan os.Signal, 2)
 	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM)
 	if !signal.Ignored(syscall.SIGHUP) { // nohup(1) has a process ignore SIGHUP

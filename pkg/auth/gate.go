@@ -44,6 +44,7 @@ type Gate struct {
 
 	signingFailed atomic.Bool // the last call of the Issuer's Signer failed; set by Issuer, read by Note
 
+	// mu is locked before the mutex of cfg.Nodes.
 	mu sync.Mutex // guards the following
 	// grants are the live grants. admit adds one; recheck, recheckCA and the end of the
 	// session's context remove it.

@@ -14,7 +14,7 @@ import (
 // A caller that has sent something after the answer has read the answer, which ends the delay.
 type answerGap struct {
 	answered   time.Time     // set before anything is written
-	callerRead chan struct{} // closed when the caller has sent something, so it has read the answer
+	callerRead chan struct{} // closed when the caller has sent something after the answer; nothing is sent
 	once       sync.Once     // closes callerRead
 }
 

@@ -35,10 +35,10 @@ func (s Strategy) fallback() bool { return s == DefaultRoute || s == Default }
 // chooser finds the nodes that reach an address, and dials through one of them.
 type chooser struct {
 	// Set once.
-	strategies    []Strategy
-	among         tunnel.Selector
-	source        Source
-	allNodesKnown bool // source has every node of the cluster, connected or not
+	strategies    []Strategy      // in the order in which they are tried; at least one
+	among         tunnel.Selector // nodes that Default may choose
+	source        Source          // what each node reaches
+	allNodesKnown bool            // source has every node of the cluster, connected or not
 	dialer        tunnel.Dialer
 	nodes         tunnel.Nodes
 

@@ -63,8 +63,9 @@ func (f *FrontDoor) serveConnect(ctx context.Context, ln net.Listener, callers *
 // ends its part early.
 func (f *FrontDoor) serveConn(asking, conns context.Context, raw net.Conn, callers *tls.Config) {
 	raw.SetDeadline(time.Now().Add(requestTimeout)) //nolint:errcheck // on an error the next read fails
-	late := context.AfterFunc(asking, func() { raw.Close() })
-	defer late()
+	// keepOpen stops the function. It reports false if the function has already closed the connection.
+	keepOpen := context.AfterFunc(asking, func() { raw.Close() })
+	defer keepOpen()
 	c := &connectConn{Conn: raw, gap: newAnswerGap(), guard: f.guard}
 	if callers != nil {
 		t := tls.Server(raw, callers)
@@ -79,7 +80,7 @@ func (f *FrontDoor) serveConn(asking, conns context.Context, raw net.Conn, calle
 		c.Conn = t
 	}
 	addr, err := c.request()
-	if !late() {
+	if !keepOpen() {
 		return // the front door is stopping
 	}
 	if err != nil {

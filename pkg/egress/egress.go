@@ -53,12 +53,12 @@ const name = "egress"
 
 // Config configures a [FrontDoor].
 type Config struct {
-	GRPC        []string        // listeners of ProxyService: unix:///path or tls://host:port
-	HTTPConnect []string        // listeners of HTTP CONNECT, likewise
-	TLS         *tls.Config     // for tls://: our certificate, and the CAs of callers
-	Strategies  []Strategy      // in order; none: all, in the order of [Strategies]
-	Among       tunnel.Selector // nodes that Default may choose; empty: any node
-	Counters    *tunnel.Counters
+	GRPC        []string         // listeners of ProxyService: unix:///path or tls://host:port
+	HTTPConnect []string         // listeners of HTTP CONNECT, likewise
+	TLS         *tls.Config      // for tls://: our certificate, and the CAs of callers
+	Strategies  []Strategy       // in order; none: all, in the order of [Strategies]
+	Among       tunnel.Selector  // nodes that Default may choose; empty: any node
+	Counters    *tunnel.Counters // counts panics, and limits that are reached; nil: not counted
 	// KonnectivityMetrics adds metrics under the names of Konnectivity's server.
 	KonnectivityMetrics bool
 
@@ -88,13 +88,13 @@ type FrontDoor struct {
 	cfg       Config
 	listeners []listener
 	chooser   *chooser
-	sessions  Sessions
+	sessions  Sessions // nil: no edge is told the networks of its pods
 	metrics   *metrics
 	log       *slog.Logger
-	grace     time.Duration
+	grace     time.Duration // how long conns may go on after Run's ctx is done
 
 	mu sync.Mutex // guards the following
-	up bool       // all listeners are open
+	up bool       // all listeners are open; set by Run
 }
 
 var (

@@ -23,11 +23,11 @@ const (
 
 // metrics counts dials and conns of the front door. No label has a value that callers choose.
 type metrics struct {
-	dials    *prometheus.CounterVec
-	duration *prometheus.HistogramVec
-	now      map[string]*inFlight // by protocol; set once
-	gauges   []prometheus.Collector
-	old      *konnectivityMetrics // nil: not configured
+	dials    *prometheus.CounterVec   // ended dials, by door and result
+	duration *prometheus.HistogramVec // of successful dials in seconds, by door
+	now      map[string]*inFlight     // by protocol; set once
+	gauges   []prometheus.Collector   // functions of now; set once
+	old      *konnectivityMetrics     // nil: not configured
 }
 
 // inFlight counts the dials and conns of a protocol that are under way.
@@ -120,8 +120,8 @@ func (f *FrontDoor) splice(ctx context.Context, door, addr string, caller, targe
 // konnectivityMetrics are some of the same metrics under the names of Konnectivity's server
 // (apiserver-network-proxy, pkg/server/metrics), so that existing alerts go on working.
 type konnectivityMetrics struct {
-	duration prometheus.Histogram
-	failures *prometheus.CounterVec
+	duration prometheus.Histogram   // of successful dials, in seconds
+	failures *prometheus.CounterVec // failed dials, by reason
 	gauges   []prometheus.Collector // functions of the counts in metrics
 }
 

@@ -37,6 +37,7 @@ const typeNetworks = "networks"
 // maxNetworks bounds the networks in a message. A Node has one of each address family.
 const maxNetworks = 16
 
+// encodeNetworks returns the data of a message with these networks.
 func encodeNetworks(all []netip.Prefix) []byte {
 	var b []byte
 	for _, p := range all {
@@ -47,6 +48,7 @@ func encodeNetworks(all []netip.Prefix) []byte {
 
 var errNotNetworks = errors.New("networks: not a protobuf")
 
+// decodeNetworks reads the data of a message. Unknown fields are skipped, as protobuf requires.
 func decodeNetworks(b []byte) ([]netip.Prefix, error) {
 	var all []netip.Prefix
 	for len(b) > 0 {
@@ -134,8 +136,8 @@ func (f *FrontDoor) announceOnce(announced map[*tunnel.Session][]netip.Prefix) m
 // pods decides at an edge which addresses are pods of its node.
 type pods struct {
 	networks atomic.Pointer[[]netip.Prefix] // from the latest message of the cloud; nil: none yet
-	routes   func() ([]route, error)
-	devices  devices
+	routes   func() ([]route, error)        // reads the routing tables; tests replace it
+	devices  devices                        // tells which devices lead to containers
 }
 
 // setNetworks handles a message of the cloud.
@@ -149,6 +151,9 @@ func (p *pods) setNetworks(_ context.Context, in *tunnel.Incoming) error {
 }
 
 // has reports whether a is the address of a pod of this node.
+//
+// The routes are read at each call: a container that starts or ends changes them, and nothing tells the
+// edge. It is false if the routing tables cannot be read.
 func (p *pods) has(a netip.Addr) bool {
 	networks := p.networks.Load()
 	if networks == nil || !slices.ContainsFunc(*networks, func(n netip.Prefix) bool { return n.Contains(a) }) {
@@ -168,7 +173,7 @@ type route struct {
 // routedToContainers reports whether packets to a stay on this machine. They do if the narrowest route is
 // direct, inside holds for its device, and the device has no default route out of the machine.
 func routedToContainers(a netip.Addr, routes []route, inside func(device string) bool) bool {
-	best := -1
+	best := -1 // index of the narrowest route to a
 	for i, r := range routes {
 		if r.to.Contains(a) && (best < 0 || r.to.Bits() > routes[best].to.Bits()) {
 			best = i
@@ -275,6 +280,8 @@ func parseRoute4(f []string) (route, netip.Addr, bool) {
 	return route{to: netip.PrefixFrom(to, bits), device: f[0]}, gateway, true
 }
 
+// addr4 parses an IPv4 address as /proc/net/route has it: 8 hexadecimal digits of a number in the byte
+// order of the machine.
 func addr4(s string) (netip.Addr, bool) {
 	v, err := strconv.ParseUint(s, 16, 32)
 	if err != nil {
@@ -301,6 +308,7 @@ func parseRoute6(f []string) (route, netip.Addr, bool) {
 	return route{to: netip.PrefixFrom(to, int(bits)), device: f[9]}, gateway, true
 }
 
+// addr6 parses an IPv6 address as /proc/net/ipv6_route has it: 32 hexadecimal digits without colons.
 func addr6(s string) (netip.Addr, bool) {
 	b, err := hex.DecodeString(s)
 	if err != nil || len(b) != 16 {

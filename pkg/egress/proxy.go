@@ -76,7 +76,7 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 			{StreamName: "Proxy", Handler: p.handle, ServerStreams: true, ClientStreams: true},
 		},
 	}, p)
-	stopped := make(chan struct{})
+	stopped := make(chan struct{}) // closed when GracefulStop has returned; nothing is sent
 	hurry := context.AfterFunc(conns, server.Stop)
 	stop := context.AfterFunc(ctx, func() {
 		defer close(stopped)
@@ -110,7 +110,8 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	}
 	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
-	// The goroutine below sends the first packet, or why there is none. Capacity 1: sending never blocks.
+	// The goroutine below sends one value: the first packet, or why there is none. Capacity 1, so that
+	// sending never blocks. Never closed.
 	first := make(chan received, 1)
 	p.working.Go(func() {
 		var r received
@@ -142,7 +143,7 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 		tunnel.Reset(target)
 		return err
 	}
-	done := make(chan struct{})
+	done := make(chan struct{}) // closed when the splice has returned; nothing is sent
 	p.working.Go(func() {
 		defer close(done)
 		err := s.guard("the conn ends", func() error {
@@ -193,18 +194,21 @@ func callerName(ctx context.Context) string {
 // The splice reads and writes. After CloseRead, a goroutine of the stream goes on receiving for the
 // client's close request. At most one goroutine receives at a time: readMu passes that right on.
 type proxyStream struct {
+	// Set once.
 	stream  grpc.ServerStream
-	working *sync.WaitGroup // see proxies
-	guard   func(what string, do func() error) error
-	// afterDial gets one value, the packet after the dial request; capacity 1, so that sending never blocks.
+	working *sync.WaitGroup                          // see proxies
+	guard   func(what string, do func() error) error // see FrontDoor.guard
+	// afterDial gets at most one value from a goroutine of handle: the packet after the dial request.
+	// Capacity 1, so that sending never blocks. Never closed.
 	afterDial chan received
 
-	gap        answerGap
-	over       chan struct{} // closed to make the handler return
+	gap        answerGap     // delays writes after the answer
+	over       chan struct{} // closed by end, to make the handler return; nothing is sent
 	ending     sync.Once     // closes over
 	aborted    atomic.Bool   // over is closed because of a reset
 	readClosed atomic.Bool   // the client reads no more
 
+	// sendMu and readMu are never held together.
 	sendMu sync.Mutex // guards SendMsg, and the following
 	closed bool       // the close response has been sent
 

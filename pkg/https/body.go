@@ -22,10 +22,11 @@ import (
 type requestBody struct {
 	// Set once.
 	in   io.ReadCloser // the caller's body
-	r    *http.Request
+	r    *http.Request // the caller's request
 	w    http.ResponseWriter
-	conn *clientConn
+	conn *clientConn // the connection of r
 
+	// reading is locked before mu.
 	reading sync.Mutex // held during a Read of in
 
 	closeAfter bool // the response is the last one on its connection; owned by the handler

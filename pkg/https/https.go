@@ -89,7 +89,7 @@ const DefaultClientName = "kube-apiserver-kubelet-client"
 
 // Config is the configuration of a FrontDoor. It does not change after [New].
 type Config struct {
-	Mode   Mode
+	Mode   Mode              // which connections are passed through, and which are terminated
 	Listen string            // IP address; empty: DefaultListen
 	Ports  map[string]string // port on the cloud → host:port on the edge
 
@@ -100,7 +100,7 @@ type Config struct {
 	ClientCA    func() *x509.CertPool
 	ClientNames []string // common names that may send any request, compared exactly; empty: DefaultClientName
 	Callers     []Caller // other callers, which may send some classes of requests
-	Kubelet     Kubelet
+	Kubelet     Kubelet  // for terminated connections
 
 	// AllowFrom lists the sources that may connect; nil: any. Its sources may exceed
 	// Limits.ConnsPerAddress, except those that only a network of all addresses contains.
@@ -110,7 +110,7 @@ type Config struct {
 	// node (see proxy.whichNode); nil: the kubelets are asked.
 	Pods Pods
 
-	Limits Limits
+	Limits Limits // a zero field: its default
 
 	// Counters counts panics, limits, and callers of nodes that are not connected; nil: not
 	// counted.
@@ -184,9 +184,9 @@ type port struct{ number, target string }
 type FrontDoor struct {
 	// Set once.
 	cfg             Config
-	ports           []port // by port number; the index is part of a pooled connection's key (see hop)
-	dialer          tunnel.Dialer
-	nodes           tunnel.Nodes
+	ports           []port        // by port number; the index is part of a pooled connection's key (see hop)
+	dialer          tunnel.Dialer // opens conns to targets
+	nodes           tunnel.Nodes  // knows which nodes are connected
 	log             *slog.Logger
 	grace           time.Duration // how long connections may go on after Run's ctx is done
 	strangerTimeout time.Duration // how long a caller that may not call stays connected: Limits.HandshakeTimeout

@@ -48,10 +48,10 @@ type Budget interface {
 type Agent struct {
 	// Set once.
 	cfg         AgentConfig
-	identifiers string
+	identifiers string // of cfg, with the name of the node added
 	log         *slog.Logger
-	grace       time.Duration
-	quiet       time.Duration
+	grace       time.Duration // how long conns may go on after Run's ctx is done
+	quiet       time.Duration // quietPeriod; tests shorten it
 
 	mu   sync.Mutex     // guards the following
 	held map[string]int // live streams, by address in Servers
@@ -131,7 +131,7 @@ func (a *Agent) count(url string, n int) {
 type endpoint struct {
 	// Set once.
 	agent *Agent
-	url   string
+	url   string          // an entry of AgentConfig.Servers
 	conns context.Context // of the conns; outlives the context of run by the grace period
 	lost  chan struct{}   // signals run that a server has been lost; capacity 1, so that signals merge
 

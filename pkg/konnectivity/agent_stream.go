@@ -25,10 +25,11 @@ import (
 // Its life: join, serve, and drain when the edge stops. receiveLoop handles the server's packets, and
 // starts a goroutine for each dial, which serves the conn until its end.
 type agentStream struct {
+	// Set once.
 	*mux
 	endpoint *endpoint
-	client   grpc.ClientStream
-	cc       *grpc.ClientConn
+	client   grpc.ClientStream  // the same stream as mux.stream, for CloseSend
+	cc       *grpc.ClientConn   // of this stream alone; closed by serve
 	cancel   context.CancelFunc // ends the stream
 	server   string             // the server's id
 	count    int                // how many servers there are, by this one
@@ -36,6 +37,7 @@ type agentStream struct {
 	running sync.WaitGroup // all goroutines of the stream
 	nextID  int64          // of conns; owned by receiveLoop
 
+	// dialMu and mux.mu are never held together.
 	dialMu   sync.Mutex                   // guards the following
 	dials    map[int64]context.CancelFunc // dials under way, by the id that the server gave
 	busy     int                          // conns, dials under way included
@@ -170,7 +172,7 @@ func (s *agentStream) drain() {
 		if !busy && left <= 0 {
 			break
 		}
-		var late <-chan time.Time
+		var late <-chan time.Time // nil while the stream is busy
 		if !busy {
 			late = time.After(left)
 		}

@@ -39,7 +39,7 @@ type AgentsConfig struct {
 	Joining, JoiningPerAddress int           // the most connections without a session, in all and of one source
 	JoinTimeout                time.Duration // how long a connection may be without a session
 
-	Counters *tunnel.Counters
+	Counters *tunnel.Counters // nil: not counted
 	Log      *slog.Logger
 }
 
@@ -52,17 +52,17 @@ type AgentsConfig struct {
 type Agents struct {
 	// Set once.
 	cfg   AgentsConfig
-	id    string // of this replica, for serverid
-	dir   *tunnel.Directory
+	id    string            // of this replica, for serverid
+	dir   *tunnel.Directory // has the attached stream of each node
 	log   *slog.Logger
-	grace time.Duration
+	grace time.Duration // how long conns may go on after Run's ctx is done
 
 	refusals tunnel.Limiter // of log lines about refused agents
 
 	// mu is locked before the mutexes of the directory and of a mux.
-	mu       sync.Mutex // guards the following
-	addr     net.Addr   // nil: not listening
-	stopping bool
+	mu       sync.Mutex                       // guards the following
+	addr     net.Addr                         // nil: not listening
+	stopping bool                             // Run's ctx is done: no new stream is registered
 	nodes    map[tunnel.NodeName][]*agentLink // live streams, oldest first
 }
 

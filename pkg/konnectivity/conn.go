@@ -31,7 +31,7 @@ import (
 type Conn struct {
 	// Set once.
 	m      *mux
-	id     int64
+	id     int64  // unique on the stream while the conn is in mux.conns
 	onOver func() // called when the conn is over, once
 
 	// Guarded by m.mu.
@@ -47,10 +47,10 @@ type Conn struct {
 	closeSent     bool        // our close is sent or queued, or need not be sent
 	aborted       bool        // reset by either side, or the mux has ended
 	idleTimer     *time.Timer // see resetWhenIdleLocked; nil: both sides are open
-	onReset       func()
-	onStop        func()
+	onReset       func()      // see OnReset; nil: not set
+	onStop        func()      // see OnStop; nil: not set
 
-	readBy, writeBy deadline
+	readBy, writeBy deadline // of Read and of Write
 }
 
 // deadline is when an operation fails. Its fields are guarded by m.mu.

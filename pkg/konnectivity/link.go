@@ -19,6 +19,7 @@ type agentLink struct {
 	session *tunnel.Session // attached to the directory
 	queue   tunnel.Queue    // admits dials, within the node's limits
 
+	// dialMu and mux.mu are never held together.
 	dialMu sync.Mutex // guards the following
 	// dials are the unanswered dials by id. The channel of each gets at most one result; its capacity of
 	// 1 means that sending never blocks.

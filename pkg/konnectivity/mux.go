@@ -54,16 +54,16 @@ type packetStream interface {
 type mux struct {
 	// Set once.
 	stream            packetStream
-	agent             bool // this end is the agent: it closes a conn by a close response, not a request
-	halfClosedTimeout time.Duration
+	agent             bool          // this end is the agent: it closes a conn by a close response, not a request
+	halfClosedTimeout time.Duration // the constant; tests shorten it
 	counters          *tunnel.Counters
 	log               *slog.Logger
 	ended             chan struct{} // closed by end, once
 	wake              chan struct{} // signals sendLoop that out has grown; capacity 1, so that signals merge
 	progress          chan struct{} // signals deliver that a reader has made progress; capacity 1, likewise
 
-	mu      sync.Mutex // guards the following, and the state of all conns
-	conns   map[int64]*Conn
+	mu      sync.Mutex         // guards the following, and the state of all conns
+	conns   map[int64]*Conn    // by id; see Conn.sendCloseLocked and peerClosed for when an id is free again
 	readers map[*Conn]struct{} // conns with unread data, also after the peer has closed them
 	unread  int                // bytes in the receive queues, packetCost included
 	out     []outgoing         // send queue, in order

@@ -35,8 +35,8 @@ type Reaches struct {
 	log    *slog.Logger
 	denied tunnel.Limiter // of log lines about claims that are not accepted
 
-	mu    sync.Mutex // guards the following
-	nodes map[tunnel.NodeName]node
+	mu    sync.Mutex               // guards the following
+	nodes map[tunnel.NodeName]node // the Node objects
 	// known is true once nodes has been complete. It stays true, since an old list is better than
 	// none.
 	known    bool

@@ -24,6 +24,7 @@ type Probation struct {
 	ended         atomic.Bool   // the limits no longer apply; set under mu
 	done          chan struct{} // closed when ended is set; frees a Read that has used up its bytes
 
+	// mu is locked before the mutex of Strangers. Strangers calls evict without its mutex.
 	mu       sync.Mutex // guards the following
 	deadline time.Time  // deadline for Met
 	// nil until Probation has admitted the connection. It fires first after FirstByte, then at

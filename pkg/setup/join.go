@@ -88,7 +88,7 @@ func interruptible(ctx context.Context, read func() ([]byte, error)) ([]byte, er
 		text []byte
 		err  error
 	}
-	done := make(chan result, 1)
+	done := make(chan result, 1) // capacity 1: the goroutine ends even if the result is not read
 	go func() {
 		text, err := read()
 		done <- result{text, err}

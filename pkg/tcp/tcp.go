@@ -221,7 +221,7 @@ type port struct {
 	log    *slog.Logger
 
 	// One warning a minute each, so that one kind of failure does not hide another: caller not
-	// allowed, dial failed, limit reached, Accept failed.
+	// allowed, dial failed, limit reached.
 	warnDenied, warnFailed, warnFull tunnel.Limiter
 }
 
