@@ -345,7 +345,7 @@ func TestWriterLogsChangesAfterFailure(t *testing.T) {
 		c.file.Others = sizeLimit
 		c.writeForeign("10.9.9.9 edge2\n")
 		after(maxRetry)
-		for _, want := range []string{"can be written again", "full: new nodes get no line", "somebody else's lines"} {
+		for _, want := range []string{"can be written again", "full: new nodes get no line", "foreign lines have the names"} {
 			if strings.Count(logged.String(), want) != 1 {
 				t.Errorf("%q is not exactly once in\n%s", want, logged)
 			}

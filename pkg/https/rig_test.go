@@ -265,7 +265,7 @@ type fakeTunnel struct {
 	mu       sync.Mutex // guards the following
 	nodes    map[tunnel.NodeName]bool
 	at       map[tunnel.NodeName]string // targets of nodes that have their own
-	requests []tunnel.Request
+	received []tunnel.Request
 	conns    map[*fakeConn]bool
 	fail     error
 	edge     *Edge // dials instead, if set
@@ -293,7 +293,7 @@ func (f *fakeTunnel) Connected() []tunnel.NodeName {
 
 func (f *fakeTunnel) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	f.mu.Lock()
-	f.requests = append(f.requests, r)
+	f.received = append(f.received, r)
 	fail, edge, hook := f.fail, f.edge, f.hook
 	held, at := f.nodes[r.Node], f.at[r.Node]
 	f.mu.Unlock()
@@ -350,7 +350,7 @@ func (f *fakeTunnel) openConns() int {
 func (f *fakeTunnel) requests() []tunnel.Request {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return append([]tunnel.Request(nil), f.requests...)
+	return append([]tunnel.Request(nil), f.received...)
 }
 
 // resetAll resets all conns, as when a session ends.

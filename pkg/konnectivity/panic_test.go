@@ -100,9 +100,9 @@ func FuzzAgentMetadata(f *testing.F) {
 				t.Errorf("%q cannot be told: %v", reach, err)
 			}
 		}
-		id, err := ParseIdentifiers(reach)
-		if err != nil || !utf8.ValidString(strings.Join(id.Hosts, "")) {
-			t.Errorf("%q, %v", id.Hosts, err)
+		parsed, err := ParseIdentifiers(reach)
+		if err != nil || !utf8.ValidString(strings.Join(parsed.Hosts, "")) {
+			t.Errorf("%q, %v", parsed.Hosts, err)
 		}
 	})
 }

@@ -178,8 +178,8 @@ func TestRefused(t *testing.T) {
 	}
 	for name, c := range map[string]struct{ path, says string }{
 		"a living process":           {path, "belongs to another process"},
-		"a file":                     {file, "no socket"},
-		"a link, even to a socket":   {link, "no socket"},
+		"a file":                     {file, "not a socket"},
+		"a link, even to a socket":   {link, "not a socket"},
 		"no folder":                  {filepath.Join(filepath.Dir(path), "no", "s"), "create the folder"},
 		"a path too long to be true": {"/" + strings.Repeat("x", 107), "choose a shorter one"},
 	} {

@@ -204,7 +204,7 @@ func TestWrongSignposts(t *testing.T) {
 	}{
 		{"| 7 | `pkg/stream/session.go` `sendLoop` → `receiveLoop` | the message crosses |", 0},
 		{"(`open_edge.go` `edgeSession.ServeOpen`, `serve` and `refuse`)", 0},
-		{"`pkg/reload` `Watch`, `followed.look`", 0},
+		{"`pkg/reload` `Watch`, `followed.check`", 0},
 		{"`session.go` `sendLoop`; the message `Hello` follows", 0},
 		{"`session.go` and its `Hello`, or `pkg/stream` (`Hello`)", 0},
 		{"`docs` and `net.Conn`, `Open.network`", 0},
