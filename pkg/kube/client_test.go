@@ -186,7 +186,10 @@ func listAndWatch(ctx context.Context, t *testing.T, list string, events <-chan 
 			w.WriteHeader(200)
 			for {
 				if err := http.NewResponseController(w).Flush(); err != nil {
-					t.Error(err)
+					if ctx.Err() == nil && r.Context().Err() == nil { // else the client has left
+						t.Error(err)
+					}
+					return
 				}
 				select {
 				case e := <-events:
