@@ -20,7 +20,7 @@ import (
 const (
 	// patience is how long Eventually waits. Conditions on loopback hold within milliseconds; the
 	// rest is for a busy machine and the race detector.
-	patience = 10 * time.Second
+	patience = time.Minute
 	// poll is for conditions that read the memory of the test's own process.
 	poll = time.Millisecond
 	// pollSlowly is for conditions that ask other processes or the network. Polling must not slow
@@ -28,7 +28,7 @@ const (
 	pollSlowly = 20 * time.Millisecond
 )
 
-// Eventually waits until ok returns true. After 10 s it fails the test with what. It works on the
+// Eventually waits until ok returns true. After a minute it fails the test with what. It works on the
 // fake clock of testing/synctest as well.
 func Eventually(t testing.TB, what string, ok func() bool) {
 	t.Helper()

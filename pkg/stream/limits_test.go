@@ -749,7 +749,7 @@ func (r *rig) framer() *http2.Framer {
 		r.t.Fatal(err)
 	}
 	r.t.Cleanup(func() { c.Close() })
-	c.SetDeadline(time.Now().Add(patience))
+	c.SetDeadline(time.Now().Add(6 * patience))
 	io.WriteString(c, http2.ClientPreface)
 	f := http2.NewFramer(c, c)
 	f.WriteSettings()
