@@ -197,9 +197,8 @@ func TestHostileReviews(t *testing.T) {
 	cloud := launch(t, p.StartCloud)
 	testkit.Within(t, readyWithin, "the cloud is ready", func() error { return rig.Ready(p.CloudHealth()) })
 	v := &victim{Addr: map[string]string{"grpc": p.GRPC()}, Token: map[string]string{evils[0]: p.Token(evils[0]).Reveal()}, Dir: p.Path("")}
-	if err := joinFrom(nil, net.IPv4(127, 0, 0, 3), v, evils[0]); err != nil {
-		t.Fatal(err)
-	}
+	join := func() error { return joinFrom(nil, net.IPv4(127, 0, 0, 3), v, evils[0]) }
+	within := soon + 3*calm(t, join)
 	if err := cloud.ResetPeak(); err != nil {
 		t.Fatal(err)
 	}
@@ -230,7 +229,7 @@ func TestHostileReviews(t *testing.T) {
 	if n := k.reviews.Load(); n == 0 {
 		t.Error("no token has come to Kubernetes")
 	}
-	wantServed(t, soon, func() error { return joinFrom(nil, net.IPv4(127, 0, 0, 3), v, evils[0]) })
+	wantServed(t, within, join)
 	now, err := cloud.Memory()
 	if err != nil {
 		t.Fatal(err)
