@@ -110,24 +110,10 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	}
 	ctx, cancel := context.WithCancel(stream.Context())
 	defer cancel()
-	// The goroutine below sends one value: the first packet, or why there is none. Capacity 1, so that
-	// sending never blocks. Never closed.
+	// receiveDial sends one value: the first packet, or why there is none. Capacity 1, so that sending
+	// never blocks. Never closed.
 	first := make(chan received, 1)
-	p.working.Go(func() {
-		var r received
-		r.err = s.guard("the stream ends", func() (err error) { r.packet, err = s.receive(); return err })
-		first <- r
-		if r.err != nil || r.packet.Type != konnectivity.PacketDialReq {
-			return
-		}
-		// Until the dial is answered, the client can only give it up. The next packet says so, or is kept.
-		r = received{}
-		r.err = s.guard("the stream ends", func() (err error) { r.packet, err = s.receive(); return err })
-		if r.err != nil || r.packet.Type == konnectivity.PacketDialCls || r.packet.Type == konnectivity.PacketCloseReq {
-			cancel()
-		}
-		s.afterDial <- r
-	})
+	p.working.Go(func() { s.receiveDial(first, cancel) })
 	req, err := s.request(first)
 	if err != nil || req == nil {
 		return err
@@ -143,11 +129,17 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 		tunnel.Reset(target)
 		return err
 	}
+	return p.serve(s, req.Address, target)
+}
+
+// serve splices the answered stream s with the conn to target. It returns when both have ended, or when
+// the stream must end.
+func (p *proxies) serve(s *proxyStream, addr string, target net.Conn) error {
 	done := make(chan struct{}) // closed when the splice has returned; nothing is sent
 	p.working.Go(func() {
 		defer close(done)
 		err := s.guard("the conn ends", func() error {
-			p.door.splice(p.conns, doorGRPC, req.Address, s, target)
+			p.door.splice(p.conns, doorGRPC, addr, s, target)
 			return nil
 		})
 		if err != nil {
@@ -198,7 +190,7 @@ type proxyStream struct {
 	stream  grpc.ServerStream
 	working *sync.WaitGroup                          // see proxies
 	guard   func(what string, do func() error) error // see FrontDoor.guard
-	// afterDial gets at most one value from a goroutine of handle: the packet after the dial request.
+	// afterDial gets at most one value, from receiveDial: the packet after the dial request.
 	// Capacity 1, so that sending never blocks. Never closed.
 	afterDial chan received
 
@@ -231,6 +223,24 @@ const closeWait = 5 * time.Second
 type received struct {
 	packet konnectivity.Packet
 	err    error
+}
+
+// receiveDial receives the first packet, and sends it to first. After a dial request it also receives the
+// next packet, to notice that the client gives up the dial: it then calls cancel. It keeps that packet in
+// afterDial.
+func (s *proxyStream) receiveDial(first chan<- received, cancel context.CancelFunc) {
+	var r received
+	r.err = s.guard("the stream ends", func() (err error) { r.packet, err = s.receive(); return err })
+	first <- r
+	if r.err != nil || r.packet.Type != konnectivity.PacketDialReq {
+		return
+	}
+	r = received{}
+	r.err = s.guard("the stream ends", func() (err error) { r.packet, err = s.receive(); return err })
+	if r.err != nil || r.packet.Type == konnectivity.PacketDialCls || r.packet.Type == konnectivity.PacketCloseReq {
+		cancel()
+	}
+	s.afterDial <- r
 }
 
 // request waits for the first packet, which must be a dial request. After any other packet it answers the
