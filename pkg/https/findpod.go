@@ -207,6 +207,19 @@ func (p *proxy) search(ctx context.Context, ref podRef, caller string) (tunnel.N
 	p.finder.prune(p.f.nodes.Holds)
 	nodes := p.f.nodes.Connected()
 	results := p.probeAll(ctx, nodes, ref, caller)
+	if len(results.claims) > 0 {
+		return p.decideClaims(ref, last.node, results)
+	}
+	if len(nodes) == 0 {
+		return "", answerf(http.StatusBadGateway, tunnel.NoSuchNode, "no node is connected")
+	}
+	return "", notFound(ref, len(nodes)-len(results.notAsked), results)
+}
+
+// decideClaims decides which node gets the request for a pod that at least one node claims. last is the
+// node that had the pod before; "": unknown. Another node gets the pod only if no node may contradict.
+func (p *proxy) decideClaims(ref podRef, last tunnel.NodeName, results probeResults) (tunnel.NodeName, *answer) {
+	claim := results.claims[0]
 	switch {
 	case len(results.claims) > 1:
 		p.finder.forget(ref)
@@ -217,28 +230,28 @@ func (p *proxy) search(ctx context.Context, ref podRef, caller string) (tunnel.N
 			"nodes %s and %s both claim pod %s: one of them lies, or the pod was deleted by force; "+
 				"find out which, and revoke that node or wait for its kubelet",
 			results.claims[0], results.claims[1], ref)
-	case len(results.claims) == 1 && len(results.mayHave) > 0 && results.claims[0] != last.node:
+	case len(results.mayHave) > 0 && claim != last:
 		p.f.warn(denySilent, "nodes that do not answer may have a pod that another node claims: the request is refused",
 			"pod", ref.String(), "nodes", fmt.Sprint(firstFew(results.mayHave)))
 		return "", answerf(http.StatusServiceUnavailable, tunnel.Timeout,
 			"node %s claims pod %s, but node %s has not answered and may have it: "+
 				"try again in %v, or end the session of %s",
-			results.claims[0], ref, results.mayHave[0], maxSilence, results.mayHave[0])
-	case len(results.claims) == 1 && len(results.notAsked) > 0 && results.claims[0] != last.node:
+			claim, ref, results.mayHave[0], maxSilence, results.mayHave[0])
+	case len(results.notAsked) > 0 && claim != last:
 		p.f.warn(denySilent,
 			"nodes that were not asked in time may have a pod that another node claims: the request is refused",
 			"pod", ref.String(), "nodes", fmt.Sprint(firstFew(results.notAsked)))
 		return "", answerf(http.StatusServiceUnavailable, tunnel.Timeout,
 			"node %s claims pod %s, but node %s was not asked in time and may have it: try again",
-			results.claims[0], ref, results.notAsked[0])
-	case len(results.claims) == 1:
-		p.finder.remember(ref, results.claims[0])
-		return results.claims[0], nil
-	case len(nodes) == 0:
-		return "", answerf(http.StatusBadGateway, tunnel.NoSuchNode, "no node is connected")
+			claim, ref, results.notAsked[0])
 	}
-	text := fmt.Sprintf("no connected node has pod %s: its node may not be connected (%d asked",
-		ref, len(nodes)-len(results.notAsked))
+	p.finder.remember(ref, claim)
+	return claim, nil
+}
+
+// notFound returns the answer for a pod that none of the asked nodes claims. asked is their number.
+func notFound(ref podRef, asked int, results probeResults) *answer {
+	text := fmt.Sprintf("no connected node has pod %s: its node may not be connected (%d asked", ref, asked)
 	if results.unanswered > 0 {
 		text += fmt.Sprintf(", %d did not answer", results.unanswered)
 	}
@@ -250,9 +263,9 @@ func (p *proxy) search(ctx context.Context, ref podRef, caller string) (tunnel.N
 	}
 	text += ")"
 	if results.timedOut {
-		return "", answerf(http.StatusGatewayTimeout, tunnel.Timeout, "after %v: %s", probeTimeout, text)
+		return answerf(http.StatusGatewayTimeout, tunnel.Timeout, "after %v: %s", probeTimeout, text)
 	}
-	return "", answerf(http.StatusBadGateway, tunnel.NoSuchNode, "%s", text)
+	return answerf(http.StatusBadGateway, tunnel.NoSuchNode, "%s", text)
 }
 
 // probeResults are the kubelets' answers about a pod.
