@@ -124,7 +124,7 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 		log: log.With("module", name), grace: tunnel.GracePeriod,
 	}
 	if cfg.KonnectivityMetrics {
-		f.metrics.old = newKonnectivityMetrics(f.metrics, c)
+		f.metrics.konnectivity = newKonnectivityMetrics(f.metrics, c)
 	}
 	for _, u := range cfg.GRPC {
 		f.listeners = append(f.listeners, listener{u, cfg.callers(u), f.serveGRPC})

@@ -23,11 +23,11 @@ const (
 
 // metrics counts dials and conns of the front door. No label has a value that callers choose.
 type metrics struct {
-	dials    *prometheus.CounterVec   // ended dials, by door and result
-	duration *prometheus.HistogramVec // of successful dials in seconds, by door
-	now      map[string]*inFlight     // by protocol; set once
-	gauges   []prometheus.Collector   // functions of now; set once
-	old      *konnectivityMetrics     // nil: not configured
+	dials        *prometheus.CounterVec   // ended dials, by door and result
+	duration     *prometheus.HistogramVec // of successful dials in seconds, by door
+	inFlight     map[string]*inFlight     // by protocol; set once
+	gauges       []prometheus.Collector   // functions of inFlight; set once
+	konnectivity *konnectivityMetrics     // nil: not configured
 }
 
 // inFlight counts the dials and conns of a protocol that are under way.
@@ -38,7 +38,7 @@ func buckets() []float64 { return []float64{0.002, 0.005, 0.025, 0.1, 0.5, 2.5, 
 
 func newMetrics() *metrics {
 	m := &metrics{
-		now: map[string]*inFlight{doorGRPC: {}, doorConnect: {}},
+		inFlight: map[string]*inFlight{doorGRPC: {}, doorConnect: {}},
 		dials: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tunnel_egress_dials_total",
 			Help: "Dials by callers of the egress front door, by result: " +
@@ -49,7 +49,7 @@ func newMetrics() *metrics {
 			Help: "Duration of successful dials, in seconds.", Buckets: buckets(),
 		}, []string{"door"}),
 	}
-	for door, now := range m.now {
+	for door, now := range m.inFlight {
 		// Every result exists from the start: an alert on a rate needs the zero.
 		m.dials.WithLabelValues(door, resultOK)
 		for _, code := range tunnel.Codes() {
@@ -79,8 +79,8 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	for _, g := range m.gauges {
 		g.Collect(ch)
 	}
-	if m.old != nil {
-		m.old.collect(ch)
+	if m.konnectivity != nil {
+		m.konnectivity.collect(ch)
 	}
 }
 
@@ -90,8 +90,8 @@ func (f *FrontDoor) Collector() prometheus.Collector { return f.metrics }
 // dial calls the chooser's dial, and counts it.
 func (f *FrontDoor) dial(ctx context.Context, door, addr, caller string) (net.Conn, error) {
 	m := f.metrics
-	m.now[door].dials.Add(1)
-	defer m.now[door].dials.Add(-1)
+	m.inFlight[door].dials.Add(1)
+	defer m.inFlight[door].dials.Add(-1)
 	start := time.Now()
 	c, err := f.chooser.dial(ctx, addr, caller)
 	took := time.Since(start).Seconds()
@@ -102,15 +102,15 @@ func (f *FrontDoor) dial(ctx context.Context, door, addr, caller string) (net.Co
 		result = tunnel.CodeOf(err).String()
 	}
 	m.dials.WithLabelValues(door, result).Inc()
-	if m.old != nil {
-		m.old.dialled(ctx, took, err)
+	if m.konnectivity != nil {
+		m.konnectivity.dialled(ctx, took, err)
 	}
 	return c, err
 }
 
 // splice copies between a caller and its target until both have ended, and counts the conn.
 func (f *FrontDoor) splice(ctx context.Context, door, addr string, caller, target net.Conn) {
-	conns := &f.metrics.now[door].conns
+	conns := &f.metrics.inFlight[door].conns
 	conns.Add(1)
 	defer conns.Add(-1)
 	in, out, err := tunnel.Splice(ctx, caller, target)
@@ -137,7 +137,7 @@ const (
 
 func newKonnectivityMetrics(m *metrics, c *chooser) *konnectivityMetrics {
 	const prefix = "konnectivity_network_proxy_server_"
-	overGRPC, overHTTP := m.now[doorGRPC], m.now[doorConnect]
+	overGRPC, overHTTP := m.inFlight[doorGRPC], m.inFlight[doorConnect]
 	nodes := func() float64 { return float64(len(c.nodes.Connected())) }
 	open := func(in ...*inFlight) func() float64 {
 		return func() (sum float64) {

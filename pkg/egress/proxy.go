@@ -77,7 +77,7 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 		},
 	}, p)
 	stopped := make(chan struct{}) // closed when GracefulStop has returned; nothing is sent
-	hurry := context.AfterFunc(conns, server.Stop)
+	stopEarly := context.AfterFunc(conns, server.Stop)
 	stop := context.AfterFunc(ctx, func() {
 		defer close(stopped)
 		server.GracefulStop()
@@ -89,7 +89,7 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 		<-stopped
 		err = nil
 	}
-	hurry()
+	stopEarly()
 	p.working.Wait()
 	return err
 }
