@@ -234,7 +234,7 @@ func TestFolder(t *testing.T) {
 		if err := os.WriteFile(filepath.Join(theirs, name), []byte("mine"), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		s.want(1, s.join(first, theirs), "FAIL  files: ", name+" is there")
+		s.want(1, s.join(first, theirs), "FAIL  files: ", name+" exists")
 	}
 
 	// On the cloud's own machine its folder may be the edge's as well.
