@@ -82,11 +82,10 @@ type Client struct {
 	replicas []string   // instances that the cloud has sent; none: one replica, or nothing sent yet
 	ended    []ending   // ended sessions that wanted has not read yet
 	err      error      // why the last attempt or session failed, see Ready
-	// changed is closed and replaced by noteLocked. Nothing is sent, so the channel has no buffer.
+	hurried  bool       // hurryUp was called, and no pause has ended because of it yet
+	// changed wakes the goroutines that wait for a change of the fields above: Run's, and those in
+	// waitForSuccessor. noteLocked closes and replaces it.
 	changed chan struct{}
-
-	// hurry ends a pause. Capacity 1: a sender never blocks, and a later pause still gets the call.
-	hurry chan struct{}
 }
 
 // link is a live session with the resources to release when the session ends.
@@ -98,7 +97,8 @@ type link struct {
 	shown  *handshake
 	token  [sha256.Size]byte // SHA-256 of the token that opened the session
 	moving bool              // the replica stops: another session takes over. Guarded by Client.mu
-	told   bool              // the edge has sent another token. Owned by followToken
+
+	tokenSent bool // the edge has sent another token. Owned by followToken
 }
 
 // ending says how long a session lived and why it ended.
@@ -128,7 +128,7 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	}
 	c.queue.Name, c.queue.Conns, c.queue.Dials, c.queue.Counters =
 		"the edge of node "+string(cfg.Node), cfg.Limits.Conns, cfg.Limits.Dials, cfg.Counters
-	c.err, c.changed, c.hurry = errNotYet, make(chan struct{}), make(chan struct{}, 1)
+	c.err, c.changed = errNotYet, make(chan struct{})
 	router, err := tunnel.NewRouter(append([]tunnel.Module{c}, mods...)...)
 	if err != nil {
 		return nil, err
@@ -212,12 +212,12 @@ func (c *Client) Run(ctx context.Context) error {
 // errNotYet is the error that Ready reports before the first attempt.
 var errNotYet = errors.New("has not connected yet")
 
-// hurryUp ends a pause, because the next attempt is likely to succeed.
+// hurryUp ends the pause, or else the next one, because the next attempt is likely to succeed.
 func (c *Client) hurryUp() {
-	select {
-	case c.hurry <- struct{}{}:
-	default:
-	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.hurried = true
+	c.noteLocked()
 }
 
 // pause waits for d. It returns early when the last live session is lost (the next session is
@@ -227,15 +227,14 @@ func (c *Client) pause(ctx context.Context, d time.Duration) (hurried bool) {
 	for had := false; ; {
 		c.mu.Lock()
 		has, changed := len(c.links) > 0, c.changed
+		hurried, c.hurried = c.hurried, false
 		c.mu.Unlock()
-		if had && !has {
-			return false
+		if hurried || had && !has {
+			return hurried
 		}
 		had = has
 		select {
 		case <-changed:
-		case <-c.hurry:
-			return true
 		case <-late:
 			return false
 		case <-ctx.Done():
@@ -363,9 +362,9 @@ func (c *Client) serve(ctx context.Context, l *link) {
 	c.noteLocked()
 }
 
-// moves marks s as moving, because its replica is about to stop. It returns when a session that
-// is not moving exists, or when s has ended.
-func (c *Client) moves(s *edgeSession) {
+// waitForSuccessor marks s as moving, because its replica is about to stop. It returns when a session
+// that is not moving exists, or when s has ended.
+func (c *Client) waitForSuccessor(s *edgeSession) {
 	for {
 		c.mu.Lock()
 		others := false
@@ -405,13 +404,13 @@ func (c *Client) have() []string {
 	return all
 }
 
-// know stores the instances of the cloud's replicas, as the cloud has sent them.
-func (c *Client) know(instances []string) {
+// setReplicas stores the instances of the cloud's replicas, as the cloud has sent them.
+func (c *Client) setReplicas(instances []string) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	slices.Sort(instances)
 	if !slices.Equal(instances, c.replicas) && c.cfg.All {
-		c.hurryUp() // a replica may be new
+		c.hurried = true // a replica may be new
 	}
 	c.replicas = instances
 	c.noteLocked()

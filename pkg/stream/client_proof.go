@@ -51,8 +51,8 @@ func (c *Client) followToken(ctx context.Context) {
 		for _, l := range links {
 			// The edge repeats the message every minute. The cloud does not answer, and may learn
 			// of the token later than the edge.
-			if sum != l.token || l.told {
-				l.told = true
+			if sum != l.token || l.tokenSent {
+				l.tokenSent = true
 				l.post(message(typeCredential, "", &pb.Credential{AccessToken: auth.EncodeToken(string(c.cfg.Node), token)}))
 			}
 		}

@@ -155,7 +155,7 @@ func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 	s.log.Info("cloud is about to stop", "dur", time.Duration(d.GetGraceSeconds())*time.Second)
 	s.wg.Go(s.guarded(func() {
 		if d.GetElsewhere() {
-			s.owner.moves(s)
+			s.owner.waitForSuccessor(s)
 			select {
 			case <-time.After(overlap):
 			case <-s.done:
@@ -180,6 +180,6 @@ func (s *edgeSession) cloudReplicas(m *tunnel.Message) error {
 	if len(r.GetInstances()) > maxReplicas {
 		return fmt.Errorf("replicas: %d of them; %d are allowed", len(r.GetInstances()), maxReplicas)
 	}
-	s.owner.know(r.GetInstances())
+	s.owner.setReplicas(r.GetInstances())
 	return nil
 }

@@ -34,31 +34,31 @@ const askPause = time.Second
 // askTime is how long the edge may take to answer a request for a data connection.
 const askTime = joinTimeout
 
-// asked holds the tickets with which a server has asked for data connections. A ticket is valid
+// dataTickets holds the tickets with which a server has asked for data connections. A ticket is valid
 // for one connection. It proves to which session the connection belongs, since only the edge of
 // that session has read the ticket.
-type asked struct {
+type dataTickets struct {
 	// mu guards of, the sessions by ticket.
 	mu sync.Mutex
 	of map[string]*cloudSession
 }
 
-func (a *asked) add(ticket string, s *cloudSession) {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if a.of == nil {
-		a.of = make(map[string]*cloudSession)
+func (t *dataTickets) add(ticket string, s *cloudSession) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.of == nil {
+		t.of = make(map[string]*cloudSession)
 	}
-	a.of[ticket] = s
+	t.of[ticket] = s
 }
 
 // take returns the session of a ticket and invalidates the ticket. It returns nil if the ticket
 // is not valid.
-func (a *asked) take(ticket string) *cloudSession {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	s := a.of[ticket]
-	delete(a.of, ticket)
+func (t *dataTickets) take(ticket string) *cloudSession {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	s := t.of[ticket]
+	delete(t.of, ticket)
 	return s
 }
 
@@ -79,9 +79,9 @@ func (s *cloudSession) askForMore() {
 		return
 	}
 	ticket := rand.Text()
-	s.asked.add(ticket, s)
+	s.tickets.add(ticket, s)
 	time.AfterFunc(askTime, func() {
-		if s.asked.take(ticket) != nil {
+		if s.tickets.take(ticket) != nil {
 			s.answered()
 		}
 	})
@@ -155,7 +155,7 @@ func (s *Server) tryAttach(c *tls.Conn, j *joiningConn) error {
 	if typ != conn.FrameAttach {
 		return fmt.Errorf("it begins with a frame of type %#x", typ)
 	}
-	cs := s.asked.take(string(ticket))
+	cs := s.tickets.take(string(ticket))
 	if cs == nil {
 		return errors.New("this replica has not asked for it")
 	}

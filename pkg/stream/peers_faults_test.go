@@ -170,7 +170,7 @@ func TestNoReplicasAnyMore(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c.know([]string{"of a replica that is gone"})
+	c.setReplicas([]string{"of a replica that is gone"})
 	ctx, cancel := context.WithCancel(t.Context())
 	stopped := make(chan error, 1)
 	go func() { stopped <- c.Run(ctx) }()

@@ -64,8 +64,8 @@ type Server struct {
 	joinWarnings, groupWarnings, splitWarnings tunnel.Limiter
 	denials                                    tunnel.Limiter // limits warnings about dials that edges have denied
 
-	quotas quotas // of the nodes
-	asked  asked  // tickets of pending data connections
+	quotas  quotas      // of the nodes
+	tickets dataTickets // of pending data connections
 
 	addr     atomic.Pointer[net.Addr] // set while the server listens
 	leaving  chan struct{}            // closed by Leave

@@ -138,7 +138,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.own = t.conn.Conn.(*carrier) //nolint:forcetypeassert // joinListener wraps every connection in a carrier
 	cs.stream, cs.maxConns = stream, int64(s.cfg.Limits.Conns)
 	cs.denials = &s.denials
-	cs.asked, cs.connections = &s.asked, int(min(MaxConnections-1, hello.GetConnections()))
+	cs.tickets, cs.connections = &s.tickets, int(min(MaxConnections-1, hello.GetConnections()))
 	cs.authenticate = func(c auth.Credential) (*proof, *refusedJoin) { return s.authenticate(ctx, c) }
 	cs.ignored = func(r *refusedJoin) {
 		r.what = "new credential ignored"

@@ -40,8 +40,8 @@ type cloudSession struct {
 	credentials  tunnel.Limiter // how many credentials the session may have checked
 	signatures   tunnel.Limiter // how many certificates the session may have issued
 
-	connections int    // most data connections that the edge opens
-	asked       *asked // the server's tickets
+	connections int          // most data connections that the edge opens
+	tickets     *dataTickets // the server's
 
 	quota   *quota          // of the node; nil for a replica's session: opens count where the node is held
 	denials *tunnel.Limiter // the server's limiter of denial warnings
