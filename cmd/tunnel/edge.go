@@ -10,6 +10,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
+	"golang.org/x/oauth2"
 
 	"tunnel/conf"
 	"tunnel/pkg/admin"
@@ -158,8 +159,8 @@ func (w *edgeWiring) newClient(log *slog.Logger) error {
 
 // proof is the credential that proves to the cloud which node this is: a token or a certificate.
 type proof struct {
-	token func() (auth.Secret, error) // nil: pair is the credential
-	pair  *reload.Pair                // nil: token is the credential
+	token oauth2.TokenSource // nil: pair is the credential
+	pair  *reload.Pair       // nil: token is the credential
 }
 
 // tls returns the TLS configuration of the next connection to the cloud.
@@ -196,8 +197,7 @@ func newProof(e *conf.Edge, files *reload.Files, log *slog.Logger) (proof, error
 		if _, err := auth.ReadTokenFile(e.TokenFile, log); err != nil {
 			return proof{}, err
 		}
-		quiet := slog.New(slog.DiscardHandler) // the line above has warned about the mode of the file
-		return proof{token: func() (auth.Secret, error) { return auth.ReadTokenFile(e.TokenFile, quiet) }}, nil
+		return proof{token: auth.TokenFile(e.TokenFile)}, nil // the line above has warned about the mode of the file
 	}
-	return proof{token: func() (auth.Secret, error) { return e.Token, nil }}, nil
+	return proof{token: auth.StaticToken(e.Token)}, nil
 }

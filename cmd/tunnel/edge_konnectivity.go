@@ -3,7 +3,6 @@ package main
 import (
 	"crypto/tls"
 	"fmt"
-	"log/slog"
 
 	"tunnel/pkg/auth"
 	"tunnel/pkg/konnectivity"
@@ -42,8 +41,7 @@ func (w *edgeWiring) addKonnectivity() error {
 		if _, err = auth.ReadTokenFile(k.TokenFile, w.log); err != nil {
 			return fmt.Errorf("mode.edge.konnectivity tokenfile: %w", err)
 		}
-		quiet := slog.New(slog.DiscardHandler) // the line above has warned about the mode of the file
-		cfg.Token = func() (auth.Secret, error) { return auth.ReadTokenFile(k.TokenFile, quiet) }
+		cfg.Token = auth.TokenFile(k.TokenFile) // the lines above have warned about the mode of the file
 	}
 	agent, err := konnectivity.NewAgent(cfg)
 	if err != nil {

@@ -242,7 +242,7 @@ func (d *demo) joinWithWrongToken(ctx context.Context) error {
 		Address: fmt.Sprintf("127.0.0.1:%d", d.grpc),
 		TLS:     func() *tls.Config { return conf },
 		Node:    nodeName,
-		Token:   func() (auth.Secret, error) { return auth.NewToken(), nil },
+		Token:   auth.StaticToken(auth.NewToken()),
 		Log:     slog.New(slog.DiscardHandler),
 	})
 	if err != nil {

@@ -45,7 +45,8 @@
 // address between check and dial.
 //
 // [CA] makes certificates for a demo, a test or a small installation, and can be stored.
-// [Secret] is a token whose printed form is always ***.
+// [Secret] is a token whose printed form is always ***. [StaticToken] and [TokenFile] are the
+// sources of an edge's token, and [TokenOf] asks a source for the token.
 //
 // The package opens no listener. It starts goroutines inside Run only, apart from the short
 // ones with which [Gate] forgets a grant (context.AfterFunc). It runs no TLS handshake: its

@@ -7,6 +7,8 @@ import (
 	"strings"
 	"testing"
 
+	"golang.org/x/oauth2"
+
 	"tunnel/internal/testkit"
 )
 
@@ -41,6 +43,29 @@ func TestSecretIsNeverPrinted(t *testing.T) {
 	}
 	if s.Reveal() != canary {
 		t.Errorf("Reveal() = %q", s.Reveal())
+	}
+}
+
+// A source of tokens is a part of configurations, which may be printed.
+func TestSourcesAreNeverPrinted(t *testing.T) {
+	const canary = "c4n4ry"
+	for _, source := range []oauth2.TokenSource{StaticToken(canary), TokenFile(tokenFile(t, canary))} {
+		config := struct{ Token, unexported oauth2.TokenSource }{source, source}
+		log, j := testkit.NewLog()
+		log.Info("x", "source", source, "config", config, "pointer", &config)
+		out := []string{j.String()}
+		for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%q", "%x"} {
+			out = append(out, fmt.Sprintf(verb, source), fmt.Sprintf(verb, config), fmt.Sprintf(verb, &config))
+		}
+		b, err := json.Marshal(config) // a func has no JSON
+		for _, o := range append(out, string(b), fmt.Sprint(err)) {
+			if strings.Contains(o, canary) || strings.Contains(strings.ToLower(o), fmt.Sprintf("%x", canary)) {
+				t.Errorf("a printed form shows the secret: %s", o)
+			}
+		}
+		if token, err := TokenOf(source); err != nil || token.Reveal() != canary {
+			t.Errorf("TokenOf: %q, %v", token.Reveal(), err)
+		}
 	}
 }
 

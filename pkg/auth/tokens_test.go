@@ -220,6 +220,28 @@ func TestReadTokenFile(t *testing.T) {
 	}
 }
 
+// The file is read for each token, and errors are those of ReadTokenFile.
+func TestTokenFile(t *testing.T) {
+	path := tokenFile(t, "first\n")
+	source := TokenFile(path)
+	for _, want := range []string{"first", "second"} {
+		if err := os.WriteFile(path, []byte(want), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got, err := TokenOf(source); err != nil || got.Reveal() != want {
+			t.Errorf("%q, %v; want %q", got.Reveal(), err, want)
+		}
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	log, _ := testkit.NewLog()
+	_, want := ReadTokenFile(path, log)
+	if got, err := TokenOf(source); got != "" || !errors.Is(err, os.ErrNotExist) || err.Error() != want.Error() {
+		t.Errorf("without the file: %q, %v; want %v", got.Reveal(), err, want)
+	}
+}
+
 // runGate runs gate until the end of the test.
 func runGate(t *testing.T, gate *Gate) {
 	t.Helper()

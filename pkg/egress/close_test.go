@@ -67,7 +67,7 @@ func behindAgent(t *testing.T) toAgent {
 	agent, err := konnectivity.NewAgent(konnectivity.AgentConfig{
 		Servers: []string{"tls://" + addr}, Node: "n1", Budget: unbounded{}, Log: log,
 		TLS:   func() *tls.Config { return &tls.Config{RootCAs: pool, MinVersion: tls.VersionTLS12} },
-		Token: func() (auth.Secret, error) { return "token", nil },
+		Token: auth.StaticToken("token"),
 		Dial: func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
 			return new(net.Dialer).DialContext(ctx, q.Network, q.Addr)
 		},

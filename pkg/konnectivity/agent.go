@@ -11,22 +11,22 @@ import (
 	"sync"
 	"time"
 
+	"golang.org/x/oauth2"
 	"golang.org/x/sync/errgroup"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
 
 // AgentConfig configures an [Agent].
 type AgentConfig struct {
-	Servers     []string                    // proxy-servers or their load balancers, tls://host:port
-	TLS         func() *tls.Config          // CAs and our certificate, read at each attempt; gRPC adds the name
-	Token       func() (auth.Secret, error) // read at each attempt; nil: the certificate authenticates us
-	Node        tunnel.NodeName             // our agent id
-	Identifiers string                      // what we reach, besides our name; see [ParseIdentifiers]
-	Dial        tunnel.DialFunc             // dials targets, and decides which are allowed
+	Servers     []string           // proxy-servers or their load balancers, tls://host:port
+	TLS         func() *tls.Config // CAs and our certificate, read at each attempt; gRPC adds the name
+	Token       oauth2.TokenSource // asked at each attempt; nil: the certificate authenticates us
+	Node        tunnel.NodeName    // our agent id
+	Identifiers string             // what we reach, besides our name; see [ParseIdentifiers]
+	Dial        tunnel.DialFunc    // dials targets, and decides which are allowed
 	Budget      Budget
 	Counters    *tunnel.Counters
 	Log         *slog.Logger

@@ -53,7 +53,7 @@ func (e *endpoint) join(ctx context.Context) (_ *agentStream, err error) {
 	md := metadata.Pairs("agentid", string(a.cfg.Node), "agentidentifiers", a.identifiers)
 	if a.cfg.Token != nil {
 		var token auth.Secret
-		if token, err = a.cfg.Token(); err != nil {
+		if token, err = auth.TokenOf(a.cfg.Token); err != nil {
 			return nil, err
 		}
 		md.Set("authorization", "Bearer "+token.Reveal())

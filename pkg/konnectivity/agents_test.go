@@ -134,7 +134,7 @@ func (r *agentsRig) agent(t *testing.T, node tunnel.NodeName, dial tunnel.DialFu
 	a, err := NewAgent(AgentConfig{
 		Servers: []string{"tls://" + r.addr}, Node: node, Identifiers: "cidr=10.1.0.0/16", Dial: dial,
 		TLS:    func() *tls.Config { return &tls.Config{RootCAs: r.pool, MinVersion: tls.VersionTLS12} },
-		Token:  func() (auth.Secret, error) { return auth.Secret("token of " + string(node)), nil },
+		Token:  auth.StaticToken(auth.Secret("token of " + string(node))),
 		Budget: &r.budget, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {

@@ -47,7 +47,7 @@ func ExampleAgent() {
 		agent, err := konnectivity.NewAgent(konnectivity.AgentConfig{
 			Servers: []string{"tls://proxy-servers.example.com:8132"},
 			TLS:     func() *tls.Config { return &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: cas} },
-			Token:   func() (auth.Secret, error) { return auth.ReadTokenFile("token", slog.Default()) },
+			Token:   auth.TokenFile("token"),
 			Node:    "edge1", Identifiers: "ipv4=10.0.0.5&cidr=10.88.1.0/24",
 			Dial: func(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 				return policy.DialRequest(ctx, r) // decides which targets are allowed

@@ -14,10 +14,10 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"golang.org/x/oauth2"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"tunnel/pkg/auth"
 	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
@@ -31,9 +31,9 @@ type ClientConfig struct {
 	// GetClientCertificate before the handshake, so without the cloud's certificate request.
 	TLS  func() *tls.Config
 	Node tunnel.NodeName // this node
-	// Token returns the token of the node. The client calls Token at every join and once a
+	// Token is the source of the node's token. The client asks Token at every join and once a
 	// minute, so that a file may change. nil: the certificate proves the node.
-	Token    func() (auth.Secret, error)
+	Token    oauth2.TokenSource
 	Counters *tunnel.Counters // nil: the client counts for itself
 	Log      *slog.Logger
 	Grace    time.Duration // how long conns may continue when the client stops; 0: tunnel.GracePeriod

@@ -166,7 +166,7 @@ func (c *Client) credential(h *handshake) (credentials.PerRPCCredentials, [sha25
 		}
 		return nodeClaim(c.cfg.Node), none, nil
 	}
-	token, err := c.cfg.Token()
+	token, err := auth.TokenOf(c.cfg.Token)
 	if err != nil {
 		return nil, none, err
 	}

@@ -40,7 +40,7 @@ func (c *Client) followToken(ctx context.Context) {
 		if len(links) == 0 {
 			continue // the next join reads the token
 		}
-		token, err := c.cfg.Token()
+		token, err := auth.TokenOf(c.cfg.Token)
 		if err != nil {
 			if _, ok := warnings.Allow(); ok {
 				c.log.Warn("cannot read the token; the session goes on with the one that it was opened with", "err", err)

@@ -166,7 +166,7 @@ func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func
 	}
 	client, err := NewClient(ClientConfig{
 		Address: server.Addr().String(), TLS: func() *tls.Config { return &tls.Config{RootCAs: poolOf(ca), ServerName: "cloud"} },
-		Node: "edge1", Token: func() (auth.Secret, error) { return "token-edge1", nil },
+		Node: "edge1", Token: auth.StaticToken("token-edge1"),
 		Log: log, Software: "bench", Connections: connections,
 	}, &edgeModule{"tcp", func(context.Context, tunnel.Request) (net.Conn, error) { return target(), nil }})
 	if err != nil {

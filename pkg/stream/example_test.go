@@ -79,7 +79,7 @@ func Example() {
 	cl, err := stream.NewClient(stream.ClientConfig{
 		Address: srv.Addr().String(), Node: "node1", Log: log, Connections: stream.DefaultConnections,
 		TLS:   func() *tls.Config { return &tls.Config{RootCAs: pool, ServerName: "cloud"} },
-		Token: func() (auth.Secret, error) { return "secret", nil },
+		Token: auth.StaticToken("secret"),
 	}, mods...)
 	if err != nil {
 		fmt.Println(err)

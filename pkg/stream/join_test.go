@@ -113,12 +113,12 @@ func TestWhatTheEdgeSays(t *testing.T) {
 		want   []string
 	}{
 		"wrong token": {
-			func(c *ClientConfig) { c.Token = func() (auth.Secret, error) { return "s3cret", nil } },
+			func(c *ClientConfig) { c.Token = auth.StaticToken("s3cret") },
 			[]string{"joining as node edge1", "token file matches"},
 		},
 		"no token file": {
 			func(c *ClientConfig) {
-				c.Token = func() (auth.Secret, error) { return "", errors.New("open /etc/token: gone") }
+				c.Token = tokenFunc(func() (auth.Secret, error) { return "", errors.New("open /etc/token: gone") })
 			},
 			[]string{"open /etc/token: gone"},
 		},
@@ -163,7 +163,7 @@ func TestWhatTheEdgeSays(t *testing.T) {
 func TestNoTokenNoConnection(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		cfg := r.clientConfig("edge1")
-		cfg.Token = func() (auth.Secret, error) { return "", errors.New("no file") }
+		cfg.Token = tokenFunc(func() (auth.Secret, error) { return "", errors.New("no file") })
 		e := r.start(cfg, direct)
 		time.Sleep(time.Hour)
 		if n := r.net.dials.Load(); n != 0 {

@@ -44,7 +44,7 @@ func TestTokenChanges(t *testing.T) {
 		var token atomic.Value
 		token.Store(auth.Secret("token-edge1"))
 		cfg := r.clientConfig("edge1")
-		cfg.Token = func() (auth.Secret, error) { return token.Load().(auth.Secret), nil }
+		cfg.Token = tokenFunc(func() (auth.Secret, error) { return token.Load().(auth.Secret), nil })
 		r.joinWith(cfg, dial)
 		c := r.mustDial("edge1", "target:1")
 		time.Sleep(time.Hour)
@@ -82,7 +82,7 @@ func TestTokenChangesBack(t *testing.T) {
 		var token atomic.Value
 		token.Store(auth.Secret("token-edge1"))
 		cfg := r.clientConfig("edge1")
-		cfg.Token = func() (auth.Secret, error) { return token.Load().(auth.Secret), nil }
+		cfg.Token = tokenFunc(func() (auth.Secret, error) { return token.Load().(auth.Secret), nil })
 		r.joinWith(cfg, direct)
 		for i, next := range []auth.Secret{"next-edge1", "token-edge1"} {
 			token.Store(next)
@@ -123,12 +123,12 @@ func TestTokenGoneForAWhile(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		var gone atomic.Bool
 		cfg := r.clientConfig("edge1")
-		cfg.Token = func() (auth.Secret, error) {
+		cfg.Token = tokenFunc(func() (auth.Secret, error) {
 			if gone.Load() {
 				return "", errors.New("no file")
 			}
 			return "token-edge1", nil
-		}
+		})
 		e := r.joinWith(cfg, direct)
 		gone.Store(true)
 		time.Sleep(3*time.Hour - time.Minute)

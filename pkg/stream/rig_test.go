@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
+	"golang.org/x/oauth2"
 
 	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
@@ -252,11 +253,20 @@ func poolOf(ca *auth.CA) *x509.CertPool {
 // fixed is a configuration that does not change.
 func fixed(conf *tls.Config) func() *tls.Config { return func() *tls.Config { return conf } }
 
+// tokenFunc is a source of tokens that change.
+type tokenFunc func() (auth.Secret, error)
+
+// Token implements oauth2.TokenSource.
+func (f tokenFunc) Token() (*oauth2.Token, error) {
+	token, err := f()
+	return &oauth2.Token{AccessToken: token.Reveal()}, err
+}
+
 func (r *rig) clientConfig(node string) ClientConfig {
 	cfg := ClientConfig{
 		Address: r.server.Addr().String(), TLS: fixed(&tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud"}),
 		Node:     tunnel.NodeName(node),
-		Token:    func() (auth.Secret, error) { return auth.Secret("token-" + node), nil },
+		Token:    auth.StaticToken(auth.Secret("token-" + node)),
 		Counters: r.edges, Log: r.log.logger().With("end", "edge"), Grace: patience, Software: "test",
 		farTrip: r.farTrip, Connections: r.spares,
 	}

@@ -343,11 +343,11 @@ func TestRefusedEdgeTriesSlowly(t *testing.T) {
 		cfg := r.clientConfig("edge1")
 		token := make(chan auth.Secret, 1)
 		token <- "wrong"
-		cfg.Token = func() (auth.Secret, error) {
+		cfg.Token = tokenFunc(func() (auth.Secret, error) {
 			now := <-token
 			token <- now
 			return now, nil
-		}
+		})
 		e := r.start(cfg, direct)
 		time.Sleep(time.Hour)
 		if n := r.counters.JoinsRefused.Load(); n < 12 || n > 30 {

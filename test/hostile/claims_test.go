@@ -161,7 +161,7 @@ func (c *claims) edge(node string, pods func(path string) bool) (serves func() i
 	client, err := stream.NewClient(stream.ClientConfig{
 		Address: c.GRPC(), Node: tunnel.NodeName(node), Software: "test", Log: slog.New(slog.DiscardHandler), Grace: time.Millisecond,
 		TLS:   func() *tls.Config { return rig.EdgeTLS(ca) },
-		Token: func() (auth.Secret, error) { return c.Token(node), nil },
+		Token: auth.StaticToken(c.Token(node)),
 	}, opener{"https", kubelet.Listener.Addr().String()}, opener{"tcp", plain}, opener{"egress", plain})
 	if err != nil {
 		c.t.Fatal(err)

@@ -106,7 +106,7 @@ func graze(file string) error {
 		from := &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(h.Sources[i%len(h.Sources)])}}
 		c, err := stream.NewClient(stream.ClientConfig{
 			Address: h.Replicas[0], TLS: func() *tls.Config { return conf },
-			Node: tunnel.NodeName(node), Token: func() (auth.Secret, error) { return auth.Secret(h.Tokens[i]), nil },
+			Node: tunnel.NodeName(node), Token: auth.StaticToken(auth.Secret(h.Tokens[i])),
 			Log: slog.New(slog.DiscardHandler), Software: "storm", Grace: time.Millisecond,
 			Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {
 				if turns != nil {
