@@ -2,7 +2,10 @@ package egress
 
 import (
 	"errors"
+	"net"
+	"net/netip"
 
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 )
 
@@ -14,6 +17,82 @@ func hasEnded(fd uintptr) (ended, known bool) {
 		n, _, err = unix.Recvfrom(int(fd), make([]byte, 1), unix.MSG_PEEK|unix.MSG_DONTWAIT)
 	}
 	return n <= 0, !errors.Is(err, unix.EAGAIN)
+}
+
+// maxDumps is how often a table is read at most. The kernel marks a dump during which the table has changed
+// (NLM_F_DUMP_INTR), because the dump may lack routes. Starting or stopping a container changes a table.
+const maxDumps = 10
+
+// readRoutes reads the kernel's routing tables: the main table of IPv4, and all tables of IPv6. It ignores
+// routing policies (ip-rule(8)).
+func readRoutes() ([]route, error) {
+	addrs, err := net.InterfaceAddrs()
+	if err != nil {
+		return nil, err
+	}
+	own := make(map[netip.Addr]bool)
+	for _, a := range addrs {
+		if n, ok := a.(*net.IPNet); ok {
+			own[prefixOf(n).Addr()] = true
+		}
+	}
+	var all []route
+	for family, table := range map[int]int{unix.AF_INET: unix.RT_TABLE_MAIN, unix.AF_INET6: unix.RT_TABLE_UNSPEC} {
+		listed, err := listRoutes(family, table)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, routesOf(listed, own)...)
+	}
+	return all, nil
+}
+
+// listRoutes returns the routes of a family in a table; RT_TABLE_UNSPEC: in all tables.
+func listRoutes(family, table int) (all []netlink.Route, err error) {
+	for range maxDumps {
+		all, err = netlink.RouteListFiltered(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
+		if !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	return all, err
+}
+
+// routesOf returns the routes that routedToContainers searches. own are the addresses of this machine. A route
+// with several next hops becomes one route per next hop. Routes that refuse packets are left out: the kernel
+// refuses a dial by itself. Blackhole and throw routes stay: they lead to no device, or to loopback.
+func routesOf(listed []netlink.Route, own map[netip.Addr]bool) []route {
+	var all []route
+	for _, r := range listed {
+		if r.Dst == nil || r.Type == unix.RTN_UNREACHABLE || r.Type == unix.RTN_PROHIBIT {
+			continue
+		}
+		hops := r.MultiPath
+		if len(hops) == 0 {
+			hops = []*netlink.NexthopInfo{{LinkIndex: r.LinkIndex, Gw: r.Gw}}
+		}
+		for _, h := range hops {
+			gateway, ok := netip.AddrFromSlice(h.Gw)
+			all = append(all, route{to: prefixOf(r.Dst), direct: !ok || own[gateway.Unmap()], link: h.LinkIndex})
+		}
+	}
+	return all
+}
+
+// prefixOf converts a network. An IPv4 address may have 4 bytes or 16.
+func prefixOf(n *net.IPNet) netip.Prefix {
+	ip, _ := netip.AddrFromSlice(n.IP)
+	bits, _ := n.Mask.Size()
+	return netip.PrefixFrom(ip.Unmap(), bits)
+}
+
+// nameOf returns the name of the network device with that index, or "".
+func nameOf(link int) string {
+	l, err := netlink.LinkByIndex(link)
+	if err != nil {
+		return ""
+	}
+	return l.Attrs().Name
 }
 
 // driverOf returns the driver of a network device, from the kernel (as ethtool -i does), or "". Names of

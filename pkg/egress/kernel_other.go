@@ -2,9 +2,17 @@
 
 package egress
 
+import "errors"
+
 // hasEnded knows nothing. The target of a caller that has closed its connection sees the end only when
 // the conn has been idle for a while (konnectivity.Conn).
 func hasEnded(uintptr) (ended, known bool) { return false, true }
 
 // driverOf knows no device. Without Linux there are no routes to ask about, either.
 func driverOf(string) string { return "" }
+
+// nameOf knows no device.
+func nameOf(int) string { return "" }
+
+// readRoutes reads no routing table.
+func readRoutes() ([]route, error) { return nil, errors.New("no routing table can be read") }

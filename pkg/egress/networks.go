@@ -1,20 +1,13 @@
 package egress
 
 import (
-	"bufio"
 	"context"
-	"encoding/binary"
-	"encoding/hex"
 	"errors"
 	"fmt"
-	"io"
-	"net"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
-	"strconv"
-	"strings"
 	"sync/atomic"
 
 	"google.golang.org/protobuf/encoding/protowire"
@@ -160,19 +153,19 @@ func (p *pods) has(a netip.Addr) bool {
 		return false
 	}
 	routes, err := p.routes()
-	return err == nil && routedToContainers(a, routes, p.devices.leadsToContainers)
+	return err == nil && routedToContainers(a, routes, p.devices.linkLeadsToContainers)
 }
 
-// route is an entry of the kernel's routing table.
+// route is an entry of the kernel's routing tables.
 type route struct {
 	to     netip.Prefix // the destination
 	direct bool         // without a gateway, or the gateway is an address of this machine
-	device string
+	link   int          // the index of the device; 0: the route has none
 }
 
 // routedToContainers reports whether packets to a stay on this machine. They do if the narrowest route is
 // direct, inside holds for its device, and the device has no default route out of the machine.
-func routedToContainers(a netip.Addr, routes []route, inside func(device string) bool) bool {
+func routedToContainers(a netip.Addr, routes []route, inside func(link int) bool) bool {
 	best := -1 // index of the narrowest route to a
 	for i, r := range routes {
 		if r.to.Contains(a) && (best < 0 || r.to.Bits() > routes[best].to.Bits()) {
@@ -182,49 +175,23 @@ func routedToContainers(a netip.Addr, routes []route, inside func(device string)
 	if best < 0 || !routes[best].direct {
 		return false
 	}
-	out := slices.ContainsFunc(routes, func(r route) bool { return r.to.Bits() == 0 && r.device == routes[best].device })
-	return !out && inside(routes[best].device)
-}
-
-// readRoutes reads the kernel's routing tables (proc(5), net/route; net/ipv6_route).
-func readRoutes() ([]route, error) {
-	own := make(map[netip.Addr]bool)
-	addrs, err := net.InterfaceAddrs()
-	if err != nil {
-		return nil, err
-	}
-	for _, a := range addrs {
-		if n, ok := a.(*net.IPNet); ok {
-			if ip, ok := netip.AddrFromSlice(n.IP); ok {
-				own[ip.Unmap()] = true
-			}
-		}
-	}
-	var all []route
-	for file, parse := range map[string]func([]string) (route, netip.Addr, bool){
-		"/proc/net/route": parseRoute4, "/proc/net/ipv6_route": parseRoute6,
-	} {
-		f, err := os.Open(file)
-		if err != nil {
-			continue // for example without IPv6
-		}
-		routes := parseRoutes(f, parse, own)
-		f.Close()
-		all = append(all, routes...)
-	}
-	if all == nil {
-		return nil, errors.New("no routing table can be read")
-	}
-	return all, nil
+	out := slices.ContainsFunc(routes, func(r route) bool { return r.to.Bits() == 0 && r.link == routes[best].link })
+	return !out && inside(routes[best].link)
 }
 
 // devices knows the kinds of network devices of this machine.
 type devices struct {
 	sysfs  string                     // the folder with an entry for each device
+	name   func(link int) string      // of the device with that index; "" for an unknown device
 	driver func(device string) string // "" for an unknown device
 }
 
-func systemDevices() devices { return devices{sysfs: "/sys/class/net", driver: driverOf} }
+func systemDevices() devices {
+	return devices{sysfs: "/sys/class/net", name: nameOf, driver: driverOf}
+}
+
+// linkLeadsToContainers is leadsToContainers for the device with that index.
+func (d devices) linkLeadsToContainers(link int) bool { return d.leadsToContainers(d.name(link)) }
 
 // leadsToContainers reports whether a device leads to containers only. It does if it is one end of a
 // virtual pair, or a bridge whose ports all are. Every other device may lead out of the machine: a VLAN, a
@@ -242,77 +209,4 @@ func (d devices) leadsToContainers(device string) bool {
 	}
 	ports, err := os.ReadDir(filepath.Join(d.sysfs, device, "brif"))
 	return err == nil && !slices.ContainsFunc(ports, func(p os.DirEntry) bool { return !isPair(p.Name()) })
-}
-
-// parseRoutes reads routes from in. own are the addresses of this machine.
-func parseRoutes(in io.Reader, parse func([]string) (route, netip.Addr, bool), own map[netip.Addr]bool) []route {
-	var all []route
-	lines := bufio.NewScanner(in)
-	for lines.Scan() {
-		if r, gateway, ok := parse(strings.Fields(lines.Text())); ok {
-			r.direct = gateway.IsUnspecified() || own[gateway]
-			all = append(all, r)
-		}
-	}
-	return all
-}
-
-// Flags of a route (linux/route.h).
-const (
-	routeUp     = 0x1
-	routeReject = 0x200
-)
-
-// parseRoute4 parses the fields Iface Destination Gateway Flags RefCnt Use Metric Mask …. Addresses are
-// hexadecimal in the byte order of the machine. It reports whether the route is in use.
-func parseRoute4(f []string) (route, netip.Addr, bool) {
-	if len(f) < 8 {
-		return route{}, netip.Addr{}, false
-	}
-	to, ok := addr4(f[1])
-	gateway, ok2 := addr4(f[2])
-	mask, ok3 := addr4(f[7])
-	flags, err := strconv.ParseUint(f[3], 16, 32)
-	if !ok || !ok2 || !ok3 || err != nil || flags&routeUp == 0 || flags&routeReject != 0 {
-		return route{}, netip.Addr{}, false
-	}
-	bits, _ := net.IPMask(mask.AsSlice()).Size()
-	return route{to: netip.PrefixFrom(to, bits), device: f[0]}, gateway, true
-}
-
-// addr4 parses an IPv4 address as /proc/net/route has it: 8 hexadecimal digits of a number in the byte
-// order of the machine.
-func addr4(s string) (netip.Addr, bool) {
-	v, err := strconv.ParseUint(s, 16, 32)
-	if err != nil {
-		return netip.Addr{}, false
-	}
-	var b [4]byte
-	binary.NativeEndian.PutUint32(b[:], uint32(v))
-	return netip.AddrFrom4(b), true
-}
-
-// parseRoute6 parses the fields destination, its length, source, its length, next hop, metric, references,
-// use, flags, device. Addresses are hexadecimal in network byte order.
-func parseRoute6(f []string) (route, netip.Addr, bool) {
-	if len(f) < 10 {
-		return route{}, netip.Addr{}, false
-	}
-	to, ok := addr6(f[0])
-	gateway, ok2 := addr6(f[4])
-	bits, err := strconv.ParseUint(f[1], 16, 8)
-	flags, err2 := strconv.ParseUint(f[8], 16, 32)
-	if !ok || !ok2 || err != nil || err2 != nil || bits > 128 || flags&routeUp == 0 || flags&routeReject != 0 {
-		return route{}, netip.Addr{}, false
-	}
-	return route{to: netip.PrefixFrom(to, int(bits)), device: f[9]}, gateway, true
-}
-
-// addr6 parses an IPv6 address as /proc/net/ipv6_route has it: 32 hexadecimal digits without colons.
-func addr6(s string) (netip.Addr, bool) {
-	b, err := hex.DecodeString(s)
-	if err != nil || len(b) != 16 {
-		return netip.Addr{}, false
-	}
-	return netip.AddrFrom16([16]byte(b)), true
 }

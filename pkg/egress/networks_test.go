@@ -8,8 +8,10 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
 	"testing"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
 
 	"tunnel/pkg/auth"
 	"tunnel/pkg/konnectivity"
@@ -39,35 +41,57 @@ func FuzzNetworks(f *testing.F) {
 	})
 }
 
-// Routing tables of real kernels, little-endian: flannel's bridge and calico's host routes.
-const (
-	routes4 = `Iface	Destination	Gateway 	Flags	RefCnt	Use	Metric	Mask		MTU	Window	IRTT
-eth0	00000000	010200C0	0003	0	0	0	00000000	0	0	0
-eth0	000200C0	00000000	0001	0	0	0	00FFFFFF	0	0	0
-cni0	0001580A	00000000	0001	0	0	0	00FFFFFF	0	0	0
-cali1	0502580A	00000000	0005	0	0	0	FFFFFFFF	0	0	0
-cil	0003580A	0103580A	0003	0	0	0	00FFFFFF	0	0	0
-tun0	0004580A	0905580A	0003	0	0	0	00FFFFFF	0	0	0
-eth1	0005580A	00000000	0001	0	0	0	00FFFFFF	0	0	0
-*	0006580A	00000000	0201	0	0	0	00FFFFFF	0	0	0
-`
-	routes6 = `fd000001000000000000000000000000 40 00000000000000000000000000000000 00 00000000000000000000000000000000 00000100 00000001 00000000 00000001     cni0
-00000000000000000000000000000000 00 00000000000000000000000000000000 00 fe800000000000000000000000000001 00000100 00000001 00000000 00000003     eth0
-nonsense
-`
-)
+// testLinks are the names of the devices in testRoutes, by index less 1.
+var testLinks = []string{"eth0", "cni0", "cali1", "cil", "tun0", "eth1"}
 
+// linkOf returns the index of a device in testLinks.
+func linkOf(name string) int { return slices.Index(testLinks, name) + 1 }
+
+// nameOfLink returns the name of a device in testLinks, or "".
+func nameOfLink(link int) string {
+	if link == 0 {
+		return ""
+	}
+	return testLinks[link-1]
+}
+
+// testRoutes are routing tables of real kernels: flannel's bridge and calico's host routes.
 func testRoutes() ([]route, error) {
+	all := []netlink.Route{
+		entry("0.0.0.0/0", "eth0", "192.0.2.1"),
+		entry("192.0.2.0/24", "eth0", ""),
+		entry("10.88.1.0/24", "cni0", ""),
+		entry("10.88.2.5/32", "cali1", ""),
+		entry("10.88.3.0/24", "cil", "10.88.3.1"),
+		entry("10.88.4.0/24", "tun0", "10.88.5.9"),
+		entry("10.88.5.0/24", "eth1", ""),
+		{Dst: network("10.88.6.0/24"), Type: unix.RTN_UNREACHABLE},
+		{Dst: network("10.88.6.0/25"), Type: unix.RTN_PROHIBIT},
+		entry("fd00:1::/64", "cni0", ""),
+		entry("::/0", "eth0", "fe80::1"),
+	}
 	own := map[netip.Addr]bool{netip.MustParseAddr("10.88.3.1"): true}
-	all := append(parseRoutes(strings.NewReader(routes4), parseRoute4, own),
-		parseRoutes(strings.NewReader(routes6), parseRoute6, own)...)
-	return all, nil
+	return routesOf(all, own), nil
+}
+
+// entry returns a route as the kernel reports it.
+func entry(to, device, gateway string) netlink.Route {
+	return netlink.Route{Dst: network(to), LinkIndex: linkOf(device), Gw: net.ParseIP(gateway), Type: unix.RTN_UNICAST}
+}
+
+// network parses a network.
+func network(cidr string) *net.IPNet {
+	_, n, err := net.ParseCIDR(cidr)
+	if err != nil {
+		panic(err)
+	}
+	return n
 }
 
 // testDevices are the devices of testRoutes. The bridge cni0 has the ports veth1 and cni0port.
 func testDevices(t *testing.T, cni0port string) devices {
 	t.Helper()
-	d := devices{sysfs: t.TempDir(), driver: func(device string) string {
+	d := devices{sysfs: t.TempDir(), name: nameOfLink, driver: func(device string) string {
 		return map[string]string{"eth0": "e1000e", "eth1": "igb", "cni0": "bridge", "cali1": "veth", "cil": "veth",
 			"veth1": "veth", "netkit1": "netkit", "tun0": "tun",
 			"eth0.100": "802.1Q VLAN Support", "bond0": "bonding", "wg0": "wireguard", "vxlan1": "vxlan", "tap1": "tun"}[device]
@@ -140,7 +164,7 @@ func TestOnThisMachine(t *testing.T) {
 		"10.88.1.0": true,
 		"127.0.0.1": false, // permitted by rules only
 	} {
-		if got := routedToContainers(netip.MustParseAddr(addr), routes, devices.leadsToContainers); got != want {
+		if got := routedToContainers(netip.MustParseAddr(addr), routes, devices.linkLeadsToContainers); got != want {
 			t.Errorf("%s: %v", addr, got)
 		}
 	}
@@ -152,7 +176,7 @@ func TestReadRoutes(t *testing.T) {
 	if err != nil {
 		t.Skip("no routing table here: ", err)
 	}
-	if routedToContainers(netip.MustParseAddr("198.51.100.1"), routes, systemDevices().leadsToContainers) {
+	if routedToContainers(netip.MustParseAddr("198.51.100.1"), routes, systemDevices().linkLeadsToContainers) {
 		t.Errorf("a documentation address is on this machine: %+v", routes)
 	}
 }
