@@ -55,7 +55,7 @@ type hostsState struct {
 	readTried    bool                          // Run has tried to read the file
 	err          error                         // why the last read failed; nil: it did not
 	namesUnknown bool                          // Names does not know yet which names may be published
-	differs      map[tunnel.NodeName]time.Time // the result of the function differences; replaced as a whole, never changed
+	differs      map[tunnel.NodeName]time.Time // the result of the func differences; replaced as a whole, never changed
 }
 
 var _ tunnel.Module = (*HostsFile)(nil)

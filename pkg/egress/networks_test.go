@@ -195,7 +195,7 @@ func TestPods(t *testing.T) {
 	}
 	hear := e.Routes()[typeNetworks]
 	named := encodeNetworks(prefixes("10.88.1.0/24", "192.0.2.0/24", "fd00:1::/64"))
-	if err := hear(t.Context(), &tunnel.Incoming{Message: &tunnel.Message{Data: named}}); err != nil {
+	if err := hear(t.Context(), networksMessage(named)); err != nil {
 		t.Fatal(err)
 	}
 	for addr, want := range map[string]bool{
@@ -212,12 +212,17 @@ func TestPods(t *testing.T) {
 	if policy.Permits(netip.MustParseAddrPort("10.88.1.7:80")) {
 		t.Error("other modules may dial pods, too")
 	}
-	if err := hear(t.Context(), &tunnel.Incoming{Message: &tunnel.Message{Data: encodeNetworks(nil)}}); err != nil || permits("10.88.1.7:80") {
+	if err := hear(t.Context(), networksMessage(encodeNetworks(nil))); err != nil || permits("10.88.1.7:80") {
 		t.Error("a network stays that the cloud has taken back")
 	}
-	if err := hear(t.Context(), &tunnel.Incoming{Message: &tunnel.Message{Data: []byte{0x0a, 1, 'x'}}}); err == nil {
+	if err := hear(t.Context(), networksMessage([]byte{0x0a, 1, 'x'})); err == nil {
 		t.Error("nonsense is accepted")
 	}
+}
+
+// networksMessage returns a received message with that data.
+func networksMessage(data []byte) *tunnel.Incoming {
+	return &tunnel.Incoming{Message: &tunnel.Message{Data: data}}
 }
 
 // link is the transport of a session that records the messages sent to it.

@@ -122,7 +122,10 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	if cfg.replica != nil {
 		cfg.Limits = EdgeLimits{Conns: maxConnsHere} // the replica with a node's session applies its limits
 	}
-	c := &Client{cfg: cfg, blocks: new(conn.Blocks), log: cfg.Log.With("module", category, "node", cfg.Node), instance: uuid.NewString()}
+	c := &Client{
+		cfg: cfg, blocks: new(conn.Blocks), instance: uuid.NewString(),
+		log: cfg.Log.With("module", category, "node", cfg.Node),
+	}
 	if cfg.replica != nil {
 		c.log = cfg.Log.With("module", category, "remote", cfg.Address)
 	}
@@ -189,7 +192,8 @@ func (c *Client) Run(ctx context.Context) error {
 		}
 		if err == nil {
 			var l *link
-			if err = guard(c.log, c.cfg.Counters, "there is no session", func() error { l, err = c.open(ctx); return err }); err == nil {
+			open := func() error { l, err = c.open(ctx); return err }
+			if err = guard(c.log, c.cfg.Counters, "there is no session", open); err == nil {
 				serving.Go(func() { c.serve(ctx, l) })
 				continue
 			}
@@ -199,7 +203,8 @@ func (c *Client) Run(ctx context.Context) error {
 		}
 		d := wait.next(err)
 		if isSecond(err) || errors.Is(err, errTwice) || errors.Is(err, errSelf) {
-			c.log.Debug("this address leads to a replica that has a session already; trying again", "dur", d.Round(time.Millisecond))
+			c.log.Debug("this address leads to a replica that has a session already; trying again",
+				"dur", d.Round(time.Millisecond))
 		} else {
 			c.log.Warn("no session; trying again", "err", err, "dur", d.Round(time.Millisecond))
 		}

@@ -33,7 +33,10 @@ type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error
 // hangUp closes the connection and the ClientConn. gRPC by itself closes only a connection that
 // gRPC has dialled, and gRPC dials at the first call. From a round trip of trip on, the cloud
 // counts as far. If the TLS handshake fails, h gets its error.
-func connect(ctx context.Context, address string, conf *tls.Config, h *handshake, software string, dialer dialFunc, trip time.Duration) (cc *grpc.ClientConn, own *carrier, hangUp func(), err error) {
+func connect(
+	ctx context.Context, address string, conf *tls.Config, h *handshake, software string, dialer dialFunc,
+	trip time.Duration,
+) (cc *grpc.ClientConn, own *carrier, hangUp func(), err error) {
 	dctx, cancel := context.WithTimeout(ctx, joinTimeout)
 	defer cancel()
 	raw, err := dialCloud(dctx, dialer, address)
@@ -77,7 +80,9 @@ func dialCloud(ctx context.Context, dialer dialFunc, address string) (net.Conn, 
 
 // join opens the control stream and exchanges hellos. It fails when ctx is done or after
 // joinTimeout. The stream lives until sctx is done.
-func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, own *carrier, credential credentials.PerRPCCredentials) (*edgeSession, error) {
+func (c *Client) join(
+	ctx, sctx context.Context, cc *grpc.ClientConn, own *carrier, credential credentials.PerRPCCredentials,
+) (*edgeSession, error) {
 	sctx, abandon := context.WithCancelCause(sctx)
 	late := time.AfterFunc(joinTimeout, func() { abandon(errJoinTimeout) })
 	stopped := context.AfterFunc(ctx, func() { abandon(context.Canceled) })
@@ -107,7 +112,11 @@ func (c *Client) join(ctx, sctx context.Context, cc *grpc.ClientConn, own *carri
 	// On a narrow link the edge closes idle data connections. Otherwise the cloud would open conns
 	// on them.
 	s.pacer.began = s.dropUnused
-	hello := &pb.Hello{Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Have: c.have(), Reach: c.cfg.Reach, Connections: uint32(c.cfg.Connections - 1), Capabilities: capabilities()} //nolint:gosec // a few
+	hello := &pb.Hello{
+		Version: Version, Software: c.cfg.Software, Capabilities: capabilities(), Instance: c.instance,
+		All: c.cfg.All, Have: c.have(), Reach: c.cfg.Reach,
+		Connections: uint32(c.cfg.Connections - 1), //nolint:gosec // a few
+	}
 	if r := c.cfg.replica; r != nil {
 		hello.Replica, hello.Have = r.hello, r.have()
 	}
@@ -197,7 +206,8 @@ func (t accessToken) GetRequestMetadata(context.Context, ...string) (map[string]
 func (accessToken) RequireTransportSecurity() bool { return true }
 
 // errJoinTimeout is the error of a join that took longer than joinTimeout.
-var errJoinTimeout = fmt.Errorf("the cloud did not answer within %s: is that address the tunnel's gRPC port?", joinTimeout)
+var errJoinTimeout = fmt.Errorf(
+	"the cloud did not answer within %s: is that address the tunnel's gRPC port?", joinTimeout)
 
 // explain adds to err what a person can do about it. h may be nil.
 func (c *Client) explain(err error, h *handshake) error {
@@ -232,7 +242,8 @@ func explain(err error) error {
 	case isOutOfDate(err):
 		hint = "check this machine's clock, then the cloud's certificate"
 	case isNotTLS(err):
-		hint = "servername in [mode.edge.stream.client] must be the cloud's grpcport, which speaks TLS; something else answers there"
+		hint = "servername in [mode.edge.stream.client] must be the cloud's grpcport, which speaks TLS; " +
+			"something else answers there"
 	case errors.Is(err, syscall.ECONNREFUSED):
 		hint = "is the cloud running, and is servername in [mode.edge.stream.client] its address?"
 	case isNoSuchHost(err):

@@ -132,7 +132,8 @@ func Enroll(ctx context.Context, cfg EnrollConfig) (Enrolled, error) {
 	}
 	defer hangUp()
 	proof := accessToken(auth.EncodeToken(string(cfg.Node), cfg.Token))
-	answer, err := pb.NewCertificatesClient(cc).Sign(ctx, &pb.SignRequest{Request: cfg.Request}, grpc.PerRPCCredentials(proof))
+	request := &pb.SignRequest{Request: cfg.Request}
+	answer, err := pb.NewCertificatesClient(cc).Sign(ctx, request, grpc.PerRPCCredentials(proof))
 	if err != nil {
 		return fail(err)
 	}

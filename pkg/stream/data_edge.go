@@ -37,7 +37,8 @@ func (s *edgeSession) moreConnections(m *tunnel.Message) error {
 	// The cloud keeps to the edge's limit. The edge allows twice as many, since a data connection
 	// that has ended at the cloud may still be ending here.
 	most := 2 * (s.owner.cfg.Connections - 1)
-	more := s.err == nil && !s.leaving && !s.isNarrow() && len(s.data)+s.opening < most && !time.Now().Before(s.noMoreUntil)
+	more := s.err == nil && !s.leaving && !s.isNarrow() && len(s.data)+s.opening < most &&
+		!time.Now().Before(s.noMoreUntil)
 	if more {
 		s.opening++
 	}
@@ -142,7 +143,8 @@ func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, er
 	}
 	if err != nil {
 		d.abort()
-		return nil, fmt.Errorf("is there something between edge and cloud that leads connections to several replicas? %w", err)
+		return nil, fmt.Errorf(
+			"is there something between edge and cloud that leads connections to several replicas? %w", err)
 	}
 	return d, nil
 }

@@ -148,7 +148,8 @@ func (s *Server) Ready() error {
 func (s *Server) Run(ctx context.Context) error {
 	ln, err := s.listen("tcp", s.cfg.Listen)
 	if err != nil {
-		return fmt.Errorf("listening for edges: %w (is another process on that port? see grpcport in [mode.cloud.stream.server])", err)
+		return fmt.Errorf("listening for edges: %w "+
+			"(is another process on that port? see grpcport in [mode.cloud.stream.server])", err)
 	}
 	addr := ln.Addr()
 	s.addr.Store(&addr)
@@ -351,7 +352,8 @@ func (s *Server) mayOpen(t *transport) error {
 	if cs == nil || cs.quota == nil || cs.quota.streams.take() {
 		return nil
 	}
-	err := limitErrorf(tunnel.LimitStreams, "node %s has opened more than %d streams in a second, and %d for each open", cs.pub.Node, ownStreams, openStreams)
+	err := limitErrorf(tunnel.LimitStreams, "node %s has opened more than %d streams in a second, and %d for each open",
+		cs.pub.Node, ownStreams, openStreams)
 	if t.refuse() {
 		s.cfg.Counters.Limited(tunnel.LimitStreams)
 	}
@@ -371,7 +373,9 @@ func (s *Server) frames(t *transport, n int) (tooMany bool) {
 			if t.refuse() {
 				s.cfg.Counters.Limited(tunnel.LimitFrames)
 			}
-			cs.Close(limitErrorf(tunnel.LimitFrames, "node %s has sent more than %d HTTP/2 frames without data in a second, and %d for each open", cs.pub.Node, ownFrames, openFrames))
+			cs.Close(limitErrorf(tunnel.LimitFrames,
+				"node %s has sent more than %d HTTP/2 frames without data in a second, and %d for each open",
+				cs.pub.Node, ownFrames, openFrames))
 			return true
 		}
 	}
@@ -460,10 +464,12 @@ func (s *Server) Connect(stream pb.Stream_ConnectServer) error {
 		t.refuse()
 		s.cfg.Counters.Refuse(tunnel.WrongSession)
 		if skipped, ok := s.splitWarnings.Allow(); ok {
-			s.log.Warn("wrong-session: a conn came on a connection without a session; only a TCP (layer 4) balancer may stand between edge and cloud",
+			s.log.Warn("wrong-session: a conn came on a connection without a session; "+
+				"only a TCP (layer 4) balancer may stand between edge and cloud",
 				"remote", t.conn.RemoteAddr().String(), "skipped", skipped)
 		}
-		return status.Error(codes.FailedPrecondition, "wrong-session: this connection has no session; only a TCP (layer 4) balancer may stand in between")
+		return status.Error(codes.FailedPrecondition,
+			"wrong-session: this connection has no session; only a TCP (layer 4) balancer may stand in between")
 	}
 	return cs.connect(stream)
 }

@@ -53,7 +53,8 @@ func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
 	case status.Code(r.told) == codes.Unavailable:
 		level = slog.LevelError // the fault is the cloud's
 	}
-	s.log.Log(ctx, level, what, "remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", err, "skipped", skipped)
+	s.log.Log(ctx, level, what,
+		"remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", err, "skipped", skipped)
 }
 
 // metadataFits counts and refuses metadata longer than Limits.Metadata. gRPC already resets streams
@@ -106,7 +107,8 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	}
 	if hello.GetVersion() != Version {
 		return refuse(codes.FailedPrecondition,
-			"this edge speaks version %d of the protocol and the cloud version %d: install the release of the cloud (%s) on node %s",
+			"this edge speaks version %d of the protocol and the cloud version %d: "+
+				"install the release of the cloud (%s) on node %s",
 			hello.GetVersion(), Version, s.cfg.Software, node)
 	}
 	if len(hello.GetInstance()) > maxInstance { // the cloud passes the instance id on to the other replicas
@@ -177,7 +179,8 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 		return cs, nil
 	}
 	s.cfg.Counters.Sessions.Add(1)
-	cs.log.Info("session started", "remote", cs.pub.Remote, "by", text(proven.grant.By), "software", text(hello.GetSoftware()))
+	cs.log.Info("session started",
+		"remote", cs.pub.Remote, "by", text(proven.grant.By), "software", text(hello.GetSoftware()))
 	if old := s.dir.Attach(cs.pub); old != nil {
 		s.cfg.Counters.Replaced.Add(1)
 		cs.log.Warn("this session replaces an older one of the same node", "replaced", old.ID, "remote", old.Remote)
@@ -196,7 +199,8 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 func (s *Server) authenticateReplica(id string, t *transport) *refusedJoin {
 	p := s.cfg.Peers
 	if p == nil {
-		return &refusedJoin{told: uniform(), err: errors.New("it says that it is a replica, and there is no [mode.cloud.stream.peers] here")}
+		err := errors.New("it says that it is a replica, and there is no [mode.cloud.stream.peers] here")
+		return &refusedJoin{told: uniform(), err: err}
 	}
 	if err := p.authenticate(t.State); err != nil {
 		return &refusedJoin{told: uniform(), err: fmt.Errorf("it says that it is a replica: %w", err)}
@@ -294,7 +298,8 @@ func receiveHello(stream controlStream) (*pb.Hello, error) {
 		return nil, err
 	}
 	if m.GetCategory() != category || m.GetType() != typeHello {
-		return nil, fmt.Errorf("the first message is %s/%s, not %s/%s", text(m.GetCategory()), text(m.GetType()), category, typeHello)
+		return nil, fmt.Errorf("the first message is %s/%s, not %s/%s",
+			text(m.GetCategory()), text(m.GetType()), category, typeHello)
 	}
 	var hello pb.Hello
 	if err := proto.Unmarshal(m.GetData(), &hello); err != nil {

@@ -118,7 +118,8 @@ func (s *cloudSession) newCredential(m *tunnel.Message) error {
 // prove checks a credential for the session's own node. The grant lives as long as the session.
 func (s *cloudSession) prove(c auth.Credential) (*proof, *refusedJoin) {
 	if c.Node != string(s.pub.Node) {
-		return nil, &refusedJoin{node: string(s.pub.Node), told: uniform(), err: fmt.Errorf("it is that of node %s", text(c.Node))}
+		err := fmt.Errorf("it is that of node %s", text(c.Node))
+		return nil, &refusedJoin{node: string(s.pub.Node), told: uniform(), err: err}
 	}
 	return s.authenticate(c)
 }

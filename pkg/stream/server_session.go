@@ -101,7 +101,8 @@ func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 		s.counters.Refuse(refusal.Code)
 		if refusal.Code == tunnel.Denied && s.peers == nil { // otherwise the replica of the node logs it
 			if skipped, ok := s.denials.Allow(); ok {
-				s.log.Warn("the edge has denied a dial", "target", r.Addr, "caller", text(r.Caller), "err", refusal, "skipped", skipped)
+				s.log.Warn("the edge has denied a dial",
+					"target", r.Addr, "caller", text(r.Caller), "err", refusal, "skipped", skipped)
 			}
 		}
 		return nil, refusal
@@ -160,7 +161,9 @@ func (s *cloudSession) open(ctx context.Context, r tunnel.Request) (*conn.Conn, 
 
 // dialByControl sends an open request on the control stream. The conn then comes on the session's
 // own connection.
-func (s *cloudSession) dialByControl(ctx context.Context, r tunnel.Request, m *tunnel.Message) (*conn.Conn, *tunnel.Refusal) {
+func (s *cloudSession) dialByControl(
+	ctx context.Context, r tunnel.Request, m *tunnel.Message,
+) (*conn.Conn, *tunnel.Refusal) {
 	name := m.Topic
 	p := &pending{result: make(chan opened, 1)}
 	if refusal := s.add(name, p); refusal != nil {
@@ -222,7 +225,8 @@ func (s *cloudSession) gaveUp(ctx context.Context, r tunnel.Request) *tunnel.Ref
 // message would have no effect, but no version of the edge sends it. Any other unknown message may
 // come from a newer edge.
 func misdirected(m *tunnel.Message) error {
-	if m.Type == tunnel.TypeOpen || m.Category == category && slices.Contains([]string{typeHello, typeReplicas, typeConnection}, m.Type) {
+	fromCloud := []string{typeHello, typeReplicas, typeConnection}
+	if m.Type == tunnel.TypeOpen || m.Category == category && slices.Contains(fromCloud, m.Type) {
 		return status.Errorf(codes.PermissionDenied, "%s/%s is not for an edge to say", text(m.Category), m.Type)
 	}
 	return nil

@@ -281,7 +281,8 @@ func (s *session) receiveLoop(ctx context.Context) error {
 		}
 		if s.budget != nil && !s.budget.take() {
 			s.counters.Limited(tunnel.LimitMessages)
-			return limitErrorf(tunnel.LimitMessages, "more than %d control messages in a second, and %d for each open", ownMessages, openMessages)
+			return limitErrorf(tunnel.LimitMessages,
+				"more than %d control messages in a second, and %d for each open", ownMessages, openMessages)
 		}
 		m := messageOf(in)
 		known, err := s.handle(ctx, m, s.way)

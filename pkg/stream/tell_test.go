@@ -49,14 +49,16 @@ func FuzzTell(f *testing.F) {
 		if err := proto.Unmarshal(m.Data, &nodes); err != nil || len(nodes.GetHeld()) != 1 {
 			t.Fatalf("%v: %v", err, &nodes)
 		}
-		if got := nodes.GetHeld()[0]; utf8.ValidString(node) && utf8.ValidString(reach) && utf8.ValidString(instance) && (got.GetNode() != node || got.GetReach() != reach || got.GetInstance() != instance) {
+		got, valid := nodes.GetHeld()[0], utf8.ValidString(node) && utf8.ValidString(reach) && utf8.ValidString(instance)
+		if valid && (got.GetNode() != node || got.GetReach() != reach || got.GetInstance() != instance) {
 			t.Errorf("%q, %q, %q arrive as %v", node, reach, instance, got)
 		}
 		if h.GetReach() != reach {
 			t.Error("encoding has changed the message")
 		}
 		var replicas pb.Replicas
-		if err := proto.Unmarshal(encode(&pb.Replicas{Instances: []string{id, node}}), &replicas); err != nil || len(replicas.GetInstances()) != 2 {
+		err := proto.Unmarshal(encode(&pb.Replicas{Instances: []string{id, node}}), &replicas)
+		if err != nil || len(replicas.GetInstances()) != 2 {
 			t.Fatalf("%v: %v", err, &replicas)
 		}
 	})

@@ -43,7 +43,8 @@ func TestRouterReportsEveryConflict(t *testing.T) {
 	}
 	for _, want := range []string{
 		"route a/none has no handler", `module "a" has a route with an empty type`,
-		`two modules are named "a"`, `two modules are named "deaf"`, "a *tunnel.module has no name", "route b/none has no handler",
+		`two modules are named "a"`, `two modules are named "deaf"`, "a *tunnel.module has no name",
+		"route b/none has no handler",
 	} {
 		if !strings.Contains(err.Error(), want) {
 			t.Errorf("%q does not say %q", err, want)
@@ -60,7 +61,8 @@ func TestRouter(t *testing.T) {
 	broken := errors.New("broken")
 	routes := map[string]Handler{"x": note, "bad": func(context.Context, *Incoming) error { return broken }}
 	r, err := NewRouter(
-		&module{name: "a", routes: routes}, &module{name: "b", routes: map[string]Handler{"x": note}}, &module{name: "c"}, deaf{},
+		&module{name: "a", routes: routes}, &module{name: "b", routes: map[string]Handler{"x": note}},
+		&module{name: "c"}, deaf{},
 	)
 	if err != nil {
 		t.Fatal(err)
