@@ -167,7 +167,7 @@ func (s *edgeSession) serveOpen(m *tunnel.Message, way openWay, dial tunnel.Dial
 // requestOf returns the request of an open.
 func (s *edgeSession) requestOf(m *tunnel.Message) (r tunnel.Request, err error) {
 	var open pb.Open
-	if err := proto.Unmarshal(m.Data, &open); err != nil {
+	if err = proto.Unmarshal(m.Data, &open); err != nil {
 		return r, err
 	}
 	r = tunnel.Request{

@@ -7,8 +7,8 @@ import (
 	"net"
 )
 
-// Incoming is a received message with what its handler needs to act on it, as an HTTP handler
-// has a request and a writer.
+// Incoming is a received message, the session that the message came by, and the way to answer it:
+// what the request and the writer are to an HTTP handler.
 type Incoming struct {
 	*Message
 	From *Session // the session that the message came by; its Node is the sender
@@ -29,8 +29,8 @@ type DialFunc func(ctx context.Context, r Request) (net.Conn, error)
 // Serve answers an open in a goroutine of the session. It splices the conn that dial returns to
 // the caller's conn, or sends the error of dial as a refusal. A handler may call it: Serve
 // returns at once, unless the open came by a connection of its own, whose goroutine then does
-// the work. Serve returns an error if the message is no open, or if this side is the cloud,
-// which dials for nobody.
+// the work. Serve returns an error if the message is not an open, or if this side is the cloud:
+// the cloud never dials for an edge.
 func (in *Incoming) Serve(dial DialFunc) error {
 	switch {
 	case in.Type != TypeOpen:
