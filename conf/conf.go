@@ -166,7 +166,7 @@ func Check(path string, env Env) (Checked, error) {
 // read returns the file's tables. It returns nil if the file cannot be read or is not valid TOML.
 func read(path string) (*tables, *report) {
 	r := newReport(&source{file: path})
-	data, err := os.ReadFile(path) //nolint:gosec // the operator names the file
+	data, err := os.ReadFile(path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
 		r.add("", "the file does not exist: give the path of a configuration file with -c")

@@ -91,7 +91,7 @@ func Run(ctx context.Context, flags Flags, out io.Writer) (err error) {
 	if d.dir, err = os.MkdirTemp("", "tunnel-demo-"); err != nil {
 		return err
 	}
-	defer os.RemoveAll(d.dir) //nolint:errcheck // the folder is a temporary one
+	defer os.RemoveAll(d.dir)
 
 	behind, err := d.serve()
 	if err != nil {

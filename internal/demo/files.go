@@ -138,7 +138,7 @@ func freePorts(ports ...*int) error {
 // listenAnywhere listens on a free port of all interfaces, as the daemons will.
 func listenAnywhere() (ln net.Listener, err error) {
 	for range 100 {
-		port := firstPort + rand.IntN(lastPort-firstPort) //nolint:gosec // a port number is no secret
+		port := firstPort + rand.IntN(lastPort-firstPort) // a port number is no secret
 		if ln, err = net.Listen("tcp", fmt.Sprintf(":%d", port)); err == nil {
 			return ln, nil
 		}

@@ -49,7 +49,7 @@ func (d *demo) serve() (*services, error) {
 		TLSConfig:         &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}},
 		ReadHeaderTimeout: 5 * time.Second,
 	}}
-	s.wg.Go(func() { s.page.ServeTLS(page, "", "") }) //nolint:errcheck // close ends it
+	s.wg.Go(func() { s.page.ServeTLS(page, "", "") }) //nolint:errcheck // it fails when close closes the listener
 	s.wg.Go(func() {
 		for {
 			c, err := echo.Accept()
@@ -66,7 +66,7 @@ func (d *demo) serve() (*services, error) {
 }
 
 func (s *services) close() {
-	s.page.Close() //nolint:errcheck // the demo ends
+	s.page.Close()
 	s.echo.Close()
 	s.wg.Wait()
 }

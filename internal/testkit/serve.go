@@ -25,7 +25,7 @@ func Serve(t testing.TB, serve func(c *net.TCPConn)) (addr string) {
 			}
 			live.Go(func() {
 				defer c.Close()
-				serve(c.(*net.TCPConn)) //nolint:forcetypeassert // a TCP listener accepts no others
+				serve(c.(*net.TCPConn)) // a TCP listener accepts no others
 			})
 		}
 	})
@@ -38,8 +38,8 @@ func Serve(t testing.TB, serve func(c *net.TCPConn)) (addr string) {
 
 // Echo sends back what arrives, and ends its direction when the other side has ended its own.
 func Echo(c *net.TCPConn) {
-	io.Copy(c, c)  //nolint:errcheck // the test sees it at the other end
-	c.CloseWrite() //nolint:errcheck // likewise
+	io.Copy(c, c) //nolint:errcheck // the test sees it at the other end
+	c.CloseWrite()
 }
 
 // Random returns n random bytes.

@@ -178,7 +178,7 @@ func (s *Server) Run(ctx context.Context) error {
 	shutdownCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWithin)
 	defer cancel()
 	if err := srv.Shutdown(shutdownCtx); err != nil {
-		srv.Close() //nolint:errcheck // a client reads slowly; nothing is lost
+		srv.Close() // a client reads slowly; nothing is lost
 	}
 	if err := <-served; !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("serving health and metrics on %s: %w", addr, err)
@@ -303,5 +303,5 @@ func answer(w http.ResponseWriter, status int, body string) {
 	h.Set("X-Content-Type-Options", "nosniff")
 	h.Set("Cache-Control", "no-store")
 	w.WriteHeader(status)
-	w.Write([]byte(body)) //nolint:errcheck // fails only when the caller has gone
+	w.Write([]byte(body))
 }

@@ -89,7 +89,7 @@ func (d *Debug) Run(ctx context.Context) error {
 	shutdownCtx, cancel := context.WithTimeout(context.WithoutCancel(ctx), shutdownWithin)
 	defer cancel()
 	if err := srv.Shutdown(shutdownCtx); err != nil {
-		srv.Close() //nolint:errcheck // a profile is cut short; nothing is lost
+		srv.Close() // a profile is cut short; nothing is lost
 	}
 	if err := <-served; !errors.Is(err, http.ErrServerClosed) {
 		return fmt.Errorf("serving the admin socket %s: %w", d.path, err)

@@ -279,7 +279,7 @@ func TestSignerDown(t *testing.T) {
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
 	for _, step := range []struct {
-		ctx  context.Context //nolint:containedctx // context of the caller, in a table
+		ctx  context.Context // context of the caller, in a table
 		down bool
 		note string
 	}{{gone, true, ""}, {t.Context(), true, "could not be signed"}, {t.Context(), false, ""}} {

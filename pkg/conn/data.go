@@ -120,10 +120,10 @@ func NewData(c, raw net.Conn, b *Blocks) *Data { return &Data{Conn: c, raw: raw,
 
 // Interrupt makes callers that wait for a frame give up. No bytes are lost: Resume lets the next
 // caller go on in the middle of a frame.
-func (d *Data) Interrupt() { d.raw.SetReadDeadline(time.Unix(1, 0)) } //nolint:errcheck // it fails when d is closed
+func (d *Data) Interrupt() { d.raw.SetReadDeadline(time.Unix(1, 0)) }
 
 // Resume undoes Interrupt.
-func (d *Data) Resume() { d.raw.SetReadDeadline(time.Time{}) } //nolint:errcheck // likewise
+func (d *Data) Resume() { d.raw.SetReadDeadline(time.Time{}) }
 
 // Ask sends the cloud's open for the next conn. It also tells the edge that the conn before has
 // ended here. The edge's answer follows, FrameOpened or FrameRefused.
@@ -184,13 +184,13 @@ func (d *Data) sendEnd() error { return d.Send(frameChunk|flagEnd, nil) }
 // writeChunk sends a chunk whose payload is in the block.
 func (d *Data) writeChunk(block *[]byte, n int, flags byte) error {
 	b := (*block)[:chunkHeader+n]
-	binary.BigEndian.PutUint32(b, uint32(frameChunk|flags)<<24|uint32(n)) //nolint:gosec // less than 24 bits
+	binary.BigEndian.PutUint32(b, uint32(frameChunk|flags)<<24|uint32(n)) // less than 24 bits
 	_, err := d.Write(b)
 	return err
 }
 
 func header(typ byte, n int) []byte {
-	return binary.BigEndian.AppendUint32(nil, uint32(typ)<<24|uint32(n)) //nolint:gosec // less than 24 bits
+	return binary.BigEndian.AppendUint32(nil, uint32(typ)<<24|uint32(n)) // less than 24 bits
 }
 
 // isChunk reports whether a frame is a chunk with known flags and a length that is allowed.

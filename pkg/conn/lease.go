@@ -106,7 +106,7 @@ func (l *Lease) End(stopped bool) {
 		l.interrupt()
 	}
 	if stopped {
-		l.data.raw.SetWriteDeadline(time.Now().Add(stopTimeout)) //nolint:errcheck // it fails when closed
+		l.data.raw.SetWriteDeadline(time.Now().Add(stopTimeout))
 	}
 }
 
@@ -150,7 +150,7 @@ func (l *Lease) ReturnAtCloud() error {
 	if err != nil {
 		return err
 	}
-	d.raw.SetWriteDeadline(time.Time{}) //nolint:errcheck // it fails when d is closed
+	d.raw.SetWriteDeadline(time.Time{})
 	if !got {
 		if err := d.skipToEnd(); err != nil {
 			return err
@@ -226,7 +226,7 @@ func (l *Lease) enter() phase {
 
 // SendMsg sends an *outgoing chunk. It takes the chunk over, whether it fails or not.
 func (l *Lease) SendMsg(m any) error {
-	o := m.(*outgoing) //nolint:forcetypeassert // a conn sends nothing else
+	o := m.(*outgoing) // a conn sends nothing else
 	o.taken = true
 	defer o.pool.Put(o.block)
 	defer o.forwarded.Free()
@@ -281,7 +281,7 @@ func flagsOf(o *outgoing) (flags byte) {
 // RecvMsg receives an *incoming chunk. io.EOF says that nothing more comes; at the edge, that the
 // conn has ended.
 func (l *Lease) RecvMsg(m any) error {
-	in := m.(*incoming) //nolint:forcetypeassert // a conn receives nothing else
+	in := m.(*incoming) // a conn receives nothing else
 	*in = incoming{}
 	l.recvMu.Lock()
 	defer l.recvMu.Unlock()

@@ -255,8 +255,8 @@ func (c *Conn) ReadFrom(src io.Reader) (n int64, err error) {
 func (c *Conn) WriteSlice(data mem.BufferSlice) error {
 	if data.Len() > c.out.flow.turns.chunk() {
 		r := data.Reader()
-		data.Free()     // r has it
-		defer r.Close() //nolint:errcheck // it never fails
+		data.Free() // r has it
+		defer r.Close()
 		_, err := c.ReadFrom(r)
 		return err
 	}

@@ -104,7 +104,7 @@ func (h *HostsFile) Run(ctx context.Context) error {
 				pause = nil
 			case <-events: // any name in the directory may be part of a symlink swap
 				mustRead = true
-			case <-errs: //nolint:errcheck // for whatever reason, notifications were lost: read the file
+			case <-errs: //nolint:errcheck // any error means lost notifications: read the file
 				mustRead = true
 			case <-tick.C:
 				mustRead = true
@@ -166,7 +166,7 @@ func readHosts(path string) ([]byte, error) {
 	if !info.Mode().IsRegular() { // opening a named pipe would wait for a writer
 		return nil, errors.New("it is not a regular file")
 	}
-	f, err := os.Open(path) //nolint:gosec // the operator names the file
+	f, err := os.Open(path)
 	if err != nil {
 		return nil, withoutPath(err)
 	}

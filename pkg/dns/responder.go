@@ -150,13 +150,13 @@ func (r *Responder) Run(ctx context.Context) error {
 		return fmt.Errorf("listening on %s for DNS: %w", r.cfg.Listen, err)
 	}
 	if err = r.checkUpstreams(udp.LocalAddr()); err != nil {
-		udp.Close() //nolint:errcheck // no query has been read yet
+		udp.Close() // no query has been read yet
 		tcp.Close()
 		return err
 	}
 	g, ctx := errgroup.WithContext(ctx)
 	defer context.AfterFunc(ctx, func() {
-		udp.Close() //nolint:errcheck // a client that misses its answer repeats the query
+		udp.Close() // a client that misses its answer repeats the query
 		tcp.Close()
 	})()
 	addr := udp.LocalAddr()
@@ -251,7 +251,7 @@ func tryBoth(ctx context.Context, at *net.UDPAddr) (*net.UDPConn, net.Listener, 
 			return udp, tcp, nil
 		}
 	}
-	udp.Close() //nolint:errcheck // no query has been read yet
+	udp.Close() // no query has been read yet
 	return nil, nil, err
 }
 

@@ -38,7 +38,7 @@ func (w *Writer) update(change func(*writerState)) {
 // countWrite counts a successful write.
 func (w *Writer) countWrite(bytes int) {
 	w.stats.attempts[kube.OK].Add(1)
-	w.stats.bytes.Add(uint64(bytes)) //nolint:gosec // a length
+	w.stats.bytes.Add(uint64(bytes))
 	w.log.Debug("written", "target", w.cfg.Store.String(), "bytes", bytes)
 }
 

@@ -93,7 +93,7 @@ func (c *chooser) run(ctx context.Context, guard func(what string, do func() err
 }
 
 // errNoNode has the words of Konnectivity's server, since users search for them.
-var errNoNode = errors.New("No agent available") //nolint:staticcheck // see above
+var errNoNode = errors.New("No agent available") //nolint:staticcheck // the capital letter is theirs
 
 // candidates returns the connected nodes that a strategy finds, in random order. If nodes declare the
 // address, and none of them is connected, it returns these as away.

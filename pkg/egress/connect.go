@@ -148,7 +148,7 @@ func (c *connectConn) dialWhileConnected(
 ) (net.Conn, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	c.SetDeadline(time.Time{}) //nolint:errcheck // on an error the next read fails
+	c.SetDeadline(time.Time{})
 	early := make([]byte, 4<<10)
 	var n int
 	var watching sync.WaitGroup
@@ -159,9 +159,9 @@ func (c *connectConn) dialWhileConnected(
 	})
 	target, err := dial(ctx)
 	// The past deadline ends the Read above. Bytes that it got are read again later.
-	c.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // likewise
+	c.SetReadDeadline(time.Unix(1, 0))
 	watching.Wait()
-	c.SetReadDeadline(time.Time{}) //nolint:errcheck // likewise
+	c.SetReadDeadline(time.Time{})
 	c.buffered = append(c.buffered, early[:n]...)
 	return target, err
 }
@@ -190,12 +190,12 @@ func (c *connectConn) refuse(err error) {
 	case r.Code == tunnel.Overloaded:
 		status = http.StatusServiceUnavailable
 	}
-	c.SetDeadline(time.Now().Add(refusalTime)) //nolint:errcheck // on an error the write fails
+	c.SetDeadline(time.Now().Add(refusalTime))
 	const head = "HTTP/1.1 %d %s\r\nConnection: close\r\nContent-Type: text/plain; charset=utf-8\r\n\r\n"
 	fmt.Fprintf(c.Conn, head+"%s\n", status, phrase(text), text)
 	// Closing a socket with unread bytes resets it, and the reset can overtake our answer.
 	if c.CloseWrite() == nil {
-		io.Copy(io.Discard, c.Conn) //nolint:errcheck // the bytes are discarded
+		io.Copy(io.Discard, c.Conn)
 	}
 	c.Conn.Close()
 }

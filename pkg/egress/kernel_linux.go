@@ -102,7 +102,7 @@ func driverOf(device string) string {
 	if err != nil {
 		return ""
 	}
-	defer unix.Close(fd) //nolint:errcheck // nothing was written
+	defer unix.Close(fd)
 	info, err := unix.IoctlGetEthtoolDrvinfo(fd, device)
 	if err != nil {
 		return ""

@@ -143,7 +143,7 @@ func (p *proxies) serve(s *proxyStream, addr string, target net.Conn) error {
 			return nil
 		})
 		if err != nil {
-			s.Reset() //nolint:errcheck // it never fails
+			s.Reset()
 			tunnel.Reset(target)
 		}
 	})

@@ -133,7 +133,7 @@ func (b *requestBody) markLast() {
 // finish is called when the response is complete. It returns when no Read is in progress, and later
 // Reads fail.
 func (b *requestBody) finish() {
-	b.Close() //nolint:errcheck // always nil
+	b.Close()
 	b.mu.Lock()
 	ended := b.ended
 	b.mu.Unlock()
@@ -142,7 +142,7 @@ func (b *requestBody) finish() {
 	}
 	if b.r.ProtoMajor == 1 {
 		b.conn.mustLinger.Store(true)
-		http.NewResponseController(b.w).SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // fails after its end
+		http.NewResponseController(b.w).SetReadDeadline(time.Unix(1, 0))
 	} else {
 		b.in.Close()
 	}

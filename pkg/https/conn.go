@@ -97,9 +97,9 @@ const lingerTime = 500 * time.Millisecond
 
 // lingeringClose closes the connection after giving the caller time to read what was written last.
 func (c *clientConn) lingeringClose() {
-	c.Conn.SetDeadline(time.Now().Add(lingerTime)) //nolint:errcheck // if it fails, so does the read below
+	c.Conn.SetDeadline(time.Now().Add(lingerTime))
 	if c.CloseWrite() == nil {
-		io.Copy(io.Discard, c.Conn) //nolint:errcheck // the bytes are not needed
+		io.Copy(io.Discard, c.Conn)
 	}
 	c.Conn.Close()
 }
@@ -127,8 +127,8 @@ func alertOf(err error) byte {
 // alert ends the connection with a fatal TLS alert. It is sent in plaintext: there are no keys yet.
 func (c *clientConn) alert(desc byte) {
 	const fatal = 2
-	c.Conn.SetWriteDeadline(time.Now().Add(lingerTime)) //nolint:errcheck // if it fails, so does the write below
-	c.Conn.Write([]byte{21, 3, 1, 0, 2, fatal, desc})   //nolint:errcheck // best effort
+	c.Conn.SetWriteDeadline(time.Now().Add(lingerTime))
+	c.Conn.Write([]byte{21, 3, 1, 0, 2, fatal, desc}) //nolint:errcheck // it fails only if the caller has gone
 	c.lingeringClose()
 }
 

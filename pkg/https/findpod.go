@@ -320,7 +320,7 @@ func (p *proxy) probeAll(ctx context.Context, nodes []tunnel.NodeName, ref podRe
 			return nil
 		})
 	}
-	g.Wait() //nolint:errcheck // always nil
+	g.Wait() //nolint:errcheck // the goroutines return nil
 	slices.Sort(s.claims)
 	slices.Sort(s.mayHave)
 	slices.Sort(s.notAsked)
@@ -353,7 +353,7 @@ func (p *proxy) probe(ctx context.Context, n tunnel.NodeName, ref podRef, caller
 		return err
 	}
 	defer res.Body.Close()
-	io.CopyN(io.Discard, res.Body, 4<<10) //nolint:errcheck // makes the conn reusable
+	io.CopyN(io.Discard, res.Body, 4<<10) // makes the conn reusable
 	switch s := res.StatusCode; {
 	case s == http.StatusUnauthorized, s == http.StatusForbidden, s == http.StatusMethodNotAllowed:
 		why := "grant the certificate of [mode.cloud.https.kubelet], or the edge's, the verb get on nodes/proxy"

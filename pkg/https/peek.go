@@ -92,13 +92,13 @@ func (c *clientConn) peek(ctx context.Context, timeout time.Duration, onFirstByt
 		return hello{}, err
 	}
 	stop := context.AfterFunc(ctx, func() {
-		c.Conn.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // if it fails, the read ends at its deadline
+		c.Conn.SetReadDeadline(time.Unix(1, 0))
 	})
 	h, read, err := peekHello(&firstByte{c.Conn, func() {
 		onFirstByte()
-		c.Conn.SetReadDeadline(start.Add(timeout)) //nolint:errcheck // if it fails, so does the next read
+		c.Conn.SetReadDeadline(start.Add(timeout))
 		if ctx.Err() != nil {
-			c.Conn.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // likewise
+			c.Conn.SetReadDeadline(time.Unix(1, 0))
 		}
 	}})
 	if !stop() {

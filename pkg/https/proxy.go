@@ -67,7 +67,7 @@ func newProxy(live context.Context, f *FrontDoor) *proxy {
 			onClose()
 			p.targets.Done()
 		}
-		stop = context.AfterFunc(live, func() { tc.Reset() }) //nolint:errcheck // always nil
+		stop = context.AfterFunc(live, func() { tc.Reset() })
 		close(stopSet)
 		return tc, nil
 	}

@@ -31,7 +31,7 @@ func respond(w http.ResponseWriter, r *http.Request, status int, code, text stri
 		h.Set(RefusalHeader, code)
 	}
 	w.WriteHeader(status)
-	w.Write(body) //nolint:errcheck // fails only when the caller has gone
+	w.Write(body)
 }
 
 // wantsStatus reports whether the sender of r should get a metav1.Status rather than plain text.

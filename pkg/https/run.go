@@ -170,7 +170,7 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 		}
 		log.Debug("https connection closed: no ClientHello", "err", fmt.Errorf("%s: %w", remote, err))
 		if isPlainHTTP(err) {
-			io.WriteString(c, plainHTTPAnswer) //nolint:errcheck // best effort
+			io.WriteString(c, plainHTTPAnswer) //nolint:errcheck // it fails only if the caller has gone
 			c.lingeringClose()
 			return
 		}

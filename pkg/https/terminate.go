@@ -67,8 +67,8 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 	}
 	log.Debug("https connection terminated", "err", c.passErr)
 	// At the end net/http's Close would wait for each caller that does not read.
-	c.stopWatch = context.AfterFunc(live, func() { c.Reset() }) //nolint:errcheck // always nil
-	var nc net.Conn = tc                                        // net/http speaks HTTP/2 only with a *tls.Conn
+	c.stopWatch = context.AfterFunc(live, func() { c.Reset() })
+	var nc net.Conn = tc // net/http speaks HTTP/2 only with a *tls.Conn
 	if tc.ConnectionState().NegotiatedProtocol != "h2" {
 		c.framed = &framedConn{
 			Conn: tc, counters: f.cfg.Counters,
@@ -80,11 +80,11 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 	handedOver := time.Now()
 	if !web.handoff.give(nc) {
 		c.stopWatch()
-		c.Close() //nolint:errcheck // the front door is closing
+		c.Close() // the front door is closing
 		return
 	}
 	if !mayCall {
-		t := time.AfterFunc(f.strangerTimeout, func() { c.Reset() }) //nolint:errcheck // always nil
+		t := time.AfterFunc(f.strangerTimeout, func() { c.Reset() })
 		defer t.Stop()
 		<-c.done
 		if time.Since(handedOver) >= f.strangerTimeout { // net/http may have closed it because of its own timeout
@@ -154,12 +154,12 @@ func (f *FrontDoor) startWeb(live context.Context) *web {
 
 // stop lets requests in flight end. It returns when they have ended, or when live is done.
 func (w *web) stop(live context.Context) {
-	w.server.Shutdown(live) //nolint:errcheck // wait ends the rest
+	w.server.Shutdown(live) //nolint:errcheck // on an error, wait closes what is left
 }
 
 // wait returns when nothing of w is running any more. live must be done.
 func (w *web) wait() {
-	w.server.Close() //nolint:errcheck // its listener is closed already
+	w.server.Close() // its listener is closed already
 	w.serving.Wait()
 	w.conns.Wait()
 	w.proxy.wait()

@@ -108,14 +108,14 @@ func (s *switched) writeHead(w io.Writer) error {
 	bw := bufio.NewWriter(w)
 	fmt.Fprintf(bw, "HTTP/1.1 101 %s\r\n", http.StatusText(http.StatusSwitchingProtocols))
 	h.Write(bw)                //nolint:errcheck // Flush returns the error
-	io.WriteString(bw, "\r\n") //nolint:errcheck // likewise
+	io.WriteString(bw, "\r\n") //nolint:errcheck // Flush returns the error
 	return bw.Flush()
 }
 
 // buffered returns the bytes that r holds.
 func buffered(r *bufio.Reader) []byte {
 	b := make([]byte, r.Buffered())
-	io.ReadFull(r, b) //nolint:errcheck // they are in the buffer
+	io.ReadFull(r, b) //nolint:errcheck // r has that many bytes
 	return b
 }
 

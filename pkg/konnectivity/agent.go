@@ -202,7 +202,7 @@ func (e *endpoint) run(ctx context.Context) {
 		}
 		bound = min(max(2*bound, low), high)
 		select {
-		case <-time.After(rand.N(bound)): //nolint:gosec // jitter is no secret
+		case <-time.After(rand.N(bound)):
 		case <-ctx.Done():
 		}
 	}

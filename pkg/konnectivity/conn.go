@@ -184,7 +184,7 @@ func (c *Conn) consumedLocked(cost int) {
 func (c *Conn) WriteTo(w io.Writer) (int64, error) {
 	if s, ok := w.(syscall.Conn); ok {
 		if raw, err := s.SyscallConn(); err == nil {
-			raw.Control(limitSocketBuffer) //nolint:errcheck // on an error the socket is closed
+			raw.Control(limitSocketBuffer)
 		}
 	}
 	// The wrappers hide Conn.WriteTo, which io.CopyBuffer would call again, and the ReadFrom of w.
@@ -249,8 +249,8 @@ func (c *Conn) CloseRead() error {
 
 // Close implements net.Conn.
 func (c *Conn) Close() error {
-	c.CloseRead()  //nolint:errcheck // it never fails
-	c.CloseWrite() //nolint:errcheck // likewise
+	c.CloseRead()
+	c.CloseWrite()
 	c.onOver()
 	return nil
 }

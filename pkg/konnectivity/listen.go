@@ -60,5 +60,5 @@ func agentTransportOf(ctx context.Context) (*agentTransport, error) {
 // closeSoon closes the connection after a second, in which gRPC can send the final status. The
 // status may wait longer than that if the peer does not read.
 func (t *agentTransport) closeSoon() {
-	time.AfterFunc(time.Second, func() { t.conn.Close() }) //nolint:errcheck // it is being thrown away
+	time.AfterFunc(time.Second, func() { t.conn.Close() }) // it is being thrown away
 }

@@ -94,7 +94,7 @@ func (p *Packet) head(b []byte) []byte {
 	num := func(n protowire.Number, v int64) {
 		if n != 0 && v != 0 {
 			in = protowire.AppendTag(in, n, protowire.VarintType)
-			in = protowire.AppendVarint(in, uint64(v)) //nolint:gosec // protobuf encodes int64 so
+			in = protowire.AppendVarint(in, uint64(v)) // protobuf encodes int64 so
 		}
 	}
 	str(l.protocol, p.Protocol)
@@ -108,7 +108,7 @@ func (p *Packet) head(b []byte) []byte {
 	}
 	if p.Type != 0 {
 		b = protowire.AppendTag(b, typeField, protowire.VarintType)
-		b = protowire.AppendVarint(b, uint64(p.Type)) //nolint:gosec // at most 6
+		b = protowire.AppendVarint(b, uint64(p.Type)) // at most 6
 	}
 	b = protowire.AppendVarint(protowire.AppendTag(b, l.field, protowire.BytesType), uint64(len(in)+n))
 	return append(b, in...)
@@ -146,7 +146,7 @@ func (p *Packet) decode(in mem.BufferSlice, pool mem.BufferPool) error {
 		}
 		b = rest
 		if n == typeField {
-			p.Type = PacketType(v) //nolint:gosec // an enum is cut to 32 bits
+			p.Type = PacketType(v) // an enum is cut to 32 bits
 		}
 		for t := range payloads {
 			if payloads[t].field == n && body != nil {
@@ -187,9 +187,9 @@ func (p *Packet) body(l payload, b []byte) bool {
 		case l.err:
 			p.Err = string(body)
 		case l.random:
-			p.Random = int64(v) //nolint:gosec // protobuf decodes int64 so
+			p.Random = int64(v) // protobuf decodes int64 so
 		case l.connID:
-			p.ConnID = int64(v) //nolint:gosec // protobuf decodes int64 so
+			p.ConnID = int64(v) // protobuf decodes int64 so
 		case l.data:
 			p.Data = body
 		}

@@ -89,7 +89,7 @@ func (l *Lease) Run(ctx context.Context, lead func(ctx context.Context)) {
 			l.lead(ctx, lead)
 			continue
 		}
-		sleep(ctx, retryPeriod+rand.N(retryPeriod/5)) //nolint:gosec // jitter
+		sleep(ctx, retryPeriod+rand.N(retryPeriod/5))
 	}
 }
 

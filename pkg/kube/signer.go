@@ -124,7 +124,7 @@ func (s *Signer) sign(ctx context.Context, node tunnel.NodeName, request []byte)
 	r := certificateRequest{object: named("", "tunnel-"+strings.ToLower(rand.Text()), ""), Spec: certificateRequestSpec{
 		Request:    pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE REQUEST", Bytes: request}),
 		SignerName: s.name,
-		Seconds:    int32(s.lifetime / time.Second), //nolint:gosec // conf limits it to ten years
+		Seconds:    int32(s.lifetime / time.Second), // conf limits it to ten years
 		Usages:     []string{"digital signature", "client auth"},
 	}}
 	objectPath := path.Join(certificateRequests, r.Metadata.Name)

@@ -19,7 +19,7 @@ func Unread(c net.Conn) bool {
 		return false
 	}
 	n := 0
-	raw.Control(func(fd uintptr) { //nolint:errcheck // fails only when c is closed
+	raw.Control(func(fd uintptr) {
 		n, err = unix.IoctlGetInt(int(fd), unix.SIOCINQ)
 	})
 	return err == nil && n > 0

@@ -258,7 +258,7 @@ func (f *followed) read() (contents [][]byte, err error) {
 }
 
 func readFile(path string) ([]byte, error) {
-	f, err := os.Open(path) //nolint:gosec // the operator chose the path
+	f, err := os.Open(path)
 	if err != nil {
 		return nil, err
 	}

@@ -82,7 +82,7 @@ func (w *watcher) run(ctx context.Context) {
 	if err != nil {
 		w.log.Info("no file notifications, polling", "files", w.paths, "err", err, "every", pollInterval)
 	} else {
-		defer n.stop() //nolint:errcheck // nothing more is expected of it
+		defer n.stop() //nolint:errcheck // on an error, no file is watched any more either
 	}
 	tick := time.NewTicker(pollInterval)
 	defer tick.Stop()
@@ -111,7 +111,7 @@ func (w *watcher) run(ctx context.Context) {
 			if w.isWatched(e.Name) || w.differs() {
 				schedule()
 			}
-		case <-n.errs: //nolint:errcheck // notifications were lost, for whatever reason: look
+		case <-n.errs: //nolint:errcheck // any error means lost notifications: compare the files
 			schedule()
 		case <-tick.C:
 			if settled == nil && (w.retry || w.differs()) {
@@ -164,7 +164,7 @@ func (w *watcher) identify() []fileID {
 // may be answered from a cache for up to a minute (nfs(5), close-to-open).
 func identify(path string) fileID {
 	// O_NONBLOCK: opening a pipe must not block.
-	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0) //nolint:gosec // the operator chose the path
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NONBLOCK, 0)
 	if err != nil {
 		return fileID{}
 	}

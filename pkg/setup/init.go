@@ -198,7 +198,7 @@ func createFiles(dir string, files []newFile) (err error) {
 // createFile writes a new file. It fails if path exists.
 func createFile(path string, f newFile) error {
 	const flags = os.O_WRONLY | os.O_CREATE | os.O_EXCL
-	file, err := os.OpenFile(path, flags, f.mode) //nolint:gosec // the operator names the folder
+	file, err := os.OpenFile(path, flags, f.mode)
 	if err != nil {
 		return err
 	}
@@ -212,10 +212,10 @@ func makeDir(dir string) error {
 	if _, err := os.Stat(dir); !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	if err := os.MkdirAll(dir, 0o755); err != nil { //nolint:gosec // the comment above says why
+	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
-	return os.Chmod(dir, 0o755) //nolint:gosec // the umask may have cut the mode
+	return os.Chmod(dir, 0o755) // the umask may have cut the mode
 }
 
 // notWritable adds advice to an error about permissions for a folder.

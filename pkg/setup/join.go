@@ -31,7 +31,7 @@ func ReadJoinToken(ctx context.Context, in io.Reader, prompt io.Writer, file str
 			"is seen by every user of this machine: make another one, and pipe it")
 	case file != "":
 		var f *os.File
-		if f, err = os.Open(file); err == nil { //nolint:gosec // the operator names the file
+		if f, err = os.Open(file); err == nil {
 			text, err = io.ReadAll(io.LimitReader(f, maxJoinText))
 			f.Close()
 		}

@@ -115,7 +115,7 @@ func (f *nodeFiles) checkExisting() error {
 
 // lookAtCert returns an error if path holds anything but a certificate of this node.
 func (f *nodeFiles) lookAtCert(path string) error {
-	text, err := os.ReadFile(path) //nolint:gosec // the operator names the folder
+	text, err := os.ReadFile(path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR): // ENOTDIR shows again when Join writes the file
 		return nil
@@ -213,7 +213,7 @@ func (f *nodeFiles) write(e *enrolled) (written []string, err error) {
 // update writes a file unless it holds the content already. It returns the path and a remark.
 func (f *nodeFiles) update(file newFile) (what string, _ error) {
 	path := filepath.Join(f.dir, file.name)
-	old, err := os.ReadFile(path) //nolint:gosec // the operator names the folder
+	old, err := os.ReadFile(path)
 	if err == nil && bytes.Equal(old, file.content) {
 		return path + " (as it was)", nil
 	}
@@ -240,7 +240,7 @@ func overwrite(path string, f newFile) error {
 func (f *nodeFiles) config() ([]byte, error) {
 	if f.keep {
 		path := filepath.Join(f.dir, edgeFile)
-		text, err := os.ReadFile(path) //nolint:gosec // the operator names the folder
+		text, err := os.ReadFile(path)
 		if err != nil || f.moveFrom == "" {
 			return text, err
 		}

@@ -92,7 +92,7 @@ func (u *systemdUnit) install(ctx context.Context) error {
 		return &stepError{step: "systemd", err: err, fix: "This machine has joined; only the unit is missing."}
 	}
 	for _, args := range [][]string{{"daemon-reload"}, {"enable", unitName}, {"restart", unitName}} {
-		out, err := exec.CommandContext(ctx, u.systemctl, args...).CombinedOutput() //nolint:gosec // constant arguments
+		out, err := exec.CommandContext(ctx, u.systemctl, args...).CombinedOutput()
 		if err != nil {
 			err = fmt.Errorf("systemctl %s: %w: %s", strings.Join(args, " "), err, strings.TrimSpace(string(out)))
 			return &stepError{

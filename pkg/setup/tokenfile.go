@@ -43,8 +43,8 @@ func (f tokenFile) edit(edit func(content string) (string, error)) (tokenChange,
 	if err != nil {
 		return tokenChange{}, err
 	}
-	defer held.Close()                  // releases the lock
-	content, err := os.ReadFile(f.path) //nolint:gosec // the operator's configuration names the file
+	defer held.Close() // releases the lock
+	content, err := os.ReadFile(f.path)
 	if err != nil {
 		return tokenChange{}, err
 	}

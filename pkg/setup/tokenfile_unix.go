@@ -11,7 +11,7 @@ import (
 
 // tryLock locks a folder, or returns errLocked at once.
 func tryLock(folder string) (*os.File, error) {
-	dir, err := os.Open(folder) //nolint:gosec // the operator's configuration names the folder
+	dir, err := os.Open(folder)
 	if err != nil {
 		return nil, err
 	}

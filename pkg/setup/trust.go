@@ -20,7 +20,7 @@ import (
 // readCertificates reads the certificates of a PEM file. Its errors begin with key, the key of
 // the configuration that names the file.
 func readCertificates(key, file string) ([]*x509.Certificate, error) {
-	text, err := os.ReadFile(file) //nolint:gosec // the operator names the file
+	text, err := os.ReadFile(file)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", key, err)
 	}

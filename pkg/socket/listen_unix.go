@@ -58,7 +58,7 @@ func open(ctx context.Context, path string, mode fs.FileMode) (net.Listener, err
 		// On bind the file gets the permissions of the socket (unix(7)), so there is no moment in
 		// which others could connect. Where the kernel ignores them, the Chmod below follows a
 		// moment later.
-		return c.Control(func(fd uintptr) { syscall.Fchmod(int(fd), uint32(mode)) }) //nolint:errcheck // see above
+		return c.Control(func(fd uintptr) { syscall.Fchmod(int(fd), uint32(mode)) }) //nolint:errcheck // the Chmod below sets the mode, too
 	}}
 	ln, err := lc.Listen(ctx, "unix", path)
 	if err != nil {
@@ -75,7 +75,7 @@ func open(ctx context.Context, path string, mode fs.FileMode) (net.Listener, err
 // remove the socket that another has just created. Every user who may read the folder can hold the
 // lock, so lock waits for lockTimeout at most.
 func lock(ctx context.Context, dir string) (unlock func(), err error) {
-	d, err := os.Open(dir) //nolint:gosec // the operator chose the path
+	d, err := os.Open(dir)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, fmt.Errorf("%w; create the folder, for the user that this runs as: install -d -m 0700 -o USER %s",
 			err, dir)

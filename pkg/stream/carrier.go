@@ -89,7 +89,7 @@ func carry(c net.Conn, trip time.Duration) (*carrier, far) {
 		return all, false
 	}
 	all.tcp, all.raw = tcp, raw
-	raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when c is closed, and gRPC will notice that
+	raw.Control(func(fd uintptr) {
 		if path, ok := pathOf(fd); ok {
 			all.far = far(path.trip >= trip)
 		}
@@ -125,7 +125,7 @@ func (c *carrier) alone() {
 	if c.tcp == nil {
 		return
 	}
-	c.raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when c is closed
+	c.raw.Control(func(fd uintptr) {
 		c.boundUnsent(fd, c.far.sizes().unsent)
 		boundBackoff(fd, dataBackoff)
 		userTimeout(fd, 0) //nolint:errcheck // see dataBackoff
@@ -166,7 +166,7 @@ func (c *carrier) acknowledges() (is bool) {
 	if c.tcp == nil {
 		return false
 	}
-	c.raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when c is closed
+	c.raw.Control(func(fd uintptr) {
 		acks, ok := acksOf(fd)
 		is = ok && acks.underWay && acks.last < lostAfter
 	})
@@ -221,7 +221,7 @@ func (c *carrier) thin(n int) bool {
 	if now := time.Now(); c.wrote+n > leastUnsent && now.Sub(c.asked) >= rateInterval {
 		wrote := int64(float64(c.wrote) / now.Sub(c.asked).Seconds())
 		c.asked, c.wrote = now, 0
-		c.raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when c is closed, and Write reports that
+		c.raw.Control(func(fd uintptr) {
 			path, ok := pathOf(fd)
 			if !ok {
 				return

@@ -70,7 +70,7 @@ func (d *dataConn) userTimeout(t time.Duration) {
 // end of its conn. Unsent bytes are discarded.
 func (d *dataConn) abort() {
 	if d.tcp != nil {
-		d.tcp.SetLinger(0) //nolint:errcheck // it fails when d is closed
+		d.tcp.SetLinger(0)
 	}
 	d.raw.Close()
 }
@@ -86,7 +86,7 @@ func (d *dataConn) lost(limit time.Duration) (is bool) {
 	if err != nil {
 		return false
 	}
-	raw.Control(func(fd uintptr) { //nolint:errcheck // it fails when d is closed
+	raw.Control(func(fd uintptr) {
 		acks, ok := acksOf(fd)
 		is = ok && d.isLost(acks, time.Now(), limit)
 	})

@@ -283,7 +283,7 @@ func (p *progress) update(c *carrier, interval time.Duration) (arrived int64, wa
 		return 0, false
 	}
 	last, known := p.sending, p.known
-	c.raw.Control(func(fd uintptr) { //nolint:errcheck // if c is closed, it sends nothing
+	c.raw.Control(func(fd uintptr) {
 		if s, ok := sendingOf(fd); ok {
 			p.sending, p.known = s, true
 		}
@@ -300,7 +300,7 @@ func (p *progress) update(c *carrier, interval time.Duration) (arrived int64, wa
 func (p *progress) setBound(c *carrier, rate int64) {
 	if p.bound != rate {
 		p.bound = rate
-		c.raw.Control(func(fd uintptr) { boundRate(fd, rate) }) //nolint:errcheck // if c is closed, it sends nothing
+		c.raw.Control(func(fd uintptr) { boundRate(fd, rate) })
 	}
 }
 

@@ -200,7 +200,7 @@ func (s *Server) Run(ctx context.Context) error {
 		forFar.Serve(fromFar) //nolint:errcheck // forNear.Serve returns the error
 	})
 	err = forNear.Serve(nearListener{joining, fromFar})
-	fromFar.Close() //nolint:errcheck // Close never fails
+	fromFar.Close()
 	close(served)
 	listening.Wait()
 	if isClosed(s.leaving) {

@@ -46,7 +46,7 @@ func polled(fd uintptr) int16 {
 // pollHangUp reports whether both directions of a socket have ended, and whether the socket has
 // an error that the kernel has not yet reported to a read or a write.
 func pollHangUp(raw syscall.RawConn) (over, failed bool) {
-	raw.Control(func(fd uintptr) { //nolint:errcheck // it fails only if the socket was closed here
+	raw.Control(func(fd uintptr) {
 		events := polled(fd)
 		over, failed = events != 0, events&unix.POLLERR != 0
 	})
@@ -59,7 +59,7 @@ func pollHangUp(raw syscall.RawConn) (over, failed bool) {
 // TCP survives soft errors (RFC 1122 section 4.2.3.9).
 func pendingError(raw syscall.RawConn) error {
 	var code int
-	raw.Control(func(fd uintptr) { //nolint:errcheck // it fails only if the socket was closed here
+	raw.Control(func(fd uintptr) {
 		if polled(fd)&unix.POLLERR != 0 {
 			code, _ = unix.GetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_ERROR)
 		}

@@ -89,7 +89,7 @@ func abort(a, b net.Conn, d *direction) {
 // calls ResetOnDeath. Call it also for a conn that waits to be spliced.
 func ResetOnDeath(c net.Conn) {
 	if l, ok := c.(lingerer); ok {
-		l.SetLinger(0) //nolint:errcheck // it fails only if c has ended: nothing can be cut off then
+		l.SetLinger(0) // it fails only if c has ended: nothing can be cut off then
 	}
 }
 
@@ -104,7 +104,7 @@ type lingerer interface{ SetLinger(sec int) error }
 // peer has acknowledged all bytes, closeCleanly does not undo ResetOnDeath.
 func closeCleanly(c net.Conn, unwanted bool) {
 	if l, ok := c.(lingerer); ok && !(unwanted && allAcked(c, ackTime)) {
-		l.SetLinger(-1) //nolint:errcheck // it fails only if c has ended; Close returns the same error
+		l.SetLinger(-1)
 	}
 	c.Close()
 }
@@ -194,7 +194,7 @@ func (d *direction) afterwards(f func()) {
 func (d *direction) stop(src net.Conn) {
 	d.stopped.Store(true)
 	if !closeRead(src) {
-		src.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // it fails only if src has ended
+		src.SetReadDeadline(time.Unix(1, 0))
 	}
 }
 
@@ -244,7 +244,7 @@ func watch(src, dst net.Conn, back *direction) {
 		return
 	}
 	back.afterwards(func() {
-		src.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // it fails only if src has ended; then Read fails, too
+		src.SetReadDeadline(time.Unix(1, 0))
 	})
 	if raw.Read(hungUp) == nil {
 		back.stop(dst)
@@ -462,9 +462,9 @@ type Resetter interface {
 func Reset(c net.Conn) {
 	switch c := c.(type) {
 	case Resetter:
-		c.Reset() //nolint:errcheck // c is not used any more
+		c.Reset() // c is not used any more
 	case lingerer:
-		c.SetLinger(0) //nolint:errcheck // likewise
+		c.SetLinger(0)
 		c.(net.Conn).Close()
 	case interface{ NetConn() net.Conn }: // *tls.Conn
 		// Close of a TLS connection would report a clean end to the peer, and it would wait for a
@@ -512,7 +512,7 @@ func closeWrite(c net.Conn) error {
 func closeRead(c net.Conn) bool {
 	cr, ok := c.(interface{ CloseRead() error })
 	if ok {
-		cr.CloseRead() //nolint:errcheck // it fails if the peer has left; the other direction notices that
+		cr.CloseRead()
 	}
 	return ok
 }

@@ -96,14 +96,14 @@ func (l *line) start(conns int, o order) (*stream, error) {
 	for range conns {
 		c, err := l.dial()
 		if err != nil {
-			s.stop() //nolint:errcheck // there is an error already
+			s.stop() //nolint:errcheck // the caller gets the first error
 			return nil, err
 		}
 		s.conns = append(s.conns, c)
 	}
 	for _, c := range s.conns {
 		if err := o.give(c); err != nil {
-			s.stop() //nolint:errcheck // there is an error already
+			s.stop() //nolint:errcheck // the caller gets the first error
 			return nil, err
 		}
 		if o.Kind != orderSink {

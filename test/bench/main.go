@@ -231,7 +231,7 @@ func repository() (string, error) {
 
 func (b *bench) close() {
 	for _, dir := range b.folders {
-		os.RemoveAll(dir) //nolint:errcheck // it is in the temporary folder
+		os.RemoveAll(dir)
 	}
 }
 

@@ -223,5 +223,5 @@ func (r *report) write(path string) error {
 	if err != nil {
 		return err
 	}
-	return os.WriteFile(path, append(text, '\n'), 0o644) //nolint:gosec // it is to be read
+	return os.WriteFile(path, append(text, '\n'), 0o644)
 }

@@ -242,7 +242,7 @@ func judge(outcomes []outcome) error {
 			}
 		}
 	}
-	table.Flush() //nolint:errcheck // it is the terminal
+	table.Flush() //nolint:errcheck // standard output: nobody is left to tell
 	fmt.Printf("bounds: ratio at least %.2f, growth at most %d MiB\n", minRatio, maxGrowth/mib)
 	return errors.Join(errs...)
 }

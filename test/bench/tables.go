@@ -152,7 +152,7 @@ func columns(w io.Writer, table [][]string) {
 	for _, cells := range table {
 		fmt.Fprintln(t, strings.Join(cells, "\t"))
 	}
-	t.Flush() //nolint:errcheck // it is the terminal
+	t.Flush() //nolint:errcheck // standard output: nobody is left to tell
 }
 
 // failures says who is missing, and what has failed.

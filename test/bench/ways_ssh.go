@@ -27,7 +27,7 @@ func startSSH(b *bench, l *line) error {
 	}
 	if me.Uid == "0" {
 		// A sshd that init starts finds it there.
-		if err = os.MkdirAll("/run/sshd", 0o755); err != nil { //nolint:gosec // as Debian makes it
+		if err = os.MkdirAll("/run/sshd", 0o755); err != nil { // as Debian makes it
 			return err
 		}
 	}

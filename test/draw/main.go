@@ -62,7 +62,7 @@ func run(seed uint64, comments, sentences int) error {
 		}
 		pages = append(pages, found...)
 	}
-	rng := rand.New(rand.NewPCG(seed, 0)) //nolint:gosec // no secret
+	rng := rand.New(rand.NewPCG(seed, 0))
 	show("comment", code, comments, rng)
 	show("sentence", pages, sentences, rng)
 	return nil

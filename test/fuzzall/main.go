@@ -50,7 +50,7 @@ func run(each time.Duration, patterns []string) error {
 			found++
 			fmt.Printf("fuzz  %s/%s for %s\n", pkg, target, each)
 			// No new inputs are minimised for longer than the fuzzing itself takes.
-			cmd := exec.Command("go", "test", "-run", "^$", "-fuzz", "^"+target+"$", //nolint:gosec // names from go list
+			cmd := exec.Command("go", "test", "-run", "^$", "-fuzz", "^"+target+"$", // the names come from go list
 				"-fuzztime", each.String(), "-fuzzminimizetime", "5s", pkg)
 			if out, err := cmd.CombinedOutput(); err != nil && !timeIsUp(string(out)) {
 				return fmt.Errorf("%s/%s: %w\n%s", pkg, target, err, out)
@@ -74,7 +74,7 @@ func timeIsUp(out string) bool {
 
 // output returns the lines that a command prints.
 func output(name string, args ...string) ([]string, error) {
-	cmd := exec.Command(name, args...) //nolint:gosec // the go command
+	cmd := exec.Command(name, args...)
 	var stderr bytes.Buffer
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()

@@ -94,7 +94,7 @@ func joinAsAgent(t *testing.T, port int, token auth.Secret, identifiers string) 
 		return err.Error()
 	}
 	defer raw.Close()
-	c := tls.Client(raw, &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}}) //nolint:gosec // the attacker does not mind
+	c := tls.Client(raw, &tls.Config{InsecureSkipVerify: true, NextProtos: []string{"h2"}}) // the attacker does not mind
 	if _, err := io.WriteString(c, http2.ClientPreface); err != nil {
 		return err.Error()
 	}

@@ -235,7 +235,7 @@ func (f *framer) read(session chan struct{}) {
 			for _, h := range frame.Fields {
 				if h.Name == "grpc-status" && frame.StreamID == 1 {
 					n, _ := strconv.Atoi(h.Value)
-					answer = codes.Code(n).String() //nolint:gosec // it is small
+					answer = codes.Code(n).String()
 				}
 			}
 		case *http2.SettingsFrame:

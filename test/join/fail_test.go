@@ -197,10 +197,10 @@ func TestFolder(t *testing.T) {
 	if pem, err = os.ReadFile(filepath.Join(dir, "node.pem")); err != nil {
 		t.Fatal(err)
 	}
-	if err := os.WriteFile(filepath.Join(dir, "node.pem"), nil, 0o644); err != nil { //nolint:gosec // as an operator would
+	if err := os.WriteFile(filepath.Join(dir, "node.pem"), nil, 0o644); err != nil { // as an operator would
 		t.Fatal(err)
 	}
-	if err := os.Chmod(filepath.Join(dir, "node.pem"), 0o644); err != nil { //nolint:gosec // likewise
+	if err := os.Chmod(filepath.Join(dir, "node.pem"), 0o644); err != nil { // likewise
 		t.Fatal(err)
 	}
 	s.want(3, s.tunnel("", "config", "check", "-c", filepath.Join(dir, "edge.toml")), "nodecert: ", "chmod 600", "tunnel join writes another")

@@ -20,7 +20,7 @@ func FullBacklog() (addr string, closeAll func(), err error) {
 		for _, c := range waiting {
 			c.Close()
 		}
-		syscall.Close(fd) //nolint:errcheck // it is ours
+		syscall.Close(fd)
 	}
 	err = errors.Join(
 		syscall.Bind(fd, &syscall.SockaddrInet4{Addr: [4]byte{127, 0, 0, 1}}),

@@ -58,7 +58,7 @@ func NewLink(networks [2]*Network, addresses [2]netip.Prefix, mtu int, q Quality
 		}
 	}
 	for i := range l.ends {
-		d := &direction{link: l, from: l.ends[i], to: l.ends[1-i], arrived: make(chan packet, 1), rng: rand.New(rand.NewPCG(1, uint64(i)))} //nolint:gosec // no secret
+		d := &direction{link: l, from: l.ends[i], to: l.ends[1-i], arrived: make(chan packet, 1), rng: rand.New(rand.NewPCG(1, uint64(i)))}
 		l.carried.Go(d.read)
 		l.carried.Go(d.deliver)
 	}
@@ -78,7 +78,7 @@ func newTUN(n *Network, name string) (file *os.File, err error) {
 			err = unix.IoctlIfreq(fd, unix.TUNSETIFF, request)
 		}
 		if err != nil {
-			unix.Close(fd) //nolint:errcheck // nothing was written
+			unix.Close(fd)
 			return fmt.Errorf("making the device %s: %w", name, err)
 		}
 		file = os.NewFile(uintptr(fd), "/dev/net/tun")

@@ -12,7 +12,7 @@ import (
 // lost or doubled block of a round size goes unnoticed.
 var Noise = func() []byte { //nolint:gochecknoglobals // it never changes
 	b := make([]byte, 65521)
-	rand.NewChaCha8([32]byte{'t', 'u', 'n', 'n', 'e', 'l'}).Read(b) //nolint:errcheck // it has no errors
+	rand.NewChaCha8([32]byte{'t', 'u', 'n', 'n', 'e', 'l'}).Read(b) //nolint:errcheck // it never fails
 	return b
 }()
 

@@ -116,7 +116,7 @@ var taken sync.Map //nolint:gochecknoglobals // ports that this process has give
 // FreePort returns a port that nobody listens on now.
 func FreePort() (int, error) {
 	for range 1000 {
-		port := firstPort + rand.IntN(lastPort-firstPort) //nolint:gosec // no secret
+		port := firstPort + rand.IntN(lastPort-firstPort)
 		if _, used := taken.LoadOrStore(port, true); used {
 			continue
 		}

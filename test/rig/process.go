@@ -70,7 +70,7 @@ func StartIn(network *Network, log *Log, path string, args ...string) (*Process,
 		}
 		p.process, p.pid = cmd.Process, cmd.Process.Pid
 		started <- nil
-		cmd.Wait() //nolint:errcheck // it is in ProcessState
+		cmd.Wait() //nolint:errcheck // ProcessState keeps the outcome
 		p.state = cmd.ProcessState
 		close(p.done)
 	}()
@@ -104,7 +104,7 @@ func (p *Process) Signal(s syscall.Signal) error { return p.process.Signal(s) }
 
 // Kill ends the process as a crash does and waits until it has ended.
 func (p *Process) Kill() {
-	p.process.Kill() //nolint:errcheck // it may have ended
+	p.process.Kill() //nolint:errcheck // it fails only if the process has ended
 	<-p.done
 }
 

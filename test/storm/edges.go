@@ -116,14 +116,14 @@ func graze(file string) error {
 						return nil, ctx.Err()
 					}
 				}
-				return from.DialContext(ctx, network, h.Replicas[rand.IntN(len(h.Replicas))]) //nolint:gosec // no secret
+				return from.DialContext(ctx, network, h.Replicas[rand.IntN(len(h.Replicas))])
 			},
 		})
 		if err != nil {
 			return err
 		}
 		clients = append(clients, c)
-		go c.Run(context.Background()) //nolint:errcheck // it does not end
+		go c.Run(context.Background()) //nolint:errcheck // it runs until the process ends
 	}
 	for before := -1; ; time.Sleep(sample) {
 		n := 0

@@ -101,12 +101,12 @@ func (s *storm) run() (err error) {
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(dir) //nolint:errcheck // a folder of temporary files
+	defer os.RemoveAll(dir)
 	interrupted := make(chan os.Signal, 1)
 	signal.Notify(interrupted, os.Interrupt, syscall.SIGTERM)
 	go func() {
 		<-interrupted
-		os.RemoveAll(dir) //nolint:errcheck // it holds tokens and keys; the processes end with this one
+		os.RemoveAll(dir) // it holds tokens and keys; the processes end with this one
 		os.Exit(1)
 	}()
 	binary, err := rig.Build(dir)

@@ -68,7 +68,7 @@ func check(command []string, stdout, stderr io.Writer) (int, error) {
 	if err != nil {
 		return 1, err
 	}
-	defer os.RemoveAll(dir) //nolint:errcheck // it is in the temporary folder
+	defer os.RemoveAll(dir)
 	if err := s.unpack(dir); err != nil {
 		return 1, err
 	}
@@ -77,7 +77,7 @@ func check(command []string, stdout, stderr io.Writer) (int, error) {
 }
 
 func run(command []string, stdout, stderr io.Writer) (int, error) {
-	cmd := exec.Command(command[0], command[1:]...) //nolint:gosec // whoever runs us says what
+	cmd := exec.Command(command[0], command[1:]...)
 	cmd.Stdout, cmd.Stderr = stdout, stderr
 	err := cmd.Run()
 	if errors.As(err, new(*exec.ExitError)) {

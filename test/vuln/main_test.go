@@ -45,7 +45,7 @@ func TestCheck(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			path := filepath.Join(t.TempDir(), "govulncheck")
-			if err := os.WriteFile(path, fmt.Appendf(nil, program, c.stderr, c.end), 0o700); err != nil { //nolint:gosec // it is a program
+			if err := os.WriteFile(path, fmt.Appendf(nil, program, c.stderr, c.end), 0o700); err != nil {
 				t.Fatal(err)
 			}
 			var stdout, stderr bytes.Buffer
