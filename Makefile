@@ -44,7 +44,7 @@ test: race fuzz ## the tests: with the race detector, leak checks, and 10 s of f
 
 .PHONY: race
 race: iproute2 strace ## the tests with the race detector; a skip that test/skips.txt does not list fails
-	@go run ./test/report -allow test/skips.txt -- go test -race -count=1 -timeout 10m -json $(PKGS)
+	@go run ./tools/report -allow test/skips.txt -- go test -race -count=1 -timeout 10m -json $(PKGS)
 
 # Tests that make networks of their own do it with ip(8).
 .PHONY: iproute2
@@ -60,15 +60,15 @@ strace:
 
 .PHONY: fuzz
 fuzz: ## fuzz every target for FUZZTIME (60s each: 25 minutes); commit an input that fails, named after its fault
-	@go run ./test/fuzzall -time $(FUZZTIME) $(PKGS)
+	@go run ./tools/fuzzall -time $(FUZZTIME) $(PKGS)
 
 .PHONY: lint
-lint: ## golangci-lint, formatting, that go.mod is in order, and the sentences of the pages (test/prose)
+lint: ## golangci-lint, formatting, that go.mod is in order, and the sentences of the pages (tools/prose)
 	@$(GOLANGCI) run $(PKGS)
 	@$(GOLANGCI) fmt --diff
 	@go mod verify >/dev/null
 	@go mod tidy -diff
-	@$(VALE) --config test/prose/vale.ini --output=line README.md CHANGELOG.md docs
+	@$(VALE) --config tools/prose/vale.ini --output=line README.md CHANGELOG.md docs
 
 # The daemons are for Linux. The commands that a newcomer types build everywhere. Tests use
 # Linux, so on other systems only the code itself is vetted.
@@ -84,7 +84,7 @@ cross: ## that everything builds for darwin and windows, for linux/arm64, and wi
 .PHONY: vuln
 vuln: ## known vulnerabilities in what we depend on (asks vuln.go.dev; where that cannot be reached, a snapshot of it)
 	@GOBIN=$(CURDIR)/bin go install $(GOVULNCHECK)
-	@go run ./test/vuln -- bin/govulncheck $(PKGS)
+	@go run ./tools/vuln -- bin/govulncheck $(PKGS)
 
 # Built in its own module: `go run` would ask for all its versions, which not every
 # proxy lists.
@@ -111,5 +111,4 @@ tidy: ## format, and put go.mod in order
 clean: ## remove what make has made here
 	@rm -rf bin conf/dev
 
--include test/test.mk
-include test/e2e/e2e.mk
+include test/test.mk test/e2e/e2e.mk bench/bench.mk

@@ -1,7 +1,7 @@
-# Tests and measurements with processes of their own. Included by the Makefile of the
-# repository; paths are relative to its directory. Linux only; no root but where it is said.
+# Tests with processes of their own. Included by the Makefile of the repository; paths are
+# relative to its directory. Linux only; no root but where it is said.
 
-.PHONY: faults replicas vanish hostile soak links bench bench-ci bench-long bench-compare bench-egress storm scale interop
+.PHONY: faults replicas vanish hostile soak links interop
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
@@ -23,25 +23,3 @@ soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as 
 
 links: iproute2 ## bulk transfers over 10, 1 and 0.1 Mbit/s, 4 to 110 at once, up and down; links that are cut for 2 to 10 s (a quarter of an hour)
 	TUNNEL_LINKS=1 go test -count=1 -timeout 40m -parallel 6 -v -run 'TestBulkOverThinLink|TestShortCut' ./test/links
-
-bench: iproute2 ## what a conn costs, beside TCP, TLS, yamux, ssh -R and Konnectivity; far away; beside 50 stalled readers; a storm (eight minutes; ARGS="-part cost" for a part)
-	go run ./test/bench $(ARGS)
-
-bench-long: iproute2 ## the same at length, with everybody over every link; into docs/benchmarks (half an hour, on a machine that does nothing else, in a tree without changes)
-	go run ./test/bench -long -json docs/benchmarks/bench.json -render $(ARGS)
-
-bench-ci: ## one row of it, to see that it can be measured (half a minute)
-	go run ./test/bench -part speed -rows '^download, 1 conn$$' -ways tunnel,tls -rounds 1
-
-bench-compare: ## the Go micro-benchmarks of this tree beside those of BASE, by benchstat (BASE=main; two minutes; BENCH=Codec ARGS=./pkg/conn for some)
-	@test/compare/compare.sh "$(BASE)" $(ARGS)
-
-bench-egress: ## what the egress front door costs, beside Konnectivity's server and agent with the same clients (two minutes)
-	go -C test/interop test -run='^$$' -bench=Egress -benchtime=1x -timeout 10m .
-
-storm: iproute2 ## 5,000 edges lose their cloud at once: when they are back, and what they cost it (EDGES=10000; two minutes)
-	go run ./test/storm -edges $(or $(EDGES),5000)
-
-# 250 addresses are many NATs. The edges share this machine's processors with the cloud, so they come at a pace.
-scale: iproute2 ## what nodes cost by tens of thousands: docs/scale.md (NODES=10000 in REPLICAS=2: two minutes; 30000: six)
-	go run ./test/storm -edges $(or $(NODES),10000) -replicas $(or $(REPLICAS),2) -sources 250 -rate 600

@@ -46,6 +46,8 @@ var arrows = []arrow{
 	{"internal/demo", []string{"pkg/auth", "pkg/reload", "pkg/stream"}, "it runs the program itself for each end; only a stranger with a wrong token is its own"},
 	{"internal/testkit", nil, "waiting and logs are the same in every test; a test of any package may use it, so it knows none of them"},
 	{"test", []string{"conf", "pkg", "test"}, "what needs two ends may use every package but cmd, which it runs as a process"},
+	{"bench", []string{"pkg", "test/rig"}, "a benchmark starts its processes as the tests do; no test depends on a benchmark"},
+	{"tools", nil, "a tool reads this repository as files, and works on a tree that does not build"},
 }
 
 // goPackage is what the files of one directory say; tests apart, which may import

@@ -1,7 +1,7 @@
 #!/bin/bash
 # The Go micro-benchmarks of this working tree beside those of another revision:
 #
-#   test/compare/compare.sh BASE [package...]
+#   bench/compare/compare.sh BASE [package...]
 #
 # Both are built first, then run in turn (base, tree, base, tree, ...), so that what else
 # the machine does hits both. benchstat says what differs; "~" is nothing that can be told

@@ -1,7 +1,7 @@
 // Command fuzzall fuzzes every target of the given packages, one after the other,
 // since `go test -fuzz` takes one target at a time:
 //
-//	go run ./test/fuzzall -time 10s ./...
+//	go run ./tools/fuzzall -time 10s ./...
 //
 // Go's build cache keeps the inputs that reach new code, in the folder "fuzz" of `go env GOCACHE`.
 // The next run continues from these inputs, on a developer's machine and in a CI that keeps the

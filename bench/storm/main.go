@@ -1,7 +1,7 @@
 // Storm has thousands of edges lose their cloud at the same moment, and says how they
 // come back and what they cost:
 //
-//	go run ./test/storm [-edges 5000] [-replicas 1] [-sources 1] [-rate 0] [-calm 20s] [-json FILE]
+//	go run ./bench/storm [-edges 5000] [-replicas 1] [-sources 1] [-rate 0] [-calm 20s] [-json FILE]
 //
 // Each replica of the cloud is a process. The edges are clients in further processes (one
 // for every 10,000), over TLS, each with a token of its own, and they join as every edge

@@ -2,7 +2,7 @@
 // fails when a test fails, when none ran, and when one was skipped that the list of
 // allowed skips does not name:
 //
-//	go run ./test/report -allow test/skips.txt -- go test -json ./...
+//	go run ./tools/report -allow test/skips.txt -- go test -json ./...
 //
 // A line of the list is "package/TestName: reason". A line that nothing needed is no
 // error: what is skipped depends on the machine.

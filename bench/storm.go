@@ -15,10 +15,10 @@ const (
 	stormBackName = "all edges are back after"
 )
 
-// storm has thousands of edges lose their cloud: test/storm, a program of its own.
+// storm has thousands of edges lose their cloud: bench/storm, a program of its own.
 func (b *bench) storm(edges int) error {
 	program, found := b.file("storm"), b.file("storm.json")
-	build := exec.Command("go", "build", "-o", program, "./test/storm")
+	build := exec.Command("go", "build", "-o", program, "./bench/storm")
 	build.Dir = b.top
 	if out, err := build.CombinedOutput(); err != nil {
 		return fmt.Errorf("building the storm: %w: %s", err, out)

@@ -3,8 +3,8 @@
 //
 //	make bench                                       # everything once
 //	make bench-long                                  # at length, into docs/benchmarks
-//	go run ./test/bench -part speed -ways tunnel,ssh # some of it
-//	go run ./test/bench -render                      # the pages again, from the JSON
+//	go run ./bench -part speed -ways tunnel,ssh # some of it
+//	go run ./bench -render                      # the pages again, from the JSON
 //
 // The ends of each way, its target and the client are processes of their own, on loopback or
 // in two networks with a link between them that is long, lossy or narrow (see rig.Link).

@@ -24,7 +24,7 @@ func TestDocuments(t *testing.T) {
 		if err != nil {
 			t.Error(err)
 		} else if !bytes.Equal(got, want) {
-			t.Errorf("%s is not what %s says: go run ./test/bench -render", path, jsonPath)
+			t.Errorf("%s is not what %s says: go run ./bench -render", path, jsonPath)
 		}
 	}
 	for _, path := range []string{"README.md", "docs/benchmarks/README.md", plotPath("speed"), plotPath("links")} {

@@ -14,7 +14,7 @@ import (
 )
 
 // snapshotPath is where the snapshot is, from the top of the repository.
-const snapshotPath = "test/vuln/snapshot.json"
+const snapshotPath = "tools/vuln/snapshot.json"
 
 //go:embed snapshot.json
 var snapshotJSON []byte
@@ -77,7 +77,7 @@ func (s *snapshot) covers() error {
 	}
 	names = slices.DeleteFunc(names, func(name string) bool { return slices.Contains(s.Modules, name) })
 	if len(names) > 0 {
-		return fmt.Errorf("vuln.go.dev cannot be reached, and %s does not cover %s; take it anew: go run ./test/vuln -take CLONE", snapshotPath, strings.Join(names, ", "))
+		return fmt.Errorf("vuln.go.dev cannot be reached, and %s does not cover %s; take it anew: go run ./tools/vuln -take CLONE", snapshotPath, strings.Join(names, ", "))
 	}
 	return nil
 }

@@ -1,13 +1,13 @@
 // Command vuln runs govulncheck, and tells what it has found from what it could not ask:
 //
-//	go run ./test/vuln -- bin/govulncheck ./...
+//	go run ./tools/vuln -- bin/govulncheck ./...
 //
 // A vulnerability fails, and so does whatever else goes wrong. Where the vulnerability
 // database cannot be reached (a machine without a network) the records in snapshot.json
 // are asked: those of everything that we depend on, as they were on the day that is
 // printed. They are taken anew from a clone of github.com/golang/vulndb:
 //
-//	go run ./test/vuln -take CLONE
+//	go run ./tools/vuln -take CLONE
 package main
 
 import (

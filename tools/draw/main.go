@@ -1,7 +1,7 @@
 // Command draw picks comments of the code and sentences of the pages at random, so that somebody who
 // does not know the project can say what each of them means:
 //
-//	go run ./test/draw -seed 1 -comments 40 -sentences 20
+//	go run ./tools/draw -seed 1 -comments 40 -sentences 20
 //
 // The same seed draws the same ones from the same tree.
 package main
