@@ -193,7 +193,7 @@ func (c *Conn) Reset() error {
 // OnReset calls f when the conn is aborted, at once if it already is.
 func (c *Conn) OnReset(f func()) {
 	c.mu.Lock()
-	if !isClosed(c.over) {
+	if !tunnel.IsClosed(c.over) {
 		c.onReset = append(c.onReset, f)
 		c.mu.Unlock()
 		return
@@ -215,12 +215,12 @@ func (c *Conn) bothEndedLocked() bool {
 // end ends the conn: cleanly when err is nil, else by a reset. Only the first call counts.
 func (c *Conn) end(err error) {
 	c.mu.Lock()
-	if isClosed(c.over) {
+	if tunnel.IsClosed(c.over) {
 		c.mu.Unlock()
 		return
 	}
 	c.err = err
-	if !isClosed(c.out.done) {
+	if !tunnel.IsClosed(c.out.done) {
 		c.out.err = err
 		if err == nil {
 			c.out.err = syscall.EPIPE
@@ -253,7 +253,7 @@ func (c *Conn) end(err error) {
 func (c *Conn) oneLess() {
 	c.mu.Lock()
 	c.goroutines--
-	last := c.goroutines == 0 && isClosed(c.over)
+	last := c.goroutines == 0 && tunnel.IsClosed(c.over)
 	c.mu.Unlock()
 	if last {
 		c.gone()
@@ -263,7 +263,7 @@ func (c *Conn) oneLess() {
 // goLocked runs f in a goroutine that gone waits for; caller holds mu. It starts nothing once the
 // conn is over. A panic ends this conn and no other.
 func (c *Conn) goLocked(f func()) {
-	if isClosed(c.over) {
+	if tunnel.IsClosed(c.over) {
 		return
 	}
 	c.goroutines++

@@ -61,13 +61,3 @@ func (d *deadline) wait() <-chan struct{} {
 	defer d.mu.Unlock()
 	return d.expired
 }
-
-// isClosed reports whether c is closed.
-func isClosed(c <-chan struct{}) bool {
-	select {
-	case <-c:
-		return true
-	default:
-		return false
-	}
-}

@@ -4,6 +4,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"tunnel/pkg/tunnel"
 )
 
 func TestDeadline(t *testing.T) {
@@ -14,31 +16,31 @@ func TestDeadline(t *testing.T) {
 		d.set(time.Now().Add(time.Minute))
 		time.Sleep(time.Minute - 1)
 		synctest.Wait()
-		if isClosed(first) {
+		if tunnel.IsClosed(first) {
 			t.Error("passed before its time")
 		}
 		d.set(time.Now().Add(time.Minute)) // moved at the last moment
 		time.Sleep(time.Minute - 1)
 		synctest.Wait()
-		if isClosed(first) {
+		if tunnel.IsClosed(first) {
 			t.Error("the old time counts after it was moved")
 		}
 		time.Sleep(time.Nanosecond)
 		synctest.Wait()
-		if !isClosed(first) {
+		if !tunnel.IsClosed(first) {
 			t.Error("has not passed at its time")
 		}
 		d.set(time.Now().Add(-1))
-		if !isClosed(d.wait()) {
+		if !tunnel.IsClosed(d.wait()) {
 			t.Error("one in the past has not passed")
 		}
 		d.set(time.Time{})
-		if isClosed(d.wait()) {
+		if tunnel.IsClosed(d.wait()) {
 			t.Error("has passed although there is none")
 		}
 		time.Sleep(time.Hour)
 		synctest.Wait()
-		if isClosed(d.wait()) {
+		if tunnel.IsClosed(d.wait()) {
 			t.Error("a cancelled timer has fired")
 		}
 	})

@@ -53,7 +53,7 @@ func (f *fakeCall) sendInto(window chan []byte, m any, ended error) error {
 	}
 	wire := buffers.Materialize()
 	buffers.Free()
-	if isClosed(f.returned) || isClosed(f.cancelled) {
+	if tunnel.IsClosed(f.returned) || tunnel.IsClosed(f.cancelled) {
 		return ended
 	}
 	select {
@@ -84,7 +84,7 @@ type fakeEdge struct{ *fakeCall }
 func (f fakeEdge) SendMsg(m any) error { return f.sendInto(f.up, m, io.EOF) }
 
 func (f fakeEdge) RecvMsg(m any) error {
-	if isClosed(f.cancelled) {
+	if tunnel.IsClosed(f.cancelled) {
 		return errCallEnded
 	}
 	var wire []byte
@@ -318,8 +318,8 @@ func runScripts(p *fakeConns, cloud, edge script, data []byte) (wrong []string) 
 	for p.gone.Load() != 2 && len(late) == 0 {
 		time.Sleep(10 * time.Microsecond)
 	}
-	if n := p.gone.Load(); n != 2 || !isClosed(cDone) || !isClosed(eDone) {
-		bad("something is left: %d of 2 ends are gone, cloud's script done: %t, edge's: %t", n, isClosed(cDone), isClosed(eDone))
+	if n := p.gone.Load(); n != 2 || !tunnel.IsClosed(cDone) || !tunnel.IsClosed(eDone) {
+		bad("something is left: %d of 2 ends are gone, cloud's script done: %t, edge's: %t", n, tunnel.IsClosed(cDone), tunnel.IsClosed(eDone))
 		p.cloud.Reset()
 		p.edge.Reset()
 		return wrong
@@ -367,7 +367,7 @@ func TestBytesAfterFin(t *testing.T) {
 				t.Fatalf("reading to fin: %v", err)
 			}
 			p.call.up <- []byte{keyData, 1, 'y'}
-			testkit.Eventually(t, "the conn is reset", func() bool { return isClosed(p.cloud.over) && p.cloud.err != nil })
+			testkit.Eventually(t, "the conn is reset", func() bool { return tunnel.IsClosed(p.cloud.over) && p.cloud.err != nil })
 			p.edge.end(tunnel.ErrReset)
 			testkit.Eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
 		})
@@ -521,7 +521,7 @@ func TestNoAbortToAnOlderPeer(t *testing.T) {
 		}
 		testkit.Eventually(t, "a chunk is on its way", func() bool { return len(p.call.up) == 1 })
 		p.edge.ResetBehind()
-		testkit.Eventually(t, "the edge's end is over", func() bool { return isClosed(p.edge.over) })
+		testkit.Eventually(t, "the edge's end is over", func() bool { return tunnel.IsClosed(p.edge.over) })
 		if p.edge.err == nil || p.edge.out.reset == noticeSent {
 			t.Fatalf("the edge's conn ends with %v, abort sent: %t", p.edge.err, p.edge.out.reset == noticeSent)
 		}

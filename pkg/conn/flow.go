@@ -5,6 +5,8 @@ import (
 	"sync/atomic"
 
 	"google.golang.org/grpc/mem"
+
+	"tunnel/pkg/tunnel"
 )
 
 // maxInFlight is how many chunks of a conn may be on their way from SendMsg to the socket. While so
@@ -76,5 +78,5 @@ func (f *flow) wait(done <-chan struct{}) bool {
 			return false
 		}
 	}
-	return !isClosed(done)
+	return !tunnel.IsClosed(done)
 }

@@ -47,10 +47,10 @@ func (c *Conn) Read(p []byte) (n int, err error) {
 	c.in.readMu.Lock()
 	defer c.in.readMu.Unlock()
 	expired := c.in.deadline.wait()
-	if isClosed(c.in.done) {
+	if tunnel.IsClosed(c.in.done) {
 		return 0, c.opError("read", net.ErrClosed)
 	}
-	if isClosed(expired) {
+	if tunnel.IsClosed(expired) {
 		return 0, c.opError("read", errTimeout)
 	}
 	if len(p) == 0 {
@@ -109,7 +109,7 @@ func (c *Conn) startReceiverLocked() {
 		return
 	}
 	c.in.receiving = true
-	if isClosed(c.over) {
+	if tunnel.IsClosed(c.over) {
 		close(c.in.queue)
 		return
 	}
@@ -188,7 +188,7 @@ func (c *Conn) note(fin, stop bool) bool {
 	if stop && !c.out.stopGot {
 		c.out.stopGot = true
 		callbacks, c.out.onStop = c.out.onStop, nil
-		if !isClosed(c.out.done) {
+		if !tunnel.IsClosed(c.out.done) {
 			c.out.err = syscall.EPIPE
 			close(c.out.done)
 		}
@@ -208,7 +208,7 @@ func (c *Conn) note(fin, stop bool) bool {
 // the receiver goroutine. Errors are w's own, or say that the conn was closed or reset.
 func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 	c.mu.Lock()
-	inline := !c.in.receiving && !isClosed(c.over) && !isClosed(c.in.done)
+	inline := !c.in.receiving && !tunnel.IsClosed(c.over) && !tunnel.IsClosed(c.in.done)
 	if inline {
 		c.in.receiving = true
 	}
@@ -222,7 +222,7 @@ func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 		var m incoming
 		if err := c.way.RecvMsg(&m); err != nil {
 			c.receiveError(err)
-			if isClosed(c.in.done) {
+			if tunnel.IsClosed(c.in.done) {
 				return n, c.opError("read", net.ErrClosed)
 			}
 			return n, c.opError("read", tunnel.ErrReset)
@@ -246,7 +246,7 @@ func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 		if c.note(m.fin, m.stop) {
 			return n, nil
 		}
-		if isClosed(c.in.done) {
+		if tunnel.IsClosed(c.in.done) {
 			return n, c.opError("read", net.ErrClosed)
 		}
 	}
@@ -300,12 +300,12 @@ func (c *Conn) receiveRest() {
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if !c.in.finGot && !isClosed(c.over) {
+	if !c.in.finGot && !tunnel.IsClosed(c.over) {
 		c.goLocked(func() { c.receiveLoop(true) })
 		return
 	}
 	close(c.in.queue)
-	if ended || isClosed(c.over) {
+	if ended || tunnel.IsClosed(c.over) {
 		return
 	}
 	pause := c.way.pauseAfterFin()
@@ -351,7 +351,7 @@ func (c *Conn) CloseRead() error {
 
 // endReadLocked is CloseRead; caller holds mu.
 func (c *Conn) endReadLocked() {
-	if isClosed(c.in.done) {
+	if tunnel.IsClosed(c.in.done) {
 		return
 	}
 	close(c.in.done)

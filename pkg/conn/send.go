@@ -54,7 +54,7 @@ func (c *Conn) Write(p []byte) (n int, err error) {
 	for {
 		// The deadline comes first: one in the past fails even where there is room.
 		expired := c.out.deadline.wait()
-		if isClosed(expired) {
+		if tunnel.IsClosed(expired) {
 			return n, c.opError("write", errTimeout)
 		}
 		m, err := c.queue(p[n:])
@@ -77,7 +77,7 @@ func (c *Conn) Write(p []byte) (n int, err error) {
 func (c *Conn) queue(p []byte) (n int, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if isClosed(c.out.done) {
+	if tunnel.IsClosed(c.out.done) {
 		return 0, c.out.err
 	}
 	if len(p) == 0 {
@@ -303,7 +303,7 @@ func (c *Conn) sendBehind(o *outgoing) error {
 	defer c.out.sendMu.Unlock()
 	_, err := c.sendPending()
 	// Not before sendPending: it may have sent fin, and nothing goes behind fin.
-	if err == nil && isClosed(c.out.done) {
+	if err == nil && tunnel.IsClosed(c.out.done) {
 		err = c.writeError()
 	}
 	if err != nil {
@@ -330,7 +330,7 @@ func (c *Conn) writeError() error {
 func (c *Conn) CloseWrite() error {
 	c.mu.Lock()
 	due := c.endWriteLocked(syscall.EPIPE)
-	inline := due && !c.out.sending && c.way.sendsAtOnce(c.out.sent) && !isClosed(c.over) && c.out.sendMu.TryLock()
+	inline := due && !c.out.sending && c.way.sendsAtOnce(c.out.sent) && !tunnel.IsClosed(c.over) && c.out.sendMu.TryLock()
 	switch {
 	case inline:
 		c.goroutines++ // as if this call were one
@@ -349,7 +349,7 @@ func (c *Conn) CloseWrite() error {
 // endWriteLocked ends the direction in which this side writes; err is for later writes. It reports
 // whether fin is now due.
 func (c *Conn) endWriteLocked(err error) bool {
-	if isClosed(c.out.done) {
+	if tunnel.IsClosed(c.out.done) {
 		return false
 	}
 	c.out.err = err
@@ -369,11 +369,11 @@ const abortTime = time.Second
 // does, if the other side knows no abort (Config.Ordered), and after abortTime if it has not taken all.
 func (c *Conn) ResetBehind() {
 	c.mu.Lock()
-	inOrder := c.ordered && c.out.fin == noticeNone && !c.out.stopGot && !isClosed(c.over)
+	inOrder := c.ordered && c.out.fin == noticeNone && !c.out.stopGot && !tunnel.IsClosed(c.over)
 	if inOrder && c.out.reset == noticeNone {
 		c.out.reset = noticeDue
 		c.out.resetLate = time.AfterFunc(abortTime, func() { c.end(tunnel.ErrReset) })
-		if !isClosed(c.out.done) {
+		if !tunnel.IsClosed(c.out.done) {
 			c.out.err = tunnel.ErrReset
 			close(c.out.done)
 		}

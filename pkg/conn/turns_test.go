@@ -27,7 +27,7 @@ func newThinTurns(t *testing.T, rate int64) *thinTurns {
 func (tt *thinTurns) ask(f *flow, n int) {
 	go func() {
 		granted := tt.wait(f, n, tt.done)
-		if granted > tt.chunk() && !isClosed(tt.done) {
+		if granted > tt.chunk() && !tunnel.IsClosed(tt.done) {
 			tt.t.Errorf("%d bytes have their turn at once, want %d at most", granted, tt.chunk())
 		}
 		f.add()

@@ -636,12 +636,12 @@ func TestEdgeEndsEarly(t *testing.T) {
 				got.conn.(*conn.Conn).WriteTo(io.Discard)
 			}()
 			if name == "wholly" {
-				r.eventually("the conn is reset", func() bool { return isClosed(reset) })
+				r.eventually("the conn is reset", func() bool { return tunnel.IsClosed(reset) })
 			} else {
 				r.eventually("it waits for the rest", held.EndGot)
 			}
 			got.conn.Close()
-			r.eventually("nobody waits", func() bool { return isClosed(done) })
+			r.eventually("nobody waits", func() bool { return tunnel.IsClosed(done) })
 			r.dir.Lookup("edge1").Close(errors.New("over"))
 		})
 	}

@@ -156,7 +156,7 @@ func TestPauseEndsWithTheLastSession(t *testing.T) {
 			c.links = nil
 		}
 		c.noteLocked()
-		return isClosed(paused)
+		return tunnel.IsClosed(paused)
 	})
 }
 
@@ -283,7 +283,7 @@ func TestAgentElsewhere(t *testing.T) {
 	})
 	agents := claim(agent)
 	p.yield("edge1", agent)
-	if isClosed(s.Done()) {
+	if tunnel.IsClosed(s.Done()) {
 		t.Fatal("the agent has ended the edge's session")
 	}
 	if p.hasLeft(s) {
@@ -300,7 +300,7 @@ func TestAgentElsewhere(t *testing.T) {
 		t.Error("an edge elsewhere does not take the dials of an agent here")
 	}
 	p.yield("edge1", edge)
-	if !isClosed(s.Done()) {
+	if !tunnel.IsClosed(s.Done()) {
 		t.Error("another edge does not end the session")
 	}
 }

@@ -58,7 +58,7 @@ func (p *Peers) tell(s *edgeSession) {
 	for {
 		changed := p.dir.Changed()
 		var news pb.Nodes
-		if isClosed(p.left) {
+		if tunnel.IsClosed(p.left) {
 			news.Leaving, left = true, nil
 		}
 		now := p.dir.Sessions()
@@ -358,7 +358,7 @@ func (p *Peers) reach(r *replica) []netip.Addr {
 // ownLocked returns the addresses that lead to this replica's nodes. These are its own addresses,
 // or another replica's when this one is about to stop. The caller holds mu.
 func (p *Peers) ownLocked() []netip.Addr {
-	if !isClosed(p.left) {
+	if !tunnel.IsClosed(p.left) {
 		return p.cfg.Addrs
 	}
 	best := ""

@@ -106,7 +106,7 @@ func TestReplacedProofIsRevoked(t *testing.T) {
 		s.proof.Store(&proof{grant: auth.Grant{Revoked: second}, release: func() {}}) // and says nothing
 		close(first)
 		time.Sleep(time.Second)
-		if isClosed(s.done) {
+		if tunnel.IsClosed(s.done) {
 			t.Error("the session has ended with its old proof")
 		}
 		s.proven <- struct{}{}

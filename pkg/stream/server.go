@@ -203,7 +203,7 @@ func (s *Server) Run(ctx context.Context) error {
 	fromFar.Close()
 	close(served)
 	listening.Wait()
-	if isClosed(s.leaving) {
+	if tunnel.IsClosed(s.leaving) {
 		<-ctx.Done()
 	}
 	if ctx.Err() == nil {
@@ -282,7 +282,7 @@ func (s *Server) drain() {
 // grace returns how long conns may continue when the server stops. The time that Leave took is part
 // of the grace period, because Kubernetes' 30 s begin with Leave.
 func (s *Server) grace() time.Duration {
-	if isClosed(s.leaving) {
+	if tunnel.IsClosed(s.leaving) {
 		return max(0, s.cfg.Grace-leaveFirst)
 	}
 	return s.cfg.Grace

@@ -189,7 +189,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	if s.cfg.Peers != nil {
 		s.cfg.Peers.welcome(cs)
 	}
-	if isClosed(s.leaving) { // this session was joining when Leave told the others
+	if tunnel.IsClosed(s.leaving) { // this session was joining when Leave told the others
 		cs.tellDrain(true)
 	}
 	return cs, nil

@@ -469,13 +469,3 @@ func text(s string) string {
 	}
 	return strings.ToValidUTF8(s, "?")
 }
-
-// isClosed reports whether c is closed.
-func isClosed(c <-chan struct{}) bool {
-	select {
-	case <-c:
-		return true
-	default:
-		return false
-	}
-}

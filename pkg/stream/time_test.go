@@ -425,7 +425,7 @@ func TestHeartbeatsBesideDeepQueue(t *testing.T) {
 		cs := r.cloudEnd("edge1")
 		const depth = 14 * time.Second
 		for range 600 {
-			if !isClosed(cs.done) {
+			if !tunnel.IsClosed(cs.done) {
 				cs.post(&tunnel.Message{Category: "test", Type: "bulk"})
 			}
 			if d := time.Duration(r.net.queue.Load()); d < depth {
@@ -507,7 +507,7 @@ func TestCloudThatAnswersNoHeartbeat(t *testing.T) {
 		es.mu.Lock()
 		es.beats = []time.Time{time.Now().Add(-stuckAfter)} // as if this one had been lost
 		es.mu.Unlock()
-		within(t, heartbeatInterval+time.Second, "the session ends", func() bool { return isClosed(es.done) })
+		within(t, heartbeatInterval+time.Second, "the session ends", func() bool { return tunnel.IsClosed(es.done) })
 		if err := es.reason(); err == nil || !strings.Contains(err.Error(), "heartbeat") {
 			t.Errorf("the session ended with %v", err)
 		}

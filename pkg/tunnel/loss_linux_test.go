@@ -103,7 +103,7 @@ func (s *stuck) Read([]byte) (int, error) { <-s.closed; return 0, ErrReset }
 func (s *stuck) Reset() error             { return s.Close() }
 
 func (s *stuck) Close() error {
-	if !isClosed(s.closed) {
+	if !IsClosed(s.closed) {
 		close(s.closed)
 	}
 	return nil

@@ -165,7 +165,7 @@ func (q *Queue) Enter(ctx context.Context, ended <-chan struct{}, r Request) *Re
 	defer q.mu.Unlock()
 	switch now := time.Now(); {
 	case w.settled:
-	case isClosed(ended):
+	case IsClosed(ended):
 		q.settleLocked(w, Refusef(Gone, "the session of %s has ended", q.Name))
 	case errors.Is(ctx.Err(), context.DeadlineExceeded):
 		q.refuseLocked(w, now, "; this open has waited for %s", now.Sub(began).Round(100*time.Millisecond))

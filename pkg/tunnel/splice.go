@@ -79,7 +79,7 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 func abort(a, b net.Conn, d *direction) {
 	Reset(a)
 	Reset(b)
-	if !isClosed(d.done) {
+	if !IsClosed(d.done) {
 		d.end(nil, ErrReset)
 	}
 }
@@ -174,13 +174,13 @@ func (d *direction) end(rerr, werr error) {
 }
 
 // copiedAll reports whether the half has ended after it copied all bytes of its source.
-func (d *direction) copiedAll() bool { return isClosed(d.done) && d.rerr == nil && d.werr == nil }
+func (d *direction) copiedAll() bool { return IsClosed(d.done) && d.rerr == nil && d.werr == nil }
 
 // afterwards calls f when the half has stopped copying, or at once if it already has. It may be
 // used only once per direction.
 func (d *direction) afterwards(f func()) {
 	d.mu.Lock()
-	ended := isClosed(d.done)
+	ended := IsClosed(d.done)
 	if !ended {
 		d.then = f
 	}
@@ -240,7 +240,7 @@ func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 // back. back may be waiting for a silent dst, so watch then stops back.
 func watch(src, dst net.Conn, back *direction) {
 	raw := rawConn(src)
-	if raw == nil || isClosed(back.done) {
+	if raw == nil || IsClosed(back.done) {
 		return
 	}
 	back.afterwards(func() {
@@ -258,7 +258,7 @@ func watch(src, dst net.Conn, back *direction) {
 // a cut-off upload would look complete. EPIPE is no loss: the peer sent its FIN before the reset
 // (tcp_reset in net/ipv4/tcp_input.c).
 func endedByLoss(src net.Conn, own, back *direction) bool {
-	if !isClosed(back.passed) && own.src != nil && src.LocalAddr().Network() != "unix" {
+	if !IsClosed(back.passed) && own.src != nil && src.LocalAddr().Network() != "unix" {
 		over, failed := pollHangUp(own.src)
 		if failed {
 			return false // the error is not reported yet, so the read saw a FIN
@@ -267,7 +267,7 @@ func endedByLoss(src net.Conn, own, back *direction) bool {
 			late := time.NewTimer(resetTime)
 			defer late.Stop()
 			for _, c := range []chan struct{}{back.done, back.passed} {
-				if isClosed(back.done) && !back.copiedAll() {
+				if IsClosed(back.done) && !back.copiedAll() {
 					break
 				}
 				select {
@@ -386,15 +386,6 @@ func (w *watchdog) hasLost(d *direction) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	return d.srcLost
-}
-
-func isClosed(c <-chan struct{}) bool {
-	select {
-	case <-c:
-		return true
-	default:
-		return false
-	}
 }
 
 // transfer copies src to dst. If src or dst is a tunnel conn, it uses that conn's own
