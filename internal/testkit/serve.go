@@ -1,9 +1,11 @@
 package testkit
 
 import (
+	"context"
 	"crypto/rand"
 	"io"
 	"net"
+	"net/http"
 	"sync"
 	"testing"
 )
@@ -16,6 +18,24 @@ func Serve(t testing.TB, serve func(c *net.TCPConn)) (addr string) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return accept(t, ln, func(c net.Conn) { serve(c.(*net.TCPConn)) }) // a TCP listener accepts no others
+}
+
+// ServeOn is Serve for a listener of the caller's, which it closes when the test ends. The end of the
+// test also ends ctx and closes the connections.
+func ServeOn(t testing.TB, ln net.Listener, serve func(ctx context.Context, c net.Conn)) (addr string) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	addr = accept(t, ln, func(c net.Conn) {
+		defer context.AfterFunc(ctx, func() { c.Close() })()
+		serve(ctx, c)
+	})
+	t.Cleanup(cancel) // before accept's Cleanup, which waits
+	return addr
+}
+
+// accept serves the connections of ln until the test ends.
+func accept(t testing.TB, ln net.Listener, serve func(c net.Conn)) (addr string) {
 	var live sync.WaitGroup
 	live.Go(func() {
 		for {
@@ -25,13 +45,27 @@ func Serve(t testing.TB, serve func(c *net.TCPConn)) (addr string) {
 			}
 			live.Go(func() {
 				defer c.Close()
-				serve(c.(*net.TCPConn)) // a TCP listener accepts no others
+				serve(c)
 			})
 		}
 	})
 	t.Cleanup(func() {
 		ln.Close()
 		live.Wait()
+	})
+	return ln.Addr().String()
+}
+
+// ServeTLS runs server on ln until the test ends. server has its certificate in TLSConfig.
+func ServeTLS(t testing.TB, ln net.Listener, server *http.Server) (addr string) {
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		server.ServeTLS(ln, "", "") //nolint:errcheck // Close makes it return
+	}()
+	t.Cleanup(func() {
+		server.Close()
+		<-done
 	})
 	return ln.Addr().String()
 }

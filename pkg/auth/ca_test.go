@@ -1,7 +1,6 @@
 package auth
 
 import (
-	"crypto/tls"
 	"crypto/x509"
 	"net"
 	"testing"
@@ -19,15 +18,7 @@ func TestCA(t *testing.T) {
 	}
 	issue := func(l Leaf) *x509.Certificate {
 		t.Helper()
-		certPEM, keyPEM, err := ca.Issue(l)
-		if err != nil {
-			t.Fatal(err)
-		}
-		pair, err := tls.X509KeyPair(certPEM, keyPEM)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return pair.Leaf
+		return pairOf(t, ca, l).Leaf
 	}
 	server := issue(Leaf{
 		CommonName: "cloud", DNSNames: []string{"tunnel.cloud.io"}, IPs: []net.IP{net.IPv6loopback},

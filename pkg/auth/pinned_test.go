@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// serverPair returns a server's certificate, with the CA's behind it, as a cloud presents them.
-func serverPair(t *testing.T, ca *CA, l Leaf) tls.Certificate {
+// pairOf issues a certificate and its key.
+func pairOf(t *testing.T, ca *CA, l Leaf) tls.Certificate {
 	t.Helper()
 	certPEM, keyPEM, err := ca.Issue(l)
 	if err != nil {
@@ -20,6 +20,13 @@ func serverPair(t *testing.T, ca *CA, l Leaf) tls.Certificate {
 	if err != nil {
 		t.Fatal(err)
 	}
+	return pair
+}
+
+// serverPair returns a server's certificate, with the CA's behind it, as a cloud presents them.
+func serverPair(t *testing.T, ca *CA, l Leaf) tls.Certificate {
+	t.Helper()
+	pair := pairOf(t, ca, l)
 	pair.Certificate = append(pair.Certificate, ca.cert.Raw)
 	return pair
 }

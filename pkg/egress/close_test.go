@@ -3,7 +3,6 @@ package egress
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"fmt"
 	"io"
 	"log/slog"
@@ -14,6 +13,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"tunnel/internal/testkit"
+	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
@@ -45,20 +45,9 @@ func (unbounded) Over()                                                 {}
 // for that node.
 func behindAgent(t *testing.T) toAgent {
 	t.Helper()
-	ca, err := auth.NewCA("agents", time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
-	certPEM, keyPEM, err := ca.Issue(auth.Leaf{CommonName: "cloud", IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	cert, err := tls.X509KeyPair(certPEM, keyPEM)
-	if err != nil {
-		t.Fatal(err)
-	}
-	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(ca.CertPEM())
+	ca := testca.New(t, "agents")
+	cert := ca.Pair(t, auth.Leaf{CommonName: "cloud", IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true})
+	pool := ca.Pool()
 	dir, addr, log := new(tunnel.Directory), freePort(t), slog.New(slog.DiscardHandler)
 	agents := konnectivity.NewAgents(konnectivity.AgentsConfig{
 		Listen: addr, TLS: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{cert}}, Auth: anybody{},

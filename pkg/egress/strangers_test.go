@@ -4,7 +4,6 @@ import (
 	"bufio"
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"io"
 	"log/slog"
@@ -22,6 +21,7 @@ import (
 	"google.golang.org/grpc/credentials"
 
 	"tunnel/internal/testkit"
+	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/konnectivity"
 	ports "tunnel/pkg/listen"
@@ -44,33 +44,15 @@ func newOverTLS(t *testing.T) overTLS {
 
 func newOverTLSTo(t *testing.T, dialer tunnel.Dialer, n *nodes) overTLS {
 	t.Helper()
-	issue := func(ca *auth.CA, l auth.Leaf) tls.Certificate {
-		cert, key, err := ca.Issue(l)
-		if err != nil {
-			t.Fatal(err)
-		}
-		pair, err := tls.X509KeyPair(cert, key)
-		if err != nil {
-			t.Fatal(err)
-		}
-		return pair
-	}
-	var cas [2]*auth.CA
-	for i := range cas {
-		var err error
-		if cas[i], err = auth.NewCA("callers", time.Hour); err != nil {
-			t.Fatal(err)
-		}
-	}
-	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(cas[0].CertPEM())
+	ca, otherCA := testca.New(t, "callers"), testca.New(t, "callers")
+	pool := ca.Pool()
 	o := overTLS{counters: new(tunnel.Counters)}
 	for _, c := range []struct {
 		into **tls.Config
-		ca   *auth.CA
-	}{{&o.caller, cas[0]}, {&o.stranger, cas[1]}} {
+		ca   testca.CA
+	}{{&o.caller, ca}, {&o.stranger, otherCA}} {
 		*c.into = &tls.Config{RootCAs: pool, ServerName: "egress",
-			Certificates: []tls.Certificate{issue(c.ca, auth.Leaf{CommonName: "me", Client: true})}}
+			Certificates: []tls.Certificate{c.ca.Pair(t, auth.Leaf{CommonName: "me", Client: true})}}
 	}
 	ports := []string{freePort(t), freePort(t)}
 	o.grpc, o.connect = ports[0], ports[1]
@@ -78,7 +60,7 @@ func newOverTLSTo(t *testing.T, dialer tunnel.Dialer, n *nodes) overTLS {
 		GRPC: []string{"tls://" + o.grpc}, HTTPConnect: []string{"tls://" + o.connect}, Identifiers: n,
 		Counters: o.counters, Strangers: 16, StrangersPerAddress: 3,
 		TLS: &tls.Config{
-			Certificates: []tls.Certificate{issue(cas[0], auth.Leaf{DNSNames: []string{"egress"}, Server: true})},
+			Certificates: []tls.Certificate{ca.Pair(t, auth.Leaf{DNSNames: []string{"egress"}, Server: true})},
 			ClientCAs:    pool, ClientAuth: tls.RequireAndVerifyClientCert,
 		},
 	}, dialer, n, slog.New(slog.DiscardHandler))

@@ -4,7 +4,6 @@ import (
 	"bufio"
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
@@ -229,7 +228,7 @@ func TestCallers(t *testing.T) {
 	for name, cert := range map[string]*tls.Certificate{
 		"none":       nil,
 		"another CA": stranger.issue("alice"),
-		"server's":   r.clientCA.issueFor("alice", []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth}),
+		"server's":   r.clientCA.issueLeaf(auth.Leaf{CommonName: "alice", Server: true}),
 	} {
 		if res, err := as(cert).Get("https://edge1/"); err == nil {
 			res.Body.Close()

@@ -3,7 +3,6 @@ package https
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"io"
 	"net"
@@ -22,8 +21,7 @@ import (
 func TestTLSResetIsNotACleanEnd(t *testing.T) {
 	ca := newCA(t, "ca")
 	server := &tls.Config{Certificates: []tls.Certificate{*ca.issue("here", "here")}}
-	roots := x509.NewCertPool()
-	roots.AddCert(ca.cert)
+	roots := ca.pool
 	client := &tls.Config{RootCAs: roots, ServerName: "here"}
 
 	var mu sync.Mutex
@@ -138,8 +136,7 @@ func (c *target) SetReadDeadline(time.Time) error { return nil }
 func TestCloseNotifyGetsTheReset(t *testing.T) {
 	ca := newCA(t, "ca")
 	server := &tls.Config{Certificates: []tls.Certificate{*ca.issue("here", "here")}}
-	roots := x509.NewCertPool()
-	roots.AddCert(ca.cert)
+	roots := ca.pool
 	callerRaw, nearRaw := tcpPair(t)
 	near := &tlsConn{Conn: tls.Server(nearRaw, server), raw: nearRaw}
 	caller := tls.Client(callerRaw, &tls.Config{RootCAs: roots, ServerName: "here"})

@@ -3,16 +3,11 @@ package https
 import (
 	"bufio"
 	"context"
-	"crypto/ecdsa"
-	"crypto/elliptic"
-	"crypto/rand"
 	"crypto/tls"
 	"crypto/x509"
-	"crypto/x509/pkix"
 	"errors"
 	"io"
 	"log/slog"
-	"math/big"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -26,6 +21,8 @@ import (
 	"go.uber.org/goleak"
 
 	"tunnel/internal/testkit"
+	"tunnel/internal/testkit/testca"
+	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
 
@@ -36,28 +33,15 @@ const patience = 15 * time.Second
 
 // testCA issues certificates.
 type testCA struct {
+	testca.CA
 	t    testing.TB
-	cert *x509.Certificate
-	key  *ecdsa.PrivateKey
 	pool *x509.CertPool
 }
 
 func newCA(t testing.TB, name string) *testCA {
 	t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	must(t, err)
-	tmpl := &x509.Certificate{
-		SerialNumber: big.NewInt(1), Subject: pkix.Name{CommonName: name},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
-		IsCA: true, BasicConstraintsValid: true, KeyUsage: x509.KeyUsageCertSign,
-	}
-	der, err := x509.CreateCertificate(rand.Reader, tmpl, tmpl, &key.PublicKey, key)
-	must(t, err)
-	cert, err := x509.ParseCertificate(der)
-	must(t, err)
-	pool := x509.NewCertPool()
-	pool.AddCert(cert)
-	return &testCA{t, cert, key, pool}
+	ca := testca.New(t, name)
+	return &testCA{ca, t, ca.Pool()}
 }
 
 // always returns a func for a value that does not change.
@@ -65,28 +49,22 @@ func always[T any](v T) func() T { return func() T { return v } }
 
 // issue creates a certificate for clients and servers. names may contain IP addresses.
 func (ca *testCA) issue(cn string, names ...string) *tls.Certificate {
-	return ca.issueFor(cn, []x509.ExtKeyUsage{x509.ExtKeyUsageClientAuth, x509.ExtKeyUsageServerAuth}, names...)
-}
-
-func (ca *testCA) issueFor(cn string, usage []x509.ExtKeyUsage, names ...string) *tls.Certificate {
 	ca.t.Helper()
-	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
-	must(ca.t, err)
-	tmpl := &x509.Certificate{
-		SerialNumber: big.NewInt(time.Now().UnixNano()), Subject: pkix.Name{CommonName: cn},
-		NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour),
-		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: usage,
-	}
+	l := auth.Leaf{CommonName: cn, Client: true, Server: true}
 	for _, n := range names {
 		if ip := net.ParseIP(n); ip != nil {
-			tmpl.IPAddresses = append(tmpl.IPAddresses, ip)
+			l.IPs = append(l.IPs, ip)
 		} else {
-			tmpl.DNSNames = append(tmpl.DNSNames, n)
+			l.DNSNames = append(l.DNSNames, n)
 		}
 	}
-	der, err := x509.CreateCertificate(rand.Reader, tmpl, ca.cert, &key.PublicKey, ca.key)
-	must(ca.t, err)
-	return &tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}
+	return ca.issueLeaf(l)
+}
+
+func (ca *testCA) issueLeaf(l auth.Leaf) *tls.Certificate {
+	ca.t.Helper()
+	pair := ca.Pair(ca.t, l)
+	return &pair
 }
 
 // rig is a front door with a fake tunnel, which dials a kubelet directly.

@@ -25,6 +25,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel/internal/testkit"
+	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
@@ -47,7 +48,7 @@ func (n names) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, e
 type agentsRig struct {
 	*Agents
 	dir     *tunnel.Directory
-	ca      *auth.CA
+	ca      testca.CA
 	pool    *x509.CertPool
 	addr    string
 	revoked chan struct{}
@@ -75,21 +76,9 @@ func (b *budget) Over()                         { b.conns.Add(-1) }
 
 func newAgentsRig(t *testing.T, change func(*AgentsConfig)) *agentsRig {
 	t.Helper()
-	ca, err := auth.NewCA("test", time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
-	certPEM, keyPEM, err := ca.Issue(auth.Leaf{CommonName: "cloud", IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	cert, err := tls.X509KeyPair(certPEM, keyPEM)
-	if err != nil {
-		t.Fatal(err)
-	}
-	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(ca.CertPEM())
-	r := &agentsRig{dir: new(tunnel.Directory), ca: ca, pool: pool, revoked: make(chan struct{}),
+	ca := testca.New(t, "test")
+	cert := ca.Pair(t, auth.Leaf{CommonName: "cloud", IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true})
+	r := &agentsRig{dir: new(tunnel.Directory), ca: ca, pool: ca.Pool(), revoked: make(chan struct{}),
 		budget: budget{wide: true}}
 	cfg := AgentsConfig{
 		Listen: "127.0.0.1:0", TLS: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{cert}},
@@ -714,15 +703,7 @@ func TestAgentDoesNotRead(t *testing.T) {
 // A client certificate proves only the node that it names.
 func TestAgentByCertificate(t *testing.T) {
 	r := newAgentsRig(t, nil)
-	certPEM, keyPEM, err := r.ca.Issue(auth.Leaf{CommonName: "tunnel:node:n1", Organization: []string{"tunnel:nodes"},
-		Client: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	cert, err := tls.X509KeyPair(certPEM, keyPEM)
-	if err != nil {
-		t.Fatal(err)
-	}
+	cert := r.ca.Pair(t, auth.Leaf{CommonName: "tunnel:node:n1", Organization: []string{"tunnel:nodes"}, Client: true})
 	for node, good := range map[tunnel.NodeName]bool{"n1": true, "n2": false} {
 		a, err := NewAgent(AgentConfig{
 			Servers: []string{"tls://" + r.addr}, Node: node, Budget: &r.budget, Log: slog.New(slog.DiscardHandler),

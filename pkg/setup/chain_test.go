@@ -5,21 +5,14 @@ import (
 	"crypto/x509"
 	"encoding/pem"
 	"testing"
-	"time"
 
+	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 )
 
 // The chain ends with the CA that the certificate leads to, once.
 func TestWithRoot(t *testing.T) {
-	ca, err := auth.NewCA("one", time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
-	other, err := auth.NewCA("other", time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
+	ca, other := testca.New(t, "one").CA, testca.New(t, "other").CA
 	certPEM, keyPEM, err := ca.Issue(auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true})
 	if err != nil {
 		t.Fatal(err)

@@ -109,29 +109,10 @@ func (r *running) connect() *net.TCPConn {
 // target is a server that handles each conn with serve. It returns the address.
 func target(t *testing.T, serve func(*net.TCPConn)) string {
 	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		for {
-			c, err := ln.Accept()
-			if err != nil {
-				return
-			}
-			wg.Go(func() {
-				defer c.Close()
-				c.SetDeadline(time.Now().Add(patience))
-				serve(c.(*net.TCPConn))
-			})
-		}
+	return testkit.Serve(t, func(c *net.TCPConn) {
+		c.SetDeadline(time.Now().Add(patience))
+		serve(c)
 	})
-	t.Cleanup(func() {
-		ln.Close()
-		wg.Wait()
-	})
-	return ln.Addr().String()
 }
 
 func echo(c *net.TCPConn) { io.Copy(c, c) }

@@ -11,6 +11,7 @@ import (
 
 	"tunnel/internal/testkit"
 	"tunnel/test/rig"
+	"tunnel/test/rig/rigtest"
 )
 
 // The promises, with what they are counted from.
@@ -34,32 +35,8 @@ var program string
 
 func TestMain(m *testing.M) {
 	flag.Parse()
-	if !parallelGiven() {
-		// The tests wait most of the time; as many as there are processors would be few.
-		if err := flag.Set("test.parallel", "16"); err != nil {
-			panic(err)
-		}
-	}
-	os.Exit(run(m))
-}
-
-func parallelGiven() (given bool) {
-	flag.Visit(func(f *flag.Flag) { given = given || f.Name == "test.parallel" })
-	return given
-}
-
-func run(m *testing.M) int {
-	dir, err := os.MkdirTemp("", "tunnel-faults-")
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	defer os.RemoveAll(dir)
-	if program, err = rig.Build(dir); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	return m.Run()
+	rigtest.Parallel(16)
+	os.Exit(rigtest.Main(m, &program))
 }
 
 // soak reports whether the long variant was asked for.

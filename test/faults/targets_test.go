@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/test/rig"
 )
@@ -106,16 +107,7 @@ func newTargets(t *testing.T, ca *auth.CA) *targets {
 		ErrorLog:          log.New(io.Discard, "", 0), // clients that go in the middle of a handshake
 	}
 	server.SetKeepAlivesEnabled(false)
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		server.ServeTLS(ln, "", "")
-	}()
-	t.Cleanup(func() {
-		server.Close()
-		<-done
-	})
-	s.https = ln.Addr().String()
+	s.https = testkit.ServeTLS(t, ln, server)
 	return s
 }
 
@@ -137,29 +129,7 @@ func listen(t *testing.T) net.Listener {
 // context ends with the test.
 func serve(t *testing.T, f func(ctx context.Context, c net.Conn)) string {
 	t.Helper()
-	ln := listen(t)
-	ctx, cancel := context.WithCancel(context.Background())
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		for {
-			c, err := ln.Accept()
-			if err != nil {
-				return
-			}
-			wg.Go(func() {
-				defer c.Close()
-				stop := context.AfterFunc(ctx, func() { c.Close() })
-				defer stop()
-				f(ctx, c)
-			})
-		}
-	})
-	t.Cleanup(func() {
-		cancel()
-		ln.Close()
-		wg.Wait()
-	})
-	return ln.Addr().String()
+	return testkit.ServeOn(t, listen(t), f)
 }
 
 // transfer is a stream both ways at once. The client sends this and then Up bytes of

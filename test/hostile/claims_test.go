@@ -249,6 +249,22 @@ func (c *claims) want(got tally, answer string) {
 	}
 }
 
+// wantEgress dials what at the egress socket. It fails unless the thief has got nothing and each answer
+// contains answer.
+func (c *claims) wantEgress(socket, what, answer string) {
+	c.t.Helper()
+	got := make(tally)
+	for range thefts {
+		a := dialEgress(c.t, socket, what)
+		if strings.Contains(a, answer) {
+			a = answer
+		}
+		got[a]++
+	}
+	c.t.Log(what)
+	c.want(got, answer)
+}
+
 const apiserver = "kube-apiserver-kubelet-client"
 
 // TestHostileClaims is a thief that claims what others have.
@@ -298,16 +314,7 @@ func TestHostileClaims(t *testing.T) {
 			"192.168.7.1:6443":      "cp is not connected", // the control plane
 			"10.96.0.10:53":         "No agent available",  // a Service, which is nobody's
 		} {
-			got := make(tally)
-			for range thefts {
-				answer := dialEgress(t, socket, what)
-				if strings.Contains(answer, want) {
-					answer = want
-				}
-				got[answer]++
-			}
-			t.Log(what)
-			c.want(got, want)
+			c.wantEgress(socket, what, want)
 		}
 		if n := c.metric("tunnel_egress_contested_addresses"); n != 5 {
 			t.Errorf("%v contested addresses are counted, want 5", n)
@@ -327,16 +334,7 @@ func TestHostileClaims(t *testing.T) {
 			"10.88.1.7:80":        rig.Node,
 			"[2001:db8::7]:6443":  "No agent available",
 		} {
-			got := make(tally)
-			for range thefts {
-				answer := dialEgress(t, socket, what)
-				if strings.Contains(answer, want) {
-					answer = want
-				}
-				got[answer]++
-			}
-			t.Log(what)
-			c.want(got, want)
+			c.wantEgress(socket, what, want)
 		}
 		if n := c.metric("tunnel_egress_contested_addresses"); n != 2 {
 			t.Errorf("%v contested addresses are counted, want 2", n)

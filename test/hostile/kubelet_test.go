@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/test/rig"
 )
@@ -78,16 +79,7 @@ func newKubelet(t *testing.T, ca *auth.CA) *kubelet {
 		Handler: mux, TLSConfig: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}},
 		ReadHeaderTimeout: hangs, ErrorLog: log.New(io.Discard, "", 0),
 	}
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		server.ServeTLS(ln, "", "")
-	}()
-	t.Cleanup(func() {
-		server.Close()
-		<-done
-	})
-	k.addr = ln.Addr().String()
+	k.addr = testkit.ServeTLS(t, ln, server)
 	return k
 }
 

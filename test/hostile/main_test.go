@@ -13,6 +13,7 @@ import (
 
 	"tunnel/internal/testkit"
 	"tunnel/test/rig"
+	"tunnel/test/rig/rigtest"
 )
 
 const (
@@ -35,21 +36,7 @@ func TestMain(m *testing.M) {
 		}
 		return
 	}
-	os.Exit(run(m))
-}
-
-func run(m *testing.M) int {
-	dir, err := os.MkdirTemp("", "tunnel-hostile-")
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	defer os.RemoveAll(dir)
-	if program, err = rig.Build(dir); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	return m.Run()
+	os.Exit(rigtest.Main(m, &program))
 }
 
 // long reports whether the long variant was asked for.

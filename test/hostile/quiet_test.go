@@ -10,14 +10,12 @@ import (
 	"net"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
@@ -29,6 +27,7 @@ import (
 	"tunnel/pkg/auth"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/test/rig"
+	"tunnel/test/rig/rigtest"
 )
 
 // launch starts a process of a pair and ends it with the test.
@@ -334,7 +333,7 @@ func dnsServer(t *testing.T, handle dns.HandlerFunc) string {
 // machine. A wide entry of allow does not permit it, one of its own does.
 func TestHostileMetadata(t *testing.T) {
 	const metadata = "169.254.169.254:80"
-	network := newNetwork(t)
+	network := rigtest.Network(t)
 	if err := network.IP("addr add 169.254.169.254/32 dev lo"); err != nil {
 		t.Fatal(err)
 	}
@@ -401,23 +400,6 @@ func TestHostileMetadata(t *testing.T) {
 			}
 		})
 	}
-}
-
-// newNetwork makes a network for this test, or skips it.
-func newNetwork(t *testing.T) *rig.Network {
-	t.Helper()
-	if _, err := exec.LookPath("ip"); err != nil {
-		t.Skipf("networks are made with ip(8), of iproute2: %v", err)
-	}
-	network, err := rig.NewNetwork()
-	if errors.Is(err, syscall.EPERM) {
-		t.Skip("needs the right to make network namespaces (CAP_SYS_ADMIN)")
-	}
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(network.Close)
-	return network
 }
 
 // TestHostileNames is a cloud that asks an edge for names of the edge's network. A denial

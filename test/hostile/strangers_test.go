@@ -20,6 +20,7 @@ import (
 	"tunnel/internal/testkit"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/test/rig"
+	"tunnel/test/rig/rigtest"
 )
 
 // crowd is strangers of several addresses, each of which holds so many connections to one
@@ -242,7 +243,7 @@ func TestHostileStrangers(t *testing.T) {
 
 // TestHostilePrefix is one customer with a /48 of IPv6, who has 65,536 times a /64.
 func TestHostilePrefix(t *testing.T) {
-	network := newNetwork(t)
+	network := rigtest.Network(t)
 	const networks, each = 64, 32
 	addresses := []string{"2001:db8:2::1"} // of somebody else
 	for i := range networks {

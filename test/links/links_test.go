@@ -11,15 +11,15 @@ import (
 	"net/http"
 	"net/netip"
 	"os"
-	"os/exec"
 	"strings"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/test/rig"
+	"tunnel/test/rig/rigtest"
 )
 
 const (
@@ -75,20 +75,10 @@ func newFar(t *testing.T) *far { return newFarOver(t, good) }
 // newFarOver is newFar with a link of that quality.
 func newFarOver(t *testing.T, q rig.Quality) *far {
 	t.Helper()
-	if _, err := exec.LookPath("ip"); err != nil {
-		t.Skipf("networks are made with ip(8), of iproute2: %v", err)
-	}
 	f := &far{t: t}
 	networks := [2]*rig.Network{}
 	for i := range networks {
-		n, err := rig.NewNetwork()
-		if errors.Is(err, syscall.EPERM) {
-			t.Skip("needs the right to make network namespaces (CAP_SYS_ADMIN)")
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(n.Close)
+		n := rigtest.Network(t)
 		// What most kernels have is reno's kin; this machine's own may be another.
 		if err := n.Do(func() error {
 			return os.WriteFile("/proc/sys/net/ipv4/tcp_congestion_control", []byte(congestion()), 0)
@@ -194,27 +184,7 @@ func (f *far) service(serve func(net.Conn)) string {
 	if err != nil {
 		f.t.Fatal(err)
 	}
-	ctx, stop := context.WithCancel(context.Background())
-	var serving sync.WaitGroup
-	serving.Go(func() {
-		for {
-			c, err := ln.Accept()
-			if err != nil {
-				return
-			}
-			serving.Go(func() {
-				defer context.AfterFunc(ctx, func() { c.Close() })()
-				defer c.Close()
-				serve(c)
-			})
-		}
-	})
-	f.t.Cleanup(func() {
-		stop()
-		ln.Close()
-		serving.Wait()
-	})
-	return ln.Addr().String()
+	return testkit.ServeOn(f.t, ln, func(_ context.Context, c net.Conn) { serve(c) })
 }
 
 // dial connects to an address in a network.

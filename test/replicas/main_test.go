@@ -2,12 +2,11 @@ package replicas
 
 import (
 	"flag"
-	"fmt"
 	"os"
 	"testing"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel/test/rig/rigtest"
 )
 
 // The promises, with what they are counted from.
@@ -34,35 +33,11 @@ const programKey = "TUNNEL_TEST_PROGRAM"
 
 func TestMain(m *testing.M) {
 	flag.Parse()
-	if !parallelGiven() {
-		// The tests wait most of the time; as many as there are processors would be few.
-		if err := flag.Set("test.parallel", "8"); err != nil {
-			panic(err)
-		}
-	}
-	os.Exit(run(m))
-}
-
-func parallelGiven() (given bool) {
-	flag.Visit(func(f *flag.Flag) { given = given || f.Name == "test.parallel" })
-	return given
-}
-
-func run(m *testing.M) int {
+	rigtest.Parallel(8)
 	if program = os.Getenv(programKey); program != "" {
-		return m.Run()
+		os.Exit(m.Run())
 	}
-	dir, err := os.MkdirTemp("", "tunnel-replicas-")
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	defer os.RemoveAll(dir)
-	if program, err = rig.Build(dir); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	return m.Run()
+	os.Exit(rigtest.Main(m, &program))
 }
 
 // soak reports whether the long variant was asked for.

@@ -9,10 +9,10 @@ import (
 	"log"
 	"net"
 	"net/http"
-	"sync"
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/test/rig"
 )
@@ -130,26 +130,5 @@ func listen(t *testing.T, network *rig.Network) (ln net.Listener) {
 // serve gives every connection to f until the test ends, and returns the address.
 func serve(t *testing.T, network *rig.Network, f func(c net.Conn)) string {
 	t.Helper()
-	ln := listen(t, network)
-	ctx, cancel := context.WithCancel(context.Background())
-	var wg sync.WaitGroup
-	wg.Go(func() {
-		for {
-			c, err := ln.Accept()
-			if err != nil {
-				return
-			}
-			wg.Go(func() {
-				defer c.Close()
-				defer context.AfterFunc(ctx, func() { c.Close() })()
-				f(c)
-			})
-		}
-	})
-	t.Cleanup(func() {
-		cancel()
-		ln.Close()
-		wg.Wait()
-	})
-	return ln.Addr().String()
+	return testkit.ServeOn(t, listen(t, network), func(_ context.Context, c net.Conn) { f(c) })
 }

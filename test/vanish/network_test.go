@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strconv"
 	"syscall"
@@ -16,6 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"tunnel/test/rig"
+	"tunnel/test/rig/rigtest"
 )
 
 const (
@@ -32,21 +32,7 @@ type networks struct {
 
 func newNetworks(t *testing.T) *networks {
 	t.Helper()
-	if _, err := exec.LookPath("ip"); err != nil {
-		t.Skipf("networks are made with ip(8), of iproute2: %v", err)
-	}
-	n := &networks{t: t}
-	for _, network := range []**rig.Network{&n.inside, &n.outside} {
-		made, err := rig.NewNetwork()
-		if errors.Is(err, syscall.EPERM) {
-			t.Skip("needs the right to make network namespaces (CAP_SYS_ADMIN)")
-		}
-		if err != nil {
-			t.Fatal(err)
-		}
-		t.Cleanup(made.Close)
-		*network = made
-	}
+	n := &networks{t: t, inside: rigtest.Network(t), outside: rigtest.Network(t)}
 	n.ip(n.inside, "link add name veth0 type veth peer name veth0 address %s netns %s", outsideMAC, n.outside.Path())
 	n.ip(n.inside, "addr add %s/24 dev veth0", insideIP)
 	n.ip(n.outside, "addr add %s/24 dev veth0", outsideIP)

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel/test/rig/rigtest"
 )
 
 const (
@@ -29,25 +29,8 @@ var program string
 
 func TestMain(m *testing.M) {
 	flag.Parse()
-	// The tests wait most of the time; as many as there are processors would be few.
-	if err := flag.Set("test.parallel", "16"); err != nil {
-		panic(err)
-	}
-	os.Exit(run(m))
-}
-
-func run(m *testing.M) int {
-	dir, err := os.MkdirTemp("", "tunnel-vanish-")
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	defer os.RemoveAll(dir)
-	if program, err = rig.Build(dir); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	return m.Run()
+	rigtest.Parallel(16)
+	os.Exit(rigtest.Main(m, &program))
 }
 
 // round is one cut of the link.

@@ -1,0 +1,52 @@
+// Package testca makes certificates for tests: what pkg/auth makes, as crypto/tls takes it.
+//
+//	ca := testca.New(t, "callers")
+//	server := &tls.Config{Certificates: []tls.Certificate{ca.Pair(t, auth.Leaf{CommonName: "cloud", Server: true})}}
+//	client := &tls.Config{RootCAs: ca.Pool(), ServerName: "cloud"}
+//
+// Only tests import it (test/arch). It is not part of testkit, because tests of pkg/auth itself
+// import testkit.
+package testca
+
+import (
+	"crypto/tls"
+	"crypto/x509"
+	"testing"
+	"time"
+
+	"tunnel/pkg/auth"
+)
+
+// CA is a certificate authority that is valid for a day.
+type CA struct{ *auth.CA }
+
+// New returns an authority with a new key. name is its common name.
+func New(t testing.TB, name string) CA {
+	t.Helper()
+	ca, err := auth.NewCA(name, 24*time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return CA{ca}
+}
+
+// Pool returns a new pool that trusts the authority.
+func (ca CA) Pool() *x509.CertPool {
+	pool := x509.NewCertPool()
+	pool.AppendCertsFromPEM(ca.CertPEM())
+	return pool
+}
+
+// Pair issues a certificate and its key.
+func (ca CA) Pair(t testing.TB, leaf auth.Leaf) tls.Certificate {
+	t.Helper()
+	cert, key, err := ca.Issue(leaf)
+	if err != nil {
+		t.Fatal(err)
+	}
+	pair, err := tls.X509KeyPair(cert, key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return pair
+}
