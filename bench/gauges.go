@@ -69,14 +69,17 @@ func (b *bench) speed() (all []gauge) {
 	}
 	return append(all,
 		gauge{figures: []figure{
-			{roundTripName, "µs", micro, true}, {"round trip, p99", "µs", micro, true}, {"round trip, p99.9", "µs", micro, true},
+			{roundTripName, "µs", micro, true}, {"round trip, p99", "µs", micro, true},
+			{"round trip, p99.9", "µs", micro, true},
 		}, run: func(l *line) ([]float64, error) { return roundTrips(l, d) }},
 		gauge{figures: []figure{
-			{"round trip beside a download, p50", "ms", milli, true}, {besideName, "ms", milli, true}, {"round trip beside a download, p99.9", "ms", milli, true},
+			{"round trip beside a download, p50", "ms", milli, true}, {besideName, "ms", milli, true},
+			{"round trip beside a download, p99.9", "ms", milli, true},
 		}, run: func(l *line) ([]float64, error) { return roundTripsBeside(l, 2*d) }},
 		gauge{figures: []figure{{newConnsName, "/s", 1, false}, {newConnsName + ": CPU of both ends", "µs", micro, true}},
 			run: func(l *line) ([]float64, error) { return newConns(l, d) }},
-		gauge{figures: []figure{{"first byte of a new conn, p50", "µs", micro, true}, {"first byte of a new conn, p99", "µs", micro, true}},
+		gauge{figures: []figure{{"first byte of a new conn, p50", "µs", micro, true},
+			{"first byte of a new conn, p99", "µs", micro, true}},
 			run: func(l *line) ([]float64, error) { return firstByte(l, d) }},
 	)
 }
@@ -88,7 +91,8 @@ func (b *bench) cost() []gauge {
 	return []gauge{
 		{fresh: true, figures: []figure{
 			{"memory of the cloud, idle", "MiB", 1. / mib, true}, {edgeIdleName, "MiB", 1. / mib, true},
-			{"memory of the cloud for an idle conn", "KiB", 1. / 1024, true}, {"memory of the edge for an idle conn", "KiB", 1. / 1024, true},
+			{"memory of the cloud for an idle conn", "KiB", 1. / 1024, true},
+			{"memory of the edge for an idle conn", "KiB", 1. / 1024, true},
 		}, run: func(l *line) ([]float64, error) { return weigh(l, idleConns) }},
 		{figures: []figure{{oneWriterName, "", 1, true}},
 			run: func(l *line) ([]float64, error) { return smallWrites(l, 1, smallRate, d) }},
@@ -105,7 +109,9 @@ func (b *bench) cost() []gauge {
 		}},
 		{ours: true, figures: []figure{{"HTTPS requests, terminated by the cloud", "/s", 1, false}},
 			run: func(l *line) ([]float64, error) { return b.requests(*l.terminated, d) }},
-		{ours: true, figures: []figure{{"HTTPS requests, terminated by the cloud, with the edge's certificate", "/s", 1, false}},
+		{ours: true, figures: []figure{
+			{"HTTPS requests, terminated by the cloud, with the edge's certificate", "/s", 1, false},
+		},
 			run: func(*line) ([]float64, error) {
 				other, err := b.open(way{id: ours, name: "tunnel", start: startEdgeTLS}, place{})
 				if err != nil {

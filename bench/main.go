@@ -45,14 +45,18 @@ func main() {
 	var o options
 	b := new(bench)
 	flag.StringVar(&o.part, "part", "", "a part of the measurement alone: speed, cost, stalled, links or storm")
-	flag.StringVar(&o.ways, "ways", "", "some of the ways alone, by commas: tunnel, tcp, tls, yamux, ssh, konnectivity; over links plain instead of tcp")
-	flag.StringVar(&o.rows, "rows", "", "the rows alone whose names match this regular expression; one that cannot be measured is an error")
+	flag.StringVar(&o.ways, "ways", "",
+		"some of the ways alone, by commas: tunnel, tcp, tls, yamux, ssh, konnectivity; over links plain instead of tcp")
+	flag.StringVar(&o.rows, "rows", "",
+		"the rows alone whose names match this regular expression; one that cannot be measured is an error")
 	flag.StringVar(&o.links, "link", "", "this link alone: "+linkNames())
 	flag.BoolVar(&o.long, "long", false, "more rounds, all links, and everybody over them")
 	flag.IntVar(&b.rounds, "rounds", 0, "rounds of speed and cost, if not 2, or 4 with -long; over links there is one")
-	flag.DurationVar(&b.time, "time", 0, "how long each measurement of them takes, if not 200ms, or 500ms with -long; over links it is a multiple")
+	flag.DurationVar(&b.time, "time", 0,
+		"how long each measurement of them takes, if not 200ms, or 500ms with -long; over links it is a multiple")
 	flag.IntVar(&o.edges, "edges", 5000, "edges of the storm")
-	flag.StringVar(&o.to, "json", "", "write what was measured to this file, such as "+jsonPath+"; parts that it has of the same commit and machine stay")
+	flag.StringVar(&o.to, "json", "",
+		"write what was measured to this file, such as "+jsonPath+"; parts that it has of the same commit and machine stay")
 	flag.BoolVar(&o.dirty, "dirty", false, "write it even if it is not what a commit holds")
 	page := flag.Bool("render", false, "write the pages from "+jsonPath+"; without -json nothing is measured")
 	all := flag.Bool("all", false, "a peer listens at all addresses: it has a network of its own")
@@ -250,7 +254,8 @@ func (b *bench) certify() (err error) {
 		"target": target, "relay": relay, "client": {CommonName: "kube-apiserver-kubelet-client", Client: true},
 	} {
 		cert, key, err := b.ca.Issue(leaf)
-		errs = append(errs, err, os.WriteFile(b.file(name+".crt"), cert, 0o600), os.WriteFile(b.file(name+".key"), key, 0o600))
+		errs = append(errs, err, os.WriteFile(b.file(name+".crt"), cert, 0o600),
+			os.WriteFile(b.file(name+".key"), key, 0o600))
 	}
 	return errors.Join(errs...)
 }

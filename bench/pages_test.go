@@ -18,7 +18,8 @@ func TestFill(t *testing.T) {
 	if err = json.Unmarshal(text, r); err != nil {
 		t.Fatal(err)
 	}
-	filled, err := r.fill([]byte(`Ours is <!-- bench: ratio; speed; download; stock -->9<!-- /bench --> of theirs, <!-- bench: figure; speed; p99; tcp --><!-- /bench -->.
+	filled, err := r.fill([]byte(`Ours is <!-- bench: ratio; speed; download; stock -->9<!-- /bench --> of theirs, ` +
+		`<!-- bench: figure; speed; p99; tcp --><!-- /bench -->.
 <!-- bench: run -->
 old
 <!-- /bench -->
@@ -29,8 +30,10 @@ old
 		t.Fatal(err)
 	}
 	for _, want := range []string{
-		"Ours is <!-- bench: ratio; speed; download; stock -->4.00<!-- /bench --> of theirs, <!-- bench: figure; speed; p99; tcp -->124 µs<!-- /bench -->.\n",
-		"<!-- bench: run -->\nMeasured on 2026-01-31 at commit 0123456789ab: a processor, 2 processors, Linux 6.1, go1.26, cubic on loopback", "- a stock: v1.2.3\n<!-- /bench -->\n",
+		"Ours is <!-- bench: ratio; speed; download; stock -->4.00<!-- /bench --> of theirs, " +
+			"<!-- bench: figure; speed; p99; tcp -->124 µs<!-- /bench -->.\n",
+		"<!-- bench: run -->\nMeasured on 2026-01-31 at commit 0123456789ab: a processor, 2 processors, Linux 6.1, go1.26, " +
+			"cubic on loopback", "- a stock: v1.2.3\n<!-- /bench -->\n",
 		"| p99 ↓ | µs | 90.0 (90.0–90.0) | 124 (124–124) | fails |\n", "- another is missing: it is not there\n",
 		"- a stock, speed, download: failed 1×: reset\n", "- a stock, speed, p50: failed 2×: i/o timeout\n",
 	} {
@@ -46,7 +49,8 @@ old
 	if again, err := r.fill(filled); err != nil || !bytes.Equal(again, filled) {
 		t.Errorf("filled again it is another: %v\n%s", err, again)
 	}
-	for _, wrong := range []string{"speed", "ratio; speed; download", "ratio; speed; nothing; tcp", "ratio; speed; p99; stock", "figure; cost; p99; tcp"} {
+	for _, wrong := range []string{"speed", "ratio; speed; download", "ratio; speed; nothing; tcp",
+		"ratio; speed; p99; stock", "figure; cost; p99; tcp"} {
 		if _, err := r.fill([]byte("<!-- bench: " + wrong + " --><!-- /bench -->")); err == nil {
 			t.Errorf("%q is no error", wrong)
 		}
@@ -71,8 +75,9 @@ func TestBudgets(t *testing.T) {
 		}
 	}
 	want := map[string]string{
-		"download, 1 conn tls": "0.60 **missed** by 25 %", "download, 1 conn konnectivity": "3.00 kept", roundTripName + " tls": "3.00 **missed** by 50 %",
-		edgeIdleName + " ": "30.0 **missed** by 25 %", binaryName + " ": "39.0 kept",
+		"download, 1 conn tls": "0.60 **missed** by 25 %", "download, 1 conn konnectivity": "3.00 kept",
+		roundTripName + " tls": "3.00 **missed** by 50 %",
+		edgeIdleName + " ":     "30.0 **missed** by 25 %", binaryName + " ": "39.0 kept",
 	}
 	for name, w := range want {
 		if got[name] != w {

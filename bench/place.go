@@ -88,7 +88,8 @@ func apart(q rig.Quality) (p place, err error) {
 			}
 		}
 	}
-	p.link, err = rig.NewLink(networks, [2]netip.Prefix{netip.MustParsePrefix(cloudIP + "/24"), netip.MustParsePrefix(edgeIP + "/24")}, mtu, q)
+	p.link, err = rig.NewLink(networks,
+		[2]netip.Prefix{netip.MustParsePrefix(cloudIP + "/24"), netip.MustParsePrefix(edgeIP + "/24")}, mtu, q)
 	if err != nil {
 		p.close()
 		return place{}, errors.Join(errors.New("making a link"), err)

@@ -74,12 +74,14 @@ func (p *plot) svg() []byte {
 	var b bytes.Buffer
 	height := plotTop + plotLine*len(p.rows) + 20
 	fmt.Fprintf(&b, `<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 %d %d" font-family="sans-serif" font-size="12">
-<style>text { fill: #222 } line { stroke: #8884 } .one { stroke: #888 } @media (prefers-color-scheme: dark) { text { fill: #ddd } }</style>
+<style>text { fill: #222 } line { stroke: #8884 } .one { stroke: #888 } `+
+		`@media (prefers-color-scheme: dark) { text { fill: #ddd } }</style>
 <text x="10" y="20" font-size="15">%s; right is better</text>
 `, plotWidth, height, html.EscapeString(p.title))
 	for i, w := range p.ways {
 		x := 10 + i*130
-		fmt.Fprintf(&b, "<circle cx=\"%d\" cy=\"40\" r=\"5\" fill=\"%s\"/><text x=\"%d\" y=\"44\">%s</text>\n", x+5, colours[i%len(colours)], x+15, html.EscapeString(w.Name))
+		fmt.Fprintf(&b, "<circle cx=\"%d\" cy=\"40\" r=\"5\" fill=\"%s\"/><text x=\"%d\" y=\"44\">%s</text>\n", x+5,
+			colours[i%len(colours)], x+15, html.EscapeString(w.Name))
 	}
 	for o := -octaves; o <= octaves/2; o++ {
 		v, class := math.Pow(2, float64(o)), ""
@@ -95,11 +97,13 @@ func (p *plot) svg() []byte {
 	}
 	for i, w := range p.rows {
 		y := plotTop + plotLine*i + plotLine/2
-		fmt.Fprintf(&b, "<text x=\"%d\" y=\"%d\" text-anchor=\"end\">%s</text>\n", plotText-10, y+4, html.EscapeString(p.names[i]))
+		fmt.Fprintf(&b, "<text x=\"%d\" y=\"%d\" text-anchor=\"end\">%s</text>\n", plotText-10, y+4,
+			html.EscapeString(p.names[i]))
 		// Ours last, on top of the others.
 		for j, o := range slices.Backward(p.ways) {
 			if v := p.goodness(w, o.ID); v > 0 {
-				fmt.Fprintf(&b, "<circle cx=\"%.1f\" cy=\"%d\" r=\"5\" fill=\"%s\"><title>%s: %s</title></circle>\n", at(v), y, colours[j%len(colours)], html.EscapeString(o.Name), digits(v))
+				fmt.Fprintf(&b, "<circle cx=\"%.1f\" cy=\"%d\" r=\"5\" fill=\"%s\"><title>%s: %s</title></circle>\n", at(v), y,
+					colours[j%len(colours)], html.EscapeString(o.Name), digits(v))
 			}
 		}
 	}

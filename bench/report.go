@@ -79,8 +79,9 @@ func (b *bench) newReport() (*report, error) {
 	}
 	return &report{
 		Date: time.Now().UTC().Format(time.DateOnly), Commit: commit, Dirty: changes != "",
-		Machine: machine{processor(), runtime.NumCPU(), unix.ByteSliceToString(name.Release[:]), strings.TrimSpace(string(congestion))},
-		Go:      runtime.Version(),
+		Machine: machine{processor(), runtime.NumCPU(), unix.ByteSliceToString(name.Release[:]),
+			strings.TrimSpace(string(congestion))},
+		Go: runtime.Version(),
 	}, nil
 }
 
@@ -216,7 +217,8 @@ func (v *value) measured() bool { return v != nil && (v.Error == "" || v.Max != 
 // write writes the JSON document. What that has of parts that were not measured this time
 // stays, if it is of the same commit and machine.
 func (r *report) write(path string) error {
-	if old, err := readReport(path); err == nil && old.Commit == r.Commit && old.Dirty == r.Dirty && old.Machine == r.Machine {
+	if old, err := readReport(path); err == nil && old.Commit == r.Commit && old.Dirty == r.Dirty &&
+		old.Machine == r.Machine {
 		r.keep(old)
 	}
 	text, err := json.MarshalIndent(r, "", "\t")

@@ -226,19 +226,23 @@ func (b *bench) tell(outcomes []outcome) {
 }
 
 func judge(outcomes []outcome) error {
-	fmt.Printf("\n%d stalled readers of one node: a live conn alone and beside them (medians), and growth at most\n", stalledConns)
+	fmt.Printf("\n%d stalled readers of one node: a live conn alone and beside them (medians), and growth at most\n",
+		stalledConns)
 	table := tabwriter.NewWriter(os.Stdout, 0, 0, 3, ' ', tabwriter.AlignRight)
 	fmt.Fprintln(table, "chunks\talone\tbeside\tratio\tcloud +\tedge +\trounds\tto stall\t")
 	var errs []error
 	for _, o := range outcomes {
 		fmt.Fprintf(table, "%s\t%.0f MiB/s\t%.0f MiB/s\t%.2f\t%.0f MiB\t%.0f MiB\t%d\t%.1f s\t\n",
-			o.name, median(o.alone)/mib, median(o.beside)/mib, o.ratio(), float64(o.cloud)/mib, float64(o.edge)/mib, len(o.alone), o.took.Seconds())
+			o.name, median(o.alone)/mib, median(o.beside)/mib, o.ratio(), float64(o.cloud)/mib, float64(o.edge)/mib,
+			len(o.alone), o.took.Seconds())
 		if o.slow() {
-			errs = append(errs, fmt.Errorf("%w: chunks of %s: a live conn keeps %.2f of its throughput, want %.2f", errNotKept, o.name, o.ratio(), minRatio))
+			errs = append(errs, fmt.Errorf("%w: chunks of %s: a live conn keeps %.2f of its throughput, want %.2f", errNotKept,
+				o.name, o.ratio(), minRatio))
 		}
 		for name, growth := range map[string]int64{"cloud": o.cloud, "edge": o.edge} {
 			if growth > maxGrowth {
-				errs = append(errs, fmt.Errorf("%w: chunks of %s: the %s grows by %d MiB, want %d", errNotKept, o.name, name, growth/mib, maxGrowth/mib))
+				errs = append(errs, fmt.Errorf("%w: chunks of %s: the %s grows by %d MiB, want %d", errNotKept, o.name, name,
+					growth/mib, maxGrowth/mib))
 			}
 		}
 	}

@@ -41,10 +41,14 @@ func (b *bench) storm(edges int) error {
 	b.report.addWay(ways()[0], b, nil)
 	b.report.add(stormPart, []figure{
 		{nodeName, "KiB", 1, true}, {"memory of the cloud at its peak", "MiB", 1, true},
-		{"half of the edges are back after", "s", 1, true}, {"99 % are back after", "s", 1, true}, {stormBackName, "s", 1, true},
-		{"CPU of the cloud for an edge that comes back", "ms", 1, true}, {"wire bytes for an edge that comes back", "KiB", 1, true},
+		{"half of the edges are back after", "s", 1, true}, {"99 % are back after", "s", 1, true},
+		{stormBackName, "s", 1, true},
+		{"CPU of the cloud for an edge that comes back", "ms", 1, true},
+		{"wire bytes for an edge that comes back", "KiB", 1, true},
 		{"wire bytes of an idle node", "B/s", 1, true},
-	}, ours, []float64{s.PerNode / 1024, s.Peak / mib, s.Half, s.Most, s.All, s.JoinCPU * milli, s.JoinWire / 1024, s.IdleWire}, nil)
+	}, ours, []float64{
+		s.PerNode / 1024, s.Peak / mib, s.Half, s.Most, s.All, s.JoinCPU * milli, s.JoinWire / 1024, s.IdleWire,
+	}, nil)
 	b.report.Edges = edges
 	return ended
 }

@@ -8,8 +8,10 @@ import (
 
 // sampled is what a run of two rounds might say.
 func sampled() *report {
-	r := &report{Date: "2026-01-31", Commit: "0123456789abcdef", Machine: machine{"a processor", 2, "6.1", "cubic"}, Go: "go1.26"}
-	r.Ways = []peer{{ID: ours, Name: "tunnel"}, {ID: "tcp", Name: "two TCP hops"}, {ID: "stock", Name: "a stock", Version: "v1.2.3"}, {ID: "away", Name: "another", Missing: "it is not there"}}
+	r := &report{Date: "2026-01-31", Commit: "0123456789abcdef",
+		Machine: machine{"a processor", 2, "6.1", "cubic"}, Go: "go1.26"}
+	r.Ways = []peer{{ID: ours, Name: "tunnel"}, {ID: "tcp", Name: "two TCP hops"},
+		{ID: "stock", Name: "a stock", Version: "v1.2.3"}, {ID: "away", Name: "another", Missing: "it is not there"}}
 	rate, times := []figure{{"download", "MiB/s", 1, false}}, []figure{{"p50", "µs", 1, true}, {"p99", "µs", 1, true}}
 	alone := []figure{{"growth", "MiB", 1, true}}
 	for round := range 2 {

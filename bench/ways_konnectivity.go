@@ -43,7 +43,8 @@ func startKonnectivity(b *bench, l *line) error {
 	socket := filepath.Join(dir, "s")
 	log := new(rig.Log)
 	l.logs = log.String
-	l.cloud, err = l.run(l.at.cloud, log, server, "--mode=http-connect", "--uds-name="+socket, "--server-port=0", "--server-id=one", "--server-count=1",
+	l.cloud, err = l.run(l.at.cloud, log, server, "--mode=http-connect", "--uds-name="+socket, "--server-port=0",
+		"--server-id=one", "--server-count=1",
 		"--cluster-cert="+b.file("relay.crt"), "--cluster-key="+b.file("relay.key"), "--cluster-ca-cert="+b.file("ca.crt"),
 		"--agent-port="+port(0), "--health-port="+port(1), "--admin-port="+port(2), "-v=0")
 	if err != nil {
@@ -52,8 +53,10 @@ func startKonnectivity(b *bench, l *line) error {
 	if err = l.listening(); err != nil {
 		return err
 	}
-	l.edge, err = l.run(l.at.edge, log, agent, "--agent-id=one", "--ca-cert="+b.file("ca.crt"), "--agent-cert="+b.file("client.crt"), "--agent-key="+b.file("client.key"),
-		"--proxy-server-host="+ip, "--proxy-server-port="+port(0), "--health-server-port="+port(3), "--admin-server-port="+port(4), "-v=0")
+	l.edge, err = l.run(l.at.edge, log, agent, "--agent-id=one", "--ca-cert="+b.file("ca.crt"),
+		"--agent-cert="+b.file("client.crt"), "--agent-key="+b.file("client.key"),
+		"--proxy-server-host="+ip, "--proxy-server-port="+port(0), "--health-server-port="+port(3),
+		"--admin-server-port="+port(4), "-v=0")
 	l.dial = func() (net.Conn, error) { return connect(socket, l.target) }
 	return err
 }

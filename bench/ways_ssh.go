@@ -36,7 +36,8 @@ func startSSH(b *bench, l *line) error {
 		return err
 	}
 	for _, key := range []string{"host", "client"} {
-		if out, kerr := exec.Command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", dir+"/"+key).CombinedOutput(); kerr != nil {
+		if out, kerr := exec.Command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f",
+			dir+"/"+key).CombinedOutput(); kerr != nil {
 			return fmt.Errorf("making a key: %w: %s", kerr, out)
 		}
 	}
@@ -72,7 +73,8 @@ KbdInteractiveAuthentication no
 		return err
 	}
 	l.edge, err = l.run(l.at.edge, log, "ssh", "-N", "-F", "none", "-i", dir+"/client", "-p", fmt.Sprint(l.carrier),
-		"-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null",
+		"-o", "IdentitiesOnly=yes", "-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=no",
+		"-o", "UserKnownHostsFile=/dev/null",
 		"-o", "ExitOnForwardFailure=yes", "-R", fmt.Sprintf("127.0.0.1:%d:%s", door, l.target), me.Username+"@"+ip)
 	l.dial = through(l.at.cloud.Network, loopback(door))
 	return err

@@ -20,7 +20,8 @@ const patience = 2 * time.Minute
 func repository(t *testing.T, source string) (dir string) {
 	t.Helper()
 	dir = t.TempDir()
-	for name, text := range map[string]string{"go.mod": "module small\n\ngo 1.26\n", "small_test.go": "package small\n\n" + source} {
+	for name, text := range map[string]string{"go.mod": "module small\n\ngo 1.26\n",
+		"small_test.go": "package small\n\n" + source} {
 		if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
@@ -101,7 +102,8 @@ func TestUnknownRevision(t *testing.T) {
 func TestNothingToCompare(t *testing.T) {
 	repo := repository(t, nothing)
 	start(t, repo, "HEAD", "BENCH=Other").fails(t, 1, "nothing to compare")
-	if err := os.WriteFile(filepath.Join(repo, "small_test.go"), []byte("package small\n\n"+strings.ReplaceAll(nothing, "Nothing", "Other")), 0o600); err != nil {
+	if err := os.WriteFile(filepath.Join(repo, "small_test.go"),
+		[]byte("package small\n\n"+strings.ReplaceAll(nothing, "Nothing", "Other")), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	start(t, repo, "HEAD", "BENCH=Nothing|Other").fails(t, 1, "nothing to compare")

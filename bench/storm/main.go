@@ -48,7 +48,8 @@ func main() {
 	flag.IntVar(&s.replicas, "replicas", 1, "how many clouds, which know each other")
 	flag.IntVar(&s.sources, "sources", 1, "how many addresses the edges come from: 1 is one NAT for all")
 	flag.IntVar(&s.rate, "rate", 0, "how many joins a second the edges begin, all together; 0: as many as they like")
-	flag.DurationVar(&s.calm, "calm", 20*time.Second, "how long nothing happens while the cost of idle nodes is measured; heartbeats come every 10 s")
+	flag.DurationVar(&s.calm, "calm", 20*time.Second,
+		"how long nothing happens while the cost of idle nodes is measured; heartbeats come every 10 s")
 	flag.StringVar(&s.to, "json", "", "write the figures to this file, too")
 	herd := flag.String("herd", "", "be the edges of this file (for the program itself)")
 	flag.Parse()
@@ -121,7 +122,8 @@ func (s *storm) run() (err error) {
 	for i := range names {
 		names[i] = fmt.Sprintf("edge-%06d", i)
 	}
-	if s.fleet, err = rig.NewFleet(rig.FleetConfig{Binary: binary, Dir: dir, CA: ca, Hosts: make([]rig.Host, s.replicas), Nodes: names}); err != nil {
+	if s.fleet, err = rig.NewFleet(rig.FleetConfig{Binary: binary, Dir: dir, CA: ca, Hosts: make([]rig.Host, s.replicas),
+		Nodes: names}); err != nil {
 		return err
 	}
 	defer s.stop()
@@ -159,7 +161,8 @@ func (s *storm) run() (err error) {
 	}
 	began = time.Now()
 	half, most, all := s.back(s.edges/2, began), s.back(s.edges*99/100, began), s.back(s.edges, began)
-	fmt.Printf("after a restart of the cloud: half back in %.1f s, 99 %% in %.1f s, all in %.1f s\n", half.Seconds(), most.Seconds(), all.Seconds())
+	fmt.Printf("after a restart of the cloud: half back in %.1f s, 99 %% in %.1f s, all in %.1f s\n", half.Seconds(),
+		most.Seconds(), all.Seconds())
 	after, err := s.weigh()
 	if err != nil {
 		return err
@@ -168,7 +171,8 @@ func (s *storm) run() (err error) {
 	s.sayJoins(weight{cloudCPU: bare.cloudCPU, edgesCPU: rest.edgesCPU}, after)
 	ratio := float64(after.cloud.Peak) / float64(rest.cloud.Now)
 	fmt.Printf("memory of the cloud: %d MiB at its peak, %.2f times that at rest\n", after.cloud.Peak>>20, ratio)
-	s.found.Peak, s.found.Half, s.found.Most, s.found.All = float64(after.cloud.Peak), half.Seconds(), most.Seconds(), all.Seconds()
+	s.found.Peak = float64(after.cloud.Peak)
+	s.found.Half, s.found.Most, s.found.All = half.Seconds(), most.Seconds(), all.Seconds()
 	var missed []error
 	if all >= s.patience() {
 		missed = append(missed, fmt.Errorf("%d of %d are back after %s", s.ready(), s.edges, all))
@@ -191,7 +195,8 @@ func (s *storm) enoughFiles() error {
 	// Chance gives one replica some more than another; and while one starts later, all of its share.
 	const spare = 1.1
 	if most := float64(limit.Max) / spare; float64(s.edges)/float64(s.replicas) > most {
-		return fmt.Errorf("%d edges want %d replicas: each may open %d files (ulimit -Hn)", s.edges, int(float64(s.edges)/most)+1, limit.Max)
+		return fmt.Errorf("%d edges want %d replicas: each may open %d files (ulimit -Hn)", s.edges,
+			int(float64(s.edges)/most)+1, limit.Max)
 	}
 	return nil
 }

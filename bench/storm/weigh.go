@@ -77,7 +77,8 @@ func (s *storm) sayCalm(bare weight) (weight, error) {
 	s.found.PerNode = float64(after.cloud.Now-bare.cloud.Now) / n
 	s.found.IdleCPU = (after.cloudCPU - before.cloudCPU).Seconds() / seconds
 	s.found.IdleWire = float64(after.nodes-before.nodes) / seconds
-	fmt.Printf("an idle node: %.1f KiB of memory in the cloud (%d MiB in all), %.1f KiB in the edges' processes, %.1f bytes/s on the wire\n",
+	fmt.Printf("an idle node: %.1f KiB of memory in the cloud (%d MiB in all), %.1f KiB in the edges' processes, %.1f "+
+		"bytes/s on the wire\n",
 		s.found.PerNode/1024, after.cloud.Now>>20, float64(after.edges.Now)/1024/n, s.found.IdleWire)
 	const ms, thousand = 1000, 1000
 	fmt.Printf("1,000 idle nodes: %.1f ms of processor time a second in the cloud, %.1f in the edges\n",

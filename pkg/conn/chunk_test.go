@@ -125,9 +125,12 @@ func TestChunkFromOthers(t *testing.T) {
 		{name: "field number 0", wire: "\x00\x01", err: "chunk"},
 		{name: "wire type 7", wire: "\x27\x01", err: "chunk"},
 		{name: "group without end", wire: "\x23\x28\x01", err: "chunk"},
-		{name: "as long as allowed", wire: "\x0a\x80\x80\x04" + strings.Repeat("x", MaxIncoming), data: strings.Repeat("x", MaxIncoming)},
-		{name: "too long", wire: "\x0a\x81\x80\x04" + strings.Repeat("x", MaxIncoming+1), err: "65537 bytes; 65536 are allowed"},
-		{name: "too long beside an unknown field", wire: "\x20\x01\x0a\x81\x80\x04" + strings.Repeat("x", MaxIncoming+1), err: "65536 are allowed"},
+		{name: "as long as allowed", wire: "\x0a\x80\x80\x04" + strings.Repeat("x", MaxIncoming),
+			data: strings.Repeat("x", MaxIncoming)},
+		{name: "too long", wire: "\x0a\x81\x80\x04" + strings.Repeat("x", MaxIncoming+1),
+			err: "65537 bytes; 65536 are allowed"},
+		{name: "too long beside an unknown field", wire: "\x20\x01\x0a\x81\x80\x04" + strings.Repeat("x", MaxIncoming+1),
+			err: "65536 are allowed"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			for _, pieces := range []int{len(c.wire) + 1, 1, 2, 3, 7} {
@@ -200,7 +203,8 @@ func (p *countingPool) Put(*[]byte) { p.out-- }
 // FuzzChunk holds decode to the protobuf library: the same verdict and the same value,
 // but for the limit on data, in one buffer or many.
 func FuzzChunk(f *testing.F) {
-	for _, s := range []string{"", "\x0a\x02hi\x10\x01\x18\x01", "\x0a\x82\x80\x00hi", "\x23\x28\x01\x24", "\x8a\x00\x01x", "\x0a\x01a\x20\x01\x0a\x01b"} {
+	for _, s := range []string{"", "\x0a\x02hi\x10\x01\x18\x01", "\x0a\x82\x80\x00hi", "\x23\x28\x01\x24", "\x8a\x00\x01x",
+		"\x0a\x01a\x20\x01\x0a\x01b"} {
 		f.Add([]byte(s), 3)
 	}
 	f.Fuzz(func(t *testing.T, wire []byte, size int) {
@@ -214,7 +218,8 @@ func FuzzChunk(f *testing.F) {
 		if (err == nil) != (wantErr == nil) {
 			t.Fatalf("%x: error %v, protobuf's %v", wire, err, wantErr)
 		}
-		if err == nil && (!bytes.Equal(in.data.Materialize(), want.GetData()) || in.fin != want.GetFin() || in.stop != want.GetStop()) {
+		if err == nil && (!bytes.Equal(in.data.Materialize(), want.GetData()) || in.fin != want.GetFin() ||
+			in.stop != want.GetStop()) {
 			t.Fatalf("%x: %x fin %t stop %t; protobuf has %v", wire, in.data.Materialize(), in.fin, in.stop, &want)
 		}
 	})

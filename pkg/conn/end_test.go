@@ -160,12 +160,14 @@ type script struct {
 func drawScript(t *rapid.T, name string) script {
 	ends := rapid.SampledFrom([]string{"closeWrite", "closeWrite", "close", "reset"})
 	return script{
-		writes:   rapid.SliceOfN(rapid.SampledFrom([]int{1, 100, MaxPayload, MaxPayload + 1, 5 * MaxPayload}), 0, 5).Draw(t, name+" writes"),
-		pause:    rapid.SampledFrom([]time.Duration{0, time.Microsecond, time.Millisecond}).Draw(t, name+" pause"),
-		fast:     rapid.Bool().Draw(t, name+" fast"),
-		then:     ends.Draw(t, name+" then"),
-		reads:    rapid.SampledFrom([]int{-1, -1, -1, 0, 1, 3 * MaxPayload}).Draw(t, name+" reads"),
-		readLag:  rapid.SampledFrom([]time.Duration{0, time.Microsecond, time.Millisecond, 5 * time.Millisecond}).Draw(t, name+" lag"),
+		writes: rapid.SliceOfN(rapid.SampledFrom([]int{1, 100, MaxPayload, MaxPayload + 1, 5 * MaxPayload}), 0, 5).
+			Draw(t, name+" writes"),
+		pause: rapid.SampledFrom([]time.Duration{0, time.Microsecond, time.Millisecond}).Draw(t, name+" pause"),
+		fast:  rapid.Bool().Draw(t, name+" fast"),
+		then:  ends.Draw(t, name+" then"),
+		reads: rapid.SampledFrom([]int{-1, -1, -1, 0, 1, 3 * MaxPayload}).Draw(t, name+" reads"),
+		readLag: rapid.SampledFrom([]time.Duration{0, time.Microsecond, time.Millisecond, 5 * time.Millisecond}).
+			Draw(t, name+" lag"),
 		stopWith: rapid.SampledFrom([]string{"closeRead", "close", "reset"}).Draw(t, name+" stop"),
 	}
 }
@@ -319,7 +321,8 @@ func runScripts(p *fakeConns, cloud, edge script, data []byte) (wrong []string) 
 		time.Sleep(10 * time.Microsecond)
 	}
 	if n := p.gone.Load(); n != 2 || !tunnel.IsClosed(cDone) || !tunnel.IsClosed(eDone) {
-		bad("something is left: %d of 2 ends are gone, cloud's script done: %t, edge's: %t", n, tunnel.IsClosed(cDone), tunnel.IsClosed(eDone))
+		bad("something is left: %d of 2 ends are gone, cloud's script done: %t, edge's: %t", n, tunnel.IsClosed(cDone),
+			tunnel.IsClosed(eDone))
 		p.cloud.Reset()
 		p.edge.Reset()
 		return wrong
@@ -367,7 +370,8 @@ func TestBytesAfterFin(t *testing.T) {
 				t.Fatalf("reading to fin: %v", err)
 			}
 			p.call.up <- []byte{keyData, 1, 'y'}
-			testkit.Eventually(t, "the conn is reset", func() bool { return tunnel.IsClosed(p.cloud.over) && p.cloud.err != nil })
+			testkit.Eventually(t, "the conn is reset",
+				func() bool { return tunnel.IsClosed(p.cloud.over) && p.cloud.err != nil })
 			p.edge.end(tunnel.ErrReset)
 			testkit.Eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
 		})

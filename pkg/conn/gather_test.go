@@ -27,7 +27,8 @@ func TestGather(t *testing.T) {
 	if n := many(128, 256, false, time.Millisecond); n != 100-gatherAfter {
 		t.Errorf("a log that is followed: %d pauses", n)
 	}
-	if n := many(128, 256, true, time.Millisecond) + many(16<<10, 16<<10, false, time.Millisecond) + many(128, 256, false, time.Second); n != 0 {
+	if n := many(128, 256, true, time.Millisecond) + many(16<<10, 16<<10, false, time.Millisecond) +
+		many(128, 256, false, time.Second); n != 0 {
 		t.Errorf("%d pauses where there is nothing to gather", n)
 	}
 	if n := many(128, 128, false, time.Millisecond); n != gatherVain {

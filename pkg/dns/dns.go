@@ -6,7 +6,7 @@
 //	                    ┌─▶ Responder   answers DNS itself, at once, on every replica
 //	Truth, Names ───────┤
 //	                    └─▶ Writer      keeps the lines of a ConfigMap that CoreDNS mounts; one replica at a time
-//	                                      └─▶ kubelet, CoreDNS … ─▶ HostsFile   reports what CoreDNS sees, and its lag
+//	                                  └─▶ kubelet, CoreDNS … ─▶ HostsFile   reports what CoreDNS sees, and its lag
 //
 // Both publish the same names. A change of the ConfigMap takes about a minute to reach a
 // mounted volume; the Responder answers with the change at once. Every replica serves every

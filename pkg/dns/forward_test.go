@@ -572,7 +572,8 @@ func TestUpstreamIsSelf(t *testing.T) {
 		})
 		done := make(chan error, 1)
 		go func() { done <- r.Run(ctx) }()
-		testkit.Eventually(t, "the responder is ready, or has returned", func() bool { return r.Ready() == nil || len(done) == 1 })
+		testkit.Eventually(t, "the responder is ready, or has returned",
+			func() bool { return r.Ready() == nil || len(done) == 1 })
 		cancel()
 		err := <-done
 		refused := err != nil && strings.Contains(err.Error(), "this responder itself")

@@ -178,7 +178,8 @@ func TestChoose(t *testing.T) {
 		"strategies as configured": {strategies: only{CIDR}, addr: "a:80", fails: true},
 	} {
 		t.Run(name, func(t *testing.T) {
-			n := &nodes{reach: maps.Clone(all), refuse: map[tunnel.NodeName]error{}, target: testkit.Serve(t, func(*net.TCPConn) {})}
+			n := &nodes{reach: maps.Clone(all), refuse: map[tunnel.NodeName]error{},
+				target: testkit.Serve(t, func(*net.TCPConn) {})}
 			for _, g := range tc.gone {
 				delete(n.reach, g)
 			}

@@ -15,7 +15,8 @@ import (
 
 func (r *rig) wantLimited(l tunnel.Limit, n uint64) {
 	r.t.Helper()
-	testkit.Eventually(r.t, "limit "+l.String()+" is counted", func() bool { return r.door.cfg.Counters.LimitedBy(l) >= n })
+	testkit.Eventually(r.t, "limit "+l.String()+" is counted",
+		func() bool { return r.door.cfg.Counters.LimitedBy(l) >= n })
 	if got := r.door.cfg.Counters.LimitedBy(l); got != n {
 		r.t.Errorf("limit %s was counted %d times, want %d", l, got, n)
 	}

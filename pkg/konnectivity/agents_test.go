@@ -305,7 +305,8 @@ func TestAgentBudget(t *testing.T) {
 		t.Errorf("a dial that is one too many: %v", err)
 	}
 	cancel()
-	testkit.Eventually(t, "the dial has ended", func() bool { return r.budget.dialled.Load() == 0 && r.budget.conns.Load() == 0 })
+	testkit.Eventually(t, "the dial has ended",
+		func() bool { return r.budget.dialled.Load() == 0 && r.budget.conns.Load() == 0 })
 	c := r.dial(t, "n1", addr)
 	if d, n := r.budget.dialled.Load(), r.budget.conns.Load(); d != 0 || n != 1 {
 		t.Errorf("with a conn: %d dials, %d conns", d, n)
@@ -391,7 +392,8 @@ func TestAgentLost(t *testing.T) {
 	if err := <-pending; err == nil || tunnel.CodeOf(err) != tunnel.Gone {
 		t.Errorf("a dial whose agent is lost: %v", err)
 	}
-	testkit.Eventually(t, "the agent is back", func() bool { s := r.dir.Lookup("n1"); return s != nil && !closed(s.Done()) })
+	testkit.Eventually(t, "the agent is back",
+		func() bool { s := r.dir.Lookup("n1"); return s != nil && !closed(s.Done()) })
 	stop()
 	testkit.Eventually(t, "the agent has gone", func() bool { return !r.dir.Holds("n1") })
 }
@@ -445,7 +447,8 @@ func TestAgentStalledReader(t *testing.T) {
 	})
 	stalled := r.dial(t, "n1", endless)
 	other := r.dial(t, "n1", testkit.Serve(t, testkit.Echo))
-	testkit.Eventually(t, "the stalled conn is ended", func() bool { return r.cfg.Counters.LimitedBy(tunnel.LimitUnread) == 1 })
+	testkit.Eventually(t, "the stalled conn is ended",
+		func() bool { return r.cfg.Counters.LimitedBy(tunnel.LimitUnread) == 1 })
 	want := testkit.Random(1 << 20)
 	go other.Write(want)
 	got := make([]byte, len(want))

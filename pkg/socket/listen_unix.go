@@ -58,7 +58,7 @@ func open(ctx context.Context, path string, mode fs.FileMode) (net.Listener, err
 		// On bind the file gets the permissions of the socket (unix(7)), so there is no moment in
 		// which others could connect. Where the kernel ignores them, the Chmod below follows a
 		// moment later.
-		return c.Control(func(fd uintptr) { syscall.Fchmod(int(fd), uint32(mode)) }) //nolint:errcheck // the Chmod below sets the mode, too
+		return c.Control(func(fd uintptr) { syscall.Fchmod(int(fd), uint32(mode)) }) //nolint:errcheck // the Chmod repeats it
 	}}
 	ln, err := lc.Listen(ctx, "unix", path)
 	if err != nil {

@@ -55,7 +55,8 @@ func TestBranchesOnText(t *testing.T) {
 		`_ = strings.Contains(line, "x")`:                                     0,
 		`_ = errors.Is(err, other)`:                                           0,
 	} {
-		f, err := parser.ParseFile(token.NewFileSet(), "x.go", "package x\nfunc f() {\n"+body+"\n}", parser.SkipObjectResolution)
+		f, err := parser.ParseFile(token.NewFileSet(), "x.go", "package x\nfunc f() {\n"+body+"\n}",
+			parser.SkipObjectResolution)
 		if err != nil {
 			t.Fatalf("%s: %v", body, err)
 		}
@@ -89,7 +90,8 @@ func branchesOnText(f *ast.File) (found []token.Pos) {
 				}
 			case *ast.BinaryExpr:
 				// Two texts of errors may be compared: what was logged already is not logged again.
-				if (n.Op == token.EQL || n.Op == token.NEQ) && (isErrorText(n.X, texts) && isLiteral(n.Y) || isLiteral(n.X) && isErrorText(n.Y, texts)) {
+				if (n.Op == token.EQL || n.Op == token.NEQ) &&
+					(isErrorText(n.X, texts) && isLiteral(n.Y) || isLiteral(n.X) && isErrorText(n.Y, texts)) {
 					found = append(found, n.Pos())
 				}
 			case *ast.SwitchStmt:

@@ -36,14 +36,17 @@ var scaleTable = []scaled{
 	{"memory of a replica", func(u units, n float64) string {
 		return size(u["base-memory"]*1024*1024 + u.held(n)*u["node-memory"]*1024 + (n-u.held(n))*u["known-memory"])
 	}},
-	{"memory of them for `sessions = \"all\"`, each", func(u units, n float64) string { return size(n * u["node-memory"] * 1024) }},
+	{"memory of them for `sessions = \"all\"`, each",
+		func(u units, n float64) string { return size(n * u["node-memory"] * 1024) }},
 	{"idle: processors of a replica", func(u units, n float64) string { return num(u.held(n) * u["idle-cpu"] / 1e6) }},
 	{"idle: a replica's wire", func(u units, n float64) string { return size(u.held(n)*u["idle-wire"]) + "/s" }},
 	{"idle: all nodes' wire in a day", func(u units, n float64) string { return size(n * u["idle-wire"] * day) }},
 	{"all join: processor time", func(u units, n float64) string { return num(n*u["join-cpu"]/1e3) + " s" }},
-	{"all join: by two processors each", func(u units, n float64) string { return num(u.held(n)*u["join-cpu"]/1e3/2) + " s" }},
+	{"all join: by two processors each",
+		func(u units, n float64) string { return num(u.held(n)*u["join-cpu"]/1e3/2) + " s" }},
 	{"all join: their wire", func(u units, n float64) string { return size(n * u["join-wire"]) }},
-	{"all join: what a replica tells the others", func(u units, n float64) string { return size(u.held(n) * u["told-wire"] * u.others(n)) }},
+	{"all join: what a replica tells the others",
+		func(u units, n float64) string { return size(u.held(n) * u["told-wire"] * u.others(n)) }},
 	{"all join: processors that telling takes", func(u units, n float64) string {
 		pass := u.held(n) * u["tell-pass"] / 1e9 // seconds
 		return num(u.others(n) * pass / (pass + u["tell-pause"]/1e3))
@@ -57,8 +60,10 @@ var scaleTable = []scaled{
 	{"ConfigMaps that would take", func(u units, n float64) string { return count(math.Ceil(n / u["lines"])) }},
 	{"a decision of the writer", func(u units, n float64) string { return num(n*u["decide"]/1e9) + " s" }},
 	{"Kubernetes: TokenReviews in a second, calm", func(u units, n float64) string { return num(n / u["token-life"]) }},
-	{"Kubernetes: Node events in a second", func(u units, n float64) string { return num(n / u["node-writes"] * u.replicas(n)) }},
-	{"Kubernetes: Lease requests in a second", func(u units, n float64) string { return num(u.replicas(n) * u["lease-requests"]) }},
+	{"Kubernetes: Node events in a second",
+		func(u units, n float64) string { return num(n / u["node-writes"] * u.replicas(n)) }},
+	{"Kubernetes: Lease requests in a second",
+		func(u units, n float64) string { return num(u.replicas(n) * u["lease-requests"]) }},
 }
 
 func count(v float64) string {

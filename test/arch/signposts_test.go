@@ -98,7 +98,8 @@ func (c *code) of(file string) (map[string]bool, error) {
 	if names := c.declared[file]; names != nil {
 		return names, nil
 	}
-	f, err := parser.ParseFile(token.NewFileSet(), filepath.Join("..", "..", filepath.FromSlash(file)), nil, parser.SkipObjectResolution)
+	f, err := parser.ParseFile(token.NewFileSet(), filepath.Join("..", "..", filepath.FromSlash(file)), nil,
+		parser.SkipObjectResolution)
 	if err != nil {
 		return nil, err
 	}

@@ -21,23 +21,24 @@ import (
 )
 
 const (
-	noticed = 15 * time.Second                       // until replicas say that they are apart
-	healed  = 15*time.Second + time.Second           // until they are together again, and that is written
-	grace   = 30 * time.Second                       // for which a line outlives its node
-	torn    = 15*time.Second + grace + 3*time.Second // from noticed on: what is lost is forgotten, and the line of a node that is not there would go
+	noticed = 15 * time.Second             // until replicas say that they are apart
+	healed  = 15*time.Second + time.Second // until they are together again, and that is written
+	grace   = 30 * time.Second             // for which a line outlives its node
+	// from noticed on: what is lost is forgotten, and the line of a node that is not there would go
+	torn = 15*time.Second + grace + 3*time.Second
 )
 
-// A divide is two replicas that tell each other what they hold, each with a network of its own, and edges between them. Its
-// fields are set once, holder by its methods.
+// A divide is two replicas that tell each other what they hold, each with a network of its own, and
+// edges between them. Its fields are set once, holder by its methods.
 type divide struct {
 	f        *field
 	one, two *replica
 	holder   map[string]*replica // by node that is connected
 }
 
-// replicasApart drops the packets between two replicas, and then those between one of them and kube-apiserver as well, while
-// edges come, go and move. Each node's line changes as often as it has to, and never because of the cut: each version of the
-// ConfigMap is looked at.
+// replicasApart drops the packets between two replicas, and then those between one of them and
+// kube-apiserver as well, while edges come, go and move. Each node's line changes as often as it
+// has to, and never because of the cut: each version of the ConfigMap is looked at.
 func replicasApart(ctx context.Context, t *testing.T, c *cluster, program string) {
 	var nodes []string
 	for i := range fieldNodes {
@@ -77,8 +78,8 @@ func replicasApart(ctx context.Context, t *testing.T, c *cluster, program string
 	}
 }
 
-// island makes a replica in a network namespace of its own on the bridge. It has a front door to every node, which leads to
-// the edge's own health port.
+// island makes a replica in a network namespace of its own on the bridge. It has a front door to
+// every node, which leads to the edge's own health port.
 func (f *field) island(ctx context.Context, t *testing.T, number, other int) *replica {
 	t.Helper()
 	r := f.configure(ctx, t, number, apiServer, "", "")
@@ -128,7 +129,8 @@ func (r *replica) reaches(ctx context.Context, node string) error {
 // iptables runs it in the replica's network.
 func (r *replica) iptables(ctx context.Context, t *testing.T, args string) {
 	t.Helper()
-	cmd := command(ctx, "nsenter", append([]string{"--net=" + r.netns, filepath.Join(r.f.c.home, "nodebin/iptables"), "-w"}, strings.Fields(args)...)...)
+	cmd := command(ctx, "nsenter",
+		append([]string{"--net=" + r.netns, filepath.Join(r.f.c.home, "nodebin/iptables"), "-w"}, strings.Fields(args)...)...)
 	if _, err := run(cmd, nil); err != nil {
 		t.Fatal(err)
 	}
@@ -214,7 +216,8 @@ func (d *divide) apart(ctx context.Context) error {
 	return errors.Join(d.one.peers(ctx, 0, "[~]"), d.two.peers(ctx, 0, "[~]"))
 }
 
-// peers returns an error unless the replica knows so many others, and /readyz says of them what is at the beginning of a line.
+// peers returns an error unless the replica knows so many others, and /readyz says of them what is
+// at the beginning of a line.
 func (r *replica) peers(ctx context.Context, others float64, mark string) error {
 	n, err := r.metric(ctx, "tunnel_replicas")
 	if err == nil && n != others {
@@ -249,7 +252,8 @@ func (d *divide) everywhere(ctx context.Context) error {
 func (d *divide) restored(ctx context.Context, t *testing.T) {
 	d.join(ctx, t, fieldNode(1), d.one)
 	d.join(ctx, t, fieldNode(2), d.two)
-	eventually(ctx, t, 5*time.Second, "the lines of both replicas", func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
+	eventually(ctx, t, 5*time.Second, "the lines of both replicas",
+		func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
 	eventually(ctx, t, 5*time.Second, "each to relay to the other", d.everywhere)
 	m, err := d.f.admin.load(ctx)
 	if err != nil {
@@ -260,7 +264,8 @@ func (d *divide) restored(ctx context.Context, t *testing.T) {
 	if err := d.f.admin.do(ctx, http.MethodPut, mapPath, "application/json", m, nil); err != nil {
 		t.Fatal(err)
 	}
-	took := eventually(ctx, t, 5*time.Second, "the line to be written back", func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
+	took := eventually(ctx, t, 5*time.Second, "the line to be written back",
+		func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
 	t.Logf("written back after %v", took.Round(time.Millisecond))
 }
 
@@ -290,9 +295,11 @@ func (d *divide) cutOff(ctx context.Context, t *testing.T, r *record) {
 	d.join(ctx, t, fieldNode(7), d.two) // unseen
 	d.join(ctx, t, fieldNode(8), d.one) // seen
 	there := map[string]string{fieldNode(5): two, fieldNode(6): one, fieldNode(7): ""}
-	eventually(ctx, t, 5*time.Second, "the lines of what the leader sees", func(ctx context.Context) error { return d.f.has(ctx, d.lines(there)) })
+	eventually(ctx, t, 5*time.Second, "the lines of what the leader sees",
+		func(ctx context.Context) error { return d.f.has(ctx, d.lines(there)) })
 	delete(there, fieldNode(6))
-	eventually(ctx, t, time.Until(lost.Add(torn)), "the line of what has left the leader to go", func(ctx context.Context) error { return d.f.has(ctx, d.lines(there)) })
+	eventually(ctx, t, time.Until(lost.Add(torn)), "the line of what has left the leader to go",
+		func(ctx context.Context) error { return d.f.has(ctx, d.lines(there)) })
 	time.Sleep(time.Until(lost.Add(torn - 3*time.Second)))
 	d.vanish(ctx, t, fieldNode(4)) // for the leader it is still there when they meet again
 	d.join(ctx, t, fieldNode(4), d.two)
@@ -311,7 +318,8 @@ func (d *divide) cutOff(ctx context.Context, t *testing.T, r *record) {
 	eventually(ctx, t, time.Until(mended.Add(healed)), "both to lead to every node", func(ctx context.Context) error {
 		return errors.Join(d.together(ctx), d.everywhere(ctx))
 	})
-	eventually(ctx, t, healed+grace, "the line of the node that left unseen to go", func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
+	eventually(ctx, t, healed+grace, "the line of the node that left unseen to go",
+		func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
 	if err := d.everywhere(ctx); err != nil {
 		t.Error(err)
 	}
@@ -340,7 +348,8 @@ func (d *divide) leaderCutOff(ctx context.Context, t *testing.T, r *record) {
 	t.Logf("the other leads after %v", time.Since(began).Round(time.Millisecond))
 	d.move(ctx, t, fieldNode(8), d.two)
 	d.join(ctx, t, fieldNode(5), d.two)
-	eventually(ctx, t, 5*time.Second, "the lines of what it holds", func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
+	eventually(ctx, t, 5*time.Second, "the lines of what it holds",
+		func(ctx context.Context) error { return d.f.has(ctx, d.lines(nil)) })
 	// Until what is lost is forgotten.
 	time.Sleep(time.Until(began.Add(noticed + 15*time.Second + 2*time.Second)))
 	d.move(ctx, t, fieldNode(2), d.one) // for the leader it is gone
@@ -353,7 +362,8 @@ func (d *divide) leaderCutOff(ctx context.Context, t *testing.T, r *record) {
 
 	d.mend(ctx, t)
 	delete(there, fieldNode(2))
-	took := eventually(ctx, t, healed, "what has happened meanwhile to be written", func(ctx context.Context) error { return d.f.has(ctx, d.lines(there)) })
+	took := eventually(ctx, t, healed, "what has happened meanwhile to be written",
+		func(ctx context.Context) error { return d.f.has(ctx, d.lines(there)) })
 	t.Logf("healed after %v", took.Round(time.Millisecond))
 	eventually(ctx, t, healed-took, "both to lead to every node", func(ctx context.Context) error {
 		return errors.Join(d.together(ctx), d.everywhere(ctx))
@@ -398,7 +408,8 @@ func (f *field) record(ctx context.Context, t *testing.T) *record {
 	}
 	ctx, r.end = context.WithCancel(ctx)
 	t.Cleanup(r.end)
-	path := fmt.Sprintf("%s?watch=1&timeoutSeconds=600&fieldSelector=metadata.name%%3D%s&resourceVersion=%s", mapsPath, nodesMap, first.Metadata.ResourceVersion)
+	path := fmt.Sprintf("%s?watch=1&timeoutSeconds=600&fieldSelector=metadata.name%%3D%s&resourceVersion=%s", mapsPath,
+		nodesMap, first.Metadata.ResourceVersion)
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, apiServer+path, nil)
 	if err != nil {
 		t.Fatal(err)

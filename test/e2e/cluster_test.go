@@ -120,9 +120,10 @@ func (c *cluster) leaf(ctx context.Context, t *testing.T, args ...string) {
 
 // getInside makes an HTTP request from within a node's network namespace, where nothing outside can reach.
 func (c *cluster) getInside(ctx context.Context, node, url string) (int, string, error) {
-	tr := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
-		return dialInside(ctx, "/run/netns/te2e-"+node, network, addr)
-	}}
+	tr := &http.Transport{DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
+			return dialInside(ctx, "/run/netns/te2e-"+node, network, addr)
+		}}
 	return get(ctx, tr, url)
 }
 
@@ -142,7 +143,8 @@ func get(ctx context.Context, tr *http.Transport, url string) (int, string, erro
 	return resp.StatusCode, string(b), err
 }
 
-// dialInside opens a connection from another network namespace: a socket belongs to the namespace of the thread that made it.
+// dialInside opens a connection from another network namespace: a socket belongs to the namespace
+// of the thread that made it.
 func dialInside(ctx context.Context, netns, network, addr string) (net.Conn, error) {
 	type result struct {
 		conn net.Conn
@@ -171,7 +173,8 @@ func dialInside(ctx context.Context, netns, network, addr string) (net.Conn, err
 
 // logs are the files that explain a failure, the most telling first.
 func (c *cluster) logs() []string {
-	return []string{"cloud", account + "-1", account + "-2", account + "-3", account + "-4", account + "-5", "edge1", "edge2", "coredns", "apiserver", "metrics-server", "edge1-kubelet"}
+	return []string{"cloud", account + "-1", account + "-2", account + "-3", account + "-4", account + "-5", "edge1",
+		"edge2", "coredns", "apiserver", "metrics-server", "edge1-kubelet"}
 }
 
 // step is t.Run; when the step fails, it prints what the daemons logged meanwhile.

@@ -36,8 +36,9 @@ func refused() []string {
 
 func fieldNode(i int) string { return fmt.Sprintf("field%d", i) }
 
-// dnsWorks asserts how names come and go, with two clouds at once, and with everything that Kubernetes and others do to the
-// ConfigMap meanwhile. The order matters: a step finds what the one before it left.
+// dnsWorks asserts how names come and go, with two clouds at once, and with everything that
+// Kubernetes and others do to the ConfigMap meanwhile. The order matters: a step finds what the one
+// before it left.
 func dnsWorks(ctx context.Context, t *testing.T, c *cluster, program, volume string) {
 	nodes := append(refused(), noField, reserved)
 	for i := range fieldNodes {
@@ -89,7 +90,8 @@ func (f *field) createNodes(ctx context.Context, t *testing.T) {
 	type object map[string]any
 	items := []object{}
 	add := func(name, label string) {
-		items = append(items, object{"apiVersion": "v1", "kind": "Node", "metadata": object{"name": name, "labels": object{label: ""}}})
+		items = append(items,
+			object{"apiVersion": "v1", "kind": "Node", "metadata": object{"name": name, "labels": object{label: ""}}})
 	}
 	for i := range fieldNodes {
 		add(fieldNode(i+1), fieldLabel)
@@ -145,7 +147,8 @@ func names(ctx context.Context, t *testing.T, f *field, one *replica, volume str
 	})
 	t.Logf("the responder is seen after %v", took.Round(time.Millisecond))
 	lines := map[string]string{node: one.ip}
-	eventually(ctx, t, time.Until(began.Add(5*time.Second)), "the line", func(ctx context.Context) error { return f.has(ctx, lines) })
+	eventually(ctx, t, time.Until(began.Add(5*time.Second)), "the line",
+		func(ctx context.Context) error { return f.has(ctx, lines) })
 	t.Logf("the line is there after %v", time.Since(began).Round(time.Millisecond))
 	eventually(ctx, t, 10*time.Second, "the mounted file", func(context.Context) error {
 		b, err := os.ReadFile(filepath.Join(volume, "hosts"))
@@ -166,7 +169,8 @@ func names(ctx context.Context, t *testing.T, f *field, one *replica, volume str
 	if _, err := f.c.kubectl(ctx, "delete", "node", deleted); err != nil {
 		t.Fatal(err)
 	}
-	eventually(ctx, t, 5*time.Second, "the line of the deleted Node to go", func(ctx context.Context) error { return f.has(ctx, lines) })
+	eventually(ctx, t, 5*time.Second, "the line of the deleted Node to go",
+		func(ctx context.Context) error { return f.has(ctx, lines) })
 	unknown := append(refused(), deleted)
 
 	// A line outlives its node by 30 s, an answer by 15 s at most.
@@ -186,7 +190,8 @@ func names(ctx context.Context, t *testing.T, f *field, one *replica, volume str
 	if a, err := one.answers(ctx, node); !errors.Is(err, errNoAddress) {
 		t.Errorf("20 s after its edge left, the responder says of %s: %q, %v", node, a, err)
 	}
-	eventually(ctx, t, time.Until(left.Add(40*time.Second)), "the line to go", func(ctx context.Context) error { return f.has(ctx, nil) })
+	eventually(ctx, t, time.Until(left.Add(40*time.Second)), "the line to go",
+		func(ctx context.Context) error { return f.has(ctx, nil) })
 	t.Logf("the line is gone %v after the edge", time.Since(left).Round(time.Millisecond))
 
 	strangers(ctx, t, f, one)
@@ -206,7 +211,8 @@ func strangers(ctx context.Context, t *testing.T, f *field, one *replica) {
 	if s := f.stranger(ctx, t, one, token(fieldNode(2), fieldNode(2))); s != "" {
 		t.Fatalf("a token of its own is refused with gRPC status %s", s) // else the next would show nothing
 	}
-	for _, name := range []string{fieldNode(2) + "\n10.0.0.1 evil", "evil\n" + fieldNode(2), fieldNode(2) + "\r", fieldNode(2) + " # tunnel"} {
+	for _, name := range []string{fieldNode(2) + "\n10.0.0.1 evil", "evil\n" + fieldNode(2), fieldNode(2) + "\r",
+		fieldNode(2) + " # tunnel"} {
 		if s := f.stranger(ctx, t, one, token(name, fieldNode(2))); s != unauthenticated {
 			t.Errorf("%q may join: gRPC status %q", name, s)
 		}
@@ -231,7 +237,8 @@ servername = "`+one.grpc+`"
 	}
 }
 
-// throttled asserts that an overloaded kube-apiserver is left alone, and that nothing is asked when there is nothing to do.
+// throttled asserts that an overloaded kube-apiserver is left alone, and that nothing is asked when
+// there is nothing to do.
 func throttled(ctx context.Context, t *testing.T, f *field, one *replica, g *gate) {
 	const during = 10 * time.Second
 	node, second := fieldNode(1), fieldNode(2)
@@ -243,7 +250,8 @@ func throttled(ctx context.Context, t *testing.T, f *field, one *replica, g *gat
 		a, err := one.answers(ctx, node)
 		return want(err, a, one.ip)
 	})
-	eventually(ctx, t, during, "/readyz?verbose to say why", func(ctx context.Context) error { return noted(ctx, one, "too many requests") })
+	eventually(ctx, t, during, "/readyz?verbose to say why",
+		func(ctx context.Context) error { return noted(ctx, one, "too many requests") })
 	time.Sleep(time.Until(began.Add(during)))
 	g.calm(t, "nothing but 429")
 	g.refuse(false)
@@ -268,7 +276,8 @@ func throttled(ctx context.Context, t *testing.T, f *field, one *replica, g *gat
 	for what, n := range asked {
 		verb, path, _ := strings.Cut(what, " ")
 		switch {
-		case path == lease && (verb == http.MethodGet || verb == http.MethodPut || verb == http.MethodPatch) && n <= int(quiet/time.Second):
+		case path == lease && (verb == http.MethodGet || verb == http.MethodPut || verb == http.MethodPatch) &&
+			n <= int(quiet/time.Second):
 		case verb == "WATCH" && n <= 2:
 		default:
 			t.Errorf("asked %d times though nothing changed: %s", n, what)
@@ -276,8 +285,8 @@ func throttled(ctx context.Context, t *testing.T, f *field, one *replica, g *gat
 	}
 }
 
-// noted returns an error unless /readyz?verbose says of the ConfigMap that it cannot be written and why, or, without why,
-// that all is well. The replica is ready either way.
+// noted returns an error unless /readyz?verbose says of the ConfigMap that it cannot be written and
+// why, or, without why, that all is well. The replica is ready either way.
 func noted(ctx context.Context, r *replica, why ...string) error {
 	page, err := r.ask(ctx, "/readyz?verbose")
 	if err != nil {
@@ -318,7 +327,8 @@ func forbidden(ctx context.Context, t *testing.T, f *field, one *replica, g *gat
 	g.count()
 	f.join(ctx, t, fieldNode(3), one)
 	rights := []string{"forbidden", `configmaps "` + nodesMap + `"`, `cannot `, `deployment/cloud-rbac.yaml`}
-	eventually(ctx, t, 10*time.Second, "/readyz?verbose to name the rights", func(ctx context.Context) error { return noted(ctx, one, rights...) })
+	eventually(ctx, t, 10*time.Second, "/readyz?verbose to name the rights",
+		func(ctx context.Context) error { return noted(ctx, one, rights...) })
 	if n, err := one.metric(ctx, `tunnel_dns_configmap_writes_total{result="forbidden"}`); err != nil || n == 0 {
 		t.Errorf("forbidden writes: %v, %v", n, err)
 	}
@@ -347,7 +357,8 @@ func forbidden(ctx context.Context, t *testing.T, f *field, one *replica, g *gat
 		return f.has(ctx, map[string]string{fieldNode(1): one.ip, fieldNode(2): one.ip, fieldNode(3): one.ip})
 	})
 	t.Logf("written %v after the rights were given back", took.Round(time.Millisecond))
-	eventually(ctx, t, 5*time.Second, "/readyz?verbose to be quiet again", func(ctx context.Context) error { return noted(ctx, one, "") })
+	eventually(ctx, t, 5*time.Second, "/readyz?verbose to be quiet again",
+		func(ctx context.Context) error { return noted(ctx, one, "") })
 }
 
 // watchLeaders looks until the end of the test that no two replicas lead at once. Those that do not run do not lead.
@@ -400,8 +411,8 @@ func takeover(ctx context.Context, t *testing.T, f *field, one, two *replica) {
 	}
 }
 
-// A foreignWriter is everybody else who edits the ConfigMap: well, and badly. Each time it looks, all must be there that it
-// wrote the last time. All of it is owned by run.
+// A foreignWriter is everybody else who edits the ConfigMap: well, and badly. Each time it looks,
+// all must be there that it wrote the last time. All of it is owned by run.
 type foreignWriter struct {
 	admin *admin
 	rnd   *rand.Rand
@@ -451,7 +462,8 @@ func (w *foreignWriter) run(ctx context.Context) error {
 		}
 		var err error
 		switch {
-		case i%10 == 9 && i < 200: // what it drops of nodes that have left is not missed: let some of that be there at the end
+		// what it drops of nodes that have left is not missed: let some of that be there at the end
+		case i%10 == 9 && i < 200:
 			err = w.replace(context.WithoutCancel(ctx))
 		case i%3 == 2:
 			err = w.patch(context.WithoutCancel(ctx), i)
@@ -484,8 +496,8 @@ func (w *foreignWriter) change(i int) {
 	w.keys["counter"] = fmt.Sprint(i)
 }
 
-// edit is a good citizen: it reads, changes what is its own, leaves the cloud's lines together, and writes only if nobody was
-// faster.
+// edit is a good citizen: it reads, changes what is its own, leaves the cloud's lines together, and
+// writes only if nobody was faster.
 func (w *foreignWriter) edit(ctx context.Context, i int) error {
 	w.change(i)
 	for {
@@ -517,7 +529,8 @@ func (w *foreignWriter) patch(ctx context.Context, i int) error {
 	w.did["patch"]++
 	m := w.means(nil, 0)
 	w.wrote = &m
-	return w.admin.do(ctx, http.MethodPatch, mapPath, "application/merge-patch+json", map[string]any{"data": map[string]string{key: w.keys[key]}}, nil)
+	return w.admin.do(ctx, http.MethodPatch, mapPath, "application/merge-patch+json",
+		map[string]any{"data": map[string]string{key: w.keys[key]}}, nil)
 }
 
 // replace is the bad one: it has the file from somewhere else, and writes over all that is there.
@@ -601,9 +614,11 @@ func (f *field) connected(r *replica) map[string]string {
 	return lines
 }
 
-// restarted takes kube-apiserver away while nodes come and go. Afterwards no line is missing and none left over, neither from
-// this nor from the step before, and unharmed still holds.
-func restarted(ctx context.Context, t *testing.T, f *field, two *replica, g *gate, unharmed func(context.Context) error) {
+// restarted takes kube-apiserver away while nodes come and go. Afterwards no line is missing and
+// none left over, neither from this nor from the step before, and unharmed still holds.
+func restarted(
+	ctx context.Context, t *testing.T, f *field, two *replica, g *gate, unharmed func(context.Context) error,
+) {
 	if err := f.c.script(ctx, "apiserver.sh", "stop"); err != nil {
 		t.Fatal(err)
 	}
@@ -623,9 +638,11 @@ func restarted(ctx context.Context, t *testing.T, f *field, two *replica, g *gat
 	}
 	g.calm(t, "kube-apiserver restarted")
 	lines := f.connected(two)
-	took := eventually(ctx, t, 20*time.Second, "the lines of those that joined meanwhile", func(ctx context.Context) error { return f.hasAll(ctx, lines) })
+	took := eventually(ctx, t, 20*time.Second, "the lines of those that joined meanwhile",
+		func(ctx context.Context) error { return f.hasAll(ctx, lines) })
 	t.Logf("written %v after kube-apiserver was back", took.Round(time.Millisecond))
-	took = eventually(ctx, t, 35*time.Second, "no line to be left over", func(ctx context.Context) error { return f.has(ctx, lines) })
+	took = eventually(ctx, t, 35*time.Second, "no line to be left over",
+		func(ctx context.Context) error { return f.has(ctx, lines) })
 	t.Logf("no line is left over %v later", took.Round(time.Second))
 	if err := unharmed(ctx); err != nil {
 		t.Error(err)
@@ -649,7 +666,8 @@ func handover(ctx context.Context, t *testing.T, f *field, two, three *replica) 
 	eventually(ctx, t, 5*time.Second, "the lines that its nodeselector allows", func(ctx context.Context) error {
 		got, err := f.admin.lines(ctx)
 		// Nobody has said that the pod of the one before is gone: it may still serve its nodes.
-		return errors.Join(want(err, got[fieldNode(1)], three.ip), want(nil, got[noField], ""), want(nil, got[fieldNode(2)], two.ip))
+		return errors.Join(want(err, got[fieldNode(1)], three.ip), want(nil, got[noField], ""),
+			want(nil, got[fieldNode(2)], two.ip))
 	})
 	if a, err := three.answers(ctx, fieldNode(1)); err != nil || a != three.ip {
 		t.Errorf("the responder says of a node that is selected: %q, %v", a, err)

@@ -4,22 +4,27 @@
 //	make e2e                                         # builds what is missing, runs everything, leaves nothing
 //	go test -tags e2e -count=1 -v -timeout 30m ./test/e2e   # the same, when test/cluster/build.sh has run
 //
-// It needs root and what test/cluster/README.md lists. TUNNEL_BIN names a binary to test instead of building ./cmd/tunnel.
+// It needs root and what test/cluster/README.md lists. TUNNEL_BIN names a binary to test instead of
+// building ./cmd/tunnel.
 //
-// The cluster's scripts do the cluster (test/cluster); this package starts the tunnel and asserts what kubectl prints and how
-// it exits. No name is written by hand: kube-apiserver asks CoreDNS, and CoreDNS has the nodes' addresses from the tunnel, once
-// through the ConfigMap that a kubelet has mounted, once by asking the tunnel. The tunnel may do in Kubernetes what
-// deployment/cloud-rbac.yaml says. TestTunnel/identities has one node join with `tunnel join` and the other one with the
-// ServiceAccount token of a pod, and has strangers try to be one of them. TestTunnel/dns has more clouds than one and looks at
-// the names alone, and "TestTunnel/replicas apart" at what becomes of them while replicas are cut off from each other. TestEgress
-// has a cluster of its own, in which kube-apiserver reaches nodes, pods, a webhook and an aggregated API by its egress selector:
+// The cluster's scripts do the cluster (test/cluster); this package starts the tunnel and asserts
+// what kubectl prints and how it exits. No name is written by hand: kube-apiserver asks CoreDNS,
+// and CoreDNS has the nodes' addresses from the tunnel, once through the ConfigMap that a kubelet
+// has mounted, once by asking the tunnel. The tunnel may do in Kubernetes what
+// deployment/cloud-rbac.yaml says. TestTunnel/identities has one node join with `tunnel join` and
+// the other one with the ServiceAccount token of a pod, and has strangers try to be one of them.
+// TestTunnel/dns has more clouds than one and looks at the names alone, and "TestTunnel/replicas
+// apart" at what becomes of them while replicas are cut off from each other. TestEgress has a
+// cluster of its own, in which kube-apiserver reaches nodes, pods, a webhook and an aggregated API
+// by its egress selector:
 //
 //	go test -tags e2e -count=1 -v -run TestTunnel/identities ./test/e2e      # 1 minute
 //	go test -tags e2e -count=1 -v -run TestTunnel/dns ./test/e2e             # 3 minutes
 //	go test -tags e2e -count=1 -v -run TestTunnel/replicas_apart ./test/e2e  # 2 minutes
 //	go test -tags e2e -count=1 -v -run TestEgress ./test/e2e                 # 3 minutes
 //
-// The tests know nothing of the tunnel's code: only the configuration files, the health port, the command line, DNS, what
-// stands in the ConfigMap, and the wire, to say what an edge would not. What they do not do: measure (see make bench), or break
-// single connections on the way (see the tests of pkg/stream).
+// The tests know nothing of the tunnel's code: only the configuration files, the health port, the
+// command line, DNS, what stands in the ConfigMap, and the wire, to say what an edge would not.
+// What they do not do: measure (see make bench), or break single connections on the way (see the
+// tests of pkg/stream).
 package e2e

@@ -26,10 +26,11 @@ import (
 // gone is how long a user may wait at a node that is not there before kubectl says so.
 const gone = 15 * time.Second
 
-// TestTunnel is one test because there is one cluster. The order matters: first without the tunnel, then each way in which
-// kube-apiserver can be set up, with each way in which CoreDNS has the nodes' names, and for each first that everything works
-// and then that outages are seen and healed. At last the names alone, with more clouds than one, and with clouds
-// that are cut off from each other.
+// TestTunnel is one test because there is one cluster. The order matters: first without the tunnel,
+// then each way in which kube-apiserver can be set up, with each way in which CoreDNS has the
+// nodes' names, and for each first that everything works and then that outages are seen and healed.
+// At last the names alone, with more clouds than one, and with clouds that are cut off from each
+// other.
 func TestTunnel(t *testing.T) {
 	ctx := contextOf(t)
 	program := binary(ctx, t)
@@ -100,7 +101,8 @@ func nowhere(ctx context.Context, t *testing.T, c *cluster, why string) {
 	}
 }
 
-// prepare puts pods on the nodes, starts metrics-server, and says what the cloud may do: in Kubernetes what deployment/ says.
+// prepare puts pods on the nodes, starts metrics-server, and says what the cloud may do: in
+// Kubernetes what deployment/ says.
 func prepare(ctx context.Context, t *testing.T, c *cluster) {
 	t.Helper()
 	_, err := c.kubectl(ctx, "apply", "-f", "../../deployment/cloud-rbac.yaml")
@@ -115,12 +117,14 @@ func prepare(ctx context.Context, t *testing.T, c *cluster) {
 	if err := c.script(ctx, "metrics-server.sh"); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := c.kubectl(ctx, "wait", "--for=condition=Ready", "--timeout=60s", "pod", "--all", "--all-namespaces"); err != nil {
+	if _, err := c.kubectl(ctx, "wait", "--for=condition=Ready", "--timeout=60s", "pod", "--all",
+		"--all-namespaces"); err != nil {
 		t.Fatal(err)
 	}
 }
 
-// works checks each verb for all that a user would notice, that the bytes went through the tunnel, and that nothing stays behind.
+// works checks each verb for all that a user would notice, that the bytes went through the tunnel,
+// and that nothing stays behind.
 func works(ctx context.Context, t *testing.T, tn *tunnel, verbs []verb) {
 	if err := errors.Join(tryLogs(ctx, tn.c, "edge1"), tryLogs(ctx, tn.c, "edge2")); err != nil {
 		t.Fatal(err)
@@ -137,7 +141,8 @@ func works(ctx context.Context, t *testing.T, tn *tunnel, verbs []verb) {
 	if got := tn.carried(ctx, t) - carried; got < copied {
 		t.Errorf("the cloud carried %.0f bytes while %d went to and from the pods: they took another way", got, copied)
 	}
-	// kube-apiserver and metrics-server keep a few connections to each node for the next request, and so does each session; nothing else may stay.
+	// kube-apiserver and metrics-server keep a few connections to each node for the next request, and
+	// so does each session; nothing else may stay.
 	const pooled = 12
 	eventually(ctx, t, 10*time.Second, "conns to end on both sides", func(context.Context) error {
 		metrics, err := rig.Metrics(net.JoinHostPort(cloudIP, cloudLog))
@@ -151,7 +156,8 @@ func works(ctx context.Context, t *testing.T, tn *tunnel, verbs []verb) {
 				data = min(all, transport.DefaultConnections-1)
 			}
 			if now > open[name]+pooled+data {
-				return fmt.Errorf("%s has %d descriptors open, it was %d; %d data connections may wait", name, now, open[name], data)
+				return fmt.Errorf("%s has %d descriptors open, it was %d; %d data connections may wait", name,
+					now, open[name], data)
 			}
 		}
 		return nil
@@ -211,9 +217,12 @@ func outages(ctx context.Context, t *testing.T, tn *tunnel) {
 		top        bool // whether top has been working long enough to be seen failing
 		stop, back func(t *testing.T)
 	}{
-		{"edge killed", true, func(t *testing.T) { tn.edges["edge1"].kill(t) }, func(t *testing.T) { tn.startEdge(ctx, t, "edge1") }},
-		{"edge stopped", false, func(t *testing.T) { signalEdge(t, syscall.SIGSTOP) }, func(t *testing.T) { signalEdge(t, syscall.SIGCONT) }},
-		{"uplink cut", false, func(t *testing.T) { nodeScript(ctx, t, c, "cut") }, func(t *testing.T) { nodeScript(ctx, t, c, "join") }},
+		{"edge killed", true, func(t *testing.T) { tn.edges["edge1"].kill(t) },
+			func(t *testing.T) { tn.startEdge(ctx, t, "edge1") }},
+		{"edge stopped", false, func(t *testing.T) { signalEdge(t, syscall.SIGSTOP) },
+			func(t *testing.T) { signalEdge(t, syscall.SIGCONT) }},
+		{"uplink cut", false, func(t *testing.T) { nodeScript(ctx, t, c, "cut") },
+			func(t *testing.T) { nodeScript(ctx, t, c, "join") }},
 	} {
 		c.step(t, o.name, func(t *testing.T) {
 			flight := takeOff(ctx, t, c, "edge1")
@@ -274,7 +283,8 @@ func nodeScript(ctx context.Context, t *testing.T, c *cluster, verb string) {
 // recovers waits for the first success after an outage and then wants everything to work.
 func recovers(ctx context.Context, t *testing.T, c *cluster, node string) {
 	t.Helper()
-	took := eventually(ctx, t, backAgain, "logs of "+node+" to work again", func(ctx context.Context) error { return tryLogs(ctx, c, node) })
+	took := eventually(ctx, t, backAgain, "logs of "+node+" to work again",
+		func(ctx context.Context) error { return tryLogs(ctx, c, node) })
 	t.Logf("%s is back after %v", node, took.Round(time.Millisecond))
 	succeeds(ctx, t, c, node)
 }
@@ -290,8 +300,9 @@ func takeOff(ctx context.Context, t *testing.T, c *cluster, node string) *flight
 	t.Helper()
 	begin := func(match func(string) bool, stdin string, args ...string) *process {
 		cmd := c.command(ctx, "kubectl", args...)
-		// Not by websocket: there kube-apiserver (1.34) tells an idle port-forward of a lost kubelet only after its kubectl's next
-		// ping, up to 10 s later (tunnelingWebsocketUpgraderConn.Close waits for the lock that Read holds).
+		// Not by websocket: there kube-apiserver (1.34) tells an idle port-forward of a lost kubelet only
+		// after its kubectl's next ping, up to 10 s later (tunnelingWebsocketUpgraderConn.Close waits for
+		// the lock that Read holds).
 		cmd.Env = append(cmd.Env, spdy...)
 		in, err := cmd.StdinPipe()
 		if err != nil {
@@ -314,16 +325,18 @@ func takeOff(ctx context.Context, t *testing.T, c *cluster, node string) *flight
 	return &flight{
 		streams: []*process{
 			begin(ticks(1), "", "logs", "-f", "--tail=1", pod(node), "-c", "web"),
-			begin(func(out string) bool { return out == "hello\n" }, "hello\n", "exec", "-i", pod(node), "-c", "web", "--", "cat"),
+			begin(func(out string) bool { return out == "hello\n" }, "hello\n", "exec", "-i", pod(node), "-c",
+				"web", "--", "cat"),
 			begin(ticks(1), "", "attach", pod(node), "-c", "web"),
 		},
 		forward: begin(forwarding.MatchString, "", "port-forward", "--address=127.0.0.1", "pod/"+pod(node), ":8080"),
 	}
 }
 
-// lands asserts that all of it ends by itself before the deadline. Only port-forward has to say so by its exit code: where a
-// kubelet dies without any tunnel, logs -f, exec and attach end with code 0 as well (kube-apiserver ends its answer as if the log
-// were at its end, and kubectl takes a lost error stream for success: client-go, tools/remotecommand/errorstream.go).
+// lands asserts that all of it ends by itself before the deadline. Only port-forward has to say so
+// by its exit code: where a kubelet dies without any tunnel, logs -f, exec and attach end with code
+// 0 as well (kube-apiserver ends its answer as if the log were at its end, and kubectl takes a lost
+// error stream for success: client-go, tools/remotecommand/errorstream.go).
 func (f *flight) lands(t *testing.T, deadline time.Time) {
 	t.Helper()
 	for _, p := range f.streams {
@@ -386,7 +399,8 @@ func frontDoor(ctx context.Context, t *testing.T, tn *tunnel) {
 			t.Errorf("kube-apiserver without SNI at %s: %q, %v", n, body, err)
 		}
 	}
-	impostor := c.command(ctx, "pki", "leaf", "-dir", c.path("pki"), "-ca", "front", "-name", "tunnel-impostor", "-cn", "kube-apiserver-kubelet-client", "-client")
+	impostor := c.command(ctx, "pki", "leaf", "-dir", c.path("pki"), "-ca", "front", "-name", "tunnel-impostor", "-cn",
+		"kube-apiserver-kubelet-client", "-client")
 	if _, err := run(impostor, nil); err != nil {
 		t.Fatal(err)
 	}

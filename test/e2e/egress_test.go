@@ -14,8 +14,9 @@ import (
 	"time"
 )
 
-// TestEgress has kube-apiserver reach everything in the cluster through the cloud's egress front door, in each way in which it
-// can. The nodes' names and addresses lead nowhere, and the edges have nothing configured.
+// TestEgress has kube-apiserver reach everything in the cluster through the cloud's egress front
+// door, in each way in which it can. The nodes' names and addresses lead nowhere, and the edges
+// have nothing configured.
 func TestEgress(t *testing.T) {
 	ctx := contextOf(t)
 	program := binary(ctx, t)
@@ -31,7 +32,8 @@ func TestEgress(t *testing.T) {
 	}
 	c.step(t, "without the selector", func(t *testing.T) {
 		for _, n := range c.nodes {
-			eventually(ctx, t, backAgain, "edge "+n+" to be ready", func(ctx context.Context) error { return tn.edgeReady(ctx, n) })
+			eventually(ctx, t, backAgain, "edge "+n+" to be ready",
+				func(ctx context.Context) error { return tn.edgeReady(ctx, n) })
 		}
 		eventually(ctx, t, 5*time.Second, "the cloud to be ready", tn.cloudReady)
 		nowhere(ctx, t, c, "no route to host")
@@ -98,9 +100,10 @@ egressSelections:
 	return "--egress-selector-config-file=" + filepath.Join(tn.dir, "selector.yaml")
 }
 
-// clusterIPs has kube-apiserver dial the addresses of Services, behind which kube-proxy has the pods: without aggregator routing
-// it does not ask which they are. Any node will do for such an address, and nothing routes from one node to the pods of the other,
-// so only the node with the pod is connected.
+// clusterIPs has kube-apiserver dial the addresses of Services, behind which kube-proxy has the
+// pods: without aggregator routing it does not ask which they are. Any node will do for such an
+// address, and nothing routes from one node to the pods of the other, so only the node with the pod
+// is connected.
 func clusterIPs(ctx context.Context, t *testing.T, tn *tunnel) {
 	c := tn.c
 	selector := tn.selector(t, "GRPC", "uds: {udsName: "+tn.dir+"/egress-grpc.sock}")
@@ -109,7 +112,9 @@ func clusterIPs(ctx context.Context, t *testing.T, tn *tunnel) {
 	}
 	for _, n := range c.nodes {
 		tn.edges[n].kill(t)
-		tn.write(t, n+".toml", strings.Replace(tn.read(t, n+".toml"), "[mode.edge]\n", "[mode.edge]\nallow = [\"self:*\", \"10.96.0.0/16:*\"]\n", 1))
+		tn.write(t, n+".toml",
+			strings.Replace(tn.read(t, n+".toml"), "[mode.edge]\n",
+				"[mode.edge]\nallow = [\"self:*\", \"10.96.0.0/16:*\"]\n", 1))
 	}
 	for i, s := range []struct {
 		name, node string
@@ -117,15 +122,18 @@ func clusterIPs(ctx context.Context, t *testing.T, tn *tunnel) {
 	}{{"webhook", "edge1", tryWebhook}, {"aggregated API", "edge2", tryAggregated}} {
 		c.step(t, s.name, func(t *testing.T) {
 			tn.startEdge(ctx, t, s.node)
-			eventually(ctx, t, backAgain, "edge "+s.node+" to be ready", func(ctx context.Context) error { return tn.edgeReady(ctx, s.node) })
+			eventually(ctx, t, backAgain, "edge "+s.node+" to be ready",
+				func(ctx context.Context) error { return tn.edgeReady(ctx, s.node) })
 			if i == 0 {
 				if err := s.try(ctx, c); err == nil {
 					t.Error("it can be reached without kube-proxy: the test proves nothing")
 				}
 			}
-			proxy := startDaemon(t, c, "kube-proxy-"+s.node, c.inside(ctx, s.node, filepath.Join(c.home, "bin", "kubeall"), "kube-proxy",
-				"--kubeconfig="+c.path("admin.kubeconfig"), "--hostname-override="+s.node, "--proxy-mode=iptables", "--cluster-cidr=10.88.0.0/16",
-				"--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0s", "--conntrack-tcp-timeout-close-wait=0s"))
+			proxy := startDaemon(t, c, "kube-proxy-"+s.node,
+				c.inside(ctx, s.node, filepath.Join(c.home, "bin", "kubeall"), "kube-proxy",
+					"--kubeconfig="+c.path("admin.kubeconfig"), "--hostname-override="+s.node, "--proxy-mode=iptables",
+					"--cluster-cidr=10.88.0.0/16",
+					"--conntrack-max-per-core=0", "--conntrack-tcp-timeout-established=0s", "--conntrack-tcp-timeout-close-wait=0s"))
 			t.Cleanup(func() { proxy.kill(t) })
 			took := eventually(ctx, t, time.Minute, s.name, func(ctx context.Context) error { return s.try(ctx, c) })
 			t.Logf("after %v", took.Round(time.Millisecond))
@@ -173,7 +181,8 @@ func prepareEgress(ctx context.Context, t *testing.T, c *cluster) {
 	for _, n := range c.nodes {
 		err = errors.Join(err, c.apply(ctx, "pods.yaml", "NODE", n))
 	}
-	for name, node := range map[string]string{"webhook": "edge1", "api": "edge2"} { // each a pod and a Service of that name
+	// each a pod and a Service of that name
+	for name, node := range map[string]string{"webhook": "edge1", "api": "edge2"} {
 		c.leaf(ctx, t, "-name", name, "-cn", name, "-dns", name+".default.svc", "-server")
 		for _, ext := range []string{".crt", ".key"} {
 			err = errors.Join(err, os.Rename(c.path("pki/"+name+ext), filepath.Join(dir, name+ext)))
@@ -181,8 +190,10 @@ func prepareEgress(ctx context.Context, t *testing.T, c *cluster) {
 		err = errors.Join(err, c.apply(ctx, "extension.yaml", "NAME", name, "NODE", node, "DIR", dir))
 	}
 	// A Node that no edge may join as.
-	_, nodeErr := c.kubectlIn(ctx, strings.NewReader(`{"apiVersion": "v1", "kind": "Node", "metadata": {"name": "control1", "labels": {"node-role.kubernetes.io/control-plane": ""}},
-		"status": {"addresses": [{"type": "InternalIP", "address": "10.79.0.9"}, {"type": "Hostname", "address": "control1"}]}}`), "create", "-f", "-")
+	_, nodeErr := c.kubectlIn(ctx, strings.NewReader(`{"apiVersion": "v1", "kind": "Node",
+		"metadata": {"name": "control1", "labels": {"node-role.kubernetes.io/control-plane": ""}},
+		"status": {"addresses": [{"type": "InternalIP", "address": "10.79.0.9"},
+			{"type": "Hostname", "address": "control1"}]}}`), "create", "-f", "-")
 	err = errors.Join(err, nodeErr)
 	ca, readErr := os.ReadFile(c.path("pki/ca.crt"))
 	err = errors.Join(err, readErr, c.apply(ctx, "extended.yaml", "CABUNDLE", base64.StdEncoding.EncodeToString(ca)))
@@ -200,7 +211,8 @@ func newEgress(ctx context.Context, t *testing.T, c *cluster, program string) *t
 	tn := newTunnel(ctx, t, c, program, "")
 	c.leaf(ctx, t, "-name", "egress-server", "-cn", "egress-server", "-ip", cloudIP, "-server")
 	c.leaf(ctx, t, "-name", "egress-client", "-cn", "kube-apiserver-egress", "-client")
-	tn.write(t, "cloud.toml", strings.NewReplacer("PKI", c.path("pki"), "IP", cloudIP, "LOGPORT", cloudLog, "DIR", tn.dir).Replace(`
+	fill := strings.NewReplacer("PKI", c.path("pki"), "IP", cloudIP, "LOGPORT", cloudLog, "DIR", tn.dir)
+	tn.write(t, "cloud.toml", fill.Replace(`
 [mode.cloud.stream.server]
 grpcport = 9000
 cert = "PKI/tunnel-join.crt"
@@ -246,7 +258,9 @@ func tryServices(ctx context.Context, c *cluster) error {
 // tryWebhook has the webhook of edge1 let one ConfigMap in, and deny another.
 func tryWebhook(ctx context.Context, c *cluster) error {
 	create := func(label string) error {
-		_, err := c.kubectlIn(ctx, strings.NewReader(`{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "judged", "labels": {"e2e": "`+label+`"}}}`),
+		_, err := c.kubectlIn(ctx,
+			strings.NewReader(`{"apiVersion": "v1", "kind": "ConfigMap",
+				"metadata": {"name": "judged", "labels": {"e2e": "`+label+`"}}}`),
 			"create", "--dry-run=server", "-f", "-")
 		return err
 	}

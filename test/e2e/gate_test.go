@@ -20,7 +20,8 @@ import (
 	"time"
 )
 
-// A gate stands between a cloud and kube-apiserver. It counts what is asked, and can answer that there is too much of it.
+// A gate stands between a cloud and kube-apiserver. It counts what is asked, and can answer that
+// there is too much of it.
 type gate struct {
 	addr string // set once
 
@@ -34,7 +35,8 @@ type gate struct {
 // newGate opens a gate for the duration of the test.
 func newGate(t *testing.T, c *cluster) *gate {
 	t.Helper()
-	pki := c.command(t.Context(), "pki", "leaf", "-dir", c.path("pki"), "-name", "gate", "-cn", "gate", "-ip", "127.0.0.1", "-server")
+	pki := c.command(t.Context(), "pki", "leaf", "-dir", c.path("pki"), "-name", "gate", "-cn", "gate", "-ip",
+		"127.0.0.1", "-server")
 	if _, err := run(pki, nil); err != nil {
 		t.Fatal(err)
 	}
@@ -116,7 +118,8 @@ func (g *gate) count() {
 	g.since, g.asked, g.seconds = time.Now(), make(map[string]int), make(map[int]int)
 }
 
-// counted returns how often what was asked since count, the number of all, the most in one second, and how long that is ago.
+// counted returns how often what was asked since count, the number of all, the most in one second,
+// and how long that is ago.
 func (g *gate) counted() (asked map[string]int, all, most int, took time.Duration) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -130,7 +133,8 @@ func (g *gate) counted() (asked map[string]int, all, most int, took time.Duratio
 func (g *gate) calm(t *testing.T, during string) {
 	t.Helper()
 	asked, all, most, took := g.counted()
-	t.Logf("%s: %d requests in %v, %d in one second at most:\n%s", during, all, took.Round(time.Millisecond), most, list(asked))
+	t.Logf("%s: %d requests in %v, %d in one second at most:\n%s", during, all,
+		took.Round(time.Millisecond), most, list(asked))
 	if most > 10 || float64(all) > 5*(1+took.Seconds()) {
 		t.Error("a hot loop")
 	}

@@ -38,9 +38,9 @@ const (
 	oneRefusal    = "node name and token were not accepted"
 )
 
-// A guarded cloud has been set up by `tunnel init`. edge1 joins it with a token of `tunnel token create` and has a certificate
-// then; edge2 joins with the ServiceAccount token of a pod, which its kubelet projects. Its fields are set once, the rest by
-// its methods.
+// A guarded cloud has been set up by `tunnel init`. edge1 joins it with a token of `tunnel token
+// create` and has a certificate then; edge2 joins with the ServiceAccount token of a pod, which its
+// kubelet projects. Its fields are set once, the rest by its methods.
 type guarded struct {
 	*tunnel
 	dir    string   // what `tunnel init` has made
@@ -118,7 +118,8 @@ serviceaccounts = ["`+namespace+"/"+edgeAccount+`"]`)
 	for _, n := range g.c.nodes {
 		recovers(ctx, t, g.c, n)
 	}
-	for n, by := range map[string]string{"edge1": "by=\"certificate ", "edge2": "by=\"service account " + namespace + "/" + edgeAccount} {
+	for n, by := range map[string]string{"edge1": "by=\"certificate ",
+		"edge2": "by=\"service account " + namespace + "/" + edgeAccount} {
 		if !g.logs("cloud", 0, "session started", "node="+n, by) {
 			t.Errorf("the cloud's log does not say that %s has joined by %s", n, by)
 		}
@@ -199,10 +200,12 @@ func (g *guarded) lies(ctx context.Context, t *testing.T) {
 		claims metadata.MD
 		want   codes.Code
 	}{
-		{"its own name, and no word more", metadata.Pairs("tunnel-node", "edge1"), codes.DeadlineExceeded}, // it is waited for
+		// it is waited for
+		{"its own name, and no word more", metadata.Pairs("tunnel-node", "edge1"), codes.DeadlineExceeded},
 		{"the other's name", metadata.Pairs("tunnel-node", "edge2"), codes.Unauthenticated},
 		{"its own name, with the other's token", metadata.Pairs("authorization", bearer("edge1")), codes.Unauthenticated},
-		{"both names, with the other's token", metadata.Pairs("tunnel-node", "edge1", "authorization", bearer("edge2")), codes.Unauthenticated},
+		{"both names, with the other's token", metadata.Pairs("tunnel-node", "edge1", "authorization", bearer("edge2")),
+			codes.Unauthenticated},
 	} {
 		cc, err := grpc.NewClient(cloudIP+":9000", grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{
 			RootCAs: roots, Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS13,
@@ -253,7 +256,8 @@ func (g *guarded) revoked(ctx context.Context, t *testing.T) {
 	g.edges["edge1"].kill(t)
 }
 
-// losesOne does something that ends the session of a node, at once, and waits until the node has tried to come back in vain.
+// losesOne does something that ends the session of a node, at once, and waits until the node has
+// tried to come back in vain.
 func (g *guarded) losesOne(ctx context.Context, t *testing.T, node string, do func() error) {
 	t.Helper()
 	from := g.logged()
@@ -294,11 +298,13 @@ func (g *guarded) both(ctx context.Context, t *testing.T, within time.Duration) 
 	t.Logf("both have a session after %v", took.Round(time.Millisecond))
 }
 
-// rightsWithdrawn has a cloud that may not ask whose a token is: that is no refusal, and everybody is told what is missing.
+// rightsWithdrawn has a cloud that may not ask whose a token is: that is no refusal, and everybody
+// is told what is missing.
 func (g *guarded) rightsWithdrawn(ctx context.Context, t *testing.T) {
 	g.edgeAgain(ctx, t)
 	if _, err := g.c.kubectl(ctx, "patch", "clusterrole", account, "--type=json", "-p", `[
-		{"op": "test", "path": "/rules/1/resources", "value": ["tokenreviews"]}, {"op": "remove", "path": "/rules/1"}]`); err != nil {
+		{"op": "test", "path": "/rules/1/resources", "value": ["tokenreviews"]},
+		{"op": "remove", "path": "/rules/1"}]`); err != nil {
 		t.Fatal(err)
 	}
 	from := g.logged()
@@ -507,7 +513,8 @@ func (g *guarded) join(ctx context.Context, t *testing.T, dir string) error {
 	if dir != g.node {
 		config = "cluster.toml"
 	}
-	out, err := g.do(ctx, "", "", "token", "create", "-c", filepath.Join(g.dir, config), "--node", "edge1", "--ttl", "1h", "--json")
+	out, err := g.do(ctx, "", "", "token", "create", "-c", filepath.Join(g.dir, config), "--node", "edge1",
+		"--ttl", "1h", "--json")
 	if err != nil {
 		t.Fatal(err)
 	}

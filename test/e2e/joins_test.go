@@ -18,9 +18,10 @@ import (
 	core "tunnel/pkg/tunnel"
 )
 
-// BenchmarkJoins has 10,000 nodes join within a minute, evenly, and then waits until the ConfigMap of a real API server holds
-// them all. It says what that took: writes, bytes sent, processor time of the writer (client-go and all, the joins apart), and how
-// long after the last join the last line was there.
+// BenchmarkJoins has 10,000 nodes join within a minute, evenly, and then waits until the ConfigMap
+// of a real API server holds them all. It says what that took: writes, bytes sent, processor time
+// of the writer (client-go and all, the joins apart), and how long after the last join the last
+// line was there.
 func BenchmarkJoins(b *testing.B) {
 	const (
 		nodes  = 10000

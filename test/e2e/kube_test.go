@@ -28,7 +28,8 @@ const (
 	ownMark   = "# tunnel"               // ends the cloud's lines
 )
 
-// kubeconfig writes a file with which a cloud is its service account, at a server that shows a certificate of the cluster's CA.
+// kubeconfig writes a file with which a cloud is its service account, at a server that shows a
+// certificate of the cluster's CA.
 func (c *cluster) kubeconfig(ctx context.Context, t *testing.T, file, server string) {
 	t.Helper()
 	token, err := c.kubectl(ctx, "create", "token", account, "-n", namespace, "--duration=1h")

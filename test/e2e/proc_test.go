@@ -68,8 +68,8 @@ func (b *buffer) get() (string, <-chan struct{}) {
 	return b.data.String(), b.changed
 }
 
-// command makes a command that leads a process group of its own: a Ctrl-C at the terminal does not reach it, and killing it
-// when ctx is done takes everything with it that it started.
+// command makes a command that leads a process group of its own: a Ctrl-C at the terminal does not
+// reach it, and killing it when ctx is done takes everything with it that it started.
 func command(ctx context.Context, path string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, path, args...)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
@@ -92,8 +92,8 @@ type process struct {
 // start starts cmd. Its output goes to the process's buffers unless cmd has its own.
 func start(cmd *exec.Cmd) (*process, error) { return startWith(cmd, func(io.Writer) {}) }
 
-// startWith is start, with a function that brings more output and returns when there is no more. It is waited for: all that
-// a process has printed is there when it is done.
+// startWith is start, with a function that brings more output and returns when there is no more. It
+// is waited for: all that a process has printed is there when it is done.
 func startWith(cmd *exec.Cmd, more func(out io.Writer)) (*process, error) {
 	p := &process{
 		name:   strings.Join(append([]string{filepath.Base(cmd.Path)}, cmd.Args[1:]...), " "),
@@ -200,8 +200,10 @@ func run(cmd *exec.Cmd, stdin io.Reader) (string, error) {
 	return p.out.String(), p.err
 }
 
-// eventually calls f until it returns nil. After the time it fails the test with f's last error. It returns how long it took.
-func eventually(ctx context.Context, t *testing.T, within time.Duration, what string, f func(ctx context.Context) error) time.Duration {
+// eventually calls f until it returns nil. After the time it fails the test with f's last error. It
+// returns how long it took.
+func eventually(ctx context.Context, t *testing.T, within time.Duration, what string,
+	f func(ctx context.Context) error) time.Duration {
 	t.Helper()
 	began := time.Now()
 	ctx, cancel := context.WithDeadline(ctx, began.Add(within))

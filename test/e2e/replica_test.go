@@ -20,8 +20,9 @@ import (
 	"time"
 )
 
-// A field is where replicas and edges of their own are played with: clouds without front doors, and edges that only have to
-// be connected, all in the root namespace. Its fields are set once, edges by its methods.
+// A field is where replicas and edges of their own are played with: clouds without front doors, and
+// edges that only have to be connected, all in the root namespace. Its fields are set once, edges
+// by its methods.
 type field struct {
 	c       *cluster
 	program string
@@ -73,8 +74,8 @@ type replica struct {
 	daemon *daemon
 }
 
-// replica makes a cloud that can be started; number tells it from the others. server is kube-apiserver as it knows it. Any name
-// may join, so that it is seen which ones appear.
+// replica makes a cloud that can be started; number tells it from the others. server is
+// kube-apiserver as it knows it. Any name may join, so that it is seen which ones appear.
 func (f *field) replica(ctx context.Context, t *testing.T, number int, server, hosts, nodeselector string) *replica {
 	t.Helper()
 	r := f.configure(ctx, t, number, server, hosts, nodeselector)
@@ -226,8 +227,9 @@ func (f *field) join(ctx context.Context, t *testing.T, node string, r *replica)
 // dial starts an edge.
 func (f *field) dial(ctx context.Context, t *testing.T, node string, r *replica) {
 	t.Helper()
-	f.write(t, node+".toml", strings.NewReplacer("NODE", node, "TOKEN", f.tokens[node], "PKI", f.c.path("pki"), "GRPC", r.grpc,
-		"NAME", joinName, "LOGPORT", strconv.Itoa(f.port[node])).Replace(`
+	f.write(t, node+".toml",
+		strings.NewReplacer("NODE", node, "TOKEN", f.tokens[node], "PKI", f.c.path("pki"), "GRPC", r.grpc,
+			"NAME", joinName, "LOGPORT", strconv.Itoa(f.port[node])).Replace(`
 [mode.edge]
 node = "NODE"
 [mode.edge.stream.client]
@@ -237,7 +239,8 @@ dns = "NAME"
 servername = "GRPC"
 logport = LOGPORT
 `))
-	f.edges[node] = startDaemon(t, f.c, "edge-"+node, f.c.command(ctx, f.program, "edge", "-c", filepath.Join(f.dir, node+".toml")))
+	f.edges[node] = startDaemon(t, f.c, "edge-"+node,
+		f.c.command(ctx, f.program, "edge", "-c", filepath.Join(f.dir, node+".toml")))
 }
 
 // joined waits until an edge has a session.
@@ -256,8 +259,8 @@ func (f *field) leave(t *testing.T, node string) {
 	delete(f.edges, node)
 }
 
-// stranger asks to join with an access token that no edge of ours would send, and returns the gRPC status that came back; ""
-// when it was let in.
+// stranger asks to join with an access token that no edge of ours would send, and returns the gRPC
+// status that came back; "" when it was let in.
 func (f *field) stranger(ctx context.Context, t *testing.T, r *replica, accessToken string) string {
 	t.Helper()
 	ctx, cancel := within(ctx, 2*time.Second) // who is let in is not answered before it has said hello
@@ -268,8 +271,10 @@ func (f *field) stranger(ctx context.Context, t *testing.T, r *replica, accessTo
 	if err != nil {
 		t.Fatal(err)
 	}
-	req.Header = http.Header{"Content-Type": {"application/grpc"}, "Te": {"trailers"}, "Authorization": {"Bearer " + accessToken}}
-	tr := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: f.c.pool(t), ServerName: joinName}, ForceAttemptHTTP2: true}
+	req.Header = http.Header{"Content-Type": {"application/grpc"}, "Te": {"trailers"},
+		"Authorization": {"Bearer " + accessToken}}
+	tr := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: f.c.pool(t), ServerName: joinName},
+		ForceAttemptHTTP2: true}
 	defer tr.CloseIdleConnections()
 	resp, err := tr.RoundTrip(req)
 	if errors.Is(err, context.DeadlineExceeded) {

@@ -56,7 +56,8 @@ func binary(ctx context.Context, t *testing.T) string {
 	return out
 }
 
-// newTunnel writes certificates, tokens and configuration; nothing runs yet. volume is where the cloud's ConfigMap is mounted.
+// newTunnel writes certificates, tokens and configuration; nothing runs yet. volume is where the
+// cloud's ConfigMap is mounted.
 func newTunnel(ctx context.Context, t *testing.T, c *cluster, binary, volume string) *tunnel {
 	t.Helper()
 	tn := &tunnel{c: c, binary: binary, dir: c.path("tunnel"), edges: make(map[string]*daemon)}
@@ -80,8 +81,9 @@ func newTunnel(ctx context.Context, t *testing.T, c *cluster, binary, volume str
 	tn.write(t, "tokens", "edge1:"+tokens["edge1"]+"\nedge2:sha256:"+hex.EncodeToString(sum[:])+"\n")
 	tn.kubeconfig = filepath.Join(tn.dir, "kubeconfig")
 	c.kubeconfig(ctx, t, tn.kubeconfig, apiServer)
-	tn.write(t, "cloud.toml", strings.NewReplacer("PKI", c.path("pki"), "IP", cloudIP, "LOGPORT", cloudLog, "MAP", nodesMap,
-		"HOSTS", filepath.Join(volume, "hosts")).Replace(`
+	tn.write(t, "cloud.toml",
+		strings.NewReplacer("PKI", c.path("pki"), "IP", cloudIP, "LOGPORT", cloudLog, "MAP", nodesMap,
+			"HOSTS", filepath.Join(volume, "hosts")).Replace(`
 [mode.cloud.stream.server]
 grpcport = 9000
 cert = "PKI/tunnel-join.crt"
@@ -148,7 +150,8 @@ func (tn *tunnel) up(ctx context.Context, t *testing.T, named time.Duration) {
 		tn.startEdge(ctx, t, n)
 	}
 	for _, n := range tn.c.nodes {
-		eventually(ctx, t, backAgain, "edge "+n+" to be ready", func(ctx context.Context) error { return tn.edgeReady(ctx, n) })
+		eventually(ctx, t, backAgain, "edge "+n+" to be ready",
+			func(ctx context.Context) error { return tn.edgeReady(ctx, n) })
 		took := eventually(ctx, t, named, "the name of "+n+" to lead to the cloud", func(ctx context.Context) error {
 			a, err := lookup(ctx, coreDNS, n)
 			return want(err, a, cloudIP)
@@ -187,7 +190,8 @@ func (tn *tunnel) startCloud(ctx context.Context, t *testing.T) {
 // cloudCommand is a cloud with the configuration of that name, as a pod with that address.
 func (tn *tunnel) cloudCommand(ctx context.Context, name, ip string) *exec.Cmd {
 	cmd := tn.c.command(ctx, tn.binary, "cloud", "-c", tn.config(name))
-	cmd.Env = append(cmd.Env, "KUBECONFIG="+tn.kubeconfig, "POD_NAMESPACE="+namespace, "POD_NAME="+account+"-"+name, "POD_IP="+ip)
+	cmd.Env = append(cmd.Env, "KUBECONFIG="+tn.kubeconfig, "POD_NAMESPACE="+namespace,
+		"POD_NAME="+account+"-"+name, "POD_IP="+ip)
 	return cmd
 }
 

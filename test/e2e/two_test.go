@@ -17,8 +17,8 @@ import (
 	"time"
 )
 
-// A pairOfClouds is two replicas that know each other, each with the front door that kube-apiserver calls. An edge reaches them by
-// a balancer that prefers one of the two.
+// A pairOfClouds is two replicas that know each other, each with the front door that kube-apiserver
+// calls. An edge reaches them by a balancer that prefers one of the two.
 type pairOfClouds struct {
 	tn   *tunnel
 	ip   [2]string
@@ -43,7 +43,8 @@ addresses = ["ONE", "TWO"]
 ca = "PKI/ca.crt"
 servername = "NAME"
 `)
-	second := strings.NewReplacer(p.ip[0], p.ip[1], "grpcport = 9000", "grpcport = 9001", "logport = 7000", "logport = 7001")
+	second := strings.NewReplacer(p.ip[0], p.ip[1], "grpcport = 9000", "grpcport = 9001",
+		"logport = 7000", "logport = 7001")
 	tn.write(t, "cloud1.toml", alone+peers)
 	tn.write(t, "cloud2.toml", second.Replace(alone)+peers)
 	t.Cleanup(func() {
@@ -139,8 +140,8 @@ func balancer(t *testing.T, listen string, backends ...string) string {
 	return ln.Addr().String()
 }
 
-// twoReplicas asks every verb of both nodes where each is held by another replica, kills a replica in the middle of traffic, and
-// stops the other one as Kubernetes would, while requests go on.
+// twoReplicas asks every verb of both nodes where each is held by another replica, kills a replica
+// in the middle of traffic, and stops the other one as Kubernetes would, while requests go on.
 func twoReplicas(ctx context.Context, t *testing.T, tn *tunnel) {
 	c := tn.c
 	p := newPairOfClouds(ctx, t, tn)
@@ -203,7 +204,8 @@ func twoReplicas(ctx context.Context, t *testing.T, tn *tunnel) {
 			ctx, cancel := within(ctx, gone)
 			defer cancel()
 			_, err := io.WriteString(stdin, line+"\n")
-			if err := errors.Join(err, echo.until(ctx, func(out string) bool { return strings.HasSuffix(out, line+"\n") })); err != nil {
+			if err := errors.Join(err,
+				echo.until(ctx, func(out string) bool { return strings.HasSuffix(out, line+"\n") })); err != nil {
 				t.Fatal(err)
 			}
 		}
@@ -219,7 +221,8 @@ func twoReplicas(ctx context.Context, t *testing.T, tn *tunnel) {
 		follow.endsWithin(t, gone) // its node was with the replica that is gone
 		recovers(ctx, t, c, "edge1")
 		leads("edge1", p.ip[1])
-		t.Logf("edge1 is with the other replica, and everything works, %v after the kill", time.Since(began).Round(time.Millisecond))
+		t.Logf("edge1 is with the other replica, and everything works, %v after the kill",
+			time.Since(began).Round(time.Millisecond))
 		says("still")
 		stdin.Close()
 		if err := echo.endsWithin(t, gone); err != nil {
@@ -263,6 +266,7 @@ func (p *pairOfClouds) healthz(ctx context.Context, i int, node string) (string,
 		return "", err
 	}
 	conf := &tls.Config{InsecureSkipVerify: true, ServerName: node, Certificates: []tls.Certificate{pair}}
-	_, body, err := get(ctx, &http.Transport{TLSClientConfig: conf, DisableKeepAlives: true}, "https://"+p.ip[i]+":"+kubelet+"/healthz")
+	_, body, err := get(ctx, &http.Transport{TLSClientConfig: conf, DisableKeepAlives: true},
+		"https://"+p.ip[i]+":"+kubelet+"/healthz")
 	return body, err
 }

@@ -44,8 +44,8 @@ var verbs = []verb{
 	{"stats", statsWork, tryStats},
 }
 
-// top stands apart: what it prints is up to a scrape old, so it follows a change 15 s later at most (a scrape each 10 s that
-// may take 5 s), and needs two scrapes before it prints anything.
+// top stands apart: what it prints is up to a scrape old, so it follows a change 15 s later at most
+// (a scrape each 10 s that may take 5 s), and needs two scrapes before it prints anything.
 var top = verb{"top node", topWorks, tryTop}
 
 func pod(node string) string { return "web-" + node }
@@ -143,8 +143,9 @@ func tryExec(ctx context.Context, c *cluster, node string) error {
 	return want(err, out, pod(node)+"\n")
 }
 
-// spdy is the environment in which kubectl upgrades to SPDY, as it did before 1.30 (exec, attach) and 1.31 (port-forward).
-// kube-apiserver then passes the upgrade on as it is, with the Host that kubectl used for kube-apiserver itself.
+// spdy is the environment in which kubectl upgrades to SPDY, as it did before 1.30 (exec, attach)
+// and 1.31 (port-forward). kube-apiserver then passes the upgrade on as it is, with the Host that
+// kubectl used for kube-apiserver itself.
 var spdy = []string{"KUBECTL_REMOTE_COMMAND_WEBSOCKETS=false", "KUBECTL_PORT_FORWARD_WEBSOCKETS=false"}
 
 func execWorks(ctx context.Context, t *testing.T, c *cluster) {
@@ -160,7 +161,8 @@ func execWorks(ctx context.Context, t *testing.T, c *cluster) {
 		}
 	}
 
-	p, err := start(c.command(ctx, "kubectl", "exec", pod("edge1"), "-c", "web", "--", "sh", "-c", "echo out; echo err >&2"))
+	p, err := start(c.command(ctx, "kubectl", "exec", pod("edge1"), "-c", "web", "--", "sh", "-c",
+		"echo out; echo err >&2"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -217,8 +219,8 @@ func terminalWorks(ctx context.Context, t *testing.T, c *cluster) {
 		t.Fatal(err)
 	}
 	defer term.close()
-	// What was typed before there was a shell, or even a connection, is not lost. The window's size comes by another stream, and
-	// nothing says which of the two the container sees first.
+	// What was typed before there was a shell, or even a connection, is not lost. The window's size
+	// comes by another stream, and nothing says which of the two the container sees first.
 	if err := errors.Join(term.enter("echo type''d"), term.until(ctx, printed("typed"))); err != nil {
 		t.Fatalf("what was typed first: %v", err)
 	}
@@ -396,7 +398,8 @@ func forwardWorks(ctx context.Context, t *testing.T, c *cluster) {
 			t.Error(err)
 		}
 	}
-	out, err := c.kubectl(ctx, "exec", pod("edge1"), "-c", "web", "--", "sh", "-c", "head -c 20000000 /dev/urandom >/www/blob; sha256sum </www/blob")
+	out, err := c.kubectl(ctx, "exec", pod("edge1"), "-c", "web", "--", "sh", "-c",
+		"head -c 20000000 /dev/urandom >/www/blob; sha256sum </www/blob")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -445,7 +448,8 @@ func proxyWorks(ctx context.Context, t *testing.T, c *cluster) {
 			t.Errorf("the kubelet of %s does not know its pod: %.300q, %v", node, out, err)
 		}
 	}
-	for path, holds := range map[string]string{"configz": `"kubeletconfig"`, "metrics/resource": "node_cpu_usage_seconds_total", "metrics": "kubelet_running_pods"} {
+	for path, holds := range map[string]string{"configz": `"kubeletconfig"`,
+		"metrics/resource": "node_cpu_usage_seconds_total", "metrics": "kubelet_running_pods"} {
 		if out, err := raw(ctx, c, "edge1", path); err != nil || !strings.Contains(out, holds) {
 			t.Errorf("proxy/%s: %.300q, %v", path, out, err)
 		}

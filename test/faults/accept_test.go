@@ -23,7 +23,8 @@ func TestAcceptErrors(t *testing.T) {
 	if err != nil {
 		t.Skipf("the errors are put in by strace(1): %v", err)
 	}
-	if out, err := exec.Command(strace, "-f", "-qq", "-e", "trace=accept4", "-e", "inject=accept4:error=EHOSTUNREACH", "true").CombinedOutput(); err != nil {
+	if out, err := exec.Command(strace, "-f", "-qq", "-e", "trace=accept4", "-e", "inject=accept4:error=EHOSTUNREACH",
+		"true").CombinedOutput(); err != nil {
 		t.Skipf("strace(1) may not put errors in here: %v: %s", err, out)
 	}
 	for _, errno := range []string{"EHOSTUNREACH", "ENETDOWN", "EPROTO", "ENOPROTOOPT", "ENONET", "EMFILE"} {
@@ -33,7 +34,8 @@ func TestAcceptErrors(t *testing.T) {
 			// -D: the program is our child and strace its own, so that signals reach the program.
 			// Of the calls of each thread the first, the third, the fifth and so on fail.
 			wrapped := filepath.Join(dir, "tunnel")
-			script := fmt.Sprintf("#!/bin/sh\nexec %s -D -f -qq -o /dev/null -e trace=accept4 -e inject=accept4:error=%s:when=1+2 %s \"$@\"\n", strace, errno, program)
+			script := fmt.Sprintf("#!/bin/sh\nexec %s -D -f -qq -o /dev/null -e trace=accept4 -e "+
+				"inject=accept4:error=%s:when=1+2 %s \"$@\"\n", strace, errno, program)
 			if err := os.WriteFile(wrapped, []byte(script), 0o700); err != nil {
 				t.Fatal(err)
 			}

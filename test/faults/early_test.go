@@ -44,7 +44,8 @@ func TestEarlyAnswer(t *testing.T) {
 							}
 						}
 						if cut > 0 {
-							t.Errorf("%d bytes up: %d of %d callers got less than the answer of %d bytes from %s", upload, cut, callers, answer, from)
+							t.Errorf("%d bytes up: %d of %d callers got less than the answer of %d bytes from %s", upload, cut,
+								callers, answer, from)
 						}
 					}
 				}

@@ -189,7 +189,8 @@ func weigh(process *rig.Process, health string, goroutines float64) (weight, err
 	}
 	fds, err := process.Descriptors()
 	data := values["tunnel_data_connections"]
-	w := weight{goroutines: values["go_goroutines"] - goroutines*data, openFDs: values["process_open_fds"] - data, descriptors: float64(fds) - data}
+	w := weight{goroutines: values["go_goroutines"] - goroutines*data, openFDs: values["process_open_fds"] - data,
+		descriptors: float64(fds) - data}
 	if err == nil && (w.goroutines <= 0 || w.openFDs <= 0) {
 		err = errors.New("the Go and process collectors are not registered")
 	}

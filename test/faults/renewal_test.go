@@ -54,7 +54,8 @@ func (p *pair) mount(version string, files map[string][]byte) {
 // replace writes one file, whole.
 func (p *pair) replace(name string, content []byte) {
 	p.t.Helper()
-	if err := errors.Join(os.WriteFile(p.Path(name+".new"), content, 0o600), os.Rename(p.Path(name+".new"), p.Path(name))); err != nil {
+	if err := errors.Join(os.WriteFile(p.Path(name+".new"), content, 0o600),
+		os.Rename(p.Path(name+".new"), p.Path(name))); err != nil {
 		p.t.Fatal(err)
 	}
 }
@@ -176,7 +177,8 @@ func TestRenewedCertificates(t *testing.T) {
 	if n, err := metric(p.CloudHealth(), "tunnel_sessions_established_total"); err != nil || n != 1 {
 		t.Errorf("there have been %v sessions (%v), want the one", n, err)
 	}
-	for _, use := range []string{"mode.cloud.stream.server", "mode.cloud.https", "mode.cloud.https clientca", "mode.cloud.https.kubelet", "mode.cloud.https.kubelet ca"} {
+	for _, use := range []string{"mode.cloud.stream.server", "mode.cloud.https", "mode.cloud.https clientca",
+		"mode.cloud.https.kubelet", "mode.cloud.https.kubelet ca"} {
 		until, err := metric(p.CloudHealth(), fmt.Sprintf("tunnel_certificate_expiration_timestamp_seconds{use=%q}", use))
 		if left := time.Until(time.Unix(int64(until), 0)); err != nil || left < time.Hour {
 			t.Errorf("%s: expires in %s, %v", use, left, err)
@@ -202,7 +204,8 @@ func TestAnotherAuthority(t *testing.T) {
 	}
 	cert, key := issue(t, other, rig.CloudLeaf())
 	p.mount("..1", map[string][]byte{"cloud.crt": cert, "cloud.key": key})
-	testkit.Within(t, seenWithin, "the new certificate is shown", func() error { return shows(p.GRPC(), serialOf(t, cert)) })
+	testkit.Within(t, seenWithin, "the new certificate is shown",
+		func() error { return shows(p.GRPC(), serialOf(t, cert)) })
 	if err = tryEcho(t.Context(), p.Door("echo")); err != nil {
 		t.Errorf("the session that is there is not of that certificate, and does not go on: %v", err)
 	}
@@ -238,14 +241,16 @@ func TestCallersOfAnotherAuthority(t *testing.T) {
 			t.Fatal(err)
 		}
 		return &tls.Config{
-			RootCAs: roots, ServerName: "127.0.0.1", ClientSessionCache: tls.NewLRUClientSessionCache(10), // an address is never sent as SNI
+			// an address is never sent as SNI
+			RootCAs: roots, ServerName: "127.0.0.1", ClientSessionCache: tls.NewLRUClientSessionCache(10),
 			GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &pair, nil },
 		}
 	}
 	client := func(cfg *tls.Config) *http.Client {
-		transport := &http.Transport{TLSClientConfig: cfg, DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
-			return new(net.Dialer).DialContext(ctx, network, p.HTTPSDoor())
-		}}
+		transport := &http.Transport{TLSClientConfig: cfg,
+			DialContext: func(ctx context.Context, network, _ string) (net.Conn, error) {
+				return new(net.Dialer).DialContext(ctx, network, p.HTTPSDoor())
+			}}
 		t.Cleanup(transport.CloseIdleConnections)
 		return &http.Client{Transport: transport, Timeout: hangs}
 	}
@@ -330,7 +335,8 @@ func TestBadCertificateFiles(t *testing.T) {
 		}
 		return errors.Join(err, shows(p.GRPC(), serialOf(t, cert)))
 	})
-	if n := strings.Count(p.CloudLog.String(), "certificate files are bad"); n > faults+1 { // once more while both were replaced
+	// once more while both were replaced
+	if n := strings.Count(p.CloudLog.String(), "certificate files are bad"); n > faults+1 {
 		t.Errorf("%d lines in the log about %d faults", n, faults)
 	}
 }

@@ -174,7 +174,8 @@ func TestSilentEdge(t *testing.T) {
 	traffic.stop()
 	quiet := p.back(base)
 	t.Logf("noticed after %s, last error after %s, all back after %s, quiet after %s",
-		noticed.Round(time.Millisecond), slowest.Round(time.Millisecond), took.Round(time.Millisecond), quiet.Round(time.Millisecond))
+		noticed.Round(time.Millisecond), slowest.Round(time.Millisecond), took.Round(time.Millisecond),
+		quiet.Round(time.Millisecond))
 }
 
 // TestEdgeBeforeCloud starts the edge first, as a node does that boots while the

@@ -210,7 +210,8 @@ func (p *pair) kinds() []*kind {
 		{name: "short echo", try: func(ctx context.Context, _ func()) error { return tryEcho(ctx, p.Door("echo")) }},
 		{name: "bulk both ways", try: func(ctx context.Context, up func()) error { return tryBulk(ctx, p.Door("bulk"), up) }},
 		{name: "idle", try: func(ctx context.Context, up func()) error { return tryHold(ctx, p.Door("hold"), false, up) }},
-		{name: "half-closed", try: func(ctx context.Context, up func()) error { return tryHold(ctx, p.Door("hold"), true, up) }},
+		{name: "half-closed",
+			try: func(ctx context.Context, up func()) error { return tryHold(ctx, p.Door("hold"), true, up) }},
 		{name: "https passed through", try: p.tryHTTPS(false)},
 		{name: "https terminated", try: p.tryHTTPS(true)},
 	}

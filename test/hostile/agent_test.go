@@ -35,7 +35,8 @@ func TestHostileAgent(t *testing.T) {
 	}
 	f, err := rig.NewFleet(rig.FleetConfig{
 		Binary: program, Dir: t.TempDir(), CA: ca, Hosts: make([]rig.Host, 2), Nodes: []string{"evil"},
-		Cloud: fmt.Sprintf("[mode.cloud.egress]\nagentport = {{if eq .Name \"replica0\"}}%d{{else}}%d{{end}}\n", ports[0], ports[1]),
+		Cloud: fmt.Sprintf("[mode.cloud.egress]\nagentport = {{if eq .Name \"replica0\"}}%d{{else}}%d{{end}}\n",
+			ports[0], ports[1]),
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -55,7 +56,8 @@ func TestHostileAgent(t *testing.T) {
 	}
 	for _, r := range f.Replicas {
 		testkit.Within(t, readyWithin, "the replicas have joined each other", func() error {
-			if text, err := page(r.Health() + "/readyz?verbose"); err != nil || !strings.Contains(text, "1 others joined, 1 have joined here") {
+			if text, err := page(r.Health() + "/readyz?verbose"); err != nil ||
+				!strings.Contains(text, "1 others joined, 1 have joined here") {
 				return fmt.Errorf("%w: %s", err, text)
 			}
 			return nil
@@ -73,14 +75,16 @@ func TestHostileAgent(t *testing.T) {
 			for j, p := range replicas {
 				if !p.Alive() {
 					log := p.Log().String()
-					t.Fatalf("%s, to replica %d (%s): replica %d has ended with code %d\n%s", name, i, answer, j, p.ExitCode(), log[max(0, len(log)-1500):])
+					t.Fatalf("%s, to replica %d (%s): replica %d has ended with code %d\n%s", name, i, answer, j, p.ExitCode(),
+						log[max(0, len(log)-1500):])
 				}
 			}
 			t.Logf("%s: %s", name, answer)
 		}
 	}
 	for _, r := range f.Replicas {
-		if text, err := page(r.Health() + "/metrics"); err != nil || !strings.Contains(text, "tunnel_panics_total 0\n") || !strings.Contains(text, "tunnel_relay_panics_total 0\n") {
+		if text, err := page(r.Health() + "/metrics"); err != nil || !strings.Contains(text, "tunnel_panics_total 0\n") ||
+			!strings.Contains(text, "tunnel_relay_panics_total 0\n") {
 			t.Errorf("%s has met with a panic (%v)", r.Name, err)
 		}
 	}
@@ -109,7 +113,8 @@ func joinAsAgent(t *testing.T, port int, token auth.Secret, identifiers string) 
 	} {
 		enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
 	}
-	err = errors.Join(f.WriteSettings(), f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: head.Bytes(), EndHeaders: true}))
+	err = errors.Join(f.WriteSettings(),
+		f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: head.Bytes(), EndHeaders: true}))
 	if err != nil {
 		return err.Error()
 	}

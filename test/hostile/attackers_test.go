@@ -66,7 +66,8 @@ func (v *victim) edgeTLS() *tls.Config {
 func (v *victim) callerTLS(certificate bool) *tls.Config {
 	pool := x509.NewCertPool()
 	pool.AppendCertsFromPEM(v.file("ca.crt"))
-	cfg := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool, ServerName: "127.0.0.1"} // an address is never sent as SNI
+	// an address is never sent as SNI
+	cfg := &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: pool, ServerName: "127.0.0.1"}
 	if certificate {
 		pair, err := tls.X509KeyPair(v.file("client.crt"), v.file("client.key"))
 		if err != nil {
@@ -141,7 +142,8 @@ func attackFor(orders io.Reader, out io.Writer) error {
 	if err := in.Decode(&o); err != nil {
 		return err
 	}
-	attacks := map[string]func() []attack{"TestHostileCaller": callerAttacks, "TestHostileEdge": edgeAttacks, "TestHostileHTTP2": http2Attacks}
+	attacks := map[string]func() []attack{"TestHostileCaller": callerAttacks, "TestHostileEdge": edgeAttacks,
+		"TestHostileHTTP2": http2Attacks}
 	list := attacks[o.Test]()
 	i := slices.IndexFunc(list, func(a attack) bool { return a.name == o.Attack })
 	if i < 0 {

@@ -223,7 +223,8 @@ func typical(rounds []time.Duration) time.Duration {
 }
 
 func (d *delays) String() string {
-	return fmt.Sprintf("p50 %s p99 %s (%d)", typical(d.p50).Round(10*time.Microsecond), typical(d.p99).Round(10*time.Microsecond), d.n)
+	return fmt.Sprintf("p50 %s p99 %s (%d)", typical(d.p50).Round(10*time.Microsecond),
+		typical(d.p99).Round(10*time.Microsecond), d.n)
 }
 
 // checkDelay compares how long others have waited, in calm and under attack.

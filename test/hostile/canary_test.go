@@ -240,7 +240,8 @@ func newCage(t *testing.T, format string) *cage {
 	dir := t.TempDir()
 	c.Pair, err = rig.NewPair(rig.Config{
 		Binary: program, Dir: dir, CA: ca, Debug: true, Token: auth.Secret(c.secrets.make("the edge's token")),
-		TCP:   map[string]string{"echo": serve(t, func(conn net.Conn) { io.Copy(conn, conn) }), "closed": "127.0.0.1:1", "denied": "192.0.2.1:22"},
+		TCP: map[string]string{"echo": serve(t, func(conn net.Conn) { io.Copy(conn, conn) }), "closed": "127.0.0.1:1",
+			"denied": "192.0.2.1:22"},
 		HTTPS: c.kubelet.addr, Others: []string{"evil0"},
 		Cloud: cageTOML, Edge: "[mode.edge.admin]\nsocket = \"edge.sock\"\n",
 		Args: []string{"--log-format", format},
@@ -264,7 +265,8 @@ func newCage(t *testing.T, format string) *cage {
 	c.past, c.joiner = auth.Secret(c.secrets.make("an expired token")), auth.Secret(c.secrets.make("a token to join with"))
 	f, err := os.OpenFile(c.Path("tokens"), os.O_APPEND|os.O_WRONLY, 0)
 	if err == nil {
-		_, err = fmt.Fprintf(f, "evil0:%s expires=2020-01-01T00:00:00Z\nevil0:%s join\nevil2:revoked\n", c.past.Hashed(), c.joiner.Reveal())
+		_, err = fmt.Fprintf(f, "evil0:%s expires=2020-01-01T00:00:00Z\nevil0:%s join\nevil2:revoked\n",
+			c.past.Hashed(), c.joiner.Reveal())
 	}
 	if err != nil {
 		t.Fatal(err)
@@ -358,7 +360,8 @@ func (c *cage) joins() {
 		"Basic " + base64.StdEncoding.EncodeToString([]byte("edge1:"+c.secrets.make("a password"))),
 		c.secrets.make("no scheme at all"),
 		"Bearer tunnel1." + base64.RawURLEncoding.EncodeToString([]byte(`{"secret":"`+c.secrets.make("a join token")+`"}`)),
-		"Bearer ey" + base64.RawURLEncoding.EncodeToString([]byte(`{"sub":"`+c.secrets.make("a ServiceAccount's token")+`"}`)),
+		"Bearer ey" + base64.RawURLEncoding.EncodeToString(
+			[]byte(`{"sub":"`+c.secrets.make("a ServiceAccount's token")+`"}`)),
 	} {
 		ctx, cancel := context.WithCancel(c.t.Context())
 		e := c.victim().dial(ctx, rig.Node)
@@ -369,7 +372,8 @@ func (c *cage) joins() {
 			err = e.end()
 		}
 		c.out.err("what a refused edge is told", err)
-		_, err = pb.NewCertificatesClient(c.connection(ctx)).Sign(metadata.AppendToOutgoingContext(ctx, "authorization", authorization),
+		_, err = pb.NewCertificatesClient(c.connection(ctx)).Sign(metadata.AppendToOutgoingContext(ctx,
+			"authorization", authorization),
 			&pb.SignRequest{Request: []byte(c.secrets.make("a certificate request"))})
 		c.out.err("what a refused edge is told", err)
 		cancel()
@@ -381,12 +385,14 @@ func (c *cage) joins() {
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	for _, token := range []string{auth.EncodeToken("evil0", wrong("a wrong new token")), auth.EncodeToken(rig.Node, wrong("a new token of another node")), c.secrets.make("a bare new token")} {
+	for _, token := range []string{auth.EncodeToken("evil0", wrong("a wrong new token")),
+		auth.EncodeToken(rig.Node, wrong("a new token of another node")), c.secrets.make("a bare new token")} {
 		e.say("stream", "credential", "", &pb.Credential{AccessToken: token})
 	}
 	// What it says beside that is nobody's to repeat, either.
 	for _, typ := range []string{"heartbeat", "refused", "drain", "credential", "shout"} {
-		m := &pb.StreamMsg{Category: "stream", Type: typ, Topic: c.secrets.make("a topic"), Data: []byte(c.secrets.make("the data of a message")), Addr: c.secrets.make("an address")}
+		m := &pb.StreamMsg{Category: "stream", Type: typ, Topic: c.secrets.make("a topic"),
+			Data: []byte(c.secrets.make("the data of a message")), Addr: c.secrets.make("an address")}
 		e.control.Send(m)
 	}
 	c.out.err("what a refused edge is told", e.end())
@@ -404,11 +410,13 @@ func (c *cage) connection(ctx context.Context) *grpc.ClientConn {
 
 // requests is HTTP through the front door, with secrets wherever HTTP has a place.
 func (c *cage) requests() {
-	secret := "Authorization: Bearer " + c.bearer + "\r\nCookie: session=" + c.secrets.make("a cookie") + "\r\nX-Remote-User: " + c.secrets.make("a header") + "\r\n"
+	secret := "Authorization: Bearer " + c.bearer + "\r\nCookie: session=" + c.secrets.make("a cookie") +
+		"\r\nX-Remote-User: " + c.secrets.make("a header") + "\r\n"
 	body := `{"stdin":"` + c.secrets.make("the body of an exec") + `"}`
 	length := fmt.Sprintf("Content-Length: %d\r\n\r\n%s", len(body), body)
 	for _, request := range []string{
-		"POST /exec/ns/pod/c?command=" + c.secrets.make("an exec's command") + " HTTP/1.1\r\nHost: edge1\r\n" + secret + length,
+		"POST /exec/ns/pod/c?command=" + c.secrets.make("an exec's command") +
+			" HTTP/1.1\r\nHost: edge1\r\n" + secret + length,
 		"GET / HTTP/1.1\r\nHost: no-such-node\r\n" + secret + "\r\n",
 		"GET / HTTP/1.1\r\nHost: edge1:1\r\n" + secret + "\r\n",
 		"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: chunked\r\n" + secret + length,
@@ -517,7 +525,8 @@ func (c *cage) newcomers() {
 		}
 		c.tell("what tunnel join says", stdin, "join", "--dir", to, "--log-level", "debug")
 	}
-	for _, where := range [][]string{{"join", token}, {"join", "--token-file", token}, {"join", "--token", token}, {token}, {"token", "create", token}, {"token", "revoke", "-c", cloud, "--node", token}, {"edge", "-c", token}} {
+	for _, where := range [][]string{{"join", token}, {"join", "--token-file", token}, {"join", "--token", token}, {token},
+		{"token", "create", token}, {"token", "revoke", "-c", cloud, "--node", token}, {"edge", "-c", token}} {
 		c.tell("what tunnel says of a token in its arguments", "", where...)
 	}
 	c.secrets.addKeys(c.t, dir)
@@ -533,7 +542,8 @@ func (c *cage) newcomers() {
 		}
 		return nil
 	})
-	for _, args := range [][]string{{"token", "list", "-c", cloud}, {"token", "revoke", "-c", cloud, "--node", "evil3"}, {"token", "list", "-c", cloud}} {
+	for _, args := range [][]string{{"token", "list", "-c", cloud}, {"token", "revoke", "-c", cloud, "--node", "evil3"},
+		{"token", "list", "-c", cloud}} {
 		c.tell("what tunnel token says", "", args...)
 	}
 	testkit.Within(c.t, readyWithin, "the newcomer is revoked", func() error {
@@ -642,13 +652,17 @@ func (c *cage) listen() {
 			c.t.Fatal(err)
 		}
 		c.out.add("the command line of the "+name, string(line))
-		client := &http.Client{Timeout: hangs, Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
-			return new(net.Dialer).DialContext(ctx, "unix", c.Path(name+".sock"))
-		}}}
+		client := &http.Client{Timeout: hangs,
+			Transport: &http.Transport{DisableKeepAlives: true,
+				DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
+					return new(net.Dialer).DialContext(ctx, "unix", c.Path(name+".sock"))
+				}}}
 		for _, path := range []string{"/loglevel", "/readyz?verbose", "/metrics"} {
 			c.out.add(path+" at the socket of "+name, fetch(c.t, client, path))
 		}
-		for _, path := range []string{"", "cmdline", "heap", "heap?debug=1", "allocs?debug=1", "goroutine?debug=1", "goroutine?debug=2", "goroutine", "mutex?debug=1", "block?debug=1", "threadcreate?debug=1", "trace?seconds=1", "profile?seconds=1"} {
+		for _, path := range []string{"", "cmdline", "heap", "heap?debug=1", "allocs?debug=1", "goroutine?debug=1",
+			"goroutine?debug=2", "goroutine", "mutex?debug=1", "block?debug=1", "threadcreate?debug=1",
+			"trace?seconds=1", "profile?seconds=1"} {
 			c.out.add("pprof of the "+name, fetch(c.t, client, "/debug/pprof/"+path))
 		}
 	}
@@ -713,7 +727,8 @@ func (c *cage) socket(client channelz.ChannelzClient, id int64) {
 		return // it has gone meanwhile
 	}
 	addr := s.GetSocket().GetRemote().GetTcpipAddress().GetIpAddress()
-	c.out.add("channelz", s.String()+" "+net.IP(addr).String()+" "+net.IP(s.GetSocket().GetLocal().GetTcpipAddress().GetIpAddress()).String())
+	c.out.add("channelz",
+		s.String()+" "+net.IP(addr).String()+" "+net.IP(s.GetSocket().GetLocal().GetTcpipAddress().GetIpAddress()).String())
 }
 
 // configChecks has tunnel config check, and tunnel cloud and edge, read files with secrets
@@ -728,7 +743,8 @@ func (c *cage) configChecks() {
 	}
 	check := func(files map[string]string, args ...string) {
 		dir := c.t.TempDir()
-		for _, name := range []string{"ca.crt", "cloud.crt", "cloud.key", "https.crt", "https.key", "client.crt", "client.key", "tokens", "token", "cloud.toml", "edge.toml"} {
+		for _, name := range []string{"ca.crt", "cloud.crt", "cloud.key", "https.crt", "https.key", "client.crt",
+			"client.key", "tokens", "token", "cloud.toml", "edge.toml"} {
 			if err := os.WriteFile(filepath.Join(dir, name), []byte(read(name)), 0o600); err != nil {
 				c.t.Fatal(err)
 			}
@@ -751,26 +767,35 @@ func (c *cage) configChecks() {
 	}
 	token := func() string { return c.secrets.make("a token in edge.toml") }
 	for _, line := range []string{
-		"token = " + token(), `token = "` + token(), "token = '" + token(), `token = "` + token() + `\q"`, "token = " + token() + `"`,
-		`token = ["` + token() + `"]`, `token = {a = "` + token() + `"}`, `token "` + token() + `"`, `tokens = "` + token() + `"`,
-		`"` + token() + `" = "edge1"`, `token = """` + token(), token(), "[" + token(), `token = "` + token() + "\"\ntoken = \"" + token() + `"`,
+		"token = " + token(), `token = "` + token(), "token = '" + token(), `token = "` + token() + `\q"`,
+		"token = " + token() + `"`,
+		`token = ["` + token() + `"]`, `token = {a = "` + token() + `"}`, `token "` + token() + `"`,
+		`tokens = "` + token() + `"`,
+		`"` + token() + `" = "edge1"`, `token = """` + token(), token(), "[" + token(),
+		`token = "` + token() + "\"\ntoken = \"" + token() + `"`,
 		`logport = "` + token() + `"`,
 	} {
-		check(map[string]string{"edge.toml": strings.Replace(edge, `tokenfile = "token"`, line, 1)}, "config", "check", "-c", "edge.toml", "--log-level", "debug")
+		check(map[string]string{"edge.toml": strings.Replace(edge, `tokenfile = "token"`, line, 1)}, "config", "check", "-c",
+			"edge.toml", "--log-level", "debug")
 	}
-	for _, wrong := range []string{token() + "\n" + token() + "\n", " " + token(), "edge1:" + token(), strings.Repeat(token(), 500), token() + "\x00"} {
+	for _, wrong := range []string{token() + "\n" + token() + "\n", " " + token(), "edge1:" + token(),
+		strings.Repeat(token(), 500), token() + "\x00"} {
 		check(map[string]string{"token": wrong}, "config", "check", "-c", "edge.toml", "--log-level", "debug")
 	}
 	// Files in each other's places.
 	for _, swap := range [][2]string{
-		{`cert = "cloud.crt"`, `cert = "cloud.key"`}, {`key = "cloud.key"`, `key = "https.key"`}, {`key = "cloud.key"`, `key = "tokens"`},
-		{`tokenfile = "tokens"`, `tokenfile = "cloud.key"`}, {`tokenfile = "tokens"`, `tokenfile = "token"`}, {`clientca = "ca.crt"`, `clientca = "cloud.key"`},
+		{`cert = "cloud.crt"`, `cert = "cloud.key"`}, {`key = "cloud.key"`, `key = "https.key"`},
+		{`key = "cloud.key"`, `key = "tokens"`},
+		{`tokenfile = "tokens"`, `tokenfile = "cloud.key"`}, {`tokenfile = "tokens"`, `tokenfile = "token"`},
+		{`clientca = "ca.crt"`, `clientca = "cloud.key"`},
 	} {
-		check(map[string]string{"cloud.toml": strings.Replace(cloud, swap[0], swap[1], 1)}, "config", "check", "-c", "cloud.toml", "--log-level", "debug")
+		check(map[string]string{"cloud.toml": strings.Replace(cloud, swap[0], swap[1], 1)}, "config", "check", "-c",
+			"cloud.toml", "--log-level", "debug")
 	}
 	broken := strings.Replace(read("cloud.key"), "-----END", "----END", 1)
 	check(map[string]string{"cloud.key": broken}, "config", "check", "-c", "cloud.toml")
-	check(map[string]string{"edge.toml": strings.Replace(edge, `cert = "ca.crt"`, `cert = "cloud.key"`, 1)}, "config", "check", "-c", "edge.toml")
+	check(map[string]string{"edge.toml": strings.Replace(edge, `cert = "ca.crt"`, `cert = "cloud.key"`, 1)}, "config",
+		"check", "-c", "edge.toml")
 	check(nil, "edge", "-c", "edge.toml", token()) // a token in argv is refused without being repeated
 	check(nil, "config", "check", "-c", "cloud.key")
 	check(nil, "config", "check", "-c", "tokens")
@@ -779,7 +804,8 @@ func (c *cage) configChecks() {
 
 // strangeEdges is edges that are set up wrongly, as processes: what they log.
 func (c *cage) strangeEdges() {
-	for name, wrong := range map[string]string{"a wrong token": c.secrets.make("the wrong token of an edge"), "a token of somebody else": c.Token("evil0").Reveal()} {
+	for name, wrong := range map[string]string{"a wrong token": c.secrets.make("the wrong token of an edge"),
+		"a token of somebody else": c.Token("evil0").Reveal()} {
 		config := strings.Replace(c.edgeConfig(), `tokenfile = "token"`, fmt.Sprintf("token = %q", wrong), 1)
 		path := c.Path("strange.toml")
 		if err := os.WriteFile(path, []byte(config), 0o600); err != nil {

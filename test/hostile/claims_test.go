@@ -61,7 +61,8 @@ func newClaims(t *testing.T, kube *apiServer, lines string) *claims {
 	c := &claims{t: t}
 	c.Pair, err = rig.NewPair(rig.Config{
 		Binary: program, Dir: t.TempDir(), CA: ca, Others: []string{thief},
-		TCP: map[string]string{"any": "*/127.0.0.1:9", "some": "edge*,gw/127.0.0.1:9"}, HTTPS: "127.0.0.1:10250", Cloud: lines,
+		TCP:   map[string]string{"any": "*/127.0.0.1:9", "some": "edge*,gw/127.0.0.1:9"},
+		HTTPS: "127.0.0.1:10250", Cloud: lines,
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -159,7 +160,8 @@ func (c *claims) edge(node string, pods func(path string) bool) (serves func() i
 		c.t.Fatal(err)
 	}
 	client, err := stream.NewClient(stream.ClientConfig{
-		Address: c.GRPC(), Node: tunnel.NodeName(node), Software: "test", Log: slog.New(slog.DiscardHandler), Grace: time.Millisecond,
+		Address: c.GRPC(), Node: tunnel.NodeName(node), Software: "test", Log: slog.New(slog.DiscardHandler),
+		Grace: time.Millisecond,
 		TLS:   func() *tls.Config { return rig.EdgeTLS(ca) },
 		Token: auth.StaticToken(c.Token(node)),
 	}, opener{"https", kubelet.Listener.Addr().String()}, opener{"tcp", plain}, opener{"egress", plain})
@@ -284,7 +286,9 @@ func TestHostileClaims(t *testing.T) {
 	t.Run("a pod, beside Kubernetes", func(t *testing.T) {
 		k := newAPIServer(t)
 		k.pods["default/payroll"] = rig.Node
-		c := newClaims(t, k, "[mode.cloud.join]\nanynode = true\n[mode.cloud.egress]\ngrpc = [\"unix://"+filepath.Join(t.TempDir(), "s")+"\"]\nkubernetes = true\n")
+		socket := filepath.Join(t.TempDir(), "s")
+		c := newClaims(t, k,
+			"[mode.cloud.join]\nanynode = true\n[mode.cloud.egress]\ngrpc = [\"unix://"+socket+"\"]\nkubernetes = true\n")
 		named, unnamed := make(tally), make(tally)
 		for range thefts {
 			status, _ := c.ask(apiserver, thief, "/exec/default/payroll/app?command=sh") // as if kube-apiserver had that name
@@ -304,7 +308,9 @@ func TestHostileClaims(t *testing.T) {
 			k.node("cp", "", "192.168.7.1"),
 		}
 		socket := filepath.Join(t.TempDir(), "s")
-		c := newClaims(t, k, "[mode.cloud.join]\nanynode = true\n[mode.cloud.egress]\nhttpconnect = [\"unix://"+socket+"\"]\nkubernetes = true\nstrategies = [\"destHost\", \"cidr\"]\n")
+		c := newClaims(t, k,
+			"[mode.cloud.join]\nanynode = true\n[mode.cloud.egress]\nhttpconnect = [\"unix://"+socket+"\"]\n"+
+				"kubernetes = true\nstrategies = [\"destHost\", \"cidr\"]\n")
 		for what, want := range map[string]string{
 			"10.88.1.7:80":          "both claim",          // a pod
 			"[::ffff:10.88.1.7]:80": "both claim",          // likewise
@@ -323,9 +329,12 @@ func TestHostileClaims(t *testing.T) {
 	t.Run("addresses, as those of its pods", func(t *testing.T) {
 		k := newAPIServer(t)
 		k.services = []string{"10.96.0.0/12"}
-		k.nodes = []any{k.node(rig.Node, "10.88.1.0/24", "10.1.0.5"), k.node(thief, "10.1.0.0/16,::/0", "10.2.0.6", "lb.example.com")}
+		k.nodes = []any{k.node(rig.Node, "10.88.1.0/24", "10.1.0.5"),
+			k.node(thief, "10.1.0.0/16,::/0", "10.2.0.6", "lb.example.com")}
 		socket := filepath.Join(t.TempDir(), "s")
-		c := newClaims(t, k, "[mode.cloud.join]\nanynode = true\n[mode.cloud.egress]\nhttpconnect = [\"unix://"+socket+"\"]\nkubernetes = true\nstrategies = [\"destHost\", \"cidr\"]\n")
+		c := newClaims(t, k,
+			"[mode.cloud.join]\nanynode = true\n[mode.cloud.egress]\nhttpconnect = [\"unix://"+socket+"\"]\n"+
+				"kubernetes = true\nstrategies = [\"destHost\", \"cidr\"]\n")
 		for what, want := range map[string]string{
 			"10.1.0.5:10250":      "nodes " + rig.Node + " and " + thief + " both claim 10.1.0.5",
 			rig.Node + ":10250":   rig.Node,
@@ -384,7 +393,8 @@ func TestHostileClaims(t *testing.T) {
 		c.stole()
 		got := make(tally)
 		for i := range thefts {
-			path := []string{"/exec/default/payroll/app?command=sh", "/metrics/../exec/default/payroll/app", "/metrics%2f..%2fexec/default/payroll/app", "//exec/default/payroll/app"}[i%4]
+			path := []string{"/exec/default/payroll/app?command=sh", "/metrics/../exec/default/payroll/app",
+				"/metrics%2f..%2fexec/default/payroll/app", "//exec/default/payroll/app"}[i%4]
 			status, _ := c.ask("metrics-server", thief, path) // GET, as a WebSocket's
 			got[fmt.Sprint(status)]++
 		}
@@ -443,7 +453,8 @@ func (*apiServer) node(name, podCIDR string, addresses ...string) any {
 		}
 		all = append(all, map[string]string{"type": typ, "address": a})
 	}
-	return map[string]any{"kind": "Node", "apiVersion": "v1", "metadata": metadata, "spec": spec, "status": map[string]any{"addresses": all}}
+	return map[string]any{"kind": "Node", "apiVersion": "v1", "metadata": metadata, "spec": spec,
+		"status": map[string]any{"addresses": all}}
 }
 
 func newAPIServer(t *testing.T) *apiServer {
@@ -457,10 +468,13 @@ func newAPIServer(t *testing.T) *apiServer {
 			json.NewEncoder(w).Encode(v)
 		}
 		list := func(kind, version string, items []any) {
-			answer(http.StatusOK, map[string]any{"kind": kind, "apiVersion": version, "metadata": map[string]any{"resourceVersion": "1"}, "items": items})
+			answer(http.StatusOK,
+				map[string]any{"kind": kind, "apiVersion": version,
+					"metadata": map[string]any{"resourceVersion": "1"}, "items": items})
 		}
 		refuse := func(status int, reason string) {
-			answer(status, map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure", "reason": reason, "code": status})
+			answer(status, map[string]any{"kind": "Status", "apiVersion": "v1", "status": "Failure",
+				"reason": reason, "code": status})
 		}
 		path, ofPod := strings.CutPrefix(r.URL.Path, "/api/v1/namespaces/")
 		q := r.URL.Query()
@@ -501,7 +515,8 @@ func newAPIServer(t *testing.T) *apiServer {
 		server.Close()
 	})
 	k.config = filepath.Join(t.TempDir(), "kubeconfig")
-	config := `{"apiVersion": "v1", "kind": "Config", "current-context": "c", "contexts": [{"name": "c", "context": {"cluster": "c"}}],
+	config := `{"apiVersion": "v1", "kind": "Config", "current-context": "c",
+		"contexts": [{"name": "c", "context": {"cluster": "c"}}],
 		"clusters": [{"name": "c", "cluster": {"server": "` + server.URL + `"}}]}`
 	if err := os.WriteFile(k.config, []byte(config), 0o600); err != nil {
 		t.Fatal(err)

@@ -43,25 +43,39 @@ func edgeAttacks() []attack {
 	flooded, messages := []string{"ResourceExhausted"}, limited("messages")
 	return []attack{
 		{name: "opens", offend: says(flood, "tcp", "open"), answers: []string{"PermissionDenied"}, holds: 2 * message},
-		{name: "a second hello", offend: says(1, "stream", "hello"), answers: []string{"PermissionDenied"}, holds: 2 * message},
-		{name: "cancels of unknown topics", offend: says(flood, "stream", "cancel"), answers: flooded, counter: messages, holds: 2 * message},
-		{name: "asking for connections", offend: says(1, "stream", "connection"), answers: []string{"PermissionDenied"}, holds: 2 * message},
-		{name: "what replicas say", offend: says(flood, "stream", "nodes"), answers: flooded, counter: messages, holds: 2 * message},
-		{name: "what clouds say", offend: says(1, "stream", "replicas"), answers: []string{"PermissionDenied"}, holds: 2 * message},
-		{name: "refusals of unknown topics", offend: says(flood, "stream", "refused"), answers: flooded, counter: messages, holds: 2 * message},
-		{name: "words that nobody knows", offend: says(flood, "no-such-module", "shout"), answers: flooded, counter: "tunnel_unknown_messages_total", holds: 2 * message},
-		{name: "long words that nobody knows", offend: says(200, strings.Repeat("m", 30<<10), strings.Repeat("t", 30<<10)), answers: []string{"endured"}, counter: "tunnel_unknown_messages_total", holds: 2 * message},
+		{name: "a second hello", offend: says(1, "stream", "hello"), answers: []string{"PermissionDenied"},
+			holds: 2 * message},
+		{name: "cancels of unknown topics", offend: says(flood, "stream", "cancel"), answers: flooded, counter: messages,
+			holds: 2 * message},
+		{name: "asking for connections", offend: says(1, "stream", "connection"), answers: []string{"PermissionDenied"},
+			holds: 2 * message},
+		{name: "what replicas say", offend: says(flood, "stream", "nodes"), answers: flooded, counter: messages,
+			holds: 2 * message},
+		{name: "what clouds say", offend: says(1, "stream", "replicas"), answers: []string{"PermissionDenied"},
+			holds: 2 * message},
+		{name: "refusals of unknown topics", offend: says(flood, "stream", "refused"), answers: flooded, counter: messages,
+			holds: 2 * message},
+		{name: "words that nobody knows", offend: says(flood, "no-such-module", "shout"), answers: flooded,
+			counter: "tunnel_unknown_messages_total", holds: 2 * message},
+		{name: "long words that nobody knows", offend: says(200, strings.Repeat("m", 30<<10), strings.Repeat("t", 30<<10)),
+			answers: []string{"endured"}, counter: "tunnel_unknown_messages_total", holds: 2 * message},
 		{name: "new credentials", offend: newCredentials, answers: flooded, counter: messages, holds: 2 * message},
-		{name: "a module's name of 1 MB", offend: says(1, strings.Repeat("m", mib), "open"), answers: []string{"ResourceExhausted"}, counter: limited("message"), holds: 2 * message},
-		{name: "a type of 1 MB", offend: says(1, "stream", strings.Repeat("t", mib)), answers: []string{"ResourceExhausted"}, counter: limited("message"), holds: 2 * message},
-		{name: "a hello of 1 MB", offend: longHello, answers: []string{"ResourceExhausted", "InvalidArgument"}, counter: "tunnel_joins_refused_total", holds: 2 * message},
-		{name: "a hello that does not come", offend: noHello, answers: []string{"AlreadyExists", "Unavailable"}, counter: "tunnel_joins_refused_total", holds: 2 * message},
-		{name: "a control stream that is not read", offend: neverReads, answers: append(flooded, "Unavailable"), counter: messages, holds: 2 * 4000 * 512},
+		{name: "a module's name of 1 MB", offend: says(1, strings.Repeat("m", mib), "open"),
+			answers: []string{"ResourceExhausted"}, counter: limited("message"), holds: 2 * message},
+		{name: "a type of 1 MB", offend: says(1, "stream", strings.Repeat("t", mib)), answers: []string{"ResourceExhausted"},
+			counter: limited("message"), holds: 2 * message},
+		{name: "a hello of 1 MB", offend: longHello, answers: []string{"ResourceExhausted", "InvalidArgument"},
+			counter: "tunnel_joins_refused_total", holds: 2 * message},
+		{name: "a hello that does not come", offend: noHello, answers: []string{"AlreadyExists", "Unavailable"},
+			counter: "tunnel_joins_refused_total", holds: 2 * message},
+		{name: "a control stream that is not read", offend: neverReads, answers: append(flooded, "Unavailable"),
+			counter: messages, holds: 2 * 4000 * 512},
 		{name: "conns of unknown topics", offend: unknownConns, answers: []string{"endured", "NotFound"}, holds: 2 * mib},
 		{name: "the conns of another node", offend: stolenConn, alone: true, answers: []string{"NotFound"}, holds: 2 * mib},
 		{name: "bytes after the end of a conn", offend: bytesAfterFin, answers: []string{"Aborted"}, holds: 2 * mib},
 		{name: "a chunk of 1 MB", offend: longChunk, answers: []string{"Aborted", "ResourceExhausted"}, holds: 2 * mib},
-		{name: "conns that are not read", offend: unreadConns, alone: true, answers: []string{"endured"}, holds: unread * 5 * window, after: time.Second},
+		{name: "conns that are not read", offend: unreadConns, alone: true, answers: []string{"endured"},
+			holds: unread * 5 * window, after: time.Second},
 	}
 }
 
@@ -77,7 +91,8 @@ func (v *victim) dial(ctx context.Context, node string) *evil {
 	cc, err := grpc.NewClient("passthrough:///"+v.Addr["grpc"],
 		grpc.WithTransportCredentials(credentials.NewTLS(v.edgeTLS())),
 		grpc.WithContextDialer(func(_ context.Context, a string) (net.Conn, error) { return attackerDial(ctx, a) }),
-		grpc.WithDisableRetry(), grpc.WithIdleTimeout(0), grpc.WithInitialWindowSize(64<<10), grpc.WithInitialConnWindowSize(64<<10))
+		grpc.WithDisableRetry(), grpc.WithIdleTimeout(0), grpc.WithInitialWindowSize(64<<10),
+		grpc.WithInitialConnWindowSize(64<<10))
 	if err != nil {
 		panic(err)
 	}
@@ -148,7 +163,9 @@ func code(err error) string {
 
 // session returns an attack of an edge that has joined. It ends with ctx, or when the
 // session does.
-func session(attack func(ctx context.Context, v *victim, e *evil) error) func(ctx context.Context, v *victim, as string) string {
+func session(
+	attack func(ctx context.Context, v *victim, e *evil) error,
+) func(ctx context.Context, v *victim, as string) string {
 	return func(ctx context.Context, v *victim, as string) string {
 		sctx, cancel := context.WithCancel(ctx)
 		defer cancel()

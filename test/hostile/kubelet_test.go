@@ -58,11 +58,13 @@ func newKubelet(t *testing.T, ca *auth.CA) *kubelet {
 		pour(c, lines{})
 	}))
 	mux.HandleFunc("/switch", raw(func(c net.Conn) {
-		io.WriteString(c, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\nHTTP/1.1 200 OK\r\n\r\n")
+		io.WriteString(c, "HTTP/1.1 101 Switching Protocols\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n"+
+			"HTTP/1.1 200 OK\r\n\r\n")
 	}))
 	mux.HandleFunc("/garbage", raw(func(c net.Conn) { pour(c, io.LimitReader(zeros{}, mib)) }))
 	mux.HandleFunc("/leaky-status", raw(func(c net.Conn) { io.WriteString(c, "HTTP/1.1 "+k.secret+" OK\r\n\r\n") }))
-	mux.HandleFunc("/leaky-header", raw(func(c net.Conn) { io.WriteString(c, "HTTP/1.1 200 OK\r\n"+k.secret+" no colon\r\n\r\n") }))
+	mux.HandleFunc("/leaky-header",
+		raw(func(c net.Conn) { io.WriteString(c, "HTTP/1.1 200 OK\r\n"+k.secret+" no colon\r\n\r\n") }))
 	mux.HandleFunc("/leaky-length", raw(func(c net.Conn) {
 		io.WriteString(c, "HTTP/1.1 200 OK\r\nContent-Length: "+k.secret+"\r\n\r\n")
 	}))

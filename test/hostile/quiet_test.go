@@ -125,13 +125,15 @@ func (s *stuffer) ask(ctx context.Context, ip net.IP, token string, asked func()
 	var head bytes.Buffer
 	enc := hpack.NewEncoder(&head)
 	for _, h := range [][2]string{
-		{":method", "POST"}, {":scheme", "https"}, {":path", pb.Stream_TunnelStreaming_FullMethodName}, {":authority", "tunnel.cloud.io"},
+		{":method", "POST"}, {":scheme", "https"}, {":path", pb.Stream_TunnelStreaming_FullMethodName},
+		{":authority", "tunnel.cloud.io"},
 		{"content-type", "application/grpc"}, {"te", "trailers"},
 		{"authorization", "Bearer " + auth.EncodeToken(rig.Node, auth.Secret(token))},
 	} {
 		enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
 	}
-	if errors.Join(f.WriteSettings(), f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: head.Bytes(), EndHeaders: true})) != nil {
+	if errors.Join(f.WriteSettings(),
+		f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: head.Bytes(), EndHeaders: true})) != nil {
 		return
 	}
 	asked()
@@ -188,7 +190,8 @@ func TestHostileReviews(t *testing.T) {
 	t.Setenv("GOGC", "20") // so that what is held shows in what a cloud weighs
 	p, err := rig.NewPair(rig.Config{
 		Binary: program, Dir: t.TempDir(), Others: evils,
-		Cloud: "[mode.cloud.join]\nanynode = true\nserviceaccounts = [\"tunnel-system/tunnel-edge\"]\naudience = \"tunnel\"\n",
+		Cloud: "[mode.cloud.join]\nanynode = true\nserviceaccounts = [\"tunnel-system/tunnel-edge\"]\n" +
+			"audience = \"tunnel\"\n",
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -252,7 +255,10 @@ func TestHostileAskers(t *testing.T) {
 	upstream := dnsServer(t, func(w dns.ResponseWriter, q *dns.Msg) {
 		asked.Add(1)
 		m := new(dns.Msg).SetReply(q)
-		m.Answer = []dns.RR{&dns.A{Hdr: dns.RR_Header{Name: q.Question[0].Name, Rrtype: dns.TypeA, Class: dns.ClassINET, Ttl: 60}, A: net.IPv4(192, 0, 2, 1)}}
+		m.Answer = []dns.RR{&dns.A{
+			Hdr: dns.RR_Header{Name: q.Question[0].Name, Rrtype: dns.TypeA, Class: dns.ClassINET, Ttl: 60},
+			A:   net.IPv4(192, 0, 2, 1),
+		}}
 		w.WriteMsg(m)
 	})
 	p, err := rig.NewPair(rig.Config{Binary: program, Dir: t.TempDir()})
@@ -264,7 +270,8 @@ func TestHostileAskers(t *testing.T) {
 		t.Fatal(err)
 	}
 	at := net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
-	insert(t, p, "cloud.toml", "mode.cloud.stream.dns", fmt.Sprintf("listen = %q\nupstream = [%q]\nallowfrom = [\"127.0.0.2/32\"]", at, upstream))
+	insert(t, p, "cloud.toml", "mode.cloud.stream.dns",
+		fmt.Sprintf("listen = %q\nupstream = [%q]\nallowfrom = [\"127.0.0.2/32\"]", at, upstream))
 	launch(t, p.StartCloud)
 	testkit.Within(t, readyWithin, "the cloud is ready", func() error { return rig.Ready(p.CloudHealth()) })
 	ask := func(network, from, name string) string {
@@ -342,13 +349,17 @@ func TestHostileMetadata(t *testing.T) {
 		t.Fatal(err)
 	}
 	var dialled atomic.Int64
-	server := &http.Server{ReadHeaderTimeout: hangs, Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		io.WriteString(w, "credentials")
-	}), ConnState: func(_ net.Conn, s http.ConnState) {
-		if s == http.StateNew {
-			dialled.Add(1)
-		}
-	}}
+	server := &http.Server{
+		ReadHeaderTimeout: hangs,
+		Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+			io.WriteString(w, "credentials")
+		}),
+		ConnState: func(_ net.Conn, s http.ConnState) {
+			if s == http.StateNew {
+				dialled.Add(1)
+			}
+		},
+	}
 	ended := make(chan error, 1)
 	go func() { ended <- server.Serve(ln) }()
 	t.Cleanup(func() {
@@ -376,7 +387,8 @@ func TestHostileMetadata(t *testing.T) {
 			edge := launch(t, p.StartEdge)
 			testkit.Within(t, readyWithin, "cloud and edge are ready", func() error {
 				here := net.IPv4(127, 0, 0, 1)
-				return errors.Join(getFrom(network, here, p.CloudHealth(), "http://cloud/readyz", nil), getFrom(network, here, p.EdgeHealth(), "http://edge/readyz", nil))
+				return errors.Join(getFrom(network, here, p.CloudHealth(), "http://cloud/readyz", nil),
+					getFrom(network, here, p.EdgeHealth(), "http://edge/readyz", nil))
 			})
 			before := dialled.Load()
 			err = getFrom(network, net.IPv4(127, 0, 0, 1), p.Door("metadata"), "http://"+metadata+"/latest/meta-data/", nil)
@@ -456,7 +468,8 @@ func TestHostileNames(t *testing.T) {
 				}
 				return nil
 			})
-			for what, text := range map[string]string{"the cloud's log": cloud.Log().String()[seen:], "what the caller is told": string(answer)} {
+			for what, text := range map[string]string{"the cloud's log": cloud.Log().String()[seen:],
+				"what the caller is told": string(answer)} {
 				if found := address.FindString(text); found != "" {
 					t.Errorf("%s holds %s:\n%s", what, found, text)
 				}

@@ -122,7 +122,8 @@ func dialFrom(ctx context.Context, network *rig.Network, ip net.IP, to string) (
 func joinFrom(network *rig.Network, ip net.IP, v *victim, node string) error {
 	ctx, cancel := context.WithTimeout(context.Background(), hangs)
 	defer cancel()
-	cc, err := grpc.NewClient("passthrough:///"+v.Addr["grpc"], grpc.WithTransportCredentials(credentials.NewTLS(v.edgeTLS())), grpc.WithDisableRetry(),
+	cc, err := grpc.NewClient("passthrough:///"+v.Addr["grpc"],
+		grpc.WithTransportCredentials(credentials.NewTLS(v.edgeTLS())), grpc.WithDisableRetry(),
 		grpc.WithContextDialer(func(_ context.Context, a string) (net.Conn, error) { return dialFrom(ctx, network, ip, a) }))
 	if err != nil {
 		return err
@@ -142,7 +143,9 @@ func joinFrom(network *rig.Network, ip net.IP, v *victim, node string) error {
 // getFrom asks the server at addr for a page, on a connection of its own.
 func getFrom(network *rig.Network, ip net.IP, addr, url string, conf *tls.Config) error {
 	transport := &http.Transport{TLSClientConfig: conf, DisableKeepAlives: true}
-	transport.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) { return dialFrom(ctx, network, ip, addr) }
+	transport.DialContext = func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return dialFrom(ctx, network, ip, addr)
+	}
 	resp, err := (&http.Client{Transport: transport, Timeout: hangs}).Get(url)
 	if err != nil {
 		return err
@@ -219,7 +222,8 @@ func TestHostileStrangers(t *testing.T) {
 		within        time.Duration
 		ask           func() error
 	}{
-		{"grpc", 16, 128, []string{"silent", "half a ClientHello"}, soon, func() error { return joinFrom(nil, other, v, evils[0]) }},
+		{"grpc", 16, 128, []string{"silent", "half a ClientHello"}, soon,
+			func() error { return joinFrom(nil, other, v, evils[0]) }},
 		{"https", 4, 256, []string{"silent", "half a ClientHello"}, soon, func() error {
 			return getFrom(nil, other, v.Addr["https"], "https://"+rig.Node+"/", v.callerTLS(true))
 		}},
@@ -256,7 +260,8 @@ func TestHostilePrefix(t *testing.T) {
 		}
 		ips = append(ips, net.ParseIP(a))
 	}
-	pair, err := rig.NewPair(rig.Config{Binary: program, Dir: t.TempDir(), Others: evils, CloudHost: rig.Host{Network: network}})
+	pair, err := rig.NewPair(rig.Config{Binary: program, Dir: t.TempDir(), Others: evils,
+		CloudHost: rig.Host{Network: network}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -273,7 +278,8 @@ func TestHostilePrefix(t *testing.T) {
 			t.Log(cloud.Log())
 		}
 	}()
-	v := &victim{Addr: make(map[string]string), Token: map[string]string{evils[0]: pair.Token(evils[0]).Reveal()}, Dir: pair.Path("")}
+	v := &victim{Addr: make(map[string]string),
+		Token: map[string]string{evils[0]: pair.Token(evils[0]).Reveal()}, Dir: pair.Path("")}
 	for door, at := range map[string]string{"grpc": pair.GRPC(), "health": pair.CloudHealth()} {
 		_, port, err := net.SplitHostPort(at)
 		if err != nil {

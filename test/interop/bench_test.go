@@ -64,7 +64,8 @@ type figure struct {
 
 func gauges() []gauge {
 	throughput := func(name string, run func(dialer, *benchTarget) ([]float64, error)) gauge {
-		return gauge{run, []figure{{name, "MiB/s", 3, false}, {name + ", CPU", "µs/MiB", 0, true}}, func(float64) float64 { return benchBytes >> 20 }}
+		return gauge{run, []figure{{name, "MiB/s", 3, false}, {name + ", CPU", "µs/MiB", 0, true}},
+			func(float64) float64 { return benchBytes >> 20 }}
 	}
 	return []gauge{
 		throughput("download, 1 conn", download(1)),
@@ -72,10 +73,12 @@ func gauges() []gauge {
 		throughput("upload, 1 conn", upload(1)),
 		throughput("upload, 8 conns", upload(8)),
 		{
-			roundTrips, []figure{{"round trip, p50", "µs", 0.6, true}, {"round trip, p99", "µs", 0, true}, {"round trip, CPU", "µs", 0, true}},
+			roundTrips, []figure{{"round trip, p50", "µs", 0.6, true}, {"round trip, p99", "µs", 0, true},
+				{"round trip, CPU", "µs", 0, true}},
 			func(p50 float64) float64 { return benchTime.Seconds() * 1e6 / p50 }, // about
 		},
-		{dials, []figure{{"dials", "/s", 2, false}, {"dials, CPU", "µs", 0, true}}, func(rate float64) float64 { return rate * benchTime.Seconds() }},
+		{dials, []figure{{"dials", "/s", 2, false}, {"dials, CPU", "µs", 0, true}},
+			func(rate float64) float64 { return rate * benchTime.Seconds() }},
 	}
 }
 
@@ -141,7 +144,8 @@ func (o *ours) startKonnectivity(b *testing.B, server, agent, mode string, targe
 	b.Helper()
 	s := o.startServer(b, server, mode, "stock", 1, port(b))
 	log := new(rig.Log)
-	a, err := rig.Start(log, agent, "--agent-id=stock", "--ca-cert="+o.pair.Path("ca.crt"), "--agent-cert="+o.pair.Path("client.crt"), "--agent-key="+o.pair.Path("client.key"),
+	a, err := rig.Start(log, agent, "--agent-id=stock", "--ca-cert="+o.pair.Path("ca.crt"),
+		"--agent-cert="+o.pair.Path("client.crt"), "--agent-key="+o.pair.Path("client.key"),
 		"--proxy-server-host=127.0.0.1", fmt.Sprintf("--proxy-server-port=%d", s.agentPort),
 		fmt.Sprintf("--health-server-port=%d", port(b)), fmt.Sprintf("--admin-server-port=%d", port(b)), "-v=0")
 	if err != nil {

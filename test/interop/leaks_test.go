@@ -40,7 +40,8 @@ func TestNothingLeaks(t *testing.T) {
 	}
 	ends := map[string]string{"cloud": o.pair.CloudHealth(), "edge": o.pair.EdgeHealth()}
 	// What is there when nothing is going on.
-	kept := []string{"go_goroutines", "process_open_fds", "tunnel_conns", "tunnel_opens_waiting", `tunnel_egress_conns{door="grpc"}`, `tunnel_egress_conns{door="httpconnect"}`,
+	kept := []string{"go_goroutines", "process_open_fds", "tunnel_conns", "tunnel_opens_waiting",
+		`tunnel_egress_conns{door="grpc"}`, `tunnel_egress_conns{door="httpconnect"}`,
 		`tunnel_egress_dials_pending{door="grpc"}`, `tunnel_egress_dials_pending{door="httpconnect"}`}
 	held := func() map[string]float64 {
 		now := make(map[string]float64)
@@ -131,7 +132,8 @@ func TestNothingLeaks(t *testing.T) {
 				cancel()
 			}()
 			together(func() {
-				tr := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) { return dial(ctx, addr) }}
+				tr := &http.Transport{DisableKeepAlives: true,
+					DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) { return dial(ctx, addr) }}
 				req, err := http.NewRequestWithContext(ctx, http.MethodGet, slow, nil)
 				if err != nil {
 					t.Error(err)
@@ -177,10 +179,11 @@ func newSlow(t *testing.T, got func()) (url string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	server := &http.Server{ReadHeaderTimeout: patience, Handler: http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
-		got()
-		<-r.Context().Done()
-	})}
+	server := &http.Server{ReadHeaderTimeout: patience,
+		Handler: http.HandlerFunc(func(_ http.ResponseWriter, r *http.Request) {
+			got()
+			<-r.Context().Done()
+		})}
 	go server.Serve(ln)
 	t.Cleanup(func() { server.Close() })
 	return "http://" + ln.Addr().String()

@@ -29,7 +29,8 @@ func TestProbes(t *testing.T) {
 	for _, way := range wayNames {
 		t.Run(way, func(t *testing.T) {
 			o := start(t)
-			s := &stack{dial: ways(t, o.grpc, o.connect)[way], echo: back, second: func() { o.startTwin(t) }, control: &stack{dial: ways(t, control.grpc, control.connect)[way], echo: back}}
+			s := &stack{dial: ways(t, o.grpc, o.connect)[way], echo: back, second: func() { o.startTwin(t) },
+				control: &stack{dial: ways(t, control.grpc, control.connect)[way], echo: back}}
 			for _, p := range probes {
 				if p.by(way) == cannot {
 					continue
@@ -154,13 +155,15 @@ func (o *ours) joinStock(t *testing.T, k *stockStack, binary string) *rig.Proces
 	log := new(rig.Log)
 	k.agents = append(k.agents, log)
 	agent, err := rig.Start(log, binary, "--agent-id="+rig.Node, "--agent-identifiers=ipv4=127.0.0.1",
-		"--agent-cert="+o.pair.Path("client.crt"), "--agent-key="+o.pair.Path("client.key"), "--ca-cert="+o.pair.Path("ca.crt"),
+		"--agent-cert="+o.pair.Path("client.crt"), "--agent-key="+o.pair.Path("client.key"),
+		"--ca-cert="+o.pair.Path("ca.crt"),
 		"--proxy-server-host=127.0.0.1", "--proxy-server-port="+strconv.Itoa(k.server.agentPort),
 		"--health-server-port="+strconv.Itoa(port(t)), "--admin-server-port="+strconv.Itoa(port(t)), "-v=0")
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(agent.Kill)
-	until(t, "the agent has joined, for both strategies", k.logs, func() bool { return strings.Count(k.server.log.String(), joined) == before+2 })
+	until(t, "the agent has joined, for both strategies", k.logs,
+		func() bool { return strings.Count(k.server.log.String(), joined) == before+2 })
 	return agent
 }

@@ -40,7 +40,8 @@ var probes = []probe{
 	{"a caller that goes leaves a conn behind", goneCaller, passes, passes, fails},
 	{"what a target says first is lost", firstBytes, fails, fails, fails},
 	{"one write of more than 4 MiB kills the conn", bigWrite, fails, fails, passes},
-	{"answers of two sessions of one node cross", crossed, fails, fails, fails}, // the last: it leaves two edges that take turns
+	// the last: it leaves two edges that take turns
+	{"answers of two sessions of one node cross", crossed, fails, fails, fails},
 }
 
 // wayNames are the names of the ways to dial.

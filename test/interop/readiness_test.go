@@ -32,7 +32,8 @@ func TestReadiness(t *testing.T) {
 	o.startCloud(t)
 	cloudIs := func(ready bool, when string) {
 		t.Helper()
-		until(t, when, o.pair.CloudLog.String, func() bool { return answers(o.pair.CloudHealth()) && (rig.Ready(o.pair.CloudHealth()) == nil) == ready })
+		until(t, when, o.pair.CloudLog.String,
+			func() bool { return answers(o.pair.CloudHealth()) && (rig.Ready(o.pair.CloudHealth()) == nil) == ready })
 	}
 	back := serving(t, echo)
 	noNode := func() {
@@ -69,7 +70,8 @@ func TestReadiness(t *testing.T) {
 		t.Fatal(err)
 	}
 	cloudIs(false, "a cloud that drains is not ready")
-	until(t, "its front doors close", o.pair.CloudLog.String, func() bool { return works(connector(o.connect), back) != nil })
+	until(t, "its front doors close", o.pair.CloudLog.String,
+		func() bool { return works(connector(o.connect), back) != nil })
 	if answer, err := say(c, "still there?"); err != nil || answer != "still there?" {
 		t.Errorf("a conn of a cloud that drains: %q, %v", answer, err)
 	}

@@ -46,7 +46,8 @@ func newFleet(t *testing.T, replicas, edges int) *fleet {
 	t.Cleanup(func() { os.RemoveAll(f.dir) })
 	cfg := rig.FleetConfig{
 		Binary: build(t, t.TempDir()), Dir: t.TempDir(), CA: ca, Hosts: make([]rig.Host, replicas),
-		Cloud: fmt.Sprintf("[mode.cloud.egress]\ngrpc = [\"unix://%s/{{.Name}}.g\"]\nhttpconnect = [\"unix://%s/{{.Name}}.c\"]\n", f.dir, f.dir),
+		Cloud: fmt.Sprintf("[mode.cloud.egress]\ngrpc = [\"unix://%s/{{.Name}}.g\"]\nhttpconnect = "+
+			"[\"unix://%s/{{.Name}}.c\"]\n", f.dir, f.dir),
 	}
 	for i := range edges {
 		cfg.Nodes = append(cfg.Nodes, fmt.Sprintf("edge%d", i))
@@ -209,7 +210,8 @@ func TestReplicas(t *testing.T) {
 	f := newFleet(t, 3, 6)
 	overGRPC, overConnect := f.sockets("g"), f.sockets("c")
 	balanced := func() map[string]dialer {
-		return ways(t, newBalancer(t, "unix", filepath.Join(f.dir, "g"), overGRPC, 0, false).addr, newBalancer(t, "unix", filepath.Join(f.dir, "c"), overConnect, 0, false).addr)
+		return ways(t, newBalancer(t, "unix", filepath.Join(f.dir, "g"), overGRPC, 0, false).addr,
+			newBalancer(t, "unix", filepath.Join(f.dir, "c"), overConnect, 0, false).addr)
 	}()
 	direct := make([]map[string]dialer, len(f.Replicas))
 	for i := range f.Replicas {
@@ -219,7 +221,8 @@ func TestReplicas(t *testing.T) {
 		t.Helper()
 		for _, i := range replicas {
 			for _, n := range f.nodes {
-				until(t, fmt.Sprintf("%s is reached through replica %d", n.name, i), f.logs, func() bool { return n.reaches(direct[i]["CONNECT"]) == nil })
+				until(t, fmt.Sprintf("%s is reached through replica %d", n.name, i), f.logs,
+					func() bool { return n.reaches(direct[i]["CONNECT"]) == nil })
 			}
 		}
 	}
@@ -262,7 +265,8 @@ func TestReplicas(t *testing.T) {
 	}
 	f.running[victim].Kill()
 	// The client of the reusable tunnel has to notice, and connects again by itself.
-	until(t, "the reusable tunnel has moved", f.logs, func() bool { return others[0].reaches(balanced["reusable"]) == nil })
+	until(t, "the reusable tunnel has moved", f.logs,
+		func() bool { return others[0].reaches(balanced["reusable"]) == nil })
 	all(balanced, others, "with a replica less, to nodes that others hold")
 	known(1, 2)
 	all(balanced, f.nodes, "with a replica less")

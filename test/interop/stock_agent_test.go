@@ -26,7 +26,8 @@ import (
 func stock(t testing.TB, program string) (path string) {
 	t.Helper()
 	path = filepath.Join(t.TempDir(), program)
-	if out, err := exec.Command("go", "build", "-o", path, "sigs.k8s.io/apiserver-network-proxy/cmd/"+program).CombinedOutput(); err != nil {
+	if out, err := exec.Command("go", "build", "-o", path,
+		"sigs.k8s.io/apiserver-network-proxy/cmd/"+program).CombinedOutput(); err != nil {
 		t.Fatalf("%v: %s", err, out)
 	}
 	return path
@@ -270,8 +271,10 @@ func TestStockAgentRefused(t *testing.T) {
 	o := prepare(t, fmt.Sprintf("agentport = %d\n", agentPort), "")
 	o.startCloud(t)
 	o.startAgent(t, stock(t, "agent"), agentPort, "--agent-id=another")
-	until(t, "it is refused", o.pair.CloudLog.String, func() bool { return strings.Contains(o.pair.CloudLog.String(), "agent refused") })
-	if err := works(connector(o.connect), serving(t, echo)); err == nil || !strings.Contains(err.Error(), "No agent available") {
+	until(t, "it is refused", o.pair.CloudLog.String,
+		func() bool { return strings.Contains(o.pair.CloudLog.String(), "agent refused") })
+	if err := works(connector(o.connect), serving(t, echo)); err == nil ||
+		!strings.Contains(err.Error(), "No agent available") {
 		t.Errorf("a dial without a node: %v", err)
 	}
 }
@@ -292,10 +295,14 @@ func (o *ours) startServer(t testing.TB, binary, mode, id string, count, agentPo
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
 	s := &server{socket: filepath.Join(dir, "s"), agentPort: agentPort, log: new(rig.Log)}
-	s.process, err = rig.Start(s.log, binary, append([]string{"--mode=" + mode, "--uds-name=" + s.socket, "--server-port=0", "--server-id=" + id, "--server-count=" + strconv.Itoa(count),
-		"--cluster-cert=" + o.pair.Path("cloud.crt"), "--cluster-key=" + o.pair.Path("cloud.key"), "--cluster-ca-cert=" + o.pair.Path("ca.crt"),
-		"--agent-port=" + strconv.Itoa(agentPort), "--health-port=" + strconv.Itoa(port(t)), "--admin-port=" + strconv.Itoa(port(t)), "-v=0",
-	}, more...)...)
+	s.process, err = rig.Start(s.log, binary,
+		append([]string{"--mode=" + mode, "--uds-name=" + s.socket, "--server-port=0", "--server-id=" + id,
+			"--server-count=" + strconv.Itoa(count),
+			"--cluster-cert=" + o.pair.Path("cloud.crt"), "--cluster-key=" + o.pair.Path("cloud.key"),
+			"--cluster-ca-cert=" + o.pair.Path("ca.crt"),
+			"--agent-port=" + strconv.Itoa(agentPort), "--health-port=" + strconv.Itoa(port(t)),
+			"--admin-port=" + strconv.Itoa(port(t)), "-v=0",
+		}, more...)...)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -331,7 +338,8 @@ func TestStockServer(t *testing.T) {
 		}()
 		io.Copy(c, s)
 	})
-	o := prepare(t, "", fmt.Sprintf("[mode.edge.konnectivity]\nservers = [%q]\nca = \"ca.crt\"\ncert = \"client.crt\"\nkey = \"client.key\"\n", "tls://"+balancer))
+	o := prepare(t, "", fmt.Sprintf("[mode.edge.konnectivity]\nservers = [%q]\nca = \"ca.crt\"\ncert = "+
+		"\"client.crt\"\nkey = \"client.key\"\n", "tls://"+balancer))
 	o.startCloud(t)
 	binary := stock(t, "server")
 	byGRPC := o.startServer(t, binary, "grpc", "one", 2, ports[0])
@@ -341,7 +349,8 @@ func TestStockServer(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(edge.Kill)
-	insecure := map[string]dialer{"grpc": dialers(t, byGRPC.socket)["single use"], "http-connect": connector(byConnect.socket)}
+	insecure := map[string]dialer{"grpc": dialers(t, byGRPC.socket)["single use"],
+		"http-connect": connector(byConnect.socket)}
 	back := serving(t, echo)
 	logs := func() string { return o.pair.EdgeLog.String() + byGRPC.log.String() + byConnect.log.String() }
 	target, big := newTarget(t)
@@ -349,10 +358,12 @@ func TestStockServer(t *testing.T) {
 		t.Run(mode, func(t *testing.T) {
 			until(t, "a dial gets through", logs, func() bool { return works(dial, back) == nil })
 			traffic(t, target, big, dial)
-			if _, err := dial(t.Context(), "127.0.0.1:1"); err == nil || (mode == "grpc" && !strings.Contains(err.Error(), "refused")) {
+			if _, err := dial(t.Context(), "127.0.0.1:1"); err == nil ||
+				(mode == "grpc" && !strings.Contains(err.Error(), "refused")) {
 				t.Errorf("nobody listens there: %v", err)
 			}
-			if _, err := dial(t.Context(), "192.0.2.1:80"); err == nil || (mode == "grpc" && !strings.Contains(err.Error(), "denied")) {
+			if _, err := dial(t.Context(), "192.0.2.1:80"); err == nil ||
+				(mode == "grpc" && !strings.Contains(err.Error(), "denied")) {
 				t.Errorf("the edge may not dial that: %v", err)
 			}
 			if mode == "grpc" {
@@ -390,7 +401,8 @@ func TestStockServer(t *testing.T) {
 		}
 		// Another agent of that server, beside the edge: each is as good as the other.
 		health := port(t)
-		o.startAgent(t, stock(t, "agent"), ports[1], "--agent-id=another", "--agent-cert="+o.pair.Path("client.crt"), "--agent-key="+o.pair.Path("client.key"), "--health-server-port="+strconv.Itoa(health))
+		o.startAgent(t, stock(t, "agent"), ports[1], "--agent-id=another", "--agent-cert="+o.pair.Path("client.crt"),
+			"--agent-key="+o.pair.Path("client.key"), "--health-server-port="+strconv.Itoa(health))
 		through(t, "the other agent is asked", logs, health, dial, back)
 		edge.Signal(syscall.SIGTERM)
 		// By chance they would go there once in 2^20 times.
@@ -424,7 +436,8 @@ func TestStockServer(t *testing.T) {
 // has no other agent.
 func TestStockServerDrain(t *testing.T) {
 	at := port(t)
-	o := prepare(t, "", fmt.Sprintf("[mode.edge.konnectivity]\nservers = [%q]\nca = \"ca.crt\"\ncert = \"client.crt\"\nkey = \"client.key\"\n", "tls://127.0.0.1:"+strconv.Itoa(at)))
+	o := prepare(t, "", fmt.Sprintf("[mode.edge.konnectivity]\nservers = [%q]\nca = \"ca.crt\"\ncert = "+
+		"\"client.crt\"\nkey = \"client.key\"\n", "tls://127.0.0.1:"+strconv.Itoa(at)))
 	o.startCloud(t)
 	server := o.startServer(t, stock(t, "server"), "grpc", "one", 1, at)
 	back := serving(t, echo)

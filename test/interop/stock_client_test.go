@@ -64,7 +64,9 @@ func prepare(t testing.TB, cloud, edge string) *ours {
 	}
 	t.Cleanup(func() { os.RemoveAll(sockets) })
 	o := &ours{grpc: filepath.Join(sockets, "g"), connect: filepath.Join(sockets, "c")}
-	p, err := rig.NewPair(rig.Config{Binary: binary, Dir: dir, Cloud: fmt.Sprintf("[mode.cloud.egress]\ngrpc = [%q]\nhttpconnect = [%q]\n%s", "unix://"+o.grpc, "unix://"+o.connect, cloud), Edge: edge})
+	p, err := rig.NewPair(rig.Config{Binary: binary, Dir: dir,
+		Cloud: fmt.Sprintf("[mode.cloud.egress]\ngrpc = [%q]\nhttpconnect = [%q]\n%s", "unix://"+o.grpc, "unix://"+o.connect,
+			cloud), Edge: edge})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -185,7 +187,8 @@ func newTarget(t *testing.T) (target *httptest.Server, big []byte) {
 // traffic sends 20 MB both ways and to many at once, and a hundred requests at once.
 func traffic(t *testing.T, target *httptest.Server, big []byte, dial dialer) {
 	t.Helper()
-	tr := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) { return dial(ctx, addr) }}
+	tr := &http.Transport{DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) { return dial(ctx, addr) }}
 	c := &http.Client{Transport: tr, Timeout: 30 * time.Second}
 	get := func(path string, body []byte) []byte {
 		t.Helper()

@@ -106,7 +106,8 @@ func TestTheWayIsWrong(t *testing.T) {
 				t.Error("the stranger was not even asked; this test shows nothing")
 			}
 			// What TLS wraps is heard unwrapped, too; so the first bytes of HTTP/2 would show.
-			for _, secret := range []string{token.Secret.Reveal(), base64.StdEncoding.EncodeToString([]byte(token.Secret)), "authorization", "PRI * HTTP/2"} {
+			for _, secret := range []string{token.Secret.Reveal(), base64.StdEncoding.EncodeToString([]byte(token.Secret)),
+				"authorization", "PRI * HTTP/2"} {
 				if strings.Contains(heard, secret) {
 					t.Errorf("the stranger has heard what begins with %q", secret[:4])
 				}
@@ -140,13 +141,16 @@ func TestRefused(t *testing.T) {
 	}
 
 	refused(with(func(*auth.JoinToken) {}), "not this node's")
-	refused(with(func(token *auth.JoinToken) { token.Node, token.Secret = "edge2", good.Secret }), "no token for this node")
+	refused(with(func(token *auth.JoinToken) { token.Node, token.Secret = "edge2", good.Secret }),
+		"no token for this node")
 
 	plain, expired := with(func(*auth.JoinToken) {}), with(func(*auth.JoinToken) {})
 	s.editTokens(func(text string) string {
 		text, err := auth.AddToken(text, auth.TokenLine{Node: "edge1", Secret: plain.Secret}, time.Now())
 		if err == nil {
-			text, err = auth.AddToken(text, auth.TokenLine{Node: "edge1", Secret: expired.Secret, Join: true, Expires: time.Now().Add(-time.Minute)}, time.Now())
+			text, err = auth.AddToken(text,
+				auth.TokenLine{Node: "edge1", Secret: expired.Secret, Join: true,
+					Expires: time.Now().Add(-time.Minute)}, time.Now())
 		}
 		if err != nil {
 			t.Fatal(err)
@@ -171,8 +175,10 @@ func TestCloudGivesNoCertificates(t *testing.T) {
 	_, token := s.create("edge1")
 	edit(t, s.path("cloud.toml"), `cakey = "nodes-ca.key"`, "")
 	s.start()
-	s.want(4, s.join(token, filepath.Join(t.TempDir(), "edge")), "FAIL  token: ", "issues no certificates", "[mode.cloud.join]")
-	s.want(3, s.tunnel("", "token", "create", "-c", s.path("cloud.toml"), "--node", "edge2"), "gives no certificates", "cakey")
+	s.want(4, s.join(token, filepath.Join(t.TempDir(), "edge")), "FAIL  token: ", "issues no certificates",
+		"[mode.cloud.join]")
+	s.want(3, s.tunnel("", "token", "create", "-c", s.path("cloud.toml"), "--node", "edge2"),
+		"gives no certificates", "cakey")
 }
 
 // TestFolder: what is in the folder already, or keeps it from being written to.
@@ -203,11 +209,13 @@ func TestFolder(t *testing.T) {
 	if err := os.Chmod(filepath.Join(dir, "node.pem"), 0o644); err != nil { // likewise
 		t.Fatal(err)
 	}
-	s.want(3, s.tunnel("", "config", "check", "-c", filepath.Join(dir, "edge.toml")), "nodecert: ", "chmod 600", "tunnel join writes another")
+	s.want(3, s.tunnel("", "config", "check", "-c", filepath.Join(dir, "edge.toml")), "nodecert: ", "chmod 600",
+		"tunnel join writes another")
 	if err := os.Remove(filepath.Join(dir, "node.pem")); err != nil {
 		t.Fatal(err)
 	}
-	s.want(3, s.tunnel("", "config", "check", "-c", filepath.Join(dir, "edge.toml")), "node.pem does not exist: with a new join token, tunnel join writes it")
+	s.want(3, s.tunnel("", "config", "check", "-c", filepath.Join(dir, "edge.toml")),
+		"node.pem does not exist: with a new join token, tunnel join writes it")
 	if err := os.WriteFile(filepath.Join(dir, "node.pem"), pem, 0o600); err != nil {
 		t.Fatal(err)
 	}
@@ -246,7 +254,8 @@ func TestFolder(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.want(1, s.join(first, filepath.Join(file, "edge")), "FAIL  files: ", "--dir")
-	s.want(1, s.asNobody(first.Encode().Reveal()+"\n", "join", "--dir", "/etc/tunnel-of-somebody-else"), "FAIL  files: ", "permission denied", "sudo")
+	s.want(1, s.asNobody(first.Encode().Reveal()+"\n", "join", "--dir", "/etc/tunnel-of-somebody-else"), "FAIL  files: ",
+		"permission denied", "sudo")
 }
 
 // TestTokenFileIsNotOurs: a file that cannot be replaced is not, and it is said which line
@@ -280,7 +289,8 @@ func TestTokenFileIsNotOurs(t *testing.T) {
 	}
 	s.waitRead(before)
 	s.want(0, s.join(token, filepath.Join(t.TempDir(), "edge")))
-	s.want(1, s.tunnel("", "token", "revoke", "-c", s.path("cloud.toml"), "--node", "edge1"), "remove  edge1:sha256:", "add     edge1:revoked", "grep -vxF")
+	s.want(1, s.tunnel("", "token", "revoke", "-c", s.path("cloud.toml"), "--node", "edge1"), "remove  edge1:sha256:",
+		"add     edge1:revoked", "grep -vxF")
 }
 
 // TestTokenFileMayNotBeWritten: who may not change the file gets no token that could never
@@ -304,7 +314,8 @@ func TestTokenFileMayNotBeWritten(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	a := s.want(1, s.asNobody("", "token", "create", "-c", s.path("cloud.toml"), "--node", "edge1"), "tokens was NOT changed", "sudo")
+	a := s.want(1, s.asNobody("", "token", "create", "-c", s.path("cloud.toml"), "--node", "edge1"),
+		"tokens was NOT changed", "sudo")
 	if tokenText.MatchString(a.out + a.notes) {
 		t.Error("it has printed a token")
 	}
@@ -327,7 +338,8 @@ func TestRevokeOnABadDay(t *testing.T) {
 	if a := s.want(0, s.tunnel("", "token", "revoke", "-c", config, "--node", "edge1"), "is revoked"); a.notes != "" {
 		t.Error(a)
 	}
-	s.want(0, s.tunnel("", "token", "revoke", "-c", config, "--node", "egde1"), "is revoked", "about egde1 before: is the name right?")
+	s.want(0, s.tunnel("", "token", "revoke", "-c", config, "--node", "egde1"), "is revoked",
+		"about egde1 before: is the name right?")
 	if err := os.Remove(s.path("tokens")); err != nil {
 		t.Fatal(err)
 	}
@@ -341,9 +353,11 @@ func TestReplicas(t *testing.T) {
 	edit(t, s.path("cloud.toml"), "#[mode.cloud.stream.peers]\n#addresses = ", "[mode.cloud.stream.peers]\naddresses = ")
 	edit(t, s.path("cloud.toml"), "#ca = \"ca.crt\"\n#servername = ", "ca = \"ca.crt\"\nservername = ")
 	s.want(0, s.tunnel("", "config", "check", "-c", s.path("cloud.toml")), "ok (cloud)")
-	a := s.want(0, s.tunnel("", "token", "create", "-c", s.path("cloud.toml"), "--node", "edge1"), "other replicas", "add     edge1:sha256:")
+	a := s.want(0, s.tunnel("", "token", "create", "-c", s.path("cloud.toml"), "--node", "edge1"), "other replicas",
+		"add     edge1:sha256:")
 	s.note(a.out)
-	s.want(0, s.tunnel("", "token", "revoke", "-c", s.path("cloud.toml"), "--node", "edge1"), "other replicas", "remove  edge1:sha256:", "add     edge1:revoked")
+	s.want(0, s.tunnel("", "token", "revoke", "-c", s.path("cloud.toml"), "--node", "edge1"), "other replicas",
+		"remove  edge1:sha256:", "add     edge1:revoked")
 }
 
 // TestTokenFileStaysAsItWas: comments, order, mode; and nobody's line is lost.
@@ -368,7 +382,8 @@ func TestTokenFileStaysAsItWas(t *testing.T) {
 	var creating sync.WaitGroup
 	for i := range tools {
 		creating.Go(func() {
-			a := s.command("", filepath.Join(programs, "tunnel"), "token", "create", "-c", s.path("cloud.toml"), "--node", "n"+strconv.Itoa(i))
+			a := s.command("", filepath.Join(programs, "tunnel"), "token", "create", "-c", s.path("cloud.toml"), "--node",
+				"n"+strconv.Itoa(i))
 			if a.code != 0 {
 				t.Error(a.code, a.notes)
 			}
@@ -412,7 +427,8 @@ func TestCommandLine(t *testing.T) {
 		{"", []string{"token", "create", "-c", config}, 2, `"node" not set`},
 		{"", []string{"token", "create", "-c", config, "--node", "Edge 1"}, 2, "--node: "},
 		{"", []string{"token", "create", "-c", config, "--node", "default"}, 2, "any node"},
-		{"", []string{"token", "create", "-c", config, "--node", "edge1", "--ttl", "1s"}, 2, "--ttl is from 1m to 8760h, not 1s"},
+		{"", []string{"token", "create", "-c", config, "--node", "edge1", "--ttl", "1s"}, 2,
+			"--ttl is from 1m to 8760h, not 1s"},
 		{"", []string{"token", "create", "-c", s.path("none.toml"), "--node", "edge1"}, 3, "does not exist"},
 		{"", []string{"token", "list", "-c", config}, 0, "holds no token: tunnel token create"},
 		{"", []string{"join"}, 2, "no token on standard input"},

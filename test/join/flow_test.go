@@ -22,7 +22,8 @@ func TestNewcomer(t *testing.T) {
 	s := newSite(t, "localhost")
 	s.start()
 	line, _ := s.create("edge1")
-	if !strings.HasPrefix(line, "echo 'tunnel1.") || !strings.HasSuffix(line, "' | sudo tunnel join") || strings.Contains(line, "\n") {
+	if !strings.HasPrefix(line, "echo 'tunnel1.") || !strings.HasSuffix(line, "' | sudo tunnel join") ||
+		strings.Contains(line, "\n") {
 		t.Errorf("the line to paste is %q", tokenText.ReplaceAllString(line, "***"))
 	}
 
@@ -123,7 +124,8 @@ func (s *site) edge(dir string) *edgeOf {
 func (e *edgeOf) run() {
 	e.s.t.Helper()
 	var err error
-	e.process, err = rig.Start(&e.log, filepath.Join(programs, "tunnel"), "edge", "-c", filepath.Join(e.dir, "edge.toml"), "--log-level", "debug")
+	e.process, err = rig.Start(&e.log, filepath.Join(programs, "tunnel"), "edge", "-c", filepath.Join(e.dir, "edge.toml"),
+		"--log-level", "debug")
 	if err != nil {
 		e.s.t.Fatal(err)
 	}
@@ -152,7 +154,8 @@ func (e *edgeOf) lost() error {
 func TestJSON(t *testing.T) {
 	t.Parallel()
 	s := newSite(t, "127.0.0.1")
-	a := s.want(0, s.tunnel("", "token", "create", "-c", s.path("cloud.toml"), "--node", "edge1", "--ttl", "90m", "--json"))
+	a := s.want(0, s.tunnel("", "token", "create", "-c", s.path("cloud.toml"), "--node", "edge1",
+		"--ttl", "90m", "--json"))
 	var created struct {
 		Node, ID, Token, Command string
 		Expires                  time.Time
@@ -163,7 +166,8 @@ func TestJSON(t *testing.T) {
 	}
 	token := s.note(created.Token)
 	left := time.Until(created.Expires)
-	if created.Node != "edge1" || string(token.Node) != "edge1" || !created.Written || !strings.Contains(created.Command, created.Token) ||
+	if created.Node != "edge1" || string(token.Node) != "edge1" || !created.Written ||
+		!strings.Contains(created.Command, created.Token) ||
 		left < 85*time.Minute || left > 90*time.Minute {
 		t.Errorf("created %+v", created.Expires)
 	}
@@ -188,7 +192,8 @@ func TestInitKeepsFiles(t *testing.T) {
 	for _, name := range []string{"ca.key", "cloud.key", "nodes-ca.key", "tokens"} {
 		wantMode(t, s.path(name), 0o600)
 	}
-	s.want(1, s.tunnel("", "init", "--address", s.address, "--dir", s.dir), "already", "ca.crt, ca.key, cloud.crt, cloud.key, nodes-ca.crt, nodes-ca.key, tokens, cloud.toml")
+	s.want(1, s.tunnel("", "init", "--address", s.address, "--dir", s.dir), "already",
+		"ca.crt, ca.key, cloud.crt, cloud.key, nodes-ca.crt, nodes-ca.key, tokens, cloud.toml")
 	other := t.TempDir()
 	if err := os.WriteFile(filepath.Join(other, "tokens"), []byte("mine"), 0o600); err != nil {
 		t.Fatal(err)

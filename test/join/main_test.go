@@ -75,7 +75,8 @@ func newSite(t *testing.T, host string) *site {
 	if err != nil {
 		t.Fatal(err)
 	}
-	s := &site{t: t, dir: filepath.Join(t.TempDir(), "cloud"), address: net.JoinHostPort(host, strconv.Itoa(port)), port: port}
+	s := &site{t: t, dir: filepath.Join(t.TempDir(), "cloud"),
+		address: net.JoinHostPort(host, strconv.Itoa(port)), port: port}
 	t.Cleanup(s.end)
 	s.want(0, s.tunnel("", "init", "--address", s.address, "--dir", s.dir), "Next:", s.path("cloud.toml"))
 	return s
@@ -156,7 +157,8 @@ func (s *site) command(stdin, name string, args ...string) answer {
 	var out, notes bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &notes
 	err := cmd.Run()
-	a := answer{args: strings.Join(append([]string{filepath.Base(name)}, args...), " "), out: out.String(), notes: notes.String()}
+	a := answer{args: strings.Join(append([]string{filepath.Base(name)}, args...), " "), out: out.String(),
+		notes: notes.String()}
 	if exit, ok := errors.AsType[*exec.ExitError](err); ok {
 		a.code = exit.ExitCode()
 	} else if err != nil {
@@ -201,7 +203,8 @@ func edit(t *testing.T, path, old, now string) {
 func (s *site) start() {
 	s.t.Helper()
 	var err error
-	s.cloud, err = rig.Start(&s.log, filepath.Join(programs, "tunnel"), "cloud", "-c", s.path("cloud.toml"), "--log-level", "debug")
+	s.cloud, err = rig.Start(&s.log, filepath.Join(programs, "tunnel"), "cloud", "-c", s.path("cloud.toml"),
+		"--log-level", "debug")
 	if err != nil {
 		s.t.Fatal(err)
 	}
@@ -222,7 +225,8 @@ var tokenText = regexp.MustCompile(`tunnel1\.[A-Za-z0-9_-]+`)
 // create makes a token for a node, and notes that it is a secret.
 func (s *site) create(node string, args ...string) (line string, token auth.JoinToken) {
 	s.t.Helper()
-	a := s.want(0, s.tunnel("", append([]string{"token", "create", "-c", s.path("cloud.toml"), "--node", node}, args...)...))
+	a := s.want(0, s.tunnel("",
+		append([]string{"token", "create", "-c", s.path("cloud.toml"), "--node", node}, args...)...))
 	return strings.TrimSpace(a.out), s.note(a.out)
 }
 

@@ -64,7 +64,8 @@ echo '== end'
 		"join": {
 			"ok    systemd", "exit code 0", "daemon-reload\nenable tunnel-edge\nrestart tunnel-edge\n",
 			"ExecStart=/usr/local/bin/tunnel edge -c /srv/tunnel/edge.toml\n",
-			"755 /srv/tunnel\n", "644 /srv/tunnel/ca.crt\n", "644 /srv/tunnel/edge.toml\n", "600 /var/lib/tunnel-edge/node.pem\n",
+			"755 /srv/tunnel\n", "644 /srv/tunnel/ca.crt\n", "644 /srv/tunnel/edge.toml\n",
+			"600 /var/lib/tunnel-edge/node.pem\n",
 			`nodecert = "/var/lib/tunnel-edge/node.pem"`,
 		},
 		"again, without": {"exit code 0", "/var/lib/tunnel-edge/node.pem", "/srv/tunnel:\nca.crt\nedge.toml\n"},
@@ -100,7 +101,8 @@ echo '== end'
 // inMachine types lines at a machine of their own.
 func (s *site) inMachine(lines string) answer {
 	s.t.Helper()
-	a := s.command("PROGRAM="+filepath.Join(programs, "tunnel")+"\n"+machine+lines, "unshare", "--map-root-user", "--mount", "sh")
+	a := s.command("PROGRAM="+filepath.Join(programs, "tunnel")+"\n"+machine+lines, "unshare",
+		"--map-root-user", "--mount", "sh")
 	s.spoken.WriteString(a.out + a.notes)
 	return a
 }

@@ -20,7 +20,8 @@ import (
 // interrupted, the terminal shows again what is typed.
 func TestTerminal(t *testing.T) {
 	t.Parallel()
-	token := auth.JoinToken{Address: "nobody.invalid:9000", ServerName: "nobody.invalid", Node: "edge1", Secret: auth.NewToken()}
+	token := auth.JoinToken{Address: "nobody.invalid:9000", ServerName: "nobody.invalid", Node: "edge1",
+		Secret: auth.NewToken()}
 	text := token.Encode().Reveal()
 	for typed, want := range map[string]struct {
 		code int

@@ -71,7 +71,8 @@ func TestBurst(t *testing.T) {
 	} {
 		began := time.Now()
 		failed, slowest := f.burst(tt.conns, tt.atOnce, tt.perSecond)
-		t.Logf("%s: %d of %d were served in %v, the slowest took %v", tt.name, tt.conns-len(failed), tt.conns, time.Since(began).Round(time.Millisecond), slowest.Round(time.Millisecond))
+		t.Logf("%s: %d of %d were served in %v, the slowest took %v", tt.name, tt.conns-len(failed), tt.conns,
+			time.Since(began).Round(time.Millisecond), slowest.Round(time.Millisecond))
 		if len(failed) > 0 {
 			t.Errorf("%s: %d of %d failed, such as: %v", tt.name, len(failed), tt.conns, failed[0])
 		}

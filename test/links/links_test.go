@@ -88,7 +88,8 @@ func newFarOver(t *testing.T, q rig.Quality) *far {
 		networks[i] = n
 	}
 	f.cloud, f.edge = networks[0], networks[1]
-	link, err := rig.NewLink(networks, [2]netip.Prefix{netip.MustParsePrefix(cloudIP + "/24"), netip.MustParsePrefix(edgeIP + "/24")}, 1280, q)
+	link, err := rig.NewLink(networks,
+		[2]netip.Prefix{netip.MustParsePrefix(cloudIP + "/24"), netip.MustParsePrefix(edgeIP + "/24")}, 1280, q)
 	if errors.Is(err, os.ErrNotExist) {
 		t.Skip("this kernel has no /dev/net/tun")
 	}
@@ -198,7 +199,8 @@ func dial(n *rig.Network, address string) (conn net.Conn, err error) {
 
 // get asks a health port from within its network.
 func get(n *rig.Network, address, path string) (string, error) {
-	tr := &http.Transport{DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) { return dial(n, address) }}
+	tr := &http.Transport{DisableKeepAlives: true,
+		DialContext: func(context.Context, string, string) (net.Conn, error) { return dial(n, address) }}
 	client := &http.Client{Transport: tr, Timeout: 5 * time.Second}
 	resp, err := client.Get("http://" + address + path)
 	if err != nil {
@@ -322,7 +324,8 @@ func TestBadLink(t *testing.T) {
 		t.Errorf("only %d small exchanges in %v", done.Load(), rounds)
 	}
 	f.link.Set(good)
-	f.eventually(noticed+healed, "the link is good again: a megabyte passes", func() error { return f.exchange(1<<20, noticed) })
+	f.eventually(noticed+healed, "the link is good again: a megabyte passes",
+		func() error { return f.exchange(1<<20, noticed) })
 }
 
 // A link that is cut without a word is noticed by both ends, and heals.
@@ -342,7 +345,8 @@ func TestCutLink(t *testing.T) {
 func TestAddressChanges(t *testing.T) {
 	t.Parallel()
 	f := newFar(t)
-	if err := errors.Join(f.edge.IP("addr del "+edgeIP+"/24 dev link"), f.edge.IP("addr add 10.1.0.3/24 dev link")); err != nil {
+	if err := errors.Join(f.edge.IP("addr del "+edgeIP+"/24 dev link"),
+		f.edge.IP("addr add 10.1.0.3/24 dev link")); err != nil {
 		t.Fatal(err)
 	}
 	f.eventually(noticed, "the old session is gone at the cloud, or a new one there", func() error {

@@ -106,14 +106,17 @@ func (f *far) bear(l load, d time.Duration) {
 		took := time.Since(tried)
 		opened = append(opened, took)
 		if err != nil {
-			failed = append(failed, fmt.Errorf("a new conn, %v after the start: %w after %v", tried.Sub(began).Round(time.Second), err, took.Round(time.Millisecond)))
+			failed = append(failed, fmt.Errorf("a new conn, %v after the start: %w after %v",
+				tried.Sub(began).Round(time.Second), err, took.Round(time.Millisecond)))
 		}
 		time.Sleep(openInterval - min(took, openInterval))
 	}
 	share, took := b.stop()
 	slices.Sort(opened)
-	f.t.Logf("%v for %v: %d new conns, median %v, longest %v; a transfer had from %d to %d bytes; all together %.0f%% of the link",
-		l, took.Round(time.Second), len(opened), opened[len(opened)/2].Round(time.Millisecond), opened[len(opened)-1].Round(time.Millisecond),
+	f.t.Logf("%v for %v: %d new conns, median %v, longest %v; a transfer had from %d to %d bytes; all together %.0f%% "+
+		"of the link",
+		l, took.Round(time.Second), len(opened), opened[len(opened)/2].Round(time.Millisecond),
+		opened[len(opened)-1].Round(time.Millisecond),
 		share[0], share[len(share)-1], 100*float64(sum(share))/took.Seconds()/float64(l.rate))
 	if len(failed) > 0 {
 		f.t.Errorf("%d new conns are not open in time: %v", len(failed), errors.Join(failed...))
@@ -241,7 +244,8 @@ func TestShortCut(t *testing.T) {
 	t.Parallel()
 	cuts := []time.Duration{4 * time.Second, 10 * time.Second}
 	if atLength() {
-		cuts = []time.Duration{2 * time.Second, 4 * time.Second, 6 * time.Second, 8 * time.Second, 10 * time.Second, 10 * time.Second, 10 * time.Second}
+		cuts = []time.Duration{2 * time.Second, 4 * time.Second, 6 * time.Second, 8 * time.Second, 10 * time.Second,
+			10 * time.Second, 10 * time.Second}
 	}
 	for name, l := range map[string]struct {
 		q       rig.Quality
@@ -258,7 +262,9 @@ func TestShortCut(t *testing.T) {
 			f := newFarOver(t, l.q)
 			if l.retries != "" {
 				for _, n := range []*rig.Network{f.cloud, f.edge} {
-					if err := n.Do(func() error { return os.WriteFile("/proc/sys/net/ipv4/tcp_retries2", []byte(l.retries), 0) }); err != nil {
+					if err := n.Do(func() error {
+						return os.WriteFile("/proc/sys/net/ipv4/tcp_retries2", []byte(l.retries), 0)
+					}); err != nil {
 						t.Fatal(err)
 					}
 				}

@@ -46,7 +46,8 @@ func TestAuthority(t *testing.T) {
 		f.reachable(readyWithin)
 	}
 	change("both authorities", f.Trust(f.CA(), next))
-	change("its new certificate", errors.Join(f.Replicas[0].Certify(next, rig.CloudLeaf()), f.Replicas[1].Certify(next, rig.CloudLeaf())))
+	change("its new certificate",
+		errors.Join(f.Replicas[0].Certify(next, rig.CloudLeaf()), f.Replicas[1].Certify(next, rig.CloudLeaf())))
 	again(0)
 	change("the new authority", f.Trust(next))
 	again(1)

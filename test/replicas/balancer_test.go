@@ -86,7 +86,9 @@ func (b *balancer) lead(only int) {
 
 // connect connects to some address of a replica, of first if that is ready, and returns which
 // one it is.
-func (b *balancer) connect(ctx context.Context, addr func(*rig.Replica) string, first int) (c net.Conn, replica int, err error) {
+func (b *balancer) connect(
+	ctx context.Context, addr func(*rig.Replica) string, first int,
+) (c net.Conn, replica int, err error) {
 	errs := []error{errors.New("the balancer has found no replica")}
 	order := b.order()
 	if at := slices.Index(order, first); at >= 0 {

@@ -46,7 +46,8 @@ func TestRollingRestart(t *testing.T) {
 		}
 		f.start(&r.Member)
 		f.joined(n - 1)
-		t.Logf("%s has ended after %s and was back after %s", r.Name, took.Round(time.Millisecond), time.Since(since).Round(time.Millisecond))
+		t.Logf("%s has ended after %s and was back after %s", r.Name, took.Round(time.Millisecond),
+			time.Since(since).Round(time.Millisecond))
 		time.Sleep(5 * askReplicas) // an update waits until the new one is known to be ready
 	}
 	time.Sleep(lasts - time.Since(load.started))

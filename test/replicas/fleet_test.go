@@ -50,7 +50,8 @@ func newFleet(t *testing.T, s size) *fleet {
 	for i := range s.edges {
 		f.nodes = append(f.nodes, fmt.Sprintf("edge%d", i))
 	}
-	cfg := rig.FleetConfig{Binary: program, Dir: t.TempDir(), CA: ca, Hosts: s.replicas, Nodes: f.nodes, Doors: make(map[string]string)}
+	cfg := rig.FleetConfig{Binary: program, Dir: t.TempDir(), CA: ca, Hosts: s.replicas, Nodes: f.nodes,
+		Doors: make(map[string]string)}
 	if f.https {
 		cfg.HTTPS = newTLSTarget(t, ca, f.nodes)
 	}

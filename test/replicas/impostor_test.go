@@ -17,7 +17,8 @@ func TestCertificate(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f, err := rig.NewFleet(rig.FleetConfig{Binary: program, Dir: t.TempDir(), CA: ca, Hosts: local(2), Nodes: []string{"edge0"}})
+	f, err := rig.NewFleet(rig.FleetConfig{Binary: program, Dir: t.TempDir(), CA: ca, Hosts: local(2),
+		Nodes: []string{"edge0"}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -26,10 +27,12 @@ func TestCertificate(t *testing.T) {
 		change func(*auth.Leaf)
 		says   []string
 	}{
-		"not for clients": {func(l *auth.Leaf) { l.Client = false }, []string{"mode.cloud.stream.peers", "as a client", "key usage"}},
+		"not for clients": {func(l *auth.Leaf) { l.Client = false },
+			[]string{"mode.cloud.stream.peers", "as a client", "key usage"}},
 		"not for servers": {func(l *auth.Leaf) { l.Server = false }, []string{"as a server", "key usage"}},
-		"an edge's name":  {func(l *auth.Leaf) { l.DNSNames = []string{"edge0"} }, []string{"mode.cloud.stream.peers", "as a client", "valid for edge0"}},
-		"no name":         {func(l *auth.Leaf) { l.DNSNames = nil }, []string{"mode.cloud.stream.peers", "as a client"}},
+		"an edge's name": {func(l *auth.Leaf) { l.DNSNames = []string{"edge0"} },
+			[]string{"mode.cloud.stream.peers", "as a client", "valid for edge0"}},
+		"no name": {func(l *auth.Leaf) { l.DNSNames = nil }, []string{"mode.cloud.stream.peers", "as a client"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			leaf := good

@@ -27,7 +27,8 @@ func TestKill(t *testing.T) {
 	}
 	slices.Sort(back)
 	p50, p99 := back[len(back)/2], back[len(back)*99/100]
-	t.Logf("%d nodes of killed replicas were back: p50 %s, p99 %s", len(back), p50.Round(time.Millisecond), p99.Round(time.Millisecond))
+	t.Logf("%d nodes of killed replicas were back: p50 %s, p99 %s", len(back), p50.Round(time.Millisecond),
+		p99.Round(time.Millisecond))
 	if soak() && (p50 > 2*time.Second || p99 > 10*time.Second) {
 		t.Errorf("nodes were back with p50 %s and p99 %s, want 2 s and 10 s", p50, p99)
 	}

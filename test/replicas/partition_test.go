@@ -60,7 +60,8 @@ func (f *fleet) blip(l *lab, a, b rig.Host) {
 	for _, r := range load.results {
 		slowest = max(slowest, r.took)
 	}
-	f.t.Logf("%s - %s cut for %s: the slowest of %d requests took %s", a.IP, b.IP, blip, len(load.results), slowest.Round(time.Millisecond))
+	f.t.Logf("%s - %s cut for %s: the slowest of %d requests took %s", a.IP, b.IP, blip, len(load.results),
+		slowest.Round(time.Millisecond))
 }
 
 // established returns how many sessions the replicas have had.
@@ -147,7 +148,8 @@ func (f *fleet) apart(l *lab, a, b rig.Host) {
 	healed := time.Since(mended)
 	local.want(every)
 	f.steady()
-	t.Logf("replicas apart: noticed after %s, healed after %s", noticed.Round(time.Millisecond), healed.Round(time.Millisecond))
+	t.Logf("replicas apart: noticed after %s, healed after %s", noticed.Round(time.Millisecond),
+		healed.Round(time.Millisecond))
 }
 
 // cutOff cuts edges off from a replica, whose front doors work on: their nodes are

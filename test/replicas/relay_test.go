@@ -47,13 +47,15 @@ func TestEverywhere(t *testing.T) {
 				t.Errorf("the replicas count %d relayed conns, want %d", got, want)
 			}
 			for _, r := range f.Replicas {
-				for _, name := range []string{"tunnel_relay_conns_opened_total", "tunnel_relay_sent_bytes_total", "tunnel_relay_received_bytes_total"} {
+				for _, name := range []string{"tunnel_relay_conns_opened_total", "tunnel_relay_sent_bytes_total",
+					"tunnel_relay_received_bytes_total"} {
 					if v, err := metric(r, name); err != nil || v == 0 {
 						t.Errorf("%s: %s is %v (%v)", r.Name, name, v, err)
 					}
 				}
 			}
-			t.Logf("%d requests and %d streams of %d bytes in all; %d were relayed", len(load.results), streams.whole, streams.bytes, relayed.Load())
+			t.Logf("%d requests and %d streams of %d bytes in all; %d were relayed", len(load.results), streams.whole,
+				streams.bytes, relayed.Load())
 		})
 	}
 }

@@ -169,7 +169,8 @@ func (l *load) want(must func(result) bool) {
 	}
 	all := l.end()
 	if want := int(0.99 * float64(l.rate) * l.lasted.Seconds()); soak() && len(all) < want {
-		l.t.Errorf("%d requests were sent in %s, want %d: the test proves less than it says", len(all), l.lasted.Round(time.Millisecond), want)
+		l.t.Errorf("%d requests were sent in %s, want %d: the test proves less than it says", len(all),
+			l.lasted.Round(time.Millisecond), want)
 	}
 	failed := 0
 	for _, r := range all {
@@ -177,7 +178,8 @@ func (l *load) want(must func(result) bool) {
 			continue
 		}
 		if failed++; failed <= 10 {
-			l.t.Errorf("%s after the start: node %d through replica %d (TLS: %t): %v, after %s", r.started.Sub(l.started).Round(time.Millisecond),
+			l.t.Errorf("%s after the start: node %d through replica %d (TLS: %t): %v, after %s",
+				r.started.Sub(l.started).Round(time.Millisecond),
 				r.node, r.replica, r.tls, r.err, r.took.Round(time.Millisecond))
 		}
 	}
@@ -293,7 +295,8 @@ func (s *streams) one(f *fleet, o order, r request) {
 	})
 	s.mu.Lock()
 	if err != nil {
-		err = fmt.Errorf("a stream of node %d through replica %d, after %s: %w", r.node, r.replica, time.Since(started).Round(time.Millisecond), err)
+		err = fmt.Errorf("a stream of node %d through replica %d, after %s: %w", r.node, r.replica,
+			time.Since(started).Round(time.Millisecond), err)
 		s.errs = append(s.errs, err)
 	} else {
 		s.whole++

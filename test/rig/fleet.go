@@ -93,7 +93,8 @@ func NewFleet(cfg FleetConfig) (*Fleet, error) {
 		return nil, err
 	}
 	for i, host := range cfg.Hosts {
-		r := &Replica{Member: Member{Name: "replica" + strconv.Itoa(i), fleet: f, mode: "cloud", host: host}, doors: make(map[string]int)}
+		r := &Replica{Member: Member{Name: "replica" + strconv.Itoa(i), fleet: f, mode: "cloud", host: host},
+			doors: make(map[string]int)}
 		f.Replicas = append(f.Replicas, r)
 		if err := r.choosePorts(); err != nil {
 			return nil, err

@@ -58,7 +58,8 @@ func NewLink(networks [2]*Network, addresses [2]netip.Prefix, mtu int, q Quality
 		}
 	}
 	for i := range l.ends {
-		d := &direction{link: l, from: l.ends[i], to: l.ends[1-i], arrived: make(chan packet, 1), rng: rand.New(rand.NewPCG(1, uint64(i)))}
+		d := &direction{link: l, from: l.ends[i], to: l.ends[1-i], arrived: make(chan packet, 1),
+			rng: rand.New(rand.NewPCG(1, uint64(i)))}
 		l.carried.Go(d.read)
 		l.carried.Go(d.deliver)
 	}

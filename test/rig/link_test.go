@@ -34,7 +34,8 @@ func TestLinkTakesTime(t *testing.T) {
 		rate  = 1 << 20
 		sent  = 1 << 19
 	)
-	link, err := NewLink(networks, [2]netip.Prefix{netip.MustParsePrefix("10.1.0.1/24"), netip.MustParsePrefix("10.1.0.2/24")}, 1500, Quality{Delay: delay, Rate: rate})
+	ends := [2]netip.Prefix{netip.MustParsePrefix("10.1.0.1/24"), netip.MustParsePrefix("10.1.0.2/24")}
+	link, err := NewLink(networks, ends, 1500, Quality{Delay: delay, Rate: rate})
 	if errors.Is(err, os.ErrNotExist) {
 		t.Skip("this kernel has no /dev/net/tun")
 	}
@@ -49,7 +50,10 @@ func TestLinkTakesTime(t *testing.T) {
 	defer ln.Close()
 	began := time.Now()
 	var out net.Conn
-	if err = networks[0].Do(func() (err error) { out, err = net.Dial("tcp", ln.Addr().String()); return err }); err != nil {
+	if err = networks[0].Do(func() (err error) {
+		out, err = net.Dial("tcp", ln.Addr().String())
+		return err
+	}); err != nil {
 		t.Fatal(err)
 	}
 	defer out.Close()

@@ -137,7 +137,8 @@ func (p *Pair) Certify(ca *auth.CA) error {
 
 // CloudLeaf is what stands in a cloud's certificate.
 func CloudLeaf() auth.Leaf {
-	return auth.Leaf{CommonName: cloudName, DNSNames: []string{cloudName}, IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true, Client: true}
+	return auth.Leaf{CommonName: cloudName, DNSNames: []string{cloudName}, IPs: []net.IP{net.IPv4(127, 0, 0, 1)},
+		Server: true, Client: true}
 }
 
 // issue writes a certificate and its key to NAME.crt and NAME.key.
@@ -176,7 +177,8 @@ func (p *Pair) configure() error {
 		}
 		data.Targets[p.ports.TCP[name]] = target
 	}
-	for name, text := range map[string][2]string{"cloud.toml": {cloudTOML, p.cfg.Cloud}, "edge.toml": {edgeTOML, p.cfg.Edge}} {
+	for name, text := range map[string][2]string{"cloud.toml": {cloudTOML, p.cfg.Cloud},
+		"edge.toml": {edgeTOML, p.cfg.Edge}} {
 		var err error
 		if files[name], err = fill(text[0]+text[1], data); err != nil {
 			return err

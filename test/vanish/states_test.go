@@ -40,7 +40,8 @@ func states() []state {
 		{name: "half-closed", begin: (*exchange).ask},
 		{name: "waiting for a reader", begin: (*exchange).block, judge: (*exchange).blocked},
 		{name: "waiting for a reader, then reset", begin: (*exchange).block, resets: true, judge: (*exchange).blocked},
-		{name: "waiting for a reader that writes, then reset", begin: (*exchange).blockAndHear, resets: true, judge: (*exchange).blocked},
+		{name: "waiting for a reader that writes, then reset", begin: (*exchange).blockAndHear, resets: true,
+			judge: (*exchange).blocked},
 	}
 }
 

@@ -112,7 +112,8 @@ func newTunnel(t *testing.T, w way, gone end) *tunnel {
 	}
 	holder := fleet.Replicas[w.replicas-1]
 	edge, err := fleet.Edge(rig.EdgeConfig{
-		Node: node, Host: rig.Host{Network: n.inside}, Cloud: holder.GRPC(), Connections: w.connections, Allow: []string{"10.9.0.0/24:*"},
+		Node: node, Host: rig.Host{Network: n.inside}, Cloud: holder.GRPC(), Connections: w.connections,
+		Allow: []string{"10.9.0.0/24:*"},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -168,7 +169,8 @@ func (tn *tunnel) egress(dir string) string {
 		tn.t.Fatal(err)
 	}
 	tn.door = fmt.Sprintf("%s:%d", insideIP, port)
-	tn.tls = &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{pair}, InsecureSkipVerify: true} // the test is about callers
+	// the test is about callers
+	tn.tls = &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{pair}, InsecureSkipVerify: true}
 	return fmt.Sprintf(`[mode.cloud.egress]
 httpconnect = ["tls://%s"]
 cert = "{{.Name}}.crt"
@@ -339,7 +341,8 @@ func (m member) weigh() (w weight, err error) {
 	descriptors, err := m.process.Descriptors()
 	// An idle data connection waits for the next conn. It is a descriptor, and a goroutine at the edge.
 	data := values["tunnel_data_connections"]
-	w = weight{conns: values["tunnel_conns"], goroutines: values["go_goroutines"], descriptors: float64(descriptors) - data}
+	w = weight{conns: values["tunnel_conns"], goroutines: values["go_goroutines"],
+		descriptors: float64(descriptors) - data}
 	if m.Name == node {
 		w.goroutines -= data
 	}

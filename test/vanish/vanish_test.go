@@ -161,7 +161,8 @@ func (tn *tunnel) vanish(r round, base map[string]weight, sum *total) {
 		if count(of, want) == r.each {
 			report = t.Logf
 		}
-		report("%s: %s: of %d: %d %s, %d %s, %d %s", r.silence, s.name, r.each, count(of, want), want, count(of, clean), clean, count(of, held), held)
+		report("%s: %s: of %d: %d %s, %d %s, %d %s", r.silence, s.name, r.each, count(of, want), want, count(of, clean),
+			clean, count(of, held), held)
 	}
 	for _, x := range all {
 		x.end()

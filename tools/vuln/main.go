@@ -26,7 +26,8 @@ import (
 // unreachable is how govulncheck says that it has not reached the database, and why in the
 // words of package net: there is no name server, no route, nobody, or no answer. What the
 // database itself answers is none of these.
-var unreachable = regexp.MustCompile(`(?m)^govulncheck: fetching vulnerabilities: Get "https?://[^"]*": (dial |proxyconnect |net/http: TLS handshake timeout$|context deadline exceeded)`)
+var unreachable = regexp.MustCompile(`(?m)^govulncheck: fetching vulnerabilities: Get "https?://[^"]*": ` +
+	`(dial |proxyconnect |net/http: TLS handshake timeout$|context deadline exceeded)`)
 
 func main() {
 	clone := flag.String("take", "", "write "+snapshotPath+" from this clone of github.com/golang/vulndb, and end")
@@ -72,7 +73,8 @@ func check(command []string, stdout, stderr io.Writer) (int, error) {
 	if err := s.unpack(dir); err != nil {
 		return 1, err
 	}
-	fmt.Fprintf(stderr, "vuln.go.dev cannot be reached from here: asking its records of %s, which are in %s\n", s.Taken, snapshotPath)
+	fmt.Fprintf(stderr, "vuln.go.dev cannot be reached from here: asking its records of %s, which are in %s\n",
+		s.Taken, snapshotPath)
 	return run(slices.Insert(slices.Clone(command), 1, "-db", "file://"+filepath.ToSlash(dir)), stdout, stderr)
 }
 

@@ -14,7 +14,8 @@ import (
 // looks whether that has a record that is in it for sure, and finds something.
 const program = `#!/bin/sh
 if [ "$1" = -db ]; then
-	grep -q golang.org/x/text "${2#file://}/index/modules.json" && grep -q CVE-2021-38561 "${2#file://}/ID/GO-2021-0113.json" && exit 3
+	grep -q golang.org/x/text "${2#file://}/index/modules.json" &&
+		grep -q CVE-2021-38561 "${2#file://}/ID/GO-2021-0113.json" && exit 3
 	exit 9
 fi
 printf '%%s' '%s' >&2
@@ -36,10 +37,13 @@ func TestCheck(t *testing.T) {
 		{"no route", get + "dial tcp 34.0.0.1:443: connect: network is unreachable\n", "exit 1", 3, true},
 		{"no answer", get + "dial tcp 34.0.0.1:443: i/o timeout\n", "exit 1", 3, true},
 		{"no proxy", get + "proxyconnect tcp: dial tcp 10.0.0.1:3128: connect: connection refused\n", "exit 1", 3, true},
-		{"something before it", "go: downloading x v1\n" + get + "dial tcp: lookup vuln.go.dev: no such host\n", "exit 1", 3, true},
-		{"a wrong certificate", get + "tls: failed to verify certificate: x509: certificate signed by unknown authority\n", "exit 1", 1, false},
+		{"something before it",
+			"go: downloading x v1\n" + get + "dial tcp: lookup vuln.go.dev: no such host\n", "exit 1", 3, true},
+		{"a wrong certificate", get + "tls: failed to verify certificate: x509: certificate signed by unknown authority\n",
+			"exit 1", 1, false},
 		{"the database is broken", "govulncheck: fetching vulnerabilities: unexpected status code 500\n", "exit 1", 1, false},
-		{"the code does not build", "govulncheck: loading packages:\nx.go:1:1: undefined: dial tcp: no such host\n", "exit 1", 1, false},
+		{"the code does not build", "govulncheck: loading packages:\nx.go:1:1: undefined: dial tcp: no such host\n",
+			"exit 1", 1, false},
 		{"wrong usage", "flag provided but not defined\n", "exit 2", 2, false},
 		{"killed", "", "kill -9 $$", 1, false},
 	} {
@@ -50,7 +54,8 @@ func TestCheck(t *testing.T) {
 			}
 			var stdout, stderr bytes.Buffer
 			got, err := check([]string{path, "./..."}, &stdout, &stderr)
-			if asked := strings.Contains(stderr.String(), "asking its records of 20"); err != nil || got != c.want || asked != c.snapshot {
+			if asked := strings.Contains(stderr.String(), "asking its records of 20"); err != nil || got != c.want ||
+				asked != c.snapshot {
 				t.Errorf("exit code %d, %v, says %q; want %d", got, err, stderr.String(), c.want)
 			}
 		})

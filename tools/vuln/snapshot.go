@@ -77,7 +77,8 @@ func (s *snapshot) covers() error {
 	}
 	names = slices.DeleteFunc(names, func(name string) bool { return slices.Contains(s.Modules, name) })
 	if len(names) > 0 {
-		return fmt.Errorf("vuln.go.dev cannot be reached, and %s does not cover %s; take it anew: go run ./tools/vuln -take CLONE", snapshotPath, strings.Join(names, ", "))
+		return fmt.Errorf("vuln.go.dev cannot be reached, and %s does not cover %s; take it anew: go run ./tools/vuln "+
+			"-take CLONE", snapshotPath, strings.Join(names, ", "))
 	}
 	return nil
 }
@@ -144,7 +145,8 @@ func take(clone string) error {
 		return fmt.Errorf("%s is no clone of github.com/golang/vulndb: %w", clone, err)
 	}
 	commit, day, _ := strings.Cut(strings.TrimSpace(string(head)), " ")
-	s := &snapshot{License: "CC BY 4.0, the Go vulnerability database, https://github.com/golang/vulndb", Source: commit, Taken: day}
+	s := &snapshot{License: "CC BY 4.0, the Go vulnerability database, https://github.com/golang/vulndb",
+		Source: commit, Taken: day}
 	if s.Modules, err = modules(); err != nil {
 		return err
 	}

@@ -1,9 +1,10 @@
-// Command extension is what kube-apiserver calls in a pod: an admission webhook, and the server of an API group of its own.
+// Command extension is what kube-apiserver calls in a pod: an admission webhook, and the server of
+// an API group of its own.
 //
 //	extension -listen :8443 -cert FILE -key FILE
 //
-// POST /validate denies what carries the label e2e=denied. GET /apis/x.example.com/v1 is the discovery of its group, and
-// GET /apis/x.example.com/v1/greetings says in which pod it runs.
+// POST /validate denies what carries the label e2e=denied. GET /apis/x.example.com/v1 is the
+// discovery of its group, and GET /apis/x.example.com/v1/greetings says in which pod it runs.
 package main
 
 import (
@@ -28,9 +29,11 @@ func main() {
 	mux := http.NewServeMux()
 	mux.HandleFunc("POST /validate", func(w http.ResponseWriter, r *http.Request) { validate(w, r, host) })
 	mux.HandleFunc("GET /apis/x.example.com/v1", func(w http.ResponseWriter, _ *http.Request) {
-		answer(w, map[string]any{"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": "x.example.com/v1", "resources": []any{
-			map[string]any{"name": "greetings", "singularName": "greeting", "namespaced": false, "kind": "Greeting", "verbs": []string{"list"}},
-		}})
+		answer(w, map[string]any{"kind": "APIResourceList", "apiVersion": "v1",
+			"groupVersion": "x.example.com/v1", "resources": []any{
+				map[string]any{"name": "greetings", "singularName": "greeting", "namespaced": false, "kind": "Greeting",
+					"verbs": []string{"list"}},
+			}})
 	})
 	mux.HandleFunc("GET /apis/x.example.com/v1/greetings", func(w http.ResponseWriter, _ *http.Request) {
 		answer(w, map[string]any{"kind": "GreetingList", "apiVersion": "x.example.com/v1", "items": []any{}, "from": host})

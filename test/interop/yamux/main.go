@@ -52,7 +52,8 @@ func cloud(ip, cert, key string) error {
 	if err != nil {
 		return err
 	}
-	carrier, err := tls.Listen("tcp", net.JoinHostPort(ip, "0"), &tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS13})
+	carrier, err := tls.Listen("tcp", net.JoinHostPort(ip, "0"),
+		&tls.Config{Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS13})
 	if err != nil {
 		return err
 	}
@@ -92,7 +93,8 @@ func cloud(ip, cert, key string) error {
 
 // edge joins the cloud, says so, and connects its streams to the target.
 func edge(cloud, target string) error {
-	c, err := tls.Dial("tcp", cloud, &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS13}) // a benchmark on one machine
+	// a benchmark on one machine
+	c, err := tls.Dial("tcp", cloud, &tls.Config{InsecureSkipVerify: true, MinVersion: tls.VersionTLS13})
 	if err != nil {
 		return err
 	}

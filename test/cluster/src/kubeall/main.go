@@ -1,5 +1,5 @@
-// Command kubeall is a multi-call binary: the first argument, or the name the binary is called by, picks which Kubernetes
-// component runs. One binary because they share most of what they link.
+// Command kubeall is a multi-call binary: the first argument, or the name the binary is called by,
+// picks which Kubernetes component runs. One binary because they share most of what they link.
 package main
 
 import (
@@ -27,7 +27,8 @@ func main() {
 	name := filepath.Base(os.Args[0])
 	if name == "kubeall" {
 		if len(os.Args) < 2 {
-			fmt.Fprintln(os.Stderr, "usage: kubeall etcd|kube-apiserver|kube-controller-manager|kube-scheduler|kube-proxy|kubelet|kubectl ...")
+			fmt.Fprintln(os.Stderr,
+				"usage: kubeall etcd|kube-apiserver|kube-controller-manager|kube-scheduler|kube-proxy|kubelet|kubectl ...")
 			os.Exit(2)
 		}
 		os.Args = os.Args[1:]

@@ -85,7 +85,8 @@ func cluster(args []string) error {
 	}
 	leaves := []leaf{
 		{name: "apiserver", cn: "kube-apiserver", server: true, ips: []string{"127.0.0.1", *address, "10.96.0.1"},
-			dns: []string{"localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc", "kubernetes.default.svc.cluster.local"}},
+			dns: []string{"localhost", "kubernetes", "kubernetes.default", "kubernetes.default.svc",
+				"kubernetes.default.svc.cluster.local"}},
 		{name: "apiserver-kubelet", cn: "kube-apiserver-kubelet-client", org: "system:masters", client: true},
 		{name: "front-client", ca: "front", cn: "front-proxy-client", client: true},
 		{name: "admin", cn: "admin", org: "system:masters", client: true},
@@ -101,7 +102,8 @@ func cluster(args []string) error {
 		user := "system:node:" + name
 		leaves = append(leaves,
 			leaf{name: "kubelet-" + name, cn: user, org: "system:nodes", client: true},
-			leaf{name: "kubelet-" + name + "-serving", cn: user, org: "system:nodes", server: true, dns: []string{name}, ips: []string{ip}})
+			leaf{name: "kubelet-" + name + "-serving", cn: user, org: "system:nodes", server: true,
+				dns: []string{name}, ips: []string{ip}})
 		callers = append(callers, "kubelet-"+name)
 	}
 	for _, l := range leaves {
@@ -111,7 +113,8 @@ func cluster(args []string) error {
 	}
 	for _, c := range callers {
 		file := filepath.Join(*configs, c+".kubeconfig")
-		if err := os.WriteFile(file, []byte(p.kubeconfig("https://"+net.JoinHostPort(*address, *port), c)), 0o600); err != nil {
+		if err := os.WriteFile(file, []byte(p.kubeconfig("https://"+net.JoinHostPort(*address, *port), c)),
+			0o600); err != nil {
 			return err
 		}
 	}
