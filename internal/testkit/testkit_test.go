@@ -42,7 +42,7 @@ func TestEventually(t *testing.T) {
 			t.Errorf("it took %s", took)
 		}
 		got := failureOf(func(t testing.TB) { Eventually(t, "pigs fly", func() bool { return false }) })
-		if got != "not within 10s: pigs fly" {
+		if got != "not within 1m0s: pigs fly" {
 			t.Errorf("failed with %q", got)
 		}
 	})

@@ -289,7 +289,8 @@ func TestLag(t *testing.T) {
 			"PATH has been late for 2m10s about 2 nodes (the log names some): "+
 				"see whether the ConfigMap is right (dns-configmap), then whether kubelet updates the volume")
 		advance(time.Hour)
-		if got := strings.Count(j.String(), "is out of date"); got != 1 || !strings.Contains(j.String(), "first=\"[edge1 edge2]\"") {
+		if got := strings.Count(j.String(), "is out of date"); got != 1 ||
+			!strings.Contains(j.String(), "first=\"[edge1 edge2]\"") {
 			t.Errorf("the lag is logged %d times, want once, with names:\n%s", got, j)
 		}
 

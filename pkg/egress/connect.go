@@ -62,7 +62,7 @@ func (f *FrontDoor) serveConnect(ctx context.Context, ln net.Listener, callers *
 // serveConn serves one connection. requestCtx is the context of its request, conns that of its conn; either
 // ends its part early.
 func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, callers *tls.Config) {
-	raw.SetDeadline(time.Now().Add(requestTimeout)) //nolint:errcheck // on an error the next read fails
+	raw.SetDeadline(time.Now().Add(requestTimeout))
 	// keepOpen stops the function. It reports false if the function has already closed the connection.
 	keepOpen := context.AfterFunc(requestCtx, func() { raw.Close() })
 	defer keepOpen()

@@ -120,7 +120,8 @@ func readServer(stream grpc.ClientStream) (id string, count int, err error) {
 		}
 	}
 	if len(ids) != 1 || len(counts) != 1 {
-		return "", 0, errors.New("the server did not send one serverid and one servercount: is it a proxy-server's agent port?")
+		return "", 0, errors.New(
+			"the server did not send one serverid and one servercount: is it a proxy-server's agent port?")
 	}
 	count, err = strconv.Atoi(counts[0])
 	if err != nil {

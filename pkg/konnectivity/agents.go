@@ -330,7 +330,9 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 
 // admit authenticates the agent of a new stream. It returns the server's end of the stream, which is not
 // yet registered. It has logged and counted a refusal; the error is then the answer to the agent.
-func (a *Agents) admit(ctx context.Context, stream grpc.ServerStream, t *agentTransport) (*agentLink, auth.Grant, error) {
+func (a *Agents) admit(
+	ctx context.Context, stream grpc.ServerStream, t *agentTransport,
+) (*agentLink, auth.Grant, error) {
 	remote := t.conn.RemoteAddr().String()
 	md, _ := metadata.FromIncomingContext(ctx)
 	grant, answer, err := a.authenticate(ctx, t, md)

@@ -198,7 +198,10 @@ func TestHostileReviews(t *testing.T) {
 	}
 	cloud := launch(t, p.StartCloud)
 	testkit.Within(t, readyWithin, "the cloud is ready", func() error { return rig.Ready(p.CloudHealth()) })
-	v := &victim{Addr: map[string]string{"grpc": p.GRPC()}, Token: map[string]string{evils[0]: p.Token(evils[0]).Reveal()}, Dir: p.Path("")}
+	v := &victim{
+		Addr: map[string]string{"grpc": p.GRPC()}, Dir: p.Path(""),
+		Token: map[string]string{evils[0]: p.Token(evils[0]).Reveal()},
+	}
 	join := func() error { return joinFrom(nil, net.IPv4(127, 0, 0, 3), v, evils[0]) }
 	within := soon + 3*calm(t, join)
 	if err := cloud.ResetPeak(); err != nil {

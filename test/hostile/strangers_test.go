@@ -301,7 +301,8 @@ func TestHostilePrefix(t *testing.T) {
 		{"health", "silent", probed, probe},
 		{"health", "half a header", probed, probe},
 	} {
-		t.Run(strings.Join([]string{tc.door, strconv.Itoa(networks) + " x " + strconv.Itoa(each), tc.begin}, ", "), func(t *testing.T) {
+		name := strings.Join([]string{tc.door, strconv.Itoa(networks) + " x " + strconv.Itoa(each), tc.begin}, ", ")
+		t.Run(name, func(t *testing.T) {
 			c := crowd{network: network, from: ips[1:], each: each, to: v.Addr[tc.door], begin: beginnings[tc.begin]}
 			within := tc.within + 3*calm(t, tc.ask)
 			defer c.hold()()

@@ -438,7 +438,8 @@ func TestCommandLine(t *testing.T) {
 		{"", []string{"join", "--token-file", "/nonexistent/token"}, 2, "no such file"},
 		{"", []string{"join", "--token-file", os.DevNull}, 2, "/dev/null is empty"},
 		{"", []string{"token", "create", "-c", config}, 2, "Run tunnel token create --help"},
-		{"", []string{"token", "create", "-c", config, "--node", "edge1", "--ttl", "1m1s1ms", "x"}, 2, `takes only flags, such as --name value, not "x"`},
+		{"", []string{"token", "create", "-c", config, "--node", "edge1", "--ttl", "1m1s1ms", "x"}, 2,
+			`takes only flags, such as --name value, not "x"`},
 		{"", []string{"token", "creat"}, 2, `unknown command "creat"`},
 		{"", []string{"config", "chek"}, 2, `unknown command "chek"`},
 	} {

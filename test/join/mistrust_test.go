@@ -26,7 +26,8 @@ func TestMistrust(t *testing.T) {
 		code       int
 		want       string
 	}{
-		{same, "[mode.cloud.stream.peers]\naddresses = [\"10.0.0.2:9000\"]\nca = \"ca.crt\"\nservername = \"127.0.0.1\"\n", 3, "the authority of nodes must not be able to make replicas"},
+		{same, "[mode.cloud.stream.peers]\naddresses = [\"10.0.0.2:9000\"]\nca = \"ca.crt\"\nservername = \"127.0.0.1\"\n",
+			3, "the authority of nodes must not be able to make replicas"},
 		{same, door + "clientnames = [\"tunnel:node:edge1\"]\n" + addr, 3, "a node could call every kubelet"},
 		{same, door + addr, 0, "could make callers of every kubelet"},
 		{ours, door + addr, 0, "ok (cloud)"},
