@@ -16,6 +16,7 @@ import (
 	"time"
 
 	"tunnel/internal/testkit"
+	"tunnel/pkg/tunnel"
 )
 
 // nodeFile writes the file of edge1, with a certificate that s has signed.
@@ -222,30 +223,24 @@ func TestRenewalOfAnotherFile(t *testing.T) {
 }
 
 func TestRenewalRefusesWrongCertificates(t *testing.T) {
+	// signNew signs a request of node with a new key.
+	signNew := func(node tunnel.NodeName) func(*testing.T, Signer, []byte) []byte {
+		return func(t *testing.T, s Signer, _ []byte) []byte {
+			_, request, err := NewRequest(node)
+			if err != nil {
+				t.Fatal(err)
+			}
+			chain, err := s.Sign(t.Context(), node, request)
+			if err != nil {
+				t.Fatal(err)
+			}
+			return chain
+		}
+	}
 	for name, answer := range map[string]func(t *testing.T, s Signer, request []byte) []byte{
-		"another node's": func(t *testing.T, s Signer, _ []byte) []byte {
-			_, request, err := NewRequest("edge2")
-			if err != nil {
-				t.Fatal(err)
-			}
-			chain, err := s.Sign(t.Context(), "edge2", request)
-			if err != nil {
-				t.Fatal(err)
-			}
-			return chain
-		},
-		"another key's": func(t *testing.T, s Signer, _ []byte) []byte {
-			_, request, err := NewRequest("edge1")
-			if err != nil {
-				t.Fatal(err)
-			}
-			chain, err := s.Sign(t.Context(), "edge1", request)
-			if err != nil {
-				t.Fatal(err)
-			}
-			return chain
-		},
-		"nothing": func(*testing.T, Signer, []byte) []byte { return nil },
+		"another node's": signNew("edge2"),
+		"another key's":  signNew("edge1"),
+		"nothing":        func(*testing.T, Signer, []byte) []byte { return nil },
 		"garbage": func(*testing.T, Signer, []byte) []byte {
 			return []byte("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
 		},

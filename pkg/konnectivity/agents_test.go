@@ -393,7 +393,7 @@ func TestAgentLost(t *testing.T) {
 		t.Errorf("a dial whose agent is lost: %v", err)
 	}
 	testkit.Eventually(t, "the agent is back",
-		func() bool { s := r.dir.Lookup("n1"); return s != nil && !closed(s.Done()) })
+		func() bool { s := r.dir.Lookup("n1"); return s != nil && !tunnel.IsClosed(s.Done()) })
 	stop()
 	testkit.Eventually(t, "the agent has gone", func() bool { return !r.dir.Holds("n1") })
 }
@@ -422,15 +422,6 @@ func TestAgentLostBehindClose(t *testing.T) {
 	})
 	l.Close(errors.New("cut"))
 	testkit.Eventually(t, "the agent is back", func() bool { s := r.dir.Lookup("n1"); return s != nil && s.Link != l })
-}
-
-func closed(c <-chan struct{}) bool {
-	select {
-	case <-c:
-		return true
-	default:
-		return false
-	}
 }
 
 // A reader without progress loses its conn; the others go on.
@@ -657,7 +648,7 @@ func TestAgentSecondStream(t *testing.T) {
 	}
 	r.raw(t, md...) // an agent that has restarted before its old stream was found dead
 	testkit.Eventually(t, "the third takes over", func() bool { s := r.dir.Lookup("n1"); return s != nil && s != first })
-	if closed(first.Done()) {
+	if tunnel.IsClosed(first.Done()) {
 		t.Error("the first stream was ended")
 	}
 }

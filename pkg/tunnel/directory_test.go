@@ -351,35 +351,27 @@ func TestCounters(t *testing.T) {
 
 func TestDirectoryChanged(t *testing.T) {
 	d := new(Directory)
-	changed := func(c <-chan struct{}) bool {
-		select {
-		case <-c:
-			return true
-		default:
-			return false
-		}
-	}
 	a, b := &Session{Node: "edge1"}, &Session{Node: "edge1"}
 	c := d.Changed()
-	if c != d.Changed() || changed(c) {
+	if c != d.Changed() || IsClosed(c) {
 		t.Fatal("nothing has happened yet")
 	}
 	d.Attach(a)
-	if !changed(c) {
+	if !IsClosed(c) {
 		t.Error("a node connected, and the channel is not closed")
 	}
 	c = d.Changed()
 	d.Attach(b)
-	if !changed(c) {
+	if !IsClosed(c) {
 		t.Error("a node has another session, and the channel is not closed")
 	}
 	c = d.Changed()
 	d.Detach(a)
-	if changed(c) {
+	if IsClosed(c) {
 		t.Error("the end of a session that was replaced changes nothing")
 	}
 	d.Detach(b)
-	if !changed(c) {
+	if !IsClosed(c) {
 		t.Error("a node disconnected, and the channel is not closed")
 	}
 }

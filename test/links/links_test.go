@@ -241,18 +241,8 @@ func (f *far) gone() error {
 
 func (f *far) eventually(limit time.Duration, what string, check func() error) {
 	f.t.Helper()
-	began := time.Now()
-	for {
-		err := check()
-		if err == nil {
-			f.t.Logf("%s after %v", what, time.Since(began).Round(time.Millisecond))
-			return
-		}
-		if time.Since(began) > limit {
-			f.t.Fatalf("not within %v: %s: %v", limit, what, err)
-		}
-		time.Sleep(100 * time.Millisecond)
-	}
+	took := testkit.Within(f.t, limit, what, check)
+	f.t.Logf("%s after %v", what, took.Round(time.Millisecond))
 }
 
 // errWrong says that bytes came that nobody sent, or that an end looked clean and was not.
