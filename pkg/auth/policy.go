@@ -144,7 +144,8 @@ func parseRule(e string) (rule, error) {
 		return r, nil
 	}
 	if host == "*" {
-		return rule{}, fmt.Errorf("* is not an address; for every address write 0.0.0.0/0:%s and [::/0]:%s", portText, portText)
+		return rule{}, fmt.Errorf(
+			"* is not an address; for every address write 0.0.0.0/0:%s and [::/0]:%s", portText, portText)
 	}
 	bracketed := strings.HasPrefix(host, "[") && strings.HasSuffix(host, "]")
 	if bracketed {

@@ -15,6 +15,8 @@ import (
 	"text/template"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"tunnel/pkg/auth"
 )
 
@@ -111,20 +113,30 @@ const (
 	lastPort  = 32000
 )
 
-var taken sync.Map //nolint:gochecknoglobals // ports that this process has given away: there is one set of them
+// taken holds the locked file of each port that this process has given away.
+var taken sync.Map //nolint:gochecknoglobals // a port belongs to the process, until the process ends
 
-// FreePort returns a port that nobody listens on now.
+// FreePort returns a port that nobody listens on now, and that no other test of this machine has
+// got from FreePort. Tests of several packages run at once, and a port is free for a while before
+// the program under test listens on it.
 func FreePort() (int, error) {
+	dir := filepath.Join(os.TempDir(), fmt.Sprintf("tunnel-test-ports-%d", os.Getuid()))
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return 0, err
+	}
 	for range 1000 {
 		port := firstPort + rand.IntN(lastPort-firstPort)
-		if _, used := taken.LoadOrStore(port, true); used {
-			continue
-		}
-		ln, err := net.Listen("tcp", ":"+strconv.Itoa(port))
+		lock, err := os.OpenFile(filepath.Join(dir, strconv.Itoa(port)), os.O_CREATE|os.O_RDWR, 0o644)
 		if err != nil {
-			continue
+			return 0, err
 		}
-		return port, ln.Close()
+		if unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
+			if ln, err := net.Listen("tcp", ":"+strconv.Itoa(port)); err == nil {
+				taken.Store(port, lock)
+				return port, ln.Close()
+			}
+		}
+		lock.Close()
 	}
 	return 0, fmt.Errorf("no free port between %d and %d", firstPort, lastPort)
 }

@@ -30,7 +30,8 @@ import (
 // Build builds the program into dir, as `make build` does, and returns its path.
 func Build(dir string) (string, error) {
 	path := filepath.Join(dir, "tunnel")
-	build := exec.Command("go", "build", "-trimpath", "-tags=grpcnotrace", "-ldflags=-s -w", "-o", path, "tunnel/cmd/tunnel")
+	build := exec.Command("go", "build", "-trimpath", "-tags=grpcnotrace", "-ldflags=-s -w",
+		"-o", path, "tunnel/cmd/tunnel")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	out, err := build.CombinedOutput()
 	if err != nil {
