@@ -24,19 +24,23 @@ func hasEnded(fd uintptr) (ended, known bool) {
 const maxDumps = 10
 
 // readRoutes reads the kernel's routing tables: the main table of IPv4, and all tables of IPv6. It ignores
-// routing policies (ip-rule(8)).
+// routing policies (ip-rule(8)). For each address of this machine it adds a route that leads to no device.
 func readRoutes() ([]route, error) {
 	addrs, err := net.InterfaceAddrs()
 	if err != nil {
 		return nil, err
 	}
 	own := make(map[netip.Addr]bool)
+	var all []route
 	for _, a := range addrs {
 		if n, ok := a.(*net.IPNet); ok {
-			own[prefixOf(n).Addr()] = true
+			addr := prefixOf(n).Addr()
+			own[addr] = true
+			// An own address may be inside the network of a bridge. Programs of the machine listen there,
+			// no pod. This route comes first, so that no route as narrow precedes it.
+			all = append(all, route{to: netip.PrefixFrom(addr, addr.BitLen())})
 		}
 	}
-	var all []route
 	for family, table := range map[int]int{unix.AF_INET: unix.RT_TABLE_MAIN, unix.AF_INET6: unix.RT_TABLE_UNSPEC} {
 		listed, err := listRoutes(family, table)
 		if err != nil {

@@ -79,6 +79,7 @@ func TestRoutesOfKernel(t *testing.T) {
 	}
 	for addr, want := range map[string]bool{
 		"10.88.1.7":   true,  // on a bridge
+		"10.88.1.1":   false, // our own address on that bridge
 		"10.88.1.70":  true,  // a prohibit route: the kernel refuses the dial
 		"10.88.1.130": false, // a blackhole route
 		"10.88.2.5":   true,  // a host route
@@ -90,6 +91,7 @@ func TestRoutesOfKernel(t *testing.T) {
 		"192.0.2.9":   false, // on the device of the default route
 		"8.8.8.8":     false,
 		"fd00:1::7":   true,
+		"fd00:1::1":   false, // our own address
 		"fd00:2::7":   true,
 		"fd00:2::8":   false, // the gateway is another machine
 		"fd00:3::1":   false, // an unreachable route
