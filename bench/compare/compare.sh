@@ -16,7 +16,7 @@ die() { echo "bench-compare: $*" >&2; exit 1; }
 base=${1:-}
 [ -n "$base" ] || die "compare with what? BASE=main, a tag, a commit"
 shift
-[ $# -gt 0 ] || set -- ./pkg/conn ./pkg/stream ./pkg/tunnel ./pkg/dns
+[ $# -gt 0 ] || set -- ./pkg/conn ./pkg/stream ./pkg/peers ./pkg/tunnel ./pkg/dns
 tree=$(git rev-parse --show-toplevel)
 rev=$(git rev-parse --verify --quiet --end-of-options "$base^{commit}") || die "$base is no revision of this repository"
 

@@ -17,6 +17,7 @@ import (
 	"tunnel/pkg/auth"
 	"tunnel/pkg/egress"
 	"tunnel/pkg/https"
+	"tunnel/pkg/peers"
 	"tunnel/pkg/reload"
 	"tunnel/pkg/setup"
 	"tunnel/pkg/stream"
@@ -60,18 +61,20 @@ type cloudWiring struct {
 	*daemon
 
 	// Set in this order by newCloud, before any add method runs.
-	conf        *conf.Cloud
-	counters    *tunnel.Counters
-	directory   *tunnel.Directory
-	files       *reload.Files
-	pair        *reload.Pair // of [mode.cloud.stream.server]
-	cluster     cluster
-	gate        *auth.Gate
-	issuer      stream.Issuer    // nil: the cloud makes no certificates
-	peers       *stream.Peers    // the other replicas; nil: none
+	conf      *conf.Cloud
+	counters  *tunnel.Counters
+	directory *tunnel.Directory
+	files     *reload.Files
+	pair      *reload.Pair // of [mode.cloud.stream.server]
+	cluster   cluster
+	gate      *auth.Gate
+	issuer    stream.Issuer // nil: the cloud makes no certificates
+	// certificate is shown on grpcport and agentport.
+	certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error)
+	grpc        *tls.Config      // of grpcport
+	peers       *peers.Peers     // the other replicas; nil: none
 	relayed     *tunnel.Counters // what is relayed to and from peers; nil without peers
 	reach       everywhere
-	certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error) // shown on grpcport and agentport
 
 	collectors []prometheus.Collector // of the modules
 }
@@ -98,18 +101,21 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 	if err = w.identify(); err != nil {
 		return nil, err
 	}
-	server, err := stream.NewServer(stream.ServerConfig{
+	config := stream.ServerConfig{
 		Listen:       fmt.Sprintf(":%d", c.Server.GRPCPort),
 		Limits:       streamLimits(c.Limits),
-		TLS:          &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: w.certificate},
+		TLS:          w.grpc,
 		Auth:         w.gate,
 		Certificates: c.Join.CA != "",
 		Issuer:       w.issuer,
 		Counters:     w.counters,
 		Log:          log,
 		Software:     software(),
-		Peers:        w.peers,
-	}, w.directory)
+	}
+	if w.peers != nil {
+		config.Replicas = w.peers
+	}
+	server, err := stream.NewServer(config, w.directory)
 	if err != nil {
 		return nil, err
 	}
@@ -158,6 +164,10 @@ func (w *cloudWiring) identify() (err error) {
 	if err = w.newGate(); err != nil {
 		return err
 	}
+	if w.certificate, err = setup.ServerCertificate(w.conf, w.files, w.pair, w.log); err != nil {
+		return err
+	}
+	w.grpc = &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: w.certificate}
 	if err = w.newPeers(); err != nil {
 		return err
 	}
@@ -165,8 +175,7 @@ func (w *cloudWiring) identify() (err error) {
 	if w.peers != nil {
 		w.reach = w.peers
 	}
-	w.certificate, err = setup.ServerCertificate(w.conf, w.files, w.pair, w.log)
-	return err
+	return nil
 }
 
 // newPeers sets peers and relayed, if the configuration names other replicas.
@@ -187,7 +196,7 @@ func (w *cloudWiring) newPeers() error {
 		return err
 	}
 	w.relayed = new(tunnel.Counters)
-	w.peers, err = stream.NewPeers(stream.PeersConfig{
+	w.peers, err = peers.New(peers.Config{
 		Service: c.Peers.Service, Addresses: c.Peers.Addresses, Addrs: c.DNS.Addrs,
 		TLS: func() *tls.Config {
 			return &tls.Config{
@@ -195,7 +204,7 @@ func (w *cloudWiring) newPeers() error {
 				RootCAs: pool.Pool(), ServerName: c.Peers.ServerName,
 			}
 		},
-		Counters: w.relayed, Log: w.log, Software: software(),
+		Server: w.grpc, Counters: w.relayed, Log: w.log, Software: software(),
 	}, w.directory)
 	if err != nil {
 		return fmt.Errorf("mode.cloud.stream.peers: %w", err)

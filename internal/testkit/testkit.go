@@ -12,6 +12,8 @@ package testkit
 import (
 	"bytes"
 	"log/slog"
+	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -80,4 +82,15 @@ func (l *Log) String() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.text.String()
+}
+
+// Lines returns the lines that contain every one of words.
+func (l *Log) Lines(words ...string) (found []string) {
+	for line := range strings.Lines(l.String()) {
+		missing := func(w string) bool { return !strings.Contains(line, w) }
+		if !slices.ContainsFunc(words, missing) {
+			found = append(found, line)
+		}
+	}
+	return found
 }

@@ -40,13 +40,13 @@ func (b *backoff) next(err error) time.Duration {
 }
 
 // reset makes the next wait short again. The client calls reset after a session that lived longer
-// than backoffMax, and after a pause that hurryUp ended.
+// than backoffMax, and after a pause that HurryUp ended.
 func (b *backoff) reset() { b.bound = 0 }
 
 // isRefusal reports whether the cloud has refused this edge. The cloud will refuse the edge again
 // until a credential, a version or an address changes.
 func isRefusal(err error) bool {
-	if errors.Is(err, errSelf) { // the address of this replica, until another replica gets the address
+	if errors.Is(err, ErrSelf) { // the address of this replica, until another replica gets the address
 		return true
 	}
 	switch status.Code(err) {

@@ -8,7 +8,6 @@ import (
 	"crypto/x509"
 	"errors"
 	"math/big"
-	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -364,52 +363,11 @@ func TestProofOfAnotherNode(t *testing.T) {
 	}
 }
 
-// newCertifiedFleet is a fleet whose one CA signs for replicas and for nodes.
-func newCertifiedFleet(t *testing.T) (fleet, *registry) {
-	t.Helper()
-	ca, listeners, addresses := places(t, 2)
-	a := newRegistry(t, ca)
-	var all fleet
-	for i, ln := range listeners {
-		all = append(all, newReplica(t, ca, ln, addresses, netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)}), a.serve))
-	}
-	all.meet(t)
-	return all, a
-}
-
-// Where one CA signs for replicas and for nodes, a certificate is good for one of the two.
-func TestReplicasAndNodesOfOneCA(t *testing.T) {
-	all, a := newCertifiedFleet(t)
-	r := all[0]
-	node := a.certificate("edge1")
-	if err := joinAsReplica(t, r, &tls.Config{Certificates: []tls.Certificate{node}}); status.Code(err) != codes.Unauthenticated {
-		t.Errorf("a node joins as a replica: %v", err)
-	}
-	for _, claim := range []string{"edge1", "replicas", "replica"} {
-		if err := r.stranger(r.tls.Load().Certificates[0]).controlWith(nodeKey, claim).end(); status.Code(err) != codes.Unauthenticated {
-			t.Errorf("a replica joins as node %s: %v", claim, err)
-		}
-	}
-	if len(r.peers.sessions()) != 1 || r.dir.Len() != 0 {
-		t.Error("one of them has a session")
-	}
-	for _, s := range all[1].peers.links { // all[1]'s session with r
-		if l := s.live(); len(l) > 0 {
-			if _, err := s.Renew(t.Context(), requestFor(t, "edge1")); err == nil || !strings.Contains(err.Error(), "without a certificate") {
-				t.Errorf("a replica has a certificate made: %v", err)
-			}
-		}
-	}
-	r.joinWith(r.certified("edge1", hold(node)), direct)
-	r.front = all[1].peers
-	r.eventually("the other replica knows", func() bool { return r.front.Holds("edge1") })
-	c, far := r.pair("edge1")
-	echo(t, "a conn through the other replica", far, c)
-}
-
 // Renewing renews the proof of every session, since each stands on its own.
 func TestRenewEverywhere(t *testing.T) {
-	all, a := newCertifiedFleet(t)
+	ca := nodeCA(t)
+	a := newRegistry(t, ca)
+	all := newFleetOf(t, ca, 2, a.serve)
 	cfg := all[0].certified("edge1", hold(a.certificate("edge1")))
 	cfg.Dial, cfg.All = all.balanced(), true
 	e := all[0].start(cfg, direct)

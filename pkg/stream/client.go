@@ -19,7 +19,6 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel/pkg/conn"
-	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
 
@@ -49,18 +48,11 @@ type ClientConfig struct {
 	// Dial connects to Address; nil: a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
 
-	replica *asReplica    // set if a replica joins another replica; nil: an edge joins the cloud
-	farTrip time.Duration // 0: the constant farTrip; only tests set another value
-}
+	// Replica makes the client join as a replica of the cloud. Node, Token, Limits, All and Reach stay
+	// unset then. nil: the client joins as Node.
+	Replica *Replica
 
-// asReplica is the configuration of a replica that joins another replica.
-type asReplica struct {
-	id    string
-	hello *pb.Replica
-	have  func() []string // instances of the replicas that are joined already
-	// started is called for each new session. An error refuses the session.
-	started func(*edgeSession) error
-	hint    func(error) error // adds to an error what a person can do about the error
+	farTrip time.Duration // 0: the constant farTrip; only tests set another value
 }
 
 // Client keeps a session with the cloud, or a session with each replica of the cloud. Client
@@ -68,6 +60,7 @@ type asReplica struct {
 type Client struct {
 	// Set once.
 	cfg      ClientConfig
+	as       joiner // what the client joins as: a node or a replica
 	router   *tunnel.Router
 	blocks   *conn.Blocks
 	log      *slog.Logger
@@ -118,21 +111,15 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	}
 	cfg.Connections = max(1, cfg.Connections)
 	cfg.farTrip = cmp.Or(cfg.farTrip, farTrip)
-	cfg.Limits = cfg.Limits.orDefault()
-	if cfg.replica != nil {
-		cfg.Limits = EdgeLimits{Conns: maxConnsHere} // the replica with a node's session applies its limits
-	}
-	c := &Client{
-		cfg: cfg, blocks: new(conn.Blocks), instance: uuid.NewString(),
-		log: cfg.Log.With("module", category, "node", cfg.Node),
-	}
-	if cfg.replica != nil {
-		c.log = cfg.Log.With("module", category, "remote", cfg.Address)
-	}
+	c := &Client{cfg: cfg, blocks: new(conn.Blocks), instance: uuid.NewString()}
+	c.as = joinerOf(c)
+	c.cfg.Limits = c.as.limits()
+	key, value := c.as.logs()
+	c.log = cfg.Log.With("module", category, key, value)
 	c.queue.Name, c.queue.Conns, c.queue.Dials, c.queue.Counters =
-		"the edge of node "+string(cfg.Node), cfg.Limits.Conns, cfg.Limits.Dials, cfg.Counters
-	c.err, c.changed = errNotYet, make(chan struct{})
-	router, err := tunnel.NewRouter(append([]tunnel.Module{c}, mods...)...)
+		"the edge of node "+string(cfg.Node), c.cfg.Limits.Conns, c.cfg.Limits.Dials, cfg.Counters
+	c.err, c.changed = ErrNotYet, make(chan struct{})
+	router, err := tunnel.NewRouter(slices.Concat([]tunnel.Module{c}, c.as.modules(), mods)...)
 	if err != nil {
 		return nil, err
 	}
@@ -202,7 +189,7 @@ func (c *Client) Run(ctx context.Context) error {
 			return nil
 		}
 		d := wait.next(err)
-		if isSecond(err) || errors.Is(err, errTwice) || errors.Is(err, errSelf) {
+		if isSecond(err) || errors.Is(err, ErrTwice) || errors.Is(err, ErrSelf) {
 			c.log.Debug("this address leads to a replica that has a session already; trying again",
 				"dur", d.Round(time.Millisecond))
 		} else {
@@ -214,11 +201,12 @@ func (c *Client) Run(ctx context.Context) error {
 	}
 }
 
-// errNotYet is the error that Ready reports before the first attempt.
-var errNotYet = errors.New("has not connected yet")
+// ErrNotYet is the error that Ready reports before the first attempt.
+var ErrNotYet = errors.New("has not connected yet")
 
-// hurryUp ends the pause, or else the next one, because the next attempt is likely to succeed.
-func (c *Client) hurryUp() {
+// HurryUp ends the pause between two attempts to join, or else the next pause. Call it when the next
+// attempt is likely to succeed.
+func (c *Client) HurryUp() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.hurried = true
@@ -226,7 +214,7 @@ func (c *Client) hurryUp() {
 }
 
 // pause waits for d. It returns early when the last live session is lost (the next session is
-// then urgent), when ctx is done, or when hurryUp was called. hurried reports the latter.
+// then urgent), when ctx is done, or when HurryUp was called. hurried reports the latter.
 func (c *Client) pause(ctx context.Context, d time.Duration) (hurried bool) {
 	late := time.After(d)
 	for had := false; ; {
@@ -281,7 +269,7 @@ func (c *Client) missingLocked() bool {
 	var with []string
 	for _, l := range c.links {
 		if !l.moving {
-			with = append(with, l.remoteInstance)
+			with = append(with, l.pub.Instance)
 		}
 	}
 	if len(with) == 0 {
@@ -311,7 +299,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	if err != nil {
 		return nil, err
 	}
-	credential, token, err := c.credential(shown)
+	credential, token, err := c.as.credential(shown)
 	if err != nil {
 		return nil, err
 	}
@@ -330,11 +318,9 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	if err != nil {
 		return fail(err)
 	}
-	if r := c.cfg.replica; r != nil {
-		if err = r.started(s); err != nil {
-			s.abandon(err)
-			return fail(err)
-		}
+	if err = c.as.started(s); err != nil {
+		s.abandon(err)
+		return fail(err)
 	}
 	l = &link{edgeSession: s, sctx: sctx, cancel: cancel, hangUp: hangUp, shown: shown, token: token}
 	c.mu.Lock()
@@ -402,8 +388,8 @@ func (c *Client) have() []string {
 	defer c.mu.Unlock()
 	var all []string
 	for _, l := range c.links {
-		if l.remoteInstance != "" {
-			all = append(all, l.remoteInstance)
+		if l.pub.Instance != "" {
+			all = append(all, l.pub.Instance)
 		}
 	}
 	return all

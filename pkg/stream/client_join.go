@@ -2,7 +2,6 @@ package stream
 
 import (
 	"context"
-	"crypto/sha256"
 	"crypto/tls"
 	"errors"
 	"fmt"
@@ -93,38 +92,18 @@ func (c *Client) join(
 			err = cause
 		}
 		abandon(err)
-		if c.cfg.replica != nil {
-			return nil, fmt.Errorf("joining as a replica: %w", err)
-		}
-		return nil, fmt.Errorf("joining as node %s: %w", c.cfg.Node, err)
+		return nil, fmt.Errorf("joining as %s: %w", c.as, err)
 	}
-	client := pb.NewStreamClient(cc)
-	stream, err := client.TunnelStreaming(sctx, grpc.PerRPCCredentials(credential))
+	s, err := c.newSession(sctx, cc, own, credential)
 	if err != nil {
 		return fail(err)
 	}
-	s := &edgeSession{client: client, certificates: pb.NewCertificatesClient(cc), abandon: abandon, owner: c, ctx: sctx}
-	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s}
-	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
-	s.way = s
-	s.stream, s.unknown, s.hangUp, s.own, s.remote = stream, s.nobody, stream.CloseSend, own, own.RemoteAddr().String()
-	s.init()
-	// On a narrow link the edge closes idle data connections. Otherwise the cloud would open conns
-	// on them.
-	s.pacer.began = s.dropUnused
-	hello := &pb.Hello{
-		Version: Version, Software: c.cfg.Software, Capabilities: capabilities(), Instance: c.instance,
-		All: c.cfg.All, Have: c.have(), Reach: c.cfg.Reach,
-		Connections: uint32(c.cfg.Connections - 1), //nolint:gosec // a few
-	}
-	if r := c.cfg.replica; r != nil {
-		hello.Replica, hello.Have = r.hello, r.have()
-	}
-	err = s.write(message(typeHello, "", hello))
+	s.abandon = abandon
+	err = s.write(message(typeHello, "", c.ownHello()))
 	if err != nil && !errors.Is(err, io.EOF) { // after io.EOF, Recv returns the reason
 		return fail(err)
 	}
-	hello, err = receiveHello(stream)
+	hello, err := receiveHello(s.stream)
 	if err != nil {
 		return fail(err)
 	}
@@ -139,7 +118,46 @@ func (c *Client) join(
 	if !stopped() {
 		return fail(context.Canceled)
 	}
-	s.remoteInstance = hello.GetInstance()
+	s.joined(hello)
+	c.cfg.Counters.Sessions.Add(1)
+	return s, nil
+}
+
+// newSession opens the control stream of a session. The stream lives until sctx is done.
+func (c *Client) newSession(
+	sctx context.Context, cc *grpc.ClientConn, own *carrier, credential credentials.PerRPCCredentials,
+) (*edgeSession, error) {
+	client := pb.NewStreamClient(cc)
+	stream, err := client.TunnelStreaming(sctx, grpc.PerRPCCredentials(credential))
+	if err != nil {
+		return nil, err
+	}
+	s := &edgeSession{client: client, certificates: pb.NewCertificatesClient(cc), owner: c, ctx: sctx}
+	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s}
+	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
+	s.way = s
+	s.stream, s.unknown, s.hangUp, s.own, s.remote = stream, s.nobody, stream.CloseSend, own, own.RemoteAddr().String()
+	s.init()
+	// On a narrow link the edge closes idle data connections. Otherwise the cloud would open conns
+	// on them.
+	s.pacer.began = s.dropUnused
+	return s, nil
+}
+
+// ownHello returns the first message of a session.
+func (c *Client) ownHello() *pb.Hello {
+	hello := &pb.Hello{
+		Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Reach: c.cfg.Reach,
+		Connections:  uint32(c.cfg.Connections - 1), //nolint:gosec // a few
+		Capabilities: capabilities(),
+	}
+	c.as.hello(hello)
+	return hello
+}
+
+// joined takes what the cloud's hello says about the session.
+func (s *edgeSession) joined(hello *pb.Hello) {
+	s.pub.Instance = hello.GetInstance()
 	s.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
 	s.pub.ID, s.pub.Since = text(hello.GetSession()), time.Now()
 	// The cloud keeps to its limit. The edge allows more than twice that limit: conns that have
@@ -147,40 +165,15 @@ func (c *Client) join(
 	s.maxConns = 2*int64(hello.GetMaxConns()) + 128
 	// The edge's own limit bounds the topics, too. The factor 3 leaves room for opens that wait
 	// for that limit, because each of them has a topic.
-	if most := 3 * int64(c.cfg.Limits.Conns); hello.GetMaxConns() == 0 || s.maxConns > most {
+	if most := 3 * int64(s.owner.cfg.Limits.Conns); hello.GetMaxConns() == 0 || s.maxConns > most {
 		s.maxConns = most
 	}
-	s.log = c.log.With("session", s.pub.ID)
-	c.cfg.Counters.Sessions.Add(1)
-	return s, nil
+	s.log = s.owner.log.With("session", s.pub.ID)
 }
-
-// maxConnsHere is how many conns a replica may ask another replica for at once.
-const maxConnsHere = 16 * DefaultMaxConns
 
 // errNoCertificate is the error of an edge that has no token and no certificate. Such an edge does
 // not connect.
 var errNoCertificate = errors.New("this node has neither a token nor a certificate to join with")
-
-// credential returns the credentials for the join, and the SHA-256 of the token if a token proves
-// the node. h holds the certificate.
-func (c *Client) credential(h *handshake) (credentials.PerRPCCredentials, [sha256.Size]byte, error) {
-	none := [sha256.Size]byte{}
-	if r := c.cfg.replica; r != nil {
-		return replicaID(r.id), none, nil // the certificate proves the replica
-	}
-	if c.cfg.Token == nil {
-		if h.leaf == nil {
-			return nil, none, errNoCertificate
-		}
-		return nodeClaim(c.cfg.Node), none, nil
-	}
-	token, err := auth.TokenOf(c.cfg.Token)
-	if err != nil {
-		return nil, none, err
-	}
-	return accessToken(auth.EncodeToken(string(c.cfg.Node), token)), sha256.Sum256([]byte(token)), nil
-}
 
 // nodeClaim names the node. The certificate of the connection proves the name.
 type nodeClaim tunnel.NodeName
@@ -210,16 +203,7 @@ var errJoinTimeout = fmt.Errorf(
 	"the cloud did not answer within %s: is that address the tunnel's gRPC port?", joinTimeout)
 
 // explain adds to err what a person can do about it. h may be nil.
-func (c *Client) explain(err error, h *handshake) error {
-	err = h.cause(err)
-	if r := c.cfg.replica; r != nil {
-		return r.hint(err)
-	}
-	if c.cfg.Token == nil && h != nil && status.Code(err) == codes.Unauthenticated {
-		return fmt.Errorf("%w (%s)", err, h.hint(err))
-	}
-	return explain(err)
-}
+func (c *Client) explain(err error, h *handshake) error { return c.as.explain(h.cause(err), h) }
 
 // explain adds to the error of an edge what a person can do about it.
 func explain(err error) error {

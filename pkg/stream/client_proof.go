@@ -24,7 +24,7 @@ import (
 // followToken reads the token once per tokenInterval until ctx is done. If the token is not the
 // token that opened a session, followToken sends the new token on that session.
 func (c *Client) followToken(ctx context.Context) {
-	if c.cfg.Token == nil || c.cfg.replica != nil {
+	if c.cfg.Token == nil {
 		return
 	}
 	ticker := time.NewTicker(tokenInterval)

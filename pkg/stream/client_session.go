@@ -21,10 +21,9 @@ type edgeSession struct {
 	certificates pb.CertificatesClient   // on the same connection
 	abandon      context.CancelCauseFunc // ends the control stream
 
-	owner          *Client
-	ctx            context.Context // of the control stream
-	remote         string          // the remote address of the session's connection
-	remoteInstance string          // of the replica at the other end; "" if the cloud has only one
+	owner  *Client
+	ctx    context.Context // of the control stream
+	remote string          // the remote address of the session's connection
 
 	// Guarded by session.mu.
 	beats       []time.Time // send times of the heartbeats without an echo, the oldest first

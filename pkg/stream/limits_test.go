@@ -24,7 +24,6 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
-	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -663,38 +662,6 @@ func TestJoiningLimits(t *testing.T) {
 	}, func(c *ServerConfig) {
 		c.Limits = Limits{Joining: 4, JoiningPerAddress: 2, JoinTimeout: 2 * time.Second}
 	})
-}
-
-// A node's quota is the same by way of another replica: opens count, and wait, where the
-// node is held; the refusal of one that does not wait arrives as it is.
-func TestRelayedOpensCountAtTheHolder(t *testing.T) {
-	all := newFleet(t, 2)
-	holder, other := all[0], all[1]
-	holder.server.quotas.limits.Opens = 1
-	holder.join("edge1", refuses)
-	testkit.Eventually(t, "the other replica hears of the node", func() bool { return other.peers.Holds("edge1") })
-	dial := func(noWait bool) error {
-		ctx, cancel := context.WithTimeout(t.Context(), patience)
-		defer cancel()
-		_, err := other.peers.Dial(ctx, tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1", NoWait: noWait})
-		return err
-	}
-	for opened := 0; ; opened++ {
-		err := dial(true)
-		if tunnel.CodeOf(err) == tunnel.Refused { // by the edge
-			continue
-		}
-		if wantOverloaded(t, err, tunnel.LimitOpens); opened < 2 {
-			t.Errorf("only %d opens were let through, want 2 at least", opened)
-		}
-		break
-	}
-	start := time.Now()
-	if err := dial(false); tunnel.CodeOf(err) != tunnel.Refused {
-		t.Errorf("an open that waits at the holder: %v after %s", err, time.Since(start))
-	}
-	holder.wantLimited(tunnel.LimitOpens, 0)
-	other.wantLimited(tunnel.LimitOpens, 0)
 }
 
 // Both ends log a denied dial, once a minute however many there are, and how many they

@@ -165,22 +165,17 @@ func (s *edgeSession) serveOpen(m *tunnel.Message, way openWay, dial tunnel.Dial
 }
 
 // requestOf returns the request of an open.
-func (s *edgeSession) requestOf(m *tunnel.Message) (r tunnel.Request, err error) {
+func (s *edgeSession) requestOf(m *tunnel.Message) (tunnel.Request, error) {
 	var open pb.Open
-	if err = proto.Unmarshal(m.Data, &open); err != nil {
-		return r, err
+	if err := proto.Unmarshal(m.Data, &open); err != nil {
+		return tunnel.Request{}, err
 	}
-	r = tunnel.Request{
+	r := tunnel.Request{
 		Node: s.pub.Node, Category: m.Category, Network: open.GetNetwork(),
 		Addr: m.Addr, Caller: text(open.GetCaller()), Relayed: open.GetRelayed(), NoWait: open.GetNoWait(),
 	}
-	if m.Category == categoryRelay {
-		if r.Node, err = tunnel.ParseNodeName(open.GetNode()); err != nil {
-			return r, err
-		}
-		r.Category, r.Relayed = open.GetCategory(), true
-	}
-	return r, nil
+	err := s.owner.as.addressed(&r, &open)
+	return r, err
 }
 
 // serve dials the target and relays bytes between the target and the conn.
@@ -191,11 +186,8 @@ func (s *edgeSession) serve(
 	target, late, err := s.dialTarget(ctx, r, dial)
 	if err != nil {
 		s.log.Debug("target refused", "topic", name, "target", r.Addr, "err", err)
-		if s.owner.cfg.replica == nil && tunnel.CodeOf(err) == tunnel.Denied {
-			if skipped, ok := s.owner.denials.Allow(); ok {
-				s.log.Warn("a dial that the cloud asked for is denied",
-					"topic", name, "target", r.Addr, "caller", r.Caller, "err", err, "skipped", skipped)
-			}
+		if tunnel.CodeOf(err) == tunnel.Denied {
+			s.owner.as.denied(s, name, r, err)
 		}
 		if _, decided := errors.AsType[*tunnel.Refusal](err); !decided {
 			switch {

@@ -10,8 +10,12 @@ import (
 
 // quota is what a node may send in a second, and what callers may ask of the node. It belongs to
 // the node, not to the session: an edge that loses its session by a flood and joins again at once
-// continues with the same quota.
+// continues with the same quota. A nil quota has no limits: opens through another replica count
+// where the node is held.
 type quota struct {
+	all  *quotas         // set once
+	node tunnel.NodeName // set once
+
 	queue                     tunnel.Queue // limits the opens of the node
 	messages, streams, frames *bucket      // what the edge sends; see ownMessages
 
@@ -34,6 +38,7 @@ func (q *quotas) take(n tunnel.NodeName) *quota {
 	own := q.of[n]
 	if own == nil {
 		own = &quota{
+			all: q, node: n,
 			queue: tunnel.Queue{
 				Name: "node " + string(n), Conns: q.limits.Conns, Dials: q.limits.Dials,
 				Take: newBucket(q.limits.Opens).wait, Counters: q.counters,
@@ -54,18 +59,20 @@ func (q *quotas) take(n tunnel.NodeName) *quota {
 
 // release undoes take. After the last session, the quota is forgotten once its buckets would be
 // full again.
-func (q *quotas) release(n tunnel.NodeName) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	own := q.of[n]
-	if own.sessions--; own.sessions > 0 {
+func (q *quota) release() {
+	if q == nil {
+		return
+	}
+	q.all.mu.Lock()
+	defer q.all.mu.Unlock()
+	if q.sessions--; q.sessions > 0 {
 		return
 	}
 	time.AfterFunc(burst, func() {
-		q.mu.Lock()
-		defer q.mu.Unlock()
-		if own.sessions == 0 && q.of[n] == own {
-			delete(q.of, n)
+		q.all.mu.Lock()
+		defer q.all.mu.Unlock()
+		if q.sessions == 0 && q.all.of[q.node] == q {
+			delete(q.all.of, q.node)
 		}
 	})
 }
@@ -73,6 +80,9 @@ func (q *quotas) release(n tunnel.NodeName) {
 // enter waits for room for an open. Then it grants the edge the messages, streams and frames to
 // answer the open.
 func (q *quota) enter(ctx context.Context, ended <-chan struct{}, r tunnel.Request) *tunnel.Refusal {
+	if q == nil {
+		return nil
+	}
 	if refusal := q.queue.Enter(ctx, ended, r); refusal != nil {
 		return refusal
 	}
@@ -81,3 +91,23 @@ func (q *quota) enter(ctx context.Context, ended <-chan struct{}, r tunnel.Reque
 	q.frames.allow(openFrames)
 	return nil
 }
+
+// dialled ends the dial of an open that entered. answered: the target or the edge has answered.
+func (q *quota) dialled(addr string, answered bool) {
+	if q != nil {
+		q.queue.Dialled(addr, answered)
+	}
+}
+
+// over ends the conn of an open that entered, or the failed open.
+func (q *quota) over() {
+	if q != nil {
+		q.queue.Over()
+	}
+}
+
+// mayOpen counts a stream that the edge opens. It returns false if that is one too many.
+func (q *quota) mayOpen() bool { return q == nil || q.streams.take() }
+
+// mayFrame counts an HTTP/2 frame without data. It returns false if that is one too many.
+func (q *quota) mayFrame() bool { return q == nil || q.frames.take() }

@@ -10,8 +10,6 @@ import (
 	"log/slog"
 	"net"
 	"os"
-	"slices"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -44,7 +42,7 @@ type rig struct {
 	ca       *auth.CA
 	stop     context.CancelFunc // of the server
 	stopped  chan error
-	front    *Peers        // of another replica, by which conns are dialled; nil: directly
+	front    *front        // another replica, by which conns are dialled; nil: directly
 	farTrip  time.Duration // of the server, and of edges; 0: the default
 	spares   int           // data connections of each edge; conns go by them. 0: conns go by the session's own
 }
@@ -112,16 +110,8 @@ func (j *journal) Write(p []byte) (int, error) {
 	return j.Log.Write(p)
 }
 
-// lines returns the lines that hold every one of words.
-func (j *journal) lines(words ...string) (found []string) {
-	for line := range strings.Lines(j.String()) {
-		missing := func(w string) bool { return !strings.Contains(line, w) }
-		if !slices.ContainsFunc(words, missing) {
-			found = append(found, line)
-		}
-	}
-	return found
-}
+// lines is Lines.
+func (j *journal) lines(words ...string) []string { return j.Lines(words...) }
 
 func newRig(t *testing.T, change ...func(*ServerConfig)) *rig {
 	t.Helper()
@@ -309,7 +299,7 @@ func (r *rig) join(node string, dial tunnel.DialFunc) *edge {
 	e := r.start(r.clientConfig(node), dial)
 	r.eventually("node joins", func() bool {
 		n := tunnel.NodeName(node)
-		return e.client.Ready() == nil && r.dir.Holds(n) && (r.front == nil || r.front.Holds(n))
+		return e.client.Ready() == nil && r.dir.Holds(n)
 	})
 	return e
 }
@@ -416,12 +406,8 @@ func (r *rig) idle(edges ...*edge) {
 				return false
 			}
 		}
-		if r.front != nil {
-			for _, link := range r.front.sessions() {
-				if link.pub.Conns.Load() != 0 {
-					return false
-				}
-			}
+		if r.front != nil && r.front.link().Conns.Load() != 0 {
+			return false
 		}
 		return true
 	})

@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
@@ -42,7 +41,7 @@ type ServerConfig struct {
 	Limits       Limits        // zero fields are defaults
 	Grace        time.Duration // how long conns may continue when the server stops; 0: tunnel.GracePeriod
 	Software     string        // the software name that edges are told
-	Peers        *Peers        // the other replicas; nil: this replica is alone
+	Replicas     Replicas      // the other replicas; nil, but no typed nil: this replica is alone
 
 	farTrip time.Duration // only tests set it; 0: the constant farTrip
 }
@@ -55,9 +54,11 @@ type Server struct {
 	cfg    ServerConfig
 	dir    *tunnel.Directory // the live sessions of nodes
 	router *tunnel.Router    // the handlers of messages from edges
-	blocks *conn.Blocks
-	log    *slog.Logger
-	listen func(network, address string) (net.Listener, error) // net.Listen, except in tests
+	// replicaRouter has the handlers of messages from other replicas.
+	replicaRouter *tunnel.Router
+	blocks        *conn.Blocks
+	log           *slog.Logger
+	listen        func(network, address string) (net.Listener, error) // net.Listen, except in tests
 
 	// Strangers can cause these warnings. Each kind has its own limiter, so that one kind does not
 	// suppress another.
@@ -71,6 +72,8 @@ type Server struct {
 	leaving  chan struct{}            // closed by Leave
 	stopping atomic.Bool              // true: no edge may join any more
 	sessions sync.WaitGroup           // live sessions; handlers add to it, and gRPC waits for the handlers
+
+	telling sync.Mutex // held while edges are told the replicas, so that the last message is the newest
 
 	mu   sync.Mutex                 // guards the following
 	live map[*cloudSession]struct{} // sessions of nodes and of other replicas: join adds, detach deletes
@@ -87,11 +90,6 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
 	}
-	if cfg.Peers != nil {
-		if err := cfg.Peers.verifyOwn(cfg.TLS, x509.ExtKeyUsageServerAuth, "as a server"); err != nil {
-			return nil, fmt.Errorf("mode.cloud.stream.peers: %w", err)
-		}
-	}
 	s := &Server{
 		cfg: cfg, quotas: quotas{limits: cfg.Limits, counters: cfg.Counters}, dir: dir, blocks: new(conn.Blocks),
 		log: cfg.Log.With("module", category), listen: net.Listen, leaving: make(chan struct{}),
@@ -103,7 +101,8 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 		return nil, err
 	}
 	s.router = router
-	return s, nil
+	s.replicaRouter, err = tunnel.NewRouter(replicaRoutes{s})
+	return s, err
 }
 
 // Name implements tunnel.Module.
@@ -161,7 +160,7 @@ func (s *Server) Run(ctx context.Context) error {
 	if s.asks() {
 		conf.ClientAuth = tls.RequestClientCert // the join checks the certificate
 	}
-	if s.cfg.Peers != nil {
+	if s.cfg.Replicas != nil {
 		conns = s.cfg.Limits.relayed()
 	}
 	serverFor := func(link far) *grpc.Server {
@@ -217,7 +216,7 @@ func (s *Server) Run(ctx context.Context) error {
 }
 
 // asks reports whether the TLS handshake asks clients for a certificate.
-func (s *Server) asks() bool { return s.cfg.Certificates || s.cfg.Peers != nil }
+func (s *Server) asks() bool { return s.cfg.Certificates || s.cfg.Replicas != nil }
 
 // Leave prepares a stop while other replicas continue. Call it once, before the stop. No edge may
 // join here any more. Leave asks connected edges to open a session with another replica. Names no
@@ -225,17 +224,15 @@ func (s *Server) asks() bool { return s.cfg.Certificates || s.cfg.Peers != nil }
 // resolve names have seen the change. Front doors should serve until Leave returns. On a replica
 // without live peers, Leave does nothing.
 func (s *Server) Leave(ctx context.Context) {
-	if s.cfg.Peers == nil || s.cfg.Peers.Replicas() == 0 {
+	if s.cfg.Replicas == nil || len(s.cfg.Replicas.Joined()) == 0 {
 		return
 	}
 	s.stopping.Store(true)
 	close(s.leaving)
-	s.cfg.Peers.leave()
+	s.cfg.Replicas.Leave()
 	s.log.Info("leaving: the other replicas take over", "dur", leaveFirst)
 	for _, cs := range s.allLive() {
-		if cs.peers == nil {
-			cs.tellDrain(true)
-		}
+		cs.role.leave(cs)
 	}
 	select {
 	case <-time.After(leaveFirst):
@@ -349,7 +346,7 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 // connection anyway.
 func (s *Server) mayOpen(t *transport) error {
 	cs := t.session.Load()
-	if cs == nil || cs.quota == nil || cs.quota.streams.take() {
+	if cs == nil || cs.quota.mayOpen() {
 		return nil
 	}
 	err := limitErrorf(tunnel.LimitStreams, "node %s has opened more than %d streams in a second, and %d for each open",
@@ -365,11 +362,11 @@ func (s *Server) mayOpen(t *transport) error {
 // close the connection. Before the session exists, the server reads only a few bytes anyway.
 func (s *Server) frames(t *transport, n int) (tooMany bool) {
 	cs := t.session.Load()
-	if cs == nil || cs.quota == nil {
+	if cs == nil {
 		return false
 	}
 	for range n {
-		if !cs.quota.frames.take() {
+		if !cs.quota.mayFrame() {
 			if t.refuse() {
 				s.cfg.Counters.Limited(tunnel.LimitFrames)
 			}
@@ -416,16 +413,12 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 	stop := context.AfterFunc(ctx, func() { cs.Close(errLost) })
 	defer stop()
 	cs.start(ctx)
-	if cs.proof.Load() != nil {
-		cs.whileProven() // here, because a goroutine of its own would cost every idle node 4 KiB
-	}
+	cs.whileProven() // here, because a goroutine of its own would cost every idle node 4 KiB
 	<-cs.done
 	err = cs.reason()
 	cs.noteCause(err)
 	s.detach(cs)
-	if cs.quota != nil {
-		s.quotas.release(cs.pub.Node)
-	}
+	cs.quota.release()
 	cs.logEnd(err)
 	t.refuse()
 	if errors.Is(err, io.EOF) {
@@ -437,17 +430,12 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 // errLost ends a session whose control stream was cancelled, for example by a lost connection.
 var errLost = errors.New("connection lost")
 
-// detach removes an ended session from the live sessions, and from the directory, or from the peers
-// for another replica's session.
+// detach removes an ended session from the live sessions, and has its role undo attach.
 func (s *Server) detach(cs *cloudSession) {
 	s.mu.Lock()
 	delete(s.live, cs)
 	s.mu.Unlock()
-	if cs.peers != nil {
-		cs.peers.detach(cs)
-		return
-	}
-	s.dir.Detach(cs.pub)
+	cs.role.detach(cs)
 }
 
 // Connect implements the data plane. One call carries one conn; the edge opens it in answer to an

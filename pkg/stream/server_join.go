@@ -83,63 +83,68 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	if t.joining.Swap(true) {
 		return nil, &refusedJoin{told: errOneProof}
 	}
-	peer := claimsReplica(ctx)
-	var proven *proof // nil: the peer is a replica
-	var refusal *refusedJoin
-	if peer != "" {
-		refusal = s.authenticateReplica(peer, t)
-	} else {
-		proven, refusal = s.authenticateNode(ctx, t)
-	}
+	role := s.roleOf(ctx)
+	proven, refusal := role.prove(ctx, t)
 	if refusal != nil {
 		return nil, refusal
 	}
-	var node tunnel.NodeName
-	if proven != nil {
-		node = proven.grant.Node
-	}
-	refuse := func(code codes.Code, format string, args ...any) (*cloudSession, *refusedJoin) {
-		return nil, &refusedJoin{node: string(node), told: status.Errorf(code, format, args...)}
-	}
-	hello, err := receiveHello(stream)
+	node := proven.grant.Node
+	hello, err := s.helloOf(stream, node)
 	if err != nil {
-		return refuse(codes.InvalidArgument, "joining: %v", err)
+		return nil, &refusedJoin{node: string(node), told: err}
 	}
-	if hello.GetVersion() != Version {
-		return refuse(codes.FailedPrecondition,
+	if err := role.again(hello); err != nil {
+		return nil, &refusedJoin{node: string(node), told: err, again: true}
+	}
+	cs := s.newSession(stream, t, node, hello)
+	cs.role = role
+	role.equip(cs)
+	cs.standOn(proven)
+	t.session.Store(cs)
+	t.conn.joined()
+	s.mu.Lock()
+	s.live[cs] = struct{}{}
+	s.mu.Unlock()
+
+	// The cloud's hello is the first message in the outbox, so no open can overtake it.
+	cs.post(message(typeHello, "", s.ownHello(cs)))
+	role.attach(cs, hello)
+	return cs, nil
+}
+
+// helloOf receives the hello of a peer, and checks it. node is the proven node, "" for a replica.
+func (s *Server) helloOf(stream controlStream, node tunnel.NodeName) (*pb.Hello, error) {
+	hello, err := receiveHello(stream)
+	switch {
+	case err != nil:
+		return nil, status.Errorf(codes.InvalidArgument, "joining: %v", err)
+	case hello.GetVersion() != Version:
+		return nil, status.Errorf(codes.FailedPrecondition,
 			"this edge speaks version %d of the protocol and the cloud version %d: "+
 				"install the release of the cloud (%s) on node %s",
 			hello.GetVersion(), Version, s.cfg.Software, node)
+	case len(hello.GetInstance()) > maxInstance: // the cloud passes the instance id on to the other replicas
+		return nil, status.Errorf(codes.InvalidArgument, "joining: an instance has %d bytes at most", maxInstance)
+	case len(hello.GetReach()) > MaxReach: // the cloud passes the list on to the other replicas
+		return nil, status.Errorf(codes.InvalidArgument,
+			"joining: the identifiers of an edge have %d bytes at most", MaxReach)
 	}
-	if len(hello.GetInstance()) > maxInstance { // the cloud passes the instance id on to the other replicas
-		return refuse(codes.InvalidArgument, "joining: an instance has %d bytes at most", maxInstance)
-	}
-	if len(hello.GetReach()) > maxReach { // the cloud passes the list on to the other replicas
-		return refuse(codes.InvalidArgument, "joining: the identifiers of an edge have %d bytes at most", maxReach)
-	}
-	id := uuid.NewString()
-	var again error
-	switch p := s.cfg.Peers; {
-	case p == nil:
-	case peer == p.id:
-		again = withReason(codes.AlreadyExists, reasonSelf, errSelf.Error())
-	case slices.Contains(hello.GetHave(), p.id):
-		again = status.Error(codes.AlreadyExists, "this replica has a session of this process already")
-	}
-	if again != nil {
-		return nil, &refusedJoin{node: string(node), told: again, again: true}
-	}
+	return hello, nil
+}
+
+// newSession makes a session of any role.
+func (s *Server) newSession(
+	stream pb.Stream_TunnelStreamingServer, t *transport, node tunnel.NodeName, hello *pb.Hello,
+) *cloudSession {
+	ctx := stream.Context()
 	cs := &cloudSession{transport: t, proven: make(chan struct{}, 1)}
 	cs.pub = &tunnel.Session{
-		ID: id, Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Reach: hello.GetReach(),
+		ID: uuid.NewString(), Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Reach: hello.GetReach(),
 		Link: cs, Dialer: cs, Instance: text(hello.GetInstance()), All: hello.GetAll(),
 	}
-	cs.log = s.log.With("node", node, "session", id)
-	cs.router, cs.counters, cs.blocks, cs.unknown = s.router, s.cfg.Counters, s.blocks, misdirected
+	cs.blocks, cs.unknown, cs.stream = s.blocks, misdirected, stream
 	cs.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
 	cs.own = t.conn.Conn.(*carrier) //nolint:forcetypeassert // joinListener wraps every connection in a carrier
-	cs.stream, cs.maxConns = stream, int64(s.cfg.Limits.Conns)
-	cs.denials = &s.denials
 	cs.tickets, cs.connections = &s.tickets, int(min(MaxConnections-1, hello.GetConnections()))
 	cs.authenticate = func(c auth.Credential) (*proof, *refusedJoin) { return s.authenticate(ctx, c) }
 	cs.ignored = func(r *refusedJoin) {
@@ -149,67 +154,19 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.signatures.Every, cs.signatures.Burst = renewInterval, renewBurst
 	cs.credentials.Every, cs.credentials.Burst = renewInterval, renewBurst
 	cs.init()
-	ours := &pb.Hello{Version: Version, Software: s.cfg.Software, Session: id, Capabilities: capabilities()}
-	if s.cfg.Peers != nil {
-		ours.Instance = s.cfg.Peers.id
-	}
-	if peer != "" {
-		cs.peers = s.cfg.Peers
-		cs.log = s.log.With("replica", peer, "session", id)
-		cs.router, cs.counters, cs.maxConns = cs.peers.router, cs.peers.counters, int64(s.cfg.Limits.relayed())
-	} else {
-		cs.quota = s.quotas.take(node)
-		cs.budget = cs.quota.messages
-	}
-	ours.MaxConns = uint32(cs.maxConns) //nolint:gosec // a few thousand
-	if proven != nil {
-		cs.standOn(proven)
-	}
-	t.session.Store(cs)
-	t.conn.joined()
-	s.mu.Lock()
-	s.live[cs] = struct{}{}
-	s.mu.Unlock()
-
-	// The cloud's hello is the first message in the outbox, so no open can overtake it.
-	cs.post(message(typeHello, "", ours))
-	if peer != "" {
-		cs.log.Info("another replica has joined", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))
-		cs.peers.attach(peer, hello.GetReplica(), cs)
-		return cs, nil
-	}
-	s.cfg.Counters.Sessions.Add(1)
-	cs.log.Info("session started",
-		"remote", cs.pub.Remote, "by", text(proven.grant.By), "software", text(hello.GetSoftware()))
-	if old := s.dir.Attach(cs.pub); old != nil {
-		s.cfg.Counters.Replaced.Add(1)
-		cs.log.Warn("this session replaces an older one of the same node", "replaced", old.ID, "remote", old.Remote)
-		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this node"))
-	}
-	if s.cfg.Peers != nil {
-		s.cfg.Peers.welcome(cs)
-	}
-	if tunnel.IsClosed(s.leaving) { // this session was joining when Leave told the others
-		cs.tellDrain(true)
-	}
-	return cs, nil
+	return cs
 }
 
-// authenticateReplica checks the certificate of a peer that claims to be a replica.
-func (s *Server) authenticateReplica(id string, t *transport) *refusedJoin {
-	p := s.cfg.Peers
-	if p == nil {
-		err := errors.New("it says that it is a replica, and there is no [mode.cloud.stream.peers] here")
-		return &refusedJoin{told: uniform(), err: err}
+// ownHello returns the hello that answers the peer's.
+func (s *Server) ownHello(cs *cloudSession) *pb.Hello {
+	hello := &pb.Hello{
+		Version: Version, Software: s.cfg.Software, Session: cs.pub.ID, Capabilities: capabilities(),
+		MaxConns: uint32(cs.maxConns), //nolint:gosec // a few thousand
 	}
-	if err := p.authenticate(t.State); err != nil {
-		return &refusedJoin{told: uniform(), err: fmt.Errorf("it says that it is a replica: %w", err)}
+	if s.cfg.Replicas != nil {
+		hello.Instance = s.cfg.Replicas.ID()
 	}
-	// Parse accepts other forms as well. One form allows any two bytes in place of the braces.
-	if u, err := uuid.Parse(id); err != nil || u.String() != id {
-		return &refusedJoin{told: status.Error(codes.InvalidArgument, "the id of a replica is a UUID")}
-	}
-	return nil
+	return hello
 }
 
 // errOneProof refuses a second control stream or a second first certificate on one connection, and

@@ -18,7 +18,8 @@ import (
 // token by sending a new one, a certificate by having a new one signed (sign.go).
 
 // proof is how a node has proven its identity. The session ends when the proof is no longer good. A
-// proof never changes.
+// proof never changes. The proof of a replica is empty and stays good: only its join checks its
+// certificate.
 type proof struct {
 	grant       auth.Grant          // node, expiry and revocation of the credential
 	release     func()              // makes the authenticator forget the grant

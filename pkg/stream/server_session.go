@@ -27,10 +27,9 @@ import (
 type cloudSession struct {
 	session
 	transport *transport // the connection that the control stream came on
-	peers     *Peers     // set if the peer is another replica; nil: the peer is a node
-	replica   *replica   // the other replica; set when the session is attached
+	role      role       // what the peer is: a node or another replica
 
-	// For sessions of nodes only; see server_proof.go.
+	// Proofs, see server_proof.go.
 	authenticate func(auth.Credential) (*proof, *refusedJoin) // the grant lives as long as the session
 	ignored      func(*refusedJoin)                           // counts and logs a new credential that is not accepted
 	proof        atomic.Pointer[proof]
@@ -43,8 +42,7 @@ type cloudSession struct {
 	connections int          // most data connections that the edge opens
 	tickets     *dataTickets // the server's
 
-	quota   *quota          // of the node; nil for a replica's session: opens count where the node is held
-	denials *tunnel.Limiter // the server's limiter of denial warnings
+	quota *quota // of the node; nil: no limits
 
 	// Guarded by session.mu.
 	asking     int         // unanswered requests for data connections
@@ -99,11 +97,8 @@ func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 			return nil, refusal // not final: the caller may try elsewhere or wait
 		}
 		s.counters.Refuse(refusal.Code)
-		if refusal.Code == tunnel.Denied && s.peers == nil { // otherwise the replica of the node logs it
-			if skipped, ok := s.denials.Allow(); ok {
-				s.log.Warn("the edge has denied a dial",
-					"target", r.Addr, "caller", text(r.Caller), "err", refusal, "skipped", skipped)
-			}
+		if refusal.Code == tunnel.Denied {
+			s.role.denied(s, r, refusal)
 		}
 		return nil, refusal
 	}
@@ -111,16 +106,12 @@ func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, er
 	return c, nil
 }
 
-// dial is Dial without counters and logs. For a node's session, it waits for room in the node's
-// quota.
+// dial is Dial without counters and logs. It waits for room in the quota of the node.
 func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn.Conn, refusal *tunnel.Refusal) {
 	// A caller may have chosen the address. An address that cannot be encoded, or that the edge
 	// rejects, would end the whole session.
 	if len(r.Addr) > maxAddr || !utf8.ValidString(r.Addr) {
 		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not an address", text(r.Addr))
-	}
-	if s.quota == nil {
-		return s.open(ctx, r)
 	}
 	s.mu.Lock()
 	refusal = s.closedLocked()
@@ -132,9 +123,9 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn.Conn
 		return nil, refusal
 	}
 	defer func() { // runs also when open panics
-		s.quota.queue.Dialled(r.Addr, c != nil || refusal != nil && refusal.Answered())
-		if c == nil { // otherwise connOver calls Over
-			s.quota.queue.Over()
+		s.quota.dialled(r.Addr, c != nil || refusal != nil && refusal.Answered())
+		if c == nil { // otherwise connOver calls over
+			s.quota.over()
 		}
 	}()
 	return s.open(ctx, r)
@@ -145,9 +136,7 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn.Conn
 func (s *cloudSession) open(ctx context.Context, r tunnel.Request) (*conn.Conn, *tunnel.Refusal) {
 	m := &tunnel.Message{Category: r.Category, Type: tunnel.TypeOpen, Topic: uuid.NewString(), Addr: r.Addr}
 	open := &pb.Open{Network: r.Network, Caller: text(r.Caller), Relayed: r.Relayed, NoWait: r.NoWait}
-	if s.peers != nil {
-		m.Category, open.Node, open.Category = categoryRelay, string(r.Node), r.Category
-	}
+	s.role.address(m, open, r)
 	m.Data = encode(open)
 	if d := s.takeSpare(); d != nil {
 		c, refusal, lost := s.dialOver(ctx, d, r, m)
@@ -191,14 +180,14 @@ func (s *cloudSession) dialByControl(
 	return o.conn, o.refusal
 }
 
-// errJoinedElsewhere ends the session of a node if another process has joined as the node at another
+// ErrJoinedElsewhere ends the session of a node if another process has joined as the node at another
 // replica, and later.
-var errJoinedElsewhere = status.Error(codes.Aborted, "replaced by a newer session of this node with another replica")
+var ErrJoinedElsewhere = status.Error(codes.Aborted, "replaced by a newer session of this node with another replica")
 
 // noteCause counts two causes of a session's end: another process has joined as the node elsewhere,
 // or a message was too long. It warns of the first.
 func (s *cloudSession) noteCause(err error) {
-	if errors.Is(err, errJoinedElsewhere) {
+	if errors.Is(err, ErrJoinedElsewhere) {
 		s.log.Warn("another process has joined as this node at another replica; this session ends. " +
 			"If it happens again and again, two edges use one name")
 		s.counters.Replaced.Add(1)
@@ -292,9 +281,7 @@ func (s *cloudSession) connOver(name string, since time.Time) {
 		s.mu.Unlock()
 	}
 	s.remove(name)
-	if s.quota != nil {
-		s.quota.queue.Over()
-	}
+	s.quota.over()
 }
 
 // short is the duration below which an ended conn counts in shortConns.

@@ -117,7 +117,7 @@ func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.Se
 	if err := cs.reason(); err != nil {
 		return nil, &refusedJoin{node: node, told: errSessionOver, err: err}
 	}
-	if p == nil || !p.certificate {
+	if !p.certificate {
 		return nil, &refusedJoin{node: node, told: status.Error(codes.PermissionDenied,
 			"the node has joined without a certificate; its first one is had by a join token (tunnel join)")}
 	}

@@ -28,8 +28,9 @@
 // A session owns its conns and its goroutines: they end when the session ends. Run of the module
 // returns only after all of them have ended.
 //
-// With several replicas, peers.go connects them, peers_nodes.go shares which replica holds which
-// node, and relay.go dials through the replica that holds the node.
+// A session may also join two replicas of a cloud: package peers has them join. What differs by the
+// role of a peer, a node or a replica, is in server_role.go and client_role.go; server_replicas.go
+// says what a server asks about the other replicas.
 //
 // The package does not decide who may join (pkg/auth), what an edge may dial (the edge's modules),
 // or who may send requests (front doors).
@@ -80,8 +81,8 @@ const typeReplicas = "replicas"
 // maxInstance is the longest instance id of a process, in bytes: the length of a UUID.
 const maxInstance = 36
 
-// maxReach is the longest list of identifiers that an edge says it reaches, in bytes.
-const maxReach = 4 << 10
+// MaxReach is the longest list of identifiers that an edge says it reaches, in bytes.
+const MaxReach = 4 << 10
 
 // maxReplicas is the largest number of replicas that an edge is told of.
 const maxReplicas = 64

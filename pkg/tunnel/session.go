@@ -17,10 +17,13 @@ type Session struct {
 	Link             // the transport
 	Dialer           // asks the edge to dial; nil at the edge, which cannot ask the cloud
 
+	// Instance is the id of the peer's process, unchecked; an agent has none, and neither has a cloud
+	// that is a single replica. Set once.
+	Instance string
+
 	// Set once, at the cloud only.
-	Instance string // the id of the edge's process, unchecked; an agent has none
-	All      bool   // the edge keeps a session with every replica
-	Agent    bool   // the peer is a konnectivity agent, not an edge
+	All   bool // the edge keeps a session with every replica
+	Agent bool // the peer is a konnectivity agent, not an edge
 
 	// Written by the transport, read by any goroutine.
 	Conns atomic.Int64 // conns that are open now or being dialled

@@ -37,8 +37,11 @@ var arrows = []arrow{
 		"a forwarded connection knows its chunks and its way; sessions, joins and tickets are pkg/stream's"},
 	{"pkg/stream", []string{"pkg/auth", "pkg/conn", "pkg/listen", "pkg/tunnel", "pkg/stream/tunnelv1"},
 		"a transport carries for every module and knows none"},
+	{"pkg/peers", []string{"pkg/stream", "pkg/stream/tunnelv1", "pkg/tunnel"},
+		"a directory of the replicas' directories: pkg/stream carries its sessions, and knows it only as stream.Replicas"},
 	{"pkg/stream/tunnelv1", nil,
-		"generated code; the wire belongs to pkg/conn (chunks) and pkg/stream (everything else) alone"},
+		"generated code; the wire belongs to pkg/conn (chunks) and pkg/stream (everything else); " +
+			"pkg/peers reads only what replicas say of nodes"},
 	{"pkg/https", []string{"pkg/auth", "pkg/listen", "pkg/tunnel"},
 		"a front door asks a tunnel.Dialer and must not know which transport answers"},
 	{"pkg/tcp", []string{"pkg/auth", "pkg/listen", "pkg/tunnel"},

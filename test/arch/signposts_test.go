@@ -213,7 +213,7 @@ func TestWrongSignposts(t *testing.T) {
 		{"| 7 | `session.go` `sendLoop` → `madeUp`, `listen` |", 1},
 		{"`session.go` `madeUp`, `alsoMadeUp`", 2},
 		{"`session.go` `cloudSession.sendLoop`", 1}, // it is a method of session
-		{"`peers.go` `hasLeft`", 1},                 // it is in peers_nodes.go
+		{"`peers.go` `hasLeft`", 1},                 // it is in nodes.go
 		{"`pkg/reload` `Follow`", 1},
 		{"`pkg/streams/session.go`", 1},
 		{"`madeup.go`", 1},

@@ -1,24 +1,17 @@
-package stream
+package peers
 
 import (
 	"context"
 	"io"
-	"net"
-	"net/netip"
 	"slices"
-	"strings"
 	"sync"
-	"sync/atomic"
 	"testing"
 	"time"
 
 	"github.com/google/uuid"
-	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/status"
-	"google.golang.org/protobuf/proto"
 
-	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
+	"tunnel/pkg/stream"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -26,20 +19,14 @@ import (
 // A replica that is found under two addresses, as behind a Service of two address
 // families, is joined once: its session is not replaced again and again.
 func TestReplicaWithTwoAddresses(t *testing.T) {
-	ca, listeners, addresses := places(t, 2)
-	_, port, err := net.SplitHostPort(addresses[0])
-	if err != nil {
-		t.Fatal(err)
-	}
-	var all fleet
-	for i, ln := range listeners {
-		all = append(all, newReplica(t, ca, ln, append(addresses, net.JoinHostPort("localhost", port)), netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})))
-	}
-	all.meet(t)
+	p := newPlaces(t, 2)
+	const alias = "localhost:9000"
+	p.alias = map[string]string{alias: p.names[0]}
+	all := p.fleet(t, append(slices.Clone(p.names), alias))
 	all[1].join("edge1", direct)
 	all[0].front = all[0].peers
 	all[0].eventually("edge1 is known", func() bool { return all[0].peers.Holds("edge1") })
-	lines := func(a *replicaRig, what string) int { return len(a.log.lines(what)) }
+	lines := func(a *replicaRig, what string) int { return len(a.text.Lines(what)) }
 	const refused, joined = "has a session of this process already", "another replica has joined"
 	within(t, 3*patience, "the second address is refused", func() bool { return lines(all[0], refused) > 0 })
 	c, far := all[0].pair("edge1")
@@ -135,66 +122,21 @@ func TestHandOverHasNoGap(t *testing.T) {
 	<-done
 }
 
-// A client that waits to find one more replica does not go on waiting when it has lost
-// the one that it had.
-func TestPauseEndsWithTheLastSession(t *testing.T) {
-	c, err := NewClient(newRig(t).clientConfig("edge1"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	paused := make(chan struct{})
-	go func() {
-		defer close(paused)
-		c.pause(t.Context(), time.Hour)
-	}()
-	testkit.Eventually(t, "the pause ends", func() bool { // whenever it began to wait
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		if len(c.links) == 0 {
-			c.links = []*link{{}}
-		} else {
-			c.links = nil
-		}
-		c.noteLocked()
-		return tunnel.IsClosed(paused)
-	})
-}
-
-// Where a cloud of several replicas has become one, an edge that kept a session with
-// each keeps one.
-func TestNoReplicasAnyMore(t *testing.T) {
-	r := newRig(t)
-	cfg := r.clientConfig("edge1")
-	cfg.All = true
-	c, err := NewClient(cfg)
-	if err != nil {
-		t.Fatal(err)
-	}
-	c.setReplicas([]string{"of a replica that is gone"})
-	ctx, cancel := context.WithCancel(t.Context())
-	stopped := make(chan error, 1)
-	go func() { stopped <- c.Run(ctx) }()
-	r.eventually("it joins", func() bool { return c.Ready() == nil })
-	c.mu.Lock()
-	missing := c.missingLocked()
-	c.mu.Unlock()
-	if missing {
-		t.Error("it opens another session, which replaces the one it has")
-	}
-	cancel()
-	<-stopped
-}
-
 // An address that has led to this replica itself may lead to another one later: DNS is
 // late, or an address was given away.
 func TestAddressThatWasOurs(t *testing.T) {
 	all := newFleet(t, 2)
 	a := all[0]
 	found := make(chan struct{})
-	c, err := NewClient(ClientConfig{
-		Address: "the same", TLS: a.peers.cfg.TLS, Log: a.log.logger(), Grace: patience, Dial: all.balanced(),
-		replica: &asReplica{id: a.peers.id, hint: a.peers.hint, have: func() []string { return nil },
-			started: func(*edgeSession) error { close(found); return nil }},
+	c, err := stream.NewClient(stream.ClientConfig{
+		Address: "the same", TLS: a.peers.cfg.TLS, Log: a.log, Grace: patience, Dial: all.balanced(),
+		Replica: &stream.Replica{
+			ID: a.peers.id, Hint: hint, Have: func() []string { return nil },
+			Started: func(s *tunnel.Session) (func(), error) {
+				close(found)
+				return func() { <-s.Done() }, nil
+			},
+		},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -209,7 +151,7 @@ func TestAddressThatWasOurs(t *testing.T) {
 	}
 	cancel()
 	<-stopped
-	if n := a.counters.JoinsRefused.Load(); n != 0 || len(a.log.lines("level=WARN", "join refused")) != 0 {
+	if n := a.counters.JoinsRefused.Load(); n != 0 || len(a.text.Lines("level=WARN", "join refused")) != 0 {
 		t.Errorf("meeting itself counts as %d refusals", n)
 	}
 }
@@ -217,20 +159,22 @@ func TestAddressThatWasOurs(t *testing.T) {
 // gate is an authenticator that lets nobody pass before it is opened.
 type gate struct {
 	auth.Authenticator
+	once          sync.Once // of all replicas' servers, only the first asks at a closed gate
 	entered, open chan struct{}
 }
 
 func (g *gate) Authenticate(ctx context.Context, c auth.Credential) (auth.Grant, error) {
-	close(g.entered)
-	<-g.open
+	g.once.Do(func() {
+		close(g.entered)
+		<-g.open
+	})
 	return g.Authenticator.Authenticate(ctx, c)
 }
 
 // An edge that was joining when a replica began to leave is asked to move, too.
 func TestLeaveTellsWhoWasJoining(t *testing.T) {
-	all := newFleet(t, 2)
-	g := &gate{all[0].auth, make(chan struct{}), make(chan struct{})}
-	all[0].server.cfg.Auth = g
+	g := &gate{Authenticator: tokens{}, entered: make(chan struct{}), open: make(chan struct{})}
+	all := newFleet(t, 2, func(c *stream.ServerConfig) { c.Auth = g })
 	cfg := all[0].clientConfig("edge1")
 	cfg.Dial = all.balanced()
 	all[0].start(cfg, direct)
@@ -240,25 +184,10 @@ func TestLeaveTellsWhoWasJoining(t *testing.T) {
 		defer close(left)
 		all[0].server.Leave(t.Context())
 	}()
-	all[0].eventually("it leaves", func() bool { return len(all[0].log.lines("the other replicas take over")) > 0 })
+	all[0].eventually("it leaves", func() bool { return len(all[0].text.Lines("the other replicas take over")) > 0 })
 	close(g.open)
 	all[1].eventually("the edge turns to the other one", func() bool { return all[1].dir.Holds("edge1") })
 	<-left
-}
-
-// told is the link of an edge that remembers what it was told last, slowly at first.
-type told struct {
-	*cloudSession
-	n    atomic.Int32
-	last atomic.Pointer[tunnel.Message]
-}
-
-func (l *told) Send(m *tunnel.Message) error {
-	if l.n.Add(1) == 1 {
-		time.Sleep(50 * time.Millisecond) // not waited for: it lets the others overtake, if they can
-	}
-	l.last.Store(m)
-	return nil
 }
 
 // A konnectivity agent that has joined at another replica as a node whose edge is here ends
@@ -269,8 +198,8 @@ func TestAgentElsewhere(t *testing.T) {
 	p, s := all[0].peers, all[0].dir.Lookup("edge1")
 	late := time.Now().Add(time.Hour)
 	agent, edge := held{since: late}, held{since: late.Add(-time.Minute), instance: uuid.NewString()}
-	claim := func(h held) *cloudSession {
-		r := &replica{id: uuid.NewString(), link: new(cloudSession), nodes: map[tunnel.NodeName]held{"edge1": h}}
+	claim := func(h held) *tunnel.Session {
+		r := &replica{id: uuid.NewString(), link: new(tunnel.Session), nodes: map[tunnel.NodeName]held{"edge1": h}}
 		p.mu.Lock()
 		defer p.mu.Unlock()
 		p.replicas[r.id] = r
@@ -290,7 +219,7 @@ func TestAgentElsewhere(t *testing.T) {
 		t.Error("the agent takes the edge's dials")
 	}
 	edges := claim(edge)
-	if got := p.holders("edge1"); !slices.Equal(got, []*cloudSession{edges, agents}) {
+	if got := p.holders("edge1"); !slices.Equal(got, []*tunnel.Session{edges, agents}) {
 		t.Error("of two other replicas the one that holds the edge is not asked first")
 	}
 	if !p.hasLeft(s) {
@@ -305,51 +234,12 @@ func TestAgentElsewhere(t *testing.T) {
 	}
 }
 
-// When replicas come at the same time, the last that an edge hears is the newest.
-func TestEdgesHearTheNewest(t *testing.T) {
-	p := newFleet(t, 1)[0].peers
-	edge := &told{}
-	s := &tunnel.Session{Node: "edge1", Since: time.Now(), Link: edge}
-	p.dir.Attach(s)
-	var wg sync.WaitGroup
-	wg.Go(func() { p.attach(uuid.NewString(), nil, &cloudSession{}) })
-	testkit.Eventually(t, "the first is being told", func() bool { return edge.n.Load() > 0 })
-	wg.Go(func() { p.attach(uuid.NewString(), nil, &cloudSession{}) })
-	wg.Wait()
-	var r pb.Replicas
-	if err := proto.Unmarshal(edge.last.Load().Data, &r); err != nil || len(r.GetInstances()) != 3 {
-		t.Errorf("the edge knows of %d replicas, want 3 (%v)", len(r.GetInstances()), err)
-	}
-	p.mu.Lock()
-	clear(p.replicas) // they have no streams
-	p.mu.Unlock()
-}
-
-// What edges claim is passed on to other replicas, so its length is bounded; what a
-// replica says of changes before it has said all ends its session, without a panic.
-func TestOddClaims(t *testing.T) {
-	all := newFleet(t, 1)
-	s := all[0].stranger()
-	c := s.control(bearerOf("edge1"))
-	c.say(typeHello, "", &pb.Hello{Version: Version, Instance: strings.Repeat("x", maxInstance+1)})
-	if err := c.end(); status.Code(err) != codes.InvalidArgument {
-		t.Errorf("a long instance: %v, want %v", err, codes.InvalidArgument)
-	}
-	p, cs := all[0].peers, &cloudSession{}
-	r := &replica{link: cs}
-	if err := p.learn(r, cs, &pb.Nodes{}, map[tunnel.NodeName]held{"edge1": {}}); err == nil {
+// What a replica says of changes before it has said all ends its session, without a panic.
+func TestChangeBeforeTheWhole(t *testing.T) {
+	p, from := newFleet(t, 1)[0].peers, new(tunnel.Session)
+	p.Attach(uuid.NewString(), nil, from)
+	t.Cleanup(func() { p.Detach(from) })
+	if err := p.Learn(from, &pb.Nodes{Held: []*pb.Held{{Node: "edge1"}}}); err == nil {
 		t.Error("a change of nothing is taken")
-	}
-}
-
-// What a replica does before it stops does not make stopping longer.
-func TestLeaveIsPartOfTheGracePeriod(t *testing.T) {
-	all := newFleet(t, 2)
-	if got := all[0].server.grace(); got != patience {
-		t.Errorf("the grace period is %s, want %s", got, patience)
-	}
-	all[0].server.Leave(t.Context())
-	if got := all[0].server.grace(); got != patience-leaveFirst {
-		t.Errorf("after Leave the grace period is %s, want %s", got, patience-leaveFirst)
 	}
 }

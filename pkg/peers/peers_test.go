@@ -1,4 +1,4 @@
-package stream
+package peers
 
 import (
 	"context"
@@ -20,145 +20,9 @@ import (
 
 	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
+	"tunnel/pkg/stream"
 	"tunnel/pkg/tunnel"
 )
-
-// replicaRig is one replica of a fleet, over TLS on loopback.
-type replicaRig struct {
-	*rig
-	peers  *Peers
-	addr   netip.Addr
-	relays *tunnel.Counters
-	listen net.Listener
-	tls    atomic.Pointer[tls.Config] // by which it knows the others
-	leave  func()                     // ends its Peers
-}
-
-// fleet are replicas that know each other's addresses, their own among them.
-type fleet []*replicaRig
-
-func newFleet(t *testing.T, n int) fleet {
-	t.Helper()
-	ca, listeners, addresses := places(t, n)
-	var all fleet
-	for i, ln := range listeners {
-		all = append(all, newReplica(t, ca, ln, addresses, netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)})))
-	}
-	all.meet(t)
-	return all
-}
-
-// places makes what replicas need before they start: who signs for them, and where each
-// listens.
-func places(t *testing.T, n int) (ca *auth.CA, listeners []net.Listener, addresses []string) {
-	t.Helper()
-	ca, err := auth.NewCA("replicas", 24*time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
-	for range n {
-		ln, err := net.Listen("tcp", "127.0.0.1:0")
-		if err != nil {
-			t.Fatal(err)
-		}
-		listeners, addresses = append(listeners, ln), append(addresses, ln.Addr().String())
-	}
-	return ca, listeners, addresses
-}
-
-// meet waits until each has joined each other.
-func (all fleet) meet(t *testing.T) {
-	t.Helper()
-	for _, a := range all {
-		testkit.Eventually(t, "the replicas have joined each other", func() bool { return len(a.peers.sessions()) == len(all)-1 })
-	}
-}
-
-func newReplica(t *testing.T, ca *auth.CA, ln net.Listener, addresses []string, addr netip.Addr, change ...func(*ServerConfig)) *replicaRig {
-	t.Helper()
-	conf := &tls.Config{
-		Certificates: []tls.Certificate{leaf(t, ca, auth.Leaf{DNSNames: []string{"cloud", "replicas"}, Server: true, Client: true})},
-		RootCAs:      poolOf(ca), ServerName: "replicas",
-	}
-	a := &replicaRig{addr: addr, relays: new(tunnel.Counters), listen: ln}
-	a.tls.Store(conf)
-	a.rig = &rig{
-		t: t, dir: &tunnel.Directory{}, auth: &fakeAuth{}, ca: ca, stopped: make(chan error, 1),
-		counters: &tunnel.Counters{}, edges: &tunnel.Counters{}, log: &journal{name: t.Name() + " " + addr.String()},
-	}
-	var err error
-	a.peers, err = NewPeers(PeersConfig{
-		Addresses: addresses, Addrs: []netip.Addr{addr}, TLS: a.tls.Load, Counters: a.relays,
-		Log: a.log.logger(), Software: "test", Grace: patience,
-	}, a.dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	cfg := ServerConfig{
-		Listen: addr.String(), TLS: conf, Auth: a.auth, Counters: a.counters,
-		Log: a.log.logger(), Grace: patience, Software: "test", Peers: a.peers,
-	}
-	for _, f := range change {
-		f(&cfg)
-	}
-	a.server, err = NewServer(cfg, a.dir)
-	if err != nil {
-		t.Fatal(err)
-	}
-	a.server.listen = func(string, string) (net.Listener, error) { return ln, nil }
-	a.up()
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		if err := a.peers.Run(ctx); err != nil {
-			t.Error(err)
-		}
-	}()
-	a.leave = func() {
-		cancel()
-		<-done
-	}
-	t.Cleanup(a.leave)
-	return a
-}
-
-func leaf(t *testing.T, ca *auth.CA, l auth.Leaf) tls.Certificate {
-	t.Helper()
-	l.CommonName = "replica"
-	cert, key, err := ca.Issue(l)
-	if err != nil {
-		t.Fatal(err)
-	}
-	pair, err := tls.X509KeyPair(cert, key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return pair
-}
-
-// newRelayedRig is a rig whose conns are dialled at another replica.
-func newRelayedRig(t *testing.T) *rig {
-	t.Helper()
-	all := newFleet(t, 2)
-	r := all[0].rig
-	r.front = all[1].peers
-	return r
-}
-
-// eachWay runs a test with conns that are dialled at the replica that holds the node, over
-// links that count as near and as far, and by data connections, and with relayed ones.
-func eachWay(t *testing.T, test func(t *testing.T, r *rig)) {
-	t.Helper()
-	t.Run("direct", func(t *testing.T) { test(t, newRig(t)) })
-	t.Run("far", func(t *testing.T) { test(t, newRig(t, func(cfg *ServerConfig) { cfg.farTrip = 1 })) })
-	t.Run("data", func(t *testing.T) {
-		r := newRig(t)
-		r.spares = MaxConnections
-		test(t, r)
-	})
-	t.Run("relayed", func(t *testing.T) { test(t, newRelayedRig(t)) })
-}
 
 func TestPeersKnowTheNodes(t *testing.T) {
 	all := newFleet(t, 3)
@@ -227,6 +91,49 @@ func TestRelayRefuses(t *testing.T) {
 	}
 }
 
+// A node's quota is the same by way of another replica: opens count, and wait, where the
+// node is held; the refusal of one that does not wait arrives as it is.
+func TestRelayedOpensCountAtTheHolder(t *testing.T) {
+	all := newFleet(t, 2, func(c *stream.ServerConfig) { c.Limits.Opens = 1 })
+	holder, other := all[0], all[1]
+	holder.join("edge1", func(context.Context, tunnel.Request) (net.Conn, error) {
+		return nil, tunnel.Refusef(tunnel.Refused, "nothing listens")
+	})
+	other.eventually("the other replica hears of the node", func() bool { return other.peers.Holds("edge1") })
+	dial := func(noWait bool) error {
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		_, err := other.peers.Dial(ctx, tunnel.Request{
+			Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1", NoWait: noWait,
+		})
+		return err
+	}
+	for opened := 0; ; opened++ {
+		err := dial(true)
+		if tunnel.CodeOf(err) == tunnel.Refused { // by the edge
+			continue
+		}
+		limit := "limit " + tunnel.LimitOpens.String() + ": "
+		says := func(what string) bool { return err != nil && strings.Contains(err.Error(), what) }
+		if tunnel.CodeOf(err) != tunnel.Overloaded || !says(limit) || !says("edge1") {
+			t.Errorf("got %v, want overloaded by limit %s for edge1", err, tunnel.LimitOpens)
+		}
+		if opened < 2 {
+			t.Errorf("only %d opens were let through, want 2 at least", opened)
+		}
+		break
+	}
+	start := time.Now()
+	if err := dial(false); tunnel.CodeOf(err) != tunnel.Refused {
+		t.Errorf("an open that waits at the holder: %v after %s", err, time.Since(start))
+	}
+	for _, a := range all {
+		if n := a.counters.LimitedBy(tunnel.LimitOpens); n != 0 {
+			t.Errorf("limit %s was counted %d times, want 0", tunnel.LimitOpens, n)
+		}
+	}
+}
+
 // A node that has gone to another replica is served there at once, though its old
 // session has not been noticed to be dead.
 func TestNewerSessionWins(t *testing.T) {
@@ -241,7 +148,7 @@ func TestNewerSessionWins(t *testing.T) {
 	case <-time.After(patience):
 		t.Fatal("the older session lives on")
 	}
-	if lines := all[0].log.lines("another process has joined as this node"); len(lines) == 0 {
+	if lines := all[0].text.Lines("another process has joined as this node"); len(lines) == 0 {
 		t.Error("two edges of one name, and nobody is told")
 	}
 }
@@ -297,8 +204,8 @@ func TestReplicaImpostors(t *testing.T) {
 		})
 	}
 	t.Run("where there are no replicas", func(t *testing.T) {
-		alone := newRig(t)
-		err := joinAsReplica(t, &replicaRig{rig: alone}, new(tls.Config))
+		alone := newFleet(t, 1, func(c *stream.ServerConfig) { c.Replicas = nil })[0]
+		err := joinAsReplica(t, alone, new(tls.Config))
 		if status.Code(err) != codes.Unauthenticated {
 			t.Errorf("got %v, want %v", err, codes.Unauthenticated)
 		}
@@ -311,10 +218,14 @@ var errLetIn = errors.New("let in")
 func TestReplicaIDs(t *testing.T) {
 	a := newFleet(t, 1)[0]
 	conf := func() *tls.Config {
-		return &tls.Config{Certificates: []tls.Certificate{leaf(t, a.ca, auth.Leaf{DNSNames: []string{"replicas"}, Server: true, Client: true})}}
+		own := leaf(t, a.ca, auth.Leaf{DNSNames: []string{"replicas"}, Server: true, Client: true})
+		return &tls.Config{Certificates: []tls.Certificate{own}}
 	}
 	id := uuid.NewString()
-	for _, other := range []string{"{" + id + "}", "x" + id + "y", "urn:uuid:" + id, strings.ReplaceAll(id, "-", ""), strings.ToUpper(id), "me"} {
+	others := []string{
+		"{" + id + "}", "x" + id + "y", "urn:uuid:" + id, strings.ReplaceAll(id, "-", ""), strings.ToUpper(id), "me",
+	}
+	for _, other := range others {
 		if err := joinAs(t, a, other, conf()); status.Code(err) != codes.InvalidArgument {
 			t.Errorf("%s: %v, want %v", other, err, codes.InvalidArgument)
 		}
@@ -369,29 +280,40 @@ func joinAsReplica(t *testing.T, a *replicaRig, conf *tls.Config) error {
 func joinAs(t *testing.T, a *replicaRig, id string, conf *tls.Config) error {
 	t.Helper()
 	conf.RootCAs, conf.ServerName = poolOf(a.ca), "cloud"
-	c, err := NewClient(ClientConfig{
-		Address: a.server.Addr().String(), TLS: fixed(conf),
-		Log: a.log.logger(), Grace: patience,
-		replica: &asReplica{id: id, hint: func(err error) error { return err }, have: func() []string { return nil },
-			started: func(*edgeSession) error { return errLetIn }},
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+	told := make(chan error, 1)
+	c, err := stream.NewClient(stream.ClientConfig{
+		Address: a.port, TLS: fixed(conf), Log: a.log, Grace: patience,
+		Replica: &stream.Replica{
+			ID: id, Have: func() []string { return nil },
+			Started: func(*tunnel.Session) (func(), error) { return nil, errLetIn },
+			Hint: func(err error) error {
+				told <- err
+				<-ctx.Done() // it does not try again
+				return err
+			},
+		},
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
-	defer cancel()
-	l, err := c.open(ctx)
-	if err == nil {
-		l.cancel()
-		l.hangUp()
+	stopped := make(chan error, 1)
+	go func() { stopped <- c.Run(ctx) }()
+	select {
+	case err = <-told:
+	case <-ctx.Done():
+		err = ctx.Err()
 	}
+	cancel()
+	<-stopped
 	return err
 }
 
 // A replica that stops lets relayed conns end.
 func TestRelayDrains(t *testing.T) {
 	all := newFleet(t, 2)
-	r := all[0].rig
+	r := all[0]
 	r.front = all[1].peers
 	r.join("edge1", direct)
 	c, far := r.pair("edge1")
@@ -400,7 +322,8 @@ func TestRelayDrains(t *testing.T) {
 		defer close(left)
 		all[0].leave()
 	}()
-	within(t, 2*patience, "the holder says that it leaves", func() bool { // when its nodes have had the grace period to move
+	// It says so when its nodes have had the grace period to move.
+	within(t, 2*patience, "the holder says that it leaves", func() bool {
 		_, err := r.dial("edge1", "127.0.0.1:1")
 		return tunnel.CodeOf(err) == tunnel.Draining
 	})
@@ -429,7 +352,7 @@ func (all fleet) balanced() func(ctx context.Context, network, addr string) (net
 	var turn atomic.Int64
 	return func(ctx context.Context, network, _ string) (net.Conn, error) {
 		a := all[int(turn.Add(1)-1)%len(all)]
-		return (&net.Dialer{}).DialContext(ctx, network, a.listen.Addr().String())
+		return (&net.Dialer{}).DialContext(ctx, network, a.port)
 	}
 }
 
@@ -460,11 +383,12 @@ func TestLeaveLosesNothing(t *testing.T) {
 	}()
 	for _, a := range all {
 		a.eventually("the name leads to the replica that stays", func() bool {
-			return slices.Equal(a.peers.Addrs("edge1"), []netip.Addr{r.addr}) && slices.Equal(a.peers.All()["edge1"], []netip.Addr{r.addr})
+			want := []netip.Addr{r.addr}
+			return slices.Equal(a.peers.Addrs("edge1"), want) && slices.Equal(a.peers.All()["edge1"], want)
 		})
 	}
 	r.eventually("nobody can join where it ends", func() bool {
-		c, err := net.Dial("tcp", all[0].listen.Addr().String())
+		c, err := net.Dial("tcp", all[0].port)
 		if err == nil {
 			c.Close()
 		}
@@ -551,8 +475,8 @@ func TestSessionWithEveryReplica(t *testing.T) {
 // A replica that has just started is not ready before the others have told it what they
 // hold, and they, who have not got through to it for a while, do not wait to be asked.
 func TestStartedReplicaKnowsTheNodes(t *testing.T) {
-	ca, listeners, addresses := places(t, 2)
-	ln := listeners[1].(*net.TCPListener)
+	p := newPlaces(t, 2)
+	ln := newTarget(t)
 	hungUp := make(chan struct{})
 	go func() { // nobody is there yet
 		defer close(hungUp)
@@ -564,22 +488,26 @@ func TestStartedReplicaKnowsTheNodes(t *testing.T) {
 			c.Close()
 		}
 	}()
-	first := newReplica(t, ca, listeners[0], addresses, netip.MustParseAddr("10.0.0.1"))
+	p.leads(p.names[1], ln.addr())
+	first := p.newReplica(t, 0, p.names)
+	p.leads(p.names[0], first.port)
+	first.meet()
 	first.join("edge1", direct)
 	first.eventually("the first is ready: the other one cannot be joined", func() bool { return first.peers.Ready() == nil })
-	link := func() *Client {
+	link := func() *stream.Client {
 		first.peers.mu.Lock()
 		defer first.peers.mu.Unlock()
-		return first.peers.links[addresses[1]]
+		return first.peers.links[p.names[1]]
 	}
 	first.eventually("it has given up for a while", func() bool {
-		return len(first.log.lines("no session; trying again", addresses[1])) >= 4 && link().Ready() != nil
+		return len(first.text.Lines("no session; trying again", p.names[1])) >= 4 && link().Ready() != nil
 	})
 
-	ln.SetDeadline(time.Now())
+	ln.Close()
 	<-hungUp
-	ln.SetDeadline(time.Time{})
-	second := newReplica(t, ca, ln, addresses, netip.MustParseAddr("10.0.0.2"))
+	second := p.newReplica(t, 1, p.names)
+	p.leads(p.names[1], second.port)
+	second.meet()
 	if second.peers.Ready() == nil && !second.peers.Holds("edge1") {
 		t.Error("ready before it knows anything")
 	}

@@ -1,4 +1,4 @@
-package stream
+package peers
 
 import (
 	"fmt"
@@ -9,7 +9,9 @@ import (
 	"time"
 
 	"github.com/google/uuid"
+	"google.golang.org/protobuf/proto"
 
+	"tunnel/pkg/stream"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -28,29 +30,29 @@ func BenchmarkPeers(b *testing.B) {
 		}
 		before := heap()
 		p, from := benchPeers()
-		take(b, from, full)
+		take(b, p, from, full)
 		kept := heap() - before
 		b.ReportAllocs()
 		b.SetBytes(int64(wire))
 		for b.Loop() {
-			take(b, from, full)
+			take(b, p, from, full)
 		}
 		runtime.KeepAlive(p)
 		b.ReportMetric(float64(wire)/n, "wire-B/node")
 		b.ReportMetric(float64(kept)/n, "heap-B/node")
 	})
 	b.Run("one", func(b *testing.B) {
-		_, from := benchPeers()
-		take(b, from, full)
-		one := []*tunnel.Message{message(typeNodes, "", &pb.Nodes{Held: []*pb.Held{heldBy(0)}})}
+		p, from := benchPeers()
+		take(b, p, from, full)
+		one := []*tunnel.Message{stream.NodesMessage(&pb.Nodes{Held: []*pb.Held{heldBy(0)}})}
 		b.ReportAllocs()
 		for b.Loop() {
-			take(b, from, one)
+			take(b, p, from, one)
 		}
 	})
 	b.Run("all", func(b *testing.B) {
 		p, from := benchPeers()
-		take(b, from, full)
+		take(b, p, from, full)
 		for i := range n {
 			p.dir.Attach(&tunnel.Session{Node: tunnel.NodeName(fmt.Sprintf("here-%05d", i))})
 		}
@@ -64,15 +66,15 @@ func BenchmarkPeers(b *testing.B) {
 }
 
 // benchPeers is a replica that another one has joined.
-func benchPeers() (*Peers, *cloudSession) {
+func benchPeers() (*Peers, *tunnel.Session) {
 	p := &Peers{
-		cfg: PeersConfig{Addrs: []netip.Addr{netip.MustParseAddr("10.0.0.1")}},
-		dir: new(tunnel.Directory), log: slog.New(slog.DiscardHandler), left: make(chan struct{}), replicas: make(map[string]*replica),
+		cfg: Config{Addrs: []netip.Addr{netip.MustParseAddr("10.0.0.1")}},
+		dir: new(tunnel.Directory), log: slog.New(slog.DiscardHandler),
+		left: make(chan struct{}), replicas: make(map[string]*replica),
 	}
-	cs := &cloudSession{peers: p}
-	cs.pub = &tunnel.Session{Link: cs}
-	p.attach(uuid.NewString(), &pb.Replica{Addrs: []string{"10.0.0.2"}}, cs)
-	return p, cs
+	from := new(tunnel.Session)
+	p.Attach(uuid.NewString(), []string{"10.0.0.2"}, from)
+	return p, from
 }
 
 func heldBy(i int) *pb.Held {
@@ -85,18 +87,30 @@ func tellOf(n int) (all []*tunnel.Message) {
 	for i := range n {
 		news.Held = append(news.Held, heldBy(i))
 	}
-	s := new(edgeSession)
-	s.init()
-	s.pub = new(tunnel.Session)
-	s.maxConns = DefaultMaxConns // bounds the outbox
-	post(s, &news, true)
-	return s.outbox.take()
+	link := new(collector)
+	post(&tunnel.Session{Link: link}, &news, true)
+	return link.sent
+}
+
+// collector is a link that keeps what is sent.
+type collector struct {
+	tunnel.Link
+	sent []*tunnel.Message
+}
+
+func (c *collector) Send(m *tunnel.Message) error {
+	c.sent = append(c.sent, m)
+	return nil
 }
 
 // take has a replica take messages of another one.
-func take(b *testing.B, from *cloudSession, all []*tunnel.Message) {
+func take(b *testing.B, p *Peers, from *tunnel.Session, all []*tunnel.Message) {
 	for _, m := range all {
-		if err := from.peerNodes(m); err != nil {
+		var news pb.Nodes
+		if err := proto.Unmarshal(m.Data, &news); err != nil {
+			b.Fatal(err)
+		}
+		if err := p.Learn(from, &news); err != nil {
 			b.Fatal(err)
 		}
 	}

@@ -1,6 +1,7 @@
-package stream
+package peers
 
 import (
+	"context"
 	"strings"
 	"testing"
 
@@ -8,6 +9,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel/internal/testkit"
+	"tunnel/pkg/stream"
 )
 
 // What an edge says it reaches is known to every replica, and goes with it.
@@ -17,7 +19,7 @@ func TestReach(t *testing.T) {
 	cfg.Reach = "host=n1&cidr=10.88.1.0/24"
 	e := all[0].start(cfg, direct)
 	long := all[0].clientConfig("n2")
-	long.Reach = "host=" + strings.Repeat("x", maxReach-len("host="))
+	long.Reach = "host=" + strings.Repeat("x", stream.MaxReach-len("host="))
 	all[0].start(long, direct)
 	all[0].join("n3", direct) // says nothing
 	for _, r := range all {
@@ -30,12 +32,17 @@ func TestReach(t *testing.T) {
 	for _, r := range all {
 		testkit.Eventually(t, "the replica has forgotten it", func() bool { return r.peers.Reach()["n1"] == "" })
 	}
-	cfg.Reach = strings.Repeat("x", maxReach+1)
-	c, err := NewClient(cfg)
+	cfg.Reach = strings.Repeat("x", stream.MaxReach+1)
+	c, err := stream.NewClient(cfg)
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := c.open(t.Context()); status.Code(err) != codes.InvalidArgument {
-		t.Errorf("a list that is too long: %v", err)
-	}
+	ctx, cancel := context.WithCancel(t.Context())
+	stopped := make(chan error, 1)
+	go func() { stopped <- c.Run(ctx) }()
+	testkit.Eventually(t, "a list that is too long is refused", func() bool {
+		return status.Code(c.Ready()) == codes.InvalidArgument
+	})
+	cancel()
+	<-stopped
 }

@@ -1,4 +1,4 @@
-package stream
+package peers
 
 import (
 	"errors"
@@ -8,8 +8,7 @@ import (
 	"slices"
 	"time"
 
-	"google.golang.org/protobuf/proto"
-
+	"tunnel/pkg/stream"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
@@ -18,41 +17,59 @@ const (
 	// tellPause is how long changes are gathered into one message.
 	tellPause = 20 * time.Millisecond
 	// tellBatch is how many nodes one message may name. A name has at most 253 bytes and an
-	// instance at most maxInstance, so a batch fits maxMessage.
+	// instance at most 36, so a batch fits conn.MaxMessage.
 	tellBatch = 200
 	// tellReach is how many bytes of reach one message may hold. The reach of any edge fits
-	// tellReach. A full batch with tellReach bytes of reach fits maxMessage.
-	tellReach = maxReach
+	// tellReach. A full batch with tellReach bytes of reach fits conn.MaxMessage.
+	tellReach = stream.MaxReach
 	// sameTime is the difference in age within which two sessions count as equally old. An age is
 	// slightly out of date on arrival, and neither session may end the other.
 	sameTime = time.Second
 )
 
-// publish tells the replica at the other end of s which nodes this replica holds, until s has
-// ended.
-func (p *Peers) publish(s *edgeSession) error {
+// held is a session of a node with another replica.
+type held struct {
+	since    time.Time // by this replica's clock
+	instance string    // instance of the edge; "" for a konnectivity agent, which has none
+	reach    string    // addresses that the edge says it reaches
+}
+
+// before reports whether h takes precedence over another session of the node. An edge's session
+// precedes an agent's. Otherwise the later session precedes.
+func (h held) before(other held) bool {
+	if agent := h.instance == ""; agent != (other.instance == "") {
+		return !agent
+	}
+	return h.since.After(other.since)
+}
+
+// publish notes that this replica has joined the replica at the other end of s. It returns tell
+// for s. tell ends with s.
+func (p *Peers) publish(s *tunnel.Session) (run func(), err error) {
+	id := s.Instance
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	switch by := p.joined[s.remoteInstance]; {
-	case s.remoteInstance == p.id:
-		return errSelf
-	case by != nil && by.pub.Remote != s.pub.Remote:
-		return errTwice
+	switch by := p.joined[id]; {
+	case id == p.id:
+		return nil, stream.ErrSelf
+	case by != nil && by.Remote != s.Remote:
+		return nil, stream.ErrTwice
 	}
-	p.joined[s.remoteInstance] = s
-	s.wg.Go(func() {
-		s.guarded(func() { p.tell(s) })()
-		p.mu.Lock()
-		defer p.mu.Unlock()
-		if p.joined[s.remoteInstance] == s {
-			delete(p.joined, s.remoteInstance)
-		}
-	})
-	return nil
+	p.joined[id] = s
+	return func() {
+		defer func() { // runs also when tell panics
+			p.mu.Lock()
+			defer p.mu.Unlock()
+			if p.joined[id] == s {
+				delete(p.joined, id)
+			}
+		}()
+		p.tell(s)
+	}, nil
 }
 
 // tell sends all nodes of this replica over s, then each change, until s has ended.
-func (p *Peers) tell(s *edgeSession) {
+func (p *Peers) tell(s *tunnel.Session) {
 	told := make(map[tunnel.NodeName]*tunnel.Session)
 	full, left := true, p.left
 	for {
@@ -83,12 +100,12 @@ func (p *Peers) tell(s *edgeSession) {
 		select {
 		case <-changed:
 		case <-left:
-		case <-s.done:
+		case <-s.Done():
 			return
 		}
 		select {
 		case <-time.After(tellPause):
-		case <-s.done:
+		case <-s.Done():
 			return
 		}
 	}
@@ -96,12 +113,14 @@ func (p *Peers) tell(s *edgeSession) {
 
 // heldOf describes a session of this replica for the other replicas.
 func heldOf(s *tunnel.Session) *pb.Held {
-	age := uint64(max(0, time.Since(s.Since).Milliseconds())) //nolint:gosec // not negative
-	return &pb.Held{Node: string(s.Node), Reach: s.Reach, AgeMs: age, Instance: s.Instance}
+	return &pb.Held{
+		Node: string(s.Node), Reach: s.Reach, Instance: s.Instance,
+		AgeMs: uint64(max(0, time.Since(s.Since).Milliseconds())), //nolint:gosec // not negative
+	}
 }
 
 // post sends news in messages of limited length.
-func post(s *edgeSession, news *pb.Nodes, full bool) {
+func post(s *tunnel.Session, news *pb.Nodes, full bool) {
 	for {
 		part := &pb.Nodes{Full: full, Leaving: news.Leaving}
 		n := 0
@@ -112,7 +131,7 @@ func post(s *edgeSession, news *pb.Nodes, full bool) {
 		m := min(tellBatch-n, len(news.Gone))
 		part.Gone, news.Gone = news.Gone[:m], news.Gone[m:]
 		part.More = len(news.Held)+len(news.Gone) > 0
-		s.post(message(typeNodes, "", part))
+		s.Send(stream.NodesMessage(part)) //nolint:errcheck // it fails only when the session has ended
 		if !part.More {
 			return
 		}
@@ -120,12 +139,12 @@ func post(s *edgeSession, news *pb.Nodes, full bool) {
 	}
 }
 
-// peerNodes handles another replica's message about its nodes.
-func (s *cloudSession) peerNodes(m *tunnel.Message) error {
-	var news pb.Nodes
-	if err := proto.Unmarshal(m.Data, &news); err != nil {
-		return fmt.Errorf("nodes: %w", err)
-	}
+// longestInstance bounds the instance that another replica claims, in bytes. It is longer than any
+// instance that an edge may have.
+const longestInstance = 512
+
+// Learn implements stream.Replicas.
+func (p *Peers) Learn(from *tunnel.Session, news *pb.Nodes) error {
 	now := time.Now()
 	claims := make(map[tunnel.NodeName]held, len(news.GetHeld()))
 	for _, h := range news.GetHeld() {
@@ -134,22 +153,24 @@ func (s *cloudSession) peerNodes(m *tunnel.Message) error {
 			return fmt.Errorf("nodes: %w", err)
 		}
 		age := time.Duration(min(h.GetAgeMs(), uint64((1<<62)/time.Millisecond))) * time.Millisecond
-		claims[n] = held{since: now.Add(-age), instance: text(h.GetInstance()), reach: h.GetReach()}
+		instance := h.GetInstance()
+		claims[n] = held{since: now.Add(-age), instance: instance[:min(len(instance), longestInstance)], reach: h.GetReach()}
 	}
-	if err := s.peers.learn(s.replica, s, &news, claims); err != nil {
+	if err := p.learn(from, news, claims); err != nil {
 		return err
 	}
 	for n, claim := range claims {
-		s.peers.yield(n, claim)
+		p.yield(n, claim)
 	}
 	return nil
 }
 
 // learn stores one message of what a replica has told about its nodes.
-func (p *Peers) learn(r *replica, from *cloudSession, news *pb.Nodes, claims map[tunnel.NodeName]held) error {
+func (p *Peers) learn(from *tunnel.Session, news *pb.Nodes, claims map[tunnel.NodeName]held) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if r.link != from {
+	r := p.ofLocked(from)
+	if r == nil {
 		return nil // a newer session of the replica tells it again
 	}
 	if news.GetFull() {
@@ -171,23 +192,24 @@ func (p *Peers) learn(r *replica, from *cloudSession, news *pb.Nodes, claims map
 		return nil
 	}
 	if r.coming != nil {
-		p.log.Info("another replica has said which nodes it holds", "replica", r.id, "nodes", len(into), "remote", from.pub.Remote)
+		p.log.Info("another replica has said which nodes it holds",
+			"replica", r.id, "nodes", len(into), "remote", from.Remote)
 		r.nodes, r.coming = r.coming, nil
 	}
 	p.noteLocked()
 	return nil
 }
 
-// yield ends this replica's session of a node if another process has joined as the node at
-// another replica, and later. Either the edge was restarted, or two edges use one name. A session
-// of the same process stays, since it may have conns that are still ending. An agent's session at
-// another replica ends no session here.
+// yield ends this replica's session of a node if another process has joined as the node at another
+// replica, and later. Either the edge was restarted, or two edges use one name. A session of the
+// same process stays, since it may have conns that are still ending. An agent's session at another
+// replica ends no session here, and an agent's session here does not end.
 func (p *Peers) yield(n tunnel.NodeName, claim held) {
 	ours := p.dir.Lookup(n)
 	if ours == nil || ours.Agent || ours.Instance == claim.instance || !newer(claim, ours) {
 		return
 	}
-	ours.Close(errJoinedElsewhere)
+	ours.Close(stream.ErrJoinedElsewhere)
 }
 
 // newer reports whether another replica's claim takes precedence over this replica's session.
@@ -216,40 +238,10 @@ func (p *Peers) hasLeft(s *tunnel.Session) bool {
 	return false
 }
 
-// instances returns a message that tells an edge which replicas there are.
-func (p *Peers) instances() *tunnel.Message {
-	p.mu.Lock()
-	defer p.mu.Unlock()
-	all := []string{p.id}
-	for id, r := range p.replicas {
-		if r.link != nil && len(all) < maxReplicas {
-			all = append(all, id)
-		}
-	}
-	return message(typeReplicas, "", &pb.Replicas{Instances: all})
-}
-
-// welcome tells a newly attached edge which replicas there are.
-func (p *Peers) welcome(cs *cloudSession) {
-	p.telling.Lock()
-	defer p.telling.Unlock()
-	cs.post(p.instances())
-}
-
-// announce tells all edges of this replica which replicas there are.
-func (p *Peers) announce() {
-	p.telling.Lock()
-	defer p.telling.Unlock()
-	m := p.instances()
-	for _, s := range p.dir.Sessions() {
-		s.Send(m) //nolint:errcheck // it fails only when the session has ended
-	}
-}
-
 // holders returns the sessions of the connected replicas that hold n, in order of precedence.
-func (p *Peers) holders(n tunnel.NodeName) []*cloudSession {
+func (p *Peers) holders(n tunnel.NodeName) []*tunnel.Session {
 	type holder struct {
-		link *cloudSession
+		link *tunnel.Session
 		held held
 	}
 	p.mu.Lock()
@@ -269,7 +261,7 @@ func (p *Peers) holders(n tunnel.NodeName) []*cloudSession {
 		}
 		return 0
 	})
-	links := make([]*cloudSession, len(all))
+	links := make([]*tunnel.Session, len(all))
 	for i, h := range all {
 		links[i] = h.link
 	}

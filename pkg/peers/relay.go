@@ -1,4 +1,4 @@
-package stream
+package peers
 
 import (
 	"context"
@@ -67,10 +67,7 @@ func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error)
 		full = func() (net.Conn, error) { return p.dir.Dial(ctx, again) }
 	}
 	for _, link := range p.sessions() {
-		p.mu.Lock()
-		nodes := slices.Collect(maps.Keys(link.replica.nodes))
-		p.mu.Unlock()
-		nodes = slices.DeleteFunc(nodes, func(n tunnel.NodeName) bool { return !r.Among.Chooses(n) })
+		nodes := slices.DeleteFunc(p.nodesOf(link), func(n tunnel.NodeName) bool { return !r.Among.Chooses(n) })
 		rand.Shuffle(len(nodes), func(i, j int) { nodes[i], nodes[j] = nodes[j], nodes[i] })
 		for _, n := range nodes[:min(3, len(nodes))] {
 			r.Node = n
@@ -102,15 +99,12 @@ func elsewhere(ctx context.Context, err error) bool {
 	return false
 }
 
-// relayModule answers the requests of a replica that this replica has joined. It asks only this
-// replica's own directory, so a request is relayed once.
-type relayModule struct{ dir *tunnel.Directory }
-
-func (relayModule) Name() string              { return categoryRelay }
-func (relayModule) Run(context.Context) error { return nil }
-
-func (m relayModule) Routes() map[string]tunnel.Handler {
-	return map[string]tunnel.Handler{
-		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error { return in.Serve(m.dir.Dial) },
+// nodesOf returns the nodes of the replica whose session is link.
+func (p *Peers) nodesOf(link *tunnel.Session) []tunnel.NodeName {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if r := p.ofLocked(link); r != nil {
+		return slices.Collect(maps.Keys(r.nodes))
 	}
+	return nil
 }

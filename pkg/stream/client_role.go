@@ -1,0 +1,201 @@
+package stream
+
+import (
+	"context"
+	"crypto/sha256"
+	"errors"
+	"fmt"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/status"
+
+	"tunnel/pkg/auth"
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// Replica makes a [Client] join as a replica of the cloud. Its TLS certificate proves that. The
+// replica that it joins asks it for conns to the nodes that it holds.
+type Replica struct {
+	ID    string   // of the joining replica, a UUID
+	Addrs []string // addresses at which clients reach the joining replica
+	// Have returns the ids of the replicas that need no session by this client, since they have
+	// one already.
+	Have func() []string
+	// Dial serves an open of the other replica. The request names one of the nodes here.
+	Dial tunnel.DialFunc
+	// Started is called for each new session. s.Instance is the id of the replica at the other end.
+	// A goroutine of the session then calls run, which must return when s is done. An error refuses
+	// the session.
+	Started func(s *tunnel.Session) (run func(), err error)
+	Hint    func(error) error // adds to an error what a person can do about it
+}
+
+var (
+	// ErrSelf is the error of a session of a replica with itself.
+	ErrSelf = errors.New("this address is our own")
+	// ErrTwice is the error of a second session with the same replica.
+	ErrTwice = errors.New("this replica has been joined by another of its addresses")
+)
+
+// joiner is what a client joins as: a node, or a replica of the cloud. joinerOf decides it once.
+// Whatever depends on it is here.
+type joiner interface {
+	fmt.Stringer                   // for errors: "joining as " and this
+	logs() (key string, value any) // distinguishes this client in the log
+	limits() EdgeLimits            // of all sessions together
+	// modules serve messages in addition to those of NewClient.
+	modules() []tunnel.Module
+	// credential returns the credentials for the join, and the SHA-256 of the token if a token
+	// proves the peer. h holds the certificate.
+	credential(h *handshake) (credentials.PerRPCCredentials, [sha256.Size]byte, error)
+	// hello adds to the first message of a session.
+	hello(*pb.Hello)
+	// started is called for each new session. An error refuses the session.
+	started(*edgeSession) error
+	// addressed writes into the request of an open for whom it is.
+	addressed(r *tunnel.Request, open *pb.Open) error
+	// denied logs that a dial that the cloud asked for is denied.
+	denied(s *edgeSession, topic string, r tunnel.Request, err error)
+	// explain adds to an error what a person can do about it. h may be nil.
+	explain(err error, h *handshake) error
+}
+
+// joinerOf returns what a client with this configuration joins as.
+func joinerOf(c *Client) joiner {
+	if c.cfg.Replica != nil {
+		return toReplica{c, c.cfg.Replica}
+	}
+	return toCloud{c}
+}
+
+// toCloud joins as a node, proven by a token or by the certificate of the connection.
+type toCloud struct{ *Client }
+
+func (j toCloud) String() string { return fmt.Sprintf("node %s", j.cfg.Node) }
+
+func (j toCloud) logs() (key string, value any) { return "node", j.cfg.Node }
+
+func (j toCloud) limits() EdgeLimits { return j.cfg.Limits.orDefault() }
+
+func (toCloud) modules() []tunnel.Module { return nil }
+
+func (j toCloud) credential(h *handshake) (credentials.PerRPCCredentials, [sha256.Size]byte, error) {
+	none := [sha256.Size]byte{}
+	if j.cfg.Token == nil {
+		if h.leaf == nil {
+			return nil, none, errNoCertificate
+		}
+		return nodeClaim(j.cfg.Node), none, nil
+	}
+	token, err := auth.TokenOf(j.cfg.Token)
+	if err != nil {
+		return nil, none, err
+	}
+	return accessToken(auth.EncodeToken(string(j.cfg.Node), token)), sha256.Sum256([]byte(token)), nil
+}
+
+func (j toCloud) hello(m *pb.Hello) { m.Have = j.have() }
+
+func (toCloud) started(*edgeSession) error { return nil }
+
+func (toCloud) addressed(*tunnel.Request, *pb.Open) error { return nil } // it is for this node
+
+func (j toCloud) denied(s *edgeSession, topic string, r tunnel.Request, err error) {
+	if skipped, ok := j.denials.Allow(); ok {
+		s.log.Warn("a dial that the cloud asked for is denied",
+			"topic", topic, "target", r.Addr, "caller", r.Caller, "err", err, "skipped", skipped)
+	}
+}
+
+func (j toCloud) explain(err error, h *handshake) error {
+	if j.cfg.Token == nil && h != nil && status.Code(err) == codes.Unauthenticated {
+		return fmt.Errorf("%w (%s)", err, h.hint(err))
+	}
+	return explain(err)
+}
+
+// maxConnsHere is how many conns a replica may ask another replica for at once.
+const maxConnsHere = 16 * DefaultMaxConns
+
+// toReplica joins another replica as a replica.
+type toReplica struct {
+	*Client
+	as *Replica
+}
+
+func (toReplica) String() string { return "a replica" }
+
+func (j toReplica) logs() (key string, value any) { return "remote", j.cfg.Address }
+
+// limits are wide, since the replica with a node's session applies the node's limits.
+func (toReplica) limits() EdgeLimits { return EdgeLimits{Conns: maxConnsHere} }
+
+func (j toReplica) modules() []tunnel.Module { return []tunnel.Module{relay{j.as.Dial}} }
+
+// credential sends the id of the replica. The certificate of the connection proves the replica.
+func (j toReplica) credential(*handshake) (credentials.PerRPCCredentials, [sha256.Size]byte, error) {
+	return replicaID(j.as.ID), [sha256.Size]byte{}, nil
+}
+
+func (j toReplica) hello(m *pb.Hello) {
+	m.Replica, m.Have = &pb.Replica{Addrs: j.as.Addrs}, j.as.Have()
+}
+
+func (j toReplica) started(s *edgeSession) error {
+	run, err := j.as.Started(s.pub)
+	if err == nil {
+		s.wg.Go(s.guarded(run))
+	}
+	return err
+}
+
+// addressed reads what asReplica.address has written: the open names the node, and the module of the
+// node's edge.
+func (toReplica) addressed(r *tunnel.Request, open *pb.Open) (err error) {
+	r.Node, err = tunnel.ParseNodeName(open.GetNode())
+	r.Category, r.Relayed = open.GetCategory(), true
+	return err
+}
+
+func (toReplica) denied(*edgeSession, string, tunnel.Request, error) {} // the edge that has denied it logs it
+
+func (j toReplica) explain(err error, _ *handshake) error {
+	switch {
+	case err == nil:
+		return nil
+	case isSecond(err) && reasonOf(err) == reasonSelf:
+		return ErrSelf
+	case isSecond(err), status.Code(err) == codes.Aborted: // Aborted: both sessions came at the same time
+		return ErrTwice
+	}
+	return j.as.Hint(err)
+}
+
+// replicaID is the id of the joining replica, as the credentials of a join.
+type replicaID string
+
+// GetRequestMetadata implements credentials.PerRPCCredentials.
+func (id replicaID) GetRequestMetadata(context.Context, ...string) (map[string]string, error) {
+	return map[string]string{replicaKey: string(id)}, nil
+}
+
+// RequireTransportSecurity implements credentials.PerRPCCredentials.
+func (replicaID) RequireTransportSecurity() bool { return true }
+
+// relay serves the opens of a replica that this replica has joined.
+type relay struct{ dial tunnel.DialFunc }
+
+// Name implements tunnel.Module.
+func (relay) Name() string { return categoryRelay }
+
+// Run implements tunnel.Module.
+func (relay) Run(context.Context) error { return nil }
+
+// Routes implements tunnel.Routed.
+func (r relay) Routes() map[string]tunnel.Handler {
+	return map[string]tunnel.Handler{
+		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error { return in.Serve(r.dial) },
+	}
+}

@@ -1,0 +1,96 @@
+package stream
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+
+	"google.golang.org/protobuf/proto"
+
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// Replicas are the other replicas of a cloud, as far as its server needs them; pkg/peers implements
+// it. The server carries the sessions that other replicas open here. Replicas knows which replicas
+// and which nodes there are.
+type Replicas interface {
+	// ID is the id of this replica, a UUID.
+	ID() string
+	// Authenticate returns nil if the peer of a TLS connection is another replica.
+	Authenticate(tls.ConnectionState) error
+	// Counters counts the conns that the other replicas serve for this one.
+	Counters() *tunnel.Counters
+	// Attach makes s the session of the replica with this id. It returns the session that s
+	// replaced, or nil; the server closes it. addrs are the addresses at which clients reach the
+	// replica, unchecked.
+	Attach(id string, addrs []string, s *tunnel.Session) (replaced *tunnel.Session)
+	// Detach removes s and reports whether s was attached.
+	Detach(s *tunnel.Session) bool
+	// Joined returns the ids of the replicas whose sessions are attached.
+	Joined() []string
+	// Learn takes a message about nodes that has come by s. An error ends s. If a node has joined at
+	// that replica, and later than here, Learn ends its session here with [ErrJoinedElsewhere].
+	Learn(s *tunnel.Session, news *pb.Nodes) error
+	// Leave tells the other replicas that this replica is about to stop.
+	Leave()
+}
+
+// NodesMessage makes the message by which a replica tells another one about its nodes.
+func NodesMessage(news *pb.Nodes) *tunnel.Message { return message(typeNodes, "", news) }
+
+// replicaRoutes are the messages that a replica may send after it has joined here: the messages of
+// an edge, and the nodes that it holds.
+type replicaRoutes struct{ *Server }
+
+// Name implements tunnel.Module.
+func (replicaRoutes) Name() string { return category }
+
+// Run implements tunnel.Module.
+func (replicaRoutes) Run(context.Context) error { return nil }
+
+// Routes implements tunnel.Routed.
+func (s replicaRoutes) Routes() map[string]tunnel.Handler {
+	return map[string]tunnel.Handler{
+		typeHeartbeat: handler((*cloudSession).heartbeat),
+		typeRefused:   handler((*cloudSession).refused),
+		typeCancel:    handler((*cloudSession).cancelConn),
+		typeDrain:     handler((*cloudSession).edgeLeaves),
+		typeNodes:     handler(s.learn),
+	}
+}
+
+// learn handles another replica's message about its nodes.
+func (s *Server) learn(from *cloudSession, m *tunnel.Message) error {
+	var news pb.Nodes
+	if err := proto.Unmarshal(m.Data, &news); err != nil {
+		return fmt.Errorf("nodes: %w", err)
+	}
+	return s.cfg.Replicas.Learn(from.pub, &news)
+}
+
+// replicas returns a message that tells an edge which replicas there are.
+func (s *Server) replicas() *tunnel.Message {
+	all := append([]string{s.cfg.Replicas.ID()}, s.cfg.Replicas.Joined()...)
+	return message(typeReplicas, "", &pb.Replicas{Instances: all[:min(len(all), maxReplicas)]})
+}
+
+// welcome tells a newly attached edge which replicas there are, unless this replica is alone.
+func (s *Server) welcome(cs *cloudSession) {
+	if s.cfg.Replicas == nil {
+		return
+	}
+	s.telling.Lock()
+	defer s.telling.Unlock()
+	cs.post(s.replicas())
+}
+
+// announce tells all edges of this replica which replicas there are.
+func (s *Server) announce() {
+	s.telling.Lock()
+	defer s.telling.Unlock()
+	m := s.replicas()
+	for _, pub := range s.dir.Sessions() {
+		pub.Send(m) //nolint:errcheck // it fails only when the session has ended
+	}
+}

@@ -1,0 +1,159 @@
+package stream
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/google/uuid"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/metadata"
+	"google.golang.org/grpc/status"
+
+	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel/pkg/tunnel"
+)
+
+// role is what a peer of the server is: a node, or another replica of the cloud. roleOf decides it
+// once, before the proof is checked. Whatever depends on it is here.
+type role interface {
+	// prove checks the proof that the peer shows when it joins.
+	prove(ctx context.Context, t *transport) (*proof, *refusedJoin)
+	// again returns an error if the peer and this replica have a session already.
+	again(hello *pb.Hello) error
+	// equip sets the log, the router, the counters and the limits of a new session.
+	equip(cs *cloudSession)
+	// attach makes a session known to those who dial through it, and logs it.
+	attach(cs *cloudSession, hello *pb.Hello)
+	// leave tells the peer of a live session that this replica is about to stop.
+	leave(cs *cloudSession)
+	// detach undoes attach. A second call has no effect.
+	detach(cs *cloudSession)
+	// address writes into an open for r to whom it goes.
+	address(m *tunnel.Message, open *pb.Open, r tunnel.Request)
+	// denied logs that the peer has denied the dial of r.
+	denied(cs *cloudSession, r tunnel.Request, refusal *tunnel.Refusal)
+}
+
+// roleOf returns what a joining peer claims to be. A peer that sends the id of a replica claims to
+// be a replica.
+func (s *Server) roleOf(ctx context.Context) role {
+	if v := metadata.ValueFromIncomingContext(ctx, replicaKey); len(v) == 1 && v[0] != "" {
+		return asReplica{s, v[0]}
+	}
+	return asNode{s}
+}
+
+// asNode is the role of an edge.
+type asNode struct{ *Server }
+
+func (r asNode) prove(ctx context.Context, t *transport) (*proof, *refusedJoin) {
+	return r.authenticateNode(ctx, t)
+}
+
+func (r asNode) again(hello *pb.Hello) error { return r.hasSession(hello) }
+
+func (r asNode) equip(cs *cloudSession) {
+	cs.log = r.log.With("node", cs.pub.Node, "session", cs.pub.ID)
+	cs.router, cs.counters, cs.maxConns = r.router, r.cfg.Counters, int64(r.cfg.Limits.Conns)
+	cs.quota = r.quotas.take(cs.pub.Node)
+	cs.budget = cs.quota.messages
+}
+
+func (r asNode) attach(cs *cloudSession, hello *pb.Hello) {
+	r.cfg.Counters.Sessions.Add(1)
+	cs.log.Info("session started",
+		"remote", cs.pub.Remote, "by", text(cs.proof.Load().grant.By), "software", text(hello.GetSoftware()))
+	if old := r.dir.Attach(cs.pub); old != nil {
+		r.cfg.Counters.Replaced.Add(1)
+		cs.log.Warn("this session replaces an older one of the same node", "replaced", old.ID, "remote", old.Remote)
+		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this node"))
+	}
+	r.welcome(cs)
+	if tunnel.IsClosed(r.leaving) { // this session was joining when Leave told the others
+		r.leave(cs)
+	}
+}
+
+func (asNode) leave(cs *cloudSession) { cs.tellDrain(true) }
+
+func (r asNode) detach(cs *cloudSession) { r.dir.Detach(cs.pub) }
+
+func (asNode) address(*tunnel.Message, *pb.Open, tunnel.Request) {} // the session is the node's
+
+func (r asNode) denied(cs *cloudSession, req tunnel.Request, refusal *tunnel.Refusal) {
+	if skipped, ok := r.denials.Allow(); ok {
+		cs.log.Warn("the edge has denied a dial",
+			"target", req.Addr, "caller", text(req.Caller), "err", refusal, "skipped", skipped)
+	}
+}
+
+// asReplica is the role of another replica of this cloud. The server's configuration may name no
+// other replicas: then prove refuses the peer.
+type asReplica struct {
+	*Server
+	id string // of the other replica, as it claims
+}
+
+// prove checks the certificate of the connection.
+func (r asReplica) prove(_ context.Context, t *transport) (*proof, *refusedJoin) {
+	others := r.cfg.Replicas
+	if others == nil {
+		err := errors.New("it says that it is a replica, and there is no [mode.cloud.stream.peers] here")
+		return nil, &refusedJoin{told: uniform(), err: err}
+	}
+	if err := others.Authenticate(t.State); err != nil {
+		return nil, &refusedJoin{told: uniform(), err: fmt.Errorf("it says that it is a replica: %w", err)}
+	}
+	// Parse accepts other forms as well. One form allows any two bytes in place of the braces.
+	if u, err := uuid.Parse(r.id); err != nil || u.String() != r.id {
+		return nil, &refusedJoin{told: status.Error(codes.InvalidArgument, "the id of a replica is a UUID")}
+	}
+	return &proof{release: func() {}}, nil
+}
+
+func (r asReplica) again(hello *pb.Hello) error {
+	if r.id == r.cfg.Replicas.ID() {
+		return withReason(codes.AlreadyExists, reasonSelf, ErrSelf.Error())
+	}
+	return r.hasSession(hello)
+}
+
+// equip sets no quota: opens count where the node is held.
+func (r asReplica) equip(cs *cloudSession) {
+	cs.log = r.log.With("replica", r.id, "session", cs.pub.ID)
+	cs.router, cs.counters, cs.maxConns = r.replicaRouter, r.cfg.Replicas.Counters(), int64(r.cfg.Limits.relayed())
+}
+
+func (r asReplica) attach(cs *cloudSession, hello *pb.Hello) {
+	cs.log.Info("another replica has joined", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))
+	old := r.cfg.Replicas.Attach(r.id, hello.GetReplica().GetAddrs(), cs.pub)
+	r.announce()
+	if old != nil {
+		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this replica"))
+	}
+}
+
+func (asReplica) leave(*cloudSession) {} // Replicas.Leave tells it
+
+func (r asReplica) detach(cs *cloudSession) {
+	if r.cfg.Replicas.Detach(cs.pub) {
+		r.announce()
+	}
+}
+
+// address makes the open a relayed one: it names the node, and the module of the node's edge.
+func (asReplica) address(m *tunnel.Message, open *pb.Open, r tunnel.Request) {
+	m.Category, open.Node, open.Category = categoryRelay, string(r.Node), r.Category
+}
+
+func (asReplica) denied(*cloudSession, tunnel.Request, *tunnel.Refusal) {} // the replica of the node logs it
+
+// hasSession returns an error if the peer says that its process has a session with this replica.
+func (s *Server) hasSession(hello *pb.Hello) error {
+	if s.cfg.Replicas != nil && slices.Contains(hello.GetHave(), s.cfg.Replicas.ID()) {
+		return status.Error(codes.AlreadyExists, "this replica has a session of this process already")
+	}
+	return nil
+}
