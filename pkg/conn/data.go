@@ -256,7 +256,7 @@ func (d *Data) skipToEnd() error {
 		case err != nil:
 			return err
 		case !isChunk(typ, n):
-			return fmt.Errorf("a frame of type %#x with %d bytes behind a conn", typ, n)
+			return fmt.Errorf("a frame of type %#x with %d bytes after a conn", typ, n)
 		case typ&flagAbort != 0:
 			return errors.New("its conn was aborted")
 		}

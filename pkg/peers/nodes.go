@@ -178,7 +178,7 @@ func (p *Peers) learn(from *tunnel.Session, news *pb.Nodes, claims map[tunnel.No
 	}
 	into := r.nodes
 	if into == nil && r.coming == nil {
-		return errors.New("nodes: a change comes before the whole")
+		return errors.New("nodes: a change came before the full list")
 	}
 	if r.coming != nil {
 		into = r.coming
@@ -192,7 +192,7 @@ func (p *Peers) learn(from *tunnel.Session, news *pb.Nodes, claims map[tunnel.No
 		return nil
 	}
 	if r.coming != nil {
-		p.log.Info("another replica has said which nodes it holds",
+		p.log.Info("another replica has sent its list of nodes",
 			"replica", r.id, "nodes", len(into), "remote", from.Remote)
 		r.nodes, r.coming = r.coming, nil
 	}

@@ -159,7 +159,7 @@ func (p *Peers) Run(ctx context.Context) error {
 		if failed := err != nil; failed != failing && ctx.Err() == nil {
 			failing = failed
 			if failed {
-				p.log.Warn("cannot look up the other replicas; those known stay", "target", p.cfg.Service, "err", err)
+				p.log.Warn("cannot look up the other replicas; the replicas known before stay", "target", p.cfg.Service, "err", err)
 			} else {
 				p.log.Info("the other replicas can be looked up again", "target", p.cfg.Service)
 			}
@@ -330,7 +330,7 @@ func (p *Peers) missingLocked() error {
 	}
 	for id := range p.joined {
 		if r := p.replicas[id]; r == nil || r.nodes == nil {
-			return fmt.Errorf("replica %s has not said yet which nodes it holds", id)
+			return fmt.Errorf("replica %s has not sent its list of nodes yet", id)
 		}
 	}
 	return nil

@@ -86,7 +86,8 @@ func TestRelayRefuses(t *testing.T) {
 	if _, err := r.dial("edge9", "10.0.0.1:22"); tunnel.CodeOf(err) != tunnel.NoSuchNode {
 		t.Errorf("got %v, want %v", err, tunnel.NoSuchNode)
 	}
-	if all[0].relays.Refusals(tunnel.Denied)+r.relays.Refusals(tunnel.Denied) == 0 || r.counters.Refusals(tunnel.Denied) != 0 {
+	relayed := all[0].relays.Refusals(tunnel.Denied) + r.relays.Refusals(tunnel.Denied)
+	if relayed == 0 || r.counters.Refusals(tunnel.Denied) != 0 {
 		t.Error("a relayed refusal is not counted as one")
 	}
 }
@@ -493,7 +494,8 @@ func TestStartedReplicaKnowsTheNodes(t *testing.T) {
 	p.leads(p.names[0], first.port)
 	first.meet()
 	first.join("edge1", direct)
-	first.eventually("the first is ready: the other one cannot be joined", func() bool { return first.peers.Ready() == nil })
+	first.eventually("the first is ready: the other one cannot be joined",
+		func() bool { return first.peers.Ready() == nil })
 	link := func() *stream.Client {
 		first.peers.mu.Lock()
 		defer first.peers.mu.Unlock()

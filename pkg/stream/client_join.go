@@ -45,7 +45,7 @@ func connect(
 	own, isFar := carry(raw, trip)
 	var once sync.Once
 	dial := func(context.Context, string) (conn net.Conn, err error) {
-		err = errors.New("the session's connection is gone")
+		err = errors.New("the session's connection has closed")
 		once.Do(func() { conn, err = own, nil })
 		return conn, err
 	}
@@ -214,7 +214,7 @@ func explain(err error) error {
 	case errors.Is(err, errNoCertificate):
 		hint = "set token, tokenfile or nodecert in [mode.edge.stream.client]; `tunnel join` gets a certificate"
 	case status.Code(err) == codes.Unauthenticated && reasonOf(err) == reasonExpired:
-		hint = "put a new token in the place of this node's; the one in a tokenfile is read again every minute"
+		hint = "replace this node's token; a tokenfile is read again every minute"
 	case status.Code(err) == codes.Unauthenticated:
 		hint = "check that this node's line in the cloud's token file matches the token here"
 	case status.Code(err) == codes.Aborted:

@@ -43,7 +43,7 @@ func (c *Client) followToken(ctx context.Context) {
 		token, err := auth.TokenOf(c.cfg.Token)
 		if err != nil {
 			if _, ok := warnings.Allow(); ok {
-				c.log.Warn("cannot read the token; the session goes on with the one that it was opened with", "err", err)
+				c.log.Warn("cannot read the token; the session continues with the token that opened it", "err", err)
 			}
 			continue
 		}
@@ -150,11 +150,11 @@ func explainEnroll(err error) error {
 	case status.Code(err) == codes.Unauthenticated:
 		hint = "the join token is wrong, has expired or was revoked: have `tunnel token create` make another one on the cloud"
 	case status.Code(err) == codes.Unimplemented && reasonOf(err) != reasonNoIssuer:
-		hint = "the cloud is of an older release, or something else answers at that address"
+		hint = "the cloud is of an older release, or another program answers at that address"
 	case isOutOfDate(err):
 		hint = "check this machine's clock, then the cloud's certificate"
 	case isNotTLS(err):
-		hint = "the address must be the cloud's grpcport, which speaks TLS; something else answers there"
+		hint = "the address must be the cloud's grpcport, which speaks TLS; another program answers there"
 	case errors.Is(err, syscall.ECONNREFUSED):
 		hint = "is the cloud running, and is that its address?"
 	default:

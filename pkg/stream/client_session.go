@@ -177,7 +177,7 @@ func (s *edgeSession) cloudReplicas(m *tunnel.Message) error {
 		return fmt.Errorf("replicas: %w", err)
 	}
 	if len(r.GetInstances()) > maxReplicas {
-		return fmt.Errorf("replicas: %d of them; %d are allowed", len(r.GetInstances()), maxReplicas)
+		return fmt.Errorf("the list has %d replicas; %d are allowed", len(r.GetInstances()), maxReplicas)
 	}
 	s.owner.setReplicas(r.GetInstances())
 	return nil

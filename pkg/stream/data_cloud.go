@@ -153,11 +153,11 @@ func (s *Server) tryAttach(c *tls.Conn, j *joiningConn) error {
 		return err
 	}
 	if typ != conn.FrameAttach {
-		return fmt.Errorf("it begins with a frame of type %#x", typ)
+		return fmt.Errorf("its first frame is of type %#x", typ)
 	}
 	cs := s.tickets.take(string(ticket))
 	if cs == nil {
-		return errors.New("this replica has not asked for it")
+		return errors.New("this replica did not request it")
 	}
 	defer cs.answered() // only after spare: an open in between would ask for another data connection
 	if !cs.hold(d) {
@@ -265,9 +265,9 @@ func (s *cloudSession) dialOver(
 			s.spare(d)
 			return nil, refusal, false
 		}
-		refusal = tunnel.Refusef(tunnel.Internal, "node %s has refused in words that make no sense", r.Node)
+		refusal = tunnel.Refusef(tunnel.Internal, "node %s has sent a malformed refusal", r.Node)
 	case waited && s.reason() == nil:
-		s.log.Debug("a data connection is of no use", "err", err)
+		s.log.Debug("a data connection cannot be used", "err", err)
 		s.dropSpares(func(*dataConn) bool { return true }) // the other idle data connections may have failed, too
 		lost = true
 	default:

@@ -75,7 +75,7 @@ func (s *edgeSession) serveData(ticket string) error {
 		if pause {
 			level = slog.LevelInfo
 		}
-		s.log.Log(s.ctx, level, "no data connection: conns go by the session's own, which is slower", "err", err)
+		s.log.Log(s.ctx, level, "no data connection: conns use the session's own connection, which is slower", "err", err)
 		return nil
 	}
 	defer s.drop(d)
@@ -139,12 +139,12 @@ func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, er
 		typ, _, err = d.Receive(0)
 	}
 	if err == nil && (typ != conn.FrameAttach || !stop()) {
-		err = errors.New("the cloud's answer makes no sense, or comes late")
+		err = errors.New("the cloud's answer is malformed or late")
 	}
 	if err != nil {
 		d.abort()
 		return nil, fmt.Errorf(
-			"is there something between edge and cloud that leads connections to several replicas? %w", err)
+			"does a load balancer between edge and cloud spread connections over several replicas? %w", err)
 	}
 	return d, nil
 }
@@ -174,14 +174,14 @@ func (s *edgeSession) serveConns(d *dataConn) error {
 		}
 		var in pb.StreamMsg
 		if typ != conn.FrameOpen {
-			return fmt.Errorf("a frame of type %#x where there is no conn", typ)
+			return fmt.Errorf("a frame of type %#x outside of a conn", typ)
 		}
 		if err = proto.Unmarshal(data, &in); err != nil {
 			return fmt.Errorf("open: %w", err)
 		}
 		m := messageOf(&in)
 		if m.Type != tunnel.TypeOpen {
-			return fmt.Errorf("%s/%s came by a data connection", text(m.Category), text(m.Type))
+			return fmt.Errorf("a message %s/%s on a data connection", text(m.Category), text(m.Type))
 		}
 		if !s.setInUse(d, true) {
 			return errors.New("an open came by a data connection that is being closed")

@@ -62,7 +62,7 @@ func (o *controlOpen) accept(ctx context.Context) error {
 		if status.Code(err) == codes.Unavailable {
 			// After 805 million streams an HTTP/2 connection has no ids for new streams. Its
 			// existing streams go on. A new session has new ids.
-			o.s.Close(fmt.Errorf("the session's connection takes no more streams: %w", err))
+			o.s.Close(fmt.Errorf("the session's connection accepts no more streams: %w", err))
 		}
 		cancel()
 		return err

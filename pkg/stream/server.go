@@ -301,7 +301,7 @@ func (s *Server) tooMany(remote net.Addr) {
 	s.cfg.Counters.JoinsRefused.Add(1)
 	s.cfg.Counters.Limited(tunnel.LimitJoiningPerAddress)
 	if skipped, ok := s.groupWarnings.Allow(); ok {
-		s.log.Warn("too many connections of one source have not joined yet; closing further ones",
+		s.log.Warn("too many connections of one source have not joined yet; closing its new ones",
 			"remote", remote.String(), "limit", s.cfg.Limits.JoiningPerAddress, "skipped", skipped)
 	}
 }

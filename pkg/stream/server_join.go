@@ -199,7 +199,7 @@ func (s *Server) authenticateNode(ctx context.Context, t *transport) (*proof, *r
 		c = auth.Credential{Node: claims[0], Chain: t.State.PeerCertificates}
 	}
 	if len(claims) > 1 || len(claims) == 1 && claims[0] != c.Node {
-		return nil, &refusedJoin{node: c.Node, told: uniform(), err: errors.New("it says that it is two nodes")}
+		return nil, &refusedJoin{node: c.Node, told: uniform(), err: errors.New("it claims to be two nodes")}
 	}
 	c.From = listen.AddrOf(t.conn.RemoteAddr())
 	return s.authenticate(ctx, c)

@@ -100,7 +100,7 @@ func (s *cloudSession) newCredential(m *tunnel.Message) error {
 		return nil // edges send a token again, for a cloud that learns of the token late
 	}
 	if _, ok := s.credentials.Allow(); !ok || s.checking.Swap(true) {
-		s.log.Debug("new credential ignored: too many of them")
+		s.log.Debug("new credential ignored: too many new credentials")
 		return nil
 	}
 	s.wg.Go(s.guarded(func() {

@@ -108,7 +108,7 @@ func (r asReplica) prove(_ context.Context, t *transport) (*proof, *refusedJoin)
 	}
 	// Parse accepts other forms as well. One form allows any two bytes in place of the braces.
 	if u, err := uuid.Parse(r.id); err != nil || u.String() != r.id {
-		return nil, &refusedJoin{told: status.Error(codes.InvalidArgument, "the id of a replica is a UUID")}
+		return nil, &refusedJoin{told: status.Error(codes.InvalidArgument, "the id of a replica must be a UUID")}
 	}
 	return &proof{release: func() {}}, nil
 }

@@ -216,7 +216,7 @@ func (s *cloudSession) gaveUp(ctx context.Context, r tunnel.Request) *tunnel.Ref
 func misdirected(m *tunnel.Message) error {
 	fromCloud := []string{typeHello, typeReplicas, typeConnection}
 	if m.Type == tunnel.TypeOpen || m.Category == category && slices.Contains(fromCloud, m.Type) {
-		return status.Errorf(codes.PermissionDenied, "%s/%s is not for an edge to say", text(m.Category), m.Type)
+		return status.Errorf(codes.PermissionDenied, "an edge may not send %s/%s", text(m.Category), m.Type)
 	}
 	return nil
 }
@@ -289,7 +289,7 @@ const short = 250 * time.Millisecond
 
 // errGone answers a Connect that no Dial waits for any more. That is normal: the caller may leave
 // while the edge dials.
-var errGone = status.Error(codes.NotFound, "gone: nobody waits for this conn")
+var errGone = status.Error(codes.NotFound, "gone: no dial waits for this conn")
 
 // heartbeat sends the edge's heartbeat back, and closes idle and lost data connections.
 func (s *cloudSession) heartbeat(m *tunnel.Message) error {

@@ -425,7 +425,7 @@ func (s *session) acknowledgesLocked() bool {
 }
 
 // errSilent ends a session whose peer has been silent for lostAfter.
-var errSilent = fmt.Errorf("nothing has come from the other side for %s", lostAfter)
+var errSilent = fmt.Errorf("no byte from the other side for %s", lostAfter)
 
 // drain tells the peer, unless it was told before, that this side is about to stop. drain returns
 // when the last conn has ended, the session has ended, or ctx is done.

@@ -119,7 +119,7 @@ func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.Se
 	}
 	if !p.certificate {
 		return nil, &refusedJoin{node: node, told: status.Error(codes.PermissionDenied,
-			"the node has joined without a certificate; its first one is had by a join token (tunnel join)")}
+			"the node has joined without a certificate; it gets its first one by a join token (tunnel join)")}
 	}
 	if s.cfg.Issuer == nil {
 		return nil, &refusedJoin{node: node, told: errNoIssuer}
@@ -129,7 +129,7 @@ func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.Se
 	}
 	defer cs.signing.Store(false)
 	if _, ok := cs.signatures.Allow(); !ok {
-		return nil, &refusedJoin{node: node, told: status.Errorf(codes.ResourceExhausted, "%d certificates in %s are enough; try again later", renewBurst, renewInterval)}
+		return nil, &refusedJoin{node: node, told: status.Errorf(codes.ResourceExhausted, "%d certificates in %s are the limit; try again later", renewBurst, renewInterval)}
 	}
 	request, refusal := s.receiveRequest(stream)
 	if refusal != nil {
@@ -210,7 +210,7 @@ func parseChain(text []byte) ([]*x509.Certificate, error) {
 		return nil, fmt.Errorf("the new certificate: %w", err)
 	}
 	if len(chain) == 0 {
-		return nil, errors.New("the new certificate: there is none in what the signer has returned")
+		return nil, errors.New("the new certificate: the signer's answer holds none")
 	}
 	return chain, nil
 }

@@ -476,7 +476,7 @@ func TestNoMoreStreams(t *testing.T) {
 		// gRPC then asks for another connection, and does not get it: see connect.
 		gone, err := grpc.NewClient("passthrough:///cloud", grpc.WithTransportCredentials(insecure.NewCredentials()),
 			grpc.WithContextDialer(func(context.Context, string) (net.Conn, error) {
-				return nil, errors.New("the session's connection is gone")
+				return nil, errors.New("the session's connection has closed")
 			}))
 		if err != nil {
 			t.Fatal(err)

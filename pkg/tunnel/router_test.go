@@ -106,7 +106,7 @@ func TestRun(t *testing.T) {
 		want string
 	}{
 		"with an error": {broken, "b: port taken"},
-		"by itself":     {nil, "b: module ended by itself"},
+		"by itself":     {nil, "b: module stopped unexpectedly"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

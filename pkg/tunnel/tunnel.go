@@ -137,7 +137,7 @@ func Run(ctx context.Context, mods ...Module) error {
 				return fmt.Errorf("%s: %w", m.Name(), err)
 			}
 			if gctx.Err() == nil {
-				return fmt.Errorf("%s: module ended by itself", m.Name())
+				return fmt.Errorf("%s: module stopped unexpectedly", m.Name())
 			}
 			return nil
 		})
