@@ -6,6 +6,7 @@ import (
 	"errors"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -132,6 +133,11 @@ func BenchmarkLong(b *testing.B) {
 	time.Sleep(time.Hour)
 }
 `)
+	// A program that a shell starts in the background ignores SIGINT, and so do its children, unless
+	// it handles the signal itself.
+	interrupts := make(chan os.Signal, 1)
+	signal.Notify(interrupts, os.Interrupt)
+	defer signal.Stop(interrupts)
 	running := filepath.Join(t.TempDir(), "running")
 	r := start(t, repo, "HEAD", "BENCH=Long", "RUNNING="+running)
 	var pid []byte
