@@ -31,13 +31,17 @@ const (
 	// length as a varint of three bytes. A varint may be longer than necessary, so the length can be
 	// filled in after the payload has been read into place.
 	chunkHeader = 1 + 3
-	// chunkTrailer is room for fin, stop and abort behind the payload.
-	chunkTrailer = 6
+	// chunkTrailer is room behind the payload for two notices of two bytes each: stop, and either fin or
+	// abort. No chunk has both fin and abort.
+	chunkTrailer = 4
 	// grpcHeader is gRPC's message prefix (compressed flag and length).
 	grpcHeader = 5
 	// MaxPayload makes a full chunk exactly two HTTP/2 DATA frames of the 16,384
 	// bytes that grpc-go sends at most.
 	MaxPayload = 2*16384 - grpcHeader - chunkHeader
+	// blockSize is the length of a block. Go rounds it up to pages of 8 KiB, so two bytes more would take
+	// 40 KiB.
+	blockSize = chunkHeader + MaxPayload + chunkTrailer
 	// MaxIncoming is the longest payload that is accepted, in bytes. It leaves peers room to choose
 	// another size than ours.
 	MaxIncoming = 64 << 10
@@ -61,7 +65,7 @@ func (b *Blocks) get() *[]byte {
 	if p, ok := b.pool.Get().(*[]byte); ok {
 		return p
 	}
-	p := make([]byte, chunkHeader+MaxPayload+chunkTrailer)
+	p := make([]byte, blockSize)
 	return &p
 }
 

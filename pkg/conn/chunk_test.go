@@ -92,6 +92,22 @@ func TestFullChunkFillsItsFrames(t *testing.T) {
 	}
 }
 
+// A block takes 32 KiB of memory, and has room for a full chunk with every notice that sendPending puts
+// into one chunk.
+func TestBlockHoldsAFullChunk(t *testing.T) {
+	if blockSize > 32<<10 {
+		t.Errorf("a block has %d bytes, and takes %d KiB", blockSize, 8*((blockSize+8191)/8192))
+	}
+	for _, o := range []outgoing{{fin: true, stop: true}, {stop: true, abort: true}} {
+		o.block, o.n = new(Blocks).get(), MaxPayload
+		block := &(*o.block)[0]
+		o.encode()
+		if &(*o.block)[0] != block {
+			t.Errorf("fin %t, stop %t, abort %t: the chunk has outgrown its block", o.fin, o.stop, o.abort)
+		}
+	}
+}
+
 func TestChunkFromOthers(t *testing.T) {
 	for _, c := range []struct {
 		name string
