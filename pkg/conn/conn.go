@@ -83,7 +83,7 @@ type Conn struct {
 }
 
 // notice is the state of something that this side tells the other side once.
-type notice int
+type notice uint8
 
 const (
 	noticeNone notice = iota // there is nothing to tell

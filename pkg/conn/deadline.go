@@ -6,15 +6,13 @@ import (
 )
 
 // deadline is a point in time that a blocked Read or Write can wait for, and that can be moved
-// meanwhile.
+// meanwhile. The zero value is a deadline that is not set.
 type deadline struct {
 	mu      sync.Mutex    // guards the following
 	timer   *time.Timer   // calls passLocked; nil: there is no deadline, or it has passed
-	expired chan struct{} // closed when the deadline has passed; replaced when the deadline is moved then
+	expired chan struct{} // closed when the deadline has passed; nil until it is needed, see expiredLocked
 	passed  bool          // expired is closed
 }
-
-func (d *deadline) init() { d.expired = make(chan struct{}) }
 
 // set moves the deadline to t; the zero time means none.
 func (d *deadline) set(t time.Time) {
@@ -25,7 +23,7 @@ func (d *deadline) set(t time.Time) {
 		d.timer = nil
 	}
 	if d.passed {
-		d.expired, d.passed = make(chan struct{}), false
+		d.expired, d.passed = nil, false
 	}
 	if t.IsZero() {
 		return
@@ -50,14 +48,22 @@ func (d *deadline) set(t time.Time) {
 
 func (d *deadline) passLocked() {
 	if !d.passed {
-		close(d.expired)
+		close(d.expiredLocked())
 		d.passed = true
 	}
+}
+
+// expiredLocked returns expired, and makes it first if need be: most conns never wait for a deadline.
+func (d *deadline) expiredLocked() chan struct{} {
+	if d.expired == nil {
+		d.expired = make(chan struct{})
+	}
+	return d.expired
 }
 
 // wait returns a channel that is closed when the deadline has passed.
 func (d *deadline) wait() <-chan struct{} {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	return d.expired
+	return d.expiredLocked()
 }

@@ -11,7 +11,6 @@ import (
 func TestDeadline(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		var d deadline
-		d.init()
 		first := d.wait()
 		d.set(time.Now().Add(time.Minute))
 		time.Sleep(time.Minute - 1)

@@ -39,7 +39,6 @@ type recvHalf struct {
 func (h *recvHalf) init() {
 	h.done = make(chan struct{})
 	h.queue = make(chan mem.BufferSlice, receiveQueue)
-	h.deadline.init()
 }
 
 // Read reads bytes that have arrived, or waits for some.

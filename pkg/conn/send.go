@@ -14,34 +14,33 @@ import (
 // sendHalf is the direction in which this side writes.
 type sendHalf struct {
 	// Set once.
-	done  chan struct{} // closed when this side writes no more; then err is set
-	wake  chan struct{} // to the sender: there is something to send; one token is enough
-	space chan struct{} // to Write: the tail was taken; one token is enough
+	done chan struct{} // closed when this side writes no more; then err is set
 
 	deadline deadline   // of Write
 	flow     flow       // bounds what SendMsg has taken and not written
 	writeMu  sync.Mutex // held by Write: one at a time
 	sendMu   sync.Mutex // held around way.SendMsg, which takes one caller at a time
 
+	// Set before the sender goroutine starts, which most conns need only at their end.
+	wake chan struct{} // to the sender: there is something to send; one token is enough
+
 	// Guarded by Conn.mu.
-	tail       *[]byte     // bytes that Write took and the sender has not; nil: none
-	tailLen    int         // how many
-	sending    bool        // the sender goroutine runs
-	sent       int         // bytes, with what a data connection puts around them
-	fin        notice      // this side has written all
-	stopGot    bool        // the other side reads no more
-	reset      notice      // of ResetBehind; nothing is sent behind it
-	resetTaken bool        // the other side has ended the conn after it; a cancel could overtake it there
-	resetLate  *time.Timer // ends the conn, since the other side has not; nil until ResetBehind
-	err        error       // why this side writes no more
-	onStop     []func()    // called when stopGot becomes true
+	tail       *[]byte       // bytes that Write took and the sender has not; nil: none
+	tailLen    int           // how many
+	space      chan struct{} // to Write: the tail was taken; one token is enough; nil before the first Write
+	sent       int           // bytes, with what a data connection puts around them
+	sending    bool          // the sender goroutine runs
+	fin        notice        // this side has written all
+	stopGot    bool          // the other side reads no more
+	reset      notice        // of ResetBehind; nothing is sent behind it
+	resetTaken bool          // the other side has ended the conn after it; a cancel could overtake it there
+	resetLate  *time.Timer   // ends the conn, since the other side has not; nil until ResetBehind
+	err        error         // why this side writes no more
+	onStop     []func()      // called when stopGot becomes true
 }
 
 func (h *sendHalf) init(b *Blocks, turns *Turns) {
 	h.done = make(chan struct{})
-	h.wake = make(chan struct{}, 1)
-	h.space = make(chan struct{}, 1)
-	h.deadline.init()
 	h.flow.init(b)
 	h.flow.turns = turns
 }
@@ -86,6 +85,9 @@ func (c *Conn) queue(p []byte) (n int, err error) {
 	if c.out.tail == nil {
 		c.out.tail = c.blocks.get()
 	}
+	if c.out.space == nil {
+		c.out.space = make(chan struct{}, 1)
+	}
 	n = copy(payload(c.out.tail)[c.out.tailLen:max(c.out.tailLen, c.out.flow.turns.chunk())], p)
 	c.out.tailLen += n
 	c.startSenderLocked()
@@ -96,6 +98,7 @@ func (c *Conn) queue(p []byte) (n int, err error) {
 func (c *Conn) startSenderLocked() {
 	if !c.out.sending {
 		c.out.sending = true
+		c.out.wake = make(chan struct{}, 1)
 		c.goLocked(c.sendLoop)
 	}
 	select {
@@ -163,6 +166,7 @@ func (c *Conn) sendPending() (sent bool, err error) {
 		c.mu.Unlock()
 		return false, nil
 	}
+	space := c.out.space
 	c.out.tail, c.out.tailLen = nil, 0
 	switch {
 	case o.abort:
@@ -174,7 +178,7 @@ func (c *Conn) sendPending() (sent bool, err error) {
 	}
 	c.mu.Unlock()
 	select {
-	case c.out.space <- struct{}{}:
+	case space <- struct{}{}:
 	default:
 	}
 	if o.block == nil {
