@@ -135,9 +135,15 @@ type waiter struct {
 // Enter returns nil, the caller must call Dialled once and Over once.
 func (q *Queue) Enter(ctx context.Context, ended <-chan struct{}, r Request) *Refusal {
 	began := time.Now()
-	w := &waiter{ready: make(chan struct{})}
 	q.mu.Lock()
-	q.enqueueLocked(w, r)
+	t := q.targetLocked(r.Addr)
+	// With no waiters there is no order to keep: the open needs no place in the queue.
+	if q.waiting == 0 && q.roomLocked() && q.fitsLocked(t, began) && q.startLocked(t, began) {
+		q.mu.Unlock()
+		return nil
+	}
+	w := &waiter{target: t, ready: make(chan struct{})}
+	q.enqueueLocked(w, r.Caller)
 	if w.target.waiting == 1 && q.roomLocked() && q.fitsLocked(w.target, began) { // earlier waiters of the target go first
 		q.admitLocked(w, began)
 	}
@@ -219,15 +225,32 @@ func (q *Queue) InUse() (conns, dials int) {
 	return q.conns, q.all.n
 }
 
-// enqueueLocked appends w to the waiters of its source. The caller holds mu, as for every method
-// whose name ends in Locked.
-func (q *Queue) enqueueLocked(w *waiter, r Request) {
-	o := origin{name: r.Caller}
-	if a, err := netip.ParseAddrPort(r.Caller); err == nil {
+// targetLocked returns the target with an address. The caller holds mu, as for every method whose name
+// ends in Locked. The target is no longer idle: the caller lets an open of it in, or enqueues one.
+func (q *Queue) targetLocked(addr string) *target {
+	t := q.targets[addr]
+	switch {
+	case t == nil:
+		if q.targets == nil {
+			q.targets = make(map[string]*target)
+		}
+		t = &target{addr: addr}
+		q.targets[addr] = t
+	case t.idle != nil:
+		q.idle.Remove(t.idle)
+		t.idle = nil
+	}
+	return t
+}
+
+// enqueueLocked appends w to the waiters of its source.
+func (q *Queue) enqueueLocked(w *waiter, caller string) {
+	o := origin{name: caller}
+	if a, err := netip.ParseAddrPort(caller); err == nil {
 		o = origin{group: group(a.Addr())}
 	}
 	if q.sources == nil {
-		q.sources, q.targets = make(map[origin]*source), make(map[string]*target)
+		q.sources = make(map[origin]*source)
 	}
 	s := q.sources[o]
 	if s == nil {
@@ -235,16 +258,8 @@ func (q *Queue) enqueueLocked(w *waiter, r Request) {
 		s.turn = q.turns.PushBack(s)
 		q.sources[o] = s
 	}
-	t := q.targets[r.Addr]
-	if t == nil {
-		t = &target{addr: r.Addr}
-		q.targets[r.Addr] = t
-	} else if t.idle != nil {
-		q.idle.Remove(t.idle)
-		t.idle = nil
-	}
-	w.from, w.target, w.place = s, t, s.waiters.PushBack(w)
-	t.waiting++
+	w.from, w.place = s, s.waiters.PushBack(w)
+	w.target.waiting++
 	q.waiting++
 	q.Counters.Waiting.Add(1)
 }
@@ -318,6 +333,17 @@ func (q *Queue) advanceLocked(now time.Time, only *target) {
 // admitLocked lets w in, unless Take says that the limit of opens per second is reached. It
 // reports whether w is in.
 func (q *Queue) admitLocked(w *waiter, now time.Time) bool {
+	if !q.startLocked(w.target, now) {
+		return false
+	}
+	q.turns.MoveToBack(w.from.turn) // the other sources have their turns first
+	q.settleLocked(w, nil)
+	return true
+}
+
+// startLocked counts an open of t that is let in, unless Take says that the limit of opens per second
+// is reached. It reports whether the open is in.
+func (q *Queue) startLocked(t *target, now time.Time) bool {
 	if q.Take != nil {
 		if wait := q.Take(); wait > 0 {
 			q.rateLimited = true
@@ -325,7 +351,6 @@ func (q *Queue) admitLocked(w *waiter, now time.Time) bool {
 			return false
 		}
 	}
-	t := w.target
 	if _, unproven := q.shareLocked(t, now); unproven {
 		t.unproven++
 		q.unproven++
@@ -333,8 +358,6 @@ func (q *Queue) admitLocked(w *waiter, now time.Time) bool {
 	q.conns++
 	q.all.add(now)
 	t.add(now)
-	q.turns.MoveToBack(w.from.turn) // the other sources have their turns first
-	q.settleLocked(w, nil)
 	return true
 }
 
