@@ -185,28 +185,40 @@ func (s *edgeSession) serve(
 	started := time.Now()
 	target, late, err := s.dialTarget(ctx, r, dial)
 	if err != nil {
-		s.log.Debug("target refused", "topic", name, "target", r.Addr, "err", err)
-		if tunnel.CodeOf(err) == tunnel.Denied {
-			s.owner.as.denied(s, name, r, err)
-		}
-		if _, decided := errors.AsType[*tunnel.Refusal](err); !decided {
-			switch {
-			case ctx.Err() != nil:
-				err = tunnel.Refusef(tunnel.Gone, "the caller has gone")
-			case late:
-				err = tunnel.Refusef(tunnel.Timeout, "%s did not answer within %s", r.Addr, dialTimeout)
-			}
-		}
-		s.refuse(way, err)
+		s.refuseDial(ctx, name, r, way, late, err)
 		return
 	}
 	defer s.owner.Over()
-	if err = way.accept(ctx); err != nil {
+	c, gone, err := s.openConn(ctx, r, way)
+	if err != nil {
 		s.log.Debug("cannot open the conn", "topic", name, "target", r.Addr, "err", err)
 		tunnel.Reset(target)
-		const text = "node %s reached the target and cannot open the conn: %v"
-		s.refuse(way, tunnel.Refusef(tunnel.Internal, text, s.pub.Node, err))
+		s.refuse(way, err)
 		return
+	}
+	stop := c.Watch(ctx)
+	defer stop()
+	s.counters.ConnsOpened.Add(1)
+	received, sent, err := tunnel.Splice(ctx, c, target)
+	<-gone
+	s.logEnded(name, r.Addr, received+sent, started, err)
+}
+
+// logEnded is not a part of serve: its arguments would take hundreds of bytes of stack for as long as
+// the conn lives.
+func (s *edgeSession) logEnded(name, target string, bytes int64, started time.Time, err error) {
+	s.log.Debug("conn ended", "topic", name, "target", target, "bytes", bytes,
+		"err", err, "dur", time.Since(started).Round(time.Microsecond))
+}
+
+// openConn accepts an open whose target was reached. It returns the conn, and a channel that is closed
+// when the conn is over and none of its goroutines is left.
+func (s *edgeSession) openConn(
+	ctx context.Context, r tunnel.Request, way openWay,
+) (*conn.Conn, <-chan struct{}, error) {
+	if err := way.accept(ctx); err != nil {
+		const text = "node %s reached the target and cannot open the conn: %v"
+		return nil, nil, tunnel.Refusef(tunnel.Internal, text, s.pub.Node, err)
 	}
 	gone := make(chan struct{})
 	c := way.conn(conn.Config{
@@ -219,13 +231,26 @@ func (s *edgeSession) serve(
 		},
 		Gone: func() { close(gone) },
 	})
-	stop := c.Watch(ctx)
-	defer stop()
-	s.counters.ConnsOpened.Add(1)
-	received, sent, err := tunnel.Splice(ctx, c, target)
-	<-gone
-	s.log.Debug("conn ended", "topic", name, "target", r.Addr, "bytes", received+sent,
-		"err", err, "dur", time.Since(started).Round(time.Microsecond))
+	return c, gone, nil
+}
+
+// refuseDial logs why a dial has failed, and tells the cloud. late reports that dialTimeout has passed.
+func (s *edgeSession) refuseDial(
+	ctx context.Context, name string, r tunnel.Request, way openWay, late bool, err error,
+) {
+	s.log.Debug("target refused", "topic", name, "target", r.Addr, "err", err)
+	if tunnel.CodeOf(err) == tunnel.Denied {
+		s.owner.as.denied(s, name, r, err)
+	}
+	if _, decided := errors.AsType[*tunnel.Refusal](err); !decided {
+		switch {
+		case ctx.Err() != nil:
+			err = tunnel.Refusef(tunnel.Gone, "the caller has gone")
+		case late:
+			err = tunnel.Refusef(tunnel.Timeout, "%s did not answer within %s", r.Addr, dialTimeout)
+		}
+	}
+	s.refuse(way, err)
 }
 
 // dialTarget waits for room in the budget of the edge, and dials. If it returns a target, the

@@ -250,9 +250,11 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 	if !s.promote(name, p, c) {
 		return errGone
 	}
-	stop := c.Watch(ctx)
-	defer stop()
-	<-c.Done()
+	select {
+	case <-c.Done():
+	case <-ctx.Done():
+		c.EndedByPeer()
+	}
 	if c.Err() != nil {
 		return status.Error(codes.Aborted, "reset")
 	}
