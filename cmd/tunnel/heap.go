@@ -32,6 +32,7 @@ func roomyHeap() {
 		debug.SetGCPercent(gcPercent(live, size[1].Value.Uint64()+size[2].Value.Uint64()))
 		return live > 4*spareHeap
 	})
+	runtime.GC() // so that the first conns use the memory of what the start has left
 }
 
 // gcPercent returns the GOGC that lets spareHeap bytes of garbage be beyond what 100 does. The
