@@ -51,7 +51,7 @@ const (
 	// would weigh how many handshakes they do on the cloud's own processors.
 	comesBack = 100 * time.Millisecond
 	// takes is how long an attack may take to show on a busy machine.
-	takes = 10 * time.Second
+	takes = time.Minute
 )
 
 // endure lets the attacks happen, one after the other, by turns with calm.
