@@ -131,7 +131,7 @@ func (w *edgeWiring) newClient(log *slog.Logger) error {
 	if err != nil {
 		return err
 	}
-	w.egress = egress.NewEdge(w.policy)
+	w.egress = egress.NewEdge(w.policy, log)
 	w.dialers = []tunnel.Module{
 		https.NewEdge(w.policy.DialRequest, kubelet, nil),
 		tcp.NewEdge(w.policy.DialRequest),

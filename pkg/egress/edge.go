@@ -2,6 +2,7 @@ package egress
 
 import (
 	"context"
+	"log/slog"
 	"net"
 
 	"tunnel/pkg/auth"
@@ -18,8 +19,8 @@ var _ tunnel.Routed = (*Edge)(nil)
 
 // NewEdge returns the module. It may dial targets that policy permits, and pods of this node, if the
 // cloud has told which networks they have (networks.go).
-func NewEdge(policy *auth.Policy) *Edge {
-	p := &pods{routes: readRoutes, devices: systemDevices()}
+func NewEdge(policy *auth.Policy, log *slog.Logger) *Edge {
+	p := &pods{log: log.With("module", name), routes: readRoutes, devices: systemDevices()}
 	return &Edge{policy: policy.Also(p.has), pods: p}
 }
 

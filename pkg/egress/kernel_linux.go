@@ -73,11 +73,12 @@ func routesOf(listed []netlink.Route, own map[netip.Addr]bool) []route {
 		}
 		hops := r.MultiPath
 		if len(hops) == 0 {
-			hops = []*netlink.NexthopInfo{{LinkIndex: r.LinkIndex, Gw: r.Gw}}
+			hops = []*netlink.NexthopInfo{{LinkIndex: r.LinkIndex, Gw: r.Gw, Via: r.Via}}
 		}
 		for _, h := range hops {
 			gateway, ok := netip.AddrFromSlice(h.Gw)
-			all = append(all, route{to: prefixOf(r.Dst), direct: !ok || own[gateway.Unmap()], link: h.LinkIndex})
+			direct := h.Via == nil && (!ok || own[gateway.Unmap()]) // Via: a gateway of the other family
+			all = append(all, route{to: prefixOf(r.Dst), direct: direct, link: h.LinkIndex})
 		}
 	}
 	return all

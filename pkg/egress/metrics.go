@@ -15,7 +15,7 @@ import (
 // resultOK is the result label of a successful dial. A failed dial has the code of its refusal.
 const resultOK = "ok"
 
-// The protocols of the front door, as values of the label door.
+// A door is a protocol of the egress front door, and a value of the label door.
 const (
 	doorGRPC    = "grpc"
 	doorConnect = "httpconnect"
@@ -25,12 +25,12 @@ const (
 type metrics struct {
 	dials        *prometheus.CounterVec   // ended dials, by door and result
 	duration     *prometheus.HistogramVec // of successful dials in seconds, by door
-	inFlight     map[string]*inFlight     // by protocol; set once
+	inFlight     map[string]*inFlight     // by door; set once
 	gauges       []prometheus.Collector   // functions of inFlight; set once
 	konnectivity *konnectivityMetrics     // nil: not configured
 }
 
-// inFlight counts the dials and conns of a protocol that are under way.
+// inFlight counts the dials and conns of a door that are under way.
 type inFlight struct{ dials, conns atomic.Int64 }
 
 // buckets are those of dial durations, in seconds: from a node nearby to DialTimeout.

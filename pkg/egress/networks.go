@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -131,6 +132,8 @@ type pods struct {
 	networks atomic.Pointer[[]netip.Prefix] // from the latest message of the cloud; nil: none yet
 	routes   func() ([]route, error)        // reads the routing tables; tests replace it
 	devices  devices                        // tells which devices lead to containers
+	log      *slog.Logger
+	warnings tunnel.Limiter // limits warnings about routing tables that cannot be read
 }
 
 // setNetworks handles a message of the cloud.
@@ -153,7 +156,13 @@ func (p *pods) has(a netip.Addr) bool {
 		return false
 	}
 	routes, err := p.routes()
-	return err == nil && routedToContainers(a, routes, p.devices.linkLeadsToContainers)
+	if err != nil {
+		if skipped, ok := p.warnings.Allow(); ok {
+			p.log.Warn("the routes of this machine cannot be read, so only `allow` permits pods", "err", err, "skipped", skipped)
+		}
+		return false
+	}
+	return routedToContainers(a, routes, p.devices.linkLeadsToContainers)
 }
 
 // route is an entry of the kernel's routing tables.

@@ -2,6 +2,7 @@ package egress
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -13,6 +14,7 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
@@ -187,7 +189,8 @@ func TestPods(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	e := NewEdge(policy)
+	log, text := testkit.NewLog()
+	e := NewEdge(policy, log)
 	e.pods.routes, e.pods.devices = testRoutes, testDevices(t, "cali1")
 	permits := func(addr string) bool { return e.policy.Permits(netip.MustParseAddrPort(addr)) }
 	if permits("10.88.1.7:80") {
@@ -212,6 +215,14 @@ func TestPods(t *testing.T) {
 	if policy.Permits(netip.MustParseAddrPort("10.88.1.7:80")) {
 		t.Error("other modules may dial pods, too")
 	}
+	e.pods.routes = func() ([]route, error) { return nil, errors.New("a route without sense") }
+	if permits("10.88.1.7:80") || permits("10.88.1.8:80") {
+		t.Error("a pod is dialled although the routes cannot be read")
+	}
+	if n := len(text.Lines("level=WARN", "cannot be read", "a route without sense")); n != 1 {
+		t.Errorf("%d warnings, want one:\n%s", n, text)
+	}
+	e.pods.routes = testRoutes
 	if err := hear(t.Context(), networksMessage(encodeNetworks(nil))); err != nil || permits("10.88.1.7:80") {
 		t.Error("a network stays that the cloud has taken back")
 	}
