@@ -281,7 +281,7 @@ func factsOf(n int) facts {
 	return facts{truth: fixed{records, us}, alive: neverAlive, now: time.Unix(1000, 0)}
 }
 
-// mapped holds the addresses for each node, as stream.Peers returns them.
+// mapped holds the addresses for each node, as peers.Peers returns them.
 type mapped map[tunnel.NodeName][]netip.Addr
 
 func mappedOf(records []Record) mapped {

@@ -441,7 +441,7 @@ func (a *Agents) authenticate(
 	return grant, nil, nil
 }
 
-// reachOf returns the identifiers in the metadata of an agent, which it checks.
+// reachOf checks the identifiers in the metadata of an agent, and returns them.
 func reachOf(md metadata.MD) (reach string, err error) {
 	all := md.Get("agentidentifiers")
 	if len(all) > 1 {

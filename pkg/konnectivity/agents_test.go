@@ -881,7 +881,7 @@ func TestAgentDrainAnswers(t *testing.T) {
 			dial := func(addr string) {
 				dials.Go(func() {
 					// A stock server uses a leaving agent as long as there is no other.
-					c, err := l.Dial(t.Context(), tunnel.Request{Node: "n1", Category: category, Network: "tcp", Addr: addr})
+					c, err := l.Dialer.Dial(t.Context(), tunnel.Request{Node: "n1", Category: category, Network: "tcp", Addr: addr})
 					switch {
 					case err == nil:
 						answered.Add(1)

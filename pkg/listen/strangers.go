@@ -285,7 +285,7 @@ func (st *Stranger) Release() {
 	}
 }
 
-// Know makes the source of a known.
+// Know notes that the source to which the address a belongs is known.
 func (s *Strangers) Know(a netip.Addr) { s.remember(s.scopes(a)[0].prefix) }
 
 func (s *Strangers) remember(source netip.Prefix) {

@@ -130,7 +130,7 @@ func TestAddressThatWasOurs(t *testing.T) {
 	found := make(chan struct{})
 	c, err := stream.NewClient(stream.ClientConfig{
 		Address: "the same", TLS: a.peers.cfg.TLS, Log: a.log, Grace: patience, Dial: all.balanced(),
-		Replica: &stream.Replica{
+		Replica: &stream.ReplicaConfig{
 			ID: a.peers.id, Hint: hint, Have: func() []string { return nil },
 			Started: func(s *tunnel.Session) (func(), error) {
 				close(found)

@@ -130,6 +130,9 @@ func New(cfg Config, dir *tunnel.Directory) (*Peers, error) {
 	if err := p.verifyOwn(cfg.TLS(), x509.ExtKeyUsageClientAuth, "as a client"); err != nil {
 		return nil, err
 	}
+	if cfg.Server == nil {
+		return nil, errors.New("peers: the TLS configuration of this replica's server is missing")
+	}
 	if err := p.verifyOwn(cfg.Server, x509.ExtKeyUsageServerAuth, "as a server"); err != nil {
 		return nil, err
 	}
@@ -250,10 +253,10 @@ func (p *Peers) join(ctx context.Context, address string) {
 		Address: address, TLS: p.cfg.TLS, Counters: p.counters, Log: p.cfg.Log, Grace: p.cfg.Grace, Software: p.cfg.Software,
 		Connections: stream.MaxConnections, // a session carries the conns of many nodes
 		Dial:        p.cfg.dial,
-		Replica: &stream.Replica{
+		Replica: &stream.ReplicaConfig{
 			ID: p.id, Addrs: addrStrings(p.cfg.Addrs),
 			Have:    func() []string { return p.have(address) },
-			Dial:    p.dir.Dial, // not p.Dial: a request is relayed once
+			Serve:   p.dir.Dial, // not p.Dial: a request is relayed once
 			Started: p.publish, Hint: hint,
 		},
 	})

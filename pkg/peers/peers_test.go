@@ -286,7 +286,7 @@ func joinAs(t *testing.T, a *replicaRig, id string, conf *tls.Config) error {
 	told := make(chan error, 1)
 	c, err := stream.NewClient(stream.ClientConfig{
 		Address: a.port, TLS: fixed(conf), Log: a.log, Grace: patience,
-		Replica: &stream.Replica{
+		Replica: &stream.ReplicaConfig{
 			ID: id, Have: func() []string { return nil },
 			Started: func(*tunnel.Session) (func(), error) { return nil, errLetIn },
 			Hint: func(err error) error {

@@ -19,14 +19,14 @@ func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	}
 	var ways []tunnel.Dialer
 	for _, link := range p.holders(r.Node) {
-		ways = append(ways, link)
+		ways = append(ways, link.Dialer)
 	}
 	if s := p.dir.Lookup(r.Node); s != nil {
 		at := 0 // this replica's own session comes first,
 		if p.hasLeft(s) {
 			at = len(ways) // unless the edge has moved to another replica
 		}
-		ways = slices.Insert(ways, at, tunnel.Dialer(s))
+		ways = slices.Insert(ways, at, s.Dialer)
 	}
 	var refusal error
 	var full tunnel.Dialer // the first dialer that has reached a limit
@@ -71,13 +71,13 @@ func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error)
 		rand.Shuffle(len(nodes), func(i, j int) { nodes[i], nodes[j] = nodes[j], nodes[i] })
 		for _, n := range nodes[:min(3, len(nodes))] {
 			r.Node = n
-			c, err := link.Dial(ctx, r)
+			c, err := link.Dialer.Dial(ctx, r)
 			if err == nil || !elsewhere(ctx, err) {
 				return c, err
 			}
 			if full == nil && tunnel.CodeOf(err) == tunnel.Overloaded {
 				again.Node = n
-				full = func() (net.Conn, error) { return link.Dial(ctx, again) }
+				full = func() (net.Conn, error) { return link.Dialer.Dial(ctx, again) }
 			}
 		}
 	}

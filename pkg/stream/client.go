@@ -50,7 +50,7 @@ type ClientConfig struct {
 
 	// Replica makes the client join as a replica of the cloud. Node, Token, Limits, All and Reach stay
 	// unset then. nil: the client joins as Node.
-	Replica *Replica
+	Replica *ReplicaConfig
 
 	farTrip time.Duration // 0: the constant farTrip; only tests set another value
 }
@@ -75,7 +75,7 @@ type Client struct {
 	replicas []string   // instances that the cloud has sent; none: one replica, or nothing sent yet
 	ended    []ending   // ended sessions that wanted has not read yet
 	err      error      // why the last attempt or session failed, see Ready
-	hurried  bool       // hurryUp was called, and no pause has ended because of it yet
+	hurried  bool       // HurryUp was called or a replica may be new, and no pause has ended because of it yet
 	// changed wakes the goroutines that wait for a change of the fields above: Run's, and those in
 	// waitForSuccessor. noteLocked closes and replaces it.
 	changed chan struct{}
@@ -214,7 +214,7 @@ func (c *Client) HurryUp() {
 }
 
 // pause waits for d. It returns early when the last live session is lost (the next session is
-// then urgent), when ctx is done, or when HurryUp was called. hurried reports the latter.
+// then urgent), when ctx is done, or when HurryUp was called. hurried reports the last of these.
 func (c *Client) pause(ctx context.Context, d time.Duration) (hurried bool) {
 	late := time.After(d)
 	for had := false; ; {

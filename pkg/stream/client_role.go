@@ -15,16 +15,17 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Replica makes a [Client] join as a replica of the cloud. Its TLS certificate proves that. The
+// ReplicaConfig makes a [Client] join as a replica of the cloud. Its TLS certificate proves that. The
 // replica that it joins asks it for conns to the nodes that it holds.
-type Replica struct {
+type ReplicaConfig struct {
 	ID    string   // of the joining replica, a UUID
 	Addrs []string // addresses at which clients reach the joining replica
 	// Have returns the ids of the replicas that need no session by this client, since they have
 	// one already.
 	Have func() []string
-	// Dial serves an open of the other replica. The request names one of the nodes here.
-	Dial tunnel.DialFunc
+	// Serve dials for an open of the other replica. The request names a node that this replica holds, or
+	// held a moment ago.
+	Serve tunnel.DialFunc
 	// Started is called for each new session. s.Instance is the id of the replica at the other end.
 	// A goroutine of the session then calls run, which must return when s is done. An error refuses
 	// the session.
@@ -36,7 +37,7 @@ var (
 	// ErrSelf is the error of a session of a replica with itself.
 	ErrSelf = errors.New("this address is our own")
 	// ErrTwice is the error of a second session with the same replica.
-	ErrTwice = errors.New("this replica has been joined by another of its addresses")
+	ErrTwice = errors.New("this replica has already been joined at another of its addresses")
 )
 
 // joiner is what a client joins as: a node, or a replica of the cloud. joinerOf decides it once.
@@ -65,52 +66,52 @@ type joiner interface {
 // joinerOf returns what a client with this configuration joins as.
 func joinerOf(c *Client) joiner {
 	if c.cfg.Replica != nil {
-		return toReplica{c, c.cfg.Replica}
+		return replicaJoiner{c, c.cfg.Replica}
 	}
-	return toCloud{c}
+	return nodeJoiner{c}
 }
 
-// toCloud joins as a node, proven by a token or by the certificate of the connection.
-type toCloud struct{ *Client }
+// nodeJoiner joins as a node, proven by a token or by the certificate of the connection.
+type nodeJoiner struct{ client *Client }
 
-func (j toCloud) String() string { return fmt.Sprintf("node %s", j.cfg.Node) }
+func (j nodeJoiner) String() string { return fmt.Sprintf("node %s", j.client.cfg.Node) }
 
-func (j toCloud) logs() (key string, value any) { return "node", j.cfg.Node }
+func (j nodeJoiner) logs() (key string, value any) { return "node", j.client.cfg.Node }
 
-func (j toCloud) limits() EdgeLimits { return j.cfg.Limits.orDefault() }
+func (j nodeJoiner) limits() EdgeLimits { return j.client.cfg.Limits.orDefault() }
 
-func (toCloud) modules() []tunnel.Module { return nil }
+func (nodeJoiner) modules() []tunnel.Module { return nil }
 
-func (j toCloud) credential(h *handshake) (credentials.PerRPCCredentials, [sha256.Size]byte, error) {
+func (j nodeJoiner) credential(h *handshake) (credentials.PerRPCCredentials, [sha256.Size]byte, error) {
 	none := [sha256.Size]byte{}
-	if j.cfg.Token == nil {
+	if j.client.cfg.Token == nil {
 		if h.leaf == nil {
 			return nil, none, errNoCertificate
 		}
-		return nodeClaim(j.cfg.Node), none, nil
+		return nodeClaim(j.client.cfg.Node), none, nil
 	}
-	token, err := auth.TokenOf(j.cfg.Token)
+	token, err := auth.TokenOf(j.client.cfg.Token)
 	if err != nil {
 		return nil, none, err
 	}
-	return accessToken(auth.EncodeToken(string(j.cfg.Node), token)), sha256.Sum256([]byte(token)), nil
+	return accessToken(auth.EncodeToken(string(j.client.cfg.Node), token)), sha256.Sum256([]byte(token)), nil
 }
 
-func (j toCloud) hello(m *pb.Hello) { m.Have = j.have() }
+func (j nodeJoiner) hello(m *pb.Hello) { m.Have = j.client.have() }
 
-func (toCloud) started(*edgeSession) error { return nil }
+func (nodeJoiner) started(*edgeSession) error { return nil }
 
-func (toCloud) addressed(*tunnel.Request, *pb.Open) error { return nil } // it is for this node
+func (nodeJoiner) addressed(*tunnel.Request, *pb.Open) error { return nil } // it is for this node
 
-func (j toCloud) denied(s *edgeSession, topic string, r tunnel.Request, err error) {
-	if skipped, ok := j.denials.Allow(); ok {
+func (j nodeJoiner) denied(s *edgeSession, topic string, r tunnel.Request, err error) {
+	if skipped, ok := j.client.denials.Allow(); ok {
 		s.log.Warn("a dial that the cloud asked for is denied",
 			"topic", topic, "target", r.Addr, "caller", r.Caller, "err", err, "skipped", skipped)
 	}
 }
 
-func (j toCloud) explain(err error, h *handshake) error {
-	if j.cfg.Token == nil && h != nil && status.Code(err) == codes.Unauthenticated {
+func (j nodeJoiner) explain(err error, h *handshake) error {
+	if j.client.cfg.Token == nil && h != nil && status.Code(err) == codes.Unauthenticated {
 		return fmt.Errorf("%w (%s)", err, h.hint(err))
 	}
 	return explain(err)
@@ -119,31 +120,31 @@ func (j toCloud) explain(err error, h *handshake) error {
 // maxConnsHere is how many conns a replica may ask another replica for at once.
 const maxConnsHere = 16 * DefaultMaxConns
 
-// toReplica joins another replica as a replica.
-type toReplica struct {
-	*Client
-	as *Replica
+// replicaJoiner joins another replica as a replica.
+type replicaJoiner struct {
+	client *Client
+	as     *ReplicaConfig
 }
 
-func (toReplica) String() string { return "a replica" }
+func (replicaJoiner) String() string { return "a replica" }
 
-func (j toReplica) logs() (key string, value any) { return "remote", j.cfg.Address }
+func (j replicaJoiner) logs() (key string, value any) { return "remote", j.client.cfg.Address }
 
 // limits are wide, since the replica with a node's session applies the node's limits.
-func (toReplica) limits() EdgeLimits { return EdgeLimits{Conns: maxConnsHere} }
+func (replicaJoiner) limits() EdgeLimits { return EdgeLimits{Conns: maxConnsHere} }
 
-func (j toReplica) modules() []tunnel.Module { return []tunnel.Module{relay{j.as.Dial}} }
+func (j replicaJoiner) modules() []tunnel.Module { return []tunnel.Module{relay{j.as.Serve}} }
 
 // credential sends the id of the replica. The certificate of the connection proves the replica.
-func (j toReplica) credential(*handshake) (credentials.PerRPCCredentials, [sha256.Size]byte, error) {
+func (j replicaJoiner) credential(*handshake) (credentials.PerRPCCredentials, [sha256.Size]byte, error) {
 	return replicaID(j.as.ID), [sha256.Size]byte{}, nil
 }
 
-func (j toReplica) hello(m *pb.Hello) {
+func (j replicaJoiner) hello(m *pb.Hello) {
 	m.Replica, m.Have = &pb.Replica{Addrs: j.as.Addrs}, j.as.Have()
 }
 
-func (j toReplica) started(s *edgeSession) error {
+func (j replicaJoiner) started(s *edgeSession) error {
 	run, err := j.as.Started(s.pub)
 	if err == nil {
 		s.wg.Go(s.guarded(run))
@@ -153,15 +154,15 @@ func (j toReplica) started(s *edgeSession) error {
 
 // addressed reads what asReplica.address has written: the open names the node, and the module of the
 // node's edge.
-func (toReplica) addressed(r *tunnel.Request, open *pb.Open) (err error) {
+func (replicaJoiner) addressed(r *tunnel.Request, open *pb.Open) (err error) {
 	r.Node, err = tunnel.ParseNodeName(open.GetNode())
 	r.Category, r.Relayed = open.GetCategory(), true
 	return err
 }
 
-func (toReplica) denied(*edgeSession, string, tunnel.Request, error) {} // the edge that has denied it logs it
+func (replicaJoiner) denied(*edgeSession, string, tunnel.Request, error) {} // the edge that has denied it logs it
 
-func (j toReplica) explain(err error, _ *handshake) error {
+func (j replicaJoiner) explain(err error, _ *handshake) error {
 	switch {
 	case err == nil:
 		return nil

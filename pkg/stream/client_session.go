@@ -95,7 +95,7 @@ func (s *edgeSession) beat() {
 				s.Close(fmt.Errorf("the cloud has not answered a heartbeat for %s", stuckAfter))
 				return
 			}
-			stuck = true // checks once more after doubtTime, as listen does
+			stuck = true // checks once more after doubtTime, as watchSilence does
 			timer.Reset(doubtTime)
 			continue
 		}

@@ -133,10 +133,10 @@ func (s *cloudSession) answered() {
 	s.asking--
 }
 
-// attach makes an accepted TLS connection a data connection. The ticket in its first frame
+// attachData makes an accepted TLS connection a data connection. The ticket in its first frame
 // selects the session. Nobody reads the connection until it has a conn.
-func (s *Server) attach(c *tls.Conn, j *joiningConn) error {
-	err := s.tryAttach(c, j)
+func (s *Server) attachData(c *tls.Conn, j *joiningConn) error {
+	err := s.tryAttachData(c, j)
 	if err != nil {
 		// A load balancer may have led the connection here instead of to the replica that asked
 		// for it.
@@ -145,8 +145,8 @@ func (s *Server) attach(c *tls.Conn, j *joiningConn) error {
 	return err
 }
 
-// tryAttach is attach without the log.
-func (s *Server) tryAttach(c *tls.Conn, j *joiningConn) error {
+// tryAttachData is attachData without the log.
+func (s *Server) tryAttachData(c *tls.Conn, j *joiningConn) error {
 	d := newDataConn(c, j.Conn, s.blocks)
 	typ, ticket, err := d.Receive(mostTicket)
 	if err != nil {

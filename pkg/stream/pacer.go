@@ -64,8 +64,8 @@ const (
 	// two segments at a time: some 2.8 KiB every 8 s. The queueing discipline fq drops packets
 	// that are scheduled more than 10 s ahead.
 	leastPace = 384
-	// paceGrowth is the divisor for growth. At each look without need, the bound grows by
-	// 1/paceGrowth.
+	// paceGrowth is the divisor for growth: at a look the bound grows by 1/paceGrowth. With need it
+	// grows to its share of the capacity at most.
 	paceGrowth = 4
 	// arrivalSmooth is the divisor for smoothing. A new measurement of the arrival rate has the
 	// weight 1/arrivalSmooth.

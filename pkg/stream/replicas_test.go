@@ -8,6 +8,7 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/google/uuid"
@@ -142,8 +143,8 @@ func (a *replicaRig) joinReplica(b *replicaRig, conf *tls.Config) {
 	c, err := NewClient(ClientConfig{
 		Address: b.server.Addr().String(), TLS: fixed(conf), Counters: &a.others.count, Log: a.log.logger(), Grace: patience,
 		Connections: MaxConnections,
-		Replica: &Replica{
-			ID: a.others.id, Have: func() []string { return nil }, Dial: a.dir.Dial,
+		Replica: &ReplicaConfig{
+			ID: a.others.id, Have: func() []string { return nil }, Serve: a.dir.Dial,
 			Started: func(s *tunnel.Session) (func(), error) { return func() { <-s.Done() }, nil },
 			Hint:    func(err error) error { return err },
 		},
@@ -176,7 +177,7 @@ func (f *front) link() *tunnel.Session {
 }
 
 func (f *front) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
-	return f.link().Dial(ctx, r)
+	return f.link().Dialer.Dial(ctx, r)
 }
 
 // newRelayedRig is a rig whose conns are dialled at another replica.
@@ -365,5 +366,41 @@ func FuzzReplicas(f *testing.F) {
 		if err != nil || len(replicas.GetInstances()) != 2 {
 			t.Fatalf("%v: %v", err, &replicas)
 		}
+	})
+}
+
+// leavingOthers makes the server leave while it composes the hello of a session.
+type leavingOthers struct {
+	*others
+	leave func()
+}
+
+func (o leavingOthers) ID() string {
+	o.leave()
+	return o.others.ID()
+}
+
+func (leavingOthers) Joined() []string { return []string{"another replica"} }
+
+// A server that leaves while an edge joins tells the edge so only after the hello, which is the first
+// message of every session.
+func TestDrainFollowsTheHello(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		var r *rig
+		asked := 0
+		r = newRigOn(t, newMemNet(), func(c *ServerConfig) {
+			c.Replicas = leavingOthers{&others{id: uuid.NewString()}, func() {
+				if asked++; asked == 2 { // the first time, the server checks whether it knows the edge's process
+					go r.server.Leave(t.Context())
+					synctest.Wait()
+				}
+			}}
+		})
+		e := r.start(r.clientConfig("edge1"), refuses)
+		r.eventually("the edge joins", func() bool { return e.client.Ready() == nil })
+		if asked < 2 || !tunnel.IsClosed(r.server.leaving) {
+			t.Errorf("the server has not left while the edge joined: its id was asked %d times", asked)
+		}
+		r.eventually("the edge is told", func() bool { return len(r.log.lines("cloud is about to stop")) > 0 })
 	})
 }

@@ -101,8 +101,10 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 		return nil, err
 	}
 	s.router = router
-	s.replicaRouter, err = tunnel.NewRouter(replicaRoutes{s})
-	return s, err
+	if s.replicaRouter, err = tunnel.NewRouter(replicaRoutes{s}); err != nil {
+		return nil, err
+	}
+	return s, nil
 }
 
 // Name implements tunnel.Module.
@@ -165,7 +167,7 @@ func (s *Server) Run(ctx context.Context) error {
 	}
 	serverFor := func(link far) *grpc.Server {
 		opts := append(serverOptions(conns, s.cfg.Limits, link),
-			grpc.Creds(serverCreds{credentials.NewTLS(conf), s.attach, s.frames}),
+			grpc.Creds(serverCreds{credentials.NewTLS(conf), s.attachData, s.frames}),
 			grpc.StreamInterceptor(s.intercept),
 			grpc.UnknownServiceHandler(unknownMethod),
 		)
@@ -410,12 +412,12 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 			s.sessions.Done()
 		}()
 	}()
-	stop := context.AfterFunc(ctx, func() { cs.Close(errLost) })
-	defer stop()
 	cs.start(ctx)
-	cs.whileProven() // here, because a goroutine of its own would cost every idle node 4 KiB
+	cs.endWhenUnproven() // here, because a goroutine of its own would cost every idle node 4 KiB
 	<-cs.done
-	err = cs.reason()
+	if err = cs.reason(); ctx.Err() != nil && status.Code(err) == codes.Canceled {
+		err = errLost
+	}
 	cs.noteCause(err)
 	s.detach(cs)
 	cs.quota.release()
@@ -427,7 +429,7 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 	return err
 }
 
-// errLost ends a session whose control stream was cancelled, for example by a lost connection.
+// errLost is why a session ended whose control stream was cancelled, for example by a lost connection.
 var errLost = errors.New("connection lost")
 
 // detach removes an ended session from the live sessions, and has its role undo attach.

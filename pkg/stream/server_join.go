@@ -102,12 +102,13 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	cs.standOn(proven)
 	t.session.Store(cs)
 	t.conn.joined()
+
+	// The cloud's hello is the first message in the outbox. So neither an open nor a drain can overtake
+	// it: the directory and the live sessions have cs only afterwards.
+	cs.post(message(typeHello, "", s.ownHello(cs)))
 	s.mu.Lock()
 	s.live[cs] = struct{}{}
 	s.mu.Unlock()
-
-	// The cloud's hello is the first message in the outbox, so no open can overtake it.
-	cs.post(message(typeHello, "", s.ownHello(cs)))
 	role.attach(cs, hello)
 	return cs, nil
 }

@@ -56,9 +56,9 @@ func (s *cloudSession) standOn(p *proof) {
 	}
 }
 
-// whileProven ends the session when its proof is no longer good. It returns when the session has
+// endWhenUnproven ends the session when its proof is no longer good. It returns when the session has
 // ended.
-func (s *cloudSession) whileProven() {
+func (s *cloudSession) endWhenUnproven() {
 	for {
 		p := s.proof.Load()
 		var expires <-chan time.Time

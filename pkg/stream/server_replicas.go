@@ -41,7 +41,7 @@ func NodesMessage(news *pb.Nodes) *tunnel.Message { return message(typeNodes, ""
 
 // replicaRoutes are the messages that a replica may send after it has joined here: the messages of
 // an edge, and the nodes that it holds.
-type replicaRoutes struct{ *Server }
+type replicaRoutes struct{ server *Server }
 
 // Name implements tunnel.Module.
 func (replicaRoutes) Name() string { return category }
@@ -56,7 +56,7 @@ func (s replicaRoutes) Routes() map[string]tunnel.Handler {
 		typeRefused:   handler((*cloudSession).refused),
 		typeCancel:    handler((*cloudSession).cancelConn),
 		typeDrain:     handler((*cloudSession).edgeLeaves),
-		typeNodes:     handler(s.learn),
+		typeNodes:     handler(s.server.learn),
 	}
 }
 

@@ -46,44 +46,44 @@ func (s *Server) roleOf(ctx context.Context) role {
 }
 
 // asNode is the role of an edge.
-type asNode struct{ *Server }
+type asNode struct{ server *Server }
 
 func (r asNode) prove(ctx context.Context, t *transport) (*proof, *refusedJoin) {
-	return r.authenticateNode(ctx, t)
+	return r.server.authenticateNode(ctx, t)
 }
 
-func (r asNode) again(hello *pb.Hello) error { return r.hasSession(hello) }
+func (r asNode) again(hello *pb.Hello) error { return r.server.hasSession(hello) }
 
 func (r asNode) equip(cs *cloudSession) {
-	cs.log = r.log.With("node", cs.pub.Node, "session", cs.pub.ID)
-	cs.router, cs.counters, cs.maxConns = r.router, r.cfg.Counters, int64(r.cfg.Limits.Conns)
-	cs.quota = r.quotas.take(cs.pub.Node)
+	cs.log = r.server.log.With("node", cs.pub.Node, "session", cs.pub.ID)
+	cs.router, cs.counters, cs.maxConns = r.server.router, r.server.cfg.Counters, int64(r.server.cfg.Limits.Conns)
+	cs.quota = r.server.quotas.take(cs.pub.Node)
 	cs.budget = cs.quota.messages
 }
 
 func (r asNode) attach(cs *cloudSession, hello *pb.Hello) {
-	r.cfg.Counters.Sessions.Add(1)
+	r.server.cfg.Counters.Sessions.Add(1)
 	cs.log.Info("session started",
 		"remote", cs.pub.Remote, "by", text(cs.proof.Load().grant.By), "software", text(hello.GetSoftware()))
-	if old := r.dir.Attach(cs.pub); old != nil {
-		r.cfg.Counters.Replaced.Add(1)
+	if old := r.server.dir.Attach(cs.pub); old != nil {
+		r.server.cfg.Counters.Replaced.Add(1)
 		cs.log.Warn("this session replaces an older one of the same node", "replaced", old.ID, "remote", old.Remote)
 		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this node"))
 	}
-	r.welcome(cs)
-	if tunnel.IsClosed(r.leaving) { // this session was joining when Leave told the others
+	r.server.welcome(cs)
+	if tunnel.IsClosed(r.server.leaving) { // this session was joining when Leave told the others
 		r.leave(cs)
 	}
 }
 
 func (asNode) leave(cs *cloudSession) { cs.tellDrain(true) }
 
-func (r asNode) detach(cs *cloudSession) { r.dir.Detach(cs.pub) }
+func (r asNode) detach(cs *cloudSession) { r.server.dir.Detach(cs.pub) }
 
 func (asNode) address(*tunnel.Message, *pb.Open, tunnel.Request) {} // the session is the node's
 
 func (r asNode) denied(cs *cloudSession, req tunnel.Request, refusal *tunnel.Refusal) {
-	if skipped, ok := r.denials.Allow(); ok {
+	if skipped, ok := r.server.denials.Allow(); ok {
 		cs.log.Warn("the edge has denied a dial",
 			"target", req.Addr, "caller", text(req.Caller), "err", refusal, "skipped", skipped)
 	}
@@ -92,13 +92,13 @@ func (r asNode) denied(cs *cloudSession, req tunnel.Request, refusal *tunnel.Ref
 // asReplica is the role of another replica of this cloud. The server's configuration may name no
 // other replicas: then prove refuses the peer.
 type asReplica struct {
-	*Server
-	id string // of the other replica, as it claims
+	server *Server
+	id     string // of the other replica, as it claims
 }
 
 // prove checks the certificate of the connection.
 func (r asReplica) prove(_ context.Context, t *transport) (*proof, *refusedJoin) {
-	others := r.cfg.Replicas
+	others := r.server.cfg.Replicas
 	if others == nil {
 		err := errors.New("it says that it is a replica, and there is no [mode.cloud.stream.peers] here")
 		return nil, &refusedJoin{told: uniform(), err: err}
@@ -114,22 +114,23 @@ func (r asReplica) prove(_ context.Context, t *transport) (*proof, *refusedJoin)
 }
 
 func (r asReplica) again(hello *pb.Hello) error {
-	if r.id == r.cfg.Replicas.ID() {
+	if r.id == r.server.cfg.Replicas.ID() {
 		return withReason(codes.AlreadyExists, reasonSelf, ErrSelf.Error())
 	}
-	return r.hasSession(hello)
+	return r.server.hasSession(hello)
 }
 
 // equip sets no quota: opens count where the node is held.
 func (r asReplica) equip(cs *cloudSession) {
-	cs.log = r.log.With("replica", r.id, "session", cs.pub.ID)
-	cs.router, cs.counters, cs.maxConns = r.replicaRouter, r.cfg.Replicas.Counters(), int64(r.cfg.Limits.relayed())
+	cs.log = r.server.log.With("replica", r.id, "session", cs.pub.ID)
+	cs.router, cs.counters = r.server.replicaRouter, r.server.cfg.Replicas.Counters()
+	cs.maxConns = int64(r.server.cfg.Limits.relayed())
 }
 
 func (r asReplica) attach(cs *cloudSession, hello *pb.Hello) {
 	cs.log.Info("another replica has joined", "remote", cs.pub.Remote, "software", text(hello.GetSoftware()))
-	old := r.cfg.Replicas.Attach(r.id, hello.GetReplica().GetAddrs(), cs.pub)
-	r.announce()
+	old := r.server.cfg.Replicas.Attach(r.id, hello.GetReplica().GetAddrs(), cs.pub)
+	r.server.announce()
 	if old != nil {
 		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this replica"))
 	}
@@ -138,8 +139,8 @@ func (r asReplica) attach(cs *cloudSession, hello *pb.Hello) {
 func (asReplica) leave(*cloudSession) {} // Replicas.Leave tells it
 
 func (r asReplica) detach(cs *cloudSession) {
-	if r.cfg.Replicas.Detach(cs.pub) {
-		r.announce()
+	if r.server.cfg.Replicas.Detach(cs.pub) {
+		r.server.announce()
 	}
 }
 

@@ -50,8 +50,8 @@ type session struct {
 	topics   map[string]topic       // open requests and conns, by name; nil when the session has ended
 	lastGone chan struct{}          // closed when the last topic goes; nil unless a caller of idle waits
 	data     map[*dataConn]struct{} // data connections; nil when the session has ended
-	silent   *time.Timer            // calls listen
-	doubted  bool                   // listen has found the peer silent, and will look once more
+	silent   *time.Timer            // calls watchSilence
+	doubted  bool                   // watchSilence has found the peer silent, and will look once more
 }
 
 // topic is an open request that waits for its answer, or a conn.
@@ -251,10 +251,15 @@ func (s *session) sendLoop() error {
 	}
 }
 
-// flush writes every message of the outbox.
+// flush writes every message of the outbox. When gRPC has ended the stream, the error of a write says
+// only that, and receiveLoop gets the reason. So flush gives receiveLoop a second to end the session.
 func (s *session) flush() error {
 	for _, m := range s.outbox.take() {
 		if err := s.write(m); err != nil {
+			select {
+			case <-s.done:
+			case <-time.After(time.Second):
+			}
 			return err
 		}
 	}
@@ -359,7 +364,7 @@ func (s *session) guarded(f func()) func() {
 func (s *session) start(ctx context.Context) {
 	s.mu.Lock()
 	if s.err == nil {
-		s.silent = time.AfterFunc(lostAfter-doubtTime, s.listen)
+		s.silent = time.AfterFunc(lostAfter-doubtTime, s.watchSilence)
 	}
 	s.mu.Unlock()
 	for _, loop := range []func() error{
@@ -374,11 +379,11 @@ func (s *session) start(ctx context.Context) {
 	}
 }
 
-// listen ends the session when nothing has come from the peer on any of its connections for
+// watchSilence ends the session when nothing has come from the peer on any of its connections for
 // lostAfter. Any received bytes prove that the peer lives, however late an answer is. Pings make
-// the peer send. listen looks twice before it ends the session: if this process was paused for a
+// the peer send. watchSilence looks twice before it ends the session: if this process was paused for a
 // while, bytes that came meanwhile are about to be read.
-func (s *session) listen() {
+func (s *session) watchSilence() {
 	s.mu.Lock()
 	silence, lost := s.silenceLocked(), false
 	switch {

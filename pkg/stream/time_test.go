@@ -451,7 +451,7 @@ func TestSessionAfterFreeze(t *testing.T) {
 		time.Sleep(time.Minute)
 		for _, s := range []*session{&es.session, &cs.session} {
 			s.own.heard.Add(-int64(20 * time.Second)) // the timer is the first to go on
-			s.listen()
+			s.watchSilence()
 		}
 		sent := time.Now().Add(-2 * stuckAfter)
 		es.mu.Lock()

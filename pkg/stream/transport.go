@@ -154,7 +154,8 @@ type joiningConn struct {
 // Read implements net.Conn.
 func (c *joiningConn) Read(b []byte) (int, error) { return c.probation.Read(b) }
 
-// joined lifts the deadline, because the connection has a session.
+// joined ends the probation, because the connection has a session. The deadline, the limit of bytes and
+// the place among the strangers end, and the source becomes known.
 func (c *joiningConn) joined() { c.probation.Met() }
 
 // dispatched marks a connection that gRPC does not serve, and lifts its deadlines.

@@ -149,7 +149,7 @@ func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 		if s == nil {
 			return nil, d.noSuchNode("node %s is not connected", r.Node)
 		}
-		return s.Dial(ctx, r)
+		return s.Dialer.Dial(ctx, r)
 	}
 	err := error(nil)
 	waits := !r.NoWait
@@ -158,7 +158,7 @@ func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 	for _, s := range d.shuffled(r.Among) {
 		r.Node = s.Node
 		var c net.Conn
-		if c, err = s.Dial(ctx, r); err == nil {
+		if c, err = s.Dialer.Dial(ctx, r); err == nil {
 			return c, nil
 		}
 		if full == nil && CodeOf(err) == Overloaded {
@@ -171,7 +171,7 @@ func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 	switch {
 	case full != nil && waits:
 		r.Node, r.NoWait = full.Node, false
-		return full.Dial(ctx, r)
+		return full.Dialer.Dial(ctx, r)
 	case err == nil:
 		err = d.noSuchNode("no node %sis connected", among(r.Among))
 	}

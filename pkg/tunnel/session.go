@@ -15,7 +15,7 @@ type Session struct {
 	Since  time.Time // when the session was established
 	Reach  string    // the addresses that the edge says it reaches, unchecked; pkg/konnectivity parses it
 	Link             // the transport
-	Dialer           // asks the edge to dial; nil at the edge, which cannot ask the cloud
+	Dialer Dialer    // asks the edge to dial; nil at the edge, which cannot ask the cloud
 
 	// Instance is the id of the peer's process, unchecked; an agent has none, and neither has a cloud
 	// that is a single replica. Set once.

@@ -27,7 +27,7 @@ type signpost struct {
 var (
 	codeSpan  = regexp.MustCompile("`([^`]+)`")
 	goFile    = regexp.MustCompile(`^[\w./-]+\.go$`)
-	folder    = regexp.MustCompile(`^(?:cmd|conf|pkg|test)(?:/[\w-]+)*$`)
+	folder    = regexp.MustCompile(`^(?:bench|cmd|conf|internal|pkg|test|tools)(?:/[\w-]+)*$`)
 	goName    = regexp.MustCompile(`^[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?$`)
 	connector = regexp.MustCompile(`^(?:,|,? and|,? →)?\s*$`)
 )
@@ -210,7 +210,7 @@ func TestWrongSignposts(t *testing.T) {
 		{"`session.go` and its `Hello`, or `pkg/stream` (`Hello`)", 0},
 		{"`docs` and `net.Conn`, `Open.network`", 0},
 		{"| 7 | `pkg/stream/session.go` `madeUp` |", 1},
-		{"| 7 | `session.go` `sendLoop` → `madeUp`, `listen` |", 1},
+		{"| 7 | `session.go` `sendLoop` → `madeUp`, `watchSilence` |", 1},
 		{"`session.go` `madeUp`, `alsoMadeUp`", 2},
 		{"`session.go` `cloudSession.sendLoop`", 1}, // it is a method of session
 		{"`peers.go` `hasLeft`", 1},                 // it is in nodes.go
