@@ -40,7 +40,7 @@ type Nodes struct {
 	// known is true once names has been complete. It stays true, since an old list is better than
 	// none.
 	known   bool
-	changed chan struct{} // closed at the next change, never sent to; nil: nobody waits for a change
+	changed tunnel.Change // of names
 	err     error         // why names may be out of date; nil: they are up to date
 }
 
@@ -77,10 +77,7 @@ func (n *Nodes) May(name tunnel.NodeName) (may, known bool) {
 func (n *Nodes) Changed() <-chan struct{} {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if n.changed == nil {
-		n.changed = make(chan struct{})
-	}
-	return n.changed
+	return n.changed.Next()
 }
 
 // Err returns why the names may be out of date; nil: they are up to date.
@@ -126,7 +123,7 @@ func (s *nodeStore) Replace(all []any, _ string) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.names, s.known = names, true
-	s.notifyLocked()
+	s.changed.Notify()
 	return nil
 }
 
@@ -146,16 +143,8 @@ func (s *nodeStore) set(o any, present bool) error {
 	} else {
 		delete(s.names, name)
 	}
-	s.notifyLocked()
+	s.changed.Notify()
 	return nil
-}
-
-// notifyLocked wakes the callers that wait for a change. The caller holds mu.
-func (s *nodeStore) notifyLocked() {
-	if s.changed != nil {
-		close(s.changed)
-		s.changed = nil
-	}
 }
 
 // nodeName returns the name of a Node.

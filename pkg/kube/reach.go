@@ -45,7 +45,7 @@ type Reaches struct {
 	// ServiceCIDRs or the right to read them is missing.
 	servicesKnown bool
 	claims        *claims       // of nodes and services; nil: to be computed again
-	changed       chan struct{} // closed at the next change, never sent to; nil: nobody waits for a change
+	changed       tunnel.Change // of the claims, once everything is known
 	err           error         // why nodes may be out of date; nil: up to date
 	errServices   error         // why services may be out of date; nil: up to date
 }
@@ -137,10 +137,7 @@ func (r *Reaches) Ready() error {
 func (r *Reaches) Changed() <-chan struct{} {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.changed == nil {
-		r.changed = make(chan struct{})
-	}
-	return r.changed
+	return r.changed.Next()
 }
 
 // Note returns why the addresses may be out of date; "" if they are up to date.
@@ -277,8 +274,7 @@ func (s *reachStore) set(o any, present bool) error {
 // everything is known. The caller holds mu.
 func (s *reachStore) notifyLocked() {
 	s.claims = nil
-	if s.changed != nil && (*Reaches)(s).knownLocked() {
-		close(s.changed)
-		s.changed = nil
+	if (*Reaches)(s).knownLocked() {
+		s.changed.Notify()
 	}
 }

@@ -196,7 +196,7 @@ func (p *Peers) learn(from *tunnel.Session, news *pb.Nodes, claims map[tunnel.No
 			"replica", r.id, "nodes", len(into), "remote", from.Remote)
 		r.nodes, r.coming = r.coming, nil
 	}
-	p.noteLocked()
+	p.changed.Notify()
 	return nil
 }
 
@@ -314,10 +314,7 @@ func (p *Peers) Reach() map[tunnel.NodeName]string {
 func (p *Peers) Changed() <-chan struct{} {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.changed == nil {
-		p.changed = make(chan struct{})
-	}
-	return p.changed
+	return p.changed.Next()
 }
 
 // Addrs returns the addresses of the replica that holds n: this replica if it holds n.

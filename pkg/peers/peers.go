@@ -94,7 +94,7 @@ type Peers struct {
 	replicas map[string]*replica        // by id: the replicas that have joined here, or were lost a moment ago
 	links    map[string]*stream.Client  // by address: the replicas that this replica keeps a session with, or tries to
 	joined   map[string]*tunnel.Session // by id of the replica that this replica has joined
-	changed  chan struct{}              // closed at the next change; nil while nobody waits
+	changed  tunnel.Change              // a node has come or gone at any replica
 	began    time.Time                  // when Run began; zero: not yet
 	complete bool                       // Ready has returned nil
 	ended    bool                       // Run has returned: a lost replica is forgotten at once
@@ -214,7 +214,7 @@ func (p *Peers) passOn(ctx context.Context) {
 	for {
 		changed := p.dir.Changed()
 		p.mu.Lock()
-		p.noteLocked()
+		p.changed.Notify()
 		p.mu.Unlock()
 		select {
 		case <-changed:
@@ -390,12 +390,4 @@ func addrStrings(all []netip.Addr) []string {
 		s = append(s, a.String())
 	}
 	return s
-}
-
-// noteLocked tells every waiting goroutine that something has changed. The caller holds mu.
-func (p *Peers) noteLocked() {
-	if p.changed != nil {
-		close(p.changed)
-		p.changed = nil
-	}
 }

@@ -60,7 +60,7 @@ func (p *Peers) Attach(id string, addrs []string, s *tunnel.Session) (replaced *
 	}
 	replaced = r.link
 	r.link, r.addrs = s, reach
-	p.noteLocked()
+	p.changed.Notify()
 	for _, c := range p.links {
 		c.HurryUp() // the replica has found this one, so this one can probably join it now
 	}
@@ -81,7 +81,7 @@ func (p *Peers) Detach(s *tunnel.Session) bool {
 	} else {
 		r.lost = time.AfterFunc(forgetReplica, func() { p.forget(r) })
 	}
-	p.noteLocked()
+	p.changed.Notify()
 	return true
 }
 
@@ -101,7 +101,7 @@ func (p *Peers) Leave() {
 	close(p.left)
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.noteLocked()
+	p.changed.Notify()
 }
 
 // forget removes a replica that has not come back.
@@ -112,7 +112,7 @@ func (p *Peers) forget(r *replica) {
 		return
 	}
 	delete(p.replicas, r.id)
-	p.noteLocked()
+	p.changed.Notify()
 	p.log.Info("another replica is gone for good", "replica", r.id, "nodes", len(r.nodes))
 }
 

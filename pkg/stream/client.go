@@ -77,8 +77,8 @@ type Client struct {
 	err      error      // why the last attempt or session failed, see Ready
 	hurried  bool       // HurryUp was called or a replica may be new, and no pause has ended because of it yet
 	// changed wakes the goroutines that wait for a change of the fields above: Run's, and those in
-	// waitForSuccessor. noteLocked closes and replaces it.
-	changed chan struct{}
+	// waitForSuccessor.
+	changed tunnel.Change
 }
 
 // link is a live session with the resources to release when the session ends.
@@ -118,7 +118,7 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	c.log = cfg.Log.With("module", category, key, value)
 	c.queue.Name, c.queue.Conns, c.queue.Dials, c.queue.Counters =
 		"the edge of node "+string(cfg.Node), c.cfg.Limits.Conns, c.cfg.Limits.Dials, cfg.Counters
-	c.err, c.changed = ErrNotYet, make(chan struct{})
+	c.err = ErrNotYet
 	router, err := tunnel.NewRouter(slices.Concat([]tunnel.Module{c}, c.as.modules(), mods)...)
 	if err != nil {
 		return nil, err
@@ -210,7 +210,7 @@ func (c *Client) HurryUp() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.hurried = true
-	c.noteLocked()
+	c.changed.Notify()
 }
 
 // pause waits for d. It returns early when the last live session is lost (the next session is
@@ -219,7 +219,7 @@ func (c *Client) pause(ctx context.Context, d time.Duration) (hurried bool) {
 	late := time.After(d)
 	for had := false; ; {
 		c.mu.Lock()
-		has, changed := len(c.links) > 0, c.changed
+		has, changed := len(c.links) > 0, c.changed.Next()
 		hurried, c.hurried = c.hurried, false
 		c.mu.Unlock()
 		if hurried || had && !has {
@@ -241,7 +241,7 @@ func (c *Client) pause(ctx context.Context, d time.Duration) (hurried bool) {
 func (c *Client) wanted(ctx context.Context, wait *backoff) error {
 	for {
 		c.mu.Lock()
-		missing, ended, changed := c.missingLocked(), c.ended, c.changed
+		missing, ended, changed := c.missingLocked(), c.ended, c.changed.Next()
 		c.ended = nil
 		c.mu.Unlock()
 		for _, e := range ended {
@@ -276,12 +276,6 @@ func (c *Client) missingLocked() bool {
 		return true
 	}
 	return c.cfg.All && slices.ContainsFunc(c.replicas, func(r string) bool { return !slices.Contains(with, r) })
-}
-
-// noteLocked wakes every goroutine that waits for changed. The caller holds mu.
-func (c *Client) noteLocked() {
-	close(c.changed)
-	c.changed = make(chan struct{})
 }
 
 // open connects to the cloud, joins, and adds the new session to links.
@@ -326,7 +320,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	c.mu.Lock()
 	c.links = append(c.links, l)
 	c.replicas = nil // the cloud sends the current replicas next, or none if there are no others now
-	c.noteLocked()
+	c.changed.Notify()
 	c.mu.Unlock()
 	s.log.Info("session started", "remote", s.pub.Remote)
 	return l, nil
@@ -350,7 +344,7 @@ func (c *Client) serve(ctx context.Context, l *link) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.ended = append(c.ended, ending{lived, err})
-	c.noteLocked()
+	c.changed.Notify()
 }
 
 // waitForSuccessor marks s as moving, because its replica is about to stop. It returns when a session
@@ -363,13 +357,13 @@ func (c *Client) waitForSuccessor(s *edgeSession) {
 			if l.edgeSession == s {
 				if !l.moving {
 					l.moving = true
-					c.noteLocked()
+					c.changed.Notify()
 				}
 				continue
 			}
 			others = others || !l.moving
 		}
-		changed := c.changed
+		changed := c.changed.Next()
 		c.mu.Unlock()
 		if others {
 			return
@@ -404,7 +398,7 @@ func (c *Client) setReplicas(instances []string) {
 		c.hurried = true // a replica may be new
 	}
 	c.replicas = instances
-	c.noteLocked()
+	c.changed.Notify()
 }
 
 // isSecond reports whether err says that a replica refused a second session of this process.

@@ -312,7 +312,7 @@ func TestPauseEndsWithTheLastSession(t *testing.T) {
 		} else {
 			c.links = nil
 		}
-		c.noteLocked()
+		c.changed.Notify()
 		return tunnel.IsClosed(paused)
 	})
 }

@@ -19,7 +19,7 @@ type Directory struct {
 
 	mu       sync.RWMutex          // guards the following
 	sessions map[NodeName]*Session // at most one per node: the newest
-	changed  chan struct{}         // closed at the next change, never sent to; nil: nobody waits for a change
+	changed  Change                // a node connects, disconnects, or gets another session
 }
 
 var (
@@ -54,7 +54,7 @@ func (d *Directory) attachLocked(s *Session) (replaced *Session) {
 	}
 	replaced = d.sessions[s.Node]
 	d.sessions[s.Node] = s
-	d.notifyLocked()
+	d.changed.Notify()
 	return replaced
 }
 
@@ -67,7 +67,7 @@ func (d *Directory) Detach(s *Session) bool {
 		return false
 	}
 	delete(d.sessions, s.Node)
-	d.notifyLocked()
+	d.changed.Notify()
 	return true
 }
 
@@ -76,18 +76,7 @@ func (d *Directory) Detach(s *Session) bool {
 func (d *Directory) Changed() <-chan struct{} {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.changed == nil {
-		d.changed = make(chan struct{})
-	}
-	return d.changed
-}
-
-// notifyLocked wakes the callers that wait for a change. The caller holds mu.
-func (d *Directory) notifyLocked() {
-	if d.changed != nil {
-		close(d.changed)
-		d.changed = nil
-	}
+	return d.changed.Next()
 }
 
 // Lookup returns the session of a node, or nil.
