@@ -20,8 +20,8 @@ type backoff struct {
 const (
 	backoffMin = 500 * time.Millisecond
 	backoffMax = 10 * time.Second
-	// After a refusal an early retry is useless. But Kubernetes may deliver a changed Secret late,
-	// so the edge keeps trying.
+	// backoffRefusedMin and backoffRefusedMax bound the wait after a refusal. An early retry is
+	// useless then. But Kubernetes may deliver a changed Secret late, so the edge keeps trying.
 	backoffRefusedMin = 10 * time.Second
 	backoffRefusedMax = 5 * time.Minute
 )
@@ -40,13 +40,13 @@ func (b *backoff) next(err error) time.Duration {
 }
 
 // reset makes the next wait short again. The client calls reset after a session that lived longer
-// than backoffMax, and after a pause that HurryUp ended.
+// than backoffMax, and after a pause that ended early because of HurryUp or a new list of replicas.
 func (b *backoff) reset() { b.bound = 0 }
 
 // isRefusal reports whether the cloud has refused this edge. The cloud will refuse the edge again
 // until a credential, a version or an address changes.
 func isRefusal(err error) bool {
-	if errors.Is(err, ErrSelf) { // the address of this replica, until another replica gets the address
+	if errors.Is(err, ErrSelf) { // a replica has joined itself; its address may lead to another replica later
 		return true
 	}
 	switch status.Code(err) {

@@ -12,15 +12,15 @@ import (
 	"tunnel/pkg/conn"
 )
 
-// All conns of a session share one TCP connection. The round trip of the TCP connection is known
-// once TCP is connected, before gRPC gets the connection.
+// A session has one TCP connection of its own, and may have data connections beside it. The round
+// trip of a TCP connection is known once TCP is connected, before gRPC gets the connection.
 
 // farTrip is the round trip from which a link counts as far. A near link with a round trip just
 // below farTrip allows 100 MB/s per conn.
 const farTrip = 10 * time.Millisecond
 
-// far says whether a link has a long round trip. gRPC needs the window sizes before a connection
-// begins.
+// far says whether a link has a long round trip. gRPC needs the window sizes, which depend on far,
+// before a connection begins.
 type far bool
 
 // linkSizes are the sizes that depend on far, in bytes unless a field says otherwise.
@@ -28,8 +28,9 @@ type linkSizes struct {
 	// streamWindow is how many bytes a conn may have in flight. A stalled reader costs about as
 	// much memory.
 	streamWindow int32
-	// sessionWindow bounds the bytes in flight of all conns together. grpc-go returns this window
-	// on receipt, so a stalled reader uses none of it.
+	// sessionWindow bounds the bytes in flight of all conns together. grpc-go opens this window
+	// again when bytes arrive, even if no reader has taken them, so a stalled reader uses none of
+	// it.
 	sessionWindow int32
 	// unsent is how many bytes the kernel accepts that it cannot send yet. Without a bound the
 	// kernel would accept megabytes, and a keystroke would wait behind all of them. Bytes that
@@ -107,9 +108,9 @@ func carry(c net.Conn, trip time.Duration) (*carrier, far) {
 // The same bound also shortens how long the kernel retries in total. The kernel computes that
 // time from the bound and net.ipv4.tcp_retries2.
 const (
-	// sessionBackoff is the bound for the connection of a session. By itself it would make the
-	// kernel give up after 15 s, and after 9 s where tcp_retries2 is 8. A user timeout replaces
-	// that limit.
+	// sessionBackoff is the bound for the connection of a session. The bound alone would make the
+	// kernel give up after 15 s, and after 9 s where tcp_retries2 is 8. A user timeout
+	// (keepaliveTotal) replaces that limit.
 	sessionBackoff = time.Second
 	// dataBackoff is the bound for a data connection. It is used without a user timeout, which
 	// would also end a connection whose reader is stalled. With dataBackoff and a tcp_retries2 of
@@ -118,8 +119,8 @@ const (
 	dataBackoff = 5 * time.Second
 )
 
-// alone prepares the connection for one conn at a time, so no conn waits for another. The caller
-// calls alone before the first conn.
+// alone prepares a data connection. A data connection serves one conn at a time, so no conn waits for
+// another. The caller calls alone before the first conn.
 func (c *carrier) alone() {
 	c.far, c.isAlone = false, true
 	if c.tcp == nil {
@@ -157,7 +158,7 @@ func (c *carrier) Read(b []byte) (int, error) {
 	return n, err
 }
 
-// silence returns how long nothing has come.
+// silence returns the time since bytes last came on the connection.
 func (c *carrier) silence() time.Duration { return time.Since(c.since) - time.Duration(c.heard.Load()) }
 
 // acknowledges reports whether sent bytes await an acknowledgement, and the other end's kernel
@@ -173,9 +174,9 @@ func (c *carrier) acknowledges() (is bool) {
 	return is
 }
 
-// Write implements net.Conn. The kernel fills its last packet, of up to 64 KiB, whatever bound it
-// was given. Over a thin link that packet takes half a second. So Write passes nothing to the
-// kernel of a thin link while the kernel holds enough.
+// Write implements net.Conn. The kernel fills its last packet, of up to 64 KiB, whatever bound it was
+// given for unsent bytes. Over a thin link that packet takes half a second. So on a thin link Write
+// waits until the kernel has room below that bound.
 func (c *carrier) Write(b []byte) (int, error) {
 	if c.tcp == nil || c.isAlone {
 		if c.pacer != nil {
@@ -199,12 +200,13 @@ func (c *carrier) Write(b []byte) (int, error) {
 const (
 	// thinRate is the rate below which a link is thin, in bytes a second.
 	thinRate = 2 << 20
-	// narrowRate is the rate below which a link is narrow, in bytes a second. Over a narrow link
-	// no data connections are opened. TCP gives each data connection the same share as the
-	// session's own connection. The rest would be too little to open a new conn in time.
+	// narrowRate is the rate below which a link is narrow, in bytes a second. Over a narrow link no
+	// data connections are opened. TCP gives each data connection the same share of the link as the
+	// session's own connection. The share of the session's own connection would be too small to
+	// open a new conn in time.
 	narrowRate = 32 << 10
-	// leastUnsent is how many unsent bytes the kernel of a thin link may hold at least.
-	// unsentTime is how long the link may take to send what the kernel holds.
+	// leastUnsent is the smallest bound for the unsent bytes in the kernel of a thin link.
+	// unsentTime is how long a thin link may take to send the unsent bytes that the kernel holds.
 	leastUnsent = 2 << 10
 	unsentTime  = 64 * time.Millisecond
 	// growth is the factor by which a link may be faster than in the last interval.
@@ -213,10 +215,10 @@ const (
 	rateInterval = 100 * time.Millisecond
 )
 
-// thin reports whether the link is thin: the rate that the kernel reports is low, or little was
-// sent. thin adapts the turns and the kernel's bound to the link's rate. n is how many bytes are
-// being written now. thin asks the kernel only after more than leastUnsent bytes, since pings and
-// heartbeats are not worth a system call.
+// thin reports whether the link counts as thin, because the rate that the kernel reports is below
+// thinRate. That rate is low also if little was sent. thin adapts the turns and the kernel's bound to
+// the link's rate. n is how many bytes are being written now. thin asks the kernel only after more
+// than leastUnsent bytes, since pings and heartbeats are not worth a system call.
 func (c *carrier) thin(n int) bool {
 	if now := time.Now(); c.wrote+n > leastUnsent && now.Sub(c.asked) >= rateInterval {
 		wrote := int64(float64(c.wrote) / now.Sub(c.asked).Seconds())
@@ -227,14 +229,14 @@ func (c *carrier) thin(n int) bool {
 				return
 			}
 			if path.leastTrip < c.trip {
-				c.far = false // a busy machine made the handshake slow
+				c.far = false // a near link: a busy machine made TCP's handshake slow
 			}
 			rate := int64(min(path.rate, math.MaxInt64)) //nolint:gosec // bounded
 			c.isThin = rate > 0 && rate < thinRate
 			// The kernel's rate may be old, and the link may have become thin since. So the
 			// turns' rate grows with what the link has accepted.
 			c.turns.SetRate(min(rate, max(c.far.sizes().firstRate, growth*wrote)))
-			if path.unsent >= c.unsent/2 { // else the rate shows only how little was sent
+			if path.unsent >= c.unsent/2 { // otherwise the rate only shows that little was sent
 				c.narrow.Store(rate > 0 && rate < narrowRate)
 			}
 			unsent := c.far.sizes().unsent

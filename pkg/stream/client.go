@@ -33,7 +33,7 @@ type ClientConfig struct {
 	// Token is the source of the node's token. The client asks Token at every join and once a
 	// minute, so that a file may change. nil: the certificate proves the node.
 	Token    oauth2.TokenSource
-	Counters *tunnel.Counters // nil: the client counts for itself
+	Counters *tunnel.Counters // nil: nobody reads the counters
 	Log      *slog.Logger
 	Grace    time.Duration // how long conns may continue when the client stops; 0: tunnel.GracePeriod
 	Software string        // name and version of this program, sent to the cloud
@@ -48,15 +48,16 @@ type ClientConfig struct {
 	// Dial connects to Address; nil: a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
 
-	// Replica makes the client join as a replica of the cloud. Node, Token, Limits, All and Reach stay
-	// unset then. nil: the client joins as Node.
+	// Replica makes the client join as a replica of the cloud. If Replica is set, Node, Token,
+	// Limits, All and Reach stay unset. nil: the client joins as Node.
 	Replica *ReplicaConfig
 
-	farTrip time.Duration // 0: the constant farTrip; only tests set another value
+	farTrip time.Duration // round trip from which a link is far; 0: the constant farTrip; only tests set another value
 }
 
 // Client keeps a session with the cloud, or a session with each replica of the cloud. Client
-// opens a new session whenever a session is lost. Client is the module "stream" of the edge.
+// opens a new session whenever a session is lost. In an edge, Client is the module "stream". A
+// replica has a Client for each other replica.
 type Client struct {
 	// Set once.
 	cfg      ClientConfig
@@ -73,11 +74,10 @@ type Client struct {
 	mu       sync.Mutex // guards the following
 	links    []*link    // live sessions, the newest last
 	replicas []string   // instances that the cloud has sent; none: one replica, or nothing sent yet
-	ended    []ending   // ended sessions that wanted has not read yet
+	ended    []ending   // sessions that have ended since the last call of wanted
 	err      error      // why the last attempt or session failed, see Ready
-	hurried  bool       // HurryUp was called or a replica may be new, and no pause has ended because of it yet
-	// changed wakes the goroutines that wait for a change of the fields above: Run's, and those in
-	// waitForSuccessor.
+	hurried  bool       // the next pause ends at once: HurryUp was called, or a replica may be new; pause clears it
+	// changed wakes Run and waitForSuccessor when a field above changes.
 	changed tunnel.Change
 }
 
@@ -89,7 +89,7 @@ type link struct {
 	hangUp func()          // closes the connection
 	shown  *handshake
 	token  [sha256.Size]byte // SHA-256 of the token that opened the session
-	moving bool              // the replica stops: another session takes over. Guarded by Client.mu
+	moving bool              // its replica is about to stop, and another session takes over. Guarded by Client.mu
 
 	tokenSent bool // the edge has sent another token. Owned by followToken
 }
@@ -213,8 +213,9 @@ func (c *Client) HurryUp() {
 	c.changed.Notify()
 }
 
-// pause waits for d. It returns early when the last live session is lost (the next session is
-// then urgent), when ctx is done, or when HurryUp was called. hurried reports the last of these.
+// pause waits for d. It returns early when the last live session is lost (the next session is then
+// urgent), when ctx is done, when HurryUp was called, or when a replica may be new. hurried reports
+// whether one of the last two reasons ended the pause.
 func (c *Client) pause(ctx context.Context, d time.Duration) (hurried bool) {
 	late := time.After(d)
 	for had := false; ; {
@@ -236,8 +237,8 @@ func (c *Client) pause(ctx context.Context, d time.Duration) (hurried bool) {
 	}
 }
 
-// wanted waits until a session is missing. It returns the error of the session that ended last.
-// nil: no session has ended since the last call, so the caller opens the next session at once.
+// wanted waits until the client needs another session. It returns the error of the session that ended
+// last. nil: no session has ended since the last call, so the caller opens the next session at once.
 func (c *Client) wanted(ctx context.Context, wait *backoff) error {
 	for {
 		c.mu.Lock()
@@ -319,7 +320,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	l = &link{edgeSession: s, sctx: sctx, cancel: cancel, hangUp: hangUp, shown: shown, token: token}
 	c.mu.Lock()
 	c.links = append(c.links, l)
-	c.replicas = nil // the cloud sends the current replicas next, or none if there are no others now
+	c.replicas = nil // the cloud sends the list of replicas next, if it is configured with other replicas
 	c.changed.Notify()
 	c.mu.Unlock()
 	s.log.Info("session started", "remote", s.pub.Remote)

@@ -8,8 +8,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// A Client is the budget of its edge and implements konnectivity.Budget. Clouds and Konnectivity's
-// proxy-servers share the Limits of the edge.
+// Client implements konnectivity.Budget. Conns for clouds and conns for Konnectivity's proxy-servers
+// count together against the Limits of the edge.
 
 // Admit waits for room for a dial and its conn, and counts both. After a refusal neither is
 // counted.
@@ -17,12 +17,12 @@ func (c *Client) Admit(ctx context.Context, r tunnel.Request) *tunnel.Refusal {
 	return c.queue.Enter(ctx, nil, r)
 }
 
-// Dialled ends the dial of r. A nil err means that the dial made a conn. A dial that timed out or
-// was cancelled counts as unanswered by its target.
+// Dialled ends the dial of r. A nil err means that the dial made a conn. A dial that timed out or was
+// cancelled counts as unanswered by its target.
 func (c *Client) Dialled(r tunnel.Request, err error) {
 	silent := errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
 	c.queue.Dialled(r.Addr, err == nil || !silent && (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered())
 }
 
-// Over ends an admitted conn, or an admitted dial that has failed.
+// Over stops counting an admitted conn that has ended, or an admitted dial that has failed.
 func (c *Client) Over() { c.queue.Over() }

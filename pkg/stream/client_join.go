@@ -29,9 +29,9 @@ type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error
 // ClientConn never reconnects: a second connection could reach another replica, while the
 // session lives on the first replica.
 //
-// hangUp closes the connection and the ClientConn. gRPC by itself closes only a connection that
-// gRPC has dialled, and gRPC dials at the first call. From a round trip of trip on, the cloud
-// counts as far. If the TLS handshake fails, h gets its error.
+// hangUp closes the connection and the ClientConn. gRPC by itself closes only a connection that gRPC
+// has dialled, and gRPC dials at the first call. If the round trip is at least trip, the link to the
+// cloud counts as far. If the TLS handshake fails, h gets its error.
 func connect(
 	ctx context.Context, address string, conf *tls.Config, h *handshake, software string, dialer dialFunc,
 	trip time.Duration,
@@ -155,13 +155,14 @@ func (c *Client) ownHello() *pb.Hello {
 	return hello
 }
 
-// joined takes what the cloud's hello says about the session.
+// joined stores what the cloud's hello says about the session.
 func (s *edgeSession) joined(hello *pb.Hello) {
 	s.pub.Instance = hello.GetInstance()
 	s.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
 	s.pub.ID, s.pub.Since = text(hello.GetSession()), time.Now()
-	// The cloud keeps to its limit. The edge allows more than twice that limit: conns that have
-	// ended at the cloud may still be ending here when the cloud opens their successors.
+	// The cloud keeps to its own limit of conns. The edge allows more than twice that limit: conns
+	// that have ended at the cloud may still be ending at the edge when the cloud opens their
+	// successors.
 	s.maxConns = 2*int64(hello.GetMaxConns()) + 128
 	// The edge's own limit bounds the topics, too. The factor 3 leaves room for opens that wait
 	// for that limit, because each of them has a topic.

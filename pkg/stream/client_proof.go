@@ -49,8 +49,8 @@ func (c *Client) followToken(ctx context.Context) {
 		}
 		sum := sha256.Sum256([]byte(token))
 		for _, l := range links {
-			// The edge repeats the message every minute. The cloud does not answer, and may learn
-			// of the token later than the edge.
+			// The edge sends its new token again every minute. The cloud sends no answer to the
+			// token, and may learn of the token later than the edge.
 			if sum != l.token || l.tokenSent {
 				l.tokenSent = true
 				l.post(message(typeCredential, "", &pb.Credential{AccessToken: auth.EncodeToken(string(c.cfg.Node), token)}))

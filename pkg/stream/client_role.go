@@ -15,16 +15,17 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// ReplicaConfig makes a [Client] join as a replica of the cloud. Its TLS certificate proves that. The
-// replica that it joins asks it for conns to the nodes that it holds.
+// ReplicaConfig makes a [Client] join another replica as a replica of the same cloud. The TLS
+// certificate of the Client proves that it is a replica. Over the session, the other replica asks for
+// conns to the nodes that the joining replica holds.
 type ReplicaConfig struct {
 	ID    string   // of the joining replica, a UUID
 	Addrs []string // addresses at which clients reach the joining replica
-	// Have returns the ids of the replicas that need no session by this client, since they have
-	// one already.
+	// Have returns the ids of the other replicas with which the joining replica already has a
+	// session at another address. This client opens no second session with them.
 	Have func() []string
-	// Serve dials for an open of the other replica. The request names a node that this replica holds, or
-	// held a moment ago.
+	// Serve dials for an open of the other replica. The request names a node that the joining
+	// replica holds, or held a moment ago.
 	Serve tunnel.DialFunc
 	// Started is called for each new session. s.Instance is the id of the replica at the other end.
 	// A goroutine of the session then calls run, which must return when s is done. An error refuses
@@ -40,22 +41,23 @@ var (
 	ErrTwice = errors.New("this replica has already been joined at another of its addresses")
 )
 
-// joiner is what a client joins as: a node, or a replica of the cloud. joinerOf decides it once.
-// Whatever depends on it is here.
+// joiner is what a client joins as: a node, or a replica of the cloud. joinerOf chooses once. The
+// methods hold all code that differs between the two.
 type joiner interface {
-	fmt.Stringer                   // for errors: "joining as " and this
+	fmt.Stringer                   // the text that follows "joining as " in errors
 	logs() (key string, value any) // distinguishes this client in the log
-	limits() EdgeLimits            // of all sessions together
+	limits() EdgeLimits            // for all sessions of the client together
 	// modules serve messages in addition to those of NewClient.
 	modules() []tunnel.Module
 	// credential returns the credentials for the join, and the SHA-256 of the token if a token
 	// proves the peer. h holds the certificate.
 	credential(h *handshake) (credentials.PerRPCCredentials, [sha256.Size]byte, error)
-	// hello adds to the first message of a session.
+	// hello adds to the client's hello what only this kind of joiner sends.
 	hello(*pb.Hello)
 	// started is called for each new session. An error refuses the session.
 	started(*edgeSession) error
-	// addressed writes into the request of an open for whom it is.
+	// addressed completes the request r of a received open. For a relayed open it sets the node and
+	// the module that the open names.
 	addressed(r *tunnel.Request, open *pb.Open) error
 	// denied logs that a dial that the cloud asked for is denied.
 	denied(s *edgeSession, topic string, r tunnel.Request, err error)
@@ -101,7 +103,7 @@ func (j nodeJoiner) hello(m *pb.Hello) { m.Have = j.client.have() }
 
 func (nodeJoiner) started(*edgeSession) error { return nil }
 
-func (nodeJoiner) addressed(*tunnel.Request, *pb.Open) error { return nil } // it is for this node
+func (nodeJoiner) addressed(*tunnel.Request, *pb.Open) error { return nil } // every open is for the client's own node
 
 func (j nodeJoiner) denied(s *edgeSession, topic string, r tunnel.Request, err error) {
 	if skipped, ok := j.client.denials.Allow(); ok {
@@ -117,7 +119,7 @@ func (j nodeJoiner) explain(err error, h *handshake) error {
 	return explain(err)
 }
 
-// maxConnsHere is how many conns a replica may ask another replica for at once.
+// maxConnsHere is how many conns one other replica may have through this replica at once.
 const maxConnsHere = 16 * DefaultMaxConns
 
 // replicaJoiner joins another replica as a replica.
@@ -130,12 +132,13 @@ func (replicaJoiner) String() string { return "a replica" }
 
 func (j replicaJoiner) logs() (key string, value any) { return "remote", j.client.cfg.Address }
 
-// limits are wide, since the replica with a node's session applies the node's limits.
+// limits are wide, since the session of the node itself applies the node's limits.
 func (replicaJoiner) limits() EdgeLimits { return EdgeLimits{Conns: maxConnsHere} }
 
 func (j replicaJoiner) modules() []tunnel.Module { return []tunnel.Module{relay{j.as.Serve}} }
 
-// credential sends the id of the replica. The certificate of the connection proves the replica.
+// credential sends the id of the joining replica. The certificate of the connection proves the
+// replica.
 func (j replicaJoiner) credential(*handshake) (credentials.PerRPCCredentials, [sha256.Size]byte, error) {
 	return replicaID(j.as.ID), [sha256.Size]byte{}, nil
 }
@@ -152,15 +155,15 @@ func (j replicaJoiner) started(s *edgeSession) error {
 	return err
 }
 
-// addressed reads what asReplica.address has written: the open names the node, and the module of the
-// node's edge.
+// addressed reads what asReplica.address has written into the open: the node, and the module of the
+// node's edge that dials.
 func (replicaJoiner) addressed(r *tunnel.Request, open *pb.Open) (err error) {
 	r.Node, err = tunnel.ParseNodeName(open.GetNode())
 	r.Category, r.Relayed = open.GetCategory(), true
 	return err
 }
 
-func (replicaJoiner) denied(*edgeSession, string, tunnel.Request, error) {} // the edge that has denied it logs it
+func (replicaJoiner) denied(*edgeSession, string, tunnel.Request, error) {} // the edge that denies the dial logs that
 
 func (j replicaJoiner) explain(err error, _ *handshake) error {
 	switch {
@@ -168,7 +171,7 @@ func (j replicaJoiner) explain(err error, _ *handshake) error {
 		return nil
 	case isSecond(err) && reasonOf(err) == reasonSelf:
 		return ErrSelf
-	case isSecond(err), status.Code(err) == codes.Aborted: // Aborted: both sessions came at the same time
+	case isSecond(err), status.Code(err) == codes.Aborted: // Aborted: a session by another address has replaced this one
 		return ErrTwice
 	}
 	return j.as.Hint(err)

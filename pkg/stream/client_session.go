@@ -14,7 +14,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// edgeSession is the edge's end of a session.
+// edgeSession is the client's end of a session: the end of an edge, or of a replica that has joined
+// another replica.
 type edgeSession struct {
 	session
 	client       pb.StreamClient
@@ -95,7 +96,7 @@ func (s *edgeSession) beat() {
 				s.Close(fmt.Errorf("the cloud has not answered a heartbeat for %s", stuckAfter))
 				return
 			}
-			stuck = true // checks once more after doubtTime, as watchSilence does
+			stuck = true // beat checks once more after doubtTime, as watchSilence does
 			timer.Reset(doubtTime)
 			continue
 		}
@@ -145,7 +146,7 @@ func (s *edgeSession) heartbeat(m *tunnel.Message) error {
 // cloudLeaves handles the drain of a cloud that is about to stop. The edge ends the session when no
 // conn is left, because only the edge knows when the targets have received every byte. Until then
 // the edge serves further opens. If there are other replicas, the edge first waits for a session
-// with another replica, and then for overlap.
+// with another replica, and then for the duration overlap.
 func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 	var d pb.Drain
 	if err := proto.Unmarshal(m.Data, &d); err != nil {

@@ -82,8 +82,8 @@ func (c handshakeCredentials) Clone() credentials.TransportCredentials {
 // facts of that connection. Several goroutines may call tlsConfig at once.
 func (c *Client) tlsConfig() (*tls.Config, *handshake, error) {
 	conf := c.cfg.TLS().Clone()
-	// tlsConfig chooses the certificate now, so that the ticket belongs to the certificate that the
-	// client shows.
+	// tlsConfig chooses the certificate now, so that a resumed TLS session belongs to the
+	// certificate that the client shows.
 	cert := new(tls.Certificate)
 	if get := conf.GetClientCertificate; get != nil {
 		var err error
@@ -110,7 +110,7 @@ func (c *Client) tlsConfig() (*tls.Config, *handshake, error) {
 	}
 	verify := conf.VerifyConnection
 	conf.VerifyConnection = func(state tls.ConnectionState) error {
-		if state.DidResume { // if the cloud asked for a certificate, it did so in the first handshake
+		if state.DidResume { // a resumed TLS session: the cloud asks for certificates only in full handshakes
 			h.asked.Store(true)
 		}
 		if verify != nil {

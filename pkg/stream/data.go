@@ -9,9 +9,9 @@ import (
 )
 
 // A session may have data connections beside its own connection. Each data connection carries one
-// conn at a time. Package conn defines the frames and phases. The edge opens a data connection
-// when the cloud asks for one. The cloud asks when no data connection is free for an open. That
-// open then uses the session's own connection. So an idle node has no data connections.
+// conn at a time. Package conn defines the frames and phases. The edge opens a data connection when
+// the cloud asks for one. The cloud asks when no data connection is free for an open; that open then
+// uses the session's own connection. A node without conns for dataIdle has no data connections.
 //
 // data.go holds what both ends share. data_cloud.go is the cloud's end, data_edge.go the edge's.
 
@@ -37,7 +37,7 @@ type dataConn struct {
 	since   time.Time   // when it was last used
 	inUse   bool        // at the edge: it serves an open, or the cloud has not confirmed the end of the conn
 	saying  *time.Timer // timer that calls sayEnd
-	unheard time.Time   // since when lost has seen retransmissions without an answer; zero: none
+	unheard time.Time   // when the method lost first saw that the kernel resends without an answer; zero: it does not
 }
 
 func newDataConn(c, raw net.Conn, b *conn.Blocks) *dataConn {
@@ -51,8 +51,9 @@ func newDataConn(c, raw net.Conn, b *conn.Blocks) *dataConn {
 	return d
 }
 
-// armUserTimeout has the kernel notice a lost connection soon. It is used while at most an open
-// is in flight, since the other end's kernel acknowledges an open at once.
+// armUserTimeout makes the kernel end the connection if sent bytes stay unacknowledged for
+// answerTime. It applies while no conn uses the connection. Then at most an open is in flight, and
+// the other end's kernel acknowledges an open at once.
 func (d *dataConn) armUserTimeout() { d.userTimeout(answerTime) }
 
 // disarmUserTimeout undoes armUserTimeout before a conn starts. A stalled reader may keep its
@@ -93,13 +94,13 @@ func (d *dataConn) lost(limit time.Duration) (is bool) {
 	return is
 }
 
-// isLost is lost, given what the kernel knows at time now.
+// isLost decides for the method lost. a is what the kernel knows at time now.
 func (d *dataConn) isLost(a acks, now time.Time, limit time.Duration) bool {
 	switch heard := now.Add(-a.last); {
 	case !a.missing:
 		d.unheard = time.Time{}
 	case d.unheard.IsZero(), heard.After(d.unheard):
-		d.unheard = now // on a conn that was idle, an old last answer proves nothing
+		d.unheard = now // the connection may have been idle before, so an old last answer proves nothing
 	}
 	return a.ended || a.missing && now.Sub(d.unheard) >= limit
 }

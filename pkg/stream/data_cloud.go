@@ -23,12 +23,13 @@ const MaxConnections = 64
 // mostTicket bounds the first frame of an unknown client, in bytes.
 const mostTicket = 64
 
-// endTime is how long an edge may wait until the cloud tells it that a conn has ended. It applies
-// if no open arrives first, since an open says the same.
+// endTime is how long an edge may wait until the cloud tells it that a conn has ended. The cloud
+// sends no such message if an open comes first on the data connection, since the open says the same.
 const endTime = 50 * time.Millisecond
 
-// askPause is how long an unanswered request for a data connection holds up the next request. An
-// edge does not answer while data connections that are still ending there use up its limit.
+// askPause is how long an unanswered request for a data connection holds up the next request. An edge
+// does not answer while it has as many data connections as it may have, those included that are still
+// ending at the edge.
 const askPause = time.Second
 
 // askTime is how long the edge may take to answer a request for a data connection.
@@ -62,10 +63,10 @@ func (t *dataTickets) take(ticket string) *cloudSession {
 	return s
 }
 
-// askForMore asks the edge for a data connection, unless the session has as many as it may have.
-// The first request asks for one. While more requests are pending than data connections exist,
-// the next request waits for an answer or for askPause. Over a thin link a handshake takes as
-// long as many opens, and the opens would wait for it.
+// askForMore asks the edge for one data connection, unless the session has as many as it may have.
+// While more requests are pending than data connections exist, askForMore sends none until an answer
+// comes or askPause is over. Over a thin link a handshake takes as long as many opens, and the opens
+// would wait for the handshakes.
 func (s *cloudSession) askForMore() {
 	s.mu.Lock()
 	due := s.asking <= len(s.data) || time.Since(s.lastAsk) >= askPause
@@ -88,10 +89,11 @@ func (s *cloudSession) askForMore() {
 	s.post(message(typeConnection, ticket, nil))
 }
 
-// mostDataLocked returns how many data connections may carry conns now. The limit is half of what
-// the edge opens, and more after recent short conns, since each takes a while to end. It is at
-// most what the edge opens. Long conns, such as followed logs, cost fewer bytes where they share
-// packets. Over a narrow link the limit is zero. The caller holds mu.
+// mostDataLocked returns how many data connections may carry conns now. The number is half of what
+// the edge opens at most (connections), plus one for each recent short conn, since the end of a conn
+// occupies its data connection for a while. It never exceeds connections. The other half stays free
+// because long conns, such as followed logs, cost fewer bytes where they share packets: on the
+// session's own connection. Over a narrow link the number is zero. The caller holds mu.
 func (s *cloudSession) mostDataLocked() int {
 	if s.isNarrow() {
 		return 0
@@ -101,7 +103,7 @@ func (s *cloudSession) mostDataLocked() int {
 
 // recently counts the events of the last one to two seconds.
 type recently struct {
-	// now counts the current second, before counts the second before.
+	// now counts the events of the current second, before those of the previous second.
 	now, before int
 	since       time.Time // when now began to count
 }
@@ -159,7 +161,7 @@ func (s *Server) tryAttachData(c *tls.Conn, j *joiningConn) error {
 	if cs == nil {
 		return errors.New("this replica did not request it")
 	}
-	defer cs.answered() // only after spare: an open in between would ask for another data connection
+	defer cs.answered() // only after spare: before it, an open would find d not idle and ask for another data connection
 	if !cs.hold(d) {
 		return errEnded
 	}
@@ -193,7 +195,7 @@ func (s *cloudSession) spare(d *dataConn) {
 }
 
 // takeSpare returns the most recently used idle data connection, which has the largest congestion
-// window. It returns nil if none may be used.
+// window. It returns nil if no data connection is idle, or none may carry a conn now.
 func (s *cloudSession) takeSpare() *dataConn {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -240,8 +242,8 @@ type asking struct{}
 // Abort implements topic. It does nothing, since the data connection ends with the session.
 func (asking) Abort() {}
 
-// dialOver is dial over a data connection. lost says that the data connection was unusable: the
-// edge has not answered, and the cloud may ask it another way.
+// dialOver is dial over a data connection. lost says that the data connection was unusable: the edge
+// has not answered, and the cloud may send the open on the control stream.
 func (s *cloudSession) dialOver(
 	ctx context.Context, d *dataConn, r tunnel.Request, m *tunnel.Message,
 ) (c *conn.Conn, refusal *tunnel.Refusal, lost bool) {
@@ -280,8 +282,8 @@ func (s *cloudSession) dialOver(
 	return nil, refusal, lost
 }
 
-// ask sends an open and waits for the answer. It returns nil if the edge has opened a conn, else
-// the refusal.
+// ask sends an open on a data connection and waits for the answer. It returns nil if the edge has
+// opened a conn, else the refusal.
 func (s *cloudSession) ask(d *dataConn, m *tunnel.Message) (refused []byte, err error) {
 	if err = d.Ask(encode(s.onWire(m))); err != nil {
 		return nil, err

@@ -21,12 +21,12 @@ const DefaultConnections = 16
 
 const (
 	// attachTries is how often an edge tries to reach the replica that has asked for a data
-	// connection. A load balancer may lead to other replicas.
+	// connection. A load balancer may lead a try to another replica.
 	attachTries = 4
 	// attachJitter is the longest wait before the edge tries again.
 	attachJitter = 500 * time.Millisecond
-	// attachMisses is after how many failed requests of the cloud the edge pauses. attachPause is
-	// how long the edge then opens no data connection.
+	// attachMisses is how many failures in a row, to open a data connection that the cloud asked
+	// for, make the edge pause. attachPause is how long the edge then opens no data connection.
 	attachMisses = 3
 	attachPause  = time.Minute
 )
@@ -34,8 +34,8 @@ const (
 // moreConnections opens a data connection, at the cloud's request.
 func (s *edgeSession) moreConnections(m *tunnel.Message) error {
 	s.mu.Lock()
-	// The cloud keeps to the edge's limit. The edge allows twice as many, since a data connection
-	// that has ended at the cloud may still be ending here.
+	// The cloud keeps to the edge's limit of data connections. The edge allows twice as many, since
+	// a data connection that has ended at the cloud may still be ending at the edge.
 	most := 2 * (s.owner.cfg.Connections - 1)
 	more := s.err == nil && !s.leaving && !s.isNarrow() && len(s.data)+s.opening < most &&
 		!time.Now().Before(s.noMoreUntil)
@@ -93,8 +93,8 @@ func (s *edgeSession) openData(ticket string) (d *dataConn, err error) {
 		if d, err = s.tryData(ctx, ticket); err == nil || ctx.Err() != nil {
 			break
 		}
-		// All edges behind one address share one source. Their joins must not wait for these
-		// retries.
+		// Each try takes a place of the strangers of this source for a moment. Other edges behind
+		// the same address share the places, and their joins must not wait for these retries.
 		select {
 		case <-time.After(rand.N(attachJitter)): //nolint:gosec // jitter
 		case <-ctx.Done():

@@ -64,11 +64,12 @@ func (l Limits) joiningBytes() int { return 32<<10 + 2*l.Metadata + conn.MaxMess
 // relayed is how many conns another replica may request at once.
 func (l Limits) relayed() int { return 4 * l.Conns }
 
-// In each second, an edge may send ownMessages, ownStreams and ownFrames. That covers heartbeats,
-// its control stream, and whatever a newer edge may send. Each open that the cloud sends allows
-// openMessages, openStreams and openFrames more: an answer and a cancel, or a stream, and as much
-// again as a reserve. These limits end the session of an edge that opens and resets streams
-// (CVE-2023-44487). Until then, grpc-go runs at most as many handlers as there may be streams.
+// In each second, an edge may send ownMessages control messages, ownStreams streams, and ownFrames
+// HTTP/2 frames without data. That covers heartbeats, its control stream, and whatever a newer edge
+// may send. Each open that the cloud sends allows openMessages, openStreams and openFrames more: an
+// answer and a cancel, or a stream, and as much again as a reserve. These limits end the session of
+// an edge that opens and resets streams (CVE-2023-44487). Until the session ends, grpc-go runs at
+// most as many handlers as there may be streams.
 const (
 	ownMessages, openMessages = 1000, 4
 	ownStreams, openStreams   = 1000, 2
@@ -81,8 +82,8 @@ type EdgeLimits struct {
 	Dials int // targets that are being dialled at once
 }
 
-// DefaultEdgeLimits returns the values of zero fields. One cloud that keeps to its own limits asks
-// for less, and so do several replicas together.
+// DefaultEdgeLimits returns the values of zero fields. A cloud of one replica with default limits
+// asks for half as many conns and dials.
 func DefaultEdgeLimits() EdgeLimits {
 	return EdgeLimits{Conns: 2 * DefaultMaxConns, Dials: DefaultMaxConns}
 }
@@ -92,17 +93,18 @@ func (l EdgeLimits) orDefault() EdgeLimits {
 	return EdgeLimits{Conns: cmp.Or(l.Conns, d.Conns), Dials: cmp.Or(l.Dials, d.Dials)}
 }
 
-// bucket limits how often an event may happen: at a steady rate with bursts, plus the number of
-// times that allow has granted.
+// bucket limits how often an event may happen: at a steady rate with bursts, plus once for each grant
+// of the method allow.
 type bucket struct {
 	steady *rate.Limiter // set once
 	most   float64       // upper bound of granted; set before the first use
 
 	mu      sync.Mutex // guards the following
-	granted float64    // grants of allow that take and wait have not used yet; fractions add up
+	granted float64    // grants of the method allow that no event has used yet; fractions add up
 }
 
-// burst is how long an unused bucket saves up its rate.
+// burst is how long an unused bucket saves up its rate: a full bucket allows the events of two
+// seconds at once.
 const burst = 2 * time.Second
 
 // newBucket returns a full bucket that refills by perSecond each second.

@@ -18,26 +18,29 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// openWay is the way that one open came to the edge. The edge answers the open, and makes the conn,
-// by the same way. A controlOpen came by the control stream, a dataOpen by a data connection.
+// openWay is the way that one open came to the client's end of a session: an edge, or a replica that
+// has joined another replica. The client answers the open, and makes the conn, by the same way. A
+// controlOpen came by the control stream, a dataOpen by a data connection.
 type openWay interface {
-	// registered is called once the open is a topic of the session, or cannot be one.
+	// registered is called after serveOpen has added the open to the topics of the session, or has
+	// failed to.
 	registered()
-	// run calls serve, which serves the open until its conn has ended.
+	// run calls serve, here or in a new goroutine. serve serves the open until its conn has ended.
 	run(serve func())
-	// accept tells the cloud that the target is there.
+	// accept tells the cloud that the target was reached.
 	accept(ctx context.Context) error
-	// conn makes the edge's end of the conn. It is called once, after accept.
+	// conn makes this end of the conn. It is called once, after accept.
 	conn(cfg conn.Config) *conn.Conn
 	// reset resets the conn.
 	reset()
 	// refuse tells the cloud why there is no conn.
 	refuse(refused *pb.Refused)
-	// ended is called when the open was refused by its target, or its conn has ended.
+	// ended is called when serve has returned: the open was refused or has failed, or its conn has
+	// ended.
 	ended()
 }
 
-// controlOpen is an open that came by the control stream. Its conn is a stream of gRPC.
+// controlOpen is an open that came by the control stream. Its conn is a Connect stream.
 type controlOpen struct {
 	s      *edgeSession
 	topic  string
@@ -45,8 +48,8 @@ type controlOpen struct {
 	cancel context.CancelFunc // resets stream
 }
 
-// ServeOpen implements tunnel.Way for the opens of the control stream: it serves the open in a
-// goroutine of the session.
+// ServeOpen implements tunnel.Way for the opens of the control stream: it serves the open in a new
+// goroutine, for which the session waits.
 func (s *edgeSession) ServeOpen(in *tunnel.Incoming, dial tunnel.DialFunc) error {
 	return s.serveOpen(in.Message, &controlOpen{s: s, topic: in.Topic}, dial)
 }
@@ -60,8 +63,9 @@ func (o *controlOpen) accept(ctx context.Context) error {
 	stream, err := o.s.client.Connect(metadata.AppendToOutgoingContext(ctx, topicKey, o.topic))
 	if err != nil {
 		if status.Code(err) == codes.Unavailable {
-			// After 805 million streams an HTTP/2 connection has no ids for new streams. Its
-			// existing streams go on. A new session has new ids.
+			// grpc-go opens at most 805 million streams on an HTTP/2 connection, and then has no
+			// ids for new streams. The existing streams continue. A new session has a new
+			// connection, and so new ids.
 			o.s.Close(fmt.Errorf("the session's connection accepts no more streams: %w", err))
 		}
 		cancel()
@@ -98,11 +102,12 @@ func (o *dataOpen) ServeOpen(in *tunnel.Incoming, dial tunnel.DialFunc) error {
 	return o.s.serveOpen(in.Message, o, dial)
 }
 
-// registered removes the previous topic only now: a draining session ends when its last topic is
-// removed.
+// registered removes the topic of the previous conn, after the new open has become a topic. In the
+// other order a draining session could end in between, because its last topic was removed.
 func (o *dataOpen) registered() { o.confirmed() }
 
-// run needs no goroutine: the one that reads the data connection is idle until the conn ends.
+// run needs no new goroutine: the goroutine that reads the data connection has nothing else to do
+// until the conn ends.
 func (o *dataOpen) run(serve func()) { serve() }
 
 func (o *dataOpen) accept(context.Context) error { return o.Accept() }
@@ -212,7 +217,7 @@ func (s *edgeSession) logEnded(name, target string, bytes int64, started time.Ti
 }
 
 // openConn accepts an open whose target was reached. It returns the conn, and a channel that is closed
-// when the conn is over and none of its goroutines is left.
+// when the conn is over and has no goroutine left.
 func (s *edgeSession) openConn(
 	ctx context.Context, r tunnel.Request, way openWay,
 ) (*conn.Conn, <-chan struct{}, error) {
@@ -253,7 +258,7 @@ func (s *edgeSession) refuseDial(
 	s.refuse(way, err)
 }
 
-// dialTarget waits for room in the budget of the edge, and dials. If it returns a target, the
+// dialTarget waits for room within the limits of the edge, and dials. If it returns a target, the
 // caller must call Client.Over. late reports that dialTimeout has passed.
 func (s *edgeSession) dialTarget(
 	ctx context.Context, r tunnel.Request, dial tunnel.DialFunc,

@@ -7,8 +7,8 @@ import (
 )
 
 // pacer slows down a session's data connections while they starve the session's own connection.
-// TCP gives each connection the same share of a link. If a dozen data connections send over 100
-// kbit/s, the session's own connection gets less than one kilobyte a second. Opens and heartbeats
+// TCP gives each connection the same share of a link. If a dozen data connections send over a link of
+// 100 kbit/s, the session's own connection gets less than one kilobyte a second. Opens and heartbeats
 // then wait behind packets that are lost again and again.
 //
 // The pacer bounds only what this end sends, and only on narrow links. It checks the connections
@@ -26,15 +26,15 @@ type pacer struct {
 	data     map[*carrier]*progress // the data connections
 	ours     progress               // progress of the session's own connection
 	lastLook time.Time              // time of the last look; zero: the next look has nothing to compare with
-	needed   int                    // looks with need since the last look without; see adjust
-	arrival  int64                  // smoothed rate of all arriving bytes, in bytes a second; 0: not known
-	ownRate  int64                  // the same for the session's own connection alone
+	needed   int                    // looks with need of own, since the last look without need; see adjust
+	arrival  int64                  // smoothed rate at which the other end gets bytes, in bytes a second; 0: not known
+	ownRate  int64                  // like arrival, for the session's own connection alone
 	before   int64                  // ownRate when the bound began
 	bounded  int                    // looks under the bound at which the session's own connection had need
-	notUntil time.Time              // no bound begins before: the last bound did not help
+	notUntil time.Time              // until then no bound begins, since the last bound did not help
 	capacity int64                  // highest recent value of arrival; decays
 	rate     int64                  // bound of all data connections together, in bytes a second; 0: none
-	quiet    int                    // looks in a row without need for the bound
+	quiet    int                    // looks in a row under the bound at which the session's own connection had no need
 }
 
 // progress is what the kernel reported about a connection at the last look.
@@ -76,8 +76,8 @@ const (
 	// longTrip is how much longer than the shortest round trip a round trip must be to show a
 	// long queue.
 	longTrip = time.Second
-	// manyRetries is how often the kernel has resent the oldest packet, without an answer, when a
-	// connection counts as starving.
+	// manyRetries is how many unanswered retransmissions of its oldest packet make a connection
+	// count as starving.
 	manyRetries = 2
 	// lostOverNarrow replaces lostAfter while the link is narrow.
 	lostOverNarrow = time.Minute
@@ -134,7 +134,7 @@ func (p *pacer) look() {
 func (p *pacer) adjust() (began bool) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.watching.Store(false) // from here on sends schedules look again
+	p.watching.Store(false) // from here on, a call of the method sends schedules look again
 	now := time.Now()
 	took, first := now.Sub(p.lastLook), p.lastLook.IsZero()
 	p.lastLook = now
@@ -229,11 +229,11 @@ func (p *pacer) decide(need need, arrives bool, busy int, now time.Time) {
 		}
 	}
 	if p.rate > 0 {
-		p.rate = max(p.rate, int64(busy)*leastPace) // boundOf gives each of them at least leastPace
+		p.rate = max(p.rate, int64(busy)*leastPace) // boundOf gives each busy data connection at least leastPace
 	}
 }
 
-// boundOf returns the bound of one data connection. A connection that sends little needs none.
+// boundOf returns the bound of one data connection. A connection that sends little needs no bound.
 func (p *pacer) boundOf(of *progress, busy []*progress) int64 {
 	if p.rate > 0 {
 		for _, one := range busy {

@@ -10,8 +10,8 @@ import (
 
 // quota is what a node may send in a second, and what callers may ask of the node. It belongs to
 // the node, not to the session: an edge that loses its session by a flood and joins again at once
-// continues with the same quota. A nil quota has no limits: opens through another replica count
-// where the node is held.
+// continues with the same quota. A nil quota has no limits. A session with another replica has a nil
+// quota, because the replica that holds the node counts the opens.
 type quota struct {
 	all  *quotas         // set once
 	node tunnel.NodeName // set once
@@ -22,7 +22,8 @@ type quota struct {
 	sessions int // live sessions of the node; guarded by quotas.mu
 }
 
-// quotas holds the quota of each node that has a session, or had one within the last burst.
+// quotas holds the quota of each node that has a session, or had one within the last two seconds
+// (burst).
 type quotas struct {
 	limits   Limits           // set once
 	counters *tunnel.Counters // set once
@@ -92,14 +93,14 @@ func (q *quota) enter(ctx context.Context, ended <-chan struct{}, r tunnel.Reque
 	return nil
 }
 
-// dialled ends the dial of an open that entered. answered: the target or the edge has answered.
+// dialled ends the dial of an open that enter let in. answered: the target or the edge has answered.
 func (q *quota) dialled(addr string, answered bool) {
 	if q != nil {
 		q.queue.Dialled(addr, answered)
 	}
 }
 
-// over ends the conn of an open that entered, or the failed open.
+// over ends the conn of an open that enter let in, or the open itself if it failed.
 func (q *quota) over() {
 	if q != nil {
 		q.queue.Over()

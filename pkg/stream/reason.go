@@ -23,14 +23,14 @@ const (
 	reasonNoIssuer reason = "NO_ISSUER" // the cloud issues no certificates
 )
 
-// reasonDomain is the domain of our reasons: it keeps them apart from those of other software.
+// reasonDomain is the domain of our reasons: it keeps them apart from the reasons of other software.
 const reasonDomain = "tunnel"
 
 // withReason returns a gRPC error with a reason.
 func withReason(code codes.Code, r reason, text string) error {
 	s, err := status.New(code, text).WithDetails(&errdetails.ErrorInfo{Reason: string(r), Domain: reasonDomain})
 	if err != nil {
-		return status.Error(code, text) // a detail that cannot be encoded; this one can
+		return status.Error(code, text) // never: WithDetails fails only for a detail that protobuf cannot encode
 	}
 	return s.Err()
 }
@@ -66,7 +66,7 @@ func isNoSuchHost(err error) bool {
 	return ok && dns.IsNotFound
 }
 
-// is reports whether err, or an error behind it, is an E.
+// is reports whether err, or an error that err wraps, has the type E.
 func is[E error](err error) bool {
 	_, ok := errors.AsType[E](err)
 	return ok

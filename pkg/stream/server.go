@@ -35,18 +35,19 @@ type ServerConfig struct {
 	// Certificates: the TLS handshake asks edges for the certificates of their nodes. TLS verifies
 	// none of them; Auth does.
 	Certificates bool
-	Issuer       Issuer           // issues certificates to nodes; nil, but no typed nil: the server issues none
+	Issuer       Issuer           // issues certificates to nodes; nil (not a typed nil): the server issues none
 	Counters     *tunnel.Counters // nil: nobody reads the counters
 	Log          *slog.Logger
 	Limits       Limits        // zero fields are defaults
 	Grace        time.Duration // how long conns may continue when the server stops; 0: tunnel.GracePeriod
-	Software     string        // the software name that edges are told
-	Replicas     Replicas      // the other replicas; nil, but no typed nil: this replica is alone
+	Software     string        // name and version of this program, sent to edges
+	Replicas     Replicas      // the other replicas; nil (not a typed nil): this replica is alone
 
 	farTrip time.Duration // only tests set it; 0: the constant farTrip
 }
 
-// Server is the cloud's end of every session. It is the cloud's module "stream".
+// Server is the end of a session that accepts joins: joins of nodes, and joins of other replicas. It
+// is the cloud's module "stream".
 type Server struct {
 	pb.UnimplementedStreamServer
 
@@ -73,7 +74,7 @@ type Server struct {
 	stopping atomic.Bool              // true: no edge may join any more
 	sessions sync.WaitGroup           // live sessions; handlers add to it, and gRPC waits for the handlers
 
-	telling sync.Mutex // held while edges are told the replicas, so that the last message is the newest
+	telling sync.Mutex // held while edges get the list of replicas, so that the last list sent is the newest
 
 	mu   sync.Mutex                 // guards the following
 	live map[*cloudSession]struct{} // sessions of nodes and of other replicas: join adds, detach deletes
@@ -144,8 +145,8 @@ func (s *Server) Ready() error {
 	return nil
 }
 
-// Run implements tunnel.Module. It listens until ctx is done. Then Run refuses new joins, tells the
-// connected edges, and gives conns the grace period to end.
+// Run implements tunnel.Module. It listens until Leave is called or ctx is done. When ctx is done,
+// Run refuses new joins, tells the connected edges, and gives conns the grace period to end.
 func (s *Server) Run(ctx context.Context) error {
 	ln, err := s.listen("tcp", s.cfg.Listen)
 	if err != nil {
@@ -220,11 +221,11 @@ func (s *Server) Run(ctx context.Context) error {
 // asks reports whether the TLS handshake asks clients for a certificate.
 func (s *Server) asks() bool { return s.cfg.Certificates || s.cfg.Replicas != nil }
 
-// Leave prepares a stop while other replicas continue. Call it once, before the stop. No edge may
-// join here any more. Leave asks connected edges to open a session with another replica. Names no
-// longer lead to this replica. Leave returns after leaveFirst, when load balancers and clients that
-// resolve names have seen the change. Front doors should serve until Leave returns. On a replica
-// without live peers, Leave does nothing.
+// Leave prepares a stop while other replicas continue. Call Leave once, before the stop. From then on
+// no edge may join this replica. Leave asks connected edges to open a session with another replica.
+// The DNS names of nodes then lead to other replicas. Leave returns after leaveFirst, when load
+// balancers and clients that resolve names have seen the change. Front doors should serve until Leave
+// returns. On a replica without live peers, Leave does nothing.
 func (s *Server) Leave(ctx context.Context) {
 	if s.cfg.Replicas == nil || len(s.cfg.Replicas.Joined()) == 0 {
 		return
@@ -242,8 +243,8 @@ func (s *Server) Leave(ctx context.Context) {
 	}
 }
 
-// stop ends gRPC servers. The server has already told every session to end. Connections of edges
-// that do not close within a second are cut.
+// stop ends gRPC servers. The server has already told every session to end. If edges do not close
+// their connections within a second, stop closes the connections.
 func stop(servers ...*grpc.Server) {
 	var wg sync.WaitGroup
 	for _, server := range servers {
@@ -321,7 +322,7 @@ func (s *Server) intercept(srv any, stream grpc.ServerStream, _ *grpc.StreamServ
 	if err := s.mayOpen(t); err != nil {
 		return err
 	}
-	if t.session.Load() == nil { // otherwise the session's first stream was checked
+	if t.session.Load() == nil { // otherwise the metadata of the connection's first stream was checked
 		if err := s.metadataFits(stream.Context()); err != nil {
 			t.refuse()
 			s.refused(stream.Context(), t, &refusedJoin{told: err})
@@ -413,7 +414,7 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 		}()
 	}()
 	cs.start(ctx)
-	cs.endWhenUnproven() // here, because a goroutine of its own would cost every idle node 4 KiB
+	cs.endWhenUnproven() // called here, because a goroutine for it would cost every idle node 4 KiB
 	<-cs.done
 	if err = cs.reason(); ctx.Err() != nil && status.Code(err) == codes.Canceled {
 		err = errLost
@@ -450,7 +451,8 @@ func (s *Server) Connect(stream pb.Stream_ConnectServer) error {
 	}
 	cs := t.session.Load()
 	if cs == nil {
-		// A proxy between edge and cloud has split the session's connection.
+		// This Connect stream came on another connection than the session's control stream: a proxy
+		// between edge and cloud has split the streams.
 		t.refuse()
 		s.cfg.Counters.Refuse(tunnel.WrongSession)
 		if skipped, ok := s.splitWarnings.Allow(); ok {

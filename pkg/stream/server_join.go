@@ -33,7 +33,8 @@ type refusedJoin struct {
 	again bool
 }
 
-// refused counts and logs a refusal. No other function does. Strangers control the number of
+// refused counts and logs a refused join, credential or certificate. Only tooMany does the same, for
+// connections that the server closes before they send anything. Strangers control the number of
 // refusals, so only some get a log line.
 func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
 	what := cmp.Or(r.what, "join refused")
@@ -58,7 +59,7 @@ func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
 }
 
 // metadataFits counts and refuses metadata longer than Limits.Metadata. gRPC already resets streams
-// with more than twice that.
+// with more than twice Limits.Metadata.
 func (s *Server) metadataFits(ctx context.Context) error {
 	md, _ := metadata.FromIncomingContext(ctx)
 	size := 0
@@ -158,7 +159,7 @@ func (s *Server) newSession(
 	return cs
 }
 
-// ownHello returns the hello that answers the peer's.
+// ownHello returns the cloud's hello, the answer to the hello of the peer.
 func (s *Server) ownHello(cs *cloudSession) *pb.Hello {
 	hello := &pb.Hello{
 		Version: Version, Software: s.cfg.Software, Session: cs.pub.ID, Capabilities: capabilities(),
@@ -170,8 +171,8 @@ func (s *Server) ownHello(cs *cloudSession) *pb.Hello {
 	return hello
 }
 
-// errOneProof refuses a second control stream or a second first certificate on one connection, and
-// one beside the other.
+// errOneProof refuses a second request with a proof on one connection. A request with a proof is a
+// control stream, or a call for the first certificate of a node.
 var errOneProof = status.Error(codes.AlreadyExists, "this connection has a session already, or is about to")
 
 // uniform returns the error that a stranger gets, whatever was wrong with the proof.

@@ -29,7 +29,8 @@ type proof struct {
 }
 
 const (
-	// clockStep is how often an expiry is compared with the clock. The clock may be set meanwhile.
+	// clockStep is how often the expiry of a proof is compared with the clock. Somebody may set the
+	// clock while the session lives.
 	clockStep = time.Minute
 	// In each renewInterval, an edge may have renewBurst certificates signed, and renewBurst
 	// credentials checked. That allows a few failures in a row, but no flood.

@@ -11,9 +11,9 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// Replicas are the other replicas of a cloud, as far as its server needs them; pkg/peers implements
-// it. The server carries the sessions that other replicas open here. Replicas knows which replicas
-// and which nodes there are.
+// Replicas is what a server asks about the other replicas of its cloud; pkg/peers implements it. The
+// server has the sessions that other replicas open with this replica. Replicas knows which replicas
+// exist, and which nodes they hold.
 type Replicas interface {
 	// ID is the id of this replica, a UUID.
 	ID() string
@@ -29,8 +29,9 @@ type Replicas interface {
 	Detach(s *tunnel.Session) bool
 	// Joined returns the ids of the replicas whose sessions are attached.
 	Joined() []string
-	// Learn takes a message about nodes that has come by s. An error ends s. If a node has joined at
-	// that replica, and later than here, Learn ends its session here with [ErrJoinedElsewhere].
+	// Learn takes a message about nodes that has come by s, the session of another replica. An
+	// error ends s. If a node has joined at the other replica, and later than at this one, Learn
+	// ends the node's session with this replica ([ErrJoinedElsewhere]).
 	Learn(s *tunnel.Session, news *pb.Nodes) error
 	// Leave tells the other replicas that this replica is about to stop.
 	Leave()
@@ -39,8 +40,8 @@ type Replicas interface {
 // NodesMessage makes the message by which a replica tells another one about its nodes.
 func NodesMessage(news *pb.Nodes) *tunnel.Message { return message(typeNodes, "", news) }
 
-// replicaRoutes are the messages that a replica may send after it has joined here: the messages of
-// an edge, and the nodes that it holds.
+// replicaRoutes are the messages that a replica may send after it has joined this one: the messages
+// of an edge except new credentials, and the list of the nodes that it holds.
 type replicaRoutes struct{ server *Server }
 
 // Name implements tunnel.Module.
@@ -75,7 +76,8 @@ func (s *Server) replicas() *tunnel.Message {
 	return message(typeReplicas, "", &pb.Replicas{Instances: all[:min(len(all), maxReplicas)]})
 }
 
-// welcome tells a newly attached edge which replicas there are, unless this replica is alone.
+// welcome tells a newly attached edge which replicas there are, unless this replica is configured
+// without others.
 func (s *Server) welcome(cs *cloudSession) {
 	if s.cfg.Replicas == nil {
 		return

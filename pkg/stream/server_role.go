@@ -15,8 +15,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// role is what a peer of the server is: a node, or another replica of the cloud. roleOf decides it
-// once, before the proof is checked. Whatever depends on it is here.
+// role is what a peer of the server is: a node, or another replica of the cloud. roleOf chooses the
+// role once, before the proof is checked. The methods hold all code that differs between the roles.
 type role interface {
 	// prove checks the proof that the peer shows when it joins.
 	prove(ctx context.Context, t *transport) (*proof, *refusedJoin)
@@ -24,13 +24,14 @@ type role interface {
 	again(hello *pb.Hello) error
 	// equip sets the log, the router, the counters and the limits of a new session.
 	equip(cs *cloudSession)
-	// attach makes a session known to those who dial through it, and logs it.
+	// attach makes a session known to the code that dials through it, and logs the session.
 	attach(cs *cloudSession, hello *pb.Hello)
 	// leave tells the peer of a live session that this replica is about to stop.
 	leave(cs *cloudSession)
 	// detach undoes attach. A second call has no effect.
 	detach(cs *cloudSession)
-	// address writes into an open for r to whom it goes.
+	// address completes the open for r. The open to a replica names the node and the module, for
+	// which the session alone is not enough.
 	address(m *tunnel.Message, open *pb.Open, r tunnel.Request)
 	// denied logs that the peer has denied the dial of r.
 	denied(cs *cloudSession, r tunnel.Request, refusal *tunnel.Refusal)
@@ -71,7 +72,7 @@ func (r asNode) attach(cs *cloudSession, hello *pb.Hello) {
 		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this node"))
 	}
 	r.server.welcome(cs)
-	if tunnel.IsClosed(r.server.leaving) { // this session was joining when Leave told the others
+	if tunnel.IsClosed(r.server.leaving) { // this session was joining when Leave told the live sessions
 		r.leave(cs)
 	}
 }
@@ -80,7 +81,7 @@ func (asNode) leave(cs *cloudSession) { cs.tellDrain(true) }
 
 func (r asNode) detach(cs *cloudSession) { r.server.dir.Detach(cs.pub) }
 
-func (asNode) address(*tunnel.Message, *pb.Open, tunnel.Request) {} // the session is the node's
+func (asNode) address(*tunnel.Message, *pb.Open, tunnel.Request) {} // a session with a node has just one node
 
 func (r asNode) denied(cs *cloudSession, req tunnel.Request, refusal *tunnel.Refusal) {
 	if skipped, ok := r.server.denials.Allow(); ok {
@@ -106,7 +107,8 @@ func (r asReplica) prove(_ context.Context, t *transport) (*proof, *refusedJoin)
 	if err := others.Authenticate(t.State); err != nil {
 		return nil, &refusedJoin{told: uniform(), err: fmt.Errorf("it says that it is a replica: %w", err)}
 	}
-	// Parse accepts other forms as well. One form allows any two bytes in place of the braces.
+	// uuid.Parse accepts other forms of a UUID as well. One form allows any two bytes in place of
+	// the braces.
 	if u, err := uuid.Parse(r.id); err != nil || u.String() != r.id {
 		return nil, &refusedJoin{told: status.Error(codes.InvalidArgument, "the id of a replica must be a UUID")}
 	}
@@ -120,7 +122,7 @@ func (r asReplica) again(hello *pb.Hello) error {
 	return r.server.hasSession(hello)
 }
 
-// equip sets no quota: opens count where the node is held.
+// equip sets no quota: the replica that holds the node counts the opens.
 func (r asReplica) equip(cs *cloudSession) {
 	cs.log = r.server.log.With("replica", r.id, "session", cs.pub.ID)
 	cs.router, cs.counters = r.server.replicaRouter, r.server.cfg.Replicas.Counters()
@@ -136,7 +138,7 @@ func (r asReplica) attach(cs *cloudSession, hello *pb.Hello) {
 	}
 }
 
-func (asReplica) leave(*cloudSession) {} // Replicas.Leave tells it
+func (asReplica) leave(*cloudSession) {} // Replicas.Leave tells the other replicas
 
 func (r asReplica) detach(cs *cloudSession) {
 	if r.server.cfg.Replicas.Detach(cs.pub) {
@@ -144,12 +146,12 @@ func (r asReplica) detach(cs *cloudSession) {
 	}
 }
 
-// address makes the open a relayed one: it names the node, and the module of the node's edge.
+// address makes the open a relayed open: it names the node, and the module of the node's edge.
 func (asReplica) address(m *tunnel.Message, open *pb.Open, r tunnel.Request) {
 	m.Category, open.Node, open.Category = categoryRelay, string(r.Node), r.Category
 }
 
-func (asReplica) denied(*cloudSession, tunnel.Request, *tunnel.Refusal) {} // the replica of the node logs it
+func (asReplica) denied(*cloudSession, tunnel.Request, *tunnel.Refusal) {} // the replica that holds the node logs the denial
 
 // hasSession returns an error if the peer says that its process has a session with this replica.
 func (s *Server) hasSession(hello *pb.Hello) error {

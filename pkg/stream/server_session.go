@@ -23,7 +23,7 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// cloudSession is the cloud's end of a session.
+// cloudSession is the server's end of a session with a node or with another replica.
 type cloudSession struct {
 	session
 	transport *transport // the connection that the control stream came on
@@ -289,8 +289,8 @@ func (s *cloudSession) connOver(name string, since time.Time) {
 // short is the duration below which an ended conn counts in shortConns.
 const short = 250 * time.Millisecond
 
-// errGone answers a Connect that no Dial waits for any more. That is normal: the caller may leave
-// while the edge dials.
+// errGone answers a Connect that no Dial waits for any more. Such a Connect is normal: the caller may
+// leave while the edge dials.
 var errGone = status.Error(codes.NotFound, "gone: no dial waits for this conn")
 
 // heartbeat sends the edge's heartbeat back, and closes idle and lost data connections.
@@ -315,7 +315,7 @@ func (s *cloudSession) cancelConn(m *tunnel.Message) error {
 	return nil
 }
 
-// refused passes the edge's refusal to the Dial that waits for it.
+// refused passes the edge's refusal to the dial that waits for it.
 func (s *cloudSession) refused(m *tunnel.Message) error {
 	refusal, err := refusalOf(m.Data)
 	if err != nil {
@@ -323,7 +323,7 @@ func (s *cloudSession) refused(m *tunnel.Message) error {
 	}
 	p, ok := s.lookup(m.Topic).(*pending)
 	if !ok {
-		return nil // Dial did not wait for the refusal
+		return nil // no dial waits for the refusal any more
 	}
 	p.settle(opened{refusal: refusal})
 	return nil

@@ -18,8 +18,8 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// session is the part of a session that both ends share: the two loops of the control stream, and
-// the bookkeeping of the session's end. Each end embeds session in its own link.
+// session is the part of a session that both ends share: the two loops of the control stream, and the
+// bookkeeping of the session's end. cloudSession and edgeSession embed it.
 type session struct {
 	// Set once.
 	pub      *tunnel.Session // the session as the directory and the handlers see it
@@ -33,7 +33,7 @@ type session struct {
 	maxConns int64                       // most topics at once
 	ordered  bool                        // the peer has capabilityAbort
 	budget   *bucket                     // limits the messages that the peer sends; nil: no limit
-	way      tunnel.Way                  // of the opens on the control stream; nil at the cloud
+	way      tunnel.Way                  // of the opens on the control stream; nil at the server's end, which gets no opens
 	unknown  func(*tunnel.Message) error // called with each message on the control stream that has no handler
 	hangUp   func() error                // closes our side of the control stream; nil: the cloud cannot close its side
 
@@ -251,8 +251,8 @@ func (s *session) sendLoop() error {
 	}
 }
 
-// flush writes every message of the outbox. When gRPC has ended the stream, the error of a write says
-// only that, and receiveLoop gets the reason. So flush gives receiveLoop a second to end the session.
+// flush writes every message of the outbox. When gRPC has ended the stream, a write fails without the
+// reason, and receiveLoop gets the reason. So flush gives receiveLoop a second to end the session.
 func (s *session) flush() error {
 	for _, m := range s.outbox.take() {
 		if err := s.write(m); err != nil {
@@ -318,10 +318,11 @@ type end interface {
 	invalid(err error) error
 }
 
-// handler makes a Handler of a method of S. The router must be that of sessions of the type S.
+// handler makes a Handler from a method of S, the type of one end. The Handler may only be used for
+// sessions whose end is an S.
 func handler[S end](method func(S, *tunnel.Message) error) tunnel.Handler {
 	return func(_ context.Context, in *tunnel.Incoming) error {
-		s := in.From.Link.(S) //nolint:forcetypeassert // the end that has the router makes all its sessions
+		s := in.From.Link.(S) //nolint:forcetypeassert // every session that uses this router has an S as its end
 		if err := method(s, in.Message); err != nil {
 			return s.invalid(err)
 		}
@@ -415,8 +416,9 @@ func (s *session) silenceLocked() time.Duration {
 }
 
 // acknowledgesLocked reports whether bytes are on their way to the peer and the peer's kernel
-// acknowledges them. The request that the peer must answer may wait behind 15 s of such bytes.
-// gRPC's pings detect a peer that hangs. The caller holds mu.
+// acknowledges them. A ping or heartbeat that the peer must answer may wait behind 15 s of such
+// bytes, so the silence of such a peer proves nothing. gRPC's pings detect a peer that hangs. The
+// caller holds mu.
 func (s *session) acknowledgesLocked() bool {
 	if s.own.acknowledges() {
 		return true

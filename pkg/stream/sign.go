@@ -20,8 +20,8 @@ import (
 // Issuer issues certificates to nodes. auth.Issuer implements it.
 type Issuer interface {
 	// First issues the node's first certificate for a join token. A bad token is refused at once
-	// (auth.ErrUnauthenticated), without asking the signer. So is a token of a node whose first
-	// certificate is being signed (auth.ErrSigning).
+	// (auth.ErrUnauthenticated), without asking the signer. A token whose node gets its first
+	// certificate just now is refused at once, too (auth.ErrSigning).
 	First(ctx context.Context, c auth.Credential, request []byte) (node tunnel.NodeName, chain []byte, err error)
 	// Again issues another certificate for the node that holds the certificate in c. A certificate
 	// that is no longer good is refused in the same way as a bad token.
@@ -89,7 +89,7 @@ func (s *Server) signFirst(ctx context.Context, t *transport, stream grpc.Server
 	if s.cfg.Issuer == nil {
 		return nil, &refusedJoin{node: c.Node, told: errNoIssuer}
 	}
-	if t.joining.Swap(true) { // each call may hold a message that never ends
+	if t.joining.Swap(true) { // each call may wait for a message that never ends, so a connection gets one
 		return nil, &refusedJoin{node: c.Node, told: errOneProof}
 	}
 	request, refusal := s.receiveRequest(stream)

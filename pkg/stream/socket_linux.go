@@ -14,7 +14,8 @@ type pathInfo struct {
 	unsent          int           // bytes that the kernel holds and cannot send yet
 }
 
-// pathOf asks the kernel (TCP_INFO). ok is false if the kernel does not answer.
+// pathOf asks the kernel about the path of a socket (TCP_INFO). ok is false if the kernel does not
+// answer.
 func pathOf(fd uintptr) (p pathInfo, ok bool) {
 	info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
 	if err != nil {
@@ -30,11 +31,11 @@ func pathOf(fd uintptr) (p pathInfo, ok bool) {
 
 // boundUnsent bounds how many bytes the kernel accepts that it cannot send yet.
 func boundUnsent(fd uintptr, n int) {
-	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, n) //nolint:errcheck // on failure, others only wait longer
+	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, n) //nolint:errcheck // on failure, other conns only wait longer
 }
 
-// hasRoom reports whether the kernel accepts bytes. If not, the kernel notifies the poller as
-// soon as it does.
+// hasRoom reports whether the kernel accepts bytes. If the kernel accepts none now, it notifies Go's
+// poller when it does.
 func hasRoom(fd uintptr) bool {
 	n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLOUT}}, 0) //nolint:gosec // a descriptor
 	return n > 0 || err != nil && !errors.Is(err, unix.EINTR)
@@ -58,7 +59,8 @@ type acks struct {
 	last     time.Duration // time since the last acknowledgement
 }
 
-// acksOf asks the kernel (TCP_INFO). ok is false if the kernel does not answer.
+// acksOf asks the kernel about the acknowledgements of a socket (TCP_INFO). ok is false if the kernel
+// does not answer.
 func acksOf(fd uintptr) (a acks, ok bool) {
 	info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
 	if err != nil {
@@ -88,7 +90,8 @@ type sending struct {
 	trip, shortestTrip time.Duration // round trips: smoothed, and the shortest
 }
 
-// sendingOf asks the kernel (TCP_INFO). ok is false if the kernel does not answer.
+// sendingOf asks the kernel about the data that a socket sends (TCP_INFO). ok is false if the kernel
+// does not answer.
 func sendingOf(fd uintptr) (s sending, ok bool) {
 	info, err := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO)
 	if err != nil {
@@ -111,5 +114,5 @@ func boundRate(fd uintptr, rate int64) {
 	if rate == 0 {
 		value = -1 // the kernel's value for no bound
 	}
-	unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, value) //nolint:errcheck // on failure, others only wait longer
+	unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, value) //nolint:errcheck // on failure, other conns only wait longer
 }

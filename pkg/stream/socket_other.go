@@ -4,8 +4,8 @@ package stream
 
 import "time"
 
-// Only Linux reports the state of a connection. On other systems every link counts as near, and
-// only pings detect a peer that is gone.
+// Only Linux reports the state of a connection. On other systems every link counts as near, and only
+// silence shows that a peer is gone: no answer to pings and heartbeats.
 
 type pathInfo struct {
 	trip, leastTrip time.Duration

@@ -1,5 +1,5 @@
 // Package stream is the tunnel over gRPC: a [Server] on the cloud that edges dial,
-// and a [Client] on the edge that keeps one session with it.
+// and a [Client] on the edge that keeps a session with it.
 //
 //	dir := &tunnel.Directory{}
 //	srv, err := stream.NewServer(stream.ServerConfig{Listen: ":9000", TLS: cert, Auth: tokens, Log: log}, dir, mods...)
@@ -28,9 +28,9 @@
 // A session owns its conns and its goroutines: they end when the session ends. Run of the module
 // returns only after all of them have ended.
 //
-// A session may also join two replicas of a cloud: package peers has them join. What differs by the
-// role of a peer, a node or a replica, is in server_role.go and client_role.go; server_replicas.go
-// says what a server asks about the other replicas.
+// A session may also connect two replicas of a cloud: package peers makes replicas join each other.
+// What differs by the role of a peer, a node or a replica, is in server_role.go and client_role.go;
+// server_replicas.go says what a server asks about the other replicas.
 //
 // The package does not decide who may join (pkg/auth), what an edge may dial (the edge's modules),
 // or who may send requests (front doors).
@@ -58,7 +58,7 @@ func capabilities() []string { return []string{capabilityAbort} }
 // category is this package's name as a module, and the category of its messages.
 const category = "stream"
 
-// Types of message in that category. Each type has a protobuf of the same name.
+// Types of message in the category stream. Each type has a protobuf of the same name.
 const (
 	typeHello     = "hello"
 	typeHeartbeat = "heartbeat"
@@ -169,9 +169,9 @@ const (
 func serverOptions(maxConns int, l Limits, link far) []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.ForceServerCodecV2(conn.NewCodec()),
-		// The session bounds conns, and refuses further ones with a reason. If this limit were
-		// reached, the edge would wait without a reason. The limit is twice maxConns, since a
-		// cancelled conn may overlap with its successor.
+		// The session bounds conns, and refuses further conns with a reason. If gRPC's limit of
+		// streams were reached, the edge would wait and not learn why. This limit is twice
+		// maxConns, since a cancelled conn may overlap with its successor.
 		grpc.MaxConcurrentStreams(uint32(2*maxConns + 8)),
 		// grpc-go resets streams with longer metadata without a reason, and the server cannot count
 		// them. See metadataFits.

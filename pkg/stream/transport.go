@@ -143,10 +143,10 @@ func (l *joinListener) admit(c net.Conn) *listen.Probation {
 	return p
 }
 
-// joiningConn is an accepted connection.
+// joiningConn is an accepted connection, as gRPC gets it before and after the join.
 type joiningConn struct {
 	net.Conn
-	ours      atomic.Bool       // gRPC does not serve the connection any more
+	ours      atomic.Bool       // a data connection: gRPC does not serve it any more
 	far       far               // whether the link is far
 	probation *listen.Probation // lasts until the connection has a session
 }
@@ -184,7 +184,8 @@ func (c *joiningConn) Close() error {
 	return c.Conn.Close()
 }
 
-// lastWords is how long a status may take to leave.
+// lastWords is how long a connection that is to be closed stays open, so that its last status reaches
+// the edge.
 const lastWords = time.Second
 
 // closeSoon closes the connection after lastWords, so that a last status can leave.
