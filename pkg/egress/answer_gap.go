@@ -5,8 +5,8 @@ import (
 	"time"
 )
 
-// answerGap delays the target's first bytes after our answer to a dial. Two callers cannot receive both
-// at once:
+// answerGap delays the target's first bytes after our answer to a dial. Two kinds of callers cannot
+// receive the answer and the first bytes at the same time:
 //
 //   - kube-apiserver takes bytes that come together with the answer to a CONNECT for an error.
 //   - konnectivity-client loses bytes that come before it has recorded the answer.

@@ -69,8 +69,8 @@ func (c *chooser) refresh() {
 	}
 }
 
-// settle is the pause between two new tables. After an outage every node changes, and one table then
-// covers many changes.
+// settle is the pause between two new tables. After an outage every node changes, and one new table
+// then covers many changes.
 const settle = 50 * time.Millisecond
 
 // run keeps the table up to date until ctx is done.
@@ -93,10 +93,10 @@ func (c *chooser) run(ctx context.Context, guard func(what string, do func() err
 }
 
 // errNoNode has the words of Konnectivity's server, since users search for them.
-var errNoNode = errors.New("No agent available") //nolint:staticcheck // the capital letter is theirs
+var errNoNode = errors.New("No agent available") //nolint:staticcheck // Konnectivity's server writes the capital letter
 
 // candidates returns the connected nodes that a strategy finds, in random order. If nodes declare the
-// address, and none of them is connected, it returns these as away.
+// address, and none of these nodes is connected, it returns them as away.
 func (c *chooser) candidates(t *table, s Strategy, host string) (connected, away []tunnel.NodeName) {
 	var found []tunnel.NodeName
 	switch s {
@@ -158,10 +158,11 @@ func (c *chooser) refused(t *table, host string) []tunnel.NodeName {
 // cannot serve now (mayRetryElsewhere) passes the dial on to the next. Any other answer is final. If all
 // tried nodes are at a limit, the dial waits at the first of them.
 //
-// If a connected node declares the address, fallback strategies are skipped, unless that node has just
-// left. Private addresses are used more than once, so another node might reach a different machine, or
-// answer with its own policy. If every node is known, the strategies after the first that finds an owner
-// are skipped, even while the owner is not connected. An address that two nodes claim is then refused.
+// If a connected node declares the address, fallback strategies are skipped, unless that node has
+// just left. Private addresses are used more than once, so another node might reach a different
+// machine, or answer with its own policy. If every node is known, the strategies after the first that
+// finds an owner are skipped, even while the owner is not connected. If every node is known, an
+// address that two nodes claim is refused, too.
 func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, error) {
 	host, _, err := net.SplitHostPort(addr)
 	if err != nil {
@@ -197,7 +198,8 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 			a.failed(s, r, err)
 		}
 	}
-	// Every node that was tried has refused at once (NoWait). If one was full, the dial waits there.
+	// Every node that was tried has refused at once, because of NoWait. If a node was at a limit,
+	// the dial now waits at that node.
 	if a.full == nil {
 		return nil, explainAway(a.away, a.last)
 	}
@@ -241,7 +243,8 @@ type attempt struct {
 // skips reports whether strategy s is left out because a node owns the address.
 func (a *attempt) skips(s Strategy) bool { return a.ownerKnown && (a.allNodesKnown || s.fallback()) }
 
-// ownersAway notes owners of the address that are not connected, as the next strategy has found them.
+// ownersAway notes the owners of the address that a strategy has found and that are not connected.
+// Only the first strategy that finds some counts.
 func (a *attempt) ownersAway(away []tunnel.NodeName) {
 	if len(a.away) == 0 && !a.ownerKnown {
 		a.away, a.ownerKnown = away, a.allNodesKnown && len(away) > 0
@@ -287,8 +290,8 @@ func explainAway(away []tunnel.NodeName, err error) error {
 	return tunnel.Refusef(code, "%s; through another node: %s", who, text)
 }
 
-// mayRetryElsewhere reports whether another node may serve a dial that has failed with err: this node has
-// not dialled, or has left before it answered.
+// mayRetryElsewhere reports whether another node may serve a dial that has failed with err: the
+// failed node has not dialled, or has left before it answered.
 func mayRetryElsewhere(err error) bool {
 	switch tunnel.CodeOf(err) {
 	case tunnel.NoSuchNode, tunnel.Draining, tunnel.Overloaded, tunnel.Gone, tunnel.WrongSession:

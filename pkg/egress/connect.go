@@ -59,8 +59,8 @@ func (f *FrontDoor) serveConnect(ctx context.Context, ln net.Listener, callers *
 	}
 }
 
-// serveConn serves one connection. requestCtx is the context of its request, conns that of its conn; either
-// ends its part early.
+// serveConn serves one connection. When requestCtx ends before the request is complete, the
+// connection is closed. When conns ends, the dial or the conn ends.
 func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, callers *tls.Config) {
 	raw.SetDeadline(time.Now().Add(requestTimeout))
 	// keepOpen stops the function. It reports false if the function has already closed the connection.
@@ -87,7 +87,7 @@ func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, c
 		c.refuse(err)
 		return
 	}
-	// From here on, the end of the front door no longer closes the connection at once.
+	// From here on, the stop of the front door no longer closes the connection at once.
 	target, err := c.dialWhileConnected(conns, f.guard, func(ctx context.Context) (net.Conn, error) {
 		return f.dial(ctx, doorConnect, addr, c.callerName())
 	})
@@ -107,7 +107,8 @@ func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, c
 	c.awaiting.Wait()
 }
 
-// connectConn is a caller's connection. Bytes after the request that were read with it are read again.
+// connectConn is a caller's connection. Its Read first returns the bytes that were read together with
+// the request.
 type connectConn struct {
 	net.Conn
 	buffered []byte // read before Conn; owned by the reader
@@ -158,7 +159,8 @@ func (c *connectConn) dialWhileConnected(
 		}
 	})
 	target, err := dial(ctx)
-	// The past deadline ends the Read above. Bytes that it got are read again later.
+	// The past deadline ends the Read of the goroutine. Bytes that this Read got are kept for
+	// connectConn.Read.
 	c.SetReadDeadline(time.Unix(1, 0))
 	watching.Wait()
 	c.SetReadDeadline(time.Time{})
@@ -275,7 +277,7 @@ func (c *connectConn) WriteBuffers(v *net.Buffers) (int64, error) {
 	return v.WriteTo(c.Conn)
 }
 
-// CloseWrite ends our direction. tunnel.Splice uses it, CloseRead and Reset.
+// CloseWrite ends our direction. tunnel.Splice uses CloseWrite, CloseRead and Reset.
 func (c *connectConn) CloseWrite() error {
 	if cw, ok := c.Conn.(interface{ CloseWrite() error }); ok {
 		return cw.CloseWrite()
@@ -308,7 +310,7 @@ func (c *connectConn) socket() net.Conn {
 // SetLinger and SyscallConn are those of the socket. tunnel.Splice uses them for two things: the kernel
 // resets the connection if our process is killed, and a reset by the caller is told from a clean end.
 
-// SetLinger implements net.TCPConn's.
+// SetLinger calls SetLinger of the socket, as a net.TCPConn has it.
 func (c *connectConn) SetLinger(sec int) error {
 	if l, ok := c.socket().(interface{ SetLinger(sec int) error }); ok {
 		return l.SetLinger(sec)

@@ -17,8 +17,8 @@ type Edge struct {
 
 var _ tunnel.Routed = (*Edge)(nil)
 
-// NewEdge returns the module. It may dial targets that policy permits, and pods of this node, if the
-// cloud has told which networks they have (networks.go).
+// NewEdge returns the module. It may dial the targets that policy permits. It may also dial the pods
+// of its node, once the cloud has told their networks (networks.go).
 func NewEdge(policy *auth.Policy, log *slog.Logger) *Edge {
 	p := &pods{log: log.With("module", name), routes: readRoutes, devices: systemDevices()}
 	return &Edge{policy: policy.Also(p.has), pods: p}

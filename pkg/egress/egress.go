@@ -48,13 +48,13 @@ import (
 	"tunnel/pkg/tunnel"
 )
 
-// name is the name of both modules, and the category of their dials and messages.
+// name is the name of the modules FrontDoor and Edge, and the category of their dials and messages.
 const name = "egress"
 
 // Config configures a [FrontDoor].
 type Config struct {
 	GRPC        []string         // listeners of ProxyService: unix:///path or tls://host:port
-	HTTPConnect []string         // listeners of HTTP CONNECT, likewise
+	HTTPConnect []string         // listeners of HTTP CONNECT: unix:///path or tls://host:port
 	TLS         *tls.Config      // for tls://: our certificate, and the CAs of callers
 	Strategies  []Strategy       // in order; none: all, in the order of [Strategies]
 	Among       tunnel.Selector  // nodes that Default may choose; empty: any node
@@ -62,8 +62,8 @@ type Config struct {
 	// KonnectivityMetrics adds metrics under the names of Konnectivity's server.
 	KonnectivityMetrics bool
 
-	// Callers over TLS that have not finished their handshake, for each listener: in all, and of one
-	// address. 0: the default of package listen.
+	// The largest number of callers over TLS that have not finished their handshake, at each
+	// listener: in all, and of one source. 0: the default of package listen.
 	Strangers, StrangersPerAddress int
 
 	Identifiers Source   // what each node reaches
@@ -77,8 +77,8 @@ type Source interface {
 	Identifiers() map[tunnel.NodeName]konnectivity.Identifiers
 	// Known reports whether the source has been read. Until then every dial fails.
 	Known() bool
-	// Changed returns a channel that is closed at the next change of Identifiers or Known. Call it
-	// before them, so as to miss no change.
+	// Changed returns a channel that is closed at the next change of Identifiers or Known. To miss
+	// no change, call Changed before Identifiers and Known.
 	Changed() <-chan struct{}
 }
 
@@ -192,8 +192,8 @@ func (f *FrontDoor) setUp(up bool) {
 	f.up = up
 }
 
-// guard calls do, which handles a peer's input. A panic in do becomes an error; what says for the log
-// what the panic ends.
+// guard calls do, which handles a peer's input, and returns a panic in do as an error. The text what
+// names in the log what the panic ends.
 func (f *FrontDoor) guard(what string, do func() error) error {
 	return tunnel.Guard(f.log, f.cfg.Counters, what, do)
 }

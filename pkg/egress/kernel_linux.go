@@ -36,8 +36,9 @@ func readRoutes() ([]route, error) {
 		if n, ok := a.(*net.IPNet); ok {
 			addr := prefixOf(n).Addr()
 			own[addr] = true
-			// An own address may be inside the network of a bridge. Programs of the machine listen there,
-			// no pod. This route comes first, so that no route as narrow precedes it.
+			// An own address may be inside the network of a bridge, but programs of the machine
+			// listen there, and no pod does. Routes to own addresses come first in the list, so
+			// that they win over other routes that are as narrow.
 			all = append(all, route{to: netip.PrefixFrom(addr, addr.BitLen())})
 		}
 	}

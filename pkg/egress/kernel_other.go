@@ -4,8 +4,8 @@ package egress
 
 import "errors"
 
-// hasEnded knows nothing. The target of a caller that has closed its connection sees the end only when
-// the conn has been idle for a while (konnectivity.Conn).
+// hasEnded cannot look for a FIN here. If a caller has closed its connection, the target sees the end
+// only when the conn has been idle for a while (konnectivity.Conn).
 func hasEnded(uintptr) (ended, known bool) { return false, true }
 
 // driverOf knows no device. Without Linux there are no routes to ask about, either.

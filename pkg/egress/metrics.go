@@ -125,8 +125,8 @@ type konnectivityMetrics struct {
 	gauges   []prometheus.Collector // functions of the counts in metrics
 }
 
-// Reasons why dials fail, from Konnectivity's server. It has two more reasons, for faults of its own
-// protocol.
+// Reasons why dials fail, from Konnectivity's server. Konnectivity's server has two more reasons, for
+// faults of its own protocol.
 const (
 	reasonError   = "error_response"
 	reasonCaller  = "frontend_close"
@@ -183,7 +183,7 @@ func (k *konnectivityMetrics) collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// dialled counts a dial that took so many seconds. ctx is the caller's.
+// dialled counts a dial that took that many seconds. ctx is the context of the caller.
 func (k *konnectivityMetrics) dialled(ctx context.Context, seconds float64, err error) {
 	if err == nil {
 		k.duration.Observe(seconds)

@@ -20,7 +20,7 @@ import (
 // In a cluster an edge may dial the pods of its own node without any configuration. Both sides must agree:
 //
 //   - The cloud tells the edge the networks that Kubernetes has assigned to the pods of its node. So
-//     containers that are not pods stay closed.
+//     the edge dials no containers that are not pods.
 //   - The edge checks that such an address is routed to containers of this machine. So a cloud cannot
 //     reach the network around the edge.
 
@@ -136,7 +136,7 @@ type pods struct {
 	warnings tunnel.Limiter // limits warnings about routing tables that cannot be read
 }
 
-// setNetworks handles a message of the cloud.
+// setNetworks handles the cloud's message with the networks of this node's pods.
 func (p *pods) setNetworks(_ context.Context, in *tunnel.Incoming) error {
 	all, err := decodeNetworks(in.Data)
 	if err != nil {
@@ -148,8 +148,8 @@ func (p *pods) setNetworks(_ context.Context, in *tunnel.Incoming) error {
 
 // has reports whether a is the address of a pod of this node.
 //
-// The routes are read at each call: a container that starts or ends changes them, and nothing tells the
-// edge. It is false if the routing tables cannot be read.
+// The routes are read at each call: a container that starts or ends changes the routes, and nothing
+// tells the edge. If the routing tables cannot be read, has returns false.
 func (p *pods) has(a netip.Addr) bool {
 	networks := p.networks.Load()
 	if networks == nil || !slices.ContainsFunc(*networks, func(n netip.Prefix) bool { return n.Contains(a) }) {
@@ -172,8 +172,9 @@ type route struct {
 	link   int          // the index of the device; 0: the route has none
 }
 
-// routedToContainers reports whether packets to a stay on this machine. They do if the narrowest route is
-// direct, inside holds for its device, and the device has no default route out of the machine.
+// routedToContainers reports whether packets to a stay on this machine. They do if the narrowest
+// route is direct, inside returns true for its device, and the device has no default route out of the
+// machine.
 func routedToContainers(a netip.Addr, routes []route, inside func(link int) bool) bool {
 	best := -1 // index of the narrowest route to a
 	for i, r := range routes {
@@ -203,8 +204,8 @@ func systemDevices() devices {
 func (d devices) linkLeadsToContainers(link int) bool { return d.leadsToContainers(d.name(link)) }
 
 // leadsToContainers reports whether a device leads to containers only. It does if it is one end of a
-// virtual pair, or a bridge whose ports all are. Every other device may lead out of the machine: a VLAN, a
-// bond, a VPN, a bridge of virtual machines.
+// virtual pair, or a bridge all of whose ports are ends of virtual pairs. Every other device may lead
+// out of the machine: a VLAN, a bond, a VPN, a bridge of virtual machines.
 func (d devices) leadsToContainers(device string) bool {
 	isPair := func(device string) bool {
 		driver := d.driver(device)

@@ -101,8 +101,8 @@ type proxies struct {
 	working sync.WaitGroup  // goroutines that gRPC may block until the stream's handler has returned
 }
 
-// handle handles one stream. It returns when the conn is over, or to end it: gRPC then unblocks goroutines
-// that wait for the client.
+// handle handles one stream. It returns when the conn is over, or in order to end the stream: gRPC
+// then unblocks goroutines that wait for the client.
 func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	s := &proxyStream{
 		stream: stream, working: &p.working, guard: p.door.guard,
@@ -183,8 +183,9 @@ func callerName(ctx context.Context) string {
 //   - A close request of the client ends its bytes, and means that it reads no more.
 //   - The end of the target's bytes becomes a close response.
 //
-// The splice reads and writes. After CloseRead, a goroutine of the stream goes on receiving for the
-// client's close request. At most one goroutine receives at a time: readMu passes that right on.
+// The splice reads and writes. After CloseRead, a goroutine of the stream continues to receive, to
+// notice the client's close request. At most one goroutine receives at a time: it holds the right to
+// receive, which the fields under readMu record.
 type proxyStream struct {
 	// Set once.
 	stream  grpc.ServerStream
@@ -311,7 +312,7 @@ func (s *proxyStream) next() error {
 		case s.packet.Type == konnectivity.PacketCloseReq || s.packet.Type == konnectivity.PacketDialCls:
 			s.ended = io.EOF
 			s.readClosed.Store(true)
-			s.endSoon() // the client may also not read the bytes in flight
+			s.endSoon() // a client that has closed may not read the bytes in flight
 			s.stop()
 		case s.packet.Type != konnectivity.PacketData || s.packet.ConnID != onlyConn || s.discarding():
 			s.packet.Data = nil
@@ -421,8 +422,8 @@ func (s *proxyStream) Write(b []byte) (n int, err error) {
 	return n, nil
 }
 
-// WriteSlice sends the bytes of data as one packet, without a copy. It takes data over. Conns of package
-// stream call it with bytes that they have received.
+// WriteSlice sends the bytes of data as one packet, without a copy. It takes data over. Conns of
+// package conn call WriteSlice with bytes that they have received.
 func (s *proxyStream) WriteSlice(data mem.BufferSlice) error {
 	s.gap.wait()
 	s.sendMu.Lock()
@@ -481,7 +482,7 @@ func (s *proxyStream) LocalAddr() net.Addr { return konnectivity.Addr{} }
 // RemoteAddr implements net.Conn.
 func (s *proxyStream) RemoteAddr() net.Addr { return konnectivity.Addr{} }
 
-// A stream has no deadlines.
+// A stream has no deadlines: SetDeadline and the like return errors.ErrUnsupported.
 
 func (s *proxyStream) SetDeadline(time.Time) error      { return errors.ErrUnsupported }
 func (s *proxyStream) SetReadDeadline(time.Time) error  { return errors.ErrUnsupported }

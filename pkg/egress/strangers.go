@@ -8,8 +8,8 @@ import (
 	ports "tunnel/pkg/listen"
 )
 
-// strangerCreds are TLS credentials for gRPC. A caller stops being a stranger with its handshake, which
-// verifies its certificate.
+// strangerCreds are TLS credentials for gRPC. A caller stops being a stranger when its TLS handshake
+// is done, since the handshake verifies the caller's certificate.
 type strangerCreds struct {
 	credentials.TransportCredentials
 }

@@ -54,7 +54,7 @@ type Agent struct {
 	quiet       time.Duration // quietPeriod; tests shorten it
 
 	mu   sync.Mutex     // guards the following
-	held map[string]int // live streams, by address in Servers
+	held map[string]int // number of live streams, by address in Servers
 }
 
 var _ tunnel.Module = (*Agent)(nil)
@@ -114,8 +114,8 @@ func (a *Agent) Run(ctx context.Context) error {
 	return g.Wait()
 }
 
-// guard calls do, which handles a server's input. A panic in do becomes an error; what says for the
-// log what the panic ends.
+// guard calls do, which handles a server's input, and returns a panic in do as an error. The text
+// what names in the log what the panic ends.
 func (a *Agent) guard(what string, do func() error) error {
 	return tunnel.Guard(a.log, a.cfg.Counters, what, do)
 }
@@ -137,11 +137,11 @@ type endpoint struct {
 
 	mu      sync.Mutex      // guards the following
 	servers map[string]bool // joined servers, by id
-	want    int             // how many servers there are, by the last server that joined
+	want    int             // how many servers there are behind the address, as the last joined server has said
 }
 
 // The backoff between two attempts is a random part of a bound that doubles from min to max. After a
-// refusal it is longer, since the server refuses again until somebody changes a credential.
+// refusal the bound is larger, since the server refuses again until somebody changes a credential.
 const (
 	retryMin        = 500 * time.Millisecond
 	retryMax        = 10 * time.Second
@@ -157,7 +157,7 @@ const (
 	maxServerPacket = 8 << 20
 )
 
-// errDuplicate: a load balancer has led to a server that is joined already.
+// errDuplicate says that a load balancer has led to a server that is joined already.
 var errDuplicate = errors.New("this server is joined already")
 
 // run joins servers until ctx is done. It returns when all their streams have ended.
@@ -184,7 +184,7 @@ func (e *endpoint) run(ctx context.Context) {
 			log.Info("proxy-server joined", "id", s.server, "servers", s.count)
 			live.Go(func() {
 				why := e.agent.guard("the stream ends", func() error { return s.serve(ctx) })
-				s.end(why) // without a panic it has ended before
+				s.end(why) // it has no effect unless serve has panicked: serve ends the stream itself
 				e.agent.count(e.url, -1)
 				e.remove(s.server)
 				log.Info("proxy-server left", "id", s.server, "err", why)
@@ -208,7 +208,7 @@ func (e *endpoint) run(ctx context.Context) {
 	}
 }
 
-// full reports whether a stream is held with every server that there is.
+// full reports whether the agent has a stream with as many servers as there are behind the address.
 func (e *endpoint) full() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -233,7 +233,7 @@ func (e *endpoint) add(server string, count int) error {
 	return nil
 }
 
-// remove unregisters a server, and has run look for another.
+// remove unregisters a server, and makes run look for another server.
 func (e *endpoint) remove(server string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -22,8 +22,8 @@ import (
 
 // agentStream is the agent's end of a stream with one server. It answers as the stock agent does.
 //
-// Its life: join, serve, and drain when the edge stops. receiveLoop handles the server's packets, and
-// starts a goroutine for each dial, which serves the conn until its end.
+// The methods in order of use are join, serve, and drain when the edge stops. receiveLoop handles the
+// server's packets, and starts a goroutine for each dial, which serves the conn until its end.
 type agentStream struct {
 	// Set once.
 	*mux
@@ -32,7 +32,7 @@ type agentStream struct {
 	cc       *grpc.ClientConn   // of this stream alone; closed by serve
 	cancel   context.CancelFunc // ends the stream
 	server   string             // the server's id
-	count    int                // how many servers there are, by this one
+	count    int                // how many servers there are, as this server says
 
 	running sync.WaitGroup // all goroutines of the stream
 	nextID  int64          // of conns; owned by receiveLoop
@@ -92,8 +92,8 @@ func (e *endpoint) join(ctx context.Context) (_ *agentStream, err error) {
 	}, nil
 }
 
-// newClient returns a gRPC client for one stream. Every stream has its own connection: a load balancer
-// may lead the next one to another server.
+// newClient returns a gRPC client for one stream. Every stream has its own connection: a load
+// balancer may lead the next connection to another server.
 func (e *endpoint) newClient() (*grpc.ClientConn, error) {
 	return grpc.NewClient("passthrough:///"+strings.TrimPrefix(e.url, "tls://"),
 		grpc.WithTransportCredentials(credentials.NewTLS(e.agent.cfg.TLS())),
@@ -130,8 +130,8 @@ func readServer(stream grpc.ClientStream) (id string, count int, err error) {
 	return ids[0], count, nil
 }
 
-// serve serves the stream until it ends, and returns why. When ctx is done it drains the stream, at the
-// latest until endpoint.conns is done.
+// serve serves the stream until it ends, and returns why it ended. When ctx is done it drains the
+// stream, at the latest until endpoint.conns is done.
 func (s *agentStream) serve(ctx context.Context) error {
 	s.running.Go(s.guarded(s.sendLoop))
 	s.running.Go(s.guarded(s.receiveLoop))
@@ -154,9 +154,9 @@ func (s *agentStream) serve(ctx context.Context) error {
 // flushTimeout is how long the server may take to read our last packets.
 const flushTimeout = time.Second
 
-// quietPeriod is how long a draining stream waits after the last dial request before it ends. A server
-// sends dials until it has read our DRAIN. It forgets a dial that crosses with the end of the stream,
-// and that caller would wait for 30 s.
+// quietPeriod is how long a draining stream waits after the last dial request before it ends. A
+// server sends dials until it has read our DRAIN. The server forgets a dial that crosses with the end
+// of the stream, and the caller of that dial would wait for 30 s.
 const quietPeriod = time.Second
 
 // drain tells the server to send new dials to other agents. It serves the dials that still come, and
@@ -166,7 +166,8 @@ func (s *agentStream) drain() {
 	s.dialMu.Lock()
 	s.lastDial = time.Now() // the quiet period begins now
 	s.dialMu.Unlock()
-	// First, conns and dials go on until the stream is idle and quiet, or the grace period is over.
+	// First phase: conns and dials continue until the stream is idle and quiet, or the grace period
+	// is over.
 	for stopping := false; !stopping; {
 		busy, quiet := s.activity()
 		left := s.endpoint.agent.quiet - quiet
@@ -189,7 +190,7 @@ func (s *agentStream) drain() {
 	s.dialMu.Lock()
 	s.stopping = true
 	s.dialMu.Unlock()
-	// Then new dials are refused, and the answers to earlier ones are sent.
+	// Second phase: new dials are refused, and the answers to earlier dials are sent.
 	late := time.After(flushTimeout)
 	for busy, _ := s.activity(); busy; busy, _ = s.activity() {
 		select { // every dial under way is answered before the stream ends
@@ -201,7 +202,8 @@ func (s *agentStream) drain() {
 		}
 		break
 	}
-	// Our end of the stream follows our last packets, and the server's end follows ours.
+	// Last phase: the agent closes its side of the stream after its last packets. Then the server
+	// closes the other side.
 	s.finish(s.client.CloseSend)
 	select {
 	case <-s.ended:
@@ -231,7 +233,7 @@ func (s *agentStream) receiveLoop() {
 	}
 }
 
-// receive handles one packet, which it frees.
+// receive handles one packet, and takes it over: the caller does not free it.
 func (s *agentStream) receive(p *Packet) {
 	switch p.Type {
 	case PacketDialReq:
@@ -330,7 +332,7 @@ func (s *agentStream) dialAndServe(ctx context.Context, p Packet, id int64) {
 	a.log.Debug("conn ended", "target", p.Address, "bytes", in+out, "err", err)
 }
 
-// dial waits for the budget, and dials. After success the caller must call Budget.Over.
+// dial waits until the budget admits r, and dials. After success the caller must call Budget.Over.
 func (a *Agent) dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, DialTimeout)
 	defer cancel()

@@ -155,7 +155,7 @@ func (a *Agents) Run(ctx context.Context) error {
 // newServer returns a gRPC server for AgentService. s handles its streams.
 func (a *Agents) newServer(s *agentService) *grpc.Server {
 	conf := a.cfg.TLS.Clone()
-	conf.ClientAuth = tls.RequestClientCert // authenticate verifies it, if the agent shows no token
+	conf.ClientAuth = tls.RequestClientCert // Agents.authenticate verifies the certificate, if the agent shows no token
 	server := grpc.NewServer(
 		grpc.Creds(agentCreds{credentials.NewTLS(conf)}),
 		grpc.ForceServerCodecV2(NewCodec()),
@@ -227,8 +227,8 @@ func (a *Agents) attach(l *agentLink) {
 	a.attachLocked(l)
 }
 
-// attachLocked attaches l. The stream that was attached before goes on for its conns. If an edge is
-// attached, l ends. The caller holds mu.
+// attachLocked attaches l. The stream that was attached before continues to serve its conns. If an
+// edge is attached, attachLocked ends l instead. The caller holds mu.
 func (a *Agents) attachLocked(l *agentLink) {
 	if !a.dir.AttachUnless(l.session, isEdge) {
 		l.end(errEdgeJoined(l.session.Node))
@@ -263,8 +263,8 @@ func (a *Agents) register(l *agentLink) error {
 	return nil
 }
 
-// unregister removes a stream. If it was attached, the newest other stream of the node takes over. If an
-// edge has replaced it, that other stream ends.
+// unregister removes a stream. If the stream was attached, the newest other stream of the node takes
+// over. If an edge is attached, unregister ends the newest other stream instead.
 func (a *Agents) unregister(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -280,7 +280,7 @@ func (a *Agents) unregister(l *agentLink) {
 	}
 }
 
-// drains marks l as leaving, and attaches the newest stream of the node that is not.
+// drains marks l as leaving, and attaches the newest stream of the node that is not leaving.
 func (a *Agents) drains(l *agentLink) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -302,8 +302,8 @@ type agentService struct {
 	working sync.WaitGroup // sendLoops and receiveLoops: gRPC may block them until the stream's handler has returned
 }
 
-// handle handles one stream. It returns when the session has ended, or to end it. A connection allows
-// one attempt to join, and thus one session.
+// handle handles one stream. It returns when the session has ended, or in order to end it. A
+// connection allows one attempt to join, and thus one session.
 func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	a := s.agents
 	ctx := stream.Context()
@@ -328,8 +328,8 @@ func (s *agentService) handle(_ any, stream grpc.ServerStream) error {
 	return s.serve(stream, l, grant)
 }
 
-// admit authenticates the agent of a new stream. It returns the server's end of the stream, which is not
-// yet registered. It has logged and counted a refusal; the error is then the answer to the agent.
+// admit authenticates the agent of a new stream. It returns the server's end of the stream, which is
+// not yet registered. admit logs and counts a refusal; its error is then the answer to the agent.
 func (a *Agents) admit(
 	ctx context.Context, stream grpc.ServerStream, t *agentTransport,
 ) (*agentLink, auth.Grant, error) {
@@ -360,7 +360,8 @@ func (a *Agents) admit(
 func (s *agentService) serve(stream grpc.ServerStream, l *agentLink, grant auth.Grant) error {
 	a := s.agents
 	log := a.log.With("node", grant.Node, "session", l.session.ID)
-	// The agent waits for the header. No packet precedes it, since sendLoop has not started.
+	// The agent waits for the header. No packet precedes the header, since sendLoop has not
+	// started.
 	header := metadata.Pairs("serverid", a.id, "servercount", strconv.Itoa(a.replicas()))
 	if err := stream.SendHeader(header); err != nil {
 		l.end(err)
@@ -400,14 +401,15 @@ func unknownMethod(_ any, stream grpc.ServerStream) error {
 	return status.Error(codes.Unimplemented, "there is no such method here")
 }
 
-// errUnauthenticated is the one answer to every unauthenticated peer, so that it does not help to guess.
+// errUnauthenticated is the one answer to every peer that fails to authenticate, so that it does not
+// help to guess credentials.
 func errUnauthenticated() error {
 	return status.Error(codes.Unauthenticated, auth.ErrUnauthenticated.Error())
 }
 
 // authenticate returns the grant for the credential in a stream's metadata. The agent id must be the
-// node of the grant. On failure, answer is for the agent, and err is the reason for the log. No other
-// metadata is read before.
+// node of the grant. On failure, answer is for the agent, and err is the reason for the log. All
+// other metadata is read only after authenticate has succeeded.
 func (a *Agents) authenticate(
 	ctx context.Context, t *agentTransport, md metadata.MD,
 ) (_ auth.Grant, answer, err error) {

@@ -23,10 +23,10 @@ import (
 //     agent hears of it when the target ends, or the caller stops reading. If no byte moves for
 //     halfClosedTimeout, the conn is reset.
 //
-// At an agent that has received a close request, the queued data still reach the target. The same
-// timeout applies.
+// At an agent that has received a close request, the queued data still reach the target. There, too,
+// the conn is reset if no byte moves for halfClosedTimeout.
 //
-// A front door whose caller closes its connection should tell Conn by CloseRead as soon as it knows.
+// A front door whose caller closes its connection should call CloseRead as soon as it knows.
 // Otherwise the target waits for the end of the caller's data.
 type Conn struct {
 	// Set once.
@@ -187,7 +187,8 @@ func (c *Conn) WriteTo(w io.Writer) (int64, error) {
 			raw.Control(limitSocketBuffer)
 		}
 	}
-	// The wrappers hide Conn.WriteTo, which io.CopyBuffer would call again, and the ReadFrom of w.
+	// The wrapper structs hide Conn.WriteTo, which io.CopyBuffer would call again, and the ReadFrom
+	// of w.
 	return io.CopyBuffer(struct{ io.Writer }{w}, struct{ io.Reader }{c}, make([]byte, DataSize))
 }
 

@@ -53,7 +53,7 @@ func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error
 	conn, err := l.admitAndDial(ctx, r)
 	if err != nil {
 		if r.NoWait && tunnel.CodeOf(err) == tunnel.Overloaded {
-			return nil, err // not final: the caller tries other nodes, and may come back
+			return nil, err // not final, so not counted: the caller tries other nodes
 		}
 		l.counters.Refuse(tunnel.CodeOf(err))
 		return nil, err
@@ -75,7 +75,7 @@ func (l *agentLink) admitAndDial(ctx context.Context, r tunnel.Request) (conn *C
 	defer func() {         // runs also if dial panics
 		answered := conn != nil || err != nil && (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered()
 		l.queue.Dialled(r.Addr, answered)
-		if conn == nil { // otherwise the mux calls it, at the end of the conn
+		if conn == nil { // otherwise the mux calls connOver, at the end of the conn
 			l.connOver()
 		}
 	}()
@@ -99,7 +99,7 @@ func (l *agentLink) dial(ctx context.Context, r tunnel.Request) (*Conn, error) {
 			a = <-answered // the answer came in the same moment
 			break
 		}
-		l.send(&Packet{Type: PacketDialCls, Random: id}) // a stock agent dials on; see dialAnswered
+		l.send(&Packet{Type: PacketDialCls, Random: id}) // a stock agent dials nevertheless; see dialAnswered
 	case <-l.ended:
 		a.err = tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", r.Node)
 		if l.claimDial(id) == nil {

@@ -57,8 +57,8 @@ func agentTransportOf(ctx context.Context) (*agentTransport, error) {
 	return nil, errors.New("a stream without TLS")
 }
 
-// closeSoon closes the connection after a second, in which gRPC can send the final status. The
-// status may wait longer than that if the peer does not read.
+// closeSoon closes the connection after a second, in which gRPC can send the final status. If the
+// peer does not read, the status may not have left by then.
 func (t *agentTransport) closeSoon() {
-	time.AfterFunc(time.Second, func() { t.conn.Close() }) // it is being thrown away
+	time.AfterFunc(time.Second, func() { t.conn.Close() }) // nothing uses the connection any more
 }

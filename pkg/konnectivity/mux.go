@@ -18,8 +18,8 @@ import (
 // stallTimeout loses its conn, so that the other conns go on.
 
 const (
-	// maxUnread bounds the receive queue of a conn, and maxUnreadOfStream those of all conns of a
-	// stream together. Both are in bytes, and include packetCost for each packet.
+	// maxUnread bounds the receive queue of one conn. maxUnreadOfStream bounds the receive queues
+	// of all conns of a stream together. Both are in bytes, and include packetCost for each packet.
 	maxUnread         = 4 << 20
 	maxUnreadOfStream = 64 << 20
 	// packetCost is the memory of a queued packet beside its data, in bytes, about.
@@ -60,7 +60,7 @@ type mux struct {
 	log               *slog.Logger
 	ended             chan struct{} // closed by end, once
 	wake              chan struct{} // signals sendLoop that out has grown; capacity 1, so that signals merge
-	progress          chan struct{} // signals deliver that a reader has made progress; capacity 1, likewise
+	progress          chan struct{} // signals deliver that a reader has made progress; capacity 1, so that signals merge
 
 	mu      sync.Mutex         // guards the following, and the state of all conns
 	conns   map[int64]*Conn    // by id; see Conn.sendCloseLocked and peerClosed for when an id is free again
@@ -154,7 +154,7 @@ func (m *mux) sendLoop() {
 				return
 			}
 			if o.conn != nil && o.packet.Type == PacketCloseReq {
-				// Packets of other conns pass the close request meanwhile.
+				// Until closeDelay is over, sendLoop sends packets of other conns.
 				time.AfterFunc(closeDelay, m.guarded(func() { m.send(o.packet) }))
 				continue
 			}
@@ -162,7 +162,8 @@ func (m *mux) sendLoop() {
 				m.end(errors.New("sending on the stream has failed"))
 				return
 			}
-			// Only now is the packet no longer queued: SendMsg blocks while the peer does not read.
+			// A packet counts as queued until SendMsg has returned, since SendMsg blocks while the
+			// peer does not read.
 			m.mu.Lock()
 			if o.conn == nil {
 				m.control--
@@ -238,7 +239,8 @@ func (m *mux) deliver(p *Packet) (known bool) {
 			case <-time.After(wait):
 			}
 		} else {
-			// Without this conn the stream goes on. Its queue is freed, so c may have room now.
+			// Without the blocking conn the stream continues. The abort frees that conn's queue, so
+			// c may have room now.
 			m.counters.Limited(tunnel.LimitUnread)
 			callback := blocker.abortLocked()
 			blocker.sendCloseLocked("its reader has stalled")
@@ -265,8 +267,8 @@ func (m *mux) deliver(p *Packet) (known bool) {
 }
 
 // blockerLocked returns the conn whose reader must make progress before c has room for cost more
-// bytes, or nil if there is room. It is c itself if its own queue is full. If the queues of the
-// stream are full together, it is the conn with the most unread bytes.
+// bytes, or nil if there is room. If c's own queue is full, that conn is c. If all queues of the
+// stream together are full, it is the conn with the most unread bytes.
 func (m *mux) blockerLocked(c *Conn, cost int) (blocker *Conn) {
 	switch {
 	case c.unread > 0 && c.unread+cost > maxUnread:
@@ -281,8 +283,8 @@ func (m *mux) blockerLocked(c *Conn, cost int) (blocker *Conn) {
 	return blocker
 }
 
-// peerClosed handles a received close request or response. why is the peer's error: a reset. known is
-// false if the stream has no such conn.
+// peerClosed handles a received close request or response. If the peer sent an error, why is its
+// text, and the conn is reset. known is false if the stream has no such conn.
 func (m *mux) peerClosed(id int64, why string) (known bool) {
 	m.mu.Lock()
 	c := m.conns[id]

@@ -19,7 +19,7 @@ type PacketType int32
 
 // The types of packets.
 const (
-	PacketDialReq  PacketType = 0 // towards the target: dial Address; as zero it is absent on the wire
+	PacketDialReq  PacketType = 0 // towards the target: dial Address; protobuf omits the type 0 on the wire
 	PacketDialRsp  PacketType = 1 // towards the caller: the dial has led to ConnID, or failed with Err
 	PacketCloseReq PacketType = 2 // towards the target: close the conn
 	PacketCloseRsp PacketType = 3 // towards the caller: the conn is closed
@@ -82,7 +82,8 @@ var payloads = [...]payload{
 
 const typeField = 1
 
-// head appends the encoding of p to b, without the bytes of its data. These follow right after.
+// head appends the encoding of p to b, without the bytes of its data. The data must follow right
+// after.
 func (p *Packet) head(b []byte) []byte {
 	l := payloads[p.Type]
 	var in []byte
@@ -94,7 +95,7 @@ func (p *Packet) head(b []byte) []byte {
 	num := func(n protowire.Number, v int64) {
 		if n != 0 && v != 0 {
 			in = protowire.AppendTag(in, n, protowire.VarintType)
-			in = protowire.AppendVarint(in, uint64(v)) // protobuf encodes int64 so
+			in = protowire.AppendVarint(in, uint64(v)) // the encoding of an int64 in protobuf
 		}
 	}
 	str(l.protocol, p.Protocol)
@@ -187,9 +188,9 @@ func (p *Packet) body(l payload, b []byte) bool {
 		case l.err:
 			p.Err = string(body)
 		case l.random:
-			p.Random = int64(v) // protobuf decodes int64 so
+			p.Random = int64(v) // the decoding of an int64 in protobuf
 		case l.connID:
-			p.ConnID = int64(v) // protobuf decodes int64 so
+			p.ConnID = int64(v) // the decoding of an int64 in protobuf
 		case l.data:
 			p.Data = body
 		}

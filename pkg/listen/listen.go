@@ -7,8 +7,8 @@
 //	}
 //	defer s.Release()
 //
-// [Strangers] bounds the connections of peers that have not authenticated yet. [Listener] does that
-// for TCP connections as it accepts them.
+// [Strangers] bounds the connections of peers that have not authenticated yet. [Listener] accepts
+// TCP connections, and bounds those of peers that have not authenticated yet.
 //
 // accept(2) also reports errors of the connection that it would have returned, for instance a route
 // that was lost during the handshake. net/http and grpc-go stop serving at most of these errors.

@@ -12,7 +12,7 @@ import (
 const (
 	// DefaultMax is how many strangers a [Listener] has by default.
 	DefaultMax = 1024
-	// DefaultMaxPerSource is how many of them may come from one source by default.
+	// DefaultMaxPerSource is how many strangers of one source a [Listener] has by default.
 	DefaultMaxPerSource = 256
 )
 
@@ -85,7 +85,7 @@ type Conn struct {
 // Read implements net.Conn.
 func (c *Conn) Read(b []byte) (int, error) { return c.probation.Read(b) }
 
-// Met says that the peer has proven who it is.
+// Met tells the listener that the peer has proven who it is: the connection is no longer a stranger.
 func (c *Conn) Met() { c.probation.Met() }
 
 // Close implements net.Conn.

@@ -27,15 +27,15 @@ type Probation struct {
 	// mu is locked before the mutex of Strangers. Strangers calls evict without its mutex.
 	mu       sync.Mutex // guards the following
 	deadline time.Time  // deadline for Met
-	// nil until Probation has admitted the connection. It fires first after FirstByte, then at
-	// deadline.
+	// timer is nil until Probation has admitted the connection. It fires first after FirstByte,
+	// then at deadline.
 	timer *time.Timer
 }
 
 // Terms limit what a connection of an unauthenticated peer may cost.
 type Terms struct {
-	Time    time.Duration // from admission to Met; the first byte has FirstByte if that is shorter
-	Bytes   int           // how many may be read before Met
+	Time    time.Duration // longest time from admission to Met; for the first byte, FirstByte if shorter
+	Bytes   int           // how many bytes may be read before Met
 	Late    func()        // called at the deadline, before the connection is closed
 	Evicted func()        // called when a newcomer takes the place, before the connection is closed
 }
@@ -54,7 +54,8 @@ func (s *Strangers) Probation(c net.Conn, t Terms) (*Probation, Full) {
 	return p, Full{}
 }
 
-// expire closes the connection if its peer has sent nothing, or if the deadline has passed.
+// expire runs after FirstByte and at the deadline. It closes the connection if its peer has sent
+// nothing, or if the deadline has passed.
 func (p *Probation) expire() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -97,7 +98,8 @@ func (p *Probation) Extend(d time.Duration) {
 	}
 }
 
-// Met ends the probation: the peer has authenticated. Its source address is known from now on.
+// Met ends the probation: the peer has authenticated. The source of the connection is a known source
+// from now on.
 func (p *Probation) Met() { p.finish(p.place.Met) }
 
 // Release ends the probation: the connection is closed, or is about to be.

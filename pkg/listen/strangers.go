@@ -79,7 +79,7 @@ type Stranger struct {
 type scope struct {
 	prefix netip.Prefix
 	max    int    // how many places the range may hold
-	taken  *count // how many it holds now; set by admit
+	taken  *count // how many places the range holds now; set by admit
 }
 
 // scopes returns the ranges that contain a, from narrow to wide. All peers without an IP address
@@ -155,7 +155,7 @@ func (s *Strangers) admit(st *Stranger) (victim *Stranger, full Full, ok bool) {
 	}
 	for i := range st.scopes {
 		sc := &st.scopes[i]
-		s.taken[sc.prefix] = sc.taken // again: the victim may have been the last one of this range
+		s.taken[sc.prefix] = sc.taken // set again: removing the victim may have deleted the count of this range
 		sc.taken.n++
 	}
 	if !st.known {
@@ -197,7 +197,7 @@ func (s *Strangers) silentLocked(st *Stranger, within *count) *Stranger {
 	for e := s.all.Front(); e != nil; e = e.Next() {
 		other := e.Value.(*Stranger)
 		if st.since.Sub(other.since) < evictAfter {
-			return nil // all further ones are younger
+			return nil // since is still later for all further connections
 		}
 		if other.silent && other.evictableBy(st) && (within == nil || other.countsAgainst(within)) {
 			return other
@@ -269,7 +269,8 @@ func (s *Strangers) setSilentLocked(st *Stranger, silent bool) {
 	}
 }
 
-// Met gives the place back because the peer has authenticated. Its source is known from now on.
+// Met gives the place back because the peer has authenticated. The source of the connection is a
+// known source from now on.
 func (st *Stranger) Met() {
 	st.strangers.remember(st.scopes[0].prefix)
 	st.Release()

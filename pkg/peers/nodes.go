@@ -23,7 +23,8 @@ const (
 	// tellReach. A full batch with tellReach bytes of reach fits conn.MaxMessage.
 	tellReach = stream.MaxReach
 	// sameTime is the difference in age within which two sessions count as equally old. An age is
-	// slightly out of date on arrival, and neither session may end the other.
+	// slightly out of date on arrival. Of two sessions that are equally old, neither may end the
+	// other.
 	sameTime = time.Second
 )
 
@@ -43,8 +44,8 @@ func (h held) before(other held) bool {
 	return h.since.After(other.since)
 }
 
-// publish notes that this replica has joined the replica at the other end of s. It returns tell
-// for s. tell ends with s.
+// publish notes that this replica has joined the replica at the other end of s. The function that it
+// returns tells that replica the nodes of this replica, until s ends.
 func (p *Peers) publish(s *tunnel.Session) (run func(), err error) {
 	id := s.Instance
 	p.mu.Lock()
@@ -131,7 +132,7 @@ func post(s *tunnel.Session, news *pb.Nodes, full bool) {
 		m := min(tellBatch-n, len(news.Gone))
 		part.Gone, news.Gone = news.Gone[:m], news.Gone[m:]
 		part.More = len(news.Held)+len(news.Gone) > 0
-		s.Send(stream.NodesMessage(part)) //nolint:errcheck // it fails only when the session has ended
+		s.Send(stream.NodesMessage(part)) //nolint:errcheck // Send fails only when the session has ended
 		if !part.More {
 			return
 		}
@@ -165,13 +166,13 @@ func (p *Peers) Learn(from *tunnel.Session, news *pb.Nodes) error {
 	return nil
 }
 
-// learn stores one message of what a replica has told about its nodes.
+// learn stores one message in which another replica tells its nodes.
 func (p *Peers) learn(from *tunnel.Session, news *pb.Nodes, claims map[tunnel.NodeName]held) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	r := p.ofLocked(from)
 	if r == nil {
-		return nil // a newer session of the replica tells it again
+		return nil // a newer session of the replica has replaced from, and tells all nodes again
 	}
 	if news.GetFull() {
 		r.coming = make(map[tunnel.NodeName]held, len(claims))
@@ -201,9 +202,9 @@ func (p *Peers) learn(from *tunnel.Session, news *pb.Nodes, claims map[tunnel.No
 }
 
 // yield ends this replica's session of a node if another process has joined as the node at another
-// replica, and later. Either the edge was restarted, or two edges use one name. A session of the
-// same process stays, since it may have conns that are still ending. An agent's session at another
-// replica ends no session here, and an agent's session here does not end.
+// replica, and later. Either the edge was restarted, or two edges use one name. A session of the same
+// process stays, since it may have conns that are still ending. The session of a konnectivity agent
+// at another replica ends no session of this replica, and yield ends no agent's session.
 func (p *Peers) yield(n tunnel.NodeName, claim held) {
 	ours := p.dir.Lookup(n)
 	if ours == nil || ours.Agent || ours.Instance == claim.instance || !newer(claim, ours) {
@@ -221,9 +222,9 @@ func newer(claim held, ours *tunnel.Session) bool {
 	return claim.before(mine)
 }
 
-// hasLeft reports whether the edge of this replica's session s has opened another session
-// elsewhere in its place. It also returns true if s is an agent's and another replica has an
-// edge's session.
+// hasLeft reports whether the edge of s, a session of this replica, has opened another session with
+// another replica instead. It also returns true if s is a konnectivity agent's and another replica
+// has a session with an edge of the same node.
 func (p *Peers) hasLeft(s *tunnel.Session) bool {
 	if s.All {
 		return false
@@ -291,8 +292,8 @@ func (p *Peers) Connected() []tunnel.NodeName {
 	return slices.Sorted(maps.Keys(set))
 }
 
-// Reach returns what each node says it reaches. This replica's own session comes first. Else the
-// session that takes precedence counts.
+// Reach returns what each node says it reaches. If this replica has a session of the node, that
+// session counts; otherwise the session at another replica that takes precedence.
 func (p *Peers) Reach() map[tunnel.NodeName]string {
 	all := make(map[tunnel.NodeName]string)
 	best := make(map[tunnel.NodeName]held)
@@ -334,9 +335,8 @@ func (p *Peers) Addrs(n tunnel.NodeName) []netip.Addr {
 	return addrs
 }
 
-// reach returns the addresses that lead to a replica's nodes. These are the replica's own
-// addresses. If it has told none or is about to stop, these are this replica's addresses, since
-// this replica relays.
+// reach returns the addresses that lead to the nodes of r: the addresses of r itself. If r has told
+// none or is about to stop, they are the addresses of this replica, which relays.
 func (p *Peers) reach(r *replica) []netip.Addr {
 	if len(r.addrs) == 0 || r.leaves {
 		return p.cfg.Addrs
@@ -344,8 +344,8 @@ func (p *Peers) reach(r *replica) []netip.Addr {
 	return r.addrs
 }
 
-// ownLocked returns the addresses that lead to this replica's nodes. These are its own addresses,
-// or another replica's when this one is about to stop. The caller holds mu.
+// ownLocked returns the addresses that lead to this replica's nodes: its own addresses, or the
+// addresses of another replica when this replica is about to stop. The caller holds mu.
 func (p *Peers) ownLocked() []netip.Addr {
 	if !tunnel.IsClosed(p.left) {
 		return p.cfg.Addrs
@@ -382,7 +382,7 @@ func (p *Peers) All() map[tunnel.NodeName][]netip.Addr {
 	return all
 }
 
-// Hears reports whether All covers the replica that clients reach at a.
+// Hears reports whether All includes the nodes of the replica that clients reach at a.
 func (p *Peers) Hears(a netip.Addr) bool {
 	if slices.Contains(p.cfg.Addrs, a) {
 		return true

@@ -5,21 +5,22 @@
 //	err = tunnel.Run(ctx, append(mods, srv, others)...)
 //	conn, err := others.Dial(ctx, tunnel.Request{Node: "edge7", …}) // through the replica that holds edge7
 //
-// Each replica joins each other replica over mutual TLS. It tells the other replica which nodes it
-// holds, and opens conns to these nodes on request. So all that is known about another replica
-// comes by the session that the other replica opened here. Relayed conns are conns of that session:
-// in it this replica is the cloud, and the other replica is the edge.
+// Each replica joins each other replica over mutual TLS. The joining replica tells the other replica
+// which nodes it holds, and opens conns to these nodes on request. So a replica learns about another
+// replica only by the session that the other replica opened. Relayed conns are conns of that session.
+// In that session, the replica that dials is the server, as a cloud is for its edges. The replica
+// that holds the node is the client, and serves opens as an edge does.
 //
 //	front door ─ Peers.Dial(edge7) ─▶ its session with us ─ open{relay, edge7} ─▶ replica B ─ Directory.Dial ─▶ edge7
 //
-// A request is relayed once, since B asks only its own directory.
+// A request is relayed once, since replica B asks only its own directory.
 //
 // Files: peers.go looks up the other replicas and joins them. replicas.go holds the sessions that
 // they have opened here. nodes.go shares which replica holds which node. relay.go dials through the
 // replica that holds the node. certificate.go checks that a certificate is a replica's.
 //
-// Package stream carries the sessions between replicas: [stream.Replica] is this replica where it
-// joins another one, [stream.Replicas] is what a server asks when another replica joins it. Package
+// Package stream implements the sessions between replicas: [stream.ReplicaConfig] makes a client join
+// as a replica, and [stream.Replicas] is what a server asks when another replica joins it. Package
 // peers does not decide who may join as a node, or who may send requests.
 package peers
 
@@ -63,11 +64,11 @@ type Config struct {
 	Addresses []string     // host:port; each is the address of a replica
 	Addrs     []netip.Addr // addresses at which clients reach this replica; the other replicas publish them
 	// TLS returns this replica's certificate, the CA of all replicas' certificates (RootCAs), and
-	// the name that all of them contain (ServerName). TLS is called each time they are needed, so
-	// the files may change.
+	// the name that all replicas' certificates contain (ServerName). Peers calls TLS each time it
+	// needs one of them, so the files may change.
 	TLS func() *tls.Config
 	// Server is the TLS configuration of this replica's [stream.Server]. New checks that the other
-	// replicas would accept its certificate.
+	// replicas would accept the certificate in Server.
 	Server   *tls.Config
 	Counters *tunnel.Counters // counts relayed conns; nil: not counted
 	Log      *slog.Logger
@@ -92,8 +93,8 @@ type Peers struct {
 
 	mu       sync.Mutex                 // guards the fields below
 	replicas map[string]*replica        // by id: the replicas that have joined here, or were lost a moment ago
-	links    map[string]*stream.Client  // by address: the replicas that this replica keeps a session with, or tries to
-	joined   map[string]*tunnel.Session // by id of the replica that this replica has joined
+	links    map[string]*stream.Client  // by address: the clients that keep a session with another replica, or try to
+	joined   map[string]*tunnel.Session // by replica id: the sessions with the replicas that this replica has joined
 	changed  tunnel.Change              // a node has come or gone at any replica
 	began    time.Time                  // when Run began; zero: not yet
 	complete bool                       // Ready has returned nil
@@ -208,8 +209,8 @@ func (p *Peers) handOver() {
 	}
 }
 
-// passOn reports each change of this replica's own directory as a change of Peers, until ctx is
-// done.
+// passOn tells those who wait for Peers.Changed of each change of this replica's own directory, until
+// ctx is done.
 func (p *Peers) passOn(ctx context.Context) {
 	for {
 		changed := p.dir.Changed()
@@ -224,8 +225,8 @@ func (p *Peers) passOn(ctx context.Context) {
 	}
 }
 
-// discover returns the addresses of all replicas, perhaps including this one. If it returns an
-// error, addresses are missing.
+// discover returns the addresses of all replicas, perhaps including this replica. If it also returns
+// an error, some addresses are missing.
 func (p *Peers) discover(ctx context.Context) (map[string]bool, error) {
 	all := make(map[string]bool)
 	for _, a := range p.cfg.Addresses {
@@ -256,7 +257,7 @@ func (p *Peers) join(ctx context.Context, address string) {
 		Replica: &stream.ReplicaConfig{
 			ID: p.id, Addrs: addrStrings(p.cfg.Addrs),
 			Have:    func() []string { return p.have(address) },
-			Serve:   p.dir.Dial, // not p.Dial: a request is relayed once
+			Serve:   p.dir.Dial, // not p.Dial, which could relay a request a second time
 			Started: p.publish, Hint: hint,
 		},
 	})
@@ -275,8 +276,8 @@ func (p *Peers) join(ctx context.Context, address string) {
 	}
 }
 
-// have returns the ids of the replicas that this replica has joined by another address. A second
-// session would replace the first.
+// have returns the ids of the replicas that this replica has joined by another address than this one.
+// A second session would replace the first.
 func (p *Peers) have(address string) []string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -303,8 +304,8 @@ func (p *Peers) Note() string {
 	return strings.Join(notes, "; ")
 }
 
-// Ready returns nil once the other replicas have told which nodes they hold. So a starting
-// replica refuses no caller whose node another replica holds. Ready waits only at the start, only
+// Ready returns nil once the other replicas have told which nodes they hold. Before that, a starting
+// replica would refuse callers whose node another replica holds. Ready waits only at the start, only
 // for replicas that can be joined, and for readyAnyway at most.
 func (p *Peers) Ready() error {
 	p.mu.Lock()
@@ -378,7 +379,7 @@ func hint(err error) error {
 	return err
 }
 
-// is reports whether err, or an error behind it, is an E.
+// is reports whether err, or an error that err wraps, has the type E.
 func is[E error](err error) bool {
 	_, ok := errors.AsType[E](err)
 	return ok

@@ -22,9 +22,9 @@ func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 		ways = append(ways, link.Dialer)
 	}
 	if s := p.dir.Lookup(r.Node); s != nil {
-		at := 0 // this replica's own session comes first,
+		at := 0 // this replica's own session comes first, unless the edge has moved
 		if p.hasLeft(s) {
-			at = len(ways) // unless the edge has moved to another replica
+			at = len(ways) // the edge has moved to another replica: its session there comes first
 		}
 		ways = slices.Insert(ways, at, s.Dialer)
 	}
@@ -62,7 +62,7 @@ func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error)
 	if refusal == nil || !elsewhere(ctx, refusal) {
 		return c, refusal
 	}
-	var full func() (net.Conn, error) // dials where a limit was reached, and waits there
+	var full func() (net.Conn, error) // dials again where a limit was reached, and waits; nil: nowhere
 	if tunnel.CodeOf(refusal) == tunnel.Overloaded {
 		full = func() (net.Conn, error) { return p.dir.Dial(ctx, again) }
 	}

@@ -11,11 +11,11 @@ import (
 // replica is what another replica has told this one. Peers.mu guards it.
 type replica struct {
 	id     string
-	link   *tunnel.Session // its session with this replica; nil: lost
+	link   *tunnel.Session // the session that the replica has opened with this one; nil: lost
 	lost   *time.Timer     // timer that forgets the replica; nil while link is set
 	addrs  []netip.Addr    // its addresses for clients, at most two
 	nodes  map[tunnel.NodeName]held
-	coming map[tunnel.NodeName]held // a full set of nodes that is not complete yet
+	coming map[tunnel.NodeName]held // the next full list of nodes, of which messages are still missing; nil: none
 	leaves bool                     // the replica is about to stop: names should not lead to it
 }
 
@@ -62,7 +62,7 @@ func (p *Peers) Attach(id string, addrs []string, s *tunnel.Session) (replaced *
 	r.link, r.addrs = s, reach
 	p.changed.Notify()
 	for _, c := range p.links {
-		c.HurryUp() // the replica has found this one, so this one can probably join it now
+		c.HurryUp() // since the new replica has reached this one, the client for its address can probably join it
 	}
 	return replaced
 }

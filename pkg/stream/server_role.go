@@ -151,7 +151,7 @@ func (asReplica) address(m *tunnel.Message, open *pb.Open, r tunnel.Request) {
 	m.Category, open.Node, open.Category = categoryRelay, string(r.Node), r.Category
 }
 
-func (asReplica) denied(*cloudSession, tunnel.Request, *tunnel.Refusal) {} // the replica that holds the node logs the denial
+func (asReplica) denied(*cloudSession, tunnel.Request, *tunnel.Refusal) {} // the replica that holds the node logs it
 
 // hasSession returns an error if the peer says that its process has a session with this replica.
 func (s *Server) hasSession(hello *pb.Hello) error {

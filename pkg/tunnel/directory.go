@@ -128,10 +128,10 @@ func (d *Directory) Reach() map[NodeName]string {
 	return all
 }
 
-// Dial opens a conn through the session of r.Node. If r names no node, Dial takes a random node
-// of r.Among. The choice is random so that no node can attract all conns by having few conns or
-// by answering fast. If the node is draining, full or gone, Dial tries the next one. If every
-// node is, and at least one is full, the request waits at the first full node.
+// Dial opens a conn through the session of r.Node. If r names no node, Dial takes a random node of
+// r.Among. The choice is random so that no node can attract all conns by having few conns or by
+// answering fast. If the node is draining, full or gone, Dial tries the next one. If every node is
+// draining, full or gone, and at least one is full, the request waits at the first full node.
 func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 	if r.Node != "" {
 		s := d.Lookup(r.Node)

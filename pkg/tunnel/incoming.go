@@ -7,16 +7,16 @@ import (
 	"net"
 )
 
-// Incoming is a received message, the session that the message came by, and the way to answer it:
-// what the request and the writer are to an HTTP handler.
+// Incoming is a received message, the session that the message came by, and the way to answer it. It
+// is to a [Handler] what the request and the response writer are to an HTTP handler.
 type Incoming struct {
 	*Message
 	From *Session // the session that the message came by; its Node is the sender
-	Way  Way      // the way that an open came; nil at the cloud, which serves no opens
+	Way  Way      // the way that an open came; nil at the side that sends opens and serves none
 }
 
-// Way is the way that an open came to the edge: the control stream, or a connection of its own.
-// The answer takes the same way.
+// Way is the way that an open came to the edge: the control stream, or a data connection. The answer
+// takes the same way. A replica that has joined another replica serves opens as an edge does.
 type Way interface {
 	// ServeOpen answers the open in as [Incoming.Serve] says.
 	ServeOpen(in *Incoming, dial DialFunc) error
@@ -26,11 +26,11 @@ type Way interface {
 // has left or the session has ended.
 type DialFunc func(ctx context.Context, r Request) (net.Conn, error)
 
-// Serve answers an open in a goroutine of the session. It splices the conn that dial returns to
-// the caller's conn, or sends the error of dial as a refusal. A handler may call it: Serve
-// returns at once, unless the open came by a connection of its own, whose goroutine then does
-// the work. Serve returns an error if the message is not an open, or if this side is the cloud:
-// the cloud never dials for an edge.
+// Serve answers an open. It splices the conn that dial returns to the caller's conn, or sends the
+// error of dial as a refusal. A handler may call Serve. An open that came by the control stream is
+// served in a new goroutine, and Serve returns at once. An open that came by a data connection is
+// served by the goroutine that reads that connection, before Serve returns. Serve returns an error if
+// the message is not an open, or if this side serves no opens: the cloud never dials for an edge.
 func (in *Incoming) Serve(dial DialFunc) error {
 	switch {
 	case in.Type != TypeOpen:

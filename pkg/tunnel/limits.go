@@ -9,8 +9,8 @@ type Limit uint8
 // The limits, roughly in the order in which a peer reaches them.
 const (
 	LimitJoining             Limit = iota // connections at the gRPC port or the agent port without a session
-	LimitJoiningPerAddress                // connections of one source there without a session
-	LimitJoinTimeout                      // how long a connection there may have no session
+	LimitJoiningPerAddress                // connections of one source, at these two ports, without a session
+	LimitJoinTimeout                      // how long a connection at these two ports may have no session
 	LimitMetadata                         // bytes of metadata of a gRPC stream
 	LimitMessage                          // bytes of a gRPC message
 	LimitMessages                         // control messages that an edge sends in a second
@@ -21,7 +21,7 @@ const (
 	LimitOpens                            // opens of a node in a second
 	LimitDials                            // opens of a node that have not been answered
 	LimitStrangers                        // connections at an https port or at tls:// of egress, not yet identified
-	LimitStrangersPerAddress              // the same, of one source
+	LimitStrangersPerAddress              // the connections that LimitStrangers counts, of one source
 	LimitHandshakeTimeout                 // how long a connection may take to identify itself
 	LimitConnsPerAddress                  // connections of one source that are passed through to one node
 	LimitHeaders                          // bytes of the header of an HTTP request

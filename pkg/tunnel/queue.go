@@ -33,7 +33,7 @@ type Queue struct {
 	// limit. At most twice the larger of Conns and Dials may wait.
 	Conns int
 	// Dials is how many opens may be unanswered at once; 0: no limit. Targets that have not
-	// answered yet may have half of them.
+	// answered yet may together have half of Dials.
 	Dials int
 	// Take applies the limit of opens per second. It either counts one open and returns 0, or it
 	// returns how long to wait until the next open is allowed. Queue calls it with mu held. nil:
@@ -98,7 +98,7 @@ func (u *unanswered) quiet(now time.Time) bool { return u.n > 0 && now.Sub(u.sin
 type target struct {
 	unanswered
 	addr string
-	// unproven counts its opens that were let in while its share was limited, see shareLocked.
+	// unproven counts the target's opens that were let in while its share was limited, see shareLocked.
 	unproven int
 	// fellSilent: an open ended without an answer while the node answered opens of other
 	// targets. The next answer clears it.
@@ -201,7 +201,7 @@ func (q *Queue) Dialled(addr string, answered bool) {
 		t.unproven--
 		q.unproven--
 	}
-	only := t // for waiters of other targets nothing has changed
+	only := t // nil: the room has changed for waiters of all targets
 	if full && !q.unprovenFullLocked() || q.Dials-q.all.n >= q.minDialsFree {
 		only = nil
 	}
@@ -209,7 +209,7 @@ func (q *Queue) Dialled(addr string, answered bool) {
 	q.setIdleLocked(t)
 }
 
-// Over ends a conn that Enter let in, or one whose dial has failed.
+// Over stops counting a conn that Enter let in: the conn has ended, or its dial has failed.
 func (q *Queue) Over() {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -8,14 +8,14 @@ import (
 	"slices"
 )
 
-// Handler handles one message. It runs on the session's receive loop, so it must
-// not dial, wait for the network, or wait to send. Work that takes time goes to
-// [Incoming.Serve] or to a goroutine that the session waits for. An error ends the
-// session. The sender is in.From.Node; a node name inside the message is not trusted.
+// Handler handles one message. It normally runs on the session's receive loop, so it must not dial,
+// wait for the network, or wait to send. Work that takes time goes to [Incoming.Serve] or to a
+// goroutine that the session waits for. An error ends the session. The sender is in.From.Node; a node
+// name inside the message is not trusted.
 type Handler func(ctx context.Context, in *Incoming) error
 
-// Routed is a module that handles the messages of its category. A peer can ask nothing of
-// another module.
+// Routed is a module that handles the messages of its category. A module that is not Routed gets no
+// messages from peers.
 type Routed interface {
 	Module
 	// Routes maps message types to handlers. NewRouter calls it once, before the first message.

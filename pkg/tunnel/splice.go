@@ -21,8 +21,8 @@ const ErrReset = syscall.ECONNRESET
 // records.
 const copySize = 32 << 10
 
-// Splice copies between a and b in both directions, as if they were one TCP connection,
-// and closes both. It returns when both directions have ended:
+// Splice copies between a and b in both directions, as if they were one TCP connection, and closes
+// both. It returns when both directions have ended:
 //
 //   - when a's bytes end, Splice closes b's write side (half-close), and the other way round;
 //   - when one side is reset, Splice resets the other, behind the bytes that arrived before the
@@ -147,10 +147,10 @@ type direction struct {
 	done   chan struct{}   // end closes it when the half stops copying; nothing is sent
 	passed chan struct{}   // half closes it after it passed on a clean end; nothing is sent
 	rerr   error           // why reading failed; other goroutines read it after done is closed
-	werr   error           // why writing failed; likewise
+	werr   error           // why writing failed; other goroutines read it after done is closed
 
 	stopped atomic.Bool  // the destination takes no more bytes; any goroutine may set it
-	reads   atomic.Int64 // how often src was read; watchdog looks at it
+	reads   atomic.Int64 // how often src was read; the watchdog looks at this count
 	srcLost bool         // the kernel has abandoned src; guarded by watchdog.mu
 
 	mu   sync.Mutex // guards then
@@ -209,8 +209,8 @@ func half(dst, src net.Conn, own, back *direction) (n int64, err error) {
 		rerr, werr = nil, syscall.EPIPE
 	}
 	if isLost(werr) {
-		// back still reads the bytes that dst sent before it was lost. Then back resets src behind
-		// these bytes.
+		// The opposite direction, back, still reads the bytes that dst sent before dst was lost.
+		// Then back resets src behind these bytes.
 		back.dog.lose(back)
 	}
 	own.end(rerr, werr)

@@ -3,10 +3,10 @@
 //   - [Message]: one message on a node's control stream
 //   - [Module]: one part of the process; a [Routed] module owns one category of messages
 //   - [Incoming]: a received message, with its session and the way to answer it
-//   - [Router]: it finds the handler of a message
+//   - [Router]: finds the handler of a message
 //   - [Session]: one live control stream
 //   - [Directory]: the live sessions, by node
-//   - [Dialer]: by it, front doors get a connection to a target behind a node
+//   - [Dialer]: front doors use it to get a connection to a target behind a node
 //
 // How one forwarded connection uses them:
 //
@@ -15,9 +15,9 @@
 //	edge router ◀── Incoming{Category: "tcp", Type: "open"} ◀───────── (transport)
 //	  └─ the edge's tcp module: Incoming.Serve(dial) ── dials, or refuses with a Code
 //
-// The package knows no module and no transport: gRPC is in pkg/stream, and another
-// transport can be added by implementing [Link]. The package keeps no package-level
-// state. It neither listens nor dials.
+// The package knows no module and no transport: gRPC is in pkg/stream. Another transport can be added
+// by implementing [Link], [Dialer] and [Way]. The package keeps no package-level state. It neither
+// listens nor dials.
 package tunnel
 
 import (
@@ -83,8 +83,8 @@ type Message struct {
 
 // Types of message that more than one module knows.
 const (
-	// TypeOpen asks an edge to dial Message.Addr. Only the cloud sends it; no
-	// module of the cloud has a route for it.
+	// TypeOpen asks the receiver to dial Message.Addr. The cloud sends it to edges, and a replica
+	// to another replica that has joined it. An edge never sends it.
 	TypeOpen = "open"
 )
 
@@ -105,7 +105,7 @@ type Request struct {
 	Network  string   // "tcp"; "tls": the edge's https module speaks TLS to the target
 	Addr     string   // host:port; the edge resolves the name
 	Caller   string   // the caller's address or name, for policy and for logs
-	Relayed  bool     // another replica sent it; it must not be relayed again
+	Relayed  bool     // another replica has relayed this request; it must not be relayed again
 	NoWait   bool     // refuse instead of waiting for a limit (see Queue): the caller can try another node
 }
 
