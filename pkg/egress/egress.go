@@ -192,8 +192,8 @@ func (f *FrontDoor) setUp(up bool) {
 	f.up = up
 }
 
-// guard calls do, which handles a peer's input, and returns a panic in do as an error. The text what
-// names in the log what the panic ends.
+// guard calls do, which handles a peer's input, and returns a panic in do as an error. In the log,
+// the parameter what names the thing that the panic ends.
 func (f *FrontDoor) guard(what string, do func() error) error {
 	return tunnel.Guard(f.log, f.cfg.Counters, what, do)
 }

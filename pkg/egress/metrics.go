@@ -183,7 +183,7 @@ func (k *konnectivityMetrics) collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// dialled counts a dial that took that many seconds. ctx is the context of the caller.
+// dialled counts a dial that took the given number of seconds. ctx is the context of the caller.
 func (k *konnectivityMetrics) dialled(ctx context.Context, seconds float64, err error) {
 	if err == nil {
 		k.duration.Observe(seconds)

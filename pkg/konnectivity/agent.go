@@ -114,8 +114,8 @@ func (a *Agent) Run(ctx context.Context) error {
 	return g.Wait()
 }
 
-// guard calls do, which handles a server's input, and returns a panic in do as an error. The text
-// what names in the log what the panic ends.
+// guard calls do, which handles a server's input, and returns a panic in do as an error. In the log,
+// the parameter what names the thing that the panic ends.
 func (a *Agent) guard(what string, do func() error) error {
 	return tunnel.Guard(a.log, a.cfg.Counters, what, do)
 }

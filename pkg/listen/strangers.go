@@ -197,7 +197,7 @@ func (s *Strangers) silentLocked(st *Stranger, within *count) *Stranger {
 	for e := s.all.Front(); e != nil; e = e.Next() {
 		other := e.Value.(*Stranger)
 		if st.since.Sub(other.since) < evictAfter {
-			return nil // since is still later for all further connections
+			return nil // the time since of all further connections is even later
 		}
 		if other.silent && other.evictableBy(st) && (within == nil || other.countsAgainst(within)) {
 			return other

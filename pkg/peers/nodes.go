@@ -172,7 +172,7 @@ func (p *Peers) learn(from *tunnel.Session, news *pb.Nodes, claims map[tunnel.No
 	defer p.mu.Unlock()
 	r := p.ofLocked(from)
 	if r == nil {
-		return nil // a newer session of the replica has replaced from, and tells all nodes again
+		return nil // the replica has opened a newer session, by which it tells all nodes again
 	}
 	if news.GetFull() {
 		r.coming = make(map[tunnel.NodeName]held, len(claims))

@@ -74,7 +74,7 @@ type Client struct {
 	mu       sync.Mutex // guards the following
 	links    []*link    // live sessions, the newest last
 	replicas []string   // instances that the cloud has sent; none: one replica, or nothing sent yet
-	ended    []ending   // sessions that have ended since the last call of wanted
+	ended    []ending   // sessions that have ended since the last call of the method wanted
 	err      error      // why the last attempt or session failed, see Ready
 	hurried  bool       // the next pause ends at once: HurryUp was called, or a replica may be new; pause clears it
 	// changed wakes Run and waitForSuccessor when a field above changes.

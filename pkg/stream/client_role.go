@@ -163,7 +163,7 @@ func (replicaJoiner) addressed(r *tunnel.Request, open *pb.Open) (err error) {
 	return err
 }
 
-func (replicaJoiner) denied(*edgeSession, string, tunnel.Request, error) {} // the edge that denies the dial logs that
+func (replicaJoiner) denied(*edgeSession, string, tunnel.Request, error) {} // the edge logs its denials
 
 func (j replicaJoiner) explain(err error, _ *handshake) error {
 	switch {

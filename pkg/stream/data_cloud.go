@@ -28,8 +28,8 @@ const mostTicket = 64
 const endTime = 50 * time.Millisecond
 
 // askPause is how long an unanswered request for a data connection holds up the next request. An edge
-// does not answer while it has as many data connections as it may have, those included that are still
-// ending at the edge.
+// does not answer while it has as many data connections as it may have, including those that are
+// still ending at the edge.
 const askPause = time.Second
 
 // askTime is how long the edge may take to answer a request for a data connection.
@@ -103,7 +103,8 @@ func (s *cloudSession) mostDataLocked() int {
 
 // recently counts the events of the last one to two seconds.
 type recently struct {
-	// now counts the events of the current second, before those of the previous second.
+	// The field now counts the events of the current second. The field before counts the events of
+	// the previous second.
 	now, before int
 	since       time.Time // when now began to count
 }

@@ -83,7 +83,7 @@ type EdgeLimits struct {
 }
 
 // DefaultEdgeLimits returns the values of zero fields. A cloud of one replica with default limits
-// asks for half as many conns and dials.
+// asks for half as many conns and dials as these defaults allow.
 func DefaultEdgeLimits() EdgeLimits {
 	return EdgeLimits{Conns: 2 * DefaultMaxConns, Dials: DefaultMaxConns}
 }

@@ -23,9 +23,9 @@ import (
 // controlOpen came by the control stream, a dataOpen by a data connection.
 type openWay interface {
 	// registered is called after serveOpen has added the open to the topics of the session, or has
-	// failed to.
+	// failed to add it.
 	registered()
-	// run calls serve, here or in a new goroutine. serve serves the open until its conn has ended.
+	// run calls serve, in its own goroutine or in a new one. serve serves the open until its conn has ended.
 	run(serve func())
 	// accept tells the cloud that the target was reached.
 	accept(ctx context.Context) error

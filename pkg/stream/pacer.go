@@ -26,7 +26,7 @@ type pacer struct {
 	data     map[*carrier]*progress // the data connections
 	ours     progress               // progress of the session's own connection
 	lastLook time.Time              // time of the last look; zero: the next look has nothing to compare with
-	needed   int                    // looks with need of own, since the last look without need; see adjust
+	needed   int                    // looks at which own had need, since own last had none; see adjust
 	arrival  int64                  // smoothed rate at which the other end gets bytes, in bytes a second; 0: not known
 	ownRate  int64                  // like arrival, for the session's own connection alone
 	before   int64                  // ownRate when the bound began

@@ -33,7 +33,7 @@ type session struct {
 	maxConns int64                       // most topics at once
 	ordered  bool                        // the peer has capabilityAbort
 	budget   *bucket                     // limits the messages that the peer sends; nil: no limit
-	way      tunnel.Way                  // of the opens on the control stream; nil at the server's end, which gets no opens
+	way      tunnel.Way                  // of the opens on the control stream; nil at the server's end: it gets no opens
 	unknown  func(*tunnel.Message) error // called with each message on the control stream that has no handler
 	hangUp   func() error                // closes our side of the control stream; nil: the cloud cannot close its side
 

@@ -7,10 +7,10 @@ import (
 	"sync/atomic"
 )
 
-// Guard calls f and returns a panic in f as an error. It counts the panic and logs its stack. The
-// text what tells the reader of the log what the panic ends, such as "the session ends". Every
-// goroutine that handles a peer's input runs under Guard, since a panic that nothing recovers ends
-// the process.
+// Guard calls f and returns a panic in f as an error. It counts the panic and logs its stack. In the
+// log, the parameter what says which thing ends because of the panic, such as "the session ends".
+// Every goroutine that handles a peer's input runs under Guard, since a panic that nothing recovers
+// ends the process.
 func Guard(log *slog.Logger, counters *Counters, what string, f func() error) (err error) {
 	defer func() {
 		if p := recover(); p != nil {

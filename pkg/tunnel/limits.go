@@ -9,8 +9,8 @@ type Limit uint8
 // The limits, roughly in the order in which a peer reaches them.
 const (
 	LimitJoining             Limit = iota // connections at the gRPC port or the agent port without a session
-	LimitJoiningPerAddress                // connections of one source, at these two ports, without a session
-	LimitJoinTimeout                      // how long a connection at these two ports may have no session
+	LimitJoiningPerAddress                // the connections that LimitJoining counts, of one source
+	LimitJoinTimeout                      // how long a connection at the gRPC port or the agent port may have no session
 	LimitMetadata                         // bytes of metadata of a gRPC stream
 	LimitMessage                          // bytes of a gRPC message
 	LimitMessages                         // control messages that an edge sends in a second
