@@ -33,7 +33,7 @@ type sendHalf struct {
 	fin        notice        // this side has written all
 	stopGot    bool          // the other side reads no more
 	reset      notice        // of ResetBehind; nothing is sent behind it
-	resetTaken bool          // the other side has ended the conn after it; a cancel could overtake it there
+	resetTaken bool          // the other side has ended the conn after our reset, so no cancel is sent; see MustCancel
 	resetLate  *time.Timer   // ends the conn, since the other side has not; nil until ResetBehind
 	err        error         // why this side writes no more
 	onStop     []func()      // called when stopGot becomes true

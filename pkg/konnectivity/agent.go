@@ -208,7 +208,7 @@ func (e *endpoint) run(ctx context.Context) {
 	}
 }
 
-// full reports whether the agent has a stream with as many servers as there are behind the address.
+// full reports whether the agent has a stream to each of the servers behind the address.
 func (e *endpoint) full() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()

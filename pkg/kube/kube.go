@@ -213,7 +213,8 @@ func do(ctx context.Context, r *rest.Request, out any) error {
 	return json.Unmarshal(body, out)
 }
 
-// object holds the fields of every object that this package uses.
+// object is embedded in every kind of object here. It holds the fields that all kinds have, as far as
+// this package uses them.
 type object struct {
 	Metadata struct {
 		Name            string `json:"name,omitempty"`

@@ -79,7 +79,7 @@ func (l *Listener) reset(c net.Conn, limit tunnel.Limit) {
 // Conn is a connection that a [Listener] has accepted.
 type Conn struct {
 	*net.TCPConn
-	probation *Probation // until the peer has proven who it is
+	probation *Probation // set once; its limits end by Met, when the peer has proven who it is
 }
 
 // Read implements net.Conn.

@@ -93,7 +93,8 @@ const typeNodes = "nodes"
 // replicaKey is the metadata key of a replica's id. A peer that sends it claims to be a replica.
 const replicaKey = "tunnel-replica"
 
-// nodeKey is the metadata key by which an edge names its node, for the certificate that it shows.
+// nodeKey is the metadata key by which an edge that shows a certificate names its node. The
+// certificate must prove the same name.
 const nodeKey = "tunnel-node"
 
 // topicKey is the metadata key of a Connect's topic.
