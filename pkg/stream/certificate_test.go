@@ -245,7 +245,9 @@ func TestCertificateRefused(t *testing.T) {
 			if status.Code(err) != codes.Unauthenticated || status.Convert(err).Message() != auth.ErrUnauthenticated.Error() {
 				t.Errorf("it is told %v; want %s and the words for every stranger", err, codes.Unauthenticated)
 			}
-			r.eventually("the refusal is counted", func() bool { return r.counters.JoinsRefused.Load() == 1 })
+			r.eventually("the refusal is counted and logged", func() bool {
+				return r.counters.JoinsRefused.Load() == 1 && len(r.log.lines("join refused")) == 1
+			})
 			if len(r.log.lines("level=WARN", "join refused", "remote=127.0.0.1:", c.logs)) != 1 {
 				t.Errorf("the cloud's log does not say %q:\n%s", c.logs, strings.Join(r.log.lines(), ""))
 			}

@@ -54,7 +54,9 @@ func TestJoinRefused(t *testing.T) {
 			if status.Code(err) != c.code || !strings.Contains(err.Error(), c.says) {
 				t.Errorf("the edge is told %v; want %s and %q", err, c.code, c.says)
 			}
-			r.eventually("the refusal is counted", func() bool { return r.counters.JoinsRefused.Load() == 1 })
+			r.eventually("the refusal is counted and logged", func() bool {
+				return r.counters.JoinsRefused.Load() == 1 && len(r.log.lines("join refused")) == 1
+			})
 			if len(r.log.lines("end=cloud")) != 1 || len(r.log.lines("level=WARN", "join refused", "remote=127.0.0.1:", "node=", c.logs)) != 1 {
 				t.Errorf("the cloud's log does not say %q, or not from where:\n%s", c.logs, strings.Join(r.log.lines(), ""))
 			}
