@@ -146,7 +146,7 @@ func TestAddressThatWasOurs(t *testing.T) {
 	go func() { stopped <- c.Run(ctx) }()
 	select {
 	case <-found:
-	case <-time.After(12 * patience): // after meeting itself it waits 5 to 10 s, and twice as long after each further failure
+	case <-time.After(12 * patience): // it pauses for 5 to 10 s, then twice as long after each failure
 		t.Error("it is not tried again")
 	}
 	cancel()
