@@ -85,7 +85,8 @@ type Conn struct {
 // Read implements net.Conn.
 func (c *Conn) Read(b []byte) (int, error) { return c.probation.Read(b) }
 
-// Met tells the listener that the peer has proven who it is: the connection is no longer a stranger.
+// Met tells the listener that the peer has proven who it is. From then on the limits for strangers do
+// not apply to the connection.
 func (c *Conn) Met() { c.probation.Met() }
 
 // Close implements net.Conn.

@@ -18,6 +18,7 @@ import (
 	"go.uber.org/goleak"
 
 	"tunnel/internal/testkit"
+	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/stream"
 	"tunnel/pkg/tunnel"
@@ -231,15 +232,7 @@ func (tokens) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, er
 func leaf(t *testing.T, ca *auth.CA, l auth.Leaf) tls.Certificate {
 	t.Helper()
 	l.CommonName = "replica"
-	cert, key, err := ca.Issue(l)
-	if err != nil {
-		t.Fatal(err)
-	}
-	pair, err := tls.X509KeyPair(cert, key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return pair
+	return testca.CA{CA: ca}.Pair(t, l)
 }
 
 func poolOf(ca *auth.CA) *x509.CertPool {

@@ -32,9 +32,9 @@ type linkSizes struct {
 	// again when bytes arrive, even if no reader has taken them, so a stalled reader uses none of
 	// it.
 	sessionWindow int32
-	// unsent is how many bytes the kernel accepts that it cannot send yet. Without a bound the
-	// kernel would accept megabytes, and a keystroke would wait behind all of them. Bytes that
-	// wait in gRPC instead take turns, conn by conn.
+	// unsent bounds the bytes that wait in the kernel to be sent. Without a bound the kernel would
+	// accept megabytes of one conn, and a keystroke of another conn would wait behind all of them.
+	// The other bytes wait in gRPC, where the conns take turns.
 	unsent int
 	// firstRate is the assumed rate of a link after a pause, in bytes a second. A lower rate that
 	// the kernel reports takes precedence.

@@ -65,7 +65,7 @@ func connect(
 	}, nil
 }
 
-// dialCloud makes a TCP connection to the cloud. dialer nil: a net.Dialer.
+// dialCloud makes a TCP connection to the cloud. If dialer is nil, dialCloud uses a net.Dialer.
 func dialCloud(ctx context.Context, dialer dialFunc, address string) (net.Conn, error) {
 	if dialer == nil {
 		dialer = (&net.Dialer{}).DialContext

@@ -106,8 +106,8 @@ func (o *dataOpen) ServeOpen(in *tunnel.Incoming, dial tunnel.DialFunc) error {
 // other order a draining session could end in between, because its last topic was removed.
 func (o *dataOpen) registered() { o.confirmed() }
 
-// run needs no new goroutine: the goroutine that reads the data connection has nothing else to do
-// until the conn ends.
+// run calls serve in the goroutine that reads the data connection. That goroutine has nothing else to
+// do until the conn ends.
 func (o *dataOpen) run(serve func()) { serve() }
 
 func (o *dataOpen) accept(context.Context) error { return o.Accept() }

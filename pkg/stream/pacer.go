@@ -47,8 +47,8 @@ type progress struct {
 const (
 	// paceInterval is the time between two looks.
 	paceInterval = 500 * time.Millisecond
-	// sureLooks is at how many looks in a row the session's own connection must have need before
-	// a bound begins. A link that was cut for a moment is slow for a moment.
+	// sureLooks is a number of looks in a row. If the session's own connection had need at all of
+	// them, a bound begins. One look is not enough: a link is also slow just after a short cut.
 	sureLooks = 4
 	// helpLooks is at how many looks under a bound the session's own connection may have need
 	// before the bound must have helped.

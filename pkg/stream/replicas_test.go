@@ -17,6 +17,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"tunnel/internal/testkit"
+	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
@@ -125,15 +126,7 @@ func newFleetOf(t *testing.T, ca *auth.CA, n int, change ...func(*ServerConfig))
 func leaf(t *testing.T, ca *auth.CA, l auth.Leaf) tls.Certificate {
 	t.Helper()
 	l.CommonName = "replica"
-	cert, key, err := ca.Issue(l)
-	if err != nil {
-		t.Fatal(err)
-	}
-	pair, err := tls.X509KeyPair(cert, key)
-	if err != nil {
-		t.Fatal(err)
-	}
-	return pair
+	return testca.CA{CA: ca}.Pair(t, l)
 }
 
 // joinReplica has a join b until the test ends.

@@ -88,7 +88,8 @@ const (
 	TypeOpen = "open"
 )
 
-// Module is one part of the process. A module that handles messages is also [Routed].
+// Module is one part of the process, such as a front door or the DNS responder. A module that handles
+// messages of sessions also implements [Routed].
 type Module interface {
 	// Name is the module's name. If the module is Routed, Name is the category that it owns.
 	Name() string
