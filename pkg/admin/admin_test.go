@@ -22,6 +22,7 @@ import (
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -37,33 +38,8 @@ type module interface {
 // start runs m until the end of the test and returns its address.
 func start(t *testing.T, m module) string {
 	t.Helper()
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- m.Run(ctx) }()
-	t.Cleanup(func() {
-		cancel()
-		select {
-		case err := <-done:
-			if err != nil {
-				t.Errorf("Run: %v", err)
-			}
-		case <-time.After(patience):
-			t.Error("Run does not return")
-		}
-	})
-	tick := time.NewTicker(time.Millisecond)
-	defer tick.Stop()
-	late := time.After(patience)
-	for m.Addr() == nil {
-		select {
-		case <-tick.C:
-		case err := <-done:
-			done <- err
-			t.Fatalf("Run: %v", err)
-		case <-late:
-			t.Fatal("does not listen")
-		}
-	}
+	testkit.Run(t, m.Run)
+	testkit.Eventually(t, "it listens", func() bool { return m.Addr() != nil })
 	return m.Addr().String()
 }
 

@@ -228,7 +228,7 @@ func TestEveryProofIsRevoked(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			runGate(t, gate)
+			testkit.Run(t, gate.Run)
 			wantLive(t, g)
 			tc.revoke(t, gate)
 			wantRevoked(t, g)
@@ -256,7 +256,7 @@ func TestWhileNodesAreNotKnownEverybodyMayJoin(t *testing.T) {
 	known := &nodes{changed: make(chan struct{})}
 	gate, _ := newCertificateGate(t, "edge1:t\nedge2:t\n", newNodeCA(t), func(c *GateConfig) { c.Nodes = known })
 	one, two := grantFor(t, gate, "edge1", "t"), grantFor(t, gate, "edge2", "t")
-	runGate(t, gate)
+	testkit.Run(t, gate.Run)
 	known.set("edge2")
 	wantRevoked(t, one)
 	wantLive(t, two)
@@ -264,7 +264,7 @@ func TestWhileNodesAreNotKnownEverybodyMayJoin(t *testing.T) {
 
 func TestNoteSaysThatTheFileIsBad(t *testing.T) {
 	gate, _ := newCertificateGate(t, "edge1:t\n", newNodeCA(t), nil)
-	runGate(t, gate)
+	testkit.Run(t, gate.Run)
 	if note := gate.Note(); note != "" {
 		t.Errorf("note %q", note)
 	}

@@ -53,15 +53,7 @@ func runRenewal(
 	t.Helper()
 	log, j := testkit.NewLog()
 	r := NewRenewal(RenewalConfig{Node: "edge1", File: path, Renew: renew, Changed: changed, Log: log})
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- r.Run(ctx) }()
-	t.Cleanup(func() {
-		cancel()
-		if err := <-done; err != nil {
-			t.Errorf("Run: %v", err)
-		}
-	})
+	testkit.Run(t, r.Run)
 	return r, j
 }
 

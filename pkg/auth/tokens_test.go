@@ -242,20 +242,6 @@ func TestTokenFile(t *testing.T) {
 	}
 }
 
-// runGate runs gate until the end of the test.
-func runGate(t *testing.T, gate *Gate) {
-	t.Helper()
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- gate.Run(ctx) }()
-	t.Cleanup(func() {
-		cancel()
-		if err := <-done; err != nil {
-			t.Errorf("Run: %v", err)
-		}
-	})
-}
-
 func grantFor(t *testing.T, gate *Gate, node string, token Secret) Grant {
 	t.Helper()
 	g, err := gate.Authenticate(t.Context(), Credential{Node: node, Token: token})
@@ -306,7 +292,7 @@ func TestRevocation(t *testing.T) {
 			t.Parallel()
 			gate, _ := newGate(t, "edge1:one\nedge2:two\n", false)
 			gone, stays := grantFor(t, gate, "edge1", "one"), grantFor(t, gate, "edge2", "two")
-			runGate(t, gate)
+			testkit.Run(t, gate.Run)
 			change(t, gate.cfg.Tokens.path, "edge2:two\nedge3:three\n")
 			wantRevoked(t, gone)
 			wantLive(t, stays)
@@ -346,7 +332,7 @@ func TestRevocationBySecretSwap(t *testing.T) {
 	}
 	gate := NewGate(GateConfig{Tokens: tokens, Log: log})
 	gone, stays := grantFor(t, gate, "edge1", "one"), grantFor(t, gate, "edge2", "two")
-	runGate(t, gate)
+	testkit.Run(t, gate.Run)
 	version("..2", "edge2:two\n")
 	wantRevoked(t, gone)
 	wantLive(t, stays)
@@ -355,7 +341,7 @@ func TestRevocationBySecretSwap(t *testing.T) {
 func TestBadReloadKeepsTheLastGoodStateAndTriesAgain(t *testing.T) {
 	gate, j := newGate(t, "edge1:one\nedge2:two\n", false)
 	g := grantFor(t, gate, "edge1", "one")
-	runGate(t, gate)
+	testkit.Run(t, gate.Run)
 	bad := func(n int) func() bool {
 		return func() bool { return strings.Count(j.String(), "token file is bad") == n }
 	}
@@ -388,7 +374,7 @@ func TestUnreadableFileIsTriedAgain(t *testing.T) {
 	if err := os.Mkdir(gate.cfg.Tokens.path, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	runGate(t, gate)
+	testkit.Run(t, gate.Run)
 	testkit.Eventually(t, "the fault is logged", func() bool { return strings.Contains(j.String(), "token file is bad") })
 	if err := os.Remove(gate.cfg.Tokens.path); err != nil {
 		t.Fatal(err)

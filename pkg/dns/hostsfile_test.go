@@ -202,13 +202,7 @@ func runHostsFile(t *testing.T, test func(t *testing.T, s *fakeTruth, h *HostsFi
 		s := newFakeTruth(edge1)
 		h := NewHostsFile(path, s, fakeNames{s}, log)
 		h.notify = func(string) (*fsnotify.Watcher, error) { return nil, errors.New("switched off") }
-		done := make(chan error)
-		go func() { done <- h.Run(t.Context()) }()
-		t.Cleanup(func() {
-			if err := <-done; err != nil {
-				t.Error(err)
-			}
-		})
+		testkit.Run(t, h.Run)
 		advance(5 * time.Second) // so that no tick coincides with an action of the test
 		test(t, s, h, j)
 	})
@@ -429,7 +423,7 @@ func TestSymlinkSwap(t *testing.T) {
 	s := newFakeTruth(edge1)
 	log, j := testkit.NewLog()
 	h := NewHostsFile(path, s, nil, log)
-	run(t, h)
+	testkit.Run(t, h.Run)
 	testkit.Eventually(t, "the file is read", func() bool { return h.Status() == "lag 0s, 0 nodes differ" })
 	s.set(edge1, edge2)
 	differ := func(n int) func() bool {
@@ -448,18 +442,6 @@ func TestSymlinkSwap(t *testing.T) {
 	}
 }
 
-// run runs h until the test ends.
-func run(t *testing.T, h *HostsFile) {
-	t.Helper()
-	done := make(chan error, 1)
-	go func() { done <- h.Run(t.Context()) }()
-	t.Cleanup(func() {
-		if err := <-done; err != nil {
-			t.Error(err)
-		}
-	})
-}
-
 // Any goroutine may call the methods at any time. The race detector checks this.
 func TestHostsFileConcurrentUse(t *testing.T) {
 	s := newFakeTruth()
@@ -467,7 +449,7 @@ func TestHostsFileConcurrentUse(t *testing.T) {
 	h := NewHostsFile(filepath.Join(t.TempDir(), "hosts"), s, fakeNames{s}, log)
 	wantStatus(t, h, "not read yet", "")
 	wantMetrics(t, h, 0, 0, 0)
-	run(t, h)
+	testkit.Run(t, h.Run)
 	var readers sync.WaitGroup
 	for range 4 {
 		readers.Go(func() {

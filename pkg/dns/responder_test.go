@@ -1,7 +1,6 @@
 package dns
 
 import (
-	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -87,29 +86,14 @@ func respond(t testing.TB, cfg ResponderConfig) *Responder {
 	if r.Ready() == nil || r.Addr() != nil {
 		t.Error("ready before Run")
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1) // gets the result of Run; one element, so that Run need not wait
-	go func() { done <- r.Run(ctx) }()
+	running := testkit.Run(t, r.Run)
 	t.Cleanup(func() {
-		cancel()
-		if err := <-done; err != nil {
-			t.Errorf("run: %v", err)
-		}
+		running.Stop()
 		if r.Ready() == nil || r.Addr() != nil {
 			t.Error("ready after Run")
 		}
 	})
-	late := time.After(5 * time.Second)
-	for r.Ready() != nil {
-		select {
-		case err := <-done:
-			done <- nil
-			t.Fatalf("run: %v", err)
-		case <-late:
-			t.Fatal("not ready within 5 s")
-		case <-time.After(time.Millisecond):
-		}
-	}
+	testkit.Eventually(t, "the responder is ready", func() bool { return r.Ready() == nil })
 	return r
 }
 

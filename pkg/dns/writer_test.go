@@ -149,7 +149,6 @@ func (elected) Err() error { return nil }
 func runWriter(t *testing.T, cfg WriterConfig, test func(t *testing.T, w *Writer)) {
 	t.Helper()
 	synctest.Test(t, func(t *testing.T) {
-		ctx, cancel := context.WithCancel(t.Context())
 		if cfg.Log == nil {
 			cfg.Log, _ = testkit.NewLog()
 		}
@@ -157,14 +156,10 @@ func runWriter(t *testing.T, cfg WriterConfig, test func(t *testing.T, w *Writer
 			cfg.Election = elected{}
 		}
 		w := NewWriter(cfg)
-		done := make(chan error, 1)
-		go func() { done <- w.Run(ctx) }()
+		writer := testkit.Run(t, w.Run)
 		synctest.Wait()
 		test(t, w)
-		cancel()
-		if err := <-done; err != nil {
-			t.Error(err)
-		}
+		writer.Stop()
 	})
 }
 

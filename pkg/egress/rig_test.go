@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/konnectivity"
 	"tunnel/pkg/tunnel"
 )
@@ -110,22 +111,8 @@ func newRig(t *testing.T) *rig {
 		t.Fatal(err)
 	}
 	door.grace, r.door = time.Second, door
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan error, 1)
-	go func() { ended <- door.Run(ctx) }()
-	for door.Ready() != nil {
-		select {
-		case err := <-ended:
-			t.Fatal(err)
-		case <-time.After(time.Millisecond):
-		}
-	}
-	t.Cleanup(func() {
-		cancel()
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
-	})
+	testkit.Run(t, door.Run)
+	testkit.Eventually(t, "the front door is ready", func() bool { return door.Ready() == nil })
 	return r
 }
 

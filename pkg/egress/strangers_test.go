@@ -68,18 +68,8 @@ func newOverTLSTo(t *testing.T, dialer tunnel.Dialer, n *nodes) overTLS {
 		t.Fatal(err)
 	}
 	door.grace = time.Second
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan error, 1)
-	go func() { ended <- door.Run(ctx) }()
-	for door.Ready() != nil {
-		time.Sleep(time.Millisecond)
-	}
-	t.Cleanup(func() {
-		cancel()
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
-	})
+	testkit.Run(t, door.Run)
+	testkit.Eventually(t, "the front door is ready", func() bool { return door.Ready() == nil })
 	return o
 }
 

@@ -91,16 +91,7 @@ func newAgentsRig(t *testing.T, change func(*AgentsConfig)) *agentsRig {
 	}
 	r.Agents = NewAgents(cfg, r.dir)
 	r.grace = time.Second
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan error, 1)
-	go func() { ended <- r.Run(ctx) }()
-	r.stop = sync.OnceFunc(func() {
-		cancel()
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
-	})
-	t.Cleanup(r.stop)
+	r.stop = testkit.Run(t, r.Run).Stop
 	testkit.Eventually(t, "the door is open", func() bool { return r.Ready() == nil })
 	r.mu.Lock()
 	r.addr = r.Agents.addr.String()
@@ -130,16 +121,7 @@ func (r *agentsRig) agent(t *testing.T, node tunnel.NodeName, dial tunnel.DialFu
 		t.Fatal(err)
 	}
 	a.grace, a.quiet = time.Second, 100*time.Millisecond
-	ctx, cancel := context.WithCancel(context.Background())
-	ended := make(chan error, 1)
-	go func() { ended <- a.Run(ctx) }()
-	stop = sync.OnceFunc(func() {
-		cancel()
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
-	})
-	t.Cleanup(stop)
+	stop = testkit.Run(t, a.Run).Stop
 	testkit.Eventually(t, "the agent joins", func() bool { return a.Ready() == nil && r.dir.Holds(node) })
 	return a, stop
 }
@@ -708,9 +690,7 @@ func TestAgentByCertificate(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		ctx, cancel := context.WithCancel(t.Context())
-		ended := make(chan error, 1)
-		go func() { ended <- a.Run(ctx) }()
+		agent := testkit.Run(t, a.Run)
 		if good {
 			testkit.Eventually(t, "the agent joins", func() bool { return r.dir.Holds(node) })
 		} else {
@@ -719,8 +699,7 @@ func TestAgentByCertificate(t *testing.T) {
 		if r.dir.Holds(node) != good {
 			t.Errorf("node %s is there: %v", node, !good)
 		}
-		cancel()
-		<-ended
+		agent.Stop()
 	}
 }
 

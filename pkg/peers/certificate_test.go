@@ -85,7 +85,7 @@ func TestReplicasAndNodesOfOneCA(t *testing.T) {
 		r.eventually("a replica that joins as node "+claim+" is refused", func() bool {
 			return status.Code(e.client.Ready()) == codes.Unauthenticated
 		})
-		e.halt(t)
+		e.Stop()
 	}
 	if len(r.peers.sessions()) != 1 || r.dir.Len() != 0 {
 		t.Error("one of them has a session")

@@ -10,6 +10,7 @@ import (
 
 	"github.com/google/uuid"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/stream"
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -54,10 +55,9 @@ func TestStopLetsWhatItRelaysEnd(t *testing.T) {
 	r.eventually("edge1 is known", func() bool { return r.peers.Holds("edge1") })
 	c, far := r.pair("edge1")
 	r.leave() // the module with nothing to wait for is the first to end
-	r.stop()
+	r.running.Cancel()
 	select {
-	case err := <-r.stopped:
-		r.stopped <- err
+	case <-r.running.Done():
 		t.Fatal("it has stopped with a conn open")
 	case <-time.After(2 * time.Second): // longer than a server that has nothing to wait for
 	}
@@ -69,12 +69,7 @@ func TestStopLetsWhatItRelaysEnd(t *testing.T) {
 		t.Errorf("got %q", got)
 	}
 	c.Close()
-	select {
-	case err := <-r.stopped:
-		r.stopped <- err
-	case <-time.After(patience):
-		t.Error("it does not stop")
-	}
+	r.running.Stop()
 }
 
 // Whoever asks while edges turn from a replica that stops to another one reaches them.
@@ -141,16 +136,13 @@ func TestAddressThatWasOurs(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(t.Context())
-	stopped := make(chan error, 1)
-	go func() { stopped <- c.Run(ctx) }()
+	replica := testkit.Run(t, c.Run)
 	select {
 	case <-found:
 	case <-time.After(12 * patience): // it pauses for 5 to 10 s, then twice as long after each failure
 		t.Error("it is not tried again")
 	}
-	cancel()
-	<-stopped
+	replica.Stop()
 	if n := a.counters.JoinsRefused.Load(); n != 0 || len(a.text.Lines("level=WARN", "join refused")) != 0 {
 		t.Errorf("meeting itself counts as %d refusals", n)
 	}

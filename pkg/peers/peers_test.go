@@ -41,7 +41,7 @@ func TestPeersKnowTheNodes(t *testing.T) {
 		}
 	}
 	changed := all[2].peers.Changed()
-	e1.halt(t)
+	e1.Stop()
 	for _, a := range all {
 		a.eventually("it knows that edge1 has gone", func() bool { return !a.peers.Holds("edge1") && a.peers.Holds("edge2") })
 	}
@@ -160,7 +160,7 @@ func TestPeerLost(t *testing.T) {
 	e := all[0].join("edge1", direct)
 	r := all[1]
 	r.eventually("edge1 is known", func() bool { return r.peers.Holds("edge1") })
-	e.halt(t)
+	e.Stop()
 	all[0].leave() // what a replica does that ends
 	r.eventually("the replica is lost", func() bool { return len(r.peers.sessions()) == 0 })
 	r.front = r.peers
@@ -360,7 +360,7 @@ func (all fleet) balanced() func(ctx context.Context, network, addr string) (net
 // stopOne stops a replica as its process would be: others first, then everything.
 func (a *replicaRig) stopOne() {
 	a.server.Leave(context.Background())
-	a.stop()
+	a.running.Cancel()
 	a.leave()
 }
 

@@ -1,7 +1,6 @@
 package peers
 
 import (
-	"context"
 	"strings"
 	"testing"
 
@@ -28,7 +27,7 @@ func TestReach(t *testing.T) {
 			return reach["n1"] == cfg.Reach && reach["n2"] == long.Reach
 		})
 	}
-	e.halt(t)
+	e.Stop()
 	for _, r := range all {
 		testkit.Eventually(t, "the replica has forgotten it", func() bool { return r.peers.Reach()["n1"] == "" })
 	}
@@ -37,12 +36,8 @@ func TestReach(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(t.Context())
-	stopped := make(chan error, 1)
-	go func() { stopped <- c.Run(ctx) }()
+	testkit.Run(t, c.Run)
 	testkit.Eventually(t, "a list that is too long is refused", func() bool {
 		return status.Code(c.Ready()) == codes.InvalidArgument
 	})
-	cancel()
-	<-stopped
 }

@@ -44,10 +44,9 @@ type replicaRig struct {
 	text     *testkit.Log
 	log      *slog.Logger
 	tls      atomic.Pointer[tls.Config] // by which it knows the others
-	stop     context.CancelFunc         // ends the server
-	stopped  chan error
-	leave    func() // ends its Peers
-	front    *Peers // by which conns are dialled; nil: directly
+	running  *testkit.Running           // the server
+	leave    func()                     // ends its Peers
+	front    *Peers                     // by which conns are dialled; nil: directly
 }
 
 // fleet are replicas that know each other's addresses, their own among them.
@@ -133,7 +132,7 @@ func (p *places) newReplica(t *testing.T, i int, addresses []string, change ...f
 	conf := &tls.Config{Certificates: []tls.Certificate{own}, RootCAs: poolOf(p.ca), ServerName: "replicas"}
 	log, text := testkit.NewLog()
 	a := &replicaRig{
-		t: t, dir: &tunnel.Directory{}, ca: p.ca, addr: clientAddr(i), stopped: make(chan error, 1),
+		t: t, dir: &tunnel.Directory{}, ca: p.ca, addr: clientAddr(i),
 		relays: new(tunnel.Counters), counters: new(tunnel.Counters), edges: new(tunnel.Counters), text: text, log: log,
 	}
 	a.tls.Store(conf)
@@ -161,43 +160,18 @@ func (p *places) newReplica(t *testing.T, i int, addresses []string, change ...f
 
 // up runs the server until the test ends, and then looks for panics.
 func (a *replicaRig) up() {
-	ctx, cancel := context.WithCancel(context.Background())
-	a.stop = cancel
-	go func() { a.stopped <- a.server.Run(ctx) }()
 	a.t.Cleanup(func() {
-		a.stop()
-		select {
-		case err := <-a.stopped:
-			if err != nil {
-				a.t.Errorf("server: %v", err)
-			}
-		case <-time.After(2 * patience):
-			a.t.Error("server does not stop")
-		}
 		if n := a.counters.Panics.Load() + a.relays.Panics.Load() + a.edges.Panics.Load(); n != 0 {
 			a.t.Errorf("%d panics", n)
 		}
 	})
+	a.running = testkit.Run(a.t, a.server.Run)
 	a.eventually("the server listens", func() bool { return a.server.Addr() != nil })
 	a.port = a.server.Addr().String()
 }
 
 // meet runs the Peers of the replica until the test ends.
-func (a *replicaRig) meet() {
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan struct{})
-	go func() {
-		defer close(done)
-		if err := a.peers.Run(ctx); err != nil {
-			a.t.Error(err)
-		}
-	}()
-	a.leave = func() {
-		cancel()
-		<-done
-	}
-	a.t.Cleanup(a.leave)
-}
+func (a *replicaRig) meet() { a.leave = testkit.Run(a.t, a.peers.Run).Stop }
 
 // eventually is testkit.Eventually for the rig's test.
 func (a *replicaRig) eventually(what string, ok func() bool) {
@@ -266,9 +240,9 @@ func direct(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 
 // edge is one client of a replica.
 type edge struct {
-	client  *stream.Client
-	stop    context.CancelFunc
-	stopped chan error
+	*testkit.Running
+
+	client *stream.Client
 }
 
 func (a *replicaRig) clientConfig(node string) stream.ClientConfig {
@@ -287,24 +261,7 @@ func (a *replicaRig) start(cfg stream.ClientConfig, dial tunnel.DialFunc) *edge 
 	if err != nil {
 		a.t.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	e := &edge{client: c, stop: cancel, stopped: make(chan error, 1)}
-	go func() { e.stopped <- c.Run(ctx) }()
-	a.t.Cleanup(func() { e.halt(a.t) })
-	return e
-}
-
-func (e *edge) halt(t *testing.T) {
-	e.stop()
-	select {
-	case err := <-e.stopped:
-		if err != nil {
-			t.Errorf("client: %v", err)
-		}
-		e.stopped <- nil
-	case <-time.After(2 * patience):
-		t.Error("client does not stop")
-	}
+	return &edge{testkit.Run(a.t, c.Run), c}
 }
 
 // join starts an edge and waits until both sides see its session.

@@ -74,17 +74,7 @@ func (a *registry) write(lines ...string) {
 }
 
 // follow has the gate follow its file until the test ends.
-func (a *registry) follow() {
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- a.gate.Run(ctx) }()
-	a.t.Cleanup(func() {
-		cancel()
-		if err := <-done; err != nil {
-			a.t.Error(err)
-		}
-	})
-}
+func (a *registry) follow() { testkit.Run(a.t, a.gate.Run) }
 
 // serve is a change of a rig's server.
 func (a *registry) serve(c *ServerConfig) {
@@ -333,7 +323,7 @@ func TestNodeRevoked(t *testing.T) {
 	if err := r.stranger(a.certificate("edge1")).controlWith(nodeKey, "edge1").end(); status.Code(err) != codes.Unauthenticated {
 		t.Errorf("it comes back: %v", err)
 	}
-	e.halt(t)
+	e.Stop()
 	if _, err := e.client.open(t.Context()); err == nil || !strings.Contains(err.Error(), "nodecert in") { // not: the cloud has not asked
 		t.Errorf("when it tries again, it says %v", err)
 	}

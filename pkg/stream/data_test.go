@@ -143,7 +143,7 @@ func TestEdgeStopsBehindItsLastConn(t *testing.T) {
 	stopped := make(chan struct{})
 	go func() {
 		defer close(stopped)
-		e.halt(t)
+		e.Stop()
 	}()
 	select {
 	case <-stopped:

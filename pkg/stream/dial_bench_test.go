@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
@@ -160,7 +161,7 @@ func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func
 	if err != nil {
 		b.Fatal(err)
 	}
-	run(b, server)
+	testkit.Run(b, server.Run)
 	for server.Addr() == nil {
 		time.Sleep(time.Millisecond)
 	}
@@ -172,7 +173,7 @@ func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func
 	if err != nil {
 		b.Fatal(err)
 	}
-	run(b, client)
+	testkit.Run(b, client.Run)
 	for !dir.Holds("edge1") {
 		time.Sleep(time.Millisecond)
 	}
@@ -183,17 +184,4 @@ func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func
 		}
 		return c
 	}
-}
-
-// run runs m until the benchmark ends.
-func run(b *testing.B, m tunnel.Module) {
-	ctx, cancel := context.WithCancel(context.Background())
-	done := make(chan error, 1)
-	go func() { done <- m.Run(ctx) }()
-	b.Cleanup(func() {
-		cancel()
-		if err := <-done; err != nil {
-			b.Error(err)
-		}
-	})
 }

@@ -382,7 +382,7 @@ func TestEdgeDrains(t *testing.T) {
 	r := newRig(t)
 	e := r.join("edge1", direct)
 	c, far := r.pair("edge1")
-	e.stop()
+	e.Cancel()
 	r.eventually("the cloud knows", func() bool {
 		_, err := r.dial("edge1", "127.0.0.1:1")
 		return tunnel.CodeOf(err) == tunnel.Draining
@@ -394,14 +394,14 @@ func TestEdgeDrains(t *testing.T) {
 		}
 	}
 	select {
-	case err := <-e.stopped:
-		t.Fatalf("the edge stops (%v) before its conn has ended", err)
+	case <-e.Done():
+		t.Fatal("the edge stops before its conn has ended")
 	default:
 	}
 	far.Close()
 	readAll(t, c)
 	c.Close()
-	e.halt(t) // fails unless Run returns nil
+	e.Stop() // fails unless Run returns nil
 	r.eventually("the node is gone, and the log says so plainly", func() bool {
 		return !r.dir.Holds("edge1") && len(r.log.lines("end=cloud", "level=INFO", "session ended: the edge has stopped")) == 1
 	})
@@ -415,7 +415,7 @@ func TestIdleEdgeStops(t *testing.T) {
 	r := newRig(t)
 	for i := range 20 {
 		start := time.Now()
-		r.join("edge1", direct).halt(t)
+		r.join("edge1", direct).Stop()
 		if d := time.Since(start); d > leaveTimeout {
 			t.Errorf("it took %s", d)
 		}
@@ -505,7 +505,7 @@ func TestCloudDrains(t *testing.T) {
 	r := newRig(t)
 	e := r.join("edge1", direct)
 	c, far := r.pair("edge1")
-	r.stop()
+	r.running.Cancel()
 	r.eventually("the edge is told", func() bool { return len(r.log.lines("end=edge", "cloud is about to stop")) == 1 })
 	late := r.start(r.clientConfig("edge2"), direct)
 	r.eventually("a newcomer is sent away", func() bool {
@@ -521,10 +521,7 @@ func TestCloudDrains(t *testing.T) {
 	c.Close()
 	readAll(t, far)
 	far.Close()
-	if err := <-r.stopped; err != nil {
-		t.Errorf("the cloud stops with %v", err)
-	}
-	r.stopped <- nil
+	r.running.Stop()
 	r.eventually("the edge has no session", func() bool { return e.client.Ready() != nil })
 	if r.dir.Len() != 0 {
 		t.Error("the directory still holds a node")
@@ -569,14 +566,11 @@ func TestNothingIsLeftBehind(t *testing.T) {
 		if i%2 == 0 {
 			s := r.dir.Lookup(tunnel.NodeName(node))
 			s.Close(errors.New("cut by the test"))
-			e.stop()
-			<-e.stopped
+			e.Stop()
 		} else {
 			e.client.Session().Close(errors.New("cut by the test"))
-			e.stop()
-			<-e.stopped
+			e.Stop()
 		}
-		e.stopped <- nil
 	}
 	round(0)
 	settled := func() (goroutines, descriptors int) {

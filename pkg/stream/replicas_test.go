@@ -146,15 +146,7 @@ func (a *replicaRig) joinReplica(b *replicaRig, conf *tls.Config) {
 		t.Fatal(err)
 	}
 	a.links = append(a.links, c)
-	ctx, cancel := context.WithCancel(context.Background())
-	stopped := make(chan error, 1)
-	go func() { stopped <- c.Run(ctx) }()
-	t.Cleanup(func() {
-		cancel()
-		if err := <-stopped; err != nil {
-			t.Error(err)
-		}
-	})
+	testkit.Run(t, c.Run)
 }
 
 // front dials through another replica.
@@ -321,9 +313,7 @@ func TestNoReplicasAnyMore(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.setReplicas([]string{"of a replica that is gone"})
-	ctx, cancel := context.WithCancel(t.Context())
-	stopped := make(chan error, 1)
-	go func() { stopped <- c.Run(ctx) }()
+	testkit.Run(t, c.Run)
 	r.eventually("it joins", func() bool { return c.Ready() == nil })
 	c.mu.Lock()
 	missing := c.missingLocked()
@@ -331,8 +321,6 @@ func TestNoReplicasAnyMore(t *testing.T) {
 	if missing {
 		t.Error("it opens another session, which replaces the one it has")
 	}
-	cancel()
-	<-stopped
 }
 
 // eachWay runs a test with conns that are dialled at the replica that holds the node, over

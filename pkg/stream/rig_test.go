@@ -40,11 +40,10 @@ type rig struct {
 	panics   uint64           // that the test wants
 	log      *journal
 	ca       *auth.CA
-	stop     context.CancelFunc // of the server
-	stopped  chan error
-	front    *front        // another replica, by which conns are dialled; nil: directly
-	farTrip  time.Duration // of the server, and of edges; 0: the default
-	spares   int           // data connections of each edge; conns go by them. 0: conns go by the session's own
+	running  *testkit.Running // the server
+	front    *front           // another replica, by which conns are dialled; nil: directly
+	farTrip  time.Duration    // of the server, and of edges; 0: the default
+	spares   int              // data connections of each edge; conns go by them. 0: conns go by the session's own
 }
 
 // fakeAuth accepts the tokens "token-NODE" and "next-NODE" of every node.
@@ -134,7 +133,7 @@ func newRigOn(t *testing.T, network *memNet, change ...func(*ServerConfig)) *rig
 		t.Fatal(err)
 	}
 	r := &rig{
-		t: t, net: network, dir: &tunnel.Directory{}, auth: &fakeAuth{}, ca: ca, stopped: make(chan error, 1),
+		t: t, net: network, dir: &tunnel.Directory{}, auth: &fakeAuth{}, ca: ca,
 		counters: &tunnel.Counters{}, edges: &tunnel.Counters{}, log: &journal{name: t.Name()},
 	}
 	cfg := ServerConfig{
@@ -161,15 +160,6 @@ func (r *rig) up() {
 	t := r.t
 	t.Helper()
 	t.Cleanup(func() {
-		r.stop()
-		select {
-		case err := <-r.stopped:
-			if err != nil {
-				t.Errorf("server: %v", err)
-			}
-		case <-time.After(2 * patience):
-			t.Error("server does not stop")
-		}
 		if n := r.counters.Panics.Load() + r.edges.Panics.Load(); n != r.panics {
 			t.Errorf("%d panics, want %d", n, r.panics)
 		}
@@ -177,13 +167,11 @@ func (r *rig) up() {
 	r.serve()
 }
 
-// serve runs the server until r.stop; then r.stopped tells how it ended.
+// serve runs the server until the test ends, or stops it. After that serve may be called again.
 func (r *rig) serve() {
 	r.t.Helper()
-	ctx, cancel := context.WithCancel(context.Background())
-	r.stop = cancel
 	r.server.stopping.Store(false)
-	go func() { r.stopped <- r.server.Run(ctx) }()
+	r.running = testkit.Run(r.t, r.server.Run)
 	r.eventually("the server listens", func() bool { return r.server.Addr() != nil })
 }
 
@@ -229,9 +217,9 @@ func direct(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 
 // edge is one client of a rig.
 type edge struct {
-	client  *Client
-	stop    context.CancelFunc
-	stopped chan error
+	*testkit.Running
+
+	client *Client
 }
 
 func poolOf(ca *auth.CA) *x509.CertPool {
@@ -273,24 +261,7 @@ func (r *rig) start(cfg ClientConfig, dial tunnel.DialFunc) *edge {
 	if err != nil {
 		r.t.Fatal(err)
 	}
-	ctx, cancel := context.WithCancel(context.Background())
-	e := &edge{client: c, stop: cancel, stopped: make(chan error, 1)}
-	go func() { e.stopped <- c.Run(ctx) }()
-	r.t.Cleanup(func() { e.halt(r.t) })
-	return e
-}
-
-func (e *edge) halt(t *testing.T) {
-	e.stop()
-	select {
-	case err := <-e.stopped:
-		if err != nil {
-			t.Errorf("client: %v", err)
-		}
-		e.stopped <- nil
-	case <-time.After(2 * patience):
-		t.Error("client does not stop")
-	}
+	return &edge{testkit.Run(r.t, c.Run), c}
 }
 
 // join starts an edge and waits until both sides see its session.

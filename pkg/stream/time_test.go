@@ -365,10 +365,7 @@ func TestCloudDownAndUp(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		e := r.join("edge1", direct)
 		for range 3 {
-			r.stop()
-			if err := <-r.stopped; err != nil {
-				t.Fatalf("the cloud stops with %v", err)
-			}
+			r.running.Stop()
 			within(t, time.Second, "the edge notices", func() bool { return e.client.Ready() != nil })
 			time.Sleep(5 * time.Minute)
 			if err := e.client.Ready(); err == nil || !strings.Contains(err.Error(), "is the cloud running") {
@@ -568,11 +565,7 @@ func TestEdgeStopsWithinItsGrace(t *testing.T) {
 		e := r.join("edge1", func(context.Context, tunnel.Request) (net.Conn, error) { return far, nil })
 		c := r.mustDial("edge1", "target:1")
 		start := time.Now()
-		e.stop()
-		if err := <-e.stopped; err != nil {
-			t.Errorf("the edge stops with %v", err)
-		}
-		e.stopped <- nil
+		e.Stop()
 		if d := time.Since(start); d < patience || d > patience+2*time.Second {
 			t.Errorf("the edge stops after %s although a conn lives; want its grace of %s", d, patience)
 		}
@@ -589,11 +582,7 @@ func TestCloudStopsWithinItsGrace(t *testing.T) {
 		r.join("edge1", func(context.Context, tunnel.Request) (net.Conn, error) { return far, nil })
 		c := r.mustDial("edge1", "target:1")
 		start := time.Now()
-		r.stop()
-		if err := <-r.stopped; err != nil {
-			t.Errorf("the cloud stops with %v", err)
-		}
-		r.stopped <- nil
+		r.running.Stop()
 		if d := time.Since(start); d < patience || d > patience+3*time.Second {
 			t.Errorf("the cloud stops after %s although a conn lives; want its grace of %s", d, patience)
 		}
