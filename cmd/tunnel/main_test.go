@@ -304,7 +304,7 @@ func ready(port int) bool {
 // The example configurations run unchanged beside the files of `make dev-certs`. Other
 // processes may use the examples' ports, so the test has a network of its own.
 func TestExampleFiles(t *testing.T) {
-	if !inOwnNetwork(t) {
+	if !testkit.InOwnNetwork(t) {
 		return
 	}
 	dir := t.TempDir()

@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"sync"
 	"testing"
+	"time"
 )
 
 // Serve listens on loopback until the test ends, and serves each connection in a goroutine of its own.
@@ -80,5 +81,47 @@ func Echo(c *net.TCPConn) {
 func Random(n int) []byte {
 	b := make([]byte, n)
 	rand.Read(b)
+	return b
+}
+
+// Target is a TCP listener on loopback from which the test itself accepts.
+type Target struct{ *net.TCPListener }
+
+// NewTarget returns a Target that listens until the test ends.
+func NewTarget(t testing.TB) Target {
+	t.Helper()
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { ln.Close() })
+	return Target{ln.(*net.TCPListener)}
+}
+
+// Address returns where the target listens, as host:port.
+func (l Target) Address() string { return l.Addr().String() }
+
+// Next accepts a connection, and closes it when the test ends. After a minute without one it fails the
+// test.
+func (l Target) Next(t testing.TB) *net.TCPConn {
+	t.Helper()
+	if err := l.SetDeadline(time.Now().Add(patience)); err != nil {
+		t.Fatal(err)
+	}
+	c, err := l.AcceptTCP()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { c.Close() })
+	return c
+}
+
+// ReadAll reads up to a clean end. It fails the test on any other end, such as a reset.
+func ReadAll(t testing.TB, r io.Reader) []byte {
+	t.Helper()
+	b, err := io.ReadAll(r)
+	if err != nil {
+		t.Fatalf("reading to the end: %v (after %d bytes)", err, len(b))
+	}
 	return b
 }

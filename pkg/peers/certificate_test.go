@@ -17,13 +17,15 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tunnel/internal/testkit"
+	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/stream"
 	"tunnel/pkg/tunnel"
 )
 
 // nodeCertificate makes a certificate of a node.
-func nodeCertificate(t *testing.T, ca *auth.CA, node tunnel.NodeName) tls.Certificate {
+func nodeCertificate(t *testing.T, ca testca.CA, node tunnel.NodeName) tls.Certificate {
 	t.Helper()
 	signer, err := tls.X509KeyPair(ca.CertPEM(), ca.KeyPEM())
 	if err != nil {
@@ -46,7 +48,7 @@ func nodeCertificate(t *testing.T, ca *auth.CA, node tunnel.NodeName) tls.Certif
 }
 
 // certificates has a server accept the certificates that ca has made for nodes.
-func certificates(t *testing.T, ca *auth.CA) func(*stream.ServerConfig) {
+func certificates(t *testing.T, ca testca.CA) func(*stream.ServerConfig) {
 	t.Helper()
 	log := slog.New(slog.DiscardHandler)
 	file := filepath.Join(t.TempDir(), "tokens")
@@ -57,7 +59,7 @@ func certificates(t *testing.T, ca *auth.CA) func(*stream.ServerConfig) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pool := poolOf(ca)
+	pool := ca.Pool()
 	gate := auth.NewGate(auth.GateConfig{
 		Tokens: tokens, NodeCA: func() *x509.CertPool { return pool }, Backdate: auth.Backdate, Log: log,
 	})
@@ -77,7 +79,7 @@ func TestReplicasAndNodesOfOneCA(t *testing.T) {
 	withCertificate := func(claim string, show tls.Certificate) stream.ClientConfig {
 		cfg := r.clientConfig(claim)
 		cfg.Token = nil
-		cfg.TLS = fixed(&tls.Config{RootCAs: poolOf(p.ca), ServerName: "cloud", Certificates: []tls.Certificate{show}})
+		cfg.TLS = fixed(&tls.Config{RootCAs: p.ca.Pool(), ServerName: "cloud", Certificates: []tls.Certificate{show}})
 		return cfg
 	}
 	for _, claim := range []string{"edge1", "replicas", "replica"} {
@@ -121,7 +123,7 @@ func TestReplicasAndNodesOfOneCA(t *testing.T) {
 		far.Write([]byte("through the other replica"))
 		far.Close()
 	}()
-	if got := readAll(t, c); string(got) != "through the other replica" {
+	if got := testkit.ReadAll(t, c); string(got) != "through the other replica" {
 		t.Errorf("got %q", got)
 	}
 }

@@ -3,6 +3,7 @@ package peers
 import (
 	"context"
 	"io"
+	"net"
 	"slices"
 	"sync"
 	"testing"
@@ -40,7 +41,7 @@ func TestReplicaWithTwoAddresses(t *testing.T) {
 		io.WriteString(far, "late")
 		far.Close()
 	}()
-	if got := readAll(t, c); string(got) != "late" {
+	if got := testkit.ReadAll(t, c); string(got) != "late" {
 		t.Errorf("got %q", got)
 	}
 }
@@ -65,7 +66,7 @@ func TestStopLetsWhatItRelaysEnd(t *testing.T) {
 		io.WriteString(far, "late")
 		far.Close()
 	}()
-	if got := readAll(t, c); string(got) != "late" {
+	if got := testkit.ReadAll(t, c); string(got) != "late" {
 		t.Errorf("got %q", got)
 	}
 	c.Close()
@@ -88,16 +89,7 @@ func TestHandOverHasNoGap(t *testing.T) {
 			a.eventually("it is known everywhere", func() bool { return all[0].dir.Holds(n) && a.peers.Holds(n) })
 		}
 	}
-	l := newTarget(t)
-	go func() {
-		for {
-			c, err := l.Accept()
-			if err != nil {
-				return
-			}
-			c.Close()
-		}
-	}()
+	target := testkit.Serve(t, func(*net.TCPConn) {}) // which closes each connection
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -106,7 +98,7 @@ func TestHandOverHasNoGap(t *testing.T) {
 	for asked := 0; all[0].dir.Len() > 0 || asked < 100; asked++ {
 		for _, n := range nodes {
 			for i, a := range all {
-				c, err := a.dial(string(n), l.addr())
+				c, err := a.dial(string(n), target)
 				if err != nil {
 					t.Fatalf("request %d of replica %d for %s: %v", asked, i, n, err)
 				}

@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel/internal/testkit"
+	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/stream"
 	"tunnel/pkg/tunnel"
@@ -183,16 +184,13 @@ func TestPeerLost(t *testing.T) {
 func TestReplicaImpostors(t *testing.T) {
 	all := newFleet(t, 2)
 	a := all[0]
-	otherCA, err := auth.NewCA("replicas", time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
+	otherCA := testca.New(t, "replicas")
 	name := []string{"replicas"}
 	for what, certificates := range map[string][]tls.Certificate{
 		"no certificate":                  nil,
-		"an edge's, of the same CA":       {leaf(t, a.ca, auth.Leaf{DNSNames: []string{"edge1"}, Client: true})},
-		"a server's, not for clients":     {leaf(t, a.ca, auth.Leaf{DNSNames: name, Server: true})},
-		"the right name, from another CA": {leaf(t, otherCA, auth.Leaf{DNSNames: name, Server: true, Client: true})},
+		"an edge's, of the same CA":       {a.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: []string{"edge1"}, Client: true})},
+		"a server's, not for clients":     {a.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: name, Server: true})},
+		"the right name, from another CA": {otherCA.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: name, Server: true, Client: true})},
 	} {
 		t.Run(what, func(t *testing.T) {
 			err := joinAsReplica(t, a, &tls.Config{Certificates: certificates})
@@ -219,7 +217,7 @@ var errLetIn = errors.New("let in")
 func TestReplicaIDs(t *testing.T) {
 	a := newFleet(t, 1)[0]
 	conf := func() *tls.Config {
-		own := leaf(t, a.ca, auth.Leaf{DNSNames: []string{"replicas"}, Server: true, Client: true})
+		own := a.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: []string{"replicas"}, Server: true, Client: true})
 		return &tls.Config{Certificates: []tls.Certificate{own}}
 	}
 	id := uuid.NewString()
@@ -243,7 +241,7 @@ func TestReplicaOfAnAuthorityThatHasLeft(t *testing.T) {
 	name := []string{"replicas"}
 	resumed := false
 	conf := &tls.Config{
-		Certificates:       []tls.Certificate{leaf(t, a.ca, auth.Leaf{DNSNames: name, Server: true, Client: true})},
+		Certificates:       []tls.Certificate{a.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: name, Server: true, Client: true})},
 		ClientSessionCache: tls.NewLRUClientSessionCache(10),
 		VerifyConnection: func(s tls.ConnectionState) error {
 			resumed = s.DidResume
@@ -255,13 +253,10 @@ func TestReplicaOfAnAuthorityThatHasLeft(t *testing.T) {
 			t.Fatalf("%v, resumed %v, want %v", err, resumed, again)
 		}
 	}
-	next, err := auth.NewCA("replicas", time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
+	next := testca.New(t, "replicas")
 	a.tls.Store(&tls.Config{
-		Certificates: []tls.Certificate{leaf(t, next, auth.Leaf{DNSNames: name, Server: true, Client: true})},
-		RootCAs:      poolOf(next), ServerName: "replicas",
+		Certificates: []tls.Certificate{next.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: name, Server: true, Client: true})},
+		RootCAs:      next.Pool(), ServerName: "replicas",
 	})
 	if err := joinAsReplica(t, a, conf); status.Code(err) != codes.Unauthenticated || !resumed {
 		t.Errorf("%v, resumed %v", err, resumed)
@@ -280,7 +275,7 @@ func joinAsReplica(t *testing.T, a *replicaRig, conf *tls.Config) error {
 
 func joinAs(t *testing.T, a *replicaRig, id string, conf *tls.Config) error {
 	t.Helper()
-	conf.RootCAs, conf.ServerName = poolOf(a.ca), "cloud"
+	conf.RootCAs, conf.ServerName = a.ca.Pool(), "cloud"
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 	told := make(chan error, 1)
@@ -337,7 +332,7 @@ func TestRelayDrains(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.Close()
-	if got := readAll(t, far); string(got) != "late" {
+	if got := testkit.ReadAll(t, far); string(got) != "late" {
 		t.Errorf("got %q", got)
 	}
 	far.Close()
@@ -395,25 +390,15 @@ func TestLeaveLosesNothing(t *testing.T) {
 		}
 		return err != nil
 	})
-	l := newTarget(t)
-	go func() {
-		for {
-			c, err := l.Accept()
-			if err != nil {
-				return
-			}
-			io.WriteString(c, "hello")
-			c.Close()
-		}
-	}()
+	target := testkit.Serve(t, func(c *net.TCPConn) { io.WriteString(c, "hello") })
 	asked := 0
 	for moved := false; !moved || asked < 200; asked++ {
 		moved = r.dir.Holds("edge1")
-		c, err := r.dial("edge1", l.addr())
+		c, err := r.dial("edge1", target)
 		if err != nil {
 			t.Fatalf("request %d: %v", asked, err)
 		}
-		if got := readAll(t, c); string(got) != "hello" {
+		if got := testkit.ReadAll(t, c); string(got) != "hello" {
 			t.Fatalf("request %d: got %q", asked, got)
 		}
 		c.Close()
@@ -427,7 +412,7 @@ func TestLeaveLosesNothing(t *testing.T) {
 		io.WriteString(far, "late")
 		far.Close()
 	}()
-	if got := readAll(t, c); string(got) != "late" {
+	if got := testkit.ReadAll(t, c); string(got) != "late" {
 		t.Errorf("got %q", got)
 	}
 	c.Close()
@@ -477,7 +462,7 @@ func TestSessionWithEveryReplica(t *testing.T) {
 // hold, and they, who have not got through to it for a while, do not wait to be asked.
 func TestStartedReplicaKnowsTheNodes(t *testing.T) {
 	p := newPlaces(t, 2)
-	ln := newTarget(t)
+	ln := testkit.NewTarget(t)
 	hungUp := make(chan struct{})
 	go func() { // nobody is there yet
 		defer close(hungUp)
@@ -489,7 +474,7 @@ func TestStartedReplicaKnowsTheNodes(t *testing.T) {
 			c.Close()
 		}
 	}()
-	p.leads(p.names[1], ln.addr())
+	p.leads(p.names[1], ln.Address())
 	first := p.newReplica(t, 0, p.names)
 	p.leads(p.names[0], first.port)
 	first.meet()

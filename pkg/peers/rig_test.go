@@ -3,9 +3,7 @@ package peers
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
-	"io"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -35,7 +33,7 @@ type replicaRig struct {
 	peers    *Peers
 	server   *stream.Server
 	dir      *tunnel.Directory
-	ca       *auth.CA
+	ca       testca.CA
 	addr     netip.Addr // at which clients would reach it
 	port     string     // of its server
 	relays   *tunnel.Counters
@@ -61,7 +59,7 @@ func newFleet(t *testing.T, n int, change ...func(*stream.ServerConfig)) fleet {
 // places is what replicas need before they start: who signs for them, and the addresses by which
 // they know each other.
 type places struct {
-	ca    *auth.CA
+	ca    testca.CA
 	names []string
 	alias map[string]string // another name of one of names; set before fleet
 
@@ -71,11 +69,7 @@ type places struct {
 
 func newPlaces(t *testing.T, n int) *places {
 	t.Helper()
-	ca, err := auth.NewCA("replicas", 24*time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
-	p := &places{ca: ca, ports: make(map[string]string)}
+	p := &places{ca: testca.New(t, "replicas"), ports: make(map[string]string)}
 	for i := range n {
 		p.names = append(p.names, netip.AddrPortFrom(clientAddr(i), 9000).String())
 	}
@@ -128,8 +122,8 @@ func (p *places) fleet(t *testing.T, addresses []string, change ...func(*stream.
 // newReplica starts the server of a replica. meet starts its Peers.
 func (p *places) newReplica(t *testing.T, i int, addresses []string, change ...func(*stream.ServerConfig)) *replicaRig {
 	t.Helper()
-	own := leaf(t, p.ca, auth.Leaf{DNSNames: []string{"cloud", "replicas"}, Server: true, Client: true})
-	conf := &tls.Config{Certificates: []tls.Certificate{own}, RootCAs: poolOf(p.ca), ServerName: "replicas"}
+	own := p.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: []string{"cloud", "replicas"}, Server: true, Client: true})
+	conf := &tls.Config{Certificates: []tls.Certificate{own}, RootCAs: p.ca.Pool(), ServerName: "replicas"}
 	log, text := testkit.NewLog()
 	a := &replicaRig{
 		t: t, dir: &tunnel.Directory{}, ca: p.ca, addr: clientAddr(i),
@@ -203,18 +197,6 @@ func (tokens) Authenticate(_ context.Context, c auth.Credential) (auth.Grant, er
 	return auth.Grant{Node: node, By: "token"}, nil
 }
 
-func leaf(t *testing.T, ca *auth.CA, l auth.Leaf) tls.Certificate {
-	t.Helper()
-	l.CommonName = "replica"
-	return testca.CA{CA: ca}.Pair(t, l)
-}
-
-func poolOf(ca *auth.CA) *x509.CertPool {
-	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(ca.CertPEM())
-	return pool
-}
-
 // fixed is a configuration that does not change.
 func fixed(conf *tls.Config) func() *tls.Config { return func() *tls.Config { return conf } }
 
@@ -247,7 +229,7 @@ type edge struct {
 
 func (a *replicaRig) clientConfig(node string) stream.ClientConfig {
 	return stream.ClientConfig{
-		Address: a.port, TLS: fixed(&tls.Config{RootCAs: poolOf(a.ca), ServerName: "cloud"}),
+		Address: a.port, TLS: fixed(&tls.Config{RootCAs: a.ca.Pool(), ServerName: "cloud"}),
 		Node:     tunnel.NodeName(node),
 		Token:    auth.StaticToken(auth.Secret("token-" + node)),
 		Counters: a.edges, Log: a.log.With("end", "edge"), Grace: patience, Software: "test",
@@ -287,38 +269,17 @@ func (a *replicaRig) dial(node, addr string) (net.Conn, error) {
 	})
 }
 
-// target is a TCP listener behind the edge.
-type target struct{ net.Listener }
-
-func newTarget(t *testing.T) target {
-	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { ln.Close() })
-	return target{ln}
-}
-
-func (l target) addr() string { return l.Addr().String() }
-
 // pair is a conn on the cloud and the target's end of it.
 func (a *replicaRig) pair(node string) (net.Conn, *net.TCPConn) {
 	t := a.t
 	t.Helper()
-	l := newTarget(t)
-	c, err := a.dial(node, l.addr())
+	l := testkit.NewTarget(t)
+	c, err := a.dial(node, l.Address())
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { c.Close() })
-	l.Listener.(*net.TCPListener).SetDeadline(time.Now().Add(patience))
-	far, err := l.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { far.Close() })
-	return c, far.(*net.TCPConn)
+	return c, l.Next(t)
 }
 
 // idle waits until nothing is left of any conn.
@@ -341,13 +302,4 @@ func (a *replicaRig) idle(edges ...*edge) {
 		}
 		return true
 	})
-}
-
-func readAll(t *testing.T, r io.Reader) []byte {
-	t.Helper()
-	b, err := io.ReadAll(r)
-	if err != nil {
-		t.Fatalf("reading to the end: %v (after %d bytes)", err, len(b))
-	}
-	return b
 }

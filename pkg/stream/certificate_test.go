@@ -20,6 +20,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel/internal/testkit"
+	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
@@ -27,7 +28,7 @@ import (
 // registry is who decides by certificates: a gate, its token file, and who signs.
 type registry struct {
 	t    *testing.T
-	ca   *auth.CA
+	ca   testca.CA
 	file string
 	gate *auth.Gate
 	ttl  time.Duration // of what is signed
@@ -38,7 +39,7 @@ type registry struct {
 }
 
 // newRegistry makes one with these lines in its token file. ca signs nodes' certificates.
-func newRegistry(t *testing.T, ca *auth.CA, lines ...string) *registry {
+func newRegistry(t *testing.T, ca testca.CA, lines ...string) *registry {
 	t.Helper()
 	a := &registry{t: t, ca: ca, file: filepath.Join(t.TempDir(), "tokens"), ttl: time.Hour}
 	a.write(lines...)
@@ -47,18 +48,18 @@ func newRegistry(t *testing.T, ca *auth.CA, lines ...string) *registry {
 	if err != nil {
 		t.Fatal(err)
 	}
-	pool := poolOf(ca)
+	pool := ca.Pool()
 	a.gate = auth.NewGate(auth.GateConfig{Tokens: tokens, NodeCA: func() *x509.CertPool { return pool }, Backdate: auth.Backdate, Log: log})
 	return a
 }
 
-func nodeCA(t *testing.T) *auth.CA {
+func nodeCA(t *testing.T) testca.CA {
 	t.Helper()
 	ca, err := auth.NewCA("nodes", 1000*time.Hour)
 	if err != nil {
 		t.Fatal(err)
 	}
-	return ca
+	return testca.CA{CA: ca}
 }
 
 // write replaces the token file.
@@ -150,7 +151,7 @@ func hold(c tls.Certificate) *holder {
 // certified is the configuration of an edge whose proof is a certificate.
 func (r *rig) certified(node string, h *holder) ClientConfig {
 	cfg := r.clientConfig(node)
-	roots := poolOf(r.ca)
+	roots := r.ca.Pool()
 	cfg.Token = nil
 	cfg.TLS = func() *tls.Config {
 		return &tls.Config{RootCAs: roots, ServerName: "cloud", GetClientCertificate: func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
@@ -221,7 +222,7 @@ func TestCertificateRefused(t *testing.T) {
 		"another CA":              {other.certificate("edge1"), []string{nodeKey, "edge1"}, "unknown authority"},
 		"expired":                 {late.certificate("edge1"), []string{nodeKey, "edge1"}, "expired"},
 		"a revoked node":          {a.certificate("edge9"), []string{nodeKey, "edge9"}, "revokes this node"},
-		"a server's certificate":  {leaf(t, ca, auth.Leaf{DNSNames: []string{"edge1"}, Client: true, Server: true}), []string{nodeKey, "edge1"}, "the subject is not"},
+		"a server's certificate":  {ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: []string{"edge1"}, Client: true, Server: true}), []string{nodeKey, "edge1"}, "the subject is not"},
 		"a wrong token beside it": {one, []string{nodeKey, "edge1", "authorization", "Bearer " + auth.EncodeToken("edge1", "s3cret")}, "token"},
 		"a token of another node": {a.certificate("edge2"), []string{nodeKey, "edge2", "authorization", bearerOf("edge1")}, "two nodes"},
 	} {

@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/conn"
 	"tunnel/pkg/tunnel"
 )
@@ -102,13 +103,13 @@ func TestWrittenThenReset(t *testing.T) {
 // socketPair is a TCP connection on loopback.
 func socketPair(t *testing.T) (a, b *net.TCPConn) {
 	t.Helper()
-	l := newTarget(t)
-	c, err := net.Dial("tcp", l.addr())
+	l := testkit.NewTarget(t)
+	c, err := net.Dial("tcp", l.Address())
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { c.Close() })
-	return c.(*net.TCPConn), l.accept(t)
+	return c.(*net.TCPConn), l.Next(t)
 }
 
 // A reset does not wait for longer than abortTime behind bytes that nobody takes.

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/net/nettest"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/conn"
 	"tunnel/pkg/tunnel"
 )
@@ -75,7 +76,7 @@ func bytesBeforeCloseArrive(t *testing.T, r *rig) {
 			c.Write(want)
 			c.Close()
 		}()
-		if got := readAll(t, far); !bytes.Equal(got, want) {
+		if got := testkit.ReadAll(t, far); !bytes.Equal(got, want) {
 			t.Errorf("cloud to edge: %d of %d bytes arrived", len(got), n)
 		}
 		far.Close()
@@ -85,7 +86,7 @@ func bytesBeforeCloseArrive(t *testing.T, r *rig) {
 			far.Write(want)
 			far.Close()
 		}()
-		if got := readAll(t, c); !bytes.Equal(got, want) {
+		if got := testkit.ReadAll(t, c); !bytes.Equal(got, want) {
 			t.Errorf("edge to cloud: %d of %d bytes arrived", len(got), n)
 		}
 		c.Close()
@@ -110,14 +111,14 @@ func halfClose(t *testing.T, r *rig) {
 				first.Write(ask)
 				first.(interface{ CloseWrite() error }).CloseWrite()
 			}()
-			if got := readAll(t, second); !bytes.Equal(got, ask) {
+			if got := testkit.ReadAll(t, second); !bytes.Equal(got, ask) {
 				t.Fatalf("%d of %d bytes arrived before the half-close", len(got), len(ask))
 			}
 			go func() {
 				second.Write(answer)
 				second.Close()
 			}()
-			if got := readAll(t, first); !bytes.Equal(got, answer) {
+			if got := testkit.ReadAll(t, first); !bytes.Equal(got, answer) {
 				t.Fatalf("%d of %d bytes arrived after the half-close", len(got), len(answer))
 			}
 		})
@@ -191,7 +192,7 @@ func callerGoneTargetSilent(t *testing.T, r *rig) {
 	c, far := r.pair("edge1")
 	c.Write([]byte("the last words"))
 	c.Close()
-	if got := readAll(t, far); string(got) != "the last words" {
+	if got := testkit.ReadAll(t, far); string(got) != "the last words" {
 		t.Errorf("%q arrived before the close", got)
 	}
 	r.idle(e)
@@ -247,7 +248,7 @@ func stalledReadersLeaveOthersAlone(t *testing.T, r *rig) {
 		far.Write(data)
 		far.Close()
 	}()
-	if got := readAll(t, c); !bytes.Equal(got, data) {
+	if got := testkit.ReadAll(t, c); !bytes.Equal(got, data) {
 		t.Errorf("%d of %d bytes arrived beside stalled readers", len(got), len(data))
 	}
 	c.Close()
@@ -264,7 +265,7 @@ func TestSessionLost(t *testing.T) {
 	c1, far1 := r.pair("edge1")
 	c2, far2 := r.pair("edge1")
 	c2.(interface{ CloseWrite() error }).CloseWrite()
-	readAll(t, far2)
+	testkit.ReadAll(t, far2)
 	r.dir.Lookup("edge1").Close(errors.New("cut by the test"))
 	for name, c := range map[string]net.Conn{"cloud's": c1, "target's": far1, "cloud's half-closed": c2} {
 		c.SetReadDeadline(time.Now().Add(patience))

@@ -21,6 +21,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
@@ -87,16 +88,7 @@ func TestDataConnectionsFollowDemand(t *testing.T) {
 	if n := cs.dataConns(); n != 0 {
 		t.Fatalf("an idle node has %d data connections", n)
 	}
-	l := newTarget(t)
-	go func() {
-		for {
-			c, err := l.Accept()
-			if err != nil {
-				return
-			}
-			go io.Copy(c, c)
-		}
-	}()
+	target := testkit.Serve(t, testkit.Echo)
 	var conns []net.Conn
 	for i, want := range []bool{false, true, false, true, false, false, false} {
 		r.eventually("the edge has opened what it was asked for", func() bool {
@@ -104,7 +96,7 @@ func TestDataConnectionsFollowDemand(t *testing.T) {
 			defer cs.mu.Unlock()
 			return cs.asking == 0
 		})
-		c, err := r.dial("edge1", l.addr())
+		c, err := r.dial("edge1", target)
 		if err != nil {
 			t.Fatal(err)
 		}
@@ -150,7 +142,7 @@ func TestEdgeStopsBehindItsLastConn(t *testing.T) {
 		t.Error("the edge has stopped while the cloud had read nothing")
 	case <-time.After(300 * time.Millisecond):
 	}
-	if got := readAll(t, c); !bytes.Equal(got, sent) {
+	if got := testkit.ReadAll(t, c); !bytes.Equal(got, sent) {
 		t.Errorf("%d bytes came, want %d", len(got), len(sent))
 	}
 	c.Close()
@@ -285,10 +277,10 @@ func TestDataConnectionCut(t *testing.T) {
 				}
 				es.mu.Unlock()
 			}
-			l := newTarget(t)
+			l := testkit.NewTarget(t)
 			r.spares = 0 // no more waiting for one
-			c := r.mustDial("edge1", l.addr())
-			far := l.accept(t)
+			c := r.mustDial("edge1", l.Address())
+			far := l.Next(t)
 			c.Write([]byte("x"))
 			if _, err := io.ReadFull(far, make([]byte, 1)); err != nil {
 				t.Error(err)
@@ -468,7 +460,7 @@ func (r *rig) dataDial() *dataConn {
 		r.t.Fatal(err)
 	}
 	r.t.Cleanup(func() { raw.Close() })
-	c := tls.Client(raw, &tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud", NextProtos: []string{dataProtocol}})
+	c := tls.Client(raw, &tls.Config{RootCAs: r.ca.Pool(), ServerName: "cloud", NextProtos: []string{dataProtocol}})
 	c.SetDeadline(time.Now().Add(patience))
 	return newDataConn(c, raw, new(conn.Blocks))
 }
@@ -748,7 +740,7 @@ func TestSlowTargetAfterTheEnd(t *testing.T) {
 	c2.Close()
 	far2.Close()
 	time.Sleep(answerTime + time.Second) // longer than any timeout of TCP here
-	if got := readAll(t, far); !bytes.Equal(got, want) {
+	if got := testkit.ReadAll(t, far); !bytes.Equal(got, want) {
 		t.Errorf("%d of %d bytes arrived", len(got), len(want))
 	}
 	if err := <-written; err != nil {
@@ -762,7 +754,7 @@ func TestSlowTargetAfterTheEnd(t *testing.T) {
 // connection has its own bytes and no others.
 func TestDataConnectionKeepsConnsApart(t *testing.T) {
 	r, e := newDataRig(t, 2)
-	l := newTarget(t)
+	l := testkit.NewTarget(t)
 	go func() { // each target says a number of its own, again and again, and looks at what it is told
 		for i := byte(0); ; i++ {
 			c, err := l.Accept()
@@ -807,7 +799,7 @@ func TestDataConnectionKeepsConnsApart(t *testing.T) {
 		all.Go(func() {
 			for i := range 150 {
 				near, door := net.Pipe()
-				x, err := r.dial("edge1", l.addr())
+				x, err := r.dial("edge1", l.Address())
 				if err != nil {
 					t.Error(err)
 					return

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"tunnel/internal/testkit"
+	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
@@ -140,10 +141,7 @@ func echoed() net.Conn {
 // target through the two. The session has so many connections at most.
 func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func() net.Conn) {
 	b.Helper()
-	ca, err := auth.NewCA("bench", time.Hour)
-	if err != nil {
-		b.Fatal(err)
-	}
+	ca := testca.New(b, "bench")
 	cert, key, err := ca.Issue(auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true, TTL: time.Hour})
 	if err != nil {
 		b.Fatal(err)
@@ -166,7 +164,7 @@ func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func
 		time.Sleep(time.Millisecond)
 	}
 	client, err := NewClient(ClientConfig{
-		Address: server.Addr().String(), TLS: func() *tls.Config { return &tls.Config{RootCAs: poolOf(ca), ServerName: "cloud"} },
+		Address: server.Addr().String(), TLS: func() *tls.Config { return &tls.Config{RootCAs: ca.Pool(), ServerName: "cloud"} },
 		Node: "edge1", Token: auth.StaticToken("token-edge1"),
 		Log: log, Software: "bench", Connections: connections,
 	}, &edgeModule{"tcp", func(context.Context, tunnel.Request) (net.Conn, error) { return target(), nil }})

@@ -16,6 +16,7 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/status"
 
+	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
@@ -98,10 +99,7 @@ func (r *rig) notReady(t *testing.T, change func(*ClientConfig), want ...string)
 
 // What the person at the edge reads when it cannot join: what is wrong and where.
 func TestWhatTheEdgeSays(t *testing.T) {
-	other, err := auth.NewCA("other", time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
+	other := testca.New(t, "other")
 	closed, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -124,7 +122,7 @@ func TestWhatTheEdgeSays(t *testing.T) {
 			[]string{"open /etc/token: gone"},
 		},
 		"another CA": {
-			func(c *ClientConfig) { c.TLS().RootCAs = poolOf(other) },
+			func(c *ClientConfig) { c.TLS().RootCAs = other.Pool() },
 			[]string{"unknown authority", "cert in [mode.edge.stream.client]"},
 		},
 		"another name": {

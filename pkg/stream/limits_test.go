@@ -24,6 +24,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
@@ -412,7 +413,7 @@ func TestEdgeLimitsAreShared(t *testing.T) {
 	cfg.Limits = EdgeLimits{Conns: 2, Dials: 1}
 	e := r.start(cfg, direct)
 	r.eventually("the edge joins", func() bool { return e.client.Ready() == nil && r.dir.Holds("edge1") })
-	target := newTarget(t).Addr().String()
+	target := testkit.NewTarget(t).Addr().String()
 	other := tunnel.Request{Addr: "other:1"}
 	admit := func() {
 		t.Helper()
@@ -703,7 +704,7 @@ func (a *slowAuth) Authenticate(ctx context.Context, c auth.Credential) (auth.Gr
 // that follow.
 func (r *rig) framer() *http2.Framer {
 	r.t.Helper()
-	c, err := tls.Dial("tcp", r.server.Addr().String(), &tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud", NextProtos: []string{"h2"}})
+	c, err := tls.Dial("tcp", r.server.Addr().String(), &tls.Config{RootCAs: r.ca.Pool(), ServerName: "cloud", NextProtos: []string{"h2"}})
 	if err != nil {
 		r.t.Fatal(err)
 	}

@@ -5,6 +5,7 @@ import (
 	"sync"
 	"testing"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/tunnel"
 )
 
@@ -15,7 +16,7 @@ func TestManyResetsAtOnce(t *testing.T) {
 	e := r.join("edge1", direct)
 	other, far := r.pair("edge1")
 	session := r.dir.Lookup("edge1")
-	l := newTarget(t)
+	l := testkit.NewTarget(t)
 	go func() {
 		for {
 			if _, err := l.Accept(); err != nil { // held by the kernel, and closed with the listener
@@ -26,7 +27,7 @@ func TestManyResetsAtOnce(t *testing.T) {
 	for range 3 {
 		conns := make([]net.Conn, 0, DefaultMaxConns)
 		for range cap(conns) - 1 {
-			conns = append(conns, r.mustDial("edge1", l.addr()))
+			conns = append(conns, r.mustDial("edge1", l.Address()))
 		}
 		var wg sync.WaitGroup
 		for _, c := range conns {

@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
+	"tunnel/internal/testkit"
 	"tunnel/pkg/conn"
 	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
@@ -159,7 +160,7 @@ func TestConnectThatNobodyWaitsFor(t *testing.T) {
 	if err := conn.Send(&pb.Chunk{Data: []byte("hi"), Fin: true}); err != nil {
 		t.Fatal(err)
 	}
-	if got := readAll(t, d.conn); string(got) != "hi" {
+	if got := testkit.ReadAll(t, d.conn); string(got) != "hi" {
 		t.Errorf("read %q", got)
 	}
 	d.conn.Close()
@@ -335,7 +336,7 @@ func TestConnLimit(t *testing.T) {
 		t.Errorf("the third conn: %v, want overloaded, and a count of it", err)
 	}
 	time.AfterFunc(100*time.Millisecond, func() { b.Close() })
-	tunnel.Reset(r.mustDial("edge1", newTarget(t).addr()))
+	tunnel.Reset(r.mustDial("edge1", testkit.NewTarget(t).Address()))
 	for range 100 {
 		r.eventually("the cloud has room", func() bool { return r.dir.Lookup("edge1").Conns.Load() < 2 })
 		c, far := r.pair("edge1")
@@ -399,7 +400,7 @@ func TestEdgeDrains(t *testing.T) {
 	default:
 	}
 	far.Close()
-	readAll(t, c)
+	testkit.ReadAll(t, c)
 	c.Close()
 	e.Stop() // fails unless Run returns nil
 	r.eventually("the node is gone, and the log says so plainly", func() bool {
@@ -519,7 +520,7 @@ func TestCloudDrains(t *testing.T) {
 		t.Fatalf("the live conn: %v", err)
 	}
 	c.Close()
-	readAll(t, far)
+	testkit.ReadAll(t, far)
 	far.Close()
 	r.running.Stop()
 	r.eventually("the edge has no session", func() bool { return e.client.Ready() != nil })

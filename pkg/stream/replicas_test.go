@@ -89,17 +89,14 @@ type fleet []*replicaRig
 
 func newFleet(t *testing.T, n int, change ...func(*ServerConfig)) fleet {
 	t.Helper()
-	ca, err := auth.NewCA("replicas", 24*time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
+	ca := testca.New(t, "replicas")
 	return newFleetOf(t, ca, n, change...)
 }
 
 // newFleetOf makes a fleet whose certificates ca signs.
-func newFleetOf(t *testing.T, ca *auth.CA, n int, change ...func(*ServerConfig)) fleet {
+func newFleetOf(t *testing.T, ca testca.CA, n int, change ...func(*ServerConfig)) fleet {
 	t.Helper()
-	own := leaf(t, ca, auth.Leaf{DNSNames: []string{"cloud"}, Server: true, Client: true})
+	own := ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: []string{"cloud"}, Server: true, Client: true})
 	var all fleet
 	for range n {
 		o := &others{id: uuid.NewString()}
@@ -109,7 +106,7 @@ func newFleetOf(t *testing.T, ca *auth.CA, n int, change ...func(*ServerConfig))
 		r.ca = ca
 		all = append(all, &replicaRig{rig: r, others: o})
 	}
-	conf := &tls.Config{RootCAs: poolOf(ca), ServerName: "cloud", Certificates: []tls.Certificate{own}}
+	conf := &tls.Config{RootCAs: ca.Pool(), ServerName: "cloud", Certificates: []tls.Certificate{own}}
 	for _, a := range all {
 		for _, b := range all {
 			if a != b {
@@ -121,12 +118,6 @@ func newFleetOf(t *testing.T, ca *auth.CA, n int, change ...func(*ServerConfig))
 		a.eventually("the replicas have joined each other", func() bool { return len(a.others.Joined()) == n-1 })
 	}
 	return all
-}
-
-func leaf(t *testing.T, ca *auth.CA, l auth.Leaf) tls.Certificate {
-	t.Helper()
-	l.CommonName = "replica"
-	return testca.CA{CA: ca}.Pair(t, l)
 }
 
 // joinReplica has a join b until the test ends.

@@ -3,10 +3,8 @@ package stream
 import (
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
-	"io"
 	"log/slog"
 	"net"
 	"os"
@@ -19,6 +17,7 @@ import (
 	"golang.org/x/oauth2"
 
 	"tunnel/internal/testkit"
+	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/tunnel"
 )
@@ -39,7 +38,7 @@ type rig struct {
 	edges    *tunnel.Counters // of all edges
 	panics   uint64           // that the test wants
 	log      *journal
-	ca       *auth.CA
+	ca       testca.CA
 	running  *testkit.Running // the server
 	front    *front           // another replica, by which conns are dialled; nil: directly
 	farTrip  time.Duration    // of the server, and of edges; 0: the default
@@ -120,18 +119,8 @@ func newRig(t *testing.T, change ...func(*ServerConfig)) *rig {
 // newRigOn makes a rig on a network in memory, for tests that run on a fake clock.
 func newRigOn(t *testing.T, network *memNet, change ...func(*ServerConfig)) *rig {
 	t.Helper()
-	ca, err := auth.NewCA("test", 24*time.Hour)
-	if err != nil {
-		t.Fatal(err)
-	}
-	cert, key, err := ca.Issue(auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true, TTL: 24 * time.Hour})
-	if err != nil {
-		t.Fatal(err)
-	}
-	pair, err := tls.X509KeyPair(cert, key)
-	if err != nil {
-		t.Fatal(err)
-	}
+	ca := testca.New(t, "test")
+	pair := ca.Pair(t, auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true, TTL: 24 * time.Hour})
 	r := &rig{
 		t: t, net: network, dir: &tunnel.Directory{}, auth: &fakeAuth{}, ca: ca,
 		counters: &tunnel.Counters{}, edges: &tunnel.Counters{}, log: &journal{name: t.Name()},
@@ -144,8 +133,8 @@ func newRigOn(t *testing.T, network *memNet, change ...func(*ServerConfig)) *rig
 		f(&cfg)
 	}
 	r.farTrip = cfg.farTrip
-	r.server, err = NewServer(cfg, r.dir)
-	if err != nil {
+	var err error
+	if r.server, err = NewServer(cfg, r.dir); err != nil {
 		t.Fatal(err)
 	}
 	if network != nil {
@@ -222,12 +211,6 @@ type edge struct {
 	client *Client
 }
 
-func poolOf(ca *auth.CA) *x509.CertPool {
-	pool := x509.NewCertPool()
-	pool.AppendCertsFromPEM(ca.CertPEM())
-	return pool
-}
-
 // fixed is a configuration that does not change.
 func fixed(conf *tls.Config) func() *tls.Config { return func() *tls.Config { return conf } }
 
@@ -242,7 +225,7 @@ func (f tokenFunc) Token() (*oauth2.Token, error) {
 
 func (r *rig) clientConfig(node string) ClientConfig {
 	cfg := ClientConfig{
-		Address: r.server.Addr().String(), TLS: fixed(&tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud"}),
+		Address: r.server.Addr().String(), TLS: fixed(&tls.Config{RootCAs: r.ca.Pool(), ServerName: "cloud"}),
 		Node:     tunnel.NodeName(node),
 		Token:    auth.StaticToken(auth.Secret("token-" + node)),
 		Counters: r.edges, Log: r.log.logger().With("end", "edge"), Grace: patience, Software: "test",
@@ -321,38 +304,12 @@ func (r *rig) mustDial(node, addr string) net.Conn {
 	return c
 }
 
-// target is a TCP listener behind the edge.
-type target struct{ net.Listener }
-
-func newTarget(t *testing.T) target {
-	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { ln.Close() })
-	return target{ln}
-}
-
-func (l target) addr() string { return l.Addr().String() }
-
-func (l target) accept(t *testing.T) *net.TCPConn {
-	t.Helper()
-	l.Listener.(*net.TCPListener).SetDeadline(time.Now().Add(patience))
-	c, err := l.Accept()
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { c.Close() })
-	return c.(*net.TCPConn)
-}
-
 // pair is a conn on the cloud and the target's end of it.
 func (r *rig) pair(node string) (net.Conn, *net.TCPConn) {
 	r.t.Helper()
-	l := newTarget(r.t)
-	c := r.mustDial(node, l.addr())
-	return c, l.accept(r.t)
+	l := testkit.NewTarget(r.t)
+	c := r.mustDial(node, l.Address())
+	return c, l.Next(r.t)
 }
 
 // wantErr checks that err is what a user of TCP would expect.
@@ -382,13 +339,4 @@ func (r *rig) idle(edges ...*edge) {
 		}
 		return true
 	})
-}
-
-func readAll(t *testing.T, r io.Reader) []byte {
-	t.Helper()
-	b, err := io.ReadAll(r)
-	if err != nil {
-		t.Fatalf("reading to the end: %v (after %d bytes)", err, len(b))
-	}
-	return b
 }

@@ -47,7 +47,7 @@ func (s *stranger) sign(request []byte, pairs ...string) (*pb.SignResponse, erro
 // enroll gets a node its first certificate.
 func (r *rig) enroll(node string, token auth.Secret, request []byte) (Enrolled, error) {
 	cfg := EnrollConfig{
-		Address: r.server.Addr().String(), TLS: &tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud"},
+		Address: r.server.Addr().String(), TLS: &tls.Config{RootCAs: r.ca.Pool(), ServerName: "cloud"},
 		Node: tunnel.NodeName(node), Token: token, Request: request, Software: "test",
 	}
 	if r.net != nil {

@@ -32,7 +32,7 @@ func (r *rig) stranger(show ...tls.Certificate) *stranger {
 	}
 	address := r.server.Addr().String()
 	cc, err := grpc.NewClient("passthrough:///"+address,
-		grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: poolOf(r.ca), ServerName: "cloud", Certificates: show})),
+		grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: r.ca.Pool(), ServerName: "cloud", Certificates: show})),
 		grpc.WithContextDialer(func(ctx context.Context, a string) (net.Conn, error) { return dial(ctx, "tcp", a) }),
 		grpc.WithDisableRetry(), grpc.WithIdleTimeout(0))
 	if err != nil {

@@ -1,0 +1,56 @@
+package testkit
+
+import (
+	"os"
+	"os/exec"
+	"runtime"
+	"syscall"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+)
+
+// ownNetwork marks a test process that runs in a network namespace of its own.
+const ownNetwork = "TUNNEL_TEST_OWN_NETWORK"
+
+// InOwnNetwork runs the calling test again, in a process whose network namespace holds nothing but
+// loopback. It returns true in that process. In the first process it returns false, after the other one
+// has ended; the test returns then. env ("NAME=value") is added to the environment of the process.
+//
+// Root needs no more rights. Other users need user namespaces; a machine without them skips the test.
+func InOwnNetwork(t *testing.T, env ...string) bool {
+	t.Helper()
+	if os.Getenv(ownNetwork) != "" {
+		loopback, err := netlink.LinkByName("lo")
+		if err == nil {
+			err = netlink.LinkSetUp(loopback)
+		}
+		if err != nil {
+			t.Fatalf("setting loopback up: %v", err)
+		}
+		return true
+	}
+	again := func(args ...string) *exec.Cmd {
+		cmd := exec.Command(os.Args[0], args...)
+		cmd.Env = append(append(os.Environ(), ownNetwork+"=1"), env...)
+		cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGKILL}
+		if os.Getuid() != 0 {
+			cmd.SysProcAttr.Cloneflags |= syscall.CLONE_NEWUSER
+			cmd.SysProcAttr.UidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getuid(), Size: 1}}
+			cmd.SysProcAttr.GidMappings = []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getgid(), Size: 1}}
+		}
+		return cmd
+	}
+	// The kernel sends Pdeathsig when the thread ends that has started the child (prctl(2)).
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	if err := again("-test.list=^$").Run(); err != nil {
+		t.Skipf("a process cannot get a network namespace of its own: %v", err)
+	}
+	out, err := again("-test.run=^"+t.Name()+"$", "-test.v", "-test.timeout=5m").CombinedOutput()
+	if err != nil {
+		t.Errorf("in a network namespace of its own: %v", err)
+	}
+	t.Logf("%s", out)
+	return false
+}
