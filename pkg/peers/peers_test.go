@@ -22,6 +22,7 @@ import (
 	"tunnel/internal/testkit/testca"
 	"tunnel/pkg/auth"
 	"tunnel/pkg/stream"
+	pb "tunnel/pkg/stream/tunnelv1"
 	"tunnel/pkg/tunnel"
 )
 
@@ -90,6 +91,35 @@ func TestRelayRefuses(t *testing.T) {
 	relayed := all[0].relays.Refusals(tunnel.Denied) + r.relays.Refusals(tunnel.Denied)
 	if relayed == 0 || r.counters.Refusals(tunnel.Denied) != 0 {
 		t.Error("a relayed refusal is not counted as one")
+	}
+}
+
+// limited is a session's Dialer that has reached a limit: an open waits, or is refused if it must not wait.
+type limited struct{ asked atomic.Int64 }
+
+func (l *limited) Dial(_ context.Context, r tunnel.Request) (net.Conn, error) {
+	l.asked.Add(1)
+	if r.NoWait {
+		return nil, tunnel.Refusef(tunnel.Overloaded, "limit dials: full")
+	}
+	return nil, tunnel.Refusef(tunnel.Refused, "it has waited for its turn")
+}
+
+// An open of a node that both replicas hold waits for the limit at its own replica. Relayed, its conn would
+// end with the other replica.
+func TestOpenWaitsAtItsOwnReplica(t *testing.T) {
+	p, link := benchPeers()
+	own, other := new(limited), new(limited)
+	link.Dialer = other
+	if err := p.Learn(link, &pb.Nodes{Held: []*pb.Held{heldBy(0)}, Full: true}); err != nil {
+		t.Fatal(err)
+	}
+	node := tunnel.NodeName(heldBy(0).GetNode())
+	p.dir.Attach(&tunnel.Session{Node: node, All: true, Dialer: own})
+	_, err := p.Dial(t.Context(), tunnel.Request{Node: node, Category: "tcp", Network: "tcp", Addr: "target:1"})
+	if tunnel.CodeOf(err) != tunnel.Refused || own.asked.Load() != 1 || other.asked.Load() != 0 {
+		t.Errorf("got %v after %d opens here and %d at the other replica, want one that waits here",
+			err, own.asked.Load(), other.asked.Load())
 	}
 }
 

@@ -29,22 +29,14 @@ func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 		ways = slices.Insert(ways, at, s.Dialer)
 	}
 	var refusal error
-	var full tunnel.Dialer // the first dialer that has reached a limit
-	waits := !r.NoWait
+	// All ways lead to one node. An open that reaches a limit waits at the first way: a conn by another
+	// way would end when that replica ends.
 	for _, way := range ways {
-		r.NoWait = !waits || len(ways) > 1
 		c, err := way.Dial(ctx, r)
 		if err == nil || !elsewhere(ctx, err) {
 			return c, err
 		}
-		if full == nil && r.NoWait && tunnel.CodeOf(err) == tunnel.Overloaded {
-			full = way
-		}
 		refusal = err
-	}
-	if full != nil && waits {
-		r.NoWait = false
-		return full.Dial(ctx, r)
 	}
 	if refusal == nil {
 		return p.dir.Dial(ctx, r) // counts the refusal and writes its text
