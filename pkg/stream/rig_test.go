@@ -259,11 +259,11 @@ func (r *rig) join(node string, dial tunnel.DialFunc) *edge {
 }
 
 func (r *rig) dial(node, addr string) (net.Conn, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), patience)
-	defer cancel()
 	if r.spares > 0 {
 		r.haveSpare(tunnel.NodeName(node))
 	}
+	ctx, cancel := context.WithTimeout(context.Background(), patience) // of the dial alone
+	defer cancel()
 	var dialer tunnel.Dialer = r.dir
 	if r.front != nil {
 		dialer = r.front

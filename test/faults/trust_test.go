@@ -4,7 +4,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -122,20 +125,28 @@ func TestShortConns(t *testing.T) {
 		func() error { return abandon(t, p.Door("bulk")) },
 		func() error { return p.tryHTTPS(false)(t.Context(), nil) },
 	}
-	ended := make(chan error, workers)
+	https := len(ways) - 1
+	var all sync.WaitGroup
+	var cutShort atomic.Int64
 	for w := range workers {
-		go func() {
-			var errs []error
+		all.Go(func() {
 			for i := range conns / workers {
-				errs = append(errs, ways[(w+i)%len(ways)]())
+				way := (w + i) % len(ways)
+				if err := ways[way](); err != nil && way == https {
+					t.Logf("https: %v", err)
+					cutShort.Add(1)
+				} else if err != nil {
+					t.Error(err)
+				}
 			}
-			ended <- errors.Join(errs...)
-		}()
+		})
 	}
-	for range workers {
-		if err := <-ended; err != nil {
-			t.Error(err)
-		}
+	all.Wait()
+	// The https front door closes a connection whose caller is silent for two seconds. This process is,
+	// on a machine that is busy enough.
+	silent, err := metric(p.CloudHealth(), `tunnel_limited_total{limit="handshaketimeout"}`)
+	if n := float64(cutShort.Load()); err != nil || n > silent {
+		t.Errorf("%v https requests have failed; %v callers were silent for too long (%v)", n, silent, err)
 	}
 	quiet := p.back(base)
 	t.Logf("%d conns; quiet after %s", conns, quiet.Round(time.Millisecond))
@@ -196,14 +207,18 @@ func TestHangingTarget(t *testing.T) {
 		}
 		return err
 	})
+	var took []time.Duration
 	for range 20 {
 		at := time.Now()
 		if err := tryEcho(t.Context(), p.Door("echo")); err != nil {
 			t.Error(err)
 		}
-		if took := time.Since(at); took > time.Second {
-			t.Errorf("a conn to another target took %s beside %d dials that hang", took, hanging)
-		}
+		took = append(took, time.Since(at))
+	}
+	slices.Sort(took)
+	// Half of them: a busy machine holds up one or the other.
+	if median := took[len(took)/2]; median > time.Second {
+		t.Errorf("a conn to another target took %s beside %d dials that hang", median, hanging)
 	}
 	if took := time.Since(started); took > 8*time.Second {
 		t.Fatalf("the machine is too slow for this test: the dials may have ended before the other conns, %s", took)
