@@ -112,7 +112,9 @@ func TestVersion(t *testing.T) {
 		"make build":       {"990dbab-dirty", "", built("(devel)"), "990dbab-dirty", ""},
 		"go install":       {"", "", built("v0.1.0"), "v0.1.0", ""},
 		"go build":         {"", "", built("(devel)", revision, clean), "devel", "990dbab"},
-		"go build, edited": {"", "", built("(devel)", revision, modified), "devel", "990dbab and changes that are in no commit"},
+		"go build, edited": {
+			"", "", built("(devel)", revision, modified), "devel", "990dbab and changes that are in no commit",
+		},
 		"no information":   {"", "", nil, "devel", ""},
 	} {
 		if v, c := versionOf(tt.version, tt.info), commitOf(tt.commit, tt.info); v != tt.wantVersion || c != tt.wantCommit {
@@ -229,7 +231,8 @@ func TestManPages(t *testing.T) {
 			"(default info)",
 		},
 		"tunnel-join.1": {
-			".nf\necho \\(aqtunnel1.…\\(aq | sudo tunnel join \\-\\-systemd\n", `\fBtunnel\fR(1)`, `\fB\-\-token\-file\fR \fIfile\fR`,
+			".nf\necho \\(aqtunnel1.…\\(aq | sudo tunnel join \\-\\-systemd\n", `\fBtunnel\fR(1)`,
+			`\fB\-\-token\-file\fR \fIfile\fR`,
 		},
 		"tunnel-cloud.1": {`\fB\-c\fR, \fB\-\-config\fR \fIFILE\fR`, ".SH OPTIONS OF ALL COMMANDS\n"},
 	} {

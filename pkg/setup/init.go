@@ -412,17 +412,17 @@ func notWritable(dir string, err error) error {
 
 // explain prints the next commands.
 func (c *cloudFolder) explain() {
-	config := shellQuote(filepath.Join(c.Dir, cloudFile))
+	config, sudo := shellQuote(filepath.Join(c.Dir, cloudFile)), c.Host.sudo()
 	fmt.Fprintf(c.Out, "\nNext:\n  1. open TCP port %d of this machine to the edges; they need no other\n", c.port)
 	step := 2
 	if !c.Systemd {
-		fmt.Fprintf(c.Out, "  2. start the cloud:\n       %stunnel cloud -c %s\n", c.Host.sudo(), config)
+		fmt.Fprintf(c.Out, "  2. start the cloud:\n       %stunnel cloud -c %s\n", sudo, config)
 		fmt.Fprint(c.Out, "     or, to have systemd start it now and with the machine, "+
 			"run the same init once more with --systemd\n")
 		step = 3
 	}
-	fmt.Fprintf(c.Out, "  %d. for each edge, print the line to paste there:\n       %stunnel token create -c %s --node NAME\n",
-		step, c.Host.sudo(), config)
+	fmt.Fprintf(c.Out, "  %d. for each edge, print the line to paste there:\n", step)
+	fmt.Fprintf(c.Out, "       %stunnel token create -c %s --node NAME\n", sudo, config)
 }
 
 // shellQuote returns s as one word of a POSIX shell.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 )
@@ -48,7 +49,8 @@ func TestCloudUnitIsAsHardenedAsTheEdges(t *testing.T) {
 	cloud := settings(cloudService())
 	own := 0
 	for line := range settings(edgeService()) {
-		if key, _, _ := strings.Cut(line, "="); strings.Contains("ExecStart StateDirectory RuntimeDirectory LimitNOFILE", key) {
+		key, _, _ := strings.Cut(line, "=")
+		if slices.Contains([]string{"ExecStart", "StateDirectory", "RuntimeDirectory", "LimitNOFILE"}, key) {
 			own++
 			continue
 		}
