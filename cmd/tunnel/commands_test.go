@@ -108,14 +108,14 @@ func TestVersion(t *testing.T) {
 		info                    *debug.BuildInfo
 		wantVersion, wantCommit string
 	}{
-		"a release":        {"v0.1.0", "abc", built("(devel)"), "v0.1.0", "abc"},
-		"make build":       {"990dbab-dirty", "", built("(devel)"), "990dbab-dirty", ""},
-		"go install":       {"", "", built("v0.1.0"), "v0.1.0", ""},
-		"go build":         {"", "", built("(devel)", revision, clean), "devel", "990dbab"},
+		"a release":  {"v0.1.0", "abc", built("(devel)"), "v0.1.0", "abc"},
+		"make build": {"990dbab-dirty", "", built("(devel)"), "990dbab-dirty", ""},
+		"go install": {"", "", built("v0.1.0"), "v0.1.0", ""},
+		"go build":   {"", "", built("(devel)", revision, clean), "devel", "990dbab"},
 		"go build, edited": {
 			"", "", built("(devel)", revision, modified), "devel", "990dbab and changes that are in no commit",
 		},
-		"no information":   {"", "", nil, "devel", ""},
+		"no information": {"", "", nil, "devel", ""},
 	} {
 		if v, c := versionOf(tt.version, tt.info), commitOf(tt.commit, tt.info); v != tt.wantVersion || c != tt.wantCommit {
 			t.Errorf("%s: version %q, commit %q; want %q, %q", name, v, c, tt.wantVersion, tt.wantCommit)
