@@ -26,16 +26,20 @@ import (
 )
 
 func newCloudCommand(logs *logFlags) *cobra.Command {
-	var file string
+	var file configFlag
 	cmd := &cobra.Command{
-		Use:   "cloud -c FILE",
+		Use:   "cloud [-c FILE]",
 		Short: "Run the end that edges dial",
 		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return runCloud(cmd.Context(), file, logs.logger(cmd.ErrOrStderr()), &logs.now)
+			path, err := file.path()
+			if err != nil {
+				return err
+			}
+			return runCloud(cmd.Context(), path, logs.logger(cmd.ErrOrStderr()), &logs.now)
 		},
 	}
-	fileFlag(cmd, &file)
+	file.register(cmd, cloudFile)
 	return cmd
 }
 

@@ -25,16 +25,20 @@ import (
 )
 
 func newEdgeCommand(logs *logFlags) *cobra.Command {
-	var file string
+	var file configFlag
 	cmd := &cobra.Command{
-		Use:   "edge -c FILE",
+		Use:   "edge [-c FILE]",
 		Short: "Run the end on a node",
 		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return runEdge(cmd.Context(), file, logs.logger(cmd.ErrOrStderr()), &logs.now)
+			path, err := file.path()
+			if err != nil {
+				return err
+			}
+			return runEdge(cmd.Context(), path, logs.logger(cmd.ErrOrStderr()), &logs.now)
 		},
 	}
-	fileFlag(cmd, &file)
+	file.register(cmd, edgeFile)
 	return cmd
 }
 

@@ -21,7 +21,8 @@ func newJoinCommand() *cobra.Command {
 		Short: "Make this machine a node: check the way to the cloud, get a certificate, write the configuration",
 		Long: `join reads a token of ` + "`tunnel token create`" + ` from standard input, checks the way to the cloud
 step by step, gets this node's certificate and writes the edge's configuration. The token is
-sent only to the cloud that made it. It may be run again: for the same node nothing is lost.
+sent only to the cloud that made it. join may be run again: for the same node nothing is lost.
+Without --systemd, join prints the command that starts the edge.
 
   echo 'tunnel1.…' | sudo tunnel join --systemd
 

@@ -11,10 +11,12 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log"
 	"log/slog"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"regexp"
 	"strings"
 	"syscall"
@@ -25,6 +27,7 @@ import (
 
 	"tunnel/conf"
 	"tunnel/pkg/auth"
+	"tunnel/pkg/setup"
 )
 
 // Exit codes.
@@ -115,6 +118,31 @@ func noArgs(cmd *cobra.Command, args []string) error {
 	return nil
 }
 
+// noSuchCommand is cobra.NoArgs for a command that only leads to others. Its error names the commands
+// that are spelled like the argument; cobra.NoArgs names none.
+func noSuchCommand(cmd *cobra.Command, args []string) error {
+	if len(args) == 0 {
+		return nil
+	}
+	text := fmt.Sprintf("unknown command %q for %q", args[0], cmd.CommandPath())
+	cmd.SuggestionsMinimumDistance = 2 // edits; cobra's own default, which SuggestionsFor does not set
+	if like := cmd.SuggestionsFor(args[0]); len(like) > 0 {
+		text += ": did you mean " + strings.Join(like, " or ") + "?"
+	}
+	return errors.New(text)
+}
+
+// flagError returns the error of a flag that cmd does not have. An unknown command has none of the
+// flags behind it, so the error is about the command.
+func flagError(cmd *cobra.Command, err error) error {
+	if cmd.HasSubCommands() {
+		if unknown := noSuchCommand(cmd, cmd.Flags().Args()); unknown != nil {
+			return unknown
+		}
+	}
+	return err
+}
+
 // joinTokens finds join tokens in an error, such as one that was pasted into --node.
 var joinTokens = regexp.MustCompile(regexp.QuoteMeta(auth.JoinPrefix) + `[A-Za-z0-9_-]{8,}`)
 
@@ -141,27 +169,32 @@ kubectl logs, exec, attach, port-forward and top, and TCP services.
   tunnel demo                                         see it work on this machine, without Kubernetes
 
   tunnel init --address HOST:PORT                     make what a cloud needs
-  tunnel cloud -c cloud.toml                          run the end that edges dial
-  tunnel token create -c cloud.toml --node NAME       let a node join; prints the line to paste there
+  tunnel cloud                                        run the end that edges dial
+  tunnel token create --node NAME                     let a node join; prints the line to paste there
   tunnel join                                         make this machine that node
-  tunnel edge -c edge.toml                            run the end on a node
+  tunnel edge                                         run the end on a node
 
-  tunnel token list|revoke -c cloud.toml              list tokens, revoke a node
-  tunnel config check -c FILE                         report the problems of a configuration
+  tunnel token list|revoke                            list tokens, revoke a node
+  tunnel config check                                 report the problems of a configuration
+
+Every command reads the configuration that -c FILE names. Without -c the cloud's file is
+/etc/tunnel/cloud.toml and the edge's is /etc/tunnel/edge.toml, which init and join write.
 
 Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configuration,
 4 refused by the other side.`,
-		Args:          cobra.NoArgs,
+		Args:          noSuchCommand,
 		SilenceErrors: true,
 		SilenceUsage:  true,
 		RunE:          old.run,
 	}
 	old.register(root)
-	root.CompletionOptions.DisableDefaultCmd = true
+	// Not cobra's own version flag, which prints another text.
+	root.Flags().BoolVar(&old.version, "version", false, "print what tunnel version prints")
+	root.SetFlagErrorFunc(flagError)
 	logs := new(logFlags)
 	logs.register(root)
 	root.AddCommand(newCloudCommand(logs), newEdgeCommand(logs), newConfigCommand(logs), newDemoCommand(),
-		newVersionCommand(), newInitCommand(), newTokenCommand(), newJoinCommand())
+		newVersionCommand(), newInitCommand(), newTokenCommand(), newJoinCommand(), newManCommand())
 	old.logs = logs
 	return root
 }
@@ -169,6 +202,7 @@ Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configur
 // superedgeFlags is the command line of SuperEdge's tunnel: tunnel --m=cloud --c=FILE.
 type superedgeFlags struct {
 	mode, file string
+	version    bool // --version, which is not SuperEdge's
 	logs       *logFlags
 }
 
@@ -190,6 +224,9 @@ func (o *superedgeFlags) register(root *cobra.Command) {
 
 func (o *superedgeFlags) run(cmd *cobra.Command, _ []string) error {
 	switch {
+	case o.version:
+		fmt.Fprint(cmd.OutOrStdout(), versionText())
+		return nil
 	case o.mode == "" && o.file == "":
 		return cmd.Help()
 	case o.file == "":
@@ -249,59 +286,118 @@ func environment() conf.Env {
 	}
 }
 
-// fileFlag adds -c, --config to a command.
-func fileFlag(cmd *cobra.Command, file *string) {
-	cmd.Flags().StringVarP(file, "config", "c", "", "configuration file (TOML)")
-	if err := cmd.MarkFlagRequired("config"); err != nil {
+// The configuration files that init and join write into setup.DefaultDir.
+const (
+	cloudFile = "cloud.toml"
+	edgeFile  = "edge.toml"
+)
+
+// configFlag is the flag -c, --config of a command.
+type configFlag struct {
+	file     string
+	defaults []string // paths of the files that the command reads without the flag
+}
+
+// register adds the flag to a command. names are the defaults, in setup.DefaultDir.
+func (c *configFlag) register(cmd *cobra.Command, names ...string) {
+	for _, name := range names {
+		c.defaults = append(c.defaults, filepath.Join(setup.DefaultDir, name))
+	}
+	cmd.Flags().StringVarP(&c.file, "config", "c", "",
+		"configuration `FILE` (TOML); without -c: "+strings.Join(c.defaults, " and ")+", if there")
+	if err := cmd.MarkFlagFilename("config", "toml"); err != nil {
 		panic(err) // the flag was added a line above
 	}
+}
+
+// files returns the file of the flag, or without the flag the defaults that exist.
+func (c *configFlag) files() ([]string, error) {
+	if c.file != "" {
+		return []string{c.file}, nil
+	}
+	var found []string
+	for _, path := range c.defaults {
+		// A file that this user may not see counts: reading it fails with a better error than the one below.
+		if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
+			found = append(found, path)
+		}
+	}
+	if found == nil {
+		return nil, &exitError{exitUsage, fmt.Errorf("name the configuration file with -c FILE: "+
+			"there is no %s, which would be read without -c", strings.Join(c.defaults, " and no "))}
+	}
+	return found, nil
+}
+
+// path returns the first of files.
+func (c *configFlag) path() (string, error) {
+	files, err := c.files()
+	if err != nil {
+		return "", err
+	}
+	return files[0], nil
 }
 
 // newGroup returns a command that only holds other commands.
 func newGroup(name, short string) *cobra.Command {
 	return &cobra.Command{
-		Use: name, Short: short, Args: cobra.NoArgs, // else cobra accepts any word
+		Use: name, Short: short, Args: noSuchCommand, // else cobra accepts any word
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 }
 
 func newConfigCommand(logs *logFlags) *cobra.Command {
-	var file string
+	var file configFlag
 	config := newGroup("config", "Work with configuration files")
 	check := &cobra.Command{
-		Use:   "check -c FILE",
+		Use:   "check [-c FILE]",
 		Short: "Report all problems of a configuration file and of the files it names",
 		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			checked, err := conf.Check(file, environment())
+			files, err := file.files()
 			if err != nil {
-				return configError(err)
+				return err
 			}
-			for _, w := range checked.Warnings {
-				fmt.Fprintln(cmd.ErrOrStderr(), "warning: "+w)
-			}
-			// The modules check the content of their files. Wiring them opens no listener.
-			log := logs.logger(cmd.ErrOrStderr())
-			var modes []string
 			var errs []error
-			if checked.Cloud != nil {
-				modes = append(modes, "cloud")
-				_, err = newCloud(checked.Cloud, log)
-				errs = append(errs, err)
-			}
-			if checked.Edge != nil {
-				modes = append(modes, "edge, node "+string(checked.Edge.Node))
-				_, err = newEdge(checked.Edge, log)
-				errs = append(errs, err)
+			for _, f := range files {
+				errs = append(errs, checkConfig(cmd, f, logs.logger(cmd.ErrOrStderr())))
 			}
 			if err = errors.Join(errs...); err != nil {
 				return configError(err)
 			}
-			fmt.Fprintf(cmd.OutOrStdout(), "%s: ok (%s)\n", file, strings.Join(modes, "; "))
 			return nil
 		},
 	}
-	fileFlag(check, &file)
+	file.register(check, cloudFile, edgeFile)
 	config.AddCommand(check)
 	return config
+}
+
+// checkConfig prints that a configuration file is good, or returns its problems.
+func checkConfig(cmd *cobra.Command, file string, log *slog.Logger) error {
+	checked, err := conf.Check(file, environment())
+	if err != nil {
+		return err
+	}
+	for _, w := range checked.Warnings {
+		fmt.Fprintln(cmd.ErrOrStderr(), "warning: "+w)
+	}
+	// The modules check the content of their files. Wiring them opens no listener.
+	var modes []string
+	var errs []error
+	if checked.Cloud != nil {
+		modes = append(modes, "cloud")
+		_, err = newCloud(checked.Cloud, log)
+		errs = append(errs, err)
+	}
+	if checked.Edge != nil {
+		modes = append(modes, "edge, node "+string(checked.Edge.Node))
+		_, err = newEdge(checked.Edge, log)
+		errs = append(errs, err)
+	}
+	if err = errors.Join(errs...); err != nil {
+		return err
+	}
+	fmt.Fprintf(cmd.OutOrStdout(), "%s: ok (%s)\n", file, strings.Join(modes, "; "))
+	return nil
 }

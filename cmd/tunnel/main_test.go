@@ -95,7 +95,7 @@ func TestCommandLine(t *testing.T) {
 		{[]string{"token", "create", "-c", "x", "--node", "tunnel1.eyJhIjoiYiJ9"}, exitUsage, `node name "***" is not`},
 		{[]string{"edge", "-c", "x", "s3cret-token"}, exitUsage, `only flags, such as --name value, not "***"`},
 		{[]string{"clowd"}, exitUsage, `unknown command "clowd"`},
-		{[]string{"cloud"}, exitUsage, `"config" not set`},
+		{[]string{"cloud"}, exitUsage, "name the configuration file with -c"},
 		{[]string{"cloud", "--frobnicate"}, exitUsage, "unknown flag"},
 		{[]string{"cloud", "-c", "x", "--log-level", "loud"}, exitUsage, "--log-level is"},
 		{[]string{"cloud", "-c", filepath.Join(dir, "none.toml")}, exitConfig, "does not exist"},

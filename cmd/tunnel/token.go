@@ -42,17 +42,18 @@ func parseNode(text string) (tunnel.NodeName, error) {
 }
 
 func newTokenCreateCommand() *cobra.Command {
-	var file, node string
+	var file configFlag
+	var node string
 	var ttl time.Duration
 	var asJSON bool
 	cmd := &cobra.Command{
-		Use:   "create -c cloud.toml --node NAME",
+		Use:   "create [-c FILE] --node NAME",
 		Short: "Make a token, and the line to paste on the edge",
 		Long: `create makes a token by which one node gets a certificate from this cloud, and prints the
-line to paste on that machine. A running cloud takes the token at once. It is a secret until
-it expires; the line is all of the standard output, so that it can be piped as well:
+line to paste on that machine. A running cloud takes the token at once. The token is a secret
+until it expires. Standard output holds only the line, so that a pipe can run it:
 
-  tunnel token create -c cloud.toml --node edge1 | ssh root@edge1 sh`,
+  tunnel token create --node edge1 | ssh root@edge1 sh`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			name, err := parseNode(node)
@@ -63,7 +64,11 @@ it expires; the line is all of the standard output, so that it can be piped as w
 				return &exitError{exitUsage, fmt.Errorf("--ttl is from %s to %s, not %s",
 					setup.Spell(setup.MinTTL), setup.Spell(setup.MaxTTL), setup.Spell(ttl))}
 			}
-			c, err := loadToCreate(file)
+			path, err := file.path()
+			if err != nil {
+				return err
+			}
+			c, err := loadToCreate(path)
 			if err != nil {
 				return err
 			}
@@ -80,7 +85,7 @@ it expires; the line is all of the standard output, so that it can be piped as w
 			return errors.Join(err, setupError(created.Unwritten()))
 		},
 	}
-	fileFlag(cmd, &file)
+	file.register(cmd, cloudFile)
 	nodeFlag(cmd, &node)
 	cmd.Flags().DurationVar(&ttl, "ttl", setup.DefaultTTL, "how long the token is good for, such as 72h or 10m; "+
 		"the certificate that it gets is renewed by the edge")
@@ -103,14 +108,18 @@ func loadToCreate(file string) (*conf.Cloud, error) {
 }
 
 func newTokenListCommand() *cobra.Command {
-	var file string
+	var file configFlag
 	var asJSON bool
 	cmd := &cobra.Command{
-		Use:   "list -c cloud.toml",
+		Use:   "list [-c FILE]",
 		Short: "Show what the token file holds; never a token",
 		Args:  noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			c, err := conf.ReadCloud(file, environment())
+			path, err := file.path()
+			if err != nil {
+				return err
+			}
+			c, err := conf.ReadCloud(path, environment())
 			if err != nil {
 				return configError(err)
 			}
@@ -121,17 +130,18 @@ func newTokenListCommand() *cobra.Command {
 			if asJSON {
 				return json.NewEncoder(cmd.OutOrStdout()).Encode(lines)
 			}
-			return setup.PrintTokens(cmd.OutOrStdout(), c, file, lines)
+			return setup.PrintTokens(cmd.OutOrStdout(), c, path, lines)
 		},
 	}
-	fileFlag(cmd, &file)
+	file.register(cmd, cloudFile)
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print an array of objects with node, kind, id, expires and state")
 	return cmd
 }
 func newTokenRevokeCommand() *cobra.Command {
-	var file, node string
+	var file configFlag
+	var node string
 	cmd := &cobra.Command{
-		Use:   "revoke -c cloud.toml --node NAME",
+		Use:   "revoke [-c FILE] --node NAME",
 		Short: "Revoke a node: its tokens, its certificates, its session",
 		Long: `revoke marks the node as revoked in the token file, and removes its tokens. A running cloud
 ends the node's session and conns within a second.
@@ -142,14 +152,18 @@ ends the node's session and conns within a second.
 			if err != nil {
 				return err
 			}
-			c, err := conf.ReadCloud(file, environment())
+			path, err := file.path()
+			if err != nil {
+				return err
+			}
+			c, err := conf.ReadCloud(path, environment())
 			if err != nil {
 				return configError(err)
 			}
 			return setupError(setup.Revoke(c, host(), name, cmd.OutOrStdout(), cmd.ErrOrStderr()))
 		},
 	}
-	fileFlag(cmd, &file)
+	file.register(cmd, cloudFile)
 	nodeFlag(cmd, &node)
 	return cmd
 }

@@ -4,6 +4,7 @@
 //   - [Reaches]: the addresses that each node reaches
 //   - [Pods]: the node of a pod
 //   - [ConfigMap]: one key of a ConfigMap
+//   - [Client.Secret]: the data of a Secret, for tunnel init
 //   - [Lease]: a Lease to elect a writer
 //   - [Signer]: certificates for nodes
 //   - [Client.Replicas]: the addresses of a Service's pods

@@ -1,6 +1,7 @@
 package setup
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -9,6 +10,7 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -24,28 +26,110 @@ const DefaultDir = "/etc/tunnel"
 // cloud's certificate. No program renews them.
 const caLifetime = 10 * 365 * 24 * time.Hour
 
-// CloudFolder is a folder that Init has filled.
-type CloudFolder struct {
-	dir   string
-	port  int
+// InitConfig says what Init makes.
+type InitConfig struct {
+	Address string   // what edges dial, host:port
+	Names   []string // further names and IP addresses for the cloud's certificate
+	Dir     string   // for the files
+	Systemd bool     // have systemd start the cloud
+	Host    Host
+	Out     io.Writer
+}
+
+// cloudFolder is a folder that Init fills.
+type cloudFolder struct {
+	InitConfig
+	dir   string   // absolute
+	state string   // cloudStateDir, or another folder in tests
+	port  int      // of Address
+	hosts []string // that the certificate is for; the first one is of Address
 	files []newFile
 }
 
-// Init makes a folder with everything that a cloud needs without Kubernetes. address is
-// what edges will dial, host:port. Init replaces no file.
-func Init(dir, address string) (*CloudFolder, error) {
+// Init makes a folder with everything that a cloud needs without Kubernetes, and prints what it has made.
+// It replaces no file. With Systemd it also takes a folder of an earlier Init, and moves the files there
+// that the unit's user has to read.
+func Init(ctx context.Context, cfg InitConfig) error {
+	hosts, port, err := certificateHosts(cfg.Address, cfg.Names)
+	if err != nil {
+		return err
+	}
+	dir, err := filepath.Abs(cfg.Dir)
+	if err != nil {
+		return err
+	}
+	c := &cloudFolder{InitConfig: cfg, dir: dir, state: cloudStateDir, port: port, hosts: hosts}
+	var unit *systemdUnit
+	if cfg.Systemd {
+		if unit, err = newSystemdUnit(cloudService(), dir, cfg.Host); err != nil {
+			return initError(err)
+		}
+		if port < lowPorts {
+			unit.bindLowPorts()
+		}
+	}
+	if err = c.fill(); err != nil {
+		return err
+	}
+	width := 0
+	for _, f := range c.files {
+		width = max(width, len(pathIn(cfg.Dir, f.name)))
+	}
+	for _, f := range c.files {
+		fmt.Fprintf(cfg.Out, "%-*s  %s\n", width, pathIn(cfg.Dir, f.name), f.what)
+	}
+	if unit != nil {
+		if err = unit.install(ctx); err != nil {
+			return initError(err)
+		}
+		fmt.Fprintf(cfg.Out, "\n%s\n", unit.running())
+	}
+	c.explain()
+	return nil
+}
+
+// lowPorts is the first port that every process may listen on (ip(7), ip_unprivileged_port_start).
+const lowPorts = 1024
+
+// initError turns the failure of a step into an error that says what to do.
+func initError(err error) error {
+	if failed, ok := errors.AsType[*stepError](err); ok {
+		return &Error{failed.kind, fmt.Errorf("%s: %w\n%s", failed.step, failed.err, failed.fix)}
+	}
+	return err
+}
+
+// fill writes the files. With Systemd it keeps the files of an earlier Init.
+func (c *cloudFolder) fill() error {
+	if c.Systemd {
+		if there, err := c.adopt(); there || err != nil {
+			return err
+		}
+	}
+	made, err := newCredentials(c.hosts)
+	if err != nil {
+		return err
+	}
+	c.files = c.newFiles(made)
+	return createFiles(c.dir, c.files)
+}
+
+// certificateHosts returns the host of address and further names, each once, and the port of address.
+func certificateHosts(address string, names []string) (hosts []string, port int, err error) {
 	host, port, err := splitAddress(address)
 	if err != nil {
-		return nil, &Error{KindUsage, err}
+		return nil, 0, &Error{KindUsage, err}
 	}
-	files, err := initFiles(address, host, port)
-	if err == nil {
-		err = createFiles(dir, files)
+	hosts = []string{host}
+	for _, name := range names {
+		if !conf.IsHost(name) || leadsNowhere(name) {
+			return nil, 0, &Error{KindUsage, fmt.Errorf("--san: %q is neither a name nor an IP address of the cloud", name)}
+		}
+		if !slices.Contains(hosts, name) {
+			hosts = append(hosts, name)
+		}
 	}
-	if err != nil {
-		return nil, err
-	}
-	return &CloudFolder{dir, port, files}, nil
+	return hosts, port, nil
 }
 
 // splitAddress checks and splits the address that edges dial. Its errors are about --address.
@@ -59,7 +143,7 @@ func splitAddress(address string) (host string, port int, err error) {
 		return "", 0, fmt.Errorf("--address has no port from 1 to 65535: "+
 			"write host:port, such as tunnel.example.com:9000, not %q", address)
 	}
-	if ip, errIP := netip.ParseAddr(host); errIP == nil && (ip.IsUnspecified() || ip.Zone() != "") {
+	if leadsNowhere(host) {
 		return "", 0, fmt.Errorf("%s leads nowhere from another machine: "+
 			"--address is what edges dial, a name or an address of this one", host)
 	}
@@ -69,12 +153,19 @@ func splitAddress(address string) (host string, port int, err error) {
 	return host, int(n), nil
 }
 
+// leadsNowhere reports whether host is an address that other machines cannot dial.
+func leadsNowhere(host string) bool {
+	ip, err := netip.ParseAddr(host)
+	return err == nil && (ip.IsUnspecified() || ip.Zone() != "")
+}
+
 // newFile is a file that Init or Join writes.
 type newFile struct {
-	name    string
-	what    string      // shown to the operator by CloudFolder.Explain; "" for the files of Join
+	name    string      // in the folder, or an absolute path
+	what    string      // shown to the operator by Init; "" for the files of Join
 	mode    fs.FileMode // whatever the umask is
 	content []byte
+	given   bool // root gives the file to the owner of its folder
 }
 
 const (
@@ -82,8 +173,15 @@ const (
 	secretFile fs.FileMode = 0o600
 )
 
-// initFiles makes the files of a cloud, in memory.
-func initFiles(address, host string, port int) ([]newFile, error) {
+// credentials are the certificates and keys of a new cloud, in PEM.
+type credentials struct {
+	ca, caKey           []byte // signs the cloud's certificate
+	cert, key           []byte // of the cloud
+	nodesCA, nodesCAKey []byte // signs nodes' certificates
+}
+
+// newCredentials makes the certificates of a cloud. The certificate of the cloud is for all hosts.
+func newCredentials(hosts []string) (*credentials, error) {
 	cloudCA, err := auth.NewCA("tunnel cloud CA", caLifetime)
 	if err != nil {
 		return nil, err
@@ -93,28 +191,67 @@ func initFiles(address, host string, port int) ([]newFile, error) {
 	if err != nil {
 		return nil, err
 	}
-	leaf := auth.Leaf{CommonName: host, Server: true, Client: true} // a replica is a client of the others
-	if ip := net.ParseIP(host); ip != nil {
-		leaf.IPs = []net.IP{ip}
-	} else {
-		leaf.DNSNames = []string{host}
+	leaf := auth.Leaf{CommonName: hosts[0], Server: true, Client: true} // a replica is a client of the others
+	for _, host := range hosts {
+		if ip := net.ParseIP(host); ip != nil {
+			leaf.IPs = append(leaf.IPs, ip)
+		} else {
+			leaf.DNSNames = append(leaf.DNSNames, host)
+		}
 	}
 	cert, key, err := cloudCA.Issue(leaf)
 	if err != nil {
 		return nil, err
 	}
-	config := strings.NewReplacer("{Address}", address, "{Host}", host, "{Port}", strconv.Itoa(port)).Replace(initTOML)
-	return []newFile{
-		{"ca.crt", "the authority of the cloud's certificate; edges are told its sum", publicFile, cloudCA.CertPEM()},
-		{"ca.key", "its key: needed for another certificate only, so keep it somewhere else",
-			secretFile, cloudCA.KeyPEM()},
-		{"cloud.crt", "the cloud's certificate, for " + host, publicFile, cert},
-		{"cloud.key", "its key", secretFile, key},
-		{"nodes-ca.crt", "the authority that signs nodes' certificates", publicFile, nodesCA.CertPEM()},
-		{"nodes-ca.key", "its key, which the cloud signs with", secretFile, nodesCA.KeyPEM()},
-		{"tokens", "who may join; `tunnel token` writes it", secretFile, []byte(emptyTokens)},
-		{"cloud.toml", "the configuration", publicFile, []byte(config)},
+	return &credentials{
+		ca: cloudCA.CertPEM(), caKey: cloudCA.KeyPEM(), cert: cert, key: key,
+		nodesCA: nodesCA.CertPEM(), nodesCAKey: nodesCA.KeyPEM(),
 	}, nil
+}
+
+// The names of a cloud's files.
+const (
+	cloudFile     = "cloud.toml"
+	cloudCertFile = "cloud.crt"
+	cloudKeyFile  = "cloud.key"
+	nodesCAFile   = "nodes-ca.crt"
+	nodesKeyFile  = "nodes-ca.key"
+	tokensFile    = "tokens"
+)
+
+// newFiles returns the files of a cloud.
+func (c *cloudFolder) newFiles(made *credentials) []newFile {
+	config := strings.NewReplacer(
+		"{Address}", c.Address, "{Host}", c.hosts[0], "{Port}", strconv.Itoa(c.port),
+		"{Key}", c.secret(cloudKeyFile), "{NodesKey}", c.secret(nodesKeyFile), "{Tokens}", c.secret(tokensFile),
+	).Replace(initTOML)
+	public := func(name, what string, content []byte) newFile {
+		return newFile{name: name, what: what, mode: publicFile, content: content}
+	}
+	secret := func(name, what string, content []byte) newFile {
+		return newFile{name: c.secret(name), what: what, mode: secretFile, content: content, given: c.Systemd}
+	}
+	return []newFile{
+		public(caFile, "the authority of the cloud's certificate; edges are told its sum", made.ca),
+		{
+			name: "ca.key", mode: secretFile, content: made.caKey,
+			what: "its key: needed for another certificate only, so keep it somewhere else",
+		},
+		public(cloudCertFile, "the cloud's certificate, for "+strings.Join(c.hosts, ", "), made.cert),
+		secret(cloudKeyFile, "its key", made.key),
+		public(nodesCAFile, "the authority that signs nodes' certificates", made.nodesCA),
+		secret(nodesKeyFile, "its key, which the cloud signs with", made.nodesCAKey),
+		secret(tokensFile, "who may join; `tunnel token` writes it", []byte(emptyTokens)),
+		public(cloudFile, "the configuration", []byte(config)),
+	}
+}
+
+// secret returns the name or the path of a file that the cloud reads and other users must not read.
+func (c *cloudFolder) secret(name string) string {
+	if c.Systemd {
+		return filepath.Join(c.state, name)
+	}
+	return name
 }
 
 // emptyTokens is the token file of a new cloud.
@@ -128,8 +265,8 @@ const initTOML = `# A cloud, made by tunnel init: tunnel cloud -c cloud.toml
 [mode.cloud.stream.server]
 grpcport = {Port}
 cert = "cloud.crt"
-key = "cloud.key"
-tokenfile = "tokens"
+key = "{Key}"
+tokenfile = "{Tokens}"
 # /healthz /readyz /metrics, on all interfaces.
 #logport = 7000
 
@@ -140,7 +277,7 @@ debug = true
 # Who gets a certificate here, and what tunnel token create tells them.
 [mode.cloud.join]
 ca = "nodes-ca.crt"
-cakey = "nodes-ca.key"
+cakey = "{NodesKey}"
 address = "{Address}"
 cloudca = "ca.crt"
 
@@ -158,23 +295,30 @@ cloudca = "ca.crt"
 #servername = "{Host}"
 `
 
-// createFiles writes all files into dir, or none. If one exists, createFiles writes none.
+// pathIn returns the path of a file: name may be absolute, or is in dir.
+func pathIn(dir, name string) string {
+	if filepath.IsAbs(name) {
+		return name
+	}
+	return filepath.Join(dir, name)
+}
+
+// createFiles writes all files, or none. If one exists, createFiles writes none. Names that are not
+// absolute are in dir.
 func createFiles(dir string, files []newFile) (err error) {
-	var there []string
+	if err = noneExists(dir, files); err != nil {
+		return err
+	}
+	folders := []string{dir}
 	for _, f := range files {
-		_, err = os.Lstat(filepath.Join(dir, f.name))
-		if err == nil {
-			there = append(there, f.name)
-		} else if !errors.Is(err, fs.ErrNotExist) {
-			return notWritable(dir, err)
+		if filepath.IsAbs(f.name) {
+			folders = append(folders, filepath.Dir(f.name))
 		}
 	}
-	if there != nil {
-		return fmt.Errorf("%s holds %s already, and nothing was written: another cloud may be using it; "+
-			"choose another --dir, or remove the files", dir, strings.Join(there, ", "))
-	}
-	if err = makeDir(dir); err != nil {
-		return notWritable(dir, err)
+	for _, folder := range folders {
+		if err = makeDir(folder); err != nil {
+			return notWritable(folder, err)
+		}
 	}
 	var written []string
 	defer func() {
@@ -186,13 +330,38 @@ func createFiles(dir string, files []newFile) (err error) {
 		}
 	}()
 	for _, f := range files {
-		path := filepath.Join(dir, f.name)
+		path := pathIn(dir, f.name)
 		if err = createFile(path, f); err != nil {
-			return notWritable(dir, err)
+			return notWritable(filepath.Dir(path), err)
 		}
 		written = append(written, path)
 	}
 	return nil
+}
+
+// noneExists returns an error that names the files which exist.
+func noneExists(dir string, files []newFile) error {
+	var there []string
+	for _, f := range files {
+		path := pathIn(dir, f.name)
+		_, err := os.Lstat(path)
+		switch {
+		case err == nil:
+			there = append(there, f.name)
+		case !errors.Is(err, fs.ErrNotExist):
+			return notWritable(filepath.Dir(path), err)
+		}
+	}
+	switch {
+	case there == nil:
+		return nil
+	case !filepath.IsAbs(there[0]):
+		there[0] = dir + " holds " + there[0]
+	default:
+		there[0] = "this machine has " + there[0]
+	}
+	return fmt.Errorf("%s already, and nothing was written: another cloud may be using it; "+
+		"choose another --dir, or remove the files", strings.Join(there, ", "))
 }
 
 // createFile writes a new file. It fails if path exists.
@@ -203,7 +372,22 @@ func createFile(path string, f newFile) error {
 		return err
 	}
 	_, err = file.Write(f.content)
+	if f.given {
+		err = errors.Join(err, giveToFolder(file))
+	}
 	return errors.Join(err, file.Chmod(f.mode), file.Close()) // Chmod: the umask may have cut f.mode
+}
+
+// giveToFolder gives a file to the owner of its folder, if this is root: only root can.
+func giveToFolder(file *os.File) error {
+	if os.Geteuid() != 0 {
+		return nil
+	}
+	folder, err := os.Stat(filepath.Dir(file.Name()))
+	if err != nil {
+		return err
+	}
+	return own(file, folder)
 }
 
 // makeDir makes a folder that every user may enter, unless it exists. The edge may run as
@@ -226,20 +410,19 @@ func notWritable(dir string, err error) error {
 	return err
 }
 
-// Explain prints the files that Init wrote, and the next commands.
-func (c *CloudFolder) Explain(out io.Writer, h Host) {
-	for _, f := range c.files {
-		fmt.Fprintf(out, "%-28s %s\n", filepath.Join(c.dir, f.name), f.what)
+// explain prints the next commands.
+func (c *cloudFolder) explain() {
+	config, sudo := shellQuote(filepath.Join(c.Dir, cloudFile)), c.Host.sudo()
+	fmt.Fprintf(c.Out, "\nNext:\n  1. open TCP port %d of this machine to the edges; they need no other\n", c.port)
+	step := 2
+	if !c.Systemd {
+		fmt.Fprintf(c.Out, "  2. start the cloud:\n       %stunnel cloud -c %s\n", sudo, config)
+		fmt.Fprint(c.Out, "     or, to have systemd start it now and with the machine, "+
+			"run the same init once more with --systemd\n")
+		step = 3
 	}
-	config := shellQuote(filepath.Join(c.dir, "cloud.toml"))
-	fmt.Fprintf(out, `
-Next:
-  1. open TCP port %d of this machine to the edges; they need no other
-  2. start the cloud:
-       %stunnel cloud -c %s
-  3. for each edge, print the line to paste there:
-       %[2]stunnel token create -c %[3]s --node NAME
-`, c.port, h.sudo(), config)
+	fmt.Fprintf(c.Out, "  %d. for each edge, print the line to paste there:\n", step)
+	fmt.Fprintf(c.Out, "       %stunnel token create -c %s --node NAME\n", sudo, config)
 }
 
 // shellQuote returns s as one word of a POSIX shell.

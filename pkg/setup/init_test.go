@@ -1,7 +1,9 @@
 package setup
 
 import (
+	"crypto/x509"
 	"errors"
+	"io"
 	"io/fs"
 	"os"
 	"os/exec"
@@ -11,13 +13,18 @@ import (
 	"testing"
 )
 
+// newInit returns what makes a cloud for tunnel.example.com:9000 in a folder.
+func newInit(dir string) InitConfig {
+	return InitConfig{Address: "tunnel.example.com:9000", Dir: dir, Out: io.Discard}
+}
+
 // Modes do not depend on the umask: a cloud that runs as another user reads public files, and
 // nobody else reads secret ones.
 func TestInitIgnoresTheUmask(t *testing.T) {
 	for _, umask := range []int{0, 0o077} {
 		dir := filepath.Join(t.TempDir(), "parent", "cloud")
 		before := syscall.Umask(umask)
-		_, err := Init(dir, "tunnel.example.com:9000")
+		err := Init(t.Context(), newInit(dir))
 		syscall.Umask(before)
 		if err != nil {
 			t.Fatal(err)
@@ -64,5 +71,41 @@ func TestShellQuote(t *testing.T) {
 	}
 	if got := shellQuote("/etc/tunnel/cloud.toml"); strings.Contains(got, "'") {
 		t.Errorf("a plain path gets quotes: %s", got)
+	}
+}
+
+// A replica shows the certificate of init to edges and, as a client, to the other replicas. It is good for
+// the host of the address and for each further name, which may be an address, and for no other.
+func TestInitCertificate(t *testing.T) {
+	dir := t.TempDir()
+	cfg := newInit(dir)
+	cfg.Address = "10.0.0.5:9000"
+	cfg.Names = []string{"tunnel.example.com", "fd00::5", "10.0.0.5", "tunnel-cloud-peers"}
+	if err := Init(t.Context(), cfg); err != nil {
+		t.Fatal(err)
+	}
+	roots := x509.NewCertPool()
+	ca, err := os.ReadFile(filepath.Join(dir, "ca.crt"))
+	if err != nil || !roots.AppendCertsFromPEM(ca) {
+		t.Fatal(err)
+	}
+	certs, err := readCertificates("cert", filepath.Join(dir, "cloud.crt"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	leaf := certs[0]
+	for _, usage := range []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth, x509.ExtKeyUsageClientAuth} {
+		for name, want := range map[string]bool{
+			"10.0.0.5": true, "tunnel.example.com": true, "fd00::5": true, "tunnel-cloud-peers": true,
+			"10.0.0.6": false, "example.com": false,
+		} {
+			_, err := leaf.Verify(x509.VerifyOptions{Roots: roots, DNSName: name, KeyUsages: []x509.ExtKeyUsage{usage}})
+			if (err == nil) != want {
+				t.Errorf("%s, usage %v: %v", name, usage, err)
+			}
+		}
+	}
+	if len(leaf.IPAddresses) != 2 || len(leaf.DNSNames) != 2 {
+		t.Errorf("the certificate is for %v and %q, want each once", leaf.IPAddresses, leaf.DNSNames)
 	}
 }

@@ -151,19 +151,22 @@ func (j *joining) ok(step, format string, args ...any) {
 	fmt.Fprintf(j.Out, "ok    %-7s %s\n", step, fmt.Sprintf(format, args...))
 }
 
-// steps checks the folder and systemd before it contacts the cloud: if the files cannot be
-// written, the cloud must not have made a certificate, and the token is unused.
+// steps checks systemd and the folder before it contacts the cloud: if the edge could not run or the
+// files cannot be written, the cloud must not have made a certificate, and the token is unused.
 func (j *joining) steps(ctx context.Context) error {
+	var unit *systemdUnit
+	if j.Systemd {
+		dir, err := filepath.Abs(j.Dir)
+		if err != nil {
+			return err
+		}
+		if unit, err = newSystemdUnit(edgeService(), dir, j.Host); err != nil {
+			return err
+		}
+	}
 	files, err := newNodeFiles(j.JoinConfig)
 	if err != nil {
 		return err
-	}
-	var unit *systemdUnit
-	if j.Systemd {
-		unit, err = newSystemdUnit(files)
-		if err != nil && !errors.Is(err, errNoSystemd) {
-			return err
-		}
 	}
 	way := &way{token: j.Token, software: j.Host.Software, ok: j.ok}
 	if err = way.check(ctx); err != nil {
@@ -185,7 +188,7 @@ func (j *joining) steps(ctx context.Context) error {
 	if err = unit.install(ctx); err != nil {
 		return err
 	}
-	j.ok("systemd", "%s runs now, and starts with the machine: journalctl -u %s", unitName, unitName)
+	j.ok("systemd", "%s", unit.running())
 	return nil
 }
 
@@ -193,11 +196,6 @@ func (j *joining) steps(ctx context.Context) error {
 func (j *joining) explain(files *nodeFiles) {
 	fmt.Fprintf(j.Out, "\nNode %s has joined. Start its edge:\n  %stunnel edge -c %s\n",
 		j.Token.Node, j.Host.sudo(), shellQuote(filepath.Join(files.dir, edgeFile)))
-	if j.Systemd {
-		fmt.Fprintln(j.Out, "There is no systemctl here: "+
-			"have that command started the way that other services of this machine are.")
-		return
-	}
 	fmt.Fprintln(j.Out, "or, to have systemd start it now and with the machine, "+
 		"run the same join once more with --systemd.")
 }

@@ -1,7 +1,8 @@
 // Package setup does what an operator asks for once: make a cloud's folder, say who may
 // join it, and make a machine a node.
 //
-//	setup.Init(dir, "tunnel.example.com:9000")         // tunnel init
+//	setup.Init(ctx, setup.InitConfig{Address: …})      // tunnel init
+//	setup.InitCluster(ctx, setup.ClusterConfig{…})     // tunnel init --secret, in a pod
 //	setup.CreateToken(cloud, host, node, ttl)          // tunnel token create
 //	setup.Revoke(cloud, host, node, os.Stdout, notes)  // tunnel token revoke
 //	setup.Join(ctx, setup.JoinConfig{Token: …})        // tunnel join, on the edge
@@ -10,8 +11,9 @@
 // daemon: the first refuses certificate authorities that could sign too much, the second
 // shows edges the authority that their join token pins.
 //
-// Each file has one owner: init.go writes the cloud's folder, tokenfile.go changes its token
-// file, join_files.go writes the node's folder, systemd.go writes the unit. The package
+// Each file has one owner: init.go writes the cloud's folder, init_systemd.go moves files of it for
+// the unit's user, init_cluster.go writes Kubernetes' objects in its place, tokenfile.go changes the
+// token file, join_files.go writes the node's folder, systemd.go writes the units. The package
 // reads neither flags nor the environment: cmd gives both to it, and makes an exit code of
 // its errors (Error).
 package setup

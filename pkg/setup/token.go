@@ -182,7 +182,7 @@ func (c tokenChange) kubectl() string {
 	}
 	return fmt.Sprintf(`If it comes from a Secret, this does it (correct the two names first):
 
-  NS=%s SECRET=tunnel-tokens
+  NS=%s SECRET=tunnel-cloud
   { kubectl -n $NS get secret $SECRET -o jsonpath='{.data.%s}' | base64 -d%s; echo; printf '%%s\n' '%s'; } |
     base64 -w0 | sed 's|.*|{"data":{"%s":"&"}}|' | kubectl -n $NS patch secret $SECRET --patch-file /dev/stdin
 

@@ -19,7 +19,7 @@ import (
 func newSite(t *testing.T) (dir string, c *conf.Cloud) {
 	t.Helper()
 	dir = t.TempDir()
-	if _, err := Init(dir, "tunnel.example.com:9000"); err != nil {
+	if err := Init(t.Context(), newInit(dir)); err != nil {
 		t.Fatal(err)
 	}
 	c, err := conf.LoadCloud(filepath.Join(dir, "cloud.toml"), conf.Env{})

@@ -58,8 +58,9 @@ var arrows = []arrow{
 	{"pkg/socket", nil, "a unix socket is a listener like any other; whose it is it does not know"},
 	{"pkg/admin", []string{"pkg/listen", "pkg/socket", "pkg/tunnel"},
 		"health and metrics are told what to show; they reach into nobody"},
-	{"pkg/setup", []string{"conf", "pkg/auth", "pkg/reload", "pkg/stream", "pkg/tunnel"},
-		"it reads and writes configuration files and joins as an edge does; no daemon's module is in it"},
+	{"pkg/setup", []string{"conf", "pkg/auth", "pkg/kube", "pkg/reload", "pkg/stream", "pkg/tunnel"},
+		"it reads and writes configuration files, or objects of Kubernetes in their place, and joins as an edge does; " +
+			"no daemon's module is in it"},
 	{"internal/demo", []string{"pkg/auth", "pkg/reload", "pkg/stream"},
 		"it runs the program itself for each end; only a stranger with a wrong token is its own"},
 	{"internal/testkit", nil,

@@ -8,12 +8,12 @@ import (
 )
 
 // machine makes what a machine has that installs the unit, for the processes of one shell:
-// the folders that are written to are others there, in memory, and systemctl notes what it
-// is asked.
+// the folders that are written to are others there, in memory, systemd seems to run the machine, and
+// systemctl notes what it is asked.
 const machine = `
 set -e
-for d in /etc/systemd /var/lib /usr/local/bin /srv; do mount -t tmpfs tmpfs $d; done
-mkdir /etc/systemd/system /srv/bin
+for d in /etc/systemd /run /var/lib /usr/local/bin /srv; do mount -t tmpfs tmpfs $d; done
+mkdir -p /etc/systemd/system /run/systemd/system /srv/bin
 cp "$PROGRAM" /usr/local/bin/tunnel
 printf '#!/bin/sh\necho "$@" >> /srv/asked\n' > /srv/bin/systemctl
 chmod 755 /srv/bin/systemctl /srv
@@ -59,8 +59,7 @@ chmod 700 /srv/tunnel
 echo '== closed'; echo $FIRST | tunnel join --dir /srv/tunnel --systemd --force; echo "exit code $?"
 echo '== end'
 `)
-	parts := strings.Split(a.out, "== ")
-	for part, wants := range map[string][]string{
+	wantParts(t, a, map[string][]string{
 		"join": {
 			"ok    systemd", "exit code 0", "daemon-reload\nenable tunnel-edge\nrestart tunnel-edge\n",
 			"ExecStart=/usr/local/bin/tunnel edge -c /srv/tunnel/edge.toml\n",
@@ -78,9 +77,114 @@ echo '== end'
 		// The program is in a temporary folder.
 		"hidden": {"exit code 1", "FAIL  systemd: the unit does not see", "sudo install -m 755"},
 		"closed": {"exit code 1", "may not enter /srv/tunnel", "chmod 755 /srv/tunnel"},
-	} {
+	})
+}
+
+// TestSystemdCloud: what the unit's user has to read goes where that user may read it, whether systemd was
+// asked for at first or later. A port below 1024 gets its capability.
+func TestSystemdCloud(t *testing.T) {
+	t.Parallel()
+	if out, err := exec.Command("unshare", "--map-root-user", "--mount", "true").CombinedOutput(); err != nil {
+		t.Skipf("no namespace can be made here: %v: %s", err, out)
+	}
+	s := newSite(t, "127.0.0.1")
+	a := s.inMachine(`
+umask 077
+unit=/etc/systemd/system/tunnel-cloud.service
+echo '== init'; tunnel init --address cloud.example.com:9000 --dir /srv/cloud --systemd; echo "exit code $?"
+cat /srv/asked; grep -e ExecStart= -e Capabilit $unit
+stat -c '%a %n' /srv/cloud /srv/cloud/* /var/lib/tunnel-cloud/*
+tunnel config check -c /srv/cloud/cloud.toml
+
+echo '== token'; tunnel token create -c /srv/cloud/cloud.toml --node edge1 >/dev/null 2>&1; echo "exit code $?"
+grep -c '^edge1:sha256:' /var/lib/tunnel-cloud/tokens
+
+echo '== again'; cp -r /var/lib/tunnel-cloud /srv/before
+tunnel init --address cloud.example.com:9000 --dir /srv/cloud --systemd; echo "exit code $?"
+diff -r /srv/before /var/lib/tunnel-cloud && echo same
+
+echo '== another cloud'; tunnel init --address other.example.com:9000 --dir /srv/other --systemd; echo "exit code $?"
+ls -d /srv/other 2>&1
+
+echo '== first without'; rm -r /var/lib/tunnel-cloud $unit
+tunnel init --address cloud.example.com:443 --dir /srv/low >/dev/null; echo "exit code $?"
+echo '== then with'; tunnel init --address cloud.example.com:443 --dir /srv/low --systemd; echo "exit code $?"
+grep -e ExecStart= -e Capabilit $unit
+ls /srv/low /var/lib/tunnel-cloud; tunnel config check -c /srv/low/cloud.toml
+echo '== end'
+`)
+	wantParts(t, a, map[string][]string{
+		"init": {
+			"tunnel-cloud runs now", "exit code 0", "daemon-reload\nenable tunnel-cloud\nrestart tunnel-cloud\n",
+			"ExecStart=/usr/local/bin/tunnel cloud -c /srv/cloud/cloud.toml\nCapabilityBoundingSet=\n755 /srv/cloud\n",
+			"644 /srv/cloud/cloud.toml\n", "600 /srv/cloud/ca.key\n",
+			"600 /var/lib/tunnel-cloud/cloud.key\n", "600 /var/lib/tunnel-cloud/nodes-ca.key\n",
+			"600 /var/lib/tunnel-cloud/tokens\n", "/srv/cloud/cloud.toml: ok (cloud)",
+		},
+		"token":         {"exit code 0\n1\n"},
+		"again":         {"exit code 0", "same\n"},
+		"another cloud": {"exit code 1", "No such file"},
+		"first without": {"exit code 0"},
+		"then with": {
+			"exit code 0", "CapabilityBoundingSet=CAP_NET_BIND_SERVICE\nAmbientCapabilities=CAP_NET_BIND_SERVICE\n",
+			"/srv/low:\nca.crt\nca.key\ncloud.crt\ncloud.toml\nnodes-ca.crt\n",
+			"/var/lib/tunnel-cloud:\ncloud.key\nnodes-ca.key\ntokens\n", "/srv/low/cloud.toml: ok (cloud)",
+		},
+	})
+	if !strings.Contains(a.notes, "this machine has /var/lib/tunnel-cloud/cloud.key") {
+		t.Errorf("%s\nwant what another cloud has", a)
+	}
+}
+
+// TestNoSystemd: on a machine without systemd, --systemd fails first, leaves nothing behind, and says what
+// to run. The token stays good.
+func TestNoSystemd(t *testing.T) {
+	t.Parallel()
+	if out, err := exec.Command("unshare", "--map-root-user", "--mount", "true").CombinedOutput(); err != nil {
+		t.Skipf("no namespace can be made here: %v: %s", err, out)
+	}
+	s := newSite(t, "127.0.0.1")
+	s.start()
+	_, token := s.create("edge1")
+	issued := strings.Count(s.log.String(), "certificate issued")
+	word := token.Encode().Reveal()
+	s.secret(word, token)
+	a := s.inMachine("TOKEN=" + word + `
+rmdir /run/systemd/system
+echo '== join'; echo $TOKEN | tunnel join --systemd --dir /srv/edge; echo "exit code $?"
+echo '== init'; tunnel init --address a.example.com:9000 --systemd --dir /srv/cloud 2>&1; echo "exit code $?"
+echo '== left'; ls /srv /var/lib /etc/systemd/system
+echo '== not root'; mkdir /run/systemd/system
+echo $TOKEN | unshare --user tunnel join --systemd --dir /srv/edge; echo "exit code $?"
+echo '== end'
+`)
+	wantParts(t, a, map[string][]string{
+		"join": {
+			"exit code 1", "FAIL  systemd: systemd does not run this machine", "Nothing was written or sent.",
+			"tunnel edge -c /srv/edge/edge.toml",
+		},
+		"init": {
+			"exit code 1", "tunnel: systemd: systemd does not run this machine", "tunnel cloud -c /srv/cloud/cloud.toml",
+		},
+		"left":     {"/etc/systemd/system:\n\n/srv:\nbin\n\n/var/lib:\n"},
+		"not root": {"exit code 1", "FAIL  systemd: only root may add a unit", "sudo"},
+	})
+	if strings.Contains(a.out, "ok    ") {
+		t.Errorf("%s\nwant that no step succeeds before systemd", a)
+	}
+	if strings.Count(s.log.String(), "certificate issued") != issued {
+		t.Error("a certificate was made for nothing")
+	}
+	s.want(0, s.join(token, filepath.Join(t.TempDir(), "edge")))
+}
+
+// wantParts checks that each part of the output, which begins with "== " and its name, holds its texts.
+func wantParts(t *testing.T, a answer, parts map[string][]string) {
+	t.Helper()
+	texts := strings.Split(a.out, "== ")
+	for part, wants := range parts {
 		found := false
-		for _, text := range parts {
+		for _, text := range texts {
 			rest, ok := strings.CutPrefix(text, part+"\n")
 			if !ok {
 				continue

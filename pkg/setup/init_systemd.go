@@ -1,0 +1,103 @@
+package setup
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"tunnel/conf"
+)
+
+// cloudStateDir is the folder for what the cloud reads and other users must not read, if systemd runs the
+// cloud. The unit's user may write nowhere else, and gets the folder at every start.
+const cloudStateDir = "/var/lib/tunnel-cloud"
+
+// adopt takes the folder of an earlier Init, and moves to the state folder the files that only root may read.
+// there is false if the folder has no cloud.toml. Certificates and keys stay the same. Paths that an
+// operator has changed in cloud.toml stay, too.
+func (c *cloudFolder) adopt() (there bool, err error) {
+	config := filepath.Join(c.dir, cloudFile)
+	text, err := os.ReadFile(config)
+	if errors.Is(err, fs.ErrNotExist) {
+		return false, nil
+	}
+	if err != nil {
+		return false, err
+	}
+	is, err := conf.ReadCloud(config, c.Host.Env)
+	if err != nil {
+		return true, configError(fmt.Errorf("%s exists and cannot be used: %w", config, err))
+	}
+	if err = c.checkAdopted(config, is); err != nil {
+		return true, err
+	}
+	edited := string(text)
+	var old []string // paths of the files that move
+	for _, f := range []struct{ key, path, name string }{
+		{"key", is.Server.Key, cloudKeyFile},
+		{"cakey", is.Join.CAKey, nodesKeyFile},
+		{"tokenfile", is.Server.TokenFile, tokensFile},
+	} {
+		from, to := filepath.Join(c.dir, f.name), filepath.Join(c.state, f.name)
+		if f.path != from {
+			continue // an earlier init has moved the file, or an operator has named another file
+		}
+		if edited, err = replaceValue(edited, f.key, f.name, to); err != nil {
+			return true, fmt.Errorf("%s: %w", config, err)
+		}
+		content, err := os.ReadFile(from)
+		if err != nil {
+			return true, err
+		}
+		old = append(old, from)
+		c.files = append(c.files, newFile{
+			name: to, what: "was " + from, mode: secretFile, content: content, given: true,
+		})
+	}
+	if old == nil {
+		return true, nil
+	}
+	// In this order, a failure leaves a configuration whose files exist.
+	if err = createFiles(c.dir, c.files); err != nil {
+		return true, err
+	}
+	if err = overwrite(config, newFile{mode: publicFile, content: []byte(edited)}); err != nil {
+		return true, err
+	}
+	c.files = append(c.files, newFile{name: cloudFile, what: "the configuration, which names the new paths"})
+	for _, path := range old {
+		err = errors.Join(err, os.Remove(path))
+	}
+	return true, err
+}
+
+// checkAdopted returns an error if the folder's cloud is not the one that the command line asks for.
+func (c *cloudFolder) checkAdopted(config string, is *conf.Cloud) error {
+	if is.Join.Address != c.Address {
+		return fmt.Errorf("%s is for the address %q: write --address %[2]s, or choose another --dir",
+			config, is.Join.Address)
+	}
+	certs, err := readCertificates("mode.cloud.stream.server: cert", is.Server.Cert)
+	if err != nil {
+		return configError(fmt.Errorf("%s: %w", config, err))
+	}
+	for _, host := range c.hosts {
+		if err = certs[0].VerifyHostname(host); err != nil {
+			return fmt.Errorf("%s exists and stays as it is, so --san changes nothing: %w", is.Server.Cert, err)
+		}
+	}
+	return nil
+}
+
+// replaceValue replaces the value of a key that stands once in a TOML text.
+func replaceValue(text, key, old, now string) (string, error) {
+	line := fmt.Sprintf("\n%s = %q\n", key, old)
+	if strings.Count(text, line) != 1 {
+		return "", fmt.Errorf("the unit's user cannot read %s: move that file to %s, and write %s = %q",
+			old, filepath.Dir(now), key, now)
+	}
+	return strings.Replace(text, line, fmt.Sprintf("\n%s = %q\n", key, now), 1), nil
+}
