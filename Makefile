@@ -17,16 +17,18 @@ GOLANGCI    := go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.
 # v3.22.0 is the newest release whose requirements are all published versions.
 VALE        := go run github.com/vale-cli/vale/v3/cmd/vale@v3.22.0
 GOVULNCHECK := golang.org/x/vuln/cmd/govulncheck@v1.6.0
-CYCLONEDX   := github.com/CycloneDX/cyclonedx-gomod@v1.10.0
 FUZZTIME    ?= 60s
 
 .PHONY: help
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+# tools/release builds with this recipe too, for each platform: with BIN, VERSION, and an environment of its own.
+BIN := bin/tunnel
+
 .PHONY: build
 build: ## build bin/tunnel
-	@CGO_ENABLED=0 go build -trimpath -tags '$(TAGS)' -ldflags '$(LDFLAGS)' -o bin/tunnel ./cmd/tunnel
+	@CGO_ENABLED=0 go build -trimpath -tags '$(TAGS)' -ldflags '$(LDFLAGS)' -o '$(BIN)' ./cmd/tunnel
 
 .PHONY: demo
 demo: build ## see it work on this machine (ARGS=--once: run the checks and exit)
@@ -86,13 +88,17 @@ vuln: ## known vulnerabilities in what we depend on (asks vuln.go.dev; where tha
 	@GOBIN=$(CURDIR)/bin go install $(GOVULNCHECK)
 	@go run ./tools/vuln -- bin/govulncheck $(PKGS)
 
-# Built in its own module: `go run` would ask for all its versions, which not every
-# proxy lists.
-.PHONY: sbom
-sbom: build ## bin/tunnel.cdx.json: what bin/tunnel is made of (CycloneDX)
-	@dir=$$(go mod download -json $(CYCLONEDX) | sed -n 's/^\t"Dir": "\(.*\)",$$/\1/p') && \
-		GOFLAGS=-buildvcs=false go build -C "$$dir" -o $(CURDIR)/bin/cyclonedx-gomod ./cmd/cyclonedx-gomod
-	@bin/cyclonedx-gomod bin -json -std -version $(VERSION) -output bin/tunnel.cdx.json bin/tunnel
+# It needs no network if the module cache holds what the two go.mod files name.
+.PHONY: release
+release: ## dist/: archives, packages, image, SBOM, checksums of the tag at HEAD (VERSION=v0.1.0, KEY=FILE, ARGS=-snapshot)
+	@rm -rf dist
+	@go -C tools/release run . -out $(CURDIR)/dist $(if $(findstring command line,$(origin VERSION)),-version $(VERSION)) \
+		$(if $(KEY),-key $(abspath $(KEY))) $(ARGS)
+
+.PHONY: release-test
+release-test: ## that a release holds what it must, that its checksums tell, and that two builds agree (three minutes)
+	@go -C tools/release vet ./...
+	@go -C tools/release test -count=1 -timeout 20m ./...
 
 .PHONY: cover
 cover: ## test coverage, by package
@@ -109,6 +115,6 @@ tidy: ## format, and put go.mod in order
 
 .PHONY: clean
 clean: ## remove what make has made here
-	@rm -rf bin conf/dev
+	@rm -rf bin dist conf/dev
 
 include test/test.mk test/e2e/e2e.mk bench/bench.mk
