@@ -73,7 +73,11 @@
 {{- $allowed := dig "tcpallow" (dict) $cloud.config }}
 {{- $egress := dig "egress" (dict) $cloud.config }}
 {{- $sockets := concat (dig "grpc" (list) $egress) (dig "httpconnect" (list) $egress) }}
-{{- if not (or (get $https "addr") $tcp $sockets) }}
+{{- $open := or $tcp $sockets }}
+{{- range $port, $target := dig "addr" (dict) $https }}
+  {{- if $target }}{{- $open = true }}{{- end }}
+{{- end }}
+{{- if not $open }}
   {{- $wrong = append $wrong (print
       "cloud.config has no front door, so no caller could reach a node: write https.addr, tcp or egress, "
       "as the files in the folder ci do") }}
