@@ -1,6 +1,7 @@
 package test
 
 import (
+	"fmt"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -36,10 +37,13 @@ func TestHelmAndKustomize(t *testing.T) {
 				t.Fatalf("the overlay has only %d objects", len(want))
 			}
 			for _, o := range want {
+				joinLines(o)
 				parseTOML(t, o)
+				sortVolumes(o)
 			}
 			for _, o := range got {
 				parseTOML(t, o)
+				sortVolumes(o)
 				withoutHelm(o)
 			}
 			if diff := cmp.Diff(want, got); diff != "" {
@@ -60,6 +64,17 @@ func TestEveryOverlayHasValues(t *testing.T) {
 		if name := strings.TrimSuffix(filepath.Base(file), ".yaml"); !slices.Contains(all, name) {
 			t.Errorf("%s has no overlay", file)
 		}
+	}
+}
+
+// joinLines removes the line breaks that kustomize puts into the base64 of a Secret.
+func joinLines(o object) {
+	data, ok := o["data"].(map[string]any)
+	if !ok || o.kind() != "Secret" {
+		return
+	}
+	for name, value := range data {
+		data[name] = strings.ReplaceAll(fmt.Sprint(value), "\n", "")
 	}
 }
 
@@ -87,6 +102,27 @@ func remove(metadata map[string]any, field string, keys []string) {
 	if len(m) == 0 {
 		delete(metadata, field)
 	}
+}
+
+// sortVolumes sorts the volumes and mounts of a pod template by name: their order means nothing, and kustomize puts
+// those of components first.
+func sortVolumes(o object) {
+	spec, ok := o.at("spec", "template", "spec").(map[string]any)
+	if !ok {
+		return
+	}
+	sortByName(spec["volumes"])
+	containers, _ := spec["containers"].([]any)
+	for _, c := range containers {
+		sortByName(c.(map[string]any)["volumeMounts"])
+	}
+}
+
+func sortByName(list any) {
+	all, _ := list.([]any)
+	slices.SortFunc(all, func(a, b any) int {
+		return strings.Compare(fmt.Sprint(a.(map[string]any)["name"]), fmt.Sprint(b.(map[string]any)["name"]))
+	})
 }
 
 // parseTOML replaces each TOML file of a ConfigMap by its content, since comments and order may differ.

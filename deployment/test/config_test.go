@@ -350,13 +350,23 @@ func TestEgressSelectors(t *testing.T) {
 	for overlay, want := range map[string]string{
 		"egress-grpc": "/run/tunnel/egress-grpc.sock", "egress-httpconnect": "https://tunnel-cloud:8090",
 	} {
-		file := filepath.Join(kustomizeDir, "overlays", overlay, "egress-selector.yaml")
+		text, err := os.ReadFile(filepath.Join(kustomizeDir, "overlays", overlay, "egress-selector.yaml"))
+		if err != nil {
+			t.Fatal(err)
+		}
+		dir := t.TempDir()
+		const pair = "pki/apiserver-kubelet-client"
+		for _, name := range []string{"tunnel/ca.crt", pair + ".crt", pair + ".key"} {
+			write(t, filepath.Join(dir, name), "x")
+		}
+		file := filepath.Join(dir, "egress-selector.yaml")
+		write(t, file, strings.ReplaceAll(string(text), "/etc/kubernetes", dir))
 		c, err := egressselector.ReadEgressSelectorConfiguration(file)
 		if err != nil {
 			t.Fatal(err)
 		}
 		if errs := egressselector.ValidateEgressSelectorConfiguration(c); len(errs) > 0 {
-			t.Errorf("%s: %v", file, errs)
+			t.Errorf("%s: %v", overlay, errs)
 		}
 		transport := c.EgressSelections[0].Connection.Transport
 		got := ""
@@ -366,7 +376,7 @@ func TestEgressSelectors(t *testing.T) {
 			got = transport.TCP.URL
 		}
 		if c.EgressSelections[0].Name != "cluster" || got != want {
-			t.Errorf("%s leads traffic for %s to %s, want cluster to %s", file, c.EgressSelections[0].Name, got, want)
+			t.Errorf("%s leads traffic for %s to %s, want cluster to %s", overlay, c.EgressSelections[0].Name, got, want)
 		}
 	}
 }

@@ -18,9 +18,7 @@ const enforce = "pod-security.kubernetes.io/enforce"
 // beyondRestricted says what in the pods of an overlay Pod Security refuses at the level restricted. Overlays
 // that are not here have a restricted namespace.
 var beyondRestricted = map[string][]string{
-	"egress-grpc": {
-		"hostPath volumes", "restricted volume types", "runAsNonRoot != true", "runAsUser=0",
-	},
+	"egress-grpc":       {"restricted volume types", "runAsNonRoot != true", "runAsUser=0"},
 	"edge-host-network": {"host namespaces"},
 }
 
