@@ -39,11 +39,11 @@ func TestHelmAndKustomize(t *testing.T) {
 			for _, o := range want {
 				joinLines(o)
 				parseTOML(t, o)
-				sortVolumes(o)
+				sortLists(o)
 			}
 			for _, o := range got {
 				parseTOML(t, o)
-				sortVolumes(o)
+				sortLists(o)
 				withoutHelm(o)
 			}
 			if diff := cmp.Diff(want, got); diff != "" {
@@ -104,9 +104,9 @@ func remove(metadata map[string]any, field string, keys []string) {
 	}
 }
 
-// sortVolumes sorts the volumes and mounts of a pod template by name: their order means nothing, and kustomize puts
-// those of components first.
-func sortVolumes(o object) {
+// sortLists sorts volumes, mounts and variables of a pod template by name: their order means nothing here, and
+// kustomize puts the entries of components first.
+func sortLists(o object) {
 	spec, ok := o.at("spec", "template", "spec").(map[string]any)
 	if !ok {
 		return
@@ -115,6 +115,7 @@ func sortVolumes(o object) {
 	containers, _ := spec["containers"].([]any)
 	for _, c := range containers {
 		sortByName(c.(map[string]any)["volumeMounts"])
+		sortByName(c.(map[string]any)["env"])
 	}
 }
 

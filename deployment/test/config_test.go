@@ -113,7 +113,7 @@ func TestConfigurations(t *testing.T) {
 			text := regexp.MustCompile(`"(/(?:etc/tunnel|var/run)/)`).ReplaceAllString(c.toml, `"`+dir+"$1")
 			file := filepath.Join(dir, "tunnel.toml")
 			write(t, file, text)
-			checked, err := conf.Check(file, environment(t, c.pod.Spec.Containers[0]))
+			checked, err := conf.Check(file, environment(t, c.pod.Spec.Containers[0], *c.pod.Spec.EnableServiceLinks))
 			if err != nil {
 				t.Fatalf("%v\n%s", err, text)
 			}
@@ -134,8 +134,8 @@ func TestConfigurations(t *testing.T) {
 	}
 }
 
-// environment returns the environment that the downward API gives to a container.
-func environment(t *testing.T, c corev1.Container) conf.Env {
+// environment returns the environment that Kubernetes gives to a container. links: also the addresses of Services.
+func environment(t *testing.T, c corev1.Container, links bool) conf.Env {
 	t.Helper()
 	fields := map[string]string{
 		"spec.nodeName": "edge1", "metadata.name": "tunnel-1", "metadata.namespace": "tunnel-system",
@@ -143,6 +143,11 @@ func environment(t *testing.T, c corev1.Container) conf.Env {
 	}
 	env := make(map[string]string)
 	for _, e := range c.Env {
+		// The kubelet knows the clusterIP of the Service tunnel-cloud-callers.
+		if e.Value == "$(TUNNEL_CLOUD_CALLERS_SERVICE_HOST)" && links {
+			env[e.Name] = "10.96.0.7"
+			continue
+		}
 		if e.ValueFrom == nil || fields[e.ValueFrom.FieldRef.FieldPath] == "" {
 			t.Fatalf("%s is not from the downward API", e.Name)
 		}

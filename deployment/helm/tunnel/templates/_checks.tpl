@@ -49,6 +49,11 @@
       "cloud.config.stream.peers needs ca and servername, or anybody could be a replica: write ca: "
       "/etc/tunnel/secret/ca.crt and servername: tunnel-cloud") }}
 {{- end }}
+{{- if and (eq $cloud.namesLeadTo "service") (get $dns "service") }}
+  {{- $wrong = append $wrong (print
+      "cloud.config.stream.dns.service lists the pods, and with cloud.namesLeadTo: service no name leads to a pod: "
+      "remove one of them") }}
+{{- end }}
 {{- if and .Values.coredns.enabled (not (get $dns "configmap")) }}
   {{- $wrong = append $wrong (print
       "coredns.enabled needs the ConfigMap with the names of nodes: write "

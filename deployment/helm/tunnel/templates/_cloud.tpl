@@ -10,7 +10,7 @@ metadata:
 spec:
   serviceAccountName: tunnel-cloud
   {{- include "tunnel.pullSecrets" . | nindent 2 }}
-  enableServiceLinks: false
+  enableServiceLinks: {{ eq $cloud.namesLeadTo "service" }}
   priorityClassName: system-cluster-critical
   terminationGracePeriodSeconds: 40
   securityContext:
@@ -55,7 +55,7 @@ spec:
     - /etc/tunnel/config/cloud.toml
     {{- include "tunnel.logFlags" $cloud | nindent 4 }}
     env:
-    {{- include "tunnel.env" . | nindent 4 }}
+    {{- include "tunnel.env" $cloud | nindent 4 }}
     ports:
     - {name: grpc, containerPort: {{ $cloud.config.stream.server.grpcport }}}
     - {name: health, containerPort: {{ $cloud.config.stream.server.logport }}}

@@ -61,11 +61,16 @@ podAntiAffinity:
         matchLabels: {app.kubernetes.io/name: tunnel, app.kubernetes.io/component: {{ . }}}
 {{- end }}
 
+{{/* The environment of a container. Takes cloud or edge. */}}
 {{- define "tunnel.env" -}}
 - {name: NODE_NAME, valueFrom: {fieldRef: {fieldPath: spec.nodeName}}}
 - {name: POD_NAME, valueFrom: {fieldRef: {fieldPath: metadata.name}}}
 - {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
+{{- if eq (get . "namesLeadTo") "service" }}
+- {name: POD_IP, value: $(TUNNEL_CLOUD_CALLERS_SERVICE_HOST)}
+{{- else }}
 - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIPs}}}
+{{- end }}
 {{- end }}
 
 {{/* The flags for logging. Takes cloud or edge. */}}
