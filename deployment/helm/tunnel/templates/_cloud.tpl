@@ -62,6 +62,8 @@ spec:
     livenessProbe:
       httpGet: {path: /healthz, port: health}
       periodSeconds: 10
+      timeoutSeconds: 5
+      failureThreshold: 6
     readinessProbe:
       httpGet: {path: /readyz, port: health}
       periodSeconds: 2
