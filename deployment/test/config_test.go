@@ -168,87 +168,111 @@ func write(t *testing.T, file, content string) {
 	}
 }
 
+// san is the name in the certificate of the cloud that edges and replicas verify.
+const san = "tunnel-cloud"
+
+// settings are the keys of cloud.toml and edge.toml that name other objects, and ports.
+type settings struct {
+	Mode struct {
+		Cloud struct {
+			Stream struct {
+				Server struct{ GRPCPort, LogPort int }
+				DNS    struct{ Service, Listen string }
+				Peers  struct{ Service, ServerName string }
+			}
+			Join   struct{ ServiceAccounts []string }
+			HTTPS  struct{ Addr map[string]string }
+			Egress struct{ HTTPConnect []string }
+		}
+		Edge struct {
+			Stream struct{ Client struct{ DNS string } }
+		}
+	}
+}
+
 // TestNamesAgree: what one object says about another is so.
 func TestNamesAgree(t *testing.T) {
-	const san = "tunnel-cloud"
 	for _, overlay := range overlays(t) {
 		t.Run(overlay, func(t *testing.T) {
 			objects := kustomized(t, overlay)
-			var file struct {
-				Mode struct {
-					Cloud struct {
-						Stream struct {
-							Server struct{ GRPCPort, LogPort int }
-							DNS    struct{ Service, Listen string }
-							Peers  struct{ Service, ServerName string }
-						}
-						Join   struct{ ServiceAccounts []string }
-						HTTPS  struct{ Addr map[string]string }
-						Egress struct{ HTTPConnect []string }
-					}
-					Edge struct {
-						Stream struct{ Client struct{ DNS string } }
-					}
-				}
-			}
-			if _, err := toml.Decode(configuredPods(t, objects)[0].toml, &file); err != nil {
+			c := configuredPods(t, objects)[0]
+			var s settings
+			if _, err := toml.Decode(c.toml, &s); err != nil {
 				t.Fatal(err)
 			}
 			if strings.HasPrefix(overlay, "edge-") {
-				account := find(t, objects, "ServiceAccount", "tunnel-edge")
-				if got := account.text("metadata", "namespace") + "/" + account.name(); got != "tunnel-edge/tunnel-edge" {
-					t.Errorf("edges have the ServiceAccount %s, which no cloud accepts", got)
-				}
-				if got := file.Mode.Edge.Stream.Client.DNS; got != san {
-					t.Errorf("edges verify the name %q, want %q", got, san)
-				}
+				edgeAgrees(t, objects, s)
 				return
 			}
-			c := file.Mode.Cloud
-			if got := c.Join.ServiceAccounts; !slices.Equal(got, []string{"tunnel-edge/tunnel-edge"}) {
-				t.Errorf("the cloud accepts %q", got)
-			}
-			certificate := fmt.Sprint(objects) // the args of tunnel init, or the dnsNames of the Certificate
-			if !strings.Contains(certificate, "--san="+san+" ") && !strings.Contains(certificate, "dnsNames:["+san+" ") {
-				t.Errorf("no certificate has the name %q", san)
-			}
-			if p := c.Stream.Peers; p.Service != "" {
-				if p.ServerName != san {
-					t.Errorf("replicas verify the name %q, want %q", p.ServerName, san)
-				}
-				name := strings.TrimSuffix(p.Service, fmt.Sprintf(":%d", c.Stream.Server.GRPCPort))
-				headless := find(t, objects, "Service", name)
-				if headless.text("spec", "clusterIP") != "None" || headless.at("spec", "publishNotReadyAddresses") != true {
-					t.Errorf("%s is not a headless Service with publishNotReadyAddresses", headless.name())
-				}
-			}
-			if s := c.Stream.DNS.Service; s != "" {
-				find(t, objects, "Service", s)
-			}
-			want := []string{fmt.Sprintf("TCP %d", c.Stream.Server.LogPort)}
-			for port := range c.HTTPS.Addr {
-				want = append(want, "TCP "+port)
-			}
-			for _, listen := range c.Egress.HTTPConnect {
-				want = append(want, "TCP "+listen[strings.LastIndex(listen, ":")+1:])
-			}
-			if listen := c.Stream.DNS.Listen; listen != "" {
-				port := listen[strings.LastIndex(listen, ":")+1:]
-				want = append(want, "UDP "+port, "TCP "+port)
-			}
-			slices.Sort(want)
-			pod := configuredPods(t, objects)[0].pod.Spec
-			got := servicePorts(t, find(t, objects, "Service", "tunnel-cloud-callers"), pod)
-			if !slices.Equal(got, want) {
-				t.Errorf("callers reach the ports %q, and the cloud opens %q", got, want)
-			}
-			edges := []string{fmt.Sprintf("TCP %d", c.Stream.Server.GRPCPort)}
-			if got := servicePorts(t, find(t, objects, "Service", "tunnel-cloud"), pod); !slices.Equal(got, edges) {
-				t.Errorf("edges reach the ports %q, want %q", got, edges)
-			}
+			cloudAgrees(t, objects, s)
+			portsAgree(t, objects, s, c.pod.Spec)
 		})
 	}
 }
+
+func edgeAgrees(t *testing.T, objects []object, s settings) {
+	t.Helper()
+	account := find(t, objects, "ServiceAccount", "tunnel-edge")
+	if got := account.text("metadata", "namespace") + "/" + account.name(); got != "tunnel-edge/tunnel-edge" {
+		t.Errorf("edges have the ServiceAccount %s, which no cloud accepts", got)
+	}
+	if got := s.Mode.Edge.Stream.Client.DNS; got != san {
+		t.Errorf("edges verify the name %q, want %q", got, san)
+	}
+}
+
+func cloudAgrees(t *testing.T, objects []object, s settings) {
+	t.Helper()
+	c := s.Mode.Cloud
+	if got := c.Join.ServiceAccounts; !slices.Equal(got, []string{"tunnel-edge/tunnel-edge"}) {
+		t.Errorf("the cloud accepts %q", got)
+	}
+	all := fmt.Sprint(objects) // with the args of tunnel init, or the dnsNames of the Certificate
+	if !strings.Contains(all, "--san="+san+" ") && !strings.Contains(all, "dnsNames:["+san+" ") {
+		t.Errorf("no certificate has the name %q", san)
+	}
+	if p := c.Stream.Peers; p.Service != "" {
+		if p.ServerName != san {
+			t.Errorf("replicas verify the name %q, want %q", p.ServerName, san)
+		}
+		name := strings.TrimSuffix(p.Service, fmt.Sprintf(":%d", c.Stream.Server.GRPCPort))
+		headless := find(t, objects, "Service", name)
+		if headless.text("spec", "clusterIP") != "None" || headless.at("spec", "publishNotReadyAddresses") != true {
+			t.Errorf("%s is not a headless Service with publishNotReadyAddresses", name)
+		}
+	}
+	if service := c.Stream.DNS.Service; service != "" {
+		find(t, objects, "Service", service)
+	}
+}
+
+// portsAgree checks that the Services lead to the ports that the cloud opens, and that edges reach one port only.
+func portsAgree(t *testing.T, objects []object, s settings, pod corev1.PodSpec) {
+	t.Helper()
+	c := s.Mode.Cloud
+	opened := []string{fmt.Sprintf("TCP %d", c.Stream.Server.LogPort)}
+	for port := range c.HTTPS.Addr {
+		opened = append(opened, "TCP "+port)
+	}
+	for _, listen := range c.Egress.HTTPConnect {
+		opened = append(opened, "TCP "+portOf(listen))
+	}
+	if listen := c.Stream.DNS.Listen; listen != "" {
+		opened = append(opened, "UDP "+portOf(listen), "TCP "+portOf(listen))
+	}
+	slices.Sort(opened)
+	for service, want := range map[string][]string{
+		"tunnel-cloud-callers": opened,
+		"tunnel-cloud":         {fmt.Sprintf("TCP %d", c.Stream.Server.GRPCPort)},
+	} {
+		if got := servicePorts(t, find(t, objects, "Service", service), pod); !slices.Equal(got, want) {
+			t.Errorf("%s leads to the ports %q, and the cloud opens %q", service, got, want)
+		}
+	}
+}
+
+// portOf returns the port at the end of an address.
+func portOf(listen string) string { return listen[strings.LastIndex(listen, ":")+1:] }
 
 // servicePorts returns the ports of the pods to which a Service leads, sorted: "TCP 9000".
 func servicePorts(t *testing.T, o object, pod corev1.PodSpec) (all []string) {
