@@ -37,6 +37,8 @@ func TestWrongValues(t *testing.T) {
 
 		{"nothing", "single", `cloud: {enabled: false}`, "set one of them to true"},
 		{"no address", "single", `certificates: {address: ""}`, "write the address that edges dial"},
+		{"tokens in the wrong place", "single", `certificates: {tokens: "edge1:revoked"}`,
+			"in tokens of the Secret tunnel-cloud"},
 		{"replicas without peers", "single", `cloud: {replicas: 2}`, "write cloud.config.stream.peers"},
 		{"peers without a CA", "ha", `cloud: {config: {stream: {peers: {ca: ""}}}}`, "or anybody could be a replica"},
 		{"CoreDNS without names", "ha-responder", `coredns: {enabled: true}`,

@@ -28,6 +28,11 @@
   {{- $wrong = append $wrong (print
       "certificates.address is missing: write the address that edges dial, such as tunnel.example.com:9000") }}
 {{- end }}
+{{- if and .Values.certificates.tokens (ne .Values.certificates.source "cert-manager") }}
+  {{- $wrong = append $wrong (print
+      "certificates.tokens is for source: cert-manager; otherwise the lines are in tokens of the Secret tunnel-cloud: "
+      "write them there, and remove certificates.tokens") }}
+{{- end }}
 {{- if and (gt (int $cloud.replicas) 1) (not $hasPeers) }}
   {{- $wrong = append $wrong (printf (print
       "cloud.replicas is %d, but the replicas cannot find each other: write cloud.config.stream.peers with "
