@@ -117,4 +117,4 @@ tidy: ## format, and put go.mod in order
 clean: ## remove what make has made here
 	@rm -rf bin dist conf/dev
 
-include test/test.mk test/e2e/e2e.mk bench/bench.mk
+include test/test.mk test/e2e/e2e.mk bench/bench.mk deployment/deployment.mk

@@ -1,0 +1,170 @@
+{{/* Contradictions in the values. Each message says what to write. */}}
+{{- define "tunnel.checks" -}}
+{{- $wrong := list }}
+{{- if not (or .Values.cloud.enabled .Values.edge.enabled) }}
+  {{- $wrong = append $wrong (print
+      "cloud.enabled and edge.enabled are both false, so there is nothing to install: set one of them to "
+      "true") }}
+{{- end }}
+{{- if .Values.cloud.enabled }}
+  {{- $wrong = concat $wrong (include "tunnel.checks.cloud" . | fromJsonArray) }}
+  {{- $wrong = concat $wrong (include "tunnel.checks.doors" . | fromJsonArray) }}
+{{- end }}
+{{- if .Values.edge.enabled }}
+  {{- $wrong = concat $wrong (include "tunnel.checks.edge" . | fromJsonArray) }}
+{{- end }}
+{{- if $wrong }}
+  {{- fail (join "\n" $wrong) }}
+{{- end }}
+{{- end }}
+
+{{- define "tunnel.checks.cloud" -}}
+{{- $wrong := list }}
+{{- $cloud := .Values.cloud }}
+{{- $dns := dig "stream" "dns" (dict) $cloud.config }}
+{{- $peers := dig "stream" "peers" (dict) $cloud.config }}
+{{- $hasPeers := or (get $peers "service") (get $peers "addresses") }}
+{{- if and (ne .Values.certificates.source "existing") (not .Values.certificates.address) }}
+  {{- $wrong = append $wrong (print
+      "certificates.address is missing: write the address that edges dial, such as tunnel.example.com:9000") }}
+{{- end }}
+{{- if and .Values.certificates.tokens (ne .Values.certificates.source "cert-manager") }}
+  {{- $wrong = append $wrong (print
+      "certificates.tokens is for source: cert-manager; otherwise the lines are in tokens of the Secret tunnel-cloud: "
+      "write them there, and remove certificates.tokens") }}
+{{- end }}
+{{- if and (gt (int $cloud.replicas) 1) (not $hasPeers) }}
+  {{- $wrong = append $wrong (printf (print
+      "cloud.replicas is %d, but the replicas cannot find each other: write cloud.config.stream.peers with "
+      "service: tunnel-cloud-peers:9000, ca and servername (ci/ha.yaml), or replicas: 1")
+      (int $cloud.replicas)) }}
+{{- end }}
+{{- if and $cloud.controlPlane.enabled (not $hasPeers) }}
+  {{- $wrong = append $wrong (print
+      "cloud.controlPlane.enabled runs a replica on each control-plane machine, but the replicas cannot "
+      "find each other: write cloud.config.stream.peers (ci/egress-grpc.yaml)") }}
+{{- end }}
+{{- if and $cloud.controlPlane.enabled (gt (int $cloud.replicas) 1) }}
+  {{- $wrong = append $wrong (print
+      "cloud.replicas does not count with cloud.controlPlane.enabled, which runs a replica on each "
+      "control-plane machine: remove one of them") }}
+{{- end }}
+{{- if and $hasPeers (not (and (get $peers "ca") (get $peers "servername"))) }}
+  {{- $wrong = append $wrong (print
+      "cloud.config.stream.peers needs ca and servername, or anybody could be a replica: write ca: "
+      "/etc/tunnel/secret/ca.crt and servername: tunnel-cloud") }}
+{{- end }}
+{{- if and (eq $cloud.namesLeadTo "service") (get $dns "service") }}
+  {{- $wrong = append $wrong (print
+      "cloud.config.stream.dns.service lists the pods, and with cloud.namesLeadTo: service no name leads to a pod: "
+      "remove one of them") }}
+{{- end }}
+{{- if and .Values.coredns.enabled (not (get $dns "configmap")) }}
+  {{- $wrong = append $wrong (print
+      "coredns.enabled needs the ConfigMap with the names of nodes: write "
+      "cloud.config.stream.dns.configmap: tunnel-nodes, or coredns.enabled: false") }}
+{{- end }}
+{{- range $key := list "hosts" "service" "nodeselector" }}
+  {{- if and (get $dns $key) (not (get $dns "configmap")) }}
+    {{- $wrong = append $wrong (printf (print
+        "cloud.config.stream.dns.%s has no effect without configmap: write configmap: tunnel-nodes beside "
+        "it, or remove it")
+        $key) }}
+  {{- end }}
+{{- end }}
+{{- toJson $wrong }}
+{{- end }}
+
+{{- define "tunnel.checks.doors" -}}
+{{- $wrong := list }}
+{{- $cloud := .Values.cloud }}
+{{- $https := dig "https" (dict) $cloud.config }}
+{{- $tcp := dig "tcp" (dict) $cloud.config }}
+{{- $allowed := dig "tcpallow" (dict) $cloud.config }}
+{{- $egress := dig "egress" (dict) $cloud.config }}
+{{- $sockets := concat (dig "grpc" (list) $egress) (dig "httpconnect" (list) $egress) }}
+{{- $open := or $tcp $sockets }}
+{{- range $port, $target := dig "addr" (dict) $https }}
+  {{- if $target }}{{- $open = true }}{{- end }}
+{{- end }}
+{{- if not $open }}
+  {{- $wrong = append $wrong (print
+      "cloud.config has no front door, so no caller could reach a node: write https.addr, tcp or egress, "
+      "as the files in the folder ci do") }}
+{{- end }}
+{{- $tls := false }}
+{{- $unix := false }}
+{{- range $sockets }}
+  {{- if hasPrefix "tls://" . }}{{- $tls = true }}{{- end }}
+  {{- if hasPrefix "unix://" . }}
+    {{- $unix = true }}
+    {{- if not (hasPrefix "unix:///run/tunnel/" .) }}
+      {{- $wrong = append $wrong (printf (print
+          "cloud.config.egress has %s, which is outside the folder of sockets: write "
+          "unix:///run/tunnel/NAME.sock")
+          .) }}
+    {{- end }}
+  {{- end }}
+{{- end }}
+{{- range $key := list "cert" "key" "clientca" "clientnames" }}
+  {{- if and $tls (not (get $egress $key)) }}
+    {{- $wrong = append $wrong (printf (print
+        "cloud.config.egress.%s is missing: a tls:// address needs cert, key, clientca and clientnames, or "
+        "anybody could reach every node (ci/egress-httpconnect.yaml)")
+        $key) }}
+  {{- end }}
+{{- end }}
+{{- if and $unix (not $cloud.controlPlane.enabled) }}
+  {{- $wrong = append $wrong (print
+      "cloud.config.egress has a unix socket, which kube-apiserver finds only on its own machine: set "
+      "cloud.controlPlane.enabled: true, or write a tls:// address in httpconnect") }}
+{{- end }}
+{{- if and $cloud.controlPlane.enabled (not $unix) }}
+  {{- $wrong = append $wrong (print
+      "cloud.controlPlane.enabled is for unix sockets, and cloud.config.egress has none: write grpc: "
+      "[\"unix:///run/tunnel/egress-grpc.sock\"], or enabled: false") }}
+{{- end }}
+{{- if and (eq (toString (get $https "tls")) "terminate") (not (get $https "clientca")) }}
+  {{- $wrong = append $wrong (print
+      "cloud.config.https.tls is terminate without clientca, so anybody could call the kubelets: write the "
+      "CA that signs the callers' certificates") }}
+{{- end }}
+{{- if and (get $https "clientca") (not (get $https "cert")) }}
+  {{- $wrong = append $wrong (print
+      "cloud.config.https.clientca needs a certificate to terminate connections with: write cert and key") }}
+{{- end }}
+{{- if and $cloud.kubeletSecret (not (dig "kubelet" "cert" "" $https)) }}
+  {{- $wrong = append $wrong (print
+      "cloud.kubeletSecret has no effect without cloud.config.https.kubelet: write cert: "
+      "/etc/tunnel/kubelet/tls.crt and key: /etc/tunnel/kubelet/tls.key there (ci/ha-terminate.yaml)") }}
+{{- end }}
+{{- range $listen, $target := $tcp }}
+  {{- if and $target (not (hasKey $allowed $listen)) (not (regexMatch "^(127\\.|localhost:|\\[::1\\]:)" $listen)) }}
+    {{- $wrong = append $wrong (printf (print
+        "cloud.config.tcp has %s, and nobody may connect: write who may connect in cloud.config.tcpallow, "
+        "such as %q: [10.0.0.0/8]")
+        $listen $listen) }}
+  {{- end }}
+{{- end }}
+{{- toJson $wrong }}
+{{- end }}
+
+{{- define "tunnel.checks.edge" -}}
+{{- $wrong := list }}
+{{- $edge := .Values.edge }}
+{{- if not (dig "stream" "client" "servername" "" $edge.config) }}
+  {{- $wrong = append $wrong (print
+      "edge.config.stream.client.servername is missing: write the address of the cloud, such as "
+      "tunnel.example.com:9000") }}
+{{- end }}
+{{- $elsewhere := false }}
+{{- range dig "allow" (list) $edge.config }}
+  {{- if not (regexMatch "^(self:|127\\.|\\[::1\\])" .) }}{{- $elsewhere = true }}{{- end }}
+{{- end }}
+{{- if and (not $edge.hostNetwork) (not $elsewhere) }}
+  {{- $wrong = append $wrong (print
+      "edge.hostNetwork is false, so self and 127.0.0.1 are the pod of the edge, not the node: write the "
+      "networks that the cloud may dial in edge.config.allow, such as 192.168.0.0/16:10250") }}
+{{- end }}
+{{- toJson $wrong }}
+{{- end }}

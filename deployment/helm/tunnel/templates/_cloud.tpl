@@ -1,0 +1,127 @@
+{{/* The pod of the cloud: spec.template of its Deployment or DaemonSet. */}}
+{{- define "tunnel.cloud.pod" -}}
+{{- $cloud := .Values.cloud }}
+{{- $nodes := include "tunnel.nodesMap" . }}
+metadata:
+  labels:
+    {{- include "tunnel.podLabels" (dict "root" . "component" "cloud") | nindent 4 }}
+  annotations:
+    checksum/config: {{ include "tunnel.cloud.toml" . | sha256sum }}
+spec:
+  serviceAccountName: tunnel-cloud
+  {{- include "tunnel.pullSecrets" . | nindent 2 }}
+  enableServiceLinks: {{ eq $cloud.namesLeadTo "service" }}
+  priorityClassName: system-cluster-critical
+  terminationGracePeriodSeconds: 40
+  securityContext:
+    {{- if $cloud.controlPlane.enabled }}
+    runAsNonRoot: false
+    runAsUser: 0
+    runAsGroup: 0
+    {{- else }}
+    runAsNonRoot: true
+    runAsUser: 65532
+    runAsGroup: 65532
+    {{- end }}
+    fsGroup: 65532
+    seccompProfile: {type: RuntimeDefault}
+  {{- if $cloud.controlPlane.enabled }}
+  nodeSelector:
+    {{- merge (dict "node-role.kubernetes.io/control-plane" "") $cloud.nodeSelector | toYaml | nindent 4 }}
+  {{- else }}
+  {{- with $cloud.nodeSelector }}
+  nodeSelector: {{- toYaml . | nindent 4 }}
+  {{- end }}
+  affinity:
+    {{- include "tunnel.notOnEdges" . | nindent 4 }}
+    {{- if gt (int $cloud.replicas) 1 }}
+    {{- include "tunnel.apart" "cloud" | nindent 4 }}
+    {{- end }}
+  {{- if gt (int $cloud.replicas) 1 }}
+  topologySpreadConstraints:
+  {{- include "tunnel.spread" (dict "key" "kubernetes.io/hostname" "unsatisfiable" "DoNotSchedule") | nindent 2 }}
+  {{- include "tunnel.spread" (dict "key" "topology.kubernetes.io/zone" "unsatisfiable" "ScheduleAnyway") | nindent 2 }}
+  {{- end }}
+  {{- end }}
+  {{- with $cloud.tolerations }}
+  tolerations: {{- toYaml . | nindent 2 }}
+  {{- end }}
+  containers:
+  - name: tunnel
+    {{- include "tunnel.image" . | nindent 4 }}
+    args:
+    - cloud
+    - -c
+    - /etc/tunnel/config/cloud.toml
+    {{- include "tunnel.logFlags" $cloud | nindent 4 }}
+    env:
+    {{- include "tunnel.env" $cloud | nindent 4 }}
+    ports:
+    - {name: grpc, containerPort: {{ $cloud.config.stream.server.grpcport }}}
+    - {name: health, containerPort: {{ $cloud.config.stream.server.logport }}}
+    livenessProbe:
+      httpGet: {path: /healthz, port: health}
+      periodSeconds: 10
+      timeoutSeconds: 5
+      failureThreshold: 6
+    readinessProbe:
+      httpGet: {path: /readyz, port: health}
+      periodSeconds: 2
+    resources: {{- toYaml $cloud.resources | nindent 6 }}
+    securityContext:
+      {{- include "tunnel.restricted" . | nindent 6 }}
+    volumeMounts:
+    - {name: config, mountPath: /etc/tunnel/config, readOnly: true}
+    - {name: secret, mountPath: /etc/tunnel/secret, readOnly: true}
+    {{- if $nodes }}
+    - {name: nodes, mountPath: /etc/tunnel/nodes, readOnly: true}
+    {{- end }}
+    {{- if $cloud.kubeletSecret }}
+    - {name: kubelet, mountPath: /etc/tunnel/kubelet, readOnly: true}
+    {{- end }}
+    {{- if $cloud.controlPlane.enabled }}
+    - {name: sockets, mountPath: /run/tunnel}
+    {{- end }}
+    {{- with $cloud.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  volumes:
+  - name: config
+    configMap: {name: tunnel-cloud}
+  - name: secret
+    projected:
+      defaultMode: 0440
+      sources:
+      {{- if eq .Values.certificates.source "cert-manager" }}
+      - secret: {name: tunnel-cloud-tls}
+      - secret: {name: tunnel-tokens}
+      {{- else }}
+      - secret: {name: tunnel-cloud}
+      {{- end }}
+  {{- if $nodes }}
+  - name: nodes
+    configMap: {name: {{ $nodes }}, optional: true}
+  {{- end }}
+  {{- if $cloud.kubeletSecret }}
+  - name: kubelet
+    secret: {secretName: {{ $cloud.kubeletSecret }}, defaultMode: 0440}
+  {{- end }}
+  {{- if $cloud.controlPlane.enabled }}
+  - name: sockets
+    hostPath: {path: {{ $cloud.controlPlane.socketDir }}, type: DirectoryOrCreate}
+  {{- end }}
+  {{- with $cloud.extraVolumes }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{/* Replicas of one revision on different machines, or in different zones. Takes key and unsatisfiable. */}}
+{{- define "tunnel.spread" -}}
+- maxSkew: 1
+  topologyKey: {{ .key }}
+  whenUnsatisfiable: {{ .unsatisfiable }}
+  labelSelector:
+    matchLabels: {app.kubernetes.io/name: tunnel, app.kubernetes.io/component: cloud}
+  matchLabelKeys: [pod-template-hash]
+  nodeTaintsPolicy: Honor
+{{- end }}
