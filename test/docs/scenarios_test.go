@@ -2,12 +2,15 @@ package docs
 
 import (
 	"os"
+	"os/exec"
 	"path/filepath"
 	"testing"
 )
 
 // scenarios are what the tests of this file run.
-var scenarios = map[string]bool{"readme": true, "first-port": true, "demo": true}
+var scenarios = map[string]bool{
+	"readme": true, "first-port": true, "demo": true, "certificates": true, "backup": true, "version": true,
+}
 
 // forward runs a scenario that forwards a port to the ssh server behind the edge.
 func forward(t *testing.T, scenario string) {
@@ -65,4 +68,44 @@ func TestDemo(t *testing.T) {
 		}
 	}
 	s.run()
+}
+
+// made runs the scenario of a page that begins with a folder of `tunnel init`.
+func made(t *testing.T, scenario string, wants []want) {
+	t.Helper()
+	s := newSite(t, scenario, nil, wants)
+	dir := filepath.Join(s.dir("cloud"), "cloud")
+	init := exec.Command(program, "init", "--address", "tunnel.example.com:9000", "--dir", dir)
+	if out, err := init.CombinedOutput(); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	s.run()
+}
+
+// docs/certificates.md replaces the cloud's certificate by one that edges accept.
+func TestCertificates(t *testing.T) {
+	t.Parallel()
+	if _, err := exec.LookPath("openssl"); err != nil {
+		t.Skip("needs openssl(1)")
+	}
+	made(t, "certificates", []want{
+		{"-enddate", "notAfter=", ""},
+		{"openssl verify", "new.crt: OK", ""},
+		{"config check", "cloud.toml: ok (cloud)", ""},
+	})
+}
+
+// docs/backup.md restores a cloud from its backup.
+func TestBackup(t *testing.T) {
+	t.Parallel()
+	made(t, "backup", []want{
+		{"tar -tzf", "./nodes-ca.key", ""},
+		{"config check", "cloud.toml: ok (cloud)", ""},
+	})
+}
+
+// docs/upgrade.md has the program say its version, and that of the protocol.
+func TestVersion(t *testing.T) {
+	t.Parallel()
+	newSite(t, "version", nil, []want{{"tunnel version", "protocol ", ""}}).run()
 }
