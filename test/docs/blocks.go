@@ -220,7 +220,7 @@ func (p *parser) read(b *Block) {
 	switch p.marked[1] {
 	case "not run":
 		b.Kind, b.Reason = NotRun, p.marked[2]
-		if len(words) < 3 {
+		if len(words) < 2 {
 			p.fault(p.markLine, "the mark gives no reason")
 		}
 		return
