@@ -377,7 +377,7 @@ logport = 7011
 channelzaddr = "0.0.0.0:7011"
 `, []string{
 			`2: mode.edge.stream.client.servername: "tunnel.example.com" is not host:port: ` +
-				`write an address such as "127.0.0.1:10250"`,
+				`write an address such as "tunnel.example.com:9000"`,
 			`3: mode.edge.stream.client.dns: "tunnel.cloud.io:9000" is neither a name nor an address: ` +
 				`write the one that the cloud's certificate is made out to, without a port`,
 			`4: mode.edge.stream.client.cert: file nowhere.crt does not exist: create it, or correct the path`,

@@ -76,7 +76,7 @@ func (m TLSMode) String() string {
 // HTTPS configures the front door that looks like a kubelet. Without Ports it is off.
 type HTTPS struct {
 	Ports  map[string]string // port to listen on → host:port that the edge dials
-	Listen string            // IP address to listen on; "": 0.0.0.0
+	Listen string            // IP address to listen on; "" and 0.0.0.0: all, IPv4 and IPv6
 	TLS    TLSMode           // which connections are passed through, and which are terminated
 	// AllowFrom are the networks that may connect. Empty: any. Listed networks are exempt from
 	// Limits.ConnsPerAddress.

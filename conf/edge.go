@@ -181,7 +181,7 @@ func (e *Edge) checkClient(r *report) {
 		r.add(t+"servername", "missing: write the address of the cloud to dial, "+
 			"such as servername = \"tunnel.example.com:9000\"")
 	default:
-		r.target(t+"servername", e.Addr)
+		r.address(t+"servername", e.Addr, "tunnel.example.com:9000")
 	}
 	switch {
 	case e.ServerName == "":

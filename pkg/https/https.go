@@ -80,7 +80,7 @@ func (m Mode) String() string {
 	}
 }
 
-// DefaultListen is the IP address on which the ports are opened.
+// DefaultListen is the IP address on which the ports are opened. net.Listen opens it for IPv4 and IPv6.
 const DefaultListen = "0.0.0.0"
 
 // DefaultClientName is the common name of kube-apiserver's client certificate for kubelets, as

@@ -92,15 +92,14 @@ func size(bytes float64) string {
 	return num(bytes) + " GiB"
 }
 
-// What docs/scale.md says of many nodes follows from what it says of one: whoever
-// measures anew changes the units, and is told the rest here.
-func TestScalePage(t *testing.T) {
+// readUnits returns the text of docs/scale.md, and its units.
+func readUnits(t *testing.T) (page string, u units) {
+	t.Helper()
 	b, err := os.ReadFile(filepath.Join("..", "..", "docs", "scale.md"))
 	if err != nil {
 		t.Fatal(err)
 	}
-	page := string(b)
-	u := make(units)
+	page, u = string(b), make(units)
 	for _, m := range regexp.MustCompile("(?m)^\\| `([a-z-]+)` \\| ([0-9.,]+) ").FindAllStringSubmatch(page, -1) {
 		v, err := strconv.ParseFloat(strings.ReplaceAll(m[2], ",", ""), 64)
 		if err != nil || u[m[1]] != 0 {
@@ -108,6 +107,13 @@ func TestScalePage(t *testing.T) {
 		}
 		u[m[1]] = v
 	}
+	return page, u
+}
+
+// What docs/scale.md says of many nodes follows from what it says of one: whoever
+// measures anew changes the units, and is told the rest here.
+func TestScalePage(t *testing.T) {
+	page, u := readUnits(t)
 	for _, r := range scaleTable {
 		row := "| " + r.what + " |"
 		for _, n := range []float64{10_000, 100_000, 1_000_000} {
@@ -119,6 +125,25 @@ func TestScalePage(t *testing.T) {
 		}
 		if !strings.Contains(page, "\n"+row) {
 			t.Errorf("by its units docs/scale.md should have the row\n%s", row)
+		}
+	}
+}
+
+// The table of docs/sizing.md follows from the units of docs/scale.md.
+func TestSizingPage(t *testing.T) {
+	_, u := readUnits(t)
+	b, err := os.ReadFile(filepath.Join("..", "..", "docs", "sizing.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	const month = 30 * day
+	for _, n := range []float64{10, 100, 1_000, 5_000, 10_000, 20_000} {
+		held := u.held(n)
+		row := fmt.Sprintf("| %s | %s | %s | %s | %s/s | %s | %s s |", count(n), count(u.replicas(n)),
+			size(u["base-memory"]*1024*1024+held*u["node-memory"]*1024), num(held*u["idle-cpu"]/1e6),
+			size(n*u["idle-wire"]), size(n*u["idle-wire"]*month), num(n*u["join-cpu"]/1e3))
+		if !strings.Contains(string(b), "\n"+row+"\n") {
+			t.Errorf("by the units of docs/scale.md, docs/sizing.md should have the row\n%s", row)
 		}
 	}
 }

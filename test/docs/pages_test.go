@@ -1,0 +1,138 @@
+package docs
+
+import (
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"tunnel/conf"
+)
+
+const root = "../.."
+
+// Every command block of every page has a mark, and every fence a language. The scenarios that the
+// pages name are those that a test runs.
+func TestPages(t *testing.T) {
+	blocks, err := All(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	kinds := make(map[Kind]int)
+	for _, b := range blocks {
+		kinds[b.Kind]++
+		if b.Kind == Run && !scenarios[b.Scenario] {
+			t.Errorf("%s: no test of this package runs the scenario %q", b, b.Scenario)
+		}
+	}
+	if kinds[Run] == 0 || kinds[Other] == 0 {
+		t.Errorf("blocks by kind: %v: the pages are not read", kinds)
+	}
+	t.Logf("%d blocks are run here, %d need a cluster, %d are not run", kinds[Run], kinds[Cluster], kinds[NotRun])
+}
+
+// Each fault of a page is found, and a page without faults has none.
+func TestParse(t *testing.T) {
+	const sh = "```sh\ntunnel version\n```\n"
+	for _, tt := range []struct{ page, want string }{
+		{"<!-- run: readme cloud -->\n" + sh, ""},
+		{"1. First\n\n   <!-- not run: needs a registry -->\n   ```sh\n   a\n     b\n   ```\n", ""},
+		{"- a list\n  - in a list\n\n    goes on\n", ""},
+		{"- a list\n\ntext\n\n    code\n", "p:5: code is in a fence"},
+		{"1. text\n\n       code\n", "p:3: code is in a fence"},
+		{sh, "p:1: shell commands without a mark"},
+		{"```bash\na\n```\n", "p:1: shell commands without a mark"},
+		{"```\na\n```\n", "p:1: the fence names no language"},
+		{"``` text\na\n```\n", "p:1: a fence names one language"},
+		{"<!-- run: readme cloud -->\n\n" + sh, "p:1: a mark stands on the line before"},
+		{"<!-- run: readme cloud -->\n```toml\n```\n", "p:1: the fence behind this mark has no shell commands"},
+		{"<!-- run: readme -->\n" + sh, "p:1: the mark is run: SCENARIO MACHINE"},
+		{"<!-- run: readme cloud forever -->\n" + sh, "p:1: the mark is run: SCENARIO MACHINE"},
+		{"<!-- not run: -->\n" + sh, "p:1: the mark gives no reason"},
+		{"```text\na\n", "p:1: the fence is not closed"},
+		{"  ```text\na\n  ```\n", "p:1: a line of the block is left of its fence"},
+	} {
+		blocks, err := Parse("p", tt.page)
+		switch {
+		case tt.want == "" && err != nil:
+			t.Errorf("%q: %v", tt.page, err)
+		case tt.want != "" && (err == nil || !strings.Contains(err.Error(), tt.want)):
+			t.Errorf("%q: error %v, want %q", tt.page, err, tt.want)
+		}
+		if tt.want == "" && strings.Contains(tt.page, "```") && len(blocks) != 1 {
+			t.Errorf("%q: %d blocks, want 1", tt.page, len(blocks))
+		}
+	}
+}
+
+// Steps returns a scenario's blocks in order, with what their marks say.
+func TestSteps(t *testing.T) {
+	page := "<!-- run: one a -->\n```sh\nfirst\n```\n<!-- cluster: one a -->\n```sh\nelsewhere\n```\n" +
+		"<!-- run: two a -->\n```sh\nother\n```\n<!-- run: one b background -->\n```sh\nlast\n```\n"
+	blocks, err := Parse("p", page)
+	if err != nil {
+		t.Fatal(err)
+	}
+	steps := Steps(blocks, Run, "one")
+	want := []Block{
+		{Page: "p", Line: 2, Lang: "sh", Text: "first\n", Kind: Run, Scenario: "one", Machine: "a"},
+		{Page: "p", Line: 14, Lang: "sh", Text: "last\n", Kind: Run, Scenario: "one", Machine: "b", Background: true},
+	}
+	if len(steps) != 2 || steps[0] != want[0] || steps[1] != want[1] {
+		t.Errorf("got %+v\nwant %+v", steps, want)
+	}
+	if n := len(Steps(blocks, Cluster, "one")); n != 1 {
+		t.Errorf("%d blocks need a cluster, want 1", n)
+	}
+}
+
+// Every key of every TOML block on the pages exists, and has a value of its type.
+func TestKeysOnPages(t *testing.T) {
+	blocks, err := All(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	checked := 0
+	for _, b := range blocks {
+		if b.Lang != "toml" {
+			continue
+		}
+		checked++
+		for _, fault := range keyFaults(t, b.Text) {
+			t.Errorf("%s: %s", b, fault)
+		}
+	}
+	if checked < 5 {
+		t.Errorf("only %d blocks of TOML are on the pages", checked)
+	}
+	if faults := keyFaults(t, "[mode.edge]\nalow = [\"self:*\"]\n"); len(faults) != 1 {
+		t.Errorf("a made-up key has the faults %q, want 1", faults)
+	}
+	if faults := keyFaults(t, "[mode.edge]\nallow = \"self:*\"\n"); len(faults) != 1 {
+		t.Errorf("a value of another type has the faults %q, want 1", faults)
+	}
+}
+
+// keyFaults returns the faults of a part of a configuration. Missing keys are none, nor are values
+// that only a whole configuration can have right.
+func keyFaults(t *testing.T, text string) (faults []string) {
+	t.Helper()
+	file := filepath.Join(t.TempDir(), "part.toml")
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	_, err := conf.Check(file, conf.Env{HostName: "edge1"})
+	problems, ok := errors.AsType[conf.Problems](err)
+	if err != nil && !ok {
+		return []string{err.Error()}
+	}
+	for _, p := range problems {
+		for _, prefix := range []string{"unknown ", "expected ", "not valid TOML"} { // see conf/decode.go
+			if strings.HasPrefix(p.Text, prefix) {
+				faults = append(faults, p.Key+": "+p.Text)
+			}
+		}
+	}
+	return faults
+}
