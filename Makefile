@@ -102,6 +102,10 @@ cover: ## test coverage, by package
 gen: ## generate the protobuf code again, without protoc
 	@go -C pkg/stream/tunnelv1/gen run . ..
 
+.PHONY: docs
+docs: ## write the pages of docs/ that are made from the code: configuration, metrics, commands
+	@TUNNEL_UPDATE_DOCS=1 go test -count=1 -run '^(TestReference|TestMetricsPage|TestCommandsPage)$$' ./conf ./cmd/tunnel
+
 .PHONY: tidy
 tidy: ## format, and put go.mod in order
 	@$(GOLANGCI) fmt

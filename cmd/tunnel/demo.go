@@ -25,7 +25,7 @@ It stays up, with live counters, until Ctrl-C.`,
 			return nil
 		},
 	}
-	cmd.Flags().BoolVar(&flags.Once, "once", false, "run every check, print `ok NAME` for each, and exit")
+	cmd.Flags().BoolVar(&flags.Once, "once", false, "run every check, print \"ok NAME\" for each, and exit")
 	cmd.Flags().StringVar(&flags.Target, "target", "", "also forward to `host:port`, something of your own")
 	return cmd
 }
