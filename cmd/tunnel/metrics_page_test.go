@@ -275,17 +275,14 @@ const metricsHead = `# Metrics
 <!-- Made by "make docs" from the answers of /metrics of a cloud and of an edge. A test compares. -->
 
 This page lists every metric of a cloud and of an edge.
-To read the metrics, set ` + "`logport`" + ` and ask ` + "`/metrics`" + `, or set ` + "`socket`" + ` of ` +
-	"`[mode.cloud.admin]`" + ` or ` + "`[mode.edge.admin]`" + `:
-
-    curl http://127.0.0.1:7000/metrics
-    curl --unix-socket /run/tunnel/cloud.sock http://admin/metrics
+To read the metrics, set the key ` + "`logport`" + ` and run ` + "`curl http://127.0.0.1:7000/metrics`" + `.
+Or set the key ` + "`socket`" + ` and run ` + "`curl --unix-socket /run/tunnel/cloud.sock http://admin/metrics`" + `.
+[configuration.md](configuration.md) describes the keys.
 
 - No metric has a label that names a node, an address or a caller.
 - Every series exists from the start, with the value 0: an alert on a rate sees the first event.
-- Each process also has the metrics of the Go runtime (` + "`go_…`" + `) and of the process (` +
-	"`process_…`" + `), as Prometheus' client library for Go names them.
-- [configuration.md](configuration.md) describes the keys, and [limits.md](limits.md) the limits.
+- Each process also has the metrics of the Go runtime (` + "`go_…`" + `) and of the process (` + "`process_…`" + `).
+  Prometheus' client library for Go names these metrics.
 `
 
 // TestMetricsPage: docs/metrics.md is up to date, and has every metric that the code names.
