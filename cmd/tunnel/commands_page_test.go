@@ -2,6 +2,7 @@ package main
 
 import (
 	"fmt"
+	"regexp"
 	"strings"
 	"testing"
 
@@ -52,16 +53,19 @@ func flagTable(flags *pflag.FlagSet) string {
 	return "\n| flag | default | what it does |\n|---|---|---|\n" + b.String()
 }
 
-// prose turns the long text of a command into Markdown. Lines that begin with two spaces are commands to
-// type, in a block of their own; no test runs this block.
+// typed matches the indentation of a command to type.
+var typed = regexp.MustCompile(`(?m)^(?:  |\t)`)
+
+// prose turns the long text of a command into Markdown. Lines that begin with two spaces or a tab are
+// commands to type, in a block of their own; no test runs this block.
 func prose(long string) string {
 	b := new(strings.Builder)
 	for i, part := range strings.Split(strings.TrimSpace(long), "\n\n") {
 		if i > 0 {
 			b.WriteString("\n")
 		}
-		if strings.HasPrefix(part, "  ") {
-			fmt.Fprintf(b, "```text\n%s\n```\n", strings.ReplaceAll("\n"+part, "\n  ", "\n")[1:])
+		if typed.MatchString(part) {
+			fmt.Fprintf(b, "```text\n%s\n```\n", typed.ReplaceAllString(part, ""))
 			continue
 		}
 		if strings.HasPrefix(part, exitCodes) {
@@ -90,6 +94,9 @@ func commandPart(c *cobra.Command) string {
 			b.WriteString(flagTable(c.LocalFlags()))
 		} else {
 			b.WriteString("\n### Flags of every command\n" + flagTable(c.PersistentFlags()))
+			if own := flagTable(c.LocalNonPersistentFlags()); own != "" {
+				b.WriteString("\n### Flags of `tunnel` without a command\n" + own)
+			}
 		}
 	}
 	for _, sub := range c.Commands() {
@@ -105,11 +112,13 @@ const exitCodes = "Exit codes:"
 
 // TestCommandsPage: docs/commands.md is up to date, and the program lists every exit code.
 func TestCommandsPage(t *testing.T) {
-	page := commandsHead + commandPart(newRoot())
+	root := newRoot()
+	root.InitDefaultCompletionCmd()
+	page := commandsHead + commandPart(root)
 	if n := strings.Count(page, "\n## `tunnel "); n < 9 {
 		t.Errorf("the page has %d commands", n)
 	}
-	_, codes, _ := strings.Cut(newRoot().Long, exitCodes)
+	_, codes, _ := strings.Cut(root.Long, exitCodes)
 	for code := exitOK; code <= exitRefused; code++ {
 		if !strings.Contains(codes, fmt.Sprintf(" %d ", code)) && !strings.Contains(codes, fmt.Sprintf("\n%d ", code)) {
 			t.Errorf("the long text of tunnel does not have the exit code %d", code)

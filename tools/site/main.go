@@ -7,6 +7,7 @@
 package main
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -100,12 +101,11 @@ func read(site fs.FS) (map[string]*page, error) {
 		}
 		switch path.Ext(name) {
 		case ".html":
-			f, err := site.Open(name)
+			text, err := fs.ReadFile(site, name)
 			if err != nil {
 				return err
 			}
-			defer f.Close()
-			root, err := html.Parse(f)
+			root, err := html.Parse(bytes.NewReader(text))
 			if err != nil {
 				return fmt.Errorf("%s: %w", name, err)
 			}
