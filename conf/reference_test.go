@@ -400,3 +400,51 @@ func TestLimitForms(t *testing.T) {
 		}
 	}
 }
+
+// TestShownDefaults: a value that the page shows as the default changes nothing when it is written. A key in
+// elsewhere has its default in another package, and tests of cmd/tunnel compare some of them.
+func TestShownDefaults(t *testing.T) {
+	elsewhere := map[string]bool{
+		"mode.cloud.join.signername": true, "mode.cloud.join.lifetime": true, "mode.cloud.join.audience": true,
+		"mode.cloud.https.clientnames": true, "mode.cloud.egress.strategies": true,
+		"mode.edge.stream.client.connections": true,
+	}
+	load := func(text string) any {
+		r := newReport(&source{file: "f"})
+		d := decode([]byte(text), r)
+		var loaded any
+		if d.Mode.Cloud != nil {
+			c := newCloud(d.Mode.Cloud, Env{}, r)
+			c.src, loaded = nil, c
+		} else {
+			e := newEdge(d.Mode.Edge, Env{HostName: "edge1"}, r)
+			e.src, loaded = nil, e
+		}
+		if err := r.err(); err != nil {
+			t.Errorf("%s\n%v", text, err)
+		}
+		return loaded
+	}
+	compared := 0
+	for _, table := range slices.Concat(readExample(t, "cloud.toml"), readExample(t, "edge.toml")) {
+		for _, s := range table.rows {
+			_, absent, err := byDefault(s)
+			shown := "`" + strings.Join(s.values, "`, `") + "`"
+			if err != nil || absent != shown || strings.HasSuffix(table.path, ".limits") || s.keys[0][0] == '"' {
+				continue
+			}
+			for i, key := range s.keys {
+				compared++
+				header := "[" + table.path + "]\n"
+				same := reflect.DeepEqual(load(header), load(header+key+" = "+s.values[i]))
+				if same == elsewhere[table.path+"."+key] {
+					t.Errorf("%s.%s: %s is shown as the default; writing it changes nothing: %t",
+						table.path, key, s.values[i], same)
+				}
+			}
+		}
+	}
+	if compared < 12 {
+		t.Errorf("only %d defaults are compared", compared)
+	}
+}
