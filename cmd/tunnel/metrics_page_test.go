@@ -280,7 +280,7 @@ Or set the key ` + "`socket`" + ` and run ` + "`curl --unix-socket /run/tunnel/c
 [configuration.md](configuration.md) describes the keys.
 
 - No metric has a label that names a node, an address or a caller.
-- Every series exists from the start, with the value 0: an alert on a rate sees the first event.
+- Counters and histograms exist from the start, with the value 0: an alert on a rate sees the first event.
 - Each process also has the metrics of the Go runtime (` + "`go_…`" + `) and of the process (` + "`process_…`" + `).
   Prometheus' client library for Go names these metrics.
 `
