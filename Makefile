@@ -108,6 +108,20 @@ cover: ## test coverage, by package
 gen: ## generate the protobuf code again, without protoc
 	@go -C pkg/stream/tunnelv1/gen run . ..
 
+.PHONY: docs
+docs: ## write the pages of docs/ that are made from the code: configuration, metrics, commands
+	@TUNNEL_UPDATE_DOCS=1 go test -count=1 -run '^(TestReference|TestMetricsPage|TestCommandsPage)$$' ./conf ./cmd/tunnel
+
+.PHONY: hugo
+hugo:
+	@command -v hugo >/dev/null || { echo "installing hugo"; apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends hugo </dev/null >/dev/null; }
+
+.PHONY: site
+site: hugo ## bin/site: the pages as a site (HTML); every link of the site is checked
+	@hugo --source tools/site --quiet --cleanDestinationDir
+	@go run ./tools/site bin/site
+
 .PHONY: tidy
 tidy: ## format, and put go.mod in order
 	@$(GOLANGCI) fmt

@@ -8,50 +8,57 @@ type rule struct {
 	refuse string // what to write instead; an error, since ignoring the key would change what is served
 }
 
-// superEdgeRule returns the rule for a key, if there is one. SuperEdge 0.2 to 0.8.0 has our names. 0.5
-// added metricsport, and 0.7 the egress table. 0.8.2 renamed nearly every key. The source is
-// pkg/tunnel/conf/config.go of each version.
+// superEdgeRule returns the rule for a key, if there is one.
 func superEdgeRule(key string) (rule, bool) {
+	r, ok := superEdgeRules()[key]
+	return r, ok
+}
+
+// superEdgeRules returns all rules by key. SuperEdge 0.2 to 0.8.0 has our names. 0.5 added metricsport,
+// and 0.7 the egress table. 0.8.2 renamed nearly every key. The source is pkg/tunnel/conf/config.go of
+// each version.
+func superEdgeRules() map[string]rule {
 	const (
 		server = "mode.cloud.stream.server."
 		client = "mode.edge.stream.client."
 		egress = "mode.cloud.egress."
+
+		onLogPort = "/metrics is served on logport"
+		egressTLS = `SuperEdge's egress port is a line of grpc here: write grpc = ["tls://0.0.0.0:PORT"]`
+		connect   = "there is no such proxy here: remove it; " +
+			"[mode.cloud.egress] httpconnect is what speaks HTTP CONNECT"
+		noProxy = "there is no such proxy here, and an edge dials nothing through the cloud: remove it"
 	)
 	// A key with another name here is renamed. Any other key is refused if ignoring it would change what is
 	// served, and else ignored.
-	switch key {
-	case server + "metricsport", server + "metrics_port":
-		return rule{ignore: "/metrics is served on logport"}, true
-	case server + "grpc_port":
-		return rule{rename: "grpcport"}, true
-	case server + "log_port", client + "log_port":
-		return rule{rename: "logport"}, true
-	case server + "channelz_addr", client + "channelz_addr":
-		return rule{rename: "channelzaddr"}, true
-	case client + "server_name":
-		return rule{rename: "servername"}, true
-	case "mode.cloud.tls":
-		return rule{ignore: "TLS versions and cipher suites are not configurable; the weak ones are not offered"}, true
-	case "mode.cloud.stream.register":
-		return rule{refuse: "SuperEdge's [mode.cloud.stream.register] is [mode.cloud.stream.dns] here: " +
-			"write configmap, hosts and service there"}, true
-	case egress + "port", egress + "egressport":
-		return rule{refuse: `SuperEdge's egress port is a line of grpc here: write grpc = ["tls://0.0.0.0:PORT"]`}, true
-	case egress + "servercert":
-		return rule{rename: "cert"}, true
-	case egress + "serverkey":
-		return rule{rename: "key"}, true
-	case egress + "kubeconfig":
-		return rule{ignore: "the egress front door needs no kubeconfig"}, true
-	case "mode.cloud.http_proxy", "mode.cloud.httpproxy":
-		return rule{refuse: "there is no such proxy here: remove it; " +
-			"[mode.cloud.egress] httpconnect is what speaks HTTP CONNECT"}, true
-	case "mode.cloud.ssh":
-		return rule{refuse: `there is no such proxy here: remove it, and write a line per node in [mode.cloud.tcp], ` +
-			`"127.0.0.1:2222" = "NODE/127.0.0.1:22"`}, true
-	case "mode.edge.http_proxy", "mode.edge.httpproxy":
-		return rule{refuse: "there is no such proxy here, and an edge dials nothing through the cloud: remove it"}, true
-	default:
-		return rule{}, false
+	return map[string]rule{
+		server + "metricsport":   {ignore: onLogPort},
+		server + "metrics_port":  {ignore: onLogPort},
+		server + "grpc_port":     {rename: "grpcport"},
+		server + "log_port":      {rename: "logport"},
+		client + "log_port":      {rename: "logport"},
+		server + "channelz_addr": {rename: "channelzaddr"},
+		client + "channelz_addr": {rename: "channelzaddr"},
+		client + "server_name":   {rename: "servername"},
+		"mode.cloud.tls": {
+			ignore: "TLS versions and cipher suites are not configurable; the weak ones are not offered",
+		},
+		"mode.cloud.stream.register": {
+			refuse: "SuperEdge's [mode.cloud.stream.register] is [mode.cloud.stream.dns] here: " +
+				"write configmap, hosts and service there",
+		},
+		egress + "port":         {refuse: egressTLS},
+		egress + "egressport":   {refuse: egressTLS},
+		egress + "servercert":   {rename: "cert"},
+		egress + "serverkey":    {rename: "key"},
+		egress + "kubeconfig":   {ignore: "the egress front door needs no kubeconfig"},
+		"mode.cloud.http_proxy": {refuse: connect},
+		"mode.cloud.httpproxy":  {refuse: connect},
+		"mode.cloud.ssh": {
+			refuse: `there is no such proxy here: remove it, and write a line per node in [mode.cloud.tcp], ` +
+				`"127.0.0.1:2222" = "NODE/127.0.0.1:22"`,
+		},
+		"mode.edge.http_proxy": {refuse: noProxy},
+		"mode.edge.httpproxy":  {refuse: noProxy},
 	}
 }

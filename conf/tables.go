@@ -5,6 +5,10 @@ package conf
 //
 // Every field has a tag with the name of its key. A field's type is the type of its value in TOML. A
 // pointer tells a missing key or table from an empty one.
+//
+// The other tags are for docs/configuration.md. The tag is says of a number, a text or a list which values
+// it may have: valueForms in reference_test.go explains each form, and "one of" is followed by the values
+// themselves. The tag from says that SuperEdge 0.2 to 0.8.0 has the same key.
 
 // tables is a whole file.
 type tables struct {
@@ -19,177 +23,171 @@ type cloudTable struct {
 	Stream struct {
 		// [mode.cloud.stream.server]
 		Server struct {
-			GRPCPort     int    `toml:"grpcport"`
-			Cert         string `toml:"cert"`
-			Key          string `toml:"key"`
-			TokenFile    string `toml:"tokenfile"`
+			GRPCPort     int    `toml:"grpcport" is:"port" from:"superedge"`
+			Cert         string `toml:"cert" is:"path" from:"superedge"`
+			Key          string `toml:"key" is:"path" from:"superedge"`
+			TokenFile    string `toml:"tokenfile" is:"path" from:"superedge"`
 			AllowShared  bool   `toml:"allowshared"`
-			LogPort      int    `toml:"logport"`
-			ChannelzAddr string `toml:"channelzaddr"`
+			LogPort      int    `toml:"logport" is:"port" from:"superedge"`
+			ChannelzAddr string `toml:"channelzaddr" is:"host:port" from:"superedge"`
 		} `toml:"server"`
 		// [mode.cloud.stream.dns]
 		DNS dnsKeys `toml:"dns"`
 		// [mode.cloud.stream.peers]
 		Peers struct {
-			Service    string   `toml:"service"`
-			Addresses  []string `toml:"addresses"`
-			CA         string   `toml:"ca"`
-			Cert       string   `toml:"cert"`
-			Key        string   `toml:"key"`
-			ServerName string   `toml:"servername"`
+			Service    string   `toml:"service" is:"host:port"`
+			Addresses  []string `toml:"addresses" is:"host:port"`
+			CA         string   `toml:"ca" is:"path"`
+			Cert       string   `toml:"cert" is:"path"`
+			Key        string   `toml:"key" is:"path"`
+			ServerName string   `toml:"servername" is:"name"`
 		} `toml:"peers"`
 	} `toml:"stream"`
 	HTTPS struct {
-		Cert string `toml:"cert"`
-		Key  string `toml:"key"`
-		// "auto", "passthrough" or "terminate".
-		TLS         string       `toml:"tls"`
-		ClientCA    string       `toml:"clientca"`
-		ClientNames []string     `toml:"clientnames"`
-		Listen      string       `toml:"listen"`
+		Cert        string       `toml:"cert" is:"path" from:"superedge"`
+		Key         string       `toml:"key" is:"path" from:"superedge"`
+		TLS         string       `toml:"tls" is:"one of auto passthrough terminate"`
+		ClientCA    string       `toml:"clientca" is:"path"`
+		ClientNames []string     `toml:"clientnames" is:"name"`
+		Listen      string       `toml:"listen" is:"IP address"`
 		Callers     []callerKeys `toml:"callers"`
-		AllowFrom   []string     `toml:"allowfrom"`
+		AllowFrom   []string     `toml:"allowfrom" is:"network"`
 		// nil: the key is missing, which is neither true nor false.
 		Kubernetes *bool `toml:"kubernetes"`
 		// [mode.cloud.https.addr]: port here = target on the edge.
-		Addr    map[string]string `toml:"addr"`
+		Addr    map[string]string `toml:"addr" is:"host:port" from:"superedge"`
 		Kubelet struct {
-			Cert     string `toml:"cert"`
-			Key      string `toml:"key"`
-			CA       string `toml:"ca"`
+			Cert     string `toml:"cert" is:"path"`
+			Key      string `toml:"key" is:"path"`
+			CA       string `toml:"ca" is:"path"`
 			Insecure bool   `toml:"insecure"`
 		} `toml:"kubelet"`
 	} `toml:"https"`
 	Join   joinKeys   `toml:"join"`
 	Limits limitsKeys `toml:"limits"`
 	// [mode.cloud.tcp]: address to listen on = target. [mode.cloud.tcpallow]: the same address = networks.
-	TCP      map[string]string   `toml:"tcp"`
-	TCPAllow map[string][]string `toml:"tcpallow"`
+	TCP      map[string]string   `toml:"tcp" is:"target" from:"superedge"`
+	TCPAllow map[string][]string `toml:"tcpallow" is:"network"`
 	Egress   egressKeys          `toml:"egress"`
 	Admin    struct {
-		Socket string `toml:"socket"`
+		Socket string `toml:"socket" is:"path"`
 	} `toml:"admin"`
 }
 
 // callerKeys is an element of callers in [mode.cloud.https].
 type callerKeys struct {
-	Name string   `toml:"name"`
-	May  []string `toml:"may"`
+	Name string   `toml:"name" is:"name"`
+	May  []string `toml:"may" is:"name"`
 }
 
 // dnsKeys is [mode.cloud.stream.dns].
 type dnsKeys struct {
 	// true: Kubernetes is not used, and its keys are ignored. The name of the key is SuperEdge's.
-	Debug     bool   `toml:"debug"`
-	ConfigMap string `toml:"configmap"`
-	Hosts     string `toml:"hosts"`
-	Service   string `toml:"service"`
-	Listen    string `toml:"listen"`
+	Debug     bool   `toml:"debug" from:"superedge"`
+	ConfigMap string `toml:"configmap" is:"name" from:"superedge"`
+	Hosts     string `toml:"hosts" is:"path" from:"superedge"`
+	Service   string `toml:"service" is:"name" from:"superedge"`
+	Listen    string `toml:"listen" is:"host:port"`
 	// IP addresses of DNS servers, with a port or without.
-	Upstream     []string `toml:"upstream"`
-	AllowFrom    []string `toml:"allowfrom"`
-	NodeSelector string   `toml:"nodeselector"`
+	Upstream     []string `toml:"upstream" is:"IP address"`
+	AllowFrom    []string `toml:"allowfrom" is:"network"`
+	NodeSelector string   `toml:"nodeselector" is:"label selector"`
 }
 
 // joinKeys is [mode.cloud.join].
 type joinKeys struct {
-	CA    string `toml:"ca"`
-	CAKey string `toml:"cakey"`
-	// "file" or "kubernetes".
-	Signer     string `toml:"signer"`
-	SignerName string `toml:"signername"`
-	// A Go duration, such as "720h".
-	Lifetime string `toml:"lifetime"`
-	Address  string `toml:"address"`
-	CloudCA  string `toml:"cloudca"`
-	// "namespace/name" each.
-	ServiceAccounts []string `toml:"serviceaccounts"`
-	Audience        string   `toml:"audience"`
+	CA              string   `toml:"ca" is:"path"`
+	CAKey           string   `toml:"cakey" is:"path"`
+	Signer          string   `toml:"signer" is:"one of file kubernetes"`
+	SignerName      string   `toml:"signername" is:"name"`
+	Lifetime        string   `toml:"lifetime" is:"duration"`
+	Address         string   `toml:"address" is:"host:port"`
+	CloudCA         string   `toml:"cloudca" is:"path"`
+	ServiceAccounts []string `toml:"serviceaccounts" is:"name"`
+	Audience        string   `toml:"audience" is:"name"`
 	AnyNode         bool     `toml:"anynode"`
 }
 
-// limitsKeys is [mode.cloud.limits]. Times are in seconds; metadata and headers are in KiB.
+// limitsKeys is [mode.cloud.limits]. TestLimitForms checks that each form is what limits.go reads.
 type limitsKeys struct {
-	Joining             int `toml:"joining"`
-	JoiningPerAddress   int `toml:"joiningperaddress"`
-	JoinTimeout         int `toml:"jointimeout"`
-	Metadata            int `toml:"metadata"`
-	Conns               int `toml:"conns"`
-	Opens               int `toml:"opens"`
-	Dials               int `toml:"dials"`
-	Strangers           int `toml:"strangers"`
-	StrangersPerAddress int `toml:"strangersperaddress"`
-	HandshakeTimeout    int `toml:"handshaketimeout"`
-	ConnsPerAddress     int `toml:"connsperaddress"`
-	Headers             int `toml:"headers"`
-	DNS                 int `toml:"dns"`
-	Lookups             int `toml:"lookups"`
-	Health              int `toml:"health"`
+	Joining             int `toml:"joining" is:"number"`
+	JoiningPerAddress   int `toml:"joiningperaddress" is:"number"`
+	JoinTimeout         int `toml:"jointimeout" is:"seconds"`
+	Metadata            int `toml:"metadata" is:"KiB"`
+	Conns               int `toml:"conns" is:"number"`
+	Opens               int `toml:"opens" is:"number a second"`
+	Dials               int `toml:"dials" is:"number"`
+	Strangers           int `toml:"strangers" is:"number"`
+	StrangersPerAddress int `toml:"strangersperaddress" is:"number"`
+	HandshakeTimeout    int `toml:"handshaketimeout" is:"seconds"`
+	ConnsPerAddress     int `toml:"connsperaddress" is:"number"`
+	Headers             int `toml:"headers" is:"KiB"`
+	DNS                 int `toml:"dns" is:"number"`
+	Lookups             int `toml:"lookups" is:"number"`
+	Health              int `toml:"health" is:"number"`
 }
 
 // edgeLimitsKeys is [mode.edge.limits].
 type edgeLimitsKeys struct {
-	Conns  int `toml:"conns"`
-	Dials  int `toml:"dials"`
-	Health int `toml:"health"`
+	Conns  int `toml:"conns" is:"number"`
+	Dials  int `toml:"dials" is:"number"`
+	Health int `toml:"health" is:"number"`
 }
 
 // egressKeys is [mode.cloud.egress].
 type egressKeys struct {
-	GRPC        []string `toml:"grpc"`
-	HTTPConnect []string `toml:"httpconnect"`
-	Cert        string   `toml:"cert"`
-	Key         string   `toml:"key"`
-	ClientCA    string   `toml:"clientca"`
-	ClientNames []string `toml:"clientnames"`
-	// Some of "destHost", "cidr", "defaultRoute", "default", in the order in which they are tried.
-	Strategies   []string `toml:"strategies"`
-	DefaultNodes []string `toml:"defaultnodes"`
+	GRPC         []string `toml:"grpc" is:"listener"`
+	HTTPConnect  []string `toml:"httpconnect" is:"listener"`
+	Cert         string   `toml:"cert" is:"path"`
+	Key          string   `toml:"key" is:"path"`
+	ClientCA     string   `toml:"clientca" is:"path"`
+	ClientNames  []string `toml:"clientnames" is:"name"`
+	Strategies   []string `toml:"strategies" is:"one of destHost cidr defaultRoute default"`
+	DefaultNodes []string `toml:"defaultnodes" is:"name"`
 	Kubernetes   bool     `toml:"kubernetes"`
 	// Metrics also under the names of Konnectivity's server.
 	OldMetrics bool `toml:"konnectivitymetrics"`
-	AgentPort  int  `toml:"agentport"`
+	AgentPort  int  `toml:"agentport" is:"port"`
 }
 
 // edgeTable is [mode.edge].
 type edgeTable struct {
-	Node   string   `toml:"node"`
-	Allow  []string `toml:"allow"`
+	Node   string   `toml:"node" is:"name"`
+	Allow  []string `toml:"allow" is:"allow entry"`
 	Stream struct {
 		// [mode.edge.stream.client]
 		Client struct {
-			Token     string `toml:"token"`
-			TokenFile string `toml:"tokenfile"`
-			NodeCert  string `toml:"nodecert"`
-			NodeKey   string `toml:"nodekey"`
-			Cert      string `toml:"cert"`
+			Token     string `toml:"token" is:"secret" from:"superedge"`
+			TokenFile string `toml:"tokenfile" is:"path"`
+			NodeCert  string `toml:"nodecert" is:"path"`
+			NodeKey   string `toml:"nodekey" is:"path"`
+			Cert      string `toml:"cert" is:"path" from:"superedge"`
 			// The server name to verify in the cloud's certificate. The name of the key is SuperEdge's.
-			DNS string `toml:"dns"`
-			// The address of the cloud, host:port. The name of the key is SuperEdge's.
-			ServerName string `toml:"servername"`
-			// "one" or "all".
-			Sessions     string `toml:"sessions"`
-			Connections  int    `toml:"connections"`
-			LogPort      int    `toml:"logport"`
-			ChannelzAddr string `toml:"channelzaddr"`
+			DNS string `toml:"dns" is:"name" from:"superedge"`
+			// The address of the cloud. The name of the key is SuperEdge's.
+			ServerName   string `toml:"servername" is:"host:port" from:"superedge"`
+			Sessions     string `toml:"sessions" is:"one of one all"`
+			Connections  int    `toml:"connections" is:"number"`
+			LogPort      int    `toml:"logport" is:"port" from:"superedge"`
+			ChannelzAddr string `toml:"channelzaddr" is:"host:port" from:"superedge"`
 		} `toml:"client"`
 	} `toml:"stream"`
 	HTTPS struct {
-		Cert string `toml:"cert"`
-		Key  string `toml:"key"`
+		Cert string `toml:"cert" is:"path" from:"superedge"`
+		Key  string `toml:"key" is:"path" from:"superedge"`
 	} `toml:"https"`
 	Limits edgeLimitsKeys `toml:"limits"`
 	Egress struct {
-		Identifiers string `toml:"identifiers"`
+		Identifiers string `toml:"identifiers" is:"identifiers"`
 	} `toml:"egress"`
 	Konnectivity struct {
-		Servers   []string `toml:"servers"`
-		CA        string   `toml:"ca"`
-		Cert      string   `toml:"cert"`
-		Key       string   `toml:"key"`
-		TokenFile string   `toml:"tokenfile"`
+		Servers   []string `toml:"servers" is:"tls address"`
+		CA        string   `toml:"ca" is:"path"`
+		Cert      string   `toml:"cert" is:"path"`
+		Key       string   `toml:"key" is:"path"`
+		TokenFile string   `toml:"tokenfile" is:"path"`
 	} `toml:"konnectivity"`
 	Admin struct {
-		Socket string `toml:"socket"`
+		Socket string `toml:"socket" is:"path"`
 	} `toml:"admin"`
 }

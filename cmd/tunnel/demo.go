@@ -11,8 +11,8 @@ func newDemoCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "See the tunnel work on this machine: no Kubernetes, no root, no files left behind",
-		Long: `demo makes a throwaway certificate authority and token, starts a cloud and an edge as two
-processes on loopback, and reaches an HTTPS and a TCP service behind the edge through them.
+		Long: `demo makes a throwaway certificate authority and token, and starts a cloud and an edge as two
+processes on loopback. Through them it reaches an HTTPS and a TCP service behind the edge.
 It stays up, with live counters, until Ctrl-C.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {

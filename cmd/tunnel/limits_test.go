@@ -6,6 +6,7 @@ import (
 	"os"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -13,6 +14,7 @@ import (
 	"tunnel/conf"
 	"tunnel/pkg/admin"
 	"tunnel/pkg/dns"
+	"tunnel/pkg/egress"
 	"tunnel/pkg/https"
 	"tunnel/pkg/stream"
 	"tunnel/pkg/tunnel"
@@ -126,6 +128,24 @@ func TestConnections(t *testing.T) {
 	}
 	if line := fmt.Sprintf("\n#connections = %d\n", stream.DefaultConnections); !strings.Contains(string(example), line) {
 		t.Errorf("conf/edge.toml does not have the line %q", line)
+	}
+}
+
+// TestShownDefaults: the example of the cloud shows the defaults of packages that conf does not know.
+func TestShownDefaults(t *testing.T) {
+	var strategies []string
+	for _, s := range egress.Strategies() {
+		strategies = append(strategies, strconv.Quote(string(s)))
+	}
+	example := read(t, "../../conf/cloud.toml")
+	for _, line := range []string{
+		fmt.Sprintf("clientnames = [%q]", https.DefaultClientName),
+		fmt.Sprintf("audience = %q", defaultAudience),
+		fmt.Sprintf("strategies = [%s]", strings.Join(strategies, ", ")),
+	} {
+		if !strings.Contains(example, "\n#"+line+"\n") {
+			t.Errorf("conf/cloud.toml does not have the line #%s", line)
+		}
 	}
 }
 

@@ -69,8 +69,17 @@ type answer struct {
 	cachedUntil time.Time // until when the answer is cached
 }
 
+// Values of the label result of tunnel_auth_reviews_total.
+const (
+	resultGood   = "good"
+	resultBad    = "bad"
+	resultError  = "error"
+	resultCached = "cached"
+	resultFull   = "full"
+)
+
 func newReviews(r Reviewer, log *slog.Logger) *reviews {
-	return &reviews{
+	all := &reviews{
 		reviewer: r,
 		log:      log,
 		slots:    make(chan struct{}, maxReviews),
@@ -83,6 +92,11 @@ func newReviews(r Reviewer, log *slog.Logger) *reviews {
 		cache:    make(map[sum]answer),
 		inFlight: make(map[sum]chan struct{}),
 	}
+	// Every result exists from the start: an alert on a rate needs the zero.
+	for _, result := range []string{resultGood, resultBad, resultError, resultCached, resultFull} {
+		all.total.WithLabelValues(result)
+	}
+	return all
 }
 
 // ask returns the answer about a token, from the cache or from Kubernetes. Callers with the same
@@ -95,13 +109,13 @@ func (r *reviews) ask(ctx context.Context, token Secret, from netip.Addr) (answe
 		r.mu.Lock()
 		if a, ok := r.cache[key]; ok && time.Now().Before(a.cachedUntil) {
 			r.mu.Unlock()
-			r.total.WithLabelValues("cached").Inc()
+			r.total.WithLabelValues(resultCached).Inc()
 			return a, nil
 		}
 		if from.IsValid() && !counted {
 			if !r.admitLocked(Group(from)) {
 				r.mu.Unlock()
-				r.total.WithLabelValues("full").Inc()
+				r.total.WithLabelValues(resultFull).Inc()
 				return answer{}, errTooManyReviews
 			}
 			counted = true
@@ -180,13 +194,13 @@ func (r *reviews) review(ctx context.Context, token Secret) (answer, error) {
 	now := time.Now()
 	switch {
 	case err != nil:
-		r.total.WithLabelValues("error").Inc()
+		r.total.WithLabelValues(resultError).Inc()
 		return answer{}, fmt.Errorf("%w: %w", errUnavailable, err)
 	case !review.Authenticated:
-		r.total.WithLabelValues("bad").Inc()
+		r.total.WithLabelValues(resultBad).Inc()
 		return answer{cachedUntil: now.Add(cacheRejected)}, nil
 	}
-	r.total.WithLabelValues("good").Inc()
+	r.total.WithLabelValues(resultGood).Inc()
 	a := answer{review: review, until: expiryOfJWT(token), cachedUntil: now.Add(cacheNoExpiry)}
 	if !a.until.IsZero() {
 		a.cachedUntil = a.until
@@ -284,7 +298,7 @@ func (g *Gate) byReview(
 // Collector returns the metrics of the Gate.
 func (g *Gate) Collector() prometheus.Collector {
 	if g.reviews == nil {
-		return newReviews(nil, g.cfg.Log).total // no reviews: the metric exists and stays empty
+		return newReviews(nil, g.cfg.Log).total // no reviews: the metric exists and stays 0
 	}
 	return g.reviews.total
 }

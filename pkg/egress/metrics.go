@@ -50,8 +50,9 @@ func newMetrics() *metrics {
 		}, []string{"door"}),
 	}
 	for door, now := range m.inFlight {
-		// Every result exists from the start: an alert on a rate needs the zero.
+		// Every series exists from the start: an alert on a rate needs the zero.
 		m.dials.WithLabelValues(door, resultOK)
+		m.duration.WithLabelValues(door)
 		for _, code := range tunnel.Codes() {
 			m.dials.WithLabelValues(door, code.String())
 		}
