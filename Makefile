@@ -119,7 +119,7 @@ hugo:
 
 .PHONY: site
 site: hugo ## bin/site: the pages as a site (HTML); every link of the site is checked
-	@hugo --source tools/site --quiet --cleanDestinationDir
+	@hugo --source tools/site --noBuildLock --quiet --cleanDestinationDir
 	@go run ./tools/site bin/site
 
 .PHONY: tidy
