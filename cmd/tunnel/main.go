@@ -18,6 +18,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -127,6 +128,7 @@ func noSuchCommand(cmd *cobra.Command, args []string) error {
 	text := fmt.Sprintf("unknown command %q for %q", args[0], cmd.CommandPath())
 	cmd.SuggestionsMinimumDistance = 2 // edits; cobra's own default, which SuggestionsFor does not set
 	if like := cmd.SuggestionsFor(args[0]); len(like) > 0 {
+		slices.Sort(like) // cobra's order is that of help, once help was printed
 		text += ": did you mean " + strings.Join(like, " or ") + "?"
 	}
 	return errors.New(text)

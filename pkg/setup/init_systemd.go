@@ -77,7 +77,7 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 // checkAdopted returns an error if the folder's cloud is not the one that the command line asks for.
 func (c *cloudFolder) checkAdopted(config string, is *conf.Cloud) error {
 	if is.Join.Address != c.Address {
-		return fmt.Errorf("%s is for the address %q: write --address %[2]s, or choose another --dir",
+		return fmt.Errorf("%s is for the address %q: write --address %[2]q, or choose another --dir",
 			config, is.Join.Address)
 	}
 	certs, err := readCertificates("mode.cloud.stream.server: cert", is.Server.Cert)

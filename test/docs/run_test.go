@@ -84,6 +84,7 @@ type site struct {
 	name  string // of the scenario
 	dirs  map[string]string
 	path  string            // a folder with the programs that the pages take for granted
+	tmp   string            // TMPDIR of the commands; Go ignores a go.mod that is in TMPDIR itself
 	swaps map[string]string // what a page says → what it is here
 	wants []want
 	// replaced counts the texts of swaps that a block had, seen the wants that were met.
@@ -113,7 +114,7 @@ func (w want) listens() error {
 // newSite makes the machines of a scenario, each a folder of its own.
 func newSite(t *testing.T, name string, swaps map[string]string, wants []want) *site {
 	t.Helper()
-	s := &site{t: t, name: name, dirs: make(map[string]string), path: t.TempDir(), swaps: swaps, wants: wants,
+	s := &site{t: t, name: name, dirs: make(map[string]string), path: t.TempDir(), tmp: t.TempDir(), swaps: swaps, wants: wants,
 		replaced: make(map[string]int), seen: make(map[int]int)}
 	self, err := os.Executable()
 	if err != nil {
@@ -211,7 +212,7 @@ func (s *site) shell(b Block, text string) *rig.Log {
 		text = "exec " + text // signals reach the command, not a shell before it
 	}
 	dir, log := s.dir(b.Machine), new(rig.Log)
-	p, err := rig.Start(log, env, "-C", dir, "TMPDIR="+dir, "PATH="+s.path+":"+os.Getenv("PATH"), "sh", "-euc", text)
+	p, err := rig.Start(log, env, "-C", dir, "TMPDIR="+s.tmp, "PATH="+s.path+":"+os.Getenv("PATH"), "sh", "-euc", text)
 	if err != nil {
 		s.t.Fatal(err)
 	}
