@@ -46,10 +46,10 @@ func (r *Responder) Collector() prometheus.Collector {
 	return &responderCollector{
 		stats: &r.stats,
 		queries: prometheus.NewDesc("tunnel_dns_queries_total",
-			"DNS queries, by answer: a node's addresses (node); no address of that kind (nodata); "+
-				"no such name (nxdomain); "+
-				"the upstream's answer (forwarded); none, since the Nodes have not been read yet (unknown); "+
-				"not a question for this server (refused); no upstream answered (failed).", []string{"answer"}, nil),
+			"DNS queries, by answer. A node's addresses are node, no address of that kind is nodata, "+
+				"no such name is nxdomain, and the upstream's answer is forwarded. "+
+				"Without an answer, a query is unknown (the Nodes have not been read yet), "+
+				"refused (not a question for this server) or failed (no upstream answered).", []string{"answer"}, nil),
 		overloaded: prometheus.NewDesc("tunnel_dns_overloaded_total",
 			"DNS queries that failed at once because too many waited for an upstream, "+
 				"and TCP connections refused because too many were open.", nil, nil),

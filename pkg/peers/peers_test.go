@@ -217,10 +217,14 @@ func TestReplicaImpostors(t *testing.T) {
 	otherCA := testca.New(t, "replicas")
 	name := []string{"replicas"}
 	for what, certificates := range map[string][]tls.Certificate{
-		"no certificate":                  nil,
-		"an edge's, of the same CA":       {a.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: []string{"edge1"}, Client: true})},
-		"a server's, not for clients":     {a.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: name, Server: true})},
-		"the right name, from another CA": {otherCA.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: name, Server: true, Client: true})},
+		"no certificate": nil,
+		"an edge's, of the same CA": {
+			a.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: []string{"edge1"}, Client: true}),
+		},
+		"a server's, not for clients": {a.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: name, Server: true})},
+		"the right name, from another CA": {
+			otherCA.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: name, Server: true, Client: true}),
+		},
 	} {
 		t.Run(what, func(t *testing.T) {
 			err := joinAsReplica(t, a, &tls.Config{Certificates: certificates})
@@ -271,7 +275,9 @@ func TestReplicaOfAnAuthorityThatHasLeft(t *testing.T) {
 	name := []string{"replicas"}
 	resumed := false
 	conf := &tls.Config{
-		Certificates:       []tls.Certificate{a.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: name, Server: true, Client: true})},
+		Certificates: []tls.Certificate{
+			a.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: name, Server: true, Client: true}),
+		},
 		ClientSessionCache: tls.NewLRUClientSessionCache(10),
 		VerifyConnection: func(s tls.ConnectionState) error {
 			resumed = s.DidResume
@@ -285,8 +291,10 @@ func TestReplicaOfAnAuthorityThatHasLeft(t *testing.T) {
 	}
 	next := testca.New(t, "replicas")
 	a.tls.Store(&tls.Config{
-		Certificates: []tls.Certificate{next.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: name, Server: true, Client: true})},
-		RootCAs:      next.Pool(), ServerName: "replicas",
+		Certificates: []tls.Certificate{
+			next.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: name, Server: true, Client: true}),
+		},
+		RootCAs: next.Pool(), ServerName: "replicas",
 	})
 	if err := joinAsReplica(t, a, conf); status.Code(err) != codes.Unauthenticated || !resumed {
 		t.Errorf("%v, resumed %v", err, resumed)

@@ -122,7 +122,8 @@ func (p *places) fleet(t *testing.T, addresses []string, change ...func(*stream.
 // newReplica starts the server of a replica. meet starts its Peers.
 func (p *places) newReplica(t *testing.T, i int, addresses []string, change ...func(*stream.ServerConfig)) *replicaRig {
 	t.Helper()
-	own := p.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: []string{"cloud", "replicas"}, Server: true, Client: true})
+	names := []string{"cloud", "replicas"}
+	own := p.ca.Pair(t, auth.Leaf{CommonName: "replica", DNSNames: names, Server: true, Client: true})
 	conf := &tls.Config{Certificates: []tls.Certificate{own}, RootCAs: p.ca.Pool(), ServerName: "replicas"}
 	log, text := testkit.NewLog()
 	a := &replicaRig{

@@ -48,8 +48,8 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 		if edited, err = replaceValue(edited, f.key, f.name, to); err != nil {
 			return true, fmt.Errorf("%s: %w", config, err)
 		}
-		content, err := os.ReadFile(from)
-		if err != nil {
+		var content []byte
+		if content, err = os.ReadFile(from); err != nil {
 			return true, err
 		}
 		old = append(old, from)

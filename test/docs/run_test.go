@@ -114,7 +114,8 @@ func (w want) listens() error {
 // newSite makes the machines of a scenario, each a folder of its own.
 func newSite(t *testing.T, name string, swaps map[string]string, wants []want) *site {
 	t.Helper()
-	s := &site{t: t, name: name, dirs: make(map[string]string), path: t.TempDir(), tmp: t.TempDir(), swaps: swaps, wants: wants,
+	s := &site{t: t, name: name, dirs: make(map[string]string), path: t.TempDir(), tmp: t.TempDir(),
+		swaps: swaps, wants: wants,
 		replaced: make(map[string]int), seen: make(map[int]int)}
 	self, err := os.Executable()
 	if err != nil {
@@ -217,11 +218,11 @@ func (s *site) shell(b Block, text string) *rig.Log {
 		s.t.Fatal(err)
 	}
 	end := func() {
-		syscall.Kill(-p.PID(), syscall.SIGTERM) //nolint:errcheck // it fails only if the process has ended
+		syscall.Kill(-p.PID(), syscall.SIGTERM) // fails only if the process has ended
 		select {
 		case <-p.Done():
 		case <-time.After(10 * time.Second):
-			syscall.Kill(-p.PID(), syscall.SIGKILL) //nolint:errcheck // as above
+			syscall.Kill(-p.PID(), syscall.SIGKILL)
 			<-p.Done()
 		}
 	}
