@@ -39,7 +39,7 @@ var (
 	labelPair   = regexp.MustCompile(`(\w+)="((?:[^"\\]|\\.)*)"`)
 )
 
-// readMetrics parses the text format of Prometheus. It leaves out the metrics of the Go runtime and of the
+// readMetrics parses the text format of Prometheus. It skips the metrics of the Go runtime and of the
 // process.
 func readMetrics(t *testing.T, text io.Reader) map[string]*metric {
 	t.Helper()
@@ -87,15 +87,10 @@ func serve(t *testing.T, d *daemon) map[string]*metric {
 	}
 	client := &http.Client{Transport: &http.Transport{DialContext: dial, DisableKeepAlives: true}}
 	var answer *http.Response
-	for end := time.Now().Add(10 * time.Second); ; time.Sleep(10 * time.Millisecond) {
-		var err error
-		if answer, err = client.Get("http://admin/metrics"); err == nil {
-			break
-		}
-		if time.Now().After(end) {
-			t.Fatal(err)
-		}
-	}
+	testkit.Within(t, 10*time.Second, "the admin socket answers", func() (err error) {
+		answer, err = client.Get("http://admin/metrics")
+		return err
+	})
 	defer answer.Body.Close()
 	return readMetrics(t, answer.Body)
 }

@@ -162,8 +162,8 @@ func (m *mux) sendLoop() {
 				m.end(errors.New("sending on the stream has failed"))
 				return
 			}
-			// A packet counts as queued until SendMsg has returned, since SendMsg blocks while the
-			// peer does not read.
+			// SendMsg blocks while the peer does not read. So a packet counts as queued until SendMsg
+			// has returned.
 			m.mu.Lock()
 			if o.conn == nil {
 				m.control--

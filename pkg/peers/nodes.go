@@ -166,7 +166,7 @@ func (p *Peers) Learn(from *tunnel.Session, news *pb.Nodes) error {
 	return nil
 }
 
-// learn stores one message in which another replica tells its nodes.
+// learn stores what one message of another replica says about the nodes that it holds.
 func (p *Peers) learn(from *tunnel.Session, news *pb.Nodes, claims map[tunnel.NodeName]held) error {
 	p.mu.Lock()
 	defer p.mu.Unlock()

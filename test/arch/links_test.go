@@ -35,7 +35,7 @@ type page struct {
 	anchors map[string]bool
 }
 
-// readPage returns the links and the anchors of a page. Code holds neither.
+// readPage returns the links and the anchors of a page. It ignores code: a link in code is an example.
 func readPage(text string) page {
 	p := page{anchors: make(map[string]bool)}
 	text = htmlNote.ReplaceAllString(fenced.ReplaceAllString(text, ""), "")

@@ -100,7 +100,7 @@ func writeTarGzip(w io.Writer, files []file, at time.Time) error {
 	return z.Close()
 }
 
-// writeZip writes files, sorted by name, as a zip. Every timestamp in the zip is at.
+// writeZip writes a zip archive with the files, sorted by name. at is the modification time of each file.
 func writeZip(w io.Writer, files []file, at time.Time) error {
 	z := zip.NewWriter(w)
 	for _, f := range sorted(files) {
