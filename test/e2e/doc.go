@@ -23,6 +23,9 @@
 //	go test -tags e2e -count=1 -v -run TestTunnel/replicas_apart ./test/e2e  # 2 minutes
 //	go test -tags e2e -count=1 -v -run TestEgress ./test/e2e                 # 3 minutes
 //
+// TestConformance (make conformance) runs Kubernetes' own tests; test/conformance/README.md says which. It takes hours, so
+// it has a build tag of its own besides e2e: conformance.
+//
 // The tests know nothing of the tunnel's code: only the configuration files, the health port, the
 // command line, DNS, what stands in the ConfigMap, and the wire, to say what an edge would not.
 // What they do not do: measure (see make bench), or break single connections on the way (see the

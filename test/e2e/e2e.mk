@@ -1,7 +1,7 @@
 # The end-to-end tests. Included by the Makefile of the repository; paths are relative to its directory.
 # The cluster has its own README: test/cluster/README.md.
 
-.PHONY: e2e e2e-bench e2e-build e2e-up e2e-down
+.PHONY: e2e e2e-bench e2e-build e2e-up e2e-down conformance conformance-build
 
 e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 13 minutes, the first time 31)
 	@status=0; go test -tags e2e -count=1 -v -timeout 30m ./test/e2e || status=$$?; \
@@ -15,6 +15,13 @@ e2e-build: ## build that Kubernetes into the cache, once (minutes; nothing to do
 
 e2e-up: e2e-build ## start it without the tests, and say how to use it
 	@test/cluster/up.sh
+
+conformance: conformance-build ## Kubernetes' own tests through each front door, beside direct reach (root; hours; CONFORMANCE=1.34: one version)
+	@status=0; go test -tags 'e2e conformance' -count=1 -v -timeout 6h -run TestConformance ./test/e2e || status=$$?; \
+	test/cluster/down.sh && exit $$status
+
+conformance-build: e2e-build ## build those tests and their images into the cache, once (the first time half an hour or more)
+	@nice test/conformance/build.sh $(or $(CONFORMANCE),1.34 1.36)
 
 e2e-down: ## remove it, also what a killed run left behind; logs are kept
 	@test/cluster/down.sh
