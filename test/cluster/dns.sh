@@ -21,19 +21,8 @@ settings
     reload 500ms
     no_reverse
   }"
-# Pods find kube-apiserver by its name too, where kube-proxy gives its address a meaning. No other Service has a name.
-service=
-[ -z "$KUBEPROXY" ] || service="cluster.local:53 {
-  bind $CPIP
-  hosts /dev/null {
-    10.96.0.1 kubernetes.default.svc.cluster.local
-    no_reverse
-  }
-  errors
-}"
 stop coredns
 cat >"$RUN/dns/Corefile" <<C
-$service
 .:53 {
   bind $DNSBIND $CPIP
   $from

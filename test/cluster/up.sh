@@ -106,6 +106,7 @@ for n in $NODES; do
   pods=10.88.$(index "$n").0/24
   kubectl patch node "$n" -p '{"spec":{"podCIDR":"'"$pods"'","podCIDRs":["'"$pods"'"]}}' >/dev/null
 done
+[ -z "$KUBEPROXY" ] || LOCKED=1 "$HERE/services.sh"
 WATCH=kcm waitfor 60 "the default service account" kubectl get serviceaccount default
 lap "nodes ready: $NODES"
 trap - EXIT INT TERM

@@ -48,12 +48,12 @@ func TestReadJUnitOfASuiteThatDidNotStart(t *testing.T) {
 func TestReadList(t *testing.T) {
 	got, err := ReadList(strings.NewReader(`The following spec names can be used with 'ginkgo run --focus/skip':
     test/e2e/network/proxy.go:87: [sig-network] Proxy version v1 should proxy logs on node using proxy subresource ` + `
-    ../x/webhook.go:246: [sig-api-machinery] AdmissionWebhook [Privileged:ClusterAdmin] should mutate configmap [Conformance]
+    ../x/webhook.go:246: [sig-api-machinery] AdmissionWebhook [Privileged:ClusterAdmin] should mutate [Conformance]
 
 `))
 	want := []string{
 		"[sig-network] Proxy version v1 should proxy logs on node using proxy subresource",
-		"[sig-api-machinery] AdmissionWebhook [Privileged:ClusterAdmin] should mutate configmap",
+		"[sig-api-machinery] AdmissionWebhook [Privileged:ClusterAdmin] should mutate",
 	}
 	if err != nil || !slices.Equal(got, want) {
 		t.Errorf("got %q, %v", got, err)

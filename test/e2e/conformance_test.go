@@ -208,8 +208,8 @@ func (s *suite) webSockets(ctx context.Context, t *testing.T, c *cluster) {
 		t.Fatal(err)
 	}
 	for _, verb := range []string{"exec", "attach", "portforward"} {
-		line := fmt.Sprintf(`apiserver_websocket_streaming_requests_total{proxy_type="proxied_to_kubelet",subresource=%q} `, verb)
-		_, rest, ok := strings.Cut(metrics, "\n"+line)
+		const counter = "\napiserver_websocket_streaming_requests_total"
+		_, rest, ok := strings.Cut(metrics, fmt.Sprintf(`%s{proxy_type="proxied_to_kubelet",subresource=%q} `, counter, verb))
 		count, _, _ := strings.Cut(rest, "\n")
 		if !ok || count == "0" {
 			t.Errorf("kube-apiserver counts no %s by WebSocket to a kubelet", verb)

@@ -4,7 +4,7 @@
 .PHONY: e2e e2e-bench e2e-build e2e-up e2e-down conformance conformance-build
 
 e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 13 minutes, the first time 31)
-	@status=0; go test -tags e2e -count=1 -v -timeout 30m ./test/e2e || status=$$?; \
+	@status=0; go test -tags e2e -count=1 -v -timeout 60m ./test/e2e || status=$$?; \
 	test/cluster/down.sh && exit $$status
 
 e2e-bench: ## what 10,000 nodes that join within a minute cost a real API server (root; two minutes)

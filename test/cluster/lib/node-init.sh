@@ -101,7 +101,7 @@ authorization: {mode: Webhook}
 tlsCertFile: $RUN/pki/kubelet-$n-serving.crt
 tlsPrivateKeyFile: $RUN/pki/kubelet-$n-serving.key
 clusterDomain: cluster.local
-clusterDNS: [$CPIP]
+clusterDNS: [$([ -n "$KUBEPROXY" ] && echo 10.96.0.10 || echo "$CPIP")]
 resolvConf: $d/resolv.conf
 registerNode: true
 nodeStatusUpdateFrequency: 4s
