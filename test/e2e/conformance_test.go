@@ -4,12 +4,15 @@ package e2e
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"runtime"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -105,12 +108,13 @@ func testVersion(ctx context.Context, t *testing.T, program, version string) con
 				if t.Failed() {
 					return
 				}
+				received := s.receivedAsWebSocket(ctx, t, c)
 				run.Results[d.Key] = s.run(ctx, t, c, d)
 				for _, p := range conformance.Judge(s.groups, d, run.Results[control.Key], run.Results[d.Key]) {
 					t.Error(p)
 				}
 				door.used(ctx, t)
-				s.webSockets(ctx, t, c)
+				s.webSockets(ctx, t, c, received)
 			})
 		}
 	})
@@ -196,9 +200,12 @@ func removed(file string) error {
 	return nil
 }
 
-// webSockets asserts that kube-apiserver passed WebSocket on to the kubelets, where it can: since 1.36
-// (ExtendWebSocketsToKubelet). The counter starts at 0 with kube-apiserver, which each door restarts.
-func (s *suite) webSockets(ctx context.Context, t *testing.T, c *cluster) {
+// webSockets asserts that exec, attach and port-forward went to the kubelets as WebSocket, where
+// kube-apiserver can pass it on: since 1.36 (ExtendWebSocketsToKubelet). kube-apiserver's counter
+// starts at 0, as each door restarts it. It counts requests that might be WebSocket
+// (pkg/registry/core/pod/rest/subresources.go), so the kubelets are asked too: they count what
+// arrived as WebSocket (pkg/kubelet/server/server.go). before are their counts before the tests.
+func (s *suite) webSockets(ctx context.Context, t *testing.T, c *cluster, before map[string]float64) {
 	t.Helper()
 	if s.version == "1.34" {
 		return
@@ -207,16 +214,57 @@ func (s *suite) webSockets(ctx context.Context, t *testing.T, c *cluster) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	now := s.receivedAsWebSocket(ctx, t, c)
 	for _, verb := range []string{"exec", "attach", "portforward"} {
-		const counter = "\napiserver_websocket_streaming_requests_total"
-		_, rest, ok := strings.Cut(metrics, fmt.Sprintf(`%s{proxy_type="proxied_to_kubelet",subresource=%q} `, counter, verb))
-		count, _, _ := strings.Cut(rest, "\n")
-		if !ok || count == "0" {
-			t.Errorf("kube-apiserver counts no %s by WebSocket to a kubelet", verb)
-			continue
+		passedOn := value(metrics, fmt.Sprintf(
+			`apiserver_websocket_streaming_requests_total{proxy_type="proxied_to_kubelet",subresource=%q}`, verb))
+		received := now[verb] - before[verb]
+		t.Logf("%s: kube-apiserver passed %.0f on, kubelets received %.0f as WebSocket", verb, passedOn, received)
+		if passedOn == 0 || received == 0 {
+			t.Errorf("no %s went to a kubelet as WebSocket", verb)
 		}
-		t.Logf("%s by WebSocket to a kubelet: %s", verb, count)
 	}
+}
+
+// receivedAsWebSocket returns what the kubelets have received as WebSocket so far, by verb. It asks them without the
+// tunnel, from within the nodes.
+func (s *suite) receivedAsWebSocket(ctx context.Context, t *testing.T, c *cluster) map[string]float64 {
+	t.Helper()
+	received := make(map[string]float64)
+	if s.version == "1.34" {
+		return received
+	}
+	pair, err := tls.LoadX509KeyPair(c.path("pki/apiserver-kubelet.crt"), c.path("pki/apiserver-kubelet.key"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range c.nodes {
+		tr := &http.Transport{DisableKeepAlives: true,
+			TLSClientConfig: &tls.Config{RootCAs: c.pool(t), ServerName: n, Certificates: []tls.Certificate{pair}},
+			DialContext: func(ctx context.Context, network, addr string) (net.Conn, error) {
+				return dialInside(ctx, "/run/netns/te2e-"+n, network, addr)
+			}}
+		status, page, err := get(ctx, tr, "https://127.0.0.1:"+kubelet+"/metrics")
+		if err := is200(status, page, err); err != nil {
+			t.Fatalf("the metrics of the kubelet of %s: %v", n, err)
+		}
+		for _, verb := range []string{"exec", "attach", "portforward"} {
+			received[verb] += value(page, fmt.Sprintf(`kubelet_websocket_streaming_requests_total{subresource=%q}`, verb))
+		}
+	}
+	return received
+}
+
+// value returns the value of a metric in a page of metrics, 0 where the page does not have it.
+func value(page, metric string) float64 {
+	for line := range strings.Lines(page) {
+		if text, ok := strings.CutPrefix(line, metric+" "); ok {
+			if v, err := strconv.ParseFloat(strings.TrimSpace(text), 64); err == nil {
+				return v
+			}
+		}
+	}
+	return 0
 }
 
 // An openDoor is a tunnel through which kube-apiserver reaches the nodes.
