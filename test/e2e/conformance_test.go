@@ -96,6 +96,10 @@ func testVersion(ctx context.Context, t *testing.T, program, version string) con
 	if t.Failed() {
 		return run // without a control nothing can be compared
 	}
+	direct := run.Results[control.Key]
+	if direct == nil { // the flag -run left it out
+		direct = s.results(t, control)
+	}
 	t.Run("nat", func(t *testing.T) {
 		c := upCluster(ctx, t, settings...)
 		prepare(ctx, t, c)
@@ -110,7 +114,7 @@ func testVersion(ctx context.Context, t *testing.T, program, version string) con
 				}
 				received := s.receivedAsWebSocket(ctx, t, c)
 				run.Results[d.Key] = s.run(ctx, t, c, d)
-				for _, p := range conformance.Judge(s.groups, d, run.Results[control.Key], run.Results[d.Key]) {
+				for _, p := range conformance.Judge(s.groups, d, direct, run.Results[d.Key]) {
 					t.Error(p)
 				}
 				door.used(ctx, t)
@@ -158,9 +162,8 @@ func (s *suite) serverVersion(ctx context.Context, t *testing.T, c *cluster) str
 func (s *suite) run(ctx context.Context, t *testing.T, c *cluster, door conformance.Door) []conformance.Result {
 	t.Helper()
 	const processes = "6" // most of a test's time is spent waiting
-	dir := filepath.Join(c.home, "conformance", s.version)
-	report := door.Key + ".xml"
-	if err := errors.Join(os.MkdirAll(dir, 0o755), removed(filepath.Join(dir, report))); err != nil {
+	report := s.report(t, door)
+	if err := errors.Join(os.MkdirAll(filepath.Dir(report), 0o755), removed(report)); err != nil {
 		t.Fatal(err)
 	}
 	log, err := os.Create(c.path("log/e2e-" + door.Key + ".log"))
@@ -169,7 +172,8 @@ func (s *suite) run(ctx context.Context, t *testing.T, c *cluster, door conforma
 	}
 	defer log.Close()
 	cmd := c.command(ctx, filepath.Join(s.home, "bin", "ginkgo"), "--procs="+processes, "--timeout=1h", "--no-color",
-		"--output-dir="+dir, "--junit-report="+report, "--focus="+conformance.Focus(door.Runs(s.groups)),
+		"--output-dir="+filepath.Dir(report), "--junit-report="+filepath.Base(report),
+		"--focus="+conformance.Focus(door.Runs(s.groups)),
 		filepath.Join(s.home, "bin", "e2e.test"), "--", "--provider=skeleton", "--kubeconfig="+c.path("admin.kubeconfig"),
 		"--kubectl-path="+filepath.Join(s.home, "bin", "kubectl"), "--node-os-arch="+runtime.GOARCH, "--disable-log-dump",
 		"--kube-test-repo-list="+filepath.Join(s.home, "registries.yaml"))
@@ -180,16 +184,29 @@ func (s *suite) run(ctx context.Context, t *testing.T, c *cluster, door conforma
 		t.Fatal(err)
 	}
 	<-p.done // its exit code says only that a test failed, which the report says too
-	f, err := os.Open(filepath.Join(dir, report))
+	t.Logf("%s: %v; %v; output in %s, report in %s", door.Title, time.Since(began).Round(time.Second), p.err,
+		log.Name(), report)
+	return s.results(t, door)
+}
+
+// report is where ginkgo's report of a door is, also when the cluster is gone.
+func (s *suite) report(t *testing.T, door conformance.Door) string {
+	t.Helper()
+	return filepath.Join(clusterHome(t), "conformance", s.version, door.Key+".xml")
+}
+
+// results reads the report of a door.
+func (s *suite) results(t *testing.T, door conformance.Door) []conformance.Result {
+	t.Helper()
+	f, err := os.Open(s.report(t, door))
 	if err != nil {
-		t.Fatalf("ginkgo wrote no report: %v; %v; see %s", p.err, err, log.Name())
+		t.Fatalf("no report of %s: %v", door.Title, err)
 	}
 	defer f.Close()
 	results, err := conformance.ReadJUnit(f)
 	if err != nil {
-		t.Fatalf("%v; see %s", err, log.Name())
+		t.Fatal(err)
 	}
-	t.Logf("%s: %d tests in %v; report in %s", door.Title, len(results), time.Since(began).Round(time.Second), f.Name())
 	return results
 }
 
