@@ -26,7 +26,7 @@ func TestReadJUnit(t *testing.T) {
 			"skipped - Only supported for node OS arch [amd64] (not arm64)", 0},
 		{"[sig-cli] Kubectl client Simple pod should support exec", Passed, "", 12500 * time.Millisecond},
 		{"[sig-node] Pods should support retrieving logs from the container over websockets", Failed,
-			"failed: Failed to open websocket to wss://10.77.0.1:6443/x: bad status\nmore", 3 * time.Second},
+			"Failed to open websocket to wss://10.77.0.1:6443/x: bad status\nmore", 3 * time.Second},
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("got %+v", got)
@@ -120,8 +120,8 @@ func TestJudge(t *testing.T) {
 			{Test: "pods 1", State: Passed}}, nil},
 		{"no pods by names", names, []Result{{Test: "kubelet 1", State: Passed}, {Test: "kubelet 2", State: Passed}}, nil},
 		{"a failure", egress, []Result{{Test: "kubelet 1", State: Passed},
-			{Test: "kubelet 2", State: Failed, Message: "failed: EOF\nstack"}, {Test: "pods 1", State: Passed}},
-			[]string{"kubelet 2: failed: failed: EOF"}},
+			{Test: "kubelet 2", State: Failed, Message: "EOF\nstack"}, {Test: "pods 1", State: Passed}},
+			[]string{"kubelet 2: failed: EOF"}},
 		{"a test that leaves itself out only through the door", egress, []Result{{Test: "kubelet 1", State: Passed},
 			{Test: "kubelet 2", State: Skipped, Message: "skipped - x"}, {Test: "pods 1", State: Passed}},
 			[]string{"kubelet 2: skipped: skipped - x"}},

@@ -99,6 +99,8 @@ func (c junitCase) result() (r Result, isTest bool, err error) {
 			return r, false, nil
 		}
 		r.State = Skipped
+	case string(Failed):
+		r.State = Failed
 	default:
 		r.State = Failed
 		r.Message = c.Status + ": " + message
