@@ -88,6 +88,7 @@ LOCKED=1 "$HERE/dns.sh" kit
 
 printf 'nameserver %s\noptions timeout:1 attempts:2\n' "$DNSIP" >"$RUN/cp/resolv.conf"
 echo '127.0.0.1 localhost' >"$RUN/cp/hosts"
+for n in $DIRECT; do echo "$(address "$n") $n" >>"$RUN/cp/hosts"; done # as machines of a control plane know each other
 LOCKED=1 "$HERE/apiserver.sh" kubelet-ca
 lap "kube-apiserver ready"
 

@@ -44,7 +44,9 @@ own /var/lib/containerd containerd
 own /var/lib/cni cni
 own /var/log/pods logs/pods
 own /var/log/containers logs/containers
-printf 'nameserver %s\n' "$CPIP" >"$d/resolv.conf"
+nameserver=$CPIP
+[ -z "$KUBEPROXY" ] || nameserver=$NET.2 # services.sh
+printf 'nameserver %s\n' "$nameserver" >"$d/resolv.conf"
 printf '127.0.0.1 localhost\n%s %s\n' "$(address "$n")" "$n" >"$d/hosts"
 mount --bind "$d/resolv.conf" /etc/resolv.conf
 mount --bind "$d/hosts" /etc/hosts
