@@ -73,9 +73,9 @@ type suite struct {
 	groups  []conformance.Group
 }
 
-// testVersion runs one version, in two clusters: all nodes on the bridge, then all nodes behind NAT. metrics-server does
-// not run: with egress, kube-apiserver could not reach it beside itself, and an aggregated API that is unavailable spoils
-// what clients discover.
+// testVersion runs one version, in two clusters: all nodes on the bridge, then all nodes behind NAT.
+// metrics-server does not run: with egress, kube-apiserver could not reach it beside itself, and an
+// aggregated API that is unavailable spoils what clients discover.
 func testVersion(ctx context.Context, t *testing.T, program, version string) conformance.Run {
 	t.Helper()
 	s := &suite{version: version, home: filepath.Join(clusterHome(t), "kubernetes-"+version), groups: conformance.Groups()}
