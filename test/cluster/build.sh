@@ -3,6 +3,7 @@
 # inputs did not change; FORCE=1 does them all again.
 set -euo pipefail
 . "$(dirname "$0")/lib/common.sh"
+. "$HERE/lib/build.sh"
 
 # Unpacked under $CLUSTER_HOME, not installed.
 debs=(containerd runc containernetworking-plugins iptables conntrack busybox-static
@@ -19,8 +20,6 @@ lock 3600
 export TMPDIR=$CLUSTER_HOME/tmp # on the same disk as what is built; /tmp may be small
 trap 'rm -rf "$CLUSTER_HOME/tmp"' EXIT
 
-fresh() { [ -z "${FORCE:-}" ] && [ -e "$1" ] && [ "$(cat "$1.stamp" 2>/dev/null)" = "$2" ]; } # FILE INPUTS
-hash() { sha256sum | cut -d' ' -f1; }
 updated=
 apt_update() { [ -n "$updated" ] || apt-get -qq update; updated=1; }
 
@@ -81,7 +80,6 @@ write_wrappers() {
   "$bin/conntrack" --version >/dev/null
 }
 
-export CGO_ENABLED=0 GOWORK=off GOTOOLCHAIN=local GOFLAGS="-buildvcs=false -mod=readonly"
 gobuild() { # NAME PACKAGE FLAGS...: builds PACKAGE of module src/NAME into bin/NAME
   local name=$1 pkg=$2 inputs out=$CLUSTER_HOME/bin/$1; shift 2
   inputs=$( (cd "$HERE/src/$name" && cat go.mod; find . -type f \( -name go.sum -o -name '*.go' \) -print0 | sort -z | xargs -0r cat; go version; echo "$pkg $*") | hash)
@@ -91,16 +89,6 @@ gobuild() { # NAME PACKAGE FLAGS...: builds PACKAGE of module src/NAME into bin/
   mv "$out.new" "$out"
   echo "$inputs" >"$out.stamp"
   lap "$name: $(($(stat -c %s "$out") / 1000000)) MB"
-}
-
-# What `kubectl version` and the node's status say.
-kubernetes_version() {
-  local v minor pkg=k8s.io/component-base/version
-  v=v$(sed -n 's|^.*k8s.io/kubernetes v||p' "$HERE/src/kubeall/go.mod" | head -n 1)
-  minor=${v#v1.}
-  minor=${minor%%.*}
-  echo "-X $pkg.gitVersion=$v -X $pkg.gitMajor=1 -X $pkg.gitMinor=$minor -X $pkg.gitTreeState=clean -X $pkg.gitCommit=0000000" \
-    "-X $pkg.buildDate=2026-01-01T00:00:00Z -X k8s.io/client-go/pkg/version.gitVersion=$v"
 }
 
 make_images() {
@@ -116,7 +104,7 @@ install_missing
 unpack_debs
 write_wrappers
 gobuild pki . -ldflags "-s -w"
-gobuild kubeall . -ldflags "-s -w $(kubernetes_version)"
+gobuild kubeall . -ldflags "-s -w $(version_flags "$(kubernetes_version "$HERE/src/kubeall/go.mod")")"
 ln -sf kubeall "$CLUSTER_HOME/bin/kubectl"
 gobuild coredns . -ldflags "-s -w"
 gobuild metrics-server sigs.k8s.io/metrics-server/cmd/metrics-server -ldflags "-s -w"

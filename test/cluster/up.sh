@@ -20,6 +20,9 @@ preflight() {
     esac
   done
   case $MODE in direct | nat) ;; *) die "MODE is direct or nat, not $MODE" ;; esac
+  [ -z "$KUBERNETES" ] || [ -x "$CLUSTER_HOME/kubernetes-$KUBERNETES/bin/kubeall" ] ||
+    die "$CLUSTER_HOME/kubernetes-$KUBERNETES/bin/kubeall is missing: run test/conformance/build.sh $KUBERNETES first"
+  for n in $DIRECT; do [[ " $NODES " = *" $n "* ]] || die "DIRECT names $n, which NODES does not"; done
   for n in $NODES; do
     i=$(index "$n")
     case $n in *[!a-z0-9-]*) die "bad node name $n" ;; esac
@@ -66,7 +69,7 @@ if [ -z "$SNAPSHOTTER" ]; then # overlayfs does not stack on overlayfs
   [ "$(stat -f -c %T "$CLUSTER_HOME")" != overlayfs ] || SNAPSHOTTER=native
 fi
 mkdir -p "$RUN"/{pid,log,dns,cp,node}
-declare -p NODES MODE NET CPIP APIPORT DNSBIND DNSIP KUBELET_EXTRA SNAPSHOTTER >"$RUN/settings"
+declare -p NODES MODE NET CPIP APIPORT DNSBIND DNSIP KUBELET_EXTRA SNAPSHOTTER DIRECT KUBEPROXY KUBERNETES IMAGES >"$RUN/settings"
 
 named=()
 for n in $NODES; do named+=(-node "$n=$(address "$n")"); done
@@ -85,6 +88,7 @@ LOCKED=1 "$HERE/dns.sh" kit
 
 printf 'nameserver %s\noptions timeout:1 attempts:2\n' "$DNSIP" >"$RUN/cp/resolv.conf"
 echo '127.0.0.1 localhost' >"$RUN/cp/hosts"
+for n in $DIRECT; do echo "$(address "$n") $n" >>"$RUN/cp/hosts"; done # as machines of a control plane know each other
 LOCKED=1 "$HERE/apiserver.sh" kubelet-ca
 lap "kube-apiserver ready"
 
@@ -103,6 +107,7 @@ for n in $NODES; do
   pods=10.88.$(index "$n").0/24
   kubectl patch node "$n" -p '{"spec":{"podCIDR":"'"$pods"'","podCIDRs":["'"$pods"'"]}}' >/dev/null
 done
+[ -z "$KUBEPROXY" ] || LOCKED=1 "$HERE/services.sh"
 WATCH=kcm waitfor 60 "the default service account" kubectl get serviceaccount default
 lap "nodes ready: $NODES"
 trap - EXIT INT TERM

@@ -23,28 +23,36 @@ import (
 
 // A cluster is the Kubernetes of test/cluster. Its fields are set once.
 type cluster struct {
-	scripts string // test/cluster
-	home    string // what is built and running
-	nodes   []string
+	scripts  string // test/cluster
+	home     string // what is built and running
+	nodes    []string
+	settings []string // NAME=VALUE, of test/cluster/lib/common.sh
 }
 
 func (c *cluster) path(file string) string { return filepath.Join(c.home, "run", file) }
 
-// upCluster brings a cluster up and takes it down when the test ends, however it ends.
-func upCluster(ctx context.Context, t testing.TB) *cluster {
+// clusterHome is where what is built and running of the cluster is, as test/cluster/lib/common.sh has it.
+func clusterHome(t testing.TB) string {
+	t.Helper()
+	if home := os.Getenv("CLUSTER_HOME"); home != "" {
+		return home
+	}
+	cache, err := os.UserCacheDir() // $XDG_CACHE_HOME or ~/.cache
+	if err != nil {
+		t.Fatal(err)
+	}
+	return filepath.Join(cache, "tunnel-e2e")
+}
+
+// upCluster brings a cluster up and takes it down when the test ends, however it ends. settings are those of
+// test/cluster/lib/common.sh that differ from two nodes behind NAT.
+func upCluster(ctx context.Context, t testing.TB, settings ...string) *cluster {
 	t.Helper()
 	scripts, err := filepath.Abs("../cluster")
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &cluster{scripts: scripts, home: os.Getenv("CLUSTER_HOME"), nodes: []string{"edge1", "edge2"}}
-	if c.home == "" {
-		cache, err := os.UserCacheDir() // as lib/common.sh has it: $XDG_CACHE_HOME or ~/.cache
-		if err != nil {
-			t.Fatal(err)
-		}
-		c.home = filepath.Join(cache, "tunnel-e2e")
-	}
+	c := &cluster{scripts: scripts, home: clusterHome(t), nodes: []string{"edge1", "edge2"}, settings: settings}
 	t.Cleanup(func() {
 		// Not under ctx: it has to run after a Ctrl-C, too.
 		if err := c.script(context.Background(), "down.sh"); err != nil {
@@ -64,6 +72,7 @@ func (c *cluster) script(ctx context.Context, name string, args ...string) error
 	defer cancel()
 	cmd := command(ctx, filepath.Join(c.scripts, name), args...)
 	cmd.Env = append(os.Environ(), "CLUSTER_HOME="+c.home, "MODE=nat", "NODES="+strings.Join(c.nodes, " "))
+	cmd.Env = append(cmd.Env, c.settings...)
 	cmd.Cancel = func() error { return syscall.Kill(-cmd.Process.Pid, syscall.SIGTERM) } // up.sh cleans up after itself
 	cmd.WaitDelay = 30 * time.Second
 	_, err := run(cmd, nil)

@@ -2,7 +2,7 @@
 // between kube-apiserver and their kubelets, and kubectl in front, as a user has it.
 //
 //	make e2e                                         # builds what is missing, runs everything, leaves nothing
-//	go test -tags e2e -count=1 -v -timeout 30m ./test/e2e   # the same, when test/cluster/build.sh has run
+//	go test -tags e2e -count=1 -v -timeout 60m ./test/e2e   # the same, when test/cluster/build.sh has run
 //
 // It needs root and what test/cluster/README.md lists. TUNNEL_BIN names a binary to test instead of
 // building ./cmd/tunnel.
@@ -22,6 +22,15 @@
 //	go test -tags e2e -count=1 -v -run TestTunnel/dns ./test/e2e             # 3 minutes
 //	go test -tags e2e -count=1 -v -run TestTunnel/replicas_apart ./test/e2e  # 2 minutes
 //	go test -tags e2e -count=1 -v -run TestEgress ./test/e2e                 # 3 minutes
+//
+// TestInstall installs tunnel by the manifests of deployment/, once with kustomize and once with Helm,
+// in a cluster with a third node beside the control plane, upgrades it under load, and removes it.
+// TestOverlays has the API server judge every overlay.
+//
+//	go test -tags e2e -count=1 -v -run 'TestInstall|TestOverlays' ./test/e2e
+//
+// TestConformance (make conformance) runs Kubernetes' own tests; test/conformance/README.md says
+// which. It takes hours, so it has a build tag of its own besides e2e: conformance.
 //
 // The tests know nothing of the tunnel's code: only the configuration files, the health port, the
 // command line, DNS, what stands in the ConfigMap, and the wire, to say what an edge would not.

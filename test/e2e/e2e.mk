@@ -1,10 +1,10 @@
 # The end-to-end tests. Included by the Makefile of the repository; paths are relative to its directory.
 # The cluster has its own README: test/cluster/README.md.
 
-.PHONY: e2e e2e-bench e2e-build e2e-up e2e-down
+.PHONY: cluster-demo e2e e2e-bench e2e-build e2e-up e2e-down conformance conformance-build
 
 e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 13 minutes, the first time 31)
-	@status=0; go test -tags e2e -count=1 -v -timeout 30m ./test/e2e || status=$$?; \
+	@status=0; go test -tags e2e -count=1 -v -timeout 60m ./test/e2e || status=$$?; \
 	test/cluster/down.sh && exit $$status
 
 e2e-bench: ## what 10,000 nodes that join within a minute cost a real API server (root; two minutes)
@@ -15,6 +15,16 @@ e2e-build: ## build that Kubernetes into the cache, once (minutes; nothing to do
 
 e2e-up: e2e-build ## start it without the tests, and say how to use it
 	@test/cluster/up.sh
+
+conformance: conformance-build ## Kubernetes' own tests through each front door, beside direct reach (root; hours; CONFORMANCE=1.34: one version)
+	@status=0; go test -tags 'e2e conformance' -count=1 -v -timeout 6h -run TestConformance ./test/e2e || status=$$?; \
+	test/cluster/down.sh && exit $$status
+
+conformance-build: e2e-build ## build those tests and their images into the cache, once (the first time half an hour or more)
+	@nice test/conformance/build.sh $(or $(CONFORMANCE),1.34 1.36)
+
+cluster-demo: e2e-build ## from a clone to kubectl logs on a node behind NAT, installed by the manifests (root; ARGS=--once: remove it at the end)
+	@test/cluster/demo.sh $(ARGS)
 
 e2e-down: ## remove it, also what a killed run left behind; logs are kept
 	@test/cluster/down.sh

@@ -101,9 +101,18 @@ func nowhere(ctx context.Context, t *testing.T, c *cluster, why string) {
 	}
 }
 
-// prepare puts pods on the nodes, starts metrics-server, and says what the cloud may do: in
-// Kubernetes what deployment/ says.
+// prepare puts pods on the nodes, starts metrics-server, and says what the cloud may do.
 func prepare(ctx context.Context, t *testing.T, c *cluster) {
+	t.Helper()
+	preparePods(ctx, t, c)
+	if err := c.script(ctx, "metrics-server.sh"); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// preparePods puts pods on the nodes and waits until they are ready. It says what the cloud may do: in Kubernetes what
+// deployment/ says.
+func preparePods(ctx context.Context, t *testing.T, c *cluster) {
 	t.Helper()
 	_, err := c.kubectl(ctx, "apply", "-f", "../../deployment/cloud-rbac.yaml")
 	if err := errors.Join(err, c.apply(ctx, "rbac.yaml"), c.apply(ctx, "coredns.yaml", "NODE", "edge2")); err != nil {
@@ -113,9 +122,6 @@ func prepare(ctx context.Context, t *testing.T, c *cluster) {
 		if err := c.apply(ctx, "pods.yaml", "NODE", n); err != nil {
 			t.Fatal(err)
 		}
-	}
-	if err := c.script(ctx, "metrics-server.sh"); err != nil {
-		t.Fatal(err)
 	}
 	if _, err := c.kubectl(ctx, "wait", "--for=condition=Ready", "--timeout=60s", "pod", "--all",
 		"--all-namespaces"); err != nil {

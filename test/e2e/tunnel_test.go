@@ -64,8 +64,9 @@ func newTunnel(ctx context.Context, t *testing.T, c *cluster, binary, volume str
 	if err := os.MkdirAll(tn.dir, 0o700); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := run(command(ctx, "ip", "addr", "add", cloudIP+"/24", "dev", "te2e0"), nil); err != nil {
-		t.Fatal(err) // it goes with the bridge
+	// Again where an earlier tunnel of this cluster had it. It goes with the bridge.
+	if _, err := run(command(ctx, "ip", "addr", "replace", cloudIP+"/24", "dev", "te2e0"), nil); err != nil {
+		t.Fatal(err)
 	}
 	leaf := func(args ...string) { c.leaf(ctx, t, args...) }
 	leaf("-name", "tunnel-join", "-cn", joinName, "-dns", joinName, "-server", "-client") // a client to other replicas

@@ -15,14 +15,21 @@ DNSBIND=${DNSBIND:-127.0.77.53}   # CoreDNS listens here and on CPIP, port 53
 DNSIP=${DNSIP:-$DNSBIND}          # the only name server of kube-apiserver and metrics-server
 KUBELET_EXTRA=${KUBELET_EXTRA:-}  # more flags for every kubelet
 SNAPSHOTTER=${SNAPSHOTTER:-}      # containerd's; empty: overlayfs, or native where overlayfs cannot be stacked
+DIRECT=${DIRECT:-}                # MODE=nat: nodes that are on the bridge all the same, as machines beside the control plane are
+KUBEPROXY=${KUBEPROXY:-}          # 1: kube-proxy in every node, and a DNS for pods: Services work from pods by address and name
+KUBERNETES=${KUBERNETES:-}        # such as 1.36: the programs in kubernetes-1.36/bin in place of build.sh's own kubeall
+IMAGES=${IMAGES:-}                # more directories of image archives that every node imports
 
 # Everything in the kernel that has a name carries this prefix, so that down.sh finds it without any state file.
 PREFIX=te2e
 BRIDGE=${PREFIX}0
 ROUTEPROTO=177                    # routing protocol number of our routes, for the same reason
 
-export CLUSTER_HOME NODES MODE NET CPIP APIPORT DNSBIND DNSIP KUBELET_EXTRA SNAPSHOTTER
-export PATH=$CLUSTER_HOME/bin:$CLUSTER_HOME/nodebin:$CLUSTER_HOME/debroot/usr/bin:$CLUSTER_HOME/debroot/usr/sbin:/usr/local/sbin:/usr/sbin:/sbin:$PATH
+export CLUSTER_HOME NODES MODE NET CPIP APIPORT DNSBIND DNSIP KUBELET_EXTRA SNAPSHOTTER DIRECT KUBEPROXY KUBERNETES IMAGES
+PATH=$CLUSTER_HOME/bin:$CLUSTER_HOME/nodebin:$CLUSTER_HOME/debroot/usr/bin:$CLUSTER_HOME/debroot/usr/sbin:/usr/local/sbin:/usr/sbin:/sbin:$PATH
+programs() { [ -z "$KUBERNETES" ] || PATH=$CLUSTER_HOME/kubernetes-$KUBERNETES/bin:$PATH; }
+programs
+export PATH
 export KUBECONFIG=$RUN/admin.kubeconfig KUBECACHEDIR=$RUN/kubecache
 
 die() { echo "$(basename "$0"): $*" >&2; exit 1; }
@@ -31,11 +38,13 @@ die() { echo "$(basename "$0"): $*" >&2; exit 1; }
 settings() {
   # shellcheck disable=SC1091
   [ ! -f "$RUN/settings" ] || . "$RUN/settings"
+  programs
 }
 
 index() { echo "${1//[!0-9]/}"; }                        # edge7 -> 7
 lan() { echo "192.168.$((6 + $(index "$1")))"; }         # MODE=nat: the subnet behind the node's router
-address() { if [ "$MODE" = nat ]; then echo "$(lan "$1").2"; else echo "$NET.$((10 + $(index "$1")))"; fi; }
+direct() { [ "$MODE" = direct ] || [[ " $DIRECT " = *" $1 "* ]]; }
+address() { if direct "$1"; then echo "$NET.$((10 + $(index "$1")))"; else echo "$(lan "$1").2"; fi; }
 cgroup2() { [ -f /sys/fs/cgroup/cgroup.controllers ]; }  # pure cgroup v2, not the hybrid of v1 and v2
 
 # lock SECONDS: one script that changes the cluster at a time. Whatever they start must close descriptor 9.

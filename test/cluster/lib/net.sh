@@ -1,5 +1,5 @@
 #!/bin/bash
-# net.sh: the bridge in the root network namespace, and for each node a namespace (MODE=nat: two, its own and its router's).
+# net.sh: the bridge in the root network namespace, and for each node a namespace (behind NAT: two, its own and its router's).
 # teardown removes all of it. Nothing leaves the machine: every range used here has a route to a node or an `unreachable`
 # route, and the bridge forwards nothing.
 set -euo pipefail
@@ -18,7 +18,7 @@ for n in $NODES; do
   i=$(index "$n") ns=$PREFIX-$n port=${PREFIX}v$i
   ip netns add "$ns"
   in_ns "$ns" ip link set lo up
-  if [ "$MODE" = nat ]; then
+  if ! direct "$n"; then
     r=$PREFIX-r$i s=$(lan "$n")
     ip netns add "$r"
     in_ns "$r" ip link set lo up
@@ -51,9 +51,8 @@ for n in $NODES; do
   forwarding "$ns"
 done
 
-[ "$MODE" = direct ] || exit 0
-for n in $NODES; do # pods of one node reach pods of another without the root namespace
+for n in $NODES; do # pods of one node on the bridge reach pods of another without the root namespace
   for m in $NODES; do
-    [ "$n" = "$m" ] || in_ns "$PREFIX-$n" ip route add "10.88.$(index "$m").0/24" via "$(address "$m")"
+    [ "$n" = "$m" ] || ! direct "$n" || ! direct "$m" || in_ns "$PREFIX-$n" ip route add "10.88.$(index "$m").0/24" via "$(address "$m")"
   done
 done

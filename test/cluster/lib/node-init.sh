@@ -44,7 +44,9 @@ own /var/lib/containerd containerd
 own /var/lib/cni cni
 own /var/log/pods logs/pods
 own /var/log/containers logs/containers
-printf 'nameserver %s\n' "$CPIP" >"$d/resolv.conf"
+nameserver=$CPIP
+[ -z "$KUBEPROXY" ] || nameserver=$NET.2 # services.sh
+printf 'nameserver %s\n' "$nameserver" >"$d/resolv.conf"
 printf '127.0.0.1 localhost\n%s %s\n' "$(address "$n")" "$n" >"$d/hosts"
 mount --bind "$d/resolv.conf" /etc/resolv.conf
 mount --bind "$d/hosts" /etc/hosts
@@ -101,7 +103,7 @@ authorization: {mode: Webhook}
 tlsCertFile: $RUN/pki/kubelet-$n-serving.crt
 tlsPrivateKeyFile: $RUN/pki/kubelet-$n-serving.key
 clusterDomain: cluster.local
-clusterDNS: [$CPIP]
+clusterDNS: [$([ -n "$KUBEPROXY" ] && echo 10.96.0.10 || echo "$CPIP")]
 resolvConf: $d/resolv.conf
 registerNode: true
 nodeStatusUpdateFrequency: 4s
@@ -116,11 +118,16 @@ trap end TERM INT
 ctr=(ctr -a /run/containerd/containerd.sock)
 containerd -c "$d/containerd.toml" >>"$log/$n-containerd.log" 2>&1 &
 waitfor 60 containerd "${ctr[@]}" version
-for f in "$CLUSTER_HOME"/images/*.tar; do
+for f in "$CLUSTER_HOME"/images/*.tar $(for d in $IMAGES; do echo "$d"/*.tar; done); do
   "${ctr[@]}" -n k8s.io images import --snapshotter "$SNAPSHOTTER" "$f" >>"$log/$n-images.log" 2>&1
 done
 # shellcheck disable=SC2086 # KUBELET_EXTRA is a list of flags
 kubeall kubelet --config="$d/kubelet.yaml" --kubeconfig="$RUN/kubelet-$n.kubeconfig" --hostname-override="$n" \
   --node-ip="$(address "$n")" --root-dir=/var/lib/kubelet $KUBELET_EXTRA -v=2 >>"$log/$n-kubelet.log" 2>&1 &
+if [ -n "$KUBEPROXY" ]; then # without the three it sets limits of the whole machine
+  kubeall kube-proxy --kubeconfig="$RUN/admin.kubeconfig" --hostname-override="$n" --proxy-mode=iptables \
+    --cluster-cidr=10.88.0.0/16 --conntrack-max-per-core=0 --conntrack-tcp-timeout-established=0s \
+    --conntrack-tcp-timeout-close-wait=0s >>"$log/$n-kube-proxy.log" 2>&1 &
+fi
 echo "$(date -u +%T) node $n is up"
 while :; do wait || true; sleep 1 & done # reap what shims leave to pid 1

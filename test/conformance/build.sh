@@ -1,0 +1,85 @@
+#!/bin/bash
+# build.sh VERSION...: puts what `make conformance` runs of each Kubernetes, such as 1.34 and 1.36, under
+# $CLUSTER_HOME/kubernetes-VERSION: bin (e2e.test, ginkgo, kubectl, and kubeall where test/cluster builds another version),
+# and images. test/cluster/build.sh comes first. Every step is skipped when its inputs did not change; FORCE=1 does them again.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+. "$here/../cluster/lib/common.sh"
+. "$HERE/lib/build.sh"
+[ $# -ge 1 ] || { sed -n '2,4s/^# //p' "$0" >&2; exit 2; }
+for f in bin/kubeall images/busybox.tar; do
+  [ -e "$CLUSTER_HOME/$f" ] || die "$CLUSTER_HOME/$f is missing: run test/cluster/build.sh first"
+done
+mkdir -p "$CLUSTER_HOME/tmp"
+lock 3600
+export TMPDIR=$CLUSTER_HOME/tmp
+trap 'rm -rf "$CLUSTER_HOME/tmp"' EXIT
+
+# source_of MODFILE: the folder of the module k8s.io/kubernetes, downloaded. Its e2e tests and test images are packages of it.
+source_of() {
+  local dir
+  dir=$(cd "$HERE/src/kubeall" && go mod download -modfile="$1" -json k8s.io/kubernetes | sed -n 's/^\t"Dir": "\(.*\)",$/\1/p')
+  [ -d "$dir" ] || die "the module k8s.io/kubernetes of $1 has no folder"
+  echo "$dir"
+}
+
+# build OUT INPUTS COMMAND...: runs `COMMAND -o OUT` unless OUT was made of the same inputs.
+build() {
+  local out=$1 inputs=$2; shift 2
+  inputs=$(echo "$inputs $* $(go version)" | hash)
+  if fresh "$out" "$inputs"; then lap "$(basename "$out"): nothing to do"; return; fi
+  lap "$(basename "$out"): go build (with cold caches: minutes)"
+  nice -n 10 "$@" -o "$out.new"
+  mv "$out.new" "$out"
+  echo "$inputs" >"$out.stamp"
+  lap "$(basename "$out"): $(($(stat -c %s "$out") / 1000000)) MB"
+}
+
+# The images' names in the tests: no registry has them, so none is asked.
+registries() {
+  printf '%s: e2e.local\n' promoterE2eRegistry gcEtcdRegistry gcRegistry >"$1"
+}
+
+version() { # VERSION
+  local v=$1 home=$CLUSTER_HOME/kubernetes-$1 mod=$here/kubernetes/$1.mod kubeall=$HERE/src/kubeall/$1.mod sums src flags own
+  [ -e "$mod" ] || die "no $mod: kubernetes/update.sh makes it"
+  mkdir -p "$home"/{bin,images,parts}
+  own=$(kubernetes_version "$HERE/src/kubeall/go.mod")
+  if [ -e "$kubeall" ]; then
+    flags=$(version_flags "$(kubernetes_version "$kubeall")")
+    sums=$(cat "$kubeall" "${kubeall%.mod}.sum" "$HERE"/src/kubeall/*.go | hash)
+    (cd "$HERE/src/kubeall" && build "$home/bin/kubeall" "$sums" go build -modfile="$kubeall" -trimpath -ldflags "-s -w $flags")
+    ln -f "$home/bin/kubeall" "$home/bin/kubectl" # not a symbolic link: a test copies the file itself into a pod
+  else
+    [[ $own = v$v.* ]] || die "test/cluster runs Kubernetes $own; for $v there must be $kubeall"
+    kubeall=$HERE/src/kubeall/go.mod
+    flags=$(version_flags "$own")
+    ln -f "$CLUSTER_HOME/bin/kubeall" "$home/bin/kubectl"
+  fi
+  src=$(source_of "$kubeall")
+  sums=$(cat "$mod" "${mod%.mod}.sum" | hash)
+  of=(-C "$src" -modfile="$mod" -trimpath -ldflags "-s -w $flags")
+  build "$home/bin/ginkgo" "$sums" go build "${of[@]}" github.com/onsi/ginkgo/v2/ginkgo
+  build "$home/bin/e2e.test" "$sums" go test -c "${of[@]}" ./test/e2e
+  build "$home/parts/agnhost" "$sums" go build "${of[@]}" ./test/images/agnhost
+  build "$home/parts/sample-apiserver" "$sums" go build "${of[@]}" k8s.io/sample-apiserver
+  build "$home/parts/etcd" "$sums" go build "${of[@]}" go.etcd.io/etcd/server/v3
+  registries "$home/registries.yaml"
+  "$home/bin/e2e.test" --kube-test-repo-list="$home/registries.yaml" --list-images | sort -u >"$home/images.txt"
+  make_images "$home" "$src"
+}
+
+make_images() { # HOME SOURCE
+  local inputs
+  inputs=$(cat "$here/images.sh" "$1/images.txt" "$1"/parts/* "$CLUSTER_HOME/images/busybox.tar" | hash)
+  if fresh "$1/images/agnhost.tar" "$inputs"; then lap "images: nothing to do"; return; fi
+  rm -f "$1"/images/*
+  "$here/images.sh" "$CLUSTER_HOME/images/busybox.tar" "$1/parts" "$2" "$1/images.txt" "$1/images"
+  echo "$inputs" >"$1/images/agnhost.tar.stamp"
+  lap "images: $(cd "$1/images" && echo *.tar)"
+}
+
+for v in "$@"; do
+  version "$v"
+  lap "Kubernetes $v in $CLUSTER_HOME/kubernetes-$v ($(du -sh "$CLUSTER_HOME/kubernetes-$v" | cut -f1))"
+done

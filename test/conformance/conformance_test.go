@@ -1,0 +1,189 @@
+package conformance
+
+import (
+	"os"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+)
+
+func TestReadJUnit(t *testing.T) {
+	f, err := os.Open("testdata/junit.xml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	got, err := ReadJUnit(f)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []Result{
+		{"[sig-api-machinery] AdmissionWebhook [Privileged:ClusterAdmin] should mutate configmap", Failed,
+			"timedout: A suite timeout occurred", time.Minute},
+		{"[sig-cli] Kubectl client Simple pod should return command exit codes should handle in-cluster config", Skipped,
+			"skipped - Only supported for node OS arch [amd64] (not arm64)", 0},
+		{"[sig-cli] Kubectl client Simple pod should support exec", Passed, "", 12500 * time.Millisecond},
+		{"[sig-node] Pods should support retrieving logs from the container over websockets", Failed,
+			"Failed to open websocket to wss://10.77.0.1:6443/x: bad status\nmore", 3 * time.Second},
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %+v", got)
+	}
+}
+
+func TestReadJUnitOfASuiteThatDidNotStart(t *testing.T) {
+	for name, report := range map[string]string{
+		"BeforeSuite": `<testsuites><testsuite><testcase name="[SynchronizedBeforeSuite]" status="failed">
+			<failure message="no nodes"></failure></testcase></testsuite></testsuites>`,
+		"no XML": "e2e.test: exec format error",
+	} {
+		if got, err := ReadJUnit(strings.NewReader(report)); err == nil {
+			t.Errorf("%s: no error, but %+v", name, got)
+		}
+	}
+}
+
+func TestReadList(t *testing.T) {
+	got, err := ReadList(strings.NewReader(`The following spec names can be used with 'ginkgo run --focus/skip':
+    test/e2e/network/proxy.go:87: [sig-network] Proxy version v1 should proxy logs on node using proxy subresource ` + `
+    ../x/webhook.go:246: [sig-api-machinery] AdmissionWebhook [Privileged:ClusterAdmin] should mutate [Conformance]
+
+`))
+	want := []string{
+		"[sig-network] Proxy version v1 should proxy logs on node using proxy subresource",
+		"[sig-api-machinery] AdmissionWebhook [Privileged:ClusterAdmin] should mutate",
+	}
+	if err != nil || !slices.Equal(got, want) {
+		t.Errorf("got %q, %v", got, err)
+	}
+}
+
+// TestFocus: ginkgo's focus selects what the groups select, and nothing that they do not know.
+func TestFocus(t *testing.T) {
+	groups := Groups()
+	focus := regexp.MustCompile(Focus(groups))
+	for test, want := range map[string]string{
+		"[sig-cli] Kubectl client Simple pod should support exec through an HTTP proxy": "`kubectl exec`",
+		"[sig-cli] Kubectl client Simple pod should support inline execution and attach with websockets " +
+			"or fallback to spdy": "exec, logs and port-forward over WebSocket",
+		"[sig-cli] Kubectl client Simple pod should support inline execution and attach": "`kubectl attach`, `kubectl run`",
+		"[sig-cli] Kubectl Port forwarding With a server listening on localhost should support forwarding " +
+			"over websockets": "exec, logs and port-forward over WebSocket",
+		"[sig-cli] Kubectl Port forwarding with a pod being removed should stop port-forwarding": "`kubectl port-forward`",
+		"[sig-network] Proxy version v1 should proxy logs on node using proxy subresource": "node proxy: logs, " +
+			"metrics, pods",
+		"[sig-network] Services should serve a basic endpoint from pods": "",
+	} {
+		group := ""
+		if i := GroupOf(groups, test); i >= 0 {
+			group = groups[i].Name
+		}
+		if group != want {
+			t.Errorf("%s: in group %q, want %q", test, group, want)
+		}
+		if got := focus.MatchString("Kubernetes e2e suite " + test); got != (want != "") {
+			t.Errorf("%s: the focus selects it: %t", test, got)
+		}
+	}
+}
+
+func TestMissing(t *testing.T) {
+	groups := []Group{{Patterns: []*regexp.Regexp{regexp.MustCompile("^a"), regexp.MustCompile("^b")}}}
+	if got := Missing(groups, []string{"abc"}); !slices.Equal(got, []string{"^b"}) {
+		t.Errorf("got %q", got)
+	}
+}
+
+// twoGroups is a small list: tests "kubelet …", and tests "pods …" that need pods.
+func twoGroups() []Group {
+	return []Group{
+		{Name: "kubelets", Patterns: []*regexp.Regexp{regexp.MustCompile("^kubelet")}},
+		{Name: "pods", Pods: true, Patterns: []*regexp.Regexp{regexp.MustCompile("^pods")}},
+	}
+}
+
+func TestJudge(t *testing.T) {
+	control := []Result{
+		{Test: "kubelet 1", State: Passed}, {Test: "kubelet 2", State: Passed}, {Test: "kubelet 3", State: Failed},
+		{Test: "kubelet 4", State: Skipped}, {Test: "pods 1", State: Passed}, {Test: "else", State: Passed},
+	}
+	egress, names := Door{Key: "egress"}, Door{Key: "names", Names: true}
+	for _, test := range []struct {
+		name    string
+		door    Door
+		through []Result
+		want    []string
+	}{
+		{"all well", egress, []Result{{Test: "kubelet 1", State: Passed}, {Test: "kubelet 2", State: Passed},
+			{Test: "pods 1", State: Passed}}, nil},
+		{"no pods by names", names, []Result{{Test: "kubelet 1", State: Passed}, {Test: "kubelet 2", State: Passed}}, nil},
+		{"a failure", egress, []Result{{Test: "kubelet 1", State: Passed},
+			{Test: "kubelet 2", State: Failed, Message: "EOF\nstack"}, {Test: "pods 1", State: Passed}},
+			[]string{"kubelet 2: failed: EOF"}},
+		{"a test that leaves itself out only through the door", egress, []Result{{Test: "kubelet 1", State: Passed},
+			{Test: "kubelet 2", State: Skipped, Message: "skipped - x"}, {Test: "pods 1", State: Passed}},
+			[]string{"kubelet 2: skipped: skipped - x"}},
+		{"a test that did not run", names, []Result{{Test: "kubelet 1", State: Passed}},
+			[]string{"kubelet 2: did not run"}},
+		{"nothing", names, nil, []string{"kubelet 1: did not run", "kubelet 2: did not run",
+			"kubelets: no test passed, so the row proves nothing"}},
+	} {
+		if got := Judge(twoGroups(), test.door, control, test.through); !slices.Equal(got, test.want) {
+			t.Errorf("%s: got %q, want %q", test.name, got, test.want)
+		}
+	}
+	// A control in which nothing works must not make every door pass.
+	broken := []Result{{Test: "kubelet 1", State: Failed}}
+	if got := Judge(twoGroups(), names, broken, broken); len(got) == 0 {
+		t.Error("a control in which nothing passes is judged to be fine")
+	}
+}
+
+func TestRuns(t *testing.T) {
+	for _, d := range Doors() {
+		runs := d.Runs(Groups())
+		for _, g := range runs {
+			if d.Names && g.Pods {
+				t.Errorf("%s runs %s", d.Key, g.Name)
+			}
+		}
+		if !d.Names && len(runs) != len(Groups()) {
+			t.Errorf("%s leaves groups out", d.Key)
+		}
+	}
+}
+
+func TestTable(t *testing.T) {
+	exec, node := "[sig-cli] Kubectl client Simple pod should support exec", "[sig-cli] Kubectl exec should be able to "+
+		"execute 1000 times in a container"
+	skipped := Result{Test: "[sig-cli] Kubectl client Kubectl copy x", State: Skipped, Message: "skipped - arm64"}
+	run := Run{Version: "v1.2.3", Results: map[string][]Result{
+		"control":           {{Test: exec, State: Passed}, {Test: node, State: Passed}, skipped},
+		"names-passthrough": {{Test: exec, State: Passed}, {Test: node, State: Failed}, skipped},
+	}}
+	got := Table([]Run{run})
+	for _, want := range []string{
+		"### Kubernetes v1.2.3\n",
+		"| tests | direct reach | names, passthrough | names, terminate |",
+		"| `kubectl exec` | 2 of 2 | 1 of 2 | 0 of 0 |",
+		"| `kubectl cp` | 0 of 0 |",
+		"| admission webhooks | 0 of 0 | no way to pods | no way to pods | no way to pods | 0 of 0 | 0 of 0 |\n",
+		"\n- left out by the test itself: [sig-cli] Kubectl client Kubectl copy x (skipped - arm64)\n",
+	} {
+		if !strings.Contains(got, want) {
+			t.Errorf("no %q in:\n%s", want, got)
+		}
+	}
+}
+
+func TestReplace(t *testing.T) {
+	got, err := Replace("a\n<!-- conformance: tables -->\nold\n<!-- /conformance -->\nb\n", "new\n")
+	if want := "a\n<!-- conformance: tables -->\n\nnew\n\n<!-- /conformance -->\nb\n"; err != nil || got != want {
+		t.Errorf("got %q, %v", got, err)
+	}
+	if _, err := Replace("a page without marks", "new"); err == nil {
+		t.Error("a page without marks was replaced")
+	}
+}

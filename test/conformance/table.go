@@ -1,0 +1,83 @@
+package conformance
+
+import (
+	"fmt"
+	"strings"
+)
+
+// A Run is all that was run of one version of Kubernetes: results by the key of a door, "control" among them.
+type Run struct {
+	Version string // such as v1.34.4
+	Results map[string][]Result
+}
+
+// Table returns the page's tables in Markdown, one for each run: a row for each group, a column for each door.
+func Table(runs []Run) string {
+	var b strings.Builder
+	groups, doors := Groups(), append([]Door{Control()}, Doors()...)
+	for _, run := range runs {
+		fmt.Fprintf(&b, "### Kubernetes %s\n\n| tests |", run.Version)
+		for _, d := range doors {
+			fmt.Fprintf(&b, " %s |", d.Title)
+		}
+		b.WriteString("\n|---" + strings.Repeat("|---", len(doors)) + "|\n")
+		for i, g := range groups {
+			fmt.Fprintf(&b, "| %s |", g.Name)
+			for _, d := range doors {
+				fmt.Fprintf(&b, " %s |", cell(groups, i, d, run.Results[d.Key]))
+			}
+			b.WriteByte('\n')
+		}
+		b.WriteString(skippedLine(run.Results[Control().Key]))
+		b.WriteByte('\n')
+	}
+	return b.String()
+}
+
+// cell says how many tests of a group passed of those that ran.
+func cell(groups []Group, group int, d Door, results []Result) string {
+	if d.Exception(groups[group]) != "" {
+		return "no way to pods"
+	}
+	passed, ran := 0, 0
+	for _, r := range results {
+		if r.State == Skipped || GroupOf(groups, r.Test) != group {
+			continue
+		}
+		ran++
+		if r.State == Passed {
+			passed++
+		}
+	}
+	return fmt.Sprintf("%d of %d", passed, ran)
+}
+
+// skippedLine names the tests that left themselves out, with their reason, so that no number hides them.
+func skippedLine(control []Result) string {
+	var b strings.Builder
+	for _, r := range control {
+		if r.State == Skipped {
+			fmt.Fprintf(&b, "- left out by the test itself: %s (%s)\n", r.Test, firstLine(r.Message))
+		}
+	}
+	if b.Len() == 0 {
+		return ""
+	}
+	return "\n" + b.String()
+}
+
+// The marks between which a page holds the tables.
+const (
+	begin = "<!-- conformance: tables -->"
+	end   = "<!-- /conformance -->"
+)
+
+// Replace returns the page with new tables between its marks.
+func Replace(page, tables string) (string, error) {
+	head, rest, ok := strings.Cut(page, begin)
+	_, foot, closed := strings.Cut(rest, end)
+	if !ok || !closed {
+		return "", fmt.Errorf("the page has no %s … %s", begin, end)
+	}
+	return head + begin + "\n\n" + strings.TrimSpace(tables) + "\n\n" + end + foot, nil
+}

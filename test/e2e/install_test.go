@@ -1,0 +1,595 @@
+//go:build e2e
+
+package e2e
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"tunnel/test/rig"
+)
+
+const (
+	deploy        = "../../deployment"
+	controlNode   = "control3"               // beside the control plane; the nodes behind NAT are edge1 and edge2
+	joinAddress   = "10.77.0.13:30900"       // control3, and the nodePort of the Service tunnel-cloud
+	edgeNamespace = "tunnel-edge"            // as the manifests have it
+	firstVersion  = "v0.1.0"                 // as the manifests have it
+	nextVersion   = "v0.1.1"                 // the same program under another version
+	coreDNSImage  = "coredns/coredns:1.13.2" // as the manifests have it
+	helmVersion   = "v3.22.0"
+)
+
+// TestInstall installs everything by the manifests alone, as a user does: images in containerd, a cloud of two replicas
+// and CoreDNS beside the control plane, edges as a DaemonSet on nodes behind NAT. Then it upgrades, goes back, and
+// removes all of it. No daemon of ours runs outside a pod.
+func TestInstall(t *testing.T) {
+	ctx := contextOf(t)
+	images := makeImages(ctx, t)
+	for _, way := range []struct {
+		name string
+		tool func(ctx context.Context, t *testing.T, c *cluster) tool
+	}{{"kustomize", newKustomize}, {"helm", newHelm}} {
+		t.Run(way.name, func(t *testing.T) {
+			c := upCluster(ctx, t, "KUBEPROXY=1", "DIRECT="+controlNode, "NODES=edge1 edge2 "+controlNode)
+			for _, image := range images {
+				if err := c.script(ctx, "load.sh", image); err != nil {
+					t.Fatal(err)
+				}
+			}
+			i := &installation{c: c, tool: way.tool(ctx, t, c)}
+			for _, s := range []struct {
+				name string
+				do   func(ctx context.Context, t *testing.T)
+			}{
+				{"before", i.prepare}, {"installed", i.install}, {"verbs", i.works}, {"upgrade", i.upgrade},
+				{"rollback", i.rollback}, {"verbs after rollback", i.works}, {"removed", i.remove},
+			} {
+				if !i.step(t, s.name, func(t *testing.T) { s.do(ctx, t) }) {
+					return
+				}
+			}
+		})
+	}
+}
+
+// A tool is what a user installs with.
+type tool interface {
+	// cloud installs the cloud of a version, or changes the one that is there. It waits until all replicas are ready.
+	cloud(ctx context.Context, version string) error
+	// edges does so for the edges.
+	edges(ctx context.Context, version string) error
+	// back returns the cloud to the version before.
+	back(ctx context.Context) error
+	// remove removes cloud and edges, and both namespaces.
+	remove(ctx context.Context) error
+}
+
+// makeImages builds the program under two versions, and CoreDNS, and returns the images' files.
+func makeImages(ctx context.Context, t *testing.T) []string {
+	t.Helper()
+	dir := t.TempDir()
+	var images []string
+	add := func(reference, program string) {
+		file := filepath.Join(dir, fmt.Sprintf("%d.tar", len(images)))
+		if _, err := run(command(ctx, "../cluster/image.sh", file, reference, program), nil); err != nil {
+			t.Fatal(err)
+		}
+		images = append(images, file)
+	}
+	for _, version := range []string{firstVersion, nextVersion} {
+		program := filepath.Join(dir, version, "tunnel")
+		build := command(ctx, "go", "build", "-trimpath", "-tags", "grpcnotrace", "-ldflags",
+			"-s -w -X main.version="+version, "-o", program, "./cmd/tunnel")
+		build.Dir = "../.."
+		build.Env = append(os.Environ(), "CGO_ENABLED=0") // the image has no C library
+		if _, err := run(build, nil); err != nil {
+			t.Fatal(err)
+		}
+		add("docker.io/library/tunnel:"+version, program)
+	}
+	add("docker.io/"+coreDNSImage, filepath.Join(clusterHome(t), "bin", "coredns"))
+	return images
+}
+
+// An installation is what the steps of TestInstall work on.
+type installation struct {
+	c      *cluster
+	tool   tool
+	before map[string]bool // the objects of the cluster before
+}
+
+// step is t.Run. When the step fails, it prints what the pods have logged.
+func (i *installation) step(t *testing.T, name string, f func(t *testing.T)) bool {
+	t.Helper()
+	return i.c.step(t, name, func(t *testing.T) {
+		t.Cleanup(func() {
+			if !t.Failed() {
+				return
+			}
+			// Through no tunnel: kubelets of NATed nodes cannot be asked, containerd's files can be read.
+			logs, err := filepath.Glob(i.c.path("node/*/logs/pods/tunnel-*/*/*.log"))
+			if err != nil {
+				t.Error(err)
+			}
+			for _, file := range logs {
+				if b, err := os.ReadFile(file); err == nil {
+					t.Logf("%s:\n%s", file, tail(string(b), 20))
+				}
+			}
+			out, err := i.c.kubectl(context.Background(), "get", "pods,events", "-A", "-o", "wide")
+			t.Logf("pods and events: %v\n%s", err, tail(out, 60))
+		})
+		f(t)
+	})
+}
+
+// prepare marks the nodes as a user has to, starts what the verbs need, and looks at what there is.
+func (i *installation) prepare(ctx context.Context, t *testing.T) {
+	c := i.c
+	_, err := c.kubectl(ctx, "taint", "node", controlNode, "node-role.kubernetes.io/control-plane=:NoSchedule")
+	_, labelErr := c.kubectl(ctx, "label", "node", controlNode, "node-role.kubernetes.io/control-plane=")
+	err = errors.Join(err, labelErr, c.script(ctx, "metrics-server.sh"))
+	for _, n := range c.nodes {
+		_, labelErr := c.kubectl(ctx, "label", "node", n, "node-role.kubernetes.io/edge=")
+		err = errors.Join(err, labelErr, c.apply(ctx, "pods.yaml", "NODE", n))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.kubectl(ctx, "wait", "--for=condition=Ready", "--timeout=60s", "pod", "--all"); err != nil {
+		t.Fatal(err)
+	}
+	nowhere(ctx, t, c, "no route to host")
+	i.before = i.objects(ctx, t)
+}
+
+// install installs the cloud, gives the edges its CA, installs the edges, and leads kube-apiserver to CoreDNS.
+func (i *installation) install(ctx context.Context, t *testing.T) {
+	c := i.c
+	if err := i.tool.cloud(ctx, firstVersion); err != nil {
+		t.Fatal(err)
+	}
+	i.isAt(ctx, t, firstVersion)
+	level, err := c.kubectl(ctx, "get", "namespace", namespace, "-o",
+		`jsonpath={.metadata.labels.pod-security\.kubernetes\.io/enforce}`)
+	if err := want(err, level, "restricted"); err != nil {
+		t.Errorf("Pod Security of the cloud's namespace: %v", err)
+	}
+	i.copyCA(ctx, t)
+	if err := i.tool.edges(ctx, firstVersion); err != nil {
+		t.Fatal(err)
+	}
+	servers := strings.Join(i.addresses(ctx, t, "coredns"), ":5353 ") + ":5353"
+	if err := c.script(ctx, "dns.sh", "forward", servers); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range c.nodes { // the ConfigMap, the kubelet that mounts it, CoreDNS
+		eventually(ctx, t, 30*time.Second, "the name of "+n+" to lead to the cloud", func(ctx context.Context) error {
+			address, err := lookup(ctx, coreDNS, n)
+			if err == nil && !slices.Contains(i.addresses(ctx, t, "cloud"), address) {
+				err = fmt.Errorf("%s leads to %s", n, address)
+			}
+			return err
+		})
+	}
+}
+
+// copyCA gives the edges' namespace what edges verify the cloud with, as deployment/README.md says.
+func (i *installation) copyCA(ctx context.Context, t *testing.T) {
+	t.Helper()
+	ca, err := i.c.kubectl(ctx, "get", "configmap", "tunnel-ca", "-n", namespace, "-o", `jsonpath={.data.ca\.crt}`)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := i.c.kubectl(ctx, "create", "namespace", edgeNamespace); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := i.c.kubectlIn(ctx, strings.NewReader(ca), "create", "configmap", "tunnel-ca", "-n", edgeNamespace,
+		"--from-file=ca.crt=/dev/stdin"); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// addresses returns the addresses of the ready pods of a component in the cloud's namespace.
+func (i *installation) addresses(ctx context.Context, t *testing.T, component string) []string {
+	t.Helper()
+	out, err := i.c.kubectl(ctx, "get", "pods", "-n", namespace, "-l", "app.kubernetes.io/component="+component, "-o",
+		`jsonpath={range .items[?(@.status.phase=="Running")]}{.status.podIP}{"\n"}{end}`)
+	addresses := strings.Fields(out)
+	if err != nil || len(addresses) == 0 {
+		t.Fatalf("the pods of component %s: %q, %v", component, out, err)
+	}
+	return addresses
+}
+
+// works asks each verb of each node, and asserts that the pods of the cloud have carried it.
+func (i *installation) works(ctx context.Context, t *testing.T) {
+	opened := func() (sum float64) {
+		for _, a := range i.addresses(ctx, t, "cloud") {
+			m, err := rig.Metrics(a + ":" + cloudLog)
+			if err != nil {
+				t.Fatal(err)
+			}
+			sum += m["tunnel_conns_opened_total"]
+		}
+		return sum
+	}
+	before := opened()
+	for _, n := range i.c.nodes {
+		succeeds(ctx, t, i.c, n)
+	}
+	i.c.step(t, top.name, func(t *testing.T) { top.works(ctx, t, i.c) })
+	if opened() == before {
+		t.Error("the cloud has opened no conn: the verbs took another way")
+	}
+}
+
+// isAt asserts that all pods of the cloud run that version's image.
+func (i *installation) isAt(ctx context.Context, t *testing.T, version string) {
+	t.Helper()
+	out, err := i.c.kubectl(ctx, "get", "pods", "-n", namespace, "-l", "app.kubernetes.io/component=cloud",
+		"--field-selector=status.phase=Running", "-o", "jsonpath={.items[*].spec.containers[0].image}")
+	images := slices.Compact(strings.Fields(out))
+	if err != nil || len(images) != 1 || !strings.HasSuffix(images[0], "tunnel:"+version) {
+		t.Errorf("the pods of the cloud run %q, %v; want tunnel:%s", out, err, version)
+	}
+}
+
+func (i *installation) upgrade(ctx context.Context, t *testing.T) {
+	i.underLoad(ctx, t, func() error { return i.tool.cloud(ctx, nextVersion) })
+	i.isAt(ctx, t, nextVersion)
+	// An edge that is replaced takes its node's conns along: a new one is there within seconds.
+	if err := i.tool.edges(ctx, nextVersion); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range i.c.nodes {
+		recovers(ctx, t, i.c, n)
+	}
+}
+
+func (i *installation) rollback(ctx context.Context, t *testing.T) {
+	i.underLoad(ctx, t, func() error { return i.tool.back(ctx) })
+	i.isAt(ctx, t, firstVersion)
+}
+
+// underLoad changes the cloud while both nodes are asked all the time. No request may fail.
+func (i *installation) underLoad(ctx context.Context, t *testing.T, change func() error) {
+	t.Helper()
+	i.jobGone(ctx, t)
+	stop := make(chan struct{})
+	asked := make([]int, len(i.c.nodes))
+	var wg sync.WaitGroup
+	for at, n := range i.c.nodes {
+		wg.Go(func() {
+			for {
+				select {
+				case <-stop:
+					return
+				default:
+				}
+				ctx, cancel := within(ctx, gone)
+				if err := errors.Join(tryExec(ctx, i.c, n), tryLogs(ctx, i.c, n)); err != nil {
+					t.Errorf("request %d to %s: %v", asked[at], n, err)
+				}
+				cancel()
+				asked[at]++
+			}
+		})
+	}
+	began := time.Now()
+	err := change()
+	took := time.Since(began)
+	// Replicas that were replaced drain for 25 s; names must not lead to them then.
+	if err == nil {
+		select {
+		case <-time.After(40 * time.Second):
+		case <-ctx.Done():
+		}
+	}
+	close(stop)
+	wg.Wait()
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("the change took %v; %d rounds of exec and logs", took.Round(time.Millisecond), asked)
+	if slices.Min(asked) < 20 {
+		t.Error("fewer than 20 rounds prove nothing")
+	}
+}
+
+// jobGone waits until Kubernetes has removed the finished Job: an unfinished one cannot be changed.
+func (i *installation) jobGone(ctx context.Context, t *testing.T) {
+	t.Helper()
+	_, err := i.c.kubectl(ctx, "wait", "--for=delete", "job/tunnel-init", "-n", namespace, "--timeout=120s")
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// remove asserts that no object stays, and that nothing leads to the nodes any more.
+func (i *installation) remove(ctx context.Context, t *testing.T) {
+	if err := i.tool.remove(ctx); err != nil {
+		t.Fatal(err)
+	}
+	eventually(ctx, t, time.Minute, "the objects to be as before", func(ctx context.Context) error {
+		var left []string
+		for object := range i.objects(ctx, t) {
+			if !i.before[object] {
+				left = append(left, object)
+			}
+		}
+		if len(left) > 0 {
+			slices.Sort(left)
+			return fmt.Errorf("left:\n%s", strings.Join(left, "\n"))
+		}
+		return nil
+	})
+	fails(ctx, t, i.c, "edge1", verbs, gone)
+}
+
+// objects returns "KIND NAMESPACE/NAME" of every object of the cluster, but of kinds that Kubernetes makes by itself.
+func (i *installation) objects(ctx context.Context, t *testing.T) map[string]bool {
+	t.Helper()
+	kinds, err := i.c.kubectl(ctx, "api-resources", "--verbs=list,delete", "-o", "name")
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := slices.DeleteFunc(strings.Fields(kinds), func(kind string) bool {
+		name, group, _ := strings.Cut(kind, ".")
+		return name == "events" || group == "metrics.k8s.io"
+	})
+	out, err := i.c.kubectl(ctx, "get", strings.Join(own, ","), "-A", "-o", "json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var list struct {
+		Items []struct {
+			Kind     string
+			Metadata struct{ Namespace, Name string }
+		}
+	}
+	if err := json.Unmarshal([]byte(out), &list); err != nil {
+		t.Fatal(err)
+	}
+	objects := make(map[string]bool)
+	for _, item := range list.Items {
+		objects[item.Kind+" "+item.Metadata.Namespace+"/"+item.Metadata.Name] = true
+	}
+	return objects
+}
+
+// settled waits until a workload is as it was last described.
+func (c *cluster) settled(ctx context.Context, namespace, workload string) error {
+	_, err := c.kubectl(ctx, "rollout", "status", workload, "-n", namespace, "--timeout=120s")
+	return err
+}
+
+// podSecurity has Kubernetes enforce a level of Pod Security in a namespace.
+func (c *cluster) podSecurity(ctx context.Context, namespace, level string) error {
+	_, err := c.kubectl(ctx, "label", "--overwrite", "namespace", namespace, "pod-security.kubernetes.io/enforce="+level)
+	return err
+}
+
+// removeNamespaces removes what the program itself has created: Secret, ConfigMaps and Lease are in the namespaces.
+func (c *cluster) removeNamespaces(ctx context.Context) error {
+	_, err := c.kubectl(ctx, "delete", "namespace", edgeNamespace, namespace, "--ignore-not-found", "--timeout=120s")
+	return err
+}
+
+// A kustomize is an overlay of the user's own on the repository's overlays. Its fields are set once.
+type kustomize struct {
+	c    *cluster
+	dir  string
+	base string // from a folder in dir to deployment/kustomize/overlays
+}
+
+func newKustomize(_ context.Context, t *testing.T, c *cluster) tool {
+	t.Helper()
+	k := &kustomize{c: c, dir: c.path("install")}
+	overlays, err := filepath.Abs(filepath.Join(deploy, "kustomize/overlays"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	k.base, err = filepath.Rel(filepath.Join(k.dir, "cloud"), overlays) // kustomize takes no absolute paths
+	if err != nil {
+		t.Fatal(err)
+	}
+	return k
+}
+
+// write writes the files of one of the user's folders and returns the folder.
+func (k *kustomize) write(folder string, files map[string]string) (string, error) {
+	dir := filepath.Join(k.dir, folder)
+	err := os.MkdirAll(dir, 0o755)
+	for _, name := range slices.Sorted(maps.Keys(files)) {
+		err = errors.Join(err, os.WriteFile(filepath.Join(dir, name), []byte(files[name]), 0o644))
+	}
+	return dir, err
+}
+
+func (k *kustomize) cloud(ctx context.Context, version string) error {
+	dir, err := k.write("cloud", map[string]string{"kustomization.yaml": `resources: [` + k.base + `/ha]
+images: [{name: tunnel, newTag: ` + version + `}]
+patches:
+- target: {kind: Job, name: tunnel-init}
+  patch: |-
+    - {op: replace, path: /spec/template/spec/containers/0/args/1, value: "--address=` + joinAddress + `"}
+`})
+	if err != nil {
+		return err
+	}
+	if _, err := k.c.kubectl(ctx, "apply", "-k", dir); err != nil {
+		return err
+	}
+	return errors.Join(k.c.settled(ctx, namespace, "deployment/tunnel-cloud"),
+		k.c.settled(ctx, namespace, "deployment/tunnel-coredns"))
+}
+
+func (k *kustomize) edges(ctx context.Context, version string) error {
+	config, err := os.ReadFile(filepath.Join(deploy, "kustomize/overlays/edge-host-network/edge.toml"))
+	if err != nil {
+		return err
+	}
+	const example = `"tunnel.example.com:9000"`
+	if !strings.Contains(string(config), example) {
+		return errors.New("edge.toml of the overlay names no " + example)
+	}
+	dir, err := k.write("edges", map[string]string{
+		"edge.toml": strings.Replace(string(config), example, `"`+joinAddress+`"`, 1),
+		"kustomization.yaml": `resources: [` + k.base + `/edge-host-network]
+images: [{name: tunnel, newTag: ` + version + `}]
+configMapGenerator:
+- {name: tunnel-edge, namespace: ` + edgeNamespace + `, behavior: replace, files: [edge.toml]}
+generatorOptions: {disableNameSuffixHash: true}
+`})
+	if err != nil {
+		return err
+	}
+	if _, err := k.c.kubectl(ctx, "apply", "-k", dir); err != nil {
+		return err
+	}
+	return k.c.settled(ctx, edgeNamespace, "daemonset/tunnel-edge")
+}
+
+func (k *kustomize) back(ctx context.Context) error { return k.cloud(ctx, firstVersion) }
+
+func (k *kustomize) remove(ctx context.Context) error {
+	_, edges := k.c.kubectl(ctx, "delete", "-k", filepath.Join(k.dir, "edges"), "--ignore-not-found", "--timeout=120s")
+	_, cloud := k.c.kubectl(ctx, "delete", "-k", filepath.Join(k.dir, "cloud"), "--ignore-not-found", "--timeout=120s")
+	return errors.Join(edges, cloud, k.c.removeNamespaces(ctx))
+}
+
+// A helm is the command of that name, with two releases of the chart: tunnel and edges.
+type helm struct {
+	c       *cluster
+	program string
+}
+
+func newHelm(ctx context.Context, t *testing.T, c *cluster) tool {
+	t.Helper()
+	h := &helm{c: c, program: filepath.Join(c.home, "helm-"+helmVersion, "helm")}
+	if _, err := os.Stat(h.program); err != nil {
+		install := command(ctx, "go", "install", "helm.sh/helm/v3/cmd/helm@"+helmVersion)
+		install.Env = append(os.Environ(), "GOBIN="+filepath.Dir(h.program), "CGO_ENABLED=0", "GOFLAGS=-buildvcs=false")
+		if _, err := run(install, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return h
+}
+
+func (h *helm) run(ctx context.Context, args ...string) error {
+	cmd := h.command(ctx, args...)
+	_, err := run(cmd, nil)
+	return err
+}
+
+// command keeps Helm's own files with the cluster's.
+func (h *helm) command(ctx context.Context, args ...string) *exec.Cmd {
+	cmd := h.c.command(ctx, h.program, args...)
+	cmd.Env = append(cmd.Env, "HELM_CACHE_HOME="+h.c.path("helm"), "HELM_CONFIG_HOME="+h.c.path("helm"),
+		"HELM_DATA_HOME="+h.c.path("helm"))
+	return cmd
+}
+
+func (h *helm) cloud(ctx context.Context, version string) error {
+	if version == firstVersion { // Helm makes no namespace with labels
+		_, err := h.c.kubectl(ctx, "create", "namespace", namespace)
+		if err := errors.Join(err, h.c.podSecurity(ctx, namespace, "restricted")); err != nil {
+			return err
+		}
+	}
+	return h.run(ctx, "upgrade", "--install", "tunnel", filepath.Join(deploy, "helm/tunnel"), "-n", namespace, "--wait",
+		"--timeout=3m", "-f", filepath.Join(deploy, "helm/tunnel/ci/ha.yaml"), "--set", "certificates.address="+joinAddress,
+		"--set", "image.tag="+version)
+}
+
+func (h *helm) edges(ctx context.Context, version string) error {
+	if err := h.c.podSecurity(ctx, edgeNamespace, "privileged"); err != nil { // hostNetwork
+		return err
+	}
+	return h.run(ctx, "upgrade", "--install", "edges", filepath.Join(deploy, "helm/tunnel"), "-n", edgeNamespace,
+		"--wait", "--timeout=3m", "-f", filepath.Join(deploy, "helm/tunnel/ci/edge-host-network.yaml"),
+		"--set", "edge.config.stream.client.servername="+joinAddress, "--set", "image.tag="+version)
+}
+
+func (h *helm) back(ctx context.Context) error {
+	return h.run(ctx, "rollback", "tunnel", "-n", namespace, "--wait", "--timeout=3m")
+}
+
+func (h *helm) remove(ctx context.Context) error {
+	return errors.Join(h.run(ctx, "uninstall", "edges", "-n", edgeNamespace, "--wait"),
+		h.run(ctx, "uninstall", "tunnel", "-n", namespace, "--wait"), h.c.removeNamespaces(ctx))
+}
+
+// TestOverlays has the real API server look at every overlay: schema, defaults and admission.
+func TestOverlays(t *testing.T) {
+	ctx := contextOf(t)
+	c := upCluster(ctx, t)
+	if err := c.apply(ctx, "crds.yaml"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.kubectl(ctx, "wait", "--for=condition=Established", "--timeout=60s", "crd", "--all"); err != nil {
+		t.Fatal(err)
+	}
+	overlays, err := filepath.Glob(filepath.Join(deploy, "kustomize/overlays/*/kustomization.yaml"))
+	if err != nil || len(overlays) == 0 {
+		t.Fatalf("no overlays: %v", err)
+	}
+	for _, file := range overlays {
+		dir := filepath.Dir(file)
+		t.Run(filepath.Base(dir), func(t *testing.T) {
+			out, err := c.kubectl(ctx, "kustomize", dir)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for _, object := range strings.Split(out, "\n---\n") { // a trial creates no namespace for what follows it
+				if !strings.Contains("\n"+object, "\nkind: Namespace\n") {
+					continue
+				}
+				if _, err := c.kubectlIn(ctx, strings.NewReader(object), "apply", "-f", "-"); err != nil {
+					t.Fatal(err)
+				}
+			}
+			p := c.command(ctx, "kubectl", "apply", "--dry-run=server", "--validate=strict", "-f", "-")
+			p.Stdin = strings.NewReader(out)
+			applied, err := start(p)
+			if err != nil {
+				t.Fatal(err)
+			}
+			<-applied.done
+			if applied.err != nil {
+				t.Fatal(applied.err)
+			}
+			for line := range strings.Lines(applied.stderr.String()) { // of Pod Security, or of deprecated fields
+				if strings.HasPrefix(line, "Warning:") {
+					t.Error(strings.TrimSpace(line))
+				}
+			}
+		})
+	}
+	admin := newAdmin(t, c)
+	t.Run("a privileged pod is refused", func(t *testing.T) { // or the level restricted proves nothing
+		pod := map[string]any{"apiVersion": "v1", "kind": "Pod", "metadata": map[string]string{"name": "p"},
+			"spec": map[string]any{"containers": []map[string]any{{"name": "p", "image": "p",
+				"securityContext": map[string]bool{"privileged": true}}}}}
+		err := admin.do(ctx, http.MethodPost, "/api/v1/namespaces/"+namespace+"/pods?dryRun=All", "application/json",
+			pod, nil)
+		if !isStatus(err, http.StatusForbidden) {
+			t.Errorf("want status 403, got %v", err)
+		}
+	})
+}
