@@ -1,4 +1,4 @@
-module tunnel
+module tunnel.example/tunnel
 
 go 1.26.0
 

@@ -14,7 +14,7 @@ import (
 	"syscall"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 const (

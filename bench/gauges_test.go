@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // TestMain lets the test's own program be a peer.

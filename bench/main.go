@@ -37,8 +37,8 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/pkg/auth"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/test/rig"
 )
 
 func main() {

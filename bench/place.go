@@ -9,7 +9,7 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // place is where a line runs. The zero place is our own loopback.

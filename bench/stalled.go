@@ -7,7 +7,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 const (

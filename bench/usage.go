@@ -13,7 +13,7 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // What the kernel knows of a way's ends. sshd has a process of its own for each session, so

@@ -11,7 +11,7 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // way is one of the ways to a target behind an edge.

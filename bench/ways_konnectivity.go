@@ -11,7 +11,7 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 const konnectivityModule = "sigs.k8s.io/apiserver-network-proxy"

@@ -8,7 +8,7 @@ import (
 	"os/user"
 	"strings"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // sshd is where Debian has it, which is not in everybody's path.

@@ -11,8 +11,8 @@ import (
 
 	"github.com/BurntSushi/toml"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Cloud is the configuration of a replica, [mode.cloud].

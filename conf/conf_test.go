@@ -10,8 +10,8 @@ import (
 	"strings"
 	"testing"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // testEnv is the environment outside of Kubernetes: only the host name is known.

@@ -6,8 +6,8 @@ import (
 	"slices"
 	"strings"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // DNS says how the names of nodes come to resolve to this cloud, [mode.cloud.stream.dns]: through the

@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 const dns = "[mode.cloud.stream.dns]\n"

@@ -3,8 +3,8 @@ package conf
 import (
 	"strings"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Edge is the configuration of an edge, [mode.edge].

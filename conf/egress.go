@@ -5,7 +5,7 @@ import (
 	"slices"
 	"strings"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Egress configures the front door for kube-apiserver's egress selector, [mode.cloud.egress]. Without

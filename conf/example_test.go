@@ -6,7 +6,7 @@ import (
 	"os"
 	"path/filepath"
 
-	"tunnel/conf"
+	"tunnel.example/tunnel/conf"
 )
 
 // All mistakes of a file are reported at once, each with its line and its correction.

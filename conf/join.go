@@ -4,7 +4,7 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Join says which edges may join besides those of the token file, [mode.cloud.join].

@@ -14,10 +14,10 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/stream"
-	"tunnel/pkg/tunnel"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // herdSize is how many edges a process holds: half of the descriptors that a usual hard

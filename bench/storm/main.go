@@ -30,7 +30,7 @@ import (
 	"syscall"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 const (

@@ -10,7 +10,7 @@ import (
 	"strconv"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // weight is what all processes have used up to a moment, the replicas together and the

@@ -12,17 +12,17 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
 
-	"tunnel/conf"
-	"tunnel/pkg/admin"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/egress"
-	"tunnel/pkg/https"
-	"tunnel/pkg/peers"
-	"tunnel/pkg/reload"
-	"tunnel/pkg/setup"
-	"tunnel/pkg/stream"
-	"tunnel/pkg/tcp"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/egress"
+	"tunnel.example/tunnel/pkg/https"
+	"tunnel.example/tunnel/pkg/peers"
+	"tunnel.example/tunnel/pkg/reload"
+	"tunnel.example/tunnel/pkg/setup"
+	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tcp"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 func newCloudCommand(logs *logFlags) *cobra.Command {

@@ -4,7 +4,7 @@ import (
 	"context"
 	"net/netip"
 
-	"tunnel/pkg/dns"
+	"tunnel.example/tunnel/pkg/dns"
 )
 
 // hostsKey is the key under which the ConfigMap holds the hosts file.

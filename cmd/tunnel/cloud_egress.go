@@ -9,13 +9,13 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"tunnel/conf"
-	"tunnel/pkg/egress"
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/kube"
-	"tunnel/pkg/reload"
-	"tunnel/pkg/stream"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/egress"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/kube"
+	"tunnel.example/tunnel/pkg/reload"
+	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // addEgress adds the egress front door, if the configuration has one.

@@ -8,10 +8,10 @@ import (
 	"path/filepath"
 	"testing"
 
-	"tunnel/conf"
-	"tunnel/internal/testkit/testca"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/reload"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/internal/testkit/testca"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/reload"
 )
 
 // The egress front door admits a caller over TLS whose certificate clientca has signed, if

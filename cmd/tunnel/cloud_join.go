@@ -11,11 +11,11 @@ import (
 
 	"k8s.io/klog/v2"
 
-	"tunnel/conf"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/kube"
-	"tunnel/pkg/reload"
-	"tunnel/pkg/stream"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/kube"
+	"tunnel.example/tunnel/pkg/reload"
+	"tunnel.example/tunnel/pkg/stream"
 )
 
 // cluster is what a cloud reads from Kubernetes. Without Kubernetes every field is nil.

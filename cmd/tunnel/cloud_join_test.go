@@ -8,9 +8,9 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/conf"
-	"tunnel/pkg/admin"
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 const kubeconfig = `apiVersion: v1

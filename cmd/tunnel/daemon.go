@@ -7,8 +7,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"tunnel/pkg/admin"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // daemon is a cloud or an edge. newCloud or newEdge sets its fields; run then only reads them.

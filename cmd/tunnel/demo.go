@@ -3,7 +3,7 @@ package main
 import (
 	"github.com/spf13/cobra"
 
-	"tunnel/internal/demo"
+	"tunnel.example/tunnel/internal/demo"
 )
 
 func newDemoCommand() *cobra.Command {

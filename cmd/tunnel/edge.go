@@ -12,16 +12,16 @@ import (
 	"github.com/spf13/cobra"
 	"golang.org/x/oauth2"
 
-	"tunnel/conf"
-	"tunnel/pkg/admin"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/egress"
-	"tunnel/pkg/https"
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/reload"
-	"tunnel/pkg/stream"
-	"tunnel/pkg/tcp"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/egress"
+	"tunnel.example/tunnel/pkg/https"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/reload"
+	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tcp"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 func newEdgeCommand(logs *logFlags) *cobra.Command {

@@ -4,9 +4,9 @@ import (
 	"crypto/tls"
 	"fmt"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/reload"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/reload"
 )
 
 // addKonnectivity adds an agent of stock konnectivity servers, if the configuration names any.

@@ -9,8 +9,8 @@ import (
 	"github.com/spf13/cobra"
 	"k8s.io/klog/v2"
 
-	"tunnel/pkg/kube"
-	"tunnel/pkg/setup"
+	"tunnel.example/tunnel/pkg/kube"
+	"tunnel.example/tunnel/pkg/setup"
 )
 
 // setupError gives an error of pkg/setup its exit code.

@@ -5,7 +5,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"tunnel/pkg/setup"
+	"tunnel.example/tunnel/pkg/setup"
 )
 
 // joinFlags are the flags of `tunnel join`.

@@ -1,9 +1,9 @@
 package main
 
 import (
-	"tunnel/conf"
-	"tunnel/pkg/https"
-	"tunnel/pkg/stream"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/https"
+	"tunnel.example/tunnel/pkg/stream"
 )
 
 // A limit of 0 in the configuration stays 0 here: the packages have the defaults.

@@ -11,13 +11,13 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/conf"
-	"tunnel/pkg/admin"
-	"tunnel/pkg/dns"
-	"tunnel/pkg/egress"
-	"tunnel/pkg/https"
-	"tunnel/pkg/stream"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/dns"
+	"tunnel.example/tunnel/pkg/egress"
+	"tunnel.example/tunnel/pkg/https"
+	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // defaultLimits returns the defaults of both tables, as docs/limits.md writes them.

@@ -26,9 +26,9 @@ import (
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 
-	"tunnel/conf"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/setup"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/setup"
 )
 
 // Exit codes.

@@ -17,7 +17,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // runMain in the environment makes the test binary run main. Tests start real processes of
@@ -317,7 +317,7 @@ func TestExampleFiles(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	devcerts := exec.Command("go", "run", "tunnel/conf/devcerts", filepath.Join(dir, "dev"))
+	devcerts := exec.Command("go", "run", "tunnel.example/tunnel/conf/devcerts", filepath.Join(dir, "dev"))
 	if out, err := devcerts.CombinedOutput(); err != nil {
 		t.Fatalf("devcerts: %v\n%s", err, out)
 	}

@@ -19,10 +19,10 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/conf"
-	"tunnel/internal/testkit"
-	"tunnel/internal/testkit/testca"
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/testca"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // docs/metrics.md is made from what /metrics of a cloud and of an edge answers, in several configurations.

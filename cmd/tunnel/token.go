@@ -9,9 +9,9 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"tunnel/conf"
-	"tunnel/pkg/setup"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/setup"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 func newTokenCommand() *cobra.Command {

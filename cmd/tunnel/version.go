@@ -9,7 +9,7 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/stream"
 )
 
 // version is set by the Makefile: -ldflags "-X main.version=…".

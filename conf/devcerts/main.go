@@ -20,7 +20,7 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 const (

@@ -9,7 +9,7 @@ import (
 	"strings"
 	"testing"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 func TestDevcerts(t *testing.T) {

@@ -16,7 +16,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apiserver/pkg/server/egressselector"
 
-	"tunnel/conf"
+	"tunnel.example/tunnel/conf"
 )
 
 // accountDir is where Kubernetes mounts the token of a pod's ServiceAccount.

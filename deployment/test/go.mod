@@ -1,4 +1,4 @@
-module tunnel/deployment/test
+module tunnel.example/tunnel/deployment/test
 
 go 1.26.0
 
@@ -14,7 +14,7 @@ require (
 	sigs.k8s.io/kustomize/api v0.21.2
 	sigs.k8s.io/kustomize/kyaml v0.21.2
 	sigs.k8s.io/yaml v1.6.0
-	tunnel v0.0.0
+	tunnel.example/tunnel v0.0.0
 )
 
 require (
@@ -109,4 +109,4 @@ require (
 	sigs.k8s.io/structured-merge-diff/v6 v6.4.2 // indirect
 )
 
-replace tunnel => ../..
+replace tunnel.example/tunnel => ../..

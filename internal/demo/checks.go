@@ -16,9 +16,9 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/reload"
-	"tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/reload"
+	"tunnel.example/tunnel/pkg/stream"
 )
 
 // check is one proof that the tunnel works. Its name is part of the output of demo --once.

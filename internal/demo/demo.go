@@ -21,7 +21,7 @@ import (
 	"syscall"
 	"time"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // Flags are the flags of `tunnel demo`.

@@ -10,7 +10,7 @@ import (
 	"strconv"
 	"strings"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // configure writes certificates, the token and both configuration files, and chooses ports.

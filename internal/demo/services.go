@@ -9,7 +9,7 @@ import (
 	"sync"
 	"time"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // services are an HTTPS and a TCP service behind the edge. They run in the demo's own

@@ -14,9 +14,9 @@ import (
 
 	"golang.org/x/net/netutil"
 
-	"tunnel/pkg/listen"
-	"tunnel/pkg/socket"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/socket"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Limits of a client of the socket. The client is our own user or root, so they protect against

@@ -11,7 +11,7 @@ import (
 	"strings"
 	"testing"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Debug serves health, metrics, the log level and pprof, and removes its socket at the end.

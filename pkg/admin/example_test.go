@@ -9,8 +9,8 @@ import (
 	"net/http"
 	"time"
 
-	"tunnel/pkg/admin"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // A probe learns which module is not ready.

@@ -63,7 +63,7 @@ import (
 	"net/netip"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Credential is what an edge presents when it joins: a token, or the certificate chain of its

@@ -11,7 +11,7 @@ import (
 	"slices"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Backdate is the time between NotBefore of our certificates and the moment of their issue. It

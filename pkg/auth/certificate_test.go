@@ -19,8 +19,8 @@ import (
 
 	"pgregory.net/rapid"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // nodeCA is a CA for node certificates, with the pool that trusts it.

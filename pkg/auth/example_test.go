@@ -10,7 +10,7 @@ import (
 	"path/filepath"
 	"time"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // A cloud accepts the token of edge1, and nothing else.

@@ -7,7 +7,7 @@ import (
 	"slices"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // certificateProof is a verified certificate of the node.

@@ -11,8 +11,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // nodes is a Nodes with names that a test sets.

@@ -7,7 +7,7 @@ import (
 	"fmt"
 	"sync"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Issuer issues certificates to nodes: the first for a join token, later ones for a session that

@@ -9,7 +9,7 @@ import (
 	"strconv"
 	"strings"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // JoinToken is what an edge needs to join: the cloud's address, how to recognise the cloud, and a

@@ -8,7 +8,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 func testJoinToken() JoinToken {

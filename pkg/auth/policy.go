@@ -11,7 +11,7 @@ import (
 	"syscall"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 const (

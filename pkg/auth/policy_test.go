@@ -17,7 +17,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // fakeNet is a machine with the addresses 10.1.1.1 and fd00::1. It resolves a few names and records

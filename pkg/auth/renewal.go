@@ -12,7 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 const (

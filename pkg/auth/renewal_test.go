@@ -15,8 +15,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // nodeFile writes the file of edge1, with a certificate that s has signed.

@@ -12,7 +12,7 @@ import (
 	"fmt"
 	"strings"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // The subject of a node certificate: CN=tunnel:node:NODE, O=tunnel:nodes. For Kubernetes the subject

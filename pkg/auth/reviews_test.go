@@ -14,7 +14,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // reviewer is a Kubernetes whose answers a test sets.

@@ -9,7 +9,7 @@ import (
 
 	"golang.org/x/oauth2"
 
-	"tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 func TestSecretIsNeverPrinted(t *testing.T) {

@@ -9,7 +9,7 @@ import (
 	"slices"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // nodeLifetime is the default lifetime of a node certificate.

@@ -15,7 +15,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // caFiles writes the certificate and the key of a CA into files.

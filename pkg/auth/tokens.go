@@ -10,7 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Tokens is the token file. It says which token proves which node, and which nodes are revoked. It

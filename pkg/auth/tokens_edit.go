@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // The functions of this file edit the content of a token file, for the command line. They leave other

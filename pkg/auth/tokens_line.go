@@ -7,7 +7,7 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // The keywords of a line.

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 func writeFile(t testing.TB, path, content string) {

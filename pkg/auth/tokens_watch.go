@@ -5,7 +5,7 @@ import (
 	"crypto/sha256"
 	"log/slog"
 
-	"tunnel/pkg/reload"
+	"tunnel.example/tunnel/pkg/reload"
 )
 
 // Run follows the file until ctx is done. If the file is missing or bad, the last good content stays in

@@ -11,7 +11,7 @@ import (
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/proto"
 
-	pb "tunnel/pkg/stream/tunnelv1"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
 )
 
 // The codec writes and reads tunnel.v1.Chunk by hand. So the sending side copies forwarded bytes once,

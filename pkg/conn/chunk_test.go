@@ -10,7 +10,7 @@ import (
 	"google.golang.org/grpc/mem"
 	"google.golang.org/protobuf/proto"
 
-	pb "tunnel/pkg/stream/tunnelv1"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
 )
 
 // pooled gives the codec a block with that payload, as a conn does.

@@ -5,7 +5,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 func TestDeadline(t *testing.T) {

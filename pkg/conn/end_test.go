@@ -19,8 +19,8 @@ import (
 	"google.golang.org/grpc/status"
 	"pgregory.net/rapid"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // fakeCall is one Connect call in memory, with gRPC's rules where they matter to the

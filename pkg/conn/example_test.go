@@ -6,8 +6,8 @@ import (
 	"log/slog"
 	"net"
 
-	"tunnel/pkg/conn"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/conn"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Both ends of a conn over a data connection, with nothing else of a session around them.

@@ -6,7 +6,7 @@ import (
 
 	"google.golang.org/grpc/mem"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // maxInFlight is how many chunks of a conn may be on their way from SendMsg to the socket. While so

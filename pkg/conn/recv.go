@@ -10,7 +10,7 @@ import (
 
 	"google.golang.org/grpc/mem"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // receiveQueue is how many chunks wait for a Read beside the one being read, so that the receiver and

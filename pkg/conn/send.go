@@ -8,7 +8,7 @@ import (
 
 	"google.golang.org/grpc/mem"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // sendHalf is the direction in which this side writes.

@@ -5,7 +5,7 @@ import (
 	"testing/synctest"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // thinTurns is a link of so many bytes a second, and n conns on it that each have a chunk waiting

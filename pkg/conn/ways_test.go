@@ -10,8 +10,8 @@ import (
 
 	"golang.org/x/net/nettest"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // dataPair is a data connection over loopback, both ends of it, for one conn after the other.

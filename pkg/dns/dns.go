@@ -25,7 +25,7 @@ import (
 	"net/netip"
 	"slices"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Truth says which replica holds each node, that is, has its session. Any goroutine may call

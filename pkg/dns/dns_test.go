@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // peerAddrs is what other replicas report: their nodes, and their addresses for each.

@@ -8,8 +8,8 @@ import (
 	"net/netip"
 	"time"
 
-	"tunnel/pkg/dns"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/dns"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // one is a replica to which edge1 is connected. A cloud uses its tunnel.Directory.

@@ -15,9 +15,9 @@ import (
 
 	"github.com/miekg/dns"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // upstream runs a DNS server. It sends the messages that replies returns for a query, in order.

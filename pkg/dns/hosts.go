@@ -6,7 +6,7 @@ import (
 	"slices"
 	"strings"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // marker ends every line that the Writer has written. Resolvers take it for a comment

@@ -9,7 +9,7 @@ import (
 
 	"pgregory.net/rapid"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 func addr(s string) netip.Addr { return netip.MustParseAddr(s) }

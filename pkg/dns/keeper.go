@@ -7,7 +7,7 @@ import (
 	"slices"
 	"time"
 
-	"tunnel/pkg/kube"
+	"tunnel.example/tunnel/pkg/kube"
 )
 
 const (

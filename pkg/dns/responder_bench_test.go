@@ -16,7 +16,7 @@ import (
 
 	"github.com/miekg/dns"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 const (

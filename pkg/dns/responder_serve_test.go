@@ -13,9 +13,9 @@ import (
 
 	"github.com/miekg/dns"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/listen"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // A TCP connection that its client does not use is closed.

@@ -9,8 +9,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"tunnel/pkg/kube"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/kube"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Store stores the hosts file. *kube.ConfigMap implements it.

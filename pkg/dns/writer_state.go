@@ -7,7 +7,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"tunnel/pkg/kube"
+	"tunnel.example/tunnel/pkg/kube"
 )
 
 // conflictsToReport is the number of conflicts in a row from which on they are reported as a

@@ -14,9 +14,9 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/kube"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/kube"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // memStore is an in-memory Store with the rules of an API server.

@@ -10,8 +10,8 @@ import (
 	"sync/atomic"
 	"time"
 
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Strategy is a way to find nodes that reach an address. The names are those of Konnectivity's

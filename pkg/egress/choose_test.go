@@ -10,9 +10,9 @@ import (
 
 	"pgregory.net/rapid"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 func identifiers(t *testing.T, s string) konnectivity.Identifiers {

@@ -15,9 +15,9 @@ import (
 	"syscall"
 	"time"
 
-	"tunnel/pkg/konnectivity"
-	ports "tunnel/pkg/listen"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	ports "tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // This file serves HTTP CONNECT (RFC 9110 section 9.3.6) as kube-apiserver speaks it: over HTTP/1.1, with

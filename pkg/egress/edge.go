@@ -5,8 +5,8 @@ import (
 	"log/slog"
 	"net"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Edge is the edge's module. It dials targets for the cloud's front door.

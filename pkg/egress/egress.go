@@ -42,10 +42,10 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"tunnel/pkg/konnectivity"
-	ports "tunnel/pkg/listen"
-	"tunnel/pkg/socket"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	ports "tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/socket"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // name is the name of the modules FrontDoor and Edge, and the category of their dials and messages.

@@ -5,8 +5,8 @@ import (
 	"crypto/tls"
 	"log/slog"
 
-	"tunnel/pkg/egress"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/egress"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // A cloud opens its front door. Callers reach the nodes of the directory by the identifiers that edges claim.

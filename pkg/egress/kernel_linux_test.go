@@ -7,7 +7,7 @@ import (
 	"syscall"
 	"testing"
 
-	testrig "tunnel/test/rig"
+	testrig "tunnel.example/tunnel/test/rig"
 )
 
 // newNetwork makes a network with the devices and routes that commands of ip(8) add.

@@ -8,8 +8,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // resultOK is the result label of a successful dial. A failed dial has the code of its refusal.

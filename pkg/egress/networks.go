@@ -13,8 +13,8 @@ import (
 
 	"google.golang.org/protobuf/encoding/protowire"
 
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // In a cluster an edge may dial the pods of its own node without any configuration. Both sides must agree:

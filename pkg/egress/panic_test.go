@@ -8,8 +8,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/konnectivity"
 )
 
 // A panic in a dial ends that caller's stream or connection only, and is counted.

@@ -20,8 +20,8 @@ import (
 	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // This file serves Konnectivity's ProxyService. The client opens a stream for each connection, on which it

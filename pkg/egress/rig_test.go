@@ -14,9 +14,9 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials/insecure"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // rig is a front door on two unix sockets. Its nodes dial from this machine.

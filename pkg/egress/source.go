@@ -4,8 +4,8 @@ import (
 	"log/slog"
 	"slices"
 
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Claims are the identifiers that edges send about themselves.

@@ -4,7 +4,7 @@ import (
 	"log/slog"
 	"testing"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // An edge may claim anything but the name of another connected node.

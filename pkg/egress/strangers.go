@@ -5,7 +5,7 @@ import (
 
 	"google.golang.org/grpc/credentials"
 
-	ports "tunnel/pkg/listen"
+	ports "tunnel.example/tunnel/pkg/listen"
 )
 
 // strangerCreds are TLS credentials for gRPC. A caller stops being a stranger when its TLS handshake

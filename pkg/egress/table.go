@@ -5,8 +5,8 @@ import (
 	"slices"
 	"strings"
 
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // table answers which nodes reach an address. It never changes after newTable.

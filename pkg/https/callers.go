@@ -6,7 +6,7 @@ import (
 	"slices"
 	"strings"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // Caller is a caller that may send only some classes of requests.

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"testing"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // A caller with the class metrics gets metrics and nothing else, whatever method, protocol or

@@ -10,7 +10,7 @@ import (
 	"syscall"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // clientConn is an accepted TCP connection whose first bytes have been read and will be read again.

@@ -10,7 +10,7 @@ import (
 	"net"
 	"net/netip"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Edge is the edge's module "https". It dials the targets that the front door asks for.

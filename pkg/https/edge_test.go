@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // tlsTarget is a TLS server that answers each connection with the caller's name.

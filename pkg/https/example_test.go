@@ -4,9 +4,9 @@ import (
 	"context"
 	"log/slog"
 
-	"tunnel/pkg/https"
-	"tunnel/pkg/reload"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/https"
+	"tunnel.example/tunnel/pkg/reload"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // A cloud opens the kubelet's port. It passes connections for connected nodes through, and terminates

@@ -13,8 +13,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // thief is the kubelet of a node that claims every pod.

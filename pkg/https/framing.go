@@ -8,7 +8,7 @@ import (
 	"os"
 	"strconv"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // framedConn is the conn from which net/http reads HTTP/1. It detects requests that state the end

@@ -48,9 +48,9 @@ import (
 	"sync"
 	"time"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/listen"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Name is the front door's name and the category that its edge module handles.

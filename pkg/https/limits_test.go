@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 func (r *rig) wantLimited(l tunnel.Limit, n uint64) {

@@ -8,8 +8,8 @@ import (
 	"sync"
 	"time"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // dialTimeout bounds dialling a target, including its TLS handshake. It is below the 15 s after

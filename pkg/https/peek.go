@@ -11,7 +11,7 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/listen"
 )
 
 const (

@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/listen"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/listen"
 )
 
 // lateConn is a connection in a busy process: the first read comes after its deadline.

@@ -14,7 +14,7 @@ import (
 	"sync"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // copySize is the size of a copy buffer in bytes: two TLS records.

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // For each new conn to a target the edge uses the certificate that is in its files at that time.

@@ -15,8 +15,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"tunnel/pkg/listen"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Run opens the ports and serves them until ctx is done. Then it stops accepting, gives open

@@ -4,8 +4,8 @@ import (
 	"fmt"
 	"net"
 
-	"tunnel/pkg/listen"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // admit gives a place to a connection whose caller has not authenticated yet. If there is none, it

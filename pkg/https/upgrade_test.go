@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // upgradeWays are the ways in which the door itself switches protocols.

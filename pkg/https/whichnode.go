@@ -7,7 +7,7 @@ import (
 	"net/netip"
 	"strings"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // This file answers one question: which node is a terminated request for?

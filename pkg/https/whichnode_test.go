@@ -10,7 +10,7 @@ import (
 	"sync/atomic"
 	"testing"
 
-	"tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // podKubelet is a kubelet that has some pods and answers with its name.

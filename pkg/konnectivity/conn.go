@@ -10,7 +10,7 @@ import (
 	"syscall"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Conn is one conn of an agent's stream, at either end of the stream. It implements net.Conn.

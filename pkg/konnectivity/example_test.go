@@ -10,9 +10,9 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // A cloud lets stock konnectivity-agents join as its nodes. Front doors reach them by directory.Dial.

@@ -8,7 +8,7 @@ import (
 	"strings"
 	"sync"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // agentLink is the server's end of an agent's stream, and the [tunnel.Link] and the

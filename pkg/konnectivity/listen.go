@@ -10,7 +10,7 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
 
-	ports "tunnel/pkg/listen"
+	ports "tunnel.example/tunnel/pkg/listen"
 )
 
 // agentTransport is a connection at the agents' port. gRPC passes it to every stream on that

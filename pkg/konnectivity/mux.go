@@ -6,7 +6,7 @@ import (
 	"sync"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // All conns of an agent share one gRPC stream with its proxy-server. A mux is one end of such a

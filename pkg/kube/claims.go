@@ -10,7 +10,7 @@ import (
 	"slices"
 	"strings"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // This file decides which addresses and names that Node objects claim are accepted.

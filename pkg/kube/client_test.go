@@ -17,7 +17,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // server is an API server whose answers the test sets. It records all requests.

@@ -17,7 +17,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
-	"tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // memory is an in-memory API server for any kind of object. Each client has its own view of

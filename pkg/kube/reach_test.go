@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // nodeJSON returns a Node that also has fields that this package does not use.

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"net"
 
-	"tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/listen"
 )
 
 // At most two strangers of one source have a place. When a peer has authenticated, its connection needs

@@ -9,7 +9,7 @@ import (
 	"syscall"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Transient reports whether an error of Accept says nothing about the listener itself: the next

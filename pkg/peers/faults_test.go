@@ -11,11 +11,11 @@ import (
 
 	"github.com/google/uuid"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/stream"
-	pb "tunnel/pkg/stream/tunnelv1"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/stream"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // A replica that is found under two addresses, as behind a Service of two address

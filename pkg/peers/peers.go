@@ -43,8 +43,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"tunnel/pkg/stream"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 const (

@@ -7,8 +7,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/stream"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/stream"
 )
 
 // What an edge says it reaches is known to every replica, and goes with it.

@@ -7,7 +7,7 @@ import (
 	"net"
 	"slices"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Dial implements tunnel.Dialer. It dials through this replica's own session of the node, else

@@ -5,7 +5,7 @@ import (
 	"net/netip"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // replica is what another replica has told this one. Peers.mu guards it.

@@ -8,8 +8,8 @@ import (
 	"path/filepath"
 	"time"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/reload"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/reload"
 )
 
 // A certificate is renewed while the process runs. New connections use the new one.

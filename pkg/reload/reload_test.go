@@ -17,7 +17,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // polling is Watch on a file system without notifications; synctest bubbles need that.

@@ -7,8 +7,8 @@ import (
 	"slices"
 	"sync"
 
-	"tunnel/conf"
-	"tunnel/pkg/reload"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/reload"
 )
 
 // rooted appends to the server's certificate the CA that join tokens pin. An edge that joins

@@ -6,8 +6,8 @@ import (
 	"encoding/pem"
 	"testing"
 
-	"tunnel/internal/testkit/testca"
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/internal/testkit/testca"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // The chain ends with the CA that the certificate leads to, once.

@@ -15,8 +15,8 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/conf"
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // DefaultDir is the folder for the files of init and of join.

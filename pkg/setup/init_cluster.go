@@ -10,8 +10,8 @@ import (
 	"slices"
 	"strings"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/kube"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/kube"
 )
 
 // ClusterConfig says where InitCluster puts what a cloud in Kubernetes needs.

@@ -16,8 +16,8 @@ import (
 	"sync"
 	"testing"
 
-	"tunnel/conf"
-	"tunnel/pkg/kube"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/kube"
 )
 
 // apiServer keeps Secrets and ConfigMaps in memory, as an API server does.

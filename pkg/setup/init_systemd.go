@@ -8,7 +8,7 @@ import (
 	"path/filepath"
 	"strings"
 
-	"tunnel/conf"
+	"tunnel.example/tunnel/conf"
 )
 
 // cloudStateDir is the folder for what the cloud reads and other users must not read, if systemd runs the

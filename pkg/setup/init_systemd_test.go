@@ -8,7 +8,7 @@ import (
 	"strings"
 	"testing"
 
-	"tunnel/conf"
+	"tunnel.example/tunnel/conf"
 )
 
 // newFolder returns what Init makes for systemd, without systemd.

@@ -12,7 +12,7 @@ import (
 
 	"golang.org/x/term"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // maxJoinText is how many bytes ReadJoinToken reads at most: a token, and text that was pasted

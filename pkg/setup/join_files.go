@@ -12,9 +12,9 @@ import (
 	"strings"
 	"syscall"
 
-	"tunnel/conf"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // The names of a node's files.

@@ -17,8 +17,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/stream"
 )
 
 const (

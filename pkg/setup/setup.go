@@ -18,7 +18,7 @@
 // its errors (Error).
 package setup
 
-import "tunnel/conf"
+import "tunnel.example/tunnel/conf"
 
 // Host is what the process knows beside its command line.
 type Host struct {

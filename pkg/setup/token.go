@@ -16,9 +16,9 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"tunnel/conf"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // The lifetime of a join token.

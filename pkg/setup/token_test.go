@@ -10,9 +10,9 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/conf"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // newSite makes a cloud's folder, and returns its configuration.

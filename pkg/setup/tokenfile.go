@@ -9,8 +9,8 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/conf"
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // errMounted is why edit changes no symbolic link: the content comes from another place.

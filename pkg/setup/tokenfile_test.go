@@ -8,7 +8,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // A printed change shows no token, and the printed command makes the change in a Secret.

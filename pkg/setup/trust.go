@@ -10,8 +10,8 @@ import (
 	"strings"
 	"time"
 
-	"tunnel/conf"
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // This file checks the certificate files of a cloud against each other, before the cloud

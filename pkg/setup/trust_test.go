@@ -15,9 +15,9 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/conf"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/reload"
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/reload"
 )
 
 // writeFile writes a file into a new folder, and returns its path.

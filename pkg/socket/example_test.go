@@ -8,7 +8,7 @@ import (
 	"os"
 	"path/filepath"
 
-	"tunnel/pkg/socket"
+	"tunnel.example/tunnel/pkg/socket"
 )
 
 // Only our own user may connect. Close removes the file.

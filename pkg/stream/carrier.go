@@ -9,7 +9,7 @@ import (
 	"syscall"
 	"time"
 
-	"tunnel/pkg/conn"
+	"tunnel.example/tunnel/pkg/conn"
 )
 
 // A session has one TCP connection of its own, and may have data connections beside it. The round

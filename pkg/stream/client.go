@@ -18,8 +18,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"tunnel/pkg/conn"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/conn"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // ClientConfig configures a [Client].

@@ -5,7 +5,7 @@ import (
 	"errors"
 	"os"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Client implements konnectivity.Budget. Conns for clouds and conns for Konnectivity's proxy-servers

@@ -10,9 +10,9 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/status"
 
-	"tunnel/pkg/auth"
-	pb "tunnel/pkg/stream/tunnelv1"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // ReplicaConfig makes a [Client] join another replica as a replica of the same cloud. The TLS

@@ -10,8 +10,8 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
-	pb "tunnel/pkg/stream/tunnelv1"
-	"tunnel/pkg/tunnel"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // edgeSession is the client's end of a session: the end of an edge, or of a replica that has joined

@@ -8,9 +8,9 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/conn"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/conn"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // A reset stays behind the bytes that were sent before it, as TCP has it when nothing is lost:

@@ -14,9 +14,9 @@ import (
 
 	"golang.org/x/net/nettest"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/conn"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/conn"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // connPair makes a conn on the cloud and the target's end of it.

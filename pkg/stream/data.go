@@ -5,7 +5,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"tunnel/pkg/conn"
+	"tunnel.example/tunnel/pkg/conn"
 )
 
 // A session may have data connections beside its own connection. Each data connection carries one

@@ -10,9 +10,9 @@ import (
 	"net"
 	"time"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/stream"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // echo is an edge's module that dials a target in memory, which sends back what it gets.

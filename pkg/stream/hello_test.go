@@ -5,7 +5,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
-	pb "tunnel/pkg/stream/tunnelv1"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
 )
 
 // oneMessage is a control stream that holds one message.

@@ -10,8 +10,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
-	"tunnel/pkg/conn"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/conn"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Limits bound what edges may cost a cloud, and what callers may cost a node. A zero field means

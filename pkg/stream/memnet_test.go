@@ -9,7 +9,7 @@ import (
 	"syscall"
 	"time"
 
-	"tunnel/pkg/conn"
+	"tunnel.example/tunnel/pkg/conn"
 )
 
 // memNet is a network in memory with one listener. It works on the fake clock of

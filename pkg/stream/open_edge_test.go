@@ -6,8 +6,8 @@ import (
 	"testing"
 	"time"
 
-	pb "tunnel/pkg/stream/tunnelv1"
-	"tunnel/pkg/tunnel"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // A cancel that overtakes its open, since the two came by different connections, ends the dial.

@@ -3,7 +3,7 @@ package stream
 import (
 	"sync"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // outbox holds the messages that wait for sendLoop to write them to a control stream. put never

@@ -5,8 +5,8 @@ import (
 	"sync"
 	"testing"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Callers that leave all at once cost the node's other conns nothing: each of them

@@ -5,7 +5,7 @@ import (
 	"sync"
 	"time"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // quota is what a node may send in a second, and what callers may ask of the node. It belongs to

@@ -11,8 +11,8 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
-	pb "tunnel/pkg/stream/tunnelv1"
-	"tunnel/pkg/tunnel"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // role is what a peer of the server is: a node, or another replica of the cloud. roleOf chooses the

@@ -17,10 +17,10 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/conn"
-	pb "tunnel/pkg/stream/tunnelv1"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/conn"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // cloudSession is the server's end of a session with a node or with another replica.

@@ -11,8 +11,8 @@ import (
 	"testing/synctest"
 	"time"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // callers is a listener whose connections come from a network that is not allowed.

@@ -3,7 +3,7 @@ package tcp
 import (
 	"context"
 
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Edge is the edge's module: it dials the targets that the cloud's front door asks for.

@@ -8,8 +8,8 @@ import (
 	"net"
 	"time"
 
-	"tunnel/pkg/tcp"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/tcp"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // here is a dialer without a tunnel: it dials targets on this machine. A cloud uses a tunnel.Directory.

@@ -33,9 +33,9 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/listen"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // name is the name of both modules, and the category of their messages.

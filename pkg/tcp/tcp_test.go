@@ -18,9 +18,9 @@ import (
 
 	"go.uber.org/goleak"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }

@@ -14,7 +14,7 @@ import (
 	"testing"
 )
 
-const module = "tunnel"
+const module = "tunnel.example/tunnel"
 
 // An arrow says what the packages at and below a path may import of ours, and why no
 // more. The longest path that fits a package counts; one that no path fits fails.

@@ -7,7 +7,7 @@ import (
 	"strings"
 	"testing"
 
-	"tunnel/conf"
+	"tunnel.example/tunnel/conf"
 )
 
 const root = "../.."

@@ -17,8 +17,8 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/test/conformance"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/conformance"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // page is where the table goes when every version and every door has been run.

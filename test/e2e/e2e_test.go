@@ -19,8 +19,8 @@ import (
 	"testing"
 	"time"
 
-	transport "tunnel/pkg/stream"
-	"tunnel/test/rig"
+	transport "tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // gone is how long a user may wait at a node that is not there before kubectl says so.

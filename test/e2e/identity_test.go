@@ -26,8 +26,8 @@ import (
 	"google.golang.org/grpc/metadata"
 	"google.golang.org/grpc/status"
 
-	"tunnel/pkg/auth"
-	"tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/stream/tunnelv1"
 )
 
 const (

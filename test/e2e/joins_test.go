@@ -13,9 +13,9 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"tunnel/pkg/dns"
-	"tunnel/pkg/kube"
-	core "tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/dns"
+	"tunnel.example/tunnel/pkg/kube"
+	core "tunnel.example/tunnel/pkg/tunnel"
 )
 
 // BenchmarkJoins has 10,000 nodes join within a minute, evenly, and then waits until the ConfigMap

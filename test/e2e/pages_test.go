@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/test/docs"
+	"tunnel.example/tunnel/test/docs"
 )
 
 // TestKubernetesPage types the commands of docs/kubernetes.md, in its order, where nothing is installed yet. The page

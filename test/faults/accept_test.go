@@ -11,8 +11,8 @@ import (
 	"strings"
 	"testing"
 
-	"tunnel/internal/testkit"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // The kernel reports the loss of a route at accept, though nothing is wrong with the

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // TestEarlyAnswer has a target answer before it has read its input, and close. Its kernel

@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // TestKill kills the cloud and the edge of each pair in the middle of traffic, as a

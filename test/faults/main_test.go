@@ -9,9 +9,9 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/test/rig"
-	"tunnel/test/rig/rigtest"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig/rigtest"
 )
 
 // The promises, with what they are counted from.

@@ -18,9 +18,9 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/auth"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // seenWithin is from a change of a certificate file to the first connection that meets

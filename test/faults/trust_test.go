@@ -12,8 +12,8 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // TestStrangeCloud restarts the cloud with a certificate of another authority, and

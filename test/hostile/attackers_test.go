@@ -17,8 +17,8 @@ import (
 	"syscall"
 	"time"
 
-	"tunnel/pkg/auth"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // Attackers are a process of their own, this program again. Where it is weighed what

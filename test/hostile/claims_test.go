@@ -22,11 +22,11 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/auth"
-	"tunnel/pkg/stream"
-	"tunnel/pkg/tunnel"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // A thief is an edge with a good token that claims what belongs to others: their pods,

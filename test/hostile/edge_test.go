@@ -17,9 +17,9 @@ import (
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
-	"tunnel/pkg/auth"
-	pb "tunnel/pkg/stream/tunnelv1"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/pkg/auth"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/test/rig"
 )
 
 const (

@@ -20,8 +20,8 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/protobuf/proto"
 
-	"tunnel/pkg/auth"
-	pb "tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/pkg/auth"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
 )
 
 // connection is what the cloud may hold for one connection of somebody who has not

@@ -24,11 +24,11 @@ import (
 	"golang.org/x/net/http2"
 	"golang.org/x/net/http2/hpack"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/auth"
-	pb "tunnel/pkg/stream/tunnelv1"
-	"tunnel/test/rig"
-	"tunnel/test/rig/rigtest"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/auth"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig/rigtest"
 )
 
 // launch starts a process of a pair and ends it with the test.

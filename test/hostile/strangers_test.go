@@ -17,10 +17,10 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/credentials"
 
-	"tunnel/internal/testkit"
-	pb "tunnel/pkg/stream/tunnelv1"
-	"tunnel/test/rig"
-	"tunnel/test/rig/rigtest"
+	"tunnel.example/tunnel/internal/testkit"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig/rigtest"
 )
 
 // crowd is strangers of several addresses, each of which holds so many connections to one

@@ -16,10 +16,10 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"tunnel/pkg/egress"
-	"tunnel/pkg/konnectivity"
-	"tunnel/pkg/tunnel"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/pkg/egress"
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // What the egress front door costs, beside Konnectivity's own server and agent:

@@ -1,4 +1,4 @@
-module tunnel/test/interop
+module tunnel.example/tunnel/test/interop
 
 go 1.26.2
 
@@ -6,7 +6,7 @@ require (
 	github.com/hashicorp/yamux v0.1.2
 	google.golang.org/grpc v1.85.0
 	sigs.k8s.io/apiserver-network-proxy/konnectivity-client v0.37.0
-	tunnel v0.0.0
+	tunnel.example/tunnel v0.0.0
 )
 
 require (
@@ -75,7 +75,7 @@ require (
 	sigs.k8s.io/yaml v1.6.0 // indirect
 )
 
-replace tunnel => ../..
+replace tunnel.example/tunnel => ../..
 
 tool (
 	sigs.k8s.io/apiserver-network-proxy/cmd/agent

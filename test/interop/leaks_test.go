@@ -14,7 +14,7 @@ import (
 	"sigs.k8s.io/apiserver-network-proxy/konnectivity-client/pkg/client"
 	"sigs.k8s.io/apiserver-network-proxy/konnectivity-client/pkg/client/metrics"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // Whatever becomes of a dial, nothing of it stays: at the cloud, at the edge, in the target.

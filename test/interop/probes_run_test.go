@@ -10,7 +10,7 @@ import (
 	"syscall"
 	"testing"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // look holds a probe against a stack that works.

@@ -9,7 +9,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // A cloud is ready when it can be used: when edges can join, and callers dial. Without a node

@@ -12,8 +12,8 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/pkg/tunnel"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // fleet is replicas of our cloud and edges, behind balancers that know only addresses.

@@ -19,7 +19,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // stock builds a program of Konnectivity, "agent" or "server". The go command remembers it.

@@ -13,9 +13,9 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/auth"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // TestTheWayIsWrong: each step of join, when it fails, has a name and says what to do; and

@@ -11,8 +11,8 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // TestNewcomer is the whole way: init, cloud, token create, join, edge, token list, token

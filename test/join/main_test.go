@@ -16,9 +16,9 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/auth"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/test/rig"
 )
 
 const (

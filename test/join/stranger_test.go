@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/pkg/auth"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // stranger answers in the cloud's place, and notes every byte that it is sent, with TLS

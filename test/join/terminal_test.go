@@ -12,8 +12,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // TestTerminal: at a terminal the token is asked for, and is not shown; and when that is

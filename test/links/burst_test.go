@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // burst opens conns through the door, so many at a time and, unless it is 0, so many in a

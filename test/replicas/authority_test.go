@@ -6,8 +6,8 @@ import (
 	"strings"
 	"testing"
 
-	"tunnel/internal/testkit"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // TestAuthority replaces the authority of the replicas' certificates as an operator

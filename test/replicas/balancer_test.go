@@ -9,8 +9,8 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/pkg/tunnel"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/test/rig"
 )
 
 const (

@@ -5,8 +5,8 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/pkg/auth"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // TestCertificate starts a replica with certificates of the right authority that the

@@ -5,7 +5,7 @@ import (
 	"os"
 	"testing"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // lab is hosts around a router, which is where the test runs. What passes between two

@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/test/rig/rigtest"
+	"tunnel.example/tunnel/test/rig/rigtest"
 )
 
 // The promises, with what they are counted from.

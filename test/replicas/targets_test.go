@@ -12,9 +12,9 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/internal/testkit"
-	"tunnel/pkg/auth"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // targets are what the edge of one node dials, and nobody else may. They run in the

@@ -8,7 +8,7 @@ import (
 	"strconv"
 	"strings"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // FleetConfig says what a fleet is made of.

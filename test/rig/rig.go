@@ -31,7 +31,7 @@ import (
 func Build(dir string) (string, error) {
 	path := filepath.Join(dir, "tunnel")
 	build := exec.Command("go", "build", "-trimpath", "-tags=grpcnotrace", "-ldflags=-s -w",
-		"-o", path, "tunnel/cmd/tunnel")
+		"-o", path, "tunnel.example/tunnel/cmd/tunnel")
 	build.Env = append(os.Environ(), "CGO_ENABLED=0")
 	out, err := build.CombinedOutput()
 	if err != nil {

@@ -14,8 +14,8 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"tunnel/test/rig"
-	"tunnel/test/rig/rigtest"
+	"tunnel.example/tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig/rigtest"
 )
 
 const (

@@ -7,7 +7,7 @@ import (
 	"testing"
 	"time"
 
-	core "tunnel/pkg/tunnel"
+	core "tunnel.example/tunnel/pkg/tunnel"
 )
 
 // A link that is away while bytes are under way, for longer than Splice needs to look at its

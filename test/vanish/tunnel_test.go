@@ -14,8 +14,8 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/pkg/auth"
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // way is how a conn gets from its caller to its target.

@@ -10,7 +10,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/test/rig/rigtest"
+	"tunnel.example/tunnel/test/rig/rigtest"
 )
 
 const (

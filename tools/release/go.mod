@@ -1,4 +1,4 @@
-module tunnel/tools/release
+module tunnel.example/tunnel/tools/release
 
 go 1.26.4
 

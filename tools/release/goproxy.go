@@ -16,11 +16,6 @@ import (
 // addModule writes the module as a Go module proxy serves it, into the folder goproxy. With
 // GOPROXY=file:///…/goproxy, `go install` takes the release from there.
 func (r *release) addModule() error {
-	if err := module.CheckPath(r.module); err != nil {
-		// The go command refuses such a path for everything but the main module.
-		r.say("goproxy is left out: %v", err)
-		return nil
-	}
 	path, err := module.EscapePath(r.module)
 	if err != nil {
 		return err

@@ -14,7 +14,7 @@ import (
 	"testing"
 	"time"
 
-	"tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // CA is a certificate authority that is valid for a day.

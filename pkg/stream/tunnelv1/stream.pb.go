@@ -1103,7 +1103,7 @@ const file_stream_proto_rawDesc = "" +
 	"\x0fTunnelStreaming\x12\x14.tunnel.v1.StreamMsg\x1a\x14.tunnel.v1.StreamMsg(\x010\x01\x121\n" +
 	"\aConnect\x12\x10.tunnel.v1.Chunk\x1a\x10.tunnel.v1.Chunk(\x010\x012G\n" +
 	"\fCertificates\x127\n" +
-	"\x04Sign\x12\x16.tunnel.v1.SignRequest\x1a\x17.tunnel.v1.SignResponseB\x1cZ\x1atunnel/pkg/stream/tunnelv1b\x06proto3"
+	"\x04Sign\x12\x16.tunnel.v1.SignRequest\x1a\x17.tunnel.v1.SignResponseB+Z)tunnel.example/tunnel/pkg/stream/tunnelv1b\x06proto3"
 
 var (
 	file_stream_proto_rawDescOnce sync.Once

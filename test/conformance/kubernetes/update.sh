@@ -20,7 +20,7 @@ go list -C "$src" -mod=mod -modfile="$here/$minor.mod" -deps -test ./test/e2e ./
 
 [[ $(sed -n 's|^.*k8s.io/kubernetes v||p' "$kubeall/go.mod") != "$minor".* ]] || exit 0
 {
-  echo 'module tunnel/test/cluster/kubeall'
+  echo 'module tunnel.example/tunnel/test/cluster/kubeall'
   published | sed -n '/^go /,$p' | sed "0,/^require (/s|^require (|require (\n\tk8s.io/kubernetes v$version|"
 } >"$kubeall/$minor.mod"
 cp "$here/$minor.sum" "$kubeall/$minor.sum"

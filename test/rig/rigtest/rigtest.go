@@ -22,7 +22,7 @@ import (
 	"syscall"
 	"testing"
 
-	"tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig"
 )
 
 // Main builds the program, stores its path in program, and runs the tests of m. It returns the exit

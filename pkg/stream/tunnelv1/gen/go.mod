@@ -1,4 +1,4 @@
-module tunnel/pkg/stream/tunnelv1/gen
+module tunnel.example/tunnel/pkg/stream/tunnelv1/gen
 
 go 1.26.0
 

@@ -1,4 +1,4 @@
-module tunnel/test/cluster/coredns
+module tunnel.example/tunnel/test/cluster/coredns
 
 go 1.24.0
 

@@ -1,4 +1,4 @@
-module tunnel/test/cluster/kubeall
+module tunnel.example/tunnel/test/cluster/kubeall
 
 go 1.24.0
 

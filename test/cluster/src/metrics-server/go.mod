@@ -1,4 +1,4 @@
-module tunnel/test/cluster/metrics-server
+module tunnel.example/tunnel/test/cluster/metrics-server
 
 go 1.26.4
 

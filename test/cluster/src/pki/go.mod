@@ -1,3 +1,3 @@
-module tunnel/test/cluster/pki
+module tunnel.example/tunnel/test/cluster/pki
 
 go 1.24.0
