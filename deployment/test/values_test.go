@@ -43,7 +43,7 @@ func TestWrongValues(t *testing.T) {
 		{"peers without a CA", "ha", `cloud: {config: {stream: {peers: {ca: ""}}}}`, "or anybody could be a replica"},
 		{"CoreDNS without names", "ha-responder", `coredns: {enabled: true}`,
 			"write cloud.config.stream.dns.configmap: tunnel-nodes"},
-		{"names of pods and of the Service", "ha", `cloud: {namesLeadTo: service}`, "no name leads to a pod"},
+		{"names of pods and of the Service", "ha", `cloud: {config: {stream: {dns: {service: tunnel-cloud}}}}`, "no name leads to a pod"},
 		{"selector without names", "ha-responder", `cloud: {config: {stream: {dns: {nodeselector: a=b}}}}`,
 			"nodeselector has no effect without configmap"},
 		{"no front door", "single", `cloud: {config: {https: {addr: {"10250": ""}}}}`, "write https.addr, tcp or egress"},

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"slices"
 	"strings"
 	"sync"
@@ -77,31 +78,25 @@ type tool interface {
 	remove(ctx context.Context) error
 }
 
-// makeImages builds the program under two versions, and CoreDNS, and returns the images' files.
+// makeImages builds the images of two releases, and CoreDNS', and returns the images' files.
 func makeImages(ctx context.Context, t *testing.T) []string {
 	t.Helper()
 	dir := t.TempDir()
 	var images []string
-	add := func(reference, program string) {
-		file := filepath.Join(dir, fmt.Sprintf("%d.tar", len(images)))
-		if _, err := run(command(ctx, "../cluster/image.sh", file, reference, program), nil); err != nil {
-			t.Fatal(err)
-		}
-		images = append(images, file)
-	}
 	for _, version := range []string{firstVersion, nextVersion} {
-		program := filepath.Join(dir, version, "tunnel")
-		build := command(ctx, "go", "build", "-trimpath", "-tags", "grpcnotrace", "-ldflags",
-			"-s -w -X main.version="+version, "-o", program, "./cmd/tunnel")
-		build.Dir = "../.."
-		build.Env = append(os.Environ(), "CGO_ENABLED=0") // the image has no C library
-		if _, err := run(build, nil); err != nil {
+		out := filepath.Join(dir, version)
+		if _, err := run(command(ctx, "go", "-C", "../../tools/release", "run", ".", "-out", out, "-version", version,
+			"-snapshot", "-platforms", "linux/"+runtime.GOARCH), nil); err != nil {
 			t.Fatal(err)
 		}
-		add("docker.io/library/tunnel:"+version, program)
+		images = append(images, filepath.Join(out, "tunnel_"+version+"_image.tar"))
 	}
-	add("docker.io/"+coreDNSImage, filepath.Join(clusterHome(t), "bin", "coredns"))
-	return images
+	file := filepath.Join(dir, "coredns.tar")
+	if _, err := run(command(ctx, "../cluster/image.sh", file, "docker.io/"+coreDNSImage,
+		filepath.Join(clusterHome(t), "bin", "coredns")), nil); err != nil {
+		t.Fatal(err)
+	}
+	return append(images, file)
 }
 
 // An installation is what the steps of TestInstall work on.
@@ -172,15 +167,15 @@ func (i *installation) install(ctx context.Context, t *testing.T) {
 	if err := i.tool.edges(ctx, firstVersion); err != nil {
 		t.Fatal(err)
 	}
-	servers := strings.Join(i.addresses(ctx, t, "coredns"), ":5353 ") + ":5353"
-	if err := c.script(ctx, "dns.sh", "forward", servers); err != nil {
+	server, callers := i.service(ctx, t, "tunnel-coredns"), i.service(ctx, t, "tunnel-cloud-callers")
+	if err := c.script(ctx, "dns.sh", "forward", server+":53"); err != nil {
 		t.Fatal(err)
 	}
 	for _, n := range c.nodes { // the ConfigMap, the kubelet that mounts it, CoreDNS
 		eventually(ctx, t, 30*time.Second, "the name of "+n+" to lead to the cloud", func(ctx context.Context) error {
 			address, err := lookup(ctx, coreDNS, n)
-			if err == nil && !slices.Contains(i.addresses(ctx, t, "cloud"), address) {
-				err = fmt.Errorf("%s leads to %s", n, address)
+			if err == nil && address != callers {
+				err = fmt.Errorf("%s leads to %s, want the Service's address %s", n, address, callers)
 			}
 			return err
 		})
@@ -201,6 +196,16 @@ func (i *installation) copyCA(ctx context.Context, t *testing.T) {
 		"--from-file=ca.crt=/dev/stdin"); err != nil {
 		t.Fatal(err)
 	}
+}
+
+// service returns the clusterIP of a Service in the cloud's namespace.
+func (i *installation) service(ctx context.Context, t *testing.T, name string) string {
+	t.Helper()
+	address, err := i.c.kubectl(ctx, "get", "service", name, "-n", namespace, "-o", "jsonpath={.spec.clusterIP}")
+	if err != nil {
+		t.Fatal(err)
+	}
+	return address
 }
 
 // addresses returns the addresses of the ready pods of a component in the cloud's namespace.
@@ -292,7 +297,7 @@ func (i *installation) underLoad(ctx context.Context, t *testing.T, change func(
 	began := time.Now()
 	err := change()
 	took := time.Since(began)
-	// Replicas that were replaced drain for 25 s; names must not lead to them then.
+	// Replicas that were replaced drain for 25 s; the Service must not lead to them then.
 	if err == nil {
 		select {
 		case <-time.After(40 * time.Second):

@@ -16,7 +16,7 @@ DNSIP=${DNSIP:-$DNSBIND}          # the only name server of kube-apiserver and m
 KUBELET_EXTRA=${KUBELET_EXTRA:-}  # more flags for every kubelet
 SNAPSHOTTER=${SNAPSHOTTER:-}      # containerd's; empty: overlayfs, or native where overlayfs cannot be stacked
 DIRECT=${DIRECT:-}                # MODE=nat: nodes that are on the bridge all the same, as machines beside the control plane are
-KUBEPROXY=${KUBEPROXY:-}          # 1: kube-proxy in every node, and a DNS for pods: Services work from pods by address and name
+KUBEPROXY=${KUBEPROXY:-}          # 1: kube-proxy in every node, and a DNS for pods: Services work from pods by address and name; with DIRECT also from kube-apiserver
 KUBERNETES=${KUBERNETES:-}        # such as 1.36: the programs in kubernetes-1.36/bin in place of build.sh's own kubeall
 IMAGES=${IMAGES:-}                # more directories of image archives that every node imports
 

@@ -12,8 +12,7 @@ ip link add "$BRIDGE" type bridge
 ip addr add "$CPIP/24" dev "$BRIDGE"
 ip link set "$BRIDGE" up
 echo 0 >"/proc/sys/net/ipv4/conf/$BRIDGE/forwarding"
-nowhere 10.96.0.0/16
-
+services=10.96.0.0/16
 for n in $NODES; do
   i=$(index "$n") ns=$PREFIX-$n port=${PREFIX}v$i
   ip netns add "$ns"
@@ -50,6 +49,15 @@ for n in $NODES; do
   fi
   forwarding "$ns"
 done
+
+# With kube-proxy, the control plane reaches Services: here through the kube-proxy of the first node on the bridge.
+for n in $NODES; do
+  [ -n "$KUBEPROXY" ] && direct "$n" || continue
+  ip route add "$services" via "$(address "$n")" dev "$BRIDGE" proto "$ROUTEPROTO"
+  services=
+  break
+done
+[ -z "$services" ] || nowhere "$services"
 
 for n in $NODES; do # pods of one node on the bridge reach pods of another without the root namespace
   for m in $NODES; do
