@@ -9,8 +9,10 @@ import (
 	"net"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -277,13 +279,16 @@ func TestParkedConnectionsLeaveRoom(t *testing.T) {
 			closed++
 			continue
 		}
-		resp.Body.Close()
+		io.Copy(io.Discard, resp.Body)
 		parked = append(parked, c)
 	}
-	if len(parked) != DefaultConns/8 || closed != DefaultConns+10-DefaultConns/8 {
-		t.Errorf("%d connections of one address are served and %d closed, want %d to be served",
-			len(parked), closed, DefaultConns/8)
+	// On a slow machine some are silent for a second, and then lose their places to newcomers.
+	served := len(parked)
+	parked = slices.DeleteFunc(parked, func(c net.Conn) bool { return hasEnded(t, c) })
+	if len(parked) != DefaultConns/8 {
+		t.Errorf("one address has %d connections open, want %d", len(parked), DefaultConns/8)
 	}
+	closed += served - len(parked)
 	if n := s.Counters.LimitedBy(tunnel.LimitHealth); n != uint64(closed) {
 		t.Errorf("the limit is counted %d times, want %d", n, closed)
 	}
@@ -319,6 +324,22 @@ func TestParkedConnectionsLeaveRoom(t *testing.T) {
 		case <-time.After(10 * time.Millisecond):
 		}
 	}
+}
+
+// hasEnded reports whether the peer has closed c, which has nothing to read. It does not wait.
+func hasEnded(t *testing.T, c net.Conn) bool {
+	t.Helper()
+	raw, err := c.(*net.TCPConn).SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var peekErr error
+	if err := raw.Control(func(fd uintptr) {
+		_, _, peekErr = syscall.Recvfrom(int(fd), make([]byte, 1), syscall.MSG_PEEK|syscall.MSG_DONTWAIT)
+	}); err != nil {
+		t.Fatal(err)
+	}
+	return !errors.Is(peekErr, syscall.EAGAIN)
 }
 
 // A few addresses hold all places: silent, in the middle of a header, or idle after a response. A
