@@ -117,8 +117,9 @@ func (d *demo) write(name string, data []byte) error {
 
 // The demo's ports are below 32768, where the kernel's ports for outgoing connections
 // begin. Else an outgoing connection could take a port between its choice and its use.
+// The ports of tests are below 25000 (test/rig), so that a demo takes none of theirs.
 const (
-	firstPort = 10000
+	firstPort = 25000
 	lastPort  = 32000
 )
 

@@ -107,10 +107,11 @@ func (p *Pair) choosePorts() error {
 }
 
 // Ports stay below those that the kernel gives to outgoing connections, from 32768:
-// while a cloud is down, a connection of somebody else must not take its port.
+// while a cloud is down, a connection of somebody else must not take its port. They
+// also stay below those of `tunnel demo`, which locks none: internal/demo/files.go.
 const (
 	firstPort = 10000
-	lastPort  = 32000
+	lastPort  = 25000
 )
 
 // taken holds the locked file of each port that this process has given away.
