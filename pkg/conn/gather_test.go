@@ -3,11 +3,14 @@ package conn
 import (
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 )
 
 // Small pieces in a row are gathered; answers, large pieces and slow ones are not.
-func TestGather(t *testing.T) {
+func TestGather(t *testing.T) { synctest.Test(t, testGather) }
+
+func testGather(t *testing.T) {
 	many := func(n, gathered int, heard bool, every time.Duration) (paused int) {
 		var p pace
 		size := n
@@ -20,7 +23,7 @@ func TestGather(t *testing.T) {
 				paused++
 				size = gathered
 			}
-			p.last = p.last.Add(-every)
+			time.Sleep(every)
 		}
 		return paused
 	}
