@@ -55,11 +55,10 @@ Y
 
 quiet kubectl apply -k "$work/cloud"
 quiet kubectl rollout status deployment/tunnel-cloud -n $system --timeout=120s
-quiet kubectl create namespace $edges
+quiet kubectl apply -k "$work/edges"
 printf '\n$ kubectl get configmap tunnel-ca -n %s ... | kubectl create configmap tunnel-ca -n %s ...\n' $system $edges
 kubectl get configmap tunnel-ca -n $system -o 'jsonpath={.data.ca\.crt}' |
   kubectl create configmap tunnel-ca -n $edges --from-file=ca.crt=/dev/stdin >/dev/null
-quiet kubectl apply -k "$work/edges"
 quiet kubectl rollout status daemonset/tunnel-edge -n $edges --timeout=120s
 
 # kube-apiserver asks the cloud for the addresses of the nodes.

@@ -371,6 +371,9 @@ func (i *installation) objects(ctx context.Context, t *testing.T) map[string]boo
 	}
 	objects := make(map[string]bool)
 	for _, item := range list.Items {
+		if item.Metadata.Namespace == "kube-node-lease" {
+			continue // of the kubelets
+		}
 		objects[item.Kind+" "+item.Metadata.Namespace+"/"+item.Metadata.Name] = true
 	}
 	return objects
@@ -519,7 +522,7 @@ func (h *helm) cloud(ctx context.Context, version string) error {
 	}
 	return h.run(ctx, "upgrade", "--install", "tunnel", filepath.Join(deploy, "helm/tunnel"), "-n", namespace, "--wait",
 		"--timeout=3m", "-f", filepath.Join(deploy, "helm/tunnel/ci/ha.yaml"), "--set", "certificates.address="+joinAddress,
-		"--set", "image.tag="+version)
+		"--set", "image.tag="+version, "--set", "cloud.service.type=NodePort") // or --wait waits for a load balancer
 }
 
 func (h *helm) edges(ctx context.Context, version string) error {
