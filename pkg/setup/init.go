@@ -64,9 +64,7 @@ func Init(ctx context.Context, cfg InitConfig) error {
 		if unit, err = newSystemdUnit(cloudService(), dir, cfg.Host); err != nil {
 			return initError(err)
 		}
-		if port < lowPorts {
-			unit.bindLowPorts()
-		}
+		unit.lowPort = port < lowPorts
 	}
 	if err = c.fill(); err != nil {
 		return err
@@ -82,7 +80,7 @@ func Init(ctx context.Context, cfg InitConfig) error {
 		if err = unit.install(ctx); err != nil {
 			return initError(err)
 		}
-		fmt.Fprintf(cfg.Out, "\n%s\n", unit.running())
+		fmt.Fprintf(cfg.Out, "\n%s\n", strings.Join(unit.running(), "\n"))
 	}
 	c.explain()
 	return nil

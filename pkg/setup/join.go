@@ -188,7 +188,9 @@ func (j *joining) steps(ctx context.Context) error {
 	if err = unit.install(ctx); err != nil {
 		return err
 	}
-	j.ok("systemd", "%s", unit.running())
+	for _, line := range unit.running() {
+		j.ok("systemd", "%s", line)
+	}
 	return nil
 }
 

@@ -13,7 +13,7 @@
 //
 // Each file has one owner: init.go writes the cloud's folder, init_systemd.go moves files of it for
 // the unit's user, init_cluster.go writes Kubernetes' objects in its place, tokenfile.go changes the
-// token file, join_files.go writes the node's folder, systemd.go writes the units. The package
+// token file, join_files.go writes the node's folder, systemd.go writes the units and drop-ins. The package
 // reads neither flags nor the environment: cmd gives both to it, and makes an exit code of
 // its errors (Error).
 package setup

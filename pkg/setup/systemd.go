@@ -33,9 +33,6 @@ func edgeService() service  { return service{"edge", edgeUnit, "This machine has
 // name returns the name of the unit, without ".service".
 func (s service) name() string { return "tunnel-" + s.mode }
 
-// file returns the path to which --systemd writes the unit. Packages have units elsewhere (packageUnits).
-func (s service) file() string { return "/etc/systemd/system/" + s.name() + ".service" }
-
 // config returns the path of the configuration in a folder.
 func (s service) config(dir string) string { return filepath.Join(dir, s.mode+".toml") }
 
@@ -45,7 +42,7 @@ func (s service) start(program, dir string) string {
 }
 
 const (
-	// packageProgram is the program in units of packages. newSystemdUnit replaces it by the path of the
+	// packageProgram is the program in units of packages. systemdUnit.text replaces it by the path of the
 	// running program, and DefaultDir by the folder of the files.
 	packageProgram = "/usr/bin/tunnel"
 	// installProgram is where an operator installs the program by hand.
@@ -54,14 +51,24 @@ const (
 	booted = "/run/systemd/system"
 )
 
-// packageUnits returns the folders of the units of packages (systemd.unit(5)).
-func packageUnits() []string { return []string{"/usr/lib/systemd/system", "/lib/systemd/system"} }
+// unitFolders are folders of units (systemd.unit(5)). A unit in own hides a unit of the same name in packages.
+type unitFolders struct {
+	own      string   // for the operator, and for --systemd
+	packages []string // for packages; systemd takes the unit of the first folder that has one
+}
+
+func systemFolders() unitFolders {
+	return unitFolders{"/etc/systemd/system", []string{"/usr/lib/systemd/system", "/lib/systemd/system"}}
+}
 
 // systemdUnit is a unit for this machine.
 type systemdUnit struct {
 	service
-	text      string
-	systemctl string // path of the program
+	program   string   // that the unit starts
+	dir       string   // of the configuration
+	lowPort   bool     // the service listens on a port below 1024
+	systemctl string   // path of the program
+	notes     []string // what an operator reads about the unit beside that it runs; write adds them
 }
 
 // newSystemdUnit checks that systemd runs this machine, and could run the service with files in dir, an
@@ -96,8 +103,7 @@ func newSystemdUnit(s service, dir string, h Host) (*systemdUnit, error) {
 		failed.err = fmt.Errorf("a unit cannot name %s or %s as they are", program, dir)
 		failed.fix = "Choose paths without blanks, quotes and % signs."
 	default:
-		text := strings.Replace(s.unit, s.start(packageProgram, DefaultDir), s.start(program, dir), 1)
-		return &systemdUnit{s, text, systemctl}, nil
+		return &systemdUnit{service: s, program: program, dir: dir, systemctl: systemctl}, nil
 	}
 	return nil, failed
 }
@@ -132,19 +138,39 @@ func enterable(dir string) bool {
 	return errors.Is(err, fs.ErrNotExist) || err == nil && info.Mode().Perm()&0o005 == 0o005
 }
 
-// bindLowPorts lets the service listen on ports below 1024.
-func (u *systemdUnit) bindLowPorts() {
-	const none, one = "CapabilityBoundingSet=\n", "CapabilityBoundingSet=CAP_NET_BIND_SERVICE\n"
-	u.text = strings.Replace(u.text, "\n"+none, "\n"+one+"AmbientCapabilities=CAP_NET_BIND_SERVICE\n", 1)
+// bindLowPorts are settings of a unit that let its service listen on ports below 1024.
+const bindLowPorts = "CapabilityBoundingSet=CAP_NET_BIND_SERVICE\nAmbientCapabilities=CAP_NET_BIND_SERVICE\n"
+
+// text returns the whole unit, for a machine without a package.
+func (u *systemdUnit) text() string {
+	text := strings.Replace(u.unit, u.start(packageProgram, DefaultDir), u.start(u.program, u.dir), 1)
+	if u.lowPort {
+		text = strings.Replace(text, "\nCapabilityBoundingSet=\n", "\n"+bindLowPorts, 1)
+	}
+	return text
+}
+
+// dropIn returns what this service needs beside the unit of a package; "": nothing.
+func (u *systemdUnit) dropIn(unit string) string {
+	var settings string
+	if start := u.start(u.program, u.dir); !strings.Contains(unit, "\n"+start) {
+		settings = "# The empty value removes the command of the package's unit.\nExecStart=\n" + start
+	}
+	if u.lowPort {
+		settings += bindLowPorts
+	}
+	if settings == "" {
+		return ""
+	}
+	return fmt.Sprintf("# `tunnel` writes and removes this file (--systemd). Settings of your own: systemctl edit %s\n"+
+		"[Service]\n%s", u.name(), settings)
 }
 
 // install writes the unit, and has systemd start it now and at boot. A running service is restarted,
 // since its files may have changed.
 func (u *systemdUnit) install(ctx context.Context) error {
-	if !packaged(u.file(), u.text, packageUnits()) {
-		if err := overwrite(u.file(), newFile{mode: publicFile, content: []byte(u.text)}); err != nil {
-			return &stepError{step: "systemd", err: err, fix: u.done + "; only the unit is missing."}
-		}
+	if err := u.write(systemFolders()); err != nil {
+		return &stepError{step: "systemd", err: err, fix: u.done + "; only the unit is missing."}
 	}
 	for _, args := range [][]string{{"daemon-reload"}, {"enable", u.name()}, {"restart", u.name()}} {
 		out, err := exec.CommandContext(ctx, u.systemctl, args...).CombinedOutput()
@@ -159,22 +185,72 @@ func (u *systemdUnit) install(ctx context.Context) error {
 	return nil
 }
 
-// packaged reports whether a package has installed this very text as its unit, and no unit at file replaces
-// it. Then a copy at file would only hide the units of later packages. folders are those of packages' units.
-func packaged(file, text string, folders []string) bool {
-	if _, err := os.Lstat(file); !errors.Is(err, fs.ErrNotExist) {
-		return false
+// write writes the unit. If a package has installed one, write adds at most a drop-in: a whole unit would hide the
+// package's unit, and after an upgrade the new one, too.
+func (u *systemdUnit) write(folders unitFolders) error {
+	file := filepath.Join(folders.own, u.name()+".service")
+	added := filepath.Join(file+".d", "50-tunnel.conf") // an operator's override.conf comes later, and so prevails
+	unit, text, err := folders.packaged(u.name())
+	if err != nil {
+		return err
 	}
-	for _, dir := range folders {
-		got, err := os.ReadFile(filepath.Join(dir, filepath.Base(file)))
-		if err == nil {
-			return string(got) == text
+	if unit == "" {
+		if err = removeIfThere(added); err != nil { // the drop-in for a package that is gone
+			return err
 		}
+		return overwrite(file, newFile{mode: publicFile, content: []byte(u.text())})
 	}
-	return false
+	u.notes = append(u.notes, "the unit is the package's: "+unit)
+	if err = u.uncover(file); err != nil {
+		return err
+	}
+	settings := u.dropIn(text)
+	if settings == "" {
+		return removeIfThere(added)
+	}
+	if err = makeDir(filepath.Dir(added)); err != nil {
+		return err
+	}
+	u.notes = append(u.notes, "the unit has a drop-in for the command line or the port: "+added)
+	return overwrite(added, newFile{mode: publicFile, content: []byte(settings)})
 }
 
-// running is what an operator reads about an installed unit.
-func (u *systemdUnit) running() string {
-	return fmt.Sprintf("%s runs now, and starts with the machine: journalctl -u %[1]s", u.name())
+// packaged returns path and text of the unit that a package has installed. The path is "" if there is none.
+func (f unitFolders) packaged(name string) (path, text string, _ error) {
+	for _, dir := range f.packages {
+		path = filepath.Join(dir, name+".service")
+		got, err := os.ReadFile(path)
+		if err == nil || !errors.Is(err, fs.ErrNotExist) {
+			return path, string(got), err
+		}
+	}
+	return "", "", nil
+}
+
+// uncover renames the unit at file, which hides the package's: an earlier --systemd or an operator wrote it.
+func (u *systemdUnit) uncover(file string) error {
+	old := file + ".old" // systemd reads no file of this name
+	err := os.Rename(file, old)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err == nil {
+		u.notes = append(u.notes, fmt.Sprintf("%s hid the package's unit, and is now %s", file, old))
+	}
+	return err
+}
+
+// removeIfThere removes a file, if there is one.
+func removeIfThere(path string) error {
+	if err := os.Remove(path); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// running returns lines that an operator reads about an installed unit.
+func (u *systemdUnit) running() []string {
+	return append([]string{
+		fmt.Sprintf("%s runs now, and starts with the machine: journalctl -u %[1]s", u.name()),
+	}, u.notes...)
 }

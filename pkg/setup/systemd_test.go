@@ -2,6 +2,7 @@ package setup
 
 import (
 	"errors"
+	"maps"
 	"os"
 	"path/filepath"
 	"slices"
@@ -65,12 +66,15 @@ func TestCloudUnitIsAsHardenedAsTheEdges(t *testing.T) {
 
 // Only a cloud on a port below 1024 gets the capability for such ports.
 func TestBindLowPorts(t *testing.T) {
-	u := &systemdUnit{service: cloudService(), text: cloudUnit}
-	u.bindLowPorts()
+	u := &systemdUnit{service: cloudService(), program: packageProgram, dir: DefaultDir}
+	if u.text() != cloudUnit {
+		t.Errorf("without a low port, the unit is\n%s", u.text())
+	}
+	u.lowPort = true
 	want := strings.Replace(cloudUnit, "\nCapabilityBoundingSet=\n",
 		"\nCapabilityBoundingSet=CAP_NET_BIND_SERVICE\nAmbientCapabilities=CAP_NET_BIND_SERVICE\n", 1)
-	if u.text != want || u.text == cloudUnit {
-		t.Errorf("the unit is\n%s", u.text)
+	if u.text() != want || u.text() == cloudUnit {
+		t.Errorf("the unit is\n%s", u.text())
 	}
 }
 
@@ -99,30 +103,129 @@ func TestNoSystemd(t *testing.T) {
 	}
 }
 
-// A unit of a package is used if it is the one that --systemd would write, and nothing replaces it.
+// With the unit of a package, --systemd writes no other unit, but the drop-in that the service needs. Without one,
+// it writes the unit, and no drop-in changes it.
 func TestPackagedUnit(t *testing.T) {
+	const dropIn = "tunnel-cloud.service.d/50-tunnel.conf"
+	const usual, other = "/usr/bin/tunnel", "/opt/tunnel"
+	start := func(program string) string { return "ExecStart=" + program + " cloud -c /etc/tunnel/cloud.toml\n" }
+	whole := func(program string, lowPort bool) string {
+		return (&systemdUnit{service: cloudService(), program: program, dir: DefaultDir, lowPort: lowPort}).text()
+	}
 	for name, tt := range map[string]struct {
-		packages, etc string // texts of the two units; "": none
-		want          bool
+		packaged string            // text of the package's unit; "": no package
+		own      map[string]string // the operator's folder before
+		program  string
+		lowPort  bool
+		want     map[string]string // the operator's folder afterwards; of a drop-in the settings alone
+		notes    []string
 	}{
-		"no package":                        {"", "", false},
-		"the same unit":                     {"unit", "", true},
-		"another program, such as in /opt":  {"other", "", false},
-		"an operator's unit replaces it":    {"unit", "mine", false},
-		"an earlier --systemd has replaced": {"unit", "unit", false},
+		"no package": {
+			"", nil, other, false,
+			map[string]string{"tunnel-cloud.service": whole(other, false)}, nil,
+		},
+		"no package, low port": {
+			"", map[string]string{"tunnel-cloud.service": "mine"}, usual, true,
+			map[string]string{"tunnel-cloud.service": whole(usual, true)}, nil,
+		},
+		"the package is gone": {
+			"", map[string]string{dropIn: "[Service]\nx", "tunnel-cloud.service.d/override.conf": "mine"}, usual, false,
+			map[string]string{
+				"tunnel-cloud.service": whole(usual, false), "tunnel-cloud.service.d/override.conf": "mine",
+			}, nil,
+		},
+		"a package": {cloudUnit, nil, usual, false, map[string]string{}, []string{"the package's: "}},
+		"a newer package": {
+			"[Service]\n" + start(usual) + "New=yes\n", nil, usual, false, map[string]string{},
+			[]string{"the package's: "},
+		},
+		"a package and another program": {
+			cloudUnit, nil, other, false, map[string]string{dropIn: "ExecStart=\n" + start(other)},
+			[]string{"the package's: ", dropIn},
+		},
+		"a package and a low port": {
+			cloudUnit, nil, usual, true,
+			map[string]string{
+				dropIn: "CapabilityBoundingSet=CAP_NET_BIND_SERVICE\nAmbientCapabilities=CAP_NET_BIND_SERVICE\n",
+			},
+			[]string{"the package's: ", dropIn},
+		},
+		"a package and a drop-in that is needed no more": {
+			cloudUnit, map[string]string{dropIn: "[Service]\nx", "tunnel-cloud.service.d/override.conf": "mine"}, usual, false,
+			map[string]string{"tunnel-cloud.service.d/override.conf": "mine"}, []string{"the package's: "},
+		},
+		"a package that a unit hides": {
+			cloudUnit, map[string]string{"tunnel-cloud.service": "mine"}, usual, false,
+			map[string]string{"tunnel-cloud.service.old": "mine"},
+			[]string{"the package's: ", "/tunnel-cloud.service hid the package's unit"},
+		},
 	} {
-		etc, empty, packages := t.TempDir(), t.TempDir(), t.TempDir()
-		for dir, text := range map[string]string{etc: tt.etc, packages: tt.packages} {
-			if text == "" {
-				continue
+		t.Run(name, func(t *testing.T) {
+			own, empty, packages := t.TempDir(), t.TempDir(), t.TempDir()
+			for name, text := range tt.own {
+				put(t, filepath.Join(own, name), text)
 			}
-			if err := os.WriteFile(filepath.Join(dir, "tunnel-cloud.service"), []byte(text), publicFile); err != nil {
+			if tt.packaged != "" {
+				put(t, filepath.Join(packages, "tunnel-cloud.service"), tt.packaged)
+			}
+			u := &systemdUnit{service: cloudService(), program: tt.program, dir: DefaultDir, lowPort: tt.lowPort}
+			if err := u.write(unitFolders{own, []string{empty, packages}}); err != nil {
 				t.Fatal(err)
 			}
+			got := make(map[string]string)
+			for _, pattern := range []string{"*.*", "*.d/*"} {
+				paths, err := filepath.Glob(filepath.Join(own, pattern))
+				if err != nil {
+					t.Fatal(err)
+				}
+				for _, path := range paths {
+					if text, err := os.ReadFile(path); err == nil { // no folder
+						got[strings.TrimPrefix(path, own+"/")] = string(text)
+					}
+				}
+			}
+			if settings, ok := got[dropIn]; ok {
+				got[dropIn] = settingsOf(t, settings)
+			}
+			if !maps.Equal(got, tt.want) {
+				t.Errorf("the folder holds\n%q, want\n%q", got, tt.want)
+			}
+			said := u.running()[1:]
+			if len(said) != len(tt.notes) {
+				t.Fatalf("an operator reads %q, want %q", said, tt.notes)
+			}
+			for i, want := range tt.notes {
+				if !strings.Contains(said[i], want) {
+					t.Errorf("an operator reads %q, want %q", said[i], want)
+				}
+			}
+		})
+	}
+}
+
+// settingsOf returns the settings of a drop-in, which are of the service, without its comments.
+func settingsOf(t *testing.T, dropIn string) string {
+	t.Helper()
+	head, settings, ok := strings.Cut(dropIn, "[Service]\n")
+	if !ok || strings.Trim(head, "# ") == "" {
+		t.Errorf("the drop-in is\n%s", dropIn)
+	}
+	var b strings.Builder
+	for line := range strings.Lines(settings) {
+		if !strings.HasPrefix(line, "#") {
+			b.WriteString(line)
 		}
-		file := filepath.Join(etc, "tunnel-cloud.service")
-		if got := packaged(file, "unit", []string{empty, packages}); got != tt.want {
-			t.Errorf("%s: %t, want %t", name, got, tt.want)
-		}
+	}
+	return b.String()
+}
+
+// put writes a file and its folder.
+func put(t *testing.T, path, text string) {
+	t.Helper()
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(path, []byte(text), publicFile); err != nil {
+		t.Fatal(err)
 	}
 }

@@ -1,6 +1,7 @@
 package join
 
 import (
+	"os"
 	"os/exec"
 	"path/filepath"
 	"strings"
@@ -134,6 +135,77 @@ echo '== end'
 	if !strings.Contains(a.notes, "this machine has /var/lib/tunnel-cloud/cloud.key") {
 		t.Errorf("%s\nwant what another cloud has", a)
 	}
+}
+
+// TestSystemdPackage: with the unit of a package, the commands use that unit, and write a drop-in only for what is
+// particular to this machine. A unit that hides the package's is set aside.
+func TestSystemdPackage(t *testing.T) {
+	t.Parallel()
+	if out, err := exec.Command("unshare", "--map-root-user", "--mount", "true").CombinedOutput(); err != nil {
+		t.Skipf("no namespace can be made here: %v: %s", err, out)
+	}
+	units := "/usr/lib/systemd/system"
+	if _, err := os.Stat(units); err != nil {
+		t.Skipf("nothing can be mounted there: %v", err)
+	}
+	deployment, err := filepath.Abs("../../deployment/systemd")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := newSite(t, "127.0.0.1")
+	s.start()
+	_, token := s.create("edge1")
+	word := token.Encode().Reveal()
+	s.secret(word, token)
+	a := s.inMachine("TOKEN=" + word + `
+mount -t tmpfs tmpfs ` + units + `
+# The package's program and its folder are elsewhere, since this machine may not write to /usr/bin and /etc.
+for mode in cloud edge; do
+	sed "s|^ExecStart=.*|ExecStart=/usr/local/bin/tunnel $mode -c /srv/$mode/$mode.toml|" \
+		` + deployment + `/tunnel-$mode.service > ` + units + `/tunnel-$mode.service
+done
+umask 077
+cd /etc/systemd/system
+files() { echo "exit code $?, files:$(find . -type f -printf ' %P')."; }
+echo '== join'; echo $TOKEN | tunnel join --dir /srv/edge --systemd; files; cat /srv/asked
+
+echo '== elsewhere'; rm -r /srv/edge
+echo $TOKEN | tunnel join --dir /srv/mine --systemd; files
+stat -c '%a' tunnel-edge.service.d; cat tunnel-edge.service.d/*
+
+echo '== hidden'; rm -r /srv/mine; echo mine > tunnel-edge.service
+echo $TOKEN | tunnel join --dir /srv/edge --systemd; files; cat tunnel-edge.service.old
+
+echo '== init'; rm -r *
+tunnel init --address cloud.example.com:9000 --dir /srv/cloud --systemd; files
+
+echo '== low'; rm -r /srv/cloud /var/lib/tunnel-cloud
+tunnel init --address cloud.example.com:443 --dir /srv/cloud --systemd; files
+grep -c ExecStart tunnel-cloud.service.d/*; grep Capabilit tunnel-cloud.service.d/*
+echo '== end'
+`)
+	const edgeUnit, edgeDropIn = "/usr/lib/systemd/system/tunnel-edge.service", "tunnel-edge.service.d/50-tunnel.conf"
+	const cloudUnit, cloudDropIn = "/usr/lib/systemd/system/tunnel-cloud.service", "tunnel-cloud.service.d/50-tunnel.conf"
+	wantParts(t, a, map[string][]string{
+		"join": {
+			"ok    systemd the unit is the package's: " + edgeUnit + "\n",
+			"exit code 0, files:.\ndaemon-reload\nenable tunnel-edge\nrestart tunnel-edge\n",
+		},
+		"elsewhere": {
+			"the unit is the package's: " + edgeUnit + "\n", "/etc/systemd/system/" + edgeDropIn + "\n",
+			"exit code 0, files: " + edgeDropIn + ".\n755\n",
+			"[Service]\n", "\nExecStart=\nExecStart=/usr/local/bin/tunnel edge -c /srv/mine/edge.toml\n",
+		},
+		"hidden": {
+			"tunnel-edge.service hid the package's unit, and is now /etc/systemd/system/tunnel-edge.service.old\n",
+			"exit code 0, files: tunnel-edge.service.old.\nmine\n",
+		},
+		"init": {"the unit is the package's: " + cloudUnit + "\n", "exit code 0, files:.\n"},
+		"low": {
+			"the unit is the package's: " + cloudUnit + "\n", "exit code 0, files: " + cloudDropIn + ".\n0\n",
+			"CapabilityBoundingSet=CAP_NET_BIND_SERVICE\nAmbientCapabilities=CAP_NET_BIND_SERVICE\n",
+		},
+	})
 }
 
 // TestNoSystemd: on a machine without systemd, --systemd fails first, leaves nothing behind, and says what

@@ -14,14 +14,17 @@ import (
 
 // file is a file of an archive, of a package or of a layer. Its owner is root.
 type file struct {
-	name       string
+	name       string // ends with a slash: the file is a folder, which only writeTar knows
 	executable bool
 	data       []byte
 }
 
+// folder reports whether the file is a folder.
+func (f file) folder() bool { return strings.HasSuffix(f.name, "/") }
+
 // mode returns the permissions of the file.
 func (f file) mode() fs.FileMode {
-	if f.executable {
+	if f.executable || f.folder() {
 		return 0o755
 	}
 	return 0o644
@@ -77,6 +80,9 @@ func writeTar(w io.Writer, files []file, at time.Time) error {
 		h := &tar.Header{
 			Typeflag: tar.TypeReg, Name: f.name, Mode: int64(f.mode()), Size: int64(len(f.data)), ModTime: at,
 			Format: tar.FormatUSTAR,
+		}
+		if f.folder() {
+			h.Typeflag = tar.TypeDir
 		}
 		if err := t.WriteHeader(h); err != nil {
 			return err

@@ -37,7 +37,11 @@ func unpack(t *testing.T, r io.Reader) (files []file) {
 			t.Errorf("%s: owner %d:%d, time %s", h.Name, h.Uid, h.Gid, h.ModTime)
 		}
 		f := file{name: h.Name, executable: h.Mode&0o111 != 0, data: data}
-		if h.Mode != int64(f.mode()) || h.Typeflag != tar.TypeReg {
+		kind := byte(tar.TypeReg)
+		if f.folder() {
+			kind, f.executable = tar.TypeDir, false
+		}
+		if h.Mode != int64(f.mode()) || h.Typeflag != kind {
 			t.Errorf("%s: mode %o, type %c", h.Name, h.Mode, h.Typeflag)
 		}
 		files = append(files, f)
@@ -49,7 +53,7 @@ func names(t *testing.T, files []file) (names []string) {
 	t.Helper()
 	for _, f := range files {
 		names = append(names, f.name)
-		if len(f.data) == 0 {
+		if len(f.data) == 0 && !f.folder() {
 			t.Errorf("%s is empty", f.name)
 		}
 	}

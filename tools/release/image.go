@@ -32,7 +32,7 @@ const (
 
 // addImages writes the image: a tar with the OCI layout of all platforms, and for each platform a tar as `docker
 // save` writes it. All of them are named tunnel:VERSION.
-func (r *release) addImages(programs []*program) error {
+func (r *release) addImages(programs []*program, docs documents) error {
 	tag, err := name.NewTag("tunnel:" + r.version)
 	if err != nil {
 		return err
@@ -43,7 +43,7 @@ func (r *release) addImages(programs []*program) error {
 		if p.os != "linux" {
 			continue
 		}
-		img, err := r.image(p)
+		img, err := r.image(p, docs.license)
 		if err != nil {
 			return err
 		}
@@ -69,9 +69,16 @@ func (r *release) addImages(programs []*program) error {
 	return r.addLayout(index)
 }
 
-// image assembles the image for p. It holds the program and nothing else.
-func (r *release) image(p *program) (v1.Image, error) {
-	layer, err := layerOf([]file{{name: "tunnel", executable: true, data: p.data}}, r.time)
+// image assembles the image for p. It holds the program and the licences, and nothing else. The licences of most
+// modules in the program demand that their texts accompany it. The layer names the folder, so that whoever unpacks
+// the layer lets every user enter the folder.
+func (r *release) image(p *program, license []byte) (v1.Image, error) {
+	layer, err := layerOf([]file{
+		{name: "licenses/"},
+		{name: "licenses/LICENSE", data: license},
+		{name: "licenses/NOTICES", data: p.notices},
+		{name: "tunnel", executable: true, data: p.data},
+	}, r.time)
 	if err != nil {
 		return nil, err
 	}

@@ -68,8 +68,9 @@ func ociIndex(t *testing.T, dir string) v1.ImageIndex {
 	return index
 }
 
-// checkImage checks an image, of which the layer's hashes too, and that it holds the program and nothing else.
-func checkImage(t *testing.T, img v1.Image, arch, variant string, program []byte) {
+// checkImage checks an image, of which the layer's hashes too, and that it holds the program and the licences, and
+// nothing else.
+func checkImage(t *testing.T, img v1.Image, arch, variant string, program, license, notices []byte) {
 	t.Helper()
 	if err := validate.Image(img); err != nil {
 		t.Error(err)
@@ -113,16 +114,28 @@ func checkImage(t *testing.T, img v1.Image, arch, variant string, program []byte
 		t.Fatal(err)
 	}
 	files := unpack(t, content)
-	if len(files) != 1 || files[0].name != "tunnel" || !files[0].executable || !bytes.Equal(files[0].data, program) {
-		t.Errorf("the image holds %q", names(t, files))
+	want := []string{"licenses/", "licenses/LICENSE", "licenses/NOTICES", "tunnel"}
+	if got := names(t, files); !slices.Equal(got, want) {
+		t.Fatalf("the image holds %q, want %q", got, want)
+	}
+	for i, data := range [][]byte{nil, license, notices, program} {
+		if !bytes.Equal(files[i].data, data) {
+			t.Errorf("/%s holds another text", files[i].name)
+		}
+		if files[i].executable != (files[i].name == "tunnel") {
+			t.Errorf("/%s: executable %t", files[i].name, files[i].executable)
+		}
 	}
 }
 
 func TestImage(t *testing.T) {
 	e := amd64(t)
-	program := dataOf(t, archived(t, e), "tunnel_v0.1.0_linux_amd64/tunnel")
+	const dir = "tunnel_v0.1.0_linux_amd64/"
+	files := archived(t, e)
+	program := dataOf(t, files, dir+"tunnel")
+	license, notices := dataOf(t, files, dir+"LICENSE"), dataOf(t, files, dir+"NOTICES")
 	docker := dockerImage(t, e.dir, "amd64")
-	checkImage(t, docker, "amd64", "", program)
+	checkImage(t, docker, "amd64", "", program, license, notices)
 	index := ociIndex(t, e.dir)
 	if err := validate.Index(index); err != nil {
 		t.Error(err)
@@ -135,7 +148,7 @@ func TestImage(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	checkImage(t, oci, "amd64", "", program)
+	checkImage(t, oci, "amd64", "", program, license, notices)
 	one, err := docker.ConfigName()
 	if err != nil {
 		t.Fatal(err)
@@ -151,7 +164,7 @@ func TestImageForAllPlatforms(t *testing.T) {
 	for _, p := range every() {
 		programs = append(programs, fakeProgram(p.os, p.arch))
 	}
-	if err := r.addImages(programs); err != nil {
+	if err := r.addImages(programs, fakeDocuments()); err != nil {
 		t.Fatal(err)
 	}
 	index := ociIndex(t, r.dir)
@@ -172,9 +185,10 @@ func TestImageForAllPlatforms(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		checkImage(t, img, m.Platform.Architecture, m.Platform.Variant, []byte("program "+m.Platform.Architecture))
-		checkImage(t, dockerImage(t, r.dir, m.Platform.Architecture), m.Platform.Architecture, m.Platform.Variant,
-			[]byte("program "+m.Platform.Architecture))
+		for _, one := range []v1.Image{img, dockerImage(t, r.dir, m.Platform.Architecture)} {
+			checkImage(t, one, m.Platform.Architecture, m.Platform.Variant,
+				[]byte("program "+m.Platform.Architecture), []byte("l"), []byte("n"))
+		}
 	}
 	if want := []string{"linux/amd64", "linux/arm64", "linux/arm/v7"}; !slices.Equal(platforms, want) {
 		t.Errorf("platforms %q, want %q", platforms, want)
@@ -185,13 +199,50 @@ func TestImageForAllPlatforms(t *testing.T) {
 func TestDockerfile(t *testing.T) {
 	text := string(read(t, "../../deployment/image/Dockerfile"))
 	last := text[strings.LastIndex(text, "\nFROM "):]
-	want := "\nFROM scratch\nCOPY --from=build /src/bin/tunnel /tunnel\nUSER " + imageUser + "\nENTRYPOINT [\"/tunnel\"]\n"
+	want := "\nFROM scratch\nCOPY --from=build /src/bin/tunnel /tunnel\nCOPY --from=build /src/bin/licenses /licenses\n" +
+		"USER " + imageUser + "\nENTRYPOINT [\"/tunnel\"]\n"
 	if last != want {
 		t.Errorf("the last stage is\n%s\nwant\n%s", last, want)
 	}
 	version := regexp.MustCompile(`(?m)^go (\d+\.\d+)`).FindSubmatch(read(t, "../../go.mod"))
 	if version == nil || !strings.Contains(text, fmt.Sprintf("\nFROM golang:%s AS build\n", version[1])) {
 		t.Errorf("the Dockerfile builds with another Go than go.mod asks for: %s", version)
+	}
+}
+
+// TestDockerfileLicences runs the Dockerfile's command that builds, in a tree without a repository, as an archive of
+// the sources is one. The command must write the licences of the release's image.
+func TestDockerfileLicences(t *testing.T) {
+	runsHere(t)
+	e := amd64(t)
+	root := t.TempDir()
+	names, err := tracked(t.Context(), e.root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range names {
+		if err = copyFile(filepath.Join(e.root, name), filepath.Join(root, name)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	command := regexp.MustCompile(`(?m)^RUN (make build (?:.*\\\n)*.*)$`).FindSubmatch(
+		read(t, root, "deployment/image/Dockerfile"))
+	if command == nil {
+		t.Fatal("the Dockerfile has no RUN make build")
+	}
+	env := append(os.Environ(), "VERSION="+testVersion)
+	if _, err = output(t.Context(), root, env, "sh", "-euc", string(command[1])); err != nil {
+		t.Fatal(err)
+	}
+	files := archived(t, e)
+	for _, name := range []string{"LICENSE", "NOTICES"} {
+		path := filepath.Join(root, "bin/licenses", name)
+		if !bytes.Equal(read(t, path), dataOf(t, files, "tunnel_v0.1.0_linux_amd64/"+name)) {
+			t.Errorf("the Dockerfile's %s differs from the release's", name)
+		}
+		if info, err := os.Stat(path); err != nil || info.Mode().Perm() != 0o644 {
+			t.Errorf("%s: %v, %v", name, info.Mode(), err)
+		}
 	}
 }
 

@@ -4,6 +4,7 @@
 //
 //	go -C tools/release run . -out /tmp/dist              # the tag at HEAD, of a clean tree
 //	go -C tools/release run . -out /tmp/dist -snapshot    # any tree, for trials
+//	go -C tools/release run . -notices $PWD/bin/tunnel    # only the third-party notices of one binary
 //
 // Two builds of one commit by one version of Go give the same bytes. Every timestamp is the commit's, every
 // list is sorted, every owner is root, and the environment does not change how the binaries are compiled.
@@ -29,7 +30,7 @@ const passwordVariable = "TUNNEL_RELEASE_PASSWORD"
 
 func main() {
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
-	err := run(ctx, os.Args[1:], os.Getenv(passwordVariable), os.Stderr)
+	err := run(ctx, os.Args[1:], os.Getenv(passwordVariable), os.Stdout, os.Stderr)
 	stop()
 	switch {
 	case errors.Is(err, flag.ErrHelp):
@@ -40,10 +41,10 @@ func main() {
 	}
 }
 
-// run reads the command line and builds the release.
-func run(ctx context.Context, args []string, password string, stderr io.Writer) error {
+// run reads the command line and builds the release, or writes notices to stdout.
+func run(ctx context.Context, args []string, password string, stdout, stderr io.Writer) error {
 	o := options{password: password, log: stderr}
-	var platforms string
+	var platforms, binary string
 	flags := flag.NewFlagSet("release", flag.ContinueOnError)
 	flags.SetOutput(stderr)
 	flags.StringVar(&o.root, "root", "../..", "root `folder` of the repository")
@@ -53,13 +54,17 @@ func run(ctx context.Context, args []string, password string, stderr io.Writer) 
 		"the variable "+passwordVariable+" holds its password")
 	flags.BoolVar(&o.snapshot, "snapshot", false, "build a tree without a tag or with uncommitted changes, for trials")
 	flags.StringVar(&platforms, "platforms", "", "with -snapshot: build only for these, such as `linux/amd64,linux/arm`")
+	flags.StringVar(&binary, "notices", "", "print the third-party notices of the `binary` that make build has made, "+
+		"and build no release")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
 	switch {
 	case flags.NArg() > 0:
 		return fmt.Errorf("release takes only flags, not %q", flags.Arg(0))
-	case o.out == "":
+	case binary != "" && (o.out != "" || o.key != "" || o.snapshot || platforms != ""):
+		return errors.New("-notices builds no release: only -root and -version fit to it")
+	case binary == "" && o.out == "":
 		return errors.New("-out is missing: name a folder for the release")
 	case platforms != "" && !o.snapshot:
 		return errors.New("-platforms needs -snapshot: a release is for all platforms")
@@ -72,6 +77,9 @@ func run(ctx context.Context, args []string, password string, stderr io.Writer) 
 		if *path, err = filepath.Abs(*path); err != nil {
 			return err
 		}
+	}
+	if binary != "" {
+		return writeNotices(ctx, o, binary, stdout)
 	}
 	return build(ctx, o)
 }

@@ -214,8 +214,12 @@ func TestCommandLine(t *testing.T) {
 		{"-out x -snapshot -platforms linux/arm,plan9/arm", "plan9/arm is none"},
 		{"-out x -snapshot -platforms linux/arm,", "an empty name"},
 		{"-out x -root /nowhere", "/nowhere"},
+		{"-notices x -out y", "-notices builds no release"},
+		{"-notices x -snapshot", "-notices builds no release"},
+		{"-notices /nowhere/tunnel", "/nowhere/tunnel"},
+		{"-notices main.go", "main.go"},
 	} {
 		var b bytes.Buffer
-		wantError(t, run(t.Context(), strings.Fields(test.args), "", &b), test.want)
+		wantError(t, run(t.Context(), strings.Fields(test.args), "", io.Discard, &b), test.want)
 	}
 }

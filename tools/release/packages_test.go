@@ -167,6 +167,7 @@ func TestDebLife(t *testing.T) {
 		"etc/tunnel/cloud.toml", "etc/tunnel/pki/ca.key", "var/lib/private/tunnel-edge/node.pem",
 		"var/lib/private/tunnel-cloud/x", "etc/systemd/system/tunnel-edge.service.d/override.conf",
 		"etc/systemd/system/multi-user.target.wants/tunnel-cloud.service",
+		"etc/systemd/system/tunnel-cloud.service.old", // by `tunnel init --systemd`
 	}
 	others := []string{"etc/tunnel.d/x", "var/lib/private/other/x", "etc/systemd/system/other.service"}
 	slices.Sort(others)

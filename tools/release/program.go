@@ -1,9 +1,11 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"debug/buildinfo"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -50,6 +52,22 @@ func (r *release) compile(ctx context.Context, p platform) (string, error) {
 // host compiles for the machine that builds the release.
 func (r *release) host(ctx context.Context) (string, error) {
 	return r.compile(ctx, platform{runtime.GOOS, runtime.GOARCH})
+}
+
+// writeNotices writes the notices of a binary that was compiled from the tree in o.root. It needs no repository.
+func writeNotices(ctx context.Context, o options, binary string, to io.Writer) error {
+	info, err := buildinfo.ReadFile(binary)
+	if err != nil {
+		return err
+	}
+	r := &release{options: o, source: &source{version: cmp.Or(o.wanted, "devel")}}
+	p := &program{info: info}
+	prog, err := r.inspect(ctx, platform{p.setting("GOOS"), p.setting("GOARCH")}, binary)
+	if err != nil {
+		return fmt.Errorf("%s: %w", binary, err)
+	}
+	_, err = to.Write(prog.notices)
+	return err
 }
 
 // inspect reads the binary at path.

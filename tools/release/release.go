@@ -88,7 +88,7 @@ func (r *release) fill(ctx context.Context) error {
 			}
 		}
 	}
-	if err = r.addImages(programs); err != nil {
+	if err = r.addImages(programs, docs); err != nil {
 		return fmt.Errorf("image: %w", err)
 	}
 	if err = r.addModule(); err != nil {

@@ -22,11 +22,11 @@ import (
 
 const source = "stream.proto"
 
-// Each plugin is pinned; the versions are those of the main module's runtime.
-var plugins = []string{
-	"google.golang.org/protobuf/cmd/protoc-gen-go@v1.36.12",
-	"google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.6.2",
-}
+// The plugins are pinned; the versions are those of the main module's runtime.
+const (
+	messagePlugin = "google.golang.org/protobuf/cmd/protoc-gen-go@v1.36.12"
+	grpcPlugin    = "google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.6.2"
+)
 
 func main() {
 	log.SetFlags(0)
@@ -60,7 +60,7 @@ func generate(dir string) error {
 	if err != nil {
 		return err
 	}
-	for _, plugin := range plugins {
+	for _, plugin := range []string{messagePlugin, grpcPlugin} {
 		if err := run(plugin, input, dir); err != nil {
 			return fmt.Errorf("%s: %w", plugin, err)
 		}
@@ -77,7 +77,7 @@ func run(plugin string, input []byte, dir string) error {
 		return err
 	}
 	var response pluginpb.CodeGeneratorResponse
-	if err := proto.Unmarshal(output, &response); err != nil {
+	if err = proto.Unmarshal(output, &response); err != nil {
 		return err
 	}
 	if response.Error != nil {
