@@ -5,6 +5,8 @@
 //
 //	<!-- run: first-port cloud -->                  the scenario first-port runs the block on the machine cloud
 //	<!-- run: first-port cloud background -->       the same; the one command of the block keeps running
+//	<!-- run: first-port cloud fails -->            the same; the last command fails, as the page says
+//	<!-- run: readme,first-port cloud -->           a block of two scenarios
 //	<!-- cluster: kubernetes control -->            as run, but the scenario needs a real cluster (make e2e)
 //	<!-- not run: needs a registry -->              no test runs the block, and why
 //
@@ -46,10 +48,11 @@ type Block struct {
 	Text string // without the indentation of the fence; ends in a line break
 
 	Kind       Kind
-	Scenario   string // Run, Cluster
-	Machine    string // Run, Cluster: where the commands are typed
-	Background bool   // Run, Cluster: the command keeps running
-	Reason     string // NotRun
+	Scenarios  []string // Run, Cluster
+	Machine    string   // Run, Cluster: where the commands are typed
+	Background bool     // Run, Cluster: the command keeps running
+	Fails      bool     // Run, Cluster: the last command fails
+	Reason     string   // NotRun
 }
 
 // String returns the place of the block, for messages.
@@ -105,7 +108,7 @@ func All(root string) ([]Block, error) {
 // Steps returns the blocks of a scenario, in the order of the pages.
 func Steps(blocks []Block, kind Kind, scenario string) []Block {
 	return slices.DeleteFunc(slices.Clone(blocks), func(b Block) bool {
-		return b.Kind != kind || b.Scenario != scenario
+		return b.Kind != kind || !slices.Contains(b.Scenarios, scenario)
 	})
 }
 
@@ -229,14 +232,17 @@ func (p *parser) read(b *Block) {
 	case "cluster":
 		b.Kind = Cluster
 	}
-	if len(words) == 3 && words[2] == "background" {
-		b.Background, words = true, words[:2]
+	if len(words) == 3 {
+		b.Background, b.Fails = words[2] == "background", words[2] == "fails"
 	}
-	if len(words) != 2 {
-		p.fault(p.markLine, "the mark is %s: SCENARIO MACHINE, or with background behind it", p.marked[1])
+	if len(words) != 2 && !b.Background && !b.Fails {
+		p.fault(p.markLine, "the mark is %s: SCENARIO MACHINE, or with background or fails behind it", p.marked[1])
 		return
 	}
-	b.Scenario, b.Machine = words[0], words[1]
+	b.Scenarios, b.Machine = strings.Split(words[0], ","), words[1]
+	if slices.Contains(b.Scenarios, "") {
+		p.fault(p.markLine, "a comma separates the names of two scenarios: ONE,TWO")
+	}
 }
 
 // inside adds a line to the open block, or closes it.

@@ -9,7 +9,7 @@ import (
 
 // scenarios are what the tests of this file run.
 var scenarios = map[string]bool{
-	"readme": true, "first-port": true, "demo": true, "certificates": true, "backup": true, "version": true,
+	"readme": true, "first-port": true, "demo": true, "certificates": true, "backup": true, "upgrade": true,
 }
 
 // forward runs a scenario that forwards a port to the ssh server behind the edge.
@@ -70,15 +70,21 @@ func TestDemo(t *testing.T) {
 	s.run()
 }
 
+// init gives the machine cloud a folder of `tunnel init`, with which a page begins.
+func (s *site) init() {
+	s.t.Helper()
+	dir := filepath.Join(s.dir("cloud"), "cloud")
+	init := exec.Command(program, "init", "--address", "tunnel.example.com:9000", "--dir", dir)
+	if out, err := init.CombinedOutput(); err != nil {
+		s.t.Fatalf("%v\n%s", err, out)
+	}
+}
+
 // made runs the scenario of a page that begins with a folder of `tunnel init`.
 func made(t *testing.T, scenario string, wants []want) {
 	t.Helper()
 	s := newSite(t, scenario, nil, wants)
-	dir := filepath.Join(s.dir("cloud"), "cloud")
-	init := exec.Command(program, "init", "--address", "tunnel.example.com:9000", "--dir", dir)
-	if out, err := init.CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
-	}
+	s.init()
 	s.run()
 }
 
@@ -104,8 +110,16 @@ func TestBackup(t *testing.T) {
 	})
 }
 
-// docs/upgrade.md has the program say its version, and that of the protocol.
-func TestVersion(t *testing.T) {
+// docs/upgrade.md has the program say its version and that of the protocol, and a new program check the configuration.
+func TestUpgrade(t *testing.T) {
 	t.Parallel()
-	newSite(t, "version", nil, []want{{"tunnel version", "protocol ", ""}}).run()
+	s := newSite(t, "upgrade", map[string]string{"/etc/tunnel": "cloud"}, []want{
+		{"tunnel version", "protocol ", ""},
+		{"config check", "cloud.toml: ok (cloud)", ""},
+	})
+	s.init()
+	if err := os.Symlink(program, filepath.Join(s.dir("cloud"), "tunnel-new")); err != nil {
+		t.Fatal(err)
+	}
+	s.run()
 }
