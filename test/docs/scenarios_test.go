@@ -12,11 +12,11 @@ var scenarios = map[string]bool{
 	"readme": true, "first-port": true, "demo": true, "certificates": true, "backup": true, "upgrade": true,
 }
 
-// forward runs a scenario that forwards a port to the ssh server behind the edge.
-func forward(t *testing.T, scenario string) {
+// forwards is the site of a scenario that forwards a port to the ssh server behind the edge.
+func forwards(t *testing.T, scenario string) *site {
 	t.Helper()
 	cloud, caller := freePort(t), freePort(t)
-	newSite(t, scenario, map[string]string{
+	return newSite(t, scenario, map[string]string{
 		"tunnel.example.com:9000": "127.0.0.1:" + cloud, // the cloud, as edges dial it
 		"2222":                    caller,               // the port that callers use
 		"127.0.0.1:22\"":          "127.0.0.1:" + sshServer(t) + "\"",
@@ -28,32 +28,45 @@ func forward(t *testing.T, scenario string) {
 		{"tunnel join", "Node edge1 has joined", ""},
 		{"tunnel edge", "session started", ""},
 		{"ssh -p", greeting, ""},
-	}).run()
+	})
 }
 
-// A newcomer who follows README reaches a service behind NAT.
+// A newcomer who follows README builds the program, installs it, and reaches a service behind NAT.
 func TestReadme(t *testing.T) {
 	t.Parallel()
-	forward(t, "readme")
+	s := forwards(t, "readme")
+	s.clone("clone")
+	s.swaps["sudo install"], s.swaps["/usr/local/bin"] = "install", s.path
+	if err := os.Remove(filepath.Join(s.path, "tunnel")); err != nil { // the page installs its own
+		t.Fatal(err)
+	}
+	s.run()
 }
 
 // docs/first-port.md leads to ssh on a machine behind NAT.
 func TestFirstPort(t *testing.T) {
 	t.Parallel()
-	forward(t, "first-port")
+	forwards(t, "first-port").run()
 }
 
-// README's way to see the tunnel work: make, in a clone. The clone is a folder of links, so that
-// what make builds does not land in this tree.
+// README's way to see the tunnel work: make, in a clone.
 func TestDemo(t *testing.T) {
 	t.Parallel()
 	s := newSite(t, "demo", nil, []want{
 		{"make demo", "ok tcp", ""},
 		{"ARGS=--once", "ok https-passthrough", ""},
 	})
+	s.clone("clone")
+	s.run()
+}
+
+// clone gives a machine a clone of the repository. It is a folder of links, so that what make builds does not land in
+// this tree.
+func (s *site) clone(machine string) {
+	s.t.Helper()
 	entries, err := os.ReadDir(root)
 	if err != nil {
-		t.Fatal(err)
+		s.t.Fatal(err)
 	}
 	for _, e := range entries {
 		if e.Name() == "bin" || e.Name() == ".git" {
@@ -61,21 +74,20 @@ func TestDemo(t *testing.T) {
 		}
 		from, err := filepath.Abs(filepath.Join(root, e.Name()))
 		if err == nil {
-			err = os.Symlink(from, filepath.Join(s.dir("clone"), e.Name()))
+			err = os.Symlink(from, filepath.Join(s.dir(machine), e.Name()))
 		}
 		if err != nil {
-			t.Fatal(err)
+			s.t.Fatal(err)
 		}
 	}
-	s.run()
 }
 
-// init gives the machine cloud a folder of `tunnel init`, with which a page begins.
-func (s *site) init() {
+// initCloud gives the machine cloud a folder of `tunnel init`, with which a page begins.
+func (s *site) initCloud() {
 	s.t.Helper()
 	dir := filepath.Join(s.dir("cloud"), "cloud")
-	init := exec.Command(program, "init", "--address", "tunnel.example.com:9000", "--dir", dir)
-	if out, err := init.CombinedOutput(); err != nil {
+	cmd := exec.Command(program, "init", "--address", "tunnel.example.com:9000", "--dir", dir)
+	if out, err := cmd.CombinedOutput(); err != nil {
 		s.t.Fatalf("%v\n%s", err, out)
 	}
 }
@@ -84,7 +96,7 @@ func (s *site) init() {
 func made(t *testing.T, scenario string, wants []want) {
 	t.Helper()
 	s := newSite(t, scenario, nil, wants)
-	s.init()
+	s.initCloud()
 	s.run()
 }
 
@@ -117,7 +129,7 @@ func TestUpgrade(t *testing.T) {
 		{"tunnel version", "protocol ", ""},
 		{"config check", "cloud.toml: ok (cloud)", ""},
 	})
-	s.init()
+	s.initCloud()
 	if err := os.Symlink(program, filepath.Join(s.dir("cloud"), "tunnel-new")); err != nil {
 		t.Fatal(err)
 	}
