@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"regexp"
 	"strconv"
 	"strings"
 	"testing"
@@ -96,6 +97,50 @@ func TestClusterScenarios(t *testing.T) {
 		if len(Steps(blocks, Cluster, name)) == 0 {
 			t.Errorf("%s runs the scenario %q, and no page has a block of it", clusterTests, name)
 		}
+	}
+}
+
+var (
+	testName = regexp.MustCompile(`\bTest[A-Z]\w*`)
+	inFolder = regexp.MustCompile(` of (?:package )?([\w/]+)`)
+)
+
+// A mark that names tests ("TestA and TestB of FOLDER") names tests that exist.
+func TestReasons(t *testing.T) {
+	blocks, err := All(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	checked := 0
+	for _, b := range blocks {
+		names := testName.FindAllString(b.Reason, -1)
+		if len(names) == 0 {
+			continue
+		}
+		folder := inFolder.FindStringSubmatch(b.Reason)
+		if folder == nil {
+			t.Errorf("%s: the mark names tests without their folder: write TestA of FOLDER", b)
+			continue
+		}
+		var code strings.Builder
+		files, err := filepath.Glob(filepath.Join(root, folder[1], "*_test.go"))
+		for _, f := range files {
+			text, readErr := os.ReadFile(f)
+			err = errors.Join(err, readErr)
+			code.Write(text)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range names {
+			checked++
+			if !strings.Contains(code.String(), "func "+name+"(") {
+				t.Errorf("%s: %s has no %s", b, folder[1], name)
+			}
+		}
+	}
+	if checked < 5 {
+		t.Errorf("the marks name only %d tests", checked)
 	}
 }
 
