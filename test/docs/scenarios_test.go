@@ -5,6 +5,8 @@ import (
 	"os/exec"
 	"path/filepath"
 	"testing"
+
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // scenarios are what the tests of this file run.
@@ -93,24 +95,30 @@ func (s *site) initCloud() {
 }
 
 // made runs the scenario of a page that begins with a folder of `tunnel init`.
-func made(t *testing.T, scenario string, wants []want) {
+func made(t *testing.T, scenario string, wants []want) *site {
 	t.Helper()
 	s := newSite(t, scenario, nil, wants)
 	s.initCloud()
 	s.run()
+	return s
 }
 
-// docs/certificates.md replaces the cloud's certificate by one that edges accept.
+// docs/certificates.md replaces the cloud's certificate by one that edges accept, and the nodes CA by one that signs.
 func TestCertificates(t *testing.T) {
 	t.Parallel()
 	if _, err := exec.LookPath("openssl"); err != nil {
 		t.Skip("needs openssl(1)")
 	}
-	made(t, "certificates", []want{
+	s := made(t, "certificates", []want{
 		{"-enddate", "notAfter=", ""},
 		{"openssl verify", "new.crt: OK", ""},
 		{"config check", "cloud.toml: ok (cloud)", ""},
 	})
+	dir := filepath.Join(s.dir("cloud"), "cloud")
+	_, err := auth.NewFileSigner(filepath.Join(dir, "nodes-ca.crt"), filepath.Join(dir, "nodes-ca.key"), 0)
+	if err != nil {
+		t.Error(err)
+	}
 }
 
 // docs/backup.md restores a cloud from its backup.
