@@ -77,7 +77,7 @@ func managed() scenario {
 // manifest: this cluster's kube-apiserver is no pod.
 func kubeadmByEgress() scenario {
 	return scenario{name: "kubeadm-egress", moments: []moment{
-		{text: "control-plane apiserver", before: configures("egress-selector-config-file"), after: writes(
+		{text: "control-plane apiserver", before: configures("egress-selector-config-file", false), after: writes(
 			"--egress-selector-config-file=/etc/kubernetes/tunnel/egress.yaml", "--enable-aggregator-routing=true",
 			"mountPath: /etc/kubernetes/tunnel", "path: /run/tunnel",
 			// The page's table says the following of kubeadm.
@@ -90,7 +90,7 @@ func kubeadmByEgress() scenario {
 // kubeadmByNames does the same for names.
 func kubeadmByNames() scenario {
 	return scenario{name: "kubeadm-names", moments: []moment{
-		{text: "control-plane apiserver", before: configures("kubelet-preferred-address-types"), after: writes(
+		{text: "control-plane apiserver", before: configures("kubelet-preferred-address-types", true), after: writes(
 			"--kubelet-preferred-address-types=Hostname,InternalIP,ExternalIP", "dnsPolicy: None", "- 10.0.0.5")},
 		{text: "upload-config", after: stores("kubelet-preferred-address-types")},
 	}}
@@ -215,20 +215,21 @@ func cloudIsAt(version string) func(ctx context.Context, t *testing.T, p *pages,
 }
 
 // configures gives kubeadm what the page has for a machine of the control plane: the ClusterConfiguration that has a
-// flag, and the patch. The reader's own part of the ClusterConfiguration is the version.
-func configures(flag string) func(ctx context.Context, t *testing.T, p *pages) {
+// flag, and for names the patch. Of the reader's own are the version, an address and a name.
+func configures(flag string, patched bool) func(ctx context.Context, t *testing.T, p *pages) {
 	return func(ctx context.Context, t *testing.T, p *pages) {
 		version := p.kubectl(ctx, t, "version", "-o", "jsonpath={.serverVersion.gitVersion}")
-		admin := p.kubectl(ctx, t, "config", "view", "--raw", "--flatten")
+		config := p.yaml(t, "kind: ClusterConfiguration", flag) + "kubernetesVersion: " + version + "\n---\n"
+		if patched {
+			config += p.yaml(t, "kind: InitConfiguration", "patches")
+		} else {
+			config += "apiVersion: kubeadm.k8s.io/v1beta4\nkind: InitConfiguration\n"
+		}
+		const own = "localAPIEndpoint: {advertiseAddress: 10.77.0.1}\nnodeRegistration: {name: control}\n"
 		for file, text := range map[string]string{
-			"kubeadm.yaml": p.yaml(t, "kind: ClusterConfiguration", flag) + "kubernetesVersion: " + version + `
----
-apiVersion: kubeadm.k8s.io/v1beta4
-kind: InitConfiguration
-localAPIEndpoint: {advertiseAddress: 10.77.0.1}
-`,
+			"kubeadm.yaml":              config + own,
+			"etc/kubernetes/admin.conf": p.kubectl(ctx, t, "config", "view", "--raw", "--flatten"),
 			"etc/kubernetes/patches/kube-apiserver0+strategic.yaml": p.yaml(t, "kind: Pod", "dnsConfig"),
-			"etc/kubernetes/admin.conf":                             admin,
 		} {
 			file = filepath.Join(p.kubeadm, file)
 			err := os.MkdirAll(filepath.Dir(file), 0o755)
