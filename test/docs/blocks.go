@@ -1,6 +1,6 @@
 // Package docs reads the command blocks of the pages. Its tests run the commands.
 //
-// A page is README.md, deployment/README.md or docs/*.md. Every fence of a page names its language.
+// A page is every README.md, and every *.md below docs. Every fence of a page names its language.
 // The line before a fence with shell commands is a mark:
 //
 //	<!-- run: first-port cloud -->                  the scenario first-port runs the block on the machine cloud
@@ -22,6 +22,7 @@ package docs
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -70,20 +71,41 @@ func isShell(lang string) bool {
 	return slices.Contains([]string{"sh", "bash", "shell", "console", "zsh"}, lang)
 }
 
-// Pages returns the paths of the pages, from root.
+// Pages returns the paths of the pages, from root: first those that a reader meets first.
 func Pages(root string) ([]string, error) {
-	found, err := filepath.Glob(filepath.Join(root, "docs", "*.md"))
-	if err != nil || len(found) == 0 {
-		return nil, fmt.Errorf("no pages below %s: %w", root, err)
+	var first, docs, others []string
+	err := filepath.WalkDir(root, func(file string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case d.IsDir() && file != root && isForeign(d.Name()):
+			return filepath.SkipDir
+		case d.IsDir():
+			return nil
+		}
+		page, err := filepath.Rel(root, file)
+		if err != nil {
+			return err
+		}
+		switch page = filepath.ToSlash(page); {
+		case page == "README.md":
+			first = append(first, page)
+		case strings.HasPrefix(page, "docs/") && strings.HasSuffix(page, ".md"):
+			docs = append(docs, page)
+		case strings.HasSuffix(page, "/README.md"):
+			others = append(others, page)
+		}
+		return nil
+	})
+	if err == nil && (len(first) == 0 || len(docs) == 0) {
+		err = fmt.Errorf("no README.md, or no docs/*.md, below %s", root)
 	}
-	pages := []string{"README.md"}
-	for _, f := range found {
-		pages = append(pages, filepath.Join("docs", filepath.Base(f)))
-	}
-	if _, err := os.Stat(filepath.Join(root, "deployment", "README.md")); err == nil {
-		pages = append(pages, filepath.Join("deployment", "README.md"))
-	}
-	return pages, nil
+	return slices.Concat(first, docs, others), err
+}
+
+// isForeign reports whether a folder holds tests' data, or what is no part of the repository.
+func isForeign(folder string) bool {
+	return strings.HasPrefix(folder, ".") || slices.Contains([]string{"testdata", "bin", "dist"}, folder)
 }
 
 // All returns the blocks of all pages. The error names every fault of every page.
