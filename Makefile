@@ -48,7 +48,7 @@ test: FUZZTIME = 10s
 test: race fuzz ## the tests: with the race detector, leak checks, and 10 s of fuzzing per target
 
 .PHONY: race
-race: iproute2 strace ## the tests with the race detector; a skip that test/skips.txt does not list fails
+race: iproute2 strace proxies ## the tests with the race detector; a skip that test/skips.txt does not list fails
 	@go run ./tools/report -allow test/skips.txt -- go test -race -count=1 -timeout 10m -json $(PKGS)
 
 # Tests that make networks of their own do it with ip(8).
@@ -62,6 +62,11 @@ iproute2:
 strace:
 	@command -v strace >/dev/null || { echo "installing strace"; apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends strace </dev/null >/dev/null; }
+
+# A test shares port 443 between them and tunnel.
+.PHONY: proxies
+proxies:
+	@test/docs/proxies.sh
 
 .PHONY: fuzz
 fuzz: ## fuzz every target for FUZZTIME (60s each: 25 minutes); commit an input that fails, named after its fault

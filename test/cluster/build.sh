@@ -91,6 +91,16 @@ gobuild() { # NAME PACKAGE FLAGS...: builds PACKAGE of module src/NAME into bin/
   lap "$name: $(($(stat -c %s "$out") / 1000000)) MB"
 }
 
+build_kubeadm() { # a test has it write the manifest of kube-apiserver
+  local v minor mod src
+  v=$(kubernetes_version "$HERE/src/kubeall/go.mod")
+  minor=${v#v} minor=${minor%.*}
+  mod=$(realpath "$HERE/../conformance/kubernetes/$minor.mod")
+  src=$(source_of "$HERE/src/kubeall/go.mod")
+  build "$CLUSTER_HOME/bin/kubeadm" "$(cat "$mod" "${mod%.mod}.sum" | hash)" \
+    go build -C "$src" -modfile="$mod" -trimpath -ldflags "-s -w $(version_flags "$v")" ./cmd/kubeadm
+}
+
 make_images() {
   local out=$CLUSTER_HOME/images bb=$CLUSTER_HOME/debroot/bin/busybox inputs
   inputs=$(cat "$HERE/lib/images.sh" "$bb" | hash)
@@ -106,6 +116,7 @@ write_wrappers
 gobuild pki . -ldflags "-s -w"
 gobuild kubeall . -ldflags "-s -w $(version_flags "$(kubernetes_version "$HERE/src/kubeall/go.mod")")"
 ln -sf kubeall "$CLUSTER_HOME/bin/kubectl"
+build_kubeadm
 gobuild coredns . -ldflags "-s -w"
 gobuild metrics-server sigs.k8s.io/metrics-server/cmd/metrics-server -ldflags "-s -w"
 make_images

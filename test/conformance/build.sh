@@ -15,26 +15,6 @@ lock 3600
 export TMPDIR=$CLUSTER_HOME/tmp
 trap 'rm -rf "$CLUSTER_HOME/tmp"' EXIT
 
-# source_of MODFILE: the folder of the module k8s.io/kubernetes, downloaded. Its e2e tests and test images are packages of it.
-source_of() {
-  local dir
-  dir=$(cd "$HERE/src/kubeall" && go mod download -modfile="$1" -json k8s.io/kubernetes | sed -n 's/^\t"Dir": "\(.*\)",$/\1/p')
-  [ -d "$dir" ] || die "the module k8s.io/kubernetes of $1 has no folder"
-  echo "$dir"
-}
-
-# build OUT INPUTS COMMAND...: runs `COMMAND -o OUT` unless OUT was made of the same inputs.
-build() {
-  local out=$1 inputs=$2; shift 2
-  inputs=$(echo "$inputs $* $(go version)" | hash)
-  if fresh "$out" "$inputs"; then lap "$(basename "$out"): nothing to do"; return; fi
-  lap "$(basename "$out"): go build (with cold caches: minutes)"
-  nice -n 10 "$@" -o "$out.new"
-  mv "$out.new" "$out"
-  echo "$inputs" >"$out.stamp"
-  lap "$(basename "$out"): $(($(stat -c %s "$out") / 1000000)) MB"
-}
-
 # The images' names in the tests: no registry has them, so none is asked.
 registries() {
   printf '%s: e2e.local\n' promoterE2eRegistry gcEtcdRegistry gcRegistry >"$1"
@@ -48,7 +28,7 @@ version() { # VERSION
   if [ -e "$kubeall" ]; then
     flags=$(version_flags "$(kubernetes_version "$kubeall")")
     sums=$(cat "$kubeall" "${kubeall%.mod}.sum" "$HERE"/src/kubeall/*.go | hash)
-    (cd "$HERE/src/kubeall" && build "$home/bin/kubeall" "$sums" go build -modfile="$kubeall" -trimpath -ldflags "-s -w $flags")
+    (cd "$HERE/src/kubeall" && build "$home/bin/kubeall" "$sums" go build -modfile="$kubeall" -trimpath -ldflags "-s -w $flags" .)
     ln -f "$home/bin/kubeall" "$home/bin/kubectl" # not a symbolic link: a test copies the file itself into a pod
   else
     [[ $own = v$v.* ]] || die "test/cluster runs Kubernetes $own; for $v there must be $kubeall"

@@ -162,6 +162,9 @@ func TestTable(t *testing.T) {
 	run := Run{Version: "v1.2.3", Results: map[string][]Result{
 		"control":           {{Test: exec, State: Passed}, {Test: node, State: Passed}, skipped},
 		"names-passthrough": {{Test: exec, State: Passed}, {Test: node, State: Failed}, skipped},
+		"names-terminate":   {},
+		"names-relayed":     {},
+		"egress-grpc":       {},
 	}}
 	got := Table([]Run{run})
 	for _, want := range []string{
@@ -169,12 +172,38 @@ func TestTable(t *testing.T) {
 		"| tests | direct reach | names, passthrough | names, terminate |",
 		"| `kubectl exec` | 2 of 2 | 1 of 2 | 0 of 0 |",
 		"| `kubectl cp` | 0 of 0 |",
-		"| admission webhooks | 0 of 0 | no way to pods | no way to pods | no way to pods | 0 of 0 | 0 of 0 |\n",
+		"| admission webhooks | 0 of 0 | no way to pods | no way to pods | no way to pods | 0 of 0 | not run |\n",
 		"\n- left out by the test itself: [sig-cli] Kubectl client Kubectl copy x (skipped - arm64)\n",
 	} {
 		if !strings.Contains(got, want) {
 			t.Errorf("no %q in:\n%s", want, got)
 		}
+	}
+}
+
+// The page has the rows and columns of Groups and Doors. What its cells count, only a run of make conformance knows.
+func TestPage(t *testing.T) {
+	page, err := os.ReadFile("../../docs/conformance.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	lines := func(text string) (tables []string) {
+		for line := range strings.Lines(text) {
+			if strings.HasPrefix(line, "### ") || strings.HasPrefix(line, "|") {
+				tables = append(tables, regexp.MustCompile(`\b\d+ of \d+\b`).ReplaceAllString(line, "not run"))
+			}
+		}
+		return tables
+	}
+	var runs []Run
+	for _, m := range regexp.MustCompile(`(?m)^### Kubernetes (v\S+)$`).FindAllStringSubmatch(string(page), -1) {
+		runs = append(runs, Run{Version: m[1]})
+	}
+	if len(runs) == 0 {
+		t.Fatal("the page has no table")
+	}
+	if got, want := lines(string(page)), lines(Table(runs)); !slices.Equal(got, want) {
+		t.Errorf("the tables of the page are\n%swant\n%s", strings.Join(got, ""), strings.Join(want, ""))
 	}
 }
 

@@ -1,10 +1,12 @@
 // Package docs reads the command blocks of the pages. Its tests run the commands.
 //
-// A page is README.md, deployment/README.md or docs/*.md. Every fence of a page names its language.
+// A page is every README.md, and every *.md below docs. Every fence of a page names its language.
 // The line before a fence with shell commands is a mark:
 //
 //	<!-- run: first-port cloud -->                  the scenario first-port runs the block on the machine cloud
 //	<!-- run: first-port cloud background -->       the same; the one command of the block keeps running
+//	<!-- run: first-port cloud fails -->            the same; the last command fails, as the page says
+//	<!-- run: readme,first-port cloud -->           a block of two scenarios
 //	<!-- cluster: kubernetes control -->            as run, but the scenario needs a real cluster (make e2e)
 //	<!-- not run: needs a registry -->              no test runs the block, and why
 //
@@ -20,6 +22,7 @@ package docs
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -46,10 +49,11 @@ type Block struct {
 	Text string // without the indentation of the fence; ends in a line break
 
 	Kind       Kind
-	Scenario   string // Run, Cluster
-	Machine    string // Run, Cluster: where the commands are typed
-	Background bool   // Run, Cluster: the command keeps running
-	Reason     string // NotRun
+	Scenarios  []string // Run, Cluster
+	Machine    string   // Run, Cluster: where the commands are typed
+	Background bool     // Run, Cluster: the command keeps running
+	Fails      bool     // Run, Cluster: the last command fails
+	Reason     string   // NotRun
 }
 
 // String returns the place of the block, for messages.
@@ -67,20 +71,41 @@ func isShell(lang string) bool {
 	return slices.Contains([]string{"sh", "bash", "shell", "console", "zsh"}, lang)
 }
 
-// Pages returns the paths of the pages, from root.
+// Pages returns the paths of the pages, from root: first those that a reader meets first.
 func Pages(root string) ([]string, error) {
-	found, err := filepath.Glob(filepath.Join(root, "docs", "*.md"))
-	if err != nil || len(found) == 0 {
-		return nil, fmt.Errorf("no pages below %s: %w", root, err)
+	var first, docs, others []string
+	err := filepath.WalkDir(root, func(file string, d fs.DirEntry, err error) error {
+		switch {
+		case err != nil:
+			return err
+		case d.IsDir() && file != root && isForeign(d.Name()):
+			return filepath.SkipDir
+		case d.IsDir():
+			return nil
+		}
+		page, err := filepath.Rel(root, file)
+		if err != nil {
+			return err
+		}
+		switch page = filepath.ToSlash(page); {
+		case page == "README.md":
+			first = append(first, page)
+		case strings.HasPrefix(page, "docs/") && strings.HasSuffix(page, ".md"):
+			docs = append(docs, page)
+		case strings.HasSuffix(page, "/README.md"):
+			others = append(others, page)
+		}
+		return nil
+	})
+	if err == nil && (len(first) == 0 || len(docs) == 0) {
+		err = fmt.Errorf("no README.md, or no docs/*.md, below %s", root)
 	}
-	pages := []string{"README.md"}
-	for _, f := range found {
-		pages = append(pages, filepath.Join("docs", filepath.Base(f)))
-	}
-	if _, err := os.Stat(filepath.Join(root, "deployment", "README.md")); err == nil {
-		pages = append(pages, filepath.Join("deployment", "README.md"))
-	}
-	return pages, nil
+	return slices.Concat(first, docs, others), err
+}
+
+// isForeign reports whether a folder holds tests' data, or what is no part of the repository.
+func isForeign(folder string) bool {
+	return strings.HasPrefix(folder, ".") || slices.Contains([]string{"testdata", "bin", "dist"}, folder)
 }
 
 // All returns the blocks of all pages. The error names every fault of every page.
@@ -105,7 +130,7 @@ func All(root string) ([]Block, error) {
 // Steps returns the blocks of a scenario, in the order of the pages.
 func Steps(blocks []Block, kind Kind, scenario string) []Block {
 	return slices.DeleteFunc(slices.Clone(blocks), func(b Block) bool {
-		return b.Kind != kind || b.Scenario != scenario
+		return b.Kind != kind || !slices.Contains(b.Scenarios, scenario)
 	})
 }
 
@@ -229,14 +254,17 @@ func (p *parser) read(b *Block) {
 	case "cluster":
 		b.Kind = Cluster
 	}
-	if len(words) == 3 && words[2] == "background" {
-		b.Background, words = true, words[:2]
+	if len(words) == 3 {
+		b.Background, b.Fails = words[2] == "background", words[2] == "fails"
 	}
-	if len(words) != 2 {
-		p.fault(p.markLine, "the mark is %s: SCENARIO MACHINE, or with background behind it", p.marked[1])
+	if len(words) != 2 && !b.Background && !b.Fails {
+		p.fault(p.markLine, "the mark is %s: SCENARIO MACHINE, or with background or fails behind it", p.marked[1])
 		return
 	}
-	b.Scenario, b.Machine = words[0], words[1]
+	b.Scenarios, b.Machine = strings.Split(words[0], ","), words[1]
+	if slices.Contains(b.Scenarios, "") {
+		p.fault(p.markLine, "a comma separates the names of two scenarios: ONE,TWO")
+	}
 }
 
 // inside adds a line to the open block, or closes it.

@@ -2,8 +2,14 @@ package docs
 
 import (
 	"errors"
+	"go/ast"
+	goparser "go/parser"
+	"go/token"
 	"os"
 	"path/filepath"
+	"reflect"
+	"regexp"
+	"strconv"
 	"strings"
 	"testing"
 
@@ -19,17 +25,123 @@ func TestPages(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	inCluster := clusterScenarios(t)
 	kinds := make(map[Kind]int)
 	for _, b := range blocks {
 		kinds[b.Kind]++
-		if b.Kind == Run && !scenarios[b.Scenario] {
-			t.Errorf("%s: no test of this package runs the scenario %q", b, b.Scenario)
+		for _, s := range b.Scenarios {
+			if b.Kind == Run && !scenarios[s] {
+				t.Errorf("%s: no test of this package runs the scenario %q", b, s)
+			}
+			if b.Kind == Cluster && !inCluster[s] {
+				t.Errorf("%s: %s has no scenario %q", b, clusterTests, s)
+			}
 		}
 	}
 	if kinds[Run] == 0 || kinds[Other] == 0 {
 		t.Errorf("blocks by kind: %v: the pages are not read", kinds)
 	}
 	t.Logf("%d blocks are run here, %d need a cluster, %d are not run", kinds[Run], kinds[Cluster], kinds[NotRun])
+}
+
+// clusterTests has the scenarios that need a cluster. It builds with the tag e2e only, so it is read, not imported.
+const clusterTests = "test/e2e/pages_test.go"
+
+// clusterScenarios returns the names of the scenarios of clusterTests: each `scenario{name: "NAME", …}`.
+func clusterScenarios(t *testing.T) map[string]bool {
+	t.Helper()
+	file, err := goparser.ParseFile(token.NewFileSet(), filepath.Join(root, clusterTests), nil, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := make(map[string]bool)
+	ast.Inspect(file, func(n ast.Node) bool {
+		made, ok := n.(*ast.CompositeLit)
+		if !ok {
+			return true
+		}
+		if of, ok := made.Type.(*ast.Ident); !ok || of.Name != "scenario" {
+			return true
+		}
+		for _, e := range made.Elts {
+			pair, ok := e.(*ast.KeyValueExpr)
+			if !ok {
+				continue
+			}
+			key, isIdent := pair.Key.(*ast.Ident)
+			value, isText := pair.Value.(*ast.BasicLit)
+			if !isIdent || key.Name != "name" || !isText {
+				continue
+			}
+			name, err := strconv.Unquote(value.Value)
+			if err != nil {
+				t.Fatal(err)
+			}
+			names[name] = true
+		}
+		return true
+	})
+	if len(names) == 0 {
+		t.Fatalf("%s has no scenario{name: …}", clusterTests)
+	}
+	return names
+}
+
+// Each scenario that needs a cluster is on a page.
+func TestClusterScenarios(t *testing.T) {
+	blocks, err := All(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name := range clusterScenarios(t) {
+		if len(Steps(blocks, Cluster, name)) == 0 {
+			t.Errorf("%s runs the scenario %q, and no page has a block of it", clusterTests, name)
+		}
+	}
+}
+
+var (
+	testName = regexp.MustCompile(`\bTest[A-Z]\w*`)
+	inFolder = regexp.MustCompile(` of (?:package )?([\w/]+)`)
+)
+
+// A mark that names tests ("TestA and TestB of FOLDER") names tests that exist.
+func TestReasons(t *testing.T) {
+	blocks, err := All(root)
+	if err != nil {
+		t.Fatal(err)
+	}
+	checked := 0
+	for _, b := range blocks {
+		names := testName.FindAllString(b.Reason, -1)
+		if len(names) == 0 {
+			continue
+		}
+		folder := inFolder.FindStringSubmatch(b.Reason)
+		if folder == nil {
+			t.Errorf("%s: the mark names tests without their folder: write TestA of FOLDER", b)
+			continue
+		}
+		var code strings.Builder
+		files, err := filepath.Glob(filepath.Join(root, folder[1], "*_test.go"))
+		for _, f := range files {
+			text, readErr := os.ReadFile(f)
+			err = errors.Join(err, readErr)
+			code.Write(text)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range names {
+			checked++
+			if !strings.Contains(code.String(), "func "+name+"(") {
+				t.Errorf("%s: %s has no %s", b, folder[1], name)
+			}
+		}
+	}
+	if checked < 5 {
+		t.Errorf("the marks name only %d tests", checked)
+	}
 }
 
 // Each fault of a page is found, and a page without faults has none.
@@ -49,6 +161,9 @@ func TestParse(t *testing.T) {
 		{"<!-- run: readme cloud -->\n```toml\n```\n", "p:1: the fence behind this mark has no shell commands"},
 		{"<!-- run: readme -->\n" + sh, "p:1: the mark is run: SCENARIO MACHINE"},
 		{"<!-- run: readme cloud forever -->\n" + sh, "p:1: the mark is run: SCENARIO MACHINE"},
+		{"<!-- run: one,two cloud -->\n" + sh, ""},
+		{"<!-- cluster: one cloud fails -->\n" + sh, ""},
+		{"<!-- run: one, cloud -->\n" + sh, "p:1: a comma separates the names of two scenarios"},
 		{"<!-- not run: -->\n" + sh, "p:1: the mark gives no reason"},
 		{"```text\na\n", "p:1: the fence is not closed"},
 		{"  ```text\na\n  ```\n", "p:1: a line of the block is left of its fence"},
@@ -69,17 +184,20 @@ func TestParse(t *testing.T) {
 // Steps returns a scenario's blocks in order, with what their marks say.
 func TestSteps(t *testing.T) {
 	page := "<!-- run: one a -->\n```sh\nfirst\n```\n<!-- cluster: one a -->\n```sh\nelsewhere\n```\n" +
-		"<!-- run: two a -->\n```sh\nother\n```\n<!-- run: one b background -->\n```sh\nlast\n```\n"
+		"<!-- run: two a -->\n```sh\nother\n```\n<!-- run: two,one b background -->\n```sh\nboth\n```\n" +
+		"<!-- run: one a fails -->\n```sh\nlast\n```\n"
 	blocks, err := Parse("p", page)
 	if err != nil {
 		t.Fatal(err)
 	}
 	steps := Steps(blocks, Run, "one")
 	want := []Block{
-		{Page: "p", Line: 2, Lang: "sh", Text: "first\n", Kind: Run, Scenario: "one", Machine: "a"},
-		{Page: "p", Line: 14, Lang: "sh", Text: "last\n", Kind: Run, Scenario: "one", Machine: "b", Background: true},
+		{Page: "p", Line: 2, Lang: "sh", Text: "first\n", Kind: Run, Scenarios: []string{"one"}, Machine: "a"},
+		{Page: "p", Line: 14, Lang: "sh", Text: "both\n", Kind: Run, Scenarios: []string{"two", "one"}, Machine: "b",
+			Background: true},
+		{Page: "p", Line: 18, Lang: "sh", Text: "last\n", Kind: Run, Scenarios: []string{"one"}, Machine: "a", Fails: true},
 	}
-	if len(steps) != 2 || steps[0] != want[0] || steps[1] != want[1] {
+	if !reflect.DeepEqual(steps, want) {
 		t.Errorf("got %+v\nwant %+v", steps, want)
 	}
 	if n := len(Steps(blocks, Cluster, "one")); n != 1 {

@@ -202,7 +202,7 @@ func (s *site) step(b Block) {
 }
 
 // shell runs the commands of a block as a shell does. A block in the background goes on until the
-// test ends; any other block ends with success.
+// test ends; any other block ends with success, or fails if its mark says so.
 func (s *site) shell(b Block, text string) *rig.Log {
 	s.t.Helper()
 	env, err := exec.LookPath("env")
@@ -241,7 +241,7 @@ func (s *site) shell(b Block, text string) *rig.Log {
 		end()
 		s.t.Fatalf("%s: the commands have not ended after %s:\n%s", b, limit, log)
 	}
-	if p.ExitCode() != 0 {
+	if (p.ExitCode() != 0) != b.Fails {
 		s.t.Fatalf("%s: exit code %d:\n%s", b, p.ExitCode(), joinToken.ReplaceAllString(log.String(), "***"))
 	}
 	return log

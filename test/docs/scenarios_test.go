@@ -5,18 +5,20 @@ import (
 	"os/exec"
 	"path/filepath"
 	"testing"
+
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // scenarios are what the tests of this file run.
 var scenarios = map[string]bool{
-	"readme": true, "first-port": true, "demo": true, "certificates": true, "backup": true, "version": true,
+	"readme": true, "first-port": true, "demo": true, "certificates": true, "backup": true, "upgrade": true,
 }
 
-// forward runs a scenario that forwards a port to the ssh server behind the edge.
-func forward(t *testing.T, scenario string) {
+// forwards is the site of a scenario that forwards a port to the ssh server behind the edge.
+func forwards(t *testing.T, scenario string) *site {
 	t.Helper()
 	cloud, caller := freePort(t), freePort(t)
-	newSite(t, scenario, map[string]string{
+	return newSite(t, scenario, map[string]string{
 		"tunnel.example.com:9000": "127.0.0.1:" + cloud, // the cloud, as edges dial it
 		"2222":                    caller,               // the port that callers use
 		"127.0.0.1:22\"":          "127.0.0.1:" + sshServer(t) + "\"",
@@ -28,32 +30,45 @@ func forward(t *testing.T, scenario string) {
 		{"tunnel join", "Node edge1 has joined", ""},
 		{"tunnel edge", "session started", ""},
 		{"ssh -p", greeting, ""},
-	}).run()
+	})
 }
 
-// A newcomer who follows README reaches a service behind NAT.
+// A newcomer who follows README builds the program, installs it, and reaches a service behind NAT.
 func TestReadme(t *testing.T) {
 	t.Parallel()
-	forward(t, "readme")
+	s := forwards(t, "readme")
+	s.clone("clone")
+	s.swaps["sudo install"], s.swaps["/usr/local/bin"] = "install", s.path
+	if err := os.Remove(filepath.Join(s.path, "tunnel")); err != nil { // the page installs its own
+		t.Fatal(err)
+	}
+	s.run()
 }
 
 // docs/first-port.md leads to ssh on a machine behind NAT.
 func TestFirstPort(t *testing.T) {
 	t.Parallel()
-	forward(t, "first-port")
+	forwards(t, "first-port").run()
 }
 
-// README's way to see the tunnel work: make, in a clone. The clone is a folder of links, so that
-// what make builds does not land in this tree.
+// README's way to see the tunnel work: make, in a clone.
 func TestDemo(t *testing.T) {
 	t.Parallel()
 	s := newSite(t, "demo", nil, []want{
 		{"make demo", "ok tcp", ""},
 		{"ARGS=--once", "ok https-passthrough", ""},
 	})
+	s.clone("clone")
+	s.run()
+}
+
+// clone gives a machine a clone of the repository. It is a folder of links, so that what make builds does not land in
+// this tree.
+func (s *site) clone(machine string) {
+	s.t.Helper()
 	entries, err := os.ReadDir(root)
 	if err != nil {
-		t.Fatal(err)
+		s.t.Fatal(err)
 	}
 	for _, e := range entries {
 		if e.Name() == "bin" || e.Name() == ".git" {
@@ -61,38 +76,49 @@ func TestDemo(t *testing.T) {
 		}
 		from, err := filepath.Abs(filepath.Join(root, e.Name()))
 		if err == nil {
-			err = os.Symlink(from, filepath.Join(s.dir("clone"), e.Name()))
+			err = os.Symlink(from, filepath.Join(s.dir(machine), e.Name()))
 		}
 		if err != nil {
-			t.Fatal(err)
+			s.t.Fatal(err)
 		}
 	}
-	s.run()
+}
+
+// initCloud gives the machine cloud a folder of `tunnel init`, with which a page begins.
+func (s *site) initCloud() {
+	s.t.Helper()
+	dir := filepath.Join(s.dir("cloud"), "cloud")
+	cmd := exec.Command(program, "init", "--address", "tunnel.example.com:9000", "--dir", dir)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		s.t.Fatalf("%v\n%s", err, out)
+	}
 }
 
 // made runs the scenario of a page that begins with a folder of `tunnel init`.
-func made(t *testing.T, scenario string, wants []want) {
+func made(t *testing.T, scenario string, wants []want) *site {
 	t.Helper()
 	s := newSite(t, scenario, nil, wants)
-	dir := filepath.Join(s.dir("cloud"), "cloud")
-	init := exec.Command(program, "init", "--address", "tunnel.example.com:9000", "--dir", dir)
-	if out, err := init.CombinedOutput(); err != nil {
-		t.Fatalf("%v\n%s", err, out)
-	}
+	s.initCloud()
 	s.run()
+	return s
 }
 
-// docs/certificates.md replaces the cloud's certificate by one that edges accept.
+// docs/certificates.md replaces the cloud's certificate by one that edges accept, and the nodes CA by one that signs.
 func TestCertificates(t *testing.T) {
 	t.Parallel()
 	if _, err := exec.LookPath("openssl"); err != nil {
 		t.Skip("needs openssl(1)")
 	}
-	made(t, "certificates", []want{
+	s := made(t, "certificates", []want{
 		{"-enddate", "notAfter=", ""},
 		{"openssl verify", "new.crt: OK", ""},
 		{"config check", "cloud.toml: ok (cloud)", ""},
 	})
+	dir := filepath.Join(s.dir("cloud"), "cloud")
+	_, err := auth.NewFileSigner(filepath.Join(dir, "nodes-ca.crt"), filepath.Join(dir, "nodes-ca.key"), 0)
+	if err != nil {
+		t.Error(err)
+	}
 }
 
 // docs/backup.md restores a cloud from its backup.
@@ -104,8 +130,16 @@ func TestBackup(t *testing.T) {
 	})
 }
 
-// docs/upgrade.md has the program say its version, and that of the protocol.
-func TestVersion(t *testing.T) {
+// docs/upgrade.md has the program say its version and that of the protocol, and a new program check the configuration.
+func TestUpgrade(t *testing.T) {
 	t.Parallel()
-	newSite(t, "version", nil, []want{{"tunnel version", "protocol ", ""}}).run()
+	s := newSite(t, "upgrade", map[string]string{"/etc/tunnel": "cloud"}, []want{
+		{"tunnel version", "protocol ", ""},
+		{"config check", "cloud.toml: ok (cloud)", ""},
+	})
+	s.initCloud()
+	if err := os.Symlink(program, filepath.Join(s.dir("cloud"), "tunnel-new")); err != nil {
+		t.Fatal(err)
+	}
+	s.run()
 }

@@ -29,6 +29,13 @@
 //
 //	go test -tags e2e -count=1 -v -run 'TestInstall|TestOverlays' ./test/e2e
 //
+// TestPages types the commands of the pages that need a cluster, in one cluster: docs/kubernetes.md,
+// deployment/README.md by kustomize and by Helm, backup, upgrade, and what kubeadm makes of
+// docs/kubeadm.md. The marks before the blocks name the scenarios (package test/docs).
+//
+//	go test -tags e2e -count=1 -v -run TestPages ./test/e2e
+//	go test -tags e2e -count=1 -v -run TestPages/deployment-helm ./test/e2e  # one scenario
+//
 // TestConformance (make conformance) runs Kubernetes' own tests; test/conformance/README.md says
 // which. It takes hours, so it has a build tag of its own besides e2e: conformance.
 //

@@ -10,7 +10,6 @@ import (
 	"maps"
 	"net/http"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
@@ -167,15 +166,22 @@ func (i *installation) install(ctx context.Context, t *testing.T) {
 	if err := i.tool.edges(ctx, firstVersion); err != nil {
 		t.Fatal(err)
 	}
-	server, callers := i.service(ctx, t, "tunnel-coredns"), i.service(ctx, t, "tunnel-cloud-callers")
-	if err := c.script(ctx, "dns.sh", "forward", server+":53"); err != nil {
+	i.ask(ctx, t, "tunnel-coredns")
+}
+
+// ask has kube-apiserver ask the name server behind a Service, and waits until the nodes' names lead to the cloud: to
+// the Service for callers, or to a pod where no upgrade is in the way.
+func (i *installation) ask(ctx context.Context, t *testing.T, service string) {
+	t.Helper()
+	if err := i.c.script(ctx, "dns.sh", "forward", i.address(ctx, t, service)+":53"); err != nil {
 		t.Fatal(err)
 	}
-	for _, n := range c.nodes { // the ConfigMap, the kubelet that mounts it, CoreDNS
+	for _, n := range i.c.nodes { // the ConfigMap, the kubelet that mounts it, CoreDNS
 		eventually(ctx, t, 30*time.Second, "the name of "+n+" to lead to the cloud", func(ctx context.Context) error {
 			address, err := lookup(ctx, coreDNS, n)
-			if err == nil && address != callers {
-				err = fmt.Errorf("%s leads to %s, want the Service's address %s", n, address, callers)
+			cloud := append(i.addresses(ctx, t, "cloud"), i.address(ctx, t, "tunnel-cloud-callers"))
+			if err == nil && !slices.Contains(cloud, address) {
+				err = fmt.Errorf("%s leads to %s, want one of %s", n, address, cloud)
 			}
 			return err
 		})
@@ -198,8 +204,8 @@ func (i *installation) copyCA(ctx context.Context, t *testing.T) {
 	}
 }
 
-// service returns the clusterIP of a Service in the cloud's namespace.
-func (i *installation) service(ctx context.Context, t *testing.T, name string) string {
+// address returns the clusterIP of a Service in the cloud's namespace.
+func (i *installation) address(ctx context.Context, t *testing.T, name string) string {
 	t.Helper()
 	address, err := i.c.kubectl(ctx, "get", "service", name, "-n", namespace, "-o", "jsonpath={.spec.clusterIP}")
 	if err != nil {
@@ -329,6 +335,13 @@ func (i *installation) remove(ctx context.Context, t *testing.T) {
 	if err := i.tool.remove(ctx); err != nil {
 		t.Fatal(err)
 	}
+	i.nothingLeft(ctx, t)
+	fails(ctx, t, i.c, "edge1", verbs, gone)
+}
+
+// nothingLeft waits until the cluster has the objects of before, and no others.
+func (i *installation) nothingLeft(ctx context.Context, t *testing.T) {
+	t.Helper()
 	eventually(ctx, t, time.Minute, "the objects to be as before", func(ctx context.Context) error {
 		var left []string
 		for object := range i.objects(ctx, t) {
@@ -342,7 +355,6 @@ func (i *installation) remove(ctx context.Context, t *testing.T) {
 		}
 		return nil
 	})
-	fails(ctx, t, i.c, "edge1", verbs, gone)
 }
 
 // objects returns "KIND NAMESPACE/NAME" of every object of the cluster, but of kinds that Kubernetes makes by itself.
@@ -488,29 +500,34 @@ type helm struct {
 
 func newHelm(ctx context.Context, t *testing.T, c *cluster) tool {
 	t.Helper()
-	h := &helm{c: c, program: filepath.Join(c.home, "helm-"+helmVersion, "helm")}
-	if _, err := os.Stat(h.program); err != nil {
+	return &helm{c: c, program: c.helm(ctx, t)}
+}
+
+// helm returns Helm's program, which it builds once.
+func (c *cluster) helm(ctx context.Context, t *testing.T) string {
+	t.Helper()
+	program := filepath.Join(c.home, "helm-"+helmVersion, "helm")
+	if _, err := os.Stat(program); err != nil {
 		install := command(ctx, "go", "install", "helm.sh/helm/v3/cmd/helm@"+helmVersion)
-		install.Env = append(os.Environ(), "GOBIN="+filepath.Dir(h.program), "CGO_ENABLED=0", "GOFLAGS=-buildvcs=false")
+		install.Env = append(os.Environ(), "GOBIN="+filepath.Dir(program), "CGO_ENABLED=0", "GOFLAGS=-buildvcs=false")
 		if _, err := run(install, nil); err != nil {
 			t.Fatal(err)
 		}
 	}
-	return h
+	return program
+}
+
+// helmEnv keeps Helm's own files with the cluster's.
+func (c *cluster) helmEnv() []string {
+	dir := c.path("helm")
+	return []string{"HELM_CACHE_HOME=" + dir, "HELM_CONFIG_HOME=" + dir, "HELM_DATA_HOME=" + dir}
 }
 
 func (h *helm) run(ctx context.Context, args ...string) error {
-	cmd := h.command(ctx, args...)
+	cmd := h.c.command(ctx, h.program, args...)
+	cmd.Env = append(cmd.Env, h.c.helmEnv()...)
 	_, err := run(cmd, nil)
 	return err
-}
-
-// command keeps Helm's own files with the cluster's.
-func (h *helm) command(ctx context.Context, args ...string) *exec.Cmd {
-	cmd := h.c.command(ctx, h.program, args...)
-	cmd.Env = append(cmd.Env, "HELM_CACHE_HOME="+h.c.path("helm"), "HELM_CONFIG_HOME="+h.c.path("helm"),
-		"HELM_DATA_HOME="+h.c.path("helm"))
-	return cmd
 }
 
 func (h *helm) cloud(ctx context.Context, version string) error {

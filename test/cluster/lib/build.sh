@@ -17,3 +17,25 @@ version_flags() {
   echo "-X $pkg.gitVersion=$v -X $pkg.gitMajor=1 -X $pkg.gitMinor=$minor -X $pkg.gitTreeState=clean -X $pkg.gitCommit=0000000" \
     "-X $pkg.buildDate=2026-01-01T00:00:00Z -X k8s.io/client-go/pkg/version.gitVersion=$v"
 }
+
+# source_of MODFILE: the folder of the module k8s.io/kubernetes, downloaded. kubeadm, the e2e tests and the test images are
+# packages of it. Its own go.mod names folders that a published module does not have, so build gets another by -modfile:
+# test/conformance/kubernetes/update.sh makes these.
+source_of() {
+  local dir
+  dir=$(cd "$HERE/src/kubeall" && go mod download -modfile="$1" -json k8s.io/kubernetes | sed -n 's/^\t"Dir": "\(.*\)",$/\1/p')
+  [ -d "$dir" ] || die "the module k8s.io/kubernetes of $1 has no folder"
+  echo "$dir"
+}
+
+# build OUT INPUTS COMMAND... PACKAGE: runs `COMMAND -o OUT PACKAGE` unless OUT was made of the same inputs.
+build() {
+  local out=$1 inputs=$2; shift 2
+  inputs=$(echo "$inputs $* $(go version)" | hash)
+  if fresh "$out" "$inputs"; then lap "$(basename "$out"): nothing to do"; return; fi
+  lap "$(basename "$out"): go build (with cold caches: minutes)"
+  nice -n 10 "${@:1:$#-1}" -o "$out.new" "${@: -1}"
+  mv "$out.new" "$out"
+  echo "$inputs" >"$out.stamp"
+  lap "$(basename "$out"): $(($(stat -c %s "$out") / 1000000)) MB"
+}

@@ -15,8 +15,8 @@ published() { sed "s|=> ./staging/src/\(k8s.io/.*\)|=> \1 $siblings|" "$src/go.m
 
 published >"$here/$minor.mod"
 cat "$src/go.sum" >"$here/$minor.sum"
-go list -C "$src" -mod=mod -modfile="$here/$minor.mod" -deps -test ./test/e2e ./test/images/agnhost k8s.io/sample-apiserver \
-  github.com/onsi/ginkgo/v2/ginkgo go.etcd.io/etcd/server/v3 >/dev/null
+go list -C "$src" -mod=mod -modfile="$here/$minor.mod" -deps -test ./test/e2e ./test/images/agnhost ./cmd/kubeadm \
+  k8s.io/sample-apiserver github.com/onsi/ginkgo/v2/ginkgo go.etcd.io/etcd/server/v3 >/dev/null
 
 [[ $(sed -n 's|^.*k8s.io/kubernetes v||p' "$kubeall/go.mod") != "$minor".* ]] || exit 0
 {
