@@ -7,9 +7,10 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"runtime"
 	"strconv"
 	"strings"
+
+	"tunnel.example/tunnel/pkg/auth"
 )
 
 // Checks for both modes. A parameter table is the prefix of keys, and ends in '.'.
@@ -56,11 +57,10 @@ func (r *report) pair(table, cert, key string) {
 
 // secret warns if other users can read a file with a secret.
 func (r *report) secret(key, path string) {
-	const others = 0o077
-	if path == "" || runtime.GOOS == "windows" { // Windows has access lists; Go's mode bits say nothing
+	if path == "" {
 		return
 	}
-	if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() && info.Mode().Perm()&others != 0 {
+	if info, err := os.Stat(path); err == nil && info.Mode().IsRegular() && auth.Exposed(info) {
 		r.warn(key, "%s can be read by others (mode %04o): chmod 600 it", path, info.Mode().Perm())
 	}
 }
