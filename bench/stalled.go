@@ -164,35 +164,55 @@ func (t *tunnel) peaks() (cloud, edge rig.Memory, err error) {
 	return cloud, edge, errors.Join(err1, err2)
 }
 
-// waitFull waits until the edge sends nothing any more, and the target has nothing to
-// do: the kernel's buffers before the edge are full as well.
+// waitFull waits until the windows of the stalled readers are full, and the kernel's buffers before the edge
+// as well: then the target writes nothing more.
+//
+// There is no deadline. Each byte comes in a write of its own chunk, and the kernel's buffers hold megabytes of
+// each conn, so chunks of 16 B take tens of millions of system calls, as fast as the machine makes them. What
+// fills up has an end, and what never fills up exceeds mostWritten.
 func (t *tunnel) waitFull() error {
-	const (
-		quiet = 5                     // looks
-		idle  = 20 * time.Millisecond // of processor time between two looks
-	)
-	var last float64
-	var lastCPU time.Duration
-	same := 0
-	for deadline := time.Now().Add(2 * time.Minute); time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
+	var f filling
+	for ; ; time.Sleep(100 * time.Millisecond) {
 		m, err := rig.Metrics(t.pair.EdgeHealth())
 		if err != nil {
 			return err
 		}
-		now := m["tunnel_sent_bytes_total"]
-		cpu, err := t.all[0].CPU() // the target
+		told, err := t.taken()
 		if err != nil {
 			return err
 		}
-		if same++; now != last || cpu-lastCPU > idle {
-			same = 0
-		}
-		last, lastCPU = now, cpu
-		if same == quiet {
-			return nil
+		if full, err := f.look(told.Written, int64(m["tunnel_sent_bytes_total"])); full || err != nil {
+			return err
 		}
 	}
-	return errors.New("the windows do not fill up")
+}
+
+// mostWritten is how many bytes the target can write to stalled readers at most: far more than windows and
+// kernels' buffers hold for stalledConns conns.
+const mostWritten = 4 << 30
+
+// filling follows how the windows of stalled readers fill up.
+type filling struct {
+	first, written, sent int64 // bytes: written by the target at the first look, and at the last; sent by the edge
+	looks                int
+	still                int // looks in a row at which nothing had moved
+}
+
+// look takes what the target has written and what the edge has sent, in bytes. It reports whether nothing has
+// moved for a while.
+func (f *filling) look(written, sent int64) (full bool, err error) {
+	const enough = 5 // looks
+	if f.looks++; f.looks == 1 {
+		f.first = written
+	}
+	if f.still++; f.looks == 1 || written != f.written || sent != f.sent {
+		f.still = 0
+	}
+	f.written, f.sent = written, sent
+	if written-f.first > mostWritten {
+		return false, fmt.Errorf("the windows do not fill up: the target has written %d MiB", (written-f.first)/mib)
+	}
+	return f.still == enough, nil
 }
 
 // waitEmpty waits until the cloud has no conn any more.

@@ -9,7 +9,6 @@ import (
 	"io/fs"
 	"log/slog"
 	"os"
-	"runtime"
 	"slices"
 	"strings"
 	"unicode"
@@ -119,9 +118,6 @@ func ReadTokenFile(path string, log *slog.Logger) (Secret, error) {
 	return Secret(token), nil
 }
 
-// groupOtherBits are the permission bits of group and others. A secret file should have none of them.
-const groupOtherBits fs.FileMode = 0o077
-
 // readSecretFile reads a regular file of at most limit bytes, and warns if other users can read it.
 func readSecretFile(path string, limit int64, log *slog.Logger) ([]byte, fs.FileInfo, error) {
 	f, err := os.Open(path)
@@ -145,12 +141,4 @@ func readSecretFile(path string, limit int64, log *slog.Logger) ([]byte, fs.File
 	}
 	warnIfExposed(path, st, log)
 	return content, st, nil
-}
-
-// warnIfExposed warns if other users can read a secret file. On Windows access lists decide, and Go's mode
-// bits say nothing.
-func warnIfExposed(path string, st fs.FileInfo, log *slog.Logger) {
-	if runtime.GOOS != "windows" && st.Mode().Perm()&groupOtherBits != 0 {
-		log.Warn(fmt.Sprintf("%s can be read by others (mode %04o); chmod 600 it", path, st.Mode().Perm()))
-	}
 }

@@ -12,6 +12,7 @@ import (
 
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/stream"
 )
 
 // This file checks the certificate files of a cloud against each other, before the cloud
@@ -37,18 +38,53 @@ func readCertificates(key, file string) ([]*x509.Certificate, error) {
 // rootOf returns the CA among cas that a server's chain leads to, if its leaf is good for host;
 // "" is any host. A join token pins this CA.
 func rootOf(chain, cas []*x509.Certificate, host string) (*x509.Certificate, error) {
-	roots, between := x509.NewCertPool(), x509.NewCertPool()
+	return verify(chain, cas, x509.VerifyOptions{DNSName: host})
+}
+
+// verify returns the CA among cas that a chain leads to. It sets the pools of opts.
+func verify(chain, cas []*x509.Certificate, opts x509.VerifyOptions) (*x509.Certificate, error) {
+	opts.Roots, opts.Intermediates = x509.NewCertPool(), x509.NewCertPool()
 	for _, c := range cas {
-		roots.AddCert(c)
+		opts.Roots.AddCert(c)
 	}
 	for _, c := range chain[1:] {
-		between.AddCert(c)
+		opts.Intermediates.AddCert(c)
 	}
-	chains, err := chain[0].Verify(x509.VerifyOptions{DNSName: host, Roots: roots, Intermediates: between})
+	chains, err := chain[0].Verify(opts)
 	if err != nil {
 		return nil, err
 	}
 	return chains[0][len(chains[0])-1], nil
+}
+
+// signerOf returns the CA among cas that a chain leads to, whatever its certificates are for and at whatever
+// time they are all valid; nil if there is none.
+func signerOf(chain, cas []*x509.Certificate) *x509.Certificate {
+	// A time at which all certificates are valid begins when the last of them becomes valid.
+	for _, c := range slices.Concat(chain, cas) {
+		opts := x509.VerifyOptions{CurrentTime: c.NotBefore, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageAny}}
+		if root, err := verify(chain, cas, opts); err == nil {
+			return root
+		}
+	}
+	return nil
+}
+
+// rootProblem adds to an error of rootOf which file is wrong, and what to do. cert and ca are the files of the
+// chain and of the CAs. The error is not about a name.
+func rootProblem(err error, cert, ca string) error {
+	if late, problem := stream.OutOfDate(err); late != nil {
+		whose, file := "the cloud's certificate", cert
+		if late.IsCA {
+			whose, file = "the certificate of the cloud's CA", ca
+		}
+		return fmt.Errorf("%s %s (%w): replace %s, or correct this machine's clock", whose, problem, err, file)
+	}
+	if e, ok := errors.AsType[x509.CertificateInvalidError](err); ok && e.Reason == x509.IncompatibleUsage {
+		return fmt.Errorf("%s is not for servers (%w): replace it by one with the extended key usage serverAuth", cert, err)
+	}
+	return fmt.Errorf("%s is not signed by %s, which is cloudca in [mode.cloud.join] (%w): "+
+		"name the CA that signed it", cert, ca, err)
 }
 
 // cloudRoot returns the CA that join tokens pin. An error says why no edge could join by a
@@ -74,11 +110,7 @@ func cloudRoot(c *conf.Cloud) (*x509.Certificate, error) {
 		return nil, fmt.Errorf("%s is not made out to %s, which is address in [mode.cloud.join], "+
 			"so no edge could join (%w): have it made out to that name, or correct address", c.Server.Cert, host, err)
 	}
-	if e, ok := errors.AsType[x509.CertificateInvalidError](err); ok && e.Reason == x509.Expired {
-		return nil, fmt.Errorf("no edge could join: %w; replace %s, or check this machine's clock", err, c.Server.Cert)
-	}
-	return nil, fmt.Errorf("%s is not signed by %s, which is cloudca in [mode.cloud.join], "+
-		"so no edge could join (%w): name the CA that signed it", c.Server.Cert, c.Join.CloudCA, err)
+	return nil, fmt.Errorf("no edge could join: %w", rootProblem(err, c.Server.Cert, c.Join.CloudCA))
 }
 
 // CheckTrust refuses certificate authorities (CAs) that could sign more than they are for: the

@@ -1,6 +1,7 @@
 package join
 
 import (
+	"errors"
 	"os"
 	"path/filepath"
 	"strconv"
@@ -65,6 +66,39 @@ func TestMistrust(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.want(0, s.tunnel("", "config", "check", "-c", config), "cakey", "chmod 600")
+}
+
+// TestSecretVolume: the files of a mounted Secret, as the kubelet writes them for a pod with an fsGroup. They
+// are root's, the group of the process may read them, and nobody is told to change that.
+func TestSecretVolume(t *testing.T) {
+	t.Parallel()
+	if os.Geteuid() != 0 {
+		t.Skip("only root may give files to root and to another group")
+	}
+	s := newSite(t, "127.0.0.1")
+	for _, dir := range []string{s.dir, filepath.Dir(s.dir), filepath.Dir(filepath.Dir(s.dir))} {
+		if err := os.Chmod(dir, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	secrets := []string{"cloud.key", "nodes-ca.key", "tokens"}
+	mount := func(mode os.FileMode, group int) answer {
+		t.Helper()
+		for _, name := range secrets {
+			if err := errors.Join(os.Chown(s.path(name), 0, group), os.Chmod(s.path(name), mode)); err != nil {
+				t.Fatal(err)
+			}
+		}
+		return s.want(0, s.asNobody("", "config", "check", "-c", s.path("cloud.toml")), "ok (cloud)")
+	}
+	if a := mount(0o440, nobody); strings.Contains(a.out+a.notes, "can be read by others") {
+		t.Errorf("%s\nit warns of the group that reads the Secret", a)
+	}
+	for _, a := range []answer{mount(0o444, nobody), mount(0o460, nobody)} {
+		for _, name := range secrets {
+			s.want(0, a, s.path(name)+" can be read by others")
+		}
+	}
 }
 
 // TestAnotherNodesCertificate: an edge does not start with a certificate that is not its
