@@ -4,6 +4,7 @@ package e2e
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
@@ -77,6 +78,20 @@ func (c *cluster) script(ctx context.Context, name string, args ...string) error
 	cmd.WaitDelay = 30 * time.Second
 	_, err := run(cmd, nil)
 	return err
+}
+
+// kubernetes returns the version of kube-apiserver, such as v1.34.4.
+func (c *cluster) kubernetes(ctx context.Context, t *testing.T) string {
+	t.Helper()
+	out, err := c.kubectl(ctx, "get", "--raw", "/version")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var version struct{ GitVersion string }
+	if err := json.Unmarshal([]byte(out), &version); err != nil {
+		t.Fatal(err)
+	}
+	return version.GitVersion
 }
 
 // command is a command on the machine that runs the control plane, with the cluster's kubectl first on PATH.

@@ -218,7 +218,7 @@ func cloudIsAt(version string) func(ctx context.Context, t *testing.T, p *pages,
 // flag, and for names the patch. Of the reader's own are the version, an address and a name.
 func configures(flag string, patched bool) func(ctx context.Context, t *testing.T, p *pages) {
 	return func(ctx context.Context, t *testing.T, p *pages) {
-		version := p.kubectl(ctx, t, "version", "-o", "jsonpath={.serverVersion.gitVersion}")
+		version := p.c.kubernetes(ctx, t)
 		config := p.yaml(t, "kind: ClusterConfiguration", flag) + "kubernetesVersion: " + version + "\n---\n"
 		if patched {
 			config += p.yaml(t, "kind: InitConfiguration", "patches")
