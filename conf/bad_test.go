@@ -315,6 +315,8 @@ key = "key"
 clientca = "ca"
 clientnames = ["kube-apiserver"]
 `, []string{
+			`7: mode.cloud.stream.dns.listen: 0.0.0.0:5353 does not say which address the names are to lead to: ` +
+				`set POD_IP to one of this machine, or listen on one`,
 			`11: mode.cloud.tcp."127.0.0.1:10250": port 10250 is taken by mode.cloud.https.addr.10250: choose another`,
 			`12: mode.cloud.tcp."[::1]:10250": port 10250 is taken by mode.cloud.https.addr.10250: choose another`,
 			`17: mode.cloud.tcp."[::]:10250": port 10250 is taken by mode.cloud.https.addr.10250: choose another`,

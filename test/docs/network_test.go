@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log"
 	"net"
 	"net/http"
 	"net/http/httptest"
@@ -88,9 +89,11 @@ func newShared(t *testing.T, of proxy) *shared {
 	for _, address := range []*string{&s.cloud, &s.port, &s.caller} {
 		*address = "127.0.0.1:" + freePort(t)
 	}
-	site := httptest.NewTLSServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+	site := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		fmt.Fprint(w, "a web site")
 	}))
+	site.Config.ErrorLog = log.New(io.Discard, "", 0) // open brings it connections without a handshake
+	site.StartTLS()
 	t.Cleanup(site.Close)
 	s.web = site.Listener.Addr().String()
 	return s
@@ -226,15 +229,15 @@ func (s *shared) start(path, says string, args ...string) *rig.Process {
 		}
 		path, args = env, append([]string{"-C", s.dir, program}, args...)
 	}
-	log := new(rig.Log)
-	p, err := rig.Start(log, path, args...)
+	printed := new(rig.Log)
+	p, err := rig.Start(printed, path, args...)
 	if err != nil {
 		s.t.Fatal(err)
 	}
 	s.t.Cleanup(p.Kill)
 	testkit.Within(s.t, limit, fmt.Sprintf("%q says %q", args, says), func() error {
-		if !strings.Contains(log.String(), says) {
-			return fmt.Errorf("it says\n%s", log)
+		if !strings.Contains(printed.String(), says) {
+			return fmt.Errorf("it says\n%s", printed)
 		}
 		return nil
 	})
