@@ -38,36 +38,36 @@ func readCertificates(key, file string) ([]*x509.Certificate, error) {
 // rootOf returns the CA among cas that a server's chain leads to, if its leaf is good for host;
 // "" is any host. A join token pins this CA.
 func rootOf(chain, cas []*x509.Certificate, host string) (*x509.Certificate, error) {
-	return verify(chain, cas, x509.VerifyOptions{DNSName: host})
-}
-
-// verify returns the CA among cas that a chain leads to. It sets the pools of opts.
-func verify(chain, cas []*x509.Certificate, opts x509.VerifyOptions) (*x509.Certificate, error) {
-	opts.Roots, opts.Intermediates = x509.NewCertPool(), x509.NewCertPool()
+	roots, between := x509.NewCertPool(), x509.NewCertPool()
 	for _, c := range cas {
-		opts.Roots.AddCert(c)
+		roots.AddCert(c)
 	}
 	for _, c := range chain[1:] {
-		opts.Intermediates.AddCert(c)
+		between.AddCert(c)
 	}
-	chains, err := chain[0].Verify(opts)
+	chains, err := chain[0].Verify(x509.VerifyOptions{DNSName: host, Roots: roots, Intermediates: between})
 	if err != nil {
 		return nil, err
 	}
 	return chains[0][len(chains[0])-1], nil
 }
 
-// signerOf returns the CA among cas that a chain leads to, whatever its certificates are for and at whatever
-// time they are all valid; nil if there is none.
+// signerOf returns the CA among cas that a chain leads to by its signatures, whatever its dates and usages are;
+// nil if there is none.
 func signerOf(chain, cas []*x509.Certificate) *x509.Certificate {
-	// A time at which all certificates are valid begins when the last of them becomes valid.
-	for _, c := range slices.Concat(chain, cas) {
-		opts := x509.VerifyOptions{CurrentTime: c.NotBefore, KeyUsages: []x509.ExtKeyUsage{x509.ExtKeyUsageAny}}
-		if root, err := verify(chain, cas, opts); err == nil {
-			return root
+	c := chain[0]
+	signs := func(ca *x509.Certificate) bool { return c.CheckSignatureFrom(ca) == nil }
+	for range chain {
+		if at := slices.IndexFunc(cas, signs); at >= 0 {
+			return cas[at]
 		}
+		at := slices.IndexFunc(chain, signs)
+		if at < 0 {
+			return nil
+		}
+		c = chain[at]
 	}
-	return nil
+	return nil // the chain leads in a circle
 }
 
 // rootProblem adds to an error of rootOf which file is wrong, and what to do. cert and ca are the files of the
