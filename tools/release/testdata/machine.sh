@@ -13,6 +13,7 @@ mount --bind "$root" "$root" # pivot_root wants a mount point
 cd "$root"
 mount -t proc -o nosuid,nodev,noexec proc proc
 for file in sys sysrq-trigger; do
+  [ -e proc/$file ] || continue # a kernel may have no sysrq-trigger
   mount --bind proc/$file proc/$file
   mount -o remount,bind,ro proc/$file
 done
