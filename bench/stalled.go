@@ -164,53 +164,64 @@ func (t *tunnel) peaks() (cloud, edge rig.Memory, err error) {
 	return cloud, edge, errors.Join(err1, err2)
 }
 
-// waitFull waits until the windows of the stalled readers are full, and the kernel's buffers before the edge
-// as well: then the target writes nothing more.
+// waitFull waits until the windows of the stalled readers are full: the edge sends nothing more. Then it has
+// the target rest.
 //
-// There is no deadline. Each byte comes in a write of its own chunk, and the kernel's buffers hold megabytes of
-// each conn, so chunks of 16 B take tens of millions of system calls, as fast as the machine makes them. What
-// fills up has an end, and what never fills up exceeds mostWritten.
+// There is no deadline: a slow machine fills the windows for as long as it needs. Without the rest, the target
+// would write for minutes: the kernel before the edge merges chunks of 16 B in its full buffer, and takes some
+// more. That costs processor time which is not the tunnel's.
 func (t *tunnel) waitFull() error {
-	var f filling
-	for ; ; time.Sleep(100 * time.Millisecond) {
+	err := whenStill(func() (int64, error) {
 		m, err := rig.Metrics(t.pair.EdgeHealth())
-		if err != nil {
-			return err
-		}
+		return int64(m["tunnel_sent_bytes_total"]), err
+	})
+	if err == nil {
+		err = t.rest()
+	}
+	if err != nil {
+		return err
+	}
+	return whenStill(func() (int64, error) {
 		told, err := t.taken()
+		return told.Written, err
+	})
+}
+
+// whenStill looks at a count of bytes until it stays the same.
+func whenStill(count func() (int64, error)) error {
+	for f := new(flow); ; time.Sleep(100 * time.Millisecond) {
+		n, err := count()
 		if err != nil {
 			return err
 		}
-		if full, err := f.look(told.Written, int64(m["tunnel_sent_bytes_total"])); full || err != nil {
+		if still, err := f.look(n); still || err != nil {
 			return err
 		}
 	}
 }
 
-// mostWritten is how many bytes the target can write to stalled readers at most: far more than windows and
-// kernels' buffers hold for stalledConns conns.
-const mostWritten = 4 << 30
+// mostFlow is how many bytes can flow until windows are full: far more than windows and kernels' buffers hold
+// for stalledConns conns.
+const mostFlow = 1 << 30
 
-// filling follows how the windows of stalled readers fill up.
-type filling struct {
-	first, written, sent int64 // bytes: written by the target at the first look, and at the last; sent by the edge
-	looks                int
-	still                int // looks in a row at which nothing had moved
+// flow follows a count of bytes.
+type flow struct {
+	first, last int64
+	looks       int
+	still       int // looks in a row at which nothing had flowed
 }
 
-// look takes what the target has written and what the edge has sent, in bytes. It reports whether nothing has
-// moved for a while.
-func (f *filling) look(written, sent int64) (full bool, err error) {
-	const enough = 5 // looks
+// look takes the count. It reports whether nothing has flowed for ten looks.
+func (f *flow) look(n int64) (still bool, err error) {
+	const enough = 10 // looks
 	if f.looks++; f.looks == 1 {
-		f.first = written
+		f.first = n
 	}
-	if f.still++; f.looks == 1 || written != f.written || sent != f.sent {
+	if f.still++; f.looks == 1 || n != f.last {
 		f.still = 0
 	}
-	f.written, f.sent = written, sent
-	if written-f.first > mostWritten {
-		return false, fmt.Errorf("the windows do not fill up: the target has written %d MiB", (written-f.first)/mib)
+	if f.last = n; n-f.first > mostFlow {
+		return false, fmt.Errorf("the windows do not fill up: %d MiB have gone into them", (n-f.first)/mib)
 	}
 	return f.still == enough, nil
 }

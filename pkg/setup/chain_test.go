@@ -1,6 +1,7 @@
 package setup
 
 import (
+	"crypto/rand"
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/pem"
@@ -23,9 +24,12 @@ func TestWithRoot(t *testing.T) {
 	expiredCA := testca.CA{CA: late}
 	now := time.Now()
 	good := ca.Pair(t, auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true})
+	// The certificate of ca was renewed a minute ago, after expired had ended: no time is good for both.
 	expired := ca.Dated(t, "cloud", now.Add(-2*time.Hour), now.Add(-time.Hour))
 	future := ca.Dated(t, "cloud", now.Add(time.Hour), now.Add(2*time.Hour))
 	client := ca.Pair(t, auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Client: true})
+	middle := intermediate(t, ca)
+	byMiddle := behind(middle.Dated(t, "cloud", now.Add(-2*time.Hour), now.Add(-time.Hour)), middle)
 	signedLate := expiredCA.Dated(t, "cloud", now.Add(-time.Hour), now.Add(time.Hour))
 	for name, tt := range map[string]struct {
 		pair tls.Certificate
@@ -42,6 +46,7 @@ func TestWithRoot(t *testing.T) {
 		"expired":                       {expired, []testca.CA{other, ca}, 2, "the cloud's certificate expired on "},
 		"expired, and it is there":      {behind(expired, ca), []testca.CA{ca}, 2, "replace cloud.crt"},
 		"expired, of another authority": {expired, []testca.CA{other}, 1, "the cloud's certificate expired on "},
+		"expired, by an intermediate":   {byMiddle, []testca.CA{ca}, 3, "the cloud's certificate expired on "},
 		"not valid yet":                 {future, []testca.CA{ca}, 2, "the cloud's certificate is not valid before "},
 		"for clients":                   {client, []testca.CA{ca}, 2, "cloud.crt is not for servers"},
 		"the authority has expired":     {signedLate, []testca.CA{expiredCA}, 2, "replace ca.crt"},
@@ -75,4 +80,27 @@ func behind(pair tls.Certificate, ca testca.CA) tls.Certificate {
 	block, _ := pem.Decode(ca.CertPEM())
 	pair.Certificate = append(pair.Certificate[:len(pair.Certificate):len(pair.Certificate)], block.Bytes)
 	return pair
+}
+
+// intermediate returns a CA that ca has signed.
+func intermediate(t *testing.T, ca testca.CA) testca.CA {
+	t.Helper()
+	issuer, err := tls.X509KeyPair(ca.CertPEM(), ca.KeyPEM())
+	if err != nil {
+		t.Fatal(err)
+	}
+	own := testca.New(t, "intermediate")
+	pair, err := tls.X509KeyPair(own.CertPEM(), own.KeyPEM())
+	if err != nil {
+		t.Fatal(err)
+	}
+	der, err := x509.CreateCertificate(rand.Reader, pair.Leaf, issuer.Leaf, pair.Leaf.PublicKey, issuer.PrivateKey)
+	if err != nil {
+		t.Fatal(err)
+	}
+	signed, err := auth.LoadCA(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: der}), own.KeyPEM())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return testca.CA{CA: signed}
 }

@@ -52,22 +52,22 @@ func rootOf(chain, cas []*x509.Certificate, host string) (*x509.Certificate, err
 	return chains[0][len(chains[0])-1], nil
 }
 
-// signerOf returns the CA among cas that a chain leads to by its signatures, whatever its dates and usages are;
-// nil if there is none.
+// signerOf returns the CA among cas that a chain leads to by its signatures, whatever the dates and the usages
+// of the certificates are; nil if there is none.
 func signerOf(chain, cas []*x509.Certificate) *x509.Certificate {
-	c := chain[0]
-	signs := func(ca *x509.Certificate) bool { return c.CheckSignatureFrom(ca) == nil }
-	for range chain {
-		if at := slices.IndexFunc(cas, signs); at >= 0 {
-			return cas[at]
+	at, left := chain[0], slices.Clone(chain[1:])
+	for {
+		signs := func(ca *x509.Certificate) bool { return at.Equal(ca) || at.CheckSignatureFrom(ca) == nil }
+		if i := slices.IndexFunc(cas, signs); i >= 0 {
+			return cas[i]
 		}
-		at := slices.IndexFunc(chain, signs)
-		if at < 0 {
+		i := slices.IndexFunc(left, signs)
+		if i < 0 {
 			return nil
 		}
-		c = chain[at]
+		at = left[i]
+		left = slices.Delete(left, i, i+1)
 	}
-	return nil // the chain leads in a circle
 }
 
 // rootProblem adds to an error of rootOf which file is wrong, and what to do. cert and ca are the files of the
