@@ -291,6 +291,36 @@ listen = "127.0.0.1:9000"
 			`18: mode.cloud.tcp."localhost:1000": port 1000 is taken by mode.cloud.tcp."127.0.0.1:1000": ` +
 				`choose another`}},
 
+		// 0.0.0.0 of the https front door and of egress opens all IPv6 addresses, too; 0.0.0.0 of a TCP port and
+		// of the responder does not.
+		{"ports taken in the other family", server + `[mode.cloud.stream.dns]
+listen = "0.0.0.0:5353"
+[mode.cloud.https.addr]
+"10250" = "127.0.0.1:10250"
+[mode.cloud.tcp]
+"127.0.0.1:10250" = "127.0.0.1:1"
+"[::1]:10250" = "127.0.0.1:1"
+"[::1]:5353" = "127.0.0.1:1"
+"[::1]:8090" = "127.0.0.1:1"
+"0.0.0.0:2222" = "127.0.0.1:1"
+"[::1]:2222" = "127.0.0.1:1"
+"[::]:10250" = "127.0.0.1:1"
+[mode.cloud.tcpallow]
+"0.0.0.0:2222" = ["10.0.0.0/8"]
+"[::]:10250" = ["10.0.0.0/8"]
+[mode.cloud.egress]
+httpconnect = ["tls://0.0.0.0:8090"]
+cert = "crt"
+key = "key"
+clientca = "ca"
+clientnames = ["kube-apiserver"]
+`, []string{
+			`7: mode.cloud.stream.dns.listen: 0.0.0.0:5353 does not say which address the names are to lead to: ` +
+				`set POD_IP to one of this machine, or listen on one`,
+			`11: mode.cloud.tcp."127.0.0.1:10250": port 10250 is taken by mode.cloud.https.addr.10250: choose another`,
+			`12: mode.cloud.tcp."[::1]:10250": port 10250 is taken by mode.cloud.https.addr.10250: choose another`,
+			`17: mode.cloud.tcp."[::]:10250": port 10250 is taken by mode.cloud.https.addr.10250: choose another`,
+			`22: mode.cloud.egress.httpconnect: port 8090 is taken by mode.cloud.tcp."[::1]:8090": choose another`}},
 		{"peers", server + `[mode.cloud.stream.peers]
 service = "tunnel-cloud-peers"
 addresses = ["10.0.0.2"]

@@ -139,12 +139,32 @@ type listener struct {
 	key  string // names the listener in problems
 	host string // "": all interfaces
 	port int    // 0: off
+	// oneFamily: 0.0.0.0 opens IPv4 addresses only, as in pkg/tcp and pkg/dns. net.Listen with the
+	// network "tcp", which the other packages use, opens all IPv6 addresses for 0.0.0.0, too.
+	oneFamily bool
 }
 
 // listenerOf returns the listener of a host:port; port 0 if addr is bad.
 func listenerOf(key, addr string) listener {
 	host, port, _ := splitListen(addr)
-	return listener{key, host, port}
+	return listener{key: key, host: host, port: port}
+}
+
+// familyListenerOf is listenerOf for a listener that opens the IP family of its address only.
+func familyListenerOf(key, addr string) listener {
+	l := listenerOf(key, addr)
+	l.oneFamily = true
+	return l
+}
+
+// addr returns the address that the listener opens; [::] also means all IPv4 addresses. It reports false
+// for other names than localhost.
+func (l listener) addr() (netip.Addr, bool) {
+	ip, ok := parseHost(l.host)
+	if ip == netip.IPv4Unspecified() && !l.oneFamily {
+		return netip.IPv6Unspecified(), true
+	}
+	return ip, ok
 }
 
 // ports reports each listener whose port an earlier listener takes.
@@ -155,7 +175,7 @@ func (r *report) ports(ls []listener) {
 		}
 		// One collision per listener is enough: resolving it changes the port.
 		for _, before := range ls[:i] {
-			if before.port == l.port && overlap(before.host, l.host) {
+			if before.port == l.port && overlap(before, l) {
 				r.add(l.key, "port %d is taken by %s: choose another", l.port, before.key)
 				break
 			}
@@ -163,20 +183,21 @@ func (r *report) ports(ls []listener) {
 	}
 }
 
-// overlap reports whether two hosts cannot both listen on the same port.
-func overlap(a, b string) bool {
+// overlap reports whether two listeners cannot both have the same port.
+func overlap(a, b listener) bool {
 	// The answer must be certain: a false report would forbid a working configuration.
-	x, xOK := parseHost(a)
-	y, yOK := parseHost(b)
+	x, xOK := a.addr()
+	y, yOK := b.addr()
+	all := netip.IPv6Unspecified() // a Go listener on :: takes IPv4 as well
 	switch {
-	case a == b:
+	case a.host == b.host, x == all, y == all:
 		return true
-	case !xOK || !yOK: // a name; what it resolves to is unknown here
-		return x.IsUnspecified() || y.IsUnspecified()
-	case x == y, x == netip.IPv6Unspecified(), y == netip.IPv6Unspecified(): // a Go listener on :: takes IPv4 as well
+	case !xOK || !yOK: // a name; to which addresses it resolves is unknown here
+		return false
+	case x == y:
 		return true
 	default:
-		// 0.0.0.0 collides with every IPv4 address, and with no IPv6 address.
+		// 0.0.0.0 of one family collides with every IPv4 address, and with no IPv6 address.
 		return x.Is4() == y.Is4() && (x.IsUnspecified() || y.IsUnspecified())
 	}
 }

@@ -489,17 +489,17 @@ func (l TCPListener) check(r *report) {
 // problem is that of the later one.
 func (c *Cloud) listeners() []listener {
 	ls := []listener{
-		{serverTable + "grpcport", "", c.Server.GRPCPort},
-		{serverTable + "logport", "", c.Server.LogPort},
+		{key: serverTable + "grpcport", port: c.Server.GRPCPort},
+		{key: serverTable + "logport", port: c.Server.LogPort},
 		listenerOf(serverTable+"channelzaddr", c.Server.ChannelzAddr),
-		listenerOf(dnsTable+"listen", c.DNS.Listen), // UDP and TCP, so it collides with TCP ports too
+		familyListenerOf(dnsTable+"listen", c.DNS.Listen), // UDP and TCP, so it collides with TCP ports too
 	}
 	for _, text := range slices.Sorted(maps.Keys(c.HTTPS.Ports)) {
 		port, _ := parsePort(text)
-		ls = append(ls, listener{addrKey(text), cmp.Or(c.HTTPS.Listen, defaultHTTPSListen), port})
+		ls = append(ls, listener{key: addrKey(text), host: cmp.Or(c.HTTPS.Listen, defaultHTTPSListen), port: port})
 	}
 	for _, l := range c.TCP {
-		ls = append(ls, listenerOf(tcpKey(l.Listen), l.Listen))
+		ls = append(ls, familyListenerOf(tcpKey(l.Listen), l.Listen))
 	}
 	return append(ls, c.Egress.listeners()...)
 }

@@ -170,7 +170,7 @@ func (e *Edge) check(r *report) {
 			"keep it on the cloud, in [mode.cloud.https.kubelet], if you can")
 	}
 	e.Konnectivity.check(r)
-	r.ports([]listener{{t + "logport", "", e.LogPort}, listenerOf(t+"channelzaddr", e.ChannelzAddr)})
+	r.ports([]listener{{key: t + "logport", port: e.LogPort}, listenerOf(t+"channelzaddr", e.ChannelzAddr)})
 }
 
 // checkClient checks the settings for joining a cloud.

@@ -191,7 +191,7 @@ func (r *report) listener(key, u string) {
 // listeners returns the TCP ports that the table opens.
 func (e Egress) listeners() []listener {
 	// Listeners on unix sockets take no port.
-	ls := []listener{{egressTable + "agentport", "", e.AgentPort}}
+	ls := []listener{{key: egressTable + "agentport", port: e.AgentPort}}
 	add := func(key string, urls []string) {
 		for _, u := range urls {
 			if addr, ok := strings.CutPrefix(u, schemeTLS); ok {
