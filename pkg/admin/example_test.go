@@ -20,12 +20,17 @@ func Example() {
 		{Name: "stream", Ready: func() error { return nil }},
 		{Name: "tcp", Ready: func() error { return errors.New("tcp listeners are not open") }},
 	}, reg, slog.New(slog.DiscardHandler))
-	ctx, stop := context.WithCancel(context.Background())
+	ctx, stop := context.WithTimeout(context.Background(), time.Minute)
 	defer stop()
 	ended := make(chan error, 1)
 	go func() { ended <- health.Run(ctx) }()
 	for health.Addr() == nil {
-		time.Sleep(time.Millisecond)
+		select {
+		case err := <-ended:
+			fmt.Println("it does not listen:", err)
+			return
+		case <-time.After(time.Millisecond):
+		}
 	}
 
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}}

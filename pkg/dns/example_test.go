@@ -26,12 +26,17 @@ func ExampleResponder() {
 		Truth:  dns.Local{Nodes: one{}, Addrs: []netip.Addr{netip.MustParseAddr("10.0.0.5")}},
 		Log:    slog.New(slog.DiscardHandler),
 	})
-	ctx, stop := context.WithCancel(context.Background())
+	ctx, stop := context.WithTimeout(context.Background(), time.Minute)
 	defer stop()
 	ended := make(chan error, 1)
 	go func() { ended <- r.Run(ctx) }()
 	for r.Ready() != nil {
-		time.Sleep(time.Millisecond)
+		select {
+		case err := <-ended:
+			fmt.Println("it does not listen:", err)
+			return
+		case <-time.After(time.Millisecond):
+		}
 	}
 
 	resolver := &net.Resolver{PreferGo: true, Dial: func(ctx context.Context, network, _ string) (net.Conn, error) {

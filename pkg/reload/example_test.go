@@ -32,7 +32,7 @@ func Example() {
 		fmt.Println(err)
 		return
 	}
-	ctx, stop := context.WithCancel(context.Background())
+	ctx, stop := context.WithTimeout(context.Background(), time.Minute)
 	defer stop()
 	ended := make(chan error, 1)
 	go func() { ended <- files.Run(ctx) }()
@@ -44,7 +44,12 @@ func Example() {
 		return
 	}
 	for name() == "first" {
-		time.Sleep(10 * time.Millisecond)
+		select {
+		case err := <-ended:
+			fmt.Println("the new certificate is not in use:", err)
+			return
+		case <-time.After(10 * time.Millisecond):
+		}
 	}
 	fmt.Println(name())
 

@@ -20,7 +20,7 @@ import (
 	"tunnel.example/tunnel/pkg/kube"
 )
 
-// apiServer keeps Secrets and ConfigMaps in memory, as an API server does.
+// apiServer is an API server for tests. It stores objects, such as Secrets and ConfigMaps, in memory.
 type apiServer struct {
 	mu       sync.Mutex                // guards the following
 	objects  map[string]map[string]any // by path

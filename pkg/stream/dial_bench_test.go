@@ -160,9 +160,7 @@ func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func
 		b.Fatal(err)
 	}
 	testkit.Run(b, server.Run)
-	for server.Addr() == nil {
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Eventually(b, "the cloud listens", func() bool { return server.Addr() != nil })
 	client, err := NewClient(ClientConfig{
 		Address: server.Addr().String(), TLS: func() *tls.Config { return &tls.Config{RootCAs: ca.Pool(), ServerName: "cloud"} },
 		Node: "edge1", Token: auth.StaticToken("token-edge1"),
@@ -172,9 +170,7 @@ func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func
 		b.Fatal(err)
 	}
 	testkit.Run(b, client.Run)
-	for !dir.Holds("edge1") {
-		time.Sleep(time.Millisecond)
-	}
+	testkit.Eventually(b, "the edge joins", func() bool { return dir.Holds("edge1") })
 	return func() net.Conn {
 		c, err := dir.Dial(b.Context(), tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1"})
 		if err != nil {

@@ -55,7 +55,7 @@ func Example() {
 		return
 	}
 	log := slog.New(slog.DiscardHandler)
-	ctx, stop := context.WithCancel(context.Background())
+	ctx, stop := context.WithTimeout(context.Background(), time.Minute)
 	defer stop()
 	ended := make(chan error, 2)
 
@@ -71,7 +71,12 @@ func Example() {
 	}
 	go func() { ended <- tunnel.Run(ctx, srv) }()
 	for srv.Addr() == nil {
-		time.Sleep(time.Millisecond)
+		select {
+		case err := <-ended:
+			fmt.Println("the cloud does not listen:", err)
+			return
+		case <-time.After(time.Millisecond):
+		}
 	}
 
 	// The edge.
@@ -87,7 +92,12 @@ func Example() {
 	}
 	go func() { ended <- tunnel.Run(ctx, append(mods, cl)...) }()
 	for !dir.Holds("node1") {
-		time.Sleep(time.Millisecond)
+		select {
+		case err := <-ended:
+			fmt.Println("the edge does not join:", err)
+			return
+		case <-time.After(time.Millisecond):
+		}
 	}
 
 	// A front door of the cloud.

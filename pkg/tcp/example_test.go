@@ -37,12 +37,17 @@ func Example() {
 	door := tcp.New([]tcp.Listener{
 		{Listen: "127.0.0.1:0", Node: "edge1", Target: target.Addr().String()},
 	}, here{}, slog.New(slog.DiscardHandler))
-	ctx, stop := context.WithCancel(context.Background())
+	ctx, stop := context.WithTimeout(context.Background(), time.Minute)
 	defer stop()
 	ended := make(chan error, 1)
 	go func() { ended <- door.Run(ctx) }()
 	for door.Ready() != nil {
-		time.Sleep(time.Millisecond)
+		select {
+		case err := <-ended:
+			fmt.Println("it does not listen:", err)
+			return
+		case <-time.After(time.Millisecond):
+		}
 	}
 
 	c, err := net.Dial("tcp", door.Addrs()[0].String())
