@@ -179,6 +179,34 @@ func TestInitFlags(t *testing.T) {
 	}
 }
 
+// A command whose output cannot be written has failed while running: exit code 1, and no advice about the
+// command line.
+func TestFullDisk(t *testing.T) {
+	full, err := os.OpenFile("/dev/full", os.O_WRONLY, 0)
+	if err != nil {
+		t.Skipf("this system has no file that is always full: %v", err)
+	}
+	defer full.Close()
+	dir := filepath.Join(t.TempDir(), "cloud")
+	if code, _, errs := says(t, "init", "--address", "127.0.0.1:9000", "--dir", dir); code != exitOK {
+		t.Fatalf("init: exit code %d, %s", code, errs)
+	}
+	c := " -c " + filepath.Join(dir, cloudFile)
+	for _, line := range []string{
+		"token list" + c, "token list --json" + c, // no token
+		"token create --node edge1" + c, "token create --json --node edge1" + c,
+		"token list" + c, "token list --json" + c,
+		"completion bash", "completion zsh", "completion fish", "completion powershell",
+	} {
+		var errs bytes.Buffer
+		code := run(t.Context(), strings.Fields(line), full, &errs)
+		if code != exitRuntime || !strings.Contains(errs.String(), "no space left on device") ||
+			strings.Contains(errs.String(), "--help") {
+			t.Errorf("tunnel %s: exit code %d, %q; want %d", line, code, &errs, exitRuntime)
+		}
+	}
+}
+
 // A flag that takes no value is shown without one.
 func TestDemoHelp(t *testing.T) {
 	_, out, _ := says(t, "demo", "--help")

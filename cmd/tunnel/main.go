@@ -98,8 +98,12 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		return exitOK
 	}
 	chosen, ok := errors.AsType[*exitError](err)
-	if !ok {
-		// Every error of cobra's own is about the command line.
+	unwritten, isFile := errors.AsType[*fs.PathError](err)
+	switch {
+	case ok:
+	case isFile && unwritten.Op == "write": // standard output leads to a full disk, for example
+		chosen = &exitError{exitRuntime, err}
+	default: // every other error of cobra's own is about the command line
 		chosen = &exitError{exitUsage, errors.New(withoutSecrets(err.Error(), args))}
 	}
 	for line := range strings.SplitSeq(joinTokens.ReplaceAllString(chosen.Error(), "***"), "\n") {

@@ -80,7 +80,7 @@ until it expires. Standard output holds only the line, so that a pipe can run it
 			if asJSON {
 				err = json.NewEncoder(cmd.OutOrStdout()).Encode(created)
 			} else {
-				created.Explain(cmd.OutOrStdout(), cmd.ErrOrStderr())
+				err = created.Explain(cmd.OutOrStdout(), cmd.ErrOrStderr())
 			}
 			return errors.Join(err, setupError(created.Unwritten()))
 		},

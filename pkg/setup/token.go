@@ -107,16 +107,20 @@ func (t *Token) AwaitAdoption(ctx context.Context) {
 	}
 }
 
-// Explain prints the line to paste to out, and everything else to notes.
-func (t *Token) Explain(out, notes io.Writer) {
+// Explain prints the line to paste to out, and everything else to notes. An error says that out does not
+// have the line.
+func (t *Token) Explain(out, notes io.Writer) error {
 	fmt.Fprintf(notes, "A token for node %s, good until %s (%s). It is a secret: whoever has it can join as that node.\n",
 		t.Node, when(t.Expires), Spell(t.ttl))
 	fmt.Fprintf(notes, "On the edge, paste (the blank at its start keeps it out of most shells' history):\n\n")
-	fmt.Fprintf(out, "  %s\n", t.Command)
+	if _, err := fmt.Fprintf(out, "  %s\n", t.Command); err != nil {
+		return err
+	}
 	fmt.Fprintf(notes, "\nWith --systemd behind it, the edge starts then and there, and with the machine.\n")
 	if t.Written {
 		t.change.tellReplicas(notes)
 	}
+	return nil
 }
 
 // tellReplicas prints the change for the token files of the other replicas, if there are any.
@@ -272,9 +276,9 @@ func listTokens(content string, now time.Time) ([]ListedToken, error) {
 // PrintTokens prints lines as a table. config is the path of the cloud's configuration file.
 func PrintTokens(out io.Writer, c *conf.Cloud, config string, lines []ListedToken) error {
 	if len(lines) == 0 {
-		fmt.Fprintf(out, "%s holds no token: tunnel token create -c %s --node NAME\n",
+		_, err := fmt.Fprintf(out, "%s holds no token: tunnel token create -c %s --node NAME\n",
 			c.Server.TokenFile, shellQuote(config))
-		return nil
+		return err
 	}
 	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
 	fmt.Fprintln(w, "NODE\tKIND\tID\tEXPIRES\tSTATE")
