@@ -2,9 +2,13 @@ package peers
 
 import (
 	"context"
+	"crypto/x509"
+	"errors"
+	"fmt"
 	"io"
 	"net"
 	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -225,5 +229,27 @@ func TestChangeBeforeTheWhole(t *testing.T) {
 	t.Cleanup(func() { p.Detach(from) })
 	if err := p.Learn(from, &pb.Nodes{Held: []*pb.Held{{Node: "edge1"}}}); err == nil {
 		t.Error("a change of nothing is taken")
+	}
+}
+
+// A replica that cannot join another one because of a date says whose certificate it is, and what to replace.
+func TestHintOfDates(t *testing.T) {
+	now := time.Now()
+	leaf := &x509.Certificate{NotBefore: now.Add(-2 * time.Hour), NotAfter: now.Add(-time.Hour)}
+	ca := &x509.Certificate{NotBefore: now.Add(time.Hour), NotAfter: now.Add(2 * time.Hour), IsCA: true}
+	for cert, want := range map[*x509.Certificate]string{
+		leaf: "the other replica's certificate expired on " + leaf.NotAfter.UTC().Format(time.RFC3339) +
+			": replace cert and key in [mode.cloud.stream.server] there",
+		ca: "the certificate of the replicas' CA is not valid before " + ca.NotBefore.UTC().Format(time.RFC3339) +
+			": replace ca in [mode.cloud.stream.peers]",
+	} {
+		err := fmt.Errorf("joining: %w", x509.CertificateInvalidError{Cert: cert, Reason: x509.Expired})
+		if got := hint(err); !errors.Is(got, err) || !strings.Contains(got.Error(), want) {
+			t.Errorf("%v\nlacks %q", got, want)
+		}
+	}
+	other := x509.CertificateInvalidError{Cert: leaf, Reason: x509.IncompatibleUsage}
+	if got := hint(other).Error(); strings.Contains(got, "expired") {
+		t.Errorf("an error that is not about dates: %s", got)
 	}
 }

@@ -376,6 +376,13 @@ func hint(err error) error {
 	case is[x509.HostnameError](err):
 		return fmt.Errorf("%w (servername in [mode.cloud.stream.peers] must stand in the replicas' certificates)", err)
 	}
+	if cert, problem := stream.OutOfDate(err); cert != nil {
+		whose, what := "the other replica's certificate", "cert and key in [mode.cloud.stream.server] there"
+		if cert.IsCA {
+			whose, what = "the certificate of the replicas' CA", "ca in [mode.cloud.stream.peers]"
+		}
+		return fmt.Errorf("%w (%s %s: replace %s, or correct this machine's clock)", err, whose, problem, what)
+	}
 	return err
 }
 

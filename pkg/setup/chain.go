@@ -17,6 +17,7 @@ type rooted struct {
 	// Set once.
 	pair *reload.Pair
 	cas  *reload.Pool // cas.Pool() returns another pool after the file has changed
+	cert string       // the file of the server's certificate
 	file string       // the file of cas
 	log  *slog.Logger
 
@@ -38,7 +39,7 @@ func ServerCertificate(
 	if err != nil {
 		return nil, err
 	}
-	return (&rooted{pair: pair, cas: cas, file: c.Join.CloudCA, log: log}).get, nil
+	return (&rooted{pair: pair, cas: cas, cert: c.Server.Cert, file: c.Join.CloudCA, log: log}).get, nil
 }
 
 // get makes the chain again if the certificate or cloudca has changed.
@@ -55,14 +56,17 @@ func (r *rooted) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 		r.chain, err = withRoot(pair, cas)
 	}
 	if err != nil {
-		r.log.Error("no edge can join by a join token: "+
-			"cloudca in [mode.cloud.join] must be the CA that signed the server's certificate", "err", err)
+		r.log.Error("no edge can join by a join token", "err", rootProblem(err, r.cert, r.file))
 	}
 	return r.chain, nil
 }
 
-// withRoot appends the CA that a chain leads to, unless the chain holds it. On an error it
-// returns pair.
+// withRoot appends the CA that a chain leads to, unless the chain holds it. It returns pair if the chain
+// leads to none of cas.
+//
+// An error says why no edge takes the chain. The chain holds the CA also if only dates or usages are wrong:
+// an edge that finds the CA of its token there can tell its user what is wrong. Without the CA the edge
+// would take the cloud for another server.
 func withRoot(pair *tls.Certificate, cas []*x509.Certificate) (*tls.Certificate, error) {
 	var chain []*x509.Certificate
 	for _, der := range pair.Certificate {
@@ -73,10 +77,13 @@ func withRoot(pair *tls.Certificate, cas []*x509.Certificate) (*tls.Certificate,
 		chain = append(chain, cert)
 	}
 	root, err := rootOf(chain, cas, "")
-	if err != nil || slices.ContainsFunc(chain, root.Equal) {
+	if err != nil {
+		root = signerOf(chain, cas)
+	}
+	if root == nil || slices.ContainsFunc(chain, root.Equal) {
 		return pair, err
 	}
 	whole := *pair
 	whole.Certificate = append(slices.Clone(pair.Certificate), root.Raw)
-	return &whole, nil
+	return &whole, err
 }

@@ -134,12 +134,21 @@ func (w *way) handshake(ctx context.Context, conn net.Conn) error {
 // explain makes advice of a failed handshake. This machine has sent nothing but a ClientHello.
 func (w *way) explain(err error) error {
 	failed := &stepError{step: "tls", err: err}
-	if e, ok := errors.AsType[x509.CertificateInvalidError](err); ok && e.Reason == x509.Expired {
+	if cert, problem := stream.OutOfDate(err); cert != nil {
 		failed.step = "clock"
-		failed.err = fmt.Errorf("this machine's clock says %s, and the cloud's certificate is good from %s to %s",
-			when(time.Now()), when(e.Cert.NotBefore), when(e.Cert.NotAfter))
-		failed.fix = "If the clock is wrong, set it (timedatectl set-ntp true). " +
-			"If it is right, the cloud needs another certificate."
+		whose, fix := "the cloud's certificate", "replace the certificate on the cloud (cert and key in "+
+			"[mode.cloud.stream.server]); this token stays good."
+		if cert.IsCA {
+			whose, fix = "the certificate of the cloud's CA", "replace the CA on the cloud, and make another token."
+		}
+		failed.err = fmt.Errorf("%s %s, and this machine's clock says %s", whose, problem, when(time.Now()))
+		failed.fix = "If the clock is wrong, set it (timedatectl set-ntp true). If it is right, " + fix
+		return failed
+	}
+	if e, ok := errors.AsType[x509.CertificateInvalidError](err); ok && e.Reason == x509.IncompatibleUsage {
+		failed.err = fmt.Errorf("the cloud's certificate is not for servers: %w", e)
+		failed.fix = "Replace it on the cloud (cert and key in [mode.cloud.stream.server]) by one with the " +
+			"extended key usage serverAuth; this token stays good."
 		return failed
 	}
 	if e, ok := errors.AsType[x509.HostnameError](err); ok {

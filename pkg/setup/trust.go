@@ -12,6 +12,7 @@ import (
 
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/stream"
 )
 
 // This file checks the certificate files of a cloud against each other, before the cloud
@@ -51,6 +52,41 @@ func rootOf(chain, cas []*x509.Certificate, host string) (*x509.Certificate, err
 	return chains[0][len(chains[0])-1], nil
 }
 
+// signerOf returns the CA among cas that a chain leads to by its signatures, whatever the dates and the usages
+// of the certificates are; nil if there is none.
+func signerOf(chain, cas []*x509.Certificate) *x509.Certificate {
+	at, left := chain[0], slices.Clone(chain[1:])
+	for {
+		signs := func(ca *x509.Certificate) bool { return at.Equal(ca) || at.CheckSignatureFrom(ca) == nil }
+		if i := slices.IndexFunc(cas, signs); i >= 0 {
+			return cas[i]
+		}
+		i := slices.IndexFunc(left, signs)
+		if i < 0 {
+			return nil
+		}
+		at = left[i]
+		left = slices.Delete(left, i, i+1)
+	}
+}
+
+// rootProblem adds to an error of rootOf which file is wrong, and what to do. cert and ca are the files of the
+// chain and of the CAs. The error is not about a name.
+func rootProblem(err error, cert, ca string) error {
+	if late, problem := stream.OutOfDate(err); late != nil {
+		whose, file := "the cloud's certificate", cert
+		if late.IsCA {
+			whose, file = "the certificate of the cloud's CA", ca
+		}
+		return fmt.Errorf("%s %s (%w): replace %s, or correct this machine's clock", whose, problem, err, file)
+	}
+	if e, ok := errors.AsType[x509.CertificateInvalidError](err); ok && e.Reason == x509.IncompatibleUsage {
+		return fmt.Errorf("%s is not for servers (%w): replace it by one with the extended key usage serverAuth", cert, err)
+	}
+	return fmt.Errorf("%s is not signed by %s, which is cloudca in [mode.cloud.join] (%w): "+
+		"name the CA that signed it", cert, ca, err)
+}
+
 // cloudRoot returns the CA that join tokens pin. An error says why no edge could join by a
 // token.
 func cloudRoot(c *conf.Cloud) (*x509.Certificate, error) {
@@ -74,11 +110,7 @@ func cloudRoot(c *conf.Cloud) (*x509.Certificate, error) {
 		return nil, fmt.Errorf("%s is not made out to %s, which is address in [mode.cloud.join], "+
 			"so no edge could join (%w): have it made out to that name, or correct address", c.Server.Cert, host, err)
 	}
-	if e, ok := errors.AsType[x509.CertificateInvalidError](err); ok && e.Reason == x509.Expired {
-		return nil, fmt.Errorf("no edge could join: %w; replace %s, or check this machine's clock", err, c.Server.Cert)
-	}
-	return nil, fmt.Errorf("%s is not signed by %s, which is cloudca in [mode.cloud.join], "+
-		"so no edge could join (%w): name the CA that signed it", c.Server.Cert, c.Join.CloudCA, err)
+	return nil, fmt.Errorf("no edge could join: %w", rootProblem(err, c.Server.Cert, c.Join.CloudCA))
 }
 
 // CheckTrust refuses certificate authorities (CAs) that could sign more than they are for: the

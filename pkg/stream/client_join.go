@@ -225,7 +225,7 @@ func explain(err error) error {
 	case isOtherName(err):
 		hint = "dns in [mode.edge.stream.client] must be a name in the cloud's certificate"
 	case isOutOfDate(err):
-		hint = "check this machine's clock, then the cloud's certificate"
+		hint = dateHint(err)
 	case isNotTLS(err):
 		hint = "servername in [mode.edge.stream.client] must be the cloud's grpcport, which speaks TLS; " +
 			"something else answers there"

@@ -152,7 +152,7 @@ func explainEnroll(err error) error {
 	case status.Code(err) == codes.Unimplemented && reasonOf(err) != reasonNoIssuer:
 		hint = "the cloud is of an older release, or another program answers at that address"
 	case isOutOfDate(err):
-		hint = "check this machine's clock, then the cloud's certificate"
+		hint = dateHint(err)
 	case isNotTLS(err):
 		hint = "the address must be the cloud's grpcport, which speaks TLS; another program answers there"
 	case errors.Is(err, syscall.ECONNREFUSED):

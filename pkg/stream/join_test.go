@@ -157,6 +157,47 @@ func TestWhatTheEdgeSays(t *testing.T) {
 	}
 }
 
+// What the person at the edge reads when a certificate of the cloud is out of date: which one, since when or
+// until when, and where to replace it.
+func TestWhatTheEdgeSaysOfDates(t *testing.T) {
+	now := time.Now()
+	ca := testca.New(t, "cloud CA")
+	ended, err := auth.NewCA("ended", -time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	endedCA := testca.CA{CA: ended}
+	for name, c := range map[string]struct {
+		ca   testca.CA
+		pair tls.Certificate
+		want []string
+	}{
+		"expired": {
+			ca, ca.Dated(t, "cloud", now.Add(-2*time.Hour), now.Add(-time.Hour)),
+			[]string{
+				"the cloud's certificate expired on " + now.Add(-time.Hour).UTC().Format(time.RFC3339),
+				"replace it on the cloud (cert and key in [mode.cloud.stream.server])", "this machine's clock",
+			},
+		},
+		"not valid yet": {
+			ca, ca.Dated(t, "cloud", now.Add(time.Hour), now.Add(2*time.Hour)),
+			[]string{
+				"the cloud's certificate is not valid before " + now.Add(time.Hour).UTC().Format(time.RFC3339),
+				"this machine's clock",
+			},
+		},
+		"the CA has expired": {
+			endedCA, endedCA.Dated(t, "cloud", now.Add(-time.Hour), now.Add(time.Hour)),
+			[]string{"the certificate of the cloud's CA expired on 20", "replace the CA on the cloud"},
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, func(cfg *ServerConfig) { cfg.TLS.Certificates = []tls.Certificate{c.pair} })
+			r.notReady(t, func(cfg *ClientConfig) { cfg.TLS().RootCAs = c.ca.Pool() }, c.want...)
+		})
+	}
+}
+
 // A token that cannot be read costs no connection: an edge without its file would
 // otherwise leave one behind at each attempt.
 func TestNoTokenNoConnection(t *testing.T) {

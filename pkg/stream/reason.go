@@ -5,6 +5,7 @@ import (
 	"crypto/x509"
 	"errors"
 	"net"
+	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
 	"google.golang.org/grpc/codes"
@@ -51,10 +52,36 @@ func isUnknownAuthority(err error) bool { return is[x509.UnknownAuthorityError](
 // isOtherName reports whether the other side's certificate is for another name or address.
 func isOtherName(err error) bool { return is[x509.HostnameError](err) }
 
-// isOutOfDate reports whether the other side's certificate has expired, or is not valid yet.
-func isOutOfDate(err error) bool {
+// OutOfDate returns the certificate of the other side's chain that err refuses because of its dates. It is
+// nil if err has another cause. problem says what is wrong with the dates, behind the name of the
+// certificate: "expired on 2026-11-22T10:00:00Z".
+func OutOfDate(err error) (cert *x509.Certificate, problem string) {
 	invalid, ok := errors.AsType[x509.CertificateInvalidError](err)
-	return ok && invalid.Reason == x509.Expired
+	if !ok || invalid.Reason != x509.Expired {
+		return nil, ""
+	}
+	cert = invalid.Cert
+	if time.Now().Before(cert.NotBefore) {
+		return cert, "is not valid before " + cert.NotBefore.UTC().Format(time.RFC3339)
+	}
+	return cert, "expired on " + cert.NotAfter.UTC().Format(time.RFC3339)
+}
+
+// isOutOfDate reports whether a certificate of the other side has expired, or is not valid yet.
+func isOutOfDate(err error) bool {
+	cert, _ := OutOfDate(err)
+	return cert != nil
+}
+
+// dateHint says which certificate of the cloud is out of date, and what a person can do about it.
+func dateHint(err error) string {
+	cert, problem := OutOfDate(err)
+	if cert.IsCA {
+		return "the certificate of the cloud's CA " + problem +
+			": replace the CA on the cloud and on the edges, or correct this machine's clock"
+	}
+	return "the cloud's certificate " + problem +
+		": replace it on the cloud (cert and key in [mode.cloud.stream.server]), or correct this machine's clock"
 }
 
 // isNotTLS reports whether the other side does not speak TLS.

@@ -86,7 +86,8 @@ func TestTheWayIsWrong(t *testing.T) {
 				l := listenTLS(t, ca, ended, ca.CertPEM())
 				token.Address, token.CA = l.address, sumOf(t, ca.CertPEM())
 				return l
-			}, "clock", []string{"this machine's clock says", "timedatectl"},
+			}, "clock", []string{"this machine's clock says", "timedatectl", "the cloud's certificate expired on 20",
+				"replace the certificate on the cloud"},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -119,6 +120,55 @@ func TestTheWayIsWrong(t *testing.T) {
 	}
 	// After all that, the same token is as good as before.
 	s.want(0, s.join(good, filepath.Join(t.TempDir(), "edge")))
+}
+
+// TestTheCloudsCertificateIsBad: a cloud that starts with a certificate which no edge accepts still shows the
+// CA of the token. So join does not take the cloud for another server. With a good certificate the same token
+// is accepted.
+func TestTheCloudsCertificateIsBad(t *testing.T) {
+	t.Parallel()
+	s := newSite(t, "127.0.0.1")
+	_, token := s.create("edge1")
+	ca, err := auth.LoadCA(s.file("ca.crt"), s.file("ca.key"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	here := auth.Leaf{CommonName: "127.0.0.1", IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true}
+	use := func(leaf auth.Leaf) {
+		t.Helper()
+		cert, key, err := ca.Issue(leaf)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for name, content := range map[string][]byte{"cloud.crt": cert, "cloud.key": key} {
+			if err = os.WriteFile(s.path(name), content, 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	dir := filepath.Join(t.TempDir(), "edge")
+	expired, client := here, here
+	expired.TTL = -time.Second
+	client.Server, client.Client = false, true
+	for _, tt := range []struct {
+		leaf             auth.Leaf
+		step, says, logs string
+	}{
+		{expired, "clock", "the cloud's certificate expired on 20", "the cloud's certificate expired on 20"},
+		{client, "tls", "the cloud's certificate is not for servers", "cloud.crt is not for servers"},
+	} {
+		use(tt.leaf)
+		s.start()
+		a := s.want(1, s.join(token, dir), "FAIL  "+tt.step+": ", tt.says, "on the cloud", "this token stays good")
+		if strings.Contains(a.out+a.notes, "authority") {
+			t.Errorf("%s\njoin blames another authority", a)
+		}
+		testkit.Within(t, soon, "the cloud's log says why", func() error { return says(&s.log, tt.logs) })
+		s.cloud.Kill()
+	}
+	use(here)
+	s.start()
+	s.want(0, s.join(token, dir), "ok    clock")
 }
 
 // TestRefused: the cloud does not take the token. Exit code 4.

@@ -9,8 +9,12 @@
 package testca
 
 import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
 	"crypto/tls"
 	"crypto/x509"
+	"crypto/x509/pkix"
 	"testing"
 	"time"
 
@@ -49,4 +53,32 @@ func (ca CA) Pair(t testing.TB, leaf auth.Leaf) tls.Certificate {
 		t.Fatal(err)
 	}
 	return pair
+}
+
+// Dated returns a server's certificate for name that is valid between two times, and its key. auth.CA itself
+// issues no certificate for the future, and none that outlives the CA.
+func (ca CA) Dated(t testing.TB, name string, from, until time.Time) tls.Certificate {
+	t.Helper()
+	issuer, err := tls.X509KeyPair(ca.CertPEM(), ca.KeyPEM())
+	if err != nil {
+		t.Fatal(err)
+	}
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		t.Fatal(err)
+	}
+	template := &x509.Certificate{
+		Subject: pkix.Name{CommonName: name}, DNSNames: []string{name}, NotBefore: from, NotAfter: until,
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
+		BasicConstraintsValid: true,
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, issuer.Leaf, key.Public(), issuer.PrivateKey)
+	if err != nil {
+		t.Fatal(err)
+	}
+	leaf, err := x509.ParseCertificate(der)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key, Leaf: leaf}
 }
