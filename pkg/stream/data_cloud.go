@@ -27,10 +27,14 @@ const mostTicket = 64
 // sends no such message if an open comes first on the data connection, since the open says the same.
 const endTime = 50 * time.Millisecond
 
-// askPause is how long an unanswered request for a data connection holds up the next request. An edge
-// does not answer while it has as many data connections as it may have, including those that are
-// still ending at the edge.
-const askPause = time.Second
+const (
+	// askPause is how long a request for a data connection that is unanswered or refused holds up the
+	// next request. An edge of an older release does not answer a request that it does not fulfil.
+	askPause = time.Second
+	// askAgain replaces askPause if the edge has as many data connections as it may have. Some of them are
+	// ending at the edge, and end within a round trip or when their targets have taken every byte.
+	askAgain = 100 * time.Millisecond
+)
 
 // askTime is how long the edge may take to answer a request for a data connection.
 const askTime = joinTimeout
@@ -63,17 +67,30 @@ func (t *dataTickets) take(ticket string) *cloudSession {
 	return s
 }
 
+// takeOf invalidates a ticket of session s. It returns false if s has no such ticket.
+func (t *dataTickets) takeOf(s *cloudSession, ticket string) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.of[ticket] != s {
+		return false
+	}
+	delete(t.of, ticket)
+	return true
+}
+
 // askForMore asks the edge for one data connection, unless the session has as many as it may have.
 // While more requests are pending than data connections exist, askForMore sends none until an answer
 // comes or askPause is over. Over a thin link a handshake takes as long as many opens, and the opens
-// would wait for the handshakes.
+// would wait for the handshakes. After a refusal askForMore sends none for a while, since the next
+// request would probably be refused as well.
 func (s *cloudSession) askForMore() {
 	s.mu.Lock()
-	due := s.asking <= len(s.data) || time.Since(s.lastAsk) >= askPause
+	now := time.Now()
+	due := (s.asking <= len(s.data) || now.Sub(s.lastAsk) >= askPause) && !now.Before(s.noAskUntil)
 	more := s.err == nil && !s.toldDrain.Load() && due && len(s.data)+s.asking < s.mostDataLocked()
 	if more {
 		s.asking++
-		s.lastAsk = time.Now()
+		s.lastAsk = now
 	}
 	s.mu.Unlock()
 	if !more {
@@ -134,6 +151,19 @@ func (s *cloudSession) answered() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.asking--
+}
+
+// refusedData ends a request of askForMore that the edge has refused.
+func (s *cloudSession) refusedData(refusal *tunnel.Refusal) {
+	pause := askPause
+	if refusal.Code == tunnel.Overloaded {
+		pause = askAgain
+	}
+	s.log.Debug("the edge opens no data connection", "err", refusal)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.asking--
+	s.noAskUntil = time.Now().Add(pause)
 }
 
 // attachData makes an accepted TLS connection a data connection. The ticket in its first frame

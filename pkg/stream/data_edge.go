@@ -31,24 +31,45 @@ const (
 	attachPause  = time.Minute
 )
 
-// moreConnections opens a data connection, at the cloud's request.
+// moreConnections opens a data connection, at the cloud's request. If the edge opens none, it answers the
+// request with a refusal. A cloud of an older release ignores the refusal, because no open has this topic.
 func (s *edgeSession) moreConnections(m *tunnel.Message) error {
+	ticket := m.Topic
 	s.mu.Lock()
-	// The cloud keeps to the edge's limit of data connections. The edge allows twice as many, since
-	// a data connection that has ended at the cloud may still be ending at the edge.
-	most := 2 * (s.owner.cfg.Connections - 1)
-	more := s.err == nil && !s.leaving && !s.isNarrow() && len(s.data)+s.opening < most &&
-		!time.Now().Before(s.noMoreUntil)
-	if more {
+	refused := s.noMoreLocked()
+	if refused == nil {
 		s.opening++
 	}
 	s.mu.Unlock()
-	if more {
-		s.wg.Go(func() {
-			if err := s.guard(func() error { return s.serveData(m.Topic) }); err != nil {
-				s.Close(err)
-			}
-		})
+	if refused != nil {
+		s.post(message(typeRefused, ticket, refused))
+		return nil
+	}
+	s.wg.Go(func() {
+		if err := s.guard(func() error { return s.serveData(ticket) }); err != nil {
+			s.Close(err)
+		}
+	})
+	return nil
+}
+
+// noMoreLocked says why the edge opens no data connection now; nil: it opens one. The code is overloaded
+// only if there may be room in a moment. The caller holds mu.
+func (s *edgeSession) noMoreLocked() *pb.Refused {
+	// The cloud keeps to the edge's limit of data connections. The edge allows twice as many, since
+	// a data connection that has ended at the cloud may still be ending at the edge.
+	most := 2 * (s.owner.cfg.Connections - 1)
+	switch {
+	case s.err != nil, s.leaving:
+		return &pb.Refused{Code: pb.Code_CODE_DRAINING, Text: "the edge is about to disconnect"}
+	case s.isNarrow():
+		return &pb.Refused{Code: pb.Code_CODE_INTERNAL, Text: "the link is narrow"}
+	case time.Now().Before(s.noMoreUntil):
+		return &pb.Refused{Code: pb.Code_CODE_INTERNAL, Text: "the edge could not open the last data connections"}
+	case len(s.data)+s.opening >= most:
+		return &pb.Refused{
+			Code: pb.Code_CODE_OVERLOADED, Text: fmt.Sprintf("the edge has %d data connections", len(s.data)+s.opening),
+		}
 	}
 	return nil
 }
@@ -76,6 +97,9 @@ func (s *edgeSession) serveData(ticket string) error {
 			level = slog.LevelInfo
 		}
 		s.log.Log(s.ctx, level, "no data connection: conns use the session's own connection, which is slower", "err", err)
+		s.post(message(typeRefused, ticket, &pb.Refused{
+			Code: pb.Code_CODE_INTERNAL, Text: "the edge could not open the data connection",
+		}))
 		return nil
 	}
 	defer s.drop(d)

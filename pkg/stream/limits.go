@@ -67,9 +67,9 @@ func (l Limits) relayed() int { return 4 * l.Conns }
 // In each second, an edge may send ownMessages control messages, ownStreams streams, and ownFrames
 // HTTP/2 frames without data. That covers heartbeats, its control stream, and whatever a newer edge
 // may send. Each open that the cloud sends allows openMessages, openStreams and openFrames more: an
-// answer and a cancel, or a stream, and as much again as a reserve. These limits end the session of
-// an edge that opens and resets streams (CVE-2023-44487). Until the session ends, grpc-go runs at
-// most as many handlers as there may be streams.
+// answer, a cancel and the refusal of a data connection, or a stream, and some more as a reserve.
+// These limits end the session of an edge that opens and resets streams (CVE-2023-44487). Until the
+// session ends, grpc-go runs at most as many handlers as there may be streams.
 const (
 	ownMessages, openMessages = 1000, 4
 	ownStreams, openStreams   = 1000, 2

@@ -47,6 +47,7 @@ type cloudSession struct {
 	// Guarded by session.mu.
 	asking     int         // unanswered requests for data connections
 	lastAsk    time.Time   // when the cloud last asked for a data connection
+	noAskUntil time.Time   // until then the cloud asks for none, since the edge has refused one
 	spares     []*dataConn // idle data connections; the most recently used is last
 	shortConns recently    // conns that ended recently and lasted less than short
 }
@@ -315,18 +316,19 @@ func (s *cloudSession) cancelConn(m *tunnel.Message) error {
 	return nil
 }
 
-// refused passes the edge's refusal to the dial that waits for it.
+// refused passes the edge's refusal to the dial that waits for it, or notes that the edge opens no data
+// connection. The topic of the message is that of an open, or a ticket.
 func (s *cloudSession) refused(m *tunnel.Message) error {
 	refusal, err := refusalOf(m.Data)
 	if err != nil {
 		return err
 	}
-	p, ok := s.lookup(m.Topic).(*pending)
-	if !ok {
-		return nil // no dial waits for the refusal any more
+	if p, ok := s.lookup(m.Topic).(*pending); ok {
+		p.settle(opened{refusal: refusal})
+	} else if s.tickets.takeOf(s, m.Topic) {
+		s.refusedData(refusal)
 	}
-	p.settle(opened{refusal: refusal})
-	return nil
+	return nil // else: no dial waits for the refusal any more, or the ticket has expired
 }
 
 // edgeLeaves notes that the edge is about to stop. Its conns continue; new dials are refused.

@@ -906,7 +906,8 @@ func (x *Replicas) GetInstances() []string {
 	return nil
 }
 
-// Refused answers an open that led to no conn (type "refused").
+// Refused answers an open that led to no conn, or a request for a data connection that
+// the edge does not open (type "refused").
 type Refused struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Code          Code                   `protobuf:"varint,1,opt,name=code,proto3,enum=tunnel.v1.Code" json:"code,omitempty"`
