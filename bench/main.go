@@ -226,7 +226,7 @@ func (b *bench) prepare() (err error) {
 
 // repository returns the folder of the module.
 func repository() (string, error) {
-	out, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", "tunnel").Output()
+	out, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}").Output()
 	if err != nil {
 		return "", fmt.Errorf("finding the repository: %w", err)
 	}
