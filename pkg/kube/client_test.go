@@ -9,8 +9,6 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
-	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -45,14 +43,7 @@ func serve(t *testing.T, handler http.HandlerFunc) *server {
 		handler(w, r)
 	}))
 	t.Cleanup(h.Close)
-	file := filepath.Join(t.TempDir(), "kubeconfig")
-	config := `{"apiVersion": "v1", "kind": "Config", "current-context": "c",
-		"contexts": [{"name": "c", "context": {"cluster": "c"}}],
-		"clusters": [{"name": "c", "cluster": {"server": "` + h.URL + `"}}]}`
-	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	c, err := New(file, "test")
+	c, err := New(testkit.Kubeconfig(t, h.URL), "test")
 	if err != nil {
 		t.Fatal(err)
 	}

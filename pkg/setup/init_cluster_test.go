@@ -17,6 +17,7 @@ import (
 	"testing"
 
 	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/kube"
 )
 
@@ -84,14 +85,7 @@ func newAPIServer(t *testing.T) (*apiServer, ClusterConfig) {
 	s := &apiServer{objects: make(map[string]map[string]any)}
 	h := httptest.NewServer(s)
 	t.Cleanup(h.Close)
-	file := filepath.Join(t.TempDir(), "kubeconfig")
-	config := `{"apiVersion": "v1", "kind": "Config", "current-context": "c",
-		"contexts": [{"name": "c", "context": {"cluster": "c"}}],
-		"clusters": [{"name": "c", "cluster": {"server": "` + h.URL + `"}}]}`
-	if err := os.WriteFile(file, []byte(config), 0o600); err != nil {
-		t.Fatal(err)
-	}
-	client, err := kube.New(file, "test")
+	client, err := kube.New(testkit.Kubeconfig(t, h.URL), "test")
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -142,14 +142,7 @@ func echoed() net.Conn {
 func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func() net.Conn) {
 	b.Helper()
 	ca := testca.New(b, "bench")
-	cert, key, err := ca.Issue(auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true, TTL: time.Hour})
-	if err != nil {
-		b.Fatal(err)
-	}
-	pair, err := tls.X509KeyPair(cert, key)
-	if err != nil {
-		b.Fatal(err)
-	}
+	pair := ca.Pair(b, auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true, TTL: time.Hour})
 	log := slog.New(slog.NewTextHandler(io.Discard, nil)) //nolint:sloglint // what a logger costs counts
 	dir := &tunnel.Directory{}
 	server, err := NewServer(ServerConfig{

@@ -19,6 +19,7 @@ import (
 	"time"
 
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/test/rig"
 )
@@ -235,11 +236,7 @@ func TestCallersOfAnotherAuthority(t *testing.T) {
 	roots.AppendCertsFromPEM(p.CA().CertPEM())
 	// A caller remembers TLS sessions, as kube-apiserver does.
 	caller := func(ca *auth.CA) *tls.Config {
-		certPEM, keyPEM := issue(t, ca, auth.Leaf{CommonName: "kube-apiserver-kubelet-client", Client: true})
-		pair, err := tls.X509KeyPair(certPEM, keyPEM)
-		if err != nil {
-			t.Fatal(err)
-		}
+		pair := testca.CA{CA: ca}.Pair(t, auth.Leaf{CommonName: "kube-apiserver-kubelet-client", Client: true})
 		return &tls.Config{
 			// an address is never sent as SNI
 			RootCAs: roots, ServerName: "127.0.0.1", ClientSessionCache: tls.NewLRUClientSessionCache(10),

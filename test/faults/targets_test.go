@@ -18,6 +18,7 @@ import (
 	"time"
 
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/test/rig"
 )
@@ -87,14 +88,8 @@ func newTargets(t *testing.T, ca *auth.CA) *targets {
 		io.Copy(io.Discard, c)
 		s.release.wait(ctx) // a client that has half-closed is held as well
 	})
-	cert, key, err := ca.Issue(auth.Leaf{CommonName: rig.Node, DNSNames: []string{rig.Node}, Server: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	pair, err := tls.X509KeyPair(cert, key)
-	if err != nil {
-		t.Fatal(err)
-	}
+	leaf := auth.Leaf{CommonName: rig.Node, DNSNames: []string{rig.Node}, Server: true}
+	pair := testca.CA{CA: ca}.Pair(t, leaf)
 	ln := listen(t)
 	server := &http.Server{
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {

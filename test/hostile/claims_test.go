@@ -4,7 +4,6 @@ import (
 	"bufio"
 	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"encoding/json"
 	"fmt"
 	"io"
@@ -23,6 +22,7 @@ import (
 	"time"
 
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/stream"
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -137,14 +137,8 @@ func (c *claims) edge(node string, pods func(path string) bool) (serves func() i
 		count()
 		io.WriteString(w, node)
 	}))
-	cert, key, err := c.CA().Issue(auth.Leaf{CommonName: "system:node:" + node, DNSNames: []string{node}, Server: true})
-	if err != nil {
-		c.t.Fatal(err)
-	}
-	pair, err := tls.X509KeyPair(cert, key)
-	if err != nil {
-		c.t.Fatal(err)
-	}
+	leaf := auth.Leaf{CommonName: "system:node:" + node, DNSNames: []string{node}, Server: true}
+	pair := testca.CA{CA: c.CA()}.Pair(c.t, leaf)
 	kubelet.TLS = &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}}
 	kubelet.Config.ErrorLog = slog.NewLogLogger(slog.DiscardHandler, 0)
 	kubelet.StartTLS()
@@ -208,17 +202,11 @@ func (opener) Run(ctx context.Context) error {
 // ask sends a request to the HTTPS front door as a caller of some name, without SNI.
 func (c *claims) ask(caller, host, path string) (status int, body string) {
 	c.t.Helper()
-	cert, key, err := c.CA().Issue(auth.Leaf{CommonName: caller, Client: true})
-	if err != nil {
-		c.t.Fatal(err)
-	}
-	pair, err := tls.X509KeyPair(cert, key)
-	if err != nil {
-		c.t.Fatal(err)
-	}
-	roots := x509.NewCertPool()
-	roots.AppendCertsFromPEM(c.CA().CertPEM())
-	transport := &http.Transport{TLSClientConfig: &tls.Config{RootCAs: roots, Certificates: []tls.Certificate{pair}}}
+	ca := testca.CA{CA: c.CA()}
+	pair := ca.Pair(c.t, auth.Leaf{CommonName: caller, Client: true})
+	transport := &http.Transport{TLSClientConfig: &tls.Config{
+		RootCAs: ca.Pool(), Certificates: []tls.Certificate{pair},
+	}}
 	defer transport.CloseIdleConnections()
 	req, err := http.NewRequest(http.MethodGet, "https://"+c.HTTPSDoor()+path, nil)
 	if err != nil {
@@ -514,12 +502,6 @@ func newAPIServer(t *testing.T) *apiServer {
 		close(done)
 		server.Close()
 	})
-	k.config = filepath.Join(t.TempDir(), "kubeconfig")
-	config := `{"apiVersion": "v1", "kind": "Config", "current-context": "c",
-		"contexts": [{"name": "c", "context": {"cluster": "c"}}],
-		"clusters": [{"name": "c", "cluster": {"server": "` + server.URL + `"}}]}`
-	if err := os.WriteFile(k.config, []byte(config), 0o600); err != nil {
-		t.Fatal(err)
-	}
+	k.config = testkit.Kubeconfig(t, server.URL)
 	return k
 }

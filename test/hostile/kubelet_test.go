@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/test/rig"
 )
@@ -26,14 +27,8 @@ type kubelet struct {
 
 func newKubelet(t *testing.T, ca *auth.CA) *kubelet {
 	t.Helper()
-	cert, key, err := ca.Issue(auth.Leaf{CommonName: rig.Node, DNSNames: []string{rig.Node}, Server: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	pair, err := tls.X509KeyPair(cert, key)
-	if err != nil {
-		t.Fatal(err)
-	}
+	leaf := auth.Leaf{CommonName: rig.Node, DNSNames: []string{rig.Node}, Server: true}
+	pair := testca.CA{CA: ca}.Pair(t, leaf)
 	k := new(kubelet)
 	k.trap = serve(t, func(net.Conn) { k.followed.Add(1) })
 	ln, err := net.Listen("tcp", "127.0.0.1:0")

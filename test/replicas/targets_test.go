@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/test/rig"
 )
@@ -102,14 +103,7 @@ func answer(node, word string) string { return node + " has heard " + word + "\n
 // newTLSTarget starts the one HTTPS target of all nodes, and returns its address.
 func newTLSTarget(t *testing.T, ca *auth.CA, nodes []string) string {
 	t.Helper()
-	cert, key, err := ca.Issue(auth.Leaf{CommonName: "nodes", DNSNames: nodes, Server: true})
-	if err != nil {
-		t.Fatal(err)
-	}
-	pair, err := tls.X509KeyPair(cert, key)
-	if err != nil {
-		t.Fatal(err)
-	}
+	pair := testca.CA{CA: ca}.Pair(t, auth.Leaf{CommonName: "nodes", DNSNames: nodes, Server: true})
 	ln := listen(t, nil)
 	serveHTTP(t, ln, &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{pair}}, "")
 	return ln.Addr().String()

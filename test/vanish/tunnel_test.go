@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/test/rig"
 )
@@ -153,14 +154,7 @@ func (tn *tunnel) egress(dir string) string {
 	if err != nil {
 		tn.t.Fatal(err)
 	}
-	cert, key, err := ca.Issue(auth.Leaf{CommonName: "kube-apiserver", Client: true})
-	if err != nil {
-		tn.t.Fatal(err)
-	}
-	pair, err := tls.X509KeyPair(cert, key)
-	if err != nil {
-		tn.t.Fatal(err)
-	}
+	pair := testca.CA{CA: ca}.Pair(tn.t, auth.Leaf{CommonName: "kube-apiserver", Client: true})
 	if err = os.WriteFile(filepath.Join(dir, "callers.crt"), ca.CertPEM(), 0o600); err != nil {
 		tn.t.Fatal(err)
 	}
