@@ -53,8 +53,17 @@ func (o order) give(c net.Conn) error {
 }
 
 // taken asks the target itself what it has taken.
-func (l *line) taken() (t taken, err error) {
-	c, err := callWith(through(l.at.edge.Network, l.target), order{Kind: orderTell})
+func (l *line) taken() (taken, error) { return l.tell(orderTell) }
+
+// rest has the target write nothing more to readers that stall. Other conns, and later ones, are as before.
+func (l *line) rest() error {
+	_, err := l.tell(orderRest)
+	return err
+}
+
+// tell gives the target an order that it answers with what it has taken.
+func (l *line) tell(kind byte) (t taken, err error) {
+	c, err := callWith(through(l.at.edge.Network, l.target), order{Kind: kind})
 	if err != nil {
 		return t, err
 	}

@@ -30,7 +30,8 @@ const (
 	orderFlood        // send chunks without end
 	orderSink         // take what comes
 	orderBoth         // flood and sink
-	orderTell         // say what was taken, see taken; then the conn ends
+	orderTell         // say what was taken and written, see taken; then the conn ends
+	orderRest         // orderTell, and the conns whose readers stall get nothing more, see flood
 )
 
 // handshakeRecord is what a TLS connection begins with. No order does.
@@ -38,8 +39,9 @@ const handshakeRecord = 22
 
 // taken is what the target tells of itself.
 type taken struct {
-	Bytes int64 // by orderSink and orderBoth
-	Open  int64 // conns with an order
+	Bytes   int64 // by orderSink and orderBoth
+	Written int64 // bytes by orderFlood and orderBoth
+	Open    int64 // conns with an order
 }
 
 // playRole is the main function of a peer, which listens on loopback, or at all addresses. It
@@ -90,7 +92,7 @@ func target(cert, key string) (serve func(net.Conn), err error) {
 		w.Write(answer)
 	})}
 	go web.Serve(tls.NewListener(encrypted, cfg)) //nolint:errcheck // it serves until the process ends
-	var bytes, open atomic.Int64
+	var bytes, written, rests, open atomic.Int64
 	return func(c net.Conn) {
 		r := bufio.NewReaderSize(c, 16)
 		if first, err := r.Peek(1); err == nil && first[0] == handshakeRecord {
@@ -102,8 +104,12 @@ func target(cert, key string) (serve func(net.Conn), err error) {
 		if err := binary.Read(r, binary.BigEndian, &o); err != nil {
 			return
 		}
-		if o.Kind == orderTell {
-			binary.Write(c, binary.BigEndian, taken{bytes.Load(), open.Load()}) //nolint:errcheck // the client judges
+		if o.Kind == orderRest {
+			rests.Add(1)
+		}
+		if o.Kind == orderTell || o.Kind == orderRest {
+			told := taken{bytes.Load(), written.Load(), open.Load()}
+			binary.Write(c, binary.BigEndian, told) //nolint:errcheck // the client judges
 			return
 		}
 		open.Add(1)
@@ -112,29 +118,33 @@ func target(cert, key string) (serve func(net.Conn), err error) {
 		case orderEcho:
 			io.Copy(c, r) //nolint:errcheck // the client has gone
 		case orderFlood:
-			flood(c, o)
+			flood(c, o, &written, &rests)
+			io.Copy(io.Discard, r) //nolint:errcheck // until the client has gone
 		case orderSink:
 			sink(r, &bytes)
 		case orderBoth:
-			go flood(c, o) // it ends when the sink has, which closes
+			go flood(c, o, &written, &rests) // it ends when the sink has, which closes
 			sink(r, &bytes)
 		}
 	}, nil
 }
 
-// flood sends chunks until nobody takes them.
-func flood(c net.Conn, o order) {
-	if o.Chunk < bulkChunk {
+// flood sends chunks until the conn ends, and counts their bytes. A flood for a reader that stalls, which has
+// small chunks, also ends when rests changes: then the conn stays open.
+func flood(c net.Conn, o order, written, rests *atomic.Int64) {
+	stalls, before := o.Chunk < bulkChunk, rests.Load()
+	if stalls {
 		// For a reader that stalls. Filling the kernel's buffers in tiny pieces would
 		// keep the processors busy long after the tunnel has come to rest.
 		c.(*net.TCPConn).SetWriteBuffer(16 << 10) //nolint:errcheck // it only takes longer, then
 	}
 	chunk := make([]byte, o.Chunk)
 	started := time.Now()
-	for n := int64(1); ; n++ {
+	for n := int64(1); !stalls || rests.Load() == before; n++ {
 		if _, err := c.Write(chunk); err != nil {
 			return
 		}
+		written.Add(int64(o.Chunk))
 		if o.Pace > 0 {
 			// A sleep is never exact, so several chunks follow a long one at once.
 			time.Sleep(time.Until(started.Add(time.Duration(n) * time.Second / time.Duration(o.Pace))))

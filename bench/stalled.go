@@ -164,35 +164,66 @@ func (t *tunnel) peaks() (cloud, edge rig.Memory, err error) {
 	return cloud, edge, errors.Join(err1, err2)
 }
 
-// waitFull waits until the edge sends nothing any more, and the target has nothing to
-// do: the kernel's buffers before the edge are full as well.
+// waitFull waits until the windows of the stalled readers are full: the edge sends nothing more. Then it has
+// the target rest.
+//
+// There is no deadline: a slow machine fills the windows for as long as it needs. Without the rest, the target
+// would write for minutes: the kernel before the edge merges chunks of 16 B in its full buffer, and takes some
+// more. That costs processor time which is not the tunnel's.
 func (t *tunnel) waitFull() error {
-	const (
-		quiet = 5                     // looks
-		idle  = 20 * time.Millisecond // of processor time between two looks
-	)
-	var last float64
-	var lastCPU time.Duration
-	same := 0
-	for deadline := time.Now().Add(2 * time.Minute); time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
+	err := whenStill(func() (int64, error) {
 		m, err := rig.Metrics(t.pair.EdgeHealth())
+		return int64(m["tunnel_sent_bytes_total"]), err
+	})
+	if err == nil {
+		err = t.rest()
+	}
+	if err != nil {
+		return err
+	}
+	return whenStill(func() (int64, error) {
+		told, err := t.taken()
+		return told.Written, err
+	})
+}
+
+// whenStill looks at a count of bytes until it stays the same.
+func whenStill(count func() (int64, error)) error {
+	for f := new(flow); ; time.Sleep(100 * time.Millisecond) {
+		n, err := count()
 		if err != nil {
 			return err
 		}
-		now := m["tunnel_sent_bytes_total"]
-		cpu, err := t.all[0].CPU() // the target
-		if err != nil {
+		if still, err := f.look(n); still || err != nil {
 			return err
-		}
-		if same++; now != last || cpu-lastCPU > idle {
-			same = 0
-		}
-		last, lastCPU = now, cpu
-		if same == quiet {
-			return nil
 		}
 	}
-	return errors.New("the windows do not fill up")
+}
+
+// mostFlow is how many bytes can flow until windows are full: far more than windows and kernels' buffers hold
+// for stalledConns conns.
+const mostFlow = 1 << 30
+
+// flow follows a count of bytes.
+type flow struct {
+	first, last int64
+	looks       int
+	still       int // looks in a row at which nothing had flowed
+}
+
+// look takes the count. It reports whether nothing has flowed for ten looks.
+func (f *flow) look(n int64) (still bool, err error) {
+	const enough = 10 // looks
+	if f.looks++; f.looks == 1 {
+		f.first = n
+	}
+	if f.still++; f.looks == 1 || n != f.last {
+		f.still = 0
+	}
+	if f.last = n; n-f.first > mostFlow {
+		return false, fmt.Errorf("the windows do not fill up: %d MiB have gone into them", (n-f.first)/mib)
+	}
+	return f.still == enough, nil
 }
 
 // waitEmpty waits until the cloud has no conn any more.
