@@ -39,8 +39,8 @@ func (r *release) documents(ctx context.Context) (documents, error) {
 		{&d.examples, []string{"conf/cloud.toml", "conf/edge.toml"}},
 	} {
 		for _, name := range of.names {
-			data, err := r.read(name)
-			if err != nil {
+			var data []byte
+			if data, err = r.read(name); err != nil {
 				return d, err
 			}
 			*of.to = append(*of.to, file{name: path.Base(name), data: data})

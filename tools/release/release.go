@@ -39,7 +39,8 @@ func build(ctx context.Context, o options) (err error) {
 	if err != nil {
 		return err
 	}
-	switch entries, err := os.ReadDir(o.out); {
+	entries, err := os.ReadDir(o.out)
+	switch {
 	case err == nil && len(entries) > 0:
 		return fmt.Errorf("%s is not empty: remove it, or name another folder", o.out)
 	case err != nil && !errors.Is(err, fs.ErrNotExist):
