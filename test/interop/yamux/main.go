@@ -22,12 +22,11 @@ import (
 func main() {
 	all := flag.Bool("all", false, "listen at all addresses, not on loopback alone")
 	flag.Parse()
-	if err := run(*all, flag.Args()); err != nil {
-		fmt.Fprintln(os.Stderr, "yamux:", err)
-		os.Exit(1)
-	}
+	fmt.Fprintln(os.Stderr, "yamux:", run(*all, flag.Args()))
+	os.Exit(1)
 }
 
+// run relays until something fails. It returns no nil error.
 func run(all bool, args []string) error {
 	ip := "127.0.0.1"
 	if all {
