@@ -384,10 +384,11 @@ func (d *debian) wantUnits() {
 
 // through asks the edge for its health by port 2222 of the cloud, until the edge is ready.
 const through = `
-for i in $(seq 100); do
-	{ exec 3<>/dev/tcp/127.0.0.1/2222 && printf 'GET /readyz HTTP/1.0\r\n\r\n' >&3 &&
-		read -r -t 5 status <&3; } 2>/dev/null || status=
-	case $status in *200*) exit;; esac
+for i in $(seq 300); do
+	# In a shell of its own, which SIGPIPE may end: the cloud resets the conn while it has no session.
+	status=$({ exec 3<>/dev/tcp/127.0.0.1/2222 && printf 'GET /readyz HTTP/1.0\r\n\r\n' >&3 &&
+		head -n 1 <&3; } 2>/dev/null) || true
+	case $status in *" 200 "*) exit;; esac
 	sleep 0.2
 done
 exit 1
