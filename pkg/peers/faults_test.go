@@ -10,6 +10,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -111,6 +112,45 @@ func TestHandOverHasNoGap(t *testing.T) {
 		}
 	}
 	<-done
+}
+
+// A balancer that is late leads an edge to the replica that stops, for some seconds more. The replica serves the
+// node until the edge has reached another one, and callers at both replicas notice nothing.
+func TestLeaveWaitsForItsNodes(t *testing.T) {
+	all := newFleet(t, 2)
+	var late atomic.Bool
+	late.Store(true)
+	cfg := all[0].clientConfig("edge1")
+	cfg.Dial = func(ctx context.Context, network, _ string) (net.Conn, error) {
+		a := all[1]
+		if late.Load() {
+			a = all[0]
+		}
+		return (&net.Dialer{}).DialContext(ctx, network, a.port)
+	}
+	all[0].start(cfg, direct)
+	for _, a := range all {
+		a.front = a.peers
+		a.eventually("the node is known", func() bool { return all[0].dir.Holds("edge1") && a.peers.Holds("edge1") })
+	}
+	target := testkit.Serve(t, func(*net.TCPConn) {}) // which closes each connection
+	stopped := make(chan struct{})
+	go func() {
+		defer close(stopped)
+		all[0].stopOne()
+	}()
+	time.AfterFunc(5*time.Second, func() { late.Store(false) })
+	for asked := 0; !all[1].dir.Holds("edge1"); asked++ {
+		c, err := all[1].dial("edge1", target)
+		if err != nil {
+			t.Fatalf("request %d: %v", asked, err)
+		}
+		c.Close()
+	}
+	if late.Load() {
+		t.Fatal("the edge has moved while the balancer was late; this test shows nothing")
+	}
+	<-stopped
 }
 
 // An address that has led to this replica itself may lead to another one later: DNS is

@@ -1,6 +1,7 @@
 package peers
 
 import (
+	"context"
 	"maps"
 	"net/netip"
 	"time"
@@ -102,6 +103,28 @@ func (p *Peers) Leave() {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.changed.Notify()
+}
+
+// NodesMoved implements stream.Replicas. The edges of konnectivity agents do not count: nobody tells them
+// to move.
+func (p *Peers) NodesMoved(ctx context.Context) int {
+	for {
+		changed := p.Changed()
+		left := 0
+		for _, s := range p.dir.Sessions() {
+			if !s.Agent && len(p.holders(s.Node)) == 0 {
+				left++
+			}
+		}
+		if left == 0 {
+			return 0
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return left
+		}
+	}
 }
 
 // forget removes a replica that has not come back.

@@ -38,6 +38,7 @@ func (o *others) ID() string                             { return o.id }
 func (o *others) Authenticate(tls.ConnectionState) error { return nil }
 func (o *others) Counters() *tunnel.Counters             { return &o.count }
 func (o *others) Leave()                                 {}
+func (o *others) NodesMoved(context.Context) int         { return 0 }
 
 func (o *others) Attach(id string, _ []string, s *tunnel.Session) (replaced *tunnel.Session) {
 	o.mu.Lock()
@@ -263,8 +264,8 @@ func TestLeaveIsPartOfTheGracePeriod(t *testing.T) {
 		t.Errorf("the grace period is %s, want %s", got, patience)
 	}
 	all[0].server.Leave(t.Context())
-	if got := all[0].server.grace(); got != patience-leaveFirst {
-		t.Errorf("after Leave the grace period is %s, want %s", got, patience-leaveFirst)
+	if got := all[0].server.grace(); got > patience-leaveFirst {
+		t.Errorf("after Leave the grace period is %s, want at most %s", got, patience-leaveFirst)
 	}
 }
 

@@ -71,6 +71,7 @@ type Server struct {
 
 	addr     atomic.Pointer[net.Addr] // set while the server listens
 	leaving  chan struct{}            // closed by Leave
+	leftAt   time.Time                // when Leave began; written before leaving is closed
 	stopping atomic.Bool              // true: no edge may join any more
 	sessions sync.WaitGroup           // live sessions; handlers add to it, and gRPC waits for the handlers
 
@@ -223,14 +224,16 @@ func (s *Server) asks() bool { return s.cfg.Certificates || s.cfg.Replicas != ni
 
 // Leave prepares a stop while other replicas continue. Call Leave once, before the stop. From then on
 // no edge may join this replica. Leave asks connected edges to open a session with another replica.
-// The DNS names of nodes then lead to other replicas. Leave returns after leaveFirst, when load
-// balancers and clients that resolve names have seen the change. Front doors should serve until Leave
-// returns. On a replica without live peers, Leave does nothing.
+// The DNS names of nodes then lead to other replicas. Leave returns when every edge has such a session:
+// after leaveFirst, when load balancers and clients that resolve names have seen the change, at the
+// earliest, and after leaveLast at the latest. Front doors should serve until Leave returns. On a replica
+// without live peers, Leave does nothing.
 func (s *Server) Leave(ctx context.Context) {
 	if s.cfg.Replicas == nil || len(s.cfg.Replicas.Joined()) == 0 {
 		return
 	}
 	s.stopping.Store(true)
+	s.leftAt = time.Now()
 	close(s.leaving)
 	s.cfg.Replicas.Leave()
 	s.log.Info("leaving: the other replicas take over", "dur", leaveFirst)
@@ -240,6 +243,11 @@ func (s *Server) Leave(ctx context.Context) {
 	select {
 	case <-time.After(leaveFirst):
 	case <-ctx.Done():
+	}
+	ctx, cancel := context.WithTimeout(ctx, leaveLast-leaveFirst)
+	defer cancel()
+	if left := s.cfg.Replicas.NodesMoved(ctx); left > 0 {
+		s.log.Warn("nodes have no session with another replica yet", "nodes", left)
 	}
 }
 
@@ -283,7 +291,7 @@ func (s *Server) drain() {
 // of the grace period, because Kubernetes' 30 s begin with Leave.
 func (s *Server) grace() time.Duration {
 	if tunnel.IsClosed(s.leaving) {
-		return max(0, s.cfg.Grace-leaveFirst)
+		return max(0, s.cfg.Grace-time.Since(s.leftAt))
 	}
 	return s.cfg.Grace
 }

@@ -35,6 +35,9 @@ type Replicas interface {
 	Learn(s *tunnel.Session, news *pb.Nodes) error
 	// Leave tells the other replicas that this replica is about to stop.
 	Leave()
+	// NodesMoved waits until other replicas hold every node of this replica, or ctx is done. It
+	// returns how many nodes this replica alone holds.
+	NodesMoved(ctx context.Context) int
 }
 
 // NodesMessage makes the message by which a replica tells another one about its nodes.

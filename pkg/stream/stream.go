@@ -114,9 +114,11 @@ const (
 	hangUpTimeout = 2 * time.Second
 	// leaveTimeout is how long a stopping edge waits for the cloud to receive its last messages.
 	leaveTimeout = time.Second
-	// leaveFirst is how long a replica that is about to stop continues, while load balancers and
-	// edges move to the other replicas. It is part of the grace period.
+	// A replica that is about to stop continues for leaveFirst, while load balancers and edges move to
+	// the other replicas. If edges need longer, since their balancer still leads them to this replica,
+	// it waits for them until leaveLast. Both are part of the grace period.
 	leaveFirst = 3 * time.Second
+	leaveLast  = 12 * time.Second
 	// overlap is how long an edge keeps its session with a replica that is about to stop, once
 	// another replica has taken over. The other replicas must first hear of the new session.
 	// overlap is shorter than leaveFirst.
