@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/tls"
 	"net"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -116,7 +117,10 @@ func newFleetOf(t *testing.T, ca testca.CA, n int, change ...func(*ServerConfig)
 		}
 	}
 	for _, a := range all {
-		a.eventually("the replicas have joined each other", func() bool { return len(a.others.Joined()) == n-1 })
+		a.eventually("the replicas have joined each other", func() bool {
+			return len(a.others.Joined()) == n-1 &&
+				!slices.ContainsFunc(a.links, func(c *Client) bool { return c.Session() == nil }) // which comes later
+		})
 	}
 	return all
 }
