@@ -17,11 +17,12 @@ import (
 	"time"
 )
 
-// debianSuite is the Debian of debian. It is the oldest that docs/releases.md gives numbers for.
+// debianSuite is the Debian of debian. The pages state the units' exposures by its systemd (252).
 const debianSuite = "bookworm"
 
 // debian is a Debian of debootstrap in a folder of its own: what is essential, and systemd. Commands run in it as on
-// a machine of their own (testdata/machine.sh).
+// a machine of their own (testdata/machine.sh). systemd there sees cgroup v2 alone. It needs no controller: it boots
+// on a machine whose own controllers are those of cgroup v1, and whose process 1 is not systemd.
 type debian struct {
 	t    *testing.T
 	root string
