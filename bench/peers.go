@@ -119,7 +119,7 @@ func target(cert, key string) (serve func(net.Conn), err error) {
 			io.Copy(c, r) //nolint:errcheck // the client has gone
 		case orderFlood:
 			flood(c, o, &written, &rests)
-			io.Copy(io.Discard, r) //nolint:errcheck // until the client has gone
+			io.Copy(io.Discard, r) // until the client has gone
 		case orderSink:
 			sink(r, &bytes)
 		case orderBoth:

@@ -115,42 +115,52 @@ func TestHandOverHasNoGap(t *testing.T) {
 }
 
 // A balancer that is late leads an edge to the replica that stops, for some seconds more. The replica serves the
-// node until the edge has reached another one, and callers at both replicas notice nothing.
+// node until the edge has reached another one that stays, and callers notice nothing. A replica that stopped before
+// and still has a session of the edge, because of a conn, does not count.
 func TestLeaveWaitsForItsNodes(t *testing.T) {
-	all := newFleet(t, 2)
-	var late atomic.Bool
-	late.Store(true)
+	all := newFleet(t, 3)
+	var leads atomic.Int32 // the replica that the balancer leads to
 	cfg := all[0].clientConfig("edge1")
 	cfg.Dial = func(ctx context.Context, network, _ string) (net.Conn, error) {
-		a := all[1]
-		if late.Load() {
-			a = all[0]
-		}
-		return (&net.Dialer{}).DialContext(ctx, network, a.port)
+		return (&net.Dialer{}).DialContext(ctx, network, all[leads.Load()].port)
 	}
 	all[0].start(cfg, direct)
 	for _, a := range all {
 		a.front = a.peers
 		a.eventually("the node is known", func() bool { return all[0].dir.Holds("edge1") && a.peers.Holds("edge1") })
 	}
+	c, _ := all[1].pair("edge1")
 	target := testkit.Serve(t, func(*net.TCPConn) {}) // which closes each connection
-	stopped := make(chan struct{})
-	go func() {
-		defer close(stopped)
-		all[0].stopOne()
-	}()
-	time.AfterFunc(5*time.Second, func() { late.Store(false) })
-	for asked := 0; !all[1].dir.Holds("edge1"); asked++ {
-		c, err := all[1].dial("edge1", target)
-		if err != nil {
-			t.Fatalf("request %d: %v", asked, err)
+	stop := func(i int) (stopped chan struct{}) {
+		stopped = make(chan struct{})
+		go func() {
+			defer close(stopped)
+			all[i].stopOne()
+		}()
+		return stopped
+	}
+	asks := func(from, until *replicaRig) {
+		t.Helper()
+		for asked := 0; !until.dir.Holds("edge1"); asked++ {
+			c, err := from.dial("edge1", target)
+			if err != nil {
+				t.Fatalf("request %d: %v", asked, err)
+			}
+			c.Close()
 		}
-		c.Close()
 	}
-	if late.Load() {
-		t.Fatal("the edge has moved while the balancer was late; this test shows nothing")
+	leads.Store(1)
+	first := stop(0)
+	asks(all[2], all[1])
+	time.AfterFunc(5*time.Second, func() { leads.Store(2) })
+	second := stop(1)
+	asks(all[2], all[2])
+	if leads.Load() != 2 || tunnel.IsClosed(first) {
+		t.Fatal("the edge has moved too early, or the first replica has ended; this test shows nothing")
 	}
-	<-stopped
+	c.Close()
+	<-first
+	<-second
 }
 
 // An address that has led to this replica itself may lead to another one later: DNS is

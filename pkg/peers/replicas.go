@@ -110,12 +110,7 @@ func (p *Peers) Leave() {
 func (p *Peers) NodesMoved(ctx context.Context) int {
 	for {
 		changed := p.Changed()
-		left := 0
-		for _, s := range p.dir.Sessions() {
-			if !s.Agent && len(p.holders(s.Node)) == 0 {
-				left++
-			}
-		}
+		left := p.onlyHere()
 		if left == 0 {
 			return 0
 		}
@@ -125,6 +120,25 @@ func (p *Peers) NodesMoved(ctx context.Context) int {
 			return left
 		}
 	}
+}
+
+// onlyHere returns how many edges have sessions with this replica, and with no other one that stays.
+func (p *Peers) onlyHere() (n int) {
+	sessions := p.dir.Sessions()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, s := range sessions {
+		elsewhere := s.Agent
+		for _, r := range p.replicas {
+			if _, ok := r.nodes[s.Node]; ok && r.link != nil && !r.leaves {
+				elsewhere = true
+			}
+		}
+		if !elsewhere {
+			n++
+		}
+	}
+	return n
 }
 
 // forget removes a replica that has not come back.
