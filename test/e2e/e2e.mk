@@ -3,7 +3,7 @@
 
 .PHONY: cluster-demo e2e e2e-bench e2e-build e2e-up e2e-down conformance conformance-build
 
-e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 13 minutes, the first time 31)
+e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 26 minutes, the first time 45)
 	@status=0; go test -tags e2e -count=1 -v -timeout 60m ./test/e2e || status=$$?; \
 	test/cluster/down.sh && exit $$status
 
@@ -23,7 +23,7 @@ conformance: conformance-build ## Kubernetes' own tests through each front door,
 conformance-build: e2e-build ## build those tests and their images into the cache, once (the first time half an hour or more)
 	@nice test/conformance/build.sh $(or $(CONFORMANCE),1.34 1.36)
 
-cluster-demo: e2e-build ## from a clone to kubectl logs on a node behind NAT, installed by the manifests (root; ARGS=--once: remove it at the end)
+cluster-demo: e2e-build ## from a clone to kubectl logs on a node behind NAT, installed by the manifests (root; half a minute, the first time 20; ARGS=--once: remove it at the end)
 	@test/cluster/demo.sh $(ARGS)
 
 e2e-down: ## remove it, also what a killed run left behind; logs are kept
