@@ -105,40 +105,46 @@ func (p *Peers) Leave() {
 	p.changed.Notify()
 }
 
-// NodesMoved implements stream.Replicas. The edges of konnectivity agents do not count: nobody tells them
-// to move.
+// NodesMoved implements stream.Replicas. Sessions of konnectivity agents do not count: nobody tells agents to
+// move. NodesMoved counts ten times a second, and not at each change: thousands of edges may move at once.
 func (p *Peers) NodesMoved(ctx context.Context) int {
+	tick := time.NewTicker(100 * time.Millisecond)
+	defer tick.Stop()
 	for {
-		changed := p.Changed()
 		left := p.onlyHere()
 		if left == 0 {
 			return 0
 		}
 		select {
-		case <-changed:
+		case <-tick.C:
 		case <-ctx.Done():
 			return left
 		}
 	}
 }
 
-// onlyHere returns how many edges have sessions with this replica, and with no other one that stays.
+// onlyHere returns how many edges have a session with this replica, and none with another replica that is
+// connected and not about to stop.
 func (p *Peers) onlyHere() (n int) {
 	sessions := p.dir.Sessions()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, s := range sessions {
-		elsewhere := s.Agent
-		for _, r := range p.replicas {
-			if _, ok := r.nodes[s.Node]; ok && r.link != nil && !r.leaves {
-				elsewhere = true
-			}
-		}
-		if !elsewhere {
+		if !s.Agent && !p.staysLocked(s.Node) {
 			n++
 		}
 	}
 	return n
+}
+
+// staysLocked reports whether a replica that is connected and not about to stop holds n. The caller holds mu.
+func (p *Peers) staysLocked(n tunnel.NodeName) bool {
+	for _, r := range p.replicas {
+		if _, ok := r.nodes[n]; ok && r.link != nil && !r.leaves {
+			return true
+		}
+	}
+	return false
 }
 
 // forget removes a replica that has not come back.

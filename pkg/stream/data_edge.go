@@ -53,8 +53,8 @@ func (s *edgeSession) moreConnections(m *tunnel.Message) error {
 	return nil
 }
 
-// noMoreLocked says why the edge opens no data connection now; nil: it opens one. The code is overloaded
-// only if there may be room in a moment. The caller holds mu.
+// noMoreLocked returns the refusal of a data connection, or nil if the edge may open one now. The code
+// Overloaded tells the cloud to ask again soon. The caller holds mu.
 func (s *edgeSession) noMoreLocked() *pb.Refused {
 	// The cloud keeps to the edge's limit of data connections. The edge allows twice as many, since
 	// a data connection that has ended at the cloud may still be ending at the edge.

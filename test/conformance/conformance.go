@@ -86,8 +86,8 @@ func GroupOf(groups []Group, test string) int {
 	})
 }
 
-// Focus returns ginkgo's regular expression for the tests of some groups. ginkgo matches it with the suite's name
-// before the test's (ginkgo/v2/internal/focus.go), hence no anchors.
+// Focus returns the regular expression by which ginkgo selects the tests of some groups. It has no anchors, since
+// ginkgo puts the name of the suite before the name of the test (ginkgo/v2/internal/focus.go).
 func Focus(groups []Group) string {
 	var all []string
 	for _, g := range groups {

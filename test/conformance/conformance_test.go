@@ -60,7 +60,7 @@ func TestReadList(t *testing.T) {
 	}
 }
 
-// TestFocus: ginkgo's focus selects what the groups select, and nothing that they do not know.
+// ginkgo's focus selects a test exactly if the test belongs to a group.
 func TestFocus(t *testing.T) {
 	groups := Groups()
 	focus := regexp.MustCompile(Focus(groups))

@@ -44,7 +44,8 @@ func TestPages(t *testing.T) {
 	t.Logf("%d blocks are run here, %d need a cluster, %d are not run", kinds[Run], kinds[Cluster], kinds[NotRun])
 }
 
-// clusterTests has the scenarios that need a cluster. It builds with the tag e2e only, so it is read, not imported.
+// clusterTests is the file with the scenarios that need a cluster. The file builds with the tag e2e only, so these
+// tests parse it.
 const clusterTests = "test/e2e/pages_test.go"
 
 // clusterScenarios returns the names of the scenarios of clusterTests: each `scenario{name: "NAME", …}`.

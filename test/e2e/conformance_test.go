@@ -24,8 +24,9 @@ import (
 // page is where the table goes when every version and every door has been run.
 const page = "../../docs/conformance.md"
 
-// TestConformance runs Kubernetes' own tests for each version: with direct reach, and through each front door. What
-// passes with direct reach has to pass through the door. CONFORMANCE names versions, separated by blanks.
+// TestConformance runs the e2e tests of Kubernetes, for each version. They run once with direct reach, and once
+// through each front door. A test that passes with direct reach must pass through the door. The environment variable
+// CONFORMANCE lists the versions to run, separated by blanks; without it all versions run.
 func TestConformance(t *testing.T) {
 	ctx := contextOf(t)
 	program := binary(ctx, t)

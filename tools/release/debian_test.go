@@ -102,7 +102,8 @@ func debianArchive(t *testing.T) string {
 	return path
 }
 
-// debianMirror returns the mirror that this machine's apt has the suite from, or nothing: debootstrap has a default.
+// debianMirror returns the mirror from which apt of this machine takes the suite. If apt has none, debianMirror returns
+// nothing, and debootstrap uses its own default.
 func debianMirror(t *testing.T) []string {
 	t.Helper()
 	out := tool(t, "/", "apt-get", "indextargets", "--format", "$(REPO_URI)",
