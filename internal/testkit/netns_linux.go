@@ -3,6 +3,7 @@ package testkit
 import (
 	"os"
 	"os/exec"
+	"regexp"
 	"runtime"
 	"syscall"
 	"testing"
@@ -15,7 +16,8 @@ const ownNetwork = "TUNNEL_TEST_OWN_NETWORK"
 
 // InOwnNetwork runs the calling test again, in a process whose network namespace holds nothing but
 // loopback. It returns true in that process. In the first process it returns false, after the other one
-// has ended; the test returns then. env ("NAME=value") is added to the environment of the process.
+// has ended; the test returns then. If the test skips itself there, it is skipped here. env ("NAME=value")
+// is added to the environment of the process.
 //
 // Root needs no more rights. Other users need user namespaces; a machine without them skips the test.
 func InOwnNetwork(t *testing.T, env ...string) bool {
@@ -51,6 +53,14 @@ func InOwnNetwork(t *testing.T, env ...string) bool {
 	if err != nil {
 		t.Errorf("in a network namespace of its own: %v", err)
 	}
+	if skipped(out, t.Name()) {
+		t.Skipf("%s", out) // else a test that shows nothing passes
+	}
 	t.Logf("%s", out)
 	return false
+}
+
+// skipped reports whether a test has skipped itself, by the output of its process.
+func skipped(out []byte, name string) bool {
+	return regexp.MustCompile(`(?m)^ *--- SKIP: ` + regexp.QuoteMeta(name) + ` \(`).Match(out)
 }

@@ -5,18 +5,23 @@
 //	go door.Run(ctx, log)
 //	testkit.Eventually(t, "the log says why", func() bool { return strings.Contains(text.String(), "refused") })
 //
-// Only tests import it (test/arch). It knows no other package of this module. test/rig starts
-// processes.
+// Only tests import it (test/arch). It knows no other package of this module but logline, which checks
+// each line. test/rig starts processes.
 package testkit
 
 import (
 	"bytes"
+	"fmt"
 	"log/slog"
+	"os"
+	"runtime/debug"
 	"slices"
 	"strings"
 	"sync"
 	"testing"
 	"time"
+
+	"tunnel.example/tunnel/internal/logline"
 )
 
 const (
@@ -58,7 +63,8 @@ func Within(t testing.TB, limit time.Duration, what string, check func() error) 
 }
 
 // Log collects everything written to it, for a test to read. The zero value is empty and ready for
-// use. Its methods are safe for concurrent use.
+// use. Its methods are safe for concurrent use. A line of a log that breaks the rules of package logline ends
+// the test program: the code under test could recover from a panic.
 type Log struct {
 	mu   sync.Mutex // guards the following
 	text bytes.Buffer
@@ -67,11 +73,38 @@ type Log struct {
 // NewLog returns a logger for records of every level, and the Log that collects them.
 func NewLog() (*slog.Logger, *Log) {
 	l := new(Log)
-	return slog.New(slog.NewTextHandler(l, &slog.HandlerOptions{Level: slog.LevelDebug})), l
+	return slog.New(Handler(l)), l
+}
+
+// Handler returns a handler that writes records of every level to l in the format text, and checks them in the
+// format json.
+func Handler(l *Log) slog.Handler {
+	opts := &slog.HandlerOptions{Level: slog.LevelDebug}
+	return slog.NewMultiHandler(slog.NewTextHandler(l, opts), slog.NewJSONHandler(checker{}, opts))
+}
+
+// checker checks the lines that are written to it.
+type checker struct{}
+
+// Write implements io.Writer.
+func (checker) Write(p []byte) (int, error) {
+	check(p)
+	return len(p), nil
+}
+
+// check ends the test program if one of the lines breaks the rules. A handler writes whole lines.
+func check(lines []byte) {
+	for line := range bytes.Lines(lines) {
+		if err := logline.Check(string(line)); err != nil {
+			fmt.Fprintf(os.Stderr, "FAIL: a line of the log: %v:\n%s%s\n", err, line, debug.Stack())
+			os.Exit(1)
+		}
+	}
 }
 
 // Write implements io.Writer.
 func (l *Log) Write(p []byte) (int, error) {
+	check(p)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	return l.text.Write(p)

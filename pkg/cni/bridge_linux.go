@@ -1,0 +1,151 @@
+package cni
+
+import (
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// EnsureBridge makes the bridge, its addresses and the settings of the kernel what conf says. It changes nothing
+// that is right, and removes nothing. It refuses a subnet that another link of the node reaches, before it changes
+// anything. Processes may call it at the same time. If only settings of the kernel are wrong, it returns the bridge,
+// too.
+func EnsureBridge(conf *Conf) (netlink.Link, error) {
+	missing, err := conf.missingGateways()
+	if err != nil {
+		return nil, err
+	}
+	bridge, err := findOrAddBridge(conf)
+	if err != nil {
+		return nil, err
+	}
+	var wrong error // settings that cannot be made true
+	for _, subnet := range conf.Subnets {
+		if subnet.Addr().Is4() {
+			err = apply(forwardingV4(conf.Bridge)...)
+		} else {
+			err = forwardV6(conf.Bridge)
+		}
+		wrong = errors.Join(wrong, err)
+	}
+	for _, subnet := range missing {
+		addr := netlink.Addr{IPNet: ipNet(netip.PrefixFrom(gatewayOf(subnet), subnet.Bits()))}
+		if subnet.Addr().Is6() {
+			addr.Flags = unix.IFA_F_NODAD // duplicate address detection would delay the address
+		}
+		if err = netlink.AddrAdd(bridge, &addr); err != nil && !errors.Is(err, unix.EEXIST) {
+			err = fmt.Errorf("giving bridge %s the address %s: %w", conf.Bridge, addr.IPNet, err)
+			return nil, errors.Join(wrong, err)
+		}
+	}
+	if err := netlink.LinkSetUp(bridge); err != nil {
+		return nil, errors.Join(wrong, fmt.Errorf("starting bridge %s: %w", conf.Bridge, err))
+	}
+	return bridge, wrong
+}
+
+func findOrAddBridge(conf *Conf) (netlink.Link, error) {
+	link, err := netlink.LinkByName(conf.Bridge)
+	if isNotFound(err) {
+		attrs := netlink.NewLinkAttrs()
+		attrs.Name = conf.Bridge
+		attrs.HardwareAddr = macOf(gatewayOf(conf.Subnets[0]))
+		if attrs.MTU, err = conf.mtu(); err != nil {
+			return nil, err
+		}
+		if err = netlink.LinkAdd(&netlink.Bridge{LinkAttrs: attrs}); err != nil && !errors.Is(err, unix.EEXIST) {
+			return nil, fmt.Errorf("making bridge %s: %w", conf.Bridge, err)
+		}
+		link, err = netlink.LinkByName(conf.Bridge)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("finding bridge %s: %w", conf.Bridge, err)
+	}
+	if link.Type() != "bridge" {
+		return nil, fmt.Errorf("link %s is a %s: name another bridge", conf.Bridge, link.Type())
+	}
+	return link, nil
+}
+
+// macOf returns the hardware address that goes with an address. The bridge and each pod have one that does not
+// change when they are made again: their neighbours' tables stay right.
+func macOf(addr netip.Addr) net.HardwareAddr {
+	hash := sha256.Sum256(addr.AsSlice())
+	// 0x0a: locally administered, one receiver (IEEE 802).
+	return net.HardwareAddr(append([]byte{0x0a}, hash[:5]...))
+}
+
+// defaultMTU is that of Ethernet, for a node without a default route.
+const defaultMTU = 1500
+
+// mtu returns the MTU of pods: what the configuration says, else the smallest of the links with default routes.
+func (c *Conf) mtu() (int, error) {
+	if c.MTU != 0 {
+		return c.MTU, nil
+	}
+	found := 0
+	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+		routes, err := Dump(func() ([]netlink.Route, error) { return netlink.RouteList(nil, family) })
+		if err != nil {
+			return 0, fmt.Errorf("listing routes: %w", err)
+		}
+		for _, route := range routes {
+			if !isDefault(route) || route.LinkIndex == 0 {
+				continue
+			}
+			link, err := netlink.LinkByIndex(route.LinkIndex)
+			if err == nil && (found == 0 || link.Attrs().MTU < found) {
+				found = link.Attrs().MTU
+			}
+		}
+	}
+	if found == 0 {
+		return defaultMTU, nil
+	}
+	return found, nil
+}
+
+func isDefault(route netlink.Route) bool {
+	if route.Dst == nil {
+		return true
+	}
+	ones, _ := route.Dst.Mask.Size()
+	return ones == 0
+}
+
+// maxDumps is how often a list is asked for that the kernel changes meanwhile. Between two times is a pause, which
+// grows by dumpPause: together some two seconds, since a hundred pods may start at once.
+const (
+	maxDumps  = 60
+	dumpPause = time.Millisecond
+)
+
+// Dump calls list until the kernel has changed nothing meanwhile.
+func Dump[T any](list func() ([]T, error)) (all []T, err error) {
+	for i := range maxDumps {
+		time.Sleep(time.Duration(i) * dumpPause)
+		if all, err = list(); !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	return all, err
+}
+
+func isNotFound(err error) bool {
+	_, ok := errors.AsType[netlink.LinkNotFoundError](err)
+	return ok
+}
+
+func ipNet(prefix netip.Prefix) *net.IPNet {
+	addr := prefix.Addr()
+	return &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(prefix.Bits(), addr.BitLen())}
+}
+
+// only returns the network that holds an address alone: /32 or /128.
+func only(addr netip.Addr) *net.IPNet { return ipNet(netip.PrefixFrom(addr, addr.BitLen())) }

@@ -1,0 +1,160 @@
+package cni
+
+import (
+	"bytes"
+	"encoding/json"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+)
+
+// Program is the file name of the plugin, which is its type in network configurations.
+const Program = "tunnel-cni"
+
+// ListFile is the name of the network configuration that an edge writes. Runtimes take the file that sorts
+// first.
+const ListFile = "10-tunnel.conflist"
+
+// ListName is the name of the network in that file.
+const ListName = "tunnel"
+
+// list is a network configuration list. Runtimes up to containerd 1.7 read cniVersion; newer ones choose the
+// highest of cniVersions that they know.
+type list struct {
+	CNIVersion  string   `json:"cniVersion"`
+	CNIVersions []string `json:"cniVersions"`
+	Name        string   `json:"name"`
+	Plugins     []plugin `json:"plugins"`
+}
+
+type plugin struct {
+	Type         string          `json:"type"`
+	Subnets      []netip.Prefix  `json:"subnets,omitempty"`
+	Capabilities map[string]bool `json:"capabilities,omitempty"`
+}
+
+// NewConf returns the configuration for these subnets, with the defaults.
+func NewConf(subnets []netip.Prefix) (*Conf, error) {
+	conf := &Conf{Bridge: DefaultBridge, DataDir: DefaultDataDir, Subnets: subnets}
+	conf.Name = ListName
+	if len(subnets) == 0 {
+		return nil, fmt.Errorf("no networks for pods")
+	}
+	return conf, conf.validate()
+}
+
+// portmap is the stock plugin for ports of the host.
+const (
+	portmap         = "portmap"
+	portmapProvides = "portMappings"
+)
+
+// List is what an edge chooses in the network configuration that it writes.
+type List struct {
+	Subnets []netip.Prefix
+	Portmap []string // versions of the specification that the stock plugin portmap speaks; nil: no ports of the host
+}
+
+// Marshal returns the network configuration. It announces versions that all its plugins speak: a runtime takes the
+// highest version of the list for the whole chain.
+func (l List) Marshal() ([]byte, error) {
+	if _, err := NewConf(l.Subnets); err != nil {
+		return nil, err
+	}
+	out := list{CNIVersions: versionsWith(l.Portmap), Name: ListName,
+		Plugins: []plugin{{Type: Program, Subnets: l.Subnets}}}
+	if len(out.CNIVersions) == 0 {
+		return nil, fmt.Errorf("no version of the CNI specification is common: %s speaks %q, portmap speaks %q", Program,
+			Versions().SupportedVersions(), l.Portmap)
+	}
+	out.CNIVersion = out.CNIVersions[0]
+	if l.Portmap != nil {
+		out.Plugins = append(out.Plugins, plugin{Type: portmap, Capabilities: map[string]bool{portmapProvides: true}})
+	}
+	data, err := json.MarshalIndent(out, "", "  ")
+	return append(data, '\n'), err
+}
+
+// versionsWith returns the versions to announce if portmap speaks others; nil is no portmap. Versions before 1.0.0
+// are only announced without a later one, and then the highest of them.
+func versionsWith(others []string) (common []string) {
+	for _, version := range Versions().SupportedVersions() {
+		if others == nil || slices.Contains(others, version) {
+			common = append(common, version)
+		}
+	}
+	early := func(version string) bool { return strings.HasPrefix(version, "0.") }
+	if i := slices.IndexFunc(common, func(v string) bool { return !early(v) }); i >= 0 {
+		return common[i:]
+	}
+	return common[max(0, len(common)-1):]
+}
+
+// UnmarshalList reads a network configuration that an edge has written. Portmap has the versions that the file
+// announces.
+func UnmarshalList(data []byte) (l List, err error) {
+	var in list
+	if err := json.Unmarshal(data, &in); err != nil {
+		return List{}, err
+	}
+	for _, p := range in.Plugins {
+		switch p.Type {
+		case Program:
+			conf, err := NewConf(p.Subnets)
+			if err != nil {
+				return List{}, err
+			}
+			l.Subnets = conf.Subnets
+		case portmap:
+			l.Portmap = append([]string{in.CNIVersion}, in.CNIVersions...)
+		}
+	}
+	if l.Subnets == nil {
+		return List{}, fmt.Errorf("no plugin %s", Program)
+	}
+	return l, nil
+}
+
+// ConfIn returns the configuration of the plugin in a network configuration, whoever has written it.
+func ConfIn(data []byte) (*Conf, error) {
+	var in struct{ Plugins []json.RawMessage }
+	if err := json.Unmarshal(data, &in); err != nil {
+		return nil, err
+	}
+	for _, raw := range in.Plugins {
+		var p plugin
+		if err := json.Unmarshal(raw, &p); err == nil && p.Type == Program {
+			return parseConf(raw)
+		}
+	}
+	return nil, fmt.Errorf("no plugin %s", Program)
+}
+
+// Foreign returns what in a network configuration no edge writes, such as a key or a plugin, so that a person has
+// written it; "" if nothing. A damaged file holds nothing.
+func Foreign(data []byte) string {
+	if !json.Valid(data) {
+		return ""
+	}
+	decoder := json.NewDecoder(bytes.NewReader(data))
+	decoder.DisallowUnknownFields()
+	var in list
+	if err := decoder.Decode(&in); err != nil {
+		return err.Error()
+	}
+	if in.Name != ListName {
+		return fmt.Sprintf("the name %q", in.Name)
+	}
+	for _, p := range in.Plugins {
+		if p.Type != Program && p.Type != portmap {
+			return fmt.Sprintf("the plugin %q", p.Type)
+		}
+		for capability := range p.Capabilities {
+			if p.Type != portmap || capability != portmapProvides {
+				return fmt.Sprintf("the capability %q", capability)
+			}
+		}
+	}
+	return ""
+}

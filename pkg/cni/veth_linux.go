@@ -1,0 +1,209 @@
+package cni
+
+import (
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+
+	"github.com/containernetworking/cni/pkg/types"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// hostLink returns the name of the node's end of an attachment's veth pair. 11 hexadecimal digits are what the
+// 15 characters of a name leave; two of 250 attachments share them once in 5 * 10^8 nodes.
+func (a attachment) hostLink() string {
+	hash := sha256.Sum256([]byte(a.network + "\x00" + a.containerID + "\x00" + a.ifName))
+	return "veth" + hex.EncodeToString(hash[:])[:11]
+}
+
+// hostLinkLives reports whether the node's end is there. The kernel removes it together with the namespace of
+// the other end.
+func hostLinkLives(a attachment) bool {
+	_, err := netlink.LinkByName(a.hostLink())
+	return !isNotFound(err) // unknown is not gone
+}
+
+// connect makes the veth pair of an attachment: one end on the bridge, and one in the pod, with the addresses
+// and routes. The caller calls disconnect if it fails.
+func connect(a attachment, bridge netlink.Link, pod *sandbox, mtu int, addrs, gateways []netip.Addr) error {
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name, attrs.MTU, attrs.Flags = a.hostLink(), mtu, net.FlagUp
+	attrs.MasterIndex = bridge.Attrs().Index
+	veth := netlink.NewVeth(attrs)
+	veth.PeerName = a.ifName
+	veth.PeerNamespace = netlink.NsFd(pod.ns)
+	veth.PeerHardwareAddr = macOf(addrs[0])
+	err := netlink.LinkAdd(veth)
+	if errors.Is(err, unix.EEXIST) {
+		// An ADD of this attachment was killed. Its other end is not in this namespace, which ADD has checked.
+		if err = disconnect(a); err == nil {
+			err = netlink.LinkAdd(veth)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("making the links of the pod: %w", err)
+	}
+	// A pod that dials its own Service or port of the host comes back by the link that it came from. With
+	// br_netfilter the bridge translates the address and forwards the packet itself, and drops it without hairpin.
+	if err := netlink.LinkSetHairpin(veth, true); err != nil {
+		return fmt.Errorf("setting hairpin mode of %s: %w", attrs.Name, err)
+	}
+	for _, addr := range addrs {
+		// The node may remember another pod's hardware address for it. An entry that is not there is no error.
+		_ = netlink.NeighDel(&netlink.Neigh{LinkIndex: bridge.Attrs().Index, IP: addr.AsSlice()})
+	}
+	if alias := aliasOf(a, addrs); len(alias) <= maxAlias {
+		if err := netlink.LinkSetAlias(veth, alias); err != nil {
+			return fmt.Errorf("naming %s: %w", attrs.Name, err)
+		}
+	}
+	return pod.do(func() error { return configure(a.ifName, addrs, gateways) })
+}
+
+// configure gives the pod's link its addresses and routes. It runs in the namespace of the pod.
+func configure(ifName string, addrs, gateways []netip.Addr) error {
+	link, err := netlink.LinkByName(ifName)
+	if err != nil {
+		return fmt.Errorf("finding %s in the pod: %w", ifName, err)
+	}
+	if err := apply(settingsInPod(ifName, addrs)...); err != nil {
+		return err
+	}
+	if err := netlink.LinkSetUp(link); err != nil {
+		return fmt.Errorf("starting %s in the pod: %w", ifName, err)
+	}
+	for i, addr := range addrs {
+		address := &netlink.Addr{IPNet: only(addr)}
+		if addr.Is6() {
+			address.Flags = unix.IFA_F_NODAD // the address serves at once
+		}
+		if err := netlink.AddrAdd(link, address); err != nil {
+			return fmt.Errorf("giving %s the address %s: %w", ifName, addr, err)
+		}
+		for _, route := range routesOf(link.Attrs().Index, gateways[i]) {
+			if err := netlink.RouteAdd(&route); err != nil {
+				return fmt.Errorf("adding route %s in the pod: %w", route.Dst, err)
+			}
+		}
+	}
+	return nil
+}
+
+// settingsInPod are the kernel settings of the pod's link. Redirects would lead past the node; see forwardingV4.
+func settingsInPod(ifName string, addrs []netip.Addr) (settings []setting) {
+	for _, addr := range addrs {
+		if addr.Is4() {
+			settings = append(settings, setting{"ipv4/conf/all/accept_redirects", "0"},
+				setting{"ipv4/conf/" + ifName + "/accept_redirects", "0"})
+			continue
+		}
+		in := "ipv6/conf/" + ifName + "/"
+		settings = append(settings, setting{in + "disable_ipv6", "0"}, setting{in + "accept_dad", "0"},
+			setting{in + "accept_ra", "0"}, setting{in + "accept_redirects", "0"})
+	}
+	return settings
+}
+
+// routesOf leads everything to the gateway, which the pod's own network (/32 or /128) does not hold.
+func routesOf(index int, gateway netip.Addr) []netlink.Route {
+	everything := netip.PrefixFrom(gateway, 0).Masked()
+	return []netlink.Route{
+		{LinkIndex: index, Dst: only(gateway), Scope: netlink.SCOPE_LINK},
+		{LinkIndex: index, Dst: ipNet(everything), Gw: gateway.AsSlice()},
+	}
+}
+
+// disconnect removes the links of an attachment, in node and pod. No link is no error.
+func disconnect(a attachment) error {
+	link, err := netlink.LinkByName(a.hostLink())
+	if err == nil {
+		err = netlink.LinkDel(link)
+	}
+	if err != nil && !isNotFound(err) && !errors.Is(err, unix.ENODEV) {
+		return fmt.Errorf("removing %s: %w", a.hostLink(), err)
+	}
+	return nil
+}
+
+// missingIn returns an error if the pod has a link of this name: the specification has ADD refuse it.
+func missingIn(pod *sandbox, ifName string) error {
+	return pod.do(func() error {
+		_, err := netlink.LinkByName(ifName)
+		if isNotFound(err) {
+			return nil
+		}
+		if err != nil {
+			return fmt.Errorf("looking for %s in the pod: %w", ifName, err)
+		}
+		return types.NewError(types.ErrInvalidEnvironmentVariables, "the pod has a link "+ifName+" already",
+			"DEL removes it, if tunnel-cni made it")
+	})
+}
+
+// The node's end carries an alias, "tunnel-cni NETWORK CONTAINER IFNAME ADDRESS,ADDRESS". It proves whose the
+// addresses are when files are lost, and shows a reader of `ip link` which pod a link leads to.
+const (
+	aliasMark = "tunnel-cni"
+	maxAlias  = 255 // bytes: IFALIASZ of Linux, less its zero byte
+)
+
+func aliasOf(a attachment, addrs []netip.Addr) string {
+	texts := make([]string, len(addrs))
+	for i, addr := range addrs {
+		texts[i] = addr.String()
+	}
+	return strings.Join([]string{aliasMark, a.network, a.containerID, a.ifName, strings.Join(texts, ",")}, " ")
+}
+
+// attachmentOf reads an alias.
+func attachmentOf(alias string) (a attachment, addrs []netip.Addr, ok bool) {
+	fields := strings.Fields(alias)
+	if len(fields) != 5 || fields[0] != aliasMark {
+		return attachment{}, nil, false
+	}
+	for text := range strings.SplitSeq(fields[4], ",") {
+		addr, err := netip.ParseAddr(text)
+		if err != nil {
+			return attachment{}, nil, false
+		}
+		addrs = append(addrs, addr)
+	}
+	return attachment{fields[1], fields[2], fields[3]}, addrs, true
+}
+
+// Attached counts the attachments of this node, by the aliases of its links.
+func Attached() (int, error) {
+	links, err := linked()
+	return len(links), err
+}
+
+// maxLists is how many lists of links linked joins.
+const maxLists = 10
+
+// linked returns the attachments that the links of this node prove, with their addresses. A list that the kernel
+// changed meanwhile may lack a link, so linked joins such lists until one is whole, or until maxLists lists. A link
+// that is there all the time is in one of them.
+func linked() (map[attachment][]netip.Addr, error) {
+	found := make(map[attachment][]netip.Addr)
+	for range maxLists {
+		links, err := netlink.LinkList()
+		if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
+			return nil, fmt.Errorf("listing links: %w", err)
+		}
+		for _, link := range links {
+			a, addrs, ok := attachmentOf(link.Attrs().Alias)
+			if ok && link.Attrs().Name == a.hostLink() {
+				found[a] = addrs
+			}
+		}
+		if err == nil {
+			break
+		}
+	}
+	return found, nil
+}

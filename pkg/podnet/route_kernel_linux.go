@@ -1,0 +1,97 @@
+package podnet
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// routeProtocol marks our routes in the kernel (rtnetlink(7), rtm_protocol). Nobody else's are changed.
+const routeProtocol netlink.RouteProtocol = 117
+
+// links returns the networks of the links that lead out of this machine: not of loopback, nor of the bridge of pods.
+func (linux) links(bridge string) ([]link, error) {
+	all, err := netlink.LinkList()
+	if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
+		return nil, err
+	}
+	var found []link
+	for _, l := range all {
+		attrs := l.Attrs()
+		if attrs.Flags&net.FlagLoopback != 0 || attrs.Flags&net.FlagUp == 0 || attrs.Name == bridge {
+			continue
+		}
+		addrs, err := netlink.AddrList(l, netlink.FAMILY_ALL)
+		if err != nil && !errors.Is(err, netlink.ErrDumpInterrupted) {
+			return nil, err
+		}
+		for _, a := range addrs {
+			own, ok := netip.AddrFromSlice(a.IP)
+			own = own.Unmap()
+			bits, _ := a.Mask.Size()
+			// A network of one address has no neighbours.
+			if ok && own.IsGlobalUnicast() && bits < own.BitLen() {
+				found = append(found, link{attrs.Index, own, netip.PrefixFrom(own, bits).Masked()})
+			}
+		}
+	}
+	return found, nil
+}
+
+// routes makes the kernel's routes of our protocol those that are wanted. It replaces no route of others.
+func (linux) routes(want []route) error {
+	var errs []error
+	missing := make(map[route]bool, len(want))
+	for _, r := range want {
+		missing[r] = true
+	}
+	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+		has, err := netlink.RouteListFiltered(family, &netlink.Route{Protocol: routeProtocol}, netlink.RT_FILTER_PROTOCOL)
+		if err != nil {
+			return fmt.Errorf("listing routes: %w", err) // the next attempt reads them again
+		}
+		for _, r := range has {
+			if own, ok := ofKernel(r); ok && missing[own] {
+				delete(missing, own)
+				continue
+			}
+			if err := netlink.RouteDel(&r); err != nil && !errors.Is(err, unix.ESRCH) {
+				errs = append(errs, fmt.Errorf("removing the route to %s: %w", r.Dst, withRights(err)))
+			}
+		}
+	}
+	for _, r := range want {
+		if !missing[r] {
+			continue
+		}
+		err := netlink.RouteAdd(&netlink.Route{Dst: ipNet(r.to), Gw: r.by.AsSlice(), LinkIndex: r.link,
+			Protocol: routeProtocol})
+		if errors.Is(err, unix.EEXIST) {
+			err = fmt.Errorf("%w: another program has one; remove it, or switch routes off in [mode.edge.cni]", err)
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("adding the route to %s by %s: %w", r.to, r.by, withRights(err)))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// ofKernel returns a route as wantRoutes makes it.
+func ofKernel(r netlink.Route) (route, bool) {
+	if r.Dst == nil {
+		return route{}, false
+	}
+	to, ok := netip.AddrFromSlice(r.Dst.IP)
+	by, okBy := netip.AddrFromSlice(r.Gw)
+	bits, _ := r.Dst.Mask.Size()
+	return route{netip.PrefixFrom(to.Unmap(), bits), by.Unmap(), r.LinkIndex}, ok && okBy
+}
+
+func ipNet(prefix netip.Prefix) *net.IPNet {
+	addr := prefix.Addr()
+	return &net.IPNet{IP: addr.AsSlice(), Mask: net.CIDRMask(prefix.Bits(), addr.BitLen())}
+}

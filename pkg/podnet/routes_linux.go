@@ -1,0 +1,201 @@
+package podnet
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+
+	"tunnel.example/tunnel/pkg/cni"
+)
+
+// Neighbour is another node with an address in a network of this machine's links.
+type Neighbour struct {
+	Addresses []netip.Addr   `json:"addresses"`
+	Networks  []netip.Prefix `json:"networks"` // of its pods
+}
+
+func (n Neighbour) equal(other Neighbour) bool {
+	return slices.Equal(n.Addresses, other.Addresses) && slices.Equal(n.Networks, other.Networks)
+}
+
+// neighboursFile is the memory of the neighbours, beside the network configuration. No runtime reads it: runtimes read
+// *.conf, *.conflist and *.json.
+const neighboursFile = "10-tunnel.neighbours"
+
+// link is a network of one of this machine's links.
+type link struct {
+	index   int
+	own     netip.Addr   // the address of this machine
+	network netip.Prefix // masked
+}
+
+// route leads to the pods of a neighbour.
+type route struct {
+	to   netip.Prefix
+	by   netip.Addr // the neighbour
+	link int        // index
+}
+
+// SetNeighbours tells the other nodes with an address in one of Links. Without Config.Routes it changes nothing.
+func (n *Node) SetNeighbours(all []Neighbour) {
+	if !n.cfg.Routes {
+		return
+	}
+	n.mu.Lock()
+	changed := !slices.EqualFunc(n.neighbours, all, Neighbour.equal)
+	n.neighbours, n.told = slices.Clone(all), true
+	n.mu.Unlock()
+	if changed {
+		n.log.Info("the cloud has told the neighbours of this node", "nodes", len(all))
+		n.wakeUp()
+	}
+}
+
+// Links returns the networks of the links of this machine, without that of pods.
+func (n *Node) Links() []netip.Prefix {
+	all, err := n.kernel.links(cni.DefaultBridge)
+	if err != nil {
+		n.log.Warn("the links of this machine cannot be read, so no route leads to other nodes' pods", "err", err)
+	}
+	var networks []netip.Prefix
+	for _, l := range all {
+		if !slices.Contains(networks, l.network) {
+			networks = append(networks, l.network)
+		}
+	}
+	return networks
+}
+
+// The shortest prefix of a network to which a route leads, in bits. The cloud accepts no other networks of pods.
+const (
+	minRouteBits4 = 16 // IPv4
+	minRouteBits6 = 48 // IPv6
+)
+
+// wantRoutes returns the routes that there should be, and why a network of a neighbour has none.
+func (n *Node) wantRoutes(conf *cni.Conf) (routes []route, wrong error) {
+	n.mu.Lock()
+	neighbours := n.neighbours
+	n.mu.Unlock()
+	if len(neighbours) == 0 {
+		return nil, nil
+	}
+	links, err := n.kernel.links(conf.Bridge)
+	if err != nil {
+		return nil, fmt.Errorf("reading the links of this machine: %w", err)
+	}
+	for _, neighbour := range neighbours {
+		for _, network := range neighbour.Networks {
+			r, ok := routeTo(network.Masked(), neighbour.Addresses, links)
+			if !ok {
+				continue // a neighbour without this family, or on a link that has gone
+			}
+			if why := refuses(r, conf, links, routes); why != "" {
+				wrong = cmp.Or(wrong, fmt.Errorf("no route leads to %s by %s: %s", r.to, r.by, why))
+				continue
+			}
+			routes = append(routes, r)
+		}
+	}
+	return routes, wrong
+}
+
+// routeTo returns the route to a network by one of the addresses: on the link with the narrowest network that has an
+// address.
+func routeTo(network netip.Prefix, by []netip.Addr, links []link) (best route, found bool) {
+	bits := -1
+	for _, addr := range by {
+		if addr.Is4() != network.Addr().Is4() {
+			continue
+		}
+		for _, l := range links {
+			if l.network.Contains(addr) && l.network.Bits() > bits {
+				best, bits = route{to: network, by: addr, link: l.index}, l.network.Bits()
+			}
+		}
+	}
+	return best, bits >= 0
+}
+
+// refuses returns why a route must not be made; "" if it may. A cloud must not be able to lead the traffic of this
+// machine elsewhere.
+func refuses(r route, conf *cni.Conf, links []link, before []route) string {
+	shortest := minRouteBits4
+	if r.to.Addr().Is6() {
+		shortest = minRouteBits6
+	}
+	switch {
+	case r.to.Bits() < shortest:
+		return "the network is too large for pods of one node"
+	case slices.ContainsFunc(conf.Subnets, r.to.Overlaps):
+		return "this node's pods have the network"
+	case slices.ContainsFunc(links, func(l link) bool { return l.network.Overlaps(r.to) }):
+		return "the network is that of a link of this machine"
+	case slices.ContainsFunc(links, func(l link) bool { return l.own == r.by }):
+		return "the address is this machine's own"
+	case slices.ContainsFunc(before, func(b route) bool { return b.to.Overlaps(r.to) }):
+		return "two nodes have the network"
+	}
+	return ""
+}
+
+// keepNeighbours writes the neighbours to the disk, for a start without the cloud. Without Config.Routes it removes the
+// file.
+func (n *Node) keepNeighbours() error {
+	file := filepath.Join(n.cfg.ConfDir, neighboursFile)
+	if !n.cfg.Routes {
+		return remove(file)
+	}
+	n.mu.Lock()
+	neighbours := n.neighbours
+	n.mu.Unlock()
+	old, err := os.ReadFile(file)
+	if neighbours == nil && errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	data, marshalErr := json.Marshal(neighbours)
+	if marshalErr != nil {
+		return marshalErr
+	}
+	if err == nil && bytes.Equal(old, data) {
+		return nil
+	}
+	err = os.MkdirAll(n.cfg.ConfDir, 0o755)
+	if err == nil {
+		err = replace(n.cfg.ConfDir, neighboursFile, data)
+	}
+	if err != nil {
+		return fmt.Errorf("writing the neighbours of this node: %w", err)
+	}
+	return nil
+}
+
+// rememberNeighbours takes the neighbours from the file that an earlier run has written.
+func (n *Node) rememberNeighbours() {
+	if !n.cfg.Routes {
+		return
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.told {
+		return
+	}
+	data, err := os.ReadFile(filepath.Join(n.cfg.ConfDir, neighboursFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return
+	}
+	if err == nil {
+		err = json.Unmarshal(data, &n.neighbours)
+	}
+	if err != nil {
+		n.neighbours = nil
+		n.log.Warn("the neighbours of an earlier run cannot be read; the cloud tells them again", "err", err)
+	}
+}
