@@ -237,6 +237,10 @@ allowfrom = []
 			`11: mode.cloud.tcp."127.0.0.1:3": node name is empty: write "node/host:port", or "host:port" for any node`,
 			`12: mode.cloud.tcp."127.0.0.1:4": node name "tcp:" is not an RFC 1123 subdomain: ` +
 				`use lower-case letters, digits, '-' and '.': write "node/host:port", or "host:port" for any node`}},
+		{"congestion", server + `congestion = "the-best-there-is"
+`, []string{
+			`6: mode.cloud.stream.server.congestion: "the-best-there-is" is not the name of a congestion control: ` +
+				`write "auto", "system", or a name such as "bbr"`}},
 		{"tcp open to all", server + `[mode.cloud.tcp]
 "0.0.0.0:1" = "127.0.0.1:1"
 ":2" = "127.0.0.1:1"
@@ -265,6 +269,79 @@ allowfrom = []
 				`did you mean "127.0.0.1:6443"?`,
 			`10: mode.cloud.tcpallow."[::]:80": [mode.cloud.tcp] has no such listener: ` +
 				`add it there, or remove this line`}},
+		{"balancers", server + `proxyfrom = []
+listen = "443"
+[mode.cloud.https]
+proxyfrom = ["10.0.0.5/8"]
+[mode.cloud.egress]
+grpc = ["unix:///run/egress.sock"]
+proxyfrom = ["0.0.0.0/0"]
+[mode.cloud.tcp]
+"127.0.0.1:6443" = "127.0.0.1:1"
+"127.0.0.1:6444" = "127.0.0.1:1"
+[mode.cloud.tcpproxyfrom]
+"127.0.0.1:6443" = ["10.0.0.5"]
+"127.0.0.1:6445" = ["10.0.0.5"]
+[mode.cloud.tcpsendproxy]
+"127.0.0.1:6444" = "2"
+"[::]:80" = "v2"
+`, []string{
+			`6: mode.cloud.stream.server.proxyfrom: the list is empty: ` +
+				`write the addresses of the balancers that send a PROXY header, such as "10.0.0.5", or remove it`,
+			`7: mode.cloud.stream.server.listen: "443" has no address to listen on: write one such as ":443"`,
+			`9: mode.cloud.https.proxyfrom: source "10.0.0.5/8": the address has bits outside its network; ` +
+				`write 10.0.0.0/8 for the network or 10.0.0.5 for the address`,
+			`12: mode.cloud.egress.proxyfrom: with 0.0.0.0/0 every caller could pretend to be another one: ` +
+				`write the addresses of the balancers`,
+			`14: mode.cloud.tcp."127.0.0.1:6443": callers behind a balancer are not on loopback, ` +
+				`so nobody could connect: add "127.0.0.1:6443" = ["10.0.0.0/8"] (who may connect) to [mode.cloud.tcpallow]`,
+			`18: mode.cloud.tcpproxyfrom."127.0.0.1:6445": [mode.cloud.tcp] has no such listener: ` +
+				`did you mean "127.0.0.1:6443"?`,
+			`20: mode.cloud.tcpsendproxy."127.0.0.1:6444": "2" is neither "v1" nor "v2": ` +
+				`write the version of the PROXY protocol that the target expects`,
+			`21: mode.cloud.tcpsendproxy."[::]:80": [mode.cloud.tcp] has no such listener: ` +
+				`add it there, or remove this line`}},
+		{"replicas among balancers", server + `proxyfrom = ["10.0.0.0/24"]
+[mode.cloud.stream.peers]
+addresses = ["10.0.0.2:9000", "10.0.1.2:9000", "cloud2:9000"]
+ca = "ca"
+servername = "tunnel.cloud.io"
+`, []string{
+			`6: mode.cloud.stream.server.proxyfrom: the replica 10.0.0.2:9000 is in it, ` +
+				`and a replica sends no PROXY header: write the addresses of the balancers alone`}},
+		{"one port", server + `listen = ":9000"
+[mode.cloud.https.addr]
+"10250" = "127.0.0.1:10250"
+`, []string{
+			`6: mode.cloud.stream.server.listen: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`}},
+
+		{"udp", server + `[mode.cloud.udp]
+5353 = "127.0.0.1:1"
+"0.0.0.0:1" = "127.0.0.1:1"
+"127.0.0.1:2" = "Edge1/127.0.0.1:1"
+[mode.cloud.udpallow]
+"0.0.0.0:2" = ["::1"]
+`, []string{
+			`7: mode.cloud.udp.5353: the key is not an address to listen on: ` +
+				`write "host:port" with a port from 1 to 65535, such as "127.0.0.1:5353"`,
+			`8: mode.cloud.udp."0.0.0.0:1": it is not on loopback, and nobody is allowed to send: ` +
+				`add "0.0.0.0:1" = ["10.0.0.0/8"] (who may send) to [mode.cloud.udpallow]`,
+			`9: mode.cloud.udp."127.0.0.1:2": node name "Edge1" is not an RFC 1123 subdomain: ` +
+				`use lower-case letters, digits, '-' and '.': write "node/host:port", or "host:port" for any node`,
+			`11: mode.cloud.udpallow."0.0.0.0:2": [mode.cloud.udp] has no such listener: did you mean "0.0.0.0:1"?`}},
+
+		{"udp ports taken", server + `[mode.cloud.stream.dns]
+listen = "127.0.0.1:5353"
+[mode.cloud.tcp]
+"127.0.0.1:1000" = "127.0.0.1:1"
+[mode.cloud.udp]
+"127.0.0.1:1000" = "127.0.0.1:1"
+"127.0.0.1:5353" = "127.0.0.1:1"
+"localhost:1000" = "127.0.0.1:1"
+`, []string{
+			`12: mode.cloud.udp."127.0.0.1:5353": port 5353 is taken by mode.cloud.stream.dns.listen: choose another`,
+			`13: mode.cloud.udp."localhost:1000": port 1000 is taken by mode.cloud.udp."127.0.0.1:1000": ` +
+				`choose another`}},
 
 		{"ports taken", server + `logport = 9000
 channelzaddr = "127.0.0.1:10250"
@@ -405,6 +482,7 @@ sessions = "two"
 connections = 65
 logport = 7011
 channelzaddr = "0.0.0.0:7011"
+congestion = "tcp bbr"
 `, []string{
 			`2: mode.edge.stream.client.servername: "tunnel.example.com" is not host:port: ` +
 				`write an address such as "tunnel.example.com:9000"`,
@@ -416,13 +494,35 @@ channelzaddr = "0.0.0.0:7011"
 			`8: mode.edge.stream.client.connections: 65 is not from 1 to 64: ` +
 				`write a number between them, or remove it for the default`,
 			`10: mode.edge.stream.client.channelzaddr: port 7011 is taken by mode.edge.stream.client.logport: ` +
-				`choose another`}},
+				`choose another`,
+			`11: mode.edge.stream.client.congestion: "tcp bbr" is not the name of a congestion control: ` +
+				`write "auto", "system", or a name such as "bbr"`}},
 		{"allow", client + "[mode.edge]\n" +
 			"allow = [\"10.0.0.0/8\", \"kubelet:10250\", \"self:10250\", \"10.0.0.0/8:99999\"]\n", []string{
 			`7: mode.edge.allow: allow entry "10.0.0.0/8": no port; write 10.0.0.0/8:PORT, or 10.0.0.0/8:* for any`,
 			`7: mode.edge.allow: allow entry "kubelet:10250": not an IP address or a CIDR network such as 10.0.0.0/8`,
 			`7: mode.edge.allow: allow entry "10.0.0.0/8:99999": ` +
 				`port "99999" is not a number from 1 to 65535 (or * for any)`}},
+		{"the way to the cloud", client + `servers = ["a:9000", "b", "wss://me:canary@c/tunnel", "a:9000"]
+proxy = "ftp://me:canary@proxy"
+proxyfile = "nowhere"
+proxyca = "nowhere.crt"
+`, []string{
+			`6: mode.edge.stream.client.servers: there is servername as well: remove one of them, ` +
+				`with its address in the list if the edge may use it`,
+			`6: mode.edge.stream.client.servers: "b" is neither host:port nor wss://host/path: ` +
+				`write an address such as "tunnel.example.com:9000"`,
+			`6: mode.edge.stream.client.servers: the URL of a server has no user and no password: ` +
+				`the node's token or certificate proves who it is`,
+			`6: mode.edge.stream.client.servers: "a:9000" is there twice: remove one of them`,
+			`7: mode.edge.stream.client.proxy: proxy in [mode.edge.stream.client] is not the URL of a proxy: ` +
+				`write http://HOST:PORT, https://HOST:PORT or socks5://HOST:PORT; USER:PASSWORD@ may stand before HOST, ` +
+				`with %40 for @, %3A for : and %2F for / in them; or write "env" or "none"`,
+			`8: mode.edge.stream.client.proxyfile: there is proxy as well: remove one of them`,
+			`8: mode.edge.stream.client.proxyfile: file nowhere does not exist: create it, or correct the path`,
+			`9: mode.edge.stream.client.proxyca: file nowhere.crt does not exist: create it, or correct the path`}},
+		{"no server", client + "servers = []\n", []string{
+			`6: mode.edge.stream.client.servers: the list is empty: write the addresses of the cloud, or remove it`}},
 		{"a key without a certificate", client + "[mode.edge.https]\nkey = \"key\"\n", []string{
 			`6: mode.edge.https.cert: missing: key is useless without its certificate, write cert or remove key`}},
 		{"proxy-servers", client + `[mode.edge.konnectivity]
@@ -459,6 +559,11 @@ func TestTokenStaysSecret(t *testing.T) {
 		"token = \"canary\nx\"",
 		`token = 12canary`,
 		`token canary`,
+		`proxy = "ftp://me:canary@proxy"`,
+		`proxy = "http://me:canary@proxy:port"`,
+		`proxy = "http://me:canary`,
+		`proxy = ["http://me:canary@proxy"]`,
+		`servers = ["wss://me:canary@cloud/tunnel"]`,
 		`tokn = "canary"`,
 		`token = "canary"` + "\ntokenfile = \"token\"",
 	} {

@@ -41,6 +41,25 @@ func (r *report) address(key, addr, example string) {
 	}
 }
 
+// longestCongestion is the length of the longest name of a congestion control (TCP_CA_NAME_MAX in Linux'
+// include/net/tcp.h, without the zero byte).
+const longestCongestion = 15
+
+// congestion parses a key congestion. It reports a text that cannot be the name of a congestion control.
+// Only the kernel knows whether it has that one: see stream.NewCongestion.
+func (r *report) congestion(key, name string) string {
+	bad := func(c rune) bool { return c != '_' && c != '-' && (c < '0' || c > '9') && (c < 'a' || c > 'z') }
+	if len(name) > longestCongestion || strings.ContainsFunc(name, bad) {
+		r.add(key, "%q is not the name of a congestion control: write \"auto\", \"system\", "+
+			"or a name such as \"bbr\"", name)
+		return ""
+	}
+	if name == "auto" {
+		return "" // the default
+	}
+	return name
+}
+
 // pair reports a certificate without a key, a key without a certificate, and files that cannot be
 // opened. It warns if other users can read the key.
 func (r *report) pair(table, cert, key string) {
@@ -134,7 +153,7 @@ func (r *report) loopback(key, addr string) {
 	}
 }
 
-// listener is a TCP port that a replica or an edge opens.
+// listener is a TCP port, or a UDP port, that a replica or an edge opens.
 type listener struct {
 	key  string // names the listener in problems
 	host string // "": all interfaces

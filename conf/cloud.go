@@ -3,6 +3,7 @@ package conf
 import (
 	"cmp"
 	"maps"
+	"net"
 	"net/netip"
 	"path/filepath"
 	"slices"
@@ -25,22 +26,31 @@ type Cloud struct {
 	Peers       Peers         // [mode.cloud.stream.peers]
 	Join        Join          // [mode.cloud.join]
 	HTTPS       HTTPS         // [mode.cloud.https]
-	TCP         []TCPListener // [mode.cloud.tcp] and [mode.cloud.tcpallow], in the order of Listen
+	TCP         []TCPListener // [mode.cloud.tcp] and the tables beside it, in the order of Listen
+	UDP         []UDPListener // [mode.cloud.udp] and [mode.cloud.udpallow], in the order of Listen
 	Limits      Limits        // [mode.cloud.limits]
 	Egress      Egress        // [mode.cloud.egress]
 	AdminSocket string        // [mode.cloud.admin] socket, a path; "": off
+	Audit       string        // [mode.cloud.audit] file, a path or AuditStdout; "": off
+	Inventory   string        // [mode.cloud.admin] inventory, a path; "": no file
+	Forwards    string        // [mode.cloud.admin] forwards, a path; "": no file of forwards
 
 	src *source // nil if the value was made by hand
 }
 
 // Server configures the gRPC server that edges dial, and the ports for the operator.
 type Server struct {
-	// Edges dial GRPCPort, and so do other replicas ([Peers]). Cert must be good for the name that edges
-	// verify (dns in the edge's file). The files are read again when they change.
-	GRPCPort    int    // on all interfaces
-	Cert, Key   string // files: the server's certificate and its key
-	TokenFile   string // file with the tokens and revocations of nodes, see auth.Tokens
-	AllowShared bool   // accept default: lines in TokenFile
+	// Edges dial GRPCPort or Listen, and so do other replicas ([Peers]). At least one of both is set. Cert
+	// must be good for the name that edges verify (dns in the edge's file). The files are read again when
+	// they change.
+	GRPCPort    int          // on all interfaces; 0: off
+	Listen      string       // host:port of the one port, for edges, callers of HTTPS, and health; "": off
+	WebSocket   string       // host:port for WebSockets of an HTTP ingress, without TLS; "": none
+	ProxyFrom   auth.Sources // balancers that send a PROXY header to GRPCPort and Listen; empty: none
+	Cert, Key   string       // files: the server's certificate and its key
+	TokenFile   string       // file with the tokens and revocations of nodes, see auth.Tokens
+	AllowShared bool         // accept default: lines in TokenFile
+	Congestion  string       // congestion control of edges' connections: "system", or the name of an algorithm; "": auto
 	// For the operator. The ports have no authentication.
 	LogPort      int    // port for /healthz /readyz /metrics on all interfaces; 0: off
 	ChannelzAddr string // where channelz is served, on loopback; "": off
@@ -81,6 +91,7 @@ type HTTPS struct {
 	// AllowFrom are the networks that may connect. Empty: any. Listed networks are exempt from
 	// Limits.ConnsPerAddress.
 	AllowFrom auth.Sources
+	ProxyFrom auth.Sources // balancers that send a PROXY header to Ports; empty: none
 
 	// For terminated connections.
 	Cert, Key string // files: the certificate that callers see, and its key
@@ -115,6 +126,21 @@ const (
 	defaultHTTPSListen = "0.0.0.0"
 )
 
+// OnePort returns the port of Ports as which the one port ([Server] Listen) serves callers: that of
+// kubelets, or else the lowest. It returns "" if there is none.
+func (h HTTPS) OnePort() string {
+	const kubelets = "10250"
+	if _, ok := h.Ports[kubelets]; ok {
+		return kubelets
+	}
+	if len(h.Ports) == 0 {
+		return ""
+	}
+	return slices.MinFunc(slices.Collect(maps.Keys(h.Ports)), func(a, b string) int {
+		return cmp.Or(cmp.Compare(len(a), len(b)), cmp.Compare(a, b))
+	})
+}
+
 // Terminates reports whether the front door terminates connections.
 func (h HTTPS) Terminates() bool { return h.TLS != TLSPassthrough && h.ClientCA != "" }
 
@@ -136,6 +162,24 @@ type TCPListener struct {
 	Among  tunnel.Selector // the nodes to choose from; empty: all
 	Target string          // host:port that the edge dials
 	Allow  auth.Sources    // networks that may connect; empty: any, which is allowed on loopback only
+
+	ProxyFrom auth.Sources // [mode.cloud.tcpproxyfrom]: balancers that send a PROXY header; empty: none
+	SendProxy int          // [mode.cloud.tcpsendproxy]: the version of the header for the target; 0: none
+}
+
+// UDPListener is one line of [mode.cloud.udp]. With neither Node nor Among, one connected node serves
+// all callers of the port at a time.
+type UDPListener struct {
+	Listen string          // host:port; also the key in [mode.cloud.udp]
+	Node   tunnel.NodeName // the only node to dial through
+	Among  tunnel.Selector // the nodes to choose from; empty: all
+	Target string          // host:port that the edge dials
+	Allow  auth.Sources    // networks that may send; empty: any, which is allowed on loopback only
+}
+
+// line returns the listener as check takes it.
+func (l UDPListener) line() TCPListener {
+	return TCPListener{Listen: l.Listen, Node: l.Node, Among: l.Among, Target: l.Target, Allow: l.Allow}
 }
 
 // The prefixes of keys, as problems name them.
@@ -146,21 +190,42 @@ const (
 	kubeletTable = "mode.cloud.https.kubelet."
 )
 
-// addrKey, tcpKey and allowKey return the keys of lines whose names the operator chooses.
-func addrKey(port string) string    { return httpsTable + toml.Key{"addr", port}.String() }
-func tcpKey(listen string) string   { return toml.Key{"mode", "cloud", "tcp", listen}.String() }
-func allowKey(listen string) string { return toml.Key{"mode", "cloud", "tcpallow", listen}.String() }
+// addrKey returns the key of a line whose name the operator chooses.
+func addrKey(port string) string { return httpsTable + toml.Key{"addr", port}.String() }
+
+// forwarding is the tables of a front door whose lines are "listen" = "target".
+type forwarding struct {
+	table   string // "tcp" or "udp"; the names of the tables beside it begin with the same letters
+	example string // an address to listen on
+	verb    string // what a permitted caller does
+}
+
+var (
+	forwardTCP = forwarding{"tcp", "127.0.0.1:6443", "connect"} //nolint:gochecknoglobals // a constant
+	forwardUDP = forwarding{"udp", "127.0.0.1:5353", "send"}    //nolint:gochecknoglobals // a constant
+)
+
+// key returns the key of a line.
+func (f forwarding) key(listen string) string { return f.keyIn("", listen) }
+
+// keyIn returns the key of a line of a table beside the table of targets: "allow", "proxyfrom" or "sendproxy".
+func (f forwarding) keyIn(beside, listen string) string {
+	return toml.Key{"mode", "cloud", f.table + beside, listen}.String()
+}
 
 // newCloud makes a Cloud from the tables. It reports values that are wrong by themselves; check reports
 // the rest.
 func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 	s, peers, h := t.Stream.Server, t.Stream.Peers, t.HTTPS
 	path := r.src.path
+	r.src.settings = settingsOf(toml.Key{"mode", "cloud"}, *t)
 	return &Cloud{
 		Server: Server{
-			GRPCPort: s.GRPCPort,
-			Cert:     path(s.Cert), Key: path(s.Key), TokenFile: path(s.TokenFile),
+			GRPCPort: s.GRPCPort, Listen: s.Listen, WebSocket: s.WebSocket,
+			ProxyFrom: r.balancers(serverTable+"proxyfrom", s.ProxyFrom),
+			Cert:      path(s.Cert), Key: path(s.Key), TokenFile: path(s.TokenFile),
 			AllowShared:  s.AllowShared,
+			Congestion:   r.congestion(serverTable+"congestion", s.Congestion),
 			LogPort:      s.LogPort,
 			ChannelzAddr: r.channelz(serverTable+"channelzaddr", s.ChannelzAddr),
 		},
@@ -175,6 +240,7 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 			Listen:    h.Listen,
 			TLS:       r.tlsMode(h.TLS),
 			AllowFrom: r.sources(httpsTable+"allowfrom", h.AllowFrom),
+			ProxyFrom: r.balancers(httpsTable+"proxyfrom", h.ProxyFrom),
 			Cert:      path(h.Cert), Key: path(h.Key),
 			ClientCA:    path(h.ClientCA),
 			ClientNames: r.clientNames(h.ClientNames),
@@ -185,10 +251,14 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 				CA: path(h.Kubelet.CA), Insecure: h.Kubelet.Insecure,
 			},
 		},
-		TCP:         r.tcpListeners(t.TCP, t.TCPAllow),
+		TCP:         r.tcpListeners(t),
+		UDP:         udpListeners(r.listeners(forwardUDP, t.UDP, t.UDPAllow)),
 		Limits:      newLimits(&t.Limits, r),
 		Egress:      newEgress(&t.Egress, r),
 		AdminSocket: path(t.Admin.Socket),
+		Audit:       r.src.auditFile(t.Audit.File),
+		Inventory:   path(t.Admin.Inventory),
+		Forwards:    path(t.Admin.Forwards),
 		src:         r.src,
 	}
 }
@@ -199,6 +269,17 @@ func (s *source) path(p string) string {
 		return p
 	}
 	return filepath.Join(filepath.Dir(s.file), p)
+}
+
+// AuditStdout in [mode.cloud.audit] file means standard output.
+const AuditStdout = "stdout"
+
+// auditFile returns the path of the audit file, or AuditStdout.
+func (s *source) auditFile(file string) string {
+	if file == AuditStdout {
+		return file
+	}
+	return s.path(file)
 }
 
 // tlsMode parses the key tls.
@@ -267,6 +348,27 @@ func (r *report) sources(key string, list []string) auth.Sources {
 	if list != nil && len(list) == 0 {
 		r.add(key, "the list is empty, and nobody could connect: write networks such as \"10.0.0.0/8\", or remove it")
 	}
+	return r.networks(key, list)
+}
+
+// balancers parses a list of networks with balancers that send a PROXY header. It reports an empty
+// list, and a network of all addresses: every caller could then write any address into a header.
+func (r *report) balancers(key string, list []string) auth.Sources {
+	if list != nil && len(list) == 0 {
+		r.add(key, "the list is empty: write the addresses of the balancers that send a PROXY header, "+
+			"such as \"10.0.0.5\", or remove it")
+	}
+	all := r.networks(key, list)
+	for _, p := range all {
+		if p.Bits() == 0 {
+			r.add(key, "with %s every caller could pretend to be another one: write the addresses of the balancers", p)
+		}
+	}
+	return all
+}
+
+// networks parses a list of networks.
+func (r *report) networks(key string, list []string) auth.Sources {
 	var all auth.Sources
 	// One entry at a time, so that all bad entries are reported.
 	for _, entry := range list {
@@ -280,48 +382,111 @@ func (r *report) sources(key string, list []string) auth.Sources {
 	return all
 }
 
-// tcpListeners parses [mode.cloud.tcp] and [mode.cloud.tcpallow].
-func (r *report) tcpListeners(lines map[string]string, allow map[string][]string) []TCPListener {
-	// Sorted by address, since the order of a map is random. Problems and log lines then keep their order.
-	var ls []TCPListener
-	for _, listen := range slices.Sorted(maps.Keys(lines)) {
-		l := TCPListener{Listen: listen, Target: lines[listen]}
-		if node, target, named := strings.Cut(l.Target, "/"); named {
-			l.Target = target
-			var name tunnel.NodeName
-			var err error
-			// "edge1,gw-*" is a selector; "edge1" is one node.
-			if strings.ContainsAny(node, ",*") {
-				l.Among, err = tunnel.ParseSelector(node)
-			} else {
-				name, err = tunnel.ParseNodeName(node)
-			}
-			if err != nil {
-				r.add(tcpKey(listen), "%v: write \"node/host:port\", or \"host:port\" for any node", err)
-				r.mute(tcpKey(listen))
-			}
-			l.Node = name
+// tcpListeners parses [mode.cloud.tcp] and the tables with the same addresses: [mode.cloud.tcpallow],
+// [mode.cloud.tcpproxyfrom] and [mode.cloud.tcpsendproxy].
+func (r *report) tcpListeners(t *cloudTable) []TCPListener {
+	ls := r.listeners(forwardTCP, t.TCP, t.TCPAllow)
+	for i := range ls {
+		l := &ls[i]
+		l.ProxyFrom = r.balancers(forwardTCP.keyIn("proxyfrom", l.Listen), t.TCPProxyFrom[l.Listen])
+		if version, ok := t.TCPSendProxy[l.Listen]; ok {
+			l.SendProxy = r.proxyVersion(forwardTCP.keyIn("sendproxy", l.Listen), version)
 		}
+	}
+	listens := slices.Sorted(maps.Keys(t.TCP))
+	r.strays(forwardTCP, "proxyfrom", slices.Sorted(maps.Keys(t.TCPProxyFrom)), listens)
+	r.strays(forwardTCP, "sendproxy", slices.Sorted(maps.Keys(t.TCPSendProxy)), listens)
+	return ls
+}
+
+// listeners parses the table of a front door's targets, and the table of the networks that may use them.
+func (r *report) listeners(f forwarding, lines map[string]string, allow map[string][]string) []TCPListener {
+	// Sorted by address, since the order of a map is random. Problems and log lines then keep their order.
+	listens := slices.Sorted(maps.Keys(lines))
+	var ls []TCPListener
+	for _, listen := range listens {
+		l := r.forward(f, listen, lines[listen])
 		if list, ok := allow[listen]; ok {
-			l.Allow = r.sources(allowKey(listen), list)
+			l.Allow = r.sources(f.keyIn("allow", listen), list)
 			if len(l.Allow) == 0 {
-				r.mute(tcpKey(listen)) // a problem of the allow line was reported; do not report it as missing
+				r.mute(f.key(listen)) // a problem of the allow line was reported; do not report it as missing
 			}
 		}
 		ls = append(ls, l)
 	}
-	for _, listen := range slices.Sorted(maps.Keys(allow)) {
-		if _, ok := lines[listen]; ok || r.muted[tcpKey(listen)] {
-			continue
-		}
-		// An allow line without its listener is probably mistyped, and its listener lacks the networks.
-		if near, ok := nearest(listen, slices.Sorted(maps.Keys(lines))); ok {
-			r.add(allowKey(listen), "[mode.cloud.tcp] has no such listener: did you mean %q?", near)
-			continue
-		}
-		r.add(allowKey(listen), "[mode.cloud.tcp] has no such listener: add it there, or remove this line")
+	r.strays(f, "allow", slices.Sorted(maps.Keys(allow)), listens)
+	return ls
+}
+
+func udpListeners(lines []TCPListener) (ls []UDPListener) {
+	for _, l := range lines {
+		ls = append(ls, UDPListener{l.Listen, l.Node, l.Among, l.Target, l.Allow})
 	}
 	return ls
+}
+
+// forward parses a line of a table of targets.
+func (r *report) forward(f forwarding, listen, target string) TCPListener {
+	l := TCPListener{Listen: listen, Target: target}
+	node, target, named := strings.Cut(l.Target, "/")
+	if !named {
+		r.warnLikeNode(f, l)
+		return l
+	}
+	l.Target = target
+	var err error
+	// "edge1,gw-*" is a selector; "edge1" is one node.
+	if strings.ContainsAny(node, ",*") {
+		l.Among, err = tunnel.ParseSelector(node)
+	} else {
+		l.Node, err = tunnel.ParseNodeName(node)
+	}
+	if err != nil {
+		r.add(f.key(listen), "%v: write \"node/host:port\", or \"host:port\" for any node", err)
+		r.mute(f.key(listen))
+	}
+	return l
+}
+
+// warnLikeNode warns of a target without a node whose host could be the name of a node: the operator may have
+// forgotten what stands before the slash.
+func (r *report) warnLikeNode(f forwarding, l TCPListener) {
+	host, port, err := net.SplitHostPort(l.Target)
+	if err != nil || host == "localhost" || strings.Contains(host, ".") {
+		return
+	}
+	if _, err := tunnel.ParseNodeName(host); err != nil {
+		return
+	}
+	r.warn(f.key(l.Listen), "any connected node dials the host %s: if %s is a node, write \"%s/127.0.0.1:%s\", "+
+		"and if any node is right, write \"*/%s\"", host, host, host, port, l.Target)
+}
+
+// proxyVersion parses a value of [mode.cloud.tcpsendproxy].
+func (r *report) proxyVersion(key, s string) int {
+	switch s {
+	case "v1":
+		return 1
+	case "v2":
+		return 2
+	}
+	r.add(key, "%q is neither \"v1\" nor \"v2\": write the version of the PROXY protocol that the target expects", s)
+	return 0
+}
+
+// strays reports the lines of a table beside the table of targets that belong to no listener. A line without its
+// listener is probably mistyped, and its listener then lacks what the line says.
+func (r *report) strays(f forwarding, beside string, lines, listens []string) {
+	for _, listen := range lines {
+		if slices.Contains(listens, listen) || r.muted[f.key(listen)] {
+			continue
+		}
+		if near, ok := nearest(listen, listens); ok {
+			r.add(f.keyIn(beside, listen), "[mode.cloud.%s] has no such listener: did you mean %q?", f.table, near)
+			continue
+		}
+		r.add(f.keyIn(beside, listen), "[mode.cloud.%s] has no such listener: add it there, or remove this line", f.table)
+	}
 }
 
 // Validate returns all problems, as [Problems]. It changes nothing, but it opens the configured files.
@@ -336,23 +501,32 @@ func (c *Cloud) check(r *report) {
 	c.Server.check(r)
 	c.DNS.check(r)
 	c.Peers.check(r)
+	c.checkPeersSendNoHeader(r)
 	c.Join.check(r)
 	c.HTTPS.check(r)
 	for _, l := range c.TCP {
-		l.check(r)
+		l.check(forwardTCP, r)
+	}
+	for _, l := range c.UDP {
+		l.line().check(forwardUDP, r)
 	}
 	c.Egress.check(r)
 	r.ports(c.listeners())
+	r.ports(c.udpListeners())
 }
 
 // check reports problems of [mode.cloud.stream.server].
 func (s Server) check(r *report) {
 	const t = serverTable
 	// 0 is the value of a missing key, so it gets its own message.
-	if s.GRPCPort == 0 {
-		r.add(t+"grpcport", "missing: write the port that edges dial, such as grpcport = 9000")
-	} else {
+	switch {
+	case s.GRPCPort != 0:
 		r.port(t+"grpcport", s.GRPCPort)
+	case s.Listen == "":
+		r.add(t+"grpcport", "missing: write the port that edges dial, such as grpcport = 9000")
+	}
+	if _, _, ok := splitListen(s.Listen); !ok && s.Listen != "" {
+		r.add(t+"listen", "%q has no address to listen on: write one such as \":443\"", s.Listen)
 	}
 	r.required(t+"cert", s.Cert, `write the server's certificate, such as cert = "cloud.crt"`)
 	r.required(t+"key", s.Key, `write the certificate's private key, such as key = "cloud.key"`)
@@ -364,6 +538,9 @@ func (s Server) check(r *report) {
 		r.port(t+"logport", s.LogPort)
 	}
 	r.loopback(t+"channelzaddr", s.ChannelzAddr)
+	if _, _, ok := splitListen(s.WebSocket); s.WebSocket != "" && !ok {
+		r.add(t+"websocket", "%q is not an address to listen on: write one such as \"127.0.0.1:8080\"", s.WebSocket)
+	}
 }
 
 // checkTokenFile is the only check that ReadCloud makes.
@@ -463,33 +640,39 @@ func (k Kubelet) check(r *report) {
 // configured reports whether any key besides addr is set.
 func (h HTTPS) configured() bool {
 	return len(h.ClientNames)+len(h.Callers) > 0 || h.Kubernetes != nil || h.Cert != "" || h.ClientCA != "" ||
-		h.TLS != TLSAuto || h.Listen != "" || len(h.AllowFrom) > 0 || h.Kubelet != (Kubelet{})
+		h.TLS != TLSAuto || h.Listen != "" || len(h.AllowFrom)+len(h.ProxyFrom) > 0 || h.Kubelet != (Kubelet{})
 }
 
 // check reports a bad address, a bad target, and a port that is open to other machines without an allow
 // line.
-func (l TCPListener) check(r *report) {
-	key := tcpKey(l.Listen)
+func (l TCPListener) check(f forwarding, r *report) {
+	key := f.key(l.Listen)
 	host, _, ok := splitListen(l.Listen)
 	if !ok {
 		r.add(key, "the key is not an address to listen on: "+
-			"write \"host:port\" with a port from 1 to 65535, such as \"127.0.0.1:6443\"")
+			"write \"host:port\" with a port from 1 to 65535, such as %q", f.example)
 		return
 	}
 	r.target(key, l.Target)
-	// The front door does not authenticate TCP callers, so a port that is open to other machines needs an
+	// The front doors do not authenticate such callers, so a port that is open to other machines needs an
 	// explicit list.
 	if len(l.Allow) == 0 && !isLoopback(host) {
-		r.add(key, "it is not on loopback, and nobody is allowed to connect: "+
+		r.add(key, "it is not on loopback, and nobody is allowed to %s: "+
+			"add %q = [\"10.0.0.0/8\"] (who may %s) to [mode.cloud.%sallow]", f.verb, l.Listen, f.verb, f.table)
+	}
+	if len(l.Allow) == 0 && len(l.ProxyFrom) > 0 && isLoopback(host) {
+		r.add(key, "callers behind a balancer are not on loopback, so nobody could connect: "+
 			"add %q = [\"10.0.0.0/8\"] (who may connect) to [mode.cloud.tcpallow]", l.Listen)
 	}
 }
 
-// listeners returns every port that the cloud opens, in the order of cloud.toml. If two collide, the
+// listeners returns every TCP port that the cloud opens, in the order of cloud.toml. If two collide, the
 // problem is that of the later one.
 func (c *Cloud) listeners() []listener {
 	ls := []listener{
 		{key: serverTable + "grpcport", port: c.Server.GRPCPort},
+		listenerOf(serverTable+"listen", c.Server.Listen),
+		listenerOf(serverTable+"websocket", c.Server.WebSocket),
 		{key: serverTable + "logport", port: c.Server.LogPort},
 		listenerOf(serverTable+"channelzaddr", c.Server.ChannelzAddr),
 		familyListenerOf(dnsTable+"listen", c.DNS.Listen), // UDP and TCP, so it collides with TCP ports too
@@ -499,7 +682,16 @@ func (c *Cloud) listeners() []listener {
 		ls = append(ls, listener{key: addrKey(text), host: cmp.Or(c.HTTPS.Listen, defaultHTTPSListen), port: port})
 	}
 	for _, l := range c.TCP {
-		ls = append(ls, familyListenerOf(tcpKey(l.Listen), l.Listen))
+		ls = append(ls, familyListenerOf(forwardTCP.key(l.Listen), l.Listen))
 	}
 	return append(ls, c.Egress.listeners()...)
+}
+
+// udpListeners returns every UDP port that the cloud opens.
+func (c *Cloud) udpListeners() []listener {
+	ls := []listener{listenerOf(dnsTable+"listen", c.DNS.Listen)}
+	for _, l := range c.UDP {
+		ls = append(ls, listenerOf(forwardUDP.key(l.Listen), l.Listen))
+	}
+	return ls
 }

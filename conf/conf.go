@@ -52,7 +52,7 @@ type Env struct {
 
 // LoadCloud reads and checks the cloud's part of a file. Its error is a [Problems].
 func LoadCloud(path string, env Env) (*Cloud, error) {
-	c, r := readCloud(path, env)
+	c, r := readCloud(path, env, true)
 	if c == nil {
 		return nil, r.err()
 	}
@@ -64,10 +64,10 @@ func LoadCloud(path string, env Env) (*Cloud, error) {
 	return c, nil
 }
 
-// ReadCloud reads the cloud's part of a file like LoadCloud, but checks only the token file. So a node
-// can be revoked even if, for instance, a certificate is missing.
+// ReadCloud reads the cloud's part of a file like LoadCloud, but checks only the token file, and does not read
+// the file of forwards. So a node can be revoked even if, for instance, a certificate is missing.
 func ReadCloud(path string, env Env) (*Cloud, error) {
-	c, r := readCloud(path, env)
+	c, r := readCloud(path, env, false)
 	if c != nil {
 		c.Server.checkTokenFile(r)
 	}
@@ -77,8 +77,9 @@ func ReadCloud(path string, env Env) (*Cloud, error) {
 	return c, nil
 }
 
-// readCloud reads the cloud's part of a file without checking it. It returns nil if the file has none.
-func readCloud(path string, env Env) (*Cloud, *report) {
+// readCloud reads the cloud's part of a file without checking it, and with forwards also its file of forwards. It
+// returns nil if the file has no such part.
+func readCloud(path string, env Env, forwards bool) (*Cloud, *report) {
 	d, r := read(path)
 	if d == nil {
 		return nil, r
@@ -87,7 +88,16 @@ func readCloud(path string, env Env) (*Cloud, *report) {
 		r.wrongMode(d, "cloud")
 		return nil, r
 	}
-	return newCloud(d.Mode.Cloud, env, r), r
+	if !forwards {
+		return newCloud(d.Mode.Cloud, env, r), r
+	}
+	return loadCloud(d, env, r), r
+}
+
+// loadCloud makes a Cloud from the tables of a file and of its file of forwards.
+func loadCloud(d *tables, env Env, r *report) *Cloud {
+	r.src.cloud, r.src.env = d.Mode.Cloud, env
+	return newCloud(r.withForwards(d.Mode.Cloud), env, r)
 }
 
 // LoadEdge reads and checks the edge's part of a file. Its error is a [Problems].
@@ -123,6 +133,28 @@ func readEdge(path string, env Env) (*Edge, *report) {
 	return newEdge(d.Mode.Edge, env, r), r
 }
 
+// Sockets are the admin sockets that a file names.
+type Sockets struct {
+	Cloud, Edge       string // paths; "": none
+	HasCloud, HasEdge bool   // the file configures the mode
+}
+
+// ReadSockets reads the admin sockets of both modes, and nothing else: other problems of the file do not matter
+// for asking a daemon that runs.
+func ReadSockets(path string) (s Sockets, err error) {
+	d, r := read(path)
+	if d == nil {
+		return s, r.err()
+	}
+	if c := d.Mode.Cloud; c != nil {
+		s.HasCloud, s.Cloud = true, r.src.path(c.Admin.Socket)
+	}
+	if e := d.Mode.Edge; e != nil {
+		s.HasEdge, s.Edge = true, r.src.path(e.Admin.Socket)
+	}
+	return s, nil
+}
+
 // Checked is what a file configures: a cloud, an edge, or both.
 type Checked struct {
 	Cloud    *Cloud   // nil: the file configures no cloud
@@ -139,7 +171,7 @@ func Check(path string, env Env) (Checked, error) {
 	}
 	var k Checked
 	if d.Mode.Cloud != nil {
-		k.Cloud = newCloud(d.Mode.Cloud, env, r)
+		k.Cloud = loadCloud(d, env, r)
 		k.Cloud.check(r)
 	}
 	if d.Mode.Edge != nil {

@@ -142,6 +142,7 @@ dns = "tunnel.cloud.io"
 cert = "ca"
 token = "canary"
 sessions = "one"
+congestion = "reno"
 logport = 7010
 channelzaddr = "127.0.0.1:7011"
 [mode.edge.https]
@@ -160,16 +161,60 @@ key = "key"
 	}
 	e.src = nil
 	want := &Edge{
-		Warnings: []string{"edge.toml:14: mode.edge.https.cert: a key that every kubelet obeys lies on this edge: " +
+		Warnings: []string{"edge.toml:15: mode.edge.https.cert: a key that every kubelet obeys lies on this edge: " +
 			"keep it on the cloud, in [mode.cloud.https.kubelet], if you can"},
 		Node: "edge1", NodeFrom: "node in [mode.edge]",
 		Allow: []string{"self:10250", "10.0.0.0/8:443", "[fd00::/8]:*"},
 		Addr:  "tunnel.example.com:9000", ServerName: "tunnel.cloud.io", CA: "ca", Token: "canary",
-		LogPort: 7010, ChannelzAddr: "127.0.0.1:7011",
+		Congestion: "reno", LogPort: 7010, ChannelzAddr: "127.0.0.1:7011",
 		HTTPS: EdgeHTTPS{Cert: "crt", Key: "key"},
 	}
 	if !reflect.DeepEqual(e, want) {
 		t.Errorf("got  %+v\nwant %+v", e, want)
+	}
+}
+
+// TestWay: how an edge reaches its cloud. A password is not printed, and makes the file a secret one.
+func TestWay(t *testing.T) {
+	inDir(t)
+	const servers = `[mode.edge.stream.client]
+dns = "tunnel.cloud.io"
+cert = "ca"
+tokenfile = "token"
+servers = ["cloud:9000", "wss://cloud/tunnel"]
+`
+	for _, tt := range []struct{ text, proxy, file string }{
+		{servers, "", ""},
+		{servers + "proxy = \"env\"\n", "", ""},
+		{servers + "proxy = \"none\"\n", ProxyNone, ""},
+		{servers + "proxy = \"http://me:canary@proxy:3128\"\nproxyca = \"ca\"\n", "http://me:canary@proxy:3128", ""},
+		{servers + "proxyfile = \"token\"\n", "", "token"},
+	} {
+		write(t, "edge.toml", tt.text)
+		e, err := LoadEdge("edge.toml", testEnv())
+		if err != nil {
+			t.Errorf("%s\n%v", tt.text, err)
+			continue
+		}
+		if e.Proxy.Reveal() != tt.proxy || e.ProxyFile != tt.file ||
+			!slices.Equal(e.Places(), []string{"cloud:9000", "wss://cloud/tunnel"}) {
+			t.Errorf("%s\n%+v, proxy %q", tt.text, e, e.Proxy.Reveal())
+		}
+		if s := fmt.Sprintf("%v %+v %#v", e, *e, *e); strings.Contains(s, "canary") {
+			t.Errorf("the password is printed: %s", s)
+		}
+	}
+	write(t, "edge.toml", servers+"proxy = \"http://me:canary@proxy:3128\"\n")
+	if err := os.Chmod("edge.toml", 0o644); err != nil {
+		t.Fatal(err)
+	}
+	e, err := LoadEdge("edge.toml", testEnv())
+	if err != nil || len(e.Warnings) != 1 || !strings.Contains(e.Warnings[0], "proxy: edge.toml can be read by others") {
+		t.Errorf("%v, %v", e, err)
+	}
+	write(t, "edge.toml", client)
+	if e, err = LoadEdge("edge.toml", testEnv()); err != nil || !slices.Equal(e.Places(), []string{"127.0.0.1:9000"}) {
+		t.Errorf("%v, %v", e, err)
 	}
 }
 
@@ -486,10 +531,10 @@ func TestCallers(t *testing.T) {
 // A TCP port may lead to one node, to any of a list of nodes, or to any node.
 func TestAmong(t *testing.T) {
 	r := newReport(&source{file: "cloud.toml"})
-	got := r.tcpListeners(map[string]string{
+	got := r.tcpListeners(&cloudTable{TCP: map[string]string{
 		":1": "host:1", ":2": "edge1/host:1", ":3": "edge1,gw-*/host:1", ":4": "*/host:1",
 		":5": "edge1,,b/host:1", ":6": "Edge*/host:1",
-	}, nil)
+	}})
 	want := []TCPListener{
 		{Listen: ":1", Target: "host:1"}, {Listen: ":2", Node: "edge1", Target: "host:1"},
 		{Listen: ":3", Among: tunnel.Selector{"edge1", "gw-*"}, Target: "host:1"}, {Listen: ":4", Target: "host:1"},
@@ -501,6 +546,85 @@ func TestAmong(t *testing.T) {
 	if err := r.err(); err == nil || strings.Count(err.Error(), "\n") != 1 ||
 		!strings.Contains(err.Error(), `"Edge*" is not a node's name or a pattern such as "gw-*"`) {
 		t.Error(err)
+	}
+}
+
+// The lines of UDP ports are read as those of TCP ports.
+func TestUDP(t *testing.T) {
+	inDir(t)
+	write(t, "f.toml", server+`[mode.cloud.udp]
+"127.0.0.1:5353" = "edge1/127.0.0.1:53"
+"0.0.0.0:161" = "gw-*/10.0.0.9:161"
+[mode.cloud.udpallow]
+"0.0.0.0:161" = ["10.0.0.0/8"]
+`)
+	c, err := LoadCloud("f.toml", testEnv())
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := []UDPListener{
+		{
+			Listen: "0.0.0.0:161", Among: tunnel.Selector{"gw-*"}, Target: "10.0.0.9:161",
+			Allow: auth.Sources{netip.MustParsePrefix("10.0.0.0/8")},
+		},
+		{Listen: "127.0.0.1:5353", Node: "edge1", Target: "127.0.0.1:53"},
+	}
+	if !reflect.DeepEqual(c.UDP, want) {
+		t.Errorf("got  %+v\nwant %+v", c.UDP, want)
+	}
+}
+
+// TestBalancers: a file may name balancers for each port, and leave grpcport out beside the one port.
+func TestBalancers(t *testing.T) {
+	inDir(t)
+	write(t, "cloud.toml", strings.Replace(server, "grpcport = 9000", `listen = ":443"`, 1)+`proxyfrom = ["10.0.0.5"]
+[mode.cloud.https]
+proxyfrom = ["10.0.0.6", "fd00::/64"]
+[mode.cloud.https.addr]
+"10250" = "127.0.0.1:10250"
+[mode.cloud.egress]
+agentport = 8091
+proxyfrom = ["10.0.0.7"]
+[mode.cloud.tcp]
+"0.0.0.0:1" = "127.0.0.1:1"
+[mode.cloud.tcpallow]
+"0.0.0.0:1" = ["10.0.0.0/8"]
+[mode.cloud.tcpproxyfrom]
+"0.0.0.0:1" = ["10.0.0.8"]
+[mode.cloud.tcpsendproxy]
+"0.0.0.0:1" = "v2"
+`)
+	c, err := LoadCloud("cloud.toml", testEnv())
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c.Server.GRPCPort != 0 || c.Server.Listen != ":443" {
+		t.Errorf("the ports are %+v", c.Server)
+	}
+	for want, got := range map[string]auth.Sources{
+		"10.0.0.5/32": c.Server.ProxyFrom, "10.0.0.6/32,fd00::/64": c.HTTPS.ProxyFrom, "10.0.0.7/32": c.Egress.ProxyFrom,
+		"10.0.0.8/32": c.TCP[0].ProxyFrom,
+	} {
+		if got.String() != want {
+			t.Errorf("balancers %s, want %s", got, want)
+		}
+	}
+	if c.TCP[0].SendProxy != 2 {
+		t.Errorf("the target gets version %d", c.TCP[0].SendProxy)
+	}
+	wantEqual(t, c.Warnings, nil)
+}
+
+// TestOnePort: the one port leads to kubelets, or else to the lowest port.
+func TestOnePort(t *testing.T) {
+	for want, ports := range map[string][]string{"": nil, "10250": {"443", "10250", "9100"}, "9100": {"10251", "9100"}} {
+		h := HTTPS{Ports: make(map[string]string)}
+		for _, p := range ports {
+			h.Ports[p] = "127.0.0.1:" + p
+		}
+		if got := h.OnePort(); got != want {
+			t.Errorf("of %v it leads to %q, want %q", ports, got, want)
+		}
 	}
 }
 

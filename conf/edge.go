@@ -1,9 +1,14 @@
 package conf
 
 import (
+	"net"
+	"slices"
 	"strings"
 
+	"github.com/BurntSushi/toml"
+
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/dial"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -18,9 +23,15 @@ type Edge struct {
 	Allow    []string        // entries for auth.ParsePolicy: what this edge may dial
 
 	// [mode.edge.stream.client]: how to reach the cloud.
-	Addr       string // host:port of the cloud (servername in the file)
-	ServerName string // the name to verify in the cloud's certificate (dns in the file)
-	CA         string // file with the CA that signs the cloud's certificate (cert in the file)
+	Addr       string   // host:port of the cloud (servername in the file); "": Servers
+	Servers    []string // for dial.ParseServer, in the order in which the edge tries them; empty: Addr
+	ServerName string   // the name to verify in the cloud's certificate (dns in the file)
+	CA         string   // file with the CA that signs the cloud's certificate (cert in the file)
+
+	// The proxy to the cloud: at most one of Proxy and ProxyFile. With neither, the environment decides.
+	Proxy     auth.Secret // for dial.ParseProxy, since it may have a password; ProxyNone: no proxy
+	ProxyFile string      // file that holds the URL of the proxy alone
+	ProxyCA   string      // file with the CAs of https:// proxies and wss:// servers; "": the system's
 
 	// The edge's proof is one of Token, TokenFile and NodeCert.
 	Token     auth.Secret // the token itself
@@ -32,6 +43,8 @@ type Edge struct {
 
 	AllReplicas  bool   // open a session with every replica, not with one
 	Connections  int    // TCP connections of a session, its own included; 0: the default
+	Congestion   string // congestion control: "system", or the name of an algorithm; "": auto
+	Multipath    bool   // use all uplinks at once: Multipath TCP
 	LogPort      int    // port for /healthz /readyz /metrics on all interfaces; 0: off
 	ChannelzAddr string // where channelz is served, on loopback; "": off
 
@@ -39,6 +52,7 @@ type Edge struct {
 	Limits            EdgeLimits   // [mode.edge.limits]
 	EgressIdentifiers string       // [mode.edge.egress] identifiers: what this edge reaches
 	Konnectivity      Konnectivity // [mode.edge.konnectivity]
+	CNI               CNI          // [mode.edge.cni]
 	AdminSocket       string       // [mode.edge.admin] socket, a path; "": off
 
 	src *source // nil if the value was made by hand
@@ -53,6 +67,12 @@ type EdgeHTTPS struct {
 // MaxConnections is the largest value of connections in [mode.edge.stream.client].
 const MaxConnections = 64
 
+// ProxyNone is the value of proxy in [mode.edge.stream.client] that forbids any proxy. proxyEnv is the default.
+const (
+	ProxyNone = "none"
+	proxyEnv  = "env"
+)
+
 const (
 	// Prefixes of keys, as problems name them.
 	edgeTablePrefix = "mode.edge."
@@ -65,15 +85,22 @@ func newEdge(t *edgeTable, env Env, r *report) *Edge {
 	c, k := t.Stream.Client, t.Konnectivity
 	// Paths in the file are relative to the file.
 	path := r.src.path
+	r.src.settings = settingsOf(toml.Key{"mode", "edge"}, *t)
 	e := &Edge{
 		Allow:        t.Allow,
 		Addr:         c.ServerName,
+		Servers:      c.Servers,
+		Proxy:        auth.Secret(c.Proxy),
+		ProxyFile:    path(c.ProxyFile),
+		ProxyCA:      path(c.ProxyCA),
 		ServerName:   c.DNS,
 		CA:           path(c.Cert),
 		Token:        auth.Secret(c.Token),
 		TokenFile:    path(c.TokenFile),
 		NodeCert:     path(c.NodeCert),
 		NodeKey:      path(c.NodeKey),
+		Congestion:   r.congestion(clientTable+"congestion", c.Congestion),
+		Multipath:    c.Multipath,
 		LogPort:      c.LogPort,
 		ChannelzAddr: r.channelz(clientTable+"channelzaddr", c.ChannelzAddr),
 
@@ -83,6 +110,7 @@ func newEdge(t *edgeTable, env Env, r *report) *Edge {
 		Konnectivity: Konnectivity{
 			Servers: k.Servers, CA: path(k.CA), Cert: path(k.Cert), Key: path(k.Key), TokenFile: path(k.TokenFile),
 		},
+		CNI:         newCNI(t.CNI, r),
 		AdminSocket: path(t.Admin.Socket),
 		src:         r.src,
 	}
@@ -91,6 +119,12 @@ func newEdge(t *edgeTable, env Env, r *report) *Edge {
 			"%d is not from 1 to %d: write a number between them, or remove it for the default", n, MaxConnections)
 	} else {
 		e.Connections = n
+	}
+	if c.Proxy == proxyEnv {
+		e.Proxy = ""
+	}
+	if c.Servers != nil && len(c.Servers) == 0 {
+		r.add(clientTable+"servers", "the list is empty: write the addresses of the cloud, or remove it")
 	}
 	e.Node, e.NodeFrom = r.node(t.Node, env)
 	switch c.Sessions {
@@ -177,12 +211,16 @@ func (e *Edge) check(r *report) {
 func (e *Edge) checkClient(r *report) {
 	const t = clientTable
 	switch {
-	case e.Addr == "":
+	case e.Addr != "" && len(e.Servers) > 0:
+		r.add(t+"servers", "there is servername as well: remove one of them, "+
+			"with its address in the list if the edge may use it")
+	case e.Addr == "" && len(e.Servers) == 0:
 		r.add(t+"servername", "missing: write the address of the cloud to dial, "+
 			"such as servername = \"tunnel.example.com:9000\"")
-	default:
+	case e.Addr != "":
 		r.address(t+"servername", e.Addr, "tunnel.example.com:9000")
 	}
+	e.checkWay(r)
 	switch {
 	case e.ServerName == "":
 		r.add(t+"dns", "missing: write the name that the cloud's certificate is made out to, "+
@@ -220,4 +258,42 @@ func (e *Edge) checkClient(r *report) {
 	if e.Token != "" && e.src != nil {
 		r.secret(t+"token", e.src.file)
 	}
+}
+
+// Places returns the places where the edge can reach the cloud, for dial.ParseServer.
+func (e *Edge) Places() []string {
+	if len(e.Servers) > 0 {
+		return e.Servers
+	}
+	return []string{e.Addr}
+}
+
+// checkWay checks the settings for networks that do not let an edge dial the cloud directly.
+func (e *Edge) checkWay(r *report) {
+	const t = clientTable
+	for i, text := range e.Servers {
+		if s, err := dial.ParseServer(text); err != nil {
+			r.add(t+"servers", "%v", err)
+		} else if host, _, _ := net.SplitHostPort(s.Addr()); !IsHost(host) {
+			r.add(t+"servers", "%q is neither a name nor an address", host)
+		}
+		if slices.Contains(e.Servers[:i], text) {
+			r.add(t+"servers", "%q is there twice: remove one of them", text)
+		}
+	}
+	if e.Proxy != "" && e.ProxyFile != "" {
+		r.add(t+"proxyfile", "there is proxy as well: remove one of them")
+	}
+	if e.Proxy != "" && e.Proxy != ProxyNone {
+		p, err := dial.ParseProxy(e.Proxy.Reveal(), "proxy in [mode.edge.stream.client]")
+		switch {
+		case err != nil:
+			r.add(t+"proxy", "%v; or write \"env\" or \"none\"", err)
+		case p.HasPassword() && e.src != nil:
+			r.secret(t+"proxy", e.src.file) // a password makes the configuration a secret file
+		}
+	}
+	r.file(t+"proxyfile", e.ProxyFile)
+	r.secret(t+"proxyfile", e.ProxyFile)
+	r.file(t+"proxyca", e.ProxyCA)
 }

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 
+	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -25,6 +26,8 @@ type Egress struct {
 	Kubernetes          bool
 	KonnectivityMetrics bool // export metrics under Konnectivity's names as well
 	AgentPort           int  // port for stock konnectivity agents, on all interfaces; 0: off
+
+	ProxyFrom auth.Sources // balancers that send a PROXY header to tls:// listeners and AgentPort; empty: none
 }
 
 const egressTable = "mode.cloud.egress."
@@ -40,6 +43,7 @@ func newEgress(t *egressKeys, r *report) Egress {
 		GRPC: t.GRPC, HTTPConnect: t.HTTPConnect, Cert: path(t.Cert), Key: path(t.Key), ClientCA: path(t.ClientCA),
 		ClientNames: t.ClientNames, Strategies: t.Strategies, Kubernetes: t.Kubernetes,
 		KonnectivityMetrics: t.OldMetrics, AgentPort: t.AgentPort,
+		ProxyFrom: r.balancers(egressTable+"proxyfrom", t.ProxyFrom),
 	}
 	// A missing key means all nodes. An empty list is reported by selector.
 	if t.DefaultNodes != nil {
@@ -99,6 +103,9 @@ func (e Egress) check(r *report) {
 	}
 	if e.AgentPort != 0 {
 		r.port(t+"agentport", e.AgentPort)
+	}
+	if len(e.ProxyFrom) > 0 && !e.UsesTLS() && e.AgentPort == 0 {
+		r.warn(t+"proxyfrom", "not used: it is for tls:// and agentport")
 	}
 	e.checkCallers(r)
 }

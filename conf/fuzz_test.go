@@ -24,6 +24,8 @@ func FuzzLoad(f *testing.F) {
 	f.Add([]byte(client), "")
 	f.Add([]byte(server+"[mode.cloud.tcp]\n\"127.0.0.1:1\" = \"n/[::1]:1\"\n[mode.cloud.tcpallow]\n"+
 		"\"127.0.0.1:1\" = [\"::1\"]\n"), "")
+	f.Add([]byte(server+"[mode.cloud.udp]\n\"0.0.0.0:1\" = \"n/[::1]:1\"\n[mode.cloud.udpallow]\n"+
+		"\"0.0.0.0:1\" = [\"::1\"]\n"), "")
 	f.Add([]byte("a.b = {c = [1, {d = 2}]}\n[[x]]\n[[x.y]]\nz = 1979-05-27\n"), "")
 	f.Add([]byte(server+dns+"configmap = \"n\"\nservice = \"s\"\nhosts = \"h\"\n"+
 		"nodeselector = \"a in (b, c),!d\"\n"), "fd00::5, 10.0.0.5")

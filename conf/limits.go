@@ -25,6 +25,10 @@ type Limits struct {
 	ConnsPerAddress     int           // passed-through connections of one address to one node
 	Headers             int           // bytes of the header of a request or a response
 
+	// Flows of each UDP port. A further flow takes the place of another: see docs/limits.md.
+	Flows           int // flows at once
+	FlowsPerAddress int // the same, of one address
+
 	DNS     int // TCP connections to the DNS port at once
 	Lookups int // DNS queries at once that wait for an upstream
 	Health  int // connections to logport at once
@@ -35,6 +39,7 @@ type Limits struct {
 type EdgeLimits struct {
 	Conns  int // conns at once, those being dialled included
 	Dials  int // targets being dialled at once
+	Flows  int // flows of UDP at once
 	Health int // connections to logport at once
 }
 
@@ -69,6 +74,8 @@ func newLimits(t *limitsKeys, r *report) Limits {
 		HandshakeTimeout:    l.seconds("handshaketimeout", t.HandshakeTimeout),
 		ConnsPerAddress:     l.number("connsperaddress", t.ConnsPerAddress, 1, maxCount),
 		Headers:             l.kib("headers", t.Headers),
+		Flows:               l.number("flows", t.Flows, 1, maxCount),
+		FlowsPerAddress:     l.number("flowsperaddress", t.FlowsPerAddress, 1, maxCount),
 		DNS:                 l.number("dns", t.DNS, 1, maxCount),
 		Lookups:             l.number("lookups", t.Lookups, 1, maxCount),
 		Health:              l.number("health", t.Health, 1, maxCount),
@@ -81,6 +88,7 @@ func newEdgeLimits(t *edgeLimitsKeys, r *report) EdgeLimits {
 	return EdgeLimits{
 		Conns:  l.number("conns", t.Conns, 1, maxCount),
 		Dials:  l.number("dials", t.Dials, 1, maxCount),
+		Flows:  l.number("flows", t.Flows, 1, maxCount),
 		Health: l.number("health", t.Health, 1, maxCount),
 	}
 }

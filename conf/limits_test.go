@@ -23,6 +23,8 @@ headers = 12
 dns = 13
 lookups = 14
 health = 15
+flows = 16
+flowsperaddress = 17
 `)
 	c, err := LoadCloud("f.toml", testEnv())
 	if err != nil {
@@ -32,16 +34,16 @@ health = 15
 		Joining: 1, JoiningPerAddress: 2, JoinTimeout: 3 * time.Second, Metadata: 4 << 10, Conns: 5, Opens: 6, Dials: 7,
 		Strangers: 8, StrangersPerAddress: 9, HandshakeTimeout: 10 * time.Second,
 		ConnsPerAddress: 11, Headers: 12 << 10,
-		DNS: 13, Lookups: 14, Health: 15,
+		DNS: 13, Lookups: 14, Health: 15, Flows: 16, FlowsPerAddress: 17,
 	}); c.Limits != want {
 		t.Errorf("got %+v, want %+v", c.Limits, want)
 	}
-	write(t, "f.toml", client+"[mode.edge.limits]\nconns = 1\ndials = 2\nhealth = 3\n")
+	write(t, "f.toml", client+"[mode.edge.limits]\nconns = 1\ndials = 2\nflows = 4\nhealth = 3\n")
 	e, err := LoadEdge("f.toml", testEnv())
 	if err != nil {
 		t.Fatal(err)
 	}
-	if want := (EdgeLimits{1, 2, 3}); e.Limits != want {
+	if want := (EdgeLimits{Conns: 1, Dials: 2, Flows: 4, Health: 3}); e.Limits != want {
 		t.Errorf("got %+v, want %+v", e.Limits, want)
 	}
 

@@ -1,6 +1,10 @@
 package conf
 
-import "cmp"
+import (
+	"cmp"
+	"net"
+	"net/netip"
+)
 
 // Peers says which other replicas this cloud has, [mode.cloud.stream.peers]. Without Service and
 // Addresses this replica is alone.
@@ -44,4 +48,19 @@ func (p Peers) check(r *report) {
 // key.
 func (c *Cloud) Pair() (cert, key string) {
 	return cmp.Or(c.Peers.Cert, c.Server.Cert), cmp.Or(c.Peers.Key, c.Server.Key)
+}
+
+// checkPeersSendNoHeader reports replicas among the balancers, which must send a PROXY header: a replica
+// dials another one without a header.
+func (c *Cloud) checkPeersSendNoHeader(r *report) {
+	for _, addr := range c.Peers.Addresses {
+		host, _, err := net.SplitHostPort(addr)
+		if err != nil {
+			continue // reported as bad already
+		}
+		if ip, err := netip.ParseAddr(host); err == nil && c.Server.ProxyFrom.Permits(ip) {
+			r.add(serverTable+"proxyfrom", "the replica %s is in it, and a replica sends no PROXY header: "+
+				"write the addresses of the balancers alone", addr)
+		}
+	}
 }

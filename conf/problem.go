@@ -56,6 +56,21 @@ func (ps Problems) Unwrap() []error {
 type source struct {
 	file  string         // path of the file
 	lines map[string]int // by dotted key; a key that is missing in the file has no entry
+	// elsewhere has the lines of the file of forwards; nil: there is none.
+	elsewhere *source
+
+	settings Settings // of one mode, with the file of forwards
+	// For WithForwards: the tables of the file alone, and the environment.
+	cloud *cloudTable
+	env   Env
+}
+
+// place returns the file and the line of a key.
+func (s *source) place(key string) (file string, line int) {
+	if s.elsewhere != nil && s.lines[key] == 0 && s.elsewhere.lines[key] > 0 {
+		return s.elsewhere.file, s.elsewhere.lines[key]
+	}
+	return s.file, s.line(key)
 }
 
 // line returns the line of a key. For a missing key it returns the line of the nearest table above.
@@ -105,7 +120,7 @@ func (r *report) warn(key, format string, args ...any) {
 func (r *report) problem(key, format string, args ...any) Problem {
 	p := Problem{Key: key, Text: fmt.Sprintf(format, args...)}
 	if r.src != nil {
-		p.File, p.Line = r.src.file, r.src.line(key)
+		p.File, p.Line = r.src.place(key)
 	}
 	return p
 }
@@ -127,9 +142,11 @@ func (r *report) warnings() []string {
 	return ws
 }
 
-// sortedByLine returns a copy of ps that is sorted by line. Problems of one line keep their order.
+// sortedByLine returns a copy of ps that is sorted by file and line. Problems of one line keep their order.
 func sortedByLine(ps Problems) Problems {
 	ps = slices.Clone(ps)
-	slices.SortStableFunc(ps, func(a, b Problem) int { return cmp.Compare(a.Line, b.Line) })
+	slices.SortStableFunc(ps, func(a, b Problem) int {
+		return cmp.Or(cmp.Compare(a.File, b.File), cmp.Compare(a.Line, b.Line))
+	})
 	return ps
 }

@@ -40,7 +40,12 @@ func valueForms() []valueForm {
 		{"allow entry", "allow entries", "an address, a network or `self`; then a colon, and a port or `*`"},
 		{"listener", "listeners", "`unix:///path` with an absolute path, or `tls://host:port`"},
 		{"tls address", "addresses", "`tls://host:port`"},
+		{"server", "servers", "`host:port`, or the URL of a WebSocket, `wss://host/path`"},
+		{"proxy", "proxies", "`\"env\"`, `\"none\"`, or a URL: `http://host:port`, `https://host:port`, " +
+			"`socks5://host:port`; `user:password@` may stand before the host, with `%40` for `@` in them"},
 		{"name", "names", "a text; the column *what it does* says whose name"},
+		{"congestion control", "congestion controls", "`auto`, `system`, or a name of Linux such as `bbr`, " +
+			"`cubic` or `reno`"},
 		{"label selector", "label selectors", "as for `kubectl get --selector`"},
 		{"identifiers", "identifiers", "pairs such as `host=edge1`, joined by `&`; the keys are `host`, `ipv4`, " +
 			"`ipv6`, `cidr` and `default-route`"},
@@ -300,7 +305,8 @@ This page lists every key of the configuration files of a cloud and of an edge.
   An unknown key is an error, and so is a value of the wrong type.
 - An absent key, 0 and "" mean the same.
 - Cloud and edge read files with certificates, CAs, private keys and tokens again when the files change.
-  For any other change, restart the process.
+  For any other change, run ` + "`tunnel reload`" + `.
+  It applies what can change while the process runs, and names the keys that need a restart ([reload.md](reload.md)).
 - Keys of SuperEdge 0.2 to 0.8.0 are marked.
   SuperEdge 0.8.2 renamed keys; tunnel accepts the other names with a warning.
 

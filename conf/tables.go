@@ -23,13 +23,17 @@ type cloudTable struct {
 	Stream struct {
 		// [mode.cloud.stream.server]
 		Server struct {
-			GRPCPort     int    `toml:"grpcport" is:"port" from:"superedge"`
-			Cert         string `toml:"cert" is:"path" from:"superedge"`
-			Key          string `toml:"key" is:"path" from:"superedge"`
-			TokenFile    string `toml:"tokenfile" is:"path" from:"superedge"`
-			AllowShared  bool   `toml:"allowshared"`
-			LogPort      int    `toml:"logport" is:"port" from:"superedge"`
-			ChannelzAddr string `toml:"channelzaddr" is:"host:port" from:"superedge"`
+			GRPCPort     int      `toml:"grpcport" is:"port" from:"superedge"`
+			Listen       string   `toml:"listen" is:"host:port"`
+			WebSocket    string   `toml:"websocket" is:"host:port"`
+			ProxyFrom    []string `toml:"proxyfrom" is:"network"`
+			Cert         string   `toml:"cert" is:"path" from:"superedge"`
+			Key          string   `toml:"key" is:"path" from:"superedge"`
+			TokenFile    string   `toml:"tokenfile" is:"path" from:"superedge"`
+			AllowShared  bool     `toml:"allowshared"`
+			Congestion   string   `toml:"congestion" is:"congestion control"`
+			LogPort      int      `toml:"logport" is:"port" from:"superedge"`
+			ChannelzAddr string   `toml:"channelzaddr" is:"host:port" from:"superedge"`
 		} `toml:"server"`
 		// [mode.cloud.stream.dns]
 		DNS dnsKeys `toml:"dns"`
@@ -52,6 +56,7 @@ type cloudTable struct {
 		Listen      string       `toml:"listen" is:"IP address"`
 		Callers     []callerKeys `toml:"callers"`
 		AllowFrom   []string     `toml:"allowfrom" is:"network"`
+		ProxyFrom   []string     `toml:"proxyfrom" is:"network"`
 		// nil: the key is missing, which is neither true nor false.
 		Kubernetes *bool `toml:"kubernetes"`
 		// [mode.cloud.https.addr]: port here = target on the edge.
@@ -65,13 +70,24 @@ type cloudTable struct {
 	} `toml:"https"`
 	Join   joinKeys   `toml:"join"`
 	Limits limitsKeys `toml:"limits"`
-	// [mode.cloud.tcp]: address to listen on = target. [mode.cloud.tcpallow]: the same address = networks.
-	TCP      map[string]string   `toml:"tcp" is:"target" from:"superedge"`
-	TCPAllow map[string][]string `toml:"tcpallow" is:"network"`
+	// [mode.cloud.tcp]: address to listen on = target. The keys of the other three are the same addresses.
+	TCP          map[string]string   `toml:"tcp" is:"target" from:"superedge"`
+	TCPAllow     map[string][]string `toml:"tcpallow" is:"network"`
+	TCPProxyFrom map[string][]string `toml:"tcpproxyfrom" is:"network"`
+	TCPSendProxy map[string]string   `toml:"tcpsendproxy" is:"one of v1 v2"`
+	// [mode.cloud.udp] and [mode.cloud.udpallow]: the first two for datagrams.
+	UDP      map[string]string   `toml:"udp" is:"target"`
+	UDPAllow map[string][]string `toml:"udpallow" is:"network"`
 	Egress   egressKeys          `toml:"egress"`
 	Admin    struct {
-		Socket string `toml:"socket" is:"path"`
+		Socket    string `toml:"socket" is:"path"`
+		Inventory string `toml:"inventory" is:"path"`
+		Forwards  string `toml:"forwards" is:"path"`
 	} `toml:"admin"`
+	Audit struct {
+		// A path, or the word stdout.
+		File string `toml:"file" is:"path"`
+	} `toml:"audit"`
 }
 
 // callerKeys is an element of callers in [mode.cloud.https].
@@ -121,6 +137,8 @@ type limitsKeys struct {
 	StrangersPerAddress int `toml:"strangersperaddress" is:"number"`
 	HandshakeTimeout    int `toml:"handshaketimeout" is:"seconds"`
 	ConnsPerAddress     int `toml:"connsperaddress" is:"number"`
+	Flows               int `toml:"flows" is:"number"`
+	FlowsPerAddress     int `toml:"flowsperaddress" is:"number"`
 	Headers             int `toml:"headers" is:"KiB"`
 	DNS                 int `toml:"dns" is:"number"`
 	Lookups             int `toml:"lookups" is:"number"`
@@ -131,6 +149,7 @@ type limitsKeys struct {
 type edgeLimitsKeys struct {
 	Conns  int `toml:"conns" is:"number"`
 	Dials  int `toml:"dials" is:"number"`
+	Flows  int `toml:"flows" is:"number"`
 	Health int `toml:"health" is:"number"`
 }
 
@@ -146,8 +165,9 @@ type egressKeys struct {
 	DefaultNodes []string `toml:"defaultnodes" is:"name"`
 	Kubernetes   bool     `toml:"kubernetes"`
 	// Metrics also under the names of Konnectivity's server.
-	OldMetrics bool `toml:"konnectivitymetrics"`
-	AgentPort  int  `toml:"agentport" is:"port"`
+	OldMetrics bool     `toml:"konnectivitymetrics"`
+	AgentPort  int      `toml:"agentport" is:"port"`
+	ProxyFrom  []string `toml:"proxyfrom" is:"network"`
 }
 
 // edgeTable is [mode.edge].
@@ -165,11 +185,17 @@ type edgeTable struct {
 			// The server name to verify in the cloud's certificate. The name of the key is SuperEdge's.
 			DNS string `toml:"dns" is:"name" from:"superedge"`
 			// The address of the cloud. The name of the key is SuperEdge's.
-			ServerName   string `toml:"servername" is:"host:port" from:"superedge"`
-			Sessions     string `toml:"sessions" is:"one of one all"`
-			Connections  int    `toml:"connections" is:"number"`
-			LogPort      int    `toml:"logport" is:"port" from:"superedge"`
-			ChannelzAddr string `toml:"channelzaddr" is:"host:port" from:"superedge"`
+			ServerName   string   `toml:"servername" is:"host:port" from:"superedge"`
+			Servers      []string `toml:"servers" is:"server"`
+			Proxy        string   `toml:"proxy" is:"proxy"`
+			ProxyFile    string   `toml:"proxyfile" is:"path"`
+			ProxyCA      string   `toml:"proxyca" is:"path"`
+			Sessions     string   `toml:"sessions" is:"one of one all"`
+			Connections  int      `toml:"connections" is:"number"`
+			Congestion   string   `toml:"congestion" is:"congestion control"`
+			Multipath    bool     `toml:"multipath"`
+			LogPort      int      `toml:"logport" is:"port" from:"superedge"`
+			ChannelzAddr string   `toml:"channelzaddr" is:"host:port" from:"superedge"`
 		} `toml:"client"`
 	} `toml:"stream"`
 	HTTPS struct {
@@ -187,7 +213,16 @@ type edgeTable struct {
 		Key       string   `toml:"key" is:"path"`
 		TokenFile string   `toml:"tokenfile" is:"path"`
 	} `toml:"konnectivity"`
+	CNI   *cniKeys `toml:"cni"` // nil: the table is missing, so the feature is off
 	Admin struct {
 		Socket string `toml:"socket" is:"path"`
 	} `toml:"admin"`
+}
+
+// cniKeys is [mode.edge.cni].
+type cniKeys struct {
+	ConfDir  string   `toml:"confdir" is:"path"`
+	BinDir   string   `toml:"bindir" is:"path"`
+	PodCIDRs []string `toml:"podcidrs" is:"network"`
+	Routes   bool     `toml:"routes"`
 }

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	"fmt"
 	"log/slog"
 	"net"
@@ -11,18 +12,23 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
+	"k8s.io/klog/v2"
 
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/audit"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/egress"
 	"tunnel.example/tunnel/pkg/https"
+	"tunnel.example/tunnel/pkg/inventory"
+	"tunnel.example/tunnel/pkg/oneport"
 	"tunnel.example/tunnel/pkg/peers"
 	"tunnel.example/tunnel/pkg/reload"
 	"tunnel.example/tunnel/pkg/setup"
 	"tunnel.example/tunnel/pkg/stream"
 	"tunnel.example/tunnel/pkg/tcp"
 	"tunnel.example/tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/udp"
 )
 
 func newCloudCommand(logs *logFlags) *cobra.Command {
@@ -45,18 +51,27 @@ func newCloudCommand(logs *logFlags) *cobra.Command {
 
 // runCloud runs a replica until ctx is done.
 func runCloud(ctx context.Context, file string, log *slog.Logger, level *slog.LevelVar) error {
+	hangups := takeHangups()
 	c, err := conf.LoadCloud(file, environment())
 	if err != nil {
 		return configError(err)
 	}
 	warn(log, c.Warnings)
-	d, err := newCloud(c, log)
+	w, err := wireCloud(c, log)
 	if err != nil {
 		return configError(err)
 	}
-	d.level = level
+	w.level = level
+	if w.cluster.client != nil {
+		klog.SetSlogLogger(log) // client-go logs there; not in newCloud, which a reload calls as a check
+	}
+	ctx, stop := context.WithCancel(ctx)
+	defer stop()
+	r := newCloudReloader(w, file, hangups, stop)
+	w.add(r, nil)
+	w.handlers = r.handlers()
 	roomyHeap()
-	return d.run(ctx)
+	return w.run(ctx)
 }
 
 // cloudWiring is a cloud that newCloud wires together. Each method adds one kind of module, and
@@ -73,14 +88,18 @@ type cloudWiring struct {
 	cluster   cluster
 	gate      *auth.Gate
 	issuer    stream.Issuer // nil: the cloud makes no certificates
-	// certificate is shown on grpcport and agentport.
+	// certificate is shown on grpcport, on the one port, and on agentport.
 	certificate func(*tls.ClientHelloInfo) (*tls.Certificate, error)
 	grpc        *tls.Config      // of grpcport
 	peers       *peers.Peers     // the other replicas; nil: none
 	relayed     *tunnel.Counters // what is relayed to and from peers; nil without peers
 	reach       everywhere
+	inventory   *inventory.Inventory // nil: nothing remembers nodes
+	port        *oneport.Port        // nil: none
 
 	collectors []prometheus.Collector // of the modules
+	trail      tunnel.Trail           // of the audit; nil: off
+	doors      cloudDoors
 }
 
 // everywhere reaches nodes through this replica, and through it the other replicas.
@@ -92,6 +111,15 @@ type everywhere interface {
 
 // newCloud wires a replica together. It opens no listener and connects to nothing.
 func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
+	w, err := wireCloud(c, log)
+	if err != nil {
+		return nil, err
+	}
+	return w.daemon, nil
+}
+
+// wireCloud is newCloud, and returns the whole wiring.
+func wireCloud(c *conf.Cloud, log *slog.Logger) (*cloudWiring, error) {
 	warnings, err := setup.CheckTrust(c)
 	if err != nil {
 		return nil, err
@@ -102,58 +130,138 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 		daemon: &daemon{mode: "cloud", log: log}, conf: c, counters: counters,
 		directory: &tunnel.Directory{Counters: counters}, files: reload.NewFiles(log),
 	}
+	w.addAudit()
+	if err = w.controlCongestion("mode.cloud.stream.server", c.Server.Congestion, w.counters); err != nil {
+		return nil, err
+	}
+	w.newInventory()
 	if err = w.identify(); err != nil {
 		return nil, err
 	}
-	config := stream.ServerConfig{
-		Listen:       fmt.Sprintf(":%d", c.Server.GRPCPort),
-		Limits:       streamLimits(c.Limits),
-		TLS:          w.grpc,
-		Auth:         w.gate,
-		Certificates: c.Join.CA != "",
-		Issuer:       w.issuer,
-		Counters:     w.counters,
-		Log:          log,
-		Software:     software(),
+	w.newAPI()
+	w.newPort()
+	if err = w.newEgress(); err != nil {
+		return nil, err
 	}
-	if w.peers != nil {
-		config.Replicas = w.peers
-	}
-	server, err := stream.NewServer(config, w.directory)
+	server, err := w.newServer()
 	if err != nil {
 		return nil, err
 	}
 	w.routes, w.leave = server.Router().Routes(), server.Leave
 
 	// The modules of a cloud, in order.
-	w.add(server, server.Ready, fmt.Sprintf(":%d", c.Server.GRPCPort))
+	if w.port != nil {
+		w.add(w.port, w.port.Ready, c.Server.Listen)
+	}
+	var listeners []string
+	if c.Server.GRPCPort != 0 {
+		listeners = append(listeners, fmt.Sprintf(":%d", c.Server.GRPCPort))
+	}
+	if c.Server.WebSocket != "" {
+		listeners = append(listeners, c.Server.WebSocket)
+	}
+	w.add(server, server.Ready, listeners...)
 	w.add(w.gate, nil)
 	w.add(w.files, nil)
+	w.showCongestion()
+	w.checks = append(w.checks, admin.Check{Name: "multipath", Status: w.paths})
 	w.cluster.add(w.daemon)
 	if w.peers != nil {
 		w.add(w.peers, w.peers.Ready)
+		w.add(w.api, nil)
+	}
+	if w.inventory != nil {
+		if w.peers != nil {
+			w.inventory.Others = w.peers
+		}
+		w.add(w.inventory, nil)
 	}
 	w.addTCP()
+	w.addUDP()
 	if err = w.addHTTPS(); err != nil {
 		return nil, err
 	}
-	if err = w.addEgress(); err != nil {
-		return nil, err
-	}
+	w.addEgress()
 	w.addAgents()
 	w.addDNS()
+	w.collectors = append(w.collectors, admin.NewDoorCollector(w.counters))
 	if w.peers != nil {
 		w.collectors = append(w.collectors, admin.NewRelayCollector(w.relayed, w.peers.Replicas))
 	}
 	if c.Server.ChannelzAddr != "" {
 		w.add(admin.NewChannelz(c.Server.ChannelzAddr, log), nil, c.Server.ChannelzAddr)
 	}
+	if w.port != nil {
+		w.servePublicHealth(w.port.Health, w.grpc)
+	}
 	w.serveHealth(shown{
 		port: c.Server.LogPort, socket: c.AdminSocket, conns: c.Limits.Health,
 		counters: w.counters, sessions: w.directory.Sessions,
 		collectors: append(w.collectors, w.files.Collector(), w.gate.Collector()),
 	})
-	return w.daemon, nil
+	return w, nil
+}
+
+// addAudit sets trail, if the configuration has an audit.
+func (w *cloudWiring) addAudit() {
+	if w.conf.Audit == "" {
+		return
+	}
+	w.audit = audit.New(audit.Config{Path: w.conf.Audit, Log: w.log})
+	w.trail = w.audit.Record
+	w.collectors = append(w.collectors, w.audit.Collector())
+}
+
+// newServer returns the server that edges join.
+func (w *cloudWiring) newServer() (*stream.Server, error) {
+	c := w.conf
+	config := stream.ServerConfig{
+		WebSocket:    c.Server.WebSocket,
+		ProxyFrom:    c.Server.ProxyFrom,
+		Limits:       streamLimits(c.Limits),
+		TLS:          w.grpc,
+		Auth:         w.gate,
+		Certificates: c.Join.CA != "",
+		Issuer:       w.remembering(w.issuer),
+		Counters:     w.counters,
+		Log:          w.log,
+		Software:     software(),
+		Congestion:   w.congestion,
+		Audit:        w.trail,
+	}
+	if c.Server.GRPCPort != 0 {
+		config.Listen = fmt.Sprintf(":%d", c.Server.GRPCPort)
+	}
+	if w.port != nil {
+		config.OnePort = w.port.Edges
+	}
+	if w.peers != nil {
+		config.Replicas = w.peers
+	}
+	var mods []tunnel.Module
+	if w.doors.egress != nil {
+		mods = append(mods, w.doors.egress)
+	}
+	return stream.NewServer(config, w.directory, mods...)
+}
+
+// newPort sets port, if the configuration has the key listen.
+func (w *cloudWiring) newPort() {
+	c := w.conf
+	if c.Server.Listen == "" {
+		return
+	}
+	edges, callers := stream.DefaultLimits(), https.DefaultLimits()
+	l := c.Limits
+	w.port = oneport.New(oneport.Config{
+		Listen: c.Server.Listen, ProxyFrom: c.Server.ProxyFrom, DataProtocol: stream.DataProtocol, Nodes: w.reach,
+		Certificate: func() *x509.Certificate { return w.pair.Certificate().Leaf },
+		HasDoor:     len(c.HTTPS.Ports) > 0,
+		Strangers:   cmp.Or(l.Joining, edges.Joining) + cmp.Or(l.Strangers, callers.Strangers),
+		StrangersPerAddress: cmp.Or(l.JoiningPerAddress, edges.JoiningPerAddress) +
+			cmp.Or(l.StrangersPerAddress, callers.StrangersPerAddress),
+		Timeout: cmp.Or(l.HandshakeTimeout, callers.HandshakeTimeout), Counters: w.counters, Log: w.log,
+	})
 }
 
 // identify sets who this replica is, who may join it, and who the other replicas are.
@@ -208,7 +316,8 @@ func (w *cloudWiring) newPeers() error {
 				RootCAs: pool.Pool(), ServerName: c.Peers.ServerName,
 			}
 		},
-		Server: w.grpc, Counters: w.relayed, Log: w.log, Software: software(),
+		Server: w.grpc, Counters: w.relayed, Log: w.log, Software: software(), Congestion: w.congestion,
+		API: func(ctx context.Context) (net.Conn, error) { return w.api.Dial(ctx) }, // newAPI sets api later
 	}, w.directory)
 	if err != nil {
 		return fmt.Errorf("mode.cloud.stream.peers: %w", err)
@@ -216,19 +325,36 @@ func (w *cloudWiring) newPeers() error {
 	return nil
 }
 
+// paths says how many sessions have Multipath TCP, for /readyz.
+func (w *cloudWiring) paths() string {
+	sessions, paths := tunnel.CountPaths(w.directory.Sessions())
+	return fmt.Sprintf("%d sessions have %d paths", sessions, paths)
+}
+
+// addTCP adds the TCP front door, even without ports: a reload may open some.
 func (w *cloudWiring) addTCP() {
-	if len(w.conf.TCP) == 0 {
-		return
-	}
-	var listeners []tcp.Listener
 	var addrs []string
 	for _, l := range w.conf.TCP {
-		listeners = append(listeners, tcp.Listener(l))
 		addrs = append(addrs, l.Listen)
 	}
-	door := tcp.New(listeners, w.reach, w.log)
-	door.Counters = w.counters
-	w.add(door, door.Ready, addrs...)
+	w.doors.tcp = tcp.New(tcpListeners(w.conf), w.reach, w.log)
+	w.doors.tcp.Counters, w.doors.tcp.Audit = w.counters, w.trail
+	w.add(w.doors.tcp, w.doors.tcp.Ready, addrs...)
+}
+
+// addUDP adds the UDP front door, even without ports: a reload may open some.
+func (w *cloudWiring) addUDP() {
+	counters := new(udp.Counters)
+	w.collectors = append(w.collectors, counters.Collector())
+	var addrs []string
+	for _, l := range w.conf.UDP {
+		addrs = append(addrs, l.Listen)
+	}
+	w.doors.udp = udp.New(udpListeners(w.conf), w.reach, udp.Config{
+		Limits: udpLimits(w.conf.Limits), Counters: counters, Core: w.counters, Audit: w.trail, Software: software(),
+		Log: w.log,
+	})
+	w.add(w.doors.udp, w.doors.udp.Ready, addrs...)
 }
 
 func (w *cloudWiring) addHTTPS() error {
@@ -240,7 +366,10 @@ func (w *cloudWiring) addHTTPS() error {
 	if err != nil {
 		return err
 	}
-	cfg.Limits, cfg.Counters = httpsLimits(w.conf.Limits), w.counters
+	cfg.Limits, cfg.Counters, cfg.Audit = httpsLimits(w.conf.Limits), w.counters, w.trail
+	if w.port != nil {
+		cfg.OnePort, cfg.OnePortAs = w.port.Callers, c.OnePort()
+	}
 	if w.cluster.pods != nil {
 		cfg.Pods = w.cluster.pods
 	}
@@ -248,6 +377,7 @@ func (w *cloudWiring) addHTTPS() error {
 	if err != nil {
 		return err
 	}
+	w.doors.https = door
 	listen := cmp.Or(c.Listen, https.DefaultListen)
 	var addrs []string
 	for port := range c.Ports {
@@ -255,7 +385,9 @@ func (w *cloudWiring) addHTTPS() error {
 	}
 	slices.Sort(addrs)
 	w.add(door, door.Ready, addrs...)
-	if !net.ParseIP(listen).IsLoopback() && len(c.AllowFrom) == 0 {
+	onePort, _, _ := net.SplitHostPort(w.conf.Server.Listen)
+	isOpen := !net.ParseIP(listen).IsLoopback() || w.port != nil && !net.ParseIP(onePort).IsLoopback()
+	if isOpen && len(c.AllowFrom) == 0 {
 		w.log.Warn("anyone may connect to the https ports, though not past the kubelet: " +
 			"name kube-apiserver's network in allowfrom of [mode.cloud.https]")
 	}
@@ -266,11 +398,8 @@ func (w *cloudWiring) addHTTPS() error {
 func httpsConfig(c conf.HTTPS, files *reload.Files) (https.Config, error) {
 	cfg := https.Config{
 		Mode: https.Mode(c.TLS), Listen: c.Listen, Ports: c.Ports,
-		ClientNames: c.ClientNames, AllowFrom: c.AllowFrom,
-		Kubelet: https.Kubelet{Insecure: c.Kubelet.Insecure},
-	}
-	for _, caller := range c.Callers {
-		cfg.Callers = append(cfg.Callers, https.Caller(caller))
+		ClientNames: c.ClientNames, AllowFrom: c.AllowFrom, ProxyFrom: c.ProxyFrom,
+		Callers: httpsCallers(c), Kubelet: https.Kubelet{Insecure: c.Kubelet.Insecure},
 	}
 	if c.Cert != "" {
 		pair, err := files.Pair("mode.cloud.https", c.Cert, c.Key)

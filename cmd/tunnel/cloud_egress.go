@@ -18,24 +18,28 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// addEgress adds the egress front door, if the configuration has one.
-func (w *cloudWiring) addEgress() error {
+// newEgress sets doors.egress, if the configuration has the egress front door. The server needs it, because edges send
+// messages to it.
+func (w *cloudWiring) newEgress() error {
 	c, limits := w.conf.Egress, w.conf.Limits
 	if !c.Configured() {
 		return nil
 	}
 	cfg := egress.Config{
 		GRPC: c.GRPC, HTTPConnect: c.HTTPConnect, Sessions: w.directory, Counters: w.counters,
+		Audit:               w.trail,
 		KonnectivityMetrics: c.KonnectivityMetrics,
 		Strangers:           limits.Strangers, StrangersPerAddress: limits.StrangersPerAddress,
+		ProxyFrom: c.ProxyFrom,
 	}
 	cfg.Among = c.DefaultNodes
 	for _, s := range c.Strategies {
 		cfg.Strategies = append(cfg.Strategies, egress.Strategy(s))
 	}
 	if c.UsesTLS() {
+		w.doors.egressNames.Store(&c.ClientNames)
 		var err error
-		if cfg.TLS, err = egressCallers(c, w.files); err != nil {
+		if cfg.TLS, err = egressCallers(c, func() []string { return *w.doors.egressNames.Load() }, w.files); err != nil {
 			return err
 		}
 	}
@@ -49,16 +53,25 @@ func (w *cloudWiring) addEgress() error {
 	if err != nil {
 		return fmt.Errorf("mode.cloud.egress: %w", err)
 	}
-	w.add(door, door.Ready, slices.Concat(c.GRPC, c.HTTPConnect)...)
+	w.doors.egress = door
+	return nil
+}
+
+// addEgress adds the egress front door, if there is one.
+func (w *cloudWiring) addEgress() {
+	door := w.doors.egress
+	if door == nil {
+		return
+	}
+	w.add(door, door.Ready, slices.Concat(w.conf.Egress.GRPC, w.conf.Egress.HTTPConnect)...)
 	w.collectors = append(w.collectors, door.Collector())
-	if reaches != nil {
+	if reaches := w.cluster.reaches; reaches != nil {
 		w.collectors = append(w.collectors, prometheus.NewGaugeFunc(prometheus.GaugeOpts{
 			Name: "tunnel_egress_contested_addresses",
 			Help: "Addresses and pod networks of Nodes that are not accepted, " +
 				"because they belong to others or two Nodes claim them.",
 		}, func() float64 { return float64(reaches.Contested()) }))
 	}
-	return nil
 }
 
 // addAgents adds the port for stock konnectivity agents, if the configuration has one.
@@ -68,12 +81,13 @@ func (w *cloudWiring) addAgents() {
 	}
 	l, byDefault := w.conf.Limits, stream.DefaultLimits()
 	cfg := konnectivity.AgentsConfig{
-		Listen: fmt.Sprintf(":%d", w.conf.Egress.AgentPort),
-		TLS:    &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: w.certificate},
-		Auth:   w.gate, Conns: cmp.Or(l.Conns, byDefault.Conns), Dials: cmp.Or(l.Dials, byDefault.Dials),
+		Listen: fmt.Sprintf(":%d", w.conf.Egress.AgentPort), ProxyFrom: w.conf.Egress.ProxyFrom,
+		TLS:  &tls.Config{MinVersion: tls.VersionTLS12, GetCertificate: w.certificate},
+		Auth: w.gate, Conns: cmp.Or(l.Conns, byDefault.Conns), Dials: cmp.Or(l.Dials, byDefault.Dials),
 		Joining:           cmp.Or(l.Joining, byDefault.Joining),
 		JoiningPerAddress: cmp.Or(l.JoiningPerAddress, byDefault.JoiningPerAddress),
-		JoinTimeout:       cmp.Or(l.JoinTimeout, byDefault.JoinTimeout), Counters: w.counters, Log: w.log,
+		JoinTimeout:       cmp.Or(l.JoinTimeout, byDefault.JoinTimeout), Counters: w.counters, Audit: w.trail,
+		Log: w.log,
 	}
 	if w.peers != nil {
 		cfg.Replicas = w.peers.Replicas
@@ -82,8 +96,9 @@ func (w *cloudWiring) addAgents() {
 	w.add(agents, agents.Ready, cfg.Listen)
 }
 
-// egressCallers returns the TLS configuration that admits callers by their client certificate.
-func egressCallers(c conf.Egress, files *reload.Files) (*tls.Config, error) {
+// egressCallers returns the TLS configuration that admits callers by their client certificate. names returns
+// the common names that may call now.
+func egressCallers(c conf.Egress, names func() []string, files *reload.Files) (*tls.Config, error) {
 	pair, err := files.Pair("mode.cloud.egress", c.Cert, c.Key)
 	if err != nil {
 		return nil, err
@@ -98,7 +113,7 @@ func egressCallers(c conf.Egress, files *reload.Files) (*tls.Config, error) {
 			ClientAuth: tls.RequireAndVerifyClientCert, ClientCAs: pool.Pool(),
 			SessionTicketsDisabled: true, // a ticket would outlive a CA that the operator removes
 			VerifyPeerCertificate: func(_ [][]byte, chains [][]*x509.Certificate) error {
-				if name := chains[0][0].Subject.CommonName; !slices.Contains(c.ClientNames, name) {
+				if name := chains[0][0].Subject.CommonName; !slices.Contains(names(), name) {
 					return fmt.Errorf("%q is not in clientnames of [mode.cloud.egress]", name)
 				}
 				return nil

@@ -47,8 +47,8 @@ func TestEgressCallers(t *testing.T) {
 		"nobody is named":      {nil, caller(ca, "another"), false},
 	} {
 		server, err := egressCallers(conf.Egress{
-			Cert: path["cert"], Key: path["key"], ClientCA: path["ca"], ClientNames: tc.names,
-		}, reload.NewFiles(slog.New(slog.DiscardHandler)))
+			Cert: path["cert"], Key: path["key"], ClientCA: path["ca"],
+		}, func() []string { return tc.names }, reload.NewFiles(slog.New(slog.DiscardHandler)))
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -9,13 +9,12 @@ import (
 	"strings"
 	"time"
 
-	"k8s.io/klog/v2"
-
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/kube"
 	"tunnel.example/tunnel/pkg/reload"
 	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // cluster is what a cloud reads from Kubernetes. Without Kubernetes every field is nil.
@@ -41,7 +40,6 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 			return cluster{}, nil
 		}
 	}
-	klog.SetSlogLogger(log) // client-go logs there
 	if k.client, err = kube.New(os.Getenv("KUBECONFIG"), "tunnel/"+software()); err != nil {
 		return cluster{}, fmt.Errorf("%s: %w", key, err)
 	}
@@ -91,9 +89,9 @@ func (k cluster) add(d *daemon) {
 }
 
 // newTokens reads the token file, which may be empty if nodes can prove themselves otherwise.
-func newTokens(c *conf.Cloud, log *slog.Logger) (*auth.Tokens, error) {
+func newTokens(c *conf.Cloud, log *slog.Logger, trail tunnel.Trail) (*auth.Tokens, error) {
 	return auth.NewTokens(auth.TokensConfig{
-		Path: c.Server.TokenFile, AllowShared: c.Server.AllowShared, Log: log,
+		Path: c.Server.TokenFile, AllowShared: c.Server.AllowShared, Log: log, Audit: trail,
 		MayBeEmpty: c.Join.CA != "" || len(c.Join.ServiceAccounts) > 0,
 	})
 }
@@ -119,7 +117,7 @@ func backdate(j conf.Join) time.Duration {
 // newGate sets gate and issuer.
 func (w *cloudWiring) newGate() error {
 	c, k := w.conf, w.cluster
-	tokens, err := newTokens(c, w.log)
+	tokens, err := newTokens(c, w.log, w.trail)
 	if err != nil {
 		return err
 	}

@@ -22,15 +22,19 @@ func says(t *testing.T, args ...string) (code int, stdout, stderr string) {
 // Completion offers these commands and no other ones: `man` and SuperEdge's flags are for programs.
 func TestCompletion(t *testing.T) {
 	for line, want := range map[string]string{
-		"":                   "cloud completion config demo edge help init join token version",
-		"token ":             "create list revoke",
-		"config ":            "check",
-		"completion ":        "bash fish powershell zsh",
-		"co":                 "completion config",
-		"init --s":           "--san --secret --systemd",
-		"--":                 "--help --log-format --log-level --version",
-		"token revoke --no":  "--node",
-		"join --":            "--dir --force --help --log-format --log-level --systemd --token-file",
+		"": "cloud cni completion config demo edge forget forward help init join ls ping reload status token " +
+			"version",
+		"token ":            "create list revoke",
+		"config ":           "check",
+		"completion ":       "bash fish powershell zsh",
+		"co":                "completion config",
+		"init --s":          "--san --secret --systemd",
+		"--":                "--help --log-format --log-level --version",
+		"token revoke --no": "--node",
+		"ls -o ":            "json table wide yaml",
+		"status -o ":        "json text wide yaml",
+		"join --": "--dir --force --help --log-format --log-level --proxy --proxy-ca --proxy-file --server " +
+			"--systemd --token-file",
 		"cloud --config ./x": "toml",
 	} {
 		words := strings.Split(line, " ")
@@ -77,8 +81,9 @@ func TestDidYouMean(t *testing.T) {
 		"edeg --config x":               `unknown command "edeg" for "tunnel": did you mean edge?`,
 		"token creat --node n":          `unknown command "creat" for "tunnel token": did you mean create?`,
 		"config chek":                   `unknown command "chek" for "tunnel config": did you mean check?`,
-		"status":                        `unknown command "status" for "tunnel"` + "\n",
-		"co":                            "did you mean completion or config?",
+		"statistics":                    `unknown command "statistics" for "tunnel"` + "\n",
+		"staus":                         "did you mean status?",
+		"co":                            "did you mean cni or completion or config or ls?",
 		"--frobnicate":                  "unknown flag: --frobnicate",
 		"cloud --frobnicate":            "unknown flag: --frobnicate",
 		"0123456789abcdef0123456789 -c": `unknown command "***" for "tunnel"`,
@@ -241,7 +246,8 @@ func TestManPages(t *testing.T) {
 	for _, name := range []string{
 		"tunnel", "tunnel-cloud", "tunnel-edge", "tunnel-init", "tunnel-join", "tunnel-demo", "tunnel-version",
 		"tunnel-token", "tunnel-token-create", "tunnel-token-list", "tunnel-token-revoke", "tunnel-config",
-		"tunnel-config-check", "tunnel-completion", "tunnel-completion-bash",
+		"tunnel-config-check", "tunnel-ls", "tunnel-forget", "tunnel-status", "tunnel-ping",
+		"tunnel-completion", "tunnel-completion-bash",
 	} {
 		if all[name+".1"] == "" {
 			t.Errorf("there is no page %s(1)", name)

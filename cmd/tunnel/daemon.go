@@ -2,12 +2,21 @@ package main
 
 import (
 	"context"
+	"crypto/tls"
 	"fmt"
 	"log/slog"
+	"net"
+	"net/http"
+	"slices"
+	"sync"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
 	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/api"
+	"tunnel.example/tunnel/pkg/audit"
+	"tunnel.example/tunnel/pkg/stream"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -20,16 +29,40 @@ type daemon struct {
 	checks    []admin.Check   // of /readyz
 	listeners []string        // for the start-up line
 	health    *admin.Server   // nil without a logport
+	public    *admin.Server   // health on the one port; nil without one
 	socket    string          // path for admin.Debug; "": none
 	operators *admin.Server   // health and metrics, served on socket, too
+	audit     *audit.Log      // nil: off
 	level     *slog.LevelVar
+	api       *api.Server              // answers an operator's commands on socket
+	live      func() []*tunnel.Session // sessions; nil: not known
+	handlers  map[string]http.Handler  // further paths of socket, by their pattern
 	// leave runs before the modules stop, while they still serve; nil: nothing to do.
 	leave func(ctx context.Context)
-	about []any // more keys and values for the start-up line
+	about []any    // more keys and values for the start-up line
+	hints []string // what an operator could improve; logged at the start
+	// congestion is of the connections between edges and clouds.
+	congestion *stream.Congestion
+}
+
+// controlCongestion sets congestion to the setting in a table of the configuration.
+func (d *daemon) controlCongestion(table, setting string, counters *tunnel.Counters) (err error) {
+	if d.congestion, err = stream.NewCongestion(setting, counters, d.log); err != nil {
+		return fmt.Errorf("%s: congestion: %w", table, err)
+	}
+	if hint := d.congestion.Hint(); hint != "" {
+		d.hints = append(d.hints, hint)
+	}
+	return nil
+}
+
+// showCongestion adds the line of congestion to /readyz.
+func (d *daemon) showCongestion() {
+	d.checks = append(d.checks, admin.Check{Name: "congestion", Status: d.congestion.Status})
 }
 
 // add appends a module. The module has a line in /readyz if ready is not nil, or if it has a
-// method Note or Status (admin.Check).
+// method Note or Status (admin.Check). It has none while its method Idle returns true.
 func (d *daemon) add(m tunnel.Module, ready func() error, listeners ...string) {
 	d.modules = append(d.modules, m)
 	check := admin.Check{Name: m.Name(), Ready: ready}
@@ -40,6 +73,9 @@ func (d *daemon) add(m tunnel.Module, ready func() error, listeners ...string) {
 	stater, states := m.(interface{ Status() string })
 	if states {
 		check.Status = stater.Status
+	}
+	if idler, ok := m.(interface{ Idle() bool }); ok {
+		check.Off = idler.Idle
 	}
 	if ready != nil || notes || states {
 		d.checks = append(d.checks, check)
@@ -61,6 +97,7 @@ type shown struct {
 
 // serveHealth adds health and metrics. Call it last, since it shows the checks of all modules.
 func (d *daemon) serveHealth(s shown) {
+	d.live = s.sessions
 	if s.port == 0 && s.socket == "" {
 		return
 	}
@@ -69,6 +106,9 @@ func (d *daemon) serveHealth(s shown) {
 	listen := fmt.Sprintf(":%d", s.port)
 	server := admin.New(listen, d.checks, registry, d.log)
 	server.Conns, server.Counters = s.conns, s.counters
+	if d.public != nil {
+		d.public.Conns, d.public.Counters = s.conns, s.counters
+	}
 	if s.port != 0 {
 		d.health = server
 		d.listeners = append(d.listeners, server.Name()+" "+listen)
@@ -79,14 +119,24 @@ func (d *daemon) serveHealth(s shown) {
 	}
 }
 
+// servePublicHealth adds health checks from outside, on ln with the certificate of conf.
+func (d *daemon) servePublicHealth(ln net.Listener, conf *tls.Config) {
+	d.public = admin.NewPublic(ln, conf, func() []admin.Check { return d.checks }, d.log)
+}
+
 // observe serves health, metrics and the operators' socket until ctx is done.
 func (d *daemon) observe(ctx context.Context) error {
 	var observers []tunnel.Module
 	if d.health != nil {
 		observers = append(observers, d.health)
 	}
+	if d.public != nil {
+		observers = append(observers, d.public)
+	}
 	if d.socket != "" {
-		observers = append(observers, admin.NewDebug(d.socket, d.operators, d.level, d.log))
+		debug := admin.NewDebug(d.socket, d.operators, d.level, d.log)
+		debug.API, debug.Handlers = d.api.Handler(), d.handlers
+		observers = append(observers, debug)
 	}
 	return tunnel.Run(ctx, observers...)
 }
@@ -94,8 +144,17 @@ func (d *daemon) observe(ctx context.Context) error {
 // run runs the modules until ctx is done and they have drained. Health and metrics stay a
 // little longer, so that an operator sees the draining.
 func (d *daemon) run(ctx context.Context) error {
+	if d.audit != nil {
+		if err := d.audit.Open(); err != nil {
+			return &exitError{exitRuntime, err}
+		}
+		defer d.closeAudit()
+	}
 	d.log.With(d.about...).Info("starting", "mode", d.mode, "version", software(),
 		"listeners", d.listeners, "routes", d.routes)
+	for _, hint := range d.hints {
+		d.log.Info(hint)
+	}
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	healthCtx, stopHealth := context.WithCancel(context.WithoutCancel(ctx))
@@ -107,6 +166,11 @@ func (d *daemon) run(ctx context.Context) error {
 			cancel(err)
 		}
 	}()
+	var tellers sync.WaitGroup
+	defer tellers.Wait()
+	readyCtx, stopReady := context.WithCancel(ctx)
+	defer stopReady()
+	tellers.Go(func() { d.tellReady(readyCtx) })
 	running, stopModules := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopModules()
 	leaving := context.AfterFunc(ctx, func() {
@@ -117,7 +181,18 @@ func (d *daemon) run(ctx context.Context) error {
 		stopModules()
 	})
 	defer leaving()
+	stopped, told := make(chan struct{}), make(chan struct{}) // both are only closed
+	go func() {
+		defer close(told)
+		select {
+		case <-running.Done():
+			d.tellDraining(stopped)
+		case <-stopped:
+		}
+	}()
 	err := tunnel.Run(running, d.modules...)
+	close(stopped)
+	<-told
 	stopHealth()
 	<-ended
 	if err == nil && context.Cause(ctx) != context.Canceled { //nolint:errorlint // the sentinel itself
@@ -128,6 +203,65 @@ func (d *daemon) run(ctx context.Context) error {
 	}
 	d.log.Info("stopped", "mode", d.mode)
 	return nil
+}
+
+// closeAudit closes the audit. An error says how many events are lost, or what the kernel could not write.
+func (d *daemon) closeAudit() {
+	if err := d.audit.Close(); err != nil {
+		d.log.Error("closing the audit file", "err", err)
+	}
+}
+
+// Between two looks at the checks, tellReady waits for at least readyMin and at most readyMax.
+const readyMin, readyMax = 10 * time.Millisecond, time.Second
+
+// tellReady logs once that every check of /readyz passes: all ports are open, and an edge has a session.
+func (d *daemon) tellReady(ctx context.Context) {
+	start := time.Now()
+	for wait := readyMin; ; wait = min(2*wait, readyMax) {
+		notReady := func(c admin.Check) bool {
+			return c.Ready != nil && (c.Off == nil || !c.Off()) && c.Ready() != nil
+		}
+		if !slices.ContainsFunc(d.checks, notReady) {
+			d.log.Info("ready", "mode", d.mode, "dur", time.Since(start).Round(time.Millisecond))
+			return
+		}
+		select {
+		case <-time.After(wait):
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// tellInterval is how often the log tells how many conns are left.
+const tellInterval = 5 * time.Second
+
+// tellDraining logs how many conns are left and how long they may take, until all modules have stopped.
+func (d *daemon) tellDraining(stopped <-chan struct{}) {
+	ticker := time.NewTicker(tellInterval)
+	defer ticker.Stop()
+	for left := tunnel.GracePeriod; left > 0; left -= tellInterval {
+		if n := d.conns(); n > 0 {
+			d.log.Info(fmt.Sprintf("draining: %d conns, up to %d s", n, int(left.Seconds())))
+		}
+		select {
+		case <-ticker.C:
+		case <-stopped:
+			return
+		}
+	}
+}
+
+// conns returns how many conns are open or being dialled.
+func (d *daemon) conns() (n int64) {
+	if d.live == nil {
+		return 0
+	}
+	for _, s := range d.live() {
+		n += s.Conns.Load()
+	}
+	return n
 }
 
 func warn(log *slog.Logger, warnings []string) {

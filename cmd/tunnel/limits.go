@@ -4,6 +4,7 @@ import (
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/https"
 	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/udp"
 )
 
 // A limit of 0 in the configuration stays 0 here: the packages have the defaults.
@@ -24,4 +25,8 @@ func httpsLimits(l conf.Limits) https.Limits {
 		Strangers: l.Strangers, StrangersPerAddress: l.StrangersPerAddress, HandshakeTimeout: l.HandshakeTimeout,
 		ConnsPerAddress: l.ConnsPerAddress, Headers: l.Headers,
 	}
+}
+
+func udpLimits(l conf.Limits) udp.Limits {
+	return udp.Limits{Flows: l.Flows, FlowsPerAddress: l.FlowsPerAddress}
 }

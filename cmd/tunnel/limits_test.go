@@ -18,6 +18,7 @@ import (
 	"tunnel.example/tunnel/pkg/https"
 	"tunnel.example/tunnel/pkg/stream"
 	"tunnel.example/tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/udp"
 )
 
 // defaultLimits returns the defaults of both tables, as docs/limits.md writes them.
@@ -38,6 +39,8 @@ func defaultLimits() (cloud, edge map[string]string) {
 		"handshaketimeout":    seconds(h.HandshakeTimeout),
 		"headers":             kib(h.Headers),
 		"connsperaddress":     fmt.Sprint(h.ConnsPerAddress),
+		"flows":               fmt.Sprint(udp.DefaultFlows),
+		"flowsperaddress":     fmt.Sprint(udp.DefaultFlowsPerAddress),
 		"dns":                 fmt.Sprint(dns.DefaultConns),
 		"lookups":             fmt.Sprint(dns.DefaultLookups),
 		"health":              fmt.Sprint(admin.DefaultConns),
@@ -45,6 +48,7 @@ func defaultLimits() (cloud, edge map[string]string) {
 	edge = map[string]string{
 		"conns":  fmt.Sprint(e.Conns),
 		"dials":  fmt.Sprint(e.Dials),
+		"flows":  fmt.Sprint(udp.DefaultEdgeFlows),
 		"health": fmt.Sprint(admin.DefaultConns),
 	}
 	return cloud, edge

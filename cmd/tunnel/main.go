@@ -8,6 +8,8 @@ package main
 
 import (
 	"context"
+	"encoding"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -38,6 +40,7 @@ const (
 	exitUsage   = 2
 	exitConfig  = 3
 	exitRefused = 4 // by the other side
+	exitAway    = 5 // a node is not connected, or does not answer
 )
 
 // exitError is an error that chooses the exit code.
@@ -65,8 +68,9 @@ func main() {
 // a process and then its group.
 const doubled = 250 * time.Millisecond
 
-// stopOnSignal returns a context that ends with the first SIGINT, SIGTERM or SIGHUP (the
-// terminal is gone); then the daemons drain. A second signal stops the process at once.
+// stopOnSignal returns a context that ends with the first SIGINT, SIGTERM or SIGHUP. A cloud or an edge then drains.
+// The kernel sends SIGHUP when the terminal is closed. A cloud and an edge handle SIGHUP themselves: see takeHangups.
+// A second signal stops the process at once.
 func stopOnSignal(ctx context.Context, stderr io.Writer) (context.Context, func()) {
 	ctx, cancel := context.WithCancel(ctx)
 	// Capacity 2: signal.Notify never blocks, and drops a signal that finds no room. Never closed.
@@ -180,14 +184,20 @@ kubectl logs, exec, attach, port-forward and top, and TCP services.
   tunnel join                                         make this machine that node
   tunnel edge                                         run the end on a node
 
+  tunnel ls                                           list nodes, connected and missing
+  tunnel status                                       show how the cloud or the edge here does
+  tunnel ping NODE                                    measure the round trip to a node
+
   tunnel token list|revoke                            list tokens, revoke a node
   tunnel config check                                 report the problems of a configuration
+  tunnel reload                                       let a running cloud or edge read it again
+  tunnel forward add|rm|ls                            TCP ports of a running cloud, without a change of the file
 
 Every command reads the configuration that -c FILE names. Without -c the cloud's file is
 /etc/tunnel/cloud.toml and the edge's is /etc/tunnel/edge.toml, which init and join write.
 
 Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configuration,
-4 refused by the other side.`,
+4 refused by the other side, 5 a node is away.`,
 		Args:          noSuchCommand,
 		SilenceErrors: true,
 		SilenceUsage:  true,
@@ -200,7 +210,10 @@ Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configur
 	logs := new(logFlags)
 	logs.register(root)
 	root.AddCommand(newCloudCommand(logs), newEdgeCommand(logs), newConfigCommand(logs), newDemoCommand(),
-		newVersionCommand(), newInitCommand(), newTokenCommand(), newJoinCommand(), newManCommand())
+		newVersionCommand(), newInitCommand(), newTokenCommand(logs), newJoinCommand(), newManCommand(),
+		newLsCommand(), newForgetCommand(), newStatusCommand(), newPingCommand(), newReloadCommand(),
+		newForwardCommand())
+	root.AddCommand(systemCommands()...)
 	old.logs = logs
 	return root
 }
@@ -275,9 +288,27 @@ func (l *logFlags) logger(w io.Writer) *slog.Logger {
 		l.now.Set(level)
 	}
 	if l.format == "json" {
+		opts.ReplaceAttr = forMachines
 		return slog.New(slog.NewJSONHandler(w, opts))
 	}
 	return slog.New(slog.NewTextHandler(w, opts))
+}
+
+// forMachines returns an attribute as it stands in JSON. A duration is a number of seconds, and its key says so.
+// Anything that has a text, such as an address, is that text.
+func forMachines(_ []string, a slog.Attr) slog.Attr {
+	if a.Value.Kind() == slog.KindDuration {
+		return slog.Float64(a.Key+"_seconds", a.Value.Duration().Seconds())
+	}
+	if a.Value.Kind() != slog.KindAny {
+		return a
+	}
+	switch v := a.Value.Any().(type) {
+	case error, json.Marshaler, encoding.TextMarshaler: // slog writes them as texts, or as they ask for
+	case fmt.Stringer:
+		return slog.String(a.Key, v.String())
+	}
+	return a
 }
 
 // environment returns the settings that a process has beside its configuration file.

@@ -156,6 +156,10 @@ type feature struct{ title, condition, toml string }
 // features are in the order of the page.
 func features() []feature {
 	return []feature{
+		{"The audit", "A cloud has this metric if `file` in `[mode.cloud.audit]` is set.", `
+[mode.cloud.audit]
+file = "audit.json"
+`},
 		{"Other replicas", "A cloud has these metrics if `[mode.cloud.stream.peers]` names other replicas.", `
 [mode.cloud.stream.peers]
 service = "tunnel-cloud-peers:9000"
@@ -271,7 +275,8 @@ const metricsHead = `# Metrics
 
 This page lists every metric of a cloud and of an edge.
 To read the metrics, set the key ` + "`logport`" + ` and run ` + "`curl http://127.0.0.1:7000/metrics`" + `.
-Or set the key ` + "`socket`" + ` and run ` + "`curl --unix-socket /run/tunnel/cloud.sock http://admin/metrics`" + `.
+Or set the key ` + "`socket`" + `, and run:
+` + "`curl --unix-socket /run/tunnel-cloud/admin.sock http://admin/metrics`" + `.
 [configuration.md](configuration.md) describes the keys.
 
 - No metric has a label that names a node, an address or a caller.

@@ -4,20 +4,43 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
+	"os"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/audit"
 	"tunnel.example/tunnel/pkg/setup"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-func newTokenCommand() *cobra.Command {
+func newTokenCommand(logs *logFlags) *cobra.Command {
 	token := newGroup("token", "Manage which nodes may join a cloud")
-	token.AddCommand(newTokenCreateCommand(), newTokenListCommand(), newTokenRevokeCommand())
+	token.AddCommand(newTokenCreateCommand(logs), newTokenListCommand(), newTokenRevokeCommand(logs))
 	return token
+}
+
+// auditCommand appends what a command has done to the audit file of the cloud, with the user who ran it. A cloud
+// that writes its audit to standard output, or that runs on another machine, records the change of its token file
+// alone. If the file cannot be written, a log line on w says so.
+func auditCommand(c *conf.Cloud, logs *logFlags, w io.Writer, e tunnel.Event) {
+	if c.Audit == "" || c.Audit == audit.Stdout {
+		return
+	}
+	e.Result, e.By = tunnel.ResultOK, fmt.Sprintf("uid %d", os.Getuid())
+	// Anybody can set the variable. Only root can append to the file of the cloud's user under the unit.
+	if sudo := os.Getenv("SUDO_USER"); sudo != "" && os.Getuid() == 0 {
+		e.By += ", by sudo " + sudo
+	}
+	log := logs.logger(w)
+	trail := audit.New(audit.Config{Path: c.Audit, Log: log, Existing: true})
+	trail.Record(e)
+	if err := trail.Close(); err != nil {
+		log.Error("closing the audit file", "err", err)
+	}
 }
 
 // nodeFlag adds --node, which the command requires.
@@ -41,7 +64,7 @@ func parseNode(text string) (tunnel.NodeName, error) {
 	return node, nil
 }
 
-func newTokenCreateCommand() *cobra.Command {
+func newTokenCreateCommand(logs *logFlags) *cobra.Command {
 	var file configFlag
 	var node string
 	var ttl time.Duration
@@ -76,6 +99,11 @@ until it expires. Standard output holds only the line, so that a pipe can run it
 			if err != nil {
 				return setupError(err)
 			}
+			if created.Written {
+				auditCommand(c, logs, cmd.ErrOrStderr(), tunnel.Event{
+					Kind: tunnel.EventTokenCreate, Node: name, Token: created.ID,
+				})
+			}
 			created.AwaitAdoption(cmd.Context()) // the edge may use the token as soon as it is printed
 			if asJSON {
 				err = json.NewEncoder(cmd.OutOrStdout()).Encode(created)
@@ -101,7 +129,7 @@ func loadToCreate(file string) (*conf.Cloud, error) {
 	if err != nil {
 		return nil, configError(err)
 	}
-	if _, err = newTokens(c, slog.New(slog.DiscardHandler)); err != nil {
+	if _, err = newTokens(c, slog.New(slog.DiscardHandler), nil); err != nil {
 		return nil, configError(err)
 	}
 	return c, nil
@@ -137,7 +165,7 @@ func newTokenListCommand() *cobra.Command {
 	cmd.Flags().BoolVar(&asJSON, "json", false, "print an array of objects with node, kind, id, expires and state")
 	return cmd
 }
-func newTokenRevokeCommand() *cobra.Command {
+func newTokenRevokeCommand(logs *logFlags) *cobra.Command {
 	var file configFlag
 	var node string
 	cmd := &cobra.Command{
@@ -160,10 +188,22 @@ ends the node's session and conns within a second.
 			if err != nil {
 				return configError(err)
 			}
-			return setupError(setup.Revoke(c, host(), name, cmd.OutOrStdout(), cmd.ErrOrStderr()))
+			if err = setup.Revoke(c, host(), name, cmd.OutOrStdout(), cmd.ErrOrStderr()); err != nil {
+				return setupError(err)
+			}
+			auditCommand(c, logs, cmd.ErrOrStderr(), tunnel.Event{Kind: tunnel.EventTokenRevoke, Node: name})
+			return nil
 		},
 	}
 	file.register(cmd, cloudFile)
 	nodeFlag(cmd, &node)
+	err := cmd.RegisterFlagCompletionFunc("node", func(
+		cmd *cobra.Command, args []string, prefix string,
+	) ([]cobra.Completion, cobra.ShellCompDirective) {
+		return (&askFlags{config: file}).nodeNames(cmd, args, prefix)
+	})
+	if err != nil {
+		panic(err) // the flag was added above
+	}
 	return cmd
 }

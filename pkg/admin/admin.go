@@ -21,12 +21,13 @@
 // While the other modules drain, their checks make /readyz answer 503, and /metrics is still of
 // interest. So give Run a context that ends after the other modules have returned.
 //
-// The package counts nothing itself. The local API of the command line tools is elsewhere.
+// The package counts nothing itself. Package api is the API of the commands; Debug serves it.
 package admin
 
 import (
 	"cmp"
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -71,27 +72,49 @@ type Check struct {
 	Note func() string
 	// Status says how well the module works while nothing is wrong.
 	Status func() string
+	// Off reports that the module has nothing to do now. Then it has no line.
+	Off func() bool
 }
 
-// line returns the check's line. passed: Ready returned nil. quiet: passed, and there is no note.
-func (c Check) line() (line string, passed, quiet bool) {
+// State is what a check has found.
+type State string
+
+// The states of a check.
+const (
+	StateOK       State = "ok"
+	StateDegraded State = "degraded" // there is a note
+	StateFailed   State = "failed"   // not ready
+)
+
+// Result returns the state of the check, and a line of text about it, which may be empty.
+func (c Check) Result() (State, string) {
 	if c.Ready != nil {
 		if err := c.Ready(); err != nil {
-			return "[-]" + c.Name + " " + oneLine(err.Error()), false, false
+			return StateFailed, oneLine(err.Error())
 		}
 	}
 	if c.Note != nil {
 		if note := c.Note(); note != "" {
-			return "[~]" + c.Name + " " + oneLine(note), true, false
+			return StateDegraded, oneLine(note)
 		}
 	}
-	line = "[+]" + c.Name + " ok"
 	if c.Status != nil {
-		if status := c.Status(); status != "" {
-			line += ": " + oneLine(status)
-		}
+		return StateOK, oneLine(c.Status())
 	}
-	return line, true, true
+	return StateOK, ""
+}
+
+// line returns the check's line. passed: Ready returned nil. quiet: passed, and there is no note.
+func (c Check) line() (line string, passed, quiet bool) {
+	switch state, text := c.Result(); {
+	case state == StateFailed:
+		return "[-]" + c.Name + " " + text, false, false
+	case state == StateDegraded:
+		return "[~]" + c.Name + " " + text, true, false
+	case text != "":
+		return "[+]" + c.Name + " ok: " + text, true, true
+	}
+	return "[+]" + c.Name + " ok", true, true
 }
 
 // oneLine replaces line breaks, such as those of errors.Join, by semicolons.
@@ -103,11 +126,12 @@ func oneLine(s string) string {
 // Server serves health and metrics. It is the module "admin".
 type Server struct {
 	// Set once.
-	listen string
-	checks []Check
-	// metrics answers /metrics.
-	metrics http.Handler
+	listen  string
+	checks  func() []Check
+	metrics http.Handler // answers /metrics; nil: the server is public, see NewPublic
 	log     *slog.Logger
+	public  net.Listener // of a public server
+	tls     *tls.Config  // of a public server
 
 	// Set before Run.
 	// Conns bounds the open connections; 0: DefaultConns. One source gets an eighth of them, see
@@ -125,7 +149,7 @@ var _ tunnel.Module = (*Server)(nil)
 func New(listen string, checks []Check, reg prometheus.Gatherer, log *slog.Logger) *Server {
 	return &Server{
 		listen: listen,
-		checks: checks,
+		checks: func() []Check { return checks },
 		metrics: promhttp.HandlerFor(reg, promhttp.HandlerOpts{
 			ErrorLog:            slog.NewLogLogger(log.Handler(), slog.LevelWarn),
 			ErrorHandling:       promhttp.ContinueOnError, // one bad metric does not hide the others
@@ -136,8 +160,20 @@ func New(listen string, checks []Check, reg prometheus.Gatherer, log *slog.Logge
 	}
 }
 
+// NewPublic returns a server for balancers and monitors outside of the network. Over TLS it serves
+// /healthz and /readyz on ln, and no metrics. The answers have no list of the checks. checks is called
+// for each request.
+func NewPublic(ln net.Listener, conf *tls.Config, checks func() []Check, log *slog.Logger) *Server {
+	return &Server{public: ln, tls: conf, checks: checks, log: log}
+}
+
 // Name implements tunnel.Module.
-func (s *Server) Name() string { return "admin" }
+func (s *Server) Name() string {
+	if s.public != nil {
+		return "public-health"
+	}
+	return "admin"
+}
 
 // Addr returns the address the server listens on, nil while it does not.
 func (s *Server) Addr() net.Addr {
@@ -149,9 +185,13 @@ func (s *Server) Addr() net.Addr {
 
 // Run listens and serves until ctx is done.
 func (s *Server) Run(ctx context.Context) error {
-	ln, err := openPort(ctx, s.listen)
-	if err != nil {
-		return fmt.Errorf("listening on %s for health and metrics (logport): %w", s.listen, err)
+	ln := s.public
+	if ln == nil {
+		opened, err := openPort(ctx, s.listen)
+		if err != nil {
+			return fmt.Errorf("listening on %s for health and metrics (logport): %w", s.listen, err)
+		}
+		ln = listen.Steady(opened, s.log)
 	}
 	addr := ln.Addr()
 	s.addr.Store(&addr)
@@ -160,16 +200,17 @@ func (s *Server) Run(ctx context.Context) error {
 	srv := &http.Server{
 		Handler:                      s.handler(),
 		DisableGeneralOptionsHandler: true,
-		ReadHeaderTimeout:            headerTimeout,
+		ReadHeaderTimeout:            headerTimeout, // also bounds a TLS handshake
 		ReadTimeout:                  readTimeout,
 		WriteTimeout:                 writeTimeout,
 		IdleTimeout:                  idleTimeout,
 		MaxHeaderBytes:               maxHeader,
 		ConnState:                    noteState,
 		ErrorLog:                     slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
+		TLSConfig:                    s.tls,
 	}
 	served := make(chan error, 1) // capacity 1: the goroutine ends even if the result is not read
-	go func() { served <- srv.Serve(s.newStrangerListener(listen.Steady(ln, s.log))) }()
+	go func() { served <- s.serve(srv, s.newStrangerListener(ln)) }()
 	select {
 	case err := <-served:
 		return fmt.Errorf("serving health and metrics on %s: %w", addr, err)
@@ -184,6 +225,16 @@ func (s *Server) Run(ctx context.Context) error {
 		return fmt.Errorf("serving health and metrics on %s: %w", addr, err)
 	}
 	return nil
+}
+
+// serve serves ln, over TLS if the server is public.
+func (s *Server) serve(srv *http.Server, ln net.Listener) error {
+	if s.tls == nil {
+		return srv.Serve(ln)
+	}
+	srv.Protocols = new(http.Protocols)
+	srv.Protocols.SetHTTP1(true) // HTTP/2 has streams to be limited, and a check needs none
+	return srv.ServeTLS(ln, "", "")
 }
 
 // openPort opens addr. If that fails, the error says what to do.
@@ -248,6 +299,9 @@ type strangerConn struct {
 
 // noteState is net/http's ConnState hook: it tells the place whether the connection is silent.
 func noteState(c net.Conn, state http.ConnState) {
+	if over, ok := c.(*tls.Conn); ok {
+		c = over.NetConn()
+	}
 	switch state {
 	case http.StateActive: // the first byte of a request has arrived
 		c.(strangerConn).place.Spoke()
@@ -274,7 +328,9 @@ func (s *Server) register(mux *http.ServeMux) {
 		answer(w, http.StatusOK, "ok")
 	})
 	mux.HandleFunc("GET /readyz", s.ready)
-	mux.Handle("GET /metrics", s.metrics)
+	if s.metrics != nil {
+		mux.Handle("GET /metrics", s.metrics)
+	}
 }
 
 // ready answers as kube-apiserver does: "ok", or the list of checks if one of them fails or has a
@@ -282,12 +338,19 @@ func (s *Server) register(mux *http.ServeMux) {
 func (s *Server) ready(w http.ResponseWriter, r *http.Request) {
 	var list strings.Builder
 	ready, short := true, !r.URL.Query().Has("verbose")
-	for _, c := range s.checks {
+	for _, c := range s.checks() {
+		if c.Off != nil && c.Off() {
+			continue
+		}
 		line, passed, quiet := c.line()
 		ready, short = ready && passed, short && quiet
 		list.WriteString(line + "\n")
 	}
 	switch {
+	case s.public != nil && ready:
+		answer(w, http.StatusOK, "ok")
+	case s.public != nil:
+		answer(w, http.StatusServiceUnavailable, "not ready")
 	case !ready:
 		answer(w, http.StatusServiceUnavailable, list.String()+"readyz check failed\n")
 	case short:

@@ -3,6 +3,7 @@ package admin
 import (
 	"bufio"
 	"context"
+	"crypto/tls"
 	"errors"
 	"io"
 	"log/slog"
@@ -25,6 +26,8 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/testca"
+	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -103,6 +106,51 @@ func TestHealth(t *testing.T) {
 	want("OPTIONS", "/metrics", 405, "")
 }
 
+// A public server speaks TLS, and tells nothing but whether the process is ready.
+func TestPublic(t *testing.T) {
+	ca := testca.New(t, "test")
+	pair := ca.Pair(t, auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud.example"}, Server: true, TTL: time.Hour})
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { ln.Close() })
+	var ready atomic.Bool
+	s := NewPublic(ln, &tls.Config{GetCertificate: func(*tls.ClientHelloInfo) (*tls.Certificate, error) {
+		return &pair, nil
+	}}, func() []Check {
+		return []Check{{Name: "stream", Ready: func() error {
+			if !ready.Load() {
+				return errors.New("a secret of the inside")
+			}
+			return nil
+		}}}
+	}, discard())
+	address := start(t, s)
+	client := &http.Client{Timeout: patience, Transport: &http.Transport{
+		DisableKeepAlives: true, TLSClientConfig: &tls.Config{RootCAs: ca.Pool(), ServerName: "cloud.example"},
+		ForceAttemptHTTP2: true,
+	}}
+	want := func(path string, status int, body string) {
+		t.Helper()
+		res, err := client.Get("https://" + address + path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer res.Body.Close()
+		got, err := io.ReadAll(res.Body)
+		if err != nil || res.StatusCode != status || string(got) != body || res.ProtoMajor != 1 {
+			t.Errorf("%s: %s %d %q, %v; want %d %q", path, res.Proto, res.StatusCode, got, err, status, body)
+		}
+	}
+	want("/healthz", 200, "ok")
+	want("/readyz", 503, "not ready")
+	want("/readyz?verbose", 503, "not ready")
+	ready.Store(true)
+	want("/readyz?verbose", 200, "ok")
+	want("/metrics", 404, "404 page not found\n")
+}
+
 // A note is listed, and does not make /readyz fail.
 func TestNote(t *testing.T) {
 	var fault, note, status string
@@ -171,6 +219,7 @@ func TestMetrics(t *testing.T) {
 	c.Replaced.Store(1)
 	c.JoinsRefused.Store(7)
 	c.ConnsOpened.Store(20)
+	c.Switched.Store(6)
 	c.Resets.Store(2)
 	c.BytesSent.Store(1 << 30)
 	c.BytesReceived.Store(5)
@@ -182,6 +231,9 @@ func TestMetrics(t *testing.T) {
 	var dir tunnel.Directory
 	for _, node := range []tunnel.NodeName{"edge1", "edge2"} {
 		s := &tunnel.Session{Node: node}
+		if node == "edge2" {
+			s.Paths = func() []tunnel.Path { return make([]tunnel.Path, 3) }
+		}
 		s.Conns.Store(4)
 		dir.Attach(s)
 	}
@@ -193,6 +245,9 @@ func TestMetrics(t *testing.T) {
 	for _, line := range []string{
 		"tunnel_sessions 2",
 		"tunnel_conns 8",
+		"tunnel_multipath_sessions 1",
+		"tunnel_multipath_paths 3",
+		"tunnel_connections_switched_total 6",
 		"tunnel_sessions_established_total 3",
 		"tunnel_sessions_replaced_total 1",
 		"tunnel_joins_refused_total 7",

@@ -28,18 +28,25 @@ const (
 
 // Debug serves the operator of this machine alone, on a unix socket:
 //
-//	curl --unix-socket /run/tunnel/cloud.sock http://localhost/loglevel
-//	curl --unix-socket /run/tunnel/cloud.sock -X PUT -d debug http://localhost/loglevel
-//	curl --unix-socket /run/tunnel/cloud.sock -o heap http://localhost/debug/pprof/heap
+//	curl --unix-socket /run/tunnel-cloud/admin.sock http://localhost/loglevel
+//	curl --unix-socket /run/tunnel-cloud/admin.sock -X PUT -d debug http://localhost/loglevel
+//	curl --unix-socket /run/tunnel-cloud/admin.sock -o heap http://localhost/debug/pprof/heap
 //
-// and /healthz, /readyz and /metrics as [Server] does. The socket's permissions decide who may
-// connect: the user that the process runs as. It is the module "debug".
+// and /healthz, /readyz and /metrics as [Server] does, and the API of the commands (package api) below
+// /v1/. The socket's permissions decide who may connect: the user that the process runs as. It is the
+// module "debug".
 type Debug struct {
 	// Set once.
 	path   string
 	health *Server        // its responses are served here, too; it need not run
 	level  *slog.LevelVar // of the process's log
 	log    *slog.Logger
+
+	// API answers the paths below /v1/, such as an api.Server; nil: nothing does. Set before Run.
+	API http.Handler
+
+	// Handlers are further paths, by their pattern, such as "POST /v1/reload". Set before Run.
+	Handlers map[string]http.Handler
 
 	addr atomic.Pointer[net.Addr] // nil while not listening
 }
@@ -104,6 +111,12 @@ func (d *Debug) handler() http.Handler {
 		answer(w, http.StatusOK, strings.ToLower(d.level.Level().String())+"\n")
 	})
 	mux.HandleFunc("PUT /loglevel", d.setLevel)
+	if d.API != nil {
+		mux.Handle("/v1/", d.API)
+	}
+	for pattern, h := range d.Handlers {
+		mux.Handle(pattern, h)
+	}
 	mux.HandleFunc("GET /debug/pprof/", pprof.Index) // also serves the named profiles
 	mux.HandleFunc("GET /debug/pprof/cmdline", pprof.Cmdline)
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)

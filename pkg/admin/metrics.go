@@ -51,7 +51,7 @@ type collector struct {
 	counts   []count
 	c        *tunnel.Counters
 
-	live, conns, data, refused, limited, waiting *prometheus.Desc
+	live, conns, data, refused, limited, waiting, multipath, paths *prometheus.Desc
 }
 
 // count is a counter without labels.
@@ -75,6 +75,8 @@ func NewCollector(c *tunnel.Counters, sessions func() []*tunnel.Session) prometh
 				"Conns opened on a data connection."), c.ConnsOverData.Load},
 			{desc("tunnel_data_connections_opened_total",
 				"Data connections opened: TCP connections that carry one conn at a time."), c.DataOpened.Load},
+			{desc("tunnel_connections_switched_total",
+				"TCP connections between edge and cloud switched to bbr, because they lost packets."), c.Switched.Load},
 			{desc("tunnel_conns_reset_total", "Conns that ended by a reset."), c.Resets.Load},
 			{desc("tunnel_sent_bytes_total", "Payload bytes of conns sent through the tunnel."), c.BytesSent.Load},
 			{desc("tunnel_received_bytes_total",
@@ -90,9 +92,11 @@ func NewCollector(c *tunnel.Counters, sessions func() []*tunnel.Session) prometh
 		conns: desc("tunnel_conns", "Open conns, including those being dialled."),
 		data: desc("tunnel_data_connections",
 			"Open data connections, in use or idle."),
-		refused: desc("tunnel_conns_refused_total", "Conns refused, by the code of the refusal.", "code"),
-		limited: desc("tunnel_limited_total", "Times that a limit of docs/limits.md was reached, by limit.", "limit"),
-		waiting: desc("tunnel_opens_waiting", "Opens that wait because the limit conns, opens or dials is reached."),
+		multipath: desc("tunnel_multipath_sessions", "Open sessions whose own connection has Multipath TCP."),
+		paths:     desc("tunnel_multipath_paths", "Paths of the sessions' own connections that have Multipath TCP."),
+		refused:   desc("tunnel_conns_refused_total", "Conns refused, by the code of the refusal.", "code"),
+		limited:   desc("tunnel_limited_total", "Times that a limit of docs/limits.md was reached, by limit.", "limit"),
+		waiting:   desc("tunnel_opens_waiting", "Opens that wait because the limit conns, opens or dials is reached."),
 	}
 }
 
@@ -155,6 +159,8 @@ func (c *collector) Describe(ch chan<- *prometheus.Desc) {
 	ch <- c.waiting
 	ch <- c.live
 	ch <- c.conns
+	ch <- c.multipath
+	ch <- c.paths
 	ch <- c.data
 }
 
@@ -180,6 +186,9 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	for _, s := range live {
 		conns += s.Conns.Load()
 	}
+	multipath, paths := tunnel.CountPaths(live)
+	ch <- prometheus.MustNewConstMetric(c.multipath, prometheus.GaugeValue, float64(multipath))
+	ch <- prometheus.MustNewConstMetric(c.paths, prometheus.GaugeValue, float64(paths))
 	ch <- prometheus.MustNewConstMetric(c.live, prometheus.GaugeValue, float64(len(live)))
 	ch <- prometheus.MustNewConstMetric(c.conns, prometheus.GaugeValue, float64(conns))
 	ch <- prometheus.MustNewConstMetric(c.data, prometheus.GaugeValue, float64(c.c.DataLive.Load()))

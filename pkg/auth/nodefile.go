@@ -29,14 +29,19 @@ func WriteNodeFile(path string, chainPEM []byte, key crypto.Signer) error {
 	if _, err = tls.X509KeyPair(chainPEM, keyPEM); err != nil {
 		return fmt.Errorf("the node's certificate and key: %w", err)
 	}
-	path, reference, err := followLinks(path)
-	if err == nil {
-		err = replaceSecret(path, reference, append(chainPEM[:len(chainPEM):len(chainPEM)], keyPEM...))
-	}
-	if err != nil {
+	if err = WriteSecretFile(path, append(chainPEM[:len(chainPEM):len(chainPEM)], keyPEM...)); err != nil {
 		return fmt.Errorf("writing the node's certificate and key: %w", err)
 	}
 	return nil
+}
+
+// WriteSecretFile replaces a file with a secret, in the same way as WriteNodeFile.
+func WriteSecretFile(path string, content []byte) error {
+	path, reference, err := followLinks(path)
+	if err != nil {
+		return err
+	}
+	return replaceSecret(path, reference, content)
 }
 
 // maxLinks is how many symbolic links followLinks follows at most, as in Linux (path_resolution(7)).

@@ -6,8 +6,10 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -26,7 +28,7 @@ const (
 	selfHost = "self"
 )
 
-// Policy lists what an edge may dial. It never changes.
+// Policy lists what an edge may dial. [Policy.Adopt] replaces the list.
 //
 // Without entries an edge may dial every port of its own machine: loopback and the addresses of
 // its interfaces. Entries change that in one of two ways:
@@ -50,12 +52,13 @@ const (
 // Metadata services of clouds, such as 169.254.169.254, hand out credentials of the machine. A wide
 // entry such as "0.0.0.0/0:*" does not permit them: see metadataNetworks.
 type Policy struct {
-	rules []rule
-	extra func(netip.Addr) bool // permits addresses beside rules, at any port; nil: none
+	rules *atomic.Pointer[[]rule] // the list never changes; policies that Also returns share the pointer
+	extra func(netip.Addr) bool   // permits addresses beside rules, at any port; nil: none
 
 	// Replaced by tests; set once.
 	lookup   func(ctx context.Context, host string) ([]netip.Addr, error)
 	dial     func(ctx context.Context, to netip.AddrPort) (net.Conn, error)
+	dialUDP  func(to netip.AddrPort) (*net.UDPConn, error)
 	ownAddrs func() ([]net.Addr, error)
 }
 
@@ -94,28 +97,37 @@ type rule struct {
 // IPv6 stands in brackets: "127.0.0.1:10250", "[fd00::/8]:*".
 func ParsePolicy(entries []string) (*Policy, error) {
 	p := &Policy{
+		rules: new(atomic.Pointer[[]rule]),
 		lookup: func(ctx context.Context, host string) ([]netip.Addr, error) {
 			return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 		},
 		dial: func(ctx context.Context, to netip.AddrPort) (net.Conn, error) {
 			return (&net.Dialer{Control: resetOnDeath}).DialContext(ctx, "tcp", to.String())
 		},
+		dialUDP: func(to netip.AddrPort) (*net.UDPConn, error) {
+			return net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(to))
+		},
 		ownAddrs: net.InterfaceAddrs,
 	}
-	aboutSelf := false
+	aboutSelf, rules := false, []rule(nil)
 	for _, e := range entries {
 		r, err := parseRule(e)
 		if err != nil {
 			return nil, fmt.Errorf("allow entry %q: %w", e, err)
 		}
-		p.rules = append(p.rules, r)
+		rules = append(rules, r)
 		aboutSelf = aboutSelf || r.self || loopbackOnly(r.prefix)
 	}
 	if !aboutSelf {
-		p.rules = append([]rule{{self: true}}, p.rules...)
+		rules = append([]rule{{self: true}}, rules...)
 	}
+	p.rules.Store(&rules)
 	return p, nil
 }
+
+// Adopt makes p, and the policies that p.Also has returned, permit what the entries of next permit. Conns
+// that are open go on.
+func (p *Policy) Adopt(next *Policy) { p.rules.Store(next.rules.Load()) }
 
 // Also returns a policy that permits what p permits, and also every port of the addresses for which
 // f returns true. f cannot permit metadata services.
@@ -175,8 +187,9 @@ func loopbackOnly(p netip.Prefix) bool {
 
 // String returns the rules in force, for a start-up line in the log.
 func (p *Policy) String() string {
-	words := make([]string, len(p.rules))
-	for i, r := range p.rules {
+	rules := *p.rules.Load()
+	words := make([]string, len(rules))
+	for i, r := range rules {
 		words[i] = r.String()
 	}
 	return strings.Join(words, ",")
@@ -208,7 +221,7 @@ func (p *Policy) Permits(to netip.AddrPort) bool {
 	if a.IsUnspecified() {
 		return false // the kernel would connect to loopback instead, and no rule would have checked that
 	}
-	for _, r := range p.rules {
+	for _, r := range *p.rules.Load() {
 		if r.port != 0 && r.port != to.Port() {
 			continue
 		}
@@ -269,12 +282,47 @@ func (p *Policy) isOwn(a netip.Addr) bool {
 
 // Dial connects to addr, a host:port, if the policy permits it. A name is resolved once. Addresses
 // that are not permitted are skipped; the others are tried in the resolver's order. An error is a
-// *tunnel.Refusal. The only network is "tcp". The connection has the keep-alive settings of
-// net.Dialer.
+// *tunnel.Refusal. The only network is "tcp"; DialUDP is for datagrams. The connection has the
+// keep-alive settings of net.Dialer.
 func (p *Policy) Dial(ctx context.Context, network, addr string) (net.Conn, error) {
 	if network != "tcp" {
 		return nil, tunnel.Refusef(tunnel.Denied, "network %q cannot be dialled; only tcp can", network)
 	}
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	permitted, err := p.permitted(ctx, addr)
+	if err != nil {
+		return nil, err
+	}
+	return p.dialAny(ctx, addr, permitted)
+}
+
+// DialUDP returns a socket of UDP that is connected to addr, a host:port, if the policy permits it. It
+// treats names and addresses as Dial does. No packet is sent, so a target that is silent is no error.
+// refusedAt says when an address has last refused datagrams; zero: never. DialUDP takes the address
+// whose refusal is the longest ago, and among equals the first one. An error is a *tunnel.Refusal.
+func (p *Policy) DialUDP(
+	ctx context.Context, addr string, refusedAt func(netip.AddrPort) time.Time,
+) (*net.UDPConn, error) {
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	permitted, err := p.permitted(ctx, addr)
+	if err != nil {
+		return nil, err
+	}
+	slices.SortStableFunc(permitted, func(a, b netip.AddrPort) int { return refusedAt(a).Compare(refusedAt(b)) })
+	for _, to := range permitted {
+		var c *net.UDPConn
+		if c, err = p.dialUDP(to); err == nil {
+			return c, nil
+		}
+	}
+	return nil, refusalOf(ctx, addr, err)
+}
+
+// permitted returns the addresses of addr, a host:port, that the policy permits: at least one, or an
+// error.
+func (p *Policy) permitted(ctx context.Context, addr string) ([]netip.AddrPort, error) {
 	host, portText, err := net.SplitHostPort(addr)
 	if err != nil || host == "" {
 		return nil, tunnel.Refusef(tunnel.Unreachable, "target %q is not host:port", addr)
@@ -283,9 +331,6 @@ func (p *Policy) Dial(ctx context.Context, network, addr string) (net.Conn, erro
 	if err != nil {
 		return nil, tunnel.Refusef(tunnel.Unreachable, "target %q: %v", addr, err)
 	}
-	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
-	defer cancel()
-
 	ips, err := p.resolve(ctx, host)
 	if err != nil {
 		return nil, refusalOf(ctx, addr, err)
@@ -294,7 +339,7 @@ func (p *Policy) Dial(ctx context.Context, network, addr string) (net.Conn, erro
 	if len(permitted) == 0 {
 		return nil, denialOf(addr, denied[0])
 	}
-	return p.dialAny(ctx, addr, permitted)
+	return permitted, nil
 }
 
 // DialRequest is Dial in the form of a tunnel.DialFunc, for modules that dial plain TCP.
@@ -406,8 +451,9 @@ func refusalOf(ctx context.Context, addr string, err error) *tunnel.Refusal {
 		return tunnel.Refusef(tunnel.Gone, "dialling %s: the caller has gone", addr)
 	case isErrno(syscall.ECONNREFUSED, syscall.ECONNRESET):
 		code = tunnel.Refused
-	case isErrno(syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM):
-		code = tunnel.Overloaded // the edge has run out of descriptors or memory
+	case isErrno(syscall.EMFILE, syscall.ENFILE, syscall.ENOBUFS, syscall.ENOMEM),
+		isErrno(syscall.EAGAIN): // connect(2)
+		code = tunnel.Overloaded // the edge has run out of descriptors, memory or local ports
 	case isNet && timeout.Timeout(), errors.Is(err, context.DeadlineExceeded):
 		code = tunnel.Timeout
 	case isDNS,

@@ -403,6 +403,37 @@ func FuzzPolicy(f *testing.F) {
 	})
 }
 
+// DialUDP takes the first permitted address that has never refused, or else the one whose refusal is the
+// longest ago.
+func TestDialUDPAvoidsRefusals(t *testing.T) {
+	n := &fakeNet{names: map[string][]string{"two.example": {"10.2.0.1", "127.0.0.1", "127.0.0.2"}}}
+	p := n.policy(t, "127.0.0.0/8:53")
+	now := time.Now()
+	refused := make(map[netip.AddrPort]time.Time)
+	for _, tc := range []struct {
+		refuses string // before the dial
+		want    string
+	}{
+		{"", "127.0.0.1:53"},
+		{"127.0.0.1:53", "127.0.0.2:53"},
+		{"127.0.0.2:53", "127.0.0.1:53"},
+		{"127.0.0.1:53", "127.0.0.2:53"},
+	} {
+		if tc.refuses != "" {
+			now = now.Add(time.Second)
+			refused[netip.MustParseAddrPort(tc.refuses)] = now
+		}
+		c, err := p.DialUDP(t.Context(), "two.example:53", func(a netip.AddrPort) time.Time { return refused[a] })
+		if err != nil {
+			t.Fatal(err)
+		}
+		c.Close()
+		if got := c.RemoteAddr().String(); got != tc.want {
+			t.Errorf("after a refusal of %q: dials %s, want %s", tc.refuses, got, tc.want)
+		}
+	}
+}
+
 // A refusal does not tell the cloud what the edge's own DNS answers. The edge's log has the whole
 // answer.
 func TestPolicyKeepsItsDNS(t *testing.T) {
@@ -499,5 +530,38 @@ func TestPolicyGuardsMetadata(t *testing.T) {
 		if p.Permits(netip.MustParseAddrPort(addr)) {
 			t.Errorf("what a node's pods may be reached at includes a metadata service, %s", addr)
 		}
+	}
+}
+
+// TestPolicyAdopts: a policy that adopts another one permits what that one permits, and so does each policy that
+// Also has returned.
+func TestPolicyAdopts(t *testing.T) {
+	first, err := ParsePolicy([]string{"127.0.0.1:22"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	pod := netip.MustParseAddr("10.88.0.1")
+	more := first.Also(func(a netip.Addr) bool { return a == pod })
+	want := func(why string, all map[string]bool) {
+		t.Helper()
+		for addr, permitted := range all {
+			to := netip.MustParseAddrPort(addr)
+			if first.Permits(to) != permitted || more.Permits(to) != permitted {
+				t.Errorf("%s: %s is permitted: %t, %t", why, addr, first.Permits(to), more.Permits(to))
+			}
+		}
+		if to := netip.AddrPortFrom(pod, 80); first.Permits(to) || !more.Permits(to) {
+			t.Errorf("%s: the pod is permitted: %t, %t", why, first.Permits(to), more.Permits(to))
+		}
+	}
+	want("before", map[string]bool{"127.0.0.1:22": true, "10.0.0.1:443": false})
+	next, err := ParsePolicy([]string{"self:10250", "10.0.0.0/8:443"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	first.Adopt(next)
+	want("after", map[string]bool{"127.0.0.1:22": false, "10.0.0.1:443": true, "127.0.0.1:10250": true})
+	if s := more.String(); s != "self:10250,10.0.0.0/8:443" {
+		t.Errorf("the rules in force are %s", s)
 	}
 }

@@ -36,6 +36,7 @@ type Tokens struct {
 	allowShared bool
 	mayBeEmpty  bool
 	log         *slog.Logger
+	audit       tunnel.Trail // nil: nobody
 	// onChange is called after each change of table. It returns how many grants it has ended.
 	// NewGate sets it, before Run.
 	onChange func() (revoked int)
@@ -59,6 +60,7 @@ type TokensConfig struct {
 	// The file itself must exist: nodes are revoked there.
 	MayBeEmpty bool
 	Log        *slog.Logger
+	Audit      tunnel.Trail // takes what changes in the file while Run runs; nil: nobody
 }
 
 // NewTokens reads the token file. If the file is missing, empty or malformed, the error names the
@@ -69,6 +71,7 @@ func NewTokens(cfg TokensConfig) (*Tokens, error) {
 		allowShared: cfg.AllowShared,
 		mayBeEmpty:  cfg.MayBeEmpty,
 		log:         cfg.Log,
+		audit:       cfg.Audit,
 		onChange:    func() int { return 0 },
 	}
 	content, _, err := readSecretFile(t.path, maxTokenFile, t.log)

@@ -38,6 +38,7 @@ type token struct {
 	sum     sum       // SHA-256
 	join    bool      // gets a certificate and opens no session
 	expires time.Time // zero: never
+	hashed  bool      // the file holds sum, not the token
 }
 
 // live reports whether the token has not expired at now.
@@ -84,6 +85,7 @@ func parseLine(text string) (line, error) {
 		if l.token.sum, err = parseSum(words[0]); err != nil {
 			return line{}, err
 		}
+		l.token.hashed = l.hashed
 		l.short = !l.hashed && utf8.RuneCountInString(words[0]) < minTokenChars
 	}
 	if name = strings.TrimSpace(name); name != sharedName {

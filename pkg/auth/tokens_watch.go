@@ -41,8 +41,14 @@ func (t *Tokens) reload() (again bool) {
 	}
 	t.content, t.loggedFault = digest, ""
 	t.fault.Store(nil)
+	before := t.table.Load()
 	revoked := t.adopt(tb)
 	t.log.Info("token file read again", "nodes", len(tb.byNode), "sessions_ended", revoked)
+	if t.audit != nil {
+		for _, e := range changes(before, tb) {
+			t.audit.Record(e)
+		}
+	}
 	tb.warn(t.log)
 	return false
 }

@@ -67,6 +67,7 @@ type Conn struct {
 	ordered  bool // see Config.Ordered
 	blocks   *Blocks
 	counters *tunnel.Counters
+	traffic  *tunnel.Traffic // of the session; nil: not counted
 	log      *slog.Logger
 	local    Addr
 	remote   Addr
@@ -106,6 +107,7 @@ type Config struct {
 	Ordered       bool // the other side takes chunks with abort
 	Blocks        *Blocks
 	Counters      *tunnel.Counters
+	Traffic       *tunnel.Traffic // counts the bytes of the session, too; nil: not counted
 	Log           *slog.Logger
 	Local, Remote Addr
 	// Ended is called once when the conn is over, with nil for a clean end: the owner's part of the
@@ -136,7 +138,7 @@ func OverLease(l *Lease, cfg Config) *Conn {
 
 func (c *Conn) init(w way, turns *Turns, cfg Config) {
 	c.way, c.isEdge, c.ordered = w, cfg.IsEdge, cfg.Ordered
-	c.blocks, c.counters, c.log = cfg.Blocks, cfg.Counters, cfg.Log
+	c.blocks, c.counters, c.traffic, c.log = cfg.Blocks, cfg.Counters, cfg.Traffic, cfg.Log
 	c.local, c.remote, c.ended, c.gone = cfg.Local, cfg.Remote, cfg.Ended, cfg.Gone
 	c.over = make(chan struct{})
 	c.out.init(cfg.Blocks, turns)

@@ -170,6 +170,7 @@ func (c *Conn) pass(m *incoming, open bool) bool {
 // received counts n bytes that have come.
 func (c *Conn) received(n int) {
 	c.counters.BytesReceived.Add(uint64(n))
+	c.traffic.Receive(n)
 	if !c.in.heard.Load() {
 		c.in.heard.Store(true)
 	}

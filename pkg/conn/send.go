@@ -200,6 +200,7 @@ func (c *Conn) send(o *outgoing) error {
 		return c.writeError()
 	}
 	c.counters.BytesSent.Add(uint64(o.n))
+	c.traffic.Send(o.n)
 	c.mu.Lock()
 	c.out.sent += o.n + chunkOverhead
 	if o.fin {

@@ -35,31 +35,44 @@ func (s Strategy) fallback() bool { return s == DefaultRoute || s == Default }
 // chooser finds the nodes that reach an address, and dials through one of them.
 type chooser struct {
 	// Set once.
-	strategies    []Strategy      // in the order in which they are tried; at least one
-	among         tunnel.Selector // nodes that Default may choose
-	source        Source          // what each node reaches
-	allNodesKnown bool            // source has every node of the cluster, connected or not
+	source        Source // what each node reaches
+	allNodesKnown bool   // source has every node of the cluster, connected or not
 	dialer        tunnel.Dialer
 	nodes         tunnel.Nodes
 
+	rules atomic.Pointer[rules] // stored by newChooser, then by setRules; never nil
 	table atomic.Pointer[table] // stored by newChooser, then by run; nil: not known yet
+}
+
+// rules say how to find nodes. They do not change: setRules replaces them.
+type rules struct {
+	strategies []Strategy      // in the order in which they are tried; at least one
+	among      tunnel.Selector // nodes that Default may choose
 }
 
 func newChooser(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes) (*chooser, error) {
 	c := &chooser{
-		strategies: cfg.Strategies, among: cfg.Among, source: cfg.Identifiers, allNodesKnown: cfg.Kubernetes,
-		dialer: dialer, nodes: nodes,
+		source: cfg.Identifiers, allNodesKnown: cfg.Kubernetes, dialer: dialer, nodes: nodes,
 	}
-	if len(c.strategies) == 0 {
-		c.strategies = Strategies()
-	}
-	for _, s := range c.strategies {
-		if !slices.Contains(Strategies(), s) {
-			return nil, fmt.Errorf("strategy %q is not known: write some of %v", s, Strategies())
-		}
+	if err := c.setRules(cfg.Strategies, cfg.Among); err != nil {
+		return nil, err
 	}
 	c.refresh()
 	return c, nil
+}
+
+// setRules replaces the rules for the next dials.
+func (c *chooser) setRules(strategies []Strategy, among tunnel.Selector) error {
+	if len(strategies) == 0 {
+		strategies = Strategies()
+	}
+	for _, s := range strategies {
+		if !slices.Contains(Strategies(), s) {
+			return fmt.Errorf("strategy %q is not known: write some of %v", s, Strategies())
+		}
+	}
+	c.rules.Store(&rules{strategies, among})
+	return nil
 }
 
 // refresh makes a new table from the source, if the source is known.
@@ -130,10 +143,11 @@ func (c *chooser) contenders(t *table, host string) (nodes []tunnel.NodeName) {
 	if !c.allNodesKnown {
 		return nil
 	}
-	if slices.Contains(c.strategies, CIDR) {
+	strategies := c.rules.Load().strategies
+	if slices.Contains(strategies, CIDR) {
 		nodes = t.allNetworks(host)
 	}
-	if len(nodes) > 0 || slices.Contains(c.strategies, DestHost) {
+	if len(nodes) > 0 || slices.Contains(strategies, DestHost) {
 		nodes = append(nodes, t.host(host)...)
 	}
 	slices.Sort(nodes)
@@ -146,7 +160,7 @@ func (c *chooser) contenders(t *table, host string) (nodes []tunnel.NodeName) {
 // refused returns the nodes, sorted, that claim a name without a right to it, if no node owns the name. A
 // dial to such a name fails, rather than reach an unexpected machine.
 func (c *chooser) refused(t *table, host string) []tunnel.NodeName {
-	if !slices.Contains(c.strategies, DestHost) || len(t.host(host)) > 0 {
+	if !slices.Contains(c.rules.Load().strategies, DestHost) || len(t.host(host)) > 0 {
 		return nil
 	}
 	return slices.Sorted(slices.Values(t.refused[canonical(host)]))
@@ -163,7 +177,9 @@ func (c *chooser) refused(t *table, host string) []tunnel.NodeName {
 // machine, or answer with its own policy. If every node is known, the strategies after the first that
 // finds an owner are skipped, even while the owner is not connected. If every node is known, an
 // address that two nodes claim is refused, too.
-func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, error) {
+//
+// chosen gets the node that was asked last; nil: not wanted.
+func (c *chooser) dial(ctx context.Context, addr, caller string, chosen *tunnel.NodeName) (net.Conn, error) {
 	host, _, err := net.SplitHostPort(addr)
 	if err != nil {
 		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not host:port", addr)
@@ -178,7 +194,8 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 	ctx, cancel := context.WithTimeout(ctx, konnectivity.DialTimeout)
 	defer cancel()
 	a := attempt{allNodesKnown: c.allNodesKnown, last: tunnel.Refusef(tunnel.NoSuchNode, "%v", errNoNode)}
-	for _, s := range c.strategies {
+	rules := c.rules.Load()
+	for _, s := range rules.strategies {
 		if a.skips(s) {
 			continue
 		}
@@ -186,7 +203,8 @@ func (c *chooser) dial(ctx context.Context, addr, caller string) (net.Conn, erro
 		a.ownersAway(away)
 		for _, node := range connected {
 			r := tunnel.Request{
-				Node: node, Among: c.among, Category: name, Network: "tcp", Addr: addr, Caller: caller, NoWait: true,
+				Node: node, Among: rules.among, Category: name, Network: "tcp", Addr: addr, Caller: caller, NoWait: true,
+				Chosen: chosen,
 			}
 			conn, err := c.dialer.Dial(ctx, r)
 			if err == nil {

@@ -191,7 +191,7 @@ func TestChoose(t *testing.T) {
 				t.Fatal(err)
 			}
 			c.table.Store(newTable(all))
-			conn, err := c.dial(t.Context(), tc.addr, "test")
+			conn, err := c.dial(t.Context(), tc.addr, "test", nil)
 			if (err != nil) != tc.fails || !slices.Equal(n.dialled, tc.want) {
 				t.Errorf("dialled %q, want %q; %v", n.dialled, tc.want, err)
 			}
@@ -203,6 +203,40 @@ func TestChoose(t *testing.T) {
 	if _, err := newChooser(Config{Strategies: only{"desthost"}}, nil, nil); err == nil {
 		t.Error("a misspelt strategy is accepted")
 	}
+}
+
+// The next dial uses strategies that have changed. A strategy that is not known changes nothing.
+func TestStrategiesChange(t *testing.T) {
+	n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{"edge1": {Hosts: []string{"edge1"}}},
+		refuse: map[tunnel.NodeName]error{}, target: testkit.Serve(t, func(*net.TCPConn) {})}
+	c, err := newChooser(Config{Strategies: []Strategy{DestHost}, Identifiers: n}, n, n)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.table.Store(newTable(n.reach))
+	reaches := func(why string, want bool) {
+		t.Helper()
+		conn, err := c.dial(t.Context(), "edge1:80", "test", nil)
+		if (err == nil) != want {
+			t.Errorf("%s: %v", why, err)
+		}
+		if err == nil {
+			conn.Close()
+		}
+	}
+	reaches("by its host", true)
+	if err = c.setRules([]Strategy{CIDR}, nil); err != nil {
+		t.Fatal(err)
+	}
+	reaches("by its network alone", false)
+	if err = c.setRules([]Strategy{"nonsense"}, nil); err == nil {
+		t.Error("a strategy that is not known is accepted")
+	}
+	reaches("after a change that failed", false)
+	if err = c.setRules(nil, nil); err != nil {
+		t.Fatal(err)
+	}
+	reaches("by all strategies", true)
 }
 
 // Different spellings of one name or address are one entry, which every spelling finds.
@@ -256,7 +290,7 @@ func TestAwayIsNamed(t *testing.T) {
 			t.Fatal(err)
 		}
 		c.table.Store(newTable(all))
-		_, err = c.dial(t.Context(), addr, "test")
+		_, err = c.dial(t.Context(), addr, "test", nil)
 		if err == nil || err.Error() != want {
 			t.Errorf("%s: %v, want %s", addr, err, want)
 		}
@@ -267,7 +301,7 @@ func TestAwayIsNamed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := unknown.dial(t.Context(), "10.0.0.9:80", "test"); err == nil ||
+	if _, err := unknown.dial(t.Context(), "10.0.0.9:80", "test", nil); err == nil ||
 		err.Error() != "no-such-node: No agent available: the cluster's Nodes have not been read yet" || u.dialled != nil {
 		t.Errorf("dialled %q; %v", u.dialled, err)
 	}
@@ -279,7 +313,8 @@ func TestAwayIsNamed(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.table.Store(newTable(all))
-	if _, err = c.dial(t.Context(), "10.0.0.1:80", "test"); err == nil || err.Error() != "overloaded: node a is full" {
+	_, err = c.dial(t.Context(), "10.0.0.1:80", "test", nil)
+	if err == nil || err.Error() != "overloaded: node a is full" {
 		t.Error(err)
 	}
 	// The owner has left after the table was made.
@@ -289,7 +324,7 @@ func TestAwayIsNamed(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.table.Store(newTable(all))
-	if _, err = c.dial(t.Context(), "a:80", "test"); err == nil ||
+	if _, err = c.dial(t.Context(), "a:80", "test", nil); err == nil ||
 		err.Error() != "no-such-node: No agent available: a is not connected" {
 		t.Error(err)
 	}

@@ -70,6 +70,7 @@ func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, c
 	if callers != nil {
 		t := tls.Server(raw, callers)
 		if err := t.Handshake(); err != nil {
+			f.balancers.UnexpectedIn(raw, err)
 			f.log.Debug("caller refused", "caller", raw.RemoteAddr(), "err", err)
 			raw.Close()
 			return
@@ -88,22 +89,24 @@ func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, c
 		return
 	}
 	// From here on, the stop of the front door no longer closes the connection at once.
-	target, err := c.dialWhileConnected(conns, f.guard, func(ctx context.Context) (net.Conn, error) {
-		return f.dial(ctx, doorConnect, addr, c.callerName())
+	var o *opening
+	target, err := c.dialWhileConnected(conns, f.guard, func(ctx context.Context) (conn net.Conn, err error) {
+		conn, o, err = f.dial(ctx, doorConnect, addr, c.callerName())
+		return conn, err
 	})
 	if err != nil {
-		f.log.Debug("dial refused", "target", addr, "err", err)
 		c.refuse(err)
 		return
 	}
 	if _, err = io.WriteString(c.Conn, "HTTP/1.1 200 Connection Established\r\n\r\n"); err != nil {
 		tunnel.Reset(c)
 		tunnel.Reset(target)
+		f.record(o, 0, 0, resultOK, err)
 		return
 	}
 	c.gap.answered = time.Now()
 	_, c.noHalfClose = target.(*konnectivity.Conn)
-	f.splice(conns, doorConnect, addr, c, target)
+	f.splice(conns, o, c, target)
 	c.awaiting.Wait()
 }
 

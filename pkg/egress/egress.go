@@ -17,7 +17,7 @@
 //     strategy is tried in order. If a node cannot serve now, the next one is tried.
 //  3. tunnel.Splice copies bytes between caller and target.
 //
-// networks.go lets an edge dial the pods of its own node.
+// networks.go lets an edge dial the pods of its own node. neighbours.go tells an edge the other nodes of its LAN.
 //
 // Over HTTP CONNECT a conn behaves as a TCP connection, half-closes included. Konnectivity's gRPC has no
 // half-close: after either side has ended, the bytes in flight still arrive, and then the conn is over.
@@ -42,6 +42,8 @@ import (
 
 	"golang.org/x/sync/errgroup"
 
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/balancer"
 	"tunnel.example/tunnel/pkg/konnectivity"
 	ports "tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/socket"
@@ -58,13 +60,16 @@ type Config struct {
 	TLS         *tls.Config      // for tls://: our certificate, and the CAs of callers
 	Strategies  []Strategy       // in order; none: all, in the order of [Strategies]
 	Among       tunnel.Selector  // nodes that Default may choose; empty: any node
-	Counters    *tunnel.Counters // counts panics, and limits that are reached; nil: not counted
+	Counters    *tunnel.Counters // counts panics, limits that are reached, and results of dials; nil: not counted
+	Audit       tunnel.Trail     // takes an event of each conn; nil: nobody
 	// KonnectivityMetrics adds metrics under the names of Konnectivity's server.
 	KonnectivityMetrics bool
 
 	// The largest number of callers over TLS that have not finished their handshake, at each
 	// listener: in all, and of one source. 0: the default of package listen.
 	Strangers, StrangersPerAddress int
+
+	ProxyFrom auth.Sources // balancers in front of tls:// that send a PROXY header; see package balancer
 
 	Identifiers Source   // what each node reaches
 	Kubernetes  bool     // Identifiers come from Node objects, not from claims of edges
@@ -88,7 +93,9 @@ type FrontDoor struct {
 	cfg       Config
 	listeners []listener
 	chooser   *chooser
-	sessions  Sessions // nil: no edge is told the networks of its pods
+	balancers *balancer.Balancers // in front of tls:// listeners
+	sessions  Sessions            // nil: no edge is told the networks of its pods
+	askers    *askers             // edges that ask for their neighbours
 	metrics   *metrics
 	log       *slog.Logger
 	grace     time.Duration // how long conns may go on after Run's ctx is done
@@ -98,7 +105,7 @@ type FrontDoor struct {
 }
 
 var (
-	_ tunnel.Module = (*FrontDoor)(nil)
+	_ tunnel.Routed = (*FrontDoor)(nil)
 	_ tunnel.Module = (*Edge)(nil)
 )
 
@@ -120,9 +127,12 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 		return nil, err
 	}
 	f := &FrontDoor{
-		cfg: cfg, chooser: c, metrics: newMetrics(), sessions: cfg.Sessions,
+		cfg: cfg, chooser: c, askers: new(askers), metrics: newMetrics(), sessions: cfg.Sessions,
 		log: log.With("module", name), grace: tunnel.GracePeriod,
 	}
+	f.balancers = balancer.New(balancer.Config{
+		From: cfg.ProxyFrom, Key: "proxyfrom", Table: "[mode.cloud.egress]", Counters: cfg.Counters, Log: f.log,
+	})
 	if cfg.KonnectivityMetrics {
 		f.metrics.konnectivity = newKonnectivityMetrics(f.metrics, c)
 	}
@@ -133,6 +143,11 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 		f.listeners = append(f.listeners, listener{u, cfg.callers(u), f.serveConnect})
 	}
 	return f, nil
+}
+
+// SetStrategies replaces Config.Strategies and Config.Among for the next dials.
+func (f *FrontDoor) SetStrategies(strategies []Strategy, among tunnel.Selector) error {
+	return f.chooser.setRules(strategies, among)
 }
 
 // callers returns the TLS configuration of a listener, or nil for a unix socket.
@@ -174,6 +189,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	g.Go(func() error { return f.chooser.run(ctx, f.guard) })
 	if f.sessions != nil {
 		g.Go(func() error { return f.announceNetworks(ctx) })
+		g.Go(func() error { return f.announceNeighbours(ctx) })
 	}
 	for i, ln := range open {
 		g.Go(func() error {
@@ -239,7 +255,7 @@ func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) 
 	if err != nil {
 		return nil, err
 	}
-	return ports.NewListener(ports.Steady(ln, f.log), ports.ListenerConfig{
+	return ports.NewListener(f.balancers.Listener(ports.Steady(ln, f.log)), ports.ListenerConfig{
 		Max: f.cfg.Strangers, MaxPerSource: f.cfg.StrangersPerAddress,
 		Timeout: requestTimeout, Bytes: konnectivity.StrangerBytes, Counters: f.cfg.Counters,
 		OverMax: tunnel.LimitStrangers, OverMaxPerSource: tunnel.LimitStrangersPerAddress,

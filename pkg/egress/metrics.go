@@ -88,14 +88,22 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 // Collector returns the metrics of the front door.
 func (f *FrontDoor) Collector() prometheus.Collector { return f.metrics }
 
-// dial calls the chooser's dial, and counts it.
-func (f *FrontDoor) dial(ctx context.Context, door, addr, caller string) (net.Conn, error) {
+// opening is a conn of a caller that is being opened, or open. One goroutine owns it at a time.
+type opening struct {
+	door, addr, caller string
+	node               tunnel.NodeName // that was asked last
+	start              time.Time
+}
+
+// dial calls the chooser's dial, counts it, and logs a dial that has failed.
+func (f *FrontDoor) dial(ctx context.Context, door, addr, caller string) (net.Conn, *opening, error) {
+	o := &opening{door: door, addr: addr, caller: caller, start: time.Now()}
 	m := f.metrics
 	m.inFlight[door].dials.Add(1)
 	defer m.inFlight[door].dials.Add(-1)
-	start := time.Now()
-	c, err := f.chooser.dial(ctx, addr, caller)
-	took := time.Since(start).Seconds()
+	c, err := f.chooser.dial(ctx, addr, caller, &o.node)
+	took := time.Since(o.start).Seconds()
+	f.cfg.Counters.Doors[tunnel.DoorEgress].Ended(time.Since(o.start), err)
 	result := resultOK
 	if err == nil {
 		m.duration.WithLabelValues(door).Observe(took)
@@ -106,16 +114,33 @@ func (f *FrontDoor) dial(ctx context.Context, door, addr, caller string) (net.Co
 	if m.konnectivity != nil {
 		m.konnectivity.dialled(ctx, took, err)
 	}
-	return c, err
+	if err != nil {
+		f.log.Debug("dial refused", "frontend", door, "target", addr, "caller", caller, "node", o.node, "err", err)
+		f.record(o, 0, 0, result, err)
+	}
+	return c, o, err
 }
 
 // splice copies between a caller and its target until both have ended, and counts the conn.
-func (f *FrontDoor) splice(ctx context.Context, door, addr string, caller, target net.Conn) {
-	conns := &f.metrics.inFlight[door].conns
+func (f *FrontDoor) splice(ctx context.Context, o *opening, caller, target net.Conn) {
+	conns := &f.metrics.inFlight[o.door].conns
 	conns.Add(1)
 	defer conns.Add(-1)
-	in, out, err := tunnel.Splice(ctx, caller, target)
-	f.log.Debug("conn ended", "frontend", door, "target", addr, "bytes", in+out, "err", err)
+	sent, received, err := tunnel.Splice(ctx, caller, target)
+	f.log.Debug("conn ended", "frontend", o.door, "target", o.addr, "caller", o.caller, "node", o.node,
+		"bytes", sent+received, "dur", time.Since(o.start), "err", err)
+	f.record(o, sent, received, resultOK, err)
+}
+
+// record records a conn that has ended, or was refused.
+func (f *FrontDoor) record(o *opening, sent, received int64, result string, err error) {
+	if f.cfg.Audit == nil {
+		return
+	}
+	f.cfg.Audit.Record(tunnel.Event{
+		Kind: tunnel.EventEgress, Result: result, Node: o.node, Caller: o.caller, Door: o.door, Target: o.addr,
+		Sent: sent, Received: received, Seconds: time.Since(o.start).Seconds(), Err: tunnel.TextOf(err),
+	})
 }
 
 // konnectivityMetrics are some of the same metrics under the names of Konnectivity's server
@@ -124,6 +149,7 @@ type konnectivityMetrics struct {
 	duration prometheus.Histogram   // of successful dials, in seconds
 	failures *prometheus.CounterVec // failed dials, by reason
 	gauges   []prometheus.Collector // functions of the counts in metrics
+	backends func(chan<- prometheus.Metric)
 }
 
 // Reasons why dials fail, from Konnectivity's server. Konnectivity's server has two more reasons, for
@@ -169,9 +195,12 @@ func newKonnectivityMetrics(m *metrics, c *chooser) *konnectivityMetrics {
 	for _, reason := range []string{reasonError, reasonCaller, reasonNoNode, reasonLost, reasonTimeout} {
 		k.failures.WithLabelValues(reason)
 	}
-	for _, s := range c.strategies {
-		label := prometheus.Labels{"proxy_strategy": string(s)}
-		k.gauges = append(k.gauges, gauge(prefix+"ready_backends", "Connected nodes.", label, nodes))
+	// The strategies may change, so that the gauge's label is a variable one.
+	backends := prometheus.NewDesc(prefix+"ready_backends", "Connected nodes.", []string{"proxy_strategy"}, nil)
+	k.backends = func(ch chan<- prometheus.Metric) {
+		for _, s := range c.rules.Load().strategies {
+			ch <- prometheus.MustNewConstMetric(backends, prometheus.GaugeValue, nodes(), string(s))
+		}
 	}
 	return k
 }
@@ -182,6 +211,7 @@ func (k *konnectivityMetrics) collect(ch chan<- prometheus.Metric) {
 	for _, g := range k.gauges {
 		g.Collect(ch)
 	}
+	k.backends(ch)
 }
 
 // dialled counts a dial that took the given number of seconds. ctx is the context of the caller.

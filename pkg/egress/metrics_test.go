@@ -123,7 +123,7 @@ func TestKonnectivityReasons(t *testing.T) {
 				if tc.caller > 0 {
 					time.AfterFunc(tc.caller, cancel)
 				}
-				if _, err := f.dial(ctx, doorGRPC, "10.0.0.1:1", "caller"); err == nil {
+				if _, _, err := f.dial(ctx, doorGRPC, "10.0.0.1:1", "caller"); err == nil {
 					t.Fatal("the dial has succeeded")
 				}
 				reg := prometheus.NewPedanticRegistry()

@@ -132,6 +132,7 @@ type pods struct {
 	networks atomic.Pointer[[]netip.Prefix] // from the latest message of the cloud; nil: none yet
 	routes   func() ([]route, error)        // reads the routing tables; tests replace it
 	devices  devices                        // tells which devices lead to containers
+	tell     func([]netip.Prefix)           // called with each new networks; nil: nobody wants to know
 	log      *slog.Logger
 	warnings tunnel.Limiter // limits warnings about routing tables that cannot be read
 }
@@ -143,6 +144,9 @@ func (p *pods) setNetworks(_ context.Context, in *tunnel.Incoming) error {
 		return err
 	}
 	p.networks.Store(&all)
+	if p.tell != nil {
+		p.tell(all)
+	}
 	return nil
 }
 

@@ -64,7 +64,8 @@ func (f *FrontDoor) serveGRPC(ctx context.Context, ln net.Listener, callers *tls
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: 5 * time.Second, PermitWithoutStream: true}),
 	}
 	if callers != nil {
-		opts = append(opts, grpc.Creds(unansweredCreds{strangerCreds{credentials.NewTLS(callers)}, f.cfg.Counters}))
+		known := strangerCreds{credentials.NewTLS(callers), f.balancers}
+		opts = append(opts, grpc.Creds(unansweredCreds{known, f.cfg.Counters}))
 	} else {
 		ln = unansweredListener{ln, f.cfg.Counters}
 	}
@@ -118,28 +119,28 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	if err != nil || req == nil {
 		return err
 	}
-	target, err := p.door.dial(ctx, doorGRPC, req.Address, callerName(stream.Context()))
+	target, o, err := p.door.dial(ctx, doorGRPC, req.Address, callerName(stream.Context()))
 	if err != nil {
-		p.door.log.Debug("dial refused", "target", req.Address, "err", err)
 		return s.send(&konnectivity.Packet{Type: konnectivity.PacketDialRsp, Random: req.Random, Err: tellable(err)})
 	}
 	s.gap.answered = time.Now()
 	answer := &konnectivity.Packet{Type: konnectivity.PacketDialRsp, Random: req.Random, ConnID: onlyConn}
 	if err := s.send(answer); err != nil {
 		tunnel.Reset(target)
+		p.door.record(o, 0, 0, resultOK, err)
 		return err
 	}
-	return p.serve(s, req.Address, target)
+	return p.serve(s, o, target)
 }
 
 // serve splices the answered stream s with the conn to target. It returns when both have ended, or when
 // the stream must end.
-func (p *proxies) serve(s *proxyStream, addr string, target net.Conn) error {
+func (p *proxies) serve(s *proxyStream, o *opening, target net.Conn) error {
 	done := make(chan struct{}) // closed when the splice has returned; nothing is sent
 	p.working.Go(func() {
 		defer close(done)
 		err := s.guard("the conn ends", func() error {
-			p.door.splice(p.conns, doorGRPC, addr, s, target)
+			p.door.splice(p.conns, o, s, target)
 			return nil
 		})
 		if err != nil {

@@ -5,6 +5,7 @@ import (
 
 	"google.golang.org/grpc/credentials"
 
+	"tunnel.example/tunnel/pkg/balancer"
 	ports "tunnel.example/tunnel/pkg/listen"
 )
 
@@ -12,12 +13,15 @@ import (
 // is done, since the handshake verifies the caller's certificate.
 type strangerCreds struct {
 	credentials.TransportCredentials
+	balancers *balancer.Balancers // logs an unexpected PROXY header
 }
 
 // ServerHandshake implements credentials.TransportCredentials.
 func (c strangerCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	conn, info, err := c.TransportCredentials.ServerHandshake(raw)
-	if s, ok := raw.(*ports.Conn); ok && err == nil {
+	if err != nil {
+		c.balancers.UnexpectedIn(raw, err)
+	} else if s, ok := raw.(*ports.Conn); ok {
 		s.Met()
 	}
 	return conn, info, err
@@ -25,5 +29,5 @@ func (c strangerCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.Auth
 
 // Clone implements credentials.TransportCredentials.
 func (c strangerCreds) Clone() credentials.TransportCredentials {
-	return strangerCreds{c.TransportCredentials.Clone()}
+	return strangerCreds{c.TransportCredentials.Clone(), c.balancers}
 }

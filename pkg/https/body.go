@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"golang.org/x/net/http/httpguts"
@@ -25,6 +26,8 @@ type requestBody struct {
 	r    *http.Request // the caller's request
 	w    http.ResponseWriter
 	conn *clientConn // the connection of r
+
+	received *atomic.Int64 // counts the bytes that were read; nil: not counted
 
 	// reading is locked before mu.
 	reading sync.Mutex // held during a Read of in
@@ -68,6 +71,9 @@ func (b *requestBody) Read(p []byte) (int, error) {
 		return 0, http.ErrBodyReadAfterClose
 	}
 	n, err := b.in.Read(p)
+	if b.received != nil {
+		b.received.Add(int64(n))
+	}
 	if err != nil {
 		b.recordEnd(err)
 	}

@@ -1,6 +1,7 @@
 package https
 
 import (
+	"cmp"
 	"net/url"
 	"path"
 	"slices"
@@ -15,14 +16,38 @@ type Caller struct {
 	May  []auth.Class // classes of requests that it may send
 }
 
+// Lists say who may call, and how often. They do not change: SetLists replaces them. Each field is that of
+// [Config] or [Limits] with its name.
+type Lists struct {
+	ClientNames     []string
+	Callers         []Caller
+	AllowFrom       auth.Sources
+	ConnsPerAddress int
+}
+
+// SetLists replaces the lists. Connections that are open stay open, even if their source may no longer
+// connect. Each request of a terminated connection is judged by the lists that are there when it comes.
+func (f *FrontDoor) SetLists(l Lists) {
+	l.ConnsPerAddress = cmp.Or(l.ConnsPerAddress, DefaultLimits().ConnsPerAddress)
+	f.lists.Store(&l)
+}
+
+func (l *Lists) clientNames() []string {
+	if len(l.ClientNames) == 0 {
+		return []string{DefaultClientName}
+	}
+	return l.ClientNames
+}
+
 // classesOf returns the classes of requests that the owner of a verified certificate with this
 // common name may send; none: it may not call.
 func (f *FrontDoor) classesOf(name string) []auth.Class {
-	if slices.Contains(f.cfg.clientNames(), name) {
+	l := f.lists.Load()
+	if slices.Contains(l.clientNames(), name) {
 		return []auth.Class{auth.ClassAll}
 	}
-	if i := slices.IndexFunc(f.cfg.Callers, func(c Caller) bool { return c.Name == name }); i >= 0 {
-		return f.cfg.Callers[i].May
+	if i := slices.IndexFunc(l.Callers, func(c Caller) bool { return c.Name == name }); i >= 0 {
+		return l.Callers[i].May
 	}
 	return nil
 }

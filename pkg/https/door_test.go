@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -350,11 +351,43 @@ func TestKubeletCertificate(t *testing.T) {
 }
 
 func TestAllowFrom(t *testing.T) {
+	seen := new(testkit.Trail[tunnel.Event])
 	r := newRig(t, nil, func(_ *rig, c *Config) {
+		c.Audit, c.Counters = seen.Record, new(tunnel.Counters)
 		c.AllowFrom = auth.Sources{netip.MustParsePrefix("10.0.0.0/8")}
 	}).start()
 	r.wantReset()
 	testkit.Eventually(t, "the log says why", func() bool { return strings.Contains(r.logs.String(), "allowfrom") })
+	testkit.Eventually(t, "an event", func() bool { return len(seen.All()) == 1 })
+	if e := seen.All()[0]; e.Kind != tunnel.EventHTTPS || e.Result != "denied" || e.Remote == "" || e.Door != r.addr {
+		t.Errorf("the event is %+v", e)
+	}
+	if n := r.door.cfg.Counters.Doors[tunnel.DoorHTTPS].Results(tunnel.Denied); n != 1 {
+		t.Errorf("%d denied callers are counted", n)
+	}
+}
+
+// Lists that change count for the next connections, and for the next request of a connection that is open.
+func TestListsChange(t *testing.T) {
+	r := newRig(t, nil, nil).start()
+	caller := r.client(r.caller("127.0.0.1"), false)
+	call := func(why string, status int, word string) {
+		t.Helper()
+		res, body := get(t, caller, "https://edge1/pods")
+		if res.StatusCode != status || !strings.Contains(body, word) {
+			t.Errorf("%s: %d %s, want %d and %q", why, res.StatusCode, body, status, word)
+		}
+	}
+	call("by default", 200, "")
+	r.door.SetLists(Lists{ClientNames: []string{"another"}, Callers: []Caller{
+		{Name: DefaultClientName, May: []auth.Class{auth.ClassMetrics}},
+	}})
+	call("a caller that may read metrics alone", 403, "pods")
+	r.door.SetLists(Lists{})
+	call("by default again", 200, "")
+	r.door.SetLists(Lists{AllowFrom: auth.Sources{netip.MustParsePrefix("10.0.0.0/8")}})
+	call("a connection that is open", 200, "")
+	r.wantReset()
 }
 
 func TestPlainHTTP(t *testing.T) {
@@ -395,7 +428,7 @@ func TestStrangers(t *testing.T) {
 // Strangers from a few addresses hold all places, silent or with half a ClientHello. Another caller
 // is admitted all the same.
 func TestStrangersFromFewAddresses(t *testing.T) {
-	for name, begin := range map[string][]byte{"silent": nil, "half a ClientHello": helloBytes(t, "edge1")[:100]} {
+	for name, begin := range map[string][]byte{"silent": nil, "half a ClientHello": testkit.ClientHello("edge1")[:100]} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, nil, func(_ *rig, c *Config) {
 				c.Limits.Strangers, c.Limits.StrangersPerAddress = 64, 16
@@ -503,7 +536,7 @@ func TestConnsPerAddress(t *testing.T) {
 			r.tunnel.at = map[tunnel.NodeName]string{"edge1": sink.Addr().String()}
 			r.hold("edge2", true)
 			r.start()
-			hello := helloBytes(t, "edge1")
+			hello := testkit.ClientHello("edge1")
 			for i := range DefaultLimits().ConnsPerAddress {
 				_, err = r.tcp().Write(hello)
 				must(t, err)
@@ -560,7 +593,7 @@ func TestWarnings(t *testing.T) {
 		}
 		time.Sleep(time.Minute) // in the synctest bubble's clock
 		f.warn(denySNI, "no name")
-		if !strings.Contains(logs.String(), "and 99 more") {
+		if !strings.Contains(logs.String(), `msg="no name" module=https skipped=99`) {
 			t.Errorf("log:\n%s", &logs)
 		}
 	})
@@ -631,7 +664,8 @@ func (l *scriptedListener) Accept() (net.Conn, error) {
 
 // A panic ends only its own connection or request, is counted, and is logged.
 func TestPanics(t *testing.T) {
-	r := newRig(t, nil, nil).start()
+	seen := new(testkit.Trail[tunnel.Event])
+	r := newRig(t, nil, func(_ *rig, c *Config) { c.Audit = seen.Record }).start()
 	r.tunnel.set(func(f *fakeTunnel) {
 		f.hook = func(context.Context, tunnel.Request) error { panic("on purpose") }
 	})
@@ -644,8 +678,20 @@ func TestPanics(t *testing.T) {
 	r.tunnel.set(func(f *fakeTunnel) { f.hook = nil })
 	must(t, tls.Client(r.tcp(), direct(r)).Handshake())
 
-	// In a request.
+	// In a request: its event blames us, not the caller.
 	door := r.door
+	here, there := net.Pipe()
+	defer here.Close()
+	defer there.Close()
+	exec, err := http.NewRequest("POST", "https://edge1/exec/ns/pod/c", nil)
+	must(t, err)
+	(&entry{f: door, r: exec, conn: &clientConn{Conn: here}}).end(true)
+	is := func(e tunnel.Event) bool { return e.Kind == tunnel.EventExec }
+	testkit.Eventually(t, "the event", func() bool { return slices.ContainsFunc(seen.All(), is) })
+	if e := seen.All()[slices.IndexFunc(seen.All(), is)]; e.Result != "internal" || !strings.Contains(e.Err, "panic") {
+		t.Errorf("the event is %+v", e)
+	}
+	panics := door.cfg.Counters.Panics.Load()
 	p := &proxy{f: door}
 	func() {
 		defer func() {
@@ -657,7 +703,7 @@ func TestPanics(t *testing.T) {
 		must(t, err)
 		p.ServeHTTP(nil, req) // panics: there is no conn in the context
 	}()
-	if n := door.cfg.Counters.Panics.Load(); n != 2 || !strings.Contains(r.logs.String(), "on purpose") {
+	if n := door.cfg.Counters.Panics.Load(); n != panics+1 || !strings.Contains(r.logs.String(), "on purpose") {
 		t.Errorf("%d panics are counted", n)
 	}
 }

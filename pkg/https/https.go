@@ -46,9 +46,11 @@ import (
 	"slices"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/balancer"
 	"tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -87,7 +89,8 @@ const DefaultListen = "0.0.0.0"
 // kubeadm creates it.
 const DefaultClientName = "kube-apiserver-kubelet-client"
 
-// Config is the configuration of a FrontDoor. It does not change after [New].
+// Config is the configuration of a FrontDoor. It does not change after [New]; [FrontDoor.SetLists] replaces
+// ClientNames, Callers, AllowFrom and Limits.ConnsPerAddress.
 type Config struct {
 	Mode   Mode              // which connections are passed through, and which are terminated
 	Listen string            // IP address; empty: DefaultListen
@@ -105,6 +108,12 @@ type Config struct {
 	// AllowFrom lists the sources that may connect; nil: any. Its sources may exceed
 	// Limits.ConnsPerAddress, except those that only a network of all addresses contains.
 	AllowFrom auth.Sources
+	ProxyFrom auth.Sources // balancers that send a PROXY header to Ports; see package balancer
+
+	// OnePort has further callers, of the one port (package oneport); nil: none. They are served like
+	// callers of the port OnePortAs of Ports.
+	OnePort   *listen.Handover
+	OnePortAs string
 
 	// Pods finds the node of the pod that a request's path names, unless the SNI names a connected
 	// node (see proxy.whichNode); nil: the kubelets are asked.
@@ -112,9 +121,13 @@ type Config struct {
 
 	Limits Limits // a zero field: its default
 
-	// Counters counts panics, limits, and callers of nodes that are not connected; nil: not
-	// counted.
+	// Counters counts panics, limits, callers of nodes that are not connected, and what became of each
+	// caller; nil: not counted.
 	Counters *tunnel.Counters
+
+	// Audit takes an event of each connection that is passed through, and of each terminated request that
+	// runs or reaches something in a pod; nil: none.
+	Audit tunnel.Trail
 }
 
 // Kubelet says how we speak to the kubelet behind a terminated connection. Its functions are called
@@ -130,13 +143,6 @@ type Kubelet struct {
 }
 
 func (c *Config) listen() string { return cmp.Or(c.Listen, DefaultListen) }
-
-func (c *Config) clientNames() []string {
-	if len(c.ClientNames) == 0 {
-		return []string{DefaultClientName}
-	}
-	return c.ClientNames
-}
 
 // terminates reports whether any connection may be terminated.
 func (c *Config) terminates() bool {
@@ -170,6 +176,9 @@ func (c *Config) validate() error {
 		bad(`tls = "terminate" needs clientca in [mode.cloud.https]: ` +
 			"without it anyone who reaches the port would be a cluster administrator")
 	}
+	if _, ok := c.Ports[c.OnePortAs]; !ok && c.OnePort != nil {
+		bad("the port %q, as which callers of the one port are served, is not in [mode.cloud.https.addr]", c.OnePortAs)
+	}
 	if k := c.Kubelet; c.terminates() && k.Certificate != nil && k.CA == nil && !k.Insecure {
 		bad("set ca in [mode.cloud.https.kubelet] (the CA that signed the kubelets' serving certificates), " +
 			"or insecure = true to accept any certificate")
@@ -191,7 +200,9 @@ type FrontDoor struct {
 	grace           time.Duration // how long connections may go on after Run's ctx is done
 	strangerTimeout time.Duration // how long a caller that may not call stays connected: Limits.HandshakeTimeout
 
+	balancers    *balancer.Balancers       // in front of the ports
 	strangers    *listen.Strangers         // connections whose callers have not authenticated yet
+	lists        atomic.Pointer[Lists]     // who may call now
 	passthroughs passthroughCounter        // connections that are passed through, by source and node
 	denials      [denyKinds]tunnel.Limiter // limits warnings; one for each kind, so that one kind does not hide another
 
@@ -219,8 +230,18 @@ func New(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes, log *slog.Logger)
 		grace:           tunnel.GracePeriod,
 		strangerTimeout: cfg.Limits.HandshakeTimeout,
 	}
+	f.balancers = balancer.New(balancer.Config{
+		From: cfg.ProxyFrom, Key: "proxyfrom", Table: "[mode.cloud.https]",
+		Counters: cfg.Counters, Log: log.With("module", Name),
+	})
+	for k := denyFailure; k < denyKinds; k++ {
+		f.denials[k].Burst = failureBurst
+	}
 	f.strangers = listen.NewStrangers(cfg.Limits.Strangers, cfg.Limits.StrangersPerAddress)
-	f.passthroughs.max = cfg.Limits.ConnsPerAddress
+	f.SetLists(Lists{
+		ClientNames: cfg.ClientNames, Callers: cfg.Callers, AllowFrom: cfg.AllowFrom,
+		ConnsPerAddress: cfg.Limits.ConnsPerAddress,
+	})
 	for number, target := range cfg.Ports {
 		f.ports = append(f.ports, port{number, target})
 	}

@@ -10,7 +10,7 @@ import (
 // processors. docs/limits.md says what happens when each limit is reached.
 type Limits struct {
 	// Strangers bounds the connections that have not finished their handshake. Each costs a
-	// descriptor, a goroutine and up to maxHello bytes.
+	// descriptor, a goroutine and up to hello.MaxLen bytes.
 	Strangers           int
 	StrangersPerAddress int // the same for one source, see listen.Strangers
 	// HandshakeTimeout bounds the time for a caller's ClientHello, again for its handshake, and

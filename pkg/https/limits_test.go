@@ -56,7 +56,7 @@ func TestHandshakeTimeout(t *testing.T) {
 		"no ClientHello": func(r *rig) io.Reader { return r.tcp() },
 		"no end of the handshake": func(r *rig) io.Reader {
 			c := r.tcp()
-			_, err := c.Write(helloBytes(r.t, "127.0.0.1"))
+			_, err := c.Write(testkit.ClientHello("127.0.0.1"))
 			must(r.t, err)
 			return c
 		},

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/hello"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -19,29 +20,29 @@ const dialTimeout = 10 * time.Second
 // decision says how a connection is handled.
 type decision struct {
 	mode   Mode            // Auto: it is closed
-	node   tunnel.NodeName // Passthrough: the node
+	node   tunnel.NodeName // Passthrough: the node. Closed: the node that the SNI names; "": it names none
 	reason string          // closed: why, and what to do
 	alert  byte            // closed: the TLS alert for the caller
 }
 
 // decide decides how a connection that started with h is handled.
-func (f *FrontDoor) decide(h hello) decision {
+func (f *FrontDoor) decide(h hello.Hello) decision {
 	if f.cfg.Mode == Terminate {
 		return decision{mode: Terminate}
 	}
-	node, err := tunnel.ParseNodeName(h.serverName)
+	node, err := tunnel.ParseNodeName(h.ServerName)
 	if err == nil && f.nodes.Holds(node) {
 		return decision{mode: Passthrough, node: node}
 	}
 	switch {
 	case f.cfg.terminates():
 		return decision{mode: Terminate}
-	case f.cfg.Mode == Passthrough && h.serverName == "":
+	case f.cfg.Mode == Passthrough && h.ServerName == "":
 		return decision{
 			reason: `it has no SNI, and tls = "passthrough" in [mode.cloud.https] terminates nothing`,
 			alert:  alertMissingExtension,
 		}
-	case h.serverName == "":
+	case h.ServerName == "":
 		return decision{
 			reason: "it has no SNI, and this cloud cannot terminate TLS: " +
 				"set clientca, cert and key in [mode.cloud.https], " +
@@ -50,8 +51,10 @@ func (f *FrontDoor) decide(h hello) decision {
 		}
 	default:
 		f.cfg.Counters.Refuse(tunnel.NoSuchNode) // no dial follows that would count it
+		f.cfg.Counters.Doors[tunnel.DoorHTTPS].Failed(tunnel.NoSuchNode)
 		return decision{
-			reason: fmt.Sprintf("its SNI %q is not a connected node", h.serverName),
+			node:   node,
+			reason: fmt.Sprintf("its SNI %q is not a connected node", h.ServerName),
 			alert:  alertUnrecognizedName,
 		}
 	}
@@ -59,8 +62,6 @@ func (f *FrontDoor) decide(h hello) decision {
 
 // passthroughCounter counts the connections that are passed through.
 type passthroughCounter struct {
-	max int // from one source to one node; set once
-
 	mu     sync.Mutex             // guards the following
 	counts map[passthroughKey]int // never 0
 }
@@ -71,13 +72,13 @@ type passthroughKey struct {
 	node   tunnel.NodeName
 }
 
-// admit counts one more connection from a to node, unless the limit is reached. The caller calls
+// admit counts one more connection from a to node, unless there are limit of them. The caller calls
 // release once, when the connection has ended.
-func (p *passthroughCounter) admit(a netip.Addr, node tunnel.NodeName) (release func(), ok bool) {
+func (p *passthroughCounter) admit(a netip.Addr, node tunnel.NodeName, limit int) (release func(), ok bool) {
 	key := passthroughKey{auth.Group(a), node}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.counts[key] >= p.max {
+	if p.counts[key] >= limit {
 		return nil, false
 	}
 	if p.counts == nil {
@@ -96,7 +97,7 @@ func (p *passthroughCounter) admit(a netip.Addr, node tunnel.NodeName) (release 
 // trusts reports whether the operator listed the source a in allowfrom. A network of all addresses
 // does not count: it names no particular source.
 func (f *FrontDoor) trusts(a netip.Addr) bool {
-	for _, p := range f.cfg.AllowFrom {
+	for _, p := range f.lists.Load().AllowFrom {
 		if p.Bits() > 0 && p.Contains(a) {
 			return true
 		}
@@ -110,16 +111,17 @@ func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr,
 	target string, log *slog.Logger) error {
 	start := time.Now()
 	if !f.trusts(source) {
-		release, ok := f.passthroughs.admit(source, node)
+		limit := f.lists.Load().ConnsPerAddress
+		release, ok := f.passthroughs.admit(source, node, limit)
 		if !ok {
 			f.cfg.Counters.Limited(tunnel.LimitConnsPerAddress)
 			f.warn(denyConnsPerAddress, "https connection denied",
 				"frontend", c.LocalAddr().String(), "node", string(node),
 				"err", fmt.Sprintf("%s: its address has %d connections to the node: "+
 					"put the address into allowfrom of [mode.cloud.https] if it may have more",
-					c.RemoteAddr(), f.passthroughs.max))
+					c.RemoteAddr(), limit))
 			return tunnel.Refusef(tunnel.Overloaded,
-				"limit connsperaddress: %d connections from one address to node %s are open", f.passthroughs.max, node)
+				"limit connsperaddress: %d connections from one address to node %s are open", limit, node)
 		}
 		defer release()
 	}
@@ -133,12 +135,31 @@ func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr,
 		Caller:   c.RemoteAddr().String(),
 	})
 	if err != nil {
-		return dialError(ctx, err)
+		err = dialError(ctx, err)
+		f.auditPassed(c, node, start, 0, 0, tunnel.ResultOf(err), err)
+		return err
 	}
-	in, out, err := tunnel.Splice(live, c, conn)
-	log.Debug("https connection passed through",
-		"node", string(node), "bytes", in+out, "dur", time.Since(start), "err", err)
+	f.cfg.Counters.Doors[tunnel.DoorHTTPS].Served(time.Since(start))
+	sent, received, err := tunnel.Splice(live, c, conn)
+	log.Debug("https connection passed through", "node", string(node), "remote", c.RemoteAddr().String(),
+		"bytes", sent+received, "dur", time.Since(start), "err", err)
+	f.auditPassed(c, node, start, sent, received, tunnel.ResultOK, err)
 	return nil
+}
+
+// auditPassed records a connection that was, or should have been, passed through. The caller is known by its
+// address alone: it and the kubelet authenticate each other.
+func (f *FrontDoor) auditPassed(c *clientConn, node tunnel.NodeName, start time.Time, sent, received int64,
+	result string, err error) {
+	if f.cfg.Audit == nil {
+		return
+	}
+	remote := c.RemoteAddr().String()
+	f.cfg.Audit.Record(tunnel.Event{
+		Kind: tunnel.EventHTTPS, Result: result, Node: node, Caller: remote, Remote: remote,
+		Door: c.LocalAddr().String(), Target: c.target, Sent: sent, Received: received,
+		Seconds: time.Since(start).Seconds(), Err: tunnel.TextOf(err),
+	})
 }
 
 // dialError turns our own timeout into a refusal, as if the edge had refused.

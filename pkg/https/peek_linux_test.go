@@ -28,14 +28,14 @@ func TestPeekAfterItsDeadline(t *testing.T) {
 	there, here := tcpPair(t)
 	defer there.Close()
 	defer here.Close()
-	_, err := there.Write(helloBytes(t, "edge1"))
+	_, err := there.Write(testkit.ClientHello("edge1"))
 	must(t, err)
 	testkit.Eventually(t, "the ClientHello arrives", func() bool { return listen.Unread(here) })
 	c := &clientConn{Conn: &lateConn{TCPConn: here}}
 	spoke := 0
 	h, err := c.peek(context.Background(), patience, func() { spoke++ })
 	must(t, err)
-	if h.serverName != "edge1" || spoke != 1 {
-		t.Errorf("name %q, heard %d times", h.serverName, spoke)
+	if h.ServerName != "edge1" || spoke != 1 {
+		t.Errorf("name %q, heard %d times", h.ServerName, spoke)
 	}
 }

@@ -1,6 +1,7 @@
 package https
 
 import (
+	"cmp"
 	"context"
 	"crypto/tls"
 	"errors"
@@ -12,7 +13,6 @@ import (
 	"regexp"
 	"strings"
 	"sync"
-	"time"
 
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -132,11 +132,17 @@ func (p *proxy) wait() {
 func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 	p.handlers.Add(1)
 	defer p.handlers.Done()
+	var e *entry // nil: not made yet
 	defer func() {
-		if v := recover(); v != nil {
-			if v != http.ErrAbortHandler { //nolint:errorlint // net/http compares it in the same way
-				p.f.panicked(v)
-			}
+		v := recover()
+		isBug := v != nil && v != http.ErrAbortHandler //nolint:errorlint // net/http compares it in the same way
+		if isBug {
+			p.f.panicked(v)
+		}
+		if e != nil {
+			e.end(isBug)
+		}
+		if v != nil {
 			panic(http.ErrAbortHandler) // net/http ends this request or this connection
 		}
 	}()
@@ -145,7 +151,10 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		http.NewResponseController(w).EnableFullDuplex() //nolint:errcheck // net/http's own writer supports it
 	}
 	c := r.Context().Value(connKey{}).(*clientConn)
+	e = p.f.newEntry(w, r, c)
+	w = e
 	body := newRequestBody(w, r, c)
+	body.received = &e.received
 	defer body.finish()
 	if c.framed != nil && c.framed.frame.encoded {
 		body.closeAfter = true // framedConn cannot find the start of the next request
@@ -170,25 +179,27 @@ func (p *proxy) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 			fmt.Sprintf("limit headers: the request's header has more than %d bytes", p.f.cfg.Limits.Headers))
 		return
 	}
-	h, ok := p.route(w, r, c, body)
+	h, ok := p.route(e, r, c, body)
 	if !ok {
 		return
 	}
-	start := time.Now()
-	log := p.f.log.With("module", Name, "node", string(h.node), "frontend", c.LocalAddr().String(), "target", c.target)
-	p.forward(w, r, h, body, log)
-	log.Debug("https request served", "dur", time.Since(start))
+	p.forward(e, r, h, body)
 }
 
 // route returns the hop for a request. If ok is false, it has already answered the request.
-func (p *proxy) route(w http.ResponseWriter, r *http.Request, c *clientConn, body *requestBody) (h hop, ok bool) {
+func (p *proxy) route(e *entry, r *http.Request, c *clientConn, body *requestBody) (h hop, ok bool) {
 	refuse := func(a *answer) (hop, bool) {
 		body.markLast()
 		name := ""
 		if a.code != 0 {
 			name = a.code.String()
 		}
-		respond(w, r, a.status, name, a.text)
+		respond(e, r, a.status, name, a.text)
+		e.refuse(a.code, cmp.Or(a.log, a.text))
+		if e.node == "" {
+			e.node = a.node
+		}
+		e.denied = a.denied
 		return hop{}, false
 	}
 	sni, err := tunnel.ParseNodeName(c.sni)
@@ -196,21 +207,26 @@ func (p *proxy) route(w http.ResponseWriter, r *http.Request, c *clientConn, bod
 	// be when it came, and the caller keeps it in its pool.
 	missedPassthrough := p.f.cfg.Mode == Auto && err == nil
 	// TLS has verified the certificate; we check whether its name may call.
-	h.caller = callerOf(*r.TLS)
+	h.caller = e.caller
 	classes, class := p.f.classesOf(h.caller), classOf(r.URL)
 	switch {
 	case len(classes) == 0:
 		body.closeAfter = true
 		return refuse(p.denyCaller(r, c, sni, h.caller, missedPassthrough))
 	case !permits(classes, class):
-		p.f.warn(denyClass, "https request denied", "frontend", c.LocalAddr().String(),
-			"err", fmt.Sprintf("%s: %q may send %v, and the path needs the class %s: see callers in [mode.cloud.https]",
-				r.RemoteAddr, h.caller, classes, class))
-		return refuse(answerf(http.StatusForbidden, tunnel.Denied,
+		a := answerf(http.StatusForbidden, tunnel.Denied,
 			"this caller may send %v, and this path needs the class %s (callers in [mode.cloud.https])",
-			classes, class))
+			classes, class)
+		a.denied = denyClass
+		a.log = fmt.Sprintf("%q may send %v, and the path needs the class %s: see callers in [mode.cloud.https]",
+			h.caller, classes, class)
+		return refuse(a)
 	}
 	node, a := p.whichNode(r, c, h.caller)
+	e.node = node
+	if a != nil && a.node == "" {
+		a.node = namedBy(sni, r)
+	}
 	// The caller's next connection can be passed through: now if the node is connected again,
 	// otherwise once it is. Closing this one does not harm requests in flight (see
 	// requestBody.markLast).
@@ -241,30 +257,32 @@ func (p *proxy) route(w http.ResponseWriter, r *http.Request, c *clientConn, bod
 // nothing else: no node is searched, and nothing is dialled.
 func (p *proxy) denyCaller(r *http.Request, c *clientConn, sni tunnel.NodeName, caller string,
 	missedPassthrough bool) *answer {
-	warn := func(why string) {
-		p.f.warn(denyClientName, "https request denied", "frontend", c.LocalAddr().String(),
-			"err", fmt.Sprintf("%s: %s", r.RemoteAddr, why))
-	}
+	var a *answer
 	switch {
 	case missedPassthrough && c.passErr != nil:
 		code := tunnel.CodeOf(c.passErr)
-		warn(fmt.Sprintf("its connection could not be passed through to node %s, "+
-			"and %q is not in callers of [mode.cloud.https]: %v", sni, caller, c.passErr))
-		return answerf(statusOf(code), code, "node %s cannot be reached: %v", sni, code)
+		a = answerf(statusOf(code), code, "node %s cannot be reached: %v", sni, code)
+		a.log = fmt.Sprintf("its connection could not be passed through to node %s, "+
+			"and %q is not in callers of [mode.cloud.https]: %v", sni, caller, c.passErr)
 	case missedPassthrough && p.f.nodes.Holds(sni):
-		return answerf(http.StatusServiceUnavailable, 0,
+		a = answerf(http.StatusServiceUnavailable, 0,
 			"node %s was not connected when this connection was opened, and is now: open another one", sni)
 	case missedPassthrough:
-		warn(fmt.Sprintf("node %s, which its SNI names, is not connected, so it was not passed through; "+
-			"and %q is not in callers of [mode.cloud.https]", sni, caller))
-		return p.noSuchNode("node %s is not connected", sni)
+		a = p.noSuchNode("node %s is not connected", sni)
+		a.log = fmt.Sprintf("node %s, which its SNI names, is not connected, so it was not passed through; "+
+			"and %q is not in callers of [mode.cloud.https]", sni, caller)
 	default:
-		warn(fmt.Sprintf("%q may not call, and the path needs the class %s: see callers in [mode.cloud.https]",
-			caller, classOf(r.URL)))
-		return answerf(http.StatusForbidden, tunnel.Denied,
+		a = answerf(http.StatusForbidden, tunnel.Denied,
 			"the client certificate's common name %q may not call this port; "+
 				"this path needs the class %s (callers in [mode.cloud.https])", caller, classOf(r.URL))
+		a.log = fmt.Sprintf("%q may not call, and the path needs the class %s: see callers in [mode.cloud.https]",
+			caller, classOf(r.URL))
 	}
+	a.denied = denyClientName
+	if missedPassthrough {
+		a.node = sni
+	}
+	return a
 }
 
 // scheme is the URL scheme for targets.
@@ -276,7 +294,7 @@ func (p *proxy) scheme() string {
 }
 
 // forward proxies r to h.
-func (p *proxy) forward(w http.ResponseWriter, r *http.Request, h hop, body *requestBody, log *slog.Logger) {
+func (p *proxy) forward(w *entry, r *http.Request, h hop, body *requestBody) {
 	upgrade := upgradeOf(r)
 	if upgrade != "" && r.ContentLength != 0 {
 		body.markLast()
@@ -304,17 +322,16 @@ func (p *proxy) forward(w http.ResponseWriter, r *http.Request, h hop, body *req
 			}
 			return nil
 		},
-		ErrorHandler: func(w http.ResponseWriter, out *http.Request, err error) {
+		ErrorHandler: func(_ http.ResponseWriter, out *http.Request, err error) {
 			if s, ok := errors.AsType[*switched](err); ok {
-				s.splice(w, out, log)
+				s.splice(w, out)
 				return
 			}
 			p.respondError(w, r, h, body, err)
-			log.Debug("https request failed", "err", unquoted(err))
 		},
 		FlushInterval: -1, // flush at once: a log line must not wait for the next one
 		BufferPool:    p,
-		ErrorLog:      slog.NewLogLogger(log.Handler(), slog.LevelDebug),
+		ErrorLog:      slog.NewLogLogger(p.f.log.Handler(), slog.LevelDebug),
 	}
 	in := r.WithContext(r.Context()) // a shallow copy
 	if r.Body != nil && r.Body != http.NoBody {
@@ -365,7 +382,7 @@ func unquoted(err error) string {
 }
 
 // respondError answers a request for which the target gave no response.
-func (p *proxy) respondError(w http.ResponseWriter, r *http.Request, h hop, body *requestBody, err error) {
+func (p *proxy) respondError(w *entry, r *http.Request, h hop, body *requestBody, err error) {
 	if r.Context().Err() != nil {
 		panic(http.ErrAbortHandler) // the caller has gone
 	}
@@ -379,6 +396,7 @@ func (p *proxy) respondError(w http.ResponseWriter, r *http.Request, h hop, body
 		w.Header().Set("Retry-After", "1")
 	}
 	respond(w, r, statusOf(code), code.String(), fmt.Sprintf("node %s: %v", h.node, err))
+	w.refuse(code, unquoted(err))
 }
 
 // Get returns a buffer. Get and Put make p the httputil.BufferPool of its requests.

@@ -19,6 +19,9 @@ const RefusalHeader = "Tunnel-Refusal"
 
 // respond writes a response of our own. text says what was wrong and what to do.
 func respond(w http.ResponseWriter, r *http.Request, status int, code, text string) {
+	if e, ok := w.(*entry); ok {
+		e.refuse(0, text)
+	}
 	text = "tunnel: " + text
 	contentType, body := "text/plain; charset=utf-8", []byte(text+"\n")
 	if wantsStatus(r) {

@@ -9,12 +9,14 @@ import (
 	"net"
 	"os"
 	"runtime/debug"
+	"slices"
 	"sync"
 	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 
+	"tunnel.example/tunnel/pkg/hello"
 	"tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -45,15 +47,20 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	// gctx is done with ctx, or when a listener fails.
 	accepting, gctx := errgroup.WithContext(ctx)
 	var conns sync.WaitGroup
-	for i, opened := range listeners {
-		l := listen.Steady(opened, f.log.With("module", Name))
+	accept := func(l net.Listener, port int) {
 		accepting.Go(func() error {
 			stop := context.AfterFunc(gctx, func() { l.Close() })
 			defer stop()
 			return f.accept(gctx, l, func(c net.Conn) {
-				conns.Go(func() { f.serve(gctx, live, web, c, i) })
+				conns.Go(func() { f.serve(gctx, live, web, c, port) })
 			})
 		})
+	}
+	for i, opened := range listeners {
+		accept(f.balancers.Listener(listen.Steady(opened, f.log.With("module", Name))), i)
+	}
+	if f.cfg.OnePort != nil {
+		accept(f.cfg.OnePort, slices.IndexFunc(f.ports, func(p port) bool { return p.number == f.cfg.OnePortAs }))
 	}
 	if len(listeners) == 0 {
 		<-ctx.Done()
@@ -132,9 +139,6 @@ func (f *FrontDoor) accept(ctx context.Context, l net.Listener, serve func(net.C
 	}
 }
 
-// plainHTTPAnswer is what net/http answers to plain HTTP on an HTTPS port.
-const plainHTTPAnswer = "HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n"
-
 // serve owns one accepted connection. ctx is done when the front door stops accepting; the caller
 // must have sent its ClientHello and finished its handshake by then. live bounds the connection
 // after that.
@@ -150,10 +154,8 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 	log := f.log.With("module", Name, "frontend", raw.LocalAddr().String(), "target", p.target)
 
 	source := listen.AddrOf(raw.RemoteAddr())
-	if f.cfg.AllowFrom != nil && !f.cfg.AllowFrom.Permits(source) {
-		f.warn(denySource, "https connection denied", "frontend", raw.LocalAddr().String(),
-			"err", remote+" is not in allowfrom of [mode.cloud.https]")
-		tunnel.Reset(raw)
+	if allowed := f.lists.Load().AllowFrom; allowed != nil && !allowed.Permits(source) {
+		f.deny(raw, p.target)
 		return
 	}
 	place, ok := f.admit(raw)
@@ -168,41 +170,48 @@ func (f *FrontDoor) serve(ctx, live context.Context, web *web, raw net.Conn, ind
 		if errors.Is(err, os.ErrDeadlineExceeded) {
 			f.cfg.Counters.Limited(tunnel.LimitHandshakeTimeout)
 		}
+		f.balancers.UnexpectedIn(raw, err)
 		log.Debug("https connection closed: no ClientHello", "err", fmt.Errorf("%s: %w", remote, err))
-		if isPlainHTTP(err) {
-			io.WriteString(c, plainHTTPAnswer) //nolint:errcheck // it fails only if the caller has gone
+		if hello.IsPlainHTTP(err) {
+			io.WriteString(c, hello.PlainHTTPAnswer) //nolint:errcheck // it fails only if the caller has gone
 			c.lingeringClose()
 			return
 		}
 		tunnel.Reset(raw)
 		return
 	}
-	c.sni = h.serverName
+	c.sni = h.ServerName
 
 	switch d := f.decide(h); d.mode {
 	case Passthrough:
 		place.Release()
 		if err = f.pass(live, c, source, d.node, p.target, log); err != nil {
-			log.Debug("https connection not passed through",
-				"node", string(d.node), "err", fmt.Errorf("%s: %w", remote, err))
-			f.notPassed(ctx, live, web, c, err, log)
+			f.notPassed(ctx, live, web, c, d.node, err, log)
 		}
 	case Terminate:
 		f.terminate(ctx, live, web, c, place, log)
 	default:
-		f.warn(denySNI, "https connection denied", "frontend", raw.LocalAddr().String(), "err", remote+": "+d.reason)
+		f.warn(denySNI, "https connection denied", "frontend", raw.LocalAddr().String(), "remote", remote,
+			"node", string(d.node), "err", d.reason)
 		c.alert(d.alert)
 	}
 }
 
 // notPassed tells a caller why its connection was not passed through: by an HTTP response after a
 // handshake or, if we cannot terminate, by a TLS alert. For the handshake the connection needs a
-// place among the strangers again: serve has released its first one.
-func (f *FrontDoor) notPassed(ctx, live context.Context, web *web, c *clientConn, err error, log *slog.Logger) {
+// place among the strangers again: serve has released its first one. A terminated connection has its warning
+// with its request, or with its handshake.
+func (f *FrontDoor) notPassed(ctx, live context.Context, web *web, c *clientConn, node tunnel.NodeName, err error,
+	log *slog.Logger) {
 	if !f.cfg.terminates() {
+		code := tunnel.CodeOf(err)
+		f.cfg.Counters.Doors[tunnel.DoorHTTPS].Failed(code)
+		f.warn(failureOf(code), "https connection not passed through", "frontend", c.LocalAddr().String(),
+			"target", c.target, "node", string(node), "remote", c.RemoteAddr().String(), "err", err)
 		c.alert(alertOf(err))
 		return
 	}
+	log.Debug("https connection not passed through", "node", string(node), "remote", c.RemoteAddr().String(), "err", err)
 	place, ok := f.admit(c.Conn)
 	if !ok {
 		return

@@ -1,9 +1,9 @@
 package https
 
 import (
-	"fmt"
 	"net"
 
+	"tunnel.example/tunnel/pkg/balancer"
 	"tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -34,7 +34,7 @@ func (f *FrontDoor) admit(raw net.Conn) (*listen.Stranger, bool) {
 type denial int
 
 const (
-	denySource denial = iota
+	denySource denial = iota + 1
 	denyStrangers
 	denySNI
 	denyHandshake
@@ -45,19 +45,43 @@ const (
 	denyContested
 	denySilent
 	denyConnsPerAddress
-	denyKinds // number of kinds
+	denyFailure                      // the first of the kinds of failureOf
+	denyKinds   = denyFailure + 1<<4 // number of kinds
 )
 
-// warn logs a warning of kind k at most once a minute, and at level debug otherwise.
-func (f *FrontDoor) warn(k denial, msg string, args ...any) {
+// failureOf returns the kind of the warning about a request or a connection that failed with a code; 0: none.
+func failureOf(code tunnel.Code) denial { return denyFailure + denial(code)%(denyKinds-denyFailure) }
+
+// failureBurst is how many failures of one code may have a warning each minute: one node's must not hide all
+// others'.
+const failureBurst = 10
+
+// warn logs a warning, and at level debug beyond the limit of kind k: once a minute, or failureBurst times. It
+// reports whether it was a warning, and how many of this kind were none since the last one.
+func (f *FrontDoor) warn(k denial, msg string, args ...any) (skipped int, warned bool) {
 	args = append([]any{"module", Name}, args...)
-	skipped, ok := f.denials[k].Allow()
-	switch {
-	case !ok:
+	skipped, warned = f.denials[k].Allow()
+	if !warned {
 		f.log.Debug(msg, args...)
-	case skipped > 0:
-		f.log.Warn(fmt.Sprintf("%s (and %d more since the last such line)", msg, skipped), args...)
-	default:
-		f.log.Warn(msg, args...)
+		return 0, false
+	}
+	f.log.Warn(msg, append(args, "skipped", skipped)...)
+	return skipped, true
+}
+
+// deny refuses a connection from outside allowfrom.
+func (f *FrontDoor) deny(raw net.Conn, target string) {
+	defer tunnel.Reset(raw)
+	if balancer.IsCheck(raw) { // a balancer's check only wants to connect
+		return
+	}
+	f.cfg.Counters.Doors[tunnel.DoorHTTPS].Failed(tunnel.Denied)
+	door, remote := raw.LocalAddr().String(), raw.RemoteAddr().String()
+	why := remote + " is not in allowfrom of [mode.cloud.https]"
+	if skipped, warned := f.warn(denySource, "https connection denied", "frontend", door, "err", why); warned {
+		f.cfg.Audit.Record(tunnel.Event{
+			Kind: tunnel.EventHTTPS, Result: tunnel.Denied.String(), Caller: remote, Remote: remote, Door: door,
+			Target: target, Err: why, Skipped: skipped,
+		})
 	}
 }

@@ -56,16 +56,16 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 		if hctx.Err() == context.DeadlineExceeded {
 			f.cfg.Counters.Limited(tunnel.LimitHandshakeTimeout)
 		}
-		f.warn(denyHandshake, "https handshake failed", "frontend", c.LocalAddr().String(),
-			"err", fmt.Errorf("%s: %w", c.RemoteAddr(), err))
+		f.warnHandshake(c, err)
 		c.lingeringClose() // the TLS alert that says why must arrive
 		return
 	}
 	mayCall := len(f.classesOf(callerOf(tc.ConnectionState()))) > 0
 	if mayCall {
 		place.Met()
+		f.cfg.OnePort.Met(c.RemoteAddr())
 	}
-	log.Debug("https connection terminated", "err", c.passErr)
+	log.Debug("https connection terminated", "remote", c.RemoteAddr().String())
 	// At the end net/http's Close would wait for each caller that does not read.
 	c.stopWatch = context.AfterFunc(live, func() { c.Reset() })
 	var nc net.Conn = tc // net/http speaks HTTP/2 only with a *tls.Conn
@@ -78,7 +78,7 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 	}
 	c.done = make(chan struct{})
 	handedOver := time.Now()
-	if !web.handoff.give(nc) {
+	if !web.handoff.Give(nc, 0) {
 		c.stopWatch()
 		c.Close() // the front door is closing
 		return
@@ -93,6 +93,37 @@ func (f *FrontDoor) terminate(ctx, live context.Context, web *web, c *clientConn
 	}
 }
 
+// warnHandshake warns that the handshake with a caller has failed. If its SNI names a node that could not be
+// reached, that is the true cause: the caller has met our certificate instead of the kubelet's, and reports
+// that it is for another name.
+func (f *FrontDoor) warnHandshake(c *clientConn, err error) {
+	node, cause := f.unreached(c)
+	if cause != nil {
+		f.cfg.Counters.Doors[tunnel.DoorHTTPS].Failed(tunnel.CodeOf(cause))
+		err = fmt.Errorf("%w; %w, so the caller was shown the certificate of this cloud", err, cause)
+	}
+	f.warn(denyHandshake, "https handshake failed", "frontend", c.LocalAddr().String(),
+		"remote", c.RemoteAddr().String(), "node", string(node), "err", err)
+}
+
+// unreached returns the node that the SNI of c names, and why c was not passed through to it. cause is nil if
+// the SNI names no node, or nothing was to be passed through.
+func (f *FrontDoor) unreached(c *clientConn) (node tunnel.NodeName, cause error) {
+	node, err := tunnel.ParseNodeName(c.sni)
+	own := f.cfg.Certificate()
+	switch {
+	case err != nil || f.cfg.Mode != Auto:
+		return "", nil
+	case c.passErr != nil:
+		return node, fmt.Errorf("node %s cannot be reached: %w", node, c.passErr)
+	case own.Leaf != nil && own.Leaf.VerifyHostname(c.sni) == nil:
+		return "", nil // the name is one of ours
+	case f.nodes.Holds(node):
+		return "", nil
+	}
+	return node, tunnel.Refusef(tunnel.NoSuchNode, "node %s is not connected", node)
+}
+
 // callerOf returns the common name of the client certificate that TLS has verified.
 func callerOf(s tls.ConnectionState) string { return s.PeerCertificates[0].Subject.CommonName }
 
@@ -100,16 +131,16 @@ func callerOf(s tls.ConnectionState) string { return s.PeerCertificates[0].Subje
 type web struct {
 	server  *http.Server
 	proxy   *proxy
-	handoff *handoff       // passes connections from terminate to server
-	serving sync.WaitGroup // server's accept loop
-	conns   sync.WaitGroup // connections that net/http owns
+	handoff *listen.Handover // passes connections from terminate to server
+	serving sync.WaitGroup   // server's accept loop
+	conns   sync.WaitGroup   // connections that net/http owns
 }
 
 // startWeb starts the server. Everything that it serves ends with live.
 func (f *FrontDoor) startWeb(live context.Context) *web {
 	w := &web{
 		proxy:   newProxy(live, f),
-		handoff: &handoff{conns: make(chan net.Conn), closed: make(chan struct{})},
+		handoff: listen.NewHandover(func() net.Addr { return &net.TCPAddr{} }, nil),
 	}
 	protocols := new(http.Protocols)
 	protocols.SetHTTP1(true)
@@ -172,36 +203,3 @@ type connKey struct{}
 func clientOf(nc net.Conn) *clientConn {
 	return nc.(interface{ NetConn() net.Conn }).NetConn().(*clientConn)
 }
-
-// handoff is the listener through which net/http gets connections after their handshake.
-type handoff struct {
-	conns  chan net.Conn // sent by give, never closed; unbuffered, so that no connection is left in it
-	closed chan struct{} // closed by Close
-	once   sync.Once     // makes Close close closed only once
-}
-
-// give reports whether the server has accepted c.
-func (h *handoff) give(c net.Conn) bool {
-	select {
-	case h.conns <- c:
-		return true
-	case <-h.closed:
-		return false
-	}
-}
-
-func (h *handoff) Accept() (net.Conn, error) {
-	select {
-	case c := <-h.conns:
-		return c, nil
-	case <-h.closed:
-		return nil, net.ErrClosed
-	}
-}
-
-func (h *handoff) Close() error {
-	h.once.Do(func() { close(h.closed) })
-	return nil
-}
-
-func (h *handoff) Addr() net.Addr { return &net.TCPAddr{} }

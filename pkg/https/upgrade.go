@@ -5,11 +5,9 @@ import (
 	"context"
 	"fmt"
 	"io"
-	"log/slog"
 	"net"
 	"net/http"
 	"strings"
-	"time"
 
 	"golang.org/x/net/http/httpguts"
 
@@ -74,12 +72,11 @@ func (p *proxy) upgrader(h hop, protocol string) roundTripper {
 }
 
 // splice sends the 101 to the caller, and then splices both conns, which it owns.
-func (s *switched) splice(w http.ResponseWriter, out *http.Request, log *slog.Logger) {
-	start := time.Now()
+func (s *switched) splice(w *entry, out *http.Request) {
 	nc, rw, err := http.NewResponseController(w).Hijack()
 	if err != nil {
 		tunnel.Reset(s.conn)
-		log.Debug("https connection not upgraded", "err", err)
+		w.why = err.Error()
 		return
 	}
 	fc := nc.(*framedConn)
@@ -87,13 +84,16 @@ func (s *switched) splice(w http.ResponseWriter, out *http.Request, log *slog.Lo
 	if err = s.writeHead(client); err != nil {
 		tunnel.Reset(client)
 		tunnel.Reset(s.conn)
-		log.Debug("https connection not upgraded", "err", err)
+		w.why = err.Error()
 		return
 	}
+	w.head(http.StatusSwitchingProtocols)
 	// The response's body is the conn, preceded by the bytes that the transport read too early.
 	target := &upgradedConn{Conn: s.conn, r: s.res.Body}
-	in, outBytes, err := tunnel.Splice(out.Context(), client, target)
-	log.Debug("https connection upgraded", "bytes", in+outBytes, "dur", time.Since(start), "err", err)
+	sent, received, err := tunnel.Splice(out.Context(), client, target)
+	w.received.Add(sent) // from the caller
+	w.sent += received
+	w.why = tunnel.TextOf(err)
 }
 
 // writeHead writes the 101 and its headers.

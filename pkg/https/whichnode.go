@@ -52,10 +52,27 @@ type answer struct {
 	status int
 	code   tunnel.Code // of the refusal; 0: none
 	text   string
+
+	// For the log. The caller does not see them.
+	log    string          // replaces text; "": text
+	node   tunnel.NodeName // the node that the request or the connection names; "": none
+	denied denial          // kind of the warning; 0: that of code
 }
 
 func answerf(status int, code tunnel.Code, format string, args ...any) *answer {
-	return &answer{status, code, fmt.Sprintf(format, args...)}
+	return &answer{status: status, code: code, text: fmt.Sprintf(format, args...)}
+}
+
+// namedBy returns the node that a caller has named, connected or not: by the SNI of its connection, or else by
+// the Host of its request; "": it has named none.
+func namedBy(sni tunnel.NodeName, r *http.Request) tunnel.NodeName {
+	if sni != "" {
+		return sni
+	}
+	if host, err := nodeOf(r.Host); err == nil {
+		return host
+	}
+	return ""
 }
 
 // whichNode returns the node for which r is meant, or the answer to give instead. r came over c

@@ -166,6 +166,7 @@ func (e *endpoint) run(ctx context.Context) {
 	var live sync.WaitGroup
 	defer live.Wait()
 	var bound time.Duration
+	var failures tunnel.Repeats
 	for ctx.Err() == nil {
 		if e.full() {
 			select {
@@ -179,6 +180,7 @@ func (e *endpoint) run(ctx context.Context) {
 		low, high := retryMin, retryMax
 		switch c := status.Code(err); {
 		case err == nil:
+			failures.Reset()
 			bound = 0 // the next server, if there is one, is tried within retryMin
 			e.agent.count(e.url, 1)
 			log.Info("proxy-server joined", "id", s.server, "servers", s.count)
@@ -198,7 +200,12 @@ func (e *endpoint) run(ctx context.Context) {
 			if c == codes.Unauthenticated || c == codes.PermissionDenied {
 				low, high = retryRefusedMin, retryRefusedMax
 			}
-			log.Warn("joining a proxy-server", "err", err)
+			level := slog.LevelWarn
+			skipped, ok := failures.Allow(err.Error())
+			if !ok {
+				level = slog.LevelDebug // the server may be away for days
+			}
+			log.Log(ctx, level, "joining a proxy-server", "err", err, "skipped", skipped)
 		}
 		bound = min(max(2*bound, low), high)
 		select {

@@ -23,23 +23,26 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/balancer"
 	ports "tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // AgentsConfig configures [Agents].
 type AgentsConfig struct {
-	Listen   string             // host:port
-	TLS      *tls.Config        // our certificate
-	Auth     auth.Authenticator // who may join as which node
-	Replicas func() int         // how many other replicas of this cloud there are; nil: none
-	Conns    int                // the most conns of a node at once; 0: no bound
-	Dials    int                // the most unanswered dials of a node; 0: no bound
+	Listen    string             // host:port
+	ProxyFrom auth.Sources       // balancers that send a PROXY header; see package balancer
+	TLS       *tls.Config        // our certificate
+	Auth      auth.Authenticator // who may join as which node
+	Replicas  func() int         // how many other replicas of this cloud there are; nil: none
+	Conns     int                // the most conns of a node at once; 0: no bound
+	Dials     int                // the most unanswered dials of a node; 0: no bound
 
 	Joining, JoiningPerAddress int           // the most connections without a session, in all and of one source
 	JoinTimeout                time.Duration // how long a connection may be without a session
 
 	Counters *tunnel.Counters // nil: not counted
+	Audit    tunnel.Trail     // takes joins and ends of sessions; nil: nobody
 	Log      *slog.Logger
 }
 
@@ -51,11 +54,12 @@ type AgentsConfig struct {
 // their conns. An edge with the name of the node takes precedence: agents never replace an edge.
 type Agents struct {
 	// Set once.
-	cfg   AgentsConfig
-	id    string            // of this replica, for serverid
-	dir   *tunnel.Directory // has the attached stream of each node
-	log   *slog.Logger
-	grace time.Duration // how long conns may go on after Run's ctx is done
+	cfg       AgentsConfig
+	balancers *balancer.Balancers // in front of the port
+	id        string              // of this replica, for serverid
+	dir       *tunnel.Directory   // has the attached stream of each node
+	log       *slog.Logger
+	grace     time.Duration // how long conns may go on after Run's ctx is done
 
 	refusals tunnel.Limiter // of log lines about refused agents
 
@@ -92,8 +96,12 @@ func NewAgents(cfg AgentsConfig, dir *tunnel.Directory) *Agents {
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
 	}
+	log := cfg.Log.With("module", agentsName)
 	return &Agents{
-		cfg: cfg, id: uuid.NewString(), dir: dir, log: cfg.Log.With("module", agentsName), grace: tunnel.GracePeriod,
+		cfg: cfg, id: uuid.NewString(), dir: dir, log: log, grace: tunnel.GracePeriod,
+		balancers: balancer.New(balancer.Config{
+			From: cfg.ProxyFrom, Key: "proxyfrom", Table: "[mode.cloud.egress]", Counters: cfg.Counters, Log: log,
+		}),
 		refusals: tunnel.Limiter{Every: time.Second, Burst: 10}, nodes: make(map[tunnel.NodeName][]*agentLink),
 	}
 }
@@ -123,7 +131,7 @@ func (a *Agents) Run(ctx context.Context) error {
 	a.mu.Lock()
 	a.addr = ln.Addr()
 	a.mu.Unlock()
-	strangers := ports.NewListener(ports.Steady(ln, a.log), ports.ListenerConfig{
+	strangers := ports.NewListener(a.balancers.Listener(ports.Steady(ln, a.log)), ports.ListenerConfig{
 		Max: a.cfg.Joining, MaxPerSource: a.cfg.JoiningPerAddress,
 		Timeout: a.cfg.JoinTimeout, Bytes: StrangerBytes, Counters: a.cfg.Counters,
 		OverMax: tunnel.LimitJoining, OverMaxPerSource: tunnel.LimitJoiningPerAddress,
@@ -157,7 +165,7 @@ func (a *Agents) newServer(s *agentService) *grpc.Server {
 	conf := a.cfg.TLS.Clone()
 	conf.ClientAuth = tls.RequestClientCert // Agents.authenticate verifies the certificate, if the agent shows no token
 	server := grpc.NewServer(
-		grpc.Creds(agentCreds{credentials.NewTLS(conf)}),
+		grpc.Creds(agentCreds{credentials.NewTLS(conf), a.balancers}),
 		grpc.ForceServerCodecV2(NewCodec()),
 		grpc.MaxRecvMsgSize(maxAgentPacket),
 		grpc.MaxConcurrentStreams(maxStreamsPerConnection),
@@ -369,6 +377,11 @@ func (s *agentService) serve(stream grpc.ServerStream, l *agentLink, grant auth.
 	}
 	a.cfg.Counters.Sessions.Add(1)
 	log.Info("agent joined", "remote", l.session.Remote, "by", grant.By)
+	event := tunnel.Event{
+		Kind: tunnel.EventJoin, Result: tunnel.ResultOK, Node: grant.Node, Remote: l.session.Remote, Session: l.session.ID,
+		By: grant.By,
+	}
+	a.cfg.Audit.Record(event)
 	s.working.Go(l.guarded(l.sendLoop))
 	s.working.Go(l.guarded(l.receiveLoop))
 	var expired <-chan time.Time // nil: the credential does not expire
@@ -390,6 +403,9 @@ func (s *agentService) serve(stream grpc.ServerStream, l *agentLink, grant auth.
 	err := l.err
 	l.mu.Unlock()
 	log.Info("agent left", "err", err)
+	event.Kind, event.Seconds = tunnel.EventLeave, time.Since(l.session.Since).Seconds()
+	event.Err = tunnel.TextOf(err)
+	a.cfg.Audit.Record(event)
 	return err
 }
 

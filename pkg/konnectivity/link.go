@@ -48,6 +48,7 @@ func (l *agentLink) Done() <-chan struct{} { return l.ended }
 
 // Dial implements tunnel.Dialer.
 func (l *agentLink) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	r.Chose()
 	ctx, cancel := context.WithTimeout(ctx, DialTimeout)
 	defer cancel()
 	conn, err := l.admitAndDial(ctx, r)
@@ -205,7 +206,7 @@ const maxReason = 512
 // A stock agent sends the text of a Go error, whose cause stands last. Text before the cause may hold
 // the name of a target, and thus any words.
 func refusalOf(text string) *tunnel.Refusal {
-	text = strings.ToValidUTF8(text[:min(len(text), maxReason)], "")
+	text = tunnel.Printable(text[:min(len(text), maxReason)])
 	first, rest, _ := strings.Cut(text, ": ")
 	for _, code := range tunnel.Codes() {
 		if first == code.String() {

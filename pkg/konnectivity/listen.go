@@ -10,6 +10,7 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
 
+	"tunnel.example/tunnel/pkg/balancer"
 	ports "tunnel.example/tunnel/pkg/listen"
 )
 
@@ -25,12 +26,14 @@ type agentTransport struct {
 // connection still counts as a stranger, until an agent has joined on it.
 type agentCreds struct {
 	credentials.TransportCredentials
+	balancers *balancer.Balancers // logs an unexpected PROXY header
 }
 
 // ServerHandshake implements credentials.TransportCredentials.
 func (c agentCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	conn, info, err := c.TransportCredentials.ServerHandshake(raw)
 	if err != nil {
+		c.balancers.UnexpectedIn(raw, err)
 		return nil, nil, err
 	}
 	tlsInfo, ok := info.(credentials.TLSInfo)
@@ -44,7 +47,7 @@ func (c agentCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInf
 
 // Clone implements credentials.TransportCredentials.
 func (c agentCreds) Clone() credentials.TransportCredentials {
-	return agentCreds{c.TransportCredentials.Clone()}
+	return agentCreds{c.TransportCredentials.Clone(), c.balancers}
 }
 
 // agentTransportOf returns the connection of a stream, from the stream's context.

@@ -273,15 +273,14 @@ func TestNodes(t *testing.T) {
 		case <-time.After(10 * time.Second):
 			t.Fatal("no change")
 		}
-		n.mu.RLock()
-		defer n.mu.RUnlock()
+		all, known := n.Names()
 		var got []string
-		for name := range n.names {
+		for _, name := range all {
 			got = append(got, string(name))
 		}
 		slices.Sort(got)
-		if strings.Join(got, " ") != names || !n.known {
-			t.Errorf("names %q, known: %v; want %q", got, n.known, names)
+		if strings.Join(got, " ") != names || !known {
+			t.Errorf("names %q, known: %v; want %q", got, known, names)
 		}
 	}
 	want("edge1 edge2")

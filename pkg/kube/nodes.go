@@ -73,6 +73,17 @@ func (n *Nodes) May(name tunnel.NodeName) (may, known bool) {
 	return may, n.known
 }
 
+// Names returns the names of all matching nodes, in no order. known is false until the names have been read once.
+func (n *Nodes) Names() (names []tunnel.NodeName, known bool) {
+	n.mu.RLock()
+	defer n.mu.RUnlock()
+	names = make([]tunnel.NodeName, 0, len(n.names))
+	for name := range n.names {
+		names = append(names, name)
+	}
+	return names, n.known
+}
+
 // Changed returns a channel that is closed when the next name is added or removed.
 func (n *Nodes) Changed() <-chan struct{} {
 	n.mu.Lock()

@@ -50,25 +50,42 @@ func (l *Listener) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		tcp, ok := raw.(*net.TCPConn)
+		tcp, ok := Socket(raw)
 		if !ok {
 			raw.Close()
 			return nil, errors.New("not a TCP connection")
 		}
-		p, full := l.strangers.Probation(tcp, Terms{
+		p, full := l.strangers.Probation(raw, Terms{
 			Time: l.cfg.Timeout, Bytes: l.cfg.Bytes,
 			Late:    func() { l.cfg.Counters.Limited(l.cfg.TooLate) },
 			Evicted: func() { l.reset(tcp, l.cfg.OverMax) },
 		})
 		switch {
 		case p != nil:
-			return &Conn{TCPConn: tcp, probation: p}, nil
+			return &Conn{TCPConn: tcp, caller: raw.RemoteAddr(), probation: p}, nil
 		case full.Source:
 			l.reset(raw, l.cfg.OverMaxPerSource)
 		default:
 			l.reset(raw, l.cfg.OverMax)
 		}
 	}
+}
+
+// Socketed is a connection over a TCP connection, such as one whose first bytes have been read.
+type Socketed interface {
+	// Socket returns the TCP connection, for its options and addresses; nil: there is none. Only the
+	// wrapper reads and writes it.
+	Socket() *net.TCPConn
+}
+
+// Socket returns the TCP connection that c is, or that it wraps.
+func Socket(c net.Conn) (*net.TCPConn, bool) {
+	if w, ok := c.(Socketed); ok {
+		tcp := w.Socket()
+		return tcp, tcp != nil
+	}
+	tcp, ok := c.(*net.TCPConn)
+	return tcp, ok
 }
 
 func (l *Listener) reset(c net.Conn, limit tunnel.Limit) {
@@ -79,8 +96,18 @@ func (l *Listener) reset(c net.Conn, limit tunnel.Limit) {
 // Conn is a connection that a [Listener] has accepted.
 type Conn struct {
 	*net.TCPConn
-	probation *Probation // set once; its limits end by Met, when the peer has proven who it is
+
+	// Set once.
+	caller    net.Addr   // the peer, or whoever connected to the balancer in between
+	probation *Probation // its limits end by Met, when the peer has proven who it is
 }
+
+// RemoteAddr implements net.Conn. Behind a balancer it returns the address of the balancer's caller, if
+// the balancer tells it.
+func (c *Conn) RemoteAddr() net.Addr { return c.caller }
+
+// Socket implements Socketed.
+func (c *Conn) Socket() *net.TCPConn { return c.TCPConn }
 
 // Read implements net.Conn.
 func (c *Conn) Read(b []byte) (int, error) { return c.probation.Read(b) }

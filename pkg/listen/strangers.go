@@ -289,6 +289,13 @@ func (st *Stranger) Release() {
 // Know notes that the source to which the address a belongs is known.
 func (s *Strangers) Know(a netip.Addr) { s.remember(s.scopes(a)[0].prefix) }
 
+// Knows reports whether the source to which the address a belongs is known.
+func (s *Strangers) Knows(a netip.Addr) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.knownLocked(s.scopes(a)[0].prefix)
+}
+
 func (s *Strangers) remember(source netip.Prefix) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -7,9 +7,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Unread reports whether the kernel holds received bytes of c that this process has not read yet: a
+// unread reports whether the kernel holds received bytes of c that this process has not read yet: a
 // busy process reads late. It returns false where it cannot tell.
-func Unread(c net.Conn) bool {
+func unread(c net.Conn) bool {
 	socket, ok := c.(syscall.Conn)
 	if !ok {
 		return false

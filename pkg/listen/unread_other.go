@@ -4,5 +4,5 @@ package listen
 
 import "net"
 
-// Unread returns false: only the Linux build asks the kernel for unread bytes.
-func Unread(net.Conn) bool { return false }
+// unread returns false: only the Linux build asks the kernel for unread bytes.
+func unread(net.Conn) bool { return false }

@@ -17,7 +17,8 @@
 //
 // Files: peers.go looks up the other replicas and joins them. replicas.go holds the sessions that
 // they have opened here. nodes.go shares which replica holds which node. relay.go dials through the
-// replica that holds the node. certificate.go checks that a certificate is a replica's.
+// replica that holds the node. api.go asks another replica's own API. certificate.go checks that a
+// certificate is a replica's.
 //
 // Package stream implements the sessions between replicas: [stream.ReplicaConfig] makes a client join
 // as a replica, and [stream.Replicas] is what a server asks when another replica joins it. Package
@@ -74,6 +75,12 @@ type Config struct {
 	Log      *slog.Logger
 	Software string
 	Grace    time.Duration // how long relayed conns may go on when this replica stops; 0: tunnel.GracePeriod
+
+	// Congestion is the congestion control of the connections to other replicas; nil: the system's choice.
+	Congestion *stream.Congestion
+
+	// API opens a conn to the API of this replica, which the other replicas ask about its nodes; nil: there is none.
+	API func(ctx context.Context) (net.Conn, error)
 
 	// LookUp returns the addresses behind a name; nil: the system's resolver.
 	LookUp func(ctx context.Context, host string) ([]netip.Addr, error)
@@ -254,10 +261,11 @@ func (p *Peers) join(ctx context.Context, address string) {
 		Address: address, TLS: p.cfg.TLS, Counters: p.counters, Log: p.cfg.Log, Grace: p.cfg.Grace, Software: p.cfg.Software,
 		Connections: stream.MaxConnections, // a session carries the conns of many nodes
 		Dial:        p.cfg.dial,
+		Congestion:  p.cfg.Congestion,
 		Replica: &stream.ReplicaConfig{
 			ID: p.id, Addrs: addrStrings(p.cfg.Addrs),
 			Have:    func() []string { return p.have(address) },
-			Serve:   p.dir.Dial, // not p.Dial, which could relay a request a second time
+			Serve:   p.serve,
 			Started: p.publish, Hint: hint,
 		},
 	})

@@ -62,6 +62,8 @@ type places struct {
 	ca    testca.CA
 	names []string
 	alias map[string]string // another name of one of names; set before fleet
+	// api is Config.API of every replica; set before fleet.
+	api func(ctx context.Context) (net.Conn, error)
 
 	mu    sync.Mutex        // guards ports
 	ports map[string]string // where a name leads, 127.0.0.1:port
@@ -134,7 +136,7 @@ func (p *places) newReplica(t *testing.T, i int, addresses []string, change ...f
 	var err error
 	a.peers, err = New(Config{
 		Addresses: addresses, Addrs: []netip.Addr{a.addr}, TLS: a.tls.Load, Server: conf, Counters: a.relays,
-		Log: log, Software: "test", Grace: patience, dial: p.dial,
+		Log: log, Software: "test", Grace: patience, dial: p.dial, API: p.api,
 	}, a.dir)
 	if err != nil {
 		t.Fatal(err)

@@ -222,6 +222,8 @@ func (c *cloudFolder) newFiles(made *credentials) []newFile {
 	config := strings.NewReplacer(
 		"{Address}", c.Address, "{Host}", c.hosts[0], "{Port}", strconv.Itoa(c.port),
 		"{Key}", c.secret(cloudKeyFile), "{NodesKey}", c.secret(nodesKeyFile), "{Tokens}", c.secret(tokensFile),
+		"{Socket}", socketLine("cloud", c.dir, cloudSocket, c.Systemd), "{Inventory}", c.secret(inventoryFile),
+		"{Forwards}", c.secret(forwardsFile),
 	).Replace(initTOML)
 	public := func(name, what string, content []byte) newFile {
 		return newFile{name: name, what: what, mode: publicFile, content: content}
@@ -255,7 +257,7 @@ func (c *cloudFolder) secret(name string) string {
 // emptyTokens is the token file of a new cloud.
 const emptyTokens = "# Who may join, a line for each token. `tunnel token create` adds them.\n"
 
-// initTOML is the cloud.toml of a new cloud.
+// initTOML is the cloud.toml of a new cloud. Its last table is the one to which operators append keys.
 const initTOML = `# A cloud, made by tunnel init: tunnel cloud -c cloud.toml
 # Relative paths are relative to this file. tunnel config check says what is wrong with it.
 
@@ -272,6 +274,14 @@ tokenfile = "{Tokens}"
 # No Kubernetes.
 debug = true
 
+# For tunnel ls, status, ping, reload and forward, by the user of the cloud.
+[mode.cloud.admin]
+{Socket}
+# The nodes that the cloud has seen.
+inventory = "{Inventory}"
+# The ports that tunnel forward adds.
+forwards = "{Forwards}"
+
 # Who gets a certificate here, and what tunnel token create tells them.
 [mode.cloud.join]
 ca = "nodes-ca.crt"
@@ -279,7 +289,7 @@ cakey = "{NodesKey}"
 address = "{Address}"
 cloudca = "ca.crt"
 
-# TCP ports here that lead to a node: "listen" = "node/target".
+# TCP ports here that lead to a node: "listen" = "node/target". tunnel forward add needs no line here.
 #[mode.cloud.tcp]
 #"127.0.0.1:2222" = "edge1/127.0.0.1:22"
 # A listener that is not on loopback needs a line that says who may connect.

@@ -162,7 +162,7 @@ func TestInitCluster(t *testing.T) {
 		}
 	}
 	config := strings.NewReplacer("{Port}", "9000", "{Key}", "tls.key", "cloud.crt", "tls.crt", "{Tokens}", "tokens",
-		"{NodesKey}", "nodes-ca.key", "{Address}", cfg.Address).Replace(initTOML)
+		"{NodesKey}", "nodes-ca.key", "{Address}", cfg.Address, "{Socket}", "", "{Inventory}", "nodes.json").Replace(initTOML)
 	if err = os.WriteFile(filepath.Join(dir, cloudFile), []byte(config), publicFile); err != nil {
 		t.Fatal(err)
 	}

@@ -60,6 +60,9 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 	if old == nil {
 		return true, nil
 	}
+	if edited, err = c.moveOperated(edited, is); err != nil {
+		return true, fmt.Errorf("%s: %w", config, err)
+	}
 	// In this order, a failure leaves a configuration whose files exist.
 	if err = createFiles(c.dir, c.files); err != nil {
 		return true, err
@@ -72,6 +75,35 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 		err = errors.Join(err, os.Remove(path))
 	}
 	return true, err
+}
+
+// moveOperated returns the text of cloud.toml with the admin socket, the inventory and the forwards where the unit's
+// user may write. Files that exist are copied.
+func (c *cloudFolder) moveOperated(text string, is *conf.Cloud) (string, error) {
+	text = moveSocket(text, "cloud", cloudSocket)
+	for _, written := range []struct{ key, name, path string }{
+		{"inventory", inventoryFile, is.Inventory}, {"forwards", forwardsFile, is.Forwards},
+	} {
+		from, to := filepath.Join(c.dir, written.name), filepath.Join(c.state, written.name)
+		if written.path != from {
+			continue
+		}
+		var err error
+		if text, err = replaceValue(text, written.key, written.name, to); err != nil {
+			return "", err
+		}
+		content, err := os.ReadFile(from)
+		switch {
+		case errors.Is(err, fs.ErrNotExist):
+			continue
+		case err != nil:
+			return "", err
+		}
+		c.files = append(c.files, newFile{
+			name: to, what: "a copy of " + from, mode: secretFile, content: content, given: true,
+		})
+	}
+	return text, nil
 }
 
 // checkAdopted returns an error if the folder's cloud is not the one that the command line asks for.

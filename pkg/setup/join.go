@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"strings"
 
+	"golang.org/x/net/http/httpproxy"
 	"golang.org/x/term"
 
 	"tunnel.example/tunnel/pkg/auth"
@@ -107,8 +108,15 @@ type JoinConfig struct {
 	Dir     string // for the files
 	Force   bool   // replace the files of another node, or of another cloud
 	Systemd bool   // have systemd start the edge
-	Host    Host
-	Out     io.Writer // a line for each step
+	// How to reach the cloud. Zero values mean: as an existing configuration says, else at the token's address,
+	// with the proxy of the environment.
+	Servers     []string          // for dial.ParseServer
+	Proxy       string            // for dial.ParseProxy, without a password; "none": no proxy
+	ProxyFile   string            // file that holds the URL of the proxy alone
+	ProxyCA     string            // file with the CAs of https:// proxies and wss:// servers
+	Environment *httpproxy.Config // HTTPS_PROXY and NO_PROXY
+	Host        Host
+	Out         io.Writer // a line for each step
 }
 
 // joining is one run of Join.
@@ -168,7 +176,10 @@ func (j *joining) steps(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	way := &way{token: j.Token, software: j.Host.Software, ok: j.ok}
+	way, err := newWay(j.JoinConfig, files.existing, j.ok)
+	if err != nil {
+		return err
+	}
 	if err = way.check(ctx); err != nil {
 		return err
 	}
@@ -176,7 +187,7 @@ func (j *joining) steps(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	written, err := files.write(enrolled)
+	written, err := files.write(enrolled, way)
 	if err != nil {
 		return err
 	}

@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"syscall"
 
@@ -22,6 +23,9 @@ const (
 	edgeFile = "edge.toml"
 	caFile   = "ca.crt"
 	certFile = "node.pem"
+
+	proxyFile   = "proxy"
+	proxyCAFile = "proxy-ca.crt"
 )
 
 // stateDir is the folder of node.pem if systemd runs the edge. The unit's user may write
@@ -35,8 +39,10 @@ type nodeFiles struct {
 	force    bool
 	token    auth.JoinToken
 	env      conf.Env
-	keep     bool   // edge.toml exists and is this node's, for this cloud; an operator may have edited it
-	moveFrom string // certificate of an existing edge.toml that is elsewhere than certPath; "": none
+	keep     bool       // edge.toml exists and is this node's, for this cloud; an operator may have edited it
+	existing *conf.Edge // the content of edge.toml; nil unless keep
+	moveFrom string     // certificate of an existing edge.toml that is elsewhere than certPath; "": none
+	servers  []string   // JoinConfig.Servers
 }
 
 // newNodeFiles checks that Join may write the files. It writes none of them.
@@ -47,16 +53,19 @@ func newNodeFiles(cfg JoinConfig) (*nodeFiles, error) {
 	}
 	f := &nodeFiles{
 		dir: dir, certPath: filepath.Join(dir, certFile),
-		force: cfg.Force, token: cfg.Token, env: cfg.Host.Env,
+		force: cfg.Force, token: cfg.Token, env: cfg.Host.Env, servers: cfg.Servers,
 	}
 	if cfg.Systemd {
 		f.certPath = filepath.Join(stateDir, certFile)
 	}
 	if !f.force {
 		if err := f.checkExisting(); err != nil {
+			return nil, &stepError{step: "files", err: err, fix: existingFix(err)}
+		}
+		if f.keep && (cfg.Proxy != "" || cfg.ProxyFile != "" || cfg.ProxyCA != "") {
 			return nil, &stepError{
-				step: "files", err: err,
-				fix: "Choose another --dir, or replace them with --force. " +
+				step: "files", err: fmt.Errorf("%s exists, and join does not edit it", filepath.Join(f.dir, edgeFile)),
+				fix: "Write proxy, proxyfile or proxyca into it and leave the flags out, or replace it with --force. " +
 					"Nothing was changed, and the token was not sent.",
 			}
 		}
@@ -68,6 +77,15 @@ func newNodeFiles(cfg JoinConfig) (*nodeFiles, error) {
 		}
 	}
 	return f, nil
+}
+
+// existingFix says what to do about files that join finds and does not replace.
+func existingFix(err error) string {
+	const unchanged = " Nothing was changed, and the token was not sent."
+	if errors.Is(err, fs.ErrPermission) { // of root, who has run an earlier join
+		return unwritableFix(err) + unchanged
+	}
+	return "Choose another --dir, or replace them with --force." + unchanged
 }
 
 func unwritableFix(err error) string {
@@ -147,8 +165,9 @@ func (f *nodeFiles) checkConfig(config string) error {
 	switch {
 	case is.Node != f.token.Node:
 		return fmt.Errorf("%s is of node %s, and the token of node %s", config, is.Node, f.token.Node)
-	case is.Addr != f.token.Address || is.ServerName != f.token.ServerName:
-		return fmt.Errorf("%s is for the cloud %s, and the token for %s", config, is.Addr, f.token.Address)
+	case is.ServerName != f.token.ServerName, !slices.Equal(is.Places(), f.places(is)):
+		return fmt.Errorf("%s is for the cloud %s, and the token for %s",
+			config, strings.Join(is.Places(), ", "), strings.Join(f.places(is), ", "))
 	case abs(is.CA) != ca || cert != own && cert != state:
 		return fmt.Errorf("%s names other files than %s (cert) and %s (nodecert)", config, ca, f.certPath)
 	case cert == state: // the node joined with --systemd before
@@ -156,7 +175,20 @@ func (f *nodeFiles) checkConfig(config string) error {
 	case cert != f.certPath:
 		f.moveFrom = cert
 	}
+	f.existing = is
 	return nil
+}
+
+// places returns where an existing edge.toml must reach the cloud: at the servers of the command line, at those
+// of the file, or at the address in the token.
+func (f *nodeFiles) places(is *conf.Edge) []string {
+	switch {
+	case len(f.servers) > 0:
+		return f.servers
+	case len(is.Servers) > 0:
+		return is.Servers
+	}
+	return []string{f.token.Address}
 }
 
 // abs returns path as an absolute path; "" stays "".
@@ -180,20 +212,29 @@ func nodeOfPEM(text []byte) (tunnel.NodeName, error) {
 }
 
 // write writes the files, and returns their paths with a remark for each that stays.
-func (f *nodeFiles) write(e *enrolled) (written []string, err error) {
+func (f *nodeFiles) write(e *enrolled, w *way) (written []string, err error) {
 	// The file gets the folder's owner: under systemd that is not root.
 	if err = auth.WriteNodeFile(f.certPath, e.chain, e.key); err != nil {
 		return nil, fmt.Errorf("writing %s: %w", f.certPath, err)
 	}
-	config, err := f.config()
+	config, err := f.config(w)
 	if err != nil {
 		return nil, err
 	}
 	written = append(written, f.certPath)
-	for _, file := range []newFile{
-		{name: caFile, mode: publicFile, content: e.ca},
-		{name: edgeFile, mode: publicFile, content: config},
-	} {
+	files := []newFile{{name: caFile, mode: publicFile, content: e.ca}}
+	if !f.keep {
+		if w.proxyCA != nil {
+			files = append(files, newFile{name: proxyCAFile, mode: publicFile, content: w.proxyCA})
+		}
+		if w.used != nil && w.used.HasPassword() {
+			if err = auth.WriteSecretFile(f.proxyPath(), []byte(w.used.URL()+"\n")); err != nil {
+				return nil, fmt.Errorf("writing %s: %w", f.proxyPath(), err)
+			}
+			written = append(written, f.proxyPath())
+		}
+	}
+	for _, file := range append(files, newFile{name: edgeFile, mode: publicFile, content: config}) {
 		var what string
 		if what, err = f.update(file); err != nil {
 			return nil, err
@@ -237,7 +278,7 @@ func overwrite(path string, f newFile) error {
 }
 
 // config returns the content of edge.toml. The edits of an operator stay.
-func (f *nodeFiles) config() ([]byte, error) {
+func (f *nodeFiles) config(w *way) ([]byte, error) {
 	if f.keep {
 		path := filepath.Join(f.dir, edgeFile)
 		text, err := os.ReadFile(path)
@@ -249,18 +290,57 @@ func (f *nodeFiles) config() ([]byte, error) {
 			return nil, fmt.Errorf("the certificate is in %s now, but %s does not have exactly one nodecert = %q "+
 				"to change: write nodecert = %q", f.certPath, path, certFile, f.certPath)
 		}
-		return []byte(strings.Replace(string(text), old, fmt.Sprintf("nodecert = %q", f.certPath), 1)), nil
+		moved := strings.Replace(string(text), old, fmt.Sprintf("nodecert = %q", f.certPath), 1)
+		return []byte(moveSocket(moved, "edge", edgeSocket)), nil
 	}
 	cert := certFile
 	if f.certPath != filepath.Join(f.dir, certFile) {
 		cert = f.certPath
 	}
-	values := strings.NewReplacer("{Node}", string(f.token.Node), "{Address}", f.token.Address,
-		"{ServerName}", f.token.ServerName, "{Cert}", cert)
+	values := strings.NewReplacer("{Node}", string(f.token.Node), "{Place}", f.place(), "{Way}", f.way(w),
+		"{ServerName}", f.token.ServerName, "{Cert}", cert,
+		"{Socket}", socketLine("edge", f.dir, edgeSocket, cert != certFile))
 	return []byte(values.Replace(joinTOML)), nil
 }
 
-// joinTOML is the edge.toml of a new node.
+// place returns the line of edge.toml that says where the cloud is.
+func (f *nodeFiles) place() string {
+	if len(f.servers) == 0 {
+		return fmt.Sprintf("servername = %q", f.token.Address)
+	}
+	var quoted []string
+	for _, s := range f.servers {
+		quoted = append(quoted, fmt.Sprintf("%q", s))
+	}
+	return "servers = [" + strings.Join(quoted, ", ") + "]"
+}
+
+// way returns the lines of edge.toml about the proxy by which w has reached the cloud. Whatever starts the edge
+// later may have another environment, so they stand in the file.
+func (f *nodeFiles) way(w *way) string {
+	var lines string
+	switch {
+	case w.noProxy:
+		lines = fmt.Sprintf("proxy = %q\n", conf.ProxyNone)
+	case w.used == nil:
+	case !w.used.HasPassword():
+		lines = fmt.Sprintf("proxy = %q\n", w.used.URL())
+	case filepath.Dir(f.certPath) == f.dir:
+		lines = fmt.Sprintf("proxyfile = %q\n", proxyFile)
+	default:
+		lines = fmt.Sprintf("proxyfile = %q\n", f.proxyPath())
+	}
+	if w.proxyCA != nil {
+		lines += fmt.Sprintf("proxyca = %q\n", proxyCAFile)
+	}
+	return lines
+}
+
+// proxyPath returns the path of the file with the proxy's URL. It is beside the certificate, where the edge's
+// user may read secrets.
+func (f *nodeFiles) proxyPath() string { return filepath.Join(filepath.Dir(f.certPath), proxyFile) }
+
+// joinTOML is the edge.toml of a new node. Its last table is the one to which operators append keys, such as logport.
 const joinTOML = `# An edge, made by tunnel join: tunnel edge -c edge.toml
 # Relative paths are relative to this file. tunnel config check says what is wrong with it.
 
@@ -269,10 +349,14 @@ node = "{Node}"
 # What the cloud may have dialled besides this machine: address or network : port or *.
 #allow = ["10.0.0.0/8:443"]
 
+# For tunnel status, by the user of the edge.
+[mode.edge.admin]
+{Socket}
+
 [mode.edge.stream.client]
 # The address to dial, the name in the cloud's certificate, and who signs that.
-servername = "{Address}"
-dns = "{ServerName}"
+{Place}
+{Way}dns = "{ServerName}"
 cert = "ca.crt"
 # This node's certificate and its key. The edge renews it.
 nodecert = "{Cert}"

@@ -120,7 +120,7 @@ func TestMoveCertificate(t *testing.T) {
 		if err := os.WriteFile(filepath.Join(dir, edgeFile), []byte(text), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		got, err := f.config()
+		got, err := f.config(new(way))
 		if string(got) != want || (err == nil) != (want != "") {
 			t.Errorf("%q becomes %q, %v; want %q", text, got, err, want)
 		}

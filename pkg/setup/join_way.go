@@ -10,6 +10,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
 	"strings"
 	"syscall"
 	"time"
@@ -17,7 +18,9 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/dial"
 	"tunnel.example/tunnel/pkg/stream"
 )
 
@@ -33,9 +36,113 @@ const (
 // way checks the way to the cloud step by step, so that each failure names its step. It sends
 // the token's secret only after every step has succeeded.
 type way struct {
+	// Set once.
 	token    auth.JoinToken
 	software string // how this program names itself
 	ok       func(step, format string, args ...any)
+	servers  []dial.Server
+	dialer   *dial.Dialer
+	proxies  dial.ProxyFunc // nil: no proxy
+	noProxy  bool           // the operator forbids a proxy
+	proxyCA  []byte         // content of JoinConfig.ProxyCA; nil: none
+
+	used *dial.Proxy // the proxy that has led to the cloud; nil: none. Set by check
+}
+
+// newWay returns the way to the cloud that cfg says. existing is the node's configuration, if there is one; it
+// says what cfg leaves open.
+func newWay(cfg JoinConfig, existing *conf.Edge, ok func(step, format string, args ...any)) (*way, error) {
+	w := &way{token: cfg.Token, software: cfg.Host.Software, ok: ok}
+	if existing != nil {
+		cfg.Servers, cfg.Proxy, cfg.ProxyFile, cfg.ProxyCA =
+			existing.Places(), existing.Proxy.Reveal(), existing.ProxyFile, existing.ProxyCA
+	}
+	places := cfg.Servers
+	if len(places) == 0 {
+		places = []string{cfg.Token.Address}
+	}
+	for _, place := range places {
+		s, err := dial.ParseServer(place)
+		if err != nil && len(cfg.Servers) == 0 {
+			return nil, &stepError{
+				step: "token", err: errors.New("the address in it is not host:port"),
+				fix: "make another one with `tunnel token create`", kind: KindUsage,
+			}
+		}
+		if err != nil {
+			return nil, &Error{KindUsage, fmt.Errorf("--server: %w", err)}
+		}
+		w.servers = append(w.servers, s)
+	}
+	if err := w.chooseProxy(cfg, existing != nil); err != nil {
+		return nil, err
+	}
+	config := dial.Config{
+		Servers: w.servers, Proxy: w.proxies, UserAgent: w.software,
+		Keys: dial.Keys{Servers: "--server", Proxy: "--proxy", ProxyFile: "--proxy-file", ProxyCA: "--proxy-ca"},
+	}
+	if cfg.ProxyCA != "" {
+		var err error
+		if w.proxyCA, err = os.ReadFile(cfg.ProxyCA); err != nil {
+			return nil, &Error{KindUsage, fmt.Errorf("--proxy-ca: %w", err)}
+		}
+		roots := x509.NewCertPool()
+		if !roots.AppendCertsFromPEM(w.proxyCA) {
+			return nil, &Error{KindUsage, fmt.Errorf("--proxy-ca: %s holds no certificate in PEM form", cfg.ProxyCA)}
+		}
+		config.Roots = func() *x509.CertPool { return roots }
+	}
+	var err error
+	w.dialer, err = dial.New(config)
+	return w, err
+}
+
+// chooseProxy sets proxies and noProxy. known: an edge.toml names the proxy, and its password is not on the
+// command line.
+func (w *way) chooseProxy(cfg JoinConfig, known bool) error {
+	switch cfg.Proxy {
+	case conf.ProxyNone:
+		w.noProxy = true
+		return nil
+	case "", "env":
+		if cfg.ProxyFile != "" {
+			w.proxies = dial.FromFile(cfg.ProxyFile, "--proxy-file")
+		} else if cfg.Environment != nil {
+			w.proxies = dial.FromEnvironment(cfg.Environment)
+		}
+	default:
+		p, err := dial.ParseProxy(cfg.Proxy, "--proxy")
+		switch {
+		case err != nil:
+			return &Error{KindUsage, err}
+		case p.HasPassword() && !known:
+			return &Error{KindUsage, errors.New("--proxy: a password on a command line is seen by every user of this " +
+				"machine: write the URL into a file of yours with mode 600, and name it with --proxy-file")}
+		}
+		w.proxies = dial.Through(p)
+	}
+	if w.proxies == nil {
+		return nil
+	}
+	for _, s := range w.servers {
+		if _, err := w.proxies(s); err != nil {
+			return &Error{KindUsage, err}
+		}
+	}
+	return nil
+}
+
+// isDirect reports whether the cloud is dialled at one address, without a box in between. Then check shows the
+// steps of dialling one by one.
+func (w *way) isDirect() bool {
+	if len(w.servers) > 1 || w.servers[0].IsWebSocket() {
+		return false
+	}
+	if w.proxies == nil {
+		return true
+	}
+	p, err := w.proxies(w.servers[0])
+	return p == nil && err == nil
 }
 
 // enrolled is the cloud's answer to a join token, and the key that stays on this machine.
@@ -47,12 +154,12 @@ type enrolled struct {
 
 // check resolves the cloud's name, connects, and makes a TLS handshake.
 func (w *way) check(ctx context.Context) error {
-	host, port, err := net.SplitHostPort(w.token.Address)
+	if !w.isDirect() {
+		return w.checkServers(ctx)
+	}
+	host, port, err := net.SplitHostPort(w.servers[0].Addr())
 	if err != nil {
-		return &stepError{
-			step: "token", err: errors.New("the address in it is not host:port"),
-			fix: "make another one with `tunnel token create`", kind: KindUsage,
-		}
+		return err // never: ParseServer has split it
 	}
 	ips, err := w.resolve(ctx, host)
 	if err != nil {
@@ -65,6 +172,54 @@ func (w *way) check(ctx context.Context) error {
 	defer conn.Close()
 	return w.handshake(ctx, conn)
 }
+
+// checkServers connects to the cloud by any of the servers, and makes a TLS handshake. A server where something
+// else than the cloud answers is not the last one to try.
+func (w *way) checkServers(ctx context.Context) (err error) {
+	for range w.servers {
+		if err = w.tryServers(ctx); err == nil || ctx.Err() != nil {
+			return err
+		}
+	}
+	return err
+}
+
+// tryServers makes one attempt of checkServers.
+func (w *way) tryServers(ctx context.Context) error {
+	dctx, cancel := context.WithTimeout(ctx, stepTimeout)
+	defer cancel()
+	c, err := w.dialer.Dial(dctx)
+	if err != nil {
+		failed := &stepError{
+			step: dial.StepTCP, err: oneLine(fmt.Errorf("no connection to the cloud: %w", err)),
+			fix: "Check this machine's network, and the addresses of the cloud.",
+		}
+		// Of several servers each has its own advice, in the text of the error.
+		if e, ok := errors.AsType[*dial.Error](err); ok && len(w.servers) == 1 {
+			failed.step, failed.err, failed.fix = e.Step, oneLine(e.Err), sentence(e.Hint)
+		}
+		return failed
+	}
+	defer c.Close()
+	step := dial.StepTCP
+	switch {
+	case c.Server().IsWebSocket():
+		step = dial.StepWebSocket
+	case c.Proxy() != nil:
+		step = dial.StepProxy
+	}
+	w.ok(step, "connected to %s", c.Route())
+	if err := w.handshake(ctx, c); err != nil {
+		c.Failed()
+		return err
+	}
+	c.Worked()
+	w.used = c.Proxy()
+	return nil
+}
+
+// sentence returns a hint as a sentence.
+func sentence(hint string) string { return strings.ToUpper(hint[:1]) + hint[1:] + "." }
 
 func (w *way) resolve(ctx context.Context, host string) ([]string, error) {
 	if net.ParseIP(host) != nil {
@@ -188,7 +343,7 @@ func (w *way) enroll(ctx context.Context) (*enrolled, error) {
 	}
 	cfg, ca := auth.PinnedTLS(w.token)
 	answer, err := stream.Enroll(ctx, stream.EnrollConfig{
-		Address: w.token.Address, TLS: cfg, Node: w.token.Node, Token: w.token.Secret,
+		Address: w.token.Address, Connect: w.dialer.Dial, TLS: cfg, Node: w.token.Node, Token: w.token.Secret,
 		Request: request, Software: w.software,
 	})
 	if err != nil {

@@ -1,7 +1,7 @@
 // Package socket listens on unix sockets. From the first moment only our own user (and root) can
 // connect; with [ListenGroup] also a group that the operator chose.
 //
-//	ln, err := socket.Listen(ctx, "/run/tunnel/cloud.sock")
+//	ln, err := socket.Listen(ctx, "/run/tunnel-cloud/admin.sock")
 //	ln, err := socket.ListenGroup(ctx, "/run/egress/grpc.sock") // the folder's group, if the folder is setgid
 //	defer ln.Close() // removes the file
 //

@@ -20,17 +20,23 @@ type backoff struct {
 const (
 	backoffMin = 500 * time.Millisecond
 	backoffMax = 10 * time.Second
+	// backoffMoving replaces backoffMax while the edge's replica is about to stop. The replica waits for the
+	// edge to reach another one until leaveLast, so the edge must try several times until then.
+	backoffMoving = 2 * time.Second
 	// backoffRefusedMin and backoffRefusedMax bound the wait after a refusal. An early retry is
 	// useless then. But Kubernetes may deliver a changed Secret late, so the edge keeps trying.
 	backoffRefusedMin = 10 * time.Second
 	backoffRefusedMax = 5 * time.Minute
 )
 
-// next returns how long to wait after a failure with err.
-func (b *backoff) next(err error) time.Duration {
+// next returns how long to wait after a failure with err. moving says whether the edge's replica is about to stop.
+func (b *backoff) next(err error, moving bool) time.Duration {
 	low, high := backoffMin, backoffMax
-	if isRefusal(err) {
+	switch {
+	case isRefusal(err):
 		low, high = backoffRefusedMin, backoffRefusedMax
+	case moving:
+		high = backoffMoving
 	}
 	b.bound = min(max(2*b.bound, low), high)
 	if isRefusal(err) {
@@ -40,7 +46,8 @@ func (b *backoff) next(err error) time.Duration {
 }
 
 // reset makes the next wait short again. The client calls reset after a session that lived longer
-// than backoffMax, and after a pause that ended early because of HurryUp or a new list of replicas.
+// than backoffMax, and after a pause that ended early because of HurryUp, a new list of replicas, or, unless the
+// cloud has refused the edge, another address of this machine.
 func (b *backoff) reset() { b.bound = 0 }
 
 // isRefusal reports whether the cloud has refused this edge. The cloud will refuse the edge again

@@ -24,7 +24,7 @@ func TestBackoffIsFullJitter(t *testing.T) {
 	for range edges {
 		var b backoff
 		for i, bound := range bounds {
-			d := b.next(errNetwork)
+			d := b.next(errNetwork, false)
 			if d < 0 || d >= bound {
 				t.Fatalf("wait %d is %s, want less than %s", i+1, d, bound)
 			}
@@ -49,15 +49,15 @@ func TestBackoffAfterRefusal(t *testing.T) {
 	var b backoff
 	for i, bound := range []time.Duration{10, 20, 40, 80, 160, 300, 300} {
 		bound *= time.Second
-		if d := b.next(errToken); d < bound/2 || d >= bound {
+		if d := b.next(errToken, false); d < bound/2 || d >= bound {
 			t.Errorf("wait %d is %s, want %s to %s", i+1, d, bound/2, bound)
 		}
 	}
-	if d := b.next(errNetwork); d >= backoffMax {
+	if d := b.next(errNetwork, false); d >= backoffMax {
 		t.Errorf("a cloud that is down after a refusal is tried again after %s, want less than %s", d, backoffMax)
 	}
 	b.reset()
-	if d := b.next(errNetwork); d >= backoffMin {
+	if d := b.next(errNetwork, false); d >= backoffMin {
 		t.Errorf("after a session the first wait is %s, want less than %s", d, backoffMin)
 	}
 }
@@ -79,5 +79,17 @@ func TestWhatIsARefusal(t *testing.T) {
 	}
 	if isRefusal(errNetwork) {
 		t.Error("a network error is a refusal")
+	}
+}
+
+// An edge whose replica is about to stop tries again several times while the replica waits for it.
+func TestBackoffWhileMoving(t *testing.T) {
+	for range 1000 {
+		var b backoff
+		for i := range 10 {
+			if d := b.next(errNetwork, true); d >= backoffMoving || backoffMoving > (leaveLast-leaveFirst)/4 {
+				t.Fatalf("wait %d is %s, want less than %s; the replica waits %s", i+1, d, backoffMoving, leaveLast)
+			}
+		}
 	}
 }

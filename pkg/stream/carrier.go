@@ -4,12 +4,15 @@ import (
 	"errors"
 	"math"
 	"net"
-	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
 
 	"tunnel.example/tunnel/pkg/conn"
+	"tunnel.example/tunnel/pkg/dial"
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/wsconn"
 )
 
 // A session has one TCP connection of its own, and may have data connections beside it. The round
@@ -56,12 +59,19 @@ func (f far) sizes() linkSizes {
 // carrier is the network connection of a session, or a data connection.
 type carrier struct {
 	net.Conn
-	tcp   *net.TCPConn    // the same connection; nil in tests with a network of their own
-	raw   syscall.RawConn // of tcp
-	trip  time.Duration   // round trip from which the link counts as far
-	far   far             // owned by Write once the connection is in use
-	since time.Time
-	heard atomic.Int64 // when bytes last came, in nanoseconds after since
+	tcp     *net.TCPConn    // the TCP connection below Conn; nil in tests with a network of their own
+	raw     syscall.RawConn // of tcp
+	control *Congestion     // nil: the system's choice
+	paths   bool            // it may have several paths to the peer: it has Multipath TCP
+	trip    time.Duration   // round trip from which the link counts as far
+	// indirect: tcp ends at a proxy or at the server of a WebSocket, so its round trips say nothing about the
+	// link to the peer. What the kernel says of bytes that wait or are lost is true of the way to that box.
+	indirect bool
+	far      far // owned by Write once the connection is in use
+	since    time.Time
+	heard    atomic.Int64 // when bytes last came, in nanoseconds after since
+
+	losses losses // for judge. Of a session's own connection owned by Write, of a data connection guarded by pacer.mu
 
 	// Only for the connection of a session.
 	turns  conn.Turns
@@ -78,27 +88,62 @@ type carrier struct {
 }
 
 // carry prepares a new connection for a session. trip is the round trip from which the link
-// counts as far. carry compares trip with the round trip of TCP's own handshake.
-func carry(c net.Conn, trip time.Duration) (*carrier, far) {
-	all := &carrier{Conn: c, trip: trip, since: time.Now()}
-	tcp, ok := c.(*net.TCPConn)
+// counts as far. carry compares trip with the round trip of TCP's own handshake. control chooses
+// the congestion control; nil: the system's choice.
+func carry(c net.Conn, trip time.Duration, control *Congestion) (*carrier, far) {
+	all := &carrier{Conn: c, trip: trip, control: control, since: time.Now()}
+	var measured time.Duration
+	measured, all.indirect = indirect(c)
+	if all.indirect {
+		all.far = far(measured >= trip)
+	}
+	tcp, ok := bottom(c)
 	if !ok {
-		return all, false
+		return all, all.far
 	}
 	raw, err := tcp.SyscallConn()
 	if err != nil {
-		return all, false
+		return all, all.far
 	}
 	all.tcp, all.raw = tcp, raw
 	raw.Control(func(fd uintptr) {
-		if path, ok := pathOf(fd); ok {
+		if path, ok := pathOf(fd); ok && !all.indirect {
 			all.far = far(path.trip >= trip)
 		}
 		all.boundUnsent(fd, all.far.sizes().unsent)
 		boundBackoff(fd, sessionBackoff)
 		userTimeout(fd, keepaliveTotal) //nolint:errcheck // see sessionBackoff
+		control.begin(fd)
+		all.paths = isMultipath(fd) && !all.indirect
 	})
 	return all, all.far
+}
+
+// indirect reports whether TCP ends at a box between c and the peer. trip is then how long the box took to
+// reach the peer when the connection was made; 0: not known, as at the cloud.
+func indirect(c net.Conn) (trip time.Duration, is bool) {
+	switch c := c.(type) {
+	case *dial.Conn:
+		return c.IsIndirect()
+	case *wsconn.Conn:
+		return 0, true
+	}
+	return 0, false
+}
+
+// bottom returns the TCP connection below all layers of c: those that name it, as listen.Socketed, and those that
+// name the next layer, as tls.Conn and dial.Conn do.
+func bottom(c net.Conn) (*net.TCPConn, bool) {
+	for {
+		if tcp, ok := listen.Socket(c); ok {
+			return tcp, true
+		}
+		layer, ok := c.(interface{ NetConn() net.Conn })
+		if !ok {
+			return nil, false
+		}
+		c = layer.NetConn()
+	}
 }
 
 // The kernel resends the bytes that were sent while a link was cut. It doubles the interval
@@ -141,6 +186,15 @@ func (c *carrier) boundUnsent(fd uintptr, n int) {
 	}
 }
 
+// Socket implements listen.Socketed.
+func (c *carrier) Socket() *net.TCPConn { return c.tcp }
+
+// HasUnread implements listen.Holder.
+func (c *carrier) HasUnread() bool {
+	h, ok := c.Conn.(listen.Holder)
+	return ok && h.HasUnread()
+}
+
 // SyscallConn implements syscall.Conn, for listen.Unread.
 func (c *carrier) SyscallConn() (syscall.RawConn, error) {
 	if c.raw == nil {
@@ -156,6 +210,34 @@ func (c *carrier) Read(b []byte) (int, error) {
 		c.heard.Store(int64(time.Since(c.since)))
 	}
 	return n, err
+}
+
+// Paths returns the paths of a connection with Multipath TCP. It returns nil for any other connection.
+func (c *carrier) Paths() (paths []tunnel.Path) {
+	if c.paths {
+		c.raw.Control(func(fd uintptr) { paths = pathsOf(fd) })
+	}
+	return paths
+}
+
+// isMultipath reports whether the connection has Multipath TCP now. A box in between may strip its option
+// while the connection begins.
+func (c *carrier) isMultipath() bool { return c.Paths() != nil }
+
+// lost is how long the other side may be silent before it counts as lost.
+func (c *carrier) lost() time.Duration {
+	if c.isMultipath() {
+		return multipathLost
+	}
+	return lostAfter
+}
+
+// total is how long the connection of a session may bring nothing.
+func (c *carrier) total() time.Duration {
+	if c.isMultipath() {
+		return multipathTotal
+	}
+	return keepaliveTotal
 }
 
 // silence returns the time since bytes last came on the connection.
@@ -223,12 +305,13 @@ func (c *carrier) thin(n int) bool {
 	if now := time.Now(); c.wrote+n > leastUnsent && now.Sub(c.asked) >= rateInterval {
 		wrote := int64(float64(c.wrote) / now.Sub(c.asked).Seconds())
 		c.asked, c.wrote = now, 0
+		var path pathInfo
 		c.raw.Control(func(fd uintptr) {
-			path, ok := pathOf(fd)
-			if !ok {
+			var ok bool
+			if path, ok = pathOf(fd); !ok {
 				return
 			}
-			if path.leastTrip < c.trip {
+			if path.leastTrip < c.trip && !c.indirect {
 				c.far = false // a near link: a busy machine made TCP's handshake slow
 			}
 			rate := int64(min(path.rate, math.MaxInt64)) //nolint:gosec // bounded
@@ -245,6 +328,7 @@ func (c *carrier) thin(n int) bool {
 			}
 			c.boundUnsent(fd, unsent)
 		})
+		c.judge(path.segments)
 	}
 	return c.isThin
 }
@@ -260,54 +344,29 @@ func setUserTimeout(c *net.TCPConn, d time.Duration) error {
 	return errors.Join(err, cerr)
 }
 
-// nearListener accepts the near connections of a joinListener. It passes far connections to far.
+// nearListener accepts the connections of a joinListener. It hands over connections with Multipath TCP, and the
+// far ones of the others.
 type nearListener struct {
 	*joinListener
-	far *farListener
+	far, multipath *listen.Handover
 }
 
 // Accept implements net.Listener.
 func (l nearListener) Accept() (net.Conn, error) {
 	for {
 		c, err := l.joinListener.Accept()
-		if err != nil || !bool(c.(*joiningConn).far) {
-			return c, err
+		if err != nil {
+			return nil, err
 		}
-		select {
-		case l.far.conns <- c:
-		case <-l.far.closed:
+		to := l.far
+		switch j := c.(*joiningConn); { //nolint:forcetypeassert // joinListener makes it
+		case j.Conn.(*carrier).paths: //nolint:forcetypeassert // likewise
+			to = l.multipath
+		case !bool(j.far):
+			return c, nil
+		}
+		if !to.Give(c, 0) {
 			c.Close()
 		}
 	}
-}
-
-// farListener accepts the far connections that a nearListener passes on.
-type farListener struct {
-	addr   net.Addr
-	conns  chan net.Conn // far connections for Accept
-	closed chan struct{} // closed by Close
-	once   sync.Once
-}
-
-func newFarListener(addr net.Addr) *farListener {
-	return &farListener{addr: addr, conns: make(chan net.Conn), closed: make(chan struct{})}
-}
-
-// Accept implements net.Listener.
-func (l *farListener) Accept() (net.Conn, error) {
-	select {
-	case c := <-l.conns:
-		return c, nil
-	case <-l.closed:
-		return nil, net.ErrClosed
-	}
-}
-
-// Addr implements net.Listener.
-func (l *farListener) Addr() net.Addr { return l.addr }
-
-// Close implements net.Listener.
-func (l *farListener) Close() error {
-	l.once.Do(func() { close(l.closed) })
-	return nil
 }

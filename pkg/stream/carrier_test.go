@@ -87,14 +87,14 @@ func wantUnsent(t *testing.T, c *carrier, want int) {
 // time that its rate is asked for.
 func TestCarry(t *testing.T) {
 	raw, _ := tcpPair(t)
-	c, isFar := carry(raw, time.Hour)
+	c, isFar := carry(raw, time.Hour, nil)
 	if isFar {
 		t.Error("a link of less than an hour is far")
 	}
 	wantUnsent(t, c, far(false).sizes().unsent)
 
 	raw, _ = tcpPair(t)
-	c, isFar = carry(raw, 1)
+	c, isFar = carry(raw, 1, nil)
 	if !isFar {
 		t.Error("a link of more than a nanosecond is near")
 	}
@@ -121,7 +121,7 @@ func TestCarry(t *testing.T) {
 // end the connection of a stalled reader.
 func TestKernelTriesLongEnough(t *testing.T) {
 	raw, _ := tcpPair(t)
-	c, _ := carry(raw, time.Hour)
+	c, _ := carry(raw, time.Hour, nil)
 	option := func(name int) (ms int) {
 		var err error
 		cerr := c.raw.Control(func(fd uintptr) { ms, err = unix.GetsockoptInt(int(fd), unix.IPPROTO_TCP, name) })
@@ -152,7 +152,7 @@ func TestKernelTriesLongEnough(t *testing.T) {
 // arrives whole.
 func TestCarrierWrite(t *testing.T) {
 	raw, peer := tcpPair(t)
-	c, _ := carry(raw, 1)
+	c, _ := carry(raw, 1, nil)
 	c.asked, c.isThin = time.Now().Add(time.Hour), true
 
 	// Nobody reads: in the end a write waits, though the kernel's buffer has room.

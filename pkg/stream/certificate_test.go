@@ -263,7 +263,7 @@ func TestWhatTheEdgeSaysOfItsCertificate(t *testing.T) {
 		"none":         {tls.Certificate{}, a.serve, []string{"neither a token nor a certificate", "nodecert", "tunnel join"}},
 		"expired":      {late.certificate("edge1"), a.serve, []string{"has expired on 20", "clock", "tunnel join"}},
 		"another CA":   {other.certificate("edge1"), a.serve, []string{"nodecert", "signed by ca in [mode.cloud.join]", "tunnel join"}},
-		"never asked":  {a.certificate("edge1"), func(c *ServerConfig) { c.Auth = a.gate }, []string{"asks for no certificate", "ca in [mode.cloud.join]"}},
+		"never asked":  {a.certificate("edge1"), func(c *ServerConfig) { c.Auth = a.gate }, []string{"asks for no certificate", "ca in [mode.cloud.join]", "in between ends TLS"}},
 		"another node": {a.certificate("edge2"), a.serve, []string{"made out to this node"}},
 	} {
 		t.Run(name, func(t *testing.T) {

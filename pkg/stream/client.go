@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
 	"slices"
 	"sync"
 	"time"
@@ -19,12 +20,13 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel.example/tunnel/pkg/conn"
+	"tunnel.example/tunnel/pkg/dial"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // ClientConfig configures a [Client].
 type ClientConfig struct {
-	Address string // of the cloud, host:port
+	Address string // of the cloud, host:port; with Connect only a name for logs and errors
 	// TLS returns the CA, the name to verify (ServerName), and the client certificate if there is
 	// one. The client calls TLS for every connection, so that files may change. The client calls
 	// GetClientCertificate before the handshake, so without the cloud's certificate request.
@@ -45,8 +47,12 @@ type ClientConfig struct {
 	// one. 0: only the session's own connection.
 	Connections int
 
+	Congestion *Congestion // of the connections to the cloud; nil: the system's choice
+
 	// Dial connects to Address; nil: a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
+	// Connect connects to the cloud in place of Dial: by a dial.Dialer, which knows proxies and WebSockets.
+	Connect func(ctx context.Context) (*dial.Conn, error)
 
 	// Replica makes the client join as a replica of the cloud. If Replica is set, Node, Token,
 	// Limits, All and Reach stay unset. nil: the client joins as Node.
@@ -70,16 +76,31 @@ type Client struct {
 	tickets tickets
 	queue   tunnel.Queue   // applies cfg.Limits to the opens of all sessions
 	denials tunnel.Limiter // of log lines about denied dials
+	// failures are the lines about attempts to join that have failed.
+	failures tunnel.Repeats
+	// source returns the address from which the kernel would connect to an address; tests replace it.
+	source func(remote string) (netip.Addr, error)
 
 	mu       sync.Mutex // guards the following
 	links    []*link    // live sessions, the newest last
 	replicas []string   // instances that the cloud has sent; none: one replica, or nothing sent yet
 	ended    []ending   // sessions that have ended since the last call of the method wanted
 	err      error      // why the last attempt or session failed, see Ready
-	hurried  bool       // the next pause ends at once: HurryUp was called, or a replica may be new; pause clears it
+	hurry    hurry      // why the next pause ends at once; pause clears it
+	tried    string     // the address that the last attempt has reached or tried; empty: none
+	sources  sources    // towards tried, as of the last attempt or the last call of NetworkChanged
 	// changed wakes Run and waitForSuccessor when a field above changes.
 	changed tunnel.Change
 }
+
+// hurry says why a pause between two attempts ends at once. A later reason replaces an earlier one.
+type hurry int
+
+const (
+	noHurry      hurry = iota
+	hurryRoute         // this machine has another address towards the cloud; see NetworkChanged
+	hurryReplica       // HurryUp was called, or a replica may be new
+)
 
 // link is a live session with the resources to release when the session ends.
 type link struct {
@@ -88,6 +109,7 @@ type link struct {
 	cancel func()          // cancels sctx
 	hangUp func()          // closes the connection
 	shown  *handshake
+	route  *dial.Conn        // nil: a direct connection, made by ClientConfig.Dial
 	token  [sha256.Size]byte // SHA-256 of the token that opened the session
 	moving bool              // its replica is about to stop, and another session takes over. Guarded by Client.mu
 
@@ -111,7 +133,7 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	}
 	cfg.Connections = max(1, cfg.Connections)
 	cfg.farTrip = cmp.Or(cfg.farTrip, farTrip)
-	c := &Client{cfg: cfg, blocks: new(conn.Blocks), instance: uuid.NewString()}
+	c := &Client{cfg: cfg, blocks: new(conn.Blocks), instance: uuid.NewString(), source: sourceTo}
 	c.as = joinerOf(c)
 	c.cfg.Limits = c.as.limits()
 	key, value := c.as.logs()
@@ -155,6 +177,21 @@ func (c *Client) Ready() error {
 	return nil
 }
 
+// Status says by which way the newest session reaches the cloud, if there is more than one way to configure.
+// It implements the status of a module (pkg/admin).
+func (c *Client) Status() string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.links) == 0 {
+		return ""
+	}
+	route := c.links[len(c.links)-1].route
+	if route == nil || route.Route() == c.cfg.Address {
+		return ""
+	}
+	return route.Route()
+}
+
 // Session returns the newest live session, or nil.
 func (c *Client) Session() *tunnel.Session {
 	c.mu.Lock()
@@ -163,6 +200,17 @@ func (c *Client) Session() *tunnel.Session {
 		return nil
 	}
 	return c.links[len(c.links)-1].pub
+}
+
+// Sessions returns the live sessions, the newest last.
+func (c *Client) Sessions() []*tunnel.Session {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	all := make([]*tunnel.Session, len(c.links))
+	for i, l := range c.links {
+		all[i] = l.pub
+	}
+	return all
 }
 
 // Run implements tunnel.Module: it keeps the sessions open until ctx is done. A lost session or
@@ -188,17 +236,30 @@ func (c *Client) Run(ctx context.Context) error {
 		if ctx.Err() != nil {
 			return nil
 		}
-		d := wait.next(err)
+		d := wait.next(err, c.isMoving())
 		if isSecond(err) || errors.Is(err, ErrTwice) || errors.Is(err, ErrSelf) {
 			c.log.Debug("this address leads to a replica that has a session already; trying again",
-				"dur", d.Round(time.Millisecond))
+				"retry_in", d.Round(time.Millisecond))
 		} else {
-			c.log.Warn("no session; trying again", "err", err, "dur", d.Round(time.Millisecond))
+			c.logFailed(err, d)
 		}
-		if c.pause(ctx, d) {
+		// Another address of this machine changes nothing about a refusal.
+		if why := c.pause(ctx, d); why == hurryReplica || why == hurryRoute && !isRefusal(err) {
 			wait.reset()
 		}
 	}
+}
+
+// logFailed logs that the client has no session, and tries again in d. A repeated line is a warning only now and
+// then: a cloud may be away for days.
+func (c *Client) logFailed(err error, d time.Duration) {
+	level := slog.LevelWarn
+	skipped, ok := c.failures.Allow(err.Error())
+	if !ok {
+		level = slog.LevelDebug
+	}
+	c.log.Log(context.Background(), level, "no session; trying again",
+		"err", err, "skipped", skipped, "retry_in", d.Round(time.Millisecond))
 }
 
 // ErrNotYet is the error that Ready reports before the first attempt.
@@ -209,30 +270,34 @@ var ErrNotYet = errors.New("has not connected yet")
 func (c *Client) HurryUp() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.hurried = true
+	c.hurryLocked(hurryReplica)
+}
+
+// hurryLocked ends the pause between two attempts, or else the next pause. The caller holds mu.
+func (c *Client) hurryLocked(why hurry) {
+	c.hurry = max(c.hurry, why)
 	c.changed.Notify()
 }
 
 // pause waits for d. It returns early when the last live session is lost (the next session is then
-// urgent), when ctx is done, when HurryUp was called, or when a replica may be new. hurried reports
-// whether one of the last two reasons ended the pause.
-func (c *Client) pause(ctx context.Context, d time.Duration) (hurried bool) {
+// urgent), when ctx is done, or when there is a reason to hurry, which it returns.
+func (c *Client) pause(ctx context.Context, d time.Duration) (why hurry) {
 	late := time.After(d)
 	for had := false; ; {
 		c.mu.Lock()
 		has, changed := len(c.links) > 0, c.changed.Next()
-		hurried, c.hurried = c.hurried, false
+		why, c.hurry = c.hurry, noHurry
 		c.mu.Unlock()
-		if hurried || had && !has {
-			return hurried
+		if why != noHurry || had && !has {
+			return why
 		}
 		had = has
 		select {
 		case <-changed:
 		case <-late:
-			return false
+			return noHurry
 		case <-ctx.Done():
-			return false
+			return noHurry
 		}
 	}
 }
@@ -248,6 +313,7 @@ func (c *Client) wanted(ctx context.Context, wait *backoff) error {
 		for _, e := range ended {
 			if e.lived > backoffMax {
 				wait.reset()
+				c.failures.Reset()
 			}
 		}
 		switch {
@@ -262,6 +328,14 @@ func (c *Client) wanted(ctx context.Context, wait *backoff) error {
 			return nil
 		}
 	}
+}
+
+// isMoving reports whether the client has a session only with replicas that are about to stop.
+func (c *Client) isMoving() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	stays := func(l *link) bool { return !l.moving }
+	return len(c.links) > 0 && !slices.ContainsFunc(c.links, stays)
 }
 
 // missingLocked reports whether the client needs another session: it has none, or cfg.All is set
@@ -298,7 +372,20 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	if err != nil {
 		return nil, err
 	}
-	cc, own, hangUp, err := connect(ctx, c.cfg.Address, conf, shown, c.cfg.Software, c.cfg.Dial, c.cfg.farTrip)
+	c.noteAttempt()
+	raw, err := c.cfg.connect(ctx)
+	c.noteTried(raw, err)
+	if err != nil {
+		return nil, err
+	}
+	route, _ := raw.(*dial.Conn)
+	defer func() {
+		noteRoute(route, shown, err)
+		if err != nil && route != nil && route.Route() != c.cfg.Address {
+			err = fmt.Errorf("%s: %w", route.Route(), err)
+		}
+	}()
+	cc, own, hangUp, err := connect(raw, c.cfg.Address, conf, shown, c.cfg.Software, c.cfg.farTrip, c.cfg.Congestion)
 	if err != nil {
 		return nil, err
 	}
@@ -317,13 +404,13 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 		s.abandon(err)
 		return fail(err)
 	}
-	l = &link{edgeSession: s, sctx: sctx, cancel: cancel, hangUp: hangUp, shown: shown, token: token}
+	l = &link{edgeSession: s, sctx: sctx, cancel: cancel, hangUp: hangUp, shown: shown, route: route, token: token}
 	c.mu.Lock()
 	c.links = append(c.links, l)
 	c.replicas = nil // the cloud sends the list of replicas next, if it is configured with other replicas
 	c.changed.Notify()
 	c.mu.Unlock()
-	s.log.Info("session started", "remote", s.pub.Remote)
+	s.log.Info("session started", "remote", s.pub.Remote, "addr", own.RemoteAddr().String())
 	return l, nil
 }
 
@@ -332,7 +419,7 @@ func (c *Client) serve(ctx context.Context, l *link) {
 	defer l.cancel()
 	err := l.guard(func() error { return l.serveUntil(ctx, l.sctx) })
 	l.Close(err) // the session has ended already, unless there was a panic
-	err = c.explain(err, l.shown)
+	err = c.explain(l.explainCut(err, l.route), l.shown)
 	c.mu.Lock()
 	c.links = slices.DeleteFunc(c.links, func(other *link) bool { return other == l })
 	c.err = err
@@ -341,7 +428,7 @@ func (c *Client) serve(ctx context.Context, l *link) {
 	l.hangUp() // unblocks every goroutine that waits for the network
 	l.wg.Wait()
 	lived := time.Since(l.pub.Since)
-	l.log.Info("session ended", "err", err, "dur", lived.Round(time.Millisecond))
+	l.logEnd(err, lived.Round(time.Millisecond))
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.ended = append(c.ended, ending{lived, err})
@@ -396,7 +483,7 @@ func (c *Client) setReplicas(instances []string) {
 	defer c.mu.Unlock()
 	slices.Sort(instances)
 	if !slices.Equal(instances, c.replicas) && c.cfg.All {
-		c.hurried = true // a replica may be new
+		c.hurryLocked(hurryReplica)
 	}
 	c.replicas = instances
 	c.changed.Notify()

@@ -3,6 +3,7 @@ package stream
 import (
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"io"
@@ -18,6 +19,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/dial"
 	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -25,31 +27,52 @@ import (
 // dialFunc makes a TCP connection.
 type dialFunc = func(ctx context.Context, network, addr string) (net.Conn, error)
 
-// connect makes the one TCP connection of a session and the ClientConn around the connection. The
-// ClientConn never reconnects: a second connection could reach another replica, while the
-// session lives on the first replica.
+// dialSame makes another connection to a cloud that was reached before.
+type dialSame = func(ctx context.Context) (net.Conn, error)
+
+// connect connects to the cloud. It fails after joinTimeout.
+func (cfg *ClientConfig) connect(ctx context.Context) (net.Conn, error) {
+	return connectTo(ctx, cfg.Connect, cfg.Dial, cfg.Address)
+}
+
+// connectTo connects by way of the first of byRoute and dialer that is not nil, else by a net.Dialer.
+func connectTo(
+	ctx context.Context, byRoute func(context.Context) (*dial.Conn, error), dialer dialFunc, address string,
+) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, joinTimeout)
+	defer cancel()
+	if byRoute == nil {
+		return dialCloud(ctx, dialer, address)
+	}
+	c, err := byRoute(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("dialing the cloud: %w", err)
+	}
+	return c, nil
+}
+
+// connect makes the ClientConn around raw, the one connection of a session. The ClientConn never
+// reconnects: a second connection could reach another replica, while the session lives on the first
+// replica.
 //
 // hangUp closes the connection and the ClientConn. gRPC by itself closes only a connection that gRPC
 // has dialled, and gRPC dials at the first call. If the round trip is at least trip, the link to the
 // cloud counts as far. If the TLS handshake fails, h gets its error.
 func connect(
-	ctx context.Context, address string, conf *tls.Config, h *handshake, software string, dialer dialFunc,
-	trip time.Duration,
+	raw net.Conn, address string, conf *tls.Config, h *handshake, software string, trip time.Duration,
+	control *Congestion,
 ) (cc *grpc.ClientConn, own *carrier, hangUp func(), err error) {
-	dctx, cancel := context.WithTimeout(ctx, joinTimeout)
-	defer cancel()
-	raw, err := dialCloud(dctx, dialer, address)
-	if err != nil {
-		return nil, nil, nil, err
+	if route, ok := raw.(*dial.Conn); ok {
+		address = route.Server().Addr()
 	}
-	own, isFar := carry(raw, trip)
+	own, isFar := carry(raw, trip, control)
 	var once sync.Once
 	dial := func(context.Context, string) (conn net.Conn, err error) {
 		err = errors.New("the session's connection has closed")
 		once.Do(func() { conn, err = own, nil })
 		return conn, err
 	}
-	opts := append(dialOptions(isFar),
+	opts := append(dialOptions(isFar, own.total()),
 		grpc.WithContextDialer(dial),
 		grpc.WithTransportCredentials(handshakeCredentials{credentials.NewTLS(conf), h}),
 		grpc.WithUserAgent(software),
@@ -133,10 +156,17 @@ func (c *Client) newSession(
 		return nil, err
 	}
 	s := &edgeSession{client: client, certificates: pb.NewCertificatesClient(cc), owner: c, ctx: sctx}
-	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s}
+	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s, Paths: own.Paths}
+	s.again = func(ctx context.Context) (net.Conn, error) {
+		return dialCloud(ctx, c.cfg.Dial, own.RemoteAddr().String())
+	}
+	if route, ok := own.Conn.(*dial.Conn); ok {
+		s.pub.Remote = route.Route()
+		s.again = func(ctx context.Context) (net.Conn, error) { return route.Again(ctx) }
+	}
 	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
 	s.way = s
-	s.stream, s.unknown, s.hangUp, s.own, s.remote = stream, s.nobody, stream.CloseSend, own, own.RemoteAddr().String()
+	s.stream, s.unknown, s.hangUp, s.own = stream, s.nobody, stream.CloseSend, own
 	s.init()
 	// On a narrow link the edge closes idle data connections. Otherwise the cloud would open conns
 	// on them.
@@ -160,6 +190,7 @@ func (s *edgeSession) joined(hello *pb.Hello) {
 	s.pub.Instance = hello.GetInstance()
 	s.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
 	s.pub.ID, s.pub.Since = text(hello.GetSession()), time.Now()
+	s.pub.Software = text(hello.GetSoftware())
 	// The cloud keeps to its own limit of conns. The edge allows more than twice that limit: conns
 	// that have ended at the cloud may still be ending at the edge when the cloud opens their
 	// successors.
@@ -170,6 +201,9 @@ func (s *edgeSession) joined(hello *pb.Hello) {
 		s.maxConns = most
 	}
 	s.log = s.owner.log.With("session", s.pub.ID)
+	if s.pub.Instance != "" { // a cloud without other replicas has none
+		s.log = s.log.With("replica", text(s.pub.Instance))
+	}
 }
 
 // errNoCertificate is the error of an edge that has no token and no certificate. Such an edge does
@@ -210,8 +244,8 @@ func (c *Client) explain(err error, h *handshake) error { return c.as.explain(h.
 func explain(err error) error {
 	var hint string
 	switch {
-	case err == nil:
-		return nil
+	case err == nil, is[*dial.Error](err): // pkg/dial has said what to do
+		return err
 	case errors.Is(err, errNoCertificate):
 		hint = "set token, tokenfile or nodecert in [mode.edge.stream.client]; `tunnel join` gets a certificate"
 	case status.Code(err) == codes.Unauthenticated && reasonOf(err) == reasonExpired:
@@ -221,7 +255,7 @@ func explain(err error) error {
 	case status.Code(err) == codes.Aborted:
 		hint = "is another edge running with this node's name and token, or certificate?"
 	case isUnknownAuthority(err):
-		hint = "cert in [mode.edge.stream.client] must be the CA that signed the cloud's certificate"
+		hint = "cert in [mode.edge.stream.client] must be the CA that signed the cloud's certificate" + issuer(err)
 	case isOtherName(err):
 		hint = "dns in [mode.edge.stream.client] must be a name in the cloud's certificate"
 	case isOutOfDate(err):
@@ -229,6 +263,9 @@ func explain(err error) error {
 	case isNotTLS(err):
 		hint = "servername in [mode.edge.stream.client] must be the cloud's grpcport, which speaks TLS; " +
 			"something else answers there"
+	case isHungUp(err):
+		hint = "what answers there has ended the connection before it showed a certificate: is that the cloud's port, " +
+			"and does a balancer in front of it send the PROXY protocol? The cloud's log says more"
 	case errors.Is(err, syscall.ECONNREFUSED):
 		hint = "is the cloud running, and is servername in [mode.edge.stream.client] its address?"
 	case isNoSuchHost(err):
@@ -237,4 +274,52 @@ func explain(err error) error {
 		return err
 	}
 	return fmt.Errorf("%w (%s)", err, hint)
+}
+
+// isHungUp reports whether the other side has ended the connection in the TLS handshake, without an alert.
+func isHungUp(err error) bool {
+	failed, ok := errors.AsType[*handshakeError](err)
+	return ok && (errors.Is(failed.cause, io.EOF) || errors.Is(failed.cause, io.ErrUnexpectedEOF) ||
+		errors.Is(failed.cause, syscall.ECONNRESET))
+}
+
+// issuer says who signed the certificate that err is about. A box in between that ends TLS signs with a CA of
+// its own.
+func issuer(err error) string {
+	unknown, ok := errors.AsType[x509.UnknownAuthorityError](err)
+	if !ok || unknown.Cert == nil {
+		return ""
+	}
+	return fmt.Sprintf("; the certificate that came is signed by %q: if that is a firewall or a proxy here, "+
+		"it ends TLS, and must leave this address out, or else try wss:// in servers",
+		text(unknown.Cert.Issuer.String()))
+}
+
+// noteRoute tells the dialer whether a connection has led to the cloud: err is why the join failed. A refusal is
+// an answer of the cloud. A second session is one as well. If the join fails in another way after the TLS handshake,
+// the server keeps its place: a replica that stops, or that cannot check who joins, is still the cloud.
+func noteRoute(route *dial.Conn, h *handshake, err error) {
+	switch {
+	case route == nil:
+	case err == nil, isRefusal(err), isSecond(err), errors.Is(err, ErrTwice):
+		route.Worked()
+	case !errors.Is(err, context.Canceled) && !h.done.Load():
+		route.Failed()
+	}
+}
+
+// explainCut adds to the error of a session that a box in between has cut off what a person can do about it.
+// route is how the session reached the cloud; nil: directly.
+func (s *edgeSession) explainCut(err error, route *dial.Conn) error {
+	if route == nil || s.announced.Load() || status.Code(err) != codes.Unavailable {
+		return err
+	}
+	switch _, indirect := route.IsIndirect(); {
+	case !indirect:
+		return err
+	case route.Server().IsWebSocket():
+		return fmt.Errorf("%w (the WebSocket was closed in between: does the ingress, or a proxy, limit how long a "+
+			"WebSocket may live or be silent? nginx has proxy_read_timeout, HAProxy timeout tunnel)", err)
+	}
+	return fmt.Errorf("%w (%s: does the proxy limit how long a connection may live?)", err, route.Route())
 }

@@ -17,6 +17,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/dial"
 	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -108,6 +109,8 @@ type EnrollConfig struct {
 
 	// Dial connects to Address; nil: a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
+	// Connect connects to the cloud in place of Dial, see ClientConfig.
+	Connect func(ctx context.Context) (*dial.Conn, error)
 }
 
 // Enrolled is a node's first certificate.
@@ -126,7 +129,11 @@ func Enroll(ctx context.Context, cfg EnrollConfig) (Enrolled, error) {
 	fail := func(err error) (Enrolled, error) {
 		return Enrolled{}, explainEnroll(h.cause(fmt.Errorf("getting a certificate for node %s: %w", cfg.Node, err)))
 	}
-	cc, _, hangUp, err := connect(ctx, cfg.Address, cfg.TLS, h, cfg.Software, cfg.Dial, farTrip)
+	raw, err := connectTo(ctx, cfg.Connect, cfg.Dial, cfg.Address)
+	if err != nil {
+		return fail(err)
+	}
+	cc, _, hangUp, err := connect(raw, cfg.Address, cfg.TLS, h, cfg.Software, farTrip, nil)
 	if err != nil {
 		return fail(err)
 	}
@@ -147,6 +154,8 @@ func Enroll(ctx context.Context, cfg EnrollConfig) (Enrolled, error) {
 func explainEnroll(err error) error {
 	var hint string
 	switch {
+	case is[*dial.Error](err): // pkg/dial has said what to do
+		return err
 	case status.Code(err) == codes.Unauthenticated:
 		hint = "the join token is wrong, has expired or was revoked: have `tunnel token create` make another one on the cloud"
 	case status.Code(err) == codes.Unimplemented && reasonOf(err) != reasonNoIssuer:

@@ -130,7 +130,7 @@ type replicaJoiner struct {
 
 func (replicaJoiner) String() string { return "a replica" }
 
-func (j replicaJoiner) logs() (key string, value any) { return "remote", j.client.cfg.Address }
+func (j replicaJoiner) logs() (key string, value any) { return "address", j.client.cfg.Address }
 
 // limits are wide, since the session of the node itself applies the node's limits.
 func (replicaJoiner) limits() EdgeLimits { return EdgeLimits{Conns: maxConnsHere} }

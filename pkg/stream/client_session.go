@@ -6,8 +6,11 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
 
 	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
@@ -22,9 +25,11 @@ type edgeSession struct {
 	certificates pb.CertificatesClient   // on the same connection
 	abandon      context.CancelCauseFunc // ends the control stream
 
-	owner  *Client
-	ctx    context.Context // of the control stream
-	remote string          // the remote address of the session's connection
+	owner *Client
+	ctx   context.Context // of the control stream
+	again dialSame        // makes another connection to the replica of the session
+
+	announced atomic.Bool // the cloud has said that it is about to stop
 
 	// Guarded by session.mu.
 	beats       []time.Time // send times of the heartbeats without an echo, the oldest first
@@ -71,6 +76,25 @@ var errCloudStops = errors.New("the cloud is stopping")
 // errStopping ends the sessions of an edge that stops.
 var errStopping = errors.New("this edge is stopping")
 
+// logEnd logs that the session has ended. A clean end has no error.
+func (s *edgeSession) logEnd(err error, lived time.Duration) {
+	switch {
+	case errors.Is(err, errStopping):
+		s.log.Info("session ended: "+errStopping.Error(), "dur", lived)
+	case errors.Is(err, errCloudStops), s.announced.Load() && isClosing(err):
+		s.log.Info("session ended: "+errCloudStops.Error(), "dur", lived)
+	default:
+		s.log.Info("session ended", "err", err, "dur", lived)
+	}
+}
+
+// isClosing reports whether err is how a session ends when the other side closes it.
+func isClosing(err error) bool {
+	code := status.Code(err)
+	return errors.Is(err, io.EOF) || errors.Is(err, context.Canceled) ||
+		code == codes.Canceled || code == codes.Unavailable
+}
+
 // beat sends heartbeats until the session ends: every heartbeatInterval, and when nothing was
 // received for heartbeatSilence. It does not wait for the echo: over a slow link the echo may take
 // longer than the cloud waits for the next heartbeat.
@@ -104,9 +128,6 @@ func (s *edgeSession) beat() {
 		due := !tend.After(now)
 		silent := s.silenceLocked()
 		beats := due || silent >= heartbeatSilence
-		if beats {
-			s.beats = append(s.beats, now)
-		}
 		s.mu.Unlock()
 		if due {
 			tend = now.Add(heartbeatInterval)
@@ -116,7 +137,7 @@ func (s *edgeSession) beat() {
 			}
 		}
 		if beats {
-			s.post(message(typeHeartbeat, "", &pb.Heartbeat{Sent: now.UnixNano(), RoundTrip: s.pub.RTT.Load()}))
+			s.sendBeat()
 		}
 		next := heartbeatSilence - silent
 		if next <= 0 {
@@ -124,6 +145,15 @@ func (s *edgeSession) beat() {
 		}
 		timer.Reset(min(next, tend.Sub(now)))
 	}
+}
+
+// sendBeat sends a heartbeat.
+func (s *edgeSession) sendBeat() {
+	s.mu.Lock()
+	now := time.Now()
+	s.beats = append(s.beats, now)
+	s.mu.Unlock()
+	s.post(message(typeHeartbeat, "", &pb.Heartbeat{Sent: now.UnixNano(), RoundTrip: s.pub.RTT.Load()}))
 }
 
 // heartbeat handles the echo of a heartbeat and stores the round trip. Echoes arrive in order, so
@@ -152,6 +182,7 @@ func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 	if err := proto.Unmarshal(m.Data, &d); err != nil {
 		return fmt.Errorf("drain: %w", err)
 	}
+	s.announced.Store(true)
 	s.log.Info("cloud is about to stop", "dur", time.Duration(d.GetGraceSeconds())*time.Second)
 	s.wg.Go(s.guarded(func() {
 		if d.GetElsewhere() {

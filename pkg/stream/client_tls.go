@@ -33,6 +33,7 @@ type tickets struct {
 type handshake struct {
 	leaf   *x509.Certificate     // the certificate to show when the cloud asks; nil: none
 	asked  atomic.Bool           // the cloud has asked for a certificate
+	done   atomic.Bool           // the TLS handshake has succeeded: the other end has the cloud's certificate
 	failed atomic.Pointer[error] // why the TLS handshake failed; nil: it has not failed
 }
 
@@ -58,7 +59,7 @@ type handshakeError struct {
 // Unwrap returns both errors, for errors.Is and errors.As.
 func (e *handshakeError) Unwrap() []error { return []error{e.error, e.cause} }
 
-// handshakeCredentials are TLS credentials that record in handshake why a TLS handshake failed.
+// handshakeCredentials are TLS credentials that record in handshake how a TLS handshake ended.
 type handshakeCredentials struct {
 	credentials.TransportCredentials
 	handshake *handshake
@@ -69,6 +70,8 @@ func (c handshakeCredentials) ClientHandshake(ctx context.Context, authority str
 	conn, info, err := c.TransportCredentials.ClientHandshake(ctx, authority, raw)
 	if err != nil {
 		c.handshake.failed.Store(&err)
+	} else {
+		c.handshake.done.Store(true)
 	}
 	return conn, info, err
 }
@@ -147,7 +150,8 @@ func (h *handshake) hint(err error) string {
 		return fmt.Sprintf("this node's certificate has expired on %s; check this machine's clock, or get another one by `tunnel join` with a new join token",
 			h.leaf.NotAfter.UTC().Format(time.RFC3339))
 	case !h.asked.Load():
-		return "the cloud asks for no certificate: set ca in [mode.cloud.join] there, or a token in [mode.edge.stream.client] here"
+		return "the cloud asks for no certificate: set ca in [mode.cloud.join] there, or a token in [mode.edge.stream.client] here; " +
+			"if both are set, a balancer or a proxy in between ends TLS, and must pass it through instead"
 	}
 	return "nodecert in [mode.edge.stream.client] must be signed by ca in [mode.cloud.join], be made out to this node, and not be revoked; else get another one by `tunnel join` with a new join token"
 }

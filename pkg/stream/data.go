@@ -15,8 +15,8 @@ import (
 //
 // data.go holds what both ends share. data_cloud.go is the cloud's end, data_edge.go the edge's.
 
-// dataProtocol distinguishes a data connection from a gRPC connection (ALPN, RFC 7301).
-const dataProtocol = "tunnel-data/1"
+// DataProtocol distinguishes a data connection from a gRPC connection (ALPN, RFC 7301).
+const DataProtocol = "tunnel-data/1"
 
 const (
 	// dataIdle is how long an idle data connection is kept for the next conn.
@@ -145,7 +145,7 @@ func (s *session) dropLocked(d *dataConn) {
 // dropLost closes the data connections whose other end cannot be reached, and ends their conns.
 // It waits longer over a narrow link, where most packets of a connection may be lost for a while.
 func (s *session) dropLost() {
-	limit := lostAfter
+	limit := s.own.lost()
 	if s.pacer.narrow() {
 		limit = lostOverNarrow
 	}

@@ -220,6 +220,7 @@ func (s *cloudSession) spare(d *dataConn) {
 		return
 	}
 	s.spares = append(s.spares, d)
+	s.spared.Notify()
 	if d.OwesEnd() {
 		d.saying = time.AfterFunc(endTime, s.guarded(func() { s.sayEnd(d) }))
 	}
@@ -243,9 +244,44 @@ func (s *cloudSession) takeSpare() *dataConn {
 	return d
 }
 
+// spareWait is how long a conn that carries datagrams waits for a data connection.
+const spareWait = time.Second
+
+// spareFor returns an idle data connection for a request, or nil. A conn that carries datagrams lasts
+// long, and each lost packet of other conns would delay its datagrams. So it waits for a data connection
+// if the session may have one more; other conns do not wait.
+func (s *cloudSession) spareFor(ctx context.Context, r tunnel.Request) *dataConn {
+	var late <-chan time.Time
+	for {
+		s.mu.Lock()
+		spared := s.spared.Next()
+		free := !s.leaving && len(s.data)-len(s.spares) < s.mostDataLocked()
+		s.mu.Unlock()
+		if d := s.takeSpare(); d != nil || !free || r.Network != tunnel.NetworkUDP {
+			return d
+		}
+		if late == nil {
+			timer := time.NewTimer(s.spareWait)
+			defer timer.Stop()
+			late = timer.C
+		}
+		s.askForMore() // again after each turn: another conn may have taken the data connection
+		select {
+		case <-spared:
+		case <-late:
+			return nil
+		case <-ctx.Done():
+			return nil
+		case <-s.done:
+			return nil
+		}
+	}
+}
+
 // dropIdleAndLost closes the data connections that have been idle for dataIdle, or are lost.
 func (s *cloudSession) dropIdleAndLost() {
-	s.dropSpares(func(d *dataConn) bool { return time.Since(d.since) >= dataIdle || d.lost(lostAfter) })
+	limit := s.own.lost()
+	s.dropSpares(func(d *dataConn) bool { return time.Since(d.since) >= dataIdle || d.lost(limit) })
 	s.dropLost()
 }
 
@@ -339,7 +375,7 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn.Conn {
 	since := time.Now()
 	var c *conn.Conn
 	c = conn.OverLease(lease, conn.Config{
-		Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Log: s.log,
+		Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
 		Local: "cloud", Remote: conn.Addr(s.pub.Node),
 		Ended: func(err error) {
 			if err == nil {

@@ -140,13 +140,13 @@ func (s *edgeSession) tryData(ctx context.Context, ticket string) (*dataConn, er
 	if err != nil {
 		return nil, err
 	}
-	conf.NextProtos = []string{dataProtocol}
+	conf.NextProtos = []string{DataProtocol}
 	conf.DynamicRecordSizingDisabled = true
-	raw, err := dialCloud(ctx, s.owner.cfg.Dial, s.remote)
+	raw, err := s.again(ctx)
 	if err != nil {
 		return nil, err
 	}
-	carrier, _ := carry(raw, never)
+	carrier, _ := carry(raw, never, s.owner.cfg.Congestion)
 	carrier.alone()
 	raw = carrier
 	stop := context.AfterFunc(ctx, func() { raw.Close() })

@@ -122,6 +122,36 @@ func TestDataConnectionsFollowDemand(t *testing.T) {
 	}
 }
 
+// Conns that carry datagrams wait for data connections, even if they are the first conns of their session. They do
+// not wait if the session can have none.
+func TestDatagramsGoByADataConnection(t *testing.T) {
+	for most, want := range map[int]bool{4: true, 0: false} {
+		r, e := newDataRig(t, most)
+		r.cloudEnd("edge1").spareWait = 2 * patience // a wait for nothing fails below
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		target := testkit.Serve(t, testkit.Echo)
+		var dials sync.WaitGroup
+		for range 3 { // at once, as when the node of three UDP ports comes back
+			dials.Go(func() {
+				c, err := r.dir.Dial(ctx, tunnel.Request{
+					Node: "edge1", Category: "tcp", Network: tunnel.NetworkUDP, Addr: target, Caller: "test",
+				})
+				if err != nil {
+					t.Errorf("with %d data connections: %v", most, err)
+					return
+				}
+				defer c.Close()
+				if got := r.cloudEnd("edge1").byData(c); got != want {
+					t.Errorf("with %d data connections, that it goes by one is %v", most, got)
+				}
+			})
+		}
+		dials.Wait()
+		r.idle(e)
+	}
+}
+
 // An edge whose conn has ended does not stop before the cloud has all of it.
 func TestEdgeStopsBehindItsLastConn(t *testing.T) {
 	r, e := newDataRig(t, 1)
@@ -460,7 +490,7 @@ func (r *rig) dataDial() *dataConn {
 		r.t.Fatal(err)
 	}
 	r.t.Cleanup(func() { raw.Close() })
-	c := tls.Client(raw, &tls.Config{RootCAs: r.ca.Pool(), ServerName: "cloud", NextProtos: []string{dataProtocol}})
+	c := tls.Client(raw, &tls.Config{RootCAs: r.ca.Pool(), ServerName: "cloud", NextProtos: []string{DataProtocol}})
 	c.SetDeadline(time.Now().Add(patience))
 	return newDataConn(c, raw, new(conn.Blocks))
 }
@@ -906,7 +936,7 @@ func TestDataConnectionIsLost(t *testing.T) {
 	} {
 		d, now, is := &dataConn{}, time.Now(), false
 		for _, info := range c.looks {
-			is = d.isLost(acksIn(&info), now, lostAfter)
+			is = d.isLost(acksIn([]*unix.TCPInfo{&info}), now, lostAfter)
 			now = now.Add(heartbeatInterval)
 		}
 		if is != c.is {

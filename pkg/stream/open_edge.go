@@ -227,7 +227,7 @@ func (s *edgeSession) openConn(
 	}
 	gone := make(chan struct{})
 	c := way.conn(conn.Config{
-		IsEdge: true, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Log: s.log,
+		IsEdge: true, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
 		Local: conn.Addr(s.pub.Node), Remote: conn.Addr(r.Caller),
 		Ended: func(err error) {
 			if err != nil {

@@ -12,7 +12,8 @@ import (
 // then wait behind packets that are lost again and again.
 //
 // The pacer bounds only what this end sends, and only on narrow links. It checks the connections
-// while a data connection sends.
+// while a data connection sends. At these checks, data connections that lose packets are switched to
+// another congestion control.
 type pacer struct {
 	// Set before the first data connection.
 	own   *carrier            // the session's own connection
@@ -152,6 +153,7 @@ func (p *pacer) adjust() (began bool) {
 	var busy []*progress
 	for c, of := range p.data {
 		n, waits := of.update(c, took)
+		c.judge(of.segments)
 		arrived += n
 		if waits {
 			busy = append(busy, of)

@@ -38,7 +38,7 @@ func TestNextPace(t *testing.T) {
 // The kernel is told of a bound, and that there is none any more.
 func TestPacerTellsTheKernel(t *testing.T) {
 	raw, _ := tcpPair(t)
-	c, _ := carry(raw, time.Hour)
+	c, _ := carry(raw, time.Hour, nil)
 	c.alone()
 	var p pacer
 	p.add(c)
@@ -84,7 +84,7 @@ func TestPacerOnAWideLink(t *testing.T) {
 	var own, data *carrier
 	for _, c := range []**carrier{&own, &data} {
 		a, b := tcpPair(t)
-		*c, _ = carry(a, time.Hour)
+		*c, _ = carry(a, time.Hour, nil)
 		go io.Copy(io.Discard, b) // it ends with the test
 	}
 	data.alone()

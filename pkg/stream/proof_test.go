@@ -98,6 +98,7 @@ func TestTokenChangesBack(t *testing.T) {
 func TestReplacedProofIsRevoked(t *testing.T) {
 	bubble(t, func(t *testing.T) {
 		s := &cloudSession{proven: make(chan struct{}, 1)}
+		s.pub = new(tunnel.Session)
 		s.init()
 		first, second := make(chan struct{}), make(chan struct{})
 		s.standOn(&proof{grant: auth.Grant{Revoked: first}, release: func() {}})

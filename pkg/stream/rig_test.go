@@ -50,6 +50,7 @@ type fakeAuth struct {
 	asked   atomic.Int64
 	live    atomic.Int64 // grants that have not been forgotten
 	panics  atomic.Bool
+	broken  atomic.Bool // it cannot check anybody now
 	mu      sync.Mutex
 	revoked map[auth.Secret]chan struct{} // by token
 }
@@ -62,6 +63,9 @@ func (a *fakeAuth) Authenticate(ctx context.Context, c auth.Credential) (auth.Gr
 	}
 	if a.panics.Load() {
 		panic("boom")
+	}
+	if a.broken.Load() {
+		return auth.Grant{}, errors.New("no answer from the API server")
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()

@@ -21,6 +21,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/balancer"
 	"tunnel.example/tunnel/pkg/conn"
 	"tunnel.example/tunnel/pkg/listen"
 	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
@@ -29,9 +30,14 @@ import (
 
 // ServerConfig configures a [Server].
 type ServerConfig struct {
-	Listen string             // address to listen on, such as ":9000"
-	TLS    *tls.Config        // the server's certificate
-	Auth   auth.Authenticator // decides who may join as which node
+	Listen    string           // address to listen on, such as ":9000"; "": OnePort alone
+	ProxyFrom auth.Sources     // balancers that send a PROXY header to Listen; see package balancer
+	OnePort   *listen.Handover // edges that connect to the one port; see package oneport; nil: there is none
+	// WebSocket is an address to listen on for an HTTP ingress, such as "127.0.0.1:8080"; "": none. The ingress
+	// passes WebSockets for WebSocketPath on to it. Edges speak TLS inside.
+	WebSocket string
+	TLS       *tls.Config        // the server's certificate
+	Auth      auth.Authenticator // decides who may join as which node
 	// Certificates: the TLS handshake asks edges for the certificates of their nodes. TLS verifies
 	// none of them; Auth does.
 	Certificates bool
@@ -42,6 +48,8 @@ type ServerConfig struct {
 	Grace        time.Duration // how long conns may continue when the server stops; 0: tunnel.GracePeriod
 	Software     string        // name and version of this program, sent to edges
 	Replicas     Replicas      // the other replicas; nil (not a typed nil): this replica is alone
+	Congestion   *Congestion   // of the connections of edges and replicas; nil: the system's choice
+	Audit        tunnel.Trail  // takes joins, ends of sessions, and certificates of nodes; nil: nobody
 
 	farTrip time.Duration // only tests set it; 0: the constant farTrip
 }
@@ -58,6 +66,8 @@ type Server struct {
 	// replicaRouter has the handlers of messages from other replicas.
 	replicaRouter *tunnel.Router
 	blocks        *conn.Blocks
+	balancers     *balancer.Balancers
+	strangers     *listen.Strangers // the connections of all listeners that have not joined
 	log           *slog.Logger
 	listen        func(network, address string) (net.Listener, error) // net.Listen, except in tests
 
@@ -65,6 +75,9 @@ type Server struct {
 	// suppress another.
 	joinWarnings, groupWarnings, splitWarnings tunnel.Limiter
 	denials                                    tunnel.Limiter // limits warnings about dials that edges have denied
+	// auditedJoins and auditedIssues limit events of what strangers can cause, and auditedFaults those of refusals
+	// because of a fault of the cloud. They are apart from the log's limits, which allow far more.
+	auditedJoins, auditedIssues, auditedFaults tunnel.Limiter
 
 	quotas  quotas      // of the nodes
 	tickets dataTickets // of pending data connections
@@ -95,9 +108,16 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 	s := &Server{
 		cfg: cfg, quotas: quotas{limits: cfg.Limits, counters: cfg.Counters}, dir: dir, blocks: new(conn.Blocks),
 		log: cfg.Log.With("module", category), listen: net.Listen, leaving: make(chan struct{}),
-		live: make(map[*cloudSession]struct{}),
+		strangers: listen.NewStrangers(cfg.Limits.Joining, cfg.Limits.JoiningPerAddress),
+		live:      make(map[*cloudSession]struct{}),
 	}
+	s.balancers = balancer.New(balancer.Config{
+		From: cfg.ProxyFrom, Key: "proxyfrom", Table: "[mode.cloud.stream.server]", Counters: cfg.Counters, Log: s.log,
+	})
 	s.joinWarnings.Every, s.joinWarnings.Burst = time.Second, 10
+	for _, l := range []*tunnel.Limiter{&s.auditedJoins, &s.auditedIssues, &s.auditedFaults} {
+		l.Burst = auditedRefusals
+	}
 	router, err := tunnel.NewRouter(append([]tunnel.Module{s}, mods...)...)
 	if err != nil {
 		return nil, err
@@ -149,74 +169,135 @@ func (s *Server) Ready() error {
 // Run implements tunnel.Module. It listens until Leave is called or ctx is done. When ctx is done,
 // Run refuses new joins, tells the connected edges, and gives conns the grace period to end.
 func (s *Server) Run(ctx context.Context) error {
-	ln, err := s.listen("tcp", s.cfg.Listen)
+	listeners, err := s.open()
 	if err != nil {
-		return fmt.Errorf("listening for edges: %w "+
-			"(is another process on that port? see grpcport in [mode.cloud.stream.server])", err)
+		return err
 	}
-	addr := ln.Addr()
+	web, err := s.listenWeb()
+	if err != nil {
+		for _, ln := range listeners {
+			ln.Close()
+		}
+		return err
+	}
+	addr := listeners[0].Addr()
 	s.addr.Store(&addr)
 	defer s.addr.Store(nil)
 
-	conf, conns := s.cfg.TLS, s.cfg.Limits.Conns
-	conf = conf.Clone()
-	conf.NextProtos = []string{dataProtocol} // gRPC adds its own
-	if s.asks() {
-		conf.ClientAuth = tls.RequestClientCert // the join checks the certificate
+	servers := linkServers{
+		near: s.newGRPC(false, keepaliveTotal), far: s.newGRPC(true, keepaliveTotal),
+		multipath: s.newGRPC(true, multipathTotal), // several uplinks of an edge are rarely near
 	}
-	if s.cfg.Replicas != nil {
-		conns = s.cfg.Limits.relayed()
-	}
-	serverFor := func(link far) *grpc.Server {
-		opts := append(serverOptions(conns, s.cfg.Limits, link),
-			grpc.Creds(serverCreds{credentials.NewTLS(conf), s.attachData, s.frames}),
-			grpc.StreamInterceptor(s.intercept),
-			grpc.UnknownServiceHandler(unknownMethod),
-		)
-		server := grpc.NewServer(opts...)
-		pb.RegisterStreamServer(server, s)
-		server.RegisterService(certificatesService(), s)
-		return server
-	}
-	forNear, forFar := serverFor(false), serverFor(true)
-
 	stopped := make(chan struct{})
 	go func() {
 		defer close(stopped)
 		<-ctx.Done()
 		s.stopping.Store(true)
 		s.drain()
-		stop(forNear, forFar)
+		stop(servers.all()...)
 	}()
-	joining := newJoinListener(listen.Steady(ln, s.log), s.cfg.Limits, s.cfg.farTrip, s.cfg.Counters, s.tooMany)
-	served := make(chan struct{})
-	var listening sync.WaitGroup
-	listening.Go(func() {
-		select {
-		case <-s.leaving:
-			joining.Close() // the sessions continue; new connections have to find another replica
-		case <-served:
-		}
-	})
-	fromFar := newFarListener(addr)
-	listening.Go(func() {
-		forFar.Serve(fromFar) //nolint:errcheck // forNear.Serve returns the error
-	})
-	err = forNear.Serve(nearListener{joining, fromFar})
-	fromFar.Close()
-	close(served)
-	listening.Wait()
+	err = s.serve(ctx, listeners, web, servers)
 	if tunnel.IsClosed(s.leaving) {
 		<-ctx.Done()
 	}
 	if ctx.Err() == nil {
-		forNear.Stop()
-		forFar.Stop()
 		return fmt.Errorf("serving edges on %s: %w", addr, err)
 	}
 	<-stopped
 	s.sessions.Wait()
 	return nil
+}
+
+// open opens the listeners of edges.
+func (s *Server) open() (listeners []net.Listener, err error) {
+	if s.cfg.Listen != "" {
+		ln, err := s.listen("tcp", s.cfg.Listen)
+		if err != nil {
+			return nil, fmt.Errorf("listening for edges: %w "+
+				"(is another process on that port? see grpcport in [mode.cloud.stream.server])", err)
+		}
+		listeners = append(listeners, s.balancers.Listener(listen.Steady(ln, s.log)))
+	}
+	if s.cfg.OnePort != nil {
+		listeners = append(listeners, s.cfg.OnePort)
+	}
+	if len(listeners) == 0 {
+		return nil, errors.New("there is no port for edges: see grpcport in [mode.cloud.stream.server]")
+	}
+	return listeners, nil
+}
+
+// linkServers are the gRPC servers of edges, by what the link of a connection is like.
+type linkServers struct{ near, far, multipath *grpc.Server }
+
+// all returns the servers, for stop.
+func (l linkServers) all() []*grpc.Server { return []*grpc.Server{l.near, l.far, l.multipath} }
+
+// newGRPC returns a gRPC server for near or far links. A connection that brings nothing for total is lost.
+func (s *Server) newGRPC(link far, total time.Duration) *grpc.Server {
+	conns := s.cfg.Limits.Conns
+	if s.cfg.Replicas != nil {
+		conns = s.cfg.Limits.relayed()
+	}
+	conf := s.cfg.TLS.Clone()
+	conf.NextProtos = []string{DataProtocol} // gRPC adds its own
+	if s.asks() {
+		conf.ClientAuth = tls.RequestClientCert // the join checks the certificate
+	}
+	opts := append(serverOptions(conns, s.cfg.Limits, link, total),
+		grpc.Creds(serverCreds{credentials.NewTLS(conf), s.attachData, s.frames, s.balancers}),
+		grpc.StreamInterceptor(s.intercept),
+		grpc.UnknownServiceHandler(unknownMethod),
+	)
+	server := grpc.NewServer(opts...)
+	pb.RegisterStreamServer(server, s)
+	server.RegisterService(certificatesService(), s)
+	return server
+}
+
+// serve serves edges until the gRPC servers stop, Leave is called, or a listener fails. It then closes
+// the listeners; after a failure it stops the servers.
+func (s *Server) serve(
+	ctx context.Context, listeners []net.Listener, web *webListener, servers linkServers,
+) (err error) {
+	fromFar := listen.NewHandover(listeners[0].Addr, nil)
+	fromMultipath := listen.NewHandover(listeners[0].Addr, nil)
+	served := make(chan struct{})
+	failed := make(chan error, len(listeners)) // each Serve sends once
+	var listening sync.WaitGroup
+	closeLater := func(closeAll func()) {
+		listening.Go(func() {
+			select {
+			case <-s.leaving:
+			case <-served:
+			}
+			closeAll() // sessions continue; new connections have to find another replica
+		})
+	}
+	for _, ln := range listeners {
+		joining := s.newJoinListener(ln)
+		listening.Go(func() { failed <- servers.near.Serve(nearListener{joining, fromFar, fromMultipath}) })
+		closeLater(func() { joining.Close() })
+	}
+	// servers.near returns the error of these, too.
+	listening.Go(func() { servers.far.Serve(fromFar) })             //nolint:errcheck // see above
+	listening.Go(func() { servers.multipath.Serve(fromMultipath) }) //nolint:errcheck // see above
+	if web != nil {
+		listening.Go(func() { servers.near.Serve(web.passed) }) //nolint:errcheck // see above
+		listening.Go(web.serve)
+		closeLater(web.close)
+	}
+	err = <-failed
+	fromFar.Close()
+	fromMultipath.Close()
+	close(served)
+	if ctx.Err() == nil && !tunnel.IsClosed(s.leaving) {
+		for _, server := range servers.all() {
+			server.Stop()
+		}
+	}
+	listening.Wait()
+	return err
 }
 
 // asks reports whether the TLS handshake asks clients for a certificate.
@@ -428,9 +509,12 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 		err = errLost
 	}
 	cs.noteCause(err)
+	why := cs.whyEnded(err)
+	cs.pub.EndedBecause.Store(&why)
 	s.detach(cs)
 	cs.quota.release()
 	cs.logEnd(err)
+	s.auditEnd(cs, err)
 	t.refuse()
 	if errors.Is(err, io.EOF) {
 		return nil // the edge has closed the stream: a clean end
@@ -440,6 +524,24 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 
 // errLost is why a session ended whose control stream was cancelled, for example by a lost connection.
 var errLost = errors.New("connection lost")
+
+// auditedRefusals is how many events each minute has of refused joins, of refused certificates, and of faults.
+const auditedRefusals = 5
+
+// auditEnd records the end of a session of a node.
+func (s *Server) auditEnd(cs *cloudSession, err error) {
+	if s.cfg.Audit == nil || cs.pub.Node == "" {
+		return
+	}
+	why := ""
+	if !cs.isCleanEnd(err) {
+		why = cs.whyEnded(err)
+	}
+	s.cfg.Audit.Record(tunnel.Event{
+		Kind: tunnel.EventLeave, Result: tunnel.ResultOK, Node: cs.pub.Node, Remote: cs.pub.Remote, Session: cs.pub.ID,
+		Seconds: time.Since(cs.pub.Since).Seconds(), Err: why,
+	})
+}
 
 // detach removes an ended session from the live sessions, and has its role undo attach.
 func (s *Server) detach(cs *cloudSession) {

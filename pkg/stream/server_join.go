@@ -43,6 +43,7 @@ func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
 		return
 	}
 	s.cfg.Counters.JoinsRefused.Add(1)
+	s.auditRefused(t, r)
 	skipped, ok := s.joinWarnings.Allow()
 	if !ok {
 		return
@@ -57,6 +58,39 @@ func (s *Server) refused(ctx context.Context, t *transport, r *refusedJoin) {
 	s.log.Log(ctx, level, what,
 		"remote", t.conn.RemoteAddr().String(), "node", text(r.node), "err", err, "skipped", skipped)
 }
+
+// auditRefused records a refused join or certificate, up to auditedRefusals a minute. The node is only claimed.
+func (s *Server) auditRefused(t *transport, r *refusedJoin) {
+	if s.cfg.Audit == nil {
+		return
+	}
+	kind, result, limit := tunnel.EventJoin, tunnel.Denied.String(), &s.auditedJoins
+	if r.what == certificateRefused {
+		kind, limit = tunnel.EventIssue, &s.auditedIssues
+	}
+	switch status.Code(r.told) {
+	case codes.Unavailable:
+		result, limit = tunnel.Internal.String(), &s.auditedFaults
+		if s.stopping.Load() {
+			result = tunnel.Draining.String()
+		}
+	case codes.ResourceExhausted:
+		result = tunnel.Overloaded.String()
+	case codes.InvalidArgument, codes.FailedPrecondition:
+		result = tunnel.ResultInvalid
+	}
+	skipped, ok := limit.Allow()
+	if !ok {
+		return
+	}
+	s.cfg.Audit.Record(tunnel.Event{
+		Kind: kind, Result: result, Remote: t.conn.RemoteAddr().String(), Caller: text(r.node),
+		Err: text(cmp.Or(r.err, r.told).Error()), Skipped: skipped,
+	})
+}
+
+// certificateRefused is what the log says about a node that gets no certificate.
+const certificateRefused = "certificate refused"
 
 // metadataFits counts and refuses metadata longer than Limits.Metadata. gRPC already resets streams
 // with more than twice Limits.Metadata.
@@ -139,14 +173,16 @@ func (s *Server) newSession(
 	stream pb.Stream_TunnelStreamingServer, t *transport, node tunnel.NodeName, hello *pb.Hello,
 ) *cloudSession {
 	ctx := stream.Context()
-	cs := &cloudSession{transport: t, proven: make(chan struct{}, 1)}
+	cs := &cloudSession{transport: t, proven: make(chan struct{}, 1), spareWait: spareWait}
 	cs.pub = &tunnel.Session{
 		ID: uuid.NewString(), Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Reach: hello.GetReach(),
 		Link: cs, Dialer: cs, Instance: text(hello.GetInstance()), All: hello.GetAll(),
+		Software: text(hello.GetSoftware()),
 	}
 	cs.blocks, cs.unknown, cs.stream = s.blocks, misdirected, stream
 	cs.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
 	cs.own = t.conn.Conn.(*carrier) //nolint:forcetypeassert // joinListener wraps every connection in a carrier
+	cs.pub.Paths = cs.own.Paths
 	cs.tickets, cs.connections = &s.tickets, int(min(MaxConnections-1, hello.GetConnections()))
 	cs.authenticate = func(c auth.Credential) (*proof, *refusedJoin) { return s.authenticate(ctx, c) }
 	cs.ignored = func(r *refusedJoin) {

@@ -28,6 +28,14 @@ type proof struct {
 	token       [sha256.Size]byte   // SHA-256 of the token; set for a token
 }
 
+// certificateEnds returns the end of the node's certificate in seconds since 1970; 0: p is no certificate.
+func (p *proof) certificateEnds() int64 {
+	if len(p.chain) == 0 {
+		return 0
+	}
+	return p.chain[0].NotAfter.Unix()
+}
+
 const (
 	// clockStep is how often the expiry of a proof is compared with the clock. Somebody may set the
 	// clock while the session lives.
@@ -47,6 +55,7 @@ var (
 // standOn replaces the proof of the session by p.
 func (s *cloudSession) standOn(p *proof) {
 	old := s.proof.Swap(p)
+	s.pub.CertificateEnds.Store(p.certificateEnds())
 	if old == nil {
 		return
 	}

@@ -66,6 +66,10 @@ func (r asNode) attach(cs *cloudSession, hello *pb.Hello) {
 	r.server.cfg.Counters.Sessions.Add(1)
 	cs.log.Info("session started",
 		"remote", cs.pub.Remote, "by", text(cs.proof.Load().grant.By), "software", text(hello.GetSoftware()))
+	r.server.cfg.Audit.Record(tunnel.Event{
+		Kind: tunnel.EventJoin, Result: tunnel.ResultOK, Node: cs.pub.Node, Remote: cs.pub.Remote, Session: cs.pub.ID,
+		By: text(cs.proof.Load().grant.By),
+	})
 	if old := r.server.dir.Attach(cs.pub); old != nil {
 		r.server.cfg.Counters.Replaced.Add(1)
 		cs.log.Warn("this session replaces an older one of the same node", "replaced", old.ID, "remote", old.Remote)

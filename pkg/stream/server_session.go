@@ -39,17 +39,19 @@ type cloudSession struct {
 	credentials  tunnel.Limiter // how many credentials the session may have checked
 	signatures   tunnel.Limiter // how many certificates the session may have issued
 
-	connections int          // most data connections that the edge opens
-	tickets     *dataTickets // the server's
+	connections int           // most data connections that the edge opens
+	tickets     *dataTickets  // the server's
+	spareWait   time.Duration // the constant, except in tests
 
 	quota *quota // of the node; nil: no limits
 
 	// Guarded by session.mu.
-	asking     int         // unanswered requests for data connections
-	lastAsk    time.Time   // when the cloud last asked for a data connection
-	noAskUntil time.Time   // until then the cloud asks for none, since the edge has refused one
-	spares     []*dataConn // idle data connections; the most recently used is last
-	shortConns recently    // conns that ended recently and lasted less than short
+	asking     int           // unanswered requests for data connections
+	lastAsk    time.Time     // when the cloud last asked for a data connection
+	noAskUntil time.Time     // until then the cloud asks for none, since the edge has refused one
+	spares     []*dataConn   // idle data connections; the most recently used is last
+	spared     tunnel.Change // a data connection has become idle
+	shortConns recently      // conns that ended recently and lasted less than short
 }
 
 var (
@@ -92,6 +94,7 @@ func (p *pending) Abort() {
 
 // Dial implements tunnel.Dialer. It asks the edge to dial, and waits for the conn.
 func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	r.Chose()
 	c, refusal := s.dial(ctx, r)
 	if refusal != nil {
 		if r.NoWait && refusal.Code == tunnel.Overloaded {
@@ -139,7 +142,7 @@ func (s *cloudSession) open(ctx context.Context, r tunnel.Request) (*conn.Conn, 
 	open := &pb.Open{Network: r.Network, Caller: text(r.Caller), Relayed: r.Relayed, NoWait: r.NoWait}
 	s.role.address(m, open, r)
 	m.Data = encode(open)
-	if d := s.takeSpare(); d != nil {
+	if d := s.spareFor(ctx, r); d != nil {
 		c, refusal, lost := s.dialOver(ctx, d, r, m)
 		if !lost {
 			return c, refusal
@@ -237,7 +240,7 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 	since := time.Now()
 	var c *conn.Conn
 	c = conn.OverStream(stream, &s.own.turns, conn.Config{
-		Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Log: s.log,
+		Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
 		Local: "cloud", Remote: conn.Addr(s.pub.Node),
 		Ended: func(err error) {
 			if err != nil && c.MustCancel() {
@@ -351,11 +354,41 @@ func (s *cloudSession) logEnd(err error) {
 	leaving := s.leaving
 	s.mu.Unlock()
 	lived := time.Since(s.pub.Since).Round(time.Millisecond)
-	if leaving && hungUp(err) {
+	switch {
+	case leaving && hungUp(err):
 		s.log.Info("session ended: the edge has stopped", "dur", lived)
-		return
+	case errors.Is(err, errCloudStopping):
+		s.log.Info("session ended: the cloud is stopping", "dur", lived)
+	case errors.Is(err, io.EOF):
+		s.log.Info("session ended: the other side has ended it", "dur", lived)
+	case errors.Is(err, context.Canceled), status.Code(err) == codes.Canceled:
+		s.log.Info("session ended: the other side has closed the connection", "dur", lived)
+	default:
+		s.log.Info("session ended", "err", err, "dur", lived)
 	}
-	s.log.Info("session ended", "err", err, "dur", lived)
+}
+
+// whyEnded says in words why the session ended with err, for operators.
+func (s *cloudSession) whyEnded(err error) string {
+	switch {
+	case s.hasLeft() && hungUp(err):
+		return "the edge has stopped"
+	case errors.Is(err, io.EOF):
+		return "the edge has closed the session"
+	}
+	return text(status.Convert(err).Message())
+}
+
+// hasLeft reports whether the edge has said that it leaves.
+func (s *cloudSession) hasLeft() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.leaving
+}
+
+// isCleanEnd reports whether the edge has ended the session because it wanted to.
+func (s *cloudSession) isCleanEnd(err error) bool {
+	return errors.Is(err, io.EOF) || s.hasLeft() && hungUp(err)
 }
 
 // hungUp reports whether the session ended because the edge closed the connection, and not by a

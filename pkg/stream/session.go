@@ -306,7 +306,7 @@ func (s *session) handle(ctx context.Context, m *tunnel.Message, way tunnel.Way)
 	known, err = s.router.Handle(ctx, &tunnel.Incoming{Message: m, From: s.pub, Way: way})
 	if !known {
 		s.counters.UnknownMessages.Add(1)
-		s.log.Debug("unknown message", "module", text(m.Category), "type", text(m.Type))
+		s.log.Debug("unknown message", "category", text(m.Category), "type", text(m.Type))
 	}
 	return known, err
 }
@@ -381,18 +381,18 @@ func (s *session) start(ctx context.Context) {
 }
 
 // watchSilence ends the session when nothing has come from the peer on any of its connections for
-// lostAfter. Any received bytes prove that the peer lives, however late an answer is. Pings make
+// lostAfter, or multipathLost. Any received bytes prove that the peer lives, however late an answer is. Pings make
 // the peer send. watchSilence looks twice before it ends the session: if this process was paused for a
 // while, bytes that came meanwhile are about to be read.
 func (s *session) watchSilence() {
 	s.mu.Lock()
-	silence, lost := s.silenceLocked(), false
+	silence, limit, lost := s.silenceLocked(), s.own.lost(), false
 	switch {
 	case s.err != nil:
-	case silence < lostAfter-doubtTime:
+	case silence < limit-doubtTime:
 		s.doubted = false
-		s.silent.Reset(lostAfter - doubtTime - silence)
-	case !s.doubted || silence < lostAfter || s.acknowledgesLocked():
+		s.silent.Reset(limit - doubtTime - silence)
+	case !s.doubted || silence < limit || s.acknowledgesLocked():
 		s.doubted = true
 		s.silent.Reset(doubtTime)
 	default:
@@ -400,7 +400,7 @@ func (s *session) watchSilence() {
 	}
 	s.mu.Unlock()
 	if lost {
-		s.Close(errSilent)
+		s.Close(errSilent(limit))
 	}
 }
 
@@ -431,8 +431,8 @@ func (s *session) acknowledgesLocked() bool {
 	return false
 }
 
-// errSilent ends a session whose peer has been silent for lostAfter.
-var errSilent = fmt.Errorf("no byte from the other side for %s", lostAfter)
+// errSilent ends a session whose peer has been silent for so long.
+func errSilent(d time.Duration) error { return fmt.Errorf("no byte from the other side for %s", d) }
 
 // drain tells the peer, unless it was told before, that this side is about to stop. drain returns
 // when the last conn has ended, the session has ended, or ctx is done.
@@ -468,11 +468,12 @@ func (s *session) idle() <-chan struct{} {
 	return gone
 }
 
-// text makes a string safe for protobuf and for logs: valid UTF-8 of at most 512 bytes.
+// text returns a string of the peer as messages, logs and an operator's terminal may have it. Characters that cannot be
+// printed become question marks, and what follows the first 512 bytes is cut off.
 func text(s string) string {
 	const longest = 512 // bytes, about a sentence
 	if len(s) > longest {
 		s = s[:longest]
 	}
-	return strings.ToValidUTF8(s, "?")
+	return tunnel.Printable(s)
 }

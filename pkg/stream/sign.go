@@ -67,7 +67,7 @@ func (s *Server) sign(stream grpc.ServerStream) error {
 		defer t.refuse() // whatever the answer: this connection has no other use
 	}
 	if refusal != nil {
-		refusal.what = "certificate refused"
+		refusal.what = certificateRefused
 		s.refused(ctx, t, refusal)
 		return refusal.told
 	}
@@ -105,7 +105,7 @@ func (s *Server) signFirst(ctx context.Context, t *transport, stream grpc.Server
 	if err != nil {
 		return nil, notSigned(c.Node, request, err)
 	}
-	return s.signed(t, node, chain)
+	return s.signed(t, node, chain, tunnel.EventIssue)
 }
 
 // signAgain has another certificate issued for the node of a session. That certificate becomes the
@@ -157,12 +157,16 @@ func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.Se
 		return nil, &refusedJoin{node: node, told: errSessionOver, err: err}
 	}
 	cs.standOn(next)
-	return s.signed(cs.transport, cs.pub.Node, chain)
+	return s.signed(cs.transport, cs.pub.Node, chain, tunnel.EventRenew)
 }
 
 // signed logs the new certificate, and returns the answer that holds it.
-func (s *Server) signed(t *transport, node tunnel.NodeName, chain []byte) (*pb.SignResponse, *refusedJoin) {
-	s.log.Info("certificate issued", "node", node, "remote", t.conn.RemoteAddr().String())
+func (s *Server) signed(
+	t *transport, node tunnel.NodeName, chain []byte, kind tunnel.EventKind,
+) (*pb.SignResponse, *refusedJoin) {
+	remote := t.conn.RemoteAddr().String()
+	s.log.Info("certificate issued", "node", node, "remote", remote)
+	s.cfg.Audit.Record(tunnel.Event{Kind: kind, Result: tunnel.ResultOK, Node: node, Remote: remote})
 	return &pb.SignResponse{Chain: chain, Node: string(node), TimeMs: time.Now().UnixMilli()}, nil
 }
 

@@ -2,7 +2,12 @@
 
 package stream
 
-import "time"
+import (
+	"errors"
+	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
 
 // Only Linux reports the state of a connection. On other systems every link counts as near, and only
 // silence shows that a peer is gone: no answer to pings and heartbeats.
@@ -11,9 +16,20 @@ type pathInfo struct {
 	trip, leastTrip time.Duration
 	rate            uint64
 	unsent          int
+	segments        segments
 }
 
 func pathOf(uintptr) (pathInfo, bool) { return pathInfo{}, false }
+
+func isMultipath(uintptr) bool { return false }
+
+func pathsOf(uintptr) []tunnel.Path { return nil }
+
+func congestionOf(uintptr) (string, error) { return "", errors.ErrUnsupported }
+
+func setCongestion(uintptr, string) error { return errors.ErrUnsupported }
+
+func tryCongestion(string) error { return errors.ErrUnsupported }
 
 func boundUnsent(uintptr, int) {}
 
@@ -35,6 +51,7 @@ type sending struct {
 	busy               time.Duration
 	unsent, retries    int
 	trip, shortestTrip time.Duration
+	segments           segments
 }
 
 func sendingOf(uintptr) (sending, bool) { return sending{}, false }

@@ -21,8 +21,10 @@
 // share. server.go and client.go are the two ends. server_join.go and client_join.go begin a
 // session. server_session.go and client_session.go are the two ends of a live session, and
 // open_edge.go serves opens at the edge. server_proof.go and client_proof.go handle the proof that a
-// session depends on. sign.go and client_tls.go handle certificates. data.go is the session's data
+// session depends on. server_web.go accepts connections inside WebSockets, and client_route.go checks
+// sessions after a change of routes. sign.go and client_tls.go handle certificates. data.go is the session's data
 // connections, data_cloud.go and data_edge.go are their two ends, and pacer.go slows them down.
+// congestion.go chooses the kernel's congestion control of all these connections.
 // Package conn is a forwarded connection, whatever carries it.
 //
 // A session owns its conns and its goroutines: they end when the session ends. Run of the module
@@ -32,7 +34,7 @@
 // What differs by the role of a peer, a node or a replica, is in server_role.go and client_role.go;
 // server_replicas.go says what a server asks about the other replicas.
 //
-// The package does not decide who may join (pkg/auth), what an edge may dial (the edge's modules),
+// The package does not know proxies (pkg/dial), and does not decide who may join (pkg/auth), what an edge may dial (the edge's modules),
 // or who may send requests (front doors).
 package stream
 
@@ -144,6 +146,11 @@ const (
 	// keepaliveTotal is how long the session's own connection may bring nothing while data
 	// connections still bring bytes.
 	keepaliveTotal = 30 * time.Second
+	// multipathLost and multipathTotal replace lostAfter and keepaliveTotal for a connection with
+	// Multipath TCP. Such a connection may lose its only path for half a minute, until this machine
+	// gets another address. The kernel keeps it for a minute (net.mptcp.close_timeout).
+	multipathLost  = 45 * time.Second
+	multipathTotal = time.Minute
 	// keepaliveMinTime is the shortest interval between pings that a server tolerates. With grpc's
 	// default of 5 minutes, the server would answer our own clients with too_many_pings.
 	keepaliveMinTime = 5 * time.Second
@@ -169,7 +176,8 @@ const (
 
 // serverOptions are the settings of the gRPC server. gRPC's defaults are too open for a public
 // port: unlimited streams, headers of 16 MiB, handshakes of two minutes.
-func serverOptions(maxConns int, l Limits, link far) []grpc.ServerOption {
+// total is keepaliveTotal, or what replaces keepaliveTotal.
+func serverOptions(maxConns int, l Limits, link far, total time.Duration) []grpc.ServerOption {
 	return []grpc.ServerOption{
 		grpc.ForceServerCodecV2(conn.NewCodec()),
 		// The session bounds conns, and refuses further conns with a reason. If gRPC's limit of
@@ -186,13 +194,13 @@ func serverOptions(maxConns int, l Limits, link far) []grpc.ServerOption {
 		grpc.ReadBufferSize(readBuffer),
 		grpc.WriteBufferSize(link.sizes().writeBuffer),
 		grpc.WaitForHandlers(true),
-		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveCloud, Timeout: keepaliveTotal - keepaliveCloud}),
+		grpc.KeepaliveParams(keepalive.ServerParameters{Time: keepaliveCloud, Timeout: total - keepaliveCloud}),
 		grpc.KeepaliveEnforcementPolicy(keepalive.EnforcementPolicy{MinTime: keepaliveMinTime, PermitWithoutStream: true}),
 	}
 }
 
 // dialOptions are the same settings for the edge.
-func dialOptions(link far) []grpc.DialOption {
+func dialOptions(link far, total time.Duration) []grpc.DialOption {
 	return []grpc.DialOption{
 		grpc.WithDefaultCallOptions(
 			grpc.ForceCodecV2(conn.NewCodec()),
@@ -210,7 +218,7 @@ func dialOptions(link far) []grpc.DialOption {
 		grpc.WithDisableServiceConfig(), // DNS must not configure the client either
 		grpc.WithIdleTimeout(0),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{
-			Time: keepaliveEdge, Timeout: keepaliveTotal - keepaliveEdge, PermitWithoutStream: true,
+			Time: keepaliveEdge, Timeout: total - keepaliveEdge, PermitWithoutStream: true,
 		}),
 	}
 }

@@ -11,6 +11,7 @@ import (
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/peer"
 
+	"tunnel.example/tunnel/pkg/balancer"
 	"tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -41,12 +42,15 @@ type serverCreds struct {
 	credentials.TransportCredentials
 	attach func(*tls.Conn, *joiningConn) error // makes a connection a data connection of its session
 	frames func(t *transport, frames int) bool // counts frames without data; true: they are too many
+	// balancers logs connections that begin with a PROXY header without being those of a balancer.
+	balancers *balancer.Balancers
 }
 
 // ServerHandshake implements credentials.TransportCredentials.
 func (c serverCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	conn, info, err := c.TransportCredentials.ServerHandshake(raw)
 	if err != nil {
+		c.balancers.UnexpectedIn(raw, err)
 		return nil, nil, err
 	}
 	tlsInfo, ok := info.(credentials.TLSInfo)
@@ -55,7 +59,7 @@ func (c serverCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 		conn.Close()
 		return nil, nil, errors.New("not a TLS connection of this listener")
 	}
-	if own, ok := conn.(*tls.Conn); ok && tlsInfo.State.NegotiatedProtocol == dataProtocol {
+	if own, ok := conn.(*tls.Conn); ok && tlsInfo.State.NegotiatedProtocol == DataProtocol {
 		if err := c.attach(own, joining); err != nil {
 			conn.Close()
 			return nil, nil, err
@@ -68,7 +72,7 @@ func (c serverCreds) ServerHandshake(raw net.Conn) (net.Conn, credentials.AuthIn
 
 // Clone implements credentials.TransportCredentials.
 func (c serverCreds) Clone() credentials.TransportCredentials {
-	return serverCreds{c.TransportCredentials.Clone(), c.attach, c.frames}
+	return serverCreds{c.TransportCredentials.Clone(), c.attach, c.frames, c.balancers}
 }
 
 // transportOf returns the connection that a stream arrived on.
@@ -89,23 +93,28 @@ func transportOf(ctx context.Context) (*transport, error) {
 // number of such connections.
 type joinListener struct {
 	net.Listener
+	onePort   *listen.Handover // the same listener if the one port has accepted its connections; else nil
 	counters  *tunnel.Counters
 	timeout   time.Duration     // Limits.JoinTimeout
 	bytes     int               // how many bytes a connection may send before it has a session
 	farTrip   time.Duration     // round trip from which a link is far
+	control   *Congestion       // of the accepted connections
 	strangers *listen.Strangers // counts the connections that have not joined
 	refused   func(net.Addr)    // called with the source of a connection that was one too many for that source
 }
 
-func newJoinListener(ln net.Listener, l Limits, trip time.Duration, counters *tunnel.Counters, refused func(net.Addr)) *joinListener {
+func (s *Server) newJoinListener(ln net.Listener) *joinListener {
+	onePort, _ := ln.(*listen.Handover)
 	return &joinListener{
 		Listener:  ln,
-		counters:  counters,
-		timeout:   l.JoinTimeout,
-		bytes:     l.joiningBytes(),
-		farTrip:   trip,
-		strangers: listen.NewStrangers(l.Joining, l.JoiningPerAddress),
-		refused:   refused,
+		onePort:   onePort,
+		counters:  s.cfg.Counters,
+		timeout:   s.cfg.Limits.JoinTimeout,
+		bytes:     s.cfg.Limits.joiningBytes(),
+		farTrip:   s.cfg.farTrip,
+		control:   s.cfg.Congestion,
+		strangers: s.strangers,
+		refused:   s.tooMany,
 	}
 }
 
@@ -117,19 +126,20 @@ func (l *joinListener) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		conn, isFar := carry(raw, l.farTrip)
-		if p := l.admit(conn); p != nil {
-			return &joiningConn{Conn: conn, far: isFar, probation: p}, nil
+		conn, isFar := carry(raw, l.farTrip, l.control)
+		if p := l.admit(conn, l.bytes); p != nil {
+			return &joiningConn{Conn: conn, far: isFar, onePort: l.onePort, probation: p}, nil
 		}
 		raw.Close()
 	}
 }
 
-// admit takes a new connection on probation. It returns nil if there is no place.
-func (l *joinListener) admit(c net.Conn) *listen.Probation {
+// admit takes a new connection on probation. It returns nil if there is no place. bytes is how many bytes the
+// connection may send before it has a session.
+func (l *joinListener) admit(c net.Conn, bytes int) *listen.Probation {
 	p, full := l.strangers.Probation(c, listen.Terms{
 		Time:    l.timeout,
-		Bytes:   l.bytes,
+		Bytes:   bytes,
 		Late:    func() { l.counters.Limited(tunnel.LimitJoinTimeout) },
 		Evicted: func() { l.counters.Limited(tunnel.LimitJoining) },
 	})
@@ -148,15 +158,31 @@ type joiningConn struct {
 	net.Conn
 	ours      atomic.Bool       // a data connection: gRPC does not serve it any more
 	far       far               // whether the link is far
+	onePort   *listen.Handover  // has handed the connection over; nil: it was accepted at a port of edges
 	probation *listen.Probation // lasts until the connection has a session
+	below     bool              // a WebSocket: probation reads from the connection below Conn
+}
+
+// Socket implements listen.Socketed.
+func (c *joiningConn) Socket() *net.TCPConn {
+	tcp, _ := listen.Socket(c.Conn)
+	return tcp
 }
 
 // Read implements net.Conn.
-func (c *joiningConn) Read(b []byte) (int, error) { return c.probation.Read(b) }
+func (c *joiningConn) Read(b []byte) (int, error) {
+	if c.below {
+		return c.Conn.Read(b)
+	}
+	return c.probation.Read(b)
+}
 
 // joined ends the probation, because the connection has a session. The deadline, the limit of bytes and
 // the place among the strangers end, and the source becomes known.
-func (c *joiningConn) joined() { c.probation.Met() }
+func (c *joiningConn) joined() {
+	c.probation.Met()
+	c.onePort.Met(c.RemoteAddr())
+}
 
 // dispatched marks a connection that gRPC does not serve, and lifts its deadlines.
 func (c *joiningConn) dispatched() {

@@ -11,6 +11,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -33,17 +34,22 @@ type outsider struct{ net.Conn }
 
 func (outsider) RemoteAddr() net.Addr { return &net.TCPAddr{IP: net.IPv4(192, 0, 2, 1), Port: 7} }
 
-// A caller that tcpallow denies is logged once a minute, however often it connects.
+// A caller that tcpallow denies has a line and an event once a minute, however often it connects. It is always
+// counted.
 func TestDenialsAreLogged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var log bytes.Buffer
+		seen := new(testkit.Trail[tunnel.Event])
 		f := New(nil, nil, slog.New(slog.NewTextHandler(&log, nil)))
+		f.Audit = seen.Record
 		allow := auth.Sources{netip.MustParsePrefix("10.0.0.0/8")}
 		p := newPort(f, Listener{Listen: "0.0.0.0:1", Target: "127.0.0.1:1", Allow: allow})
 		l := callers{conns: make(chan net.Conn)}
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
-		go func() { done <- p.accept(ctx, l, func(net.Conn) { t.Error("it is served") }) }()
+		d := &door{ln: l}
+		d.port.Store(p)
+		go func() { done <- d.accept(ctx, func(*port, net.Conn) { t.Error("it is served") }) }()
 		connect := func(times int) {
 			for range times {
 				ours, theirs := net.Pipe()
@@ -62,6 +68,13 @@ func TestDenialsAreLogged(t *testing.T) {
 		lines := strings.Split(strings.TrimSpace(log.String()), "\n")
 		if len(lines) != 2 || !strings.Contains(lines[1], "skipped=99") || !strings.Contains(lines[0], "192.0.2.1") {
 			t.Errorf("the log has\n%s", log.String())
+		}
+		if n := f.Counters.Doors[tunnel.DoorTCP].Results(tunnel.Denied); n != 200 {
+			t.Errorf("%d denied callers are counted, want 200", n)
+		}
+		all := seen.All()
+		if len(all) != 2 || all[1].Skipped != 99 || all[0].Result != "denied" || all[0].Caller != "192.0.2.1:7" {
+			t.Errorf("the events are %+v", all)
 		}
 	})
 }

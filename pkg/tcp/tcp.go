@@ -16,25 +16,28 @@
 //
 // The front door owns its listeners, the client's connection and, once Dial has returned, the
 // tunnel's conn. It identifies callers by their source address alone. Listener.Allow lists the
-// sources that may connect; a listener without Allow must be on loopback. The package has no TLS,
-// no PROXY protocol and no idle timeout: an idle connection stays open.
+// sources that may connect; a listener without Allow must be on loopback. Behind a balancer that speaks
+// the PROXY protocol (Listener.ProxyFrom), the source is the balancer's caller. The same protocol tells
+// targets who calls (Listener.SendProxy). The package has no TLS and no idle timeout: an idle
+// connection stays open.
+//
+// [FrontDoor.Prepare] changes the listeners while the front door runs: change.go.
 package tcp
 
 import (
 	"context"
 	"errors"
-	"fmt"
 	"log/slog"
 	"net"
 	"net/netip"
+	"strconv"
 	"sync"
-	"syscall"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 
 	"tunnel.example/tunnel/pkg/auth"
-	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/balancer"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -53,24 +56,35 @@ type Listener struct {
 	Among  tunnel.Selector // empty: all nodes
 	Target string          // host:port, dialled by the edge
 	Allow  auth.Sources    // sources that may connect; empty: loopback only, and then Listen must be loopback
+
+	ProxyFrom auth.Sources     // balancers that send a PROXY header; see package balancer
+	SendProxy balancer.Version // of the PROXY header that the target gets before the caller's bytes; 0: none
 }
 
 // FrontDoor is the cloud's module.
 type FrontDoor struct {
-	// Counters counts panics. New sets it; the caller may replace it before Run.
+	// Counters counts panics, and what became of each caller. New sets it; the caller may replace it before Run.
 	Counters *tunnel.Counters
+	// Audit takes an event of each conn; nil: nobody. The caller may set it before Run.
+	Audit tunnel.Trail
 
 	// Set once.
-	listeners []Listener
-	dialer    tunnel.Dialer
-	log       *slog.Logger
-	grace     time.Duration // how long conns may go on after Run's ctx is done
+	dialer tunnel.Dialer
+	log    *slog.Logger
+	grace  time.Duration // how long conns may go on after Run's ctx is done
 	// listen opens a listener; tests replace it.
 	listen func(ctx context.Context, network, addr string) (net.Listener, error)
 
-	mu   sync.Mutex     // guards the following
-	up   bool           // all listeners are open
-	open []net.Listener // in the order of listeners; nil unless up
+	// changing is held from Prepare to Commit or Abort, and while Run opens the listeners. It is locked
+	// before mu.
+	changing sync.Mutex
+
+	mu        sync.Mutex // guards the following
+	listeners []Listener
+	up        bool        // all listeners are open
+	stopped   bool        // Run stops, and opens nothing more
+	open      []*door     // in the order of listeners; nil unless up
+	start     func(*door) // starts to accept; nil unless up
 }
 
 var (
@@ -103,14 +117,21 @@ func (f *FrontDoor) Ready() error {
 	return nil
 }
 
-// Addrs returns the addresses of the open listeners in the order that New got them, or nil while
+// Idle reports whether there is no listener, so that the front door has nothing to do.
+func (f *FrontDoor) Idle() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return len(f.listeners) == 0
+}
+
+// Addrs returns the addresses of the open listeners in the order of their configuration, or nil while
 // they are closed.
 func (f *FrontDoor) Addrs() []net.Addr {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	var addrs []net.Addr
-	for _, ln := range f.open {
-		addrs = append(addrs, ln.Addr())
+	for _, d := range f.open {
+		addrs = append(addrs, d.ln.Addr())
 	}
 	return addrs
 }
@@ -119,35 +140,43 @@ func (f *FrontDoor) Addrs() []net.Addr {
 // listeners at once, and resets the conns that are left after tunnel.GracePeriod. It returns when
 // the last conn has ended.
 func (f *FrontDoor) Run(ctx context.Context) error {
-	open, err := f.openAll(ctx)
+	f.changing.Lock()
+	opened := sync.OnceFunc(f.changing.Unlock)
+	defer opened()
+	f.mu.Lock()
+	listeners := f.listeners
+	f.mu.Unlock()
+	open, err := f.openAll(ctx, listeners)
 	if err != nil {
 		return err
 	}
-	f.setOpen(open, true)
 
 	connCtx, endConns := tunnel.Grace(ctx, f.grace)
 	defer endConns()
 	var conns sync.WaitGroup
 	g, gctx := errgroup.WithContext(ctx)
-	for i, ln := range open {
+	serve := func(p *port, c net.Conn) {
+		conns.Go(func() {
+			serve := func() error { p.serve(connCtx, c); return nil }
+			if tunnel.Guard(p.log, f.Counters, "the connection ends", serve) != nil {
+				tunnel.Reset(c)
+			}
+		})
+	}
+	// The goroutine below ends after up is false, so g is not done while start may be called.
+	start := func(d *door) {
 		g.Go(func() error {
-			p := newPort(f, f.listeners[i])
-			return p.accept(gctx, ln, func(c net.Conn) {
-				conns.Go(func() {
-					serve := func() error { p.serve(connCtx, c); return nil }
-					if tunnel.Guard(p.log, f.Counters, "the connection ends", serve) != nil {
-						tunnel.Reset(c)
-					}
-				})
-			})
+			defer d.ln.Close()
+			return d.accept(gctx, serve)
 		})
 	}
 	g.Go(func() error {
 		<-gctx.Done()
-		f.setOpen(nil, false)
-		closeAll(open)
+		f.closeDoors()
 		return nil
 	})
+	f.openDoors(open, start)
+	opened()
 	if err = g.Wait(); err != nil {
 		endConns() // ctx is not done, so nothing else would end them
 	}
@@ -155,70 +184,33 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	return err
 }
 
-func (f *FrontDoor) setOpen(open []net.Listener, up bool) {
+// openDoors starts to accept at all listeners.
+func (f *FrontDoor) openDoors(open []*door, start func(*door)) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	f.open, f.up = open, up
-}
-
-// openAll opens all listeners. If any of them fails, it closes the others and returns all failures
-// in one error.
-func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
-	var open []net.Listener
-	var errs []error
-	for _, l := range f.listeners {
-		ln, err := f.openOne(ctx, l)
-		if err != nil {
-			errs = append(errs, fmt.Errorf("listening on %q of [mode.cloud.tcp]: %w", l.Listen, err))
-			continue
-		}
-		open = append(open, listen.Steady(ln, f.log))
-	}
-	if err := errors.Join(errs...); err != nil {
-		closeAll(open)
-		return nil, err
-	}
-	return open, nil
-}
-
-func (f *FrontDoor) openOne(ctx context.Context, l Listener) (net.Listener, error) {
-	// Resolved here, so that the address checked below is the address that is opened.
-	addr, err := net.ResolveTCPAddr("tcp", l.Listen)
-	if err != nil {
-		return nil, fmt.Errorf("%w; write an address and a port, such as 127.0.0.1:6443", err)
-	}
-	if len(l.Allow) == 0 && !addr.IP.IsLoopback() {
-		return nil, fmt.Errorf("anybody who reaches this address could reach %s on the edge; "+
-			"say who may connect with %q = [\"10.0.0.0/8\"] under [mode.cloud.tcpallow], or listen on 127.0.0.1",
-			l.Target, l.Listen)
-	}
-	network := "tcp"
-	if addr.IP.To4() != nil {
-		network = "tcp4" // otherwise 0.0.0.0 would also open every IPv6 address
-	}
-	ln, err := f.listen(ctx, network, addr.String())
-	switch {
-	case errors.Is(err, syscall.EADDRINUSE):
-		return nil, fmt.Errorf("%w; stop what listens there (ss -ltnp shows it), or choose another port", err)
-	case errors.Is(err, syscall.EADDRNOTAVAIL):
-		return nil, fmt.Errorf("%w; this machine has no such address", err)
-	case errors.Is(err, syscall.EACCES):
-		return nil, fmt.Errorf("%w; ports below 1024 need CAP_NET_BIND_SERVICE, choose a higher one", err)
-	}
-	return ln, err
-}
-
-func closeAll(open []net.Listener) {
-	for _, ln := range open {
-		ln.Close()
+	f.open, f.up, f.start = open, true, start
+	for _, d := range open {
+		start(d)
 	}
 }
 
-// port serves one open listener.
+// closeDoors closes all listeners.
+func (f *FrontDoor) closeDoors() {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	closeAll(f.open)
+	f.open, f.up, f.start, f.stopped = nil, false, nil, true
+}
+
+// port is what callers of one listener get: one line of the configuration. It never changes.
 type port struct {
 	Listener
-	dialer tunnel.Dialer
-	log    *slog.Logger
+	line      Listener // as configured: Listener has the default of Allow
+	dialer    tunnel.Dialer
+	balancers *balancer.Balancers
+	log       *slog.Logger
+	counts    *tunnel.DoorCounters
+	audit     tunnel.Trail // nil: nobody
 
 	// One warning a minute each, so that one kind of failure does not hide another: caller not
 	// allowed, dial failed, limit reached.
@@ -226,6 +218,7 @@ type port struct {
 }
 
 func newPort(f *FrontDoor, l Listener) *port {
+	line := l
 	if len(l.Allow) == 0 {
 		l.Allow = auth.Sources{
 			netip.MustParsePrefix("127.0.0.0/8"),
@@ -234,32 +227,38 @@ func newPort(f *FrontDoor, l Listener) *port {
 	}
 	return &port{
 		Listener: l,
+		line:     line,
 		dialer:   f.dialer,
-		log:      f.log.With("frontend", l.Listen, "target", l.Target),
+		counts:   &f.Counters.Doors[tunnel.DoorTCP],
+		audit:    f.Audit,
+		balancers: balancer.New(balancer.Config{
+			From: l.ProxyFrom, Key: strconv.Quote(l.Listen), Table: "[mode.cloud.tcpproxyfrom]",
+			Counters: f.Counters, Log: f.log,
+		}),
+		log: f.log.With("frontend", l.Listen, "target", l.Target),
 	}
 }
 
-// accept gives each permitted connection to serve, until ctx is done.
-func (p *port) accept(ctx context.Context, ln net.Listener, serve func(net.Conn)) error {
-	for {
-		c, err := ln.Accept()
-		switch {
-		case err == nil:
-		case ctx.Err() != nil:
-			return nil
-		default:
-			return fmt.Errorf("accepting on %q of [mode.cloud.tcp]: %w", p.Listen, err)
-		}
-		if !p.permits(c.RemoteAddr()) {
-			tunnel.Reset(c)
-			if n, ok := p.warnDenied.Allow(); ok {
-				p.log.Warn("caller denied by [mode.cloud.tcpallow]",
-					"caller", c.RemoteAddr(), "allow", p.Allow, "skipped", n)
-			}
-			continue
-		}
-		serve(c)
+// admits reports whether c may be served. Otherwise it resets c.
+func (p *port) admits(c net.Conn) bool {
+	if p.permits(c.RemoteAddr()) {
+		return true
 	}
+	tunnel.Reset(c)
+	if balancer.IsCheck(c) { // a balancer's check only wants to connect
+		return false
+	}
+	p.counts.Failed(tunnel.Denied)
+	if n, ok := p.warnDenied.Allow(); ok {
+		p.log.Warn("caller denied by [mode.cloud.tcpallow]",
+			"caller", c.RemoteAddr(), "allow", p.Allow, "skipped", n)
+		from := c.RemoteAddr().String()
+		p.audit.Record(tunnel.Event{
+			Kind: tunnel.EventTCP, Result: tunnel.Denied.String(), Node: p.Node, Caller: from, Remote: from,
+			Door: p.Listen, Target: p.Target, Err: "the caller is not in [mode.cloud.tcpallow]", Skipped: n,
+		})
+	}
+	return false
 }
 
 // permits reports whether Allow contains the address of peer.
@@ -273,49 +272,80 @@ func (p *port) serve(ctx context.Context, c net.Conn) {
 	start := time.Now()
 	caller := c.RemoteAddr() // no logger per conn: creating one is expensive, and few conns log anything
 	tunnel.ResetOnDeath(c)
-	target, err := p.dial(ctx, caller.String())
+	from, err := p.from(c)
 	if err != nil {
 		tunnel.Reset(c)
-		p.logRefused(caller, start, err)
+		p.logRefused(caller, &p.Node, start, err)
 		return
 	}
-	p.logOpened(caller, start)
-	in, out, err := tunnel.Splice(ctx, c, target)
-	p.logEnded(caller, start, in+out, err)
+	target, node, err := p.dial(ctx, caller.String())
+	p.counts.Ended(time.Since(start), err)
+	if err != nil {
+		tunnel.Reset(c)
+		p.logRefused(caller, node, start, err)
+		return
+	}
+	p.logOpened(caller, *node, start)
+	sent, received, err := tunnel.Splice(ctx, from, target)
+	p.logEnded(caller, *node, start, sent, received, err)
 }
 
 // The arguments of log calls take hundreds of bytes of stack. In functions of their own, they do not
 // take them for as long as the conn lives.
 
-func (p *port) logOpened(caller net.Addr, start time.Time) {
-	p.log.Debug("conn opened", "caller", caller, "node", p.Node, "dur", time.Since(start))
+func (p *port) logOpened(caller net.Addr, node tunnel.NodeName, start time.Time) {
+	p.log.Debug("conn opened", "caller", caller, "node", node, "dur", time.Since(start))
 }
 
-func (p *port) logEnded(caller net.Addr, start time.Time, bytes int64, err error) {
-	p.log.Debug("conn ended", "caller", caller, "node", p.Node, "bytes", bytes, "dur", time.Since(start), "err", err)
+func (p *port) logEnded(caller net.Addr, node tunnel.NodeName, start time.Time, sent, received int64, err error) {
+	p.log.Debug("conn ended", "caller", caller, "node", node, "bytes", sent+received, "dur", time.Since(start), "err", err)
+	p.record(caller, node, start, sent, received, tunnel.ResultOK, err)
 }
 
-func (p *port) logRefused(caller net.Addr, start time.Time, err error) {
-	p.log.Debug("conn refused", "caller", caller, "node", p.Node, "dur", time.Since(start), "err", err)
+// record records a conn that has ended, or was refused.
+func (p *port) record(
+	caller net.Addr, node tunnel.NodeName, start time.Time, sent, received int64, result string, err error,
+) {
+	if p.audit == nil {
+		return
+	}
+	from := caller.String()
+	p.audit.Record(tunnel.Event{
+		Kind: tunnel.EventTCP, Result: result, Node: node, Caller: from, Remote: from, Door: p.Listen, Target: p.Target,
+		Sent: sent, Received: received, Seconds: time.Since(start).Seconds(), Err: tunnel.TextOf(err),
+	})
+}
+
+func (p *port) logRefused(caller net.Addr, node *tunnel.NodeName, start time.Time, err error) {
+	p.log.Debug("conn refused", "caller", caller, "node", *node, "dur", time.Since(start), "err", err)
+	p.record(caller, *node, start, 0, 0, tunnel.ResultOf(err), err)
 	if tunnel.CodeOf(err) == tunnel.Overloaded {
 		if n, ok := p.warnFull.Allow(); ok {
 			p.log.Warn("conn refused: a limit is reached, see docs/limits.md",
-				"node", p.Node, "err", err, "skipped", n)
+				"node", *node, "err", err, "skipped", n)
 		}
 	} else if n, ok := p.warnFailed.Allow(); ok {
-		p.log.Warn("the target cannot be reached", "node", p.Node, "err", err, "skipped", n)
+		p.log.Warn("the target cannot be reached", "node", *node, "err", err, "skipped", n)
 	}
 }
 
-func (p *port) dial(ctx context.Context, caller string) (net.Conn, error) {
+// dial opens a conn for a caller. node is the node that was asked last.
+func (p *port) dial(ctx context.Context, caller string) (c net.Conn, node *tunnel.NodeName, err error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
-	return p.dialer.Dial(ctx, tunnel.Request{
+	r := tunnel.Request{
 		Node:     p.Node,
 		Among:    p.Among,
 		Category: name,
 		Network:  "tcp",
 		Addr:     p.Target,
 		Caller:   caller,
-	})
+	}
+	node = &p.Node
+	if p.Node == "" {
+		r.Chosen = new(tunnel.NodeName)
+		node = r.Chosen
+	}
+	c, err = p.dialer.Dial(ctx, r)
+	return c, node, err
 }

@@ -13,6 +13,7 @@ type Counters struct {
 	ConnsOverData   atomic.Uint64 // conns opened over a data connection; ConnsOpened counts them, too
 	DataOpened      atomic.Uint64 // data connections opened
 	DataLive        atomic.Int64  // gauge: data connections that are open now
+	Switched        atomic.Uint64 // connections between edge and cloud that were switched to another congestion control
 	Waiting         atomic.Int64  // gauge: open requests that wait now, because a limit is reached
 	Resets          atomic.Uint64 // conns that ended by a reset
 	BytesSent       atomic.Uint64 // payload bytes sent to the other side
@@ -20,6 +21,8 @@ type Counters struct {
 	UnknownMessages atomic.Uint64 // messages without a handler
 	ContestedPods   atomic.Uint64 // searches for a pod that two nodes claim
 	Panics          atomic.Uint64 // panics that ended one session, connection or request
+
+	Doors [numDoors]DoorCounters // callers of the front doors, by Door
 
 	refusals [len(codeNames)]atomic.Uint64 // by Code
 	limited  [numLimits]atomic.Uint64      // by Limit

@@ -16,10 +16,19 @@ type Directory struct {
 	// Counters counts refusals for nodes that are not connected. Set it before use. nil: they are
 	// not counted.
 	Counters *Counters
+	// Watcher is told of each session that is attached or detached. Set it before use. nil: nobody is told.
+	Watcher SessionWatcher
 
 	mu       sync.RWMutex          // guards the following
 	sessions map[NodeName]*Session // at most one per node: the newest
 	changed  Change                // a node connects, disconnects, or gets another session
+}
+
+// SessionWatcher is told of the sessions of a Directory, in the order of the changes. The Directory calls it
+// with its lock held: a method must return at once, and must not call the Directory.
+type SessionWatcher interface {
+	Attached(s *Session) // a session that s replaces is not reported as detached
+	Detached(s *Session)
 }
 
 var (
@@ -54,6 +63,9 @@ func (d *Directory) attachLocked(s *Session) (replaced *Session) {
 	}
 	replaced = d.sessions[s.Node]
 	d.sessions[s.Node] = s
+	if d.Watcher != nil {
+		d.Watcher.Attached(s)
+	}
 	d.changed.Notify()
 	return replaced
 }
@@ -67,6 +79,9 @@ func (d *Directory) Detach(s *Session) bool {
 		return false
 	}
 	delete(d.sessions, s.Node)
+	if d.Watcher != nil {
+		d.Watcher.Detached(s)
+	}
 	d.changed.Notify()
 	return true
 }

@@ -30,6 +30,9 @@ const (
 	LimitLookups                          // DNS queries that wait for an upstream
 	LimitAgentStreams                     // streams of a node that has joined as a konnectivity agent
 	LimitUnread                           // unread bytes of a conn on a konnectivity stream
+	LimitFlows                            // flows of a UDP port, or of an edge, at once
+	LimitFlowsPerAddress                  // flows of a UDP port at once, of one source
+	LimitProxyHeader                      // connections of balancers whose PROXY header has not come, and its time
 	numLimits                             // the number of limits
 )
 
@@ -57,6 +60,9 @@ var limitNames = [numLimits]string{
 	LimitLookups:             "lookups",
 	LimitAgentStreams:        "agentstreams",
 	LimitUnread:              "unread",
+	LimitFlows:               "flows",
+	LimitFlowsPerAddress:     "flowsperaddress",
+	LimitProxyHeader:         "proxyheader",
 }
 
 // Limits lists every limit.

@@ -21,9 +21,15 @@ type Session struct {
 	// is configured without other replicas. Set once.
 	Instance string
 
+	// Paths returns the paths of the session's own connection, if that has Multipath TCP and so may have
+	// several, or none for a while. nil, or a nil result: it has not. Set once.
+	Paths func() []Path
+
 	// Set once, at the cloud only.
 	All   bool // the edge keeps a session with every replica
 	Agent bool // the peer is a konnectivity agent, not an edge
+	// Software is the version that the peer says it runs, unchecked; "" for a konnectivity agent.
+	Software string
 
 	// Written by the transport, read by any goroutine.
 	Conns atomic.Int64 // conns that are open now or being dialled
@@ -31,7 +37,37 @@ type Session struct {
 	// Leaving: the peer, a konnectivity agent, is about to stop. A dial to any node tries it last.
 	// Sessions of edges do not set Leaving: they refuse dials by themselves.
 	Leaving atomic.Bool
+	Traffic Traffic
+	// CertificateEnds is when the certificate that proves the node ends, in seconds since 1970. 0: another
+	// proof, or the side that joined.
+	CertificateEnds atomic.Int64
+	// EndedBecause says in words why the session has ended; nil before. The transport stores it before the
+	// session leaves the Directory. nil for a konnectivity agent.
+	EndedBecause atomic.Pointer[string]
 }
+
+// Traffic counts the payload bytes of a session's conns, whoever opened them. A nil Traffic counts nothing.
+// Bytes of a konnectivity agent are not counted.
+type Traffic struct {
+	sent, received atomic.Uint64
+}
+
+// Send counts n bytes that were sent to the peer.
+func (t *Traffic) Send(n int) {
+	if t != nil {
+		t.sent.Add(uint64(n)) //nolint:gosec // a length
+	}
+}
+
+// Receive counts n bytes that have come from the peer.
+func (t *Traffic) Receive(n int) {
+	if t != nil {
+		t.received.Add(uint64(n)) //nolint:gosec // a length
+	}
+}
+
+// Bytes returns how many bytes were sent and received.
+func (t *Traffic) Bytes() (sent, received uint64) { return t.sent.Load(), t.received.Load() }
 
 // Link is the transport of one session.
 type Link interface {

@@ -103,12 +103,24 @@ type Request struct {
 	Node     NodeName // empty: any connected node, chosen at random
 	Among    Selector // if Node is empty: the nodes to choose from
 	Category string   // the edge module that dials
-	Network  string   // "tcp"; "tls": the edge's https module speaks TLS to the target
+	Network  string   // "tcp"; "tls": the edge's https module speaks TLS to the target; or NetworkUDP
 	Addr     string   // host:port; the edge resolves the name
 	Caller   string   // the caller's address or name, for policy and for logs
 	Relayed  bool     // another replica has relayed this request; it must not be relayed again
 	NoWait   bool     // refuse instead of waiting for a limit (see Queue): the caller can try another node
+	// Chosen, if not nil, gets the name of the node that was asked last.
+	Chosen *NodeName
 }
+
+// Chose stores the node of r in r.Chosen. Sessions call it.
+func (r *Request) Chose() {
+	if r.Chosen != nil {
+		*r.Chosen = r.Node
+	}
+}
+
+// NetworkUDP is the network of a request for a conn that carries datagrams, as frames of pkg/udp.
+const NetworkUDP = "udp"
 
 // Dialer opens conns. Every front door needs one.
 type Dialer interface {

@@ -1,0 +1,216 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+	"sigs.k8s.io/yaml"
+
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/api"
+)
+
+// askFlags are the flags of a command that sends a request to a running cloud or edge, over its admin socket.
+type askFlags struct {
+	config configFlag
+	socket string
+}
+
+// register adds the flags to a command. names are the files that the command reads without -c.
+func (a *askFlags) register(cmd *cobra.Command, names ...string) {
+	a.config.register(cmd, names...)
+	cmd.Flags().StringVar(&a.socket, "socket", "", "admin socket `PATH`, in place of the one that the configuration names")
+}
+
+// daemonSocket is the admin socket of a daemon.
+type daemonSocket struct{ mode, path string }
+
+// sockets returns the admin sockets of the daemons that the flags name. It never returns an empty list without
+// an error.
+func (a *askFlags) sockets() ([]daemonSocket, error) {
+	if a.socket != "" {
+		return []daemonSocket{{"", a.socket}}, nil
+	}
+	files, err := a.config.files()
+	if err != nil {
+		return nil, err
+	}
+	var all []daemonSocket
+	for _, file := range files {
+		s, err := conf.ReadSockets(file)
+		if err != nil {
+			return nil, configError(err)
+		}
+		for _, d := range []struct {
+			daemonSocket
+			has bool
+		}{{daemonSocket{"cloud", s.Cloud}, s.HasCloud}, {daemonSocket{"edge", s.Edge}, s.HasEdge}} {
+			switch {
+			case d.has && d.path != "":
+				all = append(all, d.daemonSocket)
+			case d.has:
+				err = errors.Join(err, fmt.Errorf("%s names no admin socket: write socket = \"/run/tunnel-%s/admin.sock\" "+
+					"in [mode.%[2]s.admin], and start the %[2]s again", file, d.mode))
+			}
+		}
+		if err != nil {
+			return nil, configError(err)
+		}
+	}
+	if all == nil {
+		return nil, configError(fmt.Errorf("%s configures neither a cloud nor an edge", strings.Join(files, ", ")))
+	}
+	return all, nil
+}
+
+// cloud returns a client of the cloud that the flags name.
+func (a *askFlags) cloud() (*api.Client, error) {
+	all, err := a.sockets()
+	if err != nil {
+		return nil, err
+	}
+	for _, s := range all {
+		if s.mode != "edge" {
+			return api.NewClient(s.path), nil
+		}
+	}
+	return nil, configError(errors.New("this file configures an edge: run this on the cloud, or give the cloud's file"))
+}
+
+// askTimeout bounds a request to a daemon of this machine, in which it may ask other replicas.
+const askTimeout = 10 * time.Second
+
+// nodeNames completes names of nodes. It asks the cloud.
+func (a *askFlags) nodeNames(
+	cmd *cobra.Command, args []string, prefix string,
+) ([]cobra.Completion, cobra.ShellCompDirective) {
+	client, err := a.cloud()
+	if err != nil {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	ctx, cancel := context.WithTimeout(cmd.Context(), askTimeout/5) // a person waits for the shell
+	defer cancel()
+	list, err := client.Nodes(ctx)
+	if err != nil {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	var names []cobra.Completion
+	for _, n := range list.Nodes {
+		if strings.HasPrefix(n.Name, prefix) && !slices.Contains(args, n.Name) {
+			names = append(names, cobra.CompletionWithDesc(n.Name, string(n.State)))
+		}
+	}
+	return names, cobra.ShellCompDirectiveNoFileComp
+}
+
+// outputFlag is the flag -o.
+type outputFlag struct {
+	form  string
+	forms []string
+}
+
+// register adds the flag to a command. The first of forms is the default.
+func (o *outputFlag) register(cmd *cobra.Command, forms ...string) {
+	o.forms = forms
+	cmd.Flags().StringVarP(&o.form, "output", "o", forms[0], strings.Join(forms, ", "))
+	err := cmd.RegisterFlagCompletionFunc("output", cobra.FixedCompletions(forms, cobra.ShellCompDirectiveNoFileComp))
+	if err != nil {
+		panic(err) // the flag was added above
+	}
+}
+
+// check returns an error for a form that the command has not.
+func (o *outputFlag) check() error {
+	if !slices.Contains(o.forms, o.form) {
+		return &exitError{exitUsage, fmt.Errorf("-o is one of %s, not %q", strings.Join(o.forms, ", "), o.form)}
+	}
+	return nil
+}
+
+// encode writes v if the form is one for programs. It reports whether it is.
+func (o *outputFlag) encode(w io.Writer, v any) (bool, error) {
+	var text []byte
+	var err error
+	switch o.form {
+	case "json":
+		text, err = json.MarshalIndent(v, "", "  ")
+		text = append(text, '\n')
+	case "yaml":
+		text, err = yaml.Marshal(v)
+	default:
+		return false, nil
+	}
+	if err == nil {
+		_, err = w.Write(text)
+	}
+	return true, err
+}
+
+// failed returns the error of a request to a daemon, with its exit code.
+func failed(err error) error {
+	code := exitRuntime
+	if failure, ok := errors.AsType[*api.Failure](err); ok {
+		switch failure.Code {
+		case "":
+		case api.CodeConfiguration:
+			code = exitConfig
+		case "denied", "refused":
+			code = exitRefused
+		default:
+			code = exitAway
+		}
+	}
+	return &exitError{code, err}
+}
+
+// span returns a duration in its two largest units, such as 3d4h.
+func span(d time.Duration) string {
+	if d < 0 {
+		return "-" + span(-d)
+	}
+	s := int64(d / time.Second)
+	units := []struct {
+		name string
+		size int64
+	}{{"y", 365 * 86400}, {"d", 86400}, {"h", 3600}, {"m", 60}, {"s", 1}}
+	for i, u := range units {
+		if s < u.size {
+			continue
+		}
+		text := fmt.Sprintf("%d%s", s/u.size, u.name)
+		if i+1 < len(units) {
+			if rest := s % u.size / units[i+1].size; rest > 0 {
+				text += fmt.Sprintf("%d%s", rest, units[i+1].name)
+			}
+		}
+		return text
+	}
+	return "0s"
+}
+
+// size returns a number of bytes for people, such as 1.5MB.
+func size(n uint64) string {
+	if n < 1000 {
+		return fmt.Sprintf("%dB", n)
+	}
+	v, unit := float64(n)/1000, 0
+	for units := "kMGTPE"; v >= 999.95 && unit < len(units)-1; unit++ {
+		v /= 1000
+	}
+	return fmt.Sprintf("%.1f%cB", v, "kMGTPE"[unit])
+}
+
+// millis returns seconds as milliseconds for people; "-" for 0.
+func millis(seconds float64) string {
+	if seconds == 0 {
+		return "-"
+	}
+	return fmt.Sprintf("%.1fms", seconds*1000)
+}

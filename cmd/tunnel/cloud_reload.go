@@ -1,0 +1,146 @@
+package main
+
+import (
+	"context"
+	"log/slog"
+	"os"
+	"slices"
+	"strings"
+	"sync/atomic"
+
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/balancer"
+	"tunnel.example/tunnel/pkg/egress"
+	"tunnel.example/tunnel/pkg/https"
+	"tunnel.example/tunnel/pkg/tcp"
+	"tunnel.example/tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/udp"
+)
+
+// cloudDoors are the front doors of a cloud that change while it runs. newCloud sets them once.
+type cloudDoors struct {
+	tcp    *tcp.FrontDoor
+	udp    *udp.FrontDoor
+	https  *https.FrontDoor  // nil: none
+	egress *egress.FrontDoor // nil: none
+	// egressNames are clientnames of [mode.cloud.egress], for the next handshakes.
+	egressNames atomic.Pointer[[]string]
+}
+
+// cloudReloader reloads a cloud.
+type cloudReloader struct {
+	*reloader
+
+	// Set once.
+	file  string
+	doors *cloudDoors
+
+	loaded *conf.Cloud // the last configuration that took effect; guarded by reloader.mu
+}
+
+// newCloudReloader returns the reloader of a cloud that runs with w.
+func newCloudReloader(
+	w *cloudWiring, file string, hangups <-chan os.Signal, stop context.CancelFunc,
+) *cloudReloader {
+	r := &cloudReloader{
+		reloader: newReloader(w.daemon, w.conf.Settings(), hangups, stop), file: file, doors: &w.doors, loaded: w.conf,
+	}
+	r.trail = w.trail
+	r.read, r.live = r.readFile, r.doors.live
+	return r
+}
+
+// live reports whether a key of a cloud's file can change while the cloud runs.
+func (d *cloudDoors) live(key string) bool {
+	const root = "mode.cloud."
+	for _, table := range []string{"tcp", "tcpallow", "tcpproxyfrom", "tcpsendproxy", "udp", "udpallow"} {
+		if strings.HasPrefix(key, root+table+".") {
+			return true
+		}
+	}
+	switch strings.TrimPrefix(key, root) {
+	case "admin.forwards", "limits.flows", "limits.flowsperaddress":
+		return true
+	case "https.allowfrom", "https.clientnames", "https.callers", "limits.connsperaddress":
+		return d.https != nil
+	case "egress.strategies", "egress.defaultnodes", "egress.clientnames":
+		return d.egress != nil
+	}
+	return false
+}
+
+// readFile reads and checks the file, with the words of `tunnel config check`.
+func (r *cloudReloader) readFile() (*candidate, error) {
+	c, err := conf.LoadCloud(r.file, environment())
+	if err != nil {
+		return nil, err
+	}
+	return r.candidate(c)
+}
+
+// candidate checks c as far as only its modules can.
+func (r *cloudReloader) candidate(c *conf.Cloud) (*candidate, error) {
+	check, told := *c, new(warnings)
+	check.Inventory = ""                                        // what a cloud remembers is no part of its configuration
+	if _, err := newCloud(&check, slog.New(told)); err != nil { // it opens nothing
+		return nil, err
+	}
+	return &candidate{
+		settings: c.Settings(), warnings: slices.Concat(c.Warnings, told.texts),
+		prepare: func(ctx context.Context) (tunnel.PreparedAll, error) {
+			all, err := r.doors.prepare(ctx, c)
+			return append(all, tunnel.Prepared{Commit: func() { r.loaded = c }, Abort: func() {}}), err
+		},
+	}, nil
+}
+
+// prepare readies the front doors for what c says of them.
+func (d *cloudDoors) prepare(ctx context.Context, c *conf.Cloud) (tunnel.PreparedAll, error) {
+	var strategies []egress.Strategy
+	for _, s := range c.Egress.Strategies {
+		strategies = append(strategies, egress.Strategy(s))
+	}
+	return prepareAll(
+		func() (tunnel.Prepared, error) { return d.tcp.Prepare(ctx, tcpListeners(c)) },
+		func() (tunnel.Prepared, error) { return d.udp.Prepare(ctx, udpListeners(c)) },
+		atOnce(func() {
+			d.udp.SetLimits(udpLimits(c.Limits))
+			if d.https != nil {
+				d.https.SetLists(https.Lists{
+					ClientNames: c.HTTPS.ClientNames, Callers: httpsCallers(c.HTTPS), AllowFrom: c.HTTPS.AllowFrom,
+					ConnsPerAddress: c.Limits.ConnsPerAddress,
+				})
+			}
+			if d.egress != nil {
+				d.egressNames.Store(&c.Egress.ClientNames)
+				d.egress.SetStrategies(strategies, c.Egress.DefaultNodes) //nolint:errcheck // conf has checked them
+			}
+		}),
+	)
+}
+
+// tcpListeners returns the listeners of the TCP front door.
+func tcpListeners(c *conf.Cloud) (all []tcp.Listener) {
+	for _, l := range c.TCP {
+		all = append(all, tcp.Listener{
+			Listen: l.Listen, Node: l.Node, Among: l.Among, Target: l.Target, Allow: l.Allow,
+			ProxyFrom: l.ProxyFrom, SendProxy: balancer.Version(l.SendProxy),
+		})
+	}
+	return all
+}
+
+// udpListeners returns the listeners of the UDP front door.
+func udpListeners(c *conf.Cloud) (all []udp.Listener) {
+	for _, l := range c.UDP {
+		all = append(all, udp.Listener(l))
+	}
+	return all
+}
+
+func httpsCallers(c conf.HTTPS) (all []https.Caller) {
+	for _, caller := range c.Callers {
+		all = append(all, https.Caller(caller))
+	}
+	return all
+}

@@ -1,0 +1,104 @@
+package main
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"tunnel.example/tunnel/conf"
+)
+
+// Commands that cannot reach a running process say what to do.
+func TestReloadCannotAsk(t *testing.T) {
+	dir := t.TempDir()
+	file := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		return path
+	}
+	none := file("none.toml", "[mode.cloud.stream.server]\ngrpcport = 9000\n")
+	silent := file("silent.toml", "[mode.cloud.admin]\nsocket = \"silent.sock\"\n")
+	broken := file("broken.toml", "x =\n")
+	for _, tc := range []struct {
+		args []string
+		code int
+		want string
+	}{
+		{[]string{"reload", "-c", none}, exitConfig, "names no admin socket: write socket = "},
+		{[]string{"reload", "-c", silent}, exitRuntime, "nothing listens on " + filepath.Join(dir, "silent.sock")},
+		{[]string{"reload", "-c", none, "--socket", "/none.sock"}, exitRuntime, "nothing listens on /none.sock"},
+		{[]string{"reload", "-c", broken}, exitConfig, "broken.toml:1: x: not valid TOML"},
+		{[]string{"reload", "now"}, exitUsage, "takes only flags"},
+		{[]string{"forward", "ls", "-c", none}, exitConfig, "names no admin socket"},
+		{[]string{"forward", "add", "-c", silent, "127.0.0.1:1"}, exitUsage, "takes LISTEN and NODE/TARGET, not 1 arguments"},
+		{[]string{"forward", "add", "-c", silent, "127.0.0.1:1", "127.0.0.1:1"}, exitUsage, "name the node before"},
+		{[]string{"forward", "rm", "-c", silent, "127.0.0.1:1"}, exitRuntime, "nothing listens"},
+		{[]string{"forward", "list"}, exitUsage, "unknown command"},
+	} {
+		var stdout, stderr bytes.Buffer
+		code := run(t.Context(), tc.args, &stdout, &stderr)
+		if code != tc.code || !strings.Contains(stderr.String(), tc.want) || stdout.Len() > 0 {
+			t.Errorf("%q: exit code %d, want %d and %q:\n%s%s", tc.args, code, tc.code, tc.want, &stdout, &stderr)
+		}
+	}
+}
+
+// The keys that change while a cloud runs are keys of the file; keys of front doors that are off are not among
+// them.
+func TestLiveKeys(t *testing.T) {
+	var d cloudDoors
+	for key, want := range map[string]bool{
+		`mode.cloud.tcp."127.0.0.1:1"`:        true,
+		`mode.cloud.udpallow."127.0.0.1:1"`:   true,
+		"mode.cloud.limits.flowsperaddress":   true,
+		"mode.cloud.admin.forwards":           true,
+		"mode.cloud.admin.socket":             false,
+		"mode.cloud.https.allowfrom":          false, // the door is off
+		"mode.cloud.egress.strategies":        false, // the door is off
+		"mode.cloud.limits.conns":             false,
+		"mode.cloud.stream.server.grpcport":   false,
+		"mode.cloud.https.addr.10250":         false,
+		"mode.cloud.tcpip":                    false,
+		`mode.cloud.https.addr."mode.cloud."`: false,
+	} {
+		if got := d.live(key); got != want {
+			t.Errorf("%s changes while the cloud runs: %t, want %t", key, got, want)
+		}
+	}
+}
+
+// What reload prints.
+func TestPrintReloaded(t *testing.T) {
+	cmd := newReloadCommand()
+	for want, done := range map[string]*reloaded{
+		"cloud: nothing has changed\n": {},
+		"cloud: applied\n  a: 1 -> 2\ncloud: these keys need a restart\n  b: absent -> 3\n": {
+			Applied: []conf.Change{{Key: "a", Old: "1", New: "2"}}, Restart: []conf.Change{{Key: "b", New: "3"}},
+		},
+	} {
+		var out bytes.Buffer
+		cmd.SetOut(&out)
+		if err := printReloaded(cmd, "cloud", done, &outputFlag{form: "text"}); err != nil || out.String() != want {
+			t.Errorf("printed %q, %v; want %q", out.String(), err, want)
+		}
+	}
+}
+
+// A reload has the warnings of a start, and a new forward those of its own line.
+func TestReloadWarns(t *testing.T) {
+	metricFiles(t)
+	const open = "[mode.cloud.https]\ntls = \"passthrough\"\nlisten = \"0.0.0.0\"\n" +
+		"[mode.cloud.https.addr]\n\"10250\" = \"127.0.0.1:10250\"\n"
+	if err := os.WriteFile("cloud.toml", []byte(plainCloud+open), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	r := &cloudReloader{file: "cloud.toml"}
+	next, err := r.readFile()
+	if err != nil || !strings.Contains(strings.Join(next.warnings, "\n"), "anyone may connect") {
+		t.Errorf("%v, warnings %q", err, next.warnings)
+	}
+}

@@ -1,0 +1,118 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"text/tabwriter"
+
+	"github.com/spf13/cobra"
+
+	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/api"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+func newStatusCommand() *cobra.Command {
+	var ask askFlags
+	var output outputFlag
+	cmd := &cobra.Command{
+		Use:   "status",
+		Short: "Show how the cloud or the edge of this machine does",
+		Long: `status asks the cloud and the edge of this machine: version, other replicas, counts, and what is wrong, as
+/readyz says it. With -o wide it also shows the listeners, and what is in order.
+
+Exit codes: 0 ready, 1 not ready, or the daemon does not answer.`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := output.check(); err != nil {
+				return err
+			}
+			sockets, err := ask.sockets()
+			if err != nil {
+				return err
+			}
+			ctx, cancel := context.WithTimeout(cmd.Context(), askTimeout)
+			defer cancel()
+			var errs []error
+			for i, s := range sockets {
+				status, err := api.NewClient(s.path).Status(ctx)
+				if err != nil {
+					errs = append(errs, err)
+					continue
+				}
+				if i > 0 && output.form == "yaml" {
+					fmt.Fprintln(cmd.OutOrStdout(), "---")
+				}
+				if err = printStatus(cmd.OutOrStdout(), status, &output); err != nil {
+					return err
+				}
+				if !status.Ready {
+					errs = append(errs, fmt.Errorf("the %s is not ready", status.Mode))
+				}
+			}
+			if err := errors.Join(errs...); err != nil {
+				return &exitError{exitRuntime, err}
+			}
+			return nil
+		},
+	}
+	ask.register(cmd, cloudFile, edgeFile)
+	output.register(cmd, "text", "wide", "json", "yaml")
+	return cmd
+}
+
+// printStatus prints a status in the form of the flag.
+func printStatus(w io.Writer, st *api.Status, output *outputFlag) error {
+	if done, err := output.encode(w, st); done {
+		return err
+	}
+	wide := output.form == "wide"
+	who := st.Replica
+	if st.Node != "" {
+		who = "node " + st.Node
+	}
+	ready := "ready"
+	if !st.Ready {
+		ready = "NOT ready"
+	}
+	fmt.Fprintf(w, "%s %s (%s), up %s, %s\n", st.Mode, who, st.Software, span(st.Time.Sub(st.Started)), ready)
+	c := st.Counts
+	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	if st.Mode == "cloud" {
+		fmt.Fprintf(table, "nodes\t%d connected to this replica, %d remembered\n", c.Nodes, c.Remembered)
+	}
+	fmt.Fprintf(table, "conns\t%d open, %d wait for a limit, %d opened so far, %d reset\n",
+		c.Conns, c.Waiting, c.Opened, c.Resets)
+	fmt.Fprintf(table, "bytes\t%s sent, %s received\n", size(c.SentBytes), size(c.ReceivedBytes))
+	fmt.Fprintf(table, "sessions\t%d so far, %d replaced, %d joins refused\n", c.Sessions, c.Replaced, c.JoinsRefused)
+	for _, code := range slices.Sorted(maps.Keys(c.Refused)) {
+		fmt.Fprintf(table, "refused\t%d %s\n", c.Refused[code], code)
+	}
+	for _, s := range st.Sessions {
+		fmt.Fprintf(table, "session\twith %s (%s), %s old, round trip %s, %d conns\n",
+			s.Remote, tunnel.Printable(s.Software), span(st.Time.Sub(s.Since)), millis(s.RoundTripSeconds), s.Conns)
+	}
+	for _, r := range st.Replicas {
+		leaving := ""
+		if r.Leaving {
+			leaving = ", about to stop"
+		}
+		fmt.Fprintf(table, "replica\t%s (%s), %d nodes, joined %s ago%s\n",
+			r.Remote, tunnel.Printable(r.Software), r.Nodes, span(st.Time.Sub(r.Since)), leaving)
+	}
+	if wide {
+		for _, l := range st.Listeners {
+			fmt.Fprintf(table, "listens\t%s\n", l)
+		}
+	}
+	for _, check := range st.Checks {
+		if wide || check.State != admin.StateOK {
+			fmt.Fprintf(table, "%s\t%s %s\n", check.State, check.Name, tunnel.Printable(check.Text))
+		}
+	}
+	return table.Flush()
+}

@@ -1,0 +1,175 @@
+// Package api is the JSON API by which the commands of an operator ask a running cloud or edge.
+//
+//	srv := api.New(api.Config{Mode: "cloud", Sessions: directory.Sessions, Peers: others, …})
+//	debug.API = srv.Handler()                 // on the admin socket, which only our own user may use
+//	peers.Config{API: srv.Dial, …}            // the other replicas ask for this replica's own part
+//
+//	client := api.NewClient("/run/tunnel-cloud/admin.sock")
+//	nodes, err := client.Nodes(ctx)
+//
+//	GET    /v1/nodes           every node of every replica, connected and missing
+//	GET    /v1/status          this process: checks, listeners, counts, other replicas
+//	POST   /v1/ping?node=N     the round trip to a node; &target=HOST:PORT: to a target behind it
+//	DELETE /v1/nodes/N         forget a missing node
+//
+// An edge has /v1/status alone. With ?local a replica asks no other replica.
+//
+// How one request travels: the command ── unix socket ─▶ replica A ── a conn of the session that B has opened
+// with A ─▶ replica B, which answers as with ?local. A merges the answers. A replica that does not answer
+// makes the list incomplete, which NodeList.Incomplete says.
+//
+// Fields may be added to the answers of v1; none is removed or gets another meaning. No answer holds a secret,
+// and none is for other users: the answers name nodes and addresses.
+package api
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync"
+	"time"
+
+	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/inventory"
+	"tunnel.example/tunnel/pkg/peers"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// Version is the version of the API, and the first part of its paths.
+const Version = "v1"
+
+const (
+	// askTimeout is how long another replica may take for its part of an answer.
+	askTimeout = 2 * time.Second
+	// maxAnswer bounds the answer of a replica, in bytes: some 100,000 nodes.
+	maxAnswer = 64 << 20
+	// pingTimeout bounds one ping. The edge gives up dialling a target earlier.
+	pingTimeout = 15 * time.Second
+	maxHeader   = 16 << 10 // bytes
+)
+
+// Config is what a Server shows. Functions may be called by any goroutine, and return at once.
+type Config struct {
+	Mode     string // "cloud" or "edge"
+	Software string
+	Replica  string // name of this process for people: its pod or its machine
+	Node     string // an edge's
+	// Checks are those of /readyz.
+	Checks    func() []admin.Check
+	Listeners func() []string // as in the line of the log at the start; nil: none
+	Counters  *tunnel.Counters
+	Sessions  func() []*tunnel.Session
+
+	// Of a cloud only.
+	Dialer    tunnel.Dialer        // reaches nodes through every replica
+	Inventory *inventory.Inventory // nil: the cloud remembers no nodes
+	// Expected returns the nodes that Kubernetes has; nil, or known is false: not known.
+	Expected func() (names []tunnel.NodeName, known bool)
+	Peers    *peers.Peers // nil: there are no other replicas
+
+	Log *slog.Logger
+}
+
+// Server answers. It is the module "api", which serves the other replicas.
+type Server struct {
+	cfg     Config
+	started time.Time
+	inside  *insideListener
+}
+
+var _ tunnel.Module = (*Server)(nil)
+
+// New returns a server.
+func New(cfg Config) *Server {
+	return &Server{cfg: cfg, started: time.Now(), inside: newInsideListener()}
+}
+
+// Name implements tunnel.Module.
+func (*Server) Name() string { return "api" }
+
+// Dial opens a conn to this server, for another replica. What comes by it is answered as with ?local.
+func (s *Server) Dial(ctx context.Context) (net.Conn, error) { return s.inside.dial(ctx) }
+
+// Run implements tunnel.Module: it serves the conns of Dial until ctx is done.
+func (s *Server) Run(ctx context.Context) error {
+	srv := &http.Server{
+		Handler: s.handler(true), ReadTimeout: askTimeout, WriteTimeout: pingTimeout, MaxHeaderBytes: maxHeader,
+		ErrorLog: slog.NewLogLogger(s.cfg.Log.Handler(), slog.LevelDebug),
+	}
+	srv.SetKeepAlivesEnabled(false) // a conn of the tunnel is for one request
+	stop := context.AfterFunc(ctx, func() { srv.Close() })
+	defer stop()
+	var learning sync.WaitGroup
+	defer learning.Wait()
+	lctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	if s.cfg.Peers != nil && s.cfg.Inventory != nil {
+		learning.Go(func() { s.learn(lctx) })
+	}
+	if err := srv.Serve(s.inside); !errors.Is(err, http.ErrServerClosed) {
+		return err
+	}
+	return nil
+}
+
+// Handler returns the handler of the operator's paths, /v1/….
+func (s *Server) Handler() http.Handler { return s.handler(false) }
+
+// handler returns the handler. local: no request goes on to other replicas.
+func (s *Server) handler(local bool) http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, _ *http.Request) { Answer(w, s.status()) })
+	if s.cfg.Mode != "cloud" {
+		mux.HandleFunc("/v1/", func(w http.ResponseWriter, _ *http.Request) {
+			Refuse(w, http.StatusNotFound, "", errEdge)
+		})
+		return mux
+	}
+	here := func(r *http.Request) bool { return local || r.URL.Query().Has("local") }
+	mux.HandleFunc("GET /v1/nodes", func(w http.ResponseWriter, r *http.Request) {
+		if here(r) {
+			Answer(w, s.local())
+			return
+		}
+		Answer(w, s.merged(r.Context()))
+	})
+	mux.HandleFunc("DELETE /v1/nodes/{node}", func(w http.ResponseWriter, r *http.Request) {
+		s.forget(w, r, here(r))
+	})
+	if !local {
+		mux.HandleFunc("POST /v1/ping", s.ping)
+	}
+	return mux
+}
+
+// errEdge answers requests for a cloud's paths.
+var errEdge = errors.New("this is an edge: ask the cloud about nodes")
+
+// Failure is the body of an answer that is not 2xx.
+type Failure struct {
+	Text string `json:"error"`
+	Code string `json:"code,omitempty"` // of a refusal, such as "denied" or "no-such-node"; or CodeConfiguration
+}
+
+// CodeConfiguration is the code of a request that a configuration with problems has prevented.
+const CodeConfiguration = "configuration"
+
+// Error implements error.
+func (f *Failure) Error() string { return f.Text }
+
+// Refuse answers a request with a [Failure].
+func Refuse(w http.ResponseWriter, status int, code string, err error) {
+	w.Header().Set("Content-Type", "application/json")
+	w.WriteHeader(status)
+	json.NewEncoder(w).Encode(&Failure{Text: err.Error(), Code: code}) //nolint:errcheck // the caller has gone
+}
+
+// Answer answers a request with v as JSON.
+func Answer(w http.ResponseWriter, v any) {
+	w.Header().Set("Content-Type", "application/json")
+	w.Header().Set("Cache-Control", "no-store")
+	json.NewEncoder(w).Encode(v) //nolint:errcheck // the caller has gone
+}

@@ -1,0 +1,59 @@
+package api
+
+import (
+	"context"
+	"net/http"
+	"time"
+
+	"tunnel.example/tunnel/pkg/inventory"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// learnPause is how long changes of the other replicas are gathered. Each change of a node is one.
+const learnPause = time.Second
+
+// learn asks each replica that joins which nodes it misses, until ctx is done. So what replicas remember outlives a
+// rolling update, in which every replica stops once.
+func (s *Server) learn(ctx context.Context) {
+	asked := make(map[string]bool) // ids of replicas
+	for {
+		changed := s.cfg.Peers.Changed()
+		for _, other := range s.cfg.Peers.Others() {
+			if asked[other.ID] {
+				continue
+			}
+			var list NodeList
+			if err := ask(ctx, other, http.MethodGet, "/v1/nodes", &list); err != nil {
+				s.cfg.Log.Debug("another replica does not tell which nodes it misses", "remote", other.Remote, "err", err)
+				continue // until the next change
+			}
+			asked[other.ID] = true
+			s.adopt(&list)
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+		select {
+		case <-time.After(learnPause):
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// adopt remembers the nodes that another replica misses. What only Kubernetes knows is no memory.
+func (s *Server) adopt(list *NodeList) {
+	for i := range list.Nodes {
+		n := &list.Nodes[i]
+		name, err := tunnel.ParseNodeName(n.Name)
+		if err != nil || n.State != Missing || n.LastSeen.IsZero() {
+			continue
+		}
+		s.cfg.Inventory.Adopt(name, inventory.Record{
+			FirstSeen: n.FirstSeen, LastSeen: n.LastSeen, FactsAt: n.FactsAt, Replica: n.LastReplica, Remote: n.LastRemote,
+			Software: n.LastSoftware, Ended: n.LastEnd, CertEnds: n.CertificateEnds,
+		})
+	}
+}

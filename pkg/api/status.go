@@ -1,0 +1,123 @@
+package api
+
+import (
+	"time"
+
+	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// Status is the answer of GET /v1/status: this process alone.
+type Status struct {
+	APIVersion string    `json:"api_version"`
+	Time       time.Time `json:"time"`
+	Mode       string    `json:"mode"` // "cloud" or "edge"
+	Software   string    `json:"software"`
+	Replica    string    `json:"replica"`        // its pod or its machine
+	Node       string    `json:"node,omitempty"` // an edge's
+	Started    time.Time `json:"started"`
+	Ready      bool      `json:"ready"`
+	Checks     []Check   `json:"checks"`
+	Listeners  []string  `json:"listeners,omitempty"`
+	Counts     Counts    `json:"counts"`
+	// Sessions are an edge's, with replicas of the cloud. Those of a cloud are in GET /v1/nodes.
+	Sessions []Session `json:"sessions,omitempty"`
+	// Replicas are the other replicas that have joined this cloud.
+	Replicas []Replica `json:"replicas,omitempty"`
+}
+
+// Check is one line of /readyz.
+type Check struct {
+	Name  string      `json:"name"`
+	State admin.State `json:"state"` // "ok", "degraded" or "failed"
+	Text  string      `json:"text,omitempty"`
+}
+
+// Counts are numbers of this process. Those that end in _total count since it started.
+type Counts struct {
+	Nodes         int               `json:"nodes"`            // that have a session with this process
+	Remembered    int               `json:"nodes_remembered"` // of the inventory
+	Conns         int64             `json:"conns"`            // open now
+	Waiting       int64             `json:"waiting"`          // open requests that wait for a limit
+	Sessions      uint64            `json:"sessions_total"`   // that were established
+	Replaced      uint64            `json:"replaced_total"`   // by a newer session of the same node
+	JoinsRefused  uint64            `json:"joins_refused_total"`
+	Opened        uint64            `json:"conns_opened_total"`
+	Resets        uint64            `json:"conns_reset_total"`
+	SentBytes     uint64            `json:"sent_bytes_total"`
+	ReceivedBytes uint64            `json:"received_bytes_total"`
+	Refused       map[string]uint64 `json:"conns_refused_total,omitempty"` // by the code of the refusal
+}
+
+// Replica is another replica.
+type Replica struct {
+	ID       string    `json:"id"`
+	Remote   string    `json:"remote"`
+	Since    time.Time `json:"since"`
+	Software string    `json:"software,omitempty"`
+	Nodes    int       `json:"nodes"` // that it holds
+	Leaving  bool      `json:"leaving,omitempty"`
+}
+
+// status returns what this process is and does.
+func (s *Server) status() *Status {
+	sessions := s.cfg.Sessions()
+	st := &Status{
+		APIVersion: Version, Time: time.Now().UTC(), Mode: s.cfg.Mode, Software: s.cfg.Software,
+		Replica: s.cfg.Replica, Node: s.cfg.Node, Started: s.started.UTC(), Ready: true,
+		Counts: s.counts(sessions), Checks: []Check{},
+	}
+	if s.cfg.Listeners != nil {
+		st.Listeners = s.cfg.Listeners()
+	}
+	for _, c := range s.cfg.Checks() {
+		if c.Off != nil && c.Off() {
+			continue
+		}
+		state, text := c.Result()
+		st.Ready = st.Ready && state != admin.StateFailed
+		st.Checks = append(st.Checks, Check{c.Name, state, text})
+	}
+	if s.cfg.Mode != "cloud" {
+		for _, of := range sessions {
+			one := s.sessionOf(of)
+			one.Replica = of.Instance // of the cloud at the other end
+			st.Sessions = append(st.Sessions, one)
+		}
+	}
+	if s.cfg.Peers != nil {
+		for _, r := range s.cfg.Peers.Others() {
+			st.Replicas = append(st.Replicas, Replica{
+				ID: r.ID, Remote: r.Remote, Since: r.Since.UTC(), Software: r.Software, Nodes: r.Nodes, Leaving: r.Leaving,
+			})
+		}
+	}
+	return st
+}
+
+func (s *Server) counts(sessions []*tunnel.Session) Counts {
+	c := s.cfg.Counters
+	out := Counts{
+		Waiting: c.Waiting.Load(), Sessions: c.Sessions.Load(), Replaced: c.Replaced.Load(),
+		JoinsRefused: c.JoinsRefused.Load(), Opened: c.ConnsOpened.Load(), Resets: c.Resets.Load(),
+		SentBytes: c.BytesSent.Load(), ReceivedBytes: c.BytesReceived.Load(),
+	}
+	for _, of := range sessions {
+		out.Conns += of.Conns.Load()
+	}
+	if s.cfg.Mode == "cloud" {
+		out.Nodes = len(sessions)
+	}
+	if s.cfg.Inventory != nil {
+		out.Remembered = len(s.cfg.Inventory.Names())
+	}
+	for _, code := range tunnel.Codes() {
+		if n := c.Refusals(code); n > 0 {
+			if out.Refused == nil {
+				out.Refused = make(map[string]uint64)
+			}
+			out.Refused[code.String()] = n
+		}
+	}
+	return out
+}

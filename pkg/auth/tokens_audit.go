@@ -1,0 +1,101 @@
+package auth
+
+import (
+	"encoding/hex"
+	"maps"
+	"slices"
+	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// changes returns what a new content of the token file changes, by node. A token that both contents have is
+// not in it.
+func changes(old, now *table) (events []tunnel.Event) {
+	nodes := make(map[tunnel.NodeName]bool)
+	for _, tb := range []*table{old, now} {
+		for n := range tb.byNode {
+			nodes[n] = true
+		}
+	}
+	add := func(kind tunnel.EventKind, node tunnel.NodeName, token, by string) {
+		events = append(events, tunnel.Event{
+			Kind: kind, Result: tunnel.ResultOK, Node: node, Token: token, By: by,
+		})
+	}
+	for _, n := range slices.Sorted(maps.Keys(nodes)) {
+		was, is := entryOf(old, n), entryOf(now, n)
+		const all = "every proof"
+		if is.revoked && !was.revoked {
+			add(tunnel.EventRevoke, n, "", all)
+		}
+		if was.revoked && !is.revoked {
+			add(tunnel.EventRevokeGone, n, "", all)
+		}
+		if is.before.Before(was.before) {
+			add(tunnel.EventRevokeGone, n, "", certificatesBefore(was.before))
+		}
+		if !is.before.IsZero() && !is.before.Equal(was.before) {
+			add(tunnel.EventRevoke, n, "", certificatesBefore(is.before))
+		}
+		tokenChanges(was.tokens, is.tokens, func(kind tunnel.EventKind, t token) { add(kind, n, t.id(), t.kind()) })
+	}
+	tokenChanges(old.shared, now.shared, func(kind tunnel.EventKind, t token) {
+		add(kind, "", t.id(), "a token of any node")
+	})
+	return events
+}
+
+// certificatesBefore says which certificates a time of the file revokes.
+func certificatesBefore(t time.Time) string {
+	return "certificates from before " + t.UTC().Format(time.RFC3339)
+}
+
+// entryOf returns what tb says about a node.
+func entryOf(tb *table, n tunnel.NodeName) entry {
+	if e := tb.byNode[n]; e != nil {
+		return *e
+	}
+	return entry{}
+}
+
+// tokenChanges calls report for each token that only one of both has. A token with another use or another end is
+// another token.
+func tokenChanges(old, now []token, report func(tunnel.EventKind, token)) {
+	lacks := func(all []token, t token) bool {
+		return !slices.ContainsFunc(all, func(other token) bool {
+			return other.sum == t.sum && other.join == t.join && other.expires.Equal(t.expires)
+		})
+	}
+	for _, t := range now {
+		if lacks(old, t) {
+			report(tunnel.EventToken, t)
+		}
+	}
+	for _, t := range old {
+		if lacks(now, t) {
+			report(tunnel.EventTokenGone, t)
+		}
+	}
+}
+
+// id returns the id of a token, as `tunnel token list` shows it. A token in plain form has none: if it is
+// short, its SHA-256 gives it away.
+func (t token) id() string {
+	if !t.hashed {
+		return ""
+	}
+	return hex.EncodeToString(t.sum[:])[:8]
+}
+
+// kind says what a token is good for.
+func (t token) kind() string {
+	kind := "a token for sessions"
+	if t.join {
+		kind = "a token to join"
+	}
+	if t.expires.IsZero() {
+		return kind
+	}
+	return kind + " until " + t.expires.UTC().Format(time.RFC3339)
+}

@@ -1,0 +1,375 @@
+// Package dial connects an edge to its cloud: directly, through a proxy, or inside a WebSocket.
+//
+//	d, err := dial.New(dial.Config{Servers: servers, Proxy: dial.FromEnvironment(httpproxy.FromEnvironment())})
+//	c, err := d.Dial(ctx)        // a session
+//	other, err := c.Again(ctx)   // a data connection of the session, by the same way
+//
+// Sessions, data connections and `tunnel join` use one [Dialer], so they reach the cloud by the same ways.
+// The cloud's own TLS begins on top of the connection. So proxies and boxes in between see no plain byte,
+// and the pinned CA and client certificates decide as without them.
+//
+// Each error that an operator can correct is an [*Error]: it says what failed and what to do next. No error
+// and no String method shows the password of a proxy.
+//
+// The package reads no environment variable and no configuration file. Its caller passes both.
+package dial
+
+import (
+	"context"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"net/url"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+)
+
+// Server is a place where the cloud can be reached.
+type Server struct {
+	text string // as the operator wrote it
+	addr string // host:port to connect to
+	web  bool   // text is the URL of a WebSocket
+	tls  bool   // the WebSocket is inside TLS (wss)
+}
+
+// ParseServer parses host:port, or the URL of a WebSocket: wss://host/path. ws:// is for a box in between
+// that has no TLS of its own.
+func ParseServer(text string) (Server, error) {
+	if !strings.Contains(text, "://") {
+		host, port, err := net.SplitHostPort(text)
+		if err != nil || host == "" || !isPort(port) {
+			return Server{}, fmt.Errorf("%q is neither host:port nor wss://host/path: write an address such as %q",
+				text, "tunnel.example.com:9000")
+		}
+		return Server{text: text, addr: text}, nil
+	}
+	u, err := url.Parse(text)
+	if err != nil || u.Hostname() == "" || u.Scheme != "wss" && u.Scheme != "ws" || u.Port() != "" && !isPort(u.Port()) {
+		return Server{}, errors.New("a URL of a server is wss://host/path: write one such as " +
+			`"wss://tunnel.example.com/tunnel"`)
+	}
+	switch {
+	case u.User != nil: // the URL is shown in logs
+		return Server{}, errors.New("the URL of a server has no user and no password: " +
+			"the node's token or certificate proves who it is")
+	case u.Fragment != "":
+		return Server{}, fmt.Errorf("the URL %q has a fragment, which no server sees: remove it", text)
+	}
+	s := Server{text: text, web: true, tls: u.Scheme == "wss"}
+	port := u.Port()
+	switch {
+	case port != "":
+	case s.tls:
+		port = "443"
+	default:
+		port = "80"
+	}
+	s.addr = net.JoinHostPort(u.Hostname(), port)
+	return s, nil
+}
+
+// isPort reports whether s is a number from 1 to 65535.
+func isPort(s string) bool {
+	p, err := netip.ParseAddrPort("0.0.0.0:" + s)
+	return err == nil && p.Port() != 0
+}
+
+// String returns the server as the operator wrote it.
+func (s Server) String() string { return s.text }
+
+// Addr returns the host:port of the server. For a WebSocket it is that of the box in between.
+func (s Server) Addr() string { return s.addr }
+
+// IsWebSocket reports whether the cloud is reached inside a WebSocket.
+func (s Server) IsWebSocket() bool { return s.web }
+
+// host returns the host of Addr.
+func (s Server) host() string {
+	host, _, _ := net.SplitHostPort(s.addr)
+	return host
+}
+
+// Config configures a [Dialer].
+type Config struct {
+	Servers []Server // at least one, in the order in which they are tried
+	// Proxy chooses the proxy for a server; nil: no server has a proxy.
+	Proxy ProxyFunc
+	// Roots returns the CAs that sign the certificates of https:// proxies and wss:// servers; nil: the
+	// system's CAs. The cloud's own CA is elsewhere: its TLS begins on top of the connection.
+	Roots     func() *x509.CertPool
+	UserAgent string // sent to proxies and wss:// servers
+	Keys      Keys   // where the operator sets all this; zero: the keys of an edge's configuration
+
+	// For tests.
+	Connect func(ctx context.Context, network, addr string) (net.Conn, error)     // nil: a net.Dialer
+	LookUp  func(ctx context.Context, network, host string) ([]netip.Addr, error) // nil: the system's resolver
+}
+
+// Dialer connects to one cloud. Several goroutines may use it at once.
+type Dialer struct {
+	cfg Config // set once
+
+	mu    sync.Mutex // guards the following
+	first int        // index of the server that is tried first: the last one that has worked
+}
+
+// New makes a Dialer.
+func New(cfg Config) (*Dialer, error) {
+	if len(cfg.Servers) == 0 {
+		return nil, errors.New("there is no address of the cloud")
+	}
+	if cfg.Keys == (Keys{}) {
+		cfg.Keys = keysOfEdge()
+	}
+	if cfg.Connect == nil {
+		cfg.Connect = new(net.Dialer).DialContext
+	}
+	if cfg.LookUp == nil {
+		cfg.LookUp = net.DefaultResolver.LookupNetIP
+	}
+	return &Dialer{cfg: cfg}, nil
+}
+
+// String lists the servers.
+func (d *Dialer) String() string {
+	var all []string
+	for _, s := range d.cfg.Servers {
+		all = append(all, s.text)
+	}
+	return strings.Join(all, ", ")
+}
+
+// serverDelay is how long Dial waits for a server before it tries the next one as well. It covers a name
+// lookup and one lost packet of a handshake.
+const serverDelay = 2 * time.Second
+
+// Dial connects to the cloud. It tries the servers in order, first the one that worked last. If a server
+// does not answer within serverDelay, Dial tries the next server beside it; the first connection wins.
+func (d *Dialer) Dial(ctx context.Context) (*Conn, error) {
+	order := d.order()
+	c, err := race(ctx, len(order), serverDelay, func(ctx context.Context, i int) (*Conn, error) {
+		return d.reach(ctx, order[i])
+	})
+	if errs, ok := errors.AsType[raceError](err); ok && len(errs) > 1 {
+		all := serversError{}
+		for i, err := range errs {
+			all = append(all, fmt.Errorf("%s: %w", d.cfg.Servers[order[i]], err))
+		}
+		return nil, all
+	}
+	return c, err
+}
+
+// serversError is why no server can be reached, one error for each.
+type serversError []error
+
+// Error returns one line.
+func (e serversError) Error() string {
+	var all []string
+	for _, err := range e {
+		all = append(all, err.Error())
+	}
+	return strings.Join(all, "; ")
+}
+
+// Unwrap returns the errors, for errors.Is and errors.As.
+func (e serversError) Unwrap() []error { return e }
+
+// order returns the indexes of the servers in the order in which Dial tries them.
+func (d *Dialer) order() []int {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	order := []int{d.first}
+	for i := range d.cfg.Servers {
+		if i != d.first {
+			order = append(order, i)
+		}
+	}
+	return order
+}
+
+// reach connects to one server. The proxy is chosen each time, since its file may have changed.
+func (d *Dialer) reach(ctx context.Context, index int) (*Conn, error) {
+	s := d.cfg.Servers[index]
+	var p *Proxy
+	if d.cfg.Proxy != nil {
+		var err error
+		if p, err = d.cfg.Proxy(s); err != nil {
+			return nil, err
+		}
+	}
+	return d.by(ctx, index, p)
+}
+
+// by connects to one server through a proxy; nil: without one.
+func (d *Dialer) by(ctx context.Context, index int, p *Proxy) (*Conn, error) {
+	s := d.cfg.Servers[index]
+	c := &Conn{dialer: d, index: index, server: s, proxy: p}
+	var err error
+	if p == nil {
+		c.Conn, err = d.direct(ctx, s.addr, nil)
+	} else {
+		c.Conn, c.trip, err = p.connect(ctx, d, s.addr)
+	}
+	if err == nil && s.web {
+		c.Conn, c.trip, err = d.openWebSocket(ctx, c.Conn, s)
+	}
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
+}
+
+// failed tells d that a connection by the server did not lead to the cloud: Dial tries another one first.
+func (d *Dialer) failed(index int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.first == index {
+		d.first = (index + 1) % len(d.cfg.Servers)
+	}
+}
+
+// worked tells d that a connection by the server has led to the cloud.
+func (d *Dialer) worked(index int) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.first = index
+}
+
+// Conn is a connection to the cloud, before the cloud's TLS.
+type Conn struct {
+	net.Conn
+	dialer *Dialer
+	index  int // of server
+	server Server
+	proxy  *Proxy        // nil: none
+	trip   time.Duration // how long the box in between took to reach the cloud; only if there is one
+}
+
+// NetConn returns the connection below: TCP, TLS to a box in between, or a WebSocket.
+func (c *Conn) NetConn() net.Conn { return c.Conn }
+
+// Server returns the server of the connection.
+func (c *Conn) Server() Server { return c.server }
+
+// IsIndirect reports whether TCP ends at a box in between. What the kernel knows of the connection is then
+// about the way to that box. Trip is how long the box took to reach the cloud: some round trips.
+func (c *Conn) IsIndirect() (trip time.Duration, is bool) {
+	return c.trip, c.proxy != nil || c.server.web
+}
+
+// Proxy returns the proxy of the connection; nil: none.
+func (c *Conn) Proxy() *Proxy { return c.proxy }
+
+// Route says where the connection leads, and through which proxy, without a password.
+func (c *Conn) Route() string {
+	if c.proxy == nil {
+		return c.server.text
+	}
+	return c.server.text + " through " + c.proxy.String()
+}
+
+// Worked tells the dialer that the cloud has answered on this connection: the server is tried first from
+// now on.
+func (c *Conn) Worked() { c.dialer.worked(c.index) }
+
+// Failed tells the dialer that something else than the cloud answers on this connection: the next server is
+// tried first.
+func (c *Conn) Failed() { c.dialer.failed(c.index) }
+
+// Again connects to the cloud by the same way. Without a box in between it also reaches the same address. A
+// proxy or a WebSocket's server may lead to another replica.
+func (c *Conn) Again(ctx context.Context) (*Conn, error) {
+	if _, is := c.IsIndirect(); is {
+		return c.dialer.by(ctx, c.index, c.proxyNow())
+	}
+	raw, err := c.dialer.cfg.Connect(ctx, "tcp", c.RemoteAddr().String())
+	if err != nil {
+		return nil, err
+	}
+	again := *c
+	again.Conn = raw
+	return &again, nil
+}
+
+// proxyNow returns the proxy of the connection, with the user and password that it has now. If the configuration
+// names another proxy now, or cannot be read, the connection keeps its own: Again goes by the same way.
+func (c *Conn) proxyNow() *Proxy {
+	if c.proxy == nil {
+		return nil
+	}
+	now, err := c.dialer.cfg.Proxy(c.server)
+	if err != nil || now == nil || now.scheme != c.proxy.scheme || now.addr != c.proxy.addr {
+		return c.proxy
+	}
+	return now
+}
+
+// addressDelay is how long direct waits for an address before it tries the next one as well (RFC 8305
+// section 5, Connection Attempt Delay).
+const addressDelay = 250 * time.Millisecond
+
+// direct makes a TCP connection to host:port. It tries the addresses of a name as RFC 8305 says, IPv6 and
+// IPv4 in turn: a net.Dialer tries one address of each family at a time, and waits up to the whole timeout
+// for an address that does not answer. It takes the resolver's answer as a whole, though: Go's resolver
+// asks for both families at once, and waits for both. through is the proxy that the address is of; nil: it
+// is of a server.
+func (d *Dialer) direct(ctx context.Context, addr string, through *Proxy) (net.Conn, error) {
+	host, port, err := net.SplitHostPort(addr)
+	if err != nil {
+		return nil, err
+	}
+	ips, err := d.lookUp(ctx, host)
+	if err != nil {
+		return nil, d.explainLookup(err, host, through)
+	}
+	c, err := race(ctx, len(ips), addressDelay, func(ctx context.Context, i int) (net.Conn, error) {
+		return d.cfg.Connect(ctx, "tcp", net.JoinHostPort(ips[i].String(), port))
+	})
+	if err != nil {
+		return nil, d.explainDial(err, addr, through)
+	}
+	return c, nil
+}
+
+// lookUp returns the addresses of a host, the families in turn. An address has no lookup.
+func (d *Dialer) lookUp(ctx context.Context, host string) ([]netip.Addr, error) {
+	if ip, err := netip.ParseAddr(host); err == nil {
+		return []netip.Addr{ip}, nil
+	}
+	ips, err := d.cfg.LookUp(ctx, "ip", host)
+	if err == nil && len(ips) == 0 {
+		err = &net.DNSError{Err: "no such host", Name: host, IsNotFound: true}
+	}
+	if err != nil {
+		return nil, &net.OpError{Op: "dial", Net: "tcp", Err: err}
+	}
+	return interleave(ips), nil
+}
+
+// interleave orders addresses so that the families take turns. The resolver's first address stays first: it
+// has sorted them by preference (RFC 6724).
+func interleave(ips []netip.Addr) []netip.Addr {
+	var families [2][]netip.Addr // the preferred family, and the other one
+	for i := range ips {
+		ip := ips[i].Unmap()
+		other := 0
+		if ip.Is4() != ips[0].Unmap().Is4() {
+			other = 1
+		}
+		families[other] = append(families[other], ip)
+	}
+	all := make([]netip.Addr, 0, len(ips))
+	for i := range max(len(families[0]), len(families[1])) {
+		for _, family := range families {
+			if i < len(family) {
+				all = append(all, family[i])
+			}
+		}
+	}
+	return slices.Compact(all)
+}

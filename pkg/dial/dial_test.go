@@ -1,0 +1,267 @@
+package dial
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+
+// mustServers parses servers.
+func mustServers(t *testing.T, texts ...string) (all []Server) {
+	t.Helper()
+	for _, text := range texts {
+		s, err := ParseServer(text)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all = append(all, s)
+	}
+	return all
+}
+
+func TestParseServer(t *testing.T) {
+	for text, addr := range map[string]string{
+		"tunnel.example.com:9000":             "tunnel.example.com:9000",
+		"[::1]:9000":                          "[::1]:9000",
+		"wss://tunnel.example.com/tunnel":     "tunnel.example.com:443",
+		"wss://tunnel.example.com:8443/a/b?c": "tunnel.example.com:8443",
+		"ws://[::1]/tunnel":                   "[::1]:80",
+		"tunnel.example.com":                  "",
+		":9000":                               "",
+		"a:http":                              "",
+		"a:0":                                 "",
+		"a:65536":                             "",
+		"https://tunnel.example.com/tunnel":   "",
+		"wss:///tunnel":                       "",
+		"wss://user:canary@host/tunnel":       "",
+		"wss://host:canary-port/tunnel":       "",
+		"wss://host/tunnel#x":                 "",
+		"":                                    "",
+	} {
+		s, err := ParseServer(text)
+		if s.Addr() != addr || (err == nil) != (addr != "") || addr != "" && s.String() != text {
+			t.Errorf("%q: %q, %v; want %q", text, s.Addr(), err, addr)
+		}
+		if s.IsWebSocket() != (addr != "" && strings.HasPrefix(text, "ws")) {
+			t.Errorf("%q: that it is a WebSocket is %t", text, s.IsWebSocket())
+		}
+		if err != nil && strings.Contains(err.Error(), "canary") {
+			t.Errorf("%q: the error shows a secret: %v", text, err)
+		}
+	}
+}
+
+// The families take turns, and the preferred one comes first.
+func TestInterleave(t *testing.T) {
+	for in, want := range map[string]string{
+		"::1 ::2 ::3 1.1.1.1":         "::1 1.1.1.1 ::2 ::3",
+		"1.1.1.1 ::1 1.1.1.2 1.1.1.3": "1.1.1.1 ::1 1.1.1.2 1.1.1.3",
+		"1.1.1.1":                     "1.1.1.1",
+		"::ffff:1.1.1.1 ::1":          "1.1.1.1 ::1",
+	} {
+		var ips []netip.Addr
+		for word := range strings.FieldsSeq(in) {
+			ips = append(ips, netip.MustParseAddr(word))
+		}
+		var got []string
+		for _, ip := range interleave(ips) {
+			got = append(got, ip.String())
+		}
+		if g := strings.Join(got, " "); g != want {
+			t.Errorf("%s: %s, want %s", in, g, want)
+		}
+	}
+}
+
+// fakeNet is a network on a fake clock.
+type fakeNet struct {
+	names map[string][]string      // addresses of names
+	takes map[string]time.Duration // how long a connection to host:port takes; missing: for ever
+	fails map[string]bool          // it then fails
+
+	mu     sync.Mutex // guards the following
+	dialed []string
+	open   int
+}
+
+func (n *fakeNet) lookUp(_ context.Context, _, host string) (all []netip.Addr, err error) {
+	for _, ip := range n.names[host] {
+		all = append(all, netip.MustParseAddr(ip))
+	}
+	return all, nil
+}
+
+func (n *fakeNet) connect(ctx context.Context, _, addr string) (net.Conn, error) {
+	n.mu.Lock()
+	n.dialed = append(n.dialed, addr)
+	n.mu.Unlock()
+	takes, answers := n.takes[addr]
+	if !answers {
+		takes = 24 * time.Hour
+	}
+	select {
+	case <-time.After(takes):
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	if n.fails[addr] {
+		return nil, errors.New(addr + " refuses")
+	}
+	n.mu.Lock()
+	n.open++
+	n.mu.Unlock()
+	return &fakeConn{n: n, addr: addr}, nil
+}
+
+// fakeConn is a connection that only closes.
+type fakeConn struct {
+	net.Conn
+	n    *fakeNet
+	addr string
+}
+
+func (c *fakeConn) RemoteAddr() net.Addr {
+	return net.TCPAddrFromAddrPort(netip.MustParseAddrPort(c.addr))
+}
+
+func (c *fakeConn) Close() error {
+	c.n.mu.Lock()
+	defer c.n.mu.Unlock()
+	c.n.open--
+	return nil
+}
+
+// TestHappyEyeballs: addresses that do not answer delay a connection by 250 ms each, and servers by two seconds.
+// An error costs no time. Connections that come too late are closed.
+func TestHappyEyeballs(t *testing.T) {
+	for _, tt := range []struct {
+		name    string
+		servers []string
+		net     *fakeNet
+		to      string        // the connection that wins; "": none
+		takes   time.Duration // until then
+		dialed  []string
+	}{
+		{
+			name: "the first address answers", servers: []string{"a:1"},
+			net: &fakeNet{takes: map[string]time.Duration{"[::1]:1": 100 * time.Millisecond, "1.1.1.1:1": 0}},
+			to:  "[::1]:1", takes: 100 * time.Millisecond, dialed: []string{"[::1]:1"},
+		},
+		{
+			name: "IPv6 is silent", servers: []string{"a:1"},
+			net: &fakeNet{takes: map[string]time.Duration{"1.1.1.1:1": 50 * time.Millisecond}},
+			to:  "1.1.1.1:1", takes: addressDelay + 50*time.Millisecond, dialed: []string{"[::1]:1", "1.1.1.1:1"},
+		},
+		{
+			name: "all but the last are silent", servers: []string{"a:1"},
+			net: &fakeNet{takes: map[string]time.Duration{"[::2]:1": 0}},
+			to:  "[::2]:1", takes: 2 * addressDelay, dialed: []string{"[::1]:1", "1.1.1.1:1", "[::2]:1"},
+		},
+		{
+			name: "the first refuses", servers: []string{"a:1"},
+			net: &fakeNet{
+				takes: map[string]time.Duration{"[::1]:1": 10 * time.Millisecond, "1.1.1.1:1": 0},
+				fails: map[string]bool{"[::1]:1": true},
+			},
+			to: "1.1.1.1:1", takes: 10 * time.Millisecond, dialed: []string{"[::1]:1", "1.1.1.1:1"},
+		},
+		{
+			name: "the late one is closed", servers: []string{"a:1"},
+			net: &fakeNet{takes: map[string]time.Duration{
+				"[::1]:1": 300 * time.Millisecond, "1.1.1.1:1": 100 * time.Millisecond,
+			}},
+			to: "[::1]:1", takes: 300 * time.Millisecond, dialed: []string{"[::1]:1", "1.1.1.1:1"},
+		},
+		{
+			name: "the first server is silent", servers: []string{"2.2.2.2:1", "3.3.3.3:1"},
+			net: &fakeNet{takes: map[string]time.Duration{"3.3.3.3:1": time.Second}},
+			to:  "3.3.3.3:1", takes: serverDelay + time.Second, dialed: []string{"2.2.2.2:1", "3.3.3.3:1"},
+		},
+		{
+			name: "a name without addresses", servers: []string{"nowhere:1", "3.3.3.3:1"},
+			net: &fakeNet{takes: map[string]time.Duration{"3.3.3.3:1": 0}},
+			to:  "3.3.3.3:1", dialed: []string{"3.3.3.3:1"},
+		},
+		{
+			name: "nothing answers", servers: []string{"2.2.2.2:1", "3.3.3.3:1"}, net: &fakeNet{}, takes: time.Minute,
+			dialed: []string{"2.2.2.2:1", "3.3.3.3:1"},
+		},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				n := tt.net
+				n.names = map[string][]string{"a": {"::1", "::2", "1.1.1.1"}}
+				d, err := New(Config{Servers: mustServers(t, tt.servers...), Connect: n.connect, LookUp: n.lookUp})
+				if err != nil {
+					t.Fatal(err)
+				}
+				ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+				defer cancel()
+				began := time.Now()
+				c, err := d.Dial(ctx)
+				if took := time.Since(began); took != tt.takes {
+					t.Errorf("it took %s, want %s", took, tt.takes)
+				}
+				switch {
+				case tt.to == "" && (err == nil || !strings.Contains(err.Error(), "2.2.2.2:1: ") ||
+					!strings.Contains(err.Error(), "3.3.3.3:1: ")):
+					t.Errorf("error %v does not name both servers", err)
+				case tt.to != "" && (err != nil || c.RemoteAddr().String() != tt.to):
+					t.Fatalf("%v, %v, want %s", c, err, tt.to)
+				}
+				if err == nil {
+					c.Close()
+				}
+				n.mu.Lock()
+				defer n.mu.Unlock()
+				if n.open != 0 || !slices.Equal(n.dialed, tt.dialed) {
+					t.Errorf("%d connections are open; dialed %q, want %q", n.open, n.dialed, tt.dialed)
+				}
+			})
+		})
+	}
+}
+
+// The server that worked is tried first; after one that did not lead to the cloud comes the next one. The same
+// way leads to the same address.
+func TestServerOrder(t *testing.T) {
+	n := &fakeNet{takes: map[string]time.Duration{"1.1.1.1:1": 0, "2.2.2.2:1": 0, "3.3.3.3:1": 0}}
+	d, err := New(Config{Servers: mustServers(t, "1.1.1.1:1", "2.2.2.2:1", "3.3.3.3:1"), Connect: n.connect})
+	if err != nil {
+		t.Fatal(err)
+	}
+	dial := func(want string) *Conn {
+		t.Helper()
+		c, err := d.Dial(t.Context())
+		if err != nil || c.Server().String() != want || c.Route() != want {
+			t.Fatalf("%v, %v, want %s", c, err, want)
+		}
+		return c
+	}
+	dial("1.1.1.1:1").Worked()
+	dial("1.1.1.1:1").Failed()
+	second := dial("2.2.2.2:1")
+	second.Failed()
+	second.Failed() // another session by the same server has failed as well
+	dial("3.3.3.3:1").Worked()
+	if c, err := second.Again(t.Context()); err != nil || c.RemoteAddr().String() != "2.2.2.2:1" {
+		t.Errorf("%v, %v", c, err)
+	}
+	third := dial("3.3.3.3:1")
+	third.Failed()
+	dial("1.1.1.1:1")
+	if _, indirect := third.IsIndirect(); indirect {
+		t.Error("a direct connection counts as indirect")
+	}
+}

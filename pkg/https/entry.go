@@ -1,0 +1,162 @@
+package https
+
+import (
+	"cmp"
+	"log/slog"
+	"net/http"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// entry is the response writer of one terminated request. It notes what the log, the counts and the audit say
+// about the request. The handler's goroutine owns it, except received.
+type entry struct {
+	http.ResponseWriter
+	f    *FrontDoor
+	r    *http.Request
+	conn *clientConn
+
+	start    time.Time
+	answered time.Duration // from start to the head of the response
+	status   int           // of the response; 0: none
+	caller   string        // common name of the caller's certificate
+	node     tunnel.NodeName
+	sent     int64        // bytes to the caller
+	received atomic.Int64 // bytes from the caller; the transport's goroutine reads the body
+
+	refused bool        // we have answered, not the target
+	code    tunnel.Code // of our refusal; 0: the request is wrong by itself
+	why     string      // what was wrong; "": nothing
+	denied  denial      // kind of the warning; 0: that of the code
+}
+
+func (f *FrontDoor) newEntry(w http.ResponseWriter, r *http.Request, c *clientConn) *entry {
+	return &entry{ResponseWriter: w, f: f, r: r, conn: c, start: time.Now(), caller: callerOf(*r.TLS)}
+}
+
+// Unwrap is for http.ResponseController.
+func (e *entry) Unwrap() http.ResponseWriter { return e.ResponseWriter }
+
+// WriteHeader implements http.ResponseWriter.
+func (e *entry) WriteHeader(status int) {
+	e.head(status)
+	e.ResponseWriter.WriteHeader(status)
+}
+
+// Write implements http.ResponseWriter.
+func (e *entry) Write(b []byte) (int, error) {
+	e.head(http.StatusOK)
+	n, err := e.ResponseWriter.Write(b)
+	e.sent += int64(n)
+	return n, err
+}
+
+// head notes the status of the response. Only the first one counts, and of the informational ones only 101.
+func (e *entry) head(status int) {
+	if e.status == 0 && (status >= 200 || status == http.StatusSwitchingProtocols) {
+		e.status, e.answered = status, time.Since(e.start)
+	}
+}
+
+// refuse notes that we have refused the request.
+func (e *entry) refuse(code tunnel.Code, why string) { e.refused, e.code, e.why = true, code, why }
+
+// maxShown bounds the path and the texts of one line, in bytes.
+const maxShown = 512
+
+// shown returns text as it stands in a line.
+func shown(text string) string {
+	if len(text) > maxShown {
+		return strings.ToValidUTF8(text[:maxShown], "") + "…"
+	}
+	return text
+}
+
+// end is called when the request is over. panicked says that a panic of ours has ended it. A request that was refused
+// is a warning; any other one has a line at level debug. No line shows the query, which may hold what a caller runs or
+// types.
+func (e *entry) end(panicked bool) {
+	switch {
+	case panicked:
+		e.refuse(tunnel.Internal, "a panic in the front door: the log has it")
+	case e.status == 0 && !e.refused:
+		e.refuse(tunnel.Gone, "the caller has gone")
+	}
+	door := &e.f.cfg.Counters.Doors[tunnel.DoorHTTPS]
+	if e.refused {
+		door.Failed(e.code)
+	} else {
+		door.Served(e.answered)
+	}
+	e.log()
+	e.audit()
+}
+
+// log writes the line of the request.
+func (e *entry) log() {
+	gone := e.code == tunnel.Gone && e.status == 0
+	isWarning := e.refused && !gone
+	if !isWarning && !e.f.log.Enabled(e.r.Context(), slog.LevelDebug) {
+		return // nearly every request: its line is not made
+	}
+	args := []any{
+		"frontend", e.conn.LocalAddr().String(), "target", e.conn.target, "node", string(e.node),
+		"caller", shown(e.caller), "remote", e.r.RemoteAddr,
+		"method", shown(e.r.Method), "path", shown(e.r.URL.Path), "status", e.status,
+		"bytes", e.sent + e.received.Load(), "dur", time.Since(e.start),
+	}
+	switch {
+	case gone:
+		e.f.log.Debug("https request ended", append(args, "module", Name, "err", e.why)...)
+	case !isWarning:
+		e.f.log.Debug("https request served", append(args, "module", Name, "err", e.why)...)
+	default:
+		msg := "https request failed"
+		if e.code == tunnel.Denied || e.denied != 0 {
+			msg = "https request denied"
+		}
+		e.f.warn(cmp.Or(e.denied, failureOf(e.code)), msg, append(args, "err", shown(e.why))...)
+	}
+}
+
+// audit records a request that runs or reaches something in a pod.
+func (e *entry) audit() {
+	kind, path := eventOf(e.r.URL.Path)
+	if e.f.cfg.Audit == nil || kind == "" {
+		return
+	}
+	result := tunnel.ResultOK
+	switch {
+	case e.refused && e.code == 0:
+		result = tunnel.ResultInvalid
+	case e.refused:
+		result = e.code.String()
+	}
+	e.f.cfg.Audit.Record(tunnel.Event{
+		Kind: kind, Result: result, Node: e.node, Caller: e.caller, Remote: e.r.RemoteAddr,
+		Door: e.conn.LocalAddr().String(), Target: e.conn.target, Method: e.r.Method, Path: path,
+		Status: e.status, Sent: e.received.Load(), Received: e.sent, Seconds: time.Since(e.start).Seconds(), Err: e.why,
+	})
+}
+
+// eventOf returns the event that a request with this path is, and the path as the event has it; "": none. A kubelet
+// that redirects callers to its streaming server has paths such as /cri/exec/TOKEN, whose token is a secret.
+func eventOf(path string) (tunnel.EventKind, string) {
+	first, rest, _ := strings.Cut(strings.TrimLeft(path, "/"), "/")
+	if first == "cri" {
+		first, _, _ = strings.Cut(strings.TrimLeft(rest, "/"), "/")
+		path = "/cri/" + first
+	}
+	switch first {
+	case "exec", "run":
+		return tunnel.EventExec, path
+	case "attach":
+		return tunnel.EventAttach, path
+	case "portForward", "portforward":
+		return tunnel.EventPortForward, path
+	}
+	return "", ""
+}

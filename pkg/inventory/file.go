@@ -1,0 +1,91 @@
+package inventory
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// format is the version of the file.
+const format = 1
+
+// file is the content of the file.
+type file struct {
+	Format int                        `json:"format"`
+	Nodes  map[tunnel.NodeName]Record `json:"nodes"`
+}
+
+// errContent is the error of a file that is not an inventory of this version.
+var errContent = errors.New("it is not an inventory")
+
+// load reads the file at path. The map that it returns is never nil. A file that does not exist is no
+// error.
+func load(path string) (map[tunnel.NodeName]*Record, error) {
+	nodes := make(map[tunnel.NodeName]*Record)
+	if path == "" {
+		return nodes, nil
+	}
+	text, err := os.ReadFile(path)
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nodes, nil
+	case err != nil:
+		return nodes, err
+	}
+	got, err := parse(text)
+	if err != nil {
+		return nodes, fmt.Errorf("%w: %w", errContent, err)
+	}
+	for n, r := range got {
+		nodes[n] = &r
+	}
+	return nodes, nil
+}
+
+// parse reads the content of a file.
+func parse(text []byte) (map[tunnel.NodeName]Record, error) {
+	var f file
+	if err := json.Unmarshal(text, &f); err != nil {
+		return nil, err
+	}
+	if f.Format != format {
+		return nil, fmt.Errorf("the format is %d, and this version reads %d", f.Format, format)
+	}
+	for n := range f.Nodes {
+		if _, err := tunnel.ParseNodeName(string(n)); err != nil {
+			return nil, err
+		}
+	}
+	return f.Nodes, nil
+}
+
+// save replaces the file at path. A reader finds the old content or the new one.
+func save(path string, nodes map[tunnel.NodeName]Record) (err error) {
+	var text bytes.Buffer
+	if err = json.NewEncoder(&text).Encode(file{format, nodes}); err != nil {
+		return err
+	}
+	tmp, err := os.CreateTemp(filepath.Dir(path), "."+filepath.Base(path)+".*") // with mode 0600
+	if err != nil {
+		return err
+	}
+	defer func() {
+		if err != nil {
+			os.Remove(tmp.Name()) //nolint:errcheck // the caller gets the first error
+		}
+	}()
+	_, err = tmp.Write(text.Bytes())
+	if err == nil {
+		err = tmp.Sync()
+	}
+	if err = errors.Join(err, tmp.Close()); err != nil {
+		return err
+	}
+	return os.Rename(tmp.Name(), path)
+}

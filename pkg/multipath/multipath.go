@@ -1,0 +1,132 @@
+// Package multipath tells the kernel by which addresses of this machine Multipath TCP (RFC 8684) may reach
+// the cloud.
+//
+//	paths := multipath.New(sessions, log)
+//	client, err := stream.NewClient(stream.ClientConfig{Dial: paths.DialContext, …})
+//	err = tunnel.Run(ctx, client, paths)
+//
+// A connection with Multipath TCP begins with one path. The kernel adds a path for each endpoint
+// (ip-mptcp(8)), and uses all paths at once. While ctx lives, each address of an uplink is an endpoint. An
+// uplink is a network device that is up and has a default route. When an address comes or goes, its endpoint
+// does, too, and connections that are open gain or lose a path. Endpoints that others have made stay as they
+// are.
+//
+// Endpoints are the business of root: without CAP_NET_ADMIN the module only says so. They belong to a network
+// namespace, so that other programs with Multipath TCP use them as well.
+//
+// The kernel decides about further paths when a connection is made, and again for each endpoint that comes
+// once the connection is established. So DialContext waits until the endpoints are there. A connection that is
+// being made while an address comes does not use that address.
+package multipath
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"strings"
+	"sync/atomic"
+	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// Endpoints is the module "multipath".
+type Endpoints struct {
+	// Set once.
+	sessions func() []*tunnel.Session
+	log      *slog.Logger
+	told     chan struct{} // closed when the kernel has been told for the first time, or has refused
+
+	failure atomic.Pointer[string] // why the kernel has not been told; nil: it has been
+}
+
+var _ tunnel.Module = (*Endpoints)(nil)
+
+// New returns the module. sessions returns the live sessions, for Status.
+func New(sessions func() []*tunnel.Session, log *slog.Logger) *Endpoints {
+	return &Endpoints{sessions: sessions, log: log.With("module", "multipath"), told: make(chan struct{})}
+}
+
+// DialContext connects with Multipath TCP. Before the first connection it waits until Run has told the kernel
+// the addresses of this machine. A connection that lost SYNs have turned into one of plain TCP is made again, once.
+func (e *Endpoints) DialContext(ctx context.Context, network, addr string) (net.Conn, error) {
+	select {
+	case <-e.told:
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
+	dialer := new(net.Dialer)
+	dialer.SetMultipathTCP(true)
+	start := time.Now()
+	conn, err := dialer.DialContext(ctx, network, addr)
+	if err != nil || time.Since(start) < lostSYN || isMultipath(conn) {
+		return conn, err
+	}
+	if again, err := dialer.DialContext(ctx, network, addr); err == nil {
+		conn.Close()
+		return again, nil
+	}
+	return conn, nil
+}
+
+// lostSYN is the first timeout of a SYN (RFC 6298, 2.1). After two lost SYNs the kernel leaves the option of Multipath
+// TCP out (net.mptcp.syn_retrans_before_tcp_fallback), since a box in between may drop SYNs that have it.
+// DialContext then connects again: the link may have lost the SYNs.
+const lostSYN = time.Second
+
+func isMultipath(conn net.Conn) bool {
+	tcp, ok := conn.(*net.TCPConn)
+	if !ok {
+		return false
+	}
+	multipath, err := tcp.MultipathTCP()
+	return err == nil && multipath
+}
+
+// Name implements tunnel.Module.
+func (e *Endpoints) Name() string { return "multipath" }
+
+// Status is for /readyz?verbose: the paths of the sessions, and whether the kernel knows the addresses of
+// this machine.
+func (e *Endpoints) Status() string {
+	var all []string
+	for _, s := range e.sessions() {
+		all = append(all, describe(s))
+	}
+	if len(all) == 0 {
+		all = append(all, "no session")
+	}
+	if why := e.failure.Load(); why != nil {
+		all = append(all, *why)
+	}
+	return strings.Join(all, "; ")
+}
+
+// describe says which paths a session has.
+func describe(s *tunnel.Session) string {
+	var paths []tunnel.Path
+	if s.Paths != nil {
+		paths = s.Paths()
+	}
+	switch {
+	case paths == nil:
+		return "plain TCP, since this kernel, the cloud or a box in between has no Multipath TCP"
+	case len(paths) == 0:
+		return "no path now"
+	case len(paths) == 1:
+		return "1 path: " + paths[0].String()
+	}
+	var all []string
+	for _, p := range paths {
+		all = append(all, p.String())
+	}
+	return fmt.Sprintf("%d paths: %s", len(paths), strings.Join(all, ", "))
+}
+
+// failed notes why the kernel cannot be told. It logs the first of several equal reasons.
+func (e *Endpoints) failed(why string) {
+	if last := e.failure.Swap(&why); last == nil || *last != why {
+		e.log.Info(why)
+	}
+}

@@ -1,0 +1,327 @@
+package multipath
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+const (
+	// settle is the shortest time between two updates of the endpoints. An address and its route come
+	// within milliseconds of each other.
+	settle = 50 * time.Millisecond
+	// sessionsEnd is how long the sessions may take to end when the edge stops: more than the grace period.
+	sessionsEnd = tunnel.GracePeriod + 5*time.Second
+	// resync is how often the endpoints are updated although the kernel has reported no change.
+	resync = time.Minute
+)
+
+// endpoint is an address of an uplink. The kernel binds a path from the address to the device, so that the
+// path takes the device's default route, whatever its metric.
+type endpoint struct {
+	addr netip.Addr
+	link int // index of the device
+}
+
+// Run implements tunnel.Module.
+func (e *Endpoints) Run(ctx context.Context) error {
+	changed := make(chan struct{}, 1) // the capacity remembers a change during an update
+	socket, err := nl.Subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR,
+		unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
+	if err != nil {
+		close(e.told)
+		e.failed(fmt.Sprintf("the kernel does not report changes of addresses: %v", err))
+		<-ctx.Done()
+		return nil
+	}
+	var receiving sync.WaitGroup
+	receiving.Go(func() { receive(socket, changed) })
+	defer receiving.Wait()
+	defer socket.Close()
+
+	has := make(known)
+	e.update(has)
+	close(e.told)
+	for ; ; e.update(has) {
+		select {
+		case <-time.After(settle):
+		case <-ctx.Done():
+		}
+		select {
+		case <-changed:
+		case <-time.After(resync):
+		case <-ctx.Done():
+			e.leave(has)
+			return nil
+		}
+	}
+}
+
+// known is the endpoints of this machine's uplinks. The value says whether this process has made the endpoint: it
+// may also be one of a process that was killed, or of an operator.
+type known map[endpoint]bool
+
+// leave removes the endpoints that this process has made. The kernel then closes their paths, so leave waits for the
+// sessions, which give conns time to end.
+func (e *Endpoints) leave(has known) {
+	for last := time.Now().Add(sessionsEnd); len(e.sessions()) > 0 && time.Now().Before(last); {
+		time.Sleep(settle)
+	}
+	for endpoint, ours := range has {
+		if ours {
+			remove(endpoint) //nolint:errcheck // the kernel has removed it, or refuses this process
+		}
+	}
+}
+
+// receive sends to changed when the kernel reports a change. It returns when socket is closed.
+func receive(socket *nl.NetlinkSocket, changed chan<- struct{}) {
+	for {
+		_, _, err := socket.Receive()
+		if err != nil && !errors.Is(err, unix.ENOBUFS) { // ENOBUFS: there were too many reports
+			return
+		}
+		select {
+		case changed <- struct{}{}:
+		default:
+		}
+	}
+}
+
+// update makes the endpoints agree with the addresses of the uplinks.
+func (e *Endpoints) update(has known) {
+	want, err := uplinks()
+	if err != nil {
+		e.failed(fmt.Sprintf("the kernel does not say which addresses this machine has: %v", err))
+		return
+	}
+	var failure error
+	for gone := range has {
+		if slices.Contains(want, gone) {
+			continue
+		}
+		delete(has, gone)
+		failure = errors.Join(failure, remove(gone), closeFirst(gone))
+		e.log.Info("an address of this machine is gone", "addr", gone.addr.String())
+	}
+	for _, w := range want {
+		if _, ok := has[w]; ok {
+			continue
+		}
+		switch err := add(w); {
+		case err == nil, errors.Is(err, os.ErrExist):
+			e.log.Info("connections to the cloud may use another address of this machine", "addr", w.addr.String())
+			has[w] = err == nil
+		default:
+			failure = errors.Join(failure, err)
+		}
+	}
+	switch {
+	case errors.Is(failure, os.ErrPermission):
+		e.failed("without CAP_NET_ADMIN this edge cannot tell the kernel the addresses of this machine: " +
+			"as root, run `ip mptcp endpoint add ADDRESS dev DEVICE subflow` for each")
+	case failure != nil:
+		e.failed(fmt.Sprintf("telling the kernel the addresses of this machine: %v", failure))
+	default:
+		e.failure.Store(nil)
+	}
+}
+
+// uplinks returns the addresses of all uplinks, in the order of the devices.
+func uplinks() (all []endpoint, err error) {
+	links, err := netlink.LinkList()
+	if err != nil {
+		return nil, err
+	}
+	for _, family := range []int{unix.AF_INET, unix.AF_INET6} {
+		routed, err := defaultRoutes(family)
+		if err != nil {
+			return nil, err
+		}
+		for _, l := range links {
+			const usable = unix.IFF_UP | unix.IFF_RUNNING
+			attrs := l.Attrs()
+			if attrs.RawFlags&(usable|unix.IFF_LOOPBACK) != usable || !routed[attrs.Index] {
+				continue
+			}
+			addrs, err := netlink.AddrList(l, family)
+			if err != nil {
+				return nil, err
+			}
+			for _, a := range addrs {
+				if ip, ok := netip.AddrFromSlice(a.IP); ok && isLasting(a) {
+					all = append(all, endpoint{ip.Unmap(), attrs.Index})
+				}
+			}
+		}
+	}
+	return all, nil
+}
+
+// isLasting reports whether an address is one that connections may use: of global scope, and neither about
+// to go nor still being checked. IFA_F_SECONDARY has a second name, IFA_F_TEMPORARY (RFC 8981).
+func isLasting(a netlink.Addr) bool {
+	const not = unix.IFA_F_SECONDARY | unix.IFA_F_TENTATIVE | unix.IFA_F_DADFAILED | unix.IFA_F_DEPRECATED
+	return a.Scope == unix.RT_SCOPE_UNIVERSE && a.Flags&not == 0
+}
+
+// defaultRoutes returns the devices that have a default route, in any table.
+func defaultRoutes(family int) (map[int]bool, error) {
+	routes, err := netlink.RouteListFiltered(family, &netlink.Route{Table: unix.RT_TABLE_UNSPEC}, netlink.RT_FILTER_TABLE)
+	if err != nil {
+		return nil, err
+	}
+	routed := make(map[int]bool)
+	for _, r := range routes {
+		if !isDefault(r.Dst) || r.Type != unix.RTN_UNICAST {
+			continue
+		}
+		routed[r.LinkIndex] = true
+		for _, hop := range r.MultiPath {
+			routed[hop.LinkIndex] = true
+		}
+	}
+	return routed, nil
+}
+
+func isDefault(dst *net.IPNet) bool {
+	if dst == nil {
+		return true
+	}
+	ones, _ := dst.Mask.Size()
+	return ones == 0
+}
+
+// The generic netlink family mptcp_pm (include/uapi/linux/mptcp_pm.h).
+const (
+	pmName    = "mptcp_pm"
+	pmVersion = 1
+
+	pmAddAddr = 1
+	pmDelAddr = 2
+	pmGetAddr = 3
+
+	pmAttrAddr = 1 // nested; the attributes below are in it
+
+	addrFamily = 1
+	addrID     = 2
+	addrIPv4   = 3
+	addrIPv6   = 4
+	addrFlags  = 6
+	addrDevice = 7
+
+	// flagSubflow makes the kernel open paths from the address.
+	flagSubflow = 1 << 1
+)
+
+// add makes an endpoint.
+func add(e endpoint) error {
+	attr := attribute(e.addr)
+	attr.AddRtAttr(addrFlags, nl.Uint32Attr(flagSubflow))
+	attr.AddRtAttr(addrDevice, nl.Uint32Attr(uint32(e.link))) //nolint:gosec // an index
+	_, err := ask(pmAddAddr, 0, attr)
+	return err
+}
+
+// remove removes an endpoint. The kernel then closes the paths from its address.
+func remove(e endpoint) error {
+	all, err := ask(pmGetAddr, unix.NLM_F_DUMP, nil)
+	if err != nil {
+		return err
+	}
+	for _, one := range all {
+		addr, id, err := decode(one)
+		if err != nil {
+			return err
+		}
+		if addr != e.addr {
+			continue
+		}
+		attr := nl.NewRtAttr(pmAttrAddr|int(nl.NLA_F_NESTED), nil)
+		attr.AddRtAttr(addrID, nl.Uint8Attr(id))
+		_, err = ask(pmDelAddr, 0, attr)
+		return err
+	}
+	return nil
+}
+
+// closeFirst closes the first paths of connections from an address that has gone. The first path of a connection
+// has the number 0, whichever endpoint its address is. Some versions of Linux close that path only if they are
+// asked by this number.
+func closeFirst(e endpoint) error {
+	attr := attribute(e.addr)
+	attr.AddRtAttr(addrID, nl.Uint8Attr(0))
+	_, err := ask(pmDelAddr, 0, attr)
+	if errors.Is(err, os.ErrPermission) {
+		return err
+	}
+	return nil // no connection has begun at that address
+}
+
+// attribute returns the attribute of an address.
+func attribute(addr netip.Addr) *nl.RtAttr {
+	attr := nl.NewRtAttr(pmAttrAddr|int(nl.NLA_F_NESTED), nil)
+	if addr.Is4() {
+		attr.AddRtAttr(addrFamily, nl.Uint16Attr(unix.AF_INET))
+		attr.AddRtAttr(addrIPv4, addr.AsSlice())
+	} else {
+		attr.AddRtAttr(addrFamily, nl.Uint16Attr(unix.AF_INET6))
+		attr.AddRtAttr(addrIPv6, addr.AsSlice())
+	}
+	return attr
+}
+
+// ask sends a command to mptcp_pm. attr may be nil.
+func ask(command uint8, flags int, attr *nl.RtAttr) ([][]byte, error) {
+	family, err := netlink.GenlFamilyGet(pmName)
+	if err != nil {
+		return nil, fmt.Errorf("this kernel has no Multipath TCP: %w", err)
+	}
+	if flags == 0 {
+		flags = unix.NLM_F_ACK
+	}
+	request := nl.NewNetlinkRequest(int(family.ID), flags)
+	request.AddData(&nl.Genlmsg{Command: command, Version: pmVersion})
+	if attr != nil {
+		request.AddData(attr)
+	}
+	return request.Execute(unix.NETLINK_GENERIC, 0)
+}
+
+// decode returns the address and the number of an endpoint that the kernel has listed.
+func decode(message []byte) (addr netip.Addr, id uint8, err error) {
+	outer, err := nl.ParseRouteAttr(message[nl.SizeofGenlmsg:])
+	if err != nil {
+		return addr, 0, err
+	}
+	for _, o := range outer {
+		if o.Attr.Type&^uint16(nl.NLA_F_NESTED) != pmAttrAddr {
+			continue
+		}
+		inner, err := nl.ParseRouteAttr(o.Value)
+		if err != nil {
+			return addr, 0, err
+		}
+		for _, a := range inner {
+			switch a.Attr.Type {
+			case addrID:
+				id = a.Value[0]
+			case addrIPv4, addrIPv6:
+				addr, _ = netip.AddrFromSlice(a.Value)
+			}
+		}
+	}
+	return addr.Unmap(), id, nil
+}

@@ -1,0 +1,53 @@
+package netwatch
+
+import (
+	"context"
+	"errors"
+	"sync"
+
+	"github.com/vishvananda/netlink"
+)
+
+// subscribe passes on what the kernel tells of addresses and routes (rtnetlink(7)).
+func subscribe(ctx context.Context, events chan<- struct{}) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var mu sync.Mutex // guards cause
+	var cause error
+	failed := func(err error) {
+		mu.Lock()
+		defer mu.Unlock()
+		cause = errors.Join(cause, err)
+		cancel()
+	}
+	routes, addrs := make(chan netlink.RouteUpdate), make(chan netlink.AddrUpdate)
+	err := netlink.RouteSubscribeWithOptions(routes, ctx.Done(), netlink.RouteSubscribeOptions{ErrorCallback: failed})
+	if err != nil {
+		return err
+	}
+	err = netlink.AddrSubscribeWithOptions(addrs, ctx.Done(), netlink.AddrSubscribeOptions{ErrorCallback: failed})
+	if err != nil {
+		cancel()
+		for range routes { // until the package has closed it
+		}
+		return err
+	}
+	for routes != nil || addrs != nil { // the package closes both when ctx is done
+		select {
+		case _, ok := <-routes:
+			if !ok {
+				routes = nil
+			}
+		case _, ok := <-addrs:
+			if !ok {
+				addrs = nil
+			}
+		}
+		if ctx.Err() == nil {
+			tell(events)
+		}
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	return cause
+}

@@ -1,0 +1,64 @@
+package peers
+
+import (
+	"context"
+	"net"
+	"slices"
+	"strings"
+	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// An open that names this node and this module is for the API of the replica itself. No node may have this
+// name (tunnel.NodeName.MayJoin). A replica older than the API looks for such a node, and refuses the open.
+const (
+	ownNode     tunnel.NodeName = "localhost"
+	categoryAPI string          = "api"
+)
+
+// Replica is another replica that has joined this one.
+type Replica struct {
+	ID       string
+	Remote   string    // its address, as this replica sees it
+	Since    time.Time // when it joined
+	Software string    // that it says it runs
+	Nodes    int       // that it holds
+	Leaving  bool      // it is about to stop
+
+	link *tunnel.Session
+}
+
+// Dial opens a conn to the API of the replica, over its session with this one.
+func (r Replica) Dial(ctx context.Context) (net.Conn, error) {
+	return r.link.Dialer.Dial(ctx, tunnel.Request{
+		Node: ownNode, Category: categoryAPI, Network: "tcp", Addr: net.JoinHostPort(categoryAPI, "0"),
+	})
+}
+
+// Others returns the replicas that have joined this one, sorted by address and id.
+func (p *Peers) Others() []Replica {
+	p.mu.Lock()
+	var all []Replica
+	for _, r := range p.replicas {
+		if r.link == nil {
+			continue
+		}
+		all = append(all, Replica{
+			ID: r.id, Remote: r.link.Remote, Since: r.link.Since, Software: r.link.Software,
+			Nodes: len(r.nodes), Leaving: r.leaves, link: r.link,
+		})
+	}
+	p.mu.Unlock()
+	slices.SortFunc(all, func(a, b Replica) int { return strings.Compare(a.Remote+a.ID, b.Remote+b.ID) })
+	return all
+}
+
+// serve dials for an open of another replica: a target through a node of this replica, or this replica's API.
+// It does not use p.Dial, which could relay a request a second time.
+func (p *Peers) serve(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	if r.Node == ownNode && r.Category == categoryAPI && p.cfg.API != nil {
+		return p.cfg.API(ctx)
+	}
+	return p.dir.Dial(ctx, r)
+}

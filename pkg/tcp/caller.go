@@ -1,0 +1,71 @@
+package tcp
+
+import (
+	"errors"
+	"net"
+
+	"tunnel.example/tunnel/pkg/balancer"
+	"tunnel.example/tunnel/pkg/listen"
+)
+
+// callerConn is a caller's connection whose bytes are preceded by a PROXY header for the target, or may
+// not begin with one.
+type callerConn struct {
+	*net.TCPConn
+
+	// Owned by the reader.
+	header  []byte // Read returns it first; the target gets it without a byte from the caller
+	first   []byte // the caller's first bytes, up to balancer.HeaderBegin of them, until checked
+	checked bool   // first has been checked, or need not be
+
+	unexpected func(first []byte) bool // reports whether the caller's first bytes are refused; set once
+}
+
+// errUnexpectedHeader ends a connection. The log has said why.
+var errUnexpectedHeader = errors.New("the caller has sent a PROXY header, and is not known as a balancer")
+
+// from returns c for the splice.
+func (p *port) from(c net.Conn) (net.Conn, error) {
+	// Without balancers, the port forwards any first bytes: a header may be for the target.
+	if p.SendProxy == 0 && len(p.ProxyFrom) == 0 {
+		return c, nil
+	}
+	tcp, ok := listen.Socket(c)
+	if !ok {
+		return nil, errors.New("not a TCP connection")
+	}
+	with := &callerConn{TCPConn: tcp, checked: len(p.ProxyFrom) == 0}
+	with.unexpected = func(first []byte) bool { return p.balancers.Unexpected(c, first) }
+	if p.SendProxy == 0 {
+		return with, nil
+	}
+	var err error
+	with.header, err = balancer.Header(p.SendProxy, c)
+	return with, err
+}
+
+// Read implements net.Conn.
+func (c *callerConn) Read(b []byte) (int, error) {
+	if len(c.header) > 0 {
+		n := copy(b, c.header)
+		c.header = c.header[n:]
+		return n, nil
+	}
+	n, err := c.TCPConn.Read(b)
+	if n > 0 && !c.checked && c.check(b[:n]) {
+		return 0, errUnexpectedHeader
+	}
+	return n, err
+}
+
+// check reports whether the caller's bytes until now, of which b are the last, are refused. Fewer bytes than
+// balancer.HeaderBegin pass at once, since a caller may wait for an answer to them. They are no whole header.
+func (c *callerConn) check(b []byte) bool {
+	c.first = append(c.first, b[:min(len(b), balancer.HeaderBegin-len(c.first))]...)
+	if len(c.first) < balancer.HeaderBegin {
+		return false
+	}
+	refused := c.unexpected(c.first)
+	c.first, c.checked = nil, true
+	return refused
+}

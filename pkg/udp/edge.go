@@ -1,0 +1,220 @@
+package udp
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+const (
+	// DefaultEdgeFlows is how many flows an edge has at once. Each takes a descriptor and a local port;
+	// Linux has 28,232 local ports by default (net.ipv4.ip_local_port_range).
+	DefaultEdgeFlows = 16 << 10
+	// edgeIdleTime is how long a flow of an edge lives without a datagram. The cloud ends it earlier,
+	// so that no datagram meets a flow that has ended here.
+	edgeIdleTime = idleTime + 15*time.Second
+	// flowBuffer is the size of the receive buffer of a flow's socket that is asked for, in bytes. The
+	// kernel takes memory only for datagrams that wait in it.
+	flowBuffer = 4 << 20
+	// maxOpening bounds the flows of one conn whose targets' names are being resolved.
+	maxOpening = 64
+	// maxPending bounds the datagrams of one flow that wait for its target's name, in bytes.
+	maxPending = 16 << 10
+	// pendingCost is what a pending datagram takes beside its own bytes, in bytes: so maxPending bounds
+	// empty datagrams, too.
+	pendingCost = 64
+	// refusedTime is the age at which a flow ends whose target has a name, and has refused a datagram
+	// but never answered. The next flow tries another address of the name.
+	refusedTime = 5 * time.Second
+	// maxRefused bounds the addresses whose refusals an edge remembers.
+	maxRefused = 1 << 10
+)
+
+// A Policy decides which targets the edge may send to, and opens sockets that are connected to them.
+// *auth.Policy is one.
+type Policy interface {
+	// DialUDP returns a socket that is connected to addr, a host:port. An error is a *tunnel.Refusal.
+	// Only a name in addr makes it wait. Of several addresses of a name, DialUDP prefers the one for
+	// which refusedAt, the time of its last refusal, returns the earliest time.
+	DialUDP(ctx context.Context, addr string, refusedAt func(netip.AddrPort) time.Time) (*net.UDPConn, error)
+}
+
+// EdgeConfig is what an Edge needs beside its policy.
+type EdgeConfig struct {
+	Flows    int              // flows at once, over all conns; 0: DefaultEdgeFlows
+	Counters *Counters        // nil: not counted
+	Core     *tunnel.Counters // counts panics and limits; nil: not counted
+	Log      *slog.Logger
+}
+
+// Edge is the edge's module: it sends the datagrams of flows to their targets, and returns the
+// targets' datagrams.
+type Edge struct {
+	// Set once.
+	policy   Policy
+	counters *Counters
+	core     *tunnel.Counters
+	log      *slog.Logger
+	idle     time.Duration // see edgeIdleTime; tests replace it
+	refused  time.Duration // see refusedTime; tests replace it
+	buffers  buffers
+
+	flows atomic.Int64 // of all conns
+	limit atomic.Int64 // of flows
+
+	// One warning a minute each: a target is not permitted or cannot be reached; nothing listens there;
+	// a limit is reached.
+	warnDial, warnRefused, warnFlows tunnel.Limiter
+
+	mu       sync.Mutex // guards the following
+	conns    map[*edgeConn]struct{}
+	draining bool
+	refusals map[netip.AddrPort]time.Time // when an address of a name has last refused a flow's datagram
+}
+
+var _ tunnel.Routed = (*Edge)(nil)
+
+// NewEdge returns the module. policy decides which targets are permitted.
+func NewEdge(policy Policy, cfg EdgeConfig) *Edge {
+	if cfg.Counters == nil {
+		cfg.Counters = new(Counters)
+	}
+	if cfg.Core == nil {
+		cfg.Core = new(tunnel.Counters)
+	}
+	e := &Edge{
+		policy: policy, counters: cfg.Counters, core: cfg.Core, log: cfg.Log,
+		idle: edgeIdleTime, refused: refusedTime,
+		conns: make(map[*edgeConn]struct{}), refusals: make(map[netip.AddrPort]time.Time),
+	}
+	e.SetFlows(cfg.Flows)
+	return e
+}
+
+// SetFlows changes how many flows may be open at once; 0: DefaultEdgeFlows. Flows that are open go on.
+func (e *Edge) SetFlows(n int) { e.limit.Store(int64(cmp.Or(n, DefaultEdgeFlows))) }
+
+// Name implements tunnel.Module.
+func (e *Edge) Name() string { return name }
+
+// Routes implements tunnel.Routed.
+func (e *Edge) Routes() map[string]tunnel.Handler {
+	return map[string]tunnel.Handler{
+		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error { return in.Serve(e.open) },
+	}
+}
+
+// Run implements tunnel.Module. When ctx is done, no flow is opened, and each conn ends when its flows
+// have been idle for two seconds. The sessions own the conns and wait for them.
+func (e *Edge) Run(ctx context.Context) error {
+	<-ctx.Done()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.draining = true
+	for c := range e.conns {
+		close(c.drain)
+	}
+	return nil
+}
+
+// open implements tunnel.DialFunc: it returns the edge's end of a conn. A request without a target
+// lets each flow name its own. Otherwise the target is tried here once, so that the cloud learns
+// before the first datagram why it cannot be reached.
+func (e *Edge) open(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	if r.Network != tunnel.NetworkUDP {
+		return nil, tunnel.Refusef(tunnel.Denied, "network %q of a conn for datagrams is not %q", r.Network,
+			tunnel.NetworkUDP)
+	}
+	if r.Addr != "" {
+		socket, err := e.policy.DialUDP(ctx, r.Addr, e.refusedAt)
+		if err != nil {
+			return nil, err
+		}
+		socket.Close()
+	}
+	return e.newConn(ctx, r)
+}
+
+// newConn returns the end of a conn, and starts the goroutine that ends its idle flows.
+func (e *Edge) newConn(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+	// ctx is that of the dial, which ends when the conn is open.
+	ctx, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	c := &edgeConn{
+		edge: e, target: r.Addr, ctx: ctx, cancel: cancel, drain: make(chan struct{}),
+		sender: newSender(), flows: make(map[flowID]*edgeFlow),
+	}
+	c.order.Init()
+	c.train = newTrain(c.sendToTarget, c.sentToTarget, canSegment())
+	c.wire = &wire{name: addr(r.Addr), out: newQueue(e.counters, &e.counters.ToCaller), ended: c.endAll, flush: c.flushed}
+	c.wire.in.handle = c.handle
+
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.draining {
+		cancel()
+		return nil, tunnel.Refusef(tunnel.Draining, "the edge is about to stop")
+	}
+	e.conns[c] = struct{}{}
+	c.running.Go(c.sweep)
+	return c, nil
+}
+
+// forget removes a conn that has ended.
+func (e *Edge) forget(c *edgeConn) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	delete(e.conns, c)
+}
+
+// refusedAt returns when an address has last refused a datagram; zero: never, or it was forgotten.
+func (e *Edge) refusedAt(to netip.AddrPort) time.Time {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.refusals[to]
+}
+
+// refusedBy notes that an address has refused a datagram.
+func (e *Edge) refusedBy(to netip.AddrPort) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if len(e.refusals) >= maxRefused {
+		clear(e.refusals)
+	}
+	e.refusals[netip.AddrPortFrom(to.Addr().Unmap(), to.Port())] = time.Now()
+}
+
+// logDial logs why a flow was not opened.
+func (e *Edge) logDial(f *edgeFlow, err error) {
+	if n, ok := e.warnDial.Allow(); ok {
+		text := "the target of a flow cannot be reached"
+		if tunnel.CodeOf(err) == tunnel.Denied {
+			text = "a flow that the cloud asked for is denied"
+		}
+		e.log.Warn(text, "target", f.target, "caller", f.caller, "err", err, "skipped", n)
+	}
+}
+
+// logRefused logs that a target's machine has refused a datagram.
+func (e *Edge) logRefused(f *edgeFlow, err error) {
+	if n, ok := e.warnRefused.Allow(); ok {
+		e.log.Warn("the target does not take datagrams: does a program listen there?",
+			"target", f.target, "caller", f.caller, "err", err, "skipped", n)
+	}
+}
+
+// refusalOf returns err as the payload of an end.
+func refusalOf(err error) ending {
+	e := ending{code: tunnel.CodeOf(err), text: err.Error()}
+	if r, ok := errors.AsType[*tunnel.Refusal](err); ok {
+		e.text = r.Text // not r.Detail, which the cloud must not learn
+	}
+	return e
+}

@@ -1,0 +1,511 @@
+package udp
+
+import (
+	"container/list"
+	"context"
+	"errors"
+	"net"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// edgeConn is the edge's end of one conn, with the flows that it carries. tunnel.Splice owns it.
+type edgeConn struct {
+	*wire
+
+	// Set once.
+	edge   *Edge
+	target string          // of flows that name none
+	ctx    context.Context // done when the conn has ended; for dials
+	cancel context.CancelFunc
+	drain  chan struct{} // closed by Edge.Run when the edge is about to stop
+
+	running sync.WaitGroup // sweep, the dials, and the goroutine of each flow
+
+	// Owned by the goroutine that writes.
+	sender *sender
+	train  *train[*edgeFlow]
+	oob    []byte    // control messages of a train
+	now    time.Time // of the frames of this Write; zero: not asked yet
+
+	mu       sync.Mutex // guards the following
+	flows    map[flowID]*edgeFlow
+	order    list.List // of *edgeFlow, in the order in which they may make room: see victimLocked
+	opening  int       // flows that are being dialled
+	draining bool      // no flow is opened
+	over     bool      // the conn has ended
+	// closing are the sockets of flows that have ended. Close waits for the datagram that receive
+	// handles, so unlock closes them.
+	closing []*net.UDPConn
+}
+
+// edgeFlow is the datagrams between one caller and one target, at the edge.
+type edgeFlow struct {
+	// Set once.
+	conn   *edgeConn
+	id     flowID
+	target string
+	caller string
+	began  time.Time
+
+	// last is when the last datagram came or went, in nanoseconds since began. It changes with no lock
+	// held, so it does not move the flow in edgeConn.order.
+	last atomic.Int64
+
+	ended     atomic.Bool // the socket is about to be closed: receive returns, however much has arrived
+	answered  atomic.Bool // the target has sent a datagram
+	confirmed atomic.Bool // the caller has sent a datagram after that, see table
+
+	share share // guarded by queue.mu
+
+	// Guarded by edgeConn.mu.
+	socket  *endSocket    // nil while the target is being dialled
+	ready   bool          // the goroutine that writes may send: nothing is pending any more
+	pending [][]byte      // datagrams that wait for the socket
+	waiting int           // bytes of pending, with pendingCost for each
+	drops   receiveDrops  // of socket
+	element *list.Element // nil: the flow has ended
+	failed  Reason        // why datagrams that were not sent are dropped
+}
+
+// Close implements net.Conn. It waits until no goroutine of the conn is left.
+func (c *edgeConn) Close() error {
+	c.wire.Reset() //nolint:errcheck // it never fails
+	c.running.Wait()
+	c.edge.forget(c)
+	return nil
+}
+
+// handle handles a frame of the cloud.
+func (c *edgeConn) handle(f frame) error {
+	switch f.kind {
+	case kindDatagram:
+		c.datagram(f.flow, f.payload)
+	case kindOpen:
+		o, err := parseOpening(f.payload)
+		if err != nil {
+			return err
+		}
+		c.train.flush() // the flow that makes room may have datagrams there
+		c.open(f.flow, o)
+	case kindEnd:
+		c.train.flush() // the flow may have datagrams there
+		c.mu.Lock()
+		if flow := c.flows[f.flow]; flow != nil {
+			c.endLocked(flow)
+		}
+		c.unlock()
+	}
+	return nil
+}
+
+// unlock releases mu, and then closes the sockets of the flows that endLocked has ended.
+func (c *edgeConn) unlock() {
+	closing := c.closing
+	c.closing = nil
+	c.mu.Unlock()
+	for _, s := range closing {
+		s.Close()
+	}
+}
+
+// flushed implements wire.flush: the frames of a Write have been handled.
+func (c *edgeConn) flushed() {
+	c.train.flush()
+	c.now = time.Time{}
+}
+
+// datagram sends a datagram to the target of a flow.
+func (c *edgeConn) datagram(id flowID, p []byte) {
+	c.mu.Lock()
+	f := c.flows[id]
+	if f == nil {
+		c.mu.Unlock()
+		c.edge.counters.Drop(DropUnknown, 1)
+		c.out.control(kindEnd, id, nil) // the cloud opens a new flow for the next datagram
+		return
+	}
+	if !f.ready {
+		fits := f.waiting+len(p)+pendingCost <= maxPending
+		if fits {
+			f.addPendingLocked(p)
+		}
+		c.mu.Unlock()
+		if !fits {
+			c.edge.counters.Drop(DropOpening, 1)
+		}
+		return
+	}
+	c.mu.Unlock()
+	if c.now.IsZero() { // flushed resets it: the frames of one Write have one time
+		c.now = time.Now()
+	}
+	f.touch(c.now)
+	if f.answered.Load() && !f.confirmed.Load() {
+		f.confirmed.Store(true)
+	}
+	c.train.add(f, p)
+}
+
+// addPendingLocked copies p. The caller holds edgeConn.mu, or nobody else knows the flow.
+func (f *edgeFlow) addPendingLocked(p []byte) {
+	f.pending, f.waiting = append(f.pending, append([]byte(nil), p...)), f.waiting+len(p)+pendingCost
+}
+
+func (f *edgeFlow) touch(now time.Time) { f.last.Store(int64(now.Sub(f.began))) }
+
+// idle returns how long no datagram has come or gone.
+func (f *edgeFlow) idle() time.Duration { return time.Since(f.began) - time.Duration(f.last.Load()) }
+
+func (c *edgeConn) sendToTarget(f *edgeFlow, p []byte, segment int) error {
+	var control []byte
+	if segment > 0 {
+		c.oob = appendSegment(c.oob[:0], segment)
+		control = c.oob
+	}
+	return f.send(c.sender, p, control)
+}
+
+func (f *edgeFlow) send(by *sender, p, control []byte) error {
+	err := by.send(f.socket, p, control)
+	if !mayBeReport(err) {
+		return err
+	}
+	again := by.send(f.socket, p, control)
+	if !errors.Is(again, err) && !f.reported(err) { // if both are the same, err was about this datagram
+		f.conn.end(f)
+	}
+	return again
+}
+
+// reported counts an earlier datagram that did not arrive. It returns false if the flow is to end, so
+// that the next one tries another address of the target.
+func (f *edgeFlow) reported(err error) (goOn bool) {
+	e := f.conn.edge
+	if errors.Is(err, syscall.EMSGSIZE) { // the kernel sends the next one in fragments
+		e.counters.Drop(DropSend, 1)
+		return true
+	}
+	f.refused(err)
+	if !errors.Is(err, syscall.ECONNREFUSED) || f.answered.Load() || isAddress(f.target) {
+		return true
+	}
+	e.refusedBy(f.socket.conn.RemoteAddr().(*net.UDPAddr).AddrPort())
+	return time.Since(f.began) < e.refused
+}
+
+// refused counts and logs a datagram that the target's machine has refused.
+func (f *edgeFlow) refused(err error) {
+	f.conn.edge.counters.Drop(DropRefused, 1)
+	f.conn.edge.logRefused(f, err)
+}
+
+func (c *edgeConn) sentToTarget(_ *edgeFlow, n, bytes int, err error) {
+	if err != nil {
+		c.edge.counters.Drop(DropSend, uint64(n)) //nolint:gosec // a count
+		return
+	}
+	c.edge.counters.ToTarget.add(n, bytes)
+}
+
+// mayBeReport reports whether err may be what a machine on the path has reported about an earlier
+// datagram (ICMP). The kernel returns a report once, from the next call of any kind; a datagram that
+// this call should send was then not sent.
+func mayBeReport(err error) bool {
+	errno, ok := errors.AsType[syscall.Errno](err)
+	if !ok {
+		return false
+	}
+	switch errno {
+	case syscall.EAGAIN, syscall.ENOBUFS, syscall.ENOMEM, // no room
+		syscall.EPERM,               // a firewall of this machine
+		syscall.EINVAL, syscall.EIO, // see train.notAsTrain
+		syscall.EBADF, syscall.ENOTSOCK: // no socket
+		return false
+	}
+	return true
+}
+
+// open opens a flow and sends its first datagram. An address needs no lookup, so it is dialled at
+// once; a name is resolved in a goroutine, so that the other flows do not wait.
+func (c *edgeConn) open(id flowID, o opening) {
+	f := &edgeFlow{conn: c, id: id, target: o.addr, caller: o.caller, began: time.Now(), failed: DropLost}
+	if f.target == "" {
+		f.target = c.target
+	}
+	wait := !isAddress(f.target)
+	if wait {
+		f.addPendingLocked(o.datagram)
+	}
+	switch why, err := c.insert(f, wait); {
+	case err != nil:
+		c.edge.counters.Drop(why, 1)
+		c.out.control(kindEnd, id, refusalOf(err).encode())
+	case wait:
+		c.running.Go(func() { c.guard(func() { c.dial(f) }) })
+	case c.dial(f):
+		c.train.add(f, o.datagram)
+	default:
+		c.edge.counters.Drop(f.failed, 1)
+	}
+}
+
+// isAddress reports whether the host of a target is an IP address.
+func isAddress(target string) bool {
+	_, err := netip.ParseAddrPort(target)
+	return err == nil
+}
+
+// guard runs f. A panic ends this conn and no other.
+func (c *edgeConn) guard(f func()) {
+	run := func() error { f(); return nil }
+	if tunnel.Guard(c.edge.log, c.edge.core, "the conn ends", run) != nil {
+		c.wire.over()
+	}
+}
+
+// insert adds a flow that has no socket yet, or says why it does not.
+func (c *edgeConn) insert(f *edgeFlow, wait bool) (Reason, error) {
+	e := c.edge
+	if limit := e.limit.Load(); e.flows.Add(1) > limit {
+		e.core.Limited(tunnel.LimitFlows)
+		if n, ok := e.warnFlows.Allow(); ok {
+			e.log.Warn("too many flows: a limit is reached, see docs/limits.md",
+				"limit", tunnel.LimitFlows, "caller", f.caller, "skipped", n)
+		}
+		if !c.evict() {
+			e.flows.Add(-1)
+			return DropFlows, tunnel.Refusef(tunnel.Overloaded, "limit %v: the edge has %d flows", tunnel.LimitFlows, limit)
+		}
+	}
+	c.mu.Lock()
+	defer c.unlock()
+	old := c.flows[f.id]
+	switch {
+	case c.draining:
+		e.flows.Add(-1)
+		return DropDraining, tunnel.Refusef(tunnel.Draining, "the edge is about to stop")
+	case c.over:
+		e.flows.Add(-1)
+		return DropLost, tunnel.Refusef(tunnel.Gone, "the conn has ended")
+	case wait && c.opening >= maxOpening:
+		e.flows.Add(-1)
+		return DropOpening, tunnel.Refusef(tunnel.Overloaded, "%d flows wait for the names of their targets", maxOpening)
+	case old != nil: // the cloud has used all ids
+		c.endLocked(old)
+	}
+	c.opening++
+	c.flows[f.id], f.element = f, c.order.PushBack(f)
+	e.counters.Flows.Add(1)
+	e.counters.Opened.Add(1)
+	return 0, nil
+}
+
+// evict ends a flow of this conn. It returns false if there is none that makes room.
+func (c *edgeConn) evict() bool {
+	c.mu.Lock()
+	defer c.unlock()
+	f := c.victimLocked()
+	if f == nil {
+		return false
+	}
+	c.edge.counters.Evicted.Add(1)
+	c.out.control(kindEnd, f.id, nil)
+	c.endLocked(f)
+	return true
+}
+
+// victimLocked returns a flow that makes room, or nil: the oldest fresh flow, or one that has been idle
+// for evictIdle. It looks at few flows only, and puts the others at the back of the list. The caller
+// holds mu.
+func (c *edgeConn) victimLocked() *edgeFlow {
+	const looks = 32
+	for range min(looks, c.order.Len()) {
+		front := c.order.Front()
+		f := front.Value.(*edgeFlow)
+		if !f.confirmed.Load() || f.idle() >= evictIdle {
+			return f
+		}
+		c.order.MoveToBack(front)
+	}
+	return nil
+}
+
+// dial opens the socket of a flow, and sends what waits for it. It returns false if the flow has
+// failed or ended.
+func (c *edgeConn) dial(f *edgeFlow) bool {
+	socket, err := c.edge.policy.DialUDP(c.ctx, f.target, c.edge.refusedAt)
+	if err != nil {
+		c.fail(f, err)
+		return false
+	}
+	raw, err := socket.SyscallConn()
+	if err != nil {
+		socket.Close()
+		c.fail(f, err)
+		return false
+	}
+	growReceive(raw, flowBuffer)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.opening--
+	if f.element == nil { // the flow has ended meanwhile
+		socket.Close()
+		return false
+	}
+	f.socket, f.drops.raw = &endSocket{conn: socket, raw: raw}, raw
+	c.running.Go(func() { c.guard(f.receive) })
+	return c.sendPendingLocked(f)
+}
+
+// sendPendingLocked sends what has waited for the socket of a flow, in order, and then lets the
+// goroutine that writes send. It returns false if the flow has ended. The caller holds mu, which is
+// free while datagrams are sent.
+func (c *edgeConn) sendPendingLocked(f *edgeFlow) bool {
+	own := c.sender
+	if len(f.pending) > 0 { // the caller is not the goroutine that owns c.sender
+		own = newSender()
+	}
+	for len(f.pending) > 0 {
+		pending := f.pending
+		f.pending, f.waiting = nil, 0
+		c.mu.Unlock()
+		for _, p := range pending {
+			c.sentToTarget(f, 1, len(p), f.send(own, p, nil))
+		}
+		c.mu.Lock()
+	}
+	f.ready = f.element != nil
+	return f.ready
+}
+
+// fail ends a flow whose target could not be dialled, and tells the cloud why.
+func (c *edgeConn) fail(f *edgeFlow, err error) {
+	c.mu.Lock()
+	c.opening--
+	f.failed = DropUnreachable
+	if tunnel.CodeOf(err) == tunnel.Denied {
+		f.failed = DropDenied
+	}
+	if f.element != nil {
+		c.endLocked(f)
+	}
+	c.unlock()
+	c.edge.logDial(f, err)
+	c.out.control(kindEnd, f.id, refusalOf(err).encode())
+}
+
+// receive queues the target's datagrams for the cloud, until the socket is closed.
+func (f *edgeFlow) receive() {
+	c := f.conn
+	handle := func(p []byte) bool {
+		if f.ended.Load() {
+			return false
+		}
+		now := time.Now()
+		f.touch(now)
+		if !f.answered.Load() {
+			f.answered.Store(true)
+		}
+		if len(p) > maxDatagram { // the cloud would reset the conn
+			c.edge.counters.Drop(DropSend, 1)
+		} else if why, ok := c.out.add(&f.share, kindDatagram, f.id, p, now); !ok {
+			c.edge.counters.Drop(why, 1)
+		}
+		return true
+	}
+	failed := func(err error) (goOn bool) {
+		if f.ended.Load() || errors.Is(err, syscall.EBADF) || errors.Is(err, syscall.ENOTSOCK) {
+			return false
+		}
+		return !mayBeReport(err) || f.reported(err)
+	}
+	f.socket.receive(&c.edge.buffers, handle, failed) //nolint:errcheck // the socket was closed, or is of no more use
+	c.end(f)                                          // unless it has ended, the socket is of no use
+}
+
+// end ends a flow, unless it has ended, and tells the cloud.
+func (c *edgeConn) end(f *edgeFlow) {
+	c.mu.Lock()
+	defer c.unlock()
+	if f.element != nil {
+		c.out.control(kindEnd, f.id, nil)
+		c.endLocked(f)
+	}
+}
+
+// endLocked ends a flow that has not ended. The caller holds mu, and releases it by unlock.
+func (c *edgeConn) endLocked(f *edgeFlow) {
+	delete(c.flows, f.id)
+	c.order.Remove(f.element)
+	f.element = nil
+	e := c.edge
+	if f.socket != nil {
+		e.counters.Drop(DropReceive, f.drops.more())
+		f.ended.Store(true)
+		c.closing = append(c.closing, f.socket.conn)
+	}
+	e.counters.Drop(f.failed, uint64(len(f.pending)))
+	f.pending = nil
+	e.counters.Flows.Add(-1)
+	e.flows.Add(-1)
+}
+
+// endAll implements wire.ended: the conn has ended, and so have its flows.
+func (c *edgeConn) endAll() {
+	c.cancel()
+	c.mu.Lock()
+	defer c.unlock()
+	c.over = true
+	for _, f := range c.flows {
+		c.endLocked(f)
+	}
+}
+
+// sweep ends idle flows, until the conn has ended. When the edge is about to stop, it ends the conn
+// after the flows have been idle for drainIdle.
+func (c *edgeConn) sweep() {
+	idle, drain := c.edge.idle, c.drain
+	ticker := time.NewTicker(idle / sweeps)
+	defer ticker.Stop()
+	for {
+		select {
+		case <-ticker.C:
+		case <-drain:
+			drain, idle = nil, min(drainIdle, idle)
+			ticker.Reset(drainInterval)
+			c.mu.Lock()
+			c.draining = true
+			c.mu.Unlock()
+		case <-c.ctx.Done():
+			return
+		}
+		if c.endIdle(idle) == 0 && drain == nil {
+			c.out.end()
+			return
+		}
+		c.out.trim()
+	}
+}
+
+// endIdle ends the flows that have been idle, tells the cloud, and returns how many flows are left.
+func (c *edgeConn) endIdle(idle time.Duration) (left int) {
+	c.mu.Lock()
+	defer c.unlock()
+	for _, f := range c.flows {
+		if f.idle() >= idle {
+			c.out.control(kindEnd, f.id, nil)
+			c.endLocked(f)
+			continue
+		}
+		if f.idle() < c.edge.idle/sweeps && f.socket != nil { // it has received something since the last time
+			c.edge.counters.Drop(DropReceive, f.drops.more())
+		}
+	}
+	return len(c.flows)
+}

@@ -1,0 +1,195 @@
+package udp
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+const (
+	// dialTimeout bounds a dial through the tunnel.
+	dialTimeout = 10 * time.Second
+	// retryTime is how long a port does not dial again after a dial has failed. Datagrams that arrive
+	// meanwhile are dropped.
+	retryTime = time.Second
+	// keepConn is how long a conn without flows stays open.
+	keepConn = 60 * time.Second
+)
+
+// mux is one conn of a port to a node, with the flows that it carries.
+type mux struct {
+	// Set once.
+	port *port
+	to   Listener // the port's line when the mux was made
+	log  *slog.Logger
+	wire *wire
+	out  *queue
+
+	// Guarded by port.mu.
+	flows   map[flowID]*flow
+	lastID  flowID
+	retired bool            // no new flow uses it
+	emptyAt time.Time       // since when it has no flow; zero: it has one
+	node    tunnel.NodeName // that was asked last; the port's own until then
+	failure error           // why the conn could not be opened
+
+	// Owned by the goroutine that writes to wire.
+	sender *sender
+	train  *train[*flow]
+	oob    []byte    // control messages of a train
+	now    time.Time // of the frames of this Write; zero: not asked yet
+}
+
+// newMux returns a mux for the target of p's line now. The caller holds p.mu.
+func newMux(p *port) *mux {
+	out := newQueue(p.counters, &p.counters.ToTarget)
+	m := &mux{
+		port: p, to: p.Listener, node: p.Node, log: p.log.With("target", p.Target),
+		out: out, sender: newSender(), flows: make(map[flowID]*flow),
+	}
+	m.train = newTrain(m.sendToCaller, m.sentToCaller, canSegment())
+	m.wire = &wire{name: addr(p.Listen), out: out, ended: m.ended, flush: m.flushed}
+	m.wire.in.handle = m.handle
+	return m
+}
+
+// run opens the conn and carries the flows until the conn has ended.
+func (m *mux) run(ctx context.Context) {
+	started := time.Now()
+	conn, node, err := m.port.dial(ctx, m.to)
+	m.port.core.Doors[tunnel.DoorUDP].Ended(time.Since(started), err)
+	m.port.mu.Lock()
+	m.node = node
+	m.port.mu.Unlock()
+	if err != nil {
+		m.port.failed(m, err)
+		return
+	}
+	m.log.Debug("conn for datagrams opened", "node", m.to.Node, "dur", time.Since(started))
+	m.out.opened()
+	_, _, err = tunnel.Splice(ctx, m.wire, conn)
+	m.log.Debug("conn for datagrams ended", "node", m.to.Node, "dur", time.Since(started), "err", err)
+}
+
+// ended implements wire.ended: no flow can use the conn any more.
+func (m *mux) ended() {
+	m.port.mu.Lock()
+	defer m.port.mu.Unlock()
+	m.port.dropLocked(m)
+}
+
+// flushed implements wire.flush: the frames of a Write have been handled.
+func (m *mux) flushed() {
+	m.train.flush()
+	m.now = time.Time{}
+}
+
+// handle handles a frame of the edge.
+func (m *mux) handle(f frame) error {
+	switch f.kind {
+	case kindDatagram:
+		if flow := m.touch(f.flow, len(f.payload)); flow != nil {
+			m.train.add(flow, f.payload)
+		} else {
+			m.port.counters.Drop(DropUnknown, 1)
+		}
+	case kindEnd:
+		e, err := parseEnding(f.payload)
+		if err != nil {
+			return err
+		}
+		m.endedAtEdge(f.flow, e)
+	}
+	return nil
+}
+
+// touch returns the flow to whose caller a datagram of n bytes goes, or nil if the flow has ended.
+func (m *mux) touch(id flowID, n int) *flow {
+	if m.now.IsZero() { // flushed resets it: the frames of one Write have one time
+		m.now = time.Now()
+	}
+	p := m.port
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	f := m.flows[id]
+	if f != nil {
+		f.received += int64(n)
+		p.table.touch(f, false, m.now)
+	}
+	return f
+}
+
+// endedAtEdge removes a flow that the edge has ended, or never opened.
+func (m *mux) endedAtEdge(id flowID, e ending) {
+	p := m.port
+	p.mu.Lock()
+	f := m.flows[id]
+	if f != nil {
+		if e.code != 0 && e.code != tunnel.Draining {
+			f.refusal = &tunnel.Refusal{Code: e.code, Text: e.text}
+		}
+		p.removeLocked(f)
+	}
+	if e.code == tunnel.Draining {
+		p.retireLocked(m)
+	}
+	p.mu.Unlock()
+	if f != nil && e.code != 0 && e.code != tunnel.Draining {
+		if n, ok := p.warnFlow.Allow(); ok {
+			m.log.Warn("the edge does not open a flow", "node", m.to.Node, "caller", f.key.caller,
+				"err", &tunnel.Refusal{Code: e.code, Text: e.text}, "skipped", n)
+		}
+	}
+}
+
+// sendToCaller sends datagrams of a flow to its caller. It does not wait for room in the socket's
+// buffer: all flows of the port would wait.
+func (m *mux) sendToCaller(f *flow, p []byte, segment int) error {
+	control := f.reply
+	if segment > 0 {
+		m.oob = appendSegment(append(m.oob[:0], f.reply...), segment)
+		control = m.oob
+	}
+	return m.sender.sendTo(m.port.out, m.port.v6, f.key.caller, p, control)
+}
+
+func (m *mux) sentToCaller(_ *flow, n, bytes int, err error) {
+	if err != nil {
+		m.port.counters.Drop(DropSend, uint64(n)) //nolint:gosec // a count
+		return
+	}
+	m.port.counters.ToCaller.add(n, bytes)
+}
+
+// tooOld reports whether err is the answer of an edge that has no module for UDP. Edges of all
+// versions before that module answer with this text.
+func tooOld(err error) bool {
+	r, ok := errors.AsType[*tunnel.Refusal](err)
+	return ok && r.Code == tunnel.Internal && strings.HasSuffix(r.Text, `runs no module "udp"`)
+}
+
+// logFailed logs why there is no conn to the node.
+func (m *mux) logFailed(err error) {
+	p := m.port
+	m.log.Debug("conn for datagrams refused", "node", m.to.Node, "err", err)
+	switch {
+	case tooOld(err):
+		if n, ok := p.warnFailed.Allow(); ok {
+			m.log.Warn("the tunnel of the edge is too old for UDP: install version "+p.software+" there, as here",
+				"node", m.to.Node, "err", err, "skipped", n)
+		}
+	case tunnel.CodeOf(err) == tunnel.Overloaded:
+		if n, ok := p.warnFull.Allow(); ok {
+			m.log.Warn("datagrams are dropped: a limit is reached, see docs/limits.md",
+				"node", m.to.Node, "err", err, "skipped", n)
+		}
+	default:
+		if n, ok := p.warnFailed.Allow(); ok {
+			m.log.Warn("datagrams are dropped: the target cannot be reached", "node", m.to.Node, "err", err, "skipped", n)
+		}
+	}
+}

@@ -1,0 +1,361 @@
+package udp
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"sync"
+	"time"
+
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+const (
+	// receiveBuffer is the size of a port's receive buffer that is asked for, in bytes.
+	receiveBuffer = 4 << 20
+	// drainIdle is how long a flow must be idle to end while its port drains.
+	drainIdle = 2 * time.Second
+	// drainInterval is how often a draining port looks for idle flows.
+	drainInterval = 100 * time.Millisecond
+	// sweeps is how often in its idle time a port looks for idle flows.
+	sweeps = 12
+)
+
+// port serves one open socket.
+type port struct {
+	// Set once.
+	addr     *net.UDPAddr // as configured: a port that the kernel chooses is 0; nil in some tests
+	socket   *net.UDPConn
+	out      *endSocket // the same socket, for sending
+	v6       bool       // the socket is one of IPv6
+	dialer   tunnel.Dialer
+	counters *Counters
+	core     *tunnel.Counters
+	software string
+	log      *slog.Logger
+	audit    tunnel.Trail    // takes an event of each flow; nil: nobody
+	conns    context.Context // of the muxes; done when the grace period is over
+	endConns context.CancelFunc
+	running  sync.WaitGroup // the muxes
+	gone     chan struct{}  // closed when the port has ended
+	drops    receiveDrops
+	keep     time.Duration // see keepConn
+
+	// One warning a minute each, so that one kind of failure does not hide another: caller not
+	// allowed, dial failed, limit reached, flow refused by the edge, no room for a flow.
+	warnDenied, warnFailed, warnFull, warnFlow, warnFlows tunnel.Limiter
+
+	mu sync.Mutex // guards the following, and the flows
+	Listener
+	line     Listener           // as configured: Listener has the default of Allow
+	leave    context.CancelFunc // lets the port drain and end; nil: it has not started
+	table    *table
+	current  *mux // new flows use it; nil: the next flow opens one
+	muxes    map[*mux]struct{}
+	retryAt  time.Time // no dial before
+	draining bool      // no new flow is opened
+
+	// events are those of flows that have ended. sweep hands them over, since audit may wait for a disk.
+	events []tunnel.Event
+	missed int // events that found events full
+}
+
+// receive reads datagrams and queues them for the node, until the socket is closed. A panic does not
+// end it.
+func (p *port) receive() error {
+	for {
+		panicked := true
+		err := tunnel.Guard(p.log, p.core, "the datagram is dropped", func() error {
+			err := p.receiveAll()
+			panicked = false
+			return err
+		})
+		if !panicked {
+			return err
+		}
+	}
+}
+
+func (p *port) receiveAll() error {
+	known := controls{v6: p.v6}
+	b, control := new(buffer), make([]byte, controlRoom)
+	for failures := 0; ; {
+		n, cn, _, caller, err := p.socket.ReadMsgUDPAddrPort(b[:], control)
+		switch {
+		case errors.Is(err, net.ErrClosed):
+			return nil
+		case err != nil && listen.Transient(err) && failures < maxFailures:
+			failures++
+			time.Sleep(time.Duration(failures) * time.Millisecond) // the machine is short of something
+			continue
+		case err != nil:
+			return fmt.Errorf("receiving on %q of [mode.cloud.udp]: %w", p.frontend(), err)
+		}
+		failures = 0
+		c := known.of(control[:cn])
+		for rest, more := b[:n], true; more; {
+			one := rest
+			if c.segment > 0 && c.segment < len(rest) {
+				one = rest[:c.segment]
+			}
+			rest = rest[len(one):]
+			more = len(rest) > 0
+			if why, ok := p.forward(caller, c, one); !ok {
+				p.counters.Drop(why, 1)
+			}
+		}
+	}
+}
+
+// maxFailures is how many errors in a row, with no datagram between, end a port or a flow of an edge.
+const maxFailures = 100
+
+// forward queues a datagram of a caller, or returns why it is dropped.
+func (p *port) forward(caller netip.AddrPort, c *control, datagram []byte) (why Reason, ok bool) {
+	if len(datagram) > maxDatagram {
+		return DropSend, false // the edge would reset the conn
+	}
+	now := time.Now()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	f := p.table.flows[flowKey{caller, c.local}]
+	first := f == nil
+	if first {
+		if f, why, ok = p.openLocked(caller, c, now); !ok {
+			return why, false
+		}
+		shown := netip.AddrPortFrom(caller.Addr().Unmap().WithZone(""), caller.Port()) // a zone may have any name
+		open := opening{caller: shown.String(), datagram: datagram}.encode()
+		why, ok = f.mux.out.add(&f.share, kindOpen, f.id, open, now)
+	} else {
+		why, ok = f.mux.out.add(&f.share, kindDatagram, f.id, datagram, now)
+	}
+	switch {
+	case !ok && first:
+		p.forgetLocked(f) // the edge has not heard of it
+		return why, false
+	case first:
+		p.counters.Opened.Add(1)
+	}
+	p.table.touch(f, true, now)
+	if ok {
+		f.sent += int64(len(datagram))
+	}
+	return why, ok
+}
+
+// openLocked makes a flow, or says why it does not. The caller holds mu.
+func (p *port) openLocked(caller netip.AddrPort, c *control, now time.Time) (f *flow, why Reason, ok bool) {
+	switch {
+	case !p.Allow.Permits(caller.Addr()):
+		p.denyLocked(caller)
+		return nil, DropDenied, false
+	case p.draining:
+		return nil, DropDraining, false
+	case p.current == nil && now.Before(p.retryAt):
+		return nil, DropUnreachable, false
+	}
+	victim, limit, ok := p.table.room(caller.Addr(), now)
+	if victim != nil || !ok {
+		p.core.Limited(limit)
+		if n, log := p.warnFlows.Allow(); log {
+			p.log.Warn("too many flows: a limit is reached, see docs/limits.md",
+				"target", p.Target, "limit", limit, "caller", caller, "skipped", n)
+		}
+	}
+	if !ok {
+		return nil, DropFlows, false
+	}
+	if victim != nil {
+		p.counters.Evicted.Add(1)
+		p.endLocked(victim)
+	}
+	m := p.currentLocked()
+	m.lastID++
+	f = &flow{key: flowKey{caller, c.local}, reply: c.reply, mux: m, id: m.lastID, since: now}
+	m.flows[f.id], m.emptyAt = f, time.Time{}
+	p.table.insert(f, now)
+	p.counters.Flows.Add(1)
+	return f, 0, true
+}
+
+// currentLocked returns the mux of new flows. It starts one if there is none. The caller holds mu.
+func (p *port) currentLocked() *mux {
+	if p.current == nil {
+		m := newMux(p)
+		p.current = m
+		p.muxes[m] = struct{}{}
+		p.running.Go(func() {
+			run := func() error { m.run(p.conns); return nil }
+			tunnel.Guard(p.log, p.core, "the conn ends", run) //nolint:errcheck // it is logged
+			m.wire.Reset()                                    //nolint:errcheck // it never fails
+		})
+	}
+	return p.current
+}
+
+// endLocked ends a flow here and at the edge. The caller holds mu.
+func (p *port) endLocked(f *flow) {
+	f.mux.out.control(kindEnd, f.id, nil)
+	p.removeLocked(f)
+}
+
+// removeLocked ends a flow here. The caller holds mu.
+func (p *port) removeLocked(f *flow) {
+	p.forgetLocked(f)
+	if f.mux.retired && len(f.mux.flows) == 0 {
+		f.mux.out.end()
+	}
+}
+
+// forgetLocked removes a flow from the tables. The caller holds mu.
+func (p *port) forgetLocked(f *flow) {
+	if f.ended {
+		return
+	}
+	p.table.remove(f)
+	delete(f.mux.flows, f.id)
+	if len(f.mux.flows) == 0 {
+		f.mux.emptyAt = time.Now()
+	}
+	p.counters.Flows.Add(-1)
+	p.noteLocked(f)
+}
+
+// retireLocked lets no new flow use m. The conn ends with its last flow. The caller holds mu.
+func (p *port) retireLocked(m *mux) {
+	m.retired = true
+	if p.current == m {
+		p.current = nil
+	}
+	if len(m.flows) == 0 {
+		m.out.end()
+	}
+}
+
+// dropLocked removes the flows of a mux whose conn has ended: the next datagram of each opens a new
+// flow. The caller holds mu.
+func (p *port) dropLocked(m *mux) {
+	m.retired = true
+	if p.current == m {
+		p.current = nil
+	}
+	delete(p.muxes, m)
+	for _, f := range m.flows {
+		f.lost = true
+		p.forgetLocked(f)
+	}
+}
+
+// failed notes that the conn of m could not be opened.
+func (p *port) failed(m *mux, err error) {
+	p.mu.Lock()
+	m.failure = err
+	p.retryAt = time.Now().Add(retryTime)
+	p.mu.Unlock()
+	m.out.abort(err, DropUnreachable)
+	if p.conns.Err() == nil {
+		m.logFailed(err)
+	}
+}
+
+// dial opens a conn to the target of the line to. node is the node that was asked last.
+func (p *port) dial(ctx context.Context, to Listener) (c net.Conn, node tunnel.NodeName, err error) {
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	node = to.Node
+	r := tunnel.Request{
+		Node:     to.Node,
+		Among:    to.Among,
+		Category: name,
+		Network:  tunnel.NetworkUDP,
+		Addr:     to.Target,
+		Caller:   to.Listen,
+	}
+	if to.Node == "" {
+		r.Chosen = &node
+	}
+	c, err = p.dialer.Dial(ctx, r)
+	return c, node, err
+}
+
+// sweep ends idle flows and conns without flows, until ctx is done. Then the port drains: sweep
+// returns when all flows have been idle for drainIdle, or the grace period is over.
+func (p *port) sweep(ctx context.Context) {
+	ticker := time.NewTicker(p.table.idle / sweeps)
+	defer ticker.Stop()
+	for ctx.Err() == nil {
+		select {
+		case <-ticker.C:
+			p.endIdle(p.table.idle)
+			p.closeUnused()
+			p.handOver()
+		case <-ctx.Done():
+		}
+	}
+	p.mu.Lock()
+	p.draining = true
+	p.mu.Unlock()
+	ticker.Reset(drainInterval)
+	for p.endIdle(min(drainIdle, p.table.idle)) > 0 {
+		select {
+		case <-ticker.C:
+		case <-p.conns.Done():
+			return
+		}
+	}
+}
+
+// endIdle ends the flows that have been idle, and returns how many flows are left.
+func (p *port) endIdle(idle time.Duration) (left int) {
+	now := time.Now()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for f := p.table.idleFor(idle, now); f != nil; f = p.table.idleFor(idle, now) {
+		p.endLocked(f)
+	}
+	return len(p.table.flows)
+}
+
+// closeUnused closes conns that have carried no flow for keepConn, and gives back memory.
+func (p *port) closeUnused() {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for m := range p.muxes {
+		m.out.trim()
+		if len(m.flows) == 0 && !m.emptyAt.IsZero() && time.Since(m.emptyAt) >= p.keep {
+			p.retireLocked(m)
+		}
+	}
+}
+
+// closeSocket closes the socket. Nothing is received any more.
+func (p *port) closeSocket() {
+	p.counters.forget(&p.drops)
+	p.socket.Close()
+}
+
+// close ends all conns after the socket was closed, and waits for them.
+func (p *port) close() {
+	p.mu.Lock()
+	for m := range p.muxes {
+		p.retireLocked(m)
+		m.out.end()
+	}
+	p.mu.Unlock()
+	p.running.Wait()
+	p.handOver()
+}
+
+// allowOrLoopback returns who may use a listener: without a list, callers on this machine.
+func allowOrLoopback(l Listener) auth.Sources {
+	if len(l.Allow) > 0 {
+		return l.Allow
+	}
+	return auth.Sources{netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("::1/128")}
+}

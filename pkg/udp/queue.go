@@ -1,0 +1,282 @@
+package udp
+
+import (
+	"encoding/binary"
+	"io"
+	"sync"
+	"time"
+)
+
+const (
+	// queueSize bounds the frames of one conn that wait to be sent, in bytes. One flow may take half
+	// of it while it is alone: 34 ms of 50,000 datagrams of 1,200 bytes a second, since a process may wait so
+	// long for a processor.
+	queueSize = 4 << 20
+	// controlReserve is room above queueSize for ends, in bytes.
+	controlReserve = 64 << 10
+	// maxWait is how long a datagram may wait. A later one is of little use: its sender has sent it
+	// again, or has given up. It would only delay the datagrams behind it.
+	maxWait = 500 * time.Millisecond
+	// keepQueue is the capacity that an idle queue keeps, in bytes.
+	keepQueue = 4 << 10
+	// entryHeader is the length of the header of an entry: the time in milliseconds since queue.began,
+	// and the length of the frame with entryKeep.
+	entryHeader = 4 + 4
+	// entryKeep marks an entry that is never too late: it begins or ends a flow.
+	entryKeep = 1 << 31
+)
+
+// queue holds the frames that wait to be sent over a conn. Whoever adds frames never waits: what
+// finds the queue full is dropped. Read gives the bytes of many frames at a time to the sender of the
+// conn.
+//
+// The queue has two buffers: frames are added to in, and Read takes the frames of out. When Read has
+// taken all of out, the buffers change places.
+type queue struct {
+	// Set once.
+	counters *Counters
+	passed   *traffic      // counts the datagrams that Read has taken
+	began    time.Time     // origin of the times in entries
+	wake     chan struct{} // to Read: there is something to take; one token is enough
+
+	mu      sync.Mutex // guards the following, and share
+	in, out []byte     // entries
+	pos     int        // how much of out was taken
+	left    int        // bytes of the entry at pos that are not taken; 0: pos is at the header of an entry
+	cycle   uint32     // how often in and out have changed places; share.bytes counts in one cycle
+	open    time.Time  // since when frames can be sent; before, no datagram gets late
+	waiting bool       // Read waits for wake
+	ended   error      // no frame can be added; Read returns this error when all frames are taken; nil: not ended
+}
+
+// share is how much of a queue a flow has taken. The zero value is ready.
+type share struct {
+	cycle uint32 // the queue's, when bytes was last changed
+	bytes int    // in queue.in
+}
+
+// newQueue returns an empty queue. It counts in c the datagrams that it drops, and in passed the datagrams
+// that it hands over.
+func newQueue(c *Counters, passed *traffic) *queue {
+	now := time.Now()
+	return &queue{counters: c, passed: passed, began: now, open: now, wake: make(chan struct{}, 1)}
+}
+
+// add adds a frame with a datagram of a flow: a datagram, or an open. If there is no room, add
+// returns why, and adds nothing.
+//
+// A flow may have as many bytes in the queue as are free. So a flow that sends more than the conn
+// takes leaves room for the others.
+func (q *queue) add(s *share, k kind, id flowID, payload []byte, now time.Time) (drop Reason, ok bool) {
+	n := frameHeader + len(payload)
+	q.mu.Lock()
+	if q.ended != nil {
+		q.mu.Unlock()
+		return DropLost, false
+	}
+	if s.cycle != q.cycle {
+		s.cycle, s.bytes = q.cycle, 0
+	}
+	if s.bytes+entryHeader+n > queueSize-q.usedLocked() {
+		q.mu.Unlock()
+		return DropFull, false
+	}
+	s.bytes += entryHeader + n
+	q.addLocked(k, id, payload, k == kindOpen, now)
+	wakes := q.wakesLocked()
+	q.mu.Unlock()
+	q.wakeIf(wakes) // Read would wait for mu otherwise
+	return 0, true
+}
+
+// control adds a frame that is no datagram. If there is no room, nothing is added: the other side
+// ends flows by itself.
+func (q *queue) control(k kind, id flowID, payload []byte) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	n := frameHeader + len(payload)
+	if q.ended != nil || entryHeader+n > queueSize+controlReserve-q.usedLocked() {
+		return
+	}
+	q.addLocked(k, id, payload, true, time.Now())
+	q.wakeIf(q.wakesLocked())
+}
+
+func (q *queue) usedLocked() int { return len(q.in) + len(q.out) - q.pos }
+
+// addLocked appends an entry. keep: the entry is never too late.
+func (q *queue) addLocked(k kind, id flowID, payload []byte, keep bool, now time.Time) {
+	size := uint32(frameHeader + len(payload)) //nolint:gosec // less than 24 bits
+	if keep {
+		size |= entryKeep
+	}
+	var header [entryHeader + frameHeader]byte
+	binary.NativeEndian.PutUint32(header[:], q.stamp(now))
+	binary.NativeEndian.PutUint32(header[4:], size)
+	putHeader(header[entryHeader:], k, id, len(payload))
+	q.in = append(append(q.in, header[:]...), payload...)
+}
+
+// stamp returns a time in milliseconds since began. It starts again at 0 after 49 days.
+func (q *queue) stamp(t time.Time) uint32 {
+	return uint32(t.Sub(q.began).Milliseconds()) //nolint:gosec // it wraps on purpose
+}
+
+// wakesLocked reports whether Read waits. The caller then calls wakeIf.
+func (q *queue) wakesLocked() bool {
+	waits := q.waiting
+	q.waiting = false
+	return waits
+}
+
+// wakeIf wakes Read.
+func (q *queue) wakeIf(waits bool) {
+	if !waits {
+		return
+	}
+	select {
+	case q.wake <- struct{}{}:
+	default:
+	}
+}
+
+// opened notes that the conn is open only now. Call it before the first Read.
+func (q *queue) opened() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.open = time.Now()
+}
+
+// Read implements io.Reader: it takes as many whole frames as fit into p, or waits for a frame. It
+// takes a frame in parts only if p is shorter than the frame.
+func (q *queue) Read(p []byte) (int, error) {
+	for {
+		n, err := q.take(p)
+		if n > 0 || err != nil || len(p) == 0 {
+			return n, err
+		}
+		<-q.wake
+	}
+}
+
+// take is Read, but returns 0 and nil if there is no frame. A token then follows the next frame.
+func (q *queue) take(p []byte) (n int, err error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	now := time.Now()
+	datagrams, bytes := 0, 0
+	for n < len(p) {
+		if q.left == 0 {
+			if !q.nextLocked(now, len(p)-n, n == 0) {
+				break
+			}
+			if size, ok := datagramSize(q.out[q.pos : q.pos+q.left]); ok {
+				datagrams, bytes = datagrams+1, bytes+size
+			}
+		}
+		m := copy(p[n:], q.out[q.pos:q.pos+q.left])
+		n, q.pos, q.left = n+m, q.pos+m, q.left-m
+	}
+	if n > 0 {
+		q.passed.add(datagrams, bytes)
+		return n, nil
+	}
+	if q.ended != nil {
+		return 0, q.ended
+	}
+	q.waiting = true
+	return 0, nil
+}
+
+// nextLocked goes to the next entry that is not too late. It returns false if there is none, or if
+// the entry has more than room bytes, unless the entry is to be the first.
+func (q *queue) nextLocked(now time.Time, room int, first bool) bool {
+	for {
+		if q.pos == len(q.out) {
+			if len(q.in) == 0 {
+				return false
+			}
+			q.in, q.out, q.pos = q.out[:0], q.in, 0
+			q.cycle++
+		}
+		stamp := binary.NativeEndian.Uint32(q.out[q.pos:])
+		size := binary.NativeEndian.Uint32(q.out[q.pos+4:])
+		n := int(size &^ entryKeep)
+		switch {
+		case size&entryKeep == 0 && q.lateLocked(now, stamp):
+			q.counters.Drop(DropLate, 1)
+			q.pos += entryHeader + n
+			continue
+		case n > room && !first:
+			return false
+		}
+		q.pos, q.left = q.pos+entryHeader, n
+		return true
+	}
+}
+
+// lateLocked reports whether a datagram of that stamp has waited too long.
+func (q *queue) lateLocked(now time.Time, stamp uint32) bool {
+	waited := time.Duration(q.stamp(now)-stamp) * time.Millisecond
+	return waited > maxWait && now.Sub(q.open) > maxWait
+}
+
+// end lets no further frame in. Read returns the frames that wait, and then io.EOF.
+func (q *queue) end() { q.close(io.EOF) }
+
+func (q *queue) close(err error) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.ended == nil {
+		q.ended = err
+	}
+	q.waiting = false
+	q.wakeIf(true)
+}
+
+// abort throws away the frames that wait, and counts their datagrams as dropped by reason why. Read
+// returns err.
+func (q *queue) abort(err error, why Reason) {
+	q.close(err)
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.ended = err
+	q.pos += q.left // the rest of an entry that Read has taken in part; it counts as sent
+	lost := countDatagrams(q.out[q.pos:]) + countDatagrams(q.in)
+	q.counters.Drop(why, lost)
+	q.in, q.out, q.pos, q.left = nil, nil, 0, 0
+}
+
+// datagramSize returns the size of the datagram in a frame that add has added. ok is false for an end.
+func datagramSize(frame []byte) (size int, ok bool) {
+	payload := frame[frameHeader:]
+	switch kind(frame[0]) {
+	case kindDatagram:
+		return len(payload), true
+	case kindOpen:
+		return openingSize(payload), true
+	default:
+		return 0, false
+	}
+}
+
+// countDatagrams counts the entries that hold a datagram.
+func countDatagrams(entries []byte) (n uint64) {
+	for len(entries) > 0 {
+		size := int(binary.NativeEndian.Uint32(entries[4:]) &^ entryKeep)
+		if _, ok := datagramSize(entries[entryHeader : entryHeader+size]); ok {
+			n++
+		}
+		entries = entries[entryHeader+size:]
+	}
+	return n
+}
+
+// trim gives memory back if no frame waits.
+func (q *queue) trim() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.usedLocked() == 0 && q.left == 0 && cap(q.in)+cap(q.out) > 2*keepQueue {
+		q.in, q.out, q.pos = nil, nil, 0
+	}
+}

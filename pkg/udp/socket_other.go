@@ -1,0 +1,22 @@
+//go:build !linux
+
+package udp
+
+import "syscall"
+
+// What Linux can do with many datagrams at once, other systems do one by one.
+
+func growReceive(syscall.RawConn, int) {}
+
+func receiveTrains(syscall.RawConn) {}
+
+func trainSegment([]byte) int { return 0 }
+
+func canSegment() bool { return false }
+
+func appendSegment(control []byte, _ int) []byte { return control }
+
+// receiveDrops counts nothing: the kernel does not say how many datagrams found a buffer full.
+type receiveDrops struct{ raw syscall.RawConn }
+
+func (*receiveDrops) more() uint64 { return 0 }

@@ -1,0 +1,203 @@
+package udp
+
+import (
+	"container/list"
+	"net/netip"
+	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+const (
+	// DefaultFlows is how many flows a port has at once.
+	DefaultFlows = 16 << 10
+	// DefaultFlowsPerAddress is how many flows of a port one source has at once. A resolver takes a new
+	// port for each query, so its flows are many and short.
+	DefaultFlowsPerAddress = 4 << 10
+	// idleTime is how long a flow lives without a datagram in either direction.
+	idleTime = 60 * time.Second
+	// evictIdle is how long a confirmed flow must have been idle to make room for another source's.
+	evictIdle = 10 * time.Second
+)
+
+// Limits bound what the callers of a port may cost. A zero field means the default.
+type Limits struct {
+	Flows           int // flows of a port at once
+	FlowsPerAddress int // flows of a port at once, of one source: an IPv4 address or an IPv6 /64
+}
+
+func (l Limits) orDefault() Limits {
+	if l.Flows == 0 {
+		l.Flows = DefaultFlows
+	}
+	if l.FlowsPerAddress == 0 {
+		l.FlowsPerAddress = DefaultFlowsPerAddress
+	}
+	return l
+}
+
+// flowKey tells the flows of a port apart.
+type flowKey struct {
+	caller netip.AddrPort
+	local  netip.Addr // the address that the caller has dialled; zero: the port's own
+}
+
+// flow is the datagrams between one caller and one target, at the cloud. port.mu guards it.
+type flow struct {
+	// Set once.
+	key    flowKey
+	reply  []byte // see control.reply
+	mux    *mux   // whose conn carries the flow
+	id     flowID
+	source *source
+	since  time.Time
+
+	sent, received int64     // payload bytes to the target, and from it
+	refusal        error     // why the edge has ended it; nil: it did not, or not because of a fault
+	lost           bool      // the conn of mux has ended before the flow
+	last           time.Time // of the last datagram
+	answered       bool      // a datagram has gone to the caller
+	confirmed      bool      // the caller has sent a datagram after it was answered
+	ended          bool      // the table has removed the flow
+	share          share     // guarded by queue.mu
+
+	inClass, inSource *list.Element // in table.fresh and source.fresh, or in table.confirmed and source.confirmed
+}
+
+// source is one IPv4 address or one IPv6 /64, with flows.
+type source struct {
+	fresh     list.List // of *flow, longest idle first
+	confirmed list.List // of *flow, longest idle first
+}
+
+// list returns the list that holds f.
+func (s *source) list(f *flow) *list.List {
+	if f.confirmed {
+		return &s.confirmed
+	}
+	return &s.fresh
+}
+
+func (s *source) len() int { return s.fresh.Len() + s.confirmed.Len() }
+
+// table is the flows of a port. port.mu guards it.
+//
+// The address of a caller is not proven: an attacker may send datagrams with any source address. A flow
+// is fresh until its caller has sent a datagram after an answer, and a new flow takes the place of the
+// fresh flow that has been idle longest. A flood that sends once from each false address therefore
+// displaces flows of other callers only while these wait for their first answer.
+//
+// A confirmed flow proves no address either: an attacker may send twice. No new flow of another source
+// displaces a confirmed flow in use, neither the caller's nor the attacker's. So such an attacker can
+// fill the table and keep new callers out. With the address of a caller, it can fill the place of this
+// source, and then displace the caller's confirmed flow.
+type table struct {
+	limits Limits // set once
+	idle   time.Duration
+
+	flows     map[flowKey]*flow
+	fresh     *list.List // of *flow, longest idle first
+	confirmed *list.List // of *flow, longest idle first
+	sources   map[netip.Prefix]*source
+}
+
+func newTable(l Limits) *table {
+	return &table{
+		limits: l.orDefault(), idle: idleTime,
+		flows: make(map[flowKey]*flow), fresh: list.New(), confirmed: list.New(),
+		sources: make(map[netip.Prefix]*source),
+	}
+}
+
+// sourceOf returns the source of an address.
+func sourceOf(a netip.Addr) netip.Prefix {
+	a = a.Unmap().WithZone("")
+	bits := 32
+	if a.Is6() {
+		bits = 64
+	}
+	p, _ := a.Prefix(bits) // an address of a socket is valid
+	return p
+}
+
+// room returns the flow whose place a new flow of that caller takes; nil: there is room. ok is false
+// if there is no room and no flow may be displaced; limit says which limit is reached.
+func (t *table) room(caller netip.Addr, now time.Time) (victim *flow, limit tunnel.Limit, ok bool) {
+	if s := t.sources[sourceOf(caller)]; s != nil && s.len() >= t.limits.FlowsPerAddress {
+		front := s.fresh.Front()
+		if front == nil {
+			front = s.confirmed.Front()
+		}
+		return front.Value.(*flow), tunnel.LimitFlowsPerAddress, true
+	}
+	if len(t.flows) < t.limits.Flows {
+		return nil, 0, true
+	}
+	if front := t.fresh.Front(); front != nil {
+		return front.Value.(*flow), tunnel.LimitFlows, true
+	}
+	victim = t.confirmed.Front().Value.(*flow)
+	if now.Sub(victim.last) < evictIdle {
+		return nil, tunnel.LimitFlows, false
+	}
+	return victim, tunnel.LimitFlows, true
+}
+
+// insert adds a flow that is not in the table.
+func (t *table) insert(f *flow, now time.Time) {
+	prefix := sourceOf(f.key.caller.Addr())
+	s := t.sources[prefix]
+	if s == nil {
+		s = new(source)
+		t.sources[prefix] = s
+	}
+	f.source, f.last = s, now
+	f.inSource, f.inClass = s.fresh.PushBack(f), t.fresh.PushBack(f)
+	t.flows[f.key] = f
+}
+
+// touch notes a datagram of a flow: from its caller, or to its caller.
+func (t *table) touch(f *flow, fromCaller bool, now time.Time) {
+	f.last = now
+	switch {
+	case f.confirmed:
+		t.confirmed.MoveToBack(f.inClass)
+		f.source.confirmed.MoveToBack(f.inSource)
+	case fromCaller && f.answered:
+		t.fresh.Remove(f.inClass)
+		f.source.fresh.Remove(f.inSource)
+		f.confirmed = true
+		f.inClass, f.inSource = t.confirmed.PushBack(f), f.source.confirmed.PushBack(f)
+	default:
+		f.answered = f.answered || !fromCaller
+		t.fresh.MoveToBack(f.inClass)
+		f.source.fresh.MoveToBack(f.inSource)
+	}
+}
+
+// remove removes a flow of the table.
+func (t *table) remove(f *flow) {
+	f.ended = true
+	delete(t.flows, f.key)
+	f.source.list(f).Remove(f.inSource)
+	if f.source.len() == 0 {
+		delete(t.sources, sourceOf(f.key.caller.Addr()))
+	}
+	if f.confirmed {
+		t.confirmed.Remove(f.inClass)
+	} else {
+		t.fresh.Remove(f.inClass)
+	}
+}
+
+// idleFor returns a flow without a datagram since idle or longer, or nil.
+func (t *table) idleFor(idle time.Duration, now time.Time) *flow {
+	for _, l := range []*list.List{t.fresh, t.confirmed} {
+		if front := l.Front(); front != nil {
+			if f := front.Value.(*flow); now.Sub(f.last) >= idle {
+				return f
+			}
+		}
+	}
+	return nil
+}

@@ -1,0 +1,103 @@
+package udp
+
+import (
+	"errors"
+	"sync"
+	"syscall"
+)
+
+const (
+	// maxTrain and maxTrainBytes bound what one system call sends: 64 datagrams are the least that any
+	// kernel with UDP_SEGMENT takes, and a receiver needs room for all of them at once.
+	maxTrain      = 32
+	maxTrainBytes = 60_000
+)
+
+// train gathers datagrams that go to one place and have the same size, so that one system call sends
+// them. The last one may be shorter. The other side receives each datagram by itself. One goroutine
+// owns a train.
+type train[Place comparable] struct {
+	// send sends p to a place, in datagrams of segment bytes; 0: p is one datagram. Set once.
+	send func(to Place, p []byte, segment int) error
+	// sent is told how n datagrams with bytes in all were sent. Set once.
+	sent func(to Place, n, bytes int, err error)
+
+	limit   int    // segments above limit go one by one
+	to      Place  // of the datagrams that wait
+	n       int    // how many wait
+	segment int    // size of each but the last
+	buf     []byte // the datagrams
+}
+
+// newTrain returns a train. Unless segments is true, it sends datagrams one by one: see canSegment.
+func newTrain[Place comparable](
+	send func(Place, []byte, int) error, sent func(to Place, n, bytes int, err error), segments bool,
+) *train[Place] {
+	t := &train[Place]{send: send, sent: sent}
+	if segments {
+		t.limit = maxTrainBytes
+	}
+	return t
+}
+
+// add sends p, now or at a later call of add or flush. It copies p.
+func (t *train[Place]) add(to Place, p []byte) {
+	if t.n > 0 && (to != t.to || len(p) > t.segment || len(t.buf)+len(p) > maxTrainBytes) {
+		t.flush()
+	}
+	if t.n == 0 {
+		t.to, t.segment = to, len(p)
+	}
+	t.buf = append(t.buf, p...)
+	t.n++
+	if len(p) < t.segment || t.n == maxTrain || t.segment == 0 || t.segment > t.limit {
+		t.flush()
+	}
+}
+
+// flush sends the datagrams that wait.
+func (t *train[Place]) flush() {
+	var none Place
+	n, to, p := t.n, t.to, t.buf
+	t.n, t.to, t.buf = 0, none, t.buf[:0]
+	if n > 1 {
+		err := t.send(to, p, t.segment)
+		if !t.notAsTrain(err) {
+			t.sent(to, n, len(p), err)
+			return
+		}
+	}
+	for ; n > 0; n-- {
+		one := p[:min(t.segment, len(p))]
+		p = p[len(one):]
+		t.sent(to, 1, len(one), t.send(to, one, 0))
+	}
+}
+
+// notAsTrain reports whether err means that the datagrams can only be sent one by one. Further trains
+// of that size are not tried.
+func (t *train[Place]) notAsTrain(err error) bool {
+	switch {
+	case errors.Is(err, syscall.EIO): // the network interface computes no checksums
+		t.limit = 0
+	case errors.Is(err, syscall.EINVAL), errors.Is(err, syscall.EMSGSIZE): // longer than a packet
+		t.limit = t.segment - 1
+	default:
+		return false
+	}
+	return true
+}
+
+// buffers is a pool of buffers, each with room for any datagram.
+type buffers struct{ pool sync.Pool }
+
+type buffer [64 << 10]byte
+
+func (b *buffers) get() *buffer {
+	if p, ok := b.pool.Get().(*buffer); ok {
+		return p
+	}
+	return new(buffer)
+}
+
+func (b *buffers) put(p *buffer) { b.pool.Put(p) }

@@ -1,0 +1,94 @@
+package wsconn
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"time"
+)
+
+const (
+	// maxEmpty is how many messages without data, pings and pongs may come within Idle. They cost the receiver
+	// time, and no limit of a session counts them.
+	maxEmpty = 100
+	// maxHeader is the longest header of a frame, in bytes (RFC 6455 section 5.2). A frame with data has one byte
+	// of data at least.
+	maxHeader = 14
+	// maxOverhead is how many bytes may come within Idle beyond data and its headers. It covers what package
+	// websocket has read ahead, two buffers and a chunk, and maxEmpty pings.
+	maxOverhead = 64 << 10
+)
+
+// errFlood ends a WebSocket.
+var errFlood = errors.New("the WebSocket's other end sends too many empty messages, pings or empty fragments")
+
+// flood counts what the other end sends besides data. Package websocket does not show pings, pongs and the
+// fragments of a message, but it reads them all while receive waits. So one goroutine owns a flood: receive, and
+// before it the handshake.
+type flood struct {
+	window time.Duration // counts are of this time; set once
+
+	began       time.Time // of the counts below
+	empties     int       // messages without data, pings and pongs
+	came, bytes int64     // bytes that have come, and those of data
+	over        bool      // too much has come; it stays
+}
+
+// renew begins to count again once a window is over.
+func (f *flood) renew() {
+	if now := time.Now(); now.Sub(f.began) >= f.window {
+		*f = flood{window: f.window, began: now, over: f.over}
+	}
+}
+
+// empty counts a message without data, a ping or a pong. It reports whether it is within the limit.
+func (f *flood) empty() bool {
+	f.renew()
+	f.empties++
+	f.over = f.over || f.empties > maxEmpty
+	return !f.over
+}
+
+// ping is the OnPingReceived of package websocket. It reports whether the ping is to be answered.
+func (f *flood) ping(context.Context, []byte) bool { return f.empty() }
+
+// pong is the OnPongReceived of package websocket.
+func (f *flood) pong(context.Context, []byte) { f.empty() }
+
+// data counts data.
+func (f *flood) data(n int) { f.bytes += int64(n) }
+
+// read reads from the connection below the WebSocket. It fails once too much has come that is no data.
+func (f *flood) read(c net.Conn, b []byte) (int, error) {
+	if f.over {
+		return 0, errFlood
+	}
+	n, err := c.Read(b)
+	f.renew()
+	f.came += int64(n)
+	f.over = f.came > f.bytes*(1+maxHeader)+maxOverhead
+	return n, err
+}
+
+// hijacked is a response whose connection counts what it reads.
+type hijacked struct {
+	http.ResponseWriter
+	flood *flood
+}
+
+// Hijack implements http.Hijacker.
+func (h hijacked) Hijack() (net.Conn, *bufio.ReadWriter, error) {
+	c, rw, err := http.NewResponseController(h.ResponseWriter).Hijack()
+	return watched{c, h.flood}, rw, err
+}
+
+// watched is the connection below a server's WebSocket.
+type watched struct {
+	net.Conn
+	flood *flood
+}
+
+// Read implements net.Conn.
+func (w watched) Read(b []byte) (int, error) { return w.flood.read(w.Conn, b) }

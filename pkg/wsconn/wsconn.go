@@ -1,0 +1,323 @@
+// Package wsconn is a net.Conn inside a WebSocket (RFC 6455), for networks that pass nothing else.
+//
+//	c, err := wsconn.Dial(ctx, raw, "wss://tunnel.example.com/tunnel", "tunnel/1.0")    // raw is connected
+//	c, err := wsconn.Accept(w, r, raw)                                                  // in an http.Handler
+//
+// The bytes of a Conn are a stream: the borders of messages mean nothing. The caller speaks TLS over the
+// Conn, so boxes in between see no plain byte, and the package authenticates nobody.
+//
+// Boxes in between close a silent WebSocket, most of them after 60 s. So each end sends an empty message
+// when it has sent nothing for [Idle]. An empty message needs no answer. A ping would: its pong might wait
+// behind bytes that a stalled reader does not take.
+//
+// A WebSocket has no half-close. TLS ends one direction by an alert, and conns end by frames of their own.
+// Unlike the net.Conn of package websocket, a Conn stays usable after a read deadline.
+package wsconn
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/coder/websocket"
+)
+
+const (
+	// Idle is after how long of silence an end sends an empty message. Boxes in between wait 30 s or more.
+	Idle = 20 * time.Second
+	// chunkSize is how many bytes of a message are read at once: a TLS record fits.
+	chunkSize = 18 << 10
+	// maxAnswer bounds the header of an answer to the handshake, in bytes.
+	maxAnswer = 16 << 10
+)
+
+// Conn is one end of a WebSocket. A read deadline interrupts Read and loses no byte. After a write deadline
+// the Conn can only be closed.
+type Conn struct {
+	net.Conn // below the WebSocket: its addresses, its write deadline and Close
+
+	// Set once.
+	ws    *websocket.Conn
+	below *gather // of a client; nil: a server's end
+	flood *flood  // owned by receive
+	since time.Time
+	idle  time.Duration
+
+	wrote atomic.Int64 // time of the last Write, in nanoseconds after since
+	timer *time.Timer  // calls keepAlive
+
+	deadline *deadline     // of Read
+	chunks   chan []byte   // from receive to Read; unbuffered, so that an idle Conn holds no chunk
+	ended    chan struct{} // receive closes it; err is then set
+	err      error         // why receive has ended
+	closed   chan struct{} // Close closes it
+	once     sync.Once
+
+	writing sync.Mutex // held by Write, so that below gathers one message at a time
+	reading sync.Mutex // guards the following
+	chunk   []byte     // taken from chunks; it returns to the pool once rest is empty
+	rest    []byte     // the part of chunk that Read has not returned
+}
+
+// pool holds chunks of all connections.
+//
+//nolint:gochecknoglobals // a pool is no state: it holds buffers that nobody uses
+var pool = sync.Pool{New: func() any { return make([]byte, chunkSize) }}
+
+// newConn returns a Conn over an established WebSocket. raw is the connection below, and f counts what comes there.
+func newConn(ws *websocket.Conn, raw net.Conn, f *flood, idle time.Duration) *Conn {
+	below, _ := raw.(*gather)
+	*f = flood{window: idle} // without the handshake
+	ws.SetReadLimit(-1)      // Read takes any message piece by piece
+	c := &Conn{
+		Conn: raw, ws: ws, below: below, flood: f, since: time.Now(), idle: idle,
+		deadline: newDeadline(), chunks: make(chan []byte),
+		ended: make(chan struct{}), closed: make(chan struct{}),
+	}
+	c.timer = time.AfterFunc(idle, c.keepAlive)
+	go func() { // ends when the WebSocket ends, at the latest by Close
+		defer close(c.ended)
+		c.err = clean(c.receive())
+	}()
+	return c
+}
+
+// NetConn returns the connection below the WebSocket.
+func (c *Conn) NetConn() net.Conn { return c.Conn }
+
+// receive passes the bytes of messages to Read until the WebSocket ends. It also answers the pings of
+// others: package websocket does so while somebody reads.
+func (c *Conn) receive() error {
+	for {
+		typ, r, err := c.ws.Reader(context.Background())
+		switch {
+		case err != nil:
+			return err
+		case typ != websocket.MessageBinary:
+			return errors.New("the WebSocket's other end has sent text")
+		}
+		n, err := c.pass(r)
+		if err != nil {
+			return err
+		}
+		if n == 0 && !c.flood.empty() {
+			return errFlood
+		}
+	}
+}
+
+// pass passes the bytes of one message to Read. It returns how many there were.
+func (c *Conn) pass(r io.Reader) (n int, err error) {
+	for err == nil {
+		chunk, _ := pool.Get().([]byte)
+		var got int
+		got, err = r.Read(chunk[:chunkSize])
+		n += got
+		if got == 0 {
+			pool.Put(chunk) //nolint:staticcheck // a header of three words is cheap beside its bytes
+			continue
+		}
+		c.flood.data(got)
+		select {
+		case c.chunks <- chunk[:got]:
+		case <-c.closed:
+			return n, net.ErrClosed
+		}
+	}
+	if err == io.EOF { // the end of the message; a wrapped io.EOF is that of the connection
+		err = nil
+	}
+	return n, err
+}
+
+// clean makes io.EOF of each error that says that the other end, or a box in between, has closed the
+// connection. TLS distinguishes a clean end from another by its own alert.
+func clean(err error) error {
+	switch websocket.CloseStatus(err) {
+	case websocket.StatusNormalClosure, websocket.StatusGoingAway:
+		return io.EOF
+	}
+	switch {
+	case errors.Is(err, io.ErrUnexpectedEOF):
+		return io.ErrUnexpectedEOF
+	case errors.Is(err, io.EOF):
+		return io.EOF
+	}
+	return err
+}
+
+// Read implements net.Conn.
+func (c *Conn) Read(b []byte) (int, error) {
+	c.reading.Lock()
+	defer c.reading.Unlock()
+	passed := c.deadline.passed()
+	select {
+	case <-passed:
+		return 0, os.ErrDeadlineExceeded
+	default:
+	}
+	if len(c.rest) == 0 {
+		select {
+		case c.chunk = <-c.chunks:
+			c.rest = c.chunk
+		case <-c.ended:
+			return 0, c.err
+		case <-c.closed:
+			return 0, net.ErrClosed
+		case <-passed:
+			return 0, os.ErrDeadlineExceeded
+		}
+	}
+	n := copy(b, c.rest)
+	if c.rest = c.rest[n:]; len(c.rest) == 0 {
+		pool.Put(c.chunk[:cap(c.chunk)]) //nolint:staticcheck // see pass
+		c.chunk = nil
+	}
+	return n, nil
+}
+
+// Write implements net.Conn. Each call is a message.
+func (c *Conn) Write(b []byte) (int, error) {
+	c.writing.Lock()
+	defer c.writing.Unlock()
+	c.wrote.Store(int64(time.Since(c.since)))
+	if c.below != nil {
+		c.below.begin()
+	}
+	err := c.ws.Write(context.Background(), websocket.MessageBinary, b)
+	if c.below != nil {
+		if flushed := c.below.end(); err == nil {
+			err = flushed
+		}
+	}
+	if err != nil {
+		return 0, err
+	}
+	return len(b), nil
+}
+
+// keepAlive sends an empty message if the Conn has sent nothing for idle. It may wait as long as any
+// Write. A Write that waits has reached the boxes in between, or else their own end is full.
+func (c *Conn) keepAlive() {
+	wait := c.idle - (time.Since(c.since) - time.Duration(c.wrote.Load()))
+	if wait <= 0 {
+		if _, err := c.Write(nil); err != nil {
+			return
+		}
+		wait = c.idle
+	}
+	select {
+	case <-c.closed:
+	default:
+		c.timer.Reset(wait)
+	}
+}
+
+// SetReadDeadline implements net.Conn.
+func (c *Conn) SetReadDeadline(t time.Time) error {
+	c.deadline.set(t)
+	return nil
+}
+
+// SetDeadline implements net.Conn.
+func (c *Conn) SetDeadline(t time.Time) error {
+	c.deadline.set(t)
+	return c.Conn.SetWriteDeadline(t)
+}
+
+// Close implements net.Conn. It does not wait for the other end: the stream above has said its last word.
+func (c *Conn) Close() error {
+	err := net.ErrClosed
+	c.once.Do(func() {
+		close(c.closed)
+		c.timer.Stop()
+		err = bottom(c.Conn).Close() // first, since closing TLS waits for a peer that does not read
+		c.ws.CloseNow()              //nolint:errcheck // it closes what is closed, and frees the rest
+		c.deadline.set(time.Time{})  // stops its timer
+		<-c.ended
+	})
+	return err
+}
+
+// bottom returns the connection below all layers that name the next one.
+func bottom(c net.Conn) net.Conn {
+	for {
+		layer, ok := c.(interface{ NetConn() net.Conn })
+		if !ok {
+			return c
+		}
+		c = layer.NetConn()
+	}
+}
+
+// HandshakeError is a server's answer that opens no WebSocket.
+type HandshakeError struct {
+	Status int    // of HTTP
+	Text   string // the status line, without the version
+}
+
+func (e *HandshakeError) Error() string { return "the answer is " + e.Text + ", and not a WebSocket" }
+
+// Dial opens a WebSocket at a URL over raw, a connection to its host; for wss:// raw already speaks TLS.
+// After an error the caller closes raw.
+func Dial(ctx context.Context, raw net.Conn, url, userAgent string) (*Conn, error) {
+	return dial(ctx, raw, url, userAgent, Idle)
+}
+
+func dial(ctx context.Context, raw net.Conn, url, userAgent string, idle time.Duration) (*Conn, error) {
+	f := &flood{window: idle}
+	raw = &gather{Conn: raw, flood: f}
+	given := func(context.Context, string, string) (net.Conn, error) { return raw, nil }
+	transport := &http.Transport{
+		DialContext: given, DialTLSContext: given, // neither is called twice: redirects are not followed
+		MaxResponseHeaderBytes: maxAnswer, DisableCompression: true,
+	}
+	//nolint:bodyclose // the package closes it; of an answer that refuses it keeps the first bytes in memory
+	ws, answer, err := websocket.Dial(ctx, url, &websocket.DialOptions{
+		HTTPClient: &http.Client{
+			Transport:     transport,
+			CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+		},
+		HTTPHeader:     http.Header{"User-Agent": {userAgent}},
+		OnPingReceived: f.ping, OnPongReceived: f.pong,
+	})
+	switch {
+	case err == nil:
+		return newConn(ws, raw, f, idle), nil
+	case answer != nil && answer.StatusCode != http.StatusSwitchingProtocols:
+		return nil, &HandshakeError{answer.StatusCode, answer.Status}
+	}
+	return nil, fmt.Errorf("opening a WebSocket: %w", cause(err))
+}
+
+// cause returns the innermost error that is about the connection, without the layers that only repeat
+// "failed to".
+func cause(err error) error {
+	for {
+		next := errors.Unwrap(err)
+		if op, ok := err.(*net.OpError); next == nil || ok && op != nil { //nolint:errorlint // one layer at a time
+			return err
+		}
+		err = next
+	}
+}
+
+// Accept makes a WebSocket of a request. raw is the connection of the request. After an error the request
+// has been answered.
+func Accept(w http.ResponseWriter, r *http.Request, raw net.Conn) (*Conn, error) {
+	f := &flood{window: Idle}
+	ws, err := websocket.Accept(hijacked{w, f}, r, &websocket.AcceptOptions{
+		OnPingReceived: f.ping, OnPongReceived: f.pong,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return newConn(ws, raw, f, Idle), nil
+}
