@@ -35,6 +35,12 @@ func budgets() (all []budget) {
 		budget{"small requests beside a bulk transfer", name100Loss, besideName, direct, false, 3},
 		budget{"a bulk transfer far away", name100, downloadName, direct, true, 0.8},
 		budget{"a bulk transfer far away", name100, uploadName, direct, true, 0.8},
+		budget{"a bulk transfer over a link that loses packets", name100Loss, downloadName, direct, true, 40},
+		budget{"a bulk transfer over a link that loses packets", name100Loss, uploadName, direct, true, 40},
+		budget{"a bulk transfer over a link that loses packets", name300, downloadName, "", true, partOf(0.7, name300)},
+		budget{"a bulk transfer over a link that loses packets", name300, uploadName, "", true, partOf(0.7, name300)},
+		budget{"small requests beside a download", name20Mbit, besideMedianName, "", false, 60},
+		budget{"small requests beside a download", name20Mbit, downloadName, "", true, partOf(0.9, name20Mbit)},
 	)
 	stalled := fmt.Sprintf("beside %d stalled readers", stalledConns)
 	for _, s := range stallings(true) {
@@ -51,6 +57,16 @@ func budgets() (all []budget) {
 		budget{"the binary, stripped", costPart, binaryName, "", false, 40},
 		budget{"a replica restarts", stormPart, stormBackName, "", false, 60},
 	)
+}
+
+// partOf returns a part of the rate of a link, in MiB/s.
+func partOf(part float64, link string) float64 {
+	for _, q := range qualities() {
+		if q.name == link {
+			return part * float64(q.Rate) / mib
+		}
+	}
+	return 0
 }
 
 // verdict returns what was measured, and what becomes of the budget; "" when it was not
@@ -93,14 +109,14 @@ func (r *report) promised() [][]string {
 			what = ""
 		}
 		last = p.what
-		if p.part == name100 || p.part == name100Loss {
+		if slices.ContainsFunc(qualities(), func(q quality) bool { return q.name == p.part }) {
 			by = p.part + ": " + by
 		}
 		wanted := "≤ "
 		if p.least {
 			wanted = "≥ "
 		}
-		wanted += strings.TrimSuffix(strings.TrimSuffix(fmt.Sprintf("%.1f", p.bound), "0"), ".")
+		wanted += strings.TrimSuffix(strings.TrimRight(fmt.Sprintf("%.2f", p.bound), "0"), ".")
 		if p.than != "" {
 			wanted += " × " + nameOf(p.than)
 		} else if w := r.find(p.part, p.row); w != nil && w.Unit != "" {

@@ -118,7 +118,7 @@ func (l *line) start(conns int, o order) (*stream, error) {
 		if o.Kind != orderSink {
 			s.moving.Go(func() { s.move(func() error { return s.read(c) }) })
 		}
-		if o.Kind != orderFlood {
+		if o.Kind != orderFlood && o.Kind != orderCubic {
 			s.moving.Go(func() { s.move(func() error { return s.write(c) }) })
 		}
 	}

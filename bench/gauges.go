@@ -34,15 +34,16 @@ const (
 
 // Names of figures that promises, and pages, speak of.
 const (
-	newConnsName    = "new conns"
-	roundTripName   = "round trip, p50"
-	edgeIdleName    = "memory of the edge, idle"
-	binaryName      = "the binary, stripped"
-	oneWriterName   = "wire bytes for a byte of small writes, 1 conn"
-	manyWritersName = "wire bytes for a byte of small writes, 16 conns, as many in all as of one"
-	downloadName    = "download"
-	uploadName      = "upload"
-	besideName      = "round trip beside a download, p99"
+	newConnsName     = "new conns"
+	roundTripName    = "round trip, p50"
+	edgeIdleName     = "memory of the edge, idle"
+	binaryName       = "the binary, stripped"
+	oneWriterName    = "wire bytes for a byte of small writes, 1 conn"
+	manyWritersName  = "wire bytes for a byte of small writes, 16 conns, as many in all as of one"
+	downloadName     = "download"
+	uploadName       = "upload"
+	besideMedianName = "round trip beside a download, p50"
+	besideName       = "round trip beside a download, p99"
 )
 
 // withConns is the name of a figure of so many conns at once.
@@ -73,7 +74,7 @@ func (b *bench) speed() (all []gauge) {
 			{"round trip, p99.9", "µs", micro, true},
 		}, run: func(l *line) ([]float64, error) { return roundTrips(l, d) }},
 		gauge{figures: []figure{
-			{"round trip beside a download, p50", "ms", milli, true}, {besideName, "ms", milli, true},
+			{besideMedianName, "ms", milli, true}, {besideName, "ms", milli, true},
 			{"round trip beside a download, p99.9", "ms", milli, true},
 		}, run: func(l *line) ([]float64, error) { return roundTripsBeside(l, 2*d) }},
 		gauge{figures: []figure{{newConnsName, "/s", 1, false}, {newConnsName + ": CPU of both ends", "µs", micro, true}},

@@ -22,7 +22,7 @@ func (b *bench) far() []gauge {
 			run: func(l *line) ([]float64, error) { return farBulk(l, orderSink, grow, bulk) }},
 		{figures: []figure{{roundTripName, "ms", milli, true}, {"round trip, p99", "ms", milli, true}},
 			run: func(l *line) ([]float64, error) { return farRoundTrips(l, small) }},
-		{figures: []figure{{"round trip beside a download, p50", "ms", milli, true}, {besideName, "ms", milli, true}},
+		{figures: []figure{{besideMedianName, "ms", milli, true}, {besideName, "ms", milli, true}},
 			run: func(l *line) ([]float64, error) { return farRoundTripsBeside(l, grow, long) }},
 		{figures: []figure{{"first byte of a new conn, p50", "ms", milli, true}},
 			run: func(l *line) ([]float64, error) {

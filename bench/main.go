@@ -18,7 +18,7 @@
 // edge grow by no more than five windows for each stalled reader and 32 MiB.
 //
 // Where things are: ways*.go are the ways to a target, place.go where they run, gauges.go and
-// links.go what is measured of each, client.go how, usage.go what the kernel knows of it;
+// links.go and fairness.go what is measured of each, client.go how, usage.go what the kernel knows of it;
 // stalled.go has the stalled readers, storm.go the storm; peers*.go is the target and the relays,
 // which are this program again; report.go what a run has found, tables.go how it is shown,
 // budgets.go what was promised, pages.go how it gets into documents, plots.go how it is drawn.
@@ -165,13 +165,15 @@ func (b *bench) comparisons(o options) (all []comparison, err error) {
 	if o.wants(costPart) {
 		all = append(all, comparison{costPart, ways(), b.cost(), b.rounds, here})
 	}
-	for _, q := range qualities() {
+	for _, q := range append(qualities(), fairLinks()...) {
 		wanted := o.links == q.name || o.links == "" && (o.long || q.promised)
 		if !o.wants("links") || !wanted {
 			continue
 		}
 		c := comparison{q.name, linkWays(), b.far(), 1, func() (place, error) { return apart(q.Quality) }}
-		if !o.long && o.ways == "" {
+		if q.name == fairDeep || q.name == fairShallow {
+			c.ways, c.gauges = fairWays(), b.fair()
+		} else if !o.long && o.ways == "" {
 			c.ways = slices.DeleteFunc(c.ways, func(w way) bool { return w.id != ours && w.id != direct })
 		}
 		all = append(all, c)

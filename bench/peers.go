@@ -30,6 +30,7 @@ const (
 	orderFlood        // send chunks without end
 	orderSink         // take what comes
 	orderBoth         // flood and sink
+	orderCubic        // flood, with the congestion control cubic
 	orderTell         // say what was taken and written, see taken; then the conn ends
 	orderRest         // orderTell, and the conns whose readers stall get nothing more, see flood
 )
@@ -120,6 +121,10 @@ func target(cert, key string) (serve func(net.Conn), err error) {
 		case orderFlood:
 			flood(c, o, &written, &rests)
 			io.Copy(io.Discard, r) // until the client has gone
+		case orderCubic:
+			if useCubic(c) == nil { // else the client sees the conn end
+				flood(c, o, &written, &rests)
+			}
 		case orderSink:
 			sink(r, &bytes)
 		case orderBoth:

@@ -31,13 +31,14 @@ func qualities() []quality {
 		{"20 ms", false, rig.Quality{Delay: 10 * time.Millisecond}},
 		{name100, true, rig.Quality{Delay: half}},
 		{name100Loss, true, rig.Quality{Delay: half, Loss: 0.01}},
-		{"20 Mbit/s", false, rig.Quality{Delay: 10 * time.Millisecond, Rate: 20_000_000 / 8}},
+		{name300, false, rig.Quality{Delay: 3 * half, Loss: 0.02, Rate: 10_000_000 / 8}},
+		{name20Mbit, false, rig.Quality{Delay: 10 * time.Millisecond, Rate: 20_000_000 / 8}},
 	}
 }
 
 func linkNames() string {
 	var names []string
-	for _, q := range qualities() {
+	for _, q := range append(qualities(), fairLinks()...) {
 		names = append(names, strconv.Quote(q.name))
 	}
 	return strings.Join(names, ", ")
@@ -47,6 +48,8 @@ func linkNames() string {
 const (
 	name100     = "100 ms"
 	name100Loss = "100 ms, 1 % loss"
+	name300     = "300 ms, 2 % loss, 10 Mbit/s"
+	name20Mbit  = "20 Mbit/s"
 )
 
 const (

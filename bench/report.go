@@ -198,7 +198,7 @@ func (r *report) keep(old *report) {
 		}
 	}
 	order := []string{speedPart, costPart}
-	for _, q := range qualities() {
+	for _, q := range append(qualities(), fairLinks()...) {
 		order = append(order, q.name)
 	}
 	order = append(order, stalledPart, stormPart)

@@ -1,7 +1,7 @@
 # Tests with processes of their own. Included by the Makefile of the repository; paths are
 # relative to its directory. Linux only; no root but where it is said.
 
-.PHONY: faults replicas vanish hostile soak links interop
+.PHONY: faults replicas vanish hostile soak links interop udp udp-programs networks balancers boxes nftables cni cni-bench
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
@@ -12,8 +12,46 @@ replicas: ## kill, replace and cut off replicas of the cloud, each a process (20
 vanish: iproute2 ## callers' and targets' machines that vanish in every state, by every way: no cut-off stream ends cleanly (root; three minutes)
 	TUNNEL_VANISH=1 go test -count=1 -timeout 20m -v ./test/vanish
 
+# What stands between edge and cloud in test/networks. policy-rc.d(8) keeps the packages from starting their
+# services, which would listen on ports of this machine.
+boxes:
+	@for box in squid danted nginx haproxy; do test -x /usr/sbin/$$box || missing=1; done; \
+	if [ -n "$${missing-}" ]; then \
+		echo "installing squid, dante, nginx and HAProxy"; policy=/usr/sbin/policy-rc.d; \
+		if [ ! -e $$policy ]; then trap "rm $$policy" EXIT; printf '#!/bin/sh\nexit 101\n' >$$policy; chmod +x $$policy; fi; \
+		apt-get -qq update; DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends \
+			squid dante-server nginx-light haproxy </dev/null >/dev/null; \
+	fi
+
+networks: boxes ## out through squid, dante, nginx, HAProxy and a proxy that inspects TLS: join, session, a gigabyte each way (ten minutes)
+	TUNNEL_NETWORKS=1 go test -count=1 -timeout 30m -v ./test/networks
+
+balancers: proxies ## HAProxy and nginx of Debian in front of the cloud, as docs/network.md configures them (a minute)
+	go test -count=1 -timeout 5m -v ./test/balancers
+
 interop: ## Konnectivity's own programs, from the Go module proxy, against ours; its faults, on both (three minutes)
 	go -C test/interop test -count=1 -timeout 10m ./...
+
+udp-programs:
+	@command -v dig >/dev/null && command -v snmpwalk >/dev/null && test -x /usr/sbin/snmpd && test -x /usr/sbin/dnsmasq && \
+		test -x /usr/sbin/rsyslogd && ls /usr/bin/coap-client* >/dev/null 2>&1 || { echo "installing clients and servers of UDP"; \
+		apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends \
+		bind9-dnsutils dnsmasq-base snmp snmpd rsyslog libcoap3-bin </dev/null >/dev/null; }
+
+udp: udp-programs ## real clients and servers through UDP ports: DNS, SNMP, syslog, CoAP of Debian, QUIC and WireGuard in Go (root, to install; one minute)
+	go -C test/udp test -count=1 -timeout 10m -v ./...
+	TUNNEL_UDP_FLOWS=$(or $(FLOWS),200000) go test -count=1 -timeout 30m -run '^TestFlowsLeaveNothing$$' -v ./pkg/udp
+
+nftables: # portmap, which the tests of hostPort execute, needs it
+	@command -v nft >/dev/null || { echo "installing nftables"; apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends nftables </dev/null >/dev/null; }
+
+cni: nftables strace ## the CNI plugin, driven by libcni, by containerd's go-cni and by cnitool; killed after every step of ADD and DEL (root; a minute)
+	go test -count=1 -timeout 10m ./pkg/cni ./pkg/podnet
+	go -C test/cni test -count=1 -timeout 10m ./...
+
+cni-bench: ## ADD and DEL beside bridge with host-local (root; a minute)
+	unshare --net go -C test/cni test -run '^$$' -bench AddDel -benchtime 100x -count 3 .
 
 hostile: ## edges, callers and strangers that mean harm: what the others notice (sixteen minutes)
 	TUNNEL_HOSTILE=1 go test -count=1 -timeout 30m -v ./test/hostile

@@ -208,11 +208,20 @@ func TestPage(t *testing.T) {
 }
 
 func TestReplace(t *testing.T) {
-	got, err := Replace("a\n<!-- conformance: tables -->\nold\n<!-- /conformance -->\nb\n", "new\n")
-	if want := "a\n<!-- conformance: tables -->\n\nnew\n\n<!-- /conformance -->\nb\n"; err != nil || got != want {
-		t.Errorf("got %q, %v", got, err)
+	page := func(tables ...Run) string { return "a\n\n" + Table(tables) + "<!-- /conformance -->\nb\n" }
+	first, second := Run{Version: "v1.34.4"}, Run{Version: "v1.36.3"}
+	for _, newer := range []Run{{Version: "v1.34.5"}, {Version: "v1.36.4"}} {
+		want := page(newer, second)
+		if newer.Version == "v1.36.4" {
+			want = page(first, newer)
+		}
+		if got, err := Replace(page(first, second), newer); err != nil || got != want {
+			t.Errorf("%s: got %q, %v", newer.Version, got, err)
+		}
 	}
-	if _, err := Replace("a page without marks", "new"); err == nil {
-		t.Error("a page without marks was replaced")
+	for _, bad := range []string{"a page without marks", page(second), "### Kubernetes v1.34.4\n"} {
+		if _, err := Replace(bad, first); err == nil {
+			t.Errorf("a table of %q was replaced", bad)
+		}
 	}
 }

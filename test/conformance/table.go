@@ -69,18 +69,19 @@ func skippedLine(control []Result) string {
 	return "\n" + b.String()
 }
 
-// The marks between which a page holds the tables.
-const (
-	begin = "<!-- conformance: tables -->"
-	end   = "<!-- /conformance -->"
-)
+// end is the mark behind the last table of the page.
+const end = "<!-- /conformance -->"
 
-// Replace returns the page with new tables between its marks.
-func Replace(page, tables string) (string, error) {
-	head, rest, ok := strings.Cut(page, begin)
-	_, foot, closed := strings.Cut(rest, end)
-	if !ok || !closed {
-		return "", fmt.Errorf("the page has no %s … %s", begin, end)
+// Replace returns the page with the table of a run in place of the one of the same minor version, such as v1.34.
+func Replace(page string, run Run) (string, error) {
+	heading := "### Kubernetes " + run.Version[:strings.LastIndexByte(run.Version, '.')+1]
+	head, rest, ok := strings.Cut(page, heading)
+	next := strings.Index(rest, "\n### ") + 1
+	if next == 0 {
+		next = strings.Index(rest, end)
 	}
-	return head + begin + "\n\n" + strings.TrimSpace(tables) + "\n\n" + end + foot, nil
+	if !ok || next < 0 {
+		return "", fmt.Errorf("the page has no %q with %s below", heading, end)
+	}
+	return head + Table([]Run{run}) + rest[next:], nil
 }

@@ -20,19 +20,17 @@ import (
 	"tunnel.example/tunnel/test/rig"
 )
 
-// proxies is where `make proxies` has put HAProxy and nginx.
-const proxies = root + "/bin/proxies"
-
 // docs/network.md lets tunnel and web sites share port 443: join, session, conns and a web site pass a proxy that has
 // the page's configuration. With the PROXY protocol, no edge passes.
 func TestPort443(t *testing.T) {
 	t.Parallel()
-	if _, err := os.Stat(filepath.Join(proxies, "stamp")); err != nil {
-		t.Skip("needs HAProxy and nginx: make proxies")
+	proxies, err := rig.FindProxies(root)
+	if err != nil {
+		t.Skip(err)
 	}
 	t.Run("haproxy", func(t *testing.T) {
 		t.Parallel()
-		s := newShared(t, haproxy())
+		s := newShared(t, proxies, haproxy())
 		s.works()
 		s.edge.Kill()
 		s.proxy.Kill()
@@ -41,7 +39,7 @@ func TestPort443(t *testing.T) {
 	})
 	t.Run("nginx", func(t *testing.T) {
 		t.Parallel()
-		newShared(t, nginx(t)).works()
+		newShared(t, proxies, nginx(proxies)).works()
 	})
 }
 
@@ -62,30 +60,26 @@ func haproxy() proxy {
 }
 
 // nginx runs as one process, so it needs no other user.
-func nginx(t *testing.T) proxy {
-	t.Helper()
-	module, err := filepath.Abs(filepath.Join(proxies, "usr/lib/nginx/modules/ngx_stream_module.so"))
-	if err != nil {
-		t.Fatal(err)
-	}
+func nginx(proxies rig.Proxies) proxy {
 	return proxy{name: "nginx", part: "ssl_preread on",
-		frame: "load_module " + module + ";\ndaemon off;\nmaster_process off;\npid nginx.pid;\nevents {}\n%s",
+		frame: "load_module " + proxies.NginxStream() + ";\ndaemon off;\nmaster_process off;\npid nginx.pid;\nevents {}\n%s",
 		check: []string{"-e", "stderr", "-p", ".", "-t", "-c"}, run: []string{"-e", "stderr", "-p", ".", "-c"}}
 }
 
 // shared is a cloud and a web site behind a proxy, and an edge.
 type shared struct {
-	t   *testing.T
-	of  proxy
-	dir string
+	t       *testing.T
+	proxies rig.Proxies
+	of      proxy
+	dir     string
 
 	cloud, port, web, caller string // addresses: grpcport, port 443, the web site, the port of the tcp front door
 	proxy, edge              *rig.Process
 }
 
-func newShared(t *testing.T, of proxy) *shared {
+func newShared(t *testing.T, proxies rig.Proxies, of proxy) *shared {
 	t.Helper()
-	s := &shared{t: t, of: of, dir: t.TempDir()}
+	s := &shared{t: t, proxies: proxies, of: of, dir: t.TempDir()}
 	for _, address := range []*string{&s.cloud, &s.port, &s.caller} {
 		*address = "127.0.0.1:" + freePort(t)
 	}
@@ -159,7 +153,8 @@ func (s *shared) startProxy(oldnew ...string) {
 	var text string
 	for _, b := range blocks {
 		if b.Page == "docs/network.md" && strings.Contains(b.Text, s.of.part) {
-			text = b.Text
+			text = b.Text // the first one; the next is for the PROXY protocol, see test/balancers
+			break
 		}
 	}
 	changes := []string{"bind :443", "bind " + s.port, "listen 443", "listen " + s.port, "127.0.0.1:8443", s.web,
@@ -200,17 +195,12 @@ func (s *shared) open(address string) {
 // proxyCommand is the program of the proxy, which runs from where it was unpacked.
 func (s *shared) proxyCommand() []string {
 	s.t.Helper()
-	folder, err := filepath.Abs(proxies)
-	if err != nil {
+	env, err := exec.LookPath("env")
+	args, argsErr := s.proxies.Command(s.of.name, s.dir)
+	if err := errors.Join(err, argsErr); err != nil {
 		s.t.Fatal(err)
 	}
-	libraries, err := filepath.Glob(filepath.Join(folder, "usr/lib/*-linux-gnu"))
-	env, envErr := exec.LookPath("env")
-	if err := errors.Join(err, envErr); err != nil {
-		s.t.Fatal(err)
-	}
-	return []string{env, "-C", s.dir, "LD_LIBRARY_PATH=" + strings.Join(libraries, ":"),
-		filepath.Join(folder, "usr/sbin", s.of.name)}
+	return append([]string{env}, args...)
 }
 
 // startEdge starts the edge, and waits until its log has a text.

@@ -1,5 +1,5 @@
 #!/bin/bash
-# proxies.sh: unpacks HAProxy and nginx of Debian into bin/proxies, for TestPort443. It does not install them: Debian starts
+# proxies.sh: unpacks HAProxy and nginx of Debian into bin/proxies, for TestPort443 and TestBalancers. It does not install them: Debian starts
 # what it installs.
 set -euo pipefail
 cd "$(dirname "$0")/../.."

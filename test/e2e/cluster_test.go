@@ -54,6 +54,9 @@ func upCluster(ctx context.Context, t testing.TB, settings ...string) *cluster {
 		t.Fatal(err)
 	}
 	c := &cluster{scripts: scripts, home: clusterHome(t), nodes: []string{"edge1", "edge2"}, settings: settings}
+	if err := claimCluster(c.home); err != nil {
+		t.Fatal(err)
+	}
 	t.Cleanup(func() {
 		// Not under ctx: it has to run after a Ctrl-C, too.
 		if err := c.script(context.Background(), "down.sh"); err != nil {
@@ -65,6 +68,30 @@ func upCluster(ctx context.Context, t testing.TB, settings ...string) *cluster {
 		t.Fatalf("bringing the cluster up (make e2e-build prepares it): %v", err)
 	}
 	return c
+}
+
+// claim is locked until this process ends; nil: not yet.
+var claim *os.File
+
+// claimCluster keeps other processes from the cluster: two runs would take it down under each other.
+func claimCluster(home string) error {
+	if claim != nil {
+		return nil
+	}
+	if err := os.MkdirAll(home, 0o755); err != nil {
+		return err
+	}
+	f, err := os.OpenFile(filepath.Join(home, "run.lock"), os.O_RDWR|os.O_CREATE, 0o600)
+	if err != nil {
+		return err
+	}
+	if err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB); err != nil {
+		f.Close()
+		return fmt.Errorf("another run of make e2e or make conformance has the cluster, wait for its end: %s: %w",
+			f.Name(), err)
+	}
+	claim = f
+	return nil
 }
 
 // script runs one of test/cluster's commands.

@@ -29,6 +29,11 @@
 //
 //	go test -tags e2e -count=1 -v -run 'TestInstall|TestOverlays' ./test/e2e
 //
+// TestCNI gives the pods of two nodes behind one NAT their network by the overlay edge-cni: addresses of both
+// families, routes between the nodes, hostPort, an upgrade, a reboot without cloud and uplink, and the removal.
+//
+//	go test -tags e2e -count=1 -v -run TestCNI ./test/e2e
+//
 // TestPages types the commands of the pages that need a cluster, in one cluster: docs/kubernetes.md,
 // deployment/README.md by kustomize and by Helm, backup, upgrade, and what kubeadm makes of
 // docs/kubeadm.md. The marks before the blocks name the scenarios (package test/docs).

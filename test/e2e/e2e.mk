@@ -3,7 +3,7 @@
 
 .PHONY: cluster-demo e2e e2e-bench e2e-build e2e-up e2e-down conformance conformance-build
 
-e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 26 minutes, the first time 45)
+e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 28 minutes, the first time 47)
 	@status=0; go test -tags e2e -count=1 -v -timeout 60m ./test/e2e || status=$$?; \
 	test/cluster/down.sh && exit $$status
 

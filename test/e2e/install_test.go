@@ -83,12 +83,7 @@ func makeImages(ctx context.Context, t *testing.T) []string {
 	dir := t.TempDir()
 	var images []string
 	for _, version := range []string{firstVersion, nextVersion} {
-		out := filepath.Join(dir, version)
-		if _, err := run(command(ctx, "go", "-C", "../../tools/release", "run", ".", "-out", out, "-version", version,
-			"-snapshot", "-platforms", "linux/"+runtime.GOARCH), nil); err != nil {
-			t.Fatal(err)
-		}
-		images = append(images, filepath.Join(out, "tunnel_"+version+"_image.tar"))
+		images = append(images, makeImage(ctx, t, dir, version))
 	}
 	file := filepath.Join(dir, "coredns.tar")
 	if _, err := run(command(ctx, "../cluster/image.sh", file, "docker.io/"+coreDNSImage,
@@ -96,6 +91,17 @@ func makeImages(ctx context.Context, t *testing.T) []string {
 		t.Fatal(err)
 	}
 	return append(images, file)
+}
+
+// makeImage builds the image of a release, and returns its file, which is below dir.
+func makeImage(ctx context.Context, t *testing.T, dir, version string) string {
+	t.Helper()
+	out := filepath.Join(dir, version)
+	if _, err := run(command(ctx, "go", "-C", "../../tools/release", "run", ".", "-out", out, "-version", version,
+		"-snapshot", "-platforms", "linux/"+runtime.GOARCH), nil); err != nil {
+		t.Fatal(err)
+	}
+	return filepath.Join(out, "tunnel_"+version+"_image.tar")
 }
 
 // An installation is what the steps of TestInstall work on.

@@ -5,7 +5,9 @@ import (
 	"flag"
 	"fmt"
 	"os"
+	"os/signal"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -35,6 +37,8 @@ var program string
 
 func TestMain(m *testing.M) {
 	flag.Parse()
+	// A process that ignores SIGHUP, such as one that nohup(1) has started, hands that on to the daemons here.
+	signal.Notify(make(chan os.Signal, 1), syscall.SIGHUP)
 	rigtest.Parallel(16)
 	os.Exit(rigtest.Main(m, &program))
 }

@@ -8,6 +8,7 @@ import (
 	"crypto/tls"
 	"encoding/base64"
 	"encoding/hex"
+	"encoding/json"
 	"encoding/pem"
 	"fmt"
 	"io"
@@ -277,6 +278,8 @@ func newCage(t *testing.T, format string) *cage {
 
 const cageTOML = `[mode.cloud.admin]
 socket = "cloud.sock"
+[mode.cloud.audit]
+file = "audit.json"
 [mode.cloud.join]
 ca = "nodes.crt"
 cakey = "nodes.key"
@@ -304,6 +307,7 @@ func (c *cage) run() {
 	c.listen()
 	c.configChecks()
 	c.strangeEdges()
+	c.proxiedEdges()
 	// The last words: what a process says that is asked to die with all it knows.
 	for _, p := range []*rig.Process{c.cloud, c.edge} {
 		if err := p.Signal(syscall.SIGQUIT); err != nil {
@@ -318,7 +322,9 @@ func (c *cage) run() {
 			t.Errorf("the %s has panicked", name)
 		}
 	}
+	c.audit()
 	c.out.check(t, c.secrets, map[string]string{
+		"the audit":                        `"path":"/exec/ns/pod/c"`,
 		"the log of the cloud":             "SIGQUIT: quit",
 		"the log of the edge":              "SIGQUIT: quit",
 		"what a refused edge is told":      "Unauthenticated",
@@ -331,13 +337,40 @@ func (c *cage) run() {
 		"the command line of the cloud":    "cloud.toml",
 		"what tunnel config check says":    "token file",
 		"what a strange edge says":         "no session",
+		"what an edge says of its proxy":   "407",
+		"what join says of its proxy":      "407",
 		"what tunnel join says":            "evil3",
 		"what tunnel token says":           "evil3",
 		"what the newcomer's edge says":    "SIGQUIT: quit",
 		"/loglevel at the socket of cloud": "debug",
+		"/v1/nodes at the socket of cloud": "api_version",
+		"/v1/status at the socket of edge": "api_version",
 	})
 	if !strings.Contains(c.CloudLog.String(), "DEBUG") {
 		t.Error("the cloud does not log at level debug")
+	}
+}
+
+// audit is what the audit has of all that: every kind of event that this test causes is in it.
+func (c *cage) audit() {
+	text, err := os.ReadFile(c.Path("audit.json"))
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	c.out.add("the audit", string(text))
+	kinds := make(map[string]bool)
+	for line := range bytes.Lines(text) {
+		var e struct{ Event, Result string }
+		if err := json.Unmarshal(line, &e); err != nil {
+			c.t.Errorf("a line of the audit: %v: %s", err, line)
+		}
+		kinds[e.Event+" "+e.Result] = true
+	}
+	for _, want := range []string{"join ok", "join denied", "leave ok", "issue ok", "issue denied", "token ok",
+		"revoke ok", "token-create ok", "token-revoke ok", "exec ok", "tcp ok", "tcp refused", "tcp denied"} {
+		if !kinds[want] {
+			c.t.Errorf("the audit has no %q: it has %q", want, slices.Sorted(maps.Keys(kinds)))
+		}
 	}
 }
 
@@ -657,7 +690,11 @@ func (c *cage) listen() {
 				DialContext: func(ctx context.Context, _, _ string) (net.Conn, error) {
 					return new(net.Dialer).DialContext(ctx, "unix", c.Path(name+".sock"))
 				}}}
-		for _, path := range []string{"/loglevel", "/readyz?verbose", "/metrics"} {
+		paths := []string{"/loglevel", "/readyz?verbose", "/metrics", "/v1/status"}
+		if name == "cloud" {
+			paths = append(paths, "/v1/nodes")
+		}
+		for _, path := range paths {
 			c.out.add(path+" at the socket of "+name, fetch(c.t, client, path))
 		}
 		for _, path := range []string{"", "cmdline", "heap", "heap?debug=1", "allocs?debug=1", "goroutine?debug=1",
@@ -770,7 +807,7 @@ func (c *cage) configChecks() {
 		"token = " + token(), `token = "` + token(), "token = '" + token(), `token = "` + token() + `\q"`,
 		"token = " + token() + `"`,
 		`token = ["` + token() + `"]`, `token = {a = "` + token() + `"}`, `token "` + token() + `"`,
-		`tokens = "` + token() + `"`,
+		`tokens = "` + token() + `"`, `proxy = "http://me:` + token() + `@"`, `proxy = ` + token(),
 		`"` + token() + `" = "edge1"`, `token = """` + token(), token(), "[" + token(),
 		`token = "` + token() + "\"\ntoken = \"" + token() + `"`,
 		`logport = "` + token() + `"`,
@@ -828,6 +865,75 @@ func (c *cage) strangeEdges() {
 		<-p.Done()
 		c.out.add("what a strange edge says", log.String())
 	}
+}
+
+// proxiedEdges is edges, and newcomers, whose proxy takes no password, or is none.
+func (c *cage) proxiedEdges() {
+	password := c.secrets.make("the password of a proxy")
+	const refusal = "HTTP/1.1 407 Proxy Authentication Required\r\nProxy-Authenticate: Basic realm=\"x\"\r\n\r\n"
+	for _, tt := range []struct{ scheme, answer string }{
+		{"http", refusal}, {"http", "HTTP/1.1 403 Forbidden\r\n\r\n"}, {"http", ""}, {"https", refusal},
+		{"socks5", "\x05\x02"},
+	} {
+		proxy := serve(c.t, func(conn net.Conn) {
+			conn.Read(make([]byte, 1000))
+			io.WriteString(conn, tt.answer)
+		})
+		url := tt.scheme + "://me:" + password + "@" + proxy
+		path := c.Path("proxy.url")
+		if err := os.WriteFile(path, []byte(url+"\n"), 0o600); err != nil {
+			c.t.Fatal(err)
+		}
+		for _, line := range []string{fmt.Sprintf("proxy = %q", url), `proxyfile = "proxy.url"`} {
+			c.proxiedEdge(line)
+		}
+		c.proxiedJoin("--proxy", url)
+		c.proxiedJoin("--proxy-file", path)
+	}
+	for _, line := range []string{
+		`proxy = "ftp://me:` + password + `@proxy"`, `proxy = "http://me:` + password + ` @proxy"`,
+		`proxy = ["` + password + `"]`,
+		`proxy = "` + password + `:@/"`, `servers = ["wss://me:` + password + `@cloud/tunnel"]`, `proxy = "` + password,
+	} {
+		c.proxiedEdge(line)
+	}
+}
+
+// proxiedEdge runs an edge with a line about its proxy until it has failed.
+func (c *cage) proxiedEdge(line string) {
+	path := c.Path("proxied.toml")
+	if err := os.WriteFile(path, []byte(c.edgeConfig()+line+"\n"), 0o600); err != nil {
+		c.t.Fatal(err)
+	}
+	c.tell("what an edge says of its proxy", "", "config", "check", "-c", path)
+	var log rig.Log
+	p, err := rig.Start(&log, program, "edge", "-c", path, "--log-level", "debug")
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	testkit.Within(c.t, readyWithin, "the edge fails", func() error {
+		if p.Alive() && !strings.Contains(log.String(), "no session") {
+			return fmt.Errorf("its log: %s", log.String())
+		}
+		return nil
+	})
+	if p.Alive() {
+		p.Signal(syscall.SIGQUIT)
+	}
+	<-p.Done()
+	c.out.add("what an edge says of its proxy", log.String())
+}
+
+// proxiedJoin has a newcomer join through a proxy.
+func (c *cage) proxiedJoin(flags ...string) {
+	create := exec.Command(program, "token", "create", "-c", c.Path("cloud.toml"), "--node", "evil4")
+	created, err := create.CombinedOutput()
+	token := regexp.MustCompile(`tunnel1\.[A-Za-z0-9_-]+`).FindString(string(created))
+	if err != nil || token == "" {
+		c.t.Fatalf("no token: %v", err)
+	}
+	c.secrets.add("a join token", token)
+	c.tell("what join says of its proxy", token, append([]string{"join", "--dir", c.t.TempDir()}, flags...)...)
 }
 
 // edgeConfig is that of the edge without what it listens on.

@@ -27,6 +27,8 @@ type verdict string
 const (
 	fails  verdict = "fails"
 	passes verdict = "passes"
+	// rarely: the fault needs a race that Konnectivity loses now and then, so both results are right.
+	rarely verdict = "rarely fails"
 	cannot verdict = "" // what is asked for cannot be said in that way
 )
 
@@ -37,7 +39,7 @@ var probes = []probe{
 	{"closing a download freezes others", closedDownload, fails, fails, passes},
 	{"a close does not reach the other end", closeArrives, passes, passes, passes}, // 0.36 has mended it
 	{"the close of a stalled reader does not reach the target", closeOfStalled, fails, fails, passes},
-	{"a caller that goes leaves a conn behind", goneCaller, passes, passes, fails},
+	{"a caller that goes leaves a conn behind", goneCaller, rarely, rarely, fails},
 	{"what a target says first is lost", firstBytes, fails, fails, fails},
 	{"one write of more than 4 MiB kills the conn", bigWrite, fails, fails, passes},
 	// the last: it leaves two edges that take turns

@@ -75,6 +75,14 @@ func newFar(t *testing.T) *far { return newFarOver(t, good) }
 // newFarOver is newFar with a link of that quality.
 func newFarOver(t *testing.T, q rig.Quality) *far {
 	t.Helper()
+	f := newNetworks(t, q)
+	f.startBoth("")
+	return f
+}
+
+// newNetworks makes two networks with a link between them.
+func newNetworks(t *testing.T, q rig.Quality) *far {
+	t.Helper()
 	f := &far{t: t}
 	networks := [2]*rig.Network{}
 	for i := range networks {
@@ -98,7 +106,14 @@ func newFarOver(t *testing.T, q rig.Quality) *far {
 	}
 	t.Cleanup(link.Close)
 	f.link = link
+	return f
+}
 
+// startBoth starts a cloud and an edge in the networks, and waits for the session. client are more lines of
+// the edge's [mode.edge.stream.client].
+func (f *far) startBoth(client string) {
+	t := f.t
+	t.Helper()
 	dir := t.TempDir()
 	binary, err := rig.Build(dir)
 	if err != nil {
@@ -119,14 +134,14 @@ func newFarOver(t *testing.T, q rig.Quality) *far {
 	}
 	f.replica = fleet.Replicas[0]
 	f.door = f.replica.Door(door)
-	f.member, err = fleet.Edge(rig.EdgeConfig{Node: "edge1", Host: rig.Host{Network: f.edge}, Cloud: f.replica.GRPC()})
+	f.member, err = fleet.Edge(rig.EdgeConfig{Node: "edge1", Host: rig.Host{Network: f.edge}, Cloud: f.replica.GRPC(),
+		Client: client})
 	if err != nil {
 		t.Fatal(err)
 	}
 	f.start(&f.replica.Member)
 	f.start(f.member)
 	f.eventually(noticed, "the edge has a session", f.ready)
-	return f
 }
 
 func (f *far) start(m *rig.Member) {

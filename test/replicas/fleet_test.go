@@ -18,6 +18,7 @@ type size struct {
 	edges    int
 	at       rig.Host // where the edges are, and the balancer before their grpcports
 	all      bool     // edges keep a session with every replica
+	udp      string   // target of a UDP port of every replica, whose number is that of its grpcport; "": none
 }
 
 // local returns so many replicas on our own loopback.
@@ -61,6 +62,9 @@ func newFleet(t *testing.T, s size) *fleet {
 		behind = append(behind, s)
 		maps.Copy(cfg.Doors, s.doors(n))
 	}
+	if s.udp != "" {
+		cfg.Cloud = fmt.Sprintf("[mode.cloud.udp]\n\"{{.IP}}:{{.GRPC}}\" = \"%s/%s\"\n", f.nodes[0], s.udp)
+	}
 	if f.Fleet, err = rig.NewFleet(cfg); err != nil {
 		t.Fatal(err)
 	}
@@ -75,6 +79,9 @@ func newFleet(t *testing.T, s size) *fleet {
 		allow := []string{behind[i].http, behind[i].echo, behind[i].pour}
 		if f.https {
 			allow = append(allow, cfg.HTTPS)
+		}
+		if s.udp != "" {
+			allow = append(allow, s.udp)
 		}
 		e, err := f.Edge(rig.EdgeConfig{Node: n, Host: s.at, Cloud: port.addr, All: s.all, Allow: allow})
 		if err != nil {

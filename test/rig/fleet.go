@@ -21,6 +21,7 @@ type FleetConfig struct {
 	Doors  map[string]string // name of a TCP front door of every replica → node/target
 	HTTPS  string            // target of the HTTPS front door of every replica; "" is none
 	Cloud  string            // more lines of every replica's file: whole tables; {{.Name}} is its name
+	Server string            // more lines of [mode.cloud.stream.server]; {{.Name}} is the name of the replica
 	Debug  bool              // log everything
 }
 
@@ -76,6 +77,7 @@ type EdgeConfig struct {
 	All         bool     // a session with every replica
 	Connections int      // TCP connections of a session; 0: the default
 	Allow       []string // what it may dial
+	Client      string   // more lines of [mode.edge.stream.client]
 	More        string   // more lines of its file: whole tables
 }
 
@@ -156,7 +158,8 @@ func (r *Replica) configure() error {
 	if err != nil {
 		return err
 	}
-	text, err := fill(replicaTOML+cfg.Cloud, map[string]any{
+	server, more, _ := strings.Cut(replicaTOML, "[mode.cloud.stream.peers]")
+	text, err := fill(server+cfg.Server+"\n[mode.cloud.stream.peers]"+more+cfg.Cloud, map[string]any{
 		"Name": r.Name, "GRPC": r.grpc, "Log": r.port, "Peers": peers, "ServerName": cloudName,
 		"Targets": targets, "IP": ip, "HTTPS": r.https, "HTTPSTarget": cfg.HTTPS,
 	})
@@ -202,7 +205,7 @@ func (f *Fleet) Edge(cfg EdgeConfig) (*Member, error) {
 	}
 	text, err := fill(fleetEdgeTOML+"\n"+cfg.More, map[string]any{
 		"Node": cfg.Node, "Allow": cfg.Allow, "Cloud": cfg.Cloud, "ServerName": cloudName, "All": cfg.All, "Log": e.port,
-		"Connections": cfg.Connections,
+		"Connections": cfg.Connections, "Client": cfg.Client,
 	})
 	if err != nil {
 		return nil, err
@@ -223,7 +226,8 @@ tokenfile = "{{.Node}}.token"
 logport = {{.Log}}
 {{if .All}}sessions = "all"
 {{end}}{{if .Connections}}connections = {{.Connections}}
-{{end}}`
+{{end}}{{.Client}}
+`
 
 // Start starts the process.
 func (m *Member) Start() (*Process, error) {

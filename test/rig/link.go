@@ -1,6 +1,7 @@
 package rig
 
 import (
+	"cmp"
 	"container/heap"
 	"errors"
 	"fmt"
@@ -20,14 +21,16 @@ type Quality struct {
 	Loss   float64       // part of the packets, 0 to 1
 	Rate   int           // bytes a second; 0: no limit
 	Cut    bool          // nothing passes, and nobody is told
+	// Buffer is how long a packet may wait for those before it at the link's rate: a router whose
+	// buffer is full drops it. 0: maxWait.
+	Buffer time.Duration
 }
 
 const (
 	// maxQueued is how many packets of one direction may be under way, and wait for us to read
 	// them: memory has an end. A device's usual 500 lose part of every burst over a long link.
 	maxQueued = 1 << 15
-	// maxWait is how long a packet may wait for those before it at the link's rate; a router
-	// whose buffer is full drops it.
+	// maxWait is Quality.Buffer by default.
 	maxWait = 100 * time.Millisecond
 )
 
@@ -44,13 +47,18 @@ type Link struct {
 // NewLink joins two networks. Each gets a device "link" with its address and the same
 // prefix, such as 10.1.0.1/24 and 10.1.0.2/24, and that MTU.
 func NewLink(networks [2]*Network, addresses [2]netip.Prefix, mtu int, q Quality) (*Link, error) {
+	return NewLinkAs("link", networks, addresses, mtu, q)
+}
+
+// NewLinkAs is NewLink with devices of another name, for networks that are joined by several links.
+func NewLinkAs(device string, networks [2]*Network, addresses [2]netip.Prefix, mtu int, q Quality) (*Link, error) {
 	l := &Link{quality: q}
 	for i, n := range networks {
 		var err error
-		if l.ends[i], err = newTUN(n, "link"); err == nil {
+		if l.ends[i], err = newTUN(n, device); err == nil {
 			err = errors.Join(
-				n.IP(fmt.Sprintf("addr add %s dev link", addresses[i])),
-				n.IP(fmt.Sprintf("link set dev link up mtu %d txqueuelen %d", mtu, maxQueued)))
+				n.IP(fmt.Sprintf("addr add %s dev %s", addresses[i], device)),
+				n.IP(fmt.Sprintf("link set dev %s up mtu %d txqueuelen %d", device, mtu, maxQueued)))
 		}
 		if err != nil {
 			l.Close()
@@ -146,7 +154,7 @@ func (d *direction) read() {
 		left := time.Now()
 		if q.Rate > 0 {
 			if d.free.After(left) {
-				if d.free.Sub(left) > maxWait {
+				if d.free.Sub(left) > cmp.Or(q.Buffer, maxWait) {
 					continue
 				}
 				left = d.free

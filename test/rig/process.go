@@ -8,19 +8,33 @@ import (
 	"runtime"
 	"sync"
 	"syscall"
+
+	"tunnel.example/tunnel/internal/logline"
 )
 
-// Log is the output of a process, and of those that take its place.
+// Log is the output of a process, and of those that take its place. A line of a log that breaks the rules of
+// package logline ends this program by a panic: no test that starts the process may overlook it.
 type Log struct {
-	mu   sync.Mutex // guards the following
-	text bytes.Buffer
+	mu      sync.Mutex // guards the following
+	text    bytes.Buffer
+	checked int // bytes of text whose lines have been checked
 }
 
 // Write implements io.Writer.
 func (l *Log) Write(p []byte) (int, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	return l.text.Write(p)
+	n, err := l.text.Write(p)
+	// The last line may go on with the next Write.
+	fresh := l.text.Bytes()[l.checked:]
+	whole := fresh[:bytes.LastIndexByte(fresh, '\n')+1]
+	l.checked += len(whole)
+	for line := range bytes.Lines(whole) {
+		if fault := logline.Check(string(line)); fault != nil {
+			panic(fmt.Sprintf("a line of the log of a process: %v:\n%s", fault, line))
+		}
+	}
+	return n, err
 }
 
 // String returns everything up to now.

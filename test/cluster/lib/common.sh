@@ -18,6 +18,8 @@ SNAPSHOTTER=${SNAPSHOTTER:-}      # containerd's; empty: overlayfs, or native wh
 DIRECT=${DIRECT:-}                # MODE=nat: nodes that are on the bridge all the same, as machines beside the control plane are
 KUBEPROXY=${KUBEPROXY:-}          # 1: kube-proxy in every node, and a DNS for pods: Services work from pods by address and name; with DIRECT also from kube-apiserver
 KUBERNETES=${KUBERNETES:-}        # such as 1.36: the programs in kubernetes-1.36/bin in place of build.sh's own kubeall
+CNI=${CNI:-}                      # none: no network for pods but what a test installs; nodes have IPv6 networks for pods, too. Empty: the stock plugin bridge
+ONELAN=${ONELAN:-}                # 1: the nodes behind NAT are in one LAN, of IPv4 and IPv6, behind one router
 IMAGES=${IMAGES:-}                # more directories of image archives that every node imports
 
 # Everything in the kernel that has a name carries this prefix, so that down.sh finds it without any state file.
@@ -25,7 +27,7 @@ PREFIX=te2e
 BRIDGE=${PREFIX}0
 ROUTEPROTO=177                    # routing protocol number of our routes, for the same reason
 
-export CLUSTER_HOME NODES MODE NET CPIP APIPORT DNSBIND DNSIP KUBELET_EXTRA SNAPSHOTTER DIRECT KUBEPROXY KUBERNETES IMAGES
+export CLUSTER_HOME NODES MODE NET CPIP APIPORT DNSBIND DNSIP KUBELET_EXTRA SNAPSHOTTER DIRECT KUBEPROXY KUBERNETES CNI ONELAN IMAGES
 PATH=$CLUSTER_HOME/bin:$CLUSTER_HOME/nodebin:$CLUSTER_HOME/debroot/usr/bin:$CLUSTER_HOME/debroot/usr/sbin:/usr/local/sbin:/usr/sbin:/sbin:$PATH
 programs() { [ -z "$KUBERNETES" ] || PATH=$CLUSTER_HOME/kubernetes-$KUBERNETES/bin:$PATH; }
 programs
@@ -42,9 +44,19 @@ settings() {
 }
 
 index() { echo "${1//[!0-9]/}"; }                        # edge7 -> 7
-lan() { echo "192.168.$((6 + $(index "$1")))"; }         # MODE=nat: the subnet behind the node's router
 direct() { [ "$MODE" = direct ] || [[ " $DIRECT " = *" $1 "* ]]; }
-address() { if direct "$1"; then echo "$NET.$((10 + $(index "$1")))"; else echo "$(lan "$1").2"; fi; }
+router() {                                               # MODE=nat: the number of the node's router
+  local n
+  [ -n "$ONELAN" ] || { index "$1"; return; }
+  for n in $NODES; do direct "$n" || { index "$n"; return; }; done
+}
+lan() { echo "192.168.$((6 + $(router "$1")))"; }        # MODE=nat: the subnet behind the node's router
+address() {
+  if direct "$1"; then echo "$NET.$((10 + $(index "$1")))"
+  elif [ -n "$ONELAN" ]; then echo "$(lan "$1").$((1 + $(index "$1")))"
+  else echo "$(lan "$1").2"; fi
+}
+address6() { [ -z "$ONELAN" ] || direct "$1" || echo "fd00:77::$((1 + $(index "$1")))"; } # empty: the node has no IPv6
 cgroup2() { [ -f /sys/fs/cgroup/cgroup.controllers ]; }  # pure cgroup v2, not the hybrid of v1 and v2
 
 # lock SECONDS: one script that changes the cluster at a time. Whatever they start must close descriptor 9.

@@ -6,6 +6,10 @@ set -euo pipefail
 n=$1 d=$RUN/node/$1 log=$RUN/log i=$(index "$1")
 hostname "$n"
 mount -t proc proc /proc
+# Each start of a node is a boot, as the kernel of a machine of its own says it.
+mkdir -p "$d"
+cat /proc/sys/kernel/random/uuid >"$d/boot_id"
+mount --bind "$d/boot_id" /proc/sys/kernel/random/boot_id
 
 # sysfs of this network namespace, cgroups of this cgroup namespace: the node sees its own cgroup as "/".
 v2=; ! cgroup2 || v2=1
@@ -37,11 +41,18 @@ fi
 
 # A /run of its own (containerd 1.6 puts shim sockets in /run/containerd/s whatever its settings) and its own state.
 mount -t tmpfs -o mode=755 tmpfs /run
-mkdir -p /run/netns /run/lock "$d/cni.d"
+mkdir -p /run/netns /run/lock "$d/cni.d" "$d/static"
 own() { mkdir -p "$d/$2" "$1"; mount --bind "$d/$2" "$1"; }
 own /var/lib/kubelet kubelet
 own /var/lib/containerd containerd
 own /var/lib/cni cni
+confdir=$d/cni.d bindir=$CLUSTER_HOME/debroot/usr/lib/cni
+if [ "$CNI" = none ]; then # where a test installs a plugin as on a machine; the packages of Kubernetes bring the stock plugins
+  confdir=/etc/cni/net.d bindir=/opt/cni/bin
+  own $confdir cni.d
+  own $bindir cni-bin
+  cp "$CLUSTER_HOME"/debroot/usr/lib/cni/{loopback,portmap} $bindir
+fi
 own /var/log/pods logs/pods
 own /var/log/containers logs/containers
 nameserver=$CPIP
@@ -52,7 +63,7 @@ mount --bind "$d/resolv.conf" /etc/resolv.conf
 mount --bind "$d/hosts" /etc/hosts
 mount --make-rshared / # kubelet's volume mounts must reach containerd, and the other way round
 
-cat >"$d/cni.d/10-bridge.conflist" <<JSON
+[ "$CNI" = none ] || cat >"$d/cni.d/10-bridge.conflist" <<JSON
 {"cniVersion": "1.0.0", "name": "$PREFIX", "plugins": [
  {"type": "bridge", "bridge": "cni0", "isGateway": true, "ipMasq": true, "hairpinMode": true,
   "ipam": {"type": "host-local", "ranges": [[{"subnet": "10.88.$i.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}]}},
@@ -79,8 +90,8 @@ oom_score = 0
         SystemdCgroup = false
         BinaryName = "$CLUSTER_HOME/debroot/usr/sbin/runc"
   [plugins."io.containerd.grpc.v1.cri".cni]
-    bin_dir = "$CLUSTER_HOME/debroot/usr/lib/cni"
-    conf_dir = "$d/cni.d"
+    bin_dir = "$bindir"
+    conf_dir = "$confdir"
 TOML
 # A mounted ConfigMap follows its object each syncFrequency to 1.5 times that (kubelet looks at a pod's volumes when it syncs
 # the pod; configMapAndSecretChangeDetectionStrategy is Watch, so it knows of the change at once). The default, 1m, would
@@ -89,7 +100,7 @@ TOML
 cat >"$d/kubelet.yaml" <<YAML
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
-address: 0.0.0.0
+address: "$([ -n "$ONELAN" ] && echo :: || echo 0.0.0.0)"
 port: 10250
 containerRuntimeEndpoint: unix:///run/containerd/containerd.sock
 cgroupDriver: cgroupfs
@@ -103,6 +114,7 @@ authorization: {mode: Webhook}
 tlsCertFile: $RUN/pki/kubelet-$n-serving.crt
 tlsPrivateKeyFile: $RUN/pki/kubelet-$n-serving.key
 clusterDomain: cluster.local
+staticPodPath: $d/static
 clusterDNS: [$([ -n "$KUBEPROXY" ] && echo 10.96.0.10 || echo "$CPIP")]
 resolvConf: $d/resolv.conf
 registerNode: true
@@ -121,9 +133,10 @@ waitfor 60 containerd "${ctr[@]}" version
 for f in "$CLUSTER_HOME"/images/*.tar $(for d in $IMAGES; do echo "$d"/*.tar; done); do
   "${ctr[@]}" -n k8s.io images import --snapshotter "$SNAPSHOTTER" "$f" >>"$log/$n-images.log" 2>&1
 done
+address6=$(address6 "$n")
 # shellcheck disable=SC2086 # KUBELET_EXTRA is a list of flags
 kubeall kubelet --config="$d/kubelet.yaml" --kubeconfig="$RUN/kubelet-$n.kubeconfig" --hostname-override="$n" \
-  --node-ip="$(address "$n")" --root-dir=/var/lib/kubelet $KUBELET_EXTRA -v=2 >>"$log/$n-kubelet.log" 2>&1 &
+  --node-ip="$(address "$n")${address6:+,$address6}" --root-dir=/var/lib/kubelet $KUBELET_EXTRA -v=2 >>"$log/$n-kubelet.log" 2>&1 &
 if [ -n "$KUBEPROXY" ]; then # without the three it sets limits of the whole machine
   kubeall kube-proxy --kubeconfig="$RUN/admin.kubeconfig" --hostname-override="$n" --proxy-mode=iptables \
     --cluster-cidr=10.88.0.0/16 --conntrack-max-per-core=0 --conntrack-tcp-timeout-established=0s \

@@ -1,0 +1,178 @@
+package links
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"tunnel.example/tunnel/test/rig"
+)
+
+// uplinks is a far whose edge has a second uplink.
+type uplinks struct {
+	*far
+	second *rig.Link
+}
+
+const secondIP = "10.2.0.2" // of the edge
+
+// newUplinks makes two networks with two links of that quality between them, and default routes at the edge.
+func newUplinks(t *testing.T, q rig.Quality) *uplinks {
+	t.Helper()
+	if _, err := os.Stat("/proc/sys/net/mptcp/enabled"); err != nil {
+		t.Skip("this kernel has no Multipath TCP")
+	}
+	u := &uplinks{far: newNetworks(t, q)}
+	var err error
+	u.second, err = rig.NewLinkAs("second", [2]*rig.Network{u.cloud, u.edge},
+		[2]netip.Prefix{netip.MustParsePrefix("10.2.0.1/24"), netip.MustParsePrefix(secondIP + "/24")}, 1280, q)
+	if err == nil {
+		t.Cleanup(u.second.Close)
+		err = errors.Join(u.edge.IP("route add default dev link metric 100"),
+			u.edge.IP("route add default dev second metric 200"))
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return u
+}
+
+// paths returns nil when the edge says that its session has so many paths.
+func (f *far) paths(n int) error {
+	page, err := get(f.edge, f.member.Health(), "/readyz?verbose")
+	if err != nil {
+		return err
+	}
+	want := fmt.Sprintf("[+]multipath ok: %d path", n)
+	if !strings.Contains(page, want) {
+		return fmt.Errorf("no %q in:\n%s", want, page)
+	}
+	all, err := f.replica.Metrics()
+	if err == nil && all["tunnel_multipath_paths"] != float64(n) {
+		err = fmt.Errorf("the cloud has %v paths", all["tunnel_multipath_paths"])
+	}
+	return err
+}
+
+// pause watches transfers for d, and returns the longest time in which they brought nothing.
+func (b *bulk) pause(d time.Duration) (longest time.Duration) {
+	last, since := b.sum(), time.Now()
+	for end := time.Now().Add(d); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+		if now := b.sum(); now != last {
+			last, since = now, time.Now()
+		}
+		longest = max(longest, time.Since(since))
+	}
+	return longest
+}
+
+// Two uplinks bring nearly twice as much as one. When one is cut, transfers go on by the other.
+func TestTwoUplinks(t *testing.T) {
+	t.Parallel()
+	q := rig.Quality{Delay: 20 * time.Millisecond, Rate: 20 * mbit}
+	const d = 8 * time.Second
+	for _, up := range []bool{false, true} {
+		t.Run(fmt.Sprintf("up %v", up), func(t *testing.T) {
+			t.Parallel()
+			u := newUplinks(t, q)
+			u.startBoth("multipath = true")
+			u.eventually(noticed, "the session has two paths", func() error { return u.paths(2) })
+			b := u.bulk(1, up)
+			both := b.rate(d)
+			t.Logf("%.0f KiB/s, %.2f times what one uplink has", both/1024, both/float64(q.Rate))
+			if both < 1.7*0.9*float64(q.Rate) { // of one uplink, a transfer has nine tenths
+				t.Errorf("%.0f bytes a second over two uplinks of %d", both, q.Rate)
+			}
+			cut := q
+			cut.Cut = true
+			var pauses []time.Duration
+			for range 3 { // one pause says little: this machine has other things to do
+				u.second.Set(cut)
+				pauses = append(pauses, b.pause(4*time.Second))
+				u.second.Set(q)
+				time.Sleep(4 * time.Second)
+			}
+			slices.Sort(pauses)
+			t.Logf("an uplink is cut three times: pauses of %v", pauses)
+			// The kernel sends the bytes of the cut uplink again after two or three timeouts of TCP: after 0.8 s
+			// with cubic, 1.2 s with bbr. Beside other tests its timers are late.
+			const most = 3 * time.Second
+			if pauses[1] > most {
+				t.Errorf("pauses of %v, want %v at most", pauses, most)
+			}
+			u.second.Set(cut)
+			time.Sleep(noticed)
+			if b.pause(time.Second) > time.Second/2 {
+				t.Error("the transfer has stopped")
+			}
+			b.stop()
+			if n := strings.Count(u.member.Log.String(), "session ended"); n > 0 {
+				t.Errorf("the session has ended %d times", n)
+			}
+		})
+	}
+}
+
+// An edge whose only address goes, and that gets another one up to half a minute later, keeps its session and
+// its conns.
+func TestAddressIsReplaced(t *testing.T) {
+	t.Parallel()
+	away := 10 * time.Second
+	if atLength() {
+		away = 30 * time.Second
+	}
+	if _, err := os.Stat("/proc/sys/net/mptcp/enabled"); err != nil {
+		t.Skip("this kernel has no Multipath TCP")
+	}
+	f := newNetworks(t, rig.Quality{Delay: 20 * time.Millisecond, Rate: 20 * mbit})
+	const route = "route add default dev link"
+	if err := f.edge.IP(route); err != nil {
+		t.Fatal(err)
+	}
+	f.startBoth("multipath = true")
+	f.eventually(noticed, "the session has a path", func() error { return f.paths(1) })
+	b := f.bulk(1, false)
+	quiet, err := f.open(door)
+	if err == nil {
+		err = answers(quiet, openTime)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer quiet.Close()
+	time.Sleep(2 * time.Second)
+	if err := f.edge.IP("addr del " + edgeIP + "/24 dev link"); err != nil {
+		t.Fatal(err)
+	}
+	time.Sleep(away)
+	before := b.sum()
+	if err := errors.Join(f.edge.IP("addr add 10.1.0.3/24 dev link"),
+		f.edge.IP("route replace default dev link")); err != nil {
+		t.Fatal(err)
+	}
+	back := time.Now()
+	for b.sum() == before {
+		if time.Since(back) > noticed {
+			t.Fatal("the transfer does not go on")
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	took := time.Since(back)
+	if err := answers(quiet, 2*time.Second); err != nil {
+		t.Errorf("the quiet conn: %v", err)
+	}
+	t.Logf("after %v without an address, the transfer goes on within %v, the other conn within %v",
+		away, took.Round(time.Millisecond), time.Since(back).Round(time.Millisecond))
+	if took > 2*time.Second {
+		t.Errorf("the transfer goes on after %v", took)
+	}
+	b.stop()
+	if n := strings.Count(f.member.Log.String(), "session ended"); n > 0 {
+		t.Errorf("the session has ended %d times", n)
+	}
+}

@@ -1,0 +1,172 @@
+package replicas
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/test/rig"
+)
+
+// backWithin is how long datagrams may be lost after a session has ended: until the edge has another
+// one, and the port dials again.
+const backWithin = readyWithin
+
+// newUDPTarget sends every datagram back.
+func newUDPTarget(t *testing.T) (addr string) {
+	t.Helper()
+	c, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan struct{})
+	t.Cleanup(func() {
+		c.Close()
+		<-ended
+	})
+	go func() {
+		defer close(ended)
+		for b := make([]byte, 1<<16); ; {
+			n, from, err := c.ReadFromUDPAddrPort(b)
+			if err != nil {
+				return
+			}
+			c.WriteToUDPAddrPort(b[:n], from)
+		}
+	}()
+	return c.LocalAddr().String()
+}
+
+// udpCaller is a caller of the UDP port of a replica.
+type udpCaller struct {
+	*net.UDPConn
+	n int // questions asked
+}
+
+func (f *fleet) udpCaller(r *rig.Replica) *udpCaller {
+	f.t.Helper()
+	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.MustParseAddrPort(r.GRPC())))
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	f.t.Cleanup(func() { c.Close() })
+	return &udpCaller{UDPConn: c}
+}
+
+// ask sends a datagram that the target sends back. Answers to earlier questions may come first.
+func (c *udpCaller) ask(limit time.Duration) error {
+	c.n++
+	question := fmt.Sprint("question ", c.n)
+	if _, err := c.Write([]byte(question)); err != nil {
+		return err
+	}
+	c.SetReadDeadline(time.Now().Add(limit))
+	for b := make([]byte, 100); ; {
+		n, err := c.Read(b)
+		if err != nil {
+			return err
+		}
+		if string(b[:n]) == question {
+			return nil
+		}
+	}
+}
+
+// answered waits until the target answers a caller.
+func (c *udpCaller) answered(t *testing.T, limit time.Duration, what string) time.Duration {
+	t.Helper()
+	return testkit.Within(t, limit, what, func() error { return c.ask(poll) })
+}
+
+// noUDPIsLost fails if a replica or an edge has dropped a datagram.
+func noUDPIsLost(t *testing.T, m interface {
+	Metrics() (map[string]float64, error)
+}) {
+	t.Helper()
+	all, err := m.Metrics()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, n := range all {
+		if strings.HasPrefix(name, "tunnel_udp_dropped_total") && n != 0 {
+			t.Errorf("%s is %v", name, n)
+		}
+	}
+}
+
+// TestUDPEverywhere: the UDP port of every replica reaches the node, relayed or not.
+func TestUDPEverywhere(t *testing.T) {
+	beside(t)
+	f := newFleet(t, size{replicas: local(3), edges: 1, udp: newUDPTarget(t)})
+	before := f.relayed()
+	for _, r := range f.Replicas {
+		for range 3 {
+			c := f.udpCaller(r)
+			for range 100 {
+				if err := c.ask(atOnce); err != nil {
+					t.Fatalf("through %s: %v", r.Name, err)
+				}
+			}
+		}
+		noUDPIsLost(t, r)
+	}
+	noUDPIsLost(t, f.edges[0])
+	if got := f.relayed() - before; got != 2*2 { // counted at both ends
+		t.Errorf("%d conns are relayed, want one for each replica that does not hold the node", got/2)
+	}
+}
+
+// TestUDPAfterAKill: the replica that holds the node is killed, and the edge as well. The callers of
+// the other replicas get answers again, with the sockets that they have.
+func TestUDPAfterAKill(t *testing.T) {
+	beside(t)
+	f := newFleet(t, size{replicas: local(2), edges: 1, udp: newUDPTarget(t)})
+	holder := f.ports[0].holder()
+	other := f.Replicas[1-holder]
+	c := f.udpCaller(other)
+	c.answered(t, atOnce, "the target answers")
+	f.kill(&f.Replicas[holder].Member)
+	took := c.answered(t, backWithin, "the target answers after the replica was killed")
+	t.Logf("back after %v", took.Round(time.Millisecond))
+	f.kill(f.edges[0])
+	f.start(f.edges[0])
+	took = c.answered(t, backWithin+noticeWithin, "the target answers after the edge was killed")
+	t.Logf("back after %v", took.Round(time.Millisecond))
+	f.start(&f.Replicas[holder].Member)
+}
+
+// TestUDPWhileAReplicaStops: the flows of a replica that is asked to stop go on while it drains, and it
+// ends by itself. The flows of the other replica are not affected for longer than it takes to dial.
+func TestUDPWhileAReplicaStops(t *testing.T) {
+	beside(t)
+	f := newFleet(t, size{replicas: local(2), edges: 1, udp: newUDPTarget(t)})
+	holder := f.ports[0].holder()
+	stops, stays := f.Replicas[holder], f.Replicas[1-holder]
+	old, other := f.udpCaller(stops), f.udpCaller(stays)
+	old.answered(t, atOnce, "the target answers")
+	other.answered(t, atOnce, "the target answers")
+	started := time.Now()
+	f.terminate(stops)
+	answers := 0
+	for time.Since(started) < 8*time.Second { // longer than the three seconds of the hand over
+		if err := old.ask(atOnce); err != nil {
+			t.Fatalf("%v after SIGTERM, with %d answers: %v", time.Since(started), answers, err)
+		}
+		answers++
+		if err := other.ask(atOnce); err != nil {
+			t.Fatalf("%v after SIGTERM, through the other replica: %v", time.Since(started), err)
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	took := f.exits(stops) // both flows are idle now, or the grace period ends the relayed one
+	t.Logf("%d answers; the replica has ended %v after the last one", answers, took.Round(time.Millisecond))
+	other.answered(t, backWithin, "the target answers through the other replica")
+	if err := old.ask(poll); err == nil {
+		t.Error("a port that has closed answers")
+	}
+	f.start(&stops.Member)
+}
