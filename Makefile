@@ -14,7 +14,7 @@ TAGS    := grpcnotrace
 PKGS    := ./...
 # Modules beside the main one, with code of ours. Two have none of these checks. test/cluster/src/kubeall would make
 # lint compile Kubernetes, and go mod tidy would break its go.mod (its README). metrics-server has no code of ours.
-MODULES := deployment/test pkg/stream/tunnelv1/gen test/cluster/src/coredns test/cluster/src/pki test/interop tools/release
+MODULES := deployment/test pkg/stream/tunnelv1/gen test/cluster/src/coredns test/cluster/src/pki test/cni test/interop test/udp tools/release
 
 GOLANGCI    := go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 # v3.22.0 is the newest release whose requirements are all published versions.
@@ -26,12 +26,17 @@ FUZZTIME    ?= 60s
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-# tools/release builds with this recipe too, for each platform: with BIN, VERSION, and an environment of its own.
-BIN := bin/tunnel
+# tools/release builds with these recipes too, for each platform: with BIN or CNI_BIN, VERSION, and an environment of its own.
+BIN     := bin/tunnel
+CNI_BIN := bin/tunnel-cni
 
 .PHONY: build
 build: ## build bin/tunnel
 	@CGO_ENABLED=0 go build -trimpath -tags '$(TAGS)' -ldflags '$(LDFLAGS)' -o '$(BIN)' ./cmd/tunnel
+
+.PHONY: build-cni
+build-cni: ## build bin/tunnel-cni, the CNI plugin (Linux)
+	@CGO_ENABLED=0 GOOS=linux go build -trimpath -ldflags '$(LDFLAGS)' -o '$(CNI_BIN)' ./cmd/tunnel-cni
 
 .PHONY: demo
 demo: build ## see it work on this machine (ARGS=--once: run the checks and exit)

@@ -112,10 +112,12 @@ func sortLists(o object) {
 		return
 	}
 	sortByName(spec["volumes"])
-	containers, _ := spec["containers"].([]any)
-	for _, c := range containers {
-		sortByName(c.(map[string]any)["volumeMounts"])
-		sortByName(c.(map[string]any)["env"])
+	for _, kind := range []string{"initContainers", "containers"} {
+		containers, _ := spec[kind].([]any)
+		for _, c := range containers {
+			sortByName(c.(map[string]any)["volumeMounts"])
+			sortByName(c.(map[string]any)["env"])
+		}
 	}
 }
 

@@ -343,7 +343,7 @@ func TestSchemaHasEveryKey(t *testing.T) {
 }
 
 // openTables are the tables whose keys the operator chooses.
-var openTables = []string{"tcp", "tcpallow", "https.addr"}
+var openTables = []string{"tcp", "tcpallow", "tcpproxyfrom", "tcpsendproxy", "udp", "udpallow", "https.addr"}
 
 // keysOf adds the keys of a table of TOML.
 func keysOf(v any, at string, all map[string]bool) {

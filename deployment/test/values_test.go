@@ -1,6 +1,8 @@
 package test
 
 import (
+	"fmt"
+	"slices"
 	"strings"
 	"testing"
 
@@ -35,6 +37,8 @@ func TestWrongValues(t *testing.T) {
 		{"unknown kind of Service", "single", `cloud: {service: {type: Loadbalancer}}`, "must be one of"},
 		{"address without port", "single", `certificates: {address: tunnel.example.com}`, "does not match pattern"},
 
+		{"no port for edges", "single", `cloud: {config: {stream: {server: {grpcport: 0}}}}`,
+			"write grpcport or listen"},
 		{"nothing", "single", `cloud: {enabled: false}`, "set one of them to true"},
 		{"no address", "single", `certificates: {address: ""}`, "write the address that edges dial"},
 		{"tokens in the wrong place", "single", `certificates: {tokens: "edge1:revoked"}`,
@@ -47,7 +51,10 @@ func TestWrongValues(t *testing.T) {
 			"no name leads to a pod"},
 		{"selector without names", "ha-responder", `cloud: {config: {stream: {dns: {nodeselector: a=b}}}}`,
 			"nodeselector has no effect without configmap"},
-		{"no front door", "single", `cloud: {config: {https: {addr: {"10250": ""}}}}`, "write https.addr, tcp or egress"},
+		{
+			"no front door", "single", `cloud: {config: {https: {addr: {"10250": ""}}}}`,
+			"write https.addr, tcp, udp or egress",
+		},
 		{"egress open to all", "egress-httpconnect", `cloud: {config: {egress: {clientca: ""}}}`,
 			"egress.clientca is missing"},
 		{"egress without names of callers", "egress-httpconnect", `cloud: {config: {egress: {clientnames: []}}}`,
@@ -64,10 +71,16 @@ func TestWrongValues(t *testing.T) {
 			"kubeletSecret has no effect without cloud.config.https.kubelet"},
 		{"TCP port for nobody", "single", `cloud: {config: {tcp: {"0.0.0.0:2222": "edge1/127.0.0.1:22"}}}`,
 			"write who may connect in cloud.config.tcpallow"},
+		{"UDP port for nobody", "single", `cloud: {config: {udp: {"0.0.0.0:5353": "edge1/127.0.0.1:53"}}}`,
+			"write who may send in cloud.config.udpallow"},
 		{"edge without a cloud", "edge-host-network", `edge: {config: {stream: {client: {servername: ""}}}}`,
 			"write the address of the cloud"},
+		{"edge with two kinds of addresses", "edge-websocket",
+			`edge: {config: {stream: {client: {servername: "tunnel.example.com:9000"}}}}`, "remove servername"},
 		{"edge that reaches only itself", "edge-host-network", `edge: {hostNetwork: false}`,
 			"write the networks that the cloud may dial"},
+		{"network of the node from a pod's", "edge-cni", `edge: {hostNetwork: false, config: {allow: ["10.0.0.0/8:10250"]}}`,
+			"write hostNetwork: true, or remove cni"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			add, err := chartutil.ReadValues([]byte(c.add))
@@ -107,5 +120,133 @@ func TestExtraTOML(t *testing.T) {
 	}
 	if got := o.at("data", "cloud.toml", "mode", "cloud", "stream", "server", "grpcport"); got != int64(9000) {
 		t.Errorf("grpcport is %v", got)
+	}
+}
+
+// TestPortsOfEdges: the port of gRPC and the one port are in the Service of edges. The port for WebSockets, which is
+// plain HTTP, is in a Service of its own that only the cluster reaches. The NetworkPolicy has all of them. Ports on
+// loopback are nowhere.
+func TestPortsOfEdges(t *testing.T) {
+	for name, tt := range map[string]struct {
+		server, service        string // values of cloud.config.stream.server and of cloud.service
+		edges, ingress, opened []string
+		peers                  string // the port of the Service of replicas
+	}{
+		"all": {
+			`{listen: ":8443", websocket: ":8080"}`, `{}`,
+			[]string{"9000 grpc 30900", "443 8443"}, []string{"8080 8080"}, []string{"9000", "8443", "8080"}, "grpc",
+		},
+		"listen alone": {
+			`{grpcport: null, listen: "0.0.0.0:8443"}`, `{listenPort: 8443}`,
+			[]string{"8443 8443 30900"}, nil, []string{"8443"}, "8443",
+		},
+		"loopback": {
+			`{listen: "127.0.0.1:8443", websocket: "[::1]:8080"}`, `{}`,
+			[]string{"9000 grpc 30900"}, nil, []string{"9000"}, "grpc",
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			add, err := chartutil.ReadValues(fmt.Appendf(nil, `
+certificates: {address: "tunnel.example.com:443"}
+cloud:
+  service: %s
+  config:
+    stream:
+      server: %s
+      peers: {service: "tunnel-cloud-peers:9000", ca: /etc/tunnel/secret/ca.crt, servername: tunnel-cloud}
+    https: {addr: {"10250": "127.0.0.1:10250"}}
+networkPolicy: {enabled: true}
+`, tt.service, tt.server))
+			if err != nil {
+				t.Fatal(err)
+			}
+			text, _, err := helm(t, "tunnel-system", add)
+			if err != nil {
+				t.Fatal(err)
+			}
+			objects := parse(t, text)
+			service := func(name string) (kind string, ports []string) {
+				for _, o := range objects {
+					if o.kind() != "Service" || o.name() != name {
+						continue
+					}
+					for _, p := range o.at("spec", "ports").([]any) {
+						port := object(p.(map[string]any))
+						line := fmt.Sprint(port["port"], " ", port["targetPort"])
+						if n := port["nodePort"]; n != nil {
+							line += fmt.Sprint(" ", n)
+						}
+						ports = append(ports, line)
+					}
+					return o.text("spec", "type"), ports
+				}
+				return "", nil
+			}
+			if _, got := service("tunnel-cloud"); !slices.Equal(got, tt.edges) {
+				t.Errorf("edges reach the ports %q, want %q", got, tt.edges)
+			}
+			kind, got := service("tunnel-cloud-websocket")
+			if !slices.Equal(got, tt.ingress) || kind != "" && kind != "ClusterIP" {
+				t.Errorf("an ingress reaches the ports %q by a Service of type %q, want %q", got, kind, tt.ingress)
+			}
+			if _, got := service("tunnel-cloud-peers"); len(got) != 1 || !strings.HasSuffix(got[0], " "+tt.peers) {
+				t.Errorf("replicas reach the ports %q, want %q", got, tt.peers)
+			}
+			policy := find(t, objects, "NetworkPolicy", "tunnel-cloud").at("spec", "ingress").([]any)
+			var opened []string
+			for _, p := range policy[0].(map[string]any)["ports"].([]any) {
+				opened = append(opened, fmt.Sprint(p.(map[string]any)["port"]))
+			}
+			if !slices.Equal(opened, tt.opened) {
+				t.Errorf("the NetworkPolicy opens %q, want %q", opened, tt.opened)
+			}
+		})
+	}
+}
+
+// TestProxyOfEdges: edges get the variables and files of a proxy, beside their own.
+func TestProxyOfEdges(t *testing.T) {
+	values := readValues(t, "edge-websocket")
+	add, err := chartutil.ReadValues([]byte(`
+edge:
+  config: {stream: {client: {proxyfile: /etc/tunnel/proxy/url, proxyca: /etc/tunnel/proxy/ca.crt}}}
+  extraEnv: [{name: HTTPS_PROXY, value: "http://proxy.example.com:3128"}]
+  extraVolumes: [{name: proxy, secret: {secretName: proxy}}]
+  extraVolumeMounts: [{name: proxy, mountPath: /etc/tunnel/proxy, readOnly: true}]
+`))
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, _, err := helm(t, "tunnel-edge", chartutil.CoalesceTables(add, values))
+	if err != nil {
+		t.Fatal(err)
+	}
+	objects := parse(t, text)
+	pod := templates(t, objects)[0].Spec
+	var variables, mounts, volumes []string
+	for _, e := range pod.Containers[0].Env {
+		variables = append(variables, e.Name+"="+e.Value)
+	}
+	for _, m := range pod.Containers[0].VolumeMounts {
+		mounts = append(mounts, m.Name)
+	}
+	for _, v := range pod.Volumes {
+		volumes = append(volumes, v.Name)
+	}
+	for what, names := range map[string][]string{"mounts": mounts, "volumes": volumes} {
+		if want := []string{"config", "ca", "token", "proxy"}; !slices.Equal(names, want) {
+			t.Errorf("the %s are %q, want %q", what, names, want)
+		}
+	}
+	for _, want := range []string{"NODE_NAME=", "HTTPS_PROXY=http://proxy.example.com:3128"} {
+		if !slices.Contains(variables, want) {
+			t.Errorf("the variables %q lack %q", variables, want)
+		}
+	}
+	config := find(t, objects, "ConfigMap", "tunnel-edge").text("data", "edge.toml")
+	for _, want := range []string{"wss://tunnel.example.com/tunnel", "/etc/tunnel/proxy/url", "/etc/tunnel/proxy/ca.crt"} {
+		if !strings.Contains(config, want) {
+			t.Errorf("edge.toml has no %s:\n%s", want, config)
+		}
 	}
 }

@@ -68,7 +68,9 @@ func (r *release) archiveFiles(p *program, docs documents) []file {
 	in("man", docs.manuals)
 	in("conf", docs.examples)
 	if p.os == "linux" {
+		files = append(files, file{name: pluginName, executable: true, data: p.plugin})
 		in("systemd", docs.units)
+		in("systemd", docs.dropIns)
 	}
 	return files
 }

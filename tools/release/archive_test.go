@@ -99,7 +99,8 @@ func TestArchive(t *testing.T) {
 	for _, name := range []string{
 		"LICENSE", "NOTICES", "README.md", "completions/_tunnel", "completions/tunnel.bash", "completions/tunnel.fish",
 		"conf/cloud.toml", "conf/edge.toml", "man/tunnel.1",
-		"systemd/tunnel-cloud.service", "systemd/tunnel-edge.service", "tunnel",
+		"systemd/tunnel-cloud.service", "systemd/tunnel-edge-cni.conf", "systemd/tunnel-edge.service", "tunnel",
+		"tunnel-cni",
 	} {
 		want = append(want, dir+name)
 	}
@@ -109,13 +110,14 @@ func TestArchive(t *testing.T) {
 	for name, source := range map[string]string{
 		"LICENSE": "LICENSE", "README.md": "README.md", "conf/edge.toml": "conf/edge.toml",
 		"systemd/tunnel-cloud.service": "deployment/systemd/tunnel-cloud.service",
+		"systemd/tunnel-edge-cni.conf": "deployment/systemd/tunnel-edge-cni.conf",
 	} {
 		if !bytes.Equal(dataOf(t, files, dir+name), read(t, e.root, source)) {
 			t.Errorf("%s is not %s", name, source)
 		}
 	}
 	for _, f := range files {
-		if f.executable != (f.name == dir+"tunnel") {
+		if f.executable != slices.Contains([]string{dir + "tunnel", dir + "tunnel-cni"}, f.name) {
 			t.Errorf("%s: executable %t", f.name, f.executable)
 		}
 		for _, layout := range []string{"Jan 2006", time.DateOnly} { // a page has the commit's date, or none
@@ -145,12 +147,30 @@ func TestProgramKnowsItsVersion(t *testing.T) {
 	}
 }
 
+// TestPlugin executes the CNI plugin of the archive.
+func TestPlugin(t *testing.T) {
+	runsHere(t)
+	path := filepath.Join(t.TempDir(), "tunnel-cni")
+	data := dataOf(t, archived(t, amd64(t)), "tunnel_v0.1.0_linux_amd64/tunnel-cni")
+	if err := os.WriteFile(path, data, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	out, err := output(t.Context(), "/", []string{"CNI_COMMAND=VERSION"}, path)
+	if err != nil || !strings.Contains(string(out), `"supportedVersions":`) {
+		t.Errorf("VERSION answers %q, %v", out, err)
+	}
+	if !bytes.Contains(data, []byte("v0.1.0")) {
+		t.Error("the plugin does not hold its version")
+	}
+}
+
 // fakeDocuments are documents without content that matters.
 func fakeDocuments() documents {
 	return documents{
 		completions: map[string][]byte{"bash": []byte("b"), "zsh": []byte("z"), "fish": []byte("f")},
 		manuals:     []file{{name: "tunnel.1", data: []byte("m")}, {name: "tunnel-edge.1", data: []byte("m")}},
 		units:       []file{{name: "tunnel-edge.service", data: []byte("ExecStart=/usr/local/bin/tunnel edge\n")}},
+		dropIns:     []file{{name: "tunnel-edge-cni.conf", data: []byte("[Service]\n")}},
 		examples:    []file{{name: "edge.toml", data: []byte("e")}},
 		license:     []byte("l"), readme: []byte("r"),
 	}
@@ -158,7 +178,11 @@ func fakeDocuments() documents {
 
 // fakeProgram is a program for os/arch that is none.
 func fakeProgram(os, arch string) *program {
-	return &program{platform: platform{os, arch}, data: []byte("program " + arch), notices: []byte("n")}
+	p := &program{platform: platform{os, arch}, data: []byte("program " + arch), notices: []byte("n")}
+	if os == "linux" {
+		p.plugin = []byte("plugin " + arch)
+	}
+	return p
 }
 
 func TestArchiveForWindows(t *testing.T) {
@@ -184,8 +208,10 @@ func TestArchiveForWindows(t *testing.T) {
 			t.Errorf("no %s in %q", name, got)
 		}
 	}
-	if slices.ContainsFunc(got, func(name string) bool { return strings.Contains(name, "systemd") }) {
-		t.Errorf("units of systemd in %q", got)
+	for _, linux := range []string{"systemd", "tunnel-cni"} {
+		if slices.ContainsFunc(got, func(name string) bool { return strings.Contains(name, linux) }) {
+			t.Errorf("%s in %q", linux, got)
+		}
 	}
 	if !slices.IsSorted(got) {
 		t.Errorf("not sorted: %q", got)

@@ -250,7 +250,7 @@ func (d *debian) files() map[string]string {
 		stat := info.Sys().(*syscall.Stat_t)
 		what := fmt.Sprintf("%s %d:%d", info.Mode(), stat.Uid, stat.Gid)
 		switch {
-		case info.Mode().IsRegular():
+		case info.Mode().IsRegular() && !strings.HasSuffix(name, "/nodes.json"): // the cloud writes it as nodes come and go
 			what += fmt.Sprintf(" %x", sha256.Sum256(read(d.t, path)))
 		case info.Mode().Type() == fs.ModeSymlink:
 			target, err := os.Readlink(path)
@@ -435,6 +435,46 @@ systemctl restart tunnel-edge`)
 	d.wantOwnFiles(mine)
 	d.shell("dpkg -P tunnel")
 	d.wantPurged(before)
+}
+
+// TestCNIDropIn runs an edge with [mode.edge.cni] by the package's unit and the package's drop-in: with one capability,
+// the edge prepares the node, and reaches the cloud with the certificate that it got as another user.
+func TestCNIDropIn(t *testing.T) {
+	d := newDebian(t)
+	d.boot()
+	d.shell("dpkg -i /srv/old.deb")
+	d.shell(`
+tunnel init --address 127.0.0.1:9000
+printf '[mode.cloud.tcp]\n"127.0.0.1:2222" = "edge1/127.0.0.1:7010"\n' >>/etc/tunnel/cloud.toml
+tunnel init --address 127.0.0.1:9000 --systemd
+tunnel token create --node edge1 | sed 's/sudo //; s/$/ --systemd/' >/tmp/join
+. /tmp/join
+sed -i 's/^#logport = 7010/logport = 7010/' /etc/tunnel/edge.toml
+printf '[mode.edge.cni]\npodcidrs = ["10.88.1.0/24", "fd00:88:1::/64"]\n' >>/etc/tunnel/edge.toml
+to=/etc/systemd/system/tunnel-edge.service.d/60-cni.conf
+install -D -m 644 /usr/share/doc/tunnel/examples/tunnel-edge-cni.conf $to
+systemctl daemon-reload
+systemctl restart tunnel-edge`)
+	d.shell(through)
+	d.shell("for i in $(seq 100); do [ ! -e /etc/cni/net.d/10-tunnel.conflist ] || exit 0; sleep 0.1; done; exit 1")
+	d.shell("CNI_COMMAND=VERSION /opt/cni/bin/tunnel-cni </dev/null && grep -q tunnel0 /proc/net/dev")
+	const capNetAdmin = "0000000000001000"
+	out := d.shell("grep ^CapEff /proc/$(systemctl show --value --property=MainPID tunnel-edge)/status")
+	if got := strings.Fields(out); len(got) != 2 || got[1] != capNetAdmin {
+		t.Errorf("the edge has the capabilities %q, want CAP_NET_ADMIN alone: %s", got, capNetAdmin)
+	}
+
+	old := d.shell("sha256sum /opt/cni/bin/tunnel-cni")
+	d.shell("dpkg -i /srv/new.deb")
+	d.shell(through)
+	if d.shell("sha256sum /opt/cni/bin/tunnel-cni") == old {
+		t.Error("after an upgrade of the package, the runtime's plugin is the old one")
+	}
+	out = d.shell("systemctl stop tunnel-edge; tunnel cni uninstall; find /etc/cni/net.d /opt/cni/bin -type f; " +
+		"ls -d /var/lib/cni/tunnel /sys/class/net/tunnel0 2>/dev/null || true")
+	if strings.TrimSpace(out) != "" {
+		t.Errorf("after the uninstall there is %s", out)
+	}
 }
 
 // wantActive checks that both units run the program of the package, from the unit of the package. It returns the ids

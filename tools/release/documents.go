@@ -16,6 +16,7 @@ type documents struct {
 	completions map[string][]byte // by shell: bash, zsh, fish
 	manuals     []file            // man pages, such as tunnel.1
 	units       []file            // of systemd
+	dropIns     []file            // of systemd, for features that need rights; an operator chooses
 	examples    []file            // of configuration
 	license     []byte
 	readme      []byte
@@ -36,6 +37,7 @@ func (r *release) documents(ctx context.Context) (documents, error) {
 		names []string
 	}{
 		{&d.units, []string{"deployment/systemd/tunnel-cloud.service", "deployment/systemd/tunnel-edge.service"}},
+		{&d.dropIns, []string{"deployment/systemd/tunnel-edge-cni.conf"}},
 		{&d.examples, []string{"conf/cloud.toml", "conf/edge.toml"}},
 	} {
 		for _, name := range of.names {

@@ -69,7 +69,8 @@ func (r *release) addImages(programs []*program, docs documents) error {
 	return r.addLayout(index)
 }
 
-// image assembles the image for p. It holds the program and the licences, and nothing else. The licences of most
+// image assembles the image for p. It holds the program, the CNI plugin, which `tunnel cni install` copies to the
+// node, and the licences. The licences of most
 // modules in the program demand that their texts accompany it. The layer names the folder, so that whoever unpacks
 // the layer lets every user enter the folder.
 func (r *release) image(p *program, license []byte) (v1.Image, error) {
@@ -78,6 +79,7 @@ func (r *release) image(p *program, license []byte) (v1.Image, error) {
 		{name: "licenses/LICENSE", data: license},
 		{name: "licenses/NOTICES", data: p.notices},
 		{name: "tunnel", executable: true, data: p.data},
+		{name: pluginName, executable: true, data: p.plugin},
 	}, r.time)
 	if err != nil {
 		return nil, err

@@ -68,9 +68,9 @@ func ociIndex(t *testing.T, dir string) v1.ImageIndex {
 	return index
 }
 
-// checkImage checks an image, of which the layer's hashes too, and that it holds the program and the licences, and
-// nothing else.
-func checkImage(t *testing.T, img v1.Image, arch, variant string, program, license, notices []byte) {
+// checkImage checks an image, of which the layer's hashes too, and that it holds the program, the plugin and the
+// licences, and nothing else.
+func checkImage(t *testing.T, img v1.Image, arch, variant string, program, plugin, license, notices []byte) {
 	t.Helper()
 	if err := validate.Image(img); err != nil {
 		t.Error(err)
@@ -114,15 +114,15 @@ func checkImage(t *testing.T, img v1.Image, arch, variant string, program, licen
 		t.Fatal(err)
 	}
 	files := unpack(t, content)
-	want := []string{"licenses/", "licenses/LICENSE", "licenses/NOTICES", "tunnel"}
+	want := []string{"licenses/", "licenses/LICENSE", "licenses/NOTICES", "tunnel", "tunnel-cni"}
 	if got := names(t, files); !slices.Equal(got, want) {
 		t.Fatalf("the image holds %q, want %q", got, want)
 	}
-	for i, data := range [][]byte{nil, license, notices, program} {
+	for i, data := range [][]byte{nil, license, notices, program, plugin} {
 		if !bytes.Equal(files[i].data, data) {
 			t.Errorf("/%s holds another text", files[i].name)
 		}
-		if files[i].executable != (files[i].name == "tunnel") {
+		if files[i].executable != strings.HasPrefix(files[i].name, "tunnel") {
 			t.Errorf("/%s: executable %t", files[i].name, files[i].executable)
 		}
 	}
@@ -132,10 +132,10 @@ func TestImage(t *testing.T) {
 	e := amd64(t)
 	const dir = "tunnel_v0.1.0_linux_amd64/"
 	files := archived(t, e)
-	program := dataOf(t, files, dir+"tunnel")
+	program, plugin := dataOf(t, files, dir+"tunnel"), dataOf(t, files, dir+"tunnel-cni")
 	license, notices := dataOf(t, files, dir+"LICENSE"), dataOf(t, files, dir+"NOTICES")
 	docker := dockerImage(t, e.dir, "amd64")
-	checkImage(t, docker, "amd64", "", program, license, notices)
+	checkImage(t, docker, "amd64", "", program, plugin, license, notices)
 	index := ociIndex(t, e.dir)
 	if err := validate.Index(index); err != nil {
 		t.Error(err)
@@ -148,7 +148,7 @@ func TestImage(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	checkImage(t, oci, "amd64", "", program, license, notices)
+	checkImage(t, oci, "amd64", "", program, plugin, license, notices)
 	one, err := docker.ConfigName()
 	if err != nil {
 		t.Fatal(err)
@@ -187,7 +187,7 @@ func TestImageForAllPlatforms(t *testing.T) {
 		}
 		for _, one := range []v1.Image{img, dockerImage(t, r.dir, m.Platform.Architecture)} {
 			checkImage(t, one, m.Platform.Architecture, m.Platform.Variant,
-				[]byte("program "+m.Platform.Architecture), []byte("l"), []byte("n"))
+				[]byte("program "+m.Platform.Architecture), []byte("plugin "+m.Platform.Architecture), []byte("l"), []byte("n"))
 		}
 	}
 	if want := []string{"linux/amd64", "linux/arm64", "linux/arm/v7"}; !slices.Equal(platforms, want) {
@@ -199,7 +199,8 @@ func TestImageForAllPlatforms(t *testing.T) {
 func TestDockerfile(t *testing.T) {
 	text := string(read(t, "../../deployment/image/Dockerfile"))
 	last := text[strings.LastIndex(text, "\nFROM "):]
-	want := "\nFROM scratch\nCOPY --from=build /src/bin/tunnel /tunnel\nCOPY --from=build /src/bin/licenses /licenses\n" +
+	want := "\nFROM scratch\nCOPY --from=build /src/bin/tunnel /src/bin/tunnel-cni /\n" +
+		"COPY --from=build /src/bin/licenses /licenses\n" +
 		"USER " + imageUser + "\nENTRYPOINT [\"/tunnel\"]\n"
 	if last != want {
 		t.Errorf("the last stage is\n%s\nwant\n%s", last, want)

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 
 	"github.com/goreleaser/nfpm/v2"
 	"github.com/goreleaser/nfpm/v2/deb"
@@ -115,6 +116,7 @@ func (r *release) packageContents(format packageFormat, p *program, docs documen
 	plain := func(destination string, data []byte) { add(files.TypeFile, destination, 0o644, data) }
 
 	add(files.TypeFile, "/usr/bin/tunnel", 0o755, p.data)
+	add(files.TypeFile, "/usr/bin/"+pluginName, 0o755, p.plugin)
 	for _, unit := range docs.units {
 		text, err := packagedUnit(unit)
 		if err != nil {
@@ -133,7 +135,7 @@ func (r *release) packageContents(format packageFormat, p *program, docs documen
 	plain(format.zsh+"/_tunnel", docs.completions["zsh"])
 	plain("/usr/share/fish/vendor_completions.d/tunnel.fish", docs.completions["fish"])
 	plain("/usr/share/doc/tunnel/README.md", docs.readme)
-	for _, example := range docs.examples {
+	for _, example := range slices.Concat(docs.examples, docs.dropIns) {
 		plain("/usr/share/doc/tunnel/examples/"+example.name, example.data)
 	}
 	add(format.license, "/usr/share/doc/tunnel/copyright", 0o644, docs.license)

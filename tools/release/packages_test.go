@@ -21,12 +21,14 @@ import (
 func packaged(units, zsh string) []string {
 	paths := []string{
 		"/usr/bin/tunnel",
+		"/usr/bin/tunnel-cni",
 		"/usr/share/bash-completion/completions/tunnel",
 		"/usr/share/doc/tunnel/NOTICES",
 		"/usr/share/doc/tunnel/README.md",
 		"/usr/share/doc/tunnel/copyright",
 		"/usr/share/doc/tunnel/examples/cloud.toml",
 		"/usr/share/doc/tunnel/examples/edge.toml",
+		"/usr/share/doc/tunnel/examples/tunnel-edge-cni.conf",
 		"/usr/share/fish/vendor_completions.d/tunnel.fish",
 		"/usr/share/man/man1/tunnel.1.gz",
 		units + "/tunnel-cloud.service",
@@ -43,6 +45,7 @@ func checkInstalled(t *testing.T, e example, units string, open func(path string
 	files := archived(t, e)
 	for path, name := range map[string]string{
 		"/usr/bin/tunnel":                               "tunnel",
+		"/usr/bin/tunnel-cni":                           "tunnel-cni",
 		"/usr/share/doc/tunnel/copyright":               "LICENSE",
 		"/usr/share/doc/tunnel/NOTICES":                 "NOTICES",
 		"/usr/share/bash-completion/completions/tunnel": "completions/tunnel.bash",
@@ -109,7 +112,7 @@ func TestDeb(t *testing.T) {
 		if !strings.HasSuffix(path, "/") {
 			got = append(got, path)
 		}
-		executable := path == "/usr/bin/tunnel" || strings.HasSuffix(path, "/")
+		executable := strings.HasPrefix(path, "/usr/bin/tunnel") || strings.HasSuffix(path, "/")
 		if strings.Contains(fields[0][1:], "x") != executable {
 			t.Errorf("mode %s: %s", fields[0], path)
 		}
@@ -257,7 +260,7 @@ func TestRPM(t *testing.T) {
 		}
 		content[info.Name()], paths = data, append(paths, info.Name())
 		want := 0o100644
-		if info.Name() == "/usr/bin/tunnel" {
+		if strings.HasPrefix(info.Name(), "/usr/bin/tunnel") {
 			want = 0o100755
 		}
 		if info.Mode() != want || info.UserName() != "root" || info.GroupName() != "root" || info.Mtime() != commitTime {

@@ -21,7 +21,11 @@ type program struct {
 	info    *buildinfo.BuildInfo
 	modules []linked // sorted by path; first the standard library
 	notices []byte   // the licences of modules, as text
+	plugin  []byte   // the CNI plugin tunnel-cni; nil: there is none for this platform
 }
+
+// pluginName is the name of the CNI plugin's file. `tunnel cni install` looks for the plugin beside the program.
+const pluginName = "tunnel-cni"
 
 // programs compiles for every platform of the release, and reads what each binary is made of.
 func (r *release) programs(ctx context.Context) ([]*program, error) {
@@ -36,6 +40,9 @@ func (r *release) programs(ctx context.Context) ([]*program, error) {
 		if err != nil {
 			return nil, fmt.Errorf("%s/%s: %w", p.os, p.arch, err)
 		}
+		if prog.plugin, err = r.plugin(ctx, prog); err != nil {
+			return nil, fmt.Errorf("%s/%s: %w", p.os, p.arch, err)
+		}
 		programs = append(programs, prog)
 	}
 	return programs, nil
@@ -47,6 +54,31 @@ func (r *release) compile(ctx context.Context, p platform) (string, error) {
 	_, err := output(ctx, r.root, buildEnvironment(p), "make", "--no-print-directory", "build",
 		"VERSION="+r.version, "BIN="+path)
 	return path, err
+}
+
+// plugin compiles the CNI plugin for the platform of p. The notices of p are the plugin's, too: each module of the
+// plugin is a module of p.
+func (r *release) plugin(ctx context.Context, p *program) ([]byte, error) {
+	if p.os != "linux" {
+		return nil, nil
+	}
+	path := filepath.Join(r.work, p.String(), pluginName)
+	if _, err := output(ctx, r.root, buildEnvironment(p.platform), "make", "--no-print-directory", "build-cni",
+		"VERSION="+r.version, "CNI_BIN="+path); err != nil {
+		return nil, err
+	}
+	info, err := buildinfo.ReadFile(path)
+	if err != nil {
+		return nil, err
+	}
+	for _, dep := range info.Deps {
+		same := func(m linked) bool { return m.path == dep.Path && m.version == dep.Version }
+		if !slices.ContainsFunc(p.modules, same) {
+			return nil, fmt.Errorf("%s holds module %s %s, and the notices of tunnel do not have it",
+				pluginName, dep.Path, dep.Version)
+		}
+	}
+	return os.ReadFile(path)
 }
 
 // host compiles for the machine that builds the release.

@@ -24,6 +24,12 @@
 {{- $dns := dig "stream" "dns" (dict) $cloud.config }}
 {{- $peers := dig "stream" "peers" (dict) $cloud.config }}
 {{- $hasPeers := or (get $peers "service") (get $peers "addresses") }}
+{{- $server := $cloud.config.stream.server }}
+{{- if not (or $server.grpcport (include "tunnel.openPort" $server.listen)) }}
+  {{- $wrong = append $wrong (print
+      "cloud.config.stream.server has no port that edges reach: write grpcport or listen, such as grpcport: 9000 or "
+      "listen: \":8443\"") }}
+{{- end }}
 {{- if and (ne .Values.certificates.source "existing") (not .Values.certificates.address) }}
   {{- $wrong = append $wrong (print
       "certificates.address is missing: write the address that edges dial, such as tunnel.example.com:9000") }}
@@ -80,16 +86,16 @@
 {{- $cloud := .Values.cloud }}
 {{- $https := dig "https" (dict) $cloud.config }}
 {{- $tcp := dig "tcp" (dict) $cloud.config }}
-{{- $allowed := dig "tcpallow" (dict) $cloud.config }}
+{{- $udp := dig "udp" (dict) $cloud.config }}
 {{- $egress := dig "egress" (dict) $cloud.config }}
 {{- $sockets := concat (dig "grpc" (list) $egress) (dig "httpconnect" (list) $egress) }}
-{{- $open := or $tcp $sockets }}
+{{- $open := or $tcp $udp $sockets }}
 {{- range $port, $target := dig "addr" (dict) $https }}
   {{- if $target }}{{- $open = true }}{{- end }}
 {{- end }}
 {{- if not $open }}
   {{- $wrong = append $wrong (print
-      "cloud.config has no front door, so no caller could reach a node: write https.addr, tcp or egress, "
+      "cloud.config has no front door, so no caller could reach a node: write https.addr, tcp, udp or egress, "
       "as the files in the folder ci do") }}
 {{- end }}
 {{- $tls := false }}
@@ -138,12 +144,15 @@
       "cloud.kubeletSecret has no effect without cloud.config.https.kubelet: write cert: "
       "/etc/tunnel/kubelet/tls.crt and key: /etc/tunnel/kubelet/tls.key there (ci/ha-terminate.yaml)") }}
 {{- end }}
-{{- range $listen, $target := $tcp }}
-  {{- if and $target (not (hasKey $allowed $listen)) (not (regexMatch "^(127\\.|localhost:|\\[::1\\]:)" $listen)) }}
-    {{- $wrong = append $wrong (printf (print
-        "cloud.config.tcp has %s, and nobody may connect: write who may connect in cloud.config.tcpallow, "
-        "such as %q: [10.0.0.0/8]")
-        $listen $listen) }}
+{{- range $table, $verb := dict "tcp" "connect" "udp" "send" }}
+  {{- $allowed := dig (printf "%sallow" $table) (dict) $cloud.config }}
+  {{- range $listen, $target := dig $table (dict) $cloud.config }}
+    {{- if and $target (not (hasKey $allowed $listen)) (not (regexMatch "^(127\\.|localhost:|\\[::1\\]:)" $listen)) }}
+      {{- $wrong = append $wrong (printf (print
+          "cloud.config.%s has %s, and nobody may %s: write who may %s in cloud.config.%sallow, "
+          "such as %q: [10.0.0.0/8]")
+          $table $listen $verb $verb $table $listen) }}
+    {{- end }}
   {{- end }}
 {{- end }}
 {{- toJson $wrong }}
@@ -152,10 +161,16 @@
 {{- define "tunnel.checks.edge" -}}
 {{- $wrong := list }}
 {{- $edge := .Values.edge }}
-{{- if not (dig "stream" "client" "servername" "" $edge.config) }}
+{{- $client := $edge.config.stream.client }}
+{{- if not (or $client.servername $client.servers) }}
   {{- $wrong = append $wrong (print
       "edge.config.stream.client.servername is missing: write the address of the cloud, such as "
-      "tunnel.example.com:9000") }}
+      "tunnel.example.com:9000, or several in servers") }}
+{{- end }}
+{{- if and $client.servername $client.servers }}
+  {{- $wrong = append $wrong (print
+      "edge.config.stream.client has servername and servers: remove servername, with its address in servers if "
+      "edges may use it") }}
 {{- end }}
 {{- $elsewhere := false }}
 {{- range dig "allow" (list) $edge.config }}
@@ -165,6 +180,11 @@
   {{- $wrong = append $wrong (print
       "edge.hostNetwork is false, so self and 127.0.0.1 are the pod of the edge, not the node: write the "
       "networks that the cloud may dial in edge.config.allow, such as 192.168.0.0/16:10250") }}
+{{- end }}
+{{- if and $edge.config.cni (not $edge.hostNetwork) }}
+  {{- $wrong = append $wrong (print
+      "edge.config.cni prepares the network of the node, and edge.hostNetwork is false: write hostNetwork: true, or "
+      "remove cni") }}
 {{- end }}
 {{- toJson $wrong }}
 {{- end }}

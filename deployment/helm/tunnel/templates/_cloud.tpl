@@ -57,7 +57,9 @@ spec:
     env:
     {{- include "tunnel.env" $cloud | nindent 4 }}
     ports:
-    - {name: grpc, containerPort: {{ $cloud.config.stream.server.grpcport }}}
+    {{- with $cloud.config.stream.server.grpcport }}
+    - {name: grpc, containerPort: {{ . }}}
+    {{- end }}
     - {name: health, containerPort: {{ $cloud.config.stream.server.logport }}}
     livenessProbe:
       httpGet: {path: /healthz, port: health}

@@ -93,6 +93,27 @@ podAntiAffinity:
 {{ regexFind "[0-9]+$" . }}
 {{- end }}
 
+{{/* The port of listen or websocket, which are addresses; empty: there is none, or only the pod itself reaches it. */}}
+{{- define "tunnel.openPort" -}}
+{{- $address := . | default "" }}
+{{- if not (regexMatch "^(127\\.|localhost:|\\[::1\\]:)" $address) }}{{ include "tunnel.port" $address }}{{ end }}
+{{- end }}
+
+{{/* The ports of pods that edges reach, as JSON: name, port. */}}
+{{- define "tunnel.edgePorts" -}}
+{{- $server := .Values.cloud.config.stream.server }}
+{{- $ports := list }}
+{{- with $server.grpcport }}
+  {{- $ports = append $ports (dict "name" "grpc" "port" .) }}
+{{- end }}
+{{- range $key := list "listen" "websocket" }}
+  {{- with include "tunnel.openPort" (get $server $key) }}
+    {{- $ports = append $ports (dict "name" $key "port" .) }}
+  {{- end }}
+{{- end }}
+{{- toJson $ports }}
+{{- end }}
+
 {{/* The ports of front doors that callers in the cluster reach, as JSON: name, port, to, protocol. */}}
 {{- define "tunnel.callers" -}}
 {{- $config := .Values.cloud.config }}
@@ -118,6 +139,12 @@ podAntiAffinity:
   {{- if and $target (not (regexMatch "^(127\\.|localhost:|\\[::1\\]:)" $listen)) }}
     {{- $port := include "tunnel.port" $listen }}
     {{- $ports = append $ports (dict "name" (printf "tcp-%s" $port) "port" $port "to" $port) }}
+  {{- end }}
+{{- end }}
+{{- range $listen, $target := dig "udp" (dict) $config }}
+  {{- if and $target (not (regexMatch "^(127\\.|localhost:|\\[::1\\]:)" $listen)) }}
+    {{- $port := include "tunnel.port" $listen }}
+    {{- $ports = append $ports (dict "name" (printf "udp-%s" $port) "port" $port "to" $port "protocol" "UDP") }}
   {{- end }}
 {{- end }}
 {{- toJson $ports }}
