@@ -36,6 +36,7 @@ import (
 	"net"
 	"os"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -72,6 +73,8 @@ type Conn struct {
 	local    Addr
 	remote   Addr
 	gone     func() // see Config.Gone
+
+	moved atomic.Int64 // see Moved
 
 	over chan struct{} // closed when the conn is to end, or has ended; then err is set
 	out  sendHalf
@@ -154,6 +157,9 @@ var (
 
 func (c *Conn) LocalAddr() net.Addr  { return c.local }
 func (c *Conn) RemoteAddr() net.Addr { return c.remote }
+
+// Moved returns how many bytes the conn has sent and received. It goes on to grow while the conn is in use.
+func (c *Conn) Moved() int64 { return c.moved.Load() }
 
 // SetDeadline sets both deadlines.
 func (c *Conn) SetDeadline(t time.Time) error {

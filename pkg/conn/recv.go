@@ -171,6 +171,7 @@ func (c *Conn) pass(m *incoming, open bool) bool {
 func (c *Conn) received(n int) {
 	c.counters.BytesReceived.Add(uint64(n))
 	c.traffic.Receive(n)
+	c.moved.Add(int64(n))
 	if !c.in.heard.Load() {
 		c.in.heard.Store(true)
 	}

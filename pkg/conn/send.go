@@ -201,6 +201,7 @@ func (c *Conn) send(o *outgoing) error {
 	}
 	c.counters.BytesSent.Add(uint64(o.n))
 	c.traffic.Send(o.n)
+	c.moved.Add(int64(o.n))
 	c.mu.Lock()
 	c.out.sent += o.n + chunkOverhead
 	if o.fin {

@@ -2,6 +2,7 @@ package tunnel
 
 import (
 	"context"
+	"sync/atomic"
 	"time"
 )
 
@@ -11,11 +12,33 @@ import (
 // reset, sessions end with a status, and the log says so.
 const GracePeriod = 25 * time.Second
 
+// quietTime is the last part of a grace period, in which Splice ends a connection at a quiet moment.
+const quietTime = 10 * time.Second
+
+// graceEnd is when the grace period of a context is over, in Unix nanoseconds. It is 0 until the context
+// that Grace got is done.
+type graceEnd struct{ at atomic.Int64 }
+
+// graceKey is the key of a context's *graceEnd.
+type graceKey struct{}
+
+// left returns how long the grace period still lasts. ok is false before it has begun.
+func (g *graceEnd) left(now time.Time) (left time.Duration, ok bool) {
+	if g == nil {
+		return 0, false
+	}
+	at := g.at.Load()
+	return time.Duration(at - now.UnixNano()), at != 0
+}
+
 // Grace returns a context for work that may outlive ctx. The returned context has the
-// values of ctx. It is done d after ctx is done, or when cancel is called.
+// values of ctx. It is done d after ctx is done, or when cancel is called. In the last quietTime
+// before that, Splice ends the connections that are silent, see watchdog.look.
 func Grace(ctx context.Context, d time.Duration) (graced context.Context, cancel context.CancelFunc) {
-	graced, cancelCtx := context.WithCancel(context.WithoutCancel(ctx))
+	end := new(graceEnd)
+	graced, cancelCtx := context.WithCancel(context.WithValue(context.WithoutCancel(ctx), graceKey{}, end))
 	stop := context.AfterFunc(ctx, func() {
+		end.at.Store(time.Now().Add(d).UnixNano())
 		select {
 		case <-time.After(d):
 			cancelCtx()

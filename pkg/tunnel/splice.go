@@ -30,7 +30,8 @@ const copySize = 32 << 10
 //   - when b takes no more bytes, Splice shuts down reading from a (CloseRead), and b's
 //     remaining bytes still reach a.
 //
-// If ctx ends first, Splice resets both. If this process dies, the kernel resets both: see
+// If ctx ends first, Splice resets both. Before the end of a ctx that Grace has returned, it resets
+// them at a quiet moment if it can. If this process dies, the kernel resets both: see
 // ResetOnDeath. err says why a direction ended early; nil: both ended cleanly.
 func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	resetBoth := func() {
@@ -47,7 +48,8 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 
 	var errAB, errBA error
 	var wg sync.WaitGroup
-	dog := &watchdog{resetBoth: resetBoth}
+	end, _ := ctx.Value(graceKey{}).(*graceEnd)
+	dog := &watchdog{resetBoth: resetBoth, end: end, moved: movedBy(a, b)}
 	ab, ba := newDirection(a, dog), newDirection(b, dog)
 	// A direction that waits for a silent source learns only by this callback that its
 	// destination takes no more bytes.
@@ -117,6 +119,8 @@ const (
 	// lookInterval is how often Splice asks the kernel about connections that no goroutine may
 	// be reading.
 	lookInterval = 5 * time.Second
+	// quietInterval replaces lookInterval while Splice looks for a quiet moment.
+	quietInterval = 100 * time.Millisecond
 )
 
 // allAcked waits at most limit until the peer of socket c has acknowledged all bytes written to
@@ -293,20 +297,39 @@ func isLost(err error) bool {
 // lookInterval.
 type watchdog struct {
 	resetBoth func()       // set once
+	end       *graceEnd    // of Splice's ctx; nil: it has none; set once
+	moved     func() int64 // see mover; nil: neither conn is one of the tunnel; set once
 	both      []*direction // set by start, before any other call
 
 	mu       sync.Mutex  // guards the following and direction.srcLost
-	check    *time.Timer // calls look; nil: neither source is a socket
+	check    *time.Timer // calls look; nil: there is nothing to look at
 	deadline *time.Timer // calls expire; nil until a connection is lost
 	reads    int64       // of lost sources, when deadline was last set
 	stopped  bool        // Splice is about to return
+
+	movedThen  int64     // what moved has last returned
+	quietSince time.Time // when look first saw movedThen; zero: look has not asked yet
+}
+
+// mover is a conn of the tunnel. It counts the bytes that it has sent and received.
+type mover interface{ Moved() int64 }
+
+// movedBy returns the count of the conn of the tunnel, or nil if neither conn is one.
+func movedBy(a, b net.Conn) func() int64 {
+	for _, c := range []net.Conn{b, a} {
+		if m, ok := c.(mover); ok {
+			return m.Moved
+		}
+	}
+	return nil
 }
 
 func (w *watchdog) start(both ...*direction) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.both = both
-	if slices.ContainsFunc(both, func(d *direction) bool { return d.src != nil }) {
+	quiet := w.end != nil && w.moved != nil
+	if quiet || slices.ContainsFunc(both, func(d *direction) bool { return d.src != nil }) {
 		w.check = time.AfterFunc(lookInterval, w.look)
 	}
 }
@@ -322,19 +345,38 @@ func (w *watchdog) stop() {
 	}
 }
 
-// look asks the kernel whether either socket is lost.
+// look asks the kernel whether either socket is lost. While the process stops, it also looks for a
+// quiet moment: a conn that nobody has used for a quarter of the time that is left ends now. The end
+// of the grace period would cut it anyway, maybe in the middle of an answer. Callers such as
+// kube-apiserver keep conns for later requests, and pass half of an answer on as if it were whole.
 func (w *watchdog) look() {
+	if w.lookAgain() {
+		w.resetBoth()
+	}
+}
+
+// lookAgain is look, but returns true instead of ending a quiet conn.
+func (w *watchdog) lookAgain() (quiet bool) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if w.stopped {
-		return
+		return false
 	}
 	for _, d := range w.both {
 		if d.src != nil && isLost(pendingError(d.src)) {
 			w.loseLocked(d)
 		}
 	}
-	w.check.Reset(lookInterval)
+	now, next := time.Now(), lookInterval
+	if left, ends := w.end.left(now); ends && left <= quietTime && w.moved != nil {
+		next = quietInterval
+		if moved := w.moved(); w.quietSince.IsZero() || moved != w.movedThen {
+			w.movedThen, w.quietSince = moved, now
+		}
+		quiet = now.Sub(w.quietSince) >= left/4
+	}
+	w.check.Reset(next)
+	return quiet
 }
 
 // lose records that the kernel has abandoned the source of d.

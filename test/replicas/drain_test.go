@@ -1,15 +1,19 @@
 package replicas
 
 import (
+	"crypto/tls"
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
+	"net"
 	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
 
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/tunnel"
 	"tunnel.example/tunnel/test/rig"
 )
 
@@ -139,4 +143,36 @@ func (f *fleet) exits(r *rig.Replica) time.Duration {
 	}
 	f.forget(&r.Member)
 	return time.Since(since)
+}
+
+// TestIdleConnsLetAReplicaStop: connections that callers keep for later requests, as kube-apiserver does,
+// end before the grace period is over, so that its end cuts no request short.
+func TestIdleConnsLetAReplicaStop(t *testing.T) {
+	beside(t)
+	f := newFleet(t, size{replicas: local(2), edges: 1})
+	stops := f.Replicas[f.ports[0].holder()]
+	node := f.nodes[0]
+	plain, err := net.Dial("tcp", stops.Door(door(node, "echo")))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer plain.Close()
+	passed, err := tls.Dial("tcp", stops.HTTPSDoor(), &tls.Config{
+		MinVersion: tls.VersionTLS13, RootCAs: f.pool(), ServerName: node,
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer passed.Close()
+	if _, err := io.WriteString(plain, "x"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := io.ReadFull(plain, make([]byte, 1)); err != nil {
+		t.Fatal(err)
+	}
+	f.terminate(stops)
+	if took := f.exits(stops); took >= tunnel.GracePeriod-time.Second {
+		t.Errorf("the replica ended %v after SIGTERM: it has waited for connections that nobody used", took)
+	}
+	f.start(&stops.Member)
 }

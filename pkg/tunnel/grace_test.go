@@ -1,0 +1,73 @@
+package tunnel
+
+import (
+	"context"
+	"net"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// movingConn is a conn of the tunnel whose bytes the test counts itself.
+type movingConn struct {
+	net.Conn
+	moved atomic.Int64
+}
+
+func (c *movingConn) Moved() int64 { return c.moved.Load() }
+
+// TestQuietEnd: in the last ten seconds of a grace period, a conn ends as soon as it has been silent for a
+// quarter of the time that is left. A conn that is never silent ends with the grace period.
+func TestQuietEnd(t *testing.T) {
+	for _, test := range []struct {
+		name     string
+		interval time.Duration // between two answers; 0: there is none
+		earliest time.Duration // when the conn may end, after the process was asked to stop
+		latest   time.Duration
+	}{
+		{"silent", 0, 15 * time.Second, 23 * time.Second},
+		{"a request every 2 s", 2 * time.Second, 15 * time.Second, 24 * time.Second},
+		{"a request every 50 ms", 50 * time.Millisecond, 25 * time.Second, 25 * time.Second},
+	} {
+		t.Run(test.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				process, stop := context.WithCancel(t.Context())
+				defer stop()
+				ctx, cancel := Grace(process, GracePeriod)
+				defer cancel()
+				_, a := net.Pipe()
+				_, b := net.Pipe()
+				target := &movingConn{Conn: b}
+				done := splice(t, ctx, a, target)
+				time.Sleep(7 * time.Second) // Splice has looked once before
+				stop()
+				stopped := time.Now()
+				var answered time.Time
+				if test.interval > 0 {
+					ticker := time.NewTicker(test.interval)
+					defer ticker.Stop()
+				requests:
+					for {
+						select {
+						case <-ticker.C:
+							target.moved.Add(100)
+							answered = time.Now()
+						case <-done:
+							break requests
+						}
+					}
+				} else {
+					<-done
+				}
+				took := time.Since(stopped)
+				if took < test.earliest || took > test.latest {
+					t.Errorf("the conn ended after %v, want %v to %v", took, test.earliest, test.latest)
+				}
+				if left := GracePeriod - took; left > 0 && !answered.IsZero() && time.Since(answered) < left/4 {
+					t.Errorf("the conn ended %v after an answer, with %v left", time.Since(answered), left)
+				}
+			})
+		})
+	}
+}
