@@ -74,7 +74,8 @@ type Conn struct {
 	remote   Addr
 	gone     func() // see Config.Gone
 
-	moved atomic.Int64 // see Moved
+	moved    atomic.Int64 // see Answered
+	answered atomic.Bool  // see Answered
 
 	over chan struct{} // closed when the conn is to end, or has ended; then err is set
 	out  sendHalf
@@ -158,8 +159,10 @@ var (
 func (c *Conn) LocalAddr() net.Addr  { return c.local }
 func (c *Conn) RemoteAddr() net.Addr { return c.remote }
 
-// Moved returns how many bytes the conn has sent and received. It goes on to grow while the conn is in use.
-func (c *Conn) Moved() int64 { return c.moved.Load() }
+// Answered reports whether the last bytes of the conn came from the other side, and WriteTo has written
+// them: so far, an answer has followed each request. moved counts the bytes of both directions. At the
+// edge, Answered is always false.
+func (c *Conn) Answered() (moved int64, ok bool) { return c.moved.Load(), c.answered.Load() }
 
 // SetDeadline sets both deadlines.
 func (c *Conn) SetDeadline(t time.Time) error {

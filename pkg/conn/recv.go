@@ -171,6 +171,7 @@ func (c *Conn) pass(m *incoming, open bool) bool {
 func (c *Conn) received(n int) {
 	c.counters.BytesReceived.Add(uint64(n))
 	c.traffic.Receive(n)
+	c.answered.Store(false)
 	c.moved.Add(int64(n))
 	if !c.in.heard.Load() {
 		c.in.heard.Store(true)
@@ -231,6 +232,7 @@ func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 		if size := m.data.Len(); size > 0 {
 			c.received(size)
 			written, err := writeChunk(w, &m, &vec)
+			c.answered.Store(!c.isEdge)
 			m.free()
 			n += written
 			if err != nil {

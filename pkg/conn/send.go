@@ -201,7 +201,10 @@ func (c *Conn) send(o *outgoing) error {
 	}
 	c.counters.BytesSent.Add(uint64(o.n))
 	c.traffic.Send(o.n)
-	c.moved.Add(int64(o.n))
+	if o.n > 0 {
+		c.answered.Store(false)
+		c.moved.Add(int64(o.n))
+	}
 	c.mu.Lock()
 	c.out.sent += o.n + chunkOverhead
 	if o.fin {

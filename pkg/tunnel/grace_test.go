@@ -12,23 +12,27 @@ import (
 // movingConn is a conn of the tunnel whose bytes the test counts itself.
 type movingConn struct {
 	net.Conn
-	moved atomic.Int64
+	moved   atomic.Int64
+	pending bool // a request has no answer yet
 }
 
-func (c *movingConn) Moved() int64 { return c.moved.Load() }
+func (c *movingConn) Answered() (moved int64, ok bool) { return c.moved.Load(), !c.pending }
 
 // TestQuietEnd: in the last ten seconds of a grace period, a conn ends as soon as it has been silent for a
-// quarter of the time that is left. A conn that is never silent ends with the grace period.
+// quarter of the time that is left. A conn that is never silent, or whose caller waits for an answer, ends
+// with the grace period.
 func TestQuietEnd(t *testing.T) {
 	for _, test := range []struct {
 		name     string
+		pending  bool
 		interval time.Duration // between two answers; 0: there is none
 		earliest time.Duration // when the conn may end, after the process was asked to stop
 		latest   time.Duration
 	}{
-		{"silent", 0, 15 * time.Second, 23 * time.Second},
-		{"a request every 2 s", 2 * time.Second, 15 * time.Second, 24 * time.Second},
-		{"a request every 50 ms", 50 * time.Millisecond, 25 * time.Second, 25 * time.Second},
+		{"silent", false, 0, 15 * time.Second, 23 * time.Second},
+		{"a request every 2 s", false, 2 * time.Second, 15 * time.Second, 24 * time.Second},
+		{"a request that waits for its answer", true, 0, 25 * time.Second, 25 * time.Second},
+		{"a request every 50 ms", false, 50 * time.Millisecond, 25 * time.Second, 25 * time.Second},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -38,7 +42,7 @@ func TestQuietEnd(t *testing.T) {
 				defer cancel()
 				_, a := net.Pipe()
 				_, b := net.Pipe()
-				target := &movingConn{Conn: b}
+				target := &movingConn{Conn: b, pending: test.pending}
 				done := splice(t, ctx, a, target)
 				time.Sleep(7 * time.Second) // Splice has looked once before
 				stop()

@@ -49,7 +49,7 @@ func Splice(ctx context.Context, a, b net.Conn) (aToB, bToA int64, err error) {
 	var errAB, errBA error
 	var wg sync.WaitGroup
 	end, _ := ctx.Value(graceKey{}).(*graceEnd)
-	dog := &watchdog{resetBoth: resetBoth, end: end, moved: movedBy(a, b)}
+	dog := &watchdog{resetBoth: resetBoth, end: end, target: answererOf(a, b)}
 	ab, ba := newDirection(a, dog), newDirection(b, dog)
 	// A direction that waits for a silent source learns only by this callback that its
 	// destination takes no more bytes.
@@ -298,7 +298,7 @@ func isLost(err error) bool {
 type watchdog struct {
 	resetBoth func()       // set once
 	end       *graceEnd    // of Splice's ctx; nil: it has none; set once
-	moved     func() int64 // see mover; nil: neither conn is one of the tunnel; set once
+	target    answerer     // nil: neither conn is one of the tunnel; set once
 	both      []*direction // set by start, before any other call
 
 	mu       sync.Mutex  // guards the following and direction.srcLost
@@ -307,18 +307,19 @@ type watchdog struct {
 	reads    int64       // of lost sources, when deadline was last set
 	stopped  bool        // Splice is about to return
 
-	movedThen  int64     // what moved has last returned
-	quietSince time.Time // when look first saw movedThen; zero: look has not asked yet
+	moved      int64     // what target.Answered has last returned
+	quietSince time.Time // when look first saw moved; zero: look has not asked yet
 }
 
-// mover is a conn of the tunnel. It counts the bytes that it has sent and received.
-type mover interface{ Moved() int64 }
+// answerer is a conn of the tunnel. Answered returns how many bytes the conn has sent and received. ok
+// is true if the last of them came from the target, and were handed on.
+type answerer interface{ Answered() (moved int64, ok bool) }
 
-// movedBy returns the count of the conn of the tunnel, or nil if neither conn is one.
-func movedBy(a, b net.Conn) func() int64 {
+// answererOf returns the conn of the tunnel; nil: neither conn is one.
+func answererOf(a, b net.Conn) answerer {
 	for _, c := range []net.Conn{b, a} {
-		if m, ok := c.(mover); ok {
-			return m.Moved
+		if t, ok := c.(answerer); ok {
+			return t
 		}
 	}
 	return nil
@@ -328,7 +329,7 @@ func (w *watchdog) start(both ...*direction) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	w.both = both
-	quiet := w.end != nil && w.moved != nil
+	quiet := w.end != nil && w.target != nil
 	if quiet || slices.ContainsFunc(both, func(d *direction) bool { return d.src != nil }) {
 		w.check = time.AfterFunc(lookInterval, w.look)
 	}
@@ -346,9 +347,10 @@ func (w *watchdog) stop() {
 }
 
 // look asks the kernel whether either socket is lost. While the process stops, it also looks for a
-// quiet moment: a conn that nobody has used for a quarter of the time that is left ends now. The end
-// of the grace period would cut it anyway, maybe in the middle of an answer. Callers such as
-// kube-apiserver keep conns for later requests, and pass half of an answer on as if it were whole.
+// quiet moment: a conn ends now if its caller has all that the target has sent, and nothing has come
+// from either for a quarter of the time that is left. The end of the grace period would cut it anyway,
+// maybe in the middle of an answer. Callers such as kube-apiserver keep conns for later requests, and
+// pass half of an answer on as if it were whole.
 func (w *watchdog) look() {
 	if w.lookAgain() {
 		w.resetBoth()
@@ -368,15 +370,26 @@ func (w *watchdog) lookAgain() (quiet bool) {
 		}
 	}
 	now, next := time.Now(), lookInterval
-	if left, ends := w.end.left(now); ends && left <= quietTime && w.moved != nil {
+	if left, ends := w.end.left(now); ends && left <= quietTime && w.target != nil {
 		next = quietInterval
-		if moved := w.moved(); w.quietSince.IsZero() || moved != w.movedThen {
-			w.movedThen, w.quietSince = moved, now
+		moved, answered := w.target.Answered()
+		if w.quietSince.IsZero() || moved != w.moved || !answered || w.unackedLocked() {
+			w.moved, w.quietSince = moved, now
 		}
 		quiet = now.Sub(w.quietSince) >= left/4
 	}
 	w.check.Reset(next)
 	return quiet
+}
+
+// unackedLocked reports whether bytes are on their way to a socket's peer. The caller holds mu.
+func (w *watchdog) unackedLocked() (some bool) {
+	for _, d := range w.both {
+		if d.src != nil {
+			d.src.Control(func(fd uintptr) { some = some || unacked(fd) > 0 }) //nolint:errcheck // a closed socket has none
+		}
+	}
+	return some
 }
 
 // lose records that the kernel has abandoned the source of d.
