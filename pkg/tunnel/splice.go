@@ -386,7 +386,7 @@ func (w *watchdog) lookAgain() (quiet bool) {
 func (w *watchdog) unackedLocked() (some bool) {
 	for _, d := range w.both {
 		if d.src != nil {
-			d.src.Control(func(fd uintptr) { some = some || unacked(fd) > 0 }) //nolint:errcheck // a closed socket has none
+			_ = d.src.Control(func(fd uintptr) { some = some || unacked(fd) > 0 }) // A closed socket has none.
 		}
 	}
 	return some
