@@ -45,7 +45,7 @@ version() { # VERSION
   build "$home/parts/sample-apiserver" "$sums" go build "${of[@]}" k8s.io/sample-apiserver
   build "$home/parts/etcd" "$sums" go build "${of[@]}" go.etcd.io/etcd/server/v3
   registries "$home/registries.yaml"
-  "$home/bin/e2e.test" --kube-test-repo-list="$home/registries.yaml" --list-images | sort -u >"$home/images.txt"
+  KUBE_TEST_REPO_LIST=$home/registries.yaml "$home/bin/e2e.test" --list-images | sort -u >"$home/images.txt"
   make_images "$home" "$src"
 }
 

@@ -169,8 +169,9 @@ func (s *suite) run(ctx context.Context, t *testing.T, c *cluster, door conforma
 		"--output-dir="+filepath.Dir(report), "--junit-report="+filepath.Base(report),
 		"--focus="+conformance.Focus(door.Runs(s.groups)),
 		filepath.Join(s.home, "bin", "e2e.test"), "--", "--provider=skeleton", "--kubeconfig="+c.path("admin.kubeconfig"),
-		"--kubectl-path="+filepath.Join(s.home, "bin", "kubectl"), "--node-os-arch="+runtime.GOARCH, "--disable-log-dump",
-		"--kube-test-repo-list="+filepath.Join(s.home, "registries.yaml"))
+		"--kubectl-path="+filepath.Join(s.home, "bin", "kubectl"), "--node-os-arch="+runtime.GOARCH, "--disable-log-dump")
+	// Not by --kube-test-repo-list: test/e2e/common/util.go of Kubernetes chooses images before it reads its flags.
+	cmd.Env = append(cmd.Environ(), "KUBE_TEST_REPO_LIST="+filepath.Join(s.home, "registries.yaml"))
 	cmd.Stdout, cmd.Stderr = log, log
 	began := time.Now()
 	p, err := start(cmd)
