@@ -39,7 +39,7 @@ func TestConformance(t *testing.T) {
 		var run conformance.Run
 		passed := t.Run(v, func(t *testing.T) { run = testVersion(ctx, t, program, v) })
 		t.Logf("\n%s", conformance.Table([]conformance.Run{run}))
-		if passed && len(run.Results) == 1+len(conformance.Doors()) { // no -run flag has left a door out
+		if passed && len(run.Results) == 1+len(conformance.Doors()) { // each door has a report that passes
 			replace(t, run)
 		}
 	}
@@ -96,9 +96,11 @@ func testVersion(ctx context.Context, t *testing.T, program, version string) con
 	direct := run.Results[control.Key]
 	if direct == nil { // the flag -run left it out
 		direct = s.results(t, control)
+		run.Results[control.Key] = direct
 	}
 	t.Run("nat", func(t *testing.T) {
 		c := upCluster(ctx, t, settings...)
+		run.Version = s.serverVersion(ctx, t, c)
 		preparePods(ctx, t, c)
 		volume := c.mounted(ctx, t, "edge2")
 		for _, d := range conformance.Doors() {
@@ -116,9 +118,20 @@ func testVersion(ctx context.Context, t *testing.T, program, version string) con
 				}
 				door.used(ctx, t)
 				s.webSockets(ctx, t, c, received)
+				if t.Failed() { // a later run must not count this report; the log names the failures, too
+					os.Rename(s.report(t, d), s.report(t, d)+".failed")
+				}
 			})
 		}
 	})
+	for _, d := range conformance.Doors() { // the flag -run left some out: their last run counts, if it passed
+		if _, err := os.Stat(s.report(t, d)); run.Results[d.Key] != nil || err != nil {
+			continue
+		}
+		if last := s.results(t, d); len(conformance.Judge(s.groups, d, direct, last)) == 0 {
+			run.Results[d.Key] = last
+		}
+	}
 	return run
 }
 
