@@ -16,6 +16,9 @@ const Program = "tunnel-cni"
 // first.
 const ListFile = "10-tunnel.conflist"
 
+// RulesTable is the name of the nftables table (family inet) with the rules of an edge.
+const RulesTable = "tunnel-cni"
+
 // ListName is the name of the network in that file.
 const ListName = "tunnel"
 
@@ -44,16 +47,36 @@ func NewConf(subnets []netip.Prefix) (*Conf, error) {
 	return conf, conf.validate()
 }
 
-// portmap is the stock plugin for ports of the host.
+// Stock plugins that an edge can chain behind Program.
 const (
-	portmap         = "portmap"
-	portmapProvides = "portMappings"
+	Portmap   = "portmap"   // ports of the host
+	Bandwidth = "bandwidth" // limits of a pod's bandwidth
 )
+
+// stock returns them in the order of the chain, with the capability of each.
+func stock() []plugin {
+	return []plugin{
+		{Type: Portmap, Capabilities: map[string]bool{"portMappings": true}},
+		{Type: Bandwidth, Capabilities: map[string]bool{"bandwidth": true}},
+	}
+}
 
 // List is what an edge chooses in the network configuration that it writes.
 type List struct {
 	Subnets []netip.Prefix
-	Portmap []string // versions of the specification that the stock plugin portmap speaks; nil: no ports of the host
+	// Chained has the stock plugins of the chain by name, and the versions of the specification that each speaks.
+	Chained map[string][]string
+}
+
+// With returns the list with one more stock plugin in the chain.
+func (l List) With(program string, versions []string) List {
+	chained := map[string][]string{program: versions}
+	for other, speaks := range l.Chained {
+		if other != program {
+			chained[other] = speaks
+		}
+	}
+	return List{l.Subnets, chained}
 }
 
 // Marshal returns the network configuration. It announces versions that all its plugins speak: a runtime takes the
@@ -62,28 +85,29 @@ func (l List) Marshal() ([]byte, error) {
 	if _, err := NewConf(l.Subnets); err != nil {
 		return nil, err
 	}
-	out := list{CNIVersions: versionsWith(l.Portmap), Name: ListName,
-		Plugins: []plugin{{Type: Program, Subnets: l.Subnets}}}
-	if len(out.CNIVersions) == 0 {
-		return nil, fmt.Errorf("no version of the CNI specification is common: %s speaks %q, portmap speaks %q", Program,
-			Versions().SupportedVersions(), l.Portmap)
+	out := list{Name: ListName, Plugins: []plugin{{Type: Program, Subnets: l.Subnets}}}
+	common := Versions().SupportedVersions()
+	for _, p := range stock() {
+		speaks, ok := l.Chained[p.Type]
+		if !ok {
+			continue
+		}
+		both := slices.DeleteFunc(slices.Clone(common), func(v string) bool { return !slices.Contains(speaks, v) })
+		if len(both) == 0 {
+			return nil, fmt.Errorf("no version of the CNI specification is common: the plugins before %s speak %q, "+
+				"%s speaks %q", p.Type, common, p.Type, speaks)
+		}
+		common, out.Plugins = both, append(out.Plugins, p)
 	}
+	out.CNIVersions = announced(common)
 	out.CNIVersion = out.CNIVersions[0]
-	if l.Portmap != nil {
-		out.Plugins = append(out.Plugins, plugin{Type: portmap, Capabilities: map[string]bool{portmapProvides: true}})
-	}
 	data, err := json.MarshalIndent(out, "", "  ")
 	return append(data, '\n'), err
 }
 
-// versionsWith returns the versions to announce if portmap speaks others; nil is no portmap. Versions before 1.0.0
-// are only announced without a later one, and then the highest of them.
-func versionsWith(others []string) (common []string) {
-	for _, version := range Versions().SupportedVersions() {
-		if others == nil || slices.Contains(others, version) {
-			common = append(common, version)
-		}
-	}
+// announced returns the versions to announce of those that all plugins speak. Versions before 1.0.0 are only announced
+// without a later one, and then the highest of them.
+func announced(common []string) []string {
 	early := func(version string) bool { return strings.HasPrefix(version, "0.") }
 	if i := slices.IndexFunc(common, func(v string) bool { return !early(v) }); i >= 0 {
 		return common[i:]
@@ -91,8 +115,8 @@ func versionsWith(others []string) (common []string) {
 	return common[max(0, len(common)-1):]
 }
 
-// UnmarshalList reads a network configuration that an edge has written. Portmap has the versions that the file
-// announces.
+// UnmarshalList reads a network configuration that an edge has written. Each chained plugin has the versions that the
+// file announces.
 func UnmarshalList(data []byte) (l List, err error) {
 	var in list
 	if err := json.Unmarshal(data, &in); err != nil {
@@ -106,8 +130,8 @@ func UnmarshalList(data []byte) (l List, err error) {
 				return List{}, err
 			}
 			l.Subnets = conf.Subnets
-		case portmap:
-			l.Portmap = append([]string{in.CNIVersion}, in.CNIVersions...)
+		case Portmap, Bandwidth:
+			l = l.With(p.Type, append([]string{in.CNIVersion}, in.CNIVersions...))
 		}
 	}
 	if l.Subnets == nil {
@@ -147,11 +171,13 @@ func Foreign(data []byte) string {
 		return fmt.Sprintf("the name %q", in.Name)
 	}
 	for _, p := range in.Plugins {
-		if p.Type != Program && p.Type != portmap {
+		known := append(stock(), plugin{Type: Program})
+		i := slices.IndexFunc(known, func(k plugin) bool { return k.Type == p.Type })
+		if i < 0 {
 			return fmt.Sprintf("the plugin %q", p.Type)
 		}
 		for capability := range p.Capabilities {
-			if p.Type != portmap || capability != portmapProvides {
+			if !known[i].Capabilities[capability] {
 				return fmt.Sprintf("the capability %q", capability)
 			}
 		}

@@ -212,6 +212,28 @@ func (s *store) repairBy(links map[attachment][]netip.Addr, err error, boot stri
 	return errors.Join(err, s.heal(goneAt(boot), now))
 }
 
+// ReleaseOtherBoots releases the addresses in a folder that were reserved in another boot of this machine, and whose
+// pods are gone: after a reboot, nobody calls DEL. An ADD of this boot may have a reservation and no link yet, so those
+// are left to the plugin. No folder is no error. It does not wait for the lock: a plugin may be stuck with it, and the
+// edge has more to do.
+func ReleaseOtherBoots(dir string) error {
+	s, err := tryExisting(dir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	defer s.close()
+	boot := bootID()
+	if boot == "" {
+		return errors.New("the kernel does not name this boot")
+	}
+	gone := goneAt(boot)
+	err = s.releaseGone(func(r *Reservation) bool { return r.BootID != boot && gone(r) }, time.Now().UTC())
+	return errors.Join(err, s.flush())
+}
+
 // checkSure returns an error if an address without a reservation may belong to a running pod.
 func (s *store) checkSure() error {
 	if s.unsure == nil {

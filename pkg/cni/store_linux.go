@@ -49,13 +49,18 @@ func openStore(dir string) (*store, error) {
 }
 
 // openExisting is openStore for a folder that must be there.
-func openExisting(dir string) (*store, error) {
+func openExisting(dir string) (*store, error) { return openLocked(dir, unix.LOCK_EX) }
+
+// tryExisting is openExisting that fails while another process has the lock.
+func tryExisting(dir string) (*store, error) { return openLocked(dir, unix.LOCK_EX|unix.LOCK_NB) }
+
+func openLocked(dir string, lock int) (*store, error) {
 	folder, err := os.Open(dir)
 	if err != nil {
 		return nil, fmt.Errorf("opening the folder of reservations: %w", err)
 	}
 	s := &store{dir: dir, folder: folder}
-	if err = retryEINTR(func() error { return unix.Flock(int(folder.Fd()), unix.LOCK_EX) }); err != nil {
+	if err = retryEINTR(func() error { return unix.Flock(int(folder.Fd()), lock) }); err != nil {
 		err = fmt.Errorf("locking %s: %w", dir, err)
 	} else {
 		err = s.read()

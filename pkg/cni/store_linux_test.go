@@ -156,6 +156,56 @@ func TestReboot(t *testing.T) {
 	}
 }
 
+// The edge starts after a reboot, before the runtime calls the plugin: addresses of the earlier boot are free, and
+// remembered. A pod of this boot keeps its address, though its link is not there yet.
+func TestReleaseOtherBoots(t *testing.T) {
+	n := newNode(t, "10.88.1.0/24")
+	if err := ReleaseOtherBoots(n.conf.DataDir); err != nil {
+		t.Errorf("without a folder: %v", err)
+	}
+	before := n.add(n.live("c1", "web-0"))
+	reboot(t, n)
+	s, err := openStore(n.conf.DataDir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	now := n.gone("c2", "db-0")
+	now.Address = netip.MustParseAddr("10.88.1.9")
+	if err := s.put(now); err != nil {
+		t.Fatal(err)
+	}
+	s.close()
+	if err := ReleaseOtherBoots(n.conf.DataDir); err != nil {
+		t.Error(err)
+	}
+	if used := n.inUse(); len(used) != 1 || used["10.88.1.9"] != "c2" {
+		t.Errorf("in use after the edge has started: %v, want the address of this boot alone", used)
+	}
+	want(t, "web-0, made again", n.add(n.live("c3", "web-0")), before)
+}
+
+// A plugin that is stuck with the lock does not keep the edge from starting.
+func TestReleaseOtherBootsLocked(t *testing.T) {
+	n := newNode(t, "10.88.1.0/24")
+	stuck, err := openStore(n.conf.DataDir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	released := make(chan error, 1) // capacity 1: the test may have failed
+	go func() { released <- ReleaseOtherBoots(n.conf.DataDir) }()
+	select {
+	case err = <-released:
+		if !errors.Is(err, unix.EWOULDBLOCK) {
+			t.Errorf("with the lock held: %v", err)
+		}
+		stuck.close()
+	case <-time.After(20 * time.Second):
+		t.Error("it waits for the lock")
+		stuck.close()
+		<-released
+	}
+}
+
 // A node without a battery for its clock boots in 1970, until a time server answers. What the boot released is
 // newer than everything before, though the clock says otherwise.
 func TestClockBehind(t *testing.T) {

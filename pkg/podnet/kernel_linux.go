@@ -39,6 +39,8 @@ func (linux) bridge(conf *cni.Conf) error {
 	return readOnlyError{err}
 }
 
+func (linux) release() error { return cni.ReleaseOtherBoots(cni.DefaultDataDir) }
+
 // readOnlyError says that settings of the kernel are wrong, and that the edge cannot write them. Everything else is
 // right.
 type readOnlyError struct{ error }
@@ -59,7 +61,7 @@ func withRights(err error) error {
 
 // tableName and chainName name the rules. Nobody else writes to the table.
 const (
-	tableName = "tunnel-cni"
+	tableName = cni.RulesTable
 	chainName = "postrouting"
 )
 

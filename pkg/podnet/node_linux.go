@@ -29,7 +29,11 @@ type Config struct {
 	BinDir  string         // folder of CNI plugins
 	Subnets []netip.Prefix // networks of the node's pods; nil: SetSubnets tells them
 	Routes  bool           // keep routes to the pods of neighbours; SetNeighbours tells them
-	Log     *slog.Logger
+	// Routed is told to which networks there are routes, after each attempt to make them; nil: nobody is.
+	Routed func([]netip.Prefix)
+	// Bandwidth says to chain the stock plugin bandwidth, which limits pods as their annotations say.
+	Bandwidth bool
+	Log       *slog.Logger
 }
 
 // Node keeps the network of one node's pods. It is a tunnel.Module.
@@ -40,7 +44,7 @@ type Node struct {
 	log    *slog.Logger
 	wake   chan struct{} // SetSubnets sends, Run receives; capacity 1: one wake-up stands for all before it
 
-	portmap portmap // owned by Run
+	asked map[string]answer // by stock plugin; owned by Run
 
 	mu      sync.Mutex // guards the following
 	subnets []netip.Prefix
@@ -58,11 +62,14 @@ type kernel interface {
 	masquerade(bridge string, subnets, direct []netip.Prefix) error
 	links(bridge string) ([]link, error)
 	routes(want []route) error
+	// release frees the addresses that pods of an earlier boot had.
+	release() error
 }
 
 // New returns a Node. It changes nothing before Run.
 func New(cfg Config) (*Node, error) {
-	n := &Node{cfg: cfg, kernel: linux{}, log: cfg.Log.With("module", name), wake: make(chan struct{}, 1)}
+	n := &Node{cfg: cfg, kernel: linux{}, log: cfg.Log.With("module", name), wake: make(chan struct{}, 1),
+		asked: make(map[string]answer)}
 	if cfg.Subnets != nil {
 		if _, err := cni.NewConf(cfg.Subnets); err != nil {
 			return nil, err
@@ -108,6 +115,9 @@ func (n *Node) wakeUp() {
 
 // Run implements tunnel.Module. What cannot be done now is tried again; Note says what it is.
 func (n *Node) Run(ctx context.Context) error {
+	if err := n.kernel.release(); err != nil {
+		n.log.Warn("addresses of an earlier boot are in use until the plugin adds a pod", "err", err)
+	}
 	n.remember()
 	n.rememberNeighbours()
 	ticker := time.NewTicker(interval)
@@ -180,7 +190,14 @@ func (n *Node) apply(ctx context.Context) error {
 	if err := n.kernel.masquerade(conf.Bridge, subnets, direct); err != nil {
 		return err
 	}
-	wrong = cmp.Or(wrong, n.kernel.routes(routes), n.keepNeighbours())
+	failed := n.kernel.routes(routes)
+	wrong = cmp.Or(wrong, failed, n.keepNeighbours())
+	if failed != nil {
+		direct = nil // it is not known which of them are there
+	}
+	if n.cfg.Routed != nil {
+		n.cfg.Routed(direct)
+	}
 	n.mu.Lock()
 	n.routed = len(routes)
 	n.mu.Unlock()
@@ -188,11 +205,11 @@ func (n *Node) apply(ctx context.Context) error {
 		return fmt.Errorf("%s has no program %s: install the program; until then there is no network configuration",
 			n.cfg.BinDir, cni.Program)
 	}
-	list, ports := n.withPortmap(ctx, cni.List{Subnets: subnets}, old)
+	list, lacks := n.withStock(ctx, cni.List{Subnets: subnets}, old)
 	if err := n.write(list, old); err != nil {
 		return err
 	}
-	return cmp.Or(others, ports, settings, wrong)
+	return cmp.Or(others, lacks, settings, wrong)
 }
 
 var errNoSubnets = errors.New("this node has no networks for pods: write podcidrs in [mode.edge.cni], " +
@@ -204,60 +221,80 @@ func (n *Node) has(program string) bool {
 	return err == nil && info.Mode().IsRegular() && info.Mode()&0o111 != 0
 }
 
-// portmap is what Run knows about the plugin portmap.
-type portmap struct {
+// answer is what Run knows about a stock plugin.
+type answer struct {
 	modified time.Time // of the file, when it was asked
 	size     int64
 	versions []string
 }
 
-// withPortmap adds portmap to a list, if it is installed or in the old file: it may be missing for a moment, while
-// it is upgraded, and pods that start then would never get their ports. The error says why there are no ports of the
-// host. A runtime takes one version of the specification for all plugins of a list, and fails every pod if one of
-// them does not speak it.
-func (n *Node) withPortmap(ctx context.Context, list cni.List, old []byte) (cni.List, error) {
-	before, _ := cni.UnmarshalList(old) // a damaged file has no portmap
-	with := cni.List{Subnets: list.Subnets, Portmap: before.Portmap}
-	if !n.has("portmap") {
-		if before.Portmap == nil {
-			return list, nil
-		}
-		return with, fmt.Errorf("%s has no program portmap, which %s names, so no pod starts: install portmap, or "+
-			"remove that file to do without ports of the host", n.cfg.BinDir, n.file())
+// withStock adds stock plugins to a list: portmap if it is installed, and bandwidth if the configuration asks for it.
+// The error says what does not work. A runtime takes one version of the specification for all plugins of a list, and
+// fails every pod if one of them does not speak it.
+func (n *Node) withStock(ctx context.Context, list cni.List, old []byte) (cni.List, error) {
+	before, _ := cni.UnmarshalList(old) // a damaged file has no stock plugin
+	has := func(program string) bool { return n.has(program) || before.Chained[program] != nil }
+	var ports, limits error
+	if has(cni.Portmap) {
+		list, ports = n.with(ctx, list, before, cni.Portmap, "ports of the host")
 	}
-	versions, err := n.askPortmap(ctx)
+	switch {
+	case !n.cfg.Bandwidth:
+	case has(cni.Bandwidth):
+		list, limits = n.with(ctx, list, before, cni.Bandwidth, "limits of bandwidth")
+	default:
+		limits = fmt.Errorf("limits of bandwidth do not work: %s has no program %s: install it, or remove bandwidth "+
+			"from [mode.edge.cni]", n.cfg.BinDir, cni.Bandwidth)
+	}
+	return list, cmp.Or(ports, limits)
+}
+
+// with adds a stock plugin that is installed, or in the old file: the program may be missing for a moment, while it is
+// upgraded, and pods that start then would never get what it is for.
+func (n *Node) with(ctx context.Context, list, before cni.List, program, purpose string) (cni.List, error) {
+	kept := list
+	if versions := before.Chained[program]; versions != nil {
+		kept = list.With(program, versions)
+	}
+	if !n.has(program) {
+		return kept, fmt.Errorf("%s has no program %s, which %s names, so no pod starts: install %s, or "+
+			"remove that file to do without %s", n.cfg.BinDir, program, n.file(), program, purpose)
+	}
+	versions, err := n.ask(ctx, program)
 	if err != nil {
-		return with, fmt.Errorf("ports of the host do not work: %w", err)
+		return kept, fmt.Errorf("%s do not work: %w", purpose, err)
 	}
-	with.Portmap = versions
+	with := list.With(program, versions)
 	if _, err := with.Marshal(); err != nil {
-		return list, fmt.Errorf("ports of the host do not work: install another portmap in %s: %w", n.cfg.BinDir, err)
+		return list, fmt.Errorf("%s do not work: install another %s in %s: %w", purpose, program, n.cfg.BinDir, err)
 	}
 	return with, nil
 }
 
-// askPortmap returns the versions of the specification that portmap speaks. It asks again when the file changes.
-func (n *Node) askPortmap(ctx context.Context) ([]string, error) {
-	program := filepath.Join(n.cfg.BinDir, "portmap")
-	info, err := os.Stat(program)
+// ask returns the versions of the specification that a stock plugin speaks. It asks again when the file changes.
+func (n *Node) ask(ctx context.Context, program string) ([]string, error) {
+	path := filepath.Join(n.cfg.BinDir, program)
+	info, err := os.Stat(path)
 	if err != nil {
 		return nil, err
 	}
-	if n.portmap.versions == nil || info.ModTime() != n.portmap.modified || info.Size() != n.portmap.size {
-		versions, err := versionsOf(ctx, program)
+	last := n.asked[program]
+	if last.versions == nil || info.ModTime() != last.modified || info.Size() != last.size {
+		versions, err := versionsOf(ctx, path)
 		if errors.Is(err, fs.ErrNotExist) {
 			versions, err = linkedElsewhere(), nil
 		}
 		if err != nil {
 			return nil, err
 		}
-		n.portmap = portmap{info.ModTime(), info.Size(), versions}
+		last = answer{info.ModTime(), info.Size(), versions}
+		n.asked[program] = last
 	}
-	return n.portmap.versions, nil
+	return last.versions, nil
 }
 
-// linkedElsewhere returns the versions of a portmap whose libraries are not here: it runs on the node, but not in the
-// container of the edge, which has none. Each portmap since 2021 (plugins v1.0.0) speaks these versions.
+// linkedElsewhere returns the versions of a stock plugin whose libraries are not here: it runs on the node, but not in
+// the container of the edge, which has none. Each stock plugin since 2021 (plugins v1.0.0) speaks these versions.
 func linkedElsewhere() []string { return []string{"0.3.1", "0.4.0", "1.0.0"} }
 
 // read returns the network configuration in the folder, or nil if there is none. It fails if a person has written

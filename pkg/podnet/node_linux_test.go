@@ -32,6 +32,8 @@ type fake struct {
 	here   []link // what links answers
 	calls  int
 	broken error // what bridge answers
+	exists error // what routes answers
+	freed  int   // how often the bridge was made before release; -1 without release
 }
 
 func (f *fake) bridge(*cni.Conf) error {
@@ -58,7 +60,14 @@ func (f *fake) routes(want []route) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.routed = want
-	return nil
+	return f.exists
+}
+
+func (f *fake) release() error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.freed = f.calls
+	return errors.New("a folder that the edge cannot write to")
 }
 
 // called returns how often the bridge was made.
@@ -83,7 +92,7 @@ func newNode(t *testing.T, subnets ...netip.Prefix) (*Node, *fake) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	k := &fake{}
+	k := &fake{freed: -1}
 	n.kernel = k
 	install(t, n, cni.Program)
 	return n, k
@@ -164,6 +173,9 @@ func TestConfigured(t *testing.T) {
 		wantNote(t, n, "")
 		if !slices.Equal(k.rules, []netip.Prefix{net4, net6}) {
 			t.Errorf("hidden behind the node are %v", k.rules)
+		}
+		if k.freed != 0 { // and that it fails changes nothing
+			t.Errorf("addresses of an earlier boot were released after %d calls for the bridge, want before all", k.freed)
 		}
 		n.SetSubnets([]netip.Prefix{netip.MustParsePrefix("10.99.0.0/24")})
 		synctest.Wait()
@@ -370,6 +382,42 @@ func TestPortmapMissing(t *testing.T) {
 		install(t, n, "portmap", "1.0.0")
 		check("")
 	})
+}
+
+// The plugin bandwidth is chained if the configuration asks for it. Without the program, pods start without limits, and
+// the note says so. Without the key, the chain is as before.
+func TestBandwidth(t *testing.T) {
+	n, _ := newNode(t, net4)
+	n.cfg.Bandwidth = true
+	chain := func(want bool) {
+		t.Helper()
+		data, err := os.ReadFile(n.file())
+		if err != nil || strings.Contains(string(data), `"bandwidth": true`) != want {
+			t.Errorf("the file is %s, %v; with bandwidth: %t", data, err, want)
+		}
+	}
+	runs(t, n, func(t *testing.T) {
+		look := func(note string, want bool) {
+			t.Helper()
+			time.Sleep(interval)
+			synctest.Wait()
+			wantNote(t, n, note)
+			chain(want)
+		}
+		look("has no program bandwidth: install it, or remove bandwidth", false)
+		install(t, n, "bandwidth", "1.0.0", "1.1.0")
+		look("", true)
+		if err := os.Remove(filepath.Join(n.cfg.BinDir, "bandwidth")); err != nil {
+			t.Fatal(err)
+		}
+		look("has no program bandwidth, which", true)
+		install(t, n, "bandwidth", "9.9.9")
+		look("limits of bandwidth do not work: install another bandwidth", false)
+		install(t, n, "bandwidth", "1.0.0")
+		look("", true)
+	})
+	n.cfg.Bandwidth = false
+	runs(t, n, func(*testing.T) { chain(false) })
 }
 
 // A person has written the file: the edge changes neither the file nor the node, and says so.

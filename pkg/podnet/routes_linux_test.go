@@ -1,6 +1,7 @@
 package podnet
 
 import (
+	"errors"
 	"net"
 	"net/netip"
 	"os"
@@ -66,6 +67,31 @@ func routed(t *testing.T) (*Node, *fake) {
 	n, k := newNode(t, net4, net6)
 	n.cfg.Routes, k.here = true, lan()
 	return n, k
+}
+
+// Others are told to which networks there are routes, and nothing while it is not known which of them are there.
+func TestRoutedIsTold(t *testing.T) {
+	n, k := routed(t)
+	told := []netip.Prefix{netip.MustParsePrefix("192.0.2.0/24")}
+	n.cfg.Routed = func(networks []netip.Prefix) { told = networks }
+	runs(t, n, func(t *testing.T) {
+		if len(told) != 0 {
+			t.Errorf("without neighbours: %v", told)
+		}
+		n.SetNeighbours([]Neighbour{neighbour("192.168.7.3", "10.88.2.0/24"), neighbour("192.168.9.3", "10.88.3.0/24")})
+		synctest.Wait()
+		if want := netip.MustParsePrefix("10.88.2.0/24"); !slices.Equal(told, []netip.Prefix{want}) {
+			t.Errorf("told are %v, want %v", told, want)
+		}
+		k.mu.Lock()
+		k.exists = errors.New("file exists")
+		k.mu.Unlock()
+		time.Sleep(interval)
+		synctest.Wait()
+		if len(told) != 0 {
+			t.Errorf("while a route cannot be made: %v", told)
+		}
+	})
 }
 
 // The cloud tells neighbours, changes them, and is away at the next start.
