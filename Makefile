@@ -12,9 +12,10 @@ LDFLAGS := -s -w -X main.version=$(VERSION)
 # program with that keeps every exported method. test/rig builds with the same tag.
 TAGS    := grpcnotrace
 PKGS    := ./...
-# Modules beside the main one, with code of ours. Two have none of these checks. test/cluster/src/kubeall would make
-# lint compile Kubernetes, and go mod tidy would break its go.mod (its README). metrics-server has no code of ours.
-MODULES := deployment/test pkg/stream/tunnelv1/gen test/cluster/src/coredns test/cluster/src/pki test/cni test/interop test/udp tools/release
+# Modules beside the main one, with code of ours. Three have none of these checks. test/cluster/src/kubeall and
+# test/services would make lint compile Kubernetes, and go mod tidy would break the go.mod of kubeall (its README).
+# metrics-server has no code of ours.
+MODULES := deployment/test test/cluster/src/coredns test/cluster/src/pki test/cni test/interop test/page test/udp tools/protobuf tools/release
 
 GOLANGCI    := go run github.com/golangci/golangci-lint/v2/cmd/golangci-lint@v2.15.0
 # v3.22.0 is the newest release whose requirements are all published versions.
@@ -94,6 +95,7 @@ cross: ## that everything builds for darwin and windows, for linux/arm64, and wi
 		go build ./cmd/... ./internal/... ./pkg/... ./conf/...; \
 		if [ $$GOOS = linux ]; then go vet $(PKGS); continue; fi; \
 		go list -f '{{range .GoFiles}}{{$$.Dir}}/{{.}} {{end}}' ./cmd/... ./internal/... ./pkg/... ./conf/... | while read -r files; do go vet $$files; done; \
+		go vet ./cmd/tunnel; \
 	done
 
 .PHONY: vuln
@@ -125,7 +127,7 @@ cover: ## test coverage, by package
 
 .PHONY: gen
 gen: ## generate the protobuf code again, without protoc
-	@go -C pkg/stream/tunnelv1/gen run . ..
+	@go -C tools/protobuf run . ../../pkg/stream/tunnelv1 ../../pkg/services/servicesv1
 
 .PHONY: docs
 docs: ## write the pages of docs/ that are made from the code: configuration, metrics, commands

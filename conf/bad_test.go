@@ -134,6 +134,9 @@ func TestBadCloud(t *testing.T) {
 		t.Fatal(err)
 	}
 	for _, b := range []bad{
+		{"servers for edges", server + "[mode.cloud.join]\nservers = [\"a:1\"]\n", []string{
+			`7: mode.cloud.join.servers: edges are told them with a certificate, and this cloud signs none: ` +
+				`remove it, or write ca and cakey`}},
 		{"empty server", "[mode.cloud]\n", []string{
 			`1: mode.cloud.stream.server.grpcport: missing: write the port that edges dial, such as grpcport = 9000`,
 			`1: mode.cloud.stream.server.cert: missing: write the server's certificate, such as cert = "cloud.crt"`,
@@ -155,6 +158,19 @@ channelzaddr = "10.0.0.1:7001"
 			`6: mode.cloud.stream.server.logport: -1 is not a port: write a number from 1 to 65535`,
 			`7: mode.cloud.stream.server.channelzaddr: "10.0.0.1:7001" is not an address on loopback: ` +
 				`write one such as "127.0.0.1:7001", or remove it`}},
+
+		{"the inventory's name", server + "[mode.cloud.admin]\ninventory = \"configmap:ns/nodes\"\n", []string{
+			`7: mode.cloud.admin.inventory: "ns/nodes" is not the name of a ConfigMap: use lower-case letters, digits, ` +
+				`'-' and '.', at most 253 of them, such as "configmap:tunnel-inventory"`}},
+		{"the inventory's namespace", server + "[mode.cloud.admin]\ninventory = \"configmap:nodes\"\n", []string{
+			`7: mode.cloud.admin.inventory: POD_NAMESPACE "" is not the namespace of the ConfigMap: ` +
+				`set it from the pod's metadata.namespace, or write the path of a file`}},
+		{"the page is not on loopback", server + "[mode.cloud.admin]\npage = \"0.0.0.0:9790\"\n", []string{
+			`7: mode.cloud.admin.page: "0.0.0.0:9790" is not an address on loopback, and the page shows every node without ` +
+				`a password: write page = "127.0.0.1:9790", and reach it by ssh -L 9790:127.0.0.1:9790 CLOUD, ` +
+				`or by kubectl port-forward POD 9790`}},
+		{"the page takes a port", server + "[mode.cloud.admin]\npage = \"127.0.0.1:9000\"\n", []string{
+			`7: mode.cloud.admin.page: port 9000 is taken by mode.cloud.stream.server.grpcport: choose another`}},
 
 		{"https addresses", server + `[mode.cloud.https]
 listen = "0.0.0.0:10250"
@@ -497,6 +513,21 @@ congestion = "tcp bbr"
 				`choose another`,
 			`11: mode.edge.stream.client.congestion: "tcp bbr" is not the name of a congestion control: ` +
 				`write "auto", "system", or a name such as "bbr"`}},
+		{"services", client + "[mode.edge.services]\nmode = \"full\"\ndirect = [\"10.0.0.1/8\", \"home\"]\n", []string{
+			`7: mode.edge.services.mode: this version has no mode "full": write mode = "relay", ` +
+				`and let kube-proxy run on the node`,
+			`8: mode.edge.services.direct: "10.0.0.1/8": did you mean "10.0.0.0/8"?`,
+			`8: mode.edge.services.direct: "home" is not a network: write one such as "10.88.1.0/24"`}},
+		{"no mode of services", client + "[mode.edge.services]\nmode = \"proxy\"\n", []string{
+			`7: mode.edge.services.mode: "proxy" is no mode: write mode = "relay"`}},
+		{"the domain of services", client + "[mode.edge.services]\ndns = true\nclusterdomain = \"cluster local\"\n", []string{
+			`8: mode.edge.services.clusterdomain: "cluster local" is no domain: write that of the cluster, such as ` +
+				`"cluster.local"`}},
+		{"a domain without dns", client + "[mode.edge.services]\nclusterdomain = \"k8s.example\"\n", []string{
+			`7: mode.edge.services.clusterdomain: not used: write dns = true, or remove the key`}},
+		{"updates", client + "updates = true\n", []string{
+			`6: mode.edge.stream.client.updates: the cloud tells them when the edge renews its certificate, ` +
+				`and this edge renews none: remove it, or join with tunnel join`}},
 		{"allow", client + "[mode.edge]\n" +
 			"allow = [\"10.0.0.0/8\", \"kubelet:10250\", \"self:10250\", \"10.0.0.0/8:99999\"]\n", []string{
 			`7: mode.edge.allow: allow entry "10.0.0.0/8": no port; write 10.0.0.0/8:PORT, or 10.0.0.0/8:* for any`,

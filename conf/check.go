@@ -153,6 +153,18 @@ func (r *report) loopback(key, addr string) {
 	}
 }
 
+// page reports an address of the status page that is not on loopback. "" is allowed.
+func (r *report) page(addr string) {
+	if addr == "" {
+		return
+	}
+	if host, _, ok := splitListen(addr); !ok || !isLoopback(host) {
+		r.add(adminTable+"page", "%q is not an address on loopback, and the page shows every node without a password: "+
+			`write page = "127.0.0.1:9790", and reach it by ssh -L 9790:127.0.0.1:9790 CLOUD, or by `+
+			"kubectl port-forward POD 9790", addr)
+	}
+}
+
 // listener is a TCP port, or a UDP port, that a replica or an edge opens.
 type listener struct {
 	key  string // names the listener in problems

@@ -30,10 +30,14 @@ type Cloud struct {
 	UDP         []UDPListener // [mode.cloud.udp] and [mode.cloud.udpallow], in the order of Listen
 	Limits      Limits        // [mode.cloud.limits]
 	Egress      Egress        // [mode.cloud.egress]
+	Services    CloudServices // [mode.cloud.services]
 	AdminSocket string        // [mode.cloud.admin] socket, a path; "": off
 	Audit       string        // [mode.cloud.audit] file, a path or AuditStdout; "": off
-	Inventory   string        // [mode.cloud.admin] inventory, a path; "": no file
+	Inventory   string        // [mode.cloud.admin] inventory, a path, or what InventoryMap reads; "": not kept
+	Namespace   string        // of the ConfigMap of the inventory
 	Forwards    string        // [mode.cloud.admin] forwards, a path; "": no file of forwards
+	Page        string        // [mode.cloud.admin] page, host:port of the status page on loopback; "": off
+	Traces      Traces        // [mode.cloud.traces]
 
 	src *source // nil if the value was made by hand
 }
@@ -255,11 +259,18 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 		UDP:         udpListeners(r.listeners(forwardUDP, t.UDP, t.UDPAllow)),
 		Limits:      newLimits(&t.Limits, r),
 		Egress:      newEgress(&t.Egress, r),
+		Services:    newCloudServices(t.Services, r),
 		AdminSocket: path(t.Admin.Socket),
 		Audit:       r.src.auditFile(t.Audit.File),
-		Inventory:   path(t.Admin.Inventory),
+		Inventory:   r.src.inventory(t.Admin.Inventory),
+		Namespace:   env.PodNamespace,
 		Forwards:    path(t.Admin.Forwards),
-		src:         r.src,
+		Page:        t.Admin.Page,
+		Traces: Traces{
+			Endpoint:   r.collector(cloudTracesTable, t.Traces.Endpoint),
+			PerMillion: t.Traces.PerMillion,
+		},
+		src: r.src,
 	}
 }
 
@@ -280,6 +291,49 @@ func (s *source) auditFile(file string) string {
 		return file
 	}
 	return s.path(file)
+}
+
+// inventoryMap stands before the name of a ConfigMap in [mode.cloud.admin] inventory.
+const inventoryMap = "configmap:"
+
+// InventoryMap returns the name of the ConfigMap that holds the inventory; "": a file does, or nothing.
+func (c *Cloud) InventoryMap() string {
+	name, is := strings.CutPrefix(c.Inventory, inventoryMap)
+	if !is {
+		return ""
+	}
+	return name
+}
+
+// AsksKubernetes reports whether the cloud needs Kubernetes for anything but the inventory.
+func (c *Cloud) AsksKubernetes() bool {
+	return c.DNS.ConfigMap != "" || c.Egress.AsksKubernetes() || c.HTTPS.AsksKubernetes() || c.Join.AsksKubernetes()
+}
+
+// inventory returns the path of the inventory, or the text with the name of a ConfigMap.
+func (s *source) inventory(where string) string {
+	if strings.HasPrefix(where, inventoryMap) {
+		return where
+	}
+	return s.path(where)
+}
+
+// checkInventory checks the name of a ConfigMap.
+func (c *Cloud) checkInventory(r *report) {
+	const key = adminTable + "inventory"
+	name, is := strings.CutPrefix(c.Inventory, inventoryMap)
+	switch {
+	case !is:
+	case !isSubdomain(name):
+		r.add(key, "%q is not the name of a ConfigMap: use lower-case letters, digits, '-' and '.', "+
+			"at most 253 of them, such as \"configmap:tunnel-inventory\"", name)
+	case name == c.DNS.ConfigMap:
+		r.add(key, "the ConfigMap %s holds the names of nodes: give the inventory one of its own, "+
+			"such as \"configmap:tunnel-inventory\"", name)
+	case !isLabel(c.Namespace):
+		r.add(key, "POD_NAMESPACE %q is not the namespace of the ConfigMap: set it from the pod's metadata.namespace, "+
+			"or write the path of a file", c.Namespace)
+	}
 }
 
 // tlsMode parses the key tls.
@@ -511,6 +565,9 @@ func (c *Cloud) check(r *report) {
 		l.line().check(forwardUDP, r)
 	}
 	c.Egress.check(r)
+	c.checkInventory(r)
+	r.page(c.Page)
+	c.checkTraces(r)
 	r.ports(c.listeners())
 	r.ports(c.udpListeners())
 }
@@ -675,6 +732,7 @@ func (c *Cloud) listeners() []listener {
 		listenerOf(serverTable+"websocket", c.Server.WebSocket),
 		{key: serverTable + "logport", port: c.Server.LogPort},
 		listenerOf(serverTable+"channelzaddr", c.Server.ChannelzAddr),
+		listenerOf(adminTable+"page", c.Page),
 		familyListenerOf(dnsTable+"listen", c.DNS.Listen), // UDP and TCP, so it collides with TCP ports too
 	}
 	for _, text := range slices.Sorted(maps.Keys(c.HTTPS.Ports)) {

@@ -11,7 +11,10 @@ type CNI struct {
 	ConfDir  string         // folder of the runtime's network configurations
 	BinDir   string         // folder of the CNI plugins
 	PodCIDRs []netip.Prefix // networks of the node's pods; nil: the cloud tells them
-	Routes   bool           // routes to the pods of nodes that are in one network with this one
+	// Routes is whether to keep routes to the pods of nodes that are in one network with this one.
+	Routes bool
+	// Bandwidth is whether to chain the stock plugin bandwidth.
+	Bandwidth bool
 }
 
 // Where container runtimes look by default.
@@ -25,18 +28,13 @@ func newCNI(t *cniKeys, r *report) CNI {
 	if t == nil {
 		return CNI{}
 	}
-	c := CNI{On: true, ConfDir: r.src.path(cmp.Or(t.ConfDir, DefaultConfDir)),
-		BinDir: r.src.path(cmp.Or(t.BinDir, DefaultBinDir)), Routes: t.Routes}
-	for _, text := range t.PodCIDRs {
-		prefix, err := netip.ParsePrefix(text)
-		switch {
-		case err != nil:
-			r.add(edgeTablePrefix+"cni.podcidrs", "%q is not a network: write one such as \"10.88.1.0/24\"", text)
-		case prefix != prefix.Masked():
-			r.add(edgeTablePrefix+"cni.podcidrs", "%q: did you mean %q?", text, prefix.Masked())
-		default:
-			c.PodCIDRs = append(c.PodCIDRs, prefix)
-		}
+	c := CNI{
+		On:        true,
+		ConfDir:   r.src.path(cmp.Or(t.ConfDir, DefaultConfDir)),
+		BinDir:    r.src.path(cmp.Or(t.BinDir, DefaultBinDir)),
+		Routes:    t.Routes,
+		Bandwidth: t.Bandwidth,
+		PodCIDRs:  r.prefixes(edgeTablePrefix+"cni.podcidrs", t.PodCIDRs),
 	}
 	return c
 }

@@ -40,6 +40,8 @@ type Edge struct {
 	// edge renews it. With NodeKey somebody else renews both files.
 	NodeCert string
 	NodeKey  string // file; "": the key is in NodeCert
+	// Updates: with each new certificate, the edge takes CAs and addresses that its cloud tells.
+	Updates bool
 
 	AllReplicas  bool   // open a session with every replica, not with one
 	Connections  int    // TCP connections of a session, its own included; 0: the default
@@ -53,7 +55,9 @@ type Edge struct {
 	EgressIdentifiers string       // [mode.edge.egress] identifiers: what this edge reaches
 	Konnectivity      Konnectivity // [mode.edge.konnectivity]
 	CNI               CNI          // [mode.edge.cni]
+	Services          EdgeServices // [mode.edge.services]
 	AdminSocket       string       // [mode.edge.admin] socket, a path; "": off
+	Collector         string       // [mode.edge.traces] endpoint, as Traces.Endpoint; "": off
 
 	src *source // nil if the value was made by hand
 }
@@ -99,6 +103,7 @@ func newEdge(t *edgeTable, env Env, r *report) *Edge {
 		TokenFile:    path(c.TokenFile),
 		NodeCert:     path(c.NodeCert),
 		NodeKey:      path(c.NodeKey),
+		Updates:      c.Updates,
 		Congestion:   r.congestion(clientTable+"congestion", c.Congestion),
 		Multipath:    c.Multipath,
 		LogPort:      c.LogPort,
@@ -111,7 +116,9 @@ func newEdge(t *edgeTable, env Env, r *report) *Edge {
 			Servers: k.Servers, CA: path(k.CA), Cert: path(k.Cert), Key: path(k.Key), TokenFile: path(k.TokenFile),
 		},
 		CNI:         newCNI(t.CNI, r),
+		Services:    newEdgeServices(t.Services, r),
 		AdminSocket: path(t.Admin.Socket),
+		Collector:   r.collector(edgeTablePrefix+"traces.", t.Traces.Endpoint),
 		src:         r.src,
 	}
 	if n := c.Connections; n < 0 || n > MaxConnections {
@@ -244,6 +251,10 @@ func (e *Edge) checkClient(r *report) {
 	if e.NodeKey != "" && e.NodeCert == "" {
 		r.add(t+"nodecert", "missing: nodekey is useless without its certificate, write nodecert or remove nodekey")
 	}
+	if e.Updates && !e.Renews() {
+		r.add(t+"updates", "the cloud tells them when the edge renews its certificate, and this edge renews none: "+
+			"remove it, or join with tunnel join")
+	}
 	r.file(t+"tokenfile", e.TokenFile)
 	// Without nodekey, tunnel join makes the file and the edge renews it, so the advice is to join again.
 	if e.NodeKey == "" {
@@ -259,6 +270,9 @@ func (e *Edge) checkClient(r *report) {
 		r.secret(t+"token", e.src.file)
 	}
 }
+
+// Renews reports whether this edge renews its certificate.
+func (e *Edge) Renews() bool { return e.NodeCert != "" && e.NodeKey == "" }
 
 // Places returns the places where the edge can reach the cloud, for dial.ParseServer.
 func (e *Edge) Places() []string {

@@ -1,6 +1,7 @@
 package conf
 
 import (
+	"slices"
 	"strings"
 	"time"
 
@@ -17,7 +18,9 @@ type Join struct {
 
 	// For the join tokens that tunnel token create makes.
 	Address string // host:port that edges dial
-	CloudCA string // file with the CA that signed the server's certificate
+	CloudCA string // file with the CA that signed the server's certificate; edges are told its content
+	// Servers are the addresses of the cloud that edges are told with each certificate, host:port; nil: none.
+	Servers []string
 
 	// ServiceAccount tokens of pods.
 	ServiceAccounts []string // "namespace/name": their pods may join
@@ -27,6 +30,9 @@ type Join struct {
 
 // joinTable is the prefix of keys, as problems name them.
 const joinTable = "mode.cloud.join."
+
+// maxServers is how many addresses an edge takes from its cloud.
+const maxServers = 16
 
 const (
 	// minLifetime is also the minimum of kube-controller-manager (spec.expirationSeconds of a
@@ -41,7 +47,7 @@ func newJoin(t *joinKeys, r *report) Join {
 	j := Join{
 		CA: path(t.CA), CAKey: path(t.CAKey),
 		SignerName: t.SignerName,
-		Address:    t.Address, CloudCA: path(t.CloudCA),
+		Address:    t.Address, CloudCA: path(t.CloudCA), Servers: t.Servers,
 		ServiceAccounts: t.ServiceAccounts, Audience: t.Audience, AnyNode: t.AnyNode,
 	}
 	// The words become the bool Kubernetes, so check could not report them.
@@ -88,6 +94,19 @@ func (j Join) check(r *report) {
 	}
 	if j.Address != "" {
 		r.address(t+"address", j.Address, "tunnel.example.com:9000")
+	}
+	for i, server := range j.Servers {
+		r.address(t+"servers", server, "tunnel.example.com:9000")
+		if slices.Contains(j.Servers[:i], server) {
+			r.add(t+"servers", "%q is there twice: remove one of them", server)
+		}
+	}
+	if len(j.Servers) > maxServers {
+		r.add(t+"servers", "edges take %d addresses at most: remove some", maxServers)
+	}
+	if len(j.Servers) > 0 && !j.Signs() {
+		r.add(t+"servers", "edges are told them with a certificate, and this cloud signs none: "+
+			"remove it, or write ca and cakey")
 	}
 	// tunnel token create needs both for a join token.
 	if (j.Address == "") != (j.CloudCA == "") {

@@ -29,6 +29,8 @@ func valueForms() []valueForm {
 		{"port", "ports", "a whole number from 1 to 65535, without quotes"},
 		{"number", "numbers", limit},
 		{"number a second", "numbers a second", fmt.Sprintf("a whole number from 1 to %d", maxPerSecond)},
+		{"number of a million", "numbers of a million", "a whole number from 1 to 1000000; 10000 is one in a hundred"},
+		{"collector", "collectors", "`http://host:port` or `https://host:port`; a path may follow"},
 		{"seconds", "seconds", fmt.Sprintf("a whole number from 1 to %d", maxSeconds)},
 		{"KiB", "KiB", fmt.Sprintf("a whole number from %d to %d; 1 KiB is 1,024 bytes", minKiB, maxKiB)},
 		{"path", "paths", "a path, absolute or relative to the configuration file"},

@@ -79,15 +79,21 @@ type cloudTable struct {
 	UDP      map[string]string   `toml:"udp" is:"target"`
 	UDPAllow map[string][]string `toml:"udpallow" is:"network"`
 	Egress   egressKeys          `toml:"egress"`
+	Services *cloudServicesKeys  `toml:"services"` // nil: the table is missing, so the feature is off
 	Admin    struct {
 		Socket    string `toml:"socket" is:"path"`
 		Inventory string `toml:"inventory" is:"path"`
 		Forwards  string `toml:"forwards" is:"path"`
+		Page      string `toml:"page" is:"host:port"`
 	} `toml:"admin"`
 	Audit struct {
 		// A path, or the word stdout.
 		File string `toml:"file" is:"path"`
 	} `toml:"audit"`
+	Traces struct {
+		Endpoint   string `toml:"endpoint" is:"collector"`
+		PerMillion int    `toml:"permillion" is:"number of a million"`
+	} `toml:"traces"`
 }
 
 // callerKeys is an element of callers in [mode.cloud.https].
@@ -119,6 +125,7 @@ type joinKeys struct {
 	Lifetime        string   `toml:"lifetime" is:"duration"`
 	Address         string   `toml:"address" is:"host:port"`
 	CloudCA         string   `toml:"cloudca" is:"path"`
+	Servers         []string `toml:"servers" is:"host:port"`
 	ServiceAccounts []string `toml:"serviceaccounts" is:"name"`
 	Audience        string   `toml:"audience" is:"name"`
 	AnyNode         bool     `toml:"anynode"`
@@ -170,6 +177,14 @@ type egressKeys struct {
 	ProxyFrom  []string `toml:"proxyfrom" is:"network"`
 }
 
+// cloudServicesKeys is [mode.cloud.services].
+type cloudServicesKeys struct {
+	Namespaces []string `toml:"namespaces" is:"name"`
+	Allow      []string `toml:"allow" is:"one of edge cluster"`
+
+	ClusterDomain string `toml:"clusterdomain" is:"name"`
+}
+
 // edgeTable is [mode.edge].
 type edgeTable struct {
 	Node   string   `toml:"node" is:"name"`
@@ -181,6 +196,7 @@ type edgeTable struct {
 			TokenFile string `toml:"tokenfile" is:"path"`
 			NodeCert  string `toml:"nodecert" is:"path"`
 			NodeKey   string `toml:"nodekey" is:"path"`
+			Updates   bool   `toml:"updates"`
 			Cert      string `toml:"cert" is:"path" from:"superedge"`
 			// The server name to verify in the cloud's certificate. The name of the key is SuperEdge's.
 			DNS string `toml:"dns" is:"name" from:"superedge"`
@@ -213,10 +229,24 @@ type edgeTable struct {
 		Key       string   `toml:"key" is:"path"`
 		TokenFile string   `toml:"tokenfile" is:"path"`
 	} `toml:"konnectivity"`
-	CNI   *cniKeys `toml:"cni"` // nil: the table is missing, so the feature is off
-	Admin struct {
+	CNI      *cniKeys          `toml:"cni"`      // nil: the table is missing, so the feature is off
+	Services *edgeServicesKeys `toml:"services"` // nil: as of CNI
+	Admin    struct {
 		Socket string `toml:"socket" is:"path"`
 	} `toml:"admin"`
+	Traces struct {
+		Endpoint string `toml:"endpoint" is:"collector"`
+	} `toml:"traces"`
+}
+
+// edgeServicesKeys is [mode.edge.services].
+type edgeServicesKeys struct {
+	Mode   string   `toml:"mode" is:"name"`
+	State  string   `toml:"state" is:"path"`
+	Direct []string `toml:"direct" is:"network"`
+
+	DNS           bool   `toml:"dns"`
+	ClusterDomain string `toml:"clusterdomain" is:"name"`
 }
 
 // cniKeys is [mode.edge.cni].
@@ -224,5 +254,7 @@ type cniKeys struct {
 	ConfDir  string   `toml:"confdir" is:"path"`
 	BinDir   string   `toml:"bindir" is:"path"`
 	PodCIDRs []string `toml:"podcidrs" is:"network"`
-	Routes   bool     `toml:"routes"`
+
+	Bandwidth bool `toml:"bandwidth"`
+	Routes    bool `toml:"routes"`
 }

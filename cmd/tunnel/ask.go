@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os"
 	"slices"
 	"strings"
 	"time"
@@ -32,6 +33,10 @@ func (a *askFlags) register(cmd *cobra.Command, names ...string) {
 // daemonSocket is the admin socket of a daemon.
 type daemonSocket struct{ mode, path string }
 
+// noSocketError is why a command does not know which socket to ask. It says nothing about what a daemon would make of
+// the configuration.
+type noSocketError struct{ error }
+
 // sockets returns the admin sockets of the daemons that the flags name. It never returns an empty list without
 // an error.
 func (a *askFlags) sockets() ([]daemonSocket, error) {
@@ -46,6 +51,9 @@ func (a *askFlags) sockets() ([]daemonSocket, error) {
 	for _, file := range files {
 		s, err := conf.ReadSockets(file)
 		if err != nil {
+			if _, missing := os.Stat(file); missing != nil {
+				err = noSocketError{err}
+			}
 			return nil, configError(err)
 		}
 		for _, d := range []struct {
@@ -61,11 +69,13 @@ func (a *askFlags) sockets() ([]daemonSocket, error) {
 			}
 		}
 		if err != nil {
-			return nil, configError(err)
+			return nil, configError(noSocketError{err})
 		}
 	}
 	if all == nil {
-		return nil, configError(fmt.Errorf("%s configures neither a cloud nor an edge", strings.Join(files, ", ")))
+		return nil, configError(noSocketError{
+			fmt.Errorf("%s configures neither a cloud nor an edge", strings.Join(files, ", ")),
+		})
 	}
 	return all, nil
 }
@@ -108,6 +118,16 @@ func (a *askFlags) nodeNames(
 		}
 	}
 	return names, cobra.ShellCompDirectiveNoFileComp
+}
+
+// firstNode completes the name of a node as the first argument, and nothing else.
+func (a *askFlags) firstNode(
+	cmd *cobra.Command, args []string, prefix string,
+) ([]cobra.Completion, cobra.ShellCompDirective) {
+	if len(args) > 0 {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	return a.nodeNames(cmd, args, prefix)
 }
 
 // outputFlag is the flag -o.

@@ -24,8 +24,10 @@ import (
 	"tunnel.example/tunnel/pkg/oneport"
 	"tunnel.example/tunnel/pkg/peers"
 	"tunnel.example/tunnel/pkg/reload"
+	"tunnel.example/tunnel/pkg/services/hub"
 	"tunnel.example/tunnel/pkg/setup"
 	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tap"
 	"tunnel.example/tunnel/pkg/tcp"
 	"tunnel.example/tunnel/pkg/tunnel"
 	"tunnel.example/tunnel/pkg/udp"
@@ -50,14 +52,19 @@ func newCloudCommand(logs *logFlags) *cobra.Command {
 }
 
 // runCloud runs a replica until ctx is done.
-func runCloud(ctx context.Context, file string, log *slog.Logger, level *slog.LevelVar) error {
+func runCloud(ctx context.Context, file string, log *slog.Logger, level *slog.LevelVar) (err error) {
 	hangups := takeHangups()
+	at, err := newPlace()
+	if err != nil {
+		return &exitError{exitRuntime, err}
+	}
+	defer func() { at.failed(err) }()
 	c, err := conf.LoadCloud(file, environment())
 	if err != nil {
 		return configError(err)
 	}
 	warn(log, c.Warnings)
-	w, err := wireCloud(c, log)
+	w, err := wireCloud(c, log, at)
 	if err != nil {
 		return configError(err)
 	}
@@ -70,6 +77,10 @@ func runCloud(ctx context.Context, file string, log *slog.Logger, level *slog.Le
 	r := newCloudReloader(w, file, hangups, stop)
 	w.add(r, nil)
 	w.handlers = r.handlers()
+	(&restarter{
+		daemon: w.daemon, reloader: r.reloader, edges: w.server, peers: w.peers != nil, inventory: w.inventory,
+	}).handle(w.handlers)
+	w.expect = w.moved
 	roomyHeap()
 	return w.run(ctx)
 }
@@ -96,9 +107,18 @@ type cloudWiring struct {
 	reach       everywhere
 	inventory   *inventory.Inventory // nil: nothing remembers nodes
 	port        *oneport.Port        // nil: none
+	server      *stream.Server
+	services    *hub.Hub // what edges are told of the cluster's Services; nil: nothing
+	// anyEndpoint permits every address but those of metadata services. It dials endpoints that are on no edge node.
+	anyEndpoint *auth.Policy
+	datagrams   *udp.Edge     // sends datagrams to these endpoints
+	udp         *udp.Counters // of the front door, and of datagrams
 
 	collectors []prometheus.Collector // of the modules
-	trail      tunnel.Trail           // of the audit; nil: off
+	trail      tunnel.Trail           // of the audit and of refusals, for all but front doors; nil: off
+	tap        *tap.Hub               // shows conns to operators who watch
+	tracer     *tunnel.Tracer         // makes spans of conns; nil: off
+	refusals   *tunnel.Refusals       // that the status page shows; nil: there is no page
 	doors      cloudDoors
 }
 
@@ -107,11 +127,12 @@ type everywhere interface {
 	tunnel.Dialer
 	egress.Claims
 	Holds(tunnel.NodeName) bool
+	ServesServices(tunnel.NodeName) bool
 }
 
 // newCloud wires a replica together. It opens no listener and connects to nothing.
 func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
-	w, err := wireCloud(c, log)
+	w, err := wireCloud(c, log, place{})
 	if err != nil {
 		return nil, err
 	}
@@ -119,7 +140,7 @@ func newCloud(c *conf.Cloud, log *slog.Logger) (*daemon, error) {
 }
 
 // wireCloud is newCloud, and returns the whole wiring.
-func wireCloud(c *conf.Cloud, log *slog.Logger) (*cloudWiring, error) {
+func wireCloud(c *conf.Cloud, log *slog.Logger, at place) (*cloudWiring, error) {
 	warnings, err := setup.CheckTrust(c)
 	if err != nil {
 		return nil, err
@@ -127,10 +148,13 @@ func wireCloud(c *conf.Cloud, log *slog.Logger) (*cloudWiring, error) {
 	warn(log, warnings)
 	counters := new(tunnel.Counters)
 	w := &cloudWiring{
-		daemon: &daemon{mode: "cloud", log: log}, conf: c, counters: counters,
-		directory: &tunnel.Directory{Counters: counters}, files: reload.NewFiles(log),
+		daemon: &daemon{mode: "cloud", log: log, place: at}, conf: c, counters: counters,
+		directory: &tunnel.Directory{Counters: counters}, files: reload.NewFiles(log), udp: new(udp.Counters),
 	}
+	w.doors.servers.Store(&c.Join.Servers)
 	w.addAudit()
+	w.tap = tap.New(processName())
+	w.addTracer()
 	if err = w.controlCongestion("mode.cloud.stream.server", c.Server.Congestion, w.counters); err != nil {
 		return nil, err
 	}
@@ -143,11 +167,14 @@ func wireCloud(c *conf.Cloud, log *slog.Logger) (*cloudWiring, error) {
 	if err = w.newEgress(); err != nil {
 		return nil, err
 	}
+	if err = w.newServices(); err != nil {
+		return nil, err
+	}
 	server, err := w.newServer()
 	if err != nil {
 		return nil, err
 	}
-	w.routes, w.leave = server.Router().Routes(), server.Leave
+	w.server, w.routes, w.leave = server, server.Router().Routes(), server.Leave
 
 	// The modules of a cloud, in order.
 	if w.port != nil {
@@ -174,7 +201,9 @@ func wireCloud(c *conf.Cloud, log *slog.Logger) (*cloudWiring, error) {
 		if w.peers != nil {
 			w.inventory.Others = w.peers
 		}
-		w.add(w.inventory, nil)
+		w.shareInventory()
+		w.addWriter(w.inventory)
+		w.collectors = append(w.collectors, w.inventory.Collector(w.cluster.expected(), c.Join.Lifetime))
 	}
 	w.addTCP()
 	w.addUDP()
@@ -184,13 +213,17 @@ func wireCloud(c *conf.Cloud, log *slog.Logger) (*cloudWiring, error) {
 	w.addEgress()
 	w.addAgents()
 	w.addDNS()
+	w.addServices()
 	w.collectors = append(w.collectors, admin.NewDoorCollector(w.counters))
 	if w.peers != nil {
 		w.collectors = append(w.collectors, admin.NewRelayCollector(w.relayed, w.peers.Replicas))
 	}
 	if c.Server.ChannelzAddr != "" {
-		w.add(admin.NewChannelz(c.Server.ChannelzAddr, log), nil, c.Server.ChannelzAddr)
+		channelz := admin.NewChannelz(c.Server.ChannelzAddr, log)
+		channelz.Sockets = w.sockets
+		w.add(channelz, nil, c.Server.ChannelzAddr)
 	}
+	w.addPage()
 	if w.port != nil {
 		w.servePublicHealth(w.port.Health, w.grpc)
 	}
@@ -202,14 +235,35 @@ func wireCloud(c *conf.Cloud, log *slog.Logger) (*cloudWiring, error) {
 	return w, nil
 }
 
-// addAudit sets trail, if the configuration has an audit.
+// addAudit sets trail, if the configuration has an audit or a status page.
 func (w *cloudWiring) addAudit() {
+	if w.conf.Page != "" {
+		w.refusals = new(tunnel.Refusals)
+		w.trail = w.refusals.Record
+	}
 	if w.conf.Audit == "" {
 		return
 	}
 	w.audit = audit.New(audit.Config{Path: w.conf.Audit, Log: w.log})
-	w.trail = w.audit.Record
+	w.trail = w.trail.And(w.audit.Record)
 	w.collectors = append(w.collectors, w.audit.Collector())
+}
+
+// addTracer sets tracer, if the configuration has a collector of traces.
+func (w *cloudWiring) addTracer() {
+	w.tracer = w.newTracer(w.conf.Traces.Endpoint, processName(), w.conf.Traces.PerMillion)
+	if w.spans != nil {
+		w.collectors = append(w.collectors, w.spans.Collector())
+	}
+}
+
+// sink returns what front doors tell of their conns.
+func (w *cloudWiring) sink() tunnel.Sink {
+	s := tunnel.Sink{Tap: w.tap, Refusals: w.refusals, Tracer: w.tracer}
+	if w.audit != nil {
+		s.Audit = w.audit.Record
+	}
+	return s
 }
 
 // newServer returns the server that edges join.
@@ -223,11 +277,15 @@ func (w *cloudWiring) newServer() (*stream.Server, error) {
 		Auth:         w.gate,
 		Certificates: c.Join.CA != "",
 		Issuer:       w.remembering(w.issuer),
+		Tell:         w.tell,
+		Trusts:       w.trusts,
 		Counters:     w.counters,
 		Log:          w.log,
 		Software:     software(),
 		Congestion:   w.congestion,
 		Audit:        w.trail,
+		Tracer:       w.tracer,
+		Sockets:      w.sockets,
 	}
 	if c.Server.GRPCPort != 0 {
 		config.Listen = fmt.Sprintf(":%d", c.Server.GRPCPort)
@@ -238,6 +296,7 @@ func (w *cloudWiring) newServer() (*stream.Server, error) {
 	if w.peers != nil {
 		config.Replicas = w.peers
 	}
+	w.serveServices(&config)
 	var mods []tunnel.Module
 	if w.doors.egress != nil {
 		mods = append(mods, w.doors.egress)
@@ -260,7 +319,7 @@ func (w *cloudWiring) newPort() {
 		Strangers:   cmp.Or(l.Joining, edges.Joining) + cmp.Or(l.Strangers, callers.Strangers),
 		StrangersPerAddress: cmp.Or(l.JoiningPerAddress, edges.JoiningPerAddress) +
 			cmp.Or(l.StrangersPerAddress, callers.StrangersPerAddress),
-		Timeout: cmp.Or(l.HandshakeTimeout, callers.HandshakeTimeout), Counters: w.counters, Log: w.log,
+		Timeout: cmp.Or(l.HandshakeTimeout, callers.HandshakeTimeout), Counters: w.counters, Sockets: w.sockets, Log: w.log,
 	})
 }
 
@@ -317,7 +376,8 @@ func (w *cloudWiring) newPeers() error {
 			}
 		},
 		Server: w.grpc, Counters: w.relayed, Log: w.log, Software: software(), Congestion: w.congestion,
-		API: func(ctx context.Context) (net.Conn, error) { return w.api.Dial(ctx) }, // newAPI sets api later
+		Tracer: w.tracer,
+		API:    func(ctx context.Context) (net.Conn, error) { return w.api.Dial(ctx) }, // newAPI sets api later
 	}, w.directory)
 	if err != nil {
 		return fmt.Errorf("mode.cloud.stream.peers: %w", err)
@@ -338,21 +398,20 @@ func (w *cloudWiring) addTCP() {
 		addrs = append(addrs, l.Listen)
 	}
 	w.doors.tcp = tcp.New(tcpListeners(w.conf), w.reach, w.log)
-	w.doors.tcp.Counters, w.doors.tcp.Audit = w.counters, w.trail
+	w.doors.tcp.Counters, w.doors.tcp.Sink, w.doors.tcp.Sockets = w.counters, w.sink(), w.sockets
 	w.add(w.doors.tcp, w.doors.tcp.Ready, addrs...)
 }
 
 // addUDP adds the UDP front door, even without ports: a reload may open some.
 func (w *cloudWiring) addUDP() {
-	counters := new(udp.Counters)
-	w.collectors = append(w.collectors, counters.Collector())
+	w.collectors = append(w.collectors, w.udp.Collector())
 	var addrs []string
 	for _, l := range w.conf.UDP {
 		addrs = append(addrs, l.Listen)
 	}
 	w.doors.udp = udp.New(udpListeners(w.conf), w.reach, udp.Config{
-		Limits: udpLimits(w.conf.Limits), Counters: counters, Core: w.counters, Audit: w.trail, Software: software(),
-		Log: w.log,
+		Limits: udpLimits(w.conf.Limits), Counters: w.udp, Core: w.counters, Sink: w.sink(), Software: software(),
+		Sockets: w.sockets, Log: w.log,
 	})
 	w.add(w.doors.udp, w.doors.udp.Ready, addrs...)
 }
@@ -366,7 +425,7 @@ func (w *cloudWiring) addHTTPS() error {
 	if err != nil {
 		return err
 	}
-	cfg.Limits, cfg.Counters, cfg.Audit = httpsLimits(w.conf.Limits), w.counters, w.trail
+	cfg.Limits, cfg.Counters, cfg.Sink, cfg.Sockets = httpsLimits(w.conf.Limits), w.counters, w.sink(), w.sockets
 	if w.port != nil {
 		cfg.OnePort, cfg.OnePortAs = w.port.Callers, c.OnePort()
 	}

@@ -18,7 +18,7 @@ func (w *cloudWiring) addDNS() {
 	if c.ConfigMap != "" {
 		names = w.cluster.names
 		writer := w.newDNSWriter(truth, names)
-		w.add(writer, nil)
+		w.addWriter(writer)
 		w.collectors = append(w.collectors, writer.Collector())
 	}
 	if c.Hosts != "" {
@@ -29,7 +29,7 @@ func (w *cloudWiring) addDNS() {
 	if c.Listen != "" {
 		responder := dns.NewResponder(dns.ResponderConfig{
 			Listen: c.Listen, Upstream: c.Upstream, AllowFrom: c.AllowFrom, Truth: truth, Names: names,
-			Counters: w.counters, Log: w.log, Conns: limits.DNS, Lookups: limits.Lookups,
+			Counters: w.counters, Sockets: w.sockets, Log: w.log, Conns: limits.DNS, Lookups: limits.Lookups,
 		})
 		w.add(responder, responder.Ready, c.Listen)
 		w.collectors = append(w.collectors, responder.Collector())

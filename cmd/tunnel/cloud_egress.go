@@ -27,7 +27,8 @@ func (w *cloudWiring) newEgress() error {
 	}
 	cfg := egress.Config{
 		GRPC: c.GRPC, HTTPConnect: c.HTTPConnect, Sessions: w.directory, Counters: w.counters,
-		Audit:               w.trail,
+		Sink:                w.sink(),
+		Sockets:             w.sockets,
 		KonnectivityMetrics: c.KonnectivityMetrics,
 		Strangers:           limits.Strangers, StrangersPerAddress: limits.StrangersPerAddress,
 		ProxyFrom: c.ProxyFrom,
@@ -48,6 +49,9 @@ func (w *cloudWiring) newEgress() error {
 		cfg.Identifiers, cfg.Kubernetes = nodeReaches{reaches}, true
 	} else {
 		cfg.Identifiers = egress.Believed(w.reach, w.log)
+	}
+	if w.conf.Services.On {
+		cfg.Services = w.endpoints
 	}
 	door, err := egress.New(cfg, w.reach, w.reach, w.log)
 	if err != nil {
@@ -87,7 +91,7 @@ func (w *cloudWiring) addAgents() {
 		Joining:           cmp.Or(l.Joining, byDefault.Joining),
 		JoiningPerAddress: cmp.Or(l.JoiningPerAddress, byDefault.JoiningPerAddress),
 		JoinTimeout:       cmp.Or(l.JoinTimeout, byDefault.JoinTimeout), Counters: w.counters, Audit: w.trail,
-		Log: w.log,
+		Sockets: w.sockets, Log: w.log,
 	}
 	if w.peers != nil {
 		cfg.Replicas = w.peers.Replicas

@@ -36,6 +36,10 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 			key = "mode.cloud.egress.kubernetes"
 		case c.HTTPS.AsksKubernetes():
 			key = "mode.cloud.https.kubernetes"
+		case c.InventoryMap() != "":
+			key = "mode.cloud.admin.inventory"
+		case c.Services.On:
+			key = "mode.cloud.services"
 		case !c.Join.AsksKubernetes():
 			return cluster{}, nil
 		}
@@ -51,12 +55,12 @@ func newCluster(c *conf.Cloud, log *slog.Logger) (k cluster, err error) {
 	if c.Egress.AsksKubernetes() {
 		k.reaches = k.client.Reaches(log)
 	}
-	if c.HTTPS.MayAskKubernetes() {
+	if c.AsksKubernetes() && c.HTTPS.MayAskKubernetes() { // an inventory changes nothing at the front door
 		k.pods = k.client.Pods(log)
 	}
 	switch {
 	case c.Join.AnyNode:
-	// Asking for pods alone does not change who may join.
+	// Asking for pods or Services alone does not change who may join, nor does an inventory.
 	case k.names == nil && k.reaches == nil && !c.Join.AsksKubernetes():
 	case k.names != nil && c.DNS.NodeSelector == "":
 		k.joining = k.names
@@ -139,9 +143,18 @@ func (w *cloudWiring) newGate() error {
 	if k.joining != nil {
 		cfg.Nodes = k.joining
 	}
+	if c.Inventory != "" {
+		cfg.Known = w.knows
+	}
 	w.gate = auth.NewGate(cfg)
 	w.issuer, err = w.newIssuer()
 	return err
+}
+
+// knows reports whether a node has a session, or had one that the cloud remembers. While the inventory has not been
+// read, it may have any node.
+func (w *cloudWiring) knows(node tunnel.NodeName) bool {
+	return w.reach.Holds(node) || w.inventory != nil && (!w.inventory.Known() || w.inventory.Has(node))
 }
 
 // newIssuer returns who makes certificates for nodes, or nil if nobody does.

@@ -57,6 +57,7 @@ func TestCluster(t *testing.T) {
 	type cloud = conf.Cloud
 	type join = conf.Join
 	anyAccount := join{ServiceAccounts: accounts, AnyNode: true}
+	remembers := cloud{Inventory: "configmap:i", HTTPS: https(nil)}
 	closed := conf.HTTPS{ClientCA: "ca", Kubernetes: &yes}
 	for name, tt := range map[string]struct {
 		cloud                              conf.Cloud
@@ -74,6 +75,7 @@ func TestCluster(t *testing.T) {
 		"https without a port":         {cloud{HTTPS: closed}, false, false, false, false, false},
 		"https beside egress":          {cloud{HTTPS: https(nil), Egress: egress}, true, false, true, false, true},
 		"https without, and egress":    {cloud{HTTPS: https(&no), Egress: egress}, true, false, true, false, false},
+		"inventory":                    {remembers, true, false, false, false, false},
 		"https beside DNS":             {cloud{HTTPS: https(&yes), DNS: dns}, true, true, true, true, true},
 	} {
 		k, err := newCluster(&tt.cloud, slog.New(slog.DiscardHandler))

@@ -25,6 +25,8 @@ type cloudDoors struct {
 	egress *egress.FrontDoor // nil: none
 	// egressNames are clientnames of [mode.cloud.egress], for the next handshakes.
 	egressNames atomic.Pointer[[]string]
+	// servers are those of [mode.cloud.join], for the next certificates.
+	servers atomic.Pointer[[]string]
 }
 
 // cloudReloader reloads a cloud.
@@ -59,7 +61,7 @@ func (d *cloudDoors) live(key string) bool {
 		}
 	}
 	switch strings.TrimPrefix(key, root) {
-	case "admin.forwards", "limits.flows", "limits.flowsperaddress":
+	case "admin.forwards", "join.servers", "limits.flows", "limits.flowsperaddress":
 		return true
 	case "https.allowfrom", "https.clientnames", "https.callers", "limits.connsperaddress":
 		return d.https != nil
@@ -105,6 +107,7 @@ func (d *cloudDoors) prepare(ctx context.Context, c *conf.Cloud) (tunnel.Prepare
 		func() (tunnel.Prepared, error) { return d.udp.Prepare(ctx, udpListeners(c)) },
 		atOnce(func() {
 			d.udp.SetLimits(udpLimits(c.Limits))
+			d.servers.Store(&c.Join.Servers)
 			if d.https != nil {
 				d.https.SetLists(https.Lists{
 					ClientNames: c.HTTPS.ClientNames, Callers: httpsCallers(c.HTTPS), AllowFrom: c.HTTPS.AllowFrom,

@@ -90,7 +90,7 @@ func commandPart(c *cobra.Command) string {
 		if c.Long != "" {
 			b.WriteString("\n" + prose(c.Long))
 		}
-		if c.HasParent() {
+		if c.HasParent() || !c.HasSubCommands() {
 			b.WriteString(flagTable(c.LocalFlags()))
 		} else {
 			b.WriteString("\n### Flags of every command\n" + flagTable(c.PersistentFlags()))
@@ -114,7 +114,7 @@ const exitCodes = "Exit codes:"
 func TestCommandsPage(t *testing.T) {
 	root := newRoot()
 	root.InitDefaultCompletionCmd()
-	page := commandsHead + commandPart(root)
+	page := commandsHead + commandPart(root) + commandPart(newPlugin().cmd)
 	if n := strings.Count(page, "\n## `tunnel "); n < 9 {
 		t.Errorf("the page has %d commands", n)
 	}

@@ -22,8 +22,8 @@ func says(t *testing.T, args ...string) (code int, stdout, stderr string) {
 // Completion offers these commands and no other ones: `man` and SuperEdge's flags are for programs.
 func TestCompletion(t *testing.T) {
 	for line, want := range map[string]string{
-		"": "cloud cni completion config demo edge forget forward help init join ls ping reload status token " +
-			"version",
+		"": "cert check cloud cni completion config demo diag drain edge forget forward help init join ls ping reload " +
+			"restart services status tap token top trace version",
 		"token ":            "create list revoke",
 		"config ":           "check",
 		"completion ":       "bash fish powershell zsh",
@@ -33,7 +33,7 @@ func TestCompletion(t *testing.T) {
 		"token revoke --no": "--node",
 		"ls -o ":            "json table wide yaml",
 		"status -o ":        "json text wide yaml",
-		"join --": "--dir --force --help --log-format --log-level --proxy --proxy-ca --proxy-file --server " +
+		"join --": "--dir --force --help --log-format --log-level --node --proxy --proxy-ca --proxy-file --server " +
 			"--systemd --token-file",
 		"cloud --config ./x": "toml",
 	} {
@@ -83,7 +83,7 @@ func TestDidYouMean(t *testing.T) {
 		"config chek":                   `unknown command "chek" for "tunnel config": did you mean check?`,
 		"statistics":                    `unknown command "statistics" for "tunnel"` + "\n",
 		"staus":                         "did you mean status?",
-		"co":                            "did you mean cni or completion or config or ls?",
+		"co":                            "did you mean cni or completion or config or ls or top?",
 		"--frobnicate":                  "unknown flag: --frobnicate",
 		"cloud --frobnicate":            "unknown flag: --frobnicate",
 		"0123456789abcdef0123456789 -c": `unknown command "***" for "tunnel"`,
@@ -247,6 +247,7 @@ func TestManPages(t *testing.T) {
 		"tunnel", "tunnel-cloud", "tunnel-edge", "tunnel-init", "tunnel-join", "tunnel-demo", "tunnel-version",
 		"tunnel-token", "tunnel-token-create", "tunnel-token-list", "tunnel-token-revoke", "tunnel-config",
 		"tunnel-config-check", "tunnel-ls", "tunnel-forget", "tunnel-status", "tunnel-ping",
+		"tunnel-tap", "tunnel-top", "tunnel-trace",
 		"tunnel-completion", "tunnel-completion-bash",
 	} {
 		if all[name+".1"] == "" {

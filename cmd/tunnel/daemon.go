@@ -7,8 +7,8 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -16,6 +16,7 @@ import (
 	"tunnel.example/tunnel/pkg/admin"
 	"tunnel.example/tunnel/pkg/api"
 	"tunnel.example/tunnel/pkg/audit"
+	"tunnel.example/tunnel/pkg/spans"
 	"tunnel.example/tunnel/pkg/stream"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -33,10 +34,18 @@ type daemon struct {
 	socket    string          // path for admin.Debug; "": none
 	operators *admin.Server   // health and metrics, served on socket, too
 	audit     *audit.Log      // nil: off
+	spans     *spans.Exporter // nil: off
 	level     *slog.LevelVar
 	api       *api.Server              // answers an operator's commands on socket
 	live      func() []*tunnel.Session // sessions; nil: not known
 	handlers  map[string]http.Handler  // further paths of socket, by their pattern
+	place                              // of this process, see restart.go
+	drained   atomic.Bool              // by tunnel drain
+	outlived  atomic.Bool              // the process before this one has ended, see place
+	// expect waits until the edges have moved here from another process; nil: there is nothing to wait for.
+	expect func(ctx context.Context, nodes []tunnel.NodeName)
+	// endRestart ends a restart that is under way, when this process stops; nil: nothing to do.
+	endRestart func()
 	// leave runs before the modules stop, while they still serve; nil: nothing to do.
 	leave func(ctx context.Context)
 	about []any    // more keys and values for the start-up line
@@ -85,6 +94,13 @@ func (d *daemon) add(m tunnel.Module, ready func() error, listeners ...string) {
 	}
 }
 
+// addWriter is add for a module that writes files, or anything else that two processes must not write at once. The
+// module runs when this process serves.
+func (d *daemon) addWriter(m tunnel.Module) {
+	d.add(m, nil)
+	d.modules[len(d.modules)-1] = later{m, d.sockets}
+}
+
 // shown says what health and metrics show, and where the daemon serves them.
 type shown struct {
 	port       int    // of all interfaces; 0: none
@@ -98,6 +114,7 @@ type shown struct {
 // serveHealth adds health and metrics. Call it last, since it shows the checks of all modules.
 func (d *daemon) serveHealth(s shown) {
 	d.live = s.sessions
+	d.checks = append(d.checks, d.drainCheck())
 	if s.port == 0 && s.socket == "" {
 		return
 	}
@@ -105,7 +122,7 @@ func (d *daemon) serveHealth(s shown) {
 	registry.MustRegister(append(s.collectors, admin.NewDegradedCollector(d.checks))...)
 	listen := fmt.Sprintf(":%d", s.port)
 	server := admin.New(listen, d.checks, registry, d.log)
-	server.Conns, server.Counters = s.conns, s.counters
+	server.Conns, server.Counters, server.Sockets = s.conns, s.counters, d.sockets
 	if d.public != nil {
 		d.public.Conns, d.public.Counters = s.conns, s.counters
 	}
@@ -135,7 +152,7 @@ func (d *daemon) observe(ctx context.Context) error {
 	}
 	if d.socket != "" {
 		debug := admin.NewDebug(d.socket, d.operators, d.level, d.log)
-		debug.API, debug.Handlers = d.api.Handler(), d.handlers
+		debug.API, debug.Handlers, debug.Sockets = d.api.Handler(), d.handlers, d.sockets
 		observers = append(observers, debug)
 	}
 	return tunnel.Run(ctx, observers...)
@@ -149,6 +166,10 @@ func (d *daemon) run(ctx context.Context) error {
 			return &exitError{exitRuntime, err}
 		}
 		defer d.closeAudit()
+	}
+	if d.spans != nil {
+		d.spans.Start()
+		defer d.closeSpans()
 	}
 	d.log.With(d.about...).Info("starting", "mode", d.mode, "version", software(),
 		"listeners", d.listeners, "routes", d.routes)
@@ -170,12 +191,20 @@ func (d *daemon) run(ctx context.Context) error {
 	defer tellers.Wait()
 	readyCtx, stopReady := context.WithCancel(ctx)
 	defer stopReady()
-	tellers.Go(func() { d.tellReady(readyCtx) })
+	tellers.Go(func() {
+		if err := d.becomeReady(readyCtx); err != nil {
+			cancel(err)
+		}
+	})
 	running, stopModules := context.WithCancel(context.WithoutCancel(ctx))
 	defer stopModules()
 	leaving := context.AfterFunc(ctx, func() {
 		// Any other cause is a failure, which leaves no time to drain.
-		if d.leave != nil && context.Cause(ctx) == context.Canceled { //nolint:errorlint // the sentinel itself
+		if d.endRestart != nil {
+			d.endRestart()
+		}
+		stops := context.Cause(ctx) == context.Canceled //nolint:errorlint // the sentinel itself
+		if d.leave != nil && !d.hasLeft() && stops {
 			d.leave(running)
 		}
 		stopModules()
@@ -212,26 +241,69 @@ func (d *daemon) closeAudit() {
 	}
 }
 
-// Between two looks at the checks, tellReady waits for at least readyMin and at most readyMax.
+// newTracer sets spans, and returns the tracer that feeds it; nil: endpoint is "", and traces are off.
+func (d *daemon) newTracer(endpoint, instance string, perMillion int) *tunnel.Tracer {
+	if endpoint == "" {
+		return nil
+	}
+	d.spans = spans.New(spans.Config{
+		Endpoint: endpoint, Service: "tunnel-" + d.mode, Version: software(), Instance: instance, Log: d.log,
+	})
+	return &tunnel.Tracer{PerMillion: perMillion, Take: d.spans.Take}
+}
+
+// closeSpans closes spans. An error says how many are lost.
+func (d *daemon) closeSpans() {
+	if err := d.spans.Close(); err != nil {
+		d.log.Warn("sending the last spans", "err", err)
+	}
+}
+
+// Between two looks at the checks, untilReady waits for at least readyMin and at most readyMax.
 const readyMin, readyMax = 10 * time.Millisecond, time.Second
 
-// tellReady logs once that every check of /readyz passes: all ports are open, and an edge has a session.
-func (d *daemon) tellReady(ctx context.Context) {
+// becomeReady waits until every check of /readyz passes: all ports are open, and an edge has a session. Then it takes
+// over from the process before, if there is one.
+func (d *daemon) becomeReady(ctx context.Context) error {
 	start := time.Now()
-	for wait := readyMin; ; wait = min(2*wait, readyMax) {
-		notReady := func(c admin.Check) bool {
-			return c.Ready != nil && (c.Off == nil || !c.Off()) && c.Ready() != nil
+	if err := d.takeOver(ctx); err != nil {
+		return err
+	}
+	if d.untilReady(ctx) == nil {
+		d.log.Info("ready", "mode", d.mode, "dur", time.Since(start).Round(time.Millisecond))
+		if err := notify("READY=1"); err != nil {
+			d.log.Warn("systemd does not know that this process is ready", "err", err)
 		}
-		if !slices.ContainsFunc(d.checks, notReady) {
-			d.log.Info("ready", "mode", d.mode, "dur", time.Since(start).Round(time.Millisecond))
-			return
+	}
+	return nil
+}
+
+// untilReady waits until every check of /readyz passes. When ctx is done, it returns why one does not.
+func (d *daemon) untilReady(ctx context.Context) error {
+	for wait := readyMin; ; wait = min(2*wait, readyMax) {
+		err := d.notReady()
+		if err == nil {
+			return nil
 		}
 		select {
 		case <-time.After(wait):
 		case <-ctx.Done():
-			return
+			return err
 		}
 	}
+}
+
+// notReady returns why /readyz fails; nil: it does not.
+func (d *daemon) notReady() error {
+	for _, c := range d.checks {
+		if c.Ready == nil || c.Off != nil && c.Off() {
+			continue
+		}
+		if err := c.Ready(); err != nil {
+			return fmt.Errorf("%s: %w", c.Name, err)
+		}
+	}
+	return nil
 }
 
 // tellInterval is how often the log tells how many conns are left.

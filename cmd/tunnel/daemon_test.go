@@ -136,7 +136,7 @@ func (s slow) Run(ctx context.Context) error {
 // TestDrainingIsTold: the log says how many conns are left, and how long they may take.
 func TestDrainingIsTold(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var log bytes.Buffer
+		var log testkit.Log
 		session := new(tunnel.Session)
 		session.Conns.Store(12)
 		d := &daemon{

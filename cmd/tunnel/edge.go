@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net"
 	"strings"
+	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/spf13/cobra"
@@ -19,6 +20,7 @@ import (
 	"tunnel.example/tunnel/pkg/admin"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/dial"
+	"tunnel.example/tunnel/pkg/dns"
 	"tunnel.example/tunnel/pkg/egress"
 	"tunnel.example/tunnel/pkg/https"
 	"tunnel.example/tunnel/pkg/konnectivity"
@@ -26,8 +28,10 @@ import (
 	"tunnel.example/tunnel/pkg/netwatch"
 	"tunnel.example/tunnel/pkg/ping"
 	"tunnel.example/tunnel/pkg/reload"
+	"tunnel.example/tunnel/pkg/services/relay"
 	"tunnel.example/tunnel/pkg/stream"
 	"tunnel.example/tunnel/pkg/tcp"
+	"tunnel.example/tunnel/pkg/trace"
 	"tunnel.example/tunnel/pkg/tunnel"
 	"tunnel.example/tunnel/pkg/udp"
 )
@@ -51,23 +55,36 @@ func newEdgeCommand(logs *logFlags) *cobra.Command {
 }
 
 // runEdge runs an edge until ctx is done.
-func runEdge(ctx context.Context, file string, log *slog.Logger, level *slog.LevelVar) error {
+func runEdge(ctx context.Context, file string, log *slog.Logger, level *slog.LevelVar) (err error) {
 	hangups := takeHangups()
+	at, err := newPlace()
+	if err != nil {
+		return &exitError{exitRuntime, err}
+	}
+	defer func() { at.failed(err) }()
 	e, err := conf.LoadEdge(file, environment())
 	if err != nil {
 		return configError(err)
 	}
 	warn(log, e.Warnings)
-	w, err := wireEdge(e, log)
+	w, err := wireEdge(e, log, at)
 	if err != nil {
 		return configError(err)
 	}
 	w.level = level
+	switch {
+	case w.services == nil:
+		relay.RemoveRules(w.log)
+	case w.names == nil:
+		relay.RemoveDNSRules(w.log)
+	}
 	ctx, stop := context.WithCancel(ctx)
 	defer stop()
 	r := newEdgeReloader(w, file, hangups, stop)
 	w.add(r, nil)
 	w.handlers = r.handlers()
+	w.handleServices(w.handlers)
+	(&restarter{daemon: w.daemon, reloader: r, client: w.client}).handle(w.handlers)
 	return w.run(ctx)
 }
 
@@ -83,14 +100,21 @@ type edgeWiring struct {
 	udp       *udp.Counters
 	datagrams *udp.Edge
 	dialers   []tunnel.Module // each dials targets for one front door
+	services  *relay.Relay    // nil: off
+	names     *dns.Responder  // nil: off
 	client    *stream.Client
+	proof     proof
+	renewal   *auth.Renewal         // nil: the edge renews no certificate
+	told      *auth.Told            // nil: the edge takes nothing that the cloud tells
+	roots     func() *x509.CertPool // the CAs by which the edge verifies the cloud now
+	dialer    *dial.Dialer
 	// multipath dials the cloud; nil: a net.Dialer does.
 	multipath *multipath.Endpoints
 }
 
 // newEdge wires an edge together. It opens no listener and connects to nothing.
 func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
-	w, err := wireEdge(e, log)
+	w, err := wireEdge(e, log, place{})
 	if err != nil {
 		return nil, err
 	}
@@ -98,10 +122,10 @@ func newEdge(e *conf.Edge, log *slog.Logger) (*daemon, error) {
 }
 
 // wireEdge is newEdge, and returns the whole wiring.
-func wireEdge(e *conf.Edge, log *slog.Logger) (*edgeWiring, error) {
+func wireEdge(e *conf.Edge, log *slog.Logger, at place) (*edgeWiring, error) {
 	named := log.With("node", e.Node)
 	w := &edgeWiring{
-		daemon: &daemon{mode: "edge", log: named}, conf: e,
+		daemon: &daemon{mode: "edge", log: named, place: at}, conf: e,
 		counters: new(tunnel.Counters), udp: new(udp.Counters), files: reload.NewFiles(named),
 	}
 	var err error
@@ -125,8 +149,11 @@ func wireEdge(e *conf.Edge, log *slog.Logger) (*edgeWiring, error) {
 		w.add(w.multipath, nil)
 	}
 	w.add(netwatch.New(w.client.NetworkChanged, w.log), nil)
-	if e.NodeCert != "" && e.NodeKey == "" {
-		w.add(auth.NewRenewal(auth.RenewalConfig{Node: e.Node, File: e.NodeCert, Renew: w.client.Renew, Log: w.log}), nil)
+	if e.Renews() {
+		w.renewal = auth.NewRenewal(auth.RenewalConfig{
+			Node: e.Node, File: e.NodeCert, Renew: w.client.Renew, Log: w.log,
+		})
+		w.addWriter(w.renewal)
 	}
 	for _, m := range w.dialers {
 		w.add(m, nil)
@@ -137,25 +164,33 @@ func wireEdge(e *conf.Edge, log *slog.Logger) (*edgeWiring, error) {
 	if err = w.addCNI(); err != nil {
 		return nil, err
 	}
+	collectors := []prometheus.Collector{w.files.Collector(), w.udp.Collector()}
+	if w.services != nil {
+		w.addWriter(w.services)
+		collectors = append(collectors, w.services.Collector())
+	}
+	if w.names != nil {
+		collectors = append(collectors, w.names.Collector())
+	}
 	if e.ChannelzAddr != "" {
-		w.add(admin.NewChannelz(e.ChannelzAddr, w.log), nil, e.ChannelzAddr)
+		channelz := admin.NewChannelz(e.ChannelzAddr, w.log)
+		channelz.Sockets = w.sockets
+		w.add(channelz, nil, e.ChannelzAddr)
 	}
 	w.newAPI()
+	if w.spans != nil {
+		collectors = append(collectors, w.spans.Collector())
+	}
 	w.serveHealth(shown{
 		port: e.LogPort, socket: e.AdminSocket, conns: e.Limits.Health,
 		counters: w.counters, sessions: w.sessions,
-		collectors: []prometheus.Collector{w.files.Collector(), w.udp.Collector()},
+		collectors: collectors,
 	})
 	return w, nil
 }
 
-// sessions returns the newest live session, if there is one.
-func (w *edgeWiring) sessions() []*tunnel.Session {
-	if s := w.client.Session(); s != nil {
-		return []*tunnel.Session{s}
-	}
-	return nil
-}
+// sessions returns the live sessions: one with each replica if all = true.
+func (w *edgeWiring) sessions() []*tunnel.Session { return w.client.Sessions() }
 
 // newClient sets dialers and client. log is without the node, which the client adds.
 func (w *edgeWiring) newClient(log *slog.Logger) error {
@@ -172,63 +207,107 @@ func (w *edgeWiring) newClient(log *slog.Logger) error {
 		}
 		kubelet = pair.Certificate
 	}
-	proof, err := newProof(e, w.files, log)
-	if err != nil {
+	if w.proof, err = newProof(e, w.files, log); err != nil {
 		return err
 	}
 	w.egress = egress.NewEdge(w.policy, log)
 	w.datagrams = udp.NewEdge(w.policy, udp.EdgeConfig{
 		Flows: e.Limits.Flows, Counters: w.udp, Core: w.counters, Log: w.log,
 	})
+	traces := trace.NewEdge(w.policy.Try, w.counters, w.log)
 	w.dialers = []tunnel.Module{
 		https.NewEdge(w.policy.DialRequest, kubelet, nil),
 		tcp.NewEdge(w.policy.DialRequest),
 		w.datagrams,
 		w.egress,
 		ping.NewEdge(),
+		traces,
+	}
+	if err = w.addServices(); err != nil {
+		return err
 	}
 	if _, err = konnectivity.ParseIdentifiers(e.EgressIdentifiers); err != nil {
 		return fmt.Errorf("mode.edge.egress identifiers: %w", err)
 	}
-	var connect func(ctx context.Context, network, addr string) (net.Conn, error) // nil: plain TCP
-	if e.Multipath {
-		w.multipath = multipath.New(w.sessions, w.log)
-		connect = w.multipath.DialContext
-	}
-	dialer, err := newDialer(e, w.files, connect)
-	if err != nil {
+	if err = w.newDialer(); err != nil {
 		return err
 	}
-	w.client, err = stream.NewClient(stream.ClientConfig{
-		Address:  dialer.String(),
-		Connect:  dialer.Dial,
+	w.roots = pool.Pool
+	if e.Updates {
+		w.told, err = auth.NewTold(auth.ToldConfig{File: toldFile(e), CA: e.CA, Host: e.ServerName, Log: w.log})
+		if err != nil {
+			return fmt.Errorf("mode.edge.stream.client cert: %w", err)
+		}
+		w.roots = func() *x509.CertPool {
+			trusted := w.told.Roots(pool.Pool())
+			preferTold(w.dialer, w.told) // with other CAs in the configuration, told addresses no longer count
+			return trusted
+		}
+		preferTold(w.dialer, w.told)
+	}
+	cfg := stream.ClientConfig{
+		Address:  w.dialer.String(),
+		Connect:  w.dialer.Dial,
 		Limits:   edgeLimits(e.Limits),
-		TLS:      func() *tls.Config { return proof.tls(e.ServerName, pool.Pool()) },
+		TLS:      func() *tls.Config { return w.proof.tls(e.ServerName, w.roots()) },
 		Node:     e.Node,
-		Token:    proof.token,
+		Token:    w.proof.token,
 		Counters: w.counters,
 		Log:      log,
 		Software: software(),
 		All:      e.AllReplicas,
+		Instance: w.before.Instance(),
+		Succeeds: w.succeeds,
 
 		Connections: cmp.Or(e.Connections, stream.DefaultConnections),
 		Reach:       e.EgressIdentifiers,
+		Services:    w.services != nil,
 		Congestion:  w.congestion,
-	}, w.dialers...)
+		Tracer:      w.newTracer(e.Collector, string(e.Node), 0),
+	}
+	if e.Renews() {
+		cfg.Trusts = w.trusts
+		cfg.AskedToRenew = func(within time.Duration) { w.renewal.Soon(within) } // wireEdge sets renewal later
+	}
+	if w.told != nil {
+		cfg.Told = w.take
+	}
+	w.client, err = stream.NewClient(cfg, w.dialers...)
+	traces.Budget = w.client
 	return err
 }
 
-// newDialer returns the dialer that reaches the cloud by the ways that the configuration permits. connect makes
-// its TCP connections; nil: a net.Dialer.
-func newDialer(
-	e *conf.Edge, files *reload.Files, connect func(ctx context.Context, network, addr string) (net.Conn, error),
-) (*dial.Dialer, error) {
+// newDialer sets the dialer that reaches the cloud by the ways that the configuration permits.
+func (w *edgeWiring) newDialer() error {
+	cfg, err := dialConfig(w.conf, w.files)
+	if err != nil {
+		return err
+	}
+	if w.services != nil { // the cloud and the cluster's DNS may be Services, and are not to be redirected to the tunnel
+		own := &net.Dialer{Control: relay.Unredirected}
+		cfg.Connect = own.DialContext
+		cfg.LookUp = (&net.Resolver{PreferGo: true, Dial: own.DialContext}).LookupNetIP
+	}
+	if w.conf.Multipath {
+		w.multipath = multipath.New(w.sessions, w.log)
+		w.multipath.Left = w.sockets.Left()
+		if w.services != nil {
+			w.multipath.Control = relay.Unredirected
+		}
+		cfg.Connect = w.multipath.DialContext
+	}
+	w.dialer, err = dial.New(cfg)
+	return err
+}
+
+// dialConfig returns the ways to the cloud that the configuration permits.
+func dialConfig(e *conf.Edge, files *reload.Files) (dial.Config, error) {
 	const table = "mode.edge.stream.client"
-	cfg := dial.Config{UserAgent: software(), Connect: connect}
+	cfg := dial.Config{UserAgent: software()}
 	for _, place := range e.Places() {
 		s, err := dial.ParseServer(place)
 		if err != nil {
-			return nil, fmt.Errorf("%s: %w", table, err)
+			return cfg, fmt.Errorf("%s: %w", table, err)
 		}
 		cfg.Servers = append(cfg.Servers, s)
 	}
@@ -236,30 +315,30 @@ func newDialer(
 	case e.ProxyFile != "":
 		cfg.Proxy = dial.FromFile(e.ProxyFile, "proxyfile")
 		if _, err := cfg.Proxy(cfg.Servers[0]); err != nil {
-			return nil, fmt.Errorf("%s: %w", table, err)
+			return cfg, fmt.Errorf("%s: %w", table, err)
 		}
 	case e.Proxy == "":
 		cfg.Proxy = dial.FromEnvironment(httpproxy.FromEnvironment())
 		for _, s := range cfg.Servers {
 			if _, err := cfg.Proxy(s); err != nil {
-				return nil, err
+				return cfg, err
 			}
 		}
 	case e.Proxy != conf.ProxyNone:
 		p, err := dial.ParseProxy(e.Proxy.Reveal(), "proxy in ["+table+"]")
 		if err != nil {
-			return nil, err
+			return cfg, err
 		}
 		cfg.Proxy = dial.Through(p)
 	}
 	if e.ProxyCA != "" {
 		pool, err := files.Pool(table+" proxyca", e.ProxyCA)
 		if err != nil {
-			return nil, err
+			return cfg, err
 		}
 		cfg.Roots = pool.Pool
 	}
-	return dial.New(cfg)
+	return cfg, nil
 }
 
 // proof is the credential that proves to the cloud which node this is: a token or a certificate.

@@ -13,9 +13,7 @@ func (w *edgeWiring) addCNI() error {
 	if !c.On {
 		return nil
 	}
-	node, err := podnet.New(podnet.Config{
-		ConfDir: c.ConfDir, BinDir: c.BinDir, Subnets: c.PodCIDRs, Routes: c.Routes, Log: w.log,
-	})
+	node, err := podnet.New(w.podNetwork())
 	if err != nil {
 		return fmt.Errorf("mode.edge.cni podcidrs: %w", err)
 	}
@@ -29,6 +27,18 @@ func (w *edgeWiring) addCNI() error {
 			node.SetNeighbours(neighbours)
 		})
 	}
-	w.add(node, nil)
+	w.addWriter(node)
 	return nil
+}
+
+// podNetwork configures the edge's part in the network of pods. What it has routes to is direct for Services.
+func (w *edgeWiring) podNetwork() podnet.Config {
+	c := w.conf.CNI
+	cfg := podnet.Config{
+		ConfDir: c.ConfDir, BinDir: c.BinDir, Subnets: c.PodCIDRs, Routes: c.Routes, Bandwidth: c.Bandwidth, Log: w.log,
+	}
+	if w.services != nil {
+		cfg.Routed = w.services.SetRouted
+	}
+	return cfg
 }

@@ -37,6 +37,9 @@ func newEdgeReloader(
 				return prepareAll(atOnce(func() {
 					w.policy.Adopt(policy)
 					w.datagrams.SetFlows(e.Limits.Flows)
+					if w.services != nil {
+						w.services.SetFlows(e.Limits.Flows)
+					}
 				}))
 			},
 		}, nil

@@ -123,6 +123,9 @@ func (r *cloudReloader) changeForwards(
 ) (*reloaded, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if r.next != 0 {
+		return nil, errLeft
+	}
 	all, err := r.loaded.ReadForwards()
 	if err == nil {
 		all, err = change(all)

@@ -11,7 +11,7 @@ import (
 
 // joinFlags are the flags of `tunnel join`.
 type joinFlags struct {
-	dir, tokenFile            string
+	dir, tokenFile, node      string
 	proxy, proxyFile, proxyCA string
 	servers                   []string
 	force, systemd            bool
@@ -49,6 +49,9 @@ Exit codes: 0 ok, 1 a step failed, 2 wrong command line or no token, 4 refused b
 			case err != nil:
 				return &exitError{exitUsage, err}
 			}
+			if token, err = setup.ForNode(token, flags.node, environment()); err != nil {
+				return &exitError{exitUsage, err}
+			}
 			return setupError(setup.Join(cmd.Context(), setup.JoinConfig{
 				Token: token, Dir: flags.dir, Force: flags.force, Systemd: flags.systemd,
 				Servers: flags.servers, Proxy: flags.proxy, ProxyFile: flags.proxyFile, ProxyCA: flags.proxyCA,
@@ -59,6 +62,7 @@ Exit codes: 0 ok, 1 a step failed, 2 wrong command line or no token, 4 refused b
 	f := cmd.Flags()
 	f.StringVar(&flags.dir, "dir", setup.DefaultDir, "folder to put the files into")
 	f.StringVar(&flags.tokenFile, "token-file", "", "read the token from this `file`, not from standard input")
+	f.StringVar(&flags.node, "node", "", "the node's `name`, if the token is for several nodes; else the host name")
 	f.StringArrayVar(&flags.servers, "server", nil,
 		"reach the cloud at this `host:port or wss://URL`, not at the token's address")
 	f.StringVar(&flags.proxy, "proxy", "", "reach the cloud through the proxy at this `URL`, env (the default) or none")

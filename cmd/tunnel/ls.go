@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"cmp"
 	"context"
 	"errors"
@@ -112,7 +113,8 @@ func printNodes(w io.Writer, list *api.NodeList, output *outputFlag) error {
 		return err
 	}
 	wide := output.form == "wide"
-	table := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	out := bufio.NewWriter(w) // a table writes each cell by itself
+	table := tabwriter.NewWriter(out, 0, 0, 2, ' ', 0)
 	head := "NAME\tSTATE\tSINCE\tREPLICA\tREMOTE\tRTT\tCONNS\tSENT\tRECEIVED\tVERSION\tENDS"
 	if wide {
 		head += "\tKIND\tSESSIONS\tISSUED\tFIRST SEEN\tLAST END"
@@ -129,8 +131,8 @@ func printNodes(w io.Writer, list *api.NodeList, output *outputFlag) error {
 	if err := table.Flush(); err != nil {
 		return err
 	}
-	_, err := fmt.Fprintf(w, "%d connected, %d missing\n", count(list, api.Connected), count(list, api.Missing))
-	return err
+	fmt.Fprintf(out, "%d connected, %d missing\n", count(list, api.Connected), count(list, api.Missing))
+	return out.Flush()
 }
 
 // cells returns the line of a node. now is the cloud's clock.

@@ -147,6 +147,7 @@ func TestOperated(t *testing.T) {
 	}
 	testStatus(o)
 	testPing(o)
+	testCertStatus(o)
 
 	o.edgeRuns.cmd.Process.Signal(os.Interrupt)
 	o.edgeRuns.wait()
@@ -167,11 +168,10 @@ func TestOperated(t *testing.T) {
 	}
 }
 
-// Each replica lists the nodes of the other one, and remembers them when the other one is gone. A ping goes through the
-// replica that holds the node.
-func TestOperatedReplicas(t *testing.T) {
-	var other string // configuration of a second replica
-	o := newOperated(t, func(o *operated, address string) {
+// pairOfReplicas starts a cloud with an edge, and writes the configuration of a second replica: other.
+func pairOfReplicas(t *testing.T) (o *operated, other string) {
+	t.Helper()
+	o = newOperated(t, func(o *operated, address string) {
 		text, err := os.ReadFile(o.cloud)
 		if err != nil {
 			t.Fatal(err)
@@ -192,6 +192,13 @@ func TestOperatedReplicas(t *testing.T) {
 			}
 		}
 	})
+	return o, other
+}
+
+// Each replica lists the nodes of the other one, and remembers them when the other one is gone. A ping goes through the
+// replica that holds the node.
+func TestOperatedReplicas(t *testing.T) {
+	o, other := pairOfReplicas(t)
 	second := start(t, "cloud", "-c", other)
 	o.eventually("the other replica lists the node", exitOK, "ls", "-c", other, "edge1")
 	var list api.NodeList
@@ -305,7 +312,8 @@ func TestNoSocket(t *testing.T) {
 	if err := os.WriteFile(file, []byte("[mode.cloud.stream.server]\ngrpcport = 9000\n"), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	for _, command := range [][]string{{"ls"}, {"status"}, {"ping", "edge1"}, {"forget", "edge1"}} {
+	for _, command := range [][]string{{"ls"}, {"status"}, {"ping", "edge1"}, {"forget", "edge1"}, {"tap"}, {"top"},
+		{"trace", "edge1", "127.0.0.1:22"}} {
 		code, _, errs := says(t, append(command, "-c", file)...)
 		const want = `write socket = "/run/tunnel-cloud/admin.sock" in [mode.cloud.admin]`
 		if code != exitConfig || !strings.Contains(errs, want) {

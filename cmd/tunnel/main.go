@@ -46,10 +46,15 @@ const (
 // exitError is an error that chooses the exit code.
 type exitError struct {
 	code int
-	err  error
+	err  error // nil: its text is printed already
 }
 
-func (e *exitError) Error() string { return e.err.Error() }
+func (e *exitError) Error() string {
+	if e.err == nil {
+		return fmt.Sprintf("exit code %d", e.code)
+	}
+	return e.err.Error()
+}
 func (e *exitError) Unwrap() error { return e.err }
 
 func configError(err error) error { return &exitError{exitConfig, err} }
@@ -59,7 +64,8 @@ func main() {
 	// (net/http). The bytes may be anything, so they are dropped.
 	log.SetOutput(io.Discard)
 	ctx, stop := stopOnSignal(context.Background(), os.Stderr)
-	code := run(ctx, os.Args[1:], os.Stdout, os.Stderr)
+	root, args := rootFor(os.Args)
+	code := execute(ctx, root, args, os.Stdout, os.Stderr)
 	stop()
 	os.Exit(code)
 }
@@ -91,9 +97,13 @@ func stopOnSignal(ctx context.Context, stderr io.Writer) (context.Context, func(
 	return ctx, cancel
 }
 
-// run executes the command line and returns the exit code.
+// run executes a command line of tunnel and returns the exit code.
 func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
-	root := newRoot()
+	return execute(ctx, newRoot(), args, stdout, stderr)
+}
+
+// execute executes a command line of root and returns the exit code.
+func execute(ctx context.Context, root *cobra.Command, args []string, stdout, stderr io.Writer) int {
 	root.SetArgs(args)
 	root.SetOut(stdout)
 	root.SetErr(stderr)
@@ -104,6 +114,8 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	chosen, ok := errors.AsType[*exitError](err)
 	unwritten, isFile := errors.AsType[*fs.PathError](err)
 	switch {
+	case ok && chosen.err == nil:
+		return chosen.code
 	case ok:
 	case isFile && unwritten.Op == "write": // standard output leads to a full disk, for example
 		chosen = &exitError{exitRuntime, err}
@@ -187,11 +199,16 @@ kubectl logs, exec, attach, port-forward and top, and TCP services.
   tunnel ls                                           list nodes, connected and missing
   tunnel status                                       show how the cloud or the edge here does
   tunnel ping NODE                                    measure the round trip to a node
+  tunnel check                                        find what is wrong here, and what to do
+  tunnel cert status                                  show certificates, and when they end
 
   tunnel token list|revoke                            list tokens, revoke a node
   tunnel config check                                 report the problems of a configuration
   tunnel reload                                       let a running cloud or edge read it again
   tunnel forward add|rm|ls                            TCP ports of a running cloud, without a change of the file
+  tunnel restart                                      replace the process of a running cloud or edge, without an outage
+  tunnel drain                                        take a running cloud or edge out of the rotation
+  tunnel diag                                         collect what a person needs who looks for a fault
 
 Every command reads the configuration that -c FILE names. Without -c the cloud's file is
 /etc/tunnel/cloud.toml and the edge's is /etc/tunnel/edge.toml, which init and join write.
@@ -209,10 +226,12 @@ Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configur
 	root.SetFlagErrorFunc(flagError)
 	logs := new(logFlags)
 	logs.register(root)
+	endWithInput(root)
 	root.AddCommand(newCloudCommand(logs), newEdgeCommand(logs), newConfigCommand(logs), newDemoCommand(),
 		newVersionCommand(), newInitCommand(), newTokenCommand(logs), newJoinCommand(), newManCommand(),
 		newLsCommand(), newForgetCommand(), newStatusCommand(), newPingCommand(), newReloadCommand(),
-		newForwardCommand())
+		newForwardCommand(), newCheckCommand(), newCertCommand(), newRestartCommand(), newDrainCommand(),
+		newDiagCommand(), newTapCommand(), newTopCommand(), newTraceCommand(), newServicesCommand())
 	root.AddCommand(systemCommands()...)
 	old.logs = logs
 	return root

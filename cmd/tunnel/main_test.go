@@ -25,6 +25,9 @@ import (
 const runMain = "TUNNEL_TEST_RUN_MAIN"
 
 func TestMain(m *testing.M) {
+	if filepath.Base(os.Args[0]) == "kubectl" {
+		os.Exit(fakeKubectl(os.Args[1:]))
+	}
 	if os.Getenv(runMain) != "" {
 		main()
 	}
@@ -41,9 +44,18 @@ type process struct {
 
 func start(t *testing.T, args ...string) *process {
 	t.Helper()
+	return startTo(t, nil, args...)
+}
+
+// startTo is start with standard output in a file; nil: with the errors.
+func startTo(t *testing.T, out *os.File, args ...string) *process {
+	t.Helper()
 	p := &process{t: t, cmd: exec.Command(os.Args[0], args...), done: make(chan error, 1)}
 	p.cmd.Env = append(os.Environ(), runMain+"=1")
 	p.cmd.Stdout, p.cmd.Stderr = &p.out, &p.out
+	if out != nil {
+		p.cmd.Stdout = out
+	}
 	p.cmd.WaitDelay = 5 * time.Second
 	if err := p.cmd.Start(); err != nil {
 		t.Fatal(err)

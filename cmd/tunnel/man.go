@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -27,7 +28,8 @@ func newManCommand() *cobra.Command {
 			if err != nil {
 				return &exitError{exitUsage, err}
 			}
-			if err = writeManPages(cmd.Root(), args[0], date); err != nil {
+			if err = errors.Join(writeManPages(cmd.Root(), args[0], date),
+				writeManPages(newPlugin().cmd, args[0], date)); err != nil {
 				return &exitError{exitRuntime, err}
 			}
 			return nil

@@ -14,6 +14,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"runtime"
 	"slices"
 	"strings"
 	"testing"
@@ -160,6 +161,12 @@ func features() []feature {
 [mode.cloud.audit]
 file = "audit.json"
 `},
+		{"Traces", "A cloud has these metrics if `endpoint` in `[mode.cloud.traces]` is set, and an edge if `endpoint` in " +
+			"`[mode.edge.traces]` is set.", `
+[mode.cloud.traces]
+endpoint = "http://collector:4318"
+permillion = 10000
+`},
 		{"Other replicas", "A cloud has these metrics if `[mode.cloud.stream.peers]` names other replicas.", `
 [mode.cloud.stream.peers]
 service = "tunnel-cloud-peers:9000"
@@ -170,7 +177,8 @@ servername = "tunnel"
 			"Every replica has them.\nOn a replica that does not write, the gauges are 0.", plainDNS},
 		{"DNS: the mounted file", "A cloud has these metrics if `hosts` in `[mode.cloud.stream.dns]` is set.",
 			plainDNS + "hosts = \"hosts\"\n"},
-		{"DNS: the responder", "A cloud has these metrics if `listen` in `[mode.cloud.stream.dns]` is set.", `
+		{"DNS: the responder", "A cloud has these metrics if `listen` in `[mode.cloud.stream.dns]` is set. " +
+			"An edge has them if `dns` in `[mode.edge.services]` is set.", `
 [mode.cloud.stream.dns]
 listen = "127.0.0.1:5353"
 `},
@@ -181,6 +189,7 @@ listen = "127.0.0.1:5353"
 		{"Egress under Konnectivity's names",
 			"A cloud has these metrics if `konnectivitymetrics` in `[mode.cloud.egress]` is true.",
 			plainEgress + "konnectivitymetrics = true\n"},
+		{"Services", "A cloud has these metrics if it has the table `[mode.cloud.services]`.", "[mode.cloud.services]\n"},
 	}
 }
 
@@ -204,9 +213,9 @@ func cloudMetrics(t *testing.T, text string) map[string]*metric {
 }
 
 // edgeMetrics returns the metrics of an edge.
-func edgeMetrics(t *testing.T) map[string]*metric {
+func edgeMetrics(t *testing.T, text string) map[string]*metric {
 	t.Helper()
-	if err := os.WriteFile("edge.toml", []byte(plainEdge), 0o600); err != nil {
+	if err := os.WriteFile("edge.toml", []byte(text), 0o600); err != nil {
 		t.Fatal(err)
 	}
 	e, err := conf.LoadEdge("edge.toml", conf.Env{})
@@ -289,7 +298,7 @@ Or set the key ` + "`socket`" + `, and run:
 func TestMetricsPage(t *testing.T) {
 	inCode, page := metricsInCode(t), filepath.Join(workingDir(t), "../../docs/metrics.md")
 	metricFiles(t)
-	cloud, edge := cloudMetrics(t, plainCloud), edgeMetrics(t)
+	cloud, edge := cloudMetrics(t, plainCloud), edgeMetrics(t, plainEdge)
 	known, both := maps.Clone(cloud), maps.Clone(cloud)
 	maps.Copy(known, edge)
 	maps.DeleteFunc(both, func(name string, _ *metric) bool { return edge[name] == nil })
@@ -299,7 +308,9 @@ func TestMetricsPage(t *testing.T) {
 		return some
 	}
 	text := metricsHead + metricsPart("Cloud and edge", "Every cloud and every edge has these metrics.", both) +
-		metricsPart("Every cloud", "An edge does not have these metrics.", onlyIn(cloud, edge))
+		metricsPart("Every cloud", "An edge does not have these metrics.\n"+
+			"`tunnel_nodes` and `tunnel_node_certificates` need `socket` or `inventory` in `[mode.cloud.admin]`.\n"+
+			"With several replicas, each replica counts the nodes of all: take the maximum, not the sum.", onlyIn(cloud, edge))
 	if own := onlyIn(edge, cloud); len(own) > 0 {
 		text += metricsPart("Every edge", "A cloud does not have these metrics.", own)
 	}
@@ -310,6 +321,12 @@ func TestMetricsPage(t *testing.T) {
 		}
 		maps.Copy(known, more)
 		text += metricsPart(f.title, f.condition, more)
+	}
+	if runtime.GOOS == "linux" {
+		more := onlyIn(edgeMetrics(t, plainEdge+"[mode.edge.services]\nstate = \"services.db\"\n"), known)
+		maps.Copy(known, more)
+		text += metricsPart("Services: an edge", "An edge has these metrics if it has the table `[mode.edge.services]`. "+
+			"[services.md](services.md) says more.", more)
 	}
 	for name, m := range known {
 		if m.kind == "" || m.help == "" {

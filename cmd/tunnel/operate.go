@@ -10,17 +10,33 @@ import (
 	"tunnel.example/tunnel/pkg/api"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/inventory"
+	"tunnel.example/tunnel/pkg/page"
 	"tunnel.example/tunnel/pkg/stream"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// newInventory sets inventory if there is a file for it, or an admin socket that shows it.
+// newInventory sets inventory if there is a file for it, or an admin socket or a status page that shows it.
 func (w *cloudWiring) newInventory() {
-	if w.conf.Inventory == "" && w.conf.AdminSocket == "" {
+	if w.conf.Inventory == "" && w.conf.AdminSocket == "" && w.conf.Page == "" {
 		return
 	}
-	w.inventory = inventory.New(w.conf.Inventory, w.log)
+	path := w.conf.Inventory
+	if w.conf.InventoryMap() != "" {
+		path = ""
+	}
+	w.inventory = inventory.New(path, w.log)
 	w.directory.Watcher = w.inventory
+}
+
+// inventoryKey is the key of the ConfigMap that holds the inventory.
+const inventoryKey = "nodes.json.gz"
+
+// shareInventory has the inventory keep its nodes in a ConfigMap, if the configuration says so.
+func (w *cloudWiring) shareInventory() {
+	if name := w.conf.InventoryMap(); name != "" {
+		w.inventory.Map = w.cluster.client.BinaryConfigMap(w.conf.Namespace, name, inventoryKey)
+		w.inventory.Self = processName()
+	}
 }
 
 // newAPI sets api. The admin socket serves it, and the other replicas ask it.
@@ -28,15 +44,37 @@ func (w *cloudWiring) newAPI() {
 	w.api = api.New(api.Config{
 		Mode: w.mode, Software: software(), Replica: processName(), Checks: w.allChecks, Counters: w.counters,
 		Sessions: w.directory.Sessions, Dialer: w.reach, Inventory: w.inventory, Expected: w.cluster.expected(),
-		Peers: w.peers, Listeners: w.allListeners, Log: w.log,
+		Peers: w.peers, Tap: w.tap, Refusals: w.refusals, Listeners: w.allListeners, Certificates: w.held,
+		AskToRenew: stream.AskToRenew, Forgotten: w.forgotten, Log: w.log,
 	})
+}
+
+// forgotten is told of each node that an operator has had forgotten.
+func (w *cloudWiring) forgotten(node tunnel.NodeName) {
+	if w.services != nil {
+		w.services.Left(node)
+	}
+}
+
+// addPage adds the status page, if the configuration has one.
+func (w *cloudWiring) addPage() {
+	if w.conf.Page != "" {
+		p := page.New(w.conf.Page, w.api, w.log)
+		p.Sockets = w.sockets
+		w.add(p, nil, w.conf.Page)
+	}
 }
 
 // newAPI sets api, which the admin socket serves.
 func (w *edgeWiring) newAPI() {
+	var renewNow func(context.Context) error
+	if w.renewal != nil {
+		renewNow = w.renewal.Now
+	}
 	w.api = api.New(api.Config{
 		Mode: w.mode, Software: software(), Replica: processName(), Node: string(w.conf.Node), Checks: w.allChecks,
-		Counters: w.counters, Sessions: w.client.Sessions, Listeners: w.allListeners, Log: w.log,
+		Counters: w.counters, Sessions: w.client.Sessions, Listeners: w.allListeners, Certificates: w.held,
+		RenewNow: renewNow, Log: w.log,
 	})
 }
 

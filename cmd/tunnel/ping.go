@@ -64,14 +64,7 @@ answer, 1 no cloud answers.`,
 			return flags.run(cmd.Context(), client, cmd.OutOrStdout(), args[0], target)
 		},
 	}
-	cmd.ValidArgsFunction = func(
-		cmd *cobra.Command, args []string, prefix string,
-	) ([]cobra.Completion, cobra.ShellCompDirective) {
-		if len(args) > 0 {
-			return nil, cobra.ShellCompDirectiveNoFileComp
-		}
-		return flags.ask.nodeNames(cmd, args, prefix)
-	}
+	cmd.ValidArgsFunction = flags.ask.firstNode
 	flags.ask.register(cmd, cloudFile)
 	flags.output.register(cmd, "text", "json")
 	cmd.Flags().IntVarP(&flags.count, "count", "n", 3, "how many pings; 0: until Ctrl-C")

@@ -38,7 +38,11 @@ type reloader struct {
 
 	mu      sync.Mutex // guards the following; held during a reload
 	running conf.Settings
+	next    int // id of the process that has taken over; 0: none
 }
+
+// errLeft is the error of a request for a process that has been replaced meanwhile.
+var errLeft = conflictf("another process has just taken over: run the command again")
 
 // candidate is a configuration that has been checked, and that may take effect.
 type candidate struct {
@@ -89,8 +93,26 @@ func (r *reloader) Run(ctx context.Context) error {
 			r.stop()
 			continue
 		}
-		r.reload(ctx) //nolint:errcheck // it is logged
+		if _, err := r.reload(ctx); errors.Is(err, errLeft) {
+			r.passOn()
+		}
 	}
+}
+
+// passOn sends SIGHUP to the process that has taken over: it may have read the file before the file was changed.
+func (r *reloader) passOn() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	p, err := os.FindProcess(r.next)
+	if err == nil {
+		err = p.Signal(syscall.SIGHUP)
+	}
+	if err != nil {
+		r.log.Warn("SIGHUP came to a process that another one has replaced: send it to the new process",
+			"pid", r.next, "err", err)
+		return
+	}
+	r.log.Info("SIGHUP is passed on to the new process", "pid", r.next)
 }
 
 // hasTerminal reports whether the process has a controlling terminal, which exists.
@@ -107,6 +129,9 @@ func hasTerminal() bool {
 func (r *reloader) reload(ctx context.Context) (*reloaded, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	if r.next != 0 {
+		return nil, errLeft
+	}
 	next, err := r.read()
 	var done *reloaded
 	if err == nil {

@@ -2,12 +2,18 @@ package main
 
 import (
 	"bytes"
+	"log/slog"
 	"os"
+	"os/exec"
+	"os/signal"
 	"path/filepath"
+	"runtime"
 	"strings"
+	"syscall"
 	"testing"
 
 	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // Commands that cannot reach a running process say what to do.
@@ -44,6 +50,29 @@ func TestReloadCannotAsk(t *testing.T) {
 		if code != tc.code || !strings.Contains(stderr.String(), tc.want) || stdout.Len() > 0 {
 			t.Errorf("%q: exit code %d, want %d and %q:\n%s%s", tc.args, code, tc.code, tc.want, &stdout, &stderr)
 		}
+	}
+}
+
+// A SIGHUP that comes while another process takes over goes to that process.
+func TestHangupIsPassedOn(t *testing.T) {
+	if runtime.GOOS == "windows" {
+		t.Skip("Windows has no SIGHUP")
+	}
+	caught := make(chan os.Signal, 1)
+	signal.Notify(caught, syscall.SIGHUP) // else the new process ignores it if nohup has started the test
+	defer signal.Stop(caught)
+	next := exec.Command("sleep", "60")
+	if err := next.Start(); err != nil {
+		t.Fatal(err)
+	}
+	defer next.Process.Kill()
+	hangups := make(chan os.Signal, 1)
+	r := &reloader{log: slog.New(slog.DiscardHandler), hangups: hangups, next: next.Process.Pid}
+	testkit.Run(t, r.Run)
+	hangups <- syscall.SIGHUP
+	next.Wait() // a signal has ended it
+	if state := next.ProcessState.String(); state != "signal: hangup" {
+		t.Errorf("the new process has ended: %s", state)
 	}
 }
 

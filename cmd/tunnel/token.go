@@ -7,12 +7,14 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/audit"
+	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/setup"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -64,62 +66,151 @@ func parseNode(text string) (tunnel.NodeName, error) {
 	return node, nil
 }
 
+// tokenFlags are the flags of tunnel token create.
+type tokenFlags struct {
+	file            configFlag
+	node, nodesFrom string
+	uses            int
+	ttl             time.Duration
+	asJSON          bool
+	output          outputFlag
+}
+
 func newTokenCreateCommand(logs *logFlags) *cobra.Command {
-	var file configFlag
-	var node string
-	var ttl time.Duration
-	var asJSON bool
+	var flags tokenFlags
 	cmd := &cobra.Command{
-		Use:   "create [-c FILE] --node NAME",
+		Use:   "create [-c FILE] {--node NAME | --node PATTERN --uses N | --nodes-from FILE}",
 		Short: "Make a token, and the line to paste on the edge",
 		Long: `create makes a token by which one node gets a certificate from this cloud, and prints the
 line to paste on that machine. A running cloud takes the token at once. The token is a secret
 until it expires. Standard output holds only the line, so that a pipe can run it:
 
-  tunnel token create --node edge1 | ssh root@edge1 sh`,
+  tunnel token create --node edge1 | ssh root@edge1 sh
+
+With a "*" in the name and --uses, one token is good for several nodes. The star stands for
+letters, digits and "-". Each machine joins by its host name, or by tunnel join --node NAME.
+Such a token is not good for a node that has joined already, or that has a line in the token file:
+
+  tunnel token create --node 'edge-*' --uses 10 --expires 24h
+
+With --nodes-from, create makes a token for each name in a file, or with - of standard input.
+Standard output then holds a line for each node, with its name and its token:
+
+  tunnel token create --nodes-from nodes.txt -o json`,
 		Args: noArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			name, err := parseNode(node)
-			if err != nil {
-				return err
-			}
-			if ttl < setup.MinTTL || ttl > setup.MaxTTL {
-				return &exitError{exitUsage, fmt.Errorf("--ttl is from %s to %s, not %s",
-					setup.Spell(setup.MinTTL), setup.Spell(setup.MaxTTL), setup.Spell(ttl))}
-			}
-			path, err := file.path()
-			if err != nil {
-				return err
-			}
-			c, err := loadToCreate(path)
-			if err != nil {
-				return err
-			}
-			created, err := setup.CreateToken(c, host(), name, ttl)
-			if err != nil {
-				return setupError(err)
-			}
-			if created.Written {
-				auditCommand(c, logs, cmd.ErrOrStderr(), tunnel.Event{
-					Kind: tunnel.EventTokenCreate, Node: name, Token: created.ID,
-				})
-			}
-			created.AwaitAdoption(cmd.Context()) // the edge may use the token as soon as it is printed
-			if asJSON {
-				err = json.NewEncoder(cmd.OutOrStdout()).Encode(created)
-			} else {
-				err = created.Explain(cmd.OutOrStdout(), cmd.ErrOrStderr())
-			}
-			return errors.Join(err, setupError(created.Unwritten()))
-		},
+		RunE: func(cmd *cobra.Command, _ []string) error { return flags.run(cmd, logs) },
 	}
-	file.register(cmd, cloudFile)
-	nodeFlag(cmd, &node)
-	cmd.Flags().DurationVar(&ttl, "ttl", setup.DefaultTTL, "how long the token is good for, such as 72h or 10m; "+
+	flags.file.register(cmd, cloudFile)
+	f := cmd.Flags()
+	f.StringVar(&flags.node, "node", "", "the node's `name` in Kubernetes, or any other of that form; "+
+		"with --uses a pattern, such as edge-*")
+	f.StringVar(&flags.nodesFrom, "nodes-from", "", "make a token for each name in this `file`, one on each line; "+
+		"- is standard input")
+	f.IntVar(&flags.uses, "uses", 0, "how many nodes may join by the token of a pattern")
+	f.DurationVar(&flags.ttl, "ttl", setup.DefaultTTL, "how long the token is good for, such as 72h or 10m; "+
 		"the certificate that it gets is renewed by the edge")
-	cmd.Flags().BoolVar(&asJSON, "json", false,
-		"print an object with node, id, expires, token, command, lines and written")
+	f.DurationVar(&flags.ttl, "expires", setup.DefaultTTL, "another name of --ttl")
+	f.BoolVar(&flags.asJSON, "json", false,
+		"as -o json: print an object with node, id, expires, token, command, lines and written; "+
+			"with --nodes-from an array of them")
+	flags.output.register(cmd, "text", "json")
+	cmd.MarkFlagsOneRequired("node", "nodes-from")
+	cmd.MarkFlagsMutuallyExclusive("node", "nodes-from")
+	cmd.MarkFlagsMutuallyExclusive("nodes-from", "uses")
+	cmd.MarkFlagsMutuallyExclusive("ttl", "expires")
 	return cmd
+}
+
+// run makes the tokens that the flags ask for.
+func (f *tokenFlags) run(cmd *cobra.Command, logs *logFlags) error {
+	if err := f.output.check(); err != nil {
+		return err
+	}
+	if f.ttl < setup.MinTTL || f.ttl > setup.MaxTTL {
+		return &exitError{exitUsage, fmt.Errorf("--ttl is from %s to %s, not %s",
+			setup.Spell(setup.MinTTL), setup.Spell(setup.MaxTTL), setup.Spell(f.ttl))}
+	}
+	create, err := f.creator(cmd.InOrStdin())
+	if err != nil {
+		return &exitError{exitUsage, err}
+	}
+	path, err := f.file.path()
+	if err != nil {
+		return err
+	}
+	c, err := loadToCreate(path)
+	if err != nil {
+		return err
+	}
+	created, err := create(c)
+	if err != nil {
+		return setupError(err)
+	}
+	if created[0].Written {
+		for _, t := range created {
+			auditCommand(c, logs, cmd.ErrOrStderr(), tunnel.Event{
+				Kind: tunnel.EventTokenCreate, Node: t.Node, Nodes: string(t.Nodes), Token: t.ID,
+			})
+		}
+	}
+	created[0].AwaitAdoption(cmd.Context()) // the edges may use the tokens as soon as they are printed
+	switch {
+	case f.nodesFrom != "" && f.isJSON():
+		err = json.NewEncoder(cmd.OutOrStdout()).Encode(created)
+	case f.isJSON():
+		err = json.NewEncoder(cmd.OutOrStdout()).Encode(created[0])
+	case f.nodesFrom != "":
+		err = setup.ExplainTokens(created, cmd.OutOrStdout(), cmd.ErrOrStderr())
+	default:
+		err = created[0].Explain(cmd.OutOrStdout(), cmd.ErrOrStderr())
+	}
+	return errors.Join(err, setupError(created[0].Unwritten()))
+}
+
+func (f *tokenFlags) isJSON() bool { return f.asJSON || f.output.form == "json" }
+
+// creator checks --node, --uses and --nodes-from. It returns the function that makes the tokens, one at least.
+func (f *tokenFlags) creator(in io.Reader) (func(*conf.Cloud) ([]*setup.Token, error), error) {
+	if f.nodesFrom != "" {
+		if f.nodesFrom != "-" {
+			file, err := os.Open(f.nodesFrom)
+			if err != nil {
+				return nil, fmt.Errorf("--nodes-from: %w", err)
+			}
+			defer file.Close()
+			in = file
+		}
+		nodes, err := setup.ReadNodes(in)
+		if err != nil {
+			return nil, fmt.Errorf("--nodes-from: %w", err)
+		}
+		return func(c *conf.Cloud) ([]*setup.Token, error) {
+			return setup.CreateTokens(c, host(), nodes, f.ttl)
+		}, nil
+	}
+	if !strings.Contains(f.node, "*") {
+		if f.uses != 0 {
+			return nil, errors.New("--uses is for a pattern of names, such as --node 'edge-*'")
+		}
+		node, err := parseNode(f.node)
+		if err != nil {
+			return nil, err
+		}
+		return func(c *conf.Cloud) ([]*setup.Token, error) {
+			return setup.CreateTokens(c, host(), []tunnel.NodeName{node}, f.ttl)
+		}, nil
+	}
+	nodes, err := auth.ParseNodePattern(f.node)
+	if err != nil {
+		return nil, fmt.Errorf("--node: %w", err)
+	}
+	if f.uses < 1 || f.uses > auth.MaxUses {
+		return nil, fmt.Errorf("--uses says how many nodes may join by the token of a pattern, from 1 to %d", auth.MaxUses)
+	}
+	return func(c *conf.Cloud) ([]*setup.Token, error) {
+		t, err := setup.CreateSharedToken(c, host(), nodes, f.uses, f.ttl)
+		return []*setup.Token{t}, err
+	}, nil
 }
 
 // loadToCreate reads the configuration of a cloud, and its token file. It fails if the cloud
@@ -162,7 +253,8 @@ func newTokenListCommand() *cobra.Command {
 		},
 	}
 	file.register(cmd, cloudFile)
-	cmd.Flags().BoolVar(&asJSON, "json", false, "print an array of objects with node, kind, id, expires and state")
+	cmd.Flags().BoolVar(&asJSON, "json", false,
+		"print an array of objects with node, kind, id, expires, state, uses, used and last_used")
 	return cmd
 }
 func newTokenRevokeCommand(logs *logFlags) *cobra.Command {
@@ -173,12 +265,16 @@ func newTokenRevokeCommand(logs *logFlags) *cobra.Command {
 		Short: "Revoke a node: its tokens, its certificates, its session",
 		Long: `revoke marks the node as revoked in the token file, and removes its tokens. A running cloud
 ends the node's session and conns within a second.
-` + "`tunnel token create`" + ` lets the node join again, but not with its old token or certificate.`,
+` + "`tunnel token create`" + ` lets the node join again, but not with its old token or certificate.
+With the pattern of a token for several nodes, revoke removes that token. Nodes that have joined stay.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			name, err := parseNode(node)
-			if err != nil {
-				return err
+			var name tunnel.NodeName
+			pattern, err := auth.ParseNodePattern(node)
+			if err != nil { // then it is one node
+				if name, err = parseNode(node); err != nil {
+					return err
+				}
 			}
 			path, err := file.path()
 			if err != nil {
@@ -188,10 +284,17 @@ ends the node's session and conns within a second.
 			if err != nil {
 				return configError(err)
 			}
-			if err = setup.Revoke(c, host(), name, cmd.OutOrStdout(), cmd.ErrOrStderr()); err != nil {
+			if pattern != "" {
+				err = setup.Withdraw(c, host(), pattern, cmd.OutOrStdout(), cmd.ErrOrStderr())
+			} else {
+				err = setup.Revoke(c, host(), name, cmd.OutOrStdout(), cmd.ErrOrStderr())
+			}
+			if err != nil {
 				return setupError(err)
 			}
-			auditCommand(c, logs, cmd.ErrOrStderr(), tunnel.Event{Kind: tunnel.EventTokenRevoke, Node: name})
+			auditCommand(c, logs, cmd.ErrOrStderr(), tunnel.Event{
+				Kind: tunnel.EventTokenRevoke, Node: name, Nodes: string(pattern),
+			})
 			return nil
 		},
 	}

@@ -3,12 +3,18 @@ package testkit
 import (
 	"context"
 	"crypto/rand"
+	"crypto/tls"
 	"io"
+	"log"
 	"net"
 	"net/http"
+	"net/http/httputil"
+	"net/url"
 	"sync"
 	"testing"
 	"time"
+
+	"golang.org/x/sync/errgroup"
 )
 
 // Serve listens on loopback until the test ends, and serves each connection in a goroutine of its own.
@@ -38,6 +44,7 @@ func ServeOn(t testing.TB, ln net.Listener, serve func(ctx context.Context, c ne
 // accept serves the connections of ln until the test ends.
 func accept(t testing.TB, ln net.Listener, serve func(c net.Conn)) (addr string) {
 	var live sync.WaitGroup
+	failed, fail := context.WithCancel(context.Background())
 	live.Go(func() {
 		for {
 			c, err := ln.Accept()
@@ -46,12 +53,16 @@ func accept(t testing.TB, ln net.Listener, serve func(c net.Conn)) (addr string)
 			}
 			live.Go(func() {
 				defer c.Close()
+				defer context.AfterFunc(failed, func() { c.Close() })()
 				serve(c)
 			})
 		}
 	})
 	t.Cleanup(func() {
 		ln.Close()
+		if t.Failed() { // before it has closed its ends: a test that waits for ever would not say why it has failed
+			fail()
+		}
 		live.Wait()
 	})
 	return ln.Addr().String()
@@ -69,6 +80,37 @@ func ServeTLS(t testing.TB, ln net.Listener, server *http.Server) (addr string) 
 		<-done
 	})
 	return ln.Addr().String()
+}
+
+// DialMany opens n TCP connections to addr at the same time, so that all of them are open before the first one
+// exceeds a time limit. from returns the address of this machine that connection i comes from; nil: 127.0.0.1.
+// The end of the test closes them.
+func DialMany(t testing.TB, n int, addr string, from func(i int) net.IP) []net.Conn {
+	t.Helper()
+	conns := make([]net.Conn, n)
+	var dials errgroup.Group
+	for i := range n {
+		dials.Go(func() (err error) {
+			var d net.Dialer
+			if from != nil {
+				d.LocalAddr = &net.TCPAddr{IP: from(i)}
+			}
+			conns[i], err = d.Dial("tcp", addr)
+			return err
+		})
+	}
+	err := dials.Wait()
+	t.Cleanup(func() {
+		for _, c := range conns {
+			if c != nil {
+				c.Close()
+			}
+		}
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return conns
 }
 
 // Echo sends back what arrives, and ends its direction when the other side has ended its own.
@@ -124,4 +166,33 @@ func ReadAll(t testing.TB, r io.Reader) []byte {
 		t.Fatalf("reading to the end: %v (after %d bytes)", err, len(b))
 	}
 	return b
+}
+
+// L7 is a balancer that passes HTTP/2 on to a server. conf verifies the server.
+//
+// With losesTrailers it sends the headers of an answer before it knows whether a body follows, as some balancers do. A
+// gRPC call that ends without a message then ends without its status.
+func L7(t testing.TB, addr string, conf *tls.Config, losesTrailers bool) http.Handler {
+	t.Helper()
+	protocols := new(http.Protocols)
+	protocols.SetHTTP2(true)
+	transport := &http.Transport{TLSClientConfig: conf, Protocols: protocols}
+	t.Cleanup(transport.CloseIdleConnections)
+	proxy := httputil.NewSingleHostReverseProxy(&url.URL{Scheme: "https", Host: addr})
+	proxy.Transport = transport // without FlushInterval, which would send the headers early now and then
+	proxy.ErrorLog = log.New(io.Discard, "", 0)
+	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		if losesTrailers {
+			w = earlyHeaders{w}
+		}
+		proxy.ServeHTTP(w, r)
+	})
+}
+
+// earlyHeaders sends headers as soon as they are known.
+type earlyHeaders struct{ http.ResponseWriter }
+
+func (w earlyHeaders) WriteHeader(code int) {
+	w.ResponseWriter.WriteHeader(code)
+	http.NewResponseController(w.ResponseWriter).Flush() //nolint:errcheck // the connection is gone
 }

@@ -139,6 +139,8 @@ type Server struct {
 	Conns int
 	// Counters counts the connections closed because of that limit; nil: not counted.
 	Counters *tunnel.Counters
+	// Sockets opens the port; nil: nobody can take it over.
+	Sockets *listen.Sockets
 
 	addr atomic.Pointer[net.Addr] // nil while not listening
 }
@@ -187,7 +189,7 @@ func (s *Server) Addr() net.Addr {
 func (s *Server) Run(ctx context.Context) error {
 	ln := s.public
 	if ln == nil {
-		opened, err := openPort(ctx, s.listen)
+		opened, err := openPort(ctx, s.Sockets, s.listen)
 		if err != nil {
 			return fmt.Errorf("listening on %s for health and metrics (logport): %w", s.listen, err)
 		}
@@ -238,8 +240,8 @@ func (s *Server) serve(srv *http.Server, ln net.Listener) error {
 }
 
 // openPort opens addr. If that fails, the error says what to do.
-func openPort(ctx context.Context, addr string) (net.Listener, error) {
-	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
+func openPort(ctx context.Context, sockets *listen.Sockets, addr string) (net.Listener, error) {
+	ln, err := sockets.Listen(ctx, listen.Operators, net.ListenConfig{}, "tcp", addr)
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
 		return nil, fmt.Errorf("%w; stop what listens there (ss -ltnp shows it), or choose another port", err)

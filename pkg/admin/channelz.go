@@ -35,6 +35,9 @@ type Channelz struct {
 	listen string
 	log    *slog.Logger
 
+	// Sockets opens the port; nil: nobody can take it over. Set before Run.
+	Sockets *listen.Sockets
+
 	addr atomic.Pointer[net.Addr] // nil while not listening
 }
 
@@ -67,7 +70,7 @@ func (z *Channelz) Run(ctx context.Context) error {
 		return fmt.Errorf("channelzaddr %q: channelz shows every connection to whoever asks, "+
 			"so it is served on loopback only; write 127.0.0.1:%d", z.listen, addr.Port)
 	}
-	ln, err := openPort(ctx, addr.String())
+	ln, err := openPort(ctx, z.Sockets, addr.String())
 	if err != nil {
 		return fmt.Errorf("listening on %s for channelz (channelzaddr): %w", z.listen, err)
 	}
@@ -100,15 +103,15 @@ func (z *Channelz) Run(ctx context.Context) error {
 func localAuthority(ctx context.Context, req any, _ *grpc.UnaryServerInfo, next grpc.UnaryHandler) (any, error) {
 	md, _ := metadata.FromIncomingContext(ctx)
 	for _, authority := range md.Get(":authority") {
-		if !isLocal(authority) {
+		if !IsLocal(authority) {
 			return nil, status.Errorf(codes.PermissionDenied, "channelz is for localhost, not %q", authority)
 		}
 	}
 	return next(ctx, req)
 }
 
-// isLocal reports whether authority, with or without a port, is localhost or a loopback address.
-func isLocal(authority string) bool {
+// IsLocal reports whether authority, with or without a port, is localhost or a loopback address.
+func IsLocal(authority string) bool {
 	host, _, err := net.SplitHostPort(authority)
 	if err != nil {
 		host = authority

@@ -48,6 +48,9 @@ type Debug struct {
 	// Handlers are further paths, by their pattern, such as "POST /v1/reload". Set before Run.
 	Handlers map[string]http.Handler
 
+	// Sockets opens the socket; nil: nobody can take it over. Set before Run.
+	Sockets *listen.Sockets
+
 	addr atomic.Pointer[net.Addr] // nil while not listening
 }
 
@@ -71,7 +74,8 @@ func (d *Debug) Addr() net.Addr {
 
 // Run listens and serves until ctx is done.
 func (d *Debug) Run(ctx context.Context) error {
-	ln, err := socket.Listen(ctx, d.path)
+	ln, err := d.Sockets.Open(listen.Operators, listen.Name{Network: "unix", Address: d.path},
+		func() (net.Listener, error) { return socket.Listen(ctx, d.path) })
 	if err != nil {
 		return fmt.Errorf("opening the admin socket (socket in [mode.cloud.admin] or [mode.edge.admin]): %w", err)
 	}

@@ -12,7 +12,8 @@ func NewDoorCollector(c *tunnel.Counters) prometheus.Collector {
 		c: c,
 		callers: desc("tunnel_door_callers_total",
 			"Callers of a front door, by result: ok, the code of the refusal, or bad-request for one that is wrong by itself. "+
-				"A caller is a connection, a terminated HTTPS request, or the conn of a UDP port.", "door", "result"),
+				"A caller is a connection, a terminated HTTPS request, the conn of a UDP port, or an edge's "+
+				"conn to an endpoint of a Service.", "door", "result"),
 		took: desc("tunnel_door_open_duration_seconds",
 			"Time until a caller with the result ok had its conn, or the head of its HTTP response, in seconds.", "door"),
 	}

@@ -9,10 +9,14 @@
 //
 //	GET    /v1/nodes           every node of every replica, connected and missing
 //	GET    /v1/status          this process: checks, listeners, counts, other replicas
+//	GET    /v1/certificates    the certificates of every replica and node; of an edge: its own
+//	POST   /v1/certificates/renew  asks edges to renew their certificates; of an edge: renews its own
 //	POST   /v1/ping?node=N     the round trip to a node; &target=HOST:PORT: to a target behind it
+//	POST   /v1/trace?node=N&target=HOST:PORT   each hop to a target, and which one refuses
+//	GET    /v1/tap             conns as they open and end, a line of JSON each, while the client reads; ?node=N: of one
 //	DELETE /v1/nodes/N         forget a missing node
 //
-// An edge has /v1/status alone. With ?local a replica asks no other replica.
+// An edge has /v1/status and /v1/certificates alone. With ?local a replica asks no other replica.
 //
 // How one request travels: the command ── unix socket ─▶ replica A ── a conn of the session that B has opened
 // with A ─▶ replica B, which answers as with ?local. A merges the answers. A replica that does not answer
@@ -30,11 +34,13 @@ import (
 	"net"
 	"net/http"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"tunnel.example/tunnel/pkg/admin"
 	"tunnel.example/tunnel/pkg/inventory"
 	"tunnel.example/tunnel/pkg/peers"
+	"tunnel.example/tunnel/pkg/tap"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -62,22 +68,39 @@ type Config struct {
 	Listeners func() []string // as in the line of the log at the start; nil: none
 	Counters  *tunnel.Counters
 	Sessions  func() []*tunnel.Session
+	// Certificates returns the certificates of this process; nil: none are shown. Replica is set by the Server.
+	Certificates func() Held
+
+	// Of an edge only.
+
+	// RenewNow renews the certificate of this edge; nil: the edge renews none.
+	RenewNow func(context.Context) error
 
 	// Of a cloud only.
-	Dialer    tunnel.Dialer        // reaches nodes through every replica
-	Inventory *inventory.Inventory // nil: the cloud remembers no nodes
+
+	// AskToRenew asks the edge of a session to renew its certificate within a time.
+	AskToRenew func(s *tunnel.Session, within time.Duration) error
+	Dialer     tunnel.Dialer        // reaches nodes through every replica
+	Inventory  *inventory.Inventory // nil: the cloud remembers no nodes
+	// Forgotten is called with each node that the inventory has forgotten; nil: nobody wants to know.
+	Forgotten func(tunnel.NodeName)
 	// Expected returns the nodes that Kubernetes has; nil, or known is false: not known.
 	Expected func() (names []tunnel.NodeName, known bool)
-	Peers    *peers.Peers // nil: there are no other replicas
+	Peers    *peers.Peers     // nil: there are no other replicas
+	Tap      *tap.Hub         // shows conns as they open and end
+	Refusals *tunnel.Refusals // the last refused callers; nil: they are not kept
 
 	Log *slog.Logger
 }
 
 // Server answers. It is the module "api", which serves the other replicas.
 type Server struct {
+	// Set once.
 	cfg     Config
 	started time.Time
 	inside  *insideListener
+
+	watchers atomic.Int32 // operators that watch conns, or ask to
 }
 
 var _ tunnel.Module = (*Server)(nil)
@@ -122,25 +145,41 @@ func (s *Server) Handler() http.Handler { return s.handler(false) }
 func (s *Server) handler(local bool) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, _ *http.Request) { Answer(w, s.status()) })
+	mux.HandleFunc("GET /v1/certificates", func(w http.ResponseWriter, r *http.Request) {
+		if local || r.URL.Query().Has("local") {
+			Answer(w, s.certificates())
+			return
+		}
+		Answer(w, s.allCertificates(r.Context()))
+	})
 	if s.cfg.Mode != "cloud" {
+		mux.HandleFunc("POST /v1/certificates/renew", s.renewOwn)
 		mux.HandleFunc("/v1/", func(w http.ResponseWriter, _ *http.Request) {
 			Refuse(w, http.StatusNotFound, "", errEdge)
 		})
 		return mux
 	}
+	mux.HandleFunc("POST /v1/certificates/renew", func(w http.ResponseWriter, r *http.Request) {
+		s.renew(w, r, local || r.URL.Query().Has("local"))
+	})
 	here := func(r *http.Request) bool { return local || r.URL.Query().Has("local") }
 	mux.HandleFunc("GET /v1/nodes", func(w http.ResponseWriter, r *http.Request) {
 		if here(r) {
 			Answer(w, s.local())
 			return
 		}
-		Answer(w, s.merged(r.Context()))
+		Answer(w, s.Nodes(r.Context()))
 	})
 	mux.HandleFunc("DELETE /v1/nodes/{node}", func(w http.ResponseWriter, r *http.Request) {
 		s.forget(w, r, here(r))
 	})
-	if !local {
+	mux.HandleFunc("GET /v1/holds/{node}", s.holds)
+	if local {
+		mux.HandleFunc("GET /v1/tap", func(w http.ResponseWriter, r *http.Request) { s.tap(w, r, true) })
+	} else {
+		mux.HandleFunc("GET /v1/tap", s.tapOperator)
 		mux.HandleFunc("POST /v1/ping", s.ping)
+		mux.HandleFunc("POST /v1/trace", s.trace)
 	}
 	return mux
 }

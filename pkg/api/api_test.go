@@ -144,7 +144,7 @@ func TestMerge(t *testing.T) {
 			FirstSeen: at(5), LastSeen: at(9), FactsAt: at(5), LastReplica: "b",
 		},
 		{Name: "only-b", State: Missing},
-		{Name: "relayed", State: Missing, LastSeen: at(5)},
+		{Name: "relayed", State: Missing, LastSeen: at(5), Flapping: true},
 	}}
 	nodes := make(map[tunnel.NodeName]*Node)
 	merge(nodes, a)
@@ -162,7 +162,10 @@ func TestMerge(t *testing.T) {
 			FirstSeen: at(2), LastSeen: at(9), FactsAt: at(5), LastReplica: "b", LastEnd: "gone", Kubernetes: true,
 		},
 		{Name: "only-b", State: Missing},
-		{Name: "relayed", State: Missing, LastSeen: at(5), FactsAt: at(4), LastReplica: "a", LastRemote: "here"},
+		{
+			Name: "relayed", State: Missing, LastSeen: at(5), FactsAt: at(4), LastReplica: "a", LastRemote: "here",
+			Flapping: true,
+		},
 	} {
 		if got := nodes[tunnel.NodeName(want.Name)]; got == nil || !reflect.DeepEqual(*got, want) {
 			t.Errorf("%s is\n%+v; want\n%+v", want.Name, got, want)
@@ -184,6 +187,8 @@ func TestStatus(t *testing.T) {
 		}
 	}
 	r.cfg.Counters.Refuse(tunnel.Denied)
+	r.cfg.Refusals = new(tunnel.Refusals)
+	r.cfg.Refusals.Record(tunnel.Event{Kind: tunnel.EventTCP, Result: "denied", Err: "not allowed"})
 	r.attach("edge1")
 	got, err := r.client(t).Status(t.Context())
 	if err != nil {
@@ -195,6 +200,9 @@ func TestStatus(t *testing.T) {
 	}
 	if c := got.Counts; c.Nodes != 1 || c.Remembered != 1 || c.Conns != 3 || c.Refused["denied"] != 1 {
 		t.Errorf("counts %+v", c)
+	}
+	if len(got.Refusals) != 1 || got.Refusals[0].Err != "not allowed" {
+		t.Errorf("refusals %+v", got.Refusals)
 	}
 }
 
@@ -280,7 +288,7 @@ func TestInside(t *testing.T) {
 // A socket that nobody serves, and one of an older process, lead to errors that say so.
 func TestClientErrors(t *testing.T) {
 	if _, err := NewClient(filepath.Join(t.TempDir(), "none")).Status(t.Context()); err == nil ||
-		!strings.Contains(err.Error(), "is it running") {
+		!strings.Contains(err.Error(), "is it running") || !NotRunning(err) {
 		t.Errorf("no socket: %v", err)
 	}
 	path := filepath.Join(t.TempDir(), "s")
@@ -291,7 +299,8 @@ func TestClientErrors(t *testing.T) {
 	srv := &http.Server{Handler: http.NotFoundHandler()}
 	go srv.Serve(ln)
 	defer srv.Close()
-	if _, err := NewClient(path).Status(t.Context()); err == nil || !strings.Contains(err.Error(), "older") {
+	if _, err := NewClient(path).Status(t.Context()); err == nil || !strings.Contains(err.Error(), "older") ||
+		NotRunning(err) {
 		t.Errorf("an older process: %v", err)
 	}
 }

@@ -69,15 +69,53 @@ func (c *Client) Forget(ctx context.Context, node string) (had bool, err error) 
 // Call sends a request with body as JSON (nil: no body), and decodes the answer into v. Its errors tell an operator
 // what to do about the socket. A refusal is a *[Failure].
 func (c *Client) Call(ctx context.Context, method, path string, body, v any) error {
-	err := call(ctx, c.http, method, path, body, v)
+	return c.explained(call(ctx, c.http, method, path, body, v))
+}
+
+// socketError is an error with a text for an operator in place of that of its cause.
+type socketError struct {
+	text  string
+	cause error
+}
+
+func (e *socketError) Error() string { return e.text }
+func (e *socketError) Unwrap() error { return e.cause }
+
+// explained returns err, with what to do if it is about the socket.
+func (c *Client) explained(err error) error {
 	switch {
-	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ECONNREFUSED):
-		return fmt.Errorf("nothing listens on %s: is it running? After a change of the key socket, name the old one "+
-			"with --socket", c.path)
+	case NotRunning(err):
+		return &socketError{fmt.Sprintf("nothing listens on %s: is it running? After a change of the key socket, name the "+
+			"old one with --socket", c.path), err}
 	case errors.Is(err, fs.ErrPermission):
-		return fmt.Errorf("%s may not be used by this user: run this as the user of the daemon, such as with sudo", c.path)
+		return &socketError{fmt.Sprintf("%s may not be used by this user: run this as the user of the daemon, such as with "+
+			"sudo", c.path), err}
 	}
 	return err
+}
+
+// NotRunning reports whether an error of a Client says that no process serves the socket.
+func NotRunning(err error) bool {
+	return errors.Is(err, fs.ErrNotExist) || errors.Is(err, syscall.ECONNREFUSED)
+}
+
+// Get returns the answer to a GET request for a path that has no JSON, such as /metrics. A status of 503 is an answer,
+// too: /readyz has it.
+func (c *Client) Get(ctx context.Context, path string) ([]byte, error) {
+	r, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://tunnel"+path, nil)
+	if err != nil {
+		return nil, err
+	}
+	response, err := c.http.Do(r)
+	if err != nil {
+		return nil, err
+	}
+	defer response.Body.Close()
+	answer, err := io.ReadAll(io.LimitReader(response.Body, maxAnswer))
+	if err == nil && response.StatusCode != http.StatusOK && response.StatusCode != http.StatusServiceUnavailable {
+		err = errors.New(response.Status)
+	}
+	return answer, err
 }
 
 // errOldReplica is the error of a replica that has no API.
@@ -85,23 +123,8 @@ var errOldReplica = errors.New("it is older than this replica and cannot be aske
 
 // call sends a request with body (nil: none), and decodes the answer into v. An answer other than 2xx is a *Failure.
 func call(ctx context.Context, client *http.Client, method, path string, body, v any) error {
-	var text io.Reader
-	if body != nil {
-		b, err := json.Marshal(body)
-		if err != nil {
-			return err
-		}
-		text = bytes.NewReader(b)
-	}
-	r, err := http.NewRequestWithContext(ctx, method, "http://tunnel"+path, text)
+	response, err := send(ctx, client, method, path, body)
 	if err != nil {
-		return err
-	}
-	response, err := client.Do(r)
-	if err != nil {
-		if wrapped, ok := errors.AsType[*url.Error](err); ok {
-			err = wrapped.Err // the URL tells an operator nothing
-		}
 		return err
 	}
 	defer response.Body.Close()
@@ -111,12 +134,51 @@ func call(ctx context.Context, client *http.Client, method, path string, body, v
 		return err
 	case len(answer) > maxAnswer:
 		return fmt.Errorf("the answer is longer than %d bytes", maxAnswer)
-	case response.StatusCode/100 == 2:
-		return json.Unmarshal(answer, v)
+	}
+	return json.Unmarshal(answer, v)
+}
+
+// maxFailure bounds the body of an answer that is not 2xx, in bytes.
+const maxFailure = 64 << 10
+
+// send sends a request with body (nil: none). An answer other than 2xx is a *Failure; else the caller closes the body.
+func send(ctx context.Context, client *http.Client, method, path string, body any) (*http.Response, error) {
+	var text io.Reader
+	if body != nil {
+		b, err := json.Marshal(body)
+		if err != nil {
+			return nil, err
+		}
+		text = bytes.NewReader(b)
+	}
+	r, err := http.NewRequestWithContext(ctx, method, "http://tunnel"+path, text)
+	if err != nil {
+		return nil, err
+	}
+	response, err := client.Do(r)
+	if err != nil {
+		if wrapped, ok := errors.AsType[*url.Error](err); ok {
+			err = wrapped.Err // the URL tells an operator nothing
+		}
+		return nil, err
+	}
+	if response.StatusCode/100 == 2 {
+		return response, nil
+	}
+	defer response.Body.Close()
+	answer, err := io.ReadAll(io.LimitReader(response.Body, maxFailure))
+	if err != nil {
+		return nil, err
 	}
 	failure := new(Failure)
 	if json.Unmarshal(answer, failure) != nil || failure.Text == "" {
-		return fmt.Errorf("%s: the process is older than this command", response.Status)
+		return nil, errOlder{response.Status}
 	}
-	return failure
+	return nil, failure
 }
+
+// errOlder is the error of a process that does not know the path of a request.
+type errOlder struct{ status string }
+
+// Error implements error.
+func (e errOlder) Error() string { return e.status + ": the process is older than this command" }

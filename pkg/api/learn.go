@@ -3,6 +3,7 @@ package api
 import (
 	"context"
 	"net/http"
+	"strings"
 	"time"
 
 	"tunnel.example/tunnel/pkg/inventory"
@@ -51,9 +52,14 @@ func (s *Server) adopt(list *NodeList) {
 		if err != nil || n.State != Missing || n.LastSeen.IsZero() {
 			continue
 		}
-		s.cfg.Inventory.Adopt(name, inventory.Record{
+		record := inventory.Record{
 			FirstSeen: n.FirstSeen, LastSeen: n.LastSeen, FactsAt: n.FactsAt, Replica: n.LastReplica, Remote: n.LastRemote,
 			Software: n.LastSoftware, Ended: n.LastEnd, CertEnds: n.CertificateEnds,
-		})
+		}
+		if c := n.Certificate; c != nil {
+			record.CertShown, record.CertBy, record.CertFrom, record.CertEnds = c.Serial, c.Signer, c.Starts, c.Ends
+			record.CertTrusts = strings.Join(c.Trusts, " ")
+		}
+		s.cfg.Inventory.Adopt(name, record)
 	}
 }

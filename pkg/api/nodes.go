@@ -56,7 +56,10 @@ type Node struct {
 	CertificateSerial   string    `json:"certificate_serial,omitempty"` // of the newest that was issued; hexadecimal
 	CertificateIssuedAt time.Time `json:"certificate_issued_at,omitzero"`
 	CertificatesIssued  int       `json:"certificates_issued,omitempty"`
+	// Certificate is the newest that the node has shown or got; nil: none is known.
+	Certificate *Certificate `json:"certificate,omitempty"`
 
+	Flapping   bool `json:"flapping,omitempty"`   // its sessions began again and again in the last ten minutes
 	Kubernetes bool `json:"kubernetes,omitempty"` // there is a Node object of this name
 }
 
@@ -103,9 +106,13 @@ func (s *Server) sessionOf(of *tunnel.Session) Session {
 // local returns what this replica knows of nodes by itself.
 func (s *Server) local() *NodeList {
 	nodes := make(map[tunnel.NodeName]*Node)
+	var incomplete []string
 	if s.cfg.Inventory != nil {
 		for name, r := range s.cfg.Inventory.All() {
 			nodes[name] = s.remembered(name, r)
+		}
+		if !s.cfg.Inventory.Known() {
+			incomplete = append(incomplete, "the inventory has not been read yet")
 		}
 	}
 	get := func(name tunnel.NodeName) *Node {
@@ -119,8 +126,8 @@ func (s *Server) local() *NodeList {
 	for _, of := range s.cfg.Sessions() {
 		n := get(of.Node)
 		n.State, n.Sessions = Connected, []Session{s.sessionOf(of)}
+		n.Certificate = newest(n.Certificate, certificateOf(of))
 	}
-	var incomplete []string
 	if s.cfg.Expected != nil {
 		names, known := s.cfg.Expected()
 		if !known {
@@ -160,12 +167,13 @@ func (s *Server) remembered(name tunnel.NodeName, r inventory.Record) *Node {
 		FirstSeen: r.FirstSeen, LastSeen: r.LastSeen, FactsAt: r.FactsAt, LastReplica: here, LastRemote: r.Remote,
 		LastSoftware: r.Software, LastEnd: r.Ended, SessionsTotal: r.Sessions,
 		CertificateEnds: r.CertEnds, CertificateSerial: r.CertShown,
-		CertificateIssuedAt: r.IssuedAt, CertificatesIssued: r.Issued,
+		CertificateIssuedAt: r.IssuedAt, CertificatesIssued: r.Issued, Certificate: rememberedCertificate(r),
+		Flapping: r.Flapping,
 	}
 }
 
-// merged returns what all replicas know of nodes.
-func (s *Server) merged(ctx context.Context) *NodeList {
+// Nodes returns what all replicas know of nodes.
+func (s *Server) Nodes(ctx context.Context) *NodeList {
 	own := s.local()
 	if s.cfg.Peers == nil {
 		return own
@@ -224,7 +232,7 @@ func (n *Node) add(from *Node) {
 	if from.State == Connected {
 		n.State = Connected
 	}
-	n.Kubernetes = n.Kubernetes || from.Kubernetes
+	n.Kubernetes, n.Flapping = n.Kubernetes || from.Kubernetes, n.Flapping || from.Flapping
 	if n.FirstSeen.IsZero() || !from.FirstSeen.IsZero() && from.FirstSeen.Before(n.FirstSeen) {
 		n.FirstSeen = from.FirstSeen
 	}
@@ -241,6 +249,7 @@ func (n *Node) add(from *Node) {
 	if from.CertificateIssuedAt.After(n.CertificateIssuedAt) {
 		n.CertificateIssuedAt, n.CertificateSerial = from.CertificateIssuedAt, from.CertificateSerial
 	}
+	n.Certificate = newest(n.Certificate, from.Certificate)
 	n.SessionsTotal += from.SessionsTotal
 	n.CertificatesIssued += from.CertificatesIssued
 }
@@ -261,6 +270,9 @@ func (s *Server) forget(w http.ResponseWriter, r *http.Request, local bool) {
 	if err != nil {
 		Refuse(w, http.StatusConflict, "", fmt.Errorf("node %s: %w", name, err))
 		return
+	}
+	if s.cfg.Forgotten != nil {
+		s.cfg.Forgotten(name)
 	}
 	if s.cfg.Peers != nil && !local {
 		there, err := s.forgetElsewhere(r.Context(), name)
@@ -296,9 +308,14 @@ type Forgotten struct {
 
 // ask sends a request to the API of another replica, and reads the answer into v.
 func ask(ctx context.Context, other peers.Replica, method, path string, v any) error {
+	return askWith(ctx, other, method, path, nil, v)
+}
+
+// askWith is ask, with a body; nil: none.
+func askWith(ctx context.Context, other peers.Replica, method, path string, body, v any) error {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
-	err := call(ctx, clientOf(other.Dial), method, path, nil, v)
+	err := call(ctx, clientOf(other.Dial), method, path, body, v)
 	if err != nil && tunnel.CodeOf(err) == tunnel.NoSuchNode {
 		return errOldReplica
 	}

@@ -1,6 +1,10 @@
 package api
 
 import (
+	"context"
+	"fmt"
+	"net/http"
+	"sync"
 	"time"
 
 	"tunnel.example/tunnel/pkg/admin"
@@ -24,6 +28,8 @@ type Status struct {
 	Sessions []Session `json:"sessions,omitempty"`
 	// Replicas are the other replicas that have joined this cloud.
 	Replicas []Replica `json:"replicas,omitempty"`
+	// Refusals are the last refused callers and joins, the newest first. Only a cloud with a status page keeps them.
+	Refusals []tunnel.Event `json:"refusals,omitempty"`
 }
 
 // Check is one line of /readyz.
@@ -92,7 +98,37 @@ func (s *Server) status() *Status {
 			})
 		}
 	}
+	if s.cfg.Refusals != nil {
+		st.Refusals = s.cfg.Refusals.Last()
+	}
 	return st
+}
+
+// Statuses returns the status of this replica, and then those of the others. incomplete says which replicas have not
+// answered.
+func (s *Server) Statuses(ctx context.Context) (all []*Status, incomplete []string) {
+	all = []*Status{s.status()}
+	if s.cfg.Peers == nil {
+		return all, nil
+	}
+	others := s.cfg.Peers.Others()
+	statuses, errs := make([]*Status, len(others)), make([]error, len(others))
+	var asking sync.WaitGroup
+	for i, other := range others {
+		asking.Go(func() {
+			statuses[i] = new(Status)
+			errs[i] = ask(ctx, other, http.MethodGet, "/v1/status", statuses[i])
+		})
+	}
+	asking.Wait()
+	for i, other := range others {
+		if errs[i] != nil {
+			incomplete = append(incomplete, fmt.Sprintf("the status of the replica at %s: %v", other.Remote, errs[i]))
+			continue
+		}
+		all = append(all, statuses[i])
+	}
+	return all, incomplete
 }
 
 func (s *Server) counts(sessions []*tunnel.Session) Counts {

@@ -12,6 +12,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"os"
 	"time"
 )
 
@@ -82,6 +83,52 @@ func LoadCA(certPEM, keyPEM []byte) (*CA, error) {
 	return &CA{key: key, cert: cert, certPEM: encodePEM("CERTIFICATE", cert.Raw)}, nil
 }
 
+// LoadCAAmong returns the authority that a key belongs to. certsPEM has its certificate, perhaps among those of
+// other authorities: of an old one and of its successor, for instance.
+func LoadCAAmong(certsPEM, keyPEM []byte) (*CA, error) {
+	certs, err := ParseCertificates(certsPEM)
+	if err != nil {
+		return nil, err
+	}
+	for _, cert := range certs {
+		if ca, err := LoadCA(encodePEM("CERTIFICATE", cert.Raw), keyPEM); err == nil {
+			return ca, nil
+		}
+	}
+	return LoadCA(certsPEM, keyPEM) // its error is about the first certificate
+}
+
+// ReadCA is LoadCAAmong, of files.
+func ReadCA(certFile, keyFile string) (*CA, error) {
+	certPEM, err := os.ReadFile(certFile)
+	if err != nil {
+		return nil, err
+	}
+	keyPEM, err := os.ReadFile(keyFile)
+	if err != nil {
+		return nil, err
+	}
+	ca, err := LoadCAAmong(certPEM, keyPEM)
+	if err != nil {
+		return nil, fmt.Errorf("%s and %s: %w", certFile, keyFile, err)
+	}
+	return ca, nil
+}
+
+// Certificate returns the authority's own certificate.
+func (ca *CA) Certificate() *x509.Certificate { return ca.cert }
+
+// Reissue makes a new P-256 key and a certificate for it, with the names and the usages of another certificate, until
+// the CA expires.
+func (ca *CA) Reissue(like *x509.Certificate) (certPEM, keyPEM []byte, err error) {
+	return ca.issue(&x509.Certificate{
+		RawSubject: like.RawSubject, Subject: like.Subject,
+		DNSNames: like.DNSNames, IPAddresses: like.IPAddresses, URIs: like.URIs,
+		NotBefore: time.Now().Add(-Backdate), NotAfter: ca.cert.NotAfter, BasicConstraintsValid: true,
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: like.ExtKeyUsage,
+	})
+}
+
 // CertPEM returns the authority's own certificate.
 func (ca *CA) CertPEM() []byte { return ca.certPEM }
 
@@ -119,17 +166,23 @@ func (ca *CA) Issue(l Leaf) (certPEM, keyPEM []byte, err error) {
 		// Without an extended key usage a certificate would be good for every usage.
 		return nil, nil, errors.New("issuing a certificate: it is for neither a server nor a client")
 	}
+	return ca.issue(tmpl)
+}
+
+// issue makes a new P-256 key, and signs tmpl for it.
+func (ca *CA) issue(tmpl *x509.Certificate) (certPEM, keyPEM []byte, err error) {
+	name := tmpl.Subject.CommonName
 	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
 	if err != nil {
-		return nil, nil, fmt.Errorf("making a key for %s: %w", l.CommonName, err)
+		return nil, nil, fmt.Errorf("making a key for %s: %w", name, err)
 	}
 	der, err := x509.CreateCertificate(rand.Reader, tmpl, ca.cert, key.Public(), ca.key)
 	if err != nil {
-		return nil, nil, fmt.Errorf("signing the certificate of %s: %w", l.CommonName, err)
+		return nil, nil, fmt.Errorf("signing the certificate of %s: %w", name, err)
 	}
 	keyDER, err := x509.MarshalPKCS8PrivateKey(key)
 	if err != nil {
-		return nil, nil, fmt.Errorf("encoding the key of %s: %w", l.CommonName, err)
+		return nil, nil, fmt.Errorf("encoding the key of %s: %w", name, err)
 	}
 	return encodePEM("CERTIFICATE", der), encodePEM("PRIVATE KEY", keyDER), nil
 }

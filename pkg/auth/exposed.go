@@ -38,7 +38,7 @@ func exposed(info fs.FileInfo, groups []int) bool {
 	case 0:
 		return false
 	case groupReads:
-		uid, gid, ok := fileOwner(info)
+		uid, gid, ok := FileOwner(info)
 		// No fsGroup is group 0. A process of root is in group 0, whoever else is in it.
 		return !ok || uid != 0 || gid == 0 || !slices.Contains(groups, gid)
 	default:

@@ -29,8 +29,11 @@ type GateConfig struct {
 	Reviewer        Reviewer // nil: no ServiceAccount tokens
 	ServiceAccounts []string // "namespace/name": the accounts whose tokens are accepted
 	Nodes           Nodes    // nil: any node may join; else only the nodes of Kubernetes
-	Hosts           []string // names that no node may have, such as the API server's
-	Log             *slog.Logger
+	// Known reports whether the cloud has seen a node before. A token for several nodes is not good for such a
+	// node. nil: the cloud does not remember nodes for good, so no such token is good.
+	Known func(tunnel.NodeName) bool
+	Hosts []string // names that no node may have, such as the API server's
+	Log   *slog.Logger
 }
 
 // Gate is the Authenticator of the cloud. It accepts three proofs of a node: a token of the

@@ -32,7 +32,7 @@ func NewIssuer(g *Gate, s Signer) *Issuer {
 
 // First issues the certificate of the node whose join token c holds. An error that is
 // ErrUnauthenticated holds the reason, for the log only. ErrSigning means that another request
-// of the node is in progress.
+// of the node is in progress. ErrNoUse means that the token is one for several nodes, and not good for this one.
 func (i *Issuer) First(
 	ctx context.Context, c Credential, request []byte,
 ) (node tunnel.NodeName, chain []byte, err error) {
@@ -43,7 +43,17 @@ func (i *Issuer) First(
 		return "", nil, ErrSigning
 	}
 	defer i.end(node)
-	chain, err = i.sign(ctx, node, joinProof(sha256.Sum256([]byte(c.Token))), request)
+	if _, err = ParseRequest(node, request); err != nil { // a bad request is no use of the token
+		return node, nil, err
+	}
+	token := sum(sha256.Sum256([]byte(c.Token)))
+	giveBack, err := i.gate.cfg.Tokens.spend(node, token, i.gate.cfg.Known)
+	if err != nil {
+		return node, nil, err
+	}
+	if chain, err = i.sign(ctx, node, joinProof(token), request); err != nil {
+		giveBack()
+	}
 	return node, chain, err
 }
 

@@ -19,7 +19,8 @@ type JoinToken struct {
 	ServerName string   // name in the cloud's certificate
 	CA         [32]byte // SHA-256 of the DER of the CA certificate that signed the cloud's
 	Node       tunnel.NodeName
-	Secret     Secret // the token of a line with the attribute join in the token file
+	Nodes      NodePattern // in place of Node: the token is for several nodes
+	Secret     Secret      // the token of a line with the attribute join in the token file
 }
 
 const (
@@ -37,11 +38,14 @@ type joinWire struct {
 	CA         []byte `json:"ca"`
 	Node       string `json:"node"`
 	Secret     string `json:"secret"`
+	Nodes      string `json:"nodes,omitempty"`
 }
 
 // Encode returns the text form: the prefix and the JSON object in unpadded base64url.
 func (t JoinToken) Encode() Secret {
-	text, err := json.Marshal(joinWire{t.Address, t.ServerName, t.CA[:], string(t.Node), t.Secret.Reveal()})
+	text, err := json.Marshal(joinWire{
+		t.Address, t.ServerName, t.CA[:], string(t.Node), t.Secret.Reveal(), string(t.Nodes),
+	})
 	if err != nil {
 		panic(err) // strings and bytes always encode
 	}
@@ -73,11 +77,20 @@ func ParseJoinToken(text string) (JoinToken, error) {
 	if copy(t.CA[:], w.CA) != len(t.CA) {
 		return JoinToken{}, damaged
 	}
-	if t.Node, err = tunnel.ParseNodeName(w.Node); err != nil {
-		return JoinToken{}, errors.New("the join token names no node (RFC 1123)")
-	}
-	if err = t.Node.MayJoin(); err != nil {
-		return JoinToken{}, fmt.Errorf("the join token: %w", err)
+	switch {
+	case w.Nodes != "" && w.Node != "":
+		return JoinToken{}, damaged
+	case w.Nodes != "":
+		if t.Nodes, err = ParseNodePattern(w.Nodes); err != nil {
+			return JoinToken{}, errors.New("the join token names no nodes")
+		}
+	default:
+		if t.Node, err = tunnel.ParseNodeName(w.Node); err != nil {
+			return JoinToken{}, errors.New("the join token names no node (RFC 1123)")
+		}
+		if err = t.Node.MayJoin(); err != nil {
+			return JoinToken{}, fmt.Errorf("the join token: %w", err)
+		}
 	}
 	if err := t.check(); err != nil {
 		return JoinToken{}, err

@@ -29,6 +29,11 @@ func TestJoinToken(t *testing.T) {
 			}
 		}
 	}
+	shared := testJoinToken()
+	shared.Node, shared.Nodes = "", "edge-*"
+	if got, err := ParseJoinToken(shared.Encode().Reveal()); err != nil || got != shared {
+		t.Errorf("a token for several nodes became %+v, %v", got, err)
+	}
 	token := testJoinToken()
 	s := fmt.Sprintf("%v %+v %#v %s", token, token, token, token.Encode())
 	if strings.Contains(s, token.Secret.Reveal()) || strings.Count(s, redacted) != 4 {
@@ -100,6 +105,8 @@ func TestBadJoinTokens(t *testing.T) {
 		"bad server name":   with(func(t *JoinToken) { t.ServerName = "a b" }),
 		"no node":           with(func(t *JoinToken) { t.Node = "" }),
 		"bad node":          with(func(t *JoinToken) { t.Node = "Edge1" }),
+		"node and nodes":    with(func(t *JoinToken) { t.Nodes = "edge-*" }),
+		"no pattern":        with(func(t *JoinToken) { t.Node, t.Nodes = "", "edge" }),
 		"no secret":         with(func(t *JoinToken) { t.Secret = "" }),
 		"a secret in two":   with(func(t *JoinToken) { t.Secret = canary + " " + canary }),
 		"too long":          with(func(t *JoinToken) { t.Secret = Secret(strings.Repeat(canary, 300)) }),

@@ -61,7 +61,7 @@ func followLinks(path string) (to string, reference fs.FileInfo, err error) {
 			return "", nil, err
 		}
 		path = filepath.Join(folder, filepath.Base(path))
-		if uid, _, ok := fileOwner(dir); ok && uid != os.Geteuid() && uid != 0 || dir.Mode()&0o002 != 0 {
+		if uid, _, ok := FileOwner(dir); ok && uid != os.Geteuid() && uid != 0 || dir.Mode()&0o002 != 0 {
 			if os.Geteuid() != 0 { // only root can give files away
 				dir = nil
 			}
@@ -119,7 +119,7 @@ func sameOwner(f *os.File, reference fs.FileInfo) error {
 	if reference == nil {
 		return nil
 	}
-	uid, gid, ok := fileOwner(reference)
+	uid, gid, ok := FileOwner(reference)
 	if !ok || uid == os.Geteuid() && (gid == os.Getegid() || reference.IsDir()) {
 		return nil
 	}

@@ -7,8 +7,8 @@ import (
 	"syscall"
 )
 
-// fileOwner returns the owner and the group of a file.
-func fileOwner(info fs.FileInfo) (uid, gid int, ok bool) {
+// FileOwner returns the owner and the group of a file.
+func FileOwner(info fs.FileInfo) (uid, gid int, ok bool) {
 	st, ok := info.Sys().(*syscall.Stat_t)
 	if !ok {
 		return 0, 0, false

@@ -225,7 +225,7 @@ func (p *Policy) Permits(to netip.AddrPort) bool {
 		if r.port != 0 && r.port != to.Port() {
 			continue
 		}
-		if r.self && p.isOwn(a) || !r.self && r.covers(a) {
+		if r.self && p.IsOwn(a) || !r.self && r.covers(a) {
 			return true
 		}
 	}
@@ -260,9 +260,9 @@ func metadataNetwork(a netip.Addr) netip.Prefix {
 	return netip.Prefix{}
 }
 
-// isOwn reports whether a is an address of this machine. Interfaces come and go, so they are listed
+// IsOwn reports whether a is an address of this machine. Interfaces come and go, so they are listed
 // at each call, except for loopback, the most frequent case.
-func (p *Policy) isOwn(a netip.Addr) bool {
+func (p *Policy) IsOwn(a netip.Addr) bool {
 	if a.IsLoopback() {
 		return true
 	}
@@ -320,20 +320,61 @@ func (p *Policy) DialUDP(
 	return nil, refusalOf(ctx, addr, err)
 }
 
-// permitted returns the addresses of addr, a host:port, that the policy permits: at least one, or an
-// error.
-func (p *Policy) permitted(ctx context.Context, addr string) ([]netip.AddrPort, error) {
+// Tried says how far a dial has come.
+type Tried struct {
+	Resolve   time.Duration // to find the addresses of the target
+	Addresses int           // of the target; 0: none was found
+	Permitted int           // how many of them the policy permits
+	Connect   time.Duration // to connect, or to fail to
+}
+
+// Try dials addr as Dial does, and closes the connection at once. The error is that of Dial.
+func (p *Policy) Try(ctx context.Context, addr string) (tried Tried, err error) {
+	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
+	defer cancel()
+	began := time.Now()
+	ips, port, err := p.addresses(ctx, addr)
+	tried.Resolve, tried.Addresses = time.Since(began), len(ips)
+	if err != nil {
+		return tried, err
+	}
+	permitted, denied := p.partition(ips, port)
+	if tried.Permitted = len(permitted); tried.Permitted == 0 {
+		return tried, denialOf(addr, denied[0])
+	}
+	began = time.Now()
+	c, err := p.dialAny(ctx, addr, permitted)
+	tried.Connect = time.Since(began)
+	if err != nil {
+		return tried, err
+	}
+	c.Close() // nothing was sent
+	return tried, nil
+}
+
+// addresses returns the addresses of addr, a host:port, and its port: at least one address, or an error.
+func (p *Policy) addresses(ctx context.Context, addr string) ([]netip.Addr, uint16, error) {
 	host, portText, err := net.SplitHostPort(addr)
 	if err != nil || host == "" {
-		return nil, tunnel.Refusef(tunnel.Unreachable, "target %q is not host:port", addr)
+		return nil, 0, tunnel.Refusef(tunnel.Unreachable, "target %q is not host:port", addr)
 	}
 	port, err := parsePort(portText)
 	if err != nil {
-		return nil, tunnel.Refusef(tunnel.Unreachable, "target %q: %v", addr, err)
+		return nil, 0, tunnel.Refusef(tunnel.Unreachable, "target %q: %v", addr, err)
 	}
 	ips, err := p.resolve(ctx, host)
 	if err != nil {
-		return nil, refusalOf(ctx, addr, err)
+		return nil, 0, refusalOf(ctx, addr, err)
+	}
+	return ips, port, nil
+}
+
+// permitted returns the addresses of addr, a host:port, that the policy permits: at least one, or an
+// error.
+func (p *Policy) permitted(ctx context.Context, addr string) ([]netip.AddrPort, error) {
+	ips, port, err := p.addresses(ctx, addr)
+	if err != nil {
+		return nil, err
 	}
 	permitted, denied := p.partition(ips, port)
 	if len(permitted) == 0 {

@@ -17,6 +17,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -231,6 +232,12 @@ func TestPolicyDial(t *testing.T) {
 				}
 				if took := time.Since(start); took > dialTimeout {
 					t.Errorf("took %v", took)
+				}
+				again := &fakeNet{names: names, answer: tc.answer}
+				tried, failure := again.policy(t).Try(t.Context(), tc.addr)
+				if got := strings.Join(again.dialed, " "); got != tc.dialed || (failure == nil) != (err == nil) ||
+					err != nil && tunnel.CodeOf(failure) != tunnel.CodeOf(err) || (tried.Permitted > 0) != (tc.dialed != "") {
+					t.Errorf("Try dialled %q, and says %+v, %v; Dial says %v", got, tried, failure, err)
 				}
 				if tc.code == 0 {
 					if err != nil {
@@ -471,7 +478,7 @@ func TestPolicyKeepsItsDNS(t *testing.T) {
 		if !ok || r.Code != tc.code || strings.Contains(r.Error(), "10.9.") || !strings.Contains(r.Text, tc.name) {
 			t.Errorf("%s: the cloud is told %v", tc.name, err)
 		}
-		var log strings.Builder
+		var log testkit.Log
 		slog.New(slog.NewTextHandler(&log, nil)).Warn("denied", "err", err)
 		for _, want := range tc.logs {
 			if !strings.Contains(log.String(), want) {

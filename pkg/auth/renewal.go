@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"os"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -23,6 +24,8 @@ const (
 	// minRenewInterval is the least time between two successful renewals. It matters when the CA is
 	// about to expire: its certificates expire with it, so each lives shorter than the one before.
 	minRenewInterval = time.Minute
+	// minAskedInterval is the least time between a renewal that was asked for and the try before it.
+	minAskedInterval = 5 * time.Second
 	// fileCheckInterval is how often the file is checked for a change. Somebody else may replace it
 	// (tunnel join, for one), and a timer stands still while the machine sleeps. The shortest
 	// certificate lives for ten minutes: at this interval it is renewed with a third of its life left.
@@ -52,12 +55,97 @@ type Renewal struct {
 	current atomic.Pointer[x509.Certificate]
 	// lastFailed is set while the last try to read or renew has failed. Written by Run.
 	lastFailed atomic.Bool
+	// asked wakes Run for a new request. ask sends, Run receives; never closed. Capacity 1: Run looks at all requests.
+	asked chan struct{}
+
+	mu      sync.Mutex   // guards the following
+	askedAt time.Time    // when to renew before it is time, the earliest of all requests; zero: there is none
+	waiting []chan error // take the result, each with room for it
 }
 
 var _ tunnel.Module = (*Renewal)(nil)
 
 // NewRenewal returns a Renewal. It works only while Run runs.
-func NewRenewal(cfg RenewalConfig) *Renewal { return &Renewal{cfg: cfg} }
+func NewRenewal(cfg RenewalConfig) *Renewal {
+	return &Renewal{cfg: cfg, asked: make(chan struct{}, 1)}
+}
+
+// Soon renews the certificate at a random moment within a time, or earlier if another request says so. It returns at
+// once.
+func (r *Renewal) Soon(within time.Duration) { r.ask(within, nil) }
+
+// Now renews the certificate, and returns when that is done, or ctx is.
+func (r *Renewal) Now(ctx context.Context) error {
+	done := make(chan error, 1)
+	r.ask(0, done)
+	select {
+	case err := <-done:
+		return err
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}
+
+// ask notes a request to renew the certificate at a moment within a time. done takes the result; nil: nobody waits.
+func (r *Renewal) ask(within time.Duration, done chan error) {
+	at := time.Now()
+	if within > 0 {
+		at = at.Add(rand.N(within))
+	}
+	r.mu.Lock()
+	if r.askedAt.IsZero() || at.Before(r.askedAt) {
+		r.askedAt = at
+	}
+	if done != nil {
+		r.waiting = append(r.waiting, done)
+	}
+	r.mu.Unlock()
+	select {
+	case r.asked <- struct{}{}:
+	default: // Run is to wake anyway
+	}
+}
+
+// takeDue reports whether a renewal that was asked for is due, and returns who waits for it. tried is when the last one
+// began.
+func (r *Renewal) takeDue(tried time.Time) (waiting []chan error, due bool) {
+	at := r.dueAt(tried)
+	if at.IsZero() || time.Now().Before(at) {
+		return nil, false
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	waiting, r.waiting, r.askedAt = r.waiting, nil, time.Time{}
+	return waiting, true
+}
+
+// dueAt returns when a renewal that was asked for is due; zero: none was.
+func (r *Renewal) dueAt(tried time.Time) time.Time {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if soonest := tried.Add(minAskedInterval); !r.askedAt.IsZero() && r.askedAt.Before(soonest) {
+		return soonest
+	}
+	return r.askedAt
+}
+
+// sleep waits for a time, or until a renewal that was asked for is due. It reports false if ctx is done.
+func (r *Renewal) sleep(ctx context.Context, wait time.Duration, tried time.Time) bool {
+	end := time.Now().Add(wait)
+	for {
+		at := end
+		if due := r.dueAt(tried); !due.IsZero() && due.Before(at) {
+			at = due
+		}
+		select {
+		case <-ctx.Done():
+			return false
+		case <-time.After(time.Until(at)):
+			return true
+		case <-r.asked:
+		}
+	}
+}
 
 // Name implements tunnel.Module.
 func (*Renewal) Name() string { return "renewal" }
@@ -67,6 +155,8 @@ func (*Renewal) Name() string { return "renewal" }
 func (r *Renewal) Run(ctx context.Context) error {
 	early := rand.Float64() / 10 // how much earlier to renew, as a fraction of the certificate's life
 	var retryWait time.Duration  // the wait after the last try; 0 if that try succeeded
+	var tried time.Time          // when the last try to renew began
+	var again bool               // the last try was asked for, and has failed
 	for {
 		var wait time.Duration
 		leaf, err := r.read()
@@ -74,15 +164,22 @@ func (r *Renewal) Run(ctx context.Context) error {
 			r.current.Store(leaf)
 			wait = min(time.Until(renewAt(leaf, early)), fileCheckInterval)
 		}
-		if err == nil && wait <= 0 {
+		waiting, due := r.takeDue(tried)
+		due = due || again
+		if err == nil && (wait <= 0 || due) {
+			tried = time.Now()
 			if err = r.renew(ctx); err == nil {
 				early, wait = rand.Float64()/10, minRenewInterval
 			}
+		}
+		for _, done := range waiting {
+			done <- err
 		}
 		if ctx.Err() != nil {
 			return nil
 		}
 		r.lastFailed.Store(err != nil)
+		again = due && err != nil
 		if err == nil {
 			retryWait = 0
 		} else {
@@ -90,10 +187,8 @@ func (r *Renewal) Run(ctx context.Context) error {
 			wait = retryWait
 			r.cfg.Log.Error("cannot renew the node's certificate", "err", err, "again_in", wait)
 		}
-		select {
-		case <-ctx.Done():
+		if !r.sleep(ctx, wait, tried) {
 			return nil
-		case <-time.After(wait):
 		}
 	}
 }
@@ -149,6 +244,15 @@ func (r *Renewal) renew(ctx context.Context) error {
 		r.cfg.Changed()
 	}
 	return nil
+}
+
+// At returns when the certificate is renewed at the latest; zero before it was read.
+func (r *Renewal) At() time.Time {
+	leaf := r.current.Load()
+	if leaf == nil {
+		return time.Time{}
+	}
+	return renewAt(leaf, 0)
 }
 
 // Note describes, for the health page of the edge, a certificate that has expired or has less than a

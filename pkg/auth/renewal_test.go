@@ -409,3 +409,128 @@ func TestWriteNodeFileInAnothersFolder(t *testing.T) {
 }
 
 func ownerOf(st os.FileInfo) int { return int(st.Sys().(*syscall.Stat_t).Uid) }
+
+// A renewal that is asked for comes within its time, and not too soon after the one before.
+func TestRenewalAsked(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := bubbleSigner(t)
+		var mu sync.Mutex
+		var at []time.Time // of each renewal
+		fails := false
+		r, _ := runRenewal(t, nodeFile(t, s), func(ctx context.Context, request []byte) ([]byte, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			at = append(at, time.Now())
+			if fails {
+				return nil, errors.New("the cloud is away")
+			}
+			return s.Sign(ctx, "edge1", request)
+		}, nil)
+		renewals := func() []time.Time {
+			mu.Lock()
+			defer mu.Unlock()
+			return at
+		}
+		synctest.Wait()
+		if err := r.Now(t.Context()); err != nil || len(renewals()) != 1 {
+			t.Fatalf("now: %d renewals, %v", len(renewals()), err)
+		}
+		for range 10 { // an impatient cloud
+			r.Soon(0)
+		}
+		time.Sleep(minAskedInterval - time.Millisecond)
+		if n := len(renewals()); n != 1 {
+			t.Errorf("%d renewals at once", n)
+		}
+		time.Sleep(time.Hour)
+		if n := len(renewals()); n < 2 || n > 3 {
+			t.Errorf("%d renewals, want 2 or 3", n)
+		}
+		before, asked := len(renewals()), time.Now()
+		r.Soon(time.Hour)
+		time.Sleep(time.Hour + time.Second)
+		if all := renewals(); len(all) != before+1 || all[before].Sub(asked) > time.Hour {
+			t.Errorf("%d renewals, want one within the hour", len(all)-before)
+		}
+		before, asked = len(renewals()), time.Now()
+		r.Soon(24 * time.Hour) // such a request does not hold up the next ones
+		if err := r.Now(t.Context()); err != nil || !time.Now().Equal(asked) {
+			t.Errorf("now, behind another request: after %s, %v", time.Since(asked), err)
+		}
+		var both sync.WaitGroup
+		for range 2 {
+			both.Go(func() {
+				if err := r.Now(t.Context()); err != nil {
+					t.Error(err)
+				}
+			})
+		}
+		both.Wait()
+		time.Sleep(24 * time.Hour)
+		if n := len(renewals()); n != before+2 {
+			t.Errorf("%d renewals for four requests, want 2", n-before)
+		}
+		mu.Lock()
+		fails = true
+		mu.Unlock()
+		if err := r.Now(t.Context()); err == nil {
+			t.Error("a renewal that failed is no error")
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		if err := r.Now(ctx); !errors.Is(err, context.DeadlineExceeded) {
+			t.Errorf("nobody waits any more: %v", err)
+		}
+	})
+}
+
+// A renewal that was asked for and fails is tried again, as the log says.
+func TestRenewalAskedFails(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := bubbleSigner(t)
+		path := nodeFile(t, s)
+		var mu sync.Mutex
+		tries, down := 0, true
+		count := func() int { mu.Lock(); defer mu.Unlock(); return tries }
+		r, log := runRenewal(t, path, func(ctx context.Context, request []byte) ([]byte, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			tries++
+			if down {
+				return nil, errors.New("the cloud is away")
+			}
+			return s.Sign(ctx, "edge1", request)
+		}, nil)
+		synctest.Wait()
+		if err := r.Now(t.Context()); err == nil {
+			t.Fatal("a renewal that failed is no error")
+		}
+		time.Sleep(minRetryWait - time.Millisecond)
+		if n := count(); n != 1 {
+			t.Errorf("%d tries at once", n)
+		}
+		time.Sleep(2 * time.Millisecond)
+		if n := count(); n != 2 || len(log.Lines("cannot renew")) != 2 {
+			t.Errorf("%d tries after %v, want 2; the log:\n%s", n, minRetryWait, log)
+		}
+		// While the file is away, nothing can be renewed. The request stays.
+		if err := os.Rename(path, path+".away"); err != nil {
+			t.Fatal(err)
+		}
+		mu.Lock()
+		down = false
+		mu.Unlock()
+		time.Sleep(time.Hour)
+		if err := os.Rename(path+".away", path); err != nil || count() != 2 {
+			t.Fatalf("%d tries without the file, %v", count(), err)
+		}
+		time.Sleep(maxRetryWait)
+		if n := count(); n != 3 {
+			t.Errorf("%d tries after the file is back, want 3", n)
+		}
+		time.Sleep(24 * time.Hour)
+		if n := count(); n != 3 {
+			t.Errorf("%d tries after the renewal, want 3", n)
+		}
+	})
+}

@@ -5,7 +5,6 @@ import (
 	"crypto/rand"
 	"crypto/x509"
 	"fmt"
-	"os"
 	"slices"
 	"time"
 
@@ -15,7 +14,8 @@ import (
 // nodeLifetime is the default lifetime of a node certificate.
 const nodeLifetime = 30 * 24 * time.Hour
 
-// FileSigner signs with a CA whose certificate and key are in files. It reads the files at each
+// FileSigner signs with a CA whose certificate and key are in files. The file may have certificates of several CAs: the
+// one that the key belongs to signs. FileSigner reads the files at each
 // signature, so a replaced CA is used at once. Each node needs a signature once in weeks only.
 type FileSigner struct {
 	certFile, keyFile string        // PEM
@@ -39,17 +39,9 @@ func NewFileSigner(certFile, keyFile string, lifetime time.Duration) (*FileSigne
 
 // load reads the CA and checks that it may sign certificates for clients now.
 func (s *FileSigner) load() (*CA, error) {
-	certPEM, err := os.ReadFile(s.certFile)
+	ca, err := ReadCA(s.certFile, s.keyFile)
 	if err != nil {
 		return nil, fmt.Errorf("the CA of nodes' certificates: %w", err)
-	}
-	keyPEM, err := os.ReadFile(s.keyFile)
-	if err != nil {
-		return nil, fmt.Errorf("the CA of nodes' certificates: %w", err)
-	}
-	ca, err := LoadCA(certPEM, keyPEM)
-	if err != nil {
-		return nil, fmt.Errorf("%s and %s: %w", s.certFile, s.keyFile, err)
 	}
 	forClients := func(u x509.ExtKeyUsage) bool {
 		return u == x509.ExtKeyUsageClientAuth || u == x509.ExtKeyUsageAny

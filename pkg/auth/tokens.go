@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"time"
 
@@ -22,6 +23,8 @@ import (
 //	edge2:sha256:07de…      a second line for a node: both are good, for rotation
 //	edge3:sha256:5b1e… join expires=2026-11-22T10:00:00Z
 //	                        gets a certificate until then, and opens no session
+//	edge-*:sha256:77e0… join uses=10 expires=2026-11-22T10:00:00Z
+//	                        gets certificates for ten nodes with such names that have not joined before
 //	edge4:revoked           no proof of this node is good
 //	edge5:revoked before=2026-11-21T09:30:00Z
 //	                        certificates issued earlier do not prove this node
@@ -44,6 +47,8 @@ type Tokens struct {
 	// Owned by Run's goroutine, and by NewTokens before Run.
 	content     [sha256.Size]byte // SHA-256 of the content that table was made from
 	loggedFault string            // identifies the fault that was logged last; "": the file is good
+
+	counting sync.Mutex // guards the file of uses within this process
 
 	table atomic.Pointer[table] // the content in force; replaced as a whole by adopt
 	fault atomic.Pointer[error] // what is wrong with the file now; nil: nothing. Stored by Run's goroutine
@@ -115,6 +120,7 @@ func (t *Tokens) currentTables() []*table {
 type table struct {
 	digest    [sha256.Size]byte          // SHA-256 of the content that it was made from
 	byNode    map[tunnel.NodeName]*entry // nodes that have lines of their own
+	patterns  []token                    // for several nodes, each by a pattern of names
 	shared    []token                    // good for every node without a token in byNode
 	short     []int                      // numbers of the lines with short tokens
 	maxTokens int                        // the largest number of tokens of one node; each check compares as many
@@ -131,6 +137,10 @@ type entry struct {
 func (tb *table) add(l line) {
 	if l.short {
 		tb.short = append(tb.short, l.number)
+	}
+	if l.token.nodes != "" {
+		tb.patterns = append(tb.patterns, l.token)
+		return
 	}
 	if l.node == "" {
 		tb.shared = append(tb.shared, l.token)
@@ -167,18 +177,23 @@ func (tb *table) revoked(node tunnel.NodeName) (all bool, before time.Time) {
 // running time, it compares in constant time, and makes as many comparisons for an unknown node.
 func (tb *table) token(node tunnel.NodeName, s sum, join bool, now time.Time) (token, error) {
 	tokens := tb.shared
-	if e := tb.byNode[node]; e != nil && len(e.tokens) > 0 {
+	e := tb.byNode[node]
+	if e != nil && len(e.tokens) > 0 {
 		// The shared token is not good for a node with a line of its own.
 		tokens = e.tokens
 	}
 	var best token
-	found, fits, ok := false, false, false
-	for i := range tb.maxTokens {
+	some, found, fits, ok := false, false, false, false
+	for i := range tb.maxTokens + len(tb.patterns) {
 		var t token
 		present := 0
 		if i < len(tokens) {
 			t, present = tokens[i], 1
+		} else if p := i - tb.maxTokens; p >= 0 && e == nil && tb.patterns[p].nodes.Match(node) {
+			// A token for several nodes is not good for a node with any line of its own.
+			t, present = tb.patterns[p], 1
 		}
+		some = some || present == 1
 		if present&subtle.ConstantTimeCompare(t.sum[:], s[:]) == 0 {
 			continue
 		}
@@ -194,7 +209,7 @@ func (tb *table) token(node tunnel.NodeName, s sum, join bool, now time.Time) (t
 	switch {
 	case ok:
 		return best, nil
-	case len(tokens) == 0:
+	case !some:
 		return token{}, refusal("the token file has no token for this node")
 	case !found:
 		return token{}, refusal("the token is not this node's")

@@ -2,6 +2,7 @@ package auth
 
 import (
 	"encoding/hex"
+	"fmt"
 	"maps"
 	"slices"
 	"time"
@@ -43,6 +44,7 @@ func changes(old, now *table) (events []tunnel.Event) {
 	tokenChanges(old.shared, now.shared, func(kind tunnel.EventKind, t token) {
 		add(kind, "", t.id(), "a token of any node")
 	})
+	tokenChanges(old.patterns, now.patterns, func(kind tunnel.EventKind, t token) { add(kind, "", t.id(), t.kind()) })
 	return events
 }
 
@@ -64,7 +66,8 @@ func entryOf(tb *table, n tunnel.NodeName) entry {
 func tokenChanges(old, now []token, report func(tunnel.EventKind, token)) {
 	lacks := func(all []token, t token) bool {
 		return !slices.ContainsFunc(all, func(other token) bool {
-			return other.sum == t.sum && other.join == t.join && other.expires.Equal(t.expires)
+			return other.sum == t.sum && other.join == t.join && other.expires.Equal(t.expires) &&
+				other.nodes == t.nodes && other.uses == t.uses
 		})
 	}
 	for _, t := range now {
@@ -93,6 +96,9 @@ func (t token) kind() string {
 	kind := "a token for sessions"
 	if t.join {
 		kind = "a token to join"
+	}
+	if t.nodes != "" {
+		kind = fmt.Sprintf("a token for %d nodes %s to join", t.uses, t.nodes)
 	}
 	if t.expires.IsZero() {
 		return kind

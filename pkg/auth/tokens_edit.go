@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -29,7 +30,9 @@ const (
 // Line is one line of a token file, without its secret.
 type Line struct {
 	Number  int             // from 1
-	Node    tunnel.NodeName // "": any node, a default: line
+	Node    tunnel.NodeName // "": any node, a default: line, or those of Nodes
+	Nodes   NodePattern     // of a token for several nodes
+	Uses    int             // of such a token: how many nodes may use it
 	Kind    Kind
 	ID      string    // the first 8 hexadecimal digits of the token's SHA-256; "": no token
 	Hashed  bool      // the file holds the SHA-256, not the token
@@ -37,9 +40,11 @@ type Line struct {
 	Before  time.Time // set for KindRevokedBefore: certificates issued earlier are revoked
 }
 
-// TokenLine is a line for AddToken to add.
+// TokenLine is a line for AddToken to add. It is for Node, or for Nodes with Uses and Expires.
 type TokenLine struct {
 	Node    tunnel.NodeName
+	Nodes   NodePattern
+	Uses    int
 	Secret  Secret
 	Join    bool      // gets a certificate and opens no session
 	Expires time.Time // zero: never
@@ -55,7 +60,7 @@ func List(content string) ([]Line, error) {
 	for i, l := range parsed {
 		lines[i] = Line{
 			Number: l.number, Node: l.node, Kind: l.kind(),
-			Hashed: l.hashed, Expires: l.token.expires, Before: l.before,
+			Nodes: l.token.nodes, Uses: l.token.uses, Hashed: l.hashed, Expires: l.token.expires, Before: l.before,
 		}
 		if !l.revoked {
 			lines[i].ID = hex.EncodeToString(l.token.sum[:4])
@@ -79,39 +84,82 @@ func (l line) kind() Kind {
 	return KindToken
 }
 
-// AddToken adds a line behind the last line of its node. If the node was revoked, it can join with the
-// new token, but not with a certificate from before now.
-func AddToken(content string, t TokenLine, now time.Time) (string, error) {
+// AddTokens adds a line for each token, as AddToken does. The time that it takes grows with the file, not with
+// the square of the number of tokens.
+func AddTokens(content string, all []TokenLine, now time.Time) (string, error) {
 	lines, err := parseAll(content)
 	if err != nil {
 		return "", err
 	}
-	if _, err := tunnel.ParseNodeName(string(t.Node)); err != nil {
-		return "", fmt.Errorf("adding a token: %w", err)
+	behind, rest := make(map[int][]string), newEdit(content) // by the number of the line before
+	last, revoked := make(map[tunnel.NodeName]int), make(map[tunnel.NodeName][]int)
+	for _, l := range lines {
+		if l.node == "" {
+			continue
+		}
+		last[l.node] = l.number
+		if l.kind() == KindRevoked {
+			revoked[l.node] = append(revoked[l.node], l.number)
+		}
+	}
+	for _, t := range all {
+		text, err := t.text()
+		if err != nil {
+			return "", err
+		}
+		at, ok := last[t.Node]
+		if !ok {
+			at = len(rest.lines)
+		}
+		behind[at] = append(behind[at], text)
+		for _, number := range revoked[t.Node] {
+			rest.replace(number, revokedBefore(t.Node, now))
+		}
+	}
+	e := &edit{newline: rest.newline}
+	for number := range len(rest.lines) + 1 {
+		if number > 0 {
+			e.lines = append(e.lines, rest.lines[number-1])
+		}
+		for _, text := range behind[number] {
+			e.lines = append(e.lines, text+e.newline)
+		}
+	}
+	return e.String(), nil
+}
+
+// AddToken adds a line behind the last line of its node. If the node was revoked, it can join with the
+// new token, but not with a certificate from before now.
+func AddToken(content string, t TokenLine, now time.Time) (string, error) {
+	return AddTokens(content, []TokenLine{t}, now)
+}
+
+// text returns the line.
+func (t TokenLine) text() (string, error) {
+	name := string(t.Nodes)
+	if t.Nodes == "" {
+		if _, err := tunnel.ParseNodeName(string(t.Node)); err != nil {
+			return "", fmt.Errorf("adding a token: %w", err)
+		}
+		name = string(t.Node)
 	}
 	if err := checkToken(t.Secret.Reveal()); err != nil {
-		return "", fmt.Errorf("adding a token for node %s: %w", t.Node, err)
+		return "", fmt.Errorf("adding a token for %s: %w", name, err)
 	}
-	text := string(t.Node) + ":" + t.Secret.Hashed()
+	text := name + ":" + t.Secret.Hashed()
 	if t.Join {
 		text += " " + keywordJoin
+	}
+	if t.Nodes != "" {
+		text += " " + keywordUses + strconv.Itoa(t.Uses)
 	}
 	if !t.Expires.IsZero() {
 		text += " " + keywordExpires + t.Expires.UTC().Format(time.RFC3339)
 	}
-	e := newEdit(content)
-	at := len(e.lines)
-	for _, l := range lines {
-		if l.node != t.Node {
-			continue
-		}
-		at = l.number
-		if l.kind() == KindRevoked {
-			e.replace(l.number, revokedBefore(t.Node, now))
-		}
+	if _, err := parseLine(text); err != nil {
+		return "", fmt.Errorf("adding a token for %s: %w", name, err)
 	}
-	e.insert(at, text)
-	return e.String(), nil
+	return text, nil
 }
 
 // revokedBefore returns the line that revokes certificates issued before now. Times in certificates are
@@ -140,6 +188,22 @@ func RevokeNode(content string, node tunnel.NodeName) (string, error) {
 	}
 	e.insert(at, string(node)+":"+keywordRevoked)
 	return e.String(), nil
+}
+
+// RemovePattern removes the tokens for the nodes of a pattern. Certificates that they got stay good.
+func RemovePattern(content string, p NodePattern) (edited string, removed int, err error) {
+	lines, err := parseAll(content)
+	if err != nil {
+		return "", 0, err
+	}
+	e := newEdit(content)
+	for _, l := range slices.Backward(lines) {
+		if l.token.nodes == p {
+			e.remove(l.number)
+			removed++
+		}
+	}
+	return e.String(), removed, nil
 }
 
 // parseAll parses every line. It permits default: lines: the cloud decides whether they are allowed.

@@ -42,7 +42,7 @@ func parseTokens(name, content string, allowShared, mayBeEmpty bool) (*table, er
 	lines := parseLines(content, report)
 	tb := &table{digest: sha256.Sum256([]byte(content)), byNode: make(map[tunnel.NodeName]*entry)}
 	for _, l := range lines {
-		if l.node == "" && !allowShared && len(problems) < maxProblems {
+		if l.node == "" && l.token.nodes == "" && !allowShared && len(problems) < maxProblems {
 			report(l.number, errors.New("a default: line lets every holder of its token join as any node; "+
 				"give each node a line of its own, or set allowshared = true under [mode.cloud.stream.server]"))
 		}
@@ -51,7 +51,7 @@ func parseTokens(name, content string, allowShared, mayBeEmpty bool) (*table, er
 	if err := errors.Join(problems...); err != nil {
 		return nil, err
 	}
-	if tb.maxTokens == 0 && !mayBeEmpty {
+	if tb.maxTokens == 0 && len(tb.patterns) == 0 && !mayBeEmpty {
 		return nil, fmt.Errorf("%s: it holds no token, so no node could join; add a line node:sha256:HEX for each edge", name)
 	}
 	return tb, nil

@@ -3,6 +3,7 @@ package auth
 import (
 	"errors"
 	"fmt"
+	"strconv"
 	"strings"
 	"time"
 	"unicode/utf8"
@@ -16,6 +17,7 @@ const (
 	keywordBefore  = "before="  // behind revoked: followed by a time
 	keywordJoin    = "join"     // behind the token
 	keywordExpires = "expires=" // behind the token: followed by a time
+	keywordUses    = "uses="    // behind the token of a pattern: followed by a number
 )
 
 // minTokenChars is the number of characters from which a token is too long to guess: 22 characters of
@@ -25,7 +27,7 @@ const minTokenChars = 22
 // line is a parsed line of a token file that is neither blank nor a comment.
 type line struct {
 	number  int             // from 1
-	node    tunnel.NodeName // "": a default: line
+	node    tunnel.NodeName // "": a default: line, or one for several nodes
 	revoked bool            // the line revokes and has no token
 	before  time.Time       // with revoked: only certificates issued earlier are revoked; zero: every proof
 	hashed  bool            // the file holds the SHA-256 of the token
@@ -39,6 +41,9 @@ type token struct {
 	join    bool      // gets a certificate and opens no session
 	expires time.Time // zero: never
 	hashed  bool      // the file holds sum, not the token
+	// A token for several nodes: the nodes, and how many of them may use it. "", 0: for one node.
+	nodes NodePattern
+	uses  int
 }
 
 // live reports whether the token has not expired at now.
@@ -88,12 +93,18 @@ func parseLine(text string) (line, error) {
 		l.token.hashed = l.hashed
 		l.short = !l.hashed && utf8.RuneCountInString(words[0]) < minTokenChars
 	}
-	if name = strings.TrimSpace(name); name != sharedName {
+	name = strings.TrimSpace(name)
+	switch {
+	case strings.Contains(name, "*"):
+		if l.token.nodes, err = ParseNodePattern(name); err != nil {
+			return line{}, err
+		}
+	case name != sharedName:
 		if l.node, err = tunnel.ParseNodeName(name); err != nil {
 			return line{}, errors.New("the text before the colon is not a node name " +
 				"(RFC 1123: lower-case letters, digits, '-' and '.')")
 		}
-	} else if l.revoked {
+	case l.revoked:
 		return line{}, errors.New("only a node can be revoked; remove the default: lines to revoke their tokens")
 	}
 	for _, word := range words[1:] {
@@ -101,13 +112,34 @@ func parseLine(text string) (line, error) {
 			return line{}, err
 		}
 	}
-	return l, nil
+	return l, l.checkPattern()
 }
+
+// checkPattern returns an error for a line of several nodes that does not limit what its token is good for.
+func (l *line) checkPattern() error {
+	t := l.token
+	switch {
+	case t.nodes == "" && t.uses != 0:
+		return errors.New("only the token of a pattern, such as edge-*, has uses=NUMBER")
+	case t.nodes == "":
+		return nil
+	case l.revoked:
+		return errors.New("only a node can be revoked, no pattern; remove the line to withdraw its token")
+	case !l.hashed || !t.join || t.uses == 0 || t.expires.IsZero():
+		return errors.New("the token of a pattern is sha256:HEX, and has join, uses=NUMBER and expires=TIME behind it; " +
+			"tunnel token create writes such a line")
+	}
+	return nil
+}
+
+// MaxUses is the largest number of uses of a token.
+const MaxUses = 100_000
 
 // parseAttribute parses a word behind the token or behind revoked. Each attribute may appear once.
 func (l *line) parseAttribute(word string) error {
 	before, isBefore := strings.CutPrefix(word, keywordBefore)
 	expires, isExpires := strings.CutPrefix(word, keywordExpires)
+	uses, isUses := strings.CutPrefix(word, keywordUses)
 	switch {
 	case l.revoked && isBefore && l.before.IsZero():
 		return parseTime(&l.before, keywordBefore, before)
@@ -118,6 +150,14 @@ func (l *line) parseAttribute(word string) error {
 		return nil
 	case isExpires && l.token.expires.IsZero():
 		return parseTime(&l.token.expires, keywordExpires, expires)
+	}
+	if isUses && l.token.uses == 0 {
+		n, err := strconv.Atoi(uses)
+		if err != nil || n < 1 || n > MaxUses {
+			return fmt.Errorf("%s needs a number from 1 to %d after it", keywordUses, MaxUses)
+		}
+		l.token.uses = n
+		return nil
 	}
 	return errors.New("after the token, only join and expires=TIME may follow, each once; " +
 		"a comment needs a line of its own")

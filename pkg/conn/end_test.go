@@ -483,6 +483,30 @@ func TestSpliceOfACallerThatCloses(t *testing.T) {
 	}
 }
 
+// A Read that runs while its own side closes does not report a reset, also when the whole conn is over before the
+// Read looks again.
+func TestCloseDuringRead(t *testing.T) {
+	eachWay(t, func(t *testing.T, newConns func() *fakeConns) {
+		for range 100 {
+			p := newConns()
+			result := make(chan error)
+			go func() {
+				_, err := p.cloud.Read(make([]byte, 1))
+				result <- err
+			}()
+			p.cloud.Close()
+			if err := <-result; !errors.Is(err, net.ErrClosed) {
+				t.Fatalf("Read returns %v", err)
+			}
+			p.edge.Close()
+			testkit.Eventually(t, "nothing is left", func() bool { return p.gone.Load() == 2 })
+			if err := p.cloud.endOfInput(); errors.Is(err, syscall.ECONNRESET) { // for a Read that has begun before
+				t.Fatalf("at the end of the conn Read returns %v", err)
+			}
+		}
+	})
+}
+
 // halves is a target whose directions end by themselves and which must not be reset.
 type halves struct {
 	net.Conn // nil

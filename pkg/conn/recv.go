@@ -86,12 +86,16 @@ func (c *Conn) take(p []byte) (n int) {
 	return n
 }
 
-// endOfInput is the error of a Read when no byte will come any more: io.EOF after fin, else a reset.
+// endOfInput is the error of a Read when no byte will come any more: io.EOF after fin, net.ErrClosed if this side
+// has closed since the Read began, else a reset.
 func (c *Conn) endOfInput() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	if c.in.finGot {
+	switch {
+	case c.in.finGot:
 		return io.EOF
+	case tunnel.IsClosed(c.in.done):
+		return c.opError("read", net.ErrClosed)
 	}
 	return c.opError("read", tunnel.ErrReset)
 }

@@ -104,7 +104,6 @@ type Config struct {
 	UserAgent string // sent to proxies and wss:// servers
 	Keys      Keys   // where the operator sets all this; zero: the keys of an edge's configuration
 
-	// For tests.
 	Connect func(ctx context.Context, network, addr string) (net.Conn, error)     // nil: a net.Dialer
 	LookUp  func(ctx context.Context, network, host string) ([]netip.Addr, error) // nil: the system's resolver
 }
@@ -113,8 +112,10 @@ type Config struct {
 type Dialer struct {
 	cfg Config // set once
 
-	mu    sync.Mutex // guards the following
-	first int        // index of the server that is tried first: the last one that has worked
+	mu      sync.Mutex // guards the following
+	servers []Server   // never changes; replaced as a whole
+	first   Server     // is tried first
+	proven  bool       // first is the last one that has worked
 }
 
 // New makes a Dialer.
@@ -131,7 +132,7 @@ func New(cfg Config) (*Dialer, error) {
 	if cfg.LookUp == nil {
 		cfg.LookUp = net.DefaultResolver.LookupNetIP
 	}
-	return &Dialer{cfg: cfg}, nil
+	return &Dialer{cfg: cfg, servers: cfg.Servers, first: cfg.Servers[0]}, nil
 }
 
 // String lists the servers.
@@ -141,6 +142,38 @@ func (d *Dialer) String() string {
 		all = append(all, s.text)
 	}
 	return strings.Join(all, ", ")
+}
+
+// Prefer has Dial try other servers before those of the configuration, in place of those of an earlier call. With
+// last, it tries them behind those of the configuration. The server that has worked last is still tried first, if it
+// is one of either and last does not move it. A call with the same servers changes nothing.
+func (d *Dialer) Prefer(others []Server, last bool) {
+	all := slices.Concat(others, d.cfg.Servers)
+	if last {
+		all = slices.Concat(d.cfg.Servers, others)
+	}
+	var servers []Server
+	for _, s := range all {
+		if !slices.Contains(servers, s) {
+			servers = append(servers, s)
+		}
+	}
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if slices.Equal(servers, d.servers) {
+		return // the order in which untried servers take their turns stays, too
+	}
+	d.servers = servers
+	if !d.proven || !slices.Contains(servers, d.first) || last && !slices.Contains(d.cfg.Servers, d.first) {
+		d.first, d.proven = servers[0], false
+	}
+}
+
+// WorksAsConfigured reports whether the server that has worked last is one of the configuration.
+func (d *Dialer) WorksAsConfigured() bool {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	return d.proven && slices.Contains(d.cfg.Servers, d.first)
 }
 
 // serverDelay is how long Dial waits for a server before it tries the next one as well. It covers a name
@@ -157,7 +190,7 @@ func (d *Dialer) Dial(ctx context.Context) (*Conn, error) {
 	if errs, ok := errors.AsType[raceError](err); ok && len(errs) > 1 {
 		all := serversError{}
 		for i, err := range errs {
-			all = append(all, fmt.Errorf("%s: %w", d.cfg.Servers[order[i]], err))
+			all = append(all, fmt.Errorf("%s: %w", order[i], err))
 		}
 		return nil, all
 	}
@@ -179,22 +212,21 @@ func (e serversError) Error() string {
 // Unwrap returns the errors, for errors.Is and errors.As.
 func (e serversError) Unwrap() []error { return e }
 
-// order returns the indexes of the servers in the order in which Dial tries them.
-func (d *Dialer) order() []int {
+// order returns the servers in the order in which Dial tries them.
+func (d *Dialer) order() []Server {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	order := []int{d.first}
-	for i := range d.cfg.Servers {
-		if i != d.first {
-			order = append(order, i)
+	order := []Server{d.first}
+	for _, s := range d.servers {
+		if s != d.first {
+			order = append(order, s)
 		}
 	}
 	return order
 }
 
 // reach connects to one server. The proxy is chosen each time, since its file may have changed.
-func (d *Dialer) reach(ctx context.Context, index int) (*Conn, error) {
-	s := d.cfg.Servers[index]
+func (d *Dialer) reach(ctx context.Context, s Server) (*Conn, error) {
 	var p *Proxy
 	if d.cfg.Proxy != nil {
 		var err error
@@ -202,13 +234,12 @@ func (d *Dialer) reach(ctx context.Context, index int) (*Conn, error) {
 			return nil, err
 		}
 	}
-	return d.by(ctx, index, p)
+	return d.by(ctx, s, p)
 }
 
 // by connects to one server through a proxy; nil: without one.
-func (d *Dialer) by(ctx context.Context, index int, p *Proxy) (*Conn, error) {
-	s := d.cfg.Servers[index]
-	c := &Conn{dialer: d, index: index, server: s, proxy: p}
+func (d *Dialer) by(ctx context.Context, s Server, p *Proxy) (*Conn, error) {
+	c := &Conn{dialer: d, server: s, proxy: p}
 	var err error
 	if p == nil {
 		c.Conn, err = d.direct(ctx, s.addr, nil)
@@ -225,26 +256,27 @@ func (d *Dialer) by(ctx context.Context, index int, p *Proxy) (*Conn, error) {
 }
 
 // failed tells d that a connection by the server did not lead to the cloud: Dial tries another one first.
-func (d *Dialer) failed(index int) {
+func (d *Dialer) failed(s Server) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	if d.first == index {
-		d.first = (index + 1) % len(d.cfg.Servers)
+	if d.first == s {
+		d.first, d.proven = d.servers[(slices.Index(d.servers, s)+1)%len(d.servers)], false
 	}
 }
 
 // worked tells d that a connection by the server has led to the cloud.
-func (d *Dialer) worked(index int) {
+func (d *Dialer) worked(s Server) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
-	d.first = index
+	if slices.Contains(d.servers, s) { // Prefer may have removed it
+		d.first, d.proven = s, true
+	}
 }
 
 // Conn is a connection to the cloud, before the cloud's TLS.
 type Conn struct {
 	net.Conn
 	dialer *Dialer
-	index  int // of server
 	server Server
 	proxy  *Proxy        // nil: none
 	trip   time.Duration // how long the box in between took to reach the cloud; only if there is one
@@ -275,17 +307,17 @@ func (c *Conn) Route() string {
 
 // Worked tells the dialer that the cloud has answered on this connection: the server is tried first from
 // now on.
-func (c *Conn) Worked() { c.dialer.worked(c.index) }
+func (c *Conn) Worked() { c.dialer.worked(c.server) }
 
 // Failed tells the dialer that something else than the cloud answers on this connection: the next server is
 // tried first.
-func (c *Conn) Failed() { c.dialer.failed(c.index) }
+func (c *Conn) Failed() { c.dialer.failed(c.server) }
 
 // Again connects to the cloud by the same way. Without a box in between it also reaches the same address. A
 // proxy or a WebSocket's server may lead to another replica.
 func (c *Conn) Again(ctx context.Context) (*Conn, error) {
 	if _, is := c.IsIndirect(); is {
-		return c.dialer.by(ctx, c.index, c.proxyNow())
+		return c.dialer.by(ctx, c.server, c.proxyNow())
 	}
 	raw, err := c.dialer.cfg.Connect(ctx, "tcp", c.RemoteAddr().String())
 	if err != nil {

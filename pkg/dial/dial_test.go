@@ -265,3 +265,69 @@ func TestServerOrder(t *testing.T) {
 		t.Error("a direct connection counts as indirect")
 	}
 }
+
+// Preferred servers come before those of the configuration, which stay. The one that has worked stays first.
+func TestPrefer(t *testing.T) {
+	takes := make(map[string]time.Duration)
+	for _, s := range []string{"1.1.1.1:1", "2.2.2.2:1", "3.3.3.3:1"} {
+		takes[s] = 0
+	}
+	n := &fakeNet{takes: takes}
+	d, err := New(Config{Servers: mustServers(t, "1.1.1.1:1", "2.2.2.2:1"), Connect: n.connect})
+	if err != nil {
+		t.Fatal(err)
+	}
+	order := func(want ...string) {
+		t.Helper()
+		var got []string
+		for _, s := range d.order() {
+			got = append(got, s.String())
+		}
+		if !slices.Equal(got, want) {
+			t.Errorf("the order is %q, want %q", got, want)
+		}
+	}
+	d.Prefer(nil, false)
+	order("1.1.1.1:1", "2.2.2.2:1")
+	d.Prefer(mustServers(t, "3.3.3.3:1"), false) // as after a start: nothing has worked yet
+	order("3.3.3.3:1", "1.1.1.1:1", "2.2.2.2:1")
+	d.failed(mustServers(t, "3.3.3.3:1")[0])
+	d.Prefer(mustServers(t, "3.3.3.3:1"), false) // the same once more
+	order("1.1.1.1:1", "3.3.3.3:1", "2.2.2.2:1")
+	d.Prefer(nil, false)
+	c, err := d.Dial(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	c.Worked()
+	d.Prefer(mustServers(t, "3.3.3.3:1", "2.2.2.2:1"), false)
+	order("1.1.1.1:1", "3.3.3.3:1", "2.2.2.2:1")
+	c.Failed()
+	order("3.3.3.3:1", "2.2.2.2:1", "1.1.1.1:1")
+	third, err := d.Dial(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.Prefer(nil, false)
+	third.Worked() // it is no server any more
+	third.Failed()
+	order("1.1.1.1:1", "2.2.2.2:1")
+
+	if d.WorksAsConfigured() {
+		t.Error("nothing has worked")
+	}
+	d.Prefer(mustServers(t, "3.3.3.3:1"), false)
+	if third, err = d.Dial(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	third.Worked()
+	if d.WorksAsConfigured() {
+		t.Error("3.3.3.3 is not of the configuration")
+	}
+	d.Prefer(mustServers(t, "3.3.3.3:1"), true)
+	order("1.1.1.1:1", "2.2.2.2:1", "3.3.3.3:1")
+	c.Worked()
+	if !d.WorksAsConfigured() {
+		t.Error("1.1.1.1 is of the configuration")
+	}
+}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -32,18 +33,18 @@ const (
 // loop to the client. A loop that loses packets ends after forwardTimeout.
 type forwarder struct {
 	// Set once.
-	upstream []netip.AddrPort // tried in order
+	upstream func() []netip.AddrPort // tried in order
 	dial     func(ctx context.Context, network, addr string) (net.Conn, error)
 	// slots bounds the exchanges: admit sends one element, and its release function receives one.
 	// Its capacity is ResponderConfig.Lookups. It is never closed.
 	slots chan struct{}
 }
 
-func newForwarder(upstream []netip.AddrPort, lookups int) forwarder {
+func newForwarder(cfg *ResponderConfig) forwarder {
 	return forwarder{
-		upstream: upstream,
-		dial:     new(net.Dialer).DialContext,
-		slots:    make(chan struct{}, lookups),
+		upstream: cfg.Upstreams,
+		dial:     cfg.Dial,
+		slots:    make(chan struct{}, cfg.Lookups),
 	}
 }
 
@@ -63,7 +64,11 @@ func (f *forwarder) resolve(ctx context.Context, q *query) (*dns.Msg, error) {
 	ctx, cancel := context.WithTimeout(ctx, forwardTimeout)
 	defer cancel()
 	var errs []error
-	for _, up := range f.upstream {
+	upstream := f.upstream()
+	if len(upstream) == 0 {
+		return nil, errors.New("no server is known that has other names")
+	}
+	for _, up := range upstream {
 		m, err := f.exchange(ctx, up, q)
 		if err == nil {
 			return m, nil
@@ -136,6 +141,10 @@ func (q *query) forUpstream() *dns.Msg {
 		},
 		Question: []dns.Question{q.question},
 	}
+	if n := len(q.aliases); n > 0 {
+		alias, _ := q.aliases[n-1].(*dns.CNAME)
+		m.Question[0].Name = alias.Target
+	}
 	if q.opt != nil {
 		m.SetEdns0(min(max(q.opt.UDPSize(), dns.MinMsgSize), maxUDP), q.opt.Do())
 	}
@@ -168,6 +177,10 @@ func parseReply(packet []byte, sent *dns.Msg) *dns.Msg {
 func (q *query) asReply(m *dns.Msg) *dns.Msg {
 	m.Id = q.header.Id
 	m.Question[0] = q.question
+	if len(q.aliases) > 0 {
+		m.Answer = append(slices.Clone(q.aliases), m.Answer...)
+		m.Authoritative = false
+	}
 	m.RecursionDesired = q.header.RecursionDesired
 	if q.opt == nil {
 		m.Rcode &= 0xf // without EDNS a client cannot read the upper bits

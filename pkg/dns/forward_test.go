@@ -23,7 +23,7 @@ import (
 // upstream runs a DNS server. It sends the messages that replies returns for a query, in order.
 func upstream(t testing.TB, replies func(q *dns.Msg, network string) [][]byte) netip.AddrPort {
 	t.Helper()
-	udp, tcp, err := openBoth(context.Background(), "127.0.0.1:0")
+	udp, tcp, err := openBoth(context.Background(), nil, "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -99,7 +99,7 @@ func pack(t testing.TB, m *dns.Msg) []byte {
 
 // unusedAddr returns an address at which no server listens.
 func unusedAddr(t testing.TB) netip.AddrPort {
-	udp, tcp, err := openBoth(context.Background(), "127.0.0.1:0")
+	udp, tcp, err := openBoth(context.Background(), nil, "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
 	}

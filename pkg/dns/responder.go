@@ -13,6 +13,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/miekg/dns"
 	"golang.org/x/net/ipv4"
 	"golang.org/x/net/ipv6"
 	"golang.org/x/sync/errgroup"
@@ -41,13 +42,21 @@ const (
 type ResponderConfig struct {
 	Listen   string           // host:port, for UDP and TCP
 	Upstream []netip.AddrPort // tried in order for names that are not a node's; empty: NXDOMAIN
+	// Upstreams takes the place of Upstream, if not nil: the servers of the moment. None: SERVFAIL.
+	Upstreams func() []netip.AddrPort
+	// Dial connects to an upstream; nil: a net.Dialer does.
+	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
+	// Zone answers further questions; nil: none. Its reply has a code and records. It returns nil for a name that it does
+	// not have. If the last record is an alias that the question does not ask for, an upstream is asked for the rest.
+	Zone func(dns.Question) *dns.Msg
 	// AllowFrom are the networks whose queries are forwarded to an upstream. Queries from others
 	// are refused, since an answer can be 31 times as long as its query, and the client's address
 	// may be forged. Empty: private addresses and loopback.
 	AllowFrom auth.Sources
-	Truth     Truth
+	Truth     Truth            // nil: there are no nodes
 	Names     Names            // nil: every connected node may be published
 	Counters  *tunnel.Counters // counts panics and limits; nil: they are not counted
+	Sockets   *listen.Sockets  // opens the sockets; nil: nobody can take them over
 	Log       *slog.Logger
 	// Conns is how many TCP connections may be open at once, an eighth of them from one source;
 	// see listen.Strangers. 0: DefaultConns.
@@ -73,6 +82,7 @@ const (
 // every query and caches nothing. So a node that disconnects is gone at the next query, except
 // for what the client itself caches (see ttl).
 //
+//	a name of Zone                 what Zone says
 //	a node that may be published   its addresses; NODATA if it has none of that type
 //	... unknown whether it may     SERVFAIL: a late answer is better than a wrong one
 //	any other name                 the upstream's answer; without an upstream NXDOMAIN, REFUSED for PTR
@@ -86,8 +96,9 @@ const (
 // recover, and writes to TCP connections without a deadline.
 type Responder struct {
 	// Set once.
-	cfg     ResponderConfig
-	forward forwarder
+	cfg      ResponderConfig
+	forwards bool // names that are not known here are forwarded
+	forward  forwarder
 
 	addr  atomic.Pointer[net.Addr] // nil while not listening; written by Run
 	stats responderStats
@@ -106,7 +117,14 @@ func NewResponder(cfg ResponderConfig) *Responder {
 	if cfg.Counters == nil {
 		cfg.Counters = new(tunnel.Counters)
 	}
-	return &Responder{cfg: cfg, forward: newForwarder(cfg.Upstream, cfg.Lookups)}
+	forwards := len(cfg.Upstream) > 0 || cfg.Upstreams != nil
+	if cfg.Upstreams == nil {
+		cfg.Upstreams = func() []netip.AddrPort { return cfg.Upstream }
+	}
+	if cfg.Dial == nil {
+		cfg.Dial = new(net.Dialer).DialContext
+	}
+	return &Responder{cfg: cfg, forwards: forwards, forward: newForwarder(&cfg)}
 }
 
 // privateSources returns loopback and the addresses that are not routed on the Internet. A
@@ -143,9 +161,10 @@ func (r *Responder) Addr() net.Addr {
 }
 
 // Run listens and answers queries until ctx is done. Then it stops at once. A client that still
-// waits for an upstream's answer gets none, and asks another server.
+// waits for an upstream's answer gets none, and asks another server. Once another process has taken
+// over, which has the nodes, Run takes no more queries.
 func (r *Responder) Run(ctx context.Context) error {
-	udp, tcp, err := openBoth(ctx, r.cfg.Listen)
+	udp, tcp, err := r.Open(ctx, r.cfg.Listen)
 	if err != nil {
 		return fmt.Errorf("listening on %s for DNS: %w", r.cfg.Listen, err)
 	}
@@ -154,15 +173,36 @@ func (r *Responder) Run(ctx context.Context) error {
 		tcp.Close()
 		return err
 	}
+	addr := udp.LocalAddr()
+	r.addr.Store(&addr)
+	defer r.addr.Store(nil)
+	return r.Serve(ctx, udp, tcp)
+}
+
+// Open opens an address for UDP and TCP: its port is the same. Its errors say what to do.
+func (r *Responder) Open(ctx context.Context, addr string) (*net.UDPConn, net.Listener, error) {
+	return openBoth(ctx, r.cfg.Sockets, addr)
+}
+
+// Serve is Run with sockets that are open, and closes them. A responder can serve several of them at once.
+func (r *Responder) Serve(ctx context.Context, udp *net.UDPConn, tcp net.Listener) error {
 	g, ctx := errgroup.WithContext(ctx)
 	defer context.AfterFunc(ctx, func() {
 		udp.Close() // a client that misses its answer repeats the query
 		tcp.Close()
 	})()
-	addr := udp.LocalAddr()
-	r.addr.Store(&addr)
-	defer r.addr.Store(nil)
-
+	select {
+	case <-r.cfg.Sockets.Serving():
+	case <-ctx.Done():
+	}
+	g.Go(func() error {
+		select {
+		case <-r.cfg.Sockets.Left():
+			udp.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // it fails only if the socket is closed
+		case <-ctx.Done():
+		}
+		return nil
+	})
 	// One goroutine per processor, and each handles one packet at a time. A query costs only
 	// processor time, so more goroutines would only wait for each other.
 	for range runtime.GOMAXPROCS(0) {
@@ -211,7 +251,7 @@ func isLocal(a netip.Addr) bool {
 }
 
 // openBoth opens addr for UDP and TCP. Its errors say what to do.
-func openBoth(ctx context.Context, addr string) (*net.UDPConn, net.Listener, error) {
+func openBoth(ctx context.Context, sockets *listen.Sockets, addr string) (*net.UDPConn, net.Listener, error) {
 	at, err := net.ResolveUDPAddr("udp", addr)
 	if err != nil {
 		return nil, nil, fmt.Errorf("%w; write an address and a port, such as 127.0.0.1:5353", err)
@@ -219,7 +259,7 @@ func openBoth(ctx context.Context, addr string) (*net.UDPConn, net.Listener, err
 	// With port 0 the kernel chooses a port that is free for UDP. It may be in use for TCP, so
 	// another one is tried then.
 	for tries := 0; ; tries++ {
-		udp, tcp, err := tryBoth(ctx, at)
+		udp, tcp, err := tryBoth(ctx, sockets, at)
 		switch {
 		case errors.Is(err, syscall.EADDRINUSE) && at.Port == 0 && tries < 20:
 			continue
@@ -235,19 +275,23 @@ func openBoth(ctx context.Context, addr string) (*net.UDPConn, net.Listener, err
 }
 
 // tryBoth opens one UDP socket, and a TCP socket with the same port.
-func tryBoth(ctx context.Context, at *net.UDPAddr) (*net.UDPConn, net.Listener, error) {
+func tryBoth(ctx context.Context, sockets *listen.Sockets, at *net.UDPAddr) (*net.UDPConn, net.Listener, error) {
 	family := ""
 	if at.IP.To4() != nil {
 		family = "4" // without it, 0.0.0.0 would open all IPv6 addresses, too
 	}
-	conn, err := new(net.ListenConfig).ListenPacket(ctx, "udp"+family, at.String())
+	name := listen.Name{Network: "udp" + family, Address: at.String()}
+	conn, err := sockets.OpenPacket(name, func() (net.PacketConn, error) {
+		return new(net.ListenConfig).ListenPacket(ctx, name.Network, name.Address)
+	})
 	if err != nil {
 		return nil, nil, err
 	}
 	udp := conn.(*net.UDPConn)
 	if err = setSocketOptions(udp, at.IP); err == nil {
 		var tcp net.Listener
-		if tcp, err = new(net.ListenConfig).Listen(ctx, "tcp"+family, udp.LocalAddr().String()); err == nil {
+		tcp, err = sockets.Listen(ctx, listen.Operators, net.ListenConfig{}, "tcp"+family, udp.LocalAddr().String())
+		if err == nil {
 			return udp, tcp, nil
 		}
 	}

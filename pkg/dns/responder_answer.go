@@ -44,6 +44,7 @@ type query struct {
 	opt      *dns.OPT     // the client's OPT record; nil: the client does not use EDNS, so the answer must not
 	limit    int          // bytes of the longest answer that the client accepts
 	via      transport
+	aliases  []dns.RR // the beginning of the answer; an upstream is asked for the target of the last one
 }
 
 // answer returns the reply to a packet; nil: the packet gets no reply. If an upstream must be
@@ -55,7 +56,7 @@ func (r *Responder) answer(packet []byte, via transport) (reply []byte, pending 
 		return nil, nil
 	}
 	q, rcode := parseQuery(packet, via)
-	q.header.RecursionAvailable = len(r.cfg.Upstream) > 0
+	q.header.RecursionAvailable = r.forwards
 	if rcode != dns.RcodeSuccess {
 		r.stats.count(outcomeRefused)
 		return q.pack(q.reply(rcode)), nil
@@ -126,10 +127,15 @@ func (r *Responder) decide(q *query) (*dns.Msg, outcome) {
 	if q.question.Qclass != dns.ClassINET || isMeta(q.question.Qtype) {
 		return q.reply(dns.RcodeRefused), outcomeRefused
 	}
+	if r.cfg.Zone != nil {
+		if m := r.cfg.Zone(q.question); m != nil {
+			return r.zoneReply(q, m)
+		}
+	}
 	// In q.question.Name, bytes other than letters, digits, '-' and '.' are escaped (RFC 1035
 	// section 5.1). So a name with such bytes never equals a node's name.
 	name := tunnel.NodeName(strings.ToLower(strings.TrimSuffix(q.question.Name, ".")))
-	if addrs := r.cfg.Truth.Lookup(name); len(addrs) > 0 {
+	if addrs := r.lookup(name); len(addrs) > 0 {
 		may, known := true, true
 		if r.cfg.Names != nil {
 			may, known = r.cfg.Names.May(name)
@@ -142,7 +148,7 @@ func (r *Responder) decide(q *query) (*dns.Msg, outcome) {
 		}
 	}
 	switch {
-	case len(r.cfg.Upstream) > 0:
+	case r.forwards:
 		return nil, outcomeForwarded
 	case dns.IsSubDomain("in-addr.arpa.", q.question.Name), dns.IsSubDomain("ip6.arpa.", q.question.Name):
 		// The responder has no names of addresses, and must not say that there are none.
@@ -152,6 +158,34 @@ func (r *Responder) decide(q *query) (*dns.Msg, outcome) {
 		return r.negativeReply(q, dns.RcodeSuccess), outcomeNoData
 	}
 	return r.negativeReply(q, dns.RcodeNameError), outcomeNXDomain
+}
+
+// lookup returns the addresses of a node.
+func (r *Responder) lookup(name tunnel.NodeName) []netip.Addr {
+	if r.cfg.Truth == nil {
+		return nil
+	}
+	return r.cfg.Truth.Lookup(name)
+}
+
+// zoneReply answers as the zone says. The reply is nil if an upstream must be asked for the rest.
+func (r *Responder) zoneReply(q *query, m *dns.Msg) (*dns.Msg, outcome) {
+	if n := len(m.Answer); n > 0 && q.question.Qtype != dns.TypeCNAME && q.question.Qtype != dns.TypeANY && r.forwards &&
+		m.Answer[n-1].Header().Rrtype == dns.TypeCNAME && len(m.Ns) == 0 { // with a SOA, the zone has said all
+		q.aliases = m.Answer
+		return nil, outcomeForwarded
+	}
+	reply := r.authoritativeReply(q, m.Rcode)
+	reply.Answer, reply.Ns, reply.Extra = m.Answer, m.Ns, m.Extra
+	switch {
+	case m.Rcode == dns.RcodeNameError:
+		return reply, outcomeNXDomain
+	case m.Rcode != dns.RcodeSuccess:
+		return reply, outcomeFailed
+	case len(m.Answer) == 0:
+		return reply, outcomeNoData
+	}
+	return reply, outcomeService
 }
 
 // isMeta reports whether a type asks for something other than records of a name, above all for a

@@ -11,6 +11,7 @@ type outcome int
 
 const (
 	outcomeNode      outcome = iota // the answer has the addresses of a node
+	outcomeService                  // the answer has the records of a Service
 	outcomeNoData                   // the name has no record of that type
 	outcomeNXDomain                 // no such name
 	outcomeForwarded                // an upstream has answered
@@ -22,7 +23,7 @@ const (
 
 // String returns the value of the metric's label.
 func (o outcome) String() string {
-	return [numOutcomes]string{"node", "nodata", "nxdomain", "forwarded", "unknown", "refused", "failed"}[o]
+	return [numOutcomes]string{"node", "service", "nodata", "nxdomain", "forwarded", "unknown", "refused", "failed"}[o]
 }
 
 // responderStats counts queries. The zero value is ready.
@@ -46,7 +47,8 @@ func (r *Responder) Collector() prometheus.Collector {
 	return &responderCollector{
 		stats: &r.stats,
 		queries: prometheus.NewDesc("tunnel_dns_queries_total",
-			"DNS queries, by answer. A node's addresses are node, no address of that kind is nodata, "+
+			"DNS queries, by answer. A node's addresses are node, the records of a Service are service, "+
+				"no address of that kind is nodata, "+
 				"no such name is nxdomain, and the upstream's answer is forwarded. "+
 				"Without an answer, a query is unknown (the Nodes have not been read yet), "+
 				"refused (not a question for this server) or failed (no upstream answered).", []string{"answer"}, nil),

@@ -17,15 +17,15 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// serveUDP answers the queries that arrive at conn, one packet at a time, until ctx is done. A
-// query for an upstream waits for its answer in a goroutine of g.
+// serveUDP answers the queries that arrive at conn, one packet at a time, until ctx is done or
+// another process has taken over. A query for an upstream waits for its answer in a goroutine of g.
 func (r *Responder) serveUDP(ctx context.Context, g *errgroup.Group, conn *net.UDPConn) {
 	packet := make([]byte, maxQuery+1) // the additional byte shows that a packet is too long
 	backoff := minBackoff
 	for {
 		n, client, err := dns.ReadFromSessionUDP(conn, packet)
 		if err != nil {
-			if !r.retry(ctx, "cannot read DNS queries, trying again", err, &backoff) {
+			if tunnel.IsClosed(r.cfg.Sockets.Left()) || !r.retry(ctx, "cannot read DNS queries, trying again", err, &backoff) {
 				return
 			}
 			continue
@@ -122,8 +122,8 @@ func (r *Responder) serveConn(ctx context.Context, c net.Conn, place *listen.Str
 	buf := make([]byte, maxQuery)
 	for range maxConnQueries {
 		packet, err := readTCP(c, buf)
-		if err != nil {
-			return
+		if err != nil || tunnel.IsClosed(r.cfg.Sockets.Left()) {
+			return // once another process has taken over, the client asks that process
 		}
 		place.Spoke()
 		reply, pending := r.answer(packet, overTCP)

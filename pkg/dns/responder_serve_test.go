@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -89,23 +90,10 @@ func TestConnEndsWithRun(t *testing.T) {
 // Many sources together hold at most DefaultConns connections.
 func TestConnsInAll(t *testing.T) {
 	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5")})
-	var parked []net.Conn
-	defer func() {
-		for _, c := range parked {
-			c.Close()
-		}
-	}()
 	const sources = 8 + 1
-	for i := range sources {
-		from := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 1, byte(i))}}
-		for range DefaultConns / 8 {
-			c, err := from.Dial("tcp", r.Addr().String())
-			if err != nil {
-				t.Fatal(err)
-			}
-			parked = append(parked, c)
-		}
-	}
+	parked := testkit.DialMany(t, sources*DefaultConns/8, r.Addr().String(), func(i int) net.IP {
+		return net.IPv4(127, 0, 1, byte(i%sources))
+	})
 	testkit.Eventually(t, "the connections beyond the limit have been closed", func() bool {
 		return r.stats.overloaded.Load() == DefaultConns/8
 	})
@@ -177,5 +165,72 @@ func TestIsLocal(t *testing.T) {
 		if got := isLocal(netip.MustParseAddr(s)); got != want {
 			t.Errorf("%s is local: %t, want %t", s, got, want)
 		}
+	}
+}
+
+// Once another process has taken over, it gets every query.
+func TestResponderLeaves(t *testing.T) {
+	sockets := listen.NewSockets()
+	r := respond(t, ResponderConfig{Truth: newHeld("edge1 10.0.0.5"), Sockets: sockets})
+	held := &dns.Conn{}
+	var err error
+	if held.Conn, err = net.Dial("tcp", r.Addr().String()); err != nil {
+		t.Fatal(err)
+	}
+	defer held.Close()
+	query := question("edge1.", dns.TypeA)
+	overTCP := func() error {
+		if err := held.WriteMsg(query); err != nil {
+			return err
+		}
+		_, err := held.ReadMsg()
+		return err
+	}
+	if err := overTCP(); err != nil {
+		t.Fatal(err)
+	}
+	ask(t, r.Addr(), "udp", query)
+	copies, err := sockets.Copies()
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listen.CloseCopies(copies)
+	i := slices.IndexFunc(copies, func(c listen.Copy) bool { return strings.HasPrefix(c.Network, "udp") })
+	next, err := net.FilePacketConn(copies[i].File)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer next.Close()
+	client, err := net.Dial("udp", r.Addr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer client.Close()
+	unanswered := func() bool { // by the old process; the query then waits for the other one
+		if _, err := client.Write(pack(t, query)); err != nil {
+			t.Fatal(err)
+		}
+		buf := make([]byte, maxQuery)
+		if err := client.SetReadDeadline(time.Now().Add(50 * time.Millisecond)); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := client.Read(buf); err == nil {
+			return false
+		}
+		if err := next.SetReadDeadline(time.Now().Add(10 * time.Second)); err != nil {
+			t.Fatal(err)
+		}
+		_, _, err := next.ReadFrom(buf)
+		return err == nil
+	}
+	sockets.Leave()
+	testkit.Eventually(t, "the other process gets a query", unanswered)
+	for range 5 {
+		if !unanswered() {
+			t.Fatal("the old process has taken a query")
+		}
+	}
+	if err := overTCP(); err == nil {
+		t.Error("the old process still answers over TCP")
 	}
 }

@@ -551,6 +551,7 @@ func TestResponderMetrics(t *testing.T) {
 		`tunnel_dns_queries_total{answer="node"} 1`,
 		`tunnel_dns_queries_total{answer="nxdomain"} 0`,
 		`tunnel_dns_queries_total{answer="refused"} 0`,
+		`tunnel_dns_queries_total{answer="service"} 0`,
 		`tunnel_dns_queries_total{answer="unknown"} 0`,
 	}
 	if !slices.Equal(got, want) {

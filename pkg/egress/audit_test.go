@@ -11,14 +11,16 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// The audit has each conn and each refused dial, with caller, target, node, bytes and result.
+// The audit has each conn and each refused dial, with caller, target, node, bytes and result. So have the traces.
 func TestAudit(t *testing.T) {
 	t.Parallel()
 	seen := new(testkit.Trail[tunnel.Event])
 	n := &nodes{reach: map[tunnel.NodeName]konnectivity.Identifiers{}, changed: make(chan struct{})}
 	path := filepath.Join(t.TempDir(), "connect")
 	log, text := testkit.NewLog()
-	door, err := New(Config{HTTPConnect: []string{"unix://" + path}, Identifiers: n, Audit: seen.Record}, n, n, log)
+	spans := new(testkit.Trail[*tunnel.Span])
+	sink := tunnel.Sink{Audit: seen.Record, Tracer: &tunnel.Tracer{PerMillion: 1_000_000, Take: spans.Record}}
+	door, err := New(Config{HTTPConnect: []string{"unix://" + path}, Identifiers: n, Sink: sink}, n, n, log)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -47,6 +49,12 @@ func TestAudit(t *testing.T) {
 	testkit.Eventually(t, "a second event", func() bool { return len(seen.All()) == 2 })
 	if e = seen.All()[1]; e.Result != "refused" || e.Target != "127.0.0.1:1" || e.Err == "" {
 		t.Errorf("the event is %+v", e)
+	}
+	testkit.Eventually(t, "two spans", func() bool { return len(spans.All()) == 2 })
+	for i, s := range spans.All() {
+		if s.Event != seen.All()[i] {
+			t.Errorf("the span is %+v", s)
+		}
 	}
 	for _, words := range [][]string{{"conn ended", "caller=unix", "node=", "bytes=8"}, {"dial refused", "caller=unix"}} {
 		if len(text.Lines(words...)) != 1 {

@@ -39,6 +39,7 @@ type chooser struct {
 	allNodesKnown bool   // source has every node of the cluster, connected or not
 	dialer        tunnel.Dialer
 	nodes         tunnel.Nodes
+	services      func(addr string) ([]Endpoint, error) // see Config.Services
 
 	rules atomic.Pointer[rules] // stored by newChooser, then by setRules; never nil
 	table atomic.Pointer[table] // stored by newChooser, then by run; nil: not known yet
@@ -53,6 +54,7 @@ type rules struct {
 func newChooser(cfg Config, dialer tunnel.Dialer, nodes tunnel.Nodes) (*chooser, error) {
 	c := &chooser{
 		source: cfg.Identifiers, allNodesKnown: cfg.Kubernetes, dialer: dialer, nodes: nodes,
+		services: cfg.Services,
 	}
 	if err := c.setRules(cfg.Strategies, cfg.Among); err != nil {
 		return nil, err
@@ -170,7 +172,7 @@ func (c *chooser) refused(t *table, host string) []tunnel.NodeName {
 //
 // The strategies are tried in order, and the connected nodes that each finds in random order. A node that
 // cannot serve now (mayRetryElsewhere) passes the dial on to the next. Any other answer is final. If all
-// tried nodes are at a limit, the dial waits at the first of them.
+// tried nodes are at a limit, the dial waits at the first of them, unless it must not.
 //
 // If a connected node declares the address, fallback strategies are skipped, unless that node has
 // just left. Private addresses are used more than once, so another node might reach a different
@@ -178,8 +180,8 @@ func (c *chooser) refused(t *table, host string) []tunnel.NodeName {
 // finds an owner are skipped, even while the owner is not connected. If every node is known, an
 // address that two nodes claim is refused, too.
 //
-// chosen gets the node that was asked last; nil: not wanted.
-func (c *chooser) dial(ctx context.Context, addr, caller string, chosen *tunnel.NodeName) (net.Conn, error) {
+// o.node gets the node that was asked last.
+func (c *chooser) dial(ctx context.Context, addr string, o *opening, whenFull patience) (net.Conn, error) {
 	host, _, err := net.SplitHostPort(addr)
 	if err != nil {
 		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not host:port", addr)
@@ -203,8 +205,8 @@ func (c *chooser) dial(ctx context.Context, addr, caller string, chosen *tunnel.
 		a.ownersAway(away)
 		for _, node := range connected {
 			r := tunnel.Request{
-				Node: node, Among: rules.among, Category: name, Network: "tcp", Addr: addr, Caller: caller, NoWait: true,
-				Chosen: chosen,
+				Node: node, Among: rules.among, Category: name, Network: "tcp", Addr: addr, Caller: o.caller, NoWait: true,
+				Chosen: &o.node, Trace: o.visit.Trace(),
 			}
 			conn, err := c.dialer.Dial(ctx, r)
 			if err == nil {
@@ -218,7 +220,7 @@ func (c *chooser) dial(ctx context.Context, addr, caller string, chosen *tunnel.
 	}
 	// Every node that was tried has refused at once, because of NoWait. If a node was at a limit,
 	// the dial now waits at that node.
-	if a.full == nil {
+	if a.full == nil || whenFull == noWait {
 		return nil, explainAway(a.away, a.last)
 	}
 	a.full.NoWait = false
@@ -228,6 +230,14 @@ func (c *chooser) dial(ctx context.Context, addr, caller string, chosen *tunnel.
 	}
 	return conn, nil
 }
+
+// patience says what a dial does if all nodes that may serve it are at a limit.
+type patience bool
+
+const (
+	wait   patience = true
+	noWait patience = false // it fails
+)
 
 // refuseClaims returns the refusal of a dial to a host that two nodes claim, or that a node claims without
 // a right to it; nil if the host may be dialled.

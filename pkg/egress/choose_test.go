@@ -1,6 +1,7 @@
 package egress
 
 import (
+	"context"
 	"maps"
 	"net"
 	"net/netip"
@@ -191,7 +192,7 @@ func TestChoose(t *testing.T) {
 				t.Fatal(err)
 			}
 			c.table.Store(newTable(all))
-			conn, err := c.dial(t.Context(), tc.addr, "test", nil)
+			conn, err := c.dial(t.Context(), tc.addr, &opening{caller: "test"}, wait)
 			if (err != nil) != tc.fails || !slices.Equal(n.dialled, tc.want) {
 				t.Errorf("dialled %q, want %q; %v", n.dialled, tc.want, err)
 			}
@@ -216,7 +217,7 @@ func TestStrategiesChange(t *testing.T) {
 	c.table.Store(newTable(n.reach))
 	reaches := func(why string, want bool) {
 		t.Helper()
-		conn, err := c.dial(t.Context(), "edge1:80", "test", nil)
+		conn, err := c.dial(t.Context(), "edge1:80", &opening{caller: "test"}, wait)
 		if (err == nil) != want {
 			t.Errorf("%s: %v", why, err)
 		}
@@ -290,7 +291,7 @@ func TestAwayIsNamed(t *testing.T) {
 			t.Fatal(err)
 		}
 		c.table.Store(newTable(all))
-		_, err = c.dial(t.Context(), addr, "test", nil)
+		_, err = c.dial(t.Context(), addr, &opening{caller: "test"}, wait)
 		if err == nil || err.Error() != want {
 			t.Errorf("%s: %v, want %s", addr, err, want)
 		}
@@ -301,7 +302,7 @@ func TestAwayIsNamed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if _, err := unknown.dial(t.Context(), "10.0.0.9:80", "test", nil); err == nil ||
+	if _, err := unknown.dial(t.Context(), "10.0.0.9:80", &opening{caller: "test"}, wait); err == nil ||
 		err.Error() != "no-such-node: No agent available: the cluster's Nodes have not been read yet" || u.dialled != nil {
 		t.Errorf("dialled %q; %v", u.dialled, err)
 	}
@@ -313,7 +314,7 @@ func TestAwayIsNamed(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.table.Store(newTable(all))
-	_, err = c.dial(t.Context(), "10.0.0.1:80", "test", nil)
+	_, err = c.dial(t.Context(), "10.0.0.1:80", &opening{caller: "test"}, wait)
 	if err == nil || err.Error() != "overloaded: node a is full" {
 		t.Error(err)
 	}
@@ -324,8 +325,82 @@ func TestAwayIsNamed(t *testing.T) {
 		t.Fatal(err)
 	}
 	c.table.Store(newTable(all))
-	if _, err = c.dial(t.Context(), "a:80", "test", nil); err == nil ||
+	if _, err = c.dial(t.Context(), "a:80", &opening{caller: "test"}, wait); err == nil ||
 		err.Error() != "no-such-node: No agent available: a is not connected" {
 		t.Error(err)
+	}
+}
+
+// A dial to a Service goes to one of its endpoints. If the node of an endpoint is not connected, the next is tried.
+func TestDialService(t *testing.T) {
+	target := testkit.Serve(t, func(*net.TCPConn) {})
+	byCloud := func(ctx context.Context) (net.Conn, error) { return new(net.Dialer).DialContext(ctx, "tcp", target) }
+	inVain := func(context.Context) (net.Conn, error) { return nil, tunnel.Refusef(tunnel.Timeout, "no answer") }
+	at := func(addrs ...string) (all []Endpoint) {
+		for _, a := range addrs {
+			all = append(all, Endpoint{Addr: a})
+		}
+		return all
+	}
+	services := map[string][]Endpoint{
+		"web.shop.svc:80":  at("10.88.1.5:8080"),
+		"two.shop.svc:80":  at("10.88.3.5:8080", "10.88.2.5:8080"),
+		"away.shop.svc:80": at("10.88.3.5:8080"),
+		"many.shop.svc:80": slices.Repeat(at("10.88.3.5:8080"), 20),
+		"far.shop.svc:80":  {{Addr: "10.244.0.5:8080", Dial: byCloud}},
+		"dead.shop.svc:80": {{Addr: "10.244.0.5:8080", Dial: inVain}, {Addr: "10.88.2.5:8080"}},
+		"full.shop.svc:80": at("10.88.1.5:8080", "10.88.2.5:8080"),
+		"one.shop.svc:80":  at("10.88.1.5:8080"),
+		"10.96.0.1:80":     at("10.88.3.5:8080"),
+		// A user who may write EndpointSlices says that the pod is on no node.
+		"bad.shop.svc:80": {{Addr: "10.88.2.5:8080", Dial: byCloud}},
+	}
+	for name, tc := range map[string]struct {
+		addr   string
+		refuse tunnel.Code // what edge1 answers; 0: it dials
+		want   []tunnel.NodeName
+		fails  string
+	}{
+		"an endpoint":               {addr: "web.shop.svc:80", want: []tunnel.NodeName{"edge1"}},
+		"no Service":                {addr: "edge2:22", want: []tunnel.NodeName{"edge2"}},
+		"the first node is away":    {addr: "two.shop.svc:80", want: []tunnel.NodeName{"edge2"}},
+		"all nodes are away":        {addr: "away.shop.svc:80", fails: "edge3 is not connected"},
+		"not all of many are tried": {addr: "many.shop.svc:80", fails: "edge3 is not connected"},
+		"the cloud dials":           {addr: "far.shop.svc:80"},
+		"the pod refuses: the answer": {addr: "web.shop.svc:80", refuse: tunnel.Refused,
+			want: []tunnel.NodeName{"edge1"}, fails: "so it is"},
+		"no endpoint": {addr: "none.shop.svc:80", fails: "is ready"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			all := map[tunnel.NodeName]konnectivity.Identifiers{
+				"edge1": identifiers(t, "host=edge1&cidr=10.88.1.0/24"), "edge2": identifiers(t, "host=edge2&cidr=10.88.2.0/24"),
+				"edge3": identifiers(t, "host=edge3&cidr=10.88.3.0/24"),
+			}
+			n := &nodes{reach: maps.Clone(all), refuse: map[tunnel.NodeName]error{}, target: target}
+			delete(n.reach, "edge3")
+			if tc.refuse != 0 {
+				n.refuse["edge1"] = tunnel.Refusef(tc.refuse, "so it is")
+			}
+			find := func(addr string) ([]Endpoint, error) {
+				if strings.HasPrefix(addr, "none.") {
+					return nil, tunnel.Refusef(tunnel.Refused, "no endpoint of the Service is ready")
+				}
+				return services[addr], nil
+			}
+			c, err := newChooser(Config{Identifiers: n, Kubernetes: true, Services: find}, n, n)
+			if err != nil {
+				t.Fatal(err)
+			}
+			c.table.Store(newTable(all))
+			o := &opening{addr: tc.addr, caller: "test"}
+			conn, err := c.connect(t.Context(), o)
+			if err == nil {
+				conn.Close()
+			}
+			if !slices.Equal(n.dialled, tc.want) || (err != nil) != (tc.fails != "") ||
+				err != nil && !strings.Contains(err.Error(), tc.fails) {
+				t.Errorf("dialled %q, want %q; %v", n.dialled, tc.want, err)
+			}
+		})
 	}
 }

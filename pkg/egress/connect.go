@@ -101,7 +101,7 @@ func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, c
 	if _, err = io.WriteString(c.Conn, "HTTP/1.1 200 Connection Established\r\n\r\n"); err != nil {
 		tunnel.Reset(c)
 		tunnel.Reset(target)
-		f.record(o, 0, 0, resultOK, err)
+		o.visit.Ended(0, 0, err, o.event)
 		return
 	}
 	c.gap.answered = time.Now()

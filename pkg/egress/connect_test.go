@@ -69,21 +69,32 @@ func TestConnectAnswerStandsAlone(t *testing.T) {
 		io.WriteString(c, "220 I speak first")
 		io.Copy(io.Discard, c)
 	})
-	for range 20 {
+	const answer, first = "HTTP/1.1 200 Connection Established\r\n\r\n", "220 I speak first"
+	for quick, started := 0, time.Now(); quick < 20 && time.Since(started) < 10*time.Second; {
 		c, err := net.Dial("unix", r.connect)
 		if err != nil {
 			t.Fatal(err)
 		}
+		t.Cleanup(func() { c.Close() })
+		asked := time.Now()
 		io.WriteString(c, connect(addr))
 		b := make([]byte, 1000)
 		n, err := c.Read(b)
-		if got := string(b[:n]); err != nil || got != "HTTP/1.1 200 Connection Established\r\n\r\n" {
+		got := string(b[:n])
+		inTime := time.Since(asked) < answerGapTime // else the target's bytes may be there as well
+		if err == nil && got == answer {
+			n, err = c.Read(b)
+			got += string(b[:n])
+		} else if inTime {
 			t.Fatalf("%q, %v", got, err)
 		}
-		if n, err = c.Read(b); err != nil || string(b[:n]) != "220 I speak first" {
-			t.Fatalf("%q, %v", b[:n], err)
+		if err != nil || got != answer+first {
+			t.Fatalf("%q, %v", got, err)
 		}
 		c.Close()
+		if inTime {
+			quick++
+		}
 	}
 }
 

@@ -36,6 +36,10 @@ func (e *Edge) TellNeighbours(links func() []netip.Prefix, f func([]Neighbour)) 
 	e.asker.links, e.asker.tell = links, f
 }
 
+// InContainer reports whether packets to a go to a container of this machine, and nowhere else. A cloud cannot change
+// that.
+func (e *Edge) InContainer(a netip.Addr) bool { return e.pods.inContainer(a) }
+
 // Name implements tunnel.Module.
 func (e *Edge) Name() string { return name }
 

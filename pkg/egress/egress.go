@@ -14,7 +14,8 @@
 //  1. proxy.go or connect.go accepts the caller and its address. proxy.go speaks Konnectivity's gRPC, in
 //     the packets of package konnectivity; connect.go speaks HTTP CONNECT.
 //  2. choose.go finds the nodes that reach the address, by the table of table.go, and dials one. Each
-//     strategy is tried in order. If a node cannot serve now, the next one is tried.
+//     strategy is tried in order. If a node cannot serve now, the next one is tried. service.go does this for
+//     the endpoints of a Service.
 //  3. tunnel.Splice copies bytes between caller and target.
 //
 // networks.go lets an edge dial the pods of its own node. neighbours.go tells an edge the other nodes of its LAN.
@@ -61,7 +62,7 @@ type Config struct {
 	Strategies  []Strategy       // in order; none: all, in the order of [Strategies]
 	Among       tunnel.Selector  // nodes that Default may choose; empty: any node
 	Counters    *tunnel.Counters // counts panics, limits that are reached, and results of dials; nil: not counted
-	Audit       tunnel.Trail     // takes an event of each conn; nil: nobody
+	Sink        tunnel.Sink      // is told of each conn
 	// KonnectivityMetrics adds metrics under the names of Konnectivity's server.
 	KonnectivityMetrics bool
 
@@ -74,6 +75,11 @@ type Config struct {
 	Identifiers Source   // what each node reaches
 	Kubernetes  bool     // Identifiers come from Node objects, not from claims of edges
 	Sessions    Sessions // edges that are told the networks of their pods; nil: none
+	// Services returns the endpoints of the Service that has an address, host:port, in the order in which they are tried;
+	// none if no Service has it. Its errors are refusals. nil: Services have no part in dials.
+	Services func(addr string) ([]Endpoint, error)
+
+	Sockets *ports.Sockets // opens the listeners; nil: nobody can take them over
 }
 
 // Source knows what nodes reach.
@@ -85,6 +91,14 @@ type Source interface {
 	// Changed returns a channel that is closed at the next change of Identifiers or Known. To miss
 	// no change, call Changed before Identifiers and Known.
 	Changed() <-chan struct{}
+}
+
+// Endpoint is an endpoint of a Service.
+type Endpoint struct {
+	Addr string          // host:port
+	Node tunnel.NodeName // the node that it is on; empty: none
+	// Dial connects to it without a node, if no other node has its address. nil: a node does, which the strategies find.
+	Dial func(ctx context.Context) (net.Conn, error)
 }
 
 // FrontDoor is the cloud's module: it accepts callers, and dials for them.
@@ -238,7 +252,8 @@ func (f *FrontDoor) openAll(ctx context.Context) ([]net.Listener, error) {
 
 func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) {
 	if path, ok := strings.CutPrefix(l.url, unixScheme); ok {
-		ln, err := socket.ListenGroup(ctx, path)
+		ln, err := f.cfg.Sockets.Open(ports.Callers, ports.Name{Network: "unix", Address: path},
+			func() (net.Listener, error) { return socket.ListenGroup(ctx, path) })
 		if err != nil {
 			return nil, err
 		}
@@ -251,7 +266,7 @@ func (f *FrontDoor) open(ctx context.Context, l listener) (net.Listener, error) 
 	case l.tls == nil || l.tls.ClientAuth != tls.RequireAndVerifyClientCert:
 		return nil, errors.New("anybody who reaches this address could reach every node: write cert, key and clientca")
 	}
-	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", addr)
+	ln, err := f.cfg.Sockets.Listen(ctx, ports.Callers, net.ListenConfig{}, "tcp", addr)
 	if err != nil {
 		return nil, err
 	}

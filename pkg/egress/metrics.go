@@ -1,10 +1,10 @@
 package egress
 
 import (
+	"cmp"
 	"context"
 	"net"
 	"sync/atomic"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
@@ -91,19 +91,20 @@ func (f *FrontDoor) Collector() prometheus.Collector { return f.metrics }
 // opening is a conn of a caller that is being opened, or open. One goroutine owns it at a time.
 type opening struct {
 	door, addr, caller string
-	node               tunnel.NodeName // that was asked last
-	start              time.Time
+	endpoint           string          // host:port that was dialled last, if addr is of a Service
+	node               tunnel.NodeName // that was asked last; empty: none
+	visit              tunnel.Visit
 }
 
 // dial calls the chooser's dial, counts it, and logs a dial that has failed.
 func (f *FrontDoor) dial(ctx context.Context, door, addr, caller string) (net.Conn, *opening, error) {
-	o := &opening{door: door, addr: addr, caller: caller, start: time.Now()}
+	visit := f.cfg.Sink.Arrived(&f.cfg.Counters.Doors[tunnel.DoorEgress])
+	o := &opening{door: door, addr: addr, caller: caller, visit: visit}
 	m := f.metrics
 	m.inFlight[door].dials.Add(1)
 	defer m.inFlight[door].dials.Add(-1)
-	c, err := f.chooser.dial(ctx, addr, caller, &o.node)
-	took := time.Since(o.start).Seconds()
-	f.cfg.Counters.Doors[tunnel.DoorEgress].Ended(time.Since(o.start), err)
+	c, err := f.chooser.connect(ctx, o)
+	took := o.visit.Since().Seconds()
 	result := resultOK
 	if err == nil {
 		m.duration.WithLabelValues(door).Observe(took)
@@ -115,8 +116,11 @@ func (f *FrontDoor) dial(ctx context.Context, door, addr, caller string) (net.Co
 		m.konnectivity.dialled(ctx, took, err)
 	}
 	if err != nil {
-		f.log.Debug("dial refused", "frontend", door, "target", addr, "caller", caller, "node", o.node, "err", err)
-		f.record(o, 0, 0, result, err)
+		f.log.Debug("dial refused", "frontend", door, "target", cmp.Or(o.endpoint, addr), "caller", caller,
+			"node", o.node, "err", err)
+		o.visit.Refused(err, o.event)
+	} else {
+		o.visit.Opened(o.event)
 	}
 	return c, o, err
 }
@@ -127,20 +131,18 @@ func (f *FrontDoor) splice(ctx context.Context, o *opening, caller, target net.C
 	conns.Add(1)
 	defer conns.Add(-1)
 	sent, received, err := tunnel.Splice(ctx, caller, target)
-	f.log.Debug("conn ended", "frontend", o.door, "target", o.addr, "caller", o.caller, "node", o.node,
-		"bytes", sent+received, "dur", time.Since(o.start), "err", err)
-	f.record(o, sent, received, resultOK, err)
+	f.log.Debug("conn ended", "frontend", o.door, "target", cmp.Or(o.endpoint, o.addr), "caller", o.caller, "node", o.node,
+		"bytes", sent+received, "dur", o.visit.Since(), "err", err)
+	o.visit.Ended(sent, received, err, o.event)
 }
 
-// record records a conn that has ended, or was refused.
-func (f *FrontDoor) record(o *opening, sent, received int64, result string, err error) {
-	if f.cfg.Audit == nil {
-		return
+// event describes the caller for its visit.
+func (o *opening) event() tunnel.Event {
+	e := tunnel.Event{Kind: tunnel.EventEgress, Node: o.node, Caller: o.caller, Door: o.door, Target: o.addr}
+	if o.endpoint != "" {
+		e.Target, e.Path = o.endpoint, o.addr
 	}
-	f.cfg.Audit.Record(tunnel.Event{
-		Kind: tunnel.EventEgress, Result: result, Node: o.node, Caller: o.caller, Door: o.door, Target: o.addr,
-		Sent: sent, Received: received, Seconds: time.Since(o.start).Seconds(), Err: tunnel.TextOf(err),
-	})
+	return e
 }
 
 // konnectivityMetrics are some of the same metrics under the names of Konnectivity's server

@@ -151,14 +151,17 @@ func (p *pods) setNetworks(_ context.Context, in *tunnel.Incoming) error {
 }
 
 // has reports whether a is the address of a pod of this node.
-//
-// The routes are read at each call: a container that starts or ends changes the routes, and nothing
-// tells the edge. If the routing tables cannot be read, has returns false.
 func (p *pods) has(a netip.Addr) bool {
 	networks := p.networks.Load()
-	if networks == nil || !slices.ContainsFunc(*networks, func(n netip.Prefix) bool { return n.Contains(a) }) {
-		return false
-	}
+	return networks != nil && slices.ContainsFunc(*networks, func(n netip.Prefix) bool { return n.Contains(a) }) &&
+		p.inContainer(a)
+}
+
+// inContainer reports whether packets to a go to a container of this machine, and nowhere else.
+//
+// The routes are read at each call: a container that starts or ends changes the routes, and nothing
+// tells the edge. If the routing tables cannot be read, inContainer returns false.
+func (p *pods) inContainer(a netip.Addr) bool {
 	routes, err := p.routes()
 	if err != nil {
 		if skipped, ok := p.warnings.Allow(); ok {

@@ -127,7 +127,7 @@ func (p *proxies) handle(_ any, stream grpc.ServerStream) error {
 	answer := &konnectivity.Packet{Type: konnectivity.PacketDialRsp, Random: req.Random, ConnID: onlyConn}
 	if err := s.send(answer); err != nil {
 		tunnel.Reset(target)
-		p.door.record(o, 0, 0, resultOK, err)
+		o.visit.Ended(0, 0, err, o.event)
 		return err
 	}
 	return p.serve(s, o, target)

@@ -20,10 +20,11 @@ type clientConn struct {
 	replay []byte // bytes that Read returns first; owned by the reader
 
 	// Set before the connection is handed on, and never changed afterwards.
-	port    int    // index of FrontDoor.ports
-	target  string // the port's target on the edge
-	sni     string // server name of the ClientHello, in lower case; "" without SNI
-	passErr error  // why it could not be passed through to the node that sni names; nil: not tried
+	port     int    // index of FrontDoor.ports
+	target   string // the port's target on the edge
+	sni      string // server name of the ClientHello, in lower case; "" without SNI
+	passErr  error  // why it could not be passed through to the node that sni names; nil: not tried
+	passTold bool   // pass has told passErr: see tunnel.Visit.Told
 
 	framed    *framedConn   // HTTP/1 over it; nil with HTTP/2
 	stopWatch func() bool   // ends the AfterFunc that resets it when the front door's grace period is over

@@ -353,7 +353,7 @@ func TestKubeletCertificate(t *testing.T) {
 func TestAllowFrom(t *testing.T) {
 	seen := new(testkit.Trail[tunnel.Event])
 	r := newRig(t, nil, func(_ *rig, c *Config) {
-		c.Audit, c.Counters = seen.Record, new(tunnel.Counters)
+		c.Sink.Audit, c.Counters = seen.Record, new(tunnel.Counters)
 		c.AllowFrom = auth.Sources{netip.MustParsePrefix("10.0.0.0/8")}
 	}).start()
 	r.wantReset()
@@ -401,13 +401,15 @@ func TestPlainHTTP(t *testing.T) {
 	wantStatus(t, res, string(b), 400, "HTTP request to an HTTPS server")
 }
 
-// Silent strangers do not keep callers from other addresses out. Their places are free again when
-// they have gone.
+// Strangers do not keep callers from other addresses out. Their places are free again when they have gone.
 func TestStrangers(t *testing.T) {
-	r := newRig(t, nil, nil).start()
-	var silent []net.Conn
+	r := newRig(t, nil, func(_ *rig, c *Config) { c.Limits.HandshakeTimeout = time.Minute }).start()
+	var slow []net.Conn
 	for range DefaultLimits().StrangersPerAddress {
-		silent = append(silent, r.tcp())
+		c := r.tcp()
+		_, err := c.Write(testkit.ClientHello("edge1")[:100]) // else it may lose its place to a newcomer after a second
+		must(t, err)
+		slow = append(slow, c)
 	}
 	count := r.door.strangers.Len
 	testkit.Eventually(t, "all are counted", func() bool { return count() == DefaultLimits().StrangersPerAddress })
@@ -418,7 +420,7 @@ func TestStrangers(t *testing.T) {
 	must(t, err)
 	defer other.Close()
 	must(t, tls.Client(other, r.caller("127.0.0.1")).Handshake())
-	for _, c := range silent {
+	for _, c := range slow {
 		c.Close()
 	}
 	testkit.Eventually(t, "all are forgotten", func() bool { return count() == 0 })
@@ -433,12 +435,9 @@ func TestStrangersFromFewAddresses(t *testing.T) {
 			r := newRig(t, nil, func(_ *rig, c *Config) {
 				c.Limits.Strangers, c.Limits.StrangersPerAddress = 64, 16
 			}).start()
-			for i := range 4 * 16 {
-				d := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, byte(10+i%4))}}
-				c, err := d.Dial("tcp", r.addr)
-				must(t, err)
-				defer c.Close()
-				_, err = c.Write(begin)
+			few := func(i int) net.IP { return net.IPv4(127, 0, 0, byte(10+i%4)) }
+			for _, c := range testkit.DialMany(t, 4*16, r.addr, few) {
+				_, err := c.Write(begin)
 				must(t, err)
 			}
 			testkit.Eventually(t, "all are counted", func() bool { return r.door.strangers.Len() == 64 })
@@ -665,7 +664,7 @@ func (l *scriptedListener) Accept() (net.Conn, error) {
 // A panic ends only its own connection or request, is counted, and is logged.
 func TestPanics(t *testing.T) {
 	seen := new(testkit.Trail[tunnel.Event])
-	r := newRig(t, nil, func(_ *rig, c *Config) { c.Audit = seen.Record }).start()
+	r := newRig(t, nil, func(_ *rig, c *Config) { c.Sink.Audit = seen.Record }).start()
 	r.tunnel.set(func(f *fakeTunnel) {
 		f.hook = func(context.Context, tunnel.Request) error { panic("on purpose") }
 	})
@@ -685,7 +684,9 @@ func TestPanics(t *testing.T) {
 	defer there.Close()
 	exec, err := http.NewRequest("POST", "https://edge1/exec/ns/pod/c", nil)
 	must(t, err)
-	(&entry{f: door, r: exec, conn: &clientConn{Conn: here}}).end(true)
+	broken := &entry{f: door, r: exec, conn: &clientConn{Conn: here}}
+	broken.arrive()
+	broken.end(true)
 	is := func(e tunnel.Event) bool { return e.Kind == tunnel.EventExec }
 	testkit.Eventually(t, "the event", func() bool { return slices.ContainsFunc(seen.All(), is) })
 	if e := seen.All()[slices.IndexFunc(seen.All(), is)]; e.Result != "internal" || !strings.Contains(e.Err, "panic") {

@@ -6,7 +6,6 @@ import (
 	"net/http"
 	"strings"
 	"sync/atomic"
-	"time"
 
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -19,10 +18,11 @@ type entry struct {
 	r    *http.Request
 	conn *clientConn
 
-	start    time.Time
-	answered time.Duration // from start to the head of the response
-	status   int           // of the response; 0: none
-	caller   string        // common name of the caller's certificate
+	visit    tunnel.Visit
+	kind     tunnel.EventKind // of the request
+	path     string           // as events have it
+	status   int              // of the response; 0: none
+	caller   string           // common name of the caller's certificate
 	node     tunnel.NodeName
 	sent     int64        // bytes to the caller
 	received atomic.Int64 // bytes from the caller; the transport's goroutine reads the body
@@ -34,7 +34,16 @@ type entry struct {
 }
 
 func (f *FrontDoor) newEntry(w http.ResponseWriter, r *http.Request, c *clientConn) *entry {
-	return &entry{ResponseWriter: w, f: f, r: r, conn: c, start: time.Now(), caller: callerOf(*r.TLS)}
+	e := &entry{ResponseWriter: w, f: f, r: r, conn: c, caller: callerOf(*r.TLS)}
+	e.arrive()
+	return e
+}
+
+// arrive begins the visit.
+func (e *entry) arrive() {
+	e.visit = e.f.cfg.Sink.ArrivedIn(e.f.traceOf(e.r), &e.f.cfg.Counters.Doors[tunnel.DoorHTTPS])
+	e.kind, e.path = eventOf(e.r.URL.Path)
+	e.visit.Quiet = e.kind == tunnel.EventRequest
 }
 
 // Unwrap is for http.ResponseController.
@@ -57,7 +66,10 @@ func (e *entry) Write(b []byte) (int, error) {
 // head notes the status of the response. Only the first one counts, and of the informational ones only 101.
 func (e *entry) head(status int) {
 	if e.status == 0 && (status >= 200 || status == http.StatusSwitchingProtocols) {
-		e.status, e.answered = status, time.Since(e.start)
+		e.status = status
+		if !e.refused {
+			e.visit.Opened(e.event)
+		}
 	}
 }
 
@@ -85,14 +97,13 @@ func (e *entry) end(panicked bool) {
 	case e.status == 0 && !e.refused:
 		e.refuse(tunnel.Gone, "the caller has gone")
 	}
-	door := &e.f.cfg.Counters.Doors[tunnel.DoorHTTPS]
-	if e.refused {
-		door.Failed(e.code)
-	} else {
-		door.Served(e.answered)
-	}
 	e.log()
-	e.audit()
+	// The target has sent what the caller has received.
+	if e.refused {
+		e.visit.Rejected(e.code, e.why, e.received.Load(), e.sent, e.event)
+	} else {
+		e.visit.Ended(e.received.Load(), e.sent, nil, e.event)
+	}
 }
 
 // log writes the line of the request.
@@ -105,8 +116,8 @@ func (e *entry) log() {
 	args := []any{
 		"frontend", e.conn.LocalAddr().String(), "target", e.conn.target, "node", string(e.node),
 		"caller", shown(e.caller), "remote", e.r.RemoteAddr,
-		"method", shown(e.r.Method), "path", shown(e.r.URL.Path), "status", e.status,
-		"bytes", e.sent + e.received.Load(), "dur", time.Since(e.start),
+		"method", shown(e.r.Method), "path", shown(e.path), "status", e.status,
+		"bytes", e.sent + e.received.Load(), "dur", e.visit.Since(),
 	}
 	switch {
 	case gone:
@@ -122,27 +133,17 @@ func (e *entry) log() {
 	}
 }
 
-// audit records a request that runs or reaches something in a pod.
-func (e *entry) audit() {
-	kind, path := eventOf(e.r.URL.Path)
-	if e.f.cfg.Audit == nil || kind == "" {
-		return
+// event describes the request for its visit. Method and path are parts of the request line in memory, which also has
+// the query: as copies they do not keep it.
+func (e *entry) event() tunnel.Event {
+	return tunnel.Event{
+		Kind: e.kind, Node: e.node, Caller: e.caller, Remote: e.r.RemoteAddr,
+		Door: e.conn.LocalAddr().String(), Target: e.conn.target,
+		Method: strings.Clone(e.r.Method), Path: strings.Clone(e.path), Status: e.status,
 	}
-	result := tunnel.ResultOK
-	switch {
-	case e.refused && e.code == 0:
-		result = tunnel.ResultInvalid
-	case e.refused:
-		result = e.code.String()
-	}
-	e.f.cfg.Audit.Record(tunnel.Event{
-		Kind: kind, Result: result, Node: e.node, Caller: e.caller, Remote: e.r.RemoteAddr,
-		Door: e.conn.LocalAddr().String(), Target: e.conn.target, Method: e.r.Method, Path: path,
-		Status: e.status, Sent: e.received.Load(), Received: e.sent, Seconds: time.Since(e.start).Seconds(), Err: e.why,
-	})
 }
 
-// eventOf returns the event that a request with this path is, and the path as the event has it; "": none. A kubelet
+// eventOf returns the event that a request with this path is, and the path as the event has it. A kubelet
 // that redirects callers to its streaming server has paths such as /cri/exec/TOKEN, whose token is a secret.
 func eventOf(path string) (tunnel.EventKind, string) {
 	first, rest, _ := strings.Cut(strings.TrimLeft(path, "/"), "/")
@@ -158,5 +159,5 @@ func eventOf(path string) (tunnel.EventKind, string) {
 	case "portForward", "portforward":
 		return tunnel.EventPortForward, path
 	}
-	return "", ""
+	return tunnel.EventRequest, path
 }

@@ -1,12 +1,17 @@
 package https
 
 import (
+	"bufio"
 	"crypto/tls"
 	"errors"
 	"io"
+	"net"
 	"net/http"
+	"net/netip"
+	"slices"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/auth"
@@ -33,7 +38,10 @@ func (r *rig) wantLine(words []string, never ...string) {
 func TestFailuresAreWarnings(t *testing.T) {
 	t.Parallel()
 	metrics := []Caller{{Name: "metrics-server", May: []auth.Class{auth.ClassMetrics}}}
-	r := newRig(t, nil, func(_ *rig, c *Config) { c.Callers, c.Counters = metrics, new(tunnel.Counters) }).start()
+	refused := new(tunnel.Refusals)
+	r := newRig(t, nil, func(_ *rig, c *Config) {
+		c.Callers, c.Counters, c.Sink.Refusals = metrics, new(tunnel.Counters), refused
+	}).start()
 	who := []string{"caller=" + DefaultClientName, "remote=127.0.0.1:", "frontend=" + r.addr, "method=GET"}
 	client := r.client(r.caller("127.0.0.1"), true)
 
@@ -64,6 +72,16 @@ func TestFailuresAreWarnings(t *testing.T) {
 	r.wantLine([]string{"level=WARN", "https request denied", "caller=metrics-server", "path=/exec/ns/pod/c",
 		"status=403", "needs the class"}, "secret4")
 
+	// The status page shows each refused request, whether the audit has an event of it or not.
+	var paths []string
+	for _, e := range refused.Last() {
+		paths = append(paths, e.Result+" "+string(e.Node)+e.Path)
+	}
+	want := []string{"denied /exec/ns/pod/c", "no-such-node edge9/pods", "refused edge1/exec/ns/pod/c"}
+	if !slices.Equal(paths, want) {
+		t.Errorf("the refusals are %q", paths)
+	}
+
 	c := &r.door.cfg.Counters.Doors[tunnel.DoorHTTPS]
 	if n, sum, _ := c.Durations(); n != 1 || sum <= 0 {
 		t.Errorf("%d requests were served, in %v s", n, sum)
@@ -74,6 +92,75 @@ func TestFailuresAreWarnings(t *testing.T) {
 		if n := c.Results(code); n != want {
 			t.Errorf("%d callers were refused with %v, want %d", n, code, want)
 		}
+	}
+}
+
+// shownEvents is a tap that always has a watcher. It notes what it is shown.
+type shownEvents struct{ testkit.Trail[string] }
+
+func (*shownEvents) Watched() bool { return true }
+
+func (s *shownEvents) Show(phase tunnel.Phase, e tunnel.Event) {
+	s.Record(string(phase) + " " + string(e.Kind) + " " + e.Result)
+}
+
+// A caller whose connection could not be passed through meets us, and is refused once more. The tap and the status page
+// show it once; the audit has its exec as well, with the name in its certificate.
+func TestRefusedCallerIsShownOnce(t *testing.T) {
+	t.Parallel()
+	tap, refused, audit := new(shownEvents), new(tunnel.Refusals), new(testkit.Trail[tunnel.Event])
+	r := newRig(t, nil, func(r *rig, c *Config) {
+		c.Counters = new(tunnel.Counters)
+		c.Sink = tunnel.Sink{Tap: tap, Refusals: refused, Audit: audit.Record}
+		r.tunnel.fail = tunnel.Refusef(tunnel.Timeout, "too slow")
+	}).start()
+	res, body := get(t, r.client(r.caller("edge1"), false), "https://edge1/exec/ns/pod/c")
+	wantStatus(t, res, body, 504)
+	door := &r.door.cfg.Counters.Doors[tunnel.DoorHTTPS]
+	testkit.Eventually(t, "the request is counted", func() bool { return door.Results(tunnel.Timeout) == 1 })
+	testkit.Eventually(t, "two events", func() bool { return len(audit.All()) == 2 })
+	if all := audit.All(); all[0].Kind != tunnel.EventHTTPS || all[1].Kind != tunnel.EventExec ||
+		all[1].Caller != DefaultClientName {
+		t.Errorf("the audit has %+v", all)
+	}
+	if all := tap.All(); !slices.Equal(all, []string{"refused https timeout"}) {
+		t.Errorf("the tap is shown %q", all)
+	}
+	if all := refused.Last(); len(all) != 1 {
+		t.Errorf("the refusals are %+v", all)
+	}
+}
+
+// A caller whose address has too many connections to the node is shown once as well, by its request: the connection
+// was not even tried.
+func TestCallerAtALimitIsShownOnce(t *testing.T) {
+	t.Parallel()
+	for name, caller := range map[string]string{
+		"a caller that may call": DefaultClientName, "a caller that may not": "metrics-server",
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			tap, refused := new(shownEvents), new(tunnel.Refusals)
+			r := newRig(t, nil, func(_ *rig, c *Config) {
+				c.Counters, c.Limits.ConnsPerAddress = new(tunnel.Counters), 1
+				c.Sink = tunnel.Sink{Tap: tap, Refusals: refused}
+			}).start()
+			release, ok := r.door.passthroughs.admit(netip.MustParseAddr("127.0.0.1"), "edge1", 1)
+			if !ok {
+				t.Fatal("the first connection of an address is refused")
+			}
+			defer release()
+			as := r.caller("edge1")
+			as.Certificates = []tls.Certificate{*r.clientCA.issue(caller)}
+			get(t, r.client(as, false), "https://edge1/pods")
+			testkit.Eventually(t, "the tap is shown the request", func() bool { return len(tap.All()) > 0 })
+			if all := tap.All(); !slices.Equal(all, []string{"refused request overloaded"}) {
+				t.Errorf("the tap is shown %q", all)
+			}
+			if all := refused.Last(); len(all) != 1 {
+				t.Errorf("the refusals are %+v", all)
+			}
+		})
 	}
 }
 
@@ -143,12 +230,33 @@ func TestEventOf(t *testing.T) {
 		"//cri//attach/secret":    {"attach", "/cri/attach"},
 		"/cri/portforward/secret": {"port-forward", "/cri/portforward"},
 		"/portForward/ns/pod":     {"port-forward", "/portForward/ns/pod"},
-		"/cri":                    {},
-		"/pods":                   {},
+		"/cri/secret/secret":      {"request", "/cri/secret"},
+		"/cri":                    {"request", "/cri/"},
+		"/pods":                   {"request", "/pods"},
 	} {
 		if kind, shown := eventOf(path); string(kind) != want[0] || shown != want[1] {
 			t.Errorf("%s: %q %q, want %q", path, kind, shown, want)
 		}
+	}
+}
+
+// An event that is kept does not keep the request line in memory, which has the query.
+func TestEventKeepsNoQuery(t *testing.T) {
+	t.Parallel()
+	here, there := net.Pipe()
+	defer here.Close()
+	defer there.Close()
+	text := "POST /exec/ns/pod/c?command=secret HTTP/1.1\r\nHost: edge1\r\n\r\n"
+	r, err := http.ReadRequest(bufio.NewReader(strings.NewReader(text)))
+	must(t, err)
+	e := &entry{r: r, conn: &clientConn{Conn: here}, path: r.URL.Path}
+	got := e.event()
+	if got.Method != r.Method || got.Path != r.URL.Path {
+		t.Errorf("the event is %+v", got)
+	}
+	if unsafe.StringData(got.Method) == unsafe.StringData(r.Method) ||
+		unsafe.StringData(got.Path) == unsafe.StringData(r.URL.Path) {
+		t.Error("the event has a part of the request line")
 	}
 }
 
@@ -161,7 +269,7 @@ func TestAudit(t *testing.T) {
 		io.Copy(io.Discard, r.Body)
 		io.WriteString(w, "pong")
 	})
-	r := newRig(t, h, func(_ *rig, c *Config) { c.Audit = seen.Record }).start()
+	r := newRig(t, h, func(_ *rig, c *Config) { c.Sink.Audit = seen.Record }).start()
 	client := r.client(r.caller("127.0.0.1"), false)
 	for _, path := range []string{"/exec/ns/pod/c?command=secret", "/attach/ns/pod/c", "/portForward/ns/pod", "/pods"} {
 		res, err := client.Post("https://edge1"+path, "", strings.NewReader("ping!"))

@@ -167,10 +167,14 @@ func (p *proxy) findPod(ctx context.Context, ref podRef, caller string) (tunnel.
 		return r, nil
 	})
 	r := v.(result)
-	if r.answer != nil && r.answer.code == tunnel.NoSuchNode {
+	if r.answer == nil {
+		return r.node, nil
+	}
+	if r.answer.code == tunnel.NoSuchNode {
 		p.f.cfg.Counters.Refuse(tunnel.NoSuchNode)
 	}
-	return r.node, r.answer
+	own := *r.answer // the caller adds what this request has named
+	return r.node, &own
 }
 
 // lookUp asks Kubernetes. The result is not kept: kube-apiserver looks up the pod for each such

@@ -97,6 +97,33 @@ func (k *kubelets) ask(ctx context.Context, n tunnel.NodeName, ref podRef, _ str
 	return nil
 }
 
+// Requests that share a search do not share its answer: each adds which node it has named.
+func TestSharedSearch(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k := &kubelets{
+			fakeTunnel: &fakeTunnel{nodes: map[tunnel.NodeName]bool{"edge1": true}},
+			silent:     map[tunnel.NodeName]bool{"edge1": true},
+		}
+		f, err := New(Config{}, k, k, slog.New(slog.DiscardHandler))
+		must(t, err)
+		p := &proxy{f: f, probeNode: k.ask}
+		answers := make(chan *answer)
+		for range 2 { // the second comes while the first waits for edge1
+			go func() {
+				_, a := p.findPod(t.Context(), podRef{0, "ns", "one"}, "caller")
+				answers <- a
+			}()
+		}
+		one, other := <-answers, <-answers
+		if one == nil || other == nil || one.status != http.StatusGatewayTimeout || *one != *other {
+			t.Fatalf("%+v and %+v, want two equal timeouts", one, other)
+		}
+		if one == other {
+			t.Error("two requests have one answer")
+		}
+	})
+}
+
 // A thief does not get a pod because its owner is silent. A node that stays silent does not keep
 // pods from others for ever.
 func TestSilentNode(t *testing.T) {

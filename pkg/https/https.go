@@ -121,13 +121,15 @@ type Config struct {
 
 	Limits Limits // a zero field: its default
 
+	Sockets *listen.Sockets // opens the ports; nil: nobody can take them over
+
 	// Counters counts panics, limits, callers of nodes that are not connected, and what became of each
 	// caller; nil: not counted.
 	Counters *tunnel.Counters
 
-	// Audit takes an event of each connection that is passed through, and of each terminated request that
-	// runs or reaches something in a pod; nil: none.
-	Audit tunnel.Trail
+	// Sink is told of each connection that is passed through, and of each terminated request. The audit takes
+	// those requests alone that run or reach something in a pod.
+	Sink tunnel.Sink
 }
 
 // Kubelet says how we speak to the kubelet behind a terminated connection. Its functions are called

@@ -109,7 +109,8 @@ func (f *FrontDoor) trusts(a netip.Addr) bool {
 // been used; otherwise c has ended.
 func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr, node tunnel.NodeName,
 	target string, log *slog.Logger) error {
-	start := time.Now()
+	visit := f.cfg.Sink.Arrived(&f.cfg.Counters.Doors[tunnel.DoorHTTPS])
+	who := func() tunnel.Event { return passed(c, node) }
 	if !f.trusts(source) {
 		limit := f.lists.Load().ConnsPerAddress
 		release, ok := f.passthroughs.admit(source, node, limit)
@@ -133,33 +134,29 @@ func (f *FrontDoor) pass(live context.Context, c *clientConn, source netip.Addr,
 		Network:  "tcp",
 		Addr:     target,
 		Caller:   c.RemoteAddr().String(),
+		Trace:    visit.Trace(),
 	})
 	if err != nil {
 		err = dialError(ctx, err)
-		f.auditPassed(c, node, start, 0, 0, tunnel.ResultOf(err), err)
+		visit.Failed(err, who) // the caller gets an answer, which counts
+		c.passTold = true
 		return err
 	}
-	f.cfg.Counters.Doors[tunnel.DoorHTTPS].Served(time.Since(start))
+	visit.Opened(who)
 	sent, received, err := tunnel.Splice(live, c, conn)
 	log.Debug("https connection passed through", "node", string(node), "remote", c.RemoteAddr().String(),
-		"bytes", sent+received, "dur", time.Since(start), "err", err)
-	f.auditPassed(c, node, start, sent, received, tunnel.ResultOK, err)
+		"bytes", sent+received, "dur", visit.Since(), "err", err)
+	visit.Ended(sent, received, err, who)
 	return nil
 }
 
-// auditPassed records a connection that was, or should have been, passed through. The caller is known by its
-// address alone: it and the kubelet authenticate each other.
-func (f *FrontDoor) auditPassed(c *clientConn, node tunnel.NodeName, start time.Time, sent, received int64,
-	result string, err error) {
-	if f.cfg.Audit == nil {
-		return
-	}
+// passed describes a connection that is, or should have been, passed through. The caller is known by its address
+// alone: it and the kubelet authenticate each other.
+func passed(c *clientConn, node tunnel.NodeName) tunnel.Event {
 	remote := c.RemoteAddr().String()
-	f.cfg.Audit.Record(tunnel.Event{
-		Kind: tunnel.EventHTTPS, Result: result, Node: node, Caller: remote, Remote: remote,
-		Door: c.LocalAddr().String(), Target: c.target, Sent: sent, Received: received,
-		Seconds: time.Since(start).Seconds(), Err: tunnel.TextOf(err),
-	})
+	return tunnel.Event{
+		Kind: tunnel.EventHTTPS, Node: node, Caller: remote, Remote: remote, Door: c.LocalAddr().String(), Target: c.target,
+	}
 }
 
 // dialError turns our own timeout into a refusal, as if the edge had refused.

@@ -98,7 +98,9 @@ func (f *FrontDoor) dialTarget(ctx, live context.Context, h hop) (net.Conn, erro
 	defer cancel()
 	defer context.AfterFunc(live, cancel)()
 
-	r := tunnel.Request{Node: h.node, Category: Name, Network: "tcp", Addr: f.ports[h.port].target, Caller: h.caller}
+	r := tunnel.Request{
+		Node: h.node, Category: Name, Network: "tcp", Addr: f.ports[h.port].target, Caller: h.caller, Trace: traceIn(ctx),
+	}
 	if f.cfg.Kubelet.Certificate == nil {
 		r.Network = "tls"
 	}
@@ -212,6 +214,7 @@ func (p *proxy) route(e *entry, r *http.Request, c *clientConn, body *requestBod
 	switch {
 	case len(classes) == 0:
 		body.closeAfter = true
+		e.visit.Told = missedPassthrough && c.passTold
 		return refuse(p.denyCaller(r, c, sni, h.caller, missedPassthrough))
 	case !permits(classes, class):
 		a := answerf(http.StatusForbidden, tunnel.Denied,
@@ -242,6 +245,7 @@ func (p *proxy) route(e *entry, r *http.Request, c *clientConn, body *requestBod
 		// Passing it through was tried when the connection came. The caller's next connection tries
 		// again.
 		body.closeAfter = true
+		e.visit.Told = c.passTold
 		code := tunnel.CodeOf(c.passErr)
 		return refuse(answerf(statusOf(code), code, "node %s: %v", node, c.passErr))
 	}
@@ -312,6 +316,7 @@ func (p *proxy) forward(w *entry, r *http.Request, h hop, body *requestBody) {
 	rp := httputil.ReverseProxy{
 		Rewrite: func(pr *httputil.ProxyRequest) {
 			p.rewrite(pr, h, upgrade)
+			passTrace(pr, w.visit.Trace())
 			body.passTrailers(pr.Out)
 		},
 		Transport: refuseSwitch(transport),
@@ -333,7 +338,7 @@ func (p *proxy) forward(w *entry, r *http.Request, h hop, body *requestBody) {
 		BufferPool:    p,
 		ErrorLog:      slog.NewLogLogger(p.f.log.Handler(), slog.LevelDebug),
 	}
-	in := r.WithContext(r.Context()) // a shallow copy
+	in := r.WithContext(withTrace(r.Context(), w.visit.Trace())) // a shallow copy
 	if r.Body != nil && r.Body != http.NoBody {
 		in.Body = body
 	}

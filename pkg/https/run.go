@@ -88,7 +88,7 @@ func (f *FrontDoor) listen(ctx context.Context) (listeners []net.Listener, addrs
 	}}
 	var errs []error
 	for _, p := range f.ports {
-		l, err := lc.Listen(ctx, "tcp", net.JoinHostPort(f.cfg.listen(), p.number))
+		l, err := f.cfg.Sockets.Listen(ctx, listen.Callers, lc, "tcp", net.JoinHostPort(f.cfg.listen(), p.number))
 		if err != nil {
 			errs = append(errs, f.listenError(p, err))
 			continue

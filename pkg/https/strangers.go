@@ -79,7 +79,7 @@ func (f *FrontDoor) deny(raw net.Conn, target string) {
 	door, remote := raw.LocalAddr().String(), raw.RemoteAddr().String()
 	why := remote + " is not in allowfrom of [mode.cloud.https]"
 	if skipped, warned := f.warn(denySource, "https connection denied", "frontend", door, "err", why); warned {
-		f.cfg.Audit.Record(tunnel.Event{
+		f.cfg.Sink.Deny(tunnel.Event{
 			Kind: tunnel.EventHTTPS, Result: tunnel.Denied.String(), Caller: remote, Remote: remote, Door: door,
 			Target: target, Err: why, Skipped: skipped,
 		})

@@ -107,8 +107,8 @@ func TestUpgradeReset(t *testing.T) {
 				if err == nil {
 					t.Error("a reset came as a clean end")
 				}
-			case <-time.After(time.Second):
-				t.Error("the target did not notice within a second")
+			case <-time.After(patience):
+				t.Error("the target does not notice")
 			}
 		})
 		t.Run(way.name+"/target", func(t *testing.T) {

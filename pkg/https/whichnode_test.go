@@ -226,8 +226,9 @@ func TestPodBurst(t *testing.T) {
 			t.Errorf("answer %q", a)
 		}
 	}
-	// Requests after the end of the search ask the node that had the pod.
-	if n := k1.probes.Load(); n > 1 {
+	// Requests after the end of the search ask the node that had the pod. All are asked again if that node does not
+	// answer in a second, as on a machine that is busy.
+	if n := k1.probes.Load(); n > burst/5 {
 		t.Errorf("edge1 was asked %d times", n)
 	}
 }

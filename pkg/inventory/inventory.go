@@ -4,12 +4,17 @@
 //	directory.Watcher = nodes           // sessions come and go
 //	nodes.Issued("edge1", chain)        // a certificate was made
 //	all := nodes.All()                  // every node that was ever connected, and not forgotten
+//	registry.MustRegister(nodes.Collector(nil, 0)) // how many are connected, missing, flapping
 //	err = nodes.Run(ctx)                // keeps the file
 //
 // A replica also remembers the nodes that other replicas hold: their names and when they were last seen.
 //
 // A node enters the inventory when it has proven its name: by a session, or by the proof for a certificate.
 // It leaves by [Inventory.Forget] only, or when maxNodes other nodes were seen later.
+//
+// In place of a file, a [Map] may keep the inventory: one for all replicas, such as a ConfigMap. Each replica takes
+// in what the others have written. How many sessions and certificates a node had is then known since the replica's
+// start only.
 //
 // The file is a convenience, not a source of truth: nobody gets access by it, and a cloud starts without it.
 // Each replica has a file of its own, about the sessions that this replica has had.
@@ -21,6 +26,7 @@ import (
 	"context"
 	"crypto/x509"
 	"errors"
+	"fmt"
 	"log/slog"
 	"maps"
 	"os"
@@ -29,6 +35,7 @@ import (
 	"sync"
 	"time"
 
+	"tunnel.example/tunnel/pkg/kube"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -57,17 +64,31 @@ type Record struct {
 	Sessions  int       `json:"sessions,omitempty"`    // with this replica, since first_seen
 	Remote    string    `json:"remote,omitempty"`      // address of the newest session
 	Software  string    `json:"software,omitempty"`    // of the newest session
+	Services  bool      `json:"services,omitempty"`    // the edge of the newest session serves Services
 	Ended     string    `json:"ended,omitempty"`       // why the newest session that has ended did so
 	Issued    int       `json:"issued,omitempty"`      // certificates that this replica has had made
 	IssuedAt  time.Time `json:"issued_at,omitzero"`    // the newest of them
 	CertEnds  time.Time `json:"cert_ends,omitzero"`    // end of the newest of them, or of the one last shown
 	Replica   string    `json:"replica,omitempty"`     // that has told the facts; "": this one
-	CertShown string    `json:"certificate,omitempty"` // serial number of the newest of them, in hexadecimal
+	CertShown string    `json:"certificate,omitempty"` // serial number of that certificate, in hexadecimal
+	CertBy    string    `json:"cert_by,omitempty"`     // the CA that signed it
+	CertFrom  time.Time `json:"cert_starts,omitzero"`
+	// CertTrusts are the CAs by which the edge verified the cloud when it got that certificate, as ids with blanks
+	// between them; "": not known.
+	CertTrusts string `json:"cert_trusts,omitempty"`
+	// CertOld: another replica has held the node since, and may have renewed that certificate.
+	CertOld  bool `json:"cert_old,omitempty"`
+	Flapping bool `json:"-"` // four sessions with this replica began within ten minutes
+
+	// began is when the newest sessions with this replica began, the newest first, in seconds since 1970; 0: none.
+	began [flapSessions]int64
 }
 
 // Others knows which nodes are connected to any replica. peers.Peers implements it.
 type Others interface {
 	tunnel.Nodes
+	// ServesServices reports whether a node is connected, and its edge serves Services.
+	ServesServices(tunnel.NodeName) bool
 	// Changed returns a channel that is closed when a node comes or goes.
 	Changed() <-chan struct{}
 }
@@ -78,18 +99,32 @@ type Inventory struct {
 	path   string // "": only memory
 	log    *slog.Logger
 	now    func() time.Time
-	unread error // why the file was not read; nil: it was, or there is none
+	unread error // why the file was not read; nil: it was, or there is none; set before Run
 
 	// Others knows the nodes of every replica, so that this replica misses the nodes of another replica
 	// when that has gone, too; nil: there are no other replicas. Set before Run.
 	Others Others
+
+	// Map keeps the inventory in place of a file, for all replicas; nil: nothing does. Self is the name of this
+	// replica in it. Both are set before Run.
+	Map  Map
+	Self string
 
 	mu      sync.Mutex // guards the following; taken inside the Directory's lock, never around it
 	nodes   map[tunnel.NodeName]*Record
 	changed tunnel.Change // of nodes
 	// elsewhere are the nodes that any replica held when noteOthers looked last.
 	elsewhere []tunnel.NodeName
-	failed    error // why the file could not be written; nil: it was
+	// ended are the nodes whose session with this replica has ended since noteOthers began; nil: it does not run.
+	ended  map[tunnel.NodeName]bool
+	failed error // why the file could not be written; nil: it was
+	left   bool  // another process writes the file: see Leave
+	// Of an inventory with a Map.
+	read      bool                          // this process has read it
+	omitted   int                           // nodes for which it had no room
+	forgotten map[tunnel.NodeName]time.Time // when; nodes that others may still write
+
+	writing sync.Mutex // held while the file is written; taken before mu
 }
 
 var (
@@ -112,10 +147,13 @@ func (i *Inventory) Name() string { return "inventory" }
 func (i *Inventory) Note() string {
 	i.mu.Lock()
 	defer i.mu.Unlock()
-	if i.failed == nil {
-		return ""
+	switch {
+	case i.failed != nil:
+		return "the inventory of nodes cannot be written: " + i.failed.Error()
+	case i.omitted > 0:
+		return fmt.Sprintf("the inventory has no room for %d nodes: remove those that are gone by tunnel forget", i.omitted)
 	}
-	return "the inventory of nodes cannot be written: " + i.failed.Error()
+	return ""
 }
 
 // Attached implements tunnel.SessionWatcher.
@@ -124,7 +162,9 @@ func (i *Inventory) Attached(s *tunnel.Session) {
 	defer i.mu.Unlock()
 	r := i.recordLocked(s.Node)
 	r.Connected, r.Remote, r.Software, r.Replica, r.FactsAt = true, s.Remote, cut(s.Software, maxSoftware), "", r.LastSeen
+	r.Services = s.Services
 	r.Sessions++
+	r.noteBegan(r.LastSeen)
 	noteProof(r, s)
 	i.changed.Notify()
 }
@@ -135,6 +175,9 @@ func (i *Inventory) Detached(s *tunnel.Session) {
 	defer i.mu.Unlock()
 	r := i.recordLocked(s.Node)
 	r.Connected, r.Ended, r.FactsAt = false, "", r.LastSeen
+	if i.ended != nil {
+		i.ended[s.Node] = true
+	}
 	if why := s.EndedBecause.Load(); why != nil {
 		r.Ended = cut(*why, maxEnded)
 	}
@@ -150,11 +193,22 @@ func cut(s string, most int) string {
 	return s
 }
 
-// noteProof stores the end of the certificate that proves the session's node.
+// noteProof stores the certificate that proves the session's node.
 func noteProof(r *Record, s *tunnel.Session) {
 	if ends := s.CertificateEnds.Load(); ends != 0 {
 		r.CertEnds = time.Unix(ends, 0).UTC()
 	}
+	if c := s.Certificate.Load(); c != nil {
+		r.note(*c)
+	}
+}
+
+// note stores a certificate of the node.
+func (r *Record) note(c tunnel.Certificate) {
+	if c.Serial != r.CertShown {
+		r.CertTrusts = ""
+	}
+	r.CertShown, r.CertBy, r.CertFrom, r.CertEnds, r.CertOld = c.Serial, c.Signer, c.Starts, c.Ends, false
 }
 
 // Adopt stores what another replica knows of a node that it misses, as far as that is newer. The numbers of sessions
@@ -162,34 +216,66 @@ func noteProof(r *Record, s *tunnel.Session) {
 func (i *Inventory) Adopt(node tunnel.NodeName, from Record) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
+	i.adoptLocked(node, from)
+	i.changed.Notify()
+}
+
+// adoptLocked is Adopt for a caller that holds mu. Others are not told of a change.
+func (i *Inventory) adoptLocked(node tunnel.NodeName, from Record) {
 	now := i.second()
+	r := i.nodes[node]
+	switch {
+	case r == nil:
+		r = i.recordLocked(node)
+		r.FirstSeen, r.LastSeen = from.FirstSeen, time.Time{}
+	case r.Connected:
+		r.FirstSeen = earlier(r.FirstSeen, from.FirstSeen)
+		r.takeTrusts(from)
+		return
+	}
+	r.take(from, now)
+}
+
+// take takes from another record of the node what is newer there. A time in the future counts as now.
+func (r *Record) take(from Record, now time.Time) {
 	for _, t := range []*time.Time{&from.FirstSeen, &from.LastSeen, &from.FactsAt} {
 		if t.After(now) {
 			*t = now
 		}
 	}
-	r := i.nodes[node]
-	switch {
-	case r == nil:
-		r = i.recordLocked(node)
-		r.FirstSeen, r.LastSeen = from.FirstSeen, from.LastSeen
-	case r.Connected:
-		return
-	}
-	if from.FirstSeen.Before(r.FirstSeen) {
-		r.FirstSeen = from.FirstSeen
-	}
+	r.FirstSeen = earlier(r.FirstSeen, from.FirstSeen)
 	if from.LastSeen.After(r.LastSeen) {
 		r.LastSeen = from.LastSeen
 	}
-	if from.FactsAt.After(r.FactsAt) {
+	// Of facts of one second, those of the greater name count, for every replica: else each would undo what another
+	// has written.
+	newer := from.FactsAt.Compare(r.FactsAt)
+	if newer > 0 || newer == 0 && from.Replica > r.Replica {
 		r.FactsAt, r.Replica = from.FactsAt, from.Replica
 		r.Remote, r.Software, r.Ended = from.Remote, cut(from.Software, maxSoftware), cut(from.Ended, maxEnded)
+		r.Services = from.Services
 	}
 	if from.CertEnds.After(r.CertEnds) {
-		r.CertEnds = from.CertEnds
+		r.CertEnds, r.CertFrom, r.CertShown, r.CertBy = from.CertEnds, from.CertFrom, from.CertShown, from.CertBy
+		r.CertTrusts, r.CertOld = from.CertTrusts, false
 	}
-	i.changed.Notify()
+	r.takeTrusts(from)
+}
+
+// takeTrusts takes from another record what an edge said with the same certificate. This replica has not heard it if
+// it started since.
+func (r *Record) takeTrusts(from Record) {
+	if r.CertTrusts == "" && from.CertShown == r.CertShown {
+		r.CertTrusts = from.CertTrusts
+	}
+}
+
+// earlier returns the earlier of two times.
+func earlier(a, b time.Time) time.Time {
+	if b.Before(a) {
+		return b
+	}
+	return a
 }
 
 // Issued notes that node has got a certificate.
@@ -198,7 +284,16 @@ func (i *Inventory) Issued(node tunnel.NodeName, leaf *x509.Certificate) {
 	defer i.mu.Unlock()
 	r := i.recordLocked(node)
 	r.Issued++
-	r.IssuedAt, r.CertEnds, r.CertShown = i.second(), leaf.NotAfter.UTC(), leaf.SerialNumber.Text(16)
+	r.IssuedAt = i.second()
+	r.note(tunnel.CertificateOf(leaf))
+	i.changed.Notify()
+}
+
+// Trusts notes by which CAs, as ids, node verified the cloud when it got the certificate that Issued has noted last.
+func (i *Inventory) Trusts(node tunnel.NodeName, cas []string) {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.recordLocked(node).CertTrusts = strings.Join(cas, " ")
 	i.changed.Notify()
 }
 
@@ -214,6 +309,7 @@ func (i *Inventory) recordLocked(node tunnel.NodeName) *Record {
 		i.nodes[node] = r
 	}
 	r.LastSeen = now
+	delete(i.forgotten, node)
 	return r
 }
 
@@ -242,16 +338,29 @@ func (i *Inventory) forgetOldestLocked() {
 // ErrConnected is why a node cannot be forgotten.
 var ErrConnected = errors.New("the node is connected: stop its edge first, or revoke it with tunnel token revoke")
 
+// ErrLeft is why a node cannot be forgotten by a process that another one replaces.
+var ErrLeft = errors.New("a new process of the cloud takes over: run the command again")
+
 // Forget removes a node. It reports whether the inventory had the node. A connected node stays.
 func (i *Inventory) Forget(node tunnel.NodeName) (had bool, err error) {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	r := i.nodes[node]
 	switch {
-	case r == nil:
-		return false, nil
-	case r.Connected:
+	case i.left:
+		return r != nil, ErrLeft
+	case r != nil && r.Connected:
 		return true, ErrConnected
+	}
+	if i.Map != nil { // another replica may have stored the node
+		if i.forgotten == nil {
+			i.forgotten = make(map[tunnel.NodeName]time.Time)
+		}
+		i.forgotten[node] = i.second()
+		i.changed.Notify()
+	}
+	if r == nil {
+		return false, nil
 	}
 	delete(i.nodes, node)
 	i.elsewhere = slices.DeleteFunc(i.elsewhere, func(n tunnel.NodeName) bool { return n == node })
@@ -277,10 +386,27 @@ func (i *Inventory) copied() (now time.Time, names []tunnel.NodeName, records []
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	names, records = make([]tunnel.NodeName, 0, len(i.nodes)), make([]Record, 0, len(i.nodes))
+	now = i.second()
 	for n, r := range i.nodes {
-		names, records = append(names, n), append(records, *r)
+		c := *r
+		c.Flapping, c.began = r.flaps(now), [flapSessions]int64{} // a copy needs the verdict alone
+		names, records = append(names, n), append(records, c)
 	}
-	return i.second(), names, records
+	return now, names, records
+}
+
+// Has reports whether the inventory has a node.
+func (i *Inventory) Has(node tunnel.NodeName) bool {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	return i.nodes[node] != nil
+}
+
+// Known reports whether the inventory has been read. That of a file has.
+func (i *Inventory) Known() bool {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	return i.Map == nil || i.read
 }
 
 // Names returns the names of all nodes, in no order.
@@ -294,6 +420,19 @@ func (i *Inventory) Names() []tunnel.NodeName {
 	return all
 }
 
+// ServeServices returns the names of all nodes whose edges serve Services, in no order.
+func (i *Inventory) ServeServices() []tunnel.NodeName {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	all := make([]tunnel.NodeName, 0, len(i.nodes))
+	for n, r := range i.nodes {
+		if r.Services {
+			all = append(all, n)
+		}
+	}
+	return all
+}
+
 // noteOthers notes that the nodes of the other replicas are seen now. The channel that it returns is closed when a
 // node comes or goes there; nil without other replicas.
 func (i *Inventory) noteOthers() <-chan struct{} {
@@ -301,7 +440,14 @@ func (i *Inventory) noteOthers() <-chan struct{} {
 		return nil
 	}
 	changed := i.Others.Changed()
-	names := i.Others.Connected()
+	i.mu.Lock()
+	i.ended = make(map[tunnel.NodeName]bool)
+	i.mu.Unlock()
+	names := i.Others.Connected() // without mu, since it takes the lock of the Directory
+	serve := make(map[tunnel.NodeName]bool, len(names))
+	for _, n := range names {
+		serve[n] = i.Others.ServesServices(n)
+	}
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	for _, n := range slices.Concat(i.elsewhere, names) { // a node that has just gone was seen a moment ago
@@ -310,7 +456,12 @@ func (i *Inventory) noteOthers() <-chan struct{} {
 			i.recordLocked(n)
 		}
 	}
-	i.elsewhere = slices.Clone(names)
+	for _, n := range names { // those of this replica, too
+		if r := i.nodes[n]; r != nil && !r.Connected && !i.ended[n] {
+			r.CertOld, r.Services = true, serve[n]
+		}
+	}
+	i.ended, i.elsewhere = nil, slices.Clone(names)
 	if len(names) > 0 {
 		i.changed.Notify()
 	}
@@ -330,45 +481,116 @@ func (i *Inventory) Run(ctx context.Context) error {
 	i.mu.Unlock()
 	elsewhere := i.noteOthers()
 	var gathered <-chan time.Time // when the nodes of the other replicas are noted next; nil: not soon
-	due, written := time.After(refresh), time.Now().Add(-writePause)
+	pause := writePause
+	if i.Map != nil {
+		pause = sharedPause
+	}
+	due, written := time.After(refresh), time.Now().Add(-pause)
+	if i.Map != nil { // it is still to be read
+		due = time.After(0)
+	}
 	for {
 		select {
 		case <-changed:
-			changed, due = nil, time.After(time.Until(written.Add(writePause)))
+			changed, due = nil, time.After(time.Until(written.Add(pause)))
 		case <-elsewhere:
 			elsewhere, gathered = nil, time.After(gather)
 		case <-gathered:
 			gathered, elsewhere = nil, i.noteOthers()
 		case <-due:
 			elsewhere, gathered = i.noteOthers(), nil
-			changed = i.write()
-			due, written = time.After(refresh), time.Now()
+			changed = i.write(ctx)
+			due, written = time.After(i.next()), time.Now()
 		case <-ctx.Done():
-			i.write()
+			i.write(context.WithoutCancel(ctx))
 			return nil
 		}
 	}
 }
 
-// write writes the file. It logs the first failure, and the first success after a failure. The channel that
-// it returns is closed at the next change.
-func (i *Inventory) write() <-chan struct{} {
+// Leave writes the file a last time, and leaves it to another process, which is about to take over.
+func (i *Inventory) Leave() {
+	i.writing.Lock()
+	defer i.writing.Unlock()
 	i.mu.Lock()
-	changed := i.changed.Next()
+	i.left = true
 	i.mu.Unlock()
+	i.save(context.Background())
+}
+
+// Return undoes Leave: the other process has not taken over.
+func (i *Inventory) Return() {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	i.left = false
+	i.changed.Notify()
+}
+
+// Reload reads the file again, which another process has left to this one. Connected nodes stay as they are. Call it
+// before Run.
+func (i *Inventory) Reload() {
 	if i.path == "" {
-		return changed
+		return
 	}
-	err := save(i.path, i.All())
+	nodes, unread := load(i.path)
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	for n, r := range i.nodes {
+		if r.Connected {
+			nodes[n] = r
+		}
+	}
+	i.nodes, i.unread = nodes, unread
+}
+
+// write writes the file, unless it is left to another process. The channel that it returns is closed at the next
+// change.
+func (i *Inventory) write(ctx context.Context) <-chan struct{} {
+	i.writing.Lock()
+	defer i.writing.Unlock()
+	i.mu.Lock()
+	changed, left := i.changed.Next(), i.left
+	i.mu.Unlock()
+	if !left {
+		i.save(ctx)
+	}
+	return changed
+}
+
+// next returns when the inventory is written next if nothing changes.
+func (i *Inventory) next() time.Duration {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if i.Map != nil && i.failed != nil {
+		return retryPause
+	}
+	return refresh
+}
+
+// save writes the file. It logs the first failure, and the first success after a failure. The caller holds writing.
+func (i *Inventory) save(ctx context.Context) {
+	var err error
+	target := i.path
+	switch {
+	case i.Map != nil:
+		target = i.Map.String()
+		if err = i.sync(ctx); err != nil && ctx.Err() != nil {
+			return // a last attempt follows
+		}
+		err = kube.Explain(err)
+	case i.path != "":
+		err = save(i.path, i.All())
+	default:
+		return
+	}
 	i.mu.Lock()
 	before := i.failed
 	i.failed = err
 	i.mu.Unlock()
 	switch {
 	case err != nil && before == nil:
-		i.log.Warn("the inventory of nodes cannot be written", "target", i.path, "err", err)
+		i.log.Warn("the inventory of nodes cannot be written", "target", target, "err", err)
 	case err == nil && before != nil:
-		i.log.Info("the inventory of nodes can be written again", "target", i.path)
+		i.log.Info("the inventory of nodes can be written again", "target", target)
 	}
-	return changed
 }

@@ -3,11 +3,13 @@ package inventory
 import (
 	"context"
 	"crypto/x509"
+	"errors"
 	"fmt"
 	"log/slog"
 	"math/big"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -145,8 +147,8 @@ func TestUnwritable(t *testing.T) {
 	log, lines := testkit.NewLog()
 	i := New(filepath.Join(t.TempDir(), "missing", "nodes.json"), log)
 	i.Attached(session("edge1", ""))
-	i.write()
-	i.write()
+	i.write(t.Context())
+	i.write(t.Context())
 	if n := strings.Count(lines.String(), "cannot be written"); n != 1 || !strings.Contains(i.Note(), "missing") {
 		t.Errorf("%d warnings, note %q", n, i.Note())
 	}
@@ -240,6 +242,10 @@ func (o *others) Connected() []tunnel.NodeName {
 
 func (o *others) Holds(tunnel.NodeName) bool { return false } // nobody asks
 
+func (o *others) ServesServices(n tunnel.NodeName) bool {
+	return strings.HasPrefix(string(n), "serves")
+}
+
 func (o *others) Changed() <-chan struct{} {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -281,4 +287,82 @@ func TestRemembersNodesOfOthers(t *testing.T) {
 		stop()
 		<-ran
 	})
+}
+
+// An inventory that another process takes over leaves the file alone. The other process knows what has happened after
+// it had read the file first.
+func TestLeave(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "nodes.json")
+	open := func() *Inventory { return New(path, slog.New(slog.DiscardHandler)) }
+	has := func(i *Inventory, n tunnel.NodeName, want bool, what string) {
+		t.Helper()
+		if i.Has(n) != want {
+			t.Errorf("%s: has %s is %t", what, n, !want)
+		}
+	}
+	run := func(i *Inventory) { // it writes a last time when ctx is done
+		t.Helper()
+		ctx, stop := context.WithCancel(t.Context())
+		stop()
+		if err := i.Run(ctx); err != nil {
+			t.Fatal(err)
+		}
+	}
+	old := open()
+	old.Adopt("forgotten", Record{})
+	run(old)
+	next := open()
+	has(next, "forgotten", true, "the new process, when it starts")
+	if _, err := old.Forget("forgotten"); err != nil {
+		t.Fatal(err)
+	}
+	old.Attached(session("edge1", "v1"))
+	next.Attached(session("edge2", "v1"))
+	old.Leave()
+	next.Reload()
+	has(next, "forgotten", false, "the new process, when it takes over")
+	has(next, "edge1", true, "the new process, when it takes over")
+	has(next, "edge2", true, "the new process, when it takes over")
+	if _, err := old.Forget("edge1"); !errors.Is(err, ErrLeft) {
+		t.Errorf("the old process forgets a node: %v", err)
+	}
+
+	run(next)
+	run(old)
+	has(open(), "edge2", true, "the file after the end of the old process")
+
+	old.Return()
+	old.Attached(session("edge3", "v1"))
+	run(old)
+	has(open(), "edge3", true, "the file of a process that has come back")
+}
+
+// Which edges serve Services is remembered: of sessions with this replica and with others, in the file and in the map.
+func TestServeServices(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "nodes.json")
+	i := New(path, slog.New(slog.DiscardHandler))
+	i.Others = &others{names: []tunnel.NodeName{"serves-elsewhere", "elsewhere"}}
+	for _, node := range []string{"edge1", "edge2", "edge3"} {
+		s := session(node, "")
+		s.Services = node != "edge2"
+		i.Attached(s)
+	}
+	i.Attached(session("edge3", "")) // its edge has started again, without Services
+	i.noteOthers()
+	want := []tunnel.NodeName{"edge1", "serves-elsewhere"}
+	if got := slices.Sorted(slices.Values(i.ServeServices())); !slices.Equal(got, want) {
+		t.Errorf("these serve Services: %v", got)
+	}
+	i.save(t.Context())
+	later := New(path, slog.New(slog.DiscardHandler))
+	if got := slices.Sorted(slices.Values(later.ServeServices())); !slices.Equal(got, want) {
+		t.Errorf("after a restart, these serve Services: %v", got)
+	}
+	all := i.merge(map[tunnel.NodeName]Record{"edge4": {FactsAt: i.second(), LastSeen: i.second(), Services: true}})
+	if !all["edge1"].Services || all["edge2"].Services || !all["edge4"].Services {
+		t.Errorf("the map has %v", all)
+	}
+	if got := i.ServeServices(); !slices.Contains(got, "edge4") {
+		t.Errorf("of the map, %v serve Services", got)
+	}
 }

@@ -27,19 +27,9 @@ type AgentConfig struct {
 	Node        tunnel.NodeName    // our agent id
 	Identifiers string             // what we reach, besides our name; see [ParseIdentifiers]
 	Dial        tunnel.DialFunc    // dials targets, and decides which are allowed
-	Budget      Budget
+	Budget      tunnel.Budget
 	Counters    *tunnel.Counters
 	Log         *slog.Logger
-}
-
-// Budget bounds the dials and conns of an edge. Clouds and proxy-servers share one budget.
-type Budget interface {
-	// Admit waits for room for a dial and its conn, and counts both. After a refusal neither is counted.
-	Admit(ctx context.Context, r tunnel.Request) *tunnel.Refusal
-	// Dialled is called once for each admitted dial, when the dial has ended with err.
-	Dialled(r tunnel.Request, err error)
-	// Over is called once for each admitted dial, when its conn is over or the dial has failed.
-	Over()
 }
 
 // Agent is the edge's module that joins proxy-servers of Konnectivity in place of the stock agent. A

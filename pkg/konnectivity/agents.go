@@ -43,6 +43,7 @@ type AgentsConfig struct {
 
 	Counters *tunnel.Counters // nil: not counted
 	Audit    tunnel.Trail     // takes joins and ends of sessions; nil: nobody
+	Sockets  *ports.Sockets   // opens the listener; nil: nobody can take it over
 	Log      *slog.Logger
 }
 
@@ -123,7 +124,7 @@ func (a *Agents) Ready() error {
 
 // Run implements tunnel.Module. It listens until ctx is done; then conns may go on for the grace period.
 func (a *Agents) Run(ctx context.Context) error {
-	ln, err := new(net.ListenConfig).Listen(ctx, "tcp", a.cfg.Listen)
+	ln, err := a.cfg.Sockets.Listen(ctx, ports.Edges, net.ListenConfig{}, "tcp", a.cfg.Listen)
 	if err != nil {
 		const advice = "is another process on that port? see agentport in [mode.cloud.egress]"
 		return fmt.Errorf("listening for agents: %w (%s)", err, advice)

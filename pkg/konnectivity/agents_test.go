@@ -210,11 +210,12 @@ func TestAgentHalfClose(t *testing.T) {
 
 func TestAgentDialFails(t *testing.T) {
 	r := newAgentsRig(t, nil)
-	gaveUp := make(chan struct{})
+	asked, gaveUp := make(chan struct{}), make(chan struct{})
 	r.agent(t, "n1", func(ctx context.Context, q tunnel.Request) (net.Conn, error) {
 		if q.Addr == "no:1" {
 			return nil, tunnel.Refusef(tunnel.Denied, "not that")
 		}
+		close(asked)
 		<-ctx.Done()
 		close(gaveUp)
 		return nil, ctx.Err()
@@ -226,9 +227,7 @@ func TestAgentDialFails(t *testing.T) {
 	if err := dial(t.Context(), "no:1"); err == nil || tunnel.CodeOf(err) != tunnel.Denied {
 		t.Errorf("a denied dial: %v", err)
 	}
-	ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
-	defer cancel()
-	if err := dial(ctx, "hang:1"); err == nil || tunnel.CodeOf(err) != tunnel.Timeout {
+	if err := dial(testkit.Deadline(t.Context(), asked), "hang:1"); err == nil || tunnel.CodeOf(err) != tunnel.Timeout {
 		t.Errorf("a dial that takes too long: %v", err)
 	}
 	<-gaveUp

@@ -43,7 +43,7 @@ func ExampleAgents() {
 
 // An edge joins the stock proxy-servers behind a load balancer, and dials what they ask for.
 func ExampleAgent() {
-	serve := func(ctx context.Context, cas *x509.CertPool, policy *auth.Policy, budget konnectivity.Budget) error {
+	serve := func(ctx context.Context, cas *x509.CertPool, policy *auth.Policy, budget tunnel.Budget) error {
 		agent, err := konnectivity.NewAgent(konnectivity.AgentConfig{
 			Servers: []string{"tls://proxy-servers.example.com:8132"},
 			TLS:     func() *tls.Config { return &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: cas} },

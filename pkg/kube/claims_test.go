@@ -1,7 +1,6 @@
 package kube
 
 import (
-	"bytes"
 	"context"
 	"fmt"
 	"log/slog"
@@ -14,6 +13,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -199,7 +199,7 @@ func TestClaims(t *testing.T) {
 // A Node with a great many addresses costs little time: only a few of them are accepted, and one
 // log line says so.
 func TestManyAddresses(t *testing.T) {
-	var log bytes.Buffer
+	var log testkit.Log
 	r := (&Client{}).Reaches(slog.New(slog.NewTextHandler(&log, nil)))
 	evil := &nodeObject{ObjectMeta: metav1.ObjectMeta{Name: "evil"}}
 	for i := range 40000 {

@@ -115,6 +115,23 @@ func TestConfigMap(t *testing.T) {
 		`{"metadata":{"name":"nodes","namespace":"ns","resourceVersion":"8"},"data":{"hosts":""}}`)
 }
 
+// A binary key is one of binaryData.
+func TestBinaryConfigMap(t *testing.T) {
+	s := serve(t, text(200, `{"metadata": {"resourceVersion": "8"}, "data": {"theirs": "12345"},
+		"binaryData": {"raw": "AP8=", "other": "AAEC"}}`))
+	m := s.BinaryConfigMap("ns", "nodes", "raw")
+	old, err := m.Load(t.Context())
+	if want := (Content{Text: "\x00\xff", Others: 8, Version: "8"}); err != nil || old != want {
+		t.Errorf("read: %+v, %v; want %+v", old, err, want)
+	}
+	s.setHandler(text(200, `{"metadata": {"resourceVersion": "9"}}`))
+	if now, err := m.Save(t.Context(), old, "\xfe"); err != nil || now.Text != "\xfe" || now.Version != "9" {
+		t.Errorf("written: %+v, %v", now, err)
+	}
+	s.wantRequests(t, `PATCH `+mapPath+` application/merge-patch+json `+
+		`{"metadata":{"name":"nodes","namespace":"ns","resourceVersion":"8"},"binaryData":{"raw":"/g=="}}`)
+}
+
 // A failed request has a reason, and a text for the operator. It is sent only once: the caller
 // decides when to try again.
 func TestRefusals(t *testing.T) {

@@ -16,6 +16,7 @@ import (
 type ConfigMap struct {
 	client               *Client
 	namespace, name, key string
+	binary               bool // the key is one of binaryData: its text may be any bytes
 }
 
 // Content is the value of the key at one resource version.
@@ -27,7 +28,12 @@ type Content struct {
 
 // ConfigMap returns one key of a ConfigMap. Neither needs to exist.
 func (c *Client) ConfigMap(namespace, name, key string) *ConfigMap {
-	return &ConfigMap{c, namespace, name, key}
+	return &ConfigMap{c, namespace, name, key, false}
+}
+
+// BinaryConfigMap is ConfigMap for a key whose value is any bytes.
+func (c *Client) BinaryConfigMap(namespace, name, key string) *ConfigMap {
+	return &ConfigMap{c, namespace, name, key, true}
 }
 
 // String returns the ConfigMap as "configmap NAMESPACE/NAME".
@@ -51,21 +57,28 @@ func (m *ConfigMap) Load(ctx context.Context) (Content, error) {
 		return Content{}, err
 	}
 	now := Content{Text: cm.Data[m.key], Version: cm.Metadata.ResourceVersion}
-	for key, value := range cm.Data {
-		if key != m.key {
-			now.Others += len(value)
-		}
+	if m.binary {
+		now.Text = string(cm.BinaryData[m.key])
+	}
+	for _, value := range cm.Data {
+		now.Others += len(value)
 	}
 	for _, value := range cm.BinaryData {
 		now.Others += len(value)
 	}
+	now.Others -= len(now.Text)
 	return now, nil
 }
 
 // Save sets the key's value to text if the ConfigMap still has the version of old. If old
 // has no version, Save creates the ConfigMap. It returns the new content.
 func (m *ConfigMap) Save(ctx context.Context, old Content, text string) (Content, error) {
-	write := configMap{object: named(m.namespace, m.name, old.Version), Data: map[string]string{m.key: text}}
+	write := configMap{object: named(m.namespace, m.name, old.Version)}
+	if m.binary {
+		write.BinaryData = map[string][]byte{m.key: []byte(text)}
+	} else {
+		write.Data = map[string]string{m.key: text}
+	}
 	var err error
 	var now object
 	if old.Version == "" {

@@ -3,6 +3,7 @@
 //   - [Nodes]: the names of the nodes
 //   - [Reaches]: the addresses that each node reaches
 //   - [Pods]: the node of a pod
+//   - [Services]: the Services of the cluster, with their endpoints
 //   - [ConfigMap]: one key of a ConfigMap
 //   - [Client.Secret]: the data of a Secret, for tunnel init
 //   - [Lease]: a Lease to elect a writer
@@ -22,7 +23,7 @@
 // merge patches that carry the resource version at which they were read. So a patch
 // touches only our own fields, and two writers never overwrite each other. The package
 // does not retry requests, so that a caller can choose its own backoff and report what
-// it waits for. Exceptions: [Nodes], [Pods], [Reaches] and [Lease] retry while they run.
+// it waits for. Exceptions: [Nodes], [Pods], [Reaches], [Services] and [Lease] retry while they run.
 //
 // deployment/cloud-rbac.yaml says what each right is for.
 package kube
@@ -71,7 +72,7 @@ type Client struct {
 	objects objects            // for ConfigMaps, Leases, EndpointSlices and ServiceCIDRs
 	joins   objects            // for token reviews and certificates
 	pods    objects            // for Pods
-	nodes   *rest.RESTClient   // for Reaches
+	whole   *rest.RESTClient   // for Reaches and Services, which watch whole objects
 	watches metadata.Interface // for watches of metadata
 	host    string             // of the API server, as the configuration has it
 }
@@ -98,7 +99,7 @@ func New(kubeconfig, userAgent string) (*Client, error) {
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
 	}
-	nodes, err := nodesClient(config)
+	whole, err := wholeClient(config)
 	if err != nil {
 		return nil, fmt.Errorf("kubernetes client: %w", err)
 	}
@@ -114,7 +115,7 @@ func New(kubeconfig, userAgent string) (*Client, error) {
 	}
 	return &Client{
 		objects: restObjects{client}, joins: restObjects{joins}, pods: restObjects{pods},
-		nodes: nodes, watches: watches, host: config.Host,
+		whole: whole, watches: watches, host: config.Host,
 	}, nil
 }
 
@@ -143,8 +144,8 @@ func restConfig(kubeconfig string) (*rest.Config, error) {
 	case errors.Is(err, rest.ErrNotInCluster):
 		return nil, errors.New("this is no pod, and KUBECONFIG is not set: set it to the file that names the API server, " +
 			"or run without Kubernetes: without configmap in [mode.cloud.stream.dns], " +
-			"serviceaccounts and signer in [mode.cloud.join], " +
-			"and kubernetes in [mode.cloud.https] and [mode.cloud.egress]")
+			"serviceaccounts and signer in [mode.cloud.join], a ConfigMap as inventory in [mode.cloud.admin], " +
+			"kubernetes in [mode.cloud.https] and [mode.cloud.egress], and [mode.cloud.services]")
 	case err != nil:
 		return nil, fmt.Errorf("reading the pod's service account (is automountServiceAccountToken off?): %w", err)
 	}

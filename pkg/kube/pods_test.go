@@ -12,6 +12,8 @@ import (
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 func TestNodeOf(t *testing.T) {
@@ -64,7 +66,7 @@ func TestPodsNote(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		forbidden := apierrors.NewForbidden(schema.GroupResource{Resource: "pods"}, "tunnel", errors.New("no rule"))
 		o := &podsOnly{err: forbidden}
-		log := new(strings.Builder)
+		log := new(testkit.Log)
 		p := (&Client{pods: o}).Pods(slog.New(slog.NewTextHandler(log, nil)))
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error)

@@ -10,9 +10,6 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
-	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/apimachinery/pkg/watch"
-	"k8s.io/client-go/rest"
 
 	"tunnel.example/tunnel/pkg/tunnel"
 )
@@ -62,22 +59,9 @@ func (r *Reaches) Run(ctx context.Context) error {
 	var services sync.WaitGroup
 	defer services.Wait()
 	services.Go(func() { r.followServices(ctx) })
-	r.client.followObjects(ctx, source{
-		list: func(ctx context.Context, o metav1.ListOptions) (runtime.Object, error) {
-			list := new(nodeList)
-			return list, r.client.nodesRequest(o).Do(ctx).Into(list)
-		},
-		watch: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
-			o.Watch = true
-			return r.client.nodesRequest(o).Watch(ctx)
-		},
-	}, metav1.ListOptions{}, &nodeObject{}, (*reachStore)(r), r.noteResult)
+	r.client.followObjects(ctx, r.client.wholeObjects(nodesPath, func() runtime.Object { return new(nodeList) }),
+		metav1.ListOptions{}, &nodeObject{}, (*reachStore)(r), r.noteResult)
 	return nil
-}
-
-// nodesRequest returns a request for Node objects.
-func (c *Client) nodesRequest(o metav1.ListOptions) *rest.Request {
-	return c.nodes.Get().AbsPath("/api/v1/nodes").SpecificallyVersionedParams(&o, metav1.ParameterCodec, v1)
 }
 
 // All returns the addresses that each node reaches. The caller may keep the map; it does not
@@ -211,17 +195,6 @@ func (l *nodeList) DeepCopyObject() runtime.Object {
 		c.Items = append(c.Items, *l.Items[i].DeepCopyObject().(*nodeObject))
 	}
 	return c
-}
-
-var v1 = schema.GroupVersion{Version: "v1"} //nolint:gochecknoglobals // a constant
-
-// nodesClient returns a REST client that decodes Node and NodeList into the types above.
-func nodesClient(config *rest.Config) (*rest.RESTClient, error) {
-	scheme := runtime.NewScheme()
-	metav1.AddToGroupVersion(scheme, v1)
-	scheme.AddKnownTypeWithName(v1.WithKind("Node"), &nodeObject{})
-	scheme.AddKnownTypeWithName(v1.WithKind("NodeList"), &nodeList{})
-	return restClient(config, scheme)
 }
 
 // reachStore is Reaches as the store of a reflector.

@@ -20,8 +20,8 @@ import (
 )
 
 const (
-	defaultSignerName = "kubernetes.io/kube-apiserver-client" // certificatesv1.KubeAPIServerClientSignerName
-	defaultLifetime   = 30 * 24 * time.Hour
+	DefaultSigner   = "kubernetes.io/kube-apiserver-client" // certificatesv1.KubeAPIServerClientSignerName
+	defaultLifetime = 30 * 24 * time.Hour
 
 	// signTimeout bounds the time from the creation of a request to its certificate.
 	// kube-controller-manager needs well under a second.
@@ -54,7 +54,7 @@ type Signer struct {
 // is the lifetime that a request asks for; 0 means 30 days. The signer may grant less.
 func (c *Client) Signer(name string, lifetime time.Duration, log *slog.Logger) *Signer {
 	if name == "" {
-		name = defaultSignerName
+		name = DefaultSigner
 	}
 	if lifetime == 0 {
 		lifetime = defaultLifetime

@@ -11,6 +11,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // script is a listener whose Accept returns the errors in errs, and after them connections.
@@ -64,7 +66,7 @@ func TestSteady(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				var log strings.Builder
+				var log testkit.Log
 				start := time.Now()
 				c, err := Steady(&script{errs: tc.errs}, slog.New(slog.NewTextHandler(&log, nil))).Accept()
 				if !errors.Is(err, tc.want) || (c == nil) != (tc.want != nil) {

@@ -26,6 +26,7 @@ import (
 	"net"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -37,6 +38,13 @@ type Endpoints struct {
 	sessions func() []*tunnel.Session
 	log      *slog.Logger
 	told     chan struct{} // closed when the kernel has been told for the first time, or has refused
+
+	// Left is closed when another process of the edge has taken over, which then has the endpoints. nil: never. Set it
+	// before Run.
+	Left <-chan struct{}
+
+	// Control is of the net.Dialer of DialContext. Set it before Run.
+	Control func(network, address string, c syscall.RawConn) error
 
 	failure atomic.Pointer[string] // why the kernel has not been told; nil: it has been
 }
@@ -56,7 +64,7 @@ func (e *Endpoints) DialContext(ctx context.Context, network, addr string) (net.
 	case <-ctx.Done():
 		return nil, ctx.Err()
 	}
-	dialer := new(net.Dialer)
+	dialer := &net.Dialer{Control: e.Control}
 	dialer.SetMultipathTCP(true)
 	start := time.Now()
 	conn, err := dialer.DialContext(ctx, network, addr)

@@ -76,6 +76,9 @@ type known map[endpoint]bool
 // leave removes the endpoints that this process has made. The kernel then closes their paths, so leave waits for the
 // sessions, which give conns time to end.
 func (e *Endpoints) leave(has known) {
+	if tunnel.IsClosed(e.Left) {
+		return
+	}
 	for last := time.Now().Add(sessionsEnd); len(e.sessions()) > 0 && time.Now().Before(last); {
 		time.Sleep(settle)
 	}

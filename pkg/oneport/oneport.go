@@ -68,6 +68,7 @@ type Config struct {
 	Strangers, StrangersPerAddress int           // connections whose ClientHello has not come, in all and of one source
 	Timeout                        time.Duration // how long a ClientHello may take
 	Counters                       *tunnel.Counters
+	Sockets                        *listen.Sockets // opens the port; nil: nobody can take it over
 	Log                            *slog.Logger
 }
 
@@ -164,7 +165,7 @@ func (p *Port) open(ctx context.Context) (net.Listener, error) {
 	lc := net.ListenConfig{KeepAliveConfig: net.KeepAliveConfig{
 		Enable: true, Idle: 15 * time.Second, Interval: 10 * time.Second, Count: 4,
 	}}
-	ln, err := lc.Listen(ctx, "tcp", p.cfg.Listen)
+	ln, err := p.cfg.Sockets.Listen(ctx, listen.Edges, lc, "tcp", p.cfg.Listen)
 	fix := "see listen in [mode.cloud.stream.server]"
 	switch {
 	case err == nil:

@@ -54,6 +54,22 @@ func (p *Peers) Others() []Replica {
 	return all
 }
 
+// Way returns the replica through which a dial to a node goes first. here: that is this replica. ok is false if no
+// replica holds the node.
+func (p *Peers) Way(n tunnel.NodeName) (other Replica, here, ok bool) {
+	own := p.dir.Lookup(n)
+	if own != nil && !p.hasLeft(own) {
+		return Replica{}, true, true
+	}
+	others := p.Others()
+	for _, link := range p.holders(n) {
+		if i := slices.IndexFunc(others, func(r Replica) bool { return r.link == link }); i >= 0 {
+			return others[i], false, true
+		}
+	}
+	return Replica{}, own != nil, own != nil
+}
+
 // serve dials for an open of another replica: a target through a node of this replica, or this replica's API.
 // It does not use p.Dial, which could relay a request a second time.
 func (p *Peers) serve(ctx context.Context, r tunnel.Request) (net.Conn, error) {

@@ -33,6 +33,7 @@ type held struct {
 	since    time.Time // by this replica's clock
 	instance string    // instance of the edge; "" for a konnectivity agent, which has none
 	reach    string    // addresses that the edge says it reaches
+	services bool      // the edge serves Services of the cluster
 }
 
 // before reports whether h takes precedence over another session of the node. An edge's session
@@ -115,7 +116,7 @@ func (p *Peers) tell(s *tunnel.Session) {
 // heldOf describes a session of this replica for the other replicas.
 func heldOf(s *tunnel.Session) *pb.Held {
 	return &pb.Held{
-		Node: string(s.Node), Reach: s.Reach, Instance: s.Instance,
+		Node: string(s.Node), Reach: s.Reach, Instance: s.Instance, Services: s.Services,
 		AgeMs: uint64(max(0, time.Since(s.Since).Milliseconds())), //nolint:gosec // not negative
 	}
 }
@@ -155,13 +156,17 @@ func (p *Peers) Learn(from *tunnel.Session, news *pb.Nodes) error {
 		}
 		age := time.Duration(min(h.GetAgeMs(), uint64((1<<62)/time.Millisecond))) * time.Millisecond
 		instance := h.GetInstance()
-		claims[n] = held{since: now.Add(-age), instance: instance[:min(len(instance), longestInstance)], reach: h.GetReach()}
+		claims[n] = held{
+			since: now.Add(-age), instance: instance[:min(len(instance), longestInstance)], reach: h.GetReach(),
+			services: h.GetServices(),
+		}
 	}
 	if err := p.learn(from, news, claims); err != nil {
 		return err
 	}
 	for n, claim := range claims {
 		p.yield(n, claim)
+		p.dir.Unexpect(n)
 	}
 	return nil
 }
@@ -272,6 +277,21 @@ func (p *Peers) holders(n tunnel.NodeName) []*tunnel.Session {
 // Holds implements tunnel.Nodes. A node is held if it can be reached through any replica.
 func (p *Peers) Holds(n tunnel.NodeName) bool {
 	return p.dir.Holds(n) || len(p.holders(n)) > 0
+}
+
+// ServesServices reports whether n can be reached through any replica, and its edge serves Services of the cluster.
+func (p *Peers) ServesServices(n tunnel.NodeName) bool {
+	if p.dir.ServesServices(n) {
+		return true
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, r := range p.replicas {
+		if r.link != nil && r.nodes[n].services {
+			return true
+		}
+	}
+	return false
 }
 
 // Connected implements tunnel.Nodes.

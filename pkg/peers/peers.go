@@ -79,6 +79,8 @@ type Config struct {
 	// Congestion is the congestion control of the connections to other replicas; nil: the system's choice.
 	Congestion *stream.Congestion
 
+	Tracer *tunnel.Tracer // makes spans of what other replicas relay to this one; nil: off
+
 	// API opens a conn to the API of this replica, which the other replicas ask about its nodes; nil: there is none.
 	API func(ctx context.Context) (net.Conn, error)
 
@@ -262,6 +264,7 @@ func (p *Peers) join(ctx context.Context, address string) {
 		Connections: stream.MaxConnections, // a session carries the conns of many nodes
 		Dial:        p.cfg.dial,
 		Congestion:  p.cfg.Congestion,
+		Tracer:      p.cfg.Tracer,
 		Replica: &stream.ReplicaConfig{
 			ID: p.id, Addrs: addrStrings(p.cfg.Addrs),
 			Have:    func() []string { return p.have(address) },

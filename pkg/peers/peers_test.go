@@ -123,6 +123,33 @@ func TestOpenWaitsAtItsOwnReplica(t *testing.T) {
 	}
 }
 
+// An edge that moves to another replica while this one restarts is not expected here. A caller that names no node does
+// not wait for an edge that has gone, while any replica has another one.
+func TestExpectedElsewhere(t *testing.T) {
+	p, link := benchPeers()
+	moved := tunnel.NodeName(heldBy(0).GetNode())
+	p.dir.Expect([]tunnel.NodeName{moved, "gone"}, time.Now().Add(time.Hour))
+	if err := p.Learn(link, &pb.Nodes{Held: []*pb.Held{heldBy(0)}, Full: true}); err != nil {
+		t.Fatal(err)
+	}
+	if p.dir.Missing() != 1 || p.dir.Holds(moved) {
+		t.Error("a node that is at another replica is expected")
+	}
+	there := new(limited)
+	link.Dialer = there
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	_, err := p.Dial(ctx, tunnel.Request{Category: "tcp", Network: "tcp", Addr: "target:1"})
+	if tunnel.CodeOf(err) != tunnel.Refused || there.asked.Load() != 2 {
+		t.Errorf("got %v after %d opens at the other replica, want one that waits there for the limit",
+			err, there.asked.Load())
+	}
+	_, err = p.Dial(ctx, tunnel.Request{Category: "tcp", Network: "tcp", Addr: "target:1", NoWait: true})
+	if tunnel.CodeOf(err) != tunnel.Overloaded {
+		t.Errorf("got %v of an open that does not wait, want %v", err, tunnel.Overloaded)
+	}
+}
+
 // A node's quota is the same by way of another replica: opens count, and wait, where the
 // node is held; the refusal of one that does not wait arrives as it is.
 func TestRelayedOpensCountAtTheHolder(t *testing.T) {

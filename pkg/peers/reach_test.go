@@ -41,3 +41,24 @@ func TestReach(t *testing.T) {
 		return status.Code(c.Ready()) == codes.InvalidArgument
 	})
 }
+
+// Whose edges serve Services is known to every replica.
+func TestServesServices(t *testing.T) {
+	all := newFleet(t, 2)
+	cfg := all[0].clientConfig("n1")
+	cfg.Services = true
+	e := all[0].start(cfg, direct)
+	all[0].join("n2", direct) // is without
+	for _, r := range all {
+		testkit.Eventually(t, "the replica knows that one edge serves Services", func() bool {
+			return r.peers.ServesServices("n1") && r.peers.Holds("n2")
+		})
+		if r.peers.ServesServices("n2") || r.peers.ServesServices("n3") {
+			t.Error("an edge without Services serves them")
+		}
+	}
+	e.Stop()
+	for _, r := range all {
+		testkit.Eventually(t, "the replica knows that it has left", func() bool { return !r.peers.ServesServices("n1") })
+	}
+}

@@ -1,6 +1,7 @@
 package peers
 
 import (
+	"cmp"
 	"context"
 	"maps"
 	"math/rand/v2"
@@ -46,13 +47,18 @@ func (p *Peers) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 
 // dialAny dials a random node of this replica, else a random node of another replica. If every
 // node tried has reached a limit, dialAny waits for a node of this replica. If this replica has
-// no such node, dialAny waits for a node of another replica.
+// no such node, dialAny waits for a node of another replica. If no replica has such a node, dialAny waits for
+// one that is expected here.
 func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	waits, again := !r.NoWait, r
 	r.NoWait = true
-	c, refusal := p.dir.Dial(ctx, r)
-	if refusal == nil || !elsewhere(ctx, refusal) {
-		return c, refusal
+	var refusal error
+	if p.dir.Any(r.Among) {
+		c, err := p.dir.Dial(ctx, r)
+		if err == nil || !elsewhere(ctx, err) {
+			return c, err
+		}
+		refusal = err
 	}
 	var full func() (net.Conn, error) // dials again where a limit was reached, and waits; nil: nowhere
 	if tunnel.CodeOf(refusal) == tunnel.Overloaded {
@@ -71,10 +77,14 @@ func (p *Peers) dialAny(ctx context.Context, r tunnel.Request) (net.Conn, error)
 				again.Node = n
 				full = func() (net.Conn, error) { return link.Dialer.Dial(ctx, again) }
 			}
+			refusal = cmp.Or(refusal, err)
 		}
 	}
-	if full != nil && waits {
+	switch {
+	case full != nil && waits:
 		return full()
+	case refusal == nil:
+		return p.dir.Dial(ctx, again) // waits for an expected node, or counts the refusal and writes its text
 	}
 	return nil, refusal
 }

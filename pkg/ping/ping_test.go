@@ -33,13 +33,17 @@ func (c *cloud) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 		return nil, err
 	}
 	defer l.Close()
-	c.splices.Go(func() {
-		far, err := l.Accept()
-		if err == nil {
-			tunnel.Splice(context.WithoutCancel(ctx), far, newEcho())
-		}
-	})
-	return new(net.Dialer).DialContext(ctx, "tcp", l.Addr().String())
+	near, err := new(net.Dialer).DialContext(ctx, "tcp", l.Addr().String())
+	if err != nil {
+		return nil, err
+	}
+	far, err := l.Accept()
+	if err != nil {
+		near.Close()
+		return nil, err
+	}
+	c.splices.Go(func() { tunnel.Splice(context.WithoutCancel(ctx), far, newEcho()) })
+	return near, nil
 }
 
 // A ping comes back, and leaves nothing behind at the edge.

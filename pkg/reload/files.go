@@ -77,10 +77,16 @@ func (f *Files) Note() string {
 }
 
 // expiration has a name like the same metrics of Kubernetes' components and of cert-manager.
-var expiration = prometheus.NewDesc( //nolint:gochecknoglobals // never changes
-	"tunnel_certificate_expiration_timestamp_seconds",
-	"Expiry of the certificate in use (of authorities: the last expiry), as Unix time in seconds, "+
-		"by the use of its file in the configuration.", []string{"use"}, nil)
+var (
+	expiration = prometheus.NewDesc( //nolint:gochecknoglobals // never changes
+		"tunnel_certificate_expiration_timestamp_seconds",
+		"Expiry of the certificate in use (of authorities: the last expiry), as Unix time in seconds, "+
+			"by the use of its file in the configuration.", []string{"use"}, nil)
+	start = prometheus.NewDesc( //nolint:gochecknoglobals // never changes
+		"tunnel_certificate_start_timestamp_seconds",
+		"Begin of the life of that certificate, as Unix time in seconds, by the use of its file in the configuration.",
+		[]string{"use"}, nil)
+)
 
 // Collector returns the metrics of the files.
 func (f *Files) Collector() prometheus.Collector { return collector{f} }
@@ -88,12 +94,16 @@ func (f *Files) Collector() prometheus.Collector { return collector{f} }
 type collector struct{ *Files }
 
 // Describe implements prometheus.Collector.
-func (c collector) Describe(ch chan<- *prometheus.Desc) { ch <- expiration }
+func (c collector) Describe(ch chan<- *prometheus.Desc) {
+	ch <- expiration
+	ch <- start
+}
 
 // Collect implements prometheus.Collector.
 func (c collector) Collect(ch chan<- prometheus.Metric) {
 	for _, u := range c.all {
-		until := u.validity().until
-		ch <- prometheus.MustNewConstMetric(expiration, prometheus.GaugeValue, float64(until.Unix()), u.name)
+		v := u.validity()
+		ch <- prometheus.MustNewConstMetric(expiration, prometheus.GaugeValue, float64(v.until.Unix()), u.name)
+		ch <- prometheus.MustNewConstMetric(start, prometheus.GaugeValue, float64(v.from.Unix()), u.name)
 	}
 }

@@ -365,13 +365,15 @@ func TestFiles(t *testing.T) {
 	registry := prometheus.NewRegistry()
 	registry.MustRegister(files.Collector())
 	families, err := registry.Gather()
-	if err != nil || len(families) != 1 || len(families[0].GetMetric()) != 2 {
+	if err != nil || len(families) != 2 { // the end, and the start
 		t.Fatalf("%v, %v", families, err)
 	}
-	for i, use := range []string{"mode.cloud.https", "mode.cloud.https clientca"} {
-		m := families[0].GetMetric()[i]
-		if m.GetLabel()[0].GetValue() != use || m.GetGauge().GetValue() != float64(from.Add(year).Unix()) {
-			t.Errorf("%v, want %s", m, use)
+	for i, at := range []time.Time{from.Add(year), from} {
+		for k, use := range []string{"mode.cloud.https", "mode.cloud.https clientca"} {
+			m := families[i].GetMetric()[k]
+			if m.GetLabel()[0].GetValue() != use || m.GetGauge().GetValue() != float64(at.Unix()) {
+				t.Errorf("%v, want %s at %v", m, use, at)
+			}
 		}
 	}
 	writeFile(t, f.key, []byte("hello"))

@@ -383,7 +383,8 @@ func createFile(path string, f newFile) error {
 	if f.given {
 		err = errors.Join(err, giveToFolder(file))
 	}
-	return errors.Join(err, file.Chmod(f.mode), file.Close()) // Chmod: the umask may have cut f.mode
+	// Chmod: the umask may have cut f.mode. Sync: a secret may exist nowhere else.
+	return errors.Join(err, file.Chmod(f.mode), file.Sync(), file.Close())
 }
 
 // giveToFolder gives a file to the owner of its folder, if this is root: only root can.

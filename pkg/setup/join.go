@@ -13,7 +13,9 @@ import (
 	"golang.org/x/net/http/httpproxy"
 	"golang.org/x/term"
 
+	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // maxJoinText is how many bytes ReadJoinToken reads at most: a token, and text that was pasted
@@ -65,6 +67,36 @@ func ReadJoinToken(ctx context.Context, in io.Reader, prompt io.Writer, file str
 	if err != nil {
 		return auth.JoinToken{}, err // the error says what to paste
 	}
+	return token, nil
+}
+
+// ForNode returns the token for one node. A token for several nodes leaves the name to the machine: name, or else
+// NODE_NAME or the host name. name is that of --node; "": none.
+func ForNode(token auth.JoinToken, name string, env conf.Env) (auth.JoinToken, error) {
+	if token.Nodes == "" {
+		if name != "" && name != string(token.Node) {
+			return token, fmt.Errorf("--node is %s, and the token is for node %s", name, token.Node)
+		}
+		return token, nil
+	}
+	from := "--node"
+	if name == "" {
+		if name, from = env.NodeName, "NODE_NAME"; name == "" {
+			name, from = strings.ToLower(env.HostName), "the host name"
+		}
+	}
+	node, err := tunnel.ParseNodeName(name)
+	if err == nil {
+		err = node.MayJoin()
+	}
+	if err != nil {
+		return token, fmt.Errorf("%w (it comes from %s): name the node with --node", err, from)
+	}
+	if !token.Nodes.Match(node) {
+		return token, fmt.Errorf("the token is for nodes %s, and this is node %s (%s): name the node with --node",
+			token.Nodes, node, from)
+	}
+	token.Node, token.Nodes = node, ""
 	return token, nil
 }
 

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"slices"
@@ -23,6 +24,9 @@ const (
 	edgeFile = "edge.toml"
 	caFile   = "ca.crt"
 	certFile = "node.pem"
+
+	// ToldFile has what an edge with updates has taken from its cloud. It is beside the certificate.
+	ToldFile = "cloud.json"
 
 	proxyFile   = "proxy"
 	proxyCAFile = "proxy-ca.crt"
@@ -222,6 +226,12 @@ func (f *nodeFiles) write(e *enrolled, w *way) (written []string, err error) {
 		return nil, err
 	}
 	written = append(written, f.certPath)
+	if f.existing == nil || f.existing.Updates {
+		told := filepath.Join(filepath.Dir(f.certPath), ToldFile)
+		if err = auth.WriteTold(told, e.ca, f.token.ServerName, e.told, e.cloud, slog.New(slog.DiscardHandler)); err != nil {
+			return nil, err
+		}
+	}
 	files := []newFile{{name: caFile, mode: publicFile, content: e.ca}}
 	if !f.keep {
 		if w.proxyCA != nil {
@@ -274,7 +284,10 @@ func overwrite(path string, f newFile) error {
 	if err := createFile(tmp, f); err != nil {
 		return err
 	}
-	return os.Rename(tmp, path)
+	if err := os.Rename(tmp, path); err != nil {
+		return err
+	}
+	return auth.SyncFolder(filepath.Dir(path))
 }
 
 // config returns the content of edge.toml. The edits of an operator stay.
@@ -360,6 +373,8 @@ node = "{Node}"
 cert = "ca.crt"
 # This node's certificate and its key. The edge renews it.
 nodecert = "{Cert}"
+# With each new certificate the edge takes new CAs and addresses of its cloud.
+updates = true
 # /healthz /readyz /metrics, on all interfaces.
 #logport = 7010
 `

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/auth"
 )
 
@@ -139,6 +140,38 @@ func TestHidden(t *testing.T) {
 	} {
 		if hidden(path) != want {
 			t.Errorf("%s is hidden: %t, want %t", path, !want, want)
+		}
+	}
+}
+
+// A token for several nodes is used by the name of the machine, if the token permits it.
+func TestForNode(t *testing.T) {
+	one, several := newJoinToken(), newJoinToken()
+	several.Node, several.Nodes = "", "edge-*"
+	host := conf.Env{HostName: "EDGE-7"}
+	for _, tc := range []struct {
+		token auth.JoinToken
+		name  string
+		env   conf.Env
+		want  string // "": an error
+	}{
+		{one, "", host, string(one.Node)},
+		{one, string(one.Node), host, string(one.Node)},
+		{one, "other", host, ""},
+		{several, "", host, "edge-7"},
+		{several, "", conf.Env{NodeName: "edge-8", HostName: "EDGE-7"}, "edge-8"},
+		{several, "edge-9", host, "edge-9"},
+		{several, "other", host, ""},
+		{several, "", conf.Env{HostName: "other"}, ""},
+		{several, "", conf.Env{}, ""},
+		{several, "edge-a.b", host, ""},
+	} {
+		got, err := ForNode(tc.token, tc.name, tc.env)
+		switch {
+		case tc.want == "" && err == nil:
+			t.Errorf("%q, %+v: %+v", tc.name, tc.env, got)
+		case tc.want != "" && (err != nil || string(got.Node) != tc.want || got.Nodes != ""):
+			t.Errorf("%q, %+v: %+v, %v; want %s", tc.name, tc.env, got, err, tc.want)
 		}
 	}
 }

@@ -150,6 +150,8 @@ type enrolled struct {
 	chain []byte // PEM, leaf first
 	ca    []byte // PEM, the CA that signed the cloud's certificate
 	key   *ecdsa.PrivateKey
+	told  auth.TellEdges
+	cloud []*x509.Certificate // that the cloud has shown
 }
 
 // check resolves the cloud's name, connects, and makes a TLS handshake.
@@ -353,7 +355,7 @@ func (w *way) enroll(ctx context.Context) (*enrolled, error) {
 	if off := time.Since(answer.Time); off.Abs() > clockSlack {
 		w.ok("clock", "… but this machine's is %s the cloud's: set it (timedatectl set-ntp true)", ahead(off))
 	}
-	return &enrolled{chain: answer.Chain, ca: ca(), key: key}, nil
+	return &enrolled{chain: answer.Chain, ca: ca(), key: key, told: answer.Told, cloud: answer.Cloud}, nil
 }
 
 // refusedToken makes advice of the cloud's refusal, or of its silence.
@@ -366,6 +368,9 @@ func refusedToken(token auth.JoinToken, err error) error {
 			"it has expired, or was revoked, or is not in the token file (any more)", token.Node)
 		failed.fix = "Make another one on the cloud: tunnel token create -c cloud.toml --node " + string(token.Node) +
 			". The cloud's log says which it was."
+	case codes.AlreadyExists: // a token for several nodes
+		failed.err = fmt.Errorf("the cloud does not accept it for node %s: %s", token.Node, s.Message())
+		failed.fix = "Make a token for this node on the cloud: tunnel token create -c cloud.toml --node " + string(token.Node)
 	case codes.Unavailable, codes.DeadlineExceeded, codes.Canceled, codes.Unknown, codes.Internal:
 		failed.kind = KindFailed
 		failed.err = fmt.Errorf("the cloud could not answer now: %s", s.Message())

@@ -1,6 +1,7 @@
 package setup
 
 import (
+	"bufio"
 	"cmp"
 	"context"
 	"crypto/sha256"
@@ -33,64 +34,161 @@ const adoption = time.Second
 
 // Token is a new join token. Its exported fields are the JSON output of `tunnel token create`.
 type Token struct {
-	Node    tunnel.NodeName `json:"node"`
-	ID      string          `json:"id"`
-	Expires time.Time       `json:"expires"`
-	Token   string          `json:"token"`
-	Command string          `json:"command"` // the operator pastes it on the edge
-	Lines   []string        `json:"lines"`   // that the token file needs
-	Written bool            `json:"written"` // the token file holds Lines
+	Node    tunnel.NodeName  `json:"node"`            // "": Nodes
+	Nodes   auth.NodePattern `json:"nodes,omitempty"` // the token is for several nodes
+	Uses    int              `json:"uses,omitempty"`  // of such a token
+	ID      string           `json:"id"`
+	Expires time.Time        `json:"expires"`
+	Token   string           `json:"token"`
+	Command string           `json:"command"` // the operator pastes it on the edge
+	Lines   []string         `json:"lines"`   // that the token file needs
+	Written bool             `json:"written"` // the token file holds Lines
 
 	ttl    time.Duration
 	change tokenChange
 }
 
-// CreateToken makes a join token for node and writes its line to the token file of c. Without
-// permission to write there, CreateToken returns an error and no token. Any other reason not
-// to write makes a Token that is not Written; Unwritten says what to do.
+// CreateToken makes a join token for node, see CreateTokens.
 func CreateToken(c *conf.Cloud, h Host, node tunnel.NodeName, ttl time.Duration) (*Token, error) {
-	if err := node.MayJoin(); err != nil {
-		return nil, &Error{KindUsage, fmt.Errorf("--node: %w", err)}
+	all, err := CreateTokens(c, h, []tunnel.NodeName{node}, ttl)
+	if err != nil {
+		return nil, err
 	}
+	return all[0], nil
+}
+
+// CreateTokens makes a join token for each node and writes their lines to the token file of c: all, or none. Without
+// permission to write there, CreateTokens returns an error and no token. Any other reason not
+// to write makes Tokens that are not Written; Unwritten says what to do.
+func CreateTokens(c *conf.Cloud, h Host, nodes []tunnel.NodeName, ttl time.Duration) ([]*Token, error) {
+	var all []*Token
+	for _, node := range nodes {
+		if err := node.MayJoin(); err != nil {
+			return nil, &Error{KindUsage, fmt.Errorf("--node: %w", err)}
+		}
+		all = append(all, &Token{Node: node, ttl: ttl})
+	}
+	return all, createTokens(c, h, all)
+}
+
+// CreateSharedToken makes a join token by which several nodes may join, as CreateTokens does.
+func CreateSharedToken(
+	c *conf.Cloud, h Host, nodes auth.NodePattern, uses int, ttl time.Duration,
+) (*Token, error) {
+	t := &Token{Nodes: nodes, Uses: uses, ttl: ttl}
+	if c.Inventory == "" {
+		return nil, configError(errors.New("after a restart, this cloud does not know which nodes have joined, and such a " +
+			"token would be good for their names: set inventory in [mode.cloud.admin], or make a token for each node " +
+			"with --nodes-from"))
+	}
+	if info, err := os.Lstat(c.Server.TokenFile); err == nil && info.Mode()&fs.ModeSymlink != 0 {
+		return nil, fmt.Errorf("the cloud counts the uses of such a token in a file beside %s, where it cannot write: %w; "+
+			"make a token for each node with --nodes-from", c.Server.TokenFile, errMounted)
+	}
+	return t, createTokens(c, h, []*Token{t})
+}
+
+// ReadNodes reads names of nodes, one on each line. It ignores blank lines and those that begin with #.
+func ReadNodes(in io.Reader) ([]tunnel.NodeName, error) {
+	const most = 16 << 20 // bytes
+	text, err := io.ReadAll(io.LimitReader(in, most))
+	if err != nil {
+		return nil, err
+	}
+	var all []tunnel.NodeName
+	seen, number := make(map[tunnel.NodeName]bool), 0
+	for line := range strings.Lines(string(text)) {
+		number++
+		name := strings.TrimSpace(line)
+		if name == "" || name[0] == '#' {
+			continue
+		}
+		node, err := tunnel.ParseNodeName(name)
+		if err == nil {
+			err = node.MayJoin()
+		}
+		switch {
+		case err != nil:
+			return nil, fmt.Errorf("line %d: %w", number, err)
+		case name == "default":
+			return nil, fmt.Errorf("line %d: in a token file default means any node, so that no node can have this name", number)
+		case seen[node]:
+			return nil, fmt.Errorf("line %d: %s is there twice", number, node)
+		}
+		seen[node] = true
+		all = append(all, node)
+	}
+	if len(all) == 0 {
+		return nil, errors.New("there is no name of a node: write one on each line")
+	}
+	return all, nil
+}
+
+// createTokens fills in tokens, and writes their lines.
+func createTokens(c *conf.Cloud, h Host, tokens []*Token) error {
 	if !c.Join.Signs() {
-		return nil, configError(errors.New("this cloud gives no certificates to nodes: " +
+		return configError(errors.New("this cloud gives no certificates to nodes: " +
 			"write ca and cakey (tunnel init makes them) or signer = \"kubernetes\" in [mode.cloud.join]"))
 	}
 	if c.Join.Address == "" {
-		return nil, configError(errors.New("mode.cloud.join: address is missing: " +
+		return configError(errors.New("mode.cloud.join: address is missing: " +
 			"write what edges dial, such as address = \"tunnel.example.com:9000\", " +
 			"and cloudca, the CA that signed cert in [mode.cloud.stream.server]"))
 	}
 	root, err := cloudRoot(c)
 	if err != nil {
-		return nil, configError(err)
+		return configError(err)
 	}
 	host, _, err := splitAddress(c.Join.Address)
 	if err != nil {
-		return nil, configError(fmt.Errorf("mode.cloud.join: address: %w", err))
+		return configError(fmt.Errorf("mode.cloud.join: address: %w", err))
 	}
 	now := time.Now()
-	secret := auth.NewToken()
-	t := &Token{Node: node, Expires: now.Add(ttl).UTC().Truncate(time.Second), ttl: ttl}
-	t.Token = auth.JoinToken{
-		Address: c.Join.Address, ServerName: host, CA: sha256.Sum256(root.Raw), Node: node, Secret: secret,
-	}.Encode().Reveal()
-	t.Command = "echo '" + t.Token + "' | sudo tunnel join"
-	line := auth.TokenLine{Node: node, Secret: secret, Join: true, Expires: t.Expires}
-	t.change, err = tokenFileOf(c, h).edit(func(content string) (string, error) {
-		// For a revoked node, AddToken revokes the certificates from before this time. The wait for
+	var lines []auth.TokenLine
+	for _, t := range tokens {
+		secret := auth.NewToken()
+		t.ID = strings.TrimPrefix(secret.Hashed(), "sha256:")[:8]
+		t.Expires = now.Add(t.ttl).UTC().Truncate(time.Second)
+		t.Token = auth.JoinToken{
+			Address: c.Join.Address, ServerName: host, CA: sha256.Sum256(root.Raw), Node: t.Node, Nodes: t.Nodes, Secret: secret,
+		}.Encode().Reveal()
+		t.Command = "echo '" + t.Token + "' | sudo tunnel join"
+		lines = append(lines, auth.TokenLine{
+			Node: t.Node, Nodes: t.Nodes, Uses: t.Uses, Secret: secret, Join: true, Expires: t.Expires,
+		})
+	}
+	change, err := tokenFileOf(c, h).edit(func(content string) (string, error) {
+		// For a revoked node, AddTokens revokes the certificates from before this time. The wait for
 		// the lock is over here, so certificates that were issued during the wait count, too.
-		return auth.AddToken(content, line, time.Now())
+		return auth.AddTokens(content, lines, time.Now())
 	})
 	if err != nil {
-		return nil, err
+		return err
 	}
-	if errors.Is(t.change.failed, fs.ErrPermission) {
-		return nil, t.Unwritten() // the next attempt makes another token
+	if errors.Is(change.failed, fs.ErrPermission) {
+		return change.unwritten() // the next attempt makes other tokens
 	}
-	t.ID = strings.TrimPrefix(secret.Hashed(), "sha256:")[:8]
-	t.Lines, t.Written = t.change.added, t.change.failed == nil
-	return t, nil
+	for _, t := range tokens {
+		t.change, t.Written = change, change.failed == nil
+		t.Lines = change.linesOf(t.ID)
+	}
+	return nil
+}
+
+// linesOf returns the added lines that a token needs: its own, and the revocation of its node that it changes.
+func (c tokenChange) linesOf(id string) []string {
+	at := slices.IndexFunc(c.added, func(l string) bool { return strings.Contains(l, ":sha256:"+id) })
+	if at < 0 {
+		return nil
+	}
+	node, _, _ := strings.Cut(c.added[at], ":")
+	var all []string
+	for _, l := range c.added {
+		if name, rest, _ := strings.Cut(l, ":"); name == node && (l == c.added[at] || strings.HasPrefix(rest, "revoked")) {
+			all = append(all, l)
+		}
+	}
+	return all
 }
 
 // Unwritten returns an error with instructions if the token file could not be written.
@@ -110,8 +208,18 @@ func (t *Token) AwaitAdoption(ctx context.Context) {
 // Explain prints the line to paste to out, and everything else to notes. An error says that out does not
 // have the line.
 func (t *Token) Explain(out, notes io.Writer) error {
-	fmt.Fprintf(notes, "A token for node %s, good until %s (%s). It is a secret: whoever has it can join as that node.\n",
-		t.Node, when(t.Expires), Spell(t.ttl))
+	if t.Nodes != "" {
+		fmt.Fprintf(notes, "A token for %d nodes %s, good until %s (%s). It is a secret: whoever has it can join as such a "+
+			"node that has not joined before.\nThe node's name is the host name, or that of tunnel join --node NAME.\n",
+			t.Uses, t.Nodes, when(t.Expires), Spell(t.ttl))
+		if t.change.file.replicas {
+			fmt.Fprintf(notes, "Each replica counts the uses in its own %s.uses: unless the replicas share that folder, each "+
+				"permits %d.\n", t.change.file.path, t.Uses)
+		}
+	} else {
+		fmt.Fprintf(notes, "A token for node %s, good until %s (%s). It is a secret: whoever has it can join as that node.\n",
+			t.Node, when(t.Expires), Spell(t.ttl))
+	}
 	fmt.Fprintf(notes, "On the edge, paste (the blank at its start keeps it out of most shells' history):\n\n")
 	if _, err := fmt.Fprintf(out, "  %s\n", t.Command); err != nil {
 		return err
@@ -119,6 +227,21 @@ func (t *Token) Explain(out, notes io.Writer) error {
 	fmt.Fprintf(notes, "\nWith --systemd behind it, the edge starts then and there, and with the machine.\n")
 	if t.Written {
 		t.change.tellReplicas(notes)
+	}
+	return nil
+}
+
+// ExplainTokens prints a line with the node and the token for each token to out, and everything else to notes.
+func ExplainTokens(all []*Token, out, notes io.Writer) error {
+	fmt.Fprintf(notes, "%d tokens, good until %s (%s). Each is a secret: whoever has it can join as its node.\n"+
+		"On each edge: echo 'TOKEN' | sudo tunnel join\n\n", len(all), when(all[0].Expires), Spell(all[0].ttl))
+	for _, t := range all {
+		if _, err := fmt.Fprintf(out, "%s %s\n", t.Node, t.Token); err != nil {
+			return err
+		}
+	}
+	if all[0].Written {
+		all[0].change.tellReplicas(notes)
 	}
 	return nil
 }
@@ -216,6 +339,10 @@ type ListedToken struct {
 	ID      string     `json:"id,omitempty"`
 	Expires *time.Time `json:"expires,omitempty"`
 	State   string     `json:"state"`
+	// Of a token for several nodes: how many may use it, how many have, and when the last one did.
+	Uses     int        `json:"uses,omitempty"`
+	Used     int        `json:"used,omitempty"`
+	LastUsed *time.Time `json:"last_used,omitempty"`
 }
 
 // Kinds that auth.Kind does not have. A token that the file holds in plain text gets no ID:
@@ -231,14 +358,18 @@ func ListTokens(c *conf.Cloud) ([]ListedToken, error) {
 	if err != nil {
 		return nil, err
 	}
-	lines, err := listTokens(string(content), time.Now())
+	used, err := auth.ReadUses(c.Server.TokenFile)
+	if err != nil {
+		return nil, err
+	}
+	lines, err := listTokens(string(content), used, time.Now())
 	if err != nil {
 		return nil, configError(fmt.Errorf("%s: %w", c.Server.TokenFile, err))
 	}
 	return lines, nil
 }
 
-func listTokens(content string, now time.Time) ([]ListedToken, error) {
+func listTokens(content string, used map[string]auth.Used, now time.Time) ([]ListedToken, error) {
 	lines, err := auth.List(content)
 	if err != nil {
 		return nil, err
@@ -249,7 +380,12 @@ func listTokens(content string, now time.Time) ([]ListedToken, error) {
 	}
 	table := make([]ListedToken, len(lines))
 	for i, l := range lines {
-		row := ListedToken{Node: cmp.Or(string(l.Node), "default"), Kind: string(l.Kind), State: "good"}
+		row := ListedToken{
+			Node: cmp.Or(string(l.Node), string(l.Nodes), "default"), Kind: string(l.Kind), State: "good", Uses: l.Uses,
+		}
+		if u := used[l.ID]; l.Nodes != "" && u.Count > 0 {
+			row.Used, row.LastUsed = u.Count, &u.Last
+		}
 		if l.Hashed {
 			row.ID = l.ID
 		} else if l.ID != "" {
@@ -267,6 +403,8 @@ func listTokens(content string, now time.Time) ([]ListedToken, error) {
 			row.State = "revoked"
 		case row.Expires != nil && !now.Before(l.Expires):
 			row.State = "expired"
+		case row.Uses > 0 && row.Used >= row.Uses:
+			row.State = "used up"
 		}
 		table[i] = row
 	}
@@ -280,8 +418,9 @@ func PrintTokens(out io.Writer, c *conf.Cloud, config string, lines []ListedToke
 			c.Server.TokenFile, shellQuote(config))
 		return err
 	}
-	w := tabwriter.NewWriter(out, 0, 0, 3, ' ', 0)
-	fmt.Fprintln(w, "NODE\tKIND\tID\tEXPIRES\tSTATE")
+	text := bufio.NewWriter(out) // a table writes each cell by itself
+	w := tabwriter.NewWriter(text, 0, 0, 3, ' ', 0)
+	fmt.Fprintln(w, "NODE\tKIND\tID\tEXPIRES\tSTATE\tUSED")
 	for _, l := range lines {
 		expires := "never"
 		if l.Expires != nil {
@@ -290,9 +429,49 @@ func PrintTokens(out io.Writer, c *conf.Cloud, config string, lines []ListedToke
 		if l.Kind == listedRevocation {
 			expires = "-"
 		}
-		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\n", l.Node, l.Kind, cmp.Or(l.ID, "-"), expires, l.State)
+		used := "-"
+		if l.Uses > 0 {
+			used = fmt.Sprintf("used %d of %d", l.Used, l.Uses)
+		}
+		if l.LastUsed != nil {
+			used += ", last " + ago(time.Since(*l.LastUsed)) + " ago"
+		}
+		fmt.Fprintf(w, "%s\t%s\t%s\t%s\t%s\t%s\n", l.Node, l.Kind, cmp.Or(l.ID, "-"), expires, l.State, used)
 	}
-	return w.Flush()
+	return cmp.Or(w.Flush(), text.Flush())
+}
+
+// ago spells the time since an event in its largest unit, such as 3 h.
+func ago(d time.Duration) string {
+	switch {
+	case d >= 48*time.Hour:
+		return fmt.Sprintf("%d days", d/(24*time.Hour))
+	case d >= time.Hour:
+		return fmt.Sprintf("%d h", d/time.Hour)
+	}
+	return fmt.Sprintf("%d min", max(0, d/time.Minute))
+}
+
+// Withdraw removes the tokens for the nodes of a pattern from the token file. It prints the result to out, and remarks
+// to notes.
+func Withdraw(c *conf.Cloud, h Host, nodes auth.NodePattern, out, notes io.Writer) error {
+	removed := 0
+	change, err := tokenFileOf(c, h).edit(func(content string) (edited string, err error) {
+		edited, removed, err = auth.RemovePattern(content, nodes)
+		return edited, err
+	})
+	switch {
+	case err != nil:
+		return err
+	case removed == 0:
+		return fmt.Errorf("%s has no token for the nodes %s", c.Server.TokenFile, nodes)
+	case change.failed != nil:
+		return change.unwritten()
+	}
+	fmt.Fprintf(out, "No node joins by the token for %s any more. Nodes that have joined by it keep their certificates: "+
+		"revoke them one by one.\n", nodes)
+	change.tellReplicas(notes)
+	return nil
 }
 
 // Revoke removes the tokens of a node from the token file, and writes there that nothing

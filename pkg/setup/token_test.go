@@ -157,7 +157,10 @@ func TestListTokens(t *testing.T) {
 		"edge3:"+sum+" join expires=2030-01-02T03:04:06Z\n"+
 		"edge4:revoked\nedge4:"+sum+"\n"+
 		"edge5:revoked before=2029-12-31T00:00:00Z\nedge5:"+sum+"\n"+
-		"default:"+sum+"\n", now)
+		"default:"+sum+"\n"+
+		"edge-*:"+sum+" join uses=2 expires=2030-01-02T03:05:00Z\n"+
+		"edgy-*:"+sum+" join uses=10 expires=2030-01-02T03:05:00Z\n",
+		map[string]auth.Used{id: {Count: 2, Last: time.Now().Add(-3 * time.Hour)}}, now)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -175,6 +178,8 @@ func TestListTokens(t *testing.T) {
 		"edge5|revocation||certificates from before 2029-12-31 00:00 UTC are bad",
 		"edge5|token|" + id + "|good",
 		"default|shared|" + id + "|good",
+		"edge-*|join token|" + id + "|used up",
+		"edgy-*|join token|" + id + "|good",
 	}
 	if !slices.Equal(got, want) {
 		t.Errorf("rows\n%s\nwant\n%s", strings.Join(got, "\n"), strings.Join(want, "\n"))
@@ -185,6 +190,9 @@ func TestListTokens(t *testing.T) {
 	}
 	if strings.Contains(table.String(), "plain") {
 		t.Errorf("the table shows a token:\n%s", &table)
+	}
+	if !strings.Contains(table.String(), "used 2 of 10, last 3 h ago") {
+		t.Errorf("the table does not say how often a token was used:\n%s", &table)
 	}
 	if strings.Count(table.String(), "never") != 5 || strings.Count(table.String(), "2030-01-02 03:04 UTC") != 2 {
 		t.Errorf("the times are wrong:\n%s", &table)
@@ -200,5 +208,69 @@ func TestSpell(t *testing.T) {
 		if got := Spell(d); got != want {
 			t.Errorf("%d ns is %s, want %s", d, got, want)
 		}
+	}
+}
+
+func TestReadNodes(t *testing.T) {
+	got, err := ReadNodes(strings.NewReader("# site\n edge1 \n\nedge2\r\n"))
+	if err != nil || !slices.Equal(got, []tunnel.NodeName{"edge1", "edge2"}) {
+		t.Errorf("%q, %v", got, err)
+	}
+	for _, text := range []string{
+		"", "# none\n", "edge1\nedge1\n", "Edge1\n", "default\n", "localhost\n", "10.0.0.1\n", "edge1 # one\n",
+	} {
+		if got, err := ReadNodes(strings.NewReader(text)); err == nil {
+			t.Errorf("%q: %q", text, got)
+		}
+	}
+}
+
+// Tokens for many nodes are written at once. Each has the lines that it needs.
+func TestCreateTokens(t *testing.T) {
+	_, c := newSite(t)
+	if err := os.WriteFile(c.Server.TokenFile, []byte("edge2:revoked\n"), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	all, err := CreateTokens(c, Host{}, []tunnel.NodeName{"edge1", "edge2"}, time.Hour)
+	if err != nil || len(all) != 2 || len(all[0].Lines) != 1 || len(all[1].Lines) != 2 ||
+		!strings.HasPrefix(all[1].Lines[0], "edge2:revoked before=") || !all[1].Written || all[0].Token == all[1].Token {
+		t.Fatalf("%+v, %v", all, err)
+	}
+	text, err := os.ReadFile(c.Server.TokenFile)
+	if err != nil || strings.Count(string(text), "\n") != 3 {
+		t.Errorf("%q, %v", text, err)
+	}
+	var out, notes strings.Builder
+	if err = ExplainTokens(all, &out, &notes); err != nil || strings.Count(out.String(), "\n") != 2 ||
+		!strings.HasPrefix(out.String(), "edge1 tunnel1.") || strings.Contains(notes.String(), "tunnel1.") {
+		t.Errorf("%v\n%s\n%s", err, &out, &notes)
+	}
+}
+
+// Where a cloud cannot count uses, there is no token for several nodes.
+func TestCreateSharedToken(t *testing.T) {
+	_, c := newSite(t)
+	made, err := CreateSharedToken(c, Host{}, "edge-*", 3, time.Hour)
+	if err != nil || made.Uses != 3 || len(made.Lines) != 1 || !strings.Contains(made.Lines[0], " join uses=3 expires=") {
+		t.Fatalf("%+v, %v", made, err)
+	}
+	token, err := auth.ParseJoinToken(made.Token)
+	if err != nil || token.Nodes != "edge-*" || token.Node != "" {
+		t.Errorf("%+v, %v", token, err)
+	}
+	inventory := c.Inventory
+	c.Inventory = ""
+	if _, err := CreateSharedToken(c, Host{}, "edge-*", 3, time.Hour); kindOf(err) != KindConfig {
+		t.Errorf("without an inventory: %v", err)
+	}
+	c.Inventory = inventory
+	if err := os.Rename(c.Server.TokenFile, c.Server.TokenFile+".real"); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(c.Server.TokenFile+".real", c.Server.TokenFile); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := CreateSharedToken(c, Host{}, "edge-*", 3, time.Hour); !errors.Is(err, errMounted) {
+		t.Errorf("beside a mounted file: %v", err)
 	}
 }

@@ -1,7 +1,6 @@
 package setup
 
 import (
-	"bytes"
 	"crypto/ecdsa"
 	"crypto/elliptic"
 	"crypto/rand"
@@ -16,6 +15,7 @@ import (
 	"time"
 
 	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/reload"
 )
@@ -132,7 +132,7 @@ func TestServerCertificate(t *testing.T) {
 		"its own":     {writeFile(t, ca.CertPEM()), 2, 0},
 		"another one": {writeFile(t, foreign.CertPEM()), 1, 1},
 	} {
-		var log bytes.Buffer
+		var log testkit.Log
 		files := reload.NewFiles(slog.New(slog.DiscardHandler))
 		pair, err := files.Pair("cert", writeFile(t, certPEM), writeFile(t, keyPEM))
 		if err != nil {

@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -19,6 +20,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/conn"
 	"tunnel.example/tunnel/pkg/dial"
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -42,12 +44,31 @@ type ClientConfig struct {
 	All      bool          // keep a session with every replica behind Address, not with one only
 	Reach    string        // targets that this edge reaches (Konnectivity's identifiers), sent to the cloud
 	Limits   EdgeLimits
+	Instance string // of the process that this one takes over from; "": a new one
+	// Succeeds reports whether that process still has conns: the cloud then lets its session end in peace. nil: there is
+	// no such process.
+	Succeeds func() bool
 	// Connections is how many connections a session has at most, its own connection included.
 	// The others are data connections. The edge opens a data connection when the cloud asks for
 	// one. 0: only the session's own connection.
 	Connections int
 
 	Congestion *Congestion // of the connections to the cloud; nil: the system's choice
+
+	Tracer *tunnel.Tracer // makes spans of dials; nil: off
+
+	// Services says that the edge serves Services of the cluster (package relay). The cloud tells the other edges that
+	// they reach endpoints on this node.
+	Services bool
+
+	// Trusts returns the CAs by which this edge verifies the cloud, as auth.CAID; nil: the edge does not say.
+	Trusts func() []string
+	// Told takes what the cloud told with a certificate. chain is what the cloud has shown in the TLS handshake.
+	// nil: nobody wants to know.
+	Told func(told auth.TellEdges, chain []*x509.Certificate)
+	// AskedToRenew is called when the cloud asks for another certificate of this node within a time; nil: the
+	// edge renews none, and says so.
+	AskedToRenew func(within time.Duration)
 
 	// Dial connects to Address; nil: a net.Dialer.
 	Dial func(ctx context.Context, network, addr string) (net.Conn, error)
@@ -71,7 +92,7 @@ type Client struct {
 	router   *tunnel.Router
 	blocks   *conn.Blocks
 	log      *slog.Logger
-	instance string // the random id of this client, another one after each start
+	instance string // the random id of this client; a process that takes over keeps it
 
 	tickets tickets
 	queue   tunnel.Queue   // applies cfg.Limits to the opens of all sessions
@@ -83,6 +104,7 @@ type Client struct {
 
 	mu       sync.Mutex // guards the following
 	links    []*link    // live sessions, the newest last
+	draining bool       // see Drain
 	replicas []string   // instances that the cloud has sent; none: one replica, or nothing sent yet
 	ended    []ending   // sessions that have ended since the last call of the method wanted
 	err      error      // why the last attempt or session failed, see Ready
@@ -133,7 +155,7 @@ func NewClient(cfg ClientConfig, mods ...tunnel.Module) (*Client, error) {
 	}
 	cfg.Connections = max(1, cfg.Connections)
 	cfg.farTrip = cmp.Or(cfg.farTrip, farTrip)
-	c := &Client{cfg: cfg, blocks: new(conn.Blocks), instance: uuid.NewString(), source: sourceTo}
+	c := &Client{cfg: cfg, blocks: new(conn.Blocks), instance: cmp.Or(cfg.Instance, uuid.NewString()), source: sourceTo}
 	c.as = joinerOf(c)
 	c.cfg.Limits = c.as.limits()
 	key, value := c.as.logs()
@@ -160,9 +182,13 @@ func (c *Client) Routes() map[string]tunnel.Handler {
 		typeCancel:     handler((*edgeSession).cancelTopic),
 		typeDrain:      handler((*edgeSession).cloudLeaves),
 		typeReplicas:   handler((*edgeSession).cloudReplicas),
+		typeRenew:      handler((*edgeSession).askedToRenew),
 		typeConnection: handler((*edgeSession).moreConnections),
 	}
 }
+
+// Instance returns the id of this client, for a process that takes over.
+func (c *Client) Instance() string { return c.instance }
 
 // Router returns the routes of the edge, for the log line at start-up.
 func (c *Client) Router() *tunnel.Router { return c.router }
@@ -211,6 +237,16 @@ func (c *Client) Sessions() []*tunnel.Session {
 		all[i] = l.pub
 	}
 	return all
+}
+
+// Drain tells the cloud to ask for no more conns, on this session and later ones. Open conns go on.
+func (c *Client) Drain() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.draining = true
+	for _, l := range c.links {
+		l.tellDrain(false)
+	}
 }
 
 // Run implements tunnel.Module: it keeps the sessions open until ctx is done. A lost session or
@@ -407,6 +443,9 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	l = &link{edgeSession: s, sctx: sctx, cancel: cancel, hangUp: hangUp, shown: shown, route: route, token: token}
 	c.mu.Lock()
 	c.links = append(c.links, l)
+	if c.draining {
+		l.tellDrain(false)
+	}
 	c.replicas = nil // the cloud sends the list of replicas next, if it is configured with other replicas
 	c.changed.Notify()
 	c.mu.Unlock()

@@ -8,7 +8,7 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// Client implements konnectivity.Budget. Conns for clouds and conns for Konnectivity's proxy-servers
+// Client implements tunnel.Budget. Conns for clouds, conns for Konnectivity's proxy-servers and dials of traces
 // count together against the Limits of the edge.
 
 // Admit waits for room for a dial and its conn, and counts both. After a refusal neither is

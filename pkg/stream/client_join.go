@@ -106,7 +106,7 @@ func (c *Client) join(
 	ctx, sctx context.Context, cc *grpc.ClientConn, own *carrier, credential credentials.PerRPCCredentials,
 ) (*edgeSession, error) {
 	sctx, abandon := context.WithCancelCause(sctx)
-	late := time.AfterFunc(joinTimeout, func() { abandon(errJoinTimeout) })
+	late := time.AfterFunc(joinTimeout, func() { abandon(ErrNoAnswer) })
 	stopped := context.AfterFunc(ctx, func() { abandon(context.Canceled) })
 	fail := func(err error) (*edgeSession, error) {
 		late.Stop()
@@ -136,7 +136,7 @@ func (c *Client) join(
 			hello.GetVersion(), Version, text(hello.GetSoftware())))
 	}
 	if !late.Stop() {
-		return fail(errJoinTimeout)
+		return fail(ErrNoAnswer)
 	}
 	if !stopped() {
 		return fail(context.Canceled)
@@ -155,7 +155,8 @@ func (c *Client) newSession(
 	if err != nil {
 		return nil, err
 	}
-	s := &edgeSession{client: client, certificates: pb.NewCertificatesClient(cc), owner: c, ctx: sctx}
+	s := &edgeSession{client: client, certificates: pb.NewCertificatesClient(cc), calls: cc, owner: c, ctx: sctx}
+	s.reaching = make(chan struct{}, maxReaching)
 	s.pub = &tunnel.Session{Node: c.cfg.Node, Remote: c.cfg.Address, Link: s, Paths: own.Paths}
 	s.again = func(ctx context.Context) (net.Conn, error) {
 		return dialCloud(ctx, c.cfg.Dial, own.RemoteAddr().String())
@@ -164,7 +165,7 @@ func (c *Client) newSession(
 		s.pub.Remote = route.Route()
 		s.again = func(ctx context.Context) (net.Conn, error) { return route.Again(ctx) }
 	}
-	s.router, s.counters, s.blocks = c.router, c.cfg.Counters, c.blocks
+	s.router, s.counters, s.blocks, s.tracer = c.router, c.cfg.Counters, c.blocks, c.cfg.Tracer
 	s.way = s
 	s.stream, s.unknown, s.hangUp, s.own = stream, s.nobody, stream.CloseSend, own
 	s.init()
@@ -179,7 +180,13 @@ func (c *Client) ownHello() *pb.Hello {
 	hello := &pb.Hello{
 		Version: Version, Software: c.cfg.Software, Instance: c.instance, All: c.cfg.All, Reach: c.cfg.Reach,
 		Connections:  uint32(c.cfg.Connections - 1), //nolint:gosec // a few
-		Capabilities: capabilities(),
+		Capabilities: capabilities(), Succeeds: c.cfg.Succeeds != nil && c.cfg.Succeeds(),
+	}
+	if c.cfg.AskedToRenew != nil {
+		hello.Capabilities = append(hello.Capabilities, capabilityRenew)
+	}
+	if c.cfg.Services {
+		hello.Capabilities = append(hello.Capabilities, capabilityServices)
 	}
 	c.as.hello(hello)
 	return hello
@@ -189,6 +196,7 @@ func (c *Client) ownHello() *pb.Hello {
 func (s *edgeSession) joined(hello *pb.Hello) {
 	s.pub.Instance = hello.GetInstance()
 	s.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
+	s.pub.Services = slices.Contains(hello.GetCapabilities(), capabilityServices)
 	s.pub.ID, s.pub.Since = text(hello.GetSession()), time.Now()
 	s.pub.Software = text(hello.GetSoftware())
 	// The cloud keeps to its own limit of conns. The edge allows more than twice that limit: conns
@@ -233,12 +241,16 @@ func (t accessToken) GetRequestMetadata(context.Context, ...string) (map[string]
 // RequireTransportSecurity implements credentials.PerRPCCredentials.
 func (accessToken) RequireTransportSecurity() bool { return true }
 
-// errJoinTimeout is the error of a join that took longer than joinTimeout.
-var errJoinTimeout = fmt.Errorf(
+// ErrNoAnswer is the error of a join, or of a question, that took longer than joinTimeout.
+var ErrNoAnswer = fmt.Errorf(
 	"the cloud did not answer within %s: is that address the tunnel's gRPC port?", joinTimeout)
 
 // explain adds to err what a person can do about it. h may be nil.
 func (c *Client) explain(err error, h *handshake) error { return c.as.explain(h.cause(err), h) }
+
+// endsTLS is what a person can do about a balancer that has the cloud's certificate, or one that the edge trusts.
+const endsTLS = "a balancer or a proxy in between ends TLS: have it pass TCP through to the cloud (docs/network.md), " +
+	"or try wss:// in servers"
 
 // explain adds to the error of an edge what a person can do about it.
 func explain(err error) error {
@@ -270,11 +282,27 @@ func explain(err error) error {
 		hint = "is the cloud running, and is servername in [mode.edge.stream.client] its address?"
 	case isNoSuchHost(err):
 		hint = "check servername in [mode.edge.stream.client]"
+	case status.Code(err) == codes.Internal:
+		hint = "the cloud's log says why; if it does not, " + endsTLS
+	case errors.Is(err, errNoHTTP2):
+		hint = endsTLS
 	default:
 		return err
 	}
-	return fmt.Errorf("%w (%s)", err, hint)
+	return &Hinted{err, hint}
 }
+
+// Hinted is an error with the next step of a person.
+type Hinted struct {
+	Err  error  // what failed
+	Hint string // what to do
+}
+
+// Error returns both texts.
+func (e *Hinted) Error() string { return e.Err.Error() + " (" + e.Hint + ")" }
+
+// Unwrap returns Err.
+func (e *Hinted) Unwrap() error { return e.Err }
 
 // isHungUp reports whether the other side has ended the connection in the TLS handshake, without an alert.
 func isHungUp(err error) bool {

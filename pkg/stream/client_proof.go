@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/sha256"
 	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
 	"net"
@@ -14,6 +15,8 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/peer"
 	"google.golang.org/grpc/status"
 
 	"tunnel.example/tunnel/pkg/auth"
@@ -77,13 +80,17 @@ func (c *Client) Renew(ctx context.Context, request []byte) (chain []byte, err e
 	if len(links) == 0 {
 		return nil, fmt.Errorf("renewing the certificate: no session with %s", c.cfg.Address)
 	}
-	chains, errs := make([][]byte, len(links)), make([]error, len(links))
+	var trusts []string
+	if c.cfg.Trusts != nil {
+		trusts = c.cfg.Trusts()
+	}
+	answers, clouds, errs := make([]*pb.SignResponse, len(links)), make([]peer.Peer, len(links)), make([]error, len(links))
 	var signing sync.WaitGroup
 	for i, l := range links {
 		signing.Go(func() {
 			errs[i] = l.guard(func() error {
-				answer, err := l.certificates.Sign(ctx, &pb.SignRequest{Request: request})
-				chains[i] = answer.GetChain()
+				var err error
+				answers[i], err = l.certificates.Sign(ctx, &pb.SignRequest{Request: request, Trusts: trusts}, grpc.Peer(&clouds[i]))
 				return err
 			})
 		})
@@ -91,11 +98,27 @@ func (c *Client) Renew(ctx context.Context, request []byte) (chain []byte, err e
 	signing.Wait()
 	for i, l := range slices.Backward(links) {
 		if errs[i] == nil {
-			return chains[i], nil
+			if c.cfg.Told != nil {
+				c.cfg.Told(toldBy(answers[i]), shownBy(&clouds[i]))
+			}
+			return answers[i].GetChain(), nil
 		}
 		errs[i] = fmt.Errorf("renewing the certificate with %s: %w", l.pub.Remote, errs[i])
 	}
 	return nil, errors.Join(errs...)
+}
+
+// toldBy returns what the cloud tells with a certificate.
+func toldBy(answer *pb.SignResponse) auth.TellEdges {
+	return auth.TellEdges{CloudCAs: answer.GetCloudCas(), Servers: answer.GetServers()}
+}
+
+// shownBy returns the certificates that the cloud has shown in the TLS handshake.
+func shownBy(cloud *peer.Peer) []*x509.Certificate {
+	if info, ok := cloud.AuthInfo.(credentials.TLSInfo); ok {
+		return info.State.PeerCertificates
+	}
+	return nil
 }
 
 // EnrollConfig configures [Enroll].
@@ -118,6 +141,8 @@ type Enrolled struct {
 	Chain []byte // PEM, leaf first
 	Node  tunnel.NodeName
 	Time  time.Time // by the cloud's clock
+	Told  auth.TellEdges
+	Cloud []*x509.Certificate // that the cloud has shown in the TLS handshake
 }
 
 // Enroll gets the first certificate of a node with a join token. It sends the token only after
@@ -140,14 +165,18 @@ func Enroll(ctx context.Context, cfg EnrollConfig) (Enrolled, error) {
 	defer hangUp()
 	proof := accessToken(auth.EncodeToken(string(cfg.Node), cfg.Token))
 	request := &pb.SignRequest{Request: cfg.Request}
-	answer, err := pb.NewCertificatesClient(cc).Sign(ctx, request, grpc.PerRPCCredentials(proof))
+	var cloud peer.Peer
+	answer, err := pb.NewCertificatesClient(cc).Sign(ctx, request, grpc.PerRPCCredentials(proof), grpc.Peer(&cloud))
 	if err != nil {
 		return fail(err)
 	}
 	if answer.GetNode() != string(cfg.Node) {
 		return fail(fmt.Errorf("the cloud has made one for node %q", text(answer.GetNode())))
 	}
-	return Enrolled{Chain: answer.GetChain(), Node: cfg.Node, Time: time.UnixMilli(answer.GetTimeMs())}, nil
+	return Enrolled{
+		Chain: answer.GetChain(), Node: cfg.Node, Time: time.UnixMilli(answer.GetTimeMs()),
+		Told: toldBy(answer), Cloud: shownBy(&cloud),
+	}, nil
 }
 
 // explainEnroll adds to an error of Enroll what a person can do about it.

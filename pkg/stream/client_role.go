@@ -59,6 +59,8 @@ type joiner interface {
 	// addressed completes the request r of a received open. For a relayed open it sets the node and
 	// the module that the open names.
 	addressed(r *tunnel.Request, open *pb.Open) error
+	// span is the name of the span of an open that is served.
+	span() tunnel.SpanName
 	// denied logs that a dial that the cloud asked for is denied.
 	denied(s *edgeSession, topic string, r tunnel.Request, err error)
 	// explain adds to an error what a person can do about it. h may be nil.
@@ -105,6 +107,8 @@ func (nodeJoiner) started(*edgeSession) error { return nil }
 
 func (nodeJoiner) addressed(*tunnel.Request, *pb.Open) error { return nil } // every open is for the client's own node
 
+func (nodeJoiner) span() tunnel.SpanName { return tunnel.SpanDial }
+
 func (j nodeJoiner) denied(s *edgeSession, topic string, r tunnel.Request, err error) {
 	if skipped, ok := j.client.denials.Allow(); ok {
 		s.log.Warn("a dial that the cloud asked for is denied",
@@ -114,7 +118,7 @@ func (j nodeJoiner) denied(s *edgeSession, topic string, r tunnel.Request, err e
 
 func (j nodeJoiner) explain(err error, h *handshake) error {
 	if j.client.cfg.Token == nil && h != nil && status.Code(err) == codes.Unauthenticated {
-		return fmt.Errorf("%w (%s)", err, h.hint(err))
+		return &Hinted{err, h.hint(err)}
 	}
 	return explain(err)
 }
@@ -162,6 +166,8 @@ func (replicaJoiner) addressed(r *tunnel.Request, open *pb.Open) (err error) {
 	r.Category, r.Relayed = open.GetCategory(), true
 	return err
 }
+
+func (replicaJoiner) span() tunnel.SpanName { return tunnel.SpanRelay }
 
 func (replicaJoiner) denied(*edgeSession, string, tunnel.Request, error) {} // the edge logs its denials
 

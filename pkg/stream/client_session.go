@@ -9,6 +9,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
@@ -22,8 +23,10 @@ import (
 type edgeSession struct {
 	session
 	client       pb.StreamClient
-	certificates pb.CertificatesClient   // on the same connection
-	abandon      context.CancelCauseFunc // ends the control stream
+	calls        grpc.ClientConnInterface // the same connection; see Client.Calls
+	reaching     chan struct{}            // has an element for each call that counts in maxReaching
+	certificates pb.CertificatesClient    // on the same connection
+	abandon      context.CancelCauseFunc  // ends the control stream
 
 	owner *Client
 	ctx   context.Context // of the control stream
@@ -176,7 +179,7 @@ func (s *edgeSession) heartbeat(m *tunnel.Message) error {
 // cloudLeaves handles the drain of a cloud that is about to stop. The edge ends the session when no
 // conn is left, because only the edge knows when the targets have received every byte. Until then
 // the edge serves further opens. If there are other replicas, the edge first waits for a session
-// with another replica, and then for the duration overlap.
+// with another replica, and then for the duration Overlap.
 func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 	var d pb.Drain
 	if err := proto.Unmarshal(m.Data, &d); err != nil {
@@ -188,7 +191,7 @@ func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 		if d.GetElsewhere() {
 			s.owner.waitForSuccessor(s)
 			select {
-			case <-time.After(overlap):
+			case <-time.After(Overlap):
 			case <-s.done:
 			}
 		}
@@ -200,6 +203,27 @@ func (s *edgeSession) cloudLeaves(m *tunnel.Message) error {
 		}
 	}))
 	return nil
+}
+
+// askedToRenew handles the request to renew the certificate.
+func (s *edgeSession) askedToRenew(m *tunnel.Message) error {
+	var r pb.Renew
+	if err := proto.Unmarshal(m.Data, &r); err != nil {
+		return fmt.Errorf("renew: %w", err)
+	}
+	if ask := s.owner.cfg.AskedToRenew; ask != nil {
+		ask(min(time.Duration(r.GetWithinSeconds())*time.Second, maxRenewWithin))
+	}
+	return nil
+}
+
+// maxRenewWithin bounds the time within which a cloud asks for another certificate. Every certificate ends later.
+const maxRenewWithin = 24 * time.Hour
+
+// AskToRenew asks the edge of a session to renew its certificate, at a moment that it chooses within a time. An edge
+// for which Renews is false ignores it.
+func AskToRenew(s *tunnel.Session, within time.Duration) error {
+	return s.Send(message(typeRenew, "", &pb.Renew{WithinSeconds: uint32(within / time.Second)})) //nolint:gosec // hours
 }
 
 // cloudReplicas handles the list of the cloud's replicas.

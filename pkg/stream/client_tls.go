@@ -5,6 +5,7 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"errors"
 	"fmt"
 	"net"
 	"sync"
@@ -33,6 +34,7 @@ type tickets struct {
 type handshake struct {
 	leaf   *x509.Certificate     // the certificate to show when the cloud asks; nil: none
 	asked  atomic.Bool           // the cloud has asked for a certificate
+	other  atomic.Bool           // the other end has a certificate that fits, and has chosen no protocol
 	done   atomic.Bool           // the TLS handshake has succeeded: the other end has the cloud's certificate
 	failed atomic.Pointer[error] // why the TLS handshake failed; nil: it has not failed
 }
@@ -59,6 +61,9 @@ type handshakeError struct {
 // Unwrap returns both errors, for errors.Is and errors.As.
 func (e *handshakeError) Unwrap() []error { return []error{e.error, e.cause} }
 
+// errNoHTTP2 is the error of a handshake with a server that is no cloud: it has chosen no protocol (RFC 7301).
+var errNoHTTP2 = errors.New("the server speaks no HTTP/2")
+
 // handshakeCredentials are TLS credentials that record in handshake how a TLS handshake ended.
 type handshakeCredentials struct {
 	credentials.TransportCredentials
@@ -69,6 +74,9 @@ type handshakeCredentials struct {
 func (c handshakeCredentials) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
 	conn, info, err := c.TransportCredentials.ClientHandshake(ctx, authority, raw)
 	if err != nil {
+		if c.handshake.other.Load() {
+			err = errNoHTTP2
+		}
 		c.handshake.failed.Store(&err)
 	} else {
 		c.handshake.done.Store(true)
@@ -117,8 +125,11 @@ func (c *Client) tlsConfig() (*tls.Config, *handshake, error) {
 			h.asked.Store(true)
 		}
 		if verify != nil {
-			return verify(state)
+			if err := verify(state); err != nil {
+				return err
+			}
 		}
+		h.other.Store(state.NegotiatedProtocol == "")
 		return nil
 	}
 	if conf.ClientSessionCache == nil {

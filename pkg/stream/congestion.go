@@ -43,12 +43,12 @@ const (
 	// leastLost is how many segments must be sent again at least. One or two may be probes for the
 	// end of a transfer (RFC 8985 section 7), and not lost.
 	leastLost = 3
-	// narrowSegments is how many segments a second fill a narrow link, and deepQueue how many times its
-	// shortest round trip the round trip over a link with a deep queue is. A narrow link loses packets
-	// because its queue is full. There bbr, with four packets in flight at least on each connection,
-	// would starve the session's own connection.
-	narrowSegments = narrowRate / 1400
-	deepQueue      = 2
+	// slowSegments is how many segments a second fill a slow link, of 2 Mbit/s, and deepQueue how many times its
+	// shortest round trip the round trip over a link with a deep queue is. A slow link loses packets
+	// because its queue is full. There a data connection with bbr would take most of the link from the
+	// session's own connection, and new conns would not open in time.
+	slowSegments = (256 << 10) / 1400
+	deepQueue    = 2
 )
 
 // Congestion chooses the congestion control of the connections between edges and clouds. The zero
@@ -174,9 +174,9 @@ type segments struct {
 	smooth time.Duration // the smoothed round trip
 }
 
-// fillNarrow reports whether so many segments filled a narrow link.
-func (s segments) fillNarrow(sent uint32, took time.Duration) bool {
-	return float64(sent) < narrowSegments*took.Seconds() && s.smooth >= deepQueue*s.trip
+// fillSlow reports whether so many segments filled a slow link.
+func (s segments) fillSlow(sent uint32, took time.Duration) bool {
+	return float64(sent) < slowSegments*took.Seconds() && s.smooth >= deepQueue*s.trip
 }
 
 // losses counts the segments of a connection that are sent again.
@@ -199,7 +199,7 @@ func (l *losses) many(has segments, now time.Time) bool {
 	case took < lossTime:
 		return false
 	case resent >= leastLost && float64(resent)*lossyPart >= float64(sent):
-		l.decided = has.trip >= lossyTrip && !has.fillNarrow(sent, took)
+		l.decided = has.trip >= lossyTrip && !has.fillSlow(sent, took)
 		if l.decided {
 			return true
 		}

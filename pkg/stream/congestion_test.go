@@ -44,6 +44,7 @@ func TestLosses(t *testing.T) {
 			far, append(every(120, look{half, 1000, 0}), every(10, look{half, 100, 2})...), 124,
 		},
 		"a narrow link with a queue": {far, every(20, look{half, 10, 2}), 0},
+		"a slow link with a queue":   {far, every(20, look{half, 90, 2}), 0},
 		"a wide link with a queue":   {far, every(10, look{half, 100, 2}), 4},
 		"a narrow rate, and no more": {far, every(10, look{half, 10, 2}), 4},
 		"a path of several ends": {

@@ -323,7 +323,7 @@ func (s *cloudSession) dialOver(
 	waited := stop() // false: d was interrupted, or is about to be, and cannot be used again
 	switch {
 	case waited && err == nil && data == nil:
-		if c = s.carry(m.Topic, d); c != nil {
+		if c = s.carry(m.Topic, r.Category, d); c != nil {
 			return c, nil, false
 		}
 		refusal = s.gaveUp(ctx, r)
@@ -367,9 +367,9 @@ func (s *cloudSession) ask(d *dataConn, m *tunnel.Message) (refused []byte, err 
 	return nil, fmt.Errorf("a frame of type %#x with %d bytes answers an open", typ, len(data))
 }
 
-// carry makes a conn over d for the open request that the edge has answered on d. It returns nil
+// carry makes a conn over d for the open request of a category that the edge has answered on d. It returns nil
 // if the session has ended meanwhile.
-func (s *cloudSession) carry(name string, d *dataConn) *conn.Conn {
+func (s *cloudSession) carry(name, category string, d *dataConn) *conn.Conn {
 	d.disarmUserTimeout()
 	lease := d.LendAtCloud()
 	since := time.Now()
@@ -389,7 +389,7 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn.Conn {
 		},
 		Gone: func() {
 			release := func() {
-				defer s.connOver(name, since)
+				defer s.connOver(name, category, since)
 				give := func() error { return s.release(d, lease) }
 				if err := guard(s.log, s.counters, "the data connection ends", give); err != nil {
 					s.drop(d)
@@ -397,7 +397,7 @@ func (s *cloudSession) carry(name string, d *dataConn) *conn.Conn {
 			}
 			switch {
 			case c.Err() != nil:
-				s.connOver(name, since)
+				s.connOver(name, category, since)
 			case lease.ReturnsAtOnce():
 				release()
 			default:

@@ -19,13 +19,16 @@ import (
 // BenchmarkDial measures what a new conn costs both ends, from the open request to the
 // last bookkeeping, with a target in memory.
 func BenchmarkDial(b *testing.B) {
-	for name, connections := range map[string]int{"session": 1, "data": MaxConnections} {
+	for name, connections := range map[string]int{"session": 1, "data": MaxConnections, "reach": 1} {
 		b.Run(name, func(b *testing.B) {
-			dial := benchEnds(b, connections, func() net.Conn {
+			dial, reach := benchBoth(b, connections, func() net.Conn {
 				near, far := net.Pipe()
 				far.Close()
 				return near
 			})
+			if name == "reach" {
+				dial = reach
+			}
 			b.ReportAllocs()
 			for b.Loop() {
 				dial().Close()
@@ -69,7 +72,7 @@ func BenchmarkDataConnection(b *testing.B) {
 	}
 }
 
-// BenchmarkConn measures a conn that is open, with a target in memory: both ends of the
+// BenchmarkConn measures a conn that is open, and that the cloud has dialled or the edge has asked for, with a target in memory: both ends of the
 // session are in this process, with TLS over loopback between them.
 func BenchmarkConn(b *testing.B) {
 	for _, way := range []struct {
@@ -94,20 +97,26 @@ func BenchmarkConn(b *testing.B) {
 			return err
 		}},
 	} {
-		b.Run(way.name, func(b *testing.B) {
-			c := benchEnds(b, 1, way.target)()
-			defer c.Close()
-			p := make([]byte, way.bytes)
-			b.ReportAllocs()
-			if len(p) > 1 {
-				b.SetBytes(int64(len(p)))
-			}
-			for b.Loop() {
-				if err := way.once(c, p); err != nil {
-					b.Fatal(err)
+		for _, by := range []string{"dialled", "reached"} {
+			b.Run(way.name+"/"+by, func(b *testing.B) {
+				dial, reach := benchBoth(b, 1, way.target)
+				if by == "reached" {
+					dial = reach
 				}
-			}
-		})
+				c := dial()
+				defer c.Close()
+				p := make([]byte, way.bytes)
+				b.ReportAllocs()
+				if len(p) > 1 {
+					b.SetBytes(int64(len(p)))
+				}
+				for b.Loop() {
+					if err := way.once(c, p); err != nil {
+						b.Fatal(err)
+					}
+				}
+			})
+		}
 	}
 }
 
@@ -137,9 +146,16 @@ func echoed() net.Conn {
 	return near
 }
 
-// benchEnds joins an edge to a cloud, over TLS on loopback, and returns what dials a
-// target through the two. The session has so many connections at most.
+// benchEnds is the first result of benchBoth.
 func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func() net.Conn) {
+	b.Helper()
+	dial, _ = benchBoth(b, connections, target)
+	return dial
+}
+
+// benchBoth joins an edge to a cloud, over TLS on loopback. dial dials a target through the two, and reach has the
+// edge ask for it. The session has so many connections at most.
+func benchBoth(b *testing.B, connections int, target func() net.Conn) (dial, reach func() net.Conn) {
 	b.Helper()
 	ca := testca.New(b, "bench")
 	pair := ca.Pair(b, auth.Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true, TTL: time.Hour})
@@ -148,6 +164,7 @@ func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func
 	server, err := NewServer(ServerConfig{
 		Listen: "127.0.0.1:0", TLS: &tls.Config{Certificates: []tls.Certificate{pair}},
 		Auth: &fakeAuth{}, Log: log, Software: "bench", Limits: Limits{Opens: 1e9},
+		Reach: func(context.Context, *Ask) (net.Conn, error) { return target(), nil },
 	}, dir)
 	if err != nil {
 		b.Fatal(err)
@@ -163,12 +180,16 @@ func benchEnds(b *testing.B, connections int, target func() net.Conn) (dial func
 		b.Fatal(err)
 	}
 	testkit.Run(b, client.Run)
-	testkit.Eventually(b, "the edge joins", func() bool { return dir.Holds("edge1") })
-	return func() net.Conn {
-		c, err := dir.Dial(b.Context(), tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1"})
+	testkit.Eventually(b, "the edge joins", func() bool { return dir.Holds("edge1") && client.Ready() == nil })
+	made := func(c net.Conn, err error) net.Conn {
 		if err != nil {
 			b.Fatal(err)
 		}
 		return c
 	}
+	return func() net.Conn {
+			return made(dir.Dial(b.Context(), tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "target:1"}))
+		}, func() net.Conn {
+			return made(client.Reach(b.Context(), "target:1"))
+		}
 }

@@ -93,6 +93,10 @@ func (l EdgeLimits) orDefault() EdgeLimits {
 	return EdgeLimits{Conns: cmp.Or(l.Conns, d.Conns), Dials: cmp.Or(l.Dials, d.Dials)}
 }
 
+// maxReaching is how many calls of Reach an edge has on a session that are not answered, or were refused within the
+// last burst. So the edge stays below ownStreams: the cloud gives back only the streams of calls that it lets in.
+const maxReaching = ownStreams
+
 // bucket limits how often an event may happen: at a steady rate with bursts, plus once for each grant
 // of the method allow.
 type bucket struct {

@@ -701,8 +701,8 @@ func (a *slowAuth) Authenticate(ctx context.Context, c auth.Credential) (auth.Gr
 }
 
 // framer connects and opens a control stream as edge1, stream 1. The test writes the frames
-// that follow.
-func (r *rig) framer() *http2.Framer {
+// that follow, by the framer or to c.
+func (r *rig) framer() (f *http2.Framer, c net.Conn) {
 	r.t.Helper()
 	c, err := tls.Dial("tcp", r.server.Addr().String(), &tls.Config{RootCAs: r.ca.Pool(), ServerName: "cloud", NextProtos: []string{"h2"}})
 	if err != nil {
@@ -711,7 +711,7 @@ func (r *rig) framer() *http2.Framer {
 	r.t.Cleanup(func() { c.Close() })
 	c.SetDeadline(time.Now().Add(6 * patience))
 	io.WriteString(c, http2.ClientPreface)
-	f := http2.NewFramer(c, c)
+	f = http2.NewFramer(c, c)
 	f.WriteSettings()
 	var header bytes.Buffer
 	enc := hpack.NewEncoder(&header)
@@ -722,7 +722,7 @@ func (r *rig) framer() *http2.Framer {
 		enc.WriteField(hpack.HeaderField{Name: h[0], Value: h[1]})
 	}
 	f.WriteHeaders(http2.HeadersFrameParam{StreamID: 1, BlockFragment: header.Bytes(), EndHeaders: true})
-	return f
+	return f, c
 }
 
 // An edge that floods its session with frames that carry nothing loses it, with a reason.
@@ -738,7 +738,7 @@ func TestFramesLimit(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			r := newRig(t, func(c *ServerConfig) { c.Limits.Opens = 1 })
-			f := r.framer()
+			f, c := r.framer()
 			m, err := proto.Marshal(&pb.StreamMsg{Category: category, Type: typeHello, Data: encode(&pb.Hello{Version: Version})})
 			if err != nil {
 				t.Fatal(err)
@@ -750,16 +750,23 @@ func TestFramesLimit(t *testing.T) {
 				hpack.NewEncoder(&header).WriteField(hpack.HeaderField{Name: ":method", Value: "GET"})
 				f.WriteHeaders(http2.HeadersFrameParam{StreamID: 3, BlockFragment: header.Bytes(), EndHeaders: true})
 			}
-			stop := make(chan struct{})
-			defer close(stop)
-			go func() {
-				for write(f) == nil {
-					select {
-					case <-stop:
-						return
-					default:
-					}
+			var burst bytes.Buffer // in few records of TLS: the cloud has a second to send its last status
+			frames := http2.NewFramer(&burst, nil)
+			for range 1000 {
+				if err := write(frames); err != nil {
+					t.Fatal(err)
 				}
+			}
+			flooded := make(chan struct{})
+			go func() {
+				defer close(flooded)
+				for err := error(nil); err == nil; {
+					_, err = c.Write(burst.Bytes())
+				}
+			}()
+			defer func() {
+				c.Close()
+				<-flooded
 			}()
 			f.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
 			var told string
@@ -826,7 +833,7 @@ func TestStrangersBytes(t *testing.T) {
 	before := inUse()
 	data := make([]byte, size)
 	for range strangers {
-		f := r.framer()
+		f, _ := r.framer()
 		for range window / size {
 			f.WriteData(1, false, data) // the kernel takes what the cloud does not read
 		}

@@ -2,6 +2,7 @@ package stream
 
 import (
 	"context"
+	"fmt"
 	"io"
 	"net"
 	"testing"
@@ -74,7 +75,5 @@ func TestSessionLinesNameTheReplica(t *testing.T) {
 	r.join("edge1", direct)
 	addr := r.server.Addr().String()
 	line := []string{"end=edge", "session started", "node=edge1", "replica=" + r.others.id, "addr=" + addr}
-	if len(r.log.lines(line...)) != 1 {
-		t.Errorf("no line has %q:\n%s", line, r.log.lines("session started"))
-	}
+	testkit.Eventually(t, fmt.Sprintf("a line with %q", line), func() bool { return len(r.log.lines(line...)) == 1 })
 }

@@ -27,12 +27,7 @@ type openWay interface {
 	registered()
 	// run calls serve, in its own goroutine or in a new one. serve serves the open until its conn has ended.
 	run(serve func())
-	// accept tells the cloud that the target was reached.
-	accept(ctx context.Context) error
-	// conn makes this end of the conn. It is called once, after accept.
-	conn(cfg conn.Config) *conn.Conn
-	// reset resets the conn.
-	reset()
+	connWay
 	// refuse tells the cloud why there is no conn.
 	refuse(refused *pb.Refused)
 	// ended is called when serve has returned: the open was refused or has failed, or its conn has
@@ -40,27 +35,28 @@ type openWay interface {
 	ended()
 }
 
-// controlOpen is an open that came by the control stream. Its conn is a Connect stream.
-type controlOpen struct {
+// connWay is the way of one conn at the client's end of a session.
+type connWay interface {
+	// accept tells the cloud that the target of an open was reached, or asks the cloud to reach one.
+	accept(ctx context.Context) error
+	// conn makes this end of the conn. It is called once, after accept.
+	conn(cfg conn.Config) *conn.Conn
+	// reset resets the conn.
+	reset()
+}
+
+// streamConn is the way of a conn that is a stream on the session's own connection.
+type streamConn struct {
 	s      *edgeSession
 	topic  string
-	stream conn.Stream        // accept sets it
+	stream conn.Stream        // open sets it
 	cancel context.CancelFunc // resets stream
 }
 
-// ServeOpen implements tunnel.Way for the opens of the control stream: it serves the open in a new
-// goroutine, for which the session waits.
-func (s *edgeSession) ServeOpen(in *tunnel.Incoming, dial tunnel.DialFunc) error {
-	return s.serveOpen(in.Message, &controlOpen{s: s, topic: in.Topic}, dial)
-}
-
-func (o *controlOpen) registered() {}
-
-func (o *controlOpen) run(serve func()) { go serve() }
-
-func (o *controlOpen) accept(ctx context.Context) error {
-	ctx, cancel := context.WithCancel(ctx)
-	stream, err := o.s.client.Connect(metadata.AppendToOutgoingContext(ctx, topicKey, o.topic))
+// open opens the stream by call. The metadata of the stream are the topic, and these pairs.
+func (o *streamConn) open(ctx context.Context, call func(ctx context.Context) (conn.Stream, error), pairs ...string) error {
+	ctx, cancel := context.WithCancel(metadata.AppendToOutgoingContext(ctx, append(pairs, topicKey, o.topic)...))
+	stream, err := call(ctx)
 	if err != nil {
 		if status.Code(err) == codes.Unavailable {
 			// grpc-go opens at most 805 million streams on an HTTP/2 connection, and then has no
@@ -75,11 +71,28 @@ func (o *controlOpen) accept(ctx context.Context) error {
 	return nil
 }
 
-func (o *controlOpen) conn(cfg conn.Config) *conn.Conn {
+func (o *streamConn) conn(cfg conn.Config) *conn.Conn {
 	return conn.OverStream(o.stream, &o.s.own.turns, cfg)
 }
 
-func (o *controlOpen) reset() { o.cancel() }
+func (o *streamConn) reset() { o.cancel() }
+
+// controlOpen is an open that came by the control stream. Its conn is a Connect stream.
+type controlOpen struct{ streamConn }
+
+// ServeOpen implements tunnel.Way for the opens of the control stream: it serves the open in a new
+// goroutine, for which the session waits.
+func (s *edgeSession) ServeOpen(in *tunnel.Incoming, dial tunnel.DialFunc) error {
+	return s.serveOpen(in.Message, &controlOpen{streamConn{s: s, topic: in.Topic}}, dial)
+}
+
+func (o *controlOpen) registered() {}
+
+func (o *controlOpen) run(serve func()) { go serve() }
+
+func (o *controlOpen) accept(ctx context.Context) error {
+	return o.open(ctx, func(ctx context.Context) (conn.Stream, error) { return o.s.client.Connect(ctx) })
+}
 
 func (o *controlOpen) refuse(r *pb.Refused) { o.s.post(message(typeRefused, o.topic, r)) }
 
@@ -178,6 +191,7 @@ func (s *edgeSession) requestOf(m *tunnel.Message) (tunnel.Request, error) {
 	r := tunnel.Request{
 		Node: s.pub.Node, Category: m.Category, Network: open.GetNetwork(),
 		Addr: m.Addr, Caller: text(open.GetCaller()), Relayed: open.GetRelayed(), NoWait: open.GetNoWait(),
+		Trace: tunnel.ParseTraceContext(open.GetTraceparent(), ""),
 	}
 	err := s.owner.as.addressed(&r, &open)
 	return r, err
@@ -188,17 +202,26 @@ func (s *edgeSession) serve(
 	ctx context.Context, name string, r tunnel.Request, way openWay, dial tunnel.DialFunc,
 ) {
 	started := time.Now()
+	span := s.tracer.Child(s.owner.as.span(), r.Trace)
+	if span != nil {
+		r.Trace = &span.TraceContext // for the open of a relayed dial
+	}
 	target, late, err := s.dialTarget(ctx, r, dial)
 	if err != nil {
-		s.refuseDial(ctx, name, r, way, late, err)
+		err = whyRefused(ctx, r, late, err)
+	}
+	s.endSpan(span, r, err) // before the cloud knows: no span outlives its parent
+	if err != nil {
+		s.refuseDial(name, r, way, err)
 		return
 	}
 	defer s.owner.Over()
-	c, gone, err := s.openConn(ctx, r, way)
+	gone := make(chan struct{})
+	c, err := s.openConn(ctx, conn.Addr(r.Caller), way, func() { close(gone) })
 	if err != nil {
 		s.log.Debug("cannot open the conn", "topic", name, "target", r.Addr, "err", err)
 		tunnel.Reset(target)
-		s.refuse(way, err)
+		s.refuse(way, s.cannotOpen(err))
 		return
 	}
 	stop := c.Watch(ctx)
@@ -216,44 +239,49 @@ func (s *edgeSession) logEnded(name, target string, bytes int64, started time.Ti
 		"err", err, "dur", time.Since(started).Round(time.Microsecond))
 }
 
-// openConn accepts an open whose target was reached. It returns the conn, and a channel that is closed
-// when the conn is over and has no goroutine left.
+// cannotOpen is the refusal of an open whose target was reached.
+func (s *edgeSession) cannotOpen(err error) error {
+	return tunnel.Refusef(tunnel.Internal, "node %s reached the target and cannot open the conn: %v", s.pub.Node, err)
+}
+
+// openConn makes this end of a conn by way, with remote at its other end. It calls gone as [conn.Config.Gone].
 func (s *edgeSession) openConn(
-	ctx context.Context, r tunnel.Request, way openWay,
-) (*conn.Conn, <-chan struct{}, error) {
+	ctx context.Context, remote conn.Addr, way connWay, gone func(),
+) (*conn.Conn, error) {
 	if err := way.accept(ctx); err != nil {
-		const text = "node %s reached the target and cannot open the conn: %v"
-		return nil, nil, tunnel.Refusef(tunnel.Internal, text, s.pub.Node, err)
+		return nil, err
 	}
-	gone := make(chan struct{})
-	c := way.conn(conn.Config{
+	return way.conn(conn.Config{
 		IsEdge: true, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
-		Local: conn.Addr(s.pub.Node), Remote: conn.Addr(r.Caller),
+		Local: conn.Addr(s.pub.Node), Remote: remote,
 		Ended: func(err error) {
 			if err != nil {
 				way.reset()
 			}
 		},
-		Gone: func() { close(gone) },
-	})
-	return c, gone, nil
+		Gone: gone,
+	}), nil
 }
 
-// refuseDial logs why a dial has failed, and tells the cloud. late reports that dialTimeout has passed.
-func (s *edgeSession) refuseDial(
-	ctx context.Context, name string, r tunnel.Request, way openWay, late bool, err error,
-) {
+// whyRefused returns what the cloud is told of a dial that has failed with err. late reports that dialTimeout has
+// passed.
+func whyRefused(ctx context.Context, r tunnel.Request, late bool, err error) error {
+	_, decided := errors.AsType[*tunnel.Refusal](err)
+	switch {
+	case decided:
+	case ctx.Err() != nil:
+		return tunnel.Refusef(tunnel.Gone, "the caller has gone")
+	case late:
+		return tunnel.Refusef(tunnel.Timeout, "%s did not answer within %s", r.Addr, dialTimeout)
+	}
+	return err
+}
+
+// refuseDial logs why a dial has failed, and tells the cloud.
+func (s *edgeSession) refuseDial(name string, r tunnel.Request, way openWay, err error) {
 	s.log.Debug("target refused", "topic", name, "target", r.Addr, "err", err)
 	if tunnel.CodeOf(err) == tunnel.Denied {
 		s.owner.as.denied(s, name, r, err)
-	}
-	if _, decided := errors.AsType[*tunnel.Refusal](err); !decided {
-		switch {
-		case ctx.Err() != nil:
-			err = tunnel.Refusef(tunnel.Gone, "the caller has gone")
-		case late:
-			err = tunnel.Refusef(tunnel.Timeout, "%s did not answer within %s", r.Addr, dialTimeout)
-		}
 	}
 	s.refuse(way, err)
 }
@@ -298,7 +326,7 @@ func (s *edgeSession) refuseUnknown(m *tunnel.Message, way openWay) {
 // other unknown messages.
 func (s *edgeSession) nobody(m *tunnel.Message) error {
 	if m.Type == tunnel.TypeOpen {
-		s.refuseUnknown(m, &controlOpen{s: s, topic: m.Topic})
+		s.refuseUnknown(m, &controlOpen{streamConn{s: s, topic: m.Topic}})
 	}
 	return nil
 }

@@ -153,7 +153,11 @@ func (p *pacer) adjust() (began bool) {
 	var busy []*progress
 	for c, of := range p.data {
 		n, waits := of.update(c, took)
-		c.judge(of.segments)
+		counted := of.segments
+		if p.ours.known { // a data connection may have begun when a queue was there already
+			counted.trip = min(counted.trip, p.ours.shortestTrip)
+		}
+		c.judge(counted)
 		arrived += n
 		if waits {
 			busy = append(busy, of)

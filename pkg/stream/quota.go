@@ -17,6 +17,7 @@ type quota struct {
 	node tunnel.NodeName // set once
 
 	queue                     tunnel.Queue // limits the opens of the node
+	services                  tunnel.Queue // limits those of Services among them, see categoryServices
 	messages, streams, frames *bucket      // what the edge sends; see ownMessages
 
 	sessions int // live sessions of the node; guarded by quotas.mu
@@ -45,6 +46,9 @@ func (q *quotas) take(n tunnel.NodeName) *quota {
 				Take: newBucket(q.limits.Opens).wait, Counters: q.counters,
 			},
 			messages: newBucket(ownMessages), streams: newBucket(ownStreams), frames: newBucket(ownFrames),
+		}
+		own.services = tunnel.Queue{
+			Name: own.queue.Name + ", for Services,", Conns: (q.limits.Conns + 1) / 2, Counters: q.counters,
 		}
 		own.messages.most = openMessages * float64(q.limits.Conns)
 		own.streams.most = openStreams * float64(q.limits.Conns)
@@ -78,19 +82,43 @@ func (q *quota) release() {
 	})
 }
 
-// enter waits for room for an open. Then it grants the edge the messages, streams and frames to
-// answer the open.
+// categoryServices is the category of opens for endpoints of Services, and of what edges ask for. Any pod causes such
+// conns, and may leave them idle. So they have half of the conns of a node, and the callers of front doors find room.
+const categoryServices = "services"
+
+// enter waits for room for an open, or for a Reach of the edge.
 func (q *quota) enter(ctx context.Context, ended <-chan struct{}, r tunnel.Request) *tunnel.Refusal {
 	if q == nil {
 		return nil
 	}
-	if refusal := q.queue.Enter(ctx, ended, r); refusal != nil {
+	if r.Category != categoryServices {
+		return q.queue.Enter(ctx, ended, r)
+	}
+	if refusal := q.services.Enter(ctx, ended, r); refusal != nil {
 		return refusal
 	}
-	q.messages.allow(openMessages)
-	q.streams.allow(openStreams)
+	q.services.Dialled(r.Addr, true) // it has no limit of dials
+	refusal := q.queue.Enter(ctx, ended, r)
+	if refusal != nil {
+		q.services.Over()
+	}
+	return refusal
+}
+
+// allowAnswer grants the edge the messages, streams and frames to answer an open that enter let in.
+func (q *quota) allowAnswer() {
+	if q != nil {
+		q.messages.allow(openMessages)
+		q.streams.allow(openStreams)
+		q.frames.allow(openFrames)
+	}
+}
+
+// allowReach gives the edge back the stream of a Reach that enter let in, and grants it the frames of a conn. So the
+// limit of streams counts only calls that the quota did not let in.
+func (q *quota) allowReach() {
+	q.streams.allow(1)
 	q.frames.allow(openFrames)
-	return nil
 }
 
 // dialled ends the dial of an open that enter let in. answered: the target or the edge has answered.
@@ -100,10 +128,14 @@ func (q *quota) dialled(addr string, answered bool) {
 	}
 }
 
-// over ends the conn of an open that enter let in, or the open itself if it failed.
-func (q *quota) over() {
-	if q != nil {
-		q.queue.Over()
+// over ends the conn of an open of a category that enter let in, or the open itself if it failed.
+func (q *quota) over(category string) {
+	if q == nil {
+		return
+	}
+	q.queue.Over()
+	if category == categoryServices {
+		q.services.Over()
 	}
 }
 

@@ -22,14 +22,23 @@ const (
 	reasonExpired  reason = "EXPIRED"   // the credential of the node has expired
 	reasonSelf     reason = "SELF"      // a replica has joined itself
 	reasonNoIssuer reason = "NO_ISSUER" // the cloud issues no certificates
+	reasonAsked    reason = "ASKED"     // the node has asked whether it may join, and may
+	reasonRefused  reason = "REFUSED"   // a Reach was refused; the fact codeFact is the code
 )
 
 // reasonDomain is the domain of our reasons: it keeps them apart from the reasons of other software.
 const reasonDomain = "tunnel"
 
+// codeFact is the name of the fact that tells the code of a refusal, by its name.
+const codeFact = "code"
+
 // withReason returns a gRPC error with a reason.
-func withReason(code codes.Code, r reason, text string) error {
-	s, err := status.New(code, text).WithDetails(&errdetails.ErrorInfo{Reason: string(r), Domain: reasonDomain})
+func withReason(code codes.Code, r reason, text string) error { return withFacts(code, r, text, nil) }
+
+// withFacts is withReason, and adds facts for programs.
+func withFacts(code codes.Code, r reason, text string, facts map[string]string) error {
+	s, err := status.New(code, text).WithDetails(
+		&errdetails.ErrorInfo{Reason: string(r), Domain: reasonDomain, Metadata: facts})
 	if err != nil {
 		return status.Error(code, text) // never: WithDetails fails only for a detail that protobuf cannot encode
 	}
@@ -37,13 +46,16 @@ func withReason(code codes.Code, r reason, text string) error {
 }
 
 // reasonOf returns the reason of a gRPC error; "": none, as from an older release.
-func reasonOf(err error) reason {
+func reasonOf(err error) reason { return reason(infoOf(err).GetReason()) }
+
+// infoOf returns the reason of a gRPC error and its facts; nil: none.
+func infoOf(err error) *errdetails.ErrorInfo {
 	for _, detail := range status.Convert(err).Details() {
 		if info, ok := detail.(*errdetails.ErrorInfo); ok && info.GetDomain() == reasonDomain {
-			return reason(info.GetReason())
+			return info
 		}
 	}
-	return ""
+	return nil
 }
 
 // isUnknownAuthority reports whether the other side's certificate is signed by a CA that is not ours.

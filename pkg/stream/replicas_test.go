@@ -263,6 +263,9 @@ func TestOddClaims(t *testing.T) {
 
 // What a replica does before it stops does not make stopping longer.
 func TestLeaveIsPartOfTheGracePeriod(t *testing.T) {
+	if Overlap >= leaveFirst {
+		t.Errorf("idle edges stay for %s; the replica expects that they have gone after %s", Overlap, leaveFirst)
+	}
 	all := newFleet(t, 2)
 	if got := all[0].server.grace(); got != patience {
 		t.Errorf("the grace period is %s, want %s", got, patience)
@@ -271,6 +274,34 @@ func TestLeaveIsPartOfTheGracePeriod(t *testing.T) {
 	if got := all[0].server.grace(); got > patience-leaveFirst {
 		t.Errorf("after Leave the grace period is %s, want at most %s", got, patience-leaveFirst)
 	}
+}
+
+// A stop during a drain waits for the drain, and then has the rest of its own grace period. A later stop has all of it.
+func TestLeaveTwice(t *testing.T) {
+	bubble(t, func(t *testing.T) {
+		r := newRigOn(t, newMemNet(), func(c *ServerConfig) {
+			c.Replicas = leavingOthers{&others{id: uuid.NewString()}, func() {}}
+		})
+		start := time.Now()
+		var calls sync.WaitGroup
+		for range 3 {
+			calls.Go(func() { r.server.Leave(t.Context()) })
+		}
+		time.Sleep(time.Second)
+		r.server.Leave(t.Context())
+		if took := time.Since(start); took != leaveFirst {
+			t.Errorf("the second call has returned after %s, want %s", took, leaveFirst)
+		}
+		if got, want := r.server.grace(), patience-leaveFirst+time.Second; got != want {
+			t.Errorf("the stop has a grace period of %s, want %s", got, want)
+		}
+		calls.Wait()
+		time.Sleep(time.Hour)
+		r.server.Leave(t.Context())
+		if got := r.server.grace(); got != patience {
+			t.Errorf("a later stop has a grace period of %s, want %s", got, patience)
+		}
+	})
 }
 
 // A client that waits to find one more replica does not go on waiting when it has lost
@@ -320,7 +351,8 @@ func TestNoReplicasAnyMore(t *testing.T) {
 }
 
 // eachWay runs a test with conns that are dialled at the replica that holds the node, over
-// links that count as near and as far, and by data connections, and with relayed ones.
+// links that count as near and as far, and by data connections, and with relayed ones. Then it
+// runs the test with conns that edges ask for.
 func eachWay(t *testing.T, test func(t *testing.T, r *rig)) {
 	t.Helper()
 	t.Run("direct", func(t *testing.T) { test(t, newRig(t)) })
@@ -331,6 +363,7 @@ func eachWay(t *testing.T, test func(t *testing.T, r *rig)) {
 		test(t, r)
 	})
 	t.Run("relayed", func(t *testing.T) { test(t, newRelayedRig(t)) })
+	t.Run("reached", func(t *testing.T) { test(t, newReachRig(t)) })
 }
 
 // The replicas that an edge is told arrive, whatever their ids.

@@ -39,10 +39,12 @@ type rig struct {
 	panics   uint64           // that the test wants
 	log      *journal
 	ca       testca.CA
-	running  *testkit.Running // the server
-	front    *front           // another replica, by which conns are dialled; nil: directly
-	farTrip  time.Duration    // of the server, and of edges; 0: the default
-	spares   int              // data connections of each edge; conns go by them. 0: conns go by the session's own
+	running  *testkit.Running   // the server
+	front    *front             // another replica, by which conns are dialled; nil: directly
+	farTrip  time.Duration      // of the server, and of edges; 0: the default
+	spares   int                // data connections of each edge; conns go by them. 0: conns go by the session's own
+	reaches  bool               // edges ask for the conns; else the cloud dials them
+	clients  map[string]*Client // the last one of each node
 }
 
 // fakeAuth accepts the tokens "token-NODE" and "next-NODE" of every node.
@@ -128,6 +130,7 @@ func newRigOn(t *testing.T, network *memNet, change ...func(*ServerConfig)) *rig
 	r := &rig{
 		t: t, net: network, dir: &tunnel.Directory{}, auth: &fakeAuth{}, ca: ca,
 		counters: &tunnel.Counters{}, edges: &tunnel.Counters{}, log: &journal{name: t.Name()},
+		clients: make(map[string]*Client),
 	}
 	cfg := ServerConfig{
 		Listen: "127.0.0.1:0", TLS: &tls.Config{Certificates: []tls.Certificate{pair}},
@@ -248,6 +251,7 @@ func (r *rig) start(cfg ClientConfig, dial tunnel.DialFunc) *edge {
 	if err != nil {
 		r.t.Fatal(err)
 	}
+	r.clients[string(cfg.Node)] = c
 	return &edge{testkit.Run(r.t, c.Run), c}
 }
 
@@ -268,6 +272,9 @@ func (r *rig) dial(node, addr string) (net.Conn, error) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), patience) // of the dial alone
 	defer cancel()
+	if r.reaches {
+		return r.clients[node].Reach(ctx, addr)
+	}
 	var dialer tunnel.Dialer = r.dir
 	if r.front != nil {
 		dialer = r.front
@@ -300,7 +307,7 @@ func (r *rig) mustDial(node, addr string) net.Conn {
 		r.t.Fatal(err)
 	}
 	r.t.Cleanup(func() { c.Close() })
-	if r.front == nil {
+	if r.front == nil && !r.reaches {
 		if ok := r.cloudEnd(tunnel.NodeName(node)).byData(c); ok != (r.spares > 0) {
 			r.t.Errorf("that it goes by a data connection is %v", ok)
 		}

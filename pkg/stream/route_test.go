@@ -178,9 +178,9 @@ func TestRoutes(t *testing.T) {
 						t.Errorf("%d connections by the proxy", n)
 					}
 				}
-				if len(r.log.lines("session started", server+route)) != 1 {
-					t.Errorf("no line of the log names the way:\n%s", r.log)
-				}
+				r.eventually("a line of the log names the way", func() bool {
+					return len(r.log.lines("session started", server+route)) == 1
+				})
 				e.client.mu.Lock()
 				defer e.client.mu.Unlock()
 				if own := e.client.links[0].own; !own.indirect || own.tcp == nil {

@@ -41,15 +41,31 @@ type ServerConfig struct {
 	// Certificates: the TLS handshake asks edges for the certificates of their nodes. TLS verifies
 	// none of them; Auth does.
 	Certificates bool
-	Issuer       Issuer           // issues certificates to nodes; nil (not a typed nil): the server issues none
-	Counters     *tunnel.Counters // nil: nobody reads the counters
-	Log          *slog.Logger
-	Limits       Limits        // zero fields are defaults
-	Grace        time.Duration // how long conns may continue when the server stops; 0: tunnel.GracePeriod
-	Software     string        // name and version of this program, sent to edges
-	Replicas     Replicas      // the other replicas; nil (not a typed nil): this replica is alone
-	Congestion   *Congestion   // of the connections of edges and replicas; nil: the system's choice
-	Audit        tunnel.Trail  // takes joins, ends of sessions, and certificates of nodes; nil: nobody
+	// Tell returns what every edge is told with a certificate; nil: nothing.
+	Tell func() auth.TellEdges
+	// Trusts takes by which CAs, as auth.CAID, a node says that it verifies the cloud; nil: nobody wants to know.
+	// It is called after a node has got another certificate. The ids are checked for their length alone.
+	Trusts     func(node tunnel.NodeName, cas []string)
+	Issuer     Issuer           // issues certificates to nodes; nil (not a typed nil): the server issues none
+	Counters   *tunnel.Counters // nil: nobody reads the counters
+	Log        *slog.Logger
+	Limits     Limits         // zero fields are defaults
+	Grace      time.Duration  // how long conns may continue when the server stops; 0: tunnel.GracePeriod
+	Software   string         // name and version of this program, sent to edges
+	Replicas   Replicas       // the other replicas; nil (not a typed nil): this replica is alone
+	Congestion *Congestion    // of the connections of edges and replicas; nil: the system's choice
+	Audit      tunnel.Trail   // takes joins, ends of sessions, and certificates of nodes; nil: nobody
+	Tracer     *tunnel.Tracer // makes spans of opens; nil: off
+	// Sockets opens the listeners; nil: nobody can take them over.
+	Sockets *listen.Sockets
+	// Reach connects to a target that the edge of a session asks for, or refuses it with a [tunnel.Refusal]. The edge
+	// does not learn the text of another error. The caller owns the conn. ctx bounds the dialling only. nil: edges
+	// reach nothing.
+	Reach ReachFunc
+	// ReachSink is told of the conns for which edges ask.
+	ReachSink tunnel.Sink
+	// Services are served on the connections of sessions.
+	Services []SessionService
 
 	farTrip time.Duration // only tests set it; 0: the constant farTrip
 }
@@ -82,16 +98,21 @@ type Server struct {
 	quotas  quotas      // of the nodes
 	tickets dataTickets // of pending data connections
 
-	addr     atomic.Pointer[net.Addr] // set while the server listens
-	leaving  chan struct{}            // closed by Leave
-	leftAt   time.Time                // when Leave began; written before leaving is closed
-	stopping atomic.Bool              // true: no edge may join any more
-	sessions sync.WaitGroup           // live sessions; handlers add to it, and gRPC waits for the handlers
+	addr atomic.Pointer[net.Addr] // set while the server listens
+	// splices is the context of the conns that edges have asked for. Run sets it before it serves.
+	splices  context.Context
+	draining atomic.Bool    // the server stops: edges may ask for no more conns
+	leaving  chan struct{}  // closed when Leave begins
+	left     chan struct{}  // closed when Leave has ended
+	stopping atomic.Bool    // true: no edge may join any more
+	moving   atomic.Bool    // another process takes over: see Move
+	sessions sync.WaitGroup // live sessions; handlers add to it, and gRPC waits for the handlers
 
 	telling sync.Mutex // held while edges get the list of replicas, so that the last list sent is the newest
 
-	mu   sync.Mutex                 // guards the following
-	live map[*cloudSession]struct{} // sessions of nodes and of other replicas: join adds, detach deletes
+	mu     sync.Mutex                 // guards the following
+	live   map[*cloudSession]struct{} // sessions of nodes and of other replicas: join adds, detach deletes
+	leftAt time.Time                  // when Leave was last called; zero: never
 }
 
 // NewServer makes a server that puts its sessions into dir. The server passes messages to the
@@ -107,7 +128,7 @@ func NewServer(cfg ServerConfig, dir *tunnel.Directory, mods ...tunnel.Module) (
 	}
 	s := &Server{
 		cfg: cfg, quotas: quotas{limits: cfg.Limits, counters: cfg.Counters}, dir: dir, blocks: new(conn.Blocks),
-		log: cfg.Log.With("module", category), listen: net.Listen, leaving: make(chan struct{}),
+		log: cfg.Log.With("module", category), listen: net.Listen, leaving: make(chan struct{}), left: make(chan struct{}),
 		strangers: listen.NewStrangers(cfg.Limits.Joining, cfg.Limits.JoiningPerAddress),
 		live:      make(map[*cloudSession]struct{}),
 	}
@@ -180,6 +201,10 @@ func (s *Server) Run(ctx context.Context) error {
 		}
 		return err
 	}
+	s.draining.Store(false)
+	var endSplices context.CancelFunc
+	s.splices, endSplices = context.WithCancel(context.WithoutCancel(ctx))
+	defer endSplices()
 	addr := listeners[0].Addr()
 	s.addr.Store(&addr)
 	defer s.addr.Store(nil)
@@ -193,6 +218,8 @@ func (s *Server) Run(ctx context.Context) error {
 		defer close(stopped)
 		<-ctx.Done()
 		s.stopping.Store(true)
+		s.draining.Store(true)
+		time.AfterFunc(s.grace(), endSplices)
 		s.drain()
 		stop(servers.all()...)
 	}()
@@ -211,7 +238,7 @@ func (s *Server) Run(ctx context.Context) error {
 // open opens the listeners of edges.
 func (s *Server) open() (listeners []net.Listener, err error) {
 	if s.cfg.Listen != "" {
-		ln, err := s.listen("tcp", s.cfg.Listen)
+		ln, err := s.openListener(s.cfg.Listen)
 		if err != nil {
 			return nil, fmt.Errorf("listening for edges: %w "+
 				"(is another process on that port? see grpcport in [mode.cloud.stream.server])", err)
@@ -225,6 +252,12 @@ func (s *Server) open() (listeners []net.Listener, err error) {
 		return nil, errors.New("there is no port for edges: see grpcport in [mode.cloud.stream.server]")
 	}
 	return listeners, nil
+}
+
+// openListener opens a listener of edges.
+func (s *Server) openListener(address string) (net.Listener, error) {
+	return s.cfg.Sockets.Open(listen.Edges, listen.Name{Network: "tcp", Address: address},
+		func() (net.Listener, error) { return s.listen("tcp", address) })
 }
 
 // linkServers are the gRPC servers of edges, by what the link of a connection is like.
@@ -252,6 +285,9 @@ func (s *Server) newGRPC(link far, total time.Duration) *grpc.Server {
 	server := grpc.NewServer(opts...)
 	pb.RegisterStreamServer(server, s)
 	server.RegisterService(certificatesService(), s)
+	for _, service := range s.cfg.Services {
+		server.RegisterService(s.onSessions(service), s)
+	}
 	return server
 }
 
@@ -303,19 +339,24 @@ func (s *Server) serve(
 // asks reports whether the TLS handshake asks clients for a certificate.
 func (s *Server) asks() bool { return s.cfg.Certificates || s.cfg.Replicas != nil }
 
-// Leave prepares a stop while other replicas continue. Call Leave once, before the stop. From then on
-// no edge may join this replica. Leave asks connected edges to open a session with another replica.
+// Leave prepares a stop while other replicas continue. Call Leave before the stop. A second call waits for the first
+// one. From then on no edge may join this replica. Leave asks connected edges to open a session with another replica.
 // The DNS names of nodes then lead to other replicas. Leave returns when every edge has such a session:
 // after leaveFirst, when load balancers and clients that resolve names have seen the change, at the
 // earliest, and after leaveLast at the latest. Front doors should serve until Leave returns. On a replica
 // without live peers, Leave does nothing.
 func (s *Server) Leave(ctx context.Context) {
-	if s.cfg.Replicas == nil || len(s.cfg.Replicas.Joined()) == 0 {
+	if s.Alone() && !tunnel.IsClosed(s.leaving) {
 		return
 	}
-	s.stopping.Store(true)
-	s.leftAt = time.Now()
-	close(s.leaving)
+	if !s.leaves() {
+		select {
+		case <-s.left:
+		case <-ctx.Done():
+		}
+		return
+	}
+	defer close(s.left)
 	s.cfg.Replicas.Leave()
 	s.log.Info("leaving: the other replicas take over", "dur", leaveFirst)
 	for _, cs := range s.allLive() {
@@ -331,6 +372,39 @@ func (s *Server) Leave(ctx context.Context) {
 		s.log.Warn("nodes have no session with another replica yet", "nodes", left)
 	}
 }
+
+// leaves notes that Leave was called. It reports whether that is the first call.
+func (s *Server) leaves() (first bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.leftAt = time.Now()
+	if tunnel.IsClosed(s.leaving) {
+		return false
+	}
+	s.stopping.Store(true)
+	close(s.leaving)
+	return true
+}
+
+// Move asks the connected edges to open another session, and goes on. Call it when this process no longer accepts
+// connections of edges, and another process accepts them. It returns the nodes that have a session here.
+func (s *Server) Move() []tunnel.NodeName {
+	s.moving.Store(true)
+	for _, cs := range s.allLive() {
+		cs.role.leave(cs)
+	}
+	return s.dir.Connected()
+}
+
+// Stay undoes Move, which has returned nodes. The edges come back. Each gets another session, and the conns of its old
+// session go on.
+func (s *Server) Stay(nodes []tunnel.NodeName) {
+	s.moving.Store(false)
+	s.dir.Expect(nodes, time.Now().Add(leaveLast))
+}
+
+// Alone reports whether no other replica could take the edges.
+func (s *Server) Alone() bool { return s.cfg.Replicas == nil || len(s.cfg.Replicas.Joined()) == 0 }
 
 // stop ends gRPC servers. The server has already told every session to end. If edges do not close
 // their connections within a second, stop closes the connections.
@@ -368,10 +442,12 @@ func (s *Server) drain() {
 	}
 }
 
-// grace returns how long conns may continue when the server stops. The time that Leave took is part
-// of the grace period, because Kubernetes' 30 s begin with Leave.
+// grace returns how long conns may continue when the server stops. The time that the last call of Leave took is part
+// of the grace period, because Kubernetes' 30 s begin with it. An earlier call is that of a drain without a stop.
 func (s *Server) grace() time.Duration {
-	if tunnel.IsClosed(s.leaving) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.leftAt.IsZero() {
 		return max(0, s.cfg.Grace-time.Since(s.leftAt))
 	}
 	return s.cfg.Grace
@@ -554,15 +630,23 @@ func (s *Server) detach(cs *cloudSession) {
 // Connect implements the data plane. One call carries one conn; the edge opens it in answer to an
 // open request. The handler returns when the conn has ended.
 func (s *Server) Connect(stream pb.Stream_ConnectServer) error {
-	ctx := stream.Context()
+	cs, err := s.sessionOf(stream.Context())
+	if err != nil {
+		return err
+	}
+	return cs.connect(stream)
+}
+
+// sessionOf returns the session of the connection that a stream came on. If there is none, it refuses the connection.
+func (s *Server) sessionOf(ctx context.Context) (*cloudSession, error) {
 	t, err := transportOf(ctx)
 	if err != nil {
-		return status.Error(codes.Internal, err.Error())
+		return nil, status.Error(codes.Internal, err.Error())
 	}
 	cs := t.session.Load()
 	if cs == nil {
-		// This Connect stream came on another connection than the session's control stream: a proxy
-		// between edge and cloud has split the streams.
+		// The stream came on another connection than the session's control stream: a proxy between edge
+		// and cloud has split the streams.
 		t.refuse()
 		s.cfg.Counters.Refuse(tunnel.WrongSession)
 		if skipped, ok := s.splitWarnings.Allow(); ok {
@@ -570,8 +654,8 @@ func (s *Server) Connect(stream pb.Stream_ConnectServer) error {
 				"only a TCP (layer 4) balancer may stand between edge and cloud",
 				"remote", t.conn.RemoteAddr().String(), "skipped", skipped)
 		}
-		return status.Error(codes.FailedPrecondition,
+		return nil, status.Error(codes.FailedPrecondition,
 			"wrong-session: this connection has no session; only a TCP (layer 4) balancer may stand in between")
 	}
-	return cs.connect(stream)
+	return cs, nil
 }

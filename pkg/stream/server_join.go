@@ -28,8 +28,8 @@ type refusedJoin struct {
 	node string // the claimed or proven node; "": not known
 	told error  // the error that the edge gets, a gRPC status
 	err  error  // the error for the log; nil: the same as told
-	// again: the peer already has a session with this replica. A load balancer chooses the replica,
-	// so that is normal. Such a refusal is neither counted nor logged as a warning.
+	// again: the peer already has a session with this replica, or only asks whether it may join. A load
+	// balancer chooses the replica, so that is normal. Such a refusal is neither counted nor logged as a warning.
 	again bool
 }
 
@@ -124,9 +124,9 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 		return nil, refusal
 	}
 	node := proven.grant.Node
-	hello, err := s.helloOf(stream, node)
+	hello, err := s.helloOf(stream, t, node)
 	if err != nil {
-		return nil, &refusedJoin{node: string(node), told: err}
+		return nil, &refusedJoin{node: string(node), told: err, again: reasonOf(err) == reasonAsked}
 	}
 	if err := role.again(hello); err != nil {
 		return nil, &refusedJoin{node: string(node), told: err, again: true}
@@ -149,11 +149,13 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 }
 
 // helloOf receives the hello of a peer, and checks it. node is the proven node, "" for a replica.
-func (s *Server) helloOf(stream controlStream, node tunnel.NodeName) (*pb.Hello, error) {
+func (s *Server) helloOf(stream controlStream, t *transport, node tunnel.NodeName) (*pb.Hello, error) {
 	hello, err := receiveHello(stream)
 	switch {
 	case err != nil:
 		return nil, status.Errorf(codes.InvalidArgument, "joining: %v", err)
+	case hello.GetVersion() == askVersion && node != "":
+		return nil, s.asked(t, node)
 	case hello.GetVersion() != Version:
 		return nil, status.Errorf(codes.FailedPrecondition,
 			"this edge speaks version %d of the protocol and the cloud version %d: "+
@@ -177,9 +179,10 @@ func (s *Server) newSession(
 	cs.pub = &tunnel.Session{
 		ID: uuid.NewString(), Node: node, Remote: t.conn.RemoteAddr().String(), Since: time.Now(), Reach: hello.GetReach(),
 		Link: cs, Dialer: cs, Instance: text(hello.GetInstance()), All: hello.GetAll(),
-		Software: text(hello.GetSoftware()),
+		Software: text(hello.GetSoftware()), Renews: slices.Contains(hello.GetCapabilities(), capabilityRenew),
+		Services: slices.Contains(hello.GetCapabilities(), capabilityServices),
 	}
-	cs.blocks, cs.unknown, cs.stream = s.blocks, misdirected, stream
+	cs.blocks, cs.unknown, cs.stream, cs.tracer = s.blocks, misdirected, stream, s.cfg.Tracer
 	cs.ordered = slices.Contains(hello.GetCapabilities(), capabilityAbort)
 	cs.own = t.conn.Conn.(*carrier) //nolint:forcetypeassert // joinListener wraps every connection in a carrier
 	cs.pub.Paths = cs.own.Paths
@@ -200,6 +203,9 @@ func (s *Server) ownHello(cs *cloudSession) *pb.Hello {
 	hello := &pb.Hello{
 		Version: Version, Software: s.cfg.Software, Session: cs.pub.ID, Capabilities: capabilities(),
 		MaxConns: uint32(cs.maxConns), //nolint:gosec // a few thousand
+	}
+	if s.cfg.Reach != nil {
+		hello.Capabilities = append(hello.Capabilities, capabilityServices)
 	}
 	if s.cfg.Replicas != nil {
 		hello.Instance = s.cfg.Replicas.ID()

@@ -36,6 +36,15 @@ func (p *proof) certificateEnds() int64 {
 	return p.chain[0].NotAfter.Unix()
 }
 
+// described describes the node's certificate; nil: p is no certificate.
+func (p *proof) described() *tunnel.Certificate {
+	if len(p.chain) == 0 {
+		return nil
+	}
+	c := tunnel.CertificateOf(p.chain[0])
+	return &c
+}
+
 const (
 	// clockStep is how often the expiry of a proof is compared with the clock. Somebody may set the
 	// clock while the session lives.
@@ -56,6 +65,7 @@ var (
 func (s *cloudSession) standOn(p *proof) {
 	old := s.proof.Swap(p)
 	s.pub.CertificateEnds.Store(p.certificateEnds())
+	s.pub.Certificate.Store(p.described())
 	if old == nil {
 		return
 	}

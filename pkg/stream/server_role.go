@@ -71,19 +71,28 @@ func (r asNode) attach(cs *cloudSession, hello *pb.Hello) {
 		By: text(cs.proof.Load().grant.By),
 	})
 	if old := r.server.dir.Attach(cs.pub); old != nil {
-		r.server.cfg.Counters.Replaced.Add(1)
-		cs.log.Warn("this session replaces an older one of the same node", "replaced", old.ID, "remote", old.Remote)
-		old.Close(status.Error(codes.Aborted, "replaced by a newer session of this node"))
+		if older, ok := old.Link.(*cloudSession); ok && cs.succeeds(older, hello) {
+			cs.follow(older)
+		} else {
+			r.server.cfg.Counters.Replaced.Add(1)
+			cs.log.Warn("this session replaces an older one of the same node", "replaced", old.ID, "remote", old.Remote)
+			old.Close(errReplaced)
+		}
 	}
 	r.server.welcome(cs)
-	if tunnel.IsClosed(r.server.leaving) { // this session was joining when Leave told the live sessions
+	// Otherwise this session was joining when Leave or Move told the live sessions.
+	if tunnel.IsClosed(r.server.leaving) || r.server.moving.Load() {
 		r.leave(cs)
 	}
 }
 
 func (asNode) leave(cs *cloudSession) { cs.tellDrain(true) }
 
-func (r asNode) detach(cs *cloudSession) { r.server.dir.Detach(cs.pub) }
+func (r asNode) detach(cs *cloudSession) {
+	if r.server.dir.Detach(cs.pub) {
+		r.server.fallBack(cs)
+	}
+}
 
 func (asNode) address(*tunnel.Message, *pb.Open, tunnel.Request) {} // a session with a node has just one node
 

@@ -45,12 +45,19 @@ type cloudSession struct {
 
 	quota *quota // of the node; nil: no limits
 
+	denials tunnel.Limiter // how many targets that the node may not reach are told to ReachSink
+
+	// See server_succeed.go.
+	predecessor atomic.Pointer[cloudSession] // whose conns go on; nil: none
+	succession  *time.Timer                  // ends predecessor; nil: nothing does. Owned by the handler
+
 	// Guarded by session.mu.
 	asking     int           // unanswered requests for data connections
 	lastAsk    time.Time     // when the cloud last asked for a data connection
 	noAskUntil time.Time     // until then the cloud asks for none, since the edge has refused one
 	spares     []*dataConn   // idle data connections; the most recently used is last
 	spared     tunnel.Change // a data connection has become idle
+	calls      int           // streams of SessionServices; see addCall
 	shortConns recently      // conns that ended recently and lasted less than short
 }
 
@@ -70,6 +77,8 @@ func (s *cloudSession) invalid(err error) error {
 type pending struct {
 	settled atomic.Bool // true: one party has settled the request
 	result  chan opened // the settler sends exactly once; capacity 1, so that the send never waits
+
+	category string // of the request; set once
 }
 
 // opened is the result of an open request: a conn or a refusal.
@@ -95,7 +104,14 @@ func (p *pending) Abort() {
 // Dial implements tunnel.Dialer. It asks the edge to dial, and waits for the conn.
 func (s *cloudSession) Dial(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	r.Chose()
+	span := s.tracer.Child(tunnel.SpanOpen, r.Trace)
+	if span != nil {
+		r.Trace = &span.TraceContext
+	}
 	c, refusal := s.dial(ctx, r)
+	if span != nil {
+		span.End(s.eventOf(r, refusal))
+	}
 	if refusal != nil {
 		if r.NoWait && refusal.Code == tunnel.Overloaded {
 			return nil, refusal // not final: the caller may try elsewhere or wait
@@ -117,29 +133,37 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn.Conn
 	if len(r.Addr) > maxAddr || !utf8.ValidString(r.Addr) {
 		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not an address", text(r.Addr))
 	}
-	s.mu.Lock()
-	refusal = s.closedLocked()
-	s.mu.Unlock()
-	if refusal == nil {
-		refusal = s.quota.enter(ctx, s.done, r)
-	}
-	if refusal != nil {
+	if refusal = s.enter(ctx, r); refusal != nil {
 		return nil, refusal
 	}
+	s.quota.allowAnswer()
 	defer func() { // runs also when open panics
 		s.quota.dialled(r.Addr, c != nil || refusal != nil && refusal.Answered())
 		if c == nil { // otherwise connOver calls over
-			s.quota.over()
+			s.quota.over(r.Category)
 		}
 	}()
 	return s.open(ctx, r)
+}
+
+// enter waits for room in the quota of the node, unless the session opens nothing.
+func (s *cloudSession) enter(ctx context.Context, r tunnel.Request) *tunnel.Refusal {
+	s.mu.Lock()
+	refusal := s.closedLocked()
+	s.mu.Unlock()
+	if refusal != nil {
+		return refusal
+	}
+	return s.quota.enter(ctx, s.done, r)
 }
 
 // open sends an open request and waits for the conn. It uses an idle data connection if there is
 // one, and otherwise the control stream.
 func (s *cloudSession) open(ctx context.Context, r tunnel.Request) (*conn.Conn, *tunnel.Refusal) {
 	m := &tunnel.Message{Category: r.Category, Type: tunnel.TypeOpen, Topic: uuid.NewString(), Addr: r.Addr}
-	open := &pb.Open{Network: r.Network, Caller: text(r.Caller), Relayed: r.Relayed, NoWait: r.NoWait}
+	open := &pb.Open{
+		Network: r.Network, Caller: text(r.Caller), Relayed: r.Relayed, NoWait: r.NoWait, Traceparent: r.Trace.Traceparent(),
+	}
 	s.role.address(m, open, r)
 	m.Data = encode(open)
 	if d := s.spareFor(ctx, r); d != nil {
@@ -158,7 +182,7 @@ func (s *cloudSession) dialByControl(
 	ctx context.Context, r tunnel.Request, m *tunnel.Message,
 ) (*conn.Conn, *tunnel.Refusal) {
 	name := m.Topic
-	p := &pending{result: make(chan opened, 1)}
+	p := &pending{result: make(chan opened, 1), category: r.Category}
 	if refusal := s.add(name, p); refusal != nil {
 		return nil, refusal
 	}
@@ -238,7 +262,15 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 		return errGone
 	}
 	since := time.Now()
-	var c *conn.Conn
+	c := s.newConn(stream, name, func() { s.connOver(name, p.category, since) })
+	if !s.promote(name, p, c) {
+		return errGone
+	}
+	return waitForEnd(ctx, c)
+}
+
+// newConn makes the cloud's end of a conn over a stream. It calls gone as [conn.Config.Gone].
+func (s *cloudSession) newConn(stream conn.Stream, topic string, gone func()) (c *conn.Conn) {
 	c = conn.OverStream(stream, &s.own.turns, conn.Config{
 		Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
 		Local: "cloud", Remote: conn.Addr(s.pub.Node),
@@ -246,14 +278,16 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 			if err != nil && c.MustCancel() {
 				// The status of the stream waits behind data that a stalled edge does not read. The
 				// control stream does not wait.
-				s.post(message(typeCancel, name, nil))
+				s.post(message(typeCancel, topic, nil))
 			}
 		},
-		Gone: func() { s.connOver(name, since) },
+		Gone: gone,
 	})
-	if !s.promote(name, p, c) {
-		return errGone
-	}
+	return c
+}
+
+// waitForEnd waits until a conn has ended. It returns the status of its stream, whose context is ctx.
+func waitForEnd(ctx context.Context, c *conn.Conn) error {
 	select {
 	case <-c.Done():
 	case <-ctx.Done():
@@ -279,15 +313,15 @@ func (s *cloudSession) promote(name string, p *pending, c *conn.Conn) bool {
 	return true
 }
 
-// connOver removes a conn that is over and has no goroutine left. since is when the conn began.
-func (s *cloudSession) connOver(name string, since time.Time) {
+// connOver removes a conn of a category that is over and has no goroutine left. since is when the conn began.
+func (s *cloudSession) connOver(name, category string, since time.Time) {
 	if time.Since(since) < short {
 		s.mu.Lock()
 		s.shortConns.add()
 		s.mu.Unlock()
 	}
 	s.remove(name)
-	s.quota.over()
+	s.quota.over(category)
 }
 
 // short is the duration below which an ended conn counts in shortConns.
@@ -357,6 +391,8 @@ func (s *cloudSession) logEnd(err error) {
 	switch {
 	case leaving && hungUp(err):
 		s.log.Info("session ended: the edge has stopped", "dur", lived)
+	case s.toldDrain.Load() && errors.Is(err, errLost):
+		s.log.Info("session ended: the edge has moved", "dur", lived)
 	case errors.Is(err, errCloudStopping):
 		s.log.Info("session ended: the cloud is stopping", "dur", lived)
 	case errors.Is(err, io.EOF):

@@ -35,7 +35,7 @@ func (s *Server) listenWeb() (*webListener, error) {
 	if s.cfg.WebSocket == "" {
 		return nil, nil
 	}
-	ln, err := s.listen("tcp", s.cfg.WebSocket)
+	ln, err := s.openListener(s.cfg.WebSocket)
 	if err != nil {
 		return nil, fmt.Errorf("listening for WebSockets: %w "+
 			"(is another process on that port? see websocket in [mode.cloud.stream.server])", err)

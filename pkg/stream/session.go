@@ -26,6 +26,7 @@ type session struct {
 	log      *slog.Logger
 	router   *tunnel.Router // the handlers of received messages
 	counters *tunnel.Counters
+	tracer   *tunnel.Tracer // nil: off
 	blocks   *conn.Blocks
 	stream   controlStream               // the control stream
 	own      *carrier                    // the session's own connection
@@ -153,6 +154,19 @@ func (s *session) lookup(name string) topic {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.topics[name]
+}
+
+// replace makes t the topic of a name that was added. If the session has ended, replace aborts t.
+func (s *session) replace(name string, t topic) {
+	s.mu.Lock()
+	ended := s.err != nil
+	if !ended {
+		s.topics[name] = t
+	}
+	s.mu.Unlock()
+	if ended {
+		t.Abort()
+	}
 }
 
 // remove undoes add.

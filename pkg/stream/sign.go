@@ -19,7 +19,8 @@ import (
 
 // Issuer issues certificates to nodes. auth.Issuer implements it.
 type Issuer interface {
-	// First issues the node's first certificate for a join token. A bad token is refused at once
+	// First issues the node's first certificate for a join token. ErrNoUse tells why a good token for several
+	// nodes is not good for this one. A bad token is refused at once
 	// (auth.ErrUnauthenticated), without asking the signer. A token whose node gets its first
 	// certificate just now is refused at once, too (auth.ErrSigning).
 	First(ctx context.Context, c auth.Credential, request []byte) (node tunnel.NodeName, chain []byte, err error)
@@ -92,7 +93,7 @@ func (s *Server) signFirst(ctx context.Context, t *transport, stream grpc.Server
 	if t.joining.Swap(true) { // each call may wait for a message that never ends, so a connection gets one
 		return nil, &refusedJoin{node: c.Node, told: errOneProof}
 	}
-	request, refusal := s.receiveRequest(stream)
+	request, _, refusal := s.receiveRequest(stream)
 	if refusal != nil {
 		refusal.node = c.Node
 		return nil, refusal
@@ -131,7 +132,7 @@ func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.Se
 	if _, ok := cs.signatures.Allow(); !ok {
 		return nil, &refusedJoin{node: node, told: status.Errorf(codes.ResourceExhausted, "%d certificates in %s are the limit; try again later", renewBurst, renewInterval)}
 	}
-	request, refusal := s.receiveRequest(stream)
+	request, trusts, refusal := s.receiveRequest(stream)
 	if refusal != nil {
 		refusal.node = node
 		return nil, refusal
@@ -157,6 +158,9 @@ func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.Se
 		return nil, &refusedJoin{node: node, told: errSessionOver, err: err}
 	}
 	cs.standOn(next)
+	if s.cfg.Trusts != nil {
+		s.cfg.Trusts(cs.pub.Node, trusts)
+	}
 	return s.signed(cs.transport, cs.pub.Node, chain, tunnel.EventRenew)
 }
 
@@ -167,7 +171,12 @@ func (s *Server) signed(
 	remote := t.conn.RemoteAddr().String()
 	s.log.Info("certificate issued", "node", node, "remote", remote)
 	s.cfg.Audit.Record(tunnel.Event{Kind: kind, Result: tunnel.ResultOK, Node: node, Remote: remote})
-	return &pb.SignResponse{Chain: chain, Node: string(node), TimeMs: time.Now().UnixMilli()}, nil
+	answer := &pb.SignResponse{Chain: chain, Node: string(node), TimeMs: time.Now().UnixMilli()}
+	if s.cfg.Tell != nil {
+		tell := s.cfg.Tell()
+		answer.CloudCas, answer.Servers = tell.CloudCAs, tell.Servers
+	}
+	return answer, nil
 }
 
 // Errors that refuse a certificate.
@@ -177,20 +186,25 @@ var (
 	errOneAtATime  = status.Error(codes.ResourceExhausted, "one certificate at a time")
 )
 
-// receiveRequest reads the request for a certificate.
-func (s *Server) receiveRequest(stream grpc.ServerStream) ([]byte, *refusedJoin) {
+// receiveRequest reads the request for a certificate. trusts are the CAs by which the edge says it verifies the cloud.
+func (s *Server) receiveRequest(stream grpc.ServerStream) (request []byte, trusts []string, refusal *refusedJoin) {
 	var in pb.SignRequest
 	switch err := stream.RecvMsg(&in); {
 	case status.Code(err) == codes.ResourceExhausted: // gRPC's own error: the message is longer than any message may be
 		s.cfg.Counters.Limited(tunnel.LimitMessage)
-		return nil, &refusedJoin{told: err}
+		return nil, nil, &refusedJoin{told: err}
 	case err != nil:
-		return nil, &refusedJoin{told: status.Errorf(codes.InvalidArgument, "the request for a certificate: %v", err)}
+		return nil, nil, &refusedJoin{told: status.Errorf(codes.InvalidArgument, "the request for a certificate: %v", err)}
 	}
 	if n := len(in.GetRequest()); n > maxRequest {
-		return nil, &refusedJoin{told: status.Errorf(codes.InvalidArgument, "the request for a certificate is %d bytes long; %d are allowed", n, maxRequest)}
+		return nil, nil, &refusedJoin{told: status.Errorf(codes.InvalidArgument, "the request for a certificate is %d bytes long; %d are allowed", n, maxRequest)}
 	}
-	return in.GetRequest(), nil
+	for _, id := range in.GetTrusts()[:min(len(in.GetTrusts()), maxTrusts)] {
+		if len(id) <= maxTrust {
+			trusts = append(trusts, text(id))
+		}
+	}
+	return in.GetRequest(), trusts, nil
 }
 
 // notSigned returns the refusal for err, the reason why there is no certificate.
@@ -200,6 +214,9 @@ func notSigned(node string, request []byte, err error) *refusedJoin {
 	}
 	if errors.Is(err, auth.ErrSigning) {
 		return &refusedJoin{node: node, told: errOneAtATime}
+	}
+	if errors.Is(err, auth.ErrNoUse) { // the edge has proven that it has the token
+		return &refusedJoin{node: node, told: status.Error(codes.AlreadyExists, text(err.Error()))}
 	}
 	if _, bad := auth.ParseRequest(tunnel.NodeName(node), request); bad != nil {
 		return &refusedJoin{node: node, told: status.Errorf(codes.InvalidArgument, "the request for a certificate: %v", bad)}

@@ -3,8 +3,11 @@ package stream
 import (
 	"context"
 	"crypto/tls"
+	"crypto/x509"
 	"encoding/pem"
 	"errors"
+	"reflect"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -419,4 +422,71 @@ func TestSignAndSilence(t *testing.T) {
 			}
 		}
 	})
+}
+
+// With a certificate comes what the cloud tells its edges, and by which certificates the edge has verified the cloud.
+// The cloud learns by which CAs the edge verifies it.
+func TestToldWithACertificate(t *testing.T) {
+	a := newRegistry(t, nodeCA(t), "edge1:token-edge1 join")
+	tell := auth.TellEdges{CloudCAs: []byte("CAs"), Servers: []string{"cloud:9000"}}
+	trusts := make(chan []string, 1)
+	r := newRig(t, a.serve, func(c *ServerConfig) {
+		c.Tell = func() auth.TellEdges { return tell }
+		c.Trusts = func(node tunnel.NodeName, cas []string) { trusts <- append([]string{string(node)}, cas...) }
+	})
+	_, request, err := auth.NewRequest("edge1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	enrolled, err := r.enroll("edge1", "token-edge1", request)
+	if err != nil || !reflect.DeepEqual(enrolled.Told, tell) || len(enrolled.Cloud) == 0 {
+		t.Fatalf("at the join: %+v, %v", enrolled, err)
+	}
+	cfg := r.certified("edge1", hold(a.certificate("edge1")))
+	cfg.Trusts = func() []string {
+		return []string{"0123456789abcdef", "far too long to be an id of a CA", "fedcba9876543210"}
+	}
+	var told auth.TellEdges
+	var cloud []*x509.Certificate
+	cfg.Told = func(t auth.TellEdges, chain []*x509.Certificate) { told, cloud = t, chain }
+	e := r.joinWith(cfg, direct)
+	if _, err = e.client.Renew(t.Context(), requestFor(t, "edge1")); err != nil {
+		t.Fatal(err)
+	}
+	if !reflect.DeepEqual(told, tell) || len(cloud) == 0 || !cloud[0].Equal(enrolled.Cloud[0]) {
+		t.Errorf("at the renewal: %+v, by %d certificates", told, len(cloud))
+	}
+	if got, want := <-trusts, []string{"edge1", "0123456789abcdef", "fedcba9876543210"}; !slices.Equal(got, want) {
+		t.Errorf("the edge trusts %q, want %q", got, want)
+	}
+}
+
+// The cloud asks an edge to renew its certificate, if the edge can do that.
+func TestAskToRenew(t *testing.T) {
+	r := newRig(t)
+	old := r.join("old", direct)
+	if s := r.cloudEnd("old").pub; s.Renews {
+		t.Error("an edge that renews nothing says that it does")
+	} else if err := AskToRenew(s, time.Minute); err != nil {
+		t.Fatal(err)
+	}
+	asked := make(chan time.Duration, 2)
+	cfg := r.clientConfig("edge1")
+	cfg.AskedToRenew = func(within time.Duration) { asked <- within }
+	r.joinWith(cfg, direct)
+	s := r.cloudEnd("edge1").pub
+	if !s.Renews {
+		t.Fatal("the edge does not say that it renews")
+	}
+	for _, within := range []time.Duration{time.Minute, 1000 * time.Hour} {
+		if err := AskToRenew(s, within); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if a, b := <-asked, <-asked; a != time.Minute || b != maxRenewWithin {
+		t.Errorf("asked within %s and %s", a, b)
+	}
+	if err := old.client.Ready(); err != nil {
+		t.Errorf("the message has ended the session of an edge that renews nothing: %v", err)
+	}
 }

@@ -21,7 +21,8 @@
 // share. server.go and client.go are the two ends. server_join.go and client_join.go begin a
 // session. server_session.go and client_session.go are the two ends of a live session, and
 // open_edge.go serves opens at the edge. server_proof.go and client_proof.go handle the proof that a
-// session depends on. server_web.go accepts connections inside WebSockets, and client_route.go checks
+// session depends on. server_reach.go and client_reach.go are the conns that edges ask for, and server_services.go
+// serves further gRPC services to edges. server_web.go accepts connections inside WebSockets, and client_route.go checks
 // sessions after a change of routes. sign.go and client_tls.go handle certificates. data.go is the session's data
 // connections, data_cloud.go and data_edge.go are their two ends, and pacer.go slows them down.
 // congestion.go chooses the kernel's congestion control of all these connections.
@@ -57,6 +58,13 @@ const capabilityAbort = "abort"
 // capabilities returns the capabilities that this release lists in its hello.
 func capabilities() []string { return []string{capabilityAbort} }
 
+// capabilityRenew says that the edge renews its certificate when it is asked.
+const capabilityRenew = "renew"
+
+// capabilityServices says that an edge serves Services: it watches them, and dials the endpoints of its node. Of a
+// cloud it says that edges can watch Services, and reach endpoints.
+const capabilityServices = "services"
+
 // category is this package's name as a module, and the category of its messages.
 const category = "stream"
 
@@ -89,6 +97,12 @@ const MaxReach = 4 << 10
 // maxReplicas is the largest number of replicas that an edge is told of.
 const maxReplicas = 64
 
+// typeRenew asks an edge to renew its certificate.
+const typeRenew = "renew"
+
+// maxTrusts and maxTrust bound what an edge says of the CAs that it trusts: a number, and bytes.
+const maxTrusts, maxTrust = 8, 16
+
 // typeNodes tells another replica which nodes this replica holds.
 const typeNodes = "nodes"
 
@@ -101,6 +115,12 @@ const nodeKey = "tunnel-node"
 
 // topicKey is the metadata key of a Connect's topic.
 const topicKey = "topic"
+
+// targetKey is the metadata key of a Reach's target, and maxTarget the longest target in bytes.
+const (
+	targetKey = "target"
+	maxTarget = 1 << 10
+)
 
 const (
 	// joinTimeout is how long a stranger may take from TCP accept to session.
@@ -121,10 +141,11 @@ const (
 	// it waits for them until leaveLast. Both are part of the grace period.
 	leaveFirst = 3 * time.Second
 	leaveLast  = 12 * time.Second
-	// overlap is how long an edge keeps its session with a replica that is about to stop, once
-	// another replica has taken over. The other replicas must first hear of the new session.
-	// overlap is shorter than leaveFirst.
-	overlap = time.Second
+	// Overlap is how long an edge keeps its session with a replica that is about to stop, once
+	// another replica has taken over. The other replicas must first hear of the new session. A replica that
+	// restarts still dials for callers that it has accepted before.
+	// Overlap is shorter than leaveFirst.
+	Overlap = 2500 * time.Millisecond
 	// heartbeatInterval is the longest time between two heartbeats, by which an edge measures the
 	// round trip.
 	heartbeatInterval = 10 * time.Second

@@ -30,7 +30,7 @@ func TestAudit(t *testing.T) {
 	t.Parallel()
 	seen := new(testkit.Trail[tunnel.Event])
 	counters := new(tunnel.Counters)
-	with := func(f *FrontDoor) { f.Audit, f.Counters = seen.Record, counters }
+	with := func(f *FrontDoor) { f.Sink.Audit, f.Counters = seen.Record, counters }
 	echo := testkit.Serve(t, testkit.Echo)
 
 	r := run(t, Listener{Target: echo}, choosing{new(tunnelDouble), "edge7"}, with)

@@ -1,7 +1,6 @@
 package tcp
 
 import (
-	"bytes"
 	"context"
 	"log/slog"
 	"net"
@@ -38,10 +37,10 @@ func (outsider) RemoteAddr() net.Addr { return &net.TCPAddr{IP: net.IPv4(192, 0,
 // counted.
 func TestDenialsAreLogged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var log bytes.Buffer
+		var log testkit.Log
 		seen := new(testkit.Trail[tunnel.Event])
 		f := New(nil, nil, slog.New(slog.NewTextHandler(&log, nil)))
-		f.Audit = seen.Record
+		f.Sink.Audit = seen.Record
 		allow := auth.Sources{netip.MustParsePrefix("10.0.0.0/8")}
 		p := newPort(f, Listener{Listen: "0.0.0.0:1", Target: "127.0.0.1:1", Allow: allow})
 		l := callers{conns: make(chan net.Conn)}
@@ -88,7 +87,7 @@ func (overloaded) Dial(context.Context, tunnel.Request) (net.Conn, error) {
 
 // The log names the limit, and does not claim that the target cannot be reached.
 func TestLimitIsLogged(t *testing.T) {
-	var log bytes.Buffer
+	var log testkit.Log
 	p := newPort(New(nil, overloaded{}, slog.New(slog.NewTextHandler(&log, nil))), Listener{Target: "127.0.0.1:1"})
 	_, theirs := net.Pipe()
 	p.serve(t.Context(), outsider{theirs})

@@ -100,7 +100,8 @@ func (f *FrontDoor) openOne(ctx context.Context, l Listener, addr *net.TCPAddr) 
 	if addr.IP.To4() != nil {
 		network = "tcp4" // otherwise 0.0.0.0 would also open every IPv6 address
 	}
-	ln, err := f.listen(ctx, network, addr.String())
+	ln, err := f.Sockets.Open(listen.Callers, listen.Name{Network: network, Address: addr.String()},
+		func() (net.Listener, error) { return f.listen(ctx, network, addr.String()) })
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
 		return nil, fmt.Errorf("%w; stop what listens there (ss -ltnp shows it), or choose another port", err)

@@ -38,6 +38,7 @@ import (
 
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/balancer"
+	"tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -65,8 +66,10 @@ type Listener struct {
 type FrontDoor struct {
 	// Counters counts panics, and what became of each caller. New sets it; the caller may replace it before Run.
 	Counters *tunnel.Counters
-	// Audit takes an event of each conn; nil: nobody. The caller may set it before Run.
-	Audit tunnel.Trail
+	// Sink is told of each conn. The caller may set it before Run.
+	Sink tunnel.Sink
+	// Sockets opens the listeners; nil: nobody can take them over. The caller may set it before Run.
+	Sockets *listen.Sockets
 
 	// Set once.
 	dialer tunnel.Dialer
@@ -210,7 +213,7 @@ type port struct {
 	balancers *balancer.Balancers
 	log       *slog.Logger
 	counts    *tunnel.DoorCounters
-	audit     tunnel.Trail // nil: nobody
+	sink      *tunnel.Sink
 
 	// One warning a minute each, so that one kind of failure does not hide another: caller not
 	// allowed, dial failed, limit reached.
@@ -230,7 +233,7 @@ func newPort(f *FrontDoor, l Listener) *port {
 		line:     line,
 		dialer:   f.dialer,
 		counts:   &f.Counters.Doors[tunnel.DoorTCP],
-		audit:    f.Audit,
+		sink:     &f.Sink,
 		balancers: balancer.New(balancer.Config{
 			From: l.ProxyFrom, Key: strconv.Quote(l.Listen), Table: "[mode.cloud.tcpproxyfrom]",
 			Counters: f.Counters, Log: f.log,
@@ -253,7 +256,7 @@ func (p *port) admits(c net.Conn) bool {
 		p.log.Warn("caller denied by [mode.cloud.tcpallow]",
 			"caller", c.RemoteAddr(), "allow", p.Allow, "skipped", n)
 		from := c.RemoteAddr().String()
-		p.audit.Record(tunnel.Event{
+		p.sink.Deny(tunnel.Event{
 			Kind: tunnel.EventTCP, Result: tunnel.Denied.String(), Node: p.Node, Caller: from, Remote: from,
 			Door: p.Listen, Target: p.Target, Err: "the caller is not in [mode.cloud.tcpallow]", Skipped: n,
 		})
@@ -269,68 +272,64 @@ func (p *port) permits(peer net.Addr) bool {
 
 // serve connects c to the target until both have ended, or until ctx is done.
 func (p *port) serve(ctx context.Context, c net.Conn) {
-	start := time.Now()
+	visit := p.sink.Arrived(p.counts)
 	caller := c.RemoteAddr() // no logger per conn: creating one is expensive, and few conns log anything
 	tunnel.ResetOnDeath(c)
 	from, err := p.from(c)
 	if err != nil {
 		tunnel.Reset(c)
-		p.logRefused(caller, &p.Node, start, err)
+		p.logRefused(caller, p.Node, &visit, err)
 		return
 	}
-	target, node, err := p.dial(ctx, caller.String())
-	p.counts.Ended(time.Since(start), err)
+	target, node, err := p.dial(ctx, caller.String(), visit.Trace())
 	if err != nil {
 		tunnel.Reset(c)
-		p.logRefused(caller, node, start, err)
+		p.logRefused(caller, *node, &visit, err)
 		return
 	}
-	p.logOpened(caller, *node, start)
+	p.logOpened(caller, *node, &visit)
 	sent, received, err := tunnel.Splice(ctx, from, target)
-	p.logEnded(caller, *node, start, sent, received, err)
+	p.logEnded(caller, *node, &visit, sent, received, err)
 }
 
 // The arguments of log calls take hundreds of bytes of stack. In functions of their own, they do not
 // take them for as long as the conn lives.
 
-func (p *port) logOpened(caller net.Addr, node tunnel.NodeName, start time.Time) {
-	p.log.Debug("conn opened", "caller", caller, "node", node, "dur", time.Since(start))
+func (p *port) logOpened(caller net.Addr, node tunnel.NodeName, v *tunnel.Visit) {
+	p.log.Debug("conn opened", "caller", caller, "node", node, "dur", v.Since())
+	v.Opened(func() tunnel.Event { return p.event(caller, node) })
 }
 
-func (p *port) logEnded(caller net.Addr, node tunnel.NodeName, start time.Time, sent, received int64, err error) {
-	p.log.Debug("conn ended", "caller", caller, "node", node, "bytes", sent+received, "dur", time.Since(start), "err", err)
-	p.record(caller, node, start, sent, received, tunnel.ResultOK, err)
+func (p *port) logEnded(caller net.Addr, node tunnel.NodeName, v *tunnel.Visit, sent, received int64, err error) {
+	p.log.Debug("conn ended", "caller", caller, "node", node, "bytes", sent+received, "dur", v.Since(), "err", err)
+	v.Ended(sent, received, err, func() tunnel.Event { return p.event(caller, node) })
 }
 
-// record records a conn that has ended, or was refused.
-func (p *port) record(
-	caller net.Addr, node tunnel.NodeName, start time.Time, sent, received int64, result string, err error,
-) {
-	if p.audit == nil {
-		return
-	}
-	from := caller.String()
-	p.audit.Record(tunnel.Event{
-		Kind: tunnel.EventTCP, Result: result, Node: node, Caller: from, Remote: from, Door: p.Listen, Target: p.Target,
-		Sent: sent, Received: received, Seconds: time.Since(start).Seconds(), Err: tunnel.TextOf(err),
-	})
-}
-
-func (p *port) logRefused(caller net.Addr, node *tunnel.NodeName, start time.Time, err error) {
-	p.log.Debug("conn refused", "caller", caller, "node", *node, "dur", time.Since(start), "err", err)
-	p.record(caller, *node, start, 0, 0, tunnel.ResultOf(err), err)
+func (p *port) logRefused(caller net.Addr, node tunnel.NodeName, v *tunnel.Visit, err error) {
+	p.log.Debug("conn refused", "caller", caller, "node", node, "dur", v.Since(), "err", err)
+	v.Refused(err, func() tunnel.Event { return p.event(caller, node) })
 	if tunnel.CodeOf(err) == tunnel.Overloaded {
 		if n, ok := p.warnFull.Allow(); ok {
 			p.log.Warn("conn refused: a limit is reached, see docs/limits.md",
-				"node", *node, "err", err, "skipped", n)
+				"node", node, "err", err, "skipped", n)
 		}
 	} else if n, ok := p.warnFailed.Allow(); ok {
-		p.log.Warn("the target cannot be reached", "node", *node, "err", err, "skipped", n)
+		p.log.Warn("the target cannot be reached", "node", node, "err", err, "skipped", n)
+	}
+}
+
+// event describes a caller for its visit.
+func (p *port) event(caller net.Addr, node tunnel.NodeName) tunnel.Event {
+	from := caller.String()
+	return tunnel.Event{
+		Kind: tunnel.EventTCP, Node: node, Caller: from, Remote: from, Door: p.Listen, Target: p.Target,
 	}
 }
 
 // dial opens a conn for a caller. node is the node that was asked last.
-func (p *port) dial(ctx context.Context, caller string) (c net.Conn, node *tunnel.NodeName, err error) {
+func (p *port) dial(
+	ctx context.Context, caller string, trace *tunnel.TraceContext,
+) (c net.Conn, node *tunnel.NodeName, err error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
 	r := tunnel.Request{
@@ -340,6 +339,7 @@ func (p *port) dial(ctx context.Context, caller string) (c net.Conn, node *tunne
 		Network:  "tcp",
 		Addr:     p.Target,
 		Caller:   caller,
+		Trace:    trace,
 	}
 	node = &p.Node
 	if p.Node == "" {

@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 )
 
 // Directory maps a node to its live session. The zero value is empty and ready.
@@ -22,6 +23,8 @@ type Directory struct {
 	mu       sync.RWMutex          // guards the following
 	sessions map[NodeName]*Session // at most one per node: the newest
 	changed  Change                // a node connects, disconnects, or gets another session
+	expected map[NodeName]struct{} // see Expect; nil: none
+	late     time.Time             // when expected ends
 }
 
 // SessionWatcher is told of the sessions of a Directory, in the order of the changes. The Directory calls it
@@ -94,6 +97,102 @@ func (d *Directory) Changed() <-chan struct{} {
 	return d.changed.Next()
 }
 
+// Expect lets dials to these nodes wait for their sessions, until late: the nodes are about to connect. Until then,
+// Holds is true for them.
+func (d *Directory) Expect(nodes []NodeName, late time.Time) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	d.expected, d.late = make(map[NodeName]struct{}, len(nodes)), late
+	for _, n := range nodes {
+		d.expected[n] = struct{}{}
+	}
+}
+
+// Unexpect says that a node has connected to another replica. If it was expected here, it no longer is.
+func (d *Directory) Unexpect(n NodeName) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if _, ok := d.expected[n]; ok {
+		delete(d.expected, n)
+		d.changed.Notify()
+	}
+}
+
+// Missing returns how many of the expected nodes have no session.
+func (d *Directory) Missing() (n int) {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	for node := range d.expected {
+		if d.sessions[node] == nil {
+			n++
+		}
+	}
+	return n
+}
+
+// await waits for the session of a node; "": of any node that among chooses. It returns at once if no such node is
+// expected.
+func (d *Directory) await(ctx context.Context, node NodeName, among Selector) {
+	for {
+		d.mu.Lock()
+		changed, late := d.changed.Next(), d.late
+		waits := time.Now().Before(late) && d.comesLocked(node, among)
+		d.mu.Unlock()
+		if !waits {
+			return
+		}
+		select {
+		case <-changed:
+		case <-time.After(time.Until(late)):
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// comesLocked reports whether a node is expected and has no session; "": whether no node that among chooses has one,
+// and one is expected. The caller holds mu.
+func (d *Directory) comesLocked(node NodeName, among Selector) bool {
+	if node != "" {
+		_, comes := d.expected[node]
+		return comes && d.sessions[node] == nil
+	}
+	if d.anyLocked(among) {
+		return false
+	}
+	for n := range d.expected {
+		if among.Chooses(n) {
+			return true
+		}
+	}
+	return false
+}
+
+// Any reports whether a node that among chooses has a session.
+func (d *Directory) Any(among Selector) bool {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	return d.anyLocked(among)
+}
+
+// anyLocked is Any. The caller holds mu.
+func (d *Directory) anyLocked(among Selector) bool {
+	for n := range d.sessions {
+		if among.Chooses(n) {
+			return true
+		}
+	}
+	return false
+}
+
+// expects reports whether a node is expected.
+func (d *Directory) expects(n NodeName) bool {
+	d.mu.RLock()
+	defer d.mu.RUnlock()
+	_, ok := d.expected[n]
+	return ok && time.Now().Before(d.late)
+}
+
 // Lookup returns the session of a node, or nil.
 func (d *Directory) Lookup(n NodeName) *Session {
 	d.mu.RLock()
@@ -102,7 +201,13 @@ func (d *Directory) Lookup(n NodeName) *Session {
 }
 
 // Holds reports whether n has a session.
-func (d *Directory) Holds(n NodeName) bool { return d.Lookup(n) != nil }
+func (d *Directory) Holds(n NodeName) bool { return d.Lookup(n) != nil || d.expects(n) }
+
+// ServesServices reports whether n has a session, and its edge serves Services of the cluster.
+func (d *Directory) ServesServices(n NodeName) bool {
+	s := d.Lookup(n)
+	return s != nil && s.Services
+}
 
 // Connected returns the names of the nodes that have a session, sorted.
 func (d *Directory) Connected() []NodeName {
@@ -151,6 +256,10 @@ func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 	if r.Node != "" {
 		s := d.Lookup(r.Node)
 		if s == nil {
+			d.await(ctx, r.Node, nil)
+			s = d.Lookup(r.Node)
+		}
+		if s == nil {
 			return nil, d.noSuchNode("node %s is not connected", r.Node)
 		}
 		return s.Dialer.Dial(ctx, r)
@@ -159,7 +268,12 @@ func (d *Directory) Dial(ctx context.Context, r Request) (net.Conn, error) {
 	waits := !r.NoWait
 	r.NoWait = true
 	var full *Session // the first session that is at a limit
-	for _, s := range d.shuffled(r.Among) {
+	sessions := d.shuffled(r.Among)
+	if len(sessions) == 0 {
+		d.await(ctx, "", r.Among)
+		sessions = d.shuffled(r.Among)
+	}
+	for _, s := range sessions {
 		r.Node = s.Node
 		var c net.Conn
 		if c, err = s.Dialer.Dial(ctx, r); err == nil {

@@ -10,6 +10,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"pgregory.net/rapid"
 )
@@ -374,4 +376,46 @@ func TestDirectoryChanged(t *testing.T) {
 	if !IsClosed(c) {
 		t.Error("a node disconnected, and the channel is not closed")
 	}
+}
+
+// A dial to an expected node waits for its session. Other dials fail at once.
+func TestExpect(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const wait = 10 * time.Second
+		var d Directory
+		d.Expect([]NodeName{"n1", "n2", "n3", "moved"}, time.Now().Add(wait))
+		d.Unexpect("moved")
+		d.Unexpect("other")
+		start := time.Now()
+		dial := func(r Request) (took time.Duration, err error) {
+			_, err = d.Dial(t.Context(), r)
+			return time.Since(start), err
+		}
+		if took, err := dial(Request{Node: "other"}); CodeOf(err) != NoSuchNode || took != 0 {
+			t.Errorf("a dial to another node: %v after %s", err, took)
+		}
+		if took, err := dial(Request{Among: Selector{"x*"}}); CodeOf(err) != NoSuchNode || took != 0 {
+			t.Errorf("a dial to any of other nodes: %v after %s", err, took)
+		}
+		if !d.Holds("n1") || d.Missing() != 3 {
+			t.Error("an expected node does not count")
+		}
+		if took, err := dial(Request{Node: "moved"}); CodeOf(err) != NoSuchNode || took != 0 || d.Holds("moved") {
+			t.Errorf("a dial to a node that is at another replica: %v after %s", err, took)
+		}
+		time.AfterFunc(time.Second, func() { d.Attach(session("new", "s2")) })
+		time.AfterFunc(2*time.Second, func() { d.Attach(session("n1", "s1")) })
+		if took, err := dial(Request{}); err != nil || took != time.Second {
+			t.Errorf("a dial to any node: %v after %s", err, took)
+		}
+		if took, err := dial(Request{Node: "n1"}); err != nil || took != 2*time.Second {
+			t.Errorf("a dial to an expected node: %v after %s", err, took)
+		}
+		if took, err := dial(Request{Node: "n3"}); CodeOf(err) != NoSuchNode || took != wait {
+			t.Errorf("a dial to an expected node that does not come: %v after %s", err, took)
+		}
+		if d.Holds("n3") {
+			t.Error("a node is expected too long")
+		}
+	})
 }

@@ -14,14 +14,17 @@ const (
 	DoorTCP
 	DoorUDP
 	DoorEgress
-	numDoors // the number of front doors
+	DoorServices // conns for which edges ask
+	numDoors     // the number of front doors
 )
 
 //nolint:gochecknoglobals // a constant table
-var doorNames = [numDoors]string{DoorHTTPS: "https", DoorTCP: "tcp", DoorUDP: "udp", DoorEgress: "egress"}
+var doorNames = [numDoors]string{
+	DoorHTTPS: "https", DoorTCP: "tcp", DoorUDP: "udp", DoorEgress: "egress", DoorServices: "services",
+}
 
 // Doors lists every front door.
-func Doors() []Door { return []Door{DoorHTTPS, DoorTCP, DoorUDP, DoorEgress} }
+func Doors() []Door { return []Door{DoorHTTPS, DoorTCP, DoorUDP, DoorEgress, DoorServices} }
 
 // String returns the name of the front door: the value of a metric's label.
 func (d Door) String() string { return doorNames[d] }

@@ -21,10 +21,12 @@ const (
 	EventExec        EventKind = "exec"         // a terminated request to run a command in a pod
 	EventAttach      EventKind = "attach"       // a terminated request to attach to a container
 	EventPortForward EventKind = "port-forward" // a terminated request to reach a port of a pod
+	EventRequest     EventKind = "request"      // any other terminated request; the tap alone is shown these
 	EventHTTPS       EventKind = "https"        // a connection that was passed through; its content is not known
 	EventTCP         EventKind = "tcp"          // a conn of a TCP port
 	EventUDP         EventKind = "udp"          // a flow of a UDP port
 	EventEgress      EventKind = "egress"       // a conn of the egress front door
+	EventServices    EventKind = "services"     // a conn to an endpoint of a Service, for which an edge has asked
 )
 
 // ResultOK is the result of an event or a dial that succeeded. Any other result is the name of a [Code].
@@ -37,13 +39,16 @@ type Event struct {
 	Kind   EventKind `json:"event"`
 	Result string    `json:"result"`           // [ResultOK], or the name of a Code
 	Node   NodeName  `json:"node,omitempty"`   // the node that joined, or that was reached
-	Caller string    `json:"caller,omitempty"` // common name of the caller's certificate; else its address, or "unix"
+	Nodes  string    `json:"nodes,omitempty"`  // of a token for several nodes: the pattern of their names
+	Caller string    `json:"caller,omitempty"` // common name of the caller's certificate; its address; "unix"; "node NAME"
 	Remote string    `json:"remote,omitempty"` // address of the peer
 	Door   string    `json:"frontend,omitempty"`
 	Target string    `json:"target,omitempty"` // host:port that the edge dials
 	Method string    `json:"method,omitempty"`
-	Path   string    `json:"path,omitempty"` // without the query, which may hold secrets
-	Status int       `json:"status,omitempty"`
+	// Path is that of a request, without the query, which may hold secrets; that of an endpoint; or the address of
+	// a Service that a caller of egress has asked for, host:port.
+	Path   string `json:"path,omitempty"`
+	Status int    `json:"status,omitempty"`
 	// Sent went to the target and Received came from it, both in bytes of payload.
 	Sent     int64   `json:"sent_bytes,omitempty"`
 	Received int64   `json:"received_bytes,omitempty"`

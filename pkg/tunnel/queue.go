@@ -58,6 +58,16 @@ type Queue struct {
 	wakeAt       time.Time
 }
 
+// Budget bounds the dials and conns of an edge. Clouds, proxy-servers and traces share one budget.
+type Budget interface {
+	// Admit waits for room for a dial and its conn, and counts both. After a refusal neither is counted.
+	Admit(ctx context.Context, r Request) *Refusal
+	// Dialled is called once for each admitted dial, when the dial has ended with err.
+	Dialled(r Request, err error)
+	// Over is called once for each admitted dial, when its conn is over or the dial has failed.
+	Over()
+}
+
 const (
 	// silenceTimeout is how long a target or a node may answer none of its opens before opens
 	// beyond its share are refused. A distant link (600 ms), a retransmission and the edge's TCP

@@ -21,6 +21,9 @@ type Session struct {
 	// is configured without other replicas. Set once.
 	Instance string
 
+	// Services: the peer serves Services of the cluster. Set once.
+	Services bool
+
 	// Paths returns the paths of the session's own connection, if that has Multipath TCP and so may have
 	// several, or none for a while. nil, or a nil result: it has not. Set once.
 	Paths func() []Path
@@ -28,6 +31,8 @@ type Session struct {
 	// Set once, at the cloud only.
 	All   bool // the edge keeps a session with every replica
 	Agent bool // the peer is a konnectivity agent, not an edge
+	// Renews: the edge renews its certificate when the cloud asks for it.
+	Renews bool
 	// Software is the version that the peer says it runs, unchecked; "" for a konnectivity agent.
 	Software string
 
@@ -41,6 +46,8 @@ type Session struct {
 	// CertificateEnds is when the certificate that proves the node ends, in seconds since 1970. 0: another
 	// proof, or the side that joined.
 	CertificateEnds atomic.Int64
+	// Certificate describes that certificate; nil: as for CertificateEnds.
+	Certificate atomic.Pointer[Certificate]
 	// EndedBecause says in words why the session has ended; nil before. The transport stores it before the
 	// session leaves the Directory. nil for a konnectivity agent.
 	EndedBecause atomic.Pointer[string]

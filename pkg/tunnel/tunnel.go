@@ -110,6 +110,7 @@ type Request struct {
 	NoWait   bool     // refuse instead of waiting for a limit (see Queue): the caller can try another node
 	// Chosen, if not nil, gets the name of the node that was asked last.
 	Chosen *NodeName
+	Trace  *TraceContext // of the span that the dial belongs to; nil: not traced
 }
 
 // Chose stores the node of r in r.Chosen. Sessions call it.

@@ -1,18 +1,22 @@
 package udp
 
 import (
+	"slices"
 	"testing"
 
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// The audit has one event for each flow, with its caller and its bytes; the events do not wait under the lock of
-// the port.
+// The audit has one event for each flow, with its caller and its bytes, and the traces have a span; the events do not
+// wait under the lock of the port.
 func TestAudit(t *testing.T) {
 	t.Parallel()
 	seen := new(testkit.Trail[tunnel.Event])
-	with := func(f *FrontDoor, _ *Edge) { f.cfg.Audit = seen.Record }
+	spans := new(testkit.Trail[*tunnel.Span])
+	with := func(f *FrontDoor, _ *Edge) {
+		f.cfg.Sink.Audit, f.cfg.Sink.Tracer = seen.Record, &tunnel.Tracer{PerMillion: 1_000_000, Take: spans.Record}
+	}
 	r := run(t, Listener{Node: "edge1", Target: target(t, echo)}, with)
 	c := r.caller()
 	if got := ask(t, c, "hello"); got != "hello" {
@@ -30,6 +34,9 @@ func TestAudit(t *testing.T) {
 		e.Caller != c.LocalAddr().String() || e.Sent != 5 || e.Received != 5 || e.Seconds <= 0 {
 		t.Errorf("the event is %+v", e)
 	}
+	if s := spans.All(); len(s) != 1 || s[0].Event != all[0] || s[0].Ended.Sub(s[0].Start).Seconds() < all[0].Seconds {
+		t.Errorf("the spans are %+v", s)
+	}
 	if n, _, _ := r.core.Doors[tunnel.DoorUDP].Durations(); n != 1 {
 		t.Errorf("%d conns are counted", n)
 	}
@@ -39,7 +46,7 @@ func TestAudit(t *testing.T) {
 func TestAuditOfAFlood(t *testing.T) {
 	t.Parallel()
 	seen := new(testkit.Trail[tunnel.Event])
-	p := &port{audit: seen.Record}
+	p := &port{sink: &tunnel.Sink{Audit: seen.Record}}
 	f := &flow{mux: &mux{node: "edge1"}}
 	for range maxEvents + 3 {
 		p.noteLocked(f)
@@ -52,11 +59,61 @@ func TestAuditOfAFlood(t *testing.T) {
 	}
 }
 
+// With a status page and no audit, flows that have ended are not kept for anybody, and a flood is no refusal.
+func TestRefusalsOfAFlood(t *testing.T) {
+	t.Parallel()
+	refused := new(tunnel.Refusals)
+	p := &port{sink: &tunnel.Sink{Refusals: refused}}
+	for range maxEvents + 3 {
+		p.noteLocked(&flow{mux: &mux{node: "edge1"}})
+	}
+	p.noteLocked(&flow{mux: &mux{node: "edge2", failure: tunnel.Refusef(tunnel.Timeout, "late")}})
+	if len(p.events) > 0 || p.missed > 0 {
+		t.Errorf("%d events wait, %d are missed", len(p.events), p.missed)
+	}
+	p.handOver()
+	if all := refused.Last(); len(all) != 1 || all[0].Node != "edge2" || all[0].Result != "timeout" {
+		t.Errorf("the refusals are %+v", all)
+	}
+}
+
+// shownEvents is a tap that always has a watcher. It notes what it is shown.
+type shownEvents struct{ testkit.Trail[string] }
+
+func (*shownEvents) Watched() bool { return true }
+
+func (s *shownEvents) Show(phase tunnel.Phase, e tunnel.Event) {
+	s.Record(string(phase) + " " + string(e.Node) + " " + e.Result)
+}
+
+// The tap is shown that a flow opens when there is a conn for it: not while the node is dialled, and not if that fails.
+func TestTap(t *testing.T) {
+	t.Parallel()
+	tap := new(shownEvents)
+	r := run(t, Listener{Node: "edge1", Target: target(t, echo)}, func(f *FrontDoor, _ *Edge) { f.cfg.Sink.Tap = tap })
+	r.via.refuseWith(tunnel.Refusef(tunnel.NoSuchNode, "away"))
+	refused := r.caller()
+	testkit.Eventually(t, "the flow is refused", func() bool {
+		refused.Write([]byte("hello"))
+		return len(tap.All()) > 0
+	})
+	if first := tap.All()[0]; first != "refused edge1 no-such-node" {
+		t.Errorf("the tap is shown %q", first)
+	}
+	r.via.refuseWith(nil)
+	before := len(tap.All())
+	c := r.caller()
+	testkit.Eventually(t, "the flow opens", func() bool {
+		c.Write([]byte("hello"))
+		return slices.Contains(tap.All()[before:], "open edge1 ok")
+	})
+}
+
 // A flow that goes on after the port's line has changed has the target that its datagrams go to.
 func TestAuditAfterAChange(t *testing.T) {
 	t.Parallel()
 	seen := new(testkit.Trail[tunnel.Event])
-	p := &port{audit: seen.Record, Listener: Listener{Listen: "127.0.0.1:1", Target: "new:1"}}
+	p := &port{sink: &tunnel.Sink{Audit: seen.Record}, Listener: Listener{Listen: "127.0.0.1:1", Target: "new:1"}}
 	p.noteLocked(&flow{mux: &mux{to: Listener{Listen: "127.0.0.1:1", Target: "old:1"}}})
 	p.handOver()
 	if e := seen.All()[0]; e.Target != "old:1" || e.Door != "127.0.0.1:1" {
@@ -68,7 +125,7 @@ func TestAuditAfterAChange(t *testing.T) {
 func TestAuditOfALostNode(t *testing.T) {
 	t.Parallel()
 	seen := new(testkit.Trail[tunnel.Event])
-	record := func(f *FrontDoor, _ *Edge) { f.cfg.Audit = seen.Record }
+	record := func(f *FrontDoor, _ *Edge) { f.cfg.Sink.Audit = seen.Record }
 	r := run(t, Listener{Node: "edge1", Target: target(t, echo)}, record)
 	if got := ask(t, r.caller(), "hello"); got != "hello" {
 		t.Fatalf("the answer is %q", got)

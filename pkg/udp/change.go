@@ -180,9 +180,9 @@ func (p *port) change(l Listener) {
 	if sameTarget {
 		return
 	}
-	p.retryAt = time.Time{}
-	if p.current != nil {
-		p.retireLocked(p.current)
+	clear(p.retryAt)
+	for _, m := range p.current {
+		p.retireLocked(m)
 	}
 }
 

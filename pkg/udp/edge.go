@@ -53,6 +53,8 @@ type EdgeConfig struct {
 	Counters *Counters        // nil: not counted
 	Core     *tunnel.Counters // counts panics and limits; nil: not counted
 	Log      *slog.Logger
+	// OneTarget: a conn has a target, and its flows name no other one.
+	OneTarget bool
 }
 
 // Edge is the edge's module: it sends the datagrams of flows to their targets, and returns the
@@ -63,6 +65,7 @@ type Edge struct {
 	counters *Counters
 	core     *tunnel.Counters
 	log      *slog.Logger
+	single   bool          // see EdgeConfig.OneTarget
 	idle     time.Duration // see edgeIdleTime; tests replace it
 	refused  time.Duration // see refusedTime; tests replace it
 	buffers  buffers
@@ -91,7 +94,7 @@ func NewEdge(policy Policy, cfg EdgeConfig) *Edge {
 		cfg.Core = new(tunnel.Counters)
 	}
 	e := &Edge{
-		policy: policy, counters: cfg.Counters, core: cfg.Core, log: cfg.Log,
+		policy: policy, counters: cfg.Counters, core: cfg.Core, log: cfg.Log, single: cfg.OneTarget,
 		idle: edgeIdleTime, refused: refusedTime,
 		conns: make(map[*edgeConn]struct{}), refusals: make(map[netip.AddrPort]time.Time),
 	}
@@ -108,7 +111,7 @@ func (e *Edge) Name() string { return name }
 // Routes implements tunnel.Routed.
 func (e *Edge) Routes() map[string]tunnel.Handler {
 	return map[string]tunnel.Handler{
-		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error { return in.Serve(e.open) },
+		tunnel.TypeOpen: func(_ context.Context, in *tunnel.Incoming) error { return in.Serve(e.Open) },
 	}
 }
 
@@ -125,13 +128,16 @@ func (e *Edge) Run(ctx context.Context) error {
 	return nil
 }
 
-// open implements tunnel.DialFunc: it returns the edge's end of a conn. A request without a target
-// lets each flow name its own. Otherwise the target is tried here once, so that the cloud learns
-// before the first datagram why it cannot be reached.
-func (e *Edge) open(ctx context.Context, r tunnel.Request) (net.Conn, error) {
+// Open implements tunnel.DialFunc: it returns the edge's end of a conn. A request without a target
+// lets each flow name its own, see EdgeConfig.OneTarget. Otherwise the target is tried here once, so
+// that the cloud learns before the first datagram why it cannot be reached.
+func (e *Edge) Open(ctx context.Context, r tunnel.Request) (net.Conn, error) {
 	if r.Network != tunnel.NetworkUDP {
 		return nil, tunnel.Refusef(tunnel.Denied, "network %q of a conn for datagrams is not %q", r.Network,
 			tunnel.NetworkUDP)
+	}
+	if r.Addr == "" && e.single {
+		return nil, tunnel.Refusef(tunnel.Denied, "a conn for datagrams needs a target here")
 	}
 	if r.Addr != "" {
 		socket, err := e.policy.DialUDP(ctx, r.Addr, e.refusedAt)

@@ -238,6 +238,13 @@ func (c *edgeConn) open(id flowID, o opening) {
 	if f.target == "" {
 		f.target = c.target
 	}
+	if c.edge.single && f.target != c.target {
+		c.edge.counters.Drop(DropDenied, 1)
+		err := tunnel.Refusef(tunnel.Denied, "a flow of this conn names another target")
+		c.edge.logDial(f, err)
+		c.out.control(kindEnd, id, refusalOf(err).encode())
+		return
+	}
 	wait := !isAddress(f.target)
 	if wait {
 		f.addPendingLocked(o.datagram)

@@ -35,7 +35,7 @@ func dialEdge(t testing.TB, p Policy, addr string, change ...func(*Edge)) *cloud
 	for _, f := range change {
 		f(c.edge)
 	}
-	end, err := c.edge.open(t.Context(), tunnel.Request{Network: "udp", Addr: addr})
+	end, err := c.edge.Open(t.Context(), tunnel.Request{Network: "udp", Addr: addr})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -404,7 +404,7 @@ func TestManySlowNames(t *testing.T) {
 func TestOtherNetworks(t *testing.T) {
 	e := NewEdge(policy(t), EdgeConfig{Log: slog.New(slog.DiscardHandler)})
 	for _, network := range []string{"tcp", "tls", ""} {
-		if _, err := e.open(t.Context(), tunnel.Request{Network: network, Addr: "127.0.0.1:1"}); err == nil ||
+		if _, err := e.Open(t.Context(), tunnel.Request{Network: network, Addr: "127.0.0.1:1"}); err == nil ||
 			tunnel.CodeOf(err) != tunnel.Denied {
 			t.Errorf("network %q: %v", network, err)
 		}
@@ -465,7 +465,7 @@ func TestMemoryOfAFlow(t *testing.T) {
 			if why, ok := p.forward(callerNumber(i), &control{}, []byte("x")); !ok {
 				t.Fatalf("flow %d is dropped: %v", i, why)
 			}
-			p.current.out.take(make([]byte, 1000))
+			p.current[p.Target].out.take(make([]byte, 1000))
 		}
 		each := (memory() - before) / n
 		t.Logf("%d bytes for each flow", each)

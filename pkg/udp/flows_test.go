@@ -54,7 +54,7 @@ func TestForwardDoesNotAllocate(t *testing.T) {
 		for i := range 20 {
 			p.forward(callerNumber(i), c, datagram)
 		}
-		p.current.out.take(buf)
+		p.current[p.Target].out.take(buf)
 	}
 	for range 20 {
 		round()
@@ -68,7 +68,7 @@ func TestForwardDoesNotAllocate(t *testing.T) {
 func TestSendingDoesNotAllocate(t *testing.T) {
 	addr := target(t, func([]byte, netip.AddrPort) []byte { return nil })
 	e := NewEdge(policy(t), EdgeConfig{Log: slog.New(slog.DiscardHandler)})
-	end, err := e.open(t.Context(), tunnel.Request{Network: "udp", Addr: addr})
+	end, err := e.Open(t.Context(), tunnel.Request{Network: "udp", Addr: addr})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -84,7 +84,7 @@ func TestSendingDoesNotAllocate(t *testing.T) {
 	}
 
 	p := benchPort(t)
-	m := newMux(p)
+	m := newMux(p, p.Target)
 	f := &flow{key: flowKey{caller: netip.MustParseAddrPort(addr)}}
 	send := func() {
 		for range 20 {
@@ -116,7 +116,7 @@ func TestFullSendBuffer(t *testing.T) {
 	if p.out.raw, err = full.SyscallConn(); err != nil {
 		t.Fatal(err)
 	}
-	m := newMux(p)
+	m := newMux(p, p.Target)
 	start := time.Now()
 	m.train.add(&flow{key: flowKey{caller: callerNumber(1)}}, make([]byte, 1200))
 	m.train.flush()

@@ -130,33 +130,54 @@ func (c *Counters) askSockets() {
 }
 
 // Collector returns the counters as metrics.
-func (c *Counters) Collector() prometheus.Collector { return collector{c} }
+func (c *Counters) Collector() prometheus.Collector {
+	return &collector{
+		c: c, flows: "tunnel_udp_flows", opened: "tunnel_udp_flows_opened_total", evicted: "tunnel_udp_flows_evicted_total",
+		datagrams: "tunnel_udp_datagrams_total", bytes: "tunnel_udp_datagrams_bytes_total",
+		dropped: "tunnel_udp_dropped_total", which: "Flows of UDP", doc: "docs/udp.md",
+	}
+}
 
-type collector struct{ c *Counters }
+// ServicesCollector returns the counters as metrics of the relay of Services.
+func (c *Counters) ServicesCollector() prometheus.Collector {
+	return &collector{
+		c: c, flows: "tunnel_services_udp_flows", opened: "tunnel_services_udp_flows_opened_total",
+		evicted: "tunnel_services_udp_flows_evicted_total", datagrams: "tunnel_services_udp_datagrams_total",
+		bytes: "tunnel_services_udp_datagrams_bytes_total", dropped: "tunnel_services_udp_dropped_total",
+		which: "Relayed flows of UDP to Services", doc: "docs/services.md",
+	}
+}
+
+// collector has the names of the metrics, and parts of their help.
+type collector struct {
+	c                                                 *Counters
+	flows, opened, evicted, datagrams, bytes, dropped string
+	which, doc                                        string
+}
 
 // Describe implements prometheus.Collector.
-func (c collector) Describe(ch chan<- *prometheus.Desc) { prometheus.DescribeByCollect(c, ch) }
+func (c *collector) Describe(ch chan<- *prometheus.Desc) { prometheus.DescribeByCollect(c, ch) }
 
 // Collect implements prometheus.Collector.
-func (c collector) Collect(ch chan<- prometheus.Metric) {
+func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	show := func(name, help string, kind prometheus.ValueType, value float64) {
 		ch <- prometheus.MustNewConstMetric(prometheus.NewDesc(name, help, nil, nil), kind, value)
 	}
 	n := c.c
-	show("tunnel_udp_flows", "Open flows of UDP.", prometheus.GaugeValue, float64(n.Flows.Load()))
-	show("tunnel_udp_flows_opened_total", "Flows of UDP opened.", prometheus.CounterValue, float64(n.Opened.Load()))
-	show("tunnel_udp_flows_evicted_total", "Flows of UDP that ended early to make room for another flow.",
+	show(c.flows, c.which+" that are open.", prometheus.GaugeValue, float64(n.Flows.Load()))
+	show(c.opened, c.which+" opened.", prometheus.CounterValue, float64(n.Opened.Load()))
+	show(c.evicted, c.which+" that ended early to make room for another flow.",
 		prometheus.CounterValue, float64(n.Evicted.Load()))
-	datagrams := prometheus.NewDesc("tunnel_udp_datagrams_total",
+	datagrams := prometheus.NewDesc(c.datagrams,
 		"Datagrams passed on, by their direction.", []string{"to"}, nil)
-	size := prometheus.NewDesc("tunnel_udp_datagrams_bytes_total",
+	size := prometheus.NewDesc(c.bytes,
 		"Payload bytes of the datagrams passed on, by their direction.", []string{"to"}, nil)
 	for to, t := range map[string]*traffic{"target": &n.ToTarget, "caller": &n.ToCaller} {
 		ch <- prometheus.MustNewConstMetric(datagrams, prometheus.CounterValue, float64(t.Datagrams.Load()), to)
 		ch <- prometheus.MustNewConstMetric(size, prometheus.CounterValue, float64(t.Bytes.Load()), to)
 	}
-	dropped := prometheus.NewDesc("tunnel_udp_dropped_total",
-		"Datagrams dropped, by the reason; docs/udp.md says what to do.", []string{"reason"}, nil)
+	dropped := prometheus.NewDesc(c.dropped,
+		"Datagrams dropped, by the reason; "+c.doc+" says what to do.", []string{"reason"}, nil)
 	for _, why := range Reasons() {
 		ch <- prometheus.MustNewConstMetric(dropped, prometheus.CounterValue, float64(n.Dropped(why)), why.String())
 	}

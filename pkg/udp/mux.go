@@ -35,6 +35,7 @@ type mux struct {
 	retired bool            // no new flow uses it
 	emptyAt time.Time       // since when it has no flow; zero: it has one
 	node    tunnel.NodeName // that was asked last; the port's own until then
+	isOpen  bool            // the conn was opened
 	failure error           // why the conn could not be opened
 
 	// Owned by the goroutine that writes to wire.
@@ -44,11 +45,17 @@ type mux struct {
 	now    time.Time // of the frames of this Write; zero: not asked yet
 }
 
-// newMux returns a mux for the target of p's line now. The caller holds p.mu.
-func newMux(p *port) *mux {
+// newMux returns a mux for a target, by p's line now. The caller holds p.mu.
+func newMux(p *port, target string) *mux {
 	out := newQueue(p.counters, &p.counters.ToTarget)
+	to := p.Listener
+	to.Target = target
+	log := p.log.With("target", target)
+	if p.router == nil {
+		log = log.With("node", p.Node)
+	}
 	m := &mux{
-		port: p, to: p.Listener, node: p.Node, log: p.log.With("target", p.Target),
+		port: p, to: to, node: p.Node, log: log,
 		out: out, sender: newSender(), flows: make(map[flowID]*flow),
 	}
 	m.train = newTrain(m.sendToCaller, m.sentToCaller, canSegment())
@@ -61,18 +68,30 @@ func newMux(p *port) *mux {
 func (m *mux) run(ctx context.Context) {
 	started := time.Now()
 	conn, node, err := m.port.dial(ctx, m.to)
-	m.port.core.Doors[tunnel.DoorUDP].Ended(time.Since(started), err)
-	m.port.mu.Lock()
-	m.node = node
-	m.port.mu.Unlock()
+	if m.port.router == nil {
+		m.port.core.Doors[tunnel.DoorUDP].Ended(time.Since(started), err)
+	}
+	m.opened(node, err == nil)
 	if err != nil {
 		m.port.failed(m, err)
 		return
 	}
-	m.log.Debug("conn for datagrams opened", "node", m.to.Node, "dur", time.Since(started))
+	m.log.Debug("conn for datagrams opened", "dur", time.Since(started))
 	m.out.opened()
 	_, _, err = tunnel.Splice(ctx, m.wire, conn)
-	m.log.Debug("conn for datagrams ended", "node", m.to.Node, "dur", time.Since(started), "err", err)
+	m.log.Debug("conn for datagrams ended", "dur", time.Since(started), "err", err)
+}
+
+// opened notes which node was asked, and whether there is a conn to it. If so, the flows that wait for the conn open.
+func (m *mux) opened(node tunnel.NodeName, ok bool) {
+	m.port.mu.Lock()
+	defer m.port.mu.Unlock()
+	m.node, m.isOpen = node, ok
+	if ok {
+		for _, f := range m.flows {
+			m.port.showLocked(f)
+		}
+	}
 }
 
 // ended implements wire.ended: no flow can use the conn any more.
@@ -140,7 +159,7 @@ func (m *mux) endedAtEdge(id flowID, e ending) {
 	p.mu.Unlock()
 	if f != nil && e.code != 0 && e.code != tunnel.Draining {
 		if n, ok := p.warnFlow.Allow(); ok {
-			m.log.Warn("the edge does not open a flow", "node", m.to.Node, "caller", f.key.caller,
+			m.log.Warn("the edge does not open a flow", "caller", f.key.caller,
 				"err", &tunnel.Refusal{Code: e.code, Text: e.text}, "skipped", n)
 		}
 	}
@@ -175,21 +194,21 @@ func tooOld(err error) bool {
 // logFailed logs why there is no conn to the node.
 func (m *mux) logFailed(err error) {
 	p := m.port
-	m.log.Debug("conn for datagrams refused", "node", m.to.Node, "err", err)
+	m.log.Debug("conn for datagrams refused", "err", err)
 	switch {
 	case tooOld(err):
 		if n, ok := p.warnFailed.Allow(); ok {
 			m.log.Warn("the tunnel of the edge is too old for UDP: install version "+p.software+" there, as here",
-				"node", m.to.Node, "err", err, "skipped", n)
+				"err", err, "skipped", n)
 		}
 	case tunnel.CodeOf(err) == tunnel.Overloaded:
 		if n, ok := p.warnFull.Allow(); ok {
 			m.log.Warn("datagrams are dropped: a limit is reached, see docs/limits.md",
-				"node", m.to.Node, "err", err, "skipped", n)
+				"err", err, "skipped", n)
 		}
 	default:
 		if n, ok := p.warnFailed.Allow(); ok {
-			m.log.Warn("datagrams are dropped: the target cannot be reached", "node", m.to.Node, "err", err, "skipped", n)
+			m.log.Warn("datagrams are dropped: the target cannot be reached", "err", err, "skipped", n)
 		}
 	}
 }

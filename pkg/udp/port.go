@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"net/netip"
+	"os"
 	"sync"
 	"time"
 
@@ -31,14 +33,15 @@ type port struct {
 	// Set once.
 	addr     *net.UDPAddr // as configured: a port that the kernel chooses is 0; nil in some tests
 	socket   *net.UDPConn
-	out      *endSocket // the same socket, for sending
-	v6       bool       // the socket is one of IPv6
-	dialer   tunnel.Dialer
+	out      *endSocket    // the same socket, for sending
+	v6       bool          // the socket is one of IPv6
+	dialer   tunnel.Dialer // nil: router dials
+	router   Router        // chooses the target of each flow; nil: it is that of the line
 	counters *Counters
 	core     *tunnel.Counters
 	software string
 	log      *slog.Logger
-	audit    tunnel.Trail    // takes an event of each flow; nil: nobody
+	sink     *tunnel.Sink    // is told of each flow
 	conns    context.Context // of the muxes; done when the grace period is over
 	endConns context.CancelFunc
 	running  sync.WaitGroup // the muxes
@@ -55,14 +58,36 @@ type port struct {
 	line     Listener           // as configured: Listener has the default of Allow
 	leave    context.CancelFunc // lets the port drain and end; nil: it has not started
 	table    *table
-	current  *mux // new flows use it; nil: the next flow opens one
+	current  map[string]*mux // by target: new flows use it; nil: the next flow opens one
 	muxes    map[*mux]struct{}
-	retryAt  time.Time // no dial before
-	draining bool      // no new flow is opened
+	retryAt  map[string]time.Time // by target: no dial before
+	draining bool                 // no new flow is opened
 
-	// events are those of flows that have ended. sweep hands them over, since audit may wait for a disk.
+	// events are those of flows that have ended. sweep hands them over, since the audit may wait for a disk.
 	events []tunnel.Event
 	missed int // events that found events full
+}
+
+// receiveWhile receives once the socket is that of this process, until the socket is closed or another process has
+// taken it over. The flows can then still send.
+func (p *port) receiveWhile(ctx context.Context, sockets *listen.Sockets) error {
+	select {
+	case <-sockets.Serving():
+	case <-ctx.Done():
+		return nil
+	}
+	received := make(chan struct{})
+	var waiting sync.WaitGroup
+	waiting.Go(func() {
+		select {
+		case <-sockets.Left():
+			p.socket.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // it fails only if the socket is closed
+		case <-received:
+		}
+	})
+	defer waiting.Wait()
+	defer close(received)
+	return p.receive()
 }
 
 // receive reads datagrams and queues them for the node, until the socket is closed. A panic does not
@@ -87,14 +112,14 @@ func (p *port) receiveAll() error {
 	for failures := 0; ; {
 		n, cn, _, caller, err := p.socket.ReadMsgUDPAddrPort(b[:], control)
 		switch {
-		case errors.Is(err, net.ErrClosed):
+		case errors.Is(err, net.ErrClosed), errors.Is(err, os.ErrDeadlineExceeded):
 			return nil
 		case err != nil && listen.Transient(err) && failures < maxFailures:
 			failures++
 			time.Sleep(time.Duration(failures) * time.Millisecond) // the machine is short of something
 			continue
 		case err != nil:
-			return fmt.Errorf("receiving on %q of [mode.cloud.udp]: %w", p.frontend(), err)
+			return fmt.Errorf("receiving datagrams at %q: %w", p.frontend(), err)
 		}
 		failures = 0
 		c := known.of(control[:cn])
@@ -123,10 +148,15 @@ func (p *port) forward(caller netip.AddrPort, c *control, datagram []byte) (why 
 	now := time.Now()
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	f := p.table.flows[flowKey{caller, c.local}]
+	f, target := p.table.flows[flowKey{caller, c.local}], p.Target
+	if p.router != nil {
+		if f, target, why, ok = p.routeLocked(f, caller, c, now); !ok {
+			return why, false
+		}
+	}
 	first := f == nil
 	if first {
-		if f, why, ok = p.openLocked(caller, c, now); !ok {
+		if f, why, ok = p.openLocked(caller, c, target, now); !ok {
 			return why, false
 		}
 		shown := netip.AddrPortFrom(caller.Addr().Unmap().WithZone(""), caller.Port()) // a zone may have any name
@@ -141,6 +171,7 @@ func (p *port) forward(caller netip.AddrPort, c *control, datagram []byte) (why 
 		return why, false
 	case first:
 		p.counters.Opened.Add(1)
+		p.showLocked(f)
 	}
 	p.table.touch(f, true, now)
 	if ok {
@@ -149,16 +180,20 @@ func (p *port) forward(caller netip.AddrPort, c *control, datagram []byte) (why 
 	return why, ok
 }
 
-// openLocked makes a flow, or says why it does not. The caller holds mu.
-func (p *port) openLocked(caller netip.AddrPort, c *control, now time.Time) (f *flow, why Reason, ok bool) {
+// openLocked makes a flow to a target, or says why it does not. The caller holds mu.
+func (p *port) openLocked(
+	caller netip.AddrPort, c *control, target string, now time.Time,
+) (f *flow, why Reason, ok bool) {
 	switch {
 	case !p.Allow.Permits(caller.Addr()):
 		p.denyLocked(caller)
 		return nil, DropDenied, false
 	case p.draining:
 		return nil, DropDraining, false
-	case p.current == nil && now.Before(p.retryAt):
+	case p.current[target] == nil && now.Before(p.retryAt[target]):
 		return nil, DropUnreachable, false
+	case p.current[target] == nil && !p.roomForMuxLocked():
+		return nil, DropFlows, false
 	}
 	victim, limit, ok := p.table.room(caller.Addr(), now)
 	if victim != nil || !ok {
@@ -175,20 +210,20 @@ func (p *port) openLocked(caller netip.AddrPort, c *control, now time.Time) (f *
 		p.counters.Evicted.Add(1)
 		p.endLocked(victim)
 	}
-	m := p.currentLocked()
+	m := p.currentLocked(target)
 	m.lastID++
-	f = &flow{key: flowKey{caller, c.local}, reply: c.reply, mux: m, id: m.lastID, since: now}
+	f = &flow{key: flowKey{caller, c.local}, reply: c.reply, mux: m, id: m.lastID, since: now, routed: now}
 	m.flows[f.id], m.emptyAt = f, time.Time{}
 	p.table.insert(f, now)
 	p.counters.Flows.Add(1)
 	return f, 0, true
 }
 
-// currentLocked returns the mux of new flows. It starts one if there is none. The caller holds mu.
-func (p *port) currentLocked() *mux {
-	if p.current == nil {
-		m := newMux(p)
-		p.current = m
+// currentLocked returns the mux of new flows to a target. It starts one if there is none. The caller holds mu.
+func (p *port) currentLocked(target string) *mux {
+	if p.current[target] == nil {
+		m := newMux(p, target)
+		p.current[target] = m
 		p.muxes[m] = struct{}{}
 		p.running.Go(func() {
 			run := func() error { m.run(p.conns); return nil }
@@ -196,7 +231,7 @@ func (p *port) currentLocked() *mux {
 			m.wire.Reset()                                    //nolint:errcheck // it never fails
 		})
 	}
-	return p.current
+	return p.current[target]
 }
 
 // endLocked ends a flow here and at the edge. The caller holds mu.
@@ -230,8 +265,8 @@ func (p *port) forgetLocked(f *flow) {
 // retireLocked lets no new flow use m. The conn ends with its last flow. The caller holds mu.
 func (p *port) retireLocked(m *mux) {
 	m.retired = true
-	if p.current == m {
-		p.current = nil
+	if p.current[m.to.Target] == m {
+		delete(p.current, m.to.Target)
 	}
 	if len(m.flows) == 0 {
 		m.out.end()
@@ -242,8 +277,8 @@ func (p *port) retireLocked(m *mux) {
 // flow. The caller holds mu.
 func (p *port) dropLocked(m *mux) {
 	m.retired = true
-	if p.current == m {
-		p.current = nil
+	if p.current[m.to.Target] == m {
+		delete(p.current, m.to.Target)
 	}
 	delete(p.muxes, m)
 	for _, f := range m.flows {
@@ -256,7 +291,7 @@ func (p *port) dropLocked(m *mux) {
 func (p *port) failed(m *mux, err error) {
 	p.mu.Lock()
 	m.failure = err
-	p.retryAt = time.Now().Add(retryTime)
+	p.retryAt[m.to.Target] = time.Now().Add(retryTime)
 	p.mu.Unlock()
 	m.out.abort(err, DropUnreachable)
 	if p.conns.Err() == nil {
@@ -268,6 +303,10 @@ func (p *port) failed(m *mux, err error) {
 func (p *port) dial(ctx context.Context, to Listener) (c net.Conn, node tunnel.NodeName, err error) {
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
+	if p.router != nil {
+		c, err = p.router.Dial(ctx, to.Target)
+		return c, "", err
+	}
 	node = to.Node
 	r := tunnel.Request{
 		Node:     to.Node,
@@ -332,6 +371,7 @@ func (p *port) closeUnused() {
 			p.retireLocked(m)
 		}
 	}
+	maps.DeleteFunc(p.retryAt, func(_ string, at time.Time) bool { return time.Now().After(at) })
 }
 
 // closeSocket closes the socket. Nothing is received any more.

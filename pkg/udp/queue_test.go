@@ -9,6 +9,7 @@ import (
 	"time"
 )
 
+// newTestQueue returns a queue. Tests read it on a fake clock: a datagram that waits for half a second is dropped.
 func newTestQueue() (*queue, *Counters) {
 	c := new(Counters)
 	return newQueue(c, &c.ToTarget), c
@@ -24,33 +25,35 @@ func mustAdd(t *testing.T, q *queue, s *share, id flowID, p []byte) {
 
 // Read gives whole frames, as many as fit, and cuts only a frame that is longer than its buffer.
 func TestQueueReads(t *testing.T) {
-	q, _ := newTestQueue()
-	var s share
-	var want []byte
-	for i, n := range []int{0, 1, 1200, 1200, 30, 5000, 1200} {
-		p := bytes.Repeat([]byte{byte('a' + i)}, n)
-		mustAdd(t, q, &s, flowID(i), p)
-		want = append(want, encode(kindDatagram, flowID(i), p)...)
-	}
-	q.end()
-	var got []byte
-	var sizes []int
-	for buf := make([]byte, 2500); ; {
-		n, err := q.Read(buf)
-		got = append(got, buf[:n]...)
-		if errors.Is(err, io.EOF) {
-			break
+	synctest.Test(t, func(t *testing.T) {
+		q, _ := newTestQueue()
+		var s share
+		var want []byte
+		for i, n := range []int{0, 1, 1200, 1200, 30, 5000, 1200} {
+			p := bytes.Repeat([]byte{byte('a' + i)}, n)
+			mustAdd(t, q, &s, flowID(i), p)
+			want = append(want, encode(kindDatagram, flowID(i), p)...)
 		}
-		sizes = append(sizes, n)
-	}
-	if !bytes.Equal(got, want) {
-		t.Errorf("%d bytes differ from the %d that were added", len(got), len(want))
-	}
-	// 8+0, 8+1 and 8+1200 fit; another 1208 fits as well, 38 does, too; 5008 comes in three parts, the last
-	// one with nothing behind it, since 1208 does not fit there.
-	if want := []int{8 + 9 + 1208 + 1208 + 38, 2500, 2500, 8 + 1208}; !equalInts(sizes, want) {
-		t.Errorf("reads of %v bytes, want %v", sizes, want)
-	}
+		q.end()
+		var got []byte
+		var sizes []int
+		for buf := make([]byte, 2500); ; {
+			n, err := q.Read(buf)
+			got = append(got, buf[:n]...)
+			if errors.Is(err, io.EOF) {
+				break
+			}
+			sizes = append(sizes, n)
+		}
+		if !bytes.Equal(got, want) {
+			t.Errorf("%d bytes differ from the %d that were added", len(got), len(want))
+		}
+		// 8+0, 8+1 and 8+1200 fit; another 1208 fits as well, 38 does, too; 5008 comes in three parts, the last
+		// one with nothing behind it, since 1208 does not fit there.
+		if want := []int{8 + 9 + 1208 + 1208 + 38, 2500, 2500, 8 + 1208}; !equalInts(sizes, want) {
+			t.Errorf("reads of %v bytes, want %v", sizes, want)
+		}
+	})
 }
 
 func equalInts(a, b []int) bool {
@@ -67,34 +70,36 @@ func equalInts(a, b []int) bool {
 
 // A flow that sends more than the conn takes leaves room for the other flows.
 func TestQueueIsShared(t *testing.T) {
-	q, _ := newTestQueue()
-	var greedy, second, modest share
-	p := make([]byte, 1200)
-	fill := func(s *share, id flowID) (n int) {
-		for {
-			if why, ok := q.add(s, kindDatagram, id, p, time.Now()); !ok {
-				if why != DropFull {
-					t.Fatalf("dropped because of %v", why)
+	synctest.Test(t, func(t *testing.T) {
+		q, _ := newTestQueue()
+		var greedy, second, modest share
+		p := make([]byte, 1200)
+		fill := func(s *share, id flowID) (n int) {
+			for {
+				if why, ok := q.add(s, kindDatagram, id, p, time.Now()); !ok {
+					if why != DropFull {
+						t.Fatalf("dropped because of %v", why)
+					}
+					return n
 				}
-				return n
+				n++
 			}
-			n++
 		}
-	}
-	first, then := fill(&greedy, 1), fill(&second, 2)
-	entry := entryHeader + frameHeader + len(p)
-	if first < queueSize/entry/2-1 || first > queueSize/entry/2+1 {
-		t.Errorf("one flow took %d of %d places", first, queueSize/entry)
-	}
-	if then < first/2-1 || then > first/2+1 {
-		t.Errorf("the second flow took %d, the first one %d", then, first)
-	}
-	mustAdd(t, q, &modest, 3, p) // and there is still room
-	if why, ok := q.add(&greedy, kindDatagram, 1, p, time.Now()); ok || why != DropFull {
-		t.Errorf("the greedy flow gets more: %v, %v", why, ok)
-	}
-	io.ReadAtLeast(q, make([]byte, queueSize), (first+then)*(frameHeader+len(p)))
-	mustAdd(t, q, &greedy, 1, p) // what it had was taken
+		first, then := fill(&greedy, 1), fill(&second, 2)
+		entry := entryHeader + frameHeader + len(p)
+		if first < queueSize/entry/2-1 || first > queueSize/entry/2+1 {
+			t.Errorf("one flow took %d of %d places", first, queueSize/entry)
+		}
+		if then < first/2-1 || then > first/2+1 {
+			t.Errorf("the second flow took %d, the first one %d", then, first)
+		}
+		mustAdd(t, q, &modest, 3, p) // and there is still room
+		if why, ok := q.add(&greedy, kindDatagram, 1, p, time.Now()); ok || why != DropFull {
+			t.Errorf("the greedy flow gets more: %v, %v", why, ok)
+		}
+		io.ReadAtLeast(q, make([]byte, queueSize), (first+then)*(frameHeader+len(p)))
+		mustAdd(t, q, &greedy, 1, p) // what it had was taken
+	})
 }
 
 // Ends go into a full queue, but not without bound.
@@ -189,48 +194,52 @@ func TestQueueWakesRead(t *testing.T) {
 
 // What waits when the conn is lost is counted, and no more is taken.
 func TestQueueCountsWhatIsLost(t *testing.T) {
-	q, c := newTestQueue()
-	var s share
-	for range 5 {
-		mustAdd(t, q, &s, 1, make([]byte, 1200))
-	}
-	q.Read(make([]byte, 2500)) // two
-	mustAdd(t, q, &s, 1, nil)
-	q.add(&s, kindOpen, 2, []byte("open"), time.Now())
-	q.control(kindEnd, 1, nil)
-	q.abort(io.ErrUnexpectedEOF, DropUnreachable)
-	if n := c.Dropped(DropUnreachable); n != 5 {
-		t.Errorf("%d were lost, want 3 + 1 + 1", n)
-	}
-	if n, bytes := c.ToTarget.Datagrams.Load(), c.ToTarget.Bytes.Load(); n != 2 || bytes != 2*1200 {
-		t.Errorf("%d with %d bytes were passed on, want the 2 that Read has taken", n, bytes)
-	}
-	if why, ok := q.add(&s, kindDatagram, 1, nil, time.Now()); ok || why != DropLost {
-		t.Errorf("%v, %v", why, ok)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		q, c := newTestQueue()
+		var s share
+		for range 5 {
+			mustAdd(t, q, &s, 1, make([]byte, 1200))
+		}
+		q.Read(make([]byte, 2500)) // two
+		mustAdd(t, q, &s, 1, nil)
+		q.add(&s, kindOpen, 2, []byte("open"), time.Now())
+		q.control(kindEnd, 1, nil)
+		q.abort(io.ErrUnexpectedEOF, DropUnreachable)
+		if n := c.Dropped(DropUnreachable); n != 5 {
+			t.Errorf("%d were lost, want 3 + 1 + 1", n)
+		}
+		if n, bytes := c.ToTarget.Datagrams.Load(), c.ToTarget.Bytes.Load(); n != 2 || bytes != 2*1200 {
+			t.Errorf("%d with %d bytes were passed on, want the 2 that Read has taken", n, bytes)
+		}
+		if why, ok := q.add(&s, kindDatagram, 1, nil, time.Now()); ok || why != DropLost {
+			t.Errorf("%v, %v", why, ok)
+		}
+	})
 }
 
 // A datagram counts as passed on once, when Read takes it: with its own bytes, also in an open or in parts.
 func TestQueueCountsWhatItHandsOver(t *testing.T) {
-	q, c := newTestQueue()
-	var s share
-	first := opening{addr: "127.0.0.1:53", caller: "192.0.2.1:7", datagram: make([]byte, 100)}.encode()
-	q.add(&s, kindOpen, 1, first, time.Now())
-	mustAdd(t, q, &s, 1, nil)
-	mustAdd(t, q, &s, 1, make([]byte, 5000))
-	q.control(kindEnd, 1, nil)
-	if n := c.ToTarget.Datagrams.Load(); n != 0 {
-		t.Errorf("%d were passed on before Read", n)
-	}
-	q.end()
-	for buf := make([]byte, 1000); ; {
-		if _, err := q.Read(buf); err != nil {
-			break
+	synctest.Test(t, func(t *testing.T) {
+		q, c := newTestQueue()
+		var s share
+		first := opening{addr: "127.0.0.1:53", caller: "192.0.2.1:7", datagram: make([]byte, 100)}.encode()
+		q.add(&s, kindOpen, 1, first, time.Now())
+		mustAdd(t, q, &s, 1, nil)
+		mustAdd(t, q, &s, 1, make([]byte, 5000))
+		q.control(kindEnd, 1, nil)
+		if n := c.ToTarget.Datagrams.Load(); n != 0 {
+			t.Errorf("%d were passed on before Read", n)
 		}
-	}
-	if n, bytes := c.ToTarget.Datagrams.Load(), c.ToTarget.Bytes.Load(); n != 3 || bytes != 100+0+5000 {
-		t.Errorf("%d with %d bytes were passed on, want 3 with 5100", n, bytes)
-	}
+		q.end()
+		for buf := make([]byte, 1000); ; {
+			if _, err := q.Read(buf); err != nil {
+				break
+			}
+		}
+		if n, bytes := c.ToTarget.Datagrams.Load(), c.ToTarget.Bytes.Load(); n != 3 || bytes != 100+0+5000 {
+			t.Errorf("%d with %d bytes were passed on, want 3 with 5100", n, bytes)
+		}
+	})
 }
 
 // Neither adding nor reading allocates once the buffers have grown.

@@ -56,6 +56,7 @@ type flow struct {
 	refusal        error     // why the edge has ended it; nil: it did not, or not because of a fault
 	lost           bool      // the conn of mux has ended before the flow
 	last           time.Time // of the last datagram
+	routed         time.Time // when the router was asked last
 	answered       bool      // a datagram has gone to the caller
 	confirmed      bool      // the caller has sent a datagram after it was answered
 	ended          bool      // the table has removed the flow

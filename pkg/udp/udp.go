@@ -8,7 +8,8 @@
 //	err := door.Run(ctx)
 //
 // The cloud runs a [FrontDoor], the edge an [Edge]. Both modules have the same name, so the edge's
-// module handles the open requests of the cloud's.
+// module handles the open requests of the cloud's. A [Forwarder] is one socket whose flows have
+// different targets, with a conn for each target. Package relay serves Services by it.
 //
 // The datagrams between one caller and one target are a flow. The edge has a socket for each flow, so
 // the target sees a port for each caller. One conn for each port of the cloud carries all flows of the
@@ -23,10 +24,10 @@
 // opens a new flow.
 //
 // Where things are: udp.go is the front door's life, port.go one of its ports, table.go the flows of a
-// port and who makes room for whom, mux.go the cloud's end of a conn; edge.go and edge_flow.go are the
-// edge's end. frame.go is the format of frames, queue.go holds frames that wait, wire.go joins a queue
-// and frames to tunnel.Splice. train.go sends many datagrams by one system call; control.go finds the
-// address that a caller has dialled.
+// port and who makes room for whom, mux.go the cloud's end of a conn; forward.go is a port whose flows
+// have different targets; edge.go and edge_flow.go are the edge's end. frame.go is the format of
+// frames, queue.go holds frames that wait, wire.go joins a queue and frames to tunnel.Splice. train.go
+// sends many datagrams by one system call; control.go finds the address that a caller has dialled.
 //
 // Lock order, outermost first: port.mu → queue.mu; Edge.mu; edgeConn.mu → queue.mu.
 //
@@ -50,6 +51,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/listen"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -70,9 +72,20 @@ type Config struct {
 	Limits   Limits
 	Counters *Counters        // nil: not counted
 	Core     *tunnel.Counters // counts panics and limits; nil: not counted
-	Audit    tunnel.Trail     // takes an event of each flow; nil: nobody
+	Sink     tunnel.Sink      // is told of each flow
 	Software string           // the version of this program, for a log line
+	Sockets  *listen.Sockets  // opens the sockets; nil: nobody can take them over
 	Log      *slog.Logger
+}
+
+func (c Config) orDefault() Config {
+	if c.Counters == nil {
+		c.Counters = new(Counters)
+	}
+	if c.Core == nil {
+		c.Core = new(tunnel.Counters)
+	}
+	return c
 }
 
 // FrontDoor is the cloud's module.
@@ -106,14 +119,8 @@ var (
 
 // New returns a front door with these listeners. It dials targets through dialer.
 func New(listeners []Listener, dialer tunnel.Dialer, cfg Config) *FrontDoor {
-	if cfg.Counters == nil {
-		cfg.Counters = new(Counters)
-	}
-	if cfg.Core == nil {
-		cfg.Core = new(tunnel.Counters)
-	}
 	return &FrontDoor{
-		listeners: listeners, dialer: dialer, cfg: cfg,
+		listeners: listeners, dialer: dialer, cfg: cfg.orDefault(),
 		grace: tunnel.GracePeriod, idle: idleTime, keep: keepConn,
 	}
 }
@@ -172,7 +179,7 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 	start := func(p *port) {
 		var pctx context.Context
 		pctx, p.leave = context.WithCancel(gctx)
-		g.Go(p.receive)
+		g.Go(func() error { return p.receiveWhile(pctx, f.cfg.Sockets) })
 		g.Go(func() error {
 			p.sweep(pctx)
 			p.closeSocket()
@@ -243,7 +250,7 @@ func closeSockets(ports []*port) {
 
 // openPort opens a port at addr, which resolve has returned.
 func (f *FrontDoor) openPort(ctx, conns context.Context, l Listener, addr *net.UDPAddr) (*port, error) {
-	socket, err := openOne(ctx, addr)
+	socket, err := openOne(ctx, f.cfg.Sockets, addr)
 	if err != nil {
 		return nil, err
 	}
@@ -256,16 +263,23 @@ func (f *FrontDoor) newPort(l Listener, socket *net.UDPConn, conns context.Conte
 	f.mu.Lock()
 	limits := f.cfg.Limits
 	f.mu.Unlock()
+	p := newPort(l, socket, conns, &f.cfg, limits)
+	p.dialer, p.keep, p.table.idle = f.dialer, f.keep, f.idle
+	p.Allow = allowOrLoopback(l)
+	return p
+}
+
+// newPort returns the port of a socket. conns is the context of its conns.
+func newPort(l Listener, socket *net.UDPConn, conns context.Context, cfg *Config, limits Limits) *port {
 	p := &port{
-		Listener: l, line: l, socket: socket, dialer: f.dialer, keep: f.keep, gone: make(chan struct{}),
-		counters: f.cfg.Counters, core: f.cfg.Core, software: f.cfg.Software, audit: f.cfg.Audit,
-		log:   f.cfg.Log.With("frontend", l.Listen),
-		table: newTable(limits), muxes: make(map[*mux]struct{}),
+		Listener: l, line: l, socket: socket, keep: keepConn, gone: make(chan struct{}),
+		counters: cfg.Counters, core: cfg.Core, software: cfg.Software, sink: &cfg.Sink,
+		log:   cfg.Log.With("frontend", l.Listen),
+		table: newTable(limits), current: make(map[string]*mux), muxes: make(map[*mux]struct{}),
+		retryAt: make(map[string]time.Time),
 	}
 	p.conns, p.endConns = context.WithCancel(conns)
-	p.table.idle = f.idle
 	p.v6 = wantLocal(socket, socket.LocalAddr().(*net.UDPAddr).AddrPort())
-	p.Allow = allowOrLoopback(l)
 	if raw, err := socket.SyscallConn(); err == nil { // it fails only for a closed socket
 		growReceive(raw, receiveBuffer)
 		receiveTrains(raw)
@@ -291,12 +305,14 @@ func resolve(l Listener) (*net.UDPAddr, error) {
 	return addr, nil
 }
 
-func openOne(ctx context.Context, addr *net.UDPAddr) (*net.UDPConn, error) {
+func openOne(ctx context.Context, sockets *listen.Sockets, addr *net.UDPAddr) (*net.UDPConn, error) {
 	network := "udp"
 	if addr.IP.To4() != nil {
 		network = "udp4" // otherwise 0.0.0.0 would also open every IPv6 address
 	}
-	c, err := new(net.ListenConfig).ListenPacket(ctx, network, addr.String())
+	c, err := sockets.OpenPacket(listen.Name{Network: network, Address: addr.String()}, func() (net.PacketConn, error) {
+		return new(net.ListenConfig).ListenPacket(ctx, network, addr.String())
+	})
 	switch {
 	case errors.Is(err, syscall.EADDRINUSE):
 		return nil, fmt.Errorf("%w; stop what listens there (ss -lunp shows it), or choose another port", err)

@@ -102,6 +102,7 @@ func (Code) EnumDescriptor() ([]byte, []int) {
 type SignRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Request       []byte                 `protobuf:"bytes,1,opt,name=request,proto3" json:"request,omitempty"` // PKCS #10, DER
+	Trusts        []string               `protobuf:"bytes,2,rep,name=trusts,proto3" json:"trusts,omitempty"`   // the CAs by which the edge verifies the cloud: the start of each one's SHA-256
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -143,12 +144,21 @@ func (x *SignRequest) GetRequest() []byte {
 	return nil
 }
 
+func (x *SignRequest) GetTrusts() []string {
+	if x != nil {
+		return x.Trusts
+	}
+	return nil
+}
+
 // SignResponse holds it.
 type SignResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Chain         []byte                 `protobuf:"bytes,1,opt,name=chain,proto3" json:"chain,omitempty"`                  // PEM, leaf first
-	Node          string                 `protobuf:"bytes,2,opt,name=node,proto3" json:"node,omitempty"`                    // whose it is
-	TimeMs        int64                  `protobuf:"varint,3,opt,name=time_ms,json=timeMs,proto3" json:"time_ms,omitempty"` // the cloud's clock, since 1970
+	Chain         []byte                 `protobuf:"bytes,1,opt,name=chain,proto3" json:"chain,omitempty"`                       // PEM, leaf first
+	Node          string                 `protobuf:"bytes,2,opt,name=node,proto3" json:"node,omitempty"`                         // whose it is
+	TimeMs        int64                  `protobuf:"varint,3,opt,name=time_ms,json=timeMs,proto3" json:"time_ms,omitempty"`      // the cloud's clock, since 1970
+	CloudCas      []byte                 `protobuf:"bytes,4,opt,name=cloud_cas,json=cloudCas,proto3" json:"cloud_cas,omitempty"` // the CAs by which the edge shall verify the cloud, in PEM; empty: the cloud does not say
+	Servers       []string               `protobuf:"bytes,5,rep,name=servers,proto3" json:"servers,omitempty"`                   // where the cloud can be reached, host:port; none, beside cloud_cas: forget earlier ones
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -202,6 +212,20 @@ func (x *SignResponse) GetTimeMs() int64 {
 		return x.TimeMs
 	}
 	return 0
+}
+
+func (x *SignResponse) GetCloudCas() []byte {
+	if x != nil {
+		return x.CloudCas
+	}
+	return nil
+}
+
+func (x *SignResponse) GetServers() []string {
+	if x != nil {
+		return x.Servers
+	}
+	return nil
 }
 
 // StreamMsg is one message of a session.
@@ -372,6 +396,7 @@ type Hello struct {
 	Have          []string               `protobuf:"bytes,9,rep,name=have,proto3" json:"have,omitempty"`                          // edge: instances of the replicas that it has a session with
 	Reach         string                 `protobuf:"bytes,10,opt,name=reach,proto3" json:"reach,omitempty"`                       // edge: what it says it reaches (Konnectivity's identifiers)
 	Connections   uint32                 `protobuf:"varint,11,opt,name=connections,proto3" json:"connections,omitempty"`          // edge: data connections that it opens at most, when asked
+	Succeeds      bool                   `protobuf:"varint,12,opt,name=succeeds,proto3" json:"succeeds,omitempty"`                // edge: the process of this instance before it goes on for its conns alone
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -483,6 +508,13 @@ func (x *Hello) GetConnections() uint32 {
 	return 0
 }
 
+func (x *Hello) GetSucceeds() bool {
+	if x != nil {
+		return x.Succeeds
+	}
+	return false
+}
+
 // Replica is one cloud process. Each replica joins each other one, as an edge would: it
 // says which nodes it holds, and answers requests to open a conn to one of them.
 type Replica struct {
@@ -592,6 +624,7 @@ type Open struct {
 	Node          string `protobuf:"bytes,4,opt,name=node,proto3" json:"node,omitempty"`
 	Category      string `protobuf:"bytes,5,opt,name=category,proto3" json:"category,omitempty"`
 	NoWait        bool   `protobuf:"varint,6,opt,name=no_wait,json=noWait,proto3" json:"no_wait,omitempty"` // refuse it at once where it would wait for a limit: the caller can ask another node
+	Traceparent   string `protobuf:"bytes,7,opt,name=traceparent,proto3" json:"traceparent,omitempty"`      // of the span that the dial belongs to (W3C Trace Context); empty: it is not traced
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -666,6 +699,13 @@ func (x *Open) GetNoWait() bool {
 		return x.NoWait
 	}
 	return false
+}
+
+func (x *Open) GetTraceparent() string {
+	if x != nil {
+		return x.Traceparent
+	}
+	return ""
 }
 
 // Nodes says which nodes the sending replica holds (type "nodes"). The first after a
@@ -753,6 +793,7 @@ type Held struct {
 	AgeMs         uint64                 `protobuf:"varint,2,opt,name=age_ms,json=ageMs,proto3" json:"age_ms,omitempty"` // how long the session has lived: the clocks of replicas differ
 	Instance      string                 `protobuf:"bytes,3,opt,name=instance,proto3" json:"instance,omitempty"`         // of the edge; empty: it is a konnectivity agent, which gives way to an edge
 	Reach         string                 `protobuf:"bytes,4,opt,name=reach,proto3" json:"reach,omitempty"`               // what the edge says it reaches
+	Services      bool                   `protobuf:"varint,5,opt,name=services,proto3" json:"services,omitempty"`        // the edge has the capability "services"
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -815,6 +856,13 @@ func (x *Held) GetReach() string {
 	return ""
 }
 
+func (x *Held) GetServices() bool {
+	if x != nil {
+		return x.Services
+	}
+	return false
+}
+
 // Credential proves the node of a session anew (type "credential"), because what has
 // proven it so far is about to expire or to be withdrawn. There is no answer.
 type Credential struct {
@@ -861,6 +909,51 @@ func (x *Credential) GetAccessToken() string {
 	return ""
 }
 
+// Renew asks an edge with the capability "renew" to renew its certificate (type "renew").
+type Renew struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	WithinSeconds uint32                 `protobuf:"varint,1,opt,name=within_seconds,json=withinSeconds,proto3" json:"within_seconds,omitempty"` // the edge chooses a moment in this time, so that not all edges choose the same
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Renew) Reset() {
+	*x = Renew{}
+	mi := &file_stream_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Renew) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Renew) ProtoMessage() {}
+
+func (x *Renew) ProtoReflect() protoreflect.Message {
+	mi := &file_stream_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Renew.ProtoReflect.Descriptor instead.
+func (*Renew) Descriptor() ([]byte, []int) {
+	return file_stream_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *Renew) GetWithinSeconds() uint32 {
+	if x != nil {
+		return x.WithinSeconds
+	}
+	return 0
+}
+
 // Replicas tells an edge the instances of all replicas (type "replicas").
 type Replicas struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -871,7 +964,7 @@ type Replicas struct {
 
 func (x *Replicas) Reset() {
 	*x = Replicas{}
-	mi := &file_stream_proto_msgTypes[11]
+	mi := &file_stream_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -883,7 +976,7 @@ func (x *Replicas) String() string {
 func (*Replicas) ProtoMessage() {}
 
 func (x *Replicas) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[11]
+	mi := &file_stream_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -896,7 +989,7 @@ func (x *Replicas) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Replicas.ProtoReflect.Descriptor instead.
 func (*Replicas) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{11}
+	return file_stream_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *Replicas) GetInstances() []string {
@@ -918,7 +1011,7 @@ type Refused struct {
 
 func (x *Refused) Reset() {
 	*x = Refused{}
-	mi := &file_stream_proto_msgTypes[12]
+	mi := &file_stream_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -930,7 +1023,7 @@ func (x *Refused) String() string {
 func (*Refused) ProtoMessage() {}
 
 func (x *Refused) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[12]
+	mi := &file_stream_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -943,7 +1036,7 @@ func (x *Refused) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Refused.ProtoReflect.Descriptor instead.
 func (*Refused) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{12}
+	return file_stream_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Refused) GetCode() Code {
@@ -974,7 +1067,7 @@ type Drain struct {
 
 func (x *Drain) Reset() {
 	*x = Drain{}
-	mi := &file_stream_proto_msgTypes[13]
+	mi := &file_stream_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -986,7 +1079,7 @@ func (x *Drain) String() string {
 func (*Drain) ProtoMessage() {}
 
 func (x *Drain) ProtoReflect() protoreflect.Message {
-	mi := &file_stream_proto_msgTypes[13]
+	mi := &file_stream_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -999,7 +1092,7 @@ func (x *Drain) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Drain.ProtoReflect.Descriptor instead.
 func (*Drain) Descriptor() ([]byte, []int) {
-	return file_stream_proto_rawDescGZIP(), []int{13}
+	return file_stream_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Drain) GetGraceSeconds() uint32 {
@@ -1020,13 +1113,16 @@ var File_stream_proto protoreflect.FileDescriptor
 
 const file_stream_proto_rawDesc = "" +
 	"\n" +
-	"\fstream.proto\x12\ttunnel.v1\"'\n" +
+	"\fstream.proto\x12\ttunnel.v1\"?\n" +
 	"\vSignRequest\x12\x18\n" +
-	"\arequest\x18\x01 \x01(\fR\arequest\"Q\n" +
+	"\arequest\x18\x01 \x01(\fR\arequest\x12\x16\n" +
+	"\x06trusts\x18\x02 \x03(\tR\x06trusts\"\x88\x01\n" +
 	"\fSignResponse\x12\x14\n" +
 	"\x05chain\x18\x01 \x01(\fR\x05chain\x12\x12\n" +
 	"\x04node\x18\x02 \x01(\tR\x04node\x12\x17\n" +
-	"\atime_ms\x18\x03 \x01(\x03R\x06timeMs\"\x8d\x01\n" +
+	"\atime_ms\x18\x03 \x01(\x03R\x06timeMs\x12\x1b\n" +
+	"\tcloud_cas\x18\x04 \x01(\fR\bcloudCas\x12\x18\n" +
+	"\aservers\x18\x05 \x03(\tR\aservers\"\x8d\x01\n" +
 	"\tStreamMsg\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x1a\n" +
 	"\bcategory\x18\x02 \x01(\tR\bcategory\x12\x12\n" +
@@ -1038,7 +1134,7 @@ const file_stream_proto_rawDesc = "" +
 	"\x04data\x18\x01 \x01(\fR\x04data\x12\x10\n" +
 	"\x03fin\x18\x02 \x01(\bR\x03fin\x12\x12\n" +
 	"\x04stop\x18\x03 \x01(\bR\x04stop\x12\x14\n" +
-	"\x05abort\x18\x04 \x01(\bR\x05abort\"\xc0\x02\n" +
+	"\x05abort\x18\x04 \x01(\bR\x05abort\"\xdc\x02\n" +
 	"\x05Hello\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\rR\aversion\x12\x1a\n" +
 	"\bsoftware\x18\x02 \x01(\tR\bsoftware\x12\"\n" +
@@ -1051,34 +1147,39 @@ const file_stream_proto_rawDesc = "" +
 	"\x04have\x18\t \x03(\tR\x04have\x12\x14\n" +
 	"\x05reach\x18\n" +
 	" \x01(\tR\x05reach\x12 \n" +
-	"\vconnections\x18\v \x01(\rR\vconnections\"\x1f\n" +
+	"\vconnections\x18\v \x01(\rR\vconnections\x12\x1a\n" +
+	"\bsucceeds\x18\f \x01(\bR\bsucceeds\"\x1f\n" +
 	"\aReplica\x12\x14\n" +
 	"\x05addrs\x18\x01 \x03(\tR\x05addrs\">\n" +
 	"\tHeartbeat\x12\x12\n" +
 	"\x04sent\x18\x01 \x01(\x03R\x04sent\x12\x1d\n" +
 	"\n" +
-	"round_trip\x18\x02 \x01(\x03R\troundTrip\"\x9b\x01\n" +
+	"round_trip\x18\x02 \x01(\x03R\troundTrip\"\xbd\x01\n" +
 	"\x04Open\x12\x18\n" +
 	"\anetwork\x18\x01 \x01(\tR\anetwork\x12\x16\n" +
 	"\x06caller\x18\x02 \x01(\tR\x06caller\x12\x18\n" +
 	"\arelayed\x18\x03 \x01(\bR\arelayed\x12\x12\n" +
 	"\x04node\x18\x04 \x01(\tR\x04node\x12\x1a\n" +
 	"\bcategory\x18\x05 \x01(\tR\bcategory\x12\x17\n" +
-	"\ano_wait\x18\x06 \x01(\bR\x06noWait\"\x82\x01\n" +
+	"\ano_wait\x18\x06 \x01(\bR\x06noWait\x12 \n" +
+	"\vtraceparent\x18\a \x01(\tR\vtraceparent\"\x82\x01\n" +
 	"\x05Nodes\x12\x12\n" +
 	"\x04full\x18\x01 \x01(\bR\x04full\x12\x12\n" +
 	"\x04more\x18\x02 \x01(\bR\x04more\x12#\n" +
 	"\x04held\x18\x03 \x03(\v2\x0f.tunnel.v1.HeldR\x04held\x12\x12\n" +
 	"\x04gone\x18\x04 \x03(\tR\x04gone\x12\x18\n" +
-	"\aleaving\x18\x05 \x01(\bR\aleaving\"c\n" +
+	"\aleaving\x18\x05 \x01(\bR\aleaving\"\x7f\n" +
 	"\x04Held\x12\x12\n" +
 	"\x04node\x18\x01 \x01(\tR\x04node\x12\x15\n" +
 	"\x06age_ms\x18\x02 \x01(\x04R\x05ageMs\x12\x1a\n" +
 	"\binstance\x18\x03 \x01(\tR\binstance\x12\x14\n" +
-	"\x05reach\x18\x04 \x01(\tR\x05reach\"/\n" +
+	"\x05reach\x18\x04 \x01(\tR\x05reach\x12\x1a\n" +
+	"\bservices\x18\x05 \x01(\bR\bservices\"/\n" +
 	"\n" +
 	"Credential\x12!\n" +
-	"\faccess_token\x18\x01 \x01(\tR\vaccessToken\"(\n" +
+	"\faccess_token\x18\x01 \x01(\tR\vaccessToken\".\n" +
+	"\x05Renew\x12%\n" +
+	"\x0ewithin_seconds\x18\x01 \x01(\rR\rwithinSeconds\"(\n" +
 	"\bReplicas\x12\x1c\n" +
 	"\tinstances\x18\x01 \x03(\tR\tinstances\"B\n" +
 	"\aRefused\x12#\n" +
@@ -1099,10 +1200,11 @@ const file_stream_proto_rawDesc = "" +
 	"\tCODE_GONE\x10\b\x12\x16\n" +
 	"\x12CODE_WRONG_SESSION\x10\t\x12\x11\n" +
 	"\rCODE_INTERNAL\x10\n" +
-	"2~\n" +
+	"2\xaf\x01\n" +
 	"\x06Stream\x12A\n" +
 	"\x0fTunnelStreaming\x12\x14.tunnel.v1.StreamMsg\x1a\x14.tunnel.v1.StreamMsg(\x010\x01\x121\n" +
-	"\aConnect\x12\x10.tunnel.v1.Chunk\x1a\x10.tunnel.v1.Chunk(\x010\x012G\n" +
+	"\aConnect\x12\x10.tunnel.v1.Chunk\x1a\x10.tunnel.v1.Chunk(\x010\x01\x12/\n" +
+	"\x05Reach\x12\x10.tunnel.v1.Chunk\x1a\x10.tunnel.v1.Chunk(\x010\x012G\n" +
 	"\fCertificates\x127\n" +
 	"\x04Sign\x12\x16.tunnel.v1.SignRequest\x1a\x17.tunnel.v1.SignResponseB+Z)tunnel.example/tunnel/pkg/stream/tunnelv1b\x06proto3"
 
@@ -1119,7 +1221,7 @@ func file_stream_proto_rawDescGZIP() []byte {
 }
 
 var file_stream_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_stream_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_stream_proto_msgTypes = make([]protoimpl.MessageInfo, 15)
 var file_stream_proto_goTypes = []any{
 	(Code)(0),            // 0: tunnel.v1.Code
 	(*SignRequest)(nil),  // 1: tunnel.v1.SignRequest
@@ -1133,9 +1235,10 @@ var file_stream_proto_goTypes = []any{
 	(*Nodes)(nil),        // 9: tunnel.v1.Nodes
 	(*Held)(nil),         // 10: tunnel.v1.Held
 	(*Credential)(nil),   // 11: tunnel.v1.Credential
-	(*Replicas)(nil),     // 12: tunnel.v1.Replicas
-	(*Refused)(nil),      // 13: tunnel.v1.Refused
-	(*Drain)(nil),        // 14: tunnel.v1.Drain
+	(*Renew)(nil),        // 12: tunnel.v1.Renew
+	(*Replicas)(nil),     // 13: tunnel.v1.Replicas
+	(*Refused)(nil),      // 14: tunnel.v1.Refused
+	(*Drain)(nil),        // 15: tunnel.v1.Drain
 }
 var file_stream_proto_depIdxs = []int32{
 	6,  // 0: tunnel.v1.Hello.replica:type_name -> tunnel.v1.Replica
@@ -1143,12 +1246,14 @@ var file_stream_proto_depIdxs = []int32{
 	0,  // 2: tunnel.v1.Refused.code:type_name -> tunnel.v1.Code
 	3,  // 3: tunnel.v1.Stream.TunnelStreaming:input_type -> tunnel.v1.StreamMsg
 	4,  // 4: tunnel.v1.Stream.Connect:input_type -> tunnel.v1.Chunk
-	1,  // 5: tunnel.v1.Certificates.Sign:input_type -> tunnel.v1.SignRequest
-	3,  // 6: tunnel.v1.Stream.TunnelStreaming:output_type -> tunnel.v1.StreamMsg
-	4,  // 7: tunnel.v1.Stream.Connect:output_type -> tunnel.v1.Chunk
-	2,  // 8: tunnel.v1.Certificates.Sign:output_type -> tunnel.v1.SignResponse
-	6,  // [6:9] is the sub-list for method output_type
-	3,  // [3:6] is the sub-list for method input_type
+	4,  // 5: tunnel.v1.Stream.Reach:input_type -> tunnel.v1.Chunk
+	1,  // 6: tunnel.v1.Certificates.Sign:input_type -> tunnel.v1.SignRequest
+	3,  // 7: tunnel.v1.Stream.TunnelStreaming:output_type -> tunnel.v1.StreamMsg
+	4,  // 8: tunnel.v1.Stream.Connect:output_type -> tunnel.v1.Chunk
+	4,  // 9: tunnel.v1.Stream.Reach:output_type -> tunnel.v1.Chunk
+	2,  // 10: tunnel.v1.Certificates.Sign:output_type -> tunnel.v1.SignResponse
+	7,  // [7:11] is the sub-list for method output_type
+	3,  // [3:7] is the sub-list for method input_type
 	3,  // [3:3] is the sub-list for extension type_name
 	3,  // [3:3] is the sub-list for extension extendee
 	0,  // [0:3] is the sub-list for field type_name
@@ -1165,7 +1270,7 @@ func file_stream_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_stream_proto_rawDesc), len(file_stream_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   14,
+			NumMessages:   15,
 			NumExtensions: 0,
 			NumServices:   2,
 		},

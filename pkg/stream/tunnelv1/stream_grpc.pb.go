@@ -24,6 +24,7 @@ const _ = grpc.SupportPackageIsVersion9
 const (
 	Stream_TunnelStreaming_FullMethodName = "/tunnel.v1.Stream/TunnelStreaming"
 	Stream_Connect_FullMethodName         = "/tunnel.v1.Stream/Connect"
+	Stream_Reach_FullMethodName           = "/tunnel.v1.Stream/Reach"
 )
 
 // StreamClient is the client API for Stream service.
@@ -39,6 +40,10 @@ type StreamClient interface {
 	// connection as its session, once it has dialled the target. Metadata "topic"
 	// names the open request.
 	Connect(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[Chunk, Chunk], error)
+	// Reach is one connection that an edge asks the cloud for, on the connection of its session. Metadata "target"
+	// names what the edge wants to reach; the cloud decides whether it may. Metadata "topic" is a UUID of the edge's
+	// choice. The cloud sends the header once it has connected, or ends the call with the reason of the refusal.
+	Reach(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[Chunk, Chunk], error)
 }
 
 type streamClient struct {
@@ -75,6 +80,19 @@ func (c *streamClient) Connect(ctx context.Context, opts ...grpc.CallOption) (gr
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Stream_ConnectClient = grpc.BidiStreamingClient[Chunk, Chunk]
 
+func (c *streamClient) Reach(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[Chunk, Chunk], error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	stream, err := c.cc.NewStream(ctx, &Stream_ServiceDesc.Streams[2], Stream_Reach_FullMethodName, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	x := &grpc.GenericClientStream[Chunk, Chunk]{ClientStream: stream}
+	return x, nil
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Stream_ReachClient = grpc.BidiStreamingClient[Chunk, Chunk]
+
 // StreamServer is the server API for Stream service.
 // All implementations must embed UnimplementedStreamServer
 // for forward compatibility.
@@ -88,6 +106,10 @@ type StreamServer interface {
 	// connection as its session, once it has dialled the target. Metadata "topic"
 	// names the open request.
 	Connect(grpc.BidiStreamingServer[Chunk, Chunk]) error
+	// Reach is one connection that an edge asks the cloud for, on the connection of its session. Metadata "target"
+	// names what the edge wants to reach; the cloud decides whether it may. Metadata "topic" is a UUID of the edge's
+	// choice. The cloud sends the header once it has connected, or ends the call with the reason of the refusal.
+	Reach(grpc.BidiStreamingServer[Chunk, Chunk]) error
 	mustEmbedUnimplementedStreamServer()
 }
 
@@ -103,6 +125,9 @@ func (UnimplementedStreamServer) TunnelStreaming(grpc.BidiStreamingServer[Stream
 }
 func (UnimplementedStreamServer) Connect(grpc.BidiStreamingServer[Chunk, Chunk]) error {
 	return status.Error(codes.Unimplemented, "method Connect not implemented")
+}
+func (UnimplementedStreamServer) Reach(grpc.BidiStreamingServer[Chunk, Chunk]) error {
+	return status.Error(codes.Unimplemented, "method Reach not implemented")
 }
 func (UnimplementedStreamServer) mustEmbedUnimplementedStreamServer() {}
 func (UnimplementedStreamServer) testEmbeddedByValue()                {}
@@ -139,6 +164,13 @@ func _Stream_Connect_Handler(srv interface{}, stream grpc.ServerStream) error {
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type Stream_ConnectServer = grpc.BidiStreamingServer[Chunk, Chunk]
 
+func _Stream_Reach_Handler(srv interface{}, stream grpc.ServerStream) error {
+	return srv.(StreamServer).Reach(&grpc.GenericServerStream[Chunk, Chunk]{ServerStream: stream})
+}
+
+// This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
+type Stream_ReachServer = grpc.BidiStreamingServer[Chunk, Chunk]
+
 // Stream_ServiceDesc is the grpc.ServiceDesc for Stream service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -156,6 +188,12 @@ var Stream_ServiceDesc = grpc.ServiceDesc{
 		{
 			StreamName:    "Connect",
 			Handler:       _Stream_Connect_Handler,
+			ServerStreams: true,
+			ClientStreams: true,
+		},
+		{
+			StreamName:    "Reach",
+			Handler:       _Stream_Reach_Handler,
 			ServerStreams: true,
 			ClientStreams: true,
 		},

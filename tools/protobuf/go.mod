@@ -1,4 +1,4 @@
-module tunnel.example/tunnel/pkg/stream/tunnelv1/gen
+module tunnel.example/tunnel/tools/protobuf
 
 go 1.26.0
 

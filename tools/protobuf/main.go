@@ -1,7 +1,6 @@
-// Command gen writes stream.pb.go and stream_grpc.pb.go from stream.proto. It
-// needs no protoc: protocompile parses, and the two plugins run from the module
-// proxy. It is a module of its own, so that the tunnel does not depend on it. Run
-// it by `make gen`.
+// Command protobuf writes NAME.pb.go and NAME_grpc.pb.go beside NAME.proto, for each folder that it is given. It
+// needs no protoc: protocompile parses, and the two plugins run from the module proxy. It is a module of its own,
+// so that the tunnel does not depend on it. Run it by `make gen`.
 package main
 
 import (
@@ -20,8 +19,6 @@ import (
 	"google.golang.org/protobuf/types/pluginpb"
 )
 
-const source = "stream.proto"
-
 // The plugins are pinned; the versions are those of the main module's runtime.
 const (
 	messagePlugin = "google.golang.org/protobuf/cmd/protoc-gen-go@v1.36.12"
@@ -30,15 +27,25 @@ const (
 
 func main() {
 	log.SetFlags(0)
-	if len(os.Args) != 2 {
-		log.Fatal("usage: gen DIR, where DIR holds " + source)
+	if len(os.Args) < 2 {
+		log.Fatal("usage: protobuf DIR..., where each DIR holds one file NAME.proto")
 	}
-	if err := generate(os.Args[1]); err != nil {
-		log.Fatalf("gen: %v", err)
+	for _, dir := range os.Args[1:] {
+		if err := generate(dir); err != nil {
+			log.Fatalf("protobuf: %s: %v", dir, err)
+		}
 	}
 }
 
 func generate(dir string) error {
+	sources, err := filepath.Glob(filepath.Join(dir, "*.proto"))
+	if err != nil {
+		return err
+	}
+	if len(sources) != 1 {
+		return fmt.Errorf("there are %d files *.proto, and not one", len(sources))
+	}
+	source := filepath.Base(sources[0])
 	compiler := protocompile.Compiler{
 		Resolver:       &protocompile.SourceResolver{ImportPaths: []string{dir}},
 		SourceInfoMode: protocompile.SourceInfoStandard, // comments reach the Go code

@@ -1,0 +1,178 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"net"
+	"slices"
+	"strconv"
+	"time"
+
+	"google.golang.org/grpc"
+
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/egress"
+	"tunnel.example/tunnel/pkg/services/hub"
+	"tunnel.example/tunnel/pkg/services/servicesv1"
+	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/udp"
+)
+
+// newServices sets services, if the configuration has [mode.cloud.services]. The server needs it, because edges watch.
+func (w *cloudWiring) newServices() error {
+	c := w.conf.Services
+	if !c.On {
+		return nil
+	}
+	cfg := hub.Config{Cluster: c.Cluster, Serves: w.reach.ServesServices, AwaitNodes: true, Log: w.log}
+	if w.conf.Egress.Configured() {
+		cfg.Domain = c.Domain
+	}
+	w.services = hub.New(cfg)
+	var err error
+	w.anyEndpoint, err = auth.ParsePolicy([]string{"0.0.0.0/0:*", "[::/0]:*"})
+	// It does not run as a module: the end of the sessions ends its conns.
+	w.datagrams = udp.NewEdge(w.anyEndpoint, udp.EdgeConfig{
+		Counters: w.udp, Core: w.counters, Log: w.log.With("module", "services"), OneTarget: true,
+	})
+	return err
+}
+
+// addServices adds the modules that tell edges of the cluster's Services, if the configuration has
+// [mode.cloud.services].
+func (w *cloudWiring) addServices() {
+	if w.services == nil {
+		return
+	}
+	w.add(w.cluster.client.Services(w.conf.Services.Namespaces, w.services, w.log), nil)
+	w.add(joinedNodes{w}, nil)
+	w.collectors = append(w.collectors, w.services.Collector())
+}
+
+// serveServices has the server of sessions answer edges that watch Services or connect to endpoints, if the
+// configuration has [mode.cloud.services].
+func (w *cloudWiring) serveServices(config *stream.ServerConfig) {
+	if w.services == nil {
+		return
+	}
+	config.Reach, config.ReachSink = w.reachService, w.sink()
+	config.Services = []stream.SessionService{{Desc: &servicesv1.Services_ServiceDesc, Handler: w.watchServices}}
+}
+
+// watchServices serves Services.Watch on the connection of a session.
+func (w *cloudWiring) watchServices(from *tunnel.Session, stream grpc.ServerStream) error {
+	return w.services.Watch(from.Node, &grpc.GenericServerStream[servicesv1.Next, servicesv1.Batch]{ServerStream: stream})
+}
+
+// reachService connects to a target that the node of a session asks for: to an endpoint on an edge node through that
+// node, and to others by itself.
+func (w *cloudWiring) reachService(ctx context.Context, ask *stream.Ask) (net.Conn, error) {
+	request, refusal := w.services.Target(ask.From.Node, ask.Target)
+	if refusal != nil {
+		return nil, refusal
+	}
+	ask.Node, ask.Addr, request.Trace = request.Node, request.Addr, ask.Trace
+	if request.Node != "" {
+		return w.reach.Dial(ctx, request)
+	}
+	if request.Network == tunnel.NetworkUDP {
+		return w.datagrams.Open(ctx, request)
+	}
+	return w.anyEndpoint.Dial(ctx, request.Network, request.Addr)
+}
+
+// endpoints finds the endpoints of Services for the egress front door: first those on connected nodes. The cloud itself
+// dials endpoints on nodes without an edge, if the configuration says that edges may reach such endpoints.
+func (w *cloudWiring) endpoints(addr string) (found []egress.Endpoint, err error) {
+	host, text, err := net.SplitHostPort(addr)
+	port, perr := strconv.ParseUint(text, 10, 16)
+	if err != nil || perr != nil {
+		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not host:port", addr)
+	}
+	all, err := w.services.Endpoints(host, uint16(port))
+	for _, e := range all {
+		to := egress.Endpoint{Addr: e.Addr.String(), Node: e.Node}
+		if e.Cloud && !w.reach.Holds(e.Node) {
+			to.Dial = func(ctx context.Context) (net.Conn, error) { return w.anyEndpoint.Dial(ctx, "tcp", to.Addr) }
+		}
+		found = append(found, to)
+	}
+	slices.SortStableFunc(found, func(a, b egress.Endpoint) int {
+		return cmp.Compare(w.distance(a), w.distance(b))
+	})
+	return found, err
+}
+
+// distance says how well an endpoint can be reached; less is better.
+func (w *cloudWiring) distance(e egress.Endpoint) int {
+	if e.Dial != nil || w.reach.Holds(e.Node) {
+		return 0
+	}
+	return 1
+}
+
+// joinedNodes is the module that tells the hub which nodes serve Services: those that have a session with any replica,
+// and those that the inventory remembers.
+type joinedNodes struct{ *cloudWiring }
+
+const (
+	// joinedPause is the least time between two looks at the nodes: many nodes come at once when a cloud has started.
+	joinedPause = time.Second
+	// nodesLate is how long edges that watch Services wait for the inventory and the other replicas.
+	nodesLate = 10 * time.Second
+	// nodesPause is the time between two looks whether both are known.
+	nodesPause = 50 * time.Millisecond
+)
+
+// Name implements tunnel.Module.
+func (joinedNodes) Name() string { return "services-nodes" }
+
+// Run implements tunnel.Module.
+func (j joinedNodes) Run(ctx context.Context) error {
+	for late := time.Now().Add(nodesLate); !j.nodesKnown() && time.Now().Before(late); {
+		select {
+		case <-time.After(nodesPause):
+		case <-ctx.Done():
+			return nil
+		}
+	}
+	known := false
+	for {
+		if !known && j.inventory != nil { // else edges would be told of every node that comes back
+			known = j.nodesKnown()
+			for _, node := range j.inventory.ServeServices() {
+				j.services.Joined(node)
+			}
+		}
+		changed := j.reach.Changed() // before Connected, so that no node is missed
+		for _, node := range j.reach.Connected() {
+			if j.reach.ServesServices(node) {
+				j.services.Joined(node)
+			} else {
+				j.services.Left(node) // its edge has started again, without Services
+			}
+		}
+		j.services.NodesKnown()
+		select {
+		case <-time.After(joinedPause):
+		case <-ctx.Done():
+			return nil
+		}
+		var again <-chan time.Time
+		if !known && j.inventory != nil {
+			again = time.After(joinedPause)
+		}
+		select {
+		case <-changed:
+		case <-again:
+		case <-ctx.Done():
+			return nil
+		}
+	}
+}
+
+// nodesKnown reports whether the inventory has been read, and the other replicas have told their nodes.
+func (w *cloudWiring) nodesKnown() bool {
+	return (w.inventory == nil || w.inventory.Known()) && (w.peers == nil || w.peers.Ready() == nil)
+}

@@ -1,0 +1,101 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+
+	"github.com/spf13/cobra"
+
+	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/api"
+	"tunnel.example/tunnel/pkg/listen"
+)
+
+// drained is the answer to POST /v1/drain.
+type drained struct {
+	Conns int64 `json:"conns"` // that go on
+}
+
+// errDrained is why /readyz fails.
+var errDrained = errors.New("drained by tunnel drain")
+
+// drain leaves the rotation: /readyz fails, the edges of a cloud move to other replicas, and no new conn is opened.
+// Open conns go on. If stops is set, the caller stops the process afterwards.
+func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
+	if !r.reloader.mu.TryLock() {
+		return nil, conflictf("a reload or a restart is under way: try again")
+	}
+	defer r.reloader.mu.Unlock()
+	switch {
+	case r.reloader.next != 0:
+		return nil, errLeft
+	case r.edges != nil && !stops && !r.daemon.drained.Load() && r.edges.Alone():
+		return nil, conflictf("there is no other replica that could take the edges: " +
+			"end it by tunnel drain --stop, or replace it by tunnel restart")
+	}
+	if !r.daemon.drained.Swap(true) {
+		r.daemon.log.Info("leaving the rotation, as tunnel drain asks")
+		if r.client != nil {
+			r.client.Drain()
+		}
+		if r.edges != nil && !stops { // a stop does the rest
+			r.edges.Leave(ctx)
+			r.daemon.sockets.Close(listen.Callers)
+			r.daemon.sockets.Close(listen.Edges) // the one port, and the agents' port
+			r.daemon.log.Info("drained: no new conn is accepted")
+		}
+	}
+	return &drained{r.daemon.conns()}, nil
+}
+
+// drainCheck is the line of /readyz after a drain.
+func (d *daemon) drainCheck() admin.Check {
+	return admin.Check{
+		Name: "drain", Ready: func() error { return errDrained }, Off: func() bool { return !d.drained.Load() },
+	}
+}
+
+func newDrainCommand() *cobra.Command {
+	var ask askFlags
+	var output outputFlag
+	var stops bool
+	cmd := &cobra.Command{
+		Use:   "drain",
+		Short: "Take a running cloud or edge out of the rotation",
+		Long: `drain takes the running cloud or edge out of the rotation. Its /readyz fails. The edges of a cloud move to
+the other replicas, and then its ports close. An edge gets no new connections. Open connections go on, and
+the process does not end. To bring it back, start it again.
+
+With --stop the process ends afterwards, as after SIGTERM: open connections have 25 s.
+
+  tunnel drain
+  tunnel drain --stop`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := output.check(); err != nil {
+				return err
+			}
+			path := "/v1/drain"
+			if stops {
+				path += "?stop"
+			}
+			return askEach(cmd, &ask, func(s daemonSocket, name string) error {
+				done := new(drained)
+				if err := api.NewClient(s.path).Call(cmd.Context(), http.MethodPost, path, nil, done); err != nil {
+					return failed(err)
+				}
+				if encoded, err := output.encode(cmd.OutOrStdout(), done); encoded {
+					return err
+				}
+				_, err := fmt.Fprintf(cmd.OutOrStdout(), "%s: drained; %d conns go on\n", name, done.Conns)
+				return err
+			})
+		},
+	}
+	ask.register(cmd, cloudFile, edgeFile)
+	output.register(cmd, "text", "json", "yaml")
+	cmd.Flags().BoolVar(&stops, "stop", false, "end the process afterwards")
+	return cmd
+}

@@ -1,0 +1,87 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"net/netip"
+
+	mdns "github.com/miekg/dns"
+
+	"tunnel.example/tunnel/pkg/api"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/dns"
+	"tunnel.example/tunnel/pkg/services/relay"
+	"tunnel.example/tunnel/pkg/services/servicesv1"
+	"tunnel.example/tunnel/pkg/udp"
+)
+
+// addServices makes the relay of Services, if the configuration asks for it. It must run before the client is made,
+// since the cloud asks the client for conns to endpoints of this node. The caller adds services to the daemon.
+func (w *edgeWiring) addServices() (err error) {
+	s := w.conf.Services
+	if !s.On {
+		return nil
+	}
+	cfg := relay.Config{
+		Node: w.conf.Node, File: s.State, Direct: s.Direct, Watch: w.watchServices, Reach: w.reachService,
+		InContainer: w.egress.InContainer, IsOwn: w.policy.IsOwn, Domain: s.Domain,
+		Datagrams: udp.EdgeConfig{Flows: w.conf.Limits.Flows, Counters: w.udp}, Counters: w.counters, Log: w.log,
+	}
+	if s.DNS {
+		w.names = w.newNames()
+		cfg.DNS = w.names
+	}
+	if w.services, err = relay.New(cfg); err != nil {
+		return err
+	}
+	policy := w.policy.Also(w.services.Home)
+	w.dialers = append(w.dialers, relay.NewEdge(w.services, policy))
+	return nil
+}
+
+// resolvConf is the file that names the DNS servers of this machine.
+const resolvConf = "/etc/resolv.conf"
+
+// newNames makes the server for the queries of pods. As with the cluster's own DNS, whoever reaches it may ask. It runs
+// only after services is set.
+func (w *edgeWiring) newNames() *dns.Responder {
+	servers := dns.NewResolvConf(resolvConf, func(a netip.Addr) bool { return w.services.ServesDNS(a) })
+	return dns.NewResponder(dns.ResponderConfig{
+		Zone:      func(q mdns.Question) *mdns.Msg { return w.services.Resolve(q) },
+		Upstreams: servers.Servers,
+		Dial:      (&net.Dialer{Control: relay.Unredirected}).DialContext,
+		AllowFrom: auth.Sources{netip.MustParsePrefix("0.0.0.0/0"), netip.MustParsePrefix("::/0")},
+		Counters:  w.counters, Log: w.log,
+	})
+}
+
+// watchServices opens a stream of what the cloud tells of Services. It waits for a session.
+func (w *edgeWiring) watchServices(ctx context.Context) (relay.Stream, error) {
+	cc, err := w.client.Calls(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return servicesv1.NewServicesClient(cc).Watch(ctx)
+}
+
+// reachService opens a conn to an endpoint through the cloud.
+func (w *edgeWiring) reachService(ctx context.Context, target string) (net.Conn, error) {
+	return w.client.Reach(ctx, target)
+}
+
+// handleServices adds the paths for tunnel services. An edge without [mode.edge.services] says so there.
+func (w *edgeWiring) handleServices(all map[string]http.Handler) {
+	if w.services == nil {
+		all["/v1/services/"] = http.HandlerFunc(func(rw http.ResponseWriter, _ *http.Request) {
+			api.Refuse(rw, http.StatusNotFound, "", errors.New("this edge keeps no Services: write "+
+				"[mode.edge.services] into its configuration, and start it again (docs/services.md)"))
+		})
+		all["/v1/services"] = all["/v1/services/"]
+		return
+	}
+	for pattern, h := range w.services.Handlers() {
+		all[pattern] = h
+	}
+}

@@ -1,0 +1,42 @@
+package main
+
+import (
+	"fmt"
+	"net"
+	"os"
+	"strconv"
+)
+
+// notifyVariable names the socket on which systemd takes notifications (sd_notify(3)).
+const notifyVariable = "NOTIFY_SOCKET"
+
+// dialSystemd connects to the socket of systemd; nil: systemd asks for no notifications.
+func dialSystemd() (net.Conn, error) {
+	path := os.Getenv(notifyVariable)
+	if path == "" {
+		return nil, nil
+	}
+	c, err := net.Dial("unixgram", path) // a name that begins with @ is abstract, as for systemd
+	if err != nil {
+		return nil, fmt.Errorf("systemd cannot be notified: %w", err)
+	}
+	return c, nil
+}
+
+// notify sends a notification to systemd, if systemd asks for notifications.
+func notify(state string) error {
+	c, err := dialSystemd()
+	if c == nil {
+		return err
+	}
+	defer c.Close()
+	_, err = c.Write([]byte(state))
+	return err
+}
+
+// isUnknownChild reports whether systemd watches the process pid and would not hear of another one. Before version
+// 248, systemd sets no SYSTEMD_EXEC_PID.
+func isUnknownChild(env func(string) string, pid, parent int) bool {
+	return env(notifyVariable) == "" && (env("SYSTEMD_EXEC_PID") == strconv.Itoa(pid) ||
+		env("SYSTEMD_EXEC_PID") == "" && env("INVOCATION_ID") != "" && parent == 1)
+}

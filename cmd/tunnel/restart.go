@@ -1,0 +1,395 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"tunnel.example/tunnel/pkg/api"
+	"tunnel.example/tunnel/pkg/inventory"
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/takeover"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// place is where a process stands among processes that take over from each other. Set once.
+type place struct {
+	sockets *listen.Sockets       // nil: only the configuration is checked, and nothing is opened
+	before  *takeover.Predecessor // nil: there is none
+}
+
+// newPlace returns the place of this process.
+func newPlace() (place, error) {
+	value := os.Getenv(takeover.Variable)
+	os.Unsetenv(takeover.Variable) //nolint:errcheck // it fails only for an empty name
+	before, err := takeover.Join(value)
+	if err != nil {
+		return place{}, err
+	}
+	return place{before.Sockets(), before}, nil
+}
+
+// failed tells the process before why this one does not take over.
+func (p place) failed(err error) {
+	if err == nil {
+		err = errors.New("it was stopped")
+	}
+	exit, ok := errors.AsType[*exitError](err)
+	p.before.Failed(&takeover.Failure{Text: err.Error(), Configuration: ok && exit.code == exitConfig})
+}
+
+// hasLeft reports whether another process has taken over.
+func (p place) hasLeft() bool { return p.sockets != nil && tunnel.IsClosed(p.sockets.Left()) }
+
+// later is a module that runs while this process serves: not yet while the process before does, and no longer once the
+// next one does.
+type later struct {
+	tunnel.Module
+	sockets *listen.Sockets
+}
+
+// Run implements tunnel.Module.
+func (l later) Run(ctx context.Context) error {
+	select {
+	case <-l.sockets.Serving():
+	case <-ctx.Done():
+		return nil
+	}
+	serving, stop := context.WithCancel(ctx)
+	var watching sync.WaitGroup
+	watching.Go(func() {
+		select {
+		case <-l.sockets.Left():
+			stop()
+		case <-serving.Done():
+		}
+	})
+	err := l.Module.Run(serving)
+	stop()
+	watching.Wait()
+	if err == nil && tunnel.IsClosed(l.sockets.Left()) {
+		<-ctx.Done() // the other modules drain
+	}
+	return err
+}
+
+const (
+	// startTime is how long a new process may take until it is ready to take over.
+	startTime = 30 * time.Second
+	// moveTime is how long the edges may take to move to it. Then it serves, and callers of the other edges wait, for
+	// moveTime again at most.
+	moveTime = 12 * time.Second
+	// lastTime is how long the old process goes on before it drains. Callers that it has just accepted have this time
+	// for their TLS handshake.
+	lastTime = 1500 * time.Millisecond
+	// firstTime is when the new process serves although some edges have not come, counted from the first that has.
+	// An edge without conns keeps its old session for stream.Overlap, which is longer than firstTime and lastTime
+	// together: the old process needs the session for callers that it has accepted last.
+	firstTime = 700 * time.Millisecond
+)
+
+// takeOver takes over from the process before, if there is one.
+func (d *daemon) takeOver(ctx context.Context) error {
+	if d.before == nil {
+		return nil
+	}
+	start := time.Now()
+	starting, cancel := context.WithTimeout(ctx, startTime)
+	defer cancel()
+	if err := d.untilReady(starting); err != nil {
+		return fmt.Errorf("not ready after %s: %w", startTime, err)
+	}
+	nodes, err := d.before.Ready(starting)
+	if err != nil {
+		return err
+	}
+	if d.expect != nil {
+		d.expect(ctx, nodes)
+	}
+	if err := ctx.Err(); err != nil { // this process ends, so the old one must go on
+		return err
+	}
+	d.sockets.Serve()
+	d.before.Serving()
+	time.AfterFunc(lastTime+tunnel.GracePeriod, func() { d.outlived.Store(true) })
+	d.log.Info("taken over from the old process", "nodes", len(nodes), "dur", time.Since(start).Round(time.Millisecond))
+	return nil
+}
+
+// succeeds reports whether the process before may have sessions. An edge may join one replica before it takes over, and
+// the other replicas later.
+func (d *daemon) succeeds() bool { return d.before != nil && !d.outlived.Load() }
+
+// moved waits until the edges of these nodes have come from the process before.
+func (w *cloudWiring) moved(ctx context.Context, nodes []tunnel.NodeName) {
+	if w.inventory != nil {
+		w.inventory.Reload()
+	}
+	late := time.Now().Add(moveTime)
+	w.directory.Expect(nodes, late.Add(moveTime))
+	w.sockets.Resume(listen.Edges)
+	var soon <-chan time.Time // nil: no edge has come yet
+	for {
+		changed := w.directory.Changed()
+		missing := w.directory.Missing()
+		if missing == 0 {
+			return
+		}
+		if soon == nil && missing < len(nodes) {
+			soon = time.After(firstTime)
+		}
+		select {
+		case <-changed:
+		case <-soon:
+			return
+		case <-time.After(time.Until(late)):
+			return
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// restarter lets a new process take over from this one, and lets this process leave the rotation.
+type restarter struct {
+	// Set once.
+	daemon    *daemon
+	reloader  *reloader
+	edges     *stream.Server       // of a cloud
+	peers     bool                 // of a cloud: its configuration names other replicas
+	client    *stream.Client       // of an edge
+	inventory *inventory.Inventory // nil: there is none
+
+	running sync.Mutex // held during a restart; guards the following
+	stops   bool       // this process stops: no restart begins
+}
+
+// errStops is the error of a restart while the process stops.
+var errStops = conflictf("it was told to stop, so no new process takes over")
+
+// restarted is the answer to POST /v1/restart.
+type restarted struct {
+	PID     int     `json:"pid"`   // of the new process
+	Old     int     `json:"old"`   // of the process that drains
+	Conns   int64   `json:"conns"` // that go on in the old process
+	Seconds float64 `json:"seconds"`
+}
+
+// handle adds the paths of the admin socket.
+func (r *restarter) handle(all map[string]http.Handler) {
+	ctx, cancel := context.WithCancel(context.Background()) // an operator who goes does not end a restart
+	r.daemon.endRestart = func() {
+		cancel()
+		r.running.Lock()
+		defer r.running.Unlock()
+		r.stops = true
+	}
+	all["POST /v1/restart"] = http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		done, err := r.restart(ctx)
+		answer(w, done, err)
+		if err == nil {
+			time.AfterFunc(lastTime, r.reloader.stop)
+		}
+	})
+	all["POST /v1/drain"] = http.HandlerFunc(func(w http.ResponseWriter, q *http.Request) {
+		stops := q.URL.Query().Has("stop")
+		done, err := r.drain(context.WithoutCancel(q.Context()), stops)
+		answer(w, done, err)
+		if err == nil && stops {
+			r.reloader.stop()
+		}
+	})
+}
+
+// restart starts a new process, which takes over, unless ctx ends before. With an error, this process serves as before.
+// Without one, the caller stops this process.
+func (r *restarter) restart(ctx context.Context) (*restarted, error) {
+	if !r.reloader.mu.TryLock() {
+		return nil, conflictf("a reload or a restart is under way: try again")
+	}
+	defer r.reloader.mu.Unlock()
+	r.running.Lock()
+	defer r.running.Unlock()
+	switch {
+	case r.stops:
+		return nil, errStops
+	case r.reloader.next != 0:
+		return nil, errLeft
+	case r.daemon.drained.Load():
+		return nil, conflictf("it drains: start it again, in place of tunnel restart")
+	case r.peers:
+		// The replicas have sessions with this process. They would know the new one only when this one has ended.
+		return nil, conflictf("it is one of several replicas: stop it and start it again, and the others take over meanwhile")
+	case os.Getpid() == 1, os.Getenv("KUBERNETES_SERVICE_HOST") != "":
+		return nil, conflictf("its container ends with it: in Kubernetes run kubectl rollout restart, with two replicas")
+	// A process that has taken over is no child of systemd's, whatever its environment says.
+	case r.daemon.before == nil && isUnknownChild(os.Getenv, os.Getpid(), os.Getppid()):
+		return nil, conflictf("systemd would not know the new process: write NotifyAccess=main into the unit, as "+
+			"deployment/systemd has it, and run systemctl daemon-reload and systemctl restart tunnel-%s once", r.daemon.mode)
+	}
+	program, err := programPath()
+	if err != nil {
+		return nil, conflictError{err}
+	}
+	systemd, err := dialSystemd() // before a new process starts, which systemd must hear of
+	if err != nil {
+		return nil, conflictError{err}
+	}
+	if systemd != nil {
+		defer systemd.Close()
+	}
+	start := time.Now()
+	log := r.daemon.log
+	next, err := takeover.Start(takeover.Config{
+		Program: program, Args: os.Args, Env: os.Environ(), Sockets: r.daemon.sockets, Instance: r.instance(),
+	})
+	if err != nil {
+		return nil, conflictf("starting %s: %w", program, err)
+	}
+	log.Info("a new process starts, to take over from this one", "pid", next.PID(), "target", program)
+	if err = r.hand(ctx, next); err != nil {
+		next.Kill() //nolint:errcheck // it never fails
+		if ctx.Err() != nil {
+			log.Info("no new process takes over, since this one stops")
+			return nil, errStops
+		}
+		log.Error("no new process has taken over; this process serves as before", "err", err)
+		failure, ok := errors.AsType[*takeover.Failure](err)
+		if ok && failure.Configuration {
+			return nil, failure
+		}
+		return nil, conflictf("%w; the old process serves as before", err)
+	}
+	next.Release()
+	r.daemon.sockets.Leave()
+	r.reloader.next = next.PID()
+	if systemd != nil {
+		if _, err := fmt.Fprintf(systemd, "MAINPID=%d", next.PID()); err != nil {
+			log.Error("systemd does not know the new process, and ends it with this one", "pid", next.PID(), "err", err)
+		}
+	}
+	done := &restarted{PID: next.PID(), Old: os.Getpid(), Conns: r.daemon.conns(), Seconds: time.Since(start).Seconds()}
+	log.Info("a new process has taken over; this one drains and ends", "pid", next.PID())
+	return done, nil
+}
+
+// instance returns what an edge's new process keeps.
+func (r *restarter) instance() string {
+	if r.client == nil {
+		return ""
+	}
+	return r.client.Instance()
+}
+
+// hand hands over to the new process. With an error, it has undone what it has done.
+func (r *restarter) hand(ctx context.Context, next *takeover.Successor) error {
+	starting, cancel := context.WithTimeout(ctx, startTime+time.Second) // the new process gives up first, and says why
+	defer cancel()
+	if err := next.Ready(starting); err != nil {
+		return err
+	}
+	if r.edges == nil {
+		return r.serve(ctx, next, nil)
+	}
+	if r.inventory != nil {
+		r.inventory.Leave()
+	}
+	r.daemon.sockets.Pause(listen.Edges)
+	nodes := r.edges.Move()
+	r.daemon.log.Info("the edges move to the new process", "nodes", len(nodes))
+	err := r.serve(ctx, next, nodes)
+	if err != nil {
+		r.edges.Stay(nodes)
+		r.daemon.sockets.Resume(listen.Edges)
+		if r.inventory != nil {
+			r.inventory.Return()
+		}
+	}
+	return err
+}
+
+// serve waits until the new process serves.
+func (r *restarter) serve(ctx context.Context, next *takeover.Successor, nodes []tunnel.NodeName) error {
+	if err := next.Go(nodes); err != nil {
+		return err
+	}
+	moving, cancel := context.WithTimeout(ctx, 2*moveTime)
+	defer cancel()
+	return next.Serving(moving)
+}
+
+// programPath returns the program of a new process: by the name that this process was started by, so that a new release
+// of the program runs.
+func programPath() (string, error) {
+	if path, err := exec.LookPath(os.Args[0]); err == nil {
+		return filepath.Abs(path)
+	}
+	return os.Executable()
+}
+
+func newRestartCommand() *cobra.Command {
+	var ask askFlags
+	var output outputFlag
+	cmd := &cobra.Command{
+		Use:   "restart",
+		Short: "Let a new process take over from a running cloud or edge, without an outage",
+		Long: `restart has the running cloud or edge start the program again, with the same arguments. The new process
+reads the configuration, and takes over the listening sockets. Edges move to it. Open connections go on in
+the old process, for up to 25 s. No caller is refused.
+
+If the new process does not start, or has a bad configuration, the old one serves as before. restart then
+says why. Its exit code is 3 only for a bad configuration, and not when it finds no admin socket to ask.
+
+  tunnel restart`,
+		Args: noArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := output.check(); err != nil {
+				return err
+			}
+			if _, err := ask.sockets(); errors.As(err, new(noSocketError)) {
+				return &exitError{exitRuntime, err} // the packages' scripts then restart the service
+			}
+			return askEach(cmd, &ask, func(s daemonSocket, name string) error {
+				done := new(restarted)
+				if err := api.NewClient(s.path).Call(cmd.Context(), http.MethodPost, "/v1/restart", nil, done); err != nil {
+					return failed(err)
+				}
+				if encoded, err := output.encode(cmd.OutOrStdout(), done); encoded {
+					return err
+				}
+				_, err := fmt.Fprintf(cmd.OutOrStdout(),
+					"%s: process %d has taken over from %d after %.1f s; %d conns drain\n",
+					name, done.PID, done.Old, done.Seconds, done.Conns)
+				return err
+			})
+		},
+	}
+	ask.register(cmd, cloudFile, edgeFile)
+	output.register(cmd, "text", "json", "yaml")
+	return cmd
+}
+
+// askEach calls f for the socket of each daemon that the flags name, also after an error of another one.
+func askEach(cmd *cobra.Command, ask *askFlags, f func(s daemonSocket, name string) error) error {
+	sockets, err := ask.sockets()
+	if err != nil {
+		return err
+	}
+	var failure error
+	for _, s := range sockets {
+		if err := f(s, cmp.Or(s.mode, s.path)); err != nil {
+			failure = also(failure, err)
+		}
+	}
+	return failure
+}

@@ -1,0 +1,133 @@
+package main
+
+import (
+	"context"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"testing"
+
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/stream"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// An upgrade of a package restarts a service that tunnel restart cannot ask. A service whose configuration has a
+// problem goes on with the old program.
+func TestPackagesRestart(t *testing.T) {
+	if runtime.GOOS != "linux" {
+		t.Skip("packages are for Linux")
+	}
+	const edge = "[mode.edge.stream.client]\nservername = \"a:9000\"\n"
+	for name, tc := range map[string]struct {
+		cloud string // cloud.toml; "": there is none
+		want  string
+	}{
+		"no admin socket":        {"[mode.cloud.stream.server]\ngrpcport = 9000\n", "try-restart tunnel-cloud.service\n"},
+		"nothing listens":        {"[mode.cloud.admin]\nsocket = \"silent.sock\"\n", "try-restart tunnel-cloud.service\n"},
+		"neither cloud nor edge": {"\n", "try-restart tunnel-cloud.service\n"},
+		"no file":                {"", "try-restart tunnel-cloud.service\n"},
+		"another mode":           {edge, "try-restart tunnel-cloud.service\n"},
+		"a broken file":          {"x =\n", ""},
+	} {
+		for script, args := range map[string][]string{"deb/postinst": {"configure", "1.0"}, "rpm/post": {"2"}} {
+			t.Run(name+" "+filepath.Dir(script), func(t *testing.T) {
+				dir := t.TempDir()
+				write := func(name, text string) {
+					if err := os.WriteFile(filepath.Join(dir, name), []byte(text), 0o700); err != nil {
+						t.Fatal(err)
+					}
+				}
+				if tc.cloud != "" {
+					write("cloud.toml", tc.cloud)
+				}
+				write("systemctl", "#!/bin/sh\ncase $* in\n*is-active*edge*) exit 3;;\n"+
+					"try-restart*) echo \"$*\" >>"+dir+"/did;;\nesac\n")
+				write("tunnel", "#!/bin/sh\n"+runMain+"=1 exec "+os.Args[0]+" \"$@\"\n")
+				text, err := os.ReadFile(filepath.Join("../../deployment/packages", script))
+				if err != nil {
+					t.Fatal(err)
+				}
+				write("script", strings.NewReplacer(
+					"/usr/bin/tunnel", dir+"/tunnel", "/etc/tunnel", dir, "/run/systemd/system", dir).Replace(string(text)))
+				cmd := exec.Command("sh", append([]string{filepath.Join(dir, "script")}, args...)...)
+				cmd.Env = append(os.Environ(), "PATH="+dir+":"+os.Getenv("PATH"))
+				output, err := cmd.CombinedOutput()
+				did, _ := os.ReadFile(filepath.Join(dir, "did")) // there is none if nothing was done
+				if err != nil || string(did) != tc.want {
+					t.Errorf("the script did %q, want %q; %v:\n%s", did, tc.want, err, output)
+				}
+			})
+		}
+	}
+}
+
+// An edge that has moved first, and has no conns, still serves the callers that the old process has accepted last.
+func TestOldSessionsOutlastCallers(t *testing.T) {
+	if needed := firstTime + lastTime; stream.Overlap < needed+needed/10 {
+		t.Errorf("an edge keeps its old session for %s; the old process needs it for %s", stream.Overlap, needed)
+	}
+}
+
+// A restart is refused where systemd would take the end of the old process for the end of the service.
+func TestUnknownChild(t *testing.T) {
+	const pid, shell = 7, 3
+	for _, tc := range []struct {
+		env    map[string]string
+		parent int
+		want   bool
+	}{
+		{map[string]string{"SYSTEMD_EXEC_PID": "7", "INVOCATION_ID": "a"}, 1, true},
+		{map[string]string{"SYSTEMD_EXEC_PID": "7", "INVOCATION_ID": "a", "NOTIFY_SOCKET": "/n"}, 1, false},
+		{map[string]string{"SYSTEMD_EXEC_PID": "7"}, shell, true}, // of a user's systemd
+		{map[string]string{"SYSTEMD_EXEC_PID": "3", "INVOCATION_ID": "a"}, 1, false},
+		{map[string]string{"INVOCATION_ID": "a"}, 1, true}, // systemd before version 248
+		{map[string]string{"INVOCATION_ID": "a", "NOTIFY_SOCKET": "/n"}, 1, false},
+		{map[string]string{"INVOCATION_ID": "a"}, shell, false},
+		{nil, 1, false},
+	} {
+		if got := isUnknownChild(func(key string) string { return tc.env[key] }, pid, tc.parent); got != tc.want {
+			t.Errorf("%v with parent %d: %t, want %t", tc.env, tc.parent, got, tc.want)
+		}
+	}
+}
+
+// writes is a module that writes while ctx is not done.
+type writes struct{ began, ended chan struct{} }
+
+func (writes) Name() string { return "writes" }
+
+func (w writes) Run(ctx context.Context) error {
+	close(w.began)
+	<-ctx.Done()
+	close(w.ended)
+	return nil
+}
+
+// Two processes never write at once: the old one stops when the new one serves. The rest of the old one goes on.
+func TestOneWriter(t *testing.T) {
+	sockets := listen.Inherit(nil)
+	w := writes{make(chan struct{}), make(chan struct{})}
+	ctx, stop := context.WithCancel(t.Context())
+	over := make(chan error, 1) // capacity 1: the daemon need not wait for the test
+	go func() { over <- tunnel.Run(ctx, later{w, sockets}) }()
+	if tunnel.IsClosed(w.began) {
+		t.Error("it writes while the process before does")
+	}
+	sockets.Serve()
+	testkit.Eventually(t, "it writes", func() bool { return tunnel.IsClosed(w.began) })
+	sockets.Leave()
+	testkit.Eventually(t, "it writes no more", func() bool { return tunnel.IsClosed(w.ended) })
+	select {
+	case err := <-over:
+		t.Errorf("the daemon has ended: %v", err)
+	default:
+	}
+	stop()
+	if err := <-over; err != nil {
+		t.Error(err)
+	}
+}

@@ -1,0 +1,62 @@
+package conf
+
+import (
+	"cmp"
+	"net/netip"
+)
+
+// EdgeServices configures how an edge serves Services whose endpoints are on other edge nodes, [mode.edge.services].
+type EdgeServices struct {
+	On     bool           // whether the table is there
+	State  string         // file of what the cloud has told
+	Direct []netip.Prefix // networks whose endpoints this node reaches without the tunnel
+	DNS    bool           // whether the edge answers the names of Services
+	Domain string         // of the cluster, in lower case
+}
+
+const (
+	// defaultServicesState is where an edge keeps what it knows of Services.
+	defaultServicesState = "/var/lib/tunnel/services.db"
+	// servicesRelay is the mode that works beside kube-proxy, and servicesFull the one that will take its place.
+	servicesRelay = "relay"
+	servicesFull  = "full"
+)
+
+// newEdgeServices makes an EdgeServices from its table, which may be nil.
+func newEdgeServices(t *edgeServicesKeys, r *report) EdgeServices {
+	if t == nil {
+		return EdgeServices{}
+	}
+	const table = edgeTablePrefix + "services."
+	s := EdgeServices{On: true, State: r.src.path(cmp.Or(t.State, defaultServicesState))}
+	switch t.Mode {
+	case "", servicesRelay:
+	case servicesFull:
+		r.add(table+"mode", "this version has no mode %q: write mode = %q, and let kube-proxy run on the node", t.Mode,
+			servicesRelay)
+	default:
+		r.add(table+"mode", "%q is no mode: write mode = %q", t.Mode, servicesRelay)
+	}
+	s.Direct = r.prefixes(table+"direct", t.Direct)
+	s.DNS, s.Domain = t.DNS, r.domain(table+"clusterdomain", t.ClusterDomain)
+	if t.ClusterDomain != "" && !t.DNS {
+		r.add(table+"clusterdomain", "not used: write dns = true, or remove the key")
+	}
+	return s
+}
+
+// prefixes returns the networks of a key. It reports those that are none.
+func (r *report) prefixes(key string, texts []string) (all []netip.Prefix) {
+	for _, text := range texts {
+		prefix, err := netip.ParsePrefix(text)
+		switch {
+		case err != nil:
+			r.add(key, "%q is not a network: write one such as \"10.88.1.0/24\"", text)
+		case prefix != prefix.Masked():
+			r.add(key, "%q: did you mean %q?", text, prefix.Masked())
+		default:
+			all = append(all, prefix)
+		}
+	}
+	return all
+}

@@ -1,0 +1,261 @@
+package auth
+
+import (
+	"bytes"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+)
+
+// CloudCAs are the CAs by which edges verify the cloud, the oldest first. In PEM, a CA may come with a succession:
+// a certificate of its name and key that the CA before it has signed. Only the holder of the old CA's key can make
+// one. So an edge that trusts the old CA may trust the new one, whoever has brought it.
+type CloudCAs struct {
+	cas         []*x509.Certificate
+	successions []*x509.Certificate
+}
+
+const (
+	// successionBlock is the type of a PEM block with a succession. Programs that look for certificates skip it.
+	successionBlock = "TUNNEL CA SUCCESSION"
+	// maxCloudCAs and maxCloudCAsText bound what an edge takes from a cloud: a number, and bytes.
+	maxCloudCAs     = 8
+	maxCloudCAsText = 32 << 10
+)
+
+// ParseCloudCAs reads CAs in PEM. There is one at least.
+func ParseCloudCAs(text []byte) (*CloudCAs, error) {
+	if len(text) > maxCloudCAsText {
+		return nil, fmt.Errorf("the CAs of the cloud are %d bytes long; %d are allowed", len(text), maxCloudCAsText)
+	}
+	c := new(CloudCAs)
+	for {
+		var block *pem.Block
+		if block, text = pem.Decode(text); block == nil {
+			break
+		}
+		into := &c.cas
+		switch block.Type {
+		case "CERTIFICATE":
+		case successionBlock:
+			into = &c.successions
+		default:
+			continue
+		}
+		cert, err := x509.ParseCertificate(block.Bytes)
+		if err != nil {
+			return nil, fmt.Errorf("the CAs of the cloud: %w", err)
+		}
+		if !slices.ContainsFunc(*into, cert.Equal) {
+			*into = append(*into, cert)
+		}
+	}
+	switch {
+	case bytes.Contains(text, []byte("-----BEGIN")):
+		return nil, errors.New("the CAs of the cloud: the text is cut off or not PEM")
+	case len(c.cas) == 0:
+		return nil, errors.New("the CAs of the cloud: there is no certificate")
+	case len(c.cas) > maxCloudCAs || len(c.successions) > maxCloudCAs:
+		return nil, fmt.Errorf("the CAs of the cloud: there are more than %d", maxCloudCAs)
+	}
+	return c, nil
+}
+
+// PEM returns the CAs and their successions.
+func (c *CloudCAs) PEM() []byte {
+	var text []byte
+	for _, ca := range c.cas {
+		text = append(text, encodePEM("CERTIFICATE", ca.Raw)...)
+	}
+	for _, s := range c.successions {
+		text = append(text, encodePEM(successionBlock, s.Raw)...)
+	}
+	return text
+}
+
+// Certificates returns the CAs, the oldest first.
+func (c *CloudCAs) Certificates() []*x509.Certificate { return c.cas }
+
+// Pool returns the CAs as roots.
+func (c *CloudCAs) Pool() *x509.CertPool {
+	pool := x509.NewCertPool()
+	for _, ca := range c.cas {
+		pool.AddCert(ca)
+	}
+	return pool
+}
+
+// CAID returns the name by which edges and cloud speak about a CA: the start of the SHA-256 of its certificate.
+func CAID(ca *x509.Certificate) string {
+	sum := sha256.Sum256(ca.Raw)
+	return fmt.Sprintf("%x", sum[:8])
+}
+
+// IDs returns the CAID of each CA.
+func (c *CloudCAs) IDs() []string {
+	var ids []string
+	for _, ca := range c.cas {
+		ids = append(ids, CAID(ca))
+	}
+	return ids
+}
+
+// Succeed adds a new CA behind the others, with its succession by old, which must be one of them.
+func (c *CloudCAs) Succeed(old *CA, next *x509.Certificate) (*CloudCAs, error) {
+	if !slices.ContainsFunc(c.cas, old.cert.Equal) {
+		return nil, fmt.Errorf("the CA %s is not among those of the cloud", old.cert.Subject)
+	}
+	tmpl := &x509.Certificate{
+		RawSubject: next.RawSubject, SubjectKeyId: next.SubjectKeyId,
+		NotBefore: next.NotBefore, NotAfter: next.NotAfter,
+		IsCA: true, BasicConstraintsValid: true, MaxPathLenZero: true, KeyUsage: next.KeyUsage,
+	}
+	if tmpl.NotAfter.After(old.cert.NotAfter) {
+		tmpl.NotAfter = old.cert.NotAfter
+	}
+	der, err := x509.CreateCertificate(rand.Reader, tmpl, old.cert, next.PublicKey, old.key)
+	if err != nil {
+		return nil, fmt.Errorf("signing the succession of CA %s: %w", next.Subject, err)
+	}
+	succession, err := x509.ParseCertificate(der)
+	if err != nil {
+		return nil, err
+	}
+	return &CloudCAs{append(slices.Clone(c.cas), next), append(slices.Clone(c.successions), succession)}, nil
+}
+
+// Only returns the CAs for which keep returns true, with the successions of those.
+func (c *CloudCAs) Only(keep func(*x509.Certificate) bool) *CloudCAs {
+	out := new(CloudCAs)
+	for _, ca := range c.cas {
+		if keep(ca) {
+			out.cas = append(out.cas, ca)
+		}
+	}
+	for _, s := range c.successions {
+		if slices.ContainsFunc(out.cas, func(ca *x509.Certificate) bool { return isSameCA(s, ca) }) {
+			out.successions = append(out.successions, s)
+		}
+	}
+	return out
+}
+
+// isSameCA reports whether two certificates are of one name and key.
+func isSameCA(a, b *x509.Certificate) bool {
+	return bytes.Equal(a.RawSubject, b.RawSubject) && bytes.Equal(a.RawSubjectPublicKeyInfo, b.RawSubjectPublicKeyInfo)
+}
+
+// Adopt returns the CAs that an edge shall trust from now on. The edge trusts c; a cloud that has shown chain, for
+// host, says told.
+//
+// The edge takes a new CA only by a succession of a CA that it trusts. It drops a CA only if the cloud's chain is
+// signed by a newer one. So a replica that was stolen, which has the key of the cloud's certificate but not that of a
+// CA, can add nothing, and cannot take away what comes next. unproven are the CAs without a succession.
+//
+// A thief of an old CA's key can plant a CA while edges trust the old one. The edge keeps it until the chain is signed
+// by a successor of the old CA: then it drops each CA that the cloud does not tell, and that has come by the old one.
+func (c *CloudCAs) Adopt(
+	told *CloudCAs, chain []*x509.Certificate, host string, now time.Time,
+) (next *CloudCAs, unproven []*x509.Certificate, err error) {
+	signer := c.signerOf(chain, host, now)
+	if signer < 0 {
+		return nil, nil, errors.New("no CA that this edge trusts has signed the cloud's certificate")
+	}
+	next = new(CloudCAs)
+	isTold := func(ca *x509.Certificate) bool { return slices.ContainsFunc(told.cas, ca.Equal) }
+	for i, ca := range c.cas {
+		if isTold(ca) || i == signer || i > signer && c.follows(i, signer, now) {
+			next.cas = append(next.cas, ca)
+		}
+	}
+	for _, s := range c.successions {
+		if slices.ContainsFunc(next.cas, func(ca *x509.Certificate) bool { return isSameCA(s, ca) }) {
+			next.successions = append(next.successions, s)
+		}
+	}
+	trusted, left := slices.Clone(c.cas), slices.DeleteFunc(slices.Clone(told.cas), func(ca *x509.Certificate) bool {
+		return slices.ContainsFunc(c.cas, ca.Equal)
+	})
+	for {
+		i := slices.IndexFunc(left, func(ca *x509.Certificate) bool { return told.proof(ca, trusted, now) != nil })
+		if i < 0 {
+			break
+		}
+		next.successions = append(next.successions, told.proof(left[i], trusted, now))
+		trusted, next.cas = append(trusted, left[i]), append(next.cas, left[i])
+		left = slices.Delete(left, i, i+1)
+	}
+	if len(next.cas) > maxCloudCAs {
+		return nil, nil, fmt.Errorf("there would be more than %d CAs", maxCloudCAs)
+	}
+	if n := len(next.PEM()); n > maxCloudCAsText { // the file could not be read again
+		return nil, nil, fmt.Errorf("the CAs would be %d bytes long; %d are allowed", n, maxCloudCAsText)
+	}
+	return next, left, nil
+}
+
+// follows reports whether the CA at index i stays although the cloud does not tell it: the signer's own successions
+// lead to it, or nobody has signed a succession of it, so that the operator has named it.
+func (c *CloudCAs) follows(i, signer int, now time.Time) bool {
+	if !slices.ContainsFunc(c.successions, func(s *x509.Certificate) bool { return isSameCA(s, c.cas[i]) }) {
+		return true
+	}
+	line := []*x509.Certificate{c.cas[signer]}
+	for _, ca := range c.cas[signer+1 : i+1] { // a CA is behind the one that has signed its succession
+		if c.proof(ca, line, now) != nil {
+			line = append(line, ca)
+		}
+	}
+	return line[len(line)-1].Equal(c.cas[i])
+}
+
+// signerOf returns the index of the newest CA that has signed the chain; -1: none.
+func (c *CloudCAs) signerOf(chain []*x509.Certificate, host string, now time.Time) int {
+	if len(chain) == 0 {
+		return -1
+	}
+	between := x509.NewCertPool()
+	for _, cert := range chain[1:] {
+		between.AddCert(cert)
+	}
+	for i, ca := range slices.Backward(c.cas) {
+		roots := x509.NewCertPool()
+		roots.AddCert(ca)
+		_, err := chain[0].Verify(x509.VerifyOptions{DNSName: host, Roots: roots, Intermediates: between, CurrentTime: now})
+		if err == nil {
+			return i
+		}
+	}
+	return -1
+}
+
+// proof returns the succession of ca that the newest of trusted has signed; nil: there is none.
+func (c *CloudCAs) proof(ca *x509.Certificate, trusted []*x509.Certificate, now time.Time) *x509.Certificate {
+	if !isAuthority(ca, now) {
+		return nil
+	}
+	for _, by := range slices.Backward(trusted) {
+		for _, s := range c.successions {
+			if isSameCA(s, ca) && isAuthority(s, now) && isAuthority(by, now) && s.CheckSignatureFrom(by) == nil {
+				return s
+			}
+		}
+	}
+	return nil
+}
+
+// isAuthority reports whether a certificate may sign others now.
+func isAuthority(c *x509.Certificate, now time.Time) bool {
+	return c.IsCA && c.BasicConstraintsValid && c.KeyUsage&x509.KeyUsageCertSign != 0 &&
+		!now.Before(c.NotBefore) && !now.After(c.NotAfter)
+}
+
+// Equal reports whether both have the same CAs in the same order.
+func (c *CloudCAs) Equal(other *CloudCAs) bool {
+	return slices.EqualFunc(c.cas, other.cas, (*x509.Certificate).Equal)
+}

@@ -1,0 +1,377 @@
+package auth
+
+import (
+	"crypto/x509"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"tunnel.example/tunnel/internal/testkit"
+)
+
+// cloudOf returns the chain of a cloud whose certificate a CA has signed.
+func cloudOf(t testing.TB, ca *CA) []*x509.Certificate {
+	t.Helper()
+	text, _, err := ca.Issue(Leaf{CommonName: "cloud", DNSNames: []string{"cloud"}, Server: true})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return must(ParseCertificates(text))
+}
+
+// newCA returns a CA that is good for an hour.
+func newCA(t testing.TB) *CA {
+	t.Helper()
+	ca, err := NewCA("cloud CA", time.Hour)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ca
+}
+
+// only returns the CAs without successions.
+func only(cas ...*CA) *CloudCAs {
+	c := new(CloudCAs)
+	for _, ca := range cas {
+		c.cas = append(c.cas, ca.cert)
+	}
+	return c
+}
+
+// succeed is Succeed, by a CA that is the last of c.
+func succeed(t testing.TB, c *CloudCAs, old, next *CA) *CloudCAs {
+	t.Helper()
+	both, err := c.Succeed(old, next.cert)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return must(ParseCloudCAs(both.PEM())) // as a file has them
+}
+
+// What an edge trusts after its cloud has told CAs.
+func TestAdoptCAs(t *testing.T) {
+	a, b, c, evil := newCA(t), newCA(t), newCA(t), newCA(t)
+	ab := succeed(t, only(a), a, b)
+	abc := succeed(t, ab, b, c)
+	forged, err := only(evil).Succeed(evil, b.cert) // signed by a CA that nobody trusts
+	if err != nil {
+		t.Fatal(err)
+	}
+	forged.cas = []*x509.Certificate{a.cert, b.cert}
+	stolen := &CloudCAs{[]*x509.Certificate{a.cert, evil.cert}, ab.successions} // the succession of another CA
+	byB, err := abc.Succeed(b, evil.cert)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for name, tc := range map[string]struct {
+		have   *CloudCAs
+		told   *CloudCAs
+		signed *CA // who signed the cloud's certificate
+		want   []*CA
+		fails  bool
+	}{
+		"nothing new":                      {only(a), only(a), a, []*CA{a}, false},
+		"a successor":                      {only(a), ab, a, []*CA{a, b}, false},
+		"the successor of a successor":     {only(a), abc, a, []*CA{a, b, c}, false},
+		"the old one stays in use":         {only(a, b), ab, b, []*CA{a, b}, false},
+		"the old one goes":                 {only(a, b), only(b), b, []*CA{b}, false},
+		"the one in use stays":             {only(a), only(b), a, []*CA{a}, false},
+		"the next one stays":               {only(a, b), only(a), a, []*CA{a, b}, false},
+		"neither goes while the old signs": {only(a, b), only(evil), a, []*CA{a, b}, false},
+		"no succession":                    {only(a), only(a, evil), a, []*CA{a}, false},
+		"a forged succession":              {only(a), forged, a, []*CA{a}, false},
+		"another's succession":             {only(a), stolen, a, []*CA{a}, false},
+		"by a CA that has gone":            {only(c), byB, c, []*CA{c}, false},
+		"another cloud":                    {only(a), ab, evil, nil, true},
+	} {
+		next, _, err := tc.have.Adopt(tc.told, cloudOf(t, tc.signed), "cloud", time.Now())
+		if tc.fails {
+			if err == nil {
+				t.Errorf("%s: %v", name, next.IDs())
+			}
+			continue
+		}
+		if err != nil || !slices.Equal(next.IDs(), only(tc.want...).IDs()) {
+			t.Errorf("%s: %v, want %v: %v", name, next.IDs(), only(tc.want...).IDs(), err)
+		}
+	}
+	if _, _, err := only(a).Adopt(ab, cloudOf(t, a), "other", time.Now()); err == nil {
+		t.Error("a cloud with another name is believed")
+	}
+	next, unproven, err := only(a).Adopt(ab, cloudOf(t, a), "cloud", time.Now().Add(50*time.Minute))
+	if err != nil || len(next.cas) != 2 || len(unproven) > 0 {
+		t.Errorf("just before the end: %v, %v", next, err)
+	}
+	if _, err := only(a).Succeed(b, c.cert); err == nil {
+		t.Error("a CA that is none of the cloud's has signed a succession")
+	}
+	if got := abc.Only(func(ca *x509.Certificate) bool { return !ca.Equal(a.cert) }); len(got.cas) != 2 ||
+		len(got.successions) != 2 {
+		t.Errorf("without the first: %d CAs, %d successions", len(got.cas), len(got.successions))
+	}
+}
+
+// A thief of the old CA's key has planted CAs while edges trust the old CA. They go when the new CA signs. What the
+// new CA itself announces stays, so that a stolen replica cannot remove it.
+func TestPlantedCAGoes(t *testing.T) {
+	a, b, c, evil, worse := newCA(t), newCA(t), newCA(t), newCA(t), newCA(t)
+	ab := succeed(t, only(a), a, b)
+	planted := succeed(t, succeed(t, only(a), a, evil), evil, worse)
+	adopt := func(have, told *CloudCAs, signed *CA, want ...*CA) *CloudCAs {
+		t.Helper()
+		next, _, err := have.Adopt(told, cloudOf(t, signed), "cloud", time.Now())
+		if err != nil || !slices.Equal(next.IDs(), only(want...).IDs()) {
+			t.Fatalf("%v, want %v: %v", next.IDs(), only(want...).IDs(), err)
+		}
+		return must(ParseCloudCAs(next.PEM())) // as the edge's file has them
+	}
+	before := adopt(only(a), planted, a, a, evil, worse)
+	adopt(adopt(before, ab, a, a, evil, worse, b), ab, b, a, b)
+	after := adopt(adopt(only(a), ab, a, a, b), planted, a, a, b, evil, worse)
+	after = adopt(after, ab, a, a, b, evil, worse) // nobody can tell yet which of them is the cloud's
+	after = adopt(after, ab, b, a, b)
+	after = adopt(after, ab.Only(b.cert.Equal), b, b)
+	next := adopt(after, succeed(t, only(b), b, c), b, b, c)
+	adopt(next, only(b), b, b, c)
+	both := only(b, c) // the operator's own
+	adopt(both, only(b), b, b, c)
+}
+
+// A leaf that the old CA has signed is no succession, whatever its name and key are.
+func TestLeafIsNoSuccession(t *testing.T) {
+	a, evil := newCA(t), newCA(t)
+	leaf := cloudOf(t, a)[0]
+	told := &CloudCAs{[]*x509.Certificate{a.cert, evil.cert, leaf}, []*x509.Certificate{leaf, evil.cert}}
+	next, unproven, err := only(a).Adopt(told, cloudOf(t, a), "cloud", time.Now())
+	if err != nil || len(next.cas) != 1 || len(unproven) != 2 {
+		t.Errorf("%v, %d are unproven, %v", next.IDs(), len(unproven), err)
+	}
+}
+
+func TestBadCloudCAs(t *testing.T) {
+	ca := newCA(t)
+	var many []byte
+	for range maxCloudCAs + 1 {
+		many = append(many, newCA(t).CertPEM()...)
+	}
+	for name, text := range map[string]string{
+		"empty": "", "garbage": "garbage", "a key": string(ca.KeyPEM()), "many": string(many),
+		"cut off": string(ca.CertPEM()) + string(newCA(t).CertPEM()[:100]),
+		"long":    string(ca.CertPEM()) + strings.Repeat(" ", maxCloudCAsText),
+		"no DER":  string(encodePEM("CERTIFICATE", []byte("garbage"))),
+	} {
+		if c, err := ParseCloudCAs([]byte(text)); err == nil {
+			t.Errorf("%s: %v", name, c.IDs())
+		}
+	}
+}
+
+// toldOf returns a Told with files in a folder. The configuration has ca.
+func toldOf(t *testing.T, dir string, ca *CA) (*Told, *testkit.Log) {
+	t.Helper()
+	file := filepath.Join(dir, "ca.crt")
+	if err := os.WriteFile(file, ca.CertPEM(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	log, j := testkit.NewLog()
+	told, err := NewTold(ToldConfig{File: filepath.Join(dir, "cloud.json"), CA: file, Host: "cloud", Log: log})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return told, j
+}
+
+func serversOf(told *Told) []string {
+	servers, _ := told.Servers()
+	return servers
+}
+
+// An edge keeps what its cloud tells, also after a restart, until the operator names another CA.
+func TestTold(t *testing.T) {
+	dir := t.TempDir()
+	a, b, other := newCA(t), newCA(t), newCA(t)
+	told, _ := toldOf(t, dir, a)
+	if ids := told.IDs(); !slices.Equal(ids, only(a).IDs()) || serversOf(told) != nil {
+		t.Fatalf("at first: %v, %v", ids, serversOf(told))
+	}
+	ab := succeed(t, only(a), a, b)
+	cas, servers, err := told.Take(TellEdges{ab.PEM(), []string{"new:9000"}}, cloudOf(t, a), true)
+	if !cas || !servers || err != nil {
+		t.Fatalf("taken: %t, %t, %v", cas, servers, err)
+	}
+	cas, servers, err = told.Take(TellEdges{ab.PEM(), []string{"new:9000"}}, cloudOf(t, a), true)
+	if cas || servers || err != nil {
+		t.Errorf("the same again: %t, %t, %v", cas, servers, err)
+	}
+	if info, err := os.Stat(filepath.Join(dir, "cloud.json")); err != nil || info.Mode().Perm() != 0o600 {
+		t.Errorf("the file: %v, %v", info, err)
+	}
+	told, _ = toldOf(t, dir, a)
+	if !slices.Equal(told.IDs(), ab.IDs()) || !slices.Equal(serversOf(told), []string{"new:9000"}) {
+		t.Errorf("after a restart: %v, %v", told.IDs(), serversOf(told))
+	}
+	if _, err := cloudOf(t, b)[0].Verify(x509.VerifyOptions{Roots: told.Roots(1)}); err != nil {
+		t.Errorf("a cloud of the new CA: %v", err)
+	}
+	_, servers, err = told.Take(TellEdges{CloudCAs: ab.PEM()}, cloudOf(t, a), true)
+	if !servers || err != nil || serversOf(told) != nil {
+		t.Errorf("the cloud takes back its addresses: %t, %v, %v", servers, err, serversOf(told))
+	}
+	if _, _, err = told.Take(TellEdges{ab.PEM(), []string{"stolen:9000"}}, cloudOf(t, a), true); err != nil {
+		t.Error(err)
+	}
+	if _, servers, err = told.Take(TellEdges{}, cloudOf(t, a), true); servers || err != nil {
+		t.Errorf("an older cloud tells nothing: %t, %v", servers, err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, "ca.crt"), other.CertPEM(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := cloudOf(t, b)[0].Verify(x509.VerifyOptions{Roots: told.Roots(2)}); err == nil {
+		t.Error("the operator has named another CA, and the one of the cloud is still trusted")
+	}
+	if !slices.Equal(told.IDs(), only(other).IDs()) {
+		t.Errorf("with another CA: %v", told.IDs())
+	}
+	if serversOf(told) != nil {
+		t.Errorf("with another CA, the addresses are %v", serversOf(told))
+	}
+	tell := TellEdges{only(other).PEM(), []string{"third:9000"}}
+	if cas, _, err := told.Take(tell, cloudOf(t, other), true); cas || err != nil {
+		t.Errorf("the other cloud: %t, %v", cas, err)
+	}
+	told, _ = toldOf(t, dir, other)
+	if !slices.Equal(told.IDs(), only(other).IDs()) || !slices.Equal(serversOf(told), []string{"third:9000"}) {
+		t.Errorf("after another restart: %v, %v", told.IDs(), serversOf(told))
+	}
+}
+
+// Addresses that the cloud takes back stay behind those of the configuration until one of those has led to the cloud.
+func TestToldTakenBack(t *testing.T) {
+	dir := t.TempDir()
+	a := newCA(t)
+	told, _ := toldOf(t, dir, a)
+	take := func(name string, tell TellEdges, asConfigured, changes bool, want []string, wantBack bool) {
+		t.Helper()
+		_, changed, err := told.Take(tell, cloudOf(t, a), asConfigured)
+		servers, back := told.Servers()
+		if err != nil || changed != changes || !slices.Equal(servers, want) || back != wantBack {
+			t.Errorf("%s: %v, changed %t, %v, taken back %t", name, err, changed, servers, back)
+		}
+	}
+	moved, old := []string{"new:9000"}, a.CertPEM()
+	take("told", TellEdges{old, moved}, false, true, moved, false)
+	take("with a CA that the edge refuses", TellEdges{CloudCAs: []byte("garbage")}, true, false, moved, false)
+	take("taken back, the only way", TellEdges{CloudCAs: old}, false, true, moved, true)
+	take("once more", TellEdges{CloudCAs: old}, false, false, moved, true)
+	told, _ = toldOf(t, dir, a)
+	take("after a restart", TellEdges{CloudCAs: old}, false, false, moved, true)
+	take("told again", TellEdges{old, moved}, false, true, moved, false)
+	take("taken back again", TellEdges{CloudCAs: old}, false, true, moved, true)
+	take("the configuration leads to the cloud", TellEdges{CloudCAs: old}, true, true, nil, false)
+	take("forgotten", TellEdges{CloudCAs: old}, false, false, nil, false)
+}
+
+// What is bad changes nothing, and the log says so.
+func TestToldGarbage(t *testing.T) {
+	a := newCA(t)
+	told, log := toldOf(t, t.TempDir(), a)
+	for name, tell := range map[string]TellEdges{
+		"nothing":         {},
+		"garbage":         {CloudCAs: []byte("garbage")},
+		"another CA":      {CloudCAs: newCA(t).CertPEM()},
+		"a URL":           {Servers: []string{"https://cloud/path"}},
+		"a WebSocket":     {Servers: []string{"wss://cloud/path"}},
+		"no port":         {Servers: []string{"cloud"}},
+		"a path":          {Servers: []string{"cloud:9000/path"}},
+		"a line":          {Servers: []string{"cloud\n:9000"}},
+		"many":            {Servers: slices.Repeat([]string{"cloud:9000"}, maxServers+1)},
+		"a long address":  {Servers: []string{strings.Repeat("a.", 200) + "a:9000"}},
+		"one bad of them": {Servers: []string{"cloud:9000", ":9000"}},
+	} {
+		cas, servers, err := told.Take(tell, cloudOf(t, a), true)
+		if cas || servers || err != nil || !slices.Equal(told.IDs(), only(a).IDs()) || serversOf(told) != nil {
+			t.Errorf("%s: %t, %t, %v, %v, %v", name, cas, servers, err, told.IDs(), serversOf(told))
+		}
+	}
+	if len(log.Lines("does not take")) < 9 {
+		t.Errorf("the log:\n%s", log)
+	}
+	tell := TellEdges{CloudCAs: succeed(t, only(a), a, newCA(t)).PEM()}
+	if cas, _, err := told.Take(tell, nil, true); cas || err != nil {
+		t.Errorf("a cloud that has shown nothing: %t, %v", cas, err)
+	}
+}
+
+// A file that cannot be written changes nothing. A file that cannot be read counts as none.
+func TestToldFile(t *testing.T) {
+	dir := t.TempDir()
+	a := newCA(t)
+	if err := os.MkdirAll(filepath.Join(dir, "cloud.json", "full"), 0o700); err != nil {
+		t.Fatal(err)
+	}
+	told, log := toldOf(t, dir, a)
+	if len(log.Lines("cannot be used")) != 1 {
+		t.Errorf("the log:\n%s", log)
+	}
+	tell := TellEdges{succeed(t, only(a), a, newCA(t)).PEM(), []string{"new:9000"}}
+	if cas, servers, err := told.Take(tell, cloudOf(t, a), true); cas || servers || err == nil || len(told.IDs()) != 1 {
+		t.Errorf("%t, %t, %v, %v", cas, servers, err, told.IDs())
+	}
+}
+
+// A node that joins while the CA changes has both from the start.
+func TestWriteTold(t *testing.T) {
+	dir := t.TempDir()
+	a, b := newCA(t), newCA(t)
+	log, _ := testkit.NewLog()
+	file := filepath.Join(dir, "cloud.json")
+	ab := succeed(t, only(a), a, b)
+	if err := WriteTold(file, a.CertPEM(), "cloud", TellEdges{ab.PEM(), nil}, cloudOf(t, a), log); err != nil {
+		t.Fatal(err)
+	}
+	if told, _ := toldOf(t, dir, a); !slices.Equal(told.IDs(), ab.IDs()) {
+		t.Errorf("after the join: %v", told.IDs())
+	}
+	if err := WriteTold(file, a.CertPEM(), "cloud", TellEdges{[]byte("x"), nil}, cloudOf(t, a), log); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(file); err == nil {
+		t.Error("a file of an earlier join stays")
+	}
+}
+
+func FuzzParseCloudCAs(f *testing.F) {
+	a := newCA(f)
+	f.Add(succeed(f, only(a), a, newCA(f)).PEM())
+	f.Add([]byte("-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n"))
+	f.Fuzz(func(t *testing.T, text []byte) {
+		c, err := ParseCloudCAs(text)
+		if err != nil {
+			return
+		}
+		again, err := ParseCloudCAs(c.PEM())
+		if err != nil || !again.Equal(c) || len(c.cas) > maxCloudCAs {
+			t.Fatalf("%v, %v", again, err)
+		}
+	})
+}
+
+func FuzzParseTold(f *testing.F) {
+	a := newCA(f)
+	text, err := json.Marshal(toldFile{Base: only(a).sum(), CAs: string(a.CertPEM()), Servers: []string{"cloud:9000"}})
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(text)
+	f.Fuzz(func(t *testing.T, text []byte) {
+		content, err := parseTold(text)
+		if err != nil && !reflect.DeepEqual(content, toldFile{}) {
+			t.Fatalf("a bad file has %+v", content)
+		}
+	})
+}

@@ -1,0 +1,107 @@
+// Package check looks at everything that can keep an edge or a cloud from working, and says the next step.
+//
+//	list := check.Edge(check.EdgeConfig{Conf: e, …})   // or check.Cloud
+//	lines := check.Run(ctx, list, func(l check.Line) { fmt.Println(l.State, l.Name, l.Text) })
+//	bad := check.Failed(lines)
+//
+// edge.go and cloud.go have the lists. way.go follows the way from an edge to the cloud, kube.go asks Kubernetes,
+// cni.go looks at the network of a node's pods, and services.go at Services.
+//
+// A check changes nothing: it opens no session, and a live session continues. What it reads may be wrong in every
+// way. A text never holds a secret, and what other programs have said is made printable.
+//
+// The package reads neither flags nor the environment. Its caller loads the configuration; a configuration with
+// problems has no list.
+package check
+
+import (
+	"context"
+	"fmt"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// State is what a check has found.
+type State string
+
+// The states of a check.
+const (
+	StateOK      State = "ok"
+	StateWarn    State = "warn"    // works, but needs an operator
+	StateFail    State = "fail"    // does not work
+	StateSkipped State = "skipped" // could not be looked at, or does not concern this machine
+)
+
+// Result is what a check has found.
+type Result struct {
+	State State  `json:"state"`
+	Text  string `json:"text"`
+	Do    string `json:"do,omitempty"` // the next step; only of StateWarn and StateFail
+}
+
+// Check is one thing that can be wrong.
+type Check struct {
+	Group, Name string
+	// Run looks, and bounds its own time. Checks of one list run one after the other: a later one may use what an
+	// earlier one has found.
+	Run func(ctx context.Context) Result
+}
+
+// Line is a check that has run.
+type Line struct {
+	Group string `json:"group"`
+	Name  string `json:"name"`
+	Result
+}
+
+// Run runs the checks in order. It calls tell with each line; nil: nobody is told. It ends early when ctx is done.
+func Run(ctx context.Context, list []Check, tell func(Line)) []Line {
+	lines := make([]Line, 0, len(list))
+	for _, c := range list {
+		if ctx.Err() != nil {
+			break
+		}
+		l := Line{c.Group, c.Name, c.Run(ctx)}
+		l.Text, l.Do = tunnel.Printable(l.Text), tunnel.Printable(l.Do)
+		lines = append(lines, l)
+		if tell != nil {
+			tell(l)
+		}
+	}
+	return lines
+}
+
+// Failed returns the lines of what does not work.
+func Failed(lines []Line) (bad []Line) {
+	for _, l := range lines {
+		if l.State == StateFail {
+			bad = append(bad, l)
+		}
+	}
+	return bad
+}
+
+// Found returns a check whose result is known already.
+func Found(group, name string, r Result) Check {
+	return Check{group, name, func(context.Context) Result { return r }}
+}
+
+// OK returns a result.
+func OK(format string, args ...any) Result {
+	return Result{State: StateOK, Text: fmt.Sprintf(format, args...)}
+}
+
+// Warn returns a result. do is the next step.
+func Warn(do, format string, args ...any) Result {
+	return Result{StateWarn, fmt.Sprintf(format, args...), do}
+}
+
+// Fail returns a result. do is the next step.
+func Fail(do, format string, args ...any) Result {
+	return Result{StateFail, fmt.Sprintf(format, args...), do}
+}
+
+// Skipped returns a result. because follows the word "because".
+func Skipped(because string, args ...any) Result {
+	return Result{State: StateSkipped, Text: "because " + fmt.Sprintf(because, args...)}
+}

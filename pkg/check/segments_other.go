@@ -1,0 +1,17 @@
+//go:build !linux
+
+package check
+
+import (
+	"errors"
+	"net"
+	"syscall"
+)
+
+// canShorten says that shorten works on this system.
+const canShorten = false
+
+func shorten(_, _ string, _ syscall.RawConn) error { return errors.ErrUnsupported }
+
+// pathMTU would ask the kernel about the path of a connection.
+func pathMTU(net.Conn) (mtu, segment int, ok bool) { return 0, 0, false }

@@ -1,0 +1,81 @@
+package egress
+
+import (
+	"context"
+	"net"
+	"net/netip"
+
+	"tunnel.example/tunnel/pkg/konnectivity"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// maxEndpoints is how many endpoints of a Service a dial tries. Their order is random: the next dial tries others.
+const maxEndpoints = 5
+
+// connect opens the conn of o: to an endpoint if its address is of a Service, otherwise to the address itself.
+//
+// If an endpoint cannot be reached now, because its node cannot serve (mayRetryElsewhere) or the cloud's own dial has
+// failed, the next one is tried. A node that is at a limit is waited for after the others. If no node of the endpoints
+// of a ClusterIP is connected, the strategies find a node for the ClusterIP: kube-proxy there may reach them.
+func (c *chooser) connect(ctx context.Context, o *opening) (net.Conn, error) {
+	var endpoints []Endpoint
+	if c.services != nil {
+		var err error
+		if endpoints, err = c.services(o.addr); err != nil {
+			return nil, err
+		}
+	}
+	if len(endpoints) == 0 {
+		return c.dial(ctx, o.addr, o, wait)
+	}
+	ctx, cancel := context.WithTimeout(ctx, konnectivity.DialTimeout)
+	defer cancel()
+	var conn net.Conn
+	var err error
+	full, away := "", true
+	for _, e := range endpoints[:min(len(endpoints), maxEndpoints)] {
+		o.endpoint = e.Addr
+		own := e.Dial != nil && !c.elsewhere(e)
+		if own {
+			o.node = ""
+			conn, err = e.Dial(ctx)
+		} else {
+			conn, err = c.dial(ctx, e.Addr, o, noWait)
+		}
+		code := tunnel.CodeOf(err)
+		again := mayRetryElsewhere(err) || own && (code == tunnel.Timeout || code == tunnel.Unreachable)
+		if err == nil || ctx.Err() != nil || !again {
+			return conn, err
+		}
+		if full == "" && code == tunnel.Overloaded {
+			full = e.Addr
+		}
+		away = away && code == tunnel.NoSuchNode
+	}
+	host, _, splitErr := net.SplitHostPort(o.addr)
+	_, addrErr := netip.ParseAddr(host)
+	switch {
+	case full != "":
+		o.endpoint = full
+		return c.dial(ctx, full, o, wait)
+	case away && splitErr == nil && addrErr == nil:
+		o.endpoint = ""
+		return c.dial(ctx, o.addr, o, wait)
+	}
+	return nil, err
+}
+
+// elsewhere reports whether a node other than that of an endpoint has its address, as far as the table knows.
+func (c *chooser) elsewhere(e Endpoint) bool {
+	host, _, err := net.SplitHostPort(e.Addr)
+	t := c.table.Load()
+	if err != nil || t == nil {
+		return true
+	}
+	for _, n := range append(t.host(host), t.narrowestNetwork(host)...) {
+		if n != e.Node {
+			return true
+		}
+	}
+	return false
+}

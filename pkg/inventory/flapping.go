@@ -1,0 +1,22 @@
+package inventory
+
+import "time"
+
+// A node is flapping if so many sessions with this replica began within flapTime. In a rolling update, each replica
+// gets a node twice at most.
+const (
+	flapSessions = 4
+	flapTime     = 10 * time.Minute
+)
+
+// noteBegan notes that a session has begun. The caller holds the inventory's mu.
+func (r *Record) noteBegan(now time.Time) {
+	copy(r.began[1:], r.began[:])
+	r.began[0] = now.Unix()
+}
+
+// flaps reports whether the node is flapping.
+func (r *Record) flaps(now time.Time) bool {
+	oldest := r.began[flapSessions-1]
+	return oldest > 0 && now.Unix()-oldest < int64(flapTime/time.Second)
+}

@@ -1,0 +1,287 @@
+package kube
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+
+	"google.golang.org/protobuf/proto"
+
+	"tunnel.example/tunnel/pkg/services"
+)
+
+// This file makes items from objects. What it leaves out, and what a missing field means, is as in kube-proxy
+// (kubernetes/pkg/proxy: serviceport.go, endpointslicecache.go), so that an edge chooses the endpoints that kube-proxy
+// would choose.
+
+// serviceObject holds the fields that are used of a Service (k8s.io/api/core/v1).
+type serviceObject struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata"`
+
+	Spec struct {
+		Type                  string        `json:"type"`
+		ClusterIP             string        `json:"clusterIP"`
+		ClusterIPs            []string      `json:"clusterIPs"`
+		ExternalName          string        `json:"externalName"`
+		ExternalIPs           []string      `json:"externalIPs"`
+		Ports                 []servicePort `json:"ports"`
+		InternalTrafficPolicy string        `json:"internalTrafficPolicy"`
+		ExternalTrafficPolicy string        `json:"externalTrafficPolicy"`
+		TrafficDistribution   string        `json:"trafficDistribution"`
+		SessionAffinity       string        `json:"sessionAffinity"`
+		SessionAffinityConfig struct {
+			ClientIP struct {
+				TimeoutSeconds uint32 `json:"timeoutSeconds"`
+			} `json:"clientIP"`
+		} `json:"sessionAffinityConfig"`
+		PublishNotReadyAddresses bool `json:"publishNotReadyAddresses"`
+	} `json:"spec"`
+	Status struct {
+		LoadBalancer struct {
+			Ingress []struct {
+				IP     string `json:"ip"`
+				IPMode string `json:"ipMode"`
+			} `json:"ingress"`
+		} `json:"loadBalancer"`
+	} `json:"status"`
+}
+
+// servicePort is a port of a Service.
+type servicePort struct {
+	Name     string `json:"name"`
+	Protocol string `json:"protocol"`
+	Port     uint16 `json:"port"`
+	NodePort uint16 `json:"nodePort"`
+}
+
+// serviceList is a list of Services.
+type serviceList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata"`
+
+	Items []serviceObject `json:"items"`
+}
+
+// sliceObject holds the fields that are used of an EndpointSlice (k8s.io/api/discovery/v1).
+type sliceObject struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata"`
+
+	AddressType string          `json:"addressType"`
+	Endpoints   []sliceEndpoint `json:"endpoints"`
+	Ports       []slicePort     `json:"ports"`
+}
+
+// sliceEndpoint is an endpoint of an EndpointSlice.
+type sliceEndpoint struct {
+	Addresses  []string `json:"addresses"`
+	Conditions struct {
+		Ready       *bool `json:"ready"`
+		Serving     *bool `json:"serving"`
+		Terminating *bool `json:"terminating"`
+	} `json:"conditions"`
+	Hostname string `json:"hostname"`
+	NodeName string `json:"nodeName"`
+	Zone     string `json:"zone"`
+	Hints    struct {
+		ForZones []hint `json:"forZones"`
+		ForNodes []hint `json:"forNodes"`
+	} `json:"hints"`
+}
+
+// hint names a zone or a node.
+type hint struct {
+	Name string `json:"name"`
+}
+
+// slicePort is a port of an EndpointSlice.
+type slicePort struct {
+	Name     *string `json:"name"`
+	Protocol string  `json:"protocol"`
+	Port     uint16  `json:"port"`
+}
+
+// sliceList is a list of EndpointSlices.
+type sliceList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata"`
+
+	Items []sliceObject `json:"items"`
+}
+
+// The copies share slices with the originals: nothing changes an object after it was decoded.
+
+// DeepCopyObject implements runtime.Object.
+func (s *serviceObject) DeepCopyObject() runtime.Object {
+	c := *s
+	return &c
+}
+
+// DeepCopyObject implements runtime.Object.
+func (l *serviceList) DeepCopyObject() runtime.Object {
+	c := *l
+	c.Items = slices.Clone(l.Items)
+	return &c
+}
+
+// DeepCopyObject implements runtime.Object.
+func (s *sliceObject) DeepCopyObject() runtime.Object {
+	c := *s
+	return &c
+}
+
+// DeepCopyObject implements runtime.Object.
+func (l *sliceList) DeepCopyObject() runtime.Object {
+	c := *l
+	c.Items = slices.Clone(l.Items)
+	return &c
+}
+
+// Types, policies and other words of Services.
+const (
+	typeExternalName  = "ExternalName"
+	typeNodePort      = "NodePort"
+	typeLoadBalancer  = "LoadBalancer"
+	noClusterIP       = "None" // headless
+	policyLocal       = "Local"
+	affinityClientIP  = "ClientIP"
+	ipModeVIP         = "VIP"
+	defaultProtocol   = "TCP"
+	defaultAffinity   = 10800 // seconds
+	zoneLabel         = "topology.kubernetes.io/zone"
+	addressTypeIPv4   = "IPv4"
+	addressTypeIPv6   = "IPv6"
+	addressInternalIP = "InternalIP"
+	// A Service is that of the cluster's DNS if it is in this namespace, and has this name or this label with that value.
+	// Distributions choose other names, and keep the label.
+	dnsNamespace, dnsName, dnsLabel = "kube-system", "kube-dns", "k8s-app"
+	// The Services with this label are another proxy's.
+	otherProxyLabel = "service.kubernetes.io/service-proxy-name"
+)
+
+// item returns the item of a Service, or nil if it has no address yet. Services without ClusterIP, and those of another
+// proxy, have names: edges need them for DNS alone.
+func (s *serviceObject) item() *services.Service {
+	spec := &s.Spec
+	if spec.Type == typeExternalName {
+		return &services.Service{ExternalName: spec.ExternalName}
+	}
+	ips := spec.ClusterIPs
+	switch {
+	case spec.ClusterIP == "":
+		return nil
+	case spec.ClusterIP == noClusterIP:
+		ips = nil
+	case len(ips) == 0:
+		ips = []string{spec.ClusterIP}
+	}
+	_, otherProxy := s.Labels[otherProxyLabel]
+	item := &services.Service{
+		ClusterIps: ips, Headless: len(ips) == 0, ExternalIps: spec.ExternalIPs, OtherProxy: otherProxy,
+		ClusterDns:      s.Namespace == dnsNamespace && (s.Name == dnsName || s.Labels[dnsLabel] == dnsName),
+		InternalLocal:   spec.InternalTrafficPolicy == policyLocal,
+		Distribution:    spec.TrafficDistribution,
+		PublishNotReady: spec.PublishNotReadyAddresses,
+	}
+	reachable := spec.Type == typeNodePort || spec.Type == typeLoadBalancer || len(spec.ExternalIPs) > 0
+	item.ExternalLocal = spec.ExternalTrafficPolicy == policyLocal && reachable
+	if spec.SessionAffinity == affinityClientIP {
+		item.AffinitySeconds = cmp.Or(spec.SessionAffinityConfig.ClientIP.TimeoutSeconds, defaultAffinity)
+	}
+	for _, p := range spec.Ports {
+		item.Ports = append(item.Ports, &services.Port{
+			Name: p.Name, Protocol: cmp.Or(p.Protocol, defaultProtocol), Port: uint32(p.Port), NodePort: uint32(p.NodePort),
+		})
+	}
+	for _, i := range s.Status.LoadBalancer.Ingress {
+		if i.IP != "" && (i.IPMode == "" || i.IPMode == ipModeVIP) {
+			item.LoadBalancerIps = append(item.LoadBalancerIps, i.IP)
+		}
+	}
+	return item
+}
+
+// items returns the endpoints of a slice. Of an endpoint's addresses, only the first counts. If two endpoints have one
+// address, the one that takes traffic counts.
+func (s *sliceObject) items() (all []*services.Endpoint) {
+	if s.AddressType != addressTypeIPv4 && s.AddressType != addressTypeIPv6 {
+		return nil
+	}
+	var ports []*services.Port
+	for _, p := range s.Ports {
+		if p.Name != nil && p.Port != 0 {
+			ports = append(ports, &services.Port{
+				Name: *p.Name, Protocol: cmp.Or(p.Protocol, defaultProtocol), Port: uint32(p.Port),
+			})
+		}
+	}
+	isSet := func(b *bool, byDefault bool) bool {
+		if b == nil {
+			return byDefault
+		}
+		return *b
+	}
+	at := make(map[string]int)
+	for _, e := range s.Endpoints {
+		if len(e.Addresses) == 0 {
+			continue
+		}
+		addr, err := netip.ParseAddr(e.Addresses[0])
+		if err != nil {
+			continue
+		}
+		item := &services.Endpoint{
+			Address: addr.String(), Node: e.NodeName, Zone: e.Zone, Hostname: e.Hostname, Ports: ports,
+			Ready: isSet(e.Conditions.Ready, true), Serving: isSet(e.Conditions.Serving, true),
+			Terminating: isSet(e.Conditions.Terminating, false),
+			ZoneHints:   names(e.Hints.ForZones), NodeHints: names(e.Hints.ForNodes),
+		}
+		switch i, twice := at[item.GetAddress()]; {
+		case !twice:
+			at[item.GetAddress()] = len(all)
+			all = append(all, item)
+		case item.GetReady() && !all[i].GetReady():
+			all[i] = item
+		}
+	}
+	return all
+}
+
+// names returns the names of hints.
+func names(hints []hint) (all []string) {
+	for _, h := range hints {
+		all = append(all, h.Name)
+	}
+	return all
+}
+
+// item returns the item of a Node.
+func (n *nodeObject) item() *services.Node {
+	item := &services.Node{Zone: n.Labels[zoneLabel], PodCidrs: n.Spec.PodCIDRs}
+	for _, a := range n.Status.Addresses[:min(len(n.Status.Addresses), maxAddresses)] {
+		if a.Type == addressInternalIP {
+			item.InternalIps = append(item.InternalIps, a.Address)
+		}
+	}
+	return item
+}
+
+// item returns the value of an item, or nil for no item and for one that is too large. key names the object in the log.
+func (s *Services) item(key string, item proto.Message) []byte {
+	if !item.ProtoReflect().IsValid() {
+		return nil
+	}
+	value, err := proto.MarshalOptions{Deterministic: true}.Marshal(item)
+	if err == nil && len(value) <= services.MaxValue {
+		return value
+	}
+	if skipped, ok := s.tooLarge.Allow(); ok {
+		s.log.Warn("edges are not told of an object of the cluster, because it is too large or is not text",
+			"target", key, "bytes", len(value), "err", err, "skipped", skipped)
+	}
+	return nil
+}

@@ -1,0 +1,331 @@
+package kube
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"strings"
+	"sync"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+
+	"tunnel.example/tunnel/pkg/services"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// ServiceSink gets the items of package services.
+type ServiceSink interface {
+	Set(p services.Path, value []byte) // adds or changes an item; it may be the same as before
+	Delete(p services.Path)            // removes an item
+	Synced()                           // all objects have been read once
+}
+
+// Services follows the Services of the cluster, their EndpointSlices and the Nodes, and tells a sink the items that
+// edges need. service_items.go makes the items. Endpoints are told while their Service is. No object is kept: only
+// the items are.
+type Services struct {
+	// Set once.
+	client     *Client
+	namespaces []string // whose Services are told; nil: all
+	sink       ServiceSink
+	log        *slog.Logger
+	tooLarge   tunnel.Limiter // of log lines about objects that are too large
+
+	mu       sync.Mutex          // guards the following; the sink is called with it held, so in order
+	services map[string]struct{} // that are told, by NAMESPACE/NAME
+	slices   map[string]slice    // by NAMESPACE/NAME, also those of Services that are not told
+	// of are the names of the slices of a Service, both as NAMESPACE/NAME.
+	of    map[string]map[string]struct{}
+	nodes map[string]struct{}
+	read  map[string]bool  // the kinds that have been read once
+	errs  map[string]error // why the objects of a kind may be out of date; no entry: they are up to date
+}
+
+// slice is an EndpointSlice.
+type slice struct {
+	service   string // NAMESPACE/NAME
+	endpoints map[services.Path][]byte
+}
+
+// The kinds of objects, as messages name them.
+const (
+	kindServices = "Services"
+	kindSlices   = "EndpointSlices"
+	kindNodes    = "Nodes"
+)
+
+// Services returns the Services of some namespaces; nil: of all. Nothing is told before Run.
+func (c *Client) Services(namespaces []string, sink ServiceSink, log *slog.Logger) *Services {
+	return &Services{
+		client: c, namespaces: namespaces, sink: sink, log: log,
+		services: make(map[string]struct{}), slices: make(map[string]slice), of: make(map[string]map[string]struct{}),
+		nodes: make(map[string]struct{}), read: make(map[string]bool), errs: make(map[string]error),
+	}
+}
+
+// serviceName is the label of an EndpointSlice with the name of its Service.
+const serviceName = "kubernetes.io/service-name"
+
+// Run implements tunnel.Module.
+func (s *Services) Run(ctx context.Context) error {
+	var running sync.WaitGroup
+	defer running.Wait()
+	follow := func(path, selector string, list func() runtime.Object, example runtime.Object, store *serviceStore) {
+		running.Go(func() {
+			s.client.followObjects(ctx, s.client.wholeObjects(path, list), metav1.ListOptions{LabelSelector: selector},
+				example, store, func(err error) { s.noteResult(store.kind, err) })
+		})
+	}
+	follow(servicesPath, "", func() runtime.Object { return new(serviceList) }, &serviceObject{}, s.serviceStore())
+	follow(endpointSlicesPath, serviceName, func() runtime.Object { return new(sliceList) }, &sliceObject{},
+		s.sliceStore())
+	follow(nodesPath, "", func() runtime.Object { return new(nodeList) }, &nodeObject{}, s.nodeStore())
+	return nil
+}
+
+// Name implements tunnel.Module.
+func (*Services) Name() string { return "services" }
+
+// Note returns why the items may be out of date; "" if they are up to date.
+func (s *Services) Note() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, kind := range []string{kindServices, kindSlices, kindNodes} {
+		if err := s.errs[kind]; err != nil {
+			return fmt.Sprintf("the %s of the cluster cannot be read: %v", kind, Explain(err))
+		}
+	}
+	return ""
+}
+
+// noteResult stores the outcome of a request. It logs the first failure and the first success after a failure.
+func (s *Services) noteResult(kind string, err error) {
+	s.mu.Lock()
+	before := s.errs[kind]
+	if s.errs[kind] = err; err == nil {
+		delete(s.errs, kind)
+	}
+	s.mu.Unlock()
+	switch {
+	case err != nil && before == nil:
+		s.log.Warn("the "+kind+" of the cluster cannot be read; edges keep what they know", "err", Explain(err))
+	case err == nil && before != nil:
+		s.log.Info("the " + kind + " of the cluster can be read again")
+	}
+}
+
+// serviceStore is the store of a reflector, for one kind of objects.
+type serviceStore struct {
+	s    *Services
+	kind string
+	// The funcs are called with s.mu held. set returns the key of the object.
+	set    func(o any) (key string, err error)
+	remove func(key string)
+	keys   func() []string // of all objects that are known
+}
+
+func (st *serviceStore) Add(o any) error { return st.Update(o) }
+func (st *serviceStore) Resync() error   { return nil }
+
+func (st *serviceStore) Update(o any) error {
+	st.s.mu.Lock()
+	defer st.s.mu.Unlock()
+	_, err := st.set(o)
+	return err
+}
+
+func (st *serviceStore) Delete(o any) error {
+	key, err := keyOf(o)
+	if err != nil {
+		return err
+	}
+	st.s.mu.Lock()
+	defer st.s.mu.Unlock()
+	st.remove(key)
+	return nil
+}
+
+// Replace replaces all objects: the reflector calls it with each complete list, also after a gap.
+func (st *serviceStore) Replace(all []any, _ string) error {
+	st.s.mu.Lock()
+	defer st.s.mu.Unlock()
+	there := make(map[string]struct{}, len(all))
+	for _, o := range all {
+		key, err := st.set(o)
+		if err != nil {
+			return err
+		}
+		there[key] = struct{}{}
+	}
+	for _, key := range st.keys() {
+		if _, ok := there[key]; !ok {
+			st.remove(key)
+		}
+	}
+	if st.s.read[st.kind] = true; len(st.s.read) == 3 {
+		st.s.sink.Synced()
+	}
+	return nil
+}
+
+// keyOf returns NAMESPACE/NAME of an object; /NAME if it has no namespace.
+func keyOf(o any) (string, error) {
+	object, ok := o.(metav1.Object)
+	if !ok {
+		return "", errors.New("not an object")
+	}
+	return object.GetNamespace() + "/" + object.GetName(), nil
+}
+
+// tells reports whether objects of a namespace are told.
+func (s *Services) tells(namespace string) bool {
+	return s.namespaces == nil || slices.Contains(s.namespaces, namespace)
+}
+
+func (s *Services) serviceStore() *serviceStore {
+	path := func(key string) services.Path { return services.ServicePath(cut(key)) }
+	remove := func(key string) {
+		if _, ok := s.services[key]; !ok {
+			return
+		}
+		delete(s.services, key)
+		for name := range s.of[key] {
+			for p := range s.slices[name].endpoints {
+				s.sink.Delete(p)
+			}
+		}
+		s.sink.Delete(path(key))
+	}
+	return &serviceStore{s: s, kind: kindServices, remove: remove,
+		set: func(o any) (string, error) {
+			object, ok := o.(*serviceObject)
+			if !ok {
+				return "", errors.New("not a Service")
+			}
+			key := object.Namespace + "/" + object.Name
+			value := s.item(key, object.item())
+			if value == nil || !s.tells(object.Namespace) {
+				remove(key)
+				return key, nil
+			}
+			s.sink.Set(path(key), value)
+			if _, ok = s.services[key]; ok {
+				return key, nil
+			}
+			s.services[key] = struct{}{}
+			for name := range s.of[key] {
+				for p, endpoint := range s.slices[name].endpoints {
+					s.sink.Set(p, endpoint)
+				}
+			}
+			return key, nil
+		},
+		keys: func() []string { return keysOf(s.services) },
+	}
+}
+
+func (s *Services) sliceStore() *serviceStore {
+	// put stores a slice; nil endpoints remove it.
+	put := func(key string, now slice) {
+		before := s.slices[key]
+		_, told := s.services[before.service]
+		for p := range before.endpoints {
+			if _, stays := now.endpoints[p]; told && !stays {
+				s.sink.Delete(p)
+			}
+		}
+		if before.service != now.service {
+			delete(s.of[before.service], key)
+			if len(s.of[before.service]) == 0 {
+				delete(s.of, before.service)
+			}
+		}
+		if now.service == "" {
+			delete(s.slices, key)
+			return
+		}
+		if s.of[now.service] == nil {
+			s.of[now.service] = make(map[string]struct{})
+		}
+		s.of[now.service][key] = struct{}{}
+		_, told = s.services[now.service]
+		for p, value := range now.endpoints {
+			if old, ok := before.endpoints[p]; told && (!ok || !bytes.Equal(old, value)) {
+				s.sink.Set(p, value)
+			}
+		}
+		s.slices[key] = now
+	}
+	return &serviceStore{s: s, kind: kindSlices,
+		set: func(o any) (string, error) {
+			object, ok := o.(*sliceObject)
+			if !ok {
+				return "", errors.New("not an EndpointSlice")
+			}
+			key := object.Namespace + "/" + object.Name
+			now := slice{endpoints: make(map[services.Path][]byte)}
+			if service := object.Labels[serviceName]; service != "" && s.tells(object.Namespace) {
+				now.service = object.Namespace + "/" + service
+				for _, e := range object.items() {
+					if value := s.item(key, e); value != nil {
+						now.endpoints[services.EndpointPath(object.Namespace, service, object.Name, e.GetAddress())] = value
+					}
+				}
+			}
+			put(key, now)
+			return key, nil
+		},
+		remove: func(key string) { put(key, slice{}) },
+		keys:   func() []string { return keysOf(s.slices) },
+	}
+}
+
+func (s *Services) nodeStore() *serviceStore {
+	path := func(key string) services.Path {
+		_, name := cut(key)
+		return services.NodePath(name)
+	}
+	remove := func(key string) {
+		if _, ok := s.nodes[key]; ok {
+			delete(s.nodes, key)
+			s.sink.Delete(path(key))
+		}
+	}
+	return &serviceStore{s: s, kind: kindNodes,
+		set: func(o any) (string, error) {
+			object, ok := o.(*nodeObject)
+			if !ok {
+				return "", errors.New("not a Node")
+			}
+			key := "/" + object.Name
+			value := s.item(key, object.item())
+			if value == nil {
+				remove(key)
+				return key, nil
+			}
+			s.nodes[key] = struct{}{}
+			s.sink.Set(path(key), value)
+			return key, nil
+		},
+		remove: remove,
+		keys:   func() []string { return keysOf(s.nodes) },
+	}
+}
+
+// cut returns the two parts of a key.
+func cut(key string) (namespace, name string) {
+	namespace, name, _ = strings.Cut(key, "/")
+	return namespace, name
+}
+
+func keysOf[V any](m map[string]V) []string {
+	keys := make([]string, 0, len(m))
+	for key := range m {
+		keys = append(keys, key)
+	}
+	return keys
+}

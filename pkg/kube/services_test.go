@@ -1,0 +1,369 @@
+package kube
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/http"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/protobuf/encoding/protojson"
+	"google.golang.org/protobuf/proto"
+
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/services"
+)
+
+// sink keeps the items that Services tells.
+type sink struct {
+	t      *testing.T
+	mu     sync.Mutex // guards the following
+	items  map[services.Path][]byte
+	sets   int
+	synced bool
+}
+
+func newSink(t *testing.T) *sink { return &sink{t: t, items: make(map[services.Path][]byte)} }
+
+func (s *sink) Set(p services.Path, value []byte) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.items[p] = value
+	s.sets++
+}
+
+func (s *sink) Delete(p services.Path) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if _, ok := s.items[p]; !ok {
+		s.t.Errorf("%s is deleted, and was not there", p)
+	}
+	delete(s.items, p)
+}
+
+func (s *sink) Synced() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.synced = true
+}
+
+// paths returns the paths of the items, sorted.
+func (s *sink) paths() []string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Sorted(maps.Keys(s.items))
+}
+
+func (s *sink) want(what string, paths ...string) {
+	s.t.Helper()
+	slices.Sort(paths)
+	if got := s.paths(); !slices.Equal(got, paths) {
+		s.t.Errorf("%s: the items are\n%s\nwant\n%s", what, strings.Join(got, "\n"), strings.Join(paths, "\n"))
+	}
+}
+
+// wantValue checks the fields of an item, which are given as JSON.
+func wantValue[M proto.Message](t *testing.T, s *sink, p services.Path, got, want M, text string) {
+	t.Helper()
+	if err := protojson.Unmarshal([]byte(text), want); err != nil {
+		t.Fatal(err)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err := proto.Unmarshal(s.items[p], got); err != nil {
+		t.Fatal(err)
+	}
+	if !proto.Equal(got, want) {
+		t.Errorf("%s is\n%v\nwant\n%v", p, got, want)
+	}
+}
+
+// aService returns a Service with a ClusterIP.
+func aService(namespace, name string) *serviceObject {
+	s := new(serviceObject)
+	s.Namespace, s.Name = namespace, name
+	s.Spec.Type, s.Spec.ClusterIP = "ClusterIP", "10.96.0.1"
+	return s
+}
+
+// aSlice returns a slice of a Service.
+func aSlice(namespace, service, name string, addresses ...string) *sliceObject {
+	s := new(sliceObject)
+	s.Namespace, s.Name, s.Labels, s.AddressType = namespace, name, map[string]string{serviceName: service}, "IPv4"
+	if service == "" {
+		s.Labels = nil
+	}
+	for _, a := range addresses {
+		s.Endpoints = append(s.Endpoints, sliceEndpoint{Addresses: []string{a}})
+	}
+	return s
+}
+
+// Endpoints are told while their Service is, in whichever order the objects come.
+func TestServicesTellEndpointsOfToldServices(t *testing.T) {
+	got := newSink(t)
+	s := new(Client).Services([]string{"shop"}, got, slog.New(slog.DiscardHandler))
+	svcs, slcs, nodes := s.serviceStore(), s.sliceStore(), s.nodeStore()
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	must(slcs.Add(aSlice("shop", "web", "web-a", "10.0.0.1", "10.0.0.2")))
+	must(slcs.Add(aSlice("bank", "web", "web-a", "10.0.0.9")))
+	must(svcs.Add(aService("bank", "web")))
+	got.want("only a slice, and another namespace")
+	must(svcs.Add(aService("shop", "web")))
+	const web, one, two = "service/shop/web", "endpoint/shop/web/web-a/10.0.0.1", "endpoint/shop/web/web-a/10.0.0.2"
+	got.want("the Service comes", web, one, two)
+	must(slcs.Update(aSlice("shop", "web", "web-a", "10.0.0.2", "10.0.0.3")))
+	const three = "endpoint/shop/web/web-a/10.0.0.3"
+	got.want("an address for another", web, two, three)
+	before := got.sets
+	must(slcs.Update(aSlice("shop", "web", "web-a", "10.0.0.2", "10.0.0.3")))
+	if got.sets != before {
+		t.Error("endpoints that have not changed are told")
+	}
+	must(slcs.Add(aSlice("shop", "web", "web-b", "10.0.0.2")))
+	const again = "endpoint/shop/web/web-b/10.0.0.2"
+	got.want("one address in two slices", web, two, three, again)
+	must(slcs.Update(aSlice("shop", "api", "web-b", "10.0.0.2")))
+	got.want("a slice changes its Service", web, two, three)
+	must(slcs.Update(aSlice("shop", "", "web-b", "10.0.0.2")))
+	must(slcs.Update(aSlice("shop", "web", "web-b", "10.0.0.2")))
+	got.want("and changes it back", web, two, three, again)
+
+	headless := aService("shop", "web")
+	headless.Spec.ClusterIP = "None"
+	must(svcs.Update(headless))
+	got.want("the Service is made anew, headless: it has names", web, two, three, again)
+	must(svcs.Update(aService("shop", "web")))
+	got.want("and not", web, two, three, again)
+	must(slcs.Delete(aSlice("shop", "web", "web-b")))
+	got.want("a slice is deleted", web, two, three)
+	must(svcs.Delete(aService("shop", "web")))
+	got.want("the Service is deleted")
+	if len(s.of) != 1 || len(s.slices) != 1 {
+		t.Errorf("%d slices of %d Services are known", len(s.slices), len(s.of))
+	}
+	must(slcs.Delete(aSlice("shop", "web", "web-a")))
+	if len(s.of)+len(s.slices)+len(s.services) != 0 {
+		t.Error("something is left of what is gone")
+	}
+
+	// A list after a gap deletes what has gone.
+	must(svcs.Replace([]any{aService("shop", "web"), aService("shop", "api")}, "1"))
+	must(slcs.Replace([]any{aSlice("shop", "web", "web-a", "10.0.0.1"), aSlice("shop", "api", "api-a", "10.0.0.5")}, "1"))
+	if got.synced {
+		t.Error("everything is known before the Nodes are")
+	}
+	node := new(nodeObject)
+	node.Name = "edge1"
+	must(nodes.Replace([]any{node}, "1"))
+	if !got.synced {
+		t.Error("everything is known, and the sink is not told")
+	}
+	const api, five = "service/shop/api", "endpoint/shop/api/api-a/10.0.0.5"
+	got.want("the first lists", web, one, api, five, "node/edge1")
+	must(svcs.Replace([]any{aService("shop", "web")}, "2"))
+	got.want("a list without a Service", web, one, "node/edge1")
+	must(slcs.Replace([]any{aSlice("shop", "web", "web-a", "10.0.0.2")}, "2"))
+	must(nodes.Replace(nil, "2"))
+	got.want("other endpoints, and no Node", web, two)
+}
+
+const servicesJSON = `{"kind": "ServiceList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [
+{"metadata": {"name": "web", "namespace": "shop", "resourceVersion": "1", "managedFields": [{"manager": "kubectl"}]},
+	"spec": {"type": "NodePort", "clusterIP": "10.96.0.1", "clusterIPs": ["10.96.0.1", "fd00::1"],
+		"externalIPs": ["192.0.2.1"], "selector": {"app": "web"},
+		"ports": [{"name": "http", "port": 80, "nodePort": 30080, "targetPort": "http"}, {"protocol": "UDP", "port": 53}],
+		"internalTrafficPolicy": "Local", "externalTrafficPolicy": "Local", "trafficDistribution": "PreferSameZone",
+		"sessionAffinity": "ClientIP", "publishNotReadyAddresses": true},
+	"status": {"loadBalancer": {"ingress": [{"ip": "203.0.113.1"}, {"ip": "203.0.113.2", "ipMode": "Proxy"},
+		{"ip": "203.0.113.3", "ipMode": "VIP"}, {"hostname": "lb.example.com"}]}}},
+{"metadata": {"name": "plain", "namespace": "shop"}, "spec": {"type": "ClusterIP", "clusterIP": "10.96.0.2",
+	"externalTrafficPolicy": "Local", "sessionAffinity": "None", "ports": [{"protocol": "SCTP", "port": 1}]}},
+{"metadata": {"name": "alias", "namespace": "shop"}, "spec": {"type": "ExternalName", "externalName": "example.com"}},
+{"metadata": {"name": "headless", "namespace": "shop", "labels": {"k8s-app": "kube-dns"}},
+	"spec": {"type": "ClusterIP", "clusterIP": "None", "clusterIPs": ["None"]}},
+{"metadata": {"name": "other", "namespace": "shop", "labels": {"service.kubernetes.io/service-proxy-name": ""}},
+	"spec": {"type": "ClusterIP", "clusterIP": "10.96.0.3"}},
+{"metadata": {"name": "kube-dns", "namespace": "kube-system"},
+	"spec": {"type": "ClusterIP", "clusterIP": "10.96.0.10"}},
+{"metadata": {"name": "rke2-coredns", "namespace": "kube-system", "labels": {"k8s-app": "kube-dns"}},
+	"spec": {"type": "ClusterIP", "clusterIP": "10.96.0.11"}},
+{"metadata": {"name": "new", "namespace": "shop"}, "spec": {"type": "ClusterIP"}}]}`
+
+const slicesJSON = `{"kind": "EndpointSliceList", "apiVersion": "discovery.k8s.io/v1",
+	"metadata": {"resourceVersion": "1"},
+"items": [
+{"metadata": {"name": "web-a", "namespace": "shop", "labels": {"kubernetes.io/service-name": "web"}},
+	"addressType": "IPv4", "ports": [{"name": "http", "port": 8080}, {"name": "", "port": 53, "protocol": "UDP"},
+		{"port": 1}, {"name": "all"}],
+	"endpoints": [
+		{"addresses": ["10.88.1.5", "10.88.1.6"], "nodeName": "edge1", "zone": "a", "hostname": "web-0",
+			"hints": {"forZones": [{"name": "a"}, {"name": "b"}], "forNodes": [{"name": "edge1"}]}},
+		{"addresses": ["10.88.1.7"], "conditions": {"ready": false, "serving": true, "terminating": true}},
+		{"addresses": ["10.88.1.8"], "conditions": {"ready": false, "serving": false}},
+		{"addresses": ["10.88.1.8"], "conditions": {"ready": true}, "nodeName": "edge2"},
+		{"addresses": ["10.88.1.8"], "conditions": {"ready": false}},
+		{"addresses": ["nonsense"]}, {"addresses": []}]},
+{"metadata": {"name": "web-b", "namespace": "shop", "labels": {"kubernetes.io/service-name": "web"}},
+	"addressType": "IPv6", "endpoints": [{"addresses": ["fd00:0:0::5"]}]},
+{"metadata": {"name": "web-c", "namespace": "shop", "labels": {"kubernetes.io/service-name": "web"}},
+	"addressType": "FQDN", "endpoints": [{"addresses": ["example.com"]}]}]}`
+
+const oneNodeJSON = `{"kind": "NodeList", "apiVersion": "v1", "metadata": {"resourceVersion": "1"}, "items": [
+{"metadata": {"name": "edge1", "labels": {"topology.kubernetes.io/zone": "a"}},
+	"spec": {"podCIDRs": ["10.88.1.0/24"]},
+	"status": {"addresses": [{"type": "InternalIP", "address": "192.0.2.7"}, {"type": "Hostname", "address": "edge1"}]}}]}`
+
+// The items are made from what an API server answers, and follow its events.
+func TestServices(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	events := make(chan string) // of slices
+	s := serve(t, nil)
+	s.setHandler(func(w http.ResponseWriter, r *http.Request) {
+		wantSelector := func(want string) {
+			if got := r.URL.Query().Get("labelSelector"); got != want {
+				t.Errorf("%s: the label selector is %q, want %q", r.URL.Path, got, want)
+			}
+		}
+		switch r.URL.Path {
+		case servicesPath:
+			wantSelector("")
+			listAndWatch(ctx, t, servicesJSON, nil)(w, r)
+		case endpointSlicesPath:
+			wantSelector("kubernetes.io/service-name")
+			listAndWatch(ctx, t, slicesJSON, events)(w, r)
+		case nodesPath:
+			listAndWatch(ctx, t, oneNodeJSON, nil)(w, r)
+		default:
+			t.Errorf("a request for %s", r.URL.Path)
+		}
+	})
+	got := newSink(t)
+	follower := s.Services(nil, got, slog.New(slog.DiscardHandler))
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		follower.Run(ctx)
+	}()
+	isSynced := func() bool {
+		got.mu.Lock()
+		defer got.mu.Unlock()
+		return got.synced
+	}
+	testkit.Eventually(t, "everything is known", isSynced)
+	got.want("the lists", "service/shop/web", "service/shop/plain", "service/shop/alias", "service/shop/headless",
+		"service/shop/other", "service/kube-system/kube-dns", "service/kube-system/rke2-coredns", "node/edge1",
+		"endpoint/shop/web/web-a/10.88.1.5",
+		"endpoint/shop/web/web-a/10.88.1.7", "endpoint/shop/web/web-a/10.88.1.8", "endpoint/shop/web/web-b/fd00::5")
+	service := func(p services.Path, text string) {
+		t.Helper()
+		wantValue(t, got, p, new(services.Service), new(services.Service), text)
+	}
+	service("service/shop/web", `{"clusterIps": ["10.96.0.1", "fd00::1"], "externalIps": ["192.0.2.1"],
+		"ports": [{"name": "http", "protocol": "TCP", "port": 80, "nodePort": 30080}, {"protocol": "UDP", "port": 53}],
+		"internalLocal": true, "externalLocal": true, "distribution": "PreferSameZone", "affinitySeconds": 10800,
+		"publishNotReady": true, "loadBalancerIps": ["203.0.113.1", "203.0.113.3"]}`)
+	service("service/shop/plain", `{"clusterIps": ["10.96.0.2"], "ports": [{"protocol": "SCTP", "port": 1}]}`)
+	service("service/shop/alias", `{"externalName": "example.com"}`)
+	service("service/shop/headless", `{"headless": true}`)
+	service("service/shop/other", `{"clusterIps": ["10.96.0.3"], "otherProxy": true}`)
+	service("service/kube-system/kube-dns", `{"clusterIps": ["10.96.0.10"], "clusterDns": true}`)
+	service("service/kube-system/rke2-coredns", `{"clusterIps": ["10.96.0.11"], "clusterDns": true}`)
+	endpoint := func(p services.Path, text string) {
+		t.Helper()
+		wantValue(t, got, p, new(services.Endpoint), new(services.Endpoint), text)
+	}
+	const ports = `"ports": [{"name": "http", "protocol": "TCP", "port": 8080}, {"protocol": "UDP", "port": 53}]`
+	endpoint("endpoint/shop/web/web-a/10.88.1.5", `{"address": "10.88.1.5", "node": "edge1", "zone": "a",
+		"hostname": "web-0", "ready": true, "serving": true, "zoneHints": ["a", "b"], "nodeHints": ["edge1"], `+ports+`}`)
+	endpoint("endpoint/shop/web/web-a/10.88.1.7",
+		`{"address": "10.88.1.7", "serving": true, "terminating": true, `+ports+`}`)
+	endpoint("endpoint/shop/web/web-a/10.88.1.8", `{"address": "10.88.1.8", "node": "edge2", "ready": true,
+		"serving": true, `+ports+`}`)
+	endpoint("endpoint/shop/web/web-b/fd00::5", `{"address": "fd00::5", "ready": true, "serving": true}`)
+	wantValue(t, got, "node/edge1", new(services.Node), new(services.Node),
+		`{"zone": "a", "podCidrs": ["10.88.1.0/24"], "internalIps": ["192.0.2.7"]}`)
+
+	events <- `{"type": "DELETED", "object": {"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1",
+		"metadata": {"name": "web-a", "namespace": "shop", "resourceVersion": "2"}}}`
+	testkit.Eventually(t, "the endpoints of a slice that is deleted are gone",
+		func() bool { return len(got.paths()) == 9 })
+	if n := follower.Note(); n != "" {
+		t.Errorf("the note is %q", n)
+	}
+	cancel()
+	<-done
+}
+
+// An object that is too large for a batch is left out, and the log says so. Others stay.
+func TestServicesTooLarge(t *testing.T) {
+	var log testkit.Log
+	got := newSink(t)
+	s := new(Client).Services(nil, got, slog.New(slog.NewTextHandler(&log, nil)))
+	large := aSlice("shop", "web", "web-a", "10.0.0.1")
+	for i := range 2000 {
+		name := fmt.Sprintf("port-%d", i)
+		large.Ports = append(large.Ports, slicePort{Name: &name, Port: uint16(i + 1)})
+	}
+	if err := s.serviceStore().Add(aService("shop", "web")); err != nil {
+		t.Fatal(err)
+	}
+	if err := s.sliceStore().Add(large); err != nil {
+		t.Fatal(err)
+	}
+	got.want("a slice with 2,000 ports", "service/shop/web")
+	if !strings.Contains(log.String(), "shop/web-a") {
+		t.Errorf("the log is %q", log.String())
+	}
+}
+
+// Without a right, Note and the log say which objects cannot be read, and how to get the right.
+func TestServicesForbidden(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	var log testkit.Log
+	s := serve(t, nil)
+	s.setHandler(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case endpointSlicesPath:
+			refusal(403, "Forbidden", "")(w, r)
+		case servicesPath:
+			listAndWatch(ctx, t, servicesJSON, nil)(w, r)
+		default:
+			listAndWatch(ctx, t, oneNodeJSON, nil)(w, r)
+		}
+	})
+	got := newSink(t)
+	follower := s.Services(nil, got, slog.New(slog.NewTextHandler(&log, nil)))
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		follower.Run(ctx)
+	}()
+	testkit.Within(t, 10*time.Second, "the note says what is missing", func() error {
+		if n := follower.Note(); !strings.Contains(n, "EndpointSlices") || !strings.Contains(n, "cloud-rbac.yaml") {
+			return fmt.Errorf("it is %q", n)
+		}
+		if len(got.paths()) != 8 {
+			return fmt.Errorf("the items are %q", got.paths())
+		}
+		return nil
+	})
+	cancel()
+	<-done
+	if got.synced {
+		t.Error("the sink is told that everything is known")
+	}
+	if n := strings.Count(log.String(), "EndpointSlices of the cluster cannot be read"); n != 1 {
+		t.Errorf("the log says it %d times: %s", n, log.String())
+	}
+}

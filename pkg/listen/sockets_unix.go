@@ -1,0 +1,29 @@
+//go:build unix
+
+package listen
+
+import (
+	"os"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+)
+
+// duplicate returns a copy of a socket. net's own method File is no choice: os/exec would make the socket blocking,
+// in this process, too.
+func duplicate(c syscall.Conn) (*os.File, error) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	var copied int
+	var failed error
+	err = raw.Control(func(fd uintptr) { copied, failed = unix.FcntlInt(fd, unix.F_DUPFD_CLOEXEC, 0) })
+	if err == nil {
+		err = failed
+	}
+	if err != nil {
+		return nil, os.NewSyscallError("fcntl", err)
+	}
+	return os.NewFile(uintptr(copied), "socket"), nil //nolint:gosec // the kernel returns no negative number here
+}

@@ -1,0 +1,175 @@
+package services
+
+import (
+	"math"
+	"net/netip"
+	"slices"
+	"strings"
+)
+
+// Self is the node that chooses.
+type Self struct {
+	Node string // the name of its Node. Empty: no endpoint is local.
+	Zone string // the zone of its Node (label topology.kubernetes.io/zone). Empty: none.
+}
+
+// Choice is the endpoints that a port of a Service may use on a node. The lists keep the order of the endpoints that
+// Choose got. They may share memory with these endpoints and with each other, so change a copy.
+//
+// Traffic to a ClusterIP uses Local if internalTrafficPolicy is Local (Service.internal_local), else Cluster. Traffic
+// to a node port, an external IP or an IP of a load balancer uses Local if externalTrafficPolicy is Local
+// (Service.external_local), else Cluster. With that policy it uses Cluster nevertheless if it comes from the node
+// itself or one of its pods.
+type Choice struct {
+	// Cluster is for traffic with the policy Cluster: endpoints on any node, the near ones if hints say which these
+	// are. It is empty if the port has no such traffic.
+	Cluster []Named
+	// Local is for traffic with the policy Local: endpoints on this node, whatever their hints. It is empty if the
+	// port has no such traffic.
+	Local []Named
+	// Reachable is Cluster and Local together, each endpoint once.
+	Reachable []Named
+	// Anywhere reports whether the port has usable endpoints on any node. If it has some, but the list for a
+	// connection is empty, kube-proxy drops the connection. If it has none, kube-proxy rejects it.
+	Anywhere bool
+}
+
+// Choose returns which endpoints connections to a port of a Service may use on the node self. at is the address of
+// the Service that the connections go to, and port is one of the Service's ports. endpoints are those of the Service,
+// of all its slices.
+//
+// It decides as kube-proxy 1.37 does; test/services compares the two. These functions of Kubernetes are the source:
+//
+//   - CategorizeEndpoints (pkg/proxy/topology.go): readiness, hints and policies.
+//   - EndpointSliceCache.addEndpoints (pkg/proxy/endpointslicecache.go): families, ports, and addresses in two slices.
+//   - BaseServicePortInfo.UsesClusterEndpoints and UsesLocalEndpoints (pkg/proxy/serviceport.go): which policies count.
+//
+// An endpoint is usable if it is ready. If none is ready, those are usable that terminate and still serve. So a Service
+// whose last pods are about to end loses no connection before they do. This holds for Cluster and Local separately.
+//
+// Hints count only if every ready endpoint has some and one of them is for this node: first its name, then its zone.
+// Service.distribution is not read, since kube-controller-manager has made hints of it. For the same reason
+// Service.publish_not_ready is not read: the endpoints are ready.
+//
+// Where kube-proxy leaves the result to chance, Choose does not: of several endpoints with one address and port it
+// takes the first that does not terminate. Choose compares addresses as text, in the form of [netip.Addr.String].
+func Choose(svc *Service, port *Port, at netip.Addr, endpoints []Named, self Self) Choice {
+	v6 := at.Unmap().Is6()
+	sameFamily := func(addr string) bool { return strings.Contains(addr, ":") == v6 }
+	all := unique(keep(endpoints, func(e *Endpoint) bool {
+		return sameFamily(e.GetAddress()) && TargetPort(e, port) != 0
+	}), port)
+	ready := keep(all, (*Endpoint).GetReady)
+
+	external := port.GetNodePort() != 0 || slices.ContainsFunc(svc.GetExternalIps(), sameFamily) ||
+		slices.ContainsFunc(svc.GetLoadBalancerIps(), sameFamily)
+	// With externalTrafficPolicy Local, external traffic that starts on this node has the policy Cluster.
+	usesCluster := !svc.GetInternalLocal() || external
+	usesLocal := svc.GetInternalLocal() || svc.GetExternalLocal() && external
+
+	c := Choice{Anywhere: len(ready) > 0 || slices.ContainsFunc(all, func(e Named) bool { return drains(e.Endpoint) })}
+	if usesCluster {
+		c.Cluster = near(ready, self)
+		if len(ready) == 0 {
+			c.Cluster = keep(all, drains)
+		}
+	}
+	if usesLocal && self.Node != "" {
+		local := func(e *Endpoint) bool { return e.GetNode() == self.Node }
+		c.Local = keep(ready, local)
+		if len(c.Local) == 0 {
+			c.Local = keep(all, func(e *Endpoint) bool { return local(e) && drains(e) })
+		}
+	}
+	c.Reachable = union(c.Cluster, c.Local)
+	return c
+}
+
+// TargetPort returns the port at which an endpoint serves a port of its Service: the one of its slice with the same
+// name and protocol. It returns 0 if there is none. The number of the Service's port does not matter.
+func TargetPort(e *Endpoint, port *Port) uint16 {
+	for _, p := range e.GetPorts() {
+		if p.GetName() == port.GetName() && p.GetProtocol() == port.GetProtocol() && p.GetPort() <= math.MaxUint16 {
+			return uint16(p.GetPort())
+		}
+	}
+	return 0
+}
+
+// drains reports whether an endpoint terminates and still serves.
+func drains(e *Endpoint) bool { return e.GetServing() && e.GetTerminating() }
+
+// near returns the endpoints whose hints name this node. If there are none, it returns those whose hints name the
+// zone. If there are none either, it returns all.
+func near(ready []Named, self Self) []Named {
+	if list := hinted(ready, (*Endpoint).GetNodeHints, self.Node); len(list) > 0 {
+		return list
+	}
+	if list := hinted(ready, (*Endpoint).GetZoneHints, self.Zone); len(list) > 0 {
+		return list
+	}
+	return ready
+}
+
+// hinted returns the endpoints that have a hint for a place, or none if an endpoint has no hint at all.
+func hinted(ready []Named, hints func(*Endpoint) []string, place string) []Named {
+	if slices.ContainsFunc(ready, func(e Named) bool { return len(hints(e.Endpoint)) == 0 }) {
+		return nil
+	}
+	return keep(ready, func(e *Endpoint) bool { return slices.Contains(hints(e), place) })
+}
+
+// unique returns list with one endpoint for each address and port. An address is in two slices while it moves from one
+// to the other, and when a new pod gets the address of one that terminates.
+func unique(list []Named, port *Port) []Named {
+	ascending := true // as in a State, if they are of one slice
+	for i := 1; i < len(list) && ascending; i++ {
+		ascending = list[i-1].GetAddress() < list[i].GetAddress()
+	}
+	if ascending {
+		return list
+	}
+	type place struct {
+		address string
+		port    uint16
+	}
+	at := func(e *Endpoint) place { return place{e.GetAddress(), TargetPort(e, port)} }
+	best := make(map[place]*Endpoint, len(list))
+	for _, e := range list {
+		if b := best[at(e.Endpoint)]; b == nil || b.GetTerminating() && !e.GetTerminating() {
+			best[at(e.Endpoint)] = e.Endpoint
+		}
+	}
+	return keep(list, func(e *Endpoint) bool { return best[at(e)] == e })
+}
+
+// union returns the endpoints of a, and then those of b that are not in a.
+func union(a, b []Named) []Named {
+	more := keep(b, func(e *Endpoint) bool {
+		return !slices.ContainsFunc(a, func(o Named) bool { return o.Endpoint == e })
+	})
+	if len(more) == 0 {
+		return a
+	}
+	return append(slices.Clip(a), more...)
+}
+
+// keep returns the endpoints for which ok returns true. If these are all, it returns list itself.
+func keep(list []Named, ok func(*Endpoint) bool) []Named {
+	n := 0
+	for _, e := range list {
+		if ok(e.Endpoint) {
+			n++
+		}
+	}
+	if n == 0 || n == len(list) {
+		return list[:n]
+	}
+	kept := make([]Named, 0, n)
+	for _, e := range list {
+		if ok(e.Endpoint) {
+			kept = append(kept, e)
+		}
+	}
+	return kept
+}

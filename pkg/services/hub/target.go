@@ -1,0 +1,110 @@
+package hub
+
+import (
+	"net"
+	"net/netip"
+	"slices"
+	"strconv"
+
+	"google.golang.org/protobuf/proto"
+
+	"tunnel.example/tunnel/pkg/services"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// Category is the category of requests for endpoints on edge nodes: the name of the module that dials them there.
+const Category = "services"
+
+// Target decides whether a node may reach a target (services.Target), and returns how: through the node of the
+// request, or, if it names none, by a dial of the cloud itself. An edge reaches the endpoints of Services that are
+// sent to edges, on the ports that they have, and nothing else. Services without ClusterIP, and those of another proxy,
+// are sent for their names alone.
+func (h *Hub) Target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel.Refusal) {
+	request, refusal := h.target(from, text)
+	if refusal != nil && refusal.Code == tunnel.Denied {
+		if skipped, ok := h.denials.Allow(); ok {
+			h.log.Warn("an edge asks for an endpoint that it may not reach", "node", string(from),
+				"target", tunnel.Printable(text), "err", refusal, "skipped", skipped)
+		}
+	}
+	return request, refusal
+}
+
+// networks are the networks of requests, by the protocols of targets.
+//
+//nolint:gochecknoglobals // a constant table
+var networks = map[string]string{"TCP": "tcp", "UDP": tunnel.NetworkUDP}
+
+// target is Target without the log.
+func (h *Hub) target(from tunnel.NodeName, text string) (tunnel.Request, *tunnel.Refusal) {
+	target, err := services.ParseTarget(text)
+	if err != nil {
+		return tunnel.Request{}, tunnel.Refusef(tunnel.Denied, "%v", err)
+	}
+	value, synced := h.endpoint(target.Endpoint)
+	if !synced {
+		return tunnel.Request{}, tunnel.Refusef(tunnel.Unreachable, "the cloud does not know the Services yet: try again")
+	}
+	if value == nil {
+		return tunnel.Request{}, tunnel.Refusef(tunnel.Denied,
+			"%s is no endpoint of a Service that edges may know; it may have been deleted a moment ago", target.Endpoint)
+	}
+	var e services.Endpoint
+	if err = proto.Unmarshal(value, &e); err != nil {
+		return tunnel.Request{}, tunnel.Refusef(tunnel.Internal, "%s: %v", target.Endpoint, err)
+	}
+	addr, err := netip.ParseAddr(e.GetAddress())
+	has := slices.ContainsFunc(e.GetPorts(), func(p *services.Port) bool {
+		return p.GetProtocol() == target.Protocol && p.GetPort() == uint32(target.Port)
+	})
+	on := tunnel.NodeName(e.GetNode())
+	edge := h.isEdge(on)
+	switch {
+	case !has:
+		return tunnel.Request{}, tunnel.Refusef(tunnel.Denied, "%s has no port %d of %s",
+			target.Endpoint, target.Port, target.Protocol)
+	// Kubernetes accepts no such address in an EndpointSlice. It would be a port of the machine itself.
+	case err != nil || !addr.IsGlobalUnicast():
+		return tunnel.Request{}, tunnel.Refusef(tunnel.Denied, "%s is no address of an endpoint", e.GetAddress())
+	case on != "" && on == from:
+		return tunnel.Request{}, tunnel.Refusef(tunnel.Denied, "%s is on this node: connect to it directly", target.Endpoint)
+	case !edge && !h.cfg.Cluster && on == "":
+		return tunnel.Request{}, tunnel.Refusef(tunnel.Denied,
+			`%s is on no node: the cloud lets edges reach it with allow = ["cluster"] in [mode.cloud.services]`, target.Endpoint)
+	case !edge && !h.cfg.Cluster:
+		return tunnel.Request{}, tunnel.Refusef(tunnel.Denied, "%s is on %s, whose edge serves no Services: "+
+			`the cloud lets edges reach it with allow = ["cluster"] in [mode.cloud.services]`, target.Endpoint, on)
+	default:
+		request := tunnel.Request{
+			Category: Category, Network: networks[target.Protocol],
+			Addr:   net.JoinHostPort(addr.String(), strconv.Itoa(int(target.Port))),
+			Caller: "node " + string(from),
+		}
+		if edge {
+			request.Node = on
+		}
+		return request, nil
+	}
+}
+
+// endpoint returns the value of an endpoint whose Service edges relay, or nil; and whether all objects are known.
+func (h *Hub) endpoint(p services.Path) (value []byte, synced bool) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	item, service := h.itemLocked(p), h.itemLocked(services.ServiceOf(p))
+	if item == nil || service == nil {
+		return nil, h.synced
+	}
+	var s services.Service
+	if proto.Unmarshal(service.value, &s) != nil || s.GetHeadless() || s.GetExternalName() != "" || s.GetOtherProxy() {
+		return nil, h.synced
+	}
+	return item.value, h.synced
+}
+
+// isEdge reports whether the edge of a Node serves Services, or did so when it was connected last.
+func (h *Hub) isEdge(node tunnel.NodeName) bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.joined[node] && h.itemLocked(services.NodePath(string(node))) != nil
+}

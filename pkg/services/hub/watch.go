@@ -1,0 +1,166 @@
+package hub
+
+import (
+	"context"
+	"math/bits"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"tunnel.example/tunnel/pkg/services"
+	pb "tunnel.example/tunnel/pkg/services/servicesv1"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// watcher is what the hub knows of an edge that watches.
+type watcher struct {
+	// position is guarded by Hub.mu. Only next changes it.
+	position
+	started  bool          // owned by Watch: the edge has got a batch
+	replaced chan struct{} // closed by a newer Watch of the node, never sent to
+}
+
+// position says what comes next for an edge.
+type position struct {
+	buckets set           // still to be sent as a whole; empty: changes are next
+	after   services.Path // in the first of buckets, the last item that was sent; "": none of them was
+	cursor  uint64        // the seq of the last change that was sent
+	goal    uint64        // the series of batches ends with this change; cursor: no series is under way
+}
+
+// set is a set of buckets.
+type set [services.Buckets / 64]uint64
+
+func (s *set) add(b int)    { s[b/64] |= 1 << (b % 64) }
+func (s *set) remove(b int) { s[b/64] &^= 1 << (b % 64) }
+
+// first returns the lowest bucket of s, or -1.
+func (s *set) first() int {
+	for i, word := range s {
+		if word != 0 {
+			return i*64 + bits.TrailingZeros64(word)
+		}
+	}
+	return -1
+}
+
+// Watch serves one edge until the context of the stream is done. Each batch waits until the edge has asked for it, so
+// an edge that does not ask, or does not read, costs no more than its position. The first batch comes even if the edge
+// lacks nothing, and tells the edge that. A newer Watch of the same node ends this one at its next batch.
+func (h *Hub) Watch(node tunnel.NodeName, stream pb.Services_WatchServer) error {
+	asked, err := stream.Recv()
+	if err != nil {
+		return err
+	}
+	has, err := services.DecodeDigests(asked.GetDigests())
+	if err != nil {
+		return status.Error(codes.InvalidArgument, err.Error())
+	}
+	ctx := stream.Context()
+	w, err := h.begin(ctx, node, has)
+	if err != nil {
+		return err
+	}
+	defer h.end(node, w)
+	for {
+		batch, err := h.next(ctx, w)
+		if err != nil {
+			return err
+		}
+		if err = stream.Send(batch); err != nil {
+			return err
+		}
+		h.sent.Add(uint64(len(batch.GetChanges())))
+		if asked, err = stream.Recv(); err != nil {
+			return err
+		}
+		if len(asked.GetDigests()) > 0 {
+			return status.Error(codes.InvalidArgument, "only the first Next has digests: watch again to send others")
+		}
+	}
+}
+
+// begin waits until all objects are known, and registers a watcher for an edge that has the items with these digests.
+func (h *Hub) begin(ctx context.Context, node tunnel.NodeName, has services.Digests) (*watcher, error) {
+	w := &watcher{replaced: make(chan struct{})}
+	select {
+	case <-h.served:
+	case <-ctx.Done():
+		return nil, status.FromContextError(ctx.Err()).Err()
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	for b := range has {
+		if has[b] != h.digests[b] {
+			w.buckets.add(b)
+		}
+	}
+	w.cursor, w.goal = h.seq, h.seq
+	if before := h.watchers[node]; before != nil {
+		close(before.replaced)
+	}
+	h.watchers[node] = w
+	return w, nil
+}
+
+// end forgets a watcher.
+func (h *Hub) end(node tunnel.NodeName, w *watcher) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.watchers[node] == w {
+		delete(h.watchers, node)
+	}
+}
+
+var (
+	errReplaced = status.Error(codes.Aborted, "a newer Watch of this node has begun")
+	errBehind   = status.Error(codes.Aborted, "too many items were deleted since the last batch: watch again")
+)
+
+// next waits until there is something for the edge, and returns the batch.
+func (h *Hub) next(ctx context.Context, w *watcher) (*pb.Batch, error) {
+	for {
+		h.mu.Lock()
+		changed := h.changed.Next()
+		batch, err := h.advanceLocked(w)
+		h.mu.Unlock()
+		switch {
+		case err != nil:
+			return nil, err
+		case batch != nil:
+			w.started = true
+			return batch.finish(h), nil
+		}
+		select {
+		case <-changed:
+		case <-w.replaced:
+			return nil, errReplaced
+		case <-ctx.Done():
+			return nil, status.FromContextError(ctx.Err()).Err()
+		}
+	}
+}
+
+// advanceLocked returns the next batch for the edge, and moves its position behind it. It returns nil if there is
+// nothing to send now. The caller holds mu.
+func (h *Hub) advanceLocked(w *watcher) (*batch, error) {
+	select {
+	case <-w.replaced:
+		return nil, errReplaced
+	default:
+	}
+	if w.cursor < h.floor {
+		return nil, errBehind
+	}
+	inSeries := w.buckets != set{} || w.cursor < w.goal
+	switch {
+	case inSeries:
+	case w.cursor < h.seq:
+		w.goal = h.seq
+	case w.started:
+		return nil, nil
+	}
+	b := h.batchLocked(w.position)
+	w.position = b.behind
+	return b, nil
+}

@@ -1,0 +1,171 @@
+package relay
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"net/http"
+	"net/http/httptest"
+	"strings"
+	"testing"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"tunnel.example/tunnel/pkg/services"
+	pb "tunnel.example/tunnel/pkg/services/servicesv1"
+)
+
+// known returns a relay with a state, and a server of its paths.
+func known(t *testing.T, changes ...*pb.Changes) (*Relay, *httptest.Server) {
+	t.Helper()
+	r, _ := newTestRelay(t, new(fake), newCloud())
+	if _, _, err := r.applySeries(changes); err != nil {
+		t.Fatal(err)
+	}
+	mux := http.NewServeMux()
+	for pattern, h := range r.Handlers() {
+		mux.Handle(pattern, h)
+	}
+	srv := httptest.NewServer(mux)
+	t.Cleanup(srv.Close)
+	return r, srv
+}
+
+func get(t *testing.T, url string, v any) (status int) {
+	t.Helper()
+	answer, err := http.Get(url)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	if err := json.NewDecoder(answer.Body).Decode(v); err != nil {
+		t.Fatal(err)
+	}
+	return answer.StatusCode
+}
+
+// An operator sees who serves each port, and why each endpoint may be used or not.
+func TestExplain(t *testing.T) {
+	changes := shop(t)
+	notReady := endpoint("10.88.2.6", "edge2")
+	notReady.Ready = false
+	withUDP := endpoint("10.88.3.5", "edge3")
+	withUDP.Ports = append(withUDP.Ports, &services.Port{Name: "dns", Protocol: "UDP", Port: 53})
+	elsewhere := endpoint("10.88.4.5", "server1")
+	away := webService()
+	away.ClusterIps = []string{"10.96.0.11"}
+	changes.Set = append(changes.Set,
+		item(t, services.EndpointPath("shop", "web", "web-a", "10.88.2.6"), notReady),
+		item(t, other, withUDP),
+		item(t, services.EndpointPath("shop", "web", "web-a", "10.88.4.5"), elsewhere),
+		item(t, services.ServicePath("shop", "cloud"), away),
+		item(t, services.EndpointPath("shop", "cloud", "c", "10.88.4.6"), endpoint("10.88.4.6", "server1")),
+		item(t, services.ServicePath("shop", "empty"), &services.Service{ClusterIps: []string{"10.96.0.12"},
+			Ports: []*services.Port{{Protocol: "TCP", Port: 1}}}),
+	)
+	r, srv := known(t, changes)
+	var list List
+	if status := get(t, srv.URL+"/v1/services", &list); status != http.StatusOK || len(list.Ports) != 7 {
+		t.Fatalf("%d: %+v", status, list)
+	}
+	for i, want := range []Port{
+		{Service: "shop/cloud", Protocol: "TCP", Served: ServedKubeProxy, Usable: 1, Known: 1},
+		{Service: "shop/cloud", Protocol: "UDP", Served: ServedNobody, Known: 1},
+		{Service: "shop/empty", Protocol: "TCP", Served: ServedNobody},
+		{Service: "shop/web", Protocol: "TCP", Served: ServedRelay, Usable: 2, Known: 5},
+		{Service: "shop/web", Protocol: "UDP", Served: ServedRelay, Usable: 1, Known: 5},
+		{Service: "shop/web", Protocol: "TCP", Served: ServedRelay, Usable: 1, Known: 5},
+		{Service: "shop/web", Protocol: "UDP", Served: ServedNobody, Known: 5},
+	} {
+		got := list.Ports[i]
+		if got.Protocol != want.Protocol || got.Service != want.Service || got.Served != want.Served ||
+			got.Usable != want.Usable || got.Known != want.Known {
+			t.Errorf("port %d is %+v", i, got)
+		}
+	}
+	if list.Stale == nil || !list.Stale.IsZero() {
+		t.Errorf("stale since %v", list.Stale)
+	}
+	r.noteCurrent(false, explained(status.Error(codes.Unimplemented, "")))
+	get(t, srv.URL+"/v1/services", &list)
+	if !strings.Contains(list.Why, "write [mode.cloud.services]") {
+		t.Errorf("stale because %q", list.Why)
+	}
+	r.noteCurrent(true, nil)
+	var one List
+	if status := get(t, srv.URL+"/v1/services/shop/web", &one); status != http.StatusOK || one.Stale != nil {
+		t.Errorf("%d, stale since %v", status, one.Stale)
+	}
+	if len(one.Ports) != 4 || len(one.Ports[0].Endpoints) != 5 {
+		t.Fatalf("explained: %+v", one.Ports)
+	}
+	why := make(map[string]Verdict)
+	for _, v := range one.Ports[0].Endpoints {
+		why[v.Address] = v
+	}
+	for address, want := range map[string]struct {
+		usable bool
+		why    string
+	}{
+		"10.88.2.5":    {true, "the tunnel leads to it"},
+		"10.88.2.6":    {false, "it is not ready"},
+		"fd00:88:2::5": {false, "it is of the other family"},
+		"10.88.4.5": {false, `the tunnel does not lead to it: it is on no edge node, and [mode.cloud.services] allow ` +
+			`has no "cluster"`},
+	} {
+		if got := why[address]; got.Usable != want.usable || got.Why != want.why {
+			t.Errorf("%s: %+v", address, got)
+		}
+	}
+	var refused map[string]string
+	status := get(t, srv.URL+"/v1/services/shop/none", &refused)
+	if status != http.StatusNotFound || refused["error"] == "" {
+		t.Errorf("%d, %v", status, refused)
+	}
+}
+
+// An operator sees changes as they come. One who reads too slowly is told how many were lost.
+func TestWatchChanges(t *testing.T) {
+	r, srv := known(t, shop(t))
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	q, err := http.NewRequestWithContext(ctx, http.MethodGet, srv.URL+"/v1/services/watch", nil)
+	if err != nil {
+		t.Fatal(err)
+	}
+	answer, err := http.DefaultClient.Do(q)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer answer.Body.Close()
+	r.watchers.tell(&services.Difference{Deleted: []string{far4}, Set: []*pb.Item{
+		item(t, services.NodePath("a"), &services.Node{Edge: true}), {Path: "node/b", Value: []byte{0xff}}}})
+	lines := bufio.NewScanner(answer.Body)
+	for _, want := range []Line{{Path: far4, Deleted: true}, {Path: "node/a"}, {Path: "node/b"}} {
+		var got Line
+		if !lines.Scan() || json.Unmarshal(lines.Bytes(), &got) != nil || got.Path != want.Path ||
+			got.Deleted != want.Deleted || (got.Value != nil) != (got.Path == "node/a") {
+			t.Errorf("line %s, want %+v", lines.Bytes(), want)
+		}
+	}
+
+	slow := r.watchers.add()
+	defer r.watchers.remove(slow)
+	for range cap(slow.lines) + 7 {
+		slow.put(Line{})
+	}
+	if line, ok := slow.next(t.Context()); !ok || line.Lost != 7 {
+		t.Errorf("the slow one gets %+v", line)
+	}
+	if line, ok := slow.next(t.Context()); !ok || line.Lost != 0 {
+		t.Errorf("and then %+v", line)
+	}
+	for range maxWatchers - 2 {
+		defer r.watchers.remove(r.watchers.add())
+	}
+	var refused map[string]string
+	if status := get(t, srv.URL+"/v1/services/watch", &refused); status != http.StatusTooManyRequests {
+		t.Errorf("one too many: %d", status)
+	}
+}

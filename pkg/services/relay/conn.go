@@ -1,0 +1,475 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"syscall"
+	"time"
+
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+const (
+	// maxConns bounds the connections that the relay has at once. Each takes some 70 KiB.
+	maxConns = 8192
+	// reachTimeout bounds the search for an endpoint. attemptTimeout bounds one attempt, and maxAttempts how many
+	// endpoints are asked.
+	reachTimeout   = 20 * time.Second
+	attemptTimeout = 10 * time.Second
+	maxAttempts    = 5
+	// maxPerCaller bounds the connections of one caller, so that a caller which leaves them idle does not use up all.
+	maxPerCaller = maxConns / 4
+	// refusalTime is how long a target that the cloud has refused is not asked for again, and maxRefusals how many
+	// targets are remembered. Each call that is refused counts against a limit of the session for two seconds.
+	refusalTime = time.Second
+	maxRefusals = 4096
+)
+
+// door accepts the connections and the datagrams that the kernel redirects. The goroutine of Relay.serve owns it.
+type door struct {
+	relay   *Relay             // set once
+	ctx     context.Context    //nolint:containedctx // of the conns: it outlives the one of Relay.Run, see tunnel.Grace
+	serving context.Context    //nolint:containedctx // of the sockets: no flow begins after it
+	stop    context.CancelFunc // of serving
+
+	listeners  []net.Listener
+	sockets    []*net.UDPConn // at the addresses of the listeners
+	programmed redirects      // what the kernel redirects; nil: not known
+	accepting  sync.WaitGroup
+	conns      sync.WaitGroup // and the sockets
+}
+
+func newDoor(ctx context.Context, r *Relay) *door {
+	d := &door{relay: r, ctx: ctx}
+	d.serving, d.stop = context.WithCancel(ctx)
+	return d
+}
+
+// open has the relay's own addresses added, and listens on them. It does nothing if it did so before.
+func (d *door) open() error {
+	addrs, err := d.relay.kernel.open()
+	if err != nil {
+		return err
+	}
+	for _, addr := range addrs {
+		if slices.ContainsFunc(d.addrs(), func(a netip.AddrPort) bool { return a.Addr() == addr }) {
+			continue
+		}
+		// The kernel chooses the port, so that a new process can listen beside this one.
+		var cfg net.ListenConfig
+		ln, err := cfg.Listen(d.ctx, "tcp", netip.AddrPortFrom(addr, 0).String())
+		if err != nil {
+			return fmt.Errorf("listening on %s, the relay's own address: %w", addr, err)
+		}
+		socket, err := cfg.ListenPacket(d.ctx, "udp", netip.AddrPortFrom(addr, 0).String())
+		if err != nil {
+			ln.Close()
+			return fmt.Errorf("opening a UDP socket at %s, the relay's own address: %w", addr, err)
+		}
+		datagrams := socket.(*net.UDPConn) //nolint:forcetypeassert // it listens by "udp"
+		d.listeners, d.sockets = append(d.listeners, ln), append(d.sockets, datagrams)
+		d.programmed = nil // the rules lack this listener
+		steady := listen.Steady(ln, d.relay.log)
+		d.accepting.Go(func() { d.accept(steady) })
+		d.conns.Go(func() { d.relay.forward(d.serving, d.ctx, datagrams) })
+	}
+	return nil
+}
+
+// program has the kernel redirect what is wanted.
+func (d *door) program(want map[address]frontend) error {
+	if err := d.open(); err != nil {
+		d.programmed = nil
+		return err
+	}
+	var err error
+	d.programmed, err = d.relay.write(d.relay.kernel, d.addrs(), d.programmed, d.redirects(want))
+	return err
+}
+
+// write has a kernel redirect want, in place of had; nil: that is not known. It changes what differs. If it cannot, it
+// writes everything. It returns what the kernel redirects; nil: that is not known.
+func (r *Relay) write(k kernel, listeners []netip.AddrPort, had, want redirects) (redirects, error) {
+	add, gone := want, redirects(nil)
+	changed := false
+	if had != nil {
+		add, gone = had.difference(want)
+		changed = len(add)+len(gone) == 0 || k.change(add, gone) == nil
+	}
+	if !changed {
+		add = want
+		if err := k.program(listeners, want); err != nil {
+			return nil, err
+		}
+	}
+	if err := errors.Join(k.forget(gone, true), k.forget(add, false)); err != nil {
+		r.log.Warn("flows of UDP keep their old way until they have been idle for a while", "err", err)
+	}
+	return want, nil
+}
+
+// redirects returns where the kernel sends packets to the addresses of frontends.
+func (d *door) redirects(want map[address]frontend) redirects {
+	all := make(redirects, len(want))
+	for at := range want {
+		all[at] = 0 // the kernel leaves out a family without listener
+	}
+	for i, listener := range d.addrs() {
+		datagrams := d.sockets[i].LocalAddr().(*net.UDPAddr).AddrPort() //nolint:forcetypeassert // it is a UDP socket
+		for at := range all {
+			if at.Addr().Is4() == listener.Addr().Is4() {
+				all[at] = listener.Port()
+				if at.protocol == protocolUDP {
+					all[at] = datagrams.Port()
+				}
+			}
+		}
+	}
+	return all
+}
+
+// addrs returns where the relay listens.
+func (d *door) addrs() []netip.AddrPort {
+	all := make([]netip.AddrPort, len(d.listeners))
+	for i, ln := range d.listeners {
+		all[i] = ln.Addr().(*net.TCPAddr).AddrPort() //nolint:forcetypeassert // it listens by "tcp"
+	}
+	return all
+}
+
+// accept serves the connections of a listener until it is closed.
+func (d *door) accept(ln net.Listener) {
+	r := d.relay
+	for {
+		c, err := ln.Accept()
+		if err != nil {
+			if !errors.Is(err, net.ErrClosed) {
+				r.log.Error("accepting connections to Services", "err", err)
+			}
+			return
+		}
+		from := hostOf(c.RemoteAddr())
+		if r.counts.live.Add(1) > maxConns || !r.callers.enter(from) {
+			r.counts.live.Add(-1)
+			r.counts.refuse(tunnel.Overloaded)
+			tunnel.Reset(c)
+			if n, ok := r.warnFull.Allow(); ok {
+				r.log.Warn("connections to Services are reset: there are too many", "max", maxConns,
+					"max_per_caller", r.callers.max, "caller", from, "skipped", n)
+			}
+			continue
+		}
+		d.conns.Go(func() {
+			defer r.counts.live.Add(-1)
+			defer r.callers.leave(from)
+			serve := func() error { r.serveConn(d.ctx, c); return nil }
+			if tunnel.Guard(r.log, r.cfg.Counters, "the connection ends", serve) != nil {
+				tunnel.Reset(c)
+			}
+		})
+	}
+}
+
+// close has the kernel redirect nothing more, and closes the listeners. The table stays while conns live: the kernel
+// translates their addresses as long as there is a rule for it.
+func (d *door) close() {
+	if d.programmed != nil {
+		// It fails if the next process has made a table of its own, which is as good.
+		if err := d.relay.kernel.change(nil, d.programmed); err != nil {
+			d.relay.log.Debug("Services cannot be taken out of nftables", "err", err)
+		}
+	}
+	d.stop()
+	for _, ln := range d.listeners {
+		ln.Close()
+	}
+	d.accepting.Wait()
+}
+
+// drain waits for the conns and the flows. Callers that go on sending datagrams from the same port are then
+// kube-proxy's.
+func (d *door) drain() {
+	d.conns.Wait()
+	if err := d.relay.kernel.forget(d.programmed, true); err != nil {
+		d.relay.log.Warn("flows of UDP lead to the edge after its end", "err", err)
+	}
+}
+
+// serveConn connects c to an endpoint of the Service that its caller has asked for, until both have ended, or until ctx
+// is done.
+func (r *Relay) serveConn(ctx context.Context, c net.Conn) {
+	tunnel.ResetOnDeath(c)
+	to, err := r.kernel.original(c)
+	if local, ok := c.LocalAddr().(*net.TCPAddr); err != nil || !ok || to == unmapped(local.AddrPort()) {
+		tunnel.Reset(c) // somebody has connected to the relay itself
+		return
+	}
+	from := hostOf(c.RemoteAddr())
+	start := time.Now()
+	target, err := r.reach(ctx, address{to, protocolTCP}, from)
+	if err != nil {
+		r.counts.refuse(tunnel.CodeOf(err))
+		r.log.Debug("conn refused", "caller", from, "target", to, "dur", time.Since(start), "err", err)
+		if n, ok := r.warnFail.Allow(); ok {
+			r.log.Warn("a Service cannot be reached", "target", to, "err", err, "skipped", n)
+		}
+		tunnel.Reset(c)
+		return
+	}
+	r.counts.opened.Add(1)
+	sent, received, err := tunnel.Splice(ctx, c, target)
+	r.counts.sent.Add(sent)
+	r.counts.received.Add(received)
+	r.log.Debug("conn ended", "caller", from, "target", to, "bytes", sent+received, "dur", time.Since(start), "err", err)
+}
+
+// hostOf returns the address of a peer, without its port.
+func hostOf(a net.Addr) netip.Addr {
+	if tcp, ok := a.(*net.TCPAddr); ok {
+		return tcp.AddrPort().Addr().Unmap()
+	}
+	return netip.Addr{}
+}
+
+func unmapped(at netip.AddrPort) netip.AddrPort {
+	return netip.AddrPortFrom(at.Addr().Unmap(), at.Port())
+}
+
+// reach connects to an endpoint of the frontend at an address. It tries another endpoint if the way to the first is
+// away, but not if that endpoint itself has refused: a caller gets the answer of the Service.
+func (r *Relay) reach(ctx context.Context, to address, from netip.Addr) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, reachTimeout)
+	defer cancel()
+	f, w, known := r.waysNow(to)
+	if !known {
+		return nil, tunnel.Refusef(tunnel.Denied, "no Service that this node knows has %s", to)
+	}
+	sticky := time.Duration(f.service.GetAffinitySeconds()) * time.Second
+	key := affinityKey{from, f.path, f.port.GetName()}
+	ordered := order(w, r.affinity.get(key, sticky))
+	err := error(tunnel.Refusef(tunnel.Unreachable, "no endpoint of %s can be reached", nameOf(f.path)))
+	for _, one := range ordered[:min(len(ordered), maxAttempts)] {
+		var c net.Conn
+		c, err = r.try(ctx, one)
+		if err == nil {
+			r.affinity.put(key, one.Path, sticky)
+			return c, nil
+		}
+		if tunnel.CodeOf(err) == tunnel.Refused || ctx.Err() != nil {
+			break
+		}
+	}
+	return nil, err
+}
+
+// waysNow returns the frontend at an address, and its ways by the state of now. known is false if there is none.
+func (r *Relay) waysNow(to address) (f frontend, w ways, known bool) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	f, known = r.plan.frontends[to]
+	if !known {
+		// It was redirected a moment ago. Maybe the Service still has it, with an endpoint that is direct now.
+		for path, service := range r.state.Services() {
+			for other := range frontends(path, service) {
+				if other.at == to {
+					f, known = other, true
+				}
+			}
+		}
+	}
+	if known {
+		w = r.planner.ways(r.state, f, r.state.Endpoints(f.path))
+	}
+	return f, w, known
+}
+
+// attempt is a way to an endpoint, and whether it leads through the cloud.
+type attempt struct {
+	way
+	far bool
+}
+
+// order returns the ways in the order in which to try them: the endpoint that the caller had before, then direct ones,
+// each kind at random.
+func order(w ways, before string) []attempt {
+	all := make([]attempt, 0, len(w.direct)+len(w.far))
+	for _, one := range shuffled(w.direct) {
+		all = append(all, attempt{one, false})
+	}
+	for _, one := range shuffled(w.far) {
+		all = append(all, attempt{one, true})
+	}
+	if i := slices.IndexFunc(all, func(a attempt) bool { return a.Path == before }); i > 0 {
+		first := all[i]
+		all = slices.Insert(slices.Delete(all, i, i+1), 0, first)
+	}
+	return all
+}
+
+func shuffled(list []way) []way {
+	rand.Shuffle(len(list), func(i, j int) { list[i], list[j] = list[j], list[i] })
+	return list
+}
+
+// try connects to an endpoint.
+func (r *Relay) try(ctx context.Context, a attempt) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
+	defer cancel()
+	if a.far {
+		return r.reachFar(ctx, a.target())
+	}
+	c, err := r.dial(ctx, "tcp", a.address().String())
+	switch {
+	case err == nil:
+		return c, nil
+	case errors.Is(err, syscall.ECONNREFUSED):
+		return nil, tunnel.Refusef(tunnel.Refused, "%v", err)
+	}
+	return nil, tunnel.Refusef(tunnel.Unreachable, "%v", err)
+}
+
+// reachFar asks the cloud for a conn to a target, unless the cloud has refused it a moment ago.
+func (r *Relay) reachFar(ctx context.Context, target string) (net.Conn, error) {
+	if err := r.refusals.get(target); err != nil {
+		return nil, err
+	}
+	c, err := r.cfg.Reach(ctx, target)
+	switch tunnel.CodeOf(err) {
+	case tunnel.NoSuchNode, tunnel.Denied, tunnel.Internal:
+		r.refusals.put(target, err)
+	}
+	return c, err
+}
+
+// refusals remembers which targets the cloud has refused.
+type refusals struct {
+	mu   sync.Mutex // guards the following
+	last map[string]refusal
+}
+
+type refusal struct {
+	err   error
+	until time.Time
+}
+
+// get returns why a target was refused within refusalTime, or nil.
+func (f *refusals) get(target string) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if had, ok := f.last[target]; ok && time.Now().Before(had.until) {
+		return had.err
+	}
+	return nil
+}
+
+// put remembers why a target was refused. If there is no room, it forgets all others.
+func (f *refusals) put(target string, err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.last == nil || len(f.last) >= maxRefusals {
+		f.last = make(map[string]refusal)
+	}
+	f.last[target] = refusal{err, time.Now().Add(refusalTime)}
+}
+
+// callers counts the connections of each caller.
+type callers struct {
+	max int // set once
+
+	mu sync.Mutex // guards the following
+	of map[netip.Addr]int
+}
+
+// enter counts a connection of a caller. It returns false if that is one too many.
+func (c *callers) enter(from netip.Addr) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.of[from] >= c.max {
+		return false
+	}
+	if c.of == nil {
+		c.of = make(map[netip.Addr]int)
+	}
+	c.of[from]++
+	return true
+}
+
+// leave undoes enter.
+func (c *callers) leave(from netip.Addr) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.of[from]--; c.of[from] == 0 {
+		delete(c.of, from)
+	}
+}
+
+// maxAffinity bounds the callers whose endpoint is remembered.
+const maxAffinity = 1 << 16
+
+// affinityKey is a caller of a port of a Service. The port is the same at each ClusterIP.
+type affinityKey struct {
+	caller netip.Addr
+	path   string // of the Service
+	port   string // its name
+}
+
+// affinity remembers which endpoint a caller had, for Services with session affinity.
+type affinity struct {
+	max int // set once
+
+	mu   sync.Mutex // guards the following
+	last map[affinityKey]affine
+}
+
+type affine struct {
+	endpoint string // path
+	until    time.Time
+}
+
+func newAffinity(limit int) *affinity {
+	return &affinity{max: limit, last: make(map[affinityKey]affine)}
+}
+
+// get returns the path of the endpoint that the caller had; "": none.
+func (a *affinity) get(key affinityKey, sticky time.Duration) string {
+	if sticky == 0 {
+		return ""
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if had := a.last[key]; time.Now().Before(had.until) {
+		return had.endpoint
+	}
+	return ""
+}
+
+// put remembers the endpoint of a caller. If there is no room, it forgets callers whose time is over, or else any.
+func (a *affinity) put(key affinityKey, endpoint string, sticky time.Duration) {
+	if sticky == 0 {
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	now := time.Now()
+	if _, had := a.last[key]; !had && len(a.last) >= a.max {
+		for k, v := range a.last {
+			if now.After(v.until) {
+				delete(a.last, k)
+			}
+		}
+		for k := range a.last {
+			if len(a.last) < a.max {
+				break
+			}
+			delete(a.last, k)
+		}
+	}
+	a.last[key] = affine{endpoint, now.Add(sticky)}
+}

@@ -1,0 +1,128 @@
+package relay
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+)
+
+// SO_ORIGINAL_DST is for TCP alone, and what IP_RECVORIGDSTADDR says of a translated datagram is the relay's own
+// address. So the relay asks conntrack, which has an entry for each flow: one message of netlink, and one in answer.
+
+// destination implements kernel. Answers go from local to the caller, so the entry is that of a reply with these
+// addresses. The kernel chooses another port of the caller if two entries would have the same ones.
+func (*linux) destination(caller, local netip.AddrPort) (at netip.AddrPort, err error) {
+	// The answer has the flag of one that goes on (NLM_F_MULTI), and only the acknowledgement ends it.
+	get := nl.NewNetlinkRequest(unix.NFNL_SUBSYS_CTNETLINK<<8|nl.IPCTNL_MSG_CT_GET, unix.NLM_F_ACK)
+	get.AddData(&nl.Nfgenmsg{NfgenFamily: familyOf(local.Addr()).protocol, Version: nl.NFNETLINK_V0})
+	get.AddData(tuple(nl.CTA_TUPLE_REPLY, local, caller))
+	answers, err := get.Execute(unix.NETLINK_NETFILTER, 0)
+	switch {
+	case errors.Is(err, unix.ENOENT):
+		return at, errUntracked
+	case err != nil:
+		return at, fmt.Errorf("asking the kernel where a datagram was sent to: %w", withRights(err))
+	}
+	for _, answer := range answers {
+		if to, ok := destinationOf(answer); ok {
+			return to, nil
+		}
+	}
+	return at, errUntracked
+}
+
+// tuple is the attribute that names a flow of UDP by the addresses of one direction.
+func tuple(kind int, from, to netip.AddrPort) *nl.RtAttr {
+	source, target := nl.CTA_IP_V4_SRC, nl.CTA_IP_V4_DST
+	if from.Addr().Is6() {
+		source, target = nl.CTA_IP_V6_SRC, nl.CTA_IP_V6_DST
+	}
+	t := nl.NewRtAttr(unix.NLA_F_NESTED|kind, nil)
+	ip := t.AddRtAttr(unix.NLA_F_NESTED|nl.CTA_TUPLE_IP, nil)
+	ip.AddRtAttr(source, from.Addr().AsSlice())
+	ip.AddRtAttr(target, to.Addr().AsSlice())
+	ports := t.AddRtAttr(unix.NLA_F_NESTED|nl.CTA_TUPLE_PROTO, nil)
+	ports.AddRtAttr(nl.CTA_PROTO_NUM, []byte{unix.IPPROTO_UDP})
+	ports.AddRtAttr(nl.CTA_PROTO_SRC_PORT, binary.BigEndian.AppendUint16(nil, from.Port()))
+	ports.AddRtAttr(nl.CTA_PROTO_DST_PORT, binary.BigEndian.AppendUint16(nil, to.Port()))
+	return t
+}
+
+// destinationOf returns where the first packet of an entry of conntrack was sent to.
+func destinationOf(entry []byte) (at netip.AddrPort, ok bool) {
+	const header = 4 // struct nfgenmsg of linux/netfilter/nfnetlink.h
+	if len(entry) < header {
+		return at, false
+	}
+	original := attribute(entry[header:], nl.CTA_TUPLE_ORIG)
+	ip, ports := attribute(original, nl.CTA_TUPLE_IP), attribute(original, nl.CTA_TUPLE_PROTO)
+	addr, ok := netip.AddrFromSlice(attribute(ip, nl.CTA_IP_V4_DST))
+	if !ok {
+		addr, ok = netip.AddrFromSlice(attribute(ip, nl.CTA_IP_V6_DST))
+	}
+	port := attribute(ports, nl.CTA_PROTO_DST_PORT)
+	if !ok || len(port) != 2 {
+		return at, false
+	}
+	return netip.AddrPortFrom(addr.Unmap(), binary.BigEndian.Uint16(port)), true
+}
+
+// attribute returns the value of an attribute, or nil.
+func attribute(b []byte, kind uint16) []byte {
+	all, err := nl.ParseRouteAttr(b)
+	if err != nil {
+		return nil
+	}
+	for _, a := range all {
+		if a.Attr.Type&^(unix.NLA_F_NESTED|unix.NLA_F_NET_BYTEORDER) == kind {
+			return a.Value
+		}
+	}
+	return nil
+}
+
+// forget implements kernel.
+func (k *linux) forget(all redirects, leave bool) error {
+	all = all.datagrams()
+	if len(all) == 0 {
+		return nil
+	}
+	var errs []error
+	for _, listener := range k.listeners {
+		own := listener.Addr()
+		_, err := netlink.ConntrackDeleteFilters(netlink.ConntrackTable,
+			netlink.InetFamily(familyOf(own).protocol), outdated{all, own, leave})
+		if err != nil {
+			errs = append(errs, fmt.Errorf("removing entries of conntrack: %w", withRights(err)))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// outdated matches the entries of conntrack that forget removes.
+type outdated struct {
+	all   redirects
+	own   netip.Addr
+	leave bool
+}
+
+// MatchConntrackFlow implements netlink.CustomConntrackFilter.
+func (o outdated) MatchConntrackFlow(f *netlink.ConntrackFlow) bool {
+	if f.Forward.Protocol != unix.IPPROTO_UDP {
+		return false
+	}
+	port, changed := o.all[address{addrPort(f.Forward.DstIP, f.Forward.DstPort), protocolUDP}]
+	leads := addrPort(f.Reverse.SrcIP, f.Reverse.SrcPort) == netip.AddrPortFrom(o.own, port)
+	return changed && leads == o.leave
+}
+
+func addrPort(ip net.IP, port uint16) netip.AddrPort {
+	addr, _ := netip.AddrFromSlice(ip)
+	return netip.AddrPortFrom(addr.Unmap(), port)
+}

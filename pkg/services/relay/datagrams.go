@@ -1,0 +1,169 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"tunnel.example/tunnel/pkg/services"
+	"tunnel.example/tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/udp"
+)
+
+// forward passes the datagrams of a socket to endpoints, until serving and the flows have ended.
+func (r *Relay) forward(serving, conns context.Context, socket *net.UDPConn) {
+	local := unmapped(socket.LocalAddr().(*net.UDPAddr).AddrPort()) //nolint:forcetypeassert // it is a UDP socket
+	f := udp.NewForwarder(conns, socket, &router{r, local}, udp.Config{
+		Counters: &r.udp, Core: r.cfg.Counters, Log: r.log,
+	})
+	if err := f.Run(serving); err != nil {
+		r.log.Error("datagrams to Services are not served any more", "err", err)
+	}
+}
+
+// router chooses an endpoint for each flow of a socket.
+type router struct {
+	relay *Relay
+	local netip.AddrPort // of the socket
+}
+
+var _ udp.Router = (*router)(nil)
+
+// Route implements udp.Router. A flow keeps its endpoint while the rules of Kubernetes permit that one.
+func (o *router) Route(caller netip.AddrPort, had string) (target string, why udp.Reason, ok bool) {
+	r := o.relay
+	from := caller.Addr().Unmap()
+	to, err := r.kernel.destination(unmapped(caller), o.local)
+	switch {
+	case errors.Is(err, errUntracked), err == nil && to == o.local:
+		return "", udp.DropDenied, false // somebody has sent to the relay itself
+	case err != nil:
+		if n, log := r.warnFail.Allow(); log {
+			r.log.Warn("a datagram to a Service is dropped", "caller", caller, "err", err, "skipped", n)
+		}
+		return had, udp.DropUnreachable, had != ""
+	}
+	f, w, known := r.waysNow(address{to, protocolUDP})
+	if !known {
+		return "", udp.DropDenied, false
+	}
+	sticky := time.Duration(f.service.GetAffinitySeconds()) * time.Second
+	key := affinityKey{from, f.path, f.port.GetName()}
+	ordered := order(w, r.affinity.get(key, sticky))
+	isHad := func(a attempt) bool { return a.target() == had }
+	works := func(a attempt) bool { return !r.failures.recent(a.target()) }
+	switch {
+	case len(ordered) == 0:
+		return "", udp.DropUnreachable, false
+	case slices.ContainsFunc(ordered, isHad):
+		return had, 0, true
+	}
+	next := ordered[max(0, slices.IndexFunc(ordered, works))]
+	r.affinity.put(key, next.Path, sticky)
+	return next.target(), 0, true
+}
+
+// datagramTimeout bounds the dial of a conn for datagrams. Meanwhile the datagrams of its flows wait or are dropped.
+const datagramTimeout = 5 * time.Second
+
+// Dial implements udp.Router.
+func (o *router) Dial(ctx context.Context, target string) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(ctx, datagramTimeout)
+	defer cancel()
+	c, err := o.relay.dialDatagrams(ctx, target)
+	if err != nil {
+		o.relay.failures.add(target)
+	}
+	return c, err
+}
+
+func (r *Relay) dialDatagrams(ctx context.Context, target string) (net.Conn, error) {
+	t, err := services.ParseTarget(target)
+	if err != nil {
+		return nil, err
+	}
+	r.mu.RLock()
+	e := r.state.Endpoint(t.Endpoint)
+	direct := e != nil && r.planner.isDirect(e)
+	if direct {
+		_, direct = addressOf(r.state, e)
+	}
+	r.mu.RUnlock()
+	if !direct {
+		return r.reachFar(ctx, target)
+	}
+	at := way{services.Named{Path: t.Endpoint, Endpoint: e}, t.Port, t.Protocol}.address()
+	return r.direct.Open(ctx, tunnel.Request{Category: name, Network: tunnel.NetworkUDP, Addr: at.String()})
+}
+
+// anyTarget permits all targets: the relay has chosen them.
+type anyTarget struct{}
+
+// DialUDP implements udp.Policy.
+func (anyTarget) DialUDP(ctx context.Context, addr string, _ func(netip.AddrPort) time.Time) (*net.UDPConn, error) {
+	if _, err := netip.ParseAddrPort(addr); err != nil {
+		return nil, tunnel.Refusef(tunnel.Denied, "%v", err)
+	}
+	c, err := (&net.Dialer{Control: Unredirected}).DialContext(ctx, "udp", addr)
+	if err != nil {
+		return nil, tunnel.Refusef(tunnel.Unreachable, "%v", err)
+	}
+	return c.(*net.UDPConn), nil //nolint:forcetypeassert // it dials by "udp"
+}
+
+// ownTargets permits the endpoints of this node. A conn may live longer than its endpoint: then no flow is opened.
+type ownTargets struct {
+	policy udp.Policy
+	relay  *Relay
+}
+
+// DialUDP implements udp.Policy.
+func (o ownTargets) DialUDP(
+	ctx context.Context, addr string, refusedAt func(netip.AddrPort) time.Time,
+) (*net.UDPConn, error) {
+	at, err := netip.ParseAddrPort(addr)
+	if err != nil || !o.relay.owns(address{unmapped(at), protocolUDP}) {
+		return nil, tunnel.Refusef(tunnel.Denied, "no Service has an endpoint %s (UDP) on this node any more", addr)
+	}
+	return o.policy.DialUDP(ctx, addr, refusedAt)
+}
+
+// owns reports whether this node has an endpoint.
+func (r *Relay) owns(at address) bool {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	_, own := r.plan.own[at]
+	return own && !r.state.IsClusterIP(at.Addr()) // a Service may have got it later than the endpoint
+}
+
+const (
+	// avoidTime is how long new flows avoid an endpoint that could not be reached, if there is another one.
+	avoidTime = 10 * time.Second
+	// maxFailures bounds the endpoints that are avoided.
+	maxFailures = 1 << 10
+)
+
+// failures remembers which targets could not be reached.
+type failures struct {
+	mu   sync.Mutex // guards the following
+	last map[string]time.Time
+}
+
+func (f *failures) add(target string) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if len(f.last) >= maxFailures {
+		clear(f.last)
+	}
+	f.last[target] = time.Now()
+}
+
+func (f *failures) recent(target string) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return time.Since(f.last[target]) < avoidTime
+}

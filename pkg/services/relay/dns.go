@@ -1,0 +1,182 @@
+package relay
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/miekg/dns"
+
+	"tunnel.example/tunnel/pkg/services/names"
+)
+
+// DNS is a server for the queries of pods. It gets its answers from Relay.Resolve.
+type DNS interface {
+	// Open opens sockets for UDP and TCP with one port. Port 0: the kernel chooses it.
+	Open(ctx context.Context, addr string) (*net.UDPConn, net.Listener, error)
+	// Serve answers queries until ctx is done, and closes the sockets.
+	Serve(ctx context.Context, udp *net.UDPConn, tcp net.Listener) error
+}
+
+// resolver has the kernel redirect queries for the cluster's DNS to a server of this process. The goroutine of
+// Relay.serveDNS owns it.
+type resolver struct {
+	relay *Relay          // set once
+	ctx   context.Context //nolint:containedctx // of the servers: they end after the redirects
+	end   context.CancelFunc
+
+	listeners  []netip.AddrPort
+	programmed redirects // what the kernel redirects; nil: not known
+	serving    sync.WaitGroup
+}
+
+// newZone returns the zone of names; nil if the edge leaves DNS to others.
+func newZone(cfg Config) *names.Zone {
+	if cfg.DNS == nil {
+		return nil
+	}
+	return names.NewZone(cfg.Domain)
+}
+
+// Resolve answers a question by the state. nil: the name is none of the cluster.
+func (r *Relay) Resolve(q dns.Question) *dns.Msg {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	return r.zone.Answer(r.state, q)
+}
+
+// ServesDNS reports whether addr is an address at which this edge answers in place of the cluster's DNS. A query that
+// the edge sends there would come back.
+func (r *Relay) ServesDNS(addr netip.Addr) bool {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	for at := range r.plan.dns {
+		if at.Addr() == addr.Unmap() {
+			return true
+		}
+	}
+	return addr.Unmap() == addr4 || addr == addr6
+}
+
+// serveDNS keeps the redirects of queries as the plan says until ctx is done. Then nothing is redirected any more, and
+// the servers end.
+func (r *Relay) serveDNS(ctx context.Context) {
+	d := &resolver{relay: r}
+	d.ctx, d.end = context.WithCancel(context.WithoutCancel(ctx))
+	defer d.close()
+	ticker := time.NewTicker(r.every)
+	defer ticker.Stop()
+	for {
+		r.mu.RLock()
+		want, changed := r.plan.dns, r.changed
+		r.mu.RUnlock()
+		r.noteDNS(d.program(want))
+		select {
+		case <-ctx.Done():
+			return
+		case <-changed:
+		case <-ticker.C:
+			if len(d.programmed) > 0 && !r.dnsKernel.intact() {
+				r.log.Warn("another program has removed the redirect of DNS, or changed it: it is written again")
+				d.programmed = nil
+			}
+		}
+	}
+}
+
+// errNoDNS says that there is nothing to redirect.
+var errNoDNS = errors.New("dns = true: the cloud has told of no Service for DNS: it needs a ClusterIP, port 53, " +
+	"the namespace kube-system, and the name kube-dns or the label k8s-app=kube-dns; " +
+	"see also namespaces in [mode.cloud.services]")
+
+// program has the kernel redirect what is wanted.
+func (d *resolver) program(want addresses) error {
+	if len(want)+len(d.programmed) > 0 {
+		if err := d.open(); err != nil {
+			d.programmed = nil
+			return err
+		}
+		var err error
+		if d.programmed, err = d.relay.write(d.relay.dnsKernel, d.listeners, d.programmed, d.redirects(want)); err != nil {
+			return err
+		}
+	}
+	if len(want) == 0 {
+		return errNoDNS
+	}
+	return nil
+}
+
+// redirects returns where the kernel sends queries.
+func (d *resolver) redirects(want addresses) redirects {
+	all := make(redirects)
+	for at := range want {
+		var port uint16 // the kernel leaves out a family without listener
+		for _, listener := range d.listeners {
+			if at.Addr().Is4() == listener.Addr().Is4() {
+				port = listener.Port()
+			}
+		}
+		all[address{at, protocolUDP}], all[address{at, protocolTCP}] = port, port
+	}
+	return all
+}
+
+// open opens a server on each of the relay's own addresses. It does nothing if it did so before.
+func (d *resolver) open() error {
+	addrs, err := d.relay.dnsKernel.open()
+	if err != nil {
+		return err
+	}
+	for _, addr := range addrs {
+		if slices.ContainsFunc(d.listeners, func(a netip.AddrPort) bool { return a.Addr() == addr }) {
+			continue
+		}
+		udp, tcp, err := d.relay.cfg.DNS.Open(d.ctx, netip.AddrPortFrom(addr, 0).String())
+		if err != nil {
+			return fmt.Errorf("listening on %s for DNS: %w", addr, err)
+		}
+		at, _ := udp.LocalAddr().(*net.UDPAddr)
+		d.listeners = append(d.listeners, netip.AddrPortFrom(addr, at.AddrPort().Port()))
+		d.programmed = nil // the rules lack this listener
+		d.serving.Go(func() {
+			if err := d.relay.cfg.DNS.Serve(d.ctx, udp, tcp); err != nil {
+				d.relay.log.Error("answering DNS", "err", err)
+			}
+		})
+	}
+	return nil
+}
+
+// close has the kernel redirect nothing more, and ends the servers.
+func (d *resolver) close() {
+	if err := d.relay.dnsKernel.remove(); err != nil {
+		d.relay.log.Warn("the redirect of DNS cannot be removed", "err", err)
+	}
+	if err := d.relay.dnsKernel.forget(d.programmed, true); err != nil {
+		d.relay.log.Warn("queries by UDP lead to the edge after its end", "err", err)
+	}
+	d.end()
+	d.serving.Wait()
+}
+
+// noteDNS keeps why names are not answered; nil: they are.
+func (r *Relay) noteDNS(err error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if errors.Is(err, errNoDNS) && r.state.Len() == 0 {
+		return // the cloud has told of nothing yet
+	}
+	switch before := r.unnamed; {
+	case err != nil && (before == nil || before.Error() != err.Error()):
+		r.log.Warn("the names of Services are not answered", "err", err)
+	case err == nil && (before != nil || !r.named):
+		r.log.Info("the names of Services are answered", "addresses", r.plan.dns.sorted(), "domain", r.cfg.Domain)
+	}
+	r.unnamed, r.named = err, err == nil
+}

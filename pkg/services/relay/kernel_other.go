@@ -1,0 +1,24 @@
+//go:build !linux
+
+package relay
+
+import (
+	"errors"
+	"log/slog"
+	"syscall"
+)
+
+func newKernel() (kernel, error) {
+	return nil, errors.New("mode.edge.services: this system is not Linux; remove the table")
+}
+
+// RemoveRules does nothing here: there are no rules.
+func RemoveRules(*slog.Logger) {}
+
+// RemoveDNSRules does nothing here: there are no rules.
+func RemoveDNSRules(*slog.Logger) {}
+
+// Unredirected does nothing here: there are no rules.
+func Unredirected(_, _ string, _ syscall.RawConn) error { return nil }
+
+func newDNSKernel() kernel { return nil } // newKernel has failed before

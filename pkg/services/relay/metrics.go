@@ -1,0 +1,96 @@
+package relay
+
+import (
+	"sync/atomic"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// counters counts connections to Services since the process started.
+type counters struct {
+	live           atomic.Int64 // gauge: connections that are open now, or wait for an endpoint
+	opened         atomic.Uint64
+	refused        [16]atomic.Uint64 // by tunnel.Code
+	sent, received atomic.Int64      // bytes, to the endpoints and from them
+}
+
+func (c *counters) refuse(code tunnel.Code) {
+	if int(code) >= len(c.refused) {
+		code = tunnel.Internal
+	}
+	c.refused[code].Add(1)
+}
+
+// Collector returns the relay's metrics.
+func (r *Relay) Collector() prometheus.Collector {
+	desc := func(name, help string, labels ...string) *prometheus.Desc {
+		return prometheus.NewDesc(name, help, labels, nil)
+	}
+	return &collector{
+		relay: r, datagrams: r.udp.ServicesCollector(),
+		items: desc("tunnel_services_known_items", "Services, endpoints and nodes of the cluster that this edge knows."),
+		redirected: desc("tunnel_services_redirected_addresses",
+			"Addresses and ports of Services whose connections this edge relays to other nodes."),
+		stale: desc("tunnel_services_stale_seconds",
+			"How long the state of Services has not been known to be that of the cloud. "+
+				"0: it is. -1: this edge has never had it."),
+		live: desc("tunnel_services_conns",
+			"Connections to Services that this edge relays now, or for which it looks for an endpoint."),
+		results: desc("tunnel_services_conns_total",
+			"Connections to Services that this edge has been asked to relay, by result: opened, or why not.", "result"),
+		bytes: desc("tunnel_services_bytes_total", "Bytes relayed, sent to endpoints or received from them.", "direction"),
+	}
+}
+
+type collector struct {
+	relay                                          *Relay
+	datagrams                                      prometheus.Collector
+	items, redirected, stale, live, results, bytes *prometheus.Desc
+}
+
+// Describe implements prometheus.Collector.
+func (c *collector) Describe(ch chan<- *prometheus.Desc) {
+	for _, d := range []*prometheus.Desc{c.items, c.redirected, c.stale, c.live, c.results, c.bytes} {
+		ch <- d
+	}
+	c.datagrams.Describe(ch)
+}
+
+// Collect implements prometheus.Collector.
+func (c *collector) Collect(ch chan<- prometheus.Metric) {
+	r := c.relay
+	gauge := func(d *prometheus.Desc, v float64) {
+		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v)
+	}
+	count := func(d *prometheus.Desc, v float64, label string) {
+		ch <- prometheus.MustNewConstMetric(d, prometheus.CounterValue, v, label)
+	}
+	r.mu.RLock()
+	items, serves, stale := r.state.Len(), r.serves, r.staleSecondsLocked()
+	r.mu.RUnlock()
+	gauge(c.items, float64(items))
+	gauge(c.redirected, float64(serves))
+	gauge(c.stale, stale)
+	gauge(c.live, float64(r.counts.live.Load()))
+	count(c.results, float64(r.counts.opened.Load()), "opened")
+	for _, code := range tunnel.Codes() {
+		count(c.results, float64(r.counts.refused[code].Load()), code.String())
+	}
+	count(c.bytes, float64(r.counts.sent.Load()), "sent")
+	count(c.bytes, float64(r.counts.received.Load()), "received")
+	c.datagrams.Collect(ch)
+}
+
+// staleSecondsLocked returns the age of the state, see the metric. The caller holds mu.
+func (r *Relay) staleSecondsLocked() float64 {
+	switch {
+	case r.current:
+		return 0
+	case r.since.IsZero():
+		return -1
+	}
+	return max(0, time.Since(r.since).Seconds())
+}

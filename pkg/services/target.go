@@ -1,0 +1,49 @@
+package services
+
+import (
+	"fmt"
+	"strconv"
+	"strings"
+)
+
+// Target is what an edge asks the cloud to connect to: a port of an endpoint. It names a path and no address, so that
+// an edge reaches what the cluster's Services list, and nothing else.
+type Target struct {
+	Endpoint Path
+	Protocol string // TCP or UDP
+	Port     uint16
+}
+
+// String returns the target as it travels: PATH PROTOCOL PORT.
+func (t Target) String() string {
+	return t.Endpoint + " " + t.Protocol + " " + strconv.Itoa(int(t.Port))
+}
+
+// ParseTarget returns the target that String has written.
+func ParseTarget(s string) (Target, error) {
+	fields := strings.Split(s, " ")
+	if len(fields) != 3 {
+		return Target{}, fmt.Errorf("%q is no target: it has to be PATH PROTOCOL PORT", s)
+	}
+	parts := split(fields[0])
+	if parts == nil || parts[0] != kindEndpoint {
+		return Target{}, fmt.Errorf("%q is no path of an endpoint", fields[0])
+	}
+	if fields[1] != "TCP" && fields[1] != "UDP" {
+		return Target{}, fmt.Errorf("%q is neither TCP nor UDP", fields[1])
+	}
+	port, err := strconv.ParseUint(fields[2], 10, 16)
+	if err != nil || port == 0 || strconv.FormatUint(port, 10) != fields[2] {
+		return Target{}, fmt.Errorf("%q is no port", fields[2])
+	}
+	return Target{Endpoint: fields[0], Protocol: fields[1], Port: uint16(port)}, nil
+}
+
+// ServiceOf returns the path of the Service of an endpoint.
+func ServiceOf(endpoint Path) Path {
+	parts := split(endpoint)
+	if parts == nil || parts[0] != kindEndpoint {
+		return ""
+	}
+	return kindService + "/" + parts[1] + "/" + parts[2]
+}

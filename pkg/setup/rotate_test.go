@@ -1,0 +1,381 @@
+package setup
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// rotating is a cloud whose CAs are replaced, with one node. The node has what the files said when it renewed last.
+type rotating struct {
+	t       *testing.T
+	dir     string
+	conf    *conf.Cloud
+	trusts  *auth.CloudCAs
+	signer  string
+	planted []string // ids of CAs that the node trusts besides
+	second  string   // the CA by which the second replica signs; "": as the first one
+	renewed int
+	away    error // why the cloud does not answer
+}
+
+func newRotating(t *testing.T) *rotating {
+	dir, c := newSite(t)
+	r := &rotating{t: t, dir: dir, conf: c}
+	r.renew()
+	return r
+}
+
+// renew has the node renew its certificate.
+func (r *rotating) renew() {
+	r.t.Helper()
+	told, err := auth.ParseCloudCAs(r.read("ca.crt"))
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	if r.trusts == nil {
+		r.trusts = told
+	}
+	chain, err := auth.ParseCertificates(r.read("cloud.crt"))
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	host := chain[0].DNSNames[0]
+	if _, err = chain[0].Verify(x509.VerifyOptions{DNSName: host, Roots: r.trusts.Pool()}); err != nil {
+		r.t.Fatalf("the node no longer reaches the cloud: %v", err)
+	}
+	if r.trusts, _, err = r.trusts.Adopt(told, chain, host, chain[0].NotBefore.Add(auth.Backdate)); err != nil {
+		r.t.Fatal(err)
+	}
+	ca, err := auth.ReadCA(r.conf.Join.CA, r.conf.Join.CAKey)
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	r.signer = nameOf(ca)
+}
+
+func (r *rotating) read(name string) []byte {
+	r.t.Helper()
+	text, err := os.ReadFile(filepath.Join(r.dir, name))
+	if err != nil {
+		r.t.Fatal(err)
+	}
+	return text
+}
+
+// view is what the cloud knows.
+func (r *rotating) view(context.Context) (*RotationView, error) {
+	if r.away != nil {
+		return nil, r.away
+	}
+	ids := func(name string) (all []string) {
+		certs, err := auth.ParseCertificates(r.read(name))
+		if err != nil {
+			r.t.Fatal(err)
+		}
+		for _, c := range certs {
+			all = append(all, auth.CAID(c))
+		}
+		return all
+	}
+	own, err := auth.ParseCertificates(r.read("cloud.crt"))
+	if err != nil {
+		return nil, err
+	}
+	signs, err := auth.ReadCA(r.conf.Join.CA, r.conf.Join.CAKey)
+	if err != nil {
+		return nil, err
+	}
+	cloud := RotationReplica{
+		Name: "cloud-0", CloudCAs: ids("ca.crt"), NodeCAs: ids("nodes-ca.crt"), OwnBy: tunnel.CertificateOf(own[0]).Signer,
+		Signer: nameOf(signs),
+	}
+	second := cloud
+	if second.Name = "cloud-1"; r.second != "" {
+		second.Signer = r.second
+	}
+	return &RotationView{
+		Replicas: []RotationReplica{cloud, second},
+		Nodes:    []RotationNode{{Name: "edge1", Trusts: append(r.trusts.IDs(), r.planted...), Signer: r.signer}},
+	}, nil
+}
+
+// rotate does the next step, and returns what it prints.
+func (r *rotating) rotate(force bool) (string, error) {
+	var out strings.Builder
+	err := RotateCA(r.t.Context(), RotateConfig{
+		Cloud: r.conf, Force: force, Look: r.view, Out: &out,
+		Renew: func(context.Context) error { r.renewed++; return nil },
+	})
+	return out.String(), err
+}
+
+// must is rotate without an error.
+func (r *rotating) must(want string) {
+	r.t.Helper()
+	if out, err := r.rotate(false); err != nil || !strings.Contains(out, want) {
+		r.t.Fatalf("want %q: %v\n%s", want, err, out)
+	}
+}
+
+// Each step waits until the node is ready for it. No step cuts the node off.
+func TestRotateCA(t *testing.T) {
+	r := newRotating(t)
+	before := r.trusts.IDs()[0]
+	r.must("Step 1 of 3")
+	if out, err := r.rotate(false); !errors.Is(err, ErrNotReady) || !strings.Contains(out, "node edge1 does not trust") {
+		t.Fatalf("step 2, too early: %v\n%s", err, out)
+	}
+	r.renew()
+	if len(r.trusts.IDs()) != 2 {
+		t.Fatalf("the node trusts %v", r.trusts.IDs())
+	}
+	r.away = errors.New("nobody answers")
+	if out, err := r.rotate(false); !errors.Is(err, ErrNotReady) || !strings.Contains(out, "nobody answers") {
+		t.Fatalf("step 2, without the cloud: %v\n%s", err, out)
+	}
+	r.away = nil
+	key := r.read("cloud.key")
+	r.must("Step 2 of 3")
+	if string(r.read("cloud.key")) == string(key) {
+		t.Error("the cloud has its old key, which may be stolen")
+	}
+	if _, err := tls.LoadX509KeyPair(filepath.Join(r.dir, "cloud.crt"), filepath.Join(r.dir, "cloud.key")); err != nil {
+		t.Error(err)
+	}
+	out, err := r.rotate(false)
+	if !errors.Is(err, ErrNotReady) || !strings.Contains(out, "node edge1 has a certificate") {
+		t.Fatalf("step 3, too early: %v\n%s", err, out)
+	}
+	r.renew()
+	r.must("Step 3 of 3")
+	r.renew()
+	if ids := r.trusts.IDs(); len(ids) != 1 || ids[0] == before {
+		t.Errorf("the node trusts %v, and before %s", ids, before)
+	}
+	if r.renewed != 6 { // after each step, and whenever a step was too early: nodes may have come since
+		t.Errorf("nodes were asked %d times to renew", r.renewed)
+	}
+	if _, err := cloudRoot(r.conf); err != nil {
+		t.Errorf("no node could join: %v", err)
+	}
+	if warnings, err := CheckTrust(r.conf); err != nil || len(warnings) > 0 {
+		t.Errorf("%q, %v", warnings, err)
+	}
+	r.must("Step 1 of 3") // another rotation
+}
+
+// With --force a step goes on without its nodes.
+func TestRotateCAForce(t *testing.T) {
+	r := newRotating(t)
+	r.must("Step 1 of 3")
+	out, err := r.rotate(true)
+	if err != nil || !strings.Contains(out, "Step 2 of 3") || !strings.Contains(out, "not ready") {
+		t.Errorf("%v\n%s", err, out)
+	}
+}
+
+// A cloud that forgets nodes when it restarts cannot say that all of them are ready.
+func TestRotateCAForgetful(t *testing.T) {
+	r := newRotating(t)
+	r.conf.Inventory = ""
+	r.must("Step 1 of 3")
+	for _, step := range []string{"2", "3"} {
+		r.renew()
+		if out, err := r.rotate(false); !errors.Is(err, ErrNotReady) || !strings.Contains(out, "set inventory") {
+			t.Errorf("step %s: %v\n%s", step, err, out)
+		}
+		if out, err := r.rotate(true); err != nil || !strings.Contains(out, "Step "+step+" of 3") {
+			t.Errorf("step %s with --force: %v\n%s", step, err, out)
+		}
+	}
+}
+
+// A step that was interrupted behind any of its files is done again, and ends as if it was never interrupted.
+func TestRotateCAInterrupted(t *testing.T) {
+	r := newRotating(t)
+	ca, nodes, cert, nodesKey := r.read("ca.crt"), r.read("nodes-ca.crt"), r.read("cloud.crt"), r.read("nodes-ca.key")
+	put := func(name string, text []byte) {
+		t.Helper()
+		if err := os.WriteFile(filepath.Join(r.dir, name), text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	put(nextCAKeyFile, []byte("of a rotation that was never begun"))
+	r.must("Step 1 of 3")
+	put("ca.crt", ca)
+	r.must("Step 1 of 3")
+	put("ca.crt", ca)
+	put("nodes-ca.crt", nodes)
+	r.must("Step 1 of 3")
+	r.renew()
+	r.must("Step 2 of 3")
+	put("nodes-ca.key", nodesKey)
+	r.must("Step 2 of 3")
+	put("cloud.crt", cert)
+	r.must("Step 2 of 3")
+	r.renew()
+	crt, caKey, oldKey := r.read(nextCAFile), r.read(nextCAKeyFile), r.read("ca.key")
+	nextNodes, both := r.read(nextNodesFile), r.read("ca.crt")
+	r.must("Step 3 of 3")
+	// The marker and all behind it are left.
+	put(nextCAFile, crt)
+	put(nextNodesFile, nextNodes)
+	r.must("Step 3 of 3")
+	// The CAs and the key are left, too.
+	put(nextCAFile, crt)
+	put(nextNodesFile, nextNodes)
+	put(nextCAKeyFile, caKey)
+	put("ca.key", oldKey)
+	put("ca.crt", both)
+	r.must("Step 3 of 3")
+	r.renew()
+	if len(r.trusts.IDs()) != 1 {
+		t.Errorf("the node trusts %v", r.trusts.IDs())
+	}
+}
+
+// The old CA of nodes stays while another replica signs by it.
+func TestRotateCAOtherSigner(t *testing.T) {
+	r := newRotating(t)
+	r.second = r.signer
+	for _, step := range []string{"1", "2"} {
+		r.must("Step " + step + " of 3")
+		r.renew()
+	}
+	out, err := r.rotate(false)
+	if !errors.Is(err, ErrNotReady) || !strings.Contains(out, "replica cloud-1 does not sign") {
+		t.Errorf("step 3, too early: %v\n%s", err, out)
+	}
+	r.second = ""
+	r.must("Step 3 of 3")
+}
+
+// A crash has left an empty file of the new CA: the error says what to do. The key keeps its mode.
+func TestRotateCAFiles(t *testing.T) {
+	r := newRotating(t)
+	marker, key := filepath.Join(r.dir, nextCAFile), filepath.Join(r.dir, "ca.key")
+	if err := os.WriteFile(marker, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.rotate(false); err == nil || !strings.Contains(err.Error(), "remove "+marker) {
+		t.Errorf("an empty file: %v", err)
+	}
+	if err := os.Remove(marker); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Chmod(key, 0o640); err != nil {
+		t.Fatal(err)
+	}
+	for _, step := range []string{"1", "2", "3"} {
+		r.must("Step " + step + " of 3")
+		r.renew()
+	}
+	if info, err := os.Stat(key); err != nil || info.Mode().Perm() != 0o640 {
+		t.Errorf("the key: %v, %v", info, err)
+	}
+	if err := os.Rename(key, key+".real"); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(key+".real", key); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.rotate(true); !errors.Is(err, errMounted) {
+		t.Errorf("a link as key: %v", err)
+	}
+}
+
+// A node that trusts a CA which nobody has announced is named, and keeps the old CA from being removed.
+func TestRotateCAPlanted(t *testing.T) {
+	r := newRotating(t)
+	r.planted = []string{"0123456789abcdef"}
+	status := func() (string, error) {
+		var out strings.Builder
+		err := RotationStatus(t.Context(), RotateConfig{Cloud: r.conf, Look: r.view, Out: &out})
+		return out.String(), err
+	}
+	const want = "node edge1 trusts the CA 0123456789abcdef"
+	if out, err := status(); err != nil || !strings.Contains(out, want) {
+		t.Errorf("before: %v\n%s", err, out)
+	}
+	r.must("Step 1 of 3")
+	if out, err := status(); !errors.Is(err, ErrNotReady) || !strings.Contains(out, "tunnel cert renew --all") {
+		t.Errorf("before the node has renewed: %v\n%s", err, out)
+	}
+	r.renew()
+	if out, err := status(); err != nil || !strings.Contains(out, want) {
+		t.Errorf("after step 1: %v\n%s", err, out)
+	}
+	r.must("Step 2 of 3")
+	r.renew()
+	if out, err := r.rotate(false); !errors.Is(err, ErrNotReady) || !strings.Contains(out, want) {
+		t.Errorf("step 3: %v\n%s", err, out)
+	}
+	r.planted = nil
+	r.must("Step 3 of 3")
+}
+
+// A certificate and its key may be in one file.
+func TestRotateCAOneFile(t *testing.T) {
+	r := newRotating(t)
+	one := filepath.Join(r.dir, "cloud.crt")
+	if err := os.WriteFile(one, append(r.read("cloud.crt"), r.read("cloud.key")...), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	r.conf.Server.Key = one
+	r.must("Step 1 of 3")
+	r.renew()
+	r.must("Step 2 of 3")
+	if _, err := tls.LoadX509KeyPair(one, one); err != nil {
+		t.Error(err)
+	}
+	r.renew()
+	r.must("Step 3 of 3")
+}
+
+// Files that the command cannot replace, or a cloud without such CAs: it changes nothing.
+func TestRotateCARefused(t *testing.T) {
+	r := newRotating(t)
+	if err := os.Remove(filepath.Join(r.dir, "ca.key")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.rotate(true); err == nil || !strings.Contains(err.Error(), "--ca-key") {
+		t.Errorf("without the key: %v", err)
+	}
+	path := filepath.Join(r.dir, "nodes-ca.crt")
+	if err := os.Rename(path, path+".real"); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink(path+".real", path); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := r.rotate(true); !errors.Is(err, errMounted) {
+		t.Errorf("a mounted file: %v", err)
+	}
+	r.conf.Join.CloudCA = ""
+	if _, err := r.rotate(true); kindOf(err) != KindConfig {
+		t.Errorf("without cloudca: %v", err)
+	}
+}
+
+// The command does not replace a certificate that replicas have for each other alone, so it does not remove its CA.
+func TestRotateCAPeers(t *testing.T) {
+	r := newRotating(t)
+	server := r.conf.Server
+	r.conf.Peers = conf.Peers{Service: "peers:9000", CA: r.conf.Join.CloudCA, Cert: server.Cert, Key: server.Key}
+	r.must("Step 1 of 3")
+	r.conf.Peers.Cert, r.conf.Peers.Key = filepath.Join(r.dir, "peers.crt"), filepath.Join(r.dir, "peers.key")
+	out, err := r.rotate(true)
+	if kindOf(err) != KindConfig || !strings.Contains(err.Error(), "peers.crt") || out != "" {
+		t.Errorf("a certificate of its own: %v\n%s", err, out)
+	}
+}

@@ -1,0 +1,155 @@
+package stream
+
+import (
+	"context"
+	"crypto/tls"
+	"encoding/hex"
+	"errors"
+	"io"
+	"math"
+	"strconv"
+	"strings"
+	"time"
+
+	"google.golang.org/genproto/googleapis/rpc/errdetails"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/peer"
+	"google.golang.org/grpc/status"
+
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// askVersion is the version in the hello of a node that only asks whether it may join. The cloud checks the proof
+// of the node as at a join, and opens no session. An older cloud refuses the version after it has accepted the proof.
+const askVersion = math.MaxUint32
+
+// askPadding is how many bytes such a hello has at least: a path that loses large packets must show it.
+const askPadding = 4 << 10
+
+// Answer is the cloud's answer to [Client.Ask]. It is zero if the cloud is of an older release, which has accepted the
+// proof and says nothing more.
+type Answer struct {
+	Time     time.Time // by the clock of the cloud; zero: not known
+	Software string    // of the cloud
+	// Session is the live session of the node with the replica that has answered; "": there is none.
+	Session string
+	Since   time.Time // when that session began, by the clock of the cloud
+	Remote  string    // the address from which that session has come
+}
+
+// Ask asks the cloud whether this client may join. It opens no session, and a live session continues. An error is why
+// the cloud cannot be reached, or why it refuses; [Hinted] splits its text.
+func (c *Client) Ask(ctx context.Context) (a Answer, err error) {
+	var shown *handshake
+	defer func() {
+		if err != nil {
+			err = c.explain(err, shown)
+		}
+	}()
+	conf, shown, err := c.tlsConfig()
+	if err != nil {
+		return a, err
+	}
+	credential, _, err := c.as.credential(shown)
+	if err != nil {
+		return a, err
+	}
+	raw, err := c.cfg.connect(ctx)
+	if err != nil {
+		return a, err
+	}
+	cc, _, hangUp, err := connect(raw, c.cfg.Address, conf, shown, c.cfg.Software, c.cfg.farTrip, nil)
+	if err != nil {
+		return a, err
+	}
+	defer hangUp()
+	ctx, cancel := context.WithTimeoutCause(ctx, joinTimeout, ErrNoAnswer)
+	defer cancel()
+	var cloud peer.Peer
+	stream, err := pb.NewStreamClient(cc).TunnelStreaming(ctx, grpc.PerRPCCredentials(credential), grpc.Peer(&cloud))
+	if err == nil {
+		hello := encode(&pb.Hello{Version: askVersion, Software: c.cfg.Software, Reach: strings.Repeat(" ", askPadding)})
+		err = stream.Send(&pb.StreamMsg{Node: string(c.cfg.Node), Category: category, Type: typeHello, Data: hello})
+		if err == nil || errors.Is(err, io.EOF) {
+			_, err = stream.Recv() // after io.EOF, Recv returns the reason
+		}
+	}
+	if errors.Is(context.Cause(ctx), ErrNoAnswer) && status.Code(err) != codes.Unauthenticated {
+		return a, ErrNoAnswer
+	}
+	var binding string
+	if info, ok := cloud.AuthInfo.(credentials.TLSInfo); ok {
+		binding = bindingOf(&info.State)
+	}
+	return answerOf(err, binding)
+}
+
+// bindingOf identifies a TLS connection: both ends have the same text, and no other connection has it. "" if the
+// connection allows none (RFC 5705, RFC 7627).
+func bindingOf(state *tls.ConnectionState) string {
+	secret, err := state.ExportKeyingMaterial("EXPERIMENTAL tunnel ask", nil, 32)
+	if err != nil {
+		return ""
+	}
+	return hex.EncodeToString(secret)
+}
+
+// answerOf reads the answer to a hello of askVersion out of the error that ends the stream. binding is of the TLS
+// connection.
+func answerOf(err error, binding string) (a Answer, _ error) {
+	if why := reasonOf(err); status.Code(err) != codes.FailedPrecondition || why != "" && why != reasonAsked {
+		if err == nil {
+			err = errors.New("the other side is no cloud: it has answered a question with a message")
+		}
+		return a, err
+	}
+	for _, detail := range status.Convert(err).Details() {
+		info, ok := detail.(*errdetails.ErrorInfo)
+		if !ok || info.GetDomain() != reasonDomain || info.GetReason() != string(reasonAsked) {
+			continue
+		}
+		m := info.GetMetadata()
+		if m["version"] != strconv.Itoa(Version) {
+			return a, status.Errorf(codes.FailedPrecondition,
+				"the cloud speaks version %s of the protocol and this program version %d: "+
+					"install the release of the cloud (%s) here",
+				text(m["version"]), Version, text(m["software"]))
+		}
+		if theirs := m["binding"]; theirs != "" && theirs != binding {
+			return a, &Hinted{
+				errors.New("a balancer or a proxy in between ends TLS, so conns of the node would fail"),
+				"have it pass TCP through to the cloud (docs/network.md), or try wss:// in servers",
+			}
+		}
+		a = Answer{
+			Time: millisecond(m["time_ms"]), Software: text(m["software"]), Session: text(m["session"]),
+			Since: millisecond(m["since_ms"]), Remote: text(m["remote"]),
+		}
+	}
+	return a, nil
+}
+
+// millisecond returns the time of a number of milliseconds since 1970; zero if the text is none.
+func millisecond(s string) time.Time {
+	ms, err := strconv.ParseInt(s, 10, 64)
+	if err != nil {
+		return time.Time{}
+	}
+	return time.UnixMilli(ms)
+}
+
+// asked answers a hello of askVersion: the node has proven itself, and may join.
+func (s *Server) asked(t *transport, node tunnel.NodeName) error {
+	m := map[string]string{
+		"version": strconv.Itoa(Version), "software": s.cfg.Software,
+		"time_ms": strconv.FormatInt(time.Now().UnixMilli(), 10), "binding": bindingOf(&t.State),
+	}
+	if live := s.dir.Lookup(node); live != nil {
+		m["session"], m["remote"] = live.ID, live.Remote
+		m["since_ms"] = strconv.FormatInt(live.Since.UnixMilli(), 10)
+	}
+	return withFacts(codes.FailedPrecondition, reasonAsked, "this node may join; the question opens no session", m)
+}

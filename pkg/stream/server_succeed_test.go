@@ -1,0 +1,128 @@
+package stream
+
+import (
+	"io"
+	"net"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// answers checks that a conn still passes bytes.
+func answers(t *testing.T, what string, c, far net.Conn) {
+	t.Helper()
+	go far.Write([]byte("x"))
+	if _, err := io.ReadFull(c, make([]byte, 1)); err != nil {
+		t.Errorf("%s: %v", what, err)
+	}
+}
+
+// succeed starts the process of an edge that takes over from another one.
+func (r *rig) succeed(from *edge) *edge {
+	r.t.Helper()
+	before := r.dir.Lookup("edge1")
+	cfg := r.clientConfig("edge1")
+	cfg.Instance, cfg.Succeeds = from.client.Instance(), func() bool { return true }
+	e := r.start(cfg, direct)
+	r.eventually("the new process joins", func() bool {
+		return e.client.Ready() == nil && r.dir.Lookup("edge1") != before
+	})
+	return e
+}
+
+// The session of a new process leaves the conns of the old process alone. When the new process ends early, the old
+// session takes dials again.
+func TestSuccession(t *testing.T) {
+	r := newRig(t)
+	old := r.join("edge1", direct)
+	c, far := r.pair("edge1")
+	first := r.dir.Lookup("edge1")
+
+	failed := r.succeed(old)
+	answers(t, "the conn of the old process", c, far)
+	failed.Stop()
+	r.eventually("the old session takes dials again", func() bool { return r.dir.Lookup("edge1") == first })
+	if _, err := r.dial("edge1", "127.0.0.1:1"); tunnel.CodeOf(err) != tunnel.Refused {
+		t.Errorf("a dial through the old session: %v, want the target's refusal", err)
+	}
+
+	next := r.succeed(old)
+	c2, far2 := r.pair("edge1")
+	answers(t, "a conn of the new process", c2, far2)
+	answers(t, "the conn of the old process", c, far)
+	c.Close()
+	far.Close()
+	old.Stop()
+	answers(t, "the conn of the new process, after the end of the old one", c2, far2)
+	if n := r.counters.Replaced.Load(); n != 0 {
+		t.Errorf("%d sessions were replaced", n)
+	}
+	c2.Close()
+	far2.Close()
+	r.idle(next)
+}
+
+// A restart of an edge that fails leaves the session of the old process alone for good.
+func TestFailedSuccession(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		old := r.join("edge1", direct)
+		first := r.dir.Lookup("edge1")
+		r.succeed(old).Stop()
+		r.eventually("the old session takes dials again", func() bool { return r.dir.Lookup("edge1") == first })
+		time.Sleep(2 * successionTime)
+		if r.dir.Lookup("edge1") != first || tunnel.IsClosed(first.Done()) {
+			t.Error("the old session has ended")
+		}
+	})
+}
+
+// Edges that come back after the cloud has told them to move keep the conns of their old session.
+func TestStay(t *testing.T) {
+	r := newRig(t)
+	e := r.join("edge1", direct)
+	c, far := r.pair("edge1")
+	first := r.dir.Lookup("edge1")
+	nodes := r.server.Move()
+	r.server.Stay(nodes)
+	r.eventually("the edge opens another session", func() bool {
+		now := r.dir.Lookup("edge1")
+		return now != nil && now != first
+	})
+	answers(t, "the conn of the old session", c, far)
+	c2, far2 := r.pair("edge1")
+	answers(t, "a conn of the new session", c2, far2)
+	for _, conn := range []net.Conn{c, far, c2, far2} {
+		conn.Close()
+	}
+	r.idle(e)
+}
+
+// Who does not say that it succeeds a session, or names another instance, ends that session. A node has a few sessions
+// at most.
+func TestNoSuccession(t *testing.T) {
+	for name, hello := range map[string]*pb.Hello{
+		"it does not say so": {Version: Version, Instance: "a"},
+		"another instance":   {Version: Version, Instance: "b", Succeeds: true},
+	} {
+		r := newRig(t)
+		old := r.stranger().joinWith("edge1", &pb.Hello{Version: Version, Instance: "a"})
+		r.stranger().joinWith("edge1", hello)
+		if err := old.end(); status.Code(err) != codes.Aborted {
+			t.Errorf("%s: the old session ends with %v, want aborted", name, err)
+		}
+	}
+	r := newRig(t)
+	hello := &pb.Hello{Version: Version, Instance: "a", Succeeds: true}
+	oldest := r.stranger().joinWith("edge1", hello)
+	for range maxPredecessors + 1 {
+		r.stranger().joinWith("edge1", hello)
+	}
+	if err := oldest.end(); status.Code(err) != codes.Aborted {
+		t.Errorf("the oldest of too many sessions ends with %v, want aborted", err)
+	}
+}

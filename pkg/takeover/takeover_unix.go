@@ -1,0 +1,234 @@
+//go:build unix
+
+package takeover
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"sync"
+	"syscall"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+// Successor is the new process, as the old one sees it. Its methods are for one goroutine.
+type Successor struct {
+	// Set once.
+	cmd   *exec.Cmd
+	conn  net.Conn
+	in    *json.Decoder
+	out   *json.Encoder
+	ended chan struct{} // closed when the process has ended; then failed is set
+
+	failed error // how the process has ended
+}
+
+// Start starts the new process.
+func Start(cfg Config) (*Successor, error) {
+	ours, theirs, err := pair()
+	if err != nil {
+		return nil, err
+	}
+	defer theirs.Close()
+	sockets, err := cfg.Sockets.Copies()
+	if err != nil {
+		ours.Close()
+		return nil, fmt.Errorf("copying the sockets: %w", err)
+	}
+	defer listen.CloseCopies(sockets)
+	s := &Successor{conn: ours, in: json.NewDecoder(ours), out: json.NewEncoder(ours), ended: make(chan struct{})}
+	s.cmd = &exec.Cmd{
+		Path: cfg.Program, Args: cfg.Args, Env: append(cfg.Env, Variable+"="+Value),
+		Stdout: os.Stdout, Stderr: os.Stderr, ExtraFiles: []*os.File{theirs},
+	}
+	o := &offer{Instance: cfg.Instance}
+	for _, one := range sockets {
+		o.Sockets = append(o.Sockets, one.Name)
+		s.cmd.ExtraFiles = append(s.cmd.ExtraFiles, one.File)
+	}
+	if err = s.cmd.Start(); err != nil {
+		ours.Close()
+		return nil, err
+	}
+	go func() {
+		defer close(s.ended)
+		s.cmd.Wait() //nolint:errcheck // ProcessState says it, too
+		s.failed = fmt.Errorf("the new process has ended: %s", s.cmd.ProcessState)
+	}()
+	if err = s.out.Encode(message{Offer: o}); err != nil {
+		return s, errors.Join(s.why(err), s.Kill())
+	}
+	return s, nil
+}
+
+// pair returns the two ends of a socketpair. theirs is for the child.
+func pair() (ours net.Conn, theirs *os.File, err error) {
+	syscall.ForkLock.RLock()
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_STREAM, 0)
+	if err == nil {
+		unix.CloseOnExec(fds[0])
+		unix.CloseOnExec(fds[1])
+	}
+	syscall.ForkLock.RUnlock()
+	if err != nil {
+		return nil, nil, os.NewSyscallError("socketpair", err)
+	}
+	first := os.NewFile(uintptr(fds[0]), "takeover") //nolint:gosec // not negative
+	theirs = os.NewFile(uintptr(fds[1]), "takeover") //nolint:gosec // not negative
+	ours, err = net.FileConn(first)
+	first.Close() // ours is a copy
+	if err != nil {
+		theirs.Close()
+		return nil, nil, err
+	}
+	return ours, theirs, nil
+}
+
+// PID returns the id of the new process.
+func (s *Successor) PID() int { return s.cmd.Process.Pid }
+
+// Ready waits until the new process has opened all that it needs.
+func (s *Successor) Ready(ctx context.Context) error {
+	return s.want(ctx, func(m *message) bool { return m.Ready })
+}
+
+// Go tells the new process to take the edges: those of nodes are about to come.
+func (s *Successor) Go(nodes []tunnel.NodeName) error {
+	if err := s.conn.SetWriteDeadline(time.Now().Add(answerTime)); err != nil {
+		return s.why(err)
+	}
+	if err := s.out.Encode(message{Go: true, Nodes: nodes}); err != nil {
+		return s.why(err)
+	}
+	return nil
+}
+
+// answerTime is how long the other process may take to read a line. It has nothing else to do.
+const answerTime = 5 * time.Second
+
+// Serving waits until the new process accepts callers. Then the sockets are those of the new process.
+func (s *Successor) Serving(ctx context.Context) error {
+	return s.want(ctx, func(m *message) bool { return m.Serving })
+}
+
+// want waits for a message.
+func (s *Successor) want(ctx context.Context, expected func(*message) bool) error {
+	stop := context.AfterFunc(ctx, func() { s.conn.SetReadDeadline(time.Unix(1, 0)) })
+	defer stop()
+	_, err := want(s.in, expected)
+	if err != nil && ctx.Err() != nil {
+		return fmt.Errorf("the new process took too long: %w", context.Cause(ctx))
+	}
+	return s.why(err)
+}
+
+// why returns how the process has ended, if that is the reason of err.
+func (s *Successor) why(err error) error {
+	if err == nil || !errors.Is(err, errEnded) && !errors.Is(err, syscall.EPIPE) {
+		return err
+	}
+	select {
+	case <-s.ended:
+		return s.failed
+	case <-time.After(answerTime): // it has closed the pair, and runs
+		return err
+	}
+}
+
+// Release forgets the new process, which goes on.
+func (s *Successor) Release() { s.conn.Close() }
+
+// Kill ends the new process.
+func (s *Successor) Kill() error {
+	s.cmd.Process.Kill() //nolint:errcheck // it has ended already
+	<-s.ended
+	s.conn.Close() // not before: the new process would take it for the end of this one, and serve
+	return nil
+}
+
+// Predecessor is the old process, as the new one sees it. nil: there is none.
+type Predecessor struct {
+	// Set once.
+	sockets  *listen.Sockets
+	instance string
+	conn     net.Conn
+	in       *json.Decoder
+	out      *json.Encoder
+
+	over sync.Once // nothing more is sent
+}
+
+// Join returns the process from which this one takes over. value is that of [Variable]; "": there is none.
+func Join(value string) (*Predecessor, error) {
+	if value == "" {
+		return nil, nil
+	}
+	if value != Value {
+		return nil, ErrVersion
+	}
+	file := os.NewFile(pairFile, "takeover")
+	conn, err := net.FileConn(file)
+	file.Close()
+	if err != nil {
+		return nil, fmt.Errorf("%s is set, and this process was not started by another one: %w", Variable, err)
+	}
+	p := &Predecessor{conn: conn, in: json.NewDecoder(conn), out: json.NewEncoder(conn)}
+	m, err := want(p.in, func(m *message) bool { return m.Offer != nil })
+	if err != nil {
+		conn.Close()
+		return nil, err
+	}
+	sockets := m.Offer.sockets()
+	for _, one := range sockets {
+		unix.CloseOnExec(int(one.File.Fd()))
+	}
+	p.sockets, p.instance = listen.Inherit(sockets), m.Offer.Instance
+	return p, nil
+}
+
+// Ready tells the old process that this one is ready, and waits for its answer. If the old process has ended, there
+// are no nodes, and no error.
+func (p *Predecessor) Ready(ctx context.Context) (nodes []tunnel.NodeName, err error) {
+	stop := context.AfterFunc(ctx, func() { p.conn.SetReadDeadline(time.Unix(1, 0)) })
+	defer stop()
+	if err = p.out.Encode(message{Ready: true}); err != nil {
+		return nil, nil
+	}
+	m, err := want(p.in, func(m *message) bool { return m.Go })
+	switch {
+	case ctx.Err() != nil:
+		return nil, ctx.Err()
+	case errors.Is(err, errEnded):
+		return nil, nil
+	case err != nil:
+		return nil, err
+	}
+	return m.Nodes, nil
+}
+
+// Serving tells the old process that this one serves. The old process drains.
+func (p *Predecessor) Serving() { p.last(message{Serving: true}) }
+
+// Failed tells the old process why this one ends, unless it serves already.
+func (p *Predecessor) Failed(why *Failure) {
+	if p != nil {
+		p.last(message{Failed: why})
+	}
+}
+
+func (p *Predecessor) last(m message) {
+	p.over.Do(func() {
+		p.conn.SetWriteDeadline(time.Now().Add(answerTime))
+		p.out.Encode(m) //nolint:errcheck // the old process has ended
+		p.conn.Close()
+	})
+}

@@ -1,0 +1,118 @@
+package udp
+
+import (
+	"context"
+	"net"
+	"net/netip"
+	"time"
+
+	"golang.org/x/sync/errgroup"
+
+	"tunnel.example/tunnel/pkg/auth"
+)
+
+const (
+	// routeTime is how often a flow in use is routed again.
+	routeTime = time.Second
+	// maxMuxes bounds the conns of a forwarder. Each takes some 70 KiB.
+	maxMuxes = 1024
+)
+
+// A Router says where the datagrams of a Forwarder go.
+type Router interface {
+	// Route returns the target of a caller's datagrams, or why they are dropped. had is the target of the caller's
+	// flow; "": there is no flow. If the target is another one, the flow ends, and a new one begins. Route is called
+	// for the first datagram of a flow, and then once a second while datagrams come.
+	Route(caller netip.AddrPort, had string) (target string, why Reason, ok bool)
+	// Dial opens a conn for datagrams to a target: the other end is that of an Edge.
+	Dial(ctx context.Context, target string) (net.Conn, error)
+}
+
+// Forwarder passes the datagrams of the callers of one socket to targets that a Router chooses. One conn for each
+// target carries all flows to it.
+type Forwarder struct {
+	port *port
+	end  context.CancelFunc // of the conns
+}
+
+// NewForwarder returns a forwarder that owns the socket. conns is the context of its conns. Call Run once.
+func NewForwarder(conns context.Context, socket *net.UDPConn, router Router, cfg Config) *Forwarder {
+	cfg = cfg.orDefault()
+	conns, end := context.WithCancel(conns)
+	l := Listener{Listen: socket.LocalAddr().String(), Allow: auth.Sources{
+		netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0),
+	}}
+	p := newPort(l, socket, conns, &cfg, cfg.Limits)
+	p.router = router
+	return &Forwarder{port: p, end: end}
+}
+
+// Run serves until ctx is done. Then it opens no flow, and returns when all flows have been idle for two seconds, or
+// the context of the conns is done. It closes the socket.
+func (f *Forwarder) Run(ctx context.Context) error {
+	p := f.port
+	defer p.endConns()
+	defer f.end()
+	g, gctx := errgroup.WithContext(ctx)
+	g.Go(func() error {
+		err := p.receive()
+		if err != nil {
+			f.end() // nothing else would end the conns
+		}
+		return err
+	})
+	g.Go(func() error {
+		p.sweep(gctx)
+		p.closeSocket()
+		p.close()
+		return nil
+	})
+	return g.Wait()
+}
+
+// routeLocked asks the router for the target of a caller's datagrams, if f, the flow of the caller, is nil or was
+// routed a while ago. It returns the flow that the datagrams go to; nil: a new flow to target. The caller holds mu,
+// which is free while the router is asked: only the goroutine that receives opens flows.
+func (p *port) routeLocked(
+	f *flow, caller netip.AddrPort, c *control, now time.Time,
+) (to *flow, target string, why Reason, ok bool) {
+	had := ""
+	if f != nil {
+		had = f.mux.to.Target
+		if now.Sub(f.routed) < routeTime {
+			return f, had, 0, true
+		}
+	}
+	func() {
+		p.mu.Unlock()
+		defer p.mu.Lock() // also after a panic
+		target, why, ok = p.router.Route(caller, had)
+	}()
+	f = p.table.flows[flowKey{caller, c.local}] // it may have ended meanwhile
+	if f == nil {
+		return nil, target, why, ok
+	}
+	if ok && target == had {
+		f.routed = now
+		return f, target, 0, true
+	}
+	p.endLocked(f)
+	return nil, target, why, ok
+}
+
+// roomForMuxLocked reports whether a new flow may have a conn of its own. It ends conns without flows if there are too
+// many. The caller holds mu.
+func (p *port) roomForMuxLocked() bool {
+	if p.router == nil || len(p.muxes) < maxMuxes {
+		return true
+	}
+	for m := range p.muxes {
+		if len(m.flows) == 0 {
+			p.retireLocked(m)
+		}
+	}
+	if n, ok := p.warnFlows.Allow(); ok {
+		p.log.Warn("datagrams are dropped: there are conns to too many targets", "max", maxMuxes, "skipped", n)
+	}
+	return false
+}
