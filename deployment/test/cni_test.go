@@ -12,7 +12,7 @@ import (
 )
 
 // The pods of edge-cni have the rights that the page docs/cni.md names, and no further one: the edge writes to the
-// folder of network configurations alone, and the init container to the folder of plugins alone.
+// folders of network configurations and of reservations alone, and the init container to the folder of plugins alone.
 func TestCNIRights(t *testing.T) {
 	pod := templates(t, kustomized(t, "edge-cni"))[0].Spec
 	if !pod.HostNetwork || pod.HostPID || pod.HostIPC {
@@ -22,7 +22,8 @@ func TestCNIRights(t *testing.T) {
 		t.Fatalf("%d init containers, %d containers", len(pod.InitContainers), len(pod.Containers))
 	}
 	wantRights(t, pod, pod.InitContainers[0], nil, []string{"/opt/cni/bin"})
-	wantRights(t, pod, pod.Containers[0], []corev1.Capability{"NET_ADMIN"}, []string{"/etc/cni/net.d"})
+	wantRights(t, pod, pod.Containers[0], []corev1.Capability{"NET_ADMIN"},
+		[]string{"/etc/cni/net.d", "/var/lib/cni/tunnel"})
 }
 
 // The pod of cni-remove.yaml is valid, of the version that the overlays install, and has the folders of edge-cni.

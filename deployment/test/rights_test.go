@@ -57,6 +57,8 @@ cloud:
   config:
     join: {signer: kubernetes, ca: /etc/tunnel/secret/ca.crt}
     egress: {kubernetes: true}
+    admin: {inventory: "configmap:tunnel-inventory"}
+    services: {namespaces: ["*"]}
 `))
 	if err != nil {
 		t.Fatal(err)

@@ -22,6 +22,8 @@ var beyondRestricted = map[string][]string{
 	"edge-host-network": {"host namespaces"},
 	"edge-cni": {"host namespaces", "restricted volume types", "runAsNonRoot != true", "runAsUser=0",
 		"unrestricted capabilities"},
+	"edge-services": {"host namespaces", "restricted volume types", "runAsNonRoot != true", "runAsUser=0",
+		"unrestricted capabilities"},
 	"edge-websocket": {"host namespaces"},
 }
 

@@ -73,6 +73,7 @@ func TestWrongValues(t *testing.T) {
 			"write who may connect in cloud.config.tcpallow"},
 		{"UDP port for nobody", "single", `cloud: {config: {udp: {"0.0.0.0:5353": "edge1/127.0.0.1:53"}}}`,
 			"write who may send in cloud.config.udpallow"},
+		{"admin socket in the root", "single", `cloud: {config: {admin: {socket: /admin.sock}}}`, "socket"},
 		{"edge without a cloud", "edge-host-network", `edge: {config: {stream: {client: {servername: ""}}}}`,
 			"write the address of the cloud"},
 		{"edge with two kinds of addresses", "edge-websocket",
@@ -81,6 +82,8 @@ func TestWrongValues(t *testing.T) {
 			"write the networks that the cloud may dial"},
 		{"network of the node from a pod's", "edge-cni", `edge: {hostNetwork: false, config: {allow: ["10.0.0.0/8:10250"]}}`,
 			"write hostNetwork: true, or remove cni"},
+		{"Services of the node from a pod's network", "edge-services",
+			`edge: {hostNetwork: false, config: {allow: ["10.0.0.0/8:10250"]}}`, "write hostNetwork: true, or remove services"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			add, err := chartutil.ReadValues([]byte(c.add))
@@ -99,6 +102,40 @@ func TestWrongValues(t *testing.T) {
 				t.Errorf("refused, but does not say %q:\n%v", c.want, err)
 			}
 		})
+	}
+}
+
+// TestAdminSocketFolder: the folder of the admin socket has one volume, the user's own if there is one.
+func TestAdminSocketFolder(t *testing.T) {
+	for values, want := range map[string]string{
+		"cloud: {}": "admin /run/tunnel-cloud",
+		"cloud: {config: {admin: {socket: /run/other/a.sock}}}":                                 "admin /run/other",
+		"cloud: {extraVolumeMounts: [{name: mine, mountPath: /run/tunnel-cloud/}]}":             "mine /run/tunnel-cloud/",
+		`cloud: {config: {admin: {socket: ""}}}`:                                                "",
+		"cloud: {controlPlane: {enabled: true}, config: {admin: {socket: /run/tunnel/a.sock}}}": "sockets /run/tunnel",
+	} {
+		add, err := chartutil.ReadValues([]byte(values))
+		if err != nil {
+			t.Fatal(err)
+		}
+		base, kind := "single", "Deployment"
+		if strings.Contains(values, "controlPlane") {
+			base, kind = "egress-grpc", "DaemonSet" // whose sockets are in a folder of the machine
+		}
+		text, _, err := helm(t, "tunnel-system", chartutil.CoalesceTables(add, readValues(t, base)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		cloud := templates(t, []object{find(t, parse(t, text), kind, "tunnel-cloud")})[0]
+		for _, m := range cloud.Spec.Containers[0].VolumeMounts {
+			if strings.HasPrefix(m.MountPath, "/run/") {
+				got = append(got, m.Name+" "+m.MountPath)
+			}
+		}
+		if strings.Join(got, ", ") != want {
+			t.Errorf("%s: the mounts are %q, want %q", values, got, want)
+		}
 	}
 }
 

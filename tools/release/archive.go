@@ -17,6 +17,7 @@ type file struct {
 	name       string // ends with a slash: the file is a folder, which only writeTar knows
 	executable bool
 	data       []byte
+	link       string // the file is a symbolic link to this name, which only writeTar knows; "": it is none
 }
 
 // folder reports whether the file is a folder.
@@ -24,7 +25,10 @@ func (f file) folder() bool { return strings.HasSuffix(f.name, "/") }
 
 // mode returns the permissions of the file.
 func (f file) mode() fs.FileMode {
-	if f.executable || f.folder() {
+	switch {
+	case f.link != "":
+		return 0o777
+	case f.executable || f.folder():
 		return 0o755
 	}
 	return 0o644
@@ -67,6 +71,11 @@ func (r *release) archiveFiles(p *program, docs documents) []file {
 	}
 	in("man", docs.manuals)
 	in("conf", docs.examples)
+	if p.os != "windows" {
+		for _, name := range kubectlNames() {
+			files = append(files, file{name: name, link: p.binary()})
+		}
+	}
 	if p.os == "linux" {
 		files = append(files, file{name: pluginName, executable: true, data: p.plugin})
 		in("systemd", docs.units)
@@ -83,8 +92,11 @@ func writeTar(w io.Writer, files []file, at time.Time) error {
 			Typeflag: tar.TypeReg, Name: f.name, Mode: int64(f.mode()), Size: int64(len(f.data)), ModTime: at,
 			Format: tar.FormatUSTAR,
 		}
-		if f.folder() {
+		switch {
+		case f.folder():
 			h.Typeflag = tar.TypeDir
+		case f.link != "":
+			h.Typeflag, h.Linkname = tar.TypeSymlink, f.link
 		}
 		if err := t.WriteHeader(h); err != nil {
 			return err

@@ -36,10 +36,13 @@ func unpack(t *testing.T, r io.Reader) (files []file) {
 		if h.Uid != 0 || h.Gid != 0 || h.ModTime.Unix() != commitTime {
 			t.Errorf("%s: owner %d:%d, time %s", h.Name, h.Uid, h.Gid, h.ModTime)
 		}
-		f := file{name: h.Name, executable: h.Mode&0o111 != 0, data: data}
+		f := file{name: h.Name, executable: h.Mode&0o111 != 0, data: data, link: h.Linkname}
 		kind := byte(tar.TypeReg)
-		if f.folder() {
+		switch {
+		case f.folder():
 			kind, f.executable = tar.TypeDir, false
+		case f.link != "":
+			kind, f.executable = tar.TypeSymlink, false
 		}
 		if h.Mode != int64(f.mode()) || h.Typeflag != kind {
 			t.Errorf("%s: mode %o, type %c", h.Name, h.Mode, h.Typeflag)
@@ -53,7 +56,7 @@ func names(t *testing.T, files []file) (names []string) {
 	t.Helper()
 	for _, f := range files {
 		names = append(names, f.name)
-		if len(f.data) == 0 && !f.folder() {
+		if len(f.data) == 0 && !f.folder() && f.link == "" {
 			t.Errorf("%s is empty", f.name)
 		}
 	}
@@ -86,7 +89,7 @@ func archived(t *testing.T, e example) []file {
 }
 
 // commandPage matches the path of a man page of one command, such as tunnel-edge.1.
-var commandPage = regexp.MustCompile(`/tunnel-[a-z-]+\.1(\.gz)?$`)
+var commandPage = regexp.MustCompile(`/(?:kubectl|tunnel)-[a-z-]+\.1(\.gz)?$`)
 
 // withoutPages returns names without the man pages of commands. tunnel.1 stays.
 func withoutPages(names []string) []string { return slices.DeleteFunc(names, commandPage.MatchString) }
@@ -98,9 +101,9 @@ func TestArchive(t *testing.T) {
 	var want []string
 	for _, name := range []string{
 		"LICENSE", "NOTICES", "README.md", "completions/_tunnel", "completions/tunnel.bash", "completions/tunnel.fish",
-		"conf/cloud.toml", "conf/edge.toml", "man/tunnel.1",
-		"systemd/tunnel-cloud.service", "systemd/tunnel-edge-cni.conf", "systemd/tunnel-edge.service", "tunnel",
-		"tunnel-cni",
+		"conf/cloud.toml", "conf/edge.toml", "kubectl-edgetunnel", "kubectl_complete-edgetunnel", "man/tunnel.1",
+		"systemd/tunnel-cloud.service", "systemd/tunnel-edge-cni.conf", "systemd/tunnel-edge-services.conf",
+		"systemd/tunnel-edge.service", "tunnel", "tunnel-cni",
 	} {
 		want = append(want, dir+name)
 	}
@@ -109,14 +112,18 @@ func TestArchive(t *testing.T) {
 	}
 	for name, source := range map[string]string{
 		"LICENSE": "LICENSE", "README.md": "README.md", "conf/edge.toml": "conf/edge.toml",
-		"systemd/tunnel-cloud.service": "deployment/systemd/tunnel-cloud.service",
-		"systemd/tunnel-edge-cni.conf": "deployment/systemd/tunnel-edge-cni.conf",
+		"systemd/tunnel-cloud.service":      "deployment/systemd/tunnel-cloud.service",
+		"systemd/tunnel-edge-cni.conf":      "deployment/systemd/tunnel-edge-cni.conf",
+		"systemd/tunnel-edge-services.conf": "deployment/systemd/tunnel-edge-services.conf",
 	} {
 		if !bytes.Equal(dataOf(t, files, dir+name), read(t, e.root, source)) {
 			t.Errorf("%s is not %s", name, source)
 		}
 	}
 	for _, f := range files {
+		if isLink := strings.HasPrefix(f.name, dir+"kubectl"); isLink && f.link != "tunnel" || !isLink && f.link != "" {
+			t.Errorf("%s is a link to %q", f.name, f.link)
+		}
 		if f.executable != slices.Contains([]string{dir + "tunnel", dir + "tunnel-cni"}, f.name) {
 			t.Errorf("%s: executable %t", f.name, f.executable)
 		}

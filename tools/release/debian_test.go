@@ -477,6 +477,53 @@ systemctl restart tunnel-edge`)
 	}
 }
 
+// TestServicesDropIn runs an edge with [mode.edge.services] by the package's unit and the package's drop-in: with one
+// capability, the edge writes its rules and its state. A purge removes both folders. Beside the drop-in for
+// [mode.edge.cni], under which the edge is root, the state stays.
+func TestServicesDropIn(t *testing.T) {
+	d := newDebian(t)
+	d.boot()
+	before := d.files()
+	d.shell("dpkg -i /srv/old.deb")
+	d.shell(`
+tunnel init --address 127.0.0.1:9000
+printf '[mode.cloud.tcp]\n"127.0.0.1:2222" = "edge1/127.0.0.1:7010"\n' >>/etc/tunnel/cloud.toml
+tunnel init --address 127.0.0.1:9000 --systemd
+tunnel token create --node edge1 | sed 's/sudo //; s/$/ --systemd/' >/tmp/join
+. /tmp/join
+sed -i 's/^#logport = 7010/logport = 7010/' /etc/tunnel/edge.toml
+printf '[mode.edge.services]\n' >>/etc/tunnel/edge.toml
+to=/etc/systemd/system/tunnel-edge.service.d/60-services.conf
+install -D -m 644 /usr/share/doc/tunnel/examples/tunnel-edge-services.conf $to
+systemctl daemon-reload
+systemctl restart tunnel-edge`)
+	d.shell(through)
+	// The edge adds the address before it writes the rules, and fails without CAP_NET_ADMIN.
+	const ready = "for i in $(seq 100); do grep -q 169.254.77.1 /proc/net/fib_trie && " +
+		"[ -e /var/lib/tunnel/services.db ] && exit 0; sleep 0.1; done; exit 1"
+	d.shell(ready)
+	const capNetAdmin = "0000000000001000"
+	out := d.shell("grep ^CapEff /proc/$(systemctl show --value --property=MainPID tunnel-edge)/status")
+	if got := strings.Fields(out); len(got) != 2 || got[1] != capNetAdmin {
+		t.Errorf("the edge has the capabilities %q, want CAP_NET_ADMIN alone: %s", got, capNetAdmin)
+	}
+	if out = d.shell("tunnel status 2>&1 || true"); strings.Contains(out, "CAP_NET_ADMIN") {
+		t.Errorf("the edge lacks rights: %s", out)
+	}
+
+	d.shell(`
+printf '[mode.edge.cni]\npodcidrs = ["10.88.1.0/24"]\n' >>/etc/tunnel/edge.toml
+install -m 644 /usr/share/doc/tunnel/examples/tunnel-edge-cni.conf \
+	/etc/systemd/system/tunnel-edge.service.d/60-cni.conf
+systemctl stop tunnel-edge
+systemctl daemon-reload
+systemctl start tunnel-edge`)
+	d.shell(through)
+	d.shell(ready)
+	d.shell("systemctl stop tunnel-edge; tunnel cni uninstall; dpkg -P tunnel; rm -rf /opt/cni /etc/cni /var/lib/cni")
+	d.wantPurged(before)
+}
+
 // wantActive checks that both units run the program of the package, from the unit of the package. It returns the ids
 // of their processes.
 func (d *debian) wantActive() (pids []string) {

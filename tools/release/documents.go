@@ -37,7 +37,9 @@ func (r *release) documents(ctx context.Context) (documents, error) {
 		names []string
 	}{
 		{&d.units, []string{"deployment/systemd/tunnel-cloud.service", "deployment/systemd/tunnel-edge.service"}},
-		{&d.dropIns, []string{"deployment/systemd/tunnel-edge-cni.conf"}},
+		{&d.dropIns, []string{
+			"deployment/systemd/tunnel-edge-cni.conf", "deployment/systemd/tunnel-edge-services.conf",
+		}},
 		{&d.examples, []string{"conf/cloud.toml", "conf/edge.toml"}},
 	} {
 		for _, name := range of.names {

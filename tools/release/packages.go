@@ -117,6 +117,12 @@ func (r *release) packageContents(format packageFormat, p *program, docs documen
 
 	add(files.TypeFile, "/usr/bin/tunnel", 0o755, p.data)
 	add(files.TypeFile, "/usr/bin/"+pluginName, 0o755, p.plugin)
+	for _, name := range kubectlNames() {
+		contents = append(contents, &files.Content{
+			Source: "tunnel", Destination: "/usr/bin/" + name, Type: files.TypeSymlink,
+			FileInfo: &files.ContentFileInfo{Owner: "root", Group: "root", MTime: r.time},
+		})
+	}
 	for _, unit := range docs.units {
 		text, err := packagedUnit(unit)
 		if err != nil {

@@ -9,6 +9,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"path"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -20,6 +21,8 @@ import (
 // packaged returns the paths that a package installs. units and zsh are the folders that differ by distribution.
 func packaged(units, zsh string) []string {
 	paths := []string{
+		"/usr/bin/kubectl-edgetunnel",
+		"/usr/bin/kubectl_complete-edgetunnel",
 		"/usr/bin/tunnel",
 		"/usr/bin/tunnel-cni",
 		"/usr/share/bash-completion/completions/tunnel",
@@ -29,6 +32,7 @@ func packaged(units, zsh string) []string {
 		"/usr/share/doc/tunnel/examples/cloud.toml",
 		"/usr/share/doc/tunnel/examples/edge.toml",
 		"/usr/share/doc/tunnel/examples/tunnel-edge-cni.conf",
+		"/usr/share/doc/tunnel/examples/tunnel-edge-services.conf",
 		"/usr/share/fish/vendor_completions.d/tunnel.fish",
 		"/usr/share/man/man1/tunnel.1.gz",
 		units + "/tunnel-cloud.service",
@@ -112,7 +116,13 @@ func TestDeb(t *testing.T) {
 		if !strings.HasSuffix(path, "/") {
 			got = append(got, path)
 		}
-		executable := strings.HasPrefix(path, "/usr/bin/tunnel") || strings.HasSuffix(path, "/")
+		if strings.HasPrefix(fields[0], "l") { // the mode of a link means nothing
+			if to := fields[len(fields)-1]; to != "tunnel" {
+				t.Errorf("%s leads to %s", path, to)
+			}
+			continue
+		}
+		executable := strings.HasPrefix(path, "/usr/bin/") || strings.HasSuffix(path, "/")
 		if strings.Contains(fields[0][1:], "x") != executable {
 			t.Errorf("mode %s: %s", fields[0], path)
 		}
@@ -123,6 +133,11 @@ func TestDeb(t *testing.T) {
 		t.Errorf("the package installs\n%q, want\n%q", got, want)
 	}
 	tool(t, "/", "dpkg-deb", "-x", deb, data)
+	for _, name := range kubectlNames() {
+		if to, err := os.Readlink(filepath.Join(data, "usr/bin", name)); err != nil || to != "tunnel" {
+			t.Errorf("%s is a link to %q: %v", name, to, err)
+		}
+	}
 	checkInstalled(t, e, "/lib/systemd/system", func(path string) []byte { return read(t, data, path) })
 }
 
@@ -260,15 +275,21 @@ func TestRPM(t *testing.T) {
 		}
 		content[info.Name()], paths = data, append(paths, info.Name())
 		want := 0o100644
-		if strings.HasPrefix(info.Name(), "/usr/bin/tunnel") {
+		switch {
+		case slices.Contains(kubectlNames(), path.Base(info.Name())):
+			want = 0o120000
+		case strings.HasPrefix(info.Name(), "/usr/bin/tunnel"):
 			want = 0o100755
 		}
 		if info.Mode() != want || info.UserName() != "root" || info.GroupName() != "root" || info.Mtime() != commitTime {
 			t.Errorf("%s: mode %o, owner %s:%s, time %d",
 				info.Name(), info.Mode(), info.UserName(), info.GroupName(), info.Mtime())
 		}
-		if sum := fmt.Sprintf("%x", sha256.Sum256(data)); info.Digest() != sum {
+		if sum := fmt.Sprintf("%x", sha256.Sum256(data)); want != 0o120000 && info.Digest() != sum {
 			t.Errorf("%s: digest %s, want %s", info.Name(), info.Digest(), sum)
+		}
+		if want == 0o120000 && info.Linkname() != "tunnel" {
+			t.Errorf("%s is a link to %q", info.Name(), info.Linkname())
 		}
 	}
 	slices.Sort(paths)

@@ -27,6 +27,9 @@ type program struct {
 // pluginName is the name of the CNI plugin's file. `tunnel cni install` looks for the plugin beside the program.
 const pluginName = "tunnel-cni"
 
+// kubectlNames are the names under which kubectl runs the program: as the plugin edgetunnel, and to complete its words.
+func kubectlNames() []string { return []string{"kubectl-edgetunnel", "kubectl_complete-edgetunnel"} }
+
 // programs compiles for every platform of the release, and reads what each binary is made of.
 func (r *release) programs(ctx context.Context) ([]*program, error) {
 	var programs []*program

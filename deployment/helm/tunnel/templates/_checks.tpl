@@ -186,5 +186,10 @@
       "edge.config.cni prepares the network of the node, and edge.hostNetwork is false: write hostNetwork: true, or "
       "remove cni") }}
 {{- end }}
+{{- if and $edge.config.services (not $edge.hostNetwork) }}
+  {{- $wrong = append $wrong (print
+      "edge.config.services redirects connections of the node, and edge.hostNetwork is false: write hostNetwork: true, "
+      "or remove services") }}
+{{- end }}
 {{- toJson $wrong }}
 {{- end }}

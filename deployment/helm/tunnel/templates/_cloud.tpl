@@ -75,6 +75,9 @@ spec:
     volumeMounts:
     - {name: config, mountPath: /etc/tunnel/config, readOnly: true}
     - {name: secret, mountPath: /etc/tunnel/secret, readOnly: true}
+    {{- with include "tunnel.cloud.adminDir" . }}
+    - {name: admin, mountPath: {{ . }}}
+    {{- end }}
     {{- if $nodes }}
     - {name: nodes, mountPath: /etc/tunnel/nodes, readOnly: true}
     {{- end }}
@@ -100,6 +103,10 @@ spec:
       {{- else }}
       - secret: {name: tunnel-cloud}
       {{- end }}
+  {{- if include "tunnel.cloud.adminDir" . }}
+  - name: admin
+    emptyDir: {}
+  {{- end }}
   {{- if $nodes }}
   - name: nodes
     configMap: {name: {{ $nodes }}, optional: true}
@@ -115,6 +122,18 @@ spec:
   {{- with $cloud.extraVolumes }}
   {{- toYaml . | nindent 2 }}
   {{- end }}
+{{- end }}
+
+{{/* The folder of the admin socket that needs a volume of its own; empty: none. */}}
+{{- define "tunnel.cloud.adminDir" -}}
+{{- with dig "admin" "socket" "" .Values.cloud.config }}
+{{- $dir := dir . }}
+{{- $mounts := $.Values.cloud.extraVolumeMounts | default list }}
+{{- if $.Values.cloud.controlPlane.enabled }}{{ $mounts = append $mounts (dict "mountPath" "/run/tunnel") }}{{ end }}
+{{- $mounted := false }}
+{{- range $mounts }}{{ if eq (clean .mountPath) $dir }}{{ $mounted = true }}{{ end }}{{ end }}
+{{- if not $mounted }}{{ $dir }}{{ end }}
+{{- end }}
 {{- end }}
 
 {{/* Replicas of one revision on different machines, or in different zones. Takes key and unsatisfiable. */}}

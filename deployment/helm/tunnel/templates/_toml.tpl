@@ -16,6 +16,7 @@ refuses.
   {{- range $i, $k := keys $m | sortAlpha }}{{ if $i }}, {{ end }}
     {{- include "tunnel.toml.key" $k }} = {{ include "tunnel.toml.value" (index $m $k) }}
   {{- end }}{{ print "}" }}
+{{- else if kindIs "float64" . }}{{ int64 . }}
 {{- else }}{{ . }}
 {{- end }}
 {{- end }}
