@@ -1,7 +1,7 @@
 # Tests with processes of their own. Included by the Makefile of the repository; paths are
 # relative to its directory. Linux only; no root but where it is said.
 
-.PHONY: faults replicas vanish hostile soak links interop udp udp-programs networks balancers boxes nftables cni cni-bench
+.PHONY: faults replicas vanish hostile soak links interop udp udp-programs networks balancers boxes nftables cni cni-bench chromium page page-pictures services fuzz-choose
 
 faults: ## kill, stop and starve cloud and edge, each a process (45 seconds)
 	go test -count=1 -timeout 5m -v ./test/faults
@@ -46,18 +46,41 @@ nftables: # portmap, which the tests of hostPort execute, needs it
 	@command -v nft >/dev/null || { echo "installing nftables"; apt-get -qq update && \
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends nftables </dev/null >/dev/null; }
 
-cni: nftables strace ## the CNI plugin, driven by libcni, by containerd's go-cni and by cnitool; killed after every step of ADD and DEL (root; a minute)
+cni: nftables strace ## the CNI plugin, driven by libcni, by containerd's go-cni and by cnitool; killed after every step of ADD and DEL (root; two minutes)
 	go test -count=1 -timeout 10m ./pkg/cni ./pkg/podnet
 	go -C test/cni test -count=1 -timeout 10m ./...
 
-cni-bench: ## ADD and DEL beside bridge with host-local (root; a minute)
+cni-bench: ## the CNI plugin beside bridge with host-local, and beside the plugin that RIVAL=FILE names: faults and times (root; two minutes)
 	unshare --net go -C test/cni test -run '^$$' -bench AddDel -benchtime 100x -count 3 .
+	TMPDIR=/var/tmp TUNNEL_CNI_RIVAL='$(abspath $(RIVAL))' go -C test/cni test -count=1 -run '^TestSideBySide$$' -v .
+
+# CI leaves it out. It compiles 670 packages of Kubernetes and others: 400 s of one processor, 130 s after make interop.
+# CI tests pkg/services by the same table, and kube-proxy changes only with the version in go.mod.
+services: ## pkg/services chooses endpoints as kube-proxy does: a table, and Services at random (four minutes to compile it, then seconds)
+	go -C test/services test -count=1 -timeout 10m ./...
+
+# The two packages that are compared guide the fuzzer. `go test -fuzz` would compile all others for it, too.
+fuzz-choose: ## the same, with Services that a fuzzer makes, for FUZZTIME (60s)
+	@go -C test/services test -c -o $(CURDIR)/bin/services.test -gcflags=tunnel.example/tunnel/pkg/services=-d=libfuzzer \
+		-gcflags=k8s.io/kubernetes/pkg/proxy=-d=libfuzzer .
+	@cd test/services && ../../bin/services.test -test.run '^$$' -test.fuzz '^FuzzChoose$$' -test.fuzztime $(FUZZTIME) \
+		-test.fuzzcachedir "$$(go env GOCACHE)/fuzz/tunnel.example/tunnel/test/services"
 
 hostile: ## edges, callers and strangers that mean harm: what the others notice (sixteen minutes)
 	TUNNEL_HOSTILE=1 go test -count=1 -timeout 30m -v ./test/hostile
 
 soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as promised (fourteen minutes)
 	TUNNEL_SOAK=1 go test -count=1 -timeout 25m -v -p 1 ./test/faults ./test/replicas
+
+chromium:
+	@command -v chromium >/dev/null || { echo "installing chromium"; apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium fonts-dejavu-core </dev/null >/dev/null; }
+
+page: chromium ## the status page in a real browser, of made-up nodes and of a cloud with edges (root, to install; a minute)
+	go -C test/page test -count=1 -timeout 10m -v ./...
+
+page-pictures: chromium ## the pictures of docs/page.md, of a cloud with edges (three minutes)
+	TUNNEL_PAGE_PICTURES=$(CURDIR)/docs go -C test/page test -count=1 -timeout 10m -run '^TestProcesses$$' -v .
 
 links: iproute2 ## bulk transfers over 10, 1 and 0.1 Mbit/s, 4 to 110 at once, up and down; links that are cut for 2 to 10 s (a quarter of an hour)
 	TUNNEL_LINKS=1 go test -count=1 -timeout 40m -parallel 6 -v -run 'TestBulkOverThinLink|TestShortCut' ./test/links

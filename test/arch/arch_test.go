@@ -50,6 +50,15 @@ var arrows = []arrow{
 	{"pkg/stream/tunnelv1", nil,
 		"generated code; the wire belongs to pkg/conn (chunks) and pkg/stream (everything else); " +
 			"pkg/peers reads only what replicas say of nodes"},
+	{"pkg/services", []string{"pkg/services/servicesv1", "pkg/tunnel"},
+		"what a node has to know of Services, and which endpoints it uses, is pure: cloud and edge build on it"},
+	{"pkg/services/servicesv1", nil, "generated code; the wire belongs to pkg/services and what is below it"},
+	{"pkg/services/hub", []string{"pkg/services", "pkg/tunnel"},
+		"it is told of the cluster's objects and serves them to edges; it knows neither Kubernetes nor the transport"},
+	{"pkg/services/names", []string{"pkg/services"},
+		"names follow from what a node knows of Services; who asks for them is for pkg/dns"},
+	{"pkg/services/relay", []string{"pkg/listen", "pkg/services", "pkg/tunnel", "pkg/udp"},
+		"it keeps the node's state and serves what no route reaches; cmd gives it the calls of a session"},
 	{"pkg/hello", nil, "a ClientHello is read for whoever decides by it"},
 	{"pkg/oneport", []string{"pkg/auth", "pkg/balancer", "pkg/hello", "pkg/listen", "pkg/tunnel"},
 		"it sorts connections for modules, which it knows only as listeners"},
@@ -72,22 +81,37 @@ var arrows = []arrow{
 		"pods get addresses without the tunnel and without the cloud; the edge may use it, never the other way"},
 	{"pkg/podnet", []string{"pkg/cni"},
 		"it prepares the node for the plugin; cmd tells it the networks, whoever knows them"},
-	{"pkg/kube", []string{"pkg/tunnel"}, "what is asked of Kubernetes is for modules to decide; it knows none"},
+	{"pkg/kube", []string{"pkg/services", "pkg/tunnel"},
+		"what is asked of Kubernetes is for modules to decide; it knows none, and pkg/services is no module"},
 	{"pkg/multipath", []string{"pkg/tunnel"},
 		"it speaks to the kernel about addresses, and reads sessions' paths; which transport has the paths it does not know"},
+	{"pkg/takeover", []string{"pkg/listen", "pkg/tunnel"},
+		"it starts a process and hands sockets over; what they are for, and when to drain, is for cmd"},
 	{"pkg/socket", nil, "a unix socket is a listener like any other; whose it is it does not know"},
 	{"pkg/admin", []string{"pkg/listen", "pkg/socket", "pkg/tunnel"},
 		"health and metrics are told what to show; they reach into nobody"},
 	{"pkg/audit", []string{"pkg/tunnel"},
 		"it writes what modules record by a tunnel.Trail; they do not know who takes it"},
-	{"pkg/inventory", []string{"pkg/tunnel"},
+	{"pkg/inventory", []string{"pkg/kube", "pkg/tunnel"},
 		"it is told of sessions and certificates; who tells it it does not know"},
 	{"pkg/ping", []string{"pkg/tunnel"}, "a ping is a conn like any other; it asks a tunnel.Dialer"},
-	{"pkg/api", []string{"pkg/admin", "pkg/inventory", "pkg/peers", "pkg/ping", "pkg/tunnel"},
+	{"pkg/spans", []string{"pkg/tunnel"},
+		"it sends the spans that a tunnel.Tracer gives it; which part of a conn made them it does not know"},
+	{"pkg/tap", []string{"pkg/tunnel"}, "it is shown events of front doors; it knows none, and not who reads"},
+	{"pkg/trace", []string{"pkg/auth", "pkg/tunnel"},
+		"a trace is a conn like any other; the edge's policy says what its dial would do"},
+	{"pkg/api", []string{"pkg/admin", "pkg/inventory", "pkg/peers", "pkg/ping", "pkg/tap", "pkg/trace", "pkg/tunnel"},
 		"it shows what others know, and asks the other replicas; no module and no transport knows it"},
+	{"pkg/page", []string{"pkg/admin", "pkg/api", "pkg/listen", "pkg/tunnel"},
+		"it shows what the API knows; it asks nobody else, and nobody knows it"},
 	{"pkg/setup", []string{"conf", "pkg/auth", "pkg/dial", "pkg/kube", "pkg/reload", "pkg/stream", "pkg/tunnel"},
 		"it reads and writes configuration files, or objects of Kubernetes in their place, and joins as an edge does; " +
 			"no daemon's module is in it"},
+	{"pkg/check", []string{
+		"conf", "pkg/admin", "pkg/api", "pkg/auth", "pkg/cni", "pkg/dial", "pkg/kube", "pkg/services", "pkg/setup",
+		"pkg/stream", "pkg/tunnel",
+	},
+		"it looks at everything as a stranger would, and asks daemons over their sockets; no daemon's module is in it"},
 	{"internal/demo", []string{"pkg/auth", "pkg/reload", "pkg/stream"},
 		"it runs the program itself for each end; only a stranger with a wrong token is its own"},
 	{"internal/logline", nil, "what a line of a log must be is the same for tests and for processes of tests"},
@@ -95,6 +119,8 @@ var arrows = []arrow{
 		"waiting and logs are the same in every test; a test of any package may use it, so it knows none of them"},
 	{"internal/testkit/testca", []string{"pkg/auth"},
 		"certificates for tests are those of pkg/auth; its own tests import testkit, so testkit cannot have them"},
+	{"internal/testkit/choices", []string{"pkg/services"},
+		"the tests of pkg/services and of kube-proxy share a table of questions and answers"},
 	{"test", []string{"conf", "internal/logline", "pkg", "test"},
 		"what needs two ends may use every package but cmd, which it runs as a process"},
 	{"bench", []string{"pkg", "test/rig"},
@@ -235,7 +261,7 @@ func TestOnlyTestsImportTestkit(t *testing.T) {
 // Every package says what it is for; in generated ones the source does.
 func TestEveryPackageHasADocComment(t *testing.T) {
 	for name, p := range packages(t) {
-		if p.code && !p.doc && name != "pkg/stream/tunnelv1" {
+		if p.code && !p.doc && !slices.Contains([]string{"pkg/stream/tunnelv1", "pkg/services/servicesv1"}, name) {
 			t.Errorf("%s has no package comment: say what it is, how it is used, and what it does not do", name)
 		}
 	}

@@ -7,7 +7,8 @@ set -euo pipefail
 
 # Unpacked under $CLUSTER_HOME, not installed.
 debs=(containerd runc containernetworking-plugins iptables conntrack busybox-static
-  libip4tc2 libip6tc2 libxtables12 libmnl0 libnfnetlink0 libnetfilter-conntrack3 libnftnl11)
+  libip4tc2 libip6tc2 libxtables12 libmnl0 libnfnetlink0 libnetfilter-conntrack3 libnftnl11
+  nftables libnftables1 libjansson4 libedit2 libbsd0 libmd0 libgmp10)
 
 case $CLUSTER_HOME in
 *[[:space:]]*) die "no white space in CLUSTER_HOME, please: $CLUSTER_HOME" ;;
@@ -59,7 +60,7 @@ unpack_debs() {
   lap "debroot: ${#debs[@]} packages, $(du -sh "$root" | cut -f1)"
 }
 
-# iptables and conntrack run from debroot with its libraries, through wrappers that go on PATH.
+# iptables, nft and conntrack run from debroot with its libraries, through wrappers that go on PATH.
 write_wrappers() {
   local root=$CLUSTER_HOME/debroot bin=$CLUSTER_HOME/nodebin arch lib t b missing
   arch=$(cd "$root/usr/lib" && echo *-linux-gnu)
@@ -72,12 +73,14 @@ write_wrappers() {
     wrapper $t "$root/usr/sbin/xtables-nft-multi $t"
   done
   wrapper conntrack "$root/usr/sbin/conntrack"
-  missing=$(for b in bin/containerd bin/containerd-shim-runc-v2 bin/ctr sbin/runc sbin/xtables-nft-multi sbin/conntrack; do
+  wrapper nft "$root/usr/sbin/nft"
+  missing=$(for b in bin/containerd bin/containerd-shim-runc-v2 bin/ctr sbin/runc sbin/xtables-nft-multi sbin/conntrack sbin/nft; do
     LD_LIBRARY_PATH=$lib ldd "$root/usr/$b" 2>/dev/null | sed -n "s|^[[:space:]]*\(.*\) => not found|$b needs \1|p"
   done)
   [ -z "$missing" ] || die "libraries missing on this machine (is it Debian 12?): $missing"
   "$bin/iptables" --version >/dev/null
   "$bin/conntrack" --version >/dev/null
+  "$bin/nft" --version >/dev/null
 }
 
 gobuild() { # NAME PACKAGE FLAGS...: builds PACKAGE of module src/NAME into bin/NAME

@@ -15,6 +15,8 @@ import (
 	"github.com/containernetworking/cni/pkg/types"
 	current "github.com/containernetworking/cni/pkg/types/100"
 	"github.com/vishvananda/netlink"
+
+	plugin "tunnel.example/tunnel/pkg/cni"
 )
 
 var (
@@ -105,7 +107,7 @@ func TestLibcni(t *testing.T) {
 
 func veths(t *testing.T) (names []string) {
 	t.Helper()
-	links, err := netlink.LinkList()
+	links, err := plugin.Dump(netlink.LinkList)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -210,12 +212,12 @@ func BenchmarkAddDel(b *testing.B) {
 			b.Skipf("the network of this machine, with %s, is not for bridges of a test: make cni-bench", name)
 		}
 	}
-	for name, plugin := range map[string]map[string]any{
+	for name, part := range map[string]map[string]any{
 		"tunnel-cni":        ours(b, families[2]...),
 		"bridge+host-local": stock(b, families[2]...),
 	} {
 		b.Run(name, func(b *testing.B) {
-			c := newClient(b, network(b, "1.1.0", "pods", plugin))
+			c := newClient(b, network(b, "1.1.0", "pods", part))
 			path := newNamespace(b)
 			defer removeBridges(b) // each plugin finds the subnets unused
 			var add, del int64

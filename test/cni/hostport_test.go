@@ -155,6 +155,12 @@ const greeting = "hello"
 
 func greet(t *testing.T, path, listen string) {
 	t.Helper()
+	serve(t, path, listen, func(net.Conn) string { return greeting })
+}
+
+// serve answers every caller at an address in the namespace at a path, until the end of the test.
+func serve(t *testing.T, path, listen string, answer func(net.Conn) string) {
+	t.Helper()
 	var server net.Listener
 	err := inside(path, func() (err error) {
 		server, err = net.Listen("tcp", listen)
@@ -170,7 +176,7 @@ func greet(t *testing.T, path, listen string) {
 			if err != nil {
 				return
 			}
-			fmt.Fprint(conn, greeting)
+			fmt.Fprint(conn, answer(conn))
 			conn.Close()
 		}
 	}()

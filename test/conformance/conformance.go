@@ -53,7 +53,7 @@ func Groups() []Group {
 			simple+`should contain last line of the log`,
 			`^\[sig-cli\] Kubectl client Kubectl cluster-info dump `,
 			`^\[sig-node\] Kubelet when scheduling a busybox command in a pod should print the output to logs`,
-			`^\[sig-node\] Ephemeral Containers (\[NodeConformance\] )?will start an ephemeral container in an existing pod`),
+			`^\[sig-node\] Ephemeral Containers \[NodeConformance\] will start an ephemeral container in an existing pod`),
 		group("`kubectl cp`", false,
 			`^\[sig-cli\] Kubectl client Kubectl copy `,
 			simple+`should return command exit codes should handle in-cluster config`),

@@ -52,6 +52,8 @@ tar -xOf "$busybox" --wildcards '*/layer.tar' >"$w/busybox.tar"
 tar -xf "$w/busybox.tar" -C "$w/busybox"
 chmod 1777 "$w/busybox/tmp" # tests run as users of their own
 mkdir -p "$w/busybox/root"
+printf '#!/bin/sh\neval "echo \\$$1"\n' >"$w/busybox/bin/printenv" # Debian's busybox has none, and a test of kubectl in a pod runs it
+chmod 755 "$w/busybox/bin/printenv"
 layer busybox
 
 # As test/images/agnhost/Dockerfile has it, but for dig, curl, iperf and CoreDNS, which no test of our list runs.

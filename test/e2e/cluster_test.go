@@ -197,9 +197,17 @@ func get(ctx context.Context, tr *http.Transport, url string) (int, string, erro
 // dialInside opens a connection from another network namespace: a socket belongs to the namespace
 // of the thread that made it.
 func dialInside(ctx context.Context, netns, network, addr string) (net.Conn, error) {
+	return openInside(netns, func() (net.Conn, error) {
+		// One literal address, so that the dialer stays in this goroutine.
+		return (&net.Dialer{FallbackDelay: -1}).DialContext(ctx, network, addr)
+	})
+}
+
+// openInside opens a socket in another network namespace.
+func openInside[Socket any](netns string, open func() (Socket, error)) (Socket, error) {
 	type result struct {
-		conn net.Conn
-		err  error
+		socket Socket
+		err    error
 	}
 	done := make(chan result, 1) // one send, and nobody may be left to take it
 	go func() {
@@ -214,12 +222,11 @@ func dialInside(ctx context.Context, netns, network, addr string) (net.Conn, err
 			done <- result{err: fmt.Errorf("entering %s: %w", netns, err)}
 			return
 		}
-		// One literal address, so that the dialer stays in this goroutine.
-		conn, err := (&net.Dialer{FallbackDelay: -1}).DialContext(ctx, network, addr)
-		done <- result{conn, err}
+		socket, err := open()
+		done <- result{socket, err}
 	}()
 	r := <-done
-	return r.conn, r.err
+	return r.socket, r.err
 }
 
 // logs are the files that explain a failure, the most telling first.

@@ -295,13 +295,18 @@ func nodeAddresses(node string) []netip.Addr {
 // overTLS is the answer of a server that speaks TLS alone.
 const overTLS = "Client sent an HTTP request to an HTTPS server"
 
+// noServer is what a pod says when a host answers that no program listens at the port. The answer found its way back.
+const noServer = "Connection refused"
+
 // reached returns nil if pods of a node reach what pods should: each other, the node, the other node and its pods, and
-// the outside. Pods of the other node see them under their own addresses. Only the outside is IPv4 alone.
+// the outside. Pods of the other node see them under their own addresses. The outside has no route to pods, so answers
+// from there show that the node hides them. For IPv6 the outside is a host without servers (OUTSIDE6 of test/cluster).
 func (n *podNetwork) reached(ctx context.Context, node, other string) error {
 	web, peer := "web-"+node, "peer-"+node
 	errs := []error{
 		n.isAt(ctx, node, web), n.isAt(ctx, node, peer), n.isAt(ctx, node, "web-"+other),
 		n.gets(ctx, node, web, netip.MustParseAddr("10.77.0.1"), "6443", "/", overTLS),
+		n.gets(ctx, node, web, netip.MustParseAddr("fd00:66::1"), "9", "/", noServer),
 	}
 	for i := range 2 {
 		own := n.addresses[web][i]

@@ -34,6 +34,10 @@
 //
 //	go test -tags e2e -count=1 -v -run TestCNI ./test/e2e
 //
+// TestServices has pods of two nodes behind NAT use each other's Services, beside kube-proxy, through the tunnel:
+//
+//	go test -tags e2e -count=1 -v -run TestServices ./test/e2e
+//
 // TestPages types the commands of the pages that need a cluster, in one cluster: docs/kubernetes.md,
 // deployment/README.md by kustomize and by Helm, backup, upgrade, and what kubeadm makes of
 // docs/kubeadm.md. The marks before the blocks name the scenarios (package test/docs).

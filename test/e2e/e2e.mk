@@ -1,7 +1,7 @@
 # The end-to-end tests. Included by the Makefile of the repository; paths are relative to its directory.
 # The cluster has its own README: test/cluster/README.md.
 
-.PHONY: cluster-demo e2e e2e-bench e2e-build e2e-up e2e-down conformance conformance-build
+.PHONY: cluster-demo e2e e2e-bench e2e-build e2e-up e2e-down e2e-pictures conformance conformance-build
 
 e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 28 minutes, the first time 47)
 	@status=0; go test -tags e2e -count=1 -v -timeout 60m ./test/e2e || status=$$?; \
@@ -10,13 +10,22 @@ e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 28 m
 e2e-bench: ## what 10,000 nodes that join within a minute cost a real API server (root; two minutes)
 	@go test -tags e2e -run '^$$' -bench . -benchtime 1x -timeout 10m ./test/e2e
 
+# RECORD keeps the record; the pictures go to docs/.
+e2e-pictures: RECORD = $(or $(TMPDIR),/tmp)/tunnel-record
+e2e-pictures: e2e-build chromium ## docs/page-cluster*.png: the status page while kubectl uses the e2e cluster (root; ten minutes)
+	@rm -rf $(RECORD); status=0; \
+	TUNNEL_E2E_RECORD=$(RECORD) go test -tags e2e -count=1 -v -timeout 20m -run '^TestRecord$$' ./test/e2e || status=$$?; \
+	test/cluster/down.sh; [ $$status = 0 ]
+	TUNNEL_PAGE_RECORD=$(RECORD) TUNNEL_PAGE_PICTURES=$(CURDIR)/docs \
+		go -C test/page test -count=1 -timeout 10m -run '^TestRecord$$' -v .
+
 e2e-build: ## build that Kubernetes into the cache, once (minutes; nothing to do the next time)
 	@nice test/cluster/build.sh
 
 e2e-up: e2e-build ## start it without the tests, and say how to use it
 	@test/cluster/up.sh
 
-conformance: conformance-build ## Kubernetes' own tests through each front door, beside direct reach (root; hours; CONFORMANCE=1.34: one version)
+conformance: conformance-build ## Kubernetes' own tests through each front door, beside direct reach (root; half an hour for a version; CONFORMANCE=1.34: that one)
 	@status=0; go test -tags 'e2e conformance' -count=1 -v -timeout 6h -run TestConformance ./test/e2e || status=$$?; \
 	test/cluster/down.sh && exit $$status
 

@@ -54,7 +54,8 @@ func TestInstall(t *testing.T) {
 				name string
 				do   func(ctx context.Context, t *testing.T)
 			}{
-				{"before", i.prepare}, {"installed", i.install}, {"verbs", i.works}, {"upgrade", i.upgrade},
+				{"before", i.prepare}, {"installed", i.install}, {"verbs", i.works}, {"plugin", i.plugin},
+				{"upgrade", i.upgrade},
 				{"rollback", i.rollback}, {"verbs after rollback", i.works}, {"removed", i.remove},
 			} {
 				if !i.step(t, s.name, func(t *testing.T) { s.do(ctx, t) }) {
@@ -251,6 +252,53 @@ func (i *installation) works(ctx context.Context, t *testing.T) {
 	i.c.step(t, top.name, func(t *testing.T) { top.works(ctx, t, i.c) })
 	if opened() == before {
 		t.Error("the cloud has opened no conn: the verbs took another way")
+	}
+}
+
+// plugin asks the cloud by `kubectl edgetunnel`, as an operator does who has only kubectl.
+func (i *installation) plugin(ctx context.Context, t *testing.T) {
+	program, err := rig.Build(t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	link := filepath.Join(t.TempDir(), "kubectl-edgetunnel")
+	if err = os.Symlink(program, link); err != nil {
+		t.Fatal(err)
+	}
+	for _, n := range i.c.nodes {
+		out, err := run(i.c.command(ctx, link, "ls", n), nil)
+		if err != nil || !strings.Contains(out, "connected") {
+			t.Errorf("ls %s: %q, %v", n, out, err)
+		}
+		if _, err = run(i.c.command(ctx, link, "-n", namespace, "ping", n), nil); err != nil {
+			t.Errorf("ping %s: %v", n, err)
+		}
+	}
+	missing := i.c.command(ctx, link, "ls", "no-such-node")
+	if _, err = run(missing, nil); err == nil || missing.ProcessState.ExitCode() != 5 {
+		t.Errorf("ls of an unknown node: %v", err)
+	}
+
+	out, err := os.Create(filepath.Join(t.TempDir(), "tap"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer out.Close()
+	tap := i.c.command(ctx, link, "tap", "-o", "json")
+	tap.Stdout, tap.Stderr = out, os.Stderr
+	if err = tap.Start(); err != nil {
+		t.Fatal(err)
+	}
+	eventually(ctx, t, 30*time.Second, "the tap to show a conn", func(ctx context.Context) error {
+		succeeds(ctx, t, i.c, i.c.nodes[0])
+		text, err := os.ReadFile(out.Name())
+		if err == nil && !strings.Contains(string(text), i.c.nodes[0]) {
+			err = fmt.Errorf("the tap prints %q", text)
+		}
+		return err
+	})
+	if err = errors.Join(tap.Process.Signal(os.Interrupt), tap.Wait()); err != nil {
+		t.Errorf("the tap ends with %v", err)
 	}
 }
 

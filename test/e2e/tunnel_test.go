@@ -3,6 +3,7 @@
 package e2e
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"crypto/sha256"
@@ -16,6 +17,8 @@ import (
 	"strings"
 	"testing"
 	"time"
+
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 const (
@@ -270,7 +273,8 @@ func startDaemon(t *testing.T, c *cluster, name string, cmd *exec.Cmd) *daemon {
 	return &daemon{process: p, log: log}
 }
 
-// kill is kill -9. An edge dies with the process that put it into its node.
+// kill is kill -9. An edge dies with the process that put it into its node, a moment later: kill waits for that, since
+// the next edge needs its ports.
 func (d *daemon) kill(t *testing.T) {
 	t.Helper()
 	if d.killed {
@@ -280,8 +284,19 @@ func (d *daemon) kill(t *testing.T) {
 	if d.ended() {
 		t.Errorf("%s ended by itself: %v", d.name, d.err)
 	}
+	edge, err := d.inside()
 	d.process.kill()
 	d.log.Close()
+	if err == nil {
+		testkit.Eventually(t, d.name+" to end", func() bool { return ended(edge) })
+	}
+}
+
+// ended reports whether a process has ended. Nobody may have asked for its status yet.
+func ended(pid int) bool {
+	stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid)) // pid (name) state …; see proc(5)
+	_, rest, found := bytes.Cut(stat, []byte(") "))
+	return err != nil || found && rest[0] == 'Z'
 }
 
 // inside returns the process id of an edge itself: the child of the process that put it into its node.

@@ -92,7 +92,12 @@ func (p *pair) end() {
 			if !side.process.Alive() {
 				p.t.Errorf("the %s has ended by itself, with exit code %d", name, side.process.ExitCode())
 			}
-			side.process.Kill()
+			side.process.Signal(syscall.SIGKILL) // an error if it has ended
+			select {
+			case <-side.process.Done():
+			case <-time.After(endsWithin): // a test of a restart has failed and does not know the new process
+				p.t.Errorf("another process still writes to the log of the %s", name)
+			}
 		}
 		if strings.Contains(side.log.String(), "panic") {
 			p.t.Errorf("the %s has panicked", name)

@@ -15,6 +15,7 @@ import (
 	"maps"
 	"net"
 	"net/http"
+	"net/http/httptest"
 	"net/url"
 	"os"
 	"os/exec"
@@ -122,6 +123,18 @@ func (c *canaries) in(text string) []string {
 	return slices.Sorted(maps.Keys(found))
 }
 
+// without returns a text without the looks of a secret that may be there.
+func (c *canaries) without(text, what string) string {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for look, is := range c.looks {
+		if is == what {
+			text = strings.ReplaceAll(text, look, "…")
+		}
+	}
+	return text
+}
+
 // outputs is all that came out, by where.
 type outputs struct {
 	mu    sync.Mutex // guards the following
@@ -227,6 +240,12 @@ type cage struct {
 	out     *outputs
 	bearer  string // what a caller presents to the kubelet
 
+	collector *httptest.Server // of the spans of cloud and edges
+
+	egress, page string   // addresses of the egress front door, and of the status page
+	echo         string   // address of a target that echoes
+	ran          []string // command lines, without the name of the program
+
 	past, joiner auth.Secret // tokens of evil0
 }
 
@@ -238,14 +257,18 @@ func newCage(t *testing.T, format string) *cage {
 	c := &cage{lab: &lab{t: t, kubelet: newKubelet(t, ca)}, secrets: newCanaries(), out: new(outputs)}
 	c.bearer = c.secrets.make("the caller's token")
 	c.kubelet.secret = c.secrets.make(kubeletsWords)
+	c.egress, c.page = freeAddress(t), freeAddress(t)
+	c.collector = httptest.NewServer(http.HandlerFunc(c.collect))
+	t.Cleanup(c.collector.Close)
+	c.echo = serve(t, func(conn net.Conn) { io.Copy(conn, conn) })
 	dir := t.TempDir()
 	c.Pair, err = rig.NewPair(rig.Config{
 		Binary: program, Dir: dir, CA: ca, Debug: true, Token: auth.Secret(c.secrets.make("the edge's token")),
-		TCP: map[string]string{"echo": serve(t, func(conn net.Conn) { io.Copy(conn, conn) }), "closed": "127.0.0.1:1",
-			"denied": "192.0.2.1:22"},
+		TCP:   map[string]string{"echo": c.echo, "closed": "127.0.0.1:1", "denied": "192.0.2.1:22"},
 		HTTPS: c.kubelet.addr, Others: []string{"evil0"},
-		Cloud: cageTOML, Edge: "[mode.edge.admin]\nsocket = \"edge.sock\"\n",
-		Args: []string{"--log-format", format},
+		Cloud: fmt.Sprintf(cageTOML, c.page, c.egress, c.collector.URL),
+		Edge:  "[mode.edge.admin]\nsocket = \"edge.sock\"\n" + c.edgeTraces(),
+		Args:  []string{"--log-format", format},
 	})
 	if err != nil {
 		t.Fatal(err)
@@ -278,14 +301,42 @@ func newCage(t *testing.T, format string) *cage {
 
 const cageTOML = `[mode.cloud.admin]
 socket = "cloud.sock"
+inventory = "nodes.json"
+forwards = "forwards.toml"
+page = %q
+[mode.cloud.egress]
+httpconnect = ["tls://%s"]
+cert = "https.crt"
+key = "https.key"
+clientca = "ca.crt"
+clientnames = ["kube-apiserver-kubelet-client"]
+strategies = ["default"]
 [mode.cloud.audit]
 file = "audit.json"
+[mode.cloud.traces]
+endpoint = %q
+permillion = 1000000
 [mode.cloud.join]
 ca = "nodes.crt"
 cakey = "nodes.key"
 address = "127.0.0.1:{{.GRPC}}"
 cloudca = "ca.crt"
 `
+
+// edgeTraces has an edge send its spans.
+func (c *cage) edgeTraces() string {
+	return fmt.Sprintf("[mode.edge.traces]\nendpoint = %q\n", c.collector.URL)
+}
+
+// collect looks at spans. The texts in a message of OTLP are as they are.
+func (c *cage) collect(_ http.ResponseWriter, r *http.Request) {
+	body, _ := io.ReadAll(r.Body) // a process that is killed sends a part
+	from := "cloud"
+	if bytes.Contains(body, []byte("tunnel-edge")) {
+		from = "edges"
+	}
+	c.out.add("the spans of the "+from, fmt.Sprintf("%s %v %s", r.URL, r.Header, body))
+}
 
 func (c *cage) run() {
 	t := c.t
@@ -299,10 +350,16 @@ func (c *cage) run() {
 	}
 	defer c.edge.Kill()
 	testkit.Within(t, readyWithin, "cloud and edge are ready", func() error { return rig.Ready(c.EdgeHealth()) })
+	tapped := c.taps()
 	c.joins()
 	c.requests()
+	c.connects()
 	c.conns()
+	tapped()
 	c.newcomers()
+	c.operates()
+	c.proxiedNode()
+	c.rotates()
 	c.badTokenFiles()
 	c.listen()
 	c.configChecks()
@@ -322,9 +379,13 @@ func (c *cage) run() {
 			t.Errorf("the %s has panicked", name)
 		}
 	}
+	c.collector.Close() // which waits for requests
 	c.audit()
+	c.everyCommand()
 	c.out.check(t, c.secrets, map[string]string{
 		"the audit":                        `"path":"/exec/ns/pod/c"`,
+		"the spans of the cloud":           "/cri/exec",
+		"the spans of the edges":           "connection refused",
 		"the log of the cloud":             "SIGQUIT: quit",
 		"the log of the edge":              "SIGQUIT: quit",
 		"what a refused edge is told":      "Unauthenticated",
@@ -337,6 +398,7 @@ func (c *cage) run() {
 		"the command line of the cloud":    "cloud.toml",
 		"what tunnel config check says":    "token file",
 		"what a strange edge says":         "no session",
+		"what tunnel check says":           "lets node edge1 join",
 		"what an edge says of its proxy":   "407",
 		"what join says of its proxy":      "407",
 		"what tunnel join says":            "evil3",
@@ -345,6 +407,26 @@ func (c *cage) run() {
 		"/loglevel at the socket of cloud": "debug",
 		"/v1/nodes at the socket of cloud": "api_version",
 		"/v1/status at the socket of edge": "api_version",
+		"what tunnel status says":          "api_version",
+		"what tunnel cert status says":     "evil3",
+		"what tunnel ls says":              "edge1",
+		"what tunnel top says":             "edge1",
+		"what tunnel ping says":            "edge1",
+		"what tunnel trace says":           "connection refused",
+		"what tunnel tap says":             "192.0.2.1:22",
+		"what tunnel reload says":          "***",
+		"what tunnel forward ls says":      "configuration",
+		"what tunnel token list says":      "many-*",
+		"what tunnel drain says":           "there is no other replica",
+		"what tunnel cert rotate-ca says":  "step 2",
+		"what tunnel init says":            "cloud.toml",
+		"what the new cloud says":          "SIGQUIT: quit",
+		"what an edge behind a proxy says": "SIGQUIT: quit",
+		"diag of the cloud":                "tunnel_build_info",
+		"diag of the edge behind a proxy":  `token = "***"`,
+		"the status page":                  `"edge1"`,
+		"the file nodes.json":              "edge1",
+		"the file forwards.toml":           "edge1",
 	})
 	if !strings.Contains(c.CloudLog.String(), "DEBUG") {
 		t.Error("the cloud does not log at level debug")
@@ -366,8 +448,9 @@ func (c *cage) audit() {
 		}
 		kinds[e.Event+" "+e.Result] = true
 	}
-	for _, want := range []string{"join ok", "join denied", "leave ok", "issue ok", "issue denied", "token ok",
-		"revoke ok", "token-create ok", "token-revoke ok", "exec ok", "tcp ok", "tcp refused", "tcp denied"} {
+	for _, want := range []string{"egress ok", "egress refused", "reload ok", "join ok", "join denied", "leave ok",
+		"issue ok", "issue denied", "token ok", "revoke ok", "token-create ok", "token-revoke ok", "exec ok", "tcp ok",
+		"tcp refused", "tcp denied"} {
 		if !kinds[want] {
 			c.t.Errorf("the audit has no %q: it has %q", want, slices.Sorted(maps.Keys(kinds)))
 		}
@@ -444,12 +527,18 @@ func (c *cage) connection(ctx context.Context) *grpc.ClientConn {
 // requests is HTTP through the front door, with secrets wherever HTTP has a place.
 func (c *cage) requests() {
 	secret := "Authorization: Bearer " + c.bearer + "\r\nCookie: session=" + c.secrets.make("a cookie") +
-		"\r\nX-Remote-User: " + c.secrets.make("a header") + "\r\n"
+		"\r\nX-Remote-User: " + c.secrets.make("a header") +
+		"\r\nTraceparent: " + c.secrets.make("a traceparent that is none") + "\r\n"
 	body := `{"stdin":"` + c.secrets.make("the body of an exec") + `"}`
 	length := fmt.Sprintf("Content-Length: %d\r\n\r\n%s", len(body), body)
 	for _, request := range []string{
 		"POST /exec/ns/pod/c?command=" + c.secrets.make("an exec's command") +
 			" HTTP/1.1\r\nHost: edge1\r\n" + secret + length,
+		// A kubelet that redirects callers to its streaming server has a secret in the path.
+		"POST /cri/exec/" + c.secrets.make("the token of a stream") + "?a=" + c.secrets.make("a query") +
+			" HTTP/1.1\r\nHost: edge1\r\n" + secret + length,
+		"POST /cri/attach/" + c.secrets.make("the token of a stream") +
+			" HTTP/1.1\r\nHost: no-such-node\r\n" + secret + length,
 		"GET / HTTP/1.1\r\nHost: no-such-node\r\n" + secret + "\r\n",
 		"GET / HTTP/1.1\r\nHost: edge1:1\r\n" + secret + "\r\n",
 		"POST / HTTP/1.1\r\nHost: edge1\r\nTransfer-Encoding: chunked\r\n" + secret + length,
@@ -471,12 +560,7 @@ func (c *cage) requests() {
 			c.t.Fatal(err)
 		}
 		answer := exchange(conn, request)
-		for look, what := range c.secrets.looks { // what the kubelet says is for its caller
-			if what == kubeletsWords {
-				answer = strings.ReplaceAll(answer, look, "…")
-			}
-		}
-		c.out.add("what a caller is answered", answer)
+		c.out.add("what a caller is answered", c.secrets.without(answer, kubeletsWords)) // they are for the caller
 	}
 	// Without TLS, without a certificate, and where no HTTP is spoken.
 	plain := "GET / HTTP/1.1\r\nHost: edge1\r\n" + secret + "\r\n"
@@ -575,6 +659,10 @@ func (c *cage) newcomers() {
 		}
 		return nil
 	})
+	c.asks("the newcomer", filepath.Join(dir, "edge.toml"))
+	c.says("cert status", cloud, []string{"wide", "json"})
+	c.says("cert renew", filepath.Join(dir, "edge.toml"), []string{"text", "json"})
+	c.secrets.addKeys(c.t, dir)
 	for _, args := range [][]string{{"token", "list", "-c", cloud}, {"token", "revoke", "-c", cloud, "--node", "evil3"},
 		{"token", "list", "-c", cloud}} {
 		c.tell("what tunnel token says", "", args...)
@@ -599,6 +687,7 @@ func (c *cage) tell(where, stdin string, args ...string) {
 	cmd := exec.CommandContext(ctx, program, args...)
 	cmd.Stdin = strings.NewReader(stdin + "\n")
 	said, _ := cmd.CombinedOutput() // most of it fails
+	c.ran = append(c.ran, strings.Join(args, " ")+" ")
 	c.out.add(where, string(said))
 }
 
@@ -906,6 +995,7 @@ func (c *cage) proxiedEdge(line string) {
 		c.t.Fatal(err)
 	}
 	c.tell("what an edge says of its proxy", "", "config", "check", "-c", path)
+	c.tell("what tunnel check says", "", "check", "-c", path)
 	var log rig.Log
 	p, err := rig.Start(&log, program, "edge", "-c", path, "--log-level", "debug")
 	if err != nil {

@@ -474,7 +474,7 @@ func TestCommandLine(t *testing.T) {
 		{"", []string{"init", "--address", ":9000"}, 2, "neither a name nor an IP address"},
 		{"", []string{"init", "--address", `a"b:9000`}, 2, "neither a name nor an IP address"},
 		{"", []string{"init", "--address", "a:9000", "--dir", "/dev/null/x"}, 1, "not a directory"},
-		{"", []string{"token", "create", "-c", config}, 2, `"node" not set`},
+		{"", []string{"token", "create", "-c", config}, 2, "flags in the group [node nodes-from] is required"},
 		{"", []string{"token", "create", "-c", config, "--node", "Edge 1"}, 2, "--node: "},
 		{"", []string{"token", "create", "-c", config, "--node", "default"}, 2, "any node"},
 		{"", []string{"token", "create", "-c", config, "--node", "edge1", "--ttl", "1s"}, 2,

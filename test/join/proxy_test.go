@@ -79,7 +79,9 @@ func TestJoinThroughProxy(t *testing.T) {
 	before := passed.Load()
 	edge := s.edge(dir)
 	edge.waitReady()
-	if !strings.Contains(edge.log.String(), "through proxy "+addr) || passed.Load() == before {
+	testkit.Within(t, soon, "the edge's log names the proxy",
+		func() error { return says(&edge.log, "through proxy "+addr) })
+	if passed.Load() == before {
 		t.Errorf("the edge does not use the proxy:\n%s", edge.log.String())
 	}
 

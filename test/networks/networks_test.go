@@ -467,9 +467,12 @@ func TestNetworks(t *testing.T) {
 			flags, route := row.way(s)
 			said := s.join(flags...)
 			t.Logf("\n%s", said)
-			if !strings.Contains(s.edgeLog.String(), route) {
-				t.Errorf("the edge's log does not name %q", route)
-			}
+			testkit.Within(t, soon, "the edge's log names the way", func() error { // it may be ready before
+				if !strings.Contains(s.edgeLog.String(), route) {
+					return fmt.Errorf("it lacks %q", route)
+				}
+				return nil
+			})
 			up, down := s.carries(bulk)
 			rate := func(d time.Duration) float64 { return float64(bulk) / (1 << 20) / d.Seconds() }
 			t.Logf("%s: %.0f MiB/s up, %.0f MiB/s down", row.name, rate(up), rate(down))

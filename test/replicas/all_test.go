@@ -1,8 +1,18 @@
 package replicas
 
 import (
+	"encoding/json"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
+
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // TestKillAll kills a replica whose edges have a session with every replica: there is
@@ -36,6 +46,57 @@ func TestKillAll(t *testing.T) {
 			complete = f.sessions(edges * replicas)
 		}
 	}
+}
+
+// TestRestartAll replaces the process of an edge that has a session with every replica. A stream through each replica
+// goes on.
+func TestRestartAll(t *testing.T) {
+	t.Parallel()
+	dir, err := os.MkdirTemp("", "all") // t.TempDir's path is too long for a socket
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	f := newFleet(t, size{replicas: local(2), edges: 1, all: true, sockets: dir})
+	f.sessions(2)
+	echoed := make(chan error, 2) // a send for each replica
+	for i := range f.Replicas {
+		var running atomic.Int64
+		go func() {
+			echoed <- f.echo(request{replica: i}, order{Bytes: 512 << 10, BytesPerSecond: 64 << 10}, running.Store)
+		}()
+		testkit.Within(t, atOnce, "a stream runs", func() error {
+			if running.Load() == 0 {
+				return errors.New("no byte has come")
+			}
+			return nil
+		})
+	}
+	// A replica refuses: the others would not know its successor.
+	refused, err := exec.CommandContext(t.Context(), program,
+		"restart", "--socket", filepath.Join(dir, f.Replicas[0].Name)).CombinedOutput()
+	if err == nil || !strings.Contains(string(refused), "it is one of several replicas") {
+		t.Errorf("tunnel restart of a replica: %v\n%s", err, refused)
+	}
+	var done struct{ PID int }
+	output, err := exec.CommandContext(t.Context(), program,
+		"restart", "-o", "json", "--socket", filepath.Join(dir, f.nodes[0])).Output()
+	if err = errors.Join(err, json.Unmarshal(output, &done)); err != nil {
+		t.Fatalf("tunnel restart: %v\n%s", err, output)
+	}
+	f.forget(f.edges[0])
+	t.Cleanup(func() { syscall.Kill(done.PID, syscall.SIGKILL) })
+	for range f.Replicas {
+		if err := <-echoed; err != nil {
+			t.Errorf("a stream: %v", err)
+		}
+	}
+	for _, r := range f.Replicas {
+		if n, err := metric(r, "tunnel_sessions_replaced_total"); err != nil || n != 0 {
+			t.Errorf("%s: %v sessions were replaced, %v", r.Name, n, err)
+		}
+	}
+	f.sessions(2)
 }
 
 // longestGap returns the longest time without an answer of some node.

@@ -7,6 +7,10 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -62,6 +66,52 @@ func TestRollingRestart(t *testing.T) {
 	t.Logf("%d requests, %d streams of %d bytes in all", len(load.results), streams.whole, streams.bytes)
 }
 
+// TestDrainCommand takes a replica out of the rotation by `tunnel drain`. No request fails, a stream goes on, and new
+// callers of the drained replica are refused. It then stops as any other replica.
+func TestDrainCommand(t *testing.T) {
+	t.Parallel()
+	dir, err := os.MkdirTemp("", "drain") // t.TempDir's path is too long for a socket
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { os.RemoveAll(dir) })
+	f := newFleet(t, size{replicas: local(2), edges: 6, sockets: dir})
+	r := f.Replicas[0]
+	load := f.startLoad(50, func(i int) request { return request{node: i % len(f.nodes), replica: balanced} })
+	echoed := make(chan error, 1) // one send
+	var running atomic.Int64
+	go func() {
+		echoed <- f.echo(request{node: 0, replica: 0}, order{Bytes: 1 << 20, BytesPerSecond: 64 << 10}, running.Store)
+	}()
+	testkit.Within(t, atOnce, "a stream runs", func() error {
+		if running.Load() == 0 {
+			return errors.New("no byte has come")
+		}
+		return nil
+	})
+	drain := exec.CommandContext(t.Context(), program, "drain", "--socket", filepath.Join(dir, r.Name))
+	output, err := drain.CombinedOutput()
+	if err != nil || !strings.Contains(string(output), "drained") {
+		t.Fatalf("tunnel drain: %v\n%s", err, output)
+	}
+	if rig.Ready(r.Health()) == nil {
+		t.Error("/readyz of the drained replica is 200")
+	}
+	if c, err := net.Dial("tcp", r.Door(door(f.nodes[0], "echo"))); !errors.Is(err, syscall.ECONNREFUSED) {
+		t.Errorf("a new caller of the drained replica: %v, %v; want connection refused", c, err)
+	}
+	if err := <-echoed; err != nil {
+		t.Errorf("the stream: %v", err)
+	}
+	load.want(every)
+	if !f.process(&r.Member).Alive() {
+		t.Error("the drained replica has ended")
+	}
+	f.terminate(r)
+	f.exits(r)
+	f.sessions(len(f.nodes))
+}
+
 // startLong starts two transfers through the front doors of a replica, of a node that
 // it holds and of one that another replica holds, and returns when they run.
 func (f *fleet) startLong(replica int, o order) (ended chan error) {
@@ -101,7 +151,7 @@ func (f *fleet) startLong(replica int, o order) (ended chan error) {
 
 // pour has bytes sent at a pace, and checks each.
 func (f *fleet) pour(r request, o order, arrived func(n int64)) error {
-	c, err := f.stream(r, "pour", o)
+	c, err := f.stream(r, "pour")
 	if err != nil {
 		return err
 	}

@@ -18,6 +18,7 @@ type size struct {
 	edges    int
 	at       rig.Host // where the edges are, and the balancer before their grpcports
 	all      bool     // edges keep a session with every replica
+	sockets  string   // folder of the admin sockets, by the names of replicas and edges; "": they have none
 	udp      string   // target of a UDP port of every replica, whose number is that of its grpcport; "": none
 }
 
@@ -65,6 +66,9 @@ func newFleet(t *testing.T, s size) *fleet {
 	if s.udp != "" {
 		cfg.Cloud = fmt.Sprintf("[mode.cloud.udp]\n\"{{.IP}}:{{.GRPC}}\" = \"%s/%s\"\n", f.nodes[0], s.udp)
 	}
+	if s.sockets != "" {
+		cfg.Cloud += fmt.Sprintf("[mode.cloud.admin]\nsocket = \"%s/{{.Name}}\"\n", s.sockets)
+	}
 	if f.Fleet, err = rig.NewFleet(cfg); err != nil {
 		t.Fatal(err)
 	}
@@ -83,7 +87,11 @@ func newFleet(t *testing.T, s size) *fleet {
 		if s.udp != "" {
 			allow = append(allow, s.udp)
 		}
-		e, err := f.Edge(rig.EdgeConfig{Node: n, Host: s.at, Cloud: port.addr, All: s.all, Allow: allow})
+		more := ""
+		if s.sockets != "" {
+			more = fmt.Sprintf("[mode.edge.admin]\nsocket = \"%s/%s\"\n", s.sockets, n)
+		}
+		e, err := f.Edge(rig.EdgeConfig{Node: n, Host: s.at, Cloud: port.addr, All: s.all, Allow: allow, More: more})
 		if err != nil {
 			t.Fatal(err)
 		}

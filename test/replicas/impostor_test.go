@@ -49,7 +49,7 @@ func TestCertificate(t *testing.T) {
 			defer p.Kill()
 			select {
 			case <-p.Done():
-			case <-time.After(atOnce):
+			case <-time.After(hangs):
 				t.Fatal("it runs")
 			}
 			if p.ExitCode() != 3 {

@@ -194,7 +194,7 @@ func every(result) bool { return true }
 // echo sends bytes at a pace, half-closes, and checks each byte that comes back and
 // that none is missing.
 func (f *fleet) echo(r request, o order, arrived func(n int64)) error {
-	c, err := f.stream(r, "echo", o)
+	c, err := f.stream(r, "echo")
 	if err != nil {
 		return err
 	}
@@ -214,23 +214,23 @@ func (f *fleet) echo(r request, o order, arrived func(n int64)) error {
 	return <-sent
 }
 
-// stream connects to a target for a stream.
-func (f *fleet) stream(r request, kind string, o order) (*net.TCPConn, error) {
+// stream connects to a target for a stream, whose first byte comes before the stream hangs.
+func (f *fleet) stream(r request, kind string) (*net.TCPConn, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), hangs)
 	defer cancel()
 	c, err := f.dial(ctx, r.replica, func(c *rig.Replica) string { return c.Door(door(f.nodes[r.node], kind)) })
 	if err != nil {
 		return nil, err
 	}
-	takes := time.Duration(o.Bytes/o.BytesPerSecond+1) * time.Second
-	return c.(*net.TCPConn), c.SetDeadline(time.Now().Add(takes + hangs))
+	return c.(*net.TCPConn), c.SetDeadline(time.Now().Add(hangs))
 }
 
-// wholly reads n bytes of noise and the end.
-func wholly(c io.Reader, n int64, arrived func(n int64)) error {
+// wholly reads n bytes of noise and the end. It fails when nothing comes for so long that the stream hangs.
+func wholly(c *net.TCPConn, n int64, arrived func(n int64)) error {
 	var at int64
 	err := rig.CheckNoise(c, n, func(n int64) {
 		at = n
+		c.SetDeadline(time.Now().Add(hangs))
 		if arrived != nil {
 			arrived(n)
 		}

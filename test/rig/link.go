@@ -21,6 +21,9 @@ type Quality struct {
 	Loss   float64       // part of the packets, 0 to 1
 	Rate   int           // bytes a second; 0: no limit
 	Cut    bool          // nothing passes, and nobody is told
+	// Largest is the size of the largest packet that passes, in bytes: larger ones are lost, and nobody is told.
+	// 0: no limit.
+	Largest int
 	// Buffer is how long a packet may wait for those before it at the link's rate: a router whose
 	// buffer is full drops it. 0: maxWait.
 	Buffer time.Duration
@@ -148,7 +151,7 @@ func (d *direction) read() {
 			return
 		}
 		q := d.link.now()
-		if q.Cut || d.rng.Float64() < q.Loss {
+		if q.Cut || d.rng.Float64() < q.Loss || q.Largest > 0 && n > q.Largest {
 			continue
 		}
 		left := time.Now()

@@ -28,6 +28,7 @@ behind() {
   in_ns "$ns" ip addr add "$(address "$n")/24" dev $port
   in_ns "$ns" ip link set $port up
   in_ns "$ns" ip route add default via "$s.1"
+  [ -z "$ONELAN" ] || in_ns "$ns" ip -6 route add default via "$ROUTER6"
   forwarding "$ns"
 }
 
@@ -65,6 +66,8 @@ for n in $NODES; do
       if [ -n "$ONELAN" ]; then
         in_ns "$r" ip link add lan type bridge
         in_ns "$r" ip addr add "$s.1/24" dev lan
+        in_ns "$r" ip addr add "$ROUTER6/64" dev lan nodad
+        in_ns "$r" ip addr add "$OUTSIDE6/128" dev lo nodad
         in_ns "$r" ip link set lan up
       fi
       forwarding "$r"

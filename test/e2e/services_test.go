@@ -1,0 +1,456 @@
+//go:build e2e
+
+package e2e
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+)
+
+// The addresses of testdata/services.yaml.
+var clusterIPOf = map[string]string{"edge1": "10.96.20.1", "edge2": "10.96.20.2", "both": "10.96.20.3"}
+
+// bulkDoor is a port of the cloud.
+const bulkDoor = "7100"
+
+// TestServices has pods and processes of nodes behind NAT use Services whose pods are on the other node, beside
+// kube-proxy. No route leads from one node to the pods of the other.
+func TestServices(t *testing.T) {
+	ctx := contextOf(t)
+	program := binary(ctx, t)
+	for _, mode := range []string{"iptables", "nftables"} {
+		t.Run(mode, func(t *testing.T) {
+			c := upCluster(ctx, t, "KUBEPROXY="+mode)
+			if _, err := c.kubectl(ctx, "apply", "-f", "../../deployment/cloud-rbac.yaml"); err != nil {
+				t.Fatal(err)
+			}
+			if err := c.apply(ctx, "services.yaml"); err != nil {
+				t.Fatal(err)
+			}
+			s := &farServices{c: c, tn: newEgress(ctx, t, c, program), pods: make(map[string]string)}
+			t.Cleanup(func() { s.tn.down(t) })
+			for _, step := range []struct {
+				name string
+				do   func(ctx context.Context, t *testing.T)
+			}{
+				{"pods", s.start}, {"foreign tables", s.foreign}, {"out of reach", s.outOfReach}, {"relayed", s.relayed},
+				{"rules", s.listed}, {"datagrams", s.datagrams}, {"bulk", s.bulk}, {"from the cluster", s.fromCluster},
+				{"a node is away", s.nodeAway}, {"without the cloud", s.offline}, {"names without the cloud", s.names},
+				{"the cloud is back", s.back}, {"removed", s.remove},
+			} {
+				if !c.step(t, step.name, func(t *testing.T) { step.do(ctx, t) }) {
+					return
+				}
+			}
+		})
+	}
+}
+
+// farServices is what the steps of TestServices work on.
+type farServices struct {
+	c    *cluster
+	tn   *tunnel
+	pods map[string]string // the address of the pod on each node
+}
+
+// start starts a pod on each node.
+func (s *farServices) start(ctx context.Context, t *testing.T) {
+	for _, node := range s.c.nodes {
+		name := "web-" + node
+		err := s.c.apply(ctx, "cni.yaml", "NAME", name, "NODE", node, "PORTS", "", "app: cni", "app: cni, of: "+node)
+		if err != nil {
+			t.Fatal(err)
+		}
+		eventually(ctx, t, again, name+" to have an address", func(ctx context.Context) error {
+			out, err := s.c.kubectl(ctx, "get", "pod", name, "-o", "jsonpath={.status.podIP}")
+			if err == nil && out == "" {
+				err = fmt.Errorf("it has none")
+			}
+			s.pods[node] = out
+			return err
+		})
+		eventually(ctx, t, again, name+" to answer", func(ctx context.Context) error {
+			return is200(s.c.getInside(ctx, node, "http://"+s.pods[node]+":"+podPort+"/"))
+		})
+	}
+}
+
+// fromNode has a process of a node get the page of a Service.
+func (s *farServices) fromNode(ctx context.Context, node, service string) (string, error) {
+	status, body, err := s.c.getInside(ctx, node, "http://"+clusterIPOf[service]+"/")
+	return strings.TrimSpace(body), is200(status, body, err)
+}
+
+// fromPod has the pod of a node get it.
+func (s *farServices) fromPod(ctx context.Context, node, service string) (string, error) {
+	status, body, err := s.c.getInside(ctx, node,
+		"http://"+s.pods[node]+":"+podPort+"/cgi-bin/get?"+clusterIPOf[service]+",80,/")
+	if err := is200(status, body, err); err != nil {
+		return "", err
+	}
+	for line := range strings.Lines(body) {
+		if strings.HasPrefix(line, "web-") {
+			return strings.TrimSpace(line), nil
+		}
+	}
+	return "", fmt.Errorf("the pod got %q", body)
+}
+
+// gets has a process and the pod of a node get the page of a Service, several times each.
+func (s *farServices) gets(ctx context.Context, node, service, pod string) error {
+	for range 10 {
+		out, err := s.fromNode(ctx, node, service)
+		if err := want(err, out, pod); err != nil {
+			return fmt.Errorf("from %s to the Service of %s: %w", node, service, err)
+		}
+		out, err = s.fromPod(ctx, node, service)
+		if err := want(err, out, pod); err != nil {
+			return fmt.Errorf("from the pod of %s to the Service of %s: %w", node, service, err)
+		}
+	}
+	return nil
+}
+
+// foreign adds tables of another program to the nodes, in the hooks and at the priorities of ours.
+func (s *farServices) foreign(ctx context.Context, t *testing.T) {
+	const table = `table inet foreign {
+		chain in { type nat hook prerouting priority -110; tcp dport 4 redirect to :5; }
+		chain out { type nat hook output priority -110; tcp dport 4 redirect to :5; }
+		chain seen { type filter hook prerouting priority mangle; counter accept; }
+	}`
+	for _, node := range s.c.nodes {
+		nft := s.c.inside(ctx, node, s.c.home+"/nodebin/nft", "-f", "-")
+		nft.Stdin = strings.NewReader(table)
+		if out, err := nft.CombinedOutput(); err != nil {
+			t.Fatalf("%v: %s", err, out)
+		}
+	}
+}
+
+// listed asserts that nft can list the rules of the nodes, with those of the edge and of the other program.
+func (s *farServices) listed(ctx context.Context, t *testing.T) {
+	for _, node := range s.c.nodes {
+		for _, format := range []string{"--stateless", "--json"} {
+			out, err := s.c.inside(ctx, node, s.c.home+"/nodebin/nft", format, "list", "ruleset").CombinedOutput()
+			for _, table := range []string{"tunnel-services", "foreign"} {
+				if err != nil || !bytes.Contains(out, []byte(table)) {
+					t.Fatalf("on %s, nft %s lists no table %s: %v: %.2000s", node, format, table, err, out)
+				}
+			}
+		}
+	}
+}
+
+// outOfReach asserts that kube-proxy alone leads to the pods of the own node only.
+func (s *farServices) outOfReach(ctx context.Context, t *testing.T) {
+	for _, node := range s.c.nodes {
+		eventually(ctx, t, time.Minute, "kube-proxy of "+node, func(ctx context.Context) error {
+			return s.gets(ctx, node, node, "web-"+node)
+		})
+	}
+	if out, err := s.fromNode(ctx, "edge1", "edge2"); err == nil {
+		t.Fatalf("edge1 gets %q from edge2 without the tunnel: the test proves nothing", out)
+	}
+	if out, err := s.fromPod(ctx, "edge1", "edge2"); err == nil {
+		t.Fatalf("the pod of edge1 gets %q from edge2 without the tunnel: the test proves nothing", out)
+	}
+}
+
+// relayed starts cloud and edges. Each Service then answers on each node; the pod of the own node comes first.
+func (s *farServices) relayed(ctx context.Context, t *testing.T) {
+	tn := s.tn
+	tn.write(t, "cloud.toml", tn.read(t, "cloud.toml")+"\n[mode.cloud.services]\n\n"+
+		"[mode.cloud.tcp]\n\""+cloudIP+":"+bulkDoor+"\" = \"edge2/127.0.0.1:5353\"\n\n"+
+		"[mode.cloud.tcpallow]\n\""+cloudIP+":"+bulkDoor+"\" = [\"10.0.0.0/8\"]\n")
+	for _, node := range s.c.nodes {
+		tn.write(t, node+".toml", tn.read(t, node+".toml")+
+			"\n[mode.edge.services]\nmode = \"relay\"\nstate = \""+tn.dir+"/"+node+".services.db\"\n"+
+			map[string]string{"edge1": "dns = true\n"}[node])
+	}
+	tn.startCloud(ctx, t)
+	for _, node := range s.c.nodes {
+		tn.startEdge(ctx, t, node)
+	}
+	s.all(ctx, t, time.Minute)
+	s.caller(ctx, t)
+}
+
+// all waits until every Service answers on every node.
+func (s *farServices) all(ctx context.Context, t *testing.T, within time.Duration) {
+	t.Helper()
+	for _, node := range s.c.nodes {
+		for service, pod := range map[string]string{"edge1": "web-edge1", "edge2": "web-edge2", "both": "web-" + node} {
+			took := eventually(ctx, t, within, "Services on "+node, func(ctx context.Context) error {
+				return s.gets(ctx, node, service, pod)
+			})
+			t.Logf("%s reaches the Service of %s after %v", node, service, took.Round(time.Millisecond))
+		}
+	}
+}
+
+// caller logs whom a pod sees as its caller.
+func (s *farServices) caller(ctx context.Context, t *testing.T) {
+	t.Helper()
+	status, body, err := s.c.getInside(ctx, "edge1", "http://"+clusterIPOf["edge2"]+"/cgi-bin/from")
+	if err := is200(status, body, err); err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("the pod of edge2 sees %s as its caller", strings.TrimSpace(body))
+}
+
+// fromCluster has a caller in the cluster name Services to the egress front door, by HTTP CONNECT.
+func (s *farServices) fromCluster(ctx context.Context, t *testing.T) {
+	client := http.Client{Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
+			conn, err := new(net.Dialer).DialContext(ctx, "unix", s.tn.dir+"/egress-connect.sock")
+			if err != nil {
+				return nil, err
+			}
+			r := bufio.NewReader(conn)
+			fmt.Fprintf(conn, "CONNECT %s HTTP/1.1\r\nHost: %[1]s\r\n\r\n", addr)
+			answer, err := http.ReadResponse(r, &http.Request{Method: http.MethodConnect})
+			if err == nil && answer.StatusCode != http.StatusOK {
+				err = fmt.Errorf("CONNECT %s: %s %s", addr, answer.Status, answer.Header.Get("X-Error"))
+			}
+			if err != nil {
+				conn.Close()
+				return nil, err
+			}
+			return conn, nil // the pod speaks after the client, so r has no bytes of its
+		},
+	}}
+	for service, pods := range map[string][]string{
+		"edge1": {"web-edge1"}, "edge2": {"web-edge2"}, "both": {"web-edge1", "web-edge2"},
+	} {
+		name := "of-" + service + ".default.svc"
+		for _, host := range []string{clusterIPOf[service], name, name + ".cluster.local"} {
+			missing := slices.Clone(pods)
+			for range 100 {
+				r, err := client.Get("http://" + host + "/")
+				if err != nil {
+					t.Fatalf("%s: %v", host, err)
+				}
+				page, err := io.ReadAll(r.Body)
+				r.Body.Close()
+				pod := strings.TrimSpace(string(page))
+				if err != nil || !slices.Contains(pods, pod) {
+					t.Fatalf("%s: %q, %v", host, page, err)
+				}
+				if missing = slices.DeleteFunc(missing, func(p string) bool { return p == pod }); len(missing) == 0 {
+					break
+				}
+			}
+			if len(missing) > 0 {
+				t.Errorf("%s: no connection of 100 led to %v", host, missing)
+			}
+		}
+	}
+	if r, err := client.Get("http://none.default.svc/"); err == nil {
+		r.Body.Close()
+		t.Errorf("a Service that there is not: %s", r.Status)
+	}
+}
+
+// datagrams has a process of edge1 ask a UDP server of edge2, by a Service that lists an address of the bridge of
+// edge2's pods.
+func (s *farServices) datagrams(ctx context.Context, t *testing.T) {
+	pod, err := netip.ParseAddr(s.pods["edge2"])
+	if err != nil {
+		t.Fatal(err)
+	}
+	network, err := pod.Prefix(24)
+	if err != nil {
+		t.Fatal(err)
+	}
+	bridge := network.Addr().Next()
+	server, err := openInside("/run/netns/te2e-edge2", func() (*net.UDPConn, error) {
+		return net.ListenUDP("udp4", &net.UDPAddr{Port: 5353})
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan struct{})
+	t.Cleanup(func() { server.Close(); <-ended })
+	go func() {
+		defer close(ended)
+		for b := make([]byte, 1<<16); ; {
+			n, from, err := server.ReadFromUDPAddrPort(b)
+			if err != nil {
+				return
+			}
+			server.WriteToUDPAddrPort(b[:n], from)
+		}
+	}()
+	if err := s.c.apply(ctx, "datagrams.yaml", "ADDRESS", bridge.String()); err != nil {
+		t.Fatal(err)
+	}
+	for _, size := range []int{1, 1400, 60_000} {
+		eventually(ctx, t, time.Minute, fmt.Sprintf("%d bytes by UDP", size), func(ctx context.Context) error {
+			return s.asks(ctx, bytes.Repeat([]byte("x"), size))
+		})
+	}
+}
+
+// bulk has a process of edge1 get 100 MB from edge2 by a Service and by a TCP front door of the cloud, in turns. The
+// log has the ratio of the two.
+func (s *farServices) bulk(ctx context.Context, t *testing.T) {
+	const size = 100 << 20
+	content := func() io.Reader { return io.LimitReader(rand.NewChaCha8([32]byte{}), size) }
+	want := sha256.New()
+	if _, err := io.Copy(want, content()); err != nil {
+		t.Fatal(err)
+	}
+	server, err := openInside("/run/netns/te2e-edge2", func() (net.Listener, error) { return net.Listen("tcp4", ":5353") })
+	if err != nil {
+		t.Fatal(err)
+	}
+	var serving sync.WaitGroup
+	t.Cleanup(func() { server.Close(); serving.Wait() })
+	serving.Go(func() {
+		for {
+			conn, err := server.Accept()
+			if err != nil {
+				return
+			}
+			serving.Go(func() {
+				defer conn.Close()
+				io.Copy(conn, content())
+			})
+		}
+	})
+	get := func(addr string) time.Duration {
+		t.Helper()
+		began := time.Now()
+		conn, err := dialInside(ctx, "/run/netns/te2e-edge1", "tcp", addr)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer conn.Close()
+		conn.SetDeadline(time.Now().Add(time.Minute))
+		got := sha256.New()
+		if n, err := io.Copy(got, conn); err != nil || !bytes.Equal(got.Sum(nil), want.Sum(nil)) {
+			t.Fatalf("from %s: %d bytes, or others, %v", addr, n, err)
+		}
+		return time.Since(began)
+	}
+	var service, door time.Duration
+	for range 5 {
+		service += get("10.96.20.4:53")
+		door += get(cloudIP + ":" + bulkDoor)
+	}
+	t.Logf("500 MB by the Service took %v, by the TCP front door %v: %.2f of its throughput",
+		service.Round(time.Millisecond), door.Round(time.Millisecond), door.Seconds()/service.Seconds())
+}
+
+// asks sends a datagram from edge1 to the Service, and wants it back.
+func (s *farServices) asks(ctx context.Context, question []byte) error {
+	c, err := dialInside(ctx, "/run/netns/te2e-edge1", "udp", "10.96.20.4:53")
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	c.SetDeadline(time.Now().Add(2 * time.Second))
+	if _, err = c.Write(question); err != nil {
+		return err
+	}
+	answer := make([]byte, 1<<16)
+	n, err := c.Read(answer)
+	if err == nil && !bytes.Equal(answer[:n], question) {
+		err = fmt.Errorf("%d bytes come back as %d", len(question), n)
+	}
+	return err
+}
+
+// nodeAway kills the edge of edge2. Its Service is refused on edge1, and the Service of both goes on.
+func (s *farServices) nodeAway(ctx context.Context, t *testing.T) {
+	s.tn.edges["edge2"].kill(t)
+	eventually(ctx, t, time.Minute, "the Service of edge2 to be refused", func(ctx context.Context) error {
+		out, err := s.fromNode(ctx, "edge1", "edge2")
+		if err == nil {
+			return fmt.Errorf("it answers %q", out)
+		}
+		return nil
+	})
+	if err := s.gets(ctx, "edge1", "both", "web-edge1"); err != nil {
+		t.Fatal(err)
+	}
+	s.tn.startEdge(ctx, t, "edge2")
+	s.all(ctx, t, time.Minute)
+}
+
+// offline restarts the edge of edge1 without a cloud: it serves from its file what the node can serve.
+func (s *farServices) offline(ctx context.Context, t *testing.T) {
+	s.tn.cloud.kill(t)
+	s.tn.edges["edge1"].kill(t)
+	s.tn.startEdge(ctx, t, "edge1")
+	took := eventually(ctx, t, 10*time.Second, "the Service of both on edge1", func(ctx context.Context) error {
+		return s.gets(ctx, "edge1", "both", "web-edge1")
+	})
+	t.Logf("without the cloud, the Service of both answers %v after the edge starts", took.Round(time.Millisecond))
+	if out, err := s.fromNode(ctx, "edge1", "edge2"); err == nil {
+		t.Fatalf("edge1 gets %q from edge2 without the cloud", out)
+	}
+}
+
+// names takes the cluster's DNS away. The pod of edge1 resolves the names of Services nevertheless, since its edge
+// answers them. The steps after it need no names.
+func (s *farServices) names(ctx context.Context, t *testing.T) {
+	lookup := func(ctx context.Context, node, name, addr string) error {
+		status, body, err := s.c.getInside(ctx, node, "http://"+s.pods[node]+":"+podPort+"/cgi-bin/lookup?"+name)
+		if err = is200(status, body, err); err == nil && !strings.Contains(body, addr) {
+			err = fmt.Errorf("the pod of %s gets for %s: %s", node, name, body)
+		}
+		return err
+	}
+	const name = "of-edge2.default.svc.cluster.local"
+	if err := lookup(ctx, "edge2", name, clusterIPOf["edge2"]); err != nil {
+		t.Fatalf("from the cluster's DNS: %v", err)
+	}
+	if _, err := s.c.kubectl(ctx, "-n", "kube-system", "delete", "endpointslice", "kube-dns"); err != nil {
+		t.Fatal(err)
+	}
+	eventually(ctx, t, time.Minute, "the cluster's DNS to be away", func(ctx context.Context) error {
+		if lookup(ctx, "edge2", name, clusterIPOf["edge2"]) == nil {
+			return fmt.Errorf("the pod of edge2 resolves %s", name)
+		}
+		return nil
+	})
+	for service, addr := range clusterIPOf {
+		if err := lookup(ctx, "edge1", "of-"+service+".default.svc.cluster.local", addr); err != nil {
+			t.Error(err)
+		}
+	}
+}
+
+// back starts the cloud again.
+func (s *farServices) back(ctx context.Context, t *testing.T) {
+	s.tn.startCloud(ctx, t)
+	s.all(ctx, t, time.Minute)
+}
+
+// remove takes the pod of edge2 away and starts it again: the nodes follow.
+func (s *farServices) remove(ctx context.Context, t *testing.T) {
+	if _, err := s.c.kubectl(ctx, "delete", "pod", "web-edge2", "--grace-period=1"); err != nil {
+		t.Fatal(err)
+	}
+	eventually(ctx, t, time.Minute, "the Service of both on edge2 to lead to edge1", func(ctx context.Context) error {
+		out, err := s.fromNode(ctx, "edge2", "both")
+		return want(err, out, "web-edge1")
+	})
+	s.start(ctx, t)
+	s.all(ctx, t, time.Minute)
+}
