@@ -140,7 +140,7 @@ func newRelay(cfg Config, k kernel) *Relay {
 		direct: direct, ends: []*udp.Edge{direct}, failures: failures{last: make(map[string]time.Time)},
 		planner: planner{string(cfg.Node), cfg.Direct},
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
-		dial: (&net.Dialer{Control: Unredirected}).DialContext, wake: make(chan struct{}, 1),
+		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
 		affinity: newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
 		state: services.NewState(), plan: newPlan(make(map[services.Path]part)), changed: make(chan struct{}),
 	}
