@@ -159,7 +159,7 @@ func (r *Relay) Run(ctx context.Context) error {
 	r.apply(door) // without waiting for the cloud
 	var running sync.WaitGroup
 	running.Go(func() { r.follow(ctx, file) })
-	running.Go(func() { file.keep(ctx, r.noteFile, r.adopt) })
+	running.Go(func() { file.keep(ctx, r.noteFile, r.adopt, r.lastCurrent) })
 	running.Go(func() { r.direct.Run(ctx) }) //nolint:errcheck // it never fails
 	if r.dnsKernel != nil {
 		running.Go(func() { r.serveDNS(ctx) })
