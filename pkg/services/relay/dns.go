@@ -72,9 +72,9 @@ func (r *Relay) serveDNS(ctx context.Context) {
 	ticker := time.NewTicker(r.every)
 	defer ticker.Stop()
 	for {
-		r.mu.RLock()
-		want, changed := r.plan.dns, r.changed
-		r.mu.RUnlock()
+		r.mu.Lock()
+		want, changed := r.plan.dns, r.changed.Next()
+		r.mu.Unlock()
 		r.noteDNS(d.program(want))
 		select {
 		case <-ctx.Done():

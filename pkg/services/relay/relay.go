@@ -106,7 +106,7 @@ type Relay struct {
 	loaded  bool          // the state of the file is in state, or there is none
 	streams bool          // a stream of the cloud has begun with the digests of state
 	zone    *names.Zone   // of state; nil: the edge leaves DNS to others
-	changed chan struct{} // closed when state changes; then there is another one
+	changed tunnel.Change // of plan
 	plan    plan
 	since   time.Time // when the state was last known to be that of the cloud
 	current bool      // a stream says that it still is
@@ -142,7 +142,7 @@ func newRelay(cfg Config, k kernel) *Relay {
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
 		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
 		affinity: newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
-		state: services.NewState(), plan: newPlan(make(map[services.Path]part)), changed: make(chan struct{}),
+		state: services.NewState(), plan: newPlan(make(map[services.Path]part)),
 	}
 }
 
@@ -263,8 +263,7 @@ func (r *Relay) SetRouted(networks []netip.Prefix) {
 // adoptLocked makes p the plan, and tells everybody who waits for a change. The caller holds mu.
 func (r *Relay) adoptLocked(p plan) {
 	r.plan = p
-	close(r.changed)
-	r.changed = make(chan struct{})
+	r.changed.Notify()
 	select {
 	case r.wake <- struct{}{}:
 	default:
