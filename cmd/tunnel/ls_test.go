@@ -39,7 +39,7 @@ func newOperated(t *testing.T, change func(o *operated, address string)) *operat
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	address := freeAddress(t)
+	address := testkit.FreeAddress(t)
 	o := &operated{t: t, cloud: filepath.Join(dir, "cloud", "cloud.toml"), edge: filepath.Join(dir, "edge", "edge.toml")}
 	o.want(exitOK, "init", "--address", address, "--dir", filepath.Dir(o.cloud))
 	if change != nil {
@@ -59,17 +59,6 @@ func newOperated(t *testing.T, change func(o *operated, address string)) *operat
 	o.want(exitOK, "join", "--dir", filepath.Dir(o.edge), "--token-file", file)
 	o.startEdge()
 	return o
-}
-
-// freeAddress returns an address of this machine at which nothing listens.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
 }
 
 func (o *operated) startCloud() {
@@ -176,7 +165,7 @@ func pairOfReplicas(t *testing.T) (o *operated, other string) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		second := freeAddress(t)
+		second := testkit.FreeAddress(t)
 		peers := fmt.Sprintf("\n[mode.cloud.stream.peers]\naddresses = [%q, %q]\n"+
 			"ca = \"ca.crt\"\nservername = \"127.0.0.1\"\n", address, second)
 		_, port, _ := net.SplitHostPort(address)

@@ -56,7 +56,7 @@ func TestTapOfReplicas(t *testing.T) {
 	o, other := pairOfReplicas(t)
 	start(t, "cloud", "-c", other)
 	o.eventually("the other replica lists the node", exitOK, "ls", "-c", other, "edge1")
-	target, port := testkit.Serve(t, testkit.Echo), freeAddress(t)
+	target, port := testkit.Serve(t, testkit.Echo), testkit.FreeAddress(t)
 	o.want(exitOK, "forward", "add", "-c", o.cloud, port, "edge1/"+target)
 	near := o.tapped("-c", o.cloud, "-o", "json")
 	far := o.tapped("-c", other, "edge1", "-o", "json")
@@ -124,7 +124,7 @@ func testTrace(o *operated, other, target string) {
 	if out := o.want(exitOK, "trace", "-c", o.cloud, "edge1", "localhost:"+port); !strings.Contains(out, "resolves to") {
 		o.t.Errorf("trace says\n%s", out)
 	}
-	out := o.want(exitRefused, "trace", "-c", o.cloud, "edge1", freeAddress(o.t))
+	out := o.want(exitRefused, "trace", "-c", o.cloud, "edge1", testkit.FreeAddress(o.t))
 	if !strings.Contains(out, "FAILED (refused)") || !strings.Contains(out, "next: nothing listens") {
 		o.t.Errorf("trace says\n%s", out)
 	}

@@ -5,8 +5,8 @@
 //	go door.Run(ctx, log)
 //	testkit.Eventually(t, "the log says why", func() bool { return strings.Contains(text.String(), "refused") })
 //
-// Only tests import it (test/arch). It knows no other package of this module but logline, which checks
-// each line. test/rig starts processes.
+// Only tests import it (test/arch). Of this module it knows logline, which checks each line, and freeport, which
+// chooses ports. test/rig starts processes.
 package testkit
 
 import (

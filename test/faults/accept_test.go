@@ -44,14 +44,8 @@ func TestAcceptErrors(t *testing.T) {
 				t.Fatal(err)
 			}
 			targets := newTargets(t, ca)
-			agents, err := rig.FreePort()
-			if err != nil {
-				t.Fatal(err)
-			}
-			dials, err := rig.FreePort()
-			if err != nil {
-				t.Fatal(err)
-			}
+			agents := testkit.FreePort(t)
+			dials := testkit.FreePort(t)
 			files := filepath.Join(dir, "files")
 			if err := os.Mkdir(files, 0o700); err != nil {
 				t.Fatal(err)

@@ -46,7 +46,7 @@ func TestCountersAddUp(t *testing.T) {
 		c.Write(append(b, b...))
 	})
 	p := newOperatedPair(t, "[mode.cloud.audit]\nfile = \"audit.json\"\n",
-		map[string]string{"twice": twice, "closed": closedPort(t)})
+		map[string]string{"twice": twice, "closed": testkit.FreeAddress(t)})
 	for _, start := range []func() (*rig.Process, error){p.StartCloud, p.StartEdge} {
 		process, err := start()
 		if err != nil {
@@ -115,16 +115,6 @@ func TestCountersAddUp(t *testing.T) {
 		t.Errorf("tunnel ls says %+v, and clients have sent %d bytes", s, up)
 	}
 	t.Logf("%d conns, %d refused, %d bytes to targets, %d bytes from them", served, refused, up, 2*up)
-}
-
-// closedPort returns an address at which nothing listens.
-func closedPort(t *testing.T) string {
-	t.Helper()
-	number, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return fmt.Sprintf("127.0.0.1:%d", number)
 }
 
 // sendTwice sends bytes, and expects them twice.

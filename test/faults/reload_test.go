@@ -167,10 +167,7 @@ func TestReload(t *testing.T) {
 	t.Parallel()
 	p := newReloadPair(t)
 	base := p.baseline()
-	number, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
+	number := testkit.FreePort(t)
 	extra, echoes := fmt.Sprintf("127.0.0.1:%d", number), fmt.Sprintf("edge1/%s", p.targets.echo)
 	extraLine := fmt.Sprintf("%q = %q\n", extra, echoes)
 	traffic := startCallers(t, p.Door("echo"))
@@ -301,10 +298,7 @@ func (p *pair) badFiles(free string) {
 func TestForwards(t *testing.T) {
 	t.Parallel()
 	p := newReloadPair(t)
-	number, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
+	number := testkit.FreePort(t)
 	extra, target := fmt.Sprintf("127.0.0.1:%d", number), "edge1/"+p.targets.echo
 	traffic := startCallers(t, p.Door("echo"))
 	p.wantCommand(0, []string{"applied", extra}, "cloud", "forward", "add", extra, target)

@@ -19,7 +19,6 @@ import (
 	"slices"
 	"strings"
 	"syscall"
-	"testing"
 
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/auth"
@@ -128,7 +127,7 @@ func (c *cage) operates() {
 		c.says("trace", cloud, []string{"text", "json", "yaml"}, rig.Node, target)
 	}
 	c.says("forget", cloud, []string{""}, "no-such-node")
-	free := freeAddress(c.t)
+	free := testkit.FreeAddress(c.t)
 	c.says("forward add", cloud, []string{"json"}, free, rig.Node+"/"+c.echo)
 	c.keeps("forwards.toml")
 	c.says("forward ls", cloud, []string{"table", "json", "yaml"})
@@ -151,15 +150,6 @@ func (c *cage) operates() {
 func port(addr string) string {
 	_, p, _ := net.SplitHostPort(addr)
 	return p
-}
-
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	number, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return fmt.Sprintf("127.0.0.1:%d", number)
 }
 
 // keeps looks at a file that the cloud writes.
@@ -311,7 +301,7 @@ func (c *cage) proxiedNode() {
 	text := fmt.Sprintf("[mode.edge]\nnode = \"evil0\"\n"+
 		"[mode.edge.stream.client]\nservername = %q\ndns = \"tunnel.cloud.io\"\n"+
 		"cert = \"ca.crt\"\ntoken = %q\nproxy = \"http://me:%s@%s\"\nlogport = %s\n[mode.edge.admin]\nsocket = \"b.sock\"\n",
-		c.GRPC(), c.Token("evil0").Reveal(), password, proxy, port(freeAddress(c.t))) + c.edgeTraces()
+		c.GRPC(), c.Token("evil0").Reveal(), password, proxy, port(testkit.FreeAddress(c.t))) + c.edgeTraces()
 	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
 		c.t.Fatal(err)
 	}
@@ -352,7 +342,7 @@ func (c *cage) rotates() {
 		c.t.Fatal(err)
 	}
 	defer os.RemoveAll(dir)
-	c.tell("what tunnel init says", "", "init", "--address", freeAddress(c.t), "--dir", dir)
+	c.tell("what tunnel init says", "", "init", "--address", testkit.FreeAddress(c.t), "--dir", dir)
 	config := filepath.Join(dir, "cloud.toml")
 	var log rig.Log
 	p, err := rig.Start(&log, program, "cloud", "-c", config, "--log-level", "debug")

@@ -11,6 +11,7 @@ import (
 
 	"github.com/chromedp/chromedp"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/test/rig"
 )
 
@@ -116,10 +117,7 @@ func newFleet(t *testing.T, names []string) *processes {
 	}
 	p := &processes{fleet: f, names: names}
 	for i, r := range f.Replicas {
-		port, err := rig.FreePort()
-		if err != nil {
-			t.Fatal(err)
-		}
+		port := testkit.FreePort(t)
 		appendTo(t, filepath.Join(dir, r.Name+".toml"), fmt.Sprintf("[mode.cloud.admin]\npage = \"127.0.0.1:%d\"\n", port))
 		if i == 0 {
 			p.url = fmt.Sprintf("http://127.0.0.1:%d/", port)

@@ -21,6 +21,7 @@ import (
 
 	"golang.org/x/crypto/curve25519"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/test/rig"
 )
@@ -170,7 +171,7 @@ func newKey(t *testing.T) (private, public [32]byte) {
 
 // TestWireGuard: wireguard-go at both ends, with HTTP and 32 MiB each way over TCP inside.
 func TestWireGuard(t *testing.T) {
-	_, text := split(t, freePort(t))
+	_, text := split(t, testkit.FreeAddress(t))
 	var listen int
 	fmt.Sscan(text, &listen)
 	serverPrivate, serverPublic := newKey(t)

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/test/rig"
@@ -158,10 +159,7 @@ func (tn *tunnel) egress(dir string) string {
 	if err = os.WriteFile(filepath.Join(dir, "callers.crt"), ca.CertPEM(), 0o600); err != nil {
 		tn.t.Fatal(err)
 	}
-	port, err := rig.FreePort()
-	if err != nil {
-		tn.t.Fatal(err)
-	}
+	port := testkit.FreePort(tn.t)
 	tn.door = fmt.Sprintf("%s:%d", insideIP, port)
 	// the test is about callers
 	tn.tls = &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{pair}, InsecureSkipVerify: true}

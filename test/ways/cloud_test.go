@@ -134,7 +134,7 @@ func clouds() map[string]broken {
 			"cloud", "nodes", "warn", "0 nodes are connected, and 1 are missing: edge1", "tunnel ls --missing",
 		},
 		"no Kubernetes": {
-			func(s *site) []string { inCluster(s, "http://"+closedPort(s.T)); return nil },
+			func(s *site) []string { inCluster(s, "http://"+testkit.FreeAddress(s.T)); return nil },
 			"kubernetes", "api", "fail", "connection refused", "KUBECONFIG",
 		},
 		"a right is missing": {
@@ -276,6 +276,7 @@ func TestPage(t *testing.T) {
 	}
 	_, page, _ := strings.Cut(string(text), "\n### On an edge\n")
 	edge, cloud, _ := strings.Cut(page, "\n### On a cloud\n")
+	cloud, _, _ = strings.Cut(cloud, "\n### In the network of pods\n") // pkg/check has the tests of those rows
 	ofEdge := append(slices.Collect(maps.Keys(edges())),
 		"large packets are lost", // TestSmallMTU
 		"two edges of one name")  // TestTwoEdges
