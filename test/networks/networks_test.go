@@ -77,8 +77,8 @@ type site struct {
 func newSite(t *testing.T) *site {
 	t.Helper()
 	s := &site{
-		t: t, dir: t.TempDir(), grpc: testkit.FreeAddress(t), web: testkit.FreeAddress(t), door: testkit.FreeAddress(t), health: testkit.FreeAddress(t),
-		target: testkit.NewTarget(t),
+		t: t, dir: t.TempDir(), target: testkit.NewTarget(t), grpc: testkit.FreeAddress(t), web: testkit.FreeAddress(t),
+		door: testkit.FreeAddress(t), health: testkit.FreeAddress(t),
 	}
 	// squid writes as another user, who must also be able to enter the folder above.
 	if err := errors.Join(os.Chmod(filepath.Dir(s.dir), 0o755), os.Chmod(s.dir, 0o777)); err != nil {
