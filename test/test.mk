@@ -47,7 +47,7 @@ nftables: # portmap, which the tests of hostPort execute, needs it
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends nftables </dev/null >/dev/null; }
 
 cni: nftables strace ## the CNI plugin, driven by libcni, by containerd's go-cni and by cnitool; killed after every step of ADD and DEL (root; two minutes)
-	@# For root nothing may be skipped in the first two, whatever test/skips.txt permits to others.
+	@# Root may skip no test of pkg/cni and pkg/podnet; test/skips.txt lists them for other users.
 	@go run ./tools/report -- go test -count=1 -timeout 10m -json ./pkg/cni ./pkg/podnet
 	@go run ./tools/report -allow test/skips.txt -- go -C test/cni test -count=1 -timeout 10m -json ./...
 
