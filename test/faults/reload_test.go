@@ -307,6 +307,17 @@ func TestForwards(t *testing.T) {
 	}
 	p.wantCommand(1, []string{"already"}, "cloud", "forward", "add", extra, "edge1/127.0.0.1:1")
 	p.wantCommand(3, []string{"tcpallow"}, "cloud", "forward", "add", "0.0.0.0:1", target)
+	limited := fmt.Sprintf("127.0.0.1:%d", testkit.FreePort(t))
+	for _, c := range []struct {
+		network string
+		admits  bool
+	}{{"192.0.2.0/24", false}, {"127.0.0.0/8", true}} {
+		p.wantCommand(0, []string{"applied", limited}, "cloud", "forward", "add", limited, target, "--allow", c.network)
+		if err := tryEcho(t.Context(), limited); (err == nil) != c.admits {
+			t.Errorf("a caller at a port for %s: %v", c.network, err)
+		}
+		p.wantCommand(0, []string{"-> absent"}, "cloud", "forward", "rm", limited)
+	}
 	p.wantCommand(1, []string{"is in the configuration"}, "cloud", "forward", "rm", p.Door("echo"))
 	p.wantCommand(0, []string{extra + "  " + target, "forwards", "configuration"}, "cloud", "forward", "ls")
 	p.wantCommand(0, []string{"nothing has changed"}, "cloud", "reload")
