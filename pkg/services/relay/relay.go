@@ -150,21 +150,30 @@ func newRelay(cfg Config, k kernel) *Relay {
 func (r *Relay) Name() string { return name }
 
 // Run implements tunnel.Module: it serves until ctx is done, and then lets the conns that are open go on for
-// tunnel.GracePeriod. What cannot be done now is tried again; Note says what it is.
+// tunnel.GracePeriod. What cannot be done now is tried again; Note says what it is. A broken listener or socket is an
+// error: the kernel would go on redirecting connections to it.
 func (r *Relay) Run(ctx context.Context) error {
 	file := r.load()
 	connCtx, endConns := tunnel.Grace(ctx, r.grace)
 	defer endConns()
-	door := newDoor(connCtx, r)
-	r.apply(door) // without waiting for the cloud
+	serving, fail := context.WithCancelCause(ctx)
+	defer fail(nil)
+	door := newDoor(connCtx, r, fail)
+	r.guard(fail, func() error { r.apply(door); return nil }) // without waiting for the cloud
 	var running sync.WaitGroup
-	running.Go(func() { r.follow(ctx, file) })
-	running.Go(func() { file.keep(ctx, r.noteFile, r.adopt, r.lastCurrent) })
-	running.Go(func() { r.direct.Run(ctx) }) //nolint:errcheck // it never fails
+	start := func(f func() error) { running.Go(func() { r.guard(fail, f) }) }
+	start(func() error { r.follow(serving, file); return nil })
+	start(func() error { file.keep(serving, r.noteFile, r.adopt, r.lastCurrent); return nil })
+	start(func() error { return r.direct.Run(serving) })
 	if r.dnsKernel != nil {
-		running.Go(func() { r.serveDNS(ctx) })
+		start(func() error { r.serveDNS(serving, fail); return nil })
 	}
-	r.serve(ctx, door)
+	r.guard(fail, func() error { r.serve(serving, door); return nil })
+	var err error
+	if ctx.Err() == nil {
+		err = context.Cause(serving)
+		endConns() // ctx is not done, so nothing else would end them
+	}
 	running.Wait()
 	r.noteCurrent(false, nil)
 	file.close(r.lastCurrent())
@@ -172,7 +181,14 @@ func (r *Relay) Run(ctx context.Context) error {
 	if err := r.kernel.remove(); err != nil {
 		r.log.Warn("the table of nftables cannot be removed", "err", err)
 	}
-	return nil
+	return err
+}
+
+// guard calls f. An error or a panic ends Run, whose context fail cancels.
+func (r *Relay) guard(fail context.CancelCauseFunc, f func() error) {
+	if err := tunnel.Guard(r.log, r.cfg.Counters, "the edge stops", f); err != nil {
+		fail(err)
+	}
 }
 
 // interval is how often the relay looks whether its rules are still in the kernel, and tries again what has failed.
@@ -180,12 +196,12 @@ const interval = 10 * time.Second
 
 // serve keeps the kernel as the plan says until ctx is done. Then the kernel redirects nothing more.
 func (r *Relay) serve(ctx context.Context, d *door) {
+	defer d.close()
 	ticker := time.NewTicker(r.every)
 	defer ticker.Stop()
 	for {
 		select {
 		case <-ctx.Done():
-			d.close()
 			return
 		case <-r.wake:
 		case <-ticker.C:

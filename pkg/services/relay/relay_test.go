@@ -383,7 +383,7 @@ func started(t *testing.T, changes *pb.Changes) (*Relay, *cloud, func(to netip.A
 	t.Helper()
 	k, c := new(fake), newCloud()
 	r, _ := newTestRelay(t, k, c)
-	door := newDoor(t.Context(), r)
+	door := newDoor(t.Context(), r, failing(t))
 	if err := door.open(); err != nil {
 		t.Fatal(err)
 	}
