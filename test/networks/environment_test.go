@@ -164,7 +164,8 @@ func TestProxyOfEnvironment(t *testing.T) {
 			t.Errorf("the proxy was asked for %s, want %s", address, replica.GRPC())
 		}
 	}
-	if want := replica.GRPC() + " through proxy " + strings.TrimPrefix(url, "http://"); !strings.Contains(member.Log.String(), want) {
+	want := replica.GRPC() + " through proxy " + strings.TrimPrefix(url, "http://")
+	if !strings.Contains(member.Log.String(), want) {
 		t.Errorf("the log of the edge lacks %q", want)
 	}
 	with.Kill()
