@@ -210,7 +210,7 @@ func byNames(s *site) {
 	s.edit("cloud.toml", "\n[mode.cloud.admin]",
 		fmt.Sprintf("\n[mode.cloud.https]\nlisten = \"127.0.0.1\"\n"+
 			"[mode.cloud.https.addr]\n%q = \"127.0.0.1:10250\"\n[mode.cloud.admin]",
-			strings.TrimPrefix(closedPort(s.T), "127.0.0.1:")))
+			strings.TrimPrefix(testkit.FreeAddress(s.T), "127.0.0.1:")))
 }
 
 // byEgress gives the cloud a socket for kube-apiserver.
