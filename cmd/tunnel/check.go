@@ -48,7 +48,7 @@ Exit codes: 0 nothing failed, 1 something failed, 2 wrong command line.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}
 	f.config.register(cmd, cloudFile, edgeFile)
-	f.output.register(cmd, "text", "json")
+	f.output.register(cmd, "text", "json", "yaml")
 	cmd.Flags().DurationVar(&f.wait, "wait", 0, "repeat until nothing fails, for at most this `DURATION`, such as 2m")
 	cmd.Flags().StringVar(&f.kubelet, "kubelet", "",
 		"`HOST:PORT` of this node's kubelet; default: "+check.DefaultKubelet+", if this machine has a kubelet")

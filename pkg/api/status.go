@@ -32,6 +32,14 @@ type Status struct {
 	Refusals []tunnel.Event `json:"refusals,omitempty"`
 }
 
+// StatusList is the answer of GET /v1/statuses.
+type StatusList struct {
+	APIVersion string    `json:"api_version"`
+	Statuses   []*Status `json:"statuses"` // of this process, and then of the other replicas
+	// Incomplete says which replicas have not answered.
+	Incomplete []string `json:"incomplete,omitempty"`
+}
+
 // Check is one line of /readyz.
 type Check struct {
 	Name  string      `json:"name"`

@@ -77,8 +77,9 @@ func (c *cage) says(command, config string, forms []string, args ...string) {
 // daemon's.
 func (c *cage) asks(name, config string) {
 	c.says("status", config, []string{"text", "wide", "json", "yaml"})
+	c.says("status", config, []string{"wide", "json"}, "--all")
 	c.says("cert status", config, []string{"table", "wide", "json", "yaml"})
-	c.says("check", config, []string{"text", "json"})
+	c.says("check", config, []string{"text", "json", "yaml"})
 	file := filepath.Join(c.t.TempDir(), "diag.zip")
 	c.says("diag", config, []string{""}, "-f", file)
 	z, err := zip.OpenReader(file)
@@ -121,8 +122,8 @@ func (c *cage) operates() {
 	c.asks("the edge", c.Path("edge.toml"))
 	c.says("ls", cloud, []string{"table", "wide", "json", "yaml"})
 	c.says("ls", cloud, []string{"wide"}, "--missing")
-	c.says("top", cloud, []string{"table", "json"}, "--once")
-	c.says("ping", cloud, []string{"text", "json"}, rig.Node, "-n", "1")
+	c.says("top", cloud, []string{"table", "wide", "json", "yaml"}, "--once")
+	c.says("ping", cloud, []string{"text", "json", "yaml"}, rig.Node, "-n", "1")
 	for _, target := range []string{c.echo, "127.0.0.1:1", "192.0.2.1:22"} {
 		c.says("trace", cloud, []string{"text", "json", "yaml"}, rig.Node, target)
 	}
@@ -190,7 +191,7 @@ func (c *cage) manyTokens(cloud string) {
 			c.secrets.add("the secret of a join token", parsed.Secret.Reveal())
 		}
 	}
-	c.says("token list", cloud, []string{""})
+	c.says("token list", cloud, []string{"table", "json", "yaml"})
 	c.says("token list", cloud, []string{""}, "--json")
 	c.says("token revoke", cloud, []string{""}, "--node", "evil6")
 }
