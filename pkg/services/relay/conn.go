@@ -34,11 +34,12 @@ const (
 
 // door accepts the connections and the datagrams that the kernel redirects. The goroutine of Relay.serve owns it.
 type door struct {
-	relay   *Relay                  // set once
-	ctx     context.Context         //nolint:containedctx // of the conns: it outlives the one of Relay.Run, see tunnel.Grace
-	serving context.Context         //nolint:containedctx // of the sockets: no flow begins after it
-	stop    context.CancelFunc      // of serving
-	fail    context.CancelCauseFunc // ends Relay.Run
+	relay *Relay                  // set once
+	fail  context.CancelCauseFunc // ends Relay.Run; set once
+
+	ctx     context.Context    //nolint:containedctx // of the conns: it outlives the one of Relay.Run, see tunnel.Grace
+	serving context.Context    //nolint:containedctx // of the sockets: no flow begins after it
+	stop    context.CancelFunc // of serving
 
 	listeners  []net.Listener
 	sockets    []*net.UDPConn // at the addresses of the listeners

@@ -14,7 +14,8 @@ import (
 func TestBrokenListener(t *testing.T) {
 	for name, breaks := range map[string]func(d *door) error{
 		"TCP": func(d *door) error {
-			return control(d.listeners[0].(*net.TCPListener), func(fd int) error { return syscall.Shutdown(fd, syscall.SHUT_RD) })
+			ln := d.listeners[0].(*net.TCPListener)
+			return control(ln, func(fd int) error { return syscall.Shutdown(fd, syscall.SHUT_RD) })
 		},
 		"UDP": func(d *door) error {
 			// A datagram to a closed port comes back as an error, and the next one as well.
