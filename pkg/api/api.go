@@ -131,7 +131,13 @@ func (s *Server) Run(ctx context.Context) error {
 	lctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	if s.cfg.Peers != nil && s.cfg.Inventory != nil {
-		learning.Go(func() { s.learn(lctx) })
+		learning.Go(func() {
+			//nolint:errcheck // it is logged
+			tunnel.Guard(s.cfg.Log, s.cfg.Counters, "nodes of other replicas are not learnt", func() error {
+				s.learn(lctx)
+				return nil
+			})
+		})
 	}
 	if err := srv.Serve(s.inside); !errors.Is(err, http.ErrServerClosed) {
 		return err

@@ -125,7 +125,7 @@ func (s *Server) Statuses(ctx context.Context) (all []*Status, incomplete []stri
 	for i, other := range others {
 		asking.Go(func() {
 			statuses[i] = new(Status)
-			errs[i] = ask(ctx, other, http.MethodGet, "/v1/status", statuses[i])
+			errs[i] = s.ask(ctx, other, http.MethodGet, "/v1/status", statuses[i])
 		})
 	}
 	asking.Wait()
