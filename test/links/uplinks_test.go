@@ -213,7 +213,6 @@ func TestMultipathOnLoopback(t *testing.T) {
 		d    = 2 * time.Second
 	)
 	var rates []float64 // MiB a second
-	multipath := 0      // runs whose session has Multipath TCP
 	for i := range runs {
 		t.Run(fmt.Sprint(i), func(t *testing.T) {
 			n := rigtest.Network(t)
@@ -222,11 +221,7 @@ func TestMultipathOnLoopback(t *testing.T) {
 				t.Fatal(err)
 			}
 			f.startBoth("multipath = true")
-			if err := f.paths(1); err != nil { // on a busy machine, some connections are made without the option
-				t.Log(err)
-			} else {
-				multipath++
-			}
+			f.eventually(noticed, "the session has a path", func() error { return f.paths(1) })
 			b := f.bulk(1, false)
 			rates = append(rates, b.rate(d)/(1<<20))
 			t.Logf("%.0f MiB/s", rates[i])
@@ -237,10 +232,7 @@ func TestMultipathOnLoopback(t *testing.T) {
 		return // a run has failed, or was skipped
 	}
 	slices.Sort(rates)
-	t.Logf("%.0f MiB/s; %d sessions have Multipath TCP", rates, multipath)
-	if multipath < runs/2 {
-		t.Errorf("only %d of %d sessions have Multipath TCP", multipath, runs)
-	}
+	t.Logf("%.0f MiB/s", rates)
 	if median := rates[runs/2]; rates[0] < median/4 {
 		t.Errorf("the slowest of %d runs has %.0f MiB/s, the median %.0f MiB/s", runs, rates[0], median)
 	}
