@@ -50,14 +50,19 @@ func Eventually(t testing.TB, what string, ok func() bool) {
 // after limit, Within fails the test with what and check's last error. It calls check at least once.
 func Within(t testing.TB, limit time.Duration, what string, check func() error) time.Duration {
 	t.Helper()
+	started := time.Now()
+	if err := Poll(limit, check); err != nil {
+		t.Fatalf("not within %s: %s: %v", limit, what, err)
+	}
+	return time.Since(started)
+}
+
+// Poll waits until check returns nil. When check still fails after limit, Poll returns check's last error. It calls
+// check at least once.
+func Poll(limit time.Duration, check func() error) error {
 	for started := time.Now(); ; time.Sleep(pollSlowly) {
-		err := check()
-		took := time.Since(started)
-		if err == nil {
-			return took
-		}
-		if took > limit {
-			t.Fatalf("not within %s: %s: %v", limit, what, err)
+		if err := check(); err == nil || time.Since(started) > limit {
+			return err
 		}
 	}
 }

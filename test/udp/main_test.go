@@ -76,7 +76,7 @@ func forward(t *testing.T, target string, may ...string) *ports {
 		}
 		t.Cleanup(process.Kill)
 	}
-	eventually(t, "the edge has a session", func() error { return rig.Ready(pair.EdgeHealth()) })
+	testkit.Within(t, patience, "the edge has a session", func() error { return rig.Ready(pair.EdgeHealth()) })
 	t.Cleanup(p.nothingIsLost)
 	return p
 }
@@ -106,17 +106,6 @@ func (p *ports) nothingIsLost() {
 	if p.t.Failed() {
 		p.t.Logf("log of the cloud:\n%s\nlog of the edge:\n%s", p.pair.CloudLog.String(), p.pair.EdgeLog.String())
 	}
-}
-
-func eventually(t *testing.T, what string, ok func() error) {
-	t.Helper()
-	var err error
-	for deadline := time.Now().Add(patience); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
-		if err = ok(); err == nil {
-			return
-		}
-	}
-	t.Fatalf("not yet: %s: %v", what, err)
 }
 
 // needs returns the path of a program of Debian.

@@ -209,7 +209,7 @@ func TestWireGuard(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	browser := &http.Client{Transport: &http.Transport{DialContext: client.net.DialContext}}
-	eventually(t, "HTTP inside WireGuard", func() error {
+	testkit.Within(t, patience, "HTTP inside WireGuard", func() error {
 		short, cancel := context.WithTimeout(ctx, 3*time.Second)
 		defer cancel()
 		r, err := http.NewRequestWithContext(short, http.MethodGet, "http://10.9.0.1/", nil)

@@ -15,7 +15,7 @@ import (
 // answers waits until a server answers directly, so that what fails later is the tunnel's fault.
 func answers(t *testing.T, ask func(addr string) error, addr string) {
 	t.Helper()
-	eventually(t, "the server answers without the tunnel", func() error { return ask(addr) })
+	testkit.Within(t, patience, "the server answers without the tunnel", func() error { return ask(addr) })
 }
 
 // DNS: dig asks dnsmasq, for a short answer and for one of several kilobytes.
@@ -116,7 +116,7 @@ action(type="omfile" file=%q template="bare")
 	if _, err := output(t, logger, "-n", host, "-P", port, "-d", "--rfc3164", "-f", file); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "all lines have arrived", func() error {
+	testkit.Within(t, patience, "all lines have arrived", func() error {
 		b, err := os.ReadFile(received)
 		if got := strings.Count(string(b), "line "); err == nil && got != n {
 			err = fmt.Errorf("%d lines", got)

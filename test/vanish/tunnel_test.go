@@ -130,7 +130,7 @@ func newTunnel(t *testing.T, w way, gone end) *tunnel {
 // awaitRelay waits until the first replica has heard that another one holds the node.
 func (tn *tunnel) awaitRelay() {
 	tn.t.Helper()
-	err := eventually(takes, func() error {
+	err := testkit.Poll(takes, func() error {
 		raw, err := tn.inside.Dial(tn.t.Context(), "tcp", tn.door)
 		if err != nil {
 			return err
@@ -194,7 +194,7 @@ func (tn *tunnel) start(m *rig.Member) {
 			tn.t.Logf("log of %s, its end:\n%s", m.Name, log[max(0, len(log)-4<<10):])
 		}
 	})
-	if err := eventually(takes, m.Ready); err != nil {
+	if err := testkit.Poll(takes, m.Ready); err != nil {
 		tn.t.Fatalf("%s is not ready: %v", m.Name, err)
 	}
 }
