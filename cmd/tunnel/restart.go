@@ -233,7 +233,8 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 		return nil, conflictf("it is one of several replicas: stop it and start it again, and the others take over meanwhile")
 	case os.Getpid() == 1, os.Getenv("KUBERNETES_SERVICE_HOST") != "":
 		return nil, conflictf("its container ends with it: in Kubernetes run kubectl rollout restart, with two replicas")
-	// A process that has taken over is no child of systemd's, whatever its environment says.
+	// A process that took over was started by the old process, not by systemd, although it has the variables that
+	// systemd sets.
 	case r.daemon.before == nil && isUnknownChild(os.Getenv, os.Getpid(), os.Getppid()):
 		return nil, conflictf("systemd would not know the new process: write NotifyAccess=main into the unit, as "+
 			"deployment/systemd has it, and run systemctl daemon-reload and systemctl restart tunnel-%s once", r.daemon.mode)

@@ -547,8 +547,8 @@ func (s *Server) frames(t *transport, n int) (tooMany bool) {
 	return false
 }
 
-// unknownMethod answers calls of methods that the server does not have. They count as streams like
-// any other call.
+// unknownMethod answers calls of methods that the server does not have. The calls count as streams like
+// any other call. unknownMethod also refuses a connection that has no session yet.
 func unknownMethod(_ any, stream grpc.ServerStream) error {
 	if t, err := transportOf(stream.Context()); err == nil && t.session.Load() == nil {
 		t.refuse()
