@@ -67,12 +67,12 @@ func (w *cloudWiring) watchServices(from *tunnel.Session, stream grpc.ServerStre
 
 // reachService connects to a target that the node of a session asks for. It reaches an endpoint on an edge node through
 // the session of that edge node. The cloud itself dials all other endpoints.
-func (w *cloudWiring) reachService(ctx context.Context, ask *stream.Ask) (net.Conn, error) {
-	request, refusal := w.services.Target(ask.From.Node, ask.Target)
+func (w *cloudWiring) reachService(ctx context.Context, reach *stream.ReachRequest) (net.Conn, error) {
+	request, refusal := w.services.Target(reach.From.Node, reach.Target)
 	if refusal != nil {
 		return nil, refusal
 	}
-	ask.Node, ask.Addr, request.Trace = request.Node, request.Addr, ask.Trace
+	reach.Node, reach.Addr, request.Trace = request.Node, request.Addr, reach.Trace
 	if request.Node != "" {
 		return w.reach.Dial(ctx, request)
 	}

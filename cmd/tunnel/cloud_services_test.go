@@ -71,16 +71,16 @@ func portNumber(t *testing.T, port string) uint32 {
 	return uint32(n)
 }
 
-// askFor returns what edge1 asks the cloud for.
-func askFor(target string) *stream.Ask {
-	return &stream.Ask{From: &tunnel.Session{Node: "edge1"}, Target: target}
+// reachRequest returns a request of edge1 for a conn to target.
+func reachRequest(target string) *stream.ReachRequest {
+	return &stream.ReachRequest{From: &tunnel.Session{Node: "edge1"}, Target: target}
 }
 
 // An edge reaches endpoints on edge nodes through their sessions, and others only if the configuration says so.
 func TestReachService(t *testing.T) {
 	const onEdge2 = "endpoint/shop/web/web-a/10.88.2.5 TCP 8080"
 	w := servicesCloud(t, "", map[string]string{"edge2": "10.88.2.5:8080", "edge3": "10.88.3.5:8080"})
-	if _, err := w.reachService(t.Context(), askFor(onEdge2)); tunnel.CodeOf(err) != tunnel.Denied {
+	if _, err := w.reachService(t.Context(), reachRequest(onEdge2)); tunnel.CodeOf(err) != tunnel.Denied {
 		t.Errorf("a node that never had a session: %v", err)
 	}
 	here, there := net.Pipe()
@@ -97,10 +97,10 @@ func TestReachService(t *testing.T) {
 	ended := make(chan error, 1) // one error is sent
 	go func() { ended <- joinedNodes{w}.Run(ctx) }()
 	testkit.Eventually(t, "the cloud connects through the node", func() bool {
-		ask := askFor(onEdge2)
-		ask.Trace = &trace
-		c, err := w.reachService(t.Context(), ask)
-		told := ask.Node == "edge2" && ask.Addr == "10.88.2.5:8080"
+		reach := reachRequest(onEdge2)
+		reach.Trace = &trace
+		c, err := w.reachService(t.Context(), reach)
+		told := reach.Node == "edge2" && reach.Addr == "10.88.2.5:8080"
 		return err == nil && c == here && told
 	})
 	if asked.Addr != "10.88.2.5:8080" || asked.Category != "services" || asked.Caller != "node edge1" ||
@@ -108,13 +108,13 @@ func TestReachService(t *testing.T) {
 		t.Errorf("the node is asked for %+v", asked)
 	}
 	const onEdge3 = "endpoint/shop/web/web-a/10.88.3.5 TCP 8080"
-	if _, err := w.reachService(t.Context(), askFor(onEdge3)); tunnel.CodeOf(err) != tunnel.Denied {
+	if _, err := w.reachService(t.Context(), reachRequest(onEdge3)); tunnel.CodeOf(err) != tunnel.Denied {
 		t.Errorf("a node with a session and without Services: %v", err)
 	}
 	// The edge starts again without Services; or an operator has its node forgotten.
 	w.directory.Attach(&tunnel.Session{Node: "edge2", Dialer: dialer})
 	denied := func() bool {
-		_, err := w.reachService(t.Context(), askFor(onEdge2))
+		_, err := w.reachService(t.Context(), reachRequest(onEdge2))
 		return tunnel.CodeOf(err) == tunnel.Denied
 	}
 	testkit.Eventually(t, "the node no longer serves Services", denied)
@@ -134,19 +134,19 @@ func TestReachServiceInCluster(t *testing.T) {
 	})
 	gone, cancel := context.WithCancel(t.Context())
 	cancel()
-	_, err := w.reachService(gone, askFor("endpoint/shop/web/web-a/192.0.2.1 TCP 8080"))
+	_, err := w.reachService(gone, reachRequest("endpoint/shop/web/web-a/192.0.2.1 TCP 8080"))
 	if tunnel.CodeOf(err) != tunnel.Gone || !strings.Contains(err.Error(), "dialling 192.0.2.1:8080") {
 		t.Errorf("the caller has gone: %v", err)
 	}
-	_, err = w.reachService(t.Context(), askFor("endpoint/shop/web/web-a/100.100.100.200 TCP 80"))
+	_, err = w.reachService(t.Context(), reachRequest("endpoint/shop/web/web-a/100.100.100.200 TCP 80"))
 	if tunnel.CodeOf(err) != tunnel.Denied {
 		t.Errorf("a metadata service: %v", err)
 	}
-	_, err = w.reachService(t.Context(), askFor("endpoint/shop/web/web-a/100.100.100.200 UDP 80"))
+	_, err = w.reachService(t.Context(), reachRequest("endpoint/shop/web/web-a/100.100.100.200 UDP 80"))
 	if tunnel.CodeOf(err) != tunnel.Denied {
 		t.Errorf("a metadata service, by UDP: %v", err)
 	}
-	c, err := w.reachService(t.Context(), askFor("endpoint/shop/web/web-a/192.0.2.1 UDP 8080"))
+	c, err := w.reachService(t.Context(), reachRequest("endpoint/shop/web/web-a/192.0.2.1 UDP 8080"))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -220,7 +220,7 @@ func TestServicesAfterARestart(t *testing.T) {
 	for node, want := range map[string]tunnel.Code{"2": tunnel.NoSuchNode, "3": tunnel.Denied} {
 		target := "endpoint/shop/web/web-a/10.88." + node + ".5 TCP 8080"
 		testkit.Eventually(t, "the cloud knows whose edge serves Services", func() bool {
-			_, err := w.reachService(t.Context(), askFor(target))
+			_, err := w.reachService(t.Context(), reachRequest(target))
 			return tunnel.CodeOf(err) == want
 		})
 	}

@@ -449,7 +449,7 @@ func (w *way) ask(ctx context.Context) (stream.Answer, error) {
 	if err != nil {
 		return stream.Answer{}, err
 	}
-	return client.Ask(ctx)
+	return client.Probe(ctx)
 }
 
 // join asks the cloud whether the node may join, and compares the clocks.

@@ -21,12 +21,12 @@ func TestEdgeReachesAnEdgeOfAnotherReplica(t *testing.T) {
 	var mu sync.Mutex // guards all
 	var all fleet
 	fleet := newFleet(t, 2, func(c *stream.ServerConfig) {
-		c.Reach = func(ctx context.Context, ask *stream.Ask) (net.Conn, error) {
+		c.Reach = func(ctx context.Context, request *stream.ReachRequest) (net.Conn, error) {
 			mu.Lock()
 			here := all[0].peers
 			mu.Unlock()
 			return here.Dial(ctx, tunnel.Request{
-				Node: "edge2", Category: "tcp", Network: "tcp", Addr: ask.Target, Caller: "node " + string(ask.From.Node),
+				Node: "edge2", Category: "tcp", Network: "tcp", Addr: request.Target, Caller: "node " + string(request.From.Node),
 			})
 		}
 	})

@@ -85,8 +85,8 @@ type carrier struct {
 
 	// Owned by Write. TLS makes one call of Write at a time.
 	isAlone bool
-	asked   time.Time
-	wrote   int // bytes written since asked
+	sampled time.Time // when the kernel was last asked for the rate
+	wrote   int       // bytes written since sampled
 	isThin  bool
 	unsent  int // the bound that the kernel was given, in bytes
 }
@@ -306,9 +306,9 @@ const (
 // the link's rate. n is how many bytes are being written now. thin asks the kernel only after more
 // than leastUnsent bytes, since pings and heartbeats are not worth a system call.
 func (c *carrier) thin(n int) bool {
-	if now := time.Now(); c.wrote+n > leastUnsent && now.Sub(c.asked) >= rateInterval {
-		wrote := int64(float64(c.wrote) / now.Sub(c.asked).Seconds())
-		c.asked, c.wrote = now, 0
+	if now := time.Now(); c.wrote+n > leastUnsent && now.Sub(c.sampled) >= rateInterval {
+		wrote := int64(float64(c.wrote) / now.Sub(c.sampled).Seconds())
+		c.sampled, c.wrote = now, 0
 		var path pathInfo
 		c.raw.Control(func(fd uintptr) {
 			var ok bool

@@ -104,7 +104,7 @@ func TestCarry(t *testing.T) {
 	if _, err := seemed.Write([]byte("a ping")); err != nil {
 		t.Fatal(err)
 	}
-	if !seemed.asked.IsZero() {
+	if !seemed.sampled.IsZero() {
 		t.Error("the kernel is asked about the link for a ping")
 	}
 	if _, err := seemed.Write(blob(leastUnsent + 1)); err != nil {
@@ -153,7 +153,7 @@ func TestKernelTriesLongEnough(t *testing.T) {
 func TestCarrierWrite(t *testing.T) {
 	raw, peer := tcpPair(t)
 	c, _ := carry(raw, 1, nil)
-	c.asked, c.isThin = time.Now().Add(time.Hour), true
+	c.sampled, c.isThin = time.Now().Add(time.Hour), true
 
 	// Nobody reads: in the end a write waits, though the kernel's buffer has room.
 	sent := room(t, c)

@@ -146,7 +146,7 @@ func (s *edgeSession) reach(ctx context.Context, target string) (*conn.Conn, *tu
 	case <-ctx.Done():
 		return nil, s.refusalOf(ctx, ctx.Err(), target)
 	}
-	c, refusal := s.askFor(ctx, target)
+	c, refusal := s.callReach(ctx, target)
 	leave := func() { <-s.reaching }
 	if refusal != nil {
 		time.AfterFunc(burst, leave)
@@ -156,8 +156,8 @@ func (s *edgeSession) reach(ctx context.Context, target string) (*conn.Conn, *tu
 	return c, refusal
 }
 
-// askFor is reach without the limit of unanswered calls.
-func (s *edgeSession) askFor(ctx context.Context, target string) (*conn.Conn, *tunnel.Refusal) {
+// callReach is reach without the limit of unanswered calls.
+func (s *edgeSession) callReach(ctx context.Context, target string) (*conn.Conn, *tunnel.Refusal) {
 	sctx, cancel := context.WithCancel(context.Background())
 	topic := uuid.NewString()
 	if refusal := s.add(topic, &serving{cancel}); refusal != nil {

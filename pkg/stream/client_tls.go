@@ -32,11 +32,11 @@ type tickets struct {
 
 // handshake records the facts of a TLS handshake that hints for people depend on.
 type handshake struct {
-	leaf   *x509.Certificate     // the certificate to show when the cloud asks; nil: none
-	asked  atomic.Bool           // the cloud has asked for a certificate
-	other  atomic.Bool           // the other end's certificate is valid for the cloud, but TLS negotiated no protocol
-	done   atomic.Bool           // the TLS handshake has succeeded: the other end has the cloud's certificate
-	failed atomic.Pointer[error] // why the TLS handshake failed; nil: it has not failed
+	leaf          *x509.Certificate     // the certificate to show when the cloud asks; nil: none
+	certRequested atomic.Bool           // the cloud has requested a certificate
+	other         atomic.Bool           // the other end has a certificate for the cloud, but TLS negotiated no protocol
+	done          atomic.Bool           // the TLS handshake has succeeded: the other end has the cloud's certificate
+	failed        atomic.Pointer[error] // why the TLS handshake failed; nil: it has not failed
 }
 
 // cause returns err, wrapped together with the error of a failed TLS handshake if there is one.
@@ -118,13 +118,13 @@ func (c *Client) tlsConfig() (*tls.Config, *handshake, error) {
 		}
 	}
 	conf.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) {
-		h.asked.Store(true)
+		h.certRequested.Store(true)
 		return cert, nil
 	}
 	verify := conf.VerifyConnection
 	conf.VerifyConnection = func(state tls.ConnectionState) error {
 		if state.DidResume { // a resumed TLS session: the cloud asks for certificates only in full handshakes
-			h.asked.Store(true)
+			h.certRequested.Store(true)
 		}
 		if verify != nil {
 			if err := verify(state); err != nil {
@@ -162,7 +162,7 @@ func (h *handshake) hint(err error) string {
 	case reason == reasonExpired, time.Now().After(h.leaf.NotAfter):
 		return fmt.Sprintf("this node's certificate has expired on %s; check this machine's clock, or get another one by "+
 			"`tunnel join` with a new join token", h.leaf.NotAfter.UTC().Format(time.RFC3339))
-	case !h.asked.Load():
+	case !h.certRequested.Load():
 		return "the cloud asks for no certificate: set ca in [mode.cloud.join] there, " +
 			"or a token in [mode.edge.stream.client] here; if both are set, " +
 			"a balancer or a proxy in between ends TLS, and must pass it through instead"

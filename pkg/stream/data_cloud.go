@@ -28,17 +28,17 @@ const maxTicket = 64
 const endTime = 50 * time.Millisecond
 
 const (
-	// askPause is how long askForMore sends no request for a data connection after a refusal. While more requests are
-	// pending than data connections exist, it is also the least time between two requests: an edge of an older
+	// requestPause is how long requestMore sends no request for a data connection after a refusal. While more requests
+	// are pending than data connections exist, it is also the least time between two requests: an edge of an older
 	// release does not answer a request that it does not fulfil.
-	askPause = time.Second
-	// askAgain replaces askPause after a refusal by an edge that has as many data connections as it may have.
-	// Some of these data connections end soon: within a round trip, or when their targets have taken every byte.
-	askAgain = 100 * time.Millisecond
+	requestPause = time.Second
+	// requestPauseFull replaces requestPause after a refusal by an edge that has as many data connections as it may
+	// have. Some of these data connections end soon: within a round trip, or when their targets have taken every byte.
+	requestPauseFull = 100 * time.Millisecond
 )
 
-// askTime is how long the edge may take to answer a request for a data connection.
-const askTime = joinTimeout
+// requestTimeout is how long the edge may take to answer a request for a data connection.
+const requestTimeout = joinTimeout
 
 // dataTickets holds the tickets with which a server has asked for data connections. A ticket is valid
 // for one connection. It proves to which session the connection belongs, since only the edge of
@@ -79,19 +79,19 @@ func (t *dataTickets) takeOf(s *cloudSession, ticket string) bool {
 	return true
 }
 
-// askForMore asks the edge for one data connection, unless the session has as many as it may have.
-// While more requests are pending than data connections exist, askForMore sends none until an answer
-// comes or askPause is over. Over a thin link a handshake takes as long as many opens, and the opens
-// would wait for the handshakes. After a refusal askForMore sends none for a while, since the next
+// requestMore asks the edge for one data connection, unless the session has as many as it may have.
+// While more requests are pending than data connections exist, requestMore sends none until an answer
+// comes or requestPause is over. Over a thin link a handshake takes as long as many opens, and the opens
+// would wait for the handshakes. After a refusal requestMore sends none for a while, since the next
 // request would probably be refused as well.
-func (s *cloudSession) askForMore() {
+func (s *cloudSession) requestMore() {
 	s.mu.Lock()
 	now := time.Now()
-	due := (s.asking <= len(s.data) || now.Sub(s.lastAsk) >= askPause) && !now.Before(s.noAskUntil)
-	more := s.err == nil && !s.toldDrain.Load() && due && len(s.data)+s.asking < s.maxDataLocked()
+	due := (s.requested <= len(s.data) || now.Sub(s.lastRequest) >= requestPause) && !now.Before(s.noRequestUntil)
+	more := s.err == nil && !s.toldDrain.Load() && due && len(s.data)+s.requested < s.maxDataLocked()
 	if more {
-		s.asking++
-		s.lastAsk = now
+		s.requested++
+		s.lastRequest = now
 	}
 	s.mu.Unlock()
 	if !more {
@@ -99,7 +99,7 @@ func (s *cloudSession) askForMore() {
 	}
 	ticket := rand.Text()
 	s.tickets.add(ticket, s)
-	time.AfterFunc(askTime, func() {
+	time.AfterFunc(requestTimeout, func() {
 		if s.tickets.take(ticket) != nil {
 			s.answered()
 		}
@@ -147,24 +147,24 @@ func (r *recently) turn() {
 	}
 }
 
-// answered ends a request of askForMore: the request is no longer pending.
+// answered ends a request of requestMore: the request is no longer pending.
 func (s *cloudSession) answered() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.asking--
+	s.requested--
 }
 
-// refusedData ends a request of askForMore that the edge has refused.
+// refusedData ends a request of requestMore that the edge has refused.
 func (s *cloudSession) refusedData(refusal *tunnel.Refusal) {
-	pause := askPause
+	pause := requestPause
 	if refusal.Code == tunnel.Overloaded {
-		pause = askAgain
+		pause = requestPauseFull
 	}
 	s.log.Debug("the edge opens no data connection", "err", refusal)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.asking--
-	s.noAskUntil = time.Now().Add(pause)
+	s.requested--
+	s.noRequestUntil = time.Now().Add(pause)
 }
 
 // attachData makes an accepted TLS connection a data connection. The ticket in its first frame
@@ -267,7 +267,7 @@ func (s *cloudSession) spareFor(ctx context.Context, r tunnel.Request) *dataConn
 			defer timer.Stop()
 			late = timer.C
 		}
-		s.askForMore() // again after each turn: another conn may have taken the data connection
+		s.requestMore() // again after each turn: another conn may have taken the data connection
 		select {
 		case <-spared:
 		case <-late:
@@ -304,24 +304,24 @@ func (s *cloudSession) dropSpares(match func(*dataConn) bool) {
 	}
 }
 
-// asking is the topic of an open request that waits for its answer on a data connection. No
+// openPending is the topic of an open request that waits for its answer on a data connection. No
 // message on the session's own connection settles the request.
-type asking struct{}
+type openPending struct{}
 
 // Abort implements topic. It does nothing, since the data connection ends with the session.
-func (asking) Abort() {}
+func (openPending) Abort() {}
 
 // dialOver is dial over a data connection. lost says that the data connection was unusable: the edge
 // has not answered, and the cloud may send the open on the control stream.
 func (s *cloudSession) dialOver(
 	ctx context.Context, d *dataConn, r tunnel.Request, m *tunnel.Message,
 ) (c *conn.Conn, refusal *tunnel.Refusal, lost bool) {
-	if refusal = s.add(m.Topic, asking{}); refusal != nil {
+	if refusal = s.add(m.Topic, openPending{}); refusal != nil {
 		s.spare(d)
 		return nil, refusal, false
 	}
 	stop := context.AfterFunc(ctx, d.Interrupt)
-	data, err := s.ask(d, m)
+	data, err := s.sendOpen(d, m)
 	waited := stop() // false: d was interrupted, or is about to be, and cannot be used again
 	switch {
 	case waited && err == nil && data == nil:
@@ -351,9 +351,9 @@ func (s *cloudSession) dialOver(
 	return nil, refusal, lost
 }
 
-// ask sends an open on a data connection and waits for the answer. It returns nil if the edge has
+// sendOpen sends an open on a data connection and waits for the answer. It returns nil if the edge has
 // opened a conn, else the refusal.
-func (s *cloudSession) ask(d *dataConn, m *tunnel.Message) (refused []byte, err error) {
+func (s *cloudSession) sendOpen(d *dataConn, m *tunnel.Message) (refused []byte, err error) {
 	if err = d.Ask(encode(s.onWire(m))); err != nil {
 		return nil, err
 	}

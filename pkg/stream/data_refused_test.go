@@ -14,17 +14,17 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// askingNow returns how many requests for data connections await an answer.
-func (s *cloudSession) askingNow() int {
+// requestedNow returns how many requests for data connections await an answer.
+func (s *cloudSession) requestedNow() int {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	return s.asking
+	return s.requested
 }
 
 // dialRefused has the cloud dial through the session c, and refuses the dial.
 func (r *rig) dialRefused(c *strangerControl) {
 	r.t.Helper()
-	open, result := r.asked(c, "edge1")
+	open, result := r.sentOpen(c, "edge1")
 	c.say(typeRefused, open.GetTopic(), &pb.Refused{Code: pb.Code_CODE_REFUSED})
 	<-result
 }
@@ -51,7 +51,7 @@ func (c *strangerControl) next() (ticket string) {
 // refused request does not count against those that the edge may have.
 func TestDataConnectionRefused(t *testing.T) {
 	for code, pause := range map[pb.Code]time.Duration{
-		pb.Code_CODE_OVERLOADED: askAgain, pb.Code_CODE_INTERNAL: askPause, pb.Code_CODE_DRAINING: askPause,
+		pb.Code_CODE_OVERLOADED: requestPauseFull, pb.Code_CODE_INTERNAL: requestPause, pb.Code_CODE_DRAINING: requestPause,
 	} {
 		onFakeClock(t, func(t *testing.T, r *rig) {
 			c := r.stranger().joinWith("edge1", &pb.Hello{Version: Version, Connections: 1})
@@ -65,7 +65,7 @@ func TestDataConnectionRefused(t *testing.T) {
 				c.say(typeRefused, ticket, &pb.Refused{Code: code})
 				c.say(typeRefused, ticket, &pb.Refused{Code: code}) // once more, which changes nothing
 				time.Sleep(pause - 2*time.Millisecond)
-				if n := cs.askingNow(); n != 0 {
+				if n := cs.requestedNow(); n != 0 {
 					t.Fatalf("%s: %d requests are pending after the refusal", code, n)
 				}
 				r.dialRefused(c)
@@ -89,27 +89,27 @@ func TestDataConnectionRefusedByAnOldEdge(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		c := r.stranger().joinWith("edge1", &pb.Hello{Version: Version, Connections: 3})
 		cs := r.cloudEnd("edge1")
-		asks := func() bool {
+		requests := func() bool {
 			t.Helper()
 			r.dialRefused(c)
 			return c.next() != ""
 		}
-		if !asks() || asks() {
+		if !requests() || requests() {
 			t.Error("the cloud does not wait for the answer to its request")
 		}
-		time.Sleep(askPause)
-		if !asks() || cs.askingNow() != 2 { // half of the three data connections, rounded up, as no conn was short
-			t.Errorf("%d requests are pending after %s; want 2", cs.askingNow(), askPause)
+		time.Sleep(requestPause)
+		if !requests() || cs.requestedNow() != 2 { // half of the three data connections, rounded up, as no conn was short
+			t.Errorf("%d requests are pending after %s; want 2", cs.requestedNow(), requestPause)
 		}
-		time.Sleep(2 * askPause)
-		if asks() {
+		time.Sleep(2 * requestPause)
+		if requests() {
 			t.Error("the cloud asks for more data connections than the edge may have")
 		}
-		time.Sleep(askTime)
-		if n := cs.askingNow(); n != 0 {
-			t.Errorf("%d requests are pending after %s", n, askTime)
+		time.Sleep(requestTimeout)
+		if n := cs.requestedNow(); n != 0 {
+			t.Errorf("%d requests are pending after %s", n, requestTimeout)
 		}
-		if !asks() {
+		if !requests() {
 			t.Error("the cloud does not ask again")
 		}
 	})
@@ -124,7 +124,7 @@ func TestDataConnectionRefusedByAnother(t *testing.T) {
 	ticket := c.next()
 	other.say(typeRefused, ticket, &pb.Refused{Code: pb.Code_CODE_INTERNAL})
 	other.next() // the cloud has read the refusal
-	if n, m := r.cloudEnd("edge1").askingNow(), r.cloudEnd("edge2").askingNow(); ticket == "" || n != 1 || m != 0 {
+	if n, m := r.cloudEnd("edge1").requestedNow(), r.cloudEnd("edge2").requestedNow(); ticket == "" || n != 1 || m != 0 {
 		t.Errorf("ticket %q: %d requests of edge1 and %d of edge2 are pending; want 1 and 0", ticket, n, m)
 	}
 }
@@ -156,14 +156,14 @@ func TestDataConnectionSoonAfterTheLimit(t *testing.T) {
 		}
 		opening(2) // as if two data connections were still ending
 		call()
-		time.Sleep(askAgain / 2)
-		if n := cs.askingNow(); n != 0 || cs.dataConns() != 0 {
+		time.Sleep(requestPauseFull / 2)
+		if n := cs.requestedNow(); n != 0 || cs.dataConns() != 0 {
 			t.Errorf("%d requests are pending, and there are %d data connections; want none", n, cs.dataConns())
 		}
 		opening(-2)
-		time.Sleep(askAgain)
+		time.Sleep(requestPauseFull)
 		call()
-		time.Sleep(askAgain)
+		time.Sleep(requestPauseFull)
 		if n := cs.dataConns(); n != 1 {
 			t.Errorf("there are %d data connections, want 1", n)
 		}

@@ -94,7 +94,7 @@ func TestDataConnectionsFollowDemand(t *testing.T) {
 		r.eventually("the edge has opened what it was asked for", func() bool {
 			cs.mu.Lock()
 			defer cs.mu.Unlock()
-			return cs.asking == 0
+			return cs.requested == 0
 		})
 		c, err := r.dial("edge1", target)
 		if err != nil {
@@ -499,7 +499,7 @@ func (r *rig) dataDial() *dataConn {
 func (r *rig) strangerWithSpare(edge *stranger) (*strangerControl, *dataConn) {
 	r.t.Helper()
 	s := edge.joinWith("edge1", &pb.Hello{Version: Version, Connections: 1})
-	open, first := r.asked(s, "edge1")
+	open, first := r.sentOpen(s, "edge1")
 	ticket := s.want("the cloud asks for a data connection", typeConnection).GetTopic()
 	s.say(typeRefused, open.GetTopic(), &pb.Refused{Code: pb.Code_CODE_REFUSED})
 	<-first
@@ -531,7 +531,7 @@ func (r *rig) dialLater(node string) <-chan dialled {
 func TestDataTicket(t *testing.T) {
 	r := newRig(t)
 	s := r.stranger().joinWith("edge1", &pb.Hello{Version: Version, Connections: 5})
-	_, dialled := r.asked(s, "edge1")
+	_, dialled := r.sentOpen(s, "edge1")
 	ticket := s.want("the cloud asks for a data connection", typeConnection).GetTopic()
 	refused := func(what string, typ byte, data []byte) {
 		t.Helper()

@@ -164,7 +164,7 @@ func benchBoth(b *testing.B, connections int, target func() net.Conn) (dial, rea
 	server, err := NewServer(ServerConfig{
 		Listen: "127.0.0.1:0", TLS: &tls.Config{Certificates: []tls.Certificate{pair}},
 		Auth: &fakeAuth{}, Log: log, Software: "bench", Limits: Limits{Opens: 1e9},
-		Reach: func(context.Context, *Ask) (net.Conn, error) { return target(), nil },
+		Reach: func(context.Context, *ReachRequest) (net.Conn, error) { return target(), nil },
 	}, dir)
 	if err != nil {
 		b.Fatal(err)

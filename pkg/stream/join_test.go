@@ -302,7 +302,7 @@ func TestReplacedSession(t *testing.T) {
 	r := newRig(t)
 	old := r.stranger().join("edge1")
 	first := r.dir.Lookup("edge1")
-	_, dialling := r.asked(old, "edge1")
+	_, dialling := r.sentOpen(old, "edge1")
 
 	e := r.join2("edge1")
 	if err := old.end(); status.Code(err) != codes.Aborted {

@@ -609,7 +609,7 @@ func TestMessageLimit(t *testing.T) {
 	r := newRig(t)
 	s := r.stranger()
 	c := s.join("edge1")
-	open, result := r.asked(c, "edge1")
+	open, result := r.sentOpen(c, "edge1")
 	chunks := s.connect(open.GetTopic())
 	d := <-result
 	if d.err != nil {

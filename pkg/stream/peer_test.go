@@ -123,7 +123,7 @@ func TestConnectThatNobodyWaitsFor(t *testing.T) {
 	s1, s2 := r.stranger(), r.stranger()
 	c1 := s1.join("edge1")
 	s2.join("edge2")
-	open, result := r.asked(c1, "edge1")
+	open, result := r.sentOpen(c1, "edge1")
 	for _, c := range []struct {
 		name   string
 		stream pb.Stream_ConnectClient
@@ -202,7 +202,7 @@ func TestConnBreaksTheProtocol(t *testing.T) {
 			r := newRig(t)
 			s := r.stranger()
 			c := s.join("edge1")
-			open, result := r.asked(c, "edge1")
+			open, result := r.sentOpen(c, "edge1")
 			conn := s.connect(open.GetTopic())
 			d := <-result
 			if d.err != nil {

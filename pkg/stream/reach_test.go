@@ -29,8 +29,8 @@ import (
 )
 
 // reachDirect connects as the operating system does. The target is an address.
-func reachDirect(ctx context.Context, ask *Ask) (net.Conn, error) {
-	return direct(ctx, tunnel.Request{Addr: ask.Target})
+func reachDirect(ctx context.Context, request *ReachRequest) (net.Conn, error) {
+	return direct(ctx, tunnel.Request{Addr: request.Target})
 }
 
 // newReachRig is a rig whose conns edges ask for.
@@ -56,12 +56,12 @@ func (s *stranger) reach(pairs ...string) pb.Stream_ReachClient {
 
 // The cloud learns which node asks, and for what. Both ends count the conn and its bytes.
 func TestReach(t *testing.T) {
-	type asked struct{ node, target string }
-	got := make(chan asked, 1)
+	type requested struct{ node, target string }
+	got := make(chan requested, 1)
 	l := testkit.NewTarget(t)
-	r := newRig(t, withReach(func(ctx context.Context, ask *Ask) (net.Conn, error) {
-		got <- asked{string(ask.From.Node), ask.Target}
-		return reachDirect(ctx, &Ask{Target: l.Address()})
+	r := newRig(t, withReach(func(ctx context.Context, request *ReachRequest) (net.Conn, error) {
+		got <- requested{string(request.From.Node), request.Target}
+		return reachDirect(ctx, &ReachRequest{Target: l.Address()})
 	}))
 	e := r.join("edge1", direct)
 	c, err := e.client.Reach(t.Context(), "endpoint/default/web TCP 80")
@@ -69,7 +69,7 @@ func TestReach(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer c.Close()
-	if want := (asked{"edge1", "endpoint/default/web TCP 80"}); <-got != want {
+	if want := (requested{"edge1", "endpoint/default/web TCP 80"}); <-got != want {
 		t.Errorf("the cloud is not asked for %v", want)
 	}
 	if c.LocalAddr().String() != "edge1" || c.RemoteAddr().String() != "endpoint/default/web TCP 80" {
@@ -102,7 +102,7 @@ func TestReach(t *testing.T) {
 // Every code that the cloud gives as a reason reaches the caller at the edge, with its text.
 func TestReachRefusalsTravel(t *testing.T) {
 	var next atomic.Pointer[error]
-	r := newRig(t, withReach(func(context.Context, *Ask) (net.Conn, error) { return nil, *next.Load() }))
+	r := newRig(t, withReach(func(context.Context, *ReachRequest) (net.Conn, error) { return nil, *next.Load() }))
 	e := r.join("edge1", direct)
 	refuse := func(err error) error {
 		next.Store(&err)
@@ -298,7 +298,7 @@ func TestReachFlood(t *testing.T) {
 					open(s)
 					synctest.Wait()
 				}
-			}, func(c *ServerConfig) { c.Limits.Opens = 1 }, withReach(func(ctx context.Context, _ *Ask) (net.Conn, error) {
+			}, func(c *ServerConfig) { c.Limits.Opens = 1 }, withReach(func(ctx context.Context, _ *ReachRequest) (net.Conn, error) {
 				<-ctx.Done()
 				return nil, ctx.Err()
 			}))
@@ -313,7 +313,7 @@ func TestReachStaysBelowTheLimits(t *testing.T) {
 			onFakeClock(t, func(t *testing.T, r *rig) {
 				e := r.join("edge1", refuses)
 				ctx, stop := context.WithCancel(t.Context())
-				var asked atomic.Int64
+				var requested atomic.Int64
 				var callers sync.WaitGroup
 				for range maxReaching + 500 {
 					callers.Go(func() {
@@ -326,7 +326,7 @@ func TestReachStaysBelowTheLimits(t *testing.T) {
 								t.Error("it is not refused")
 							}
 							cancel()
-							asked.Add(1)
+							requested.Add(1)
 							time.Sleep(100 * time.Millisecond)
 						}
 					})
@@ -334,7 +334,7 @@ func TestReachStaysBelowTheLimits(t *testing.T) {
 				time.Sleep(6 * time.Second)
 				stop()
 				callers.Wait()
-				if n := asked.Load(); n < 2*ownStreams {
+				if n := requested.Load(); n < 2*ownStreams {
 					t.Errorf("only %d were asked for", n)
 				}
 				if n := r.counters.Sessions.Load(); n != 1 || !r.dir.Holds("edge1") {
@@ -345,8 +345,8 @@ func TestReachStaysBelowTheLimits(t *testing.T) {
 					t.Errorf("%d places are taken at the end", n)
 				}
 				r.idle(e)
-			}, withReach(func(ctx context.Context, ask *Ask) (net.Conn, error) {
-				if ask.Target != "refused" {
+			}, withReach(func(ctx context.Context, request *ReachRequest) (net.Conn, error) {
+				if request.Target != "refused" {
 					<-ctx.Done()
 					return nil, ctx.Err()
 				}
@@ -361,7 +361,7 @@ func TestReachQuota(t *testing.T) {
 	r := newReachRig(t, func(c *ServerConfig) { c.Limits.Conns = 4 })
 	e := r.join("edge1", direct)
 	l := testkit.NewTarget(t)
-	asked, _ := r.pair("edge1")
+	requested, _ := r.pair("edge1")
 	var dialled [3]net.Conn
 	var err error
 	for i := range dialled {
@@ -393,7 +393,7 @@ func TestReachQuota(t *testing.T) {
 	if err := <-late; err != nil {
 		t.Errorf("a Reach that has waited: %v", err)
 	}
-	for _, c := range append(dialled[1:], asked) {
+	for _, c := range append(dialled[1:], requested) {
 		tunnel.Reset(c)
 	}
 	r.idle(e)
@@ -429,7 +429,7 @@ func TestReachDials(t *testing.T) {
 			t.Errorf("a dial of the cloud: %v", err)
 		}
 		r.idle(e)
-	}, func(c *ServerConfig) { c.Limits.Dials = 10 }, withReach(func(ctx context.Context, _ *Ask) (net.Conn, error) {
+	}, func(c *ServerConfig) { c.Limits.Dials = 10 }, withReach(func(ctx context.Context, _ *ReachRequest) (net.Conn, error) {
 		<-ctx.Done()
 		return nil, ctx.Err()
 	}))
@@ -438,7 +438,7 @@ func TestReachDials(t *testing.T) {
 // A caller that gives up, and a session that ends, end the dial at the cloud.
 func TestReachGivesUp(t *testing.T) {
 	dialling, ended := make(chan struct{}, 1), make(chan error, 1)
-	r := newRig(t, withReach(func(ctx context.Context, _ *Ask) (net.Conn, error) {
+	r := newRig(t, withReach(func(ctx context.Context, _ *ReachRequest) (net.Conn, error) {
 		dialling <- struct{}{}
 		<-ctx.Done()
 		ended <- ctx.Err()
@@ -584,13 +584,13 @@ func TestReachTargetStallsWhileTheCloudStops(t *testing.T) {
 // While a replica leaves, an edge asks the one that stays.
 func TestReachPrefersTheReplicaThatStays(t *testing.T) {
 	l := testkit.NewTarget(t)
-	var asked [2]atomic.Int64
+	var requested [2]atomic.Int64
 	var n atomic.Int64
 	all := newFleet(t, 2, func(c *ServerConfig) {
 		i := n.Add(1) - 1
-		c.Reach = func(ctx context.Context, _ *Ask) (net.Conn, error) {
-			asked[i].Add(1)
-			return reachDirect(ctx, &Ask{Target: l.Address()})
+		c.Reach = func(ctx context.Context, _ *ReachRequest) (net.Conn, error) {
+			requested[i].Add(1)
+			return reachDirect(ctx, &ReachRequest{Target: l.Address()})
 		}
 	})
 	cfg := all[0].clientConfig("edge1")
@@ -610,7 +610,7 @@ func TestReachPrefersTheReplicaThatStays(t *testing.T) {
 		newest = 1
 	}
 	reach()
-	if asked[newest].Load() != 1 {
+	if requested[newest].Load() != 1 {
 		t.Error("the newest session is not the first one")
 	}
 	all[newest].server.Move()
@@ -621,7 +621,7 @@ func TestReachPrefersTheReplicaThatStays(t *testing.T) {
 		return len(stays) > 0 && stays[0].pub.Instance == all[1-newest].others.id
 	})
 	reach()
-	if asked[1-newest].Load() != 1 {
+	if requested[1-newest].Load() != 1 {
 		t.Error("the replica that leaves is still asked")
 	}
 }
@@ -629,9 +629,9 @@ func TestReachPrefersTheReplicaThatStays(t *testing.T) {
 // Another session is tried if the first one refuses because its cloud or its way is about to go, and for no other reason.
 func TestReachTriesTheNextSession(t *testing.T) {
 	for _, code := range tunnel.Codes() {
-		var asked atomic.Int64
-		all := newFleet(t, 2, withReach(func(context.Context, *Ask) (net.Conn, error) {
-			asked.Add(1)
+		var requested atomic.Int64
+		all := newFleet(t, 2, withReach(func(context.Context, *ReachRequest) (net.Conn, error) {
+			requested.Add(1)
 			return nil, tunnel.Refusef(code, "no")
 		}))
 		cfg := all[0].clientConfig("edge1")
@@ -645,7 +645,7 @@ func TestReachTriesTheNextSession(t *testing.T) {
 		if code == tunnel.Draining || code == tunnel.Gone {
 			want = 2
 		}
-		if n := asked.Load(); n != want {
+		if n := requested.Load(); n != want {
 			t.Errorf("%s: %d sessions are tried, want %d", code, n, want)
 		}
 		e.Stop()
@@ -690,7 +690,7 @@ func TestThousandReaches(t *testing.T) {
 
 // A panic of what connects ends the session it happened in, and gives everything back.
 func TestPanicInAReach(t *testing.T) {
-	r := newRig(t, withReach(func(context.Context, *Ask) (net.Conn, error) { panic("boom") }))
+	r := newRig(t, withReach(func(context.Context, *ReachRequest) (net.Conn, error) { panic("boom") }))
 	r.panics = 1
 	other := r.join("edge2", direct)
 	e := r.join("edge1", direct)
@@ -822,8 +822,8 @@ func FuzzReachRefusal(f *testing.F) {
 // pods that leave conns idle keep no operator out.
 func TestShareOfServices(t *testing.T) {
 	target := testkit.Serve(t, testkit.Echo)
-	r := newRig(t, withReach(func(ctx context.Context, ask *Ask) (net.Conn, error) {
-		return new(net.Dialer).DialContext(ctx, "tcp", ask.Target)
+	r := newRig(t, withReach(func(ctx context.Context, request *ReachRequest) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "tcp", request.Target)
 	}), func(c *ServerConfig) { c.Limits.Conns = 4 })
 	clients := make(map[string]*Client)
 	for _, node := range []string{"edge1", "edge2"} {
@@ -899,8 +899,8 @@ func TestReachPrefersTheReplicaWithServices(t *testing.T) {
 		var n atomic.Int64
 		all := newFleet(t, 2, func(c *ServerConfig) {
 			if n.Add(1)-1 != int64(without) {
-				c.Reach = func(ctx context.Context, _ *Ask) (net.Conn, error) {
-					return reachDirect(ctx, &Ask{Target: target})
+				c.Reach = func(ctx context.Context, _ *ReachRequest) (net.Conn, error) {
+					return reachDirect(ctx, &ReachRequest{Target: target})
 				}
 			}
 		})
@@ -933,12 +933,12 @@ func TestReachIsTold(t *testing.T) {
 	seen, spans := new(testkit.Trail[tunnel.Event]), new(testkit.Trail[*tunnel.Span])
 	echo := testkit.Serve(t, testkit.Echo)
 	var traced atomic.Int64
-	r := newRig(t, withReach(func(ctx context.Context, ask *Ask) (net.Conn, error) {
-		if ask.Trace != nil {
+	r := newRig(t, withReach(func(ctx context.Context, request *ReachRequest) (net.Conn, error) {
+		if request.Trace != nil {
 			traced.Add(1)
 		}
-		ask.Node, ask.Addr = "edge2", echo
-		switch ask.Target {
+		request.Node, request.Addr = "edge2", echo
+		switch request.Target {
 		case "denied":
 			return nil, tunnel.Refusef(tunnel.Denied, "no endpoint")
 		case "refused":

@@ -294,7 +294,7 @@ func (r *rig) haveSpare(node tunnel.NodeName) {
 		n := len(cs.spares)
 		cs.mu.Unlock()
 		if n == 0 {
-			cs.askForMore()
+			cs.requestMore()
 		}
 		return n > 0
 	})

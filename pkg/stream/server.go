@@ -274,7 +274,7 @@ func (s *Server) newGRPC(link far, total time.Duration) *grpc.Server {
 	}
 	conf := s.cfg.TLS.Clone()
 	conf.NextProtos = []string{DataProtocol} // gRPC adds its own
-	if s.asks() {
+	if s.requestsCertificates() {
 		conf.ClientAuth = tls.RequestClientCert // the join checks the certificate
 	}
 	opts := append(serverOptions(conns, s.cfg.Limits, link, total),
@@ -336,8 +336,8 @@ func (s *Server) serve(
 	return err
 }
 
-// asks reports whether the TLS handshake asks clients for a certificate.
-func (s *Server) asks() bool { return s.cfg.Certificates || s.cfg.Replicas != nil }
+// requestsCertificates reports whether the TLS handshake requests a certificate of each client.
+func (s *Server) requestsCertificates() bool { return s.cfg.Certificates || s.cfg.Replicas != nil }
 
 // Leave prepares a stop while other replicas continue. Call Leave before the stop. A second call waits for the first
 // one. From then on no edge may join this replica. Leave asks connected edges to open a session with another replica.

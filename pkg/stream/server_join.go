@@ -126,7 +126,7 @@ func (s *Server) join(stream pb.Stream_TunnelStreamingServer, t *transport) (*cl
 	node := proven.grant.Node
 	hello, err := s.helloOf(stream, t, node)
 	if err != nil {
-		return nil, &refusedJoin{node: string(node), told: err, again: reasonOf(err) == reasonAsked}
+		return nil, &refusedJoin{node: string(node), told: err, again: reasonOf(err) == reasonProbed}
 	}
 	if err := role.again(hello); err != nil {
 		return nil, &refusedJoin{node: string(node), told: err, again: true}
@@ -154,8 +154,8 @@ func (s *Server) helloOf(stream controlStream, t *transport, node tunnel.NodeNam
 	switch {
 	case err != nil:
 		return nil, status.Errorf(codes.InvalidArgument, "joining: %v", err)
-	case hello.GetVersion() == askVersion && node != "":
-		return nil, s.asked(t, node)
+	case hello.GetVersion() == probeVersion && node != "":
+		return nil, s.answerProbe(t, node)
 	case hello.GetVersion() != Version:
 		return nil, status.Errorf(codes.FailedPrecondition,
 			"this edge speaks version %d of the protocol and the cloud version %d: "+
@@ -235,7 +235,7 @@ func (s *Server) authenticateNode(ctx context.Context, t *transport) (*proof, *r
 		return nil, &refusedJoin{told: uniform(), err: errors.New("it shows no token, and does not say which node it is")}
 	case len(t.State.PeerCertificates) == 0:
 		err = errors.New("it shows neither a token nor a certificate")
-		if !s.asks() {
+		if !s.requestsCertificates() {
 			err = errors.New("it shows no token, and certificates are not asked for: there is no ca in [mode.cloud.join]")
 		}
 		return nil, &refusedJoin{node: claims[0], told: uniform(), err: err}

@@ -15,10 +15,10 @@ import (
 )
 
 // ReachFunc connects to a target that the edge of a session asks for, see [ServerConfig].
-type ReachFunc func(ctx context.Context, ask *Ask) (net.Conn, error)
+type ReachFunc func(ctx context.Context, request *ReachRequest) (net.Conn, error)
 
-// Ask is one conn for which an edge asks.
-type Ask struct {
+// ReachRequest is the request of an edge for one conn.
+type ReachRequest struct {
 	From   *tunnel.Session
 	Target string
 	Trace  *tunnel.TraceContext // of the conn's span; nil: the conn is not traced
@@ -29,10 +29,10 @@ type Ask struct {
 }
 
 // event describes the conn. What the edge asks for is the path.
-func (a *Ask) event() tunnel.Event {
+func (r *ReachRequest) event() tunnel.Event {
 	return tunnel.Event{
-		Kind: tunnel.EventServices, Node: a.Node, Caller: "node " + string(a.From.Node), Remote: a.From.Remote,
-		Target: a.Addr, Path: a.Target,
+		Kind: tunnel.EventServices, Node: r.Node, Caller: "node " + string(r.From.Node), Remote: r.From.Remote,
+		Target: r.Addr, Path: r.Target,
 	}
 }
 
@@ -61,16 +61,16 @@ func (s *cloudSession) reach(stream pb.Stream_ReachServer, cfg *ServerConfig, sp
 		return err
 	}
 	visit := cfg.ReachSink.Arrived(&s.counters.Doors[tunnel.DoorServices])
-	ask := &Ask{From: s.pub, Target: target, Trace: visit.Trace()}
-	to, refusal := s.dialReach(stream.Context(), topic, ask, cfg.Reach)
+	request := &ReachRequest{From: s.pub, Target: target, Trace: visit.Trace()}
+	to, refusal := s.dialReach(stream.Context(), topic, request, cfg.Reach)
 	if refusal != nil {
-		s.tellRefused(&visit, ask, refusal)
+		s.tellRefused(&visit, request, refusal)
 		s.log.Debug("target refused", "topic", topic, "target", target, "err", refusal)
 		s.counters.Refuse(refusal.Code)
 		return refusalStatus(refusal)
 	}
 	s.counters.ConnsOpened.Add(1)
-	visit.Opened(ask.event)
+	visit.Opened(request.event)
 	gone := make(chan struct{})
 	c := s.newConn(stream, topic, func() { close(gone) })
 	s.replace(topic, c)
@@ -83,7 +83,7 @@ func (s *cloudSession) reach(stream pb.Stream_ReachServer, cfg *ServerConfig, sp
 			received, sent, err := tunnel.Splice(splices, c, to)
 			<-gone
 			s.log.Debug("conn ended", "topic", topic, "target", target, "bytes", received+sent, "err", err)
-			visit.Ended(received, sent, err, ask.event) // the target gets what the edge has sent
+			visit.Ended(received, sent, err, request.event) // the target gets what the edge has sent
 		})()
 	}()
 	return waitForEnd(stream.Context(), c)
@@ -91,7 +91,7 @@ func (s *cloudSession) reach(stream pb.Stream_ReachServer, cfg *ServerConfig, sp
 
 // tellRefused tells ReachSink of a conn that is refused. An edge can cause refusals of targets that it may not reach as
 // often as it likes, so they are limited; the counters count all of them.
-func (s *cloudSession) tellRefused(visit *tunnel.Visit, ask *Ask, refusal *tunnel.Refusal) {
+func (s *cloudSession) tellRefused(visit *tunnel.Visit, request *ReachRequest, refusal *tunnel.Refusal) {
 	skipped := 0
 	if refusal.Code == tunnel.Denied {
 		var ok bool
@@ -99,7 +99,7 @@ func (s *cloudSession) tellRefused(visit *tunnel.Visit, ask *Ask, refusal *tunne
 		visit.Quiet, visit.Told = !ok, !ok
 	}
 	visit.Refused(refusal, func() tunnel.Event {
-		e := ask.event()
+		e := request.event()
 		e.Skipped = skipped
 		return e
 	})
@@ -108,14 +108,14 @@ func (s *cloudSession) tellRefused(visit *tunnel.Visit, ask *Ask, refusal *tunne
 // dialReach dials the target of a Reach, when the quota of the node has room. If it returns a conn, the caller must
 // remove the topic and call quota.over when the conn has ended.
 func (s *cloudSession) dialReach(
-	ctx context.Context, topic string, ask *Ask, dial ReachFunc,
+	ctx context.Context, topic string, request *ReachRequest, dial ReachFunc,
 ) (to net.Conn, refusal *tunnel.Refusal) {
-	given, target := ctx, ask.Target
+	given, target := ctx, request.Target
 	ctx, cancel := context.WithTimeout(ctx, dialTimeout)
 	defer cancel()
 	caller := "node " + string(s.pub.Node) // no caller of a front door has such a name, so the two take turns
-	asked := tunnel.Request{Node: s.pub.Node, Category: categoryServices, Addr: target, Caller: caller}
-	if refusal = s.enter(ctx, asked); refusal != nil {
+	r := tunnel.Request{Node: s.pub.Node, Category: categoryServices, Addr: target, Caller: caller}
+	if refusal = s.enter(ctx, r); refusal != nil {
 		return nil, refusal
 	}
 	s.quota.allowReach()
@@ -133,7 +133,7 @@ func (s *cloudSession) dialReach(
 			s.remove(topic)
 		}
 	}()
-	to, err := dial(ctx, ask)
+	to, err := dial(ctx, request)
 	if err == nil {
 		return to, nil
 	}

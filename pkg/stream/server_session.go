@@ -52,13 +52,13 @@ type cloudSession struct {
 	succession  *time.Timer                  // ends predecessor; nil: nothing does. Owned by the handler
 
 	// Guarded by session.mu.
-	asking     int           // unanswered requests for data connections
-	lastAsk    time.Time     // when the cloud last asked for a data connection
-	noAskUntil time.Time     // until then the cloud asks for none, since the edge has refused one
-	spares     []*dataConn   // idle data connections; the most recently used is last
-	spared     tunnel.Change // a data connection has become idle
-	calls      int           // streams of SessionServices; see addCall
-	shortConns recently      // conns that ended recently and lasted less than short
+	requested      int           // unanswered requests for data connections
+	lastRequest    time.Time     // when the cloud last requested a data connection
+	noRequestUntil time.Time     // until then the cloud requests none, since the edge has refused one
+	spares         []*dataConn   // idle data connections; the most recently used is last
+	spared         tunnel.Change // a data connection has become idle
+	calls          int           // streams of SessionServices; see addCall
+	shortConns     recently      // conns that ended recently and lasted less than short
 }
 
 var (
@@ -188,7 +188,7 @@ func (s *cloudSession) dialByControl(
 	}
 	// If the session ends now, Close settles p.
 	s.post(m)
-	s.askForMore()
+	s.requestMore()
 	var o opened
 	defer func() {
 		if o.refusal != nil || o.conn == nil && p.settle(opened{}) { // the second condition holds only after a panic

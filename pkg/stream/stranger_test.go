@@ -142,9 +142,9 @@ func (c *strangerControl) end() error {
 	}
 }
 
-// asked has the cloud dial through this session, and returns the open request and
+// sentOpen has the cloud dial through this session, and returns the open request and
 // how the dial ended.
-func (r *rig) asked(c *strangerControl, node string) (*pb.StreamMsg, <-chan dialled) {
+func (r *rig) sentOpen(c *strangerControl, node string) (*pb.StreamMsg, <-chan dialled) {
 	r.t.Helper()
 	result := make(chan dialled, 1)
 	go func() {

@@ -542,7 +542,7 @@ func TestEdgeThatDoesNotAnswer(t *testing.T) {
 	onFakeClock(t, func(t *testing.T, r *rig) {
 		c := r.stranger().join("edge1")
 		start := time.Now()
-		open, result := r.asked(c, "edge1")
+		open, result := r.sentOpen(c, "edge1")
 		d := <-result
 		if d.err == nil || tunnel.CodeOf(d.err) != tunnel.Timeout {
 			t.Errorf("got %v, want a timeout", d.err)

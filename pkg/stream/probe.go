@@ -22,15 +22,15 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// askVersion is the version in the hello of a node that only asks whether it may join. The cloud checks the proof
+// probeVersion is the version in the hello of a node that only asks whether it may join. The cloud checks the proof
 // of the node as at a join, and opens no session. An older cloud refuses the version after it has accepted the proof.
-const askVersion = math.MaxUint32
+const probeVersion = math.MaxUint32
 
-// askPadding is how many bytes such a hello has at least: a path that loses large packets must show it.
-const askPadding = 4 << 10
+// probePadding is how many bytes such a hello has at least: a path that loses large packets must show it.
+const probePadding = 4 << 10
 
-// Answer is the cloud's answer to [Client.Ask]. It is zero if the cloud is of an older release, which has accepted the
-// proof and says nothing more.
+// Answer is the cloud's answer to [Client.Probe]. It is zero if the cloud is of an older release, which has accepted
+// the proof and says nothing more.
 type Answer struct {
 	Time     time.Time // by the clock of the cloud; zero: not known
 	Software string    // of the cloud
@@ -40,9 +40,9 @@ type Answer struct {
 	Remote  string    // the address from which that session has come
 }
 
-// Ask asks the cloud whether this client may join. It opens no session, and a live session continues. An error is why
+// Probe asks the cloud whether this client may join. It opens no session, and a live session continues. An error is why
 // the cloud cannot be reached, or why it refuses; [Hinted] splits its text.
-func (c *Client) Ask(ctx context.Context) (a Answer, err error) {
+func (c *Client) Probe(ctx context.Context) (a Answer, err error) {
 	var shown *handshake
 	defer func() {
 		if err != nil {
@@ -71,7 +71,7 @@ func (c *Client) Ask(ctx context.Context) (a Answer, err error) {
 	var cloud peer.Peer
 	stream, err := pb.NewStreamClient(cc).TunnelStreaming(ctx, grpc.PerRPCCredentials(credential), grpc.Peer(&cloud))
 	if err == nil {
-		hello := encode(&pb.Hello{Version: askVersion, Software: c.cfg.Software, Reach: strings.Repeat(" ", askPadding)})
+		hello := encode(&pb.Hello{Version: probeVersion, Software: c.cfg.Software, Reach: strings.Repeat(" ", probePadding)})
 		err = stream.Send(&pb.StreamMsg{Node: string(c.cfg.Node), Category: category, Type: typeHello, Data: hello})
 		if err == nil || errors.Is(err, io.EOF) {
 			_, err = stream.Recv() // after io.EOF, Recv returns the reason
@@ -97,10 +97,10 @@ func bindingOf(state *tls.ConnectionState) string {
 	return hex.EncodeToString(secret)
 }
 
-// answerOf reads the answer to a hello of askVersion out of the error that ends the stream. binding is of the TLS
+// answerOf reads the answer to a hello of probeVersion out of the error that ends the stream. binding is of the TLS
 // connection.
 func answerOf(err error, binding string) (a Answer, _ error) {
-	if why := reasonOf(err); status.Code(err) != codes.FailedPrecondition || why != "" && why != reasonAsked {
+	if why := reasonOf(err); status.Code(err) != codes.FailedPrecondition || why != "" && why != reasonProbed {
 		if err == nil {
 			err = errors.New("the other side is no cloud: it has answered a question with a message")
 		}
@@ -108,7 +108,7 @@ func answerOf(err error, binding string) (a Answer, _ error) {
 	}
 	for _, detail := range status.Convert(err).Details() {
 		info, ok := detail.(*errdetails.ErrorInfo)
-		if !ok || info.GetDomain() != reasonDomain || info.GetReason() != string(reasonAsked) {
+		if !ok || info.GetDomain() != reasonDomain || info.GetReason() != string(reasonProbed) {
 			continue
 		}
 		m := info.GetMetadata()
@@ -141,8 +141,8 @@ func millisecond(s string) time.Time {
 	return time.UnixMilli(ms)
 }
 
-// asked answers a hello of askVersion: the node has proven itself, and may join.
-func (s *Server) asked(t *transport, node tunnel.NodeName) error {
+// answerProbe answers a hello of probeVersion: the node has proven itself, and may join.
+func (s *Server) answerProbe(t *transport, node tunnel.NodeName) error {
 	m := map[string]string{
 		"version": strconv.Itoa(Version), "software": s.cfg.Software,
 		"time_ms": strconv.FormatInt(time.Now().UnixMilli(), 10), "binding": bindingOf(&t.State),
@@ -151,5 +151,5 @@ func (s *Server) asked(t *transport, node tunnel.NodeName) error {
 		m["session"], m["remote"] = live.ID, live.Remote
 		m["since_ms"] = strconv.FormatInt(live.Since.UnixMilli(), 10)
 	}
-	return withFacts(codes.FailedPrecondition, reasonAsked, "this node may join; the question opens no session", m)
+	return withFacts(codes.FailedPrecondition, reasonProbed, "this node may join; the question opens no session", m)
 }

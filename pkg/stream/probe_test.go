@@ -30,16 +30,16 @@ func (r *rig) client(cfg ClientConfig) *Client {
 
 // A node that asks is told the cloud's time and the node's live session. The session continues, and the cloud
 // counts and logs nothing.
-func TestAsk(t *testing.T) {
+func TestProbe(t *testing.T) {
 	r := newRig(t)
-	asking := r.client(r.clientConfig("edge1"))
-	a, err := asking.Ask(t.Context())
+	prober := r.client(r.clientConfig("edge1"))
+	a, err := prober.Probe(t.Context())
 	if err != nil || a.Session != "" || a.Software != "test" || time.Since(a.Time).Abs() > patience {
 		t.Fatalf("without a session: %+v, %v", a, err)
 	}
 	e := r.join("edge1", nil)
 	live := r.dir.Lookup("edge1")
-	if a, err = asking.Ask(t.Context()); err != nil || a.Session != live.ID || a.Remote != live.Remote ||
+	if a, err = prober.Probe(t.Context()); err != nil || a.Session != live.ID || a.Remote != live.Remote ||
 		a.Since.UnixMilli() != live.Since.UnixMilli() {
 		t.Errorf("with a session: %+v, %v; want %s from %s", a, err, live.ID, live.Remote)
 	}
@@ -52,12 +52,12 @@ func TestAsk(t *testing.T) {
 }
 
 // A node that may not join gets the same answer as at a join, with the next step apart.
-func TestAskRefused(t *testing.T) {
+func TestProbeRefused(t *testing.T) {
 	r := newRig(t)
 	cfg := r.clientConfig("edge1")
 	cfg.Token = auth.StaticToken("wrong")
-	_, err := r.client(cfg).Ask(t.Context())
-	hinted, ok := err.(*Hinted) //nolint:errorlint // Ask itself has made it
+	_, err := r.client(cfg).Probe(t.Context())
+	hinted, ok := err.(*Hinted) //nolint:errorlint // Probe itself has made it
 	if status.Code(err) != codes.Unauthenticated || !ok || !strings.Contains(hinted.Hint, "token file") ||
 		strings.Contains(hinted.Err.Error(), hinted.Hint) {
 		t.Errorf("a wrong token: %v", err)
@@ -74,20 +74,20 @@ func TestAskRefused(t *testing.T) {
 	if _, err := answerOf(withReason(codes.FailedPrecondition, "OTHER", "no"), ""); err == nil {
 		t.Error("a refusal for another reason is taken for an answer")
 	}
-	err = withFacts(codes.FailedPrecondition, reasonAsked, "", map[string]string{"version": "9", "software": "v9"})
+	err = withFacts(codes.FailedPrecondition, reasonProbed, "", map[string]string{"version": "9", "software": "v9"})
 	if _, err = answerOf(err, ""); err == nil || !strings.Contains(err.Error(), "release of the cloud (v9)") {
 		t.Errorf("a cloud of another version: %v", err)
 	}
 }
 
 // A balancer that ends TLS on both sides passes a token on, and is noticed by the answer, or by the lack of one.
-func TestAskThroughBalancer(t *testing.T) {
+func TestProbeThroughBalancer(t *testing.T) {
 	for name, losesTrailers := range map[string]bool{"whole": false, "without trailers": true} {
-		t.Run(name, func(t *testing.T) { testAskThroughBalancer(t, losesTrailers) })
+		t.Run(name, func(t *testing.T) { testProbeThroughBalancer(t, losesTrailers) })
 	}
 }
 
-func testAskThroughBalancer(t *testing.T, losesTrailers bool) {
+func testProbeThroughBalancer(t *testing.T, losesTrailers bool) {
 	r := newRig(t)
 	protocols := new(http.Protocols)
 	protocols.SetHTTP2(true)
@@ -102,7 +102,7 @@ func testAskThroughBalancer(t *testing.T, losesTrailers bool) {
 		Handler: balancer, TLSConfig: &tls.Config{Certificates: []tls.Certificate{pair}}, Protocols: protocols,
 		ErrorLog: log.New(io.Discard, "", 0),
 	})
-	_, err = r.client(cfg).Ask(t.Context())
+	_, err = r.client(cfg).Probe(t.Context())
 	if hinted, ok := errors.AsType[*Hinted](err); !ok || !strings.Contains(hinted.Hint, "pass TCP through") {
 		t.Errorf("%v", err)
 	}
