@@ -307,7 +307,8 @@ func TestCloseWhileStalled(t *testing.T) {
 
 // A stalled reader does not end a WebSocket: an empty message waits as long as any other.
 func TestStalledReader(t *testing.T) {
-	client, server, _ := pair(t, 10*time.Millisecond)
+	// A ping a second: while the reader stalls, more than maxEmpty of them would look like a flood to it afterwards.
+	client, server, _ := pair(t, time.Second)
 	const most = 64 << 20
 	sent := make(chan int)
 	go func() {

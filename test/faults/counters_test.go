@@ -87,7 +87,7 @@ func TestCountersAddUp(t *testing.T) {
 	}
 
 	ok, no := `{door="tcp",result="ok"}`, `{door="tcp",result="refused"}`
-	testkit.Within(t, atOnce, "the cloud's metrics add up", func() error {
+	testkit.Within(t, patience, "the cloud's metrics add up", func() error {
 		return counted(p.CloudHealth(), map[string]int{
 			"tunnel_conns_opened_total": served, `tunnel_conns_refused_total{code="refused"}`: refused,
 			"tunnel_sent_bytes_total": up, "tunnel_received_bytes_total": 2 * up, "tunnel_conns": 0,
@@ -95,13 +95,13 @@ func TestCountersAddUp(t *testing.T) {
 			`tunnel_door_open_duration_seconds_count{door="tcp"}`: served,
 		})
 	})
-	testkit.Within(t, atOnce, "the edge's metrics add up", func() error {
+	testkit.Within(t, patience, "the edge's metrics add up", func() error {
 		return counted(p.EdgeHealth(), map[string]int{
 			"tunnel_conns_opened_total": served, `tunnel_conns_refused_total{code="refused"}`: refused,
 			"tunnel_sent_bytes_total": 2 * up, "tunnel_received_bytes_total": up, "tunnel_conns": 0,
 		})
 	})
-	testkit.Within(t, atOnce, "the audit adds up",
+	testkit.Within(t, patience, "the audit adds up",
 		func() error { return audited(p.Path("audit.json"), served, refused, up) })
 
 	out, err := exec.CommandContext(t.Context(), program, "ls", "-o", "json", "-c", p.Path("cloud.toml")).Output()

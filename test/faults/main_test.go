@@ -28,6 +28,9 @@ const (
 	// atOnce is for what happens without waiting for anything, on a machine that is
 	// busy with other things.
 	atOnce = 3 * time.Second
+	// patience is for what must happen, where the test judges no time. It bounds the test on a machine that has
+	// processor time for other things first.
+	patience = time.Minute
 	// poll is how often a condition is looked at.
 	poll = 50 * time.Millisecond
 )

@@ -142,7 +142,7 @@ func ping(c net.Conn) error {
 func (c *callers) more(n int64) {
 	c.t.Helper()
 	want := c.served.Load() + n
-	testkit.Within(c.t, atOnce, "callers are served", func() error {
+	testkit.Within(c.t, patience, "callers are served", func() error {
 		if got := c.served.Load(); got < want && c.failed.Load() == 0 {
 			return fmt.Errorf("%d, want %d", got, want)
 		}
@@ -358,7 +358,7 @@ func (p *pair) hangup(process *rig.Process, log *rig.Log, texts ...string) {
 	if err := process.Signal(syscall.SIGHUP); err != nil {
 		p.t.Fatal(err)
 	}
-	testkit.Within(p.t, atOnce, "the log tells the reload", func() error {
+	testkit.Within(p.t, patience, "the log tells the reload", func() error {
 		for line := range strings.SplitSeq(log.String()[before:], "\n") {
 			found := strings.Contains(line, "configuration")
 			for _, text := range texts {
@@ -498,7 +498,7 @@ func TestTerminalClosed(t *testing.T) {
 	if err = cmd.Process.Signal(syscall.SIGHUP); err != nil {
 		t.Fatal(err)
 	}
-	testkit.Within(t, atOnce, "the cloud reloads", func() error {
+	testkit.Within(t, patience, "the cloud reloads", func() error {
 		if !strings.Contains(p.CloudLog.String(), "configuration read again") {
 			return errors.New("the log does not say so")
 		}

@@ -238,7 +238,7 @@ func TestRestartEdge(t *testing.T) {
 	if n := traffic.failed.Load(); n > 0 {
 		t.Errorf("%d callers failed", n)
 	}
-	testkit.Within(t, atOnce, "the old sessions are gone", func() error { return p.sessions(1) })
+	testkit.Within(t, patience, "the old sessions are gone", func() error { return p.sessions(1) })
 	if n, err := metric(p.CloudHealth(), "tunnel_sessions_replaced_total"); err != nil || n != 0 {
 		t.Errorf("%v sessions were replaced, %v", n, err)
 	}
@@ -248,7 +248,7 @@ func TestRestartEdge(t *testing.T) {
 func successor(t *testing.T, log *rig.Log, n int) (pid int) {
 	t.Helper()
 	line := regexp.MustCompile(`a new process starts.* pid=(\d+)`)
-	testkit.Within(t, atOnce, "a new process starts", func() error {
+	testkit.Within(t, patience, "a new process starts", func() error {
 		all := line.FindAllStringSubmatch(log.String(), -1)
 		if len(all) < n {
 			return fmt.Errorf("%d, want %d", len(all), n)
@@ -460,7 +460,7 @@ func TestDrain(t *testing.T) {
 	if err = rig.Ready(p.EdgeHealth()); err == nil {
 		t.Error("/readyz of the drained edge is 200")
 	}
-	testkit.Within(t, atOnce, "new conns are refused", func() error {
+	testkit.Within(t, patience, "new conns are refused", func() error {
 		if err := tryEcho(t.Context(), p.Door("echo")); err == nil {
 			return errors.New("a new conn is served")
 		}

@@ -88,7 +88,7 @@ func TestTerminateDrains(t *testing.T) {
 		var arrived atomic.Int64
 		ended := make(chan error, 1)
 		go func() { ended <- x.run(c, func(n int64) { arrived.Store(n) }) }()
-		testkit.Within(t, atOnce, "the transfer is running", func() error {
+		testkit.Within(t, patience, "the transfer is running", func() error {
 			if n := arrived.Load(); n < 1<<20 {
 				return fmt.Errorf("%d bytes have arrived", n)
 			}
@@ -184,7 +184,7 @@ func TestEdgeBeforeCloud(t *testing.T) {
 	t.Parallel()
 	p := newPair(t)
 	p.startEdge()
-	testkit.Within(t, atOnce, "the edge says that it is alive and why it is not ready", func() error {
+	testkit.Within(t, patience, "the edge says that it is alive and why it is not ready", func() error {
 		err := rig.Ready(p.EdgeHealth())
 		if err == nil || !strings.Contains(err.Error(), "is the cloud running") {
 			return fmt.Errorf("readyz says: %w", err)
