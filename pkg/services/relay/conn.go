@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/services"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -180,11 +181,8 @@ func (d *door) accept(ln net.Listener) {
 // close has the kernel redirect nothing more, and closes the listeners. The table stays while conns live: the kernel
 // translates their addresses as long as there is a rule for it.
 func (d *door) close() {
-	if d.programmed != nil {
-		// It fails if the next process has made a table of its own, which is as good.
-		if err := d.relay.kernel.change(nil, d.programmed); err != nil {
-			d.relay.log.Debug("Services cannot be taken out of nftables", "err", err)
-		}
+	if err := d.relay.kernel.clear(); err != nil {
+		d.relay.log.Warn("Services cannot be taken out of nftables", "err", err)
 	}
 	d.stop()
 	for _, ln := range d.listeners {
@@ -197,7 +195,13 @@ func (d *door) close() {
 // kube-proxy's.
 func (d *door) drain() {
 	d.conns.Wait()
-	if err := d.relay.kernel.forget(d.programmed, true); err != nil {
+	redirected := d.programmed
+	if redirected == nil { // the last change has failed
+		d.relay.mu.RLock()
+		redirected = d.redirects(d.relay.plan.frontends)
+		d.relay.mu.RUnlock()
+	}
+	if err := d.relay.kernel.forget(redirected, true); err != nil {
 		d.relay.log.Warn("flows of UDP lead to the edge after its end", "err", err)
 	}
 }
@@ -325,6 +329,9 @@ func (r *Relay) try(ctx context.Context, a attempt) (net.Conn, error) {
 	if a.far {
 		return r.reachFar(ctx, a.target())
 	}
+	if err := r.mayDial(a.Endpoint, a.address()); err != nil {
+		return nil, err
+	}
 	c, err := r.dial(ctx, "tcp", a.address().String())
 	switch {
 	case err == nil:
@@ -335,12 +342,28 @@ func (r *Relay) try(ctx context.Context, a attempt) (net.Conn, error) {
 	return nil, tunnel.Refusef(tunnel.Unreachable, "%v", err)
 }
 
+// mayDial returns a refusal if this node must not dial an endpoint: a user who may write EndpointSlices can claim that
+// any address is on this node, and the edge dials from the node's own network. Networks of Config.Direct are permitted.
+func (r *Relay) mayDial(e *services.Endpoint, at netip.AddrPort) error {
+	r.mu.RLock()
+	permits, routed := r.permits, r.planner.isRouted(e)
+	r.mu.RUnlock()
+	if routed || permits == nil && r.Home(at.Addr()) || permits != nil && permits(at) {
+		return nil
+	}
+	return tunnel.Refusef(tunnel.Denied, "%s is said to be on this node, but it is no address of the node or of its "+
+		"pods: permit it by allow in [mode.edge], if it is one", at)
+}
+
 // reachFar asks the cloud for a conn to a target, unless the cloud has refused it a moment ago.
 func (r *Relay) reachFar(ctx context.Context, target string) (net.Conn, error) {
 	if err := r.refusals.get(target); err != nil {
 		return nil, err
 	}
 	c, err := r.cfg.Reach(ctx, target)
+	if err == nil {
+		return c, nil
+	}
 	switch tunnel.CodeOf(err) {
 	case tunnel.NoSuchNode, tunnel.Denied, tunnel.Internal:
 		r.refusals.put(target, err)

@@ -89,7 +89,6 @@ func attribute(b []byte, kind uint16) []byte {
 
 // forget implements kernel.
 func (k *linux) forget(all redirects, leave bool) error {
-	all = all.datagrams()
 	if len(all) == 0 {
 		return nil
 	}
@@ -114,12 +113,27 @@ type outdated struct {
 
 // MatchConntrackFlow implements netlink.CustomConntrackFilter.
 func (o outdated) MatchConntrackFlow(f *netlink.ConntrackFlow) bool {
-	if f.Forward.Protocol != unix.IPPROTO_UDP {
+	protocol, ok := mayForget(f)
+	if !ok {
 		return false
 	}
-	port, changed := o.all[address{addrPort(f.Forward.DstIP, f.Forward.DstPort), protocolUDP}]
+	port, changed := o.all[address{addrPort(f.Forward.DstIP, f.Forward.DstPort), protocol}]
 	leads := addrPort(f.Reverse.SrcIP, f.Reverse.SrcPort) == netip.AddrPortFrom(o.own, port)
 	return changed && leads == o.leave
+}
+
+// mayForget returns the protocol of an entry whose removal cuts nothing: one of UDP, or of a TCP connection that has had
+// no answer. The caller of the latter sends its SYN again, and the kernel decides anew. ok is false for others.
+func mayForget(f *netlink.ConntrackFlow) (protocol string, ok bool) {
+	const synSent = 1 // TCP_CONNTRACK_SYN_SENT of linux/netfilter/nf_conntrack_tcp.h
+	switch f.Forward.Protocol {
+	case unix.IPPROTO_UDP:
+		return protocolUDP, true
+	case unix.IPPROTO_TCP:
+		state, known := f.ProtoInfo.(*netlink.ProtoInfoTCP)
+		return protocolTCP, known && state.State == synSent
+	}
+	return "", false
 }
 
 func addrPort(ip net.IP, port uint16) netip.AddrPort {

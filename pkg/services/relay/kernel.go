@@ -50,17 +50,6 @@ func (r redirects) difference(want redirects) (add, gone redirects) {
 	return add, gone
 }
 
-// datagrams returns the addresses of UDP.
-func (r redirects) datagrams() redirects {
-	some := make(redirects)
-	for at, port := range r {
-		if at.protocol == protocolUDP {
-			some[at] = port
-		}
-	}
-	return some
-}
-
 // addresses are those of the cluster's DNS.
 type addresses map[netip.AddrPort]struct{}
 
@@ -82,8 +71,11 @@ type kernel interface {
 	// change adds addresses to the table, and removes others.
 	change(add, gone redirects) error
 	// forget ends the translation of datagrams to these addresses by which they go elsewhere, or if leave is true, by
-	// which they go to the relay. The kernel decides by the table again for the next datagram of each caller.
+	// which they go to the relay. It is the same with connections of TCP that have had no answer yet; others go on. The
+	// kernel decides by the table again for the next packet of each caller.
 	forget(all redirects, leave bool) error
+	// clear removes all addresses from the table that program has made. Without that table it does nothing.
+	clear() error
 	// intact reports whether the table is as program has made it, apart from its addresses.
 	intact() bool
 	// remove removes the table, if it is the one that program has made.

@@ -10,6 +10,7 @@ import (
 	"net/netip"
 	"slices"
 	"strconv"
+	"strings"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/binaryutil"
@@ -58,7 +59,7 @@ func withVersion(err error) error {
 }
 
 // RemoveRules removes the rules that an edge with Services has left when it was killed. It is for an edge without: the
-// rules lead nowhere. Without rights, or without such rules, it does nothing.
+// rules lead nowhere. Without rights, without such rules, or while the edge that has made them runs, it does nothing.
 func RemoveRules(log *slog.Logger) {
 	(&linux{}).removeLeft(log)
 	RemoveDNSRules(log)
@@ -72,10 +73,38 @@ func (k *linux) removeLeft(log *slog.Logger) {
 	if err != nil {
 		return
 	}
+	if owner, lives := k.owner(c); lives {
+		log.Info("another edge of this machine serves Services: its rules stay", "table", k.table().Name, "listener", owner)
+		return
+	}
 	c.DelTable(k.table())
 	if c.Flush() == nil {
 		log.Info("rules that an edge with [mode.edge.services] has left are removed", "table", k.table().Name)
 	}
+}
+
+// owner returns where the process listens that has made the table, if it runs. The names of the chains have its port.
+func (k *linux) owner(c *nftables.Conn) (at netip.AddrPort, lives bool) {
+	chains, err := c.ListChainsOfTableFamily(k.table().Family)
+	if err != nil {
+		return at, false
+	}
+	for _, chain := range chains {
+		id, ok := strings.CutPrefix(chain.Name, prefixPrerouting)
+		port, err := strconv.ParseUint(id, 10, 16)
+		if !ok || err != nil || chain.Table.Name != k.table().Name {
+			continue
+		}
+		at = netip.AddrPortFrom(addr4, uint16(port))
+		ln, err := net.ListenTCP("tcp", net.TCPAddrFromAddrPort(at))
+		if errors.Is(err, unix.EADDRINUSE) {
+			return at, true
+		}
+		if err == nil {
+			ln.Close()
+		}
+	}
+	return at, false
 }
 
 // open implements kernel. It adds the addresses to loopback: packets to them are for this machine, wherever they come
@@ -147,6 +176,9 @@ func (k *linux) table() *nftables.Table {
 // this one stops.
 func (k *linux) id() string { return strconv.Itoa(int(k.listeners[0].Port())) }
 
+// prefixPrerouting is what the names of chains for packets that come in begin with. The id of the process follows.
+const prefixPrerouting = "prerouting-"
+
 // chains are those of packets that come in, and of this machine's own packets. Their priority is before that of
 // kube-proxy, in any of its modes: of the chains that translate a connection's address, the first one counts. DNS comes
 // first, since the cluster's DNS may be a Service that the relay serves.
@@ -156,7 +188,7 @@ func (k *linux) chains() []*nftables.Chain {
 		first = nftables.ChainPriorityRef(*first - 1)
 	}
 	return []*nftables.Chain{
-		{Name: "prerouting-" + k.id(), Table: k.table(), Type: nftables.ChainTypeNAT,
+		{Name: prefixPrerouting + k.id(), Table: k.table(), Type: nftables.ChainTypeNAT,
 			Hooknum: nftables.ChainHookPrerouting, Priority: first},
 		{Name: "output-" + k.id(), Table: k.table(), Type: nftables.ChainTypeNAT,
 			Hooknum: nftables.ChainHookOutput, Priority: first},
@@ -172,7 +204,7 @@ func (k *linux) set(f family) *nftables.Set {
 // commentMarked is of the rule that leaves connections of Unredirected alone.
 const commentMarked = "from the edge itself"
 
-// leaveMarked is: meta mark & 0x2000 != 0 return.
+// leaveMarked is: meta mark & 0x1000 != 0 return.
 func leaveMarked() []expr.Any {
 	return []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyMARK, Register: unix.NFT_REG_1},
@@ -273,6 +305,22 @@ func (k *linux) change(add, gone redirects) error {
 		}
 	}
 	return k.flush(c)
+}
+
+// clear implements kernel. Each set is a transaction of its own: the one of a family may be missing.
+func (k *linux) clear() error {
+	c, err := nftables.New()
+	if err != nil {
+		return fmt.Errorf("opening nftables: %w", withRights(err))
+	}
+	var errs []error
+	for _, listener := range k.listeners {
+		c.FlushSet(k.set(familyOf(listener.Addr())))
+		if err := k.flush(c); err != nil && !errors.Is(err, unix.ENOENT) { // the next process has made the table anew
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
 }
 
 // perMessage is how many addresses one message has at most: the length of an attribute has 16 bits.

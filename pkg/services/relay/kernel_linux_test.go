@@ -199,6 +199,37 @@ func TestRedirect(t *testing.T) {
 		t.Errorf("after the end, the tables are %v", got)
 	}
 
+	// An edge without Services leaves the rules of one that runs.
+	log, lines := testkit.NewLog()
+	living := &linux{}
+	ln, err := net.Listen("tcp", netip.AddrPortFrom(addr4, 0).String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := ln.Addr().(*net.TCPAddr).AddrPort()
+	if err := living.program([]netip.AddrPort{at}, redirects{{web4, protocolTCP}: 1, {log4, protocolUDP}: 2}); err != nil {
+		t.Fatal(err)
+	}
+	RemoveRules(log)
+	if got := tables(t); !slices.Contains(got, tableName) {
+		t.Errorf("the table of an edge that runs is gone: %v\n%s", got, lines)
+	}
+	// An element is missing: the others go at the end nevertheless.
+	if err := living.change(nil, redirects{{log4, protocolUDP}: 2}); err != nil {
+		t.Fatal(err)
+	}
+	if err := living.clear(); err != nil || living.elements(t) != 0 {
+		t.Errorf("%d elements are left, %v", living.elements(t), err)
+	}
+	ln.Close()
+	RemoveRules(log)
+	if got := tables(t); slices.Contains(got, tableName) {
+		t.Errorf("the table of an edge that has ended is left: %v\n%s", got, lines)
+	}
+	if err := living.clear(); err != nil {
+		t.Errorf("without a table: %v", err)
+	}
+
 	// Without the cloud, after a kill: the table of the process before is still there.
 	before := &linux{}
 	if _, err := before.open(); err != nil {
@@ -209,7 +240,7 @@ func TestRedirect(t *testing.T) {
 		t.Fatal(err)
 	}
 	// An edge that has no Services any more removes it.
-	log, lines := testkit.NewLog()
+	log, lines = testkit.NewLog()
 	for range 2 {
 		RemoveRules(log)
 	}
@@ -239,6 +270,20 @@ func TestRedirect(t *testing.T) {
 	if err := after.remove(); err != nil || slices.Contains(tables(t), tableName) {
 		t.Errorf("tables: %v, %v", tables(t), err)
 	}
+}
+
+// elements returns how many addresses of IPv4 the table has.
+func (k *linux) elements(t *testing.T) int {
+	t.Helper()
+	c, err := nftables.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	all, err := c.GetSetElements(k.set(familyOf(addr4)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(all)
 }
 
 // servesNow returns how many addresses the kernel redirects.

@@ -260,9 +260,11 @@ func chosen(f frontend, endpoints []services.Named, self services.Self) []servic
 
 // isDirect reports whether this node reaches an endpoint by itself.
 func (n planner) isDirect(e *services.Endpoint) bool {
-	if e.GetNode() == n.node {
-		return true
-	}
+	return e.GetNode() == n.node || n.isRouted(e)
+}
+
+// isRouted reports whether an endpoint is in a network that this node reaches by itself.
+func (n planner) isRouted(e *services.Endpoint) bool {
 	addr, err := netip.ParseAddr(e.GetAddress())
 	return err == nil && slices.ContainsFunc(n.direct, func(p netip.Prefix) bool { return p.Contains(addr.Unmap()) })
 }

@@ -102,6 +102,7 @@ type Relay struct {
 
 	mu      sync.RWMutex // guards the following
 	planner planner
+	permits func(netip.AddrPort) bool // which addresses of this node may be dialled; nil: those of Home
 	state   *services.State
 	loaded  bool          // the state of the file is in state, or there is none
 	streams bool          // a stream of the cloud has begun with the digests of state

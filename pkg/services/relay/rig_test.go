@@ -68,11 +68,22 @@ func (f *fake) write(add, gone redirects) error {
 	return nil
 }
 
+func (f *fake) clear() error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	clear(f.table)
+	return nil
+}
+
 func (f *fake) forget(all redirects, leave bool) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if !leave {
-		f.forgot = append(f.forgot, all.datagrams().sorted()...)
+		for _, at := range all.sorted() {
+			if at.protocol == protocolUDP {
+				f.forgot = append(f.forgot, at)
+			}
+		}
 	}
 	return nil
 }

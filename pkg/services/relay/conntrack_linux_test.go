@@ -1,0 +1,107 @@
+package relay
+
+import (
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"tunnel.example/tunnel/internal/testkit"
+)
+
+// A connection that waits for kube-proxy's choice, which no route reaches, gets an endpoint as soon as the relay serves
+// the Service.
+func TestPendingConnectionsAreRedirected(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	p := newNode(t)
+	link, err := netlink.LinkByName("vethpod")
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The host that kube-proxy's rules choose is silent, and no neighbour says that it is missing.
+	err = netlink.NeighAdd(&netlink.Neigh{LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT,
+		IP: net.IPv4(10, 88, 1, 99), HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 99}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	conns := make(chan net.Conn, 1) // capacity 1: one dial
+	go p.in(func() error {
+		conn, err := (&net.Dialer{Timeout: time.Minute}).Dial("tcp", web4.String())
+		conns <- conn
+		return err
+	})
+	pending := func() (n int) {
+		all, err := netlink.ConntrackTableList(netlink.ConntrackTable, unix.AF_INET)
+		if err != nil {
+			t.Skipf("the kernel has no conntrack: %v", err)
+		}
+		for _, f := range all {
+			protocol, ok := mayForget(f)
+			if ok && protocol == protocolTCP && addrPort(f.Forward.DstIP, f.Forward.DstPort) == web4 {
+				n++
+			}
+		}
+		return n
+	}
+	testkit.Eventually(t, "the kernel knows the connection", func() bool { return pending() == 1 })
+	c := newCloud()
+	c.reach = echo(t)
+	r, _ := newTestRelay(t, &linux{}, c)
+	testkit.Run(t, r.Run)
+	<-c.nexts
+	c.batches <- batch(t, false, shop(t))
+	<-c.nexts
+	conn := <-conns
+	if conn == nil {
+		t.Fatal("the connection fails")
+	}
+	wantEcho(t, conn)
+}
+
+// No entry of an established connection is removed.
+func TestOutdated(t *testing.T) {
+	own := netip.AddrPortFrom(addr4, 7)
+	o := outdated{redirects{{web4, protocolTCP}: 7, {web4, protocolUDP}: 7}, addr4, false}
+	for _, c := range []struct {
+		name     string
+		protocol uint8
+		state    netlink.ProtoInfo
+		to, from netip.AddrPort // where the caller sends to, and where answers come from
+		want     bool
+	}{
+		{"pending", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 1}, web4, log4, true},
+		{"answered", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 2}, web4, log4, false},
+		{"established", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 3}, web4, log4, false},
+		{"closed", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 7}, web4, log4, false},
+		{"without a state", unix.IPPROTO_TCP, nil, web4, log4, false},
+		{"to the relay", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 1}, web4, own, false},
+		{"to another address", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 1}, log4, web4, false},
+		{"datagrams", unix.IPPROTO_UDP, nil, web4, log4, true},
+		{"datagrams to the relay", unix.IPPROTO_UDP, nil, web4, own, false},
+		{"another protocol", unix.IPPROTO_SCTP, nil, web4, log4, false},
+	} {
+		f := &netlink.ConntrackFlow{ProtoInfo: c.state}
+		f.Forward = netlink.IPTuple{Protocol: c.protocol, DstIP: c.to.Addr().AsSlice(), DstPort: c.to.Port()}
+		f.Reverse = netlink.IPTuple{Protocol: c.protocol, SrcIP: c.from.Addr().AsSlice(), SrcPort: c.from.Port()}
+		if got := o.MatchConntrackFlow(f); got != c.want {
+			t.Errorf("%s: removed: %t", c.name, got)
+		}
+	}
+}
+
+// Nobody else sets the mark of the edge, or reads it.
+func TestMark(t *testing.T) {
+	for whose, bits := range map[string]uint32{
+		"portmap": 0x2000, "kube-proxy": 0xc000, "Calico": 0xffff0000, "Cilium": 0x0f00, "Tailscale": 0xff0000,
+		"AWS VPC CNI": 0x80, "Istio": 0x539, "WireGuard": 0xca6c,
+	} {
+		if mark&bits != 0 {
+			t.Errorf("mark %#x has a bit of %s: %#x", mark, whose, bits)
+		}
+	}
+}
