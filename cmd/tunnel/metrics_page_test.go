@@ -229,6 +229,26 @@ func edgeMetrics(t *testing.T, text string) map[string]*metric {
 	return serve(t, d)
 }
 
+// everyMetric returns the metrics of clouds with every feature, with the values of labels that they have together.
+func everyMetric(t *testing.T) map[string]*metric {
+	t.Helper()
+	metricFiles(t)
+	all := cloudMetrics(t, plainCloud)
+	for _, f := range features() {
+		for name, m := range cloudMetrics(t, plainCloud+f.toml) {
+			known := all[name]
+			if known == nil {
+				all[name] = m
+				continue
+			}
+			for label, values := range m.labels {
+				known.labels[label] = append(known.labels[label], values...)
+			}
+		}
+	}
+	return all
+}
+
 // unit derives the unit from the name, which ends in the unit by the rules of Prometheus.
 func (m *metric) unit() string {
 	name := strings.TrimSuffix(m.name, "_total")
@@ -245,7 +265,7 @@ func (m *metric) unit() string {
 }
 
 // mostValues is how many values of a label the page lists.
-const mostValues = 12
+const mostValues = 15
 
 // labelText lists the labels, and their values if they are few and the same everywhere.
 func (m *metric) labelText() string {
@@ -310,7 +330,11 @@ func TestMetricsPage(t *testing.T) {
 	text := metricsHead + metricsPart("Cloud and edge", "Every cloud and every edge has these metrics.", both) +
 		metricsPart("Every cloud", "An edge does not have these metrics.\n"+
 			"`tunnel_nodes` and `tunnel_node_certificates` need `socket` or `inventory` in `[mode.cloud.admin]`.\n"+
-			"With several replicas, each replica counts the nodes of all: take the maximum, not the sum.", onlyIn(cloud, edge))
+			"Each replica counts the connected and the missing nodes of all replicas: "+
+			"of these states of `tunnel_nodes`, take the maximum.\n"+
+			"A replica counts flapping nodes by the sessions with itself, and certificates of nodes that it holds or held last: "+
+			"of the state `flapping` and of `tunnel_node_certificates`, take the sum.\n"+
+			"In such a sum, a node may count at more than one replica.", onlyIn(cloud, edge))
 	if own := onlyIn(edge, cloud); len(own) > 0 {
 		text += metricsPart("Every edge", "A cloud does not have these metrics.", own)
 	}

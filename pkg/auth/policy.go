@@ -102,7 +102,7 @@ func ParsePolicy(entries []string) (*Policy, error) {
 			return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 		},
 		dial: func(ctx context.Context, to netip.AddrPort) (net.Conn, error) {
-			return (&net.Dialer{Control: resetOnDeath}).DialContext(ctx, "tcp", to.String())
+			return (&net.Dialer{Control: tunnel.ResetOnDeathControl}).DialContext(ctx, "tcp", to.String())
 		},
 		dialUDP: func(to netip.AddrPort) (*net.UDPConn, error) {
 			return net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(to))

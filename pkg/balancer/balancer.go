@@ -82,13 +82,14 @@ func (b *Balancers) Listener(ln net.Listener) net.Listener {
 	return newListener(ln, b)
 }
 
-// failed logs that a balancer did not send a usable header.
+// failed counts and logs that a balancer did not send a usable header.
 func (b *Balancers) failed(c net.Conn, err error) {
 	remote := c.RemoteAddr().String()
 	if errors.Is(err, errSilent) { // a health check that only connects
 		b.cfg.Log.Debug("a balancer has connected and sent nothing", "remote", remote)
 		return
 	}
+	b.cfg.Counters.HeadersMissing.Add(1)
 	if skipped, ok := b.noHeader.Allow(); ok {
 		b.cfg.Log.Warn("connection of a balancer refused", "frontend", c.LocalAddr().String(), "remote", remote,
 			"err", fmt.Sprintf("%v: switch the PROXY protocol on at the balancer, or remove its address from %s in %s",
@@ -103,13 +104,14 @@ func (b *Balancers) UnexpectedIn(c net.Conn, handshake error) bool {
 }
 
 // Unexpected reports whether a connection begins with a PROXY header although no header is due. It then
-// logs a warning, at a limited rate. No header is due if the connection does not come from a balancer,
+// counts the connection, and logs a warning at a limited rate. No header is due if the connection does not come from a balancer,
 // or after the balancer's header. first are the first bytes of the connection; fewer than HeaderBegin say
 // nothing.
 func (b *Balancers) Unexpected(c net.Conn, first []byte) bool {
 	if !beginsHeader(first) {
 		return false
 	}
+	b.cfg.Counters.HeadersUnexpected.Add(1)
 	skipped, ok := b.unexpected.Allow()
 	if !ok {
 		return true

@@ -155,6 +155,9 @@ func TestBalancerWithoutHeader(t *testing.T) {
 			if n := p.counters.LimitedBy(tunnel.LimitProxyHeader); (n > 0) != late {
 				t.Errorf("the limit counts %d", n)
 			}
+			if n := p.counters.HeadersMissing.Load(); n != 1 {
+				t.Errorf("%d missing headers were counted, want 1", n)
+			}
 			p.ln.Close()
 			if err := <-accepted; err == nil {
 				t.Error("the connection was accepted")
@@ -171,6 +174,9 @@ func TestBalancerConnectsOnly(t *testing.T) {
 	testkit.Eventually(t, "the log has a line", func() bool { return strings.Contains(p.log.String(), "sent nothing") })
 	if strings.Contains(p.log.String(), "level=WARN") {
 		t.Errorf("the log warns:\n%s", p.log)
+	}
+	if n := p.counters.HeadersMissing.Load(); n != 0 {
+		t.Errorf("%d missing headers were counted", n)
 	}
 }
 
@@ -214,7 +220,8 @@ func TestNoBalancers(t *testing.T) {
 // An unexpected header leads to one warning a minute, which says what to write where.
 func TestUnexpected(t *testing.T) {
 	logger, text := testkit.NewLog()
-	b := New(Config{Key: "proxyfrom", Table: "[a.table]", Log: logger})
+	var counters tunnel.Counters
+	b := New(Config{Key: "proxyfrom", Table: "[a.table]", Counters: &counters, Log: logger})
 	c := addressed{local: &net.TCPAddr{}, remote: &net.TCPAddr{IP: net.IPv4(192, 0, 2, 7), Port: 1}}
 	for range 3 {
 		if !b.Unexpected(c, []byte("PROXY TCP4 ")) || b.Unexpected(c, []byte("GET / HTTP/1.1")) {
@@ -225,6 +232,9 @@ func TestUnexpected(t *testing.T) {
 	if strings.Count(log, "level=WARN") != 1 ||
 		!strings.Contains(log, `write proxyfrom = [\"192.0.2.7\"] into [a.table]`) {
 		t.Errorf("the log has\n%s", log)
+	}
+	if n := counters.HeadersUnexpected.Load(); n != 3 {
+		t.Errorf("%d headers were counted, want 3", n)
 	}
 }
 

@@ -216,9 +216,16 @@ func TestPodNetwork(t *testing.T) {
 	want(t, "a file of the edge", find("configuration"), StateOK, "10.88.1.0/29", "")
 	want(t, "no bridge", find("bridge"), StateFail, "tunnel0 does not have the address 10.88.1.1", "start the edge")
 	want(t, "the only file", find("first"), StateOK, "no other", "")
-	write("05-flannel.conflist", "{}", 0o644)
 	write("00-notes.txt", "", 0o644)
+	write("20-later.conflist", "{}", 0o644)
+	if err := os.Mkdir(filepath.Join(dir, "01-folder.conflist"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	want(t, "no configuration before", find("first"), StateOK, "no other", "")
+	write("05-flannel.conflist", "{}", 0o644)
 	want(t, "another file", find("first"), StateFail, "05-flannel.conflist", "remove it")
+	write(".03-hidden.conf", "{}", 0o644)
+	want(t, "another file, hidden", find("first"), StateFail, ".03-hidden.conf", "remove it")
 
 	// The next checks look at a configuration, however it was read.
 	p := &pods{conf: &cni.Conf{Bridge: "tunnel0", DataDir: filepath.Join(dir, "data"), Subnets: []netip.Prefix{subnet}}}

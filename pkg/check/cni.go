@@ -83,18 +83,13 @@ func (p *pods) configuration(context.Context) Result {
 
 // first looks whether the runtime takes another network configuration: it takes the file that sorts first.
 func (p *pods) first(context.Context) Result {
-	entries, err := os.ReadDir(p.ConfDir) // sorted
+	rival, err := cni.Rival(p.ConfDir)
 	if err != nil {
 		return Fail("create the folder, or correct confdir in [mode.edge.cni]", "%v", err)
 	}
-	for _, e := range entries {
-		if e.Name() == cni.ListFile {
-			break
-		}
-		if slices.Contains([]string{".conf", ".conflist", ".json"}, filepath.Ext(e.Name())) && e.Name() < cni.ListFile {
-			return Fail("remove it, with the plugin to which it belongs", "the runtime takes %s, which sorts before %s",
-				filepath.Join(p.ConfDir, e.Name()), cni.ListFile)
-		}
+	if rival != "" {
+		return Fail("remove it, with the plugin to which it belongs", "the runtime takes %s, which sorts before %s",
+			filepath.Join(p.ConfDir, rival), cni.ListFile)
 	}
 	return OK("no other network configuration comes before %s", cni.ListFile)
 }

@@ -5,6 +5,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 )
@@ -15,6 +17,24 @@ const Program = "tunnel-cni"
 // ListFile is the name of the network configuration that an edge writes. Runtimes take the file that sorts
 // first.
 const ListFile = "10-tunnel.conflist"
+
+// Rival returns the name of a network configuration in a folder that sorts before ListFile; "" if there is none. It
+// looks at the files that runtimes look at (libcni.ConfFiles): also those whose names begin with a dot, but no folders.
+func Rival(confDir string) (string, error) {
+	entries, err := os.ReadDir(confDir) // sorted by name
+	if err != nil {
+		return "", err
+	}
+	for _, e := range entries {
+		if e.Name() >= ListFile {
+			break
+		}
+		if !e.IsDir() && slices.Contains([]string{".conf", ".conflist", ".json"}, filepath.Ext(e.Name())) {
+			return e.Name(), nil
+		}
+	}
+	return "", nil
+}
 
 // RulesTable is the name of the nftables table (family inet) with the rules of an edge.
 const RulesTable = "tunnel-cni"

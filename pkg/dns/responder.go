@@ -32,7 +32,7 @@ const (
 	// receiveBuffer is the size in bytes of the UDP socket's receive buffer. It holds the queries of
 	// a burst until they are read. The kernel limits it to net.core.rmem_max.
 	receiveBuffer = 1 << 20
-	// After a failed read or accept, the responder waits for minBackoff. The pause doubles with
+	// After a failed read, the responder waits for minBackoff. The pause doubles with
 	// each further failure, up to maxBackoff.
 	minBackoff = 5 * time.Millisecond
 	maxBackoff = time.Second
@@ -184,8 +184,10 @@ func (r *Responder) Open(ctx context.Context, addr string) (*net.UDPConn, net.Li
 	return openBoth(ctx, r.cfg.Sockets, addr)
 }
 
-// Serve is Run with sockets that are open, and closes them. A responder can serve several of them at once.
+// Serve is Run with sockets that are open, and closes them. A responder can serve several of them at once. An error
+// says that a socket is broken.
 func (r *Responder) Serve(ctx context.Context, udp *net.UDPConn, tcp net.Listener) error {
+	tcp = listen.Steady(tcp, r.cfg.Log)
 	g, ctx := errgroup.WithContext(ctx)
 	defer context.AfterFunc(ctx, func() {
 		udp.Close() // a client that misses its answer repeats the query
@@ -206,11 +208,10 @@ func (r *Responder) Serve(ctx context.Context, udp *net.UDPConn, tcp net.Listene
 	// One goroutine per processor, and each handles one packet at a time. A query costs only
 	// processor time, so more goroutines would only wait for each other.
 	for range runtime.GOMAXPROCS(0) {
-		g.Go(func() error { r.serveUDP(ctx, g, udp); return nil })
+		g.Go(func() error { return r.serveUDP(ctx, g, udp) })
 	}
 	g.Go(func() error {
-		r.serveTCP(ctx, tcp, listen.NewStrangers(r.cfg.Conns, max(1, r.cfg.Conns/8)))
-		return nil
+		return r.serveTCP(ctx, tcp, listen.NewStrangers(r.cfg.Conns, max(1, r.cfg.Conns/8)))
 	})
 	return g.Wait()
 }

@@ -3,6 +3,7 @@ package dns
 import (
 	"context"
 	"encoding/binary"
+	"fmt"
 	"io"
 	"net"
 	"net/netip"
@@ -19,15 +20,20 @@ import (
 
 // serveUDP answers the queries that arrive at conn, one packet at a time, until ctx is done or
 // another process has taken over. A query for an upstream waits for its answer in a goroutine of g.
-func (r *Responder) serveUDP(ctx context.Context, g *errgroup.Group, conn *net.UDPConn) {
+// It returns an error if the socket is broken.
+func (r *Responder) serveUDP(ctx context.Context, g *errgroup.Group, conn *net.UDPConn) error {
 	packet := make([]byte, maxQuery+1) // the additional byte shows that a packet is too long
 	backoff := minBackoff
 	for {
 		n, client, err := dns.ReadFromSessionUDP(conn, packet)
-		if err != nil {
-			if tunnel.IsClosed(r.cfg.Sockets.Left()) || !r.retry(ctx, "cannot read DNS queries, trying again", err, &backoff) {
-				return
-			}
+		switch {
+		case err == nil:
+		case tunnel.IsClosed(r.cfg.Sockets.Left()), ctx.Err() != nil:
+			return nil
+		case !listen.Transient(err):
+			return fmt.Errorf("reading DNS queries: %w", err)
+		default:
+			r.retry(ctx, "cannot read DNS queries, trying again", err, &backoff)
 			continue
 		}
 		backoff = minBackoff
@@ -65,21 +71,22 @@ func send(conn *net.UDPConn, client *dns.SessionUDP, reply []byte) {
 	}
 }
 
-// serveTCP answers the queries that arrive on connections of ln until ctx is done. It returns
-// after all connections have ended.
-func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, clients *listen.Strangers) {
+// serveTCP answers the queries that arrive on connections of ln until ctx is done, or until ln is
+// broken. It returns after all connections have ended.
+func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, clients *listen.Strangers) error {
 	var conns sync.WaitGroup
 	defer conns.Wait()
-	backoff := minBackoff
+	serving, endConns := context.WithCancel(ctx)
+	defer endConns()
 	for {
 		c, err := ln.Accept()
-		if err != nil {
-			if !r.retry(ctx, "cannot accept DNS connections, trying again", err, &backoff) {
-				return
-			}
-			continue
+		switch {
+		case err == nil:
+		case ctx.Err() != nil:
+			return nil
+		default:
+			return fmt.Errorf("accepting DNS connections: %w", err)
 		}
-		backoff = minBackoff
 		overloaded := func() {
 			r.stats.overloaded.Add(1)
 			r.cfg.Counters.Limited(tunnel.LimitDNS)
@@ -92,17 +99,13 @@ func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, clients *list
 		}
 		conns.Go(func() {
 			defer place.Release()
-			r.serveConn(ctx, c, place)
+			r.serveConn(serving, c, place)
 		})
 	}
 }
 
-// retry logs err, waits for backoff and doubles it. It reports whether the caller shall try again.
-// It returns false if ctx is done, which is then also the cause of err.
-func (r *Responder) retry(ctx context.Context, what string, err error, backoff *time.Duration) bool {
-	if ctx.Err() != nil {
-		return false
-	}
+// retry logs err, waits for backoff and doubles it. It returns early if ctx is done.
+func (r *Responder) retry(ctx context.Context, what string, err error, backoff *time.Duration) {
 	if n, ok := r.ioErrors.Allow(); ok {
 		r.cfg.Log.Warn(what, "err", err, "skipped", n)
 	}
@@ -111,7 +114,6 @@ func (r *Responder) retry(ctx context.Context, what string, err error, backoff *
 	case <-ctx.Done():
 	}
 	*backoff = min(2**backoff, maxBackoff)
-	return ctx.Err() == nil
 }
 
 // serveConn answers the queries of a TCP connection, one after the other, and closes it. While it

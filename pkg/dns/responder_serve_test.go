@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -131,21 +132,92 @@ func TestRetry(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
 		backoff, start := minBackoff, time.Now()
 		for i, want := range []time.Duration{5, 15, 35, 75, 155, 315, 635, 1275, 2275, 3275} {
-			if !r.retry(ctx, "cannot read", errors.New("no memory"), &backoff) {
-				t.Fatal("given up")
-			}
+			r.retry(ctx, "cannot read", errors.New("no memory"), &backoff)
 			if waited := time.Since(start); waited != want*time.Millisecond {
 				t.Errorf("try %d comes after %v, want %d ms", i+1, waited, want)
 			}
 		}
 		cancel()
-		if r.retry(ctx, "cannot read", net.ErrClosed, &backoff) {
-			t.Error("tried again after the end")
+		end := time.Now()
+		r.retry(ctx, "cannot read", errors.New("no memory"), &backoff)
+		if waited := time.Since(end); waited != 0 {
+			t.Errorf("after the end, it waits for %v", waited)
 		}
-		if n := strings.Count(journal.String(), "no memory"); n != 1 || strings.Contains(journal.String(), "closed") {
+		if n := strings.Count(journal.String(), "no memory"); n != 1 {
 			t.Errorf("logged %d times:\n%s", n, journal)
 		}
 	})
+}
+
+// failing is a listener whose Accept first returns errs, one after the other.
+type failing struct {
+	net.Listener
+	errs chan error // filled by the test
+}
+
+func (f *failing) Accept() (net.Conn, error) {
+	select {
+	case err := <-f.errs:
+		return nil, err
+	default:
+		return f.Listener.Accept()
+	}
+}
+
+// A socket that is broken ends Serve with an error, and also the connections of clients. Errors of single connections
+// do not.
+func TestBrokenSocket(t *testing.T) {
+	for name, breaks := range map[string]func(ln *failing, udp *net.UDPConn) (wake string){
+		"TCP": func(ln *failing, _ *net.UDPConn) string { ln.errs <- syscall.EBADF; return ln.Addr().String() },
+		"UDP": func(_ *failing, udp *net.UDPConn) string { udp.Close(); return "" },
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := NewResponder(ResponderConfig{Truth: newHeld("edge1 10.0.0.5"), Log: quiet})
+			udp, tcp, err := r.Open(t.Context(), "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			ln := &failing{tcp, make(chan error, 2)}
+			ln.errs <- syscall.ECONNABORTED
+			ended := make(chan error, 1)
+			ctx, cancel := context.WithCancel(t.Context())
+			go func() { ended <- r.Serve(ctx, udp, ln) }()
+			held, err := net.Dial("tcp", tcp.Addr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer held.Close()
+			client := &dns.Conn{Conn: held}
+			if err := client.WriteMsg(question("edge1.", dns.TypeA)); err != nil {
+				t.Fatal(err)
+			}
+			if m, err := client.ReadMsg(); err != nil || len(m.Answer) != 1 {
+				t.Fatalf("after an error of a connection: %v, %v", m, err)
+			}
+			if wake := breaks(ln, udp); wake != "" { // Accept is blocked, and returns for a connection
+				c, err := net.Dial("tcp", wake)
+				if err != nil {
+					t.Fatal(err)
+				}
+				defer c.Close()
+			}
+			select {
+			case err := <-ended:
+				if err == nil {
+					t.Error("a broken socket is no error")
+				}
+			case <-time.After(idleTimeout / 2):
+				t.Errorf("Serve goes on with a broken socket, or waits for clients")
+				cancel()
+				<-ended
+			}
+			cancel()
+			if c, err := net.Dial("tcp", tcp.Addr().String()); err == nil {
+				c.Close()
+				t.Error("the listener is open after the end")
+			}
+		})
+	}
 }
 
 func TestIsLocal(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/google/nftables"
 	"github.com/vishvananda/netlink"
 
 	"tunnel.example/tunnel/internal/testkit"
@@ -84,6 +85,9 @@ func TestUninstall(t *testing.T) {
 	if err := (linux{}).bridge(conf); err != nil {
 		t.Fatal(err)
 	}
+	if err := (linux{}).masquerade(conf.Bridge, conf.Subnets, nil); err != nil {
+		t.Skipf("the kernel has no nftables: %v", err)
+	}
 	pod := newHost(t)
 	pod.connect("vethpod", conf.Bridge, "", "10.88.1.2/24", "", "")
 	if err := Uninstall(confDir, bin, data); err == nil || !strings.Contains(err.Error(), "1 pods have links") {
@@ -91,6 +95,9 @@ func TestUninstall(t *testing.T) {
 	}
 	if _, err := os.Stat(filepath.Join(confDir, cni.ListFile)); err != nil {
 		t.Errorf("a refused uninstall has removed something: %v", err)
+	}
+	if got := tables(t); !slices.Equal(got, []string{tableName}) {
+		t.Errorf("after a refused uninstall, the tables are %v", got)
 	}
 	link, err := netlink.LinkByName("vethpod")
 	if err == nil {
@@ -105,6 +112,9 @@ func TestUninstall(t *testing.T) {
 	if _, err := netlink.LinkByName(conf.Bridge); err == nil {
 		t.Error("the bridge is still there")
 	}
+	if got := tables(t); len(got) > 0 {
+		t.Errorf("left are the tables %v", got)
+	}
 	var left []string
 	for _, folder := range []string{confDir, bin, data} {
 		entries, err := os.ReadDir(folder)
@@ -118,6 +128,23 @@ func TestUninstall(t *testing.T) {
 	if !slices.Equal(left, []string{"portmap"}) {
 		t.Errorf("left are %v; want portmap, which is not ours", left)
 	}
+}
+
+// tables returns the names of nftables' tables.
+func tables(t *testing.T) (names []string) {
+	t.Helper()
+	c, err := nftables.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	all, err := c.ListTables()
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, table := range all {
+		names = append(names, table.Name)
+	}
+	return names
 }
 
 // A network configuration that a person has written names another bridge and folder: uninstall takes both from there,

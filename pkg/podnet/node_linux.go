@@ -369,21 +369,18 @@ func syncFolder(dir string) error {
 
 // checkFirst returns an error if a runtime takes another network configuration: the file that sorts first.
 func (n *Node) checkFirst() error {
-	entries, err := os.ReadDir(n.cfg.ConfDir) // sorted by name
-	if err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
+	rival, err := cni.Rival(n.cfg.ConfDir)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
 	}
-	for _, e := range entries {
-		if e.Name() >= cni.ListFile {
-			return nil
-		}
-		if slices.Contains([]string{".conf", ".conflist", ".json"}, filepath.Ext(e.Name())) &&
-			!strings.HasPrefix(e.Name(), ".") {
-			return fmt.Errorf("container runtimes take %s, which sorts before %s: remove the file of the other plugin",
-				filepath.Join(n.cfg.ConfDir, e.Name()), cni.ListFile)
-		}
+	if err != nil {
+		return fmt.Errorf("looking for other network configurations: %w", err)
 	}
-	return nil
+	if rival == "" {
+		return nil
+	}
+	return fmt.Errorf("container runtimes take %s, which sorts before %s: remove the file of the other plugin",
+		filepath.Join(n.cfg.ConfDir, rival), cni.ListFile)
 }
 
 // report keeps the outcome for Note, and logs changes of it.

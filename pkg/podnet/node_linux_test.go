@@ -307,32 +307,38 @@ func TestReadOnlySettings(t *testing.T) {
 	})
 }
 
-// Another plugin serves the node: its file comes first. The edge changes nothing until the file is gone.
+// Another plugin serves the node: its file comes first. The edge changes nothing until the file is gone. Runtimes read
+// files whose names begin with a dot, too, and leave folders out.
 func TestAnotherPlugin(t *testing.T) {
-	n, k := newNode(t, net4)
-	other := filepath.Join(n.cfg.ConfDir, "05-other.conflist")
-	if err := os.MkdirAll(n.cfg.ConfDir, 0o755); err != nil {
-		t.Fatal(err)
+	for _, name := range []string{"05-other.conflist", ".05-other.conflist", "05-other.conf", "05-other.json"} {
+		t.Run(name, func(t *testing.T) {
+			n, k := newNode(t, net4)
+			other := filepath.Join(n.cfg.ConfDir, name)
+			if err := os.MkdirAll(filepath.Join(n.cfg.ConfDir, "01-folder.conflist"), 0o755); err != nil {
+				t.Fatal(err)
+			}
+			for _, file := range []string{other, filepath.Join(n.cfg.ConfDir, "20-later.conflist"),
+				filepath.Join(n.cfg.ConfDir, "00-notes.txt")} {
+				if err := os.WriteFile(file, nil, 0o600); err != nil {
+					t.Fatal(err)
+				}
+			}
+			runs(t, n, func(t *testing.T) {
+				wantNote(t, n, filepath.Join(n.cfg.ConfDir, name)+", which sorts before 10-tunnel.conflist")
+				wantWritten(t, n, "no file")
+				if k.called() != 0 {
+					t.Errorf("the kernel was changed %d times", k.called())
+				}
+				if err := os.Remove(other); err != nil {
+					t.Fatal(err)
+				}
+				time.Sleep(interval)
+				synctest.Wait()
+				wantNote(t, n, "")
+				wantWritten(t, n, "10.88.1.0/24")
+			})
+		})
 	}
-	for _, file := range []string{other, filepath.Join(n.cfg.ConfDir, "20-later.conflist")} {
-		if err := os.WriteFile(file, nil, 0o600); err != nil {
-			t.Fatal(err)
-		}
-	}
-	runs(t, n, func(t *testing.T) {
-		wantNote(t, n, "05-other.conflist, which sorts before 10-tunnel.conflist")
-		wantWritten(t, n, "no file")
-		if k.called() != 0 {
-			t.Errorf("the kernel was changed %d times", k.called())
-		}
-		if err := os.Remove(other); err != nil {
-			t.Fatal(err)
-		}
-		time.Sleep(interval)
-		synctest.Wait()
-		wantNote(t, n, "")
-		wantWritten(t, n, "10.88.1.0/24")
-	})
 }
 
 // The plugin portmap is chained when it is installed: a runtime fails every pod whose chain names a missing one.

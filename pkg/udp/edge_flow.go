@@ -188,7 +188,7 @@ func (f *edgeFlow) send(by *sender, p, control []byte) error {
 func (f *edgeFlow) reported(err error) (goOn bool) {
 	e := f.conn.edge
 	if errors.Is(err, syscall.EMSGSIZE) { // the kernel sends the next one in fragments
-		e.counters.Drop(DropSend, 1)
+		e.counters.Drop(DropTooLong, 1)
 		return true
 	}
 	f.refused(err)
@@ -207,7 +207,7 @@ func (f *edgeFlow) refused(err error) {
 
 func (c *edgeConn) sentToTarget(_ *edgeFlow, n, bytes int, err error) {
 	if err != nil {
-		c.edge.counters.Drop(DropSend, uint64(n)) //nolint:gosec // a count
+		c.edge.counters.Drop(notSent(err), uint64(n)) //nolint:gosec // a count
 		return
 	}
 	c.edge.counters.ToTarget.add(n, bytes)
@@ -411,7 +411,8 @@ func (c *edgeConn) fail(f *edgeFlow, err error) {
 func (f *edgeFlow) receive() {
 	c := f.conn
 	handle := func(p []byte) bool {
-		if f.ended.Load() {
+		if f.ended.Load() { // after endLocked, and before the socket was closed
+			c.edge.counters.Drop(DropUnknown, 1)
 			return false
 		}
 		now := time.Now()
@@ -420,7 +421,7 @@ func (f *edgeFlow) receive() {
 			f.answered.Store(true)
 		}
 		if len(p) > maxDatagram { // the cloud would reset the conn
-			c.edge.counters.Drop(DropSend, 1)
+			c.edge.counters.Drop(DropTooLong, 1)
 		} else if why, ok := c.out.add(&f.share, kindDatagram, f.id, p, now); !ok {
 			c.edge.counters.Drop(why, 1)
 		}

@@ -7,9 +7,11 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"os"
 	"runtime"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -145,6 +147,62 @@ func TestTargetOfAFlow(t *testing.T) {
 	none.open(2, "", "no target at all")
 	none.wantEnd(2, tunnel.Unreachable)
 	dropped(t, none.edge.counters, DropUnreachable, 1)
+}
+
+// A datagram that the edge has read from the socket of a flow that has ended is dropped, and counted.
+func TestAnswerAfterTheEnd(t *testing.T) {
+	l, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	l.SetDeadline(time.Now().Add(patience))
+	c := dialEdge(t, policy(t), l.LocalAddr().String())
+	c.open(1, "", "question")
+	_, from, err := l.ReadFromUDPAddrPort(make([]byte, 100))
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn := c.edgeConn()
+	conn.mu.Lock()
+	f := conn.flows[1]
+	conn.mu.Unlock()
+	conn.out.mu.Lock() // the first answer keeps the flow's goroutine busy
+	release := sync.OnceFunc(conn.out.mu.Unlock)
+	defer release()
+	for _, answer := range []string{"in time", "too late"} {
+		if _, err := l.WriteToUDPAddrPort([]byte(answer), from); err != nil {
+			t.Fatal(err)
+		}
+	}
+	testkit.Eventually(t, "the goroutine has the first answer", f.answered.Load)
+	var ending sync.WaitGroup
+	ending.Go(func() { c.send(kindEnd, 1, nil) }) // it closes the socket, and waits for the goroutine
+	testkit.Eventually(t, "the flow has ended", f.ended.Load)
+	release()
+	ending.Wait()
+	dropped(t, c.edge.counters, DropUnknown, 1)
+}
+
+// The error of the system call says why the kernel did not take a datagram.
+func TestNotSent(t *testing.T) {
+	for _, tc := range []struct {
+		err  error
+		want Reason
+	}{
+		{syscall.EAGAIN, DropSendBuffer},
+		{syscall.ENOBUFS, DropSendBuffer},
+		{syscall.ENOMEM, DropSendBuffer},
+		{syscall.EMSGSIZE, DropTooLong},
+		{syscall.EPERM, DropForbidden},
+		{syscall.ENETUNREACH, DropSend},
+		{&net.OpError{Op: "raw-write", Err: net.ErrClosed}, DropUnknown},
+		{&net.OpError{Op: "write", Err: os.NewSyscallError("write", syscall.EMSGSIZE)}, DropTooLong},
+	} {
+		if got := notSent(tc.err); got != tc.want {
+			t.Errorf("%v: %v, want %v", tc.err, got, tc.want)
+		}
+	}
 }
 
 // An end ends a flow; a datagram of a flow that is not there is answered by an end.

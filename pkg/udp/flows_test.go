@@ -117,13 +117,15 @@ func TestFullSendBuffer(t *testing.T) {
 		t.Fatal(err)
 	}
 	m := newMux(p, p.Target)
-	start := time.Now()
-	m.train.add(&flow{key: flowKey{caller: callerNumber(1)}}, make([]byte, 1200))
-	m.train.flush()
-	if waited := time.Since(start); waited > patience/2 {
-		t.Errorf("the cloud has waited for %v", waited)
+	// On a busy machine the kernel makes room once more, after the buffer was full.
+	for end := time.Now().Add(patience / 2); p.counters.Dropped(DropSendBuffer) == 0; {
+		m.train.add(&flow{key: flowKey{caller: callerNumber(1)}}, make([]byte, 1200))
+		m.train.flush()
+		if time.Now().After(end) {
+			t.Fatal("the cloud waits for room")
+		}
 	}
-	dropped(t, p.counters, DropSend, 1)
+	dropped(t, p.counters, DropSendBuffer, 1)
 }
 
 // Control messages are parsed once.

@@ -1,9 +1,12 @@
 package udp
 
 import (
+	"errors"
 	"fmt"
+	"net"
 	"sync"
 	"sync/atomic"
+	"syscall"
 
 	"github.com/prometheus/client_golang/prometheus"
 )
@@ -23,7 +26,10 @@ const (
 	DropOpening                   // too many datagrams wait until the target's name is resolved
 	DropDraining                  // this side is about to stop and opens no flow
 	DropRefused                   // the other machine has reported that nothing listens there
-	DropSend                      // the datagram is too long, or the kernel did not take it
+	DropSend                      // the kernel did not take the datagram, for another reason than the next three
+	DropTooLong                   // the datagram is too long for the tunnel or for the network
+	DropForbidden                 // a firewall of this machine forbids the datagram
+	DropSendBuffer                // the kernel had no room in a socket's send buffer
 	DropReceive                   // the kernel had no room in a socket's receive buffer
 	numReasons                    // the number of reasons
 )
@@ -41,6 +47,9 @@ var reasonNames = [numReasons]string{
 	DropDraining:    "draining",
 	DropRefused:     "refused",
 	DropSend:        "send",
+	DropTooLong:     "too-long",
+	DropForbidden:   "forbidden",
+	DropSendBuffer:  "send-buffer",
 	DropReceive:     "receive",
 }
 
@@ -50,6 +59,21 @@ func (r Reason) String() string {
 		return reasonNames[r]
 	}
 	return fmt.Sprintf("reason-%d", uint8(r))
+}
+
+// notSent returns why the kernel did not take a datagram, by the error of the system call.
+func notSent(err error) Reason {
+	switch {
+	case errors.Is(err, net.ErrClosed): // the flow ended after its datagram was put into the train
+		return DropUnknown
+	case errors.Is(err, syscall.EAGAIN), errors.Is(err, syscall.ENOBUFS), errors.Is(err, syscall.ENOMEM):
+		return DropSendBuffer
+	case errors.Is(err, syscall.EMSGSIZE):
+		return DropTooLong
+	case errors.Is(err, syscall.EPERM): // what netfilter(8) returns for a rule that drops or rejects
+		return DropForbidden
+	}
+	return DropSend
 }
 
 // Reasons returns all reasons.

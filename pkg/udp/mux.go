@@ -178,7 +178,7 @@ func (m *mux) sendToCaller(f *flow, p []byte, segment int) error {
 
 func (m *mux) sentToCaller(_ *flow, n, bytes int, err error) {
 	if err != nil {
-		m.port.counters.Drop(DropSend, uint64(n)) //nolint:gosec // a count
+		m.port.counters.Drop(notSent(err), uint64(n)) //nolint:gosec // a count
 		return
 	}
 	m.port.counters.ToCaller.add(n, bytes)

@@ -143,7 +143,7 @@ const maxFailures = 100
 // forward queues a datagram of a caller, or returns why it is dropped.
 func (p *port) forward(caller netip.AddrPort, c *control, datagram []byte) (why Reason, ok bool) {
 	if len(datagram) > maxDatagram {
-		return DropSend, false // the edge would reset the conn
+		return DropTooLong, false // the edge would reset the conn
 	}
 	now := time.Now()
 	p.mu.Lock()

@@ -90,7 +90,7 @@ func TestReportsOfThePath(t *testing.T) {
 	}{
 		{"port unreachable: ECONNREFUSED", ipv4.ICMPTypeDestinationUnreachable, 3, DropRefused},
 		{"protocol unreachable: ENOPROTOOPT", ipv4.ICMPTypeDestinationUnreachable, 2, DropRefused},
-		{"fragmentation needed: EMSGSIZE", ipv4.ICMPTypeDestinationUnreachable, 4, DropSend},
+		{"fragmentation needed: EMSGSIZE", ipv4.ICMPTypeDestinationUnreachable, 4, DropTooLong},
 		{"host unknown: EHOSTDOWN", ipv4.ICMPTypeDestinationUnreachable, 7, DropRefused},
 		{"host isolated: ENONET", ipv4.ICMPTypeDestinationUnreachable, 8, DropRefused},
 		{"parameter problem: EPROTO", ipv4.ICMPTypeParameterProblem, 0, DropRefused},
@@ -121,7 +121,7 @@ func TestReportsOfThePath(t *testing.T) {
 	c.send(kindDatagram, 1, []byte("after the report"))
 	read("after the report")
 	release()
-	dropped(t, c.edge.counters, DropSend, counts[DropSend]+1)
+	dropped(t, c.edge.counters, DropTooLong, counts[DropTooLong]+1)
 }
 
 // An error that the kernel returns again and again ends a flow, and takes no processor for ever.

@@ -90,8 +90,8 @@ func TestLongDatagrams(t *testing.T) {
 			t.Fatalf("the caller got %d bytes", len(got))
 		}
 	}
-	dropped(t, r.door.cfg.Counters, DropSend, 2)
-	dropped(t, r.edge.counters, DropSend, 2)
+	dropped(t, r.door.cfg.Counters, DropTooLong, 2)
+	dropped(t, r.edge.counters, DropTooLong, 2)
 	if dials, opened := r.via.dials.Load(), r.edge.counters.Opened.Load(); dials != 1 || opened != 1 {
 		t.Errorf("%d flows by %d conns, want one", opened, dials)
 	}

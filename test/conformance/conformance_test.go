@@ -159,9 +159,10 @@ func TestTable(t *testing.T) {
 	exec, node := "[sig-cli] Kubectl client Simple pod should support exec", "[sig-cli] Kubectl exec should be able to "+
 		"execute 1000 times in a container"
 	skipped := Result{Test: "[sig-cli] Kubectl client Kubectl copy x", State: Skipped, Message: "skipped - arm64"}
+	failed := Result{Test: "[sig-cli] Kubectl client Kubectl copy y", State: Failed, Message: "running /tmp/kubectl\nEOF"}
 	run := Run{Version: "v1.2.3", Results: map[string][]Result{
-		"control":           {{Test: exec, State: Passed}, {Test: node, State: Passed}, skipped},
-		"names-passthrough": {{Test: exec, State: Passed}, {Test: node, State: Failed}, skipped},
+		"control":           {{Test: exec, State: Passed}, {Test: node, State: Passed}, skipped, failed},
+		"names-passthrough": {{Test: exec, State: Passed}, {Test: node, State: Failed}, skipped, failed},
 		"names-terminate":   {},
 		"names-relayed":     {},
 		"egress-grpc":       {},
@@ -171,13 +172,18 @@ func TestTable(t *testing.T) {
 		"### Kubernetes v1.2.3\n",
 		"| tests | direct reach | names, passthrough | names, terminate |",
 		"| `kubectl exec` | 2 of 2 | 1 of 2 | 0 of 0 |",
-		"| `kubectl cp` | 0 of 0 |",
+		"| `kubectl cp` | 0 of 1 | 0 of 1 | 0 of 0 |",
 		"| admission webhooks | 0 of 0 | no way to pods | no way to pods | no way to pods | 0 of 0 | not run |\n",
-		"\n- left out by the test itself: [sig-cli] Kubectl client Kubectl copy x (skipped - arm64)\n",
+		"\n- left out by the test itself: [sig-cli] Kubectl client Kubectl copy x (skipped - arm64)\n" +
+			"- failed with direct reach, so no front door has to pass it: [sig-cli] Kubectl client Kubectl copy y\n",
 	} {
 		if !strings.Contains(got, want) {
 			t.Errorf("no %q in:\n%s", want, got)
 		}
+	}
+	// node failed through a door only: its cell says so, and Judge does.
+	if n := strings.Count(got, "\n- "); n != 2 {
+		t.Errorf("%d tests are listed, want 2:\n%s", n, got)
 	}
 }
 

@@ -28,7 +28,7 @@ func Table(runs []Run) string {
 			}
 			b.WriteByte('\n')
 		}
-		b.WriteString(skippedLine(run.Results[Control().Key]))
+		b.WriteString(notes(run.Results[Control().Key]))
 		b.WriteByte('\n')
 	}
 	return b.String()
@@ -55,11 +55,15 @@ func cell(groups []Group, group int, d Door, results []Result) string {
 	return fmt.Sprintf("%d of %d", passed, ran)
 }
 
-// skippedLine names the tests that left themselves out, with their reason, so that no number hides them.
-func skippedLine(control []Result) string {
+// notes lists, below the table, the tests that failed with direct reach and the tests that left themselves out, so that
+// no number hides them. A line of a failed test has no message: messages hold paths of the machine that ran the test.
+func notes(control []Result) string {
 	var b strings.Builder
 	for _, r := range control {
-		if r.State == Skipped {
+		switch r.State {
+		case Failed:
+			fmt.Fprintf(&b, "- failed with direct reach, so no front door has to pass it: %s\n", r.Test)
+		case Skipped:
 			fmt.Fprintf(&b, "- left out by the test itself: %s (%s)\n", r.Test, firstLine(r.Message))
 		}
 	}

@@ -110,8 +110,17 @@ func New(cfg Config) *Hub {
 func (h *Hub) Set(p services.Path, value []byte) {
 	node, isNode := nodeOf(p)
 	serves := isNode && h.serves(node)
+	h.set(p, value, serves)
+	if isNode && !serves && h.serves(node) {
+		h.Joined(node) // the edge has come meanwhile; its Joined may have found no item
+	}
+}
+
+// set is Set. serves: p is the path of a node whose edge serves Services.
+func (h *Hub) set(p services.Path, value []byte, serves bool) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
+	node, isNode := nodeOf(p)
 	if serves {
 		h.joined[node] = true
 	}

@@ -355,6 +355,12 @@ func (r *Relay) mayDial(e *services.Endpoint, at netip.AddrPort) error {
 		"pods: permit it by allow in [mode.edge], if it is one", at)
 }
 
+// directControl is net.Dialer.Control of a dial to an endpoint that this node reaches by itself. The rules leave the
+// connection alone. If the relay gives up the dial, or dies before it splices, the endpoint sees a reset.
+func directControl(network, addr string, c syscall.RawConn) error {
+	return errors.Join(Unredirected(network, addr, c), tunnel.ResetOnDeathControl(network, addr, c))
+}
+
 // reachFar asks the cloud for a conn to a target, unless the cloud has refused it a moment ago.
 func (r *Relay) reachFar(ctx context.Context, target string) (net.Conn, error) {
 	if err := r.refusals.get(target); err != nil {

@@ -29,6 +29,8 @@ const (
 	lockTime = 5 * time.Second
 	// writeInterval is the least time between two transactions: each of them is an fsync.
 	writeInterval = time.Second
+	// stampInterval bounds by how much an edge that lost its power believes its state to be older than it is.
+	stampInterval = time.Hour
 )
 
 // What the file holds: the items (path to value), and facts about all of them.
@@ -49,6 +51,7 @@ type file struct {
 	path  string
 	log   *slog.Logger
 	every time.Duration // the least time between two transactions
+	stamp time.Duration // the most time between two writes of keySince, while the state is that of the cloud
 	retry time.Duration // between two attempts to open the file
 	wake  chan struct{} // capacity 1: there is something to write; never closed
 
@@ -68,7 +71,7 @@ type file struct {
 // closedFile returns a file that is not open yet. What is added before keep opens it stays in memory.
 func closedFile(path string, log *slog.Logger) *file {
 	return &file{
-		path: path, log: log, every: writeInterval, retry: interval, wake: make(chan struct{}, 1),
+		path: path, log: log, every: writeInterval, stamp: stampInterval, retry: interval, wake: make(chan struct{}, 1),
 		pending: make(map[services.Path][]byte), fresh: true,
 	}
 }
@@ -224,8 +227,11 @@ func (f *file) add(d services.Difference, digests services.Digests, now time.Tim
 }
 
 // keep writes changes until ctx is done, at most once in every. It calls note with the outcome. If the file is not
-// open, keep tries to open it, and offers adopt the state in it.
-func (f *file) keep(ctx context.Context, note func(error), adopt func(*services.State, time.Time) bool) {
+// open, keep tries to open it, and offers adopt the state in it. since returns when the state was last known to be that
+// of the cloud; keep writes that down from time to time, even if nothing changes.
+func (f *file) keep(
+	ctx context.Context, note func(error), adopt func(*services.State, time.Time) bool, since func() time.Time,
+) {
 	for !f.opened {
 		select {
 		case <-time.After(f.retry):
@@ -238,6 +244,10 @@ func (f *file) keep(ctx context.Context, note func(error), adopt func(*services.
 		select {
 		case <-f.wake:
 			note(f.write())
+		case <-time.After(f.stamp):
+			if f.renew(since()) {
+				note(f.write())
+			}
 		case <-ctx.Done():
 			return
 		}
@@ -247,6 +257,17 @@ func (f *file) keep(ctx context.Context, note func(error), adopt func(*services.
 			return
 		}
 	}
+}
+
+// renew sets when the state was last known to be that of the cloud, and reports whether that is news.
+func (f *file) renew(since time.Time) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if since.IsZero() || !since.After(f.current) {
+		return false
+	}
+	f.current = since
+	return true
 }
 
 // open opens the file, and offers adopt the state in it. If adopt does not take the state, the next transaction writes
@@ -267,9 +288,9 @@ func (f *file) open(adopt func(state *services.State, since time.Time) bool) err
 
 // close writes what is left, and closes the file. since: when the state was last known to be that of the cloud.
 func (f *file) close(since time.Time) {
+	renewed := f.renew(since)
 	f.mu.Lock()
-	changed := !since.Equal(f.current) || len(f.pending) > 0
-	f.current = since
+	changed := renewed || len(f.pending) > 0
 	f.mu.Unlock()
 	if changed && !since.IsZero() {
 		f.write() //nolint:errcheck // keep has told of the error; the file has an older state then

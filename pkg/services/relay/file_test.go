@@ -70,7 +70,7 @@ func TestOneTransactionASecond(t *testing.T) {
 		before := id()
 		done := make(chan struct{}) // closed when keep has returned
 		ctx, cancel := context.WithCancel(t.Context())
-		go func() { defer close(done); f.keep(ctx, func(error) {}, nil) }()
+		go func() { defer close(done); f.keep(ctx, func(error) {}, nil, never) }()
 		const seconds = 5
 		for i := range seconds * 100 {
 			zone := strconv.Itoa(i)
@@ -246,6 +246,30 @@ func TestFileLater(t *testing.T) {
 	second.Stop()
 }
 
+// never is when a state was that of the cloud, if it never was.
+func never() time.Time { return time.Time{} }
+
+// An edge whose cloud sends no change for weeks still knows after a loss of power that its state is young.
+func TestSinceIsWritten(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "services.db")
+	synctest.Test(t, func(t *testing.T) {
+		f, s := open(t, path)
+		put(t, f, s, &pb.Changes{Set: []*pb.Item{item(t, services.NodePath("n"), &services.Node{})}})
+		done := make(chan struct{}) // closed when keep has returned
+		ctx, cancel := context.WithCancel(t.Context())
+		go func() { defer close(done); f.keep(ctx, func(error) {}, nil, time.Now) }()
+		time.Sleep(21 * 24 * time.Hour)
+		cancel()
+		<-done
+		f.db.Close() //nolint:errcheck // as when the power is lost: nothing more is written
+		again, _ := open(t, path)
+		defer again.close(time.Time{})
+		if old := time.Since(again.since); old > 2*stampInterval {
+			t.Errorf("the file says that its state was last that of the cloud %s ago", old)
+		}
+	})
+}
+
 // killed marks a process that TestKilled starts.
 const killed = "TUNNEL_TEST_SERVICES_FILE"
 
@@ -258,7 +282,7 @@ func TestKilled(t *testing.T) {
 			if err != nil {
 				fmt.Println(err)
 			}
-		}, nil)
+		}, nil, never)
 		for i := s.Len(); ; i++ {
 			zone := strconv.Itoa(i)
 			put(t, f, s, &pb.Changes{Set: []*pb.Item{
@@ -340,7 +364,7 @@ func FuzzBatch(f *testing.F) {
 	f.Fuzz(func(t *testing.T, data []byte, deflated bool) {
 		c := newCloud()
 		go func() { c.batches <- &pb.Batch{Changes: data, Deflated: deflated} }()
-		series, err := receive(stream{c, t.Context()})
+		series, err := receive(stream{c, t.Context()}, 0)
 		if err != nil {
 			return
 		}

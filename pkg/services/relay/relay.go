@@ -141,7 +141,7 @@ func newRelay(cfg Config, k kernel) *Relay {
 		direct: direct, ends: []*udp.Edge{direct}, failures: failures{last: make(map[string]time.Time)},
 		planner: planner{string(cfg.Node), cfg.Direct},
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
-		dial: (&net.Dialer{Control: Unredirected}).DialContext, wake: make(chan struct{}, 1),
+		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
 		affinity: newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
 		state: services.NewState(), plan: newPlan(make(map[services.Path]part)), changed: make(chan struct{}),
 	}
@@ -160,7 +160,7 @@ func (r *Relay) Run(ctx context.Context) error {
 	r.apply(door) // without waiting for the cloud
 	var running sync.WaitGroup
 	running.Go(func() { r.follow(ctx, file) })
-	running.Go(func() { file.keep(ctx, r.noteFile, r.adopt) })
+	running.Go(func() { file.keep(ctx, r.noteFile, r.adopt, r.lastCurrent) })
 	running.Go(func() { r.direct.Run(ctx) }) //nolint:errcheck // it never fails
 	if r.dnsKernel != nil {
 		running.Go(func() { r.serveDNS(ctx) })

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/netip"
@@ -228,6 +229,79 @@ func TestStreamEnds(t *testing.T) {
 	testkit.Eventually(t, "the state is current again", func() bool { return r.Note() == "" })
 }
 
+// A first series that breaks off again and again arrives in parts: each stream claims the buckets that the streams
+// before it have brought whole, and nothing is applied before the end.
+func TestFirstSeriesInParts(t *testing.T) {
+	c := newCloud()
+	r, _ := newTestRelay(t, new(fake), c)
+	file := closedFile(r.cfg.File, r.log)
+	kept := make(aside)
+	follow := func() <-chan error {
+		ended := make(chan error, 1) // how the stream has ended; closed by nobody
+		go func() {
+			_, err := r.followOnce(t.Context(), file, kept)
+			ended <- err
+		}()
+		return ended
+	}
+	all := shop(t).GetSet()
+	parts := make(map[uint32][]*pb.Item)
+	for _, item := range all {
+		b := uint32(services.Bucket(item.GetPath()))
+		parts[b] = append(parts[b], item)
+	}
+	var claimed services.Digests
+	for _, b := range slices.Sorted(maps.Keys(parts)) {
+		ended := follow()
+		next := <-c.nexts
+		if has, err := services.DecodeDigests(next.GetDigests()); err != nil || has != claimed {
+			t.Fatalf("before bucket %d, a stream claims other buckets: %v", b, err)
+		}
+		// The bucket is whole, because the next bucket has begun.
+		c.batches <- batch(t, true, &pb.Changes{Whole: []uint32{b, (b + 1) % services.Buckets}, Set: parts[b]})
+		<-c.nexts
+		c.failed <- status.Error(codes.Unavailable, "")
+		if err := <-ended; status.Code(err) != codes.Unavailable {
+			t.Fatal(err)
+		}
+		for _, item := range parts[b] {
+			claimed.Flip(item.GetPath(), item.GetValue())
+		}
+		if r.state.Len() > 0 {
+			t.Fatal("a part of a series is applied")
+		}
+	}
+	ended := follow()
+	<-c.nexts
+	c.batches <- batch(t, false, new(pb.Changes))
+	<-c.nexts
+	c.failed <- status.Error(codes.Unavailable, "")
+	<-ended
+	if got := r.state.Digests(); got != claimed || r.state.Len() != len(all) {
+		t.Errorf("the state has %d items of %d, or other items", r.state.Len(), len(all))
+	}
+}
+
+// A cloud that sends empty batches without end is left.
+func TestEndlessSeries(t *testing.T) {
+	c := newCloud()
+	ctx, cancel := context.WithCancel(t.Context())
+	defer cancel()
+	empty := batch(t, true, new(pb.Changes))
+	go func() {
+		for ctx.Err() == nil {
+			select {
+			case c.batches <- empty:
+			case <-c.nexts:
+			case <-ctx.Done():
+			}
+		}
+	}()
+	if _, err := receive(stream{c, ctx}, 0); err == nil || !strings.Contains(err.Error(), "at once") {
+		t.Errorf("error: %v", err)
+	}
+}
+
 // What a hostile or broken cloud sends ends the stream, and leaves the state.
 func TestHostileCloud(t *testing.T) {
 	long := item(t, "node/"+strings.Repeat("x", maxPath), new(services.Node))
@@ -243,7 +317,7 @@ func TestHostileCloud(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			c := newCloud()
 			go func() { c.batches <- b }()
-			if series, err := receive(stream{c, t.Context()}); err == nil {
+			if series, err := receive(stream{c, t.Context()}, 0); err == nil {
 				t.Errorf("the edge takes %d batches", len(series))
 			}
 		})

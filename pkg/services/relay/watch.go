@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"math/rand/v2"
 	"time"
 
@@ -22,7 +23,8 @@ import (
 // What a cloud may send. A cluster of 10,000 Services with 20 endpoints each needs a tenth of it.
 const (
 	maxBatch  = 1 << 20   // bytes of one batch, when it is not compressed; clouds send 64 KiB
-	maxSeries = 128 << 20 // bytes of the batches that belong together
+	maxSeries = 128 << 20 // bytes of the batches that belong together, with batchCost for each
+	batchCost = 1 << 10   // bytes that a batch counts beside its own, so that empty batches come to an end
 	maxPath   = 1 << 10   // bytes
 	maxValue  = 64 << 10  // bytes
 )
@@ -36,10 +38,11 @@ const (
 
 // follow keeps the state as the cloud says, until ctx is done.
 func (r *Relay) follow(ctx context.Context, f *file) {
+	kept := make(aside)
 	for pause := minPause; ctx.Err() == nil; pause = min(2*pause, maxPause) {
 		var applied bool
 		err := tunnel.Guard(r.log, r.cfg.Counters, "the stream of Services ends", func() (err error) {
-			applied, err = r.followOnce(ctx, f)
+			applied, err = r.followOnce(ctx, f, kept)
 			return err
 		})
 		if ctx.Err() != nil {
@@ -68,8 +71,9 @@ func explained(err error) error {
 	return err
 }
 
-// followOnce applies what one stream sends. applied: the state was that of the cloud for a moment.
-func (r *Relay) followOnce(ctx context.Context, f *file) (applied bool, err error) {
+// followOnce applies what one stream sends. applied: the state was that of the cloud for a moment. kept holds what
+// streams before this one have sent of a first series, and takes what this one sends of it.
+func (r *Relay) followOnce(ctx context.Context, f *file, kept aside) (applied bool, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	stream, err := r.cfg.Watch(ctx)
@@ -85,15 +89,22 @@ func (r *Relay) followOnce(ctx context.Context, f *file) (applied bool, err erro
 		defer r.mu.Unlock()
 		r.streams = false
 	}()
+	kept.claim(&digests)
 	next := &pb.Next{Digests: digests.Encode()}
 	for {
 		if err := stream.Send(next); err != nil && !errors.Is(err, io.EOF) { // EOF: Recv has the error
 			return applied, err
 		}
 		next = new(pb.Next)
-		series, err := receive(stream)
+		series, err := receive(stream, kept.size())
 		if err != nil {
+			if !applied {
+				kept.keep(series)
+			}
 			return applied, err
+		}
+		if !applied {
+			series = kept.complete(series)
 		}
 		if err := r.take(f, series); err != nil {
 			return applied, err
@@ -102,24 +113,25 @@ func (r *Relay) followOnce(ctx context.Context, f *file) (applied bool, err erro
 	}
 }
 
-// receive returns the batches that belong together. It asks for each but the first.
-func receive(stream Stream) (series []*pb.Changes, err error) {
-	for size := 0; ; {
+// receive returns the batches that belong together. It asks for each but the first. size is the number of bytes that
+// belong to the same series and were received before. With an error, receive returns the batches before the error.
+func receive(stream Stream, size int) (series []*pb.Changes, err error) {
+	for {
 		batch, err := stream.Recv()
 		if err != nil {
-			return nil, err
+			return series, err
 		}
 		data := batch.GetChanges()
 		if batch.GetDeflated() {
 			if data, err = inflate(data); err != nil {
-				return nil, err
+				return series, err
 			}
 		}
 		changes, err := parse(data)
 		if err != nil {
-			return nil, err
+			return series, err
 		}
-		if size += len(data); size > maxSeries {
+		if size += len(data) + batchCost; size > maxSeries {
 			return nil, fmt.Errorf("the cloud sends more than %d bytes at once", maxSeries)
 		}
 		series = append(series, changes)
@@ -127,9 +139,75 @@ func receive(stream Stream) (series []*pb.Changes, err error) {
 			return series, nil
 		}
 		if err := stream.Send(new(pb.Next)); err != nil && !errors.Is(err, io.EOF) {
-			return nil, err
+			return series, err
 		}
 	}
+}
+
+// aside holds the buckets that a cloud has sent whole, in a first series that has not ended. The next stream claims
+// them, so that the cloud sends only the other buckets: over a thin link that breaks often, the first series arrives
+// in parts. A bucket is applied with its series alone: the endpoints of a Service are in several buckets.
+type aside map[uint32][]*pb.Item
+
+// keep takes the buckets that have arrived whole in a series that broke off. The last bucket may lack items.
+func (a aside) keep(series []*pb.Changes) {
+	named := make(aside)
+	last := uint32(0)
+	for _, c := range series {
+		for _, b := range c.GetWhole() {
+			last = b % services.Buckets
+			named[last] = nil // the items are in this batch and in later ones
+		}
+	}
+	for _, c := range series {
+		for _, item := range c.GetSet() {
+			b := uint32(services.Bucket(item.GetPath())) //nolint:gosec // it is below services.Buckets
+			if _, whole := named[b]; whole {
+				named[b] = append(named[b], item)
+			}
+		}
+	}
+	delete(named, last)
+	maps.Copy(a, named)
+}
+
+// claim puts the digests of the buckets in a into the digests of the state.
+func (a aside) claim(digests *services.Digests) {
+	for b, items := range a {
+		digests[b] = 0
+		for _, item := range items {
+			digests.Flip(item.GetPath(), item.GetValue())
+		}
+	}
+}
+
+// size returns the number of bytes that a holds.
+func (a aside) size() (n int) {
+	for _, items := range a {
+		for _, item := range items {
+			n += len(item.GetPath()) + len(item.GetValue())
+		}
+	}
+	return n
+}
+
+// complete returns the series together with the buckets of a that the cloud has not sent again, and empties a.
+func (a aside) complete(series []*pb.Changes) []*pb.Changes {
+	for _, c := range series {
+		for _, b := range c.GetWhole() {
+			delete(a, b%services.Buckets)
+		}
+	}
+	before := new(pb.Changes)
+	for b, items := range a {
+		before.Whole = append(before.Whole, b)
+		before.Set = append(before.Set, items...)
+	}
+	clear(a)
+	if len(before.GetWhole()) == 0 {
+		return series
+	}
+	return append([]*pb.Changes{before}, series...)
 }
 
 // inflate returns what was compressed.
