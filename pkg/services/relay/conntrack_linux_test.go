@@ -66,7 +66,7 @@ func TestPendingConnectionsAreRedirected(t *testing.T) {
 // No entry of an established connection is removed.
 func TestOutdated(t *testing.T) {
 	own := netip.AddrPortFrom(addr4, 7)
-	o := outdated{redirects{{web4, protocolTCP}: 7, {web4, protocolUDP}: 7}, addr4, false}
+	o := outdated{after: rules{{web4, protocolTCP}: {port: 7}, {web4, protocolUDP}: {port: 7}}, own: addr4}
 	for _, c := range []struct {
 		name     string
 		protocol uint8

@@ -59,6 +59,7 @@ type Config struct {
 	Node   tunnel.NodeName
 	File   string         // of the state
 	Direct []netip.Prefix // networks that this node reaches without the tunnel
+	Full   bool           // serves all Services, in place of kube-proxy
 	// Watch opens a stream on the connection of a session. It waits until there is a session, or until ctx is done, which
 	// also ends the stream.
 	Watch func(ctx context.Context) (Stream, error)
@@ -123,7 +124,7 @@ var _ tunnel.Module = (*Relay)(nil)
 
 // New returns a relay. It opens nothing before Run. It fails on systems other than Linux.
 func New(cfg Config) (*Relay, error) {
-	k, err := newKernel()
+	k, err := newKernel(cfg.Full)
 	if err != nil {
 		return nil, err
 	}
@@ -139,11 +140,11 @@ func newRelay(cfg Config, k kernel) *Relay {
 	direct := udp.NewEdge(anyTarget{}, cfg.Datagrams)
 	return &Relay{
 		direct: direct, ends: []*udp.Edge{direct}, failures: failures{last: make(map[string]time.Time)},
-		planner: planner{string(cfg.Node), cfg.Direct},
+		planner: planner{string(cfg.Node), cfg.Direct, cfg.Full},
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
 		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
 		affinity: newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
-		state: services.NewState(), plan: newPlan(make(map[services.Path]part)), changed: make(chan struct{}),
+		state: services.NewState(), plan: newPlan(make(map[services.Path]part), nil), changed: make(chan struct{}),
 	}
 }
 
@@ -202,18 +203,18 @@ func (r *Relay) serve(ctx context.Context, d *door) {
 // apply makes the kernel as the plan says, and keeps what it cannot do for Note.
 func (r *Relay) apply(d *door) {
 	r.mu.RLock()
-	want := r.plan.frontends
+	want := r.plan.rules
 	r.mu.RUnlock()
 	err := d.program(want)
 	r.mu.Lock()
 	before := r.broken
-	r.broken, r.serves = err, len(d.programmed)
+	r.broken, r.serves = err, d.programmed.ports()
 	r.mu.Unlock()
 	switch {
 	case err != nil && (before == nil || before.Error() != err.Error()):
-		r.log.Warn("Services of other nodes are not served", "err", err)
+		r.log.Warn("Services are not served", "err", err)
 	case err == nil && before != nil:
-		r.log.Info("Services of other nodes are served")
+		r.log.Info("Services are served")
 	}
 }
 

@@ -114,7 +114,7 @@ func TestPlan(t *testing.T) {
 			if _, err := state.Apply(&pb.Changes{Set: set}); err != nil {
 				t.Fatal(err)
 			}
-			got := (planner{"edge1", c.direct}).plan(state)
+			got := (planner{"edge1", c.direct, false}).plan(state)
 			if len(got.frontends) != c.want {
 				t.Errorf("redirected: %v", got.frontends)
 			}
@@ -148,7 +148,7 @@ func TestRoutedNetworksAreDirect(t *testing.T) {
 
 // A plan after any changes is the plan of a node that starts with their outcome.
 func TestPlansFollowChanges(t *testing.T) {
-	n, s := planner{"edge1", nil}, services.NewState()
+	n, s := planner{"edge1", nil, false}, services.NewState()
 	p := n.plan(s)
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 2000 {
@@ -571,7 +571,7 @@ func TestStopsAfterAFailure(t *testing.T) {
 		t.Fatal(err)
 	}
 	d := newDoor(t.Context(), r)
-	if err := d.program(r.plan.frontends); err != nil || len(k.redirected()) != 2 {
+	if err := d.program(r.plan.rules); err != nil || len(k.redirected()) != 2 {
 		t.Fatalf("%v, redirected: %v", err, k.redirected())
 	}
 	d.programmed = nil // as after a change that has failed
