@@ -3,10 +3,10 @@
 
 .PHONY: bench bench-ci bench-long bench-compare bench-egress bench-ls bench-udp storm scale
 
-bench: iproute2 ## what a conn costs, beside TCP, TLS, yamux, ssh -R and Konnectivity; far away; beside 50 stalled readers; a storm (eight minutes; ARGS="-part cost" for a part)
+bench: iproute2 ## what a conn costs, beside TCP, TLS, yamux, ssh -R and Konnectivity; far away; beside 50 stalled readers; a storm (ten minutes; ARGS="-part cost" for a part)
 	go run ./bench $(ARGS)
 
-bench-long: iproute2 ## the same at length, with everybody over every link; into docs/benchmarks (half an hour, on a machine that does nothing else, in a tree without changes)
+bench-long: iproute2 ## the same at length, with everybody over every link; into docs/benchmarks (forty minutes, on a machine that does nothing else, in a tree without changes)
 	go run ./bench -long -json docs/benchmarks/bench.json -render $(ARGS)
 
 bench-ci: ## one row of it, to see that it can be measured (half a minute)

@@ -6,11 +6,24 @@ import (
 	"time"
 )
 
+// settled is how long a conn moves bytes over a link with loss before it is measured, at least.
+// `congestion = "auto"` counts resent segments for 2 s or more, and wants at least three, before it switches a
+// connection to bbr. bbr then takes several round trips to find the rate of the link.
+const settled = 15 * time.Second
+
+// settles returns how long TCP may take there to find its pace: grow, or settled over a link with loss.
+func (p place) settles(grow time.Duration) time.Duration {
+	if p.lossy {
+		return max(grow, settled)
+	}
+	return grow
+}
+
 // far is what is measured over a link: bulk, and what is small beside it. There is a
 // connection of its own for everything where a way has that.
 func (b *bench) far() []gauge {
 	var (
-		grow  = 8 * b.time  // until TCP has found its pace
+		grow  = 8 * b.time  // until TCP has found its pace; see settled
 		bulk  = 12 * b.time // what is lost comes in bursts
 		small = 4 * b.time
 		long  = 20 * b.time // a p99 wants some hundred samples
@@ -45,6 +58,7 @@ func (s *stream) lasts(d time.Duration) (err error) {
 
 // farBulk moves bytes on one conn and returns bytes a second.
 func farBulk(l *line, kind byte, grow, d time.Duration) ([]float64, error) {
+	grow = l.at.settles(grow)
 	s, err := l.start(1, order{Kind: kind, Chunk: bulkChunk})
 	if err != nil {
 		return nil, err
@@ -85,6 +99,7 @@ func farRoundTrips(l *line, d time.Duration) ([]float64, error) {
 
 // farRoundTripsBeside is farRoundTrips while another conn downloads.
 func farRoundTripsBeside(l *line, grow, d time.Duration) ([]float64, error) {
+	grow = l.at.settles(grow)
 	s, err := l.start(1, order{Kind: orderFlood, Chunk: bulkChunk})
 	if err != nil {
 		return nil, err

@@ -16,6 +16,7 @@ import (
 type place struct {
 	cloud, edge rig.Host // the client is where the cloud is, the target where the edge is
 	link        *rig.Link
+	lossy       bool // the link loses packets
 }
 
 // quality is a link that is measured.
@@ -76,6 +77,7 @@ func kernel() map[string]string {
 
 // apart makes two networks with a link between them.
 func apart(q rig.Quality) (p place, err error) {
+	p.lossy = q.Loss > 0
 	var networks [2]*rig.Network
 	for i, host := range []*rig.Host{&p.cloud, &p.edge} {
 		if networks[i], err = rig.NewNetwork(); err != nil {

@@ -57,14 +57,13 @@ const (
 	plotWidth = 900
 	plotLine  = 22
 	plotTop   = 70
-	octaves   = 6 // to the left of 1; and half as many to the right
+	octaves   = 6 // to the left of 1, and to the right: a lossy link has rows of 60 times plain TCP
 )
 
 // at is the place of a multiple on the scale, which ends where it ends.
 func at(v float64) float64 {
-	const right = octaves / 2
-	o := min(right, max(-octaves, math.Log2(v)))
-	return plotText + (o+octaves)/(octaves+right)*(plotWidth-plotText-20)
+	o := min(octaves, max(-octaves, math.Log2(v)))
+	return plotText + (o+octaves)/(2*octaves)*(plotWidth-plotText-20)
 }
 
 // svg draws the plot. It is drawn by hand: what a library of plots would take off us is less
@@ -83,7 +82,7 @@ func (p *plot) svg() []byte {
 		fmt.Fprintf(&b, "<circle cx=\"%d\" cy=\"40\" r=\"5\" fill=\"%s\"/><text x=\"%d\" y=\"44\">%s</text>\n", x+5,
 			colours[i%len(colours)], x+15, html.EscapeString(w.Name))
 	}
-	for o := -octaves; o <= octaves/2; o++ {
+	for o := -octaves; o <= octaves; o++ {
 		v, class := math.Pow(2, float64(o)), ""
 		label := fmt.Sprintf("%g", v)
 		if o < 0 {

@@ -200,9 +200,9 @@ func whenStill(count func() (int64, error)) error {
 	}
 }
 
-// mostFlow is how many bytes can flow until windows are full: far more than windows and kernels' buffers hold
+// maxFlow is how many bytes can flow until windows are full: far more than windows and kernels' buffers hold
 // for stalledConns conns.
-const mostFlow = 1 << 30
+const maxFlow = 1 << 30
 
 // flow follows a count of bytes.
 type flow struct {
@@ -220,7 +220,7 @@ func (f *flow) look(n int64) (still bool, err error) {
 	if f.still++; f.looks == 1 || n != f.last {
 		f.still = 0
 	}
-	if f.last = n; n-f.first > mostFlow {
+	if f.last = n; n-f.first > maxFlow {
 		return false, fmt.Errorf("the windows do not fill up: %d MiB have gone into them", (n-f.first)/mib)
 	}
 	return f.still == enough, nil

@@ -41,12 +41,12 @@ func TestFlow(t *testing.T) {
 func TestNothingFillsUp(t *testing.T) {
 	var f flow
 	const before = 1 << 40 // of the conns before
-	for n := int64(0); n <= mostFlow; n += mostFlow / 8 {
+	for n := int64(0); n <= maxFlow; n += maxFlow / 8 {
 		if still, err := f.look(before + n); still || err != nil {
 			t.Fatalf("%d bytes: still %t, %v", n, still, err)
 		}
 	}
-	if _, err := f.look(before + mostFlow + 1); err == nil || !strings.Contains(err.Error(), "do not fill up") {
+	if _, err := f.look(before + maxFlow + 1); err == nil || !strings.Contains(err.Error(), "do not fill up") {
 		t.Errorf("more than any window holds: %v", err)
 	}
 }

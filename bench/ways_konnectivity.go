@@ -11,6 +11,7 @@ import (
 	"strings"
 	"time"
 
+	"tunnel.example/tunnel/internal/freeport"
 	"tunnel.example/tunnel/test/rig"
 )
 
@@ -30,7 +31,7 @@ func startKonnectivity(b *bench, l *line) error {
 	b.folders = append(b.folders, dir)
 	var ports [5]int
 	for i := range ports {
-		if ports[i], err = rig.FreePort(); err != nil {
+		if ports[i], err = freeport.New(); err != nil {
 			return err
 		}
 	}

@@ -8,6 +8,7 @@ import (
 	"os/user"
 	"strings"
 
+	"tunnel.example/tunnel/internal/freeport"
 	"tunnel.example/tunnel/test/rig"
 )
 
@@ -43,7 +44,7 @@ func startSSH(b *bench, l *line) error {
 	}
 	var door int
 	for _, port := range []*int{&l.carrier, &door} {
-		if *port, err = rig.FreePort(); err != nil {
+		if *port, err = freeport.New(); err != nil {
 			return err
 		}
 	}

@@ -47,11 +47,12 @@ nftables: # portmap, which the tests of hostPort execute, needs it
 		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends nftables </dev/null >/dev/null; }
 
 cni: nftables strace ## the CNI plugin, driven by libcni, by containerd's go-cni and by cnitool; killed after every step of ADD and DEL (root; two minutes)
-	go test -count=1 -timeout 10m ./pkg/cni ./pkg/podnet
-	go -C test/cni test -count=1 -timeout 10m ./...
+	@# Root may skip no test of pkg/cni and pkg/podnet; test/skips.txt lists them for other users.
+	@go run ./tools/report -- go test -count=1 -timeout 10m -json ./pkg/cni ./pkg/podnet
+	@go run ./tools/report -allow test/skips.txt -- go -C test/cni test -count=1 -timeout 10m -json ./...
 
 cni-bench: ## the CNI plugin beside bridge with host-local, and beside the plugin that RIVAL=FILE names: faults and times (root; two minutes)
-	unshare --net go -C test/cni test -run '^$$' -bench AddDel -benchtime 100x -count 3 .
+	unshare --net go -C test/cni test -run '^$$' -bench AddDel -benchtime 60x -count 5 .
 	TMPDIR=/var/tmp TUNNEL_CNI_RIVAL='$(abspath $(RIVAL))' go -C test/cni test -count=1 -run '^TestSideBySide$$' -v .
 
 # CI leaves it out. It compiles 670 packages of Kubernetes and others: 400 s of one processor, 130 s after make interop.
@@ -82,5 +83,8 @@ page: chromium ## the status page in a real browser, of made-up nodes and of a c
 page-pictures: chromium ## the pictures of docs/page.md, of a cloud with edges (three minutes)
 	TUNNEL_PAGE_PICTURES=$(CURDIR)/docs go -C test/page test -count=1 -timeout 10m -run '^TestProcesses$$' -v .
 
-links: iproute2 ## bulk transfers over 10, 1 and 0.1 Mbit/s, 4 to 110 at once, up and down; links that are cut for 2 to 10 s (a quarter of an hour)
+links: iproute2 ## bulk transfers over 10, 1 and 0.1 Mbit/s, 4 to 110 at once, up and down; links that are cut for 2 to 10 s, that lose packets, and two uplinks (half an hour)
 	TUNNEL_LINKS=1 go test -count=1 -timeout 40m -parallel 6 -v -run 'TestBulkOverThinLink|TestShortCut' ./test/links
+	@# These judge rates and times, so few run at once. TestCleanLink sends little for ten minutes.
+	TUNNEL_LINKS=1 go test -count=1 -timeout 40m -parallel 2 -v \
+		-run 'TestLossyLink|TestMultipathOnLoopback|TestCleanLink|TestTwoUplinks|TestAddressIsReplaced' ./test/links

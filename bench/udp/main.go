@@ -25,6 +25,7 @@ import (
 	"syscall"
 	"time"
 
+	"tunnel.example/tunnel/internal/freeport"
 	"tunnel.example/tunnel/test/rig"
 )
 
@@ -143,7 +144,7 @@ func (b *bench) start(dir string) ([]*way, error) {
 	ports := make([]int, 3)
 	for i := range ports {
 		var err error
-		if ports[i], err = rig.FreePort(); err != nil {
+		if ports[i], err = freeport.New(); err != nil {
 			return nil, err
 		}
 	}

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -97,6 +98,9 @@ func (a *askFlags) cloud() (*api.Client, error) {
 // askTimeout bounds a request to a daemon of this machine, in which it may ask other replicas.
 const askTimeout = 10 * time.Second
 
+// completeTimeout bounds a completion: a person waits for the shell.
+const completeTimeout = 2 * time.Second
+
 // nodeNames completes names of nodes. It asks the cloud.
 func (a *askFlags) nodeNames(
 	cmd *cobra.Command, args []string, prefix string,
@@ -105,7 +109,7 @@ func (a *askFlags) nodeNames(
 	if err != nil {
 		return nil, cobra.ShellCompDirectiveNoFileComp
 	}
-	ctx, cancel := context.WithTimeout(cmd.Context(), askTimeout/5) // a person waits for the shell
+	ctx, cancel := context.WithTimeout(cmd.Context(), completeTimeout)
 	defer cancel()
 	list, err := client.Nodes(ctx)
 	if err != nil {
@@ -134,6 +138,7 @@ func (a *askFlags) firstNode(
 type outputFlag struct {
 	form  string
 	forms []string
+	wrote bool // a document: in YAML, "---" stands before the next one
 }
 
 // register adds the flag to a command. The first of forms is the default.
@@ -155,21 +160,35 @@ func (o *outputFlag) check() error {
 }
 
 // encode writes v if the form is one for programs. It reports whether it is.
-func (o *outputFlag) encode(w io.Writer, v any) (bool, error) {
-	var text []byte
-	var err error
+func (o *outputFlag) encode(w io.Writer, v any) (bool, error) { return o.write(w, v, "  ") }
+
+// encodeLine is encode with JSON on one line, for commands that write one value after another.
+func (o *outputFlag) encodeLine(w io.Writer, v any) (bool, error) { return o.write(w, v, "") }
+
+// write writes v as a document of its own. indent is that of JSON; empty: one line.
+func (o *outputFlag) write(w io.Writer, v any, indent string) (bool, error) {
+	var text bytes.Buffer
 	switch o.form {
 	case "json":
-		text, err = json.MarshalIndent(v, "", "  ")
-		text = append(text, '\n')
+		e := json.NewEncoder(&text)
+		e.SetIndent("", indent)
+		if err := e.Encode(v); err != nil {
+			return true, err
+		}
 	case "yaml":
-		text, err = yaml.Marshal(v)
+		y, err := yaml.Marshal(v)
+		if err != nil {
+			return true, err
+		}
+		if o.wrote {
+			text.WriteString("---\n")
+		}
+		text.Write(y)
 	default:
 		return false, nil
 	}
-	if err == nil {
-		_, err = w.Write(text)
-	}
+	o.wrote = true
+	_, err := w.Write(text.Bytes())
 	return true, err
 }
 
@@ -178,7 +197,7 @@ func failed(err error) error {
 	code := exitRuntime
 	if failure, ok := errors.AsType[*api.Failure](err); ok {
 		switch failure.Code {
-		case "":
+		case "", "no-such-service": // a Service is no node
 		case api.CodeConfiguration:
 			code = exitConfig
 		case "denied", "refused":

@@ -59,7 +59,7 @@ Exit codes: 0 ok, 1 the list is incomplete or the daemon does not answer, 5 with
 			defer cancel()
 			var errs []error
 			ending := 0
-			for i, s := range sockets {
+			for _, s := range sockets {
 				list, err := api.NewClient(s.path).Certificates(ctx)
 				if err != nil {
 					errs = append(errs, err)
@@ -67,9 +67,6 @@ Exit codes: 0 ok, 1 the list is incomplete or the daemon does not answer, 5 with
 				}
 				if cmd.Flags().Changed("expiring") {
 					ending += onlyEnding(list, list.Time.Add(expiring))
-				}
-				if i > 0 && output.form == "yaml" {
-					fmt.Fprintln(cmd.OutOrStdout(), "---")
 				}
 				if err = printCertificates(cmd.OutOrStdout(), list, &output); err != nil {
 					return err

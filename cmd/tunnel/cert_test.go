@@ -216,7 +216,7 @@ func (o *operated) edit(change func(text string) string) {
 func TestRotateCA(t *testing.T) {
 	echo := testkit.Serve(t, testkit.Echo)
 	o := newOperated(t, nil)
-	door := freeAddress(t)
+	door := testkit.FreeAddress(t)
 	o.want(exitOK, "forward", "add", "-c", o.cloud, door, "edge1/"+echo)
 	session := o.list().Nodes[0].Newest().ID
 	old := o.certificates(o.cloud).Processes[0]

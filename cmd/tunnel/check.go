@@ -25,6 +25,7 @@ type checkFlags struct {
 	output       outputFlag
 	wait         time.Duration
 	kubelet, dns string
+	apiserver    string
 }
 
 func newCheckCommand() *cobra.Command {
@@ -37,7 +38,7 @@ Each line is ok, warn, fail or skipped. A line that is warn or fail names the ne
 
 On an edge: the configuration, the node's token or certificate, the way to the cloud step by step, whether the cloud
 lets the node join, the daemon, and the kubelet. On a cloud: the daemon, the ports, the certificates, the rights in
-Kubernetes, and the names of nodes. docs/check.md explains every line.
+Kubernetes, the names of nodes, and kube-apiserver's flags. docs/check.md explains every line.
 
 check changes nothing, and a live session continues. Run it as the user of the daemon or as root, since it reads the
 same files.
@@ -47,12 +48,14 @@ Exit codes: 0 nothing failed, 1 something failed, 2 wrong command line.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return f.run(cmd) },
 	}
 	f.config.register(cmd, cloudFile, edgeFile)
-	f.output.register(cmd, "text", "json")
+	f.output.register(cmd, "text", "json", "yaml")
 	cmd.Flags().DurationVar(&f.wait, "wait", 0, "repeat until nothing fails, for at most this `DURATION`, such as 2m")
 	cmd.Flags().StringVar(&f.kubelet, "kubelet", "",
 		"`HOST:PORT` of this node's kubelet; default: "+check.DefaultKubelet+", if this machine has a kubelet")
 	cmd.Flags().StringVar(&f.dns, "dns", "", "`HOST:PORT` of the DNS server that kube-apiserver asks; "+
 		"default: the cloud's own, if it has one")
+	cmd.Flags().StringVar(&f.apiserver, "apiserver", "", "`FILE` with kube-apiserver's flags: its manifest, or k3s' "+
+		"config.yaml; default: "+check.DefaultManifest+", if it exists")
 	return cmd
 }
 
@@ -196,7 +199,7 @@ func (f *checkFlags) cloud(c *conf.Cloud, log *slog.Logger) ([]check.Check, erro
 		return nil, err
 	}
 	return check.Cloud(check.CloudConfig{
-		Conf: c, Listeners: w.listeners, Kubernetes: w.cluster.client, DNS: f.dns,
+		Conf: c, Listeners: w.listeners, Kubernetes: w.cluster.client, DNS: f.dns, Manifest: f.apiserver,
 	}), nil
 }
 

@@ -38,7 +38,11 @@ func newCloudCommand(logs *logFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "cloud [-c FILE]",
 		Short: "Run the end that edges dial",
-		Args:  noArgs,
+		Long: `cloud runs the end that edges dial, until SIGTERM or Ctrl-C. Then it drains for up to 25 s. SIGHUP has it read
+its configuration again.
+
+Exit codes: 0 stopped by a signal, 1 failed while running, 2 wrong command line, 3 the configuration has a problem.`,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			path, err := file.path()
 			if err != nil {

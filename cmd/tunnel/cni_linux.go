@@ -27,7 +27,9 @@ func newCNIInstallCommand() *cobra.Command {
 		Long: `install copies the plugin, or replaces an older one. A runtime that adds a pod meanwhile gets the
 old plugin or the new one, so that pods may run. Root does it:
 
-  sudo tunnel cni install`,
+  sudo tunnel cni install
+
+Exit codes: 0 the plugin is there, 1 it cannot be copied.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if from == "" {
@@ -62,7 +64,9 @@ func newCNIUninstallCommand() *cobra.Command {
 		Long: `uninstall removes the network configuration, the plugin, the reservations of addresses, the table
 of nftables and the bridge. The network configuration says which bridge and which folder of
 reservations they are. It refuses while pods have links: drain the node first, and stop the edge or
-remove [mode.edge.cni] from its configuration.`,
+remove [mode.edge.cni] from its configuration.
+
+Exit codes: 0 removed, 1 pods have links, or something cannot be removed.`,
 		Args: noArgs,
 		RunE: func(*cobra.Command, []string) error {
 			if err := podnet.Uninstall(confDir, binDir, dataDir); err != nil {

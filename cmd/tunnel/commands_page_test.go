@@ -3,6 +3,7 @@ package main
 import (
 	"fmt"
 	"regexp"
+	"slices"
 	"strings"
 	"testing"
 
@@ -110,7 +111,7 @@ func commandPart(c *cobra.Command) string {
 // exitCodes begins the paragraph of a long text that lists the exit codes.
 const exitCodes = "Exit codes:"
 
-// TestCommandsPage: docs/commands.md is up to date, and the program lists every exit code.
+// TestCommandsPage: docs/commands.md is up to date. The program lists every exit code, and every command.
 func TestCommandsPage(t *testing.T) {
 	root := newRoot()
 	root.InitDefaultCompletionCmd()
@@ -119,10 +120,56 @@ func TestCommandsPage(t *testing.T) {
 		t.Errorf("the page has %d commands", n)
 	}
 	_, codes, _ := strings.Cut(root.Long, exitCodes)
-	for code := exitOK; code <= exitRefused; code++ {
+	for code := exitOK; code <= exitAway; code++ {
 		if !strings.Contains(codes, fmt.Sprintf(" %d ", code)) && !strings.Contains(codes, fmt.Sprintf("\n%d ", code)) {
 			t.Errorf("the long text of tunnel does not have the exit code %d", code)
 		}
 	}
+	for _, c := range root.Commands() {
+		// Programs run man and cni, cobra adds completion, and services has a line for all of its commands.
+		listed := regexp.MustCompile(`(?m)^  tunnel ` + c.Name() + `\b`).MatchString(root.Long)
+		if !c.Hidden && !listed && !slices.Contains([]string{"cni", "completion", "help", "version"}, c.Name()) {
+			t.Errorf("the overview of tunnel lacks %s", c.Name())
+		}
+	}
 	testkit.Page(t, "../../docs/commands.md", page)
+}
+
+// The help of each command says which exit codes it has, in order. Cobra's own commands print scripts and help.
+func TestExitCodes(t *testing.T) {
+	number := regexp.MustCompile(`(?:^|[,;.] )(\d) `)
+	seen := 0
+	for _, c := range leaves(newRoot()) {
+		if c.Name() == "version" {
+			continue // it does not fail
+		}
+		_, codes, ok := strings.Cut(c.Long, "\n\n"+exitCodes+" ")
+		found := number.FindAllStringSubmatch(strings.ReplaceAll(codes, "\n", " "), -1)
+		if !ok || len(found) < 2 || found[0][1] != "0" {
+			t.Errorf("the help of %s has no paragraph %s\n%s", c.CommandPath(), exitCodes, c.Long)
+			continue
+		}
+		for i := range found {
+			if code := found[i][1]; code > fmt.Sprint(exitAway) {
+				t.Errorf("%s has the exit code %s, which the root command lacks", c.CommandPath(), code)
+			}
+		}
+		seen++
+	}
+	if seen < 25 {
+		t.Errorf("%d commands have exit codes", seen)
+	}
+}
+
+// leaves returns the commands below cmd that a user may run.
+func leaves(cmd *cobra.Command) (all []*cobra.Command) {
+	if !cmd.HasSubCommands() {
+		return []*cobra.Command{cmd}
+	}
+	for _, c := range cmd.Commands() {
+		if !c.Hidden {
+			all = append(all, leaves(c)...)
+		}
+	}
+	return all
 }

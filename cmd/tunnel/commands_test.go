@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"fmt"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -9,6 +10,8 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/spf13/cobra"
 )
 
 // says runs a command line in this process, and returns what it prints.
@@ -36,6 +39,11 @@ func TestCompletion(t *testing.T) {
 		"join --": "--dir --force --help --log-format --log-level --node --proxy --proxy-ca --proxy-file --server " +
 			"--systemd --token-file",
 		"cloud --config ./x": "toml",
+		"forward add ":       "", // no cloud answers
+		"forward rm ":        "",
+		"top -o ":            "json table wide yaml",
+		"tap -o ":            "json table wide yaml",
+		"token list -o ":     "json table yaml",
 	} {
 		words := strings.Split(line, " ")
 		code, out, _ := says(t, append([]string{"__complete"}, words...)...)
@@ -48,6 +56,39 @@ func TestCompletion(t *testing.T) {
 		slices.Sort(got)
 		if code != exitOK || strings.Join(slices.Compact(got), " ") != want {
 			t.Errorf("%q: exit code %d, %q; want %q", line, code, got, want)
+		}
+	}
+}
+
+// No command offers files as its arguments.
+func TestCompletesNoFiles(t *testing.T) {
+	noFiles := fmt.Sprintf(":%d\n", cobra.ShellCompDirectiveNoFileComp)
+	commands := leaves(newRoot())
+	if len(commands) < 25 {
+		t.Errorf("there are %d commands", len(commands))
+	}
+	for _, c := range commands {
+		words := strings.Fields(c.CommandPath())[1:]
+		code, out, _ := says(t, append(append([]string{"__complete"}, words...), "")...)
+		if code != exitOK || !strings.Contains(out, noFiles) {
+			t.Errorf("%s: exit code %d, completion %q; want %q", c.CommandPath(), code, out, noFiles)
+		}
+	}
+}
+
+// Values that a command writes one after another can be told apart, in each form.
+func TestDocuments(t *testing.T) {
+	for form, want := range map[string]string{
+		"json": "{\n  \"mode\": \"cloud\",\n  \"conns\": 1\n}\n{\"mode\":\"edge\",\"conns\":0}\n",
+		"yaml": "conns: 1\nmode: cloud\n---\nconns: 0\nmode: edge\n",
+		"text": "",
+	} {
+		var out bytes.Buffer
+		output := outputFlag{form: form}
+		done, err := output.encode(&out, drained{"cloud", 1})
+		again, errAgain := output.encodeLine(&out, drained{"edge", 0})
+		if out.String() != want || err != nil || errAgain != nil || done != (want != "") || again != done {
+			t.Errorf("-o %s: %q, %v, %v; want %q", form, out.String(), err, errAgain, want)
 		}
 	}
 }
@@ -199,8 +240,8 @@ func TestFullDisk(t *testing.T) {
 	c := " -c " + filepath.Join(dir, cloudFile)
 	for _, line := range []string{
 		"token list" + c, "token list --json" + c, // no token
-		"token create --node edge1" + c, "token create --json --node edge1" + c,
-		"token list" + c, "token list --json" + c,
+		"token create --node edge1" + c, "token create --json --node edge1" + c, "token create -o yaml --node edge1" + c,
+		"token list" + c, "token list --json" + c, "token list -o yaml" + c,
 		"completion bash", "completion zsh", "completion fish", "completion powershell",
 	} {
 		var errs bytes.Buffer

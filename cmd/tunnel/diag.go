@@ -33,7 +33,10 @@ addresses.
 It has no log, since cloud and edge keep none. To add it:
 
   tunnel diag
-  journalctl -u tunnel-cloud --since -1h > tunnel-cloud.log`,
+  journalctl -u tunnel-cloud --since -1h > tunnel-cloud.log
+
+Exit codes: 0 the file is written, and a warning names what is missing in it; 1 the file cannot be written; 3 the
+configuration names no admin socket.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var missing []string

@@ -15,7 +15,8 @@ import (
 
 // drained is the answer to POST /v1/drain.
 type drained struct {
-	Conns int64 `json:"conns"` // that go on
+	Mode  string `json:"mode"`  // "cloud" or "edge"
+	Conns int64  `json:"conns"` // that go on
 }
 
 // errDrained is why /readyz fails.
@@ -47,7 +48,7 @@ func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
 			r.daemon.log.Info("drained: no new conn is accepted")
 		}
 	}
-	return &drained{r.daemon.conns()}, nil
+	return &drained{r.daemon.mode, r.daemon.conns()}, nil
 }
 
 // drainCheck is the line of /readyz after a drain.
@@ -71,7 +72,10 @@ the process does not end. To bring it back, start it again.
 With --stop the process ends afterwards, as after SIGTERM: open connections have 25 s.
 
   tunnel drain
-  tunnel drain --stop`,
+  tunnel drain --stop
+
+Exit codes: 0 drained; 1 the daemon does not answer, a reload or a restart is under way, or no other replica could take
+the edges; 3 the configuration names no admin socket.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := output.check(); err != nil {

@@ -41,7 +41,11 @@ func newEdgeCommand(logs *logFlags) *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "edge [-c FILE]",
 		Short: "Run the end on a node",
-		Args:  noArgs,
+		Long: `edge runs the end on a node, until SIGTERM or Ctrl-C. Then it drains for up to 25 s. SIGHUP has it read its
+configuration again. While the cloud does not answer, edge tries again, and does not end.
+
+Exit codes: 0 stopped by a signal, 1 failed while running, 2 wrong command line, 3 the configuration has a problem.`,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			path, err := file.path()
 			if err != nil {

@@ -198,6 +198,43 @@ func (f *forwardFlags) change(cmd *cobra.Command, method, path string, body any)
 	return printReloaded(cmd, "cloud", done, &f.output)
 }
 
+// listens completes the addresses of ports that tunnel forward can change. It asks the cloud.
+func (f *forwardFlags) listens(cmd *cobra.Command, prefix string) ([]cobra.Completion, cobra.ShellCompDirective) {
+	const directive = cobra.ShellCompDirectiveNoFileComp
+	client, err := f.ask.cloud()
+	if err != nil {
+		return nil, directive
+	}
+	ctx, cancel := context.WithTimeout(cmd.Context(), completeTimeout)
+	defer cancel()
+	var list forwards
+	if err = client.Call(ctx, http.MethodGet, "/v1/forwards", nil, &list); err != nil {
+		return nil, directive
+	}
+	var all []cobra.Completion
+	for _, one := range list.Forwards {
+		if one.From == fromForwards && strings.HasPrefix(one.Listen, prefix) {
+			all = append(all, cobra.CompletionWithDesc(one.Listen, one.Target))
+		}
+	}
+	return all, directive
+}
+
+// nodesBeforeTarget completes NODE/ of NODE/TARGET. The target follows without a space.
+func (f *forwardFlags) nodesBeforeTarget(
+	cmd *cobra.Command, prefix string,
+) ([]cobra.Completion, cobra.ShellCompDirective) {
+	if strings.Contains(prefix, "/") {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	names, directive := f.ask.nodeNames(cmd, nil, prefix)
+	for i, name := range names {
+		node, state, _ := strings.Cut(name, "\t")
+		names[i] = cobra.CompletionWithDesc(node+"/", state)
+	}
+	return names, directive | cobra.ShellCompDirectiveNoSpace
+}
+
 // wordArgs returns a check that a command has these arguments.
 func wordArgs(words ...string) cobra.PositionalArgs {
 	return func(cmd *cobra.Command, args []string) error {
@@ -220,7 +257,10 @@ port in the file that forwards in [mode.cloud.admin] names, also over a restart.
 loopback needs --allow.
 
   tunnel forward add 127.0.0.1:2222 edge1/127.0.0.1:22
-  tunnel forward add 0.0.0.0:5432 edge1/10.0.0.7:5432 --allow 10.0.0.0/8`,
+  tunnel forward add 0.0.0.0:5432 edge1/10.0.0.7:5432 --allow 10.0.0.0/8
+
+Exit codes: 0 open, 1 the port leads elsewhere already, or no cloud answers; 2 wrong command line; 3 the port cannot be
+opened, or the configuration of the cloud does not permit it.`,
 		Args: wordArgs("LISTEN", "NODE/TARGET"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			f.Listen, f.Target = args[0], args[1]
@@ -233,6 +273,17 @@ loopback needs --allow.
 			}
 			return flags.change(cmd, http.MethodPost, path, f)
 		},
+	}
+	cmd.ValidArgsFunction = func(
+		cmd *cobra.Command, args []string, prefix string,
+	) ([]cobra.Completion, cobra.ShellCompDirective) {
+		switch {
+		case len(args) == 0 && replace:
+			return flags.listens(cmd, prefix)
+		case len(args) == 1:
+			return flags.nodesBeforeTarget(cmd, prefix)
+		}
+		return nil, cobra.ShellCompDirectiveNoFileComp
 	}
 	flags.register(cmd, "text", "json", "yaml")
 	cmd.Flags().StringSliceVar(&f.Allow, "allow", nil, "`networks` that may connect, as in [mode.cloud.tcpallow]")
@@ -250,10 +301,21 @@ func newForwardRmCommand() *cobra.Command {
 		Long: `rm closes a TCP port that "tunnel forward add" has opened. Its conns go on. To close a port of the
 configuration, remove its line and run "tunnel reload".
 
-  tunnel forward rm 127.0.0.1:2222`,
+  tunnel forward rm 127.0.0.1:2222
+
+Exit codes: 0 closed, 1 there is no such port, the configuration has it, or no cloud answers; 3 the configuration names
+no admin socket of a cloud, or the file of forwards cannot be written.`,
 		Args: wordArgs("LISTEN"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return flags.change(cmd, http.MethodDelete, "/v1/forwards?"+url.Values{"listen": args}.Encode(), nil)
+		},
+		ValidArgsFunction: func(
+			cmd *cobra.Command, args []string, prefix string,
+		) ([]cobra.Completion, cobra.ShellCompDirective) {
+			if len(args) > 0 {
+				return nil, cobra.ShellCompDirectiveNoFileComp
+			}
+			return flags.listens(cmd, prefix)
 		},
 	}
 	flags.register(cmd, "text", "json", "yaml")
@@ -266,7 +328,9 @@ func newForwardLsCommand() *cobra.Command {
 		Use:   "ls",
 		Short: "List the TCP ports of the running cloud",
 		Long: `ls lists the TCP ports of the running cloud. The column FROM says whether a port is in the
-configuration, or in the file of "tunnel forward".`,
+configuration, or in the file of "tunnel forward".
+
+Exit codes: 0 ok, 1 no cloud answers, 3 the configuration names no admin socket of a cloud.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var list forwards

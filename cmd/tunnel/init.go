@@ -61,7 +61,9 @@ In a pod, with --secret and --configmap, init makes no folder. It puts ca.crt, t
 nodes-ca.crt, nodes-ca.key and tokens into a Secret, and ca.crt alone into a ConfigMap, for edges.
 Both are in the namespace that the variable POD_NAMESPACE names. Objects that exist stay as they are.
 
-  tunnel init --address tunnel.example.com:9000 --secret tunnel-cloud --configmap tunnel-ca`,
+  tunnel init --address tunnel.example.com:9000 --secret tunnel-cloud --configmap tunnel-ca
+
+Exit codes: 0 made, 1 a step failed, 2 wrong command line, 3 a configuration that exists has a problem.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if flags.secret != "" {

@@ -93,8 +93,8 @@ The commands are ls, forget, status, ping, trace, top, tap, check, cert, diag, d
   kubectl edgetunnel -n my-namespace --context production ping edge1
 
 Flags of kubectl stand before the command, and flags of the command behind it. "kubectl edgetunnel COMMAND --help"
-explains a command. ls, forget, ping, trace, top, tap, cert status and cert renew ask all replicas. The other
-commands ask one replica, by default the first pod that is ready; drain, reload, forward and cert rotate-ca need
+explains a command. ls, forget, ping, trace, top, tap, cert status, cert renew and status --all ask all replicas. The
+other commands ask one replica, by default the first pod that is ready; drain, reload, forward and cert rotate-ca need
 --pod if there are several pods. diag writes its file on this machine.
 
 The plugin is the program tunnel under the name kubectl-edgetunnel, and runs kubectl. It needs the rights to list

@@ -276,7 +276,7 @@ func TestKubectlPluginTap(t *testing.T) {
 	o := newOperated(t, nil)
 	u := newKubectlUser(t)
 	u.pods(fakePod{name: "tunnel-cloud-a", config: o.cloud})
-	target, port := testkit.Serve(t, testkit.Echo), freeAddress(t)
+	target, port := testkit.Serve(t, testkit.Echo), testkit.FreeAddress(t)
 	u.wants(exitOK, "forward", "add", port, "edge1/"+target)
 	for what, stop := range map[string]func(*exec.Cmd) error{"a signal": interrupt, "Ctrl-C": ctrlC} {
 		out := newLines(t)

@@ -177,7 +177,10 @@ func newForgetCommand() *cobra.Command {
 		Short: "Remove nodes that are gone for good from the list of missing nodes",
 		Long: `forget removes missing nodes from the inventories of all replicas, so that ls no longer lists them. It revokes
 nothing: with its certificate the node may connect again (see tunnel token revoke). A node that Kubernetes has
-stays in the list.`,
+stays in the list.
+
+Exit codes: 0 forgotten; 1 no inventory has the node, the node is connected, or no cloud answers; 2 wrong command
+line.`,
 		Args: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 0 {
 				return errors.New("name the nodes to forget")

@@ -14,6 +14,8 @@ import (
 	"testing"
 	"time"
 
+	"sigs.k8s.io/yaml"
+
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/api"
 )
@@ -39,7 +41,7 @@ func newOperated(t *testing.T, change func(o *operated, address string)) *operat
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { os.RemoveAll(dir) })
-	address := freeAddress(t)
+	address := testkit.FreeAddress(t)
 	o := &operated{t: t, cloud: filepath.Join(dir, "cloud", "cloud.toml"), edge: filepath.Join(dir, "edge", "edge.toml")}
 	o.want(exitOK, "init", "--address", address, "--dir", filepath.Dir(o.cloud))
 	if change != nil {
@@ -59,17 +61,6 @@ func newOperated(t *testing.T, change func(o *operated, address string)) *operat
 	o.want(exitOK, "join", "--dir", filepath.Dir(o.edge), "--token-file", file)
 	o.startEdge()
 	return o
-}
-
-// freeAddress returns an address of this machine at which nothing listens.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
 }
 
 func (o *operated) startCloud() {
@@ -148,6 +139,8 @@ func TestOperated(t *testing.T) {
 	testStatus(o)
 	testPing(o)
 	testCertStatus(o)
+	testForms(o)
+	testCompletionOfForwards(o)
 
 	o.edgeRuns.cmd.Process.Signal(os.Interrupt)
 	o.edgeRuns.wait()
@@ -176,7 +169,7 @@ func pairOfReplicas(t *testing.T) (o *operated, other string) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		second := freeAddress(t)
+		second := testkit.FreeAddress(t)
 		peers := fmt.Sprintf("\n[mode.cloud.stream.peers]\naddresses = [%q, %q]\n"+
 			"ca = \"ca.crt\"\nservername = \"127.0.0.1\"\n", address, second)
 		_, port, _ := net.SplitHostPort(address)
@@ -214,6 +207,7 @@ func TestOperatedReplicas(t *testing.T) {
 	if out := o.want(exitOK, "status", "-c", other); !strings.Contains(out, "1 nodes, joined") {
 		t.Errorf("the status lacks the replica:\n%s", out)
 	}
+	testStatusOfAll(o, other)
 
 	remembers := func() {
 		t.Helper()
@@ -245,6 +239,34 @@ func TestOperatedReplicas(t *testing.T) {
 	out := o.want(exitAway, "ls", "-c", other, "edge1", "-o", "wide")
 	if !strings.Contains(out, "edge1  missing") || !strings.Contains(out, "the edge has stopped") {
 		t.Error(out)
+	}
+}
+
+// testStatusOfAll asks one replica for the status of both. Each is an object as without --all.
+func testStatusOfAll(o *operated, other string) {
+	o.t.Helper()
+	of := func(text string) *api.Status {
+		status := new(api.Status)
+		if err := yaml.UnmarshalStrict([]byte(text), status); err != nil { // JSON, too
+			o.t.Fatalf("%v\n%s", err, text)
+		}
+		return status
+	}
+	documents := strings.Split(o.want(exitOK, "status", "--all", "-c", other, "-o", "yaml"), "---\n")
+	if len(documents) != 2 {
+		o.t.Fatalf("status --all has %d documents", len(documents))
+	}
+	for i, file := range []string{other, o.cloud} {
+		one := of(o.want(exitOK, "status", "-c", file, "-o", "json"))
+		if got := of(documents[i]); !got.Started.Equal(one.Started) || len(got.Replicas) != 1 || got.Counts.Nodes != i {
+			o.t.Errorf("document %d is not the status of %s: %+v, want %+v", i, file, got, one)
+		}
+	}
+	if out := o.want(exitOK, "status", "--all", "-c", other); strings.Count(out, ", ready\n") != 2 {
+		o.t.Errorf("status --all says\n%s", out)
+	}
+	if out := o.want(exitOK, "status", "--all", "-c", o.edge); strings.Count(out, ", ready\n") != 1 {
+		o.t.Errorf("status --all of an edge says\n%s", out)
 	}
 }
 
@@ -304,6 +326,51 @@ func testPing(o *operated) {
 	o.want(exitRefused, "ping", "-c", o.cloud, "edge1", "192.0.2.1:22") // not in the edge's list
 	o.want(exitUsage, "ping", "-c", o.cloud, "Edge1")
 	o.want(exitRuntime, "ping", "-c", o.cloud, "edge1", "no-port")
+}
+
+// testForms asks for YAML of commands whose other forms other tests read. A reload says whose it is.
+func testForms(o *operated) {
+	o.t.Helper()
+	for line, want := range map[string]string{
+		"ping edge1 -n 2 --interval 1ms -o yaml": "---\n",
+		"token list -o yaml":                     "  node: edge1\n",
+		"token list -o json":                     `"node":"edge1"`,
+		"token create --node edge9 -o yaml":      "\nnode: edge9\n",
+		"check -o yaml":                          "api_version: v1\n",
+		"reload -o yaml":                         "mode: cloud\n",
+		"forward ls -o yaml":                     "forwards: []\n",
+	} {
+		// check may fail here; what else fails has no output.
+		_, out, errs := says(o.t, append(strings.Fields(line), "-c", o.cloud)...)
+		if !strings.Contains("\n"+out, want) {
+			o.t.Errorf("tunnel %s lacks %q:\n%s%s", line, want, out, errs)
+		}
+	}
+	o.want(exitUsage, "token", "list", "-c", o.cloud, "-o", "wide")
+	if out := o.want(exitOK, "reload", "-c", o.edge, "-o", "json"); !strings.Contains(out, `"mode": "edge"`) {
+		o.t.Errorf("reload of an edge says\n%s", out)
+	}
+}
+
+// testCompletionOfForwards completes the node of a new port, and the address of a port that can be changed.
+func testCompletionOfForwards(o *operated) {
+	o.t.Helper()
+	port := testkit.FreeAddress(o.t)
+	o.want(exitOK, "forward", "add", "-c", o.cloud, port, "edge1/127.0.0.1:22")
+	for line, want := range map[string]string{
+		"forward add -c " + o.cloud + " 127.0.0.1:1 ed":      "edge1/\tconnected\n:6\n", // no space, no files
+		"forward add -c " + o.cloud + " 127.0.0.1:1 edge1/1": ":4\n",
+		"forward add -c " + o.cloud + " 127":                 ":4\n", // a port that is not open yet
+		"forward add -c " + o.cloud + " --replace 127":       port + "\tedge1/127.0.0.1:22\n:4\n",
+		"forward rm -c " + o.cloud + " 127":                  port + "\tedge1/127.0.0.1:22\n:4\n",
+		"forward rm -c " + o.cloud + " 10.":                  ":4\n",
+		"forward rm -c " + o.cloud + " " + port + " 127":     ":4\n",
+	} {
+		if _, out, _ := says(o.t, append([]string{"__complete"}, strings.Fields(line)...)...); !strings.HasPrefix(out, want) {
+			o.t.Errorf("%s: completion offers %q, want %q", line, out, want)
+		}
+	}
+	o.want(exitOK, "forward", "rm", "-c", o.cloud, port)
 }
 
 // The commands say what to do if a configuration names no socket.

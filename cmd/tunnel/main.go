@@ -197,8 +197,13 @@ kubectl logs, exec, attach, port-forward and top, and TCP services.
   tunnel edge                                         run the end on a node
 
   tunnel ls                                           list nodes, connected and missing
+  tunnel forget NODE                                  remove a node that is gone for good from that list
   tunnel status                                       show how the cloud or the edge here does
   tunnel ping NODE                                    measure the round trip to a node
+  tunnel trace NODE HOST:PORT                         find which step to a target behind a node refuses
+  tunnel tap [NODE]                                   show conns as they open and end
+  tunnel top                                          show the busiest nodes
+  tunnel services ls|explain|watch                    show what the edge here does with Services
   tunnel check                                        find what is wrong here, and what to do
   tunnel cert status                                  show certificates, and when they end
 
@@ -234,7 +239,18 @@ Exit codes: 0 ok, 1 failed while running, 2 wrong command line, 3 wrong configur
 		newDiagCommand(), newTapCommand(), newTopCommand(), newTraceCommand(), newServicesCommand())
 	root.AddCommand(systemCommands()...)
 	old.logs = logs
+	completeNoFiles(root)
 	return root
+}
+
+// completeNoFiles has shells offer no files as arguments of commands that take none. A flag may take a file.
+func completeNoFiles(cmd *cobra.Command) {
+	for _, c := range cmd.Commands() {
+		completeNoFiles(c)
+	}
+	if !cmd.HasSubCommands() && !cmd.Hidden && cmd.ValidArgsFunction == nil {
+		cmd.ValidArgsFunction = cobra.NoFileCompletions
+	}
 }
 
 // superedgeFlags is the command line of SuperEdge's tunnel: tunnel --m=cloud --c=FILE.
@@ -408,7 +424,11 @@ func newConfigCommand(logs *logFlags) *cobra.Command {
 	check := &cobra.Command{
 		Use:   "check [-c FILE]",
 		Short: "Report all problems of a configuration file and of the files it names",
-		Args:  noArgs,
+		Long: `check reports all problems of a configuration file, and of the files it names. It prints warnings, too. It
+opens no port, and a running cloud or edge does not notice.
+
+Exit codes: 0 no problem, 3 problems.`,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			files, err := file.files()
 			if err != nil {

@@ -264,15 +264,15 @@ func (m *metric) unit() string {
 	}
 }
 
-// mostValues is how many values of a label the page lists.
-const mostValues = 15
+// maxValues is how many values of a label the page lists.
+const maxValues = 15
 
 // labelText lists the labels, and their values if they are few and the same everywhere.
 func (m *metric) labelText() string {
 	var all []string
 	for _, label := range slices.Sorted(maps.Keys(m.labels)) {
 		values := slices.Sorted(slices.Values(m.labels[label]))
-		depends := m.name == "tunnel_build_info" || label == "use" || label == "module" || len(values) > mostValues
+		depends := m.name == "tunnel_build_info" || label == "use" || label == "module" || len(values) > maxValues
 		switch {
 		case label == "le": // the bounds of a histogram's buckets
 		case depends:

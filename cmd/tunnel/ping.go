@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -31,6 +30,8 @@ func newPingCommand() *cobra.Command {
 		Long: `ping measures the round trip between the cloud and a node: a few bytes to the edge and back, by a conn like
 those of callers. With HOST:PORT the edge also dials the target, if its list of permitted targets has it, and closes the
 connection; nothing is sent to the target.
+
+With -o json each ping is a line, and with -o yaml a document.
 
   tunnel ping edge1
   tunnel ping edge1 127.0.0.1:10250
@@ -66,7 +67,7 @@ answer, 1 no cloud answers.`,
 	}
 	cmd.ValidArgsFunction = flags.ask.firstNode
 	flags.ask.register(cmd, cloudFile)
-	flags.output.register(cmd, "text", "json")
+	flags.output.register(cmd, "text", "json", "yaml")
 	cmd.Flags().IntVarP(&flags.count, "count", "n", 3, "how many pings; 0: until Ctrl-C")
 	cmd.Flags().DurationVar(&flags.interval, "interval", time.Second, "time between two pings")
 	return cmd
@@ -125,9 +126,7 @@ func (p *pingFlags) show(w io.Writer, pinged *api.Pinged, alone float64) float64
 			text += fmt.Sprintf(", of which the tunnel takes some %s", millis(alone))
 		}
 	}
-	if p.output.form == "json" {
-		json.NewEncoder(w).Encode(pinged) //nolint:errcheck // as for printed text
-	} else {
+	if done, _ := p.output.encodeLine(w, pinged); !done { // its error is ignored as that of printed text
 		fmt.Fprintln(w, text)
 	}
 	return trip

@@ -27,6 +27,7 @@ import (
 // they open ports, which can fail. Only then all of it takes effect. So a file with a problem changes nothing.
 type reloader struct {
 	// Set once.
+	mode  string // "cloud" or "edge"
 	read  func() (*candidate, error)
 	live  func(key string) bool // reports whether a key can change while the process runs
 	log   *slog.Logger
@@ -54,6 +55,7 @@ type candidate struct {
 
 // reloaded says what a reload has done.
 type reloaded struct {
+	Mode    string        `json:"mode"` // "cloud" or "edge"
 	Applied []conf.Change `json:"applied"`
 	// Restart are keys whose values in the file differ from those that the process has started with.
 	Restart  []conf.Change `json:"restart"`
@@ -62,7 +64,7 @@ type reloaded struct {
 
 // newReloader returns the reloader of a daemon that runs with these settings.
 func newReloader(d *daemon, running conf.Settings, hangups <-chan os.Signal, stop context.CancelFunc) *reloader {
-	return &reloader{log: d.log, running: running, hangups: hangups, stop: stop, terminal: hasTerminal()}
+	return &reloader{mode: d.mode, log: d.log, running: running, hangups: hangups, stop: stop, terminal: hasTerminal()}
 }
 
 // takeHangups returns a channel for SIGHUP. From now on the signal no longer stops the process. A daemon calls it
@@ -152,7 +154,7 @@ func (r *reloader) applyLocked(
 	ctx context.Context, what string, next *candidate, commit func() error,
 ) (*reloaded, error) {
 	// Lists that are not nil, for JSON.
-	done := &reloaded{Applied: []conf.Change{}, Restart: []conf.Change{}, Warnings: next.warnings}
+	done := &reloaded{Mode: r.mode, Applied: []conf.Change{}, Restart: []conf.Change{}, Warnings: next.warnings}
 	now := make(conf.Settings) // what runs afterwards
 	for _, c := range r.running.Changes(next.settings) {
 		if r.live(c.Key) {
@@ -288,7 +290,10 @@ A signal SIGHUP does the same; its result is in the log.
 
 A running cloud takes over tcp and udp ports with the tables beside them. Of https it takes over allowfrom,
 clientnames and callers; of egress strategies, defaultnodes and clientnames. Of its limits it takes over
-connsperaddress, flows and flowsperaddress. A running edge takes over allow, and the limit flows.`,
+connsperaddress, flows and flowsperaddress. A running edge takes over allow, and the limit flows.
+
+Exit codes: 0 the daemon runs with the file, except for the keys that need a restart; 1 the daemon does not answer, or
+another reload or a restart is under way; 3 the file has a problem, or names no admin socket.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := output.check(); err != nil {
@@ -299,15 +304,12 @@ connsperaddress, flows and flowsperaddress. A running edge takes over allow, and
 				return err
 			}
 			var failure error // the first one; the other daemon reloads nevertheless
-			for i, s := range sockets {
+			for _, s := range sockets {
 				done := new(reloaded)
 				client := api.NewClient(s.path)
 				if err = client.Call(cmd.Context(), http.MethodPost, "/v1/reload", nil, done); err != nil {
 					failure = also(failure, failed(err))
 					continue
-				}
-				if i > 0 && output.form == "yaml" {
-					fmt.Fprintln(cmd.OutOrStdout(), "---")
 				}
 				if err = printReloaded(cmd, cmp.Or(s.mode, s.path), done, &output); err != nil {
 					return err

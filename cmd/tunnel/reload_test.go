@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"fmt"
 	"log/slog"
 	"os"
 	"os/exec"
@@ -14,6 +15,7 @@ import (
 
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/testca"
 )
 
 // Commands that cannot reach a running process say what to do.
@@ -130,4 +132,56 @@ func TestReloadWarns(t *testing.T) {
 	if err != nil || !strings.Contains(strings.Join(next.warnings, "\n"), "anyone may connect") {
 		t.Errorf("%v, warnings %q", err, next.warnings)
 	}
+}
+
+// A reload has the next handshakes of egress, and the next certificates of nodes, use what the file says now.
+func TestReloadStores(t *testing.T) {
+	metricFiles(t)
+	const (
+		egress = "[mode.cloud.egress]\nhttpconnect = [\"tls://127.0.0.1:8090\"]\ncert = \"cert\"\nkey = \"key\"\n" +
+			"clientca = \"ca\"\nclientnames = [\"%s\"]\n" +
+			"[mode.cloud.join]\nca = \"signer.crt\"\ncakey = \"signer.key\"\nservers = [\"%[1]s.example.com:9000\"]\n"
+		file = "cloud.toml"
+	)
+	write := func(name string) {
+		if err := os.WriteFile(file, []byte(plainCloud+fmt.Sprintf(egress, name)), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	signer := testca.New(t, "nodes")
+	for name, text := range map[string][]byte{"signer.crt": signer.CertPEM(), "signer.key": signer.KeyPEM()} {
+		if err := os.WriteFile(name, text, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write("old")
+	c, err := conf.LoadCloud(file, environment())
+	if err != nil {
+		t.Fatal(err)
+	}
+	w, err := wireCloud(c, slog.New(slog.DiscardHandler), place{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	names, servers := &w.doors.egressNames, &w.doors.servers
+	check := func(want string) {
+		t.Helper()
+		if *names.Load() == nil || (*names.Load())[0] != want || !strings.HasPrefix((*servers.Load())[0], want) {
+			t.Errorf("callers %q, servers %q; want those of %s", *names.Load(), *servers.Load(), want)
+		}
+	}
+	check("old")
+	write("new")
+	r := newCloudReloader(w, file, nil, nil)
+	next, err := r.readFile()
+	if err != nil {
+		t.Fatal(err)
+	}
+	all, err := next.prepare(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	check("old")
+	all.Commit()
+	check("new")
 }

@@ -179,6 +179,7 @@ var errStops = conflictf("it was told to stop, so no new process takes over")
 
 // restarted is the answer to POST /v1/restart.
 type restarted struct {
+	Mode    string  `json:"mode"`  // "cloud" or "edge"
 	PID     int     `json:"pid"`   // of the new process
 	Old     int     `json:"old"`   // of the process that drains
 	Conns   int64   `json:"conns"` // that go on in the old process
@@ -278,7 +279,9 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 			log.Error("systemd does not know the new process, and ends it with this one", "pid", next.PID(), "err", err)
 		}
 	}
-	done := &restarted{PID: next.PID(), Old: os.Getpid(), Conns: r.daemon.conns(), Seconds: time.Since(start).Seconds()}
+	done := &restarted{
+		Mode: r.daemon.mode, PID: next.PID(), Old: os.Getpid(), Conns: r.daemon.conns(), Seconds: time.Since(start).Seconds(),
+	}
 	log.Info("a new process has taken over; this one drains and ends", "pid", next.PID())
 	return done, nil
 }
@@ -348,9 +351,12 @@ reads the configuration, and takes over the listening sockets. Edges move to it.
 the old process, for up to 25 s. No caller is refused.
 
 If the new process does not start, or has a bad configuration, the old one serves as before. restart then
-says why. Its exit code is 3 only for a bad configuration, and not when it finds no admin socket to ask.
+says why.
 
-  tunnel restart`,
+  tunnel restart
+
+Exit codes: 0 the new process serves; 1 the old one serves as before, or there is no admin socket, or nothing answers
+on it; 3 the configuration has a problem.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := output.check(); err != nil {

@@ -70,7 +70,9 @@ SERVED BY is who serves connections from this node:
   kube-proxy  kube-proxy; the edge does nothing
   nobody      no endpoint is ready, or none may be used from this node
 
-USABLE is how many of the Service's endpoints a connection may get.`,
+USABLE is how many of the Service's endpoints a connection may get.
+
+Exit codes: 0 ok, 1 no edge answers, 3 the configuration names no admin socket of an edge.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := output.check(); err != nil {
@@ -148,7 +150,10 @@ func newServicesExplainCommand() *cobra.Command {
 		Short: "Say of each endpoint of a Service why a connection may get it, or not",
 		Long: `explain shows each port of a Service (TCP, UDP) at each ClusterIP, who serves it here, and its endpoints.
 
-  tunnel services explain shop/web`,
+  tunnel services explain shop/web
+
+Exit codes: 0 ok, 1 no edge answers, or the edge knows no such Service; 2 wrong command line; 3 the configuration names
+no admin socket of an edge.`,
 		Args: func(_ *cobra.Command, args []string) error {
 			if len(args) != 1 || !isServiceName(args[0]) {
 				return errors.New("name one Service, as NAMESPACE/NAME")
@@ -225,7 +230,8 @@ func newServicesWatchCommand() *cobra.Command {
 		Short: "Show what the cloud tells of Services as it changes, until Ctrl-C",
 		Long: `watch prints a line for each item that the cloud sets or deletes: a Service, an endpoint or a node.
 It shows changes, and not what the edge knows already: tunnel services ls does.
-A reader that is too slow loses lines; a warning says how many. With -o json, each change is a line.
+A reader that is too slow loses lines; a warning says how many. With -o json each change is a line, and with -o yaml a
+document.
 
 Exit codes: 0 ended by Ctrl-C, 1 no edge answers, or the edge has stopped.`,
 		Args: noArgs,
@@ -238,7 +244,7 @@ Exit codes: 0 ended by Ctrl-C, 1 no edge answers, or the edge has stopped.`,
 				return err
 			}
 			err = client.Lines(cmd.Context(), "/v1/services/watch", func(text []byte) error {
-				return printChange(cmd.OutOrStdout(), cmd.ErrOrStderr(), text, output.form)
+				return printChange(cmd.OutOrStdout(), cmd.ErrOrStderr(), text, &output)
 			})
 			if cmd.Context().Err() != nil { // Ctrl-C
 				return nil
@@ -247,14 +253,13 @@ Exit codes: 0 ended by Ctrl-C, 1 no edge answers, or the edge has stopped.`,
 		},
 	}
 	ask.register(cmd, edgeFile)
-	output.register(cmd, "text", "json")
+	output.register(cmd, "text", "json", "yaml")
 	return cmd
 }
 
 // printChange prints a line of the edge. A line for programs is printed as it came.
-func printChange(out, errs io.Writer, text []byte, form string) error {
-	if form == "json" {
-		_, err := fmt.Fprintf(out, "%s\n", text)
+func printChange(out, errs io.Writer, text []byte, output *outputFlag) error {
+	if done, err := output.encodeLine(out, json.RawMessage(text)); done {
 		return err
 	}
 	var line relay.Line

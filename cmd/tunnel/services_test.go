@@ -59,7 +59,7 @@ func TestServicesCommands(t *testing.T) {
 		"GET /v1/services":          answer(list),
 		"GET /v1/services/shop/web": answer(list),
 		"GET /v1/services/shop/none": http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-			api.Refuse(w, http.StatusNotFound, "", fmt.Errorf("node edge1 knows no Service shop/none"))
+			api.Refuse(w, http.StatusNotFound, "no-such-service", fmt.Errorf("node edge1 knows no Service shop/none"))
 		}),
 		"GET /v1/services/watch": http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 			lines := json.NewEncoder(w)
@@ -91,6 +91,7 @@ func TestServicesCommands(t *testing.T) {
 		{"watch", exitRuntime, []string{"set", `node/a  {"edge":true}`, "deleted  node/b", "warning: 7 changes are lost",
 			"has ended the stream"}},
 		{"watch -o json", exitRuntime, []string{`"path":"node/b","deleted":true`}},
+		{"watch -o yaml", exitRuntime, []string{"path: node/a", "\n---\ndeleted: true\npath: node/b\n", "\n---\nlost: 7\n"}},
 	} {
 		args := append([]string{"services"}, append(strings.Fields(c.args), "--socket", socket)...)
 		code, out, errs := says(t, args...)

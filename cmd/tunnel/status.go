@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -19,13 +20,15 @@ import (
 func newStatusCommand() *cobra.Command {
 	var ask askFlags
 	var output outputFlag
+	var all bool
 	cmd := &cobra.Command{
-		Use:   "status",
+		Use:   "status [--all]",
 		Short: "Show how the cloud or the edge of this machine does",
 		Long: `status asks the cloud and the edge of this machine: version, other replicas, counts, and what is wrong, as
-/readyz says it. With -o wide it also shows the listeners, and what is in order.
+/readyz says it. With -o wide it also shows the listeners, and what is in order. With --all it shows every replica of
+the cloud; -o json and -o yaml then have one object after another, this replica's first.
 
-Exit codes: 0 ready, 1 not ready, or the daemon does not answer.`,
+Exit codes: 0 ready, 1 not ready, or a daemon or a replica does not answer.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := output.check(); err != nil {
@@ -38,20 +41,22 @@ Exit codes: 0 ready, 1 not ready, or the daemon does not answer.`,
 			ctx, cancel := context.WithTimeout(cmd.Context(), askTimeout)
 			defer cancel()
 			var errs []error
-			for i, s := range sockets {
-				status, err := api.NewClient(s.path).Status(ctx)
+			for _, s := range sockets {
+				list, err := askStatus(ctx, s, all)
 				if err != nil {
 					errs = append(errs, err)
 					continue
 				}
-				if i > 0 && output.form == "yaml" {
-					fmt.Fprintln(cmd.OutOrStdout(), "---")
+				for _, status := range list.Statuses {
+					if err = printStatus(cmd.OutOrStdout(), status, &output); err != nil {
+						return err
+					}
+					if !status.Ready {
+						errs = append(errs, fmt.Errorf("the %s %s is not ready", status.Mode, cmp.Or(status.Node, status.Replica)))
+					}
 				}
-				if err = printStatus(cmd.OutOrStdout(), status, &output); err != nil {
-					return err
-				}
-				if !status.Ready {
-					errs = append(errs, fmt.Errorf("the %s is not ready", status.Mode))
+				for _, why := range list.Incomplete {
+					errs = append(errs, errors.New("the list is incomplete: "+tunnel.Printable(why)))
 				}
 			}
 			if err := errors.Join(errs...); err != nil {
@@ -62,7 +67,18 @@ Exit codes: 0 ready, 1 not ready, or the daemon does not answer.`,
 	}
 	ask.register(cmd, cloudFile, edgeFile)
 	output.register(cmd, "text", "wide", "json", "yaml")
+	cmd.Flags().BoolVar(&all, "all", false, "show every replica of the cloud")
 	return cmd
+}
+
+// askStatus asks a daemon for its status, and with all for that of every replica.
+func askStatus(ctx context.Context, s daemonSocket, all bool) (*api.StatusList, error) {
+	client := api.NewClient(s.path)
+	if all {
+		return client.Statuses(ctx)
+	}
+	status, err := client.Status(ctx)
+	return &api.StatusList{Statuses: []*api.Status{status}}, err
 }
 
 // printStatus prints a status in the form of the flag.

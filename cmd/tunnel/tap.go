@@ -2,7 +2,6 @@ package main
 
 import (
 	"cmp"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -30,7 +29,7 @@ SENT went to the target, and RECEIVED came from it. DUR of an open is the time u
 Requests that the HTTPS front door terminates are conns of their own here.
 
 A reader that is too slow, such as a stopped terminal, loses events; a warning says how many.
-With -o json, each event is a line.
+With -o json each event is a line, and with -o yaml a document.
 
   tunnel tap
   tunnel tap edge1 -o json | jq 'select(.phase == "refused")'
@@ -58,7 +57,7 @@ Exit codes: 0 ended by Ctrl-C, 1 no cloud answers, or the cloud has stopped.`,
 			if err != nil {
 				return err
 			}
-			p := tapPrinter{out: cmd.OutOrStdout(), errs: cmd.ErrOrStderr(), form: output.form}
+			p := tapPrinter{out: cmd.OutOrStdout(), errs: cmd.ErrOrStderr(), output: output}
 			err = client.Tap(cmd.Context(), node, p.show)
 			if cmd.Context().Err() != nil { // Ctrl-C
 				return nil
@@ -68,21 +67,21 @@ Exit codes: 0 ended by Ctrl-C, 1 no cloud answers, or the cloud has stopped.`,
 		ValidArgsFunction: ask.firstNode,
 	}
 	ask.register(cmd, cloudFile)
-	output.register(cmd, "table", "wide", "json")
+	output.register(cmd, "table", "wide", "json", "yaml")
 	return cmd
 }
 
 // tapPrinter prints lines of a tap.
 type tapPrinter struct {
 	out, errs io.Writer
-	form      string
+	output    outputFlag
 	began     bool // the head of the table is printed
 }
 
 // show prints a line. A line for programs is printed as it came.
 func (p *tapPrinter) show(line tap.Line) error {
-	if p.form == "json" {
-		return json.NewEncoder(p.out).Encode(line)
+	if done, err := p.output.encodeLine(p.out, line); done {
+		return err
 	}
 	switch {
 	case line.Lost > 0:
@@ -111,7 +110,7 @@ func (p *tapPrinter) show(line tap.Line) error {
 // values to come are not known.
 func (p *tapPrinter) row(text string, cells ...string) error {
 	widths := []int{12, 7, 12, 7, 21, 21, 7, 8, 8, 7, 15, 10}
-	if p.form != "wide" {
+	if p.output.form != "wide" {
 		cells = cells[:len(cells)-2]
 	}
 	line := ""

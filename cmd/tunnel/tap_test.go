@@ -12,6 +12,8 @@ import (
 	"testing"
 	"time"
 
+	"sigs.k8s.io/yaml"
+
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/api"
 	"tunnel.example/tunnel/pkg/tap"
@@ -56,10 +58,11 @@ func TestTapOfReplicas(t *testing.T) {
 	o, other := pairOfReplicas(t)
 	start(t, "cloud", "-c", other)
 	o.eventually("the other replica lists the node", exitOK, "ls", "-c", other, "edge1")
-	target, port := testkit.Serve(t, testkit.Echo), freeAddress(t)
+	target, port := testkit.Serve(t, testkit.Echo), testkit.FreeAddress(t)
 	o.want(exitOK, "forward", "add", "-c", o.cloud, port, "edge1/"+target)
 	near := o.tapped("-c", o.cloud, "-o", "json")
 	far := o.tapped("-c", other, "edge1", "-o", "json")
+	documents := o.tapped("-c", o.cloud, "-o", "yaml")
 	table := o.tapped("-c", o.cloud, "-o", "wide")
 	// A conn before a tap watches is not shown, so there are conns until each tap shows one.
 	calls := 0
@@ -75,7 +78,7 @@ func TestTapOfReplicas(t *testing.T) {
 		if _, err = io.ReadAll(c); err != nil {
 			return err
 		}
-		for _, out := range []lines{near, far, table} {
+		for _, out := range []lines{near, far, documents, table} {
 			if text := out.String(); strings.Count(text, "\n") < 3 || !strings.Contains(text, "end") {
 				return fmt.Errorf("%q", text)
 			}
@@ -101,6 +104,12 @@ func TestTapOfReplicas(t *testing.T) {
 			t.Errorf("%d ends of %d conns", ends, calls)
 		}
 	}
+	for i, text := range strings.Split(documents.String(), "---\n") {
+		var l tap.Line
+		if err := yaml.Unmarshal([]byte(text), &l); err != nil || l.Event == nil || l.Node != "edge1" || l.Target != target {
+			t.Errorf("document %d is %v\n%s", i, err, text)
+		}
+	}
 	if text := table.String(); !strings.HasPrefix(text, "TIME ") || !strings.Contains(text, target) ||
 		!strings.Contains(text, "5B") {
 		t.Errorf("the table is\n%s", text)
@@ -124,7 +133,7 @@ func testTrace(o *operated, other, target string) {
 	if out := o.want(exitOK, "trace", "-c", o.cloud, "edge1", "localhost:"+port); !strings.Contains(out, "resolves to") {
 		o.t.Errorf("trace says\n%s", out)
 	}
-	out := o.want(exitRefused, "trace", "-c", o.cloud, "edge1", freeAddress(o.t))
+	out := o.want(exitRefused, "trace", "-c", o.cloud, "edge1", testkit.FreeAddress(o.t))
 	if !strings.Contains(out, "FAILED (refused)") || !strings.Contains(out, "next: nothing listens") {
 		o.t.Errorf("trace says\n%s", out)
 	}
@@ -178,6 +187,12 @@ func testTop(o *operated, port string) {
 	if !strings.Contains(out, "1 nodes connected") || !strings.Contains(out, "\nedge1 ") {
 		o.t.Errorf("top says\n%s", out)
 	}
+	for form, want := range map[string]string{"wide": software(), "yaml": "- conns: "} {
+		out = o.want(exitOK, "top", "-c", o.cloud, "--once", "--interval", "200ms", "-o", form)
+		if !strings.Contains(out, want) {
+			o.t.Errorf("top -o %s says\n%s", form, out)
+		}
+	}
 	o.want(exitUsage, "top", "-c", o.cloud, "--sort", "luck")
 	o.want(exitUsage, "top", "-c", o.cloud, "-n", "0")
 	c.Close()
@@ -228,7 +243,7 @@ func TestRates(t *testing.T) {
 // Callers choose some of the text of a tap. It can move no cursor and begin no line.
 func TestTapPrintable(t *testing.T) {
 	var out, errs bytes.Buffer
-	p := tapPrinter{out: &out, errs: &errs, form: "wide"}
+	p := tapPrinter{out: &out, errs: &errs, output: outputFlag{form: "wide"}}
 	for _, line := range []tap.Line{
 		{Phase: tunnel.PhaseRefused, Replica: "a\x1b", Event: &tunnel.Event{
 			Caller: "me\n", Target: "\x1b[2J", Err: "x\ny", Method: "GET\r", Path: "/\x07", Status: 502, Skipped: 2,

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -96,7 +95,10 @@ Such a token is not good for a node that has joined already, or that has a line 
 With --nodes-from, create makes a token for each name in a file, or with - of standard input.
 Standard output then holds a line for each node, with its name and its token:
 
-  tunnel token create --nodes-from nodes.txt -o json`,
+  tunnel token create --nodes-from nodes.txt -o json
+
+Exit codes: 0 made; 1 a file cannot be read or written; 2 wrong command line; 3 the cloud could not start with its
+configuration.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error { return flags.run(cmd, logs) },
 	}
@@ -113,7 +115,7 @@ Standard output then holds a line for each node, with its name and its token:
 	f.BoolVar(&flags.asJSON, "json", false,
 		"as -o json: print an object with node, id, expires, token, command, lines and written; "+
 			"with --nodes-from an array of them")
-	flags.output.register(cmd, "text", "json")
+	flags.output.register(cmd, "text", "json", "yaml")
 	cmd.MarkFlagsOneRequired("node", "nodes-from")
 	cmd.MarkFlagsMutuallyExclusive("node", "nodes-from")
 	cmd.MarkFlagsMutuallyExclusive("nodes-from", "uses")
@@ -123,6 +125,9 @@ Standard output then holds a line for each node, with its name and its token:
 
 // run makes the tokens that the flags ask for.
 func (f *tokenFlags) run(cmd *cobra.Command, logs *logFlags) error {
+	if f.asJSON {
+		f.output.form = "json"
+	}
 	if err := f.output.check(); err != nil {
 		return err
 	}
@@ -154,11 +159,13 @@ func (f *tokenFlags) run(cmd *cobra.Command, logs *logFlags) error {
 		}
 	}
 	created[0].AwaitAdoption(cmd.Context()) // the edges may use the tokens as soon as they are printed
+	var v any = created[0]
+	if f.nodesFrom != "" {
+		v = created
+	}
+	done, err := f.output.encodeLine(cmd.OutOrStdout(), v)
 	switch {
-	case f.nodesFrom != "" && f.isJSON():
-		err = json.NewEncoder(cmd.OutOrStdout()).Encode(created)
-	case f.isJSON():
-		err = json.NewEncoder(cmd.OutOrStdout()).Encode(created[0])
+	case done:
 	case f.nodesFrom != "":
 		err = setup.ExplainTokens(created, cmd.OutOrStdout(), cmd.ErrOrStderr())
 	default:
@@ -166,8 +173,6 @@ func (f *tokenFlags) run(cmd *cobra.Command, logs *logFlags) error {
 	}
 	return errors.Join(err, setupError(created[0].Unwritten()))
 }
-
-func (f *tokenFlags) isJSON() bool { return f.asJSON || f.output.form == "json" }
 
 // creator checks --node, --uses and --nodes-from. It returns the function that makes the tokens, one at least.
 func (f *tokenFlags) creator(in io.Reader) (func(*conf.Cloud) ([]*setup.Token, error), error) {
@@ -229,11 +234,22 @@ func loadToCreate(file string) (*conf.Cloud, error) {
 func newTokenListCommand() *cobra.Command {
 	var file configFlag
 	var asJSON bool
+	var output outputFlag
 	cmd := &cobra.Command{
 		Use:   "list [-c FILE]",
 		Short: "Show what the token file holds; never a token",
-		Args:  noArgs,
+		Long: `list shows the nodes that have tokens, that have joined or that are revoked, as the token file has them. It
+never shows a token.
+
+Exit codes: 0 ok, 1 the token file cannot be read, 3 the configuration has a problem.`,
+		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if asJSON {
+				output.form = "json"
+			}
+			if err := output.check(); err != nil {
+				return err
+			}
 			path, err := file.path()
 			if err != nil {
 				return err
@@ -246,17 +262,19 @@ func newTokenListCommand() *cobra.Command {
 			if err != nil {
 				return setupError(err)
 			}
-			if asJSON {
-				return json.NewEncoder(cmd.OutOrStdout()).Encode(lines)
+			if done, err := output.encodeLine(cmd.OutOrStdout(), lines); done {
+				return err
 			}
 			return setup.PrintTokens(cmd.OutOrStdout(), c, path, lines)
 		},
 	}
 	file.register(cmd, cloudFile)
 	cmd.Flags().BoolVar(&asJSON, "json", false,
-		"print an array of objects with node, kind, id, expires, state, uses, used and last_used")
+		"as -o json: print an array of objects with node, kind, id, expires, state, uses, used and last_used")
+	output.register(cmd, "table", "json", "yaml")
 	return cmd
 }
+
 func newTokenRevokeCommand(logs *logFlags) *cobra.Command {
 	var file configFlag
 	var node string
@@ -266,7 +284,9 @@ func newTokenRevokeCommand(logs *logFlags) *cobra.Command {
 		Long: `revoke marks the node as revoked in the token file, and removes its tokens. A running cloud
 ends the node's session and conns within a second.
 ` + "`tunnel token create`" + ` lets the node join again, but not with its old token or certificate.
-With the pattern of a token for several nodes, revoke removes that token. Nodes that have joined stay.`,
+With the pattern of a token for several nodes, revoke removes that token. Nodes that have joined stay.
+
+Exit codes: 0 revoked; 1 a file cannot be read or written; 2 wrong command line; 3 the configuration has a problem.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			var name tunnel.NodeName

@@ -3,7 +3,6 @@ package main
 import (
 	"cmp"
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"maps"
@@ -42,6 +41,11 @@ type rate struct {
 	SentBytes         uint64  `json:"sent_bytes"`              // by the live sessions
 	ReceivedBytes     uint64  `json:"received_bytes"`
 	RoundTripSeconds  float64 `json:"round_trip_seconds,omitempty"`
+	Sessions          int     `json:"sessions"`
+	// Of the newest session.
+	Remote   string    `json:"remote,omitempty"`
+	Software string    `json:"software,omitempty"`
+	Since    time.Time `json:"since,omitzero"`
 }
 
 // sortKeys are the orders of tunnel top: by --sort, the value of a node. The largest value comes first.
@@ -68,7 +72,8 @@ SENT/S and RECEIVED/S are payload bytes a second to and from the node, since the
 replica of the node did not answer then. SENT and RECEIVED are the
 bytes of the live sessions. Bytes of konnectivity agents are not counted.
 
-With --once it shows one list, and ends. With -o json, each list is a line.
+With --once it shows one list, and ends. With -o json each list is a line, and with -o yaml a document. -o wide adds
+how many sessions a node has, and the age, address and version of the newest.
 
 Exit codes: 0 ok, 1 no cloud answers.`,
 		Args: noArgs,
@@ -88,10 +93,9 @@ Exit codes: 0 ok, 1 no cloud answers.`,
 			}
 			return flags.run(cmd.Context(), client, cmd.OutOrStdout(), cmd.ErrOrStderr())
 		},
-		ValidArgsFunction: cobra.NoFileCompletions,
 	}
 	flags.ask.register(cmd, cloudFile)
-	flags.output.register(cmd, "table", "json")
+	flags.output.register(cmd, "table", "wide", "json", "yaml")
 	cmd.Flags().StringVar(&flags.sort, "sort", "rate", "order: "+strings.Join(keys, ", "))
 	cmd.Flags().IntVarP(&flags.count, "count", "n", 20, "how many nodes")
 	cmd.Flags().DurationVar(&flags.interval, "interval", 2*time.Second, "time between two lists")
@@ -156,7 +160,11 @@ func rates(before, list *api.NodeList) []rate {
 		if n.State != api.Connected {
 			continue
 		}
-		r := rate{Node: n.Name, RoundTripSeconds: n.Newest().RoundTripSeconds}
+		newest := n.Newest()
+		r := rate{
+			Node: n.Name, RoundTripSeconds: newest.RoundTripSeconds, Sessions: len(n.Sessions), Remote: newest.Remote,
+			Software: newest.Software, Since: newest.Since,
+		}
 		var replicas []string
 		for _, s := range n.Sessions {
 			was, known := old[key{s.Replica, s.ID}]
@@ -192,11 +200,12 @@ func (t *topFlags) show(w io.Writer, list *api.NodeList, all []rate) error {
 	by := sortKeys()[t.sort]
 	slices.SortStableFunc(all, func(a, b rate) int { return cmp.Compare(by(&b), by(&a)) }) // the list is sorted by name
 	shown := all[:min(t.count, len(all))]
-	if t.output.form == "json" {
-		return json.NewEncoder(w).Encode(struct {
-			Time  time.Time `json:"time"`
-			Nodes []rate    `json:"nodes"`
-		}{list.Time, shown})
+	done, err := t.output.encodeLine(w, struct {
+		Time  time.Time `json:"time"`
+		Nodes []rate    `json:"nodes"`
+	}{list.Time, shown})
+	if done {
+		return err
 	}
 	var text strings.Builder
 	if !t.once && isTerminal(w) {
@@ -206,7 +215,11 @@ func (t *topFlags) show(w io.Writer, list *api.NodeList, all []rate) error {
 		list.Time.Local().Format("15:04:05"), len(all), sum.Conns,
 		size(uint64(sum.SentPerSecond)), size(uint64(sum.ReceivedPerSecond)))
 	table := tabwriter.NewWriter(&text, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(table, "NODE\tREPLICA\tCONNS\tSENT/S\tRECEIVED/S\tSENT\tRECEIVED\tRTT")
+	head, wide := "NODE\tREPLICA\tCONNS\tSENT/S\tRECEIVED/S\tSENT\tRECEIVED\tRTT", t.output.form == "wide"
+	if wide {
+		head += "\tSESSIONS\tSINCE\tREMOTE\tVERSION"
+	}
+	fmt.Fprintln(table, head)
 	for i := range shown {
 		r := &shown[i]
 		sent, received := size(uint64(r.SentPerSecond)), size(uint64(r.ReceivedPerSecond))
@@ -217,6 +230,10 @@ func (t *topFlags) show(w io.Writer, list *api.NodeList, all []rate) error {
 			r.Node, cmp.Or(r.Replica, "-"), strconv.FormatInt(r.Conns, 10), sent, received, size(r.SentBytes),
 			size(r.ReceivedBytes), millis(r.RoundTripSeconds),
 		}
+		if wide {
+			cells = append(cells, strconv.Itoa(r.Sessions), span(list.Time.Sub(r.Since)), cmp.Or(r.Remote, "-"),
+				cmp.Or(r.Software, "-"))
+		}
 		for k := range cells {
 			cells[k] = tunnel.Printable(cells[k])
 		}
@@ -225,7 +242,7 @@ func (t *topFlags) show(w io.Writer, list *api.NodeList, all []rate) error {
 	if err := table.Flush(); err != nil {
 		return err
 	}
-	_, err := io.WriteString(w, text.String())
+	_, err = io.WriteString(w, text.String())
 	return err
 }
 

@@ -164,8 +164,8 @@ func newTracedSite(t *testing.T) *tracedSite {
 	t.Helper()
 	s := &tracedSite{traceCollector: newTraceCollector(t)}
 	s.echo, s.refused, s.denied, s.relayed, s.https =
-		freeAddress(t), freeAddress(t), freeAddress(t), freeAddress(t), freeAddress(t)
-	target, nobody := testkit.Serve(t, testkit.Echo), freeAddress(t)
+		testkit.FreeAddress(t), testkit.FreeAddress(t), testkit.FreeAddress(t), testkit.FreeAddress(t), testkit.FreeAddress(t)
+	target, nobody := testkit.Serve(t, testkit.Echo), testkit.FreeAddress(t)
 	var other string
 	s.operated = newOperated(t, func(o *operated, address string) {
 		dir := filepath.Dir(o.cloud)
@@ -182,7 +182,7 @@ func newTracedSite(t *testing.T) *tracedSite {
 		if err != nil {
 			t.Fatal(err)
 		}
-		second := freeAddress(t)
+		second := testkit.FreeAddress(t)
 		_, port, _ := net.SplitHostPort(address)
 		_, otherPort, _ := net.SplitHostPort(second)
 		_, httpsPort, _ := net.SplitHostPort(s.https)

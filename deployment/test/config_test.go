@@ -95,8 +95,8 @@ func files(t *testing.T, pod corev1.PodSpec) (all []string) {
 	return all
 }
 
-// TestConfigurations: tunnel accepts every cloud.toml and edge.toml, without a warning, and every file that they
-// name is mounted.
+// TestConfigurations: tunnel accepts every cloud.toml and edge.toml, without a warning. Each has an admin socket. Every
+// file that they name is mounted, and the folder of each socket.
 func TestConfigurations(t *testing.T) {
 	for _, overlay := range overlays(t) {
 		t.Run(overlay, func(t *testing.T) {
@@ -124,7 +124,12 @@ func TestConfigurations(t *testing.T) {
 			if isEdge != (checked.Edge != nil) || isEdge == (checked.Cloud != nil) {
 				t.Error("the file configures the wrong mode")
 			}
-			for _, socket := range regexp.MustCompile(`unix://([^"]+)`).FindAllStringSubmatch(c.toml, -1) {
+			sockets := regexp.MustCompile(`unix://([^"]+)`).FindAllStringSubmatch(c.toml, -1)
+			admin := regexp.MustCompile(`(?m)^socket = "([^"]+)"$`).FindAllStringSubmatch(c.toml, -1)
+			if len(admin) != 1 {
+				t.Errorf("%d admin sockets, want one", len(admin))
+			}
+			for _, socket := range append(sockets, admin...) {
 				mounted := func(m corev1.VolumeMount) bool { return m.MountPath == path.Dir(socket[1]) && !m.ReadOnly }
 				if !slices.ContainsFunc(c.pod.Spec.Containers[0].VolumeMounts, mounted) {
 					t.Errorf("the folder of %s is not mounted", socket[1])

@@ -74,6 +74,8 @@ func TestWrongValues(t *testing.T) {
 		{"UDP port for nobody", "single", `cloud: {config: {udp: {"0.0.0.0:5353": "edge1/127.0.0.1:53"}}}`,
 			"write who may send in cloud.config.udpallow"},
 		{"admin socket in the root", "single", `cloud: {config: {admin: {socket: /admin.sock}}}`, "socket"},
+		{"admin socket of an edge in the root", "edge-host-network", `edge: {config: {admin: {socket: /admin.sock}}}`,
+			"socket"},
 		{"edge without a cloud", "edge-host-network", `edge: {config: {stream: {client: {servername: ""}}}}`,
 			"write the address of the cloud"},
 		{"edge with two kinds of addresses", "edge-websocket",
@@ -113,22 +115,29 @@ func TestAdminSocketFolder(t *testing.T) {
 		"cloud: {extraVolumeMounts: [{name: mine, mountPath: /run/tunnel-cloud/}]}":             "mine /run/tunnel-cloud/",
 		`cloud: {config: {admin: {socket: ""}}}`:                                                "",
 		"cloud: {controlPlane: {enabled: true}, config: {admin: {socket: /run/tunnel/a.sock}}}": "sockets /run/tunnel",
+		"edge: {hostNetwork: true}":                                                             "admin /run/tunnel-edge",
+		"edge: {config: {admin: {socket: /run/other/a.sock}}}":                                  "admin /run/other",
+		"edge: {extraVolumeMounts: [{name: mine, mountPath: /run/tunnel-edge}]}":                "mine /run/tunnel-edge",
+		`edge: {config: {admin: {socket: ""}}}`:                                                 "",
 	} {
 		add, err := chartutil.ReadValues([]byte(values))
 		if err != nil {
 			t.Fatal(err)
 		}
-		base, kind := "single", "Deployment"
-		if strings.Contains(values, "controlPlane") {
+		base, kind, name := "single", "Deployment", "tunnel-cloud"
+		switch {
+		case strings.Contains(values, "controlPlane"):
 			base, kind = "egress-grpc", "DaemonSet" // whose sockets are in a folder of the machine
+		case strings.HasPrefix(values, "edge"):
+			base, kind, name = "edge-host-network", "DaemonSet", "tunnel-edge"
 		}
 		text, _, err := helm(t, "tunnel-system", chartutil.CoalesceTables(add, readValues(t, base)))
 		if err != nil {
 			t.Fatal(err)
 		}
 		var got []string
-		cloud := templates(t, []object{find(t, parse(t, text), kind, "tunnel-cloud")})[0]
-		for _, m := range cloud.Spec.Containers[0].VolumeMounts {
+		pod := templates(t, []object{find(t, parse(t, text), kind, name)})[0]
+		for _, m := range pod.Spec.Containers[0].VolumeMounts {
 			if strings.HasPrefix(m.MountPath, "/run/") {
 				got = append(got, m.Name+" "+m.MountPath)
 			}
@@ -271,7 +280,7 @@ edge:
 		volumes = append(volumes, v.Name)
 	}
 	for what, names := range map[string][]string{"mounts": mounts, "volumes": volumes} {
-		if want := []string{"config", "ca", "token", "proxy"}; !slices.Equal(names, want) {
+		if want := []string{"config", "ca", "token", "admin", "proxy"}; !slices.Equal(names, want) {
 			t.Errorf("the %s are %q, want %q", what, names, want)
 		}
 	}

@@ -5,8 +5,8 @@
 //	go door.Run(ctx, log)
 //	testkit.Eventually(t, "the log says why", func() bool { return strings.Contains(text.String(), "refused") })
 //
-// Only tests import it (test/arch). It knows no other package of this module but logline, which checks
-// each line. test/rig starts processes.
+// Only tests import it (test/arch). Of this module it knows logline, which checks each line, and freeport, which
+// chooses ports. test/rig starts processes.
 package testkit
 
 import (
@@ -50,14 +50,19 @@ func Eventually(t testing.TB, what string, ok func() bool) {
 // after limit, Within fails the test with what and check's last error. It calls check at least once.
 func Within(t testing.TB, limit time.Duration, what string, check func() error) time.Duration {
 	t.Helper()
+	started := time.Now()
+	if err := Poll(limit, check); err != nil {
+		t.Fatalf("not within %s: %s: %v", limit, what, err)
+	}
+	return time.Since(started)
+}
+
+// Poll waits until check returns nil. When check still fails after limit, Poll returns check's last error. It calls
+// check at least once.
+func Poll(limit time.Duration, check func() error) error {
 	for started := time.Now(); ; time.Sleep(pollSlowly) {
-		err := check()
-		took := time.Since(started)
-		if err == nil {
-			return took
-		}
-		if took > limit {
-			t.Fatalf("not within %s: %s: %v", limit, what, err)
+		if err := check(); err == nil || time.Since(started) > limit {
+			return err
 		}
 	}
 }

@@ -86,7 +86,8 @@ func NewCollector(c *tunnel.Counters, sessions func() []*tunnel.Session) prometh
 			{desc("tunnel_contested_pods_total",
 				"Requests refused because two nodes claim the same pod."), c.ContestedPods.Load},
 			{desc("tunnel_proxy_headers_unexpected_total",
-				"Connections refused because they began with a PROXY header that was not due: not from a balancer, or a second header."),
+				"Connections refused because they began with a PROXY header that was not due: "+
+					"not from a balancer, or a second header."),
 				c.HeadersUnexpected.Load},
 			{desc("tunnel_proxy_headers_missing_total",
 				"Connections of balancers closed because they did not begin with a PROXY header, or with a wrong one."),

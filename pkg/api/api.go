@@ -9,6 +9,7 @@
 //
 //	GET    /v1/nodes           every node of every replica, connected and missing
 //	GET    /v1/status          this process: checks, listeners, counts, other replicas
+//	GET    /v1/statuses        this process, and then every other replica, as /v1/status shows each
 //	GET    /v1/certificates    the certificates of every replica and node; of an edge: its own
 //	POST   /v1/certificates/renew  asks edges to renew their certificates; of an edge: renews its own
 //	POST   /v1/ping?node=N     the round trip to a node; &target=HOST:PORT: to a target behind it
@@ -16,7 +17,7 @@
 //	GET    /v1/tap             conns as they open and end, a line of JSON each, while the client reads; ?node=N: of one
 //	DELETE /v1/nodes/N         forget a missing node
 //
-// An edge has /v1/status and /v1/certificates alone. With ?local a replica asks no other replica.
+// An edge has /v1/status, /v1/statuses and /v1/certificates alone. With ?local a replica asks no other replica.
 //
 // How one request travels: the command ── unix socket ─▶ replica A ── a conn of the session that B has opened
 // with A ─▶ replica B, which answers as with ?local. A merges the answers. A replica that does not answer
@@ -130,7 +131,13 @@ func (s *Server) Run(ctx context.Context) error {
 	lctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	if s.cfg.Peers != nil && s.cfg.Inventory != nil {
-		learning.Go(func() { s.learn(lctx) })
+		learning.Go(func() {
+			//nolint:errcheck // it is logged
+			tunnel.Guard(s.cfg.Log, s.cfg.Counters, "nodes of other replicas are not learnt", func() error {
+				s.learn(lctx)
+				return nil
+			})
+		})
 	}
 	if err := srv.Serve(s.inside); !errors.Is(err, http.ErrServerClosed) {
 		return err
@@ -145,6 +152,15 @@ func (s *Server) Handler() http.Handler { return s.handler(false) }
 func (s *Server) handler(local bool) http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /v1/status", func(w http.ResponseWriter, _ *http.Request) { Answer(w, s.status()) })
+	mux.HandleFunc("GET /v1/statuses", func(w http.ResponseWriter, r *http.Request) {
+		list := StatusList{APIVersion: Version}
+		if local || r.URL.Query().Has("local") {
+			list.Statuses = []*Status{s.status()}
+		} else {
+			list.Statuses, list.Incomplete = s.Statuses(r.Context())
+		}
+		Answer(w, list)
+	})
 	mux.HandleFunc("GET /v1/certificates", func(w http.ResponseWriter, r *http.Request) {
 		if local || r.URL.Query().Has("local") {
 			Answer(w, s.certificates())

@@ -206,6 +206,19 @@ func TestStatus(t *testing.T) {
 	}
 }
 
+// Without other replicas, the list of statuses is the status of this one.
+func TestStatuses(t *testing.T) {
+	for _, mode := range []string{"cloud", "edge"} {
+		r := newRig()
+		r.cfg.Mode = mode
+		list, err := r.client(t).Statuses(t.Context())
+		if err != nil || len(list.Statuses) != 1 || list.Statuses[0].Mode != mode || list.APIVersion != Version ||
+			list.Incomplete != nil {
+			t.Errorf("%+v, %v", list, err)
+		}
+	}
+}
+
 // An edge has a status, and no nodes.
 func TestEdge(t *testing.T) {
 	r := newRig()

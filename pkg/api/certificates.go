@@ -127,16 +127,22 @@ func (s *Server) allCertificates(ctx context.Context) *CertificateList {
 	}
 	var asking sync.WaitGroup
 	asking.Go(func() {
-		nodes := s.Nodes(ctx)
-		list.Incomplete = nodes.Incomplete
-		list.takeNodes(nodes.Nodes)
+		err := tunnel.Guard(s.cfg.Log, s.cfg.Counters, "the certificates of nodes are left out", func() error {
+			nodes := s.Nodes(ctx)
+			list.Incomplete = nodes.Incomplete
+			list.takeNodes(nodes.Nodes)
+			return nil
+		})
+		if err != nil {
+			list.Incomplete = append(list.Incomplete, fmt.Sprintf("the certificates of nodes: %v", err))
+		}
 	})
 	var missing []string
 	if s.cfg.Peers != nil {
 		others := s.cfg.Peers.Others()
 		lists, errs := make([]CertificateList, len(others)), make([]error, len(others))
 		for i, other := range others {
-			asking.Go(func() { errs[i] = ask(ctx, other, http.MethodGet, "/v1/certificates", &lists[i]) })
+			asking.Go(func() { errs[i] = s.ask(ctx, other, http.MethodGet, "/v1/certificates", &lists[i]) })
 		}
 		asking.Wait()
 		for i, other := range others {
@@ -272,7 +278,7 @@ func (s *Server) renewElsewhere(ctx context.Context, request RenewRequest, answe
 	var asking sync.WaitGroup
 	for i, other := range others {
 		asking.Go(func() {
-			errs[i] = askWith(ctx, other, http.MethodPost, "/v1/certificates/renew", request, &answers[i])
+			errs[i] = s.askWith(ctx, other, http.MethodPost, "/v1/certificates/renew", request, &answers[i])
 		})
 	}
 	asking.Wait()

@@ -49,6 +49,12 @@ func (c *Client) Status(ctx context.Context) (*Status, error) {
 	return status, c.Call(ctx, http.MethodGet, "/v1/status", nil, status)
 }
 
+// Statuses returns the status of the process, and of the other replicas.
+func (c *Client) Statuses(ctx context.Context) (*StatusList, error) {
+	list := new(StatusList)
+	return list, c.Call(ctx, http.MethodGet, "/v1/statuses", nil, list)
+}
+
 // Ping measures the round trip to a node, or to a target behind it. A refusal is a *[Failure].
 func (c *Client) Ping(ctx context.Context, node, target string) (*Pinged, error) {
 	query := url.Values{"node": {node}}

@@ -24,7 +24,7 @@ func (s *Server) learn(ctx context.Context) {
 				continue
 			}
 			var list NodeList
-			if err := ask(ctx, other, http.MethodGet, "/v1/nodes", &list); err != nil {
+			if err := s.ask(ctx, other, http.MethodGet, "/v1/nodes", &list); err != nil {
 				s.cfg.Log.Debug("another replica does not tell which nodes it misses", "remote", other.Remote, "err", err)
 				continue // until the next change
 			}

@@ -184,7 +184,7 @@ func (s *Server) Nodes(ctx context.Context) *NodeList {
 	for i, other := range others {
 		asking.Go(func() {
 			lists[i] = new(NodeList)
-			errs[i] = ask(ctx, other, http.MethodGet, "/v1/nodes", lists[i])
+			errs[i] = s.ask(ctx, other, http.MethodGet, "/v1/nodes", lists[i])
 		})
 	}
 	asking.Wait()
@@ -292,7 +292,7 @@ func (s *Server) forgetElsewhere(ctx context.Context, name tunnel.NodeName) (had
 	var asking sync.WaitGroup
 	for i, other := range others {
 		asking.Go(func() {
-			if err := ask(ctx, other, http.MethodDelete, "/v1/nodes/"+string(name), &answers[i]); err != nil {
+			if err := s.ask(ctx, other, http.MethodDelete, "/v1/nodes/"+string(name), &answers[i]); err != nil {
 				errs[i] = fmt.Errorf("the replica at %s: %w", other.Remote, err)
 			}
 		})
@@ -307,15 +307,18 @@ type Forgotten struct {
 }
 
 // ask sends a request to the API of another replica, and reads the answer into v.
-func ask(ctx context.Context, other peers.Replica, method, path string, v any) error {
-	return askWith(ctx, other, method, path, nil, v)
+func (s *Server) ask(ctx context.Context, other peers.Replica, method, path string, v any) error {
+	return s.askWith(ctx, other, method, path, nil, v)
 }
 
-// askWith is ask, with a body; nil: none.
-func askWith(ctx context.Context, other peers.Replica, method, path string, body, v any) error {
+// askWith is ask, with a body; nil: none. It returns a panic as an error, since most callers ask each replica in a
+// goroutine of its own.
+func (s *Server) askWith(ctx context.Context, other peers.Replica, method, path string, body, v any) error {
 	ctx, cancel := context.WithTimeout(ctx, askTimeout)
 	defer cancel()
-	err := call(ctx, clientOf(other.Dial), method, path, body, v)
+	err := tunnel.Guard(s.cfg.Log, s.cfg.Counters, "the answer of a replica is left out", func() error {
+		return call(ctx, clientOf(other.Dial), method, path, body, v)
+	})
 	if err != nil && tunnel.CodeOf(err) == tunnel.NoSuchNode {
 		return errOldReplica
 	}

@@ -32,6 +32,14 @@ type Status struct {
 	Refusals []tunnel.Event `json:"refusals,omitempty"`
 }
 
+// StatusList is the answer of GET /v1/statuses.
+type StatusList struct {
+	APIVersion string    `json:"api_version"`
+	Statuses   []*Status `json:"statuses"` // of this process, and then of the other replicas
+	// Incomplete says which replicas have not answered.
+	Incomplete []string `json:"incomplete,omitempty"`
+}
+
 // Check is one line of /readyz.
 type Check struct {
 	Name  string      `json:"name"`
@@ -117,7 +125,7 @@ func (s *Server) Statuses(ctx context.Context) (all []*Status, incomplete []stri
 	for i, other := range others {
 		asking.Go(func() {
 			statuses[i] = new(Status)
-			errs[i] = ask(ctx, other, http.MethodGet, "/v1/status", statuses[i])
+			errs[i] = s.ask(ctx, other, http.MethodGet, "/v1/status", statuses[i])
 		})
 	}
 	asking.Wait()

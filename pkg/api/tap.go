@@ -65,7 +65,9 @@ func (s *Server) tap(w http.ResponseWriter, r *http.Request, local bool) {
 	ctx, cancel := context.WithCancel(r.Context())
 	defer cancel()
 	if !local && s.cfg.Peers != nil {
-		following.Go(func() { s.followAll(ctx, node, watcher) })
+		following.Go(func() {
+			s.guardFollower(watcher, func() { s.followAll(ctx, node, watcher) })
+		})
 	}
 	w.Header().Set("Content-Type", "application/x-ndjson")
 	w.Header().Set("Cache-Control", "no-store")
@@ -82,6 +84,14 @@ func (s *Server) tap(w http.ResponseWriter, r *http.Request, local bool) {
 		if !ok || lines.Encode(line) != nil {
 			return
 		}
+	}
+}
+
+// guardFollower calls f, and tells the watcher of a panic.
+func (s *Server) guardFollower(watcher *tap.Watcher, f func()) {
+	err := tunnel.Guard(s.cfg.Log, s.cfg.Counters, "conns of replicas are missing", func() error { f(); return nil })
+	if err != nil {
+		watcher.Put(tap.Line{Warning: fmt.Sprintf("conns of other replicas are missing here: %v", err)})
 	}
 }
 
@@ -114,7 +124,9 @@ func (s *Server) followAll(ctx context.Context, node tunnel.NodeName, watcher *t
 				delete(followed, other.ID)
 				return nil
 			}
-			following.Go(func() { followReplica(ctx, other.Remote, find, node, watcher) })
+			following.Go(func() {
+				s.guardFollower(watcher, func() { followReplica(ctx, other.Remote, find, node, watcher) })
+			})
 		}
 		select {
 		case <-changed:

@@ -103,7 +103,7 @@ func (s *Server) holder(ctx context.Context, node tunnel.NodeName) Hop {
 		case !here:
 			var there Holder
 			hop.At = "the replica at " + other.Remote
-			err := ask(ctx, other, http.MethodGet, "/v1/holds/"+string(node), &there)
+			err := s.ask(ctx, other, http.MethodGet, "/v1/holds/"+string(node), &there)
 			hop.Seconds = time.Since(began).Seconds()
 			if err != nil || there.Session == nil { // an old replica, or the node has just left: the next hop says so
 				hop.Text = fmt.Sprintf("it holds %s", node)

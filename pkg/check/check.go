@@ -5,7 +5,7 @@
 //	bad := check.Failed(lines)
 //
 // edge.go and cloud.go have the lists. way.go follows the way from an edge to the cloud, kube.go asks Kubernetes,
-// cni.go looks at the network of a node's pods, and services.go at Services.
+// apiserver.go looks at kube-apiserver's flags, cni.go at the network of a node's pods, and services.go at Services.
 //
 // A check changes nothing: it opens no session, and a live session continues. What it reads may be wrong in every
 // way. A text never holds a secret, and what other programs have said is made printable.

@@ -261,6 +261,7 @@ func TestPodNetwork(t *testing.T) {
 	}
 	want(t, "a full network", p.addresses(t.Context()), StateFail, "all 5 addresses of 10.88.1.0/29 are in use", "larger")
 	reserve(6, `, "released": "2026-01-02T03:04:05Z"`)
+	write("data/.new", `{"address": "10.88.1.6", "containerID": "c"}`, 0o644) // a plugin was killed before the rename
 	want(t, "room for one", p.addresses(t.Context()), StateOK, "pods have 4 addresses", "")
 }
 

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
@@ -23,6 +24,8 @@ type CloudConfig struct {
 	Kubernetes *kube.Client // nil: the configuration does not need it
 	// DNS is the host:port of the DNS server that kube-apiserver asks; "": the cloud's own, if there is one.
 	DNS string
+	// Manifest is the file with kube-apiserver's flags; "": DefaultManifest, if this machine has one.
+	Manifest string
 }
 
 // cloud has what the checks of a cloud have found so far. The checks run one after the other.
@@ -61,7 +64,7 @@ func Cloud(cfg CloudConfig) []Check {
 		Check{"certificates", "trust", c.trust},
 		Check{"certificates", "tokens", c.tokens},
 	)
-	return append(list, c.kubernetes()...)
+	return slices.Concat(list, c.kubernetes(), c.apiserverChecks())
 }
 
 // connected counts the nodes.

@@ -141,9 +141,10 @@ func (p *pods) forwarding(context.Context) Result {
 		return Skipped("the configuration comes first")
 	}
 	for _, subnet := range p.conf.Subnets {
-		name := "ipv4/ip_forward"
-		if subnet.Addr().Is6() {
-			name = "ipv6/conf/all/forwarding"
+		name, help := "ipv4/ip_forward", "sysctl -w net.ipv4.ip_forward=1"
+		if subnet.Addr().Is6() { // the edge and the plugin also set accept_ra to 2, without which the node forgets its route
+			name, help = "ipv6/conf/all/forwarding", "start the edge, or add a pod: either switches it on, and keeps the "+
+				"default route by router advertisements, which sysctl -w does not"
 		}
 		value, err := os.ReadFile(filepath.Join("/proc/sys/net", name))
 		if err != nil {
@@ -151,7 +152,7 @@ func (p *pods) forwarding(context.Context) Result {
 		}
 		if strings.TrimSpace(string(value)) == "0" {
 			setting := "net." + strings.ReplaceAll(name, "/", ".")
-			return Fail("sysctl -w "+setting+"=1; look in /etc/sysctl.d for who switches it off",
+			return Fail(help+"; look in /etc/sysctl.d for who switches it off",
 				"the kernel forwards no packets of pods: %s is 0", setting)
 		}
 	}
@@ -195,8 +196,8 @@ func (p *pods) addresses(context.Context) Result {
 	for _, e := range entries {
 		text, err := os.ReadFile(filepath.Join(p.conf.DataDir, e.Name()))
 		var r cni.Reservation
-		if err != nil || json.Unmarshal(text, &r) != nil || !r.Released.IsZero() {
-			continue // no reservation, or remembered: another pod may get it
+		if err != nil || json.Unmarshal(text, &r) != nil || r.Address.String() != e.Name() || !r.Released.IsZero() {
+			continue // no reservation, cut off before its rename, or remembered: another pod may get it
 		}
 		for _, subnet := range p.conf.Subnets {
 			if subnet.Contains(r.Address) {

@@ -51,14 +51,14 @@ func TestPodNetworkOfKernel(t *testing.T) {
 	}
 	own := []netip.Prefix{netip.MustParsePrefix("10.88.1.0/24"), netip.MustParsePrefix("fd00:88:1::/64")}
 	p := &pods{conf: &cni.Conf{Subnets: own}, rules: masqueraded}
-	for _, s := range []struct{ file, value, says string }{
-		{"ipv4/ip_forward", "0", "net.ipv4.ip_forward is 0"},
-		{"ipv4/ip_forward", "1", "net.ipv6.conf.all.forwarding is 0"},
+	for _, s := range []struct{ file, value, says, help string }{
+		{"ipv4/ip_forward", "0", "net.ipv4.ip_forward is 0", "sysctl -w net.ipv4.ip_forward=1; look in"},
+		{"ipv4/ip_forward", "1", "net.ipv6.conf.all.forwarding is 0", "start the edge, or add a pod"},
 	} {
 		if err := os.WriteFile("/proc/sys/net/"+s.file, []byte(s.value), 0o600); err != nil {
 			t.Fatal(err)
 		}
-		want(t, s.file+" is "+s.value, p.forwarding(t.Context()), StateFail, s.says, "sysctl -w")
+		want(t, s.file+" is "+s.value, p.forwarding(t.Context()), StateFail, s.says, s.help)
 	}
 	if err := os.WriteFile("/proc/sys/net/ipv6/conf/all/forwarding", []byte("1"), 0o600); err != nil {
 		t.Fatal(err)

@@ -96,12 +96,14 @@ func (c *Conf) mtu() (int, error) {
 			return 0, fmt.Errorf("listing routes: %w", err)
 		}
 		for _, route := range routes {
-			if !isDefault(route) || route.LinkIndex == 0 {
+			if !isDefault(route) {
 				continue
 			}
-			link, err := netlink.LinkByIndex(route.LinkIndex)
-			if err == nil && (found == 0 || link.Attrs().MTU < found) {
-				found = link.Attrs().MTU
+			for _, index := range linksOf(route) {
+				link, err := netlink.LinkByIndex(index)
+				if err == nil && (found == 0 || link.Attrs().MTU < found) {
+					found = link.Attrs().MTU
+				}
 			}
 		}
 	}
@@ -109,6 +111,17 @@ func (c *Conf) mtu() (int, error) {
 		return defaultMTU, nil
 	}
 	return found, nil
+}
+
+// linksOf returns the indexes of the links of a route: several if the route has several next hops.
+func linksOf(route netlink.Route) (indexes []int) {
+	if route.LinkIndex != 0 {
+		indexes = append(indexes, route.LinkIndex)
+	}
+	for _, hop := range route.MultiPath {
+		indexes = append(indexes, hop.LinkIndex)
+	}
+	return indexes
 }
 
 func isDefault(route netlink.Route) bool {

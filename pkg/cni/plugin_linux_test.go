@@ -16,6 +16,8 @@ import (
 	"github.com/containernetworking/cni/pkg/types"
 	current "github.com/containernetworking/cni/pkg/types/100"
 	"github.com/vishvananda/netlink"
+
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 const (
@@ -539,6 +541,30 @@ func TestNodeSettings(t *testing.T) {
 	db := c.newPod("db-0")
 	checkMTU(t, db, db.add(), 1300)
 	checkMTU(t, web, result, 1400)
+}
+
+// A default route by two uplinks: packets of pods must pass by either.
+func TestMTUOfTwoUplinks(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	var hops []*netlink.NexthopInfo
+	for name, mtu := range map[string]int{"uplink0": 1400, "uplink1": 1300} {
+		attrs := netlink.NewLinkAttrs()
+		attrs.Name, attrs.MTU, attrs.Flags = name, mtu, net.FlagUp
+		uplink := &netlink.Bridge{LinkAttrs: attrs}
+		if err := netlink.LinkAdd(uplink); err != nil {
+			t.Fatal(err)
+		}
+		hops = append(hops, &netlink.NexthopInfo{LinkIndex: uplink.Index})
+	}
+	everything := ipNet(netip.MustParsePrefix("0.0.0.0/0"))
+	if err := netlink.RouteAdd(&netlink.Route{Dst: everything, Scope: netlink.SCOPE_LINK, MultiPath: hops}); err != nil {
+		t.Fatal(err)
+	}
+	if mtu, err := (&Conf{}).mtu(); err != nil || mtu != 1300 {
+		t.Errorf("the MTU is %d, %v, want 1300: the smaller one of the uplinks", mtu, err)
+	}
 }
 
 // checkMTU looks at both ends of a pod's links, and at what ADD said of them.

@@ -48,7 +48,7 @@ func behindAgent(t *testing.T) toAgent {
 	ca := testca.New(t, "agents")
 	cert := ca.Pair(t, auth.Leaf{CommonName: "cloud", IPs: []net.IP{net.IPv4(127, 0, 0, 1)}, Server: true})
 	pool := ca.Pool()
-	dir, addr, log := new(tunnel.Directory), freePort(t), slog.New(slog.DiscardHandler)
+	dir, addr, log := new(tunnel.Directory), testkit.FreeAddress(t), slog.New(slog.DiscardHandler)
 	agents := konnectivity.NewAgents(konnectivity.AgentsConfig{
 		Listen: addr, TLS: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{cert}}, Auth: anybody{},
 		Joining: 100, JoiningPerAddress: 50, JoinTimeout: 10 * time.Second, Log: log,

@@ -54,7 +54,7 @@ func newOverTLSTo(t *testing.T, dialer tunnel.Dialer, n *nodes) overTLS {
 		*c.into = &tls.Config{RootCAs: pool, ServerName: "egress",
 			Certificates: []tls.Certificate{c.ca.Pair(t, auth.Leaf{CommonName: "me", Client: true})}}
 	}
-	ports := []string{freePort(t), freePort(t)}
+	ports := []string{testkit.FreeAddress(t), testkit.FreeAddress(t)}
 	o.grpc, o.connect = ports[0], ports[1]
 	door, err := New(Config{
 		GRPC: []string{"tls://" + o.grpc}, HTTPConnect: []string{"tls://" + o.connect}, Identifiers: n,
@@ -71,16 +71,6 @@ func newOverTLSTo(t *testing.T, dialer tunnel.Dialer, n *nodes) overTLS {
 	testkit.Run(t, door.Run)
 	testkit.Eventually(t, "the front door is ready", func() bool { return door.Ready() == nil })
 	return o
-}
-
-func freePort(t *testing.T) string {
-	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ln.Close()
-	return ln.Addr().String()
 }
 
 // dial asks for a conn over gRPC.

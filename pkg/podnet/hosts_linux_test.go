@@ -3,14 +3,14 @@ package podnet
 import (
 	"fmt"
 	"net"
-	"os"
-	"runtime"
 	"testing"
 	"time"
 
 	"github.com/vishvananda/netlink"
 	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
+
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // host is another network namespace: the outside, or a pod.
@@ -55,23 +55,9 @@ func (h *host) in(f func() error) {
 // onThread runs f on a thread that ends after it.
 func (h *host) onThread(f func() error) {
 	h.t.Helper()
-	if err := onThread(f); err != nil {
+	if err := testkit.OnThread(f); err != nil {
 		h.t.Fatal(err)
 	}
-}
-
-func onThread(f func() error) error {
-	done := make(chan error, 1) // capacity 1: the goroutine ends even if nobody receives
-	go func() {
-		runtime.LockOSThread() // the thread ends with the goroutine, unless the goroutine unlocks it
-		if unix.Gettid() != os.Getpid() {
-			done <- f()
-			return
-		}
-		done <- onThread(f) // the main thread never ends
-		runtime.UnlockOSThread()
-	}()
-	return <-done
 }
 
 // connect makes a pair of links: name at the node, on a bridge if one is named, and eth0 here. The addresses

@@ -51,9 +51,13 @@ type linkSizes struct {
 // Linux' own limits allow one TCP connection as much (tcp_rmem and tcp_wmem in tcp(7)).
 func (f far) sizes() linkSizes {
 	if f {
-		return linkSizes{streamWindow: 4 << 20, sessionWindow: 32 << 20, unsent: 8 << 10, firstRate: 256 << 10, writeBuffer: 4 << 10}
+		return linkSizes{
+			streamWindow: 4 << 20, sessionWindow: 32 << 20, unsent: 8 << 10, firstRate: 256 << 10, writeBuffer: 4 << 10,
+		}
 	}
-	return linkSizes{streamWindow: 1 << 20, sessionWindow: 16 << 20, unsent: 128 << 10, firstRate: 2 << 20, writeBuffer: 32 << 10}
+	return linkSizes{
+		streamWindow: 1 << 20, sessionWindow: 16 << 20, unsent: 128 << 10, firstRate: 2 << 20, writeBuffer: 32 << 10,
+	}
 }
 
 // carrier is the network connection of a session, or a data connection.

@@ -20,7 +20,8 @@ func (c *Client) Admit(ctx context.Context, r tunnel.Request) *tunnel.Refusal {
 // Dialled ends the dial of r. A nil err means that the dial made a conn. A dial that timed out or was
 // cancelled counts as unanswered by its target.
 func (c *Client) Dialled(r tunnel.Request, err error) {
-	silent := errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) || errors.Is(err, context.Canceled)
+	silent := errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded) ||
+		errors.Is(err, context.Canceled)
 	c.queue.Dialled(r.Addr, err == nil || !silent && (&tunnel.Refusal{Code: tunnel.CodeOf(err)}).Answered())
 }
 

@@ -71,7 +71,9 @@ type handshakeCredentials struct {
 }
 
 // ClientHandshake implements credentials.TransportCredentials.
-func (c handshakeCredentials) ClientHandshake(ctx context.Context, authority string, raw net.Conn) (net.Conn, credentials.AuthInfo, error) {
+func (c handshakeCredentials) ClientHandshake(
+	ctx context.Context, authority string, raw net.Conn,
+) (net.Conn, credentials.AuthInfo, error) {
 	conn, info, err := c.TransportCredentials.ClientHandshake(ctx, authority, raw)
 	if err != nil {
 		if c.handshake.other.Load() {
@@ -158,11 +160,13 @@ func (h *handshake) hint(err error) string {
 	case reason == reasonRevoked:
 		return "this node's certificate was revoked; with a new join token, `tunnel join` gets another one"
 	case reason == reasonExpired, time.Now().After(h.leaf.NotAfter):
-		return fmt.Sprintf("this node's certificate has expired on %s; check this machine's clock, or get another one by `tunnel join` with a new join token",
-			h.leaf.NotAfter.UTC().Format(time.RFC3339))
+		return fmt.Sprintf("this node's certificate has expired on %s; check this machine's clock, or get another one by "+
+			"`tunnel join` with a new join token", h.leaf.NotAfter.UTC().Format(time.RFC3339))
 	case !h.asked.Load():
-		return "the cloud asks for no certificate: set ca in [mode.cloud.join] there, or a token in [mode.edge.stream.client] here; " +
-			"if both are set, a balancer or a proxy in between ends TLS, and must pass it through instead"
+		return "the cloud asks for no certificate: set ca in [mode.cloud.join] there, " +
+			"or a token in [mode.edge.stream.client] here; if both are set, " +
+			"a balancer or a proxy in between ends TLS, and must pass it through instead"
 	}
-	return "nodecert in [mode.edge.stream.client] must be signed by ca in [mode.cloud.join], be made out to this node, and not be revoked; else get another one by `tunnel join` with a new join token"
+	return "nodecert in [mode.edge.stream.client] must be signed by ca in [mode.cloud.join], be made out to this node, " +
+		"and not be revoked; else get another one by `tunnel join` with a new join token"
 }

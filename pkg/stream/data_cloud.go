@@ -20,8 +20,8 @@ import (
 // MaxConnections is how many connections a session may have, even if the edge would open more.
 const MaxConnections = 64
 
-// mostTicket bounds the first frame of an unknown client, in bytes.
-const mostTicket = 64
+// maxTicket bounds the first frame of an unknown client, in bytes.
+const maxTicket = 64
 
 // endTime is how long an edge may wait until the cloud tells it that a conn has ended. The cloud
 // sends no such message if an open comes first on the data connection, since the open says the same.
@@ -87,7 +87,7 @@ func (s *cloudSession) askForMore() {
 	s.mu.Lock()
 	now := time.Now()
 	due := (s.asking <= len(s.data) || now.Sub(s.lastAsk) >= askPause) && !now.Before(s.noAskUntil)
-	more := s.err == nil && !s.toldDrain.Load() && due && len(s.data)+s.asking < s.mostDataLocked()
+	more := s.err == nil && !s.toldDrain.Load() && due && len(s.data)+s.asking < s.maxDataLocked()
 	if more {
 		s.asking++
 		s.lastAsk = now
@@ -106,12 +106,12 @@ func (s *cloudSession) askForMore() {
 	s.post(message(typeConnection, ticket, nil))
 }
 
-// mostDataLocked returns how many data connections may carry conns now. The number is half of what
+// maxDataLocked returns how many data connections may carry conns now. The number is half of what
 // the edge opens at most (connections), plus one for each recent short conn, since the end of a conn
 // occupies its data connection for a while. It never exceeds connections. The other half stays free
 // because long conns, such as followed logs, cost fewer bytes where they share packets: on the
 // session's own connection. Over a narrow link the number is zero. The caller holds mu.
-func (s *cloudSession) mostDataLocked() int {
+func (s *cloudSession) maxDataLocked() int {
 	if s.isNarrow() {
 		return 0
 	}
@@ -181,7 +181,7 @@ func (s *Server) attachData(c *tls.Conn, j *joiningConn) error {
 // tryAttachData is attachData without the log.
 func (s *Server) tryAttachData(c *tls.Conn, j *joiningConn) error {
 	d := newDataConn(c, j.Conn, s.blocks)
-	typ, ticket, err := d.Receive(mostTicket)
+	typ, ticket, err := d.Receive(maxTicket)
 	if err != nil {
 		return err
 	}
@@ -232,7 +232,7 @@ func (s *cloudSession) takeSpare() *dataConn {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	last := len(s.spares) - 1
-	if last < 0 || s.leaving || len(s.data)-len(s.spares) >= s.mostDataLocked() {
+	if last < 0 || s.leaving || len(s.data)-len(s.spares) >= s.maxDataLocked() {
 		return nil
 	}
 	d := s.spares[last]
@@ -255,7 +255,7 @@ func (s *cloudSession) spareFor(ctx context.Context, r tunnel.Request) *dataConn
 	for {
 		s.mu.Lock()
 		spared := s.spared.Next()
-		free := !s.leaving && len(s.data)-len(s.spares) < s.mostDataLocked()
+		free := !s.leaving && len(s.data)-len(s.spares) < s.maxDataLocked()
 		s.mu.Unlock()
 		if d := s.takeSpare(); d != nil || !free || r.Network != tunnel.NetworkUDP {
 			return d

@@ -54,7 +54,9 @@ type streamConn struct {
 }
 
 // open opens the stream by call. The metadata of the stream are the topic, and these pairs.
-func (o *streamConn) open(ctx context.Context, call func(ctx context.Context) (conn.Stream, error), pairs ...string) error {
+func (o *streamConn) open(
+	ctx context.Context, call func(ctx context.Context) (conn.Stream, error), pairs ...string,
+) error {
 	ctx, cancel := context.WithCancel(metadata.AppendToOutgoingContext(ctx, append(pairs, topicKey, o.topic)...))
 	stream, err := call(ctx)
 	if err != nil {

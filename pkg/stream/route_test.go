@@ -83,17 +83,6 @@ func (b *box) cut() {
 	}
 }
 
-// freeAddress returns an address on loopback on which nothing listens.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ln.Close()
-	return ln.Addr().String()
-}
-
 // newDialer returns a dialer to servers, through a proxy unless that is "".
 func newDialer(t *testing.T, proxy string, servers ...string) *dial.Dialer {
 	t.Helper()
@@ -156,7 +145,7 @@ func TestRoutes(t *testing.T) {
 	for _, spares := range []int{0, 4} {
 		for _, way := range []string{"proxy", "WebSocket", "WebSocket through a proxy"} {
 			t.Run(fmt.Sprintf("%s, %d data connections", way, spares), func(t *testing.T) {
-				web := freeAddress(t)
+				web := testkit.FreeAddress(t)
 				r := newRig(t, func(c *ServerConfig) { c.WebSocket = web })
 				r.spares = spares
 				proxy, server := newBox(t, ""), r.server.Addr().String()
@@ -216,7 +205,7 @@ func TestNextServer(t *testing.T) {
 // A cloud that cannot take an edge now is not left for the next server: an edge that has a direct way does not go to
 // the WebSocket because of a restart.
 func TestServerStays(t *testing.T) {
-	web := freeAddress(t)
+	web := testkit.FreeAddress(t)
 	r := newRig(t, func(c *ServerConfig) { c.WebSocket = web })
 	r.auth.broken.Store(true)
 	own := r.server.Addr().String()
@@ -237,7 +226,7 @@ func TestServerStays(t *testing.T) {
 
 // A WebSocket that a box in between closes ends with a line that says who may have closed it.
 func TestCutWebSocket(t *testing.T) {
-	web := freeAddress(t)
+	web := testkit.FreeAddress(t)
 	r := newRig(t, func(c *ServerConfig) { c.WebSocket = web })
 	ingress := newBox(t, web)
 	r.joinBy(newDialer(t, "", "ws://"+ingress.addr+WebSocketPath))
@@ -251,7 +240,7 @@ func TestCutWebSocket(t *testing.T) {
 // for one that opens a WebSocket and does not join. Requests for other paths, and requests that are none for a
 // WebSocket, get an answer.
 func TestWebStrangers(t *testing.T) {
-	web := freeAddress(t)
+	web := testkit.FreeAddress(t)
 	r := newRig(t, func(c *ServerConfig) {
 		c.WebSocket = web
 		c.Limits.JoinTimeout = listen.FirstByte + 500*time.Millisecond
@@ -295,7 +284,7 @@ func TestWebStrangers(t *testing.T) {
 // Leave closes the port for WebSockets, and no connection of the one port is taken any more. Sessions live until the
 // server's end, which closes everything.
 func TestWebStops(t *testing.T) {
-	web := freeAddress(t)
+	web := testkit.FreeAddress(t)
 	port := listen.NewHandover(func() net.Addr { return new(net.TCPAddr) }, nil)
 	first := true
 	r := newFleet(t, 2, func(c *ServerConfig) {

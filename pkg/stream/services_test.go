@@ -210,19 +210,16 @@ func TestCallsLimit(t *testing.T) {
 	}
 }
 
-// A cloud that stops does not wait for calls.
+// A cloud that stops does not wait for calls. If it did, it would wait for an hour, and Stop fails the test after a
+// minute.
 func TestCallsWhileTheCloudStops(t *testing.T) {
-	r := newRig(t, talks(talkBack))
+	r := newRig(t, talks(talkBack), func(c *ServerConfig) { c.Grace = time.Hour })
 	e := r.join("edge1", direct)
 	stream := e.talk(t)
 	if _, err := asks(stream); err != nil {
 		t.Fatal(err)
 	}
-	start := time.Now()
 	r.running.Stop()
-	if took := time.Since(start); took > patience/2 {
-		t.Errorf("it took %s", took)
-	}
 	if err := stream.RecvMsg(new(pb.StreamMsg)); err == nil {
 		t.Error("the call goes on")
 	}

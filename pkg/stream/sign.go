@@ -76,7 +76,9 @@ func (s *Server) sign(stream grpc.ServerStream) error {
 }
 
 // signFirst has a node's first certificate issued for a join token.
-func (s *Server) signFirst(ctx context.Context, t *transport, stream grpc.ServerStream) (*pb.SignResponse, *refusedJoin) {
+func (s *Server) signFirst(
+	ctx context.Context, t *transport, stream grpc.ServerStream,
+) (*pb.SignResponse, *refusedJoin) {
 	switch {
 	case s.stopping.Load():
 		return nil, &refusedJoin{told: status.Error(codes.Unavailable, "this replica is stopping")}
@@ -112,7 +114,9 @@ func (s *Server) signFirst(ctx context.Context, t *transport, stream grpc.Server
 // signAgain has another certificate issued for the node of a session. That certificate becomes the
 // session's proof. The current proof must be a certificate, too: a token that is good for a session
 // is not good for a certificate that outlives the session.
-func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.ServerStream) (*pb.SignResponse, *refusedJoin) {
+func (s *Server) signAgain(
+	ctx context.Context, cs *cloudSession, stream grpc.ServerStream,
+) (*pb.SignResponse, *refusedJoin) {
 	node := string(cs.pub.Node)
 	p := cs.proof.Load()
 	if err := cs.reason(); err != nil {
@@ -130,7 +134,8 @@ func (s *Server) signAgain(ctx context.Context, cs *cloudSession, stream grpc.Se
 	}
 	defer cs.signing.Store(false)
 	if _, ok := cs.signatures.Allow(); !ok {
-		return nil, &refusedJoin{node: node, told: status.Errorf(codes.ResourceExhausted, "%d certificates in %s are the limit; try again later", renewBurst, renewInterval)}
+		return nil, &refusedJoin{node: node, told: status.Errorf(codes.ResourceExhausted,
+			"%d certificates in %s are the limit; try again later", renewBurst, renewInterval)}
 	}
 	request, trusts, refusal := s.receiveRequest(stream)
 	if refusal != nil {
@@ -181,7 +186,8 @@ func (s *Server) signed(
 
 // Errors that refuse a certificate.
 var (
-	errNoIssuer    = withReason(codes.Unimplemented, reasonNoIssuer, "this cloud issues no certificates: set ca and cakey in [mode.cloud.join] there")
+	errNoIssuer = withReason(codes.Unimplemented, reasonNoIssuer,
+		"this cloud issues no certificates: set ca and cakey in [mode.cloud.join] there")
 	errSessionOver = status.Error(codes.Unavailable, "the session has ended")
 	errOneAtATime  = status.Error(codes.ResourceExhausted, "one certificate at a time")
 )
@@ -197,7 +203,8 @@ func (s *Server) receiveRequest(stream grpc.ServerStream) (request []byte, trust
 		return nil, nil, &refusedJoin{told: status.Errorf(codes.InvalidArgument, "the request for a certificate: %v", err)}
 	}
 	if n := len(in.GetRequest()); n > maxRequest {
-		return nil, nil, &refusedJoin{told: status.Errorf(codes.InvalidArgument, "the request for a certificate is %d bytes long; %d are allowed", n, maxRequest)}
+		return nil, nil, &refusedJoin{told: status.Errorf(codes.InvalidArgument,
+			"the request for a certificate is %d bytes long; %d are allowed", n, maxRequest)}
 	}
 	for _, id := range in.GetTrusts()[:min(len(in.GetTrusts()), maxTrusts)] {
 		if len(id) <= maxTrust {
@@ -221,7 +228,8 @@ func notSigned(node string, request []byte, err error) *refusedJoin {
 	if _, bad := auth.ParseRequest(tunnel.NodeName(node), request); bad != nil {
 		return &refusedJoin{node: node, told: status.Errorf(codes.InvalidArgument, "the request for a certificate: %v", bad)}
 	}
-	return &refusedJoin{node: node, told: status.Error(codes.Unavailable, "the cloud cannot sign certificates now"), err: fmt.Errorf("cannot sign certificates now: %w", err)}
+	return &refusedJoin{node: node, told: status.Error(codes.Unavailable, "the cloud cannot sign certificates now"),
+		err: fmt.Errorf("cannot sign certificates now: %w", err)}
 }
 
 // parseChain reads certificates in PEM form, leaf first.

@@ -71,7 +71,8 @@ func tryCongestion(name string) error {
 
 // boundUnsent bounds how many bytes the kernel accepts that it cannot send yet.
 func boundUnsent(fd uintptr, n int) {
-	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, n) //nolint:errcheck // on failure, other conns only wait longer
+	//nolint:errcheck // on failure, other conns only wait longer
+	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_NOTSENT_LOWAT, n)
 }
 
 // hasRoom reports whether the kernel accepts bytes. If the kernel accepts none now, it notifies Go's
@@ -88,7 +89,8 @@ func userTimeout(fd uintptr, d time.Duration) error {
 
 // boundBackoff bounds the kernel's retransmission intervals (TCP_RTO_MAX_MS).
 func boundBackoff(fd uintptr, d time.Duration) {
-	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, int(d.Milliseconds())) //nolint:errcheck // an older kernel fails
+	//nolint:errcheck // an older kernel fails
+	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_RTO_MAX_MS, int(d.Milliseconds()))
 }
 
 // acks is what the kernel knows about the other end's acknowledgements.
@@ -160,5 +162,6 @@ func boundRate(fd uintptr, rate int64) {
 	if rate == 0 {
 		value = -1 // the kernel's value for no bound
 	}
-	unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, value) //nolint:errcheck // on failure, other conns only wait longer
+	//nolint:errcheck // on failure, other conns only wait longer
+	unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MAX_PACING_RATE, value)
 }

@@ -21,10 +21,11 @@
 // share. server.go and client.go are the two ends. server_join.go and client_join.go begin a
 // session. server_session.go and client_session.go are the two ends of a live session, and
 // open_edge.go serves opens at the edge. server_proof.go and client_proof.go handle the proof that a
-// session depends on. server_reach.go and client_reach.go are the conns that edges ask for, and server_services.go
-// serves further gRPC services to edges. server_web.go accepts connections inside WebSockets, and client_route.go checks
-// sessions after a change of routes. sign.go and client_tls.go handle certificates. data.go is the session's data
-// connections, data_cloud.go and data_edge.go are their two ends, and pacer.go slows them down.
+// session depends on. server_reach.go and client_reach.go are the conns that edges ask for, and
+// server_services.go serves further gRPC services to edges. server_web.go accepts connections inside
+// WebSockets, and client_route.go checks sessions after a change of routes. sign.go and client_tls.go
+// handle certificates. data.go is the session's data connections, data_cloud.go and data_edge.go are
+// their two ends, and pacer.go slows them down.
 // congestion.go chooses the kernel's congestion control of all these connections.
 // Package conn is a forwarded connection, whatever carries it.
 //
@@ -35,8 +36,8 @@
 // What differs by the role of a peer, a node or a replica, is in server_role.go and client_role.go;
 // server_replicas.go says what a server asks about the other replicas.
 //
-// The package does not know proxies (pkg/dial), and does not decide who may join (pkg/auth), what an edge may dial (the edge's modules),
-// or who may send requests (front doors).
+// The package does not know proxies (pkg/dial), and does not decide who may join (pkg/auth), what an
+// edge may dial (the edge's modules), or who may send requests (front doors).
 package stream
 
 import (

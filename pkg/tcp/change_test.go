@@ -11,6 +11,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/auth"
 )
 
@@ -61,19 +62,8 @@ func wantLives(t *testing.T, c net.Conn) {
 	}
 }
 
-// freeAddr returns an address of loopback on which nobody listens.
-func freeAddr(t *testing.T) string {
-	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer ln.Close()
-	return ln.Addr().String()
-}
-
 func TestListenersChange(t *testing.T) {
-	first, second, third := freeAddr(t), freeAddr(t), freeAddr(t)
+	first, second, third := testkit.FreeAddress(t), testkit.FreeAddress(t), testkit.FreeAddress(t)
 	a, b := told(t, "target a"), told(t, "target b")
 	r := run(t, Listener{Listen: first, Target: a}, new(tunnelDouble))
 	if err := r.change(Listener{Listen: first, Target: a}, Listener{Listen: second, Target: a}); err != nil {
@@ -107,7 +97,7 @@ func TestListenersChange(t *testing.T) {
 
 // An allow list that changes counts for the next callers.
 func TestAllowListChanges(t *testing.T) {
-	addr := freeAddr(t)
+	addr := testkit.FreeAddress(t)
 	a := told(t, "target a")
 	r := run(t, Listener{Listen: addr, Target: a}, new(tunnelDouble))
 	live := wantHears(t, addr, "target a")
@@ -133,7 +123,7 @@ func TestFailedChange(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer taken.Close()
-	addr, free := freeAddr(t), freeAddr(t)
+	addr, free := testkit.FreeAddress(t), testkit.FreeAddress(t)
 	a, b := told(t, "target a"), told(t, "target b")
 	r := run(t, Listener{Listen: addr, Target: a}, new(tunnelDouble))
 	unchanged := func(why string) {
@@ -175,9 +165,9 @@ func TestFailedChange(t *testing.T) {
 
 // A change before Run is for Run to open, and a change while Run stops fails.
 func TestChangeBeforeAndAfterRun(t *testing.T) {
-	addr := freeAddr(t)
+	addr := testkit.FreeAddress(t)
 	a := told(t, "target a")
-	r := run(t, Listener{Listen: freeAddr(t), Target: "127.0.0.1:1"}, new(tunnelDouble), func(f *FrontDoor) {
+	r := run(t, Listener{Listen: testkit.FreeAddress(t), Target: "127.0.0.1:1"}, new(tunnelDouble), func(f *FrontDoor) {
 		p, err := f.Prepare(t.Context(), []Listener{{Listen: addr, Target: a}})
 		if err != nil {
 			t.Fatal(err)
@@ -197,7 +187,7 @@ func TestChangeBeforeAndAfterRun(t *testing.T) {
 
 // No caller is refused while the line of a listener changes, and other listeners come and go.
 func TestNobodyIsRefused(t *testing.T) {
-	addr, other := freeAddr(t), freeAddr(t)
+	addr, other := testkit.FreeAddress(t), testkit.FreeAddress(t)
 	targets := []string{told(t, "target a"), told(t, "target b")}
 	r := run(t, Listener{Listen: addr, Target: targets[0]}, new(tunnelDouble))
 	stop, done := make(chan struct{}), make(chan error, 1)

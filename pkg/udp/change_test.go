@@ -15,17 +15,6 @@ func named(t *testing.T, name string) string {
 	return target(t, func([]byte, netip.AddrPort) []byte { return []byte(name) })
 }
 
-// freeAddr returns an address of loopback that no socket has.
-func freeAddr(t *testing.T) string {
-	t.Helper()
-	c, err := net.ListenPacket("udp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
-	return c.LocalAddr().String()
-}
-
 // change changes the listeners of the running front door.
 func (r *running) change(listeners ...Listener) error {
 	r.t.Helper()
@@ -39,7 +28,7 @@ func (r *running) change(listeners ...Listener) error {
 // New flows get the new line; flows that are open go on to their target. A port that is removed ends when
 // its flows are idle, and can be added again at once.
 func TestListenersChange(t *testing.T) {
-	first, second := freeAddr(t), freeAddr(t)
+	first, second := testkit.FreeAddress(t), testkit.FreeAddress(t)
 	a, b := named(t, "a"), named(t, "b")
 	r := run(t, Listener{Listen: first, Target: a})
 	old := callerOf(t, netip.MustParseAddrPort(first))
@@ -87,7 +76,7 @@ func TestFailedChange(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer taken.Close()
-	addr, free := freeAddr(t), freeAddr(t)
+	addr, free := testkit.FreeAddress(t), testkit.FreeAddress(t)
 	r := run(t, Listener{Listen: addr, Target: named(t, "a")})
 	b := named(t, "b")
 	err = r.change(Listener{Listen: addr, Target: b}, Listener{Listen: free, Target: b},

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"log/slog"
-	"strings"
 	"time"
 
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -184,11 +183,12 @@ func (m *mux) sentToCaller(_ *flow, n, bytes int, err error) {
 	m.port.counters.ToCaller.add(n, bytes)
 }
 
-// tooOld reports whether err is the answer of an edge that has no module for UDP. Edges of all
-// versions before that module answer with this text.
+// tooOld reports whether err is the answer of an edge that has no module for UDP. Such an edge refuses the open with
+// the code internal. The module itself uses it only for a failure of a system call that it does not know; the text,
+// which is in the log as well, says so.
 func tooOld(err error) bool {
 	r, ok := errors.AsType[*tunnel.Refusal](err)
-	return ok && r.Code == tunnel.Internal && strings.HasSuffix(r.Text, `runs no module "udp"`)
+	return ok && r.Code == tunnel.Internal
 }
 
 // logFailed logs why there is no conn to the node.

@@ -50,6 +50,10 @@ func TestBranchesOnText(t *testing.T) {
 		`_ = err.Error() == "x"`:                                              1,
 		`_ = status.Convert(err).Message() == "x"`:                            1,
 		`switch err.Error() { case "x": }`:                                    1,
+		`_ = strings.HasSuffix(refusal.Text, "x")`:                            1,
+		`_ = failure.Detail == "x"`:                                           1,
+		`_ = r.Text == "" || r.Detail != ""`:                                  0,
+		`_ = strings.Contains(lines.Text(), "x")`:                             0,
 		`if before.Error() != err.Error() {}`:                                 0,
 		`log(err.Error())`:                                                    0,
 		`_ = strings.Contains(line, "x")`:                                     0,
@@ -105,11 +109,14 @@ func branchesOnText(f *ast.File) (found []token.Pos) {
 	return found
 }
 
-// isErrorText reports whether an expression is the text of an error, or made of it.
+// isErrorText reports whether an expression is the text of an error, or made of it. The fields Text and Detail are
+// those of a tunnel.Refusal or a Failure: the text of another program's refusal changes, too.
 func isErrorText(e ast.Expr, texts map[string]bool) (is bool) {
 	switch e := e.(type) {
 	case *ast.Ident:
 		return texts[e.Name]
+	case *ast.SelectorExpr:
+		return e.Sel.Name == "Text" || e.Sel.Name == "Detail"
 	case *ast.CallExpr:
 		if of, ok := e.Fun.(*ast.SelectorExpr); ok {
 			if len(e.Args) == 0 && (of.Sel.Name == "Error" || of.Sel.Name == "Message") {
@@ -131,9 +138,10 @@ func isErrorText(e ast.Expr, texts map[string]bool) (is bool) {
 	return is
 }
 
+// isLiteral reports whether an expression is a literal, but "": whether there is a text may decide.
 func isLiteral(e ast.Expr) bool {
-	_, ok := e.(*ast.BasicLit)
-	return ok
+	literal, ok := e.(*ast.BasicLit)
+	return ok && literal.Value != `""`
 }
 
 // name returns the name of an identifier, "" for any other expression.

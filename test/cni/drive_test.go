@@ -2,7 +2,9 @@ package cni
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
+	"net/netip"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -173,29 +175,58 @@ func TestGoCNI(t *testing.T) {
 	})
 }
 
-// cnitool: every verb that it has.
+// cnitool: every verb that it has and that the version of the specification knows.
 func TestCnitool(t *testing.T) {
-	if !inOwnNetwork(t) {
-		return
-	}
-	dir, path := t.TempDir(), newNamespace(t)
-	conf := network(t, "1.1.0", "cnitool-test", ours(t, families[2]...))
-	if err := os.WriteFile(filepath.Join(dir, "10-tunnel.conflist"), conf, 0o600); err != nil {
-		t.Fatal(err)
-	}
-	for _, verb := range []string{"status", "add", "check", "gc", "del", "del", "status"} {
-		cmd := exec.Command(filepath.Join(programs, "cnitool"), verb, "cnitool-test", path)
-		cmd.Env = append(os.Environ(), "CNI_PATH="+programs, "NETCONFPATH="+dir, "CNI_IFNAME=eth0")
-		out, err := cmd.CombinedOutput()
-		if err != nil {
-			t.Fatalf("cnitool %s: %v: %s", verb, err, out)
+	each(t, func(t *testing.T, version string, subnets []string) {
+		dir, path := t.TempDir(), newNamespace(t)
+		conf := network(t, version, "cnitool-test", ours(t, subnets...))
+		if err := os.WriteFile(filepath.Join(dir, "10-tunnel.conflist"), conf, 0o600); err != nil {
+			t.Fatal(err)
 		}
-		if verb == "add" && !strings.Contains(string(out), "10.88.1.2/32") {
-			t.Errorf("cnitool add prints %s", out)
+		verbs := []string{"add", "check", "del", "del"}
+		if version == "1.1.0" {
+			verbs = []string{"status", "add", "check", "del", "del", "add", "gc", "status", "del"}
 		}
+		for _, verb := range verbs {
+			cmd := exec.Command(filepath.Join(programs, "cnitool"), verb, "cnitool-test", path)
+			cmd.Env = append(os.Environ(), "CNI_PATH="+programs, "NETCONFPATH="+dir, "CNI_IFNAME=eth0",
+				"CNI_ARGS=IgnoreUnknown=1;K8S_POD_NAMESPACE=shop;K8S_POD_NAME=web") // the second ADD is for the same pod
+			out, err := cmd.CombinedOutput()
+			if fails := verb == "check" && version == "0.3.1"; (err != nil) != fails { // CHECK came with 0.4.0
+				t.Fatalf("cnitool %s: %v: %s", verb, err, out)
+			}
+			if verb == "add" {
+				wantPrinted(t, out, version, subnets)
+			}
+			attached := map[bool]int{true: 1, false: 0}[verb == "add" || verb == "check"]
+			if links := veths(t); len(links) != attached {
+				t.Fatalf("after cnitool %s the links are %v, want %d", verb, links, attached)
+			}
+		}
+	})
+}
+
+// wantPrinted asserts that a result has the version of the configuration, and the first address of each subnet.
+func wantPrinted(t *testing.T, result []byte, version string, subnets []string) {
+	t.Helper()
+	var printed struct {
+		CNIVersion string
+		IPs        []struct{ Address string }
 	}
-	if links := veths(t); len(links) > 0 {
-		t.Errorf("left are the links %v", links)
+	if err := json.Unmarshal(result, &printed); err != nil {
+		t.Fatalf("%v: %s", err, result)
+	}
+	var got, want []string
+	for _, ip := range printed.IPs {
+		got = append(got, ip.Address)
+	}
+	for _, subnet := range subnets {
+		addr := netip.MustParsePrefix(subnet).Addr().Next().Next() // the first one is the gateway's
+		want = append(want, netip.PrefixFrom(addr, addr.BitLen()).String())
+	}
+	if printed.CNIVersion != version || !slices.Equal(got, want) {
+		t.Errorf("cnitool add prints the version %s and the addresses %v, want %s and %v", printed.CNIVersion, got,
+			version, want)
 	}
 }
 

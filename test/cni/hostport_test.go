@@ -13,6 +13,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // Ports of the host, by the stock plugin portmap behind ours. They are reached from outside, from another pod of the
@@ -137,7 +139,7 @@ func address(name string, addrs ...string) error {
 
 // inside runs f in the namespace at a path.
 func inside(path string, f func() error) error {
-	return onThread(func() error {
+	return testkit.OnThread(func() error {
 		ns, err := os.Open(path)
 		if err != nil {
 			return err

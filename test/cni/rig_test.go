@@ -8,7 +8,6 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
-	"runtime"
 	"testing"
 	"time"
 
@@ -77,7 +76,7 @@ func newNamespace(t testing.TB) string {
 	if err := os.WriteFile(path, nil, 0o600); err != nil {
 		t.Fatal(err)
 	}
-	err := onThread(func() error {
+	err := testkit.OnThread(func() error {
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
 			return err
 		}
@@ -88,21 +87,6 @@ func newNamespace(t testing.TB) string {
 	}
 	t.Cleanup(func() { _ = unix.Unmount(path, unix.MNT_DETACH) })
 	return path
-}
-
-// onThread runs f on a thread that ends after it.
-func onThread(f func() error) error {
-	done := make(chan error, 1) // capacity 1: the goroutine ends even if nobody receives
-	go func() {
-		runtime.LockOSThread() // the thread ends with the goroutine, unless the goroutine unlocks it
-		if unix.Gettid() != os.Getpid() {
-			done <- f()
-			return
-		}
-		done <- onThread(f) // the main thread never ends
-		runtime.UnlockOSThread()
-	}()
-	return <-done
 }
 
 // network is a network configuration, as in a file of /etc/cni/net.d.

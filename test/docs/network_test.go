@@ -81,7 +81,7 @@ func newShared(t *testing.T, proxies rig.Proxies, of proxy) *shared {
 	t.Helper()
 	s := &shared{t: t, proxies: proxies, of: of, dir: t.TempDir()}
 	for _, address := range []*string{&s.cloud, &s.port, &s.caller} {
-		*address = "127.0.0.1:" + freePort(t)
+		*address = testkit.FreeAddress(t)
 	}
 	site := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
 		fmt.Fprint(w, "a web site")

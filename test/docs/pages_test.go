@@ -104,44 +104,152 @@ func TestClusterScenarios(t *testing.T) {
 var (
 	testName = regexp.MustCompile(`\bTest[A-Z]\w*`)
 	inFolder = regexp.MustCompile(` of (?:package )?([\w/]+)`)
+	// The commands of the program in a line of a block: "tunnel", or "kubectl edgetunnel" with kubectl's flags.
+	command = regexp.MustCompile(`(?:^|[\s/])(?:kubectl edge)?tunnel((?: [^\s|#;]+)+)`)
 )
 
-// A mark that names tests ("TestA and TestB of FOLDER") names tests that exist.
+// testsOf returns the tests that a mark names, by their folder: "TestA and TestB of FOLDER".
+func testsOf(reason string) (map[string][]string, error) {
+	tests := make(map[string][]string)
+	for _, at := range testName.FindAllStringIndex(reason, -1) {
+		folder := inFolder.FindStringSubmatch(reason[at[1]:])
+		if folder == nil {
+			return nil, errors.New("the mark names tests without their folder: write TestA of FOLDER")
+		}
+		tests[folder[1]] = append(tests[folder[1]], reason[at[0]:at[1]])
+	}
+	return tests, nil
+}
+
+// A mark that names tests ("TestA and TestB of FOLDER") names tests that exist. Each command of the block and each long
+// flag is a word of a string in the tests' folders, so that a mark cannot name a test that runs something else.
 func TestReasons(t *testing.T) {
 	blocks, err := All(root)
 	if err != nil {
 		t.Fatal(err)
 	}
-	checked := 0
+	known := commandNames(t)
+	checked, compared := 0, 0
 	for _, b := range blocks {
-		names := testName.FindAllString(b.Reason, -1)
-		if len(names) == 0 {
-			continue
-		}
-		folder := inFolder.FindStringSubmatch(b.Reason)
-		if folder == nil {
-			t.Errorf("%s: the mark names tests without their folder: write TestA of FOLDER", b)
-			continue
-		}
-		var code strings.Builder
-		files, err := filepath.Glob(filepath.Join(root, folder[1], "*_test.go"))
-		for _, f := range files {
-			text, readErr := os.ReadFile(f)
-			err = errors.Join(err, readErr)
-			code.Write(text)
-		}
+		tests, err := testsOf(b.Reason)
 		if err != nil {
-			t.Fatal(err)
+			t.Errorf("%s: %v", b, err)
+			continue
 		}
-		for _, name := range names {
-			checked++
-			if !strings.Contains(code.String(), "func "+name+"(") {
-				t.Errorf("%s: %s has no %s", b, folder[1], name)
+		words := make(map[string]bool)
+		for folder, names := range tests {
+			functions := testsIn(t, folder, words)
+			for _, name := range names {
+				checked++
+				if !functions[name] {
+					t.Errorf("%s: %s has no %s", b, folder, name)
+				}
+			}
+		}
+		if len(tests) == 0 {
+			continue
+		}
+		for _, word := range commandWords(b.Text, known) {
+			compared++
+			if !words[word] {
+				t.Errorf("%s: no string of the tests that the mark names has the word %q", b, word)
 			}
 		}
 	}
-	if checked < 5 {
-		t.Errorf("the marks name only %d tests", checked)
+	if checked < 5 || compared < 20 {
+		t.Errorf("the marks name only %d tests, for %d words of commands", checked, compared)
+	}
+}
+
+// testsIn returns the functions of the test files of a folder, and adds the words of their strings to words. Strings in
+// other files of the folder count as well: test/rig has what several tests share.
+func testsIn(t *testing.T, folder string, words map[string]bool) map[string]bool {
+	t.Helper()
+	functions := make(map[string]bool)
+	for _, pattern := range []string{filepath.Join(root, folder, "*_test.go"), filepath.Join(root, "test/rig", "*.go")} {
+		files, err := filepath.Glob(pattern)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, name := range files {
+			file, err := goparser.ParseFile(token.NewFileSet(), name, nil, 0)
+			if err != nil {
+				t.Fatal(err)
+			}
+			ast.Inspect(file, func(n ast.Node) bool {
+				switch n := n.(type) {
+				case *ast.FuncDecl:
+					functions[n.Name.Name] = true
+				case *ast.BasicLit:
+					if text, err := strconv.Unquote(n.Value); err == nil && n.Kind == token.STRING {
+						for _, word := range strings.Fields(text) {
+							flag, _, _ := strings.Cut(word, "=")
+							words[flag] = true
+						}
+					}
+				}
+				return true
+			})
+		}
+	}
+	return functions
+}
+
+// commandNames returns the commands of docs/commands.md, such as "ls" and "token create".
+func commandNames(t *testing.T) map[string]bool {
+	t.Helper()
+	page, err := os.ReadFile(filepath.Join(root, "docs/commands.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	names := make(map[string]bool)
+	for _, m := range regexp.MustCompile("(?m)^## `tunnel ([a-z -]+)`$").FindAllStringSubmatch(string(page), -1) {
+		names[m[1]] = true
+	}
+	if !names["ls"] || !names["token create"] {
+		t.Fatalf("docs/commands.md has the commands %v", names)
+	}
+	return names
+}
+
+// commandWords returns the words of tunnel's commands in a block: command, subcommand, and long flags without values.
+func commandWords(text string, known map[string]bool) (words []string) {
+	for line := range strings.Lines(text) {
+		line, _, _ = strings.Cut(line, " #") // a comment
+		for _, m := range command.FindAllStringSubmatch(line, -1) {
+			before := ""
+			for _, arg := range strings.Fields(m[1]) {
+				flag, _, _ := strings.Cut(arg, "=")
+				switch {
+				case strings.HasPrefix(flag, "--"):
+					words = append(words, flag)
+				case known[before+" "+arg]:
+					words = append(words, before, arg)
+				case known[arg]:
+					words = append(words, arg)
+				}
+				before = arg
+			}
+		}
+	}
+	return words
+}
+
+// The words of commands are found in lines as pages have them.
+func TestCommandWords(t *testing.T) {
+	known := map[string]bool{"ls": true, "tap": true, "token create": true, "drain": true, "services ls": true}
+	for line, want := range map[string]string{
+		"tunnel ls edge1 --missing    # tunnel drain":                "ls --missing",
+		"echo x | sudo tunnel token create --node='a b' --uses 2":    "token create --node --uses",
+		"kubectl edgetunnel -n far --pod POD drain --stop":           "--pod drain --stop",
+		"kubectl -n a exec POD -- /tunnel services ls -c a.toml":     "services ls",
+		"tunnel services watch":                                      "",
+		"tunnel tap -o json | jq 'select(.phase == \"ls\")' --slurp": "tap",
+		"install tunnel-edge.service --now":                          "",
+	} {
+		if got := strings.Join(commandWords(line, known), " "); got != want {
+			t.Errorf("%s: the words are %q, want %q", line, got, want)
+		}
 	}
 }
 

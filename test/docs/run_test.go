@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -245,14 +244,4 @@ func (s *site) shell(b Block, text string) *rig.Log {
 		s.t.Fatalf("%s: exit code %d:\n%s", b, p.ExitCode(), joinToken.ReplaceAllString(log.String(), "***"))
 	}
 	return log
-}
-
-// freePort returns a port that is free now.
-func freePort(t *testing.T) string {
-	t.Helper()
-	port, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return strconv.Itoa(port)
 }

@@ -4,8 +4,10 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"strconv"
 	"testing"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/auth"
 )
 
@@ -17,7 +19,7 @@ var scenarios = map[string]bool{
 // forwards is the site of a scenario that forwards a port to the ssh server behind the edge.
 func forwards(t *testing.T, scenario string) *site {
 	t.Helper()
-	cloud, caller := freePort(t), freePort(t)
+	cloud, caller := strconv.Itoa(testkit.FreePort(t)), strconv.Itoa(testkit.FreePort(t))
 	return newSite(t, scenario, map[string]string{
 		"tunnel.example.com:9000": "127.0.0.1:" + cloud, // the cloud, as edges dial it
 		"2222":                    caller,               // the port that callers use

@@ -178,10 +178,6 @@ generatorOptions: {disableNameSuffixHash: true}
 // pods starts pods: web-NODE and peer-NODE by the API server, then static-NODE without. After a boot without the API
 // server, static-NODE starts first: then it has its address again only if the node remembers the address.
 func (n *podNetwork) pods(ctx context.Context, t *testing.T) {
-	manifest, err := os.ReadFile("testdata/cni.yaml")
-	if err != nil {
-		t.Fatal(err)
-	}
 	for _, kind := range []string{"web", "peer", "static"} {
 		ports := ""
 		if kind == "web" {
@@ -189,10 +185,12 @@ func (n *podNetwork) pods(ctx context.Context, t *testing.T) {
 		}
 		for _, node := range n.c.nodes {
 			name := kind + "-" + node
-			text := strings.NewReplacer("NAME", name, "NODE", node, "PORTS", ports).Replace(string(manifest))
-			if kind == "static" {
+			text, err := manifestOf(name, node, ports)
+			switch {
+			case err != nil:
+			case kind == "static":
 				err = os.WriteFile(n.c.path("node/"+node+"/static/"+name+".yaml"), []byte(text), 0o600)
-			} else {
+			default:
 				_, err = n.c.kubectlIn(ctx, strings.NewReader(text), "apply", "-f", "-")
 			}
 			if err != nil {
@@ -212,6 +210,12 @@ func (n *podNetwork) pods(ctx context.Context, t *testing.T) {
 			seen[a] = name
 		}
 	}
+}
+
+// manifestOf returns the manifest of a pod of testdata/cni.yaml.
+func manifestOf(name, node, ports string) (string, error) {
+	manifest, err := os.ReadFile("testdata/cni.yaml")
+	return strings.NewReplacer("NAME", name, "NODE", node, "PORTS", ports).Replace(string(manifest)), err
 }
 
 // object returns the name of a pod for the API server: the kubelet adds the node's name to that of a static pod.
@@ -364,7 +368,7 @@ func (n *podNetwork) allReached(ctx context.Context, t *testing.T, within time.D
 }
 
 // upgrade replaces the edges by those of the next version, with its plugin. At no moment is a node without plugin or
-// network configuration, and pods reach each other meanwhile.
+// network configuration. Meanwhile, pods reach each other, and the pods new-NODE start.
 func (n *podNetwork) upgrade(ctx context.Context, t *testing.T) {
 	plugin := func(node string) string { return n.c.path("node/" + node + "/cni-bin/tunnel-cni") }
 	before := make(map[string][]byte)
@@ -406,6 +410,9 @@ func (n *podNetwork) upgrade(ctx context.Context, t *testing.T) {
 	}()
 	err := n.apply(ctx, nextVersion)
 	if err == nil {
+		err = n.startNew(ctx)
+	}
+	if err == nil {
 		err = n.c.settled(ctx, edgeNamespace, "daemonset/tunnel-edge")
 	}
 	close(stop)
@@ -420,7 +427,45 @@ func (n *podNetwork) upgrade(ctx context.Context, t *testing.T) {
 			t.Errorf("%s has the old plugin, %v", node, err)
 		}
 	}
+	n.newAreThere(ctx, t)
 	n.allReached(ctx, t, 20*time.Second)
+}
+
+// startNew has each node start a pod new-NODE. It does not wait for them.
+func (n *podNetwork) startNew(ctx context.Context) error {
+	for _, node := range n.c.nodes {
+		text, err := manifestOf("new-"+node, node, "")
+		if err == nil {
+			_, err = n.c.kubectlIn(ctx, strings.NewReader(text), "apply", "-f", "-")
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// newAreThere asserts that the pods new-NODE answer, and that the first ADD of each succeeded: the kubelet tries again,
+// so a pod that runs does not show it. Then it deletes the pods, which the steps after it do not expect.
+func (n *podNetwork) newAreThere(ctx context.Context, t *testing.T) {
+	remove := []string{"delete", "pod", "--timeout=60s"}
+	for _, node := range n.c.nodes {
+		pod := "new-" + node
+		n.learn(ctx, t, pod, node)
+		eventually(ctx, t, 20*time.Second, pod+" to answer", func(ctx context.Context) error {
+			return n.isAt(ctx, node, pod)
+		})
+		out, err := n.c.kubectl(ctx, "get", "events", "--field-selector",
+			"involvedObject.name="+pod+",reason=FailedCreatePodSandBox", "-o", "jsonpath={.items[*].message}")
+		if err != nil || out != "" {
+			t.Errorf("during the upgrade, %s was not started at once: %v, %s", pod, err, out)
+		}
+		delete(n.addresses, pod)
+		remove = append(remove, pod)
+	}
+	if _, err := n.c.kubectl(ctx, remove...); err != nil {
+		t.Fatal(err)
+	}
 }
 
 // reboot has edge1 boot without its uplink, and then without the cloud. All that its kernel had is gone. Every pod has
@@ -494,6 +539,9 @@ func (n *podNetwork) back(ctx context.Context, t *testing.T) {
 // remove removes edges and plugin as deployment/README.md says. Nothing of ours is left on the node.
 func (n *podNetwork) remove(ctx context.Context, t *testing.T) {
 	c := n.c
+	if out := n.tables(ctx, t, "edge2"); !strings.Contains(out, edgeTable) {
+		t.Errorf("before the removal, there is no table of the edge on edge2: the test proves nothing: %s", out)
+	}
 	if _, err := c.kubectl(ctx, "delete", "-k", c.path("install/edges"), "--timeout=120s"); err != nil {
 		t.Fatal(err)
 	}
@@ -536,4 +584,20 @@ func (n *podNetwork) remove(ctx context.Context, t *testing.T) {
 	if err != nil || !slices.Equal(left, []string{"loopback", "portmap"}) {
 		t.Errorf("on the node there is %q, %v; want the stock plugins alone", left, err)
 	}
+	if out := n.tables(ctx, t, "edge2"); strings.Contains(out, edgeTable) {
+		t.Errorf("on the node, nft lists the table of the edge still: %s", out)
+	}
+}
+
+// edgeTable is the table with the rules of an edge, as nft lists it.
+const edgeTable = "table inet tunnel-cni\n"
+
+// tables returns what nft lists of a node, a line for each table.
+func (n *podNetwork) tables(ctx context.Context, t *testing.T, node string) string {
+	t.Helper()
+	out, err := run(n.c.inside(ctx, node, n.c.home+"/nodebin/nft", "list", "tables"), nil)
+	if err != nil {
+		t.Fatalf("nft list tables on %s: %v: %s", node, err, out)
+	}
+	return out
 }

@@ -3,8 +3,8 @@
 
 .PHONY: cluster-demo e2e e2e-bench e2e-build e2e-up e2e-down e2e-pictures conformance conformance-build
 
-e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 28 minutes, the first time 47)
-	@status=0; go test -tags e2e -count=1 -v -timeout 60m ./test/e2e || status=$$?; \
+e2e: e2e-build ## prove the main job on a real Kubernetes (root, Debian 12; 28 minutes, the first time 47; FROM=COMMIT: upgrade from it)
+	@status=0; TUNNEL_E2E_FROM='$(FROM)' go test -tags e2e -count=1 -v -timeout 60m ./test/e2e || status=$$?; \
 	test/cluster/down.sh && exit $$status
 
 e2e-bench: ## what 10,000 nodes that join within a minute cost a real API server (root; two minutes)

@@ -27,20 +27,22 @@ const (
 	joinAddress   = "10.77.0.13:30900"       // control3, and the nodePort of the Service tunnel-cloud
 	edgeNamespace = "tunnel-edge"            // as the manifests have it
 	firstVersion  = "v0.1.0"                 // as the manifests have it
-	nextVersion   = "v0.1.1"                 // the same program under another version
+	nextVersion   = "v0.1.1"                 // this tree
 	coreDNSImage  = "coredns/coredns:1.13.2" // as the manifests have it
 	helmVersion   = "v3.22.0"
 )
 
 // TestInstall installs everything by the manifests alone, as a user does: images in containerd, a cloud of two replicas
 // and CoreDNS beside the control plane, edges as a DaemonSet on nodes behind NAT. Then it upgrades, goes back, and
-// removes all of it. No daemon of ours runs outside a pod.
+// removes all of it. No daemon of ours runs outside a pod. The first version comes from an older commit with its own
+// manifests, if olderTree finds one.
 func TestInstall(t *testing.T) {
 	ctx := contextOf(t)
-	images := makeImages(ctx, t)
+	older := olderTree(ctx, t)
+	images := makeImages(ctx, t, older)
 	for _, way := range []struct {
 		name string
-		tool func(ctx context.Context, t *testing.T, c *cluster) tool
+		tool func(ctx context.Context, t *testing.T, c *cluster, m manifests) tool
 	}{{"kustomize", newKustomize}, {"helm", newHelm}} {
 		t.Run(way.name, func(t *testing.T) {
 			c := upCluster(ctx, t, "KUBEPROXY=1", "DIRECT="+controlNode, "NODES=edge1 edge2 "+controlNode)
@@ -49,13 +51,13 @@ func TestInstall(t *testing.T) {
 					t.Fatal(err)
 				}
 			}
-			i := &installation{c: c, tool: way.tool(ctx, t, c)}
+			i := &installation{c: c, tool: way.tool(ctx, t, c, manifestsOf(t, older))}
 			for _, s := range []struct {
 				name string
 				do   func(ctx context.Context, t *testing.T)
 			}{
-				{"before", i.prepare}, {"installed", i.install}, {"verbs", i.works}, {"plugin", i.plugin},
-				{"upgrade", i.upgrade},
+				{"before", i.prepare}, {"installed", i.install}, {"verbs", i.works}, {"upgrade", i.upgrade},
+				{"verbs after upgrade", i.works}, {"plugin", i.plugin}, // a cloud of the first version may lack its commands
 				{"rollback", i.rollback}, {"verbs after rollback", i.works}, {"removed", i.remove},
 			} {
 				if !i.step(t, s.name, func(t *testing.T) { s.do(ctx, t) }) {
@@ -78,14 +80,71 @@ type tool interface {
 	remove(ctx context.Context) error
 }
 
-// makeImages builds the images of two releases, and CoreDNS', and returns the images' files.
-func makeImages(ctx context.Context, t *testing.T) []string {
+// thisTree is the root folder of the repository.
+const thisTree = "../.."
+
+// upgradesFrom names the environment variable with the commit or tag of the first version.
+const upgradesFrom = "TUNNEL_E2E_FROM"
+
+// olderTree returns a folder with the repository at the commit from which TestInstall upgrades: the commit that
+// upgradesFrom names, or else that of the newest tag before this commit. Without both, it returns thisTree: both
+// versions are then the same program under two names.
+func olderTree(ctx context.Context, t *testing.T) string {
+	t.Helper()
+	commit := os.Getenv(upgradesFrom)
+	if commit == "" {
+		tag, err := run(command(ctx, "git", "-C", thisTree, "describe", "--tags", "--abbrev=0", "--match", "v[0-9]*",
+			"HEAD^"), nil)
+		if err != nil {
+			t.Logf("the upgrade is between two names of this program: %s is not set, and there is no older tag: %v",
+				upgradesFrom, err)
+			return thisTree
+		}
+		commit = strings.TrimSpace(tag)
+	}
+	root, err := filepath.Abs(thisTree)
+	if err != nil {
+		t.Fatal(err)
+	}
+	tree := filepath.Join(t.TempDir(), "older")
+	// A clone and no worktree: a test that is killed leaves nothing in the repository. tools/release asks git for the
+	// time of the commit.
+	for _, args := range [][]string{
+		{"clone", "--quiet", "--shared", "--no-checkout", root, tree},
+		{"-C", tree, "checkout", "--quiet", "--detach", commit},
+	} {
+		if _, err := run(command(ctx, "git", args...), nil); err != nil {
+			t.Fatalf("the older version %s (a shallow clone has none): %v", commit, err)
+		}
+	}
+	t.Logf("the upgrade is from %s", commit)
+	return tree
+}
+
+// manifests are the folders deployment of the trees of the versions.
+type manifests map[string]string
+
+// manifestsOf returns the manifests of both versions. An operator who installs a version has the manifests of this
+// version: an older program refuses configurations with newer keys.
+func manifestsOf(t *testing.T, older string) manifests {
+	t.Helper()
+	m := manifests{firstVersion: filepath.Join(older, "deployment"), nextVersion: deploy}
+	for version, folder := range m {
+		absolute, err := filepath.Abs(folder)
+		if err != nil {
+			t.Fatal(err)
+		}
+		m[version] = absolute
+	}
+	return m
+}
+
+// makeImages builds the images of two releases, and CoreDNS', and returns the images' files. The first release is made
+// of the tree older.
+func makeImages(ctx context.Context, t *testing.T, older string) []string {
 	t.Helper()
 	dir := t.TempDir()
-	var images []string
-	for _, version := range []string{firstVersion, nextVersion} {
-		images = append(images, makeImage(ctx, t, dir, version))
-	}
+	images := []string{makeImageOf(ctx, t, older, dir, firstVersion), makeImage(ctx, t, dir, nextVersion)}
 	file := filepath.Join(dir, "coredns.tar")
 	if _, err := run(command(ctx, "../cluster/image.sh", file, "docker.io/"+coreDNSImage,
 		filepath.Join(clusterHome(t), "bin", "coredns")), nil); err != nil {
@@ -94,12 +153,18 @@ func makeImages(ctx context.Context, t *testing.T) []string {
 	return append(images, file)
 }
 
-// makeImage builds the image of a release, and returns its file, which is below dir.
+// makeImage builds the image of a release of this tree, and returns its file, which is below dir.
 func makeImage(ctx context.Context, t *testing.T, dir, version string) string {
 	t.Helper()
+	return makeImageOf(ctx, t, thisTree, dir, version)
+}
+
+// makeImageOf is makeImage for another tree. The tree's own tools/release builds it.
+func makeImageOf(ctx context.Context, t *testing.T, tree, dir, version string) string {
+	t.Helper()
 	out := filepath.Join(dir, version)
-	if _, err := run(command(ctx, "go", "-C", "../../tools/release", "run", ".", "-out", out, "-version", version,
-		"-snapshot", "-platforms", "linux/"+runtime.GOARCH), nil); err != nil {
+	if _, err := run(command(ctx, "go", "-C", filepath.Join(tree, "tools/release"), "run", ".", "-out", out,
+		"-version", version, "-snapshot", "-platforms", "linux/"+runtime.GOARCH), nil); err != nil {
 		t.Fatal(err)
 	}
 	return filepath.Join(out, "tunnel_"+version+"_image.tar")
@@ -463,25 +528,21 @@ func (c *cluster) removeNamespaces(ctx context.Context) error {
 	return err
 }
 
-// A kustomize is an overlay of the user's own on the repository's overlays. Its fields are set once.
+// A kustomize is an overlay of the user's own on the repository's overlays. Its fields are set once, but for applied.
 type kustomize struct {
-	c    *cluster
-	dir  string
-	base string // from a folder in dir to deployment/kustomize/overlays
+	c       *cluster
+	dir     string
+	from    manifests
+	applied []string // the folders in dir that were applied, in this order
 }
 
-func newKustomize(_ context.Context, t *testing.T, c *cluster) tool {
-	t.Helper()
-	k := &kustomize{c: c, dir: c.path("install")}
-	overlays, err := filepath.Abs(filepath.Join(deploy, "kustomize/overlays"))
-	if err != nil {
-		t.Fatal(err)
-	}
-	k.base, err = filepath.Rel(filepath.Join(k.dir, "cloud"), overlays) // kustomize takes no absolute paths
-	if err != nil {
-		t.Fatal(err)
-	}
-	return k
+func newKustomize(_ context.Context, _ *testing.T, c *cluster, from manifests) tool {
+	return &kustomize{c: c, dir: c.path("install"), from: from}
+}
+
+// overlay returns the path to an overlay of a version from a folder in dir: kustomize takes no absolute paths.
+func (k *kustomize) overlay(version, name string) (string, error) {
+	return filepath.Rel(filepath.Join(k.dir, "cloud"), filepath.Join(k.from[version], "kustomize/overlays", name))
 }
 
 // write writes the files of one of the user's folders and returns the folder.
@@ -491,11 +552,16 @@ func (k *kustomize) write(folder string, files map[string]string) (string, error
 	for _, name := range slices.Sorted(maps.Keys(files)) {
 		err = errors.Join(err, os.WriteFile(filepath.Join(dir, name), []byte(files[name]), 0o644))
 	}
+	k.applied = append(k.applied, dir)
 	return dir, err
 }
 
 func (k *kustomize) cloud(ctx context.Context, version string) error {
-	dir, err := k.write("cloud", map[string]string{"kustomization.yaml": `resources: [` + k.base + `/ha]
+	overlay, err := k.overlay(version, "ha")
+	if err != nil {
+		return err
+	}
+	dir, err := k.write("cloud-"+version, map[string]string{"kustomization.yaml": `resources: [` + overlay + `]
 images: [{name: tunnel, newTag: ` + version + `}]
 patches:
 - target: {kind: Job, name: tunnel-init}
@@ -513,7 +579,11 @@ patches:
 }
 
 func (k *kustomize) edges(ctx context.Context, version string) error {
-	config, err := os.ReadFile(filepath.Join(deploy, "kustomize/overlays/edge-host-network/edge.toml"))
+	overlay, err := k.overlay(version, "edge-host-network")
+	if err != nil {
+		return err
+	}
+	config, err := os.ReadFile(filepath.Join(k.from[version], "kustomize/overlays/edge-host-network/edge.toml"))
 	if err != nil {
 		return err
 	}
@@ -521,9 +591,9 @@ func (k *kustomize) edges(ctx context.Context, version string) error {
 	if !strings.Contains(string(config), example) {
 		return errors.New("edge.toml of the overlay names no " + example)
 	}
-	dir, err := k.write("edges", map[string]string{
+	dir, err := k.write("edges-"+version, map[string]string{
 		"edge.toml": strings.Replace(string(config), example, `"`+joinAddress+`"`, 1),
-		"kustomization.yaml": `resources: [` + k.base + `/edge-host-network]
+		"kustomization.yaml": `resources: [` + overlay + `]
 images: [{name: tunnel, newTag: ` + version + `}]
 configMapGenerator:
 - {name: tunnel-edge, namespace: ` + edgeNamespace + `, behavior: replace, files: [edge.toml]}
@@ -541,20 +611,24 @@ generatorOptions: {disableNameSuffixHash: true}
 func (k *kustomize) back(ctx context.Context) error { return k.cloud(ctx, firstVersion) }
 
 func (k *kustomize) remove(ctx context.Context) error {
-	_, edges := k.c.kubectl(ctx, "delete", "-k", filepath.Join(k.dir, "edges"), "--ignore-not-found", "--timeout=120s")
-	_, cloud := k.c.kubectl(ctx, "delete", "-k", filepath.Join(k.dir, "cloud"), "--ignore-not-found", "--timeout=120s")
-	return errors.Join(edges, cloud, k.c.removeNamespaces(ctx))
+	var errs []error
+	for _, dir := range slices.Backward(k.applied) { // an older version may lack an object of a newer one
+		_, err := k.c.kubectl(ctx, "delete", "-k", dir, "--ignore-not-found", "--timeout=120s")
+		errs = append(errs, err)
+	}
+	return errors.Join(errors.Join(errs...), k.c.removeNamespaces(ctx))
 }
 
 // A helm is the command of that name, with two releases of the chart: tunnel and edges.
 type helm struct {
 	c       *cluster
 	program string
+	from    manifests
 }
 
-func newHelm(ctx context.Context, t *testing.T, c *cluster) tool {
+func newHelm(ctx context.Context, t *testing.T, c *cluster, from manifests) tool {
 	t.Helper()
-	return &helm{c: c, program: c.helm(ctx, t)}
+	return &helm{c: c, program: c.helm(ctx, t), from: from}
 }
 
 // helm returns Helm's program, which it builds once.
@@ -591,8 +665,9 @@ func (h *helm) cloud(ctx context.Context, version string) error {
 			return err
 		}
 	}
-	return h.run(ctx, "upgrade", "--install", "tunnel", filepath.Join(deploy, "helm/tunnel"), "-n", namespace, "--wait",
-		"--timeout=3m", "-f", filepath.Join(deploy, "helm/tunnel/ci/ha.yaml"), "--set", "certificates.address="+joinAddress,
+	chart := filepath.Join(h.from[version], "helm/tunnel")
+	return h.run(ctx, "upgrade", "--install", "tunnel", chart, "-n", namespace, "--wait",
+		"--timeout=3m", "-f", filepath.Join(chart, "ci/ha.yaml"), "--set", "certificates.address="+joinAddress,
 		"--set", "image.tag="+version, "--set", "cloud.service.type=NodePort") // or --wait waits for a load balancer
 }
 
@@ -600,8 +675,9 @@ func (h *helm) edges(ctx context.Context, version string) error {
 	if err := h.c.podSecurity(ctx, edgeNamespace, "privileged"); err != nil { // hostNetwork
 		return err
 	}
-	return h.run(ctx, "upgrade", "--install", "edges", filepath.Join(deploy, "helm/tunnel"), "-n", edgeNamespace,
-		"--wait", "--timeout=3m", "-f", filepath.Join(deploy, "helm/tunnel/ci/edge-host-network.yaml"),
+	chart := filepath.Join(h.from[version], "helm/tunnel")
+	return h.run(ctx, "upgrade", "--install", "edges", chart, "-n", edgeNamespace,
+		"--wait", "--timeout=3m", "-f", filepath.Join(chart, "ci/edge-host-network.yaml"),
 		"--set", "edge.config.stream.client.servername="+joinAddress, "--set", "image.tag="+version)
 }
 

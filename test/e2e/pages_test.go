@@ -286,7 +286,7 @@ type pages struct {
 
 func newPages(ctx context.Context, t *testing.T) *pages {
 	t.Helper()
-	images := makeImages(ctx, t)
+	images := makeImages(ctx, t, thisTree)
 	blocks, err := docs.All("../..")
 	if err != nil {
 		t.Fatal(err)

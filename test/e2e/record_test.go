@@ -59,8 +59,11 @@ func TestRecord(t *testing.T) {
 	}
 	tn.edges["edge2"].kill(t)
 	for begun := time.Now(); time.Since(begun) < recorded/4; {
-		for _, n := range c.nodes {
-			t.Logf("logs of %s: %v", n, tryLogs(ctx, c, n)) // those of edge2 are refused
+		for _, v := range verbs {
+			if err := v.try(ctx, c, "edge1"); err != nil {
+				t.Logf("%s of edge1: %v", v.name, err)
+			}
+			t.Logf("logs of edge2, which are refused: %v", tryLogs(ctx, c, "edge2"))
 		}
 	}
 	stop()

@@ -44,14 +44,9 @@ func TestAcceptErrors(t *testing.T) {
 				t.Fatal(err)
 			}
 			targets := newTargets(t, ca)
-			agents, err := rig.FreePort()
-			if err != nil {
-				t.Fatal(err)
-			}
-			dials, err := rig.FreePort()
-			if err != nil {
-				t.Fatal(err)
-			}
+			agents := testkit.FreePort(t)
+			dials := testkit.FreePort(t)
+			page := testkit.FreePort(t)
 			files := filepath.Join(dir, "files")
 			if err := os.Mkdir(files, 0o700); err != nil {
 				t.Fatal(err)
@@ -69,7 +64,8 @@ clientnames = ["kube-apiserver"]
 agentport = %d
 [mode.cloud.admin]
 socket = "%s/a"
-`, dir, dials, dir, agents, dir),
+page = "127.0.0.1:%d"
+`, dir, dials, dir, agents, dir, page),
 			})
 			if err != nil {
 				t.Fatal(err)
@@ -114,6 +110,7 @@ socket = "%s/a"
 					{"tcp", fmt.Sprintf("127.0.0.1:%d", dials), "", ""},
 					{"tcp", fmt.Sprintf("127.0.0.1:%d", agents), "", ""},
 					{"tcp", p.HTTPSDoor(), "", ""},
+					{"tcp", fmt.Sprintf("127.0.0.1:%d", page), "GET / HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n", "HTTP/1.0 200"},
 					{"tcp", p.CloudHealth(), "GET /healthz HTTP/1.0\r\n\r\n", "HTTP/1.0 200"},
 				} {
 					if err := ask(where.network, where.addr, where.request, where.want); err != nil {

@@ -7,16 +7,25 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
+	"net/http"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
 	"golang.org/x/sync/errgroup"
 
 	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/pkg/admin"
+	"tunnel.example/tunnel/pkg/api"
+	"tunnel.example/tunnel/pkg/inventory"
+	"tunnel.example/tunnel/pkg/socket"
+	"tunnel.example/tunnel/pkg/tunnel"
 	"tunnel.example/tunnel/test/rig"
 )
 
@@ -46,7 +55,7 @@ func TestCountersAddUp(t *testing.T) {
 		c.Write(append(b, b...))
 	})
 	p := newOperatedPair(t, "[mode.cloud.audit]\nfile = \"audit.json\"\n",
-		map[string]string{"twice": twice, "closed": closedPort(t)})
+		map[string]string{"twice": twice, "closed": testkit.FreeAddress(t)})
 	for _, start := range []func() (*rig.Process, error){p.StartCloud, p.StartEdge} {
 		process, err := start()
 		if err != nil {
@@ -117,16 +126,6 @@ func TestCountersAddUp(t *testing.T) {
 	t.Logf("%d conns, %d refused, %d bytes to targets, %d bytes from them", served, refused, up, 2*up)
 }
 
-// closedPort returns an address at which nothing listens.
-func closedPort(t *testing.T) string {
-	t.Helper()
-	number, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return fmt.Sprintf("127.0.0.1:%d", number)
-}
-
 // sendTwice sends bytes, and expects them twice.
 func sendTwice(door string, sends []byte) error {
 	conn, closeIt, err := dial(context.Background(), door)
@@ -188,15 +187,96 @@ func audited(file string, served, refused, up int) error {
 	return nil
 }
 
-// BenchmarkLs runs `tunnel ls` beside a cloud that remembers 10,000 nodes: from the start of the command to its end. It
-// fails if that takes longer than lsWithin, on average.
+// lsNodes is the number of nodes of BenchmarkLs. lsWithin is how long `tunnel ls` may take for them.
+const lsNodes, lsWithin = 10_000, 300 * time.Millisecond
+
+// lsName is the name of a node of BenchmarkLs.
+func lsName(n int) string { return fmt.Sprintf("edge-%05d.site-%03d.example.com", n, n%100) }
+
+// BenchmarkLs runs `tunnel ls` with 10,000 nodes: from the start of the command to its end. It fails if that takes
+// longer than lsWithin, on average.
 func BenchmarkLs(b *testing.B) {
-	const nodes, lsWithin = 10_000, 300 * time.Millisecond
+	b.Run("missing", lsOfMissing)
+	b.Run("connected", lsOfConnected)
+}
+
+// measureLs runs `tunnel ls` with args. cpu returns the processor time that the asked process has used.
+func measureLs(b *testing.B, cpu func() (time.Duration, error), args ...string) {
+	b.Helper()
+	before, err := cpu()
+	if err != nil {
+		b.Fatal(err)
+	}
+	var busy time.Duration // processor time
+	for b.Loop() {
+		ls := exec.CommandContext(b.Context(), program, append([]string{"ls"}, args...)...)
+		out, err := ls.CombinedOutput()
+		if lines := strings.Count(string(out), "\n"); err != nil || lines <= lsNodes {
+			b.Fatalf("%d lines, %v", lines, err)
+		}
+		busy += ls.ProcessState.UserTime() + ls.ProcessState.SystemTime()
+	}
+	after, err := cpu()
+	if err != nil {
+		b.Fatal(err)
+	}
+	each, processor := b.Elapsed()/time.Duration(b.N), (busy+after-before)/time.Duration(b.N)
+	b.ReportMetric(float64(each.Milliseconds()), "ms/ls")
+	b.ReportMetric(float64(processor.Milliseconds()), "processor-ms/ls")
+	if each > lsWithin {
+		b.Errorf("tunnel ls takes %v, of which %v on a processor, want %v at most", each, processor, lsWithin)
+	}
+}
+
+// lsOfConnected asks the API of a cloud, in this process, with nodes that are connected. No transport has their
+// sessions.
+func lsOfConnected(b *testing.B) {
+	dir, err := os.MkdirTemp("", "operated") // b.TempDir's path is too long for a socket
+	if err != nil {
+		b.Fatal(err)
+	}
+	b.Cleanup(func() { os.RemoveAll(dir) })
+	log := slog.New(slog.DiscardHandler)
+	nodes := inventory.New("", log)
+	directory := &tunnel.Directory{Watcher: nodes}
+	for n := range lsNodes {
+		s := &tunnel.Session{
+			ID: fmt.Sprint("session ", n), Node: tunnel.NodeName(lsName(n)), Remote: "192.0.2.7:40000", Software: "v1.2.3",
+			Since: time.Now().Add(-time.Hour),
+		}
+		s.RTT.Store(int64(12 * time.Millisecond))
+		s.Conns.Store(3)
+		s.Traffic.Send(123_456)
+		s.Traffic.Receive(789)
+		s.CertificateEnds.Store(time.Now().Add(24 * time.Hour).Unix())
+		directory.Attach(s)
+	}
+	server := api.New(api.Config{
+		Mode: "cloud", Software: "v1.2.3", Replica: "cloud-0", Counters: new(tunnel.Counters), Inventory: nodes, Log: log,
+		Checks: func() []admin.Check { return nil }, Sessions: directory.Sessions, Dialer: directory,
+	})
+	path := filepath.Join(dir, "s")
+	ln, err := socket.Listen(b.Context(), path)
+	if err != nil {
+		b.Fatal(err)
+	}
+	srv := &http.Server{Handler: server.Handler(), ReadHeaderTimeout: time.Minute}
+	go srv.Serve(ln) // Close ends it
+	b.Cleanup(func() { srv.Close() })
+	measureLs(b, func() (time.Duration, error) {
+		var used syscall.Rusage
+		err := syscall.Getrusage(syscall.RUSAGE_SELF, &used)
+		return time.Duration(used.Utime.Nano() + used.Stime.Nano()), err
+	}, "--socket", path)
+}
+
+// lsOfMissing asks a cloud that remembers nodes, of which none is connected.
+func lsOfMissing(b *testing.B) {
 	p := newOperatedPair(b, "inventory = \"nodes.json\"\n", nil)
 	now := time.Now().UTC()
 	records := make(map[string]any)
-	for n := range nodes {
-		records[fmt.Sprintf("edge-%05d.site-%03d.example.com", n, n%100)] = map[string]any{
+	for n := range lsNodes {
+		records[lsName(n)] = map[string]any{
 			"first_seen": now.Add(-24 * time.Hour), "last_seen": now.Add(-time.Hour), "facts_at": now.Add(-time.Hour),
 			"sessions": 3, "remote": "192.0.2.7:40000", "software": "v1.2.3", "ended": "connection lost",
 			"cert_ends": now.Add(24 * time.Hour), "certificate": "3f", "cert_by": "CN=nodes",
@@ -215,27 +295,5 @@ func BenchmarkLs(b *testing.B) {
 	}
 	b.Cleanup(cloud.Kill)
 	testkit.Within(b, backWithin, "the cloud is ready", func() error { return rig.Ready(p.CloudHealth()) })
-	before, err := cloud.CPU()
-	if err != nil {
-		b.Fatal(err)
-	}
-	var busy time.Duration // processor time
-	for b.Loop() {
-		ls := exec.CommandContext(b.Context(), program, "ls", "-c", p.Path("cloud.toml"))
-		out, err := ls.CombinedOutput()
-		if lines := strings.Count(string(out), "\n"); err != nil || lines <= nodes {
-			b.Fatalf("%d lines, %v", lines, err)
-		}
-		busy += ls.ProcessState.UserTime() + ls.ProcessState.SystemTime()
-	}
-	after, err := cloud.CPU()
-	if err != nil {
-		b.Fatal(err)
-	}
-	each, processor := b.Elapsed()/time.Duration(b.N), (busy+after-before)/time.Duration(b.N)
-	b.ReportMetric(float64(each.Milliseconds()), "ms/ls")
-	b.ReportMetric(float64(processor.Milliseconds()), "processor-ms/ls")
-	if each > lsWithin {
-		b.Errorf("tunnel ls takes %v, of which %v on a processor, want %v at most", each, processor, lsWithin)
-	}
+	measureLs(b, cloud.CPU, "-c", p.Path("cloud.toml"))
 }

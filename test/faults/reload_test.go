@@ -1,6 +1,7 @@
 package faults
 
 import (
+	"bufio"
 	"bytes"
 	"context"
 	"errors"
@@ -167,10 +168,7 @@ func TestReload(t *testing.T) {
 	t.Parallel()
 	p := newReloadPair(t)
 	base := p.baseline()
-	number, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
+	number := testkit.FreePort(t)
 	extra, echoes := fmt.Sprintf("127.0.0.1:%d", number), fmt.Sprintf("edge1/%s", p.targets.echo)
 	extraLine := fmt.Sprintf("%q = %q\n", extra, echoes)
 	traffic := startCallers(t, p.Door("echo"))
@@ -225,6 +223,132 @@ func TestReload(t *testing.T) {
 		t.Errorf("%d callers were served, %d failed", served, failed)
 	}
 	p.back(base)
+}
+
+// TestReloadTakesEffect: what a reload has applied decides about the next caller, at each front door and at the edge.
+func TestReloadTakesEffect(t *testing.T) {
+	t.Parallel()
+	p := newReloadPair(t)
+	datagrams, door := echoDatagrams(t), testkit.FreeAddress(t)
+	p.edit("cloud.toml", "[mode.cloud.admin]", fmt.Sprintf(
+		"[mode.cloud.udp]\n%q = \"edge1/%s\"\n[mode.cloud.egress]\nhttpconnect = [\"unix://%s\"]\n[mode.cloud.admin]",
+		door, datagrams, p.Path("egress.sock")))
+	p.wantCommand(0, []string{"mode.cloud.egress"}, "cloud", "reload") // only a restart opens the door of egress
+	p.cloud.Kill()
+	p.startCloud()
+	p.waitReady(backWithin)
+
+	https, echo := p.tryHTTPS(true), fmt.Sprintf("%q", p.Door("echo"))
+	flows := func(health, limit string) func() error {
+		return func() error {
+			name := fmt.Sprintf("tunnel_limited_total{limit=%q}", limit)
+			before, err := metric(health, name)
+			for i := 0; i < 3 && err == nil; i++ {
+				err = p.sendDatagram(door)
+			}
+			after, err2 := metric(health, name)
+			if err = errors.Join(err, err2); err == nil && after > before {
+				err = fmt.Errorf("the limit %s is reached", limit)
+			}
+			return err
+		}
+	}
+	for _, tt := range []struct {
+		mode, table string // to which lines are added
+		lines, key  string
+		try         func() error
+		why         string // part of the error after the reload
+	}{
+		{"edge", "[mode.edge]\n", "allow = [\"127.0.0.1:1\"]\n", "mode.edge.allow",
+			func() error { return tryEcho(t.Context(), p.Door("echo")) }, ""},
+		{"cloud", "[mode.cloud.admin]\n", "[mode.cloud.tcpallow]\n" + echo + " = [\"10.0.0.0/8\"]\n", "mode.cloud.tcpallow",
+			func() error { return tryEcho(t.Context(), p.Door("echo")) }, ""},
+		{"cloud", "[mode.cloud.https]\n", "allowfrom = [\"10.0.0.0/8\"]\n", "mode.cloud.https.allowfrom",
+			func() error { return https(t.Context(), nil) }, ""},
+		{"cloud", "[mode.cloud.https]\n", "clientnames = [\"another\"]\n", "mode.cloud.https.clientnames",
+			func() error { return https(t.Context(), nil) }, "HTTP 403"},
+		{"cloud", "[mode.cloud.egress]\n", "strategies = [\"destHost\"]\n", "mode.cloud.egress.strategies",
+			func() error { return connect(p.Path("egress.sock"), p.targets.echo) }, "HTTP/1.1 5"},
+		{"cloud", "[mode.cloud.admin]\n", "[mode.cloud.limits]\nflowsperaddress = 1\n", "mode.cloud.limits.flowsperaddress",
+			flows(p.CloudHealth(), "flowsperaddress"), "is reached"},
+		{"edge", "[mode.edge.admin]\n", "[mode.edge.limits]\nflows = 1\n", "mode.edge.limits.flows",
+			flows(p.EdgeHealth(), "flows"), "is reached"},
+	} {
+		if err := tt.try(); err != nil {
+			t.Errorf("%s, before: %v", tt.key, err)
+		}
+		// A table stands before that of its line; a line stands in it.
+		with := tt.table + tt.lines
+		if strings.HasPrefix(tt.lines, "[") {
+			with = tt.lines + tt.table
+		}
+		p.edit(tt.mode+".toml", tt.table, with)
+		p.wantCommand(0, []string{"applied", tt.key}, tt.mode, "reload")
+		if err := tt.try(); err == nil || !strings.Contains(err.Error(), tt.why) {
+			t.Errorf("%s, after the reload: %v, want %q", tt.key, err, tt.why)
+		}
+		p.edit(tt.mode+".toml", with, tt.table)
+		p.wantCommand(0, []string{"applied", tt.key}, tt.mode, "reload")
+		if err := tt.try(); err != nil {
+			t.Errorf("%s, after the second reload: %v", tt.key, err)
+		}
+	}
+}
+
+// echoDatagrams serves an address that sends datagrams back.
+func echoDatagrams(t *testing.T) string {
+	t.Helper()
+	conn, err := net.ListenPacket("udp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		b := make([]byte, 1500)
+		for {
+			n, from, err := conn.ReadFrom(b)
+			if err != nil {
+				return
+			}
+			conn.WriteTo(b[:n], from)
+		}
+	}()
+	t.Cleanup(func() { conn.Close(); <-ended })
+	return conn.LocalAddr().String()
+}
+
+// sendDatagram sends a datagram from a new port, and waits for the echo.
+func (p *pair) sendDatagram(door string) error {
+	conn, err := net.Dial("udp", door)
+	if err != nil {
+		return err
+	}
+	p.t.Cleanup(func() { conn.Close() }) // until then its flow stays
+	if err = conn.SetDeadline(time.Now().Add(hangs)); err != nil {
+		return err
+	}
+	return ping(conn)
+}
+
+// connect asks an egress socket for a target by HTTP CONNECT.
+func connect(socket, target string) error {
+	conn, err := net.Dial("unix", socket)
+	if err != nil {
+		return err
+	}
+	defer conn.Close()
+	if err = conn.SetDeadline(time.Now().Add(hangs)); err != nil {
+		return err
+	}
+	if _, err = fmt.Fprintf(conn, "CONNECT %s HTTP/1.1\r\nHost: %[1]s\r\n\r\n", target); err != nil {
+		return err
+	}
+	status, err := bufio.NewReader(conn).ReadString('\n')
+	if err == nil && !strings.HasPrefix(status, "HTTP/1.1 200") {
+		err = errors.New(status)
+	}
+	return err
 }
 
 // hangup sends SIGHUP, and waits for a new line of the log about the reload that has all texts.
@@ -301,10 +425,7 @@ func (p *pair) badFiles(free string) {
 func TestForwards(t *testing.T) {
 	t.Parallel()
 	p := newReloadPair(t)
-	number, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
+	number := testkit.FreePort(t)
 	extra, target := fmt.Sprintf("127.0.0.1:%d", number), "edge1/"+p.targets.echo
 	traffic := startCallers(t, p.Door("echo"))
 	p.wantCommand(0, []string{"applied", extra}, "cloud", "forward", "add", extra, target)
@@ -313,6 +434,17 @@ func TestForwards(t *testing.T) {
 	}
 	p.wantCommand(1, []string{"already"}, "cloud", "forward", "add", extra, "edge1/127.0.0.1:1")
 	p.wantCommand(3, []string{"tcpallow"}, "cloud", "forward", "add", "0.0.0.0:1", target)
+	limited := fmt.Sprintf("127.0.0.1:%d", testkit.FreePort(t))
+	for _, c := range []struct {
+		network string
+		admits  bool
+	}{{"192.0.2.0/24", false}, {"127.0.0.0/8", true}} {
+		p.wantCommand(0, []string{"applied", limited}, "cloud", "forward", "add", limited, target, "--allow", c.network)
+		if err := tryEcho(t.Context(), limited); (err == nil) != c.admits {
+			t.Errorf("a caller at a port for %s: %v", c.network, err)
+		}
+		p.wantCommand(0, []string{"-> absent"}, "cloud", "forward", "rm", limited)
+	}
 	p.wantCommand(1, []string{"is in the configuration"}, "cloud", "forward", "rm", p.Door("echo"))
 	p.wantCommand(0, []string{extra + "  " + target, "forwards", "configuration"}, "cloud", "forward", "ls")
 	p.wantCommand(0, []string{"nothing has changed"}, "cloud", "reload")

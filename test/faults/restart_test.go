@@ -126,10 +126,7 @@ func live(ctx context.Context, door string) error {
 // newRestartPair makes a pair with all that a restart touches: an inventory, a file of forwards, UDP, admin sockets.
 func newRestartPair(t *testing.T) (p *pair, udp string) {
 	t.Helper()
-	number, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
+	number := testkit.FreePort(t)
 	target, err := net.ListenPacket("udp", "127.0.0.1:0")
 	if err != nil {
 		t.Fatal(err)
@@ -206,10 +203,7 @@ func TestRestartCloud(t *testing.T) {
 	}
 
 	// The files are those of the new process.
-	number, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
+	number := testkit.FreePort(t)
 	extra := fmt.Sprintf("127.0.0.1:%d", number)
 	p.wantCommand(0, []string{"applied", extra}, "cloud", "forward", "add", extra, "edge1/"+p.targets.echo)
 	p.restart("cloud")

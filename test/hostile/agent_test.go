@@ -29,9 +29,7 @@ func TestHostileAgent(t *testing.T) {
 	}
 	var ports [2]int
 	for i := range ports {
-		if ports[i], err = rig.FreePort(); err != nil {
-			t.Fatal(err)
-		}
+		ports[i] = testkit.FreePort(t)
 	}
 	f, err := rig.NewFleet(rig.FleetConfig{
 		Binary: program, Dir: t.TempDir(), CA: ca, Hosts: make([]rig.Host, 2), Nodes: []string{"evil"},

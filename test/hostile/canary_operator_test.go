@@ -19,7 +19,6 @@ import (
 	"slices"
 	"strings"
 	"syscall"
-	"testing"
 
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/auth"
@@ -78,8 +77,9 @@ func (c *cage) says(command, config string, forms []string, args ...string) {
 // daemon's.
 func (c *cage) asks(name, config string) {
 	c.says("status", config, []string{"text", "wide", "json", "yaml"})
+	c.says("status", config, []string{"wide", "json"}, "--all")
 	c.says("cert status", config, []string{"table", "wide", "json", "yaml"})
-	c.says("check", config, []string{"text", "json"})
+	c.says("check", config, []string{"text", "json", "yaml"})
 	file := filepath.Join(c.t.TempDir(), "diag.zip")
 	c.says("diag", config, []string{""}, "-f", file)
 	z, err := zip.OpenReader(file)
@@ -122,13 +122,13 @@ func (c *cage) operates() {
 	c.asks("the edge", c.Path("edge.toml"))
 	c.says("ls", cloud, []string{"table", "wide", "json", "yaml"})
 	c.says("ls", cloud, []string{"wide"}, "--missing")
-	c.says("top", cloud, []string{"table", "json"}, "--once")
-	c.says("ping", cloud, []string{"text", "json"}, rig.Node, "-n", "1")
+	c.says("top", cloud, []string{"table", "wide", "json", "yaml"}, "--once")
+	c.says("ping", cloud, []string{"text", "json", "yaml"}, rig.Node, "-n", "1")
 	for _, target := range []string{c.echo, "127.0.0.1:1", "192.0.2.1:22"} {
 		c.says("trace", cloud, []string{"text", "json", "yaml"}, rig.Node, target)
 	}
 	c.says("forget", cloud, []string{""}, "no-such-node")
-	free := freeAddress(c.t)
+	free := testkit.FreeAddress(c.t)
 	c.says("forward add", cloud, []string{"json"}, free, rig.Node+"/"+c.echo)
 	c.keeps("forwards.toml")
 	c.says("forward ls", cloud, []string{"table", "json", "yaml"})
@@ -151,15 +151,6 @@ func (c *cage) operates() {
 func port(addr string) string {
 	_, p, _ := net.SplitHostPort(addr)
 	return p
-}
-
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	number, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return fmt.Sprintf("127.0.0.1:%d", number)
 }
 
 // keeps looks at a file that the cloud writes.
@@ -200,7 +191,7 @@ func (c *cage) manyTokens(cloud string) {
 			c.secrets.add("the secret of a join token", parsed.Secret.Reveal())
 		}
 	}
-	c.says("token list", cloud, []string{""})
+	c.says("token list", cloud, []string{"table", "json", "yaml"})
 	c.says("token list", cloud, []string{""}, "--json")
 	c.says("token revoke", cloud, []string{""}, "--node", "evil6")
 }
@@ -311,7 +302,7 @@ func (c *cage) proxiedNode() {
 	text := fmt.Sprintf("[mode.edge]\nnode = \"evil0\"\n"+
 		"[mode.edge.stream.client]\nservername = %q\ndns = \"tunnel.cloud.io\"\n"+
 		"cert = \"ca.crt\"\ntoken = %q\nproxy = \"http://me:%s@%s\"\nlogport = %s\n[mode.edge.admin]\nsocket = \"b.sock\"\n",
-		c.GRPC(), c.Token("evil0").Reveal(), password, proxy, port(freeAddress(c.t))) + c.edgeTraces()
+		c.GRPC(), c.Token("evil0").Reveal(), password, proxy, port(testkit.FreeAddress(c.t))) + c.edgeTraces()
 	if err := os.WriteFile(config, []byte(text), 0o600); err != nil {
 		c.t.Fatal(err)
 	}
@@ -352,7 +343,7 @@ func (c *cage) rotates() {
 		c.t.Fatal(err)
 	}
 	defer os.RemoveAll(dir)
-	c.tell("what tunnel init says", "", "init", "--address", freeAddress(c.t), "--dir", dir)
+	c.tell("what tunnel init says", "", "init", "--address", testkit.FreeAddress(c.t), "--dir", dir)
 	config := filepath.Join(dir, "cloud.toml")
 	var log rig.Log
 	p, err := rig.Start(&log, program, "cloud", "-c", config, "--log-level", "debug")

@@ -257,7 +257,7 @@ func newCage(t *testing.T, format string) *cage {
 	c := &cage{lab: &lab{t: t, kubelet: newKubelet(t, ca)}, secrets: newCanaries(), out: new(outputs)}
 	c.bearer = c.secrets.make("the caller's token")
 	c.kubelet.secret = c.secrets.make(kubeletsWords)
-	c.egress, c.page = freeAddress(t), freeAddress(t)
+	c.egress, c.page = testkit.FreeAddress(t), testkit.FreeAddress(t)
 	c.collector = httptest.NewServer(http.HandlerFunc(c.collect))
 	t.Cleanup(c.collector.Close)
 	c.echo = serve(t, func(conn net.Conn) { io.Copy(conn, conn) })

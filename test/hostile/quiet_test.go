@@ -271,10 +271,7 @@ func TestHostileAskers(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	port, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
+	port := testkit.FreePort(t)
 	at := net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
 	insert(t, p, "cloud.toml", "mode.cloud.stream.dns",
 		fmt.Sprintf("listen = %q\nupstream = [%q]\nallowfrom = [\"127.0.0.2/32\"]", at, upstream))
@@ -320,10 +317,7 @@ func TestHostileAskers(t *testing.T) {
 // dnsServer runs a DNS server over UDP and TCP until the end of the test.
 func dnsServer(t *testing.T, handle dns.HandlerFunc) string {
 	t.Helper()
-	port, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
+	port := testkit.FreePort(t)
 	at := net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
 	for _, network := range []string{"udp", "tcp"} {
 		up, ended := make(chan struct{}), make(chan error, 1)

@@ -19,6 +19,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel.example/tunnel/internal/freeport"
 	"tunnel.example/tunnel/test/rig"
 )
 
@@ -35,7 +36,7 @@ func stock(t testing.TB, program string) (path string) {
 
 func port(t testing.TB) int {
 	t.Helper()
-	p, err := rig.FreePort()
+	p, err := freeport.New()
 	if err != nil {
 		t.Fatal(err)
 	}

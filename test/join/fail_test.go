@@ -15,7 +15,6 @@ import (
 
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/auth"
-	"tunnel.example/tunnel/test/rig"
 )
 
 // TestTheWayIsWrong: each step of join, when it fails, has a name and says what to do; and
@@ -42,7 +41,7 @@ func TestTheWayIsWrong(t *testing.T) {
 		},
 		"nothing listens": {
 			func(t *testing.T, token *auth.JoinToken) *stranger {
-				token.Address = closedPort(t)
+				token.Address = testkit.FreeAddress(t)
 				return nil
 			}, "tcp", []string{"connection refused", "is `tunnel cloud` running"},
 		},
@@ -546,13 +545,4 @@ func wantEmpty(t *testing.T, dir string) {
 	if left, err := os.ReadDir(dir); err != nil || len(left) != 0 {
 		t.Errorf("files were written: %v, %v", left, err)
 	}
-}
-
-func closedPort(t *testing.T) string {
-	t.Helper()
-	port, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
 }

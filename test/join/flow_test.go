@@ -104,10 +104,7 @@ type edgeOf struct {
 // edge starts an edge by the configuration that join has written.
 func (s *site) edge(dir string) *edgeOf {
 	s.t.Helper()
-	port, err := rig.FreePort()
-	if err != nil {
-		s.t.Fatal(err)
-	}
+	port := testkit.FreePort(s.t)
 	edit(s.t, filepath.Join(dir, "edge.toml"), "#logport = 7010", "logport = "+strconv.Itoa(port))
 	e := &edgeOf{s: s, dir: dir, health: net.JoinHostPort("127.0.0.1", strconv.Itoa(port))}
 	e.run()

@@ -71,10 +71,7 @@ type site struct {
 // newSite runs tunnel init. host is what edges dial.
 func newSite(t *testing.T, host string) *site {
 	t.Helper()
-	port, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
+	port := testkit.FreePort(t)
 	s := &site{t: t, dir: filepath.Join(t.TempDir(), "cloud"),
 		address: net.JoinHostPort(host, strconv.Itoa(port)), port: port}
 	t.Cleanup(s.end)

@@ -29,6 +29,10 @@ const (
 	// healed is how long it may take after that until a session is there again: an attempt
 	// that is under way has to be given up (10 s), and a pause passes (10 s).
 	healed = 22 * time.Second
+	// moved is how long it may take after a change of the edge's address until a new session is there. The edge
+	// hears of the change after 0.3 s, and gives the cloud 3 s to answer on the old connection. Without the kernel's
+	// word it would notice nothing for 14 s.
+	moved = 8 * time.Second
 
 	cloudIP = "10.1.0.1"
 	edgeIP  = "10.1.0.2"
@@ -140,6 +144,9 @@ func (f *far) startBoth(client string) {
 		t.Fatal(err)
 	}
 	f.start(&f.replica.Member)
+	// If a dial with Multipath TCP is refused, package net dials at once again with plain TCP. A cloud that opens its
+	// port between the two would get a session with plain TCP.
+	f.eventually(noticed, "the cloud is ready", f.replica.Ready)
 	f.start(f.member)
 	f.eventually(noticed, "the edge has a session", f.ready)
 }
@@ -346,7 +353,7 @@ func TestCutLink(t *testing.T) {
 	}
 }
 
-// An edge that gets another address comes back with it.
+// An edge that gets another address comes back with it, long before the old session is silent for too long.
 func TestAddressChanges(t *testing.T) {
 	t.Parallel()
 	f := newFar(t)
@@ -354,13 +361,13 @@ func TestAddressChanges(t *testing.T) {
 		f.edge.IP("addr add 10.1.0.3/24 dev link")); err != nil {
 		t.Fatal(err)
 	}
-	f.eventually(noticed, "the old session is gone at the cloud, or a new one there", func() error {
-		if err := f.exchange(100, time.Second); err == nil {
-			return nil
+	f.eventually(moved, "a new session is there", func() error {
+		all, err := f.replica.Metrics()
+		if n := all["tunnel_sessions_established_total"]; err == nil && n != 2 {
+			err = fmt.Errorf("%v sessions were established", n)
 		}
-		return f.sessions(0)
+		return errors.Join(err, f.ready())
 	})
-	f.eventually(healed, "a session is there again", f.ready)
 	if err := f.exchange(1<<20, noticed); err != nil {
 		t.Error(err)
 	}

@@ -133,6 +133,35 @@ func TestLossyLink(t *testing.T) {
 	}
 }
 
+// The same over a link without a rate: there, what loss costs plain TCP is all that counts. The rates need processor
+// time for the emulator and both ends, so the test runs alone.
+func TestLossyLinkWithoutRate(t *testing.T) {
+	if !atLength() {
+		t.Skip("takes three minutes, and wants the machine for itself: make links runs it")
+	}
+	const (
+		d     = 20 * time.Second
+		least = 40 // times plain TCP
+	)
+	for _, up := range []bool{false, true} {
+		t.Run(fmt.Sprintf("up %v", up), func(t *testing.T) {
+			f := newNetworks(t, rig.Quality{Delay: lossy.Delay, Loss: lossy.Loss})
+			needBBR(t, f.cloud)
+			f.startBoth("")
+			f.warm()
+			b := f.bulk(1, up)
+			ours := b.rate(d)
+			b.stop()
+			plain := f.plain(up, d)
+			t.Logf("%.0f KiB/s, %.1f times plain TCP with %s, which has %.0f KiB/s",
+				ours/1024, ours/plain, congestion(), plain/1024)
+			if ours < least*plain {
+				t.Errorf("%.1f times plain TCP, want %d times at least", ours/plain, least)
+			}
+		})
+	}
+}
+
 // Over a long link that loses nothing, no connection is switched.
 func TestCleanLink(t *testing.T) {
 	t.Parallel()

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"tunnel.example/tunnel/test/rig"
+	"tunnel.example/tunnel/test/rig/rigtest"
 )
 
 // uplinks is a far whose edge has a second uplink.
@@ -82,28 +83,49 @@ func TestTwoUplinks(t *testing.T) {
 			u := newUplinks(t, q)
 			u.startBoth("multipath = true")
 			u.eventually(noticed, "the session has two paths", func() error { return u.paths(2) })
+			one := u.plain(up, d/2) // plain TCP has one path: the first uplink
 			b := u.bulk(1, up)
 			both := b.rate(d)
-			t.Logf("%.0f KiB/s, %.2f times what one uplink has", both/1024, both/float64(q.Rate))
+			t.Logf("%.0f KiB/s, %.2f times plain TCP over one uplink", both/1024, both/one)
 			if both < 1.7*0.9*float64(q.Rate) { // of one uplink, a transfer has nine tenths
 				t.Errorf("%.0f bytes a second over two uplinks of %d", both, q.Rate)
 			}
+			if atLength() && both < 1.7*one { // in the short form, other tests take processor time from one of both
+				t.Errorf("%.0f bytes a second over two uplinks, plain TCP has %.0f over one", both, one)
+			}
 			cut := q
 			cut.Cut = true
-			var pauses []time.Duration
-			for range 3 { // one pause says little: this machine has other things to do
-				u.second.Set(cut)
-				pauses = append(pauses, b.pause(4*time.Second))
-				u.second.Set(q)
-				time.Sleep(4 * time.Second)
+			pauses := func() (all []time.Duration) {
+				for range 3 { // one pause says little: this machine has other things to do
+					u.second.Set(cut)
+					all = append(all, b.pause(4*time.Second).Round(time.Millisecond))
+					u.second.Set(q)
+					time.Sleep(4 * time.Second)
+				}
+				slices.Sort(all)
+				return all
 			}
-			slices.Sort(pauses)
-			t.Logf("an uplink is cut three times: pauses of %v", pauses)
+			all := pauses()
+			t.Logf("an uplink is cut three times: pauses of %v", all)
 			// The kernel sends the bytes of the cut uplink again after two or three timeouts of TCP: after 0.8 s
-			// with cubic, 1.2 s with bbr. Beside other tests its timers are late.
-			const most = 3 * time.Second
-			if pauses[1] > most {
-				t.Errorf("pauses of %v, want %v at most", pauses, most)
+			// with cubic, 1.2 s with bbr, to which `congestion = "auto"` may have switched by then. So not every
+			// pause ends within a second, and beside other work the kernel's timers are late.
+			most := 3 * time.Second
+			if atLength() {
+				most = 2 * time.Second
+			}
+			if all[1] > most {
+				t.Errorf("pauses of %v, want %v at most", all, most)
+			}
+			if atLength() { // the advice of docs/networks.md
+				for _, n := range []*rig.Network{u.cloud, u.edge} {
+					if err := n.Do(func() error {
+						return os.WriteFile("/proc/sys/net/mptcp/stale_loss_cnt", []byte("1"), 0)
+					}); err != nil {
+						t.Fatal(err)
+					}
+				}
+				t.Logf("with stale_loss_cnt 1: pauses of %v", pauses())
 			}
 			u.second.Set(cut)
 			time.Sleep(noticed)
@@ -174,5 +196,44 @@ func TestAddressIsReplaced(t *testing.T) {
 	b.stop()
 	if n := strings.Count(f.member.Log.String(), "session ended"); n > 0 {
 		t.Errorf("the session has ended %d times", n)
+	}
+}
+
+// On a fast network without loss, Multipath TCP does not stall a transfer. Each run has a cloud, an edge and a
+// connection of its own.
+func TestMultipathOnLoopback(t *testing.T) {
+	if !atLength() {
+		t.Skip("takes a minute, and wants the machine for itself: make links runs it")
+	}
+	if _, err := os.Stat("/proc/sys/net/mptcp/enabled"); err != nil {
+		t.Skip("this kernel has no Multipath TCP")
+	}
+	const (
+		runs = 8
+		d    = 2 * time.Second
+	)
+	var rates []float64 // MiB a second
+	for i := range runs {
+		t.Run(fmt.Sprint(i), func(t *testing.T) {
+			n := rigtest.Network(t)
+			f := &far{t: t, cloud: n, edge: n}
+			if err := n.IP("addr add " + cloudIP + "/24 dev lo"); err != nil {
+				t.Fatal(err)
+			}
+			f.startBoth("multipath = true")
+			f.eventually(noticed, "the session has a path", func() error { return f.paths(1) })
+			b := f.bulk(1, false)
+			rates = append(rates, b.rate(d)/(1<<20))
+			t.Logf("%.0f MiB/s", rates[i])
+			b.stop()
+		})
+	}
+	if len(rates) < runs {
+		return // a run has failed, or was skipped
+	}
+	slices.Sort(rates)
+	t.Logf("%.0f MiB/s", rates)
+	if median := rates[runs/2]; rates[0] < median/4 {
+		t.Errorf("the slowest of %d runs has %.0f MiB/s, the median %.0f MiB/s", runs, rates[0], median)
 	}
 }

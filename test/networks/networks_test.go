@@ -12,7 +12,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
-	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -28,6 +27,11 @@ const (
 	soon = 30 * time.Second
 	// password is the proxies'. It must show in no log and in no file but the one for it.
 	password = "canary-4711"
+	// payload passes through the tunnel in both directions. It must show in no log of a box.
+	payload = "canary-payload-0815"
+	// leastOfDirect is the part of the speed of the row "directly" that every other row must reach. The box, cloud,
+	// edge, caller and target share the processors, so this is far from what the box costs on a machine of its own.
+	leastOfDirect = 0.15
 )
 
 // program is the binary under test.
@@ -69,22 +73,12 @@ type site struct {
 	boxCrt, boxKy string // files: the certificate of boxes
 }
 
-// freeAddress returns an address on loopback on which nothing listens.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	port, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return net.JoinHostPort("127.0.0.1", strconv.Itoa(port))
-}
-
 // newSite starts a cloud that init has made, and makes a join token.
 func newSite(t *testing.T) *site {
 	t.Helper()
 	s := &site{
-		t: t, dir: t.TempDir(), grpc: freeAddress(t), web: freeAddress(t), door: freeAddress(t), health: freeAddress(t),
-		target: testkit.NewTarget(t),
+		t: t, dir: t.TempDir(), target: testkit.NewTarget(t), grpc: testkit.FreeAddress(t), web: testkit.FreeAddress(t),
+		door: testkit.FreeAddress(t), health: testkit.FreeAddress(t),
 	}
 	// squid writes as another user, who must also be able to enter the folder above.
 	if err := errors.Join(os.Chmod(filepath.Dir(s.dir), 0o755), os.Chmod(s.dir, 0o777)); err != nil {
@@ -246,7 +240,7 @@ func (s *site) box(names ...string) (path string) {
 // cloud's address for WebSockets, and an address for the box, which it returns.
 func (s *site) configure(name, text string) (file, addr string) {
 	s.t.Helper()
-	addr = freeAddress(s.t)
+	addr = testkit.FreeAddress(s.t)
 	_, port, _ := net.SplitHostPort(addr)
 	values := strings.NewReplacer("{Dir}", s.dir, "{Web}", s.web, "{Addr}", addr, "{Port}", port)
 	return s.write(name, values.Replace(text)), addr
@@ -345,6 +339,8 @@ func (s *site) haproxy(timeout string) (addr string) {
 	path := s.box("haproxy")
 	config, addr := s.configure("haproxy.cfg", `defaults
 	mode http
+	log stdout format raw local0
+	option httplog
 	timeout connect 5s
 	timeout client 60s
 	timeout server 60s
@@ -382,6 +378,13 @@ func (s *site) carries(bulk int) (up, down time.Duration) {
 			}
 		}
 	}
+	for _, way := range [][2]net.Conn{{caller, target}, {target, caller}} {
+		io.WriteString(way[0], payload)
+		got := make([]byte, len(payload))
+		if _, err := io.ReadFull(way[1], got); err != nil || string(got) != payload {
+			s.t.Fatalf("%q, %v; want %q", got, err, payload)
+		}
+	}
 	measure := func(from, to net.Conn) time.Duration {
 		began := time.Now()
 		sent := make(chan error, 1)
@@ -402,36 +405,45 @@ func (s *site) carries(bulk int) (up, down time.Duration) {
 	return up, down
 }
 
-// sees checks the log of a box: it names what it has passed on, and no byte inside.
+// sees checks the log of a box, its files and its output: it names what it has passed on, and no byte inside. Most
+// boxes log a connection when it has ended, such as the one that join has made.
 func (s *site) sees(words ...string) {
 	s.t.Helper()
 	testkit.Within(s.t, soon, "the box writes its log", func() error {
-		text, err := os.ReadFile(filepath.Join(s.dir, "access.log"))
-		if err != nil {
-			return err
+		text := []byte(s.boxes.String())
+		for _, file := range []string{"access.log", "squid.log", "nginx.log"} {
+			more, err := os.ReadFile(filepath.Join(s.dir, file))
+			if err != nil && !errors.Is(err, os.ErrNotExist) {
+				return err
+			}
+			text = append(text, more...)
+		}
+		for _, inside := range []string{"edge1", s.token, payload} {
+			if bytes.Contains(text, []byte(inside)) {
+				s.t.Fatalf("the log of the box shows %q, which is inside:\n%s", inside, text)
+			}
 		}
 		for _, word := range words {
 			if !strings.Contains(string(text), word) {
 				return fmt.Errorf("it lacks %q:\n%s", word, text)
 			}
 		}
-		if bytes.Contains(text, []byte("edge1")) || bytes.Contains(text, []byte(s.token)) {
-			return errors.New("it shows what is inside")
-		}
 		return nil
 	})
 }
 
-// TestNetworks: join, session, data connections and bulk, from each network that has only one way out.
+// TestNetworks: join, session, data connections and bulk, from each network that has only one way out. The line
+// "of the speed directly" of each row compares its speed with that of the first row.
 func TestNetworks(t *testing.T) {
 	bulk := 16 << 20
 	if isWhole() {
 		bulk = 1 << 30
 	}
+	var direct [2]float64 // MiB a second of the row "directly", up and down; 0: it has not run
 	for _, row := range []struct {
 		name string
 		way  func(s *site) (flags []string, route string)
-		log  []string
+		log  []string // what the box writes about the way; nil: the box has no log
 	}{
 		{"directly", func(s *site) ([]string, string) { return nil, s.grpc }, nil},
 		{"squid", func(s *site) ([]string, string) {
@@ -442,19 +454,19 @@ func TestNetworks(t *testing.T) {
 			addr := s.squid(true)
 			file := s.write("proxy-url", "http://me:"+password+"@"+addr+"\n")
 			return []string{"--proxy-file", file}, s.grpc + " through proxy " + addr
-		}, nil},
+		}, []string{"CONNECT", " me "}},
 		{"dante", func(s *site) ([]string, string) {
 			addr := s.dante()
 			return []string{"--proxy", "socks5://" + addr}, s.grpc + " through proxy socks5://" + addr
-		}, nil},
+		}, []string{"tcp/connect"}},
 		{"nginx", func(s *site) ([]string, string) {
 			url := "wss://" + s.nginx("60s") + "/tunnel"
 			return []string{"--server", url, "--proxy-ca", s.caFile}, url
-		}, nil},
+		}, []string{`"GET /tunnel HTTP/1.1" 101 `}},
 		{"HAProxy", func(s *site) ([]string, string) {
 			url := "wss://" + s.haproxy("60s") + "/tunnel"
 			return []string{"--server", url, "--proxy-ca", s.caFile}, url
-		}, nil},
+		}, []string{"ingress~ cloud/cloud1 ", " 101 ", "/tunnel HTTP/1.1"}},
 		{"an intercepting proxy", func(s *site) ([]string, string) {
 			url := "wss://" + s.ingress() + "/tunnel"
 			proxy := s.interceptor()
@@ -474,8 +486,21 @@ func TestNetworks(t *testing.T) {
 				return nil
 			})
 			up, down := s.carries(bulk)
-			rate := func(d time.Duration) float64 { return float64(bulk) / (1 << 20) / d.Seconds() }
-			t.Logf("%s: %.0f MiB/s up, %.0f MiB/s down", row.name, rate(up), rate(down))
+			var rates [2]float64
+			for i, took := range []time.Duration{up, down} {
+				rates[i] = float64(bulk) / (1 << 20) / took.Seconds()
+			}
+			t.Logf("%s: %.0f MiB/s up, %.0f MiB/s down", row.name, rates[0], rates[1])
+			switch {
+			case row.name == "directly":
+				direct = rates
+			case direct[0] > 0:
+				ratios := [2]float64{rates[0] / direct[0], rates[1] / direct[1]}
+				t.Logf("%s: %.2f up and %.2f down of the speed directly", row.name, ratios[0], ratios[1])
+				if isWhole() && min(ratios[0], ratios[1]) < leastOfDirect { // a few megabytes say too little
+					t.Errorf("%.2f up and %.2f down of the speed directly, want %.2f at least", ratios[0], ratios[1], leastOfDirect)
+				}
+			}
 			if row.log != nil {
 				s.sees(row.log...)
 			}

@@ -76,12 +76,13 @@ type nodes struct {
 	mu       sync.Mutex // guards the following
 	list     []api.Node
 	statuses []*api.Status
+	ahead    time.Duration // of the clock of the cloud, before that of the browser
 }
 
 func (n *nodes) Nodes(context.Context) *api.NodeList {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	return &api.NodeList{APIVersion: "v1", Time: time.Now().UTC(), Replica: "cloud-0", Nodes: n.list}
+	return &api.NodeList{APIVersion: "v1", Time: time.Now().UTC().Add(n.ahead), Replica: "cloud-0", Nodes: n.list}
 }
 
 func (n *nodes) Statuses(context.Context) (all []*api.Status, incomplete []string) {

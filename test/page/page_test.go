@@ -169,6 +169,22 @@ func TestHungQuestion(t *testing.T) {
 	b.until("the answer looks late", `document.querySelector("#fresh.late")`)
 }
 
+// The time of the answer is that of the cloud, as all other times are, and not that of a browser with another clock.
+func TestClock(t *testing.T) {
+	b := visit(t, serve(t, &nodes{list: fleet(3), ahead: 5 * time.Hour}))
+	b.until("the list has rows", loaded)
+	if !value[bool](b, `(() => {
+		const shown = document.querySelector("#fresh").textContent;
+		for (let s = 0; s < 120; s++) {
+			const cloud = new Date(Date.now() + (5 * 3600 - s) * 1000);
+			if (shown === "updated " + cloud.toLocaleTimeString()) return true;
+		}
+		return false;
+	})()`) {
+		t.Errorf("the page shows %q", value[string](b, `document.querySelector("#fresh").textContent`))
+	}
+}
+
 // The page follows the colours that the browser prefers.
 func TestColours(t *testing.T) {
 	url := serve(t, &nodes{list: fleet(3)})
@@ -239,8 +255,8 @@ func TestHostileText(t *testing.T) {
 		fmt.Sprintf(`document.querySelector("#node h2")?.textContent === %q`, evil))
 }
 
-// With 10,000 nodes the list is there soon, has few elements, and scrolls smoothly. The bounds are wide: this may be a
-// busy machine. The log has the figures.
+// With 10,000 nodes the list is there soon, has few elements, and scrolls smoothly. The bounds are those of a page
+// that can be used, on a machine with two processors that is busy. The log has the figures.
 func TestManyNodes(t *testing.T) {
 	b := visit(t, serve(t, &nodes{list: fleet(10_000)}))
 	b.until("the list has rows", loaded)
@@ -268,7 +284,8 @@ func TestManyNodes(t *testing.T) {
 	})()`)
 	t.Logf("10,000 nodes: data after %.0f ms, rows seen after at most %.0f ms; a frame while scrolling: median %.1f ms, "+
 		"99 of 100 within %.1f ms; a search: %.0f ms; %v rows exist", data, first, median, slow, search, rows)
-	if first > 20_000 || median > 100 || slow > 1000 || search > 2000 || rows > 120 {
+	// A list that scrolls with fewer than 15 frames a second jerks. A search is called for each key that is pressed.
+	if first > 15_000 || median > 67 || slow > 500 || search > 250 || rows > 120 {
 		t.Error("too slow, or too many rows")
 	}
 	if got := value[float64](b, `document.querySelectorAll("#list tr.node").length`); got != 10 {

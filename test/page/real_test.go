@@ -11,6 +11,7 @@ import (
 
 	"github.com/chromedp/chromedp"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/test/rig"
 )
 
@@ -34,7 +35,7 @@ func TestProcesses(t *testing.T) {
 			t.Fatal(err)
 		}
 		t.Cleanup(edges[names[i]].Kill)
-		eventually(t, names[i]+" has a session", func() error {
+		testkit.Within(t, patience, names[i]+" has a session", func() error {
 			if err := f.edges[i].Ready(); err != nil {
 				return fmt.Errorf("%w; its log:\n%s", err, f.edges[i].Log.String())
 			}
@@ -98,7 +99,7 @@ type processes struct {
 // newFleet starts the replicas.
 func newFleet(t *testing.T, names []string) *processes {
 	t.Helper()
-	echo := listen(t, func(c net.Conn) { io.Copy(c, c) })
+	echo := testkit.Serve(t, testkit.Echo)
 	ca, err := rig.NewCA()
 	if err != nil {
 		t.Fatal(err)
@@ -116,10 +117,7 @@ func newFleet(t *testing.T, names []string) *processes {
 	}
 	p := &processes{fleet: f, names: names}
 	for i, r := range f.Replicas {
-		port, err := rig.FreePort()
-		if err != nil {
-			t.Fatal(err)
-		}
+		port := testkit.FreePort(t)
 		appendTo(t, filepath.Join(dir, r.Name+".toml"), fmt.Sprintf("[mode.cloud.admin]\npage = \"127.0.0.1:%d\"\n", port))
 		if i == 0 {
 			p.url = fmt.Sprintf("http://127.0.0.1:%d/", port)
@@ -132,7 +130,7 @@ func newFleet(t *testing.T, names []string) *processes {
 		t.Cleanup(process.Kill)
 	}
 	for _, r := range f.Replicas {
-		eventually(t, r.Name+" is ready", r.Ready)
+		testkit.Within(t, patience, r.Name+" is ready", r.Ready)
 	}
 	for i, name := range names {
 		e, err := f.Edge(rig.EdgeConfig{Node: name, Cloud: f.Replicas[i%2].GRPC(), Allow: []string{"127.0.0.0/8:*"}})
@@ -193,29 +191,6 @@ func (p *processes) load(t *testing.T) {
 	}()
 }
 
-// listen serves conns on loopback until the test ends.
-func listen(t *testing.T, serve func(net.Conn)) string {
-	t.Helper()
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { ln.Close() })
-	go func() {
-		for {
-			c, err := ln.Accept()
-			if err != nil {
-				return
-			}
-			go func() {
-				defer c.Close()
-				serve(c)
-			}()
-		}
-	}()
-	return ln.Addr().String()
-}
-
 func appendTo(t *testing.T, file, text string) {
 	t.Helper()
 	old, err := os.ReadFile(file)
@@ -225,15 +200,4 @@ func appendTo(t *testing.T, file, text string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-}
-
-func eventually(t *testing.T, what string, ok func() error) {
-	t.Helper()
-	var err error
-	for deadline := time.Now().Add(patience); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
-		if err = ok(); err == nil {
-			return
-		}
-	}
-	t.Fatalf("not yet: %s: %v", what, err)
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/chromedp/chromedp"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/api"
 	"tunnel.example/tunnel/pkg/page"
 	"tunnel.example/tunnel/test/rig"
@@ -118,7 +119,7 @@ func recordOfItsOwn(t *testing.T) string {
 			t.Fatal(err)
 		}
 		t.Cleanup(p.Kill)
-		eventually(t, "an edge has a session", e.Ready)
+		testkit.Within(t, patience, "an edge has a session", e.Ready)
 	}
 	f.load(t)
 	dir := t.TempDir()
@@ -147,7 +148,7 @@ func servePage(t *testing.T, source page.Source) string {
 			t.Error(err)
 		}
 	})
-	eventually(t, "the page listens", func() error {
+	testkit.Within(t, patience, "the page listens", func() error {
 		if s.Addr() == nil {
 			return fmt.Errorf("it does not listen")
 		}

@@ -8,6 +8,7 @@ import (
 	"strconv"
 	"strings"
 
+	"tunnel.example/tunnel/internal/freeport"
 	"tunnel.example/tunnel/pkg/auth"
 )
 
@@ -118,12 +119,12 @@ func (f *Fleet) Token(node string) auth.Secret { return f.tokens[node] }
 
 func (r *Replica) choosePorts() (err error) {
 	for _, port := range []*int{&r.grpc, &r.port, &r.https} {
-		if *port, err = FreePort(); err != nil {
+		if *port, err = freeport.New(); err != nil {
 			return err
 		}
 	}
 	for name := range r.fleet.cfg.Doors {
-		if r.doors[name], err = FreePort(); err != nil {
+		if r.doors[name], err = freeport.New(); err != nil {
 			return err
 		}
 	}
@@ -200,7 +201,7 @@ listen = "{{.IP}}"
 func (f *Fleet) Edge(cfg EdgeConfig) (*Member, error) {
 	e := &Member{Name: cfg.Node, fleet: f, mode: "edge", host: cfg.Host}
 	var err error
-	if e.port, err = FreePort(); err != nil {
+	if e.port, err = freeport.New(); err != nil {
 		return nil, err
 	}
 	text, err := fill(fleetEdgeTOML+"\n"+cfg.More, map[string]any{

@@ -5,18 +5,15 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
-	"math/rand/v2"
 	"net"
 	"os"
 	"path/filepath"
 	"strconv"
 	"strings"
-	"sync"
 	"text/template"
 	"time"
 
-	"golang.org/x/sys/unix"
-
+	"tunnel.example/tunnel/internal/freeport"
 	"tunnel.example/tunnel/pkg/auth"
 )
 
@@ -92,54 +89,18 @@ func (p *Pair) choosePorts() error {
 	p.ports.TCP = make(map[string]int)
 	for _, port := range []*int{&p.ports.GRPC, &p.ports.CloudLog, &p.ports.EdgeLog, &p.ports.HTTPS, &p.ports.Channelz} {
 		var err error
-		if *port, err = FreePort(); err != nil {
+		if *port, err = freeport.New(); err != nil {
 			return err
 		}
 	}
 	for name := range p.cfg.TCP {
-		port, err := FreePort()
+		port, err := freeport.New()
 		if err != nil {
 			return err
 		}
 		p.ports.TCP[name] = port
 	}
 	return nil
-}
-
-// Ports stay below those that the kernel gives to outgoing connections, from 32768:
-// while a cloud is down, a connection of somebody else must not take its port. They
-// also stay below those of `tunnel demo`, which locks none: internal/demo/files.go.
-const (
-	firstPort = 10000
-	lastPort  = 25000
-)
-
-// taken holds the locked file of each port that this process has given away.
-var taken sync.Map //nolint:gochecknoglobals // a port belongs to the process, until the process ends
-
-// FreePort returns a port that nobody listens on now, and that no other test of this machine has
-// got from FreePort. Tests of several packages run at once, and a port is free for a while before
-// the program under test listens on it.
-func FreePort() (int, error) {
-	dir := filepath.Join(os.TempDir(), fmt.Sprintf("tunnel-test-ports-%d", os.Getuid()))
-	if err := os.MkdirAll(dir, 0o755); err != nil {
-		return 0, err
-	}
-	for range 1000 {
-		port := firstPort + rand.IntN(lastPort-firstPort)
-		lock, err := os.OpenFile(filepath.Join(dir, strconv.Itoa(port)), os.O_CREATE|os.O_RDWR, 0o644)
-		if err != nil {
-			return 0, err
-		}
-		if unix.Flock(int(lock.Fd()), unix.LOCK_EX|unix.LOCK_NB) == nil {
-			if ln, err := net.Listen("tcp", ":"+strconv.Itoa(port)); err == nil {
-				taken.Store(port, lock)
-				return port, ln.Close()
-			}
-		}
-		lock.Close()
-	}
-	return 0, fmt.Errorf("no free port between %d and %d", firstPort, lastPort)
 }
 
 // Certify gives the cloud a certificate that ca has signed, in place of the one it

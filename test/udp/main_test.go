@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/test/rig"
 )
 
@@ -59,7 +60,7 @@ func congestion() []string { return []string{"full", "late", "receive"} }
 // forward starts a cloud and an edge whose UDP port leads to a target.
 func forward(t *testing.T, target string, may ...string) *ports {
 	t.Helper()
-	door := freePort(t)
+	door := testkit.FreeAddress(t)
 	pair, err := rig.NewPair(rig.Config{
 		Binary: program, Dir: t.TempDir(), Debug: testing.Verbose(),
 		Cloud: fmt.Sprintf("\n[mode.cloud.udp]\n%q = %q\n", door, rig.Node+"/"+target),
@@ -75,7 +76,7 @@ func forward(t *testing.T, target string, may ...string) *ports {
 		}
 		t.Cleanup(process.Kill)
 	}
-	eventually(t, "the edge has a session", func() error { return rig.Ready(pair.EdgeHealth()) })
+	testkit.Within(t, patience, "the edge has a session", func() error { return rig.Ready(pair.EdgeHealth()) })
 	t.Cleanup(p.nothingIsLost)
 	return p
 }
@@ -105,35 +106,6 @@ func (p *ports) nothingIsLost() {
 	if p.t.Failed() {
 		p.t.Logf("log of the cloud:\n%s\nlog of the edge:\n%s", p.pair.CloudLog.String(), p.pair.EdgeLog.String())
 	}
-}
-
-// freePort returns an address on loopback where nobody listens, neither for TCP nor for UDP.
-func freePort(t *testing.T) string {
-	t.Helper()
-	for range 100 {
-		port, err := rig.FreePort()
-		if err != nil {
-			t.Fatal(err)
-		}
-		addr := fmt.Sprint("127.0.0.1:", port)
-		if c, err := net.ListenPacket("udp", addr); err == nil {
-			c.Close()
-			return addr
-		}
-	}
-	t.Fatal("no port is free")
-	return ""
-}
-
-func eventually(t *testing.T, what string, ok func() error) {
-	t.Helper()
-	var err error
-	for deadline := time.Now().Add(patience); time.Now().Before(deadline); time.Sleep(50 * time.Millisecond) {
-		if err = ok(); err == nil {
-			return
-		}
-	}
-	t.Fatalf("not yet: %s: %v", what, err)
 }
 
 // needs returns the path of a program of Debian.

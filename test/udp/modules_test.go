@@ -21,6 +21,7 @@ import (
 
 	"golang.org/x/crypto/curve25519"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/test/rig"
 )
@@ -170,7 +171,7 @@ func newKey(t *testing.T) (private, public [32]byte) {
 
 // TestWireGuard: wireguard-go at both ends, with HTTP and 32 MiB each way over TCP inside.
 func TestWireGuard(t *testing.T) {
-	_, text := split(t, freePort(t))
+	_, text := split(t, testkit.FreeAddress(t))
 	var listen int
 	fmt.Sscan(text, &listen)
 	serverPrivate, serverPublic := newKey(t)
@@ -208,7 +209,7 @@ func TestWireGuard(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	browser := &http.Client{Transport: &http.Transport{DialContext: client.net.DialContext}}
-	eventually(t, "HTTP inside WireGuard", func() error {
+	testkit.Within(t, patience, "HTTP inside WireGuard", func() error {
 		short, cancel := context.WithTimeout(ctx, 3*time.Second)
 		defer cancel()
 		r, err := http.NewRequestWithContext(short, http.MethodGet, "http://10.9.0.1/", nil)

@@ -8,18 +8,20 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // answers waits until a server answers directly, so that what fails later is the tunnel's fault.
 func answers(t *testing.T, ask func(addr string) error, addr string) {
 	t.Helper()
-	eventually(t, "the server answers without the tunnel", func() error { return ask(addr) })
+	testkit.Within(t, patience, "the server answers without the tunnel", func() error { return ask(addr) })
 }
 
 // DNS: dig asks dnsmasq, for a short answer and for one of several kilobytes.
 func TestDNS(t *testing.T) {
 	dig, dnsmasq := needs(t, "dig"), needs(t, "dnsmasq")
-	target := freePort(t)
+	target := testkit.FreeAddress(t)
 	host, port := split(t, target)
 	var names strings.Builder
 	const large = 40 // texts of 100 bytes: more than a packet
@@ -59,7 +61,7 @@ func TestDNS(t *testing.T) {
 // SNMP: snmpwalk reads a subtree of snmpd.
 func TestSNMP(t *testing.T) {
 	walk, snmpd := needs(t, "snmpwalk"), needs(t, "snmpd")
-	target := freePort(t)
+	target := testkit.FreeAddress(t)
 	conf := write(t, "snmpd.conf", "rocommunity public 127.0.0.1\nsysLocation behind the edge\n")
 	serve(t, snmpd, "-f", "-Lo", "-C", "-c", conf, "-I", "system_mib,sysORTable,snmp_mib,ifTable,ip",
 		"-p", filepath.Join(t.TempDir(), "pid"), "udp:"+target)
@@ -78,7 +80,7 @@ func TestSNMP(t *testing.T) {
 // Syslog: logger sends a thousand lines to rsyslogd, which answers nothing.
 func TestSyslog(t *testing.T) {
 	logger, rsyslogd := needs(t, "logger"), needs(t, "rsyslogd")
-	target := freePort(t)
+	target := testkit.FreeAddress(t)
 	host, port := split(t, target)
 	dir := t.TempDir()
 	received := filepath.Join(dir, "received")
@@ -114,7 +116,7 @@ action(type="omfile" file=%q template="bare")
 	if _, err := output(t, logger, "-n", host, "-P", port, "-d", "--rfc3164", "-f", file); err != nil {
 		t.Fatal(err)
 	}
-	eventually(t, "all lines have arrived", func() error {
+	testkit.Within(t, patience, "all lines have arrived", func() error {
 		b, err := os.ReadFile(received)
 		if got := strings.Count(string(b), "line "); err == nil && got != n {
 			err = fmt.Errorf("%d lines", got)
@@ -140,7 +142,7 @@ action(type="omfile" file=%q template="bare")
 // CoAP: coap-client reads and writes a resource of coap-server, also one of many blocks.
 func TestCoAP(t *testing.T) {
 	client, server := coap(t, "coap-client"), coap(t, "coap-server")
-	target := freePort(t)
+	target := testkit.FreeAddress(t)
 	host, port := split(t, target)
 	serve(t, server, "-A", host, "-p", port, "-d", "10")
 	get := func(addr string) error {

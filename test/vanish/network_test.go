@@ -10,10 +10,10 @@ import (
 	"strconv"
 	"syscall"
 	"testing"
-	"time"
 
 	"golang.org/x/sys/unix"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/test/rig"
 	"tunnel.example/tunnel/test/rig/rigtest"
 )
@@ -94,7 +94,7 @@ func (n *networks) cut(s silence) {
 func (n *networks) mend() {
 	n.t.Helper()
 	n.ip(n.outside, "link set veth0 up")
-	err := eventually(takes, func() error {
+	err := testkit.Poll(takes, func() error {
 		c, err := n.inside.Dial(context.Background(), "tcp", outsideIP+":1")
 		if err == nil {
 			c.Close()
@@ -176,14 +176,3 @@ func tcpState(c net.Conn) (state uint8, err error) {
 
 // established is TCP_ESTABLISHED of include/net/tcp_states.h.
 const established = 1
-
-// eventually polls until check returns nil. It returns check's last error when limit has
-// passed.
-func eventually(limit time.Duration, check func() error) error {
-	for late := time.Now().Add(limit); ; time.Sleep(50 * time.Millisecond) {
-		err := check()
-		if err == nil || time.Now().After(late) {
-			return err
-		}
-	}
-}

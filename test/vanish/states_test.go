@@ -7,6 +7,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // outcome is how a conn ended at the end that is still there.
@@ -195,7 +197,7 @@ func (x *exchange) ended() outcome {
 
 // blocked waits until seen's kernel knows of the end, and then reads it.
 func (x *exchange) blocked() outcome {
-	err := eventually(time.Until(x.late), func() error {
+	err := testkit.Poll(time.Until(x.late), func() error {
 		if state, err := tcpState(socketOf(x.seen)); err != nil || state == established {
 			return errors.Join(err, errors.New("still established"))
 		}

@@ -14,6 +14,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/internal/testkit/testca"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/test/rig"
@@ -129,7 +130,7 @@ func newTunnel(t *testing.T, w way, gone end) *tunnel {
 // awaitRelay waits until the first replica has heard that another one holds the node.
 func (tn *tunnel) awaitRelay() {
 	tn.t.Helper()
-	err := eventually(takes, func() error {
+	err := testkit.Poll(takes, func() error {
 		raw, err := tn.inside.Dial(tn.t.Context(), "tcp", tn.door)
 		if err != nil {
 			return err
@@ -158,10 +159,7 @@ func (tn *tunnel) egress(dir string) string {
 	if err = os.WriteFile(filepath.Join(dir, "callers.crt"), ca.CertPEM(), 0o600); err != nil {
 		tn.t.Fatal(err)
 	}
-	port, err := rig.FreePort()
-	if err != nil {
-		tn.t.Fatal(err)
-	}
+	port := testkit.FreePort(tn.t)
 	tn.door = fmt.Sprintf("%s:%d", insideIP, port)
 	// the test is about callers
 	tn.tls = &tls.Config{MinVersion: tls.VersionTLS13, Certificates: []tls.Certificate{pair}, InsecureSkipVerify: true}
@@ -196,7 +194,7 @@ func (tn *tunnel) start(m *rig.Member) {
 			tn.t.Logf("log of %s, its end:\n%s", m.Name, log[max(0, len(log)-4<<10):])
 		}
 	})
-	if err := eventually(takes, m.Ready); err != nil {
+	if err := testkit.Poll(takes, m.Ready); err != nil {
 		tn.t.Fatalf("%s is not ready: %v", m.Name, err)
 	}
 }

@@ -10,6 +10,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/test/rig/rigtest"
 )
 
@@ -123,7 +124,7 @@ func (tn *tunnel) vanish(r round, base map[string]weight, sum *total) {
 		}
 	}
 	judging.Wait()
-	err := eventually(time.Until(cut.Add(limit)), tn.noConns)
+	err := testkit.Poll(time.Until(cut.Add(limit)), tn.noConns)
 	took := time.Since(cut).Round(100 * time.Millisecond)
 	if err != nil {
 		t.Errorf("%s: %v after the cut: %v", r.silence, took, err)
@@ -168,7 +169,7 @@ func (tn *tunnel) vanish(r round, base map[string]weight, sum *total) {
 		x.end()
 	}
 	tn.mend()
-	if err := eventually(released, func() error { return tn.back(base) }); err != nil {
+	if err := testkit.Poll(released, func() error { return tn.back(base) }); err != nil {
 		t.Errorf("%s: %v after the conns ended: %v", r.silence, released, err)
 	}
 }
@@ -198,7 +199,7 @@ func (tn *tunnel) warmUp(conns int) {
 		p.gone.Close()
 		p.seen.Close()
 	}
-	if err := eventually(released, tn.noConns); err != nil {
+	if err := testkit.Poll(released, tn.noConns); err != nil {
 		tn.t.Fatal(err)
 	}
 	time.Sleep(time.Second) // what ends the conns has ended

@@ -134,7 +134,7 @@ func clouds() map[string]broken {
 			"cloud", "nodes", "warn", "0 nodes are connected, and 1 are missing: edge1", "tunnel ls --missing",
 		},
 		"no Kubernetes": {
-			func(s *site) []string { inCluster(s, "http://"+closedPort(s.T)); return nil },
+			func(s *site) []string { inCluster(s, "http://"+testkit.FreeAddress(s.T)); return nil },
 			"kubernetes", "api", "fail", "connection refused", "KUBECONFIG",
 		},
 		"a right is missing": {
@@ -178,7 +178,54 @@ func clouds() map[string]broken {
 			func(s *site) []string { s.write("tokens", "edge1\n"); return nil },
 			"configuration", "file", "fail", "tokens", "tunnel config check",
 		},
+		"kube-apiserver dials nodes by address": {
+			func(s *site) []string {
+				byNames(s)
+				return apiserver(s, "--kubelet-preferred-address-types=InternalIP,ExternalIP,Hostname")
+			},
+			"kube-apiserver", "address types", "fail", "by its InternalIP first", "=Hostname,InternalIP",
+		},
+		"kube-apiserver does not verify kubelets": {
+			func(s *site) []string { byNames(s); return apiserver(s, "--v=2") },
+			"kube-apiserver", "kubelet ca", "fail", "name no node", "clientca",
+		},
+		"kube-apiserver does not use egress": {
+			func(s *site) []string { byEgress(s); return apiserver(s, "--v=2") },
+			"kube-apiserver", "egress selector", "fail", "does not use [mode.cloud.egress]", "set the flag",
+		},
+		"kube-apiserver's egress leads elsewhere": {
+			func(s *site) []string {
+				byEgress(s)
+				s.write("selector.yaml", "kind: EgressSelectorConfiguration\negressSelections:\n- name: cluster\n"+
+					"  connection: {proxyProtocol: GRPC, transport: {uds: {udsName: "+s.Path("old.sock")+"}}}\n")
+				return apiserver(s, "--egress-selector-config-file="+s.Path("selector.yaml"))
+			},
+			"kube-apiserver", "egress selector", "fail", "old.sock is no line of grpc", "name the same",
+		},
 	}
+}
+
+// byNames gives the cloud a port for callers that find nodes by their names.
+func byNames(s *site) {
+	s.edit("cloud.toml", "\n[mode.cloud.admin]",
+		fmt.Sprintf("\n[mode.cloud.https]\nlisten = \"127.0.0.1\"\n"+
+			"[mode.cloud.https.addr]\n%q = \"127.0.0.1:10250\"\n[mode.cloud.admin]",
+			strings.TrimPrefix(testkit.FreeAddress(s.T), "127.0.0.1:")))
+}
+
+// byEgress gives the cloud a socket for kube-apiserver.
+func byEgress(s *site) {
+	s.edit("cloud.toml", "\n[mode.cloud.admin]",
+		fmt.Sprintf("\n[mode.cloud.egress]\ngrpc = [%q]\n[mode.cloud.admin]", "unix://"+s.Path("grpc.sock")))
+}
+
+// apiserver writes a manifest of a kube-apiserver with a flag, whose pod has the folder of the site.
+func apiserver(s *site, flag string) []string {
+	file, dir := s.Path("kube-apiserver.yaml"), s.Path("")
+	s.write("kube-apiserver.yaml", fmt.Sprintf("kind: Pod\nspec:\n  containers:\n  - name: kube-apiserver\n"+
+		"    command: [kube-apiserver, %s]\n    volumeMounts: [{name: x, mountPath: %s}]\n"+
+		"  volumes: [{name: x, hostPath: {path: %s}}]\n", flag, dir, dir))
+	return []string{"--apiserver", file}
 }
 
 // A cloud that is broken in one way.
@@ -276,6 +323,7 @@ func TestPage(t *testing.T) {
 	}
 	_, page, _ := strings.Cut(string(text), "\n### On an edge\n")
 	edge, cloud, _ := strings.Cut(page, "\n### On a cloud\n")
+	cloud, _, _ = strings.Cut(cloud, "\n### In the network of pods\n") // pkg/check has the tests of those rows
 	ofEdge := append(slices.Collect(maps.Keys(edges())),
 		"large packets are lost", // TestSmallMTU
 		"two edges of one name")  // TestTwoEdges

@@ -92,7 +92,7 @@ func TestAllIsWell(t *testing.T) {
 	if text := s.CloudLog.String(); strings.Count(text, "session started") != 1 || strings.Contains(text, "join refused") {
 		t.Errorf("the checks leave traces in the log of the cloud:\n%s", text)
 	}
-	code, out, notes := s.run("check", "-c", s.Path("edge.toml"), "--kubelet", closedPort(t))
+	code, out, notes := s.run("check", "-c", s.Path("edge.toml"), "--kubelet", testkit.FreeAddress(t))
 	if code != 1 || !strings.Contains(out, "\n  fail     kubelet        the kubelet does not answer") ||
 		!strings.Contains(out, "\n                          do: start the kubelet") || !strings.Contains(notes, "1 of ") {
 		t.Errorf("as text: exit code %d\n%s%s", code, out, notes)
@@ -136,7 +136,7 @@ func edges() map[string]broken {
 		},
 		"the proxy is down": {
 			func(s *site) []string {
-				s.edit("edge.toml", "logport", fmt.Sprintf("proxy = \"http://me:canary@%s\"\nlogport", closedPort(s.T)))
+				s.edit("edge.toml", "logport", fmt.Sprintf("proxy = \"http://me:canary@%s\"\nlogport", testkit.FreeAddress(s.T)))
 				s.secrets = []string{"canary"}
 				return nil
 			},
@@ -275,11 +275,11 @@ func edges() map[string]broken {
 			"edge", "daemon", "fail", "nothing listens on", "systemctl start tunnel-edge",
 		},
 		"the edge has another environment": {
-			func(s *site) []string { s.cloudRuns(); s.edgeRuns(); s.dials(closedPort(s.T)); return nil },
+			func(s *site) []string { s.cloudRuns(); s.edgeRuns(); s.dials(testkit.FreeAddress(s.T)); return nil },
 			"way to", "tcp", "warn", "the running edge has a session", "sudo --preserve-env=",
 		},
 		"the kubelet is stopped": {
-			func(s *site) []string { return []string{"--kubelet", closedPort(s.T)} },
+			func(s *site) []string { return []string{"--kubelet", testkit.FreeAddress(s.T)} },
 			"node", "kubelet", "fail", "connection refused", "systemctl status kubelet",
 		},
 		"the edge may not dial the kubelet": {
@@ -394,7 +394,7 @@ func TestTwoEdges(t *testing.T) {
 	text, err := os.ReadFile(s.Path("edge.toml"))
 	s.must(err)
 	_, port, _ := net.SplitHostPort(s.EdgeHealth())
-	_, other, _ := net.SplitHostPort(closedPort(t))
+	_, other, _ := net.SplitHostPort(testkit.FreeAddress(t))
 	s.write("two.toml", strings.NewReplacer("e.sock", "two.sock", port, other).Replace(string(text)))
 	s.started(rig.Start(new(rig.Log), program, "edge", "-c", s.Path("two.toml")))
 	var last report
@@ -416,7 +416,7 @@ func TestServers(t *testing.T) {
 	t.Parallel()
 	s := newSite(t, nil)
 	s.cloudRuns()
-	down := closedPort(t)
+	down := testkit.FreeAddress(t)
 	s.edit("edge.toml", fmt.Sprintf("servername = %q", s.GRPC()), fmt.Sprintf("servers = [%q, %q]", down, s.GRPC()))
 	r := s.check("edge.toml")
 	bad, good := r.line("way to "+down, "tcp"), r.line("way to "+s.GRPC(), "join")
@@ -446,7 +446,7 @@ func TestToldByTheCloud(t *testing.T) {
 	s.must(err)
 	s.must(s.Certify(next))
 	s.cloudRuns()
-	down := closedPort(t)
+	down := testkit.FreeAddress(t)
 	s.dials(down)
 	s.edit("edge.toml", "nodecert", "updates = true\nnodecert")
 	old, err := auth.ParseCertificates(s.CA().CertPEM())

@@ -271,13 +271,3 @@ func listen(t *testing.T) net.Listener {
 	}
 	return ln
 }
-
-// closedPort returns an address at which nothing listens.
-func closedPort(t *testing.T) string {
-	t.Helper()
-	port, err := rig.FreePort()
-	if err != nil {
-		t.Fatal(err)
-	}
-	return fmt.Sprintf("127.0.0.1:%d", port)
-}

@@ -470,6 +470,11 @@ systemctl restart tunnel-edge`)
 	if d.shell("sha256sum /opt/cni/bin/tunnel-cni") == old {
 		t.Error("after an upgrade of the package, the runtime's plugin is the old one")
 	}
+	// The hint of prerm is true: a removal leaves the network of the pods, and a later installation removes it.
+	if out = d.shell("dpkg -r tunnel 2>&1"); !strings.Contains(out, "drain the node and run: tunnel cni uninstall") {
+		t.Errorf("the removal does not say that the network of the pods stays: %s", out)
+	}
+	d.shell("[ -e /etc/cni/net.d/10-tunnel.conflist ] && [ -e /opt/cni/bin/tunnel-cni ] && dpkg -i /srv/new.deb")
 	out = d.shell("systemctl stop tunnel-edge; tunnel cni uninstall; find /etc/cni/net.d /opt/cni/bin -type f; " +
 		"ls -d /var/lib/cni/tunnel /sys/class/net/tunnel0 2>/dev/null || true")
 	if strings.TrimSpace(out) != "" {

@@ -9,6 +9,7 @@ import (
 	"io"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path"
 	"path/filepath"
 	"slices"
@@ -340,6 +341,44 @@ func TestPackagedUnit(t *testing.T) {
 		got, err := packagedUnit(file{name: "x.service", data: []byte(text)})
 		if string(got) != want || (err == nil) != (want != "") {
 			t.Errorf("%q becomes %q, %v; want %q", text, got, err, want)
+		}
+	}
+}
+
+// A removal says what stays of the network of the pods, if an edge has written a network configuration. An upgrade
+// does not.
+func TestRemovalNamesCNI(t *testing.T) {
+	const hint = "tunnel: To remove them, install tunnel again, drain the node and run: tunnel cni uninstall\n"
+	for _, script := range []struct{ name, remove, upgrade string }{
+		{"deb/prerm", "remove", "upgrade"}, {"rpm/preun", "0", "1"},
+	} {
+		root := t.TempDir()
+		conf := filepath.Join(root, "etc/cni/net.d")
+		// rpm's scripts know no other root. Without a PATH they find no systemctl.
+		text := strings.ReplaceAll(string(read(t, "../../deployment/packages", script.name)), " /etc/cni/net.d", " "+conf)
+		says := func(action string) string {
+			cmd := exec.CommandContext(t.Context(), "/bin/sh", "-c", text, script.name, action)
+			cmd.Env = []string{"DPKG_ROOT=" + root, "PATH=/nowhere"}
+			out, err := cmd.CombinedOutput()
+			if err != nil {
+				t.Errorf("%s %s: %v", script.name, action, err)
+			}
+			return string(out)
+		}
+		if got := says(script.remove); got != "" {
+			t.Errorf("%s without a network of pods says %q", script.name, got)
+		}
+		if err := os.MkdirAll(conf, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(conf, "10-tunnel.conflist"), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got := says(script.remove); !strings.HasSuffix(got, hint) {
+			t.Errorf("%s says %q, want %q at its end", script.name, got, hint)
+		}
+		if got := says(script.upgrade); got != "" {
+			t.Errorf("%s at an upgrade says %q", script.name, got)
 		}
 	}
 }

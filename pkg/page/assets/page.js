@@ -163,7 +163,8 @@ function take(answer) {
 function tell() {
   const late = failed || (fetched && Date.now() - fetched > 60000);
   $("#fresh").classList.toggle("late", !!late);
-  const when = fetched ? "updated " + new Date(fetched).toLocaleTimeString() : "loading";
+  // The clock of the cloud, as for all other times on the page: the browser's may differ.
+  const when = data ? "updated " + new Date(data.nodes.time).toLocaleTimeString() : "loading";
   put($("#fresh"), failed ? "No answer: " + failed : when);
   if (!data) return;
   const counts = { all: nodes.length, missing: 0, flapping: 0, ending: 0, connected: 0 };

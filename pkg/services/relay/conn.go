@@ -36,7 +36,9 @@ const (
 
 // door accepts the connections and the datagrams that the kernel redirects. The goroutine of Relay.serve owns it.
 type door struct {
-	relay   *Relay             // set once
+	relay *Relay                  // set once
+	fail  context.CancelCauseFunc // ends Relay.Run; set once
+
 	ctx     context.Context    //nolint:containedctx // of the conns: it outlives the one of Relay.Run, see tunnel.Grace
 	serving context.Context    //nolint:containedctx // of the sockets: no flow begins after it
 	stop    context.CancelFunc // of serving
@@ -48,8 +50,8 @@ type door struct {
 	conns      sync.WaitGroup // and the sockets
 }
 
-func newDoor(ctx context.Context, r *Relay) *door {
-	d := &door{relay: r, ctx: ctx}
+func newDoor(ctx context.Context, r *Relay, fail context.CancelCauseFunc) *door {
+	d := &door{relay: r, ctx: ctx, fail: fail}
 	d.serving, d.stop = context.WithCancel(ctx)
 	return d
 }
@@ -79,8 +81,10 @@ func (d *door) open() error {
 		d.listeners, d.sockets = append(d.listeners, ln), append(d.sockets, datagrams)
 		d.programmed = nil // the rules lack this listener
 		steady := listen.Steady(ln, d.relay.log)
-		d.accepting.Go(func() { d.accept(steady) })
-		d.conns.Go(func() { d.relay.forward(d.serving, d.ctx, datagrams) })
+		d.accepting.Go(func() { d.relay.guard(d.fail, func() error { return d.accept(steady) }) })
+		d.conns.Go(func() {
+			d.relay.guard(d.fail, func() error { return d.relay.forward(d.serving, d.ctx, datagrams) })
+		})
 	}
 	return nil
 }
@@ -150,16 +154,17 @@ func (d *door) addrs() []netip.AddrPort {
 	return all
 }
 
-// accept serves the connections of a listener until it is closed.
-func (d *door) accept(ln net.Listener) {
+// accept serves the connections of a listener until serving is done.
+func (d *door) accept(ln net.Listener) error {
 	r := d.relay
 	for {
 		c, err := ln.Accept()
-		if err != nil {
-			if !errors.Is(err, net.ErrClosed) {
-				r.log.Error("accepting connections to Services", "err", err)
-			}
-			return
+		switch {
+		case err == nil:
+		case d.serving.Err() != nil:
+			return nil
+		default:
+			return fmt.Errorf("accepting connections to Services on %s: %w", ln.Addr(), err)
 		}
 		from := hostOf(c.RemoteAddr())
 		if r.counts.live.Add(1) > maxConns || !r.callers.enter(from) {

@@ -15,14 +15,12 @@ import (
 )
 
 // forward passes the datagrams of a socket to endpoints, until serving and the flows have ended.
-func (r *Relay) forward(serving, conns context.Context, socket *net.UDPConn) {
+func (r *Relay) forward(serving, conns context.Context, socket *net.UDPConn) error {
 	local := unmapped(socket.LocalAddr().(*net.UDPAddr).AddrPort()) //nolint:forcetypeassert // it is a UDP socket
 	f := udp.NewForwarder(conns, socket, &router{r, local}, udp.Config{
 		Counters: &r.udp, Core: r.cfg.Counters, Log: r.log,
 	})
-	if err := f.Run(serving); err != nil {
-		r.log.Error("datagrams to Services are not served any more", "err", err)
-	}
+	return f.Run(serving)
 }
 
 // router chooses an endpoint for each flow of a socket.

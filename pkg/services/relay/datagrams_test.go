@@ -170,7 +170,7 @@ func TestDirectDatagrams(t *testing.T) {
 		t.Fatal(err)
 	}
 	r.direct = udp.NewEdge(leadsTo(server.LocalAddr().String()), r.cfg.Datagrams)
-	d := newDoor(t.Context(), r)
+	d := newDoor(t.Context(), r, failing(t))
 	if err := d.open(); err != nil {
 		t.Fatal(err)
 	}

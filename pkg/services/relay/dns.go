@@ -29,6 +29,7 @@ type resolver struct {
 	relay *Relay          // set once
 	ctx   context.Context //nolint:containedctx // of the servers: they end after the redirects
 	end   context.CancelFunc
+	fail  context.CancelCauseFunc // ends Relay.Run
 
 	listeners  []netip.AddrPort
 	programmed rules // what the kernel redirects; nil: not known
@@ -64,17 +65,17 @@ func (r *Relay) ServesDNS(addr netip.Addr) bool {
 }
 
 // serveDNS keeps the redirects of queries as the plan says until ctx is done. Then nothing is redirected any more, and
-// the servers end.
-func (r *Relay) serveDNS(ctx context.Context) {
-	d := &resolver{relay: r}
+// the servers end. If a server fails, it calls fail.
+func (r *Relay) serveDNS(ctx context.Context, fail context.CancelCauseFunc) {
+	d := &resolver{relay: r, fail: fail}
 	d.ctx, d.end = context.WithCancel(context.WithoutCancel(ctx))
 	defer d.close()
 	ticker := time.NewTicker(r.every)
 	defer ticker.Stop()
 	for {
-		r.mu.RLock()
-		want, changed := r.plan.dns, r.changed
-		r.mu.RUnlock()
+		r.mu.Lock()
+		want, changed := r.plan.dns, r.changed.Next()
+		r.mu.Unlock()
 		r.noteDNS(d.program(want))
 		select {
 		case <-ctx.Done():
@@ -145,9 +146,7 @@ func (d *resolver) open() error {
 		d.listeners = append(d.listeners, netip.AddrPortFrom(addr, at.AddrPort().Port()))
 		d.programmed = nil // the rules lack this listener
 		d.serving.Go(func() {
-			if err := d.relay.cfg.DNS.Serve(d.ctx, udp, tcp); err != nil {
-				d.relay.log.Error("answering DNS", "err", err)
-			}
+			d.relay.guard(d.fail, func() error { return d.relay.cfg.DNS.Serve(d.ctx, udp, tcp) })
 		})
 	}
 	return nil

@@ -86,9 +86,9 @@ func (r *Relay) waitForOwn(ctx context.Context, at address) bool {
 	late := time.NewTimer(stateTime)
 	defer late.Stop()
 	for {
-		r.mu.RLock()
-		changed := r.changed
-		r.mu.RUnlock()
+		r.mu.Lock()
+		changed := r.changed.Next()
+		r.mu.Unlock()
 		if r.owns(at) {
 			return true
 		}

@@ -108,7 +108,7 @@ type Relay struct {
 	loaded  bool          // the state of the file is in state, or there is none
 	streams bool          // a stream of the cloud has begun with the digests of state
 	zone    *names.Zone   // of state; nil: the edge leaves DNS to others
-	changed chan struct{} // closed when state changes; then there is another one
+	changed tunnel.Change // of plan
 	plan    plan
 	since   time.Time // when the state was last known to be that of the cloud
 	current bool      // a stream says that it still is
@@ -144,7 +144,7 @@ func newRelay(cfg Config, k kernel) *Relay {
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
 		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
 		affinity: newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
-		state: services.NewState(), plan: newPlan(make(map[services.Path]part), nil), changed: make(chan struct{}),
+		state: services.NewState(), plan: newPlan(make(map[services.Path]part), nil),
 	}
 }
 
@@ -152,21 +152,30 @@ func newRelay(cfg Config, k kernel) *Relay {
 func (r *Relay) Name() string { return name }
 
 // Run implements tunnel.Module: it serves until ctx is done, and then lets the conns that are open go on for
-// tunnel.GracePeriod. What cannot be done now is tried again; Note says what it is.
+// tunnel.GracePeriod. What cannot be done now is tried again; Note says what it is. A broken listener or socket is an
+// error: the kernel would go on redirecting connections to it.
 func (r *Relay) Run(ctx context.Context) error {
 	file := r.load()
 	connCtx, endConns := tunnel.Grace(ctx, r.grace)
 	defer endConns()
-	door := newDoor(connCtx, r)
-	r.apply(door) // without waiting for the cloud
+	serving, fail := context.WithCancelCause(ctx)
+	defer fail(nil)
+	door := newDoor(connCtx, r, fail)
+	r.guard(fail, func() error { r.apply(door); return nil }) // without waiting for the cloud
 	var running sync.WaitGroup
-	running.Go(func() { r.follow(ctx, file) })
-	running.Go(func() { file.keep(ctx, r.noteFile, r.adopt, r.lastCurrent) })
-	running.Go(func() { r.direct.Run(ctx) }) //nolint:errcheck // it never fails
+	start := func(f func() error) { running.Go(func() { r.guard(fail, f) }) }
+	start(func() error { r.follow(serving, file); return nil })
+	start(func() error { file.keep(serving, r.noteFile, r.adopt, r.lastCurrent); return nil })
+	start(func() error { return r.direct.Run(serving) })
 	if r.dnsKernel != nil {
-		running.Go(func() { r.serveDNS(ctx) })
+		start(func() error { r.serveDNS(serving, fail); return nil })
 	}
-	r.serve(ctx, door)
+	r.guard(fail, func() error { r.serve(serving, door); return nil })
+	var err error
+	if ctx.Err() == nil {
+		err = context.Cause(serving)
+		endConns() // ctx is not done, so nothing else would end them
+	}
 	running.Wait()
 	r.noteCurrent(false, nil)
 	file.close(r.lastCurrent())
@@ -174,7 +183,14 @@ func (r *Relay) Run(ctx context.Context) error {
 	if err := r.kernel.remove(); err != nil {
 		r.log.Warn("the table of nftables cannot be removed", "err", err)
 	}
-	return nil
+	return err
+}
+
+// guard calls f. An error or a panic ends Run, whose context fail cancels.
+func (r *Relay) guard(fail context.CancelCauseFunc, f func() error) {
+	if err := tunnel.Guard(r.log, r.cfg.Counters, "the edge stops", f); err != nil {
+		fail(err)
+	}
 }
 
 // interval is how often the relay looks whether its rules are still in the kernel, and tries again what has failed.
@@ -182,12 +198,12 @@ const interval = 10 * time.Second
 
 // serve keeps the kernel as the plan says until ctx is done. Then the kernel redirects nothing more.
 func (r *Relay) serve(ctx context.Context, d *door) {
+	defer d.close()
 	ticker := time.NewTicker(r.every)
 	defer ticker.Stop()
 	for {
 		select {
 		case <-ctx.Done():
-			d.close()
 			return
 		case <-r.wake:
 		case <-ticker.C:
@@ -265,8 +281,7 @@ func (r *Relay) SetRouted(networks []netip.Prefix) {
 // adoptLocked makes p the plan, and tells everybody who waits for a change. The caller holds mu.
 func (r *Relay) adoptLocked(p plan) {
 	r.plan = p
-	close(r.changed)
-	r.changed = make(chan struct{})
+	r.changed.Notify()
 	select {
 	case r.wake <- struct{}{}:
 	default:

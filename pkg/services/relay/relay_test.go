@@ -384,7 +384,7 @@ func started(t *testing.T, changes *pb.Changes) (*Relay, *cloud, func(to netip.A
 	t.Helper()
 	k, c := new(fake), newCloud()
 	r, _ := newTestRelay(t, k, c)
-	door := newDoor(t.Context(), r)
+	door := newDoor(t.Context(), r, failing(t))
 	if err := door.open(); err != nil {
 		t.Fatal(err)
 	}
@@ -570,7 +570,7 @@ func TestStopsAfterAFailure(t *testing.T) {
 	if _, _, err := r.applySeries([]*pb.Changes{shop(t)}); err != nil {
 		t.Fatal(err)
 	}
-	d := newDoor(t.Context(), r)
+	d := newDoor(t.Context(), r, failing(t))
 	if err := d.program(r.plan.rules); err != nil || len(k.redirected()) != 2 {
 		t.Fatalf("%v, redirected: %v", err, k.redirected())
 	}

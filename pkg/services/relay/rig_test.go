@@ -262,6 +262,11 @@ func newTestRelay(t testing.TB, k kernel, c *cloud) (*Relay, *testkit.Log) {
 	}, k), lines
 }
 
+// failing returns what a door calls when it is broken. The test then fails.
+func failing(t *testing.T) context.CancelCauseFunc {
+	return func(err error) { t.Errorf("the door is broken: %v", err) }
+}
+
 // again returns a relay with the configuration and the file of another one.
 func again(r *Relay, k kernel, c *cloud) *Relay {
 	cfg := r.cfg
