@@ -576,6 +576,54 @@ func TestFullProcessSwap(t *testing.T) {
 	}
 }
 
+// If the kernel refuses a table, the one of before stays in force, and changes go on. Chains that nothing leads to do not
+// gather without end.
+func TestFullTableIsRefused(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	s := newSite(t, true)
+	s.apply(s.service(siteService(nil), ready("10.88.2.2", "edge1")))
+	wrong := rules{{web4, protocolTCP}: {kind: toEnds, ends: []netip.AddrPort{netip.MustParseAddrPort("[fd00::1]:1")}}}
+	for range 3 {
+		if err := s.kernel.program(someListeners(1), wrong); err == nil {
+			t.Fatal("the kernel takes an endpoint of another family")
+		}
+	}
+	if !s.kernel.intact() {
+		t.Error("the table of before is not intact")
+	}
+	s.want(s.caller, "10.96.0.10:80", 3, "", "10.88.2.2")
+	s.apply(s.service(siteService(nil), ready("10.88.2.3", "edge1")))
+	s.want(s.caller, "10.96.0.10:80", 40, "", "10.88.2.2", "10.88.2.3")
+	var err error
+	for i := uint32(1); err == nil; i++ {
+		if i > 2*maxSpareChains {
+			t.Fatal("the table gets more chains with each change")
+		}
+		had := s.plan.rules
+		d, applyErr := s.state.Apply(s.service(siteService(func(s *services.Service) { s.AffinitySeconds = i })))
+		if applyErr != nil {
+			t.Fatal(applyErr)
+		}
+		s.plan = s.planner.next(s.plan, s.state, &d)
+		err = s.kernel.change(had.difference(s.plan.rules))
+	}
+	if err := s.kernel.program(someListeners(1), s.plan.rules); err != nil || len(s.kernel.chains) > 20 {
+		t.Errorf("written again: %v, %d chains", err, len(s.kernel.chains))
+	}
+	c, err := nftables.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if others, err := s.kernel.others(c); err != nil || len(others.chains)+len(others.sets) > 0 {
+		t.Errorf("left: %d chains and %d sets, %v", len(others.chains), len(others.sets), err)
+	}
+	if _, _, err := connect(s.caller, "10.96.0.10:80", 5*time.Second); err != nil {
+		t.Error(err)
+	}
+}
+
 // 5,000 Services of 10 endpoints each. The log says how long they take: the budget is 5 s, and 50 ms for a change.
 func TestFullManyServices(t *testing.T) {
 	if !testkit.InOwnNetwork(t) {

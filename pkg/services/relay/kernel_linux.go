@@ -31,8 +31,10 @@ type linux struct {
 	dns       bool               // the table is that of DNS; set once
 	full      bool               // the table takes the place of kube-proxy's; set once
 	listeners []netip.AddrPort   // of the table that program has written; nil: none
-	programs  int                // how often program has begun to write a table
+	id        string             // of its chains and sets
 	chains    map[chain]struct{} // those of the table that elements lead to
+	built     int                // how many chains these were at first
+	programs  int                // how often program has begun to write a table
 }
 
 func newKernel(full bool) (kernel, error) { return &linux{full: full}, nil }

@@ -45,10 +45,11 @@ func (k *linux) table() *nftables.Table {
 	return &nftables.Table{Family: nftables.TableFamilyINet, Name: name}
 }
 
-// id tells the chains and sets of one call of program from those of other calls and other processes: the next ones are
-// made while the ones before are in use.
-func (k *linux) id() string {
-	id := strconv.Itoa(int(k.listeners[0].Port()))
+// nextID returns what tells the chains and sets of one call of program from those of other calls and other processes:
+// the next ones are made while the ones before are in use.
+func (k *linux) nextID(listeners []netip.AddrPort) string {
+	k.programs++
+	id := strconv.Itoa(int(listeners[0].Port()))
 	if k.programs > 1 {
 		id += "." + strconv.Itoa(k.programs)
 	}
@@ -79,7 +80,7 @@ func (k *linux) hooks() []hook {
 		first = nftables.ChainPriorityRef(*first - 1)
 	}
 	base := func(name string, kind nftables.ChainType, at *nftables.ChainHook, p *nftables.ChainPriority) *nftables.Chain {
-		return &nftables.Chain{Name: name + "-" + k.id(), Table: k.table(), Type: kind, Hooknum: at, Priority: p}
+		return &nftables.Chain{Name: name + "-" + k.id, Table: k.table(), Type: kind, Hooknum: at, Priority: p}
 	}
 	to := k.translations()
 	all := []hook{
@@ -109,7 +110,7 @@ func (k *linux) hooks() []hook {
 
 // set returns the set of a kind and a family.
 func (k *linux) set(kind setKind, f family) *nftables.Set {
-	s := &nftables.Set{Table: k.table(), Name: kind.String() + f.name + "-" + k.id(), Concatenation: true}
+	s := &nftables.Set{Table: k.table(), Name: kind.String() + f.name + "-" + k.id, Concatenation: true}
 	protocol, port := nftables.TypeInetProto, nftables.TypeInetService
 	at := []nftables.SetDatatype{f.addr, protocol, port}
 	of := func(types ...nftables.SetDatatype) { s.KeyType = nftables.MustConcatSetType(types...) }
@@ -356,7 +357,7 @@ func (k *linux) to(c chain) expr.Any {
 	return &expr.Verdict{Kind: expr.VerdictGoto, Chain: k.nameOf(c)}
 }
 
-func (k *linux) nameOf(c chain) string { return c.name() + "-" + k.id() }
+func (k *linux) nameOf(c chain) string { return c.name() + "-" + k.id }
 
 // rulesOf returns the rules of a chain that elements lead to.
 func (k *linux) rulesOf(c chain) [][]expr.Any {
@@ -457,16 +458,17 @@ const perChange = 1500
 // new chains in place of all others.
 func (k *linux) program(listeners []netip.AddrPort, all rules) error {
 	before := *k
-	k.listeners = listeners
-	k.programs++
+	k.listeners, k.id = listeners, k.nextID(listeners)
 	err := k.write(all)
 	if errors.Is(err, unix.ENOENT) {
 		err = k.write(all) // a process that stops has removed the table meanwhile
 	}
 	if err != nil {
-		k.listeners, k.chains = before.listeners, before.chains // the table is still the one of before
+		before.programs = k.programs
+		*k = before // the table is still the one of before
 		return withVersion(err)
 	}
+	k.built = len(k.chains)
 	return nil
 }
 
@@ -516,7 +518,8 @@ func (k *linux) write(all rules) error {
 	if err = k.flush(c); err != nil {
 		return err
 	}
-	return k.discard(c, others)
+	k.discard(c, others) //nolint:errcheck // they do nothing any more, and the next call of program tries again
+	return nil
 }
 
 // leftovers are the chains and sets of the table that other calls of program have made.
@@ -526,7 +529,7 @@ type leftovers struct {
 }
 
 func (k *linux) others(c *nftables.Conn) (l leftovers, err error) {
-	theirs := func(name string) bool { return !strings.HasSuffix(name, "-"+k.id()) }
+	theirs := func(name string) bool { return !strings.HasSuffix(name, "-"+k.id) }
 	return k.having(c, theirs)
 }
 
@@ -555,26 +558,30 @@ func (k *linux) having(c *nftables.Conn, match func(name string) bool) (l leftov
 
 // discard removes chains and sets that the kernel does not call. What leads to others goes first.
 func (k *linux) discard(c *nftables.Conn, l leftovers) error {
+	var plain []*nftables.Chain
 	for _, chain := range l.chains {
 		if chain.Hooknum == nil {
-			c.FlushChain(chain)
+			plain = append(plain, chain)
 		}
 	}
-	if err := k.flush(c); err != nil {
-		return err
-	}
-	for _, set := range l.sets {
-		c.DelSet(set)
-	}
-	if err := k.flush(c); err != nil {
-		return err
-	}
-	for _, chain := range l.chains {
-		if chain.Hooknum == nil {
-			c.DelChain(chain)
+	return errors.Join(
+		inTransactions(k, c, plain, c.FlushChain),
+		inTransactions(k, c, l.sets, c.DelSet),
+		inTransactions(k, c, plain, c.DelChain),
+	)
+}
+
+// inTransactions adds a message for each of some objects. The kernel acknowledges each message, so that a transaction of
+// too many fills the buffer of the socket.
+func inTransactions[T any](k *linux, c *nftables.Conn, all []T, add func(T)) (err error) {
+	const most = 100
+	for some := range slices.Chunk(all, most) {
+		for _, one := range some {
+			add(one)
 		}
+		err = errors.Join(err, k.flush(c))
 	}
-	return k.flush(c)
+	return err
 }
 
 // keepAffinity has callers keep the endpoints that sets of another process say.
@@ -622,8 +629,15 @@ func (k *linux) flush(c *nftables.Conn) error {
 	return nil
 }
 
+// maxSpareChains is how many chains the table may have gained since program, beside as many as it had. No chain goes
+// before the table is written again.
+const maxSpareChains = 1000
+
 // change implements kernel.
 func (k *linux) change(before, after rules) error {
+	if len(k.chains) > 2*k.built+maxSpareChains {
+		return errors.New("the table has too many chains that nothing leads to")
+	}
 	c, err := nftables.New()
 	if err != nil {
 		return fmt.Errorf("opening nftables: %w", withRights(err))
@@ -682,6 +696,9 @@ func (b *writer) write(one change) error {
 	if one.add != nil {
 		b.add = append(b.add, pending{one.add, f})
 		b.count++
+		if _, has := b.k.chains[one.add.to]; !has && one.add.to.kind != noChain {
+			b.count += 20 // its rules are messages of their own
+		}
 	}
 	return nil
 }
@@ -806,7 +823,7 @@ func (k *linux) remove() error {
 		c.DelTable(k.table())
 		return errors.Join(err, k.flush(c))
 	}
-	ours, err := k.having(c, func(name string) bool { return strings.HasSuffix(name, "-"+k.id()) })
+	ours, err := k.having(c, func(name string) bool { return strings.HasSuffix(name, "-"+k.id) })
 	if err != nil {
 		return err
 	}
