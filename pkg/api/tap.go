@@ -57,7 +57,7 @@ func (s *Server) tap(w http.ResponseWriter, r *http.Request, local bool) {
 	control := http.NewResponseController(w)
 	// The timeouts of the server are for short answers. Setting a deadline fails only for a conn that has ended.
 	control.SetReadDeadline(time.Time{})
-	control.SetWriteDeadline(time.Now().Add(maxStall)) //nolint:errcheck // as said above
+	control.SetWriteDeadline(time.Now().Add(maxStall))
 	watcher := s.cfg.Tap.Watch(node)
 	defer watcher.Close()
 	var following sync.WaitGroup
@@ -80,7 +80,7 @@ func (s *Server) tap(w http.ResponseWriter, r *http.Request, local bool) {
 			}
 		}
 		line, ok := watcher.Next(ctx)
-		control.SetWriteDeadline(time.Now().Add(maxStall)) //nolint:errcheck // as said above
+		control.SetWriteDeadline(time.Now().Add(maxStall))
 		if !ok || lines.Encode(line) != nil {
 			return
 		}

@@ -2,7 +2,7 @@
 //
 //	log := audit.New(audit.Config{Path: "/var/log/tunnel/audit.json", Log: slog})
 //	err := log.Open()
-//	door.Audit = log.Record // a tunnel.Trail
+//	door.Sink.Audit = log.Record // a tunnel.Trail
 //	defer log.Close()
 //
 // Record never waits for the disk: one goroutine, the writer, takes the events from a queue and writes them in

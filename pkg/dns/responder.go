@@ -200,7 +200,7 @@ func (r *Responder) Serve(ctx context.Context, udp *net.UDPConn, tcp net.Listene
 	g.Go(func() error {
 		select {
 		case <-r.cfg.Sockets.Left():
-			udp.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // it fails only if the socket is closed
+			udp.SetReadDeadline(time.Unix(1, 0))
 		case <-ctx.Done():
 		}
 		return nil

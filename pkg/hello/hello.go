@@ -1,7 +1,7 @@
 // Package hello reads the ClientHello with which a TLS connection begins, without answering it.
 //
 //	h, read, err := hello.Peek(conn)
-//	c := hello.NewConn(conn, h, read) // TLS can begin on c: Read returns the ClientHello again
+//	c := hello.NewConn(conn, conn.RemoteAddr(), h, read) // TLS can begin on c: Read returns the ClientHello again
 //
 // crypto/tls parses the ClientHello. The package decides nothing, and sets no deadline.
 package hello

@@ -1,11 +1,11 @@
 // Package inventory remembers the nodes of a cloud, so that an operator sees which nodes are missing.
 //
-//	nodes, err := inventory.New("/var/lib/tunnel-cloud/nodes.json", log)
-//	directory.Watcher = nodes           // sessions come and go
-//	nodes.Issued("edge1", chain)        // a certificate was made
-//	all := nodes.All()                  // every node that was ever connected, and not forgotten
+//	nodes := inventory.New("/var/lib/tunnel-cloud/nodes.json", log)
+//	directory.Watcher = nodes                      // sessions come and go
+//	nodes.Issued("edge1", leaf)                    // a certificate was made
+//	all := nodes.All()                             // every node that was ever connected, and not forgotten
 //	registry.MustRegister(nodes.Collector(nil, 0)) // how many are connected, missing, flapping
-//	err = nodes.Run(ctx)                // keeps the file
+//	err := nodes.Run(ctx)                          // keeps the file
 //
 // A replica also remembers the nodes that other replicas hold: their names and when they were last seen.
 //

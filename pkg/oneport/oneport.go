@@ -2,11 +2,11 @@
 // tells them apart by the ClientHello of their TLS connection, and hands each connection to the module
 // that serves its kind:
 //
-//	port := oneport.New(oneport.Config{Listen: ":443", EdgeProtocols: …, Nodes: directory, …})
-//	server := stream.NewServer(stream.ServerConfig{OnePort: port.Edges, …}, directory)
-//	door := https.New(https.Config{OnePort: port.Callers, …}, directory, directory, log)
+//	port := oneport.New(oneport.Config{Listen: ":443", DataProtocol: stream.DataProtocol, Nodes: directory, …})
+//	server, err := stream.NewServer(stream.ServerConfig{OnePort: port.Edges, …}, directory)
+//	door, err := https.New(https.Config{OnePort: port.Callers, …}, directory, directory, log)
 //	health := admin.NewPublic(port.Health, …)
-//	err := port.Run(ctx) // as a tunnel.Module, beside the others
+//	err = port.Run(ctx) // as a tunnel.Module, beside the others
 //
 // A connection belongs to the first kind in this list that fits:
 //

@@ -16,7 +16,7 @@
 //	nodes, err := before.Ready(ctx)
 //	sockets.Resume(listen.Edges) // wait for nodes
 //	sockets.Serve()
-//	err = before.Serving()
+//	before.Serving()
 //
 // Until the new process serves, the old one can go on as if nothing had happened: with an error, or when the new
 // process ends, call Kill and resume. If the old process ends first, the new one serves.

@@ -81,7 +81,7 @@ func (p *port) receiveWhile(ctx context.Context, sockets *listen.Sockets) error 
 	waiting.Go(func() {
 		select {
 		case <-sockets.Left():
-			p.socket.SetReadDeadline(time.Unix(1, 0)) //nolint:errcheck // it fails only if the socket is closed
+			p.socket.SetReadDeadline(time.Unix(1, 0))
 		case <-received:
 		}
 	})

@@ -240,7 +240,7 @@ func (r *Relay) watchItems(w http.ResponseWriter, q *http.Request) {
 	w.WriteHeader(http.StatusOK)
 	lines := json.NewEncoder(w)
 	for {
-		control.SetWriteDeadline(time.Now().Add(maxStall)) //nolint:errcheck // as said above
+		control.SetWriteDeadline(time.Now().Add(maxStall))
 		if control.Flush() != nil {
 			return
 		}

@@ -1,7 +1,7 @@
 // Package relay is the edge's side of Services: it serves those with endpoints that this node does not reach by itself.
 //
-//	r := relay.New(relay.Config{Node: "edge1", File: "/var/lib/tunnel/services.db", Watch: watch, Reach: client.Reach})
-//	err := r.Run(ctx)
+//	r, err := relay.New(relay.Config{Node: "edge1", File: "/var/lib/tunnel/services.db", Watch: watch, Reach: client.Reach})
+//	err = r.Run(ctx)
 //
 //	client, err := stream.NewClient(cfg, relay.NewEdge(r, policy))   // the other end, at the endpoints
 //
