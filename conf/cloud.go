@@ -361,7 +361,8 @@ func (r *report) clientNames(names []string) []string {
 	return names
 }
 
-// callers parses the key callers. names is the list of clientnames, whose members need no line here.
+// callers parses the key callers. names is the list of clientnames. callers reports a line for one of names, because
+// clientnames already permits that caller everything.
 func (r *report) callers(lines []callerKeys, names []string) []Caller {
 	const key = httpsTable + "callers"
 	// pkg/https uses the default name if the list is empty, so a caller must not have that name either.
@@ -701,7 +702,7 @@ func (h HTTPS) configured() bool {
 }
 
 // check reports a bad address, a bad target, and a port that is open to other machines without an allow
-// line.
+// line. It also reports proxyfrom on a loopback port without an allow line.
 func (l TCPListener) check(f forwarding, r *report) {
 	key := f.key(l.Listen)
 	host, _, ok := splitListen(l.Listen)

@@ -110,7 +110,7 @@ func (e Egress) check(r *report) {
 	e.checkCallers(r)
 }
 
-// checkListeners reports listeners that are not valid, or are there twice.
+// checkListeners reports each URL in grpc and httpconnect that is not valid, or that appears in them more than once.
 func (e Egress) checkListeners(r *report) {
 	// One set for both protocols: two listeners cannot share an address.
 	seen := make(map[string]bool)
@@ -127,8 +127,8 @@ func (e Egress) checkListeners(r *report) {
 	check(egressTable+"httpconnect", e.HTTPConnect)
 }
 
-// checkStrategies reports strategies that are unknown, or are there twice, and DefaultNodes without
-// its strategy, which has no effect.
+// checkStrategies reports each strategy that is unknown or listed twice. It also reports DefaultNodes without the
+// strategy "default", because only that strategy uses DefaultNodes.
 func (e Egress) checkStrategies(r *report) {
 	const t = egressTable
 	for i, s := range e.Strategies {

@@ -111,7 +111,8 @@ func (s Settings) add(key toml.Key, v reflect.Value, is string) {
 	}
 }
 
-// set sets a key to a value in TOML.
+// set records the value of a key, written in TOML. The parameter is, the tag of the key, decides whether
+// Setting.String hides the value.
 func (s Settings) set(key toml.Key, value, is string) {
 	setting := Setting{sha256.Sum256([]byte(value)), value}
 	if is == "secret" || is == "proxy" && strings.Contains(value, "@") { // a proxy may have a password
@@ -120,7 +121,7 @@ func (s Settings) set(key toml.Key, value, is string) {
 	s[key.String()] = setting
 }
 
-// inTOML returns a value as in a file.
+// inTOML returns a value as a configuration file writes it.
 func inTOML(v reflect.Value) string {
 	switch v.Kind() {
 	case reflect.String:

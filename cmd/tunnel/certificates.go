@@ -66,7 +66,7 @@ func (w *cloudWiring) tell() auth.TellEdges {
 	return t
 }
 
-// trusts notes by which CAs a node verifies the cloud.
+// trusts records in the inventory by which CAs a node verifies the cloud. cas are ids of CAs.
 func (w *cloudWiring) trusts(node tunnel.NodeName, cas []string) {
 	if w.inventory != nil {
 		w.inventory.Trusts(node, cas)
@@ -134,8 +134,8 @@ func (w *edgeWiring) trusts() []string {
 	return ids
 }
 
-// take stores what the cloud told with a certificate. After a change of the CAs the edge renews once more, so that
-// the cloud learns of it.
+// take stores the CAs and the addresses that the cloud told with a certificate. After a change of the CAs, the edge
+// renews its certificate once more, because with that request it tells the cloud which CAs it trusts.
 func (w *edgeWiring) take(told auth.TellEdges, chain []*x509.Certificate) {
 	cas, servers, err := w.told.Take(told, chain, w.dialer.WorksAsConfigured())
 	if err != nil {

@@ -183,7 +183,7 @@ func (f *checkFlags) list(file string) []check.Check {
 	return list
 }
 
-// problems returns a check for each problem of a configuration, and one that says what was not looked at.
+// problems returns a failed check for each problem of a configuration, and a skipped check for everything else.
 func problems(group, file string, err error) (list []check.Check) {
 	for line := range strings.SplitSeq(err.Error(), "\n") {
 		list = append(list, check.Found(group, "file",

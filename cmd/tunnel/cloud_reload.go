@@ -25,7 +25,7 @@ type cloudDoors struct {
 	egress *egress.FrontDoor // nil: none
 	// egressNames are clientnames of [mode.cloud.egress], for the next handshakes.
 	egressNames atomic.Pointer[[]string]
-	// servers are those of [mode.cloud.join], for the next certificates.
+	// servers is the key servers of [mode.cloud.join]. The cloud tells them to edges with each new certificate.
 	servers atomic.Pointer[[]string]
 }
 

@@ -65,8 +65,8 @@ func (w *cloudWiring) watchServices(from *tunnel.Session, stream grpc.ServerStre
 	return w.services.Watch(from.Node, &grpc.GenericServerStream[servicesv1.Next, servicesv1.Batch]{ServerStream: stream})
 }
 
-// reachService connects to a target that the node of a session asks for: to an endpoint on an edge node through that
-// node, and to others by itself.
+// reachService connects to a target that the node of a session asks for. It reaches an endpoint on an edge node through
+// the session of that edge node. The cloud itself dials all other endpoints.
 func (w *cloudWiring) reachService(ctx context.Context, ask *stream.Ask) (net.Conn, error) {
 	request, refusal := w.services.Target(ask.From.Node, ask.Target)
 	if refusal != nil {
@@ -104,7 +104,7 @@ func (w *cloudWiring) endpoints(addr string) (found []egress.Endpoint, err error
 	return found, err
 }
 
-// distance says how well an endpoint can be reached; less is better.
+// distance returns 0 if this replica dials the endpoint or holds the session of its node; else 1.
 func (w *cloudWiring) distance(e egress.Endpoint) int {
 	if e.Dial != nil || w.reach.Holds(e.Node) {
 		return 0
@@ -119,9 +119,9 @@ type joinedNodes struct{ *cloudWiring }
 const (
 	// joinedPause is the least time between two looks at the nodes: many nodes come at once when a cloud has started.
 	joinedPause = time.Second
-	// nodesLate is how long edges that watch Services wait for the inventory and the other replicas.
+	// nodesLate is how long edges that watch Services wait at most until nodesKnown returns true.
 	nodesLate = 10 * time.Second
-	// nodesPause is the time between two looks whether both are known.
+	// nodesPause is the time between two calls of nodesKnown.
 	nodesPause = 50 * time.Millisecond
 )
 

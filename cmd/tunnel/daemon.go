@@ -241,7 +241,8 @@ func (d *daemon) closeAudit() {
 	}
 }
 
-// newTracer sets spans, and returns the tracer that feeds it; nil: endpoint is "", and traces are off.
+// newTracer sets d.spans, and returns a tracer that hands its spans to d.spans. If endpoint is "", traces are off, and
+// newTracer returns nil.
 func (d *daemon) newTracer(endpoint, instance string, perMillion int) *tunnel.Tracer {
 	if endpoint == "" {
 		return nil
@@ -252,7 +253,7 @@ func (d *daemon) newTracer(endpoint, instance string, perMillion int) *tunnel.Tr
 	return &tunnel.Tracer{PerMillion: perMillion, Take: d.spans.Take}
 }
 
-// closeSpans closes spans. An error says how many are lost.
+// closeSpans closes d.spans, and logs the error of Close, which says how many spans are lost.
 func (d *daemon) closeSpans() {
 	if err := d.spans.Close(); err != nil {
 		d.log.Warn("sending the last spans", "err", err)

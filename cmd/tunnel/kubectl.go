@@ -154,7 +154,8 @@ func (p *plugin) run(ctx context.Context, args []string) error {
 	return p.exec(ctx, pod, pod.remote(command, args), p.cmd.OutOrStdout())
 }
 
-// misplaced returns an error for a flag of the plugin behind the command, where the pod would get it.
+// misplaced returns an error if a flag of the plugin stands after the command: the plugin would pass that flag to the
+// pod.
 func (p *plugin) misplaced(rest []string, command *cobra.Command) error {
 	for _, arg := range rest {
 		name, _, _ := strings.Cut(arg, "=")

@@ -86,11 +86,11 @@ func (l later) Run(ctx context.Context) error {
 const (
 	// startTime is how long a new process may take until it is ready to take over.
 	startTime = 30 * time.Second
-	// moveTime is how long the edges may take to move to it. Then it serves, and callers of the other edges wait, for
-	// moveTime again at most.
+	// moveTime is how long the edges may take to move to the new process. Then the new process serves, and callers of
+	// edges that have not moved wait for at most moveTime again.
 	moveTime = 12 * time.Second
-	// lastTime is how long the old process goes on before it drains. Callers that it has just accepted have this time
-	// for their TLS handshake.
+	// lastTime is how long the old process goes on before it drains. Callers that the old process accepted last have
+	// this time for their TLS handshake.
 	lastTime = 1500 * time.Millisecond
 	// firstTime is when the new process serves although some edges have not come, counted from the first that has.
 	// An edge without conns keeps its old session for stream.Overlap, which is longer than firstTime and lastTime
@@ -233,7 +233,8 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 		return nil, conflictf("it is one of several replicas: stop it and start it again, and the others take over meanwhile")
 	case os.Getpid() == 1, os.Getenv("KUBERNETES_SERVICE_HOST") != "":
 		return nil, conflictf("its container ends with it: in Kubernetes run kubectl rollout restart, with two replicas")
-	// A process that has taken over is no child of systemd's, whatever its environment says.
+	// A process that took over was started by the old process, not by systemd, although it has the variables that
+	// systemd sets.
 	case r.daemon.before == nil && isUnknownChild(os.Getenv, os.Getpid(), os.Getppid()):
 		return nil, conflictf("systemd would not know the new process: write NotifyAccess=main into the unit, as "+
 			"deployment/systemd has it, and run systemctl daemon-reload and systemctl restart tunnel-%s once", r.daemon.mode)
@@ -294,7 +295,8 @@ func (r *restarter) instance() string {
 	return r.client.Instance()
 }
 
-// hand hands over to the new process. With an error, it has undone what it has done.
+// hand hands over to the new process. If it returns an error, the edges stay with this process, which again accepts
+// them.
 func (r *restarter) hand(ctx context.Context, next *takeover.Successor) error {
 	starting, cancel := context.WithTimeout(ctx, startTime+time.Second) // the new process gives up first, and says why
 	defer cancel()
@@ -385,7 +387,7 @@ on it; 3 the configuration has a problem.`,
 	return cmd
 }
 
-// askEach calls f for the socket of each daemon that the flags name, also after an error of another one.
+// askEach calls f for the socket of each daemon that the flags name. An error of one daemon does not end the loop.
 func askEach(cmd *cobra.Command, ask *askFlags, f func(s daemonSocket, name string) error) error {
 	sockets, err := ask.sockets()
 	if err != nil {

@@ -91,7 +91,7 @@ Exit codes: 0 ok, 1 no edge answers, 3 the configuration names no admin socket o
 	return cmd
 }
 
-// warnStale says if the edge does not know that its state is that of the cloud.
+// warnStale prints a warning if the edge's list of Services may be older than the cloud's.
 func warnStale(w io.Writer, list *relay.List) {
 	switch {
 	case list.Stale == nil:

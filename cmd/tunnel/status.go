@@ -71,7 +71,7 @@ Exit codes: 0 ready, 1 not ready, or a daemon or a replica does not answer.`,
 	return cmd
 }
 
-// askStatus asks a daemon for its status, and with all for that of every replica.
+// askStatus asks a daemon for its status. If all is true, it asks for the status of every replica.
 func askStatus(ctx context.Context, s daemonSocket, all bool) (*api.StatusList, error) {
 	client := api.NewClient(s.path)
 	if all {

@@ -87,7 +87,7 @@ func (i *Issuer) Again(ctx context.Context, c Credential, request []byte) (chain
 	if chain, err = i.sign(ctx, node, p, request); err != nil {
 		return nil, err
 	}
-	if _, err = i.gate.verifiedProof(node, c.Chain); err != nil { // the CA may have changed meanwhile
+	if _, err = i.gate.verifiedProof(node, c.Chain); err != nil { // the CA may have changed during signing
 		return nil, err
 	}
 	return chain, nil

@@ -24,8 +24,8 @@ import (
 // more. The line of a use that is given back is removed if it is still the last one. All other lines stay: each name
 // in the file has joined, and no token for several nodes is good for that name again.
 
-// ErrNoUse refuses a node a certificate for a token that is good, but not for this node now. Its text may be told to
-// the edge, which has proven to have the token.
+// ErrNoUse refuses a node a certificate for a token that is good, but not for this node now. The cloud may tell the
+// edge the text of the error, because the edge has proven that it has the token.
 var ErrNoUse = errors.New("the token is not good for this node")
 
 // wordReturned marks the line that gives a use back.
@@ -46,8 +46,8 @@ type uses struct {
 	nodes   map[tunnel.NodeName]bool // that have used any token
 }
 
-// parseUses parses the file. It ignores a line that is not valid: a crash may have cut off the last line, and its
-// certificate was not signed then.
+// parseUses parses the file. It ignores a line that is not valid: a crash may have cut off the last line. The cloud had
+// then not signed the certificate of that line, because it writes the line first.
 func parseUses(content []byte) uses {
 	u := uses{byToken: make(map[sum]Used), nodes: make(map[tunnel.NodeName]bool)}
 	for text := range strings.Lines(string(content)) {
@@ -100,8 +100,8 @@ func ReadUses(tokenFile string) (map[string]Used, error) {
 }
 
 // spend notes that node uses the token with the sum s, if it is one for several nodes. known reports whether the cloud
-// has seen the node before; nil: the cloud does not remember nodes, and no such token is good. giveBack undoes it, if
-// the node got no certificate.
+// has seen the node before; nil: the cloud does not remember nodes, and no such token is good. The caller calls
+// giveBack if the node got no certificate; giveBack returns the use to the token.
 func (t *Tokens) spend(node tunnel.NodeName, s sum, known func(tunnel.NodeName) bool) (giveBack func(), err error) {
 	nothing := func() {}
 	tok, err := t.table.Load().token(node, s, true, time.Now())

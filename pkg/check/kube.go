@@ -24,7 +24,7 @@ import (
 type right struct {
 	kube.Right
 	why string // what fails without it
-	// unless is a reason to do without; "": the cloud needs it.
+	// unless says when the cloud can do without the right; "": the cloud always needs the right.
 	unless string
 }
 

@@ -227,8 +227,8 @@ func (w *way) connectTo(ctx context.Context, addr string) (*dial.Conn, error) {
 	return d.Dial(ctx)
 }
 
-// proxyThatLeads returns the next step if a proxy that the operator's environment names leads to the cloud, where
-// nothing else does; else "".
+// proxyThatLeads returns the next step if the edge can reach the cloud through a proxy that the operator's environment
+// names; else "". Call it only after an attempt without that proxy failed.
 func (w *way) proxyThatLeads(ctx context.Context) string {
 	env := w.cfg.Environment
 	if env == nil {

@@ -289,7 +289,7 @@ func (i *Inventory) Issued(node tunnel.NodeName, leaf *x509.Certificate) {
 	i.changed.Notify()
 }
 
-// Trusts notes by which CAs, as ids, node verified the cloud when it got the certificate that Issued has noted last.
+// Trusts records the ids of the CAs by which node verified the cloud when it got its latest certificate (see Issued).
 func (i *Inventory) Trusts(node tunnel.NodeName, cas []string) {
 	i.mu.Lock()
 	defer i.mu.Unlock()

@@ -25,8 +25,8 @@ const (
 	retryPause = 30 * time.Second
 	// syncTime bounds an attempt. A process that stops has so much time, too.
 	syncTime = 10 * time.Second
-	// maxConflicts is how many conflicts with other replicas end an attempt. The pause after the first of them is
-	// conflictPause; it doubles.
+	// maxConflicts is how many conflicts with other replicas end an attempt. The pause after the first conflict is
+	// conflictPause; each further conflict doubles the pause.
 	maxConflicts  = 5
 	conflictPause = 100 * time.Millisecond
 	// forgetTime is how long after it was forgotten a node stays forgotten, whatever other replicas write: their clocks
@@ -110,7 +110,7 @@ func (i *Inventory) hadRoom() bool {
 	return i.omitted == 0
 }
 
-// merge takes in the stored records, and returns what is to be stored.
+// merge adds the stored records to the inventory, and returns the records to store.
 func (i *Inventory) merge(stored map[tunnel.NodeName]Record) map[tunnel.NodeName]Record {
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -147,8 +147,8 @@ func (r *Record) shared() Record {
 	return s
 }
 
-// differ reports whether the nodes of kept are worth a write. The time at which a node was last seen alone is not,
-// until it is old: that of connected nodes changes each second.
+// differ reports whether kept must be written. A newer LastSeen alone needs no write until the stored one is refresh
+// older, because the LastSeen of a connected node changes each second.
 func differ(stored, kept map[tunnel.NodeName]Record) bool {
 	if len(stored) != len(kept) {
 		return true

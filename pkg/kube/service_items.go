@@ -157,7 +157,7 @@ const (
 	addressTypeIPv6   = "IPv6"
 	addressInternalIP = "InternalIP"
 	// A Service is that of the cluster's DNS if it is in this namespace, and has this name or this label with that value.
-	// Distributions choose other names, and keep the label.
+	// Some distributions name the Service differently, but keep the label.
 	dnsNamespace, dnsName, dnsLabel = "kube-system", "kube-dns", "k8s-app"
 	// The Services with this label are another proxy's.
 	otherProxyLabel = "service.kubernetes.io/service-proxy-name"

@@ -119,8 +119,8 @@ func hinted(ready []Named, hints func(*Endpoint) []string, place string) []Named
 	return keep(ready, func(e *Endpoint) bool { return slices.Contains(hints(e), place) })
 }
 
-// unique returns list with one endpoint for each address and port. An address is in two slices while it moves from one
-// to the other, and when a new pod gets the address of one that terminates.
+// unique returns list with one endpoint for each address and port. Two slices hold the same address while an endpoint
+// moves from slice to slice, and when a new pod gets the address of a pod that terminates.
 func unique(list []Named, port *Port) []Named {
 	ascending := true // as in a State, if they are of one slice
 	for i := 1; i < len(list) && ascending; i++ {

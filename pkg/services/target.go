@@ -14,12 +14,12 @@ type Target struct {
 	Port     uint16
 }
 
-// String returns the target as it travels: PATH PROTOCOL PORT.
+// String returns the target as the edge sends it to the cloud: PATH PROTOCOL PORT.
 func (t Target) String() string {
 	return t.Endpoint + " " + t.Protocol + " " + strconv.Itoa(int(t.Port))
 }
 
-// ParseTarget returns the target that String has written.
+// ParseTarget parses the text that String returns.
 func ParseTarget(s string) (Target, error) {
 	fields := strings.Split(s, " ")
 	if len(fields) != 3 {

@@ -70,8 +70,8 @@ func signerOf(chain, cas []*x509.Certificate) *x509.Certificate {
 	}
 }
 
-// rootProblem adds to an error of rootOf which file is wrong, and what to do. cert and ca are the files of the
-// chain and of the CAs. The error is not about a name.
+// rootProblem returns err, an error of rootOf, with the file that is wrong and what to do. cert is the file of the
+// chain, and ca is the file of the CAs. err must not be an x509.HostnameError.
 func rootProblem(err error, cert, ca string) error {
 	if late, problem := stream.OutOfDate(err); late != nil {
 		whose, file := "the cloud's certificate", cert

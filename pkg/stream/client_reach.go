@@ -176,7 +176,7 @@ func (s *edgeSession) askFor(ctx context.Context, target string) (*conn.Conn, *t
 		return nil, s.refusalOf(ctx, err, target)
 	}
 	s.replace(topic, c)
-	if sctx.Err() != nil { // the end of ctx, or a reset of the target, has come at the last moment
+	if sctx.Err() != nil { // ctx ended, or the target sent a reset, before replace
 		c.Abort()
 	}
 	if ctx.Err() != nil {

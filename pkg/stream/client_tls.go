@@ -34,7 +34,7 @@ type tickets struct {
 type handshake struct {
 	leaf   *x509.Certificate     // the certificate to show when the cloud asks; nil: none
 	asked  atomic.Bool           // the cloud has asked for a certificate
-	other  atomic.Bool           // the other end has a certificate that fits, and has chosen no protocol
+	other  atomic.Bool           // the other end's certificate is valid for the cloud, but TLS negotiated no protocol
 	done   atomic.Bool           // the TLS handshake has succeeded: the other end has the cloud's certificate
 	failed atomic.Pointer[error] // why the TLS handshake failed; nil: it has not failed
 }

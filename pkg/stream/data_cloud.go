@@ -28,11 +28,12 @@ const maxTicket = 64
 const endTime = 50 * time.Millisecond
 
 const (
-	// askPause is how long a request for a data connection that is unanswered or refused holds up the
-	// next request. An edge of an older release does not answer a request that it does not fulfil.
+	// askPause is how long askForMore sends no request for a data connection after a refusal. While more requests are
+	// pending than data connections exist, it is also the least time between two requests: an edge of an older
+	// release does not answer a request that it does not fulfil.
 	askPause = time.Second
-	// askAgain replaces askPause if the edge has as many data connections as it may have. Some of them are
-	// ending at the edge, and end within a round trip or when their targets have taken every byte.
+	// askAgain replaces askPause after a refusal by an edge that has as many data connections as it may have.
+	// Some of these data connections end soon: within a round trip, or when their targets have taken every byte.
 	askAgain = 100 * time.Millisecond
 )
 
@@ -226,8 +227,9 @@ func (s *cloudSession) spare(d *dataConn) {
 	}
 }
 
-// takeSpare returns the most recently used idle data connection, which has the largest congestion
-// window. It returns nil if no data connection is idle, or none may carry a conn now.
+// takeSpare removes an idle data connection from spares, and returns it. It takes the most recently used one, whose
+// congestion window is the largest. It returns nil if no data connection is idle, if the edge is about to stop, or
+// if maxDataLocked data connections are in use.
 func (s *cloudSession) takeSpare() *dataConn {
 	s.mu.Lock()
 	defer s.mu.Unlock()

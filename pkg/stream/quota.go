@@ -83,7 +83,7 @@ func (q *quota) release() {
 }
 
 // categoryServices is the category of opens for endpoints of Services, and of what edges ask for. Any pod causes such
-// conns, and may leave them idle. So they have half of the conns of a node, and the callers of front doors find room.
+// conns, and may leave them idle. So they get at most half of a node's conns, and callers of front doors find room.
 const categoryServices = "services"
 
 // enter waits for room for an open, or for a Reach of the edge.

@@ -22,7 +22,7 @@ const (
 	reasonExpired  reason = "EXPIRED"   // the credential of the node has expired
 	reasonSelf     reason = "SELF"      // a replica has joined itself
 	reasonNoIssuer reason = "NO_ISSUER" // the cloud issues no certificates
-	reasonAsked    reason = "ASKED"     // the node has asked whether it may join, and may
+	reasonAsked    reason = "ASKED"     // the answer to an edge that asked whether its node may join: the node may
 	reasonRefused  reason = "REFUSED"   // a Reach was refused; the fact codeFact is the code
 )
 

@@ -43,8 +43,8 @@ type ServerConfig struct {
 	Certificates bool
 	// Tell returns what every edge is told with a certificate; nil: nothing.
 	Tell func() auth.TellEdges
-	// Trusts takes by which CAs, as auth.CAID, a node says that it verifies the cloud; nil: nobody wants to know.
-	// It is called after a node has got another certificate. The ids are checked for their length alone.
+	// Trusts gets the CAs, as auth.CAID, by which a node says that it verifies the cloud; nil: the server drops them.
+	// The server calls Trusts after it has renewed the node's certificate. It checks only the length of the ids.
 	Trusts     func(node tunnel.NodeName, cas []string)
 	Issuer     Issuer           // issues certificates to nodes; nil (not a typed nil): the server issues none
 	Counters   *tunnel.Counters // nil: nobody reads the counters
@@ -547,8 +547,8 @@ func (s *Server) frames(t *transport, n int) (tooMany bool) {
 	return false
 }
 
-// unknownMethod answers calls of methods that the server does not have. They count as streams like
-// any other call.
+// unknownMethod answers calls of methods that the server does not have. The calls count as streams like
+// any other call. unknownMethod also refuses a connection that has no session yet.
 func unknownMethod(_ any, stream grpc.ServerStream) error {
 	if t, err := transportOf(stream.Context()); err == nil && t.session.Load() == nil {
 		t.refuse()

@@ -153,14 +153,14 @@ func (l *joinListener) admit(c net.Conn, bytes int) *listen.Probation {
 	return p
 }
 
-// joiningConn is an accepted connection, as gRPC gets it before and after the join.
+// joiningConn is an accepted connection. gRPC reads and writes through it, before and after the join.
 type joiningConn struct {
 	net.Conn
-	ours      atomic.Bool       // a data connection: gRPC does not serve it any more
+	ours      atomic.Bool       // true: a data connection, which gRPC no longer serves
 	far       far               // whether the link is far
-	onePort   *listen.Handover  // has handed the connection over; nil: it was accepted at a port of edges
-	probation *listen.Probation // lasts until the connection has a session
-	below     bool              // a WebSocket: probation reads from the connection below Conn
+	onePort   *listen.Handover  // the listener of the one port that accepted the connection; nil: a port of edges did
+	probation *listen.Probation // limits the connection until it has a session
+	below     bool              // true: Conn is a WebSocket, and probation reads from the connection below Conn
 }
 
 // Socket implements listen.Socketed.

@@ -10,8 +10,9 @@
 //		…
 //	}
 //
-// While nobody watches, a conn costs two loads of a pointer. A watcher that reads slowly loses events, and is told
-// how many; front doors never wait for a watcher. Nothing is kept: a watcher sees what happens while it watches.
+// While there is no watcher, the Hub costs each conn two loads of a pointer. A watcher that reads slowly loses events,
+// and Next returns how many; front doors never wait for a watcher. The Hub keeps no events: a watcher gets only the
+// events that happen after Watch.
 //
 // An event holds addresses, names and counts, as the audit does; it never holds a byte of a conn. The Hub bounds its
 // texts and makes them printable, because callers choose some of them.

@@ -216,7 +216,7 @@ func (e *Edge) dial(ctx context.Context, target string) (tried auth.Tried, err e
 	return e.try(ctx, target)
 }
 
-// note counts and logs a trace that has failed, as a session does with an open.
+// note counts and logs a failed trace, in the same way as a session counts and logs a failed open.
 func (e *Edge) note(target string, err error) {
 	code := tunnel.CodeOf(err)
 	e.counters.Refuse(code)

@@ -426,7 +426,8 @@ func (w *watchdog) expire() {
 	}
 }
 
-// readsLocked returns how often lost sources were read. The caller holds mu.
+// readsLocked returns how often both directions have read from sources that the kernel has abandoned. The caller
+// holds mu.
 func (w *watchdog) readsLocked() (n int64) {
 	for _, d := range w.both {
 		if d.srcLost {
@@ -436,7 +437,7 @@ func (w *watchdog) readsLocked() (n int64) {
 	return n
 }
 
-// hasLost reports whether the source of d is lost.
+// hasLost reports whether the kernel has abandoned the source of d.
 func (w *watchdog) hasLost(d *direction) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()

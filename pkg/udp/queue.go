@@ -241,7 +241,7 @@ func (q *queue) abort(err error, why Reason) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.ended = err
-	q.pos += q.left // the rest of an entry that Read has taken in part; it counts as sent
+	q.pos += q.left // skip the rest of an entry that Read has begun to take; the entry counts as sent
 	lost := countDatagrams(q.out[q.pos:]) + countDatagrams(q.in)
 	q.counters.Drop(why, lost)
 	q.in, q.out, q.pos, q.left = nil, nil, 0, 0

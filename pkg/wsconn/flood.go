@@ -10,8 +10,8 @@ import (
 )
 
 const (
-	// maxEmpty is how many messages without data, pings and pongs may come within Idle. They cost the receiver
-	// time, and no limit of a session counts them.
+	// maxEmpty is how many pings, pongs and empty messages may arrive within Idle. They cost the receiver time, and
+	// no limit of a session counts them.
 	maxEmpty = 100
 	// maxHeader is the longest header of a frame, in bytes (RFC 6455 section 5.2). A frame with data has one byte
 	// of data at least.
@@ -31,7 +31,7 @@ type flood struct {
 	window time.Duration // counts are of this time; set once
 
 	began       time.Time // of the counts below
-	empties     int       // messages without data, pings and pongs
+	empties     int       // pings, pongs and empty messages
 	came, bytes int64     // bytes that have come, and those of data
 	over        bool      // too much has come; it stays
 }
@@ -43,7 +43,7 @@ func (f *flood) renew() {
 	}
 }
 
-// empty counts a message without data, a ping or a pong. It reports whether it is within the limit.
+// empty counts a ping, a pong or an empty message. It reports whether the count is within the limit.
 func (f *flood) empty() bool {
 	f.renew()
 	f.empties++

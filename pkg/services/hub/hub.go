@@ -9,8 +9,8 @@
 //	found, err := h.Endpoints("web.shop.svc.cluster.local", 80) // for callers in the cluster
 //
 // All nodes get the same items, so each change is encoded once for all of them. Each change has a number, and a Watch
-// is little more than the number up to which its edge is current. An edge that was away sends the digests of what it
-// has, and gets the buckets that differ. So the hub keeps no history for it, and any replica can answer.
+// is little more than the number up to which its edge is current. An edge that was away sends the digests of its
+// items, and gets the buckets that differ. So the hub keeps no history for an absent edge, and any replica can answer.
 //
 // The hub dials nothing.
 package hub
@@ -36,7 +36,7 @@ type Config struct {
 	Cluster bool
 	// Serves reports whether a node has a session with any replica, and its edge serves Services. nil: none does.
 	Serves func(tunnel.NodeName) bool
-	// AwaitNodes: edges are served after NodesKnown, too, and not after Synced alone.
+	// AwaitNodes makes the hub serve edges only after both Synced and NodesKnown. Without it, Synced is enough.
 	AwaitNodes bool
 	// Domain is the cluster's domain, such as "cluster.local", for Endpoints. Empty: Endpoints finds nothing.
 	Domain string
@@ -261,8 +261,8 @@ func (h *Hub) forgetLocked() {
 	h.compactLocked()
 }
 
-// Synced says that all objects of the cluster have been set. Until then, no edge is served: it would delete what is
-// not there yet.
+// Synced says that all objects of the cluster have been set. The hub serves no edge before Synced: the edge would
+// delete every item that the hub does not have yet.
 func (h *Hub) Synced() {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -71,8 +71,8 @@ type Config struct {
 	InContainer, IsOwn func(netip.Addr) bool
 
 	Datagrams udp.EdgeConfig // of the ends at endpoints; Core and Log are those of the Config
-	DNS       DNS            // answers the queries of pods; nil: others do
-	Domain    string         // of the cluster, such as cluster.local, for DNS
+	DNS       DNS            // answers DNS queries of pods; nil: the edge answers none
+	Domain    string         // the cluster's DNS domain, such as cluster.local; used only if DNS is set
 	Counters  *tunnel.Counters
 	Log       *slog.Logger
 }

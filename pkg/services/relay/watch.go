@@ -236,7 +236,8 @@ func parse(data []byte) (*pb.Changes, error) {
 	return changes, nil
 }
 
-// take applies a series to the state, and has it kept. An error ends the stream.
+// take applies a series of changes to the state, and queues the difference for file.keep to write. An error ends the
+// stream.
 func (r *Relay) take(f *file, series []*pb.Changes) error {
 	d, digests, err := r.applySeries(series)
 	if errors.Is(err, services.ErrTooMany) {
