@@ -203,8 +203,8 @@ func (s *relayed) cloud(ctx context.Context) Result {
 	return Warn(do, "the edge works with what the cloud has sent until %s: %s", when(*known.Stale), why)
 }
 
-// kubeProxy looks for the program that serves all Services that the edge does not serve; in mode full there must be none.
-// Any answer will do: kube-proxy answers 503 while its Node is deleted.
+// kubeProxy looks for the program that serves all Services that the edge does not serve; in mode full there must be
+// none. Any answer will do: kube-proxy answers 503 while its Node is deleted.
 func (s *relayed) kubeProxy(ctx context.Context) Result {
 	ctx, cancel := context.WithTimeout(ctx, stepTimeout)
 	defer cancel()

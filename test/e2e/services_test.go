@@ -173,8 +173,8 @@ func (s *farServices) withoutEdge(ctx context.Context, t *testing.T) {
 	s.all(ctx, t, time.Minute)
 }
 
-// besideProxy gives edge1 a table of kube-proxy's name. Its next edge does not write rules, and says why, until the table
-// is gone.
+// besideProxy gives edge1 a table of kube-proxy's name. Its next edge does not write rules, and says why, until the
+// table is gone.
 func (s *farServices) besideProxy(ctx context.Context, t *testing.T) {
 	nft := func(args ...string) string {
 		t.Helper()

@@ -35,8 +35,8 @@ const (
 	ServedNobody    Served = "nobody"     // no endpoint may be used; the kernel refuses or drops
 )
 
-// Port is a port of a Service at one of its addresses. In mode full, these include external IPs, and 0.0.0.0 or :: for a
-// node port.
+// Port is a port of a Service at one of its addresses. In mode full, these include external IPs, and 0.0.0.0 or :: for
+// a node port.
 type Port struct {
 	Service   string    `json:"service"` // NAMESPACE/NAME
 	Name      string    `json:"name,omitempty"`

@@ -164,8 +164,8 @@ func (o outdated) stale(at address, leads netip.AddrPort) (stale, known bool) {
 	return ok && was.leads(leads, o.own), ok
 }
 
-// mayForget returns the protocol of an entry whose removal cuts nothing: one of UDP, or of a TCP connection that has had
-// no answer. The caller of the latter sends its SYN again, and the kernel decides anew. ok is false for others.
+// mayForget returns the protocol of an entry whose removal cuts nothing: one of UDP, or of a TCP connection that has
+// had no answer. The caller of the latter sends its SYN again, and the kernel decides anew. ok is false for others.
 func mayForget(f *netlink.ConntrackFlow) (protocol string, ok bool) {
 	const synSent = 1 // TCP_CONNTRACK_SYN_SENT of linux/netfilter/nf_conntrack_tcp.h
 	switch f.Forward.Protocol {

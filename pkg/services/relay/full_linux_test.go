@@ -164,7 +164,9 @@ func (s *site) service(service *services.Service, endpoints ...*services.Endpoin
 
 func siteService(change func(*services.Service)) *services.Service {
 	s := &services.Service{ClusterIps: []string{"10.96.0.10", "fd00:96::10"}, Ports: []*services.Port{
-		{Name: "http", Protocol: "TCP", Port: 80, NodePort: 30080}, {Name: "dns", Protocol: "UDP", Port: 53, NodePort: 30053}}}
+		{Name: "http", Protocol: "TCP", Port: 80, NodePort: 30080},
+		{Name: "dns", Protocol: "UDP", Port: 53, NodePort: 30053},
+	}}
 	if change != nil {
 		change(s)
 	}
@@ -220,13 +222,20 @@ func (s *site) want(from *pod, to string, n int, caller string, endpoints ...str
 	}
 }
 
-// wantRefused checks that a connection is refused at once.
+// wantRefused checks that connections are refused, and at once unless the machine is slow.
 func (s *site) wantRefused(from *pod, to string) {
 	s.t.Helper()
-	start := time.Now()
-	_, _, err := connect(from, to, 5*time.Second)
-	if took := time.Since(start); !errors.Is(err, syscall.ECONNREFUSED) || took > 500*time.Millisecond {
-		s.t.Errorf("%s: %v after %s", to, err, took)
+	best := time.Hour
+	for range 5 {
+		start := time.Now()
+		if _, _, err := connect(from, to, 5*time.Second); !errors.Is(err, syscall.ECONNREFUSED) {
+			s.t.Errorf("%s: %v", to, err)
+			return
+		}
+		best = min(best, time.Since(start))
+	}
+	if best > 200*time.Millisecond {
+		s.t.Errorf("%s: a refusal takes %s", to, best)
 	}
 }
 
@@ -234,8 +243,7 @@ func (s *site) wantRefused(from *pod, to string) {
 func (s *site) wantSilence(from *pod, to string) {
 	s.t.Helper()
 	_, _, err := connect(from, to, 300*time.Millisecond)
-	var timeout net.Error
-	if !errors.As(err, &timeout) || !timeout.Timeout() {
+	if timeout, ok := errors.AsType[net.Error](err); !ok || !timeout.Timeout() {
 		s.t.Errorf("%s: %v", to, err)
 	}
 }
@@ -261,7 +269,8 @@ func TestFullSpread(t *testing.T) {
 	for _, addr := range append(slices.Clone(v4), v6...) {
 		all = append(all, ready(addr, "edge1"))
 	}
-	s.apply(s.service(siteService(func(s *services.Service) { s.ExternalIps = []string{"203.0.113.5", "fd00:203::5"} }), all...))
+	external := func(s *services.Service) { s.ExternalIps = []string{"203.0.113.5", "fd00:203::5"} }
+	s.apply(s.service(siteService(external), all...))
 	s.want(s.caller, "10.96.0.10:80", 60, "10.88.1.2", v4...)
 	s.want(s.caller, "[fd00:96::10]:80", 60, "fd00:88:1::2", v6...)
 	s.want(nil, "10.96.0.10:80", 60, nodeIP, v4...)
@@ -441,7 +450,7 @@ func TestFullAffinity(t *testing.T) {
 		t.Fatal(err)
 	}
 	testkit.Eventually(t, "the kernel forgets an idle caller", func() bool {
-		seen := make(map[string]bool)
+		seen, start := make(map[string]bool), time.Now()
 		for range 3 {
 			e, _, err := connect(other, "10.96.0.10:80", 5*time.Second)
 			if err != nil {
@@ -449,7 +458,7 @@ func TestFullAffinity(t *testing.T) {
 			}
 			seen[e] = true
 		}
-		if len(seen) != 1 {
+		if len(seen) != 1 && time.Since(start) < time.Second { // else the machine was slow, and the caller idle
 			t.Fatalf("a caller that is not idle gets %v", seen)
 		}
 		time.Sleep(1100 * time.Millisecond) // the caller is idle for its timeout
@@ -576,8 +585,8 @@ func TestFullProcessSwap(t *testing.T) {
 	}
 }
 
-// If the kernel refuses a table, the one of before stays in force, and changes go on. Chains that nothing leads to do not
-// gather without end.
+// If the kernel refuses a table, the one of before stays in force, and changes go on. Chains that nothing leads to do
+// not gather without end.
 func TestFullTableIsRefused(t *testing.T) {
 	if !testkit.InOwnNetwork(t) {
 		return

@@ -237,12 +237,16 @@ func TestFullBesideKubeProxy(t *testing.T) {
 		t.Fatal(err)
 	}
 	if link.Attrs().Index > 0 {
-		testkit.Eventually(t, "the edge says what is wrong", func() bool { return strings.Contains(r.Note(), "the link kube-ipvs0") })
+		testkit.Eventually(t, "the edge says what is wrong", func() bool {
+			return strings.Contains(r.Note(), "the link kube-ipvs0")
+		})
 		if err := netlink.LinkDel(link); err != nil {
 			t.Fatal(err)
 		}
 	}
-	testkit.Eventually(t, "the edge serves", func() bool { return r.Note() == "" && slices.Contains(tables(t), tableName) })
+	testkit.Eventually(t, "the edge serves", func() bool {
+		return r.Note() == "" && slices.Contains(tables(t), tableName)
+	})
 }
 
 // What the kernel says of iptables-legacy is read without making it make a table.

@@ -42,7 +42,8 @@ func BenchmarkFull(b *testing.B) {
 	p := n.plan(state)
 	b.Run("change", func(b *testing.B) {
 		for i := 0; b.Loop(); i++ {
-			one := item(b, services.EndpointPath("many", "s7", "x", "10.200.0.1"), endpoint("10.200.0.1", fmt.Sprint("edge", i%2)))
+			e := endpoint("10.200.0.1", fmt.Sprint("edge", i%2))
+			one := item(b, services.EndpointPath("many", "s7", "x", "10.200.0.1"), e)
 			d, err := state.Apply(&pb.Changes{Set: []*pb.Item{one}})
 			if err != nil {
 				b.Fatal(err)

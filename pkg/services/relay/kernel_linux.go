@@ -53,8 +53,8 @@ func withRights(err error) error {
 func withVersion(err error) error {
 	for _, lacks := range []error{unix.ENOENT, unix.EOPNOTSUPP, unix.EAFNOSUPPORT, unix.EPROTONOSUPPORT} {
 		if errors.Is(err, lacks) {
-			return fmt.Errorf("%w: [mode.edge.services] needs Linux 5.2 or newer with the modules nf_tables, nft_nat and "+
-				"nft_chain_nat", err)
+			return fmt.Errorf("%w: [mode.edge.services] needs Linux 5.2 or newer with the modules nf_tables, nft_nat, "+
+				"nft_chain_nat, nft_masq, nft_ct and nft_numgen; mode = \"full\" also nft_fib_inet and nft_reject_inet", err)
 		}
 	}
 	return err

@@ -207,7 +207,8 @@ func TestRedirect(t *testing.T) {
 		t.Fatal(err)
 	}
 	at := ln.Addr().(*net.TCPAddr).AddrPort()
-	if err := living.program([]netip.AddrPort{at}, rules{{web4, protocolTCP}: {port: 1}, {log4, protocolUDP}: {port: 2}}); err != nil {
+	both := rules{{web4, protocolTCP}: {port: 1}, {log4, protocolUDP}: {port: 2}}
+	if err := living.program([]netip.AddrPort{at}, both); err != nil {
 		t.Fatal(err)
 	}
 	RemoveRules(log)

@@ -67,14 +67,13 @@ func proxyRules() (what string, err error) {
 			return "the chain " + proxyChain + " of iptables-legacy", err
 		}
 	}
-	var missing netlink.LinkNotFoundError
-	switch _, err := netlink.LinkByName(proxyLink); {
-	case err == nil:
+	if _, err = netlink.LinkByName(proxyLink); err == nil {
 		return "the link " + proxyLink, nil
-	case !errors.As(err, &missing):
-		return "", err
 	}
-	return "", nil
+	if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing {
+		return "", nil
+	}
+	return "", err
 }
 
 // legacy is iptables of before nftables, for a family.
@@ -100,19 +99,19 @@ func (l legacy) hasChain(name string) (bool, error) {
 	switch {
 	case errors.Is(err, os.ErrPermission): // only root reads it
 		if _, err := os.Stat(l.module); err != nil {
-			return false, nil //nolint:nilerr // without the module there is no such table
+			return false, nil // without the module there is no such table
 		}
 	case err != nil, !strings.Contains(string(names), "nat\n"):
-		return false, nil //nolint:nilerr // without the file there is no such iptables
+		return false, nil // without the file there is no such iptables
 	}
 	fd, err := unix.Socket(l.domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	if err != nil {
-		return false, nil //nolint:nilerr // without the family there are no such rules
+		return false, nil // without the family there are no such rules
 	}
 	defer unix.Close(fd)
 	entries, err := l.entries(fd)
 	if err != nil {
-		return false, nil //nolint:nilerr // the kernel has no such table
+		return false, nil // the kernel has no such table
 	}
 	return bytes.Contains(entries, append([]byte(name), 0)), nil
 }

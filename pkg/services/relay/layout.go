@@ -44,7 +44,8 @@ type element struct {
 	end bool   // the key is the first one after an interval
 }
 
-// phase says when an element is written: ends that a chain may choose must be there while the chain can be reached.
+// isDispatch reports whether the element leads to a chain or refuses. Others are endpoints: they must be there while a
+// chain that may choose them can be reached.
 func (e element) isDispatch() bool {
 	switch e.set {
 	case setEnds, setLive:
@@ -159,7 +160,7 @@ func (c chain) needs() (all []chain) {
 	return all
 }
 
-// protocols are the numbers of protocols (IANA).
+// protocolNumber returns the number of a protocol (IANA).
 func protocolNumber(name string) byte {
 	switch name {
 	case protocolUDP:
@@ -227,7 +228,7 @@ func (a address) elements(r rule) (all []element) {
 		all = append(all, element{set: setHairpin, key: string(a.Addr().AsSlice()) + string(a.Addr().AsSlice())})
 	case isPods:
 		all = append(all, element{set: setPods, key: string(a.Addr().AsSlice())})
-		if end := after(netip.PrefixFrom(a.Addr(), int(a.Port()))); end.IsValid() {
+		if end := addressAfter(netip.PrefixFrom(a.Addr(), int(a.Port()))); end.IsValid() {
 			all = append(all, element{set: setPods, key: string(end.AsSlice()), end: true})
 		}
 	}
@@ -249,8 +250,8 @@ func (a address) ends(all []element, r rule) []element {
 	return all
 }
 
-// after returns the address after the last one of a network. It is not valid if there is none.
-func after(p netip.Prefix) netip.Addr {
+// addressAfter returns the address after the last one of a network. It is not valid if there is none.
+func addressAfter(p netip.Prefix) netip.Addr {
 	b := p.Masked().Addr().AsSlice()
 	for i := range b {
 		if host := 8*(i+1) - p.Bits(); host >= 8 {

@@ -53,8 +53,8 @@ func (k table) apply(s steps) error {
 	return k.whole(true)
 }
 
-// whole checks that each chain that something leads to finds its endpoints. Between two steps, an endpoint may be missing
-// among those that callers may keep: then they get another one.
+// whole checks that each chain that something leads to finds its endpoints. Between two steps, an endpoint may be
+// missing among those that callers may keep: then they get another one.
 func (k table) whole(live bool) error {
 	for _, e := range k {
 		if e.set != setFront && e.set != setPorts {
@@ -152,8 +152,8 @@ func (k table) way(at address, from string) (how string, ends []netip.AddrPort) 
 	return wayNowhere, nil
 }
 
-// wanted is what Kubernetes wants for a packet, by services.Choose. Of the endpoints that it permits, those that the node
-// reaches by itself come first, then the tunnel.
+// wanted is what Kubernetes wants for a packet, by services.Choose. Of the endpoints that it permits, those that the
+// node reaches by itself come first, then the tunnel.
 func wanted(n planner, s *services.State, f frontend, from string) (how string, ends []netip.AddrPort) {
 	c := services.Choose(f.service, f.port, f.at.Addr(), s.Endpoints(f.path), services.Self{Node: n.node})
 	list, masquerade := c.Cluster, f.external
@@ -193,8 +193,8 @@ func wanted(n planner, s *services.State, f frontend, from string) (how string, 
 	return fmt.Sprintf("ends, masquerade: %t", masquerade), ends
 }
 
-// After any changes, the elements of the kernel are those of the state, each packet goes where Kubernetes wants it to go,
-// and between two steps no chain lacks an endpoint.
+// After any changes, the elements of the kernel are those of the state, each packet goes where Kubernetes wants it to
+// go, and between two steps no chain lacks an endpoint.
 func TestLayout(t *testing.T) {
 	n, s, kernel := planner{node: "edge1", full: true}, services.NewState(), make(table)
 	p := n.plan(s)
@@ -284,12 +284,12 @@ func listening(all rules) rules {
 }
 
 // The end of a network.
-func TestAfter(t *testing.T) {
+func TestAddressAfter(t *testing.T) {
 	for text, want := range map[string]string{
 		"10.88.0.0/16": "10.89.0.0", "10.88.1.128/25": "10.88.2.0", "10.0.0.1/32": "10.0.0.2", "255.0.0.0/8": "invalid IP",
 		"fd00:88::/32": "fd00:89::", "fd00::/9": "fd80::",
 	} {
-		if got := after(netip.MustParsePrefix(text)); got.String() != want {
+		if got := addressAfter(netip.MustParsePrefix(text)); got.String() != want {
 			t.Errorf("%s: %s, want %s", text, got, want)
 		}
 	}

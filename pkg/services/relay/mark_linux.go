@@ -13,8 +13,8 @@ import (
 // contain it.
 const mark = 0x1000
 
-// markMasquerade is on packets that are masqueraded, in mode full. It is kube-proxy's bit for the same purpose: programs
-// that treat such packets in a way of their own know it, and kube-proxy does not run.
+// markMasquerade is on packets that are masqueraded, in mode full. It is kube-proxy's bit for the same purpose:
+// programs that treat such packets in a way of their own know it, and kube-proxy does not run.
 const markMasquerade = 0x4000
 
 // Unredirected is for net.Dialer.Control: the rules of Services leave the connection alone. The way to the cloud must

@@ -209,9 +209,9 @@ func (n planner) rule(s *services.State, f frontend, endpoints []services.Named)
 	return r, true
 }
 
-// rule returns what the kernel has to do with packets to a frontend that has these ways. kube-proxy tries endpoints that
-// nobody reaches, and so does the kernel if there are no others. anywhere: the frontend has usable endpoints on some
-// node.
+// rule returns what the kernel has to do with packets to a frontend that has these ways. kube-proxy tries endpoints
+// that nobody reaches, and so does the kernel if there are no others. anywhere: the frontend has usable endpoints on
+// some node.
 func (w ways) rule(f frontend, anywhere bool) rule {
 	r := rule{sticky: f.service.GetAffinitySeconds(), masquerade: f.external}
 	direct := w.direct
@@ -341,13 +341,13 @@ func (n planner) frontends(path services.Path, service *services.Service) func(y
 		if !each(permitted(service.GetExternalIps()), true, number) {
 			return
 		}
-		var any []netip.Addr // the unspecified addresses of the Service's families
+		var every []netip.Addr // the unspecified addresses of the Service's families
 		for _, one := range []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()} {
 			if slices.ContainsFunc(cluster, func(a netip.Addr) bool { return a.Is4() == one.Is4() }) {
-				any = append(any, one)
+				every = append(every, one)
 			}
 		}
-		each(any, true, func(p *services.Port) (uint16, bool) {
+		each(every, true, func(p *services.Port) (uint16, bool) {
 			at := p.GetNodePort()
 			return uint16(at), at > 0 && at <= 0xffff //nolint:gosec // checked beside it
 		})

@@ -8,10 +8,13 @@
 // The state of the cluster's Services comes from the cloud, batch by batch (watch.go), and stays in a file (file.go).
 // So a node that starts without its cloud goes on with what it knew. From the state follows the plan (plan.go): the
 // addresses and ports of Services that have an endpoint which this node does not reach by itself, and one that it or
-// the tunnel reaches. kube-proxy would send connections to all of their endpoints. The kernel redirects connections to
-// these addresses to the relay (kernel_linux.go). The relay accepts each of them. It connects to an endpoint that this
-// node reaches by itself, or asks the cloud to reach one, and splices the two (conn.go). Connections to other Services
-// are not touched: kube-proxy serves them.
+// the tunnel reaches. kube-proxy would send connections to all of their endpoints. If the node reaches some of them by
+// itself, the kernel sends connections there (layout.go, table_linux.go). Otherwise it redirects them to the relay. The
+// relay accepts each of them, asks the cloud to reach an endpoint, and splices the two (conn.go). Connections to other
+// Services are not touched: kube-proxy serves them.
+//
+// With Config.Full, the edge serves all Services of the node, in place of kube-proxy. Then it refuses to write rules
+// while those of kube-proxy are there (kubeproxy_linux.go).
 //
 // Datagrams take the same way (datagrams.go). All those to one endpoint have one conn, with the frames of package udp.
 // The relay asks the kernel's conntrack which Service a caller has sent to (conntrack_linux.go).
@@ -22,9 +25,9 @@
 // With Config.DNS, the relay also answers the queries of pods (dns.go): package names makes the answers from the state.
 //
 // A [Relay] owns its file, its nftables tables, its two addresses on loopback, its listeners, and the connections that
-// it accepts. When Run ends, the tables are gone; the file and the addresses stay.
+// it accepts. When Run ends, the tables are gone, unless Config.Full; the file and the addresses stay.
 //
-// The package serves TCP and UDP. It keeps no source addresses: an endpoint sees a connection of its own node.
+// The relay serves TCP and UDP. It keeps no source addresses: an endpoint sees a connection of its own node.
 package relay
 
 import (

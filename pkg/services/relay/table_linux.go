@@ -91,7 +91,8 @@ func (k *linux) hooks() []hook {
 		return all
 	}
 	last := nftables.ChainPriorityRef(*nftables.ChainPriorityNATSource - 10)
-	all = append(all, hook{base("postrouting", nftables.ChainTypeNAT, nftables.ChainHookPostrouting, last), k.masquerades()})
+	after := base("postrouting", nftables.ChainTypeNAT, nftables.ChainHookPostrouting, last)
+	all = append(all, hook{after, k.masquerades()})
 	if !k.full {
 		return all
 	}
@@ -272,8 +273,8 @@ func (f family) toOwn(port uint32) []expr.Any {
 	}
 }
 
-// translations are the rules that choose where a connection goes. In mode relay, all of them leave the edge's own
-// packets to kube-proxy. In mode full, there is nobody else, but nothing leads to the relay: the edge would call itself.
+// translations are the rules that choose where a connection goes. Beside kube-proxy, they leave the edge's own packets
+// to it. In its place, these packets get endpoints as well, but never the relay: the edge would call itself.
 func (k *linux) translations() (all []commented) {
 	var notOwn []expr.Any
 	if k.full {
@@ -307,7 +308,8 @@ func (k *linux) translations() (all []commented) {
 // masquerades are the rules after routing.
 func (k *linux) masquerades() (all []commented) {
 	if k.full {
-		all = append(all, commented{"callers elsewhere", append(hasMark(markMasquerade, true), &expr.Masq{FullyRandom: true})})
+		all = append(all, commented{"callers elsewhere",
+			append(hasMark(markMasquerade, true), &expr.Masq{FullyRandom: true})})
 	}
 	for _, listener := range k.listeners {
 		f := familyOf(listener.Addr())
@@ -571,8 +573,8 @@ func (k *linux) discard(c *nftables.Conn, l leftovers) error {
 	)
 }
 
-// inTransactions adds a message for each of some objects. The kernel acknowledges each message, so that a transaction of
-// too many fills the buffer of the socket.
+// inTransactions adds a message for each of some objects. The kernel acknowledges each message, so that a transaction
+// of too many fills the buffer of the socket.
 func inTransactions[T any](k *linux, c *nftables.Conn, all []T, add func(T)) (err error) {
 	const most = 100
 	for some := range slices.Chunk(all, most) {
