@@ -9,6 +9,7 @@ import (
 	"net/http"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -120,6 +121,66 @@ func TestSharedSearch(t *testing.T) {
 		}
 		if one == other {
 			t.Error("two requests have one answer")
+		}
+	})
+}
+
+// Simultaneous requests for one pod share one search. It asks each kubelet once. Soon after the pod was found, it asks
+// only the kubelet that had it. If that one does not answer within silentProbeTimeout, it asks all kubelets once more.
+func TestPodBurst(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		k := &fakeTunnel{nodes: map[tunnel.NodeName]bool{"edge1": true, "edge2": true}}
+		f, err := New(Config{}, k, k, slog.New(slog.DiscardHandler))
+		must(t, err)
+		var probes1, probes2 atomic.Int64
+		var slow atomic.Pointer[chan struct{}] // edge2 answers when it is closed
+		p := &proxy{f: f, probeNode: func(ctx context.Context, n tunnel.NodeName, _ podRef, _ string) error {
+			if n == "edge1" {
+				probes1.Add(1)
+				return errNoPod
+			}
+			probes2.Add(1)
+			select {
+			case <-*slow.Load():
+				return nil
+			case <-ctx.Done():
+				return ctx.Err()
+			}
+		}}
+		for _, step := range []struct {
+			name         string
+			delay        time.Duration // of the answer of edge2
+			edge1, edge2 int64         // how many probes each has had since the start of the test
+		}{
+			{"first", 0, 1, 1},
+			{"soon after", 0, 1, 2},
+			{"while edge2 is slow", silentProbeTimeout + time.Millisecond, 2, 4},
+		} {
+			const burst = 50
+			release, found := make(chan struct{}), make(chan tunnel.NodeName, burst)
+			slow.Store(&release)
+			for range burst {
+				go func() {
+					n, _ := p.findPod(t.Context(), podRef{0, "ns", "two"}, "caller")
+					found <- n
+				}()
+			}
+			synctest.Wait() // all requests wait for the answer of edge2
+			if len(found) != 0 {
+				t.Fatalf("%s: %d requests have a node before edge2 has answered", step.name, len(found))
+			}
+			time.Sleep(step.delay)
+			synctest.Wait()
+			close(release)
+			for range burst {
+				if n := <-found; n != "edge2" {
+					t.Errorf("%s: a request goes to %q", step.name, n)
+				}
+			}
+			if a, b := probes1.Load(), probes2.Load(); a != step.edge1 || b != step.edge2 {
+				t.Errorf("%s: edge1 was asked %d times and edge2 %d times, want %d and %d",
+					step.name, a, b, step.edge1, step.edge2)
+			}
 		}
 	})
 }

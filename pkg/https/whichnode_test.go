@@ -192,8 +192,8 @@ func TestPodMoves(t *testing.T) {
 	}
 }
 
-// Many simultaneous requests for one pod ask each kubelet once.
-func TestPodBurst(t *testing.T) {
+// Many simultaneous requests for one pod reach its node. TestPodBurst counts the probes.
+func TestPodBurstThroughDoor(t *testing.T) {
 	k1, k2 := newPodKubelet("edge1"), newPodKubelet("edge2", "ns/two")
 	k2.slow = make(chan struct{})
 	r := newRig(t, k1, nil)
@@ -225,11 +225,6 @@ func TestPodBurst(t *testing.T) {
 		if a := <-answers; a != "edge2" {
 			t.Errorf("answer %q", a)
 		}
-	}
-	// Requests after the end of the search ask the node that had the pod. All are asked again if that node does not
-	// answer in a second, as on a machine that is busy.
-	if n := k1.probes.Load(); n > burst/5 {
-		t.Errorf("edge1 was asked %d times", n)
 	}
 }
 

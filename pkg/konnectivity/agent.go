@@ -6,7 +6,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"net/url"
 	"sync"
 	"time"
@@ -130,13 +129,7 @@ type endpoint struct {
 	want    int             // how many servers there are behind the address, as the last joined server has said
 }
 
-// The backoff between two attempts is a random part of a bound that doubles from min to max. After a
-// refusal the bound is larger, since the server refuses again until somebody changes a credential.
 const (
-	retryMin        = 500 * time.Millisecond
-	retryMax        = 10 * time.Second
-	retryRefusedMin = 10 * time.Second
-	retryRefusedMax = 5 * time.Minute
 	// joinTime bounds an attempt: connecting, the TLS handshake, and the server's header.
 	joinTime = 10 * time.Second
 	// maxServers bounds the servers behind an address, and maxServerID the id of a server in bytes.
@@ -155,7 +148,7 @@ func (e *endpoint) run(ctx context.Context) {
 	log := e.agent.log.With("server", e.url)
 	var live sync.WaitGroup
 	defer live.Wait()
-	var bound time.Duration
+	var backoff tunnel.Backoff
 	var failures tunnel.Repeats
 	for ctx.Err() == nil {
 		if e.full() {
@@ -167,11 +160,11 @@ func (e *endpoint) run(ctx context.Context) {
 		}
 		var s *agentStream
 		err := e.agent.guard("the attempt to join ends", func() (err error) { s, err = e.join(ctx); return err })
-		low, high := retryMin, retryMax
+		refused := false
 		switch c := status.Code(err); {
 		case err == nil:
 			failures.Reset()
-			bound = 0 // the next server, if there is one, is tried within retryMin
+			backoff.Reset() // the next server, if there is one, is tried within tunnel.BackoffMin
 			e.agent.count(e.url, 1)
 			log.Info("proxy-server joined", "id", s.server, "servers", s.count)
 			live.Go(func() {
@@ -187,9 +180,7 @@ func (e *endpoint) run(ctx context.Context) {
 		case errors.Is(err, errDuplicate):
 			log.Debug("joining a proxy-server", "err", err)
 		default:
-			if c == codes.Unauthenticated || c == codes.PermissionDenied {
-				low, high = retryRefusedMin, retryRefusedMax
-			}
+			refused = c == codes.Unauthenticated || c == codes.PermissionDenied
 			level := slog.LevelWarn
 			skipped, ok := failures.Allow(err.Error())
 			if !ok {
@@ -197,9 +188,14 @@ func (e *endpoint) run(ctx context.Context) {
 			}
 			log.Log(ctx, level, "joining a proxy-server", "err", err, "skipped", skipped)
 		}
-		bound = min(max(2*bound, low), high)
+		var wait time.Duration
+		if refused { // the server refuses again until somebody changes a credential
+			wait = backoff.NextRefused()
+		} else {
+			wait = backoff.Next(tunnel.BackoffMax)
+		}
 		select {
-		case <-time.After(rand.N(bound)):
+		case <-time.After(wait):
 		case <-ctx.Done():
 		}
 	}

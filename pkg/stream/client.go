@@ -281,7 +281,7 @@ func (c *Client) Run(ctx context.Context) error {
 		}
 		// Another address of this machine changes nothing about a refusal.
 		if why := c.pause(ctx, d); why == hurryReplica || why == hurryRoute && !isRefusal(err) {
-			wait.reset()
+			wait.Reset()
 		}
 	}
 }
@@ -347,8 +347,8 @@ func (c *Client) wanted(ctx context.Context, wait *backoff) error {
 		c.ended = nil
 		c.mu.Unlock()
 		for _, e := range ended {
-			if e.lived > backoffMax {
-				wait.reset()
+			if e.lived > tunnel.BackoffMax {
+				wait.Reset()
 				c.failures.Reset()
 			}
 		}

@@ -378,7 +378,7 @@ func TestNetworkChangedWithoutSession(t *testing.T) {
 			Op: "dial", Net: "tcp", Addr: net.TCPAddrFromAddrPort(netip.MustParseAddrPort("10.0.0.1:9000")),
 			Err: syscall.ECONNREFUSED,
 		}, 0},
-		"the cloud refuses": {status.Error(codes.Unauthenticated, "no"), backoffRefusedMax / 4},
+		"the cloud refuses": {status.Error(codes.Unauthenticated, "no"), tunnel.BackoffRefusedMax / 4},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

@@ -74,7 +74,7 @@ func TestHalfOpenPathIsNoticed(t *testing.T) {
 		}
 
 		r.net.dead.Store(false)
-		within(t, 2*backoffMax, "the edge is back", func() bool { return r.dir.Holds("edge1") && e.client.Ready() == nil })
+		within(t, 2*tunnel.BackoffMax, "the edge is back", func() bool { return r.dir.Holds("edge1") && e.client.Ready() == nil })
 		if w := r.log.lines("end=edge", "no session; trying again"); len(w) == 0 {
 			t.Error("the edge does not log why it has no session")
 		}
@@ -355,7 +355,7 @@ func TestRefusedEdgeTriesSlowly(t *testing.T) {
 		}
 		<-token
 		token <- "token-edge1"
-		within(t, backoffRefusedMax+time.Minute, "the edge joins with the right token", func() bool { return e.client.Ready() == nil })
+		within(t, tunnel.BackoffRefusedMax+time.Minute, "the edge joins with the right token", func() bool { return e.client.Ready() == nil })
 	})
 }
 
@@ -372,11 +372,11 @@ func TestCloudDownAndUp(t *testing.T) {
 				t.Errorf("while the cloud is down, Ready says %v", err)
 			}
 			r.serve()
-			within(t, backoffMax+time.Second, "the edge is back", func() bool { return e.client.Ready() == nil })
+			within(t, tunnel.BackoffMax+time.Second, "the edge is back", func() bool { return e.client.Ready() == nil })
 			time.Sleep(time.Minute)
 		}
 		r.dir.Lookup("edge1").Close(errors.New("cut by the test"))
-		within(t, backoffMin+100*time.Millisecond, "after a minute of peace the edge is back at once", func() bool {
+		within(t, tunnel.BackoffMin+100*time.Millisecond, "after a minute of peace the edge is back at once", func() bool {
 			return r.counters.Sessions.Load() == 5
 		})
 	})
@@ -483,7 +483,7 @@ func TestNoMoreStreams(t *testing.T) {
 		if _, err := r.dial("edge1", "target:1"); err == nil {
 			t.Fatal("a conn is open without a stream")
 		}
-		within(t, backoffMax, "a new session takes its place", func() bool {
+		within(t, tunnel.BackoffMax, "a new session takes its place", func() bool {
 			s := e.client.Session()
 			return s != nil && s != first && r.dir.Holds("edge1")
 		})
@@ -508,7 +508,7 @@ func TestCloudThatAnswersNoHeartbeat(t *testing.T) {
 		if err := es.reason(); err == nil || !strings.Contains(err.Error(), "heartbeat") {
 			t.Errorf("the session ended with %v", err)
 		}
-		within(t, backoffMax, "a new one takes its place", func() bool {
+		within(t, tunnel.BackoffMax, "a new one takes its place", func() bool {
 			s := e.client.Session()
 			return s != nil && s != first
 		})
