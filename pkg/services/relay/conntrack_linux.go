@@ -89,8 +89,8 @@ func attribute(b []byte, kind uint16) []byte {
 
 // forget implements kernel.
 func (k *linux) forget(before, after rules) error {
-	if len(before)+len(after) == 0 {
-		return nil
+	if before, after = outdates(before, after); len(before)+len(after) == 0 {
+		return nil // no list of all entries for an endpoint that comes
 	}
 	var errs []error
 	isOwn := ownAddresses(before, after)

@@ -94,6 +94,43 @@ func TestOutdated(t *testing.T) {
 	}
 }
 
+// A change looks at conntrack only if flows may lead elsewhere now.
+func TestOutdates(t *testing.T) {
+	at := address{web4, protocolUDP}
+	a, b := netip.MustParseAddrPort("10.88.1.5:1"), netip.MustParseAddrPort("10.88.1.6:1")
+	ends := func(all ...netip.AddrPort) rule { return rule{kind: toEnds, ends: all} }
+	for name, c := range map[string]struct {
+		before, after *rule
+		want          bool
+	}{
+		"new":               {nil, &rule{kind: toEnds}, true},
+		"gone":              {&rule{kind: toEnds}, nil, true},
+		"an endpoint comes": {new(ends(a)), new(ends(a, b)), false},
+		"an endpoint goes":  {new(ends(a, b)), new(ends(a)), true},
+		"another endpoint":  {new(ends(a)), new(ends(b)), true},
+		"for callers here": {new(ends(a)),
+			&rule{kind: toSplit, inside: toEnds, ends: []netip.AddrPort{b}, local: []netip.AddrPort{a}}, false},
+		"from the relay": {&rule{port: 7}, new(ends(a)), true},
+		"to the relay":   {new(ends(a)), &rule{port: 7}, true},
+		"refused before": {&rule{kind: toReject}, new(ends(a)), true},
+	} {
+		before, after := make(rules), make(rules)
+		if c.before != nil {
+			before[at] = *c.before
+		}
+		if c.after != nil {
+			after[at] = *c.after
+		}
+		if was, now := outdates(before, after); (len(was)+len(now) > 0) != c.want {
+			t.Errorf("%s: %v, %v", name, was, now)
+		}
+	}
+	about := rules{{netip.AddrPortFrom(web4.Addr(), 0), aboutClusterIP}: {kind: isClusterIP}}
+	if was, now := outdates(about, nil); len(was)+len(now) > 0 {
+		t.Errorf("a ClusterIP: %v, %v", was, now)
+	}
+}
+
 // Nobody else sets the mark of the edge, or reads it.
 func TestMark(t *testing.T) {
 	for whose, bits := range map[string]uint32{

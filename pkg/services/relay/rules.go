@@ -100,6 +100,32 @@ func (r rules) toRelay() rules {
 	return some
 }
 
+// mayStay reports whether all flows that r has let pass may go on by the rule after it.
+func (r rule) mayStay(after rule) bool {
+	stays := func(end netip.AddrPort) bool {
+		return slices.Contains(after.ends, end) || slices.Contains(after.local, end)
+	}
+	gone := func(end netip.AddrPort) bool { return !stays(end) }
+	return len(r.ends)+len(r.local) > 0 && !r.relayed() &&
+		!slices.ContainsFunc(r.ends, gone) && !slices.ContainsFunc(r.local, gone)
+}
+
+// outdates returns the rules of before and after that may have flows which lead elsewhere than after says.
+func outdates(before, after rules) (was, now rules) {
+	was, now = make(rules), make(rules)
+	for at, one := range after {
+		if had, ok := before[at]; at.isPort() && (!ok || !had.mayStay(one)) {
+			now[at] = one
+		}
+	}
+	for at, had := range before {
+		if next, ok := after[at]; at.isPort() && (!ok || !had.mayStay(next)) {
+			was[at] = had
+		}
+	}
+	return was, now
+}
+
 // difference returns what differs between r and want: the rules of r that want does not have, or has changed, and
 // those of want that r does not have as they are.
 func (r rules) difference(want rules) (before, after rules) {
