@@ -315,3 +315,38 @@ func echoOnce(addr string) error {
 	_, err = io.ReadFull(c, got)
 	return err
 }
+
+// revoke says whether the cloud has ended the session of the node. A cloud that reads another token file has not.
+func TestRevokeAsksTheCloud(t *testing.T) {
+	o := newOperated(t, nil)
+	dir := t.TempDir()
+	for _, name := range []string{"cloud.toml", "tokens"} { // what revoke reads
+		text, err := os.ReadFile(filepath.Join(filepath.Dir(o.cloud), name))
+		if err == nil {
+			err = os.WriteFile(filepath.Join(dir, name), text, 0o600)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	old := filepath.Join(dir, "cloud.toml")
+	revoke := func(config, want string) {
+		t.Helper()
+		if out := o.want(exitOK, "token", "revoke", "-c", config, "--node", "edge1"); !strings.Contains(out, want) {
+			t.Errorf("revoke by %s says\n%swant %q", config, out, want)
+		}
+	}
+	revoke(old, "Not checked whether a cloud has ended a session: nothing listens")
+	text, err := os.ReadFile(old)
+	if err == nil {
+		socket := fmt.Sprintf("socket = %q", filepath.Join(filepath.Dir(o.cloud), "cloud.sock"))
+		err = os.WriteFile(old, []byte(strings.Replace(string(text), `socket = "cloud.sock"`, socket, 1)), 0o600)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	revoke(old, "STILL has a session of node edge1")
+	o.want(exitOK, "ls", "-c", o.cloud, "edge1")
+	revoke(o.cloud, "has no session of node edge1.")
+	o.want(exitAway, "ls", "-c", o.cloud, "edge1")
+}

@@ -1,17 +1,20 @@
 package main
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"os"
+	"slices"
 	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"tunnel.example/tunnel/conf"
+	"tunnel.example/tunnel/pkg/api"
 	"tunnel.example/tunnel/pkg/audit"
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/setup"
@@ -275,6 +278,45 @@ Exit codes: 0 ok, 1 the token file cannot be read, 3 the configuration has a pro
 	return cmd
 }
 
+// revokeTime is how long a cloud may take to end the session of a revoked node. The cloud looks at its token file once
+// a second.
+const revokeTime = 3 * time.Second
+
+// sessionAfterRevoke returns what has become of the session of a revoked node. It asks the cloud that answers on the
+// admin socket of c: the running cloud may read another token file than that of c.
+func sessionAfterRevoke(ctx context.Context, c *conf.Cloud, node tunnel.NodeName) string {
+	if c.AdminSocket == "" {
+		return "Not checked: the configuration names no admin socket, by which a cloud could be asked for its sessions."
+	}
+	ctx, cancel := context.WithTimeout(ctx, revokeTime)
+	defer cancel()
+	client, connected := api.NewClient(c.AdminSocket), false
+	for {
+		list, err := client.Nodes(ctx)
+		switch {
+		case err != nil && !connected:
+			return fmt.Sprintf("Not checked whether a cloud has ended a session: %v", err)
+		case err == nil:
+			connected = slices.ContainsFunc(list.Nodes, func(n api.Node) bool {
+				return n.Name == string(node) && n.State == api.Connected
+			})
+		}
+		if !connected {
+			text := fmt.Sprintf("The cloud that answers on %s has no session of node %s.", c.AdminSocket, node)
+			if len(list.Incomplete) > 0 {
+				text += " Not all of its replicas were checked: " + strings.Join(list.Incomplete, "; ")
+			}
+			return text
+		}
+		select {
+		case <-time.After(revokeTime / 30):
+		case <-ctx.Done():
+			return fmt.Sprintf("The cloud that answers on %s STILL has a session of node %s. Does it read %s? If systemd runs "+
+				"the cloud, its configuration is /etc/tunnel/cloud.toml.", c.AdminSocket, node, c.Server.TokenFile)
+		}
+	}
+}
+
 func newTokenRevokeCommand(logs *logFlags) *cobra.Command {
 	var file configFlag
 	var node string
@@ -282,7 +324,8 @@ func newTokenRevokeCommand(logs *logFlags) *cobra.Command {
 		Use:   "revoke [-c FILE] --node NAME",
 		Short: "Revoke a node: its tokens, its certificates, its session",
 		Long: `revoke marks the node as revoked in the token file, and removes its tokens. A running cloud
-ends the node's session and conns within a second.
+that reads this file ends the node's session and conns within a second. revoke then asks the cloud by
+the admin socket of the configuration, and says whether the node still has a session.
 ` + "`tunnel token create`" + ` lets the node join again, but not with its old token or certificate.
 With the pattern of a token for several nodes, revoke removes that token. Nodes that have joined stay.
 
@@ -315,7 +358,11 @@ Exit codes: 0 revoked; 1 a file cannot be read or written; 2 wrong command line;
 			auditCommand(c, logs, cmd.ErrOrStderr(), tunnel.Event{
 				Kind: tunnel.EventTokenRevoke, Node: name, Nodes: string(pattern),
 			})
-			return nil
+			if name == "" {
+				return nil
+			}
+			_, err = fmt.Fprintln(cmd.OutOrStdout(), sessionAfterRevoke(cmd.Context(), c, name))
+			return err
 		},
 	}
 	file.register(cmd, cloudFile)

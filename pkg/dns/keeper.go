@@ -65,7 +65,7 @@ func (k *keeper) reconcile(ctx context.Context) (again, notBefore time.Time) {
 	if !k.w.namesKnown() {
 		return now.Add(resyncInterval), now
 	}
-	d, wrote, err := k.sync(ctx, now)
+	d, wrote, err := k.writeIfChanged(ctx, now)
 	if ctx.Err() != nil {
 		return now, now
 	}
@@ -104,9 +104,9 @@ func (k *keeper) delay(err error) time.Duration {
 	return max(d, min(kube.RetryAfter(err), maxRetryAfter))
 }
 
-// sync reads the file unless its content is known, and writes it if it has to change. wrote
+// writeIfChanged reads the file unless its content is known, and writes it if it has to change. wrote
 // reports whether it was written.
-func (k *keeper) sync(ctx context.Context, now time.Time) (d decision, wrote bool, _ error) {
+func (k *keeper) writeIfChanged(ctx context.Context, now time.Time) (d decision, wrote bool, _ error) {
 	store := k.w.cfg.Store
 	if k.file == nil {
 		loaded, err := store.Load(ctx)

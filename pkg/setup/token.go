@@ -492,8 +492,8 @@ func Revoke(c *conf.Cloud, h Host, node tunnel.NodeName, out, notes io.Writer) e
 	case change.failed != nil:
 		return change.unwritten()
 	}
-	fmt.Fprintf(out, "Node %s is revoked: no token and no certificate proves it any more, "+
-		"and a cloud that runs ends its session now.\n", node)
+	fmt.Fprintf(out, "Node %s is revoked in %s. A cloud that reads this file accepts no token and no certificate of the "+
+		"node any more, and ends its session within a second.\n", node, c.Server.TokenFile)
 	if !known {
 		fmt.Fprintf(notes, "No line of %s was about %s before: is the name right?\n", c.Server.TokenFile, node)
 	}

@@ -102,7 +102,7 @@ func TestReplacedProofIsRevoked(t *testing.T) {
 		s.init()
 		first, second := make(chan struct{}), make(chan struct{})
 		s.standOn(&proof{grant: auth.Grant{Revoked: first}, release: func() {}})
-		s.wg.Go(s.endWhenUnproven)
+		s.wg.Go(s.endWhenExpiredOrRevoked)
 		synctest.Wait()
 		s.proof.Store(&proof{grant: auth.Grant{Revoked: second}, release: func() {}}) // and says nothing
 		close(first)

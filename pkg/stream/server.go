@@ -579,7 +579,7 @@ func (s *Server) TunnelStreaming(stream pb.Stream_TunnelStreamingServer) error {
 		}()
 	}()
 	cs.start(ctx)
-	cs.endWhenUnproven() // called here, because a goroutine for it would cost every idle node 4 KiB
+	cs.endWhenExpiredOrRevoked() // called here, because a goroutine for it would cost every idle node 4 KiB
 	<-cs.done
 	if err = cs.reason(); ctx.Err() != nil && status.Code(err) == codes.Canceled {
 		err = errLost

@@ -76,9 +76,9 @@ func (s *cloudSession) standOn(p *proof) {
 	}
 }
 
-// endWhenUnproven ends the session when its proof is no longer good. It returns when the session has
+// endWhenExpiredOrRevoked ends the session when its proof is no longer good. It returns when the session has
 // ended.
-func (s *cloudSession) endWhenUnproven() {
+func (s *cloudSession) endWhenExpiredOrRevoked() {
 	for {
 		p := s.proof.Load()
 		var expires <-chan time.Time

@@ -43,8 +43,8 @@ func TestMain(m *testing.M) {
 // ssh stands in for the program of that name: it prints the first line of the server. The edge may
 // report its session a moment before the cloud lists it, so ssh tries for some seconds.
 func ssh(args []string) error {
-	if len(args) != 3 || args[0] != "-p" || args[2] != "localhost" {
-		return fmt.Errorf("this ssh knows only -p PORT localhost, not %q", args)
+	if len(args) != 3 || args[0] != "-p" || args[2] != "USER@localhost" {
+		return fmt.Errorf("this ssh knows only -p PORT USER@localhost, not %q", args)
 	}
 	for end := time.Now().Add(10 * time.Second); ; time.Sleep(100 * time.Millisecond) {
 		line, err := banner(net.JoinHostPort("127.0.0.1", args[1]))

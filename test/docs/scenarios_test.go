@@ -50,7 +50,11 @@ func TestReadme(t *testing.T) {
 // docs/first-port.md leads to ssh on a machine behind NAT.
 func TestFirstPort(t *testing.T) {
 	t.Parallel()
-	forwards(t, "first-port").run()
+	s := forwards(t, "first-port")
+	s.swaps["2223"] = strconv.Itoa(testkit.FreePort(t)) // of the second edge
+	s.wants = append(s.wants, want{"tunnel forward add", "cloud: applied", ""},
+		want{"tunnel status", "listens   tcp", ""}, want{"tunnel token revoke", "has no session of node edge1", ""})
+	s.run()
 }
 
 // README's way to see the tunnel work: make, in a clone.
