@@ -514,12 +514,10 @@ congestion = "tcp bbr"
 			`11: mode.edge.stream.client.congestion: "tcp bbr" is not the name of a congestion control: ` +
 				`write "auto", "system", or a name such as "bbr"`}},
 		{"services", client + "[mode.edge.services]\nmode = \"full\"\ndirect = [\"10.0.0.1/8\", \"home\"]\n", []string{
-			`7: mode.edge.services.mode: this version has no mode "full": write mode = "relay", ` +
-				`and let kube-proxy run on the node`,
 			`8: mode.edge.services.direct: "10.0.0.1/8": did you mean "10.0.0.0/8"?`,
 			`8: mode.edge.services.direct: "home" is not a network: write one such as "10.88.1.0/24"`}},
 		{"no mode of services", client + "[mode.edge.services]\nmode = \"proxy\"\n", []string{
-			`7: mode.edge.services.mode: "proxy" is no mode: write mode = "relay"`}},
+			`7: mode.edge.services.mode: "proxy" is no mode: write mode = "relay" or "full"`}},
 		{"the domain of services", client + "[mode.edge.services]\ndns = true\nclusterdomain = \"cluster local\"\n", []string{
 			`8: mode.edge.services.clusterdomain: "cluster local" is no domain: write that of the cluster, such as ` +
 				`"cluster.local"`}},

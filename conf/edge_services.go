@@ -5,10 +5,11 @@ import (
 	"net/netip"
 )
 
-// EdgeServices configures how an edge serves Services whose endpoints are on other edge nodes, [mode.edge.services].
+// EdgeServices configures how an edge serves Services, [mode.edge.services].
 type EdgeServices struct {
 	On     bool           // whether the table is there
 	State  string         // file of what the cloud has told
+	Full   bool           // serves all Services, in place of kube-proxy
 	Direct []netip.Prefix // networks whose endpoints this node reaches without the tunnel
 	DNS    bool           // whether the edge answers the names of Services
 	Domain string         // of the cluster, in lower case
@@ -17,7 +18,7 @@ type EdgeServices struct {
 const (
 	// defaultServicesState is where an edge keeps what it knows of Services.
 	defaultServicesState = "/var/lib/tunnel/services.db"
-	// servicesRelay is the mode that works beside kube-proxy, and servicesFull the one that will take its place.
+	// servicesRelay is the mode that works beside kube-proxy, and servicesFull the one that takes its place.
 	servicesRelay = "relay"
 	servicesFull  = "full"
 )
@@ -32,10 +33,9 @@ func newEdgeServices(t *edgeServicesKeys, r *report) EdgeServices {
 	switch t.Mode {
 	case "", servicesRelay:
 	case servicesFull:
-		r.add(table+"mode", "this version has no mode %q: write mode = %q, and let kube-proxy run on the node", t.Mode,
-			servicesRelay)
+		s.Full = true
 	default:
-		r.add(table+"mode", "%q is no mode: write mode = %q", t.Mode, servicesRelay)
+		r.add(table+"mode", "%q is no mode: write mode = %q or %q", t.Mode, servicesRelay, servicesFull)
 	}
 	s.Direct = r.prefixes(table+"direct", t.Direct)
 	s.DNS, s.Domain = t.DNS, r.domain(table+"clusterdomain", t.ClusterDomain)

@@ -62,9 +62,11 @@ func newServicesLsCommand() *cobra.Command {
 		Use:   "ls",
 		Short: "List the ports of Services, and who serves them on this node",
 		Long: `ls lists the ports of the cluster's Services (TCP, UDP) at each ClusterIP, as this machine's edge knows them.
+With mode = "full", it also lists SCTP, external IPs and node ports; 0.0.0.0 and :: are each address of the node.
 
 SERVED BY is who serves connections from this node:
-  relay       the edge, through the tunnel if no endpoint is near
+  rules       the edge's rules in the kernel: they lead to endpoints that this node reaches by itself
+  relay       the edge, through the tunnel
   kube-proxy  kube-proxy; the edge does nothing
   nobody      no endpoint is ready, or none may be used from this node
 

@@ -356,6 +356,12 @@ func TestServicesOfCloud(t *testing.T) {
 	want(t, "kube-proxy", s.kubeProxy(ctx), StateOK, proxy.URL, "")
 	proxy.Close()
 	want(t, "no kube-proxy", s.kubeProxy(ctx), StateWarn, "connection refused", "start kube-proxy")
+	s.Full = true
+	want(t, "in place of kube-proxy", s.kubeProxy(ctx), StateOK, "does not run", "")
+	proxy = httptest.NewServer(http.NotFoundHandler())
+	defer proxy.Close()
+	s.proxy = proxy.URL
+	want(t, "beside kube-proxy", s.kubeProxy(ctx), StateFail, "answers at "+proxy.URL, "kube-proxy --cleanup")
 }
 
 // FuzzReadHosts: whatever a hosts file holds, each name has addresses in order.

@@ -57,7 +57,8 @@ func redirected() (found redirects, err error) {
 		return found, err
 	}
 	translates := func(chain *nftables.Chain) bool {
-		return chain.Type == nftables.ChainTypeNAT && chain.Hooknum != nil && chain.Priority != nil
+		return chain.Type == nftables.ChainTypeNAT && chain.Hooknum != nil && chain.Priority != nil &&
+			*chain.Hooknum != *nftables.ChainHookPostrouting // where the source is translated
 	}
 	at := make(map[nftables.ChainHook]nftables.ChainPriority) // the edge's
 	for _, chain := range chains {

@@ -101,6 +101,9 @@ func (s *relayed) redirect(ctx context.Context) Result {
 			"no link has the address %s, to which the rules lead: Services of other nodes are not reached",
 			services.RelayAddress)
 	}
+	if s.Full {
+		return OK("the rules for Services are there")
+	}
 	return OK("connections to Services of other nodes lead to the edge")
 }
 
@@ -200,8 +203,8 @@ func (s *relayed) cloud(ctx context.Context) Result {
 	return Warn(do, "the edge works with what the cloud has sent until %s: %s", when(*known.Stale), why)
 }
 
-// kubeProxy looks for the program that serves all Services that the edge does not serve. Any answer will do: kube-proxy
-// answers 503 while its Node is deleted.
+// kubeProxy looks for the program that serves all Services that the edge does not serve; in mode full there must be
+// none. Any answer will do: kube-proxy answers 503 while its Node is deleted.
 func (s *relayed) kubeProxy(ctx context.Context) Result {
 	ctx, cancel := context.WithTimeout(ctx, stepTimeout)
 	defer cancel()
@@ -209,6 +212,14 @@ func (s *relayed) kubeProxy(ctx context.Context) Result {
 	q, err := http.NewRequestWithContext(ctx, http.MethodGet, s.proxy, nil)
 	if err == nil {
 		answer, err = (&http.Client{Transport: &http.Transport{DisableKeepAlives: true}}).Do(q)
+	}
+	if s.Full {
+		if err == nil {
+			answer.Body.Close()
+			return Fail("keep kube-proxy from this node, and run kube-proxy --cleanup there; or write mode = \"relay\" "+
+				"(docs/services.md)", "mode = \"full\" takes the place of kube-proxy, but it answers at %s", s.proxy)
+		}
+		return OK("kube-proxy does not run on this node: the edge serves all Services")
 	}
 	if err != nil {
 		return Warn("start kube-proxy, or the program in its place; if its health is at another address, all is well",

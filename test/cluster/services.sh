@@ -1,6 +1,7 @@
 #!/bin/bash
 # services.sh: starts the name server of pods behind the address 10.96.0.10, as clusters of kubeadm have it: a second CoreDNS,
-# beside the control plane, that knows the Services. up.sh does it with KUBEPROXY=1: without kube-proxy nobody could ask it.
+# beside the control plane, that knows the Services. up.sh does it with KUBEPROXY: nobody could ask it without kube-proxy, or an edge
+# in its place (KUBEPROXY=none).
 # It refuses all other names. In particular it does not ask the CoreDNS of kube-apiserver: dns.sh may have that one ask a pod,
 # and a pod's name server that does not know a name asks this one.
 set -euo pipefail

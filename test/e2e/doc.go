@@ -34,7 +34,8 @@
 //
 //	go test -tags e2e -count=1 -v -run TestCNI ./test/e2e
 //
-// TestServices has pods of two nodes behind NAT use each other's Services, beside kube-proxy, through the tunnel:
+// TestServices has pods of two nodes behind NAT use each other's Services, beside kube-proxy, through the tunnel;
+// TestServicesFull has the edges serve all Services of nodes without kube-proxy:
 //
 //	go test -tags e2e -count=1 -v -run TestServices ./test/e2e
 //

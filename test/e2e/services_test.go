@@ -7,15 +7,18 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
 	"slices"
 	"strings"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 )
@@ -40,7 +43,7 @@ func TestServices(t *testing.T) {
 			if err := c.apply(ctx, "services.yaml"); err != nil {
 				t.Fatal(err)
 			}
-			s := &farServices{c: c, tn: newEgress(ctx, t, c, program), pods: make(map[string]string)}
+			s := &farServices{c: c, tn: newEgress(ctx, t, c, program), mode: "relay", pods: make(map[string]string)}
 			t.Cleanup(func() { s.tn.down(t) })
 			for _, step := range []struct {
 				name string
@@ -59,11 +62,145 @@ func TestServices(t *testing.T) {
 	}
 }
 
-// farServices is what the steps of TestServices work on.
+// TestServicesFull has edges serve all Services of nodes without kube-proxy.
+func TestServicesFull(t *testing.T) {
+	ctx := contextOf(t)
+	program := binary(ctx, t)
+	c := upCluster(ctx, t, "KUBEPROXY=none")
+	if _, err := c.kubectl(ctx, "apply", "-f", "../../deployment/cloud-rbac.yaml"); err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range []string{"services.yaml", "services-full.yaml"} {
+		if err := c.apply(ctx, file); err != nil {
+			t.Fatal(err)
+		}
+	}
+	s := &farServices{c: c, tn: newEgress(ctx, t, c, program), mode: "full", pods: make(map[string]string)}
+	t.Cleanup(func() { s.tn.down(t) })
+	for _, step := range []struct {
+		name string
+		do   func(ctx context.Context, t *testing.T)
+	}{
+		{"pods", s.start}, {"foreign tables", s.foreign}, {"nobody serves", s.unserved}, {"served", s.relayed},
+		{"rules", s.listed}, {"node ports", s.nodePorts}, {"no endpoint", s.refused}, {"datagrams", s.datagrams},
+		{"bulk", s.bulk}, {"a node is away", s.nodeAway}, {"without the cloud", s.offline},
+		{"names without the cloud", s.names}, {"the cloud is back", s.back}, {"removed", s.remove},
+		{"without the edge", s.withoutEdge}, {"beside kube-proxy", s.besideProxy},
+	} {
+		if !c.step(t, step.name, func(t *testing.T) { step.do(ctx, t) }) {
+			return
+		}
+	}
+}
+
+// farServices is what the steps of TestServices and TestServicesFull work on.
 type farServices struct {
 	c    *cluster
 	tn   *tunnel
+	mode string            // of the edges
 	pods map[string]string // the address of the pod on each node
+}
+
+// The addresses and the node port of testdata/services-full.yaml.
+const (
+	emptyClusterIP = "10.96.20.6"
+	nodePort       = "30080"
+)
+
+// unserved asserts that nobody serves Services yet.
+func (s *farServices) unserved(ctx context.Context, t *testing.T) {
+	for _, node := range s.c.nodes {
+		if out, err := s.fromNode(ctx, node, node); err == nil {
+			t.Fatalf("%s gets %q without kube-proxy and without the edge: the test proves nothing", node, out)
+		}
+	}
+}
+
+// nodePorts has processes and pods of each node get the page of the pod of their node by a node port.
+func (s *farServices) nodePorts(ctx context.Context, t *testing.T) {
+	for _, node := range s.c.nodes {
+		addr, err := s.c.kubectl(ctx, "get", "node", node, "-o",
+			`jsonpath={.status.addresses[?(@.type=="InternalIP")].address}`)
+		if err != nil {
+			t.Fatal(err)
+		}
+		addr, _, _ = strings.Cut(addr, " ")
+		for _, url := range []string{
+			"http://" + addr + ":" + nodePort + "/",
+			"http://" + s.pods[node] + ":" + podPort + "/cgi-bin/get?" + addr + "," + nodePort + ",/",
+		} {
+			eventually(ctx, t, time.Minute, "the node port of "+node, func(ctx context.Context) error {
+				status, body, err := s.c.getInside(ctx, node, url)
+				if err := is200(status, body, err); err != nil {
+					return err
+				}
+				if !strings.Contains(body, "web-"+node) {
+					return fmt.Errorf("%s: got %q", url, body)
+				}
+				return nil
+			})
+		}
+	}
+}
+
+// refused asserts that connections to a Service without endpoints, and to a port that no Service has, are refused at
+// once.
+func (s *farServices) refused(ctx context.Context, t *testing.T) {
+	for _, addr := range []string{emptyClusterIP + ":80", clusterIPOf["edge1"] + ":81"} {
+		began := time.Now()
+		conn, err := dialInside(ctx, "/run/netns/te2e-edge1", "tcp", addr)
+		if err == nil {
+			conn.Close()
+		}
+		if took := time.Since(began); !errors.Is(err, syscall.ECONNREFUSED) || took > time.Second {
+			t.Errorf("%s: %v after %v", addr, err, took)
+		}
+	}
+}
+
+// withoutEdge kills the edge of edge1, and lets that of edge2 end: the pods of their own nodes still answer.
+func (s *farServices) withoutEdge(ctx context.Context, t *testing.T) {
+	s.tn.edges["edge1"].kill(t)
+	s.tn.edges["edge2"].terminate(ctx, t)
+	for _, node := range s.c.nodes {
+		if err := s.gets(ctx, node, node, "web-"+node); err != nil {
+			t.Error(err)
+		}
+	}
+	for _, node := range s.c.nodes {
+		s.tn.startEdge(ctx, t, node)
+	}
+	s.all(ctx, t, time.Minute)
+}
+
+// besideProxy gives edge1 a table of kube-proxy's name. Its next edge does not write rules, and says why, until the
+// table is gone.
+func (s *farServices) besideProxy(ctx context.Context, t *testing.T) {
+	nft := func(args ...string) string {
+		t.Helper()
+		out, err := s.c.inside(ctx, "edge1", append([]string{s.c.home + "/nodebin/nft"}, args...)...).CombinedOutput()
+		if err != nil {
+			t.Fatalf("nft %v: %v: %s", args, err, out)
+		}
+		return string(out)
+	}
+	const ours = "tunnel-services"
+	s.tn.edges["edge1"].kill(t)
+	nft("delete", "table", "inet", ours)
+	nft("add", "table", "inet", "kube-proxy")
+	s.tn.startEdge(ctx, t, "edge1")
+	eventually(ctx, t, time.Minute, "the edge to say that kube-proxy's rules are there", func(context.Context) error {
+		log, err := os.ReadFile(s.tn.edges["edge1"].log.Name())
+		if err == nil && !bytes.Contains(log, []byte("takes the place of kube-proxy")) {
+			err = errors.New("its log does not say so")
+		}
+		return err
+	})
+	if out := nft("list", "tables"); strings.Contains(out, ours+"\n") {
+		t.Errorf("the edge writes rules beside kube-proxy: %s", out)
+	}
+	nft("delete", "table", "inet", "kube-proxy")
+	s.all(ctx, t, time.Minute)
 }
 
 // start starts a pod on each node.
@@ -177,7 +314,7 @@ func (s *farServices) relayed(ctx context.Context, t *testing.T) {
 		"[mode.cloud.tcpallow]\n\""+cloudIP+":"+bulkDoor+"\" = [\"10.0.0.0/8\"]\n")
 	for _, node := range s.c.nodes {
 		tn.write(t, node+".toml", tn.read(t, node+".toml")+
-			"\n[mode.edge.services]\nmode = \"relay\"\nstate = \""+tn.dir+"/"+node+".services.db\"\n"+
+			"\n[mode.edge.services]\nmode = \""+s.mode+"\"\nstate = \""+tn.dir+"/"+node+".services.db\"\n"+
 			map[string]string{"edge1": "dns = true\n"}[node])
 	}
 	tn.startCloud(ctx, t)

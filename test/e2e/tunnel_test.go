@@ -8,6 +8,7 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"net/http"
 	"os"
@@ -15,6 +16,7 @@ import (
 	"path/filepath"
 	"strconv"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -290,6 +292,27 @@ func (d *daemon) kill(t *testing.T) {
 	if err == nil {
 		testkit.Eventually(t, d.name+" to end", func() bool { return ended(edge) })
 	}
+}
+
+// terminate asks an edge to end, and waits until it has.
+func (d *daemon) terminate(ctx context.Context, t *testing.T) {
+	t.Helper()
+	edge, err := d.inside()
+	if err == nil {
+		err = syscall.Kill(edge, syscall.SIGTERM)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	d.killed = true
+	eventually(ctx, t, time.Minute, d.name+" to end", func(context.Context) error {
+		if !ended(edge) {
+			return errors.New("it runs")
+		}
+		return nil
+	})
+	d.process.kill() // what put the edge into its node may be there still
+	d.log.Close()
 }
 
 // ended reports whether a process has ended. Nobody may have asked for its status yet.

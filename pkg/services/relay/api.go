@@ -30,11 +30,13 @@ type Served string
 // Who serves.
 const (
 	ServedKubeProxy Served = "kube-proxy" // the edge leaves the port to it
-	ServedRelay     Served = "relay"      // the edge: it knows a way, and endpoints that are out of kube-proxy's reach
-	ServedNobody    Served = "nobody"     // no endpoint may be used; kube-proxy refuses or drops
+	ServedRules     Served = "rules"      // the edge's rules: they lead to endpoints that this node reaches by itself
+	ServedRelay     Served = "relay"      // the edge, through the tunnel
+	ServedNobody    Served = "nobody"     // no endpoint may be used; the kernel refuses or drops
 )
 
-// Port is a TCP or UDP port of a Service at one of its ClusterIPs.
+// Port is a port of a Service at one of its addresses. In mode full, these include external IPs, and 0.0.0.0 or :: for
+// a node port.
 type Port struct {
 	Service   string    `json:"service"` // NAMESPACE/NAME
 	Name      string    `json:"name,omitempty"`
@@ -121,7 +123,7 @@ func (r *Relay) list(only string) *List {
 		}
 		found = true
 		endpoints := r.state.Endpoints(path)
-		for f := range frontends(path, service) {
+		for f := range r.planner.frontends(path, service) {
 			list.Ports = append(list.Ports, r.describeLocked(f, name, endpoints, only != ""))
 		}
 	}
@@ -134,17 +136,21 @@ func (r *Relay) list(only string) *List {
 // describeLocked describes a frontend. The caller holds mu.
 func (r *Relay) describeLocked(f frontend, name string, endpoints []services.Named, whole bool) Port {
 	node := string(r.cfg.Node)
-	w := r.planner.ways(r.state, f, endpoints)
+	w := r.planner.ways(r.state, f, chosen(f, endpoints, r.planner.self(r.state)))
 	p := Port{
 		Service: name, Name: f.port.GetName(), Address: f.at.Addr().String(), Protocol: f.at.protocol, Port: f.at.Port(),
 		Known: len(endpoints),
 	}
+	rule, ours := r.planner.rule(r.state, f, endpoints)
+	ends := max(len(rule.ends), len(rule.local))
+	tries := !ours // kube-proxy tries endpoints that nobody reaches, and so do the rules without others
 	switch {
-	case w.relayed() && len(w.direct) > 0:
-		p.Served, p.Usable = ServedRelay, len(w.direct)
-	case w.relayed():
+	case ours && rule.relayed():
 		p.Served, p.Usable = ServedRelay, len(w.far)
-	case len(w.direct)+len(w.none) > 0:
+	case ours && ends > 0:
+		p.Served, p.Usable = ServedRules, ends
+		tries = len(w.direct) == 0
+	case !ours && len(w.direct)+len(w.none) > 0:
 		p.Served, p.Usable = ServedKubeProxy, len(w.direct)+len(w.none)
 	default:
 		p.Served = ServedNobody
@@ -172,10 +178,14 @@ func (r *Relay) describeLocked(f frontend, name string, endpoints []services.Nam
 		if _, ok := addressOf(r.state, one.Endpoint); !ok {
 			text = "it is no address of a pod"
 		}
-		if p.Served == ServedKubeProxy {
+		usable := tries && p.Served != ServedNobody
+		switch {
+		case usable && p.Served == ServedKubeProxy:
 			text = "kube-proxy tries it; " + text
+		case usable:
+			text = "the rules try it; " + text
 		}
-		why[one.Path] = Verdict{Usable: p.Served == ServedKubeProxy, Why: text}
+		why[one.Path] = Verdict{Usable: usable, Why: text}
 	}
 	for _, e := range endpoints {
 		v, chosen := why[e.Path]
@@ -202,7 +212,7 @@ func whyNot(f frontend, e *services.Endpoint) string {
 		return "it terminates"
 	case !e.GetReady():
 		return "it is not ready"
-	case f.service.GetInternalLocal():
+	case f.service.GetInternalLocal() && !f.external:
 		return "internalTrafficPolicy is Local, and it is not on this node"
 	}
 	return "its hints are for other nodes or zones, or its address is listed twice"

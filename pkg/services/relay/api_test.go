@@ -4,8 +4,10 @@ import (
 	"bufio"
 	"context"
 	"encoding/json"
+	"fmt"
 	"net/http"
 	"net/http/httptest"
+	"slices"
 	"strings"
 	"testing"
 
@@ -122,6 +124,51 @@ func TestExplain(t *testing.T) {
 	status := get(t, srv.URL+"/v1/services/shop/none", &refused)
 	if status != http.StatusNotFound || refused["error"] == "" {
 		t.Errorf("%d, %v", status, refused)
+	}
+}
+
+// In place of kube-proxy, an operator sees external IPs and node ports as well, and what the rules do.
+func TestExplainFull(t *testing.T) {
+	r, _ := newTestRelay(t, new(fake), newCloud())
+	r.planner.full = true
+	service := webService()
+	service.ClusterIps = service.ClusterIps[:1]
+	service.Ports = append(service.Ports[:1], &services.Port{Name: "sctp", Protocol: "SCTP", Port: 9})
+	service.Ports[0].NodePort, service.ExternalIps = 30080, []string{"203.0.113.5"}
+	changes := shop(t)
+	here := endpoint("10.88.1.5", "edge1")
+	here.Ports = append(here.Ports, &services.Port{Name: "sctp", Protocol: "SCTP", Port: 9})
+	changes.Set = append(changes.Set, item(t, web, service), item(t, other, here),
+		item(t, services.ServicePath("shop", "away"), &services.Service{ClusterIps: []string{"10.96.0.11"},
+			Ports: []*services.Port{{Name: "http", Protocol: "TCP", Port: 80}}}),
+		item(t, services.EndpointPath("shop", "away", "a", "10.88.2.6"), endpoint("10.88.2.6", "edge2")),
+		item(t, services.ServicePath("shop", "outside"), &services.Service{ClusterIps: []string{"10.96.0.12"},
+			Ports: []*services.Port{{Name: "http", Protocol: "TCP", Port: 80}}}),
+		item(t, services.EndpointPath("shop", "outside", "a", "198.51.100.7"), endpoint("198.51.100.7", "")),
+	)
+	if _, _, err := r.applySeries([]*pb.Changes{changes}); err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for _, p := range r.list("").Ports {
+		got = append(got, fmt.Sprintf("%s %s %d %s: %s %d", p.Service, p.Address, p.Port, p.Protocol, p.Served, p.Usable))
+	}
+	want := []string{
+		"shop/away 10.96.0.11 80 TCP: relay 1", "shop/outside 10.96.0.12 80 TCP: rules 1",
+		"shop/web 10.96.0.10 80 TCP: rules 1", "shop/web 10.96.0.10 9 SCTP: rules 1",
+		"shop/web 203.0.113.5 80 TCP: rules 1", "shop/web 203.0.113.5 9 SCTP: rules 1",
+		"shop/web 0.0.0.0 30080 TCP: rules 1",
+	}
+	if !slices.Equal(got, want) {
+		t.Errorf("got %q, want %q", got, want)
+	}
+	if v := r.list("shop/outside").Ports[0].Endpoints[0]; !v.Usable || !strings.HasPrefix(v.Why, "the rules try it; ") {
+		t.Errorf("an endpoint outside of the cluster: %+v", v)
+	}
+	for _, v := range r.list("shop/web").Ports[0].Endpoints {
+		if v.Usable != (v.Address == "10.88.1.5") {
+			t.Errorf("%+v", v)
+		}
 	}
 }
 

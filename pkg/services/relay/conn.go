@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/netip"
@@ -13,6 +14,7 @@ import (
 	"time"
 
 	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/services"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -43,7 +45,7 @@ type door struct {
 
 	listeners  []net.Listener
 	sockets    []*net.UDPConn // at the addresses of the listeners
-	programmed redirects      // what the kernel redirects; nil: not known
+	programmed rules          // what the kernel redirects; nil: not known
 	accepting  sync.WaitGroup
 	conns      sync.WaitGroup // and the sockets
 }
@@ -87,53 +89,57 @@ func (d *door) open() error {
 	return nil
 }
 
-// program has the kernel redirect what is wanted.
-func (d *door) program(want map[address]frontend) error {
+// program has the kernel do what is wanted.
+func (d *door) program(want rules) error {
+	if d.programmed == nil {
+		if err := d.relay.kernel.refused(); err != nil {
+			return err
+		}
+	}
 	if err := d.open(); err != nil {
 		d.programmed = nil
 		return err
 	}
 	var err error
-	d.programmed, err = d.relay.write(d.relay.kernel, d.addrs(), d.programmed, d.redirects(want))
+	d.programmed, err = d.relay.write(d.relay.kernel, d.addrs(), d.programmed, d.withPorts(want))
 	return err
 }
 
-// write has a kernel redirect want, in place of had; nil: that is not known. It changes what differs. If it cannot, it
-// writes everything. It returns what the kernel redirects; nil: that is not known.
-func (r *Relay) write(k kernel, listeners []netip.AddrPort, had, want redirects) (redirects, error) {
-	add, gone := want, redirects(nil)
+// write has a kernel do what is wanted, in place of had; nil: that is not known. It changes what differs. If it cannot,
+// it writes everything. It returns what the kernel does; nil: that is not known.
+func (r *Relay) write(k kernel, listeners []netip.AddrPort, had, want rules) (rules, error) {
+	before, after := rules(nil), want
 	changed := false
 	if had != nil {
-		add, gone = had.difference(want)
-		changed = len(add)+len(gone) == 0 || k.change(add, gone) == nil
+		before, after = had.difference(want)
+		changed = len(before)+len(after) == 0 || k.change(before, after) == nil
 	}
 	if !changed {
-		add = want
+		after = want
 		if err := k.program(listeners, want); err != nil {
 			return nil, err
 		}
 	}
-	if err := errors.Join(k.forget(gone, true), k.forget(add, false)); err != nil {
+	if err := k.forget(before, after); err != nil {
 		r.log.Warn("flows of UDP keep their old way until they have been idle for a while", "err", err)
 	}
 	return want, nil
 }
 
-// redirects returns where the kernel sends packets to the addresses of frontends.
-func (d *door) redirects(want map[address]frontend) redirects {
-	all := make(redirects, len(want))
-	for at := range want {
-		all[at] = 0 // the kernel leaves out a family without listener
-	}
+// withPorts returns rules with the ports of the relay. The kernel leaves out a family without listener.
+func (d *door) withPorts(want rules) rules {
+	all := maps.Clone(want)
 	for i, listener := range d.addrs() {
 		datagrams := d.sockets[i].LocalAddr().(*net.UDPAddr).AddrPort() //nolint:forcetypeassert // it is a UDP socket
-		for at := range all {
-			if at.Addr().Is4() == listener.Addr().Is4() {
-				all[at] = listener.Port()
-				if at.protocol == protocolUDP {
-					all[at] = datagrams.Port()
-				}
+		for at, r := range want {
+			if !at.isPort() || !r.relayed() || at.Addr().Is4() != listener.Addr().Is4() {
+				continue
 			}
+			r.port = listener.Port()
+			if at.protocol == protocolUDP {
+				r.port = datagrams.Port()
+			}
+			all[at] = r
 		}
 	}
 	return all
@@ -185,11 +191,8 @@ func (d *door) accept(ln net.Listener) error {
 // close has the kernel redirect nothing more, and closes the listeners. The table stays while conns live: the kernel
 // translates their addresses as long as there is a rule for it.
 func (d *door) close() {
-	if d.programmed != nil {
-		// It fails if the next process has made a table of its own, which is as good.
-		if err := d.relay.kernel.change(nil, d.programmed); err != nil {
-			d.relay.log.Debug("Services cannot be taken out of nftables", "err", err)
-		}
+	if err := d.relay.kernel.clear(); err != nil {
+		d.relay.log.Warn("Services cannot be taken out of nftables", "err", err)
 	}
 	d.stop()
 	for _, ln := range d.listeners {
@@ -202,7 +205,13 @@ func (d *door) close() {
 // kube-proxy's.
 func (d *door) drain() {
 	d.conns.Wait()
-	if err := d.relay.kernel.forget(d.programmed, true); err != nil {
+	redirected := d.programmed
+	if redirected == nil { // the last change has failed
+		d.relay.mu.RLock()
+		redirected = d.withPorts(d.relay.plan.rules)
+		d.relay.mu.RUnlock()
+	}
+	if err := d.relay.kernel.forget(redirected.toRelay(), nil); err != nil {
 		d.relay.log.Warn("flows of UDP lead to the edge after its end", "err", err)
 	}
 }
@@ -278,19 +287,29 @@ func (r *Relay) reach(ctx context.Context, to address, from netip.Addr) (net.Con
 func (r *Relay) waysNow(to address) (f frontend, w ways, known bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	f, known = r.plan.frontends[to]
-	if !known {
+	find := func(at address) (f frontend, known bool) {
+		if f, known = r.plan.frontends[at]; known {
+			return f, true
+		}
 		// It was redirected a moment ago. Maybe the Service still has it, with an endpoint that is direct now.
 		for path, service := range r.state.Services() {
-			for other := range frontends(path, service) {
-				if other.at == to {
+			for other := range r.planner.frontends(path, service) {
+				if other.at == at {
 					f, known = other, true
 				}
 			}
 		}
+		return f, known
+	}
+	if f, known = find(to); !known && r.planner.full {
+		every := netip.IPv4Unspecified()
+		if to.Addr().Is6() {
+			every = netip.IPv6Unspecified()
+		}
+		f, known = find(address{netip.AddrPortFrom(every, to.Port()), to.protocol}) // a node port
 	}
 	if known {
-		w = r.planner.ways(r.state, f, r.state.Endpoints(f.path))
+		w = r.planner.ways(r.state, f, chosen(f, r.state.Endpoints(f.path), r.planner.self(r.state)))
 	}
 	return f, w, known
 }
@@ -330,6 +349,9 @@ func (r *Relay) try(ctx context.Context, a attempt) (net.Conn, error) {
 	if a.far {
 		return r.reachFar(ctx, a.target())
 	}
+	if err := r.mayDial(a.Endpoint, a.address()); err != nil {
+		return nil, err
+	}
 	c, err := r.dial(ctx, "tcp", a.address().String())
 	switch {
 	case err == nil:
@@ -338,6 +360,19 @@ func (r *Relay) try(ctx context.Context, a attempt) (net.Conn, error) {
 		return nil, tunnel.Refusef(tunnel.Refused, "%v", err)
 	}
 	return nil, tunnel.Refusef(tunnel.Unreachable, "%v", err)
+}
+
+// mayDial returns a refusal if this node must not dial an endpoint: a user who may write EndpointSlices can claim that
+// any address is on this node, and the edge dials from the node's own network. Networks of Config.Direct are permitted.
+func (r *Relay) mayDial(e *services.Endpoint, at netip.AddrPort) error {
+	r.mu.RLock()
+	permits, routed := r.permits, r.planner.isRouted(e)
+	r.mu.RUnlock()
+	if routed || permits == nil && r.Home(at.Addr()) || permits != nil && permits(at) {
+		return nil
+	}
+	return tunnel.Refusef(tunnel.Denied, "%s is said to be on this node, but it is no address of the node or of its "+
+		"pods: permit it by allow in [mode.edge], if it is one", at)
 }
 
 // directControl is net.Dialer.Control of a dial to an endpoint that this node reaches by itself. The rules leave the
@@ -352,6 +387,9 @@ func (r *Relay) reachFar(ctx context.Context, target string) (net.Conn, error) {
 		return nil, err
 	}
 	c, err := r.cfg.Reach(ctx, target)
+	if err == nil {
+		return c, nil
+	}
 	switch tunnel.CodeOf(err) {
 	case tunnel.NoSuchNode, tunnel.Denied, tunnel.Internal:
 		r.refusals.put(target, err)

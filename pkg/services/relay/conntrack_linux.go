@@ -88,16 +88,16 @@ func attribute(b []byte, kind uint16) []byte {
 }
 
 // forget implements kernel.
-func (k *linux) forget(all redirects, leave bool) error {
-	all = all.datagrams()
-	if len(all) == 0 {
-		return nil
+func (k *linux) forget(before, after rules) error {
+	if before, after = outdates(before, after); len(before)+len(after) == 0 {
+		return nil // no list of all entries for an endpoint that comes
 	}
 	var errs []error
+	isOwn := ownAddresses(before, after)
 	for _, listener := range k.listeners {
 		own := listener.Addr()
 		_, err := netlink.ConntrackDeleteFilters(netlink.ConntrackTable,
-			netlink.InetFamily(familyOf(own).protocol), outdated{all, own, leave})
+			netlink.InetFamily(familyOf(own).protocol), outdated{before, after, own, isOwn})
 		if err != nil {
 			errs = append(errs, fmt.Errorf("removing entries of conntrack: %w", withRights(err)))
 		}
@@ -105,21 +105,77 @@ func (k *linux) forget(all redirects, leave bool) error {
 	return errors.Join(errs...)
 }
 
+// ownAddresses returns the addresses of this machine, if there are rules for node ports.
+func ownAddresses(all ...rules) map[netip.Addr]struct{} {
+	for _, some := range all {
+		for at := range some {
+			if !at.isNodePort() {
+				continue
+			}
+			found := make(map[netip.Addr]struct{})
+			addrs, _ := net.InterfaceAddrs() // without them, flows to node ports keep their old way
+			for _, one := range addrs {
+				if n, ok := one.(*net.IPNet); ok {
+					addr, _ := netip.AddrFromSlice(n.IP)
+					found[addr.Unmap()] = struct{}{}
+				}
+			}
+			return found
+		}
+	}
+	return nil
+}
+
 // outdated matches the entries of conntrack that forget removes.
 type outdated struct {
-	all   redirects
-	own   netip.Addr
-	leave bool
+	before, after rules
+	own           netip.Addr              // the relay's
+	isOwn         map[netip.Addr]struct{} // addresses of this machine, see ownAddresses
 }
 
 // MatchConntrackFlow implements netlink.CustomConntrackFilter.
 func (o outdated) MatchConntrackFlow(f *netlink.ConntrackFlow) bool {
-	if f.Forward.Protocol != unix.IPPROTO_UDP {
+	protocol, ok := mayForget(f)
+	if !ok {
 		return false
 	}
-	port, changed := o.all[address{addrPort(f.Forward.DstIP, f.Forward.DstPort), protocolUDP}]
-	leads := addrPort(f.Reverse.SrcIP, f.Reverse.SrcPort) == netip.AddrPortFrom(o.own, port)
-	return changed && leads == o.leave
+	at := address{addrPort(f.Forward.DstIP, f.Forward.DstPort), protocol}
+	leads := addrPort(f.Reverse.SrcIP, f.Reverse.SrcPort)
+	if stale, known := o.stale(at, leads); known {
+		return stale
+	}
+	if _, local := o.isOwn[at.Addr()]; !local {
+		return false
+	}
+	every := netip.IPv4Unspecified()
+	if at.Addr().Is6() {
+		every = netip.IPv6Unspecified()
+	}
+	stale, _ := o.stale(address{netip.AddrPortFrom(every, at.Port()), protocol}, leads)
+	return stale
+}
+
+// stale reports whether an entry for an address of the rules leads where it should not. known is false for others.
+func (o outdated) stale(at address, leads netip.AddrPort) (stale, known bool) {
+	if now, ok := o.after[at]; ok {
+		return !now.leads(leads, o.own), true
+	}
+	was, ok := o.before[at]
+	return ok && was.leads(leads, o.own), ok
+}
+
+// mayForget returns the protocol of an entry whose removal cuts nothing: one of UDP, or of a TCP connection that has
+// had no answer. The caller of the latter sends its SYN again, and the kernel decides anew. ok is false for others.
+func mayForget(f *netlink.ConntrackFlow) (protocol string, ok bool) {
+	const synSent = 1 // TCP_CONNTRACK_SYN_SENT of linux/netfilter/nf_conntrack_tcp.h
+	switch f.Forward.Protocol {
+	case unix.IPPROTO_UDP:
+		return protocolUDP, true
+	case unix.IPPROTO_TCP:
+		state, known := f.ProtoInfo.(*netlink.ProtoInfoTCP)
+		return protocolTCP, known && state.State == synSent
+	}
+	return "", false
 }
 
 func addrPort(ip net.IP, port uint16) netip.AddrPort {

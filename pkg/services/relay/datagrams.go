@@ -95,6 +95,9 @@ func (r *Relay) dialDatagrams(ctx context.Context, target string) (net.Conn, err
 		return r.reachFar(ctx, target)
 	}
 	at := way{services.Named{Path: t.Endpoint, Endpoint: e}, t.Port, t.Protocol}.address()
+	if err := r.mayDial(e, at); err != nil {
+		return nil, err
+	}
 	return r.direct.Open(ctx, tunnel.Request{Category: name, Network: tunnel.NetworkUDP, Addr: at.String()})
 }
 

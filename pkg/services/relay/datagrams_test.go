@@ -165,6 +165,7 @@ func TestDirectDatagrams(t *testing.T) {
 	changes.Set = append(changes.Set, item(t, services.EndpointPath("shop", "web", "web-a", "10.88.1.5"), own))
 	k, c := new(fake), newCloud()
 	r, _ := newTestRelay(t, k, c)
+	at1(t, r, changes)
 	if _, _, err := r.applySeries([]*pb.Changes{changes}); err != nil {
 		t.Fatal(err)
 	}
@@ -222,7 +223,7 @@ func TestEndpointOfAConnIsDeleted(t *testing.T) {
 	apply(&pb.Changes{Set: []*pb.Item{
 		item(t, web, webService()), item(t, path, datagramEndpoint("10.88.1.5", "edge1", 9))}})
 	var dialled []string
-	p := ownTargets{noting{&dialled}, r}
+	p := ownTargets{noting{dialled: &dialled}, r}
 	never := func(netip.AddrPort) time.Time { return time.Time{} }
 	dial := func() tunnel.Code {
 		_, err := p.DialUDP(t.Context(), "10.88.1.5:9", never)

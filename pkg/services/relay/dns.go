@@ -32,7 +32,7 @@ type resolver struct {
 	fail  context.CancelCauseFunc // ends Relay.Run
 
 	listeners  []netip.AddrPort
-	programmed redirects // what the kernel redirects; nil: not known
+	programmed rules // what the kernel redirects; nil: not known
 	serving    sync.WaitGroup
 }
 
@@ -103,7 +103,7 @@ func (d *resolver) program(want addresses) error {
 			return err
 		}
 		var err error
-		if d.programmed, err = d.relay.write(d.relay.dnsKernel, d.listeners, d.programmed, d.redirects(want)); err != nil {
+		if d.programmed, err = d.relay.write(d.relay.dnsKernel, d.listeners, d.programmed, d.rules(want)); err != nil {
 			return err
 		}
 	}
@@ -113,17 +113,17 @@ func (d *resolver) program(want addresses) error {
 	return nil
 }
 
-// redirects returns where the kernel sends queries.
-func (d *resolver) redirects(want addresses) redirects {
-	all := make(redirects)
+// rules returns where the kernel sends queries.
+func (d *resolver) rules(want addresses) rules {
+	all := make(rules)
 	for at := range want {
-		var port uint16 // the kernel leaves out a family without listener
+		var r rule // the kernel leaves out a family without listener
 		for _, listener := range d.listeners {
 			if at.Addr().Is4() == listener.Addr().Is4() {
-				port = listener.Port()
+				r.port = listener.Port()
 			}
 		}
-		all[address{at, protocolUDP}], all[address{at, protocolTCP}] = port, port
+		all[address{at, protocolUDP}], all[address{at, protocolTCP}] = r, r
 	}
 	return all
 }
@@ -157,7 +157,7 @@ func (d *resolver) close() {
 	if err := d.relay.dnsKernel.remove(); err != nil {
 		d.relay.log.Warn("the redirect of DNS cannot be removed", "err", err)
 	}
-	if err := d.relay.dnsKernel.forget(d.programmed, true); err != nil {
+	if err := d.relay.dnsKernel.forget(d.programmed, nil); err != nil {
 		d.relay.log.Warn("queries by UDP lead to the edge after its end", "err", err)
 	}
 	d.end()

@@ -108,7 +108,7 @@ func TestDNSRedirect(t *testing.T) {
 	leave := func() {
 		t.Helper()
 		dead := []netip.AddrPort{netip.AddrPortFrom(addr4, 1)}
-		if err := before.program(dead, redirects{{dns4, protocolUDP}: 1, {dns4, protocolTCP}: 1}); err != nil {
+		if err := before.program(dead, rules{{dns4, protocolUDP}: {port: 1}, {dns4, protocolTCP}: {port: 1}}); err != nil {
 			t.Fatal(err)
 		}
 	}

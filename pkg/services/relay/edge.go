@@ -15,6 +15,7 @@ import (
 type Policy interface {
 	udp.Policy
 	DialRequest(ctx context.Context, r tunnel.Request) (net.Conn, error)
+	Permits(to netip.AddrPort) bool
 }
 
 // Edge is the edge's module for conns that come from other nodes: it dials the endpoints of this node.
@@ -27,10 +28,14 @@ type Edge struct {
 var _ tunnel.Routed = (*Edge)(nil)
 
 // NewEdge returns the module. r knows the endpoints. policy connects to them. It should permit the addresses of Home:
-// a user who may write EndpointSlices can claim that any address is on this node.
+// a user who may write EndpointSlices can claim that any address is on this node. r itself dials endpoints of this node
+// under the same policy.
 func NewEdge(r *Relay, policy Policy) *Edge {
 	e := &Edge{relay: r, policy: policy, datagrams: udp.NewEdge(ownTargets{policy, r}, r.cfg.Datagrams)}
 	r.ends = append(r.ends, e.datagrams)
+	r.mu.Lock()
+	r.permits = policy.Permits
+	r.mu.Unlock()
 	return e
 }
 

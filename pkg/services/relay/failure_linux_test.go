@@ -72,11 +72,11 @@ func (b brokenDNS) Serve(context.Context, *net.UDPConn, net.Listener) error { re
 // panicking is a kernel that does not stand what the cloud says.
 type panicking struct{ *fake }
 
-func (p panicking) change(add, gone redirects) error {
-	if len(add) > 0 {
+func (p panicking) change(before, after rules) error {
+	if len(after) > 0 {
 		panic("this is a bug")
 	}
-	return p.fake.change(add, gone)
+	return p.fake.change(before, after)
 }
 
 // What nobody can mend by trying again ends Run with an error, and a panic does not end the process on the spot. The

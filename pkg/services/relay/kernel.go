@@ -9,16 +9,18 @@ import (
 	"strings"
 )
 
-// address is a port of a Service at one of its ClusterIPs, or of an endpoint.
+// address is a port of a Service at one of its addresses, or of an endpoint. It also names what rules are for that are
+// no port of a Service, see kind.
 type address struct {
 	netip.AddrPort
-	protocol string // TCP or UDP
+	protocol string
 }
 
-// The protocols that the relay serves, as the state names them.
+// The protocols, as the state names them. The relay does not serve SCTP.
 const (
-	protocolTCP = "TCP"
-	protocolUDP = "UDP"
+	protocolTCP  = "TCP"
+	protocolUDP  = "UDP"
+	protocolSCTP = "SCTP"
 )
 
 func (a address) compare(b address) int {
@@ -26,39 +28,6 @@ func (a address) compare(b address) int {
 		return n
 	}
 	return strings.Compare(a.protocol, b.protocol)
-}
-
-// redirects say which packets the kernel redirects: those to an address go to this port of the relay's own address.
-type redirects map[address]uint16
-
-// sorted returns the addresses in order.
-func (r redirects) sorted() []address { return slices.SortedFunc(maps.Keys(r), address.compare) }
-
-// difference returns what makes r the same as want. An address whose port changes is in both.
-func (r redirects) difference(want redirects) (add, gone redirects) {
-	add, gone = make(redirects), make(redirects)
-	for at, port := range want {
-		if had, ok := r[at]; !ok || had != port {
-			add[at] = port
-		}
-	}
-	for at, port := range r {
-		if stays, ok := want[at]; !ok || stays != port {
-			gone[at] = port
-		}
-	}
-	return add, gone
-}
-
-// datagrams returns the addresses of UDP.
-func (r redirects) datagrams() redirects {
-	some := make(redirects)
-	for at, port := range r {
-		if at.protocol == protocolUDP {
-			some[at] = port
-		}
-	}
-	return some
 }
 
 // addresses are those of the cluster's DNS.
@@ -76,17 +45,25 @@ var errUntracked = errors.New("the kernel does not know where the datagram was s
 type kernel interface {
 	// open adds the relay's own addresses to the machine, and returns them: of IPv4, and of IPv6 if the machine has it.
 	open() ([]netip.Addr, error)
-	// program makes the table anew: packets to all go to the relay's own address of their family, if it listens there.
-	// listeners are those of TCP. They tell the table from that of another process.
-	program(listeners []netip.AddrPort, all redirects) error
-	// change adds addresses to the table, and removes others.
-	change(add, gone redirects) error
-	// forget ends the translation of datagrams to these addresses by which they go elsewhere, or if leave is true, by
-	// which they go to the relay. The kernel decides by the table again for the next datagram of each caller.
-	forget(all redirects, leave bool) error
-	// intact reports whether the table is as program has made it, apart from its addresses.
+	// refused returns why there must be no rules now: kube-proxy's are there, whose place they take. nil: there may be.
+	refused() error
+	// program makes the table anew, with these rules. Where the table was before, no packet meets a moment without one.
+	// listeners are those of TCP. They tell the table from that of another process. Rules of a family without listener are
+	// left out.
+	program(listeners []netip.AddrPort, all rules) error
+	// change makes some rules of the table others. before are those that end or change, after is what they should be.
+	change(before, after rules) error
+	// forget ends the translation of datagrams to the addresses of before and after by which they lead elsewhere than
+	// after says. Of addresses that after lacks, it ends that to where before has led. It is the same with connections of
+	// TCP that have had no answer yet; others go on. The kernel decides by the table again for the next packet of each
+	// caller.
+	forget(before, after rules) error
+	// clear has the table send nothing to the relay any more. Without the table that program has made it does nothing.
+	clear() error
+	// intact reports whether the table is as program has made it, apart from the elements of its sets.
 	intact() bool
-	// remove removes the table, if it is the one that program has made.
+	// remove removes the table, if it is the one that program has made. In place of kube-proxy, the table stays: endpoints
+	// that the node reaches by itself go on without the edge.
 	remove() error
 	// original returns where the caller of a redirected connection has connected to.
 	original(c net.Conn) (netip.AddrPort, error)

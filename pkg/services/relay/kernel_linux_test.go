@@ -190,7 +190,7 @@ func TestRedirect(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		elements, err := nft.GetSetElements(r.kernel.(*linux).set(familyOf(addr4)))
+		elements, err := nft.GetSetElements(r.kernel.(*linux).set(setServices, familyOf(addr4)))
 		return err == nil && len(elements) == 0
 	})
 	wantEcho(t, conn)
@@ -199,24 +199,56 @@ func TestRedirect(t *testing.T) {
 		t.Errorf("after the end, the tables are %v", got)
 	}
 
+	// An edge without Services leaves the rules of one that runs.
+	log, lines := testkit.NewLog()
+	living := &linux{}
+	ln, err := net.Listen("tcp", netip.AddrPortFrom(addr4, 0).String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	at := ln.Addr().(*net.TCPAddr).AddrPort()
+	both := rules{{web4, protocolTCP}: {port: 1}, {log4, protocolUDP}: {port: 2}}
+	if err := living.program([]netip.AddrPort{at}, both); err != nil {
+		t.Fatal(err)
+	}
+	RemoveRules(log)
+	if got := tables(t); !slices.Contains(got, tableName) {
+		t.Errorf("the table of an edge that runs is gone: %v\n%s", got, lines)
+	}
+	// An element is missing: the others go at the end nevertheless.
+	if err := living.change(rules{{log4, protocolUDP}: {port: 2}}, nil); err != nil {
+		t.Fatal(err)
+	}
+	if err := living.clear(); err != nil || living.elements(t) != 0 {
+		t.Errorf("%d elements are left, %v", living.elements(t), err)
+	}
+	ln.Close()
+	RemoveRules(log)
+	if got := tables(t); slices.Contains(got, tableName) {
+		t.Errorf("the table of an edge that has ended is left: %v\n%s", got, lines)
+	}
+	if err := living.clear(); err != nil {
+		t.Errorf("without a table: %v", err)
+	}
+
 	// Without the cloud, after a kill: the table of the process before is still there.
 	before := &linux{}
 	if _, err := before.open(); err != nil {
 		t.Fatal(err)
 	}
 	dead := []netip.AddrPort{netip.AddrPortFrom(addr4, 1)}
-	if err := before.program(dead, redirects{{web4, protocolTCP}: 1}); err != nil {
+	if err := before.program(dead, rules{{web4, protocolTCP}: {port: 1}}); err != nil {
 		t.Fatal(err)
 	}
 	// An edge that has no Services any more removes it.
-	log, lines := testkit.NewLog()
+	log, lines = testkit.NewLog()
 	for range 2 {
 		RemoveRules(log)
 	}
 	if got := tables(t); slices.Contains(got, tableName) || len(lines.Lines("INFO", "are removed")) != 1 {
 		t.Errorf("without Services, the tables are %v", got)
 	}
-	if err := before.program(dead, redirects{{web4, protocolTCP}: 1}); err != nil {
+	if err := before.program(dead, rules{{web4, protocolTCP}: {port: 1}}); err != nil {
 		t.Fatal(err)
 	}
 	away := newCloud()
@@ -229,7 +261,7 @@ func TestRedirect(t *testing.T) {
 	// The process after this one has a table of its own: this one leaves it.
 	after := &linux{}
 	listeners := []netip.AddrPort{netip.AddrPortFrom(addr4, 2)}
-	if err := after.program(listeners, redirects{{web4, protocolTCP}: 2}); err != nil {
+	if err := after.program(listeners, rules{{web4, protocolTCP}: {port: 2}}); err != nil {
 		t.Fatal(err)
 	}
 	second.Stop()
@@ -239,6 +271,20 @@ func TestRedirect(t *testing.T) {
 	if err := after.remove(); err != nil || slices.Contains(tables(t), tableName) {
 		t.Errorf("tables: %v, %v", tables(t), err)
 	}
+}
+
+// elements returns how many addresses of IPv4 the table has.
+func (k *linux) elements(t *testing.T) int {
+	t.Helper()
+	c, err := nftables.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	all, err := c.GetSetElements(k.set(setServices, familyOf(addr4)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return len(all)
 }
 
 // servesNow returns how many addresses the kernel redirects.
@@ -259,13 +305,13 @@ func (r *Relay) listening(t *testing.T) []netip.AddrPort {
 }
 
 // many returns addresses with the numbers from first up to end, half of them of IPv6.
-func many(first, end int) redirects {
-	all := make(redirects)
+func many(first, end int) rules {
+	all := make(rules)
 	for i := first; i < end; i += 2 {
 		a4 := netip.AddrFrom4([4]byte{10, 96, byte(i >> 9), byte(i >> 1)})
 		a6 := netip.AddrFrom16([16]byte{0xfd, 14: byte(i >> 9), 15: byte(i >> 1)})
-		all[address{netip.AddrPortFrom(a4, 80), protocolTCP}] = 1
-		all[address{netip.AddrPortFrom(a6, 443), protocolUDP}] = 2
+		all[address{netip.AddrPortFrom(a4, 80), protocolTCP}] = rule{port: 1}
+		all[address{netip.AddrPortFrom(a6, 443), protocolUDP}] = rule{port: 2}
 	}
 	return all
 }
@@ -299,7 +345,7 @@ func TestManyAddresses(t *testing.T) {
 	}
 	has := func() (n int) {
 		for _, own := range addrs {
-			elements, err := c.GetSetElements(k.set(familyOf(own)))
+			elements, err := c.GetSetElements(k.set(setServices, familyOf(own)))
 			if err != nil {
 				t.Fatal(err)
 			}
@@ -307,40 +353,40 @@ func TestManyAddresses(t *testing.T) {
 		}
 		return n
 	}
-	rules := func() (handles []uint64) {
-		for _, chain := range k.chains() {
-			all, err := c.GetRules(k.table(), chain)
+	handles := func() (of []uint64) {
+		for _, chain := range k.hooks() {
+			has, err := c.GetRules(k.table(), chain.Chain)
 			if err != nil {
 				t.Fatal(err)
 			}
-			for _, rule := range all {
-				handles = append(handles, rule.Handle)
+			for _, rule := range has {
+				of = append(of, rule.Handle)
 			}
 		}
-		return handles
+		return of
 	}
-	before := rules()
-	if has() != len(all) || len(before) != 6 || !k.intact() {
+	before := handles()
+	if has() != len(all) || len(before) != 12 || !k.intact() {
 		t.Fatalf("%d addresses, rules %v, intact: %v", has(), before, k.intact())
 	}
-	some := redirects{all.sorted()[0]: 1}
+	some := rules{all.sorted()[0]: {port: 1}}
 	start = time.Now()
-	if err := k.change(many(10_000, 10_002), some); err != nil {
+	if err := k.change(some, many(10_000, 10_002)); err != nil {
 		t.Fatal(err)
 	}
 	t.Logf("one change took %s", time.Since(start))
-	if has() != len(all)+1 || !slices.Equal(rules(), before) {
-		t.Errorf("%d addresses, rules %v, before %v", has(), rules(), before)
+	if has() != len(all)+1 || !slices.Equal(handles(), before) {
+		t.Errorf("%d addresses, rules %v, before %v", has(), handles(), before)
 	}
 	// All or nothing.
-	missing := redirects{{netip.MustParseAddrPort("10.200.0.1:1"), protocolTCP}: 1}
-	if err := k.change(many(10_002, 10_004), missing); err == nil ||
+	missing := rules{{netip.MustParseAddrPort("10.200.0.1:1"), protocolTCP}: {port: 1}}
+	if err := k.change(missing, many(10_002, 10_004)); err == nil ||
 		has() != len(all)+1 {
 		t.Errorf("with one that is not there: %v, %d addresses", err, has())
 	}
 	left := many(0, 10_002)
 	delete(left, all.sorted()[0])
-	if err := k.change(nil, left); err != nil || has() != 0 {
+	if err := k.change(left, nil); err != nil || has() != 0 {
 		t.Errorf("%d addresses are left, %v", has(), err)
 	}
 	c.DelTable(k.table())

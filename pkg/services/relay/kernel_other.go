@@ -8,7 +8,7 @@ import (
 	"syscall"
 )
 
-func newKernel() (kernel, error) {
+func newKernel(bool) (kernel, error) {
 	return nil, errors.New("mode.edge.services: this system is not Linux; remove the table")
 }
 

@@ -33,7 +33,7 @@ func (r *Relay) Collector() prometheus.Collector {
 		relay: r, datagrams: r.udp.ServicesCollector(),
 		items: desc("tunnel_services_known_items", "Services, endpoints and nodes of the cluster that this edge knows."),
 		redirected: desc("tunnel_services_redirected_addresses",
-			"Addresses and ports of Services whose connections this edge relays to other nodes."),
+			"Addresses and ports of Services that this edge serves: by rules of the kernel, or through the tunnel."),
 		stale: desc("tunnel_services_stale_seconds",
 			"How long the state of Services has not been known to be that of the cloud. "+
 				"0: it is. -1: this edge has never had it."),

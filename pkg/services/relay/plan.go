@@ -19,7 +19,9 @@ var (
 
 // plan is what follows from a state. It never changes.
 type plan struct {
-	frontends map[address]frontend   // the ports of Services that the relay serves
+	frontends map[address]frontend   // the ports of Services that this edge serves
+	rules     rules                  // what the kernel has to do; the ports of the relay are missing
+	pods      []netip.Prefix         // the networks of this node's pods, if rules need them
 	own       map[address]struct{}   // the ports of the endpoints on this node
 	dns       addresses              // where pods ask the cluster's DNS
 	parts     map[services.Path]part // what each Service adds to them
@@ -27,23 +29,28 @@ type plan struct {
 
 // part is what one Service adds to a plan.
 type part struct {
-	frontends []frontend
-	own       []address
-	dns       []netip.AddrPort
+	frontends  []frontend
+	clusterIPs []netip.Addr // whose other ports the kernel refuses
+	hairpins   []netip.Addr // of endpoints on this node that may call themselves
+	own        []address
+	dns        []netip.AddrPort
 }
 
-// frontend is one port of a Service at one of its addresses.
+// frontend is one port of a Service at one of its addresses. A node port has the unspecified address of its family.
 type frontend struct {
-	at      address
-	path    services.Path
-	service *services.Service
-	port    *services.Port
+	at       address
+	path     services.Path
+	service  *services.Service
+	port     *services.Port
+	external bool // it is a node port, or an external IP of the Service
+	rule     rule
 }
 
 // planner makes plans.
 type planner struct {
 	node   string
 	direct []netip.Prefix // networks that the node reaches by itself
+	full   bool           // the edge serves all Services, in place of kube-proxy
 }
 
 // plan returns what the node has to do, by its state.
@@ -52,7 +59,22 @@ func (n planner) plan(s *services.State) plan {
 	for path, service := range s.Services() {
 		parts[path] = n.part(s, path, service)
 	}
-	return newPlan(parts)
+	return newPlan(parts, n.pods(s))
+}
+
+// pods returns the networks of this node's pods. Only mode full needs them.
+func (n planner) pods(s *services.State) (all []netip.Prefix) {
+	if !n.full {
+		return nil
+	}
+	for _, text := range s.Node(n.node).GetPodCidrs() {
+		if p, err := netip.ParsePrefix(text); err == nil && p.Bits() > 0 {
+			all = append(all, p.Masked())
+		}
+	}
+	slices.SortFunc(all, func(a, b netip.Prefix) int { return a.Addr().Compare(b.Addr())*1000 + a.Bits() - b.Bits() })
+	// The kernel takes no networks that overlap.
+	return slices.CompactFunc(all, netip.Prefix.Overlaps)
 }
 
 // next returns the plan after p, by what has changed since then.
@@ -76,7 +98,7 @@ func (n planner) next(p plan, s *services.State, d *services.Difference) plan {
 			delete(parts, path)
 		}
 	}
-	return newPlan(parts)
+	return newPlan(parts, p.pods)
 }
 
 func pathsOf(items []*pb.Item) []services.Path {
@@ -87,17 +109,32 @@ func pathsOf(items []*pb.Item) []services.Path {
 	return all
 }
 
-// newPlan puts parts together. Of Services that have one address and port, which Kubernetes does not permit, the first
-// path counts.
-func newPlan(parts map[services.Path]part) plan {
+// newPlan puts parts together. Of Services that have one address and port, which Kubernetes does not permit for
+// ClusterIPs, the one that has it as its ClusterIP counts, and else the first path.
+func newPlan(parts map[services.Path]part, pods []netip.Prefix) plan {
+	var frontends, others, own int
+	for _, one := range parts {
+		frontends += len(one.frontends)
+		others += len(one.clusterIPs) + len(one.hairpins)
+		own += len(one.own)
+	}
 	p := plan{
-		frontends: make(map[address]frontend), own: make(map[address]struct{}), dns: make(addresses), parts: parts,
+		frontends: make(map[address]frontend, frontends), rules: make(rules, frontends+others),
+		own: make(map[address]struct{}, own), dns: make(addresses), parts: parts, pods: pods,
 	}
 	for _, one := range parts {
 		for _, f := range one.frontends {
-			if had, double := p.frontends[f.at]; !double || f.path < had.path {
+			had, double := p.frontends[f.at]
+			if !double || had.external && !f.external || had.external == f.external && f.path < had.path {
 				p.frontends[f.at] = f
+				p.rules[f.at] = f.rule
 			}
+		}
+		for _, addr := range one.clusterIPs {
+			p.rules[address{netip.AddrPortFrom(addr, 0), aboutClusterIP}] = rule{kind: isClusterIP}
+		}
+		for _, addr := range one.hairpins {
+			p.rules[address{netip.AddrPortFrom(addr, 0), aboutOwn}] = rule{kind: isOwn}
 		}
 		for _, at := range one.own {
 			p.own[at] = struct{}{}
@@ -105,6 +142,10 @@ func newPlan(parts map[services.Path]part) plan {
 		for _, at := range one.dns {
 			p.dns[at] = struct{}{}
 		}
+	}
+	for _, network := range pods {
+		at := netip.AddrPortFrom(network.Addr(), uint16(network.Bits())) //nolint:gosec // at most 128
+		p.rules[address{at, aboutPods}] = rule{kind: isPods}
 	}
 	return p
 }
@@ -129,12 +170,96 @@ func (n planner) part(s *services.State, path services.Path, service *services.S
 			}
 		}
 	}
-	for f := range frontends(path, service) {
-		if n.ways(s, f, endpoints).relayed() {
+	for f := range n.frontends(path, service) {
+		var ok bool
+		if f.rule, ok = n.rule(s, f, endpoints); ok {
 			p.frontends = append(p.frontends, f)
+			p.hairpins = append(p.hairpins, n.hairpins(s, endpoints, f.rule.ends, f.rule.local)...)
 		}
 	}
+	if n.full {
+		p.clusterIPs = clusterIPs(service)
+	}
 	return p
+}
+
+// rule returns what the kernel has to do with packets to a frontend. ok is false if kube-proxy serves it.
+func (n planner) rule(s *services.State, f frontend, endpoints []services.Named) (r rule, ok bool) {
+	self := n.self(s)
+	if !n.full {
+		w := n.ways(s, f, chosen(f, endpoints, self))
+		if !w.relayed() {
+			return r, false
+		}
+		return w.rule(f, true), true
+	}
+	c := services.Choose(f.service, f.port, f.at.Addr(), endpoints, self)
+	r = n.ways(s, f, listOf(f, c)).rule(f, c.Anywhere)
+	if !f.external || !f.service.GetExternalLocal() || !c.Anywhere {
+		return r, true
+	}
+	r.kind, r.inside = toSplit, r.kind
+	if r.inside == toDrop {
+		r.inside = toReject
+	}
+	for _, one := range n.ways(s, f, c.Local).direct {
+		r.local = append(r.local, one.address())
+	}
+	slices.SortFunc(r.local, netip.AddrPort.Compare)
+	return r, true
+}
+
+// rule returns what the kernel has to do with packets to a frontend that has these ways. kube-proxy tries endpoints
+// that nobody reaches, and so does the kernel if there are no others. anywhere: the frontend has usable endpoints on
+// some node.
+func (w ways) rule(f frontend, anywhere bool) rule {
+	r := rule{sticky: f.service.GetAffinitySeconds(), masquerade: f.external}
+	direct := w.direct
+	if len(direct)+len(w.far) == 0 {
+		direct = w.unreached
+	}
+	switch {
+	case len(direct) > 0:
+		r.kind = toEnds
+		for _, one := range direct {
+			r.ends = append(r.ends, one.address())
+		}
+		slices.SortFunc(r.ends, netip.AddrPort.Compare)
+	case len(w.far) > 0:
+		r.kind, r.sticky, r.masquerade = toRelay, 0, false // the relay does it
+	case anywhere && len(w.none) == 0:
+		r = rule{kind: toDrop}
+	default:
+		r = rule{kind: toReject}
+	}
+	return r
+}
+
+// hairpins returns which of these ends are pods of this node.
+func (n planner) hairpins(s *services.State, endpoints []services.Named, lists ...[]netip.AddrPort) (all []netip.Addr) {
+	ours := make(map[netip.Addr]struct{})
+	for _, e := range endpoints {
+		if addr, ok := addressOf(s, e.Endpoint); ok && e.GetNode() == n.node {
+			ours[addr] = struct{}{}
+		}
+	}
+	for _, text := range s.Node(n.node).GetInternalIps() {
+		if addr, err := netip.ParseAddr(text); err == nil {
+			delete(ours, addr.Unmap()) // loopback leads to it
+		}
+	}
+	for _, list := range lists {
+		for _, end := range list {
+			if _, ok := ours[end.Addr()]; ok {
+				all = append(all, end.Addr())
+			}
+		}
+	}
+	return all
+}
+
+func (n planner) self(s *services.State) services.Self {
+	return services.Self{Node: n.node, Zone: s.Node(n.node).GetZone()}
 }
 
 // addressOf returns the address of an endpoint. ok is false if it can be the address of no endpoint: Kubernetes takes a
@@ -174,27 +299,58 @@ func served(p *services.Port) bool {
 	return p.GetProtocol() == protocolTCP || p.GetProtocol() == protocolUDP
 }
 
-// frontends yields the TCP and UDP ports of a Service at each of its ClusterIPs.
-func frontends(path services.Path, service *services.Service) func(yield func(frontend) bool) {
+// clusterIPs returns the ClusterIPs of a Service.
+func clusterIPs(service *services.Service) []netip.Addr { return permitted(service.GetClusterIps()) }
+
+// permitted returns the addresses that can be those of a Service.
+func permitted(texts []string) (all []netip.Addr) {
+	for _, text := range texts {
+		if addr, err := netip.ParseAddr(text); err == nil && mayRedirect(addr.Unmap()) {
+			all = append(all, addr.Unmap())
+		}
+	}
+	return all
+}
+
+// frontends yields the ports of a Service that the edge may have to serve: TCP and UDP at each of its ClusterIPs. In
+// place of kube-proxy, it also serves SCTP, external IPs and node ports.
+func (n planner) frontends(path services.Path, service *services.Service) func(yield func(frontend) bool) {
 	return func(yield func(frontend) bool) {
 		if service.GetOtherProxy() {
 			return
 		}
-		for _, text := range service.GetClusterIps() {
-			addr, err := netip.ParseAddr(text)
-			if addr = addr.Unmap(); err != nil || !mayRedirect(addr) {
-				continue
+		cluster := clusterIPs(service)
+		each := func(addrs []netip.Addr, external bool, number func(*services.Port) (uint16, bool)) bool {
+			for _, addr := range addrs {
+				for _, port := range service.GetPorts() {
+					at, ok := number(port)
+					if !ok || !served(port) && (!n.full || port.GetProtocol() != protocolSCTP) {
+						continue
+					}
+					if !yield(frontend{at: address{netip.AddrPortFrom(addr, at), port.GetProtocol()}, path: path,
+						service: service, port: port, external: external}) {
+						return false
+					}
+				}
 			}
-			for _, port := range service.GetPorts() {
-				n, ok := number(port)
-				if !ok || !served(port) {
-					continue
-				}
-				if !yield(frontend{address{netip.AddrPortFrom(addr, n), port.GetProtocol()}, path, service, port}) {
-					return
-				}
+			return true
+		}
+		if !each(cluster, false, number) || !n.full || len(cluster) == 0 {
+			return
+		}
+		if !each(permitted(service.GetExternalIps()), true, number) {
+			return
+		}
+		var every []netip.Addr // the unspecified addresses of the Service's families
+		for _, one := range []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()} {
+			if slices.ContainsFunc(cluster, func(a netip.Addr) bool { return a.Is4() == one.Is4() }) {
+				every = append(every, one)
 			}
 		}
+		each(every, true, func(p *services.Port) (uint16, bool) {
+			at := p.GetNodePort()
+			return uint16(at), at > 0 && at <= 0xffff //nolint:gosec // checked beside it
+		})
 	}
 }
 
@@ -221,6 +377,8 @@ type ways struct {
 	direct []way // this node reaches them by itself
 	far    []way // the cloud reaches them
 	none   []way // nobody does
+	// unreached are those of none that may be endpoints. Packets may get there by ways that the edge does not know.
+	unreached []way
 }
 
 // relayed reports whether the relay serves the frontend. kube-proxy does not know which endpoints are out of reach, and
@@ -229,10 +387,9 @@ func (w ways) relayed() bool {
 	return len(w.far)+len(w.none) > 0 && len(w.direct)+len(w.far) > 0
 }
 
-// ways returns the ways of a frontend. endpoints are those of its Service.
+// ways returns the ways of a frontend to some endpoints of its Service.
 func (n planner) ways(s *services.State, f frontend, endpoints []services.Named) (w ways) {
-	self := services.Self{Node: n.node, Zone: s.Node(n.node).GetZone()}
-	for _, e := range chosen(f, endpoints, self) {
+	for _, e := range endpoints {
 		one := way{e, services.TargetPort(e.Endpoint, f.port), f.at.protocol}
 		_, ok := addressOf(s, e.Endpoint)
 		switch {
@@ -240,19 +397,22 @@ func (n planner) ways(s *services.State, f frontend, endpoints []services.Named)
 			w.none = append(w.none, one)
 		case n.isDirect(e.Endpoint):
 			w.direct = append(w.direct, one)
-		case e.GetCluster() || s.Node(e.GetNode()).GetEdge():
+		case (e.GetCluster() || s.Node(e.GetNode()).GetEdge()) && served(f.port):
 			w.far = append(w.far, one)
 		default:
-			w.none = append(w.none, one)
+			w.none, w.unreached = append(w.none, one), append(w.unreached, one)
 		}
 	}
 	return w
 }
 
-// chosen returns the endpoints that Kubernetes' rules permit for connections to a ClusterIP.
+// chosen returns the endpoints that Kubernetes' rules permit for connections of this node and its pods to a frontend.
 func chosen(f frontend, endpoints []services.Named, self services.Self) []services.Named {
-	c := services.Choose(f.service, f.port, f.at.Addr(), endpoints, self)
-	if f.service.GetInternalLocal() {
+	return listOf(f, services.Choose(f.service, f.port, f.at.Addr(), endpoints, self))
+}
+
+func listOf(f frontend, c services.Choice) []services.Named {
+	if f.service.GetInternalLocal() && !f.external {
 		return c.Local
 	}
 	return c.Cluster
@@ -260,9 +420,11 @@ func chosen(f frontend, endpoints []services.Named, self services.Self) []servic
 
 // isDirect reports whether this node reaches an endpoint by itself.
 func (n planner) isDirect(e *services.Endpoint) bool {
-	if e.GetNode() == n.node {
-		return true
-	}
+	return e.GetNode() == n.node || n.isRouted(e)
+}
+
+// isRouted reports whether an endpoint is in a network that this node reaches by itself.
+func (n planner) isRouted(e *services.Endpoint) bool {
 	addr, err := netip.ParseAddr(e.GetAddress())
 	return err == nil && slices.ContainsFunc(n.direct, func(p netip.Prefix) bool { return p.Contains(addr.Unmap()) })
 }

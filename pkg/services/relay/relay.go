@@ -8,10 +8,13 @@
 // The state of the cluster's Services comes from the cloud, batch by batch (watch.go), and stays in a file (file.go).
 // So a node that starts without its cloud goes on with what it knew. From the state follows the plan (plan.go): the
 // addresses and ports of Services that have an endpoint which this node does not reach by itself, and one that it or
-// the tunnel reaches. kube-proxy would send connections to all of their endpoints. The kernel redirects connections to
-// these addresses to the relay (kernel_linux.go). The relay accepts each of them. It connects to an endpoint that this
-// node reaches by itself, or asks the cloud to reach one, and splices the two (conn.go). Connections to other Services
-// are not touched: kube-proxy serves them.
+// the tunnel reaches. kube-proxy would send connections to all of their endpoints. If the node reaches some of them by
+// itself, the kernel sends connections there (layout.go, table_linux.go). Otherwise it redirects them to the relay. The
+// relay accepts each of them, asks the cloud to reach an endpoint, and splices the two (conn.go). Connections to other
+// Services are not touched: kube-proxy serves them.
+//
+// With Config.Full, the edge serves all Services of the node, in place of kube-proxy. Then it refuses to write rules
+// while those of kube-proxy are there (kubeproxy_linux.go).
 //
 // Datagrams take the same way (datagrams.go). All those to one endpoint have one conn, with the frames of package udp.
 // The relay asks the kernel's conntrack which Service a caller has sent to (conntrack_linux.go).
@@ -22,9 +25,9 @@
 // With Config.DNS, the relay also answers the queries of pods (dns.go): package names makes the answers from the state.
 //
 // A [Relay] owns its file, its nftables tables, its two addresses on loopback, its listeners, and the connections that
-// it accepts. When Run ends, the tables are gone; the file and the addresses stay.
+// it accepts. When Run ends, the tables are gone, unless Config.Full; the file and the addresses stay.
 //
-// The package serves TCP and UDP. It keeps no source addresses: an endpoint sees a connection of its own node.
+// The relay serves TCP and UDP. It keeps no source addresses: an endpoint sees a connection of its own node.
 package relay
 
 import (
@@ -59,6 +62,7 @@ type Config struct {
 	Node   tunnel.NodeName
 	File   string         // of the state
 	Direct []netip.Prefix // networks that this node reaches without the tunnel
+	Full   bool           // serves all Services, in place of kube-proxy
 	// Watch opens a stream on the connection of a session. It waits until there is a session, or until ctx is done, which
 	// also ends the stream.
 	Watch func(ctx context.Context) (Stream, error)
@@ -102,6 +106,7 @@ type Relay struct {
 
 	mu      sync.RWMutex // guards the following
 	planner planner
+	permits func(netip.AddrPort) bool // which addresses of this node may be dialled; nil: those of Home
 	state   *services.State
 	loaded  bool          // the state of the file is in state, or there is none
 	streams bool          // a stream of the cloud has begun with the digests of state
@@ -122,7 +127,7 @@ var _ tunnel.Module = (*Relay)(nil)
 
 // New returns a relay. It opens nothing before Run. It fails on systems other than Linux.
 func New(cfg Config) (*Relay, error) {
-	k, err := newKernel()
+	k, err := newKernel(cfg.Full)
 	if err != nil {
 		return nil, err
 	}
@@ -138,11 +143,11 @@ func newRelay(cfg Config, k kernel) *Relay {
 	direct := udp.NewEdge(anyTarget{}, cfg.Datagrams)
 	return &Relay{
 		direct: direct, ends: []*udp.Edge{direct}, failures: failures{last: make(map[string]time.Time)},
-		planner: planner{string(cfg.Node), cfg.Direct},
+		planner: planner{string(cfg.Node), cfg.Direct, cfg.Full},
 		cfg:     cfg, kernel: k, log: cfg.Log.With("module", name), grace: tunnel.GracePeriod, every: interval,
 		dial: (&net.Dialer{Control: directControl}).DialContext, wake: make(chan struct{}, 1),
 		affinity: newAffinity(maxAffinity), callers: callers{max: maxPerCaller}, zone: newZone(cfg),
-		state: services.NewState(), plan: newPlan(make(map[services.Path]part)),
+		state: services.NewState(), plan: newPlan(make(map[services.Path]part), nil),
 	}
 }
 
@@ -217,18 +222,18 @@ func (r *Relay) serve(ctx context.Context, d *door) {
 // apply makes the kernel as the plan says, and keeps what it cannot do for Note.
 func (r *Relay) apply(d *door) {
 	r.mu.RLock()
-	want := r.plan.frontends
+	want := r.plan.rules
 	r.mu.RUnlock()
 	err := d.program(want)
 	r.mu.Lock()
 	before := r.broken
-	r.broken, r.serves = err, len(d.programmed)
+	r.broken, r.serves = err, d.programmed.ports()
 	r.mu.Unlock()
 	switch {
 	case err != nil && (before == nil || before.Error() != err.Error()):
-		r.log.Warn("Services of other nodes are not served", "err", err)
+		r.log.Warn("Services are not served", "err", err)
 	case err == nil && before != nil:
-		r.log.Info("Services of other nodes are served")
+		r.log.Info("Services are served")
 	}
 }
 

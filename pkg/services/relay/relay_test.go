@@ -24,6 +24,7 @@ import (
 	"tunnel.example/tunnel/pkg/services"
 	pb "tunnel.example/tunnel/pkg/services/servicesv1"
 	"tunnel.example/tunnel/pkg/tunnel"
+	"tunnel.example/tunnel/pkg/udp"
 )
 
 // Batches that belong together become visible together, and the edge asks for each of them.
@@ -113,7 +114,7 @@ func TestPlan(t *testing.T) {
 			if _, err := state.Apply(&pb.Changes{Set: set}); err != nil {
 				t.Fatal(err)
 			}
-			got := (planner{"edge1", c.direct}).plan(state)
+			got := (planner{"edge1", c.direct, false}).plan(state)
 			if len(got.frontends) != c.want {
 				t.Errorf("redirected: %v", got.frontends)
 			}
@@ -147,7 +148,7 @@ func TestRoutedNetworksAreDirect(t *testing.T) {
 
 // A plan after any changes is the plan of a node that starts with their outcome.
 func TestPlansFollowChanges(t *testing.T) {
-	n, s := planner{"edge1", nil}, services.NewState()
+	n, s := planner{"edge1", nil, false}, services.NewState()
 	p := n.plan(s)
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 2000 {
@@ -478,11 +479,23 @@ func TestNotRedirected(t *testing.T) {
 	}
 }
 
+// at1 adds a Node edge1 with a network of pods to changes. All of its addresses are containers of the machine.
+func at1(t testing.TB, r *Relay, changes *pb.Changes) {
+	changes.Set = append(changes.Set,
+		item(t, services.NodePath("edge1"), &services.Node{Edge: true, PodCidrs: []string{"10.88.1.0/24"}}))
+	r.cfg.InContainer = func(netip.Addr) bool { return true }
+}
+
 // A connection gets an endpoint that this node reaches by itself, if there is one, and this node dials it.
 func TestDirect(t *testing.T) {
 	changes := shop(t)
 	changes.Set = append(changes.Set, item(t, other, endpoint("10.88.1.5", "edge1")))
 	r, c, connect := started(t, changes)
+	node := new(pb.Changes)
+	at1(t, r, node)
+	if _, _, err := r.applySeries([]*pb.Changes{node}); err != nil {
+		t.Fatal(err)
+	}
 	toEcho := echo(t)
 	dialled := make(chan string, 1) // capacity 1: one dial
 	r.dial = func(_ context.Context, _, addr string) (net.Conn, error) {
@@ -492,6 +505,80 @@ func TestDirect(t *testing.T) {
 	wantEcho(t, connect(web4))
 	if got := <-dialled; got != "10.88.1.5:8080" || len(c.targets()) != 0 {
 		t.Errorf("dialled %s, asked for %v", got, c.targets())
+	}
+}
+
+// A user who may write EndpointSlices claims that addresses around the node are on it. The edge does not dial them; an
+// endpoint elsewhere is next.
+func TestClaimedEndpointsAreNotDialled(t *testing.T) {
+	for _, claimed := range []string{"168.63.129.16", "192.168.1.1"} {
+		changes := shop(t)
+		dns := []*services.Port{{Name: "http", Protocol: "TCP", Port: 8080}, {Name: "dns", Protocol: "UDP", Port: 53}}
+		e := endpoint(claimed, "edge1")
+		e.Ports = dns
+		changes.Set = append(changes.Set, item(t, other, e))
+		r, c, connect := started(t, changes)
+		c.reach = echo(t)
+		r.cfg.InContainer = func(netip.Addr) bool { return true }
+		r.cfg.IsOwn = func(a netip.Addr) bool { return a == netip.MustParseAddr("192.168.1.7") }
+		node := item(t, services.NodePath("edge1"),
+			&services.Node{Edge: true, PodCidrs: []string{"10.88.1.0/24"}, InternalIps: []string{"192.168.1.7"}})
+		if _, _, err := r.applySeries([]*pb.Changes{{Set: []*pb.Item{node}}}); err != nil {
+			t.Fatal(err)
+		}
+		r.dial = func(_ context.Context, _, addr string) (net.Conn, error) {
+			t.Errorf("dialled %s", addr)
+			return nil, errors.New("no")
+		}
+		wantEcho(t, connect(web4))
+		r.direct = udp.NewEdge(claimedTarget{t}, r.cfg.Datagrams)
+		target := services.Target{Endpoint: other, Protocol: protocolUDP, Port: 53}.String()
+		if _, err := r.dialDatagrams(t.Context(), target); tunnel.CodeOf(err) != tunnel.Denied {
+			t.Errorf("datagrams to %s: %v", claimed, err)
+		}
+		// What the policy of the edge permits is dialled, and what is in a network of direct.
+		NewEdge(r, noting{permits: netip.MustParseAddr(claimed)})
+		if err := r.mayDial(e, netip.AddrPortFrom(netip.MustParseAddr(claimed), 8080)); err != nil {
+			t.Errorf("permitted: %v", err)
+		}
+		NewEdge(r, noting{})
+		at := netip.AddrPortFrom(netip.MustParseAddr(claimed), 8080)
+		if err := r.mayDial(e, at); tunnel.CodeOf(err) != tunnel.Denied {
+			t.Errorf("not permitted: %v", err)
+		}
+		r.SetRouted([]netip.Prefix{netip.PrefixFrom(at.Addr(), 24).Masked()})
+		if err := r.mayDial(e, at); err != nil {
+			t.Errorf("in a network of direct: %v", err)
+		}
+	}
+}
+
+// claimedTarget fails a test that sends datagrams.
+type claimedTarget struct{ t *testing.T }
+
+func (c claimedTarget) DialUDP(
+	_ context.Context, addr string, _ func(netip.AddrPort) time.Time,
+) (*net.UDPConn, error) {
+	c.t.Errorf("datagrams go to %s", addr)
+	return nil, tunnel.Refusef(tunnel.Unreachable, "no")
+}
+
+// When the relay stops, nothing is redirected any more, even if it does not know what the kernel has.
+func TestStopsAfterAFailure(t *testing.T) {
+	k := new(fake)
+	r, _ := newTestRelay(t, k, newCloud())
+	if _, _, err := r.applySeries([]*pb.Changes{shop(t)}); err != nil {
+		t.Fatal(err)
+	}
+	d := newDoor(t.Context(), r, failing(t))
+	if err := d.program(r.plan.rules); err != nil || len(k.redirected()) != 2 {
+		t.Fatalf("%v, redirected: %v", err, k.redirected())
+	}
+	d.programmed = nil // as after a change that has failed
+	d.close()
+	d.drain()
+	if got := k.redirected(); len(got) != 0 {
+		t.Errorf("after the end, the kernel redirects %v", got)
 	}
 }
 
@@ -531,7 +618,12 @@ func TestAffinity(t *testing.T) {
 }
 
 // noting is a Policy that notes what is dialled.
-type noting struct{ dialled *[]string }
+type noting struct {
+	dialled *[]string
+	permits netip.Addr // what Permits permits
+}
+
+func (n noting) Permits(to netip.AddrPort) bool { return to.Addr() == n.permits }
 
 func (n noting) DialRequest(_ context.Context, r tunnel.Request) (net.Conn, error) {
 	*n.dialled = append(*n.dialled, r.Addr)
@@ -557,7 +649,7 @@ func TestEdgeDialsItsEndpoints(t *testing.T) {
 		own.Ports = append(own.Ports, &services.Port{Name: "dns", Protocol: "UDP", Port: 53})
 		apply(&pb.Changes{Set: []*pb.Item{item(t, other, own)}})
 		var dialled []string
-		e := NewEdge(r, noting{&dialled})
+		e := NewEdge(r, noting{dialled: &dialled})
 		for _, c := range []struct {
 			network, addr string
 			code          tunnel.Code // 0: it dials
@@ -671,6 +763,12 @@ func TestRefusedTargetsWait(t *testing.T) {
 			if n := len(c.targets()) - before; n != one.asks {
 				t.Errorf("after %s, the cloud is asked %d times, want %d", one.code, n, one.asks)
 			}
+		}
+		c.reach = func(string) (net.Conn, error) { return nil, nil }
+		time.Sleep(refusalTime)
+		r.refusals.last = nil
+		if _, err := r.reachFar(t.Context(), "works"); err != nil || len(r.refusals.last) != 0 {
+			t.Errorf("a success is remembered as a refusal: %v, %v", r.refusals.last, err)
 		}
 		datagrams := services.Target{Endpoint: far4, Protocol: protocolUDP, Port: 5353}.String()
 		c.reach = func(string) (net.Conn, error) { return nil, tunnel.Refusef(tunnel.NoSuchNode, "no") }

@@ -25,7 +25,8 @@ import (
 // fake is a kernel that notes what it is told. Its only own address is loopback.
 type fake struct {
 	mu       sync.Mutex // guards the following
-	table    redirects  // nil: there is no table
+	table    rules      // nil: there is no table
+	proxy    error      // what refused answers
 	programs int        // calls of program
 	changes  int        // calls of change
 	broken   error      // what open answers
@@ -40,39 +41,56 @@ func (f *fake) open() ([]netip.Addr, error) {
 	return []netip.Addr{netip.MustParseAddr("127.0.0.1")}, f.broken
 }
 
-func (f *fake) program(_ []netip.AddrPort, all redirects) error {
+func (f *fake) refused() error {
 	f.mu.Lock()
-	f.programs++
-	f.table = make(redirects)
-	f.mu.Unlock()
-	return f.write(all, nil)
+	defer f.mu.Unlock()
+	return f.proxy
 }
 
-func (f *fake) change(add, gone redirects) error {
+func (f *fake) program(_ []netip.AddrPort, all rules) error {
+	f.mu.Lock()
+	f.programs++
+	f.table = make(rules)
+	f.mu.Unlock()
+	return f.write(nil, all)
+}
+
+func (f *fake) change(before, after rules) error {
 	f.mu.Lock()
 	f.changes++
 	f.mu.Unlock()
-	return f.write(add, gone)
+	return f.write(before, after)
 }
 
-func (f *fake) write(add, gone redirects) error {
+func (f *fake) write(before, after rules) error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.table == nil {
 		return errors.New("there is no table")
 	}
-	for at := range gone {
+	for at := range before {
 		delete(f.table, at)
 	}
-	maps.Copy(f.table, add)
+	maps.Copy(f.table, after)
 	return nil
 }
 
-func (f *fake) forget(all redirects, leave bool) error {
+func (f *fake) clear() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	if !leave {
-		f.forgot = append(f.forgot, all.datagrams().sorted()...)
+	for at := range f.table.toRelay() {
+		delete(f.table, at)
+	}
+	return nil
+}
+
+func (f *fake) forget(_, after rules) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for _, at := range after.sorted() {
+		if at.protocol == protocolUDP {
+			f.forgot = append(f.forgot, at)
+		}
 	}
 	return nil
 }
@@ -110,7 +128,9 @@ func (f *fake) redirected() (all []netip.AddrPort) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	for _, at := range f.table.sorted() {
-		all = append(all, at.AddrPort)
+		if at.isPort() {
+			all = append(all, at.AddrPort)
+		}
 	}
 	return slices.Compact(all)
 }

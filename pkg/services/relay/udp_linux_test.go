@@ -369,7 +369,7 @@ func (r *Relay) socketAt(t *testing.T, at netip.AddrPort) netip.AddrPort {
 	if err != nil {
 		t.Fatal(err)
 	}
-	elements, err := c.GetSetElements(r.kernel.(*linux).set(familyOf(at.Addr())))
+	elements, err := c.GetSetElements(r.kernel.(*linux).set(setServices, familyOf(at.Addr())))
 	if err != nil {
 		t.Fatal(err)
 	}

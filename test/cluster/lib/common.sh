@@ -16,7 +16,7 @@ DNSIP=${DNSIP:-$DNSBIND}          # the only name server of kube-apiserver and m
 KUBELET_EXTRA=${KUBELET_EXTRA:-}  # more flags for every kubelet
 SNAPSHOTTER=${SNAPSHOTTER:-}      # containerd's; empty: overlayfs, or native where overlayfs cannot be stacked
 DIRECT=${DIRECT:-}                # MODE=nat: nodes that are on the bridge all the same, as machines beside the control plane are
-KUBEPROXY=${KUBEPROXY:-}          # iptables (or 1) or nftables: kube-proxy of this mode in every node, and a DNS for pods: Services work from pods by address and name; with DIRECT also from kube-apiserver
+KUBEPROXY=${KUBEPROXY:-}          # iptables (or 1) or nftables: kube-proxy of this mode in every node, and a DNS for pods: Services work from pods by address and name; with DIRECT also from kube-apiserver. none: the DNS alone
 KUBERNETES=${KUBERNETES:-}        # such as 1.36: the programs in kubernetes-1.36/bin in place of build.sh's own kubeall
 CNI=${CNI:-}                      # none: no network for pods but what a test installs; nodes have IPv6 networks for pods, too. Empty: the stock plugin bridge
 ONELAN=${ONELAN:-}                # 1: the nodes behind NAT are in one LAN, of IPv4 and IPv6, behind one router

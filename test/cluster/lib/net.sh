@@ -95,7 +95,7 @@ done
 
 # With kube-proxy, the control plane reaches Services: here through the kube-proxy of the first node on the bridge.
 for n in $NODES; do
-  [ -n "$KUBEPROXY" ] && direct "$n" || continue
+  [ -n "${KUBEPROXY#none}" ] && direct "$n" || continue
   ip route add "$services" via "$(address "$n")" dev "$BRIDGE" proto "$ROUTEPROTO"
   services=
   break

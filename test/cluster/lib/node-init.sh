@@ -137,7 +137,7 @@ address6=$(address6 "$n")
 # shellcheck disable=SC2086 # KUBELET_EXTRA is a list of flags
 kubeall kubelet --config="$d/kubelet.yaml" --kubeconfig="$RUN/kubelet-$n.kubeconfig" --hostname-override="$n" \
   --node-ip="$(address "$n")${address6:+,$address6}" --root-dir=/var/lib/kubelet $KUBELET_EXTRA -v=2 >>"$log/$n-kubelet.log" 2>&1 &
-if [ -n "$KUBEPROXY" ]; then # without the three it sets limits of the whole machine
+if [ -n "${KUBEPROXY#none}" ]; then # without the three it sets limits of the whole machine
   kubeall kube-proxy --kubeconfig="$RUN/admin.kubeconfig" --hostname-override="$n" --proxy-mode="${KUBEPROXY/#1/iptables}" \
     --cluster-cidr=10.88.0.0/16 --conntrack-max-per-core=0 --conntrack-tcp-timeout-established=0s \
     --conntrack-tcp-timeout-close-wait=0s >>"$log/$n-kube-proxy.log" 2>&1 &

@@ -1,0 +1,144 @@
+package relay
+
+import (
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"tunnel.example/tunnel/internal/testkit"
+)
+
+// A connection that waits for kube-proxy's choice, which no route reaches, gets an endpoint as soon as the relay serves
+// the Service.
+func TestPendingConnectionsAreRedirected(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	p := newNode(t)
+	link, err := netlink.LinkByName("vethpod")
+	if err != nil {
+		t.Fatal(err)
+	}
+	// The host that kube-proxy's rules choose is silent, and no neighbour says that it is missing.
+	err = netlink.NeighAdd(&netlink.Neigh{LinkIndex: link.Attrs().Index, State: netlink.NUD_PERMANENT,
+		IP: net.IPv4(10, 88, 1, 99), HardwareAddr: net.HardwareAddr{2, 0, 0, 0, 0, 99}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	conns := make(chan net.Conn, 1) // capacity 1: one dial
+	go p.in(func() error {
+		conn, err := (&net.Dialer{Timeout: time.Minute}).Dial("tcp", web4.String())
+		conns <- conn
+		return err
+	})
+	pending := func() (n int) {
+		all, err := netlink.ConntrackTableList(netlink.ConntrackTable, unix.AF_INET)
+		if err != nil {
+			t.Skipf("the kernel has no conntrack: %v", err)
+		}
+		for _, f := range all {
+			protocol, ok := mayForget(f)
+			if ok && protocol == protocolTCP && addrPort(f.Forward.DstIP, f.Forward.DstPort) == web4 {
+				n++
+			}
+		}
+		return n
+	}
+	testkit.Eventually(t, "the kernel knows the connection", func() bool { return pending() == 1 })
+	c := newCloud()
+	c.reach = echo(t)
+	r, _ := newTestRelay(t, &linux{}, c)
+	testkit.Run(t, r.Run)
+	<-c.nexts
+	c.batches <- batch(t, false, shop(t))
+	<-c.nexts
+	conn := <-conns
+	if conn == nil {
+		t.Fatal("the connection fails")
+	}
+	wantEcho(t, conn)
+}
+
+// No entry of an established connection is removed.
+func TestOutdated(t *testing.T) {
+	own := netip.AddrPortFrom(addr4, 7)
+	o := outdated{after: rules{{web4, protocolTCP}: {port: 7}, {web4, protocolUDP}: {port: 7}}, own: addr4}
+	for _, c := range []struct {
+		name     string
+		protocol uint8
+		state    netlink.ProtoInfo
+		to, from netip.AddrPort // where the caller sends to, and where answers come from
+		want     bool
+	}{
+		{"pending", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 1}, web4, log4, true},
+		{"answered", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 2}, web4, log4, false},
+		{"established", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 3}, web4, log4, false},
+		{"closed", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 7}, web4, log4, false},
+		{"without a state", unix.IPPROTO_TCP, nil, web4, log4, false},
+		{"to the relay", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 1}, web4, own, false},
+		{"to another address", unix.IPPROTO_TCP, &netlink.ProtoInfoTCP{State: 1}, log4, web4, false},
+		{"datagrams", unix.IPPROTO_UDP, nil, web4, log4, true},
+		{"datagrams to the relay", unix.IPPROTO_UDP, nil, web4, own, false},
+		{"another protocol", unix.IPPROTO_SCTP, nil, web4, log4, false},
+	} {
+		f := &netlink.ConntrackFlow{ProtoInfo: c.state}
+		f.Forward = netlink.IPTuple{Protocol: c.protocol, DstIP: c.to.Addr().AsSlice(), DstPort: c.to.Port()}
+		f.Reverse = netlink.IPTuple{Protocol: c.protocol, SrcIP: c.from.Addr().AsSlice(), SrcPort: c.from.Port()}
+		if got := o.MatchConntrackFlow(f); got != c.want {
+			t.Errorf("%s: removed: %t", c.name, got)
+		}
+	}
+}
+
+// A change looks at conntrack only if flows may lead elsewhere now.
+func TestOutdates(t *testing.T) {
+	at := address{web4, protocolUDP}
+	a, b := netip.MustParseAddrPort("10.88.1.5:1"), netip.MustParseAddrPort("10.88.1.6:1")
+	ends := func(all ...netip.AddrPort) rule { return rule{kind: toEnds, ends: all} }
+	for name, c := range map[string]struct {
+		before, after *rule
+		want          bool
+	}{
+		"new":               {nil, &rule{kind: toEnds}, true},
+		"gone":              {&rule{kind: toEnds}, nil, true},
+		"an endpoint comes": {new(ends(a)), new(ends(a, b)), false},
+		"an endpoint goes":  {new(ends(a, b)), new(ends(a)), true},
+		"another endpoint":  {new(ends(a)), new(ends(b)), true},
+		"for callers here": {new(ends(a)),
+			&rule{kind: toSplit, inside: toEnds, ends: []netip.AddrPort{b}, local: []netip.AddrPort{a}}, false},
+		"from the relay": {&rule{port: 7}, new(ends(a)), true},
+		"to the relay":   {new(ends(a)), &rule{port: 7}, true},
+		"refused before": {&rule{kind: toReject}, new(ends(a)), true},
+	} {
+		before, after := make(rules), make(rules)
+		if c.before != nil {
+			before[at] = *c.before
+		}
+		if c.after != nil {
+			after[at] = *c.after
+		}
+		if was, now := outdates(before, after); (len(was)+len(now) > 0) != c.want {
+			t.Errorf("%s: %v, %v", name, was, now)
+		}
+	}
+	about := rules{{netip.AddrPortFrom(web4.Addr(), 0), aboutClusterIP}: {kind: isClusterIP}}
+	if was, now := outdates(about, nil); len(was)+len(now) > 0 {
+		t.Errorf("a ClusterIP: %v, %v", was, now)
+	}
+}
+
+// Nobody else sets the mark of the edge, or reads it.
+func TestMark(t *testing.T) {
+	for whose, bits := range map[string]uint32{
+		"portmap": 0x2000, "kube-proxy": 0xc000, "Calico": 0xffff0000, "Cilium": 0x0f00, "Tailscale": 0xff0000,
+		"AWS VPC CNI": 0x80, "Istio": 0x539, "WireGuard": 0xca6c,
+	} {
+		if mark&bits != 0 {
+			t.Errorf("mark %#x has a bit of %s: %#x", mark, whose, bits)
+		}
+	}
+}

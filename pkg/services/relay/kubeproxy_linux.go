@@ -1,0 +1,156 @@
+package relay
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"os"
+	"strings"
+	"unsafe"
+
+	"github.com/google/nftables"
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// What kube-proxy has on a node, by its mode: iptables, nftables, ipvs. Kubelet has other chains of iptables:
+// KUBE-KUBELET-CANARY and KUBE-FIREWALL.
+const (
+	proxyChain = "KUBE-SERVICES"
+	proxyTable = "kube-proxy"
+	proxyLink  = "kube-ipvs0"
+)
+
+// refused implements kernel.
+func (k *linux) refused() error {
+	if !k.full {
+		return nil
+	}
+	what, err := proxyRules()
+	if err != nil {
+		return fmt.Errorf("looking for rules of kube-proxy: %w", withRights(err))
+	}
+	if what != "" {
+		return fmt.Errorf("mode = \"full\" takes the place of kube-proxy, but its rules are on this node (%s): "+
+			"keep kube-proxy from this node and run kube-proxy --cleanup there, or write mode = \"relay\"; "+
+			"the edge looks again every %s", what, interval)
+	}
+	return nil
+}
+
+// proxyRules says what kube-proxy has on this node; "": nothing.
+func proxyRules() (what string, err error) {
+	c, err := nftables.New()
+	if err != nil {
+		return "", err
+	}
+	tables, err := c.ListTables()
+	if err != nil {
+		return "", err
+	}
+	for _, table := range tables {
+		if table.Name == proxyTable {
+			return "the nftables table " + proxyTable, nil
+		}
+	}
+	chains, err := c.ListChains()
+	if err != nil {
+		return "", err
+	}
+	for _, chain := range chains {
+		if chain.Table.Name == "nat" && chain.Name == proxyChain {
+			return "the chain " + proxyChain + " of iptables", nil
+		}
+	}
+	for _, family := range []legacy{legacy4(), legacy6()} {
+		if has, err := family.hasChain(proxyChain); has || err != nil {
+			return "the chain " + proxyChain + " of iptables-legacy", err
+		}
+	}
+	if _, err = netlink.LinkByName(proxyLink); err == nil {
+		return "the link " + proxyLink, nil
+	}
+	if _, missing := errors.AsType[netlink.LinkNotFoundError](err); missing {
+		return "", nil
+	}
+	return "", err
+}
+
+// legacy is iptables of before nftables, for a family.
+type legacy struct {
+	tables string // the file with the names of the tables that are in use
+	module string // is there if the kernel has the table nat
+	domain int    // of the socket
+	level  int    // of its options
+}
+
+func legacy4() legacy {
+	return legacy{"/proc/net/ip_tables_names", "/sys/module/iptable_nat", unix.AF_INET, unix.IPPROTO_IP}
+}
+
+func legacy6() legacy {
+	return legacy{"/proc/net/ip6_tables_names", "/sys/module/ip6table_nat", unix.AF_INET6, unix.IPPROTO_IPV6}
+}
+
+// hasChain reports whether the table nat has a chain. It does not ask the kernel for a table that is not in use, since
+// the kernel would make it.
+func (l legacy) hasChain(name string) (bool, error) {
+	names, err := os.ReadFile(l.tables)
+	switch {
+	case errors.Is(err, os.ErrPermission): // only root reads it
+		if _, err := os.Stat(l.module); err != nil {
+			return false, nil // without the module there is no such table
+		}
+	case err != nil, !strings.Contains(string(names), "nat\n"):
+		return false, nil // without the file there is no such iptables
+	}
+	fd, err := unix.Socket(l.domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return false, nil // without the family there are no such rules
+	}
+	defer unix.Close(fd)
+	entries, err := l.entries(fd)
+	if err != nil {
+		return false, nil // the kernel has no such table
+	}
+	return bytes.Contains(entries, append([]byte(name), 0)), nil
+}
+
+// entries returns the rules of the table nat, as the kernel has them: struct ipt_get_entries of
+// linux/netfilter_ipv4/ip_tables.h. Names of chains are text in them.
+func (l legacy) entries(fd int) ([]byte, error) {
+	const (
+		getInfo, getEntries = 64, 65
+		nameSize            = 32
+		infoSize            = nameSize + 4 + 5*4 + 5*4 + 4 + 4 // struct ipt_getinfo; the size of the entries is last
+	)
+	info := make([]byte, infoSize)
+	copy(info, "nat")
+	if err := l.get(fd, getInfo, info); err != nil {
+		return nil, err
+	}
+	size := *(*uint32)(unsafe.Pointer(&info[infoSize-4])) //nolint:gosec // it is aligned, and in the array
+	const most = 64 << 20
+	if size == 0 || size > most {
+		return nil, errors.New("the table has no size")
+	}
+	const head = nameSize + 8 // the size, and what aligns the entries
+	entries := make([]byte, head+int(size))
+	copy(entries, "nat")
+	*(*uint32)(unsafe.Pointer(&entries[nameSize])) = size //nolint:gosec // as above
+	if err := l.get(fd, getEntries, entries); err != nil {
+		return nil, err
+	}
+	return entries[head:], nil
+}
+
+// get is getsockopt(2).
+func (l legacy) get(fd, option int, b []byte) error {
+	size := uint32(len(b)) //nolint:gosec // bounded
+	_, _, err := unix.Syscall6(unix.SYS_GETSOCKOPT, uintptr(fd), uintptr(l.level), uintptr(option),
+		uintptr(unsafe.Pointer(&b[0])), uintptr(unsafe.Pointer(&size)), 0) //nolint:gosec // as the kernel wants it
+	if err != 0 {
+		return err
+	}
+	return nil
+}

@@ -1,0 +1,833 @@
+package relay
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/binaryutil"
+	"github.com/google/nftables/expr"
+	"github.com/google/nftables/userdata"
+	"golang.org/x/sys/unix"
+)
+
+// family is what differs between IPv4 and IPv6.
+type family struct {
+	protocol byte
+	own      netip.Addr // the relay's
+	name     string
+	addr     nftables.SetDatatype
+	source   uint32 // offset of the source in the IP header: RFC 791, RFC 8200
+	offset   uint32 // of the destination
+	size     uint32 // of an address
+}
+
+func familyOf(addr netip.Addr) family {
+	if addr.Is4() {
+		return family{unix.NFPROTO_IPV4, addr4, "4", nftables.TypeIPAddr, 12, 16, 4}
+	}
+	return family{unix.NFPROTO_IPV6, addr6, "6", nftables.TypeIP6Addr, 8, 24, 16}
+}
+
+// words returns how many registers of four bytes an address takes.
+func (f family) words() uint32 { return f.size / 4 }
+
+func (k *linux) table() *nftables.Table {
+	name := tableName
+	if k.dns {
+		name = tableNameDNS
+	}
+	return &nftables.Table{Family: nftables.TableFamilyINet, Name: name}
+}
+
+// nextID returns what tells the chains and sets of one call of program from those of other calls and other processes:
+// the next ones are made while the ones before are in use.
+func (k *linux) nextID(listeners []netip.AddrPort) string {
+	k.programs++
+	id := strconv.Itoa(int(listeners[0].Port()))
+	if k.programs > 1 {
+		id += "." + strconv.Itoa(k.programs)
+	}
+	return id
+}
+
+// prefixPrerouting is what the names of chains for packets that come in begin with. The id follows.
+const prefixPrerouting = "prerouting-"
+
+// hook is a chain that the kernel calls, and its rules.
+type hook struct {
+	*nftables.Chain
+	rules []commented
+}
+
+// commented is a rule with its comment.
+type commented struct {
+	comment string
+	exprs   []expr.Any
+}
+
+// hooks returns the chains that the kernel calls. Those for packets that come in, and for this machine's own packets,
+// have a priority before that of kube-proxy, in any of its modes: of the chains that translate a connection's address,
+// the first one counts. DNS comes first, since the cluster's DNS may be a Service that the edge serves.
+func (k *linux) hooks() []hook {
+	first := nftables.ChainPriorityRef(*nftables.ChainPriorityNATDest - 10)
+	if k.dns {
+		first = nftables.ChainPriorityRef(*first - 1)
+	}
+	base := func(name string, kind nftables.ChainType, at *nftables.ChainHook, p *nftables.ChainPriority) *nftables.Chain {
+		return &nftables.Chain{Name: name + "-" + k.id, Table: k.table(), Type: kind, Hooknum: at, Priority: p}
+	}
+	to := k.translations()
+	all := []hook{
+		{base("prerouting", nftables.ChainTypeNAT, nftables.ChainHookPrerouting, first), to},
+		{base("output", nftables.ChainTypeNAT, nftables.ChainHookOutput, first), to},
+	}
+	if k.dns {
+		return all
+	}
+	last := nftables.ChainPriorityRef(*nftables.ChainPriorityNATSource - 10)
+	after := base("postrouting", nftables.ChainTypeNAT, nftables.ChainHookPostrouting, last)
+	all = append(all, hook{after, k.masquerades()})
+	if !k.full {
+		return all
+	}
+	filter := nftables.ChainPriorityRef(*nftables.ChainPriorityFilter - 10)
+	for _, f := range []struct {
+		name string
+		at   *nftables.ChainHook
+	}{
+		{"refuse-input", nftables.ChainHookInput}, {"refuse-forward", nftables.ChainHookForward},
+		{"refuse-output", nftables.ChainHookOutput},
+	} {
+		all = append(all, hook{base(f.name, nftables.ChainTypeFilter, f.at, filter), k.refusals(f.at)})
+	}
+	return all
+}
+
+// set returns the set of a kind and a family.
+func (k *linux) set(kind setKind, f family) *nftables.Set {
+	s := &nftables.Set{Table: k.table(), Name: kind.String() + f.name + "-" + k.id, Concatenation: true}
+	protocol, port := nftables.TypeInetProto, nftables.TypeInetService
+	at := []nftables.SetDatatype{f.addr, protocol, port}
+	of := func(types ...nftables.SetDatatype) { s.KeyType = nftables.MustConcatSetType(types...) }
+	maps := func(to nftables.SetDatatype) { s.IsMap, s.DataType = true, to }
+	switch kind {
+	case setServices:
+		of(at...)
+		maps(port)
+	case setRelayPorts:
+		of(protocol, port)
+		maps(port)
+	case setFront, setNone:
+		of(at...)
+		maps(nftables.TypeVerdict)
+	case setPorts, setNonePorts:
+		of(protocol, port)
+		maps(nftables.TypeVerdict)
+	case setEnds:
+		of(append(at, nftables.TypeMark)...)
+		maps(nftables.MustConcatSetType(f.addr, port))
+	case setLive:
+		of(append(at, f.addr, port)...)
+	case setAffine:
+		of(append([]nftables.SetDatatype{f.addr}, at...)...)
+		maps(nftables.MustConcatSetType(f.addr, port))
+		s.Dynamic, s.HasTimeout, s.Size = true, true, maxAffinity
+	case setIPs:
+		s.Concatenation, s.KeyType = false, f.addr
+	case setHairpin:
+		of(f.addr, f.addr)
+	case setPods:
+		s.Concatenation, s.KeyType, s.Interval = false, f.addr, true
+	}
+	return s
+}
+
+// sets returns the kinds of sets that the table has.
+func (k *linux) sets() []setKind {
+	switch {
+	case k.dns:
+		return []setKind{setServices}
+	case k.full:
+		return []setKind{setServices, setRelayPorts, setFront, setPorts, setEnds, setLive, setAffine, setNone, setNonePorts,
+			setIPs, setHairpin, setPods}
+	}
+	return []setKind{setServices, setFront, setEnds, setLive, setAffine, setHairpin}
+}
+
+// commentMarked is of the rule that leaves connections of Unredirected alone.
+const commentMarked = "from the edge itself"
+
+// comment is of the rules that redirect to a listener.
+func comment(listener netip.AddrPort) string { return "to the relay at " + listener.String() }
+
+// register returns a register of four bytes.
+func register(n uint32) uint32 { return unix.NFT_REG32_00 + n }
+
+// spare is a register that no key and no endpoint takes.
+func spare() uint32 { return register(15) }
+
+// hasMark is: meta mark & bits != 0, or == 0 if has is false.
+func hasMark(bits uint32, has bool) []expr.Any {
+	op := expr.CmpOpEq
+	if has {
+		op = expr.CmpOpNeq
+	}
+	return []expr.Any{
+		&expr.Meta{Key: expr.MetaKeyMARK, Register: spare()},
+		&expr.Bitwise{SourceRegister: spare(), DestRegister: spare(), Len: 4,
+			Mask: binaryutil.NativeEndian.PutUint32(bits), Xor: binaryutil.NativeEndian.PutUint32(0)},
+		&expr.Cmp{Op: op, Register: spare(), Data: binaryutil.NativeEndian.PutUint32(0)},
+	}
+}
+
+// setMark is: meta mark set meta mark | bits.
+func setMark(bits uint32) []expr.Any {
+	return []expr.Any{
+		&expr.Meta{Key: expr.MetaKeyMARK, Register: spare()},
+		&expr.Bitwise{SourceRegister: spare(), DestRegister: spare(), Len: 4,
+			Mask: binaryutil.NativeEndian.PutUint32(^bits), Xor: binaryutil.NativeEndian.PutUint32(bits)},
+		&expr.Meta{Key: expr.MetaKeyMARK, SourceRegister: true, Register: spare()},
+	}
+}
+
+// is is: meta nfproto ipv4, or ipv6.
+func (f family) is() []expr.Any {
+	return []expr.Any{
+		&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: spare()},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: spare(), Data: []byte{f.protocol}},
+	}
+}
+
+// load loads the protocol and the port of a packet into registers.
+func load(first uint32) []expr.Any {
+	return []expr.Any{
+		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: register(first)},
+		&expr.Payload{DestRegister: register(first + 1), Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2},
+	}
+}
+
+// destination loads where a packet goes: address, protocol, port. A node port has the address 0.
+func (f family) destination(first uint32, nodePort bool) []expr.Any {
+	var addr expr.Any = &expr.Payload{DestRegister: register(first), Base: expr.PayloadBaseNetworkHeader,
+		Offset: f.offset, Len: f.size}
+	if nodePort {
+		addr = &expr.Immediate{Register: register(first), Data: make([]byte, f.size)}
+	}
+	return append([]expr.Any{addr}, load(first+f.words())...)
+}
+
+// caller loads where a packet comes from.
+func (f family) caller(first uint32) []expr.Any {
+	return []expr.Any{&expr.Payload{DestRegister: register(first), Base: expr.PayloadBaseNetworkHeader,
+		Offset: f.source, Len: f.size}}
+}
+
+// isLocal is: fib daddr type local, and not loopback; or fib saddr type local.
+func (f family) isLocal(source bool) []expr.Any {
+	const local = 2 // RTN_LOCAL of linux/rtnetlink.h
+	all := []expr.Any{
+		&expr.Fib{Register: spare(), FlagSADDR: source, FlagDADDR: !source, ResultADDRTYPE: true},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: spare(), Data: binaryutil.NativeEndian.PutUint32(local)},
+	}
+	if source {
+		return all
+	}
+	loopback, bytes := netip.IPv6Loopback().AsSlice(), f.size
+	if f.size == 4 {
+		loopback, bytes = []byte{127}, 1
+	}
+	return append(all,
+		&expr.Payload{DestRegister: register(0), Base: expr.PayloadBaseNetworkHeader, Offset: f.offset, Len: bytes},
+		&expr.Cmp{Op: expr.CmpOpNeq, Register: register(0), Data: loopback})
+}
+
+// lookup finds a key. A map of data writes to a register; to is 0 for sets.
+func (k *linux) lookup(kind setKind, f family, first, to uint32) expr.Any {
+	l := &expr.Lookup{SourceRegister: register(first), SetName: k.set(kind, f).Name}
+	if to > 0 {
+		l.DestRegister, l.IsDestRegSet = register(to), true
+	}
+	return l
+}
+
+// dispatch goes to the chain of a key.
+func (k *linux) dispatch(kind setKind, f family, first uint32) expr.Any {
+	return &expr.Lookup{SourceRegister: register(first), SetName: k.set(kind, f).Name,
+		DestRegister: unix.NFT_REG_VERDICT, IsDestRegSet: true}
+}
+
+// toOwn is: dnat to the relay's own address, and the port that is in a register.
+func (f family) toOwn(port uint32) []expr.Any {
+	const addr = 10 // a register that no caller uses
+	return []expr.Any{
+		&expr.Counter{},
+		&expr.Immediate{Register: register(addr), Data: f.own.AsSlice()},
+		&expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(f.protocol),
+			RegAddrMin: register(addr), RegProtoMin: register(port)},
+	}
+}
+
+// translations are the rules that choose where a connection goes. Beside kube-proxy, they leave the edge's own packets
+// to it. In its place, these packets get endpoints as well, but never the relay: the edge would call itself.
+func (k *linux) translations() (all []commented) {
+	var notOwn []expr.Any
+	if k.full {
+		notOwn = hasMark(mark, false)
+	} else {
+		all = append(all, commented{commentMarked,
+			append(hasMark(mark, true), &expr.Verdict{Kind: expr.VerdictReturn})})
+	}
+	for _, listener := range k.listeners {
+		f := familyOf(listener.Addr())
+		end := f.words() + 2 // the register after a destination
+		all = append(all, commented{comment(listener), slices.Concat(f.is(), notOwn, f.destination(0, false),
+			[]expr.Any{k.lookup(setServices, f, 0, end)}, f.toOwn(end))})
+		if k.dns {
+			continue
+		}
+		all = append(all, commented{"to endpoints", slices.Concat(f.is(), f.destination(0, false),
+			[]expr.Any{k.dispatch(setFront, f, 0)})})
+		if !k.full {
+			continue
+		}
+		all = append(all,
+			commented{"node ports, " + comment(listener), slices.Concat(f.is(), notOwn, f.isLocal(false), load(0),
+				[]expr.Any{k.lookup(setRelayPorts, f, 0, 2)}, f.toOwn(2))},
+			commented{"node ports, to endpoints", slices.Concat(f.is(), f.isLocal(false), load(0),
+				[]expr.Any{k.dispatch(setPorts, f, 0)})})
+	}
+	return all
+}
+
+// masquerades are the rules after routing.
+func (k *linux) masquerades() (all []commented) {
+	if k.full {
+		all = append(all, commented{"callers elsewhere",
+			append(hasMark(markMasquerade, true), &expr.Masq{FullyRandom: true})})
+	}
+	for _, listener := range k.listeners {
+		f := familyOf(listener.Addr())
+		const translated = 1 << 5 // IPS_DST_NAT of linux/netfilter/nf_conntrack_common.h
+		all = append(all, commented{"endpoints that call themselves", slices.Concat(f.is(), []expr.Any{
+			&expr.Ct{Key: expr.CtKeySTATUS, Register: spare()},
+			&expr.Bitwise{SourceRegister: spare(), DestRegister: spare(), Len: 4,
+				Mask: binaryutil.NativeEndian.PutUint32(translated), Xor: binaryutil.NativeEndian.PutUint32(0)},
+			&expr.Cmp{Op: expr.CmpOpNeq, Register: spare(), Data: binaryutil.NativeEndian.PutUint32(0)},
+		}, f.caller(0), []expr.Any{
+			&expr.Payload{DestRegister: register(f.words()), Base: expr.PayloadBaseNetworkHeader, Offset: f.offset, Len: f.size},
+			k.lookup(setHairpin, f, 0, 0),
+			&expr.Masq{FullyRandom: true},
+		})})
+	}
+	return all
+}
+
+// refusals are the rules for connections that no endpoint gets.
+func (k *linux) refusals(at *nftables.ChainHook) (all []commented) {
+	const isNew = 1 << 3 // NF_CT_STATE_BIT(IP_CT_NEW) of linux/netfilter/nf_conntrack_common.h
+	fresh := []expr.Any{
+		&expr.Ct{Key: expr.CtKeySTATE, Register: spare()},
+		&expr.Bitwise{SourceRegister: spare(), DestRegister: spare(), Len: 4,
+			Mask: binaryutil.NativeEndian.PutUint32(isNew), Xor: binaryutil.NativeEndian.PutUint32(0)},
+		&expr.Cmp{Op: expr.CmpOpNeq, Register: spare(), Data: binaryutil.NativeEndian.PutUint32(0)},
+	}
+	for _, listener := range k.listeners {
+		f := familyOf(listener.Addr())
+		all = append(all, commented{"no endpoint", slices.Concat(fresh, f.is(), f.destination(0, false),
+			[]expr.Any{k.dispatch(setNone, f, 0)})})
+		if at == nftables.ChainHookInput {
+			all = append(all, commented{"node ports, no endpoint", slices.Concat(fresh, f.is(), f.isLocal(false), load(0),
+				[]expr.Any{k.dispatch(setNonePorts, f, 0)})})
+		}
+		all = append(all, commented{"no such port", slices.Concat(fresh, f.is(), []expr.Any{
+			&expr.Payload{DestRegister: register(0), Base: expr.PayloadBaseNetworkHeader, Offset: f.offset, Len: f.size},
+			k.lookup(setIPs, f, 0, 0),
+			k.to(chain{kind: chainReject, v6: f.size != 4}),
+		})})
+	}
+	return all
+}
+
+// to is: goto a chain.
+func (k *linux) to(c chain) expr.Any {
+	return &expr.Verdict{Kind: expr.VerdictGoto, Chain: k.nameOf(c)}
+}
+
+func (k *linux) nameOf(c chain) string { return c.name() + "-" + k.id }
+
+// rulesOf returns the rules of a chain that elements lead to.
+func (k *linux) rulesOf(c chain) [][]expr.Any {
+	f := familyOf(addr4)
+	if c.v6 {
+		f = familyOf(addr6)
+	}
+	w := f.words()
+	var marked []expr.Any
+	if c.masquerade {
+		marked = setMark(markMasquerade)
+	}
+	// choose loads the endpoint that has one of the indexes after the destination, which begins at first.
+	choose := func(first uint32) []expr.Any {
+		index := &expr.Numgen{Register: register(first + w + 2), Type: unix.NFT_NG_RANDOM,
+			Modulus: uint32(c.n)} //nolint:gosec // endpoints are fewer
+		if c.local {
+			index.Offset = firstLocal
+		}
+		return []expr.Any{index, k.lookup(setEnds, f, first, first+w+2)}
+	}
+	toEnd := func(end uint32) []expr.Any {
+		return append(slices.Clone(marked), &expr.NAT{Type: expr.NATTypeDestNAT, Family: uint32(f.protocol),
+			RegAddrMin: register(end), RegProtoMin: register(end + w)})
+	}
+	switch c.kind {
+	case chainPick:
+		return [][]expr.Any{slices.Concat(f.destination(0, c.node), choose(0), toEnd(w+2))}
+	case chainAffine:
+		const remove = 2 // NFT_DYNSET_OP_DELETE of linux/netfilter/nf_tables.h
+		end := 2*w + 2
+		note := func(op uint32) expr.Any {
+			d := &expr.Dynset{SrcRegKey: register(0), SrcRegData: register(end), SetName: k.set(setAffine, f).Name,
+				Operation: op}
+			if op != remove {
+				d.Timeout = time.Duration(c.sticky) * time.Second
+			}
+			return d
+		}
+		key := slices.Concat(f.caller(0), f.destination(w, c.node))
+		// The endpoint of before, if the caller may keep it; else another one, in its place. If the set is full, any.
+		return [][]expr.Any{
+			slices.Concat(key, []expr.Any{k.lookup(setAffine, f, 0, end), k.lookup(setLive, f, w, 0),
+				note(unix.NFT_DYNSET_OP_UPDATE)}, toEnd(end)),
+			slices.Concat(key, choose(w), []expr.Any{note(remove), note(unix.NFT_DYNSET_OP_UPDATE),
+				k.lookup(setAffine, f, 0, end)}, toEnd(end)),
+			{k.to(c.random())},
+		}
+	case chainSplit:
+		pods, own, others := c.parts()
+		verdict := func(c chain) expr.Any {
+			if c.kind == noChain {
+				return &expr.Verdict{Kind: expr.VerdictReturn}
+			}
+			return k.to(c)
+		}
+		return [][]expr.Any{
+			slices.Concat(f.caller(0), []expr.Any{k.lookup(setPods, f, 0, 0), verdict(pods)}),
+			append(f.isLocal(true), verdict(own)),
+			{verdict(others)},
+		}
+	case chainRelay:
+		return [][]expr.Any{slices.Concat(hasMark(mark, false), []expr.Any{
+			&expr.Immediate{Register: register(9), Data: binaryutil.BigEndian.PutUint16(c.port)},
+		}, f.toOwn(9))}
+	case chainReject:
+		return [][]expr.Any{
+			{
+				&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: spare()},
+				&expr.Cmp{Op: expr.CmpOpEq, Register: spare(), Data: []byte{unix.IPPROTO_TCP}},
+				&expr.Reject{Type: unix.NFT_REJECT_TCP_RST},
+			},
+			{&expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_PORT_UNREACH}},
+		}
+	}
+	return [][]expr.Any{{&expr.Verdict{Kind: expr.VerdictDrop}}}
+}
+
+// addChain adds a chain that elements lead to, unless the table has it.
+func (k *linux) addChain(c *nftables.Conn, one chain) {
+	if _, has := k.chains[one]; has {
+		return
+	}
+	for _, other := range one.needs() {
+		k.addChain(c, other)
+	}
+	k.chains[one] = struct{}{}
+	added := c.AddChain(&nftables.Chain{Name: k.nameOf(one), Table: k.table()})
+	for _, exprs := range k.rulesOf(one) {
+		c.AddRule(&nftables.Rule{Table: k.table(), Chain: added, Exprs: exprs})
+	}
+}
+
+// perChange is how many elements one transaction of the kernel has at most. What a socket sends at once is bounded.
+const perChange = 1500
+
+// program implements kernel. It makes sets and chains beside those in use, fills them, and then has the kernel call the
+// new chains in place of all others.
+func (k *linux) program(listeners []netip.AddrPort, all rules) error {
+	before := *k
+	k.listeners, k.id = listeners, k.nextID(listeners)
+	err := k.write(all)
+	if errors.Is(err, unix.ENOENT) {
+		err = k.write(all) // a process that stops has removed the table meanwhile
+	}
+	if err != nil {
+		before.programs = k.programs
+		*k = before // the table is still the one of before
+		return withVersion(err)
+	}
+	k.built = len(k.chains)
+	return nil
+}
+
+func (k *linux) write(all rules) error {
+	c, err := nftables.New()
+	if err != nil {
+		return fmt.Errorf("opening nftables: %w", withRights(err))
+	}
+	k.chains = make(map[chain]struct{})
+	c.AddTable(k.table())
+	for _, listener := range k.listeners {
+		f := familyOf(listener.Addr())
+		for _, kind := range k.sets() {
+			if err = c.AddSet(k.set(kind, f), nil); err != nil {
+				return err
+			}
+		}
+		if k.full {
+			k.addChain(c, chain{kind: chainReject, v6: f.size != 4})
+		}
+	}
+	if err = k.flush(c); err != nil {
+		return err
+	}
+	if err = k.changeElements(c, nil, all); err != nil {
+		return err
+	}
+	others, err := k.others(c)
+	if err != nil {
+		return err
+	}
+	if err = k.keepAffinity(c, others); err != nil {
+		return err
+	}
+	for _, h := range k.hooks() {
+		c.AddChain(h.Chain)
+		for _, r := range h.rules {
+			c.AddRule(&nftables.Rule{Table: k.table(), Chain: h.Chain, Exprs: r.exprs,
+				UserData: userdata.AppendString(nil, userdata.TypeComment, r.comment)})
+		}
+	}
+	for _, chain := range others.chains {
+		if chain.Hooknum != nil {
+			c.DelChain(chain)
+		}
+	}
+	if err = k.flush(c); err != nil {
+		return err
+	}
+	k.discard(c, others) //nolint:errcheck // they do nothing any more, and the next call of program tries again
+	return nil
+}
+
+// leftovers are the chains and sets of the table that other calls of program have made.
+type leftovers struct {
+	chains []*nftables.Chain
+	sets   []*nftables.Set
+}
+
+func (k *linux) others(c *nftables.Conn) (l leftovers, err error) {
+	theirs := func(name string) bool { return !strings.HasSuffix(name, "-"+k.id) }
+	return k.having(c, theirs)
+}
+
+// having returns the chains and sets of the table whose names match.
+func (k *linux) having(c *nftables.Conn, match func(name string) bool) (l leftovers, err error) {
+	chains, err := c.ListChainsOfTableFamily(k.table().Family)
+	if err != nil {
+		return l, fmt.Errorf("listing the chains of nftables: %w", err)
+	}
+	for _, chain := range chains {
+		if chain.Table.Name == k.table().Name && match(chain.Name) {
+			l.chains = append(l.chains, chain)
+		}
+	}
+	sets, err := c.GetSets(k.table())
+	if err != nil && !errors.Is(err, unix.ENOENT) {
+		return l, fmt.Errorf("listing the sets of nftables: %w", err)
+	}
+	for _, set := range sets {
+		if match(set.Name) {
+			l.sets = append(l.sets, set)
+		}
+	}
+	return l, nil
+}
+
+// discard removes chains and sets that the kernel does not call. What leads to others goes first.
+func (k *linux) discard(c *nftables.Conn, l leftovers) error {
+	var plain []*nftables.Chain
+	for _, chain := range l.chains {
+		if chain.Hooknum == nil {
+			plain = append(plain, chain)
+		}
+	}
+	return errors.Join(
+		inTransactions(k, c, plain, c.FlushChain),
+		inTransactions(k, c, l.sets, c.DelSet),
+		inTransactions(k, c, plain, c.DelChain),
+	)
+}
+
+// inTransactions adds a message for each of some objects. The kernel acknowledges each message, so that a transaction
+// of too many fills the buffer of the socket.
+func inTransactions[T any](k *linux, c *nftables.Conn, all []T, add func(T)) (err error) {
+	const most = 100
+	for some := range slices.Chunk(all, most) {
+		for _, one := range some {
+			add(one)
+		}
+		err = errors.Join(err, k.flush(c))
+	}
+	return err
+}
+
+// keepAffinity has callers keep the endpoints that sets of another process say.
+func (k *linux) keepAffinity(c *nftables.Conn, others leftovers) error {
+	if k.dns {
+		return nil
+	}
+	for _, listener := range k.listeners {
+		f := familyOf(listener.Addr())
+		seen := make(map[string]struct{})
+		for _, set := range others.sets {
+			if !strings.HasPrefix(set.Name, setAffine.String()+f.name+"-") {
+				continue
+			}
+			set.Table = k.table()
+			all, err := c.GetSetElements(set)
+			if err != nil {
+				return fmt.Errorf("reading the affinity of callers: %w", err)
+			}
+			all = slices.DeleteFunc(all, func(e nftables.SetElement) bool {
+				_, double := seen[string(e.Key)]
+				seen[string(e.Key)] = struct{}{}
+				return double || e.Expires < time.Second
+			})
+			for i := range all {
+				all[i] = nftables.SetElement{Key: all[i].Key, Val: all[i].Val, Timeout: all[i].Expires}
+			}
+			for some := range slices.Chunk(all, perMessage) {
+				if err = c.SetAddElements(k.set(setAffine, f), some); err == nil {
+					err = k.flush(c)
+				}
+				if err != nil {
+					return err
+				}
+			}
+		}
+	}
+	return nil
+}
+
+func (k *linux) flush(c *nftables.Conn) error {
+	if err := c.Flush(); err != nil {
+		return fmt.Errorf("writing nftables' table %s: %w", k.table().Name, withRights(err))
+	}
+	return nil
+}
+
+// maxSpareChains is how many chains the table may have gained since program, beside as many as it had. No chain goes
+// before the table is written again.
+const maxSpareChains = 1000
+
+// change implements kernel.
+func (k *linux) change(before, after rules) error {
+	if len(k.chains) > 2*k.built+maxSpareChains {
+		return errors.New("the table has too many chains that nothing leads to")
+	}
+	c, err := nftables.New()
+	if err != nil {
+		return fmt.Errorf("opening nftables: %w", withRights(err))
+	}
+	return k.changeElements(c, before, after)
+}
+
+// changeElements makes the elements of some rules those of others. Small changes are one transaction.
+func (k *linux) changeElements(c *nftables.Conn, before, after rules) error {
+	s := stepsOf(before, after)
+	b := &writer{k: k, conn: c}
+	for _, some := range [][]change{s.early, s.atOnce, s.late} {
+		for i, one := range some {
+			sameAddress := i > 0 && some[i-1].at == one.at
+			if !sameAddress && b.count >= perChange || b.count >= 2*perChange {
+				if err := b.flush(); err != nil {
+					return err
+				}
+			}
+			if err := b.write(one); err != nil {
+				return err
+			}
+		}
+		if err := b.messages(); err != nil { // those of the next step are later ones
+			return err
+		}
+	}
+	return b.flush()
+}
+
+// writer puts changes of elements into transactions.
+type writer struct {
+	k     *linux
+	conn  *nftables.Conn
+	gone  []pending
+	add   []pending
+	count int // of elements since the last transaction
+}
+
+// pending is an element that no message has yet.
+type pending struct {
+	*element
+	family family
+}
+
+// write adds a change to the transaction, unless its family has no listener.
+func (b *writer) write(one change) error {
+	f := familyOf(one.at.Addr())
+	if !slices.ContainsFunc(b.k.listeners, func(l netip.AddrPort) bool { return l.Addr() == f.own }) {
+		return nil
+	}
+	if one.gone != nil {
+		b.gone = append(b.gone, pending{one.gone, f})
+		b.count++
+	}
+	if one.add != nil {
+		b.add = append(b.add, pending{one.add, f})
+		b.count++
+		if _, has := b.k.chains[one.add.to]; !has && one.add.to.kind != noChain {
+			b.count += 20 // its rules are messages of their own
+		}
+	}
+	return nil
+}
+
+// perMessage is how many elements one message has at most: the length of an attribute has 16 bits.
+const perMessage = 400
+
+// messages adds the messages for the changes so far: elements go before others come in their place.
+func (b *writer) messages() error {
+	for _, step := range []struct {
+		all   []pending
+		write func(*nftables.Set, []nftables.SetElement) error
+	}{{b.gone, b.conn.SetDeleteElements}, {b.add, b.conn.SetAddElements}} {
+		type setKey struct {
+			kind setKind
+			v6   bool
+		}
+		bySet := make(map[setKey][]nftables.SetElement)
+		for _, one := range step.all {
+			e := nftables.SetElement{Key: []byte(one.key), Val: []byte(one.val), IntervalEnd: one.end}
+			if one.to.kind != noChain {
+				b.k.addChain(b.conn, one.to)
+				e.VerdictData = &expr.Verdict{Kind: expr.VerdictGoto, Chain: b.k.nameOf(one.to)}
+			}
+			in := setKey{one.set, one.family.size != 4}
+			bySet[in] = append(bySet[in], e)
+		}
+		for in, elements := range bySet {
+			own := addr4
+			if in.v6 {
+				own = addr6
+			}
+			for some := range slices.Chunk(elements, perMessage) {
+				if err := step.write(b.k.set(in.kind, familyOf(own)), some); err != nil {
+					return err
+				}
+			}
+		}
+	}
+	b.gone, b.add = nil, nil
+	return nil
+}
+
+func (b *writer) flush() error {
+	if err := b.messages(); err != nil {
+		return err
+	}
+	b.count = 0
+	return b.k.flush(b.conn)
+}
+
+// clear implements kernel. Each set is a transaction of its own: one may be missing.
+func (k *linux) clear() error {
+	c, err := nftables.New()
+	if err != nil {
+		return fmt.Errorf("opening nftables: %w", withRights(err))
+	}
+	var errs []error
+	flush := func() {
+		// It is missing if the next process has made the table anew.
+		if err := k.flush(c); err != nil && !errors.Is(err, unix.ENOENT) {
+			errs = append(errs, err)
+		}
+	}
+	for _, listener := range k.listeners {
+		for _, kind := range []setKind{setServices, setRelayPorts} {
+			if slices.Contains(k.sets(), kind) {
+				c.FlushSet(k.set(kind, familyOf(listener.Addr())))
+				flush()
+			}
+		}
+	}
+	for one := range k.chains {
+		if one.kind == chainRelay {
+			c.FlushChain(&nftables.Chain{Name: k.nameOf(one), Table: k.table()})
+			flush()
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// intact implements kernel.
+func (k *linux) intact() bool {
+	c, err := nftables.New()
+	if err != nil || k.listeners == nil {
+		return false
+	}
+	for _, h := range k.hooks() {
+		rules, err := c.GetRules(k.table(), h.Chain)
+		if err != nil || len(rules) != len(h.rules) {
+			return false // there is no table
+		}
+		for i, rule := range rules {
+			if text, _ := userdata.GetString(rule.UserData, userdata.TypeComment); text != h.rules[i].comment {
+				return false
+			}
+		}
+	}
+	return true
+}
+
+// remove implements kernel. The process after this one may have made the chains of the table its own, or be about to.
+// Then this one removes nothing of it.
+func (k *linux) remove() error {
+	if k.listeners == nil || k.full {
+		return nil
+	}
+	c, err := nftables.New()
+	if err != nil {
+		return err
+	}
+	for _, h := range k.hooks() {
+		c.DelChain(h.Chain)
+	}
+	if err := k.flush(c); err != nil {
+		if errors.Is(err, unix.ENOENT) {
+			return nil
+		}
+		return err
+	}
+	if others, err := k.others(c); err != nil || len(others.chains)+len(others.sets) == 0 {
+		c.DelTable(k.table())
+		return errors.Join(err, k.flush(c))
+	}
+	ours, err := k.having(c, func(name string) bool { return strings.HasSuffix(name, "-"+k.id) })
+	if err != nil {
+		return err
+	}
+	return k.discard(c, ours)
+}
