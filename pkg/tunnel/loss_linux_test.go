@@ -199,3 +199,28 @@ func TestSpliceSlowBytesBeforeReset(t *testing.T) {
 		t.Errorf("%d of %d bytes arrive before the reset", s.got, len(data))
 	}
 }
+
+// The half that waits to learn whether the other half got an error waits for resetTime at most. The other half may need
+// longer to end: it waits for acknowledgements, or the machine has no time for it. Then it ends with an error and never
+// passes a clean end on.
+func TestEndedByLossWaitsOnce(t *testing.T) {
+	peer, src := tcpPair(t)
+	peer.Close()
+	if _, err := src.Read(make([]byte, 1)); err != io.EOF {
+		t.Fatal(err)
+	}
+	src.CloseWrite() // the socket has ended in both directions now, without an error
+	dog := new(watchdog)
+	own, back := newDirection(src, dog), newDirection(src, dog)
+	ended := make(chan bool, 1)
+	go func() { ended <- endedByLoss(src, own, back) }()
+	time.AfterFunc(resetTime+resetTime/2, func() { back.end(nil, syscall.ECONNRESET) })
+	select {
+	case lost := <-ended:
+		if lost {
+			t.Error("a connection without an error counts as lost")
+		}
+	case <-time.After(testTimeout):
+		t.Error("the half waits for ever")
+	}
+}

@@ -272,11 +272,12 @@ func endedByLoss(src net.Conn, own, back *direction) bool {
 			defer late.Stop()
 			for _, c := range []chan struct{}{back.done, back.passed} {
 				if IsClosed(back.done) && !back.copiedAll() {
-					break
+					break // back has got an error, and passes no clean end on
 				}
 				select {
 				case <-c:
-				case <-late.C:
+				case <-late.C: // once only
+					return own.dog.hasLost(own)
 				}
 			}
 		}
