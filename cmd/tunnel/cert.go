@@ -300,7 +300,7 @@ func printCertificates(w io.Writer, list *api.CertificateList, output *outputFla
 		}
 	}
 	if list.Without > 0 {
-		fmt.Fprintf(out, "%d nodes are connected without a certificate.\n", list.Without)
+		fmt.Fprintf(out, "%d nodes, connected or away, have no certificate that the cloud knows.\n", list.Without)
 	}
 	return out.Flush()
 }

@@ -26,7 +26,8 @@ type CertificateList struct {
 	Processes []Held `json:"processes"`
 	// Nodes are those that have a certificate, as far as a cloud knows, sorted by the end of the certificate.
 	Nodes []NodeCertificate `json:"nodes,omitempty"`
-	// Without is how many nodes are connected without a certificate: by a token, or as a konnectivity agent.
+	// Without is how many nodes have no certificate that the cloud knows: they are or were connected by a token, or as a
+	// konnectivity agent.
 	Without    int      `json:"nodes_without_certificate,omitempty"`
 	Incomplete []string `json:"incomplete,omitempty"` // as in NodeList
 }
@@ -153,6 +154,11 @@ func (s *Server) allCertificates(ctx context.Context) *CertificateList {
 		}
 	}
 	asking.Wait()
+	if s.cfg.Peers != nil {
+		if why := s.cfg.Peers.Note(); why != "" { // nobody could ask a replica that was not joined
+			missing = append(missing, why)
+		}
+	}
 	list.Incomplete = append(list.Incomplete, missing...)
 	return list
 }
@@ -162,7 +168,7 @@ func (l *CertificateList) takeNodes(nodes []Node) {
 	for i := range nodes {
 		n := &nodes[i]
 		if n.Certificate == nil {
-			if n.State == Connected {
+			if n.State == Connected || !n.LastSeen.IsZero() { // else only Kubernetes knows the node
 				l.Without++
 			}
 			continue

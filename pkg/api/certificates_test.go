@@ -2,16 +2,22 @@ package api
 
 import (
 	"context"
+	"crypto/tls"
 	"fmt"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
+	"tunnel.example/tunnel/internal/testkit"
+	"tunnel.example/tunnel/internal/testkit/testca"
+	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/peers"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // A node's newest certificate counts, whether it shows it or got it before. They are sorted by their end. A node
-// without a certificate is counted.
+// without a certificate is counted, also while it is away, unless only Kubernetes knows it.
 func TestCertificates(t *testing.T) {
 	r := newRig()
 	at := time.Now().Truncate(time.Second).UTC()
@@ -24,6 +30,8 @@ func TestCertificates(t *testing.T) {
 		return s
 	}
 	r.attach("by-token")
+	r.dir.Detach(r.attach("away-by-token"))
+	r.cfg.Expected = func() ([]tunnel.NodeName, bool) { return []tunnel.NodeName{"never"}, true }
 	shows("later", "2", at, at.Add(2*time.Hour))
 	r.dir.Detach(shows("away", "1", at, at.Add(time.Hour)))
 	list, err := r.client(t).Certificates(t.Context())
@@ -31,7 +39,7 @@ func TestCertificates(t *testing.T) {
 		t.Fatal(err)
 	}
 	if len(list.Processes) != 1 || list.Processes[0].Replica != "cloud-0" || list.Processes[0].Own.Name != "cloud" ||
-		list.Without != 1 || len(list.Nodes) != 2 || list.Incomplete != nil {
+		list.Without != 2 || len(list.Nodes) != 2 || list.Incomplete != nil {
 		t.Fatalf("%+v", list)
 	}
 	first, second := list.Nodes[0], list.Nodes[1]
@@ -41,6 +49,32 @@ func TestCertificates(t *testing.T) {
 	}
 	if second.Node != "later" || second.State != Connected || second.Serial != "2" {
 		t.Errorf("the second is %+v", second)
+	}
+}
+
+// A configured replica that cannot be joined makes the list incomplete: its certificates are not known.
+func TestCertificatesOfAReplicaThatIsDown(t *testing.T) {
+	r := newRig()
+	ca := testca.New(t, "replicas")
+	conf := &tls.Config{
+		Certificates: []tls.Certificate{ca.Pair(t, auth.Leaf{
+			CommonName: "replica", DNSNames: []string{"replicas"}, Server: true, Client: true,
+		})},
+		RootCAs: ca.Pool(), ServerName: "replicas",
+	}
+	down := testkit.FreeAddress(t)
+	var err error
+	r.cfg.Peers, err = peers.New(peers.Config{
+		Addresses: []string{down}, TLS: func() *tls.Config { return conf }, Server: conf, Log: r.cfg.Log,
+	}, r.dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	testkit.Run(t, r.cfg.Peers.Run)
+	testkit.Eventually(t, "the replica cannot be joined", func() bool { return r.cfg.Peers.Note() != "" })
+	list, err := r.client(t).Certificates(t.Context())
+	if err != nil || len(list.Incomplete) != 1 || !strings.Contains(list.Incomplete[0], down) {
+		t.Errorf("%+v, %v", list, err)
 	}
 }
 

@@ -53,7 +53,7 @@ type RotateConfig struct {
 type RotationView struct {
 	Replicas   []RotationReplica
 	Nodes      []RotationNode // with a certificate that has not ended
-	Without    int            // nodes that are connected without a certificate
+	Without    int            // nodes, connected or not, without a certificate that the cloud knows
 	Incomplete []string       // why more may be missing
 }
 
@@ -483,8 +483,9 @@ func (r *rotation) notTrusting(view *RotationView) (lines []string) {
 		}
 	}
 	if view.Without > 0 {
-		lines = append(lines, fmt.Sprintf("%d nodes are connected without a certificate, and cannot be told: "+
-			"append %s to the file that they have of the CA", view.Without, r.path(nextCAFile)))
+		lines = append(lines, fmt.Sprintf("%d nodes have no certificate that the cloud knows, and cannot be told: "+
+			"append %s to the file that they have of the CA, and use --force; tunnel forget removes nodes that are gone",
+			view.Without, r.path(nextCAFile)))
 	}
 	return lines
 }
