@@ -151,8 +151,8 @@ func (w *cloudWiring) newGate() error {
 	return err
 }
 
-// knows reports whether a node has a session, or had a session that the cloud remembers. Until the inventory is read,
-// knows returns true for every node, because the inventory may hold any node.
+// knows reports whether a node has a session, or had a session that the cloud remembers. While the inventory has not
+// been read, knows returns true for every node, because the inventory may hold any node.
 func (w *cloudWiring) knows(node tunnel.NodeName) bool {
 	return w.reach.Holds(node) || w.inventory != nil && (!w.inventory.Known() || w.inventory.Has(node))
 }

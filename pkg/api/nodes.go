@@ -112,7 +112,7 @@ func (s *Server) local() *NodeList {
 			nodes[name] = s.remembered(name, r)
 		}
 		if !s.cfg.Inventory.Known() {
-			incomplete = append(incomplete, "the inventory has not been read yet")
+			incomplete = append(incomplete, "the inventory has not been read")
 		}
 	}
 	get := func(name tunnel.NodeName) *Node {

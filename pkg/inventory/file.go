@@ -24,8 +24,15 @@ type file struct {
 // errContent is the error of a file that is not an inventory of this version.
 var errContent = errors.New("it is not an inventory")
 
+// badSuffix ends the name of a file that was set aside because of errContent.
+const badSuffix = ".bad"
+
+// errAside is the error while a file that was set aside is still there: nobody has brought its nodes back. Without
+// it, the next start would take the new file for all nodes.
+var errAside = errors.New("a damaged inventory was set aside")
+
 // load reads the file at path. The map that it returns is never nil. A file that does not exist is no
-// error.
+// error. With errAside, load returns the nodes of the file.
 func load(path string) (map[tunnel.NodeName]*Record, error) {
 	nodes := make(map[tunnel.NodeName]*Record)
 	if path == "" {
@@ -34,16 +41,19 @@ func load(path string) (map[tunnel.NodeName]*Record, error) {
 	text, err := os.ReadFile(path)
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
-		return nodes, nil
 	case err != nil:
 		return nodes, err
+	default:
+		got, err := parse(text)
+		if err != nil {
+			return nodes, fmt.Errorf("%w: %w", errContent, err)
+		}
+		for n, r := range got {
+			nodes[n] = &r
+		}
 	}
-	got, err := parse(text)
-	if err != nil {
-		return nodes, fmt.Errorf("%w: %w", errContent, err)
-	}
-	for n, r := range got {
-		nodes[n] = &r
+	if _, err = os.Lstat(path + badSuffix); err == nil {
+		return nodes, errAside
 	}
 	return nodes, nil
 }

@@ -96,10 +96,9 @@ type Others interface {
 // Inventory remembers nodes. It is the module "inventory".
 type Inventory struct {
 	// Set once.
-	path   string // "": only memory
-	log    *slog.Logger
-	now    func() time.Time
-	unread error // why the file was not read; nil: it was, or there is none; set before Run
+	path string // "": only memory
+	log  *slog.Logger
+	now  func() time.Time
 
 	// Others knows the nodes of every replica, so that this replica misses the nodes of another replica
 	// when that has gone, too; nil: there are no other replicas. Set before Run.
@@ -117,6 +116,7 @@ type Inventory struct {
 	elsewhere []tunnel.NodeName
 	// ended are the nodes whose session with this replica has ended since noteOthers began; nil: it does not run.
 	ended  map[tunnel.NodeName]bool
+	unread error // why nodes of the file may be missing; nil: it was read, or there is none
 	failed error // why the file could not be written; nil: it was
 	left   bool  // another process writes the file: see Leave
 	// Of an inventory with a Map.
@@ -143,11 +143,17 @@ func New(path string, log *slog.Logger) *Inventory {
 // Name implements tunnel.Module.
 func (i *Inventory) Name() string { return "inventory" }
 
-// Note says why the file is out of date, for /readyz.
+// Note says why the file is out of date or was not read, for /readyz.
 func (i *Inventory) Note() string {
 	i.mu.Lock()
 	defer i.mu.Unlock()
 	switch {
+	case errors.Is(i.unread, errContent) || errors.Is(i.unread, errAside):
+		return fmt.Sprintf("the inventory of nodes lacks what %s has: stop the cloud, mend that file and rename it to %s, "+
+			"or remove it; then start the cloud", i.path+badSuffix, i.path)
+	case i.unread != nil:
+		return fmt.Sprintf("the inventory of nodes cannot be read: %v: mend the file or remove it, and restart the cloud",
+			i.unread)
 	case i.failed != nil:
 		return "the inventory of nodes cannot be written: " + i.failed.Error()
 	case i.omitted > 0:
@@ -402,11 +408,14 @@ func (i *Inventory) Has(node tunnel.NodeName) bool {
 	return i.nodes[node] != nil
 }
 
-// Known reports whether the inventory has been read. That of a file has.
+// Known reports whether the inventory has been read. If it has not, it may lack nodes that were connected before.
 func (i *Inventory) Known() bool {
 	i.mu.Lock()
 	defer i.mu.Unlock()
-	return i.Map == nil || i.read
+	if i.Map != nil {
+		return i.read
+	}
+	return i.unread == nil
 }
 
 // Names returns the names of all nodes, in no order.
@@ -470,15 +479,18 @@ func (i *Inventory) noteOthers() <-chan struct{} {
 
 // Run implements tunnel.Module. It writes the file when nodes have changed, and a last time when ctx is done.
 func (i *Inventory) Run(ctx context.Context) error {
-	if i.unread != nil {
-		i.log.Warn("the inventory of nodes cannot be used; it starts empty", "target", i.path, "err", i.unread)
-		if errors.Is(i.unread, errContent) {
-			os.Rename(i.path, i.path+".bad") //nolint:errcheck // if it fails, so does the write that would replace the file
+	i.mu.Lock()
+	unread, changed := i.unread, i.changed.Next()
+	i.mu.Unlock()
+	switch {
+	case errors.Is(unread, errAside):
+		i.log.Warn("the inventory of nodes lacks those of a damaged file", "target", i.path+badSuffix, "err", unread)
+	case unread != nil:
+		i.log.Warn("the inventory of nodes cannot be used; it starts empty", "target", i.path, "err", unread)
+		if errors.Is(unread, errContent) {
+			os.Rename(i.path, i.path+badSuffix) //nolint:errcheck // if it fails, so does the write that would replace the file
 		}
 	}
-	i.mu.Lock()
-	changed := i.changed.Next()
-	i.mu.Unlock()
 	elsewhere := i.noteOthers()
 	var gathered <-chan time.Time // when the nodes of the other replicas are noted next; nil: not soon
 	pause := writePause
@@ -567,6 +579,16 @@ func (i *Inventory) next() time.Duration {
 	return refresh
 }
 
+// unreadable returns why the file could not be read, if it may be sound: then a write would lose its nodes.
+func (i *Inventory) unreadable() error {
+	i.mu.Lock()
+	defer i.mu.Unlock()
+	if errors.Is(i.unread, errContent) || errors.Is(i.unread, errAside) {
+		return nil
+	}
+	return i.unread
+}
+
 // save writes the file. It logs the first failure, and the first success after a failure. The caller holds writing.
 func (i *Inventory) save(ctx context.Context) {
 	var err error
@@ -579,7 +601,9 @@ func (i *Inventory) save(ctx context.Context) {
 		}
 		err = kube.Explain(err)
 	case i.path != "":
-		err = save(i.path, i.All())
+		if err = i.unreadable(); err == nil {
+			err = save(i.path, i.All())
+		}
 	default:
 		return
 	}

@@ -112,7 +112,8 @@ func TestWritesSeldom(t *testing.T) {
 	})
 }
 
-// A file that is no inventory stops nothing. It is set aside, not overwritten.
+// A file that is no inventory stops nothing. It is set aside, not overwritten. Until somebody has looked at it, also
+// after a restart, the inventory says that it may lack nodes.
 func TestBadFile(t *testing.T) {
 	for name, text := range map[string]string{
 		"cut off": `{"format":1,"nodes":{"edge1":`, "newer": `{"format":2,"nodes":{}}`,
@@ -138,7 +139,50 @@ func TestBadFile(t *testing.T) {
 			if kept, err := os.ReadFile(path + ".bad"); err != nil || string(kept) != text {
 				t.Errorf("set aside: %q, %v", kept, err)
 			}
+			again := New(path, log)
+			for _, i := range []*Inventory{i, again} {
+				if note := i.Note(); i.Known() || !strings.Contains(note, path+".bad") {
+					t.Errorf("known %t, note %q", i.Known(), note)
+				}
+			}
+			again.Attached(session("edge1", ""))
+			testkit.Run(t, again.Run).Stop()
+			if kept, err := os.ReadFile(path + ".bad"); err != nil || string(kept) != text {
+				t.Errorf("set aside, after a restart: %q, %v", kept, err)
+			}
+			if err := os.Remove(path + ".bad"); err != nil {
+				t.Fatal(err)
+			}
+			again.Reload()
+			if !again.Known() || again.Note() != "" || !New(path, log).Has("edge1") {
+				t.Errorf("after it was removed: known %t, note %q", again.Known(), again.Note())
+			}
 		})
+	}
+}
+
+// A file that cannot be read may be sound: it stays as it is, and until then any node may be missing.
+func TestUnreadable(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "nodes.json")
+	if err := os.Symlink(path, path); err != nil { // a loop: also root cannot read it, and a rename would replace it
+		t.Skip("no links: ", err)
+	}
+	log, lines := testkit.NewLog()
+	i := New(path, log)
+	i.Attached(session("edge1", ""))
+	testkit.Run(t, i.Run).Stop()
+	if note := i.Note(); i.Known() || !strings.Contains(note, "restart the cloud") ||
+		!strings.Contains(lines.String(), "starts empty") {
+		t.Errorf("known %t, note %q, log %s", i.Known(), note, lines)
+	}
+	if to, err := os.Readlink(path); err != nil || to != path {
+		t.Errorf("the file was replaced: %q, %v", to, err)
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if i = New(path, log); !i.Known() || i.Note() != "" {
+		t.Errorf("without a file: known %t, note %q", i.Known(), i.Note())
 	}
 }
 
