@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -220,13 +221,26 @@ func TestRates(t *testing.T) {
 	old := session("4", 1e9, 1e9)
 	old.Since = at.Add(-time.Hour)
 	list.Nodes = append(list.Nodes, api.Node{Name: "edge4", State: api.Connected, Sessions: []api.Session{old}})
+	// The replica of edge5 has not answered now.
+	list.Nodes = append(list.Nodes, api.Node{Name: "edge5", State: api.Connected})
 	got := rates(before, list)
-	if len(got) != 3 || got[0].SentPerSecond != 1100 || got[0].ReceivedPerSecond != 200 || got[0].Conns != 2 ||
+	if len(got) != 4 || got[0].SentPerSecond != 1100 || got[0].ReceivedPerSecond != 200 || got[0].Conns != 2 ||
 		got[0].SentBytes != 3200 || got[1].SentPerSecond != 25 {
 		t.Errorf("%+v", got)
 	}
-	if got[1].RatesUnknown || !got[2].RatesUnknown || got[2].SentPerSecond != 0 || got[2].SentBytes != 1e9 {
+	if got[1].RatesUnknown || !got[2].RatesUnknown || got[2].SentPerSecond != 0 || got[2].SentBytes != 1e9 ||
+		!got[3].RatesUnknown {
 		t.Errorf("%+v", got)
+	}
+	var wide bytes.Buffer
+	flags := topFlags{sort: "rate", count: 4, once: true, output: outputFlag{form: "wide"}}
+	if err := flags.show(&wide, list, got); err != nil {
+		t.Fatal(err)
+	}
+	lines := strings.Split(strings.TrimSpace(wide.String()), "\n")
+	if got := strings.Fields(lines[len(lines)-1]); !slices.Equal(got,
+		[]string{"edge5", "-", "0", "-", "-", "0B", "0B", "-", "0", "-", "-", "-"}) {
+		t.Errorf("edge5 is shown as %q", got)
 	}
 	for key, first := range map[string]string{
 		"rate": "edge1", "sent": "edge1", "conns": "edge1", "rtt": "edge1", "total": "edge4",

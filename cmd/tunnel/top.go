@@ -37,7 +37,7 @@ type rate struct {
 	Conns             int64   `json:"conns"`
 	SentPerSecond     float64 `json:"sent_bytes_per_second"`
 	ReceivedPerSecond float64 `json:"received_bytes_per_second"`
-	RatesUnknown      bool    `json:"rates_unknown,omitempty"` // the list before lacks a session; the two rates are 0
+	RatesUnknown      bool    `json:"rates_unknown,omitempty"` // a list lacks a session; the two rates are 0
 	SentBytes         uint64  `json:"sent_bytes"`              // by the live sessions
 	ReceivedBytes     uint64  `json:"received_bytes"`
 	RoundTripSeconds  float64 `json:"round_trip_seconds,omitempty"`
@@ -69,7 +69,7 @@ func newTopCommand() *cobra.Command {
 		Long: `top shows the nodes of every replica of the cloud that have the most traffic, and refreshes the list.
 
 SENT/S and RECEIVED/S are payload bytes a second to and from the node, since the list before. They are "-" if the
-replica of the node did not answer then. SENT and RECEIVED are the
+replica of the node did not answer, now or then. SENT and RECEIVED are the
 bytes of the live sessions. Bytes of konnectivity agents are not counted.
 
 With --once it shows one list, and ends. With -o json each list is a line, and with -o yaml a document. -o wide adds
@@ -164,6 +164,7 @@ func rates(before, list *api.NodeList) []rate {
 		r := rate{
 			Node: n.Name, RoundTripSeconds: newest.RoundTripSeconds, Sessions: len(n.Sessions), Remote: newest.Remote,
 			Software: newest.Software, Since: newest.Since,
+			RatesUnknown: len(n.Sessions) == 0, // the replica that holds the node did not answer
 		}
 		var replicas []string
 		for _, s := range n.Sessions {
@@ -231,8 +232,11 @@ func (t *topFlags) show(w io.Writer, list *api.NodeList, all []rate) error {
 			size(r.ReceivedBytes), millis(r.RoundTripSeconds),
 		}
 		if wide {
-			cells = append(cells, strconv.Itoa(r.Sessions), span(list.Time.Sub(r.Since)), cmp.Or(r.Remote, "-"),
-				cmp.Or(r.Software, "-"))
+			since := "-"
+			if !r.Since.IsZero() {
+				since = span(list.Time.Sub(r.Since))
+			}
+			cells = append(cells, strconv.Itoa(r.Sessions), since, cmp.Or(r.Remote, "-"), cmp.Or(r.Software, "-"))
 		}
 		for k := range cells {
 			cells[k] = tunnel.Printable(cells[k])

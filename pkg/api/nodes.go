@@ -137,13 +137,13 @@ func (s *Server) local() *NodeList {
 			get(name).Kubernetes = true
 		}
 	}
-	return s.list(nodes, incomplete)
+	return s.list(nodes, incomplete, time.Now())
 }
 
-// list makes the answer. incomplete says what it lacks.
-func (s *Server) list(nodes map[tunnel.NodeName]*Node, incomplete []string) *NodeList {
+// list makes the answer. incomplete says what it lacks. at is when the counters of sessions were read.
+func (s *Server) list(nodes map[tunnel.NodeName]*Node, incomplete []string, at time.Time) *NodeList {
 	l := &NodeList{
-		APIVersion: Version, Time: time.Now().UTC(), Replica: s.cfg.Replica,
+		APIVersion: Version, Time: at.UTC(), Replica: s.cfg.Replica,
 		Nodes: make([]Node, 0, len(nodes)), Incomplete: incomplete,
 	}
 	for _, n := range nodes {
@@ -209,7 +209,7 @@ func (s *Server) Nodes(ctx context.Context) *NodeList {
 			n.State = Connected
 		}
 	}
-	return s.list(nodes, incomplete)
+	return s.list(nodes, incomplete, own.Time) // not now: a replica may have been waited for
 }
 
 // merge adds the nodes of a replica's list.
