@@ -2,7 +2,9 @@ package setup
 
 import (
 	"context"
+	"crypto"
 	"crypto/x509"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
@@ -110,6 +112,8 @@ func RotateCA(ctx context.Context, cfg RotateConfig) error {
 	switch {
 	case !r.announced():
 		err = r.announce()
+	case r.halfPair(): // the nodes were checked before, and a cloud that cannot start cannot be asked
+		err = r.sign()
 	case !r.signing():
 		if err = r.check(ctx, r.notTrusting); err == nil {
 			err = r.sign()
@@ -145,6 +149,9 @@ func RotationStatus(ctx context.Context, cfg RotateConfig) error {
 		return nil
 	case !r.announced():
 		fmt.Fprintln(cfg.Out, "step 1 was interrupted: run it again")
+		return nil
+	case r.halfPair():
+		fmt.Fprintln(cfg.Out, "step 2 was interrupted: run it again before the cloud restarts")
 		return nil
 	case !r.signing():
 		fmt.Fprintln(cfg.Out, "step 1 is done: edges are told the new CA")
@@ -299,6 +306,29 @@ func (r *rotation) announced() bool {
 func (r *rotation) signing() bool {
 	return r.leaf.CheckSignatureFrom(r.next.Certificate()) == nil &&
 		(r.nextNodes == nil || r.signs.Certificate().Equal(r.nextNodes.Certificate()))
+}
+
+// halfPair reports whether step 2 was interrupted between the key of the cloud and its certificate: the old CA has
+// signed the certificate, and the key is another one, in the form in which replacePair writes it.
+func (r *rotation) halfPair() bool {
+	text, err := os.ReadFile(r.Cloud.Server.Key)
+	if err != nil || r.leaf.CheckSignatureFrom(r.next.Certificate()) == nil {
+		return false
+	}
+	block, _ := pem.Decode(text)
+	if block == nil || block.Type != "PRIVATE KEY" {
+		return false
+	}
+	key, err := x509.ParsePKCS8PrivateKey(block.Bytes)
+	if err != nil {
+		return false
+	}
+	private, ok := key.(crypto.Signer)
+	if !ok {
+		return false
+	}
+	public, ok := private.Public().(interface{ Equal(crypto.PublicKey) bool })
+	return ok && !public.Equal(r.leaf.PublicKey)
 }
 
 // replace replaces a file that exists. Mode and owner stay.

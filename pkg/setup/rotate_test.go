@@ -221,8 +221,14 @@ func TestRotateCAInterrupted(t *testing.T) {
 	r.must("Step 2 of 3")
 	put("nodes-ca.key", nodesKey)
 	r.must("Step 2 of 3")
+	// Between the key and the certificate: the cloud does not start, and so cannot be asked.
 	put("cloud.crt", cert)
+	r.away = errors.New("nobody answers")
 	r.must("Step 2 of 3")
+	r.away = nil
+	if _, err := tls.LoadX509KeyPair(filepath.Join(r.dir, "cloud.crt"), filepath.Join(r.dir, "cloud.key")); err != nil {
+		t.Error(err)
+	}
 	r.renew()
 	crt, caKey, oldKey := r.read(nextCAFile), r.read(nextCAKeyFile), r.read("ca.key")
 	nextNodes, both := r.read(nextNodesFile), r.read("ca.crt")
