@@ -332,7 +332,8 @@ func TestMetricsPage(t *testing.T) {
 			"`tunnel_nodes` and `tunnel_node_certificates` need `socket` or `inventory` in `[mode.cloud.admin]`.\n"+
 			"Each replica counts the connected and the missing nodes of all replicas: "+
 			"of these states of `tunnel_nodes`, take the maximum.\n"+
-			"A replica counts flapping nodes by the sessions with itself, and certificates of nodes that it holds or held last: "+
+			"A replica counts flapping nodes by the sessions with itself, "+
+			"and certificates of nodes that it holds or held last: "+
 			"of the state `flapping` and of `tunnel_node_certificates`, take the sum.\n"+
 			"In such a sum, a node may count at more than one replica.", onlyIn(cloud, edge))
 	if own := onlyIn(edge, cloud); len(own) > 0 {

@@ -243,7 +243,7 @@ func (t *topFlags) show(w io.Writer, list *api.NodeList, all []rate) error {
 		}
 		fmt.Fprintln(table, strings.Join(cells, "\t"))
 	}
-	if err := table.Flush(); err != nil {
+	if err = table.Flush(); err != nil {
 		return err
 	}
 	_, err = io.WriteString(w, text.String())

@@ -62,6 +62,5 @@ func free(port int) bool {
 	if err != nil {
 		return false
 	}
-	c.Close()
-	return true
+	return c.Close() == nil
 }

@@ -206,7 +206,7 @@ func TestSpliceSlowBytesBeforeReset(t *testing.T) {
 func TestEndedByLossWaitsOnce(t *testing.T) {
 	peer, src := tcpPair(t)
 	peer.Close()
-	if _, err := src.Read(make([]byte, 1)); err != io.EOF {
+	if _, err := src.Read(make([]byte, 1)); !errors.Is(err, io.EOF) {
 		t.Fatal(err)
 	}
 	src.CloseWrite() // the socket has ended in both directions now, without an error
