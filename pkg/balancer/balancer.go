@@ -105,8 +105,8 @@ func (b *Balancers) UnexpectedIn(c net.Conn, handshake error) bool {
 
 // Unexpected reports whether a connection begins with a PROXY header although no header is due. It then
 // counts the connection, and logs a warning at a limited rate. No header is due if the connection does not
-// come from a balancer, or after the balancer's header. first are the first bytes of the connection; fewer than HeaderBegin say
-// nothing.
+// come from a balancer, or after the balancer's header. first are the first bytes of the connection; fewer
+// than HeaderBegin say nothing.
 func (b *Balancers) Unexpected(c net.Conn, first []byte) bool {
 	if !beginsHeader(first) {
 		return false
