@@ -72,7 +72,7 @@ Exit codes: 0 ok, 1 the list is incomplete or the daemon does not answer, 5 with
 					return err
 				}
 				for _, why := range list.Incomplete {
-					fmt.Fprintln(cmd.ErrOrStderr(), "warning: the list is incomplete: "+why)
+					fmt.Fprintln(cmd.ErrOrStderr(), "warning: the list is incomplete: "+tunnel.Printable(why))
 					errs = append(errs, errors.New("the list is incomplete"))
 				}
 				for _, p := range list.Processes {
@@ -110,7 +110,8 @@ has been renewed. On an edge, without arguments, renew renews the edge's own cer
   tunnel cert renew edge1 edge2
   tunnel cert renew --all
 
-Exit codes: 0 asked, or renewed; 1 failed, or a node cannot be asked; 5 a node is not connected.`,
+Exit codes: 0 asked, or renewed; 1 failed, or a named node cannot be asked, or with --all no node can be asked though
+some are connected; 5 a node is not connected.`,
 		Args: func(_ *cobra.Command, names []string) error {
 			if all && len(names) > 0 {
 				return errors.New("name nodes, or say --all")
@@ -158,14 +159,14 @@ func renewNodes(cmd *cobra.Command, ask *askFlags, output *outputFlag, names []s
 		fmt.Fprintf(cmd.ErrOrStderr(), "warning: %s was not asked: %s\n", n.Node, tunnel.Printable(n.Why))
 	}
 	for _, why := range answer.Incomplete {
-		fmt.Fprintln(cmd.ErrOrStderr(), "warning: not every replica has asked its nodes: "+why)
+		fmt.Fprintln(cmd.ErrOrStderr(), "warning: not every replica has asked its nodes: "+tunnel.Printable(why))
 	}
 	switch {
 	case len(answer.Incomplete) > 0:
 		return &exitError{exitRuntime, errors.New("not every replica has asked its nodes")}
 	case len(answer.Away) > 0:
 		return &exitError{exitAway, fmt.Errorf("not connected: %s", strings.Join(answer.Away, ", "))}
-	case len(answer.NotAsked) > 0 && len(names) > 0:
+	case len(answer.NotAsked) > 0 && (len(names) > 0 || len(answer.Asked) == 0):
 		return &exitError{exitRuntime, errors.New("nodes that were not asked: " + strconv.Itoa(len(answer.NotAsked)))}
 	}
 	return nil

@@ -3,6 +3,7 @@ package main
 import (
 	"context"
 	"errors"
+	"strings"
 
 	"github.com/spf13/cobra"
 
@@ -49,7 +50,10 @@ Exit codes: 0 done; 1 failed; 3 the configuration has no CA to replace; 5 nodes 
 					}
 					ctx, cancel := context.WithTimeout(ctx, askTimeout)
 					defer cancel()
-					_, failed = client.Renew(ctx, nil)
+					answer, failed := client.Renew(ctx, nil)
+					if failed == nil && len(answer.Incomplete) > 0 {
+						failed = errors.New("not every replica has asked its nodes: " + strings.Join(answer.Incomplete, "; "))
+					}
 					return failed
 				},
 			}

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"net/http"
 	"os"
 	"path/filepath"
 	"strings"
@@ -15,6 +16,7 @@ import (
 
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/api"
+	"tunnel.example/tunnel/pkg/socket"
 )
 
 // testCertStatus checks what tunnel cert status shows of a cloud with one node, and of that node's edge.
@@ -95,6 +97,37 @@ func TestCertRenew(t *testing.T) {
 	o.want(exitAway, "cert", "renew", "-c", o.cloud, "edge2")
 	o.want(exitUsage, "cert", "renew", "-c", o.cloud)
 	o.want(exitUsage, "cert", "renew", "-c", o.cloud, "--all", "edge1")
+}
+
+// renew --all fails if it could ask none of the nodes that are connected. What other machines say begins no line.
+func TestCertRenewOfNobody(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "s")
+	ln, err := socket.Listen(t.Context(), path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var answer api.RenewAnswer
+	srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { api.Answer(w, answer) })}
+	var served sync.WaitGroup
+	served.Go(func() { srv.Serve(ln) }) //nolint:errcheck // it ends with Close
+	defer served.Wait()
+	defer srv.Close()
+	old := []api.NotAsked{{Node: "old", Why: "its edge is older"}}
+	for _, c := range []struct {
+		answer api.RenewAnswer
+		want   int
+	}{
+		{api.RenewAnswer{}, exitOK},
+		{api.RenewAnswer{NotAsked: old}, exitRuntime},
+		{api.RenewAnswer{NotAsked: old, Asked: []string{"edge1"}}, exitOK},
+		{api.RenewAnswer{Asked: []string{"edge1"}, Incomplete: []string{"gone\nasked"}}, exitRuntime},
+	} {
+		answer = c.answer
+		code, _, errs := says(t, "cert", "renew", "--socket", path, "--all")
+		if code != c.want || strings.Contains(errs, "\nasked") {
+			t.Errorf("%+v: exit code %d, want %d\n%s", c.answer, code, c.want, errs)
+		}
+	}
 }
 
 // A token for several nodes lets so many join, each by its own name, and none twice. The audit has who made the token

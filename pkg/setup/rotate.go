@@ -127,7 +127,7 @@ func RotateCA(ctx context.Context, cfg RotateConfig) error {
 	if err == nil || errors.Is(err, ErrNotReady) {
 		if failed := cfg.Renew(ctx); failed != nil {
 			fmt.Fprintf(cfg.Out,
-				"The nodes were not asked to renew their certificates (%v): tunnel cert renew --all does it.\n", failed)
+				"Not all nodes were asked to renew their certificates (%v): tunnel cert renew --all does it.\n", failed)
 		}
 	}
 	return err
