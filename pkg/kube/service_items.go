@@ -235,7 +235,7 @@ func (s *sliceObject) items() (all []*services.Endpoint) {
 			continue
 		}
 		item := &services.Endpoint{
-			Address: addr.String(), Node: e.NodeName, Zone: e.Zone, Hostname: e.Hostname, Ports: ports,
+			Address: addr.Unmap().String(), Node: e.NodeName, Zone: e.Zone, Hostname: e.Hostname, Ports: ports,
 			Ready: isSet(e.Conditions.Ready, true), Serving: isSet(e.Conditions.Serving, true),
 			Terminating: isSet(e.Conditions.Terminating, false),
 			ZoneHints:   names(e.Hints.ForZones), NodeHints: names(e.Hints.ForNodes),

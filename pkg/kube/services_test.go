@@ -224,6 +224,14 @@ const oneNodeJSON = `{"kind": "NodeList", "apiVersion": "v1", "metadata": {"reso
 	"spec": {"podCIDRs": ["10.88.1.0/24"]},
 	"status": {"addresses": [{"type": "InternalIP", "address": "192.0.2.7"}, {"type": "Hostname", "address": "edge1"}]}}]}`
 
+// An address has one form, whichever a slice has: edges tell families apart by it.
+func TestServicesMappedAddress(t *testing.T) {
+	s := sliceObject{AddressType: addressTypeIPv6, Endpoints: []sliceEndpoint{{Addresses: []string{"::ffff:10.88.1.9"}}}}
+	if got := s.items(); len(got) != 1 || got[0].GetAddress() != "10.88.1.9" {
+		t.Errorf("got %v", got)
+	}
+}
+
 // The items are made from what an API server answers, and follow its events.
 func TestServices(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())

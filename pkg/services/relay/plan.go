@@ -391,9 +391,10 @@ func (w ways) relayed() bool {
 func (n planner) ways(s *services.State, f frontend, endpoints []services.Named) (w ways) {
 	for _, e := range endpoints {
 		one := way{e, services.TargetPort(e.Endpoint, f.port), f.at.protocol}
-		_, ok := addressOf(s, e.Endpoint)
+		addr, ok := addressOf(s, e.Endpoint)
 		switch {
-		case !ok:
+		// An IPv4 address in IPv6 form passes Choose for IPv6. The kernel refuses a table with such an endpoint.
+		case !ok || addr.Is4() != f.at.Addr().Is4():
 			w.none = append(w.none, one)
 		case n.isDirect(e.Endpoint):
 			w.direct = append(w.direct, one)
