@@ -89,10 +89,20 @@ func (d *door) open() error {
 	return nil
 }
 
+// refused is kernel.refused. If this process has written no table, that of a process before goes: its rules would come
+// before those of kube-proxy, and nobody would change them.
+func (d *door) refused() error {
+	err := d.relay.kernel.refused()
+	if errors.Is(err, errKubeProxy) && len(d.listeners) == 0 {
+		d.relay.kernel.removeLeft(d.relay.log)
+	}
+	return err
+}
+
 // program has the kernel do what is wanted.
 func (d *door) program(want rules) error {
 	if d.programmed == nil {
-		if err := d.relay.kernel.refused(); err != nil {
+		if err := d.refused(); err != nil {
 			return err
 		}
 	}
@@ -287,31 +297,40 @@ func (r *Relay) reach(ctx context.Context, to address, from netip.Addr) (net.Con
 func (r *Relay) waysNow(to address) (f frontend, w ways, known bool) {
 	r.mu.RLock()
 	defer r.mu.RUnlock()
-	find := func(at address) (f frontend, known bool) {
-		if f, known = r.plan.frontends[at]; known {
-			return f, true
-		}
-		// It was redirected a moment ago. Maybe the Service still has it, with an endpoint that is direct now.
-		for path, service := range r.state.Services() {
-			for other := range r.planner.frontends(path, service) {
-				if other.at == at {
-					f, known = other, true
-				}
-			}
-		}
-		return f, known
-	}
-	if f, known = find(to); !known && r.planner.full {
+	places := []address{to}
+	if r.planner.full {
 		every := netip.IPv4Unspecified()
 		if to.Addr().Is6() {
 			every = netip.IPv6Unspecified()
 		}
-		f, known = find(address{netip.AddrPortFrom(every, to.Port()), to.protocol}) // a node port
+		places = append(places, address{netip.AddrPortFrom(every, to.Port()), to.protocol}) // a node port
+	}
+	for _, at := range places {
+		if f, known = r.plan.frontends[at]; known {
+			break
+		}
+	}
+	if !known {
+		f, known = r.scanLocked(places)
 	}
 	if known {
 		w = r.planner.ways(r.state, f, chosen(f, r.state.Endpoints(f.path), r.planner.self(r.state)))
 	}
 	return f, w, known
+}
+
+// scanLocked looks for the first of some addresses that a Service has. It was redirected a moment ago. Maybe the
+// Service still has it, with an endpoint that is direct now. The caller holds mu.
+func (r *Relay) scanLocked(places []address) (f frontend, known bool) {
+	first := len(places)
+	for path, service := range r.state.Services() {
+		for other := range r.planner.frontends(path, service) {
+			if i := slices.Index(places[:first], other.at); i >= 0 {
+				f, first = other, i
+			}
+		}
+	}
+	return f, first < len(places)
 }
 
 // attempt is a way to an endpoint, and whether it leads through the cloud.

@@ -97,7 +97,7 @@ func (k *linux) forget(before, after rules) error {
 	for _, listener := range k.listeners {
 		own := listener.Addr()
 		_, err := netlink.ConntrackDeleteFilters(netlink.ConntrackTable,
-			netlink.InetFamily(familyOf(own).protocol), outdated{before, after, own, isOwn})
+			netlink.InetFamily(familyOf(own).protocol), outdated{before, after, own, isOwn, !k.full})
 		if err != nil {
 			errs = append(errs, fmt.Errorf("removing entries of conntrack: %w", withRights(err)))
 		}
@@ -131,6 +131,9 @@ type outdated struct {
 	before, after rules
 	own           netip.Addr              // the relay's
 	isOwn         map[netip.Addr]struct{} // addresses of this machine, see ownAddresses
+	// beside: kube-proxy gets the addresses that after lacks. It may lead flows to endpoints of before as well, and it
+	// ends those to others. So only flows to the relay are outdated.
+	beside bool
 }
 
 // MatchConntrackFlow implements netlink.CustomConntrackFilter.
@@ -161,6 +164,9 @@ func (o outdated) stale(at address, leads netip.AddrPort) (stale, known bool) {
 		return !now.leads(leads, o.own), true
 	}
 	was, ok := o.before[at]
+	if o.beside {
+		was.ends, was.local = nil, nil
+	}
 	return ok && was.leads(leads, o.own), ok
 }
 

@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
 	"golang.org/x/sys/unix"
 
 	"tunnel.example/tunnel/internal/testkit"
@@ -30,11 +31,19 @@ func TestPendingConnectionsAreRedirected(t *testing.T) {
 		t.Fatal(err)
 	}
 	conns := make(chan net.Conn, 1) // capacity 1: one dial
-	go p.in(func() error {
-		conn, err := (&net.Dialer{Timeout: time.Minute}).Dial("tcp", web4.String())
+	go func() {
+		var conn net.Conn
+		err := onThread(func() (err error) {
+			if err = netns.Set(p.ns); err == nil {
+				conn, err = (&net.Dialer{Timeout: time.Minute}).Dial("tcp", web4.String())
+			}
+			return err
+		})
+		if err != nil {
+			t.Error(err)
+		}
 		conns <- conn
-		return err
-	})
+	}()
 	pending := func() (n int) {
 		all, err := netlink.ConntrackTableList(netlink.ConntrackTable, unix.AF_INET)
 		if err != nil {
@@ -88,6 +97,32 @@ func TestOutdated(t *testing.T) {
 		f := &netlink.ConntrackFlow{ProtoInfo: c.state}
 		f.Forward = netlink.IPTuple{Protocol: c.protocol, DstIP: c.to.Addr().AsSlice(), DstPort: c.to.Port()}
 		f.Reverse = netlink.IPTuple{Protocol: c.protocol, SrcIP: c.from.Addr().AsSlice(), SrcPort: c.from.Port()}
+		if got := o.MatchConntrackFlow(f); got != c.want {
+			t.Errorf("%s: removed: %t", c.name, got)
+		}
+	}
+}
+
+// When kube-proxy gets a Service back, only flows to the relay end: it may use endpoints that the edge has used. In
+// place of kube-proxy, nobody serves the Service any more.
+func TestOutdatedBesideKubeProxy(t *testing.T) {
+	end := netip.MustParseAddrPort("10.88.1.5:8080")
+	for _, c := range []struct {
+		name   string
+		beside bool
+		was    rule
+		from   netip.AddrPort
+		want   bool
+	}{
+		{"an endpoint", true, rule{kind: toEnds, ends: []netip.AddrPort{end}}, end, false},
+		{"an endpoint, in its place", false, rule{kind: toEnds, ends: []netip.AddrPort{end}}, end, true},
+		{"the relay", true, rule{port: 7}, netip.AddrPortFrom(addr4, 7), true},
+		{"elsewhere", true, rule{port: 7}, end, false},
+	} {
+		o := outdated{before: rules{{web4, protocolUDP}: c.was}, own: addr4, beside: c.beside}
+		f := new(netlink.ConntrackFlow)
+		f.Forward = netlink.IPTuple{Protocol: unix.IPPROTO_UDP, DstIP: web4.Addr().AsSlice(), DstPort: web4.Port()}
+		f.Reverse = netlink.IPTuple{SrcIP: c.from.Addr().AsSlice(), SrcPort: c.from.Port()}
 		if got := o.MatchConntrackFlow(f); got != c.want {
 			t.Errorf("%s: removed: %t", c.name, got)
 		}

@@ -261,7 +261,7 @@ func TestSinceIsWritten(t *testing.T) {
 		time.Sleep(21 * 24 * time.Hour)
 		cancel()
 		<-done
-		f.db.Close() //nolint:errcheck // as when the power is lost: nothing more is written
+		f.db.Close() // as when the power is lost: nothing more is written
 		again, _ := open(t, path)
 		defer again.close(time.Time{})
 		if old := time.Since(again.since); old > 2*stampInterval {

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sync/errgroup"
 
@@ -470,6 +471,106 @@ func TestFullAffinity(t *testing.T) {
 	})
 }
 
+// A caller that may have endpoints of this node alone, from now on, does not keep one of another node.
+func TestFullAffinityLocal(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	s := newSite(t, true)
+	s.planner.direct = []netip.Prefix{netip.MustParsePrefix("10.88.2.0/24")}
+	sticky := func(local bool) *services.Service {
+		return siteService(func(s *services.Service) { s.AffinitySeconds, s.ExternalLocal = 600, local })
+	}
+	s.apply(s.service(sticky(false), ready("10.88.2.3", "server1")))
+	s.want(s.outside, nodeIP+":30080", 3, "", "10.88.2.3")
+	s.apply(s.service(sticky(true), ready("10.88.2.2", "edge1")))
+	s.want(s.outside, nodeIP+":30080", 5, outsideIP, "10.88.2.2")
+	s.apply(s.service(sticky(true), ready("10.88.2.4", "edge1"))) // the caller keeps what it has on this node
+	s.want(s.outside, nodeIP+":30080", 20, outsideIP, "10.88.2.2")
+}
+
+// A kernel that cannot keep the endpoints of callers gives each connection any.
+func TestFullWithoutAffinity(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	s := newSite(t, true)
+	s.kernel.noAffinity = true
+	sticky := siteService(func(s *services.Service) { s.AffinitySeconds = 600 })
+	s.apply(s.service(sticky, ready("10.88.2.2", "edge1"), ready("10.88.2.3", "edge1")))
+	s.want(s.caller, "10.96.0.10:80", 60, "10.88.1.2", "10.88.2.2", "10.88.2.3")
+	s.want(s.outside, nodeIP+":30080", 60, "10.88.2.1", "10.88.2.2", "10.88.2.3")
+}
+
+// A Service whose external IP is the address of the cloud does not take the edge's own connections, with endpoints and
+// without. Those of others are the Service's.
+func TestFullLeavesTheEdgeAlone(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	s := newSite(t, true)
+	const cloud = "203.0.113.5:80"
+	s.outside.in(func() error {
+		if err := setAddresses("eth0", "203.0.113.5/32"); err != nil {
+			return err
+		}
+		ln, err := net.Listen("tcp", cloud)
+		if err != nil {
+			return err
+		}
+		t.Cleanup(func() { ln.Close() })
+		go func() {
+			for {
+				c, err := ln.Accept()
+				if err != nil {
+					return
+				}
+				fmt.Fprintln(c, "cloud")
+				c.Close()
+			}
+		}()
+		return nil
+	})
+	claims := siteService(func(s *services.Service) { s.ExternalIps = []string{"203.0.113.5"} })
+	for _, endpoints := range [][]*services.Endpoint{nil, {ready("10.88.2.2", "edge1")}} {
+		s.apply(s.service(claims, endpoints...))
+		own := net.Dialer{Timeout: 5 * time.Second, Control: Unredirected}
+		c, err := own.Dial("tcp", cloud)
+		if err != nil {
+			t.Errorf("%d endpoints: %v", len(endpoints), err)
+			continue
+		}
+		if line, err := bufio.NewReader(c).ReadString('\n'); line != "cloud\n" {
+			t.Errorf("%d endpoints: %q, %v", len(endpoints), line, err)
+		}
+		c.Close()
+	}
+	s.want(nil, cloud, 3, "10.88.2.1", "10.88.2.2")
+}
+
+// A packet that is masqueraded loses the mark that asks for it.
+func TestFullClearsTheMark(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	s := newSite(t, true)
+	c, err := nftables.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	table := c.AddTable(&nftables.Table{Family: nftables.TableFamilyINet, Name: "foreign"})
+	after := nftables.ChainPriorityRef(*nftables.ChainPriorityNATSource + 100)
+	chain := c.AddChain(&nftables.Chain{Name: "after", Table: table, Type: nftables.ChainTypeFilter,
+		Hooknum: nftables.ChainHookPostrouting, Priority: after})
+	c.AddRule(&nftables.Rule{Table: table, Chain: chain,
+		Exprs: append(hasMark(markMasquerade, true), &expr.Verdict{Kind: expr.VerdictDrop})})
+	if err := c.Flush(); err != nil {
+		t.Fatal(err)
+	}
+	s.apply(s.service(siteService(nil), ready("10.88.2.2", "edge1")))
+	s.want(s.outside, nodeIP+":30080", 1, "10.88.2.1", "10.88.2.2")
+}
+
 // A flow of UDP whose endpoint goes gets another one, although it always comes from the same port.
 func TestFullDatagrams(t *testing.T) {
 	if !testkit.InOwnNetwork(t) {
@@ -602,10 +703,16 @@ func TestFullTableIsRefused(t *testing.T) {
 	if !s.kernel.intact() {
 		t.Error("the table of before is not intact")
 	}
+	own, err := nftables.New()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if others, err := s.kernel.others(own); err != nil || len(others.chains)+len(others.sets) > 0 {
+		t.Errorf("tables that were refused left %d chains and %d sets, %v", len(others.chains), len(others.sets), err)
+	}
 	s.want(s.caller, "10.96.0.10:80", 3, "", "10.88.2.2")
 	s.apply(s.service(siteService(nil), ready("10.88.2.3", "edge1")))
 	s.want(s.caller, "10.96.0.10:80", 40, "", "10.88.2.2", "10.88.2.3")
-	var err error
 	for i := uint32(1); err == nil; i++ {
 		if i > 2*maxSpareChains {
 			t.Fatal("the table gets more chains with each change")

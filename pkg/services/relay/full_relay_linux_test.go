@@ -210,6 +210,10 @@ func TestFullBesideKubeProxy(t *testing.T) {
 	if err := c.Flush(); err != nil {
 		t.Fatal(err)
 	}
+	// An edge that runs no more has left its rules. They go, since they come before those of kube-proxy.
+	if err := (&linux{full: true}).program(someListeners(1), nil); err != nil {
+		t.Fatal(err)
+	}
 	testkit.Run(t, r.Run)
 	<-cloud.nexts
 	cloud.batches <- batch(t, false, shop(t))
@@ -247,6 +251,19 @@ func TestFullBesideKubeProxy(t *testing.T) {
 	testkit.Eventually(t, "the edge serves", func() bool {
 		return r.Note() == "" && slices.Contains(tables(t), tableName)
 	})
+}
+
+// Only what says that there are no such rules is taken for it.
+func TestLegacyTablesCannotBeRead(t *testing.T) {
+	l := legacy4()
+	l.tables = filepath.Join(t.TempDir(), "missing")
+	if has, err := l.hasChain("KUBE-SERVICES"); has || err != nil {
+		t.Errorf("without the file: %t, %v", has, err)
+	}
+	l.tables = t.TempDir()
+	if _, err := l.hasChain("KUBE-SERVICES"); err == nil {
+		t.Error("a file that cannot be read counts as no rules")
+	}
 }
 
 // What the kernel says of iptables-legacy is read without making it make a table.

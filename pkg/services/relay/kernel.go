@@ -2,6 +2,7 @@ package relay
 
 import (
 	"errors"
+	"log/slog"
 	"maps"
 	"net"
 	"net/netip"
@@ -41,12 +42,18 @@ func (a addresses) sorted() []netip.AddrPort {
 // errUntracked says that the kernel knows no flow of a datagram.
 var errUntracked = errors.New("the kernel does not know where the datagram was sent to")
 
+// errKubeProxy says that rules of kube-proxy are there.
+var errKubeProxy = errors.New("mode = \"full\" takes the place of kube-proxy, but its rules are on this node")
+
 // kernel is what the relay needs of the operating system.
 type kernel interface {
 	// open adds the relay's own addresses to the machine, and returns them: of IPv4, and of IPv6 if the machine has it.
 	open() ([]netip.Addr, error)
 	// refused returns why there must be no rules now: kube-proxy's are there, whose place they take. nil: there may be.
+	// Rules of kube-proxy are errKubeProxy.
 	refused() error
+	// removeLeft removes the table of a process that does not run any more.
+	removeLeft(log *slog.Logger)
 	// program makes the table anew, with these rules. Where the table was before, no packet meets a moment without one.
 	// listeners are those of TCP. They tell the table from that of another process. Rules of a family without listener are
 	// left out.

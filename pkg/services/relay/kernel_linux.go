@@ -28,13 +28,15 @@ const (
 
 // linux is the kernel of this machine. All but original is for one goroutine.
 type linux struct {
-	dns       bool               // the table is that of DNS; set once
-	full      bool               // the table takes the place of kube-proxy's; set once
-	listeners []netip.AddrPort   // of the table that program has written; nil: none
-	id        string             // of its chains and sets
-	chains    map[chain]struct{} // those of the table that elements lead to
-	built     int                // how many chains these were at first
-	programs  int                // how often program has begun to write a table
+	dns       bool             // the table is that of DNS; set once
+	full      bool             // the table takes the place of kube-proxy's; set once
+	listeners []netip.AddrPort // of the table that program has written; nil: none
+	// noAffinity: the kernel cannot keep the endpoints of callers. Each connection gets any endpoint.
+	noAffinity bool
+	id         string             // of its chains and sets
+	chains     map[chain]struct{} // those of the table that elements lead to
+	built      int                // how many chains these were at first
+	programs   int                // how often program has begun to write a table
 }
 
 func newKernel(full bool) (kernel, error) { return &linux{full: full}, nil }
@@ -104,7 +106,7 @@ func (k *linux) owner(c *nftables.Conn) (at netip.AddrPort, lives bool) {
 			return at, true
 		}
 		if err == nil {
-			ln.Close()
+			_ = ln.Close()
 		}
 	}
 	return at, false

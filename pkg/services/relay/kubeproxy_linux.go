@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"strings"
 	"unsafe"
 
@@ -31,9 +32,9 @@ func (k *linux) refused() error {
 		return fmt.Errorf("looking for rules of kube-proxy: %w", withRights(err))
 	}
 	if what != "" {
-		return fmt.Errorf("mode = \"full\" takes the place of kube-proxy, but its rules are on this node (%s): "+
+		return fmt.Errorf("%w (%s): "+
 			"keep kube-proxy from this node and run kube-proxy --cleanup there, or write mode = \"relay\"; "+
-			"the edge looks again every %s", what, interval)
+			"the edge looks again every %s", errKubeProxy, what, interval)
 	}
 	return nil
 }
@@ -63,8 +64,8 @@ func proxyRules() (what string, err error) {
 		}
 	}
 	for _, family := range []legacy{legacy4(), legacy6()} {
-		if has, err := family.hasChain(proxyChain); has || err != nil {
-			return "the chain " + proxyChain + " of iptables-legacy", err
+		if has, hasErr := family.hasChain(proxyChain); has || hasErr != nil {
+			return "the chain " + proxyChain + " of iptables-legacy", hasErr
 		}
 	}
 	if _, err = netlink.LinkByName(proxyLink); err == nil {
@@ -98,22 +99,42 @@ func (l legacy) hasChain(name string) (bool, error) {
 	names, err := os.ReadFile(l.tables)
 	switch {
 	case errors.Is(err, os.ErrPermission): // only root reads it
-		if _, err := os.Stat(l.module); err != nil {
+		if _, err = os.Stat(l.module); err != nil {
 			return false, nil // without the module there is no such table
 		}
-	case err != nil, !strings.Contains(string(names), "nat\n"):
+	case errors.Is(err, os.ErrNotExist):
 		return false, nil // without the file there is no such iptables
+	case err != nil:
+		return false, err
+	case !strings.Contains(string(names), "nat\n"):
+		return false, nil
 	}
 	fd, err := unix.Socket(l.domain, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-	if err != nil {
+	if isMissing(err) {
 		return false, nil // without the family there are no such rules
 	}
-	defer unix.Close(fd)
-	entries, err := l.entries(fd)
 	if err != nil {
+		return false, err
+	}
+	defer unix.Close(fd)
+	const attempts = 20
+	entries, err := l.entries(fd)
+	for n := 1; errors.Is(err, unix.EAGAIN) && n < attempts; n++ { // the table has changed between two questions
+		entries, err = l.entries(fd)
+	}
+	if isMissing(err) {
 		return false, nil // the kernel has no such table
 	}
+	if err != nil {
+		return false, fmt.Errorf("reading the table nat of iptables-legacy: %w", err)
+	}
 	return bytes.Contains(entries, append([]byte(name), 0)), nil
+}
+
+// isMissing reports whether an error says that the kernel lacks a family or a table.
+func isMissing(err error) bool {
+	return slices.ContainsFunc([]error{unix.ENOENT, unix.ENOPROTOOPT, unix.EPROTONOSUPPORT, unix.EAFNOSUPPORT},
+		func(e error) bool { return errors.Is(err, e) })
 }
 
 // entries returns the rules of the table nat, as the kernel has them: struct ipt_get_entries of

@@ -20,6 +20,7 @@ const (
 	setPorts                     // protocol . node port → chain
 	setEnds                      // address . protocol . port . index → address . port of an endpoint
 	setLive                      // address . protocol . port . address . port of an endpoint: a caller may keep it
+	setLiveLocal                 // the same, of callers that get rule.local
 	setAffine                    // caller . address . protocol . port → address . port of its endpoint, for a time
 	setNone                      // address . protocol . port → chain that refuses
 	setNonePorts                 // protocol . node port → chain that refuses
@@ -31,8 +32,8 @@ const (
 
 // String returns what the name of the set of IPv4 begins with, without the family.
 func (k setKind) String() string {
-	return [setKinds]string{"services", "relayports", "front", "ports", "ends", "live", "affine", "none", "noneports",
-		"ips", "hairpin", "pods"}[k]
+	return [setKinds]string{"services", "relayports", "front", "ports", "ends", "live", "livelocal", "affine", "none",
+		"noneports", "ips", "hairpin", "pods"}[k]
 }
 
 // element is one element of a set.
@@ -48,7 +49,7 @@ type element struct {
 // chain that may choose them can be reached.
 func (e element) isDispatch() bool {
 	switch e.set {
-	case setEnds, setLive:
+	case setEnds, setLive, setLiveLocal:
 		return false
 	}
 	return true
@@ -237,13 +238,17 @@ func (a address) elements(r rule) (all []element) {
 
 // ends appends the elements of the endpoints of a rule.
 func (a address) ends(all []element, r rule) []element {
-	live := make(map[netip.AddrPort]struct{})
 	for first, list := range map[int][]netip.AddrPort{0: r.ends, firstLocal: r.local} {
+		set := setLive
+		if first == firstLocal {
+			set = setLiveLocal
+		}
+		live := make(map[netip.AddrPort]struct{})
 		for i, end := range list {
 			all = append(all, element{set: setEnds, key: endKey(a, first+i), val: endData(end)})
 			if _, double := live[end]; r.sticky > 0 && !double {
 				live[end] = struct{}{}
-				all = append(all, element{set: setLive, key: string(key(a)) + endData(end)})
+				all = append(all, element{set: set, key: string(key(a)) + endData(end)})
 			}
 		}
 	}

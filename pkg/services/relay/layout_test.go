@@ -97,7 +97,11 @@ func (k table) picks(e element, c chain, live bool) (all []netip.AddrPort, err e
 			return nil, fmt.Errorf("%s misses its endpoint %d", c.name(), i)
 		}
 		if c.kind == chainAffine && live {
-			if _, live := k[keyOf(setLive, key+end.val, c.v6)]; !live {
+			set := setLive
+			if c.local {
+				set = setLiveLocal
+			}
+			if _, live := k[keyOf(set, key+end.val, c.v6)]; !live {
 				return nil, fmt.Errorf("%s misses its endpoint %d among those that live", c.name(), i)
 			}
 		}

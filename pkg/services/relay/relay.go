@@ -1,6 +1,7 @@
 // Package relay is the edge's side of Services: it serves those with endpoints that this node does not reach by itself.
 //
-//	r, err := relay.New(relay.Config{Node: "edge1", File: "/var/lib/tunnel/services.db", Watch: watch, Reach: client.Reach})
+//	const file = "/var/lib/tunnel/services.db"
+//	r, err := relay.New(relay.Config{Node: "edge1", File: file, Watch: watch, Reach: client.Reach})
 //	err = r.Run(ctx)
 //
 //	client, err := stream.NewClient(cfg, relay.NewEdge(r, policy))   // the other end, at the endpoints
@@ -183,8 +184,8 @@ func (r *Relay) Run(ctx context.Context) error {
 	r.noteCurrent(false, nil)
 	file.close(r.lastCurrent())
 	door.drain()
-	if err := r.kernel.remove(); err != nil {
-		r.log.Warn("the table of nftables cannot be removed", "err", err)
+	if removeErr := r.kernel.remove(); removeErr != nil {
+		r.log.Warn("the table of nftables cannot be removed", "err", removeErr)
 	}
 	return err
 }
@@ -223,8 +224,14 @@ func (r *Relay) serve(ctx context.Context, d *door) {
 func (r *Relay) apply(d *door) {
 	r.mu.RLock()
 	want := r.plan.rules
+	known := r.state.Len() > 0 || !r.since.IsZero()
 	r.mu.RUnlock()
-	err := d.program(want)
+	var err error
+	if known || !r.cfg.Full {
+		err = d.program(want)
+	} else {
+		err = d.refused() // the table that the last process has left is better than an empty one
+	}
 	r.mu.Lock()
 	before := r.broken
 	r.broken, r.serves = err, d.programmed.ports()

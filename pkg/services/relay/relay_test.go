@@ -352,6 +352,45 @@ func TestStartsFromTheFile(t *testing.T) {
 	second.Stop()
 }
 
+// In place of kube-proxy, an edge without a state leaves the table as the last process has left it.
+func TestFullStartsWithoutAState(t *testing.T) {
+	k, c := new(fake), newCloud()
+	r, _ := newTestRelay(t, k, c)
+	r.cfg.Full, r.planner.full = true, true
+	testkit.Run(t, r.Run)
+	<-c.nexts
+	k.mu.Lock()
+	programs := k.programs
+	k.mu.Unlock()
+	if programs != 0 {
+		t.Error("a table is written")
+	}
+	c.batches <- batch(t, false, shop(t))
+	<-c.nexts
+	testkit.Eventually(t, "the state of the cloud is served", k.intact)
+}
+
+// An endpoint with an IPv4 address in the form of IPv6 is none of IPv6: the kernel would refuse the whole table.
+func TestPlanMappedAddress(t *testing.T) {
+	mapped := endpoint("::ffff:10.88.1.9", "edge1")
+	for _, full := range []bool{true, false} {
+		state := services.NewState()
+		changes := shop(t)
+		changes.Set = append(changes.Set,
+			item(t, services.EndpointPath("shop", "web", "web-b", mapped.GetAddress()), mapped))
+		if _, err := state.Apply(changes); err != nil {
+			t.Fatal(err)
+		}
+		for at, r := range (planner{"edge1", nil, full}).plan(state).rules {
+			for _, end := range slices.Concat(r.ends, r.local) {
+				if end.Addr().Is4() != at.Addr().Is4() {
+					t.Errorf("full: %t: %s leads to %s", full, at, end)
+				}
+			}
+		}
+	}
+}
+
 // What another program has removed is written again, and what fails is tried again.
 func TestKernelIsMended(t *testing.T) {
 	k, c := &fake{broken: errors.New("no rights")}, newCloud()

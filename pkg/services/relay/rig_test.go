@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"log/slog"
 	"maps"
 	"net"
 	"net/netip"
@@ -29,6 +30,7 @@ type fake struct {
 	proxy    error      // what refused answers
 	programs int        // calls of program
 	changes  int        // calls of change
+	removals int        // calls of removeLeft
 	broken   error      // what open answers
 	to       netip.AddrPort
 	sentTo   map[netip.AddrPort]netip.AddrPort // where callers of UDP have sent to
@@ -45,6 +47,12 @@ func (f *fake) refused() error {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.proxy
+}
+
+func (f *fake) removeLeft(*slog.Logger) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.removals++
 }
 
 func (f *fake) program(_ []netip.AddrPort, all rules) error {

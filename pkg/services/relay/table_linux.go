@@ -132,7 +132,7 @@ func (k *linux) set(kind setKind, f family) *nftables.Set {
 	case setEnds:
 		of(append(at, nftables.TypeMark)...)
 		maps(nftables.MustConcatSetType(f.addr, port))
-	case setLive:
+	case setLive, setLiveLocal:
 		of(append(at, f.addr, port)...)
 	case setAffine:
 		of(append([]nftables.SetDatatype{f.addr}, at...)...)
@@ -154,8 +154,8 @@ func (k *linux) sets() []setKind {
 	case k.dns:
 		return []setKind{setServices}
 	case k.full:
-		return []setKind{setServices, setRelayPorts, setFront, setPorts, setEnds, setLive, setAffine, setNone, setNonePorts,
-			setIPs, setHairpin, setPods}
+		return []setKind{setServices, setRelayPorts, setFront, setPorts, setEnds, setLive, setLiveLocal, setAffine, setNone,
+			setNonePorts, setIPs, setHairpin, setPods}
 	}
 	return []setKind{setServices, setFront, setEnds, setLive, setAffine, setHairpin}
 }
@@ -187,11 +187,17 @@ func hasMark(bits uint32, has bool) []expr.Any {
 }
 
 // setMark is: meta mark set meta mark | bits.
-func setMark(bits uint32) []expr.Any {
+func setMark(bits uint32) []expr.Any { return changeMark(bits, bits) }
+
+// clearMark is: meta mark set meta mark & ^bits.
+func clearMark(bits uint32) []expr.Any { return changeMark(bits, 0) }
+
+// changeMark gives some bits of the mark a value.
+func changeMark(bits, value uint32) []expr.Any {
 	return []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyMARK, Register: spare()},
 		&expr.Bitwise{SourceRegister: spare(), DestRegister: spare(), Len: 4,
-			Mask: binaryutil.NativeEndian.PutUint32(^bits), Xor: binaryutil.NativeEndian.PutUint32(bits)},
+			Mask: binaryutil.NativeEndian.PutUint32(^bits), Xor: binaryutil.NativeEndian.PutUint32(value)},
 		&expr.Meta{Key: expr.MetaKeyMARK, SourceRegister: true, Register: spare()},
 	}
 }
@@ -273,8 +279,18 @@ func (f family) toOwn(port uint32) []expr.Any {
 	}
 }
 
+// leavesOwn is the rule that leaves the edge's own packets alone, unless they go to a ClusterIP.
+func (k *linux) leavesOwn(f family) commented {
+	return commented{commentMarked, slices.Concat(f.is(), hasMark(mark, true), []expr.Any{
+		&expr.Payload{DestRegister: register(0), Base: expr.PayloadBaseNetworkHeader, Offset: f.offset, Len: f.size},
+		&expr.Lookup{SourceRegister: register(0), SetName: k.set(setIPs, f).Name, Invert: true},
+		&expr.Verdict{Kind: expr.VerdictReturn},
+	})}
+}
+
 // translations are the rules that choose where a connection goes. Beside kube-proxy, they leave the edge's own packets
-// to it. In its place, these packets get endpoints as well, but never the relay: the edge would call itself.
+// to it. In its place, those of these packets that go to a ClusterIP get endpoints as well, but never the relay: the
+// edge would call itself. Others stay as they are: an external IP that a Service claims may be the cloud's address.
 func (k *linux) translations() (all []commented) {
 	var notOwn []expr.Any
 	if k.full {
@@ -285,6 +301,9 @@ func (k *linux) translations() (all []commented) {
 	}
 	for _, listener := range k.listeners {
 		f := familyOf(listener.Addr())
+		if k.full {
+			all = append(all, k.leavesOwn(f))
+		}
 		end := f.words() + 2 // the register after a destination
 		all = append(all, commented{comment(listener), slices.Concat(f.is(), notOwn, f.destination(0, false),
 			[]expr.Any{k.lookup(setServices, f, 0, end)}, f.toOwn(end))})
@@ -309,7 +328,9 @@ func (k *linux) translations() (all []commented) {
 func (k *linux) masquerades() (all []commented) {
 	if k.full {
 		all = append(all, commented{"callers elsewhere",
-			append(hasMark(markMasquerade, true), &expr.Masq{FullyRandom: true})})
+			// Without the mark: if the node wraps the packet, nobody masquerades that once more.
+			slices.Concat(hasMark(markMasquerade, true), clearMark(markMasquerade),
+				[]expr.Any{&expr.Masq{FullyRandom: true}})})
 	}
 	for _, listener := range k.listeners {
 		f := familyOf(listener.Addr())
@@ -339,6 +360,9 @@ func (k *linux) refusals(at *nftables.ChainHook) (all []commented) {
 	}
 	for _, listener := range k.listeners {
 		f := familyOf(listener.Addr())
+		if at == nftables.ChainHookOutput {
+			all = append(all, k.leavesOwn(f))
+		}
 		all = append(all, commented{"no endpoint", slices.Concat(fresh, f.is(), f.destination(0, false),
 			[]expr.Any{k.dispatch(setNone, f, 0)})})
 		if at == nftables.ChainHookInput {
@@ -389,8 +413,15 @@ func (k *linux) rulesOf(c chain) [][]expr.Any {
 	case chainPick:
 		return [][]expr.Any{slices.Concat(f.destination(0, c.node), choose(0), toEnd(w+2))}
 	case chainAffine:
+		if k.noAffinity {
+			return [][]expr.Any{{k.to(c.random())}}
+		}
 		const remove = 2 // NFT_DYNSET_OP_DELETE of linux/netfilter/nf_tables.h
 		end := 2*w + 2
+		live := setLive
+		if c.local {
+			live = setLiveLocal
+		}
 		note := func(op uint32) expr.Any {
 			d := &expr.Dynset{SrcRegKey: register(0), SrcRegData: register(end), SetName: k.set(setAffine, f).Name,
 				Operation: op}
@@ -402,7 +433,7 @@ func (k *linux) rulesOf(c chain) [][]expr.Any {
 		key := slices.Concat(f.caller(0), f.destination(w, c.node))
 		// The endpoint of before, if the caller may keep it; else another one, in its place. If the set is full, any.
 		return [][]expr.Any{
-			slices.Concat(key, []expr.Any{k.lookup(setAffine, f, 0, end), k.lookup(setLive, f, w, 0),
+			slices.Concat(key, []expr.Any{k.lookup(setAffine, f, 0, end), k.lookup(live, f, w, 0),
 				note(unix.NFT_DYNSET_OP_UPDATE)}, toEnd(end)),
 			slices.Concat(key, choose(w), []expr.Any{note(remove), note(unix.NFT_DYNSET_OP_UPDATE),
 				k.lookup(setAffine, f, 0, end)}, toEnd(end)),
@@ -465,13 +496,42 @@ func (k *linux) program(listeners []netip.AddrPort, all rules) error {
 	if errors.Is(err, unix.ENOENT) {
 		err = k.write(all) // a process that stops has removed the table meanwhile
 	}
+	if errors.Is(err, unix.EOPNOTSUPP) && k.hasAffinity() {
+		k.discardOwn()
+		k.noAffinity = true // rules of Linux 5.2 and 5.3 remove no element
+		err = k.write(all)
+	}
 	if err != nil {
+		k.discardOwn()
 		before.programs = k.programs
 		*k = before // the table is still the one of before
 		return withVersion(err)
 	}
 	k.built = len(k.chains)
 	return nil
+}
+
+// hasAffinity reports whether a chain of the table keeps the endpoints of callers.
+func (k *linux) hasAffinity() bool {
+	for one := range k.chains {
+		if one.kind == chainAffine && !k.noAffinity {
+			return true
+		}
+	}
+	return false
+}
+
+// discardOwn removes what a call of program has made that has failed. Otherwise each call would leave more.
+func (k *linux) discardOwn() {
+	c, err := nftables.New()
+	if err != nil {
+		return
+	}
+	ours, err := k.having(c, func(name string) bool { return strings.HasSuffix(name, "-"+k.id) })
+	called := func(one *nftables.Chain) bool { return one.Hooknum != nil }
+	if err == nil && !slices.ContainsFunc(ours.chains, called) { // else the kernel has taken the table after all
+		k.discard(c, ours) //nolint:errcheck // the next call of program that succeeds removes the rest
+	}
 }
 
 func (k *linux) write(all rules) error {
@@ -815,13 +875,14 @@ func (k *linux) remove() error {
 	for _, h := range k.hooks() {
 		c.DelChain(h.Chain)
 	}
-	if err := k.flush(c); err != nil {
+	if err = k.flush(c); err != nil {
 		if errors.Is(err, unix.ENOENT) {
 			return nil
 		}
 		return err
 	}
-	if others, err := k.others(c); err != nil || len(others.chains)+len(others.sets) == 0 {
+	others, err := k.others(c)
+	if err != nil || len(others.chains)+len(others.sets) == 0 {
 		c.DelTable(k.table())
 		return errors.Join(err, k.flush(c))
 	}
