@@ -30,7 +30,7 @@ balancers: proxies ## HAProxy and nginx of Debian in front of the cloud, as docs
 	go test -count=1 -timeout 5m -v ./test/balancers
 
 interop: ## Konnectivity's own programs, from the Go module proxy, against ours; its faults, on both (three minutes)
-	go -C test/interop test -count=1 -timeout 10m ./...
+	go -C test/interop test -count=1 -timeout 20m ./...
 
 udp-programs:
 	@command -v dig >/dev/null && command -v snmpwalk >/dev/null && test -x /usr/sbin/snmpd && test -x /usr/sbin/dnsmasq && \
