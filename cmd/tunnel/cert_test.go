@@ -109,7 +109,7 @@ func TestCertRenewOfNobody(t *testing.T) {
 	var answer api.RenewAnswer
 	srv := &http.Server{Handler: http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) { api.Answer(w, answer) })}
 	var served sync.WaitGroup
-	served.Go(func() { srv.Serve(ln) }) //nolint:errcheck // it ends with Close
+	served.Go(func() { srv.Serve(ln) })
 	defer served.Wait()
 	defer srv.Close()
 	old := []api.NotAsked{{Node: "old", Why: "its edge is older"}}

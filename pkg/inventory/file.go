@@ -44,9 +44,9 @@ func load(path string) (map[tunnel.NodeName]*Record, error) {
 	case err != nil:
 		return nodes, err
 	default:
-		got, err := parse(text)
-		if err != nil {
-			return nodes, fmt.Errorf("%w: %w", errContent, err)
+		got, bad := parse(text)
+		if bad != nil {
+			return nodes, fmt.Errorf("%w: %w", errContent, bad)
 		}
 		for n, r := range got {
 			nodes[n] = &r
