@@ -57,7 +57,7 @@ test: race fuzz ## the tests: with the race detector, leak checks, and 10 s of f
 race: iproute2 strace proxies ## the tests with the race detector; a skip that test/skips.txt does not list fails
 	@# Everything is compiled first: tests that wait for others should not share the processors with a compiler.
 	@go list -race -test -export $(PKGS) >/dev/null
-	@go run ./tools/report -allow test/skips.txt -- go test -race -count=1 -timeout 10m -json $(PKGS)
+	@go run ./tools/report -allow test/skips.txt -- go test -race -count=1 -timeout 20m -json $(PKGS)
 
 # Tests that make networks of their own do it with ip(8).
 .PHONY: iproute2
