@@ -110,8 +110,8 @@ has been renewed. On an edge, without arguments, renew renews the edge's own cer
   tunnel cert renew edge1 edge2
   tunnel cert renew --all
 
-Exit codes: 0 asked, or renewed; 1 failed, or a named node cannot be asked, or with --all no node can be asked though
-some are connected; 5 a node is not connected.`,
+Exit codes: 0 asked, or renewed; 1 failed, a named node cannot be asked, or --all could ask none; 5 a node is
+not connected.`,
 		Args: func(_ *cobra.Command, names []string) error {
 			if all && len(names) > 0 {
 				return errors.New("name nodes, or say --all")

@@ -74,8 +74,8 @@ With --stop the process ends afterwards, as after SIGTERM: open connections have
   tunnel drain
   tunnel drain --stop
 
-Exit codes: 0 drained; 1 the daemon does not answer, a reload or a restart is under way, or no other replica could take
-the edges; 3 the configuration names no admin socket.`,
+Exit codes: 0 drained; 1 no answer, a reload or a restart is under way, or no other replica takes the edges; 3
+the configuration names no admin socket.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := output.check(); err != nil {

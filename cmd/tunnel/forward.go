@@ -259,8 +259,8 @@ loopback needs --allow.
   tunnel forward add 127.0.0.1:2222 edge1/127.0.0.1:22
   tunnel forward add 0.0.0.0:5432 edge1/10.0.0.7:5432 --allow 10.0.0.0/8
 
-Exit codes: 0 open, 1 the port leads elsewhere already, or no cloud answers; 2 wrong command line; 3 the port cannot be
-opened, or the configuration of the cloud does not permit it.`,
+Exit codes: 0 open, 1 the port leads elsewhere already, or no cloud answers; 2 wrong command line; 3 the port
+cannot be opened, or is not permitted.`,
 		Args: wordArgs("LISTEN", "NODE/TARGET"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			f.Listen, f.Target = args[0], args[1]
@@ -303,8 +303,8 @@ configuration, remove its line and run "tunnel reload".
 
   tunnel forward rm 127.0.0.1:2222
 
-Exit codes: 0 closed, 1 there is no such port, the configuration has it, or no cloud answers; 3 the configuration names
-no admin socket of a cloud, or the file of forwards cannot be written.`,
+Exit codes: 0 closed, 1 no such port, the configuration has it, or no cloud answers; 3 no admin socket is
+configured, or the file of forwards cannot be written.`,
 		Args: wordArgs("LISTEN"),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			return flags.change(cmd, http.MethodDelete, "/v1/forwards?"+url.Values{"listen": args}.Encode(), nil)

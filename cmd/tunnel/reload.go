@@ -292,8 +292,8 @@ A running cloud takes over tcp and udp ports with the tables beside them. Of htt
 clientnames and callers; of egress strategies, defaultnodes and clientnames. Of its limits it takes over
 connsperaddress, flows and flowsperaddress. A running edge takes over allow, and the limit flows.
 
-Exit codes: 0 the daemon runs with the file, except for the keys that need a restart; 1 the daemon does not answer, or
-another reload or a restart is under way; 3 the file has a problem, or names no admin socket.`,
+Exit codes: 0 the daemon runs with the file; 1 no answer, or a reload or restart is under way; 3 the file has a
+problem.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := output.check(); err != nil {

@@ -357,8 +357,8 @@ says why.
 
   tunnel restart
 
-Exit codes: 0 the new process serves; 1 the old one serves as before, or there is no admin socket, or nothing answers
-on it; 3 the configuration has a problem.`,
+Exit codes: 0 the new process serves; 1 the old one serves as before, or no admin socket answers; 3 the
+configuration has a problem.`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := output.check(); err != nil {
