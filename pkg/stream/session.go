@@ -397,7 +397,8 @@ func (s *session) start(ctx context.Context) {
 // watchSilence ends the session when nothing has come from the peer on any of its connections for
 // lostAfter, or multipathLost. Any received bytes prove that the peer lives, however late an answer is. Pings make
 // the peer send. watchSilence looks twice before it ends the session: if this process was paused for a
-// while, bytes that came meanwhile are about to be read.
+// while, bytes that came meanwhile are about to be read. From lostAfter on, it looks again every
+// quarter of doubtTime, so that the session ends soon after the last acknowledgement is that old.
 func (s *session) watchSilence() {
 	s.mu.Lock()
 	silence, limit, lost := s.silenceLocked(), s.own.lost(), false
@@ -406,9 +407,11 @@ func (s *session) watchSilence() {
 	case silence < limit-doubtTime:
 		s.doubted = false
 		s.silent.Reset(limit - doubtTime - silence)
-	case !s.doubted || silence < limit || s.acknowledgesLocked():
+	case !s.doubted:
 		s.doubted = true
 		s.silent.Reset(doubtTime)
+	case silence < limit || s.acknowledgesLocked():
+		s.silent.Reset(doubtTime / 4)
 	default:
 		lost = true
 	}

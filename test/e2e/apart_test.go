@@ -21,7 +21,7 @@ import (
 )
 
 const (
-	noticed = 15 * time.Second             // until replicas say that they are apart
+	noticed = 20 * time.Second             // until replicas say that they are apart: 14 s, and what a busy machine takes
 	healed  = 15*time.Second + time.Second // until they are together again, and that is written
 	grace   = 30 * time.Second             // for which a line outlives its node
 	// from noticed on: what is lost is forgotten, and the line of a node that is not there would go
