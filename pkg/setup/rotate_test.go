@@ -266,7 +266,8 @@ func TestRotateCAOtherSigner(t *testing.T) {
 	r.must("Step 3 of 3")
 }
 
-// A crash has left an empty file of the new CA: the error says what to do. The key keeps its mode.
+// If a crash left the file of the new CA empty, the error tells the operator to remove that file. A complete rotation
+// keeps the file mode of ca.key. A rotation refuses a ca.key that is a symbolic link.
 func TestRotateCAFiles(t *testing.T) {
 	r := newRotating(t)
 	marker, key := filepath.Join(r.dir, nextCAFile), filepath.Join(r.dir, "ca.key")

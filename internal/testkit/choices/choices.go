@@ -37,15 +37,16 @@ func Places(list []services.Named, port *services.Port) []string {
 	return places
 }
 
-// row is a Case as it is written down. All Services have the ClusterIPs 10.96.0.1 and fd00:96::1, and the port http,
-// if they do not name others. The node is node1 in zone a, if no other is given.
+// row is the short form of a Case. The tables of this package consist of rows, and fill adds the defaults. Each Service
+// gets the ClusterIPs 10.96.0.1 and fd00:96::1. A Service without ports gets the port http. The default node is node1 in
+// zone a.
 type row struct {
 	name      string
 	svc       *services.Service
 	port      int // of svc, by its index
 	at        string
 	self      *services.Self
-	endpoints []string // see endpoint
+	endpoints []string // one line per endpoint; see the func endpoint for its format
 	// ADDRESS:PORT, separated by blanks. No reachable: the same as cluster, or as local if cluster is empty.
 	cluster, local, reachable string
 	onlyElsewhere             bool // the Choice is empty, but there are endpoints on other nodes
@@ -100,10 +101,13 @@ func (r row) fill() Case {
 	return c
 }
 
-// endpoint returns the endpoint of a line: its address, its node (- for none), its condition, and then what is not
-// usual: zones=LIST and nodes=LIST (its hints), slice=NAME, ports=LIST of NAME/PROTOCOL/NUMBER. A comma separates the
-// elements of a LIST. The conditions are ready, unready, draining (it terminates and serves), and ending (it terminates
-// and does not serve).
+// endpoint parses a line of row.endpoints. Spaces separate the fields:
+//
+//	ADDRESS NODE CONDITION [zones=LIST] [nodes=LIST] [slice=NAME] [ports=LIST]
+//
+// The NODE "-" means no node. A CONDITION is ready, unready, draining (terminating, still serving) or ending
+// (terminating, not serving). zones and nodes are the endpoint's topology hints. A comma separates the elements of a
+// LIST. An element of ports is NAME/PROTOCOL/NUMBER. The defaults are no hints, slice=web-1 and ports=http/TCP/8080.
 func endpoint(line string) services.Named {
 	fields := strings.Fields(line)
 	e := &services.Endpoint{Address: fields[0], Node: strings.Trim(fields[1], "-")}

@@ -489,7 +489,8 @@ func TestFullAffinityLocal(t *testing.T) {
 	s.want(s.outside, nodeIP+":30080", 20, outsideIP, "10.88.2.2")
 }
 
-// A kernel that cannot keep the endpoints of callers gives each connection any.
+// Without session affinity in the kernel (Linux 5.2 and 5.3), each new connection of a caller may go to any endpoint of
+// the Service.
 func TestFullWithoutAffinity(t *testing.T) {
 	if !testkit.InOwnNetwork(t) {
 		return

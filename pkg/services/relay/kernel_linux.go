@@ -31,7 +31,8 @@ type linux struct {
 	dns       bool             // the table is that of DNS; set once
 	full      bool             // the table takes the place of kube-proxy's; set once
 	listeners []netip.AddrPort // of the table that program has written; nil: none
-	// noAffinity: the kernel cannot keep the endpoints of callers. Each connection gets any endpoint.
+	// noAffinity: this kernel does not support session affinity (Linux 5.2 and 5.3). Each new connection of a caller may
+	// go to any endpoint.
 	noAffinity bool
 	id         string             // of its chains and sets
 	chains     map[chain]struct{} // those of the table that elements lead to
