@@ -12,6 +12,8 @@ import (
 	"net/http"
 	"net/url"
 	"syscall"
+
+	json2 "github.com/go-json-experiment/json"
 )
 
 // Client asks the process that serves an admin socket.
@@ -134,14 +136,11 @@ func call(ctx context.Context, client *http.Client, method, path string, body, v
 		return err
 	}
 	defer response.Body.Close()
-	answer, err := io.ReadAll(io.LimitReader(response.Body, maxAnswer+1))
-	switch {
-	case err != nil:
-		return err
-	case len(answer) > maxAnswer:
-		return fmt.Errorf("the answer is longer than %d bytes", maxAnswer)
+	err = json2.UnmarshalRead(http.MaxBytesReader(nil, response.Body, maxAnswer), v)
+	if long, ok := errors.AsType[*http.MaxBytesError](err); ok {
+		return fmt.Errorf("the answer is longer than %d bytes", long.Limit)
 	}
-	return json.Unmarshal(answer, v)
+	return err
 }
 
 // maxFailure bounds the body of an answer that is not 2xx, in bytes.
