@@ -243,13 +243,14 @@ func (n *Node) add(from *Node) {
 		n.FactsAt, n.LastReplica, n.LastRemote = from.FactsAt, from.LastReplica, from.LastRemote
 		n.LastSoftware, n.LastEnd = from.LastSoftware, cmp.Or(from.LastEnd, n.LastEnd)
 	}
-	if from.CertificateEnds.After(n.CertificateEnds) {
-		n.CertificateEnds = from.CertificateEnds
-	}
 	if from.CertificateIssuedAt.After(n.CertificateIssuedAt) {
 		n.CertificateIssuedAt, n.CertificateSerial = from.CertificateIssuedAt, from.CertificateSerial
 	}
-	n.Certificate = newest(n.Certificate, from.Certificate)
+	if n.Certificate = newest(n.Certificate, from.Certificate); n.Certificate != nil {
+		n.CertificateEnds = n.Certificate.Ends // an older one may end later
+	} else if from.CertificateEnds.After(n.CertificateEnds) {
+		n.CertificateEnds = from.CertificateEnds
+	}
 	n.SessionsTotal += from.SessionsTotal
 	n.CertificatesIssued += from.CertificatesIssued
 }

@@ -261,11 +261,20 @@ func (r *Record) take(from Record, now time.Time) {
 		r.Remote, r.Software, r.Ended = from.Remote, cut(from.Software, maxSoftware), cut(from.Ended, maxEnded)
 		r.Services = from.Services
 	}
-	if from.CertEnds.After(r.CertEnds) {
+	if from.certificateIsNewer(r) {
 		r.CertEnds, r.CertFrom, r.CertShown, r.CertBy = from.CertEnds, from.CertFrom, from.CertShown, from.CertBy
 		r.CertTrusts, r.CertOld = from.CertTrusts, false
 	}
 	r.takeTrusts(from)
+}
+
+// certificateIsNewer reports whether the record's certificate is newer than that of the other record. The one that
+// begins later is, though it may end earlier. Records of old versions do not say when theirs begins.
+func (r *Record) certificateIsNewer(than *Record) bool {
+	if r.CertFrom.IsZero() || than.CertFrom.IsZero() || r.CertFrom.Equal(than.CertFrom) {
+		return r.CertEnds.After(than.CertEnds)
+	}
+	return r.CertFrom.After(than.CertFrom)
 }
 
 // takeTrusts takes from another record what an edge said with the same certificate. This replica has not heard it if

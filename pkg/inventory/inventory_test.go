@@ -258,6 +258,32 @@ func TestFactsOfTheNewestSession(t *testing.T) {
 	}
 }
 
+// Of two replicas' certificates of a node, the one that begins later is the newer, though it may end earlier.
+func TestNewestCertificate(t *testing.T) {
+	day := func(d int) time.Time { return time.Date(2026, 1, d, 0, 0, 0, 0, time.UTC) }
+	long := Record{CertShown: "long", CertFrom: day(1), CertEnds: day(30)}
+	short := Record{CertShown: "short", CertFrom: day(2), CertEnds: day(9)}
+	old := Record{CertShown: "old", CertEnds: day(20)} // of a version that keeps no beginning
+	for _, test := range []struct {
+		own, other Record
+		want       string
+	}{
+		{long, short, "short"},
+		{short, long, "short"},
+		{long, old, "long"},
+		{old, long, "long"},
+		{short, old, "old"},
+		{Record{}, short, "short"},
+	} {
+		i := New("", slog.New(slog.DiscardHandler))
+		i.Adopt("edge1", test.own)
+		i.Adopt("edge1", test.other)
+		if got := i.All()["edge1"].CertShown; got != test.want {
+			t.Errorf("%s, then %s: %s, want %s", test.own.CertShown, test.other.CertShown, got, test.want)
+		}
+	}
+}
+
 func FuzzParse(f *testing.F) {
 	f.Add(`{"format":1,"nodes":{"edge1":{"first_seen":"2026-01-02T03:04:05Z","last_seen":"2026-01-02T03:04:05Z"}}}`)
 	f.Add(`{"format":1,"nodes":null}`)
