@@ -85,17 +85,20 @@ func (p *port) denyLocked(caller netip.AddrPort) {
 	}
 }
 
-// handOver gives the events to the audit.
+// handOver gives the events to the audit. A panic of the audit costs one event.
 func (p *port) handOver() {
 	p.mu.Lock()
 	events, missed, line := p.events, p.missed, p.Listener
 	p.events, p.missed = nil, 0
 	p.mu.Unlock()
+	record := func(e tunnel.Event) {
+		p.guard("the audit misses an event", func() { p.sink.Audit.Record(e) })
+	}
 	for _, e := range events {
-		p.sink.Audit.Record(e)
+		record(e)
 	}
 	if missed > 0 {
-		p.sink.Audit.Record(tunnel.Event{
+		record(tunnel.Event{
 			Kind: tunnel.EventUDP, Result: tunnel.Overloaded.String(), Door: line.Listen, Target: line.Target,
 			Err: fmt.Sprintf("%d more flows have ended, too many to list", missed),
 		})

@@ -3,6 +3,7 @@ package udp
 import (
 	"slices"
 	"testing"
+	"time"
 
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -39,6 +40,48 @@ func TestAudit(t *testing.T) {
 	}
 	if n, _, _ := r.core.Doors[tunnel.DoorUDP].Durations(); n != 1 {
 		t.Errorf("%d conns are counted", n)
+	}
+}
+
+// brittleTap panics when it is shown the end of a conn.
+type brittleTap struct{}
+
+func (brittleTap) Watched() bool { return true }
+
+func (brittleTap) Show(p tunnel.Phase, _ tunnel.Event) {
+	if p == tunnel.PhaseEnd {
+		panic("the test wants it")
+	}
+}
+
+// A panic while the front door ends idle flows, or while it writes the audit, ends neither the process nor the
+// front door: later callers are served, idle flows end, and the front door stops in time.
+func TestPanicsOfSweep(t *testing.T) {
+	t.Parallel()
+	for name, sink := range map[string]tunnel.Sink{
+		"the end of a flow": {Tap: brittleTap{}},
+		"the audit":         {Audit: func(tunnel.Event) { panic("the test wants it") }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			r := run(t, Listener{Node: "edge1", Target: target(t, echo)}, func(f *FrontDoor, _ *Edge) {
+				f.cfg.Sink, f.idle = sink, 600*time.Millisecond
+			})
+			for i := range uint64(2) {
+				if got := ask(t, r.caller(), "hello"); got != "hello" {
+					t.Fatalf("the answer is %q", got)
+				}
+				testkit.Eventually(t, "the end of the idle flow panics", func() bool { return r.core.Panics.Load() > i })
+			}
+			ask(t, r.caller(), "hello") // this flow ends while the front door drains
+			r.stop()
+			if err := r.wait(); err != nil {
+				t.Error(err)
+			}
+			if n := r.core.Panics.Swap(0); n != 3 {
+				t.Errorf("%d panics; want one for each flow", n)
+			}
+		})
 	}
 }
 

@@ -169,7 +169,7 @@ func (e *Edge) newConn(ctx context.Context, r tunnel.Request) (net.Conn, error) 
 		return nil, tunnel.Refusef(tunnel.Draining, "the edge is about to stop")
 	}
 	e.conns[c] = struct{}{}
-	c.running.Go(c.sweep)
+	c.running.Go(func() { c.guard(c.sweep) })
 	return c, nil
 }
 

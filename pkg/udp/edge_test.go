@@ -120,6 +120,17 @@ func (c *cloudEnd) next() frame {
 	return frame{}
 }
 
+// A panic in the goroutine that ends the idle flows of a conn ends that conn, and not the process.
+func TestPanicOfEdgeSweep(t *testing.T) {
+	// time.NewTicker panics because the idle time is too short to be divided.
+	c := dialEdge(t, policy(t, "self:*"), "", func(e *Edge) { e.idle = 1 })
+	for range c.got { // until the edge ends the conn
+	}
+	if n := c.edge.core.Panics.Swap(0); n != 1 || !strings.Contains(c.log.String(), "the conn ends") {
+		t.Errorf("%d panics: %s", n, c.log)
+	}
+}
+
 // A flow may name its own target, and the policy is asked about each.
 func TestTargetOfAFlow(t *testing.T) {
 	first, second := target(t, echo), target(t, echo)

@@ -226,9 +226,8 @@ func (p *port) currentLocked(target string) *mux {
 		p.current[target] = m
 		p.muxes[m] = struct{}{}
 		p.running.Go(func() {
-			run := func() error { m.run(p.conns); return nil }
-			tunnel.Guard(p.log, p.core, "the conn ends", run) //nolint:errcheck // it is logged
-			m.wire.Reset()                                    //nolint:errcheck // it never fails
+			p.guard("the conn ends", func() { m.run(p.conns) })
+			m.wire.Reset() //nolint:errcheck // it never fails
 		})
 	}
 	return p.current[target]
@@ -324,15 +323,18 @@ func (p *port) dial(ctx context.Context, to Listener) (c net.Conn, node tunnel.N
 }
 
 // sweep ends idle flows and conns without flows, until ctx is done. Then the port drains: sweep
-// returns when all flows have been idle for drainIdle, or the grace period is over.
+// returns when all flows have been idle for drainIdle, or the grace period is over. A panic ends neither sweep nor the
+// process: sweep looks again at the next tick.
 func (p *port) sweep(ctx context.Context) {
 	ticker := time.NewTicker(p.table.idle / sweeps)
 	defer ticker.Stop()
 	for ctx.Err() == nil {
 		select {
 		case <-ticker.C:
-			p.endIdle(p.table.idle)
-			p.closeUnused()
+			p.guard("idle flows end later", func() {
+				p.endIdle(p.table.idle)
+				p.closeUnused()
+			})
 			p.handOver()
 		case <-ctx.Done():
 		}
@@ -341,13 +343,23 @@ func (p *port) sweep(ctx context.Context) {
 	p.draining = true
 	p.mu.Unlock()
 	ticker.Reset(drainInterval)
-	for p.endIdle(min(drainIdle, p.table.idle)) > 0 {
+	for left := 1; ; {
+		p.guard("idle flows end later", func() { left = p.endIdle(min(drainIdle, p.table.idle)) })
+		if left == 0 {
+			return
+		}
 		select {
 		case <-ticker.C:
 		case <-p.conns.Done():
 			return
 		}
 	}
+}
+
+// guard runs f. A panic of f is logged and counted. what says in the log what the panic costs.
+func (p *port) guard(what string, f func()) {
+	run := func() error { f(); return nil }
+	tunnel.Guard(p.log, p.core, what, run) //nolint:errcheck // it is logged
 }
 
 // endIdle ends the flows that have been idle, and returns how many flows are left.
