@@ -45,7 +45,7 @@ func (w *cloudWiring) addServices() {
 	if w.services == nil {
 		return
 	}
-	w.add(w.cluster.client.Services(w.conf.Services.Namespaces, w.services, w.log), nil)
+	w.add(w.cluster.client.Services(w.conf.Services.Namespaces, w.services, w.counters, w.log), nil)
 	w.add(joinedNodes{w}, nil)
 	w.collectors = append(w.collectors, w.services.Collector())
 }

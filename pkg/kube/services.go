@@ -32,6 +32,7 @@ type Services struct {
 	client     *Client
 	namespaces []string // whose Services are told; nil: all
 	sink       ServiceSink
+	counters   *tunnel.Counters
 	log        *slog.Logger
 	tooLarge   tunnel.Limiter // of log lines about objects that are too large
 
@@ -58,10 +59,12 @@ const (
 	kindNodes    = "Nodes"
 )
 
-// Services returns the Services of some namespaces; nil: of all. Nothing is told before Run.
-func (c *Client) Services(namespaces []string, sink ServiceSink, log *slog.Logger) *Services {
+// Services returns the Services of some namespaces; nil: of all. Nothing is told before Run. counters counts panics.
+func (c *Client) Services(
+	namespaces []string, sink ServiceSink, counters *tunnel.Counters, log *slog.Logger,
+) *Services {
 	return &Services{
-		client: c, namespaces: namespaces, sink: sink, log: log,
+		client: c, namespaces: namespaces, sink: sink, counters: counters, log: log,
 		services: make(map[string]struct{}), slices: make(map[string]slice), of: make(map[string]map[string]struct{}),
 		nodes: make(map[string]struct{}), read: make(map[string]bool), errs: make(map[string]error),
 	}
@@ -122,8 +125,8 @@ func (s *Services) noteResult(kind string, err error) {
 type serviceStore struct {
 	s    *Services
 	kind string
-	// The funcs are called with s.mu held. set returns the key of the object.
-	set    func(o any) (key string, err error)
+	// The funcs are called with s.mu held. A key is that of keyOf.
+	set    func(key string, o any) error
 	remove func(key string)
 	keys   func() []string // of all objects that are known
 }
@@ -134,8 +137,25 @@ func (st *serviceStore) Resync() error   { return nil }
 func (st *serviceStore) Update(o any) error {
 	st.s.mu.Lock()
 	defer st.s.mu.Unlock()
-	_, err := st.set(o)
+	_, err := st.setLocked(o)
 	return err
+}
+
+// setLocked calls set. Users of the cluster write the objects, so no object may end the process: client-go panics again
+// with each panic that it sees. If an object causes a panic, only that object is left out. The caller holds mu.
+func (st *serviceStore) setLocked(o any) (key string, err error) {
+	key, err = keyOf(o)
+	if err != nil {
+		return "", err
+	}
+	st.guard("edges are not told of a change of the object "+key, func() { err = st.set(key, o) })
+	return key, err
+}
+
+// guard runs f. A panic of f is logged and counted. what says in the log what the panic costs.
+func (st *serviceStore) guard(what string, f func()) {
+	run := func() error { f(); return nil }
+	tunnel.Guard(st.s.log, st.s.counters, what, run) //nolint:errcheck // it is logged
 }
 
 func (st *serviceStore) Delete(o any) error {
@@ -145,8 +165,13 @@ func (st *serviceStore) Delete(o any) error {
 	}
 	st.s.mu.Lock()
 	defer st.s.mu.Unlock()
-	st.remove(key)
+	st.removeLocked(key)
 	return nil
+}
+
+// removeLocked calls remove. It guards against panics as setLocked does. The caller holds mu.
+func (st *serviceStore) removeLocked(key string) {
+	st.guard("edges are not told that the object "+key+" was deleted", func() { st.remove(key) })
 }
 
 // Replace replaces all objects: the reflector calls it with each complete list, also after a gap.
@@ -155,7 +180,7 @@ func (st *serviceStore) Replace(all []any, _ string) error {
 	defer st.s.mu.Unlock()
 	there := make(map[string]struct{}, len(all))
 	for _, o := range all {
-		key, err := st.set(o)
+		key, err := st.setLocked(o)
 		if err != nil {
 			return err
 		}
@@ -163,7 +188,7 @@ func (st *serviceStore) Replace(all []any, _ string) error {
 	}
 	for _, key := range st.keys() {
 		if _, ok := there[key]; !ok {
-			st.remove(key)
+			st.removeLocked(key)
 		}
 	}
 	if st.s.read[st.kind] = true; len(st.s.read) == 3 {
@@ -201,20 +226,19 @@ func (s *Services) serviceStore() *serviceStore {
 		s.sink.Delete(path(key))
 	}
 	return &serviceStore{s: s, kind: kindServices, remove: remove,
-		set: func(o any) (string, error) {
+		set: func(key string, o any) error {
 			object, ok := o.(*serviceObject)
 			if !ok {
-				return "", errors.New("not a Service")
+				return errors.New("not a Service")
 			}
-			key := object.Namespace + "/" + object.Name
 			value := s.item(key, object.item())
 			if value == nil || !s.tells(object.Namespace) {
 				remove(key)
-				return key, nil
+				return nil
 			}
 			s.sink.Set(path(key), value)
 			if _, ok = s.services[key]; ok {
-				return key, nil
+				return nil
 			}
 			s.services[key] = struct{}{}
 			for name := range s.of[key] {
@@ -222,7 +246,7 @@ func (s *Services) serviceStore() *serviceStore {
 					s.sink.Set(p, endpoint)
 				}
 			}
-			return key, nil
+			return nil
 		},
 		keys: func() []string { return keysOf(s.services) },
 	}
@@ -261,12 +285,11 @@ func (s *Services) sliceStore() *serviceStore {
 		s.slices[key] = now
 	}
 	return &serviceStore{s: s, kind: kindSlices,
-		set: func(o any) (string, error) {
+		set: func(key string, o any) error {
 			object, ok := o.(*sliceObject)
 			if !ok {
-				return "", errors.New("not an EndpointSlice")
+				return errors.New("not an EndpointSlice")
 			}
-			key := object.Namespace + "/" + object.Name
 			now := slice{endpoints: make(map[services.Path][]byte)}
 			if service := object.Labels[serviceName]; service != "" && s.tells(object.Namespace) {
 				now.service = object.Namespace + "/" + service
@@ -277,7 +300,7 @@ func (s *Services) sliceStore() *serviceStore {
 				}
 			}
 			put(key, now)
-			return key, nil
+			return nil
 		},
 		remove: func(key string) { put(key, slice{}) },
 		keys:   func() []string { return keysOf(s.slices) },
@@ -296,20 +319,19 @@ func (s *Services) nodeStore() *serviceStore {
 		}
 	}
 	return &serviceStore{s: s, kind: kindNodes,
-		set: func(o any) (string, error) {
+		set: func(key string, o any) error {
 			object, ok := o.(*nodeObject)
 			if !ok {
-				return "", errors.New("not a Node")
+				return errors.New("not a Node")
 			}
-			key := "/" + object.Name
 			value := s.item(key, object.item())
 			if value == nil {
 				remove(key)
-				return key, nil
+				return nil
 			}
 			s.nodes[key] = struct{}{}
 			s.sink.Set(path(key), value)
-			return key, nil
+			return nil
 		},
 		remove: remove,
 		keys:   func() []string { return keysOf(s.nodes) },

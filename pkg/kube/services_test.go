@@ -17,6 +17,7 @@ import (
 
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/pkg/services"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // sink keeps the items that Services tells.
@@ -107,7 +108,7 @@ func aSlice(namespace, service, name string, addresses ...string) *sliceObject {
 // Endpoints are told while their Service is, in whichever order the objects come.
 func TestServicesTellEndpointsOfToldServices(t *testing.T) {
 	got := newSink(t)
-	s := new(Client).Services([]string{"shop"}, got, slog.New(slog.DiscardHandler))
+	s := new(Client).Services([]string{"shop"}, got, new(tunnel.Counters), slog.New(slog.DiscardHandler))
 	svcs, slcs, nodes := s.serviceStore(), s.sliceStore(), s.nodeStore()
 	must := func(err error) {
 		t.Helper()
@@ -257,7 +258,7 @@ func TestServices(t *testing.T) {
 		}
 	})
 	got := newSink(t)
-	follower := s.Services(nil, got, slog.New(slog.DiscardHandler))
+	follower := s.Services(nil, got, new(tunnel.Counters), slog.New(slog.DiscardHandler))
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
@@ -317,7 +318,7 @@ func TestServices(t *testing.T) {
 func TestServicesTooLarge(t *testing.T) {
 	var log testkit.Log
 	got := newSink(t)
-	s := new(Client).Services(nil, got, slog.New(slog.NewTextHandler(&log, nil)))
+	s := new(Client).Services(nil, got, new(tunnel.Counters), slog.New(slog.NewTextHandler(&log, nil)))
 	large := aSlice("shop", "web", "web-a", "10.0.0.1")
 	for i := range 2000 {
 		name := fmt.Sprintf("port-%d", i)
@@ -333,6 +334,72 @@ func TestServicesTooLarge(t *testing.T) {
 	if !strings.Contains(log.String(), "shop/web-a") {
 		t.Errorf("the log is %q", log.String())
 	}
+}
+
+// brittleSink panics for one item.
+type brittleSink struct {
+	*sink
+	at services.Path
+}
+
+func (s brittleSink) Set(p services.Path, value []byte) {
+	if p == s.at {
+		panic("the test wants it")
+	}
+	s.sink.Set(p, value)
+}
+
+func (s brittleSink) Delete(p services.Path) {
+	if p == "endpoint/shop/web/web-b/fd00::5" {
+		panic("the test wants it")
+	}
+	s.sink.Delete(p)
+}
+
+// An object that causes a panic ends neither the process nor the work on other objects, whether it comes in a list or
+// as an event.
+func TestServicesPanic(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	events := make(chan string) // of slices
+	s := serve(t, nil)
+	s.setHandler(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case servicesPath:
+			listAndWatch(ctx, t, servicesJSON, nil)(w, r)
+		case endpointSlicesPath:
+			listAndWatch(ctx, t, slicesJSON, events)(w, r)
+		default:
+			listAndWatch(ctx, t, oneNodeJSON, nil)(w, r)
+		}
+	})
+	var log testkit.Log
+	counters := new(tunnel.Counters)
+	got := newSink(t)
+	follower := s.Services(nil, brittleSink{got, "service/shop/plain"}, counters, slog.New(slog.NewTextHandler(&log, nil)))
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		follower.Run(ctx)
+	}()
+	testkit.Eventually(t, "the other objects of the list are known", func() bool {
+		got.mu.Lock()
+		defer got.mu.Unlock()
+		return got.synced
+	})
+	const others = 11 // TestServices lists them, and shop/plain
+	if n := len(got.paths()); n != others || counters.Panics.Load() != 1 || !strings.Contains(log.String(), "shop/plain") {
+		t.Errorf("%d items, %d panics, log:\n%s", n, counters.Panics.Load(), log.String())
+	}
+	for _, slice := range []string{"web-b", "web-a"} { // the sink panics for the first
+		events <- `{"type": "DELETED", "object": {"kind": "EndpointSlice", "apiVersion": "discovery.k8s.io/v1",
+			"metadata": {"name": "` + slice + `", "namespace": "shop", "resourceVersion": "2"}}}`
+	}
+	testkit.Eventually(t, "the event after the panic is handled", func() bool { return len(got.paths()) == others-3 })
+	if n := counters.Panics.Load(); n != 2 {
+		t.Errorf("%d panics; want 2", n)
+	}
+	cancel()
+	<-done
 }
 
 // Without a right, Note and the log say which objects cannot be read, and how to get the right.
@@ -351,7 +418,7 @@ func TestServicesForbidden(t *testing.T) {
 		}
 	})
 	got := newSink(t)
-	follower := s.Services(nil, got, slog.New(slog.NewTextHandler(&log, nil)))
+	follower := s.Services(nil, got, new(tunnel.Counters), slog.New(slog.NewTextHandler(&log, nil)))
 	done := make(chan struct{})
 	go func() {
 		defer close(done)
