@@ -8,9 +8,13 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"runtime"
+	"strings"
 	"syscall"
 	"testing"
 	"time"
+
+	"tunnel.example/tunnel/internal/testkit"
 )
 
 // opened opens a listener for callers.
@@ -35,6 +39,17 @@ func accepted(ln net.Listener) <-chan error {
 		result <- err
 	}()
 	return result
+}
+
+// acceptWaits reports whether a goroutine of accepted waits for a connection.
+func acceptWaits() bool {
+	stacks := make([]byte, 1<<20)
+	for one := range strings.SplitSeq(string(stacks[:runtime.Stack(stacks, true)]), "\n\n") {
+		if strings.Contains(one, "[IO wait") && strings.Contains(one, "listen.accepted.func") {
+			return true
+		}
+	}
+	return false
 }
 
 func connect(t *testing.T, addr net.Addr) {
@@ -69,6 +84,7 @@ func TestSockets(t *testing.T) {
 			old := NewSockets()
 			ln := opened(t, old, Callers, name)
 			first := accepted(ln)
+			testkit.Eventually(t, "Accept waits in the kernel", acceptWaits) // else it may still take the connection
 			old.Pause(Callers)
 			connect(t, ln.Addr())
 			select {
