@@ -187,8 +187,8 @@ func CloseCopies(all []Copy) {
 	}
 }
 
-// Pause lets no listener of these users accept. Their connections wait in the kernel. An Accept that has already begun
-// may still take one connection.
+// Pause lets no listener of these users accept. Their connections wait in the kernel. An Accept that waits already
+// may still return one connection that comes at the same moment.
 func (s *Sockets) Pause(users Users) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

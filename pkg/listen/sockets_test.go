@@ -83,9 +83,16 @@ func TestSockets(t *testing.T) {
 		t.Run(name.Network, func(t *testing.T) {
 			old := NewSockets()
 			ln := opened(t, old, Callers, name)
-			first := accepted(ln)
-			testkit.Eventually(t, "Accept waits in the kernel", acceptWaits) // else it may still take the connection
+			waiting := accepted(ln)
+			testkit.Eventually(t, "Accept waits in the kernel", acceptWaits)
 			old.Pause(Callers)
+			testkit.Eventually(t, "Pause interrupts it", func() bool { return !acceptWaits() })
+			old.Resume(Callers)
+			connect(t, ln.Addr())
+			want(t, "the interrupted Accept goes on", waiting, nil)
+
+			old.Pause(Callers)
+			first := accepted(ln)
 			connect(t, ln.Addr())
 			select {
 			case err := <-first:
