@@ -11,6 +11,8 @@ import (
 	"strings"
 	"testing"
 
+	"github.com/miekg/dns"
+
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/test/rig"
 )
@@ -47,6 +49,8 @@ func TestAcceptErrors(t *testing.T) {
 			agents := testkit.FreePort(t)
 			dials := testkit.FreePort(t)
 			page := testkit.FreePort(t)
+			onePort := fmt.Sprintf("127.0.0.1:%d", testkit.FreePort(t))
+			names := fmt.Sprintf("127.0.0.1:%d", testkit.FreePort(t))
 			files := filepath.Join(dir, "files")
 			if err := os.Mkdir(files, 0o700); err != nil {
 				t.Fatal(err)
@@ -70,6 +74,10 @@ page = "127.0.0.1:%d"
 			if err != nil {
 				t.Fatal(err)
 			}
+			addLines(t, p.Path("cloud.toml"), map[string]string{
+				"mode.cloud.stream.server": fmt.Sprintf("listen = %q", onePort),
+				"mode.cloud.stream.dns":    fmt.Sprintf("listen = %q", names),
+			})
 			t.Cleanup(p.end)
 			p.startCloud()
 			p.startEdge()
@@ -112,15 +120,40 @@ page = "127.0.0.1:%d"
 					{"tcp", p.HTTPSDoor(), "", ""},
 					{"tcp", fmt.Sprintf("127.0.0.1:%d", page), "GET / HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n", "HTTP/1.0 200"},
 					{"tcp", p.CloudHealth(), "GET /healthz HTTP/1.0\r\n\r\n", "HTTP/1.0 200"},
+					{"tcp", onePort, "GET / HTTP/1.0\r\n\r\n", "HTTP/1.0 400"}, // it expects TLS, and says so
 				} {
 					if err := ask(where.network, where.addr, where.request, where.want); err != nil {
 						t.Fatalf("%s: %v", strings.TrimPrefix(where.addr, dir), err)
 					}
+				}
+				client := dns.Client{Net: "tcp", Timeout: backWithin}
+				if _, _, err := client.Exchange(new(dns.Msg).SetQuestion(rig.Node+".", dns.TypeA), names); err != nil {
+					t.Fatalf("DNS over TCP, %s: %v", names, err)
 				}
 			}
 			if err := rig.Ready(p.CloudHealth()); err != nil || !strings.Contains(p.CloudLog.String(), "trying again") {
 				t.Errorf("%v; no listener has met the error", err)
 			}
 		})
+	}
+}
+
+// addLines puts lines behind the heads of tables in a file.
+func addLines(t *testing.T, file string, lines map[string]string) {
+	t.Helper()
+	b, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := string(b)
+	for table, more := range lines {
+		head := "[" + table + "]\n"
+		if !strings.Contains(text, head) {
+			t.Fatalf("%s has no table %s", file, table)
+		}
+		text = strings.Replace(text, head, head+more+"\n", 1)
+	}
+	if err := os.WriteFile(file, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
 	}
 }
