@@ -21,7 +21,7 @@ import (
 )
 
 // This file serves HTTP CONNECT (RFC 9110 section 9.3.6) as kube-apiserver speaks it: over HTTP/1.1, with
-// one connection for each conn.
+// one connection for each conn. The same listeners serve SOCKS5: socks.go.
 
 const (
 	// requestTimeout bounds the TLS handshake and the request of a caller together.
@@ -30,7 +30,7 @@ const (
 	maxRequest = 64 << 10
 )
 
-// serveConnect serves HTTP CONNECT on ln until ctx is done.
+// serveConnect serves HTTP CONNECT and SOCKS5 on ln until ctx is done.
 func (f *FrontDoor) serveConnect(ctx context.Context, ln net.Listener, callers *tls.Config) error {
 	conns, endConns := tunnel.Grace(ctx, f.grace)
 	defer endConns()
@@ -66,7 +66,7 @@ func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, c
 	// keepOpen stops the function. It reports false if the function has already closed the connection.
 	keepOpen := context.AfterFunc(requestCtx, func() { raw.Close() })
 	defer keepOpen()
-	c := &connectConn{Conn: raw, gap: newAnswerGap(), guard: f.guard}
+	c := &connectConn{Conn: raw, door: doorConnect, gap: newAnswerGap(), guard: f.guard}
 	if callers != nil {
 		t := tls.Server(raw, callers)
 		if err := t.Handshake(); err != nil {
@@ -85,26 +85,26 @@ func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, c
 		return // the front door is stopping
 	}
 	if err != nil {
+		f.log.Debug("caller refused", "frontend", c.door, "caller", c.callerName(), "err", err)
 		c.refuse(err)
 		return
 	}
 	// From here on, the stop of the front door no longer closes the connection at once.
 	var o *opening
 	target, err := c.dialWhileConnected(conns, f.guard, func(ctx context.Context) (conn net.Conn, err error) {
-		conn, o, err = f.dial(ctx, doorConnect, addr, c.callerName())
+		conn, o, err = f.dial(ctx, c.door, addr, c.callerName())
 		return conn, err
 	})
 	if err != nil {
 		c.refuse(err)
 		return
 	}
-	if _, err = io.WriteString(c.Conn, "HTTP/1.1 200 Connection Established\r\n\r\n"); err != nil {
+	if err = c.accept(); err != nil {
 		tunnel.Reset(c)
 		tunnel.Reset(target)
 		o.visit.Ended(0, 0, err, o.event)
 		return
 	}
-	c.gap.answered = time.Now()
 	_, c.noHalfClose = target.(*konnectivity.Conn)
 	f.splice(conns, o, c, target)
 	c.awaiting.Wait()
@@ -114,6 +114,7 @@ func (f *FrontDoor) serveConn(requestCtx, conns context.Context, raw net.Conn, c
 // the request.
 type connectConn struct {
 	net.Conn
+	door     string // doorConnect or doorSOCKS, as the caller speaks; set by request
 	buffered []byte // read before Conn; owned by the reader
 	gap      answerGap
 
@@ -127,22 +128,38 @@ type connectConn struct {
 // errMethod is the refusal of every method but CONNECT.
 var errMethod = errors.New("this proxy only supports CONNECT passthrough")
 
-// request reads a request without its content, and returns the target. The target is in the request
-// line; the Host of kube-apiserver is always 127.0.0.1.
+// request reads a request without its content, and returns the target. The first byte says whether the caller speaks
+// SOCKS5.
 func (c *connectConn) request() (addr string, err error) {
 	limited := &io.LimitedReader{R: c.Conn, N: maxRequest}
 	r := bufio.NewReader(limited)
-	req, err := http.ReadRequest(r)
+	if first, _ := r.Peek(1); len(first) == 1 && first[0] == socksVersion {
+		c.door = doorSOCKS
+		addr, err = socksRequest(r, c.Conn)
+	} else {
+		addr, err = httpRequest(r)
+	}
 	switch {
 	case limited.N <= 0:
 		return "", fmt.Errorf("the header of the request is longer than %d bytes", maxRequest)
+	case err != nil:
+		return "", err
+	}
+	c.buffered = make([]byte, r.Buffered())
+	io.ReadFull(r, c.buffered) //nolint:errcheck // r has that many bytes
+	return addr, nil
+}
+
+// httpRequest reads a request of HTTP. The target is in the request line; the Host of kube-apiserver is always
+// 127.0.0.1.
+func httpRequest(r *bufio.Reader) (addr string, err error) {
+	req, err := http.ReadRequest(r)
+	switch {
 	case err != nil:
 		return "", fmt.Errorf("not a request: %w", err)
 	case req.Method != http.MethodConnect:
 		return "", errMethod
 	}
-	c.buffered = make([]byte, r.Buffered())
-	io.ReadFull(r, c.buffered) //nolint:errcheck // r has that many bytes
 	return req.RequestURI, nil
 }
 
@@ -179,9 +196,35 @@ func (c *connectConn) callerName() string {
 	return c.RemoteAddr().Network()
 }
 
-// refuse answers with an error and closes the connection. The status codes are those of Konnectivity's
-// server.
+// accept answers that the target is connected.
+func (c *connectConn) accept() error {
+	if c.door == doorSOCKS {
+		_, err := c.Conn.Write(socksAnswer(socksOK))
+		return err // no gap: callers read exactly the answer, since SOCKS5 has no mark at its end
+	}
+	_, err := io.WriteString(c.Conn, "HTTP/1.1 200 Connection Established\r\n\r\n")
+	c.gap.answered = time.Now()
+	return err
+}
+
+// refuse answers with an error and closes the connection.
 func (c *connectConn) refuse(err error) {
+	answer := httpRefusal
+	if c.door == doorSOCKS {
+		answer = socksRefusal
+	}
+	c.SetDeadline(time.Now().Add(refusalTime))
+	c.Conn.Write(answer(err))
+	// Closing a socket with unread bytes resets it, and the reset can overtake our answer.
+	if c.CloseWrite() == nil {
+		io.Copy(io.Discard, c.Conn)
+	}
+	c.Conn.Close()
+}
+
+// httpRefusal returns the answer that refuses a request of HTTP because of err. The status codes are those of
+// Konnectivity's server.
+func httpRefusal(err error) []byte {
 	status, text := http.StatusBadGateway, err.Error()
 	r, refused := errors.AsType[*tunnel.Refusal](err)
 	switch {
@@ -195,14 +238,8 @@ func (c *connectConn) refuse(err error) {
 	case r.Code == tunnel.Overloaded:
 		status = http.StatusServiceUnavailable
 	}
-	c.SetDeadline(time.Now().Add(refusalTime))
 	const head = "HTTP/1.1 %d %s\r\nConnection: close\r\nContent-Type: text/plain; charset=utf-8\r\n\r\n"
-	fmt.Fprintf(c.Conn, head+"%s\n", status, phrase(text), text)
-	// Closing a socket with unread bytes resets it, and the reset can overtake our answer.
-	if c.CloseWrite() == nil {
-		io.Copy(io.Discard, c.Conn)
-	}
-	c.Conn.Close()
+	return fmt.Appendf(nil, head+"%s\n", status, phrase(text), text)
 }
 
 // phrase returns a text as the reason phrase of a status line (RFC 9112 section 4). kube-apiserver shows

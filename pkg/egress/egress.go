@@ -12,7 +12,7 @@
 // The cloud runs a [FrontDoor], the edge an [Edge]. A request passes these files:
 //
 //  1. proxy.go or connect.go accepts the caller and its address. proxy.go speaks Konnectivity's gRPC, in
-//     the packets of package konnectivity; connect.go speaks HTTP CONNECT.
+//     the packets of package konnectivity; connect.go speaks HTTP CONNECT, and socks.go SOCKS5 at the same listeners.
 //  2. choose.go finds the nodes that reach the address, by the table of table.go, and dials one. Each
 //     strategy is tried in order. If a node cannot serve now, the next one is tried. service.go does this for
 //     the endpoints of a Service.
@@ -20,7 +20,7 @@
 //
 // networks.go lets an edge dial the pods of its own node. neighbours.go tells an edge the other nodes of its LAN.
 //
-// Over HTTP CONNECT a conn behaves as a TCP connection, half-closes included. Konnectivity's gRPC has no
+// Over HTTP CONNECT and SOCKS5 a conn behaves as a TCP connection, half-closes included. Konnectivity's gRPC has no
 // half-close: after either side has ended, the bytes in flight still arrive, and then the conn is over.
 //
 // Callers are authenticated by the permissions of a unix socket, or by a client certificate.
@@ -57,7 +57,7 @@ const name = "egress"
 // Config configures a [FrontDoor].
 type Config struct {
 	GRPC        []string         // listeners of ProxyService: unix:///path or tls://host:port
-	HTTPConnect []string         // listeners of HTTP CONNECT: unix:///path or tls://host:port
+	HTTPConnect []string         // listeners of HTTP CONNECT and SOCKS5: unix:///path or tls://host:port
 	TLS         *tls.Config      // for tls://: our certificate, and the CAs of callers
 	Strategies  []Strategy       // in order; none: all, in the order of [Strategies]
 	Among       tunnel.Selector  // nodes that Default may choose; empty: any node

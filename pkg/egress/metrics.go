@@ -19,6 +19,7 @@ const resultOK = "ok"
 const (
 	doorGRPC    = "grpc"
 	doorConnect = "httpconnect"
+	doorSOCKS   = "socks5" // at the listeners of HTTP CONNECT
 )
 
 // metrics counts dials and conns of the front door. No label has a value that callers choose.
@@ -38,7 +39,7 @@ func buckets() []float64 { return []float64{0.002, 0.005, 0.025, 0.1, 0.5, 2.5, 
 
 func newMetrics() *metrics {
 	m := &metrics{
-		inFlight: map[string]*inFlight{doorGRPC: {}, doorConnect: {}},
+		inFlight: map[string]*inFlight{doorGRPC: {}, doorConnect: {}, doorSOCKS: {}, doorMirror: {}},
 		dials: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tunnel_egress_dials_total",
 			Help: "Dials by callers of the egress front door, by result: " +
@@ -166,7 +167,7 @@ const (
 
 func newKonnectivityMetrics(m *metrics, c *chooser) *konnectivityMetrics {
 	const prefix = "konnectivity_network_proxy_server_"
-	overGRPC, overHTTP := m.inFlight[doorGRPC], m.inFlight[doorConnect]
+	overGRPC, overHTTP, overSOCKS := m.inFlight[doorGRPC], m.inFlight[doorConnect], m.inFlight[doorSOCKS]
 	nodes := func() float64 { return float64(len(c.nodes.Connected())) }
 	open := func(in ...*inFlight) func() float64 {
 		return func() (sum float64) {
@@ -176,7 +177,7 @@ func newKonnectivityMetrics(m *metrics, c *chooser) *konnectivityMetrics {
 			return sum
 		}
 	}
-	pending := func() float64 { return float64(overGRPC.dials.Load() + overHTTP.dials.Load()) }
+	pending := func() float64 { return float64(overGRPC.dials.Load() + overHTTP.dials.Load() + overSOCKS.dials.Load()) }
 	proxy := prometheus.Labels{"service_method": "Proxy"}
 	k := &konnectivityMetrics{
 		duration: prometheus.NewHistogram(prometheus.HistogramOpts{
@@ -187,7 +188,7 @@ func newKonnectivityMetrics(m *metrics, c *chooser) *konnectivityMetrics {
 			Name: prefix + "dial_failure_count", Help: "Dials that failed, by Konnectivity's reasons.",
 		}, []string{"reason"}),
 		gauges: []prometheus.Collector{
-			gauge(prefix+"established_connections", "Open conns.", nil, open(overGRPC, overHTTP)),
+			gauge(prefix+"established_connections", "Open conns.", nil, open(overGRPC, overHTTP, overSOCKS)),
 			gauge(prefix+"pending_backend_dials", "Dials in progress.", nil, pending),
 			gauge(prefix+"grpc_connections", "Open conns over gRPC.", proxy, open(overGRPC)),
 			gauge(prefix+"http_connections", "Open conns over HTTP CONNECT.", nil, open(overHTTP)),

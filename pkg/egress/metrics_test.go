@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"strings"
@@ -18,7 +19,7 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// Both protocols count the results of their dials, under our names and those of Konnectivity.
+// All protocols count the results of their dials, under our names and those of Konnectivity.
 func TestMetrics(t *testing.T) {
 	r := newRig(t)
 	hold := make(chan struct{})
@@ -26,6 +27,9 @@ func TestMetrics(t *testing.T) {
 	defer close(hold)
 	r.client(t).dial(addr)
 	r.ask(t, connect(addr))
+	c := r.open(t)
+	io.WriteString(c, greeting+socks(addr))
+	want(t, c, greeted+granted)
 	r.nodes.mu.Lock()
 	r.nodes.refuse[""] = tunnel.Refusef(tunnel.NoSuchNode, "no node is connected")
 	r.nodes.mu.Unlock()
@@ -40,13 +44,17 @@ func TestMetrics(t *testing.T) {
 		"tunnel_egress_dial_duration_seconds door=grpc 1",
 		"tunnel_egress_conns door=grpc 1",
 		"tunnel_egress_conns door=httpconnect 1",
+		"tunnel_egress_dials_total door=socks5 result=ok 1",
+		"tunnel_egress_dial_duration_seconds door=socks5 1",
+		"tunnel_egress_conns door=socks5 1",
 		"tunnel_egress_dials_pending door=grpc 0",
-		"konnectivity_network_proxy_server_established_connections 2",
+		"konnectivity_network_proxy_server_established_connections 3",
+		"konnectivity_network_proxy_server_http_connections 1",
 		"konnectivity_network_proxy_server_dial_failure_count reason=no_agent 1",
 		// These exist before the first failure.
 		"konnectivity_network_proxy_server_dial_failure_count reason=backend_dial_timeout 0",
 		"tunnel_egress_dials_total door=grpc result=no-such-node 0",
-		"konnectivity_network_proxy_server_dial_duration_seconds 2",
+		"konnectivity_network_proxy_server_dial_duration_seconds 3",
 		"konnectivity_network_proxy_server_ready_backends proxy_strategy=destHost 0",
 	} {
 		// A conn is counted just after its caller has received the answer.
