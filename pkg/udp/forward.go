@@ -32,19 +32,17 @@ type Router interface {
 // target carries all flows to it.
 type Forwarder struct {
 	port *port
-	end  context.CancelFunc // of the conns
 }
 
 // NewForwarder returns a forwarder that owns the socket. conns is the context of its conns. Call Run once.
 func NewForwarder(conns context.Context, socket *net.UDPConn, router Router, cfg Config) *Forwarder {
 	cfg = cfg.orDefault()
-	conns, end := context.WithCancel(conns)
 	l := Listener{Listen: socket.LocalAddr().String(), Allow: auth.Sources{
 		netip.PrefixFrom(netip.IPv4Unspecified(), 0), netip.PrefixFrom(netip.IPv6Unspecified(), 0),
 	}}
 	p := newPort(l, socket, conns, &cfg, cfg.Limits)
 	p.router = router
-	return &Forwarder{port: p, end: end}
+	return &Forwarder{port: p}
 }
 
 // Run serves until ctx is done. Then it opens no flow, and returns when all flows have been idle for two seconds, or
@@ -52,12 +50,11 @@ func NewForwarder(conns context.Context, socket *net.UDPConn, router Router, cfg
 func (f *Forwarder) Run(ctx context.Context) error {
 	p := f.port
 	defer p.endConns()
-	defer f.end()
 	g, gctx := errgroup.WithContext(ctx)
 	g.Go(func() error {
 		err := p.receive()
 		if err != nil {
-			f.end() // nothing else would end the conns
+			p.endConns() // nothing else would end the conns
 		}
 		return err
 	})
@@ -106,10 +103,15 @@ func (p *port) roomForMuxLocked() bool {
 	if p.router == nil || len(p.muxes) < maxMuxes {
 		return true
 	}
+	hasEnded := false
 	for m := range p.muxes {
-		if len(m.flows) == 0 {
+		if len(m.flows) == 0 && !m.retired {
 			p.retireLocked(m)
+			hasEnded = true
 		}
+	}
+	if hasEnded { // muxes shrinks when their conns have ended
+		return true
 	}
 	if n, ok := p.warnFlows.Allow(); ok {
 		p.log.Warn("datagrams are dropped: there are conns to too many targets", "max", maxMuxes, "skipped", n)

@@ -48,15 +48,19 @@ type forwarding struct {
 	*choice
 	counters *Counters
 	core     *tunnel.Counters
+	log      *testkit.Log
+	port     *port
 	addr     netip.AddrPort
 	run      *testkit.Running
 }
 
 func newForwarding(t *testing.T) *forwarding {
 	t.Helper()
-	log, _ := testkit.NewLog()
+	log, lines := testkit.NewLog()
 	edge := NewEdge(policy(t), EdgeConfig{Log: log, OneTarget: true})
-	f := &forwarding{choice: &choice{via: &tunnelDouble{edge: edge}}, counters: new(Counters), core: new(tunnel.Counters)}
+	f := &forwarding{
+		choice: &choice{via: &tunnelDouble{edge: edge}}, counters: new(Counters), core: new(tunnel.Counters), log: lines,
+	}
 	socket, err := net.ListenUDP("udp", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {
 		t.Fatal(err)
@@ -64,6 +68,7 @@ func newForwarding(t *testing.T) *forwarding {
 	f.addr = socket.LocalAddr().(*net.UDPAddr).AddrPort()
 	conns, end := context.WithCancel(context.Background())
 	forwarder := NewForwarder(conns, socket, f.choice, Config{Counters: f.counters, Core: f.core, Log: log})
+	f.port = forwarder.port
 	t.Cleanup(func() {
 		end()
 		f.run.Stop()
@@ -139,6 +144,40 @@ func TestForwarderDrops(t *testing.T) {
 }
 
 // A forwarder that stops lets flows in use go on, and returns when they are idle.
+// Conns without flows make room for a conn to one more target.
+func TestForwarderMakesRoom(t *testing.T) {
+	f := newForwarding(t)
+	f.port.mu.Lock()
+	var muxes []*mux
+	for n := range maxMuxes {
+		m := newMux(f.port, fmt.Sprint("target ", n))
+		muxes, f.port.muxes[m] = append(muxes, m), struct{}{}
+	}
+	hasRoom := f.port.roomForMuxLocked()
+	again := f.port.roomForMuxLocked() // the conns are still about to end
+	for _, m := range muxes {
+		delete(f.port.muxes, m)
+	}
+	f.port.mu.Unlock()
+	if lines := f.log.Lines("too many targets"); !hasRoom || again || len(lines) != 1 {
+		t.Errorf("room: %t, and then %t; log: %q", hasRoom, again, lines)
+	}
+}
+
+// A cloud that answers "internal" does not make the edge of the target too old.
+func TestForwarderRefusedByTheCloud(t *testing.T) {
+	f := newForwarding(t)
+	f.via.refuseWith(tunnel.Refusef(tunnel.Internal, "no [mode.cloud.services]"))
+	f.choose("127.0.0.1:9")
+	if _, err := callerOf(t, f.addr).Write([]byte("x")); err != nil {
+		t.Fatal(err)
+	}
+	testkit.Eventually(t, "the cause is logged", func() bool { return len(f.log.Lines("no [mode.cloud.services]")) > 0 })
+	if lines := f.log.Lines("too old"); len(lines) > 0 {
+		t.Errorf("the log: %q", lines)
+	}
+}
+
 func TestForwarderDrains(t *testing.T) {
 	f := newForwarding(t)
 	f.choose(answering(t, "a"))

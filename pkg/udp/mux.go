@@ -196,7 +196,7 @@ func (m *mux) logFailed(err error) {
 	p := m.port
 	m.log.Debug("conn for datagrams refused", "err", err)
 	switch {
-	case tooOld(err):
+	case p.router == nil && tooOld(err): // a router's conns lead to the cloud first
 		if n, ok := p.warnFailed.Allow(); ok {
 			m.log.Warn("the tunnel of the edge is too old for UDP: install version "+p.software+" there, as here",
 				"err", err, "skipped", n)

@@ -285,6 +285,7 @@ func newPort(l Listener, socket *net.UDPConn, conns context.Context, cfg *Config
 		receiveTrains(raw)
 		p.out = &endSocket{conn: socket, raw: raw}
 		p.drops.raw = raw
+		p.drops.more() // a process before this one has counted what its socket dropped
 		p.counters.watch(&p.drops)
 	}
 	return p
