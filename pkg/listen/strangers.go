@@ -10,9 +10,9 @@ import (
 
 const (
 	// FirstByte is how long a new connection may stay silent. A caller normally sends its first
-	// byte as soon as TCP's handshake is done. A lost packet delays it by one second, a satellite
-	// link by 0.6 s.
-	FirstByte = 2 * time.Second
+	// byte as soon as TCP's handshake is done. A packet that is lost twice delays it by three seconds, a
+	// satellite link by 0.6 s. When places are short, evictAfter protects them.
+	FirstByte = 4 * time.Second
 	// evictAfter is how long a connection must have been silent before a newcomer may take its
 	// place.
 	evictAfter = time.Second

@@ -145,7 +145,7 @@ func TestShortConns(t *testing.T) {
 		})
 	}
 	all.Wait()
-	// The https front door closes a connection whose caller is silent for two seconds. This process is,
+	// The https front door closes a connection whose caller is silent for four seconds. This process is,
 	// on a machine that is busy enough.
 	silent, err := metric(p.CloudHealth(), `tunnel_limited_total{limit="handshaketimeout"}`)
 	if n := float64(cutShort.Load()); err != nil || n > silent {
@@ -211,20 +211,23 @@ func TestHangingTarget(t *testing.T) {
 		return err
 	})
 	var took []time.Duration
-	for range 10 {
+	for len(took) < 10 {
 		at := time.Now()
 		if err := tryEcho(t.Context(), p.Door("echo")); err != nil {
 			t.Error(err)
 		}
+		if len(ended) > 0 { // on a busy machine
+			break
+		}
 		took = append(took, time.Since(at))
+	}
+	if len(took) == 0 {
+		t.Fatal("the dials ended before one conn to another target was served")
 	}
 	slices.Sort(took)
 	// Half of them: a busy machine holds up one or the other.
 	if median := took[len(took)/2]; median > time.Second {
 		t.Errorf("a conn to another target took %s beside %d dials that hang", median, hanging)
-	}
-	if took := time.Since(started); took > 8*time.Second {
-		t.Fatalf("the machine is too slow for this test: the dials may have ended before the other conns, %s", took)
 	}
 	for range hanging {
 		if err := <-ended; !errors.Is(err, syscall.ECONNRESET) {
