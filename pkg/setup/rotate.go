@@ -198,8 +198,32 @@ func newRotation(cfg RotateConfig) (*rotation, error) {
 				path, errMounted)
 		}
 	}
+	if sameFile(j.CA, j.CloudCA) {
+		return nil, configError(fmt.Errorf("ca and cloudca of [mode.cloud.join] are one file, %s, and this command "+
+			"replaces two CAs: %s", j.CA, ownCA))
+	}
+	if sameFile(j.CAKey, r.CAKey) {
+		return nil, configError(fmt.Errorf("cakey of [mode.cloud.join] and the key of the cloud's CA are one file, %s: "+
+			"name the cloud's own key with --ca-key; if there is one CA, %s", j.CAKey, ownCA))
+	}
 	return r, nil
 }
+
+// sameFile reports whether two paths name one file, also by a link.
+func sameFile(a, b string) bool {
+	if a == "" || b == "" {
+		return false
+	}
+	if filepath.Clean(a) == filepath.Clean(b) {
+		return true
+	}
+	infoA, errA := os.Stat(a)
+	infoB, errB := os.Stat(b)
+	return errA == nil && errB == nil && os.SameFile(infoA, infoB)
+}
+
+// ownCA is what to do if one CA signs for the cloud and for nodes. The new CA of one would overwrite that of the other.
+const ownCA = `give nodes a CA of their own first; "Replace the nodes CA" in docs/certificates.md says how`
 
 // path returns the path of a file of the rotation.
 func (r *rotation) path(name string) string { return filepath.Join(r.dir, name) }
@@ -225,6 +249,10 @@ func (r *rotation) read() error {
 		}
 		if r.signs, err = auth.ReadCA(j.CA, j.CAKey); err != nil {
 			return err
+		}
+		if common(r.nodesCAs, r.cloudCAs.Certificates()) {
+			return configError(fmt.Errorf("%s and %s, ca and cloudca of [mode.cloud.join], have a CA in common, and this "+
+				"command replaces two CAs: %s", j.CA, j.CloudCA, ownCA))
 		}
 	}
 	if !exists(r.path(nextCAFile)) {

@@ -5,8 +5,11 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"errors"
+	"io"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
@@ -372,6 +375,112 @@ func TestRotateCARefused(t *testing.T) {
 	if _, err := r.rotate(true); kindOf(err) != KindConfig {
 		t.Errorf("without cloudca: %v", err)
 	}
+}
+
+// One CA for the cloud and for nodes: the new CA of nodes would be lost. The command changes no file.
+func TestRotateCAShared(t *testing.T) {
+	link := func(t *testing.T, from, to string) {
+		t.Helper()
+		if err := os.Remove(to); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.Link(from, to); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write := func(t *testing.T, path string, content []byte) {
+		t.Helper()
+		if err := os.WriteFile(path, content, 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	tests := map[string]func(t *testing.T, r *rotating, j *conf.Join) (caKey string){
+		"one file for each": func(_ *testing.T, r *rotating, j *conf.Join) string {
+			j.CA, j.CAKey = r.dir+"//ca.crt", filepath.Join(r.dir, "ca.key")
+			return ""
+		},
+		"two files with one CA, and one key": func(t *testing.T, r *rotating, j *conf.Join) string {
+			write(t, j.CA, r.read("ca.crt"))
+			j.CAKey = filepath.Join(r.dir, "ca.key")
+			return ""
+		},
+		"two files with one CA, and a copy of the key": func(t *testing.T, r *rotating, j *conf.Join) string {
+			write(t, j.CA, r.read("ca.crt"))
+			write(t, j.CAKey, r.read("ca.key"))
+			return ""
+		},
+		"the CA of the cloud among those of nodes": func(t *testing.T, r *rotating, j *conf.Join) string {
+			write(t, j.CA, append(r.read("nodes-ca.crt"), r.read("ca.crt")...))
+			return ""
+		},
+		"links to one file, and the cluster signs": func(t *testing.T, _ *rotating, j *conf.Join) string {
+			link(t, j.CloudCA, j.CA)
+			j.CAKey, j.Kubernetes = "", true
+			return ""
+		},
+		"one file of CAs, and the cluster signs": func(_ *testing.T, _ *rotating, j *conf.Join) string {
+			j.CA, j.CAKey, j.Kubernetes = j.CloudCA, "", true
+			return ""
+		},
+		"the key of the CA of nodes as --ca-key": func(_ *testing.T, _ *rotating, j *conf.Join) string {
+			return j.CAKey
+		},
+	}
+	for name, share := range tests {
+		t.Run(name, func(t *testing.T) {
+			r := newRotating(t)
+			caKey := share(t, r, &r.conf.Join)
+			before := contents(t, r.dir)
+			err := RotateCA(t.Context(), RotateConfig{
+				Cloud: r.conf, CAKey: caKey, Force: true, Look: r.view, Out: io.Discard,
+				Renew: func(context.Context) error { return nil },
+			})
+			if kindOf(err) != KindConfig || !strings.Contains(err.Error(), "CA of their own") {
+				t.Errorf("want a refusal that says what to do: %v", err)
+			}
+			if after := contents(t, r.dir); !maps.Equal(after, before) {
+				t.Errorf("the files have changed: %v, before %v", slices.Sorted(maps.Keys(after)),
+					slices.Sorted(maps.Keys(before)))
+			}
+		})
+	}
+}
+
+// A --ca-key that names the key of nodes' CA is refused in the last step, too: it would be overwritten.
+func TestRotateCAKeyOfNodes(t *testing.T) {
+	r := newRotating(t)
+	for _, step := range []string{"1", "2"} {
+		r.must("Step " + step + " of 3")
+		r.renew()
+	}
+	before := contents(t, r.dir)
+	err := RotateCA(t.Context(), RotateConfig{
+		Cloud: r.conf, CAKey: r.conf.Join.CAKey, Look: r.view, Out: io.Discard,
+		Renew: func(context.Context) error { return nil },
+	})
+	if kindOf(err) != KindConfig || !maps.Equal(contents(t, r.dir), before) {
+		t.Errorf("want a refusal that changes no file: %v", err)
+	}
+}
+
+// contents returns the files of a folder.
+func contents(t *testing.T, dir string) map[string]string {
+	t.Helper()
+	entries, err := os.ReadDir(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := make(map[string]string)
+	for _, e := range entries {
+		if e.Type().IsRegular() {
+			text, err := os.ReadFile(filepath.Join(dir, e.Name()))
+			if err != nil {
+				t.Fatal(err)
+			}
+			all[e.Name()] = string(text)
+		}
+	}
+	return all
 }
 
 // The command does not replace a certificate that replicas have for each other alone, so it does not remove its CA.
