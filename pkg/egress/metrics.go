@@ -39,7 +39,7 @@ func buckets() []float64 { return []float64{0.002, 0.005, 0.025, 0.1, 0.5, 2.5, 
 
 func newMetrics() *metrics {
 	m := &metrics{
-		inFlight: map[string]*inFlight{doorGRPC: {}, doorConnect: {}, doorSOCKS: {}},
+		inFlight: map[string]*inFlight{doorGRPC: {}, doorConnect: {}, doorSOCKS: {}, doorMirror: {}},
 		dials: prometheus.NewCounterVec(prometheus.CounterOpts{
 			Name: "tunnel_egress_dials_total",
 			Help: "Dials by callers of the egress front door, by result: " +
