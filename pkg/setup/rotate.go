@@ -96,6 +96,19 @@ func RotateCA(ctx context.Context, cfg RotateConfig) error {
 	if err != nil {
 		return err
 	}
+	err = r.step(ctx)
+	// A node that has joined or come back since the last step was not asked then. So a step that waits asks again.
+	if err == nil || errors.Is(err, ErrNotReady) {
+		if failed := cfg.Renew(ctx); failed != nil {
+			fmt.Fprintf(cfg.Out,
+				"Not all nodes were asked to renew their certificates (%v): tunnel cert renew --all does it.\n", failed)
+		}
+	}
+	return err
+}
+
+// step does the next step. It holds the lock of the folder, which a command that changes the token file may wait for.
+func (r *rotation) step(ctx context.Context) error {
 	held, err := lock(r.dir, lockTimeout)
 	if err != nil {
 		return err
@@ -111,9 +124,9 @@ func RotateCA(ctx context.Context, cfg RotateConfig) error {
 	}
 	switch {
 	case !r.announced():
-		err = r.announce()
+		return r.announce()
 	case r.halfPair(): // the nodes were checked before, and a cloud that cannot start cannot be asked
-		err = r.sign()
+		return r.sign()
 	case !r.signing():
 		if err = r.check(ctx, r.notTrusting); err == nil {
 			err = r.sign()
@@ -121,13 +134,6 @@ func RotateCA(ctx context.Context, cfg RotateConfig) error {
 	default:
 		if err = r.check(ctx, r.notRenewed); err == nil {
 			err = r.finish()
-		}
-	}
-	// A node that has joined or come back since the last step was not asked then. So a step that waits asks again.
-	if err == nil || errors.Is(err, ErrNotReady) {
-		if failed := cfg.Renew(ctx); failed != nil {
-			fmt.Fprintf(cfg.Out,
-				"Not all nodes were asked to renew their certificates (%v): tunnel cert renew --all does it.\n", failed)
 		}
 	}
 	return err
@@ -495,9 +501,15 @@ func nameOf(ca *auth.CA) string { return tunnel.CertificateOf(ca.Certificate()).
 // maxNamed is how many missing nodes are named.
 const maxNamed = 20
 
+// lookTimeout bounds how long a step asks the cloud. Meanwhile the step holds the lock, for which a revocation of a
+// token waits lockTimeout at most.
+const lookTimeout = lockTimeout / 2
+
 // check prints who is not ready for the next step. It returns ErrNotReady if anybody is not, unless Force is set.
 func (r *rotation) check(ctx context.Context, missing func(*RotationView) []string) error {
-	view, err := r.Look(ctx)
+	looking, cancel := context.WithTimeout(ctx, lookTimeout)
+	defer cancel()
+	view, err := r.Look(looking)
 	var lines []string
 	if err != nil {
 		lines = []string{"the cloud cannot be asked: " + err.Error()}

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/pkg/auth"
@@ -76,7 +77,13 @@ func (r *rotating) read(name string) []byte {
 }
 
 // view is what the cloud knows.
-func (r *rotating) view(context.Context) (*RotationView, error) {
+func (r *rotating) view(ctx context.Context) (*RotationView, error) {
+	held, err := tryLock(r.dir)
+	if err == nil {
+		held.Close()
+	} else if late, ok := ctx.Deadline(); !ok || time.Until(late) > lockTimeout-time.Second {
+		r.t.Errorf("the cloud may take until %v, and the lock is held: %v", late, err)
+	}
 	if r.away != nil {
 		return nil, r.away
 	}
@@ -117,7 +124,15 @@ func (r *rotating) rotate(force bool) (string, error) {
 	var out strings.Builder
 	err := RotateCA(r.t.Context(), RotateConfig{
 		Cloud: r.conf, Force: force, Look: r.view, Out: &out,
-		Renew: func(context.Context) error { r.renewed++; return nil },
+		Renew: func(context.Context) error {
+			r.renewed++
+			held, err := tryLock(r.dir)
+			if err != nil {
+				r.t.Errorf("tunnel token revoke could not go on while nodes are asked to renew: %v", err)
+				return nil
+			}
+			return held.Close()
+		},
 	})
 	return out.String(), err
 }
