@@ -23,6 +23,7 @@ import (
 	"tunnel.example/tunnel/pkg/auth"
 	"tunnel.example/tunnel/pkg/conn"
 	"tunnel.example/tunnel/pkg/dial"
+	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
@@ -239,15 +240,19 @@ func (c *Client) Sessions() []*tunnel.Session {
 	return all
 }
 
-// Drain tells the cloud to ask for no more conns, on this session and later ones. Open conns go on.
+// Drain tells the cloud to ask for no more conns, on this session and later ones. Open conns go on, and Reach opens
+// further ones.
 func (c *Client) Drain() {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	c.draining = true
 	for _, l := range c.links {
-		l.tellDrain(false)
+		l.post(takesNoConns())
 	}
 }
+
+// takesNoConns is the message of an edge that takes no new conns and goes on: a Drain without a grace period.
+func takesNoConns() *tunnel.Message { return message(typeDrain, "", new(pb.Drain)) }
 
 // Run implements tunnel.Module: it keeps the sessions open until ctx is done. A lost session or
 // a refusal never ends Run.
@@ -444,7 +449,7 @@ func (c *Client) open(ctx context.Context) (l *link, err error) {
 	c.mu.Lock()
 	c.links = append(c.links, l)
 	if c.draining {
-		l.tellDrain(false)
+		l.post(takesNoConns())
 	}
 	c.replicas = nil // the cloud sends the list of replicas next, if it is configured with other replicas
 	c.changed.Notify()

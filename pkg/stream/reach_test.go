@@ -524,6 +524,71 @@ func TestReachWhileTheEdgeStops(t *testing.T) {
 	e.Stop()
 }
 
+// The cloud opens nothing through a drained edge, and still connects it to targets. A session that such an edge loses
+// has not ended because the edge has stopped; the end of the process has.
+func TestReachOfADrainedEdge(t *testing.T) {
+	ends := new(testkit.Trail[tunnel.Event])
+	r := newReachRig(t, func(cfg *ServerConfig) {
+		cfg.Audit = func(e tunnel.Event) {
+			if e.Kind == tunnel.EventLeave {
+				ends.Record(e)
+			}
+		}
+	})
+	cfg := r.clientConfig("edge1")
+	raw := make(chan net.Conn, 2) // the capacity is for both sessions
+	cfg.Dial = func(ctx context.Context, network, addr string) (net.Conn, error) {
+		c, err := (&net.Dialer{}).DialContext(ctx, network, addr)
+		if err == nil {
+			raw <- c
+		}
+		return c, err
+	}
+	e := r.start(cfg, direct)
+	drained := func(what string) {
+		t.Helper()
+		r.eventually(what, func() bool {
+			c, err := r.dir.Dial(t.Context(), tunnel.Request{Node: "edge1", Category: "tcp", Network: "tcp", Addr: "127.0.0.1:1"})
+			if err == nil {
+				c.Close()
+			}
+			return tunnel.CodeOf(err) == tunnel.Draining
+		})
+		c, far := r.pair("edge1")
+		staysOpen(t, c, far)
+		far.Close()
+		testkit.ReadAll(t, c)
+		c.Close()
+	}
+	r.eventually("the edge joins", func() bool { return r.dir.Holds("edge1") && e.client.Ready() == nil })
+	first := r.dir.Lookup("edge1")
+	e.client.Drain()
+	drained("the cloud opens nothing")
+
+	tunnel.Reset(<-raw)
+	r.eventually("the end is recorded", func() bool { return len(ends.All()) == 1 })
+	if end := ends.All()[0]; end.Err == "" || end.Err == "the edge has stopped" {
+		t.Errorf("the audit says of a lost session: %q", end.Err)
+	}
+	if l := r.log.lines("end=cloud", "the edge has stopped"); len(l) != 0 {
+		t.Errorf("the log says of a lost session: %s", l)
+	}
+	r.eventually("the edge joins again", func() bool {
+		now := r.dir.Lookup("edge1")
+		return now != nil && now != first && e.client.Ready() == nil
+	})
+	drained("the cloud opens nothing through the next session")
+
+	e.Stop()
+	r.eventually("the end of the edge is recorded", func() bool { return len(ends.All()) == 2 })
+	if end := ends.All()[1]; end.Err != "" {
+		t.Errorf("the audit says of an edge that stops: %q", end.Err)
+	}
+	if l := r.log.lines("end=cloud", "session ended: the edge has stopped"); len(l) != 1 {
+		t.Errorf("the log says of an edge that stops: %s", r.log.lines("end=cloud", "session ended"))
+	}
+}
+
 // A cloud that stops lets conns finish, and connects edges to nothing more.
 func TestReachWhileTheCloudStops(t *testing.T) {
 	r := newReachRig(t)

@@ -115,7 +115,7 @@ func (s *cloudSession) dialReach(
 	defer cancel()
 	caller := "node " + string(s.pub.Node) // no caller of a front door has such a name, so the two take turns
 	r := tunnel.Request{Node: s.pub.Node, Category: categoryServices, Addr: target, Caller: caller}
-	if refusal = s.enter(ctx, r); refusal != nil {
+	if refusal = s.quota.enter(ctx, s.done, r); refusal != nil {
 		return nil, refusal
 	}
 	s.quota.allowReach()
@@ -125,7 +125,7 @@ func (s *cloudSession) dialReach(
 			s.quota.over(categoryServices)
 		}
 	}()
-	if refusal = s.add(topic, &serving{cancel}); refusal != nil {
+	if refusal = s.register(topic, &serving{cancel}); refusal != nil {
 		return nil, refusal
 	}
 	defer func() {

@@ -52,6 +52,7 @@ type cloudSession struct {
 	succession  *time.Timer                  // ends predecessor; nil: nothing does. Owned by the handler
 
 	// Guarded by session.mu.
+	stopping       bool          // the edge has said that it is about to stop
 	requested      int           // unanswered requests for data connections
 	lastRequest    time.Time     // when the cloud last requested a data connection
 	noRequestUntil time.Time     // until then the cloud requests none, since the edge has refused one
@@ -133,7 +134,13 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn.Conn
 	if len(r.Addr) > maxAddr || !utf8.ValidString(r.Addr) {
 		return nil, tunnel.Refusef(tunnel.Unreachable, "%q is not an address", text(r.Addr))
 	}
-	if refusal = s.enter(ctx, r); refusal != nil {
+	s.mu.Lock()
+	refusal = s.closedLocked()
+	s.mu.Unlock()
+	if refusal != nil {
+		return nil, refusal
+	}
+	if refusal = s.quota.enter(ctx, s.done, r); refusal != nil {
 		return nil, refusal
 	}
 	s.quota.allowAnswer()
@@ -144,17 +151,6 @@ func (s *cloudSession) dial(ctx context.Context, r tunnel.Request) (c *conn.Conn
 		}
 	}()
 	return s.open(ctx, r)
-}
-
-// enter waits for room in the quota of the node, unless the session opens nothing.
-func (s *cloudSession) enter(ctx context.Context, r tunnel.Request) *tunnel.Refusal {
-	s.mu.Lock()
-	refusal := s.closedLocked()
-	s.mu.Unlock()
-	if refusal != nil {
-		return refusal
-	}
-	return s.quota.enter(ctx, s.done, r)
 }
 
 // open sends an open request and waits for the conn. It uses an idle data connection if there is
@@ -368,7 +364,8 @@ func (s *cloudSession) refused(m *tunnel.Message) error {
 	return nil // else: no dial waits for the refusal any more, or the ticket has expired
 }
 
-// edgeLeaves notes that the edge is about to stop. Its conns continue; new dials are refused.
+// edgeLeaves notes that the edge takes no new conns. Its conns continue; new dials are refused. The edge may still ask
+// for conns (Reach). Without a grace period the edge goes on: it was drained.
 func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
 	var d pb.Drain
 	if err := proto.Unmarshal(m.Data, &d); err != nil {
@@ -376,7 +373,12 @@ func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
 	}
 	s.mu.Lock()
 	s.leaving = true
+	s.stopping = s.stopping || d.GetGraceSeconds() > 0
 	s.mu.Unlock()
+	if d.GetGraceSeconds() == 0 {
+		s.log.Info("edge takes no new conns, as tunnel drain has asked it")
+		return nil
+	}
 	s.log.Info("edge is about to stop", "dur", time.Duration(d.GetGraceSeconds())*time.Second)
 	return nil
 }
@@ -384,12 +386,9 @@ func (s *cloudSession) edgeLeaves(m *tunnel.Message) error {
 // logEnd logs that the session has ended. If the edge announced its stop, the log does not say how
 // the connection ended.
 func (s *cloudSession) logEnd(err error) {
-	s.mu.Lock()
-	leaving := s.leaving
-	s.mu.Unlock()
 	lived := time.Since(s.pub.Since).Round(time.Millisecond)
 	switch {
-	case leaving && hungUp(err):
+	case s.hasStopped(err):
 		s.log.Info("session ended: the edge has stopped", "dur", lived)
 	case s.toldDrain.Load() && errors.Is(err, errLost):
 		s.log.Info("session ended: the edge has moved", "dur", lived)
@@ -407,7 +406,7 @@ func (s *cloudSession) logEnd(err error) {
 // whyEnded says in words why the session ended with err, for operators.
 func (s *cloudSession) whyEnded(err error) string {
 	switch {
-	case s.hasLeft() && hungUp(err):
+	case s.hasStopped(err):
 		return "the edge has stopped"
 	case errors.Is(err, io.EOF):
 		return "the edge has closed the session"
@@ -415,7 +414,14 @@ func (s *cloudSession) whyEnded(err error) string {
 	return text(status.Convert(err).Message())
 }
 
-// hasLeft reports whether the edge has said that it leaves.
+// hasStopped reports whether the session ended with err because the edge has stopped, as it had announced.
+func (s *cloudSession) hasStopped(err error) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.stopping && hungUp(err)
+}
+
+// hasLeft reports whether the edge takes no new conns.
 func (s *cloudSession) hasLeft() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -424,7 +430,7 @@ func (s *cloudSession) hasLeft() bool {
 
 // isCleanEnd reports whether the edge has ended the session because it wanted to.
 func (s *cloudSession) isCleanEnd(err error) bool {
-	return errors.Is(err, io.EOF) || s.hasLeft() && hungUp(err)
+	return errors.Is(err, io.EOF) || s.hasStopped(err)
 }
 
 // hungUp reports whether the session ended because the edge closed the connection, and not by a

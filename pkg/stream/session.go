@@ -47,7 +47,7 @@ type session struct {
 
 	mu       sync.Mutex             // guards the following
 	err      error                  // why the session has ended; nil while it lives
-	leaving  bool                   // the edge is about to stop: the session opens nothing new
+	leaving  bool                   // the edge takes no new conns: it was drained, or is about to stop
 	topics   map[string]topic       // open requests and conns, by name; nil when the session has ended
 	lastGone chan struct{}          // closed when the last topic goes; nil unless a caller of idle waits
 	data     map[*dataConn]struct{} // data connections; nil when the session has ended
@@ -117,15 +117,28 @@ func (s *session) reason() error {
 	return s.err
 }
 
-// add registers a topic. It fails when the session has ended, when the edge is about to stop, or
-// when the session has maxConns topics.
+// add registers a topic, unless the edge takes no new conns. Otherwise it is register.
 func (s *session) add(name string, t topic) *tunnel.Refusal {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if refusal := s.closedLocked(); refusal != nil {
 		return refusal
 	}
+	return s.registerLocked(name, t)
+}
+
+// register registers a topic. It fails when the session has ended, or when the session has maxConns topics.
+func (s *session) register(name string, t topic) *tunnel.Refusal {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.registerLocked(name, t)
+}
+
+// registerLocked is register for a caller that holds mu.
+func (s *session) registerLocked(name string, t topic) *tunnel.Refusal {
 	switch {
+	case s.err != nil:
+		return s.endedRefusal()
 	case int64(len(s.topics)) >= s.maxConns:
 		s.counters.Limited(tunnel.LimitConns)
 		return tunnel.Refusef(tunnel.Overloaded, "limit conns: node %s has %d conns", s.pub.Node, s.maxConns)
@@ -138,11 +151,16 @@ func (s *session) add(name string, t topic) *tunnel.Refusal {
 	return nil
 }
 
-// closedLocked says why the session opens nothing. nil means that it opens. The caller holds mu.
+// endedRefusal says that the session has ended.
+func (s *session) endedRefusal() *tunnel.Refusal {
+	return tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", s.pub.Node)
+}
+
+// closedLocked says why the edge takes no new conns. nil means that it takes them. The caller holds mu.
 func (s *session) closedLocked() *tunnel.Refusal {
 	switch {
 	case s.err != nil:
-		return tunnel.Refusef(tunnel.Gone, "the session of node %s has ended", s.pub.Node)
+		return s.endedRefusal()
 	case s.leaving:
 		return tunnel.Refusef(tunnel.Draining, "node %s is about to disconnect", s.pub.Node)
 	}

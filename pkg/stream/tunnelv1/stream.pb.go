@@ -1054,7 +1054,9 @@ func (x *Refused) GetText() string {
 }
 
 // Drain says that the sender is about to stop (type "drain"). It opens nothing new
-// and ends its session when its conns have ended, or after the grace period.
+// and ends its session when its conns have ended, or after the grace period. Without a
+// grace period, an edge takes no new conns and goes on; it sends another Drain when it
+// is about to stop.
 type Drain struct {
 	state        protoimpl.MessageState `protogen:"open.v1"`
 	GraceSeconds uint32                 `protobuf:"varint,1,opt,name=grace_seconds,json=graceSeconds,proto3" json:"grace_seconds,omitempty"`
