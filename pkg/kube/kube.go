@@ -4,6 +4,7 @@
 //   - [Reaches]: the addresses that each node reaches
 //   - [Pods]: the node of a pod
 //   - [Services]: the Services of the cluster, with their endpoints
+//   - [Mirrors]: Services to mirror, and the objects that mirror them
 //   - [ConfigMap]: one key of a ConfigMap
 //   - [Client.Secret]: the data of a Secret, for tunnel init
 //   - [Lease]: a Lease to elect a writer
@@ -23,7 +24,7 @@
 // merge patches that carry the resource version at which they were read. So a patch
 // touches only our own fields, and two writers never overwrite each other. The package
 // does not retry requests, so that a caller can choose its own backoff and report what
-// it waits for. Exceptions: [Nodes], [Pods], [Reaches], [Services] and [Lease] retry while they run.
+// it waits for. Exceptions: [Nodes], [Pods], [Reaches], [Services], [Mirrors] and [Lease] retry while they run.
 //
 // deployment/cloud-rbac.yaml says what each right is for.
 package kube
@@ -69,10 +70,10 @@ const (
 // Client is a client of one Kubernetes API server. Any goroutine may use it. Its fields are
 // set once. Each kind of request has a client of its own where it needs its own rate limit.
 type Client struct {
-	objects objects            // for ConfigMaps, Leases, EndpointSlices and ServiceCIDRs
+	objects objects            // for ConfigMaps, Leases, Services, EndpointSlices and ServiceCIDRs
 	joins   objects            // for token reviews and certificates
 	pods    objects            // for Pods
-	whole   *rest.RESTClient   // for Reaches and Services, which watch whole objects
+	whole   *rest.RESTClient   // for Reaches, Services and Mirrors, which watch whole objects
 	watches metadata.Interface // for watches of metadata
 	host    string             // of the API server, as the configuration has it
 }
@@ -164,8 +165,8 @@ type objects interface {
 	// patch applies a merge patch (RFC 7386) to the object at a path; out gets only the object's
 	// new metadata.
 	patch(ctx context.Context, path string, patch, out any) error
-	// delete removes the object at a path.
-	delete(ctx context.Context, path string) error
+	// delete removes the object at a path. A version is the resource version that it must still have; "": any.
+	delete(ctx context.Context, path, version string) error
 }
 
 // restObjects implements objects with a REST client.
@@ -196,8 +197,16 @@ func (o restObjects) patch(ctx context.Context, path string, patch, out any) err
 		SetHeader("Accept", "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1").Body(body), out)
 }
 
-func (o restObjects) delete(ctx context.Context, path string) error {
-	return do(ctx, o.client.Delete().AbsPath(path), new(struct{}))
+func (o restObjects) delete(ctx context.Context, path, version string) error {
+	request := o.client.Delete().AbsPath(path)
+	if version != "" {
+		body, err := json.Marshal(metav1.DeleteOptions{Preconditions: &metav1.Preconditions{ResourceVersion: &version}})
+		if err != nil {
+			return err
+		}
+		request = request.SetHeader("Content-Type", "application/json").Body(body)
+	}
+	return do(ctx, request, new(struct{}))
 }
 
 // do sends a request once, within requestTimeout, and decodes the answer into out.

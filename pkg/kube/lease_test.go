@@ -113,7 +113,7 @@ func (v view) patch(ctx context.Context, p string, in, out any) error {
 	return convert(merged, out)
 }
 
-func (v view) delete(ctx context.Context, p string) error {
+func (v view) delete(ctx context.Context, p, _ string) error {
 	if err := v.reach(ctx); err != nil {
 		return err
 	}

@@ -7,6 +7,7 @@ import (
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/intstr"
 
 	"google.golang.org/protobuf/proto"
 
@@ -56,6 +57,8 @@ type servicePort struct {
 	Protocol string `json:"protocol"`
 	Port     uint16 `json:"port"`
 	NodePort uint16 `json:"nodePort"`
+
+	TargetPort intstr.IntOrString `json:"targetPort"`
 }
 
 // serviceList is a list of Services.

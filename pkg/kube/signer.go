@@ -190,7 +190,7 @@ func (s *Signer) wait(ctx context.Context, objectPath string) ([]byte, error) {
 
 // remove deletes the request at objectPath. Kubernetes would keep a signed request for an hour.
 func (s *Signer) remove(ctx context.Context, objectPath string) {
-	if err := s.objects.delete(ctx, objectPath); err != nil && !apierrors.IsNotFound(err) {
+	if err := s.objects.delete(ctx, objectPath, ""); err != nil && !apierrors.IsNotFound(err) {
 		s.log.Warn("a certificate request that is no longer needed was not deleted; Kubernetes will, within a day",
 			"target", objectPath, "err", Explain(err))
 	}

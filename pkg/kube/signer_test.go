@@ -184,11 +184,11 @@ func (s *signing) patch(ctx context.Context, p string, in, _ any) error {
 	return nil
 }
 
-func (s *signing) delete(ctx context.Context, p string) error {
+func (s *signing) delete(ctx context.Context, p, version string) error {
 	if err := s.next("delete"); err != nil {
 		return err
 	}
-	return s.view.delete(ctx, p)
+	return s.view.delete(ctx, p, version)
 }
 
 // left returns how many certificate requests exist.

@@ -59,6 +59,8 @@ var arrows = []arrow{
 		"names follow from what a node knows of Services; who asks for them is for pkg/dns"},
 	{"pkg/services/relay", []string{"pkg/listen", "pkg/services", "pkg/tunnel", "pkg/udp"},
 		"it keeps the node's state and serves what no route reaches; cmd gives it the calls of a session"},
+	{"pkg/services/mirror", []string{"pkg/kube", "pkg/listen", "pkg/tunnel"},
+		"it writes twins of Services and accepts their callers; which endpoint a caller gets is for pkg/egress"},
 	{"pkg/hello", nil, "a ClientHello is read for whoever decides by it"},
 	{"pkg/oneport", []string{"pkg/auth", "pkg/balancer", "pkg/hello", "pkg/listen", "pkg/tunnel"},
 		"it sorts connections for modules, which it knows only as listeners"},

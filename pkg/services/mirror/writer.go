@@ -1,0 +1,343 @@
+package mirror
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"tunnel.example/tunnel/pkg/kube"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+const (
+	// writeInterval is the least time between two reconciliations. A new EndpointSlice has no endpoints until the next
+	// one, so that the replicas have time to open its ports.
+	writeInterval = time.Second
+	// resyncInterval is how often the leader reconciles although nothing has changed: a port may have become free.
+	resyncInterval = freedFor
+	// minRetry is the pause after a first failure. It doubles with each further one, up to maxRetry.
+	minRetry, maxRetry = time.Second, 15 * time.Second
+)
+
+// Election elects the replica that writes. *kube.Lease implements it.
+type Election interface {
+	// Run calls lead while this replica is the leader. It returns when ctx is done and lead has returned.
+	Run(ctx context.Context, lead func(ctx context.Context))
+	// Err returns why the leader is unknown; nil: it is known.
+	Err() error
+}
+
+// Writer is the module that writes twins and their EndpointSlices while this replica is the leader.
+type Writer struct {
+	// Set once.
+	m        *Mirror
+	election Election
+	interval time.Duration
+
+	mu       sync.Mutex        // guards the following
+	problems map[string]string // by NAMESPACE/NAME of the original; empty unless this replica is the leader
+	err      error             // of the last reconciliation; nil: there is none, or another replica is the leader
+}
+
+// NewWriter returns a Writer for m, which must run.
+func NewWriter(m *Mirror, election Election) *Writer {
+	return &Writer{m: m, election: election, interval: writeInterval}
+}
+
+// Name implements tunnel.Module.
+func (w *Writer) Name() string { return "mirror-twins" }
+
+// Note returns why twins are missing or out of date; "": none is, but for those of which the log says why. Users cause
+// the latter, and cannot make the cloud look ill.
+func (w *Writer) Note() string {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	switch err := w.election.Err(); {
+	case err != nil:
+		return fmt.Sprintf("the Lease %s cannot be used: %v", kube.MirrorLease, kube.Explain(err))
+	case w.err != nil:
+		return "the twins cannot be written: " + w.err.Error()
+	}
+	return ""
+}
+
+// Run implements tunnel.Module.
+func (w *Writer) Run(ctx context.Context) error {
+	w.election.Run(ctx, w.lead)
+	return nil
+}
+
+// lead writes until ctx is done, that is, while this replica is the leader.
+func (w *Writer) lead(ctx context.Context) {
+	defer w.note(nil, nil)
+	t := term{m: w.m, given: make(map[string]uint16)}
+	failures := 0
+	for ctx.Err() == nil {
+		changed := w.m.cfg.Objects.Changed() // before View, so that no change is missed
+		var problems map[string]string
+		err := tunnel.Guard(w.m.log, w.m.cfg.Counters, "the twins stay as they are", func() (err error) {
+			problems, err = t.reconcile(ctx)
+			return err
+		})
+		if ctx.Err() != nil {
+			return
+		}
+		w.note(problems, err)
+		again := resyncInterval
+		if err == nil {
+			failures = 0
+		} else {
+			failures++
+			again = max(min(minRetry<<min(failures-1, 10), maxRetry), kube.RetryAfter(err))
+		}
+		wait(ctx, w.interval, nil)
+		wait(ctx, again, changed)
+	}
+}
+
+// wait waits for d, or until changed is closed or ctx is done.
+func wait(ctx context.Context, d time.Duration, changed <-chan struct{}) {
+	timer := time.NewTimer(d)
+	defer timer.Stop()
+	select {
+	case <-timer.C:
+	case <-changed:
+	case <-ctx.Done():
+	}
+}
+
+// note stores the outcome of a reconciliation, and logs what is new in it.
+func (w *Writer) note(problems map[string]string, err error) {
+	w.mu.Lock()
+	before, beforeErr := w.problems, w.err
+	w.problems, w.err = problems, err
+	w.mu.Unlock()
+	for _, key := range slices.Sorted(maps.Keys(problems)) {
+		if problems[key] != before[key] {
+			w.m.log.Warn("a Service has no twin, or not all of it", "target", key, "err", problems[key])
+		}
+	}
+	if err != nil && beforeErr == nil {
+		w.m.log.Warn("the twins cannot be written", "err", err)
+	}
+}
+
+// term is one term of a leader. One goroutine owns it.
+type term struct {
+	m *Mirror
+	// given are the ports of this term, by the address of the original. The watch may tell of them later.
+	given map[string]uint16
+	begun bool // the EndpointSlices have been read without the watch
+}
+
+// reconcile makes twins and EndpointSlices as they shall be. After an error it has done what it could.
+func (t *term) reconcile(ctx context.Context) (problems map[string]string, err error) {
+	cfg := t.m.cfg
+	if err = t.begin(ctx); err != nil {
+		return nil, err
+	}
+	v := cfg.Objects.View()
+	if !v.Known {
+		return nil, nil
+	}
+	t.m.track(v.Slices)
+	if len(v.Replicas) == 0 {
+		err = errors.New("the Service that service in [mode.cloud.services.mirror] names has no EndpointSlice")
+	}
+	originals, problems := cfg.originals(v)
+	ports, full := t.assign(v, originals)
+	err = errors.Join(err, full)
+	services := make(map[string]kube.Service)
+	for _, s := range v.Services {
+		services[s.Key()] = s
+	}
+	for _, key := range slices.Sorted(maps.Keys(originals)) {
+		o := originals[key]
+		if len(ports[key]) == 0 {
+			continue // no port is free
+		}
+		twin, exists := services[key]
+		failed := kube.ErrTaken
+		switch {
+		case !exists:
+			twin = kube.Service{Ports: ports[key], Object: kube.Object{
+				Namespace: o.Namespace, Name: o.twin, Labels: map[string]string{labelOf: o.Name},
+			}}
+			failed = cfg.Objects.CreateService(ctx, twin, o.Service)
+		case twin.Labels[Label] == cfg.Owner && twin.Labels[labelOf] == o.Name:
+			failed = t.update(ctx, v, o, twin, ports[key])
+		}
+		if errors.Is(failed, kube.ErrTaken) {
+			problems[o.Key()] = fmt.Sprintf("the Service %s exists, and this cloud has not made it: remove it, or write "+
+				"another name as value of the annotation %s", o.twin, Annotation)
+			continue
+		}
+		err = errors.Join(err, unlessConflict(failed))
+	}
+	return problems, errors.Join(err, t.clean(ctx, v, originals))
+}
+
+// update makes a twin that exists, and its EndpointSlices, as they shall be.
+func (t *term) update(
+	ctx context.Context, v kube.MirrorView, o original, twin kube.Service, ports []kube.ServicePort,
+) error {
+	if twin.Owner != o.UID { // of an original that was deleted: Kubernetes is about to delete the twin, too
+		return t.m.cfg.Objects.DeleteService(ctx, twin)
+	}
+	var failed error
+	if !slices.Equal(twin.Ports, ports) {
+		twin.Ports = ports
+		failed = t.m.cfg.Objects.PatchService(ctx, twin)
+	}
+	return errors.Join(unlessConflict(failed), t.writeSlices(ctx, v, twin, ports))
+}
+
+// unlessConflict returns err, or nil if another writer was faster: the watch is about to tell what has changed.
+func unlessConflict(err error) error {
+	if kube.ReasonFor(err) == kube.Conflict {
+		return nil
+	}
+	return err
+}
+
+// begin reads the EndpointSlices once in a term. The leader before may have assigned ports just now, of which the
+// watch has not told: they have no new twin for a while, as if they had just been freed.
+func (t *term) begin(ctx context.Context) error {
+	if t.begun {
+		return nil
+	}
+	all, err := t.m.cfg.Objects.ListSlices(ctx)
+	if err != nil {
+		return kube.Explain(err)
+	}
+	t.begun = true
+	t.m.mu.Lock()
+	defer t.m.mu.Unlock()
+	for _, s := range all {
+		for _, p := range s.Ports {
+			t.m.freed[p.Port] = time.Now()
+		}
+	}
+	return nil
+}
+
+// assign returns the ports of each twin: those of its original, each with a port of the cloud as Target. A port that is
+// recorded stays. An error says that ports are missing.
+func (t *term) assign(v kube.MirrorView, originals map[string]original) (ports map[string][]kube.ServicePort, err error) {
+	cfg := t.m.cfg
+	recorded := make(map[string]uint16)
+	used := make(map[uint16]bool)
+	routes := cfg.routes(v, originals)
+	for port, addr := range routes {
+		recorded[addr] = max(port, recorded[addr])
+	}
+	for _, s := range v.Slices {
+		for _, p := range s.Ports {
+			used[p.Port] = true
+		}
+	}
+	wanted := make(map[string]bool)
+	for _, o := range originals {
+		for _, p := range o.tcp() {
+			wanted[o.addr(p)] = true
+		}
+	}
+	maps.DeleteFunc(t.given, func(addr string, port uint16) bool { return !wanted[addr] || routes[port] != "" })
+	for _, port := range t.given {
+		used[port] = true
+	}
+	ports = make(map[string][]kube.ServicePort)
+	for _, key := range slices.Sorted(maps.Keys(originals)) {
+		o := originals[key]
+		for _, p := range o.tcp() {
+			at := recorded[o.addr(p)]
+			if at == 0 {
+				at = t.given[o.addr(p)]
+			}
+			if at == 0 {
+				if at = t.free(used); at == 0 {
+					err = fmt.Errorf("no port is free for %s: make ports in [mode.cloud.services.mirror] larger", o.addr(p))
+					continue
+				}
+				t.given[o.addr(p)], used[at] = at, true
+			}
+			ports[key] = append(ports[key], kube.ServicePort{Name: p.Name, Protocol: p.Protocol, Port: p.Port, Target: at})
+		}
+	}
+	return ports, err
+}
+
+// free returns a random port that no twin has, nor has had for a while; 0: there is none.
+func (t *term) free(used map[uint16]bool) uint16 {
+	cfg := t.m.cfg
+	t.m.mu.Lock()
+	defer t.m.mu.Unlock()
+	n := int(cfg.Last-cfg.First) + 1
+	start := rand.IntN(n)
+	for i := range n {
+		port := cfg.First + uint16((start+i)%n)
+		if at, was := t.m.freed[port]; !used[port] && (!was || time.Since(at) >= freedFor) {
+			return port
+		}
+	}
+	return 0
+}
+
+// writeSlices makes the EndpointSlices of a twin as they shall be: one for each family of addresses of the replicas.
+func (t *term) writeSlices(ctx context.Context, v kube.MirrorView, twin kube.Service, ports []kube.ServicePort) (err error) {
+	objects := t.m.cfg.Objects
+	targets := slices.Clone(ports)
+	for i := range targets {
+		targets[i].Port, targets[i].Target = targets[i].Target, 0
+	}
+	replicas := make(map[string][]kube.SliceEndpoint) // by family
+	for _, s := range v.Replicas {
+		both := append(replicas[s.Family], s.Endpoints...)
+		slices.SortFunc(both, func(a, b kube.SliceEndpoint) int { return strings.Compare(a.Address, b.Address) })
+		replicas[s.Family] = slices.Compact(both)
+	}
+	for _, s := range v.Slices {
+		if _, known := replicas[s.Family]; !known && s.Namespace == twin.Namespace && s.Of() == twin.Name {
+			replicas[s.Family] = nil // it is there, and gets no endpoints
+		}
+	}
+	for _, family := range slices.Sorted(maps.Keys(replicas)) {
+		name := twin.Name + "-" + strings.ToLower(family)
+		i := slices.IndexFunc(v.Slices, func(s kube.Slice) bool {
+			return s.Namespace == twin.Namespace && s.Name == name && s.Of() == twin.Name
+		})
+		var failed error
+		switch {
+		case i < 0:
+			failed = objects.CreateSlice(ctx, kube.Slice{Family: family, Ports: targets, Object: kube.Object{
+				Namespace: twin.Namespace, Name: name, Labels: map[string]string{labelOf: twin.Labels[labelOf]},
+			}}, twin)
+		case v.Slices[i].Owner != twin.UID:
+			failed = objects.DeleteSlice(ctx, v.Slices[i])
+		case !slices.Equal(v.Slices[i].Ports, targets) || !slices.Equal(v.Slices[i].Endpoints, replicas[family]):
+			s := v.Slices[i]
+			s.Ports, s.Endpoints = targets, replicas[family]
+			failed = objects.PatchSlice(ctx, s)
+		}
+		err = errors.Join(err, unlessConflict(failed))
+	}
+	return err
+}
+
+// clean deletes twins that no original wants. Kubernetes then deletes their EndpointSlices. This replica could not decide
+// about those: they come by another watch than the originals, which may be ahead.
+func (t *term) clean(ctx context.Context, v kube.MirrorView, originals map[string]original) (err error) {
+	for _, s := range v.Services {
+		of, wanted := originals[s.Key()]
+		if s.Labels[Label] == t.m.cfg.Owner && (!wanted || of.Name != s.Labels[labelOf]) {
+			err = errors.Join(err, unlessConflict(t.m.cfg.Objects.DeleteService(ctx, s)))
+		}
+	}
+	return err
+}
