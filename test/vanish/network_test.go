@@ -28,6 +28,7 @@ const (
 type networks struct {
 	t               *testing.T
 	inside, outside *rig.Network
+	far             *rig.Network // a third one, beyond inside; nil: none. See addFar
 }
 
 func newNetworks(t *testing.T) *networks {
@@ -42,11 +43,15 @@ func newNetworks(t *testing.T) *networks {
 	// default of 15 after a quarter of an hour.
 	n.sysctl(n.inside, "tcp_retries2", "3")
 	// Small buffers fill quickly. They are the link's, not the tunnel's.
-	for _, network := range []*rig.Network{n.inside, n.outside} {
-		n.sysctl(network, "tcp_rmem", "4096 65536 262144")
-		n.sysctl(network, "tcp_wmem", "4096 65536 262144")
-	}
+	n.smallBuffers(n.inside)
+	n.smallBuffers(n.outside)
 	return n
+}
+
+func (n *networks) smallBuffers(network *rig.Network) {
+	n.t.Helper()
+	n.sysctl(network, "tcp_rmem", "4096 65536 262144")
+	n.sysctl(network, "tcp_wmem", "4096 65536 262144")
 }
 
 // ip runs ip(8) in a network.

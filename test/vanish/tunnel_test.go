@@ -10,6 +10,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -23,18 +24,20 @@ import (
 // way is how a conn gets from its caller to its target.
 type way struct {
 	name        string
-	connections int  // of the edge; 0 is the default
-	data        bool // every conn goes by a data connection
-	replicas    int  // callers ask the first; the edge has its session with the last
-	egress      bool // by HTTP CONNECT over TLS
+	connections int    // of the edge; 0 is the default
+	counter     string // a metric of the first replica, which counts the conns that go this way; "": all do
+	replicas    int    // callers ask the first; the edge has its session with the last
+	egress      bool   // by HTTP CONNECT over TLS
+	reach       bool   // to a Service that an edge serves, and by the cloud to another edge
 }
 
 func ways() []way {
 	return []way{
-		{name: "data connection", connections: 64, data: true, replicas: 1},
+		{name: "data connection", connections: 64, counter: "tunnel_conns_by_data_connection_total", replicas: 1},
 		{name: "stream", connections: 1, replicas: 1},
 		{name: "relayed", replicas: 2},
 		{name: "egress", replicas: 1, egress: true},
+		{name: "reach", counter: `tunnel_door_callers_total{door="services",result="ok"}`, replicas: 1, reach: true},
 	}
 }
 
@@ -59,13 +62,13 @@ type member struct {
 	process *rig.Process
 }
 
-// tunnel is a cloud and an edge, inside.
+// tunnel is a cloud and an edge, inside. With reach there is another edge, far.
 type tunnel struct {
 	*networks
 	way  way
 	gone end
 
-	members []member // the replicas, then the edge
+	members []member // the replicas, then the edges
 	ln      net.Listener
 	door    string      // address
 	tls     *tls.Config // of callers; nil: plain TCP
@@ -77,6 +80,10 @@ func newTunnel(t *testing.T, w way, gone end) *tunnel {
 	n := newNetworks(t)
 	tn := &tunnel{networks: n, way: w, gone: gone}
 	target, targetIP := n.inside, insideIP
+	if w.reach {
+		tn.addFar()
+		target, targetIP = n.far, farIP
+	}
 	if gone == targets {
 		target, targetIP = n.outside, outsideIP
 	}
@@ -94,33 +101,51 @@ func newTunnel(t *testing.T, w way, gone end) *tunnel {
 	if w.egress {
 		more = tn.egress(dir)
 	}
+	binary, nodes, doors := program, []string{node}, map[string]string{door: node + "/" + tn.ln.Addr().String()}
+	serving, calling := node, farNode // with reach: the edges at the target and at the caller
+	if w.reach {
+		if gone == callers {
+			serving, calling = farNode, node
+		}
+		nodes, doors, more = append(nodes, farNode), nil, "[mode.cloud.services]\n"
+		binary = tn.addCluster(dir, targetIP, tn.ln.Addr().(*net.TCPAddr).Port, serving)
+		tn.door = net.JoinHostPort(clusterIP, strconv.Itoa(servicePort))
+	}
 	host := rig.Host{IP: insideIP, Network: n.inside}
 	var hosts []rig.Host
 	for range w.replicas {
 		hosts = append(hosts, host)
 	}
 	fleet, err := rig.NewFleet(rig.FleetConfig{
-		Binary: program, Dir: dir, CA: ca, Hosts: hosts, Nodes: []string{node},
-		Doors: map[string]string{door: node + "/" + tn.ln.Addr().String()}, Cloud: more,
+		Binary: binary, Dir: dir, CA: ca, Hosts: hosts, Nodes: nodes, Doors: doors, Cloud: more,
 	})
 	if err != nil {
 		t.Fatal(err)
 	}
-	if !w.egress {
+	if tn.door == "" {
 		tn.door = fleet.Replicas[0].Door(door)
 	}
 	for _, r := range fleet.Replicas {
 		tn.start(&r.Member)
 	}
 	holder := fleet.Replicas[w.replicas-1]
-	edge, err := fleet.Edge(rig.EdgeConfig{
-		Node: node, Host: rig.Host{Network: n.inside}, Cloud: holder.GRPC(), Connections: w.connections,
-		Allow: []string{"10.9.0.0/24:*"},
-	})
-	if err != nil {
-		t.Fatal(err)
+	for i, network := range []*rig.Network{n.inside, n.far}[:len(nodes)] {
+		cfg := rig.EdgeConfig{
+			Node: nodes[i], Host: rig.Host{Network: network}, Cloud: holder.GRPC(), Connections: w.connections,
+			Allow: []string{"10.9.0.0/23:*"},
+		}
+		if w.reach {
+			cfg.More = servesServices(dir, cfg.Node)
+		}
+		edge, err := fleet.Edge(cfg)
+		if err != nil {
+			t.Fatal(err)
+		}
+		tn.start(edge)
 	}
-	tn.start(edge)
+	if w.reach {
+		tn.awaitRules(calling)
+	}
 	if w.replicas > 1 {
 		tn.awaitRelay()
 	}
@@ -226,16 +251,16 @@ func socketOf(c conn) *net.TCPConn {
 func (tn *tunnel) open() pair {
 	tn.t.Helper()
 	for late := time.Now().Add(takes); ; time.Sleep(50 * time.Millisecond) {
-		before := tn.dataConns()
+		before := tn.counted()
 		p, err := tn.dial()
-		if err == nil && (!tn.way.data || tn.dataConns() > before) {
+		if err == nil && (tn.way.counter == "" || tn.counted() > before) {
 			return p
 		}
 		if err == nil {
-			// No data connection was ready. The edge opens one when the cloud asks.
+			// For example, no data connection was ready. The edge opens one when the cloud asks.
 			reset(p.gone)
 			reset(p.seen)
-			err = errors.New("it goes by no data connection")
+			err = fmt.Errorf("it goes another way: %s does not count it", tn.way.counter)
 		}
 		if time.Now().After(late) {
 			tn.t.Fatalf("opening a conn: %v", err)
@@ -243,20 +268,23 @@ func (tn *tunnel) open() pair {
 	}
 }
 
-// dataConns returns how many conns have gone by a data connection.
-func (tn *tunnel) dataConns() float64 {
+// counted returns how many conns have gone this way.
+func (tn *tunnel) counted() float64 {
 	tn.t.Helper()
 	values, err := tn.members[0].Metrics()
 	if err != nil {
 		tn.t.Fatal(err)
 	}
-	return values["tunnel_conns_by_data_connection_total"]
+	return values[tn.way.counter]
 }
 
 // dial opens a conn and sees that bytes pass both ways.
 func (tn *tunnel) dial() (p pair, err error) {
 	tn.t.Helper()
 	from := tn.inside
+	if tn.way.reach {
+		from = tn.far
+	}
 	if tn.gone == callers {
 		from = tn.outside
 	}
@@ -335,7 +363,7 @@ func (m member) weigh() (w weight, err error) {
 	data := values["tunnel_data_connections"]
 	w = weight{conns: values["tunnel_conns"], goroutines: values["go_goroutines"],
 		descriptors: float64(descriptors) - data}
-	if m.Name == node {
+	if m.Name == node || m.Name == farNode {
 		w.goroutines -= data
 	}
 	if err == nil && w.goroutines <= 0 {
