@@ -14,6 +14,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"net/url"
 	"os"
 	"slices"
 	"strings"
@@ -348,28 +349,40 @@ func (s *farServices) caller(ctx context.Context, t *testing.T) {
 	t.Logf("the pod of edge2 sees %s as its caller", strings.TrimSpace(body))
 }
 
-// fromCluster has a caller in the cluster name Services to the egress front door, by HTTP CONNECT.
+// fromCluster has a caller in the cluster name Services to the egress front door, by HTTP CONNECT and by SOCKS5.
 func (s *farServices) fromCluster(ctx context.Context, t *testing.T) {
-	client := http.Client{Transport: &http.Transport{
-		DisableKeepAlives: true,
-		DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
-			conn, err := new(net.Dialer).DialContext(ctx, "unix", s.tn.dir+"/egress-connect.sock")
-			if err != nil {
-				return nil, err
-			}
-			r := bufio.NewReader(conn)
-			fmt.Fprintf(conn, "CONNECT %s HTTP/1.1\r\nHost: %[1]s\r\n\r\n", addr)
-			answer, err := http.ReadResponse(r, &http.Request{Method: http.MethodConnect})
-			if err == nil && answer.StatusCode != http.StatusOK {
-				err = fmt.Errorf("CONNECT %s: %s %s", addr, answer.Status, answer.Header.Get("X-Error"))
-			}
-			if err != nil {
-				conn.Close()
-				return nil, err
-			}
-			return conn, nil // the pod speaks after the client, so r has no bytes of its
-		},
-	}}
+	toDoor := func(ctx context.Context, _, _ string) (net.Conn, error) {
+		return new(net.Dialer).DialContext(ctx, "unix", s.tn.dir+"/egress-connect.sock")
+	}
+	connect := func(ctx context.Context, _, addr string) (net.Conn, error) {
+		conn, err := toDoor(ctx, "", "")
+		if err != nil {
+			return nil, err
+		}
+		r := bufio.NewReader(conn)
+		fmt.Fprintf(conn, "CONNECT %s HTTP/1.1\r\nHost: %[1]s\r\n\r\n", addr)
+		answer, err := http.ReadResponse(r, &http.Request{Method: http.MethodConnect})
+		if err == nil && answer.StatusCode != http.StatusOK {
+			err = fmt.Errorf("CONNECT %s: %s %s", addr, answer.Status, answer.Header.Get("X-Error"))
+		}
+		if err != nil {
+			conn.Close()
+			return nil, err
+		}
+		return conn, nil // the pod speaks after the client, so r has no bytes of its
+	}
+	socks := http.ProxyURL(&url.URL{Scheme: "socks5h", Host: "egress.invalid:1080"}) // toDoor does not use the address
+	for protocol, transport := range map[string]*http.Transport{
+		"HTTP CONNECT": {DisableKeepAlives: true, DialContext: connect},
+		"SOCKS5":       {DisableKeepAlives: true, DialContext: toDoor, Proxy: socks},
+	} {
+		s.byName(t, protocol, &http.Client{Transport: transport})
+	}
+}
+
+// byName has a client of the egress front door name Services.
+func (s *farServices) byName(t *testing.T, protocol string, client *http.Client) {
+	t.Helper()
 	for service, pods := range map[string][]string{
 		"edge1": {"web-edge1"}, "edge2": {"web-edge2"}, "both": {"web-edge1", "web-edge2"},
 	} {
@@ -379,26 +392,26 @@ func (s *farServices) fromCluster(ctx context.Context, t *testing.T) {
 			for range 100 {
 				r, err := client.Get("http://" + host + "/")
 				if err != nil {
-					t.Fatalf("%s: %v", host, err)
+					t.Fatalf("%s over %s: %v", host, protocol, err)
 				}
 				page, err := io.ReadAll(r.Body)
 				r.Body.Close()
 				pod := strings.TrimSpace(string(page))
 				if err != nil || !slices.Contains(pods, pod) {
-					t.Fatalf("%s: %q, %v", host, page, err)
+					t.Fatalf("%s over %s: %q, %v", host, protocol, page, err)
 				}
 				if missing = slices.DeleteFunc(missing, func(p string) bool { return p == pod }); len(missing) == 0 {
 					break
 				}
 			}
 			if len(missing) > 0 {
-				t.Errorf("%s: no connection of 100 led to %v", host, missing)
+				t.Errorf("%s over %s: no connection of 100 led to %v", host, protocol, missing)
 			}
 		}
 	}
 	if r, err := client.Get("http://none.default.svc/"); err == nil {
 		r.Body.Close()
-		t.Errorf("a Service that there is not: %s", r.Status)
+		t.Errorf("a Service that there is not, over %s: %s", protocol, r.Status)
 	}
 }
 
