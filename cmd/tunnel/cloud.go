@@ -131,7 +131,7 @@ type everywhere interface {
 	tunnel.Dialer
 	egress.Claims
 	Holds(tunnel.NodeName) bool
-	ServesServices(tunnel.NodeName) bool
+	ServesServices(tunnel.NodeName) (connected, serves bool)
 }
 
 // newCloud wires a replica together. It opens no listener and connects to nothing.

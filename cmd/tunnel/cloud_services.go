@@ -25,7 +25,11 @@ func (w *cloudWiring) newServices() error {
 	if !c.On {
 		return nil
 	}
-	cfg := hub.Config{Cluster: c.Cluster, Serves: w.reach.ServesServices, AwaitNodes: true, Log: w.log}
+	serves := func(node tunnel.NodeName) bool {
+		_, serves := w.reach.ServesServices(node)
+		return serves
+	}
+	cfg := hub.Config{Cluster: c.Cluster, Serves: serves, AwaitNodes: true, Log: w.log}
 	if w.conf.Egress.Configured() {
 		cfg.Domain = c.Domain
 	}
@@ -147,9 +151,11 @@ func (j joinedNodes) Run(ctx context.Context) error {
 		}
 		changed := j.reach.Changed() // before Connected, so that no node is missed
 		for _, node := range j.reach.Connected() {
-			if j.reach.ServesServices(node) {
+			// A node whose session has ended since Connected counts as before.
+			switch connected, serves := j.reach.ServesServices(node); {
+			case serves:
 				j.services.Joined(node)
-			} else {
+			case connected:
 				j.services.Left(node) // its edge has started again, without Services
 			}
 		}

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"net"
 	"os"
@@ -206,6 +207,39 @@ func TestWatchServices(t *testing.T) {
 	if _, err = state.Apply(changes); err != nil || batch.GetMore() || state.Len() != 3 {
 		t.Errorf("%d items, more: %v, %v", state.Len(), batch.GetMore(), err)
 	}
+}
+
+// endedSession is a cloud where a session ends while joinedNodes looks at the nodes: Connected still has the node.
+type endedSession struct {
+	everywhere
+	node tunnel.NodeName
+}
+
+func (e endedSession) Connected() []tunnel.NodeName {
+	return append([]tunnel.NodeName{e.node}, e.everywhere.Connected()...)
+}
+
+// A node whose session ends at any moment serves Services while it is away.
+func TestServicesOfANodeThatLeaves(t *testing.T) {
+	w := servicesCloud(t, "", map[string]string{"edge2": "10.88.2.5:8080", "edge3": "10.88.3.5:8080"})
+	w.services.Joined("edge2")
+	w.reach = endedSession{w.reach, "edge2"}
+	w.directory.Attach(&tunnel.Session{Node: "edge3", Services: true, Dialer: dialFunc(
+		func(tunnel.Request) (net.Conn, error) { return nil, errors.New("the node is asked") },
+	)})
+	ctx, stop := context.WithCancel(t.Context())
+	ended := make(chan error, 1) // one error is sent
+	go func() { ended <- joinedNodes{w}.Run(ctx) }()
+	code := func(node string) tunnel.Code {
+		_, err := w.reachService(t.Context(), reachRequest("endpoint/shop/web/web-a/10.88."+node+".5 TCP 8080"))
+		return tunnel.CodeOf(err)
+	}
+	testkit.Eventually(t, "joinedNodes has looked at both nodes", func() bool { return code("3") != tunnel.Denied })
+	if got := code("2"); got != tunnel.NoSuchNode {
+		t.Errorf("the node that has left just now: %v", got)
+	}
+	stop()
+	<-ended
 }
 
 // After a restart of the cloud, nodes that have not come back serve Services as before.

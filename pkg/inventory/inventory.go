@@ -87,8 +87,8 @@ type Record struct {
 // Others knows which nodes are connected to any replica. peers.Peers implements it.
 type Others interface {
 	tunnel.Nodes
-	// ServesServices reports whether a node is connected, and its edge serves Services.
-	ServesServices(tunnel.NodeName) bool
+	// ServesServices reports whether a node is connected now, and if so whether its edge serves Services.
+	ServesServices(tunnel.NodeName) (connected, serves bool)
 	// Changed returns a channel that is closed when a node comes or goes.
 	Changed() <-chan struct{}
 }
@@ -464,7 +464,10 @@ func (i *Inventory) noteOthers() <-chan struct{} {
 	names := i.Others.Connected() // without mu, since it takes the lock of the Directory
 	serve := make(map[tunnel.NodeName]bool, len(names))
 	for _, n := range names {
-		serve[n] = i.Others.ServesServices(n)
+		// A node whose session has ended since Connected counts as before.
+		if connected, serves := i.Others.ServesServices(n); connected {
+			serve[n] = serves
+		}
 	}
 	i.mu.Lock()
 	defer i.mu.Unlock()
@@ -476,7 +479,10 @@ func (i *Inventory) noteOthers() <-chan struct{} {
 	}
 	for _, n := range names { // those of this replica, too
 		if r := i.nodes[n]; r != nil && !r.Connected && !i.ended[n] {
-			r.CertOld, r.Services = true, serve[n]
+			r.CertOld = true
+			if serves, ok := serve[n]; ok {
+				r.Services = serves
+			}
 		}
 	}
 	i.ended, i.elsewhere = nil, slices.Clone(names)

@@ -312,8 +312,9 @@ func (o *others) Connected() []tunnel.NodeName {
 
 func (o *others) Holds(tunnel.NodeName) bool { return false } // nobody asks
 
-func (o *others) ServesServices(n tunnel.NodeName) bool {
-	return strings.HasPrefix(string(n), "serves")
+// ServesServices gives the name of a node its meaning.
+func (o *others) ServesServices(n tunnel.NodeName) (connected, serves bool) {
+	return !strings.HasPrefix(string(n), "just-gone"), strings.HasPrefix(string(n), "serves")
 }
 
 func (o *others) Changed() <-chan struct{} {
@@ -411,7 +412,12 @@ func TestLeave(t *testing.T) {
 func TestServeServices(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "nodes.json")
 	i := New(path, slog.New(slog.DiscardHandler))
-	i.Others = &others{names: []tunnel.NodeName{"serves-elsewhere", "elsewhere"}}
+	// The session of a node with another replica may end while noteOthers looks.
+	i.Others = &others{names: []tunnel.NodeName{"serves-elsewhere", "elsewhere", "just-gone"}}
+	served := session("just-gone", "")
+	served.Services = true
+	i.Attached(served)
+	i.Detached(served)
 	for _, node := range []string{"edge1", "edge2", "edge3"} {
 		s := session(node, "")
 		s.Services = node != "edge2"
@@ -419,7 +425,7 @@ func TestServeServices(t *testing.T) {
 	}
 	i.Attached(session("edge3", "")) // its edge has started again, without Services
 	i.noteOthers()
-	want := []tunnel.NodeName{"edge1", "serves-elsewhere"}
+	want := []tunnel.NodeName{"edge1", "just-gone", "serves-elsewhere"}
 	if got := slices.Sorted(slices.Values(i.ServeServices())); !slices.Equal(got, want) {
 		t.Errorf("these serve Services: %v", got)
 	}

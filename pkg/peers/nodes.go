@@ -279,19 +279,18 @@ func (p *Peers) Holds(n tunnel.NodeName) bool {
 	return p.dir.Holds(n) || len(p.holders(n)) > 0
 }
 
-// ServesServices reports whether n can be reached through any replica, and its edge serves Services of the cluster.
-func (p *Peers) ServesServices(n tunnel.NodeName) bool {
-	if p.dir.ServesServices(n) {
-		return true
-	}
+// ServesServices reports whether n has a session with any replica now, and if so whether its edge serves Services of
+// the cluster.
+func (p *Peers) ServesServices(n tunnel.NodeName) (connected, serves bool) {
+	connected, serves = p.dir.ServesServices(n)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	for _, r := range p.replicas {
-		if r.link != nil && r.nodes[n].services {
-			return true
+		if h, ok := r.nodes[n]; ok && r.link != nil {
+			connected, serves = true, serves || h.services
 		}
 	}
-	return false
+	return connected, serves
 }
 
 // Connected implements tunnel.Nodes.

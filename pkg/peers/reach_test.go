@@ -51,14 +51,21 @@ func TestServesServices(t *testing.T) {
 	all[0].join("n2", direct) // is without
 	for _, r := range all {
 		testkit.Eventually(t, "the replica knows that one edge serves Services", func() bool {
-			return r.peers.ServesServices("n1") && r.peers.Holds("n2")
+			_, serves := r.peers.ServesServices("n1")
+			return serves && r.peers.Holds("n2")
 		})
-		if r.peers.ServesServices("n2") || r.peers.ServesServices("n3") {
-			t.Error("an edge without Services serves them")
+		if connected, serves := r.peers.ServesServices("n2"); !connected || serves {
+			t.Errorf("an edge without Services: connected %t, serves them %t", connected, serves)
+		}
+		if connected, serves := r.peers.ServesServices("n3"); connected || serves {
+			t.Errorf("a node without a session: connected %t, serves Services %t", connected, serves)
 		}
 	}
 	e.Stop()
 	for _, r := range all {
-		testkit.Eventually(t, "the replica knows that it has left", func() bool { return !r.peers.ServesServices("n1") })
+		testkit.Eventually(t, "the replica knows that it has left", func() bool {
+			connected, serves := r.peers.ServesServices("n1")
+			return !connected && !serves
+		})
 	}
 }

@@ -203,10 +203,10 @@ func (d *Directory) Lookup(n NodeName) *Session {
 // Holds reports whether n has a session.
 func (d *Directory) Holds(n NodeName) bool { return d.Lookup(n) != nil || d.expects(n) }
 
-// ServesServices reports whether n has a session, and its edge serves Services of the cluster.
-func (d *Directory) ServesServices(n NodeName) bool {
+// ServesServices reports whether n has a session now, and if so whether its edge serves Services of the cluster.
+func (d *Directory) ServesServices(n NodeName) (connected, serves bool) {
 	s := d.Lookup(n)
-	return s != nil && s.Services
+	return s != nil, s != nil && s.Services
 }
 
 // Connected returns the names of the nodes that have a session, sorted.
