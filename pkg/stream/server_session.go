@@ -48,8 +48,8 @@ type cloudSession struct {
 	denials tunnel.Limiter // how many targets that the node may not reach are told to ReachSink
 
 	// See server_succeed.go.
-	predecessor atomic.Pointer[cloudSession] // whose conns go on; nil: none
-	succession  *time.Timer                  // ends predecessor; nil: nothing does. Owned by the handler
+	predecessor atomic.Pointer[cloudSession] // whose conns go on, unless it has ended; nil: none. See lastAlive
+	succession  atomic.Pointer[time.Timer]   // ends the predecessor; nil: nothing does
 
 	// Guarded by session.mu.
 	stopping       bool          // the edge has said that it is about to stop

@@ -39,32 +39,54 @@ func (s *cloudSession) succeeds(older *cloudSession, hello *pb.Hello) bool {
 func (s *cloudSession) follow(older *cloudSession) {
 	s.log.Info("this session succeeds an older one, whose conns go on", "succeeded", older.pub.ID)
 	s.predecessor.Store(older)
+	older = s.lastAlive()
+	if older == nil {
+		return
+	}
 	if !older.toldDrain.Load() { // otherwise its edge ends it
-		s.succession = time.AfterFunc(successionTime, func() {
-			s.predecessor.Store(nil)
-			older.Close(errReplaced)
-		})
+		s.succession.Store(time.AfterFunc(successionTime, func() {
+			if older := s.lastAlive(); older != nil {
+				older.Close(errReplaced)
+				s.lastAlive() // nothing keeps older
+			}
+		}))
 	}
 	n := 0
-	for p := older; p != nil; p = p.predecessor.Load() {
+	for p := older; p != nil; p = p.lastAlive() {
 		if n++; n > maxPredecessors {
 			p.Close(errReplaced)
 		}
 	}
 }
 
-// fallBack attaches the session that an ended one has succeeded, if that still takes dials: the new process of the edge
+// lastAlive returns the newest session before s that has not ended; nil: none. It makes that one the predecessor of s,
+// so that nothing keeps the ended ones in between. Their timers stop: that of s ends the new predecessor. If s has none,
+// the cloud has told all of them to move, and their edges end them.
+func (s *cloudSession) lastAlive() *cloudSession {
+	for {
+		older := s.predecessor.Load()
+		if older == nil || !tunnel.IsClosed(older.done) {
+			return older
+		}
+		if timer := older.succession.Load(); timer != nil {
+			timer.Stop()
+		}
+		s.predecessor.CompareAndSwap(older, older.predecessor.Load())
+	}
+}
+
+// fallBack attaches the newest session before an ended one, if that still takes dials: the new process of the edge
 // has ended early. The session then lasts as if nobody had succeeded it.
 func (s *Server) fallBack(ended *cloudSession) {
-	older := ended.predecessor.Load()
-	if older == nil || older.hasLeft() || tunnel.IsClosed(older.done) {
+	older := ended.lastAlive()
+	if older == nil || older.hasLeft() {
 		return
 	}
 	if !s.dir.AttachUnless(older.pub, func(*tunnel.Session) bool { return true }) {
 		return
 	}
-	if ended.succession != nil {
-		ended.succession.Stop()
+	if timer := ended.succession.Load(); timer != nil {
+		timer.Stop()
 	}
 	if tunnel.IsClosed(older.done) { // meanwhile
 		s.dir.Detach(older.pub)

@@ -4,6 +4,7 @@ import (
 	"io"
 	"net"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"google.golang.org/grpc/codes"
@@ -79,6 +80,106 @@ func TestFailedSuccession(t *testing.T) {
 			t.Error("the old session has ended")
 		}
 	})
+}
+
+// attached returns the session of edge1 that has been attached after another one.
+func (r *rig) attached(after *tunnel.Session) *tunnel.Session {
+	r.t.Helper()
+	r.eventually("another session is attached", func() bool {
+		now := r.dir.Lookup("edge1")
+		return now != nil && now != after
+	})
+	return r.dir.Lookup("edge1")
+}
+
+// The new process of an edge joins again before the cloud notices that its first session is lost, and then fails.
+// The session of the old process takes dials again, for good.
+func TestFailedSuccessionOfTwoSessions(t *testing.T) {
+	for name, inOrder := range map[string]bool{"the first session ends first": true, "the second session ends first": false} {
+		t.Run(name, func(t *testing.T) {
+			onFakeClock(t, func(t *testing.T, r *rig) {
+				old := r.join("edge1", direct)
+				first := r.dir.Lookup("edge1")
+				hello := &pb.Hello{Version: Version, Instance: old.client.Instance(), Succeeds: true}
+				one, two := r.stranger(), r.stranger()
+				one.joinWith("edge1", hello)
+				second := r.attached(first)
+				two.joinWith("edge1", hello)
+				third := r.attached(second)
+				ends := []func(){
+					func() { one.cc.Close(); <-second.Done() },
+					func() { two.cc.Close(); <-third.Done() },
+				}
+				if !inOrder {
+					ends[0], ends[1] = ends[1], ends[0]
+				}
+				ends[0]()
+				synctest.Wait()
+				ends[1]()
+				r.eventually("the old session takes dials again", func() bool { return r.dir.Lookup("edge1") == first })
+				time.Sleep(2 * successionTime)
+				if r.dir.Lookup("edge1") != first || tunnel.IsClosed(first.Done()) {
+					t.Error("the old session has ended")
+				}
+			})
+		})
+	}
+}
+
+// The new process of an edge joins twice, and its first session is lost. It goes on, and the session of the old process
+// ends after a while.
+func TestSuccessionOfTwoSessions(t *testing.T) {
+	onFakeClock(t, func(t *testing.T, r *rig) {
+		old := r.join("edge1", direct)
+		first := r.dir.Lookup("edge1")
+		hello := &pb.Hello{Version: Version, Instance: old.client.Instance(), Succeeds: true}
+		one := r.stranger()
+		one.joinWith("edge1", hello)
+		second := r.attached(first)
+		r.stranger().joinWith("edge1", hello)
+		third := r.attached(second)
+		one.cc.Close()
+		<-second.Done()
+		r.stranger().joinWith("edge1", hello)
+		fourth := r.attached(third)
+		time.Sleep(successionTime + time.Second)
+		if !tunnel.IsClosed(first.Done()) || !tunnel.IsClosed(third.Done()) || tunnel.IsClosed(fourth.Done()) {
+			t.Errorf("the sessions have ended: %t, %t, %t; want all but the last",
+				tunnel.IsClosed(first.Done()), tunnel.IsClosed(third.Done()), tunnel.IsClosed(fourth.Done()))
+		}
+	})
+}
+
+// However often a restart of the cloud fails, a session whose conns go on stays, and the ended ones are forgotten.
+func TestManyFailedMoves(t *testing.T) {
+	r := newRig(t)
+	hello := &pb.Hello{Version: Version, Instance: "a"}
+	r.stranger().joinWith("edge1", hello)
+	first := r.attached(nil)
+	newest := first
+	var last *stranger
+	for range maxPredecessors + 2 {
+		nodes := r.server.Move()
+		r.server.Stay(nodes)
+		before, ended := last, newest
+		last = r.stranger()
+		last.joinWith("edge1", hello)
+		newest = r.attached(newest)
+		if before != nil {
+			before.cc.Close()
+			<-ended.Done()
+		}
+	}
+	if tunnel.IsClosed(first.Done()) {
+		t.Error("the session whose conns go on has ended")
+	}
+	kept := 0
+	for s := newest.Link.(*cloudSession).predecessor.Load(); s != nil; s = s.predecessor.Load() {
+		kept++
+	}
+	if kept > 2 { // the first session, and the one that has ended last
+		t.Errorf("%d sessions are kept", kept)
+	}
 }
 
 // Edges that come back after the cloud has told them to move keep the conns of their old session.
