@@ -11,6 +11,7 @@ import (
 	"os/signal"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -35,6 +36,7 @@ type reloader struct {
 	stop  context.CancelFunc // stops the daemon
 	// terminal says that the process had a terminal at its start.
 	terminal bool
+	drained  *atomic.Bool     // by tunnel drain
 	hangups  <-chan os.Signal // see takeHangups
 
 	mu      sync.Mutex // guards the following; held during a reload
@@ -64,7 +66,9 @@ type reloaded struct {
 
 // newReloader returns the reloader of a daemon that runs with these settings.
 func newReloader(d *daemon, running conf.Settings, hangups <-chan os.Signal, stop context.CancelFunc) *reloader {
-	return &reloader{mode: d.mode, log: d.log, running: running, hangups: hangups, stop: stop, terminal: hasTerminal()}
+	return &reloader{
+		mode: d.mode, log: d.log, running: running, hangups: hangups, stop: stop, terminal: hasTerminal(), drained: &d.drained,
+	}
 }
 
 // takeHangups returns a channel for SIGHUP. From now on the signal no longer stops the process. A daemon calls it
@@ -173,6 +177,9 @@ func (r *reloader) applyLocked(
 			now[key] = s
 		}
 	}
+	if r.mode == "cloud" && r.drained.Load() {
+		done.Warnings = append(done.Warnings, drainedWarning)
+	}
 	prepared, err := next.prepare(ctx)
 	if err == nil && commit != nil {
 		if err = commit(); err != nil {
@@ -193,6 +200,9 @@ func (r *reloader) applyLocked(
 	}
 	return done, nil
 }
+
+// drainedWarning is for a change of a drained cloud.
+const drainedWarning = "drained: TCP ports and sockets of callers stay closed, also new ones, until it is started again"
 
 func texts(changes []conf.Change) []string {
 	all := make([]string, len(changes))

@@ -2,6 +2,7 @@ package main
 
 import (
 	"bytes"
+	"context"
 	"fmt"
 	"log/slog"
 	"os"
@@ -9,6 +10,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -16,6 +18,7 @@ import (
 	"tunnel.example/tunnel/conf"
 	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/internal/testkit/testca"
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Commands that cannot reach a running process say what to do.
@@ -131,6 +134,30 @@ func TestReloadWarns(t *testing.T) {
 	next, err := r.readFile()
 	if err != nil || !strings.Contains(strings.Join(next.warnings, "\n"), "anyone may connect") {
 		t.Errorf("%v, warnings %q", err, next.warnings)
+	}
+}
+
+// Who changes a drained cloud learns that its ports stay closed.
+func TestReloadOfADrainedCloud(t *testing.T) {
+	var d daemon
+	d.mode, d.log = "cloud", slog.New(slog.DiscardHandler)
+	r := newReloader(&d, nil, nil, nil)
+	r.live = func(string) bool { return true }
+	warned := func() bool {
+		t.Helper()
+		next := &candidate{prepare: func(context.Context) (tunnel.PreparedAll, error) { return nil, nil }}
+		done, err := r.applyLocked(t.Context(), "forwards changed", next, nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return slices.Contains(done.Warnings, drainedWarning)
+	}
+	if warned() {
+		t.Error("a cloud that is not drained warns")
+	}
+	d.drained.Store(true)
+	if !warned() {
+		t.Error("a drained cloud does not warn")
 	}
 }
 

@@ -27,6 +27,7 @@ type Sockets struct {
 	listeners map[*shared]struct{}
 	packets   []packetSocket
 	paused    [allUsers]bool
+	shut      [allUsers]bool // by Close
 	changed   tunnel.Change
 }
 
@@ -88,7 +89,8 @@ func (s *Sockets) Listen(
 	return ln, err
 }
 
-// Open opens a listener by calling open, or takes it from the other process.
+// Open opens a listener by calling open, or takes it from the other process. After Close of its users, the listener is
+// closed, as those that Close has found.
 func (s *Sockets) Open(users Users, name Name, open func() (net.Listener, error)) (net.Listener, error) {
 	if s == nil {
 		return open()
@@ -109,6 +111,9 @@ func (s *Sockets) Open(users Users, name Name, open func() (net.Listener, error)
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.listeners[l] = struct{}{}
+	if s.shut[users] {
+		l.close()
+	}
 	return l, nil
 }
 
@@ -213,14 +218,15 @@ func (s *Sockets) Resume(users Users) {
 	s.changed.Notify()
 }
 
-// Close closes the listeners of these users: nobody can connect. Their owners notice nothing.
+// Close closes the listeners of these users, also those that are opened later: nobody can connect. Their owners notice
+// nothing.
 func (s *Sockets) Close(users Users) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.shut[users] = true
 	for l := range s.listeners {
 		if l.users == users {
-			l.shut.Store(true)
-			l.Listener.Close()
+			l.close()
 		}
 	}
 }
@@ -340,6 +346,12 @@ func (l *shared) interrupt(now bool) {
 	if d, ok := l.Listener.(interface{ SetDeadline(time.Time) error }); ok {
 		d.SetDeadline(at) //nolint:errcheck // it fails only if the listener is closed
 	}
+}
+
+// close closes the socket. The owner notices nothing until it calls Close.
+func (l *shared) close() {
+	l.shut.Store(true)
+	l.Listener.Close()
 }
 
 // Close implements net.Listener.

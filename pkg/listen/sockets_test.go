@@ -171,6 +171,19 @@ func TestSocketsClose(t *testing.T) {
 	}
 	ln.Close()
 	want(t, "its owner closes it", result, net.ErrClosed)
+
+	late := opened(t, s, Callers, Name{"tcp", "127.0.0.1:0"})
+	result = accepted(late)
+	if c, err := net.Dial("tcp", late.Addr().String()); !errors.Is(err, syscall.ECONNREFUSED) {
+		t.Errorf("a caller of a listener that is opened later: %v, %v", c, err)
+	}
+	select {
+	case err := <-result:
+		t.Errorf("the owner of a listener that is opened later notices: %v", err)
+	case <-time.After(50 * time.Millisecond):
+	}
+	late.Close()
+	want(t, "its owner closes the listener that was opened later", result, net.ErrClosed)
 	served := accepted(other)
 	connect(t, other.Addr())
 	want(t, "other users", served, nil)
