@@ -232,6 +232,7 @@ func (s *Sockets) Close(users Users) {
 }
 
 // Serve makes the sockets those of this process: it resumes all, and closes the inherited ones that nobody has opened.
+// It removes the files of unix sockets among those: the other process, which leaves, does not.
 func (s *Sockets) Serve() {
 	for users := range allUsers {
 		s.Resume(users)
@@ -239,6 +240,11 @@ func (s *Sockets) Serve() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	CloseCopies(s.inherited)
+	for _, one := range s.inherited {
+		if one.Network == "unix" {
+			os.Remove(one.Address) //nolint:errcheck // somebody has removed it, or this user may not
+		}
+	}
 	s.inherited = nil
 	s.keepPathsLocked(false)
 	close(s.serving)

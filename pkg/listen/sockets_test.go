@@ -145,6 +145,28 @@ func TestSockets(t *testing.T) {
 	}
 }
 
+// A unix socket that the new process does not open is there until the new process serves.
+func TestSocketsAnotherPath(t *testing.T) {
+	dir := t.TempDir()
+	before, after := Name{"unix", filepath.Join(dir, "before")}, Name{"unix", filepath.Join(dir, "after")}
+	old := NewSockets()
+	ln := opened(t, old, Operators, before)
+	copies, err := old.Copies()
+	if err != nil {
+		t.Fatal(err)
+	}
+	next := Inherit(copies)
+	ln2 := opened(t, next, Operators, after)
+	connect(t, ln.Addr())
+	next.Serve()
+	old.Leave()
+	ln.Close()
+	if _, err := os.Stat(before.Address); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the file of the old socket: %v, want none", err)
+	}
+	connect(t, ln2.Addr())
+}
+
 func openNull(t *testing.T) int {
 	t.Helper()
 	fd, err := syscall.Open(os.DevNull, syscall.O_RDONLY|syscall.O_CLOEXEC, 0)
