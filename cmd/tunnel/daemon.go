@@ -16,6 +16,7 @@ import (
 	"tunnel.example/tunnel/pkg/admin"
 	"tunnel.example/tunnel/pkg/api"
 	"tunnel.example/tunnel/pkg/audit"
+	"tunnel.example/tunnel/pkg/multipath"
 	"tunnel.example/tunnel/pkg/spans"
 	"tunnel.example/tunnel/pkg/stream"
 	"tunnel.example/tunnel/pkg/tunnel"
@@ -52,6 +53,8 @@ type daemon struct {
 	hints []string // what an operator could improve; logged at the start
 	// congestion is of the connections between edges and clouds.
 	congestion *stream.Congestion
+	// multipath dials the cloud, in an edge; nil: a net.Dialer does.
+	multipath *multipath.Endpoints
 }
 
 // controlCongestion sets congestion to the setting in a table of the configuration.

@@ -112,8 +112,6 @@ type edgeWiring struct {
 	told      *auth.Told            // nil: the edge takes nothing that the cloud tells
 	roots     func() *x509.CertPool // the CAs by which the edge verifies the cloud now
 	dialer    *dial.Dialer
-	// multipath dials the cloud; nil: a net.Dialer does.
-	multipath *multipath.Endpoints
 }
 
 // newEdge wires an edge together. It opens no listener and connects to nothing.

@@ -120,6 +120,9 @@ func (d *daemon) takeOver(ctx context.Context) error {
 		return err
 	}
 	d.sockets.Serve()
+	if d.multipath != nil { // not earlier: the old process may go on until here, and needs them
+		d.multipath.Inherit(d.before.Endpoints())
+	}
 	d.before.Serving()
 	time.AfterFunc(lastTime+tunnel.GracePeriod, func() { d.outlived.Store(true) })
 	d.log.Info("taken over from the old process", "nodes", len(nodes), "dur", time.Since(start).Round(time.Millisecond))
@@ -254,6 +257,7 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	log := r.daemon.log
 	next, err := takeover.Start(takeover.Config{
 		Program: program, Args: os.Args, Env: os.Environ(), Sockets: r.daemon.sockets, Instance: r.instance(),
+		Endpoints: r.daemon.endpoints(),
 	})
 	if err != nil {
 		return nil, conflictf("starting %s: %w", program, err)
@@ -285,6 +289,14 @@ func (r *restarter) restart(ctx context.Context) (*restarted, error) {
 	}
 	log.Info("a new process has taken over; this one drains and ends", "pid", next.PID())
 	return done, nil
+}
+
+// endpoints returns takeover.Config.Endpoints.
+func (d *daemon) endpoints() func() []string {
+	if d.multipath == nil {
+		return nil
+	}
+	return d.multipath.Made
 }
 
 // instance returns what an edge's new process keeps.

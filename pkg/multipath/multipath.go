@@ -23,8 +23,11 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
+	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
@@ -47,13 +50,42 @@ type Endpoints struct {
 	Control func(network, address string, c syscall.RawConn) error
 
 	failure atomic.Pointer[string] // why the kernel has not been told; nil: it has been
+
+	mu   sync.Mutex      // guards the following
+	ours map[string]bool // names of endpoints that this process has made, or that Inherit has got
 }
 
 var _ tunnel.Module = (*Endpoints)(nil)
 
 // New returns the module. sessions returns the live sessions, for Status.
 func New(sessions func() []*tunnel.Session, log *slog.Logger) *Endpoints {
-	return &Endpoints{sessions: sessions, log: log.With("module", "multipath"), told: make(chan struct{})}
+	return &Endpoints{sessions: sessions, log: log.With("module", "multipath"), told: make(chan struct{}), ours: make(map[string]bool)}
+}
+
+// Made returns the endpoints that this process has to remove when it stops, for a process that takes over: Inherit gets
+// them there.
+func (e *Endpoints) Made() []string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return slices.Sorted(maps.Keys(e.ours))
+}
+
+// Inherit has this process remove the endpoints of the process from which it has taken over, when it stops.
+func (e *Endpoints) Inherit(made []string) {
+	for _, name := range made {
+		e.setOurs(name, true)
+	}
+}
+
+// setOurs notes whether this process has to remove an endpoint when it stops.
+func (e *Endpoints) setOurs(name string, ours bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if ours {
+		e.ours[name] = true
+	} else {
+		delete(e.ours, name)
+	}
 }
 
 // DialContext connects with Multipath TCP. Before the first connection it waits until Run has told the kernel

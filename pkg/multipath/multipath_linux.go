@@ -35,6 +35,9 @@ type endpoint struct {
 	link int // index of the device
 }
 
+// name names the endpoint in Endpoints.Made.
+func (e endpoint) name() string { return fmt.Sprintf("%s dev %d", e.addr, e.link) }
+
 // Run implements tunnel.Module.
 func (e *Endpoints) Run(ctx context.Context) error {
 	changed := make(chan struct{}, 1) // the capacity remembers a change during an update
@@ -62,6 +65,9 @@ func (e *Endpoints) Run(ctx context.Context) error {
 		select {
 		case <-changed:
 		case <-time.After(resync):
+		case <-e.Left: // what this process made from now on would be nobody's
+			<-ctx.Done()
+			return nil
 		case <-ctx.Done():
 			e.leave(has)
 			return nil
@@ -69,11 +75,11 @@ func (e *Endpoints) Run(ctx context.Context) error {
 	}
 }
 
-// known is the endpoints of this machine's uplinks. The value says whether this process has made the endpoint: it
-// may also be one of a process that was killed, or of an operator.
-type known map[endpoint]bool
+// known is the endpoints of this machine's uplinks. Those that are not in Endpoints.ours are of a process that was
+// killed, or of an operator.
+type known map[endpoint]struct{}
 
-// leave removes the endpoints that this process has made. The kernel then closes their paths, so leave waits for the
+// leave removes the endpoints that are in Endpoints.ours. The kernel then closes their paths, so leave waits for the
 // sessions, which give conns time to end.
 func (e *Endpoints) leave(has known) {
 	if tunnel.IsClosed(e.Left) {
@@ -82,8 +88,9 @@ func (e *Endpoints) leave(has known) {
 	for last := time.Now().Add(sessionsEnd); len(e.sessions()) > 0 && time.Now().Before(last); {
 		time.Sleep(settle)
 	}
-	for endpoint, ours := range has {
-		if ours {
+	ours := e.Made()
+	for endpoint := range has {
+		if slices.Contains(ours, endpoint.name()) {
 			remove(endpoint) //nolint:errcheck // the kernel has removed it, or refuses this process
 		}
 	}
@@ -116,6 +123,7 @@ func (e *Endpoints) update(has known) {
 			continue
 		}
 		delete(has, gone)
+		e.setOurs(gone.name(), false)
 		failure = errors.Join(failure, remove(gone), closeFirst(gone))
 		e.log.Info("an address of this machine is gone", "addr", gone.addr.String())
 	}
@@ -126,7 +134,10 @@ func (e *Endpoints) update(has known) {
 		switch err := add(w); {
 		case err == nil, errors.Is(err, os.ErrExist):
 			e.log.Info("connections to the cloud may use another address of this machine", "addr", w.addr.String())
-			has[w] = err == nil
+			has[w] = struct{}{}
+			if err == nil {
+				e.setOurs(w.name(), true)
+			}
 		default:
 			failure = errors.Join(failure, err)
 		}

@@ -128,6 +128,63 @@ func TestEndpoints(t *testing.T) {
 	wantEndpoints(t, "the module has ended", "10.7.0.2")
 }
 
+// A process that takes over removes the endpoints of the process before it when it stops, and no others.
+func TestEndpointsAreHandedOver(t *testing.T) {
+	if _, err := os.Stat("/proc/sys/net/mptcp/enabled"); err != nil {
+		t.Skip("this kernel has no Multipath TCP")
+	}
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	first := uplink(t, "one", "10.1.0.2/24", 100)
+	byHand := endpoint{netip.MustParseAddr("10.3.0.2"), first.Attrs().Index}
+	if err := add(byHand); err != nil {
+		t.Fatal(err)
+	}
+	begin := func() (*Endpoints, chan struct{}, *testkit.Running) {
+		e, left := New(func() []*tunnel.Session { return nil }, slog.New(slog.DiscardHandler)), make(chan struct{})
+		e.Left = left
+		running := testkit.Run(t, e.Run)
+		<-e.told
+		return e, left, running
+	}
+	old, left, oldRuns := begin()
+	uplink(t, "two", "10.2.0.2/24", 200)
+	wantEndpoints(t, "two uplinks of the old process", "10.1.0.2", "10.2.0.2", "10.3.0.2")
+	uplink(t, "three", "10.3.0.2/24", 300)
+	for range 2 { // a restart, and another one
+		next, nextLeft, nextRuns := begin()
+		next.Inherit(old.Made())
+		close(left)
+		oldRuns.Stop()
+		wantEndpoints(t, "the old process has ended", "10.1.0.2", "10.2.0.2", "10.3.0.2")
+		old, left, oldRuns = next, nextLeft, nextRuns
+	}
+	oldRuns.Stop()
+	wantEndpoints(t, "the last process has ended", "10.3.0.2")
+}
+
+// A process that another one has replaced makes no endpoint: the other one would leave it behind.
+func TestEndpointsAfterTheHandOver(t *testing.T) {
+	if _, err := os.Stat("/proc/sys/net/mptcp/enabled"); err != nil {
+		t.Skip("this kernel has no Multipath TCP")
+	}
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	uplink(t, "one", "10.1.0.2/24", 100)
+	e, left := New(func() []*tunnel.Session { return nil }, slog.New(slog.DiscardHandler)), make(chan struct{})
+	e.Left = left
+	running := testkit.Run(t, e.Run)
+	<-e.told
+	close(left)
+	time.Sleep(2 * settle) // Run looks at Left after settle
+	uplink(t, "two", "10.2.0.2/24", 200)
+	time.Sleep(4 * settle)
+	running.Stop()
+	wantEndpoints(t, "an uplink that comes later", "10.1.0.2")
+}
+
 // The status names the paths of the session, and says why there are none.
 func TestStatus(t *testing.T) {
 	path := func(n int) tunnel.Path {

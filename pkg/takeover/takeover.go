@@ -54,6 +54,8 @@ type Config struct {
 	Sockets *listen.Sockets
 	// Instance is the instance of an edge (stream.Client), which the new process keeps. "" in a cloud.
 	Instance string
+	// Endpoints returns the endpoints that an edge has made (package multipath). Go hands them over. nil: there are none.
+	Endpoints func() []string
 }
 
 // Failure is why a new process does not serve, in its own words.
@@ -72,7 +74,9 @@ type message struct {
 	Go      bool              `json:"go,omitempty"`      // old
 	Nodes   []tunnel.NodeName `json:"nodes,omitempty"`   // old, with Go
 	Serving bool              `json:"serving,omitempty"` // new
-	Failed  *Failure          `json:"failed,omitempty"`  // new
+	// Endpoints are those that the old process has made (package multipath). old, with Go.
+	Endpoints []string `json:"endpoints,omitempty"`
+	Failed    *Failure `json:"failed,omitempty"` // new
 }
 
 // offer names the sockets, in the order of the open files.
@@ -124,6 +128,9 @@ func (p *Predecessor) Sockets() *listen.Sockets {
 	}
 	return p.sockets
 }
+
+// Endpoints returns the endpoints of the old process, once Ready has returned.
+func (p *Predecessor) Endpoints() []string { return p.endpoints }
 
 // Instance returns the instance of the old process.
 func (p *Predecessor) Instance() string {

@@ -8,6 +8,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -54,6 +55,9 @@ func next(value, does string) {
 	if err != nil || len(nodes) != 2 && does != "orphan" {
 		panic(err)
 	}
+	if made := before.Endpoints(); does != "orphan" && !slices.Equal(made, []string{"10.1.0.2 dev 2"}) {
+		panic(made)
+	}
 	before.Sockets().Serve()
 	before.Serving()
 	before.Failed(&Failure{Text: "too late"})
@@ -78,6 +82,7 @@ func begin(t *testing.T, does string) (*Successor, *listen.Sockets, net.Addr) {
 	t.Cleanup(func() { ln.Close() })
 	s, err := Start(Config{
 		Program: os.Args[0], Args: []string{os.Args[0], does}, Env: os.Environ(), Sockets: sockets, Instance: "the instance",
+		Endpoints: func() []string { return []string{"10.1.0.2 dev 2"} },
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -28,6 +28,8 @@ type Successor struct {
 	in    *json.Decoder
 	out   *json.Encoder
 	ended chan struct{} // closed when the process has ended; then failed is set
+	// endpoints is Config.Endpoints.
+	endpoints func() []string
 
 	failed error // how the process has ended
 }
@@ -45,7 +47,9 @@ func Start(cfg Config) (*Successor, error) {
 		return nil, fmt.Errorf("copying the sockets: %w", err)
 	}
 	defer listen.CloseCopies(sockets)
-	s := &Successor{conn: ours, in: json.NewDecoder(ours), out: json.NewEncoder(ours), ended: make(chan struct{})}
+	s := &Successor{
+		conn: ours, in: json.NewDecoder(ours), out: json.NewEncoder(ours), ended: make(chan struct{}), endpoints: cfg.Endpoints,
+	}
 	s.cmd = &exec.Cmd{
 		Path: cfg.Program, Args: cfg.Args, Env: append(cfg.Env, Variable+"="+Value),
 		Stdout: os.Stdout, Stderr: os.Stderr, ExtraFiles: []*os.File{theirs},
@@ -106,7 +110,11 @@ func (s *Successor) Go(nodes []tunnel.NodeName) error {
 	if err := s.conn.SetWriteDeadline(time.Now().Add(answerTime)); err != nil {
 		return s.why(err)
 	}
-	if err := s.out.Encode(message{Go: true, Nodes: nodes}); err != nil {
+	m := message{Go: true, Nodes: nodes}
+	if s.endpoints != nil {
+		m.Endpoints = s.endpoints()
+	}
+	if err := s.out.Encode(m); err != nil {
 		return s.why(err)
 	}
 	return nil
@@ -164,6 +172,8 @@ type Predecessor struct {
 	in       *json.Decoder
 	out      *json.Encoder
 
+	endpoints []string // set by Ready
+
 	over sync.Once // nothing more is sent
 }
 
@@ -212,6 +222,7 @@ func (p *Predecessor) Ready(ctx context.Context) (nodes []tunnel.NodeName, err e
 	case err != nil:
 		return nil, err
 	}
+	p.endpoints = m.Endpoints
 	return m.Nodes, nil
 }
 

@@ -17,6 +17,8 @@ type Successor struct{}
 type Predecessor struct {
 	sockets  *listen.Sockets
 	instance string
+
+	endpoints []string
 }
 
 // Start fails.
