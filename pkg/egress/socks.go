@@ -123,8 +123,9 @@ func socksHost(r io.Reader, addressType byte) (string, error) {
 	if a, ok := netip.AddrFromSlice(host); ok && addressType != socksDomain {
 		return a.Unmap().String(), nil
 	}
-	// As in a request of HTTP, a name has no spaces and no control characters. Go dials its own machine for an empty name.
-	if size == 0 || bytes.ContainsFunc(host, func(c rune) bool { return c <= ' ' || c > '~' }) {
+	// As in a request of HTTP, a name has no spaces and no control characters. Brackets would break host:port. Go dials
+	// its own machine for an empty name.
+	if size == 0 || bytes.ContainsFunc(host, func(c rune) bool { return c <= ' ' || c > '~' || c == '[' || c == ']' }) {
 		return "", fmt.Errorf("the domain name %q of a SOCKS5 request is not valid", host)
 	}
 	return string(host), nil
