@@ -223,7 +223,7 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 	s, peers, h := t.Stream.Server, t.Stream.Peers, t.HTTPS
 	path := r.src.path
 	r.src.settings = settingsOf(toml.Key{"mode", "cloud"}, *t)
-	return &Cloud{
+	c := &Cloud{
 		Server: Server{
 			GRPCPort: s.GRPCPort, Listen: s.Listen, WebSocket: s.WebSocket,
 			ProxyFrom: r.balancers(serverTable+"proxyfrom", s.ProxyFrom),
@@ -259,7 +259,7 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 		UDP:         udpListeners(r.listeners(forwardUDP, t.UDP, t.UDPAllow)),
 		Limits:      newLimits(&t.Limits, r),
 		Egress:      newEgress(&t.Egress, r),
-		Services:    newCloudServices(t.Services, r),
+		Services:    newCloudServices(t.Services, env, r),
 		AdminSocket: path(t.Admin.Socket),
 		Audit:       r.src.auditFile(t.Audit.File),
 		Inventory:   r.src.inventory(t.Admin.Inventory),
@@ -272,6 +272,8 @@ func newCloud(t *cloudTable, env Env, r *report) *Cloud {
 		},
 		src: r.src,
 	}
+	c.Egress.Mirror = c.Services.Mirror.On()
+	return c
 }
 
 // path resolves a path of the file, relative to the file's folder. "" stays "".
@@ -566,6 +568,7 @@ func (c *Cloud) check(r *report) {
 		l.line().check(forwardUDP, r)
 	}
 	c.Egress.check(r)
+	c.checkMirror(r)
 	c.checkInventory(r)
 	r.page(c.Page)
 	c.checkTraces(r)

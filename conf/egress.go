@@ -10,7 +10,7 @@ import (
 )
 
 // Egress configures the front door for kube-apiserver's egress selector, [mode.cloud.egress]. Without
-// GRPC and HTTPConnect it is off.
+// GRPC, HTTPConnect and Mirror it is off.
 type Egress struct {
 	// GRPC and HTTPConnect list where the front door listens for each of the two protocols, HTTPConnect for SOCKS5, too. An
 	// entry is unix:///path or tls://host:port.
@@ -28,6 +28,8 @@ type Egress struct {
 	AgentPort           int  // port for stock konnectivity agents, on all interfaces; 0: off
 
 	ProxyFrom auth.Sources // balancers that send a PROXY header to tls:// listeners and AgentPort; empty: none
+
+	Mirror bool // [mode.cloud.services.mirror] has callers, too
 }
 
 const egressTable = "mode.cloud.egress."
@@ -70,8 +72,11 @@ func (r *report) selector(key string, names []string) tunnel.Selector {
 	return s
 }
 
-// Configured reports whether there is a listener.
-func (e Egress) Configured() bool { return len(e.GRPC)+len(e.HTTPConnect) > 0 }
+// Listens reports whether there is a listener.
+func (e Egress) Listens() bool { return len(e.GRPC)+len(e.HTTPConnect) > 0 }
+
+// Configured reports whether callers come, by a listener or by [mode.cloud.services.mirror].
+func (e Egress) Configured() bool { return e.Listens() || e.Mirror }
 
 // AsksKubernetes reports whether the front door is on and takes what nodes reach from Node objects.
 func (e Egress) AsksKubernetes() bool { return e.Configured() && e.Kubernetes }
@@ -96,7 +101,7 @@ func (e Egress) check(r *report) {
 	e.checkListeners(r)
 	e.checkStrategies(r)
 	// A warning, not an error: without Kubernetes there is no other source.
-	if e.Configured() && !e.Kubernetes {
+	if e.Listens() && !e.Kubernetes {
 		r.warn(t+"kubernetes", "missing: what edges say they reach is believed, "+
 			"and one that lies attracts what is meant for others; "+
 			"write kubernetes = true where nodes have Node objects")

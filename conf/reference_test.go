@@ -27,6 +27,7 @@ func valueForms() []valueForm {
 	limit := fmt.Sprintf("a whole number; a limit is from 1 to %d", maxCount)
 	return []valueForm{
 		{"port", "ports", "a whole number from 1 to 65535, without quotes"},
+		{"range of ports", "ranges of ports", "two ports with `-` between, such as `20000-20999`"},
 		{"number", "numbers", limit},
 		{"number a second", "numbers a second", fmt.Sprintf("a whole number from 1 to %d", maxPerSecond)},
 		{"number of a million", "numbers of a million", "a whole number from 1 to 1000000; 10000 is one in a hundred"},

@@ -14,12 +14,27 @@ type CloudServices struct {
 	Namespaces []string // whose Services are told; nil: all
 	Cluster    bool     // edges may also reach endpoints that are not on edge nodes
 	Domain     string   // of the cluster, in lower case
+	Mirror     Mirror
 }
 
-const servicesTable = "mode.cloud.services."
+// Mirror says how pods of the cluster reach Services of edge nodes, [mode.cloud.services.mirror].
+type Mirror struct {
+	First, Last uint16 // the ports that the cloud may open; both 0: off
+	Service     string // whose endpoints are the replicas
+	Namespace   string // of Service, and of the Lease
+	Identity    string // of this replica, in the election of the replica that writes
+}
+
+// On reports whether there is the table.
+func (m Mirror) On() bool { return m.First != 0 }
+
+const (
+	servicesTable = "mode.cloud.services."
+	mirrorTable   = servicesTable + "mirror."
+)
 
 // newCloudServices makes a CloudServices from its table, which may be nil.
-func newCloudServices(t *cloudServicesKeys, r *report) CloudServices {
+func newCloudServices(t *cloudServicesKeys, env Env, r *report) CloudServices {
 	const all = "*"
 	if t == nil {
 		return CloudServices{}
@@ -49,7 +64,55 @@ func newCloudServices(t *cloudServicesKeys, r *report) CloudServices {
 		}
 	}
 	c.Domain = r.domain(servicesTable+"clusterdomain", t.ClusterDomain)
+	if t.Mirror != nil {
+		c.Mirror = Mirror{
+			Service: t.Mirror.Service, Namespace: env.PodNamespace, Identity: cmp.Or(env.PodName, env.HostName),
+		}
+		c.Mirror.First, c.Mirror.Last = r.portRange(mirrorTable+"ports", t.Mirror.Ports)
+	}
 	return c
+}
+
+// portRange parses two ports with a '-' between. It reports a text that is none.
+func (r *report) portRange(key, text string) (first, last uint16) {
+	from, to, _ := strings.Cut(text, "-")
+	a, okA := parsePort(from)
+	b, okB := parsePort(to)
+	if !okA || !okB || a > b {
+		r.add(key, `%q is not a range of ports: write one such as "20000-20999"`, text)
+		return 0, 0
+	}
+	return uint16(a), uint16(b)
+}
+
+// checkMirror reports problems of [mode.cloud.services.mirror].
+func (c *Cloud) checkMirror(r *report) {
+	const t = mirrorTable
+	m := c.Services.Mirror
+	if !m.On() {
+		return
+	}
+	if !isLabel(m.Service) {
+		r.add(t+"service", "%q is not the name of a Service: write the Service whose endpoints are the pods of the cloud, "+
+			`such as "tunnel-cloud-peers"; its namespace is POD_NAMESPACE`, m.Service)
+	}
+	if !isLabel(m.Namespace) {
+		r.add(t[:len(t)-1], "POD_NAMESPACE %q is not the namespace of the cloud: set it from the pod's metadata.namespace",
+			m.Namespace)
+	}
+	if m.Identity == "" {
+		r.add(t[:len(t)-1], "neither POD_NAME nor the host name tells this replica from others: "+
+			"set POD_NAME from the pod's metadata.name")
+	}
+	if !c.Egress.Kubernetes {
+		r.add(egressTable+"kubernetes", "[mode.cloud.services.mirror] needs it, to know which node has an endpoint: "+
+			"write kubernetes = true")
+	}
+	for _, l := range c.listeners() {
+		if l.port >= int(m.First) && l.port <= int(m.Last) {
+			r.add(t+"ports", "port %d is taken by %s: choose another range", l.port, l.key)
+		}
+	}
 }
 
 // defaultClusterDomain is that of kubelet and of kubeadm.

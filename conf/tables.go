@@ -183,6 +183,14 @@ type cloudServicesKeys struct {
 	Allow      []string `toml:"allow" is:"one of edge cluster"`
 
 	ClusterDomain string `toml:"clusterdomain" is:"name"`
+
+	Mirror *cloudMirrorKeys `toml:"mirror"` // nil: the table is missing, so the feature is off
+}
+
+// cloudMirrorKeys is [mode.cloud.services.mirror].
+type cloudMirrorKeys struct {
+	Ports   string `toml:"ports" is:"range of ports"`
+	Service string `toml:"service" is:"name"`
 }
 
 // edgeTable is [mode.edge].

@@ -218,6 +218,7 @@ func wireCloud(c *conf.Cloud, log *slog.Logger, at place) (*cloudWiring, error) 
 	w.addAgents()
 	w.addDNS()
 	w.addServices()
+	w.addMirror()
 	w.collectors = append(w.collectors, admin.NewDoorCollector(w.counters))
 	if w.peers != nil {
 		w.collectors = append(w.collectors, admin.NewRelayCollector(w.relayed, w.peers.Replicas))

@@ -58,7 +58,7 @@ cloud:
     join: {signer: kubernetes, ca: /etc/tunnel/secret/ca.crt}
     egress: {kubernetes: true}
     admin: {inventory: "configmap:tunnel-inventory"}
-    services: {namespaces: ["*"]}
+    services: {namespaces: ["*"], mirror: {ports: "20000-20999", service: tunnel-cloud-peers}}
 `))
 	if err != nil {
 		t.Fatal(err)

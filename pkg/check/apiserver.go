@@ -163,7 +163,7 @@ func (c *cloud) apiserverChecks() []Check {
 		a, r = readManifest(file, c.Manifest != "")
 		return r
 	}
-	if !c.byNames() && !c.Conf.Egress.Configured() {
+	if !c.byNames() && !c.Conf.Egress.Listens() {
 		none := Skipped("the cloud has neither [mode.cloud.https.addr] nor [mode.cloud.egress]")
 		return []Check{Found(group, "flags", none)}
 	}
@@ -296,7 +296,7 @@ func (c *cloud) selector(a *apiserver) Result {
 	case a.ownTunnel() && c.byNames() && !egress.Configured():
 		return Fail("write egress-selector-mode: disabled into "+a.file+" (docs/k3s.md)",
 			"k3s leads kube-apiserver through its own tunnel, so names do not count")
-	case !a.toEgress() && !egress.Configured():
+	case !a.toEgress() && !egress.Listens():
 		return Skipped("kube-apiserver has no --%s, and the cloud no [mode.cloud.egress]", flagSelector)
 	case !a.toEgress():
 		return Fail("write the file of docs/egress.md, and set the flag in "+a.file,

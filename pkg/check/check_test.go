@@ -137,7 +137,7 @@ func TestRights(t *testing.T) {
 		Egress: conf.Egress{GRPC: []string{"unix:///x"}, Kubernetes: true},
 
 		Inventory: "configmap:tunnel-inventory", Namespace: ns,
-		Services: conf.CloudServices{On: true},
+		Services: conf.CloudServices{On: true, Mirror: conf.Mirror{First: 1, Last: 1, Namespace: ns}},
 	}
 	var got, granted []string
 	for _, r := range rights(c) {

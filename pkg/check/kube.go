@@ -74,6 +74,15 @@ func rights(c *conf.Cloud) (all []right) {
 		add(why, "", "", "", "services", "", "", "list", "watch")
 		add(why, "", "", "discovery.k8s.io", "endpointslices", "", "", "list", "watch")
 	}
+	if m := c.Services.Mirror; m.On() {
+		const why = "pods of the cluster do not reach Services of edge nodes"
+		add(why, "", "", "", "services", "", "", "get", "create", "patch", "delete")
+		add(why, "", "", "discovery.k8s.io", "endpointslices", "", "", "get", "create", "patch", "delete")
+		add(why, "", m.Namespace, "coordination.k8s.io", "leases", "", kube.MirrorLease, "get", "patch")
+		if d.ConfigMap == "" { // else the same right is there already
+			add(why, "the Lease exists", m.Namespace, "coordination.k8s.io", "leases", "", "", "create")
+		}
+	}
 	if j.Kubernetes {
 		const group, requests = "certificates.k8s.io", "certificatesigningrequests"
 		const why = "nodes get no certificates"

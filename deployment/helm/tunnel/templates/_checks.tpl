@@ -89,7 +89,7 @@
 {{- $udp := dig "udp" (dict) $cloud.config }}
 {{- $egress := dig "egress" (dict) $cloud.config }}
 {{- $sockets := concat (dig "grpc" (list) $egress) (dig "httpconnect" (list) $egress) }}
-{{- $open := or $tcp $udp $sockets }}
+{{- $open := or $tcp $udp $sockets (dig "services" "mirror" "ports" "" $cloud.config) }}
 {{- range $port, $target := dig "addr" (dict) $https }}
   {{- if $target }}{{- $open = true }}{{- end }}
 {{- end }}
