@@ -67,7 +67,7 @@ fuzz-choose: ## the same, with Services that a fuzzer makes, for FUZZTIME (60s)
 	@cd test/services && ../../bin/services.test -test.run '^$$' -test.fuzz '^FuzzChoose$$' -test.fuzztime $(FUZZTIME) \
 		-test.fuzzcachedir "$$(go env GOCACHE)/fuzz/tunnel.example/tunnel/test/services"
 
-hostile: ## edges, callers and strangers that mean harm: what the others notice (sixteen minutes)
+hostile: ## edges, callers and strangers that mean harm: what the others notice (nineteen minutes)
 	TUNNEL_HOSTILE=1 go test -count=1 -timeout 30m -v ./test/hostile
 
 soak: ## the same with ten pairs, also away for 40 s: 40 kills; and replicas as promised (fourteen minutes)

@@ -24,7 +24,7 @@ const (
 
 // TestHostileCaller is callers of the front doors and of the health port.
 func TestHostileCaller(t *testing.T) {
-	l := newLab(t)
+	l := newLab(t, nil, "")
 	l.endure(callerAttacks())
 	if n := l.kubelet.followed.Load(); n != 0 {
 		t.Errorf("%d redirects were followed", n)

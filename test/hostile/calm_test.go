@@ -13,6 +13,7 @@ import (
 	"testing"
 	"time"
 
+	"tunnel.example/tunnel/internal/testkit"
 	"tunnel.example/tunnel/test/rig"
 )
 
@@ -31,6 +32,10 @@ type attack struct {
 	holds int64
 	alone bool          // one attacker, not two
 	after time.Duration // when it has reached what it can, and others are asked
+	// prepare is called before the attackers start; nil: nothing is to be done.
+	prepare func(t *testing.T, l *lab)
+	// goroutines is how many more goroutines the cloud may have meanwhile. Afterwards they must end. 0: not looked at.
+	goroutines int
 }
 
 const (
@@ -74,7 +79,11 @@ func (l *lab) endure(attacks []attack) {
 			if err := l.cloud.ResetPeak(); err != nil {
 				t.Fatal(err)
 			}
+			if a.prepare != nil {
+				a.prepare(t, l)
+			}
 			count := l.metric(t, a.counter)
+			running := l.watchGoroutines(t)
 			answers := newAnswers()
 			var calm, attacked delays
 			for range rounds {
@@ -100,6 +109,7 @@ func (l *lab) endure(attacks []attack) {
 			}
 			answers.check(t, a.answers)
 			l.checkMemory(t, before, a.holds)
+			running.check(t, a.goroutines)
 			if n := l.metric(t, "tunnel_panics_total"); n != 0 {
 				t.Errorf("%v panics", n)
 			}
@@ -196,6 +206,60 @@ func (l *lab) checkMemory(t *testing.T, before rig.Memory, holds int64) {
 	if grown > may {
 		t.Errorf("the cloud grew by %d MiB; its limits promise %d", grown/mib, may/mib)
 	}
+}
+
+// goroutines watches how many goroutines the cloud has.
+type goroutines struct {
+	l      *lab
+	before float64
+	stop   func() (most float64) // ends the watch
+}
+
+// spare is how many goroutines come and go with the requests of the calm.
+const spare = 100
+
+func (l *lab) watchGoroutines(t *testing.T) *goroutines {
+	t.Helper()
+	const metric = "go_goroutines"
+	g := &goroutines{l: l, before: l.metric(t, metric)}
+	stop, most := make(chan struct{}), make(chan float64)
+	go func() {
+		seen := 0.0
+		for {
+			select {
+			case <-time.After(poll):
+			case most <- seen:
+				return
+			case <-stop: // nobody asks
+				return
+			}
+			if values, err := rig.Metrics(l.CloudHealth()); err == nil { // the loop of endure reports failures
+				seen = max(seen, values[metric])
+			}
+		}
+	}()
+	t.Cleanup(func() { close(stop) })
+	g.stop = func() float64 { return <-most }
+	return g
+}
+
+// check checks that there have never been more than so many goroutines more, and that they end.
+func (g *goroutines) check(t *testing.T, may int) {
+	t.Helper()
+	if may == 0 {
+		return
+	}
+	more := g.stop() - g.before
+	t.Logf("goroutines: %v, at most %v more; allowed are %d", g.before, more, may+spare)
+	if more > float64(may+spare) {
+		t.Errorf("the cloud had %v more goroutines; its limits promise %d", more, may)
+	}
+	testkit.Within(t, takes, "the goroutines end", func() error {
+		if now := g.l.metric(t, "go_goroutines"); now > g.before+spare {
+			return fmt.Errorf("%v; %v before the attack", now, g.before)
+		}
+		return nil
+	})
 }
 
 // delays is how long requests took, round by round.

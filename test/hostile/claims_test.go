@@ -422,6 +422,8 @@ type apiServer struct {
 	nodes    []any             // likewise
 	services []string          // likewise: networks of Services
 	reviews  atomic.Int64      // tokens that it was asked about, and says nothing of
+	listed   map[string]any    // likewise: what else it lists, by path
+	events   chan string       // lines of the watch of Services
 }
 
 // node is a Node with some addresses. podCIDR may be several, with commas between. One without
@@ -447,7 +449,9 @@ func (*apiServer) node(name, podCIDR string, addresses ...string) any {
 
 func newAPIServer(t *testing.T) *apiServer {
 	t.Helper()
-	k := &apiServer{pods: make(map[string]string)}
+	k := &apiServer{
+		pods: make(map[string]string), listed: make(map[string]any), events: make(chan string),
+	}
 	done := make(chan struct{})
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		answer := func(status int, v any) {
@@ -471,10 +475,20 @@ func newAPIServer(t *testing.T) *apiServer {
 			refuse(http.StatusUnprocessableEntity, "Invalid")
 		case q.Get("watch") != "":
 			w.WriteHeader(http.StatusOK)
-			http.NewResponseController(w).Flush()
-			select {
-			case <-r.Context().Done():
-			case <-done:
+			events := k.events
+			if r.URL.Path != servicesPath {
+				events = nil
+			}
+			for {
+				http.NewResponseController(w).Flush()
+				select {
+				case e := <-events:
+					fmt.Fprintln(w, e)
+				case <-r.Context().Done():
+					return
+				case <-done:
+					return
+				}
 			}
 		case r.URL.Path == "/apis/authentication.k8s.io/v1/tokenreviews":
 			k.reviews.Add(1)
@@ -495,6 +509,10 @@ func newAPIServer(t *testing.T) *apiServer {
 			}
 			answer(http.StatusOK, map[string]any{"kind": "Pod", "apiVersion": "v1", "spec": map[string]any{"nodeName": node}})
 		default:
+			if all := k.listed[r.URL.Path]; all != nil {
+				answer(http.StatusOK, all)
+				return
+			}
 			refuse(http.StatusNotFound, "NotFound")
 		}
 	}))

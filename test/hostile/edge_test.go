@@ -18,6 +18,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"tunnel.example/tunnel/pkg/auth"
+	"tunnel.example/tunnel/pkg/services/servicesv1"
 	pb "tunnel.example/tunnel/pkg/stream/tunnelv1"
 	"tunnel.example/tunnel/test/rig"
 )
@@ -36,12 +37,16 @@ const (
 
 // TestHostileEdge is an edge with a good token that breaks the protocol.
 func TestHostileEdge(t *testing.T) {
-	newLab(t).endure(edgeAttacks())
+	kube := newAPIServer(t)
+	told := kube.addServices()
+	l := newLab(t, kube, "[mode.cloud.services]\nnamespaces = [\"shop\"]\n")
+	l.wantItems(t, told)
+	l.endure(edgeAttacks())
 }
 
 func edgeAttacks() []attack {
 	flooded, messages := []string{"ResourceExhausted"}, limited("messages")
-	return []attack{
+	return append([]attack{
 		{name: "opens", offend: says(flood, "tcp", "open"), answers: []string{"PermissionDenied"}, holds: 2 * message},
 		{name: "a second hello", offend: says(1, "stream", "hello"), answers: []string{"PermissionDenied"},
 			holds: 2 * message},
@@ -76,12 +81,13 @@ func edgeAttacks() []attack {
 		{name: "a chunk of 1 MB", offend: longChunk, answers: []string{"Aborted", "ResourceExhausted"}, holds: 2 * mib},
 		{name: "conns that are not read", offend: unreadConns, alone: true, answers: []string{"endured"},
 			holds: unread * 5 * window, after: time.Second},
-	}
+	}, serviceAttacks()...)
 }
 
 // evil is an edge whose messages the test writes.
 type evil struct {
 	pb.StreamClient
+	watches servicesv1.ServicesClient
 	node    string
 	control pb.Stream_TunnelStreamingClient
 }
@@ -97,7 +103,7 @@ func (v *victim) dial(ctx context.Context, node string) *evil {
 		panic(err)
 	}
 	context.AfterFunc(ctx, func() { cc.Close() })
-	return &evil{StreamClient: pb.NewStreamClient(cc), node: node}
+	return &evil{StreamClient: pb.NewStreamClient(cc), watches: servicesv1.NewServicesClient(cc), node: node}
 }
 
 // open opens the control stream of a node, with its token.
@@ -107,13 +113,14 @@ func (v *victim) open(ctx context.Context, e *evil) (err error) {
 	return err
 }
 
-// join makes a session.
-func (v *victim) join(ctx context.Context, node string) (*evil, error) {
+// join makes a session of an edge with these capabilities.
+func (v *victim) join(ctx context.Context, node string, capabilities ...string) (*evil, error) {
 	e := v.dial(ctx, node)
 	if err := v.open(ctx, e); err != nil {
 		return nil, err
 	}
-	if err := e.say("stream", "hello", "", &pb.Hello{Version: 1, Software: "evil"}); err != nil {
+	if err := e.say("stream", "hello", "", &pb.Hello{Version: 1, Software: "evil",
+		Capabilities: capabilities}); err != nil {
 		return nil, e.end()
 	}
 	if _, err := e.control.Recv(); err != nil {

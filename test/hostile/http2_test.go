@@ -33,7 +33,7 @@ const joining = 128
 
 // TestHostileHTTP2 is strangers and an edge that break HTTP/2 at the gRPC port.
 func TestHostileHTTP2(t *testing.T) {
-	newLab(t).endure(http2Attacks())
+	newLab(t, nil, "").endure(http2Attacks())
 }
 
 func http2Attacks() []attack {
@@ -162,6 +162,7 @@ type framer struct {
 	head   bytes.Buffer
 	enc    *hpack.Encoder
 	answer chan string // one: what the connection, or the control stream, has ended with
+	full   chan string // one: a stream was refused because there are too many
 
 	mu sync.Mutex // one writer at a time: acknowledgements come between
 }
@@ -180,7 +181,8 @@ func framed(joined bool, attack func(f *framer) error) func(ctx context.Context,
 		if _, err = io.WriteString(c, http2.ClientPreface); err != nil {
 			return "closed"
 		}
-		f := &framer{Framer: http2.NewFramer(c, c), ctx: ctx, next: 1, answer: make(chan string, 1)}
+		f := &framer{Framer: http2.NewFramer(c, c), ctx: ctx, next: 1, answer: make(chan string, 1),
+			full: make(chan string, 1)}
 		f.enc = hpack.NewEncoder(&f.head)
 		f.ReadMetaHeaders = hpack.NewDecoder(4096, nil)
 		f.AllowIllegalWrites = true
@@ -199,7 +201,11 @@ func framed(joined bool, attack func(f *framer) error) func(ctx context.Context,
 				return "no session"
 			}
 		}
-		if err := attack(f); ctx.Err() != nil {
+		err = attack(f)
+		if said, ok := errors.AsType[answered](err); ok {
+			return string(said)
+		}
+		if ctx.Err() != nil {
 			return "endured"
 		} else if err == nil || errors.Is(err, errEndured) {
 			select {
@@ -217,6 +223,11 @@ func framed(joined bool, attack func(f *framer) error) func(ctx context.Context,
 		}
 	}
 }
+
+// answered is an answer that an attack itself has seen.
+type answered string
+
+func (a answered) Error() string { return string(a) }
 
 var errEndured = errors.New("said all, and nobody minded")
 
@@ -242,6 +253,12 @@ func (f *framer) read(session chan struct{}) {
 				answer = "closed"
 			}
 		case *http2.RSTStreamFrame:
+			if frame.ErrCode == http2.ErrCodeRefusedStream {
+				select {
+				case f.full <- "RST " + frame.ErrCode.String():
+				default:
+				}
+			}
 			if answer == "closed" && frame.ErrCode != http2.ErrCodeNo && frame.ErrCode != http2.ErrCodeCancel {
 				answer = "RST " + frame.ErrCode.String()
 			}

@@ -48,6 +48,7 @@ type lab struct {
 	*rig.Pair
 	t       *testing.T
 	kubelet *kubelet
+	kube    *apiServer // nil: none
 
 	cloud, edge *rig.Process
 }
@@ -67,8 +68,12 @@ var evils = []string{"evil0", "evil1"}
 // limited is the metric of a limit.
 func limited(limit string) string { return fmt.Sprintf("tunnel_limited_total{limit=%q}", limit) }
 
-func newLab(t *testing.T) *lab {
+// newLab starts a lab. kube is its Kubernetes, if the cloud is to have one; more are lines of the cloud's file.
+func newLab(t *testing.T, kube *apiServer, more string) *lab {
 	t.Helper()
+	if kube != nil {
+		t.Setenv("KUBECONFIG", kube.config)
+	}
 	if !long() {
 		t.Setenv("GOGC", "100") // so that what is held shows in what a cloud weighs
 	}
@@ -76,7 +81,7 @@ func newLab(t *testing.T) *lab {
 	if err != nil {
 		t.Fatal(err)
 	}
-	l := &lab{t: t, kubelet: newKubelet(t, ca)}
+	l := &lab{t: t, kubelet: newKubelet(t, ca), kube: kube}
 	l.Pair, err = rig.NewPair(rig.Config{
 		Binary: program, Dir: t.TempDir(), CA: ca,
 		TCP: map[string]string{
@@ -85,7 +90,7 @@ func newLab(t *testing.T) *lab {
 			"evil1": "evil1/127.0.0.1:9",
 		},
 		HTTPS: l.kubelet.addr, Others: evils,
-		Cloud: fmt.Sprintf("[mode.cloud.limits]\nopens = %d\n", opens),
+		Cloud: fmt.Sprintf("[mode.cloud.limits]\nopens = %d\n", opens) + more,
 		Nice:  cloudNice,
 	})
 	if err != nil {

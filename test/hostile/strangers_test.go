@@ -207,7 +207,7 @@ const (
 // TestHostileStrangers is idle strangers of a few addresses, who could hold all places of a
 // port. Others are served as ever.
 func TestHostileStrangers(t *testing.T) {
-	l := newLab(t)
+	l := newLab(t, nil, "")
 	v := l.victim()
 	other := net.IPv4(127, 0, 0, 3)
 	for _, tc := range []struct {
