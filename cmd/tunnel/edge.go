@@ -78,7 +78,9 @@ func runEdge(ctx context.Context, file string, log *slog.Logger, level *slog.Lev
 	w.level = level
 	switch {
 	case w.services == nil:
-		relay.RemoveRules(w.log)
+		if relay.RemoveRules(w.log) && at.before != nil {
+			w.add(later{leftRules{func() { relay.RemoveRules(w.log) }}, at.sockets}, nil)
+		}
 	case w.names == nil:
 		relay.RemoveDNSRules(w.log)
 	}

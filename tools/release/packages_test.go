@@ -345,10 +345,12 @@ func TestPackagedUnit(t *testing.T) {
 	}
 }
 
-// A removal says what stays of the network of the pods, if an edge has written a network configuration. An upgrade
-// does not.
-func TestRemovalNamesCNI(t *testing.T) {
+// A removal says what stays of the network of the pods, if an edge has written a network configuration, and which rules
+// stay, if an edge has kept a state of Services. An upgrade does not.
+func TestRemovalNamesWhatStays(t *testing.T) {
 	const hint = "tunnel: To remove them, install tunnel again, drain the node and run: tunnel cni uninstall\n"
+	const rules = "tunnel: If an edge had mode = \"full\", its rules stay; to remove them: " +
+		"nft delete table inet tunnel-services\n"
 	for _, script := range []struct{ name, remove, upgrade string }{
 		{"deb/prerm", "remove", "upgrade"}, {"rpm/preun", "0", "1"},
 	} {
@@ -356,6 +358,8 @@ func TestRemovalNamesCNI(t *testing.T) {
 		conf := filepath.Join(root, "etc/cni/net.d")
 		// rpm's scripts know no other root. Without a PATH they find no systemctl.
 		text := strings.ReplaceAll(string(read(t, "../../deployment/packages", script.name)), " /etc/cni/net.d", " "+conf)
+		state := filepath.Join(root, "var/lib/tunnel")
+		text = strings.ReplaceAll(text, " /var/lib/tunnel", " "+state)
 		says := func(action string) string {
 			cmd := exec.CommandContext(t.Context(), "/bin/sh", "-c", text, script.name, action)
 			cmd.Env = []string{"DPKG_ROOT=" + root, "PATH=/nowhere"}
@@ -376,6 +380,15 @@ func TestRemovalNamesCNI(t *testing.T) {
 		}
 		if got := says(script.remove); !strings.HasSuffix(got, hint) {
 			t.Errorf("%s says %q, want %q at its end", script.name, got, hint)
+		}
+		if err := os.MkdirAll(state, 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(filepath.Join(state, "services.db"), nil, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		if got := says(script.remove); !strings.HasSuffix(got, hint+rules) {
+			t.Errorf("%s says %q, want %q at its end", script.name, got, hint+rules)
 		}
 		if got := says(script.upgrade); got != "" {
 			t.Errorf("%s at an upgrade says %q", script.name, got)

@@ -44,9 +44,12 @@ func newKernel(full bool) (kernel, error) { return &linux{full: full}, nil }
 
 func newDNSKernel() kernel { return &linux{dns: true} }
 
+// isDenied reports whether an error is about missing rights.
+func isDenied(err error) bool { return errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) }
+
 // withRights says what to do about missing rights.
 func withRights(err error) error {
-	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) {
+	if isDenied(err) {
 		return fmt.Errorf("%w: [mode.edge.services] needs the node's network and the capability CAP_NET_ADMIN", err)
 	}
 	return err
@@ -63,29 +66,49 @@ func withVersion(err error) error {
 	return err
 }
 
-// RemoveRules removes the rules that an edge with Services has left when it was killed. It is for an edge without: the
-// rules lead nowhere. Without rights, without such rules, or while the edge that has made them runs, it does nothing.
-func RemoveRules(log *slog.Logger) {
-	(&linux{}).removeLeft(log)
+// RemoveRules removes the rules that an edge with Services has left: in mode full, or when it was killed. It is for an
+// edge without: the rules lead nowhere. It does nothing without such rules, and while the edge that has made them runs;
+// then it returns true. Without rights it warns, if an edge with Services was on this machine.
+func RemoveRules(log *slog.Logger) (stay bool) {
+	stay, err := (&linux{}).tryRemove(log)
+	if isDenied(err) && hasAddress() {
+		log.Warn("rules of an earlier edge with [mode.edge.services] may be in force, and this one lacks CAP_NET_ADMIN to "+
+			"remove them: run nft delete table inet "+tableName+" on the node; without 169.254.77.1 on loopback, this warning "+
+			"does not come again (docs/services.md, Remove it)", "table", tableName)
+	}
 	RemoveDNSRules(log)
+	return stay
+}
+
+// hasAddress reports whether a link has the address that an edge with Services adds to loopback, which stays there.
+func hasAddress() bool {
+	addrs, err := net.InterfaceAddrs()
+	return err == nil && slices.ContainsFunc(addrs, func(a net.Addr) bool {
+		prefix, ok := a.(*net.IPNet)
+		return ok && prefix.IP.Equal(addr4.AsSlice())
+	})
 }
 
 // RemoveDNSRules is RemoveRules for an edge that serves Services, but answers no names.
 func RemoveDNSRules(log *slog.Logger) { (&linux{dns: true}).removeLeft(log) }
 
-func (k *linux) removeLeft(log *slog.Logger) {
+func (k *linux) removeLeft(log *slog.Logger) { _, _ = k.tryRemove(log) }
+
+// tryRemove removes the table. It reports whether the table stays because the process that has made it runs.
+func (k *linux) tryRemove(log *slog.Logger) (stays bool, err error) {
 	c, err := nftables.New()
 	if err != nil {
-		return
+		return false, err
 	}
 	if owner, lives := k.owner(c); lives {
 		log.Info("another edge of this machine serves Services: its rules stay", "table", k.table().Name, "listener", owner)
-		return
+		return true, nil
 	}
 	c.DelTable(k.table())
-	if c.Flush() == nil {
+	if err = c.Flush(); err == nil {
 		log.Info("rules that an edge with [mode.edge.services] has left are removed", "table", k.table().Name)
 	}
+	return false, err
 }
 
 // owner returns where the process listens that has made the table, if it runs. The names of the chains have its port.

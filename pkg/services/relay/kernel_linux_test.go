@@ -211,7 +211,9 @@ func TestRedirect(t *testing.T) {
 	if err := living.program([]netip.AddrPort{at}, both); err != nil {
 		t.Fatal(err)
 	}
-	RemoveRules(log)
+	if !RemoveRules(log) {
+		t.Error("the rules of an edge that runs do not stay")
+	}
 	if got := tables(t); !slices.Contains(got, tableName) {
 		t.Errorf("the table of an edge that runs is gone: %v\n%s", got, lines)
 	}
@@ -223,7 +225,9 @@ func TestRedirect(t *testing.T) {
 		t.Errorf("%d elements are left, %v", living.elements(t), err)
 	}
 	ln.Close()
-	RemoveRules(log)
+	if RemoveRules(log) {
+		t.Error("the rules of an edge that has ended stay")
+	}
 	if got := tables(t); slices.Contains(got, tableName) {
 		t.Errorf("the table of an edge that has ended is left: %v\n%s", got, lines)
 	}
@@ -435,6 +439,47 @@ func TestNoRights(t *testing.T) {
 	})
 	if err == nil || !strings.Contains(err.Error(), "CAP_NET_ADMIN") {
 		t.Errorf("without rights: %v", err)
+	}
+}
+
+// An edge without Services and without rights says that rules may be left, but only where an edge with Services was.
+func TestRulesStayWithoutRights(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	warnings := func() []string {
+		log, lines := testkit.NewLog()
+		err := onThread(func() error {
+			header := unix.CapUserHeader{Version: unix.LINUX_CAPABILITY_VERSION_3}
+			var data [2]unix.CapUserData
+			if err := unix.Capset(&header, &data[0]); err != nil {
+				t.Skipf("the rights of a thread cannot be dropped: %v", err)
+			}
+			if RemoveRules(log) {
+				t.Error("without rights, an owner is found")
+			}
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return lines.Lines("WARN", "nft delete table inet tunnel-services")
+	}
+	if got := warnings(); len(got) > 0 {
+		t.Errorf("where no edge with Services was: %q", got)
+	}
+	full := &linux{full: true}
+	if _, err := full.open(); err != nil {
+		t.Fatal(err)
+	}
+	if err := full.program(someListeners(1), nil); err != nil {
+		t.Fatal(err)
+	}
+	if got := warnings(); len(got) != 1 {
+		t.Errorf("with rules of an edge that has ended: %q", got)
+	}
+	if got := tables(t); !slices.Contains(got, tableName) {
+		t.Errorf("the tables are %v", got)
 	}
 }
 

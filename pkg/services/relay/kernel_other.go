@@ -13,7 +13,7 @@ func newKernel(bool) (kernel, error) {
 }
 
 // RemoveRules does nothing here: there are no rules.
-func RemoveRules(*slog.Logger) {}
+func RemoveRules(*slog.Logger) bool { return false }
 
 // RemoveDNSRules does nothing here: there are no rules.
 func RemoveDNSRules(*slog.Logger) {}
