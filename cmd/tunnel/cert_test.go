@@ -254,7 +254,7 @@ func TestRotateCA(t *testing.T) {
 	session := o.list().Nodes[0].Newest().ID
 	old := o.certificates(o.cloud).Processes[0]
 
-	// One conn lives through all of it, and others come and go.
+	// One conn lives through all of it. Eight callers at a time open others and end them.
 	long, err := net.Dial("tcp", door)
 	if err != nil {
 		t.Fatal(err)
@@ -263,16 +263,18 @@ func TestRotateCA(t *testing.T) {
 	var stop atomic.Bool
 	var conns, fails atomic.Int64
 	var load sync.WaitGroup
-	load.Go(func() {
-		for !stop.Load() {
-			if err := echoOnce(door); err != nil {
-				t.Error(err)
-				fails.Add(1)
+	for range 8 {
+		load.Go(func() {
+			for !stop.Load() {
+				if err := echoOnce(door); err != nil {
+					t.Error(err)
+					fails.Add(1)
+				}
+				conns.Add(1)
+				time.Sleep(20 * time.Millisecond)
 			}
-			conns.Add(1)
-			time.Sleep(5 * time.Millisecond)
-		}
-	})
+		})
+	}
 	defer load.Wait()
 	defer stop.Store(true)
 
