@@ -66,9 +66,9 @@ func TestMirror(t *testing.T) {
 		"a port":          {table + "ports = \"20000\"\n" + service, env, key + `.ports: "20000" is not a range of ports`},
 		"backwards":       {table + "ports = \"2-1\"\n" + service, env, key + `.ports: "2-1" is not a range of ports`},
 		"no Service":      {table + ports, env, key + `.service: "" is not the name of a Service`},
-		"no namespace":    {table + ports + service, Env{PodName: "cloud-1"}, key + `: POD_NAMESPACE "" is not the namespace`},
+		"no namespace":    {table + ports + service, Env{PodName: "cloud-1"}, key + `: POD_NAMESPACE "" is not`},
 		"no name":         {table + ports + service, Env{PodNamespace: "x"}, key + ": neither POD_NAME nor the host name"},
-		"a port twice":    {table + "ports = \"8000-9500\"\n" + service, env, ".ports: port 9000 is taken by mode.cloud.stream.server"},
+		"a port twice":    {table + "ports = \"8000-9500\"\n" + service, env, ".ports: port 9000 is taken by mode."},
 		"egress believes": {server + "[mode.cloud.services.mirror]\n" + ports + service, env, "write kubernetes = true"},
 	} {
 		write(t, "f.toml", c.text)

@@ -8,12 +8,13 @@ import (
 	"helm.sh/helm/v3/pkg/chartutil"
 )
 
-// With cloud.config.services.mirror, the chart writes the table and its rights, and pods reach the ports of twins. Without
-// it, the cloud has no right to change Services.
+// With cloud.config.services.mirror, the chart writes the table and its rights, and pods reach the ports of twins.
+// Without it, the cloud has no right to change Services.
 func TestMirror(t *testing.T) {
 	for values, on := range map[string]bool{
 		"cloud: {}": false,
-		`cloud: {config: {egress: {kubernetes: true}, services: {mirror: {ports: "20000-20999", service: tunnel-cloud-peers}}}}`: true,
+		`cloud: {config: {egress: {kubernetes: true},
+			services: {mirror: {ports: "20000-20999", service: tunnel-cloud-peers}}}}`: true,
 	} {
 		add, err := chartutil.ReadValues([]byte(values))
 		if err != nil {
@@ -37,7 +38,8 @@ func TestMirror(t *testing.T) {
 		}
 		config := find(t, objects, "ConfigMap", "tunnel-cloud")
 		parseTOML(t, config)
-		if got := config.at("data", "cloud.toml", "mode", "cloud", "services", "mirror", "service"); on && got != "tunnel-cloud-peers" {
+		got := config.at("data", "cloud.toml", "mode", "cloud", "services", "mirror", "service")
+		if on && got != "tunnel-cloud-peers" {
 			t.Errorf("%s: service is %v", values, got)
 		}
 	}

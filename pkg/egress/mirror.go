@@ -7,7 +7,7 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// doorMirror is the door of callers without a protocol: the port at which they were accepted says where they want to go.
+// doorMirror is the door of callers without a protocol: the port that accepted them says where they want to go.
 const doorMirror = "mirror"
 
 // Serve connects a caller that another listener has accepted to addr, the host:port of a Service. It owns c. It returns

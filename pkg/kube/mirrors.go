@@ -292,7 +292,9 @@ func sliceFrom(o any) (Slice, bool) {
 	now := Slice{Object: objectFrom(&s.ObjectMeta), Family: s.AddressType}
 	for _, p := range s.Ports {
 		if p.Name != nil {
-			now.Ports = append(now.Ports, ServicePort{Name: *p.Name, Protocol: cmp.Or(p.Protocol, defaultProtocol), Port: p.Port})
+			now.Ports = append(now.Ports, ServicePort{
+				Name: *p.Name, Protocol: cmp.Or(p.Protocol, defaultProtocol), Port: p.Port,
+			})
 		}
 	}
 	for _, e := range s.Endpoints {

@@ -183,8 +183,8 @@ var (
 
 func refuse(w http.ResponseWriter, code int, reason string) {
 	w.WriteHeader(code)
-	fmt.Fprintf(w, `{"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "no", "code": %d, "reason": %q}`,
-		code, reason)
+	fmt.Fprintf(w, `{"kind": "Status", "apiVersion": "v1", "status": "Failure", "message": "no", "code": %d,
+		"reason": %q}`, code, reason)
 }
 
 // merge applies a merge patch (RFC 7386), and returns a new value.

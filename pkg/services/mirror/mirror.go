@@ -13,7 +13,7 @@
 //
 // One conn:
 //
-//	pod ── ClusterIP of the twin ── kube-proxy ──▶ a replica, port 20000 ── Mirror: web.shop.svc:80 ── Config.Serve
+//	pod ── ClusterIP of the twin ──▶ a replica, port 20000 ── Mirror: web.shop.svc:80 ── Config.Serve
 //
 // The EndpointSlice of a twin records the port, and all replicas follow the EndpointSlices. One replica, which holds
 // the Lease, assigns ports and writes twins and EndpointSlices (writer.go). It copies the ready endpoints of a Service

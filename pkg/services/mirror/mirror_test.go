@@ -86,7 +86,8 @@ func start(t *testing.T, a *apiServer, leads bool, serve func(context.Context, n
 		Annotation: Annotation, Label: Label, Value: cloud, Namespace: cloud, Service: "cloud",
 	}, new(tunnel.Counters), log)
 	r.Mirror = New(Config{
-		Objects: objects, Owner: cloud, First: first, Last: last, Namespaces: []string{"shop", "bank"}, Serve: serve, Log: log,
+		Objects: objects, Owner: cloud, First: first, Last: last, Namespaces: []string{"shop", "bank"}, Serve: serve,
+		Log: log,
 	})
 	r.listen = func(ctx context.Context, port uint16) (net.Listener, error) {
 		r.mu.Lock()
@@ -227,8 +228,9 @@ func (a *apiServer) replicas(addresses ...string) {
 	for _, at := range addresses {
 		list = append(list, fmt.Sprintf(`{"addresses": [%q], "nodeName": "n1"}`, at))
 	}
-	a.put("endpointslices", cloud, "cloud-1", fmt.Sprintf(`{"metadata": {"labels": {"kubernetes.io/service-name": "cloud"}},
-		"addressType": "IPv4", "ports": [{"name": "", "port": 9000}], "endpoints": [%s]}`, strings.Join(list, ", ")))
+	a.put("endpointslices", cloud, "cloud-1", fmt.Sprintf(`{
+		"metadata": {"labels": {"kubernetes.io/service-name": "cloud"}}, "addressType": "IPv4",
+		"ports": [{"name": "", "port": 9000}], "endpoints": [%s]}`, strings.Join(list, ", ")))
 }
 
 // A Service with the annotation gets a twin whose endpoints are the replicas that are ready. All replicas open the same
@@ -305,7 +307,8 @@ func TestTwin(t *testing.T) {
 	a.mirrored("shop", "api", "true", 80)
 	a.target("shop", "api-tunnel", 80)
 	testkit.Eventually(t, "the last twin is complete", func() bool {
-		return a.endpoints("shop", "api-tunnel-ipv4") == "10.0.0.1 10.0.0.2" && a.endpoints("shop", "api-tunnel-ipv6") == "fd00::1"
+		return a.endpoints("shop", "api-tunnel-ipv4") == "10.0.0.1 10.0.0.2" &&
+			a.endpoints("shop", "api-tunnel-ipv6") == "fd00::1"
 	})
 	for _, w := range a.written() {
 		if !strings.HasSuffix(w, "/shop/services") && !strings.Contains(w, "/shop/endpointslices") ||
@@ -534,7 +537,8 @@ func TestOriginals(t *testing.T) {
 	} {
 		all, problems := Config{}.originals(kube.MirrorView{Services: []kube.Service{c.service}})
 		o, ok := all["shop/"+c.want]
-		if ok != (c.want != "") || ok && o.Name != c.service.Name || !strings.Contains(problems["shop/"+c.service.Name], c.problem) ||
+		if ok != (c.want != "") || ok && o.Name != c.service.Name ||
+			!strings.Contains(problems["shop/"+c.service.Name], c.problem) ||
 			(c.problem == "") != (len(problems) == 0) {
 			t.Errorf("%s with %q: %v, %v", c.service.Name, c.service.Annotation, all, problems)
 		}
@@ -569,7 +573,8 @@ func (n *nodes) Changed() <-chan struct{}        { return nil }
 
 func (n *nodes) Identifiers() map[tunnel.NodeName]konnectivity.Identifiers {
 	return map[tunnel.NodeName]konnectivity.Identifiers{
-		"edge1": {Networks: []netip.Prefix{netip.MustParsePrefix("10.88.1.0/24")}}, "edge2": {Networks: []netip.Prefix{netip.MustParsePrefix("10.88.2.0/24")}},
+		"edge1": {Networks: []netip.Prefix{netip.MustParsePrefix("10.88.1.0/24")}},
+		"edge2": {Networks: []netip.Prefix{netip.MustParsePrefix("10.88.2.0/24")}},
 	}
 }
 

@@ -229,7 +229,9 @@ func (t *term) begin(ctx context.Context) error {
 
 // assign returns the ports of each twin: those of its original, each with a port of the cloud as Target. A port that is
 // recorded stays. An error says that ports are missing.
-func (t *term) assign(v kube.MirrorView, originals map[string]original) (ports map[string][]kube.ServicePort, err error) {
+func (t *term) assign(
+	v kube.MirrorView, originals map[string]original,
+) (ports map[string][]kube.ServicePort, err error) {
 	cfg := t.m.cfg
 	recorded := make(map[string]uint16)
 	used := make(map[uint16]bool)
@@ -290,7 +292,9 @@ func (t *term) free(used map[uint16]bool) uint16 {
 }
 
 // writeSlices makes the EndpointSlices of a twin as they shall be: one for each family of addresses of the replicas.
-func (t *term) writeSlices(ctx context.Context, v kube.MirrorView, twin kube.Service, ports []kube.ServicePort) (err error) {
+func (t *term) writeSlices(
+	ctx context.Context, v kube.MirrorView, twin kube.Service, ports []kube.ServicePort,
+) (err error) {
 	objects := t.m.cfg.Objects
 	targets := slices.Clone(ports)
 	for i := range targets {
@@ -330,8 +334,8 @@ func (t *term) writeSlices(ctx context.Context, v kube.MirrorView, twin kube.Ser
 	return err
 }
 
-// clean deletes twins that no original wants. Kubernetes then deletes their EndpointSlices. This replica could not decide
-// about those: they come by another watch than the originals, which may be ahead.
+// clean deletes twins that no original wants. Kubernetes then deletes their EndpointSlices. clean does not delete these
+// itself: they come by another watch than the originals, which may be ahead.
 func (t *term) clean(ctx context.Context, v kube.MirrorView, originals map[string]original) (err error) {
 	for _, s := range v.Services {
 		of, wanted := originals[s.Key()]
