@@ -39,6 +39,8 @@ func (linux) bridge(conf *cni.Conf) error {
 	return readOnlyError{err}
 }
 
+func (linux) attached() (int, error) { return cni.Attached() }
+
 func (linux) release() error { return cni.ReleaseOtherBoots(cni.DefaultDataDir) }
 
 // readOnlyError says that settings of the kernel are wrong, and that the edge cannot write them. Everything else is

@@ -52,6 +52,7 @@ type Node struct {
 	neighbours []Neighbour
 	told       bool  // the cloud has told neighbours, or that there are none
 	routed     int   // to how many networks there are routes, after the last attempt
+	limits     bool  // bandwidth stays in the network configuration for pods that have limits
 	problem    error // of the last attempt; nil: everything is as it should be
 }
 
@@ -64,6 +65,8 @@ type kernel interface {
 	routes(want []route) error
 	// release frees the addresses that pods of an earlier boot had.
 	release() error
+	// attached counts the pods with links of the plugin.
+	attached() (int, error)
 }
 
 // New returns a Node. It changes nothing before Run.
@@ -228,18 +231,24 @@ type answer struct {
 	versions []string
 }
 
-// withStock adds stock plugins to a list: portmap if it is installed, and bandwidth if the configuration asks for it.
+// withStock adds stock plugins to a list: portmap if it is installed, and bandwidth if the configuration asks for it, or
+// did so when pods started that are still there.
 // The error says what does not work. A runtime takes one version of the specification for all plugins of a list, and
 // fails every pod if one of them does not speak it.
 func (n *Node) withStock(ctx context.Context, list cni.List, old []byte) (cni.List, error) {
 	before, _ := cni.UnmarshalList(old) // a damaged file has no stock plugin
 	has := func(program string) bool { return n.has(program) || before.Chained[program] != nil }
 	var ports, limits error
+	// A runtime removes a pod by the plugins that the file names then. Without bandwidth, the pod's link ifb would stay.
+	stays := !n.cfg.Bandwidth && before.Chained[cni.Bandwidth] != nil && n.hasPods()
+	n.mu.Lock()
+	n.limits = stays
+	n.mu.Unlock()
 	if has(cni.Portmap) {
 		list, ports = n.with(ctx, list, before, cni.Portmap, "ports of the host")
 	}
 	switch {
-	case !n.cfg.Bandwidth:
+	case !n.cfg.Bandwidth && !stays:
 	case has(cni.Bandwidth):
 		list, limits = n.with(ctx, list, before, cni.Bandwidth, "limits of bandwidth")
 	default:
@@ -247,6 +256,12 @@ func (n *Node) withStock(ctx context.Context, list cni.List, old []byte) (cni.Li
 			"from [mode.edge.cni]", n.cfg.BinDir, cni.Bandwidth)
 	}
 	return list, cmp.Or(ports, limits)
+}
+
+// hasPods reports whether pods have links of the plugin; true if that is not known.
+func (n *Node) hasPods() bool {
+	pods, err := n.kernel.attached()
+	return err != nil || pods > 0
 }
 
 // with adds a stock plugin that is installed, or in the old file: the program may be missing for a moment, while it is
@@ -418,6 +433,9 @@ func (n *Node) Status() string {
 	status := "networks of pods: " + strings.Join(texts, ", ")
 	if n.cfg.Routes {
 		status += fmt.Sprintf("; routes to the pods of other nodes: %d", n.routed)
+	}
+	if n.limits {
+		status += "; limits of bandwidth stay until the node has no pods: drain it"
 	}
 	return status
 }

@@ -33,6 +33,7 @@ type fake struct {
 	calls  int
 	broken error // what bridge answers
 	exists error // what routes answers
+	pods   int   // what attached answers; below 0: an error
 	freed  int   // how often the bridge was made before release; -1 without release
 }
 
@@ -61,6 +62,21 @@ func (f *fake) routes(want []route) error {
 	defer f.mu.Unlock()
 	f.routed = want
 	return f.exists
+}
+
+func (f *fake) attached() (int, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.pods < 0 {
+		return 0, errors.New("the links cannot be listed")
+	}
+	return f.pods, nil
+}
+
+func (f *fake) hold(pods int) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.pods = pods
 }
 
 func (f *fake) release() error {
@@ -393,7 +409,7 @@ func TestPortmapMissing(t *testing.T) {
 // The plugin bandwidth is chained if the configuration asks for it. Without the program, pods start without limits, and
 // the note says so. Without the key, the chain is as before.
 func TestBandwidth(t *testing.T) {
-	n, _ := newNode(t, net4)
+	n, k := newNode(t, net4)
 	n.cfg.Bandwidth = true
 	chain := func(want bool) {
 		t.Helper()
@@ -422,8 +438,26 @@ func TestBandwidth(t *testing.T) {
 		install(t, n, "bandwidth", "1.0.0")
 		look("", true)
 	})
+	// A pod with limits needs bandwidth when the runtime removes it.
 	n.cfg.Bandwidth = false
-	runs(t, n, func(*testing.T) { chain(false) })
+	k.hold(-1)
+	runs(t, n, func(t *testing.T) {
+		look := func(pods int, want bool) {
+			t.Helper()
+			k.hold(pods)
+			time.Sleep(interval)
+			synctest.Wait()
+			wantNote(t, n, "")
+			chain(want)
+			if got := strings.Contains(n.Status(), "limits of bandwidth stay"); got != want {
+				t.Errorf("with %d pods, the status is %q", pods, n.Status())
+			}
+		}
+		chain(true) // it is not known whether there are pods
+		look(1, true)
+		look(0, false)
+		look(1, false) // a pod that started without limits
+	})
 }
 
 // A person has written the file: the edge changes neither the file nor the node, and says so.
