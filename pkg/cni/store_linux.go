@@ -146,7 +146,7 @@ func (s *store) put(r Reservation) error {
 		return err
 	}
 	file := filepath.Join(s.dir, aside)
-	err = writeDurably(file, append(data, '\n'))
+	err = WriteDurably(file, append(data, '\n'))
 	if err == nil {
 		err = os.Rename(file, s.path(r.Address))
 	}
@@ -161,7 +161,8 @@ func (s *store) put(r Reservation) error {
 	return nil
 }
 
-func writeDurably(file string, data []byte) error {
+// WriteDurably writes a file, and waits until its content is on the disk. The name in the folder may not be there yet.
+func WriteDurably(file string, data []byte) error {
 	f, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o644)
 	if err != nil {
 		return err

@@ -35,7 +35,7 @@ func Install(ctx context.Context, from, binDir string) (changed bool, err error)
 		return false, err
 	}
 	aside := filepath.Join(binDir, asideOf(cni.Program))
-	err = writeDurably(aside, program)
+	err = cni.WriteDurably(aside, program)
 	if err == nil {
 		err = os.Chmod(aside, 0o755)
 	}

@@ -350,7 +350,7 @@ func (n *Node) write(list cni.List, old []byte) error {
 // read *.conf, *.conflist and *.json alone.
 func replace(dir, name string, data []byte) error {
 	aside := filepath.Join(dir, asideOf(name))
-	err := writeDurably(aside, data)
+	err := cni.WriteDurably(aside, data)
 	if err == nil {
 		err = os.Rename(aside, filepath.Join(dir, name))
 	}
@@ -359,18 +359,6 @@ func replace(dir, name string, data []byte) error {
 		return err
 	}
 	return syncFolder(dir)
-}
-
-func writeDurably(file string, data []byte) error {
-	f, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o644)
-	if err != nil {
-		return err
-	}
-	_, err = f.Write(data)
-	if err == nil {
-		err = f.Sync()
-	}
-	return errors.Join(err, f.Close())
 }
 
 func syncFolder(dir string) error {
