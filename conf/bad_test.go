@@ -523,6 +523,21 @@ congestion = "tcp bbr"
 				`"cluster.local"`}},
 		{"a domain without dns", client + "[mode.edge.services]\nclusterdomain = \"k8s.example\"\n", []string{
 			`7: mode.edge.services.clusterdomain: not used: write dns = true, or remove the key`}},
+		{"near without proof", client + "[mode.edge.services]\nnear = \"0.0.0.0:9443\"\n", []string{
+			`6: mode.edge.services.nearca: missing: write the file with the CA of the nodes' certificates: ` +
+				`ca of [mode.cloud.join], such as nearca = "nodes-ca.crt"`,
+			`7: mode.edge.services.near: edges prove to each other which nodes they are by nodecert of ` +
+				`[mode.edge.stream.client]: tunnel join gets a certificate, or remove near and nearca`}},
+		{"near nowhere", client + "[mode.edge.services]\nnear = \"eth0:9443\"\nnearca = \"nowhere.crt\"\n", []string{
+			`7: mode.edge.services.near: "eth0:9443" is no address with a port: write one such as "0.0.0.0:9443"`}},
+		{"a CA without near", client + "[mode.edge.services]\nnearca = \"nowhere.crt\"\n", []string{
+			`7: mode.edge.services.nearca: not used: write near, or remove the key`}},
+		{"near at the port of health", client + "logport = 9443\n[mode.edge.services]\n" +
+			"near = \"[::]:9443\"\nnearca = \"nowhere.crt\"\n", []string{
+			`8: mode.edge.services.near: edges prove to each other which nodes they are by nodecert of ` +
+				`[mode.edge.stream.client]: tunnel join gets a certificate, or remove near and nearca`,
+			`8: mode.edge.services.near: port 9443 is taken by mode.edge.stream.client.logport: choose another`,
+			`9: mode.edge.services.nearca: file nowhere.crt does not exist: create it, or correct the path`}},
 		{"updates", client + "updates = true\n", []string{
 			`6: mode.edge.stream.client.updates: the cloud tells them when the edge renews its certificate, ` +
 				`and this edge renews none: remove it, or join with tunnel join`}},

@@ -211,7 +211,25 @@ func (e *Edge) check(r *report) {
 			"keep it on the cloud, in [mode.cloud.https.kubelet], if you can")
 	}
 	e.Konnectivity.check(r)
-	r.ports([]listener{{key: t + "logport", port: e.LogPort}, listenerOf(t+"channelzaddr", e.ChannelzAddr)})
+	e.checkNear(r)
+	listeners := []listener{{key: t + "logport", port: e.LogPort}, listenerOf(t+"channelzaddr", e.ChannelzAddr)}
+	if e.Services.Near.IsValid() {
+		listeners = append(listeners, listenerOf(edgeTablePrefix+"services.near", e.Services.Near.String()))
+	}
+	r.ports(listeners)
+}
+
+// checkNear checks the settings of the shortcut between edges of one site.
+func (e *Edge) checkNear(r *report) {
+	const t = edgeTablePrefix + "services."
+	if !e.Services.Near.IsValid() {
+		return
+	}
+	r.file(t+"nearca", e.Services.NearCA)
+	if e.NodeCert == "" {
+		r.add(t+"near", "edges prove to each other which nodes they are by nodecert of [mode.edge.stream.client]: "+
+			"tunnel join gets a certificate, or remove near and nearca")
+	}
 }
 
 // checkClient checks the settings for joining a cloud.

@@ -13,6 +13,9 @@ type EdgeServices struct {
 	Direct []netip.Prefix // networks whose endpoints this node reaches without the tunnel
 	DNS    bool           // whether the edge answers the names of Services
 	Domain string         // of the cluster, in lower case
+
+	Near   netip.AddrPort // where edges of this site connect; zero: nowhere
+	NearCA string         // file with the CAs of nodes' certificates
 }
 
 const (
@@ -41,6 +44,17 @@ func newEdgeServices(t *edgeServicesKeys, r *report) EdgeServices {
 	s.DNS, s.Domain = t.DNS, r.domain(table+"clusterdomain", t.ClusterDomain)
 	if t.ClusterDomain != "" && !t.DNS {
 		r.add(table+"clusterdomain", "not used: write dns = true, or remove the key")
+	}
+	s.NearCA = r.src.path(t.NearCA)
+	if t.Near != "" {
+		var err error
+		if s.Near, err = netip.ParseAddrPort(t.Near); err != nil || s.Near.Port() == 0 {
+			r.add(table+"near", "%q is no address with a port: write one such as \"0.0.0.0:9443\"", t.Near)
+		}
+		r.required(table+"nearca", t.NearCA, "write the file with the CA of the nodes' certificates: "+
+			"ca of [mode.cloud.join], such as nearca = \"nodes-ca.crt\"")
+	} else if t.NearCA != "" {
+		r.add(table+"nearca", "not used: write near, or remove the key")
 	}
 	return s
 }

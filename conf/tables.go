@@ -255,6 +255,9 @@ type edgeServicesKeys struct {
 
 	DNS           bool   `toml:"dns"`
 	ClusterDomain string `toml:"clusterdomain" is:"name"`
+
+	Near   string `toml:"near" is:"host:port"`
+	NearCA string `toml:"nearca" is:"path"`
 }
 
 // cniKeys is [mode.edge.cni].

@@ -107,6 +107,7 @@ type edgeWiring struct {
 	datagrams *udp.Edge
 	dialers   []tunnel.Module // each dials targets for one front door
 	services  *relay.Relay    // nil: off
+	near      *relay.Near     // nil: off
 	names     *dns.Responder  // nil: off
 	client    *stream.Client
 	proof     proof
@@ -172,6 +173,9 @@ func wireEdge(e *conf.Edge, log *slog.Logger, at place) (*edgeWiring, error) {
 	if w.services != nil {
 		w.addWriter(w.services)
 		collectors = append(collectors, w.services.Collector())
+	}
+	if w.near != nil {
+		w.add(w.near, nil, e.Services.Near.String())
 	}
 	if w.names != nil {
 		collectors = append(collectors, w.names.Collector())

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"crypto/x509"
 	"errors"
 	"net"
 	"net/http"
@@ -14,6 +15,7 @@ import (
 	"tunnel.example/tunnel/pkg/dns"
 	"tunnel.example/tunnel/pkg/services/relay"
 	"tunnel.example/tunnel/pkg/services/servicesv1"
+	"tunnel.example/tunnel/pkg/tunnel"
 	"tunnel.example/tunnel/pkg/udp"
 )
 
@@ -37,7 +39,28 @@ func (w *edgeWiring) addServices() (err error) {
 		return err
 	}
 	policy := w.policy.Also(w.services.Home)
-	w.dialers = append(w.dialers, relay.NewEdge(w.services, policy))
+	edge := relay.NewEdge(w.services, policy)
+	w.dialers = append(w.dialers, edge)
+	return w.newNear(edge)
+}
+
+// newNear makes the shortcut to the edges of this site, if the configuration asks for it.
+func (w *edgeWiring) newNear(edge *relay.Edge) error {
+	s := w.conf.Services
+	if !s.Near.IsValid() {
+		return nil
+	}
+	if w.proof.pair == nil {
+		return errors.New("mode.edge.services near: needs nodecert in [mode.edge.stream.client]")
+	}
+	pool, err := w.files.Pool("mode.edge.services nearca", s.NearCA)
+	if err != nil {
+		return err
+	}
+	w.near = relay.NewNear(edge, relay.NearConfig{
+		Listen: s.Near, Certificate: w.proof.pair.Certificate, Sockets: w.sockets,
+		Verify: func(chain []*x509.Certificate) (tunnel.NodeName, error) { return auth.VerifyNode(chain, pool.Pool()) },
+	})
 	return nil
 }
 

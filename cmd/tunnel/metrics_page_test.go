@@ -109,7 +109,7 @@ func metricFiles(t *testing.T) {
 	}
 	t.Chdir(t.TempDir())
 	for name, content := range map[string]string{
-		"ca": string(ca.CertPEM()), "cert": string(cert), "key": string(key),
+		"ca": string(ca.CertPEM()), "cert": string(cert), "key": string(key), "cakey": string(ca.KeyPEM()),
 		"tokens": "edge1:0123456789abcdef\n", "token": "0123456789abcdef\n", "kubeconfig": kubeconfig,
 	} {
 		if err := os.WriteFile(name, []byte(content), 0o600); err != nil {
@@ -352,6 +352,12 @@ func TestMetricsPage(t *testing.T) {
 		maps.Copy(known, more)
 		text += metricsPart("Services: an edge", "An edge has these metrics if it has the table `[mode.edge.services]`. "+
 			"[services.md](services.md) says more.", more)
+		writeNodeFile(t, "node")
+		more = onlyIn(edgeMetrics(t, strings.Replace(plainEdge, "tokenfile = \"token\"", "nodecert = \"node\"", 1)+
+			"[mode.edge.services]\nstate = \"services.db\"\nnear = \"127.0.0.1:9443\"\nnearca = \"ca\"\n"), known)
+		maps.Copy(known, more)
+		text += metricsPart("Services: nodes of one site",
+			"An edge has these metrics if `near` in `[mode.edge.services]` is set.", more)
 	}
 	for name, m := range known {
 		if m.kind == "" || m.help == "" {
@@ -362,6 +368,26 @@ func TestMetricsPage(t *testing.T) {
 		t.Errorf("the configurations of this test have the metrics\n%q, and the code names\n%q", got, inCode)
 	}
 	testkit.Page(t, page, text)
+}
+
+// writeNodeFile writes a certificate of edge1 that ca has signed, with its key. ca is a file of metricFiles.
+func writeNodeFile(t *testing.T, file string) {
+	t.Helper()
+	key, request, err := auth.NewRequest("edge1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	signer, err := auth.NewFileSigner("ca", "cakey", 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	chain, err := signer.Sign(t.Context(), "edge1", request)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := auth.WriteNodeFile(file, chain, key); err != nil {
+		t.Fatal(err)
+	}
 }
 
 func workingDir(t *testing.T) string {

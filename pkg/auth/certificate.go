@@ -72,6 +72,22 @@ func verify(chain []*x509.Certificate, roots *x509.CertPool) (until time.Time, e
 	return until, nil
 }
 
+// VerifyNode returns the node of a chain (leaf first) if it is a node's certificate that roots have signed, and that is
+// valid now. It does not know which certificates are revoked.
+func VerifyNode(chain []*x509.Certificate, roots *x509.CertPool) (tunnel.NodeName, error) {
+	if len(chain) == 0 {
+		return "", errors.New("there is no certificate")
+	}
+	node, err := NodeOf(chain[0])
+	if err != nil {
+		return "", err
+	}
+	if _, err = verify(chain, roots); err != nil {
+		return "", err
+	}
+	return node, nil
+}
+
 // ParseCertificates returns the certificates of a PEM text, in their order. It skips blocks of
 // other types, such as keys. An error is about the certificate that follows those returned. A
 // text without a certificate is no error: the caller can say better what the text should be.

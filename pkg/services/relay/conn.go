@@ -366,7 +366,11 @@ func (r *Relay) try(ctx context.Context, a attempt) (net.Conn, error) {
 	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
 	defer cancel()
 	if a.far {
-		return r.reachFar(ctx, a.target())
+		if c, answered, err := r.near.reach(ctx, a.way); answered {
+			return r.opened(viaNear, c, err)
+		}
+		c, err := r.reachFar(ctx, a.target())
+		return r.opened(viaCloud, c, err)
 	}
 	if err := r.mayDial(a.Endpoint, a.address()); err != nil {
 		return nil, err
@@ -374,11 +378,20 @@ func (r *Relay) try(ctx context.Context, a attempt) (net.Conn, error) {
 	c, err := r.dial(ctx, "tcp", a.address().String())
 	switch {
 	case err == nil:
-		return c, nil
+		return r.opened(viaNode, c, nil)
 	case errors.Is(err, syscall.ECONNREFUSED):
 		return nil, tunnel.Refusef(tunnel.Refused, "%v", err)
 	}
 	return nil, tunnel.Refusef(tunnel.Unreachable, "%v", err)
+}
+
+// opened counts a conn to an endpoint by its way, unless err says why there is none. It returns both.
+func (r *Relay) opened(way via, c net.Conn, err error) (net.Conn, error) {
+	if err != nil {
+		return nil, err
+	}
+	r.counts.ways[way].Add(1)
+	return c, nil
 }
 
 // mayDial returns a refusal if this node must not dial an endpoint: a user who may write EndpointSlices can claim that

@@ -21,4 +21,6 @@ func RemoveDNSRules(*slog.Logger) {}
 // Unredirected does nothing here: there are no rules.
 func Unredirected(_, _ string, _ syscall.RawConn) error { return nil }
 
+func boundSilence(_, _ string, _ syscall.RawConn) error { return nil }
+
 func newDNSKernel() kernel { return nil } // newKernel has failed before

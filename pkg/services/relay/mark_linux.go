@@ -2,6 +2,7 @@ package relay
 
 import (
 	"syscall"
+	"time"
 
 	"golang.org/x/sys/unix"
 )
@@ -23,5 +24,18 @@ func Unredirected(_, _ string, c syscall.RawConn) error {
 	return c.Control(func(fd uintptr) {
 		// It fails without CAP_NET_ADMIN. Then this process has no rules.
 		unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MARK, mark) //nolint:errcheck // as said above
+	})
+}
+
+// silence is how long a connection to another edge, or from one, may wait for an acknowledgement. The kernel's default
+// is some 15 minutes.
+const silence = 30 * time.Second
+
+// boundSilence is for net.Dialer.Control and net.ListenConfig.Control: a connection whose peer has vanished ends after
+// silence (TCP_USER_TIMEOUT, which accepted connections inherit).
+func boundSilence(_, _ string, c syscall.RawConn) error {
+	return c.Control(func(fd uintptr) {
+		//nolint:errcheck // on failure, only the default of the kernel counts
+		unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(silence.Milliseconds()))
 	})
 }

@@ -15,7 +15,17 @@ type counters struct {
 	opened         atomic.Uint64
 	refused        [16]atomic.Uint64 // by tunnel.Code
 	sent, received atomic.Int64      // bytes, to the endpoints and from them
+	ways           [3]atomic.Uint64  // conns to endpoints, by via
 }
+
+// via is the way of a conn to its endpoint.
+type via int
+
+const (
+	viaNode  via = iota // this node reaches the endpoint by itself
+	viaNear             // over the local network, to the edge of the endpoint's node
+	viaCloud            // through the cloud
+)
 
 func (c *counters) refuse(code tunnel.Code) {
 	if int(code) >= len(c.refused) {
@@ -42,18 +52,29 @@ func (r *Relay) Collector() prometheus.Collector {
 		results: desc("tunnel_services_conns_total",
 			"Connections to Services that this edge has been asked to relay, by result: opened, or why not.", "result"),
 		bytes: desc("tunnel_services_bytes_total", "Bytes relayed, sent to endpoints or received from them.", "direction"),
+		ways: desc("tunnel_services_way_conns_total",
+			"Connections to endpoints that this edge has opened for callers here, by way: node (it reaches the endpoint by "+
+				"itself), near (over the local network, to the edge of the endpoint's node), cloud.", "way"),
+		nearFailed: desc("tunnel_services_near_failed_total",
+			"Attempts to reach an edge of this site over the local network that have failed. The cloud was asked instead."),
+		nearLive: desc("tunnel_services_near_conns", "Connections of edges of this site to endpoints here, now."),
+		nearResults: desc("tunnel_services_near_conns_total",
+			"Connections of edges of this site to endpoints here, by result: opened, why not, or unproven "+
+				"(the peer did not prove to be a node).", "result"),
 	}
 }
 
 type collector struct {
-	relay                                          *Relay
-	datagrams                                      prometheus.Collector
-	items, redirected, stale, live, results, bytes *prometheus.Desc
+	relay                                                *Relay
+	datagrams                                            prometheus.Collector
+	items, redirected, stale, live, results, bytes, ways *prometheus.Desc
+	nearFailed, nearLive, nearResults                    *prometheus.Desc // collected only with Near
 }
 
 // Describe implements prometheus.Collector.
 func (c *collector) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{c.items, c.redirected, c.stale, c.live, c.results, c.bytes} {
+	for _, d := range []*prometheus.Desc{c.items, c.redirected, c.stale, c.live, c.results, c.bytes, c.ways,
+		c.nearFailed, c.nearLive, c.nearResults} {
 		ch <- d
 	}
 	c.datagrams.Describe(ch)
@@ -81,6 +102,18 @@ func (c *collector) Collect(ch chan<- prometheus.Metric) {
 	}
 	count(c.bytes, float64(r.counts.sent.Load()), "sent")
 	count(c.bytes, float64(r.counts.received.Load()), "received")
+	for way, text := range []string{viaNode: "node", viaNear: "near", viaCloud: "cloud"} {
+		count(c.ways, float64(r.counts.ways[way].Load()), text)
+	}
+	if n := r.near; n != nil {
+		ch <- prometheus.MustNewConstMetric(c.nearFailed, prometheus.CounterValue, float64(n.counts.failed.Load()))
+		gauge(c.nearLive, float64(n.callers.live()))
+		count(c.nearResults, float64(n.counts.opened.Load()), "opened")
+		count(c.nearResults, float64(n.counts.strangers.Load()), "unproven")
+		for _, code := range tunnel.Codes() {
+			count(c.nearResults, float64(n.counts.refused[code].Load()), code.String())
+		}
+	}
 	c.datagrams.Collect(ch)
 }
 

@@ -23,6 +23,9 @@
 // At the node that has the endpoint, the cloud asks the module [Edge] to dial (edge.go). It dials the endpoints that
 // its own state has on this node, and nothing else.
 //
+// With the module [Near], the edges of one site reach each other's endpoints over the local network (near.go,
+// nearserve.go), and not through the cloud.
+//
 // With Config.DNS, the relay also answers the queries of pods (dns.go): package names makes the answers from the state.
 //
 // A [Relay] owns its file, its nftables tables, its two addresses on loopback, its listeners, and the connections that
@@ -96,6 +99,7 @@ type Relay struct {
 	affinity  *affinity
 	refusals  refusals
 	callers   callers
+	near      *Near        // reaches edges of this site; nil: off
 	direct    *udp.Edge    // sends datagrams to endpoints that this node reaches by itself
 	ends      []*udp.Edge  // direct, and that of Edge
 	udp       udp.Counters // of the datagrams that the kernel redirects

@@ -1,0 +1,311 @@
+package relay
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"io"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"tunnel.example/tunnel/pkg/listen"
+	"tunnel.example/tunnel/pkg/services"
+	pb "tunnel.example/tunnel/pkg/services/servicesv1"
+	"tunnel.example/tunnel/pkg/tunnel"
+)
+
+const (
+	// What peers may use that have not proven yet which node they are.
+	maxNearStrangers  = 256
+	maxNearPerSource  = 64
+	nearHandshakeTime = 2 * time.Second
+	nearStrangerBytes = 64 << 10
+	// nearRequestTime is how long a node may take to send its request.
+	nearRequestTime = 2 * time.Second
+	// maxNearServed bounds the conns of all other edges at once, and maxNearPerNode those of one of them.
+	// Each takes some 130 KiB.
+	maxNearServed  = 2048
+	maxNearPerNode = 512
+)
+
+// Name implements tunnel.Module.
+func (n *Near) Name() string { return "services-near" }
+
+// Status says how many conns and edges there are.
+func (n *Near) Status() string {
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	reached, paused := 0, 0
+	for _, p := range n.peers {
+		if p.pause > 0 {
+			paused++
+		} else {
+			reached++
+		}
+	}
+	return fmt.Sprintf("conns of other edges: %d; edges of this site: %d reached, %d by the cloud after a failure",
+		n.callers.live(), reached, paused)
+}
+
+// Run implements tunnel.Module: it serves other edges until ctx is done, and then lets their conns go on for
+// tunnel.GracePeriod. A listener that cannot be opened, or that breaks, is an error.
+func (n *Near) Run(ctx context.Context) error {
+	opened, err := n.cfg.Sockets.Listen(ctx, listen.Edges, nearListenConfig(), "tcp", n.cfg.Listen.String())
+	if err != nil {
+		return fmt.Errorf("listening on %s, near in [mode.edge.services]: %w", n.cfg.Listen, err)
+	}
+	ln := listen.NewListener(listen.Steady(opened, n.log), listen.ListenerConfig{
+		Max: maxNearStrangers, MaxPerSource: maxNearPerSource, Timeout: nearHandshakeTime, Bytes: nearStrangerBytes,
+		Counters: n.relay.cfg.Counters, OverMax: tunnel.LimitStrangers,
+		OverMaxPerSource: tunnel.LimitStrangersPerAddress, TooLate: tunnel.LimitHandshakeTimeout,
+	})
+	n.addr = opened.Addr()
+	close(n.listened)
+	defer context.AfterFunc(ctx, func() { ln.Close() })()
+	connCtx, endConns := tunnel.Grace(ctx, n.grace)
+	defer endConns()
+	var conns, dismissing sync.WaitGroup
+	dismissCtx, stopDismissing := context.WithCancel(connCtx)
+	dismissing.Go(func() { n.dismiss(dismissCtx) })
+	defer dismissing.Wait()
+	defer stopDismissing()
+	defer conns.Wait()
+	for {
+		c, err := ln.Accept()
+		switch {
+		case err == nil:
+			conns.Go(func() {
+				//nolint:errcheck // Guard logs a panic
+				tunnel.Guard(n.log, n.relay.cfg.Counters, "the conn of another edge ends", func() error {
+					n.accepted(connCtx, c.(*listen.Conn)) //nolint:forcetypeassert // Listener returns no others
+					return nil
+				})
+			})
+		case ctx.Err() != nil:
+			return nil
+		default:
+			ln.Close()
+			endConns()
+			return fmt.Errorf("accepting on %s, near in [mode.edge.services]: %w", n.cfg.Listen, err)
+		}
+	}
+}
+
+// nearListenConfig is of a listener for other edges.
+func nearListenConfig() net.ListenConfig {
+	lc := net.ListenConfig{KeepAliveConfig: nearKeepAlive(), Control: boundSilence}
+	lc.SetMultipathTCP(false) // accepted connections would not inherit what boundSilence sets
+	return lc
+}
+
+// accepted serves a connection that somebody has opened.
+func (n *Near) accepted(ctx context.Context, raw *listen.Conn) {
+	defer raw.Close()
+	tunnel.ResetOnDeath(raw)
+	var node tunnel.NodeName
+	conf := n.tls()
+	conf.VerifyConnection = func(state tls.ConnectionState) (err error) {
+		node, err = n.verify(state)
+		return err
+	}
+	c := &nearConn{tls.Server(wholeTLS{raw}, conf), raw.TCPConn}
+	if err := c.HandshakeContext(ctx); err != nil {
+		n.counts.strangers.Add(1)
+		n.log.Debug("a peer has not proven to be the edge of a node", "remote", raw.RemoteAddr(), "err", err)
+		return
+	}
+	raw.Met()
+	start := time.Now()
+	target, sent, received, err := n.serve(ctx, node, c)
+	n.log.Debug("conn of another edge ended", "caller", node, "remote", raw.RemoteAddr(), "target", target,
+		"bytes", sent+received, "dur", time.Since(start), "err", err)
+}
+
+// serve answers the request of a node, and serves the conn.
+func (n *Near) serve(
+	ctx context.Context, node tunnel.NodeName, c *nearConn,
+) (line string, sent, received int64, err error) {
+	ctx, leave, refusal := n.callers.enter(ctx, node, n.knows)
+	defer leave()
+	c.SetDeadline(time.Now().Add(nearRequestTime)) //nolint:errcheck // it fails only if the conn has ended
+	if line, err = readLine(c); err != nil {
+		c.Reset() //nolint:errcheck // the conn is given up
+		return "", 0, 0, err
+	}
+	var to net.Conn
+	if err = refusal; err == nil {
+		to, err = n.dialOwn(ctx, node, line)
+	}
+	n.counts.answered(err)
+	c.SetDeadline(time.Now().Add(nearRequestTime)) //nolint:errcheck // as above
+	if _, werr := io.WriteString(c, answerLine(err)); werr != nil && err == nil {
+		tunnel.Reset(to)
+		err = werr
+	}
+	if err != nil {
+		c.SetLinger(-1) //nolint:errcheck // as above; else the answer could be lost
+		c.Close()
+		return line, 0, 0, err
+	}
+	c.SetDeadline(time.Time{}) //nolint:errcheck // as above
+	sent, received, err = tunnel.Splice(ctx, c, to)
+	return line, sent, received, err
+}
+
+// dialOwn connects to the endpoint that another edge asks for. It is the same decision as the cloud's: an endpoint on
+// this node, of a Service that edges relay; and the same as for a conn of the cloud, see Edge.serve.
+func (n *Near) dialOwn(ctx context.Context, node tunnel.NodeName, line string) (net.Conn, error) {
+	t, err := parseNear(line)
+	if err != nil {
+		return nil, err
+	}
+	at, ok := n.relay.ownEndpoint(t)
+	if !ok {
+		return nil, tunnel.Refusef(tunnel.Denied, "%s is no endpoint on node %s, as far as its edge knows",
+			t, n.relay.cfg.Node)
+	}
+	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
+	defer cancel()
+	return n.edge.serve(ctx, tunnel.Request{
+		Category: name, Network: "tcp", Addr: at.String(), Caller: "node " + string(node),
+	})
+}
+
+// ownEndpoint returns the address of an endpoint on this node. ok is false if it is on another one, or if edges do not
+// relay its Service.
+func (r *Relay) ownEndpoint(t services.Target) (at netip.AddrPort, ok bool) {
+	r.mu.RLock()
+	defer r.mu.RUnlock()
+	namespace, service, _ := services.CutService(services.ServiceOf(t.Endpoint))
+	s, e := r.state.Service(namespace, service), r.state.Endpoint(t.Endpoint)
+	hasPort := slices.ContainsFunc(e.GetPorts(), func(p *pb.Port) bool {
+		return p.GetProtocol() == t.Protocol && p.GetPort() == uint32(t.Port)
+	})
+	if e == nil || e.GetNode() != string(r.cfg.Node) || !hasPort || len(s.GetClusterIps()) == 0 ||
+		s.GetHeadless() || s.GetOtherProxy() || s.GetExternalName() != "" {
+		return at, false
+	}
+	addr, ok := addressOf(r.state, e)
+	at = netip.AddrPortFrom(addr, t.Port)
+	_, own := r.plan.own[address{at, t.Protocol}]
+	return at, ok && own // so Edge.serve does not wait for a newer state
+}
+
+// knows reports whether a node is one of the cluster, and its edge serves Services.
+func (n *Near) knows(node tunnel.NodeName) bool {
+	n.relay.mu.RLock()
+	defer n.relay.mu.RUnlock()
+	return n.relay.state.Node(string(node)).GetEdge()
+}
+
+// dismiss ends the conns of nodes that are no longer known, until ctx is done.
+func (n *Near) dismiss(ctx context.Context) {
+	for {
+		n.relay.mu.Lock()
+		changed := n.relay.changed.Next()
+		n.relay.mu.Unlock()
+		n.callers.dismiss(n.knows)
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// nearCallers are the other edges that have conns here.
+type nearCallers struct {
+	mu    sync.Mutex // guards the following
+	total int
+	of    map[tunnel.NodeName]*nearCaller
+}
+
+type nearCaller struct {
+	conns int
+	ctx   context.Context //nolint:containedctx // of the conns
+	end   context.CancelFunc
+}
+
+// enter counts a conn of a node. ctx is the conn's, and done when the node is dismissed. The caller calls leave, also
+// with a refusal.
+func (a *nearCallers) enter(
+	ctx context.Context, node tunnel.NodeName, knows func(tunnel.NodeName) bool,
+) (_ context.Context, leave func(), refusal error) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.of == nil {
+		a.of = make(map[tunnel.NodeName]*nearCaller)
+	}
+	caller := a.of[node]
+	switch {
+	case !knows(node): // under mu, so that dismiss comes before it or finds the conn
+		return ctx, func() {}, tunnel.Refusef(tunnel.Denied,
+			"node %s is not known here as one whose edge serves Services", node)
+	case a.total >= maxNearServed, caller != nil && caller.conns >= maxNearPerNode:
+		return ctx, func() {}, tunnel.Refusef(tunnel.Overloaded, "too many conns of other edges")
+	case caller == nil:
+		caller = new(nearCaller)
+		caller.ctx, caller.end = context.WithCancel(ctx)
+		a.of[node] = caller
+	}
+	a.total++
+	caller.conns++
+	return caller.ctx, func() { a.leave(node, caller) }, nil
+}
+
+func (a *nearCallers) leave(node tunnel.NodeName, caller *nearCaller) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.total--
+	if caller.conns--; caller.conns > 0 {
+		return
+	}
+	caller.end()
+	if a.of[node] == caller {
+		delete(a.of, node)
+	}
+}
+
+// dismiss ends the conns of nodes that are not known.
+func (a *nearCallers) dismiss(knows func(tunnel.NodeName) bool) {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	for node, caller := range a.of {
+		if !knows(node) {
+			caller.end()
+			delete(a.of, node)
+		}
+	}
+}
+
+// live returns how many conns there are.
+func (a *nearCallers) live() int {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.total
+}
+
+// nearCounters count what the shortcut does.
+type nearCounters struct {
+	failed    atomic.Uint64     // attempts to reach another edge
+	strangers atomic.Uint64     // peers that did not prove to be the edge of a node
+	opened    atomic.Uint64     // conns of other edges
+	refused   [16]atomic.Uint64 // conns of other edges, by tunnel.Code
+}
+
+// answered counts the answer to a request of another edge.
+func (c *nearCounters) answered(err error) {
+	if err == nil {
+		c.opened.Add(1)
+		return
+	}
+	code := tunnel.CodeOf(err)
+	if int(code) >= len(c.refused) {
+		code = tunnel.Internal
+	}
+	c.refused[code].Add(1)
+}
