@@ -65,6 +65,7 @@ type Conn struct {
 	way      way
 	ended    func(err error) // see Config.Ended
 	isEdge   bool
+	asked    bool // see Config.Asked
 	ordered  bool // see Config.Ordered
 	blocks   *Blocks
 	counters *tunnel.Counters
@@ -108,6 +109,7 @@ func (a Addr) String() string { return string(a) }
 // Config is what a conn needs beside its way.
 type Config struct {
 	IsEdge        bool // this is the edge's end
+	Asked         bool // this side has asked for the conn: the target is at the other side
 	Ordered       bool // the other side takes chunks with abort
 	Blocks        *Blocks
 	Counters      *tunnel.Counters
@@ -141,7 +143,7 @@ func OverLease(l *Lease, cfg Config) *Conn {
 }
 
 func (c *Conn) init(w way, turns *Turns, cfg Config) {
-	c.way, c.isEdge, c.ordered = w, cfg.IsEdge, cfg.Ordered
+	c.way, c.isEdge, c.asked, c.ordered = w, cfg.IsEdge, cfg.Asked, cfg.Ordered
 	c.blocks, c.counters, c.traffic, c.log = cfg.Blocks, cfg.Counters, cfg.Traffic, cfg.Log
 	c.local, c.remote, c.ended, c.gone = cfg.Local, cfg.Remote, cfg.Ended, cfg.Gone
 	c.over = make(chan struct{})
@@ -161,7 +163,7 @@ func (c *Conn) RemoteAddr() net.Addr { return c.remote }
 
 // Answered reports whether the last bytes of the conn came from the other side, and WriteTo has written
 // them: so far, an answer has followed each request. moved counts the bytes of both directions. At the
-// edge, Answered is always false.
+// end that has the target, Answered is always false.
 func (c *Conn) Answered() (moved int64, ok bool) { return c.moved.Load(), c.answered.Load() }
 
 // SetDeadline sets both deadlines.

@@ -236,7 +236,7 @@ func (c *Conn) WriteTo(w io.Writer) (n int64, err error) {
 		if size := m.data.Len(); size > 0 {
 			c.received(size)
 			written, err := writeChunk(w, &m, &vec)
-			c.answered.Store(!c.isEdge)
+			c.answered.Store(c.asked)
 			m.free()
 			n += written
 			if err != nil {

@@ -169,7 +169,7 @@ func (s *edgeSession) callReach(ctx context.Context, target string) (*conn.Conn,
 		s.remove(topic)
 	}
 	stop := context.AfterFunc(ctx, cancel)
-	c, err := s.openConn(sctx, conn.Addr(target), &reachStream{streamConn{s: s, topic: topic}, target}, over)
+	c, err := s.openConn(sctx, conn.Addr(target), &reachStream{streamConn{s: s, topic: topic}, target}, true, over)
 	stop()
 	if err != nil {
 		over()

@@ -377,7 +377,7 @@ func (s *cloudSession) carry(name, category string, d *dataConn) *conn.Conn {
 	since := time.Now()
 	var c *conn.Conn
 	c = conn.OverLease(lease, conn.Config{
-		Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
+		Asked: true, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
 		Local: "cloud", Remote: conn.Addr(s.pub.Node),
 		Ended: func(err error) {
 			if err == nil {

@@ -219,7 +219,7 @@ func (s *edgeSession) serve(
 	}
 	defer s.owner.Over()
 	gone := make(chan struct{})
-	c, err := s.openConn(ctx, conn.Addr(r.Caller), way, func() { close(gone) })
+	c, err := s.openConn(ctx, conn.Addr(r.Caller), way, false, func() { close(gone) })
 	if err != nil {
 		s.log.Debug("cannot open the conn", "topic", name, "target", r.Addr, "err", err)
 		tunnel.Reset(target)
@@ -246,16 +246,17 @@ func (s *edgeSession) cannotOpen(err error) error {
 	return tunnel.Refusef(tunnel.Internal, "node %s reached the target and cannot open the conn: %v", s.pub.Node, err)
 }
 
-// openConn makes this end of a conn by way, with remote at its other end. It calls gone as [conn.Config.Gone].
+// openConn makes this end of a conn by way, with remote at its other end. asked and gone are [conn.Config.Asked] and
+// [conn.Config.Gone].
 func (s *edgeSession) openConn(
-	ctx context.Context, remote conn.Addr, way connWay, gone func(),
+	ctx context.Context, remote conn.Addr, way connWay, asked bool, gone func(),
 ) (*conn.Conn, error) {
 	if err := way.accept(ctx); err != nil {
 		return nil, err
 	}
 	return way.conn(conn.Config{
-		IsEdge: true, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
-		Local: conn.Addr(s.pub.Node), Remote: remote,
+		IsEdge: true, Asked: asked, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic,
+		Log: s.log, Local: conn.Addr(s.pub.Node), Remote: remote,
 		Ended: func(err error) {
 			if err != nil {
 				way.reset()

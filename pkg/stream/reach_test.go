@@ -509,7 +509,10 @@ func TestReachWhileTheEdgeStops(t *testing.T) {
 	c, far := r.pair("edge1")
 	e.Cancel()
 	r.eventually("it asks for no more", func() bool {
-		_, err := r.dial("edge1", far.LocalAddr().String())
+		made, err := r.dial("edge1", far.LocalAddr().String())
+		if err == nil {
+			tunnel.Reset(made)
+		}
 		return tunnel.CodeOf(err) == tunnel.Draining
 	})
 	staysOpen(t, c, far)
@@ -608,6 +611,65 @@ func TestReachWhileTheCloudStops(t *testing.T) {
 	far.Close()
 	r.running.Stop()
 	r.eventually("the edge has no session", func() bool { return e.client.Ready() != nil })
+}
+
+// While a cloud stops, a conn through another node ends at a quiet moment. One whose caller waits for an answer lasts
+// until the end of the grace period, wherever its target is.
+func TestReachEndsAtAQuietMoment(t *testing.T) {
+	for name, test := range map[string]struct {
+		near     bool // the cloud itself has the target
+		waits    bool // the last bytes are a request
+		earliest time.Duration
+		latest   time.Duration
+	}{
+		"an answered request":                       {false, false, 15 * time.Second, 23 * time.Second},
+		"a request that waits":                      {false, true, 25 * time.Second, 25 * time.Second},
+		"a request that waits for the cloud's side": {true, true, 25 * time.Second, 25 * time.Second},
+	} {
+		t.Run(name, func(t *testing.T) {
+			var target net.Conn
+			var dir *tunnel.Directory
+			onFakeClock(t, func(t *testing.T, r *rig) {
+				near, far := net.Pipe()
+				defer far.Close()
+				target, dir = near, r.dir
+				r.join("edge2", func(context.Context, tunnel.Request) (net.Conn, error) { return target, nil })
+				e := r.join("edge1", direct)
+				c, err := e.client.Reach(t.Context(), "target")
+				if err != nil {
+					t.Fatal(err)
+				}
+				pass := func(from, to net.Conn) {
+					t.Helper()
+					go from.Write([]byte("x"))
+					if _, err := io.ReadFull(to, make([]byte, 1)); err != nil {
+						t.Fatal(err)
+					}
+				}
+				pass(c, far)
+				if !test.waits {
+					pass(far, c)
+				}
+				time.Sleep(7 * time.Second) // Splice has looked once before
+				start := time.Now()
+				r.running.Cancel()
+				_, err = c.Read(make([]byte, 1))
+				wantErr(t, "the caller's read", err, syscall.ECONNRESET)
+				if took := time.Since(start).Round(time.Second); took < test.earliest || took > test.latest {
+					t.Errorf("the conn ends after %s, want %s to %s", took, test.earliest, test.latest)
+				}
+				r.running.Stop()
+			}, func(cfg *ServerConfig) {
+				cfg.Grace = tunnel.GracePeriod
+				cfg.Reach = func(ctx context.Context, _ *ReachRequest) (net.Conn, error) {
+					if test.near {
+						return target, nil
+					}
+					return dir.Dial(ctx, tunnel.Request{Node: "edge2", Category: "tcp", Network: "tcp", Addr: "target:1"})
+				}
+			})
+		})
+	}
 }
 
 // staysOpen checks that bytes go both ways.

@@ -167,6 +167,7 @@ func (r *rig) up() {
 func (r *rig) serve() {
 	r.t.Helper()
 	r.server.stopping.Store(false)
+	r.server.draining.Store(false)
 	r.running = testkit.Run(r.t, r.server.Run)
 	r.eventually("the server listens", func() bool { return r.server.Addr() != nil })
 }

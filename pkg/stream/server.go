@@ -201,9 +201,8 @@ func (s *Server) Run(ctx context.Context) error {
 		}
 		return err
 	}
-	s.draining.Store(false)
 	var endSplices context.CancelFunc
-	s.splices, endSplices = context.WithCancel(context.WithoutCancel(ctx))
+	s.splices, endSplices = tunnel.Grace(ctx, s.cfg.Grace)
 	defer endSplices()
 	addr := listeners[0].Addr()
 	s.addr.Store(&addr)

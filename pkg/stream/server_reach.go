@@ -72,7 +72,7 @@ func (s *cloudSession) reach(stream pb.Stream_ReachServer, cfg *ServerConfig, sp
 	s.counters.ConnsOpened.Add(1)
 	visit.Opened(request.event)
 	gone := make(chan struct{})
-	c := s.newConn(stream, topic, func() { close(gone) })
+	c := s.newConn(stream, topic, false, func() { close(gone) })
 	s.replace(topic, c)
 	stream.SendHeader(nil) //nolint:errcheck // the conn gets the error
 	// The handler must not wait for the splice: when the conn is aborted, only the end of the stream frees a sender.

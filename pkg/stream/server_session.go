@@ -258,17 +258,17 @@ func (s *cloudSession) connect(stream pb.Stream_ConnectServer) error {
 		return errGone
 	}
 	since := time.Now()
-	c := s.newConn(stream, name, func() { s.connOver(name, p.category, since) })
+	c := s.newConn(stream, name, true, func() { s.connOver(name, p.category, since) })
 	if !s.promote(name, p, c) {
 		return errGone
 	}
 	return waitForEnd(ctx, c)
 }
 
-// newConn makes the cloud's end of a conn over a stream. It calls gone as [conn.Config.Gone].
-func (s *cloudSession) newConn(stream conn.Stream, topic string, gone func()) (c *conn.Conn) {
+// newConn makes the cloud's end of a conn over a stream. asked and gone are [conn.Config.Asked] and [conn.Config.Gone].
+func (s *cloudSession) newConn(stream conn.Stream, topic string, asked bool, gone func()) (c *conn.Conn) {
 	c = conn.OverStream(stream, &s.own.turns, conn.Config{
-		Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
+		Asked: asked, Ordered: s.ordered, Blocks: s.blocks, Counters: s.counters, Traffic: &s.pub.Traffic, Log: s.log,
 		Local: "cloud", Remote: conn.Addr(s.pub.Node),
 		Ended: func(err error) {
 			if err != nil && c.MustCancel() {
