@@ -12,8 +12,8 @@ import (
 // Egress configures the front door for kube-apiserver's egress selector, [mode.cloud.egress]. Without
 // GRPC, HTTPConnect and Mirror it is off.
 type Egress struct {
-	// GRPC and HTTPConnect list where the front door listens for each of the two protocols, HTTPConnect for SOCKS5, too. An
-	// entry is unix:///path or tls://host:port.
+	// GRPC and HTTPConnect list where the front door listens for each of the two protocols, HTTPConnect for
+	// SOCKS5, too. An entry is unix:///path or tls://host:port.
 	GRPC, HTTPConnect []string
 
 	// For tls:// listeners, which need all four.

@@ -231,6 +231,6 @@ func Answer(w http.ResponseWriter, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	w.Header().Set("Cache-Control", "no-store")
 	if json2.MarshalWrite(w, v, json1.DefaultOptionsV1()) == nil {
-		io.WriteString(w, "\n")
+		io.WriteString(w, "\n") //nolint:errcheck // the caller has gone
 	}
 }

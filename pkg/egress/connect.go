@@ -214,7 +214,7 @@ func (c *connectConn) refuse(err error) {
 		answer = socksRefusal
 	}
 	c.SetDeadline(time.Now().Add(refusalTime))
-	c.Conn.Write(answer(err))
+	c.Conn.Write(answer(err)) //nolint:errcheck // the caller has gone
 	// Closing a socket with unread bytes resets it, and the reset can overtake our answer.
 	if c.CloseWrite() == nil {
 		io.Copy(io.Discard, c.Conn)

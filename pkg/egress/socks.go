@@ -56,10 +56,10 @@ var (
 // socksRequest reads a greeting from r, answers it to w, reads the request, and returns the target. The greeting begins
 // with socksVersion.
 func socksRequest(r io.Reader, w io.Writer) (addr string, err error) {
-	if err := socksGreeting(r); err != nil {
+	if err = socksGreeting(r); err != nil {
 		return "", err
 	}
-	if _, err := w.Write([]byte{socksVersion, socksNoAuth}); err != nil {
+	if _, err = w.Write([]byte{socksVersion, socksNoAuth}); err != nil {
 		return "", fmt.Errorf("answering a SOCKS5 greeting: %w", err)
 	}
 	head, err := take(r, 4) // version, command, reserved, type of the address

@@ -59,7 +59,10 @@ var _ tunnel.Module = (*Endpoints)(nil)
 
 // New returns the module. sessions returns the live sessions, for Status.
 func New(sessions func() []*tunnel.Session, log *slog.Logger) *Endpoints {
-	return &Endpoints{sessions: sessions, log: log.With("module", "multipath"), told: make(chan struct{}), ours: make(map[string]bool)}
+	return &Endpoints{
+		sessions: sessions, log: log.With("module", "multipath"),
+		told: make(chan struct{}), ours: make(map[string]bool),
+	}
 }
 
 // Made returns the endpoints that this process has to remove when it stops, for a process that takes over: Inherit gets

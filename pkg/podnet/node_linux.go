@@ -231,8 +231,8 @@ type answer struct {
 	versions []string
 }
 
-// withStock adds stock plugins to a list: portmap if it is installed, and bandwidth if the configuration asks for it, or
-// did so when pods started that are still there.
+// withStock adds stock plugins to a list: portmap if it is installed, and bandwidth if the configuration asks for it,
+// or did so when pods started that are still there.
 // The error says what does not work. A runtime takes one version of the specification for all plugins of a list, and
 // fails every pod if one of them does not speak it.
 func (n *Node) withStock(ctx context.Context, list cni.List, old []byte) (cni.List, error) {

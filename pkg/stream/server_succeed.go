@@ -45,9 +45,9 @@ func (s *cloudSession) follow(older *cloudSession) {
 	}
 	if !older.toldDrain.Load() { // otherwise its edge ends it
 		s.succession.Store(time.AfterFunc(successionTime, func() {
-			if older := s.lastAlive(); older != nil {
-				older.Close(errReplaced)
-				s.lastAlive() // nothing keeps older
+			if p := s.lastAlive(); p != nil {
+				p.Close(errReplaced)
+				s.lastAlive() // nothing keeps p
 			}
 		}))
 	}

@@ -48,7 +48,8 @@ func Start(cfg Config) (*Successor, error) {
 	}
 	defer listen.CloseCopies(sockets)
 	s := &Successor{
-		conn: ours, in: json.NewDecoder(ours), out: json.NewEncoder(ours), ended: make(chan struct{}), endpoints: cfg.Endpoints,
+		conn: ours, in: json.NewDecoder(ours), out: json.NewEncoder(ours), ended: make(chan struct{}),
+		endpoints: cfg.Endpoints,
 	}
 	s.cmd = &exec.Cmd{
 		Path: cfg.Program, Args: cfg.Args, Env: append(cfg.Env, Variable+"="+Value),

@@ -16,7 +16,8 @@ import (
 )
 
 // The way reach: an edge serves a Service of the cluster, and the endpoint is on another node. So a conn leads from
-// the edge to the cloud, and on to the other edge. Each edge has its own network, because both write rules for Services.
+// the edge to the cloud, and on to the other edge. Each edge has its own network, because both write rules for
+// Services.
 // The edge that faces the vanishing machine is inside. The other one, with the end of each conn that stays, is far.
 
 const (
@@ -77,11 +78,11 @@ func (tn *tunnel) addCluster(dir, address string, port int, on string) (wrapped 
 		case q.Get("sendInitialEvents") != "": // as an old API server
 			w.WriteHeader(http.StatusUnprocessableEntity)
 		case q.Get("watch") != "": // nothing changes
-			http.NewResponseController(w).Flush() //nolint:errcheck // then the client has gone
+			http.NewResponseController(w).Flush()
 			<-r.Context().Done()
 		default:
 			w.Header().Set("Content-Type", "application/json")
-			json.NewEncoder(w).Encode(list) //nolint:errcheck // likewise
+			json.NewEncoder(w).Encode(list)
 		}
 	}))
 	server.Listener.Close()

@@ -54,10 +54,9 @@ type replica struct {
 	log      *testkit.Log
 	running  *testkit.Running // of writer and mirror
 
-	mu    sync.Mutex        // guards the following
-	at    map[uint16]string // the address of each open port
-	calls []string          // the addresses for which callers were served
-	busy  bool              // ports cannot be opened
+	mu   sync.Mutex        // guards the following
+	at   map[uint16]string // the address of each open port
+	busy bool              // ports cannot be opened
 }
 
 // listener forgets its address when it is closed.

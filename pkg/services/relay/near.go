@@ -388,7 +388,7 @@ type nearConn struct {
 
 // Reset implements tunnel.Resetter.
 func (c *nearConn) Reset() error {
-	c.tcp.SetLinger(0) //nolint:errcheck // it fails only if the conn has ended
+	c.tcp.SetLinger(0)
 	return c.tcp.Close()
 }
 

@@ -83,7 +83,7 @@ type nearSite struct {
 	dialEndpoint func(addr string) (net.Conn, error)
 }
 
-var lanAddr = netip.MustParseAddr("192.168.77.2") //nolint:gochecknoglobals // a constant
+var lanAddr = netip.MustParseAddr("192.168.77.2")
 
 func newNearSite(t *testing.T) *nearSite {
 	t.Helper()
@@ -185,7 +185,7 @@ func TestNear(t *testing.T) {
 	c := s.callers(web4)
 	defer c.Close()
 	go func() {
-		c.Write(sent) //nolint:errcheck // the bytes that come back say that
+		c.Write(sent)
 		c.(*net.TCPConn).CloseWrite()
 	}()
 	if got := testkit.ReadAll(t, c); !slices.Equal(got, sent) {

@@ -148,7 +148,7 @@ func (n *Near) serve(
 	}
 	if err != nil {
 		c.SetLinger(-1) //nolint:errcheck // as above; else the answer could be lost
-		c.Close()
+		c.Close()       //nolint:errcheck // as above
 		return line, 0, 0, err
 	}
 	c.SetDeadline(time.Time{}) //nolint:errcheck // as above
