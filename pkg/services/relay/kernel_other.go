@@ -6,6 +6,7 @@ import (
 	"errors"
 	"log/slog"
 	"syscall"
+	"time"
 )
 
 func newKernel(bool) (kernel, error) {
@@ -22,5 +23,9 @@ func RemoveDNSRules(*slog.Logger) {}
 func Unredirected(_, _ string, _ syscall.RawConn) error { return nil }
 
 func boundSilence(_, _ string, _ syscall.RawConn) error { return nil }
+
+func unboundSilence(syscall.Conn) {}
+
+func resendsOf(syscall.Conn) (ago time.Duration, resends bool) { return 0, false }
 
 func newDNSKernel() kernel { return nil } // newKernel has failed before

@@ -27,15 +27,49 @@ func Unredirected(_, _ string, c syscall.RawConn) error {
 	})
 }
 
-// silence is how long a connection to another edge, or from one, may wait for an acknowledgement. The kernel's default
-// is some 15 minutes.
-const silence = 30 * time.Second
-
-// boundSilence is for net.Dialer.Control and net.ListenConfig.Control: a connection whose peer has vanished ends after
-// silence (TCP_USER_TIMEOUT, which accepted connections inherit).
+// boundSilence is for net.Dialer.Control and net.ListenConfig.Control: a connection to another edge, or from one, ends
+// if sent bytes stay unacknowledged for nearSilence (TCP_USER_TIMEOUT, which accepted connections inherit).
 func boundSilence(_, _ string, c syscall.RawConn) error {
-	return c.Control(func(fd uintptr) {
-		//nolint:errcheck // on failure, only the default of the kernel counts
-		unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(silence.Milliseconds()))
+	return c.Control(func(fd uintptr) { setUserTimeout(fd, nearSilence) })
+}
+
+// unboundSilence undoes boundSilence.
+func unboundSilence(c syscall.Conn) {
+	if raw, err := c.SyscallConn(); err == nil {
+		//nolint:errcheck // it fails only if the connection has ended
+		raw.Control(func(fd uintptr) { setUserTimeout(fd, 0) })
+	}
+}
+
+func setUserTimeout(fd uintptr, d time.Duration) {
+	//nolint:errcheck // on failure, only the default of the kernel counts
+	unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(d.Milliseconds()))
+}
+
+// resendsOf asks the kernel about the acknowledgements of a connection without Multipath TCP (TCP_INFO). resends: the
+// kernel resends, and has no answer since. ago is the time since the last acknowledgement.
+func resendsOf(c syscall.Conn) (ago time.Duration, resends bool) {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return 0, false
+	}
+	//nolint:errcheck // a connection that has ended resends nothing
+	raw.Control(func(fd uintptr) {
+		if info, failed := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); failed == nil {
+			ago, resends = time.Duration(info.Last_ack_recv)*time.Millisecond, isResending(info)
+		}
 	})
+	return ago, resends
+}
+
+// isResending decides for resendsOf.
+func isResending(i *unix.TCPInfo) bool {
+	if i.State == unix.BPF_TCP_CLOSE {
+		return false // the next read or write reports it
+	}
+	// A peer that reads nothing may drop what it has no room for. Then the kernel resends for ever, and each resent
+	// packet has an answer, but no byte of it is acknowledged.
+	unanswered := i.Unacked > 0 && i.Retransmits > 0 && i.Last_data_sent < i.Last_ack_recv
+	// An answer sets Probes to zero. Probes are sent by keepalive or for a closed window.
+	return unanswered || i.Probes > 1
 }

@@ -67,6 +67,7 @@ type Near struct {
 	edge     *Edge
 	log      *slog.Logger
 	grace    time.Duration // how long conns of other edges may go on after Run's ctx is done
+	silence  time.Duration // nearSilence
 	dial     func(ctx context.Context, network, addr string) (net.Conn, error)
 	networks func() []netip.Prefix // of this machine's interfaces
 	listened chan struct{}         // closed by Run when addr is set; nothing is sent
@@ -97,7 +98,8 @@ type nearPeer struct {
 // NewNear returns the module. e and its relay must not run yet.
 func NewNear(e *Edge, cfg NearConfig) *Near {
 	n := &Near{
-		cfg: cfg, relay: e.relay, edge: e, log: e.relay.log, grace: tunnel.GracePeriod, networks: ownNetworks,
+		cfg: cfg, relay: e.relay, edge: e, log: e.relay.log, grace: tunnel.GracePeriod, silence: nearSilence,
+		networks: ownNetworks,
 		dial:     (&net.Dialer{Control: nearControl, KeepAliveConfig: nearKeepAlive()}).DialContext,
 		listened: make(chan struct{}), peers: make(map[string]*nearPeer),
 	}
@@ -106,7 +108,7 @@ func NewNear(e *Edge, cfg NearConfig) *Near {
 	return n
 }
 
-// nearKeepAlive finds a peer that has vanished while nothing is sent.
+// nearKeepAlive finds a peer that has vanished while nothing is sent. nearConn finds the others.
 func nearKeepAlive() net.KeepAliveConfig {
 	return net.KeepAliveConfig{Enable: true, Idle: 10 * time.Second, Interval: 5 * time.Second, Count: 4}
 }
@@ -153,6 +155,8 @@ func (n *Near) reach(ctx context.Context, to way) (c net.Conn, answered bool, er
 		return made, true, nil
 	case refusal.Code == tunnel.Denied: // the other edge knows less than the cloud
 		n.denied.put(to.target(), refusal)
+		return nil, false, nil
+	case refusal.Code == tunnel.Overloaded, refusal.Code == tunnel.Draining: // the next conn may find room
 		return nil, false, nil
 	}
 	return nil, true, refusal
@@ -257,7 +261,7 @@ func (n *Near) linked() []netip.Prefix {
 	return n.onLink
 }
 
-// open asks the edge of a node for a conn to a target. err: the edge cannot be reached, or serves no more conns.
+// open asks the edge of a node for a conn to a target. err: the edge cannot be reached, or its answer makes no sense.
 func (n *Near) open(
 	ctx context.Context, node tunnel.NodeName, addrs []netip.AddrPort, target string,
 ) (c net.Conn, refusal *tunnel.Refusal, err error) {
@@ -273,6 +277,7 @@ func (n *Near) open(
 		err = ctx.Err()
 	}
 	if err == nil && refusal == nil {
+		made.carry()
 		return made, nil, nil
 	}
 	made.Reset() //nolint:errcheck // the conn is given up
@@ -280,7 +285,7 @@ func (n *Near) open(
 		return nil, nil, err
 	}
 	switch refusal.Code {
-	case tunnel.Refused, tunnel.Unreachable, tunnel.Timeout, tunnel.Denied:
+	case tunnel.Refused, tunnel.Unreachable, tunnel.Timeout, tunnel.Denied, tunnel.Overloaded, tunnel.Draining:
 		return nil, refusal, nil
 	}
 	return nil, nil, fmt.Errorf("the edge of node %s: %w", node, refusal)
@@ -343,7 +348,8 @@ func (n *Near) shakeHands(ctx context.Context, node tunnel.NodeName, addr netip.
 		tunnel.Reset(raw)
 		return nil, fmt.Errorf("%s: %w", addr, err)
 	}
-	return &nearConn{c, raw.(*net.TCPConn)}, nil //nolint:forcetypeassert // it dials by "tcp"
+	tcp := raw.(*net.TCPConn) //nolint:forcetypeassert // it dials by "tcp"
+	return &nearConn{Conn: c, tcp: tcp, asked: true, silence: n.silence}, nil
 }
 
 // tls returns what both ends of a TLS connection have in common. The caller sets VerifyConnection.
@@ -379,24 +385,6 @@ func (c wholeTLS) Read(b []byte) (int, error) {
 	}
 	return n, err
 }
-
-// nearConn is a conn between two edges.
-type nearConn struct {
-	*tls.Conn
-	tcp *net.TCPConn
-}
-
-// Reset implements tunnel.Resetter.
-func (c *nearConn) Reset() error {
-	c.tcp.SetLinger(0)
-	return c.tcp.Close()
-}
-
-// SetLinger is for tunnel.ResetOnDeath.
-func (c *nearConn) SetLinger(sec int) error { return c.tcp.SetLinger(sec) }
-
-// SyscallConn implements syscall.Conn: tunnel.Splice asks the kernel about the socket.
-func (c *nearConn) SyscallConn() (syscall.RawConn, error) { return c.tcp.SyscallConn() }
 
 // The edge that connects sends one line, a services.Target. The edge that accepts answers with one line: nearOpened, or
 // the name of a code, a space and a text. After nearOpened, both directions carry the bytes of the conn.

@@ -2,6 +2,7 @@ package relay
 
 import (
 	"context"
+	"errors"
 	"io"
 	"net"
 	"net/netip"
@@ -58,6 +59,144 @@ func TestNearVanishes(t *testing.T) {
 	defer accepted.Close()
 	if timeout, idle := bounded(accepted.(*net.TCPConn)); timeout != 30_000 || idle != 10 {
 		t.Errorf("of edge2: %d ms, %d s", timeout, idle)
+	}
+}
+
+// sockets returns both ends of the only conn to a port of this process.
+func sockets(t *testing.T, port int) (all []int) {
+	t.Helper()
+	portOf := func(sa unix.Sockaddr, err error) int {
+		if at, ok := sa.(*unix.SockaddrInet4); ok && err == nil {
+			return at.Port
+		}
+		return 0
+	}
+	for fd := range 1024 {
+		remote := portOf(unix.Getpeername(fd))
+		if remote != 0 && (remote == port || portOf(unix.Getsockname(fd)) == port) {
+			all = append(all, fd)
+		}
+	}
+	if len(all) != 2 {
+		t.Fatalf("the conn has the sockets %v, want two", all)
+	}
+	return all
+}
+
+// A caller may read nothing for any time, and then gets all bytes: its conn has no bound for acknowledgements, and a
+// peer that does not read is not one that has vanished.
+func TestNearStalls(t *testing.T) {
+	s := makeNearSite(t)
+	s.one.silence, s.two.silence = 300*time.Millisecond, 300*time.Millisecond
+	s.run()
+	target := testkit.NewTarget(t)
+	s.endpoints(func(string) (net.Conn, error) { return net.Dial("tcp", target.Address()) })
+	caller := s.callers(web4)
+	defer caller.Close()
+	end := target.Next(t)
+	sent := testkit.Random(48 << 20) // more than all buffers in between
+	go func() {
+		end.Write(sent)
+		end.CloseWrite()
+	}()
+	if _, err := io.ReadFull(caller, make([]byte, 1)); err != nil {
+		t.Fatal(err)
+	}
+	both := sockets(t, s.two.addr.(*net.TCPAddr).Port)
+	for _, fd := range both {
+		if ms, err := unix.GetsockoptInt(fd, unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT); ms != 0 || err != nil {
+			t.Errorf("a socket of the conn has a bound of %d ms, %v", ms, err)
+		}
+	}
+	testkit.Eventually(t, "the window of edge1 is closed", func() bool {
+		for _, fd := range both {
+			info, err := unix.GetsockoptTCPInfo(fd, unix.IPPROTO_TCP, unix.TCP_INFO)
+			if err == nil && info.Notsent_bytes > 0 && info.Unacked == 0 {
+				return true
+			}
+		}
+		return false
+	})
+	time.Sleep(4 * s.one.silence) // the stall
+	if n, err := io.Copy(io.Discard, caller); n != int64(len(sent)-1) || err != nil {
+		t.Errorf("after a stall, %d of %d bytes come, %v", n, len(sent)-1, err)
+	}
+}
+
+// If the LAN is cut while bytes wait for an acknowledgement, both edges reset the conn, long before the kernel would.
+func TestNearIsCut(t *testing.T) {
+	if !testkit.InOwnNetwork(t) {
+		return
+	}
+	lan := newPod(t, "lan", "192.168.77.1/24", "192.168.77.2/24", "fd00:77::1/64", "fd00:77::2/64")
+	s := makeNearSite(t)
+	s.lan = "192.168.77.2:9443"
+	s.one.silence, s.two.silence = time.Second, time.Second
+	s.one.networks = ownNetworks
+	s.two.cfg.Listen = netip.MustParseAddrPort(s.lan)
+	testkit.Run(t, func(ctx context.Context) error {
+		return onThread(func() error {
+			if err := netns.Set(lan.ns); err != nil {
+				return err
+			}
+			return s.two.Run(ctx)
+		})
+	})
+	<-s.two.listened
+	target := testkit.NewTarget(t)
+	s.endpoints(func(string) (net.Conn, error) { return net.Dial("tcp", target.Address()) })
+	caller := s.callers(web4)
+	defer caller.Close()
+	end := target.Next(t)
+	exchange := func(from, to net.Conn) {
+		t.Helper()
+		if _, err := io.WriteString(from, "x"); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := io.ReadFull(to, make([]byte, 1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	exchange(caller, end)
+	exchange(end, caller)
+	lan.in(func() error {
+		link, err := netlink.LinkByName("eth0")
+		if err != nil {
+			return err
+		}
+		return netlink.LinkSetDown(link)
+	})
+	for _, c := range []net.Conn{caller, end} {
+		c.SetDeadline(time.Now().Add(20 * time.Second)) // less than keepalive takes
+		if _, err := io.WriteString(c, "lost"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for what, c := range map[string]net.Conn{"the caller": caller, "the endpoint": end} {
+		if n, err := c.Read(make([]byte, 1)); !errors.Is(err, syscall.ECONNRESET) {
+			t.Errorf("%s reads %d bytes, %v", what, n, err)
+		}
+	}
+	s.want("one conn", 1, 0)
+}
+
+// A peer that answers has not vanished, even if it takes no bytes.
+func TestIsResending(t *testing.T) {
+	for name, test := range map[string]struct {
+		info unix.TCPInfo
+		want bool
+	}{
+		"idle":               {unix.TCPInfo{Last_ack_recv: 9000, Last_data_sent: 9000}, false},
+		"sent a moment ago":  {unix.TCPInfo{Unacked: 1, Last_ack_recv: 9000}, false},
+		"resends":            {unix.TCPInfo{Unacked: 1, Retransmits: 3, Last_data_sent: 10, Last_ack_recv: 900}, true},
+		"each has an answer": {unix.TCPInfo{Unacked: 1, Retransmits: 3, Last_data_sent: 900, Last_ack_recv: 900}, false},
+		"a probe":            {unix.TCPInfo{Probes: 1, Last_ack_recv: 90_000}, false},
+		"probes":             {unix.TCPInfo{Probes: 2, Last_ack_recv: 90_000}, true},
+		"ended":              {unix.TCPInfo{State: unix.BPF_TCP_CLOSE, Probes: 4}, false},
+	} {
+		if got := isResending(&test.info); got != test.want {
+			t.Errorf("%s: %t, want %t", name, got, test.want)
+		}
 	}
 }
 

@@ -88,10 +88,23 @@ var lanAddr = netip.MustParseAddr("192.168.77.2")
 func newNearSite(t *testing.T) *nearSite {
 	t.Helper()
 	s := makeNearSite(t)
-	s.running = testkit.Run(t, s.two.Run)
+	s.run()
+	return s
+}
+
+// run lets edge2 listen.
+func (s *nearSite) run() {
+	s.t.Helper()
+	s.running = testkit.Run(s.t, s.two.Run)
 	<-s.two.listened
 	s.lan = s.two.addr.String()
-	return s
+}
+
+// cloudReaches makes the cloud reach all endpoints.
+func (s *nearSite) cloudReaches() {
+	s.cloud.mu.Lock()
+	defer s.cloud.mu.Unlock()
+	s.cloud.reach = echo(s.t)
 }
 
 // makeNearSite returns a site whose edge2 does not listen yet.
@@ -466,6 +479,117 @@ func TestNearLimits(t *testing.T) {
 	if all.live() != 0 || len(all.of) != 0 {
 		t.Errorf("%d conns and %d nodes are left", all.live(), len(all.of))
 	}
+}
+
+// An edge that has too many conns of this one still is of this site: the cloud is asked for further conns until
+// that edge has room.
+func TestNearFull(t *testing.T) {
+	s := newNearSite(t)
+	s.cloudReaches()
+	var leaves []func()
+	for range maxNearPerNode {
+		_, leave, err := s.two.callers.enter(t.Context(), "edge1", s.two.knows)
+		if err != nil {
+			t.Fatal(err)
+		}
+		leaves = append(leaves, leave)
+	}
+	wantEcho(t, s.callers(web4))
+	wantEcho(t, s.callers(web4))
+	s.want("edge2 is full", 0, 2)
+	if n := s.two.counts.refused[tunnel.Overloaded].Load(); n != 2 || s.one.counts.failed.Load() != 0 {
+		t.Errorf("edge2 has refused %d, edge1 counts %d failures", n, s.one.counts.failed.Load())
+	}
+	for _, leave := range leaves {
+		leave()
+	}
+	wantEcho(t, s.callers(web4))
+	s.want("edge2 has room", 1, 2)
+}
+
+// After a drain, open conns go on, and the cloud is asked for further ones.
+func TestNearDrains(t *testing.T) {
+	s := newNearSite(t)
+	s.cloudReaches()
+	c := s.callers(web4)
+	fmt.Fprintln(c, "x")
+	if line, err := bufio.NewReader(c).ReadString('\n'); line != "x\n" {
+		t.Fatal(line, err)
+	}
+	s.two.Drain()
+	wantEcho(t, s.callers(web4))
+	s.want("edge2 is drained", 1, 1)
+	if n := s.two.counts.refused[tunnel.Draining].Load(); n != 1 || s.one.counts.failed.Load() != 0 {
+		t.Errorf("edge2 has refused %d, edge1 counts %d failures", n, s.one.counts.failed.Load())
+	}
+	if n := s.two.Conns(); n != 1 {
+		t.Errorf("edge2 has %d conns", n)
+	}
+	wantEcho(t, c)
+	testkit.Eventually(t, "edge2 has no conn", func() bool { return s.two.Conns() == 0 })
+
+	var none *Near
+	none.Drain()
+	if none.Conns() != 0 {
+		t.Error("an edge without the shortcut has conns")
+	}
+}
+
+// The edge that calls knows when all requests have an answer that was handed on. The other edge never says so.
+func TestNearAnswered(t *testing.T) {
+	s := newNearSite(t)
+	target := testkit.NewTarget(t)
+	s.endpoints(func(string) (net.Conn, error) { return net.Dial("tcp", target.Address()) })
+	addrs := []netip.AddrPort{netip.AddrPortFrom(lanAddr, 9443)}
+	made, refusal, err := s.one.open(t.Context(), "edge2", addrs, far4+" TCP 8080")
+	if err != nil || refusal != nil {
+		t.Fatal(refusal, err)
+	}
+	c := made.(*nearConn)
+	defer c.Reset()
+	want := func(when string, moved int64, answered bool) {
+		t.Helper()
+		if n, ok := c.Answered(); n != moved || ok != answered {
+			t.Errorf("%s: %d bytes, answered: %t; want %d, %t", when, n, ok, moved, answered)
+		}
+	}
+	want("at first", 0, false)
+	end := target.Next(t)
+	write := func(to net.Conn, text string) {
+		t.Helper()
+		if _, err := io.WriteString(to, text); err != nil {
+			t.Fatal(err)
+		}
+	}
+	read := func() {
+		t.Helper()
+		if _, err := c.Read(make([]byte, 1)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	write(c, "ab")
+	want("a request", 2, false)
+	write(end, "xy")
+	read()
+	want("before a byte is handed on", 3, false)
+	read()
+	want("before the second byte is handed on", 4, false)
+	reading := make(chan struct{}) // closed when the last Read has returned
+	go func() {
+		defer close(reading)
+		c.Read(make([]byte, 1))
+	}()
+	testkit.Eventually(t, "all is handed on", func() bool { _, ok := c.Answered(); return ok })
+	want("after that", 4, true)
+	other := &nearConn{received: true, passed: true}
+	if _, ok := other.Answered(); ok {
+		t.Error("the edge that has the endpoint says that all requests have an answer")
+	}
+	write(c, "c")
+	want("a further request", 5, false)
+	write(end, "z")
+	<-reading
+	want("with the answer in Read", 6, false)
 }
 
 // At its end, the edge lets conns go on for a while.

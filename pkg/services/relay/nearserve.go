@@ -95,6 +95,21 @@ func (n *Near) Run(ctx context.Context) error {
 	}
 }
 
+// Drain refuses further conns of other edges, which then ask the cloud. Open conns go on. n may be nil.
+func (n *Near) Drain() {
+	if n != nil {
+		n.callers.drain()
+	}
+}
+
+// Conns returns how many conns other edges have here. n may be nil.
+func (n *Near) Conns() int64 {
+	if n == nil {
+		return 0
+	}
+	return int64(n.callers.live())
+}
+
 // nearListenConfig is of a listener for other edges.
 func nearListenConfig() net.ListenConfig {
 	lc := net.ListenConfig{KeepAliveConfig: nearKeepAlive(), Control: boundSilence}
@@ -112,7 +127,7 @@ func (n *Near) accepted(ctx context.Context, raw *listen.Conn) {
 		node, err = n.verify(state)
 		return err
 	}
-	c := &nearConn{tls.Server(wholeTLS{raw}, conf), raw.TCPConn}
+	c := &nearConn{Conn: tls.Server(wholeTLS{raw}, conf), tcp: raw.TCPConn, silence: n.silence}
 	if err := c.HandshakeContext(ctx); err != nil {
 		n.counts.strangers.Add(1)
 		n.log.Debug("a peer has not proven to be the edge of a node", "remote", raw.RemoteAddr(), "err", err)
@@ -152,6 +167,7 @@ func (n *Near) serve(
 		return line, 0, 0, err
 	}
 	c.SetDeadline(time.Time{}) //nolint:errcheck // as above
+	c.carry()
 	sent, received, err = tunnel.Splice(ctx, c, to)
 	return line, sent, received, err
 }
@@ -219,9 +235,10 @@ func (n *Near) dismiss(ctx context.Context) {
 
 // nearCallers are the other edges that have conns here.
 type nearCallers struct {
-	mu    sync.Mutex // guards the following
-	total int
-	of    map[tunnel.NodeName]*nearCaller
+	mu       sync.Mutex // guards the following
+	draining bool       // no further conn begins
+	total    int
+	of       map[tunnel.NodeName]*nearCaller
 }
 
 type nearCaller struct {
@@ -242,6 +259,8 @@ func (a *nearCallers) enter(
 	}
 	caller := a.of[node]
 	switch {
+	case a.draining:
+		return ctx, func() {}, tunnel.Refusef(tunnel.Draining, "this edge takes no further conns")
 	case !knows(node): // under mu, so that dismiss comes before it or finds the conn
 		return ctx, func() {}, tunnel.Refusef(tunnel.Denied,
 			"node %s is not known here as one whose edge serves Services", node)
@@ -268,6 +287,13 @@ func (a *nearCallers) leave(node tunnel.NodeName, caller *nearCaller) {
 	if a.of[node] == caller {
 		delete(a.of, node)
 	}
+}
+
+// drain refuses further conns.
+func (a *nearCallers) drain() {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	a.draining = true
 }
 
 // dismiss ends the conns of nodes that are not known.
