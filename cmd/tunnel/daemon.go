@@ -39,6 +39,7 @@ type daemon struct {
 	level     *slog.LevelVar
 	api       *api.Server              // answers an operator's commands on socket
 	live      func() []*tunnel.Session // sessions; nil: not known
+	site      sharedSite               // nil: other edges do not connect here
 	handlers  map[string]http.Handler  // further paths of socket, by their pattern
 	place                              // of this process, see restart.go
 	drained   atomic.Bool              // by tunnel drain
@@ -329,13 +330,21 @@ func (d *daemon) tellDraining(stopped <-chan struct{}) {
 	}
 }
 
+// sharedSite is a *relay.Near: it serves conns that have no session.
+type sharedSite interface {
+	Conns() int64
+	Drain() // refuses further conns
+}
+
 // conns returns how many conns are open or being dialled.
 func (d *daemon) conns() (n int64) {
-	if d.live == nil {
-		return 0
+	if d.live != nil {
+		for _, s := range d.live() {
+			n += s.Conns.Load()
+		}
 	}
-	for _, s := range d.live() {
-		n += s.Conns.Load()
+	if d.site != nil {
+		n += d.site.Conns()
 	}
 	return n
 }

@@ -41,6 +41,9 @@ func (r *restarter) drain(ctx context.Context, stops bool) (*drained, error) {
 		if r.client != nil {
 			r.client.Drain()
 		}
+		if r.daemon.site != nil {
+			r.daemon.site.Drain()
+		}
 		if r.edges != nil && !stops { // a stop does the rest
 			r.edges.Leave(ctx)
 			r.daemon.sockets.Close(listen.Callers)

@@ -175,6 +175,7 @@ func wireEdge(e *conf.Edge, log *slog.Logger, at place) (*edgeWiring, error) {
 		collectors = append(collectors, w.services.Collector())
 	}
 	if w.near != nil {
+		w.site = w.near
 		w.add(w.near, nil, e.Services.Near.String())
 	}
 	if w.names != nil {

@@ -108,6 +108,21 @@ func TestEdgesOfOneSite(t *testing.T) {
 	if out := o.want(exitOK, "status", "-o", "wide", "-c", o.edge); !strings.Contains(out, "services-near") {
 		t.Errorf("the status does not show the shortcut:\n%s", out)
 	}
+	if out := o.want(exitOK, "drain", "-c", o.edge); !strings.Contains(out, "drained; 0 conns go on") {
+		t.Errorf("drain says %s", out)
+	}
+	c, err := tls.Dial("tcp", near, &tls.Config{
+		Certificates: []tls.Certificate{pair}, NextProtos: []string{"tunnel-near/1"},
+		InsecureSkipVerify: true, //nolint:gosec // as above
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	fmt.Fprintln(c, "endpoint/shop/web/web-a/10.88.2.5 TCP 8080")
+	if got, err := io.ReadAll(c); !strings.HasPrefix(string(got), "draining ") {
+		t.Errorf("after a drain: %q, %v", got, err)
+	}
 }
 
 // The network of pods tells the relay of Services to which networks it has routes, if there is a relay.

@@ -95,20 +95,11 @@ func (n *Near) Run(ctx context.Context) error {
 	}
 }
 
-// Drain refuses further conns of other edges, which then ask the cloud. Open conns go on. n may be nil.
-func (n *Near) Drain() {
-	if n != nil {
-		n.callers.drain()
-	}
-}
+// Drain refuses further conns of other edges, which then ask the cloud. Open conns go on.
+func (n *Near) Drain() { n.callers.drain() }
 
-// Conns returns how many conns other edges have here. n may be nil.
-func (n *Near) Conns() int64 {
-	if n == nil {
-		return 0
-	}
-	return int64(n.callers.live())
-}
+// Conns returns how many conns other edges have here.
+func (n *Near) Conns() int64 { return int64(n.callers.live()) }
 
 // nearListenConfig is of a listener for other edges.
 func nearListenConfig() net.ListenConfig {
