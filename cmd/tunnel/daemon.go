@@ -200,9 +200,10 @@ func (d *daemon) run(ctx context.Context) error {
 			cancel(err)
 		}
 	})
-	running, stopModules := context.WithCancel(context.WithoutCancel(ctx))
-	defer stopModules()
+	running, stopModules := context.WithCancelCause(context.WithoutCancel(ctx))
+	defer stopModules(nil)
 	leaving := context.AfterFunc(ctx, func() {
+		asked := time.Now()
 		// Any other cause is a failure, which leaves no time to drain.
 		if d.endRestart != nil {
 			d.endRestart()
@@ -211,7 +212,7 @@ func (d *daemon) run(ctx context.Context) error {
 		if d.leave != nil && !d.hasLeft() && stops {
 			d.leave(running)
 		}
-		stopModules()
+		stopModules(tunnel.Stopping{Since: asked})
 	})
 	defer leaving()
 	stopped, told := make(chan struct{}), make(chan struct{}) // both are only closed
@@ -219,7 +220,7 @@ func (d *daemon) run(ctx context.Context) error {
 		defer close(told)
 		select {
 		case <-running.Done():
-			d.tellDraining(stopped)
+			d.tellDraining(tunnel.GraceLeft(running, tunnel.GracePeriod), stopped)
 		case <-stopped:
 		}
 	}()
@@ -314,11 +315,11 @@ func (d *daemon) notReady() error {
 // tellInterval is how often the log tells how many conns are left.
 const tellInterval = 5 * time.Second
 
-// tellDraining logs how many conns are left and how long they may take, until all modules have stopped.
-func (d *daemon) tellDraining(stopped <-chan struct{}) {
+// tellDraining logs how many conns are left and how long they may take, at first left, until all modules have stopped.
+func (d *daemon) tellDraining(left time.Duration, stopped <-chan struct{}) {
 	ticker := time.NewTicker(tellInterval)
 	defer ticker.Stop()
-	for left := tunnel.GracePeriod; left > 0; left -= tellInterval {
+	for ; left > 0; left -= tellInterval {
 		if n := d.conns(); n > 0 {
 			d.log.Info(fmt.Sprintf("draining: %d conns, up to %d s", n, int(left.Seconds())))
 		}

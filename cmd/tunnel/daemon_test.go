@@ -133,6 +133,49 @@ func (s slow) Run(ctx context.Context) error {
 	return nil
 }
 
+// graced is a module whose conns go on for the grace period.
+type graced struct{}
+
+func (graced) Name() string { return "graced" }
+
+func (graced) Run(ctx context.Context) error {
+	conns, end := tunnel.Grace(ctx, tunnel.GracePeriod)
+	defer end()
+	<-conns.Done()
+	return nil
+}
+
+// TestLeavingIsPartOfTheGracePeriod: what a process does between the request to stop and the end of its modules'
+// contexts does not make the stop longer.
+func TestLeavingIsPartOfTheGracePeriod(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log testkit.Log
+		session := new(tunnel.Session)
+		session.Conns.Store(1)
+		d := &daemon{
+			mode: "cloud", log: slog.New(slog.NewTextHandler(&log, nil)),
+			live:  func() []*tunnel.Session { return []*tunnel.Session{session} },
+			leave: func(context.Context) { time.Sleep(12 * time.Second) },
+		}
+		d.add(graced{}, nil)
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- d.run(ctx) }()
+		time.Sleep(time.Minute)
+		start := time.Now()
+		cancel()
+		if err := <-done; err != nil {
+			t.Error(err)
+		}
+		if took := time.Since(start); took != tunnel.GracePeriod {
+			t.Errorf("the stop took %s, want %s", took, tunnel.GracePeriod)
+		}
+		if len(log.Lines("draining: 1 conns, up to 13 s")) != 1 {
+			t.Errorf("the log is\n%s", &log)
+		}
+	})
+}
+
 // TestDrainingIsTold: the log says how many conns are left, and how long they may take.
 func TestDrainingIsTold(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

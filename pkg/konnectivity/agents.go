@@ -151,7 +151,7 @@ func (a *Agents) Run(ctx context.Context) error {
 		a.mu.Unlock()
 		strangers.Close() // no new agents; live streams go on
 		<-served          //nolint:errcheck // Close is the reason
-		a.drain()
+		a.drain(ctx)
 	}
 	for _, l := range a.links() {
 		l.end(status.Error(codes.Unavailable, "this replica is stopping"))
@@ -204,8 +204,8 @@ func (a *Agents) links() []*agentLink {
 }
 
 // drain waits until no conn is left, at most for the grace period.
-func (a *Agents) drain() {
-	late := time.After(a.grace)
+func (a *Agents) drain(ctx context.Context) {
+	late := time.After(tunnel.GraceLeft(ctx, a.grace))
 	for {
 		if !slices.ContainsFunc(a.links(), func(l *agentLink) bool { return l.session.Conns.Load() > 0 }) {
 			return

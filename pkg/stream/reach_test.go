@@ -619,12 +619,14 @@ func TestReachEndsAtAQuietMoment(t *testing.T) {
 	for name, test := range map[string]struct {
 		near     bool // the cloud itself has the target
 		waits    bool // the last bytes are a request
+		leaves   bool // the cloud leaves before it stops, for as long as it may
 		earliest time.Duration
 		latest   time.Duration
 	}{
-		"an answered request":                       {false, false, 15 * time.Second, 23 * time.Second},
-		"a request that waits":                      {false, true, 25 * time.Second, 25 * time.Second},
-		"a request that waits for the cloud's side": {true, true, 25 * time.Second, 25 * time.Second},
+		"an answered request":                            {false, false, false, 15 * time.Second, 23 * time.Second},
+		"an answered request, and the edges do not move": {false, false, true, 15 * time.Second, 23 * time.Second},
+		"a request that waits":                           {false, true, false, 25 * time.Second, 25 * time.Second},
+		"a request that waits for the cloud's side":      {true, true, false, 25 * time.Second, 25 * time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
 			var target net.Conn
@@ -652,6 +654,9 @@ func TestReachEndsAtAQuietMoment(t *testing.T) {
 				}
 				time.Sleep(7 * time.Second) // Splice has looked once before
 				start := time.Now()
+				if test.leaves {
+					r.server.Leave(t.Context())
+				}
 				r.running.Cancel()
 				_, err = c.Read(make([]byte, 1))
 				wantErr(t, "the caller's read", err, syscall.ECONNRESET)
@@ -661,6 +666,9 @@ func TestReachEndsAtAQuietMoment(t *testing.T) {
 				r.running.Stop()
 			}, func(cfg *ServerConfig) {
 				cfg.Grace = tunnel.GracePeriod
+				if test.leaves {
+					cfg.Replicas = slowOthers{leavingOthers{&others{id: uuid.NewString()}, func() {}}}
+				}
 				cfg.Reach = func(ctx context.Context, _ *ReachRequest) (net.Conn, error) {
 					if test.near {
 						return target, nil

@@ -392,6 +392,14 @@ func (o leavingOthers) ID() string {
 
 func (leavingOthers) Joined() []string { return []string{"another replica"} }
 
+// slowOthers never have the nodes of the server that leaves.
+type slowOthers struct{ leavingOthers }
+
+func (slowOthers) NodesMoved(ctx context.Context) int {
+	<-ctx.Done()
+	return 1
+}
+
 // A server that leaves while an edge joins tells the edge so only after the hello, which is the first
 // message of every session.
 func TestDrainFollowsTheHello(t *testing.T) {

@@ -202,7 +202,7 @@ func (s *Server) Run(ctx context.Context) error {
 		return err
 	}
 	var endSplices context.CancelFunc
-	s.splices, endSplices = tunnel.Grace(ctx, s.cfg.Grace)
+	s.splices, endSplices = tunnel.GraceFunc(ctx, s.grace)
 	defer endSplices()
 	addr := listeners[0].Addr()
 	s.addr.Store(&addr)
@@ -218,7 +218,6 @@ func (s *Server) Run(ctx context.Context) error {
 		<-ctx.Done()
 		s.stopping.Store(true)
 		s.draining.Store(true)
-		time.AfterFunc(s.grace(), endSplices)
 		s.drain()
 		stop(servers.all()...)
 	}()

@@ -2,6 +2,7 @@ package tunnel
 
 import (
 	"context"
+	"errors"
 	"sync/atomic"
 	"time"
 )
@@ -31,13 +32,39 @@ func (g *graceEnd) left(now time.Time) (left time.Duration, ok bool) {
 	return time.Duration(at - now.UnixNano()), at != 0
 }
 
+// Stopping is the cause of a context's end if the process was asked to stop before that. The time in between is part of
+// the grace period, because Kubernetes' 30 s begin with it.
+type Stopping struct{ Since time.Time }
+
+// Error implements error.
+func (Stopping) Error() string { return context.Canceled.Error() }
+
+// Unwrap says that nothing has failed.
+func (Stopping) Unwrap() error { return context.Canceled }
+
+// GraceLeft returns how long a grace period of d still lasts when ctx is done.
+func GraceLeft(ctx context.Context, d time.Duration) time.Duration {
+	if s, ok := errors.AsType[Stopping](context.Cause(ctx)); ok {
+		return max(0, d-time.Since(s.Since))
+	}
+	return d
+}
+
 // Grace returns a context for work that may outlive ctx. The returned context has the
-// values of ctx. It is done d after ctx is done, or when cancel is called. In the last quietTime
+// values of ctx. It is done d after ctx is done, see also Stopping, or when cancel is called. In the last quietTime
 // before that, Splice ends the connections that are silent, see watchdog.look.
 func Grace(ctx context.Context, d time.Duration) (graced context.Context, cancel context.CancelFunc) {
+	return GraceFunc(ctx, func() time.Duration { return GraceLeft(ctx, d) })
+}
+
+// GraceFunc is Grace with a duration that is known only when ctx is done. Then left returns it.
+func GraceFunc(
+	ctx context.Context, left func() time.Duration,
+) (graced context.Context, cancel context.CancelFunc) {
 	end := new(graceEnd)
 	graced, cancelCtx := context.WithCancel(context.WithValue(context.WithoutCancel(ctx), graceKey{}, end))
 	stop := context.AfterFunc(ctx, func() {
+		d := left()
 		end.at.Store(time.Now().Add(d).UnixNano())
 		select {
 		case <-time.After(d):

@@ -25,19 +25,24 @@ func TestQuietEnd(t *testing.T) {
 	for _, test := range []struct {
 		name     string
 		pending  bool
+		before   time.Duration // how long ago the process was asked to stop, when its context ends
 		interval time.Duration // between two answers; 0: there is none
 		earliest time.Duration // when the conn may end, after the process was asked to stop
 		latest   time.Duration
 	}{
-		{"silent", false, 0, 15 * time.Second, 23 * time.Second},
-		{"a request every 2 s", false, 2 * time.Second, 15 * time.Second, 24 * time.Second},
-		{"a request that waits for its answer", true, 0, 25 * time.Second, 25 * time.Second},
-		{"a request every 50 ms", false, 50 * time.Millisecond, 25 * time.Second, 25 * time.Second},
+		{"silent", false, 0, 0, 15 * time.Second, 23 * time.Second},
+		{"silent, after leaving", false, 12 * time.Second, 0, 15 * time.Second, 23 * time.Second},
+		{"a request every 2 s", false, 0, 2 * time.Second, 15 * time.Second, 24 * time.Second},
+		{"a request that waits for its answer", true, 0, 0, 25 * time.Second, 25 * time.Second},
+		{"a request that waits, after leaving", true, 12 * time.Second, 0, 25 * time.Second, 25 * time.Second},
+		{"a request every 50 ms", false, 0, 50 * time.Millisecond, 25 * time.Second, 25 * time.Second},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				process, stop := context.WithCancel(t.Context())
-				defer stop()
+				daemon, stop := context.WithCancelCause(t.Context())
+				defer stop(nil)
+				process, end := context.WithCancel(daemon) // as an errgroup derives it
+				defer end()
 				ctx, cancel := Grace(process, GracePeriod)
 				defer cancel()
 				_, a := net.Pipe()
@@ -45,8 +50,8 @@ func TestQuietEnd(t *testing.T) {
 				target := &movingConn{Conn: b, pending: test.pending}
 				done := splice(t, ctx, a, target)
 				time.Sleep(7 * time.Second) // Splice has looked once before
-				stop()
-				stopped := time.Now()
+				stopped := time.Now().Add(-test.before)
+				stop(Stopping{Since: stopped})
 				var answered time.Time
 				if test.interval > 0 {
 					ticker := time.NewTicker(test.interval)
