@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
 	"slices"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -115,8 +116,10 @@ type cloudWiring struct {
 	services    *hub.Hub // what edges are told of the cluster's Services; nil: nothing
 	// anyEndpoint permits every address but those of metadata services. It dials endpoints that are on no edge node.
 	anyEndpoint *auth.Policy
-	datagrams   *udp.Edge     // sends datagrams to these endpoints
-	udp         *udp.Counters // of the front door, and of datagrams
+	// mayDial refuses endpoints to callers of the mirror; nil: there is no mirror.
+	mayDial   func(ctx context.Context, at netip.AddrPort) error
+	datagrams *udp.Edge     // sends datagrams to these endpoints
+	udp       *udp.Counters // of the front door, and of datagrams
 
 	collectors []prometheus.Collector // of the modules
 	trail      tunnel.Trail           // of the audit and of refusals, for all but front doors; nil: off

@@ -19,6 +19,7 @@ func (w *cloudWiring) addMirror() {
 		Objects: objects, Owner: c.Namespace, First: c.First, Last: c.Last, Namespaces: w.conf.Services.Namespaces,
 		Serve: w.doors.egress.Serve, Sockets: w.sockets, Counters: w.counters, Log: w.log,
 	})
+	w.mayDial = m.MayDial
 	w.add(m, m.Ready)
 	w.addWriter(mirror.NewWriter(m, client.Lease(c.Namespace, kube.MirrorLease, c.Identity, w.log)))
 }

@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"context"
 	"net"
+	"net/netip"
 	"slices"
 	"strconv"
 	"time"
@@ -98,7 +99,7 @@ func (w *cloudWiring) endpoints(addr string) (found []egress.Endpoint, err error
 	for _, e := range all {
 		to := egress.Endpoint{Addr: e.Addr.String(), Node: e.Node}
 		if e.Cloud && !w.reach.Holds(e.Node) {
-			to.Dial = func(ctx context.Context) (net.Conn, error) { return w.anyEndpoint.Dial(ctx, "tcp", to.Addr) }
+			to.Dial = func(ctx context.Context) (net.Conn, error) { return w.dialEndpoint(ctx, e.Addr) }
 		}
 		found = append(found, to)
 	}
@@ -106,6 +107,16 @@ func (w *cloudWiring) endpoints(addr string) (found []egress.Endpoint, err error
 		return cmp.Compare(w.distance(a), w.distance(b))
 	})
 	return found, err
+}
+
+// dialEndpoint dials an endpoint for a caller of the egress front door.
+func (w *cloudWiring) dialEndpoint(ctx context.Context, at netip.AddrPort) (net.Conn, error) {
+	if w.mayDial != nil {
+		if err := w.mayDial(ctx, at); err != nil {
+			return nil, err
+		}
+	}
+	return w.anyEndpoint.Dial(ctx, "tcp", at.String())
 }
 
 // distance returns 0 if this replica dials the endpoint or holds the session of its node; else 1.

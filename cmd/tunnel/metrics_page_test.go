@@ -182,7 +182,8 @@ servername = "tunnel"
 [mode.cloud.stream.dns]
 listen = "127.0.0.1:5353"
 `},
-		{"Egress", "A cloud has these metrics if `grpc` or `httpconnect` in `[mode.cloud.egress]` is set.",
+		{"Egress", "A cloud has these metrics if `grpc` or `httpconnect` in `[mode.cloud.egress]` is set, " +
+			"or if it has the table `[mode.cloud.services.mirror]`.",
 			plainEgress},
 		{"Egress with Kubernetes", "A cloud has this metric if `kubernetes` in `[mode.cloud.egress]` is true.",
 			plainEgress + "kubernetes = true\n"},

@@ -33,6 +33,8 @@ const (
 	LimitFlows                            // flows of a UDP port, or of an edge, at once
 	LimitFlowsPerAddress                  // flows of a UDP port at once, of one source
 	LimitProxyHeader                      // connections of balancers whose PROXY header has not come, and its time
+	LimitMirror                           // connections to the ports of twins
+	LimitMirrorPerAddress                 // the connections that LimitMirror counts, of one address
 	numLimits                             // the number of limits
 )
 
@@ -63,6 +65,8 @@ var limitNames = [numLimits]string{
 	LimitFlows:               "flows",
 	LimitFlowsPerAddress:     "flowsperaddress",
 	LimitProxyHeader:         "proxyheader",
+	LimitMirror:              "mirror",
+	LimitMirrorPerAddress:    "mirrorperaddress",
 }
 
 // Limits lists every limit.

@@ -22,6 +22,8 @@
 //
 // Users may change a twin, as they may change the original. Few users may change EndpointSlices. Therefore no port is
 // read from the twin. If two EndpointSlices claim one port, the older one counts.
+//
+// Nobody authenticates callers. callers.go bounds them, and refuses to dial a port of a twin for a caller of a twin.
 package mirror
 
 import (
@@ -31,6 +33,7 @@ import (
 	"log/slog"
 	"maps"
 	"net"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -62,7 +65,7 @@ type Config struct {
 	// ends at the latest.
 	Serve    func(ctx context.Context, c net.Conn, addr string)
 	Sockets  *listen.Sockets  // opens the listeners; nil: nobody can take them over
-	Counters *tunnel.Counters // counts panics
+	Counters *tunnel.Counters // counts panics, and limits that are reached
 	Log      *slog.Logger
 }
 
@@ -73,6 +76,10 @@ type Mirror struct {
 	log    *slog.Logger
 	grace  time.Duration // how long conns may go on after Run's ctx is done
 	listen func(ctx context.Context, port uint16) (net.Listener, error)
+
+	callers  callers
+	warnFull tunnel.Limiter                      // of log lines about connections that are reset
+	replicas atomic.Pointer[map[netip.Addr]bool] // the addresses of the replicas; nil: not known yet
 
 	doors map[uint16]*door // owned by Run
 
@@ -98,7 +105,8 @@ func New(cfg Config) *Mirror {
 	}
 	m := &Mirror{
 		cfg: cfg, log: cfg.Log.With("module", "mirror"), grace: tunnel.GracePeriod,
-		doors: make(map[uint16]*door), freed: make(map[uint16]time.Time),
+		callers: callers{max: maxConns, maxPerAddress: maxConnsPerAddress},
+		doors:   make(map[uint16]*door), freed: make(map[uint16]time.Time),
 	}
 	m.listen = func(ctx context.Context, port uint16) (net.Listener, error) {
 		addr := ":" + strconv.Itoa(int(port))
@@ -139,7 +147,7 @@ const openAgain = 5 * time.Second
 
 // Run serves the ports of twins until ctx is done. Then it closes them, and conns may go on for tunnel.GracePeriod.
 func (m *Mirror) Run(ctx context.Context) error {
-	conns, endConns := tunnel.Grace(ctx, m.grace)
+	conns, endConns := tunnel.Grace(context.WithValue(ctx, callerKey{}, true), m.grace)
 	defer endConns()
 	var running sync.WaitGroup
 	defer running.Wait()
@@ -172,6 +180,7 @@ func (m *Mirror) Run(ctx context.Context) error {
 // open opens and closes ports, so that those of v are open. It calls start for each that is new.
 func (m *Mirror) open(ctx context.Context, v kube.MirrorView, start func(*door)) error {
 	m.track(v.Slices)
+	m.know(v.Replicas)
 	originals, _ := m.cfg.originals(v)
 	wanted := m.cfg.routes(v, originals)
 	for port, d := range m.doors {
@@ -236,7 +245,13 @@ func (m *Mirror) accept(conns context.Context, d *door, running *sync.WaitGroup)
 			}
 			return
 		}
+		from := listen.AddrOf(c.RemoteAddr())
+		if limit, full := m.callers.enter(from); full {
+			m.reset(c, d, limit)
+			continue
+		}
 		running.Go(func() {
+			defer m.callers.leave(from)
 			serve := func() error { m.cfg.Serve(conns, c, *d.addr.Load()); return nil }
 			if tunnel.Guard(m.log, m.cfg.Counters, "the connection ends", serve) != nil {
 				tunnel.Reset(c)

@@ -393,6 +393,28 @@ func TestForeignService(t *testing.T) {
 	a.target("shop", "web-tunnel", 81)
 }
 
+// An EndpointSlice that this cloud has not made is never touched. The log names it, and not the Service.
+func TestForeignSlice(t *testing.T) {
+	a := newAPIServer(t)
+	a.replicas("10.0.0.1")
+	a.put("endpointslices", "shop", "web-tunnel-ipv4", `{"metadata": {"labels": {
+		"kubernetes.io/service-name": "web-tunnel"}}, "addressType": "IPv4", "endpoints": [], "ports": []}`)
+	r := start(t, a, true, nil)
+	a.mirrored("shop", "web", "true", 80)
+	testkit.Eventually(t, "the log says so", func() bool {
+		return len(r.log.Lines("level=WARN", "target=shop/web",
+			"the EndpointSlice web-tunnel-ipv4 exists, and this cloud has not made it")) == 1
+	})
+	if len(r.log.Lines("the Service web-tunnel")) != 0 {
+		t.Errorf("the log is\n%s", r.log)
+	}
+	a.remove("endpointslices", "shop", "web-tunnel-ipv4")
+	a.mirrored("shop", "web", "true", 81)
+	testkit.Eventually(t, "the twin is complete", func() bool {
+		return a.endpoints("shop", "web-tunnel-ipv4") == "10.0.0.1"
+	})
+}
+
 // A replica that is gone leaves the EndpointSlices. Another leader goes on, with the same ports.
 func TestReplicaLeaves(t *testing.T) {
 	a := newAPIServer(t)

@@ -174,8 +174,12 @@ func (t *term) reconcile(ctx context.Context) (problems map[string]string, err e
 			failed = t.update(ctx, v, o, twin, ports[key])
 		}
 		if errors.Is(failed, kube.ErrTaken) {
-			problems[o.Key()] = fmt.Sprintf("the Service %s exists, and this cloud has not made it: remove it, or write "+
-				"another name as value of the annotation %s", o.twin, Annotation)
+			taken := "the Service " + o.twin
+			if slice, ok := errors.AsType[takenSlice](failed); ok {
+				taken = slice.String()
+			}
+			problems[o.Key()] = fmt.Sprintf("%s exists, and this cloud has not made it: remove it, or write "+
+				"another name as value of the annotation %s", taken, Annotation)
 			continue
 		}
 		err = errors.Join(err, unlessConflict(failed))
@@ -197,6 +201,17 @@ func (t *term) update(
 	}
 	return errors.Join(unlessConflict(failed), t.writeSlices(ctx, v, twin, ports))
 }
+
+// takenSlice is the error for an EndpointSlice that exists, and that this cloud has not made. Its value is the name.
+type takenSlice string
+
+func (s takenSlice) String() string { return "the EndpointSlice " + string(s) }
+
+// Error implements error.
+func (s takenSlice) Error() string { return s.String() + ": " + kube.ErrTaken.Error() }
+
+// Unwrap returns the error of package kube.
+func (takenSlice) Unwrap() error { return kube.ErrTaken }
 
 // unlessConflict returns err, or nil if another writer was faster: the watch is about to tell what has changed.
 func unlessConflict(err error) error {
@@ -322,6 +337,9 @@ func (t *term) writeSlices(
 			failed = objects.CreateSlice(ctx, kube.Slice{Family: family, Ports: targets, Object: kube.Object{
 				Namespace: twin.Namespace, Name: name, Labels: map[string]string{labelOf: twin.Labels[labelOf]},
 			}}, twin)
+			if errors.Is(failed, kube.ErrTaken) {
+				failed = takenSlice(name)
+			}
 		case v.Slices[i].Owner != twin.UID:
 			failed = objects.DeleteSlice(ctx, v.Slices[i])
 		case !slices.Equal(v.Slices[i].Ports, targets) || !slices.Equal(v.Slices[i].Endpoints, replicas[family]):
