@@ -454,7 +454,7 @@ func TestReachGivesUp(t *testing.T) {
 		"the edge's end":    func(func()) { e.client.Session().Close(errors.New("cut by the test")) },
 		"a cut, far and up": func(func()) { e.client.Session().Link.(*edgeSession).own.Close() },
 	} {
-		r.eventually("there is a session", func() bool { return e.client.Ready() == nil && r.dir.Holds("edge1") })
+		before := e.client.Session()
 		ctx, cancel := context.WithCancel(t.Context())
 		result := make(chan error, 1)
 		go func() {
@@ -468,6 +468,13 @@ func TestReachGivesUp(t *testing.T) {
 		}
 		<-ended
 		cancel()
+		if name == "the caller" {
+			continue
+		}
+		r.eventually("there is another session, at both ends", func() bool {
+			edge, cloud := e.client.Session(), r.dir.Lookup("edge1")
+			return edge != nil && edge != before && cloud != nil && cloud.ID == edge.ID
+		})
 	}
 	r.idle(e)
 }
