@@ -67,7 +67,8 @@ type reloaded struct {
 // newReloader returns the reloader of a daemon that runs with these settings.
 func newReloader(d *daemon, running conf.Settings, hangups <-chan os.Signal, stop context.CancelFunc) *reloader {
 	return &reloader{
-		mode: d.mode, log: d.log, running: running, hangups: hangups, stop: stop, terminal: hasTerminal(), drained: &d.drained,
+		mode: d.mode, log: d.log, running: running, hangups: hangups, stop: stop, terminal: hasTerminal(),
+		drained: &d.drained,
 	}
 }
 

@@ -60,8 +60,8 @@ func (s *cloudSession) follow(older *cloudSession) {
 }
 
 // lastAlive returns the newest session before s that has not ended; nil: none. It makes that one the predecessor of s,
-// so that nothing keeps the ended ones in between. Their timers stop: that of s ends the new predecessor. If s has none,
-// the cloud has told all of them to move, and their edges end them.
+// so that nothing keeps the ended ones in between. Their timers stop: that of s ends the new predecessor. If s has
+// none, the cloud has told all of them to move, and their edges end them.
 func (s *cloudSession) lastAlive() *cloudSession {
 	for {
 		older := s.predecessor.Load()

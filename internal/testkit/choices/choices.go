@@ -38,8 +38,8 @@ func Places(list []services.Named, port *services.Port) []string {
 }
 
 // row is the short form of a Case. The tables of this package consist of rows, and fill adds the defaults. Each Service
-// gets the ClusterIPs 10.96.0.1 and fd00:96::1. A Service without ports gets the port http. The default node is node1 in
-// zone a.
+// gets the ClusterIPs 10.96.0.1 and fd00:96::1. A Service without ports gets the port http. The default node is node1
+// in zone a.
 type row struct {
 	name      string
 	svc       *services.Service

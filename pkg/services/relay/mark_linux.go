@@ -36,7 +36,6 @@ func boundSilence(_, _ string, c syscall.RawConn) error {
 // unboundSilence undoes boundSilence.
 func unboundSilence(c syscall.Conn) {
 	if raw, err := c.SyscallConn(); err == nil {
-		//nolint:errcheck // it fails only if the connection has ended
 		raw.Control(func(fd uintptr) { setUserTimeout(fd, 0) })
 	}
 }
@@ -53,7 +52,6 @@ func resendsOf(c syscall.Conn) (ago time.Duration, resends bool) {
 	if err != nil {
 		return 0, false
 	}
-	//nolint:errcheck // a connection that has ended resends nothing
 	raw.Control(func(fd uintptr) {
 		if info, failed := unix.GetsockoptTCPInfo(int(fd), unix.IPPROTO_TCP, unix.TCP_INFO); failed == nil {
 			ago, resends = time.Duration(info.Last_ack_recv)*time.Millisecond, isResending(info)
