@@ -98,7 +98,7 @@ func newTargets(t *testing.T, ca *auth.CA) *targets {
 		TLSConfig: &tls.Config{MinVersion: tls.VersionTLS12, Certificates: []tls.Certificate{pair}},
 		// The front door keeps an idle conn to a kubelet for half a minute, which is
 		// meant. Here such a conn ends soon, so that the baseline can be seen.
-		ReadHeaderTimeout: 6 * time.Second, // a busy machine takes two
+		ReadHeaderTimeout: 6 * time.Second,            // a busy machine takes two
 		ErrorLog:          log.New(io.Discard, "", 0), // clients that go in the middle of a handshake
 	}
 	server.SetKeepAlivesEnabled(false)
