@@ -219,7 +219,7 @@ func (e *Edge) check(r *report) {
 	r.ports(listeners)
 }
 
-// checkNear checks the settings of the shortcut between edges of one site.
+// checkNear checks the keys near and nearca: how edges of one site reach each other without the cloud.
 func (e *Edge) checkNear(r *report) {
 	const t = edgeTablePrefix + "services."
 	if !e.Services.Near.IsValid() {

@@ -209,7 +209,7 @@ func TestWatchServices(t *testing.T) {
 	}
 }
 
-// endedSession is a cloud where a session ends while joinedNodes looks at the nodes: Connected still has the node.
+// endedSession is a cloud whose session with node has just ended. Connected was read before and still lists the node.
 type endedSession struct {
 	everywhere
 	node tunnel.NodeName

@@ -356,8 +356,8 @@ func (s brittleSink) Delete(p services.Path) {
 	s.sink.Delete(p)
 }
 
-// An object that causes a panic ends neither the process nor the work on other objects, whether it comes in a list or
-// as an event.
+// The code panics for one object of a list, and for one that comes as an event. The process goes on, and all other
+// objects are handled.
 func TestServicesPanic(t *testing.T) {
 	ctx, cancel := context.WithCancel(t.Context())
 	events := make(chan string) // of slices

@@ -41,7 +41,7 @@ func accepted(ln net.Listener) <-chan error {
 	return result
 }
 
-// acceptWaits reports whether a goroutine of accepted waits for a connection.
+// acceptWaits reports whether the goroutine that accepted has started is blocked in Accept.
 func acceptWaits() bool {
 	stacks := make([]byte, 1<<20)
 	for one := range strings.SplitSeq(string(stacks[:runtime.Stack(stacks, true)]), "\n\n") {

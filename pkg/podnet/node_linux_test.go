@@ -438,7 +438,7 @@ func TestBandwidth(t *testing.T) {
 		install(t, n, "bandwidth", "1.0.0")
 		look("", true)
 	})
-	// A pod with limits needs bandwidth when the runtime removes it.
+	// The plugin bandwidth stays in the list while pods run: only its DEL removes the links of a pod with limits.
 	n.cfg.Bandwidth = false
 	k.hold(-1)
 	runs(t, n, func(t *testing.T) {

@@ -345,8 +345,9 @@ func TestPackagedUnit(t *testing.T) {
 	}
 }
 
-// A removal says what stays of the network of the pods, if an edge has written a network configuration, and which rules
-// stay, if an edge has kept a state of Services. An upgrade does not.
+// When somebody removes the package, it prints what it leaves on the machine: the pods' network, if an edge has
+// written a network configuration, and nftables rules, if an edge has a state file of Services. An upgrade prints
+// neither.
 func TestRemovalNamesWhatStays(t *testing.T) {
 	const hint = "tunnel: To remove them, install tunnel again, drain the node and run: tunnel cni uninstall\n"
 	const rules = "tunnel: If an edge had mode = \"full\", its rules stay; to remove them: " +
