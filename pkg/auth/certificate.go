@@ -5,7 +5,6 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/asn1"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"slices"
@@ -89,14 +88,11 @@ func VerifyNode(chain []*x509.Certificate, roots *x509.CertPool) (tunnel.NodeNam
 }
 
 // ParseCertificates returns the certificates of a PEM text, in their order. It skips blocks of
-// other types, such as keys. An error is about the certificate that follows those returned. A
+// other types, such as keys. An error is about the certificate that follows those returned; it may be cut off. A
 // text without a certificate is no error: the caller can say better what the text should be.
 func ParseCertificates(text []byte) (certs []*x509.Certificate, err error) {
-	for {
-		var block *pem.Block
-		if block, text = pem.Decode(text); block == nil {
-			return certs, nil
-		}
+	blocks, cut := tunnel.PEMBlocks(text)
+	for _, block := range blocks {
 		if block.Type != "CERTIFICATE" {
 			continue
 		}
@@ -106,6 +102,7 @@ func ParseCertificates(text []byte) (certs []*x509.Certificate, err error) {
 		}
 		certs = append(certs, c)
 	}
+	return certs, cut
 }
 
 // parseChain reads a chain of certificates in PEM, leaf first.

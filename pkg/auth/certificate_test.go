@@ -389,7 +389,7 @@ func TestParseCertificates(t *testing.T) {
 		"two":                        {good + good, 2, false},
 		"junk in a certificate":      {bad + good, 0, true},
 		"junk behind a good one":     {good + bad, 1, true},
-		"a certificate cut in two":   {good + good[:len(good)/2], 1, false},
+		"a certificate cut in two":   {good + good[:len(good)/2], 1, true},
 		"a block of another type":    {string(encodePEM("X509 CRL", []byte("junk"))) + good, 1, false},
 		"trusted, which is not PKIX": {string(encodePEM("TRUSTED CERTIFICATE", []byte("junk"))), 0, false},
 	} {

@@ -5,11 +5,12 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"crypto/x509"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"slices"
 	"time"
+
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // CloudCAs are the CAs by which edges verify the cloud, the oldest first. In PEM, a CA may come with a succession:
@@ -34,11 +35,11 @@ func ParseCloudCAs(text []byte) (*CloudCAs, error) {
 		return nil, fmt.Errorf("the CAs of the cloud are %d bytes long; %d are allowed", len(text), maxCloudCAsText)
 	}
 	c := new(CloudCAs)
-	for {
-		var block *pem.Block
-		if block, text = pem.Decode(text); block == nil {
-			break
-		}
+	blocks, err := tunnel.PEMBlocks(text)
+	if err != nil {
+		return nil, fmt.Errorf("the CAs of the cloud: %w", err)
+	}
+	for _, block := range blocks {
 		into := &c.cas
 		switch block.Type {
 		case "CERTIFICATE":
@@ -56,8 +57,6 @@ func ParseCloudCAs(text []byte) (*CloudCAs, error) {
 		}
 	}
 	switch {
-	case bytes.Contains(text, []byte("-----BEGIN")):
-		return nil, errors.New("the CAs of the cloud: the text is cut off or not PEM")
 	case len(c.cas) == 0:
 		return nil, errors.New("the CAs of the cloud: there is no certificate")
 	case len(c.cas) > maxCloudCAs || len(c.successions) > maxCloudCAs:

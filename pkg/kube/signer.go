@@ -200,11 +200,11 @@ func (s *Signer) remove(ctx context.Context, objectPath string) {
 // the request want.
 func checkChain(signed []byte, want *x509.CertificateRequest) ([]byte, error) {
 	var chain bytes.Buffer
-	for rest := signed; ; {
-		var b *pem.Block
-		if b, rest = pem.Decode(rest); b == nil {
-			break
-		}
+	blocks, err := tunnel.PEMBlocks(signed)
+	if err != nil {
+		return nil, fmt.Errorf("%w; see what the signer does", err)
+	}
+	for _, b := range blocks {
 		if b.Type != "CERTIFICATE" {
 			continue
 		}

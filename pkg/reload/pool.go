@@ -1,13 +1,13 @@
 package reload
 
 import (
-	"bytes"
 	"crypto/x509"
-	"encoding/pem"
 	"errors"
 	"fmt"
 	"log/slog"
 	"sync/atomic"
+
+	"tunnel.example/tunnel/pkg/tunnel"
 )
 
 // Pool holds the certificates of authorities (CAs), in one file.
@@ -44,12 +44,8 @@ func (p *Pool) Pool() *x509.CertPool { return p.current.Load() }
 // that of the certificate that expires last: until then the pool is of use.
 func parsePool(content []byte) (*x509.CertPool, validity, error) {
 	pool, v, n := x509.NewCertPool(), validity{}, 0
-	for {
-		block, rest := pem.Decode(content)
-		if block == nil {
-			break
-		}
-		content = rest
+	blocks, cut := tunnel.PEMBlocks(content)
+	for _, block := range blocks {
 		if block.Type != "CERTIFICATE" {
 			continue
 		}
@@ -64,8 +60,8 @@ func parsePool(content []byte) (*x509.CertPool, validity, error) {
 		}
 	}
 	switch {
-	case bytes.Contains(content, []byte("-----BEGIN")):
-		return nil, v, fmt.Errorf("the text after its first %d certificates is cut off or not PEM", n)
+	case cut != nil:
+		return nil, v, fmt.Errorf("after its first %d certificates, %w", n, cut)
 	case n == 0:
 		return nil, v, errors.New("it holds no certificate: it must be PEM, with BEGIN CERTIFICATE")
 	}
