@@ -78,15 +78,7 @@ func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, clients *list
 	defer conns.Wait()
 	serving, endConns := context.WithCancel(ctx)
 	defer endConns()
-	for {
-		c, err := ln.Accept()
-		switch {
-		case err == nil:
-		case ctx.Err() != nil:
-			return nil
-		default:
-			return fmt.Errorf("accepting DNS connections: %w", err)
-		}
+	err := listen.Accept(ctx, ln, func(c net.Conn) {
 		overloaded := func() {
 			r.stats.overloaded.Add(1)
 			r.cfg.Counters.Limited(tunnel.LimitDNS)
@@ -95,13 +87,17 @@ func (r *Responder) serveTCP(ctx context.Context, ln net.Listener, clients *list
 		place, _ := clients.Admit(c, overloaded)
 		if place == nil {
 			overloaded()
-			continue
+			return
 		}
 		conns.Go(func() {
 			defer place.Release()
 			r.serveConn(serving, c, place)
 		})
+	})
+	if err != nil {
+		return fmt.Errorf("accepting DNS connections: %w", err)
 	}
+	return nil
 }
 
 // retry logs err, waits for backoff and doubles it. It returns early if ctx is done.

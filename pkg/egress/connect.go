@@ -41,22 +41,17 @@ func (f *FrontDoor) serveConnect(ctx context.Context, ln net.Listener, callers *
 	}
 	var live sync.WaitGroup
 	defer live.Wait()
-	for {
-		c, err := ln.Accept()
-		switch {
-		case err == nil:
-			live.Go(func() {
-				if f.guard("the connection ends", func() error { f.serveConn(ctx, conns, c, callers); return nil }) != nil {
-					tunnel.Reset(c)
-				}
-			})
-		case ctx.Err() != nil:
-			return nil
-		default:
-			endConns()
-			return err
-		}
+	err := ports.Accept(ctx, ln, func(c net.Conn) {
+		live.Go(func() {
+			if f.guard("the connection ends", func() error { f.serveConn(ctx, conns, c, callers); return nil }) != nil {
+				tunnel.Reset(c)
+			}
+		})
+	})
+	if err != nil {
+		endConns()
 	}
+	return err
 }
 
 // serveConn serves one connection. When requestCtx ends before the request is complete, the

@@ -620,47 +620,6 @@ func TestPassedThroughCallerIsASocket(t *testing.T) {
 	}
 }
 
-// Accept is retried after running out of descriptors; a broken listener is an error.
-func TestAcceptErrors(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		f := &FrontDoor{log: slog.New(slog.DiscardHandler)}
-		here, there := net.Pipe()
-		defer there.Close()
-		l := &scriptedListener{script: []any{
-			syscall.EMFILE, syscall.ENETDOWN, syscall.ECONNABORTED, here, errors.New("broken"),
-		}}
-		served := 0
-		start := time.Now()
-		err := f.accept(context.Background(), listen.Steady(l, f.log), func(c net.Conn) {
-			served++
-			c.Close()
-		})
-		if err == nil || !strings.Contains(err.Error(), "broken") || served != 1 {
-			t.Errorf("served %d, error %v", served, err)
-		}
-		// A shortage makes it wait; an error of one connection does not.
-		if d := time.Since(start); d != 5*time.Millisecond {
-			t.Errorf("waited %v", d)
-		}
-	})
-}
-
-type scriptedListener struct {
-	net.Listener
-	script []any
-}
-
-func (l *scriptedListener) Addr() net.Addr { return &net.TCPAddr{} }
-
-func (l *scriptedListener) Accept() (net.Conn, error) {
-	next := l.script[0]
-	l.script = l.script[1:]
-	if c, ok := next.(net.Conn); ok {
-		return c, nil
-	}
-	return nil, &net.OpError{Op: "accept", Err: next.(error)}
-}
-
 // A panic ends only its own connection or request, is counted, and is logged.
 func TestPanics(t *testing.T) {
 	seen := new(testkit.Trail[tunnel.Event])

@@ -51,9 +51,13 @@ func (f *FrontDoor) Run(ctx context.Context) error {
 		accepting.Go(func() error {
 			stop := context.AfterFunc(gctx, func() { l.Close() })
 			defer stop()
-			return f.accept(gctx, l, func(c net.Conn) {
+			err := listen.Accept(gctx, l, func(c net.Conn) {
 				conns.Go(func() { f.serve(gctx, live, web, c, port) })
 			})
+			if err != nil {
+				return fmt.Errorf("accepting on %s: %w", l.Addr(), err)
+			}
+			return nil
 		})
 	}
 	for i, opened := range listeners {
@@ -121,21 +125,6 @@ func (f *FrontDoor) listenError(p port, err error) error {
 			at, err)
 	default:
 		return fmt.Errorf("%s cannot be opened: %w", at, err)
-	}
-}
-
-// accept gives connections to serve until ctx is done, or l fails.
-func (f *FrontDoor) accept(ctx context.Context, l net.Listener, serve func(net.Conn)) error {
-	for {
-		c, err := l.Accept()
-		switch {
-		case err == nil:
-			serve(c)
-		case ctx.Err() != nil:
-			return nil
-		default:
-			return fmt.Errorf("accepting on %s: %w", l.Addr(), err)
-		}
 	}
 }
 

@@ -140,22 +140,18 @@ func (p *Port) Run(ctx context.Context) error {
 	defer stop()
 	var serving sync.WaitGroup
 	defer serving.Wait()
-	for {
-		c, err := callers.Accept()
-		switch {
-		case err == nil:
-		case ctx.Err() != nil:
-			return nil
-		default:
-			return fmt.Errorf("accepting on %s, listen in [mode.cloud.stream.server]: %w", addr, err)
-		}
+	err = listen.Accept(ctx, callers, func(c net.Conn) {
 		serving.Go(func() {
 			serve := func() error { p.serve(ctx, c); return nil }
 			if tunnel.Guard(p.cfg.Log, p.cfg.Counters, "the connection ends", serve) != nil {
 				tunnel.Reset(c)
 			}
 		})
+	})
+	if err != nil {
+		return fmt.Errorf("accepting on %s, listen in [mode.cloud.stream.server]: %w", addr, err)
 	}
+	return nil
 }
 
 // open opens the port. If that fails, the error says what to do.

@@ -23,20 +23,15 @@ type door struct {
 
 // accept gives each permitted connection to serve, until ctx is done or the door is closed.
 func (d *door) accept(ctx context.Context, serve func(*port, net.Conn)) error {
-	for {
-		c, err := d.ln.Accept()
-		p := d.port.Load()
-		switch {
-		case err == nil:
-		case ctx.Err() != nil || d.closed.Load():
-			return nil
-		default:
-			return fmt.Errorf("accepting on %q of [mode.cloud.tcp]: %w", p.Listen, err)
-		}
-		if p.admits(c) {
+	err := listen.Accept(ctx, d.ln, func(c net.Conn) {
+		if p := d.port.Load(); p.admits(c) {
 			serve(p, c)
 		}
+	})
+	if err != nil && !d.closed.Load() {
+		return fmt.Errorf("accepting on %q of [mode.cloud.tcp]: %w", d.port.Load().Listen, err)
 	}
+	return nil
 }
 
 // close closes the listener. The conns of its callers go on.
@@ -51,28 +46,19 @@ func closeAll(doors []*door) {
 	}
 }
 
-// openAll opens all listeners. If any of them fails, it closes the others and returns all failures
-// in one error.
+// openAll opens all listeners, or none.
 func (f *FrontDoor) openAll(ctx context.Context, listeners []Listener) ([]*door, error) {
-	var open []*door
-	var errs []error
-	for _, l := range listeners {
+	return listen.OpenAll(listeners, func(l Listener) (*door, error) {
 		addr, err := resolve(l)
-		var d *door
-		if err == nil {
-			d, err = f.openOne(ctx, l, addr)
-		}
 		if err != nil {
-			errs = append(errs, listenError(l, err))
-			continue
+			return nil, listenError(l, err)
 		}
-		open = append(open, d)
-	}
-	if err := errors.Join(errs...); err != nil {
-		closeAll(open)
-		return nil, err
-	}
-	return open, nil
+		d, err := f.openOne(ctx, l, addr)
+		if err != nil {
+			return nil, listenError(l, err)
+		}
+		return d, nil
+	}, (*door).close)
 }
 
 func listenError(l Listener, err error) error {

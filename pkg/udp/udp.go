@@ -212,28 +212,19 @@ func (f *FrontDoor) setClosed() {
 	f.open, f.up, f.start, f.conns, f.stopped = nil, false, nil, nil, true
 }
 
-// openAll opens all sockets. If any of them fails, it closes the others and returns all failures in
-// one error. conns is the context of the ports' conns.
+// openAll opens all sockets, or none. conns is the context of the ports' conns.
 func (f *FrontDoor) openAll(ctx, conns context.Context, listeners []Listener) ([]*port, error) {
-	var open []*port
-	var errs []error
-	for _, l := range listeners {
+	return listen.OpenAll(listeners, func(l Listener) (*port, error) {
 		addr, err := resolve(l)
-		var p *port
-		if err == nil {
-			p, err = f.openPort(ctx, conns, l, addr)
-		}
 		if err != nil {
-			errs = append(errs, listenError(l, err))
-			continue
+			return nil, listenError(l, err)
 		}
-		open = append(open, p)
-	}
-	if err := errors.Join(errs...); err != nil {
-		closeSockets(open)
-		return nil, err
-	}
-	return open, nil
+		p, err := f.openPort(ctx, conns, l, addr)
+		if err != nil {
+			return nil, listenError(l, err)
+		}
+		return p, nil
+	}, closeUnstarted)
 }
 
 func listenError(l Listener, err error) error {
@@ -243,9 +234,14 @@ func listenError(l Listener, err error) error {
 // closeSockets closes the sockets of ports that have not started.
 func closeSockets(ports []*port) {
 	for _, p := range ports {
-		p.closeSocket()
-		p.endConns() // releases the context
+		closeUnstarted(p)
 	}
+}
+
+// closeUnstarted closes the socket of a port that has not started.
+func closeUnstarted(p *port) {
+	p.closeSocket()
+	p.endConns() // releases the context
 }
 
 // openPort opens a port at addr, which resolve has returned.

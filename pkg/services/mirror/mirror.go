@@ -237,18 +237,11 @@ func (m *Mirror) track(all []kube.Slice) {
 
 // accept serves callers of a port until its listener is closed.
 func (m *Mirror) accept(conns context.Context, d *door, running *sync.WaitGroup) {
-	for {
-		c, err := d.ln.Accept()
-		if err != nil {
-			if !errors.Is(err, net.ErrClosed) {
-				m.log.Error("a port of a twin is closed", "target", *d.addr.Load(), "err", err)
-			}
-			return
-		}
+	err := listen.Accept(conns, d.ln, func(c net.Conn) {
 		from := listen.AddrOf(c.RemoteAddr())
 		if limit, full := m.callers.enter(from); full {
 			m.reset(c, d, limit)
-			continue
+			return
 		}
 		running.Go(func() {
 			defer m.callers.leave(from)
@@ -257,6 +250,9 @@ func (m *Mirror) accept(conns context.Context, d *door, running *sync.WaitGroup)
 				tunnel.Reset(c)
 			}
 		})
+	})
+	if err != nil && !errors.Is(err, net.ErrClosed) {
+		m.log.Error("a port of a twin is closed", "target", *d.addr.Load(), "err", err)
 	}
 }
 

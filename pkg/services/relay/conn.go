@@ -167,15 +167,7 @@ func (d *door) addrs() []netip.AddrPort {
 // accept serves the connections of a listener until serving is done.
 func (d *door) accept(ln net.Listener) error {
 	r := d.relay
-	for {
-		c, err := ln.Accept()
-		switch {
-		case err == nil:
-		case d.serving.Err() != nil:
-			return nil
-		default:
-			return fmt.Errorf("accepting connections to Services on %s: %w", ln.Addr(), err)
-		}
+	err := listen.Accept(d.serving, ln, func(c net.Conn) {
 		from := hostOf(c.RemoteAddr())
 		if r.counts.live.Add(1) > maxConns || !r.callers.enter(from) {
 			r.counts.live.Add(-1)
@@ -185,7 +177,7 @@ func (d *door) accept(ln net.Listener) error {
 				r.log.Warn("connections to Services are reset: there are too many", "max", maxConns,
 					"max_per_caller", r.callers.max, "caller", from, "skipped", n)
 			}
-			continue
+			return
 		}
 		d.conns.Go(func() {
 			defer r.counts.live.Add(-1)
@@ -195,7 +187,11 @@ func (d *door) accept(ln net.Listener) error {
 				tunnel.Reset(c)
 			}
 		})
+	})
+	if err != nil {
+		return fmt.Errorf("accepting connections to Services on %s: %w", ln.Addr(), err)
 	}
+	return nil
 }
 
 // close has the kernel redirect nothing more, and closes the listeners. The table stays while conns live: the kernel

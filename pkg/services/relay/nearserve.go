@@ -74,25 +74,21 @@ func (n *Near) Run(ctx context.Context) error {
 	defer dismissing.Wait()
 	defer stopDismissing()
 	defer conns.Wait()
-	for {
-		c, err := ln.Accept()
-		switch {
-		case err == nil:
-			conns.Go(func() {
-				//nolint:errcheck // Guard logs a panic
-				tunnel.Guard(n.log, n.relay.cfg.Counters, "the conn of another edge ends", func() error {
-					n.accepted(connCtx, c.(*listen.Conn)) //nolint:forcetypeassert // Listener returns no others
-					return nil
-				})
+	err = listen.Accept(ctx, ln, func(c net.Conn) {
+		conns.Go(func() {
+			//nolint:errcheck // Guard logs a panic
+			tunnel.Guard(n.log, n.relay.cfg.Counters, "the conn of another edge ends", func() error {
+				n.accepted(connCtx, c.(*listen.Conn)) //nolint:forcetypeassert // Listener returns no others
+				return nil
 			})
-		case ctx.Err() != nil:
-			return nil
-		default:
-			ln.Close()
-			endConns()
-			return fmt.Errorf("accepting on %s, near in [mode.edge.services]: %w", n.cfg.Listen, err)
-		}
+		})
+	})
+	if err != nil {
+		ln.Close()
+		endConns()
+		return fmt.Errorf("accepting on %s, near in [mode.edge.services]: %w", n.cfg.Listen, err)
 	}
+	return nil
 }
 
 // Drain refuses further conns of other edges, which then ask the cloud. Open conns go on.
