@@ -26,14 +26,13 @@ import (
 // stream loses a byte, and long transfers end as they should, whichever way they go.
 func TestRollingRestart(t *testing.T) {
 	beside(t)
-	const rate = 200
-	n, lasts := 2, 15*time.Second
+	n, rate, lasts := 2, 50, 15*time.Second                     // few requests: other tests want the processors as well
 	stream := order{Bytes: 192 << 10, BytesPerSecond: 64 << 10} // 3 s
 	long := order{Bytes: 64 << 20, BytesPerSecond: 16 << 20}    // 4 s
 	if soak() {
-		n, lasts = 3, 60*time.Second
+		n, rate, lasts = 3, 200, 60*time.Second
 		stream = order{Bytes: 1 << 20, BytesPerSecond: 128 << 10} // 8 s
-		long = order{Bytes: 1 << 30, BytesPerSecond: 64 << 20}    // 16 s
+		long = order{Bytes: 128 << 20, BytesPerSecond: 8 << 20}   // 16 s
 	}
 	f := newFleet(t, size{replicas: local(n), edges: 20})
 
