@@ -24,7 +24,7 @@ type rooted struct {
 	mu    sync.Mutex // guards the following
 	leaf  *tls.Certificate
 	pool  *x509.CertPool
-	chain *tls.Certificate // made of leaf and pool
+	chain *tls.Certificate // what get made of leaf and pool
 }
 
 // ServerCertificate returns the GetCertificate of the gRPC port's tls.Config. With cloudca in
@@ -42,7 +42,7 @@ func ServerCertificate(
 	return (&rooted{pair: pair, cas: cas, cert: c.Server.Cert, file: c.Join.CloudCA, log: log}).get, nil
 }
 
-// get makes the chain again if the certificate or cloudca has changed.
+// get returns the chain. It makes a new chain if the file of the certificate or of cloudca has changed.
 func (r *rooted) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	pair, pool := r.pair.Certificate(), r.cas.Pool()
 	r.mu.Lock()
@@ -61,12 +61,12 @@ func (r *rooted) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	return r.chain, nil
 }
 
-// withRoot appends the CA that a chain leads to, unless the chain holds it. It returns pair if the chain
-// leads to none of cas.
+// withRoot appends to pair's chain the CA of cas that the chain leads to. It returns pair itself if the chain
+// holds this CA already, or leads to none of cas.
 //
-// An error says why no edge takes the chain. The chain holds the CA also if only dates or usages are wrong:
-// an edge that finds the CA of its token there can tell its user what is wrong. Without the CA the edge
-// would take the cloud for another server.
+// An error says why no edge accepts the chain. If only dates or usages are wrong, withRoot appends the CA
+// nevertheless. An edge that finds its token's CA in the chain can tell its user what is wrong. Without the CA,
+// the edge would take the cloud for another server.
 func withRoot(pair *tls.Certificate, cas []*x509.Certificate) (*tls.Certificate, error) {
 	var chain []*x509.Certificate
 	for _, der := range pair.Certificate {

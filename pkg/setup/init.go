@@ -36,19 +36,19 @@ type InitConfig struct {
 	Out     io.Writer
 }
 
-// cloudFolder is a folder that Init fills.
+// cloudFolder is the state of one run of Init: what the operator asked for, and the folder that Init fills.
 type cloudFolder struct {
 	InitConfig
 	dir   string   // absolute
-	state string   // cloudStateDir, or another folder in tests
-	port  int      // of Address
-	hosts []string // that the certificate is for; the first one is of Address
+	state string   // where systemd's user may write: cloudStateDir, or another folder in tests
+	port  int      // the port in Address
+	hosts []string // names and IP addresses in the cloud's certificate; the first is the host in Address
 	files []newFile
 }
 
 // Init makes a folder with everything that a cloud needs without Kubernetes, and prints what it has made.
-// It replaces no file. With Systemd it also takes a folder of an earlier Init, and moves the files there
-// that the unit's user has to read.
+// Init replaces no file. With Systemd, Init also accepts the folder of an earlier Init: it moves the private
+// files to cloudStateDir, where the unit's user can read them.
 func Init(ctx context.Context, cfg InitConfig) error {
 	hosts, port, err := certificateHosts(cfg.Address, cfg.Names)
 	if err != nil {
@@ -151,7 +151,8 @@ func splitAddress(address string) (host string, port int, err error) {
 	return host, int(n), nil
 }
 
-// leadsNowhere reports whether host is an address that other machines cannot dial.
+// leadsNowhere reports whether host is an IP address that other machines cannot dial: 0.0.0.0, :: or an address
+// with a zone, such as fe80::1%eth0.
 func leadsNowhere(host string) bool {
 	ip, err := netip.ParseAddr(host)
 	return err == nil && (ip.IsUnspecified() || ip.Zone() != "")
@@ -159,11 +160,11 @@ func leadsNowhere(host string) bool {
 
 // newFile is a file that Init or Join writes.
 type newFile struct {
-	name    string      // in the folder, or an absolute path
-	what    string      // shown to the operator by Init; "" for the files of Join
-	mode    fs.FileMode // whatever the umask is
+	name    string      // an absolute path, or a name in the folder
+	what    string      // Init shows it to the operator; "" for the files of Join
+	mode    fs.FileMode // the umask does not change it
 	content []byte
-	given   bool // root gives the file to the owner of its folder
+	given   bool // if root runs Init, the owner of the folder gets the file
 }
 
 const (
@@ -173,9 +174,9 @@ const (
 
 // credentials are the certificates and keys of a new cloud, in PEM.
 type credentials struct {
-	ca, caKey           []byte // signs the cloud's certificate
-	cert, key           []byte // of the cloud
-	nodesCA, nodesCAKey []byte // signs nodes' certificates
+	ca, caKey           []byte // the CA that signs the cloud's certificate
+	cert, key           []byte // the certificate and the key of the cloud
+	nodesCA, nodesCAKey []byte // the CA that signs nodes' certificates
 }
 
 // newCredentials makes the certificates of a cloud. The certificate of the cloud is for all hosts.
@@ -303,7 +304,7 @@ cloudca = "ca.crt"
 #servername = "{Host}"
 `
 
-// pathIn returns the path of a file: name may be absolute, or is in dir.
+// pathIn returns name if it is an absolute path, else the path of the file name in dir.
 func pathIn(dir, name string) string {
 	if filepath.IsAbs(name) {
 		return name
@@ -311,8 +312,8 @@ func pathIn(dir, name string) string {
 	return filepath.Join(dir, name)
 }
 
-// createFiles writes all files, or none. If one exists, createFiles writes none. Names that are not
-// absolute are in dir.
+// createFiles writes all files, or none. It writes none if one of them exists. A relative name is the name of a
+// file in dir.
 func createFiles(dir string, files []newFile) (err error) {
 	if err = noneExists(dir, files); err != nil {
 		return err
@@ -347,7 +348,7 @@ func createFiles(dir string, files []newFile) (err error) {
 	return nil
 }
 
-// noneExists returns an error that names the files which exist.
+// noneExists returns an error with the names of the files that exist; nil: none exists.
 func noneExists(dir string, files []newFile) error {
 	var there []string
 	for _, f := range files {
@@ -383,11 +384,13 @@ func createFile(path string, f newFile) error {
 	if f.given {
 		err = errors.Join(err, giveToFolder(file))
 	}
-	// Chmod: the umask may have cut f.mode. Sync: a secret may exist nowhere else.
+	// The umask may have removed bits of f.mode, so Chmod sets them. This file may hold the only copy of a secret,
+	// so Sync brings it to the disk.
 	return errors.Join(err, file.Chmod(f.mode), file.Sync(), file.Close())
 }
 
-// giveToFolder gives a file to the owner of its folder, if this is root: only root can.
+// giveToFolder makes the owner of a file's folder the owner of the file. Only root can do so: for another user,
+// giveToFolder does nothing.
 func giveToFolder(file *os.File) error {
 	if os.Geteuid() != 0 {
 		return nil
@@ -399,8 +402,8 @@ func giveToFolder(file *os.File) error {
 	return own(file, folder)
 }
 
-// makeDir makes a folder that every user may enter, unless it exists. The edge may run as
-// another user; secret files in the folder have a mode of their own.
+// makeDir makes a folder that every user may enter, unless the folder exists. Every user may enter because the
+// daemon may run as another user. The mode of each secret file keeps other users from reading it.
 func makeDir(dir string) error {
 	if _, err := os.Stat(dir); !errors.Is(err, fs.ErrNotExist) {
 		return err
@@ -408,10 +411,10 @@ func makeDir(dir string) error {
 	if err := os.MkdirAll(dir, 0o755); err != nil {
 		return err
 	}
-	return os.Chmod(dir, 0o755) // the umask may have cut the mode
+	return os.Chmod(dir, 0o755) // the umask may have removed bits of the mode
 }
 
-// notWritable adds advice to an error about permissions for a folder.
+// notWritable adds advice to err if this user may not write to the folder dir.
 func notWritable(dir string, err error) error {
 	if errors.Is(err, fs.ErrPermission) {
 		return fmt.Errorf("%s cannot be written to: %w; use sudo, or another folder with --dir", dir, reasonOf(err))
@@ -419,7 +422,7 @@ func notWritable(dir string, err error) error {
 	return err
 }
 
-// explain prints the next commands.
+// explain prints the commands that the operator runs next.
 func (c *cloudFolder) explain() {
 	config, sudo := shellQuote(filepath.Join(c.Dir, cloudFile)), c.Host.sudo()
 	fmt.Fprintf(c.Out, "\nNext:\n  1. open TCP port %d of this machine to the edges; they need no other\n", c.port)

@@ -26,8 +26,8 @@ type ClusterConfig struct {
 }
 
 // InitCluster makes a Secret with the certificates, keys and token file of a cloud, and a ConfigMap with the
-// CA of the cloud. Objects that exist stay as they are, so a Job may run it again and again. The key of the
-// cloud's CA is in neither object and is lost: nobody can issue another certificate by that CA.
+// CA of the cloud. Objects that exist stay as they are, so a Job may run InitCluster again and again. InitCluster
+// discards the key of the cloud's CA: afterwards nobody can issue another certificate by that CA.
 func InitCluster(ctx context.Context, cfg ClusterConfig) error {
 	hosts, _, err := certificateHosts(cfg.Address, cfg.Names)
 	if err != nil {
@@ -44,7 +44,7 @@ func InitCluster(ctx context.Context, cfg ClusterConfig) error {
 	return err
 }
 
-// ensure creates the objects that do not exist.
+// ensure creates the Secret and the ConfigMap, unless they exist.
 func (cfg ClusterConfig) ensure(ctx context.Context, hosts []string) error {
 	secret := fmt.Sprintf("secret %s/%s", cfg.Namespace, cfg.Secret)
 	data, found, err := cfg.Client.Secret(ctx, cfg.Namespace, cfg.Secret)
@@ -86,8 +86,8 @@ func (cfg ClusterConfig) ensure(ctx context.Context, hosts []string) error {
 	return nil
 }
 
-// checkPublic checks that the ConfigMap holds the CAs of the Secret. It may hold more, as while an operator
-// replaces a CA.
+// checkPublic returns an error unless the ConfigMap holds all CAs of the Secret. The ConfigMap may hold further
+// CAs, for instance while an operator replaces a CA.
 func (cfg ClusterConfig) checkPublic(configMap, text string, cas []*x509.Certificate) error {
 	public, err := authorities(configMap, text)
 	if err != nil {
@@ -103,7 +103,7 @@ func (cfg ClusterConfig) checkPublic(configMap, text string, cas []*x509.Certifi
 	return nil
 }
 
-// authorities returns the certificates of the key ca.crt of an object.
+// authorities parses text, the value of the key ca.crt in a Secret or ConfigMap. Errors call it object.
 func authorities(object, text string) ([]*x509.Certificate, error) {
 	cas, err := auth.ParseCertificates([]byte(text))
 	if err == nil && len(cas) == 0 {
@@ -115,8 +115,8 @@ func authorities(object, text string) ([]*x509.Certificate, error) {
 	return cas, nil
 }
 
-// secretData returns the data of a new cloud's Secret. The names of its certificate and key are those of
-// Secrets of type kubernetes.io/tls, so that the Secret of another issuer can take its place.
+// secretData returns the data of a new cloud's Secret. The certificate and the key have the same names as in a
+// Secret of type kubernetes.io/tls, so a Secret of another issuer, such as cert-manager, can replace this Secret.
 func secretData(hosts []string) (map[string][]byte, error) {
 	made, err := newCredentials(hosts)
 	if err != nil {

@@ -11,13 +11,15 @@ import (
 	"tunnel.example/tunnel/conf"
 )
 
-// cloudStateDir is the folder for what the cloud reads and other users must not read, if systemd runs the
-// cloud. The unit's user may write nowhere else, and gets the folder at every start.
+// cloudStateDir is the folder for the cloud's private files if systemd runs the cloud: keys and the token file.
+// At every start of the cloud, systemd makes the unit's user the owner of this folder. The user may write to no
+// other folder.
 const cloudStateDir = "/var/lib/tunnel-cloud"
 
-// adopt takes the folder of an earlier Init, and moves to the state folder the files that only root may read.
-// there is false if the folder has no cloud.toml. Certificates and keys stay the same. Paths that an
-// operator has changed in cloud.toml stay, too.
+// adopt makes the folder of an earlier Init usable for a cloud that systemd runs. In that folder, only root may read
+// the keys and the token file. So adopt moves these files to the state folder, where the unit's user can read them,
+// and writes their new paths into cloud.toml. Their content stays the same. A path that an operator has changed in
+// cloud.toml stays, too. If the folder has no cloud.toml, adopt does nothing and returns there = false.
 func (c *cloudFolder) adopt() (there bool, err error) {
 	config := filepath.Join(c.dir, cloudFile)
 	text, err := os.ReadFile(config)
@@ -63,7 +65,8 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 	if edited, err = c.moveOperated(edited, is); err != nil {
 		return true, fmt.Errorf("%s: %w", config, err)
 	}
-	// In this order, a failure leaves a configuration whose files exist.
+	// adopt makes the new files first and removes the old files last. So the files that cloud.toml names exist even
+	// after a failure.
 	if err = createFiles(c.dir, c.files); err != nil {
 		return true, err
 	}
@@ -77,8 +80,8 @@ func (c *cloudFolder) adopt() (there bool, err error) {
 	return true, err
 }
 
-// moveOperated returns the text of cloud.toml with the admin socket, the inventory and the forwards where the unit's
-// user may write. Files that exist are copied.
+// moveOperated returns the text of cloud.toml with new paths of the admin socket, the inventory and the forwards,
+// where the unit's user may write. It copies an inventory and a file of forwards that exist.
 func (c *cloudFolder) moveOperated(text string, is *conf.Cloud) (string, error) {
 	text = moveSocket(text, "cloud", cloudSocket)
 	for _, written := range []struct{ key, name, path string }{
@@ -106,7 +109,7 @@ func (c *cloudFolder) moveOperated(text string, is *conf.Cloud) (string, error) 
 	return text, nil
 }
 
-// checkAdopted returns an error if the folder's cloud is not the one that the command line asks for.
+// checkAdopted returns an error if the folder's cloud differs from the cloud that the command line describes.
 func (c *cloudFolder) checkAdopted(config string, is *conf.Cloud) error {
 	if is.Join.Address != c.Address {
 		return fmt.Errorf("%s is for the address %q: write --address %[2]q, or choose another --dir",
@@ -124,7 +127,7 @@ func (c *cloudFolder) checkAdopted(config string, is *conf.Cloud) error {
 	return nil
 }
 
-// replaceValue replaces the value of a key that stands once in a TOML text.
+// replaceValue replaces the line `key = "old"` of a TOML text by `key = "now"`. It fails unless there is one such line.
 func replaceValue(text, key, old, now string) (string, error) {
 	line := fmt.Sprintf("\n%s = %q\n", key, old)
 	if strings.Count(text, line) != 1 {

@@ -18,12 +18,12 @@ import (
 	"tunnel.example/tunnel/pkg/tunnel"
 )
 
-// maxJoinText is how many bytes ReadJoinToken reads at most: a token, and text that was pasted
-// around it.
+// maxJoinText is how many bytes ReadJoinToken reads at most: a token, and other text that the operator pasted
+// with it.
 const maxJoinText = 8 << 10
 
-// ReadJoinToken reads a join token: from file, or if that is "" from in. A terminal does not
-// show the token. No error holds any part of the token.
+// ReadJoinToken reads a join token from file, or from in if file is "". A terminal does not show the token, and no
+// error contains any part of the token.
 func ReadJoinToken(ctx context.Context, in io.Reader, prompt io.Writer, file string) (auth.JoinToken, error) {
 	var text []byte
 	var err error
@@ -43,7 +43,7 @@ func ReadJoinToken(ctx context.Context, in io.Reader, prompt io.Writer, file str
 		text, err = readHidden(ctx, int(terminal.Fd()))
 		fmt.Fprintln(prompt)
 	default:
-		// One line: a program may write the token and leave its end of the pipe open.
+		// Read one line, not all: a program may write the token and leave its end of the pipe open.
 		text, err = interruptible(ctx, func() ([]byte, error) {
 			return bufio.NewReader(io.LimitReader(in, maxJoinText)).ReadBytes('\n')
 		})
@@ -70,8 +70,8 @@ func ReadJoinToken(ctx context.Context, in io.Reader, prompt io.Writer, file str
 	return token, nil
 }
 
-// ForNode returns the token for one node. A token for several nodes leaves the name to the machine: name, or else
-// NODE_NAME or the host name. name is that of --node; "": none.
+// ForNode returns the token for one node. A token for several nodes does not say which node this machine is.
+// ForNode then uses name, the value of --node; if name is "", it uses NODE_NAME or the host name.
 func ForNode(token auth.JoinToken, name string, env conf.Env) (auth.JoinToken, error) {
 	if token.Nodes == "" {
 		if name != "" && name != string(token.Node) {
@@ -114,8 +114,8 @@ func readHidden(ctx context.Context, fd int) ([]byte, error) {
 	return interruptible(ctx, func() ([]byte, error) { return term.ReadPassword(fd) })
 }
 
-// interruptible waits for read, or for ctx. After ctx is done, the goroutine of read stays until
-// the process ends: no call ends a blocked read of a terminal or a pipe.
+// interruptible returns the result of read, or ErrInterrupted as soon as ctx is done. In the second case the
+// goroutine that runs read stays until the process ends: no call ends a blocked read of a terminal or a pipe.
 func interruptible(ctx context.Context, read func() ([]byte, error)) ([]byte, error) {
 	type result struct {
 		text []byte
@@ -140,12 +140,12 @@ type JoinConfig struct {
 	Dir     string // for the files
 	Force   bool   // replace the files of another node, or of another cloud
 	Systemd bool   // have systemd start the edge
-	// How to reach the cloud. Zero values mean: as an existing configuration says, else at the token's address,
-	// with the proxy of the environment.
-	Servers     []string          // for dial.ParseServer
-	Proxy       string            // for dial.ParseProxy, without a password; "none": no proxy
-	ProxyFile   string            // file that holds the URL of the proxy alone
-	ProxyCA     string            // file with the CAs of https:// proxies and wss:// servers
+	// How to reach the cloud. For zero values, Join takes the servers and the proxy of an existing configuration.
+	// Without a configuration, Join dials the token's address, by the proxy that Environment names.
+	Servers     []string          // in the form of dial.ParseServer
+	Proxy       string            // in the form of dial.ParseProxy, without a password; "none": no proxy
+	ProxyFile   string            // a file that holds only the URL of the proxy
+	ProxyCA     string            // a file with the CAs of https:// proxies and wss:// servers
 	Environment *httpproxy.Config // HTTPS_PROXY and NO_PROXY
 	Host        Host
 	Out         io.Writer // a line for each step
@@ -165,7 +165,7 @@ type stepError struct {
 func (e *stepError) Error() string { return e.err.Error() }
 func (e *stepError) Unwrap() error { return e.err }
 
-// errReported stands for a failure that JoinConfig.Out shows already.
+// errReported stands for a failure that Join has already written to JoinConfig.Out.
 var errReported = errors.New("not joined")
 
 // Join checks the way to the cloud, gets a certificate, and writes the edge's files.
@@ -191,8 +191,8 @@ func (j *joining) ok(step, format string, args ...any) {
 	fmt.Fprintf(j.Out, "ok    %-7s %s\n", step, fmt.Sprintf(format, args...))
 }
 
-// steps checks systemd and the folder before it contacts the cloud: if the edge could not run or the
-// files cannot be written, the cloud must not have made a certificate, and the token is unused.
+// steps checks systemd and the folder before it contacts the cloud. If the edge could not run, or Join could not
+// write the files, steps fails before the cloud makes a certificate, and the token stays unused.
 func (j *joining) steps(ctx context.Context) error {
 	var unit *systemdUnit
 	if j.Systemd {

@@ -25,7 +25,8 @@ const (
 	caFile   = "ca.crt"
 	certFile = "node.pem"
 
-	// ToldFile has what an edge with updates has taken from its cloud. It is beside the certificate.
+	// ToldFile holds what an edge with `updates = true` has learned from its cloud: CAs and further addresses.
+	// The file is beside the certificate.
 	ToldFile = "cloud.json"
 
 	proxyFile   = "proxy"
@@ -43,9 +44,9 @@ type nodeFiles struct {
 	force    bool
 	token    auth.JoinToken
 	env      conf.Env
-	keep     bool       // edge.toml exists and is this node's, for this cloud; an operator may have edited it
-	existing *conf.Edge // the content of edge.toml; nil unless keep
-	moveFrom string     // certificate of an existing edge.toml that is elsewhere than certPath; "": none
+	keep     bool       // edge.toml exists, and is for this node and this cloud; an operator may have edited it
+	existing *conf.Edge // the content of edge.toml; nil unless keep is true
+	moveFrom string     // the certificate that edge.toml names, if it is not certPath; "": there is none to move
 	servers  []string   // JoinConfig.Servers
 }
 
@@ -86,7 +87,7 @@ func newNodeFiles(cfg JoinConfig) (*nodeFiles, error) {
 // existingFix says what to do about files that join finds and does not replace.
 func existingFix(err error) string {
 	const unchanged = " Nothing was changed, and the token was not sent."
-	if errors.Is(err, fs.ErrPermission) { // of root, who has run an earlier join
+	if errors.Is(err, fs.ErrPermission) { // root ran an earlier join and owns the files
 		return unwritableFix(err) + unchanged
 	}
 	return "Choose another --dir, or replace them with --force." + unchanged
@@ -139,14 +140,14 @@ func (f *nodeFiles) checkExisting() error {
 func (f *nodeFiles) lookAtCert(path string) error {
 	text, err := os.ReadFile(path)
 	switch {
-	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR): // ENOTDIR shows again when Join writes the file
+	case errors.Is(err, fs.ErrNotExist), errors.Is(err, syscall.ENOTDIR): // Join meets ENOTDIR again when it writes
 		return nil
 	case err != nil:
 		return err
 	}
 	node, err := nodeOfPEM(text)
 	switch {
-	case err != nil && f.keep: // a damaged file, since edge.toml is this node's
+	case err != nil && f.keep: // edge.toml is this node's, so path is this node's certificate: Join replaces damage
 		return nil
 	case err != nil:
 		return fmt.Errorf("%s exists, and is not a node's certificate", path)
@@ -159,7 +160,7 @@ func (f *nodeFiles) lookAtCert(path string) error {
 // checkConfig returns an error if edge.toml is for another node or cloud, or names other files
 // than Join writes. Other differences are an operator's edits, which stay.
 func (f *nodeFiles) checkConfig(config string) error {
-	// ReadEdge takes a file that names missing files: then the operator joins to restore them.
+	// ReadEdge accepts an edge.toml that names missing files: an operator may join again to restore these files.
 	is, err := conf.ReadEdge(config, conf.Env{HostName: "none"})
 	if err != nil {
 		return fmt.Errorf("%s exists and cannot be read: %w", config, oneLine(err))
@@ -183,8 +184,8 @@ func (f *nodeFiles) checkConfig(config string) error {
 	return nil
 }
 
-// places returns where an existing edge.toml must reach the cloud: at the servers of the command line, at those
-// of the file, or at the address in the token.
+// places returns the servers by which an existing edge.toml must reach the cloud: the servers of the command line,
+// else the servers of the file, else the address in the token.
 func (f *nodeFiles) places(is *conf.Edge) []string {
 	switch {
 	case len(f.servers) > 0:
@@ -206,7 +207,7 @@ func abs(path string) string {
 // nodeOfPEM returns the node of the first certificate in a PEM text.
 func nodeOfPEM(text []byte) (tunnel.NodeName, error) {
 	certs, err := auth.ParseCertificates(text)
-	if len(certs) > 0 { // an error is about a later one
+	if len(certs) > 0 { // if there is an error, it concerns a later certificate
 		return auth.NodeOf(certs[0])
 	}
 	if err == nil {
@@ -215,9 +216,9 @@ func nodeOfPEM(text []byte) (tunnel.NodeName, error) {
 	return "", err
 }
 
-// write writes the files, and returns their paths with a remark for each that stays.
+// write writes the files. For each file, written has its path, with a remark if the file stays as it was.
 func (f *nodeFiles) write(e *enrolled, w *way) (written []string, err error) {
-	// The file gets the folder's owner: under systemd that is not root.
+	// WriteNodeFile makes the folder's owner the owner of the file. Under systemd this owner is not root.
 	if err = auth.WriteNodeFile(f.certPath, e.chain, e.key); err != nil {
 		return nil, fmt.Errorf("writing %s: %w", f.certPath, err)
 	}
@@ -251,7 +252,7 @@ func (f *nodeFiles) write(e *enrolled, w *way) (written []string, err error) {
 		}
 		written = append(written, what)
 	}
-	// An error that the edge would report when it starts is one of Join, too.
+	// If the edge could not start with these files, the operator learns the reason now.
 	if _, err = conf.LoadEdge(filepath.Join(f.dir, edgeFile), f.env); err != nil {
 		return nil, fmt.Errorf("the edge would not start: %w", err)
 	}
@@ -274,7 +275,7 @@ func (f *nodeFiles) update(file newFile) (what string, _ error) {
 	return path, nil
 }
 
-// overwrite writes a file beside path, and renames it to path.
+// overwrite writes a new file beside path, and renames the new file to path.
 func overwrite(path string, f newFile) error {
 	tmp := path + ".new"
 	if err := os.Remove(tmp); err != nil && !errors.Is(err, fs.ErrNotExist) {
@@ -328,8 +329,8 @@ func (f *nodeFiles) place() string {
 	return "servers = [" + strings.Join(quoted, ", ") + "]"
 }
 
-// way returns the lines of edge.toml about the proxy by which w has reached the cloud. Whatever starts the edge
-// later may have another environment, so they stand in the file.
+// way returns the lines of edge.toml about the proxy by which w has reached the cloud. The proxy may come from the
+// operator's environment. The edge will start in another environment, so the file must name the proxy.
 func (f *nodeFiles) way(w *way) string {
 	var lines string
 	switch {
@@ -349,8 +350,8 @@ func (f *nodeFiles) way(w *way) string {
 	return lines
 }
 
-// proxyPath returns the path of the file with the proxy's URL. It is beside the certificate, where the edge's
-// user may read secrets.
+// proxyPath returns the path of the file with the proxy's URL. The file is in the certificate's folder, where the
+// edge's user may read private files.
 func (f *nodeFiles) proxyPath() string { return filepath.Join(filepath.Dir(f.certPath), proxyFile) }
 
 // joinTOML is the edge.toml of a new node. Its last table is the one to which operators append keys, such as logport.

@@ -33,12 +33,12 @@ const (
 	clockSlack = time.Minute
 )
 
-// way checks the way to the cloud step by step, so that each failure names its step. It sends
-// the token's secret only after every step has succeeded.
+// way checks step by step whether this machine reaches the cloud. Each failure names its step. The methods send
+// the token's secret only after all steps have succeeded.
 type way struct {
 	// Set once.
 	token    auth.JoinToken
-	software string // how this program names itself
+	software string // the name and version of this program, for the cloud
 	ok       func(step, format string, args ...any)
 	servers  []dial.Server
 	dialer   *dial.Dialer
@@ -46,11 +46,11 @@ type way struct {
 	noProxy  bool           // the operator forbids a proxy
 	proxyCA  []byte         // content of JoinConfig.ProxyCA; nil: none
 
-	used *dial.Proxy // the proxy that has led to the cloud; nil: none. Set by check
+	used *dial.Proxy // check sets it to the proxy by which it reached the cloud; nil: no proxy
 }
 
-// newWay returns the way to the cloud that cfg says. existing is the node's configuration, if there is one; it
-// says what cfg leaves open.
+// newWay returns the way to the cloud that cfg describes. existing is the node's configuration; nil: there is none.
+// The servers and the proxy of existing replace those of cfg.
 func newWay(cfg JoinConfig, existing *conf.Edge, ok func(step, format string, args ...any)) (*way, error) {
 	w := &way{token: cfg.Token, software: cfg.Host.Software, ok: ok}
 	if existing != nil {
@@ -97,8 +97,8 @@ func newWay(cfg JoinConfig, existing *conf.Edge, ok func(step, format string, ar
 	return w, err
 }
 
-// chooseProxy sets proxies and noProxy. known: an edge.toml names the proxy, and its password is not on the
-// command line.
+// chooseProxy sets proxies and noProxy. known is true if an existing edge.toml names the proxy, not the command line.
+// Only then may the URL of the proxy hold a password, since other users can read a command line.
 func (w *way) chooseProxy(cfg JoinConfig, known bool) error {
 	switch cfg.Proxy {
 	case conf.ProxyNone:
@@ -132,8 +132,8 @@ func (w *way) chooseProxy(cfg JoinConfig, known bool) error {
 	return nil
 }
 
-// isDirect reports whether the cloud is dialled at one address, without a box in between. Then check shows the
-// steps of dialling one by one.
+// isDirect reports whether Join dials the cloud at one address, without a proxy or an ingress in between. Then check
+// resolves, connects and handshakes itself, and prints a line for each of these steps.
 func (w *way) isDirect() bool {
 	if len(w.servers) > 1 || w.servers[0].IsWebSocket() {
 		return false
@@ -151,7 +151,7 @@ type enrolled struct {
 	ca    []byte // PEM, the CA that signed the cloud's certificate
 	key   *ecdsa.PrivateKey
 	told  auth.TellEdges
-	cloud []*x509.Certificate // that the cloud has shown
+	cloud []*x509.Certificate // the chain that the cloud has shown
 }
 
 // check resolves the cloud's name, connects, and makes a TLS handshake.
@@ -161,7 +161,7 @@ func (w *way) check(ctx context.Context) error {
 	}
 	host, port, err := net.SplitHostPort(w.servers[0].Addr())
 	if err != nil {
-		return err // never: ParseServer has split it
+		return err // unreachable: ParseServer has checked the address
 	}
 	ips, err := w.resolve(ctx, host)
 	if err != nil {
@@ -175,8 +175,8 @@ func (w *way) check(ctx context.Context) error {
 	return w.handshake(ctx, conn)
 }
 
-// checkServers connects to the cloud by any of the servers, and makes a TLS handshake. A server where something
-// else than the cloud answers is not the last one to try.
+// checkServers connects to the cloud by any of the servers, and makes a TLS handshake. If another program than the
+// cloud answers at a server, checkServers tries the next server.
 func (w *way) checkServers(ctx context.Context) (err error) {
 	for range w.servers {
 		if err = w.tryServers(ctx); err == nil || ctx.Err() != nil {
@@ -196,7 +196,7 @@ func (w *way) tryServers(ctx context.Context) error {
 			step: dial.StepTCP, err: oneLine(fmt.Errorf("no connection to the cloud: %w", err)),
 			fix: "Check this machine's network, and the addresses of the cloud.",
 		}
-		// Of several servers each has its own advice, in the text of the error.
+		// With several servers, the text of err holds the advice for each server.
 		if e, ok := errors.AsType[*dial.Error](err); ok && len(w.servers) == 1 {
 			failed.step, failed.err, failed.fix = e.Step, oneLine(e.Err), sentence(e.Hint)
 		}
@@ -288,7 +288,8 @@ func (w *way) handshake(ctx context.Context, conn net.Conn) error {
 	return nil
 }
 
-// explain makes advice of a failed handshake. This machine has sent nothing but a ClientHello.
+// explain turns the error of a TLS handshake into a stepError that says what to do. Up to this error, this machine
+// has sent nothing but a ClientHello.
 func (w *way) explain(err error) error {
 	failed := &stepError{step: "tls", err: err}
 	if cert, problem := stream.OutOfDate(err); cert != nil {
@@ -358,7 +359,7 @@ func (w *way) enroll(ctx context.Context) (*enrolled, error) {
 	return &enrolled{chain: answer.Chain, ca: ca(), key: key, told: answer.Told, cloud: answer.Cloud}, nil
 }
 
-// refusedToken makes advice of the cloud's refusal, or of its silence.
+// refusedToken turns the cloud's refusal of a token, or its silence, into a stepError that says what to do.
 func refusedToken(token auth.JoinToken, err error) error {
 	failed := &stepError{step: "token", kind: KindRefused}
 	s := statusOf(err)
@@ -386,7 +387,7 @@ func refusedToken(token auth.JoinToken, err error) error {
 	return failed
 }
 
-// statusOf returns the gRPC status in err, without the texts that wrap it.
+// statusOf returns the gRPC status in err, without the texts of the errors that wrap the status.
 func statusOf(err error) *status.Status {
 	if e, ok := errors.AsType[interface {
 		error
@@ -397,7 +398,7 @@ func statusOf(err error) *status.Status {
 	return status.New(codes.Unknown, err.Error())
 }
 
-// ahead spells the offset of this machine's clock from the cloud's.
+// ahead spells the offset of this machine's clock from the cloud's clock.
 func ahead(off time.Duration) string {
 	if off < 0 {
 		return Spell(-off) + " behind"

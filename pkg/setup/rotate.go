@@ -21,15 +21,15 @@ import (
 
 // This file replaces the CAs of a cloud, in three steps, while nodes stay connected.
 //
-//  1. announce: there is a new CA. ca.crt and nodes-ca.crt have both, the old ones sign. Edges take the new
-//     CA of the cloud with their next certificates.
-//  2. sign: every node trusts the new CA. It signs another certificate of the cloud, for a new key. The new CA of
-//     nodes signs those of nodes.
-//  3. finish: no node has a certificate of the old CA. The old CAs are removed.
+//  1. begin makes the new CAs, and announce appends them to ca.crt and nodes-ca.crt. The old CAs still sign. Each edge
+//     gets the new CA of the cloud with its next certificate.
+//  2. sign begins when every node trusts the new CA of the cloud. This CA signs a new certificate of the cloud, for a
+//     new key. From then on, the new CA of nodes signs the certificates of nodes.
+//  3. finish begins when no node has a certificate of the old CA. It removes the old CAs.
 //
-// The files say which step was done. The file ca-next.crt marks a rotation: announce makes it after the other new
-// files, and finish removes it when everything else is in place. Each file is replaced as a whole, so a step that was
-// interrupted is run again.
+// The files on the disk show which steps are done. While the file ca-next.crt exists, a rotation is under way: begin
+// writes it after the other new files, and finish removes it when the other files are in place. Each file is replaced
+// as a whole, so an operator can run an interrupted step again.
 
 // Names of the files of a rotation, beside cloudca.
 const (
@@ -44,9 +44,10 @@ type RotateConfig struct {
 	Cloud *conf.Cloud
 	CAKey string // file with the key of the cloud's CA; "": ca.key beside cloudca
 	Force bool   // do the next step even if nodes or replicas are not ready for it
-	// Look asks the running cloud what its replicas and nodes have.
+	// Look asks the running cloud which CAs and certificates its replicas and nodes have.
 	Look func(context.Context) (*RotationView, error)
-	// Renew has all connected nodes renew their certificates soon, and so say which CAs they trust.
+	// Renew asks all connected nodes to renew their certificates soon. When a node renews, it also tells the cloud
+	// which CAs it trusts.
 	Renew func(context.Context) error
 	Out   io.Writer
 }
@@ -56,48 +57,49 @@ type RotationView struct {
 	Replicas   []RotationReplica
 	Nodes      []RotationNode // with a certificate that has not ended
 	Without    int            // nodes, connected or not, without a certificate that the cloud knows
-	Incomplete []string       // why more may be missing
+	Incomplete []string       // reasons why Replicas or Nodes may lack some, such as a replica that did not answer
 }
 
-// RotationReplica is what a replica has.
+// RotationReplica is what a running cloud knows of the CAs of one replica.
 type RotationReplica struct {
 	Name     string
-	CloudCAs []string // ids
-	NodeCAs  []string // ids
+	CloudCAs []string // auth.CAID of each CA in its cloudca
+	NodeCAs  []string // auth.CAID of each CA in its ca
 	OwnBy    string   // name of the CA that signed its certificate
 	Signer   string   // name of the CA by which it signs the certificates of nodes
 }
 
-// RotationNode is what a node has.
+// RotationNode is what a running cloud knows of the CAs of one node.
 type RotationNode struct {
 	Name   string
-	Trusts []string // ids of CAs; empty: not known
+	Trusts []string // auth.CAID of each CA that the node trusts; empty: not known
 	Signer string   // name of the CA that signed its certificate
 }
 
-// rotation is a rotation, as the files have it.
+// rotation is one run of RotateCA or RotationStatus. read fills it from the files.
 type rotation struct {
 	RotateConfig
-	dir      string         // of cloudca
-	cloudCAs *auth.CloudCAs // of cloudca
-	leaf     *x509.Certificate
-	// next and nextNodes are the new CAs; nil: there is no rotation, or the cluster signs for nodes.
-	next, nextNodes *auth.CA
-	nodesCAs        []*x509.Certificate
-	signs           *auth.CA // of nodesCAs; nil: the cluster signs
+	dir       string            // the folder of the file cloudca
+	cloudCAs  *auth.CloudCAs    // the content of cloudca
+	leaf      *x509.Certificate // the cloud's certificate
+	next      *auth.CA          // the new CA of the cloud; nil: no rotation is under way
+	nextNodes *auth.CA          // the new CA of nodes; nil: no rotation is under way, or the cluster signs for nodes
+	nodesCAs  []*x509.Certificate
+	signs     *auth.CA // the one of nodesCAs that signs now; nil: the cluster signs for nodes
 }
 
 // ErrNotReady says that nodes or replicas are not ready for the next step.
 var ErrNotReady = errors.New("nodes or replicas are not ready for the next step; --force does it nevertheless")
 
-// RotateCA does the next step of a rotation. It prints what it has done, and what comes next.
+// RotateCA finds out from the files which step of a rotation comes next, and does that step. If no rotation is under
+// way, RotateCA begins one with step 1. It prints what it has done, and what the operator does next.
 func RotateCA(ctx context.Context, cfg RotateConfig) error {
 	r, err := newRotation(cfg)
 	if err != nil {
 		return err
 	}
 	err = r.step(ctx)
-	// A node that has joined or come back since the last step was not asked then. So a step that waits asks again.
+	// Also ask if some nodes are not ready: a node that joined or came back after the last step was not asked then.
 	if err == nil || errors.Is(err, ErrNotReady) {
 		if failed := cfg.Renew(ctx); failed != nil {
 			fmt.Fprintf(cfg.Out,
@@ -107,7 +109,8 @@ func RotateCA(ctx context.Context, cfg RotateConfig) error {
 	return err
 }
 
-// step does the next step. It holds the lock of the folder, which a command that changes the token file may wait for.
+// step does the next step. Meanwhile it holds the lock of the folder, so commands that change a token file in the
+// same folder wait for step.
 func (r *rotation) step(ctx context.Context) error {
 	held, err := lock(r.dir, lockTimeout)
 	if err != nil {
@@ -125,7 +128,7 @@ func (r *rotation) step(ctx context.Context) error {
 	switch {
 	case !r.announced():
 		return r.announce()
-	case r.halfPair(): // the nodes were checked before, and a cloud that cannot start cannot be asked
+	case r.halfPair(): // no check: the interrupted step has checked, and a cloud without a valid pair may not run
 		return r.sign()
 	case !r.signing():
 		if err = r.check(ctx, r.notTrusting); err == nil {
@@ -175,7 +178,8 @@ func RotationStatus(ctx context.Context, cfg RotateConfig) error {
 	return err
 }
 
-// newRotation checks the configuration.
+// newRotation returns a rotation without the content of the files. It returns an error if the configuration does not
+// permit a rotation.
 func newRotation(cfg RotateConfig) (*rotation, error) {
 	j := cfg.Cloud.Join
 	if j.CloudCA == "" || !j.Signs() {
@@ -215,7 +219,7 @@ func newRotation(cfg RotateConfig) (*rotation, error) {
 	return r, nil
 }
 
-// sameFile reports whether two paths name one file, also by a link.
+// sameFile reports whether two paths lead to one file, by the same name or by a link.
 func sameFile(a, b string) bool {
 	if a == "" || b == "" {
 		return false
@@ -228,13 +232,14 @@ func sameFile(a, b string) bool {
 	return errA == nil && errB == nil && os.SameFile(infoA, infoB)
 }
 
-// ownCA is what to do if one CA signs for the cloud and for nodes. The new CA of one would overwrite that of the other.
+// ownCA says what an operator does first if one CA signs both for the cloud and for nodes. A rotation needs two CAs:
+// it writes a new CA for each, and with one file the second would overwrite the first.
 const ownCA = `give nodes a CA of their own first; "Replace the nodes CA" in docs/certificates.md says how`
 
 // path returns the path of a file of the rotation.
 func (r *rotation) path(name string) string { return filepath.Join(r.dir, name) }
 
-// read reads the files.
+// read fills r from the files of the cloud and of a rotation that is under way.
 func (r *rotation) read() error {
 	j := r.Cloud.Join
 	text, err := os.ReadFile(j.CloudCA)
@@ -265,7 +270,7 @@ func (r *rotation) read() error {
 		return nil
 	}
 	key := r.path(nextCAKeyFile)
-	if !exists(key) { // finish has moved it
+	if !exists(key) { // finish was interrupted after it had moved the key
 		key = r.CAKey
 	}
 	if r.next, err = auth.ReadCA(r.path(nextCAFile), key); err == nil && j.CAKey != "" {
@@ -281,13 +286,13 @@ func (r *rotation) read() error {
 	return nil
 }
 
-// exists reports whether there is a file, also one that cannot be read.
+// exists reports whether a file exists. A file that this user may not look at counts, too.
 func exists(path string) bool {
 	_, err := os.Lstat(path)
 	return !errors.Is(err, fs.ErrNotExist)
 }
 
-// begin makes the new CAs.
+// begin makes the new CAs, and writes them to files of their own.
 func (r *rotation) begin() error {
 	if _, err := r.old(); err != nil {
 		return err
@@ -308,7 +313,8 @@ func (r *rotation) begin() error {
 		secret(nextNodesKeyFile, r.nextNodes.KeyPEM())
 		files = append(files, newFile{name: nextNodesFile, mode: publicFile, content: r.nextNodes.CertPEM()})
 	}
-	files = append(files, newFile{name: nextCAFile, mode: publicFile, content: next.CertPEM()}) // the marker
+	// The last file marks the rotation: if begin is interrupted before it, the next begin starts anew.
+	files = append(files, newFile{name: nextCAFile, mode: publicFile, content: next.CertPEM()})
 	for _, f := range files {
 		if err = overwrite(r.path(f.name), f); err != nil {
 			return notWritable(r.dir, err)
@@ -342,8 +348,9 @@ func (r *rotation) signing() bool {
 		(r.nextNodes == nil || r.signs.Certificate().Equal(r.nextNodes.Certificate()))
 }
 
-// halfPair reports whether step 2 was interrupted between the key of the cloud and its certificate: the old CA has
-// signed the certificate, and the key is another one, in the form in which replacePair writes it.
+// halfPair reports whether step 2 was interrupted after it had replaced the cloud's key, and before it replaced the
+// certificate. Then the old CA has signed the certificate, and the certificate is not for the key in the file. The
+// key must have the form in which replacePair writes keys.
 func (r *rotation) halfPair() bool {
 	text, err := os.ReadFile(r.Cloud.Server.Key)
 	if err != nil || r.leaf.CheckSignatureFrom(r.next.Certificate()) == nil {
@@ -365,14 +372,14 @@ func (r *rotation) halfPair() bool {
 	return ok && !public.Equal(r.leaf.PublicKey)
 }
 
-// replace replaces a file that exists. Mode and owner stay.
+// replace gives a file that exists a new content. The mode and the owner of the file stay.
 func (r *rotation) replace(path string, content []byte) error {
 	info, err := os.Stat(path)
 	if err == nil {
 		err = replaceFile(path, content, info)
 	}
 	if err == nil {
-		err = auth.SyncFolder(filepath.Dir(path)) // the next file must not be on the disk before this one
+		err = auth.SyncFolder(filepath.Dir(path)) // after a power cut, no later file of a step is there without this one
 	}
 	if err != nil {
 		return fmt.Errorf("replacing %s: %w", path, reasonOf(err))
@@ -413,8 +420,9 @@ func (r *rotation) announce() error {
 	return nil
 }
 
-// sign does step 2. The cloud gets a new key, so that a stolen old one is good for nothing after step 3. The key is
-// replaced first: a certificate of the new CA means that both are. A running cloud keeps the old pair until then.
+// sign does step 2. It also makes a new key for the cloud, so that a stolen old key is useless after step 3. sign
+// replaces the key first and the certificate second. So if the new CA has signed the certificate, both are replaced.
+// A running cloud uses the old key and certificate until both are replaced.
 func (r *rotation) sign() error {
 	j := r.Cloud.Join
 	if r.leaf.CheckSignatureFrom(r.next.Certificate()) != nil {
@@ -474,14 +482,14 @@ func (r *rotation) finish() error {
 		var err error
 		if exists(r.CAKey) {
 			err = r.replace(r.CAKey, r.next.KeyPEM())
-		} else { // the operator keeps it somewhere else
+		} else { // the operator keeps the old key somewhere else
 			err = overwrite(r.CAKey, newFile{mode: secretFile, content: r.next.KeyPEM()})
 		}
 		if err != nil {
 			return err
 		}
 	}
-	// Without the marker, what is left of nextNodesFile means nothing.
+	// nextCAFile marks the rotation. After it is removed, read ignores nextNodesFile even if an interrupt leaves it.
 	for _, name := range []string{nextCAKeyFile, nextNodesKeyFile, nextCAFile, nextNodesFile} {
 		if err := os.Remove(r.path(name)); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return err
@@ -495,17 +503,18 @@ func (r *rotation) finish() error {
 	return nil
 }
 
-// nameOf names a CA as tunnel cert status does.
+// nameOf returns the name by which `tunnel cert status` shows a CA.
 func nameOf(ca *auth.CA) string { return tunnel.CertificateOf(ca.Certificate()).Name }
 
-// maxNamed is how many missing nodes are named.
+// maxNamed is how many lines check and showTrustingOthers print at most about nodes and replicas.
 const maxNamed = 20
 
-// lookTimeout bounds how long a step asks the cloud. Meanwhile the step holds the lock, for which a revocation of a
-// token waits lockTimeout at most.
+// lookTimeout is how long a step waits at most for the cloud's answer. Meanwhile the step holds the lock. A command
+// that revokes a token waits for the lock for lockTimeout at most, so lookTimeout must be shorter.
 const lookTimeout = lockTimeout / 2
 
-// check prints who is not ready for the next step. It returns ErrNotReady if anybody is not, unless Force is set.
+// check prints which nodes and replicas are not ready for the next step, as missing finds them. If any is not ready,
+// check returns ErrNotReady, unless Force is set.
 func (r *rotation) check(ctx context.Context, missing func(*RotationView) []string) error {
 	looking, cancel := context.WithTimeout(ctx, lookTimeout)
 	defer cancel()
@@ -536,7 +545,7 @@ func (r *rotation) check(ctx context.Context, missing func(*RotationView) []stri
 	return ErrNotReady
 }
 
-// notTrusting says who is not ready for step 2.
+// notTrusting returns a line for each node and replica that is not ready for step 2: it does not trust the new CA yet.
 func (r *rotation) notTrusting(view *RotationView) (lines []string) {
 	id := auth.CAID(r.next.Certificate())
 	for _, p := range view.Replicas {
@@ -560,8 +569,8 @@ func (r *rotation) notTrusting(view *RotationView) (lines []string) {
 	return lines
 }
 
-// trustingOthers says which nodes trust a CA that is none of the cloud's. A thief of the old CA's key may have planted
-// it.
+// trustingOthers returns a line for each CA that a node trusts and that cloudca does not hold. Somebody who stole the
+// key of an old CA may have made nodes trust such a CA.
 func (r *rotation) trustingOthers(view *RotationView) (lines []string) {
 	ours := r.cloudCAs.IDs()
 	for _, n := range view.Nodes {
@@ -575,12 +584,12 @@ func (r *rotation) trustingOthers(view *RotationView) (lines []string) {
 	return lines
 }
 
-// showTrustingOthers prints what trustingOthers says. Before step 2 it is no obstacle: step 2 has edges drop such CAs,
-// and nodes that were away may still trust the CA of the last rotation.
+// showTrustingOthers prints the lines of trustingOthers as notes. Before step 2, foreign CAs do not stop the rotation.
+// A node that was away may still trust the old CA of the last rotation, and edges drop such CAs after step 2.
 func (r *rotation) showTrustingOthers(ctx context.Context) {
 	view, err := r.Look(ctx)
 	if err != nil {
-		return // check says so, if a step needs the cloud
+		return // if the step needs the cloud, check prints the error
 	}
 	for i, l := range r.trustingOthers(view) {
 		if i == maxNamed {
@@ -590,7 +599,7 @@ func (r *rotation) showTrustingOthers(ctx context.Context) {
 	}
 }
 
-// notRenewed says who is not ready for step 3.
+// notRenewed returns a line for each node and replica that is not ready for step 3: it still uses an old CA.
 func (r *rotation) notRenewed(view *RotationView) (lines []string) {
 	for _, p := range view.Replicas {
 		if p.OwnBy != nameOf(r.next) {
@@ -601,7 +610,9 @@ func (r *rotation) notRenewed(view *RotationView) (lines []string) {
 				p.Name, r.Cloud.Join.CAKey))
 		}
 	}
-	if len(r.cloudCAs.Certificates()) > 1 { // else step 3 was interrupted, and nodes still trust the old CA
+	// If cloudca holds only the new CA, an interrupted step 3 has removed the old CA there. Then every node that still
+	// trusts the old CA would look like a node that trusts a foreign CA.
+	if len(r.cloudCAs.Certificates()) > 1 {
 		lines = append(lines, r.trustingOthers(view)...)
 	}
 	if r.nextNodes == nil {

@@ -7,27 +7,32 @@
 //	setup.Revoke(cloud, host, node, os.Stdout, notes)  // tunnel token revoke
 //	setup.Join(ctx, setup.JoinConfig{Token: …})        // tunnel join, on the edge
 //
-// CheckTrust and ServerCertificate belong to the same way of joining, and run in the
-// daemon: the first refuses certificate authorities that could sign too much, the second
-// shows edges the authority that their join token pins.
+// CheckTrust and ServerCertificate run in the cloud, for edges that join by a join token. CheckTrust refuses
+// certificate authorities that could sign more than they are for. ServerCertificate shows edges the authority that
+// their join token pins.
 //
-// Each file has one owner: init.go writes the cloud's folder, init_systemd.go moves files of it for
-// the unit's user, init_cluster.go writes Kubernetes' objects in its place, tokenfile.go changes the
-// token file, join_files.go writes the node's folder, systemd.go writes the units and drop-ins. The package
-// reads neither flags nor the environment: cmd gives both to it, and makes an exit code of
-// its errors (Error).
+// Each file of this package writes one thing:
+//
+//   - init.go: the cloud's folder
+//   - init_systemd.go: the private files of a cloud that systemd runs, outside of the cloud's folder
+//   - init_cluster.go: objects of Kubernetes in place of the cloud's folder
+//   - tokenfile.go: the token file
+//   - join_files.go: the node's folder
+//   - systemd.go: units and drop-ins
+//
+// The package reads neither flags nor the environment: cmd passes both, and turns errors (Error) into exit codes.
 package setup
 
 import "tunnel.example/tunnel/conf"
 
-// Host is what the process knows beside its command line.
+// Host is what setup needs to know of the machine and of the program that runs.
 type Host struct {
 	Env      conf.Env
-	Sudo     bool   // sudo started the process: printed commands begin with sudo, too
-	Software string // how this program names itself to a cloud
+	Sudo     bool   // sudo started the process, so printed commands begin with sudo, too
+	Software string // the name and version of this program, which a cloud logs and shows
 }
 
-// sudo returns the start of the commands that the operator is to run next.
+// sudo returns "sudo " if printed commands need it, else "".
 func (h Host) sudo() string {
 	if h.Sudo {
 		return "sudo "
@@ -35,10 +40,10 @@ func (h Host) sudo() string {
 	return ""
 }
 
-// Kind says where the cause of an error lies. cmd makes the exit code of it.
+// Kind says where the cause of an error lies. cmd chooses the exit code by the Kind.
 type Kind int
 
-// The kinds of errors. An error that is no Error is of KindFailed.
+// The kinds of errors. An error that is not of type *Error counts as KindFailed.
 const (
 	KindFailed  Kind = iota // a step failed while it ran
 	KindUsage               // the command line is wrong

@@ -12,7 +12,7 @@ import (
 	"strings"
 )
 
-// The units as packages install them. A test holds them to deployment/systemd.
+// The units as packages install them. A test checks that they are equal to those in deployment/systemd.
 //
 //go:embed tunnel-cloud.service
 var cloudUnit string
@@ -20,11 +20,11 @@ var cloudUnit string
 //go:embed tunnel-edge.service
 var edgeUnit string
 
-// service is a program that systemd can run here.
+// service is a daemon that systemd can run on this machine: the cloud or the edge.
 type service struct {
-	mode string // cloud or edge: what the program is called with
-	unit string // as packages install it
-	done string // what is true of this machine even if the unit cannot be installed
+	mode string // the command that starts the daemon: "cloud" or "edge"
+	unit string // the text of the unit, as packages install it
+	done string // for errors: what Init or Join has done already when the unit cannot be installed
 }
 
 func cloudService() service { return service{"cloud", cloudUnit, "The cloud's files are there"} }
@@ -42,8 +42,8 @@ func (s service) start(program, dir string) string {
 }
 
 const (
-	// packageProgram is the program in units of packages. systemdUnit.text replaces it by the path of the
-	// running program, and DefaultDir by the folder of the files.
+	// packageProgram is the path of the program in the units of packages. systemdUnit.text replaces this path by the
+	// path of the running program, and DefaultDir by the folder of the configuration.
 	packageProgram = "/usr/bin/tunnel"
 	// installProgram is where an operator installs the program by hand.
 	installProgram = "/usr/local/bin/tunnel"
@@ -53,8 +53,8 @@ const (
 
 // unitFolders are folders of units (systemd.unit(5)). A unit in own hides a unit of the same name in packages.
 type unitFolders struct {
-	own      string   // for the operator, and for --systemd
-	packages []string // for packages; systemd takes the unit of the first folder that has one
+	own      string   // the folder for units of the operator, and of --systemd
+	packages []string // the folders for units of packages; systemd uses the first one that has the unit
 }
 
 func systemFolders() unitFolders {
@@ -64,15 +64,15 @@ func systemFolders() unitFolders {
 // systemdUnit is a unit for this machine.
 type systemdUnit struct {
 	service
-	program   string   // that the unit starts
-	dir       string   // of the configuration
+	program   string   // the path of the program that the unit starts
+	dir       string   // the folder of the configuration
 	lowPort   bool     // the service listens on a port below 1024
-	systemctl string   // path of the program
-	notes     []string // what an operator reads about the unit beside that it runs; write adds them
+	systemctl string   // the path of systemctl
+	notes     []string // further lines about the unit for the operator; write adds them
 }
 
-// newSystemdUnit checks that systemd runs this machine, and could run the service with files in dir, an
-// absolute path. It writes nothing. Its errors are of type *stepError.
+// newSystemdUnit checks that systemd runs this machine, and that systemd could run the service with the files in
+// dir, an absolute path. It writes nothing. Its errors are of type *stepError.
 func newSystemdUnit(s service, dir string, h Host) (*systemdUnit, error) {
 	program, err := os.Executable()
 	if err == nil {
@@ -108,8 +108,8 @@ func newSystemdUnit(s service, dir string, h Host) (*systemdUnit, error) {
 	return nil, failed
 }
 
-// findSystemctl returns the path of systemctl, if systemd runs this machine. A container may have
-// systemctl without systemd.
+// findSystemctl returns the path of systemctl. It fails unless systemd runs this machine: a container may have
+// the program systemctl without a running systemd.
 func findSystemctl() (string, error) {
 	if _, err := os.Stat(booted); err != nil {
 		return "", errors.New("systemd does not run this machine: there is no " + booted)
@@ -121,7 +121,7 @@ func findSystemctl() (string, error) {
 	return path, nil
 }
 
-// hidden reports whether the unit cannot see path, because of ProtectHome or PrivateTmp.
+// hidden reports whether ProtectHome or PrivateTmp in the unit hides path from the service.
 func hidden(path string) bool {
 	for _, dir := range []string{"/home/", "/root/", "/run/user/", "/tmp/", "/var/tmp/"} {
 		if strings.HasPrefix(path+"/", dir) {
@@ -131,8 +131,8 @@ func hidden(path string) bool {
 	return false
 }
 
-// enterable reports whether every user may read and enter a folder. A missing folder counts, since
-// makeDir makes it so.
+// enterable reports whether every user may read and enter a folder. For a missing folder it returns true, since
+// makeDir will make a folder that every user may enter.
 func enterable(dir string) bool {
 	info, err := os.Stat(dir)
 	return errors.Is(err, fs.ErrNotExist) || err == nil && info.Mode().Perm()&0o005 == 0o005
@@ -141,7 +141,7 @@ func enterable(dir string) bool {
 // bindLowPorts are settings of a unit that let its service listen on ports below 1024.
 const bindLowPorts = "CapabilityBoundingSet=CAP_NET_BIND_SERVICE\nAmbientCapabilities=CAP_NET_BIND_SERVICE\n"
 
-// text returns the whole unit, for a machine without a package.
+// text returns the whole unit, for a machine where no package has installed one.
 func (u *systemdUnit) text() string {
 	text := strings.Replace(u.unit, u.start(packageProgram, DefaultDir), u.start(u.program, u.dir), 1)
 	if u.lowPort {
@@ -150,7 +150,7 @@ func (u *systemdUnit) text() string {
 	return text
 }
 
-// dropIn returns what this service needs beside the unit of a package; "": nothing.
+// dropIn returns the drop-in that this service needs beside unit, the text of a package's unit; "": none.
 func (u *systemdUnit) dropIn(unit string) string {
 	var settings string
 	if start := u.start(u.program, u.dir); !strings.Contains(unit, "\n"+start) {
@@ -166,8 +166,8 @@ func (u *systemdUnit) dropIn(unit string) string {
 		"[Service]\n%s", u.name(), settings)
 }
 
-// install writes the unit, and has systemd start it now and at boot. A running service is restarted,
-// since its files may have changed.
+// install writes the unit, and tells systemd to start the service now and at boot. systemd restarts a running
+// service, since the files of the service may have changed.
 func (u *systemdUnit) install(ctx context.Context) error {
 	if err := u.write(systemFolders()); err != nil {
 		return &stepError{step: "systemd", err: err, fix: u.done + "; only the unit is missing."}
@@ -189,13 +189,13 @@ func (u *systemdUnit) install(ctx context.Context) error {
 // package's unit, and after an upgrade the new one, too.
 func (u *systemdUnit) write(folders unitFolders) error {
 	file := filepath.Join(folders.own, u.name()+".service")
-	added := filepath.Join(file+".d", "50-tunnel.conf") // an operator's override.conf comes later, and so prevails
+	added := filepath.Join(file+".d", "50-tunnel.conf") // an operator's override.conf sorts later, so it prevails
 	unit, text, err := folders.packaged(u.name())
 	if err != nil {
 		return err
 	}
 	if unit == "" {
-		if err = removeIfThere(added); err != nil { // the drop-in for a package that is gone
+		if err = removeIfThere(added); err != nil { // an earlier write made the drop-in, for a package that is gone
 			return err
 		}
 		return overwrite(file, newFile{mode: publicFile, content: []byte(u.text())})
@@ -215,7 +215,7 @@ func (u *systemdUnit) write(folders unitFolders) error {
 	return overwrite(added, newFile{mode: publicFile, content: []byte(settings)})
 }
 
-// packaged returns path and text of the unit that a package has installed. The path is "" if there is none.
+// packaged returns the path and the text of the unit that a package has installed. Without one, the path is "".
 func (f unitFolders) packaged(name string) (path, text string, _ error) {
 	for _, dir := range f.packages {
 		path = filepath.Join(dir, name+".service")
@@ -227,9 +227,10 @@ func (f unitFolders) packaged(name string) (path, text string, _ error) {
 	return "", "", nil
 }
 
-// uncover renames the unit at file, which hides the package's: an earlier --systemd or an operator wrote it.
+// uncover renames the unit at path file to file.old, if it exists. systemd prefers a unit at this path to the unit of
+// the package. An earlier --systemd or an operator wrote the unit there, before the package was installed.
 func (u *systemdUnit) uncover(file string) error {
-	old := file + ".old" // systemd reads no file of this name
+	old := file + ".old" // systemd ignores file names that end in .old
 	err := os.Rename(file, old)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil

@@ -29,19 +29,19 @@ const (
 	MaxTTL     = 365 * 24 * time.Hour
 )
 
-// adoption is the time within which a running cloud reads a changed token file.
+// adoption is the longest time until a running cloud has read a changed token file.
 const adoption = time.Second
 
 // Token is a new join token. Its exported fields are the JSON output of `tunnel token create`.
 type Token struct {
-	Node    tunnel.NodeName  `json:"node"`            // "": Nodes
-	Nodes   auth.NodePattern `json:"nodes,omitempty"` // the token is for several nodes
-	Uses    int              `json:"uses,omitempty"`  // of such a token
+	Node    tunnel.NodeName  `json:"node"`            // "": the token is for the nodes of the pattern Nodes
+	Nodes   auth.NodePattern `json:"nodes,omitempty"` // "": the token is for Node alone
+	Uses    int              `json:"uses,omitempty"`  // how many nodes may join by a token with Nodes
 	ID      string           `json:"id"`
 	Expires time.Time        `json:"expires"`
 	Token   string           `json:"token"`
 	Command string           `json:"command"` // the operator pastes it on the edge
-	Lines   []string         `json:"lines"`   // that the token file needs
+	Lines   []string         `json:"lines"`   // the lines of the token file that make the token valid
 	Written bool             `json:"written"` // the token file holds Lines
 
 	ttl    time.Duration
@@ -57,9 +57,9 @@ func CreateToken(c *conf.Cloud, h Host, node tunnel.NodeName, ttl time.Duration)
 	return all[0], nil
 }
 
-// CreateTokens makes a join token for each node and writes their lines to the token file of c: all, or none. Without
-// permission to write there, CreateTokens returns an error and no token. Any other reason not
-// to write makes Tokens that are not Written; Unwritten says what to do.
+// CreateTokens makes a join token for each node, and writes the lines of all tokens, or none, to the token file of c.
+// If this user may not write the file, CreateTokens returns an error and no token. If the file cannot be written for
+// another reason, the Tokens are not Written, and Unwritten says what to do.
 func CreateTokens(c *conf.Cloud, h Host, nodes []tunnel.NodeName, ttl time.Duration) ([]*Token, error) {
 	var all []*Token
 	for _, node := range nodes {
@@ -88,7 +88,7 @@ func CreateSharedToken(
 	return t, createTokens(c, h, []*Token{t})
 }
 
-// ReadNodes reads names of nodes, one on each line. It ignores blank lines and those that begin with #.
+// ReadNodes reads names of nodes, one on each line. It ignores blank lines and lines that begin with #.
 func ReadNodes(in io.Reader) ([]tunnel.NodeName, error) {
 	const most = 16 << 20 // bytes
 	text, err := io.ReadAll(io.LimitReader(in, most))
@@ -158,15 +158,15 @@ func createTokens(c *conf.Cloud, h Host, tokens []*Token) error {
 		})
 	}
 	change, err := tokenFileOf(c, h).edit(func(content string) (string, error) {
-		// For a revoked node, AddTokens revokes the certificates from before this time. The wait for
-		// the lock is over here, so certificates that were issued during the wait count, too.
+		// If the node was revoked, AddTokens revokes all its certificates from before time.Now(). edit holds the lock
+		// here, so this time also covers certificates that the cloud issued while edit waited for the lock.
 		return auth.AddTokens(content, lines, time.Now())
 	})
 	if err != nil {
 		return err
 	}
 	if errors.Is(change.failed, fs.ErrPermission) {
-		return change.unwritten() // the next attempt makes other tokens
+		return change.unwritten() // these tokens are thrown away: as root, the next attempt makes others
 	}
 	for _, t := range tokens {
 		t.change, t.Written = change, change.failed == nil
@@ -175,7 +175,8 @@ func createTokens(c *conf.Cloud, h Host, tokens []*Token) error {
 	return nil
 }
 
-// linesOf returns the added lines that a token needs: its own, and the revocation of its node that it changes.
+// linesOf returns the added lines that the token with this id needs: the line of the token, and the changed line that
+// revokes earlier certificates of its node.
 func (c tokenChange) linesOf(id string) []string {
 	at := slices.IndexFunc(c.added, func(l string) bool { return strings.Contains(l, ":sha256:"+id) })
 	if at < 0 {
@@ -205,8 +206,8 @@ func (t *Token) AwaitAdoption(ctx context.Context) {
 	}
 }
 
-// Explain prints the line to paste to out, and everything else to notes. An error says that out does not
-// have the line.
+// Explain prints the line that the operator pastes on the edge to out, and all remarks to notes. It returns an error
+// if it could not write the line to out.
 func (t *Token) Explain(out, notes io.Writer) error {
 	if t.Nodes != "" {
 		fmt.Fprintf(notes, "A token for %d nodes %s, good until %s (%s). It is a secret: whoever has it can join as such a "+
@@ -231,7 +232,7 @@ func (t *Token) Explain(out, notes io.Writer) error {
 	return nil
 }
 
-// ExplainTokens prints a line with the node and the token for each token to out, and everything else to notes.
+// ExplainTokens prints a line for each token to out, with the node and the token. It prints all remarks to notes.
 func ExplainTokens(all []*Token, out, notes io.Writer) error {
 	fmt.Fprintf(notes, "%d tokens, good until %s (%s). Each is a secret: whoever has it can join as its node.\n"+
 		"On each edge: echo 'TOKEN' | sudo tunnel join\n\n", len(all), when(all[0].Expires), Spell(all[0].ttl))
@@ -246,7 +247,7 @@ func ExplainTokens(all []*Token, out, notes io.Writer) error {
 	return nil
 }
 
-// tellReplicas prints the change for the token files of the other replicas, if there are any.
+// tellReplicas prints which lines the operator must change in the token files of the other replicas, if there are any.
 func (c tokenChange) tellReplicas(notes io.Writer) {
 	if !c.file.replicas {
 		return
@@ -256,7 +257,7 @@ func (c tokenChange) tellReplicas(notes io.Writer) {
 	c.show(notes)
 }
 
-// show prints the lines of a change, without any token.
+// show prints the removed and the added lines of a change. It leaves out tokens in plain text.
 func (c tokenChange) show(w io.Writer) {
 	for _, l := range c.removed {
 		fmt.Fprintf(w, "  remove  %s\n", shownLine(l))
@@ -285,7 +286,7 @@ func (c tokenChange) unwritten() error {
 	return errors.New(strings.TrimRight(b.String(), "\n"))
 }
 
-// reasonOf returns err without the path in it, which may be that of a temporary file.
+// reasonOf returns err without its path, since the path may be that of a temporary file.
 func reasonOf(err error) error {
 	if pe, ok := errors.AsType[*fs.PathError](err); ok {
 		return pe.Err
@@ -293,14 +294,14 @@ func reasonOf(err error) error {
 	return err
 }
 
-// kubectl returns shell commands that make the change in one key of a Secret. The Secret's
-// content goes through pipes, so that it is in no command line.
+// kubectl returns shell commands that make the change in one key of a Secret. The commands send the Secret's content
+// through pipes, since other users can read command lines.
 func (c tokenChange) kubectl() string {
 	key, namespace := filepath.Base(c.file.path), cmp.Or(c.file.namespace, "tunnel-system")
 	filter := ""
 	for _, l := range c.removed {
 		f := " | grep -vxF '" + l + "'"
-		if node, plain := plainToken(l); plain { // such a change removes every line of the node
+		if node, plain := plainToken(l); plain { // to hide the token, the pattern matches every line of the node
 			f = " | grep -v '^[[:blank:]]*" + strings.ReplaceAll(node, ".", "[.]") + "[[:blank:]]*:'"
 		}
 		if !strings.Contains(filter, f) {
@@ -317,10 +318,10 @@ A pod sees it about a minute later.`,
 		namespace, strings.ReplaceAll(key, ".", `\.`), filter, strings.Join(c.added, "' '"), key)
 }
 
-// when writes a time for operators.
+// when returns a time as operators read it, in UTC.
 func when(t time.Time) string { return t.UTC().Format("2006-01-02 15:04 UTC") }
 
-// Spell writes a duration without zero units: 24h, 10m, 1h30m.
+// Spell returns a duration as text without units that are zero, such as 24h, 10m or 1h30m.
 func Spell(d time.Duration) string {
 	s := d.Round(time.Second).String()
 	if strings.HasSuffix(s, "m0s") {
@@ -339,14 +340,14 @@ type ListedToken struct {
 	ID      string     `json:"id,omitempty"`
 	Expires *time.Time `json:"expires,omitempty"`
 	State   string     `json:"state"`
-	// Of a token for several nodes: how many may use it, how many have, and when the last one did.
+	// For a token for several nodes: how many nodes may join by it, how many have joined, and when the last one joined.
 	Uses     int        `json:"uses,omitempty"`
 	Used     int        `json:"used,omitempty"`
 	LastUsed *time.Time `json:"last_used,omitempty"`
 }
 
-// Kinds that auth.Kind does not have. A token that the file holds in plain text gets no ID:
-// if the token is short, its SHA-256 gives it away.
+// Kinds of lines that auth.Kind lacks. An ID is the begin of a token's SHA-256. ListTokens gives no ID to a token that
+// the file holds in plain text: if the token is short, an attacker could guess it by the ID.
 const (
 	listedPlain      = "token, not hashed"
 	listedRevocation = "revocation"
@@ -418,7 +419,7 @@ func PrintTokens(out io.Writer, c *conf.Cloud, config string, lines []ListedToke
 			c.Server.TokenFile, shellQuote(config))
 		return err
 	}
-	text := bufio.NewWriter(out) // a table writes each cell by itself
+	text := bufio.NewWriter(out) // a tabwriter writes each cell with a call of its own
 	w := tabwriter.NewWriter(text, 0, 0, 3, ' ', 0)
 	fmt.Fprintln(w, "NODE\tKIND\tID\tEXPIRES\tSTATE\tUSED")
 	for _, l := range lines {
@@ -441,7 +442,7 @@ func PrintTokens(out io.Writer, c *conf.Cloud, config string, lines []ListedToke
 	return cmp.Or(w.Flush(), text.Flush())
 }
 
-// ago spells the time since an event in its largest unit, such as 3 h.
+// ago returns the time since an event in its largest unit, such as "3 h".
 func ago(d time.Duration) string {
 	switch {
 	case d >= 48*time.Hour:
@@ -474,8 +475,8 @@ func Withdraw(c *conf.Cloud, h Host, nodes auth.NodePattern, out, notes io.Write
 	return nil
 }
 
-// Revoke removes the tokens of a node from the token file, and writes there that nothing
-// proves the node. It prints the result to out, and remarks to notes.
+// Revoke removes the tokens of a node from the token file, and adds a line to the file: no credential of the node is
+// valid. Revoke prints the result to out, and remarks to notes.
 func Revoke(c *conf.Cloud, h Host, node tunnel.NodeName, out, notes io.Writer) error {
 	var known bool
 	change, err := tokenFileOf(c, h).edit(func(content string) (string, error) {

@@ -13,31 +13,33 @@ import (
 	"tunnel.example/tunnel/pkg/auth"
 )
 
-// errMounted is why edit changes no symbolic link: the content comes from another place.
+// errMounted is the error for a file that is a symbolic link, as in a mounted Secret. edit does not replace the link:
+// the content comes from elsewhere, so a change here would be lost.
 var errMounted = errors.New("it is a symbolic link, as in a mounted Secret")
 
-// tokenFile is the token file of a cloud.
+// tokenFile names the file with the lines of all tokens of a cloud. It also has what an operator must know to make
+// the same change at other places.
 type tokenFile struct {
 	path      string
-	replicas  bool   // the cloud has other replicas, and each reads a token file of its own
-	namespace string // of the cloud's pod; "": unknown
+	replicas  bool   // the cloud has other replicas: each reads a token file of its own
+	namespace string // the namespace of the cloud's pod; "": unknown
 }
 
 func tokenFileOf(c *conf.Cloud, h Host) tokenFile {
 	return tokenFile{path: c.Server.TokenFile, replicas: c.Peers.Configured(), namespace: h.Env.PodNamespace}
 }
 
-// tokenChange is a change of a token file, made or failed.
+// tokenChange is a change of a token file that edit has made or has tried to make.
 type tokenChange struct {
 	file           tokenFile
 	added, removed []string // lines
 	failed         error    // why the file did not change; nil: it has changed
 }
 
-// edit replaces the content of the token file with the result of edit. A lock on the folder
-// lets one process at a time do so. A cloud that watches the file sees the old content or the
-// new, never a part. Mode and owner stay. An error means that there is no change; a file that
-// cannot be written makes a tokenChange that has failed.
+// edit replaces the content of the token file by what the function edit returns. A lock on the folder lets only one
+// process at a time change the file. A cloud that watches the file reads either the old or the new content, never a
+// part. The mode and the owner of the file stay. If the change is known but the file cannot be written, edit returns
+// a tokenChange with failed set. An error means that edit could not find out the change.
 func (f tokenFile) edit(edit func(content string) (string, error)) (tokenChange, error) {
 	held, err := lock(filepath.Dir(f.path), lockTimeout)
 	if err != nil {
@@ -68,11 +70,11 @@ func (f tokenFile) edit(edit func(content string) (string, error)) (tokenChange,
 // lockTimeout is how long edit waits for other processes that change the same file.
 const lockTimeout = 10 * time.Second
 
-// errLocked says that another process holds a lock.
+// errLocked is the error of tryLock if another process holds the lock.
 var errLocked = errors.New("another process holds the lock")
 
-// lock locks a folder until the returned file is closed. Any user who may read the folder can
-// hold the lock for ever, so lock gives up after within: a revocation must not hang.
+// lock locks a folder until the caller closes the returned file. It gives up after the time within: any user who may
+// read the folder could hold the lock for ever, and a revocation must not hang.
 func lock(folder string, within time.Duration) (held *os.File, err error) {
 	for late := time.Now().Add(within); ; time.Sleep(10 * time.Millisecond) {
 		held, err := tryLock(folder)
@@ -102,8 +104,8 @@ func missing(a, b string) (lines []string) {
 	return lines
 }
 
-// plainToken reports whether a line of a token file holds a token in plain text, not its
-// SHA-256, and returns the line's node.
+// plainToken returns the node of a line of a token file. plain reports whether the line holds a token itself, and not
+// the SHA-256 of a token.
 func plainToken(text string) (node string, plain bool) {
 	lines, err := auth.List(text)
 	if err != nil || len(lines) != 1 {
@@ -113,8 +115,8 @@ func plainToken(text string) (node string, plain bool) {
 	return string(l.Node), l.ID != "" && !l.Hashed
 }
 
-// shownLine returns a line of a token file without the token. A token that was removed here may
-// still be good for another replica.
+// shownLine returns a line of a token file for the operator, without a token in plain text. Even a removed token must
+// not be shown: another replica may still accept it.
 func shownLine(text string) string {
 	if node, plain := plainToken(text); plain {
 		return node + ":*** (every line with a token of this node that is not hashed)"

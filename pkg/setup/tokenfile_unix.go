@@ -26,7 +26,7 @@ func tryLock(folder string) (*os.File, error) {
 	return nil, err
 }
 
-// findHolder returns advice to find the process that holds the lock.
+// findHolder returns the command that shows which process holds the lock.
 func findHolder(folder string) string { return "see which (fuser " + folder + ")" }
 
 // own gives f the owner and the group of like.

@@ -9,8 +9,8 @@ import (
 	"golang.org/x/sys/windows"
 )
 
-// lockFile is in a locked folder, since Windows cannot lock a folder itself. Windows deletes the
-// file when its last handle is closed.
+// lockFile is the name of a file that tryLock makes in a folder: Windows cannot lock a folder itself. Windows deletes
+// the file when its last handle is closed.
 const lockFile = ".tunnel-lock"
 
 // tryLock locks a folder, or returns errLocked at once.
@@ -32,7 +32,7 @@ func tryLock(folder string) (*os.File, error) {
 	return os.NewFile(uintptr(handle), path), nil
 }
 
-// findHolder returns advice to find the process that holds the lock.
+// findHolder returns advice how to find the process that holds the lock.
 func findHolder(folder string) string {
 	return "see which has " + filepath.Join(folder, lockFile) + " open (Resource Monitor)"
 }

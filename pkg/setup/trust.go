@@ -35,8 +35,8 @@ func readCertificates(key, file string) ([]*x509.Certificate, error) {
 	return all, nil
 }
 
-// rootOf returns the CA among cas that a server's chain leads to, if its leaf is good for host;
-// "" is any host. A join token pins this CA.
+// rootOf returns the CA of cas that a server's chain leads to. It fails if the chain is not valid for a server named
+// host; host "" allows any name. A join token pins this CA.
 func rootOf(chain, cas []*x509.Certificate, host string) (*x509.Certificate, error) {
 	roots, between := x509.NewCertPool(), x509.NewCertPool()
 	for _, c := range cas {
@@ -52,8 +52,8 @@ func rootOf(chain, cas []*x509.Certificate, host string) (*x509.Certificate, err
 	return chains[0][len(chains[0])-1], nil
 }
 
-// signerOf returns the CA among cas that a chain leads to by its signatures, whatever the dates and the usages
-// of the certificates are; nil if there is none.
+// signerOf returns the CA of cas that a chain leads to by its signatures; nil if there is none. It ignores the dates
+// and the usages of the certificates.
 func signerOf(chain, cas []*x509.Certificate) *x509.Certificate {
 	at, left := chain[0], slices.Clone(chain[1:])
 	for {
@@ -70,8 +70,8 @@ func signerOf(chain, cas []*x509.Certificate) *x509.Certificate {
 	}
 }
 
-// rootProblem returns err, an error of rootOf, with the file that is wrong and what to do. cert is the file of the
-// chain, and ca is the file of the CAs. err must not be an x509.HostnameError.
+// rootProblem explains err, an error of rootOf: which file is wrong, and what to do. cert is the path of the chain, and
+// ca is the path of the CAs. err must not be an x509.HostnameError.
 func rootProblem(err error, cert, ca string) error {
 	if late, problem := stream.OutOfDate(err); late != nil {
 		whose, file := "the cloud's certificate", cert
@@ -113,8 +113,8 @@ func cloudRoot(c *conf.Cloud) (*x509.Certificate, error) {
 	return nil, fmt.Errorf("no edge could join: %w", rootProblem(err, c.Server.Cert, c.Join.CloudCA))
 }
 
-// CheckTrust refuses certificate authorities (CAs) that could sign more than they are for: the
-// CA of the nodes must make neither replicas nor callers of a front door.
+// CheckTrust refuses certificate authorities (CAs) that could sign more than they are for. With a certificate that the
+// CA of the nodes has signed, nobody must pass for a replica or for a caller of a front door.
 func CheckTrust(c *conf.Cloud) (warnings []string, err error) {
 	j := c.Join
 	if j.Address != "" && j.CloudCA != "" {
